@@ -37,6 +37,8 @@ SQUARES = Element("squares", tuple(float(v * abs(v)) for v in (0, 1, 2, 3, 4, 5,
 
 UNSORTABLE = codebook([-(1 + i / 100) for i in range(8)] + [2.0**-i for i in range(8)])
 """Numbers that have no order in which a prmt's signs are zeros."""
+FLOATS = codebook(ELEMENTS["e2m1"].values)
+"""The numbers of e2m1, whose own codecs take scales in 8 bits only."""
 BOOKS = {"iq4": "iq4", "nf4": "nf4", "table": codebook([v / 3 for v in range(-9, 7)]), "unsortable": UNSORTABLE}
 
 
@@ -99,11 +101,14 @@ def test_numbers_beside_16_bit_activations(element):
 
 
 @pytest.mark.parametrize(
-    "name", ["iq4_g32_fp16", "iq4_g128", "iq4_col", "iq4_g32_fp32", "nf4", "nf4_g64_fp32", "nf4_g128_fp16", "own"]
+    "name",
+    ["iq4_g32_fp16", "iq4_g128", "iq4_col", "iq4_g32_fp32", "nf4", "nf4_g64_fp32", "nf4_g128_fp16", "own", "floats"],
 )
 def test_codebook(name, tmp_path):
     """Formula, quantizer, file, shards, experts, interleaving and product of a codebook format."""
-    format = WeightFormat(96, element=UNSORTABLE) if name == "own" else WeightFormat.parse(name)
+    own = {"own": WeightFormat(96, element=UNSORTABLE), "floats": WeightFormat(64, scale="fp16", element=FLOATS)}
+    format = own.get(name) or WeightFormat.parse(name)
+    assert not refusal(format, MMA16)
     assert WeightFormat.parse(str(format)) == format
     dense = torch.randn(72, 200, generator=torch.Generator().manual_seed(0))
     w, searched = quantize(dense, format), quantize(dense, format, search=True)

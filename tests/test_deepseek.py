@@ -264,8 +264,12 @@ Q_A = "model.layers.0.self_attn.q_a_proj"
         ({"group_size": 16}, {}, r"weight_scale_inv has shape \(64, 1\), wanted \(64, 2\)"),
         ({"weight_block_size": [128]}, {}, r"weight_block_size is \[128\], wanted two positive integers"),
         ({"weight_block_size": [16, 16]}, {}, r"its scale is F32 of shape .* for blocks of 16 x 16"),
-        ({}, {f"{Q_A}.weight_scale_inv": None}, f"{Q_A}.weight is in fp8, wanted one scale beside it, got none"),
-        ({}, {f"{Q_A}.weight_scale": torch.ones(1)}, "wanted one scale beside it, got .'weight_scale_inv', 'weight_sc"),
+        (
+            {},
+            {f"{Q_A}.weight_scale_inv": None},
+            f"{Q_A}.weight is F8_E4M3 .* wanted one scale beside it, got none",
+        ),
+        ({}, {f"{Q_A}.weight_scale": torch.ones(1)}, "wanted one scale beside it, got .*weight_scale_inv, .*weight_sc"),
         (
             {},
             {f"{Q_A}.weight_scale_inv": torch.ones(2, 2)},
@@ -275,7 +279,7 @@ Q_A = "model.layers.0.self_attn.q_a_proj"
         (
             {},
             {f"{DOWN}.weight_scale_inv": None},
-            f"{DOWN}: its weight is I8, but there is no weight_scale_inv beside it",
+            f"{DOWN}.weight is I8 of shape .*, wanted weight_scale_inv, as a 4-bit module has, beside it, got none",
         ),
         ({}, {f"{DOWN}.weight": torch.ones(64, 16).to(torch.uint8)}, f"{DOWN}: weight is U8, wanted I8"),
     ],

@@ -262,6 +262,20 @@ def test_any_truncation_is_refused(small: Path) -> None:
     assert len(GGUFFile(small).tensors) == 8
 
 
+def test_a_file_that_goes_on_behind_its_tensors_is_refused(small: Path) -> None:
+    """Of such a file the header may have lost tensors. Padding up to the alignment may follow the last one."""
+    info = max(GGUFFile(small).tensors.values(), key=lambda t: t.offset)
+    end = -(-(info.offset + info.nbytes) // 32) * 32
+    whole = small.read_bytes()[:end].ljust(end, b"\0")
+    small.write_bytes(whole)
+    assert len(GGUFFile(small).tensors) == 8
+    for more in (1, 32, 1000):
+        small.write_bytes(whole + bytes(more))
+        message = f"its 8 tensors end at byte {end}, the file at {end + more}: the header does not name all"
+        with pytest.raises(FormatError, match=message):
+            open_checkpoint(small)
+
+
 def test_wrong_magic_and_version(small: Path) -> None:
     data = small.read_bytes()
     for head, message in (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # noqa: E402
 
 import tiny_model  # noqa: E402
-from tiny_model import EXPERTS, LAYERS, add_metadata, write_dense, write_gguf  # noqa: E402
+from tiny_model import EXPERTS, HEADS, LAYERS, add_metadata, write_dense, write_gguf  # noqa: E402
 from w4gemm import FormatError, WeightFormat  # noqa: E402
 from w4gemm.checkpoints import open_checkpoint  # noqa: E402
 from w4gemm.checkpoints.experts import GATE_UP  # noqa: E402
@@ -25,7 +26,7 @@ from w4gemm.checkpoints.gguf_architectures import ARCHITECTURES as KNOWN  # noqa
 from w4gemm.checkpoints.gguf_architectures import llama3_parameters  # noqa: E402
 from w4gemm.checkpoints.w4gemm import OwnWriter  # noqa: E402
 from w4gemm.checkpoints.writing import write_folder  # noqa: E402
-from w4gemm.integrations.transformers import load, summarize  # noqa: E402
+from w4gemm.integrations.transformers import dequantize_layers, load, summarize  # noqa: E402
 
 ARCHITECTURES = {
     "gemma2": "gemma2",
@@ -264,9 +265,26 @@ def test_scaled_positions(
     ],
 )
 def test_what_llama_cpp_takes_for_scaling(metadata: dict[str, Any], wanted: str) -> None:
-    rope = KNOWN["llama"].settings({"context_length": 128, **metadata}.get)["rope_parameters"]
+    sizes = {"context_length": 128, "embedding_length": 64, "attention.head_count": 4}
+    rope = KNOWN["llama"].settings((sizes | metadata).get)["rope_parameters"]
     assert (rope["rope_type"], rope["rope_theta"], rope.get("factor", 4.0)) == (wanted, 10000.0, 4.0)
     assert rope.get("original_max_position_embeddings", 128) == 128
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+def test_heads_of_another_size_than_hidden_per_head(
+    tmp_path: Path, architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _ = load(write_gguf(tmp_path / "tiny.gguf", architecture, head_dim=32))
+    assert model.config.head_dim == 32 and model.model.layers[0].self_attn.q_proj.out_features == HEADS * 32
+    ids = torch.tensor([[1, 5, 9]])
+    dense = type(model)(model.config).eval()
+    dense.load_state_dict(dequantize_layers(copy.deepcopy(model), torch.float32).state_dict())
+    with torch.inference_mode():
+        torch.testing.assert_close(model(ids).logits, dense(ids).logits, rtol=1e-4, atol=1e-5)
+    also(monkeypatch, lambda writer: writer.add_rope_dimension_count(16))
+    with pytest.raises(FormatError, match=r"rope\.dimension_count: wanted 32, the size of a head, or .*, got 16"):
+        load(write_gguf(tmp_path / "other.gguf", architecture, head_dim=32))
 
 
 @pytest.mark.parametrize(

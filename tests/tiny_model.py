@@ -75,15 +75,20 @@ def _vocabulary() -> tuple[list[str], list[str]]:
 
 
 def write_gguf(
-    path: Path, architecture: str = "llama", type: str = "Q4_1", tied: bool = True, rope_freqs: np.ndarray | None = None
+    path: Path,
+    architecture: str = "llama",
+    type: str = "Q4_1",
+    tied: bool = True,
+    rope_freqs: np.ndarray | None = None,
+    head_dim: int | None = None,
 ) -> Path:
     """A random model with linear layers of ``type``, but attn_v in Q8_0; qwen2 has biases, qwen3 and gemma3 norms per
     head."""
     import gguf
 
     tokens, _ = _vocabulary()
-    # transformers does not read a qwen3's head size, but takes the one that all of them have
-    head_dim = 128 if architecture == "qwen3" else HEAD_DIM
+    if head_dim is None:  # transformers does not read a qwen3's, but takes the one that all of them have
+        head_dim = 128 if architecture == "qwen3" else HEAD_DIM
     rng = np.random.default_rng(0)
     writer = gguf.GGUFWriter(path, architecture)
     add_metadata(writer, head_dim)

@@ -24,6 +24,7 @@ from w4gemm.checkpoints.hugging_face import (
     read_header,
     transformers_errors,
 )
+from w4gemm.checkpoints.stored import is_packed
 from w4gemm.core.errors import FormatError, nearest, not_among
 from w4gemm.core.formats import WeightFormat
 from w4gemm.weights.quantization import quantize
@@ -123,12 +124,11 @@ class DenseCheckpoint:
         device: where weights are quantized.
 
     Raises:
-        FormatError: for a folder with a quantized model, of which config.json does not say so.
+        FormatError: as :func:`check_dense`.
     """
 
     def __init__(self, path: Path, format: WeightFormat | None = None) -> None:
-        if _has_packed(path):
-            raise FormatError(f"{path}: its weights are packed, which no dense model's are{_hint(path)}")
+        check_dense(path)
         self.path, self._format = path, format
         self.search, self.device = False, torch.device("cpu")
 
@@ -254,12 +254,17 @@ def _hint(folder: Path) -> str:
     return ""
 
 
-def _has_packed(folder: Path) -> bool:
-    """Return whether a folder with one of these files holds packed weights, under any file name: AutoGPTQ's and
-    AutoAWQ's own are not model.safetensors."""
-    if not any((folder / file).is_file() for file in _OLD_CONFIGS):
-        return False
-    return any(name.endswith(".qweight") for file in folder.glob("*.safetensors") for name in read_header(file))
+def check_dense(folder: Path) -> None:
+    """Raise FormatError for a folder with a quantized model, of which config.json does not say so. Its files may have
+    any names: AutoGPTQ's and AutoAWQ's own are not model.safetensors."""
+    for file in sorted(folder.glob("*.safetensors")):
+        for name, info in read_header(file).items():
+            if is_packed(name, info.dtype):
+                lacks = _hint(folder) or ": config.json lacks a quantization_config, which says what they mean"
+                raise FormatError(
+                    f"{folder}: its weights are packed, {name} for example ({info.dtype}), which no dense model's "
+                    f"are{lacks}"
+                )
 
 
 def _find(path: Path) -> Path | None:

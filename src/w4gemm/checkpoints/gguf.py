@@ -94,6 +94,25 @@ class GGUFCheckpoint:
         dense = {name: shape for name, shape in shapes.items() if name.removesuffix(".weight") not in self.modules}
         return dense | {name: shape for experts in self._experts.values() for name, shape in experts.tensors.items()}
 
+    @functools.cached_property
+    def left_out(self) -> dict[str, str]:
+        """Why a tensor of the file is neither of a module nor among ``tensors``, by its name there. Each tensor is one
+        of the three."""
+        beside = {name: stored for stored in self.file.tensors for name in self.file.beside(stored)}
+        reasons = {name: f"beside {stored}, whose factor is read with it" for name, stored in beside.items()}
+        if _ROPE_FACTORS in self._stored and self._llama3:
+            reasons[_ROPE_FACTORS] = "Llama 3's, which the config says"
+        return reasons
+
+    def stored_names(self, name: str) -> list[str]:
+        """Names in the file of the tensors of a module, its bias too, or of one of ``tensors``."""
+        if (experts := self._experts_with(name)) is not None:
+            return experts.stored_names(name)
+        if name in _ROPE_TABLES:
+            return [_ROPE_FACTORS]
+        names = [f"{name}.weight", f"{name}.bias"] if name in self.modules else [name]
+        return [self._stored[each] for each in names if each in self._stored]
+
     def stored_type(self, name: str) -> str:
         if name not in self.tensors:
             raise not_among(self.path, "dense tensor", name, self.tensors)

@@ -82,6 +82,20 @@ def llama3_parameters(factors: torch.Tensor, base: float) -> dict[str, Any] | No
     return {"rope_type": "llama3", "rope_theta": base, "factor": factor, **_LLAMA_3}
 
 
+def _settings(value: Value) -> Mapping[str, Any]:
+    """Settings of most architectures. A head is hidden / heads wide unless the file says otherwise."""
+    size = value("attention.key_length") or _hidden_per_head(value)
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if (other := value(key)) not in (None, size):
+            raise ValueError(f"{key}: wanted {size}, the size of a head, or no such key, got {other!r}")
+    return {"head_dim": size, "rope_parameters": rope_parameters(value)}
+
+
+def _hidden_per_head(value: Value) -> int:
+    hidden, heads = value("embedding_length"), value("attention.head_count")
+    return hidden // heads
+
+
 class Architecture(NamedTuple):
     """Names and changes of tensors that llama.cpp makes of an architecture."""
 
@@ -91,7 +105,7 @@ class Architecture(NamedTuple):
     """Names in the model that differ from those of others; a key with a leaf, such as "a.weight", names the tensor."""
     added_to_norms: int = 0
     """Number that it adds to the weights of norms."""
-    settings: Callable[[Value], Mapping[str, Any]] = lambda value: {"rope_parameters": rope_parameters(value)}
+    settings: Callable[[Value], Mapping[str, Any]] = _settings
     """Gives settings of the model's config that transformers does not take from the file; None leaves its own. Raises
     ValueError with a message that begins with the key."""
     unread: str = ""
@@ -174,15 +188,7 @@ def _phi3(value: Value) -> Mapping[str, Any]:
 
 
 def _qwen3_moe(value: Value) -> Mapping[str, Any]:
-    return {
-        "moe_intermediate_size": value("expert_feed_forward_length"),
-        "rope_parameters": rope_parameters(value),
-    }
-
-
-def _hidden_per_head(value: Value) -> int:
-    hidden, heads = value("embedding_length"), value("attention.head_count")
-    return hidden // heads
+    return {"moe_intermediate_size": value("expert_feed_forward_length"), **_settings(value)}
 
 
 ARCHITECTURES = {

@@ -85,6 +85,13 @@ class BlockExperts:
                 found[f"{self.owner}.{product}{'.' if self.modules else '_'}bias"] = (experts, n)
         return found
 
+    def stored_names(self, name: str) -> list[str]:
+        """Names in the file of the tensors of one of :attr:`modules`, its bias too, or of one of :attr:`tensors`."""
+        product, leaf = self._parts(name)
+        leaves = ("weight", "bias") if name in self.modules else (leaf,)
+        each = (self._stored(role, leaf) for role in _PRODUCTS[product] for leaf in leaves)
+        return [stored for stored in each if stored in self.file.tensors]
+
     def stored_type(self, name: str) -> str:
         product, leaf = self._parts(name)
         return self.file.info(self._stored(_PRODUCTS[product][0], leaf)).type

@@ -68,7 +68,8 @@ def outline(folder: Path) -> PreTrainedModel:
 def quantization_config(folder: Path) -> dict[str, Any] | None:
     """Return ``quantization_config`` of a folder's config.json, or of its text_config (Kimi-K2.5), by which a quantized
     model's format is recognized, with what ModelOpt writes into hf_quant_config.json alone; None if there are no such
-    files or the model is dense. ``expert_dtype``, which DeepSeek-V4 has beside it, is added.
+    files or the model is dense. Its old name, ``compression_config``, is read too. ``expert_dtype``, which DeepSeek-V4
+    has beside it, is added.
 
     Raises:
         FormatError: if config.json cannot be read.
@@ -76,7 +77,9 @@ def quantization_config(folder: Path) -> dict[str, Any] | None:
     try:
         config = json.loads((folder / "config.json").read_bytes())
         text = config.get("text_config") or {}
-        found, experts = (config.get(key, text.get(key)) for key in ("quantization_config", "expert_dtype"))
+        keys = "quantization_config", "compression_config", "expert_dtype"
+        found, old, experts = (config.get(key, text.get(key)) for key in keys)
+        found = old if found is None else found
         if isinstance(mlx := config.get("quantization"), dict):
             found = {"quant_method": "MLX", **mlx} if found is None or found == mlx else found
     except (FileNotFoundError, NotADirectoryError):

@@ -48,7 +48,7 @@ class ModelOptPacking:
 
     config: Mapping[str, Any]
     marks = ("weight_scale", "weight_scale_2")
-    others = ("weight", "input_scale", "k_scale", "v_scale")
+    others = ("weight", "input_scale")
 
     def module(self, name: str, stored: Mapping[str, TensorInfo]) -> Module:
         settings = {**self.config, **self._of_layer(name)}

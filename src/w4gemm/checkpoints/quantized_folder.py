@@ -20,23 +20,13 @@ from w4gemm.checkpoints.hugging_face import TensorInfo, quantization_config
 from w4gemm.checkpoints.methods import method_of
 from w4gemm.checkpoints.module_tensors import check_tensor, missing
 from w4gemm.checkpoints.named_modules import Named, warn_of_missing
+from w4gemm.checkpoints.stored import FP8, is_packed, reason_to_skip
 from w4gemm.core.errors import FormatError, not_among
 from w4gemm.core.formats import WeightFormat
 from w4gemm.weights.weight import QuantizedWeight
 
-_CODES = ("I8", "U8")
-"""safetensors' names of the dtypes of packed weights."""
 _FLOATS = ("F16", "BF16", "F32", "F64")
 """safetensors' names of the dtypes of the dense tensors of a module in 4 bits."""
-_IGNORED = (
-    ".rotary_emb.inv_freq",
-    *("attn.q_scale", "attn.k_scale", "attn.v_scale", "attn.k_zero_point", "attn.v_zero_point"),
-    *("k_proj.k_scale", "v_proj.v_scale", "k_proj.k_bias", "v_proj.v_bias"),
-    *("k_proj.output_scale", "v_proj.output_scale"),
-)
-"""Ends of the names of tensors that hold nothing of the model: what models computed and saved before 2023, and scales
-of a quantized cache, as compressed-tensors, ModelOpt and Quark call them."""
-
 BESIDE = ("bias", "pre_quant_scale")
 """Last parts of the names of a module's dense tensors, which are the checkpoint's, too."""
 
@@ -75,9 +65,14 @@ class QuantizedFolder:
         renamed: gives ``module.part`` for the name of a tensor in the folder.
         block: rows and columns of weights in fp8 that share a scale.
 
+    Attributes:
+        left_out: why a stored tensor is neither part of a module nor among ``tensors``, by its name in the folder. Each
+            stored tensor is one of the three.
+
     Raises:
         FormatError: if a file is missing or cut short, or a module lacks a tensor of its packing, or has a dense weight
-            as well. A tensor that its packing does not know is refused when the model is loaded or written.
+            as well; if a tensor of codes or in fp8 is none of a module and has no scale. A dense tensor that its
+            packing does not know is refused when the model is loaded or written.
     """
 
     def __init__(
@@ -85,35 +80,19 @@ class QuantizedFolder:
     ) -> None:
         self.path, self._packing = path, packing
         self._stored = Fp8Folder(path, block)
-        owners = [_Name.of(renamed(name)) for name in self._stored.tensors]
-        quantized = {name.owner for name in owners if name.leaf in packing.marks}
-        known = {*packing.marks, *packing.others}
+        scaled = self._stored.scales.items()
+        self.left_out = {scale.name: f"the scale of {weight}, which is read with it" for weight, scale in scaled}
         self._files: dict[str, str] = {}
-        parts: dict[str, dict[str, TensorInfo]] = {owner: {} for owner in quantized}
+        self._parts: dict[str, dict[str, TensorInfo]] = {}
         self.tensors: dict[str, tuple[int, ...]] = {}
-        for owned, (name, info) in zip(owners, self._stored.tensors.items(), strict=True):
-            owner, leaf = owned
-            if (other := self._files.setdefault(str(owned), name)) != name:
-                raise FormatError(f"{path}: {other!r} and {name!r} are both {str(owned)!r}, wanted one of them")
-            if owner in quantized and (leaf in known or leaf in BESIDE):
-                parts[owner][leaf] = info
-            elif owner in quantized and leaf == "weight":  # one of both would be left out without a word
-                raise FormatError(
-                    f"{path}: {owner}: it has a dense weight beside its quantized one, wanted one of them"
-                )
-            elif leaf == "weight" and info.dtype in _CODES:
-                beside = " or ".join(packing.marks)
-                raise FormatError(f"{path}: {owner}: its weight is {info.dtype}, but there is no {beside} beside it")
-            if (owner not in quantized or leaf not in known) and not name.endswith(_IGNORED):
-                self.tensors[str(owned)] = info.shape
-        if not quantized:
+        self._sort(renamed)
+        if not self._parts:
             held = "all its quantized weights are in fp8" if self._stored.scales else "all its weights are dense"
             raise FormatError(
                 f"{path}: {held}, wanted some of them in 4 bits, with {' or '.join(packing.marks)}, as its "
                 "quantization_config says; a dense model has no quantization_config in config.json"
             )
-        self._parts = parts
-        self._own = {name: self._module(name, parts[name]) for name in sorted(quantized)}
+        self._own = {name: self._module(name, parts) for name, parts in sorted(self._parts.items())}
         self._stacks = self._stacked()
         self.modules = dict(self._own)
         for name, stack in self._stacks.items():
@@ -126,6 +105,34 @@ class QuantizedFolder:
                 self.tensors[f"{name}.bias"] = stack.module.experts, stack.module.n
             if stack.module.pre_quant_scale:
                 self.tensors[f"{name}.pre_quant_scale"] = (stack.module.k,)
+
+    def _sort(self, renamed: Callable[[str], str]) -> None:
+        """Put each stored tensor into ``_parts``, ``tensors`` or ``left_out``; those of :data:`BESIDE` are parts and
+        tensors."""
+        names = {stored: _Name.of(renamed(stored)) for stored in self._stored.tensors}
+        marks, known = self._packing.marks, {*self._packing.marks, *self._packing.others}
+        self._parts |= {name.owner: {} for name in names.values() if name.leaf in marks}
+        for stored, name in names.items():
+            if (other := self._files.setdefault(str(name), stored)) != stored:
+                raise FormatError(f"{self.path}: {other!r} and {stored!r} are both {str(name)!r}, wanted one of them")
+            info, parts = self._stored.tensors[stored], self._parts.get(name.owner)
+            if parts is not None and (name.leaf in known or name.leaf in BESIDE):
+                parts[name.leaf] = info
+                if name.leaf in BESIDE:
+                    self.tensors[str(name)] = info.shape
+            elif parts is not None and name.leaf == "weight":  # one of both would be left out without a word
+                raise FormatError(
+                    f"{self.path}: {name.owner}: it has a dense weight beside its quantized one, wanted one of them"
+                )
+            elif reason := reason_to_skip(stored):
+                self.left_out[stored] = reason
+            elif stored not in self._stored.scales and is_packed(stored, info.dtype):
+                lacks = "one scale" if info.dtype in FP8 else f"{' or '.join(marks)}, as a 4-bit module has,"
+                raise FormatError(
+                    f"{self.path}: {stored} is {info.dtype} of shape {info.shape}, wanted {lacks} beside it, got none"
+                )
+            else:
+                self.tensors[str(name)] = info.shape
 
     @property
     def files(self) -> set[str]:
@@ -181,16 +188,15 @@ class QuantizedFolder:
         """Names of ``tensors`` that the folder holds in 8-bit floats, with scales."""
         return [name for name in self.tensors if self._files.get(name) in self._stored.scales]
 
-    @property
-    def names_beside_fp8(self) -> list[str]:
-        """Names in the folder's files of the scales of weights in fp8, and of what else is not needed beside them."""
-        return self._stored.beside
-
     def stored_names(self, name: str) -> list[str]:
-        """Names in the folder's files of the tensors of a module, its bias too."""
+        """Names in the folder's files of the tensors of a module, its bias too, or of one of ``tensors``."""
+        owner, _, leaf = name.rpartition(".")
+        leaves = None
+        if name not in self.modules:
+            name, leaves = owner, [leaf]
         stack = self._stacks.get(name)
         owners = [name] if stack is None else [source for expert in stack.sources for source in expert]
-        return [self._files[f"{owner}.{leaf}"] for owner in owners for leaf in self._parts[owner]]
+        return [self._files[str(_Name(owner, leaf))] for owner in owners for leaf in leaves or self._parts[owner]]
 
     def _tensor(self, name: str) -> torch.Tensor:
         return self._stored.tensor(self._files[name])

@@ -46,7 +46,7 @@ class QuarkPacking:
 
     config: Mapping[str, Any]
     marks = ("weight_scale", "weight_scale_2", "weight_zero_point")
-    others = ("weight", "input_scale", "input_scale_2", "input_zero_point", "k_scale", "v_scale")
+    others = ("weight", "input_scale", "input_scale_2", "input_zero_point")
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> QuarkPacking:

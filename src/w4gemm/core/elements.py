@@ -101,7 +101,8 @@ def codebook(values: Iterable[float]) -> str:
             float32.
 
     Returns:
-        The name, for ``WeightFormat(..., element=name)``; if the numbers are those of a named element, its name.
+        The name, for ``WeightFormat(..., element=name)``; if the numbers are those of int4, iq4 or nf4, that name.
+        Those of e2m1 stay a codebook, because GPUs take e2m1 beside scales in 8 bits only.
 
     Raises:
         TypeError, ValueError: for other values.
@@ -128,7 +129,7 @@ def codebook(values: Iterable[float]) -> str:
         raise ValueError(f"values: wanted a largest magnitude of {_LEAST:g} to {_MOST:g}, got {largest:g}")
     if not min(found) < 0 < max(found):
         raise ValueError(f"values: wanted numbers of both signs, got {list(found)}")
-    known = next((element.name for element in ELEMENTS.values() if element.values == found), None)
+    known = next((e.name for e in ELEMENTS.values() if e.values == found and e.name != "e2m1"), None)
     digits = 4 if all(word.endswith(bytes(2)) for word in words) else 8
     return known or "codebook" + "".join(word.hex()[:digits] for word in words)
 

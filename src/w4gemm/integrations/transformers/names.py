@@ -105,10 +105,10 @@ def check_whole(
 
 
 def packed_names(checkpoint: Checkpoint, places: Mapping[str, Sequence[Place]], renamed: Renaming) -> set[str]:
-    """Patterns for the names of the packed tensors that have a place, and of scales in fp8, which transformers is to
-    leave alone: as they are, and as it renames them."""
+    """Patterns for the names of the packed tensors that have a place, and of those that are left out, which
+    transformers is to leave alone: as they are, and as it renames them."""
     assert isinstance(checkpoint, QuantizedFolder)
-    names = set(checkpoint.names_beside_fp8)
+    names = set(checkpoint.left_out)
     for module, own in places.items():
         for name in checkpoint.stored_names(module) if own else ():
             names |= {name, *(f"{place.layer}.{name.rpartition('.')[2]}" for place in own)}

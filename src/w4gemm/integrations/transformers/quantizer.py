@@ -25,7 +25,7 @@ from transformers.quantizers.base import get_keys_to_not_convert
 from w4gemm.api.experts import W4Experts
 from w4gemm.api.nn import W4Linear
 from w4gemm.checkpoints import Checkpoint, open_checkpoint
-from w4gemm.checkpoints.dense import SKIP, default_format, layers_to_quantize
+from w4gemm.checkpoints.dense import SKIP, check_dense, default_format, layers_to_quantize
 from w4gemm.checkpoints.experts import DOWN, GATE_UP
 from w4gemm.checkpoints.hugging_face import quantization_config
 from w4gemm.checkpoints.quantized_folder import QuantizedFolder
@@ -114,6 +114,8 @@ class W4GemmQuantizer(HfQuantizer):
     ) -> None:
         folder = None if not checkpoint_files else Path(checkpoint_files[0]).parent
         if folder is None or quantization_config(folder) is None:
+            if folder is not None:
+                check_dense(folder)
             self._await_dense(model)
             return
         self._checkpoint = checkpoint = open_checkpoint(folder)

@@ -1,0 +1,228 @@
+"""Each stored tensor is part of a 4-bit module, dense, or left out with a reason; codes never become dense numbers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+pytest.importorskip("transformers")
+pytest.importorskip("gguf")
+
+from transformers import AutoModelForCausalLM
+
+import test_compressed_tensors
+from fuzz import samples
+from quantized_model import change, configure, convert, put, write_model
+from tiny_model import LAYERS, write_dense
+from w4gemm import FormatError
+from w4gemm.checkpoints import open_checkpoint
+from w4gemm.checkpoints.gguf import GGUFCheckpoint
+from w4gemm.checkpoints.quantized_folder import BESIDE, QuantizedFolder
+from w4gemm.cli.__main__ import main
+from w4gemm.integrations.transformers import W4GemmConfig, load
+
+E4M3 = torch.float8_e4m3fn
+EXPERTS = "model.layers.0.mlp.experts"
+BROKEN = ("weight",)
+"""Samples that are no checkpoint of a model."""
+
+
+def compressed(folder: Path, **more: torch.Tensor) -> Path:
+    """A folder with two 4-bit modules and more tensors, without a model."""
+    samples.FORMATS["compressed-tensors"](folder)
+    change(folder, lambda tensors: tensors.update({name: t.contiguous() for name, t in more.items()}))
+    configure(folder, weight_block_size=[16, 32])
+    return folder
+
+
+def names_in(checkpoint: Any) -> set[str]:
+    if isinstance(checkpoint, GGUFCheckpoint):
+        return set(checkpoint.file.tensors)
+    return set(load_file(checkpoint.path / "model.safetensors"))
+
+
+@pytest.mark.parametrize("kind", samples.FORMATS.keys() - BROKEN)
+def test_each_tensor_is_in_one_place(kind: str, tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(samples.FORMATS[kind](tmp_path / "in"))
+    assert isinstance(checkpoint, (QuantizedFolder, GGUFCheckpoint))
+    of_modules = [name for module in checkpoint.modules for name in checkpoint.stored_names(module)]
+    beside = {f"{module}.{leaf}" for module in checkpoint.modules for leaf in BESIDE}
+    dense = [name for tensor in checkpoint.tensors.keys() - beside for name in checkpoint.stored_names(tensor)]
+    assert sorted([*of_modules, *dense, *checkpoint.left_out]) == sorted(names_in(checkpoint))
+    for name in checkpoint.tensors.keys() & beside:
+        assert set(checkpoint.stored_names(name)) <= set(of_modules)
+
+
+SCALED = [
+    ((48, 64), ()),
+    ((48, 64), (1, 1)),
+    ((48, 64), (48,)),
+    ((48, 64), (48, 1)),
+    ((40, 70), (3, 3)),
+    ((3, 48, 64), ()),
+    ((3, 48, 64), (3,)),
+    ((3, 48, 64), (3, 1, 1)),
+    ((3, 48, 64), (3, 48, 1)),
+    ((3, 48, 64), (3, 1, 64)),
+    ((3, 40, 70), (3, 3, 3)),
+]
+"""Shapes of weights in fp8 and of their scales, in blocks of 16 x 32."""
+
+
+@pytest.mark.parametrize("dtype", [E4M3, torch.float8_e5m2])
+@pytest.mark.parametrize(("shape", "scales"), SCALED)
+def test_weights_in_fp8_have_their_scales(
+    shape: tuple[int, ...], scales: tuple[int, ...], dtype: torch.dtype, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    w, scale = torch.randn(shape).to(dtype), torch.rand(scales) + 0.5
+    factors = scale
+    if len(scale.shape) == 1:
+        factors = scale.view(-1, *[1] * (len(shape) - 1))
+    elif scale.shape[-2:] == (3, 3):
+        factors = scale.repeat_interleave(16, -2).repeat_interleave(32, -1)[..., : shape[-2], : shape[-1]]
+    matrix = len(shape) == 2
+    weight = "model.c.weight" if matrix else f"{EXPERTS}.down_proj"
+    for end in ("_scale_inv", "_scale", *(() if matrix else ("_weight_scale",))):
+        checkpoint = open_checkpoint(compressed(tmp_path, **{weight: w, weight + end: scale}))
+        assert checkpoint.tensors.keys() == {weight, "model.a.bias", "model.norm.weight"}
+        assert checkpoint.stored_type(weight).startswith("F8_")
+        assert torch.equal(checkpoint.dense(weight), w.float() * factors)
+        assert checkpoint.left_out[weight + end] == f"the scale of {weight}, which is read with it"
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({"up": torch.ones(3, 32, 64).to(E4M3)}, r"up is F8_E4M3 of shape \(3, 32, 64\), wanted one scale beside it"),
+        (
+            {"up": torch.ones(3, 32, 64).to(E4M3), "up_scale": torch.ones(3, 32)},
+            r"its scale is F32 of shape \(3, 32\); wanted one number, \(3, 32, 1\), or \(3, 2, 2\) for blocks of 16 x",
+        ),
+        (
+            {"up": torch.ones(32, 64).to(E4M3), "up_scale": torch.ones(1, 64)},
+            r"its scale is F32 of shape \(1, 64\); wanted one number, \(32, 1\), or \(2, 2\)",
+        ),
+        (
+            {"up": torch.ones(64).to(E4M3), "up_scale": torch.ones(1)},
+            r"up is in fp8 and has shape \(64,\), wanted .n, k.",
+        ),
+        (
+            {"up": torch.ones(3, 32, 64).to(E4M3), "up_scale": torch.ones(3), "up_scale_inv": torch.ones(3)},
+            r"up is in fp8, wanted one scale beside it, got .*up_scale_inv, .*up_scale",
+        ),
+        ({"up_packed": torch.ones(3, 32, 8).int()}, r"up_packed is I32 of shape \(3, 32, 8\), wanted weight_packed or"),
+        ({"up": torch.ones(3, 32, 32).byte(), "up_weight_scale_2": torch.ones(3)}, r"up is U8 of shape \(3, 32, 32\)"),
+        ({"up": torch.ones(3, 32, 32).char()}, r"up is I8 of shape \(3, 32, 32\), wanted weight_packed or"),
+    ],
+)
+def test_codes_without_scales_are_refused(tensors: dict[str, torch.Tensor], message: str, tmp_path: Path) -> None:
+    with pytest.raises(FormatError, match=message):
+        open_checkpoint(compressed(tmp_path, **{f"{EXPERTS}.{name}": t for name, t in tensors.items()}))
+
+
+def test_integers_that_are_no_codes_are_dense(tmp_path: Path) -> None:
+    name = "model.layers.0.mlp.gate.tid2eid"
+    checkpoint = open_checkpoint(compressed(tmp_path, **{name: torch.arange(6).view(3, 2).int()}))
+    assert checkpoint.dense(name).tolist() == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_experts_in_one_fp8_tensor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By all ways: `inspect` says fp8, `convert` writes numbers with their scales, and transformers gets the same."""
+    folder = write_dense(tmp_path / "in", "qwen3_moe")
+    convert(folder, test_compressed_tensors.config(), test_compressed_tensors.writer(), ("gate", "lm_head", "proj"))
+    experts: dict[str, torch.Tensor] = {}
+
+    def in_one(tensors: dict[str, torch.Tensor]) -> None:
+        for owner in (f"model.layers.{i}.mlp.experts" for i in range(LAYERS)):
+            each = [{r: tensors.pop(f"{owner}.{e}.{r}_proj.weight") for r in ("gate", "up", "down")} for e in range(4)]
+            wholes = {"gate_up": [torch.cat((e["gate"], e["up"])) for e in each], "down": [e["down"] for e in each]}
+            for product, matrices in wholes.items():
+                w = torch.stack(matrices)
+                scale = w.abs().amax(-1, keepdim=True) / 448
+                tensors[f"{owner}.{product}_proj"] = stored = (w / scale).to(E4M3)
+                tensors[f"{owner}.{product}_proj_scale"] = scale
+                experts[f"{owner}.{product}_proj"] = stored.float() * scale
+
+    change(folder, in_one)
+    query = "model.layers.0.self_attn.q_proj"
+    put(folder, f"{query}.weight", None)
+    parts, _ = test_compressed_tensors.writer()(query, 64, 64)
+    change(folder, lambda tensors: tensors.update({f"{query}.{leaf}": t for leaf, t in parts.items()}))
+    assert main(["inspect", str(folder), "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)["dense"]
+    assert {listed[name]["stored"] for name in experts} == {"F8_E4M3"}
+    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=W4GemmConfig(), dtype=torch.float32)
+    other, _ = load(folder)
+    assert main(["convert", str(folder), str(tmp_path / "out"), "--dtype", "float32"]) == 0
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    for name, weight in experts.items():
+        assert torch.equal(model.get_parameter(name), weight) and torch.equal(other.get_parameter(name), weight)
+        assert torch.equal(written[name], weight)
+    assert not any("scale" in name for name in written if "experts" in name)
+
+
+SKIPPED = (
+    *(f"self_attn.{name}" for name in ("k_scale", "kv_scale", "q_zero_point", "attn.v_scale", "prob_output_scale")),
+    *(f"self_attn.{name}" for name in ("qkv_proj.k_scale", "kv_b_proj.k_scale", "q_proj.output_scale")),
+    *(f"self_attn.{name}" for name in ("k_proj.k_scale", "v_proj.v_bias", "rotary_emb.inv_freq", "o_proj.input_scale")),
+    "mlp.experts.down_proj_input_scale",
+)
+
+
+def test_scales_of_caches_and_activations_are_left_out(tmp_path: Path) -> None:
+    """Both ways to load take the folder, and say the same of it."""
+    folder = tmp_path / "in"
+    write_model(folder, test_compressed_tensors.config(), test_compressed_tensors.writer())
+    plain = load(folder)[0]
+    names = [f"model.layers.{layer}.{name}" for layer in range(LAYERS) for name in SKIPPED]
+    change(folder, lambda tensors: tensors.update({name: torch.full((1,), 3.0) for name in names}))
+    checkpoint = open_checkpoint(folder)
+    assert isinstance(checkpoint, QuantizedFolder)
+    parts = {name for module in checkpoint.modules for name in checkpoint.stored_names(module)}
+    assert set(names) - parts == checkpoint.left_out.keys() and all(checkpoint.left_out.values())
+    assert set(names) & parts == {name for name in names if name.endswith("o_proj.input_scale")}
+    assert not checkpoint.tensors.keys() & set(names)
+    model, info = AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=W4GemmConfig(), dtype=torch.float32, output_loading_info=True
+    )
+    assert not info["unexpected_keys"]
+    ids = torch.tensor([[3, 5, 7]])
+    with torch.inference_mode():
+        for other in (load(folder)[0], model):
+            assert torch.equal(other(ids).logits, plain(ids).logits)
+    assert main(["convert", str(folder), str(tmp_path / "out")]) == 0
+    assert not load_file(tmp_path / "out" / "model.safetensors").keys() & set(names)
+
+
+def test_the_old_name_of_quantization_config(tmp_path: Path) -> None:
+    folder = compressed(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    config["compression_config"] = config.pop("quantization_config")
+    (folder / "config.json").write_text(json.dumps(config))
+    assert open_checkpoint(folder).modules
+
+
+@pytest.mark.parametrize("kind", ["compressed-tensors", "awq", "hqq", "modelopt", "w4afp8", "kimi", "fp8"])
+def test_packed_tensors_without_a_quantization_config_are_refused(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_dense(tmp_path / "in")
+    packed = {"model.layers.0.self_attn.q_proj.weight": torch.ones(64, 64).to(E4M3)}
+    if kind != "fp8":
+        packed = load_file(samples.FORMATS[kind](tmp_path / "packed") / "model.safetensors")
+    save_file(load_file(folder / "model.safetensors") | packed, folder / "model.safetensors", {"format": "pt"})
+    message = "its weights are packed, .* which no dense model's are: config.json lacks a quantization_config"
+    for read in (open_checkpoint, load):
+        with pytest.raises(FormatError, match=message):
+            read(folder)
+    with pytest.raises(FormatError, match=message):
+        AutoModelForCausalLM.from_pretrained(folder, quantization_config=W4GemmConfig())
+    for command in (["inspect", str(folder)], ["convert", str(folder), str(tmp_path / "out")]):
+        assert main(command) != 0
+        assert "lacks a quantization_config" in capsys.readouterr().err
