@@ -236,7 +236,7 @@ def moe_config(**facts: Any) -> SimpleNamespace:
 
 def experts_layer(method: Any, width: int = WIDTH, with_bias: bool = False, **facts: Any) -> torch.nn.Module:
     layer = torch.nn.Module()
-    layer.scheme, layer.moe_tp_size, layer.with_bias = method, 1, with_bias
+    layer.scheme, layer.moe_tp_size, layer.with_bias, layer.layer_id = method, 1, with_bias, 0
     layer.num_experts = layer.num_local_experts = EXPERTS
     layer.hidden_size, layer.intermediate_size_per_partition = HIDDEN, width
     layer.moe_runner_config = moe_config(**facts)

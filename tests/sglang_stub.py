@@ -104,6 +104,11 @@ class ShardedStateLoader(_Loader):
 
 
 @at("model_loader.loader")
+class DummyModelLoader(_Loader):
+    pass
+
+
+@at("model_loader.loader")
 class PreshardedModelLoader(_Loader):
     pass
 

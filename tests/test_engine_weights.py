@@ -10,6 +10,7 @@ import torch
 from engine_tensors import words
 from w4gemm import fold_scales
 from w4gemm.core.formats import WeightFormat
+from w4gemm.integrations.engines import loading
 from w4gemm.integrations.engines import weights as engine
 from w4gemm.integrations.engines.engine import Engine
 from w4gemm.integrations.engines.stacked import Stacked, StackedNumbers
@@ -183,3 +184,33 @@ def test_memory_beside_the_result_is_that_of_a_slice() -> None:
 
     engine.packed(replace(numbers, rows=rows))
     assert seen == [128, 128, 16]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.float16, torch.float32, torch.float8_e4m3fn])
+def test_memory_that_was_not_loaded_is_known(dtype: torch.dtype) -> None:
+    """A quarter of the rows, or of the columns; nothing; all, with numbers that are 0 or NaN."""
+    layer = torch.nn.Module()
+    layer.scales = torch.nn.Parameter(torch.zeros(8, 64).to(dtype), requires_grad=False)
+    loading.mark(layer, ["scales", "absent"])
+    made = layer.scales.data.clone()
+    assert loading.unloaded(layer.scales) == 1 and not loading.check_loaded(layer, ["scales"], "it")
+    for part in ((slice(2, 4),), (slice(None), slice(16, 32))):
+        layer.scales.data.zero_()
+        layer.scales.data[part] = made[part]
+        assert loading.unloaded(layer.scales) == 0.25
+        with pytest.raises(RuntimeError, match=r"it: scales: 25.00% of its shape \(8, 64\) was not loaded"):
+            loading.check_loaded(layer, ["scales"], "it")
+    layer.scales.data.zero_()
+    if dtype.is_floating_point and dtype.itemsize > 1:
+        layer.scales.data[0, 0] = float("nan")
+    assert loading.check_loaded(layer, ["scales"], "it")
+
+
+def test_parameters_that_are_not_known_are_refused_and_second_names_are_not() -> None:
+    layer = torch.nn.Module()
+    layer.scales = torch.nn.Parameter(torch.zeros(8))
+    layer.second = layer.scales
+    loading.check_known(layer, {"scales", "codes"})
+    layer.offset = torch.nn.Parameter(torch.zeros(8))
+    with pytest.raises(ValueError, match="parameter 'offset', wanted codes, scales alone"):
+        loading.check_known(layer, {"scales", "codes"})

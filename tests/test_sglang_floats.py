@@ -247,6 +247,8 @@ def test_experts_of_gpt_oss(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_biases_of_gpt_oss_move_with_their_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang makes them in bfloat16 whatever the model's dtype, and moves them as parameters of the layer."""
     of, layer = gpt_oss(monkeypatch, params_dtype=torch.float16, **OSS)
+    for parameter in layer.parameters():
+        parameter.data.fill_(1)
     of.process_weights_after_loading(layer)
     held = layer.w4gemm_experts.experts
     for product, of_product in ((held.gate_up, layer.w13_weight_bias), (held.down, layer.w2_weight_bias)):
@@ -256,6 +258,8 @@ def test_biases_of_gpt_oss_move_with_their_experts(monkeypatch: pytest.MonkeyPat
 def test_gpt_oss_that_cannot_be_packed_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its tokens are routed for our runner already."""
     of, layer = gpt_oss(monkeypatch, **OSS)
+    for parameter in layer.parameters():
+        parameter.data.fill_(1)
     layer.w2_weight_scale.data[1, 0, 0] = 255  # NaN
     with pytest.raises(ValueError, match="W4GEMM_SGLANG=off leaves them to SGLang"):
         of.process_weights_after_loading(layer)

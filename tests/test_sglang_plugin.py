@@ -19,6 +19,7 @@ import torch
 import sglang_stub
 from sglang_layers import (  # noqa: F401 (two are fixtures)
     GROUP,
+    MIXTURES,
     QUANTIZATION,
     SCHEMES,
     SOURCES,
@@ -27,6 +28,7 @@ from sglang_layers import (  # noqa: F401 (two are fixtures)
     N,
     config,
     created,
+    experts_layer,
     fill,
     loaded,
     on_hopper,
@@ -235,6 +237,87 @@ def test_a_taken_layer_is_traced_without_a_break() -> None:
 
     x = torch.randn(5, K).bfloat16()
     assert torch.equal(torch.compile(forward, backend="eager", fullgraph=True)(x), forward(x))
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_all_that_is_packed_was_loaded(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A checkpoint that lacks one of the tensors; all of them; and layers that are never loaded stay SGLang's."""
+    make, drawn, stored = DENSE[name]
+    tensors = stored(drawn)
+    scheme = make()
+    (which,) = (s for s in dense.SCHEMES if resolved(s.target) is type(scheme))
+    names = which.parameters(created(scheme))
+    assert names[:2] == list(tensors)[:2]
+    for lacking in names:
+        scheme = make()
+        layer = created(scheme)
+        fill(layer, {each: t for each, t in tensors.items() if each != lacking})
+        with pytest.raises(RuntimeError, match=f": {lacking}: 100.00% of its shape"):
+            scheme.process_weights_after_loading(layer)
+    scheme = make()
+    assert "nothing of them was loaded" in refused(scheme, created(scheme), caplog)
+
+
+@pytest.mark.parametrize("name", ["awq", "ct", "w4afp8"])
+def test_all_experts_that_are_packed_were_loaded(name: str) -> None:
+    """The last expert's downs were loaded in the place of another's, its codes or its scales."""
+    method, layer, _ = loaded(name)
+    made = {each: p.data.clone() for each, p in created_experts(name).named_parameters()}
+    first, second = (each for each in layer._parameters if each.startswith("w2_") and each.endswith(ENDS[name]))
+    for each in (first, second):
+        method, layer, _ = loaded(name)
+        getattr(layer, each).data[-1] = made[each][-1]
+        with pytest.raises(RuntimeError, match=f"experts of layer 0: {each}: 25.00% of its shape"):
+            method.process_weights_after_loading(layer)
+
+
+ENDS = {
+    "awq": ("qweight", "scales"),
+    "ct": ("weight_packed", "weight_scale"),
+    "w4afp8": ("w2_weight", "weight_scale_inv"),
+}
+
+
+def created_experts(name: str) -> torch.nn.Module:
+    """A layer of experts that SGLang has made for our runner."""
+    method = MIXTURES[name][0]()
+    layer = experts_layer(method)
+    method.create_moe_runner(layer, layer.moe_runner_config)
+    return layer
+
+
+def test_random_weights_of_the_dummy_loader() -> None:
+    """SGLang leaves integers as they were made."""
+    (around,) = (hook.around for hook in takeover.LOADING if "DummyModelLoader" in hook.target)
+    scheme, experts_layers = DENSE["ct"][0](), []
+
+    def load(*given: Any, **named: Any) -> torch.nn.Module:
+        experts_layers.append(created_experts("ct"))
+        return created(scheme)
+
+    layer = around(load, object(), model_config=None)
+    for parameter in (*layer.parameters(), *experts_layers[0].parameters()):
+        if parameter.is_floating_point():
+            parameter.data.uniform_(-1e-3, 1e-3)
+    scheme.process_weights_after_loading(layer)
+    assert hasattr(layer, "w4gemm_weight")
+    experts_layers[0].scheme.process_weights_after_loading(experts_layers[0])
+    assert hasattr(experts_layers[0], "w4gemm_experts")
+
+
+def test_parameters_that_are_not_understood(caplog: pytest.LogCaptureFixture) -> None:
+    """One more may change what the numbers mean; zero points of a symmetric layer must be what it says."""
+    scheme, layer = filled()
+    layer.register_parameter("offset", torch.nn.Parameter(torch.zeros(N)))
+    assert "they have a parameter 'offset'" in refused(scheme, layer, caplog)
+    make, drawn, stored = DENSE["gptq"]
+    scheme = make()
+    layer = created(scheme)
+    fill(layer, {**stored(drawn), "qzeros": torch.full((K // GROUP, N // 8), 0x77777775).int()})
+    assert "wanted all 7 or all 8" in refused(scheme, layer, caplog)
+    method, layer, _ = loaded("ct")
+    layer.register_parameter("w2_weight_offset", torch.nn.Parameter(torch.zeros(4)))
+    assert "they have a parameter 'w2_weight_offset'" in refused(method, layer, caplog, experts)
 
 
 @pytest.mark.parametrize(

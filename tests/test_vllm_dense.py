@@ -40,7 +40,7 @@ def vllm_stub(monkeypatch: pytest.MonkeyPatch, part: str) -> Iterator[None]:
     def forget() -> None:
         for name in [name for name in sys.modules if name.split(".")[0] == "vllm"]:
             del sys.modules[name]
-        for name in (part, "configs", "fusion"):
+        for name in (part, "configs", "fallback", "fusion"):
             sys.modules.pop(f"{plugin.__name__}.{name}", None)
 
     forget()
@@ -156,7 +156,9 @@ def load(layer: torch.nn.Module, case: Case, names: tuple[str, ...], n: int, k: 
         zero_dims = {"output_dim": 0, "input_dim": 1, "packed_dim": 0}
         layer.register_parameter(w_zp, PackedvLLMParameter(data=stored.contiguous(), **zero_dims, **words))
     elif case.method == "gptq":  # allocated, and not used
-        layer.register_parameter(w_zp, PackedvLLMParameter(data=torch.zeros(1, n // 8), packed_dim=1, **dims, **words))
+        layer.register_parameter(
+            w_zp, PackedvLLMParameter(data=torch.full((1, n // 8), 0x77777777).int(), packed_dim=1, **dims, **words)
+        )
     if case.method == "gptq":
         layer.register_parameter(w_g[0], RowvLLMParameter(data=g_idx, input_dim=0, weight_loader=print))
     w = w4gemm.QuantizedWeight.from_codes(case.format, codes, scales, zeros, g_idx if case.act_order else None)
@@ -181,6 +183,74 @@ def test_a_layer_is_the_weight(dense: ModuleType, case: Case, bias: bool) -> Non
     wanted = w4gemm.linear(x, w, None if given is None else given.detach())
     assert d.shape == (3, 5, N) and d.dtype == case.dtype
     assert torch.equal(d, wanted)
+
+
+def loading() -> tuple[Any, torch.nn.Module, dict[str, torch.Tensor]]:
+    """A layer of gate and up that vLLM's method for GPTQ has made, and what it is to load."""
+    from vllm.model_executor.layers.quantization import get_quantization_config
+
+    layer, config = torch.nn.Module(), get_quantization_config("gptq")(4, 128, False, True)
+    method = config.get_quant_method(layer, "model.layers.3.mlp.gate_up_proj")
+    method.create_weights(layer, K, [N // 2, N // 2], K, N, torch.bfloat16)
+    codes, scales, *_ = random_components(Case("gptq").format, N, K, 0)
+    qzeros = torch.full((K // 128, N // 8), 0x77777777).int()
+    return method, layer, {"qweight": in_words(codes).t(), "scales": scales.t(), "qzeros": qzeros}
+
+
+def test_all_that_is_packed_was_loaded(dense: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
+    """A gate whose up the checkpoint lacks, and one that a loader has loaded in the place of its up."""
+    for name, columns, wanted in (("qweight", slice(N // 2, N), "50.00%"), ("scales", slice(N - 4, N), "4.17%")):
+        method, layer, tensors = loading()
+        made = {each: p.data.clone() for each, p in layer.named_parameters()}
+        for each, t in tensors.items():
+            getattr(layer, each).data.copy_(t)
+        getattr(layer, name).data[:, columns] = made[name][:, columns]
+        with pytest.raises(RuntimeError, match=rf"mlp.gate_up_proj: {name}: {wanted} of its shape .* was not loaded"):
+            method.process_weights_after_loading(layer)
+    method, layer, tensors = loading()
+    for each, t in tensors.items():
+        getattr(layer, each).data.copy_(t)
+    method.process_weights_after_loading(layer)
+    assert hasattr(method.kernel, "packed")
+
+
+def test_a_layer_of_which_nothing_is_loaded_stays_vllms(dense: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
+    """A draft model's head, for example, in whose place the model's own is put."""
+    own = SimpleNamespace(process_weights_after_loading=lambda layer: None)
+    method, layer, _ = loading()
+    method.kernel.next_kernel = lambda: own
+    with caplog.at_level(logging.INFO, "vllm.w4gemm"):
+        method.process_weights_after_loading(layer)
+    assert method.kernel.vllm_kernel is own and "nothing of them was loaded" in caplog.text
+
+
+def test_random_weights_of_the_dummy_loader(dense: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM leaves int32 as it was made."""
+    engine = SimpleNamespace(load_config=SimpleNamespace(load_format="dummy"), scheduler_config=SimpleNamespace())
+    monkeypatch.setattr("vllm.config.get_current_vllm_config_or_none", lambda: engine)
+    monkeypatch.setattr(takeover, "most_tokens", lambda: 8)
+    method, layer, tensors = loading()
+    layer.scales.data.uniform_(-1e-3, 1e-3)
+    layer.qzeros.data.copy_(tensors["qzeros"])
+    method.process_weights_after_loading(layer)
+    assert hasattr(method.kernel, "packed")
+
+
+def test_parameters_that_are_not_understood(dense: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
+    """One more may change what the numbers mean; zero points of a symmetric layer must be what it says."""
+    own = SimpleNamespace(process_weights_after_loading=lambda layer: None)
+    for name, value, reason in (
+        ("weight_offset", torch.zeros(N), "they have a parameter 'weight_offset'"),
+        ("qzeros", torch.full((K // 128, N // 8), 0x77777775).int(), "wanted all 7 or all 8"),
+    ):
+        method, layer, tensors = loading()
+        for each, t in tensors.items():
+            getattr(layer, each).data.copy_(t)
+        layer.register_parameter(name, torch.nn.Parameter(value, requires_grad=False))
+        method.kernel.next_kernel = lambda: own
+        with caplog.at_level(logging.INFO, "vllm.w4gemm"):
+            method.process_weights_after_loading(layer)
+        assert method.kernel.vllm_kernel is own and reason in caplog.text
 
 
 def test_w4a8_has_the_numbers_of_vllms_own_kernel(dense: ModuleType) -> None:

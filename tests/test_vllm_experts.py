@@ -86,7 +86,7 @@ class Case(NamedTuple):
         if self.name == "awq":
             return cls(4, self.group_size, True)
         if self.name == "moe_wna16":
-            return cls(4, self.group_size, self.asymmetric)
+            return cls("awq" if self.asymmetric else "gptq", 4, self.group_size, self.asymmetric, {})
         if self.name in ("gpt_oss_mxfp4", "modelopt_fp4"):
             return cls()
         grouped = self.group_size != -1
@@ -532,6 +532,67 @@ def test_weights_that_are_refused(experts: ModuleType, name: str, changed: dict[
     layer = SimpleNamespace(moe_config=moe, params_dtype=case.dtype, hidden_size=HIDDEN)
     method = type(config).__mro__[2].get_quant_method(config, layer, "")
     assert reason in experts.why_not(method, layer, experts.FORMATS[type(method).__name__])
+
+
+def test_zero_points_that_readers_of_gptq_read_differently(
+    experts: ModuleType, caplog: pytest.LogCaptureFixture
+) -> None:
+    """15 in version 1, which vLLM has added 1 to, and any in version 2, to which it adds 1 too."""
+    for version, zero, packed in (("gptq", 3, True), ("gptq", 0, False), ("gptq_v2", 3, False)):
+        layer = mixture(Case("moe_wna16", 32, asymmetric=True), packed=False).layer
+        layer.quant_method.quant_config.linear_quant_method = "gptq"
+        layer.quant_method.quant_config.full_config = {"checkpoint_format": version}
+        for product in ("w13", "w2"):
+            getattr(layer, f"{product}_qzeros").data.fill_(0x33)[1, 2] = 0x30 | zero
+        if version == "gptq_v2":
+            reason = experts.why_not(layer.quant_method, layer, experts.FORMATS["MoeWNA16Method"])
+            assert "zero points are of version 2" in reason
+            continue
+        with caplog.at_level(logging.INFO, "vllm.w4gemm"):
+            layer.quant_method.process_weights_after_loading(layer)
+        assert packed != hasattr(layer, "runs_on_vllm")
+    assert "zero points are stored as 15" in takeover_lines(caplog)[0]
+
+
+def test_all_experts_that_are_packed_were_loaded(experts: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ups of an expert were loaded in the place of another's; no expert was; a parameter is not known."""
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+    from vllm.model_executor.layers.quantization.auto_gptq import AutoGPTQMoEMethod
+
+    stored = {name: p.data for name, p in mixture(CASES[0], packed=False).layer.named_parameters()}
+
+    def create_weights(self: Any, layer: Any) -> None:
+        for name, t in stored.items():
+            parameter = torch.nn.Parameter(torch.empty_like(t), requires_grad=False)
+            parameter.is_transposed = CASES[0].transposed
+            layer.register_parameter(name, parameter)
+
+    monkeypatch.setattr(AutoGPTQMoEMethod, "create_weights", create_weights, raising=False)
+
+    def loaded(lacking: str = "", rest: bool = True) -> Any:
+        layer = RoutedExperts(*layer_arguments(CASES[0], {}))
+        layer.quant_method.create_weights(layer)
+        for name, t in stored.items():
+            held = getattr(layer, name).data
+            made = held.clone()
+            if rest:
+                held.copy_(t)
+            if name == lacking:
+                held[2, :, WIDTH:] = made[2, :, WIDTH:]
+        return layer
+
+    for name in ("w13_qweight", "w13_scales"):
+        layer = loaded(name)
+        with pytest.raises(RuntimeError, match=f"^experts: {name}: 10.00% of its shape"):
+            layer.quant_method.process_weights_after_loading(layer)
+    for layer in (loaded(rest=False), loaded()):
+        if layer.w13_scales.data[0, 0, 0] == stored["w13_scales"][0, 0, 0]:
+            layer.register_parameter("w2_offset", torch.nn.Parameter(torch.zeros(2)))
+        layer.quant_method.process_weights_after_loading(layer)
+        assert layer.runs_on_vllm
+    layer = loaded()
+    layer.quant_method.process_weights_after_loading(layer)
+    assert not hasattr(layer, "runs_on_vllm")
 
 
 def takeover_lines(caplog: pytest.LogCaptureFixture) -> list[str]:

@@ -138,8 +138,10 @@ def weight_only() -> tuple[Any, Any]:
     layer, w = loaded("nvfp4")
     for name in ("input_global_scale", "input_global_scale_inv", "alpha"):
         delattr(layer, name)
-    method = config({"Linear": {"input_activations": None}}).get_quant_method(layer, "model.layers.0.mlp.down_proj")
-    method.create_weights(layer, K, [N], K, N, torch.bfloat16)
+    made = torch.nn.Module()
+    method = config({"Linear": {"input_activations": None}}).get_quant_method(made, "model.layers.0.mlp.down_proj")
+    method.create_weights(made, K, [N], K, N, torch.bfloat16)
+    layer.scheme = made.scheme
     layer.scheme.kernel.process_weights_after_loading(layer)
     return layer, w
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from w4gemm.checkpoints.module_tensors import SYMMETRIC, unpack_int4
-from w4gemm.core.formats import WeightFormat
+from w4gemm.core.formats import PER_COLUMN, WeightFormat
 from w4gemm.core.problem import Device
 from w4gemm.packing.layouts import WeightComponents, layout_for, layout_named
 from w4gemm.packing.packed_shape import packed_shape
@@ -20,6 +20,8 @@ from w4gemm.weights.fold import with_e4m3_scales
 from w4gemm.weights.make import check_range
 from w4gemm.weights.weight import QuantizedWeight
 
+_WORDS = (torch.int32, torch.uint8, torch.int8)
+"""dtypes of integers that hold several 4-bit numbers."""
 _ELEMENTS = 2**24
 """Elements packed at a time: enough to keep a GPU busy, few beside a layer's experts."""
 
@@ -86,6 +88,11 @@ class StackedNumbers:
     def check(self) -> None:
         """Raise ValueError if tensors do not fit one another, or weights would not be finite."""
         n, k = self.codes.shape
+        for name, packed in (("codes", self.codes), ("zeros", self.zeros)):
+            if packed is not None and packed.tensor.dtype not in _WORDS:
+                raise TypeError(f"{name}: wanted {' or '.join(map(str, _WORDS))}, got {packed.tensor.dtype}")
+        if self.format.group_size != PER_COLUMN and k % self.format.group_size:
+            raise ValueError(f"groups of {self.format.group_size} do not divide {k} input features")
         wanted = (n, self.format.groups(k))
         for name, stacked in (("scales", self.scales), ("zeros", self.zeros)):
             if stacked is not None and (stacked.shape != wanted or len(stacked.tensor) != self.experts):

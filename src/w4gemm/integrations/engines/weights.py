@@ -14,8 +14,9 @@ import torch
 
 from w4gemm.checkpoints.awq import ORDER
 from w4gemm.checkpoints.module_tensors import SYMMETRIC, unpack_int4, unpack_pairs
-from w4gemm.core.formats import WeightFormat
+from w4gemm.core.formats import PER_COLUMN, WeightFormat
 from w4gemm.core.problem import Device
+from w4gemm.integrations.engines.loading import unloaded
 from w4gemm.packing.layouts import WeightComponents, layout_for, layout_named
 from w4gemm.packing.packed_shape import packed_shape
 from w4gemm.packing.repack import Matrix, pack_rows
@@ -28,6 +29,8 @@ SCALES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 """Scale rules of 16-bit scales by their dtype."""
 _HELD = {**SCALES, torch.float32: "bf16"}
 """Scale rules of the scales that engines hold. float32 is rounded to bf16, as engines' own W4A8 kernels do."""
+_EIGHTS = (0x77777777, 0x88888888 - 2**32)
+"""Words of eight zero points of 8, as version 1 and version 2 of GPTQ store them."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,8 @@ def gptq(
         group_size: -1 for one group.
         added: what is added to a stored zero point: 1 in version 1 of the format, 0 in version 2.
     """
+    _check_dtype("qweight", qweight, torch.int32)
+    _check_dtype("qzeros", qzeros, torch.int32)
     n, k = qweight.shape[1], 8 * qweight.shape[0]
     format = _format(group_size, scales, qzeros)
     groups = format.groups(k)
@@ -87,6 +92,8 @@ def gptq(
 def awq(qweight: torch.Tensor, scales: torch.Tensor, qzeros: torch.Tensor | None, group_size: int) -> Numbers:
     """Return the numbers of AWQ's tensors: qweight int32 (k, n / 8), scales (groups, n), qzeros int32 (groups, n / 8)
     or None."""
+    _check_dtype("qweight", qweight, torch.int32)
+    _check_dtype("qzeros", qzeros, torch.int32)
     n, k = 8 * qweight.shape[1], qweight.shape[0]
     format = _format(group_size, scales, qzeros)
     groups = format.groups(k)
@@ -117,6 +124,8 @@ def rowwise(
         zeros: int32 (n / 8, groups), eight zero points of a column a word; None if the weight is symmetric.
         group_size: -1 for one group.
     """
+    _check_dtype("codes", codes, torch.int32, torch.int8)
+    _check_dtype("zeros", zeros, torch.int32)
     format, signed = _format(group_size, scales, zeros), codes.dtype == torch.int8
     n, k = codes.shape[0], codes.shape[1] * (2 if signed else 8)
     groups = format.groups(k)
@@ -142,6 +151,8 @@ def floats(codes: torch.Tensor, scales: torch.Tensor, factor: torch.Tensor | Non
     """
     n, k = codes.shape[0], 2 * codes.shape[1]
     format = WeightFormat.parse("mxfp4" if factor is None else "nvfp4")
+    _check_dtype("codes", codes, torch.uint8)
+    _check_dtype("scales", scales, format.scale_dtype)
     misfit = _misfit(format, k, scales=(scales, (n, format.groups(k))))
     if factor is not None and factor.numel() not in (1, n):
         raise ValueError(f"factor: wanted one number, or one for each of {n} rows, got {factor.numel()}")
@@ -152,6 +163,16 @@ def floats(codes: torch.Tensor, scales: torch.Tensor, factor: torch.Tensor | Non
         return WeightComponents(unpack_pairs(codes[start:stop]), scales[start:stop].contiguous(), None, factors)
 
     return Numbers(n, k, format, codes.device, rows, misfit=misfit)
+
+
+def check_unused_zeros(qzeros: torch.Tensor) -> None:
+    """Raise ValueError unless GPTQ's zero points of a symmetric weight are 8, in either version of the format, or the
+    engine has loaded none."""
+    if qzeros.dtype != torch.int32 or unloaded(qzeros) == 1 or any((qzeros == word).all() for word in _EIGHTS):
+        return
+    stored = unpack_int4(qzeros.data)
+    came = f"{int(stored.min())} to {int(stored.max())}"
+    raise ValueError(f"qzeros: wanted all 7 or all 8, because the config says that weights are symmetric, got {came}")
 
 
 def packed(numbers: Numbers, activations: str | None = None, format: WeightFormat | None = None) -> QuantizedWeight:
@@ -195,10 +216,18 @@ def _format(group_size: int, scales: torch.Tensor, zeros: torch.Tensor | None) -
 def _misfit(format: WeightFormat, k: int, **given: tuple[torch.Tensor | None, tuple[int, ...]]) -> str:
     """Return why a tensor does not fit the codes, or the empty string: a single group of scales would otherwise serve
     for all of them, and missing rows would stay unwritten."""
+    if format.group_size != PER_COLUMN and k % format.group_size:
+        return f"groups of {format.group_size} do not divide {k} input features"
     for name, (t, wanted) in given.items():
         if t is not None and t.shape != wanted:
             return f"{name}: wanted shape {wanted} for {format} of k {k}, got {tuple(t.shape)}"
     return ""
+
+
+def _check_dtype(name: str, t: torch.Tensor | None, *wanted: torch.dtype) -> None:
+    """Raise TypeError if packed numbers lie in words of another dtype."""
+    if t is not None and t.dtype not in wanted:
+        raise TypeError(f"{name}: wanted {' or '.join(map(str, wanted))}, got {t.dtype}")
 
 
 def _components(

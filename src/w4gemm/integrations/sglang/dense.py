@@ -17,6 +17,7 @@ from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from w4gemm.api.ops import linear
 from w4gemm.integrations.engines import weights
+from w4gemm.integrations.engines.loading import NOTHING_LOADED, check_known, check_loaded, mark
 from w4gemm.integrations.engines.supports import product, why_no_kernel
 from w4gemm.integrations.engines.warmup import LinearUse, linear_need
 from w4gemm.integrations.sglang.takeover import (
@@ -27,6 +28,7 @@ from w4gemm.integrations.sglang.takeover import (
     Hook,
     capability,
     deterministic,
+    dummy,
     exchange,
     hook,
     speculative,
@@ -63,12 +65,18 @@ class Scheme(NamedTuple):
     """Its layers, in sentences."""
     target: str
     """Dotted name of the class."""
-    parameters: tuple[str, ...]
-    """Parameters that it may make; the first holds the codes."""
+    read: tuple[str, ...]
+    """Parameters whose numbers are packed, as far as it makes them; the first holds the codes."""
+    others: tuple[str, ...]
+    """Other parameters that it may make."""
     facts: Callable[[Any, Any], Facts]
     """Reads the scheme and a layer that it has loaded."""
     apply: str = "apply_weights"
     """Name of the method that multiplies."""
+
+    def parameters(self, layer: torch.nn.Module) -> list[str]:
+        """Return the names of a layer's parameters whose numbers are packed."""
+        return [name for name in self.read if name in layer._parameters]
 
 
 def install() -> None:
@@ -79,7 +87,8 @@ def install() -> None:
     """
     hooks = []
     for scheme in SCHEMES:
-        converted = functools.partial(convert, scheme)
+        made, converted = functools.partial(create, scheme), functools.partial(convert, scheme)
+        hooks.append(Hook(f"{scheme.target}.create_weights", ("self", "layer"), made))
         hooks.append(Hook(f"{scheme.target}.process_weights_after_loading", ("self", "layer"), converted))
         hooks.append(Hook(f"{scheme.target}.{scheme.apply}", ("self", "layer", "x", "bias"), apply))
     parts = "self", "weight_quant", "input_quant", "format"
@@ -87,11 +96,19 @@ def install() -> None:
     hook([*hooks, Hook(f"{config}._get_scheme_from_parts", parts, fp8_scheme), *LOADING])
 
 
+def create(scheme: Scheme, own: Callable[..., None], self: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
+    """Make a layer's parameters as SGLang does, and mark those that are packed."""
+    own(self, layer, *args, **kwargs)
+    names = scheme.parameters(layer)
+    if not dummy() and not why_not_here(capability(getattr(layer, names[0]).device), hasattr(self, _FP8)):
+        mark(layer, [*names, "g_idx", "qzeros"])
+
+
 def convert(scheme: Scheme, own: Callable[..., None], self: Any, layer: Any) -> None:
     """Pack what a layer has loaded; or let SGLang's own method do its work, and log why.
 
     Raises:
-        ValueError: for a layer that SGLang's own kernels cannot run.
+        ValueError: for a layer that SGLang's own kernels cannot run, and for one of which SGLang has loaded a part.
     """
     if hasattr(layer, _WEIGHT):  # called again
         return
@@ -109,7 +126,8 @@ def convert(scheme: Scheme, own: Callable[..., None], self: Any, layer: Any) -> 
 
 def _pack(scheme: Scheme, self: Any, layer: Any, fp8: bool) -> str:
     """Return why a layer is not taken over, or the empty string: then it is."""
-    device = getattr(layer, scheme.parameters[0]).device
+    names = scheme.parameters(layer)
+    device = getattr(layer, names[0]).device
     if reason := why_not_here(capability(device), fp8):
         return reason
     if isinstance(layer, VocabParallelEmbedding) and speculative():
@@ -126,7 +144,12 @@ def _pack(scheme: Scheme, self: Any, layer: Any, fp8: bool) -> str:
     format = SGLANG.multiplied(numbers.format, activations)
     if reason := why_no_kernel(product(device, format, numbers.n, numbers.k, dtype, fp8)):
         return reason
-    w = exchange(layer, scheme.parameters, _WEIGHT, weights.packed(numbers, activations, format))
+    if not check_loaded(layer, names, f"{scheme.kind} ({numbers.n} x {numbers.k})"):
+        return NOTHING_LOADED
+    check_known(layer, {*scheme.read, *scheme.others, "bias"})
+    if "qzeros" in scheme.others:
+        weights.check_unused_zeros(layer.qzeros)
+    w = exchange(layer, (*scheme.read, *scheme.others), _WEIGHT, weights.packed(numbers, activations, format))
     use = LinearUse(dtype, batch_invariant=deterministic())
     setattr(layer, _WEIGHT, w)
     setattr(layer, _INVARIANT, use.batch_invariant)
@@ -231,44 +254,51 @@ SCHEMES = (
     Scheme(
         "GPTQ's linear layers",
         f"{QUANTIZATION}.gptq.schemes.GPTQMarlinLinearScheme",
-        ("qweight", "scales", "qzeros", "g_idx"),
+        ("qweight", "scales"),
+        ("qzeros", "g_idx"),
         _gptq,
     ),
     Scheme(
         "AWQ's linear layers",
         f"{QUANTIZATION}.awq.schemes.AWQMarlinLinearScheme",
         ("qweight", "scales", "qzeros"),
+        (),
         _awq,
     ),
     Scheme(
         "AWQ's linear layers that Marlin does not take",
         f"{QUANTIZATION}.awq.schemes.AWQLinearScheme",
         ("qweight", "scales", "qzeros"),
+        (),
         _awq,
     ),
     Scheme(
         "compressed-tensors' linear layers",
         f"{QUANTIZATION}.compressed_tensors.schemes.CompressedTensorsWNA16",
-        ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx"),
+        ("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx"),
+        ("weight_shape",),
         _compressed_tensors,
     ),
     Scheme(
         "compressed-tensors' linear layers of NVFP4",
         f"{QUANTIZATION}.compressed_tensors.schemes.CompressedTensorsW4A16Fp4",
-        ("weight_packed", "weight_scale", "weight_global_scale", "input_global_scale"),
+        ("weight_packed", "weight_scale", "weight_global_scale"),
+        ("input_global_scale",),
         _nvfp4_compressed_tensors,
     ),
     Scheme(
         "ModelOpt's linear layers of NVFP4",
         f"{QUANTIZATION}.modelopt_quant.ModelOptFp4LinearMethod",
-        ("weight", "weight_scale", "weight_scale_2", "input_scale"),
+        ("weight", "weight_scale", "weight_scale_2"),
+        ("input_scale",),
         _nvfp4_modelopt,
         apply="apply",
     ),
     Scheme(
         "ModelOpt's linear layers of NVFP4 beside 16-bit activations",
         f"{QUANTIZATION}.modelopt_quant.ModelOptNvFp4A16LinearMethod",
-        ("weight", "weight_scale", "weight_scale_2", "input_scale"),
+        ("weight", "weight_scale", "weight_scale_2"),
+        ("input_scale",),
         _nvfp4_modelopt_16_bit,
         apply="apply",
     ),

@@ -21,9 +21,10 @@ from sglang.srt.layers.moe.utils import get_moe_a2a_backend, resolve_moe_runner_
 
 from w4gemm.api.experts import W4Experts, W4GroupedLinear
 from w4gemm.choice import BOUNDS
+from w4gemm.integrations.engines.loading import NOTHING_LOADED, check_known, check_loaded, mark
 from w4gemm.integrations.engines.supports import product, why_no_kernel
 from w4gemm.integrations.engines.warmup import ExpertsCall, Need, experts_need, token_counts
-from w4gemm.integrations.sglang.experts_formats import METHODS, Facts, Method
+from w4gemm.integrations.sglang.experts_formats import METHODS, UNUSED, Facts, Method
 from w4gemm.integrations.sglang.takeover import (
     SGLANG,
     WARMUP,
@@ -31,6 +32,7 @@ from w4gemm.integrations.sglang.takeover import (
     adapters,
     capability,
     deterministic,
+    dummy,
     exchange,
     fetches_experts,
     hook,
@@ -102,6 +104,8 @@ def choose(method: Method, own: Callable[..., Any], self: Any, layer: Any, moe_r
         SGLANG.refuse(method.kind, reason)
     else:
         setattr(layer, _RUNNER, MoeRunner(resolve_moe_runner_backend(RUNNER), moe_runner_config))
+        if not method.padded and not packed_before() and not dummy():
+            mark(layer, method.parameters(method.facts(self), layer.with_bias))
     return made
 
 
@@ -192,6 +196,14 @@ def _pack(method: Method, self: Any, layer: Any) -> None:
     if reason := packed_before():  # one loader knows it only after the layer was made
         raise ValueError(reason)
     facts, config = method.facts(self), layer.moe_runner_config
+    names = method.parameters(facts, layer.with_bias)
+    if not check_loaded(layer, names, f"{method.kind} of layer {layer.layer_id}"):
+        raise ValueError(NOTHING_LOADED)
+    if method.padded:
+        for name in (name for name in names if not name.endswith("bias")):
+            if (empty := getattr(layer, name).flatten(1).any(1) == 0).any():
+                raise RuntimeError(f"{name}: expert {int(empty.nonzero()[0])} of layer {layer.layer_id} was not loaded")
+    check_known(layer, {*names, *(f"{name}_{leaf}" for name in ("w13", "w2") for leaf in UNUSED)})
     loaded = {name: method.numbers(layer, name, facts) for name in ("w13", "w2")}
     for numbers in loaded.values():
         numbers.check()

@@ -56,8 +56,16 @@ class Method(NamedTuple):
     """Follows ``w13_`` and ``w2_`` in the names of biases, if the method may load some."""
     in_pairs: bool = False
     """True if rows of ``w13_*`` are pairs of a gate and an up, as our epilogue wants them."""
+    padded: bool = False
+    """True if it makes zeros, of which a checkpoint may fill a part."""
     routes: bool = False
     """True if tokens are routed in a form that only SGLang's own runner reads, unless the method names another."""
+
+    def parameters(self, facts: Facts, with_bias: bool) -> list[str]:
+        """Return the names of the parameters whose numbers are used."""
+        leaves = [self.codes, self.scales, self.factors, self.zeros if facts.asymmetric else ""]
+        leaves += [self.biases] if with_bias else []
+        return [f"{product}_{leaf}" for product in ("w13", "w2") for leaf in leaves if leaf]
 
     def numbers(self, layer: Any, product: str, facts: Facts) -> StackedNumbers:
         """Return the numbers of a product, "w13" or "w2", that a layer has loaded.
@@ -145,6 +153,12 @@ def _mxfp4(self: Any) -> Facts:
     return Facts(4, 32, refused=refused, named="mxfp4")
 
 
+UNUSED = (
+    *("g_idx", "weight_g_idx", "g_idx_sort_indices", "weight_shape", "qzeros", "weight_zero_point"),
+    *("input_scale", "input_global_scale", "blockscale_swizzled"),
+)
+"""Ends of the names of parameters that the numbers do not need: of columns in order, of symmetric weights, and of how
+an engine's own kernels would quantize activations."""
 _COMPRESSED = "weight_packed", "weight_scale", "weight_zero_point"
 
 METHODS = (
@@ -211,6 +225,7 @@ METHODS = (
         apply="apply",
         biases="weight_bias",
         in_pairs=True,
+        padded=True,
         routes=True,
     ),
 )

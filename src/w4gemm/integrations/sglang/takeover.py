@@ -38,6 +38,8 @@ _UPDATES = (
 """Why weights of a loaded model cannot be updated: what SGLang answers then."""
 _REFUSES_UPDATES = "_derived_weight_cache_error"
 """Attribute of a module that has SGLang refuse an update, in place of one that passes parameters over it lacks."""
+_dummy = contextvars.ContextVar("w4gemm_dummy", default=False)
+"""True while SGLang makes up weights."""
 _packed_before = contextvars.ContextVar("w4gemm_packed_before", default=False)
 """True while SGLang loads weights that a running engine has written."""
 
@@ -82,6 +84,11 @@ def why_not_here(capability: Capability | None, fp8: bool = False) -> str:
 def packed_before() -> str:
     """Return why the weights that are loaded now cannot be packed, or the empty string."""
     return "they are read as another engine had packed them, and in its names" if _packed_before.get() else ""
+
+
+def dummy() -> bool:
+    """True if SGLang makes up the weights that are loaded now."""
+    return _dummy.get()
 
 
 def _offloads() -> bool:
@@ -149,11 +156,21 @@ def load_packed(own: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -
         _packed_before.reset(token)
 
 
+def load_dummy(own: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Load random numbers, as SGLang does (--load-format dummy): it leaves integers as their memory was."""
+    token = _dummy.set(True)
+    try:
+        return own(self, *args, **kwargs)
+    finally:
+        _dummy.reset(token)
+
+
 _LOADERS = "sglang.srt.model_loader.loader"
 LOADING = (
     Hook("sglang.srt.model_executor.model_runner.ModelRunner.load_model", ("self",), load_model),
     Hook(f"{_LOADERS}.ShardedStateLoader.load_model", ("self",), load_packed),
     Hook(f"{_LOADERS}.PreshardedModelLoader.load_model", ("self",), load_packed),
+    Hook(f"{_LOADERS}.DummyModelLoader.load_model", ("self",), load_dummy),
     Hook(f"{_LOADERS}.RemoteModelLoader._load_model_from_remote_kv", ("self",), load_packed),
 )
 

@@ -21,18 +21,29 @@ from w4gemm.core.formats import PER_COLUMN, WeightFormat
 from w4gemm.core.problem import GemmProblem
 from w4gemm.integrations.engines import weights
 from w4gemm.integrations.engines.engine import LEAST
+from w4gemm.integrations.engines.loading import NOTHING_LOADED, check_known
 from w4gemm.integrations.engines.supports import product, why_no_kernel
 from w4gemm.integrations.engines.warmup import LinearUse, linear_need
 from w4gemm.integrations.vllm import fusion, takeover
+from w4gemm.integrations.vllm.configs import take_configs
 from w4gemm.integrations.vllm.fallback import Fallback, own_kernels
 from w4gemm.integrations.vllm.packed_layer import PackedLayer
 
+CONFIGS = (
+    *("gptq", "gptq_marlin", "auto_gptq", "awq", "awq_marlin", "auto_awq"),
+    *("compressed-tensors", "inc", "quark", "modelopt_mixed"),
+)
+"""Names of vLLM's quantization configs that may have such layers."""
+
 _KIND = "linear layers of GPTQ, AWQ and compressed-tensors"
 _FP8 = torch.float8_e4m3fn
+_UNUSED = ("weight_shape", "qzeros", "g_idx", "weight_g_idx", "weight_zero_point")
+"""Parameters that vLLM's methods make and that the numbers do not need, of symmetric layers and of columns in order."""
 
 
 def install() -> None:
-    """Put :class:`W4GemmLinearKernel` first in vLLM's list for NVIDIA GPUs."""
+    """Put :class:`W4GemmLinearKernel` first in vLLM's list for NVIDIA GPUs, and watch what its layers load."""
+    take_configs(CONFIGS)
     kernels = _POSSIBLE_KERNELS[PlatformEnum.CUDA]
     if W4GemmLinearKernel not in kernels:
         kernels.insert(0, W4GemmLinearKernel)
@@ -113,7 +124,13 @@ class W4GemmLinearKernel(Fallback, MPLinearKernel):
         fusion.install()
         self.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
         self.most_tokens = takeover.most_tokens()
-        takeover.expect(self)
+        self.expect()
+
+    def parameters(self, layer: torch.nn.Module) -> list[str]:
+        c = self.config
+        zeros = self.w_zp_name if c.zero_points else None
+        g_idx = self.w_gidx_name if getattr(c, "has_g_idx", False) else None
+        return [name for name in (self.w_q_name, self.w_s_name, zeros, g_idx) if name]
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Replace the layer's parameters by the packed weight; leave a layer that cannot be packed to vLLM."""
@@ -121,6 +138,12 @@ class W4GemmLinearKernel(Fallback, MPLinearKernel):
             return
         activations = "fp8" if self.quantizes else None
         try:
+            if not self.is_loaded:
+                raise ValueError(NOTHING_LOADED)
+            check_known(layer, {*self.parameters(layer), "bias", *_UNUSED})
+            unused = layer._parameters.get("qzeros")
+            if unused is not None and not self.config.zero_points:
+                weights.check_unused_zeros(unused)
             numbers = self._numbers(layer)
             w = weights.packed(numbers, activations, takeover.VLLM.multiplied(numbers.format, activations))
         except (TypeError, ValueError) as e:

@@ -22,10 +22,11 @@ from vllm.platforms import current_platform
 from w4gemm.core.epilogue import Epilogue
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import Device, GemmProblem
+from w4gemm.integrations.engines.loading import NOTHING_LOADED, check_known, check_loaded, mark
 from w4gemm.integrations.engines.supports import why_no_kernel
 from w4gemm.integrations.vllm import takeover
 from w4gemm.integrations.vllm.configs import add_hook
-from w4gemm.integrations.vllm.experts_formats import FORMATS, ExpertsFormat, fused_activation, in_pairs
+from w4gemm.integrations.vllm.experts_formats import FORMATS, UNUSED, ExpertsFormat, fused_activation, in_pairs
 from w4gemm.integrations.vllm.experts_kernel import BatchedW4gemmExperts, W4gemmExperts
 from w4gemm.integrations.vllm.experts_product import Product
 from w4gemm.packing.layouts import layout_for
@@ -159,6 +160,16 @@ class _Method:
         """Return the sizes that tokens are sent in; our products need no padding of their own, as vLLM's MXFP4 does."""
         return FusedMoEMethodBase.maybe_roundup_sizes(self, *args, **kwargs)
 
+    def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
+        super().create_weights(layer, *args, **kwargs)  # type: ignore[misc]
+        if not takeover.is_dummy():
+            mark(layer, self._parameters(layer))
+
+    def _parameters(self, layer: Any) -> list[str]:
+        """Return the names of the parameters that are packed, and of biases."""
+        meaning = FORMATS[type(self).__name__]
+        return meaning.parameters(meaning.settings(self, layer), self.moe.has_bias)
+
     def process_weights_after_loading(self, layer: Any) -> None:
         """Pack the experts. If they cannot be packed, vLLM's own method goes on with them.
 
@@ -167,7 +178,12 @@ class _Method:
         """
         meaning = FORMATS[type(self).__name__]
         settings = meaning.settings(self, layer)
+        loaded_any = check_loaded(layer, self._parameters(layer), layer.layer_name)
         try:
+            if not loaded_any:
+                raise ValueError(NOTHING_LOADED)
+            unused = [f"{product}_{leaf}" for product in ("w13", "w2") for leaf in UNUSED]
+            check_known(layer, {*meaning.parameters(settings, True), *unused})
             if not meaning.biases and getattr(layer, "_loaded_expert_biases", None):  # whatever the model's config says
                 raise ValueError("they have biases")
             products = {name: meaning.loaded(layer, name, settings) for name in ("w13", "w2")}

@@ -35,6 +35,8 @@ class Settings(NamedTuple):
     """Why these experts cannot be taken, or the empty string."""
     named: str = ""
     """The string of a format that has one form only."""
+    from_gptq: bool = False
+    """True if vLLM has made the zero points from those of version 1 of GPTQ."""
 
     def format(self, scales: torch.dtype) -> WeightFormat:
         """Return the format that is multiplied, for weights loaded with scales of a dtype.
@@ -75,6 +77,16 @@ class ExpertsFormat:
     factors: str = ""
     divides: bool = False
 
+    def parameters(self, settings: Settings, biases: bool) -> list[str]:
+        """Return the names of the parameters whose numbers are used.
+
+        Args:
+            biases: True if the layer has some.
+        """
+        leaves = [self.codes, self.scales, self.factors, self.zeros if settings.asymmetric else ""]
+        leaves += ["bias"] if biases else []
+        return [f"{product}_{leaf}" for product in ("w13", "w2") for leaf in leaves if leaf]
+
     def loaded(self, layer: torch.nn.Module, product: str, settings: Settings) -> StackedNumbers:
         """Return the numbers of a product, "w13" or "w2", that a layer holds.
 
@@ -91,6 +103,9 @@ class ExpertsFormat:
         if settings.named:  # stored as bytes
             scales = replace(scales, tensor=scales.tensor.view(format.scale_dtype))
         zeros = stacked(self.zeros, "n") if settings.asymmetric else None
+        if zeros is not None and settings.from_gptq and any((zeros.tensor & mask == 0).any() for mask in (15, 240)):
+            # 1 was added to each byte of them, which the next byte should have seen, or should not: readers disagree
+            raise ValueError("qzeros: zero points are stored as 15, which in version 1 of GPTQ means 0 or 16")
         codes = stacked(self.codes, self.along)
         if not self.factors:
             return StackedNumbers(format, codes, scales, zeros)
@@ -99,6 +114,12 @@ class ExpertsFormat:
         return StackedNumbers(format, codes, scales, factors=factors)
 
 
+UNUSED = (
+    *("g_idx", "weight_g_idx", "g_idx_sort_indices", "weight_shape", "qzeros", "weight_zero_point"),
+    *("input_scale", "input_scale_2", "input_global_scale", "input_zero_point"),
+)
+"""Ends of the names of parameters that the numbers do not need: of columns in order, of symmetric weights, and of how
+an engine's own kernels would quantize activations."""
 _IN_PAIRS = "swigluoai"
 """vLLM's name of the activation whose gates and ups it loads in pairs, as our epilogue wants them."""
 
@@ -153,9 +174,11 @@ def _compressed_tensors_fp8(method: Any, layer: Any) -> Settings:
 def _moe_wna16(method: Any, layer: Any) -> Settings:
     config = method.quant_config
     # a layer has smaller groups than the checkpoint where those would straddle ranks
-    return Settings(
-        getattr(layer, "group_size", config.group_size), config.has_zp, refused=_other_bits(config.weight_bits)
-    )
+    group_size = getattr(layer, "group_size", config.group_size)
+    from_gptq, refused = config.linear_quant_method == "gptq", _other_bits(config.weight_bits)
+    if from_gptq and config.has_zp and config.full_config.get("checkpoint_format") == "gptq_v2":
+        refused = "their zero points are of version 2 of GPTQ, and vLLM reads them as of version 1"
+    return Settings(group_size, config.has_zp, refused=refused, from_gptq=from_gptq)
 
 
 def _mxfp4(method: Any, layer: Any) -> Settings:

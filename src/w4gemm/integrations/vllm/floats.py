@@ -24,6 +24,7 @@ from vllm.platforms import PlatformEnum, current_platform
 
 from w4gemm.core.epilogue import PLAIN
 from w4gemm.integrations.engines import weights
+from w4gemm.integrations.engines.loading import NOTHING_LOADED, check_known
 from w4gemm.integrations.engines.supports import product, why_no_kernel
 from w4gemm.integrations.engines.warmup import LinearUse, linear_need
 from w4gemm.integrations.vllm import fusion, takeover
@@ -37,6 +38,8 @@ EMULATED = ("quark",)
 """Names of configs for which it may emulate MXFP4."""
 
 _KIND = "linear layers of 4-bit floats"
+_PARTS = ("weight", "weight_packed", "weight_scale", "weight_scale_2", "weight_global_scale")
+"""Parameters that hold 4-bit floats, as vLLM's methods load them; it brings them to other names."""
 _WEIGHT_ONLY = ("MarlinNvFp4LinearKernel", "HummingNvFp4LinearKernel")
 """Kernels that vLLM names for 16-bit activations on Hopper."""
 
@@ -130,7 +133,10 @@ class _Floats(Fallback):
         fusion.install()
         self.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
         self.most_tokens = takeover.most_tokens()
-        takeover.expect(self)
+        self.expect()
+
+    def parameters(self, layer: Any) -> list[str]:
+        return [name for name in _PARTS if name in layer._parameters]
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Replace the layer's parameters by the packed weight; leave a layer that cannot be packed to vLLM."""
@@ -138,6 +144,9 @@ class _Floats(Fallback):
             return
         dtype = layer.params_dtype
         try:
+            if not self.is_loaded:
+                raise ValueError(NOTHING_LOADED)
+            check_known(layer, {"bias", "weight", "input_scale", "input_scale_2", *self.replaced})
             numbers = self.numbers(layer)
             device = numbers.device
             if reason := why_no_kernel(product(device, numbers.format, numbers.n, numbers.k, dtype)):

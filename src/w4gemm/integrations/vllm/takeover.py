@@ -47,6 +47,14 @@ def _offloads() -> bool:
     return settings is not None and (settings.uva.cpu_offload_gb > 0 or settings.prefetch.offload_group_size > 0)
 
 
+def is_dummy() -> bool:
+    """Return whether vLLM fills weights with random numbers (--load-format dummy), of integers only some."""
+    from vllm.config import get_current_vllm_config_or_none
+
+    settings = getattr(get_current_vllm_config_or_none(), "load_config", None)
+    return getattr(settings, "load_format", None) == "dummy"
+
+
 def is_elastic() -> bool:
     """Return whether vLLM may divide the experts among other numbers of GPUs while it serves (--enable-elastic-ep)."""
     from vllm.config import get_current_vllm_config_or_none

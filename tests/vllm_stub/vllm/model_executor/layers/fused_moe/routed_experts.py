@@ -14,6 +14,7 @@ class RoutedExperts(torch.nn.Module):
         apply_router_weight_on_input=False,
     ):
         super().__init__()
+        self.layer_name = layer_name
         self.moe_config = moe_config
         self.params_dtype = params_dtype
         self.hidden_size = moe_config.hidden_dim

@@ -5,7 +5,9 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 
 
 class MoeWNA16Config(QuantizationConfig):
-    def __init__(self, weight_bits, group_size, has_zp):
+    def __init__(self, linear_quant_method, weight_bits, group_size, has_zp, full_config):
+        self.full_config = full_config
+        self.linear_quant_method = linear_quant_method
         self.weight_bits = weight_bits
         self.group_size = group_size
         self.has_zp = has_zp
