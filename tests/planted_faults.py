@@ -211,6 +211,20 @@ FAULTS = (
         "tests/test_gptq.py",
     ),
     Fault(
+        "the last pattern of GPTQ's dynamic that matches wins",
+        "src/w4gemm/checkpoints/gptq.py",
+        "for text in self._dynamic:",
+        "for text in reversed([*self._dynamic]):",
+        "tests/test_gptq.py -k from_the_beginning",
+    ),
+    Fault(
+        "patterns of GPTQ's dynamic match anywhere in a name",
+        "src/w4gemm/checkpoints/gptq.py",
+        "if self._dynamic.match(text, name):",
+        "if self._dynamic.search(text, name):",
+        "tests/test_gptq.py -k from_the_beginning",
+    ),
+    Fault(
         "AWQ's order the wrong way round",
         "src/w4gemm/checkpoints/awq.py",
         "ORDER = (0, 4, 1, 5, 2, 6, 3, 7)",

@@ -16,7 +16,7 @@ import test_awq
 from quantized_model import Numbers, Writer, assert_loads, change, configure, pack, refusals, write_model
 from tiny_model import LAYERS
 from w4gemm import FormatError
-from w4gemm.checkpoints import open_checkpoint
+from w4gemm.checkpoints import gptq, open_checkpoint
 from w4gemm.checkpoints.module_tensors import unpack_int4
 from w4gemm.integrations.transformers import load
 
@@ -119,6 +119,22 @@ def test_a_bias_of_zeros_that_the_model_does_not_have(tmp_path: Path) -> None:
     change(tmp_path, lambda tensors: tensors.update({f"{DOWN}.bias": torch.ones(64)}))
     with pytest.raises(FormatError, match="down_proj has a bias, its config wants none"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("dynamic", "size"),
+    [
+        ({r".*\.q_proj": {"group_size": 32}, ".*": {"group_size": 64}}, 32),
+        ({".*": {"group_size": 64}, r".*\.q_proj": {"group_size": 32}}, 64),
+        ({r"model\.": {"group_size": 32}, "-:.*": {}}, 32),
+        ({"-:layers": {}, "q_proj": {"group_size": 64}}, 128),  # these are in the middle of the name
+    ],
+    ids=["first", "last", "before a dense one", "middle"],
+)
+def test_the_first_pattern_that_matches_from_the_beginning(dynamic: dict[str, Any], size: int) -> None:
+    packing = gptq.GPTQPacking.of({"group_size": 128, "dynamic": dynamic})
+    settings = packing._settings("model.layers.0.self_attn.q_proj")
+    assert settings["group_size"] == size
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq"])

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,9 +18,9 @@ import torch
 from w4gemm.checkpoints.base import Module
 from w4gemm.checkpoints.compressed_tensors import CompressedTensors
 from w4gemm.checkpoints.hugging_face import TensorInfo
-from w4gemm.checkpoints.methods import GPTQ_ZEROS, auto_round_override, auto_round_packing, check_not_rotated
+from w4gemm.checkpoints.methods import GPTQ_ZEROS, auto_round_packing, check_not_rotated
 from w4gemm.checkpoints.module_tensors import SYMMETRIC, check_bits, check_tensor, unpack_pairs, whole_groups
-from w4gemm.checkpoints.named_modules import in_extra_config
+from w4gemm.checkpoints.named_modules import ExtraConfig
 from w4gemm.checkpoints.quantized_folder import folder_format
 from w4gemm.core.formats import WeightFormat
 from w4gemm.weights.weight import QuantizedWeight
@@ -67,7 +68,11 @@ class AutoRoundPacking(CompressedTensors):
         return {"format": packing, "weights": weights, "input_activations": activations}
 
     def _settings(self, name: str) -> Mapping[str, Any]:
-        return {**self.config, **auto_round_override(self.config, name)}
+        return {**self.config, **self._extra.of(name)}
+
+    @cached_property
+    def _extra(self) -> ExtraConfig:
+        return ExtraConfig(self.config)
 
     def _data_type(self, name: str) -> str:
         return str(self._settings(name).get("data_type"))
@@ -77,5 +82,5 @@ FORMAT = folder_format(
     "auto-round",
     "a folder with a model quantized by AutoRound (MXFP4, NVFP4, MXINT4, and its integers as GPTQ and AWQ pack them)",
     AutoRoundPacking.of,
-    named=in_extra_config,
+    named=lambda config: ExtraConfig(config).named(),
 )

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from w4gemm.checkpoints.base import Module
 from w4gemm.checkpoints.hugging_face import TensorInfo
-from w4gemm.checkpoints.methods import auto_round_override, check_not_rotated
+from w4gemm.checkpoints.methods import check_not_rotated
 from w4gemm.checkpoints.module_tensors import (
     SCALES,
     check_bits,
@@ -23,7 +24,7 @@ from w4gemm.checkpoints.module_tensors import (
     unpack_int4,
     whole_groups,
 )
-from w4gemm.checkpoints.named_modules import in_extra_config
+from w4gemm.checkpoints.named_modules import ExtraConfig
 from w4gemm.checkpoints.quantized_folder import folder_format
 from w4gemm.core.formats import WeightFormat
 from w4gemm.weights.weight import QuantizedWeight
@@ -52,7 +53,7 @@ class AWQPacking:
         return cls(config)
 
     def module(self, name: str, stored: Mapping[str, TensorInfo]) -> Module:
-        override = auto_round_override(self.config, name)
+        override = self._extra.of(name)
         settings = {**self.config, **override}
         check_bits(settings.get("bits", settings.get("w_bit")))
         k, words = check_tensor(stored, "qweight", ("I32",))
@@ -67,6 +68,10 @@ class AWQPacking:
             check_tensor(stored, "qzeros", ("I32",), (groups, words))
         return Module(n, k, format, "bias" in stored)
 
+    @cached_property
+    def _extra(self) -> ExtraConfig:
+        return ExtraConfig(self.config)
+
     def weight(self, module: Module, tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
         codes, scales = unpack_int4(tensors["qweight"], ORDER).T, tensors["scales"].T.contiguous()
         zeros = unpack_int4(tensors["qzeros"], ORDER).T.contiguous() if "qzeros" in tensors else None
@@ -77,5 +82,8 @@ class AWQPacking:
 
 
 FORMAT = folder_format(
-    "awq", "a folder with a model quantized by AWQ (gemm packing)", AWQPacking.of, named=in_extra_config
+    "awq",
+    "a folder with a model quantized by AWQ (gemm packing)",
+    AWQPacking.of,
+    named=lambda config: ExtraConfig(config).named(),
 )

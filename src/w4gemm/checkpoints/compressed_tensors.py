@@ -16,9 +16,11 @@ wants in int8 or 4 bits, and those beside nvfp4, are multiplied as they come, in
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -35,7 +37,7 @@ from w4gemm.checkpoints.module_tensors import (
     unpack_int4,
     whole_groups,
 )
-from w4gemm.checkpoints.named_modules import Named, compiled
+from w4gemm.checkpoints.named_modules import Named, Patterns
 from w4gemm.checkpoints.quantized_folder import folder_format
 from w4gemm.core.formats import PER_COLUMN, WeightFormat
 from w4gemm.weights.weight import QuantizedWeight
@@ -147,23 +149,33 @@ class CompressedTensors:
 
     def _scheme(self, name: str) -> Mapping[str, Any]:
         """The config group of a module: the one that names it, else with a pattern for it, else all linear layers."""
-        if _named(name, self.config.get("ignore") or ()):
+        matching = {text for text in self._patterns if self._patterns.match(text, name)}
+        if not self._ignored.isdisjoint({name, *matching}):
             raise ValueError("config.json ignores it, but it has quantized tensors")
-        groups = self.config["config_groups"].values()
-        for wanted in (
-            lambda targets: name in targets,
-            lambda targets: _named(name, targets),
-            lambda targets: "Linear" in targets,
-        ):
-            for group in groups:
-                if wanted(group["targets"]) and group.get("weights"):
+        for wanted in ({name}, matching, {"Linear"}):
+            for targets, group in self._groups:
+                if not targets.isdisjoint(wanted):
                     return group
         raise ValueError("no config group has it among its targets")
 
+    @cached_property
+    def _ignored(self) -> frozenset[str]:
+        return frozenset(self.config.get("ignore") or ())
 
-def _named(name: str, patterns: Iterable[str]) -> bool:
-    """True if a module is among names and ``re:`` patterns."""
-    return any(re.match(p[3:], name) if p.startswith("re:") else p == name for p in patterns)
+    @cached_property
+    def _groups(self) -> list[tuple[frozenset[str], Mapping[str, Any]]]:
+        """Targets and settings of the config groups that have weights."""
+        groups = self.config["config_groups"].values()
+        return [(frozenset(group["targets"]), group) for group in groups if group.get("weights")]
+
+    @cached_property
+    def _patterns(self) -> Patterns:
+        return _expressions("ignore, targets", self._ignored.union(*(targets for targets, _ in self._groups)))
+
+
+def _expressions(argument: str, names: Collection[str]) -> Patterns:
+    """Return the expressions among names and ``re:`` expressions."""
+    return Patterns(argument, {name: name[3:] for name in names if name.startswith("re:")})
 
 
 def _float_module(format: WeightFormat, scheme: Mapping[str, Any], stored: Mapping[str, TensorInfo]) -> Module:
@@ -220,14 +232,16 @@ def _zero_codes(stored: torch.Tensor | None, n: int) -> torch.Tensor | None:
 
 def _in_targets(config: Mapping[str, Any]) -> Iterator[Named]:
     """Give the names and patterns among ``targets``, which may also be names of classes, such as Linear."""
-    for key, group in config["config_groups"].items():
-        if (group.get("weights") or {}).get("num_bits") == 4:
-            for target in group["targets"]:
-                argument = f"config_groups.{key}.targets"
-                if target.startswith("re:"):
-                    yield Named(argument, target, compiled(argument, target[3:]).match)
-                elif not target[:1].isupper():
-                    yield Named(argument, target)
+    groups = config["config_groups"].items()
+    targets = {key: g["targets"] for key, g in groups if (g.get("weights") or {}).get("num_bits") == 4}
+    patterns = _expressions("targets", {*itertools.chain(*targets.values())})
+    for key, names in targets.items():
+        argument = f"config_groups.{key}.targets"
+        for target in names:
+            if target.startswith("re:"):
+                yield Named(argument, target, partial(patterns.match, target))
+            elif not target[:1].isupper():
+                yield Named(argument, target)
 
 
 FORMAT = folder_format(

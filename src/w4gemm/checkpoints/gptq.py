@@ -18,15 +18,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 
 from w4gemm.checkpoints.base import Module
 from w4gemm.checkpoints.hugging_face import TensorInfo
-from w4gemm.checkpoints.methods import GPTQ_ZEROS, auto_round_override, auto_round_packing, check_not_rotated
+from w4gemm.checkpoints.methods import GPTQ_ZEROS, auto_round_packing, check_not_rotated
 from w4gemm.checkpoints.module_tensors import SCALES, SYMMETRIC, check_bits, check_symmetric, check_tensor, unpack_int4
-from w4gemm.checkpoints.named_modules import Named, compiled, in_extra_config
+from w4gemm.checkpoints.named_modules import ExtraConfig, Named, Patterns
 from w4gemm.checkpoints.quantized_folder import folder_format
 from w4gemm.core.formats import WeightFormat
 from w4gemm.weights.weight import QuantizedWeight
@@ -134,22 +135,39 @@ class GPTQPacking:
 
     def _settings(self, name: str) -> Mapping[str, Any]:
         """Bits, group_size and sym of a module: those of the folder, with the first override that matches."""
-        for pattern, override in (self.config.get("dynamic") or {}).items():
-            if re.match(pattern.removeprefix("+:").removeprefix("-:"), name):
-                if pattern.startswith("-:"):
-                    raise ValueError(f"config.json says by {pattern!r} that it is dense, but it has GPTQ's tensors")
-                return {**self.config, **override}
-        return {**self.config, **auto_round_override(self.config, name)}
+        for text in self._dynamic:
+            if self._dynamic.match(text, name):
+                if text.startswith("-:"):
+                    raise ValueError(f"config.json says by {text!r} that it is dense, but it has GPTQ's tensors")
+                return {**self.config, **self.config["dynamic"][text]}
+        return {**self.config, **self._extra.of(name)}
+
+    @cached_property
+    def _dynamic(self) -> Patterns:
+        return _dynamic(self.config)
+
+    @cached_property
+    def _extra(self) -> ExtraConfig:
+        return ExtraConfig(self.config)
+
+
+def _dynamic(config: Mapping[str, Any]) -> Patterns:
+    """Return the expressions of ``dynamic``, which begin with "+:" or nothing, or with "-:" for dense modules."""
+    texts = config.get("dynamic") or {}
+    return Patterns("dynamic", {text: text.removeprefix("+:").removeprefix("-:") for text in texts})
 
 
 def _named(config: Mapping[str, Any]) -> Iterator[Named]:
-    for pattern, override in (config.get("dynamic") or {}).items():
-        if not pattern.startswith("-:") and override.get("bits", 4) == 4:
-            yield Named("dynamic", pattern, compiled("dynamic", pattern.removeprefix("+:")).match)
-    for names in config.get("modules_in_block_to_quantize") or ():
-        for name in [names] if isinstance(names, str) else names:
-            yield Named("modules_in_block_to_quantize", name, re.compile(rf".*\b{re.escape(name)}\Z").match)
-    yield from in_extra_config(config)
+    patterns = _dynamic(config)
+    for text in patterns:
+        if not text.startswith("-:") and config["dynamic"][text].get("bits", 4) == 4:
+            yield Named("dynamic", text, partial(patterns.match, text))
+    lists = config.get("modules_in_block_to_quantize") or ()
+    names = [name for names in lists for name in ([names] if isinstance(names, str) else names)]
+    ends = Patterns("modules_in_block_to_quantize", {name: rf".*\b{re.escape(name)}\Z" for name in names})
+    for name in ends:
+        yield Named("modules_in_block_to_quantize", name, partial(ends.match, name))
+    yield from ExtraConfig(config).named()
 
 
 FORMAT = folder_format(

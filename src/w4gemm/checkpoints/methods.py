@@ -40,14 +40,6 @@ def auto_round_packing(config: Mapping[str, Any]) -> str | None:
     return _KERNEL.sub("", str(name))  # what is no name has no packing
 
 
-def auto_round_override(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Return the settings of one module in AutoRound's extra_config, by its name or else by the first pattern."""
-    overrides = config.get("extra_config") or {}
-    if name in overrides:
-        return overrides[name]
-    return next((found for pattern, found in overrides.items() if re.search(pattern, name)), {})
-
-
 _ROTATIONS = ("transform_config", "rotation", "rotation_config", "spinquant_config")
 """Keys of compressed-tensors, of GPTQModel, and two of AutoRound."""
 

@@ -1,5 +1,5 @@
-"""Modules that a quantization_config names one by one or by patterns, and that its folder does not have:
-:func:`warn_of_missing`.
+"""Modules that a quantization_config names, one by one or by regular expressions: :class:`Patterns`,
+:class:`ExtraConfig`; and those that its folder does not have: :func:`warn_of_missing`.
 
 A folder whose numbers are known is loaded, so such a name is no error: a model may be stored without its vision tower,
 and its config is kept. But a setting that holds for no module may have been meant for one of another name, so it is
@@ -11,11 +11,17 @@ from __future__ import annotations
 
 import difflib
 import re
+import time
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import regex
+
+_MOST, _LONGEST, _SECONDS = 10_000, 10_000, 30.0
+"""Limits of the expressions of a config: their number, the characters of one, and the time for all of their matches."""
 _FULL_NAME = re.compile(r"[\w.-]+")
 _CANDIDATES = 2000
 """Names at most among which the nearest one is looked for, because difflib compares them one by one."""
@@ -31,22 +37,97 @@ class Named(NamedTuple):
     """True for names of modules that a pattern means; None for a name in full, of a module or of what it is in."""
 
 
-def compiled(argument: str, pattern: str) -> re.Pattern[str]:
-    """Return a regular expression; raise ValueError, which names the argument, if it is none."""
-    try:
-        return re.compile(pattern)
-    except re.error as e:
-        raise ValueError(f"{argument}: {pattern!r} is no regular expression: {e}") from e
+class Patterns:
+    """The regular expressions of an argument of a config, in its order, each compiled once.
+
+    They are ``re``'s, but ``re`` may take years for one and cannot be stopped. So the package ``regex`` matches them,
+    within a bound on the time of all matches.
+
+    Args:
+        argument: their place in the config, as messages call it.
+        expressions: by the text that the config has for each, such as "re:.*q_proj".
+
+    Raises:
+        ValueError: for too many, for one that is too long or no regular expression.
+    """
+
+    def __init__(self, argument: str, expressions: Mapping[str, str]) -> None:
+        if len(expressions) > _MOST:
+            raise ValueError(f"{argument}: wanted at most {_MOST} regular expressions, got {len(expressions)}")
+        self._argument, self._left = argument, _SECONDS
+        self._compiled = {text: self._compile(expression) for text, expression in expressions.items()}
+
+    def _compile(self, expression: str) -> regex.Pattern[str]:
+        if len(expression) > _LONGEST:
+            raise ValueError(
+                f"{self._argument}: wanted regular expressions of at most {_LONGEST} characters, got one of "
+                f"{len(expression)}, {expression[:40]!r}..."
+            )
+        try:
+            re.compile(expression)  # regex takes more, such as recursion
+            return regex.compile(expression)
+        except (re.error, regex.error, RecursionError, OverflowError) as e:
+            raise ValueError(f"{self._argument}: {expression!r:.200} is no regular expression: {e}") from e
+
+    def match(self, text: str, name: str) -> bool:
+        """True if an expression, by its text in the config, matches a name from its beginning.
+
+        Raises:
+            ValueError: if the time for all matches is used up.
+        """
+        return self._matches(self._compiled[text].match, text, name)
+
+    def search(self, text: str, name: str) -> bool:
+        """As :meth:`match`, but anywhere in the name."""
+        return self._matches(self._compiled[text].search, text, name)
+
+    def _matches(self, find: Callable[..., object], text: str, name: str) -> bool:
+        started = time.perf_counter()
+        try:
+            return find(name, timeout=max(self._left, 1e-3)) is not None
+        except TimeoutError:
+            raise ValueError(
+                f"{self._argument}: {text!r:.200} and the expressions before it take longer than {_SECONDS:.0f} s to "
+                "match its modules; wanted simpler ones"
+            ) from None
+        finally:
+            self._left -= time.perf_counter() - started
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the texts in the config."""
+        return iter(self._compiled)
 
 
-def in_extra_config(config: Mapping[str, Any]) -> list[Named]:
-    """Return what AutoRound's extra_config names."""
-    overrides = (config.get("extra_config") or {}).items()
-    names = [name for name, settings in overrides if settings.get("bits", 4) == 4]
-    return [
-        Named("extra_config", name, None if _FULL_NAME.fullmatch(name) else compiled("extra_config", name).search)
-        for name in names
-    ]
+class ExtraConfig:
+    """AutoRound's extra_config: settings of modules, of what they are in, or of all that a regular expression means.
+
+    Raises:
+        ValueError: as from :class:`Patterns`.
+    """
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self._settings: Mapping[str, Any] = config.get("extra_config") or {}
+        texts = [text for text in self._settings if not _FULL_NAME.fullmatch(text)]
+        self._patterns = Patterns("extra_config", dict(zip(texts, texts, strict=True)))
+
+    def of(self, name: str) -> Mapping[str, Any]:
+        """Return the settings of a module: by its name, else by what it is in, else by the first expression."""
+        owner = name
+        while owner and owner not in self._settings:
+            owner = owner.rpartition(".")[0]
+        if owner:
+            return self._settings[owner]
+        text = next((text for text in self._patterns if self._patterns.search(text, name)), None)
+        return {} if text is None else self._settings[text]
+
+    def named(self) -> list[Named]:
+        """Return the modules in 4 bits that it names."""
+        patterns = {*self._patterns}
+        return [
+            Named("extra_config", text, partial(self._patterns.search, text) if text in patterns else None)
+            for text, settings in self._settings.items()
+            if settings.get("bits", 4) == 4
+        ]
 
 
 def warn_of_missing(path: Path, named: Iterable[Named], modules: Collection[str]) -> None:
