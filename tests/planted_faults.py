@@ -225,6 +225,20 @@ FAULTS = (
         "tests/test_gptq.py -k from_the_beginning",
     ),
     Fault(
+        "a search goes on where a run without one was",
+        "src/w4gemm/checkpoints/writing.py",
+        "[str(dtype) for dtype in dtypes.values()], how]",
+        "[str(dtype) for dtype in dtypes.values()]]",
+        "tests/test_convert.py -k search_does_not",
+    ),
+    Fault(
+        "a GGUF file may go on behind its tensors",
+        "src/w4gemm/checkpoints/gguf_header.py",
+        "if file_size > at and found:",
+        "if False:",
+        "tests/test_hostile_folders.py -k goes_on",
+    ),
+    Fault(
         "AWQ's order the wrong way round",
         "src/w4gemm/checkpoints/awq.py",
         "ORDER = (0, 4, 1, 5, 2, 6, 3, 7)",

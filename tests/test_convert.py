@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -223,11 +224,19 @@ def test_a_dtype_in_config_that_is_none_is_bfloat16(tmp_path: Path) -> None:
 
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The error is one of safetensors' own, which a full disk has too."""
+    """By the name that it was to get. The first error is one of safetensors' own, as of a full disk."""
     folder, out = samples._gptq(tmp_path / "in"), tmp_path / "out"
-    (out / "model.safetensors.unfinished").mkdir(parents=True)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        assert convert(folder, out) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert f"w4gemm: error: cannot write '{out}/model.safetensors': " in capsys.readouterr().err
+    assert not list(out.iterdir())
+    (out / "model.safetensors.unfinished").mkdir()
     assert convert(folder, out) == 1
-    assert f"w4gemm: error: cannot write '{out}/model.safetensors.unfinished': " in capsys.readouterr().err
+    assert f"w4gemm: error: {out}/model.safetensors.unfinished: " in capsys.readouterr().err
     (out / "model.safetensors.unfinished").rmdir()
     (out / "model.safetensors").mkdir()
     assert convert(folder, out) == 1
@@ -253,6 +262,14 @@ def test_layers_that_config_counts_are_there(tmp_path: Path, capsys: pytest.Capt
     file.write_text(json.dumps(json.loads(file.read_bytes()) | {"num_hidden_layers": LAYERS + 2}))
     assert convert(tmp_path / "in", tmp_path / "out") == 1
     assert f"num_hidden_layers {LAYERS + 2}, but there are no tensors of layer {LAYERS}" in capsys.readouterr().err
+
+
+def test_a_search_does_not_go_on_where_a_nearest_one_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_dense(tmp_path / "in")
+    assert convert(tmp_path / "in", tmp_path / "out") == 0
+    (tmp_path / "out" / "config.json").unlink()
+    assert convert(tmp_path / "in", tmp_path / "out", "--search") == 1
+    assert "not of an interrupted run of the same conversion" in capsys.readouterr().err
 
 
 def test_other_conversions_do_not_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,7 +29,7 @@ from w4gemm.checkpoints import (
     w4gemm,
 )
 from w4gemm.checkpoints.base import Checkpoint, CheckpointFormat, Module, Pretrained
-from w4gemm.checkpoints.hugging_face import quantization_config
+from w4gemm.checkpoints.hugging_face import check_files, quantization_config
 from w4gemm.core.errors import FormatError
 from w4gemm.core.formats import WeightFormat
 
@@ -80,6 +80,8 @@ def find_checkpoint(path: str | Path) -> Found:
         raise FileNotFoundError(f"path: {str(path)!r}: {e}") from e
     if not path.exists():
         raise FileNotFoundError(f"path: no file or folder {str(path)!r}")
+    if path.is_dir():
+        check_files(path)
     for format in FORMATS:
         if (found := format.find(path)) is not None:
             return Found(format, found)

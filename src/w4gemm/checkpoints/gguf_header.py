@@ -87,9 +87,12 @@ class _Cursor:
         """A key or a tensor's name. Two that are no UTF-8 could become the same text, so such a name is refused."""
         raw = self.bytes(self.one("Q"))
         try:
-            return raw.decode()
+            text = raw.decode()
         except UnicodeDecodeError:
             raise FormatError(f"{self.path}: {what} {raw[:80]!r} is no UTF-8") from None
+        if not text.isprintable():
+            raise FormatError(f"{self.path}: {what} {text[:80]!r} has characters that are not printable")
+        return text
 
     def value(self) -> Any:
         """A metadata value."""

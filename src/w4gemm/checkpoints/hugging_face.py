@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import functools
 import json
+import os
+import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from w4gemm.core.errors import FormatError, not_among
+from w4gemm.core.errors import FormatError, not_among, printable
+from w4gemm.core.files import read_regular
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 FILES = _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 """Files of which a folder has one."""
+_LARGEST_JSON = 100 * 2**20
+"""Bytes of a JSON file that is read: the largest index of a published model has 20 million."""
+_MOST_LAYERS = 10_000
+"""Layers that a config may count, because transformers makes all of them before their tensors are looked for."""
 _PICKLED = ("*.bin", "*.pt", "*.pth")
 """Names of files with weights whose reading could run any code."""
 AS_IT_IS: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
@@ -65,6 +72,44 @@ def outline(folder: Path) -> PreTrainedModel:
         return model
 
 
+def read_json(file: Path) -> Any:
+    """Return the contents of a JSON file.
+
+    Raises:
+        OSError: if it cannot be read.
+        ValueError, RecursionError: if it is no JSON, no regular file, or longer than any model's.
+    """
+    return json.loads(read_regular(file, _LARGEST_JSON))
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return a folder's config.json.
+
+    Raises:
+        FileNotFoundError, NotADirectoryError: if there is none.
+        FormatError: if it is no JSON object, or counts more layers than any model has.
+    """
+    file = folder / "config.json"
+    try:
+        config = read_json(file)
+        parts = [config, *(part for part in config.values() if isinstance(part, dict))]
+    except (ValueError, AttributeError, RecursionError) as e:
+        raise FormatError(f"path: {str(file)!r} is no JSON object: {e}") from e
+    for key, value in (item for part in parts for item in part.items() if "layers" in item[0]):
+        if isinstance(value, int) and value > _MOST_LAYERS:
+            raise FormatError(f"path: {str(file)!r}: {key}: wanted at most {_MOST_LAYERS}, got {value}")
+    return config
+
+
+def check_files(folder: Path) -> None:
+    """Raise FormatError for a pipe or a device in a folder, which a library may open and wait for."""
+    for entry in os.scandir(folder):
+        with suppress(OSError):  # of a link to nothing
+            mode = entry.stat().st_mode
+            if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+                raise FormatError(f"path: {str(folder / entry.name)!r} is no regular file")
+
+
 def quantization_config(folder: Path) -> dict[str, Any] | None:
     """Return ``quantization_config`` of a folder's config.json, or of its text_config (Kimi-K2.5), by which a quantized
     model's format is recognized, with what ModelOpt writes into hf_quant_config.json alone; None if there are no such
@@ -75,7 +120,7 @@ def quantization_config(folder: Path) -> dict[str, Any] | None:
         FormatError: if config.json cannot be read.
     """
     try:
-        config = json.loads((folder / "config.json").read_bytes())
+        config = read_config(folder)
         text = config.get("text_config") or {}
         keys = "quantization_config", "compression_config", "expert_dtype"
         found, old, experts = (config.get(key, text.get(key)) for key in keys)
@@ -89,7 +134,7 @@ def quantization_config(folder: Path) -> dict[str, Any] | None:
     by_modelopt = found is None or (isinstance(found, dict) and found.get("quant_method") == "modelopt")
     if by_modelopt and (modelopt := folder / "hf_quant_config.json").is_file():
         try:  # config.json may lack settings that are there
-            found = {"quant_method": "modelopt", **json.loads(modelopt.read_bytes())["quantization"], **(found or {})}
+            found = {"quant_method": "modelopt", **read_json(modelopt)["quantization"], **(found or {})}
         except (ValueError, TypeError, KeyError, RecursionError) as e:
             raise FormatError(f"path: {str(modelopt)!r} says no quantization: {type(e).__name__}: {e}") from e
     if found is not None and not isinstance(found, dict):
@@ -106,7 +151,7 @@ def transformers_errors(path: Path, wanted: str = "model") -> Iterator[None]:
     except (ImportError, FormatError):
         raise
     except Exception as e:
-        reason = f"{type(e).__name__}: {' '.join(str(e).split()):.300}"
+        reason = printable(f"{type(e).__name__}: {' '.join(str(e).split()):.300}")
         raise FormatError(f"{path}: transformers makes no {wanted} of it: {reason}") from e
 
 
@@ -169,9 +214,9 @@ class SafetensorsFolder:
     def _index(self) -> dict[str, Path] | None:
         """File of each tensor, or None if there is no index."""
         try:
-            places = json.loads((self.path / _INDEX).read_bytes())["weight_map"]
+            places = read_json(self.path / _INDEX)["weight_map"]
             files = set(places.values())
-            plain = all(isinstance(file, str) and file == Path(file).name for file in files)
+            plain = all(isinstance(file, str) and file == Path(file).name and file.isprintable() for file in files)
         except FileNotFoundError:
             return None
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
@@ -210,6 +255,8 @@ def _opened(file: Path, stamp: tuple[int, ...]) -> Any:
 def _stamp(file: Path) -> tuple[int, ...]:
     """Numbers that change with the file."""
     found = file.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError("it is no regular file")
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
@@ -221,7 +268,7 @@ def _errors(file: Path) -> Iterator[None]:
         raise FormatError(f"{file.parent} holds no whole model: there is no {file.name}") from e
     except SafetensorError as e:
         raise FormatError(f"{file} is not a whole safetensors file: {e}") from e
-    except OSError as e:  # of a folder it says no more than "No such device"
+    except OSError as e:
         raise FormatError(f"{file} cannot be read: {e.strerror or e}") from e
 
 
@@ -234,7 +281,9 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
     with _errors(file):
         f = _opened(file, _stamp(file))
         slices = {name: f.get_slice(name) for name in f.keys()}  # noqa: SIM118 (not a dict)
-        return {name: TensorInfo(file, name, s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items()}
+    if odd := next((name for name in slices if not name.isprintable()), None):
+        raise FormatError(f"{file}: a tensor is called {odd!r:.200}, wanted a name of printable characters")
+    return {name: TensorInfo(file, name, s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items()}
 
 
 def metadata(file: Path) -> dict[str, str]:

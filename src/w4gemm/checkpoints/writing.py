@@ -8,6 +8,7 @@ without it is not taken for a model.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import re
@@ -22,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 
 from w4gemm.checkpoints.base import Checkpoint, Module, finite_dense
 from w4gemm.checkpoints.gguf_fields import quick_reader, tokenizer_of
-from w4gemm.checkpoints.hugging_face import AS_IT_IS, transformers_errors
+from w4gemm.checkpoints.hugging_face import AS_IT_IS, read_config, transformers_errors
 from w4gemm.checkpoints.quantized_folder import QuantizedFolder
 from w4gemm.core.errors import FormatError
 from w4gemm.core.files import UNFINISHED, placed
@@ -139,7 +140,9 @@ def write_folder(
 
 def _require_writable(checkpoint: Checkpoint, writer: WeightWriter) -> None:
     """Raise FormatError for what no folder of the writer can hold, before hours of writing."""
-    checkpoint.pretrained()  # refuses what has no config
+    source, options, _ = checkpoint.pretrained()  # refuses what has no config
+    if not options:
+        _beside(source)
     for name, module in checkpoint.modules.items():
         try:
             if module.fused and not module.experts:
@@ -158,16 +161,16 @@ def _require_writable(checkpoint: Checkpoint, writer: WeightWriter) -> None:
 
 def _require_layers(checkpoint: Checkpoint) -> None:
     """Raise FormatError if a folder has no tensors of a layer that its config.json counts."""
-    config_file = checkpoint.path / "config.json"
-    if not config_file.is_file():
+    if not (checkpoint.path / "config.json").is_file():
         return
-    config = json.loads(config_file.read_bytes())
+    config = read_config(checkpoint.path)
     count = (config.get("text_config") or config).get("num_hidden_layers")
     there = {int(found[1]) for name in (*checkpoint.modules, *checkpoint.tensors) if (found := _LAYER.search(name))}
-    if there and isinstance(count, int) and (missing := set(range(count)) - there):
+    missing = next(i for i in itertools.count() if i not in there)
+    if there and isinstance(count, int) and missing < count:
         raise FormatError(
             f"{checkpoint.path}: config.json says num_hidden_layers {count}, but there are no tensors of layer "
-            f"{min(missing)}"
+            f"{missing}"
         )
 
 
@@ -209,8 +212,10 @@ def _source(path: Path) -> list[tuple[str | int, ...]]:
 
 
 def _check_folder(folder: Path, plan: Plan) -> None:
-    """Raise FileExistsError for anything that is no shard of this plan, unless all of its shards are there: the other
-    files are written last."""
+    """Raise FileExistsError for links, and for anything that is no shard of this plan, unless all of its shards are
+    there: the other files are written last."""
+    if link := next((file for file in folder.iterdir() if file.is_symlink()), None):
+        raise FileExistsError(f"{folder} holds {link.name}, a link; wanted an empty folder")
     expected = [folder / plan.file(i) for i in range(len(plan.shards))]
     ours = {file for file in expected if file.exists() and _key_of(file) == plan.key}
     if len(ours) == len(expected):
@@ -264,16 +269,30 @@ def _write_json(file: Path, value: dict[str, Any]) -> None:
         unfinished.write_text(json.dumps(value, indent=2, default=str) + "\n")
 
 
+def _beside(source: Path) -> list[Path]:
+    """Return the files beside a folder's weights that are copied.
+
+    Raises:
+        FormatError: for a link to elsewhere than into the folder or the blobs of the hub's cache, because what it leads
+            to may be a file that nobody wanted to publish.
+    """
+    whole = source.resolve()
+    caches = [parent.parent / "blobs" for parent in (whole, *whole.parents) if parent.name == "snapshots"]
+    files = {file for pattern in _COPIED for file in source.glob(pattern) if file.is_file()}
+    for file in sorted(files):
+        if not any(file.resolve().is_relative_to(root) for root in (whole, *caches)):
+            raise FormatError(f"{source}: {file.name} is a link to {str(file.resolve())!r}, wanted files in the folder")
+    return sorted(f for f in files if f.name not in _OF_THE_SOURCE and not f.name.endswith(".index.json"))
+
+
 def _write_config(checkpoint: Checkpoint, folder: Path, quantization: dict[str, Any], dtype: torch.dtype) -> None:
     """Write the files beside the shards that are not there."""
     source, options, settings = checkpoint.pretrained()
     if not options:  # no GGUF file, which holds them in its own way
-        for pattern in _COPIED:
-            for file in source.glob(pattern):
-                wanted = file.name not in _OF_THE_SOURCE and not file.name.endswith(".index.json")
-                if wanted and not (folder / file.name).exists():
-                    with placed(folder / file.name) as unfinished:
-                        shutil.copy(file, unfinished)
+        for file in _beside(source):
+            if not (folder / file.name).exists():
+                with placed(folder / file.name) as unfinished:
+                    shutil.copy(file, unfinished)
     if (folder / _LAST).exists():
         return
     if options:
@@ -288,7 +307,7 @@ def _write_config(checkpoint: Checkpoint, folder: Path, quantization: dict[str, 
             raise OSError(f"{folder}: the tokenizer cannot be written: {e}") from e
         config["architectures"] = config.get("architectures") or _architecture(config)
     else:
-        config = json.loads((source / "config.json").read_bytes())
+        config = read_config(source)
     config.pop("torch_dtype", None)
     for part in (config, config.get("text_config") or {}):  # what says how the source is quantized
         part.pop("quantization_config", None)

@@ -14,6 +14,7 @@ import w4gemm
 from w4gemm.cli import bench, cache, compile, convert, explain, gemm, generate, info, inspect, tune
 from w4gemm.console.errors import sentence
 from w4gemm.core.environment import configure_logging
+from w4gemm.core.errors import printable
 
 COMMANDS = (generate, inspect, convert, explain, gemm, tune, compile, cache, bench, info)
 
@@ -58,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         text = sentence(e)
         if text is None or traceback:
             raise
-        print(f"w4gemm: error: {text}", file=sys.stderr)
+        print(f"w4gemm: error: {printable(text)}", file=sys.stderr)
         return 1
     finally:
         warnings.formatwarning = format_of_others
@@ -96,7 +97,7 @@ def _flush() -> None:
 
 
 def _in_one_line(message: Warning | str, *where: Any, **line: Any) -> str:
-    return f"w4gemm: warning: {message}\n"
+    return f"w4gemm: warning: {printable(str(message))}\n"
 
 
 if __name__ == "__main__":

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from pathlib import Path
 
 from w4gemm.checkpoints import open_checkpoint
 from w4gemm.checkpoints.compressed_tensors_writer import CompressedTensorsWriter
 from w4gemm.checkpoints.dense import DenseCheckpoint
+from w4gemm.checkpoints.hugging_face import read_config
 from w4gemm.checkpoints.w4gemm import OwnWriter
 from w4gemm.checkpoints.writing import WeightWriter, write_folder
 from w4gemm.console.devices import choose_device
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
 def _dtype_of(path: Path) -> str:
     """Name of the dtype that a folder's config.json says its model has."""
     try:
-        config = json.loads((path / "config.json").read_bytes())
+        config = read_config(path)
     except (FileNotFoundError, NotADirectoryError):
         return "bfloat16"
     for part in (config, config.get("text_config") or {}):

@@ -84,6 +84,11 @@ def nearest(value: object, legal: Iterable[str]) -> str:
     return f"; nearest is {by_lower[found[0]]!r}" if found else ""
 
 
+def printable(text: str) -> str:
+    """Return a text of a file for a terminal: with escapes for characters that would move its cursor or hide others."""
+    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
+
+
 def not_among(path: object, kind: str, name: str, names: Collection[str]) -> FormatError:
     """Return the error for a ``kind`` of thing called ``name`` that a checkpoint's ``names`` lack."""
     return FormatError(f"{path}: no {kind} {name!r} among its {len(names)}{nearest(name, names)}")

@@ -1,8 +1,11 @@
-"""Files that are written whole or not at all: :func:`placed`."""
+"""Files that are written whole or not at all: :func:`placed`; and the reading of files that may be anything:
+:func:`read_regular`."""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,18 +15,39 @@ UNFINISHED = ".unfinished"
 
 @contextlib.contextmanager
 def placed(file: Path) -> Iterator[Path]:
-    """Yield the path to write a file at, which gets its own name at the end: so a file that is there is whole.
+    """Yield the path of a new, empty file to write, which gets its own name at the end: so a file that is there is
+    whole. A link that lies at that path is replaced, not followed.
 
     Raises:
         OSError: if it cannot be written, as where the disk is full. It names the file, which stays what it was.
     """
     unfinished = file.with_name(f"{file.name}{UNFINISHED}")
+    unfinished.unlink(missing_ok=True)  # of a run that was interrupted
     try:
+        os.close(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
         yield unfinished
         unfinished.replace(file)
     except OSError as e:
         with contextlib.suppress(OSError):
             unfinished.unlink()
-        if e.errno is not None and e.filename in (None, str(unfinished)):  # None: of an open file
+        if e.errno is not None and (e.filename is None or str(e.filename) == str(unfinished)):  # None: of an open file
             raise OSError(e.errno, e.strerror, str(file)) from e
+        if e.errno is None and str(unfinished) in str(e):
+            raise OSError(str(e).replace(str(unfinished), str(file))) from e
         raise
+
+
+def read_regular(file: Path, most: int) -> bytes:
+    """Return the bytes of a regular file; a pipe or a device may have no end, or never begin.
+
+    Raises:
+        OSError: if it cannot be read.
+        ValueError: if it is no regular file, or is longer than ``most`` bytes.
+    """
+    with open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as f:
+        if not stat.S_ISREG(os.fstat(f.fileno()).st_mode):
+            raise ValueError("it is no regular file")
+        data = f.read(most + 1)
+    if len(data) > most:
+        raise ValueError(f"it has more than {most} bytes")
+    return data

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import signal
 import sys
+import threading
 import time
 import warnings
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,11 +22,14 @@ from w4gemm import choice
 from w4gemm.api.experts import W4Experts
 from w4gemm.api.nn import W4Linear
 from w4gemm.core.epilogue import Epilogue
+from w4gemm.core.errors import FormatError, printable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _FP8 = torch.float8_e4m3fn
+_TEMPLATE_SECONDS = 10.0
+"""A chat template's time: a published one takes milliseconds."""
 
 
 def default_model() -> Path:
@@ -42,12 +49,39 @@ def default_model() -> Path:
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, prompt: str) -> torch.Tensor:
-    """Return the token ids (1, m) of the prompt, in the model's chat template if it has one."""
+    """Return the token ids (1, m) of the prompt, in the model's chat template if it has one.
+
+    Raises:
+        FormatError: if the template, which is a program of the model's, fails or runs too long.
+    """
     if getattr(tokenizer, "chat_template", None):
         messages = [{"role": "user", "content": prompt}]
-        prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        with _template_errors():
+            prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         return tokenizer(prompt, return_tensors="pt", add_special_tokens=False).input_ids
     return tokenizer(prompt, return_tensors="pt").input_ids
+
+
+@contextlib.contextmanager
+def _template_errors() -> Iterator[None]:
+    """Turn whatever a chat template raises into a FormatError, and stop it after a while, which works in the main
+    thread alone."""
+
+    def stop(*where: Any) -> None:
+        raise TimeoutError(f"it runs longer than {_TEMPLATE_SECONDS:g} s")
+
+    timed = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGALRM, stop) if timed else None
+    try:
+        if timed:
+            signal.setitimer(signal.ITIMER_REAL, _TEMPLATE_SECONDS)
+        yield
+    except Exception as e:
+        raise FormatError(f"the model's chat template cannot be used: {printable(str(e))}") from e
+    finally:
+        if timed:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
 
 
 def generate(

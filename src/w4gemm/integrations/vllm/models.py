@@ -3,7 +3,6 @@ vLLM."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections import defaultdict
 from collections.abc import Mapping
@@ -24,7 +23,7 @@ from w4gemm.checkpoints import (
     mxfp4,
     quark,
 )
-from w4gemm.checkpoints.hugging_face import quantization_config
+from w4gemm.checkpoints.hugging_face import quantization_config, read_config
 from w4gemm.core.errors import FormatError
 from w4gemm.integrations.engines.weights import SCALES
 from w4gemm.integrations.vllm.experts_formats import ACT_ORDERS
@@ -87,7 +86,7 @@ def read_model(path: str, tensor_parallel: int = 1, dtype: torch.dtype | None = 
     if found.format not in FORMATS:
         raise FormatError(f"{path}: wanted {' or '.join(f.contents for f in FORMATS)}, got {found.format.contents}")
     checkpoint = found.format.open(found.path, None)
-    config = json.loads((found.path / "config.json").read_bytes())
+    config = read_config(found.path)
     text = config.get("text_config") or config
     named = str(text.get("dtype") or text.get("torch_dtype") or config.get("torch_dtype") or "bfloat16")
     model_dtype = dtype or {"float16": torch.float16}.get(named, torch.bfloat16)
