@@ -25,17 +25,17 @@ _DEVICE = "src/w4gemm/kernels/device/"
 FAULTS = (
     # --- packing and formats
     Fault(
-        "nibbles swapped in the canonical layout",
-        "src/w4gemm/packing/layouts/canonical.py",
-        "packed = codes[:, 0::2] | (codes[:, 1::2] << 4)",
-        "packed = codes[:, 1::2] | (codes[:, 0::2] << 4)",
+        "codes of a byte swapped in the canonical layout",
+        "src/w4gemm/packing/bits.py",
+        "packed = codes[..., 0::together] | codes[..., 1::together] << bits",
+        "packed = codes[..., 1::together] | codes[..., 0::together] << bits",
         "tests/test_layouts.py",
     ),
     Fault(
         "codes of the 16-bit fragment in another order",
         "src/w4gemm/packing/codecs/base.py",
-        'Fragment("mma16", (4, 2, 8), (2, 4, 2, 4, 2), (0, 4, 5, 1, 3, 8, 6), (9, 7, 2), words_per_step=1)',
-        'Fragment("mma16", (4, 2, 8), (2, 4, 2, 4, 2), (0, 4, 5, 1, 3, 8, 6), (7, 9, 2), words_per_step=1)',
+        'Fragment("mma16", (4, 2, 8), (2, 4, 2, 4, 2), (0, 4, 5, 1, 3, 8), (6, 9, 7, 2))',
+        'Fragment("mma16", (4, 2, 8), (2, 4, 2, 4, 2), (0, 4, 5, 1, 3, 8), (6, 7, 9, 2))',
         "tests/test_layouts.py",
     ),
     Fault(
@@ -206,8 +206,8 @@ FAULTS = (
     Fault(
         "GPTQ's zero points without the stored 1",
         "src/w4gemm/checkpoints/gptq.py",
-        "zeros = unpack_int4(words) - self.stored_zero",
-        "zeros = unpack_int4(words)",
+        "zeros = unpack(words, 4) - self.stored_zero",
+        "zeros = unpack(words, 4)",
         "tests/test_gptq.py",
     ),
     Fault(
@@ -248,8 +248,8 @@ FAULTS = (
     Fault(
         "GGUF's high nibbles first",
         "src/w4gemm/checkpoints/gguf_file.py",
-        "return torch.cat((bytes & 0xF, bytes >> 4), dim=-1).view(-1, k)",
-        "return torch.cat((bytes >> 4, bytes & 0xF), dim=-1).view(-1, k)",
+        "return torch.cat(fields(bytes, 4), dim=-1).view(-1, k)",
+        "return torch.cat(fields(bytes, 4)[::-1], dim=-1).view(-1, k)",
         "tests/test_gguf.py",
     ),
     Fault(

@@ -32,7 +32,9 @@ from w4gemm.packing.codecs import (
 from w4gemm.packing.codecs.pairs import ROW_BYTES, TABLE_BYTES, Pairs
 from w4gemm.packing.layouts import layout_named
 
-SQUARES = Element("squares", tuple(float(v * abs(v)) for v in (0, 1, 2, 3, 4, 5, 6, -1, -2, -3, -4, -5, -6, -7, 7, 8)))
+SQUARES = Element(
+    "squares", 4, tuple(float(v * abs(v)) for v in (0, 1, 2, 3, 4, 5, 6, -1, -2, -3, -4, -5, -6, -7, 7, 8))
+)
 
 
 UNSORTABLE = codebook([-(1 + i / 100) for i in range(8)] + [2.0**-i for i in range(8)])
@@ -51,7 +53,7 @@ def squares(monkeypatch) -> WeightFormat:
         element="squares",
         zeros=("none",),
         stored=tuple(range(15, -1, -1)),
-        bits=tuple(Bits(p, 15, 4 * (7 - p)) for p in range(8)),
+        places=tuple(Bits(p, 15, 4 * (7 - p)) for p in range(8)),
     )
     monkeypatch.setitem(ELEMENTS, "squares", SQUARES)
     monkeypatch.setattr(codecs, "CODECS", (*CODECS, codec))
@@ -145,7 +147,7 @@ def test_codebook_decoder(monkeypatch, kind, dtype, name):
     found, element = _decoder(monkeypatch, kind, BOOKS[name]), element_named(BOOKS[name])
     unit = 64 if (name, kind) == ("iq4", "bf16") else 1
     for registers, codes in _words(BOOKS[name]):
-        got = found.decode_exact(registers, found.offsets((), 0))
+        got = found.decode_exact((registers,), found.offsets((), 0))
         numbers = element.numbers(codes, dtype).permute(1, 2, 0).reshape(4, 2)
         assert torch.equal(_halves(got, dtype) * unit, numbers)
 
@@ -173,7 +175,7 @@ def test_codebook_table(monkeypatch, kind, dtype, name, pairs):
         table = decode_pairs.own_pairs(4096, i % 32, pairs)
         numbers = element.numbers(codes, dtype).permute(1, 2, 0).reshape(4, 2)
         if pairs is Pairs.HALVES:
-            got = _halves(found.decode_exact(word, found.offsets((), table)), dtype)
+            got = _halves(found.decode_exact((word,), found.offsets((), table)), dtype)
         else:
             bits = torch.tensor([_signed(n) for n in found.floats(word, table)], dtype=torch.int32)
             got = bits.view(torch.float32).view(4, 2)
@@ -330,7 +332,7 @@ def test_codes_are_lossless(codec):
     codes = torch.arange(64 * 128, dtype=torch.int64).mul(7).add(3).remainder(16).to(torch.uint8).view(64, 128)
     words = codec.code_words(codes)
     assert words.shape == (1, 1, 1024) and torch.equal(codec.codes_of(words), codes)
-    masks = [bits.mask << bits.shift for bits in codec.bits]
+    masks = [bits.mask << bits.shift for bits in codec.places]
     assert sum(masks) == 2**32 - 1, "each bit of a word once"
 
 

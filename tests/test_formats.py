@@ -111,7 +111,7 @@ def test_an_elements_numbers_have_their_own_codes():
     assert torch.equal(int4.numbers(codes), codes.float() - 8) and int4.padding_code == 8
     assert torch.equal(int4.nearest(int4.numbers(codes)), codes.float())
     table = Element(
-        "table", (0.0, 1.0, 4.0, 9.0, -1.0, -4.0, -9.0, -16.0, 16.0, 25.0, 36.0, 49.0, -25.0, 2.5, 3.5, 5.5)
+        "table", 4, (0.0, 1.0, 4.0, 9.0, -1.0, -4.0, -9.0, -16.0, 16.0, 25.0, 36.0, 49.0, -25.0, 2.5, 3.5, 5.5)
     )
     assert torch.equal(table.nearest(table.numbers(codes)), codes.float()) and table.padding_code == 0
     assert table.nearest(torch.tensor([-1e9, -0.4, 1.9, 1e9])).tolist() == [12, 0, 13, 11]
@@ -143,7 +143,7 @@ def test_a_codebook_that_gets_a_name_keeps_its_files(tmp_path, monkeypatch):
     w.save(tmp_path / "w.safetensors")
     state = W4Linear.from_weight(w).state_dict()
     elements._codebook_named.cache_clear()
-    monkeypatch.setitem(ELEMENTS, "half", Element("half", tuple(values)))
+    monkeypatch.setitem(ELEMENTS, "half", Element("half", 4, tuple(values)))
     monkeypatch.setattr(formats, "_NAME", re.compile(formats._NAME.pattern.replace("int4|", "int4|half|"), re.ASCII))
     try:
         named = WeightFormat(64, element="half")

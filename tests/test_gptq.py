@@ -17,18 +17,10 @@ from quantized_model import Numbers, Writer, assert_loads, change, configure, pa
 from tiny_model import LAYERS
 from w4gemm import FormatError
 from w4gemm.checkpoints import gptq, open_checkpoint
-from w4gemm.checkpoints.module_tensors import unpack_int4
 from w4gemm.integrations.transformers import load
 
 CONFIG = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False}
 DOWN = "model.layers.1.mlp.down_proj"
-
-
-def test_a_word_a_row_that_lies_by_columns() -> None:
-    """contiguous() leaves such a tensor its strides, and no bytes of it can be viewed."""
-    packed = torch.tensor([[0x76543210, 0x0FEDCBA9]], dtype=torch.int32).T
-    assert packed.stride(-1) == 2 and packed.is_contiguous()
-    assert unpack_int4(packed).tolist() == [[*range(8)], [*range(9, 16), 0]]
 
 
 def writer(added: int, group_size: int = 32, g_idx: bool = True, **numbers: Any) -> Writer:

@@ -10,15 +10,19 @@ import pytest
 import torch
 
 from test_formats import ALL, FOLDED, WIDE
-from w4gemm import GemmProblem, QuantizedWeight, WeightFormat, configs, linear
+from w4gemm import GemmProblem, QuantizedWeight, WeightFormat, configs, linear, quantize
+from w4gemm.core.elements import ELEMENTS, Element
 from w4gemm.core.problem import H200, Device
 from w4gemm.kernels import KERNELS
 from w4gemm.packing import codecs
-from w4gemm.packing.block import BLOCK_K, BLOCK_N, CODE_WORDS, HALF_K, STRIP_BYTES, STRIP_N, Block
-from w4gemm.packing.codecs import INT4_MMA16
+from w4gemm.packing.bits import pack, unpack
+from w4gemm.packing.block import BLOCK_K, BLOCK_N, HALF_K, STRIP_N, Block
+from w4gemm.packing.codecs import INT4_MMA16, Bits
 from w4gemm.packing.layouts import LAYOUTS, WeightComponents, layout_for, layout_named, native_layout
 from w4gemm.weights.random import random_components
 
+CODE_WORDS = 64 * 128 * 4 // 32
+"""Words of the codes of a block, of 4 bits."""
 SHAPES = [(1, 1), (1, 128), (64, 128), (63, 127), (65, 129), (70, 300), (130, 257), (128, 1024), (5, 32)]
 
 
@@ -196,7 +200,7 @@ def test_bits_of_a_weight(name, bits):
 @pytest.mark.parametrize("rows, columns", [(64, 128), (64, 64), (32, 128), (16, 128)])
 def test_a_part_of_a_block_has_what_its_rows_and_columns_need(group, scale_bits, zero, factors, rows, columns):
     """Each lane's codes and each pair of rows' scales and factors, found in the part, are those found in the whole."""
-    whole = Block(group, zero, scale_bits, factors)
+    whole = Block(4, group, zero, scale_bits, factors)
     part, strips = whole.sub_block(rows, columns), range(rows // STRIP_N)
     for half, row in itertools.product(range(2 * HALF_K // columns), range(0, BLOCK_N, rows)):
         source_of = {}
@@ -206,8 +210,8 @@ def test_a_part_of_a_block_has_what_its_rows_and_columns_need(group, scale_bits,
         assert sorted(source_of) == list(range(part.bytes))
         for h, strip in itertools.product(range(columns // HALF_K), strips):
             own, other = row // STRIP_N + strip, half + h
-            found = source_of[h * part.half_bytes + strip * STRIP_BYTES]
-            assert found == other * whole.half_bytes + own * STRIP_BYTES
+            found = source_of[h * part.half_bytes + strip * part.strip_bytes]
+            assert found == other * whole.half_bytes + own * part.strip_bytes
             for column in range(h * HALF_K, (h + 1) * HALF_K, 16):
                 found = source_of[part.scales_at(column // group) + strip * 8 * part.pair_bytes]
                 of_whole = whole.scales_at((half * HALF_K + column) // group)
@@ -255,3 +259,58 @@ def test_groups_of_16():
     reasons = [kernel.supports(problem).reason for kernel in KERNELS]
     assert all(reasons) and not configs(problem)
     assert any("decodes groups of a multiple of 32 columns, not of 16" in reason for reason in reasons)
+
+
+@pytest.fixture
+def of_bytes(monkeypatch) -> WeightFormat:
+    """A format of an element of 8 bits, whose codes mma16 holds in two words for each step."""
+    codec = dataclasses.replace(
+        INT4_MMA16,
+        name="byte_mma16",
+        element="byte",
+        stored=tuple(range(256)),
+        places=tuple(Bits(p, 255, 16 * (p // 4) + 8 * (p // 2 % 2), p % 2) for p in range(8)),
+    )
+    monkeypatch.setitem(ELEMENTS, "byte", Element("byte", 8, tuple(range(-128, 128)), counts=True))
+    monkeypatch.setattr(codecs, "CODECS", (*codecs.CODECS, codec))
+    return WeightFormat(32, "int", element="byte")
+
+
+def test_a_width_of_8_bits(of_bytes):
+    """An element's number of bits is a fact: quantizer, canonical layout, blocks and CPU kernel take it."""
+    dense = torch.randn(70, 200, generator=torch.Generator().manual_seed(0))
+    w = quantize(dense, of_bytes)
+    assert w.tensors[0].shape == (70, 200) and (w.dequantize() - dense).norm() < 0.005 * dense.norm()
+    assert torch.equal(w.tensors[0], w.parts().codes)
+    assert torch.equal(linear(torch.eye(200), w.repack()).T, w.dequantize())
+    packed = w.repack("mma16")
+    assert_same(packed.parts(), w.parts())
+    block = Block.of(of_bytes)
+    assert packed.tensors[0].shape[2] == block.words == 2048 + block.scale_words
+    assert [(s.offset, s.words) for s in block.segments] == [(0, 4), (512, 4)] and block.strip_bytes == 1024
+    rows, columns = torch.meshgrid(torch.arange(64), torch.arange(128), indexing="ij")
+    bytes = packed.tensors[0][:1, :1, : block.code_words].contiguous().view(torch.uint8).flatten()
+    half, step, col8, q, element = columns // 64, columns // 16 % 4, columns // 8 % 2, columns // 2 % 4, columns % 2
+    strip, row8, g = rows // 16, rows // 8 % 2, rows % 8
+    word = (((half * 4 + strip) * 2 + step // 2) * 32 + 4 * g + q) * 4 + step % 2 * 2 + row8
+    assert torch.equal(bytes[4 * word + 2 * element + col8], w.parts().codes[:64, :128])
+    with pytest.raises(ValueError, match=r"codes: wanted 0\.\.255, got 0\.\.256"):
+        QuantizedWeight.from_codes(of_bytes, torch.tensor([[0, 256] * 16]), *w.parts()[1:3])
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+def test_codes_in_bytes(bits):
+    """Packed codes are one little-endian stream, whatever words hold it."""
+    codes = torch.randint(2**bits, (3, 64), dtype=torch.uint8, generator=torch.Generator().manual_seed(bits))
+    packed = pack(codes, bits)
+    streams = [sum(code << bits * i for i, code in enumerate(row)) for row in codes.tolist()]
+    assert [int.from_bytes(bytes(row), "little") for row in packed.tolist()] == streams
+    words = packed.view(torch.int32 if bits > 1 else torch.int16)
+    assert torch.equal(unpack(packed, bits), codes) and torch.equal(unpack(words, bits), codes)
+    count = 8 * words.itemsize // bits
+    order = tuple(reversed(range(count)))
+    assert torch.equal(unpack(words, bits, order), codes.unflatten(1, (-1, count)).flip(2).flatten(1))
+    column = words[:1].T  # contiguous() leaves it its strides, and no bytes of it can be viewed
+    assert column.stride(-1) > 1 and column.is_contiguous()
+    assert torch.equal(unpack(column, bits), codes[:1].view(-1, count))
+    assert torch.equal(unpack(pack(codes[:, :63], bits), bits)[:, :63], codes[:, :63])

@@ -130,7 +130,7 @@ def test_decoders(monkeypatch, name, kind, dtype, sum_scale):
     parts = random_components(format, 64, 128, signed=True)
     w = QuantizedWeight.from_codes(format, *parts[:3], factors=parts.factors).repack("mma16")
     block, words = codec_for(format, MMA16).block(format), w.tensors[0][0, 0]
-    wanted = MMA16.split(torch.arange(64 * 128).view(64, 128))[0, 0]
+    wanted = MMA16.split(torch.arange(64 * 128).view(64, 128)).view(-1, 8)
     scales = with_factors(parts, format)
     for i in range(0, 1024, 37):
         row, column = divmod(int(wanted[i, 0]), 128)
@@ -148,9 +148,9 @@ def test_decoders(monkeypatch, name, kind, dtype, sum_scale):
             zero = None if scales.zeros is None else scales.zeros[row + 8 * row8, group]
             assert values[row8][1] == zero
         word = int(words[i]) & 0xFFFFFFFF
-        bits = [(r & 0xFFFF, r >> 16) for r in decoder.decode_exact(word, decoder.offsets(given, 0))]
+        bits = [(r & 0xFFFF, r >> 16) for r in decoder.decode_exact((word,), decoder.offsets(given, 0))]
         exact = torch.tensor([[float(HALVES[kind].number(half)) for half in pair] for pair in bits])
-        codes = MMA16.split(parts.codes)[0, 0, i].view(2, 2, 2).permute(1, 2, 0).reshape(4, 2)
+        codes = MMA16.split(parts.codes).view(-1, 2, 2, 2)[i].permute(1, 2, 0).reshape(4, 2)
         shift = 8 if format.zero == "none" else 0
         assert torch.equal(exact * (64 if kind == "bf16" else 1), codes.float() - shift)
         registers = decoder.decode((int(words[i]) & 0xFFFFFFFF,), decoder.prepare(given, None, field))

@@ -20,13 +20,13 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
 
 import w4gemm
-from w4gemm.checkpoints.module_tensors import unpack_int4
 from w4gemm.choice import plan_cache
 from w4gemm.core.formats import WeightFormat
 from w4gemm.integrations import vllm as plugin
 from w4gemm.integrations.engines.warmup import Warmup
 from w4gemm.integrations.vllm import takeover
 from w4gemm.kernels import workspace
+from w4gemm.packing.bits import unpack
 from w4gemm.weights.random import random_components
 
 STUB = Path(__file__).parent / "vllm_stub"
@@ -256,7 +256,7 @@ def test_parameters_that_are_not_understood(dense: ModuleType, caplog: pytest.Lo
 def test_w4a8_has_the_numbers_of_vllms_own_kernel(dense: ModuleType) -> None:
     """vLLM's convert_bf16_scales_to_fp8: a row's scales are quantized like a row of activations, and divided by 8."""
     kernel, layer, _ = make(Case("ct", fp8=True), n=64, k=1024)
-    codes = unpack_int4(layer.weight_packed.data).float() - 8
+    codes = unpack(layer.weight_packed.data, 4).float() - 8
     scales = layer.weight_scale.data.float()
     channels = scales.abs().amax(1, keepdim=True) / 448
     in_fp8 = ((scales / channels).to(torch.float8_e4m3fn).float() / 8).to(torch.float8_e4m3fn).float()

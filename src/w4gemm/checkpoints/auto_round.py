@@ -19,10 +19,11 @@ from w4gemm.checkpoints.base import Module
 from w4gemm.checkpoints.compressed_tensors import CompressedTensors
 from w4gemm.checkpoints.hugging_face import TensorInfo
 from w4gemm.checkpoints.methods import GPTQ_ZEROS, auto_round_packing, check_not_rotated
-from w4gemm.checkpoints.module_tensors import SYMMETRIC, check_bits, check_tensor, unpack_pairs, whole_groups
+from w4gemm.checkpoints.module_tensors import SYMMETRIC, check_bits, check_tensor, whole_groups
 from w4gemm.checkpoints.named_modules import ExtraConfig
 from w4gemm.checkpoints.quantized_folder import folder_format
 from w4gemm.core.formats import WeightFormat
+from w4gemm.packing.bits import unpack
 from w4gemm.weights.weight import QuantizedWeight
 
 _PACKINGS = {"mx_fp": "mxfp4-pack-quantized", "nv_fp": "nvfp4-pack-quantized"}
@@ -54,7 +55,7 @@ class AutoRoundPacking(CompressedTensors):
     def weight(self, module: Module, tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
         if module.format != _MXINT4:
             return super().weight(module, tensors)
-        codes, exponents = unpack_pairs(tensors["weight_packed"]), tensors["weight_scale"].float() - 127
+        codes, exponents = unpack(tensors["weight_packed"], module.format.bits), tensors["weight_scale"].float() - 127
         quarters = (codes & 7).to(torch.int8)
         signed = torch.where(codes < SYMMETRIC, quarters, -quarters)
         return QuantizedWeight.from_codes(_MXINT4, signed + SYMMETRIC, (torch.exp2(exponents) / 4).bfloat16())

@@ -21,12 +21,12 @@ from w4gemm.checkpoints.module_tensors import (
     check_bits,
     check_symmetric,
     check_tensor,
-    unpack_int4,
     whole_groups,
 )
 from w4gemm.checkpoints.named_modules import ExtraConfig
 from w4gemm.checkpoints.quantized_folder import folder_format
 from w4gemm.core.formats import WeightFormat
+from w4gemm.packing.bits import unpack
 from w4gemm.weights.weight import QuantizedWeight
 
 ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -73,8 +73,8 @@ class AWQPacking:
         return ExtraConfig(self.config)
 
     def weight(self, module: Module, tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
-        codes, scales = unpack_int4(tensors["qweight"], ORDER).T, tensors["scales"].T.contiguous()
-        zeros = unpack_int4(tensors["qzeros"], ORDER).T.contiguous() if "qzeros" in tensors else None
+        codes, scales = unpack(tensors["qweight"], module.format.bits, ORDER).T, tensors["scales"].T.contiguous()
+        zeros = unpack(tensors["qzeros"], module.format.bits, ORDER).T.contiguous() if "qzeros" in tensors else None
         if not module.format.has_zero and zeros is not None:
             check_symmetric(zeros)
             zeros = None

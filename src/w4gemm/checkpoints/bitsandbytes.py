@@ -25,6 +25,7 @@ from w4gemm.checkpoints.hugging_face import TensorInfo
 from w4gemm.checkpoints.quantized_folder import Packing, folder_format
 from w4gemm.core.elements import codebook
 from w4gemm.core.formats import SMALLEST_GROUP, WeightFormat
+from w4gemm.packing.bits import unpack
 from w4gemm.weights.weight import QuantizedWeight
 
 _STATES = ("weight_bitsandbytes__nf4", "weight_bitsandbytes__fp4")
@@ -68,7 +69,7 @@ class BitsAndBytesPacking:
     def weight(self, module: Module, tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
         state, n, k = _state(tensors), module.n, module.k
         packed = tensors["weight"].contiguous().flatten().view(torch.uint8)
-        codes = torch.stack((packed >> 4, packed & 15), -1).flatten()[: n * k].view(n, k)
+        codes = unpack(packed, module.format.bits, (1, 0))[: n * k].view(n, k)
         scales = tensors["weight_absmax"].flatten()
         if "nested_offset" in state:
             factors, numbers = (tensors[leaf].flatten() for leaf in _NESTED)

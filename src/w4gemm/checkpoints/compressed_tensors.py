@@ -34,12 +34,12 @@ from w4gemm.checkpoints.module_tensors import (
     check_symmetric,
     check_tensor,
     of_bytes,
-    unpack_int4,
     whole_groups,
 )
 from w4gemm.checkpoints.named_modules import Named, Patterns
 from w4gemm.checkpoints.quantized_folder import folder_format
 from w4gemm.core.formats import PER_COLUMN, WeightFormat
+from w4gemm.packing.bits import unpack
 from w4gemm.weights.weight import QuantizedWeight
 
 FLOATS = {"mxfp4-pack-quantized": WeightFormat.parse("mxfp4"), "nvfp4-pack-quantized": WeightFormat.parse("nvfp4")}
@@ -130,7 +130,7 @@ class CompressedTensors:
             others = () if zeros is None else (zeros,)
             return of_bytes(module, tensors["weight_packed"], tensors["weight_scale"], *others)
         if "weight_packed" in tensors:
-            codes = unpack_int4(tensors["weight_packed"])
+            codes = unpack(tensors["weight_packed"], module.format.bits)
         else:
             codes = tensors["weight"].short() + _CODE_OF_ZERO
         w = QuantizedWeight.from_codes(module.format, codes, tensors["weight_scale"], zeros, g_idx)
@@ -224,7 +224,7 @@ def _zero_codes(stored: torch.Tensor | None, n: int) -> torch.Tensor | None:
     if stored is None:
         return None
     if stored.dtype == torch.int32:
-        return unpack_int4(stored.T).T[:n].contiguous()
+        return unpack(stored.T, 4).T[:n].contiguous()
     if int(stored.min()) < -_CODE_OF_ZERO or int(stored.max()) >= _CODE_OF_ZERO:
         raise ValueError(f"weight_zero_point: wanted -8 to 7, got {int(stored.min())} to {int(stored.max())}")
     return (stored + _CODE_OF_ZERO).to(torch.uint8)

@@ -32,6 +32,7 @@ import torch
 from w4gemm.checkpoints.gguf_header import Array, TensorInfo, elements, gguf_package, read_header, type_sizes
 from w4gemm.core.errors import FormatError, not_among
 from w4gemm.core.formats import WeightFormat
+from w4gemm.packing.bits import fields
 from w4gemm.weights.weight import QuantizedWeight
 
 INT4_FORMATS = {
@@ -223,7 +224,7 @@ def _six_bits(bytes: torch.Tensor) -> torch.Tensor:
     """Scales and minimums, uint8 (..., 2, 8), of Q4_K's twelve bytes (..., 12): the low six bits of the first eight
     bytes; the last four of each in nibbles of the last four bytes, below the high two bits of the first eight."""
     first, last = bytes[..., :8].unflatten(-1, (2, 4)), bytes[..., 8:]
-    nibbles = torch.stack((last & 15, last >> 4), dim=-2)
+    nibbles = torch.stack(fields(last, 4), dim=-2)
     return torch.cat((first & 63, nibbles | first >> 6 << 4), dim=-1)
 
 
@@ -231,10 +232,10 @@ def _signed_six_bits(bytes: torch.Tensor) -> torch.Tensor:
     """Scales -32..31, int8 (..., 8), of IQ4_XS's six bytes (..., 6): the high two bits of all in two bytes, then the
     low four in nibbles."""
     high = bytes[..., :2, None] >> torch.arange(0, 8, 2, dtype=torch.uint8, device=bytes.device) & 3
-    low = torch.stack((bytes[..., 2:] & 15, bytes[..., 2:] >> 4), dim=-1)
+    low = torch.stack(fields(bytes[..., 2:], 4), dim=-1)
     return (high.flatten(-2) << 4 | low.flatten(-2)).to(torch.int8) - 32
 
 
 def _halves(bytes: torch.Tensor, k: int) -> torch.Tensor:
     """Codes (n, k) of bytes (n, blocks, bytes): the low nibbles of a block, then the high ones."""
-    return torch.cat((bytes & 0xF, bytes >> 4), dim=-1).view(-1, k)
+    return torch.cat(fields(bytes, 4), dim=-1).view(-1, k)

@@ -26,10 +26,11 @@ import torch
 from w4gemm.checkpoints.base import Module
 from w4gemm.checkpoints.hugging_face import TensorInfo
 from w4gemm.checkpoints.methods import GPTQ_ZEROS, auto_round_packing, check_not_rotated
-from w4gemm.checkpoints.module_tensors import SCALES, SYMMETRIC, check_bits, check_symmetric, check_tensor, unpack_int4
+from w4gemm.checkpoints.module_tensors import SCALES, SYMMETRIC, check_bits, check_symmetric, check_tensor
 from w4gemm.checkpoints.named_modules import ExtraConfig, Named, Patterns
 from w4gemm.checkpoints.quantized_folder import folder_format
 from w4gemm.core.formats import WeightFormat
+from w4gemm.packing.bits import unpack
 from w4gemm.weights.weight import QuantizedWeight
 
 _STORED_ZERO = {"gptq": -1, "gptq_v2": 0}
@@ -89,10 +90,10 @@ class GPTQPacking:
         return Module(n, k, format, "bias" in stored, activations=self._activations)
 
     def weight(self, module: Module, tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
-        codes, scales = unpack_int4(tensors["qweight"].T), tensors["scales"].T.contiguous()
+        codes, scales = unpack(tensors["qweight"].T, module.format.bits), tensors["scales"].T.contiguous()
         zeros = None
         if not module.format.has_zero:
-            stored = unpack_int4(tensors["qzeros"])
+            stored = unpack(tensors["qzeros"], module.format.bits)
             check_symmetric(stored + 1 if (stored == SYMMETRIC - 1).all() else stored)
         else:
             zeros = self._zeros(tensors["qzeros"]).T.contiguous()
@@ -113,8 +114,8 @@ class GPTQPacking:
     def _zeros(self, words: torch.Tensor) -> torch.Tensor:
         """Zero points (groups, n) of an asymmetric module."""
         if self.stored_zero and self._by_gptqmodel:
-            return unpack_int4(words + _ONES)
-        zeros = unpack_int4(words) - self.stored_zero
+            return unpack(words + _ONES, 4)
+        zeros = unpack(words, 4) - self.stored_zero
         if not (zeros == 16).any() or (of_15 := self.config.get(_OF_15)) == 16:
             return zeros
         if of_15 is None:

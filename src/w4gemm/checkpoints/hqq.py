@@ -22,6 +22,7 @@ from w4gemm.checkpoints.hugging_face import TensorInfo
 from w4gemm.checkpoints.module_tensors import check_bits, check_tensor
 from w4gemm.checkpoints.quantized_folder import folder_format
 from w4gemm.core.formats import PER_COLUMN, WeightFormat
+from w4gemm.packing.bits import fields
 from w4gemm.weights.weight import QuantizedWeight
 
 _SETTINGS = ("shape", "nbits", "group_size", "axis", "packing", "channel_wise", "quant_scale", "quant_zero")
@@ -68,7 +69,7 @@ class HQQPacking:
     def weight(self, module: Module, tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
         format, groups = module.format, (module.n, module.format.groups(module.k))
         packed = tensors["W_q"].view(torch.uint8).flatten()
-        codes = torch.cat((packed >> 4, packed & 15)).view(module.n, module.k)
+        codes = torch.cat(fields(packed, format.bits)[::-1]).view(module.n, module.k)
         scales = format.stored_scales(tensors["scale"].float()).view(groups)
         return QuantizedWeight.from_codes(format, codes, scales, -tensors["zero"].float().view(groups) * scales)
 

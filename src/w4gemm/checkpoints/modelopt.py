@@ -29,6 +29,7 @@ from w4gemm.checkpoints.named_modules import Named
 from w4gemm.checkpoints.packed_floats import MXFP4, NVFP4, Shape, check_second_scale, shape_of, weight_of
 from w4gemm.checkpoints.quantized_folder import folder_format
 from w4gemm.core.formats import WeightFormat
+from w4gemm.packing.bits import fields
 from w4gemm.weights.weight import QuantizedWeight
 
 _FLOATS = {
@@ -86,7 +87,7 @@ class ModelOptPacking:
             return weight_of(module, tensors)
         packed, scales = tensors["weight"], tensors["weight_scale"]
         # a two's complement q is the code q + 8 with its highest bit turned over
-        codes = torch.stack((packed & 15, packed >> 4), 1).flatten(0, 1) ^ 8
+        codes = torch.stack(fields(packed, module.format.bits), 1).flatten(0, 1) ^ 8
         w = QuantizedWeight.from_codes(module.format, codes, scales.to(module.format.scale_dtype))
         return replace(w, activations=module.activations)
 

@@ -1,4 +1,4 @@
-"""Parts that packings share: checks of a module's tensors, and codes out of their words."""
+"""Parts that packings share: checks of a module's tensors, and weights of their bytes."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 
 from w4gemm.checkpoints.base import Module
 from w4gemm.checkpoints.hugging_face import TensorInfo
+from w4gemm.core.elements import INTEGERS
 from w4gemm.core.formats import PER_COLUMN, WeightFormat
 from w4gemm.weights.weight import QuantizedWeight
 
@@ -51,11 +52,11 @@ def whole_groups(format: WeightFormat, k: int) -> int:
 
 
 def of_bytes(module: Module, packed: torch.Tensor, scales: torch.Tensor, *others: torch.Tensor) -> QuantizedWeight:
-    """Return a weight whose codes lie as in the canonical layout, two of a row a byte, the even column in the low
-    nibble: nothing is unpacked and packed again.
+    """Return a weight whose codes lie as in the canonical layout, the first column of a byte in its lowest bits:
+    nothing is unpacked and packed again.
 
     Args:
-        packed: n rows of k / 2 bytes, of any dtype.
+        packed: the codes of n rows, of any dtype.
         others: zero points or channel scales, if the format has them.
     """
     codes = packed.contiguous().view(torch.uint8)
@@ -65,26 +66,10 @@ def of_bytes(module: Module, packed: torch.Tensor, scales: torch.Tensor, *others
     return w
 
 
-def unpack_int4(packed: torch.Tensor, order: tuple[int, ...] | None = None) -> torch.Tensor:
-    """Return the nibbles of int32 (..., words) as uint8 (..., 8 * words), lowest first.
-
-    Args:
-        order: which nibble of a word is its first, second, ... number; None for lowest first.
-    """
-    # a clone, since contiguous() leaves a last dimension of one word its stride
-    pairs = packed.clone(memory_format=torch.contiguous_format).view(torch.uint8)  # little-endian
-    codes = torch.stack((pairs & 15, pairs >> 4), -1).flatten(-2)
-    return codes if order is None else codes.unflatten(-1, (-1, 8))[..., list(order)].flatten(-2)
-
-
-def unpack_pairs(packed: torch.Tensor) -> torch.Tensor:
-    """Return the nibbles of uint8 (..., bytes) as uint8 (..., 2 * bytes), the low one first."""
-    return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
-
-
 def check_bits(bits: Any) -> None:
-    if bits != 4:
-        raise ValueError(f"its weight has {bits!r} bits, wanted 4")
+    """Raise ValueError unless integers of so many bits are an element."""
+    if bits not in tuple(INTEGERS):
+        raise ValueError(f"its weight has {bits!r} bits, wanted {' or '.join(map(str, INTEGERS))}")
 
 
 def check_symmetric(zeros: torch.Tensor) -> None:

@@ -23,11 +23,12 @@ import torch
 from w4gemm.checkpoints import awq
 from w4gemm.checkpoints.base import Module
 from w4gemm.checkpoints.hugging_face import TensorInfo
-from w4gemm.checkpoints.module_tensors import WIDE_SCALES, check_symmetric, check_tensor, unpack_int4, whole_groups
+from w4gemm.checkpoints.module_tensors import WIDE_SCALES, check_symmetric, check_tensor, whole_groups
 from w4gemm.checkpoints.named_modules import Named
 from w4gemm.checkpoints.packed_floats import MXFP4, NVFP4, Shape, shape_of, weight_of
 from w4gemm.checkpoints.quantized_folder import folder_format
 from w4gemm.core.formats import PER_COLUMN, WeightFormat
+from w4gemm.packing.bits import unpack
 from w4gemm.weights.weight import QuantizedWeight
 
 _INTEGERS = ("int4", "uint4")
@@ -104,7 +105,7 @@ class QuarkPacking:
     def _rows(self, module: Module, t: torch.Tensor) -> torch.Tensor:
         """Return one of a module's tensors, unpacked, as n rows."""
         if t.dtype == torch.int32:
-            t = unpack_int4(t, _ORDERS[self.config["export"]["pack_method"]])
+            t = unpack(t, module.format.bits, _ORDERS[self.config["export"]["pack_method"]])
         if module.format.group_size != PER_COLUMN:
             t = t.T
         return t[: module.n].contiguous().view(module.n, -1)

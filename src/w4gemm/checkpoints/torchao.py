@@ -40,13 +40,12 @@ from w4gemm.checkpoints.module_tensors import (
     check_symmetric,
     check_tensor,
     of_bytes,
-    unpack_int4,
-    unpack_pairs,
     whole_groups,
 )
 from w4gemm.checkpoints.packed_floats import MXFP4, NVFP4
 from w4gemm.checkpoints.quantized_folder import folder_format
 from w4gemm.core.formats import WeightFormat
+from w4gemm.packing.bits import unpack
 from w4gemm.weights.weight import QuantizedWeight
 
 QDATA, SCALE, ZERO, SCALE_AND_ZERO = (f"_weight_{part}" for part in ("qdata", "scale", "zero_point", "scale_and_zero"))
@@ -112,7 +111,7 @@ class TorchAoPacking:
                 return QuantizedWeight.from_codes(format, codes, tensors[SCALE], zeros.to(format.zero_dtype))
             check_symmetric(zeros)
             return QuantizedWeight.from_codes(format, codes, tensors[SCALE])
-        codes = unpack_pairs(qdata.view(torch.uint8)) ^ 8  # a two's complement q is the code q + 8
+        codes = unpack(qdata, module.format.bits) ^ 8  # a two's complement q is the code q + 8
         return _offset(module, codes, tensors[SCALE].T, tensors[ZERO].T)
 
 
@@ -224,7 +223,7 @@ def _untiled(words: torch.Tensor) -> torch.Tensor:
     Of a tile of 8 rows and 128 columns, thread 4 * i + j of a warp holds row i, and of columns 32 * w to 32 * w + 31
     its word w holds those that are 2 * j or 2 * j + 1 modulo 8, ascending in AWQ's order.
     """
-    numbers = unpack_int4(words, ORDER).unflatten(3, (4, 4, 2)).unflatten(2, (_TILE_N, 4))
+    numbers = unpack(words, 4, ORDER).unflatten(3, (4, 4, 2)).unflatten(2, (_TILE_N, 4))
     rows, columns = len(words) * _TILE_N, words.shape[1] * _TILE_K
     return numbers.permute(0, 2, 1, 4, 5, 3, 6).reshape(rows, columns)  # tile, i, tile, w, eight, j, pair
 

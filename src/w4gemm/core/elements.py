@@ -1,4 +1,4 @@
-"""The numbers that 4-bit codes stand for: the named elements, and any 16 numbers as a :func:`codebook`."""
+"""The numbers that codes stand for: the named elements, and any 16 numbers as a :func:`codebook`."""
 
 from __future__ import annotations
 
@@ -11,19 +11,25 @@ from dataclasses import dataclass
 
 import torch
 
-SYMMETRIC_ZERO = 8
-"""The code of int4 that stands for 0 if no zero point is stored."""
-
 
 @dataclass(frozen=True)
 class Element:
-    """The numbers that 4-bit codes stand for, before scale and zero point."""
+    """The numbers that codes of ``bits`` bits stand for, before scale and zero point."""
 
     name: str
+    bits: int
     values: tuple[float, ...]
-    """The number of each code 0..15 if no zero point is stored, exact in float32."""
+    """The number of each code 0 .. 2**bits - 1 if no zero point is stored, exact in float32."""
     counts: bool = False
     """True if the numbers are consecutive integers, so that a format may store zero points."""
+
+    def __post_init__(self) -> None:
+        assert len(self.values) == 2**self.bits, f"{self.name}: a number for each code"
+
+    @property
+    def largest_code(self) -> int:
+        """2**bits - 1, which is the largest integer zero point too."""
+        return 2**self.bits - 1
 
     def numbers(self, codes: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Return the number of each code, rounded to ``dtype``, as float32."""
@@ -35,7 +41,7 @@ class Element:
     def nearest(self, numbers: torch.Tensor) -> torch.Tensor:
         """Return the code of the value nearest to each number, as float32; if two are as near, the even code."""
         if self.counts:
-            return (numbers + self.padding_code).round().clamp(0, 15)
+            return (numbers + self.padding_code).round().clamp(0, self.largest_code)
         distinct = sorted(set(self.values))  # e2m1 has two zeros, of which the first is meant
         values = torch.tensor(distinct, dtype=torch.float32, device=numbers.device)
         codes = torch.tensor([self.values.index(value) for value in distinct], device=numbers.device)
@@ -47,7 +53,7 @@ class Element:
     @property
     def padding_code(self) -> int:
         """The code of the value nearest to 0, with which a layout pads."""
-        return min(range(16), key=lambda code: abs(self.values[code]))
+        return min(range(len(self.values)), key=lambda code: abs(self.values[code]))
 
     @property
     def largest_value(self) -> float:
@@ -62,7 +68,7 @@ class Element:
     @property
     def largest_factor(self) -> float:
         """Largest magnitude that a scale is multiplied by: that is a value or, with zero points, u - z or u."""
-        return 15 if self.counts else self.largest_value
+        return self.largest_code if self.counts else self.largest_value
 
 
 _NF4 = (
@@ -76,16 +82,19 @@ _E2M1 = tuple(sign * size for sign in (1.0, -1.0) for size in (0.0, 0.5, 1.0, 1.
 ELEMENTS = {
     element.name: element
     for element in (
-        Element("int4", tuple(range(-8, 8)), counts=True),
-        Element("iq4", _IQ4),
-        Element("e2m1", _E2M1),
-        Element("nf4", _NF4),
+        Element("int4", 4, tuple(range(-8, 8)), counts=True),
+        Element("iq4", 4, _IQ4),
+        Element("e2m1", 4, _E2M1),
+        Element("nf4", 4, _NF4),
     )
 }
 """By name, as in a format's string. ``iq4``: the codebook of GGUF's IQ4_NL and IQ4_XS, in its order. ``nf4``: that of
 bitsandbytes' NF4 (QLoRA), quantiles of a normal distribution. ``e2m1``: the 4-bit float of the OCP Microscaling Formats
 specification 1.0, sign, two bits of exponent and one of mantissa; code 8 is -0. Values but those of nf4 need at most
 eight significant bits, so that they are exact in bf16 and their products with a 16-bit scale in float32."""
+_CODEBOOK_BITS = 4
+INTEGERS = {element.bits: element for element in ELEMENTS.values() if element.counts}
+"""The elements of consecutive integers, by their bits."""
 CODEBOOK_NAME = re.compile(r"codebook([0-9a-f]{64}|[0-9a-f]{128})", re.ASCII)
 _LEAST, _MOST = 2.0**-6, 2.0**15
 """Limits of a codebook's largest magnitude. Numbers beyond belong into the scales."""
@@ -154,4 +163,4 @@ def _codebook_named(name: str) -> Element | None:
         known = codebook(values)
     except ValueError:
         return None
-    return ELEMENTS.get(known) or (Element(name, values) if known == name else None)
+    return ELEMENTS.get(known) or (Element(name, _CODEBOOK_BITS, values) if known == name else None)

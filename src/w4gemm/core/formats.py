@@ -1,7 +1,7 @@
-"""The meaning of a 4-bit weight's numbers: :class:`WeightFormat`.
+"""The meaning of a weight's numbers: :class:`WeightFormat`.
 
-A weight w (n, k) is stored as 4-bit codes u in 0..15, one scale s per output row and group of ``group_size`` elements
-along k, and optionally one zero point per scale. A format is an element, a scale rule and a zero rule:
+A weight w (n, k) is stored as codes u in 0 .. 2**bits - 1, one scale s per output row and group of ``group_size``
+elements along k, and optionally one zero point per scale. A format is an element, a scale rule and a zero rule:
 
 * The :class:`Element` says which number v(u) a code stands for: u - 8 of ``int4``, one of 16 numbers of a codebook such
   as ``iq4`` and ``nf4``, a 4-bit float of ``e2m1``.
@@ -13,7 +13,7 @@ along k, and optionally one zero point per scale. A format is an element, a scal
 ``zero``      w                           found in
 ============  ==========================  =========================================
 ``"none"``    s * v(u)                    symmetric GPTQ, compressed-tensors, Q4_0, MXFP4, NVFP4
-``"int"``     s * (u - z), z in 0..15     AWQ, asymmetric GPTQ
+``"int"``     s * (u - z), z a code       AWQ, asymmetric GPTQ
 ``"float"``   s * u + z                   Q4_1, Q4_K, HQQ (after z = -zero * s)
 ============  ==========================  =========================================
 
@@ -83,10 +83,11 @@ SCALES = {
     )
 }
 """By name, as in a format's string. ``e4m3``: for fp8 activations, W4A8 with group scales inside the e4m3 weights.
-``fp32``: beside float zero points with at most :data:`SCALE_BITS` significant bits. ``u8x256``: of two levels, beside
-float zero points; ``u8x128``: the same with a pair of factors for each 128 columns, as parts along k have them."""
-SCALE_BITS = 20
-"""Significant bits of a float32 scale beside float zero points: its products with codes 0..15 are exact in float32."""
+``fp32``: beside float zero points with at most :attr:`WeightFormat.scale_bits` significant bits. ``u8x256``: of two
+levels, beside float zero points; ``u8x128``: the same with a pair of factors for each 128 columns, as parts along k
+have them."""
+_FLOAT32_BITS = 24
+"""Significant bits of a float32."""
 ZEROS = ("none", "int", "float")
 ALIASES = {
     "mxfp4": "e2m1_g32_e8m0",
@@ -120,7 +121,7 @@ SMALLEST_GROUP = 16
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """The meaning of a 4-bit weight's numbers; data, not code.
+    """The meaning of a weight's numbers; data, not code.
 
     Args:
         group_size: elements of k that share a scale: a positive multiple of 16, or -1 for one scale per output channel.
@@ -196,6 +197,11 @@ class WeightFormat:
         return found
 
     @property
+    def bits(self) -> int:
+        """Bits of a code."""
+        return self.element_rule.bits
+
+    @property
     def scale_rule(self) -> ScaleRule:
         """How scales are stored and applied."""
         return SCALES[self.scale]
@@ -212,7 +218,12 @@ class WeightFormat:
         if self.zero != "float" or self.scale_dtype.itemsize < 4:
             return scales.to(self.scale_dtype)
         mantissa, exponent = torch.frexp(scales)
-        return torch.ldexp((mantissa * 2**SCALE_BITS).round(), exponent - SCALE_BITS)
+        return torch.ldexp((mantissa * 2**self.scale_bits).round(), exponent - self.scale_bits)
+
+    @property
+    def scale_bits(self) -> int:
+        """Significant bits of a float32 scale beside float zero points, so that products with codes are exact."""
+        return _FLOAT32_BITS - self.bits
 
     @property
     def largest_weight(self) -> float:

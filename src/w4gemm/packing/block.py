@@ -2,11 +2,12 @@
 
 A block holds 64 rows x 128 columns of a weight: the codes of its two halves of 64 columns, then its scales.
 
-    codes    [half: 2][strip of 16 rows: 4][lane: 32][word: 4]
+    codes    [half: 2][strip of 16 rows: 4][segment][lane: 32][word of the segment]
     scales   [run: 128 / scale_group / groups per word][strip: 4][row pair: 8][scale word, zero word if any]
     factors  [strip: 4][row pair: 8][word of scales' factors, of zero points'], if any
 
-A code word holds eight codes of one lane; the codec says which ones, and as which bits. A scale word holds the fields
+A lane has 32 codes of a strip and half, which are as many words as a code has bits: a segment is what it loads at once,
+at most four words. The codec says which bits of the words a code has. A scale word holds the fields
 of rows g and g + 8 of a strip: of one group of columns if a field has 16 bits, of two if it has 8 (group 2 i in the low
 byte of each half, group 2 i + 1 in the high byte). Fields of 32 bits are a word each, row g before row g + 8. Factors
 are fp16, of rows g and g + 8 in a word.
@@ -28,12 +29,24 @@ HALF_K = 64
 """Columns of half a block."""
 STRIP_N = 16
 """Rows that the 32 lanes of a warp hold together, as operand A of one matrix instruction."""
-CODE_WORDS = BLOCK_N * BLOCK_K // 8
-"""int32 words of codes in a block."""
-LANE_BYTES = 16
-"""Bytes of codes that one lane has of a strip and half: four words, one load."""
-STRIP_BYTES = 32 * LANE_BYTES
-"""Bytes of codes of a strip and half."""
+LANES = 32
+"""Lanes of a warp."""
+LANE_CODES = STRIP_N * HALF_K // LANES
+"""Codes that one lane has of a strip and half."""
+
+
+class Segment(NamedTuple):
+    """Words that one load brings each lane of a warp: part of the codes of a strip and half."""
+
+    offset: int
+    """Bytes from the strip's first code."""
+    words: int
+    """Words of a lane."""
+
+    @property
+    def lane_bytes(self) -> int:
+        """Bytes from one lane's words to the next one's."""
+        return 4 * self.words
 
 
 class Copy(NamedTuple):
@@ -55,6 +68,7 @@ class Block:
     rows than a block's is packed as a block of so many rows.
 
     Args:
+        bits: bits of a code.
         scale_group: columns that share a scale inside the block: 16, 32, 64 or 128.
         has_zero: True if a zero word follows each scale word.
         scale_bits: bits of a scale or zero point: 32, 16 or 8.
@@ -63,6 +77,7 @@ class Block:
         columns: 128, or 64 for half a block.
     """
 
+    bits: int
     scale_group: int = BLOCK_K
     has_zero: bool = False
     scale_bits: int = 16
@@ -74,7 +89,7 @@ class Block:
     def of(cls, format: WeightFormat, scale_bits: int = 16) -> Block:
         """The block of a format. A group of more than 128 columns, or all of k, repeats its scale in each block."""
         group = BLOCK_K if format.group_size == PER_COLUMN else math.gcd(format.group_size, BLOCK_K)
-        return cls(group, format.has_zero, scale_bits, format.has_factors)
+        return cls(format.bits, group, format.has_zero, scale_bits, format.has_factors)
 
     def sub_block(self, rows: int = BLOCK_N, columns: int = BLOCK_K) -> Block:
         """The sub-block of so many rows and columns, packed without gaps."""
@@ -83,14 +98,46 @@ class Block:
     # --- codes
 
     @property
+    def row_bytes(self) -> int:
+        """Bytes of the codes of a row and 64 columns."""
+        return HALF_K * self.bits // 8
+
+    @property
+    def strip_bytes(self) -> int:
+        """Bytes of the codes of a strip and half."""
+        return STRIP_N * self.row_bytes
+
+    @property
+    def lane_words(self) -> int:
+        """Words of codes that one lane has of a strip and all columns."""
+        return self.columns // HALF_K * self.bits * LANE_CODES // 32
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """Loads that bring a lane's codes of a strip and half: of 16 bytes and, for what is left, of 8 and 4."""
+        sizes = (4,) * (self.bits // 4) + tuple(size for size in (2, 1) if self.bits & size)
+        return tuple(Segment(4 * LANES * sum(sizes[:i]), size) for i, size in enumerate(sizes))
+
+    @property
     def half_bytes(self) -> int:
         """Bytes of the codes of 64 columns."""
-        return self.rows * HALF_K // 2
+        return self.rows * self.row_bytes
 
     @property
     def code_bytes(self) -> int:
         """Bytes of all codes; the scales follow."""
         return self.columns // HALF_K * self.half_bytes
+
+    @property
+    def code_words(self) -> int:
+        """int32 words of all codes."""
+        return self.code_bytes // 4
+
+    @property
+    def lane_bytes(self) -> int:
+        """Bytes from one lane's words of a segment to the next lane's, if segments are alike."""
+        assert len({segment.words for segment in self.segments}) == 1, "segments of several sizes"
+        return self.segments[0].lane_bytes
 
     # --- scales
 
@@ -196,7 +243,7 @@ class Block:
         """The runs of bytes that bring ``rows`` rows of a whole block, from ``row`` on, to this sub-block's rows from
         ``at`` on: all three multiples of 16."""
         assert self.columns == BLOCK_K, "other rows have all columns"
-        whole, row_bytes, scale_row_bytes = self.sub_block(), HALF_K // 2, self.pair_bytes // 2
+        whole, row_bytes, scale_row_bytes = self.sub_block(), self.row_bytes, self.pair_bytes // 2
         codes = [
             Copy(h * self.half_bytes + at * row_bytes, h * whole.half_bytes, row * row_bytes, rows * row_bytes)
             for h in range(self.columns // HALF_K)

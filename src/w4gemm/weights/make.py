@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from w4gemm.core.errors import kind_of, require_dense
-from w4gemm.core.formats import SCALE_BITS, WeightFormat
+from w4gemm.core.formats import WeightFormat
 from w4gemm.packing.layouts import WeightComponents, layout_named
 from w4gemm.weights.act_order import sorting_perm
 from w4gemm.weights.dequantize import by_factor
@@ -41,8 +41,9 @@ def from_codes(
     n, k = codes.shape
     if n < 1 or k < 1:
         raise ValueError(f"codes: wanted n >= 1 and k >= 1, got shape {(n, k)}")
-    if int(codes.min()) < 0 or int(codes.max()) > 15:
-        raise ValueError(f"codes: wanted 0..15, got {int(codes.min())}..{int(codes.max())}")
+    largest_code = format.element_rule.largest_code
+    if int(codes.min()) < 0 or int(codes.max()) > largest_code:
+        raise ValueError(f"codes: wanted 0..{largest_code}, got {int(codes.min())}..{int(codes.max())}")
     _check_part("scales", scales, format.scale_dtype, (n, format.groups(k)), codes.device)
     if format.zero_dtype is None:
         if zeros is not None:
@@ -109,8 +110,8 @@ def check_range(
         if (other := (rounded != scales) & scales.isfinite()).any():
             row, group = (int(i) for i in other.nonzero()[0])
             raise ValueError(
-                f"scales: wanted at most {SCALE_BITS} significant bits, so that products with codes are exact in "
-                f"float32, got {scales[row, group].item()!r} in row {row}, group {group}; nearest is "
+                f"scales: wanted at most {format.scale_bits} significant bits, so that products with codes are exact "
+                f"in float32, got {scales[row, group].item()!r} in row {row}, group {group}; nearest is "
                 f"{rounded[row, group].item()!r}"
             )
     offsets, limit = zeros if format.zero == "float" else None, format.largest_weight
@@ -120,8 +121,8 @@ def check_range(
         if offsets is not None:
             largest = largest + offsets.float().abs()
         _refuse_groups(format, ~(largest <= limit), scales, zeros)
-    if format.zero == "int" and zeros is not None and int(zeros.max()) > 15:
-        raise ValueError(f"zeros: wanted 0..15, got up to {int(zeros.max())}")
+    if format.zero == "int" and zeros is not None and int(zeros.max()) > element.largest_code:
+        raise ValueError(f"zeros: wanted 0..{element.largest_code}, got up to {int(zeros.max())}")
 
 
 def _largest(t: torch.Tensor) -> float:

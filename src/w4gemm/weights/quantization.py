@@ -140,7 +140,7 @@ def _two_levels(
     sizes = torch.stack((scales, zeros), dim=-1)
     levels = (sizes / torch.where(spread == 0, torch.ones_like(spread), spread)).round().clamp(0, _LARGEST_BYTE)
     s, z = (levels * spread)[:, :, None].unbind(-1)
-    codes = ((w - z) / torch.where(s == 0, torch.ones_like(s), s)).round().clamp(0, 15)
+    codes = ((w - z) / torch.where(s == 0, torch.ones_like(s), s)).round().clamp(0, format.element_rule.largest_code)
     return _TwoLevels(levels[..., 0], levels[..., 1], codes, codes * s + z)
 
 
@@ -240,16 +240,16 @@ def _round_groups(
         zeros = torch.zeros_like(scales)
     else:
         low, high = low.clamp(max=0), high.clamp(min=0)
-        scales = format.stored_scales((high - low) / 15).float()
+        scales = format.stored_scales((high - low) / element.largest_code).float()
         zeros = stored(low)
     safe = torch.where(scales == 0, torch.ones_like(scales), scales)
     if format.zero == "none":
         codes = element.nearest(w / safe[..., None])
     elif format.zero == "int":
-        zeros = (-low / safe).round().clamp(0, 15)
-        codes = (w / safe[..., None] + zeros[..., None]).round().clamp(0, 15)
+        zeros = (-low / safe).round().clamp(0, element.largest_code)
+        codes = (w / safe[..., None] + zeros[..., None]).round().clamp(0, element.largest_code)
     else:
-        codes = ((w - zeros[..., None]) / safe[..., None]).round().clamp(0, 15)
+        codes = ((w - zeros[..., None]) / safe[..., None]).round().clamp(0, element.largest_code)
     return scales, zeros, codes
 
 

@@ -56,25 +56,31 @@ def random_components(
         low, high = _SPREAD
         return torch.rand(shape, dtype=torch.float32, device=device, generator=g) * (high - low) + low
 
-    codes = torch.randint(least_code, 16, (n, k), dtype=torch.uint8, device=device, generator=g)
+    codes = torch.randint(least_code, len(element.values), (n, k), dtype=torch.uint8, device=device, generator=g)
     weight = 1 / k**0.5
     largest, channels = weight, None
     if rule.per_channel:
         largest, channels = _E4M3_WEIGHT, uniform(n) * (weight / _E4M3_WEIGHT)
     if rule.factor_columns:
-        factors = torch.stack([uniform(n, format.superblocks(k)) for _ in range(2)], dim=-1) * (weight / 15 / 63)
+        factors = torch.stack([uniform(n, format.superblocks(k)) for _ in range(2)], dim=-1) * (
+            weight / element.largest_code / 63
+        )
         if signed:
             factors *= torch.randint(-1, 2, factors.shape, device=device, generator=g)
         levels = torch.randint(0, 64, (2, *groups), dtype=rule.dtype, device=device, generator=g)
         return WeightComponents(
-            codes, levels[0], levels[1], None, (factors * torch.tensor([1.0, -7.5], device=device)).half()
+            codes,
+            levels[0],
+            levels[1],
+            None,
+            (factors * torch.tensor([1.0, -element.largest_code / 2], device=device)).half(),
         )
     scales = uniform(*groups) * (largest / element.largest_value)
     if signed and rule.signed:
         scales *= torch.randint(-1, 2, groups, device=device, generator=g)
     zeros = None
     if format.zero == "int":
-        zeros = torch.randint(0, 16, groups, dtype=torch.uint8, device=device, generator=g)
+        zeros = torch.randint(0, element.largest_code + 1, groups, dtype=torch.uint8, device=device, generator=g)
     elif format.zero == "float":
         zeros = (torch.randn(groups, device=device, generator=g) * weight).to(rule.dtype)
     return WeightComponents(codes, format.stored_scales(scales), zeros, channels)

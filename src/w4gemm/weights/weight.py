@@ -114,7 +114,7 @@ class QuantizedWeight:
 
         Args:
             format: format of the weight, or its string.
-            codes: any integer dtype (n, k), 0..15. A symmetric format's signed value v is code v + 8.
+            codes: any integer dtype (n, k), of int4 0..15. A symmetric format's signed value v is code v + 8.
             scales: ``format.scale_dtype`` (n, groups).
             zeros: ``format.zero_dtype`` (n, groups); None for a format without zero points.
             g_idx: integers (k,), the group of each column, as GPTQ with desc_act stores it; None if column j is in

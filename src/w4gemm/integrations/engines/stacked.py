@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 import torch
 
-from w4gemm.checkpoints.module_tensors import SYMMETRIC, unpack_int4
+from w4gemm.checkpoints.module_tensors import SYMMETRIC
 from w4gemm.core.formats import PER_COLUMN, WeightFormat
 from w4gemm.core.problem import Device
+from w4gemm.packing.bits import unpack
 from w4gemm.packing.layouts import WeightComponents, layout_for, layout_named
 from w4gemm.packing.packed_shape import packed_shape
 from w4gemm.packing.repack import ROWS
@@ -33,7 +34,7 @@ class Stacked:
     Attributes:
         tensor: (experts, n, columns), or (experts, columns, n) if ``transposed``.
         along: of a tensor of integers that hold several 4-bit numbers each: "n" or "k", the dimension of which they do.
-        order: as for :func:`unpack_int4`.
+        order: as for :func:`w4gemm.packing.bits.unpack`.
         signed: True if the 4-bit numbers are q in two's complement, in place of q + 8.
     """
 
@@ -61,7 +62,7 @@ class Stacked:
         tensor = self.tensor[experts]
         if not self.along:
             return tensor.transpose(1, 2) if self.transposed else tensor
-        numbers = unpack_int4(tensor.movedim(1 + self._packed, -1), self.order)
+        numbers = unpack(tensor.movedim(1 + self._packed, -1), 4, self.order)
         if self.signed:
             numbers = numbers ^ SYMMETRIC
         return numbers if self.along == "k" else numbers.transpose(1, 2)

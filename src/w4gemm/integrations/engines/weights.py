@@ -13,10 +13,11 @@ from dataclasses import dataclass
 import torch
 
 from w4gemm.checkpoints.awq import ORDER
-from w4gemm.checkpoints.module_tensors import SYMMETRIC, unpack_int4, unpack_pairs
+from w4gemm.checkpoints.module_tensors import SYMMETRIC
 from w4gemm.core.formats import PER_COLUMN, WeightFormat
 from w4gemm.core.problem import Device
 from w4gemm.integrations.engines.loading import unloaded
+from w4gemm.packing.bits import unpack
 from w4gemm.packing.layouts import WeightComponents, layout_for, layout_named
 from w4gemm.packing.packed_shape import packed_shape
 from w4gemm.packing.repack import Matrix, pack_rows
@@ -78,10 +79,10 @@ def gptq(
     misfit = _misfit(format, k, scales=(scales, (groups, n)), qzeros=(qzeros, (groups, -(-n // 8))))
 
     def rows(start: int, stop: int) -> WeightComponents:
-        codes = unpack_int4(qweight[:, start:stop].T)
+        codes = unpack(qweight[:, start:stop].T, format.bits)
         if qzeros is None:
             return _components(format, codes, scales[:, start:stop].T, None)
-        stored = unpack_int4(qzeros[:, start // 8 : -(-stop // 8)])[:, : stop - start].T
+        stored = unpack(qzeros[:, start // 8 : -(-stop // 8)], format.bits)[:, : stop - start].T
         if added and (stored == 15).any():
             raise ValueError("zero points are stored as 15, which in version 1 of GPTQ means 0 or 16; 16 is not held")
         return _components(format, codes, scales[:, start:stop].T, stored + added)
@@ -101,8 +102,8 @@ def awq(qweight: torch.Tensor, scales: torch.Tensor, qzeros: torch.Tensor | None
 
     def rows(start: int, stop: int) -> WeightComponents:
         words = slice(start // 8, -(-stop // 8))
-        codes = unpack_int4(qweight[:, words], ORDER).T
-        zeros = None if qzeros is None else unpack_int4(qzeros[:, words], ORDER).T
+        codes = unpack(qweight[:, words], format.bits, ORDER).T
+        zeros = None if qzeros is None else unpack(qzeros[:, words], format.bits, ORDER).T
         return _components(format, codes, scales[:, start:stop].T, zeros)
 
     return Numbers(n, k, format, qweight.device, rows, misfit=misfit)
@@ -132,10 +133,10 @@ def rowwise(
     misfit = _misfit(format, k, scales=(scales, (n, groups)), zeros=(zeros, (-(-n // 8), groups)))
 
     def rows(start: int, stop: int) -> WeightComponents:
-        unpacked = unpack_int4(codes[start:stop])
+        unpacked = unpack(codes[start:stop], format.bits)
         if signed:
             unpacked = unpacked ^ SYMMETRIC  # two's complement of q to q + 8
-        z = None if zeros is None else unpack_int4(zeros[start // 8 : -(-stop // 8)].T).T[: stop - start]
+        z = None if zeros is None else unpack(zeros[start // 8 : -(-stop // 8)].T, format.bits).T[: stop - start]
         return _components(format, unpacked, scales[start:stop], z)
 
     return Numbers(n, k, format, codes.device, rows, g_idx, misfit)
@@ -160,7 +161,7 @@ def floats(codes: torch.Tensor, scales: torch.Tensor, factor: torch.Tensor | Non
 
     def rows(start: int, stop: int) -> WeightComponents:
         factors = None if channels is None else channels[start:stop].contiguous()
-        return WeightComponents(unpack_pairs(codes[start:stop]), scales[start:stop].contiguous(), None, factors)
+        return WeightComponents(unpack(codes[start:stop], format.bits), scales[start:stop].contiguous(), None, factors)
 
     return Numbers(n, k, format, codes.device, rows, misfit=misfit)
 
@@ -170,7 +171,7 @@ def check_unused_zeros(qzeros: torch.Tensor) -> None:
     engine has loaded none."""
     if qzeros.dtype != torch.int32 or unloaded(qzeros) == 1 or any((qzeros == word).all() for word in _EIGHTS):
         return
-    stored = unpack_int4(qzeros.data)
+    stored = unpack(qzeros.data, 4)
     came = f"{int(stored.min())} to {int(stored.max())}"
     raise ValueError(f"qzeros: wanted all 7 or all 8, because the config says that weights are symmetric, got {came}")
 

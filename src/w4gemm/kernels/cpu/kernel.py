@@ -21,13 +21,12 @@ import math
 import torch
 
 from w4gemm.core.config import GemmConfig
-from w4gemm.core.elements import SYMMETRIC_ZERO
 from w4gemm.core.epilogue import PLAIN
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import GemmProblem
 from w4gemm.kernels.cpu.matmul import fast_dtype, whole_columns
 from w4gemm.packing.layouts import layout_named
-from w4gemm.packing.layouts.cpu import ROW_BYTES, TABLE_N
+from w4gemm.packing.layouts.cpu import ROW_BYTES, SYMMETRIC_ZERO, TABLE_N
 from w4gemm.weights.dequantize import dequantize_parts, rounded_sum
 
 

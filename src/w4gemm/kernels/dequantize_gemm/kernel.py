@@ -25,7 +25,7 @@ from cutlass import Boolean, Int32, Int64, const_expr
 from w4gemm.kernels.device.decoders import decoder_of
 from w4gemm.kernels.device.memory import load_global, shared_address, store_global
 from w4gemm.kernels.variant import GpuVariant
-from w4gemm.packing.block import BLOCK_K, BLOCK_N, LANE_BYTES
+from w4gemm.packing.block import BLOCK_K, BLOCK_N, HALF_K, LANES
 
 _THREADS = 128
 _CHUNK_BYTES = 128
@@ -77,13 +77,19 @@ class DequantizeKernel:
         row_bytes = dense.shape[1] * 4
         row = Int64(n_block * BLOCK_N + warp * 16 + g)
         target = dense.iterator.toint() + row * row_bytes + k_block * (BLOCK_K * variant.itemsize)
-        count = self.decoder.words_per_step
+        halves = variant.chunk_k // HALF_K
+        count = halves * variant.block.bits // 4  # words of a step
+        segment, lane_bytes = variant.block.segments[0], variant.block.lane_bytes
         words, scales = [], []
         for chunk in cutlass.range_constexpr(self.k_chunks):
-            # step q is in these 16 bytes of a lane, from this word on
-            half, first = (chunk, q) if count == 1 else (q // 2, q % 2 * 2)
-            at = source + half * variant.block.half_bytes + (warp * 32 + g * 4) * LANE_BYTES + first * 4
-            words.append([load_global(at + other * LANE_BYTES, count, exists) for other in range(4)])
+            # step q is in this half of a lane's words, from this one on
+            half, first = (chunk, q * count) if halves == 1 else (q // 2, q % 2 * count)
+            at = source + half * variant.block.half_bytes + warp * variant.block.strip_bytes + g * 4 * lane_bytes
+            if len(variant.block.segments) > 1:
+                at += first // segment.words * (LANES * lane_bytes)
+                first %= segment.words
+            at += first * 4
+            words.append([load_global(at + other * lane_bytes, count, exists) for other in range(4)])
             group = (chunk * variant.chunk_k + q * (variant.chunk_k // 4)) // variant.block.scale_group
             run = variant.block.run(group) * variant.block.pair_bytes
             at = source + variant.block.code_bytes + run + (warp * 8 + g) * variant.block.pair_bytes

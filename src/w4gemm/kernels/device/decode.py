@@ -46,8 +46,6 @@ class Decoder:
     zero: str
     only_fma: bool = False
 
-    words_per_step = 1
-    """Code words that feed one matrix instruction."""
     sum_scale = 1.0
     """Factor of the sums: a decoded 1.0 stands for this weight."""
     exact_scale = 1.0
@@ -78,9 +76,9 @@ class Decoder:
             return pack_half2(self.kind, value, value)
         return self._pairwise("sub", _twice(self.kind, -bias), broadcast_half(word, high))
 
-    def decode_exact(self, word: Int32, offsets: tuple[Int32, ...]) -> tuple[Int32, ...]:
-        """The four fragment registers of a code word as exact integers, for a kernel that scales its accumulators."""
-        return tuple(self._exact(b, offsets[i % 2], i % 2 == 1) for i, b in enumerate(self._biased(word)))
+    def decode_exact(self, words: tuple[Int32, ...], offsets: tuple[Int32, ...]) -> tuple[Int32, ...]:
+        """The four fragment registers of one instruction as exact integers, for a kernel that scales its sums."""
+        return tuple(self._exact(b, offsets[i % 2], i % 2 == 1) for i, b in enumerate(self._biased(words[0])))
 
     def _exact(self, biased: Int32, offset: Int32, upper: bool) -> Int32:
         if upper and self.kind == "f16":
@@ -110,7 +108,7 @@ class Decoder:
 
     def decode(self, words: tuple[Int32, ...], prepared: tuple[PreparedRow, ...]) -> tuple[Int32, ...]:
         """The four fragment registers of one instruction: weights, rounded once to ``kind``."""
-        exact = self.decode_exact(words[0], tuple(row.offset for row in prepared))
+        exact = self.decode_exact(words, tuple(row.offset for row in prepared))
         return tuple(self._scaled(e, prepared[i % 2].scale, prepared[i % 2].zero) for i, e in enumerate(exact))
 
     def _biased(self, word: Int32) -> tuple[Int32, ...]:

@@ -61,18 +61,18 @@ class CodebookDecoder(Decoder):
 
     def decode(self, words: tuple[Int32, ...], prepared: tuple[Any, ...]) -> tuple[Int32, ...]:
         """The four fragment registers of one instruction: weights, rounded once to ``kind``."""
-        numbers = self.decode_exact(words[0], (None, None))
+        numbers = self.decode_exact(words, (None, None))
         return tuple(self._scaled(number, prepared[i % 2], None) for i, number in enumerate(numbers))
 
-    def decode_exact(self, word: Int32, offsets: tuple[Any, ...]) -> tuple[Int32, ...]:
-        """The four fragment registers of a code word, without their scales."""
+    def decode_exact(self, words: tuple[Int32, ...], offsets: tuple[Any, ...]) -> tuple[Int32, ...]:
+        """The four fragment registers of one instruction, without their scales."""
         bits = bits_in(self.kind, self.values)
         finder = _Finder([b.to_bytes(2, "little") for b in bits])
         text = ""
         for half in range(2):
             text += finder.find("l", 0, half) + finder.find("h", 1, half)
             text += "".join(f"prmt.b32 ${2 * half + i}, l, h, {join:#x}; " for i, join in enumerate(_JOIN))
-        return finder.run(text, 4, word)
+        return finder.run(text, 4, words[0])
 
 
 @dataclass(frozen=True)
@@ -121,13 +121,13 @@ class IntegerDecoder(CodebookDecoder):
         weights = [fma(number, *prepared[i // 2 % 2]) for i, number in enumerate(singles)]
         return tuple(pack_half2("bf16", *weights[i : i + 2]) for i in range(0, 8, 2))
 
-    def decode_exact(self, word: Int32, offsets: tuple[Any, ...]) -> tuple[Int32, ...]:
-        """The four fragment registers of a code word, without their scales; in bf16 divided by 64."""
+    def decode_exact(self, words: tuple[Int32, ...], offsets: tuple[Any, ...]) -> tuple[Int32, ...]:
+        """The four fragment registers of one instruction, without their scales; in bf16 divided by 64."""
         if self.kind == "bf16":
             factor, addend = (pair(n, n) for n in (1 / _SMALLEST / _UNIT, -_BIAS / _UNIT))
-            return tuple(fma_pair("bf16", number, factor, addend) for number in self._spread(word, 0))
+            return tuple(fma_pair("bf16", number, factor, addend) for number in self._spread(words[0], 0))
         addend = pair(-1024.0 - _BIAS, -1024.0 - _BIAS, "f16")
-        return tuple(self._pairwise("add", number, addend) for number in self._spread(word, 0x64646464))
+        return tuple(self._pairwise("add", number, addend) for number in self._spread(words[0], 0x64646464))
 
     def _spread(self, word: Int32, beside: int) -> tuple[Int32, ...]:
         """Bytes of two numbers each in four registers, with a byte of ``beside`` above each."""

@@ -28,8 +28,6 @@ _LARGEST = 127 + LARGEST_EXPONENT  # exponent field of the float32 that the firs
 class E2m1Fp8Decoder:
     """Decodes to scale * v, relative to the row's scale, in e5m2."""
 
-    words_per_step: ClassVar = 2
-    """Code words that feed one WGMMA: rows g and g + 8."""
     sum_scale: ClassVar = 1.0
     """See Decoder."""
 

@@ -38,8 +38,6 @@ class Fp8Decoder:
 
     scale_kind: str
 
-    words_per_step: ClassVar = 2
-    """Code words that feed one WGMMA: rows g and g + 8."""
     sum_scale: ClassVar = 1.0
     """See Decoder."""
 

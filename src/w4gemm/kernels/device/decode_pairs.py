@@ -67,7 +67,7 @@ class PairDecoder(PairTable, CodebookDecoder):
     pairs: Pairs = Pairs.HALVES
 
     def rows(self, index: Int32) -> list[tuple[Int32, Int32]]:
-        found = super().decode_exact(index * 0x04040404 + 0x03020100, ())
+        found = super().decode_exact((index * 0x04040404 + 0x03020100,), ())
         if self.pairs is Pairs.HALVES:
             return [(numbers, numbers) for numbers in found]
         both = [[half_to_float(self.kind, numbers, high) for high in (False, True)] for numbers in found]
@@ -77,9 +77,9 @@ class PairDecoder(PairTable, CodebookDecoder):
         """The table."""
         return (table,)
 
-    def decode_exact(self, word: Int32, offsets: tuple[Any, ...]) -> tuple[Int32, ...]:
-        """The four fragment registers of a code word, without their scales."""
-        return self.halves(word, offsets[0])
+    def decode_exact(self, words: tuple[Int32, ...], offsets: tuple[Any, ...]) -> tuple[Int32, ...]:
+        """The four fragment registers of one instruction, without their scales."""
+        return self.halves(words[0], offsets[0])
 
     def prepare(self, words: tuple[Int32, ...], table: Int32, field: int = 0) -> tuple[Any, ...]:
         """The scales of rows g and g + 8, as CodebookDecoder has them, and the table."""

@@ -58,13 +58,13 @@ class WideDecoder(Decoder):
     def _exact_unit(self) -> float:
         return _EXACT_UNIT if self.kind == "bf16" else 1.0
 
-    def decode_exact(self, word: Int32, offsets: tuple[Int32, ...]) -> tuple[Int32, ...]:
-        """The four fragment registers of a code word, without their scales; in bf16 divided by 64."""
+    def decode_exact(self, words: tuple[Int32, ...], offsets: tuple[Int32, ...]) -> tuple[Int32, ...]:
+        """The four fragment registers of one instruction, without their scales; in bf16 divided by 64."""
         if self.kind != "bf16":
-            return super().decode_exact(word, offsets)
+            return super().decode_exact(words, offsets)
         addend = pair(*[-8 / _EXACT_UNIT if self.zero == "none" else -0.0] * 2)
         factors = [pair(*[unit / _EXACT_UNIT] * 2) for unit in _UNITS]
-        return tuple(fma_pair("bf16", code, factors[i % 2], addend) for i, code in enumerate(codes_of(word)))
+        return tuple(fma_pair("bf16", code, factors[i % 2], addend) for i, code in enumerate(codes_of(words[0])))
 
     def scales_and_zeros(self, words: tuple[Int32, ...], field: int = 0) -> tuple[tuple[Float32, Float32 | None], ...]:
         """For rows g and g + 8, in float32: the factor of what :meth:`decode_exact` gives, and the zero point if there

@@ -5,10 +5,11 @@ A decoder turns code words into the registers of operand A. What a kernel calls:
     all                   ``prepare(words, table, field)`` once per scale group: the scale words, and what ``decode``
                           needs of rows g and g + 8. ``decode(words, prepared)``: the fragment registers of one matrix
                           instruction, in the order row g, row g + 8, and both again further along k.
-                          ``words_per_step``: code words of one ``decode``. ``sum_scale``: what a decoded 1.0 stands
-                          for; the epilogue multiplies the sums by it, so without allow_sum_scale it must be 1
+                          ``words``: those of one instruction, see device/block.py. ``sum_scale``: what a decoded
+                          1.0 stands for; the epilogue multiplies the sums by it, so without allow_sum_scale it must
+                          be 1
     sm90_decode           if ``separate_scales``, it multiplies numbers without scales: ``offsets(words, table)``,
-                          ``decode_exact(word, offsets)``, ``scales_and_zeros(words, field)``, ``exact_scale``
+                          ``decode_exact(words, offsets)``, ``scales_and_zeros(words, field)``, ``exact_scale``
     scales on sums        ``scales(words)``: float32 factors of the sums of rows g and g + 8
     codec.table_bytes     ``fill_table(table, thread, threads)``, before a barrier
 

@@ -59,7 +59,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from w4gemm.core.epilogue import EpilogueOperands
 from w4gemm.kernels.arguments import Arguments
 from w4gemm.kernels.device.arithmetic import e4m3_to_halves, e5m2_to_halves, fma, mma_sync, to_float
-from w4gemm.kernels.device.block import BlockReader
+from w4gemm.kernels.device.block import BlockReader, words_of_step
 from w4gemm.kernels.device.decoders import decoder_of
 from w4gemm.kernels.device.epilogue_math import EpilogueMath, QuadOperands, scaled
 from w4gemm.kernels.device.expert_tiles import (
@@ -83,7 +83,7 @@ from w4gemm.kernels.device.pipeline import PipelineState
 from w4gemm.kernels.device.scheduler import stream_share, stream_tile, tile_coordinates
 from w4gemm.kernels.device.stream_k import StreamSum, WarpgroupThread
 from w4gemm.kernels.sm80_mixed_gemm.variant import Variant
-from w4gemm.packing.block import BLOCK_K, HALF_K, LANE_BYTES, STRIP_BYTES
+from w4gemm.packing.block import BLOCK_K, HALF_K
 
 _TOKENS_PER_BAND = 1024  # of the tile order: x and weights then take about equal room in L2
 _QUADS_TOGETHER = 4  # per thread, whose biases and residuals are loaded before the first is stored
@@ -390,10 +390,10 @@ class Sm80MixedGemmKernel:
         first_atom = coord.n * variant.m16_atoms_per_warp
         base = pipeline + stage * variant.stage_bytes + variant.x_bytes
         base += (first_atom // 4 * variant.blocks_k + block) * variant.stage_block.bytes
-        codes = base + half * variant.stage_block.half_bytes + first_atom % 4 * STRIP_BYTES + coord.lane * LANE_BYTES
+        held = variant.stage_block
+        codes = base + half * held.half_bytes + first_atom % 4 * held.strip_bytes + coord.lane * held.lane_bytes
         atoms = range(variant.m16_atoms_per_warp)
         words = [sum((self.reader.codes(codes, i, atom) for i in range(halves)), ()) for atom in atoms]
-        held = variant.stage_block
         scales = base + held.code_bytes + (first_atom % 4 * 8 + coord.lane // 4) * held.pair_bytes
         factors = scales
         if variant.block.scale_group < BLOCK_K:
@@ -407,7 +407,7 @@ class Sm80MixedGemmKernel:
 
     def multiply_chunk(self, acc: cute.Tensor, pipeline: Int32, stage: Int32, j: int, packed: Packed) -> None:
         """acc += a warp's ``j``-th k chunk of a stage, group by group."""
-        variant, width, steps = self.variant, self.decoder.words_per_step, 4 // self.groups_per_chunk
+        variant, steps = self.variant, 4 // self.groups_per_chunk
         x_address = self.x_address(pipeline, stage, j)
         for group in range(self.groups_per_chunk):
             scale_words = packed.scales(group)
@@ -418,7 +418,7 @@ class Sm80MixedGemmKernel:
                 if variant.token_blocks > 1 or step % 2 == 0:
                     fragments = self.read_x(x_address, step)
                 for atom in range(variant.m16_atoms_per_warp):
-                    a = self.decoder.decode(packed.codes[atom][step * width : (step + 1) * width], prepared[atom])
+                    a = self.decoder.decode(words_of_step(packed.codes[atom], step), prepared[atom])
                     for t in range(variant.token_blocks):
                         b = fragments[t] if variant.token_blocks > 1 else fragments[step % 2]
                         product = self.add_product([sums[i, t, atom] for i in range(4)], a, b)

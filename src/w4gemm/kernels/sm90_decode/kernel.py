@@ -47,7 +47,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from w4gemm.core.epilogue import EpilogueOperands
 from w4gemm.kernels.arguments import Arguments
 from w4gemm.kernels.device.arithmetic import mma_sync
-from w4gemm.kernels.device.block import BlockReader
+from w4gemm.kernels.device.block import BlockReader, words_of_step
 from w4gemm.kernels.device.decode_pairs import own_pairs
 from w4gemm.kernels.device.decoders import decoder_of
 from w4gemm.kernels.device.epilogue_math import EpilogueMath, QuadOperands, scaled
@@ -426,9 +426,9 @@ class Sm90DecodeKernel:
 
     def read_weight(
         self, pipeline: Pipeline, stage: Int32, batch: int, lane: Int32
-    ) -> tuple[list[list[Int32]], Callable[[int, int], tuple[Int32, ...]]]:
-        """Code words [m16 atom][8 steps] of a stage's ``batch``-th 64 rows, and a function of m16 atom and group that
-        gives the scale words."""
+    ) -> tuple[list[list[tuple[Int32, ...]]], Callable[[int, int], tuple[Int32, ...]]]:
+        """Code words [m16 atom][8 steps][words of a step] of a stage's ``batch``-th 64 rows, and a function of m16 atom
+        and group that gives the scale words."""
         variant = self.variant
         address, strips = pipeline.weights + stage * variant.weight_bytes, variant.strips_of(batch)
         first = strips.start
@@ -437,7 +437,7 @@ class Sm90DecodeKernel:
         words = []
         for atom in range(len(strips)):
             halves = [self.reader.codes(address, half, first + atom, lane) for half in range(2)]
-            words.append(halves[0] + halves[1])
+            words.append([words_of_step(codes, step) for codes in halves for step in range(4)])
 
         def load_scale(atom: int, g: int) -> tuple[Int32, ...]:
             scales, strip = address + variant.stage_block.code_bytes, first + atom
@@ -471,7 +471,7 @@ class Sm90DecodeKernel:
         self,
         acc: cute.Tensor,
         batch: int,
-        words: list[list[Int32]],
+        words: list[list[tuple[Int32, ...]]],
         scales: Callable[[int, int], tuple[Int32, ...]],
         x_fragments: list[list[tuple[Int32, Int32]]],
         table: Int32,
@@ -503,7 +503,7 @@ class Sm90DecodeKernel:
         self,
         acc: cute.Tensor,
         batch: int,
-        words: list[list[Int32]],
+        words: list[list[tuple[Int32, ...]]],
         scales: Callable[[int, int], tuple[Int32, ...]],
         x_fragments: list[list[tuple[Int32, Int32]]],
     ) -> None:
@@ -515,7 +515,7 @@ class Sm90DecodeKernel:
             for field in range(min(together, geometry.groups)):
                 prepared = self.decoder.prepare(scale_words, Int32(0), field)
                 for step in range((first + field) * steps, (first + field + 1) * steps):
-                    a = self.decoder.decode((words[atom][step],), prepared)
+                    a = self.decoder.decode(words[atom][step], prepared)
                     for tb in range(self.variant.token_blocks):
                         sums = [acc[i, tb, batch * 4 + atom] for i in range(4)]
                         for i, y in enumerate(mma_sync(self.variant.kind, sums, a, x_fragments[tb][step])):

@@ -60,13 +60,15 @@ def _spills_with_groups(v: Variant) -> bool:
     """True if the scales and zero points of several groups do not fit beside two sets of accumulators."""
     half = v.warpgroups == 4 or v.occupancy == 2
     return (
-        v.scales_on_sums and v.block.bytes > ONE_GROUP and ((half and v.config.tile_m > 16) or v.config.cluster_m > 1)
+        v.scales_on_sums
+        and v.block.scale_bytes > ONE_GROUP
+        and ((half and v.config.tile_m > 16) or v.config.cluster_m > 1)
     )
 
 
 def _spills_with_block_scales(v: Variant) -> bool:
     """True if scales of x do not fit beside sums, and scales of groups if these are applied to sums."""
-    several = v.scales_on_sums and v.block.bytes > ONE_GROUP and (v.warpgroups > 2 or v.config.tile_m > 64)
+    several = v.scales_on_sums and v.block.scale_bytes > ONE_GROUP and (v.warpgroups > 2 or v.config.tile_m > 64)
     tokens = 32 if v.config.tile_n == 192 else 64
     experts = v.scales_on_sums and v.grouped and v.warpgroups > 1 and v.config.tile_m > tokens
     return v.block_scales and (several or experts or (v.warpgroups == 4 and v.config.tile_m > 32))

@@ -187,7 +187,7 @@ WIDE_FEW_CLUSTER = Rule(
 
 
 def _many_groups(v: Variant) -> bool:
-    return v.block.bytes > ONE_GROUP
+    return v.block.scale_bytes > ONE_GROUP
 
 
 def _large(v: Variant) -> bool:

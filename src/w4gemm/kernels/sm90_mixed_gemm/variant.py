@@ -9,11 +9,11 @@ from typing import NamedTuple
 from w4gemm.kernels.device.staging import FLOAT32_BYTES, TOKEN_BYTES
 from w4gemm.kernels.sm90_mixed_gemm.warps import WarpsVariant
 from w4gemm.kernels.variant import HOPPER_SHARED_MEMORY, shared_memory_of_each
-from w4gemm.packing.block import BLOCK_K, Block
+from w4gemm.packing.block import BLOCK_K, BLOCK_N
 from w4gemm.packing.codecs.pairs import Pairs
 
-ONE_GROUP = Block().bytes
-"""Bytes of a block with a single group of scales and no zero points."""
+ONE_GROUP = 2 * BLOCK_N
+"""Bytes of the scales of a block with a single group, of 16 bits, and no zero points."""
 
 WGMMA_TOKENS = 256
 """The most tokens of a WGMMA."""

@@ -8,63 +8,67 @@ from typing import NamedTuple
 import torch
 
 from w4gemm.core.formats import WeightFormat
-from w4gemm.packing.block import BLOCK_K, BLOCK_N, CODE_WORDS, Block
-
-CODES_PER_WORD = 8
+from w4gemm.packing.block import BLOCK_K, BLOCK_N, LANE_CODES, LANES, Block
 
 
 @dataclass(frozen=True)
 class Fragment:
-    """The eight elements of a block that share a code word: one lane's of one matrix instruction, or half of them.
+    """The order of a lane's 32 codes of a strip and half of a block: of two or four matrix instructions.
 
     Args:
         name: of the layout that holds them.
         rows, columns: how a block's rows and columns are split, outermost first.
-        words: the order of (n block, k block) and these parts in memory; 0 is the n block, then its rows, the k block,
-            its columns.
-        positions: the parts that tell a word's eight elements apart, outermost first.
-        words_per_step: code words that feed one matrix instruction.
+        lanes: the parts that tell the lanes of all blocks apart, outermost first; 0 is the n block, then its rows, the
+            k block, its columns.
+        positions: the parts that tell a lane's codes apart, outermost first.
     """
 
     name: str
     rows: tuple[int, ...]
     columns: tuple[int, ...]
-    words: tuple[int, ...]
+    lanes: tuple[int, ...]
     positions: tuple[int, ...]
-    words_per_step: int
 
     def split(self, codes: torch.Tensor) -> torch.Tensor:
-        """(n blocks, k blocks, 1024, 8) of codes (n, k) whose n and k are multiples of a block's."""
+        """(n blocks, k blocks, lanes of all halves and strips, 32) of codes (n, k) whose n and k are multiples of a
+        block's."""
         n_blocks, k_blocks = codes.shape[0] // BLOCK_N, codes.shape[1] // BLOCK_K
         view = codes.view(n_blocks, *self.rows, k_blocks, *self.columns)
-        return view.permute(*self.words, *self.positions).reshape(n_blocks, k_blocks, CODE_WORDS, CODES_PER_WORD)
+        return view.permute(*self.lanes, *self.positions).reshape(n_blocks, k_blocks, -1, LANE_CODES)
 
-    def join(self, words: torch.Tensor) -> torch.Tensor:
+    def join(self, lanes: torch.Tensor) -> torch.Tensor:
         """The inverse of :meth:`split`."""
-        n_blocks, k_blocks = words.shape[:2]
+        n_blocks, k_blocks = lanes.shape[:2]
         sizes = (n_blocks, *self.rows, k_blocks, *self.columns)
-        order = (*self.words, *self.positions)
-        view = words.view([sizes[i] for i in order]).permute([order.index(i) for i in range(len(order))])
+        order = (*self.lanes, *self.positions)
+        view = lanes.view([sizes[i] for i in order]).permute([order.index(i) for i in range(len(order))])
         return view.reshape(n_blocks * BLOCK_N, k_blocks * BLOCK_K)
 
 
-#               rows: warp row8 g;  columns: half step col8 q element
-MMA16 = Fragment("mma16", (4, 2, 8), (2, 4, 2, 4, 2), (0, 4, 5, 1, 3, 8, 6), (9, 7, 2), words_per_step=1)
-"""m16n8k16 and m64nNk16: a word holds rows g and g + 8 of a warp's 16, columns 8 * col8 + 2 * q + {0, 1} of a step."""
-#               rows: warp row8 g;  columns: half step col16 q i
-MMA8 = Fragment("mma8", (4, 2, 8), (2, 2, 2, 4, 4), (0, 4, 5, 1, 3, 8, 6, 2), (7, 9), words_per_step=2)
-"""m16n8k32 and m64nNk32: a word holds one row, columns 16 * col16 + 4 * q + {0 .. 3} of a step."""
+#               rows: strip row8 g;  columns: half step col8 q element
+MMA16 = Fragment("mma16", (4, 2, 8), (2, 4, 2, 4, 2), (0, 4, 5, 1, 3, 8), (6, 9, 7, 2))
+"""m16n8k16 and m64nNk16: code 8 * step + p, where p is row8 + 2 * col8 + 4 * element, is of row g + 8 * row8, column
+8 * col8 + 2 * q + element of a step."""
+#               rows: strip row8 g;  columns: half step col16 q i
+MMA8 = Fragment("mma8", (4, 2, 8), (2, 2, 2, 4, 4), (0, 4, 5, 1, 3, 8), (6, 2, 7, 9))
+"""m16n8k32 and m64nNk32: code 16 * step + 8 * row8 + p, where p is 4 * col16 + i, is of row g + 8 * row8, column
+16 * col16 + 4 * q + i of a step."""
 
 
 class Bits(NamedTuple):
-    """Where bits of what is stored for a code lie in its word."""
+    """Where bits of what is stored for a code lie.
+
+    A codec's describe a lane's codes and words, or the first of them: the next ones lie in the next words alike.
+    """
 
     position: int
-    """Index of the code among the eight of its word."""
+    """Index of the code."""
     mask: int
     """Bits of what is stored."""
     shift: int
     """Bits to the left, from there to the word's."""
+    word: int = 0
+    """Index of the word."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -75,10 +79,10 @@ class Codec:
 
     Args:
         name: unique; part of a compiled kernel's key.
-        fragment: which elements share a word.
+        fragment: the order of a lane's codes.
         element, scales, zeros: the formats it holds: their element, and names of scale rules and zero rules.
-        stored: what a word holds for each code 0..15.
-        bits: where it lies.
+        stored: what a word holds for each code 0 .. 2**bits - 1.
+        places: where it lies.
         scale_bits: bits of a stored scale.
         scale_step, zero_step: what the bits of a scale, and a zero point, are multiplied by when they are stored: the
             bytes of a row of the decoder's table. zero_step 0: a zero point is stored as a number of the scale dtype.
@@ -94,7 +98,7 @@ class Codec:
     scales: tuple[str, ...]
     zeros: tuple[str, ...]
     stored: tuple[int, ...]
-    bits: tuple[Bits, ...]
+    places: tuple[Bits, ...]
     scale_bits: int = 16
     scale_step: int = 1
     zero_step: int = 0
@@ -121,26 +125,50 @@ class Codec:
 
     # --- codes
 
+    @property
+    def bits(self) -> int:
+        """Bits of a code."""
+        return (len(self.stored) - 1).bit_length()
+
     def code_words(self, codes: torch.Tensor) -> torch.Tensor:
-        """int32 (n blocks, k blocks, 1024) of codes uint8 (n, k) whose n and k are multiples of a block's."""
-        if self.stored != tuple(range(16)):
+        """int32 (n blocks, k blocks, code words) of codes uint8 (n, k) whose n and k are multiples of a block's."""
+        if not self._stored_alike:
             codes = torch.tensor(self.stored, dtype=torch.uint8, device=codes.device)[codes.int()]
         split = self.fragment.split(codes)
-        words = torch.zeros(split.shape[:-1], dtype=torch.int32, device=codes.device)
-        for position, mask, shift in self.bits:
-            words |= (split[..., position] & mask).int() << shift
-        return words
+        together, count = self._alike
+        lanes = split.view(*split.shape[:3], -1, together)
+        words = torch.zeros((*lanes.shape[:4], count), dtype=torch.int32, device=codes.device)
+        for position, mask, shift, word in self.places:
+            words[..., word] |= (lanes[..., position] & mask).int() << shift
+        strips = words.view(*split.shape[:2], -1, LANES, self.bits)
+        by_segment = [part.flatten(3) for part in strips.split([s.words for s in Block(self.bits).segments], -1)]
+        return (by_segment[0] if len(by_segment) == 1 else torch.cat(by_segment, -1)).flatten(2)
 
     def codes_of(self, words: torch.Tensor) -> torch.Tensor:
         """The inverse of :meth:`code_words`."""
-        split = torch.zeros((*words.shape, CODES_PER_WORD), dtype=torch.uint8, device=words.device)
-        for position, mask, shift in self.bits:
-            split[..., position] |= ((words >> shift) & mask).to(torch.uint8)
-        codes = self.fragment.join(split)
-        if self.stored != tuple(range(16)):
-            inverse = [self.stored.index(i) if i in self.stored else 0 for i in range(16)]
+        strips = words.reshape(*words.shape[:2], -1, LANES * self.bits)
+        by_segment = strips.split([LANES * s.words for s in Block(self.bits).segments], -1)
+        parts = [part.unflatten(-1, (LANES, -1)) for part in by_segment]
+        together, count = self._alike
+        lane_words = (parts[0] if len(parts) == 1 else torch.cat(parts, -1)).flatten(2, 3).unflatten(-1, (-1, count))
+        lanes = torch.zeros((*lane_words.shape[:-1], together), dtype=torch.uint8, device=words.device)
+        for position, mask, shift, word in self.places:
+            lanes[..., position] |= ((lane_words[..., word] >> shift) & mask).to(torch.uint8)
+        codes = self.fragment.join(lanes.flatten(-2))
+        if not self._stored_alike:
+            inverse = [self.stored.index(i) if i in self.stored else 0 for i in range(len(self.stored))]
             codes = torch.tensor(inverse, dtype=torch.uint8, device=words.device)[codes.int()]
         return codes
+
+    @property
+    def _stored_alike(self) -> bool:
+        """True if what is stored is the code."""
+        return self.stored == tuple(range(len(self.stored)))
+
+    @property
+    def _alike(self) -> tuple[int, int]:
+        """Codes and words that ``places`` describe."""
+        return 1 + max(place.position for place in self.places), 1 + max(place.word for place in self.places)
 
     def codes_beside(self, codes: torch.Tensor, scales: torch.Tensor, format: WeightFormat) -> torch.Tensor:
         """The codes (n, k) to store beside these scales (n, groups): others where the scales are stored without a fact

@@ -1,7 +1,7 @@
-"""The canonical layout: what is saved, sharded and converted. Plain row-major, two codes a byte.
+"""The canonical layout: what is saved, sharded and converted. Plain row-major.
 
-codes uint8 (n, ceil(k / 2)), the even column in the low nibble; scales (n, groups); zeros (n, groups) if any; channels
-float32 (n) if any; factors fp16 (n, superblocks, 2) if any.
+codes uint8 (n, ceil(k * bits / 8)), the first column in the lowest bits; scales (n, groups); zeros (n, groups) if any;
+channels float32 (n) if any; factors fp16 (n, superblocks, 2) if any.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from w4gemm.core.formats import WeightFormat
+from w4gemm.packing.bits import pack, unpack
 from w4gemm.packing.layouts.base import WeightComponents
 
 
@@ -21,7 +22,7 @@ class CanonicalLayout:
     def shapes(self, format: WeightFormat, n: int, k: int) -> tuple[tuple[torch.dtype, tuple[int, ...]], ...]:
         groups = (n, format.groups(k))
         shapes: list[tuple[torch.dtype, tuple[int, ...]]] = [
-            (torch.uint8, (n, -(-k // 2))),
+            (torch.uint8, (n, -(-k * format.bits // 8))),
             (format.scale_dtype, groups),
         ]
         if format.zero_dtype is not None:
@@ -33,13 +34,11 @@ class CanonicalLayout:
         return tuple(shapes)
 
     def pack(self, parts: WeightComponents, format: WeightFormat) -> tuple[torch.Tensor, ...]:
-        codes = torch.nn.functional.pad(parts.codes, (0, parts.codes.shape[1] % 2))
-        packed = codes[:, 0::2] | (codes[:, 1::2] << 4)
-        tensors = (packed, *(t for t in parts[1:] if t is not None))
-        return tuple(t.contiguous() for t in tensors)  # what is computed keeps the strides of its operands
+        tensors = (pack(parts.codes, format.bits), *(t for t in parts[1:] if t is not None))
+        return tuple(t.contiguous() for t in tensors)
 
     def unpack(self, tensors: tuple[torch.Tensor, ...], format: WeightFormat, n: int, k: int) -> WeightComponents:
         packed, *rest = tensors
-        codes = torch.stack((packed & 0xF, packed >> 4), dim=-1).reshape(n, -1)[:, :k]
+        codes = unpack(packed, format.bits)[:, :k]
         found = dict(zip(format.part_names, (codes.contiguous(), *rest), strict=True))
         return WeightComponents.of(found.get(name) for name in WeightComponents._fields)

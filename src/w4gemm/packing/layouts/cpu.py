@@ -14,14 +14,20 @@ from __future__ import annotations
 
 import torch
 
-from w4gemm.core.elements import SYMMETRIC_ZERO
+from w4gemm.core.elements import ELEMENTS
 from w4gemm.core.formats import WeightFormat
+from w4gemm.packing.bits import pack, unpack
 from w4gemm.packing.layouts.base import WeightComponents
 
 TABLE_N = 128
 """Output features in one row of the table. Wider is up to 10 % faster, but small n are padded to it."""
 
-ROW_BYTES = TABLE_N // 2 + 4
+_CODES = ELEMENTS["int4"]  # embedding_bag_4bit sums these
+SYMMETRIC_ZERO = _CODES.padding_code
+"""What is subtracted from codes before they are summed."""
+CODE_BYTES = TABLE_N * _CODES.bits // 8
+"""Bytes of the codes in one row of the table; factor and offset follow."""
+ROW_BYTES = CODE_BYTES + 4
 
 
 class CpuLayout:
@@ -32,8 +38,7 @@ class CpuLayout:
             return "it has no place for scales of output channels; the canonical layout has"
         if format.scale_dtype.itemsize < 2 and not format.has_factors:
             return "it holds scales of 16 and 32 bits; the canonical layout holds these"
-        counts = format.element_rule.counts
-        return "" if counts else f"its sums of codes are of counting codes, {format.element} has others"
+        return "" if format.element == _CODES.name else f"its sums are of {_CODES.name} codes, not of {format.element}"
 
     def shapes(self, format: WeightFormat, n: int, k: int) -> tuple[tuple[torch.dtype, tuple[int, ...]], ...]:
         chunks = -(-n // TABLE_N)
@@ -49,14 +54,13 @@ class CpuLayout:
         codes = _chunked(parts.codes)
         n_chunks, k, _ = codes.shape
         row = torch.tensor([1, -SYMMETRIC_ZERO], dtype=torch.float16, device=codes.device).view(torch.uint8)
-        rows = torch.cat((codes[..., 0::2] | (codes[..., 1::2] << 4), row.expand(n_chunks, k, 4)), dim=-1)
+        rows = torch.cat((pack(codes, _CODES.bits), row.expand(n_chunks, k, 4)), dim=-1)
         factors = None if parts.factors is None else parts.factors.flatten(1)
         return (rows, *(_chunked(t) for t in (parts.scales, parts.zeros, factors) if t is not None))
 
     def unpack(self, tensors: tuple[torch.Tensor, ...], format: WeightFormat, n: int, k: int) -> WeightComponents:
         rows, *scales = tensors
-        packed = rows[..., : TABLE_N // 2]
-        codes = torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(-2)
+        codes = unpack(rows[..., :CODE_BYTES], _CODES.bits)
         found = [t.transpose(1, 2).flatten(0, 1)[:n].contiguous() for t in (codes, *scales)]
         factors = found.pop().unflatten(1, (-1, 2)) if format.has_factors else None
         return WeightComponents(found[0], found[1], found[2] if format.has_zero else None, factors=factors)

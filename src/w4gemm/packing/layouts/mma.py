@@ -4,22 +4,19 @@ blocks int32 (ceil(n / 64), ceil(k / 128), words): see :mod:`w4gemm.packing.bloc
 output channels, if the format has any or the codec takes them out of the groups' scales, are a second tensor, float32
 (n).
 
-    mma16   codes   [half of 64 columns: 2][strip: 4][lane: 32][step of 16 columns: 4]
-    mma8    codes   [half of 64 columns: 2][strip: 4][lane: 32][step of 32 columns: 2][row8: 2]
-
-With lane = 4 * g + q, a word of mma16 holds the eight codes that a lane feeds to one m64nNk16 WGMMA (or one m16n8k16
-mma) as operand A:
+With lane = 4 * g + q, a lane has in mma16 the codes that it feeds to four m64nNk16 WGMMAs (or m16n8k16 mmas) as
+operand A, eight to each. The word of a step has those of 4 bits:
 
     rows 16 * strip + 8 * row8 + g,  columns 16 * step + 8 * col8 + 2 * q + {0, 1} of the half: register row8 + 2 * col8
 
-A word of mma8 holds one row for m64nNk32 (or m16n8k32):
+In mma8 it has those of two m64nNk32 (or m16n8k32), sixteen to each. Word 2 * step + row8 has those of 4 bits:
 
     row 16 * strip + 8 * row8 + g,  columns 32 * step + 16 * col16 + 4 * q + {0 .. 3}: register row8 + 2 * col16
 
-The format's codec says which bits of the word they are, and how a scale's field is filled. A scale word holds the
-fields of rows g (low halfword) and g + 8. A group of more than 128 columns repeats its scale in each block, and so does
-a per-column scale. Rows past n and groups past k have fields 0, so their weight is 0; columns past k in the last group
-have the code of 0, and need activations of 0 there.
+The format's codec says which bits of a lane's words a code has, and how a scale's field is filled. A scale word holds
+the fields of rows g (low halfword) and g + 8. A group of more than 128 columns repeats its scale in each block, and so
+does a per-column scale. Rows past n and groups past k have fields 0, so their weight is 0; columns past k in the last
+group have the code of 0, and need activations of 0 there.
 """
 
 from __future__ import annotations
@@ -29,7 +26,7 @@ from typing import NamedTuple
 import torch
 
 from w4gemm.core.formats import WeightFormat
-from w4gemm.packing.block import BLOCK_K, BLOCK_N, CODE_WORDS, Block
+from w4gemm.packing.block import BLOCK_K, BLOCK_N, Block
 from w4gemm.packing.codecs import Codec, Fragment, codec_for, refusal
 from w4gemm.packing.layouts.base import WeightComponents
 
@@ -67,7 +64,7 @@ class MmaLayout:
         pad = (0, shape[1] * BLOCK_K - k, 0, shape[0] * BLOCK_N - n)
         codes = codec.codes_beside(parts.codes, parts.scales, format)
         codes = torch.nn.functional.pad(codes, pad, value=format.element_rule.padding_code)
-        blocks[:, :, :CODE_WORDS] = codec.code_words(codes)
+        blocks[:, :, : block.code_words] = codec.code_words(codes)
         fields = [codec.stored_scales(parts.scales)]
         if parts.zeros is not None:
             fields.append(codec.stored_zeros(parts.zeros, format))
@@ -76,15 +73,15 @@ class MmaLayout:
         if parts.factors is not None:
             fields = [t.contiguous().view(torch.int16) for t in parts.factors.unbind(-1)]
             scales = torch.cat((scales, _scale_words(fields, columns.of_factors(format), shape[0], shape[1])), dim=2)
-        blocks[:, :, CODE_WORDS:] = scales
+        blocks[:, :, block.code_words :] = scales
         channels = codec.stored_channels(parts.scales, parts.channels)
         return (blocks,) if channels is None else (blocks, channels.contiguous())
 
     def unpack(self, tensors: tuple[torch.Tensor, ...], format: WeightFormat, n: int, k: int) -> WeightComponents:
         blocks, channels = tensors[0], tensors[1] if len(tensors) > 1 else None
         codec, block = self.codec(format), self.codec(format).block(format)
-        codes = codec.codes_of(blocks[:, :, :CODE_WORDS])[:n, :k].contiguous()
-        words, count = blocks[:, :, CODE_WORDS:], block.group_bytes // 4
+        codes = codec.codes_of(blocks[:, :, : block.code_words])[:n, :k].contiguous()
+        words, count = blocks[:, :, block.code_words :], block.group_bytes // 4
         columns = _Columns(block, format.group_length(k), k)
         fields = _from_scale_words(words[:, :, :count], columns, n)
         zeros = codec.zeros_from(fields[1], format) if format.has_zero else None
@@ -106,7 +103,7 @@ class _Columns(NamedTuple):
 
     def of_factors(self, format: WeightFormat) -> _Columns:
         """The same of factors."""
-        return _Columns(Block(has_zero=True), format.scale_rule.factor_columns, self.k)
+        return _Columns(Block(self.block.bits, has_zero=True), format.scale_rule.factor_columns, self.k)
 
     @property
     def groups(self) -> int:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import cutlass.cute as cute
 from cutlass import Int32
 
-from w4gemm.kernels.device.block import BlockReader
+from w4gemm.kernels.device.block import BlockReader, words_of_step
 from w4gemm.kernels.sm90_mixed_gemm.roles.pipeline import Pipeline
 from w4gemm.kernels.sm90_mixed_gemm.variant import Variant
 from w4gemm.packing.block import HALF_K
@@ -36,7 +36,7 @@ class WeightFragments:
         self.variant, self.decoder = variant, decoder
         self.block = variant.stage_block
         self.reader = BlockReader(self.block)
-        self.code_words = self.block.columns // 16
+        self.code_words = self.block.lane_words
         """Code words of a packed block that a thread holds."""
 
     @property
@@ -66,7 +66,8 @@ class WeightFragments:
     def decode(self, packed: cute.Tensor, fragment: cute.Tensor, chunk: int, buffer: int, decode_table: Int32) -> None:
         """Decode a k chunk of a packed block into one of the two buffers of ``fragment``."""
         registers = cute.recast_tensor(fragment, Int32)
-        width, words = self.block.words_per_scale, self.decoder.words_per_step
+        width, count = self.block.words_per_scale, self.code_words * self.variant.chunk_k // self.block.columns
+        codes = [packed[i] for i in range(chunk * count, (chunk + 1) * count)]
         factors = range(self.code_words + self.block.runs * width, self.packed_words)
         prepared: Any = None
         step_k = self.variant.chunk_k // 4
@@ -77,8 +78,7 @@ class WeightFragments:
                 first = self.code_words + run * width
                 scales = [packed[i] for i in (*range(first, first + width), *factors)]
                 prepared = self.decoder.prepare(tuple(scales), decode_table, field)
-            first = (chunk * 4 + step) * words
-            values = self.decoder.decode(tuple(packed[first + i] for i in range(words)), prepared)
+            values = self.decoder.decode(words_of_step(codes, step), prepared)
             for r, value in enumerate(values):
                 registers[(0, r % 2, r // 2), 0, buffer * 4 + step] = value
 
