@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fuzz import formulas
+from w4gemm import quantize
 from w4gemm.core.elements import ELEMENTS
 from w4gemm.core.formats import SCALES, WeightFormat
 from w4gemm.kernels.cpu.kernel import _fits_float32
@@ -114,3 +115,14 @@ def test_the_formulas_have_every_element():
     assert set(formulas.CODEBOOKS) == set(ELEMENTS)
     for name, element in ELEMENTS.items():
         assert formulas.CODEBOOKS[name] == element.values
+
+
+@pytest.mark.parametrize("name", ["int4_g{}", "int4_g{}_zint", "int4_g{}_zfloat", "int4_g{}_e4m3", "int4_g{}_e8m0"])
+def test_a_group_longer_than_k_is_one_of_k_columns(name):
+    """Nothing is allocated by the size that a name or a file gives: these would take 137 GB."""
+    dense = torch.randn(4, 40, generator=torch.Generator().manual_seed(0))
+    w = quantize(dense, name.format(2**30))
+    assert w.parts().scales.shape == (4, 1)
+    assert torch.equal(w.repack().dequantize(), quantize(dense, name.format(64)).dequantize())
+    with pytest.raises(ValueError, match=f"group_size: wanted .* up to {2**31 - 32}, or -1 .*, got {2**40}"):
+        quantize(dense, name.format(2**40))

@@ -118,6 +118,19 @@ def test_a_scale_for_each_expert_is_checked():
         w4gemm.MixedGemm("int4_g128", torch.float32, "cpu", epilogue=w4gemm.Epilogue(expert_scale=True))
 
 
+def test_x_is_cast_to_the_dtype_of_layers_of_16_bits(monkeypatch):
+    monkeypatch.setattr("w4gemm.api.arguments._dtypes", lambda w, device: (torch.bfloat16,))  # as on a GPU
+    gate_up, down = (QuantizedWeight.stack(several(n, k)) for n, k in ((96, 64), (64, 48)))
+    experts = W4Experts(gate_up, down, dtype=torch.bfloat16)
+    x, (weights, ids) = torch.randn(6, 64, requires_grad=True), torch.rand(6, 4).topk(2)
+    y = experts(x, ids, weights)
+    wanted = experts(x.bfloat16(), ids, weights)
+    assert y.dtype == torch.float32 and wanted.dtype == torch.bfloat16
+    torch.testing.assert_close(y.bfloat16(), wanted)
+    (grad,) = torch.autograd.grad(y.sum(), x)
+    assert grad.dtype == torch.float32 and grad.abs().sum() > 0
+
+
 def test_under_torch_compile():
     w, x = QuantizedWeight.stack(several(32, 64)), torch.randn(6, 64)
     offsets = torch.tensor([0, 1, 1, 3, 6], dtype=torch.int32)

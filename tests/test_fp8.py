@@ -67,6 +67,23 @@ def test_bad_token_scale(w, x, scale, error, message):
         linear(x.to(FP8), w, token_scale=scale)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("out_dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_bias_has_the_dtype_of_x_that_is_quantized(w, x, dtype, out_dtype, compiled):
+    """Whatever dtype the result has."""
+    w, x, bias = w.repack(activations="fp8"), x.view(-1, K).to(dtype), torch.randn(N).to(dtype)
+    torch.compiler.reset()
+    function = torch.compile(linear, fullgraph=True, backend="aot_eager") if compiled else linear
+    d = function(x, w, bias, out_dtype=out_dtype)
+    sums = linear(x, w, out_dtype=torch.float32)
+    assert d.dtype == out_dtype
+    close = 0.0 if out_dtype == torch.float32 else 4 * torch.finfo(torch.bfloat16).eps
+    torch.testing.assert_close(d.float(), sums + bias.float(), rtol=close, atol=4 * close)
+    stack, rows = w4gemm.QuantizedWeight.stack([w]), torch.tensor([0, len(x)], dtype=torch.int32)
+    assert torch.equal(w4gemm.grouped_linear(x, stack, rows, bias[None], out_dtype=out_dtype), d)
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_scales_that_are_a_column_of_others(w, x, device):
     x8, scales = x.to(device).to(FP8), torch.rand(2, 3, 4, device=device)

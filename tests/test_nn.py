@@ -9,6 +9,7 @@ import torch
 import w4gemm
 from conformance.cases import assert_close, random_weight
 from w4gemm import QuantizedWeight, W4Linear, linear, quantize
+from w4gemm.api import arguments
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import Device
 from w4gemm.packing.layouts import native_layout
@@ -254,10 +255,41 @@ def test_bad_arguments():
 
 
 def test_x_of_another_dtype_than_the_bias_is_named():
-    layer = W4Linear.from_linear(torch.nn.Linear(64, 32, dtype=torch.bfloat16))
+    layer = W4Linear.from_linear(torch.nn.Linear(64, 32))
     for model in (layer, torch.compile(layer, backend="eager")):
-        with pytest.raises(TypeError, match="x: wanted torch.bfloat16 like the layer's bias, got torch.float32"):
-            model(torch.randn(2, 64))
+        with pytest.raises(TypeError, match="x: wanted torch.float32 like the layer's bias, got torch.bfloat16"):
+            model(torch.randn(2, 64).bfloat16())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_x_is_cast_to_the_dtype_of_a_layer_of_16_bits(monkeypatch, dtype, scaled, bias):
+    """PEFT's prepare_model_for_kbit_training makes norms and biases float32, and GPUs take 16-bit x only."""
+    monkeypatch.setattr(arguments, "_dtypes", lambda w, device: (torch.float16, torch.bfloat16))
+    layer = W4Linear.from_linear(torch.nn.Linear(64, 32, bias, dtype=dtype))
+    if scaled:
+        layer.pre_quant_scale = torch.full((64,), 2.0)
+    x = torch.randn(3, 64)
+    wanted = layer(x.to(dtype))
+    if bias:
+        layer.bias.data = layer.bias.data.float()
+        layer.bias.requires_grad_()
+    for function in (layer, torch.compile(layer, backend="aot_eager", fullgraph=True)):
+        tracked = x.clone().requires_grad_()
+        y = function(tracked)
+        assert y.dtype == torch.float32 and torch.equal(y, wanted.float())
+        y.sum().backward()
+        assert tracked.grad.dtype == torch.float32 and tracked.grad.abs().sum() > 0
+        assert not bias or torch.equal(layer.bias.grad, torch.full((32,), 3.0))
+        layer.zero_grad()
+    with torch.no_grad():
+        assert torch.equal(layer(x), wanted.float())
+        assert layer(x.to(dtype)).dtype == dtype
+        with torch.autocast("cpu", torch.bfloat16):
+            assert layer(x).dtype == torch.bfloat16
+    with pytest.raises(TypeError, match="x: wanted .* got torch.float64"):
+        layer(x.double())
 
 
 def test_another_weight_stays(tmp_path):
@@ -292,7 +324,7 @@ def test_attributes_say_what_the_weight_is():
             setattr(layer, name, value)
     assert repr(layer) == kept and torch.equal(layer.state_dict()["_extra_state"], state["_extra_state"])
     layer.in_features, layer.dtype, layer.pre_quant_scale = 512, torch.float16, torch.full((256,), 2.0)
-    x = torch.randn(3, 256)
+    x = torch.randn(3, 256).half()
     assert torch.equal(layer(x), linear(2 * x, layer.weight))
     layer.pre_quant_scale = None
     assert torch.equal(layer(x), linear(x, layer.weight))

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -199,6 +200,12 @@ def test_bad_out(w, x, bias):
     overlapping = memory[4 * K : 4 * K + 6 * N].view(2, 3, N)
     refused(ValueError, "out: wanted memory of its own", "shared with x", x=inside, w=w, out=overlapping)
     refused(ValueError, "shared with bias", x=x, w=w, bias=memory[:N], out=memory[: 6 * N].view(2, 3, N))
+    for i, t in enumerate(w.tensors):
+        memory_of_w = torch.empty(4096 + t.nbytes, dtype=torch.uint8, device=x.device)
+        inside_w = memory_of_w[1024 : 1024 + t.nbytes].view(t.dtype).view(t.shape).copy_(t)
+        other = replace(w, tensors=(*w.tensors[:i], inside_w, *w.tensors[i + 1 :]))
+        out = memory_of_w[: good.nbytes].view(x.dtype).view(2, 3, N)
+        refused(ValueError, "out: wanted memory of its own", "shared with w", x=x, w=other, out=out)
     beside = memory[6 * K :].view(2, 3, N)
     assert linear(inside.copy_(x), w, out=beside) is beside
 

@@ -54,6 +54,9 @@ def test_out_has_memory_of_its_own(weight):
     a, inside, apart = memory[: M * K].view(M, K), memory[K : K + M * N].view(M, N), memory[M * K :].view(M, N)
     with pytest.raises(ValueError, match="out: wanted memory of its own, got memory shared with a"):
         gemm.run(a, weight.tensors, inside, residual=apart, n=N)
+    in_weight = weight.tensors[0].view(torch.uint8).view(-1)[: 4 * N].view(torch.float32).view(1, N)
+    with pytest.raises(ValueError, match="out: wanted memory of its own, got memory shared with b"):
+        gemm.run(a[:1], weight.tensors, in_weight, residual=apart[:1], n=N)
     wanted = w4gemm.linear(a, weight, residual=apart)
     gemm.run(a, weight.tensors, apart, residual=apart, n=N)
     assert torch.equal(apart, wanted)

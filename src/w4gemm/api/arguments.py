@@ -38,8 +38,8 @@ _OUT_ALIGNMENT = 16
 # --- x and w ---------------------------------------------------------------------------------------------------------
 
 
-def check(x: torch.Tensor, w: QuantizedWeight, *, grouped: bool = False) -> None:
-    """Check x (..., k) and w, a weight of several experts if ``grouped``."""
+def check(x: torch.Tensor, w: QuantizedWeight, *, grouped: bool = False, any_dtype: bool = False) -> None:
+    """Check x (..., k) and w, a weight of several experts if ``grouped``; not x's dtype if ``any_dtype``."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"x: wanted a tensor (..., k), got {type(x).__name__}")
     if not isinstance(w, QuantizedWeight):
@@ -49,13 +49,13 @@ def check(x: torch.Tensor, w: QuantizedWeight, *, grouped: bool = False) -> None
         raise ValueError("w: wanted a weight of several experts (QuantizedWeight.stack makes one), got a single one")
     if w.experts and not grouped:
         raise ValueError(f"w: wanted a single weight, got one of {w.experts} experts; grouped_linear takes that")
-    _check_x(x, w)
+    _check_x(x, w, any_dtype)
 
 
-def _check_x(x: torch.Tensor, w: QuantizedWeight) -> None:
+def _check_x(x: torch.Tensor, w: QuantizedWeight, any_dtype: bool) -> None:
     device, dtype = x.device, x.dtype
     dtypes = _dtypes(w, device)
-    if dtype not in dtypes:
+    if dtype not in dtypes and not any_dtype:
         hint = "; w.repack(activations='fp8') takes fp8 x, and quantizes 16-bit x itself"
         raise TypeError(
             f"x: wanted {' or '.join(map(str, dtypes))} on {device.type} for a weight in the {w.layout} layout, got "
@@ -186,6 +186,14 @@ def _check_bias(bias: torch.Tensor, x: torch.Tensor, w: QuantizedWeight, out_dty
     require_tensor("bias", bias, wanted, shape, x.device, like=like, size=size)
 
 
+def bias_beside_fp8(bias: object, x: torch.Tensor, out_dtype: torch.dtype) -> object:
+    """Return a bias of x's dtype in the one that kernels take beside x once it is quantized; others as they are."""
+    if not isinstance(bias, torch.Tensor) or bias.dtype != x.dtype:
+        return bias
+    in_float32 = x.device.type == "cpu" and out_dtype == torch.float32
+    return bias.to(torch.float32 if in_float32 else bias_dtype(FP8, out_dtype))
+
+
 def _checked_token_scale(scale: object, x: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Check token_scale; return it in float32 as (scales of rows, None) or (None, scales of each 128 columns)."""
     of_rows, blocks = x.shape[:-1], -(-x.shape[-1] // SCALE_BLOCK)
@@ -246,9 +254,13 @@ def checked_config(config: GemmConfig | str) -> str:
 
 
 def check_out(
-    out: torch.Tensor, x: torch.Tensor, epilogue: Epilogue, operands: EpilogueOperands, shape: tuple[int, ...]
+    out: torch.Tensor, read: Mapping[str, object], epilogue: Epilogue, x: torch.Tensor, shape: tuple[int, ...]
 ) -> None:
-    """Check the tensor that the result of ``shape`` is written to."""
+    """Check the tensor that the result of ``shape`` is written to.
+
+    Args:
+        read: as for :func:`check_own_memory`.
+    """
     like = "like x" if epilogue.out_dtype is None else "as out_dtype"
     require_tensor("out", out, epilogue.result_dtype(x.dtype), shape, x.device, like=like)
     if torch.is_grad_enabled() and out.requires_grad:
@@ -256,7 +268,7 @@ def check_out(
     if not _has_address(out):
         return
     check_alignment("out", out, _OUT_ALIGNMENT)
-    check_own_memory(out, {"x": x, **operands._asdict()})
+    check_own_memory(out, read)
 
 
 def _has_address(out: torch.Tensor) -> bool:
@@ -266,12 +278,22 @@ def _has_address(out: torch.Tensor) -> bool:
 
 
 def check_own_memory(out: torch.Tensor, read: Mapping[str, object]) -> None:
-    """Raise ValueError if ``out`` shares memory with a tensor that a launch reads; it may be the residual."""
-    if not _has_address(out):
+    """Raise ValueError if ``out`` shares memory with a tensor that a launch reads; it may be the residual.
+
+    Args:
+        read: tensors, and tuples of tensors, by the name of their argument; other values are passed over.
+    """
+    if not _has_address(out) or not out.numel():
         return
-    for name, other in read.items():
-        if isinstance(other, torch.Tensor) and _overlap(out, other):
-            if name == "residual" and out.data_ptr() == other.data_ptr():
+    first, end = _addresses(out)
+    for name, value in read.items():
+        for t in value if isinstance(value, tuple) else (value,):
+            if not isinstance(t, torch.Tensor) or not t.numel():
+                continue
+            other_first, other_end = _addresses(t)
+            if other_first >= end or first >= other_end:
+                continue
+            if name == "residual" and first == other_first:
                 continue  # each element is read before it is written
             also = " or all of the residual's" if name == "residual" else ""
             raise ValueError(f"out: wanted memory of its own{also}, got memory shared with {name}")
@@ -310,14 +332,10 @@ def check_alignment(name: str, t: torch.Tensor, bytes: int) -> None:
         raise ValueError(f"{name}: wanted its data at a multiple of {bytes} bytes, got {past} past one")
 
 
-def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """True if the address ranges of two tensors overlap."""
-    if a.numel() == 0 or b.numel() == 0:
-        return False
-
-    def span(t: torch.Tensor) -> tuple[int, int]:
-        last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
-        return t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size()
-
-    (a_first, a_end), (b_first, b_end) = span(a), span(b)
-    return a_first < b_end and b_first < a_end
+def _addresses(t: torch.Tensor) -> tuple[int, int]:
+    """Return the addresses of the first byte of ``t``, which is not empty, and of the one behind its last."""
+    first = t.data_ptr()
+    if t.is_contiguous():
+        return first, first + t.nbytes
+    last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+    return first, first + (last + 1) * t.element_size()

@@ -54,7 +54,9 @@ class Call(NamedTuple):
 
     def check_out(self, out: torch.Tensor) -> None:
         """Raise TypeError or ValueError unless the result can be written to ``out``."""
-        arguments.check_out(out, self.x, self.epilogue, self.operands, self.shape)
+        w, rows = self.w, self.rows
+        read = {"x": self.x, "w": (*w.tensors, w.perm), "m_offsets": (rows.starts, rows.ends), "indices": rows.indices}
+        arguments.check_out(out, read | self.operands._asdict(), self.epilogue, self.x, self.shape)
 
 
 def checked(
@@ -85,8 +87,9 @@ def checked(
         if x.requires_grad and torch.is_grad_enabled():
             refuse_fp8_gradients(x, given)
         out_dtype = out_dtype or x.dtype
+        bias = arguments.bias_beside_fp8(given.bias, x, out_dtype)
         x, token_scale = quantize_activations(x)
-        given = replaced(given, token_scale=token_scale)
+        given = replaced(given, bias=bias, token_scale=token_scale)
     shape = x.shape[:-1] if rows.indices is None else rows.indices.shape
     epilogue, operands = arguments.checked_epilogue(x, w, given, activation, out_dtype, shape)
     return Call(x, w, epilogue, operands, (*shape, epilogue.columns(w.n)), text, batch_invariant, rows, expected)

@@ -9,7 +9,7 @@ import torch
 
 from w4gemm.api.arguments import checked_activation
 from w4gemm.api.grouped import grouped_linear
-from w4gemm.api.modes import autocast
+from w4gemm.api.modes import autocast, layer_dtype
 from w4gemm.api.nn import W4Linear
 from w4gemm.api.packed_module import moved_only
 from w4gemm.api.routing import combine, route
@@ -87,7 +87,10 @@ class W4GroupedLinear(W4Linear):
         take some, and m_offsets int32 (experts + 1,), to (total_m, n)."""
         x, bias = autocast(self._scaled(x), self._parameters["bias"])
         fused: dict[str, Any] = {"activation": self.activation, "expert_scale": self.expert_scale, "settled": settled}
-        return grouped_linear(x, self.weight, m_offsets, bias, indices=indices, **fused)
+        if (dtype := layer_dtype(x, bias, self.dtype)) is None:
+            return grouped_linear(x, self.weight, m_offsets, bias, indices=indices, **fused)
+        bias = None if bias is None else bias.to(dtype)
+        return grouped_linear(x.to(dtype), self.weight, m_offsets, bias, indices=indices, **fused).to(x.dtype)
 
     def extra_repr(self) -> str:
         return super().extra_repr() + ("" if self.expert_scale is None else ", expert_scale=True")
@@ -109,7 +112,8 @@ class W4Experts(torch.nn.Module):
 
     All data stays on the device, and the launches are the same whatever the router chose, so that a CUDA graph can
     capture them. A token's results are added in the order of its choices. Gradients flow to x, to the router's weights
-    and to biases, as from :func:`w4gemm.grouped_linear`; the weights are frozen. If the ``activations`` of gate_up or
+    and to biases, as from :func:`w4gemm.grouped_linear`; the weights are frozen. x of another dtype is cast as by
+    :class:`W4Linear`. If the ``activations`` of gate_up or
     of down is "fp8", that product quantizes its input. A state dict keeps it.
 
     Args:

@@ -76,9 +76,8 @@ def requires_grad(x: torch.Tensor, operands: EpilogueOperands) -> bool:
     if x.requires_grad:
         return True
     for t in operands:  # noqa: SIM110 (a generator takes twice the time, at every call)
-        if (
-            isinstance(t, torch.Tensor) and t.requires_grad
-        ):  # getattr of alpha fails where torch.compile traces a number
+        # torch.compile traces alpha as a number that has no attributes
+        if isinstance(t, torch.Tensor) and t.requires_grad:
             return True
     return False
 
@@ -123,3 +122,16 @@ def autocast(x: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, 
         return x, bias
     dtype = torch.get_autocast_dtype(kind)
     return x.to(dtype), None if bias is None else bias.to(dtype)
+
+
+def layer_dtype(x: object, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.dtype | None:
+    """Return the dtype to which a layer of ``dtype`` casts x and its bias; None if it takes them as they are.
+
+    A layer of 16 bits casts, unless ``torch.autocast`` has. fp8 x stays, and what is no tensor is refused later.
+    """
+    if dtype == torch.float32 or not isinstance(x, torch.Tensor) or x.dtype not in _CAST:
+        return None
+    if x.dtype == dtype and (bias is None or bias.dtype == dtype):
+        return None
+    kind = "cuda" if x.is_cuda else "cpu" if x.is_cpu else ""
+    return None if kind and torch.is_autocast_enabled(kind) else dtype

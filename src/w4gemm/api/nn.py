@@ -9,7 +9,7 @@ import torch
 
 from w4gemm.api.arguments import DTYPES, FP8, check, checked_activation
 from w4gemm.api.bound import argument_facts, bind
-from w4gemm.api.modes import autocast, is_eager
+from w4gemm.api.modes import autocast, is_eager, layer_dtype
 from w4gemm.api.ops import linear
 from w4gemm.api.packed_module import PackedModule, check_dtype
 from w4gemm.core.errors import device_here, kind_of, require_bool, require_int
@@ -35,6 +35,10 @@ def _named_tensor(name: str) -> property:
 class W4Linear(PackedModule):
     """The layer y = act(x @ weight.T + bias) with a 4-bit weight: x (..., in_features) to y (..., out_features), in x's
     dtype. It replaces torch.nn.Linear.
+
+    A layer of 16 bits casts x of another dtype to its own ``dtype`` and y back, as PEFT's
+    ``prepare_model_for_kbit_training`` needs, which makes norms float32. ``torch.autocast`` goes before. Gradients flow
+    through the casts. A float32 layer takes 16-bit x as it is, unless it has a bias.
 
     Make one with :meth:`from_linear` or :meth:`from_weight`, or make it with zeros and load a state dict.
 
@@ -183,6 +187,17 @@ class W4Linear(PackedModule):
         if self._buffers.get("pre_quant_scale") is not None:  # asked here, because a call takes longer
             x = self._scaled(x)
         x, bias = autocast(x, self._parameters["bias"])  # self.bias takes nn.Module's slow way
+        w = self.weight  # it forgets what is bound if buffers were replaced
+        if is_eager(x, bias) and (bound := self._bound) is not None:
+            facts = argument_facts(x, bias, self.activation, self.batch_invariant)
+            if bound.facts == facts:
+                return bound(x, w, bias)
+        if (dtype := layer_dtype(x, bias, self.dtype)) is not None:
+            return self._product(x.to(dtype), None if bias is None else bias.to(dtype)).to(x.dtype)
+        return self._product(x, bias)
+
+    def _product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Return act(x @ weight.T + bias), and bind later calls like this one."""
         w, activation, batch_invariant = self.weight, self.activation, self.batch_invariant
         if not is_eager(x, bias):
             _check_beside(bias, x)
@@ -204,7 +219,7 @@ class W4Linear(PackedModule):
         if scale is None:
             return x
         w = self.weight
-        check(x, w, grouped=self.grouped)
+        check(x, w, grouped=self.grouped, any_dtype=True)  # x may be cast yet
         if len(scale) != w.k:
             raise ValueError(f"pre_quant_scale: wanted shape ({w.k},), k of the weight, got {tuple(scale.shape)}")
         return x * scale.to(x.dtype)

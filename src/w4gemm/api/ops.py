@@ -68,7 +68,8 @@ def linear(
             "fp8", x is quantized first, as by :func:`w4gemm.quantize_activations`, and the result keeps x's dtype. x
             itself may be float8_e4m3fn for a weight in the mma8 layout, and on the CPU.
         w: the weight (n, k), on x's device and in a layout that a kernel reads there, as ``w.repack()`` returns it.
-        bias: (n,) of x's dtype, or None. For fp8 x: of the result's dtype if that has 16 bits, else bfloat16.
+        bias: (n,) of x's dtype, or None. For fp8 x: of the result's dtype if that has 16 bits, else bfloat16. If x is
+            quantized here, the bias is rounded to that dtype, except for a float32 result on the CPU.
         alpha: a number, or a float32 tensor of one element on x's device, which is read when the kernel runs.
         activation: "relu", "silu", "gelu" or "gelu_tanh", as torch.nn.functional has them; or a gated one, which makes
             a column of each pair of gate and up rows of w (:meth:`QuantizedWeight.interleave`): "silu_mul", that is

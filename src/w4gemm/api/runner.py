@@ -269,7 +269,7 @@ class MixedGemm:
                 f"same shapes, got None; n={weight.n} if out has all of them"
             )
         self._check_epilogue(operands.epilogue, (m, columns), weight.n)
-        check_own_memory(out, {"a": a, **operands.epilogue._asdict()})
+        check_own_memory(out, {"a": a, "b": operands.weight, **operands.epilogue._asdict()})
         return weight
 
     def _check_devices(self, operands: Operands) -> None:

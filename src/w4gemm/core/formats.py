@@ -117,6 +117,8 @@ _OTHER_NAMES = {
 """Formats by what checkpoints and engines call the weights that they hold most often."""
 SMALLEST_GROUP = 16
 """Group sizes are multiples of it."""
+LARGEST_GROUP = 2**31 - 32
+"""The largest group size: a weight has less than 2**31 columns. A group longer than k is one of k columns."""
 
 
 @dataclass(frozen=True)
@@ -152,11 +154,11 @@ class WeightFormat:
         g = self.group_size
         if not isinstance(g, int) or isinstance(g, bool):
             raise TypeError(f"group_size: wanted an int, got {type(g).__name__} {g!r}")
-        if g != PER_COLUMN and (g <= 0 or g % SMALLEST_GROUP):
-            multiple = max(32, round(g / 32) * 32)
+        if g != PER_COLUMN and (g <= 0 or g % SMALLEST_GROUP or g > LARGEST_GROUP):
+            multiple = min(max(32, (g + 16) // 32 * 32), LARGEST_GROUP)
             raise ValueError(
-                "group_size: wanted a positive multiple of 16 (on GPUs of 32, but for mxfp4 and nvfp4), or -1 for one "
-                f"scale per output channel, got {g}; nearest is {multiple}"
+                "group_size: wanted a positive multiple of 16 (on GPUs of 32, but for mxfp4 and nvfp4) up to "
+                f"{LARGEST_GROUP}, or -1 for one scale per output channel, got {g}; nearest is {multiple}"
             )
         for argument, value, legal in (
             ("zero", self.zero, ZEROS),
@@ -266,6 +268,10 @@ class WeightFormat:
     def groups(self, k: int) -> int:
         """Number of groups along k; the last one may be shorter."""
         return 1 if self.group_size == PER_COLUMN else -(-k // self.group_size)
+
+    def spread(self, of_groups: torch.Tensor, k: int) -> torch.Tensor:
+        """Return a tensor (n, groups) with each number repeated for the columns of its group: (n, k)."""
+        return of_groups.repeat_interleave(min(self.group_length(k), k), dim=1)[:, :k]
 
     def superblocks(self, k: int) -> int:
         """Number of superblocks along k; the last one may be shorter."""

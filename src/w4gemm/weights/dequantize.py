@@ -20,10 +20,9 @@ def dequantize_parts(parts: WeightComponents, format: WeightFormat, dtype: torch
     """
     codes, scales, zeros, channels, _ = parts = with_factors(parts, format)
     k = codes.shape[1]
-    length = format.group_length(k)
 
     def spread(t: torch.Tensor) -> torch.Tensor:
-        return t.float().repeat_interleave(length, dim=1)[:, :k]
+        return format.spread(t.float(), k)
 
     if zeros is None:
         products = rounded_products(format.element_rule.numbers(codes, dtype) * spread(scales), format)

@@ -99,8 +99,7 @@ def _within_range(parts: WeightComponents, format: WeightFormat) -> WeightCompon
     scales = parts.scales.view(torch.uint8).int()
     least = scales.amax(1, keepdim=True) - (EXACT_BINADES - 1)
     kept = torch.maximum(scales, least)
-    factor = torch.exp2((scales - kept).float()).repeat_interleave(format.group_length(parts.codes.shape[1]), dim=1)
-    factor = factor[:, : parts.codes.shape[1]]
+    factor = format.spread(torch.exp2((scales - kept).float()), parts.codes.shape[1])
     rounded = (2 * format.element_rule.numbers(parts.codes) * factor).round() / 2
     codes = torch.where(factor < 1, format.element_rule.nearest(rounded).to(torch.uint8), parts.codes)
     return WeightComponents(codes, kept.to(torch.uint8).view(format.scale_dtype), None)

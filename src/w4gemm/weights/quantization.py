@@ -162,7 +162,7 @@ class _Rounded(NamedTuple):
 
 def _quantize_rows(w: torch.Tensor, format: WeightFormat, search: bool) -> WeightComponents:
     n, k = w.shape
-    length, groups = format.group_length(k), format.groups(k)
+    length, groups = min(format.group_length(k), k), format.groups(k)
     # a short last group is filled with its own first element, which keeps its range, and does not count as an error
     tail = groups * length - k
     if tail:

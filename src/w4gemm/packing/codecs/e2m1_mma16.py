@@ -55,7 +55,7 @@ class UnsignedCodec(Codec):
     0 where it is 0: another weight's parts, but the same numbers."""
 
     def codes_beside(self, codes: torch.Tensor, scales: torch.Tensor, format: WeightFormat) -> torch.Tensor:
-        own = scales.float().repeat_interleave(format.group_length(codes.shape[1]), dim=1)[:, : codes.shape[1]]
+        own = format.spread(scales.float(), codes.shape[1])
         signed = torch.where(own < 0, codes ^ _SIGN, codes)
         return torch.where(own == 0, torch.zeros_like(codes), signed)
 
