@@ -15,6 +15,7 @@ pytest.importorskip("peft")
 pytest.importorskip("transformers")
 
 import peft
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from quantized_model import change
@@ -183,6 +184,41 @@ def test_experts_have_no_adapter(tmp_path: Path) -> None:
     assert all(loss > 0 for loss in train(adapted))
     with pytest.raises(ValueError, match="target_modules: wanted layers .*experts.down with 4 experts"):
         with_lora(load(folder, dtype=torch.float32, format="int4_g32")[0], target_modules=["down"])
+
+
+@pytest.mark.parametrize(
+    "targets",
+    [
+        {"target_parameters": ["mlp.experts.down_proj"]},
+        {"target_parameters": ["gate_up_proj"]},
+        {"target_parameters": ["q_proj.weight"]},
+        {"target_modules": ["q_proj", "down_proj"]},
+    ],
+)
+def test_adapters_for_parameters_in_4_bits_are_refused(tmp_path: Path, targets: dict[str, Any]) -> None:
+    """Once they were dropped without a word, also by PeftModel.from_pretrained."""
+    folder = write_dense(tmp_path / "model", "qwen3_moe")
+    dense = with_lora(AutoModelForCausalLM.from_pretrained(folder), **({"target_modules": ["k_proj"]} | targets))
+    dense.save_pretrained(tmp_path / "adapter")
+    model = load(folder, dtype=torch.float32, format="int4_g32")[0]
+    message = r"target_parameters: wanted dense parameters, got \S+, which model\.layers\.0\.\S+ holds in 4 bits"
+    with pytest.raises(ValueError, match=message):
+        with_lora(model, **({"target_modules": ["k_proj"]} | targets))
+    with pytest.raises(ValueError, match=message):
+        peft.PeftModel.from_pretrained(model, tmp_path / "adapter")
+
+
+def test_an_adapter_with_more_layers_than_its_config_names_is_refused(tmp_path: Path) -> None:
+    folder = write_dense(tmp_path / "model", "qwen3_moe")
+    adapted = with_lora(load(folder, dtype=torch.float32, format="int4_g32")[0], target_modules=["k_proj"])
+    adapted.save_pretrained(tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    tensors = load_file(file)
+    experts = "base_model.model.model.layers.0.mlp.experts"
+    save_file(tensors | {f"{experts}.{e}.down_proj.lora_A.weight": torch.ones(4, 96) for e in range(2)}, file)
+    model = load(folder, dtype=torch.float32, format="int4_g32")[0]
+    with pytest.raises(ValueError, match=rf"adapter: wanted none for 4-bit .*, got {experts}\.\S+ and \d more"):
+        peft.PeftModel.from_pretrained(model, tmp_path / "adapter")
 
 
 def test_layers_in_4_bits_are_not_modules_to_save(base: Callable[[], torch.nn.Module]) -> None:

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import peft
 import torch
 from peft.tuners import tuners_utils
 from peft.tuners.lora import LoraConfig, LoraModel
@@ -18,6 +19,7 @@ from peft.tuners.lora.layer import Linear, LoraLayer
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, check_adapters_to_merge
 from peft.utils.other import ModulesToSaveWrapper
 
+from w4gemm.api.experts import W4Experts
 from w4gemm.api.nn import W4Linear
 from w4gemm.weights.quantization import quantize
 from w4gemm.weights.weight import QuantizedWeight
@@ -102,8 +104,9 @@ class W4LoraLinear(Linear):
 
 def enable() -> None:
     """Let PEFT put LoRA beside :class:`w4gemm.W4Linear` layers, also those that ``target_modules="all-linear"`` finds.
-    Calling it twice is the same as once. From then on PEFT refuses experts as targets, 4-bit layers in
-    ``modules_to_save``, and its other methods beside them: none would train what its name says."""
+    Calling it twice is the same as once. From then on PEFT refuses experts as targets, also in ``target_parameters``
+    and in adapters that it loads, 4-bit layers in ``modules_to_save``, and its other methods beside them: none would
+    train what its name says."""
     if not hasattr(LoraModel._create_new_module, "__wrapped__"):
         LoraModel._create_new_module = staticmethod(_with_4_bits(LoraModel._create_new_module))
         tuners_utils._maybe_include_all_linear_layers = _with_all_4_bit_layers(
@@ -111,6 +114,9 @@ def enable() -> None:
         )
         ModulesToSaveWrapper.check_module = _with_a_look_for_4_bits(ModulesToSaveWrapper.check_module)
         BaseTuner.inject_adapter = _with_lora_alone(BaseTuner.inject_adapter)
+        LoraModel._prepare_model = _with_dense_parameters(LoraModel._prepare_model)
+        for module in (peft, peft.peft_model):
+            module.set_peft_model_state_dict = _without_lost_adapters(module.set_peft_model_state_dict)
 
 
 def _with_4_bits(create: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Module]:
@@ -135,6 +141,8 @@ def _with_lora_alone(inject: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(inject)
     def inject_adapter(tuner: Any, model: torch.nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
         config = tuner.peft_config[adapter_name]
+        targets = getattr(config, "target_modules", None)
+        tuner.all_linear = isinstance(targets, str) and targets.lower() == "all-linear"  # PEFT replaces it by names
         if not isinstance(tuner, LoraModel) and getattr(config, "target_modules", None):
             for name, module in model.named_modules():
                 if isinstance(module, W4Linear) and tuner._check_target_module_exists(config, name):
@@ -143,6 +151,57 @@ def _with_lora_alone(inject: Callable[..., Any]) -> Callable[..., Any]:
         return inject(tuner, model, adapter_name, *args, **kwargs)
 
     return inject_adapter
+
+
+def _with_dense_parameters(prepare: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(prepare)
+    def prepare_model(tuner: Any, config: LoraConfig, model: torch.nn.Module) -> None:
+        packed = {target: holder for target in config.target_parameters or () if (holder := _packed_in(model, target))}
+        if packed and tuner.all_linear:  # of which experts are no part
+            config.target_parameters = set(config.target_parameters) - set(packed)
+        elif packed:
+            target, holder = next(iter(packed.items()))
+            raise ValueError(
+                f"target_parameters: wanted dense parameters, got {target}, which {holder} holds in 4 bits; leave it "
+                "out (PEFT makes it of target_modules that name experts: name other layers there), or make the "
+                "experts dense by w4gemm.integrations.transformers.dequantize_layers"
+            )
+        prepare(tuner, config, model)
+
+    return prepare_model
+
+
+_PACKED_PARAMETERS = {W4Experts: ("gate_up_proj", "down_proj"), W4Linear: ("weight",)}
+"""The parameters of dense modules that their 4-bit ones hold packed, by transformers' names."""
+
+
+def _packed_in(model: torch.nn.Module, target: str) -> str | None:
+    """Return the name of the first module that holds ``target``, of ``target_parameters``, in 4 bits, or None. PEFT
+    would pass it over."""
+    owner, _, leaf = target.rpartition(".")
+    for name, module in model.named_modules():
+        leaves = next((leaves for kind, leaves in _PACKED_PARAMETERS.items() if isinstance(module, kind)), None)
+        if leaves is None or leaf in module._parameters:
+            continue
+        if f".{name}".replace(".base_layer", "").endswith(f".{owner}") if owner else leaf in leaves:
+            return name
+    return None
+
+
+def _without_lost_adapters(load: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(load)
+    def set_peft_model_state_dict(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        result = load(model, *args, **kwargs)
+        packed = tuple(f"{name}." for name, m in model.named_modules() if isinstance(m, tuple(_PACKED_PARAMETERS)))
+        lost = [key for key in result.unexpected_keys if key.startswith(packed)]
+        if lost:
+            raise ValueError(
+                f"adapter: wanted none for 4-bit layers that its config does not name, nor for experts, got {lost[0]} "
+                f"and {len(lost) - 1} more; load the model with these layers dense"
+            )
+        return result
+
+    return set_peft_model_state_dict
 
 
 def _with_a_look_for_4_bits(check: Callable[..., None]) -> Callable[..., None]:
