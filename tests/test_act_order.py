@@ -343,3 +343,14 @@ def test_compiled_layer(device, dtype):
     model = torch.nn.Sequential(layer(device, dtype), torch.nn.ReLU()).requires_grad_(False)
     x = tokens(model[0].weight, dtype, 5)
     assert torch.equal(torch.compile(model, fullgraph=True, backend="aot_eager")(x), model(x))
+
+
+def test_gate_and_up_in_pairs_have_one_order_of_columns():
+    w = QuantizedWeight.from_codes("int4_g32", torch.zeros(8, 96, dtype=torch.uint8), torch.ones(8, 3).bfloat16())
+    first, other = (
+        replace(w, perm=torch.randperm(96, generator=torch.Generator().manual_seed(i)).int()) for i in (1, 2)
+    )
+    assert torch.equal(QuantizedWeight.interleave(first, first).perm, first.perm)
+    for up in (other, w):
+        with pytest.raises(ValueError, match="up: wanted format, n, k, device, activations and perm of gate"):
+            QuantizedWeight.interleave(first, up)

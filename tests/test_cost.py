@@ -20,6 +20,7 @@ from w4gemm.choice.choose import resolve_gather
 from w4gemm.choice.cost import constants, predicted_us, ranked
 from w4gemm.choice.cost.constants import Scale
 from w4gemm.choice.cost.experts import of_wide_tiles, random_and_zipf_rows, random_m_tiles, unevenness
+from w4gemm.choice.cost.traffic import copy_us
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.epilogue import Epilogue
 from w4gemm.core.formats import WeightFormat
@@ -327,3 +328,10 @@ def test_experts_in_4_bit_floats_take_three_warpgroups_for_512(format):
     others = (problem, replace(problem, m=256 * 64), replace(problem, format=WeightFormat.parse("int4_g128")))
     wide = [of_wide_tiles(p, replace(config, tile_n=256)) for p in others]
     assert wide == [1.02, 1, 1] and of_wide_tiles(problem, config) == 1
+
+
+def test_scales_of_tokens_are_copied_by_a_launch_of_their_own():
+    problem = GemmProblem(64, 4096, 4096, torch.float8_e4m3fn, WeightFormat(), "mma8", device=H200)
+    scaled = replace(problem, epilogue=Epilogue(token_scale=True))
+    launch = constants.constants_for(H200).models["copy"]["launch_us"]
+    assert launch > 0 and copy_us(scaled) - copy_us(problem) == pytest.approx(launch)

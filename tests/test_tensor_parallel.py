@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from two_processes import PROCESSES, in_two_processes
-from w4gemm import W4Linear, quantize
+from w4gemm import QuantizedWeight, W4Linear, quantize
 from w4gemm.checkpoints import open_checkpoint
 from w4gemm.integrations.tensor_parallel import W4ColwiseParallel, W4RowwiseParallel
 
@@ -27,6 +27,7 @@ def block() -> torch.nn.Module:
     torch.manual_seed(0)
     up = W4Linear.from_weight(quantize(torch.randn(96, 64), "int4_g32_zint"), torch.randn(96))
     down = W4Linear.from_weight(quantize(torch.randn(64, 96), "int4_g64"), torch.randn(64))
+    down.pre_quant_scale = torch.rand(96) + 0.5
     return torch.nn.ModuleDict({"up": up, "down": down})
 
 
@@ -147,6 +148,28 @@ def test_two_layers_in_one_weight(format: str) -> None:
         model: Any = SimpleNamespace(tp_size=PROCESSES, tp_plan={"up.*": "packed_colwise"}, _device_mesh=mesh)
         got = local_shard(model, "up.3", w).dequantize()
         assert torch.equal(got, w.dequantize().view(2, PROCESSES, 24, 64)[:, rank].flatten(0, 1))
+
+
+@pytest.mark.parametrize("of_experts", [False, True])
+def test_parts_of_experts_add_up_to_the_whole(of_experts: bool) -> None:
+    """Also their biases, each once, and the factors of x."""
+    pytest.importorskip("transformers")
+    from w4gemm.integrations.transformers.sharding import Local, Split, local_experts
+
+    w = QuantizedWeight.stack([quantize(torch.randn(32, 64), "int4_g16") for _ in range(4)])
+    bias, scale, x = torch.randn(4, 32), torch.rand(64) + 0.5, torch.randn(64)
+
+    def products(local: Local, x: torch.Tensor) -> torch.Tensor:
+        assert local.bias is not None and local.pre_quant_scale is not None
+        return local.weight.dequantize() @ (x * local.pre_quant_scale) + local.bias
+
+    wanted = products(Local(w, bias, scale), x)
+    parts = [local_experts(Local(w, bias, scale), Split(i, PROCESSES, of_experts), True) for i in range(PROCESSES)]
+    if of_experts:
+        got = torch.cat([products(part, x) for part in parts])
+    else:
+        got = sum(products(part, some) for part, some in zip(parts, x.chunk(PROCESSES), strict=True))
+    torch.testing.assert_close(got, wanted)
 
 
 def test_styles_of_torch() -> None:

@@ -136,6 +136,15 @@ def test_shards_put_together_are_the_whole(layout, name, count):
         assert torch.equal(torch.cat([s.dequantize() for s in shards], dim), w.dequantize())
 
 
+@pytest.mark.parametrize("dim", [0, 1])
+def test_scales_of_channels_stay_whole_where_columns_are_split(dim):
+    """Also if a shard has as many columns as the weight has rows."""
+    w = weight("int4_g32_e4m3", 64, 256)
+    shards = [w.shard(dim, i, 4) for i in range(4)]
+    assert all(s.parts().channels.shape == (16 if dim == 0 else 64,) for s in shards)
+    assert torch.equal(torch.cat([s.dequantize() for s in shards], dim), w.dequantize())
+
+
 @pytest.mark.parametrize(
     ("name", "k", "count", "group_size"),
     [
