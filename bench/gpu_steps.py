@@ -136,7 +136,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=60, help="for all steps together (default: %(default)s)")
     parser.add_argument("--only", metavar="NAME", nargs="+", default=["*"], help="steps like this: tests-* fuzz")
     parser.add_argument(
-        "--work", type=Path, metavar="FOLDER", default=ROOT / "build/gpu_steps", help="(default: %(default)s)"
+        "--work",
+        type=Path,
+        metavar="FOLDER",
+        default=ROOT / "build/gpu_steps",
+        help="gets logs and rows (default: %(default)s)",
     )
     parser.add_argument("--list", action="store_true", help="print the steps and run nothing")
     args = parser.parse_args(argv)

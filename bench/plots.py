@@ -1,12 +1,74 @@
-"""matplotlib as the plots of docs/plots/ want it: :func:`pyplot`."""
+"""Plots of docs/plots, small SVG files whose text is text: :func:`heatmap`, :func:`scatter`. They need matplotlib."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+_MOST = 3.0
+"""Ratio from which on colors stay the same."""
 
-def pyplot() -> Any:
-    """Return ``matplotlib.pyplot`` for files alone, which are the same for the same rows.
+
+def heatmap(path: Path, title: str, columns: Sequence[str], rows: Mapping[str, Sequence[float | None]]) -> None:
+    """Write a table of ratios, blue where w4gemm is faster, red where it is slower.
+
+    Args:
+        columns: names below; a column without ratios is left out.
+        rows: ratios by name of the row; None leaves a cell empty.
+    """
+    plt = _pyplot()
+    used = [x for x in range(len(columns)) if any(row[x] is not None for row in rows.values())]
+    columns, rows = [columns[x] for x in used], {name: [row[x] for x in used] for name, row in rows.items()}
+    width = 0.085 * max(map(len, rows)) + 0.74 * len(columns)
+    figure, axes = plt.subplots(figsize=(width, 0.8 + 0.36 * len(rows)), layout="constrained")
+    cells = [[math.nan if ratio is None else math.log(ratio) for ratio in row] for row in rows.values()]
+    limit = math.log(_MOST)
+    axes.pcolormesh(cells, cmap="RdBu", vmin=-limit, vmax=limit, edgecolors="white", linewidth=2)
+    for y, row in enumerate(rows.values()):
+        for x, ratio in enumerate(row):
+            if ratio is not None:
+                color = "white" if abs(math.log(ratio)) > 0.55 * limit else "black"
+                axes.text(x + 0.5, y + 0.5, f"{ratio:.2f}", ha="center", va="center", color=color, fontsize=9)
+    axes.set_xticks([x + 0.5 for x in range(len(columns))], columns, fontsize=8)
+    axes.set_yticks([y + 0.5 for y in range(len(rows))], list(rows), fontsize=9)
+    axes.invert_yaxis()
+    axes.tick_params(length=0)
+    for side in axes.spines.values():
+        side.set_visible(False)
+    figure.suptitle(title, fontsize=10)
+    _save(figure, path)
+
+
+def scatter(path: Path, title: str, series: Mapping[str, Sequence[tuple[int, float]]]) -> None:
+    """Write a panel for each series of (tokens, ratio), with a line at 1; points below it are red."""
+    plt = _pyplot()
+    figure, panels = plt.subplots(
+        1, len(series), figsize=(2.9 * len(series), 2.8), sharey=True, squeeze=False, layout="constrained"
+    )
+    for panel, (name, points) in zip(panels.flat, series.items(), strict=True):
+        colors = ["crimson" if ratio < 1 else "tab:blue" for _, ratio in points]
+        panel.scatter([m for m, _ in points], [ratio for _, ratio in points], s=6, c=colors, rasterized=True)
+        panel.axhline(1, color="gray", linewidth=0.8)
+        panel.set_title(name, fontsize=9)
+        panel.set(xscale="log", yscale="log")
+        panel.set_xticks([1, 16, 128, 1024, 8192], ["1", "16", "128", "1024", "8192"], fontsize=8)
+        panel.set_yticks([0.8, 1, 1.5, 2, 3, 4, 6], ["0.8", "1", "1.5", "2", "3", "4", "6"], fontsize=8)
+        panel.minorticks_off()
+        panel.set_xlabel("tokens", fontsize=8)
+    figure.suptitle(title, fontsize=10)
+    _save(figure, path)
+
+
+def _save(figure: Any, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=150)
+    _pyplot().close(figure)
+
+
+def _pyplot() -> Any:
+    """Return ``matplotlib.pyplot``, set so that equal rows give equal files.
 
     Raises:
         SystemExit: without matplotlib.
@@ -14,9 +76,9 @@ def pyplot() -> Any:
     try:
         import matplotlib
     except ModuleNotFoundError:
-        raise SystemExit("plots want matplotlib: pip install matplotlib; what else was written stays") from None
+        raise SystemExit("plots need matplotlib: pip install '.[bench]'") from None
     matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "w4gemm"
+    matplotlib.rcParams.update({"svg.hashsalt": "w4gemm", "svg.fonttype": "none", "font.family": "sans-serif"})
     import matplotlib.pyplot as plt
 
     return plt

@@ -1,204 +1,320 @@
-"""Make tables and plots of rows: ``python -m bench.report [FILE]``.
+"""Write the pages of benchmarks, their plots and README.md's table: ``python -m bench.report``.
 
-FILE is one that bench.run, bench.grouped, bench.unknown or bench.engine wrote. The page and the plot in docs/ of each
-kind of work in it are written, and docs/benchmarks.html for W4A16. Only rows of one run are compared. Needs matplotlib.
+They are made of the rows in bench/results. ``--points FILE`` prints every point of one file of rows instead, and
+``--text`` writes the pages without the plots, which need matplotlib.
 """
 
 from __future__ import annotations
 
-import statistics
+import re
 import textwrap
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
-from bench import html
-from bench.drawn import page as unknown_page
-from bench.engine import page as engine_page
-from bench.engine.plot import plot as plot_engines
+from bench import plots
+from bench.engine import summary
 from bench.options import command
-from bench.pages import METHOD, W4A16, Layer, Page, Times, kind_of_work, page_of
-from bench.plots import pyplot
-from bench.rows import read
+from bench.points import (
+    BEHIND,
+    RANGES,
+    STEP_NAMES,
+    Kind,
+    Point,
+    by_kind,
+    by_step,
+    mean,
+    points_of,
+    within,
+)
+from bench.rows import Row, read
 
 ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "bench/results"
+PRODUCTS = ("times", "w4a8", "fp4", "fp4_h100", "grouped", "grouped_fp4", "grouped_fp4_h100", "unknown", "unknown_h100")
+"""Files of timed products."""
+TITLES = {
+    "unknown": "Untuned layers",
+    "tuned": "Layers of the shipped tables",
+    "experts": "Mixtures of experts",
+}
+_WHAT = {
+    "unknown": "Layers drawn at random from the sizes of real models and of their shards, each at four ragged numbers "
+    "of tokens (`bench/drawn/points.py`). No shipped table has them and no constant was fitted to them, so every "
+    "config is the cost model's first guess.",
+    "tuned": "6144 x 4096, 28672 x 4096, 8192 x 8192 and 8192 x 28672 (n x k).",
+    "experts": "Layers of published models; tokens are the mean for each expert, divided evenly, at random, or by "
+    "Zipf's law (expert e in proportion to 1 / (1 + e)).",
+}
+_WORST = 12
+README = ROOT / "README.md"
+_MARKED = re.compile(r"(<!-- made by python -m bench\.report -->\n).*?(<!-- end -->\n)", re.DOTALL)
+
+
+class Page(NamedTuple):
+    """One GPU's page."""
+
+    gpu: str
+    name: str
+
+    @property
+    def path(self) -> Path:
+        return ROOT / f"docs/benchmarks-{self.name}.md"
+
+    def plot(self, what: str) -> Path:
+        return ROOT / f"docs/plots/{what}-{self.name}.svg"
+
+
+PAGES = (Page("NVIDIA H200", "h200"), Page("NVIDIA H100 80GB HBM3", "h100"))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = command("bench.report", __doc__)
-    parser.add_argument(
-        "file",
-        metavar="FILE",
-        nargs="?",
-        type=Path,
-        default=ROOT / "bench/results/times.jsonl",
-        help="file of rows (default: %(default)s)",
-    )
-    path = parser.parse_args(argv).file
-    if path.name.startswith("engine"):
-        stored = read(path)
-        engine_page.PAGE.write_text(engine_page.text(stored, path.name))
-        plot_engines(engine_page.cases_of(stored), engine_page.PLOT)
-    if path.name.startswith("unknown"):
-        stored, (to, plotted) = read(path), unknown_page.paths(path)
-        to.write_text(unknown_page.text(stored, path))
-        unknown_page.plot(stored, plotted)
+    parser.add_argument("--points", type=Path, metavar="FILE", help="print every point of a file of rows alone")
+    parser.add_argument("--text", action="store_true", help="write the pages without their plots")
+    args = parser.parse_args(argv)
+    if args.points:
+        print("\n".join(every_point(points_of(read(args.points)))))
         return
-    for rows in last_of_each_work(path):
-        page = page_of(rows, path.name)
-        if page is None:
-            print(f"{rows[0]['work']} of {rows[0]['format']}: no page shows it")
-            continue
-        times, versions = by_point(rows)
-        plot(page, times, list(versions))
-        (ROOT / f"docs/{page.name}.md").write_text(text(page, rows, times, versions))
-        if page is W4A16:
-            (ROOT / "docs/benchmarks.html").write_text(html_page(times, rows[-1], versions))
+    for page in PAGES:
+        points, engines = stored(page.gpu)
+        page.path.write_text(text(page, points, engines))
+        if not args.text:
+            draw(page, points, engines)
+    README.write_text(with_table(README.read_text()))
 
 
-def last_of_each_work(path: Path) -> list[list[dict[str, Any]]]:
-    """Return, for each kind of work in a file, the rows that its page shows: of each point those of the last run that
-    had peers, without forced choices (``w4gemm_config`` and the like)."""
-    works: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
-    for row in read(path):
-        if row["kind"] == "time" and not row["impl"].startswith("w4gemm_"):
-            works[kind_of_work(row)].append(row)
-    found = []
-    for rows in works.values():
-        runs = {_point(row): row["run"] for row in rows if not row["impl"].startswith("w4gemm")}
-        found.append([row for row in rows if row["run"] == runs.get(_point(row))])
-    return found
+def stored(gpu: str) -> tuple[list[Point], list[Row]]:
+    """Return the points and the rows of engines that were measured on a GPU."""
+    files = [RESULTS / f"{name}.jsonl" for name in PRODUCTS]
+    rows = [row for file in files for row in read(file) if row["gpu"] == gpu]
+    engines = [row for name in ("engine", "sglang") for row in read(RESULTS / f"{name}.jsonl") if row["gpu"] == gpu]
+    return points_of(rows), engines
 
 
-def _point(row: dict[str, Any]) -> tuple[Layer, int]:
-    return Layer(row["n"], row["k"], row.get("experts", 0), row.get("routing", "")), row["m"]
+Heatmap = tuple[Sequence[str], dict[str, list[float | None]]]
+"""Names of columns, and ratios by row."""
 
 
-def html_page(times: Times, row: dict[str, Any], versions: dict[str, str]) -> str:
-    """Return the W4A16 page as HTML."""
-    by_sizes = {(layer.n, layer.k, m): us for (layer, m), us in times.items()}
-    return html.page(
-        by_sizes, row, versions, W4A16.rates, lambda p: W4A16.roofline_us((Layer(*p[:2]), p[2])), W4A16.ratio
+def heatmaps(points: Sequence[Point], engines: Sequence[Row]) -> dict[str, Heatmap]:
+    """Return the heatmaps of a page by name. Single products are means of untuned layers where there are some."""
+    products: dict[str, list[float | None]] = {}
+    for kind, own in _of_sets(points, "unknown", "tuned"):
+        untuned = any(other.set == "unknown" and other.format == kind.format for other, _ in by_kind(points))
+        if kind.set == "unknown" or not untuned:
+            products[str(kind)] = by_step(own)
+    experts = {str(kind): by_step(own)[:-1] for kind, own in _of_sets(points, "experts")}
+    cases = {str(case): gains for case, gains in summary.cases_of(engines).items() if case.engine == "vllm"}
+    vllm = {
+        name: [gains[column].over_choice if column in gains else None for column in summary.COLUMNS]
+        for name, gains in cases.items()
+    }
+    return {
+        "products": (STEP_NAMES, products),
+        "experts": (STEP_NAMES[:-1], experts),
+        "vllm": (summary.COLUMNS, vllm),
+    }
+
+
+def draw(page: Page, points: Sequence[Point], engines: Sequence[Row]) -> None:
+    """Write the plots of a page."""
+    gpu = f"{page.gpu.removesuffix(' 80GB HBM3')}: speed-up"
+    titles = {
+        "products": f"{gpu} over the fastest other library, by tokens",
+        "experts": f"{gpu} by tokens of an expert",
+        "vllm": f"{gpu} over vLLM's kernels",
+    }
+    for what, (columns, rows) in heatmaps(points, engines).items():
+        plots.heatmap(page.plot(what), titles[what], columns, rows)
+    untuned = {str(kind): [(p.m, p.ratio) for p in own] for kind, own in _of_sets(points, "unknown")}
+    plots.scatter(page.plot("untuned"), f"{gpu} over the fastest other library, untuned layers", untuned)
+
+
+def _of_sets(points: Sequence[Point], *sets: str) -> list[tuple[Kind, list[Point]]]:
+    return [(kind, own) for name in sets for kind, own in by_kind(points) if kind.set == name]
+
+
+def text(page: Page, points: Sequence[Point], engines: Sequence[Row]) -> str:
+    """Return the page."""
+    lines = [f"# Benchmarks: {page.gpu}", ""]
+    lines += _wrapped(
+        "A ratio is the time of the fastest other library / w4gemm's time, so above 1 w4gemm is faster; means are "
+        "geometric. All implementations of a point ran interleaved in one process, with w4gemm's default choice of "
+        "config. Times are medians in a CUDA graph over copies of the weight that together exceed L2. cuBLAS "
+        "multiplies dense bf16 weights; with fp8 x it is left out, because its weights have twice the bytes. `python "
+        "-m bench.report --points bench/results/FILE` prints every point."
     )
-
-
-def by_point(rows: list[dict[str, Any]]) -> tuple[Times, dict[str, str]]:
-    """Return microseconds by point, and the version of every implementation; several formats count as several.
-
-    Raises:
-        ValueError: if rows of a point are of several runs, which may not be compared.
-    """
-    times: Times = defaultdict(dict)
-    versions: dict[str, str] = {}
-    runs: dict[tuple[Layer, int], str] = {}
-    for row in rows:
-        name = f"{row['impl']} e4m3" if row["format"].endswith("_e4m3") else row["impl"]
-        point = _point(row)
-        run = runs.setdefault(point, row["run"])
-        if run != row["run"]:
-            raise ValueError(f"{point[0]}, m {point[1]}: wanted rows of one run, got some of {run} and {row['run']}")
-        times[point][name] = row["us_p50"]
-        versions[name] = row["impl_version"] or versions.get(name, "")
-    return times, versions
-
-
-def text(page: Page, rows: list[dict[str, Any]], times: Times, versions: dict[str, str]) -> str:
-    """Return the page: means over ranges of tokens, a row for each point, and how they were measured."""
-    row, runs = rows[-1], "`, `".join(dict.fromkeys(row["run"] for row in rows))
-    names, grouped = list(versions), any(layer.experts for layer, _ in times)
-    tokens = "tokens" if grouped else "m"
-    ratio = f"best peer time / {page.ours} time"
-    lines = [f"# {page.title}", ""]
-    lines += textwrap.wrap(f"{page.what} One {row['gpu']}. A ratio above 1 means that {page.ours} is faster.", 120)
-    lines += ["", f"| {tokens} | {ratio}, geometric mean | worst point |", "|---|---|---|"]
-    for name, (first, last) in page.groups.items():
-        found = sorted((page.ratio(us), p) for p, us in times.items() if first <= p[1] <= last)
-        if not found:
-            continue
-        mean = statistics.geometric_mean(r for r, _ in found)
-        worst, (layer, m) = found[0]
-        lines.append(f"| {name} | {mean:.2f} | {worst:.2f} at {layer}, {tokens} {m} |")
-    lines += ["", f"![Time over roofline](plots/{page.plot}.svg)", ""]
-    lines += [
-        *("## Every point", "", f"Microseconds per call, and {ratio}.", ""),
-        f"| {'experts x ' if grouped else ''}n x k | {tokens} | roofline | " + " | ".join(names) + " | ratio |",
-        "|---" * (len(names) + 4) + "|",
-    ]
-    for point in sorted(times):
-        layer, m = point
-        cells = [f"{times[point][name]:.1f}" if name in times[point] else "-" for name in names]
-        over = page.ratio(times[point])
-        lines.append(f"| {layer} | {m} | {page.roofline_us(point):.1f} | {' | '.join(cells)} | {over:.2f} |")
-    script, peers = "grouped" if grouped else "run", page.notes_on(names)
-    method = [
-        *(sentence.format(file=page.file, script=script, peers=peers).strip() for sentence in (*METHOD, *page.method)),
-        f"Roofline: max(bytes / {page.rates.bytes / 1e6:g} TB/s, operations / {page.rate / 1e6:,.0f} TFLOP/s), the "
-        "rates that large library matmuls reach on this GPU.",
-        "Versions: " + ", ".join(f"{name} {version}".strip() for name, version in versions.items()) + ".",
-        f"Driver {row['driver']}, torch {row['torch']}; run `{runs}`.",
-    ]
-    lines += ["", "## How it was measured", ""]
-    for sentence in method:
-        lines += textwrap.wrap(f"- {sentence}", 120, subsequent_indent="  ")
+    lines += ["", f"![Speed-up by tokens and format]({_link(page.plot('products'))})", ""]
+    lines += _wrapped("Rows of int4 are means of untuned layers, the others of the four layers of the shipped tables.")
+    for name, title in TITLES.items():
+        if own := [point for point in points if point.kind.set == name]:
+            lines += ["", f"## {title}", "", *_wrapped(_WHAT[name]), ""]
+            plot = {"unknown": "untuned", "experts": "experts"}.get(name)
+            lines += [f"![{title}]({_link(page.plot(plot))})", ""] if plot else []
+            lines += _ratios(own, page)
+    lines += ["", "## Where w4gemm is behind", "", *_behind(points)]
+    lines += _engines(page, engines)
+    lines += ["", "## Versions", "", *_versions(points, engines)]
     return "\n".join(lines) + "\n"
 
 
-COLORS = {
-    "humming": "tab:blue",
-    "machete": "tab:orange",
-    "quack": "tab:green",
-    "cublas": "tab:red",
-    "marlin": "tab:purple",
-    "torch_int4": "tab:brown",
-    "bitsandbytes": "tab:gray",
-    "cutlass_w4a8": "tab:pink",
-}
-"""The color of each peer, in every plot the same."""
-OVER_ROOFLINE = (1, 1.5, 2, 3, 4, 6, 8)
-"""Ticks of time over roofline; slower peers leave the plot."""
+def _ratios(points: Sequence[Point], page: Page) -> list[str]:
+    ranges = [(first, last) for first, last in RANGES if within(points, first, last)]
+    names = [f"{first} to {last}" if last != RANGES[-1][1] else f"from {first}" for first, last in ranges]
+    guessed = any(point.regret for point in points)
+    head = ["x, weight", "points", *names, "worst", f"below {BEHIND}", *(["first / fastest guess"] if guessed else [])]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for kind, own in by_kind(points):
+        means = [mean(within(own, first, last)) for first, last in ranges]
+        regrets = [point.regret for point in own if point.regret]
+        worst, behind = min(point.ratio for point in own), sum(point.ratio < BEHIND for point in own)
+        cells = [str(kind), str(len(own)), *("" if m is None else f"{m:.2f}" for m in means), f"{worst:.2f}"]
+        cells.append(str(behind))
+        if guessed:
+            cells.append(f"{sum(regrets) / len(regrets):.3f}, worst {max(regrets):.2f}" if regrets else "")
+        lines.append(f"| {' | '.join(cells)} |")
+    if guessed:
+        told = (
+            "First / fastest guess: the time of the model's first choice / that of the fastest of its best guesses, "
+            "at the points where up to ten guesses were timed."
+        )
+        lines += ["", *_wrapped(told)]
+    return lines
 
 
-def plot(page: Page, times: Times, names: list[str]) -> None:
-    """Plot time over roofline against m, a panel per layer, a line per implementation; experts if routed evenly. What
-    has its scales in e4m3 is dashed."""
-    plt = pyplot()
+def _behind(points: Sequence[Point]) -> list[str]:
+    """The worst points, at most one for each kind, layer and routing."""
+    worst: dict[tuple[object, ...], Point] = {}
+    for point in sorted(points, key=lambda point: point.ratio):
+        if point.ratio < BEHIND:
+            worst.setdefault((point.kind, point.n, point.k, point.routing), point)
+    count = sum(point.ratio < BEHIND for point in points)
+    lines = [f"{count} of {len(points)} points are below {BEHIND}; the furthest, one for each layer:", ""]
+    lines += ["| x, weight | layer | ratio | w4gemm, us | fastest other, us |", "|---|---|---|---|---|"]
+    for point in list(worst.values())[:_WORST]:
+        us, name = min((us, name) for name, us in point.peers.items())
+        own = f"{point.us['w4gemm']:.1f} | {name} {us:.1f}"
+        lines.append(f"| {point.kind} | {point} | {point.ratio:.2f} | {own} |")
+    return lines
 
-    layers = sorted({layer for layer, _ in times if layer.routing in ("", "balanced")})
-    rows = -(-len(layers) // 2)
-    # two columns: more would shrink the words on a page's width
-    figure, panels = plt.subplots(
-        rows, 2, figsize=(8.4, 3.1 * rows + 0.7), sharey=True, squeeze=False, layout="constrained"
+
+def with_table(readme: str) -> str:
+    """Return README.md with the table of ratios: of products by tokens, of models inside vLLM by batch, H200 / H100."""
+    names = [f"{first} to {last}" if last != RANGES[-1][1] else f"from {first}" for first, last in RANGES]
+    both = [stored(page.gpu) for page in PAGES]
+    lines = [f"| tokens; H200 / H100 | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
+    for kind, _ in _of_sets(both[0][0], "unknown", "tuned"):
+        own = [[point for point in points if point.kind == kind] for points, _ in both]
+        if kind.set == "tuned" and kind.format == "int4":
+            continue
+        cells = [" / ".join(_cell(mean(within(points, *tokens))) for points in own) for tokens in RANGES]
+        lines.append(f"| {kind} | {' | '.join(cells)} |")
+    columns = summary.COLUMNS[:-1]
+    gains = [{str(case): g for case, g in summary.cases_of(rows).items() if case.engine == "vllm"} for _, rows in both]
+    lines += ["", f"| in vLLM; H200 / H100 | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+    for case in (case for case in gains[0] if case in gains[1]):
+        found = [[of_gpu[case].get(column) for of_gpu in gains] for column in columns]
+        cells = [" / ".join(_cell(gain and gain.over_choice) for gain in pair) for pair in found]
+        lines.append(f"| {case} | {' | '.join(cells)} |")
+    return _MARKED.sub(lambda found: found[1] + "\n".join(lines) + "\n" + found[2], readme)
+
+
+def _cell(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.2f}"
+
+
+def _engines(page: Page, rows: Sequence[Row]) -> list[str]:
+    lines: list[str] = []
+    for engine, name in (("vllm", "vLLM"), ("sglang", "SGLang")):
+        cases = {case: gains for case, gains in summary.cases_of(rows).items() if case.engine == engine}
+        if not cases:
+            continue
+        columns = [c for c in summary.COLUMNS if any(c in gains for gains in cases.values())]
+        lines += ["", f"## Inside {name}", ""]
+        lines += _wrapped(
+            f"Time of a decode step, or of a prefill, with the kernels that {name} chooses / with w4gemm, and in "
+            f"parentheses with the fastest of {name}'s kernels where more ran. Prompts of 128 tokens (8192 for a "
+            f"prefill), greedy answers of {'128' if engine == 'vllm' else '80'}; medians. Checkpoints have published "
+            "shapes and random numbers."
+        )
+        lines += ["", f"![{name}]({_link(page.plot('vllm'))})"] if engine == "vllm" else []
+        lines += ["", f"| model | {' | '.join(columns)} | commit |", "|---" * (len(columns) + 2) + "|"]
+        for case, gains in cases.items():
+            commits = ", ".join(dict.fromkeys(gain.row["commit"][:7] for gain in gains.values()))
+            cells = [str(gains.get(column, "")) for column in columns]
+            lines.append(f"| {case} | {' | '.join(cells)} | {commits} |")
+    served = summary.cases_of(rows, ("serve",))
+    if served:
+        columns = sorted({column for gains in served.values() for column in gains}, key=_numbers)
+        lines += ["", "Under load (`vllm serve`), the same ratio of tokens/s, answers streamed unless whole:", ""]
+        lines += [f"| model | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+        lines += [f"| {case} | {' | '.join(str(g.get(c, '')) for c in columns)} |" for case, g in served.items()]
+        notes = {row["note"] for row in rows if row["phase"] == "serve" and "note" in row}
+        lines += [line for note in sorted(notes) for line in ("", *_wrapped(note))]
+    return [*lines, *_layers_of_experts(rows)]
+
+
+def _numbers(column: str) -> tuple[bool, int]:
+    return "whole" in column, int(column.split()[0])
+
+
+def _layers_of_experts(rows: Sequence[Row]) -> list[str]:
+    alone = [row for row in rows if row["phase"] == "experts"]
+    if not alone:
+        return []
+    us = {(row["batch"], row["impl"]): row["us"] for row in alone}
+    tokens = sorted({batch for batch, _ in us})
+    lines = ["", f"One layer of {alone[0]['model']}'s experts after the router, int4 g128, us:", ""]
+    lines += [f"| tokens | {' | '.join(map(str, tokens))} |", "|---" * (len(tokens) + 1) + "|"]
+    for name in dict.fromkeys(row["impl"] for row in alone):
+        lines.append(f"| {name} | {' | '.join(f'{us[batch, name]:.1f}' for batch in tokens)} |")
+    return lines
+
+
+def _versions(points: Sequence[Point], engines: Sequence[Row]) -> list[str]:
+    lines = ["| rows | w4gemm | date, commit | other libraries |", "|---|---|---|---|"]
+    for kind, own in by_kind(points):
+        runs = list({point.run["run"]: point.run for point in own}.values())
+        versions = {row["impl"]: row["impl_version"] for point in own for row in point.others}
+        others = ", ".join(f"{name} {version}".strip() for name, version in sorted(versions.items()))
+        when = ", ".join(sorted({f"{_date(run)} {run['commit'][:7]}" for run in runs}))
+        ours = ", ".join(sorted({run["impl_version"] for run in runs}))
+        lines.append(f"| {TITLES[kind.set]}: {kind} | {ours} | {when} | {others} |")
+    shown = [gain.row for gains in summary.cases_of(engines).values() for gain in gains.values()]
+    facts = {f"{row['engine']} {row['engine_version']}" for row in shown}
+    torch, driver = ({row[name] for row in [*shown, *(p.run for p in points)]} for name in ("torch", "driver"))
+    told = f"Engines: {', '.join(sorted(facts))}. " if facts else ""
+    told += (
+        f"torch {', '.join(sorted(torch))}; driver {', '.join(sorted(driver))}. machete, marlin and cutlass_w4a8 are "
     )
-    for panel in panels.flat[len(layers) :]:
-        panel.set_visible(False)
-    for panel, layer in zip(panels.flat, layers, strict=False):
-        tokens = sorted(m for own, m in times if own == layer)
-        for name in names:
-            ms = [m for m in tokens if name in times[layer, m]]
-            over = [times[layer, m][name] / page.roofline_us((layer, m)) for m in ms]
-            ours = name.startswith(page.ours)
-            color = "black" if ours else COLORS[name.removesuffix(" e4m3")]
-            style = {"linewidth": 2.6, "zorder": 3} if ours else {"linewidth": 1.2}
-            line = "--" if name.endswith(" e4m3") else "-"
-            panel.plot(ms, over, line, marker=".", label=name, color=color, **style)
-        panel.axhline(1, color="gray", linewidth=0.8, linestyle=":")
-        title, shown = str(layer).replace("x", " x "), tokens[:: 2 if len(tokens) > 9 else 1]
-        panel.set_title(f"{title} ({'experts x ' if layer.experts else ''}n x k)", fontsize=10)
-        panel.set(xscale="log", yscale="log", ylim=(0.9, OVER_ROOFLINE[-1]))
-        panel.set_xticks(shown, [str(m) for m in shown], fontsize=8)
-        panel.set_yticks(OVER_ROOFLINE, [str(tick) for tick in OVER_ROOFLINE], fontsize=8)
-        panel.minorticks_off()
-        panel.grid(axis="y", alpha=0.3)
-    for panel in panels[-1]:
-        panel.set_xlabel("tokens per expert" if layers[0].experts else "m (tokens)")
-    figure.supylabel("time / roofline", fontsize=10)
-    lines, labels = panels[0][0].get_legend_handles_labels()
-    figure.legend(lines, labels, loc="outside lower center", ncols=min(4, len(names)), fontsize=9)
-    folder = ROOT / "docs/plots"
-    folder.mkdir(parents=True, exist_ok=True)
-    figure.savefig(folder / f"{page.plot}.svg", metadata={"Date": None})
-    plt.close(figure)
+    told += "vLLM's; where no version stands, the rows have none."
+    return [*lines, "", *_wrapped(told)]
+
+
+def _date(run: Row) -> str:
+    """The date in a run's name, such as 20261127T1037-b6090d5."""
+    day = run["run"][:8]
+    return f"{day[:4]}-{day[4:6]}-{day[6:]}"
+
+
+def every_point(points: Sequence[Point]) -> Iterator[str]:
+    """Yield a table for each kind of work."""
+    for kind, own in by_kind(points):
+        names = sorted({name for point in own for name in point.us}, key=lambda name: (name != "w4gemm", name))
+        yield f"\n{kind}\n| {'experts x ' if own[0].experts else ''}n x k | tokens | {' | '.join(names)} | ratio |"
+        yield "|---" * (len(names) + 3) + "|"
+        for point in own:
+            layer, us = str(point).split(",")[0], [f"{point.us[n]:.2f}" if n in point.us else "" for n in names]
+            routing = f" {point.routing}" if point.experts else ""
+            yield f"| {layer}{routing} | {point.m} | {' | '.join(us)} | {point.ratio:.2f} |"
+
+
+def _wrapped(sentence: str) -> list[str]:
+    return textwrap.wrap(sentence, 120, break_on_hyphens=False)
+
+
+def _link(path: Path) -> str:
+    return f"plots/{path.name}"
 
 
 if __name__ == "__main__":

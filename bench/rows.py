@@ -1,8 +1,8 @@
-"""Files of measured rows in which what all rows of a run have in common stands once: ``python -m bench.rows FILE...``.
+"""Files of measured rows: ``python -m bench.rows FILE...`` stores one compactly.
 
-A line of kind ``run`` with these facts (``all``) goes before a run's rows; rows that name no run are one run.
-:func:`read` gives whole rows, of any file; benchmarks append whole rows, and the command stores a file's rows
-compactly.
+Benchmarks append whole rows. A stored file has a line of kind ``run`` with the facts that all rows of a run share, and
+one line for each timed point, whose ``us`` has each implementation's median. :func:`read` returns whole rows of either
+form.
 """
 
 from __future__ import annotations
@@ -18,6 +18,10 @@ from bench.options import command
 Row = dict[str, Any]
 FACTS = ("gpu", "driver", "torch", "dsl", "commit", "dirty")
 """Facts of the machine that a row has at least, of ``w4gemm.tuning.record.facts``."""
+OF_IMPL = ("impl", "impl_version", "config", "rel_error", "us_p20", "us_p50", "us_p80")
+"""Fields that differ between the implementations of a point."""
+OURS = ("configs", "best_config_us")
+"""Fields of w4gemm's row that a point keeps."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -28,29 +32,55 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def read(path: Path) -> list[Row]:
-    """Return the rows of a file."""
+    """Return the rows of a file, each with all of its facts."""
     common: dict[str, Row] = {}
     rows: list[Row] = []
     for row in map(json.loads, path.read_text().splitlines()):
         if row.get("kind") == "run":
             common[row.get("run", "")] = row["all"]
+            continue
+        row = common.get(row.get("run", ""), {}) | row
+        versions = row.pop("versions", None)
+        if versions is None or "impl" in row:
+            rows.append(row)
         else:
-            rows.append(common.get(row.get("run", ""), {}) | row)
+            ours = {name: row.pop(name) for name in OURS if name in row}
+            for impl, us in row.pop("us").items():
+                own = ours if impl == "w4gemm" else {}
+                rows.append(row | {"impl": impl, "impl_version": versions[impl], "us_p50": us} | own)
     return rows
 
 
 def compact(rows: Iterable[Row]) -> list[Row]:
-    """Return the lines of a file of rows."""
+    """Return the lines of a stored file."""
     runs: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         runs[row.get("run", "")].append(row)
-    found = []
+    lines = []
     for run, own in runs.items():
-        common = {name: fact for name, fact in own[0].items() if name != "run"}
-        common = {name: fact for name, fact in common.items() if all(name in r and r[name] == fact for r in own)}
-        found.append({"kind": "run", **({"run": run} if run else {}), "all": common})
-        found += [{name: fact for name, fact in row.items() if name not in common} for row in own]
-    return found
+        timed = all(row.get("kind") == "time" and "us_p50" in row for row in own)
+        facts = {"versions": {row["impl"]: row["impl_version"] for row in own}} if timed else {}
+        own = _points(own) if timed else own
+        common = {name: value for name, value in own[0].items() if name not in ("run", "us", *OURS)}
+        common = {name: value for name, value in common.items() if all(name in r and r[name] == value for r in own)}
+        lines.append({"kind": "run", **({"run": run} if run else {}), "all": common | facts})
+        lines += [{name: value for name, value in row.items() if name not in common} for row in own]
+    return lines
+
+
+def _points(rows: Iterable[Row]) -> list[Row]:
+    """Merge the implementations of each point of a run, except forced choices such as w4gemm_config."""
+    points: dict[str, Row] = {}
+    for row in rows:
+        if row["impl"].startswith("w4gemm_"):
+            continue
+        left_out = (*OF_IMPL, *OURS, "best_config")
+        shared = {name: value for name, value in row.items() if name not in left_out}
+        point = points.setdefault(json.dumps(shared, sort_keys=True), shared | {"us": {}})
+        point["us"][row["impl"]] = row["us_p50"]
+        if row["impl"] == "w4gemm":
+            point |= {name: row[name] for name in OURS if name in row}
+    return list(points.values())
 
 
 if __name__ == "__main__":

@@ -39,6 +39,8 @@ DEVICES: dict[str, Device] = {
     "AMD GPUs": Device("cuda", "AMD Instinct MI300X", (9, 4), 304, 65536, rocm=True),
     "CPU": Device("cpu"),
 }
+RUN_ON = {"H100, H200, H800, H20 (9.0)": "H100, H200", "CPU": "x86-64 with AVX2, AVX-512 and AMX"}
+"""Models of a device that w4gemm has run on."""
 FP8 = torch.float8_e4m3fn
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float8_e4m3fn": FP8}
 GROUPS = (16, 32, 64, 96, 128, 256, PER_COLUMN)
@@ -79,12 +81,14 @@ def kernels_by_device() -> str:
 
 
 def dtypes_by_device() -> str:
-    """By device the dtypes of x that some kernel takes with every format; devices with the same dtypes are one row."""
-    rows: dict[str, list[str]] = {}
+    """By device the dtypes of x that some kernel takes with every format, and where that was run; devices with the same
+    cells are one row."""
+    rows: dict[tuple[str, str], list[str]] = {}
     for name, device in DEVICES.items():
-        dtypes = (f"`{word}`" for word, dtype in DTYPES.items() if _cell(device, dtype) != "-")
-        rows.setdefault(", ".join(dtypes) or "-", []).append(name)
-    return markdown(("device", "dtypes of x"), (("; ".join(names), dtypes) for dtypes, names in rows.items()))
+        dtypes = ", ".join(f"`{word}`" for word, dtype in DTYPES.items() if _cell(device, dtype) != "-") or "-"
+        run = RUN_ON.get(name, "-" if dtypes == "-" else "compiled by the tests, never run")
+        rows.setdefault((dtypes, run), []).append(name)
+    return markdown(("device", "dtypes of x", "run on"), (("; ".join(names), *cells) for cells, names in rows.items()))
 
 
 def _cell(device: Device, dtype: torch.dtype) -> str:

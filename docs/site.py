@@ -23,7 +23,6 @@ DOCUMENTS = {
     "SECURITY.md": "security.md",
     "bench/results/README.md": "results.md",
     "LICENSE": "LICENSE.txt",
-    "docs/benchmarks.html": "charts.html",  # beside what benchmarks.md becomes
 }
 """Files and their places on the site, if these are not those in docs/."""
 

@@ -1,10 +1,7 @@
-"""Checkpoints that bench.engine writes: models of random numbers, and SmolLM2 requantized."""
+"""Checkpoints of random numbers that bench.engine writes."""
 
 from __future__ import annotations
 
-import contextlib
-import json
-import math
 import shlex
 import sys
 from pathlib import Path
@@ -17,17 +14,11 @@ sys.path.insert(0, str(ROOT))
 
 from bench import gpu_steps  # noqa: E402
 from bench.engine import __main__ as program  # noqa: E402
-from bench.engine import (  # noqa: E402
-    agreement,
-    options,
-)
+from bench.engine import options  # noqa: E402
 from bench.engine.checkpoint import tensors_of, write  # noqa: E402
 from bench.engine.models import cut, model_named, tiny  # noqa: E402
-from bench.engine.offline import Result  # noqa: E402
 from bench.engine.packing import Packing  # noqa: E402
 
-from engine_samples import MACHETE, MARLIN  # noqa: E402
-from tiny_model import write_gguf  # noqa: E402
 from w4gemm.checkpoints import open_checkpoint  # noqa: E402
 from w4gemm.checkpoints.hugging_face import SafetensorsFolder  # noqa: E402
 from w4gemm.integrations.vllm.models import read_model  # noqa: E402
@@ -165,58 +156,3 @@ def test_bad_models_and_formats_are_named():
         "full_attention",
         "sliding_attention",
     ]
-
-
-# --- agreement --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("format", ["gptq-int4-g32", "awq-int4-g32", "ct-int4-g32"])
-def test_a_requantized_checkpoint_has_the_numbers_of_its_matrices(format, tmp_path):
-    pytest.importorskip("gguf")
-    source = open_checkpoint(write_gguf(tmp_path / "model.gguf", tied=False))
-    packed, dense = agreement.requantize(source, Packing.parse(format), tmp_path)
-    found, matrices = open_checkpoint(packed), SafetensorsFolder(dense)
-    assert found.modules.keys() == source.modules.keys() - {"lm_head"}
-    for name in found.modules:
-        w = found.weight(name)
-        assert torch.equal(w.dequantize().bfloat16(), matrices.tensor(f"{name}.weight")), name
-        nearest = source.weight(name).dequantize()
-        assert (w.dequantize() - nearest).norm() < 0.15 * nearest.norm()
-    assert {*found.tensors} | {f"{name}.weight" for name in found.modules} == {*matrices.tensors}
-
-
-def test_divergence_is_that_of_the_likeliest_and_of_all_others():
-    p = {"1": math.log(0.5), "2": math.log(0.25)}
-    assert agreement.divergence(p, p) == pytest.approx(0.0, abs=1e-12)
-    q = {"1": math.log(0.25), "2": math.log(0.5)}
-    assert agreement.divergence(p, q) == pytest.approx(0.25 * math.log(2))
-    reading = {"after": [p, p], "answer": [1, 2, 3]}
-    other = {"after": [p, q], "answer": [1, 2, 4]}
-    found = agreement.compare([other], [reading])
-    assert (found["top1"], found["equal_prefix"], found["positions"]) == (0.5, 2.0, 2)
-    assert found["kl_max"] == pytest.approx(0.25 * math.log(2), abs=1e-5)
-
-
-def test_agreement_of_a_checkpoint_is_rows(tmp_path, monkeypatch):
-    """Each format's matrices are read first, then its 4-bit folder with each implementation."""
-    pytest.importorskip("gguf")
-    read: list[str] = []
-
-    def run_offline(task, variables, log, seconds, preloaded):
-        folder = Path(task.engine["model"])
-        read.append(f"{folder.name} {variables['W4GEMM_VLLM']}")
-        assert (folder / "model.safetensors").exists() and preloaded is None and task.texts == ([5, 6, 7],)
-        after = [{"1": math.log(0.5), "2": math.log(0.25)}] * 2
-        early = {"failure": "not done"} if task.engine.get("linear_backend") == "marlin" else {}
-        kernels = {"linear": {MARLIN if early else MACHETE: 14}}
-        return Result("0.26.0", 1.0, kernels, read=[{"after": after, "answer": [1, 2]}], **early)
-
-    monkeypatch.setattr(agreement, "run_offline", run_offline)
-    monkeypatch.setattr(agreement, "preloaded_vllm", lambda *unused: contextlib.nullcontext())
-    monkeypatch.setattr(agreement, "tokens_of", lambda folder: ([5, 6, 7],))
-    source, out = write_gguf(tmp_path / "model.gguf", tied=False), tmp_path / "rows.jsonl"
-    options = ["--format", "awq-int4-g32", "--impl", "machete", "w4gemm", "marlin", "--work", str(tmp_path / "w")]
-    agreement.main([*options, "--checkpoint", str(source), "--out", str(out)])
-    (row,) = [json.loads(line) for line in out.read_text().splitlines()]  # w4gemm got other kernels, Marlin ended early
-    assert read == ["awq-int4-g32-matrices off", "awq-int4-g32 off", "awq-int4-g32 on", "awq-int4-g32 off"]
-    assert (row["phase"], row["impl"], row["kl_max"], row["top1"]) == ("agreement", "machete", 0.0, 1.0)

@@ -14,7 +14,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from bench import grouped, pages, report, run  # noqa: E402
+from bench import grouped, run  # noqa: E402
 from bench.mixtures import points, weights  # noqa: E402
 from bench.mixtures.ahead import Product, units_of, unsupported  # noqa: E402
 from bench.peers import vllm_ops  # noqa: E402
@@ -244,40 +244,6 @@ def test_vllms_operators_of_experts_are_a_library_of_their_own(monkeypatch, tmp_
     assert marlin.PEER.available() == "" and marlin.PEER.version() == "2"
     assert [Path(path).name for path in loaded] == ["ops.so", "moe.so"]
     vllm_ops.operators.cache_clear()
-
-
-GROUPED_FP4 = pages.GROUPED_MXFP4, pages.GROUPED_NVFP4, pages.GROUPED_MXFP4_W4A8
-
-
-def test_a_page_of_experts_in_fp4_from_rows(tmp_path, monkeypatch):
-    plotted = []
-    monkeypatch.setattr(report, "plot", lambda page, times, names: plotted.append((page, names)))
-    monkeypatch.setattr(report, "ROOT", tmp_path)
-    (tmp_path / "docs").mkdir()
-    rows = []
-    works = ("w4a16_grouped", "mxfp4"), ("w4a16_grouped", "nvfp4"), ("w4a8_grouped", "mxfp4")
-    common = {"kind": "time", "run": "r", "commit": "c", "gpu": "NVIDIA H200", "driver": "1", "torch": "2"}
-    for (work, format), (experts, n, k), m, routing, (impl, us) in itertools.product(
-        works, FP4_EXPERTS[1:3], (1, 128), ("balanced", "zipf"), (("w4gemm", 10.0), ("humming", 13.0), ("marlin", 12.5))
-    ):
-        size = {"experts": experts, "n": n, "k": k, "m": m, "routing": routing}
-        row = {"work": work, "format": str(WeightFormat.parse(format)), "impl": impl, "impl_version": "1"}
-        rows.append(common | size | row | {"us_p50": us})
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    report.main([str(tmp_path / "rows.jsonl")])
-    for page in GROUPED_FP4:
-        text = (tmp_path / f"docs/{page.name}.md").read_text()
-        assert f"# {page.title}" in text and "| 1 to 64 | 1.25 | 1.25 at 32x2880x2880" in text
-        assert "| 128x5760x2880 zipf | 128 |" in text and "| 128 and more | 1.25 |" in text
-    assert plotted == [(page, ["w4gemm", "humming", "marlin"]) for page in GROUPED_FP4]
-
-
-def test_a_page_is_listed_once_it_has_rows():
-    listed = (ROOT / "mkdocs.yml").read_text()
-    for page in pages.PAGES.values():
-        there = (ROOT / f"bench/results/{page.file}").is_file()
-        assert (ROOT / f"docs/{page.name}.md").is_file() == there == (f" {page.name}.md" in listed), page.name
-    assert all(f" {path.name}\n" in listed for path in ROOT.glob("docs/benchmarks*.md"))
 
 
 def test_a_run_on_the_cpu_goes_from_the_command_to_rows(cpu_weights, tmp_path, monkeypatch, capsys):

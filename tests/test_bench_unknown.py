@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from bench import unknown  # noqa: E402
-from bench.drawn import page, points, warm  # noqa: E402
+from bench.drawn import points, warm  # noqa: E402
 from bench.peers import base  # noqa: E402
 from bench.peers.base import Prepared  # noqa: E402
 
@@ -195,40 +195,3 @@ def test_points_that_a_file_has_are_not_measured_again(tmp_path):
     assert unknown.measured(path, "w4a8_exact", 7) == unknown.measured(path, "w4a16", 8) == set()
     left = unknown.unmeasured(points.Drawn(512, 1024, (1, 3, 9)), {(512, 1024, 3)})
     assert left == (1, 9)
-
-
-def test_the_page_gives_ratios_regret_and_the_worst_points():
-    rows = [row("w4gemm", 10.0, configs=24, best_config="b", best_config_us=8.0), row("humming", 20.0)]
-    rows += [row("cublas", 15.0), row("w4gemm", 10.0, m=600), row("cublas", 9.0, m=600)]
-    found = page.text(rows, Path("unknown.jsonl"))
-    assert "| 1 to 16 | 1 | 1.50 | 1.50 | 0% | 0% | 1.250 | 1.25 |" in found
-    assert "| 334 to 8192 | 1 | 0.90 | 0.90 | 100% | 100% | - | - |" in found
-    assert "| 512x1024, m 600 | 0.90 | 10.0 | a | cublas 9.0 |" in found
-    assert "| 512x1024, m 3 | 1.25 | a 10.0 | b 8.0 |" in found
-
-
-def test_times_of_two_runs_are_not_compared():
-    """The ratio is of the run with more peers, the regret of the run that timed other configs."""
-    rows = [row("w4gemm", 10.0), row("humming", 20.0), row("cublas", 15.0)]
-    rows += [row("w4gemm", 8.0, run="r2", best_config="b", best_config_us=4.0), row("cublas", 8.8, run="r2")]
-    (point,) = page.points_of(rows)
-    assert point.ratio == pytest.approx(1.5) and point.regret == pytest.approx(2.0)
-    assert "1 beside cublas, humming" in page.text(rows, Path("unknown.jsonl"))
-
-
-def test_cublas_is_no_peer_of_w4a8():
-    rows = [row(name, us, work="w4a8_folded") for name, us in (("w4gemm", 10.0), ("cublas", 5.0), ("quack", 12.0))]
-    (point,) = page.points_of(rows)
-    assert point.ratio == pytest.approx(1.2) and point.regret is None
-
-
-def test_a_kind_without_peers_and_guesses_is_one_sentence():
-    alone = [row("w4gemm", 2.0, m, work="w4a8_exact") for m in (3, 70)]
-    text = page.text([row("w4gemm", 2.0), row("machete", 3.0), *alone], Path("unknown.jsonl"))
-    assert "(exact)\n\n2 points ran, beside no peer and no other config.\n\n## How" in text
-
-
-def test_plots_say_what_they_want(monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(SystemExit, match="plots want matplotlib: pip install matplotlib"):
-        page.plot([row("w4gemm", 2.0), row("machete", 3.0)], tmp_path / "plot.svg")

@@ -1,8 +1,9 @@
-"""The README's Python blocks run, one after another; tests of all documents' links and names are in test_docs.py."""
+"""Python blocks of the documents run: those of README.md and getting-started.md each alone, others in their order."""
 
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,24 +16,28 @@ from w4gemm.cli.__main__ import main
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def test_python_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("transformers")
-    from w4gemm.integrations.generation import default_model
+def blocks_of(page: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
 
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert len(blocks) >= 4
-    try:
-        default_model()
-    except FileNotFoundError:
-        blocks = [block for block in blocks if "default_model" not in block]
-    monkeypatch.chdir(tmp_path)
-    names: dict[str, object] = {}
-    for block in blocks:
-        exec(compile(block, "README.md", "exec"), names)
-    # the error that the README quotes
-    out = capsys.readouterr().out
-    assert "(3, 7, 512) True" in out
-    assert "x: wanted shape (..., k) with k 1024 like w, got (2, 1000)" in out
+
+@pytest.mark.parametrize(
+    "page, block", [(page, block) for page in ("README.md", "docs/getting-started.md") for block in blocks_of(page)]
+)
+def test_each_block_runs_alone(page: str, block: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A comment behind print(...) is what a CPU prints."""
+    pytest.importorskip("transformers")
+    exec(compile(block, page, "exec"), {})
+    shown = [line.split("  # ")[1].split(":")[0] for line in block.splitlines() if line.startswith("print(")]
+    assert capsys.readouterr().out.splitlines() == shown
+
+
+def test_the_readme_is_short_and_its_table_is_that_of_the_stored_rows() -> None:
+    sys.path.insert(0, str(ROOT))
+    from bench import report
+
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 120
+    assert report.with_table(text) == text and "| W4A16, int4 |" in text, "run python -m bench.report"
 
 
 def test_the_blocks_of_formats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,15 +47,6 @@ def test_the_blocks_of_formats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         exec(compile(block, "formats.md", "exec"), names)
     assert names["top"].n == 128 and names["left"].k == 256 and names["d"].shape == (3, 256)
     assert torch.equal(names["same"].perm, names["g_idx"].argsort(stable=True).int())
-
-
-def test_the_block_of_getting_started(capsys: pytest.CaptureFixture[str]) -> None:
-    """Its comments are what it prints on a CPU."""
-    pytest.importorskip("transformers")
-    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/getting-started.md").read_text(), re.DOTALL)
-    exec(compile(block, "getting-started.md", "exec"), {})
-    shown = [line.split("  # ")[1].split(":")[0] for line in block.splitlines() if line.startswith("print(")]
-    assert capsys.readouterr().out.splitlines() == shown
 
 
 def test_the_blocks_of_engines() -> None:

@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "unknown": "measure layers that nobody tuned, drawn at random, beside other implementations",
         "sweep": "time many configs of many products, for the model and the shipped table",
         "layers": "time whole layers of experts with configs forced",
-        "report": "make docs/benchmarks*.md, the plots and docs/benchmarks.html from a run's rows",
+        "report": "make docs/benchmarks-*.md and their plots of the stored rows",
         "tune": "make the shipped table of this GPU, and record what it brings",
     }
     for name, text in what.items():

@@ -1,0 +1,92 @@
+"""Gains of models inside vLLM and SGLang, from rows of engine.jsonl and sglang.jsonl: :func:`cases_of`."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from bench.engine.implementations import OURS
+from bench.rows import Row
+
+COLUMNS = ("batch 1", "batch 8", "batch 64", "batch 256", "prefill")
+_MODES = {"ep": "expert parallel", "eplb": "experts moved"}
+
+
+class Case(NamedTuple):
+    """A model that an engine served."""
+
+    engine: str
+    model: str
+    format: str
+    gpus: int
+    mode: str
+
+    def __str__(self) -> str:
+        how = [_MODES[part] for part in self.mode.split("+") if part in _MODES]
+        where = [f"{self.gpus} GPUs"] if self.gpus > 1 else []
+        return ", ".join((self.model, self.format, *where, *how))
+
+
+class Gain(NamedTuple):
+    """Time of the engine's own kernels / w4gemm's, of the newest run that measured both."""
+
+    over_choice: float
+    """Over the kernels that the engine chooses."""
+    over_best: float | None
+    """Over the fastest of two or more of the engine's kernels; None if only its choice ran."""
+    ms: float
+    """Milliseconds of a decode step or a prefill with w4gemm."""
+    row: Row
+    """w4gemm's row."""
+
+    def __str__(self) -> str:
+        return f"{self.over_choice:.2f}" + (f" ({self.over_best:.2f})" if self.over_best else "")
+
+
+def cases_of(rows: Iterable[Row], phases: Sequence[str] = ("decode", "prefill")) -> dict[Case, dict[str, Gain]]:
+    """Return the gains of every case by column, of whole models alone and of the engine's default compilation."""
+    runs: dict[Case, dict[str, dict[str, list[Row]]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
+    for row in rows:
+        # DeepSeek-V3 has no room on one GPU: five of its layers stand for it
+        cut = row["model"].endswith("-layers") and not row["model"].startswith("deepseek")
+        mode = row.get("mode", "default")
+        if row["phase"] in phases and not cut and ("default" in mode or row["engine"] == "sglang"):
+            case = Case(row["engine"], row["model"], row["format"], row.get("gpus", 1), mode)
+            runs[case][_column(row)][row["run"]].append(row)
+    cases: dict[Case, dict[str, Gain]] = {}
+    for case, columns in sorted(runs.items()):
+        gains = {name: gain for name, by_run in columns.items() if (gain := _newest(by_run))}
+        if gains:
+            cases[case] = gains
+    return cases
+
+
+def _column(row: Row) -> str:
+    if row["phase"] == "prefill":
+        return "prefill"
+    if row["phase"] == "serve":
+        return f"{row['batch']} at a time" + ("" if row.get("streamed", True) else ", whole")
+    return f"batch {row['batch']}"
+
+
+def _ms(row: Row) -> float:
+    """A time that falls as the engine gets faster."""
+    if row["phase"] == "prefill":
+        return 1e3 * float(row["seconds"])
+    return 1e3 / float(row["tokens_s"]) if row["phase"] == "serve" else float(row["ms_step"])
+
+
+def _newest(by_run: dict[str, list[Row]]) -> Gain | None:
+    """Return the gain of the newest run with w4gemm and the engine's choice; over_best of the newest with more."""
+    gain, over_best = None, None
+    for _, rows in sorted(by_run.items()):
+        ours = [row for row in rows if OURS in row["impl"]]
+        others = [row for row in rows if OURS not in row["impl"]]
+        chosen = [row for row in others if row.get("chosen", True)]
+        if ours and chosen:
+            ms = _ms(ours[-1])
+            if len({row["impl"] for row in others}) > 1:
+                over_best = min(map(_ms, others)) / ms
+            gain = Gain(_ms(chosen[-1]) / ms, over_best, ms, ours[-1])
+    return gain and gain._replace(over_best=over_best)

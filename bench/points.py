@@ -1,0 +1,134 @@
+"""Timed products beside other libraries, from the rows of bench/results: :func:`points_of`."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from bench.peers.base import fp4_name
+from bench.rows import Row
+
+from w4gemm.core.formats import WeightFormat
+
+RANGES = ((1, 16), (17, 64), (65, 333), (334, 8192))
+"""Numbers of tokens, first and last, that means are taken over."""
+STEPS = (1, 4, 16, 32, 64, 128, 256, 512, 1024, 8192)
+"""Last number of tokens of each column of a heatmap."""
+BEHIND = 0.97
+"""A smaller ratio counts as behind, because machines of one kind differ by as much."""
+
+
+class Kind(NamedTuple):
+    """Work whose times may be compared with each other."""
+
+    set: str
+    """"unknown" for layers that nobody tuned, "experts", or "tuned" for layers of the shipped tables."""
+    work: str
+    """"w4a16", "w4a8", "w4a8_exact" (scales on sums) or "w4a8_folded" (scales in e4m3 weights)."""
+    format: str
+    """"int4", "mxfp4" or "nvfp4"."""
+
+    def __str__(self) -> str:
+        name = {"int4": "int4"}.get(self.format, self.format.upper())
+        work, _, how = self.work.partition("_")
+        return f"{work.upper()}, {name}" + {"": "", "exact": ", scales on sums", "folded": ", folded scales"}[how]
+
+
+class Point(NamedTuple):
+    """One product, with the time of every implementation in one run."""
+
+    kind: Kind
+    n: int
+    k: int
+    experts: int
+    """0 for a single weight."""
+    routing: str
+    """Division of the tokens among experts, see ``bench.grouped``."""
+    m: int
+    """Tokens; with experts, the mean for each of them."""
+    us: dict[str, float]
+    """Microseconds by implementation, the faster of an implementation's two ways to scale."""
+    run: Row
+    """w4gemm's row: the facts of the run, and the config."""
+    others: list[Row]
+    """Rows of the other implementations."""
+    regret: float | None
+    """Time of the first choice / that of the fastest config that was timed; None if no other was."""
+
+    def __str__(self) -> str:
+        sizes = f"{self.experts} x {self.n} x {self.k}" if self.experts else f"{self.n} x {self.k}"
+        return f"{sizes}, {self.m} tokens" + (f", {self.routing} rows" if self.experts else "")
+
+    @property
+    def peers(self) -> dict[str, float]:
+        """Times of the other implementations. cuBLAS multiplies dense weights; with fp8 x these are of another format
+        and of twice the bytes, so it does not count."""
+        left_out = {"w4gemm"} if self.kind.work == "w4a16" else {"w4gemm", "cublas"}
+        return {name: us for name, us in self.us.items() if name not in left_out}
+
+    @property
+    def ratio(self) -> float:
+        """Time of the fastest other implementation / w4gemm's."""
+        return min(self.peers.values()) / self.us["w4gemm"]
+
+
+def points_of(rows: Iterable[Row]) -> list[Point]:
+    """Return the points that w4gemm and another implementation were timed at; of several runs of a point the one with
+    the most implementations, the last of these."""
+    runs: dict[tuple[Any, ...], dict[str, list[Row]]] = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        if row["kind"] == "time" and not row["impl"].startswith("w4gemm_"):
+            own = kind_of(row), row["n"], row["k"], row.get("experts", 0), row.get("routing", ""), row["m"]
+            runs[own][row["run"]].append(row)
+    points = []
+    for own, by_run in runs.items():
+        ours = [of_run for _, of_run in sorted(by_run.items()) if any(row["impl"] == "w4gemm" for row in of_run)]
+        regrets = [row["us_p50"] / row["best_config_us"] for rows in ours for row in rows if "best_config_us" in row]
+        if not ours:
+            continue
+        shown, us = max(reversed(ours), key=lambda rows: len({row["impl"] for row in rows})), {}
+        for row in shown:
+            us[row["impl"]] = min(row["us_p50"], us.get(row["impl"], row["us_p50"]))
+        run = next(row for row in shown if row["impl"] == "w4gemm")
+        others = [row for row in shown if row["impl"] != "w4gemm"]
+        point = Point(*own, us, run, others, regrets[-1] if regrets else None)
+        if point.peers:
+            points.append(point)
+    return sorted(points, key=lambda point: (point.kind, point.n, point.k, point.experts, point.routing, point.m))
+
+
+def kind_of(row: Row) -> Kind:
+    work = row["work"].removesuffix("_grouped")
+    return Kind(
+        row.get("set") or ("experts" if row["experts"] else "tuned"),
+        work,
+        fp4_name(WeightFormat.parse(row["format"])) or "int4",
+    )
+
+
+def by_kind(points: Sequence[Point]) -> list[tuple[Kind, list[Point]]]:
+    kinds = sorted({point.kind for point in points})
+    return [(kind, [point for point in points if point.kind == kind]) for kind in kinds]
+
+
+def mean(points: Sequence[Point]) -> float | None:
+    """Geometric mean of the ratios; None without points."""
+    return statistics.geometric_mean(point.ratio for point in points) if points else None
+
+
+def within(points: Iterable[Point], first: int, last: int) -> list[Point]:
+    return [point for point in points if first <= point.m <= last]
+
+
+def by_step(points: Sequence[Point]) -> list[float | None]:
+    """Mean ratio for each column of a heatmap."""
+    firsts = (1, *(step + 1 for step in STEPS))
+    return [mean(within(points, first, last)) for first, last in zip(firsts, STEPS, strict=False)]
+
+
+STEP_NAMES = [
+    str(last) if first == last else f"{first}-{last}"
+    for first, last in zip((1, *(step + 1 for step in STEPS)), STEPS, strict=False)
+]

@@ -1,0 +1,90 @@
+"""bench.report: the pages and plots of benchmarks are those of the stored rows."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from bench import report  # noqa: E402
+from bench.engine import summary  # noqa: E402
+from bench.points import Kind, by_kind, points_of  # noqa: E402
+from bench.rows import Row, read  # noqa: E402
+
+
+@pytest.mark.parametrize("page", report.PAGES, ids=lambda page: page.name)
+def test_the_pages_have_the_numbers_of_the_stored_rows(page):
+    points, engines = report.stored(page.gpu)
+    assert page.path.read_text() == report.text(page, points, engines), "run python -m bench.report"
+    assert not any(row["dirty"] for point in points for row in (point.run, *point.others))
+
+
+@pytest.mark.parametrize("page", report.PAGES, ids=lambda page: page.name)
+def test_the_heatmaps_have_the_numbers_of_the_stored_rows(page):
+    """Their cells are text, so that matplotlib is not needed."""
+    points, engines = report.stored(page.gpu)
+    for what, (columns, rows) in report.heatmaps(points, engines).items():
+        written = re.findall(r"<text[^>]*>([^<]*)</text>", page.plot(what).read_text())
+        cells = [f"{ratio:.2f}" for row in rows.values() for ratio in row if ratio is not None]
+        assert [text for text in written if re.fullmatch(r"\d\.\d\d", text)] == cells, "run python -m bench.report"
+        assert {*rows} <= {*written} and {*columns} & {*written}
+
+
+def row(impl: str, us: float, m: int = 3, run: str = "r1", **more: object) -> Row:
+    common = {"kind": "time", "work": "w4a16", "format": "int4_g128", "n": 512, "k": 1024, "experts": 0}
+    return common | {"impl": impl, "impl_version": "1", "us_p50": us, "m": m, "run": run} | more
+
+
+def test_times_of_two_runs_are_not_compared():
+    """The ratio is of the run with more implementations, the regret of the last run that timed other configs."""
+    rows = [row("w4gemm", 10.0), row("humming", 20.0), row("cublas", 15.0)]
+    rows += [row("w4gemm", 8.0, run="r2", best_config_us=4.0), row("cublas", 8.8, run="r2")]
+    (point,) = points_of(rows)
+    assert point.ratio == pytest.approx(1.5) and point.regret == pytest.approx(2.0)
+    (point,) = points_of([*rows, row("w4gemm", 6.0, run="r3"), row("a", 9.6, run="r3"), row("b", 12.0, run="r3")])
+    assert point.ratio == pytest.approx(1.6), "of two runs with as many the last"
+
+
+def test_what_counts_as_another_library():
+    rows = [row(name, us, work="w4a8_folded") for name, us in (("w4gemm", 10.0), ("cublas", 5.0), ("quack", 12.0))]
+    (point,) = points_of([*rows, row("w4gemm_config", 1.0, work="w4a8_folded"), row("w4gemm", 2.0, m=4)])
+    assert point.ratio == pytest.approx(1.2) and point.regret is None
+    both = [row("w4gemm", us, work="w4a8", format=f"int4_g128{scales}") for us, scales in ((4.0, ""), (3.0, "_e4m3"))]
+    (point,) = points_of([*both, row("quack", 6.0, work="w4a8")])
+    assert point.ratio == pytest.approx(2.0), "the faster of two ways to scale"
+    assert str(point.kind) == "W4A8, int4" and str(Kind("unknown", "w4a8_exact", "int4")).endswith("scales on sums")
+
+
+def test_every_point_is_printed(capsys):
+    file = report.RESULTS / "fp4.jsonl"
+    report.main(["--points", str(file)])
+    printed = capsys.readouterr().out
+    points = points_of(read(file))
+    assert len(re.findall(r"^\| \d", printed, re.MULTILINE)) == len(points) > 100
+    assert len(by_kind(points)) == printed.count("| n x k |") == 3
+
+
+def engine(impl: str, ms: float, run: str = "r1", **more: object) -> Row:
+    common = {"engine": "vllm", "model": "m", "format": "f", "gpus": 1, "mode": "default", "phase": "decode"}
+    return common | {"impl": impl, "chosen": impl == "machete", "ms_step": ms, "batch": 1, "run": run} | more
+
+
+def test_a_gain_is_of_the_newest_run_with_both():
+    rows = [engine("w4gemm", 2.0), engine("machete", 3.0), engine("humming", 2.6)]
+    rows += [engine("w4gemm", 1.0, "r2"), engine("machete", 1.8, "r2"), engine("w4gemm", 1.0, "r3")]
+    rows += [engine("w4gemm", 5.0, model="m-2-layers"), engine("machete", 6.0, model="m-2-layers")]
+    ((case, gains),) = summary.cases_of(rows).items()
+    assert str(case) == "m, f" and str(gains["batch 1"]) == "1.80 (1.30)"
+
+
+def test_plots_say_what_they_need(monkeypatch, tmp_path):
+    from bench import plots
+
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(SystemExit, match=r"plots need matplotlib: pip install '.\[bench\]'"):
+        plots.heatmap(tmp_path / "plot.svg", "", ["1"], {"a": [1.0]})
