@@ -121,6 +121,20 @@ def test_training_equals_that_beside_dense_layers(base: Callable[[], torch.nn.Mo
         assert torch.equal(logits(again), logits(base()))
 
 
+@pytest.mark.parametrize("how", ["from_pretrained", "load", "quantize_layers"])
+def test_peft_sees_layers_of_a_model_without_a_call(how: str, base: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    """Once "all-linear" found no layer, and PEFT said that no target_modules were passed."""
+    enabled = []
+    monkeypatch.setattr("w4gemm.integrations.peft.enable", lambda: enabled.append(True))
+    if how == "from_pretrained":
+        base()
+    elif how == "load":
+        load(write_dense(tmp_path, "qwen2"), format="int4_g32")
+    else:
+        quantize_layers(torch.nn.Sequential(torch.nn.Linear(64, 64)), "int4_g32")
+    assert enabled == [True]
+
+
 def test_all_linear_layers_but_the_head(base: Callable[[], torch.nn.Module]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)

@@ -1,4 +1,5 @@
-"""PEFT's LoRA beside 4-bit layers: :func:`enable`, once, before ``peft.get_peft_model``.
+"""PEFT's LoRA beside 4-bit layers: :func:`enable`, once, before ``peft.get_peft_model``. Loading or quantizing a model
+calls it if peft was imported before.
 
 The 4-bit weight stays as it is; the adapter's two matrices are trained. Gradients reach them through
 :func:`w4gemm.linear`. Adapters are saved and loaded as PEFT does. PEFT 0.21 is tested.

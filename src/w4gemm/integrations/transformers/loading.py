@@ -25,7 +25,7 @@ from w4gemm.checkpoints.text_part import PREFIX, TextPart
 from w4gemm.core.errors import FormatError, device_here
 from w4gemm.core.formats import WeightFormat
 from w4gemm.integrations.transformers.decoding import decode_by_graph
-from w4gemm.integrations.transformers.layers import Progress
+from w4gemm.integrations.transformers.layers import Progress, enable_peft
 from w4gemm.integrations.transformers.names import Renaming, dtype_of, of_modules, unneeded
 from w4gemm.integrations.transformers.places import AwaitedLinear, Place, finish, listed, reserve, submodule, unpacked
 
@@ -77,6 +77,7 @@ def load(
     filling = _Filling(model, checkpoint, device, dtype, activations)
     filling.run(progress)
     describe(model).unsaved = tuple(filling.unsaved)
+    enable_peft()
     return decode_by_graph(model.to(device).eval()), tokenizer
 
 

@@ -35,6 +35,7 @@ from w4gemm.core.formats import WeightFormat
 from w4gemm.integrations.transformers.config import W4GemmConfig
 from w4gemm.integrations.transformers.decoding import decode_by_graph
 from w4gemm.integrations.transformers.dequantize import dequantize_layers
+from w4gemm.integrations.transformers.layers import enable_peft
 from w4gemm.integrations.transformers.names import (
     Renaming,
     check_files,
@@ -168,6 +169,7 @@ class W4GemmQuantizer(HfQuantizer):
         return param.element_size()
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
+        enable_peft()
         self._sharded = (getattr(model, "tp_size", None) or 1) > 1
         self._fill_fp8(model)
         self._fill_unpacked(model)
