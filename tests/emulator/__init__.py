@@ -1,0 +1,1 @@
+"""An emulator of NVIDIA GPUs, see kernel.py."""

@@ -1,0 +1,290 @@
+"""mbarriers, asynchronous copies and WGMMAs of an emulated launch: :class:`AsynchronousMachine`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from emulator.machine import SHARED_BYTES, Machine
+from emulator.numbers import Array, operand_a, unpacked
+from emulator.ptx import Address, Instruction, Program
+
+
+class MBarrier:
+    """An mbarrier."""
+
+    def __init__(self, count: int):
+        self.count, self.missing, self.bytes, self.phase = count, count, 0, 0
+        self.copies: list[Callable[[], None]] = []
+
+    def arrive(self, count: int = 1) -> None:
+        self.missing -= count
+        assert self.missing >= 0, "more threads arrive at an mbarrier than it counts"
+        self.turn()
+
+    def turn(self) -> None:
+        if self.missing == 0 and self.bytes == 0:
+            self.missing, self.phase = self.count, self.phase ^ 1
+
+    def complete(self) -> None:
+        """Let the copies that signal it arrive."""
+        copies, self.copies = self.copies, []
+        for copy in copies:
+            copy()
+        self.turn()
+
+
+class AsyncCopies(NamedTuple):
+    """One ``cp.async`` of several threads."""
+
+    threads: Array
+    group: Array
+    """Number of each thread's group."""
+    target: Array
+    source: Array
+    size: Array
+
+
+class BoxStore(NamedTuple):
+    """A store of a box by TMA that has not read shared memory yet."""
+
+    thread: int
+    group: int
+    """Number of the thread's group."""
+    target: Array
+    source: Array
+
+
+class SharedRange(NamedTuple):
+    """Bytes of a CTA's shared memory."""
+
+    cta: int
+    start: int
+    end: int
+
+
+class AsynchronousMachine(Machine):
+    """Adds what goes on while its thread goes on."""
+
+    def __init__(self, ptx: str | Program, grid: int, cluster: int = 1):
+        super().__init__(ptx, grid, cluster)
+        self.mbarriers: dict[tuple[int, int], MBarrier] = {}
+        """By CTA and address."""
+        self.copies: list[AsyncCopies] = []
+        self.commits = np.zeros(len(self.pc), np.int64)
+        """By thread, the groups of cp.async that it has committed."""
+        self.stores: list[BoxStore] = []
+        self.bulk_commits = np.zeros(len(self.pc), np.int64)
+        """By thread, the groups of stores by TMA that it has committed."""
+        self.reads: dict[int, list[list[SharedRange]]] = {}
+        """By a warpgroup's first thread, what its WGMMAs in flight read, by group; the last group is not committed."""
+
+    # --- mbarriers
+
+    def _mbarriers(self, operand: Address, on: Array) -> Iterator[tuple[MBarrier, Array]]:
+        """The mbarriers that threads name, each with its threads."""
+        cta, offset = self.owner(self.address(operand, on, "u32"), on)
+        for key in np.unique(cta * SHARED_BYTES + offset):
+            own = on[cta * SHARED_BYTES + offset == key]
+            yield self.mbarriers[divmod(int(key), SHARED_BYTES)], own
+
+    def _mbarrier_init(self, i: Instruction, on: Array) -> None:
+        cta, offset = self.owner(self.address(i.operands[0], on, "u32"), on)
+        counts = np.broadcast_to(self.get(i.operands[1], "u32", on), on.shape)
+        for key in zip(cta.tolist(), offset.tolist(), counts.tolist(), strict=True):
+            self.mbarriers[key[:2]] = MBarrier(key[2])
+
+    def _mbarrier_arrive(self, i: Instruction, on: Array) -> bool:
+        """Arrive. Who gives memory back lets those run who wait for it, before it goes on."""
+        self.idle = 0
+        expects = "expect_tx" in i.opcode
+        at = next(j for j, o in enumerate(i.operands) if isinstance(o, Address))
+        for barrier, own in self._mbarriers(i.operands[at], on):
+            if expects:
+                barrier.bytes += int(np.broadcast_to(self.get(i.operands[at + 1], "u32", own), own.shape).sum())
+            barrier.arrive(len(own))
+        return not expects and self.let_others_run(on)
+
+    def _mbarrier_wait(self, i: Instruction, on: Array) -> Any:
+        to, at, parity, *_ = i.operands
+        failed = False
+        for barrier, own in self._mbarriers(at, on):
+            barrier.complete()
+            done = barrier.phase != np.broadcast_to(self.get(parity, "u32", own), own.shape)
+            self.put(to, done, own)
+            failed |= not done.all()
+        if failed:
+            return self.fail(on)
+        self.idle = 0
+        return None
+
+    # --- asynchronous copies
+
+    def _copy_async(self, i: Instruction, on: Array) -> None:
+        """cp.async: the target is destroyed now, and written when it is waited for."""
+        target = self.address(i.operands[0], on, "u32")
+        source, size = self.address(i.operands[1], on), np.full(on.shape, 16)
+        if len(i.operands) > 3:
+            size = np.broadcast_to(self.get(i.operands[3], "s32", on), on.shape)
+        assert i.operands[2] == "16" and ((size == 16) | (size == 0) | (size % 2 == 0)).all(), i.text
+        cta, offset = self.owner(target, on)
+        self._destroy(cta, offset, offset[:, None] + np.arange(16))
+        self.copies.append(AsyncCopies(on, self.commits[on], target, source, size))
+
+    def _commit(self, i: Instruction, on: Array) -> None:
+        self.commits[on] += 1
+
+    def _wait_copies(self, i: Instruction, on: Array) -> None:
+        """Write what the copies bring, of each thread's groups but the newest ones."""
+        if "wait_group" in i.opcode:
+            self._finish(on, self.commits[on] - int(i.operands[0]))
+        else:
+            self._finish(on, self.commits[on] + 1)
+
+    def _finish(self, on: Array, before: Array) -> None:
+        end = np.zeros(len(self.pc), np.int64)
+        end[on] = before
+        left = []
+        for copy in self.copies:
+            due = copy.group < end[copy.threads]
+            for threads, _, target, source, size in (copy,) if due.any() else ():
+                for bytes in np.unique(size[due]):
+                    chosen = due & (size == bytes)
+                    words = np.zeros((int(chosen.sum()), 16), np.uint8)
+                    if bytes:
+                        unit = next(u for u in (16, 8, 4, 2, 1) if bytes % u == 0)
+                        parts = [
+                            self.load("global", source[chosen] + j, threads[chosen], 1, unit)
+                            for j in range(0, bytes, unit)
+                        ]
+                        words[:, :bytes] = np.concatenate(parts, 1)
+                    self.store("shared", target[chosen], threads[chosen], words)
+            if not due.all():
+                left.append(AsyncCopies(*(field[~due] for field in copy)))
+        self.copies = left
+
+    def _arrive_after_copies(self, i: Instruction, on: Array) -> None:
+        self._finish(on, self.commits[on] + 1)
+        for barrier, own in self._mbarriers(i.operands[0], on):
+            barrier.arrive(len(own))
+
+    def _bulk_copy(self, i: Instruction, on: Array) -> None:
+        """Copy contiguous bytes, for each thread that executes it."""
+        assert "multicast::cluster" not in i.opcode, i.text
+        target, source, size, at = i.operands
+        for t in on:
+            one = np.array([t])
+            bytes = int(np.broadcast_to(self.get(size, "u32", one), 1)[0])
+            ((barrier, _),) = self._mbarriers(at, one)
+            to, start = self.address(target, one, "u32"), self.address(source, one)
+            assert bytes % 16 == 0 and start % 16 == 0 and to % 16 == 0, i.text
+            _, begin = self.located("global", start, one, 16)
+            assert self.mapped[begin[0] : begin[0] + bytes].all(), f"outside every tensor: {start[0]:#x}, {bytes} bytes"
+            self._bring(barrier, one, to + np.arange(bytes), self.memory[begin[0] : begin[0] + bytes])
+
+    def _box_copy(self, i: Instruction, on: Array) -> None:
+        """Copy a box of a matrix by TMA, from global to shared memory, with zeros past the matrix."""
+        target, source, at = i.operands[:3]
+        for t in on:
+            one = np.array([t])
+            ((barrier, _),) = self._mbarriers(at, one)
+            bytes, exists = self._box(source, one)
+            values = np.where(exists, self.memory[np.where(exists, bytes, 0)], np.uint8(0))
+            to = self.address(target, one, "u32") + np.arange(values.size)
+            box = self.maps[int(self.address(source, one)[0])]
+            self._bring(barrier, one, _swizzled(to) if box.swizzled else to, values.reshape(-1))
+
+    def _box(self, source: Address, one: Array) -> tuple[Array, Array]:
+        """The bytes in global memory of a box, by row, and whether the matrix has them."""
+        box = self.maps[int(self.address(source, one)[0])]
+        column, row = (int(np.broadcast_to(self.get(c, "s32", one), 1)[0]) for c in source.coordinates)
+        (height, width), size = box.tensor.shape, box.tensor.itemsize
+        rows, columns = np.ogrid[row : row + box.rows, column * size : (column + box.columns) * size]
+        start = next(start for start, tensor in self.tensors if tensor.data_ptr() == box.tensor.data_ptr())
+        exists = (rows >= 0) & (rows < height) & (columns >= 0) & (columns < width * size)
+        return start + rows * width * size + columns, exists
+
+    def _box_store(self, i: Instruction, on: Array) -> None:
+        """Store a box by TMA: it is read when it is waited for, so as late as possible."""
+        target, source = i.operands[:2]
+        for t in on:
+            one = np.array([t])
+            bytes, exists = self._box(target, one)
+            cta, offset = self.owner(self.address(source, one, "u32"), one)
+            at = cta * SHARED_BYTES + _swizzled(offset + np.arange(bytes.size)).reshape(bytes.shape)
+            self.stores.append(BoxStore(int(t), int(self.bulk_commits[t]), bytes[exists], at[exists]))
+
+    def _bulk_commit(self, i: Instruction, on: Array) -> None:
+        self.bulk_commits[on] += 1
+
+    def _bulk_wait(self, i: Instruction, on: Array) -> None:
+        left = []
+        for store in self.stores:
+            if store.thread in on and store.group < self.bulk_commits[store.thread] - int(i.operands[0]):
+                self.memory[store.target] = self.shared[store.source]
+            else:
+                left.append(store)
+        self.stores = left
+
+    def _bring(self, barrier: MBarrier, one: Array, to: Array, values: Array) -> None:
+        """Destroy the target, and write it when the mbarrier is waited for."""
+        cta, offset = self.owner(to, np.broadcast_to(one, to.shape))
+        at, values = cta * SHARED_BYTES + offset, values.copy()
+        self._destroy(cta[:1], np.array([offset.min()]), offset[None])
+
+        def arrive() -> None:
+            self.shared[at], self.written[at] = values, True
+            barrier.bytes -= len(values)
+
+        barrier.copies.append(arrive)
+
+    def _destroy(self, cta: Array, start: Array, offsets: Array) -> None:
+        """Destroy what a copy will write, (copies, bytes), each copy from ``start`` on in a CTA. No WGMMA in flight may
+        read it."""
+        bytes = cta[:, None] * SHARED_BYTES + offsets
+        self.shared[bytes], self.written[bytes] = 0xFF, False
+        for read in (read for groups in self.reads.values() for group in groups for read in group):
+            meets = (cta == read.cta) & (start < read.end) & (start + offsets.shape[1] > read.start)
+            assert not meets.any(), "a copy writes what WGMMAs may still read"
+
+    # --- wgmma
+
+    def _wgmma(self, i: Instruction, on: Array) -> None:
+        """wgmma m64nN of each warpgroup, with A in registers and B in shared memory, 128 bytes along k."""
+        shape, _, *kinds = i.opcode[-4:]
+        d, a, descriptor, keep = i.operands[:4]
+        assert isinstance(a, tuple), i.text
+        n, size = int(shape[4:].split("k")[0]), 1 if kinds[1] in ("e4m3", "e5m2") else 2
+        left = operand_a([unpacked(kinds[0], self.get(r, "u32", on)) for r in a])  # by warp
+        bits = np.broadcast_to(self.get(descriptor, "u64", on), on.shape).reshape(-1, 128)[:, 0]
+        for group, word in enumerate(bits.tolist()):
+            own = on[128 * group : 128 * group + 128]
+            start, stride = (word & 0x3FFF) << 4, (word >> 32 & 0x3FFF) << 4
+            assert word >> 62 == 1, "wanted the swizzle of 128 bytes"
+            rows = np.arange(n)[:, None]
+            at = _swizzled(start + rows // 8 * stride + rows % 8 * 128 + np.arange(32))
+            cta = int(self.cta[own[0]])
+            self.reads.setdefault(int(own[0]), [[]])[-1].append(SharedRange(cta, int(at.min()), int(at.max()) + 1))
+            raw = self.shared[cta * SHARED_BYTES + at]
+            right = unpacked(kinds[1], np.ascontiguousarray(raw).view(np.uint32)).reshape(n, 32 // size)
+            product = np.matmul(left[4 * group : 4 * group + 4], right.T).reshape(4, 2, 8, n // 8, 4, 2)
+            kept = self.get(keep, "pred", own) if not keep.isdigit() else np.bool_(int(keep))
+            for j, name in enumerate(d):
+                block, half, column = j // 4, j % 4 // 2, j % 2
+                old = np.where(kept, self.get(name, "f32", own), np.float32(0))
+                self.put(name, old + product[:, half, :, block, :, column].reshape(-1), own)
+
+    def _wgmma_commit(self, i: Instruction, on: Array) -> None:
+        for first in np.unique(on // 128) * 128:
+            self.reads.setdefault(int(first), [[]]).append([])
+
+    def _wgmma_wait(self, i: Instruction, on: Array) -> None:
+        for first in np.unique(on // 128) * 128:
+            groups = self.reads.setdefault(int(first), [[]])
+            self.reads[int(first)] = groups[max(0, len(groups) - 1 - int(i.operands[0])) :]
+
+
+def _swizzled(address: Array) -> Array:
+    return address ^ (address >> 7 & 7) << 4

@@ -1,0 +1,346 @@
+"""Compiled kernels, run by an emulator of the GPU (gpu_emulator.py), beside the reference in float64: no GPU needed.
+
+Each product is the smallest one that takes the paths of its config: several stages and more, a ragged tile, few CTAs so
+that those of a persistent grid have several tiles and stream-k's share some. What the host does is run too; the size of
+the grid and the parameters of the kernel, which compiled host code works out, are written here.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from conformance.cases import FP8, assert_close, random_weight
+from emulator.kernel import Emulator
+from emulator.machine import TensorMap
+from emulator.ptx import Program, ptx_of
+from emulator.ptx import parse as parse_ptx
+from w4gemm import QuantizedWeight, WeightFormat
+from w4gemm.core.activation import ACTIVATIONS, is_gated, parse
+from w4gemm.core.epilogue import PLAIN, SCALE_BLOCK, Epilogue, EpilogueOperands, default_out_dtype
+from w4gemm.core.problem import H200, GemmProblem
+from w4gemm.kernels import config_named
+from w4gemm.kernels.activation_quantize.spec import ActivationQuantize
+from w4gemm.kernels.arguments import NO_ROWS, Arguments, ExpertRows, nested
+from w4gemm.kernels.base import Operands
+from w4gemm.kernels.gate_halves.spec import GateHalves
+from w4gemm.kernels.rms_norm.spec import RmsNorm
+from w4gemm.kernels.row_combine.spec import RowCombine
+
+pytest.importorskip("cutlass")
+
+
+@functools.cache
+def program_of(unit: Any) -> Program:
+    return parse_ptx(ptx_of(unit))
+
+
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+# --- products --------------------------------------------------------------------------------------------------------
+
+
+class Product(NamedTuple):
+    """A product and the config that computes it."""
+
+    config: str
+    """With the kernel's name."""
+    format: str
+    epilogue: Epilogue
+    m: int
+    """Rows of x; if there are experts, this many that no expert has come behind each expert's rows."""
+    n: int
+    k: int
+    ctas: int
+    counts: tuple[int, ...] = ()
+    """Rows of each expert; none for a single weight."""
+    gathered: bool = False
+
+    @property
+    def rows(self) -> int:
+        return sum(self.counts) + self.m * len(self.counts) if self.counts else self.m
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return FP8 if "fp8" in self.config else torch.bfloat16
+
+    @property
+    def problem(self) -> GemmProblem:
+        kernel, _ = config_named(self.config)
+        p = GemmProblem(self.rows, self.n, self.k, self.dtype, self.format, kernel.layout, self.epilogue, H200)
+        return replace(p, experts=len(self.counts), gathered=self.gathered)
+
+    def __str__(self) -> str:
+        return f"{self.config}-{self.format}"
+
+
+ALL = Epilogue("gelu", "device", bias=True, residual=True)
+SCALED, BLOCKS = Epilogue(token_scale=True), Epilogue(residual=True, block_scale=True)
+PRODUCTS = [
+    Product("sm80_mixed_gemm/8x64x128_1x1x1_coop", "int4_g64_zfloat", ALL, 5, 130, 1504, 3),
+    Product("sm80_mixed_gemm/16x64x128_1x1x1_stream", "int4_g128", Epilogue("silu", bias=True), 11, 256, 1536, 5),
+    Product("sm89_fp8_gemm/16x64x256_1x1x1_pingpong", "int4_g128", SCALED, 8, 64, 2432, 8, (3, 0, 41), True),
+    Product("sm90_decode/8x32x128_1x1x1_coop_k2", "int4_g128", Epilogue("relu", bias=True), 5, 160, 2432, 4),
+    Product("sm90_mixed_gemm/16x128x128_1x1x1_stream", "int4_g32", ALL, 11, 256, 2048, 3),
+    Product("sm90_mixed_gemm/24x64x256_1x1x1_coop_k2", "int4_g128", Epilogue("gelu_tanh"), 27, 64, 512, 4),
+    Product("sm90_mixed_gemm/128x64x128_1x1x1_coop", "int4_g128", PLAIN, 3, 128, 256, 2, (5, 130, 0, 37)),
+    Product("sm90_fp8_gemm/16x64x256_1x1x1_pingpong", "int4_g128", BLOCKS, 1, 64, 1152, 2, (5, 0, 17)),
+]
+
+
+def experts_of(case: Product) -> QuantizedWeight:
+    format, layout = WeightFormat.parse(case.format), case.problem.layout
+    if not case.counts:
+        return random_weight(format, case.n, case.k).repack(layout)
+    weights = (random_weight(format, case.n, case.k, seed) for seed in range(len(case.counts)))
+    return QuantizedWeight.stack(weights, len(case.counts), layout)
+
+
+def rows_of(case: Product) -> ExpertRows:
+    """The rows of each expert, and of the tokens that they are gathered from."""
+    if not case.counts:
+        return NO_ROWS
+    starts = [sum(case.counts[:e]) + e * case.m for e in range(len(case.counts))]
+    ends = [start + count for start, count in zip(starts, case.counts, strict=True)]
+    indices = torch.randint(0, 40, (case.rows,), dtype=torch.int32) if case.gathered else None
+    return ExpertRows(torch.tensor(starts, dtype=torch.int32), torch.tensor(ends, dtype=torch.int32), indices, 0)
+
+
+def operands_of(case: Product, tokens: int, w: QuantizedWeight) -> EpilogueOperands:
+    asked, out_dtype = case.epilogue, default_out_dtype(case.dtype)
+    blocks = -(-case.k // SCALE_BLOCK)
+    return EpilogueOperands(
+        alpha=torch.tensor([0.7]) if asked.alpha else None,
+        bias=randn(*(case.counts and (len(case.counts),)), case.n, seed=5) if asked.bias else None,
+        residual=randn(case.rows, asked.columns(case.n), seed=6, dtype=out_dtype) if asked.residual else None,
+        token_scale=randn(tokens, seed=7, dtype=torch.float32).abs() if asked.token_scale else None,
+        block_scale=randn(tokens, blocks, seed=8, dtype=torch.float32).abs() if asked.block_scale else None,
+    )
+
+
+def parameters(case: Product, arguments: Arguments) -> list[Any]:
+    """The parameters of the kernel, without those that it does not have."""
+    name, (kernel, config) = case.config.split("/")[0], config_named(case.config)
+    if name in ("sm80_mixed_gemm", "sm89_fp8_gemm"):
+        flat = (*arguments[:3], *arguments.epilogue, *arguments.rows, *arguments.workspace, arguments.max_clusters)
+        return [value for value in flat if value is not None]
+    variant: Any = kernel.variant.of(case.problem, config)  # type: ignore[attr-defined]
+    inner, x = arguments.behind_tma(), arguments.x
+    flat = (inner.weight, inner.out, *inner.epilogue, *inner.rows, *inner.workspace)
+    behind = [value for value in flat if value is not None]
+    if name == "sm90_decode":
+        return [TensorMap(x, variant.tokens, 64), None, *behind]
+    scales: list[Any] = []
+    if variant.block_scales:
+        by_column = arguments.epilogue.block_scale.T
+        whole = by_column.as_strided((len(by_column), by_column.stride(0)), (by_column.stride(0), 1))
+        scales = [TensorMap(whole, variant.blocks_k, variant.scale_tokens, swizzled=False), None]
+    target = [TensorMap(arguments.out, variant.tokens_per_round, 64), None] if variant.boxed else [arguments.out]
+    boxes = TensorMap(x, variant.box_tokens, 128 // x.itemsize)
+    return [boxes, None, *scales, None, *target, *behind]
+
+
+def computed(
+    case: Product, x: torch.Tensor, w: QuantizedWeight, given: EpilogueOperands, rows: ExpertRows
+) -> torch.Tensor:
+    """d, NaN where nothing was stored. Flags of stream-k must be 0 afterwards."""
+    kernel, config = config_named(case.config)
+    program = program_of(kernel.unit(case.problem, config))
+    cluster = config.cluster_m * config.cluster_n * config.split_k
+
+    def launch(*values: Any) -> None:
+        arguments = nested(values)
+        Emulator(program, case.ctas, cluster).run(*parameters(case, arguments))
+        assert arguments.workspace.flags is None or not arguments.workspace.flags.any(), "flags stay set"
+
+    out = torch.full((case.rows, case.epilogue.columns(case.n)), torch.nan, dtype=default_out_dtype(case.dtype))
+    workspace = torch.zeros(
+        kernel.workspace_bytes(replace(case.problem, device=replace(H200, sms=case.ctas)), config), dtype=torch.uint8
+    )
+    kernel.launcher(launch, case.problem, config)(Operands(x, w.tensors, out, given, rows, workspace))
+    return out
+
+
+@pytest.mark.parametrize("case", PRODUCTS, ids=str)
+def test_products(case: Product) -> None:
+    w, rows = experts_of(case), rows_of(case)
+    x = randn(40 if case.gathered else case.rows, case.k, seed=3, dtype=case.dtype)
+    given = operands_of(case, len(x), w)
+    d = computed(case, x, w, given, rows)
+    fused = {"activation": case.epilogue.activation, "alpha": given.alpha}
+    scales = given.token_scale
+    if given.block_scale is not None:
+        x, fused["out_dtype"] = given.scaled_blocks(x.float()), d.dtype
+    if not case.counts:
+        check(d, x, w, given.bias, residual=given.residual, token_scale=scales, **fused)
+        return
+    for e, (first, last) in enumerate(zip(rows.starts.tolist(), rows.ends.tolist(), strict=True)):
+        own = torch.arange(first, last)
+        sources = own if rows.indices is None else rows.indices[own]
+        bias, residual = (None if t is None else t[i] for t, i in ((given.bias, e), (given.residual, own)))
+        token_scale = None if scales is None else scales[sources]
+        check(d[own], x[sources], w.expert(e), bias, residual=residual, token_scale=token_scale, **fused)
+        d[own] = torch.nan
+    assert d.isnan().all(), "rows that no expert has were written"
+
+
+def check(d: torch.Tensor, x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None, **fused: Any) -> None:
+    assert_close(d, x, w, bias, **{name: value for name, value in fused.items() if value is not None})
+
+
+def test_a_nan_stays_one() -> None:
+    """In its row alone, and behind a relu too."""
+    case = next(case for case in PRODUCTS if case.epilogue.activation == "relu")
+    w, x = experts_of(case), randn(case.rows, case.k, seed=3)
+    x[2] = torch.nan
+    assert computed(case, x, w, operands_of(case, len(x), w), NO_ROWS).isnan().all(1).tolist() == [
+        False,
+        False,
+        True,
+        False,
+        False,
+    ]
+
+
+# --- helpers ---------------------------------------------------------------------------------------------------------
+
+ROUNDED_ONCE = 1.01 * 2.0**-8
+"""Relative error of a bfloat16."""
+
+
+def close(d: torch.Tensor, wanted: torch.Tensor, roundings: int = 1, least: float = 1e-30) -> None:
+    torch.testing.assert_close(d.double(), wanted, rtol=roundings * ROUNDED_ONCE, atol=least)
+
+
+@pytest.mark.parametrize("k, add", [(264, False), (520, True)])
+def test_rms_norm(k: int, add: bool) -> None:
+    """The epsilon is as large as the mean square."""
+    eps, x, weight = 0.01, randn(3, k, seed=1) / 10, randn(k, seed=2)
+    residual = randn(3, k, seed=3) / 20 if add else None
+    out, total = (torch.full_like(x, torch.nan) for _ in range(2))
+    given = (x, residual, weight, out, total if add else None)
+    program = program_of(RmsNorm.of(H200, x.dtype, k, add).unit())
+    Emulator(program, len(x)).run(*(t for t in given if t is not None), eps)
+    if residual is not None:
+        x = (x.float() + residual.float()).to(x.dtype)
+        assert torch.equal(total, x)
+    y = x.double()
+    close(out, y / (y.square().mean(1, keepdim=True) + eps).sqrt() * weight.double(), roundings=2)
+
+
+@pytest.mark.parametrize("activation", [name for name in ACTIVATIONS if is_gated(name)])
+def test_gate_halves(activation: str) -> None:
+    """Tails too: a bfloat16 has the same relative error everywhere."""
+    gates = torch.linspace(-9, 9, 1032).bfloat16()
+    x = torch.stack((torch.cat((gates, gates.flip(0) / 3)), torch.cat((gates.flip(0), gates / 3 + 1))))
+    out = torch.full((2, 1032), torch.nan, dtype=x.dtype)
+    program = program_of(GateHalves.of(H200, x.dtype, activation).unit())
+    ctas = -(-1032 // (8 * program.threads))
+    Emulator(program, 2 * ctas).run(x, out, ctas)
+    close(out, parse(activation).apply(torch.stack(x.double().chunk(2, 1), -1).flatten(1)), least=1e-14)
+
+
+@pytest.mark.parametrize("front, k", [("", 515), ("rms", 520), ("add_rms", 520), ("silu_mul", 264)])
+def test_activation_quantize(front: str, k: int) -> None:
+    """Rows whose top lies anywhere, in front of the last warp and in it."""
+    m, eps, wide = 4, 0.01, k % 8 == 0
+    x = randn(m, k * (2 if front == "silu_mul" else 1), seed=1) / 10
+    for row, column in enumerate((0, 200, k - 1, k // 2)):
+        x[row, column] = 3.0
+        x[row, k:] = 1.0
+    weight = torch.ones(k, dtype=x.dtype) if "rms" in front else None
+    residual = randn(m, k, seed=3) / 20 if front == "add_rms" else None
+    x8, scales = torch.zeros(m, k, dtype=torch.uint8), torch.full((m,), torch.nan)
+    total = torch.full_like(x, torch.nan) if front == "add_rms" else None
+    program = program_of(ActivationQuantize.of(H200, x.dtype, k, front, wide, chunks=1).unit())
+    given = [t for t in (x, residual, weight, x8, scales, total) if t is not None]
+    Emulator(program, m).run(*given, eps)
+    if residual is not None:
+        x = (x.float() + residual.float()).to(x.dtype)
+        assert total is not None and torch.equal(total, x)
+    y = x.double()
+    if front == "silu_mul":
+        y = torch.nn.functional.silu(y[:, :k]) * y[:, k:]
+    elif front:
+        y = y / (y.square().mean(1, keepdim=True) + eps).sqrt()
+    tops = y.abs().amax(1)
+    close(scales, tops / 448)
+    least = tops[:, None] / 448 * 2.0**-10
+    error = (x8.view(FP8).double() * scales.double()[:, None] - y).abs()
+    assert (error <= 1.01 * (y.abs() * (2.0**-4 + 3 * ROUNDED_ONCE) + least)).all()
+
+
+def test_row_combine() -> None:
+    d, weights = randn(9, 136, seed=1), randn(5, 4, seed=2, dtype=torch.float32)
+    rows = torch.tensor([[0, 8, -1, 3], [1, 1, 1, 1], [-1, -1, -1, -1], [2, 5, 7, -1], [4, 6, 0, 8]], dtype=torch.int32)
+    out = torch.full((5, 136), torch.nan, dtype=d.dtype)
+    program = program_of(RowCombine.of(H200, d.dtype, 4).unit())
+    ctas = -(-136 // (8 * program.threads))
+    Emulator(program, 5 * ctas).run(d, rows, weights, out, 1, ctas)
+    terms = torch.where(rows[..., None] >= 0, d.double()[rows.clamp(min=0)], 0.0) * weights.double()[..., None]
+    close(out, terms.sum(1), least=1e-6)
+
+
+# --- what the emulator refuses ---------------------------------------------------------------------------------------
+
+PTX = """
+.visible .entry kernel(.param .align 8 .b8 kernel_param_0[8])
+.reqntid 64, 1, 1
+{{
+	.reg .pred %p<2>;
+	.reg .b32 %r<3>;
+	.reg .b64 %rd<3>;
+	ld.param.b64 %rd0, [kernel_param_0];
+	mov.u32 %r0, %tid.x;
+	mul.wide.u32 %rd1, %r0, 4;
+	add.s64 %rd2, %rd0, %rd1;
+	{body};
+	st.global.b32 [%rd2], %r0;
+	ret;
+}}
+"""
+"""out[i] = i for 64 numbers."""
+
+
+@pytest.mark.parametrize(
+    "body, error",
+    [
+        ("mov.b32 %r1, 0", ""),
+        ("sin.approx.f32 %r1, %r0", "does not know sin.approx.f32"),
+        ("add.s64 %rd2, %rd2, 4", "outside every tensor"),
+        ("add.s64 %rd2, %rd2, 2", "not aligned to 4 bytes"),
+        ("ld.shared.b32 %r1, [__dynamic_shmem__0]", "nothing was written there"),
+        ("bar.sync 0, 96", "threads wait for ever at bar.sync 0, 96"),
+        ("bar.sync 0, 32", "64 threads at a barrier of 32"),
+        (
+            "$L__1: ld.acquire.gpu.global.b32 %r1, [%rd0]; setp.eq.b32 %p0, %r1, 0; @%p0 bra $L__1",
+            "nothing ends the wait",
+        ),
+        ("setp.lt.u32 %p0, %r0, 8; @%p0 ret; shfl.sync.idx.b32 %r1, %r0, 0, 31, -1", "nothing ends"),
+    ],
+)
+def test_what_the_emulator_refuses(body: str, error: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("emulator.machine._MOST_IDLE", 50)
+    out = torch.zeros(64, dtype=torch.int32)
+    if not error:
+        Emulator(PTX.format(body=body), 1).run(out)
+        assert out.tolist() == list(range(64))
+        return
+    with pytest.raises((RuntimeError, AssertionError, NotImplementedError), match=error):
+        Emulator(PTX.format(body=body), 1).run(out)
+
+
+def test_copies_arrive_when_they_are_waited_for() -> None:
+    copy = "cp.async.cg.shared.global [__dynamic_shmem__0], [%rd0], 16; cp.async.commit_group; {wait}; "
+    body = copy + "bar.sync 0; ld.shared.b32 %r0, [__dynamic_shmem__0]"
+    out = torch.full((64,), 7, dtype=torch.int32)
+    Emulator(PTX.format(body=body.format(wait="cp.async.wait_group 0")), 1).run(out)
+    assert out.tolist() == [7] * 64
+    with pytest.raises(RuntimeError, match="nothing was written there"):
+        Emulator(PTX.format(body=body.format(wait="cp.async.wait_group 1")), 1).run(out)
