@@ -1,11 +1,12 @@
-"""The benchmark of engines: how engines are named, started and ended. Needs neither a GPU nor vLLM."""
+"""The benchmark of engines: how they are named, started, measured and ended. Needs neither a GPU nor vLLM."""
 
 from __future__ import annotations
 
 import json
+import random
 import re
+import statistics
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -16,22 +17,24 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from bench.engine import (  # noqa: E402
-    launch,
-    phases,
-    preload,
-    serve,
-    worker,
-)
+from bench.engine import __main__ as program  # noqa: E402
+from bench.engine import launch, offline, rows, serve, worker  # noqa: E402
 from bench.engine.implementations import Implementation  # noqa: E402
 from bench.engine.models import model_named  # noqa: E402
 from bench.engine.offline import Result, Task  # noqa: E402
+from bench.rows import read  # noqa: E402
 
-from engine_samples import MACHETE, MARLIN, OURS, soon  # noqa: E402
-
-# --- implementations ------------------------------------------------------------------------------------------------
-
+OURS = "w4gemm.integrations.vllm.dense.LinearKernel"
+MACHETE = "vllm.model_executor.kernels.linear.mixed_precision.machete.MacheteLinearKernel"
+MARLIN = "vllm.model_executor.kernels.linear.mixed_precision.marlin.MarlinLinearKernel"
 MARLIN_EXPERTS = "vllm.model_executor.layers.fused_moe.experts.marlin_moe.MarlinExperts"
+
+
+def result(ms_step: float, tokens: list[list[int]]) -> Result:
+    """Return the result of an engine whose decode steps take ``ms_step``, with the answers ``tokens``."""
+    total = 0.5 + (len(tokens[0]) - 1) * ms_step / 1e3
+    decode = {"batch": len(tokens), "first_token_s": [0.5], "total_s": [total], "tokens": tokens}
+    return Result("0.26.0", 20.0, {}, [{**decode, "repeats_itself": True}], [0.25])
 
 
 def test_implementations_become_flags_and_a_switch():
@@ -108,8 +111,6 @@ def test_kernels_are_found_where_vllm_keeps_them():
     assert worker.kernels_of(model) == wanted
 
 
-# --- engines ----------------------------------------------------------------------------------------------------------
-
 OPTIONS = launch.EngineOptions("bfloat16", compiled=True, eager=False, gpus=2, memory=0.8, max_len=8448)
 
 
@@ -147,17 +148,6 @@ def test_experts_are_divided_among_gpus_and_moved():
     assert json.loads(words[words.index("--eplb-config") + 1]) == {"window_size": 50, "step_interval": 50}
 
 
-def test_starts_are_first_cold_or_warm(tmp_path):
-    """And share what vLLM knows of the model's class, but no compiled graphs."""
-    marlin, machete = (launch.Caches(tmp_path / name, tmp_path / "shared") for name in ("marlin", "machete"))
-    assert [marlin.start(), marlin.start()] == ["first", "first"]  # the former failed
-    marlin.started()
-    assert [marlin.start(), machete.start()] == ["warm", "cold"]
-    (tmp_path / "marlin/vllm/modelinfos/a").touch()
-    assert (tmp_path / "machete/vllm/modelinfos/a").exists()
-    assert marlin.environment()["VLLM_CACHE_ROOT"] != machete.environment()["VLLM_CACHE_ROOT"]
-
-
 def test_a_source_trees_plugin_is_found_by_metadata(tmp_path):
     (point,) = launch.entry_points(ROOT / "pyproject.toml")
     assert point.partition(" = ")[2].startswith("w4gemm.integrations.vllm:")
@@ -177,13 +167,16 @@ def importlib_entry_points(folder: Path):
 def test_a_process_that_fails_says_why_and_one_that_hangs_is_ended(tmp_path):
     broken = tmp_path / "sitecustomize.py"
     broken.write_text("raise SystemExit('no such kernel')")
-    task = Task({}, 512)
-    variables = {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    task, variables = Task({}, 512), {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
     with pytest.raises(launch.EngineError, match=r"ended with 1 after \d+ s: SystemExit: no such kernel"):
         launch.run_offline(task, variables, tmp_path / "log", 300)
     broken.write_text("import time; print('started', flush=True); time.sleep(600)")
-    hung = once_begun(lambda seconds: launch.run_offline(task, variables, tmp_path / "hangs", seconds))
-    assert re.fullmatch(r"not done in \d+ s, its limit: started", hung)
+    for seconds in (1.0, 5.0, 25.0, 125.0):  # a busy machine may not come so far
+        with pytest.raises(launch.EngineError, match=f"not done in {seconds:.0f} s, its limit: ") as hung:
+            launch.run_offline(task, variables, tmp_path / f"hangs-{seconds}", seconds)
+        if "started" in str(hung.value):
+            break
+    assert "started" in str(hung.value)
 
 
 def test_the_reason_is_the_engines_own_error(tmp_path):
@@ -206,79 +199,184 @@ def test_an_engine_waits_for_the_memory_of_the_one_before(monkeypatch):
         launch.wait_for_memory(0.85, 1, seconds=0.3)
 
 
-@pytest.fixture
-def preloaded(tmp_path):
-    """A process to fork from, whose "vLLM" fails, hangs or names the variables of its engine."""
-    package = tmp_path / "vllm"
-    package.mkdir()
-    (package / "__init__.py").write_text(
-        "import os, subprocess, time\n__version__ = '0'\nclass LLM:\n    def __init__(self, wish):\n"
-        "        if wish == 'hang':\n"
-        "            core = subprocess.Popen(['sleep', '600'], start_new_session=True)\n"
-        "            print(f'hanging with {core.pid}', flush=True); time.sleep(600)\n"
-        "        if wish == 'fail': raise ValueError('no such kernel')\n"
-        "    def collective_rpc(self, name): return [{'linear': {os.environ['W4GEMM_VLLM']: 1}}]\n"
+def test_a_result_is_saved_in_one_step(tmp_path):
+    found, file = result(2.5, [[1, 2]]), tmp_path / "result.json"
+    found.save(file)
+    with pytest.raises(TypeError):
+        replace(found, moves={"after": object()}).save(file)
+    assert Result(**json.loads(file.read_text())) == found
+
+
+def test_rows_of_a_result():
+    task = Task({}, 512, (2,), 16, 5, prefill=8192)
+    start, decode, prefill = rows.rows_of(result(2.5, [[1, 2, 3, 4, 5]] * 2), task)
+    assert start == {"phase": "start", "seconds": 20.0}
+    assert (decode["ms_step"], decode["tokens_s"], decode["batch"]) == (2.5, 800.0, 2)
+    assert decode["first_tokens_s"] == 0.5
+    assert (prefill["tokens_s"], prefill["tokens_in"]) == (32768.0, 8192)
+
+
+def test_a_batch_that_was_still_compiled_is_no_measurement():
+    still = result(-1.0, [[1, 2, 3, 4, 5]])
+    _, failed, _ = rows.rows_of(still, Task({}, 512, (1,), 16, 5, prefill=8192))
+    assert failed == {"phase": "failed", "reason": "batch 1: first tokens took 0.500 s, whole answers 0.496 s"}
+
+
+def test_a_batch_without_room_in_the_cache_is_no_measurement():
+    found = rows.rows_of(result(2.5, [[1, 2, 3, 4, 5]] * 2), Task({}, 512, (2,), 16, 5, prefill=8192))
+    assert rows.with_room(found, 2 * (16 + 5)) == rows.with_room(found, None) == found
+    assert rows.cache_tokens("a\nINFO GPU KV cache size: 49,984 tokens\n") == 49_984 and rows.cache_tokens("") is None
+    start, failed, prefill = rows.with_room(found, 41)
+    assert failed["phase"] == "failed" and failed["reason"].startswith("batch 2: 42 tokens, and the KV cache holds 41;")
+    assert [start, prefill] == [found[0], found[2]]
+
+
+def test_engines_warm_up_until_nothing_is_compiled_any_more(monkeypatch):
+    seconds = iter([9.0, 3.0, 4.0, 1.0, 1.02])
+    engine = offline.Engine.__new__(offline.Engine)
+    monkeypatch.setattr(engine, "generate", lambda prompts, tokens: (next(seconds), []), raising=False)
+    assert engine.warm_up([], 128) == [(1.0, []), (1.02, [])]
+    assert not list(seconds)
+
+
+def engine_of(monkeypatch: pytest.MonkeyPatch, seconds: list[float], repeat: int = 1) -> offline.Engine:
+    """Engine whose runs take ``seconds``, one after the other, and then as long as the last."""
+    engine, left = offline.Engine.__new__(offline.Engine), iter(seconds)
+    engine.task, engine._random = Task({}, 512, repeat=repeat), random.Random(1)
+    monkeypatch.setattr(engine, "generate", lambda prompts, tokens: (next(left, seconds[-1]), [[1]]), raising=False)
+    return engine
+
+
+@pytest.mark.parametrize(
+    "seconds, repeat, kept",
+    [
+        ([9.0, 3.7, 3.7, 3.8], 1, [3.7, 3.7, 3.8]),
+        ([3.7, 3.7, 6.9, 3.8], 1, [3.7, 3.7, 6.9, 3.8]),  # a run that was disturbed
+        ([6.9, 6.8, 3.7], 1, [6.9, 6.8, *[3.7] * 6]),  # a warm-up that was
+        ([3.7, 3.7, 3.6, 6.9, 3.7], 3, [3.7, 3.7, 3.6, 6.9, 3.7]),
+        ([3.7, 3.7, 6.9, 5.0, 3.7], 3, [3.7, 3.7, 6.9, 5.0, *[3.7] * 4]),
+    ],
+)
+def test_one_disturbed_run_is_no_measurement(monkeypatch, seconds, repeat, kept):
+    runs = engine_of(monkeypatch, seconds, repeat).timed([], 128)
+    assert [time for time, _ in runs] == kept
+    assert statistics.median(kept) in (3.7, 3.75)
+
+
+def test_an_engine_that_never_settles_is_given_up(monkeypatch):
+    """After the 8 runs of a warm-up, which do not count, and 7 more."""
+    assert len(engine_of(monkeypatch, [2.0**i for i in range(20)]).timed([], 128)) == 7
+
+
+def test_all_runs_of_a_point_come_to_its_row(monkeypatch):
+    engine = engine_of(monkeypatch, [4.0, 4.1, 7.0, 4.0, 1.0, 1.0, 1.2, 1.0])
+    found = engine.decode(2)
+    assert (found["total_s"], found["first_token_s"]) == ([4.0, 4.1, 7.0, 4.0], [1.0, 1.0, 1.2, 1.0])
+    _, decode, prefill = rows.rows_of(
+        Result(decode=[found], prefill_s=[0.25, 0.26, 0.5]), Task({}, 512, (2,), 16, 4, prefill=8192)
     )
-    process = preload.Preloaded({"PYTHONPATH": f"{tmp_path}:{ROOT}"}, ROOT, tmp_path / "preload.log")
-    yield process
-    process.close()
+    assert (decode["ms_step"], decode["ms_step_least"], decode["ms_step_most"]) == (1016.6667, 1000.0, 2000.0)
+    assert [decode[f"first_tokens_s{end}"] for end in ("", "_least", "_most")] == [1.0, 1.0, 1.2]
+    assert (decode["runs"], decode["tokens_s"], prefill["runs"]) == (4, 2.0, 3)
+    assert [prefill[f"seconds{end}"] for end in ("", "_least", "_most")] == [0.26, 0.25, 0.5]
 
 
-def once_begun(hang: Callable[[float], object]) -> str:
-    """Error about a process that hangs, which is given more time if it has printed nothing, as on a busy machine."""
-    for seconds in (1.0, 5.0, 25.0, 125.0):
-        with pytest.raises(launch.EngineError, match=f"not done in {seconds:.0f} s, its limit: ") as hung:
-            hang(seconds)
-        if "nothing was printed" not in str(hung.value):
-            break
-    return str(hung.value)
+def test_answers_are_compared_up_to_the_first_token_that_differs():
+    marlin, ours = [[1, 2, 3, 4, 5], [1, 2, 3, 4, 5]], [[1, 2, 3, 4, 5], [9, 2, 3, 4, 5]]
+    found = rows.rows_of(result(2.5, ours), Task({}, 512, (2,), 16, 5))
+    rows.add_agreement(found, {2: ours}, "marlin", {2: marlin})
+    (decode,) = [row for row in found if row["phase"] == "decode"]
+    assert (decode["same_tokens_as"], decode["equal_prefix"]) == ("marlin", 2.5)
 
 
-def test_engines_are_forked_from_a_process_that_has_imported_vllm(preloaded, tmp_path):
-    def run(wish: str, switch: str, seconds: float = 300.0) -> Result:
-        task = Task({"wish": wish}, 512, start_only=True)
-        variables = {"W4GEMM_VLLM": switch, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
-        return launch.run_offline(task, variables, tmp_path / f"{wish}.log", seconds, preloaded)
-
-    assert preloaded.ready()
-    assert run("on", "on").kernels == {"linear": {"on": 1}}
-    with pytest.raises(launch.EngineError, match=r"ended with 1 after \d+ s: ValueError: no such kernel"):
-        run("fail", "on")
-    hung = once_begun(lambda seconds: run("hang", "on", seconds))
-    assert re.fullmatch(r"not done in \d+ s, its limit: hanging with \d+", hung)
-    core = Path(f"/proc/{hung.split()[-1]}/stat")
-    assert soon(lambda: not core.exists() or core.read_text().split()[2] == "Z")  # in a group of its own, and killed
-    assert run("off", "off").kernels == {"linear": {"off": 1}}
-    preloaded.close()
-    with pytest.raises(launch.EngineError, match="ended with -1 after 0 s: nothing was printed"):
-        run("none", "on")
-    assert not preloaded.ready() and run("again", "on").kernels  # by a process that imports vLLM itself
+def test_experts_that_moved_are_counted_and_compared():
+    before = [[[[0, 70], [1, 71]]], [[[2, 72], [3, 73]]]]  # two GPUs, one layer
+    after = [[[[2, 72], [1, 71]]], [[[0, 70], [3, 73]]]]
+    assert offline.moves(before, before) == {"places": 4, "moved": 0, "intact": True}
+    assert offline.moves(before, after) == {"places": 4, "moved": 2, "intact": True}
+    after[0][0][0] = [2, 70]  # said to be expert 2, with the weights of 0
+    assert offline.moves(before, after) == {"places": 4, "moved": 2, "intact": False}
+    found = result(2.5, [[1, 2, 3]])
+    found.moves = offline.moves(before, after)
+    assert rows.rows_of(found, Task({}, 512, (1,), 16, 3))[-1] == {"phase": "moves", **found.moves}
 
 
-LOG = """\
-(Worker_TP0 pid=7) INFO [warmup.py:126] w4gemm runs 96 4-bit linear layers; 60 kernels ready in 14.3 s: 60
-(Worker_TP1 pid=8) INFO [warmup.py:126] w4gemm runs 96 4-bit linear layers; 60 kernels ready in 12.0 s: 60
-(Worker_TP0 pid=7) INFO [model_runner.py:305] Model loading took 5.4 GiB and 20.000000 seconds
-(Worker_TP1 pid=8) INFO [model_runner.py:305] Model loading took 5.4 GiB and 21.898375 seconds
-(Worker_TP0 pid=7) INFO [monitor.py:53] torch.compile took 23.12 s in total
-(EngineCore pid=6) INFO [kv_cache_utils.py:2177] GPU KV cache size: 49,984 tokens
-(EngineCore pid=6) INFO [model_runner.py:747] Graph capturing finished in 2 secs, took 0.28 GiB
-(EngineCore pid=6) INFO [core.py:340] init engine (profile, create kv cache, warmup model) took 44.98 s \
-(compilation: 23.12 s)
+def test_a_checksum_tells_bytes_and_their_order():
+    a, b = torch.arange(16, dtype=torch.bfloat16), torch.arange(4).to(torch.float8_e4m3fn)
+    swapped = a.clone()
+    swapped[:2] = a[[1, 0]]
+    sums = [worker.checksum(t) for t in ([a, b], [b, a], [swapped, b], [a], [a.view(4, 4), b])]
+    assert len(set(sums[:4])) == 4 and sums[4] == sums[0]
+
+
+def test_a_run_goes_on_when_one_implementation_fails(tmp_path, monkeypatch, capsys):
+    """Its table, rows and reasons are those of what the engines returned; the first whole engine is the reference."""
+    kernels = {"default": MACHETE, "marlin": MACHETE, "w4gemm": OURS}
+
+    def run_offline(task, variables, log, seconds):
+        name = Path(variables["VLLM_CACHE_ROOT"]).parent.name.rpartition("-")[2]
+        if name == "humming":
+            raise launch.EngineError("ended with 1: out of memory")
+        found = result(3.0, [[1] * task.tokens_out] * 2)
+        found.failure = "not done in 300 s, its limit: batch 2" if name == "w4gemm" else ""
+        return replace(found, kernels={"linear": {kernels[name]: 14}, "experts": {}})
+
+    monkeypatch.setattr(program, "run_offline", run_offline)
+    out = tmp_path / "rows.jsonl"
+    options = ["--tiny", "--batch", "2", "--work", str(tmp_path / "work"), "--out", str(out), "--in-order"]
+    program.main([*options, "--impl", "default", "marlin", "humming", "w4gemm"])
+    found = read(out)
+    assert {row["kind"] for row in found} == {"engine"} and {row["format"] for row in found} == {"gptq-int4-g128"}
+    decode = {row["impl"]: row for row in found if row["phase"] == "decode"}
+    assert decode.keys() == {"machete", "w4gemm"} and decode["machete"]["chosen"]
+    assert decode["w4gemm"]["same_tokens_as"] == "machete" and decode["w4gemm"]["partial"]
+    assert decode["machete"]["kernels"] == {"MacheteLinearKernel": 14} and "partial" not in decode["machete"]
+    reasons = {row["impl"]: row["reason"] for row in found if row["phase"] == "failed"}
+    assert reasons["humming"] == "ended with 1: out of memory" and "its limit: batch 2" in reasons["w4gemm"]
+    assert "asked for marlin, but its linear layers got 14 x" in reasons["marlin"]
+    shown = capsys.readouterr().err
+    assert "humming: ended with 1: out of memory" in shown and "decode batch 2, tokens/s" in shown
+
+
+VLLM_THAT_ENDS_EARLY = """
+import os, time
+__version__ = '0.26.0'
+class SamplingParams:
+    def __init__(self, **options): self.tokens = options['max_tokens']
+class Answer:
+    def __init__(self, tokens): self.outputs, self.token_ids = [self], [1] * tokens
+class LLM:
+    def __init__(self, **options): pass
+    def collective_rpc(self, name): return [{'linear': {'MacheteLinearKernel': 14}}]
+    def generate(self, prompts, params, use_tqdm):
+        if len(prompts) == 4:
+            if os.environ['END'] == 'crash': raise ValueError('no more memory')
+            print('hanging', flush=True); time.sleep(600)
+        time.sleep(0.001 * params.tokens)
+        return [Answer(params.tokens) for _ in prompts]
 """
+"""Two requests at a time are answered, four are not."""
 
 
-def test_a_start_is_its_phases():
-    """The slowest of several processes counts; what no line says is in the rest."""
-    parts = phases.of_start(LOG, 86.51, 9.0)
-    assert parts == {
-        "import": 9.0,
-        "load": 7.6,
-        "kernels": 14.3,
-        "torch.compile": 23.1,
-        "graphs": 2.0,
-        "other": 30.5,
-    }
-    assert phases.text(parts).startswith("other 30.5, torch.compile 23.1, kernels 14.3, import 9.0")
-    assert phases.of_start("nothing", 20.0, 0.0) == {"import": 0.0, "other": 20.0}
-    assert phases.cache_tokens(LOG) == 49_984 and phases.cache_tokens("nothing") is None
+@pytest.mark.parametrize("end", ["crash", "hang"])
+def test_an_engine_that_ends_early_keeps_the_points_before(end, tmp_path, monkeypatch, capsys):
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm/__init__.py").write_text(VLLM_THAT_ENDS_EARLY)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}:{ROOT / 'src'}")
+    monkeypatch.setenv("END", end)
+    options = ["--tiny", "--batch", "2", "4", "--tokens-out", "8", "--prefill", "0", "--impl", "default"]
+    folders = {"--work": "work", "--logs": "logs", "--out": "rows.jsonl"}
+    options += [word for name, to in folders.items() for word in (name, str(tmp_path / to))]
+    for seconds in (4, 20, 100):  # a busy machine may not come so far
+        program.main([*options, "--seconds", str(seconds)])
+        *found, failed = read(tmp_path / "rows.jsonl")[-3:]
+        if re.search("hanging|no more memory", failed["reason"]):
+            break
+    assert [(row["phase"], row.get("batch")) for row in found] == [("start", None), ("decode", 2)]
+    assert failed["phase"] == "failed" and "partial" not in failed
+    assert all(row["partial"] and row["kernels"] == {"MacheteLinearKernel": 14} for row in found)
+    for row in (*found, failed):
+        assert (row["impl"], row["chosen"], row["engine_version"]) == ("machete", True, "0.26.0")
+    ended = r"ended with 1 after \d+ s: ValueError: no more memory"
+    assert re.fullmatch(ended if end == "crash" else f"not done in {seconds} s, its limit: hanging", failed["reason"])
+    assert f"machete failed: {failed['reason']}" in capsys.readouterr().err

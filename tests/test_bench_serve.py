@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from bench.engine import __main__ as program  # noqa: E402
-from bench.engine import serve, summary  # noqa: E402
+from bench.engine import serve  # noqa: E402
 
 SERVER = """
 import json, sys, threading, time
@@ -113,7 +113,7 @@ def test_a_server_under_load_gives_rows(tmp_path, monkeypatch):
     start, *loads = rows(tmp_path, monkeypatch, 16, Server())
     alone, three = (row for row in loads if row["streamed"])
     whole = [row for row in loads if not row["streamed"]]
-    (log,) = (tmp_path / "logs").glob("*-serve.log")
+    (log,) = (tmp_path / "logs").glob("*.log")
     assert max(log.read_text().splitlines()) == "at a time: 3"
     assert (start["phase"], start["impl"], start["engine_version"]) == ("start", "machete", "0.26.0")
     assert (alone["phase"], alone["batch"], alone["requests"]) == ("serve", 1, 4)
@@ -127,8 +127,6 @@ def test_a_server_under_load_gives_rows(tmp_path, monkeypatch):
         assert (row["batch"], row["requests"]) == (streamed["batch"], streamed["requests"])
         assert 0 < row["tokens_s"] < 1000 * row["batch"] / 5
         assert 4 * 5 < row["answer_ms_p50"] <= row["answer_ms_p99"]
-    gains = summary.cases_of([row | {"impl": impl} for row in loads for impl in ("w4gemm", "machete")], ("serve",))
-    assert [*gains] == [] or {*next(iter(gains.values()))} >= {"3 at a time", "3 at a time, whole"}
 
 
 def test_a_server_that_refuses_or_answers_too_little_fails_with_its_words(tmp_path, monkeypatch):

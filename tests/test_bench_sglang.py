@@ -15,7 +15,7 @@ from bench.engine import launch, sglang  # noqa: E402
 from bench.rows import read  # noqa: E402
 
 ENGINE = """
-import gzip, json, os, time
+import os, time
 clock = [time.perf_counter()]
 time.perf_counter = lambda: clock[0]  # it goes on with each token alone
 from importlib.metadata import entry_points
@@ -37,21 +37,6 @@ class Engine:
         if BREAKS and self.ours and len(input_ids) == 3:
             raise RuntimeError("no memory")
         return [{"output_ids": [*ids[:4], *[self.ours] * count][:count]} for ids in input_ids]
-
-    def start_profile(self, output_dir, **options):
-        assert options == {"activities": ["GPU"], "with_stack": False, "record_shapes": False}
-        self.trace = os.path.join(output_dir, "1-TP-0.trace.json.gz")
-
-    def stop_profile(self):
-        sampler = "void at::native::reduce_kernel<512, 1, at::native::ArgMaxOps<float> >"
-        names = {"w4gemm_dense" if self.ours else "marlin": 7.0, sampler: 1.0}
-        starts = {name: 9 * i for i, name in enumerate(names)}
-        events = [
-            {"cat": "kernel", "name": name, "ts": 20 * step + starts[name], "dur": us}
-            for step in range(33) for name, us in names.items()
-        ]
-        with gzip.open(self.trace, "wt") as f:
-            json.dump({"traceEvents": events}, f)
 
     def shutdown(self):
         pass
@@ -90,15 +75,6 @@ def test_a_step_is_what_more_tokens_take(engine, tmp_path, capsys):
     assert (ours["same_tokens_as"], ours["equal_prefix"], ours["equal_first"]) == ("default", 4, 3)
     printed = capsys.readouterr()
     assert "batch 3, ms a step: default" in printed.out + printed.err
-
-
-def test_a_profile_says_which_kernels_a_step_runs(engine, tmp_path, capsys):
-    sglang.main([*engine(), "--profile", "2"])
-    rows = [row for row in read(tmp_path / "rows.jsonl") if row["phase"] == "profile"]
-    assert [(row["impl"], row["batch"], row["us_step"]) for row in rows] == [("default", 2, 19.7), ("w4gemm", 2, 19.7)]
-    assert rows[0]["groups"] == {"4-bit products": 7.0, "sampling": 1.0} and rows[0]["gaps"] == 11.7
-    printed = capsys.readouterr()
-    assert "w4gemm: a decode step at batch 2, 20 us" in printed.out + printed.err
 
 
 def test_an_engine_that_fails_keeps_what_it_measured(engine, tmp_path):

@@ -1,12 +1,10 @@
 """Measure implementations inside vLLM: ``python -m bench.engine --model llama-3-8b --impl default w4gemm marlin``.
 
 For each model and format a checkpoint of random numbers is written; then every implementation serves it in a process of
-its own, one after the other in mixed order. With ``--at-once N``, N engines start side by side, and each is measured
-while the others do nothing. ``LLM.generate`` is timed at several batch sizes, for a long prompt, and to the first
-token; with ``--serve``, ``vllm serve`` under load instead. All answers are greedy. An implementation whose layers got
-another kernel than asked for is refused. What fails is a row of phase "failed" with its reason. If the engine had
-measured something before, as one that is stopped by ``--seconds`` or an interrupt, the rows of that are kept, with
-``"partial": true``; the page leaves them out if there is a run in which nothing failed.
+its own, one after the other in mixed order. ``LLM.generate`` is timed at several batch sizes, for a long prompt, and to
+the first token; with ``--serve``, ``vllm serve`` under load instead. All answers are greedy. An implementation whose
+layers got another kernel than asked for is refused. What fails is a row of phase "failed" with its reason; rows that an
+engine had measured before are kept with ``"partial": true``.
 
 ``default`` is vLLM's own choice: its rows have the name of the kernel that it chose and ``"chosen": true``. Needs vLLM
 and a GPU. Rows go to bench/results/engine.jsonl.
@@ -15,44 +13,59 @@ and a GPU. Rows go to bench/results/engine.jsonl.
 from __future__ import annotations
 
 import argparse
-import os
 import random
+import shutil
 import signal
 import sys
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bench.engine import phases, profile, serve
-from bench.engine.cases import Case, Place, Slot
+from bench.engine import serve
+from bench.engine.checkpoint import write_once
 from bench.engine.implementations import DEFAULT, OURS, Implementation, Kernels
-from bench.engine.launch import (
-    EngineError,
-    EngineOptions,
-    environment,
-    plugin_metadata,
-    preloaded_vllm,
-    run_offline,
-    work_folder,
-)
+from bench.engine.launch import EngineError, EngineOptions, environment, plugin_metadata, run_offline, work_folder
 from bench.engine.models import Model
 from bench.engine.offline import Result, Task
 from bench.engine.options import pairs_of, parser
 from bench.engine.packing import Packing
-from bench.engine.preload import end_descendants
-from bench.engine.rows import rows_of, table, with_room
-from bench.engine.turns import Turns
+from bench.engine.rows import Answers, add_agreement, cache_tokens, rows_of, table, with_room
 from bench.rows import Row
 
 import w4gemm
 from w4gemm.console.progress import say
 from w4gemm.tuning import record
 
-Job = tuple[Case, Implementation]
+
+@dataclass(frozen=True)
+class Job:
+    """One implementation that serves one checkpoint.
+
+    Attributes:
+        folder: of the checkpoint.
+        caches: folder of compiled code.
+        log: file for what the engine prints.
+        plugin: folder with our plugin's metadata; None if the package is installed.
+        seconds: limit of the process.
+    """
+
+    model: Model
+    implementation: Implementation
+    options: EngineOptions
+    task: Task
+    folder: Path
+    caches: Path
+    log: Path
+    plugin: Path | None
+    seconds: float
+
+    def environment(self) -> dict[str, str]:
+        return environment(self.implementation, self.caches, self.plugin)
+
+    def arguments(self) -> Row:
+        """Arguments of ``vllm.LLM``."""
+        return self.options.arguments(self.folder, self.implementation, self.model, self.task.batches)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -67,191 +80,112 @@ def main(argv: Sequence[str] | None = None) -> None:
     facts, end = record.facts(), time.monotonic() + args.budget
     if not args.in_order:
         random.Random(facts["utc"]).shuffle(implementations)
-    with place_of(args, implementations) as place:
-        cases = [case_of(args, model, packing, place, facts) for model, packing in pairs]
-        jobs = [(case, implementation) for case in cases for implementation in implementations]
-        while jobs:
-            if time.monotonic() > end:
-                say(f"{', '.join(f'{case} {i.name}' for case, i in jobs)}: not run, the budget is spent")
-                break
-            count = side_by_side(jobs[: args.at_once])
-            now, jobs = jobs[:count], jobs[count:]
-            measure([(case.beside(count), implementation) for case, implementation in now], place)
-            for case in dict.fromkeys(case for case, _ in now):
-                if case not in [other for other, _ in jobs]:
-                    say(f"\n{case.model.name}, {case.packing}, {facts['gpu'] or 'no GPU'}\n{table(case.shown)}")
-                    case.end(kept=args.work is not None)
-
-
-@contextmanager
-def place_of(args: argparse.Namespace, implementations: Sequence[Implementation]) -> Iterator[Place]:
-    """Give the place; what is temporary is removed at its end."""
-    with ExitStack() as stack:
-        work = stack.enter_context(work_folder(args.work))
+    with work_folder(args.work) as work:
         logs = args.logs or work / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         ours = any(OURS in (i.linear, i.experts) for i in implementations)
         plugin = plugin_metadata(work / "plugin") if ours else None
-        count = 0 if args.serve or args.fresh else args.at_once
-        preloaded = [stack.enter_context(preloaded_vllm(plugin, logs / f"preload-{i}.log")) for i in range(count)]
-        yield Place(work, logs, plugin, tuple(preloaded), args.out)
+        for model, packing in pairs:
+            name, shown = f"{model.name}-{packing}", list[Row]()
+            reference: tuple[str, Answers] | None = None
+            folder = work / "models" / name
+            write_once(model, packing, folder)
+            for implementation in implementations:
+                if time.monotonic() > end:
+                    say(f"{name}, {implementation.name}: not run, the budget is spent")
+                    continue
+                own = f"{name}-{implementation.name}"
+                options, task = options_of(args), task_of(args, model)
+                places = folder, work / "caches" / own, logs / f"{own}.log"
+                job = Job(model, implementation, options, task, *places, plugin, args.seconds)
+                result, rows = run(job, args.serve)
+                answers = {point["batch"]: point["tokens"] for point in result.decode}
+                if reference:
+                    add_agreement(rows, answers, *reference)
+                elif answers and not result.failure:
+                    reference = rows[0]["impl"], answers
+                rows = [common_of(args, model, packing, facts) | row | facts for row in rows]
+                record.append(args.out, *rows)
+                shown += rows
+            say(f"\n{model.name}, {packing}, {facts['gpu'] or 'no GPU'}\n{table(shown)}")
+            if args.work is None:
+                shutil.rmtree(folder)
 
 
-def case_of(args: argparse.Namespace, model: Model, packing: Packing, place: Place, facts: Row) -> Case:
-    """Return what to do with a checkpoint.
-
-    Args:
-        facts: of the run.
-    """
+def options_of(args: argparse.Namespace) -> EngineOptions:
     longest = max(args.tokens_in + args.tokens_out, args.prefill + 1)
-    options = EngineOptions(
+    return EngineOptions(
         dtype=args.dtype,
         compiled=not args.no_compile,
         eager=args.eager,
         gpus=args.gpus,
         memory=args.memory,
         max_len=-(-longest // 256) * 256,
-        at_once=args.at_once,
         expert_parallel=args.expert_parallel,
         rebalance=args.rebalance,
     )
-    task = Task(
-        engine={},
-        vocabulary=model.vocabulary,
-        batches=tuple(args.batch),
-        tokens_in=args.tokens_in,
-        tokens_out=args.tokens_out,
-        prefill=args.prefill,
-        repeat=args.repeat,
-        profiled=() if args.profile is None else tuple(args.profile) or (1,),
-    )
-    common = {"kind": "engine", "run": record.run_name(facts), "engine": "vllm", "model": model.name}
-    common |= {"format": str(packing), "dtype": args.dtype, "gpus": args.gpus}
+
+
+def task_of(args: argparse.Namespace, model: Model) -> Task:
+    asked = {name: getattr(args, name) for name in ("tokens_in", "tokens_out", "prefill", "repeat")}
+    return Task(engine={}, vocabulary=model.vocabulary, batches=tuple(args.batch), **asked)
+
+
+def common_of(args: argparse.Namespace, model: Model, packing: Packing, facts: Row) -> Row:
+    """Return what all rows of a checkpoint share. facts: of the machine."""
     mode = "eager" if args.eager else "graphs" if args.no_compile else "default"
     mode += "+ep" * args.expert_parallel + "+eplb" * bool(args.rebalance)
-    common |= {"mode": mode, "at_once": args.at_once}
-    return Case(model, packing, options, task, args.serve, args.starts, args.seconds, place, common, facts)
+    common = {"kind": "engine", "run": record.run_name(facts), "engine": "vllm", "model": model.name}
+    return common | {"format": str(packing), "dtype": args.dtype, "gpus": args.gpus, "mode": mode}
 
 
-def side_by_side(jobs: Sequence[Job]) -> int:
-    """Write the checkpoints, and return how many of the engines have room in the GPU's memory together: the first of
-    them, and at least one."""
-    for case, _ in jobs:
-        case.write()
-    for count in range(len(jobs), 1, -1):
-        if reason := next((lack for case, _ in jobs[:count] if (lack := case.beside(count).memory_lack())), ""):
-            say(f"{count} engines side by side: {reason}; {count - 1} instead")
-        else:
-            return count
-    return 1
-
-
-def measure(jobs: Sequence[Job], place: Place) -> None:
-    """Serve checkpoints, all at the same time. Each engine's rows are stored when it is done, also if the command is
-    interrupted."""
-    turns = Turns(place.work / f"turns-{time.monotonic_ns()}" if len(jobs) > 1 else None)
-    preloaded, interrupted = place.preloaded or (None,) * len(jobs), threading.Event()
-    futures: list[Future[None]] = []
-    with ThreadPoolExecutor(len(jobs)) as pool:
-        try:
-            with turns.until_begun(len(jobs)):
-                for job, process in zip(jobs, preloaded, strict=False):
-                    futures.append(pool.submit(run, *job, Slot(turns, process, interrupted)))
-            for future in as_completed(futures):
-                future.result()
-        except BaseException:
-            interrupted.set()
-            while wait(futures, timeout=0.2).not_done:  # a thread may be about to start an engine
-                end_descendants(os.getpid())
-            raise
-
-
-def run(case: Case, implementation: Implementation, slot: Slot) -> None:
-    """Serve a checkpoint with an implementation, and store its rows, whole."""
-    start, common = time.monotonic(), case.common
+def run(job: Job, serves: bool) -> tuple[Result, list[Row]]:
+    """Serve a checkpoint with an implementation; return the result, and rows with the name of what the layers ran."""
+    start, name, rows = time.monotonic(), job.implementation.name, list[Row]()
     try:
-        name, result, rows = (served if case.serve else offline)(case, implementation, slot)
-        common, failure = {**common, "engine_version": result.engine_version}, result.failure
-        case.compare(name, result, rows)
+        result, rows = (served if serves else offline)(job)
+        name, failure = checked(job.implementation, result.kernels, rows), result.failure
     except EngineError as e:
-        name, rows, failure = implementation.name, [], str(e)
+        result, rows, failure = Result(failure=str(e)), [], str(e)
     if failure:
-        reason = f"interrupted: {failure}" if slot.interrupted.is_set() else failure
-        say(f"{case}, {name} failed: {reason}")
-        rows = [*(row | {"partial": True} for row in rows), {"phase": "failed", "reason": reason}]
-    version = w4gemm.__version__ if OURS in name else common.get("engine_version", "")
-    own = {"impl": name, "impl_version": version, "chosen": implementation.linear == DEFAULT}
-    say(f"{case}: {implementation.name} took {time.monotonic() - start:.0f} s")
-    case.store([common | own | row for row in rows])
+        say(f"{job.log.stem}, {name} failed: {failure}")
+        rows = [*(row | {"partial": True} for row in rows), {"phase": "failed", "reason": failure}]
+    version = w4gemm.__version__ if OURS in name else result.engine_version
+    own = {"impl": name, "impl_version": version, "engine_version": result.engine_version}
+    own["chosen"] = job.implementation.linear == DEFAULT
+    say(f"{job.log.stem}: took {time.monotonic() - start:.0f} s")
+    return result, [own | row for row in rows]
 
 
-def offline(case: Case, implementation: Implementation, slot: Slot) -> tuple[str, Result, list[Row]]:
-    """Start an engine as often as wanted, measure it at the last start.
-
-    Returns:
-        Name of what the layers ran, the last start's result, and rows. If the engine ended early, the result's
-        ``failure`` says why.
+def offline(job: Job) -> tuple[Result, list[Row]]:
+    """Start an engine and measure it.
 
     Raises:
-        EngineError: if no start was measured, or the layers got other kernels.
+        EngineError: if it does not start.
     """
-    arguments = case.options.arguments(case.folder, implementation, case.model, case.task.batches)
-    arguments |= {"skip_tokenizer_init": True, "disable_log_stats": True}
-    task = replace(case.task, engine=arguments, turns=str(slot.turns.file or ""))
-    caches = case.caches_of(implementation)
-    variables = environment(implementation, caches, case.place.plugin)
-    rows: list[Row] = []
-    for number in range(1, case.starts + 1):
-        start, last = caches.start(), number == case.starts
-        log, begun = case.place.log(f"{case}-{implementation.name}-{number}"), time.monotonic()
-        try:
-            result = run_offline(replace(task, start_only=not last), variables, log, case.limit, slot.preloaded)
-        except EngineError as e:
-            if not rows:
-                raise
-            result.failure = str(e)
-            break
-        caches.started()
-        said = read(log)
-        started, *found = with_room(rows_of(result, task), phases.cache_tokens(said))
-        parts = phases.of_start(said, result.start_s, result.import_s)
-        rows += [{**started, "start": start, "parts": parts}, *found]
-        around = time.monotonic() - begun - result.start_s - result.measure_s
-        say(f"{case}, {implementation.name}, {start} start: {result.start_s:.1f} s ({phases.text(parts)})")
-        say(f"  measured for {result.measure_s:.1f} s; {around:.1f} s before and after, such as for the import of vLLM")
-        if result.failure:
-            break
-    name = checked(implementation, result.kernels, rows)
-    for row in profile.rows_of(result.profiles, result.prefill_profile):
-        rows.append(row)
-        say(f"{name}: {profile.table(row)}")
-    return name, result, rows
+    arguments = job.arguments() | {"skip_tokenizer_init": True, "disable_log_stats": True}
+    task = replace(job.task, engine=arguments)
+    result = run_offline(task, job.environment(), job.log, job.seconds)
+    return result, with_room(rows_of(result, task), cache_tokens(read(job.log)))
 
 
-def served(case: Case, implementation: Implementation, slot: Slot) -> tuple[str, Result, list[Row]]:
-    """Start a server and put a load on it for each number of requests at a time. Returns and raises as offline."""
-    task = case.task
-    arguments = case.options.arguments(case.folder, implementation, case.model, task.batches)
+def served(job: Job) -> tuple[Result, list[Row]]:
+    """Start a server and put a load on it for each number of requests at a time. Raises as :func:`offline`."""
+    arguments, task = job.arguments(), job.task
     if compilation := arguments.pop("compilation_config", None):
         compilation.pop("cudagraph_capture_sizes")  # requests come and go: all of vLLM's batch sizes
         arguments |= {"compilation_config": compilation} if compilation else {}
-    caches = case.caches_of(implementation)
     loads = [
         serve.Load(batch, task.tokens_in, task.tokens_out, task.vocabulary, streamed)
         for batch in task.batches
         for streamed in (True, False)
     ]
-    variables = environment(implementation, caches, case.place.plugin)
-    log, start = case.place.log(f"{case}-{implementation.name}-serve"), caches.start()
-    result = serve.serve(arguments, variables, log, case.limit, loads, slot.turns)
-    caches.started()
-    parts = phases.of_start(read(log), result.start_s, 0.0)
-    say(f"{case}, {implementation.name}, {start} start: {result.start_s:.1f} s ({phases.text(parts)})")
-    rows: list[Row] = [{"phase": "start", "seconds": round(result.start_s, 2), "start": start, "parts": parts}]
+    result = serve.serve(arguments, job.environment(), job.log, job.seconds, loads)
+    rows: list[Row] = [{"phase": "start", "seconds": round(result.start_s, 2)}]
     for load, figures in zip(loads, result.served, strict=False):
         point = {"batch": load.at_a_time, "tokens_in": load.tokens_in, "tokens_out": load.tokens_out}
         rows.append({"phase": "serve", **point, **figures})
-    return checked(implementation, result.kernels, rows), result, rows
+    return result, rows
 
 
 def read(log: Path) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 import zlib
 from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
@@ -24,6 +25,8 @@ import torch
 from bench.engine.models import Model
 from bench.engine.packing import DTYPE, Numbers, Packing, Tensor
 from safetensors.torch import save_file
+
+from w4gemm.console.progress import say
 
 _SHARD_BYTES = 1 << 30
 _FEW_BYTES = 1 << 28
@@ -158,3 +161,14 @@ def _write_tokenizer(folder: Path, model: Model) -> None:
     named: Mapping[str, Any] = {"bos_token": "t1", "eos_token": "t2", "pad_token": "t0", "unk_token": "t3"}
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 32768, **named}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def write_once(model: Model, packing: Packing, folder: Path) -> None:
+    """Write a checkpoint, if it is not there."""
+    done = folder / "complete"
+    if done.exists():
+        return
+    start, size = time.monotonic(), sum(tensor.nbytes for tensor in tensors_of(model, packing))
+    write(model, packing, folder)
+    done.touch()
+    say(f"{model.name}-{packing}: {size / 1e9:.1f} GB written in {time.monotonic() - start:.1f} s")

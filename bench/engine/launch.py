@@ -22,7 +22,6 @@ import torch
 from bench.engine.implementations import Implementation
 from bench.engine.models import Model
 from bench.engine.offline import Result, Task
-from bench.engine.preload import Preloaded, end_tree
 from bench.engine.worker import EXTENSION
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,12 +29,6 @@ RESULTS = ROOT / "bench/results/engine.jsonl"
 CAPTURED = (1, 2, 4, 8, 16, 32, 64, 128)
 """Batch sizes with CUDA graphs, beside those that are measured; vLLM captures more of them by default."""
 PLUGIN_GROUP = "vllm.general_plugins"
-_LOADED, _LOADED_EXPERTS = 1.25, 2.0
-"""Memory of an engine that loads weights over theirs, without and with experts among them."""
-_PACKED = 1.1
-"""The same, once they are loaded."""
-_ENGINE_BYTES = 6e9
-"""Activations, graphs, a context."""
 
 
 class EngineError(RuntimeError):
@@ -54,8 +47,6 @@ class EngineOptions:
         gpus: tensor parallel size.
         memory: part of the GPU's memory that the engine may take.
         max_len: most tokens of a request.
-        likeliest: most tokens whose probabilities are asked for at a position.
-        at_once: engines that share ``memory``.
         expert_parallel: True if each GPU has some experts whole.
         rebalance: steps after which vLLM moves experts between GPUs; 0 for never.
     """
@@ -66,32 +57,23 @@ class EngineOptions:
     gpus: int
     memory: float
     max_len: int
-    likeliest: int = 20
-    at_once: int = 1
     expert_parallel: bool = False
     rebalance: int = 0
 
     def arguments(self, folder: Path, implementation: Implementation, model: Model, batches: tuple[int, ...]) -> Any:
-        """Return the arguments of ``vllm.LLM`` for requests of these batch sizes.
-
-        Raises:
-            EngineError: if the memory is too small for the weights in ``folder``.
-        """
+        """Return the arguments of ``vllm.LLM`` for requests of these batch sizes."""
         arguments: dict[str, Any] = {
             "model": str(folder),
             "dtype": self.dtype,
             "max_model_len": self.max_len,
             "max_num_seqs": max(batches),
-            "max_logprobs": self.likeliest,
-            "gpu_memory_utilization": self.memory / self.at_once,
+            "gpu_memory_utilization": self.memory,
             "tensor_parallel_size": self.gpus,
             "enable_prefix_caching": False,  # a prompt is timed more than once
             "seed": 0,
             "worker_extension_cls": EXTENSION,
             **implementation.engine_arguments(model),
         }
-        if self.at_once > 1:  # else vLLM would find out how much is free, while others take and give back
-            arguments["kv_cache_memory_bytes"] = self.cache_bytes(folder, model)
         if self.expert_parallel:
             arguments["enable_expert_parallel"] = True
         if self.rebalance:
@@ -103,22 +85,6 @@ class EngineOptions:
         if not self.compiled:  # mode 0 alone would drop the CUDA graphs
             compilation |= {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
         return {**arguments, "compilation_config": compilation}
-
-    def cache_bytes(self, folder: Path, model: Model) -> int:
-        """Return the bytes of keys and values that an engine has room for beside others and its weights in ``folder``.
-
-        Raises:
-            EngineError: if there are none.
-        """
-        weights = sum(file.stat().st_size for file in folder.glob("*.safetensors")) / self.gpus
-        memory = self.memory / self.at_once * torch.cuda.mem_get_info()[1]
-        left = int(memory - _PACKED * weights - _ENGINE_BYTES)
-        loaded = _LOADED_EXPERTS if model.experts else _LOADED
-        if memory < loaded * weights + _ENGINE_BYTES or left < 2**30:
-            raise EngineError(
-                f"memory: {memory / 1e9:.0f} GB for each engine are too few for {weights / 1e9:.0f} GB of weights"
-            )
-        return left
 
 
 @contextmanager
@@ -134,47 +100,16 @@ def work_folder(kept: Path | None) -> Iterator[Path]:
         yield Path(folder)
 
 
-@dataclass(frozen=True)
-class Caches:
-    """Folders of compiled code: an implementation's ``own``, and what all implementations share."""
-
-    own: Path
-    shared: Path
-
-    def start(self) -> str:
-        """Make the folders, and return what a start now is: "warm" if the implementation started with them before,
-        "cold" if only others did, and "first" if none did."""
-        start = "warm" if self._mark(self.own).exists() else "cold" if self._mark(self.shared).exists() else "first"
-        infos = self.own / "vllm/modelinfos"  # vLLM's facts on the model's class
-        if not infos.is_symlink():
-            (self.shared / "modelinfos").mkdir(parents=True, exist_ok=True, mode=0o700)
-            infos.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            infos.symlink_to((self.shared / "modelinfos").resolve())
-        return start
-
-    def started(self) -> None:
-        """Note that an engine has started with them."""
-        for folder in (self.own, self.shared):
-            self._mark(folder).touch()
-
-    @staticmethod
-    def _mark(folder: Path) -> Path:
-        return folder / "started"
-
-    def environment(self) -> dict[str, str]:
-        """Return the variables that name the folders."""
-        own = {"VLLM_CACHE_ROOT": "vllm", "W4GEMM_CACHE_DIR": "w4gemm"}
-        folders = {name: str(self.own / folder) for name, folder in own.items()}
-        return {**folders, "TRITON_CACHE_DIR": str(self.shared / "triton")}
-
-
-def environment(implementation: Implementation, caches: Caches, plugin: Path | None) -> dict[str, str]:
+def environment(implementation: Implementation, caches: Path, plugin: Path | None) -> dict[str, str]:
     """Return the environment of an engine's process.
 
     Args:
+        caches: folder of the code that the implementation compiles for one checkpoint.
         plugin: what :func:`plugin_metadata` returned.
     """
-    return {**base_environment(plugin), **implementation.environment(), **caches.environment()}
+    folders = {"VLLM_CACHE_ROOT": "vllm", "W4GEMM_CACHE_DIR": "w4gemm", "TRITON_CACHE_DIR": "triton"}
+    own = {name: str(caches / folder) for name, folder in folders.items()}
+    return {**base_environment(plugin), **implementation.environment(), **own}
 
 
 def base_environment(plugin: Path | None) -> dict[str, str]:
@@ -239,33 +174,26 @@ def entry_points(pyproject: Path, group: str = PLUGIN_GROUP) -> list[str]:
     return found
 
 
-def run_offline(
-    task: Task, variables: dict[str, str], log: Path, seconds: float, preloaded: Preloaded | None = None
-) -> Result:
-    """Run ``bench.engine.offline`` in a process of its own and return what it found. If it ended early, the result's
-    ``failure`` says why.
+def run_offline(task: Task, variables: dict[str, str], log: Path, seconds: float) -> Result:
+    """Run ``bench.engine.offline`` in a process of its own and return what it measured. If it ended early, the result's
+    ``failure`` gives the reason.
 
     Args:
         log: file for all that the engine prints.
-        preloaded: a process to fork it from, if it can; None to start a new one.
 
     Raises:
-        EngineError: if it fails or is not done within ``seconds``, and was not even up; with the last error that it
-            printed.
+        EngineError: if it fails or is not done within ``seconds`` before it is up; with the last error that it printed.
     """
     wait_for_memory(task.engine.get("gpu_memory_utilization", 0.0), task.engine.get("tensor_parallel_size", 1))
     task_file, result_file = log.with_suffix(".task.json"), log.with_suffix(".result.json")
     task_file.write_text(json.dumps(asdict(task)))
     result_file.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "bench.engine.offline", str(task_file), str(result_file)]
     begun = time.monotonic()
     try:
-        if preloaded and preloaded.ready():
-            code = preloaded.run(task_file, result_file, variables, log, seconds)
-        else:
-            with started(command, variables, log) as process:
-                code = process.wait(seconds)
-        end = f"ended with {code} after {time.monotonic() - begun:.0f} s"
+        with started(
+            [sys.executable, "-m", "bench.engine.offline", str(task_file), str(result_file)], variables, log
+        ) as process:
+            end = f"ended with {process.wait(seconds)} after {time.monotonic() - begun:.0f} s"
     except subprocess.TimeoutExpired:
         end = f"not done in {seconds:.0f} s, its limit"
     failure = f"{end}: {last_error(log)}"
@@ -293,16 +221,6 @@ def wait_for_memory(part: float, gpus: int, seconds: float = 20) -> None:
 
 
 @contextmanager
-def preloaded_vllm(plugin: Path | None, log: Path) -> Iterator[Preloaded]:
-    """Give a process to fork engines from, which is importing vLLM meanwhile."""
-    found = Preloaded(base_environment(plugin), ROOT, log)
-    try:
-        yield found
-    finally:
-        found.close()
-
-
-@contextmanager
 def started(command: list[str], variables: dict[str, str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
     """Run a command in a process group of its own, of which nothing is left at the end."""
     with open(log, "ab") as output:
@@ -318,6 +236,32 @@ def started(command: list[str], variables: dict[str, str], log: Path) -> Iterato
                 process.wait(10)
         end_tree(process.pid)  # its workers too
         process.wait()
+
+
+def end_tree(leader: int) -> None:
+    """Kill a process group and every descendant of its leader: an engine's core in a group of its own would keep its
+    GPU's memory."""
+    descendants = _descendants(leader)
+    with suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
+    for process in descendants:
+        with suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+
+
+def _descendants(process: int) -> list[int]:
+    """Return the children of a process, theirs, and so on."""
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it ended meanwhile
+            after_name = stat.read_text().rpartition(")")[2].split()
+            children.setdefault(int(after_name[1]), []).append(int(stat.parent.name))
+    found, todo = [], [process]
+    while todo:
+        own = children.get(todo.pop(), [])
+        found += own
+        todo += own
+    return found
 
 
 def _signal(process: subprocess.Popen[bytes], number: int) -> None:

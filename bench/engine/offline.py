@@ -12,15 +12,11 @@ import random
 import statistics
 import sys
 import time
-import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.engine.turns import Turns
-
-PROFILED_STEPS = 32
 _FIRST_TOKENS, _FIRST_TOKENS_S = 25, 0.5
 """The time to first tokens, of which an engine's own work is a part, is taken up to so often or for so long."""
 _WARM_UPS, _SETTLED = 8, 0.05
@@ -43,11 +39,6 @@ class Task:
     tokens_in, tokens_out: of each of these requests.
     prefill: tokens of the prompt whose prefill is timed alone; 0 for none.
     repeat: how often each time is taken at least, after a warm-up whose last two runs count too; the median counts.
-    profiled: numbers of requests whose decode steps are profiled; if any, the long prompt's prefill is too.
-    start_only: True to end as soon as the engine is up.
-    texts: tokens of texts to read instead, and to go on with greedily for tokens_out tokens, one at a time.
-    likeliest: tokens whose log probabilities are kept after each token of a text.
-    turns: file of :class:`Turns`; empty if no other engine starts at the same time.
     """
 
     engine: dict[str, Any]
@@ -57,11 +48,6 @@ class Task:
     tokens_out: int = 128
     prefill: int = 0
     repeat: int = 3
-    profiled: tuple[int, ...] = ()
-    start_only: bool = False
-    texts: tuple[list[int], ...] = ()
-    likeliest: int = 0
-    turns: str = ""
 
 
 @dataclass
@@ -75,14 +61,8 @@ class Result:
     """By batch, with the seconds of all runs: ``first_token_s`` to the first tokens, ``total_s`` to the last."""
     prefill_s: list[float] = field(default_factory=list)
     """Seconds of each run of the long prompt."""
-    profiles: list[dict[str, Any]] = field(default_factory=list)
-    prefill_profile: dict[str, Any] = field(default_factory=dict)
     moves: dict[str, Any] = field(default_factory=dict)
     """Fate of experts that vLLM moves between GPUs: :func:`moves`."""
-    read: list[dict[str, Any]] = field(default_factory=list)
-    import_s: float = 0.0
-    """Part of start_s; about 0 in a process that was forked from one that had imported vLLM."""
-    measure_s: float = 0.0
     served: list[dict[str, Any]] = field(default_factory=list)
     """Figures of the loads on a server, in their order."""
     failure: str = ""
@@ -99,10 +79,8 @@ class Engine:
     """An engine and the requests that it is timed with."""
 
     def __init__(self, task: Task) -> None:
-        start = time.perf_counter()
         from vllm import LLM
 
-        self.import_s = time.perf_counter() - start
         self.task = task
         self.llm = LLM(**task.engine)
         self._random = random.Random(1)
@@ -178,36 +156,6 @@ class Engine:
         """Return the seconds of each run of one long prompt, to its first token."""
         return self.first_token(self.prompts(1, self.task.prefill))
 
-    def read(self, text: list[int]) -> dict[str, Any]:
-        """Return what the model predicts after each token of a text (log probability by token), and how it goes on."""
-        from vllm import SamplingParams
-
-        params = SamplingParams(
-            temperature=0.0,
-            max_tokens=self.task.tokens_out,
-            ignore_eos=True,
-            detokenize=False,
-            prompt_logprobs=self.task.likeliest,
-        )
-        (answer,) = self.llm.generate([{"prompt_token_ids": list(text)}], params, use_tqdm=False)
-        after = [{token: p.logprob for token, p in found.items()} for found in answer.prompt_logprobs if found]
-        return {"after": after, "answer": list(answer.outputs[0].token_ids)}
-
-    def profile(self, batch: int) -> dict[str, Any]:
-        """Profile the last decode steps of ``batch`` requests."""
-        prompts = self.prompts(batch, self.task.tokens_in)
-        return {"batch": batch} | self._profiled(prompts, 1 + PROFILED_STEPS, PROFILED_STEPS)
-
-    def profile_prefill(self) -> dict[str, Any]:
-        """Profile one long prompt, to its first token."""
-        return self._profiled(self.prompts(1, self.task.prefill), 1)
-
-    def _profiled(self, prompts: Sequence[Any], tokens: int, steps: int = 0) -> dict[str, Any]:
-        self.generate(prompts, tokens)
-        self.llm.collective_rpc("start_gpu_profile")
-        self.generate(prompts, tokens)
-        return self.llm.collective_rpc("stop_gpu_profile", args=(steps,))[0]
-
 
 def is_trusted(seconds: Sequence[float]) -> bool:
     """True if there are enough times, and few of them are far from their median."""
@@ -242,42 +190,22 @@ def _shown(seconds: Sequence[float]) -> str:
 
 def measure(task: Task, file: Path) -> None:
     """Start an engine and measure it; the file has its result, which is whole if there is no failure in it."""
-    turns = Turns(Path(task.turns) if task.turns else None)
-    with turns.starting():
-        start = time.perf_counter()
-        engine = Engine(task)
-        result = Result(start_s=time.perf_counter() - start, import_s=engine.import_s, failure="not done")
-        identify(result, engine)
+    import vllm
+
+    start = time.perf_counter()
+    engine = Engine(task)
+    result = Result(vllm.__version__, time.perf_counter() - start, failure="not done")
+    result.kernels = engine.llm.collective_rpc("inspect_kernels")[0]
+    print("kernels:", json.dumps(result.kernels), flush=True)
+    result.save(file)
+    for _ in points(engine, result):
         result.save(file)
-    with turns.measuring():
-        start = time.perf_counter()
-        for _ in points(engine, result):
-            result.measure_s = time.perf_counter() - start
-            result.save(file)
     result.failure = ""
     result.save(file)
 
 
-def identify(result: Result, engine: Engine) -> None:
-    """Note an engine's version and kernels."""
-    import vllm
-
-    result.engine_version = vllm.__version__
-    result.kernels = engine.llm.collective_rpc("inspect_kernels")[0]
-    print("kernels:", json.dumps(result.kernels), flush=True)
-
-
 def points(engine: Engine, result: Result) -> Iterator[None]:
-    """Measure what a task wants, and pause after each point."""
-    task = engine.task
-    if task.texts:
-        result.read = [engine.read(text) for text in task.texts]
-        yield
-    elif not task.start_only:
-        yield from _times(engine, result)
-
-
-def _times(engine: Engine, result: Result) -> Iterator[None]:
+    """Measure what a task asks for, and pause after each point."""
     task = engine.task
     loaded = engine.llm.collective_rpc("sum_experts") if task.engine.get("enable_eplb") else []
     for batch in task.batches:
@@ -291,15 +219,6 @@ def _times(engine: Engine, result: Result) -> Iterator[None]:
     if loaded:
         result.moves = moves(loaded, engine.llm.collective_rpc("sum_experts"))
         yield
-    try:
-        for batch in task.profiled:
-            result.profiles.append(engine.profile(batch))
-            yield
-        if task.profiled and task.prefill:
-            result.prefill_profile = engine.profile_prefill()
-            yield
-    except Exception:  # times are worth more
-        traceback.print_exc()
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -91,31 +91,12 @@ def _add_measured(group: argparse._ArgumentGroup) -> None:
         help="times a point is measured, besides the two runs that end its warm-up; more if they differ (%(default)s)",
     )
     group.add_argument("--serve", action="store_true", help="vllm serve under load, in place of LLM.generate")
-    group.add_argument(
-        "--profile",
-        nargs="*",
-        type=int,
-        metavar="N",
-        help="also where the time of a decode step of N requests goes (1 if none is given), and that of the prefill",
-    )
     group.add_argument("--in-order", action="store_true", help="run --impl as given, not in mixed order")
 
 
 def _add_engine(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--no-compile", action="store_true", help="CUDA graphs of decode steps alone: starts sooner")
     group.add_argument("--eager", action="store_true", help="neither compilation nor CUDA graphs")
-    group.add_argument(
-        "--starts", type=int, default=1, metavar="N", help="of each engine; the last counts (%(default)s)"
-    )
-    group.add_argument(
-        "--at-once",
-        type=positive,
-        default=1,
-        metavar="N",
-        help="engines that start side by side and share --memory, or as many of them as have room there; each is "
-        "measured while the others do nothing (%(default)s)",
-    )
-    group.add_argument("--fresh", action="store_true", help="each engine imports vLLM anew, instead of being forked")
     group.add_argument("--gpus", type=int, default=1, metavar="N", help="tensor parallel size (%(default)s)")
     group.add_argument(
         "--expert-parallel", action="store_true", help="each of --gpus has some experts whole, not a part of each"

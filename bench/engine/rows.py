@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 
@@ -43,6 +44,14 @@ def rows_of(result: Result, task: Task) -> list[Row]:
     return rows
 
 
+_CACHE = re.compile(r"GPU KV cache size: ([\d,]+) tokens")
+
+
+def cache_tokens(log: str) -> int | None:
+    """Return the number of tokens that the KV cache holds; the least of several processes, None if no line has it."""
+    return min((int(said[1].replace(",", "")) for said in _CACHE.finditer(log)), default=None)
+
+
 def with_room(rows: Sequence[Row], cache_tokens: int | None) -> list[Row]:
     """Return the rows, in which a batch whose tokens had no room in the KV cache is one of phase "failed": the engine
     then computes requests one after another, or some of them twice."""
@@ -52,7 +61,7 @@ def with_room(rows: Sequence[Row], cache_tokens: int | None) -> list[Row]:
             tokens = row["batch"] * (row["tokens_in"] + row["tokens_out"])
             if tokens > cache_tokens:
                 reason = f"batch {row['batch']}: {tokens:,} tokens, and the KV cache holds {cache_tokens:,}"
-                row = {"phase": "failed", "reason": f"{reason}; more --memory, or fewer engines --at-once"}
+                row = {"phase": "failed", "reason": f"{reason}; more --memory"}
         found.append(row)
     return found
 

@@ -24,7 +24,6 @@ from typing import Any
 
 from bench.engine.launch import EngineError, last_error, started
 from bench.engine.offline import Result
-from bench.engine.turns import Turns
 
 ROUNDS = 4
 """Requests of a load that are counted over those at a time."""
@@ -63,12 +62,8 @@ def serve(
     log: Path,
     seconds: float,
     loads: Sequence[Load],
-    turns: Turns = Turns(),
 ) -> Result:
     """Start a server, put every load on it, and stop it.
-
-    Args:
-        turns: shared with other servers that start at the same time.
 
     Returns:
         Facts of the server, and figures by load. If a load fails or is not done within ``seconds``, the figures of
@@ -80,17 +75,15 @@ def serve(
     port, begun = _free_port(), time.monotonic()
     # the development server answers calls of worker.py's methods
     with started(command(arguments, port), {**variables, "VLLM_SERVER_DEV_MODE": "1"}, log) as process:
-        with turns.starting():
-            seconds_up = _up(process, port, log, seconds)
+        seconds_up = _up(process, port, log, seconds)
         base = f"http://{_HOST}:{port}"
         result = Result(_get(base, "/version")["version"], seconds_up)
         result.kernels = _get(base, "/collective_rpc", {"method": "inspect_kernels"})["results"][0]
-        with turns.measuring():
-            try:
-                for load in loads:
-                    result.served.append(_put_on(load, port, log, begun + seconds - time.monotonic()))
-            except EngineError as e:
-                result.failure = f"ended after {time.monotonic() - begun:.0f} s: {e}"
+        try:
+            for load in loads:
+                result.served.append(_put_on(load, port, log, begun + seconds - time.monotonic()))
+        except EngineError as e:
+            result.failure = f"ended after {time.monotonic() - begun:.0f} s: {e}"
     return result
 
 

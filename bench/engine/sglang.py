@@ -6,7 +6,6 @@ takes what an answer of ``--tokens-out`` tokens takes beyond one of ``--tokens-b
 the median of ``--repeat`` runs, and of up to six more while these differ. What our plugin says that it took over is in
 the rows; an engine that does not end well, or with the plugin and without that line, is a row of phase "failed", and
 what it had measured is kept with ``"partial": true``.
-``--profile`` adds rows that say which kernels a step runs and for how long.
 
 Needs SGLang and a GPU. Rows go to bench/results/sglang.jsonl. CUDA graphs of decode steps are on; attention is
 Triton's and sampling PyTorch's, so that FlashInfer need not be there.
@@ -20,15 +19,12 @@ import random
 import re
 import subprocess
 import sys
-import tempfile
 import time
-import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.engine import profile, trace
-from bench.engine.cases import write_once
+from bench.engine.checkpoint import write_once
 from bench.engine.implementations import DEFAULT, OURS
 from bench.engine.launch import (
     CAPTURED,
@@ -40,7 +36,7 @@ from bench.engine.launch import (
     work_folder,
 )
 from bench.engine.models import Model
-from bench.engine.offline import MORE_RUNS, PROFILED_STEPS, is_trusted
+from bench.engine.offline import MORE_RUNS, is_trusted
 from bench.engine.options import add_models, pairs_of
 from bench.engine.packing import Packing
 from bench.engine.rows import Answers, add_agreement, spread
@@ -98,7 +94,6 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     p.add_argument("--tokens-out", type=positive, default=80, metavar="N", help="of each answer (%(default)s)")
     p.add_argument("--tokens-before", type=positive, default=16, metavar="N", help="that do not count (%(default)s)")
     p.add_argument("--repeat", type=positive, default=5, metavar="N", help="times each is measured (%(default)s)")
-    p.add_argument("--profile", nargs="+", type=positive, default=[], metavar="N", help="also kernels of N's steps")
     p.add_argument("--memory", type=float, default=0.7, metavar="PART", help="of the GPU's (%(default)s)")
     p.add_argument("--engine", type=json.loads, default={}, metavar="JSON", help="more arguments of sglang.Engine")
     p.add_argument("--seconds", type=float, default=300, metavar="S", help="limit of each engine (%(default)s)")
@@ -116,7 +111,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def task_of(args: argparse.Namespace, model: Model, folder: Path) -> Row:
     """Return what the process of an engine does: the arguments of ``sglang.Engine``, and what it is asked for."""
-    most = max([*args.batch, *args.profile])
+    most = max(args.batch)
     engine = {
         "model_path": str(folder),
         "skip_tokenizer_init": True,
@@ -125,7 +120,7 @@ def task_of(args: argparse.Namespace, model: Model, folder: Path) -> Row:
         "grammar_backend": "none",
         "disable_radix_cache": True,  # a prompt comes more than once
         "disable_prefill_cuda_graph": True,
-        "cuda_graph_bs_decode": sorted({batch for batch in (*CAPTURED, *args.batch, *args.profile) if batch <= most}),
+        "cuda_graph_bs_decode": sorted({batch for batch in (*CAPTURED, *args.batch) if batch <= most}),
         "cuda_graph_max_bs_decode": most,
         "max_running_requests": most,
         "mem_fraction_static": args.memory,
@@ -134,7 +129,7 @@ def task_of(args: argparse.Namespace, model: Model, folder: Path) -> Row:
         "log_level": "info",  # by default an Engine logs errors alone, and the plugin's line is no error
         **args.engine,
     }
-    names = ("batch", "tokens_in", "tokens_out", "tokens_before", "repeat", "profile")
+    names = ("batch", "tokens_in", "tokens_out", "tokens_before", "repeat")
     asked = {name: getattr(args, name) for name in names}
     return {"engine": engine, "vocabulary": model.vocabulary, **asked}
 
@@ -146,7 +141,7 @@ def serve(task: Row, result_file: Path) -> None:
 
     engine = sglang.Engine(**task["engine"])
     found: Row = {"version": sglang.__version__, "seconds": round(time.perf_counter() - begun, 2), "batches": []}
-    found |= {"profiles": [], "done": False}
+    found["done"] = False
     rng = random.Random(1)
 
     def prompts_for(batch: int) -> list[list[int]]:
@@ -172,18 +167,6 @@ def serve(task: Row, result_file: Path) -> None:
             point["repeats_itself"] &= again == tokens
         found["batches"].append(point)
         result_file.write_text(json.dumps(found))
-    try:
-        for batch in task["profile"]:
-            prompts = prompts_for(batch)
-            answer(prompts, 1 + PROFILED_STEPS)
-            with tempfile.TemporaryDirectory() as folder:
-                engine.start_profile(output_dir=folder, activities=["GPU"], with_stack=False, record_shapes=False)
-                answer(prompts, 1 + PROFILED_STEPS)
-                engine.stop_profile()
-                (file,) = Path(folder).iterdir()
-                found["profiles"].append({"batch": batch, **trace.summary(file, PROFILED_STEPS)})
-    except Exception:  # times are worth more
-        traceback.print_exc()
     found["done"] = True
     result_file.write_text(json.dumps(found))
     engine.shutdown()
@@ -224,7 +207,6 @@ def measured(impl: str, task: Row, logs: Path, plugin: Path | None, seconds: flo
     rows = [decode_row(task, point) for point in found["batches"]]
     if "seconds" in found:
         rows.insert(0, {"phase": "start", "seconds": found["seconds"]})
-    rows += profile.rows_of(found.get("profiles", []))
     if reason:
         say(f"{name}: {reason}")
         rows.append({"phase": "failed", "reason": reason})
@@ -251,9 +233,6 @@ def lines(rows: Sequence[Row]) -> Iterator[str]:
         times = ", ".join(f"{impl} {time:.2f}" for impl, time in of_impl.items())
         gain = f"; {of_impl[DEFAULT] / of_impl[OURS]:.2f}" if of_impl.keys() == _SWITCH.keys() else ""
         yield f"batch {batch}, ms a step: {times}{gain}"
-    for row in rows:
-        if row["phase"] == "profile":
-            yield f"{row['impl']}: {profile.table(row)}"
     yield from dict.fromkeys(row["took_over"] for row in rows if row["took_over"])
 
 

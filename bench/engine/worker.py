@@ -1,4 +1,4 @@
-"""Code that runs inside vLLM's workers: which kernel each layer got, which experts a GPU has, and a profile of the GPU.
+"""Code that runs inside vLLM's workers: which kernel each layer got, and which experts a GPU has.
 
 vLLM mixes :class:`Inspection` into its worker (``worker_extension_cls``), and calls its methods by name from the
 process that owns the engine, in that process or another, on one GPU or several.
@@ -6,14 +6,10 @@ process that owns the engine, in that process or another, on one GPU or several.
 
 from __future__ import annotations
 
-import os
 import sys
-import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
-
-from bench.engine import trace
 
 EXTENSION = f"{__name__}.Inspection"
 
@@ -59,29 +55,6 @@ class Inspection:
                 count = len(tensors[0])
                 numbers = model.physical_to_logical_map[layer, rank * count : (rank + 1) * count].tolist()
                 found.append([[number, checksum([t[i] for t in tensors])] for i, number in enumerate(numbers)])
-        return found
-
-    def start_gpu_profile(self) -> None:
-        """Record every GPU kernel from now on."""
-        from torch.profiler import ProfilerActivity, profile
-
-        self._gpu_profile = profile(activities=[ProfilerActivity.CUDA])
-        self._gpu_profile.__enter__()
-
-    def stop_gpu_profile(self, steps: int = 0) -> dict[str, Any]:
-        """Return microseconds and launches by kernel, and the microseconds from the first to the end of the last.
-
-        Args:
-            steps: count only the last ``steps`` steps; 0 for all.
-        """
-        import torch
-
-        torch.cuda.synchronize()
-        self._gpu_profile.__exit__(None, None, None)
-        file = os.path.join(tempfile.mkdtemp(), "trace.json")
-        self._gpu_profile.export_chrome_trace(file)
-        found = trace.summary(file, steps)
-        os.remove(file)
         return found
 
 
