@@ -312,8 +312,8 @@ FAULTS = (
     Fault(
         "the last row of fp8 blocks with the first one's scale",
         "src/w4gemm/checkpoints/fp8_folder.py",
-        "for rows, factors in zip(w.split(self._block.rows), scale, strict=True):",
-        "for rows, factors in zip(w.split(self._block.rows), scale.roll(1, 0), strict=True):",
+        "for rows, factors in zip(w.split(self._block.rows, -2), scale.unbind(-2), strict=True):",
+        "for rows, factors in zip(w.split(self._block.rows, -2), scale.roll(1, -2).unbind(-2), strict=True):",
         "tests/test_deepseek.py -k w4afp8",
     ),
     # --- device code that the CPU can run or read
@@ -427,8 +427,8 @@ FAULTS = (
     Fault(
         "blocks of fp8 weights always have 128 columns",
         "src/w4gemm/checkpoints/fp8_folder.py",
-        "factors.repeat_interleave(self._block.columns)",
-        "factors.repeat_interleave(128)",
+        "factors.repeat_interleave(self._block.columns, -1)",
+        "factors.repeat_interleave(128, -1)",
         "tests/test_deepseek.py tests/test_mixtures.py",
     ),
     Fault(
