@@ -44,7 +44,6 @@ def test_help_explains_the_command_and_every_option(name, capsys):
             "argument --shapes: wanted moe, fp4-moe or experts x n x k .*, got '28672x4096'",
         ),
         ("grouped", ["--tokens", "0"], "argument --tokens: wanted integers from 1 on like 1,16,256, got '0'"),
-        ("experts", ["--work", "w8a8"], "argument --work: wanted some of w4a16, w4a8, got w8a8"),
         ("generation", ["--ways", "fast"], "argument --ways: wanted some of eager, .*, got fast"),
         ("generation", ["--weights", "int5"], "argument --weights: .*int5"),
         ("unknown", ["--kinds", "w4a4"], "argument --kinds: wanted some of w4a16, w4a8_exact, w4a8_folded, got w4a4"),

@@ -25,7 +25,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = {
         "run": "measure layers with every implementation in one process",
         "grouped": "measure mixtures of experts beside other implementations, with several routings",
-        "experts": "measure gpt-oss' layer of experts beside transformers' own",
         "unknown": "measure layers that nobody tuned, drawn at random, beside other implementations",
         "sweep": "time many configs of many products, for the model and the shipped table",
         "layers": "time whole layers of experts with configs forced",
@@ -41,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     found = module(args.action)
     asked = {option.partition("=")[0] for option in args.rest}
     measures = (
-        args.action in ("run", "grouped", "experts", "unknown", "layers", "tune")
+        args.action in ("run", "grouped", "unknown", "layers", "tune")
         and not {"-h", "--help", "--rows"} & asked
     )
     if measures and not torch.cuda.is_available():
