@@ -144,13 +144,13 @@ def text(page: Page, points: Sequence[Point], engines: Sequence[Row]) -> str:
         "multiplies dense bf16 weights; with fp8 x it is left out, because its weights have twice the bytes. `python "
         "-m bench.report --points bench/results/FILE` prints every point."
     )
-    lines += ["", f"![Speed-up by tokens and format]({_link(page.plot('products'))})", ""]
+    lines += ["", _image(page.plot("products"), "Speed-up by tokens and format"), ""]
     lines += _wrapped("Rows of int4 are means of untuned layers, the others of the four layers of the shipped tables.")
     for name, title in TITLES.items():
         if own := [point for point in points if point.kind.set == name]:
             lines += ["", f"## {title}", "", *_wrapped(_WHAT[name]), ""]
             plot = {"unknown": "untuned", "experts": "experts"}.get(name)
-            lines += [f"![{title}]({_link(page.plot(plot))})", ""] if plot else []
+            lines += [_image(page.plot(plot), title), ""] if plot else []
             lines += _ratios(own, page)
     lines += ["", "## Where w4gemm is behind", "", *_behind(points)]
     lines += _engines(page, engines)
@@ -237,7 +237,7 @@ def _engines(page: Page, rows: Sequence[Row]) -> list[str]:
             f"prefill), greedy answers of {'128' if engine == 'vllm' else '80'}; medians. Checkpoints have published "
             "shapes and random numbers."
         )
-        lines += ["", f"![{name}]({_link(page.plot('vllm'))})"] if engine == "vllm" else []
+        lines += ["", _image(page.plot("vllm"), "Speed-up inside vLLM")] if engine == "vllm" else []
         lines += ["", f"| model | {' | '.join(columns)} | commit |", "|---" * (len(columns) + 2) + "|"]
         for case, gains in cases.items():
             commits = ", ".join(dict.fromkeys(gain.row["commit"][:7] for gain in gains.values()))
@@ -313,8 +313,9 @@ def _wrapped(sentence: str) -> list[str]:
     return textwrap.wrap(sentence, 120, break_on_hyphens=False)
 
 
-def _link(path: Path) -> str:
-    return f"plots/{path.name}"
+def _image(path: Path, words: str) -> str:
+    """An image that links to its file, so that a phone can open it whole."""
+    return f"[![{words}](plots/{path.name})](plots/{path.name})"
 
 
 if __name__ == "__main__":

@@ -61,7 +61,9 @@ def test_it_builds(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     pages = [page for page in tmp_path.rglob("*.html") if page.name != "404.html"]
-    assert len(pages) > 25
+    assert len(pages) > 25 and not [*tmp_path.rglob("__pycache__")]
+    assert "[data-md-copying] :is(.gp, .go)" in (tmp_path / "css/site.css").read_text()
+    assert 'class="gp">$ </span>' in (tmp_path / "vllm.html").read_text(), "what the rule above leaves out"
     for page in pages:
         text = page.read_text()
         assert not re.search(r"<p>[^<]*\n- ", text), page
