@@ -45,6 +45,7 @@ def test_the_blocks_of_formats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     names: dict[str, Any] = {}
     for block in re.findall(r"```python\n(.*?)```", (ROOT / "docs/formats.md").read_text(), re.DOTALL):
         exec(compile(block, "formats.md", "exec"), names)
+    assert not [*tmp_path.iterdir()], "a reader's folder stays as it was"
     assert names["top"].n == 128 and names["left"].k == 256 and names["d"].shape == (3, 256)
     assert torch.equal(names["same"].perm, names["g_idx"].argsort(stable=True).int())
 

@@ -39,10 +39,7 @@ def run(args: argparse.Namespace) -> int:
     """``args.rest`` holds what is not read here: the module has a parser of its own."""
     found = module(args.action)
     asked = {option.partition("=")[0] for option in args.rest}
-    measures = (
-        args.action in ("run", "grouped", "unknown", "layers", "tune")
-        and not {"-h", "--help", "--rows"} & asked
-    )
+    measures = args.action in ("run", "grouped", "unknown", "layers", "tune") and not {"-h", "--help", "--rows"} & asked
     if measures and not torch.cuda.is_available():
         raise UnsupportedError(f"bench {args.action} measures on a GPU, and PyTorch sees none here")
     found.main(args.rest)
