@@ -126,9 +126,10 @@ def measure(entries: list[Entry], m: int) -> list[dict[str, Any]]:
         if m > entry.prepared.most_tokens:
             continue
         weight, name, run = entry.weight, f"{entry.peer.name}, {entry.weight.format}, m {m}", entry.prepared.run
-        xs = [torch.randn(m, weight.k, device="cuda").to(entry.dtype) for _ in range(2)]
+        device = weight.device
+        xs = [torch.randn(m, weight.k, device=device).to(entry.dtype) for _ in range(2)]
         xs = [x.to(entry.prepared.activations or entry.dtype) for x in xs]
-        out = torch.empty(m, weight.n, device="cuda", dtype=default_out_dtype(entry.dtype))
+        out = torch.empty(m, weight.n, device=device, dtype=default_out_dtype(entry.dtype))
         wanted = xs[0].float() @ weight.dequantize().T
         try:
             d = run(entry.copies[0], xs[0], out).float()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import sys
-import time
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +16,8 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from bench import unknown  # noqa: E402
-from bench.drawn import points, warm  # noqa: E402
+from bench import run, unknown  # noqa: E402
+from bench.drawn import points  # noqa: E402
 from bench.peers import base  # noqa: E402
 from bench.peers.base import Prepared  # noqa: E402
 
@@ -61,50 +60,6 @@ def test_what_a_layer_compiles_is_its_choices_and_the_best_guesses():
     assert alone.units < compared.units and len(compared.configs[1048]) in (6, 7)
 
 
-def test_compiling_stops_at_its_deadline():
-    unit = SimpleNamespace(name="never", key=())
-    assert warm.compile_all([], 1, 0.0) == set()
-    assert warm.compile_all([unit], 1, 0.0) == set()  # type: ignore[list-item]
-
-
-def test_layers_come_as_soon_as_they_are_ready_and_all_at_the_end():
-    works = [SimpleNamespace(layer=points.Drawn(n, 64, (1, 2))) for n in (64, 128, 192)]
-    with warm.Warmer(0, "int4_g128", "bfloat16", ["humming"]) as warmer:
-        warmer.ready = {(128, 64, 1), (128, 64, 2), (64, 64, 1)}
-        found = [(work.layer.n, ready) for work, ready in warmer.in_order(works, 0.0)]
-        assert found == [(128, True), (64, False), (192, False)]
-        warmer.start([work.layer for work in works])
-        assert all(ready for _, ready in warmer.in_order(works, 0.0))
-        with warmer.paused():
-            assert str(warmer) == "peers' kernels of 0 points, 0 s for one"
-
-
-_FAKE_CHILD = """
-import json, sys, time
-for n, k, (m,) in json.load(sys.stdin):
-    if n == 192:
-        time.sleep(1000)
-    print("something else")
-    print("warm", n, k, m, 1500, flush=True)
-"""
-
-
-def test_children_say_which_points_are_ready_and_do_not_outlive_the_run(monkeypatch):
-    monkeypatch.setattr(warm, "_CHILD", (sys.executable, "-c", _FAKE_CHILD))
-    works = [SimpleNamespace(layer=points.Drawn(n, 64, (1, 2))) for n in (192, 64)]
-    with warm.Warmer(2, "int4_g128", "bfloat16", ["w4gemm", "quack"]) as warmer:
-        warmer.start([work.layer for work in reversed(works)])
-        work, ready = next(warmer.in_order(works, time.monotonic() + 600))  # waits
-        assert work.layer.n == 64 and ready
-        works.remove(work)
-        with warmer.paused():
-            assert len(warmer.ready) == 2
-        assert [(work.layer.n, ready) for work, ready in warmer.in_order(works, 0.0)] == [(192, False)]
-        assert "2 points, 2 s" in str(warmer)
-        children = list(warmer._children)
-    assert all(child.poll() is not None for child in children)
-
-
 class Ours:
     """w4gemm on the CPU."""
 
@@ -140,20 +95,26 @@ class Same(Ours):
 @pytest.fixture
 def on_the_cpu(monkeypatch):
     monkeypatch.setattr(unknown, "random_weight", lambda n, k, format, dtypes: random_weight(format, n, k))
-    monkeypatch.setattr(unknown, "time_graphs", time_calls)
+    for module in (unknown, run):
+        monkeypatch.setattr(module, "time_graphs", lambda graphs, replays: time_calls(graphs, replays))
     monkeypatch.setattr(base, "_MOST_COPIES", 3)
 
 
-def test_rows_of_a_point_have_every_right_implementation_and_the_fastest_config(on_the_cpu):
+def test_rows_of_a_point_have_every_right_implementation_and_what_the_choice_lost(on_the_cpu, monkeypatch):
     peers = [Ours(), Same("peer"), Same("liar", wrong=True)]
-    layer = unknown.Layer.of(64, 128, WeightFormat.parse("int4_g128"), torch.bfloat16, peers)
-    assert [len(entry.copies) for entry in layer.entries] == [3, 3, 3]
-    assert len(CONFIGS) > 1
-    own, peer = unknown.measure(layer, 5, CONFIGS)
-    assert (own["impl"], peer["impl"], own["configs"]) == ("w4gemm", "peer", len(CONFIGS))
-    assert own["best_config"] in CONFIGS and 0 < own["best_config_us"] <= own["us_p50"]
-    assert own["rel_error"] < 1e-2 and "best_config" not in peer
-    assert "best_config" not in unknown.measure(layer, 5, CONFIGS[:1])[0]
+    entries = run.prepare(peers, random_weight(WeightFormat.parse("int4_g128"), 64, 128), torch.bfloat16)
+    own, peer = run.measure(entries, 5)
+    assert (own["impl"], peer["impl"]) == ("w4gemm", "peer") and own["rel_error"] < 1e-2
+    asked: list[list[str]] = []
+    us = {config: 5.0 + i for i, config in enumerate(CONFIGS)}
+
+    def timed(graphs, replays):
+        asked.append([graph[0].args[1] for graph in graphs])
+        return [SimpleNamespace(p50=us[name]) for name in asked[-1]]
+
+    monkeypatch.setattr(unknown, "time_graphs", timed)
+    assert len(CONFIGS) > 1 and unknown.regret(entries[0], 5, CONFIGS[1], CONFIGS) == pytest.approx(6.0 / 5.0)
+    assert asked[0] == CONFIGS and asked[1][0] == CONFIGS[1] and len(asked[1]) <= 5
 
 
 def test_a_run_writes_rows_and_the_next_one_goes_on(on_the_cpu, monkeypatch, tmp_path, capsys):
@@ -163,13 +124,14 @@ def test_a_run_writes_rows_and_the_next_one_goes_on(on_the_cpu, monkeypatch, tmp
     monkeypatch.setattr(unknown.Device, "of", lambda device: Device("cpu"))
     peer = Ours()
     peer.available = lambda: ""
-    args = Namespace(out=tmp_path / "rows.jsonl", seed=7, layers=2, most=1, every=0, configs=2, impl="", dry=False)
+    args = Namespace(out=tmp_path / "rows.jsonl", seed=7, layers=2, most=1, every=1, configs=2, impl="", dry=False)
     args.seconds = 60.0
     for done in (2, 3):
         unknown.run_kind("w4a16", args)
         rows = [json.loads(line) for line in args.out.read_text().splitlines()]
         assert len(rows) == done and {row["set"] for row in rows} == {"unknown"}
     assert [(row["n"], row["m"]) for row in rows] == [(64, 3), (64, 300), (128, 5)]
+    assert all(0 < row["best_config_us"] <= row["us_p50"] for row in rows if "configs" in row)
     assert "2 of 2 points" in capsys.readouterr().out
 
 
