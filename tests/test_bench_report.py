@@ -70,7 +70,15 @@ def test_every_point_is_printed(capsys):
 
 
 def engine(impl: str, ms: float, run: str = "r1", **more: object) -> Row:
-    common = {"engine": "vllm", "model": "m", "format": "f", "gpus": 1, "mode": "default", "phase": "decode"}
+    common = {
+        "kind": "engine",
+        "engine": "vllm",
+        "model": "m",
+        "format": "f",
+        "gpus": 1,
+        "mode": "default",
+        "phase": "decode",
+    }
     return common | {"impl": impl, "chosen": impl == "machete", "ms_step": ms, "batch": 1, "run": run} | more
 
 
@@ -78,6 +86,7 @@ def test_a_gain_is_of_the_newest_run_with_both():
     rows = [engine("w4gemm", 2.0), engine("machete", 3.0), engine("humming", 2.6)]
     rows += [engine("w4gemm", 1.0, "r2"), engine("machete", 1.8, "r2"), engine("w4gemm", 1.0, "r3")]
     rows += [engine("w4gemm", 5.0, model="m-2-layers"), engine("machete", 6.0, model="m-2-layers")]
+    rows += [engine(impl, 9.0, "r4", kind="engine_variant") for impl in ("w4gemm", "machete")]
     ((case, gains),) = summary.cases_of(rows).items()
     assert str(case) == "m, f" and str(gains["batch 1"]) == "1.80 (1.30)"
 

@@ -51,7 +51,8 @@ def cases_of(rows: Iterable[Row], phases: Sequence[str] = ("decode", "prefill"))
         # DeepSeek-V3 has no room on one GPU: five of its layers stand for it
         cut = row["model"].endswith("-layers") and not row["model"].startswith("deepseek")
         mode = row.get("mode", "default")
-        if row["phase"] in phases and not cut and ("default" in mode or row["engine"] == "sglang"):
+        engine = row["kind"] == "engine"  # not engine_variant, such as vLLM without its second stream
+        if engine and row["phase"] in phases and not cut and ("default" in mode or row["engine"] == "sglang"):
             case = Case(row["engine"], row["model"], row["format"], row.get("gpus", 1), mode)
             runs[case][_column(row)][row["run"]].append(row)
     cases: dict[Case, dict[str, Gain]] = {}
