@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ import torch
 from w4gemm.checkpoints.base import Module
 from w4gemm.checkpoints.hugging_face import TensorInfo
 from w4gemm.checkpoints.module_tensors import SCALES, check_tensor, whole_groups
-from w4gemm.checkpoints.named_modules import Named
+from w4gemm.checkpoints.named_modules import Named, Patterns, wildcards
 from w4gemm.checkpoints.packed_floats import MXFP4, NVFP4, Shape, check_second_scale, shape_of, weight_of
 from w4gemm.checkpoints.quantized_folder import folder_format
 from w4gemm.core.formats import WeightFormat
@@ -64,8 +64,7 @@ class ModelOptPacking:
                 f"it was quantized by {algorithm!r}; wanted one of {', '.join(ALGORITHMS)}: export the model again, or "
                 "convert the dense one"
             )
-        excluded = self.config.get("exclude_modules", self.config.get("ignore")) or ()
-        if any(fnmatchcase(name, pattern) for pattern in excluded):
+        if name in self._excluded or any(self._exclude.match(text, name) for text in self._exclude):
             raise ValueError("the config excludes it, but it has quantized tensors")
         if algorithm in _FLOATS:
             n, k, format = shape_of(stored, _FLOATS[algorithm])
@@ -74,6 +73,14 @@ class ModelOptPacking:
         activations = "fp8" if algorithm in _FP8_ACTIVATIONS else None
         scaled = "pre_quant_scale" in stored
         return Module(n, k, format, "bias" in stored, activations=activations, pre_quant_scale=scaled)
+
+    @cached_property
+    def _excluded(self) -> frozenset[str]:
+        return frozenset(self.config.get("exclude_modules", self.config.get("ignore")) or ())
+
+    @cached_property
+    def _exclude(self) -> Patterns:
+        return wildcards("exclude_modules", self._excluded)
 
     def _of_layer(self, name: str) -> Mapping[str, Any]:
         """Settings in ``quantized_layers`` of a module, or of what it is in: experts may stand there as one."""

@@ -10,6 +10,7 @@ only the model had from which the folder was made.
 from __future__ import annotations
 
 import difflib
+import fnmatch
 import re
 import time
 import warnings
@@ -23,6 +24,7 @@ import regex
 _MOST, _LONGEST, _SECONDS = 10_000, 10_000, 30.0
 """Limits of the expressions of a config: their number, the characters of one, and the time for all of their matches."""
 _FULL_NAME = re.compile(r"[\w.-]+")
+_WILDCARDS = frozenset("*?[")
 _CANDIDATES = 2000
 """Names at most among which the nearest one is looked for, because difflib compares them one by one."""
 
@@ -97,6 +99,15 @@ class Patterns:
         """Iterate over the texts in the config."""
         return iter(self._compiled)
 
+    def __contains__(self, text: object) -> bool:
+        return text in self._compiled
+
+
+def wildcards(argument: str, names: Iterable[str]) -> Patterns:
+    """Return as expressions the names with wildcards, those of a shell; others mean themselves alone. Errors as from
+    :class:`Patterns`."""
+    return Patterns(argument, {name: fnmatch.translate(name) for name in names if not _WILDCARDS.isdisjoint(name)})
+
 
 class ExtraConfig:
     """AutoRound's extra_config: settings of modules, of what they are in, or of all that a regular expression means.
@@ -122,9 +133,8 @@ class ExtraConfig:
 
     def named(self) -> list[Named]:
         """Return the modules in 4 bits that it names."""
-        patterns = {*self._patterns}
         return [
-            Named("extra_config", text, partial(self._patterns.search, text) if text in patterns else None)
+            Named("extra_config", text, partial(self._patterns.search, text) if text in self._patterns else None)
             for text, settings in self._settings.items()
             if settings.get("bits", 4) == 4
         ]

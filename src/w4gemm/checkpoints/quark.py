@@ -14,8 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from w4gemm.checkpoints import awq
 from w4gemm.checkpoints.base import Module
 from w4gemm.checkpoints.hugging_face import TensorInfo
 from w4gemm.checkpoints.module_tensors import WIDE_SCALES, check_symmetric, check_tensor, whole_groups
-from w4gemm.checkpoints.named_modules import Named
+from w4gemm.checkpoints.named_modules import Named, Patterns, wildcards
 from w4gemm.checkpoints.packed_floats import MXFP4, NVFP4, Shape, shape_of, weight_of
 from w4gemm.checkpoints.quantized_folder import folder_format
 from w4gemm.core.formats import PER_COLUMN, WeightFormat
@@ -68,7 +67,7 @@ class QuarkPacking:
         return cls(config)
 
     def module(self, name: str, stored: Mapping[str, TensorInfo]) -> Module:
-        if any(fnmatchcase(name, pattern) for pattern in self.config.get("exclude") or ()):
+        if name in self._excluded or any(self._exclude.match(text, name) for text in self._exclude):
             raise ValueError("exclude of its config names it, but it has quantized tensors")
         settings = self._settings(name)
         weight = settings["weight"]
@@ -87,9 +86,21 @@ class QuarkPacking:
         layers = self.config.get("layer_quant_config") or {}
         if name in layers:
             return layers[name]
-        if pattern := next((pattern for pattern in layers if fnmatchcase(name, pattern)), None):
-            return layers[pattern]
+        if text := next((text for text in self._layers if self._layers.match(text, name)), None):
+            return layers[text]
         return (self.config.get("layer_type_quant_config") or {}).get("Linear") or self.config["global_quant_config"]
+
+    @cached_property
+    def _excluded(self) -> frozenset[str]:
+        return frozenset(self.config.get("exclude") or ())
+
+    @cached_property
+    def _exclude(self) -> Patterns:
+        return wildcards("exclude", self._excluded)
+
+    @cached_property
+    def _layers(self) -> Patterns:
+        return wildcards("layer_quant_config", self.config.get("layer_quant_config") or ())
 
     def weight(self, module: Module, tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
         if module.format in (NVFP4, MXFP4):
@@ -166,7 +177,10 @@ def _described(weight: Any) -> str:
 def _named(config: Mapping[str, Any]) -> list[Named]:
     layers = config.get("layer_quant_config") or {}
     names = [name for name, settings in layers.items() if _stages(settings.get("weight"))[0].get("dtype") in _FOUR_BITS]
-    return [Named("layer_quant_config", name, partial(fnmatchcase, pat=name)) for name in names]
+    patterns = wildcards("layer_quant_config", names)
+    return [
+        Named("layer_quant_config", name, partial(patterns.match, name) if name in patterns else None) for name in names
+    ]
 
 
 FORMAT = folder_format(
