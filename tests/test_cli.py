@@ -39,6 +39,41 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--max-new-tokens" in printed
 
 
+def test_without_a_command_the_help_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    assert capsys.readouterr().out == make_parser().format_help()
+
+
+def test_sizes_by_position_and_as_options(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (["explain", "--rows", "1"], ["gemm"]):
+        named = ("--m", "4", "--k", "64", "--n", "96")
+        for sizes in (("4", "96", "64"), named):
+            assert main([*command, *sizes, "--device", "cpu"]) == 0
+            assert "m 4, n 96, k 64" in capsys.readouterr().out
+        for sizes in ((), ("4", "96"), ("4", "96", "64", "1"), named[:4], ("4", *named[2:]), ("4", "96", "64", *named)):
+            assert main([*command, *sizes, "--device", "cpu"]) == 1
+            assert "error: M, N, K: wanted three sizes, as in `512 4096 4096` or" in capsys.readouterr().err
+
+
+def test_a_name_on_the_hub(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    assert main(["generate", "hello", "--model", "meta/Llama-3.2-1B", "--device", "cpu"]) == 1
+    hint = "; nothing is downloaded: if it is a model of the hub, `hf download meta/Llama-3.2-1B` prints its folder\n"
+    assert capsys.readouterr().err == f"w4gemm: error: path: no file or folder 'meta/Llama-3.2-1B'{hint}"
+    for path in ("nowhere", "meta/a.gguf", str(tmp_path / "a"), "a/b/c"):
+        assert main(["inspect", path]) == 1
+        assert capsys.readouterr().err == f"w4gemm: error: path: no file or folder {path!r}\n"
+
+
+def test_a_file_that_is_no_checkpoint(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "README.md"
+    file.write_text("# A model")
+    assert main(["inspect", str(file)]) == 1
+    known = "a GGUF file, or a folder with one or with a Hugging Face model"
+    message = f"path: {str(file)!r} is a file that begins with b'# A mode'; what can be loaded: {known}"
+    assert capsys.readouterr().err == f"w4gemm: error: {message}\n"
+
+
 def test_characters_that_the_terminal_does_not_have(tiny: Path) -> None:
     """They are printed as escapes, rather than an error in place of the answer."""
     for encoding, name, shown in (("ascii", "größe", r"gr\xf6\xdfe"), ("utf-8", os.fsdecode(b"\xff"), r"\udcff")):

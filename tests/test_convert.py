@@ -264,6 +264,14 @@ def test_layers_that_config_counts_are_there(tmp_path: Path, capsys: pytest.Capt
     assert f"num_hidden_layers {LAYERS + 2}, but there are no tensors of layer {LAYERS}" in capsys.readouterr().err
 
 
+def test_a_folder_is_not_converted_into_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = samples._gptq(tmp_path / "in")
+    (tmp_path / "link").symlink_to(folder)
+    for out in (folder, tmp_path / "link"):
+        assert convert(folder, out) == 1
+        assert f"OUTPUT: wanted another folder than PATH, got '{out}' for both" in capsys.readouterr().err
+
+
 def test_a_search_does_not_go_on_where_a_nearest_one_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_dense(tmp_path / "in")
     assert convert(tmp_path / "in", tmp_path / "out") == 0

@@ -79,12 +79,15 @@ def find_checkpoint(path: str | Path) -> Found:
     except RuntimeError as e:  # no such user
         raise FileNotFoundError(f"path: {str(path)!r}: {e}") from e
     if not path.exists():
-        raise FileNotFoundError(f"path: no file or folder {str(path)!r}")
+        raise FileNotFoundError(f"path: no file or folder {str(path)!r}{_hub(path)}")
     if path.is_dir():
         check_files(path)
     for format in FORMATS:
         if (found := format.find(path)) is not None:
             return Found(format, found)
+    if not path.is_dir():
+        known = "a GGUF file, or a folder with one or with a Hugging Face model"
+        raise FormatError(f"path: {str(path)!r} is {_seen(path)}; what can be loaded: {known}")
     known = "; ".join(format.contents for format in FORMATS)
     other = "; a model of another method can, once its package dequantized it" if quantization_config(path) else ""
     raise FormatError(f"path: {str(path)!r} is {_seen(path)}; what can be loaded: {known}{other}")
@@ -106,6 +109,13 @@ def open_checkpoint(path: str | Path, format: WeightFormat | str | None = None) 
     wanted = None if format is None else WeightFormat.of(format)
     found = find_checkpoint(path)
     return found.format.open(found.path, wanted)
+
+
+def _hub(path: Path) -> str:
+    """Return the end of a message about a path that is not there, if it may be a model's name on the hub."""
+    if path.is_absolute() or len(path.parts) != 2 or path.suffix == ".gguf" or path.parent.exists():
+        return ""
+    return f"; nothing is downloaded: if it is a model of the hub, `hf download {path}` prints its folder"
 
 
 def _seen(path: Path) -> str:

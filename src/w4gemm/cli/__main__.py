@@ -20,13 +20,15 @@ COMMANDS = (generate, inspect, convert, explain, gemm, tune, compile, cache, ben
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of all commands; it sets ``run``, and ``passes_on`` if a command takes unknown arguments."""
+    """Return the parser of all commands; it sets ``run``, None without a command, and ``passes_on`` if a command takes
+    unknown arguments."""
     parser = argparse.ArgumentParser(
         "w4gemm", description="4-bit-weight matrix multiplication for NVIDIA GPUs and CPUs"
     )
     parser.add_argument("--version", action="version", version=f"w4gemm {w4gemm.__version__}")
     parser.add_argument("--traceback", action="store_true", help="show where an error came from")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    parser.set_defaults(run=None, passes_on=False)
+    commands = parser.add_subparsers(metavar="COMMAND")
     for command in COMMANDS:
         sub = commands.add_parser(command.NAME, help=command.HELP, description=command.DESCRIPTION)
         command.add_arguments(sub)
@@ -47,6 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             args.rest, traceback = rest, args.traceback
             if rest and not args.passes_on:
                 parser.error(f"unrecognized arguments: {' '.join(rest)}")
+            if args.run is None:
+                parser.print_help()
+                return 0
             configure_logging()
             return args.run(args)
         finally:

@@ -56,6 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     started = time.perf_counter()
     require_folder("OUTPUT", args.output)
+    if args.output.exists() and Path(args.path).expanduser().resolve() == args.output.resolve():
+        raise ValueError(f"OUTPUT: wanted another folder than PATH, got {str(args.output)!r} for both")
     checkpoint = open_checkpoint(args.path, args.format)
     how = ""
     if isinstance(checkpoint, DenseCheckpoint):

@@ -12,7 +12,7 @@ from w4gemm.console.options import (
     add_size_arguments,
     chosen_dtype,
     positive,
-    require_sizes,
+    sizes_of,
 )
 from w4gemm.core.activation import canonical
 from w4gemm.core.epilogue import Epilogue
@@ -30,7 +30,7 @@ DESCRIPTION = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_size_arguments(parser, "--")
+    add_size_arguments(parser)
     add_format_argument(parser)
     add_device_arguments(parser, SIMULATED, "device to choose for")
     which = parser.add_mutually_exclusive_group()
@@ -47,13 +47,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    require_sizes(args.m, args.n, args.k)
+    m, n, k = sizes_of(args)
     device = described_device(args.device)
     format, dtype = WeightFormat.parse(args.format), chosen_dtype(args.dtype, device)
     problem = GemmProblem(
-        choice.planned(args.m),
-        args.n,
-        args.k,
+        choice.planned(m),
+        n,
+        k,
         dtype,
         format,
         layout_for(device, format, dtype),
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     )
     if args.why is not None:
         verdicts = choice.why(problem, args.why)  # before the heading, because CONFIG may be none
-        shared = () if problem.m == args.m else (f"  m {args.m} is planned as m {problem.m}",)
+        shared = () if problem.m == m else (f"  m {m} is planned as m {problem.m}",)
         print(device_line(device), problem, *shared, *verdicts, sep="\n")
         return 0
     found = choice.explain(problem, args.config)
@@ -75,8 +75,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"  roofline: {least:.1f} us")
     if found.chosen is None:
         return 1
-    if args.m <= choice.WAVES_FROM:
-        print(f"  chosen once for {choice.span(*choice.interval_of(args.m))}")
+    if m <= choice.WAVES_FROM:
+        print(f"  chosen once for {choice.span(*choice.interval_of(m))}")
     else:
         print(f"  chosen for m {problem.m}, of the few configs that serve more than {choice.WAVES_FROM} tokens")
     print(f"\n{found.table(args.rows)}")

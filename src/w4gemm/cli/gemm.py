@@ -15,7 +15,7 @@ from w4gemm.console.options import (
     add_size_arguments,
     chosen_dtype,
     positive,
-    require_sizes,
+    sizes_of,
 )
 from w4gemm.console.progress import counted, progress_bar
 from w4gemm.core.formats import WeightFormat
@@ -48,16 +48,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    require_sizes(args.m, args.n, args.k)
+    m, n, k = sizes_of(args)
     if args.top and not args.profile:
         raise ValueError("--top: goes with --profile, which measures configs")
     device, where = chosen_device(args.device)
     format = WeightFormat.parse(args.format)
     dtype = chosen_dtype(args.dtype, device)
-    problem = GemmProblem(args.m, args.n, args.k, dtype, format, layout_for(device, format, dtype), device=device)
-    with memory_for(
-        f"M, N, K: wanted sizes that fit the memory of {device_name(where)}, got {args.m}, {args.n}, {args.k}"
-    ):
+    problem = GemmProblem(m, n, k, dtype, format, layout_for(device, format, dtype), device=device)
+    with memory_for(f"M, N, K: wanted sizes that fit the memory of {device_name(where)}, got {m}, {n}, {k}"):
         return _profile(problem, where, args.top) if args.profile else _run_once(problem, where, args.config)
 
 

@@ -6,7 +6,6 @@ import argparse
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -48,17 +47,26 @@ def named_path(text: str) -> Path:
 _SIZES = {"m": "number of tokens, the rows of x", "n": "output features", "k": "input features"}
 
 
-def add_size_arguments(parser: argparse.ArgumentParser, prefix: str = "") -> None:
-    """Add m, n and k: as the options --m, --n and --k if ``prefix`` is "--", else by position."""
+def add_size_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add m, n and k, by position and as options. :func:`sizes_of` reads them."""
+    parser.add_argument("sizes", nargs="*", metavar="M N K", type=int, help="the sizes by position instead of options")
     for name, what in _SIZES.items():
-        required: dict[str, Any] = {"required": True} if prefix else {}
-        parser.add_argument(f"{prefix}{name}", metavar=name.upper(), type=int, help=what, **required)
+        parser.add_argument(f"--{name}", metavar=name.upper(), type=int, help=what)
 
 
-def require_sizes(m: int, n: int, k: int) -> None:
-    """Raise ValueError unless m, n and k are sizes of a product."""
+def sizes_of(args: argparse.Namespace) -> tuple[int, int, int]:
+    """Return m, n and k.
+
+    Raises:
+        ValueError: unless all three are there, in one of both ways, and are sizes of a product.
+    """
+    options = [size for size in (args.m, args.n, args.k) if size is not None]
+    if len(args.sizes) + len(options) != 3 or (args.sizes and options):
+        raise ValueError("M, N, K: wanted three sizes, as in `512 4096 4096` or `--m 512 --n 4096 --k 4096`")
+    m, n, k = args.sizes or options
     if not all(1 <= size <= LARGEST_SIZE for size in (m, n, k)):
         raise ValueError(f"M, N, K: wanted numbers from 1 to {LARGEST_SIZE}, got {m}, {n}, {k}")
+    return m, n, k
 
 
 def add_format_argument(parser: argparse.ArgumentParser) -> None:
