@@ -22,6 +22,7 @@ from w4gemm.checkpoints.writing import write_folder
 from w4gemm.cli.__main__ import main
 from w4gemm.core.errors import printable
 from w4gemm.core.files import placed, read_regular
+from w4gemm.core.formats import LARGEST_GROUP
 
 
 def changed(folder: Path, **settings: Any) -> None:
@@ -135,7 +136,8 @@ def test_layers_are_not_made_by_a_files_word(count: int, tmp_path: Path) -> None
 
 
 def test_a_group_beyond_k(tmp_path: Path) -> None:
-    """One group, as the tensors have, of 2**40 columns: unpacking would repeat its scale so often."""
+    """The one group that the tensors have is of all columns, and nothing repeats its scale as often as config.json
+    says."""
     folder = samples.FORMATS["gptq"](tmp_path)
     tensors = load_file(folder / "model.safetensors")
     for name in ("a", "b"):
@@ -143,11 +145,16 @@ def test_a_group_beyond_k(tmp_path: Path) -> None:
             tensors[f"model.{name}.{leaf}"] = tensors[f"model.{name}.{leaf}"][:1].clone()
         tensors[f"model.{name}.g_idx"].zero_()
     save_file(tensors, folder / "model.safetensors")
+    weights = []
+    for size in (-1, 128, LARGEST_GROUP):
+        changed(folder, group_size=size)
+        w = open_checkpoint(folder).weight("model.a")
+        assert w.format.group_size == size
+        weights.append(w.dequantize())
+    assert all(torch.equal(weight, weights[0]) for weight in weights)
     changed(folder, group_size=2**40)
-    with pytest.raises(FormatError, match=f"model.a: it has groups of {2**40} along 64 input features; wanted .* -1"):
+    with pytest.raises(FormatError, match=f"model.a: group_size: wanted a positive multiple .*, got {2**40}"):
         open_checkpoint(folder)
-    changed(folder, group_size=-1)
-    assert open_checkpoint(folder).modules["model.a"].format.group_size == -1
 
 
 ESCAPE = "model.\x1b[2Jnorm\u202e.weight"

@@ -218,11 +218,6 @@ class QuantizedFolder:
         try:
             module = self._packing.module(name, parts)
             _check_beside(module, parts)
-            if module.format.group_size > module.k:
-                raise ValueError(
-                    f"it has groups of {module.format.group_size} along {module.k} input features; wanted groups of at "
-                    f"most {module.k}, or -1 for one of each output feature"
-                )
             return module
         except KeyError as e:
             key = e.args[0]
