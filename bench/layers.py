@@ -26,8 +26,8 @@ from bench.mixtures.points import best_of
 from bench.options import add_out, command, counts, some_of, typed
 
 from w4gemm import WeightFormat, choice
-from w4gemm.choice.choose import resolve_gather
-from w4gemm.choice.intervals import representative_rows
+from w4gemm.choice.intervals import plan_rows
+from w4gemm.choice.plan import resolve_gather
 from w4gemm.console.options import positive
 from w4gemm.core.epilogue import PLAIN, Epilogue
 from w4gemm.core.problem import Device, GemmProblem
@@ -116,7 +116,7 @@ def problems(layer: Layer, tokens: int, device: Device) -> tuple[GemmProblem, Ge
     """Return the products of a layer: gate_up, which gathers, and down."""
     sizes, format = layer.sizes, WeightFormat.parse(layer.format)
     layout = layout_for(device, format, torch.bfloat16)
-    rows = representative_rows(tokens * sizes.top_k, sizes.experts)
+    rows = plan_rows(tokens * sizes.top_k, sizes.experts)
 
     def product(n: int, k: int, epilogue: Epilogue, gathered: bool) -> GemmProblem:
         each = (rows, n, k, torch.bfloat16, format, layout, epilogue, device)
@@ -138,7 +138,7 @@ def units_of(gate_up: GemmProblem, down: GemmProblem, found: Candidates) -> list
     named = [(gate_up, name) for name in found.gathered]
     named += [(replace(gate_up, gathered=False), name) for name in found.copied]
     named += [(down, name) for name in found.down]
-    units = [choice.decide(problem).unit for problem in (resolve_gather(gate_up), down)]
+    units = [choice.choose(problem).unit for problem in (resolve_gather(gate_up), down)]
     for problem, name in named:
         kernel, config = config_named(name)
         units.append(kernel.unit(problem, config))

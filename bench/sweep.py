@@ -144,7 +144,7 @@ def products(args: argparse.Namespace, device: Device) -> dict[GemmProblem, list
     if args.drawn:
         points = [(layer.n, layer.k, m) for layer in draw(args.seed, args.drawn, *args.drawn_m) for m in layer.tokens]
     else:
-        tokens = sorted({choice.representative(m) for m in parse_tokens(args.m)})
+        tokens = sorted({choice.interval_end(m) for m in parse_tokens(args.m)})
         points = [(n, k, m) for (n, k), m in itertools.product(args.shapes, tokens)]
     found = {}
     for n, k, m in points:
@@ -179,7 +179,7 @@ def measure(problem: GemmProblem, names: list[str], workload: Workload) -> dict[
     operands, launches = workload.operands(problem.m), dict[str, Launch]()
     for name in names:
         kernel, config = config_named(name)
-        launch = kernel.launcher(choice.compiled_for(kernel, problem, config), problem, config)
+        launch = choice.Choice(problem, kernel, config, "forced").plan().launch
         if (error := workload.error(launch, operands[0])) < MAX_ERROR:
             launches[name] = launch
         else:

@@ -108,7 +108,7 @@ def from_rows(paths: Sequence[Path], args: argparse.Namespace, device: Device) -
     layers = {layer for name in args.shapes for layer in SETS[name]}
     format, dtype, records = WeightFormat.parse(args.format), chosen_dtype(args.dtype, device), []
     for (n, k, m), configs in sorted(measured(paths, str(format)).items()):
-        if (n, k) not in layers or m != choice.representative(m):
+        if (n, k) not in layers or m != choice.interval_end(m):
             continue
         if other := next((c for c in configs if dtype not in config_named(c)[0].dtypes), None):
             raise SystemExit(f"--dtype: wanted that of the rows' activations, got {dtype}, which {other} does not take")
@@ -161,8 +161,8 @@ def gains(name: str, args: argparse.Namespace, device: Any, where: torch.device)
         for m in parse_tokens(args.m):
             problem = GemmProblem(m, n, k, dtype, format, layout_for(device, format, dtype), device=device)
             workload = workload or Workload(problem, where)
-            plan = choice.plan(problem)
-            guess = choice.plan(problem, str(choice.explain(problem).candidates[0]))
+            plan = choice.choose(problem).plan()
+            guess = choice.choose(problem, str(choice.explain(problem).candidates[0])).plan()
             launches = [plan.launch] if str(plan) == str(guess) else [plan.launch, guess.launch]
             times = workload.time(launches, workload.operands(m), _REPLAYS if m <= 128 else _REPLAYS // 3)
             us, first = times[0].p50, times[-1].p50

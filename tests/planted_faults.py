@@ -226,7 +226,7 @@ FAULTS = (
     ),
     Fault(
         "records of another revision are taken",
-        "src/w4gemm/choice/choose.py",
+        "src/w4gemm/choice/plan.py",
         "if legal and record.revision == kernel_named(record.kernel).revision:",
         "if legal:",
         "tests/test_choice.py tests/test_store.py",

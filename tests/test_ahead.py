@@ -12,7 +12,7 @@ import torch
 
 from w4gemm import QuantizedWeight, UnsupportedError, W4Experts, W4Linear, WeightFormat, choice, masked_linear, quantize
 from w4gemm.api import gather
-from w4gemm.choice.choose import Plan
+from w4gemm.choice.plan import Plan
 from w4gemm.cli.__main__ import main
 from w4gemm.cli.compile import target_device
 from w4gemm.cli.needs import Use, chosen, problems_of

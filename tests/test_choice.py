@@ -12,7 +12,8 @@ import torch
 
 import w4gemm
 from w4gemm import choice
-from w4gemm.choice.cost import predicted_us, ranked
+from w4gemm.choice.cost import predicted_us
+from w4gemm.choice.model import ranked
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.epilogue import Epilogue
 from w4gemm.core.errors import UnsupportedError
@@ -84,22 +85,22 @@ def call(m: int, **changes) -> choice.PlanKey:
 @pytest.mark.parametrize("experts", [0, 1, 8, 100])
 def test_rows_that_stand_for_an_interval(experts):
     """Above one row for each expert by the average; below by the number of rows, as most experts have none."""
-    stands = [choice.representative_rows(m, experts) for m in range(1, 3001)]
+    stands = [choice.plan_rows(m, experts) for m in range(1, 3001)]
     assert all(m <= of for m, of in enumerate(stands, 1)) and stands == sorted(stands)
-    assert {choice.representative_rows(m, experts) for m in choice.first_rows(3000, experts)} == set(stands)
-    assert choice.representative_rows(8, 128) == 8
-    assert choice.representative_rows(127, 128) == choice.representative_rows(128, 128) == 128
-    assert choice.representative_rows(3 * 128, 128) == 4 * 128
-    assert choice.representative_rows(100, 0) == choice.representative(100) == 112
+    assert {choice.plan_rows(m, experts) for m in choice.first_rows(3000, experts)} == set(stands)
+    assert choice.plan_rows(8, 128) == 8
+    assert choice.plan_rows(127, 128) == choice.plan_rows(128, 128) == 128
+    assert choice.plan_rows(3 * 128, 128) == 4 * 128
+    assert choice.plan_rows(100, 0) == choice.interval_end(100) == 112
 
 
 def test_many_tokens_are_planned_for_as_they_come():
     """Few plans, none for an m that is more than 1/64 away, or 16."""
-    stands = [choice.planned(m) for m in range(1, 20_001)]
+    stands = [choice.plan_m(m) for m in range(1, 20_001)]
     assert stands == sorted(stands) and max(stands) == 16384
     assert all(m <= of <= max(m + 15, m * 65 / 64) for m, of in enumerate(stands[:16384], 1) if m > choice.WAVES_FROM)
-    assert all(choice.planned(of) == of for of in set(stands))
-    assert len({of for of in stands if of > choice.WAVES_FROM}) == 3 * 64 + 2 * 48 + 16 and choice.planned(300) == 304
+    assert all(choice.plan_m(of) == of for of in set(stands))
+    assert len({of for of in stands if of > choice.WAVES_FROM}) == 3 * 64 + 2 * 48 + 16 and choice.plan_m(300) == 304
     assert set(choice.BOUNDS) <= set(stands)
 
 
@@ -130,7 +131,7 @@ def test_what_a_plan_depends_on(change):
 
 
 def test_the_best_guess_of_all_kernels():
-    plan = choice.plan(PROBLEM)
+    plan = choice.choose(PROBLEM).plan()
     _, kernel, config = ranked(KERNELS, PROBLEM)[0]
     assert plan.kernel is kernel is kernel_named("cpu_mixed_gemm")
     assert plan.config == config
@@ -141,18 +142,18 @@ def test_the_best_guess_of_all_kernels():
 def test_a_config_can_be_forced():
     last = kernel_named("cpu_mixed_gemm").configs(PROBLEM)[-1]
     for config in (last, str(last), f"cpu_mixed_gemm/{last}"):
-        assert choice.plan(PROBLEM, config).config == last
+        assert choice.choose(PROBLEM, config).plan().config == last
 
 
 def test_an_illegal_config_is_named_with_legal_ones():
     with pytest.raises(ValueError, match=r"config: 1x128x64_1x1x1_coop is not legal .*1x128x32_1x1x1_coop"):
-        choice.plan(PROBLEM, GemmConfig(1, 128, 64))
+        choice.choose(PROBLEM, GemmConfig(1, 128, 64)).plan()
     with pytest.raises(ValueError, match="config: wanted <tile_m>x.*got '1x2'"):
-        choice.plan(PROBLEM, "1x2")
+        choice.choose(PROBLEM, "1x2").plan()
     with pytest.raises(ValueError, match="kernel: wanted one of .*cpu_mixed_gemm.*got 'nope'"):
-        choice.plan(PROBLEM, "nope/1x128x32_1x1x1_coop")
+        choice.choose(PROBLEM, "nope/1x128x32_1x1x1_coop").plan()
     with pytest.raises(UnsupportedError, match="sm90_mixed_gemm: needs"):
-        choice.plan(PROBLEM, "sm90_mixed_gemm/64x128x128_1x1x1_coop")
+        choice.choose(PROBLEM, "sm90_mixed_gemm/64x128x128_1x1x1_coop").plan()
 
 
 REFUSED = {
@@ -170,7 +171,7 @@ REFUSED = {
 @pytest.mark.parametrize("problem", REFUSED.values(), ids=REFUSED)
 def test_no_kernel(problem):
     with pytest.raises(UnsupportedError) as e:
-        choice.plan(problem)
+        choice.choose(problem).plan()
     for kernel in KERNELS:
         assert f"{kernel.name}: {kernel.supports(problem).reason}" in str(e.value)
     explanation = choice.explain(problem)
@@ -195,7 +196,7 @@ def test_gpus_without_hoppers_units(device, monkeypatch, caplog):
     kernel = kernel_named("sm80_mixed_gemm")
     for m in (1, 64, 4096):
         for invariant in (False, True):
-            plan = choice.plan(replace(H200_PROBLEM, m=m, device=device, batch_invariant=invariant))
+            plan = choice.choose(replace(H200_PROBLEM, m=m, device=device, batch_invariant=invariant)).plan()
             by_cublas = m == 4096 and not invariant and device.capability == (10, 0)
             assert plan.kernel is (kernel_named("dequantize_gemm") if by_cublas else kernel)
     for problem in (H200_PROBLEM, replace(H200_PROBLEM, experts=8)):
@@ -212,7 +213,7 @@ def test_fp8_without_hoppers_units(name, format, monkeypatch):
     kernel = kernel_named("sm89_fp8_gemm")
     for m in (1, 64, 4096):
         for invariant in (False, True):
-            assert choice.plan(replace(at, m=m, batch_invariant=invariant)).kernel is kernel
+            assert choice.choose(replace(at, m=m, batch_invariant=invariant)).plan().kernel is kernel
     for problem in (at, replace(at, experts=8)):
         assert all(kernel.resources(problem, c).memory <= at.device.shared_memory for c in kernel.configs(problem))
 
@@ -296,9 +297,9 @@ def test_what_is_compiled_for_hopper_runs_on_hopper_only():
 
 def test_repack_is_suggested_where_it_helps():
     with pytest.raises(UnsupportedError, match=r"w.repack\(\) gives cpu"):
-        choice.plan(replace(PROBLEM, layout="mma16"))
+        choice.choose(replace(PROBLEM, layout="mma16")).plan()
     with pytest.raises(UnsupportedError) as e:
-        choice.plan(replace(PROBLEM, device=Device("mps")))
+        choice.choose(replace(PROBLEM, device=Device("mps"))).plan()
     assert "w.repack()" not in str(e.value)
 
 
@@ -315,14 +316,13 @@ def test_a_cold_plan_is_logged_with_its_source(monkeypatch, caplog):
 
 
 def test_launches_are_named_for_a_profiler_only_if_asked(monkeypatch):
-    """W4GEMM_NVTX decides when the plan is made, so that other calls pay nothing."""
+    """W4GEMM_NVTX decides when a plan is first launched, so that other calls pay nothing."""
     names = []
-    monkeypatch.setattr(choice.choose, "compiled", lambda *a: None)
+    monkeypatch.setattr(choice.plan, "compiled", lambda *a: None)
     monkeypatch.setattr(torch.cuda.nvtx, "range", lambda name: names.append(name) or contextlib.nullcontext())
-    for value, type in (("", choice.Plan), ("0", choice.Plan), ("1", choice.choose._NamedPlan)):
+    for value in ("", "0", "1"):
         monkeypatch.setenv("W4GEMM_NVTX", value)
-        plan = choice.plan(H200_PROBLEM)
-        assert plan.__class__ is type
+        plan = choice.choose(H200_PROBLEM).plan()
         monkeypatch.setattr(plan.kernel.__class__, "launcher", lambda *a: lambda operands: names.append("launch"))
         plan.launch(None)
     assert names == ["launch", "launch", f"w4gemm {plan}", "launch"]
@@ -332,7 +332,7 @@ def test_explain():
     explanation = choice.explain(PROBLEM)
     assert list(explanation.status) == [kernel.name for kernel in KERNELS]
     _, kernel, config, _ = explanation.candidates[0]
-    assert (kernel, config) == ("cpu_mixed_gemm", choice.plan(PROBLEM).config)
+    assert (kernel, config) == ("cpu_mixed_gemm", choice.choose(PROBLEM).plan().config)
     assert {c.config for c in explanation.candidates} == set(kernel_named("cpu_mixed_gemm").configs(PROBLEM))
     assert f"chosen: cpu_mixed_gemm/{config}" in str(explanation)
     assert f"cpu_mixed_gemm: {len(explanation.candidates)} configs" in str(explanation)
@@ -397,7 +397,7 @@ def test_a_machine_without_what_a_kernel_needs_gets_a_sentence(asked_again, monk
         pytest.skip("needs CuTe DSL to be there, of whatever version")
     problem = GemmProblem(16, 512, 512, torch.bfloat16, WeightFormat(), "mma16")
     with pytest.raises(w4gemm.UnsupportedError) as e:
-        choice.plan(problem)
+        choice.choose(problem).plan()
     for name in ("sm90_mixed_gemm", "sm80_mixed_gemm"):
         assert f"{name}: {reason}" in str(e.value)
 
@@ -457,14 +457,14 @@ def test_rows_are_gathered_before_where_that_takes_less(monkeypatch):
         (gathered(1024, 1536, 2048, 128), True),
         (gathered(1024, 28672, 4096), True),
     ):
-        explanation, plan = choice.explain(problem), choice.plan(problem)
+        explanation, plan = choice.explain(problem), choice.choose(problem).plan()
         assert explanation.copied == copied == ("of a copy of the rows" in str(explanation))
         assert plan.problem.gathered == ("gathered rows" in str(explanation)) == (not copied)
         assert (plan.kernel.name, plan.config) == explanation.chosen
     forced = choice.configs(problem)[0]
-    assert choice.plan(problem, forced).problem.gathered and not choice.explain(problem, forced).copied
+    assert choice.choose(problem, forced).plan().problem.gathered and not choice.explain(problem, forced).copied
     with pytest.raises(ValueError, match="is not legal"):
-        choice.plan(problem, "sm90_mixed_gemm/128x128x128_1x2x1_coop")
+        choice.choose(problem, "sm90_mixed_gemm/128x128x128_1x2x1_coop").plan()
 
 
 def test_a_call_of_gathered_rows_has_a_plan_of_its_own():

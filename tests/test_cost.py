@@ -16,11 +16,12 @@ import torch
 
 from w4gemm import choice
 from w4gemm.choice import cost, explain
-from w4gemm.choice.choose import resolve_gather
-from w4gemm.choice.cost import constants, predicted_us, ranked
+from w4gemm.choice.cost import constants, predicted_us
 from w4gemm.choice.cost.constants import Scale
 from w4gemm.choice.cost.experts import of_wide_tiles, random_and_zipf_rows, random_m_tiles, unevenness
 from w4gemm.choice.cost.traffic import copy_us
+from w4gemm.choice.model import ranked
+from w4gemm.choice.plan import resolve_gather
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.epilogue import Epilogue
 from w4gemm.core.formats import WeightFormat
@@ -270,7 +271,7 @@ def test_a_choice_for_experts_goes_by_random_and_by_zipf_rows():
 def test_an_expert_with_two_tiles_makes_no_second_wave():
     """On an H200, tiles of 8 x 256: 112 us with Zipf rows, 62 with even ones: 128 CTAs are one wave, 144 are two."""
     problem = problem_of("sm90_mixed_gemm", 4 * 8, n=4096, k=14336, experts=8)
-    assert choice.decide(problem).config.tile_m == 16
+    assert choice.choose(problem).config.tile_m == 16
 
 
 def test_rows_are_gathered_or_copied_as_whole_layers_were_fastest():
@@ -316,14 +317,14 @@ def test_experts_in_4_bit_floats_take_tiles_of_128_tokens_for_512(format):
     """256 x 64 was chosen in NVFP4: behind Humming at 8 of 20 points."""
     for experts, n, k in FP4_EXPERTS:
         problem = problem_of("sm90_mixed_gemm", 512 * experts, format, n=n, k=k, experts=experts)
-        assert choice.decide(problem).config.tile_m == 128
+        assert choice.choose(problem).config.tile_m == 128
 
 
 @pytest.mark.parametrize("format", ["mxfp4", "nvfp4"])
 def test_experts_in_4_bit_floats_take_three_warpgroups_for_512(format):
     """128 x 256 was chosen: 1.02 times as long as 128 x 192 at 16 points."""
     problem = problem_of("sm90_mixed_gemm", 512 * 64, format, n=6144, k=3584, experts=64)
-    config = choice.decide(problem).config
+    config = choice.choose(problem).config
     assert (config.tile_m, config.tile_n) == (128, 192)
     others = (problem, replace(problem, m=256 * 64), replace(problem, format=WeightFormat.parse("int4_g128")))
     wide = [of_wide_tiles(p, replace(config, tile_n=256)) for p in others]

@@ -11,7 +11,7 @@ import torch
 import w4gemm
 from conformance.cases import FEW_FORMATS, assert_close, random_weight
 from w4gemm import choice
-from w4gemm.choice.cost import ranked
+from w4gemm.choice.model import ranked
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import Device, GemmProblem
 from w4gemm.kernels.cpu import kernel, matmul

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from w4gemm import choice
-from w4gemm.choice import choose, cost, shortlist, store
+from w4gemm.choice import cost, model, plan, store
 from w4gemm.choice.records import Record
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.formats import WeightFormat
@@ -22,7 +22,7 @@ RECORDED = next(record for record in store.read(store.shipped_path(H200.name)) i
 
 def forget() -> None:
     of_space = (space._legal, space._legal_if_plain, space._legal_sizes)
-    for cached in (*of_space, shortlist._shortlist, choose._is_legal, cost._of_kernel, store._of_layer):
+    for cached in (*of_space, model._shortlist, plan._is_legal, model._of_kernel, store._of_layer):
         cached.cache_clear()
 
 
@@ -57,7 +57,7 @@ def test_few_of_all_combinations_of_sizes_become_configs(problem, counted):
     made = counted(GemmConfig, "__post_init__")
     assert choice.configs(problem) == legal
     names = {name.partition("/")[0] for name in legal}
-    hopper = [kernel for kernel in choose.KERNELS if kernel.name in names and kernel.name.startswith("sm90")]
+    hopper = [kernel for kernel in plan.KERNELS if kernel.name in names and kernel.name.startswith("sm90")]
     candidates = sum(1 for kernel in hopper for _ in kernel.space.candidates())
     assert len(legal) < made[0] + 60 and made[0] < 0.55 * candidates
 
@@ -68,7 +68,7 @@ def test_what_was_measured_for_a_layer_is_found_without_costing_others(counted):
     records = store.read(store.shipped_path(H200.name))
     problem = replace(FEW, m=RECORDED.m[1], n=key.n, k=key.k, format=WeightFormat.parse(key.format))
     parsed, timed = counted(Record, "parse"), counted(cost.waves, "launch_timer")
-    assert choice.decide(problem).source == "shipped"
+    assert choice.choose(problem).source == "shipped"
     assert timed[0] == 0 < parsed[0] < 0.2 * len(records)
 
 
@@ -78,16 +78,16 @@ def test_a_shortlist_makes_each_config_ready_once(counted):
     configs = [c for c in choice.configs(MANY) if c.startswith("sm90") and "+" not in c]
     forget()
     timed[0] = 0
-    choice.decide(MANY)
+    choice.choose(MANY)
     pairs = [c for c in choice.configs(MANY) if "+" in c]
     assert len(configs) <= timed[0] < 2 * len(configs) + 50 * len(pairs)
 
 
 def test_a_new_m_of_many_tokens_makes_none_ready(counted):
-    choice.decide(MANY)
+    choice.choose(MANY)
     timed = counted(cost.waves, "launch_timer")
     for m in (320, 1008, 4096, 7808):
-        choice.decide(replace(MANY, m=m))
+        choice.choose(replace(MANY, m=m))
     assert timed[0] <= 4 * 12, "at most a launch of two for each pair and m"
 
 
@@ -97,15 +97,15 @@ def test_records_of_a_layer_are_parsed_once_for_all_intervals(counted):
     parsed, sources = counted(Record, "parse"), set()
     for m in choice.BOUNDS:
         problem = replace(FEW, m=m, n=RECORDED.key.n, k=RECORDED.key.k, format=format)
-        sources |= {choice.decide(met).source for met in choice.met(problem)}
+        sources |= {choice.choose(met).source for met in choice.problems_of_interval(problem)}
     assert "shipped" in sources and parsed[0] == len(layer)
 
 
 def test_every_interval_of_a_layer_takes_the_configs_that_one_made_ready(counted):
-    choice.decide(FEW)
+    choice.choose(FEW)
     timed = counted(cost.waves, "launch_timer")
     for m in choice.BOUNDS:
         if m <= choice.WAVES_FROM:
-            assert choice.decide(replace(FEW, m=m)).source == "heuristic"
+            assert choice.choose(replace(FEW, m=m)).source == "heuristic"
     pairs = [c for c in choice.configs(FEW) if "+" in c]
     assert timed[0] <= 2 * len(choice.BOUNDS) * len(pairs), "two launches are one problem for each number of features"

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from w4gemm import QuantizedWeight, WeightFormat, grouped_linear, linear, masked_linear
-from w4gemm.choice.cost import ranked
+from w4gemm.choice.model import ranked
 from w4gemm.core.epilogue import Epilogue
 from w4gemm.core.problem import GPUS, H200, GemmProblem
 from w4gemm.jit import object_code

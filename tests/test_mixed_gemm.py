@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from w4gemm import GemmConfig, choice
-from w4gemm.choice.cost import ranked
+from w4gemm.choice.model import ranked
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import H200, GemmProblem
 from w4gemm.kernels import KERNELS, kernel_named

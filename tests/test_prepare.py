@@ -53,11 +53,11 @@ def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> type[Pool]:
     monkeypatch.setenv("W4GEMM_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(plan_cache, "Device", type("OnH200", (), {"of": staticmethod(lambda device: H200)}))
     monkeypatch.setattr(plan_cache, "_plans", {})
-    monkeypatch.setattr("w4gemm.choice.ahead.CompilePool", mine)
-    monkeypatch.setattr("w4gemm.choice.ahead.usable_processors", lambda: 8)
+    monkeypatch.setattr("w4gemm.choice.plan_cache.CompilePool", mine)
+    monkeypatch.setattr("w4gemm.choice.plan_cache.usable_processors", lambda: 8)
     adopted: dict[Unit, Any] = {}
-    monkeypatch.setattr("w4gemm.choice.ahead.adopt", adopted.setdefault)
-    monkeypatch.setattr("w4gemm.choice.choose.compiled", adopted.__getitem__)
+    monkeypatch.setattr("w4gemm.choice.plan_cache.adopt", adopted.setdefault)
+    monkeypatch.setattr("w4gemm.choice.plan.compiled", adopted.__getitem__)
     return mine
 
 
@@ -70,14 +70,14 @@ def test_each_unit_is_compiled_once(pool: type[Pool]) -> None:
     wanted = [*keys(512, 1, 16, 64), *keys(512, 16), *keys(768, 16)]
     done = prepare(wanted)
     assert len(pool.seen) == len(set(pool.seen)) == done.units == done.compiled >= 2
-    chosen = {choice.decide(key.problem()).unit for key in wanted}
+    chosen = {choice.choose(key.problem()).unit for key in wanted}
     assert set(pool.seen) == chosen
     assert all(choice.plan_for(key).compiled == b"object" for key in wanted)
 
 
 def test_plans_that_are_known_cost_nothing(pool: type[Pool], monkeypatch: pytest.MonkeyPatch) -> None:
     prepare(keys(512, 16))
-    monkeypatch.setattr("w4gemm.choice.ahead.decide", lambda problem: pytest.fail("it was chosen again"))
+    monkeypatch.setattr("w4gemm.choice.plan_cache.choose", lambda problem: pytest.fail("it was chosen again"))
     assert prepare(keys(512, 16))[:2] == (0, 0)
 
 

@@ -23,7 +23,7 @@ import torch
 from sass import SPILLED_ONCE, Sass, check, disassemble, facts_of, local_memory, main_loops, scan, spills_in_main_loops
 from tiny_kernel import tiny
 from w4gemm import GemmConfig, WeightFormat
-from w4gemm.choice.cost import ranked
+from w4gemm.choice.model import ranked
 from w4gemm.core.epilogue import PLAIN, Epilogue
 from w4gemm.core.problem import GPUS, H200, Device, GemmProblem
 from w4gemm.jit import object_code

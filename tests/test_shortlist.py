@@ -9,9 +9,9 @@ import torch
 
 from w4gemm import WeightFormat, choice
 from w4gemm.choice import plan_cache, store
-from w4gemm.choice.cost import predicted_us, ranked
+from w4gemm.choice.cost import predicted_us
+from w4gemm.choice.model import MOST, ranked, shortlist
 from w4gemm.choice.records import Record, key_of
-from w4gemm.choice.shortlist import MOST, shortlist
 from w4gemm.cli.needs import chosen as units_of
 from w4gemm.core.problem import H200, GemmProblem
 from w4gemm.kernels import KERNELS
@@ -35,7 +35,7 @@ def test_every_m_has_a_config_near_the_best_of_few(problem):
     lost = []
     for m in (272, 448, 624, 1008, 1552, 2208, 3008, 5000, 7936):
         there = replace(problem, m=m)
-        decision = choice.decide(there)
+        decision = choice.choose(there)
         if decision.source == "heuristic":
             assert (decision.kernel, decision.config) in [(c.kernel, c.config) for c in candidates]
         lost.append(predicted_us(decision.kernel, there, decision.config) / ranked(KERNELS, there)[0][0])
@@ -43,7 +43,7 @@ def test_every_m_has_a_config_near_the_best_of_few(problem):
 
 
 def test_a_plan_for_the_end_of_the_interval_would_be_slow_inside():
-    inside, last = (choice.decide(replace(FEW_FEATURES, m=m)) for m in (5000, 8192))
+    inside, last = (choice.choose(replace(FEW_FEATURES, m=m)) for m in (5000, 8192))
     us = [predicted_us(decision.kernel, FEW_FEATURES, decision.config) for decision in (inside, last)]
     assert us[0] < 0.95 * us[1]
 
@@ -54,10 +54,10 @@ def test_explain_says_what_is_planned():
     for problem in (FEW_FEATURES, replace(FEW_FEATURES, n=4096, k=11008)):
         for m in (3, 40, 70, 130, 290, 700, 1300, 2149, 3300, 5257, 7181):
             there = replace(problem, m=m)
-            decision, found = choice.decide(replace(there, m=choice.planned(m))), choice.explain(there)
+            decision, found = choice.choose(replace(there, m=choice.plan_m(m))), choice.explain(there)
             assert found.chosen == (decision.kernel.name, decision.config) and found.source == decision.source
             assert found.problem == there
-            at_m = choice.decide(there)
+            at_m = choice.choose(there)
             others += (at_m.kernel, at_m.config) != (decision.kernel, decision.config)
     assert others, "every m has the config of its plan: take others"
 
@@ -72,10 +72,10 @@ def test_what_was_measured_for_the_end_of_an_interval_is_best_there_and_weighed_
     last = replace(FEW_FEATURES, m=8192)
     slow = choice.configs(last)[30]
     store.add([record(last, slow)])
-    assert choice.decide(last)[1:] == (*choice.choose.forced(last, slow), "tuned")
-    sources = {choice.decide(replace(last, m=m)).source for m in range(4160, 8193, 64)}
+    assert choice.choose(last)[1:] == (*choice.plan.forced(last, slow), "tuned")
+    sources = {choice.choose(replace(last, m=m)).source for m in range(4160, 8193, 64)}
     assert sources == {"tuned", "heuristic"}
-    assert choice.decide(replace(last, m=4096)).source == "heuristic", "of another interval"
+    assert choice.choose(replace(last, m=4096)).source == "heuristic", "of another interval"
 
 
 @pytest.mark.parametrize("tuned", [False, True], ids=["heuristic", "tuned"])
@@ -83,8 +83,8 @@ def test_all_that_can_be_met_is_known_beforehand(tuned):
     if tuned:
         store.add([record(replace(FEW_FEATURES, m=8192), choice.configs(FEW_FEATURES)[9])])
     every = range(choice.WAVES_FROM + 1, 16384, 97)
-    met = {choice.decide(replace(FEW_FEATURES, m=choice.planned(m))).unit for m in every}
-    intervals = [replace(FEW_FEATURES, m=choice.representative(m)) for m in (*choice.BOUNDS, 10**5) if m > 256]
+    met = {choice.choose(replace(FEW_FEATURES, m=choice.plan_m(m))).unit for m in every}
+    intervals = [replace(FEW_FEATURES, m=choice.interval_end(m)) for m in (*choice.BOUNDS, 10**5) if m > 256]
     assert met <= set(units_of(intervals)[0])
 
 
@@ -94,12 +94,12 @@ def test_what_an_interval_can_meet_is_chosen_as_every_m_is():
     whole, late = choice.configs(FEW_FEATURES)[0], choice.configs(last)[0]
     store.add([record(last, whole), replace(record(last, late), m=(6001, 8192))])
     wanted = {}
-    for m in choice.intervals.all_planned(4097, 8192):
-        decision = choice.decide(replace(last, m=m))
+    for m in choice.intervals.plan_ms(4097, 8192):
+        decision = choice.choose(replace(last, m=m))
         wanted[decision[1:]] = m
-    assert {problem.m for problem in choice.met(last)} == set(wanted.values())
+    assert {problem.m for problem in choice.problems_of_interval(last)} == set(wanted.values())
     assert {choice for choice in wanted if choice[-1] == "tuned"} == {
-        (*choice.choose.forced(last, config), "tuned") for config in (whole, late)
+        (*choice.plan.forced(last, config), "tuned") for config in (whole, late)
     }
 
 
@@ -108,15 +108,15 @@ def test_an_engine_knows_numbers_of_tokens_that_meet_every_choice(most, monkeypa
     monkeypatch.setattr(plan_cache.Device, "of", lambda device: H200)
     shape = packed_shape(FORMAT, "mma16", FEW_FEATURES.n, FEW_FEATURES.k)
     key = choice.PlanKey.of(shape, 1, torch.bfloat16, device=torch.device("cuda"))
-    tokens = choice.meeting(key, most)
+    tokens = choice.tokens_of_all_plans(key, most)
     assert tokens[0] == 1 and max(tokens) == most and len(tokens) < 120
 
     def units(numbers):
-        return {choice.decide(key._replace(m=choice.planned(m)).problem()).unit for m in numbers}
+        return {choice.choose(key._replace(m=choice.plan_m(m)).problem()).unit for m in numbers}
 
     assert units(range(1, most + 1, max(1, most // 150))) <= units(tokens)
-    monkeypatch.setattr(plan_cache.choose, "met", None)
-    assert choice.meeting(key, most) == tokens, "not looked for again, for a model has a hundred layers of a kind"
+    monkeypatch.setattr(plan_cache, "problems_of_interval", None)
+    assert choice.tokens_of_all_plans(key, most) == tokens, "a model has a hundred layers of a kind"
 
 
 def test_a_batch_invariant_shortlist_has_one_order():

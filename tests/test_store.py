@@ -128,11 +128,11 @@ def test_a_record_of_a_longer_interval_holds_where_that_ended():
 
 
 def test_the_last_interval_has_no_end():
-    at = replace(PROBLEM, m=choice.representative(10**6))
+    at = replace(PROBLEM, m=choice.interval_end(10**6))
     made = record(at)
     store.add([made])
     assert chosen(at)[1] == "tuned"
-    found = [choice.recorded(replace(at, m=m)) for m in (8192, 8193, 10**7)]
+    found = [choice.measured_record(replace(at, m=m)) for m in (8192, 8193, 10**7)]
     assert found == [None, ("tuned", made), ("tuned", made)]
 
 

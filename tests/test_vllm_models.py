@@ -165,7 +165,7 @@ def test_what_is_compiled_is_what_the_plugin_runs(
         compiled = {p for layer in layers_of([replace(module, bias=bias)]) for p in problems_of(layer, tokens, use)}
         config = config_of(case, 192, 256)
         run = {replace(dense._problem(config), m=m, epilogue=dense._epilogue(config, bias)) for m in tokens}
-        assert {choice.decide(p).unit for p in compiled} == {choice.decide(p).unit for p in run}
+        assert {choice.choose(p).unit for p in compiled} == {choice.choose(p).unit for p in run}
 
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["W4A16", "W4A8"])

@@ -13,7 +13,7 @@ from bench.mixtures.weights import Sizes
 from bench.peers.base import FP8
 
 from w4gemm import WeightFormat, choice
-from w4gemm.choice.intervals import representative_rows
+from w4gemm.choice.intervals import plan_rows
 from w4gemm.core.epilogue import Epilogue
 from w4gemm.core.errors import UnsupportedError
 from w4gemm.core.problem import H200, Device, GemmProblem
@@ -43,7 +43,7 @@ def unsupported(product: Product) -> str:
     """Return why w4gemm has no kernel for a product on this machine's GPU or, without one, an H200; or the empty
     string."""
     try:
-        choice.decide(problem_of(product, this_device()))
+        choice.choose(problem_of(product, this_device()))
     except UnsupportedError as e:
         return str(e).partition("\n")[0]
     return ""
@@ -56,8 +56,8 @@ def this_device() -> Device:
 def units_of(product: Product, extra: Extra) -> list[Unit]:
     """Return the kernels of the chosen configs and of those that ``extra`` asks for."""
     problem = problem_of(product, this_device())
-    stands = replace(problem, m=representative_rows(problem.m, problem.experts))
-    units = [choice.decide(p).unit for p in (stands, *([replace(stands, gathered=True)] if extra.top_k else []))]
+    stands = replace(problem, m=plan_rows(problem.m, problem.experts))
+    units = [choice.choose(p).unit for p in (stands, *([replace(stands, gathered=True)] if extra.top_k else []))]
     asked = replace(problem, gathered=extra.top_k > 0)
     for name in best_of(asked, max(extra.configs, int(asked.gathered))):
         kernel, config = config_named(name)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import w4gemm
-from w4gemm.choice.cost import ranked
+from w4gemm.choice.model import ranked
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.elements import codebook
 from w4gemm.core.epilogue import PLAIN, Epilogue, EpilogueOperands, default_out_dtype

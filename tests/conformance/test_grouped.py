@@ -24,7 +24,7 @@ from conformance.cases import (
     targets,
 )
 from w4gemm import QuantizedWeight, WeightFormat
-from w4gemm.choice.cost import ranked
+from w4gemm.choice.model import ranked
 from w4gemm.core.epilogue import Epilogue, default_out_dtype
 from w4gemm.kernels import config_named
 from w4gemm.kernels.gpu import takes_rows

@@ -11,7 +11,7 @@ from w4gemm.api import arguments, boundary
 from w4gemm.api.activations import quantize_activations
 from w4gemm.api.gather import gather_columns
 from w4gemm.api.modes import is_eager
-from w4gemm.choice import PlanKey, plan_cache, plan_for, planned
+from w4gemm.choice import PlanKey, plan_cache, plan_for, plan_m
 from w4gemm.core.epilogue import NO_OPERANDS, EpilogueOperands
 from w4gemm.core.errors import require_dense
 from w4gemm.kernels import Operands
@@ -61,7 +61,7 @@ class BoundLinear:
         d = x.new_empty(m, columns) if alike else x.new_empty((m, columns), dtype=self.dtype)
         if m:
             launches = self.launches if self.generation == plan_cache.generation else self._forget()
-            at = planned(m)
+            at = plan_m(m)
             launch = launches.get(at) or self._choose(at, launches)
             boundary.launch(launch, Operands(rows, w.tensors, d, operands), self.device)
         return d if flat else d.view(*shape[:-1], columns)
@@ -74,7 +74,7 @@ class BoundLinear:
     def _choose(self, at: int, launches: dict[int, Launch]) -> Launch:
         key = self.key._replace(m=at)
         found = plan_for(key)
-        if plan_cache.stays(key, found):
+        if plan_cache.is_kept(key, found):
             launches[at] = found.launch
         return found.launch
 

@@ -15,7 +15,7 @@ import torch
 from w4gemm.api import boundary
 from w4gemm.api.gather import gather_columns
 from w4gemm.api.modes import is_eager
-from w4gemm.choice import PlanKey, plan_cache, plan_for, planned
+from w4gemm.choice import PlanKey, plan_cache, plan_for, plan_m
 from w4gemm.core.epilogue import PLAIN, Epilogue, EpilogueOperands
 from w4gemm.core.formats import WeightFormat
 from w4gemm.kernels import Operands
@@ -89,7 +89,7 @@ class PackedLinear:
             if self._generation != plan_cache.generation:
                 self._launches.clear()
                 self._generation = plan_cache.generation
-            kind = planned(m), x.dtype, device
+            kind = plan_m(m), x.dtype, device
             launch = self._launches.get(kind) or self._choose(kind)
             operands = EpilogueOperands(None, bias, None, token_scale)
             boundary.launch(launch, Operands(x, tuple(tensors), out, operands), device)
@@ -106,7 +106,7 @@ class PackedLinear:
         at, dtype, device = kind
         key = PlanKey.of(self.packed, at, dtype, self.epilogue, self.batch_invariant, device=device)
         found = plan_for(key)
-        if plan_cache.stays(key, found):
+        if plan_cache.is_kept(key, found):
             self._launches[kind] = found.launch
         return found.launch
 

@@ -120,14 +120,14 @@ class MixedGemm:
         """
         problem = self.problem(m, n, k)
         problem.check()  # of an odd n beside a gated activation
-        found = choice.decide(problem, None if config is None else checked_config(config))
+        found = choice.choose(problem, None if config is None else checked_config(config))
         return found.kernel.workspace_bytes(found.problem, found.config)
 
     def tokens(self, most: int, n: int, k: int) -> list[int]:
         """Return values of m within 1 .. most whose kernels are all that any m of 1 .. most needs; :meth:`prepare` each
         of them before serving."""
         require_int("most", most)
-        return choice.meeting(self._key(self._weight(n, k), 1), most)
+        return choice.tokens_of_all_plans(self._key(self._weight(n, k), 1), most)
 
     def prepare(self, m: int, n: int, k: int, config: str | None = None) -> str:
         """Compile or load what :meth:`run` needs for m tokens, and return the config that it will use.

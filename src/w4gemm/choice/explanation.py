@@ -1,17 +1,18 @@
-"""The config that runs a problem, and why: :func:`explain`."""
+"""Why a config runs a problem (:func:`explain`); why another is not legal, or where it ranks (:func:`why`)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from w4gemm.choice import choose
-from w4gemm.choice.cost import unmeasured
-from w4gemm.choice.intervals import representative_rows
-from w4gemm.choice.invariance import legal_ranked, status_of
+from w4gemm.choice.cost.constants import unmeasured
+from w4gemm.choice.intervals import plan_rows
+from w4gemm.choice.model import ranked, status_of
+from w4gemm.choice.plan import best, check, forced, kernels_and_config, resolve_gather
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.problem import GemmProblem
 from w4gemm.kernels import KERNELS, Resources, Status, kernel_named
+from w4gemm.kernels.space import Exclusion
 
 _COLUMNS = ("#", "us", "score", "kernel/config", "CTAs", "waves", "threads", "registers", "shared", "stages")
 
@@ -26,8 +27,8 @@ class ChosenConfig(NamedTuple):
         return f"{self.kernel}/{self.config}"
 
 
-class Candidate(NamedTuple):
-    """A config that can run the problem."""
+class PredictedConfig(NamedTuple):
+    """A config that can run the problem, with its predicted time."""
 
     us: float
     """Predicted microseconds per launch."""
@@ -53,7 +54,7 @@ class Explanation:
     """The problem as it runs: ``gathered`` is False if the rows of x are copied first."""
     status: dict[str, Status]
     """Each kernel's answer by its name: true if it supports the problem, else its ``reason`` says why not."""
-    candidates: tuple[Candidate, ...] = ()
+    candidates: tuple[PredictedConfig, ...] = ()
     """Every config that can run the problem, least predicted time first."""
     chosen: ChosenConfig | None = None
     """The kernel and config that run; None if no kernel supports the problem."""
@@ -117,22 +118,21 @@ def explain(problem: GemmProblem, config: GemmConfig | str | None = None) -> Exp
         >>> kernel
         'cpu_mixed_gemm'
     """
-    choose.check(problem)
-    asked, plan_m = problem, representative_rows(problem.m, problem.experts)
+    check(problem)
+    asked, m = problem, plan_rows(problem.m, problem.experts)
     if config is None:
-        problem = replace(choose.resolve_gather(replace(problem, m=plan_m)), m=problem.m)
+        problem = replace(resolve_gather(replace(problem, m=m)), m=problem.m)
     status = {kernel.name: status_of(kernel, problem) for kernel in KERNELS}
-    ranked_configs = legal_ranked(KERNELS, problem)
-    candidates = tuple(Candidate(r.us, r.kernel.name, r.config, problem) for r in ranked_configs)
+    candidates = tuple(PredictedConfig(r.us, r.kernel.name, r.config, problem) for r in ranked(KERNELS, problem))
     if config is not None:
-        kernel, forced = choose.forced(problem, config)
-        return Explanation(problem, status, candidates, ChosenConfig(kernel.name, forced), "forced")
+        kernel, parsed = forced(problem, config)
+        return Explanation(problem, status, candidates, ChosenConfig(kernel.name, parsed), "forced")
     if not candidates:
         return Explanation(problem, status)
-    found = choose.chosen(replace(problem, m=plan_m))
-    assert found is not None
-    runs = ChosenConfig(found.kernel.name, found.config)
-    return Explanation(problem, status, candidates, runs, found.source, asked != problem)
+    choice = best(replace(problem, m=m))
+    assert choice is not None
+    runs = ChosenConfig(choice.kernel.name, choice.config)
+    return Explanation(problem, status, candidates, runs, choice.source, asked != problem)
 
 
 def _aligned(line: tuple[str, ...], widths: list[int]) -> str:
@@ -142,13 +142,81 @@ def _aligned(line: tuple[str, ...], widths: list[int]) -> str:
     return "  ".join(cells)
 
 
-def _cells(candidate: Candidate, best: float) -> tuple[str, ...]:
-    found = candidate.resources
+def _cells(candidate: PredictedConfig, best: float) -> tuple[str, ...]:
+    use = candidate.resources
     return (
         f"{candidate.us:.1f}",
         f"{best / candidate.us:.2f}",
         str(candidate),
-        *("-" if value is None else str(value) for value in (found.ctas, found.waves, found.threads, found.registers)),
-        f"{found.memory / 1024:.0f} KiB",
-        "-" if found.stages is None else str(found.stages),
+        *("-" if value is None else str(value) for value in (use.ctas, use.waves, use.threads, use.registers)),
+        f"{use.memory / 1024:.0f} KiB",
+        "-" if use.stages is None else str(use.stages),
     )
+
+
+# --- one config -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One kernel's answer about a config for a problem. ``str`` says it, a line for each reason."""
+
+    kernel: str
+    config: GemmConfig
+    exclusions: tuple[Exclusion, ...] = ()
+    """The rules that exclude the config, those of correctness first; empty if it is legal."""
+    unsupported: str = ""
+    """Why the kernel cannot run the problem with any config; the empty string if it can."""
+    rank: int = 0
+    """Rank by predicted time among all legal configs of all kernels, from 1 on; 0 if the config may not be chosen."""
+    of: int = 0
+    """Number of legal configs of all kernels."""
+    us: float = 0.0
+    """Predicted microseconds per launch."""
+    best_us: float = 0.0
+    """Predicted microseconds of the config of rank 1."""
+
+    @property
+    def legal(self) -> bool:
+        """True if the kernel can run the problem and no rule excludes the config."""
+        return not (self.exclusions or self.unsupported)
+
+    def __str__(self) -> str:
+        name = f"{self.kernel}/{self.config}"
+        if self.unsupported:
+            return f"{name}: the kernel cannot run this: {self.unsupported}"
+        if self.exclusions:
+            return f"{name}: not legal\n" + "\n".join(f"  {exclusion}" for exclusion in self.exclusions)
+        if not self.rank:
+            return f"{name}: legal, but it adds up in another order than the one that serves every m"
+        place = f"number {self.rank} of {self.of} by predicted time"
+        return f"{name}: legal, {place}: {self.us:.1f} us, the first {self.best_us:.1f} us"
+
+
+def why(problem: GemmProblem, config: GemmConfig | str) -> list[Verdict]:
+    """Return each kernel's answer about ``config`` for ``problem``: the rules that exclude it, or its rank.
+
+    Args:
+        config: a config, its string, or ``"<kernel>/<config>"`` to ask one kernel only.
+
+    Returns:
+        The verdict of the kernel that is named, or one verdict of each kernel that supports the problem (of every
+        kernel if none does). Verdicts of kernels that can run the config come first.
+
+    Raises:
+        TypeError, ValueError: if a field of the problem is wrong, the config malformed, or the kernel unknown.
+    """
+    check(problem)
+    kernels, parsed = kernels_and_config(config)
+    supporting = tuple(kernel for kernel in kernels if status_of(kernel, problem))
+    ranking = ranked(KERNELS, problem)
+    verdicts = []
+    for kernel in supporting or kernels:
+        if not (status := status_of(kernel, problem)):
+            verdicts.append(Verdict(kernel.name, parsed, unsupported=status.reason))
+            continue
+        exclusions = tuple(kernel.exclusions(problem, parsed))
+        places = ((rank, r.us) for rank, r in enumerate(ranking, 1) if (r.kernel, r.config) == (kernel, parsed))
+        rank, us = next(places, (0, 0.0))
+        verdicts.append(Verdict(kernel.name, parsed, exclusions, "", rank, len(ranking), us, ranking[0].us))
+    return sorted(verdicts, key=lambda verdict: not verdict.legal)

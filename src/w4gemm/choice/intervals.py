@@ -39,8 +39,8 @@ def span(first: int, last: int | None) -> str:
     return f"m {first}" if first == last else f"m {first} to {last}" if last else f"m from {first}"
 
 
-def representative(m: int) -> int:
-    """Return the m that stands for m's interval: its last, or ``LARGEST`` if it has no end."""
+def interval_end(m: int) -> int:
+    """Return the last m of m's interval, which stands for it; ``LARGEST`` if it has no end."""
     index = interval(m)
     return BOUNDS[index] if index < len(BOUNDS) else LARGEST
 
@@ -51,7 +51,7 @@ def ragged(m: int) -> int:
     return m if first == last else (first + (last or m)) // 2 // 2 * 2 + 1
 
 
-def planned(m: int) -> int:
+def plan_m(m: int) -> int:
     """Return the m that the plan of a single weight is chosen for when it is called with m tokens."""
     if m <= WAVES_FROM:
         return BOUNDS[bisect.bisect_left(BOUNDS, m)]
@@ -59,32 +59,32 @@ def planned(m: int) -> int:
     return min(-(-m // step) * step, LARGEST)
 
 
-def all_planned(first: int, last: int) -> list[int]:
-    """Return every m that :func:`planned` gives for ``first`` to ``last``, in ascending order."""
-    found = [planned(first)]
-    while found[-1] < planned(last):
-        found.append(planned(found[-1] + 1))
-    return found
+def plan_ms(first: int, last: int) -> list[int]:
+    """Return every m that :func:`plan_m` gives for ``first`` to ``last``, in ascending order."""
+    ms = [plan_m(first)]
+    while ms[-1] < plan_m(last):
+        ms.append(plan_m(ms[-1] + 1))
+    return ms
 
 
-def representative_rows(m: int, experts: int) -> int:
+def plan_rows(m: int, experts: int) -> int:
     """Return the m that a plan is chosen for when it is called with m rows of all experts together.
 
     If m >= experts, the plan is chosen for the interval of the average rows of an expert. If m < experts, it is chosen
     for the interval of m, because most experts then have no rows. For a single weight, experts 0, this is
-    :func:`planned`.
+    :func:`plan_m`.
     """
     if not experts:
-        return planned(m)
+        return plan_m(m)
     if m < experts:
-        return min(representative(m), experts)
-    return representative(-(-m // experts)) * experts
+        return min(interval_end(m), experts)
+    return interval_end(-(-m // experts)) * experts
 
 
 def first_rows(most: int, experts: int = 0) -> list[int]:
-    """Return the first m, within 1 .. most, of each range of m that has one :func:`representative_rows`."""
+    """Return the first m, within 1 .. most, of each range of m that has one :func:`plan_rows`."""
     if not experts:
-        return [1, *(m + 1 for m in all_planned(1, most) if m < min(most, LARGEST))]
+        return [1, *(m + 1 for m in plan_ms(1, most) if m < min(most, LARGEST))]
     starts = [bound + 1 for bound in (0, *BOUNDS)]
     few = [start for start in starts if start < experts]
     many = [(start - 1) * experts + 1 if start > 1 else experts for start in starts]

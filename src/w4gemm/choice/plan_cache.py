@@ -1,4 +1,4 @@
-"""The plans that were chosen: :func:`plan_for` chooses once for each :class:`PlanKey`."""
+"""The plans that are kept: :func:`plan_for` chooses once for each :class:`PlanKey`, :func:`prepare` beforehand."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
@@ -14,11 +14,14 @@ from typing import NamedTuple
 
 import torch
 
-from w4gemm.choice import choose
-from w4gemm.choice.choose import Plan, plan
-from w4gemm.choice.intervals import BOUNDS, representative, representative_rows
+from w4gemm.choice.intervals import BOUNDS, interval_end, plan_rows
+from w4gemm.choice.plan import Plan, choose, problems_of_interval
+from w4gemm.core import environment
 from w4gemm.core.epilogue import PLAIN, Epilogue
+from w4gemm.core.errors import UnsupportedError
 from w4gemm.core.problem import Device, GemmProblem
+from w4gemm.jit import Unit, adopt, compiled, is_ready
+from w4gemm.jit.pool import CompilePool, usable_processors
 from w4gemm.packing.packed_shape import PackedShape
 from w4gemm.weights.weight import QuantizedWeight
 
@@ -32,13 +35,13 @@ class PlanKey(NamedTuple):
     """All that a plan depends on; cheap to build and to look up."""
 
     m: int
-    """The m that the plan is chosen for, see :func:`w4gemm.choice.intervals.representative_rows`."""
+    """The m that the plan is chosen for, see :func:`w4gemm.choice.intervals.plan_rows`."""
     weight: PackedShape
     dtype: torch.dtype
     epilogue: Epilogue
     device: torch.device
     config: str = ""
-    """A forced config as :func:`w4gemm.choice.plan` takes it, or the empty string."""
+    """A forced config as :func:`w4gemm.choice.choose` takes it, or the empty string."""
     batch_invariant: bool = False
     gathered: bool = False
 
@@ -66,8 +69,7 @@ class PlanKey(NamedTuple):
             weight, at = w, device
         else:
             weight, at = w.packed, device or w.device
-        stands = representative_rows(m, weight.experts)
-        return cls(stands, weight, dtype, epilogue, at, config, batch_invariant, gathered)
+        return cls(plan_rows(m, weight.experts), weight, dtype, epilogue, at, config, batch_invariant, gathered)
 
     def problem(self) -> GemmProblem:
         """Return the problem that the plan is chosen for."""
@@ -88,7 +90,7 @@ class PlanKey(NamedTuple):
 
 
 _plans: dict[PlanKey, Plan] = {}
-_beside: dict[PlanKey, Plan] = {}
+_untuned: dict[PlanKey, Plan] = {}
 """Plans that were chosen without a tuner while another thread has one. They are kept apart, because that thread's tuner
 must still see their problems."""
 _tuners: ContextVar[tuple[Tuner, ...]] = ContextVar("w4gemm_tuners", default=())
@@ -101,60 +103,101 @@ generation = 0
 
 
 def plan_for(key: PlanKey) -> Plan:
-    """Return the plan of ``key``, which is chosen and compiled once. Errors are those of :func:`w4gemm.choice.plan`."""
-    found = _plans.get(key)
-    return _resolved(key) if found is None else found
+    """Return the plan of ``key``, chosen and compiled once. Errors are those of :func:`w4gemm.choice.choose`."""
+    plan = _plans.get(key)
+    return _new_plan(key) if plan is None else plan
 
 
-def _resolved(key: PlanKey) -> Plan:
+def _new_plan(key: PlanKey) -> Plan:
     tuners = _tuners.get()
-    beside = _open_tuners > 0 and not tuners
-    if beside and (found := _beside.get(key)) is not None:
-        return found
+    untuned = _open_tuners > 0 and not tuners
+    if untuned and (plan := _untuned.get(key)) is not None:
+        return plan
     problem = key.problem()
     if tuners and not key.config and not key.weight.experts:
         tuners[-1](problem)
     started, seen = time.perf_counter(), generation
-    found = plan(problem, key.config or None)
+    plan = choose(problem, key.config or None).plan()
     with _lock:
-        if not beside:
+        if not untuned:
             if seen == generation:  # else another thread tuned meanwhile, or began to: the next call chooses anew
-                _plans[key] = found
-        elif _open_tuners:  # else the last block ended meanwhile, and forgot what was chosen beside it
-            _beside[key] = found
+                _plans[key] = plan
+        elif _open_tuners:  # else the last block ended meanwhile, and forgot what was chosen without a tuner
+            _untuned[key] = plan
     ms = 1e3 * (time.perf_counter() - started)
-    _log.debug("%s: %s (%s), for m up to %d, ready in %.0f ms", problem, found, found.source, problem.m, ms)
-    return found
+    _log.debug("%s: %s (%s), for m up to %d, ready in %.0f ms", problem, plan, plan.source, problem.m, ms)
+    return plan
 
 
-def meeting(key: PlanKey, most: int) -> list[int]:
+def tokens_of_all_plans(key: PlanKey, most: int) -> list[int]:
     """Return numbers of tokens within 1 .. most that between them need every plan that a single weight like the key's
     needs for 1 .. most tokens."""
-    return list(_meeting(replace(key.problem(), m=1), most, generation))
+    return list(_tokens_of_all_plans(replace(key.problem(), m=1), most, generation))
 
 
 @functools.lru_cache(maxsize=256)
-def _meeting(problem: GemmProblem, most: int, generation: int) -> tuple[int, ...]:
-    """:func:`meeting`, which takes about a tenth of a second, once for all layers of a kind."""
+def _tokens_of_all_plans(problem: GemmProblem, most: int, generation: int) -> tuple[int, ...]:
+    """:func:`tokens_of_all_plans`, which takes about a tenth of a second, once for all layers of a kind."""
     starts = (start for start in (1, *(bound + 1 for bound in BOUNDS)) if start <= most)
-    problems = (replace(problem, m=representative(start)) for start in starts)
-    return tuple(min(met.m, most) for one in problems for met in choose.met(one, most))
+    ends = (replace(problem, m=interval_end(start)) for start in starts)
+    return tuple(min(one.m, most) for end in ends for one in problems_of_interval(end, most))
 
 
-def is_known(key: PlanKey) -> bool:
-    """True if the plan of ``key`` was chosen already."""
-    return key in _plans
+def is_kept(key: PlanKey, plan: Plan | None = None) -> bool:
+    """True if ``key`` has a plan, and this one if one is named, until plans are forgotten; False too for a plan that
+    only serves while another thread tunes."""
+    kept = _plans.get(key)
+    return kept is not None and (plan is None or kept is plan)
 
 
-def keep(key: PlanKey, found: Plan) -> None:
-    """Make ``found`` the plan of ``key`` until plans are forgotten, unless ``key`` has a plan by now."""
-    _plans.setdefault(key, found)
+class Prepared(NamedTuple):
+    """Result of :func:`prepare`."""
+
+    units: int
+    """Number of compiled kernels that the plans and helpers need."""
+    compiled: int
+    """Number of these that had to be compiled; the others were in memory or in the cache folder."""
+    seconds: float
+    """Time that all of it took."""
 
 
-def stays(key: PlanKey, found: Plan) -> bool:
-    """True if ``found`` is the plan of ``key`` until plans are forgotten; False if it only serves while another thread
-    tunes."""
-    return _plans.get(key) is found
+def prepare(keys: Iterable[PlanKey], helpers: Collection[Unit] = (), rank: int = 0, ranks: int = 1) -> Prepared:
+    """Choose and compile the plans of ``keys`` in several processes and compile ``helpers``, so that no later call has
+    to wait for them.
+
+    Several processes of one machine may prepare the same keys, as the ranks of a tensor-parallel engine do. They then
+    divide the work through the cache folder: each uses its fraction of the processors and begins at another unit.
+
+    Args:
+        keys: the products, each with a number of tokens: ``PlanKey.of(weight, m, dtype, epilogue)``.
+        helpers: units of small kernels that run beside the products.
+        rank, ranks: the index of this process among ``ranks`` processes that prepare the same.
+
+    Raises:
+        UnsupportedError: if no kernel runs one of the products, or a unit cannot be compiled; with the reason.
+    """
+    started = time.perf_counter()
+    choices = {key: choose(key.problem()) for key in dict.fromkeys(keys) if not is_kept(key)}
+    needed = (*(choice.unit for choice in choices.values()), *helpers)
+    units = list(dict.fromkeys(unit for unit in needed if unit is not None))
+    missing = [unit for unit in units if not is_ready(unit)]
+    if missing and environment.may_compile():
+        first = rank * len(missing) // ranks
+        _compile([*missing[first:], *missing[:first]], max(1, usable_processors() // ranks))
+    for key, choice in choices.items():
+        _plans.setdefault(key, choice.plan())
+    for helper in helpers:
+        compiled(helper)
+    return Prepared(len(units), len(missing), time.perf_counter() - started)
+
+
+def _compile(units: Collection[Unit], workers: int) -> None:
+    with CompilePool(min(workers, len(units))) as pool:
+        for unit, future in zip(units, pool.submit(units), strict=True):
+            try:
+                adopt(unit, future.result())
+            except RuntimeError as e:
+                raise UnsupportedError(f"{unit.name} {unit.key} cannot be compiled for {unit.arch}: {e}") from None
 
 
 def forget(n: int | None = None, k: int | None = None) -> None:
@@ -187,5 +230,5 @@ def tuning_with(tuner: Tuner) -> Iterator[None]:
         with _lock:
             _open_tuners -= 1
             if not _open_tuners:
-                _beside.clear()
+                _untuned.clear()
         _outdate()

@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     device = described_device(args.device)
     format, dtype = WeightFormat.parse(args.format), chosen_dtype(args.dtype, device)
     problem = GemmProblem(
-        choice.planned(m),
+        choice.plan_m(m),
         n,
         k,
         dtype,

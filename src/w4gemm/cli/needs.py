@@ -64,7 +64,7 @@ def problems_of(layer: Layer, tokens: list[int], use: Use) -> Iterator[GemmProbl
     if grouped and 1 in tokens:
         (one,) = problems([layer], [1], use.device, use.dtype)
         firsts = choice.first_rows(layer.experts - 1, layer.experts)
-        few = (choice.representative_rows(m, layer.experts) for m in firsts)
+        few = (choice.plan_rows(m, layer.experts) for m in firsts)
         found += [replace(one, m=m) for m in few if m < layer.experts]
     residuals = (False, True) if use.residual else (False,)
     scales = (False, True) if use.expert_scale and grouped else (False,)
@@ -102,14 +102,14 @@ def chosen(wanted: Iterable[GemmProblem], top: int = 1) -> tuple[dict[Unit, None
     """
     units: dict[Unit, None] = {}
     records: dict[Record, None] = {}
-    for problem in (met for one in wanted for met in choice.met(one)):
+    for problem in (met for one in wanted for met in choice.problems_of_interval(one)):
         found = choice.explain(problem)
         if found.chosen is None:
             raise UnsupportedError(str(found))
         for name, config in (found.chosen, *((c.kernel, c.config) for c in found.candidates[: top - 1])):
             if (unit := kernel_named(name).unit(found.problem, config)) is not None:
                 units[unit] = None
-        decided = choice.recorded(found.problem)
+        decided = choice.measured_record(found.problem)
         if decided is not None and decided[0] == "tuned":
             records[decided[1]] = None
     return units, list(records)

@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     if left_out := len(layers) - len(dense):
         say(f"left out, since experts are not tuned: {counted(left_out, 'layer')} of experts")
     wanted = problems(dense, tokens, device, dtype, args.batch_invariant)
-    tuned = 0 if args.force else sum((choice.recorded(problem) or ("",))[0] == "tuned" for problem in wanted)
+    tuned = 0 if args.force else sum((choice.measured_record(problem) or ("",))[0] == "tuned" for problem in wanted)
     say(f"{device_line(device)}; {counted(len(wanted), 'problem')}")
     started = time.perf_counter()
     outcomes: list[Outcome] = []

@@ -119,5 +119,5 @@ def parse_tokens(text: str) -> list[int]:
         if last < first:
             raise ValueError(f"--m: wanted ranges that go up, got {part!r}")
         intervals = range(choice.interval(first), choice.interval(last) + 1)
-        found |= {choice.representative(choice.BOUNDS[i - 1] + 1 if i else 1) for i in intervals}
+        found |= {choice.interval_end(choice.BOUNDS[i - 1] + 1 if i else 1) for i in intervals}
     return sorted(found)

@@ -104,7 +104,7 @@ def tune(
         progress: called as ``progress(configs done, configs, what)``.
     """
     device = torch.device(device)
-    todo = [replace(p, m=choice.representative(p.m)) for p in problems]
+    todo = [replace(p, m=choice.interval_end(p.m)) for p in problems]
     todo = sorted(dict.fromkeys(todo), key=lambda p: (p.n, p.k, str(p.format), str(p.dtype), str(p.epilogue), p.m))
     guesses = {p: _guesses(p, top) for p in todo if force or not _is_tuned(p)}
     guesses = {p: found for p, found in guesses.items() if found}
@@ -170,7 +170,7 @@ def autotune(*, top: int | None = TOP) -> AbstractContextManager[None]:
 
 
 def _is_tuned(problem: GemmProblem) -> bool:
-    found = choice.recorded(problem)
+    found = choice.measured_record(problem)
     return found is not None and found[0] == "tuned"
 
 
@@ -257,7 +257,7 @@ def _launcher(kernel: Kernel, problem: GemmProblem, config: GemmConfig, objects:
     unit = kernel.unit(problem, config)
     if unit is not None and unit in objects:
         adopt(unit, objects[unit].result())
-    return kernel.launcher(choice.compiled_for(kernel, problem, config), problem, config)
+    return choice.Choice(problem, kernel, config, "forced").plan().launch
 
 
 def _times(launches: dict[str, Launch], operands: list[Operands], workload: Workload, first: str) -> _Times:

@@ -11,7 +11,7 @@ import torch
 
 from w4gemm.api.ops import linear
 from w4gemm.api.step import between_products
-from w4gemm.choice import BOUNDS, PlanKey, first_rows, meeting, planned, prepare
+from w4gemm.choice import BOUNDS, PlanKey, first_rows, plan_m, prepare, tokens_of_all_plans
 from w4gemm.core import environment
 from w4gemm.core.epilogue import Epilogue
 from w4gemm.core.errors import UnsupportedError
@@ -163,8 +163,8 @@ def linear_need(what: str, w: QuantizedWeight, bias: torch.Tensor | None, use: L
     epilogues = [epilogue.of_quantized(use.dtype) if fp8 else epilogue for epilogue in plain]
     taken = torch.float8_e4m3fn if fp8 else use.dtype
     kinds = [PlanKey.of(w.packed, 1, taken, epilogue, use.batch_invariant, device=device) for epilogue in epilogues]
-    tokens = sorted({m for kind in kinds for m in meeting(kind, use.most_tokens)})
-    keys = tuple(kind._replace(m=planned(m)) for kind in kinds for m in tokens)
+    tokens = sorted({m for kind in kinds for m in tokens_of_all_plans(kind, use.most_tokens)})
+    keys = tuple(kind._replace(m=plan_m(m)) for kind in kinds for m in tokens)
     facts = LayerFacts(w.k, use.dtype, fp8, act_order=w.perm is not None)
     described = Device.of(device)
     helpers = [helper for kind in HELPERS for helper in kind.needed(described, facts)]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from w4gemm.choice.ahead import Prepared
+from w4gemm.choice import Prepared
 from w4gemm.integrations.transformers.fused_attention import Cached, NotFusable
 from w4gemm.integrations.transformers.fused_step import Fusion, fused
 from w4gemm.kernels.graph import capturing

@@ -20,8 +20,7 @@ import torch
 from torch import nn
 
 from w4gemm.api.experts import W4Experts
-from w4gemm.choice import PlanKey
-from w4gemm.choice.ahead import Prepared, prepare
+from w4gemm.choice import PlanKey, Prepared, prepare
 from w4gemm.core.errors import UnsupportedError
 from w4gemm.core.problem import Device
 from w4gemm.integrations.generation import expert_keys, plan_keys

@@ -1,6 +1,4 @@
-"""Model of dequantize_gemm: the dense weight is written and read once, and cuBLAS multiplies at its usual rate. In fp8
-the rate falls as less of a wave is filled; in 16 bits the power limit sets it, whatever the waves. Storing the results
-takes time of its own, which counts if k is small: an SM's tensor cores do nothing while it stores a tile."""
+"""Models of the kernels that call a library: dequantize_gemm (cuBLAS) and cpu_mixed_gemm (PyTorch)."""
 
 from __future__ import annotations
 
@@ -14,10 +12,26 @@ from w4gemm.kernels.dequantize_gemm.spec import dense_bytes
 
 _TILES = ((128, 256), (256, 128), (128, 128))
 """Tokens and features of the tiles that cuBLAS is taken to choose from."""
+_SUM_TOKENS = 4
+"""Largest m that the CPU's "sum" is ranked first for. Time of "sum" / time of "dense", geometric mean over four sizes
+of layers, float32 and bfloat16, one and two cores of an EPYC with AVX-512 (2026-11-22): 0.7 at 4 tokens, 1.1 at 6, 1.5
+at 8."""
 
 
-def predicted_us(kernel: Any, problem: GemmProblem, config: GemmConfig) -> float:
-    """Microseconds of all launches: two for each chunk of tile_n features."""
+def cpu_order(kernel: Any, problem: GemmProblem, config: GemmConfig) -> float:
+    """Return 1 for the method of the CPU kernel that is faster, 2 for the other: which one it is is all that is known
+    of every CPU."""
+    few = problem.m <= _SUM_TOKENS
+    return 1.0 if (config.tile_m == 1) == few else 2.0
+
+
+def dequantize_gemm_us(kernel: Any, problem: GemmProblem, config: GemmConfig) -> float:
+    """Return the microseconds of all launches: two for each chunk of tile_n features.
+
+    The dense weight is written and read once, and cuBLAS multiplies at its usual rate. In fp8 the rate falls as less of
+    a wave is filled; in 16 bits the power limit sets it, whatever the waves. Storing the results takes time of its own,
+    which counts if k is small: an SM's tensor cores do nothing while it stores a tile.
+    """
     constants, scale, device = constants_for(problem.device), scale_of(problem.device), problem.device
     model = constants.models["cublas"]
     moved = dense_bytes(problem, problem.n) + problem.n * problem.k // 2

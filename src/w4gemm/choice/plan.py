@@ -1,4 +1,4 @@
-"""The choice of a kernel and a config for a problem: :func:`plan`.
+"""The choice of a kernel and a config for a problem, :func:`choose`, and what runs it, :class:`Plan`.
 
 The choice is, in this order, the config that the caller forces (``forced``), the one that was measured on this machine
 (``tuned``), the one that was measured before and comes with the package (``shipped``), or the one of least predicted
@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 import torch
 
 from w4gemm.choice import store
-from w4gemm.choice.cost import copy_us, timer
-from w4gemm.choice.intervals import LARGEST, WAVES_FROM, all_planned, interval_of, representative, span
-from w4gemm.choice.invariance import legal_ranked, status_of
+from w4gemm.choice.cost import timers
+from w4gemm.choice.cost.traffic import copy_us
+from w4gemm.choice.intervals import LARGEST, WAVES_FROM, interval_end, interval_of, plan_ms, span
+from w4gemm.choice.model import is_by_waves, ranked, shortlist, status_of
 from w4gemm.choice.records import Record
-from w4gemm.choice.shortlist import is_by_waves, shortlist
 from w4gemm.core import environment
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.errors import UnsupportedError
@@ -48,22 +48,17 @@ class Plan:
 
     @functools.cached_property
     def launch(self) -> Callable[[Operands], None]:
-        """Launch the plan on operands. If the kernel gathers no rows of x, they are copied first."""
-        launch = self.kernel.launcher(self.compiled, self.problem, self.config)
+        """Launch the plan on operands. If the kernel gathers no rows of x, they are copied first. With W4GEMM_NVTX a
+        launch is a range of this name in a profiler."""
+        kernel = self.kernel.launcher(self.compiled, self.problem, self.config)
+        launch = kernel
         if self.problem.experts and not self.problem.gathered:
-            return lambda operands: launch(operands.gathered_first())
-        return launch
 
-    def __str__(self) -> str:
-        return f"{self.kernel.name}/{self.config}"
+            def launch(operands: Operands) -> None:
+                kernel(operands.gathered_first())
 
-
-class _NamedPlan(Plan):
-    """A plan whose launches are NVTX ranges in a profiler, with its name."""
-
-    @functools.cached_property
-    def launch(self) -> Callable[[Operands], None]:
-        launch = super().launch
+        if not environment.nvtx() or self.problem.device.kind != "cuda":
+            return launch
 
         def named(operands: Operands) -> None:
             with torch.cuda.nvtx.range(f"w4gemm {self}"):
@@ -71,9 +66,36 @@ class _NamedPlan(Plan):
 
         return named
 
+    def __str__(self) -> str:
+        return f"{self.kernel.name}/{self.config}"
 
-def plan(problem: GemmProblem, config: GemmConfig | str | None = None) -> Plan:
-    """Choose a kernel and a config for ``problem`` and compile them.
+
+class Choice(NamedTuple):
+    """A kernel and a config for a problem, not compiled yet."""
+
+    problem: GemmProblem
+    """The problem as it runs, see :func:`resolve_gather`."""
+    kernel: Kernel
+    config: GemmConfig
+    source: str
+    """Where the choice came from: forced, tuned, shipped or heuristic."""
+
+    @property
+    def unit(self) -> Unit | None:
+        """The unit to compile; None if the kernel has nothing to compile."""
+        return self.kernel.unit(self.problem, self.config)
+
+    def __str__(self) -> str:
+        return f"{self.kernel.name}/{self.config}"
+
+    def plan(self) -> Plan:
+        """Return the plan, whose function is loaded from the cache or compiled now."""
+        function = None if self.unit is None else compiled(self.unit)
+        return Plan(self.kernel, self.config, function, self.problem, self.source)
+
+
+def choose(problem: GemmProblem, config: GemmConfig | str | None = None) -> Choice:
+    """Choose a kernel and a config for ``problem``, and compile nothing.
 
     Args:
         config: to force one: a config, its string, or ``"<kernel>/<config>"``.
@@ -83,53 +105,13 @@ def plan(problem: GemmProblem, config: GemmConfig | str | None = None) -> Plan:
         ValueError: if ``config`` is malformed, names no kernel, is not legal for the problem, or adds up in another
             order than the one for a batch-invariant problem.
     """
-    return decide(problem, config).plan()
-
-
-class Choice(NamedTuple):
-    """A kernel and a config, and where the choice came from: tuned, shipped or heuristic."""
-
-    kernel: Kernel
-    config: GemmConfig
-    source: str
-
-
-class Decision(NamedTuple):
-    """A choice for a problem, not compiled yet."""
-
-    problem: GemmProblem
-    kernel: Kernel
-    config: GemmConfig
-    source: str
-
-    @property
-    def unit(self) -> Unit | None:
-        """The unit to compile; None if the kernel has nothing to compile."""
-        return self.kernel.unit(self.problem, self.config)
-
-    def plan(self) -> Plan:
-        """Return the plan, whose function is loaded from the cache or compiled now."""
-        made = _NamedPlan if environment.nvtx() and self.problem.device.kind == "cuda" else Plan
-        function = compiled_for(self.kernel, self.problem, self.config)
-        return made(self.kernel, self.config, function, self.problem, self.source)
-
-
-def decide(problem: GemmProblem, config: GemmConfig | str | None = None) -> Decision:
-    """Choose a kernel and a config for ``problem``, and compile nothing. Arguments and errors are those of
-    :func:`plan`."""
     if config is not None:
-        return Decision(problem, *forced(problem, config), "forced")
+        return Choice(problem, *forced(problem, config), "forced")
     problem = resolve_gather(problem)
     _require_support(problem, KERNELS)
-    found = chosen(problem)
-    assert found is not None
-    return Decision(problem, *found)
-
-
-def compiled_for(kernel: Kernel, problem: GemmProblem, config: GemmConfig) -> Callable[..., Any] | None:
-    """Return the compiled function of a config, as ``kernel.launcher`` takes it; None if it has nothing to compile."""
-    unit = kernel.unit(problem, config)
-    return None if unit is None else compiled(unit)
+    choice = best(problem)
+    assert choice is not None
+    return choice
 
 
 def resolve_gather(problem: GemmProblem) -> GemmProblem:
@@ -138,8 +120,8 @@ def resolve_gather(problem: GemmProblem) -> GemmProblem:
     if not problem.gathered:
         return problem
     before = replace(problem, gathered=False)
-    best = [min((ranked.us for ranked in legal_ranked(KERNELS, p)), default=math.inf) for p in (problem, before)]
-    return before if best[1] + copy_us(problem) < best[0] else problem
+    read, copied = (min((r.us for r in ranked(KERNELS, p)), default=math.inf) for p in (problem, before))
+    return before if copied + copy_us(problem) < read else problem
 
 
 def configs(problem: GemmProblem) -> list[str]:
@@ -155,7 +137,7 @@ def configs(problem: GemmProblem) -> list[str]:
         True
     """
     check(problem)
-    return [f"{kernel.name}/{config}" for _, kernel, config in legal_ranked(KERNELS, problem)]
+    return [str(candidate) for candidate in ranked(KERNELS, problem)]
 
 
 def check(problem: GemmProblem) -> None:
@@ -166,13 +148,13 @@ def check(problem: GemmProblem) -> None:
     layout_named(problem.layout)
 
 
-def recorded(problem: GemmProblem) -> tuple[str, Record] | None:
+def measured_record(problem: GemmProblem) -> tuple[str, Record] | None:
     """Return ``"tuned"`` or ``"shipped"`` and the record that was measured for the interval of ``problem``; None if
     nothing was measured, so that the heuristic decides."""
-    return _among(store.find(problem), problem)
+    return _usable(store.find(problem), problem)
 
 
-def _among(records: Iterable[tuple[str, Record]], problem: GemmProblem) -> tuple[str, Record] | None:
+def _usable(records: Iterable[tuple[str, Record]], problem: GemmProblem) -> tuple[str, Record] | None:
     """Return the first of a layer's records that may be used for the problem's m."""
     last = interval_of(problem.m)[1]
     for source, record in records:
@@ -194,66 +176,69 @@ def _is_legal(problem: GemmProblem, choice: str) -> bool:
     return any(not kernel.exclusions(problem, GemmConfig.parse(text)) for kernel in kernels)
 
 
-def chosen(problem: GemmProblem) -> Choice | None:
-    """Return what runs ``problem``; None if no kernel supports it."""
+def best(problem: GemmProblem) -> Choice | None:
+    """Return the choice for ``problem`` as it is, whether or not rows are gathered; None if no kernel supports it."""
     measured = _measured(problem, store.find(problem))
     if is_by_waves(problem):
-        return _by_waves(problem, measured)(problem.m)
+        return _ranking(problem, measured)(problem.m)
     if measured is not None:
         return measured
-    ranking = legal_ranked(KERNELS, problem)
-    return Choice(ranking[0].kernel, ranking[0].config, "heuristic") if ranking else None
+    ranking = ranked(KERNELS, problem)
+    return Choice(problem, ranking[0].kernel, ranking[0].config, "heuristic") if ranking else None
 
 
 def _measured(problem: GemmProblem, records: Iterable[tuple[str, Record]]) -> Choice | None:
-    found = _among(records, problem)
-    if found is None:
+    first = _usable(records, problem)
+    if first is None:
         return None
-    source, record = found
-    return Choice(kernel_named(record.kernel), GemmConfig.parse(record.config), source)
+    source, record = first
+    return Choice(problem, kernel_named(record.kernel), GemmConfig.parse(record.config), source)
 
 
-def _by_waves(problem: GemmProblem, measured: Choice | None) -> Callable[[int], Choice | None]:
-    """Return what gives, for each m of the problem's interval, the config of the shortlist that is predicted to be the
-    fastest at this m, or ``measured``, the fastest at the last m of the interval, if it is predicted to be as fast. A
-    prediction for the measured config that contradicts the measurement is scaled first, so that this config is the
-    fastest at the last m."""
+def _ranking(problem: GemmProblem, measured: Choice | None) -> Callable[[int], Choice | None]:
+    """Return the ranking function of the problem's interval: m -> the shortlist's config of least predicted time.
+
+    ``measured``, the fastest at the interval's last m, is a candidate too. If the prediction contradicts the
+    measurement, predictions of ``measured`` are scaled so that it is the fastest at the last m.
+    """
     candidates = shortlist(problem)
     if not candidates:
         return lambda m: None
     scale, us = 1.0, None
     if measured is not None:
-        last, us = representative(problem.m), timer(measured.kernel, problem, measured.config)
+        last, us = interval_end(problem.m), timers(measured.kernel, problem)(measured.config)
         scale = min(1.0, min(candidate.us(last) for candidate in candidates) / us(last))
 
     def choice(m: int) -> Choice | None:
         times = [candidate.us(m) for candidate in candidates]
         least = min(times)
-        if us is not None and scale * us(m) <= least:
-            return measured
-        best = candidates[times.index(least)]
-        return Choice(best.kernel, best.config, "heuristic")
+        if us is not None and measured is not None and scale * us(m) <= least:
+            return measured._replace(problem=replace(problem, m=m))
+        fastest = candidates[times.index(least)]
+        return Choice(replace(problem, m=m), fastest.kernel, fastest.config, "heuristic")
 
     return choice
 
 
-def met(problem: GemmProblem, last: int | None = None) -> list[GemmProblem]:
-    """Return one problem for each choice that an m of the interval of ``problem``, up to ``last``, can meet: what has
-    to be compiled for the interval. For up to 256 tokens, and for experts, that is the problem itself."""
+def problems_of_interval(problem: GemmProblem, most: int | None = None) -> list[GemmProblem]:
+    """Return one problem for each config that runs some m of the problem's interval, up to ``most``: what has to be
+    compiled for the interval. For up to 256 tokens, and for experts, that is the problem itself."""
     if not is_by_waves(problem):
         return [problem]
     first, end = interval_of(problem.m)
-    end = min(end or LARGEST, last or LARGEST)
+    end = min(end or LARGEST, most or LARGEST)
     records = store.find(problem)
-    choices: dict[Choice | None, Callable[[int], Choice | None]] = {}
-    found: dict[Choice | None, GemmProblem] = {}
-    for m in all_planned(first, max(first, end)):
+    rankings: dict[str | None, Callable[[int], Choice | None]] = {}
+    problems: dict[str | None, GemmProblem] = {}
+    for m in plan_ms(first, max(first, end)):
         there = replace(problem, m=m)
         measured = _measured(there, records)
-        if measured not in choices:
-            choices[measured] = _by_waves(there, measured)
-        found[choices[measured](m)] = there
-    return list(found.values())
+        name = None if measured is None else f"{measured.source} {measured}"
+        if name not in rankings:
+            rankings[name] = _ranking(there, measured)
+        choice = rankings[name](m)
+        problems[None if choice is None else f"{choice.source} {choice}"] = there
+    return list(problems.values())
 
 
 def _require_support(problem: GemmProblem, kernels: tuple[Kernel, ...]) -> None:
@@ -286,14 +271,14 @@ def kernels_and_config(config: GemmConfig | str) -> tuple[tuple[Kernel, ...], Ge
 
 def forced(problem: GemmProblem, config: GemmConfig | str) -> tuple[Kernel, GemmConfig]:
     """Return the kernel named in ``config``, or the first that supports the problem and has the config; and the config.
-    Errors are those of :func:`plan`."""
-    candidates, wanted = kernels_and_config(config)
-    _require_support(problem, candidates)
-    legal = {f"{k.name}/{c}": (k, c) for _, k, c in legal_ranked(candidates, problem)}
-    for kernel, legal_config in legal.values():
-        if legal_config == wanted:
-            return kernel, wanted
-    nearest = difflib.get_close_matches(str(config), legal, n=4, cutoff=0)
-    reasons = [e for k in candidates if status_of(k, problem) for e in k.exclusions(problem, wanted)[:1]]
+    Errors are those of :func:`choose`."""
+    kernels, parsed = kernels_and_config(config)
+    _require_support(problem, kernels)
+    legal = ranked(kernels, problem)
+    for candidate in legal:
+        if candidate.config == parsed:
+            return candidate.kernel, parsed
+    nearest = difflib.get_close_matches(str(config), list(map(str, legal)), n=4, cutoff=0)
+    reasons = [e for k in kernels if status_of(k, problem) for e in k.exclusions(problem, parsed)[:1]]
     reason = f" ({reasons[0]})" if len(reasons) == 1 else ""
     raise ValueError(f"config: {config} is not legal for {_named(problem)}{reason}; nearest are {', '.join(nearest)}")
