@@ -192,8 +192,8 @@ FAULTS = (
     Fault(
         "a plan's key forgets batch_invariant",
         "src/w4gemm/choice/plan_cache.py",
-        "return cls(stands, weight, dtype, epilogue, at, config, batch_invariant, gathered)",
-        "return cls(stands, weight, dtype, epilogue, at, config, False, gathered)",
+        "return cls(plan_rows(m, weight.experts), weight, dtype, epilogue, at, config, batch_invariant, gathered)",
+        "return cls(plan_rows(m, weight.experts), weight, dtype, epilogue, at, config, False, gathered)",
         "tests/test_batch_invariant.py",
     ),
     Fault(

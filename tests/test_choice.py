@@ -191,7 +191,7 @@ OLDER_AND_NEWER = {
 def test_gpus_without_hoppers_units(device, monkeypatch, caplog):
     """Every one of them runs the kernels for older GPUs within its shared memory; SM100's own tensor cores get a
     sentence."""
-    monkeypatch.setattr(choice.choose, "compiled", lambda unit: unit)
+    monkeypatch.setattr(choice.plan, "compiled", lambda unit: unit)
     caplog.set_level(logging.WARNING, "w4gemm")
     kernel = kernel_named("sm80_mixed_gemm")
     for m in (1, 64, 4096):
@@ -208,7 +208,7 @@ def test_gpus_without_hoppers_units(device, monkeypatch, caplog):
 @pytest.mark.parametrize("name", ["RTX 4090", "RTX 5090", "B200"])
 @pytest.mark.parametrize("format", ["int4_g128", "int4_g32_zint", "int4_g128_e4m3"])
 def test_fp8_without_hoppers_units(name, format, monkeypatch):
-    monkeypatch.setattr(choice.choose, "compiled", lambda unit: unit)
+    monkeypatch.setattr(choice.plan, "compiled", lambda unit: unit)
     at = replace(FP8_PROBLEM, device=OLDER_AND_NEWER[name], format=WeightFormat.parse(format))
     kernel = kernel_named("sm89_fp8_gemm")
     for m in (1, 64, 4096):
@@ -450,7 +450,7 @@ def test_every_gpu_kernel_gathers_rows_of_experts():
 def test_rows_are_gathered_before_where_that_takes_less(monkeypatch):
     """Measured on an H200: few tokens of many experts are gathered in the kernel; many tokens, or few beside a long
     product, are copied first."""
-    monkeypatch.setattr(choice.choose, "compiled", lambda unit: unit)
+    monkeypatch.setattr(choice.plan, "compiled", lambda unit: unit)
     for problem, copied in (
         (gathered(8, 1536, 2048, 128), False),
         (gathered(32, 1536, 2048, 128), False),

@@ -124,7 +124,7 @@ def test_a_kernel_without_a_model_is_ranked():
         name = "sm100_mixed_gemm"
 
     assert 0 < predicted_us(New(), problem_of("sm90_mixed_gemm"), GemmConfig(64, 64, 64)) < math.inf
-    assert {kernel.name for kernel in KERNELS} == set(cost.TIMERS), "all of ours have one"
+    assert {kernel.name for kernel in KERNELS} == set(cost._TIMERS), "all of ours have one"
 
 
 @pytest.mark.parametrize("device", MEASURED, ids=lambda device: device.name)

@@ -155,21 +155,21 @@ def test_overlapping_threads_leave_no_tuner_behind(folder):
     assert seen["a"] == [2, 16] and seen["b"][0] == 1 and 4 not in seen["a"] + seen["b"]
     w4gemm.linear(torch.randn(24, 64), w)
     assert 24 not in seen["a"] + seen["b"], "nothing is tuned unasked"
-    assert not choice.plan_cache._open_tuners and not choice.plan_cache._beside
+    assert not choice.plan_cache._open_tuners and not choice.plan_cache._untuned
 
 
 def test_a_plan_that_was_begun_before_a_block_is_tuned_inside(monkeypatch):
     """Another thread's plan may take a second of compiling, and be there only when the block has begun."""
     w = w4gemm.quantize(torch.randn(96, 64), CPU.format).repack()
     x, seen, began, block = torch.randn(3, 64), [], threading.Event(), threading.Event()
-    plan = choice.plan_cache.plan
+    choose = choice.plan_cache.choose
 
     def slowly(problem, config):
         began.set()
         assert block.wait(30)
-        return plan(problem, config)
+        return choose(problem, config)
 
-    monkeypatch.setattr(choice.plan_cache, "plan", slowly)
+    monkeypatch.setattr(choice.plan_cache, "choose", slowly)
     choice.forget()  # another test may have chosen this plan
     other = threading.Thread(target=w4gemm.linear, args=(x, w))
     other.start()
