@@ -285,7 +285,7 @@ def test_damaged_folders(tmp_path: Path) -> None:
         f"{DOWN}: config.json says that it is symmetric, but its zero points are 9 to 9",
         lambda t: t.update({f"{DOWN}.weight_zero_point": ones}),
     )
-    refused("no place for .*down_proj.output_scale", lambda t: t.update({f"{DOWN}.output_scale": torch.ones(1)}))
+    refused("no place for .*down_proj.other_scale", lambda t: t.update({f"{DOWN}.other_scale": torch.ones(1)}))
 
 
 def test_numbers_out_of_range(tmp_path: Path) -> None:

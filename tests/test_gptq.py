@@ -153,14 +153,6 @@ def test_a_folder_whose_config_is_in_a_file_of_its_own(method: str, tmp_path: Pa
     assert all(torch.equal(checkpoint.weight(name).dequantize(), weight) for name, weight in wanted.items())
 
 
-def test_a_quantized_lm_head_that_is_tied_to_the_embedding(tmp_path: Path) -> None:
-    write_model(tmp_path, CONFIG, writer(-1), dense=())
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
-    with pytest.raises(FormatError, match="lm_head is in 4 bits, but its config ties it to the embedding"):
-        load(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from w4gemm.checkpoints.account import Account, Naming, Stored
 from w4gemm.checkpoints.base import CheckpointFormat, Module, Pretrained
 from w4gemm.checkpoints.dense_experts import DenseProduct, dense_products
 from w4gemm.checkpoints.hugging_face import (
@@ -85,18 +86,19 @@ def linear_layers(model: nn.Module, skip: tuple[str, ...] = SKIP) -> dict[str, n
 
 def layers_to_quantize(model: nn.Module, skip: tuple[str, ...] = SKIP) -> dict[str, nn.Linear]:
     """Return those of :func:`linear_layers` that a dense model is quantized in: without routers, which decide more
-    than they compute. Of a model that reads images or sounds too, they are the language model's: its other parts are
-    small, and lose more in 4 bits.
+    than they compute, and without heads of a task, such as a classifier: both lose more in 4 bits than they save. Of a
+    model that reads images or sounds too, they are the language model's.
 
     Raises:
         ValueError: as linear_layers.
     """
     config = getattr(model, "config", None)
     layers = {name: layer for name, layer in linear_layers(model, skip).items() if not _is_router(name, layer, config)}
-    if not hasattr(config, "text_config"):
+    if not hasattr(model, "base_model"):
         return layers
-    language, head = model.get_decoder(), model.get_output_embeddings()  # type: ignore[operator]
-    inside = {id(module) for module in (*language.modules(), head)}
+    pretrained: Any = model
+    language = pretrained.get_decoder() if hasattr(config, "text_config") else pretrained.base_model
+    inside = {id(module) for module in (*language.modules(), pretrained.get_output_embeddings())}
     return {name: layer for name, layer in layers.items() if id(layer) in inside}
 
 
@@ -112,9 +114,9 @@ def _is_router(name: str, layer: nn.Linear, config: Any) -> bool:
 class DenseCheckpoint:
     """A folder with a dense model as a :class:`w4gemm.checkpoints.base.Checkpoint`.
 
-    Its modules are known from config.json alone. If the folder's safetensors have every tensor under the model's name,
-    they are read one at a time. Otherwise transformers reads all when the first is asked for, because it knows how to
-    rename and merge the tensors of older models. Experts are modules too, all of a layer's together.
+    Its modules are known from config.json alone. Tensors in safetensors are read one at a time, and renamed and merged
+    by transformers' rules; transformers reads pickled ones, all when the first is asked for. Experts are modules too,
+    all of a layer's together.
 
     Args:
         format: what to quantize to; None for :func:`default_format`.
@@ -197,26 +199,23 @@ class DenseCheckpoint:
 
     @functools.cached_property
     def _read(self) -> Callable[[str], torch.Tensor]:
-        """Reader of a tensor by its name, in the dtype that it is stored in."""
-        linear = {f"{name}.weight": m for name, m in self.modules.items() if not m.experts}
-        shapes: dict[str, tuple[int, ...]] = {name: (m.n, m.k) for name, m in linear.items()}
-        biases = {f"{name}.bias": f"{name}_bias" for name in self._products}
-        shapes |= {biases.get(name, name): shape for name, shape in self.tensors.items()}
-        shapes |= {name: product.shape for name, product in self._products.items()}
-        if (stored := self._safetensors) is not None:
-            others = {n for n, shape in shapes.items() if n not in stored.tensors or stored.tensors[n].shape != shape}
-            single = {n: self._products[n].sources(stored.tensors) for n in others if n in self._products}
-            if others == {name for name, sources in single.items() if sources is not None}:
-                return lambda name: _read_one(stored, name, single.get(name))
-        tensors = _read_by_transformers(self.path)
-        return tensors.__getitem__
+        """Reader of a parameter by its name in the model, in the dtype that it is stored in.
 
+        Raises:
+            FormatError: if the folder's tensors are not those of the model.
+        """
+        if (stored := self._safetensors) is None:
+            return _read_by_transformers(self.path).__getitem__
+        model = self._outline
+        known = {name: Stored(info.shape, info.dtype) for name, info in stored.tensors.items()}
+        account = Account(self.path, model, Naming(model), known)
+        recipes = {target: recipe for recipe in account.recipes for target in recipe.targets}
 
-def _read_one(stored: SafetensorsFolder, name: str, sources: list[list[str]] | None) -> torch.Tensor:
-    """A tensor, or the tensors of all experts as one parameter."""
-    if sources is None:
-        return stored.tensor(name)
-    return torch.stack([torch.cat([stored.tensor(source) for source in expert]) for expert in sources])
+        def read(name: str) -> torch.Tensor:
+            here = name if name in recipes else next(n for n in account.tied_to(name) if n in recipes)
+            return recipes[here].values(model, stored.tensor)[here]
+
+        return read
 
 
 def _read_by_transformers(folder: Path) -> dict[str, torch.Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -10,11 +10,8 @@ from torch import nn
 
 from w4gemm.checkpoints.base import Module
 from w4gemm.checkpoints.experts import DOWN, GATE_UP
-from w4gemm.checkpoints.gates import activation_of
+from w4gemm.checkpoints.gates import activation_of, is_gated
 from w4gemm.core.formats import WeightFormat
-
-_LEAVES = {GATE_UP: (("gate_proj", "up_proj"), ("w1", "w3")), DOWN: (("down_proj",), ("w2",))}
-"""Last parts of the names of single experts' modules, in the files of most models."""
 
 
 @dataclass(frozen=True)
@@ -53,37 +50,22 @@ class DenseProduct:
     def _in_pairs(self, rows: torch.Tensor) -> torch.Tensor:
         return torch.stack(rows.chunk(2), 1).flatten(0, 1) if self.concatenated else rows
 
-    def sources(self, stored: Collection[str]) -> list[list[str]] | None:
-        """Names of the tensors of each expert in files that hold experts one by one; None if these do not."""
-        owner, _, leaf = self.name.rpartition(".")
-        if self.transposed or (leaf == GATE_UP and not self.concatenated):
-            return None
-        for leaves in _LEAVES[leaf]:
-            names = [[f"{owner}.{e}.{each}.weight" for each in leaves] for e in range(self.shape[0])]
-            if all(name in stored for expert in names for name in expert):
-                return names
-        return None
-
 
 def dense_products(model: nn.Module) -> dict[str, DenseProduct]:
     """Return the products of a model's experts, by the names of their parameters: of experts that w4gemm computes."""
     found = {}
     for owner, experts in model.named_modules():
-        parameters = {leaf: p for leaf in (GATE_UP, DOWN) if (p := experts._parameters.get(leaf)) is not None}
-        if len(parameters) < 2 or any(p.dim() != 3 for p in parameters.values()) or not _computed(experts):
+        if not is_gated(experts) or not _has_known_activation(experts):
             continue
         transposed, has_bias = (bool(getattr(experts, name, False)) for name in ("is_transposed", "has_bias"))
         concatenated = bool(getattr(experts, "is_concatenated", True))
-        for leaf, parameter in parameters.items():
-            name, shape = f"{owner}.{leaf}", tuple(parameter.shape)
+        for leaf in (GATE_UP, DOWN):
+            name, shape = f"{owner}.{leaf}", tuple(experts.get_parameter(leaf).shape)
             found[name] = DenseProduct(name, shape, transposed, concatenated and leaf == GATE_UP, has_bias)
     return found
 
 
-def _computed(experts: nn.Module) -> bool:
-    """True for experts of transformers' interface, with an activation that w4gemm has."""
-    if not hasattr(experts, "_apply_gate") or getattr(experts, "has_post_expert_norm", False):
-        return False
+def _has_known_activation(experts: nn.Module) -> bool:
     try:
         activation_of(experts)
     except ValueError:

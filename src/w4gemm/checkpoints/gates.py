@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from w4gemm.checkpoints.experts import DOWN, GATE_UP
 from w4gemm.core.activation import ACTIVATIONS, canonical, parse
 
 _LIMITS = ("limit", "swiglu_limit")
@@ -20,6 +21,17 @@ _ALPHAS = ("alpha", "swiglu_alpha")
 _SAMPLES = 4096
 _ROUNDED = 1e-4
 """Most that float32 may round off: the tail of a gelu, up to 1.5e-7, is multiplied by ups of up to 300."""
+
+
+def is_gated(experts: nn.Module | None) -> bool:
+    """True for experts of transformers' interface that multiply gates and ups: w4gemm computes them, if it has their
+    activation."""
+    products = [getattr(experts, name, None) for name in (GATE_UP, DOWN)]
+    return (
+        all(isinstance(p, torch.Tensor) and p.dim() == 3 for p in products)
+        and hasattr(experts, "_apply_gate")
+        and not getattr(experts, "has_post_expert_norm", False)
+    )
 
 
 def activation_of(experts: nn.Module) -> str:

@@ -29,6 +29,9 @@ METHOD = "w4gemm"
 """``quant_method`` of these folders."""
 STATE = "_extra_state"
 """Last part of the name of the tensor with a layer's format and activations, see :mod:`w4gemm.weights.state`."""
+ALARM = "weight"
+"""Last part of the name of a tensor of one number beside the tensors of a linear layer. It is not read. Without w4gemm,
+transformers would draw a weight at random, and refuses one of another shape."""
 _DTYPES = {
     torch.uint8: "U8",
     torch.float16: "F16",
@@ -38,6 +41,11 @@ _DTYPES = {
     torch.float8_e8m0fnu: "F8_E8M0",
 }
 """safetensors' name of each dtype of a canonical tensor, scales of every rule included."""
+
+
+def alarm() -> torch.Tensor:
+    """Return a new tensor of name :data:`ALARM`."""
+    return torch.zeros(1)
 
 
 def settings(weights: Iterable[tuple[str, QuantizedWeight | Module]]) -> dict[str, Any]:
@@ -61,7 +69,7 @@ class OwnPacking:
 
     config: Mapping[str, Any]
     marks = ("codes", "scales", "zeros", "channels", "factors", "perm", STATE)
-    others = ()
+    others = (ALARM,)
 
     def module(self, name: str, stored: Mapping[str, TensorInfo]) -> Module:
         others = self.config.get("modules") or {}
@@ -77,7 +85,9 @@ class OwnPacking:
         packed = packed_shape(format, "canonical", n, k, experts)
         for leaf, (dtype, shape) in zip(format.part_names, packed.tensors, strict=True):
             check_tensor(stored, leaf, (_DTYPES[dtype],), shape)
-        unknown = stored.keys() - {*format.part_names, "perm", *BESIDE, STATE}
+        if ALARM in stored and stored[ALARM].shape != alarm().shape:
+            raise ValueError("it has a dense weight beside its quantized one, wanted one of them")
+        unknown = stored.keys() - {*format.part_names, "perm", *BESIDE, STATE, ALARM}
         if unknown:
             raise ValueError(f"{min(unknown)} is no tensor of {format}")
         scaled = "pre_quant_scale" in stored
@@ -106,6 +116,8 @@ class OwnWriter:
 
     def tensors(self, checkpoint: Checkpoint, name: str, w: QuantizedWeight) -> dict[str, torch.Tensor]:
         leaves = w.named_tensors() | {STATE: as_tensor(in_words(w.format, w.activations))}
+        if not w.experts:
+            leaves[ALARM] = alarm()
         return {f"{name}.{leaf}": t for leaf, t in leaves.items()}
 
     def config(self, checkpoint: Checkpoint) -> dict[str, Any]:

@@ -7,7 +7,7 @@ GGUF files' own weights. ``tests/test_transformers.py`` holds both ways to equal
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,14 +20,13 @@ from torch.overrides import TorchFunctionMode
 from w4gemm.checkpoints import Checkpoint, open_checkpoint
 from w4gemm.checkpoints.base import finite_dense
 from w4gemm.checkpoints.gguf_fields import quick_reader, tokenizer_of
-from w4gemm.checkpoints.hugging_face import AS_IT_IS, is_language_model, is_model, model_class, transformers_errors
+from w4gemm.checkpoints.hugging_face import AS_IT_IS, is_model, model_class, transformers_errors
 from w4gemm.checkpoints.text_part import PREFIX, TextPart
-from w4gemm.core.errors import FormatError, device_here
+from w4gemm.core.errors import device_here
 from w4gemm.core.formats import WeightFormat
 from w4gemm.integrations.transformers.decoding import decode_by_graph
 from w4gemm.integrations.transformers.layers import Progress, enable_peft
-from w4gemm.integrations.transformers.names import Renaming, dtype_of, of_modules, unneeded
-from w4gemm.integrations.transformers.places import AwaitedLinear, Place, finish, listed, reserve, submodule, unpacked
+from w4gemm.integrations.transformers.places import AwaitedLinear, Place, Placement, finish
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -62,7 +61,7 @@ def load(
     Raises:
         FileNotFoundError: if nothing is at ``path``.
         FormatError: if it is damaged, holds no model, or one of an unknown architecture; if a parameter of the model
-            has no tensor, or a tensor no parameter.
+            has no tensor, or a tensor no parameter, before any number is read.
         TypeError, ValueError: for a dtype or a format that there is not.
     """
     from w4gemm.integrations.transformers.quantizer import describe
@@ -74,7 +73,7 @@ def load(
     model, tokenizer, alone = _empty_model(checkpoint, dtype)
     if not alone:
         checkpoint = TextPart(checkpoint)
-    filling = _Filling(model, checkpoint, device, dtype, activations)
+    filling = _Filling(model, checkpoint, device, activations)
     filling.run(progress)
     describe(model).unsaved = tuple(filling.unsaved)
     enable_peft()
@@ -115,23 +114,12 @@ def _empty_model(checkpoint: Checkpoint, dtype: torch.dtype) -> _Empty:
 
 def _model_of(whole: PretrainedConfig, checkpoint: Checkpoint, dtype: torch.dtype) -> tuple[PreTrainedModel, bool]:
     """Return the model of a config, and :attr:`_Empty.alone`. It is the language model inside a larger one if names of
-    the checkpoint begin with :data:`PREFIX`, and transformers makes no model of the larger one or would have to convert
-    tensors of it, which :func:`load` does not (Kimi-K2.5's vision tower)."""
-
-    def made(config: PretrainedConfig) -> PreTrainedModel:
-        with ParametersOnMeta():
-            return model_class(config).from_config(config, dtype=dtype, trust_remote_code=False)
-
+    the checkpoint begin with :data:`PREFIX`, and transformers makes no model of the larger one."""
     inside = any(name.startswith(PREFIX) for name in (*checkpoint.modules, *checkpoint.tensors))
-    if not inside or not hasattr(whole, "text_config"):
-        return made(whole), True
-    text = whole.get_text_config()
-    if is_model(whole):
-        model = made(whole)
-        renamed = Renaming(model)
-        if not is_language_model(text) or not any(map(renamed.is_converted, checkpoint.tensors)):
-            return model, True
-    return made(text), False
+    alone = not inside or not hasattr(whole, "text_config") or is_model(whole)
+    config = whole if alone else whole.get_text_config()
+    with ParametersOnMeta():
+        return model_class(config).from_config(config, dtype=dtype, trust_remote_code=False), alone
 
 
 def _config(folder: Path, options: Mapping[str, Any]) -> PretrainedConfig:
@@ -156,7 +144,6 @@ class _Filling:
     model: PreTrainedModel
     checkpoint: Checkpoint
     device: torch.device
-    dtype: torch.dtype
     activations: str | None = None
     """"fp8", or None for those of each weight."""
     unsaved: list[str] = field(default_factory=list)
@@ -166,92 +153,44 @@ class _Filling:
         """Place every tensor: 4-bit weights as W4Linear, the others dense.
 
         Raises:
-            FormatError: if a tensor has no place, a parameter has no tensor, or their shapes differ.
+            FormatError: as from :class:`Placement`.
         """
-        wanted = {name for name, _ in self.model.named_parameters()}  # one name of parameters that are tied
-        wanted |= self.model.state_dict().keys() & {name for name, _ in self.model.named_buffers()}
-        modules, tensors = self.checkpoint.modules, self.checkpoint.tensors
-        renamed = Renaming(self.model)
-        reserved = reserve(self.model, self.checkpoint, of_modules(self.checkpoint, renamed))
-        ignored = unneeded(self.model)
-        self._check_converted(renamed, ignored)
-        placed: set[str] = set()
-        strangers = []
-        for done, name in enumerate((*modules, *tensors), 1):
-            if name in placed:
-                continue  # a bias, which came with its weight
-            is_module = name in modules
-            names = self.place_weight(name, reserved[name]) if is_module else self.place_dense(name, renamed(name))
-            placed |= names
-            if not names and not ignored(name):
-                experts = modules[name].experts if is_module else 0
-                strangers.append(f"{name} ({experts} experts)" if experts else name)
+        placement = Placement(self.model, self.checkpoint)
+        recipes, total = placement.account.recipes, len(placement.packed) + len(placement.account.recipes)
+        for done, (name, places) in enumerate(placement.packed.items(), 1):
+            self.place_weight(name, places)
             if progress is not None:
-                progress(done, len(modules) + len(tensors), "loading")
+                progress(done, total, "loading")
+        for done, recipe in enumerate(recipes, len(placement.packed) + 1):
+            for target, value in placement.values(recipe, self.device).items():
+                self.place_dense(target, value)
+            if progress is not None:
+                progress(done, total, "loading")
         finish(self.model)
-        self.model.tie_weights()
-        missing = sorted(wanted - placed)
-        reasons = [f"no tensor for {listed(missing)}"] if missing else []
-        reasons += [f"no place for {listed(strangers)} in the model of its config"] if strangers else []
-        if reasons:
-            raise FormatError(f"{self.checkpoint.path}: {'; '.join(reasons)}")
+        self.model.tie_weights(missing_keys=placement.account.missing, recompute_mapping=False)
 
-    def _check_converted(self, renamed: Renaming, ignored: Callable[[str], bool]) -> None:
-        """Raise FormatError for a dense tensor of which transformers would make parameters by more than a new name."""
-        for name in self.checkpoint.tensors:
-            if renamed.is_converted(name) and renamed(name) in self.model.state_dict() and not ignored(name):
-                raise FormatError(
-                    f"{self.checkpoint.path}: {name} becomes a parameter only together with others, or in another "
-                    "order, which transformers does: from_pretrained(..., quantization_config=W4GemmConfig())"
-                )
-
-    def place_weight(self, name: str, places: Sequence[Place]) -> set[str]:
-        """Fill the places of a 4-bit module with its weight and its bias.
-
-        Returns:
-            Names of the parameters that have their numbers now, and of the bias in the checkpoint; none if the module
-            has no place.
-        """
-        if not places:
-            return set()
-        weight, placed = self.checkpoint.weight(name, self.device), set()
-        stored = f"{name}.bias"
-        module, scale = self.checkpoint.modules[name], f"{name}.pre_quant_scale"
-        bias = finite_dense(self.checkpoint, stored, self.dtype) if module.bias else None
+    def place_weight(self, name: str, places: Sequence[Place]) -> None:
+        """Fill the places of a packed module with its weight, and with what belongs to several layers or experts."""
+        weight, module = self.checkpoint.weight(name, self.device), self.checkpoint.modules[name]
         for place in places:
-            w = place.weight_of(weight)
-            if self.activations is not None:
-                w = w.repack(activations=self.activations)
             layer = self.model.get_submodule(place.layer)
-            has_bias = layer.has_bias if isinstance(layer, AwaitedLinear) else getattr(layer, "bias", None) is not None
-            if isinstance(layer, AwaitedLinear):
-                layer.fill(w)
-            else:
-                dtype = dtype_of(self.model, place.weight_name, layer.get_parameter("weight"))
-                layer.weight = nn.Parameter(unpacked(layer, w, dtype), requires_grad=False)
-            if bias is not None and has_bias:
+            assert isinstance(layer, AwaitedLinear)
+            has_bias, w = layer.has_bias, place.weight_of(weight)
+            layer.fill(w if self.activations is None else w.repack(activations=self.activations))
+            if module.bias and has_bias and (module.experts or place.rows is not None):
+                bias = finite_dense(self.checkpoint, f"{name}.bias", layer.dtype)
                 rows = slice(None) if place.rows is None else place.rows
                 layer.bias = nn.Parameter(bias[rows].to(self.device), requires_grad=False)
-            if module.experts and module.pre_quant_scale:  # that of a linear layer is placed as a dense tensor
-                layer.pre_quant_scale = self.checkpoint.dense(scale, self.dtype).to(self.device)
-                placed.add(scale)
-            placed |= {place.weight_name} | (set() if bias is None else {place.bias_name, stored})
-        return placed
+            if module.experts and module.pre_quant_scale:
+                scale = self.checkpoint.dense(f"{name}.pre_quant_scale", layer.dtype)
+                layer.pre_quant_scale = scale.to(self.device)
 
-    def place_dense(self, name: str, renamed: str) -> set[str]:
-        """Put a dense tensor into the parameter or buffer that the model has by another name or the same; return that
-        name, or none if there is none."""
-        owner, _, leaf = renamed.rpartition(".")
-        module, shape = submodule(self.model, owner), self.checkpoint.tensors[name]
-        target = None if module is None else module._parameters.get(leaf, module._buffers.get(leaf))
-        if module is None or target is None:
-            return set()
-        if tuple(target.shape) != shape:
-            raise FormatError(
-                f"{self.checkpoint.path}: tensor {name!r} has shape {shape}, its config wants {tuple(target.shape)}"
-            )
-        tensor = finite_dense(self.checkpoint, name, dtype_of(self.model, renamed, target)).to(self.device)
-        if leaf in module._non_persistent_buffers_set and not torch.equal(tensor, target.to(tensor.device)):
-            self.unsaved.append(renamed)
-        setattr(module, leaf, nn.Parameter(tensor, requires_grad=False) if leaf in module._parameters else tensor)
-        return {renamed}
+    def place_dense(self, name: str, value: torch.Tensor) -> None:
+        """Put a dense tensor into a parameter or buffer of the model."""
+        owner, _, leaf = name.rpartition(".")
+        module = self.model.get_submodule(owner)
+        if leaf in module._non_persistent_buffers_set and not torch.equal(
+            value, module._buffers[leaf].to(value.device)
+        ):
+            self.unsaved.append(name)
+        setattr(module, leaf, nn.Parameter(value, requires_grad=False) if leaf in module._parameters else value)

@@ -1,4 +1,4 @@
-"""Places of a checkpoint's 4-bit modules in a model without numbers: :func:`reserve`, then :meth:`AwaitedLinear.fill`.
+"""Places of a checkpoint's modules in a model without numbers: :class:`Placement`, then :meth:`AwaitedLinear.fill`.
 
 A layer keeps its identity from one to the other. Hooks that a framework puts on it in between, such as those of tensor
 parallelism, stay.
@@ -6,9 +6,12 @@ parallelism, stay.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import functools
+import logging
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -16,13 +19,20 @@ from torch import nn
 from w4gemm.api.experts import W4Experts, W4GroupedLinear
 from w4gemm.api.nn import W4Linear
 from w4gemm.checkpoints import Checkpoint, Module
+from w4gemm.checkpoints.account import Account, Naming, Recipe, Stored, listed
+from w4gemm.checkpoints.base import finite_dense
 from w4gemm.checkpoints.dense import linear_layers
-from w4gemm.checkpoints.experts import DOWN, GATE_UP
-from w4gemm.checkpoints.gates import activation_of
+from w4gemm.checkpoints.experts import DOWN, GATE_UP, roles_of
+from w4gemm.checkpoints.gates import activation_of, is_gated
 from w4gemm.core.errors import FormatError
 from w4gemm.core.formats import WeightFormat
 from w4gemm.packing.packed_shape import packed_shape
 from w4gemm.weights.weight import QuantizedWeight
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_log = logging.getLogger("w4gemm")
 
 
 class AwaitedLinear(nn.Module):
@@ -139,8 +149,6 @@ class AwaitedExperts(W4Experts):
 
     def __init__(self, experts: nn.Module, config: Any) -> None:
         nn.Module.__init__(self)
-        if getattr(experts, "has_post_expert_norm", False):
-            raise ValueError(f"its {type(experts).__name__} have a norm behind each expert")
         transposed, has_bias = (bool(getattr(experts, name, False)) for name in ("is_transposed", "has_bias"))
         up, down = experts.get_parameter(GATE_UP), experts.get_parameter(DOWN)
         self.gate_up = AwaitedGrouped(up, transposed, has_bias, activation_of(experts))
@@ -164,7 +172,7 @@ def finish(model: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a module's weight, or of some of its rows."""
+    """The place of a packed module's weight, or of some of its rows."""
 
     layer: str
     """Name of the linear layer in the model."""
@@ -172,8 +180,6 @@ class Place:
     """Rows of the module that are this layer's; None for all."""
     dense: str = ""
     """Name of the experts' dense parameter that was here; empty for that of a linear layer."""
-    unpacked: bool = False
-    """True if the layer stays, because its own code reads a dense weight: a router, an embedding or a Conv1D."""
 
     @property
     def weight_name(self) -> str:
@@ -193,92 +199,307 @@ class Place:
         return replace(w, n=len(tensors[0]), tensors=tensors)
 
 
-def unpacked(layer: nn.Module, w: QuantizedWeight, dtype: torch.dtype) -> torch.Tensor:
-    """The dense weight of a layer that stays, as its own code reads it."""
-    dense = w.dequantize(dtype)
-    return dense.T.contiguous() if _is_transposed(layer) else dense
+_PRODUCTS = {GATE_UP: GATE_UP, DOWN: DOWN, "gate_up": GATE_UP, "down": DOWN}
+"""The model's parameter by the last part of the name of a module of experts, in folders of others and of our own."""
 
 
-def reserve(model: nn.Module, checkpoint: Checkpoint, renamed: Callable[[str], str]) -> dict[str, list[Place]]:
-    """Replace the dense layers of a model that are in 4 bits in a checkpoint by :class:`AwaitedLinear`. Layers that are
-    no plain linear ones stay as they are.
+class Placement:
+    """Where the modules and tensors of a checkpoint go in a model without numbers.
 
-    Args:
-        renamed: gives the name in the model of a module of the checkpoint.
+    The layers of modules that stay packed become :class:`AwaitedLinear`. Any other module becomes dense, with the
+    checkpoint's numbers, because the model's own code reads a dense weight: routers, embeddings, GPT-2's layers,
+    experts that :class:`W4Experts` does not compute, and what transformers merges or reorders.
 
-    Returns:
-        The places of each module of the checkpoint; none for a module that the model has no layers for.
+    Attributes:
+        packed: places of each module that stays packed.
+        account: what the dense tensors become, those that are made of modules included.
 
     Raises:
-        FormatError: if a layer has another shape or bias than the module, or is tied to the embedding.
+        FormatError: if not all of the checkpoint and of the model fit, see :class:`Account`.
     """
-    found: dict[str, list[Place]] = {}
-    plain = linear_layers(model, ())
-    for name, module in checkpoint.modules.items():
-        if (place := _place_of_experts(model, checkpoint, renamed(name), module)) is not None:
-            found[name] = [place]
-            continue
-        layers = _layers_of(model, checkpoint, renamed(name), module, plain)
-        if not layers and (place := _unpacked_place(model, checkpoint, renamed(name), module)) is not None:
-            layer = model.get_submodule(place.layer)
-            _check_bias(checkpoint, name, module, {place.layer: getattr(layer, "bias", None) is not None})
-            found[name] = [place]
-            continue
-        _check_bias(checkpoint, name, module, {n: layer.bias is not None for n, layer in layers.items()})
-        found[name] = [] if len(layers) > 1 else [Place(layer) for layer in layers]
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        checkpoint: Checkpoint,
+        folder_model: Callable[[], PreTrainedModel | None] = lambda: None,
+    ) -> None:
+        self._model, self._checkpoint = model, checkpoint
+        self._naming = naming = Naming(model)
+        self._plain = linear_layers(model, ())
+        self.packed: dict[str, list[Place]] = {}
+        self._made: dict[str, Callable[[torch.dtype, torch.device], torch.Tensor]] = {}
+        self._stored: dict[str, Stored] = {}
+        self._with_modules: set[str] = set()
+        self._weight = functools.lru_cache(maxsize=1)(checkpoint.weight)
+        partners = {self._name_of(name): module for name, module in checkpoint.modules.items() if module.experts}
+        strangers: dict[str, str] = {}
+        for name, module in checkpoint.modules.items():
+            if places := self._reserved(name, module, partners):
+                self.packed[name] = places
+            elif not self._make_dense(name, module):
+                strangers[name] = f"{name} ({module.experts} experts)" if module.experts else name
+        for name, shape in checkpoint.tensors.items():
+            if name not in self._with_modules:
+                self._stored[name] = Stored(shape, checkpoint.stored_type(name), self._buffer(name))
+        filled = {place.weight_name for places in self.packed.values() for place in places}
+        biased = [places for name, places in self.packed.items() if f"{name}.bias" in self._with_modules]
+        filled |= {place.bias_name for places in biased for place in places}
+        filled &= naming.known.keys()
+        self._untie(filled)
+        self.account = Account(checkpoint.path, model, naming, self._stored, filled, strangers, folder_model)
+        self._log()
+
+    # --- modules that stay packed -----------------------------------------------------------------------------------
+
+    def _name_of(self, name: str) -> str:
+        """Name of a module in the model."""
+        if self._checkpoint.modules[name].experts:  # a parameter of the model's
+            return self._naming(name)
+        return self._naming(f"{name}.weight").removesuffix(".weight")
+
+    def _reserved(self, name: str, module: Module, partners: Mapping[str, Module]) -> list[Place]:
+        """Replace the layers of a module by awaited ones, and return their places; none if it cannot stay packed."""
+        called = self._name_of(name)
+        if module.experts:
+            return self._reserved_experts(name, called, module, partners)
+        layers = self._layers_of(called, module)
+        self._check_bias(name, module, {n: layer.bias is not None for n, layer in layers.items()})
+        if len(layers) > 1:
+            self._with_modules.add(f"{name}.bias")
+        places = []
         start = 0
         for i, (target, layer) in enumerate(layers.items()):
             rows = slice(i, None, len(layers)) if module.interleaved else slice(start, start + layer.out_features)
             start += layer.out_features
-            if len(layers) > 1:
-                found[name].append(Place(target, rows))
-            model.set_submodule(target, AwaitedLinear(layer, module.format, module.pre_quant_scale))
-    return found
+            places.append(Place(target, rows if len(layers) > 1 else None))
+            awaited = AwaitedLinear(layer, module.format, module.pre_quant_scale)
+            self._model.set_submodule(target, awaited)
+            if awaited.pre_quant_scale is not None:
+                self._naming.known[f"{target}.pre_quant_scale"] = awaited.pre_quant_scale
+        return places
+
+    def _layers_of(self, name: str, module: Module) -> dict[str, nn.Linear]:
+        """Linear layers of the model that a module is the weight of, by name: one, or those that are fused in it; none
+        if the model has no such plain layers, or transformers makes something else of the weight."""
+        if self._naming.of(f"{name}.weight")[1] is not None:
+            return {}
+        owner = name.rpartition(".")[0]
+        names = [name] if submodule(self._model, name) is not None else [f"{owner}.{part}" for part in module.fused]
+        layers = {n: layer for n in names if n in self._plain and isinstance(layer := self._plain[n], nn.Linear)}
+        if not layers or len(layers) < len(names):
+            return {}
+        sizes = [layer.out_features for layer in layers.values()]
+        k = next(iter(layers.values())).in_features
+        if (module.n, module.k) != (sum(sizes), k) or (module.interleaved and len(set(sizes)) > 1):
+            raise FormatError(
+                f"{self._checkpoint.path}: the weight of {name} has shape {(module.n, module.k)}, its config wants "
+                f"({' + '.join(map(str, sizes))}, {k})"
+            )
+        return layers
+
+    def _reserved_experts(self, name: str, called: str, module: Module, partners: Mapping[str, Module]) -> list[Place]:
+        """The place of a module of several experts. The first of both modules puts a :class:`W4Experts` in the place of
+        the model's experts."""
+        owner, _, leaf = called.rpartition(".")
+        experts = submodule(self._model, owner)
+        others = {_PRODUCTS.get(n.rpartition(".")[2]) for n in partners if n.rpartition(".")[0] == owner}
+        if leaf not in _PRODUCTS or others != {GATE_UP, DOWN} or (module.fused and not module.interleaved):
+            return []
+        if not isinstance(experts, AwaitedExperts):
+            if experts is None or not is_gated(experts):
+                return []
+            try:
+                experts = AwaitedExperts(experts, getattr(self._model, "config", None))
+            except ValueError as e:
+                raise FormatError(f"{self._checkpoint.path}: {owner}: {e}") from e
+            self._model.set_submodule(owner, experts)
+        dense = _PRODUCTS[leaf]
+        product = dense.removesuffix("_proj")
+        layer = getattr(experts, product)
+        came, wanted = (module.experts, module.n, module.k), (layer.experts, layer.out_features, layer.in_features)
+        if came != wanted:
+            raise FormatError(
+                f"{self._checkpoint.path}: the weight of {called} has shape {came}, its config wants {wanted}"
+            )
+        layer.format = module.format
+        self._check_bias(name, module, {called: layer.has_bias})
+        self._with_modules |= {f"{name}.bias", f"{name}.pre_quant_scale"}
+        return [Place(f"{owner}.{product}", dense=f"{owner}.{dense}")]
+
+    def _check_bias(self, name: str, module: Module, layers: Mapping[str, bool]) -> None:
+        """Raise FormatError unless a module has a bias if its layers, True for those with one, have it. A bias of zeros
+        may be there without a place: old GPTQ files have such a bias for every layer."""
+        stored, checkpoint = f"{name}.bias", self._checkpoint
+        if not (others := [n for n, has_bias in layers.items() if has_bias != module.bias]):
+            return
+        unused = stored in checkpoint.tensors and len(others) == len(layers)
+        if unused and not checkpoint.dense(stored).any():
+            self._with_modules.add(stored)
+            return
+        has, wanted = ("a", "none") if module.bias else ("no", "one")
+        raise FormatError(f"{checkpoint.path}: {name} has {has} bias, its config wants {wanted} of {listed(others)}")
+
+    # --- modules that become dense ----------------------------------------------------------------------------------
+
+    def _make_dense(self, name: str, module: Module) -> bool:
+        """Add what a module becomes to the dense tensors; False if the model has nothing of its kind."""
+        scale = f"{name}.pre_quant_scale"
+        if module.pre_quant_scale:
+            self._with_modules.add(scale)
+        if module.experts:
+            return self._make_dense_experts(name, module)
+        target, layer = self._naming.of(f"{name}.weight")[0], submodule(self._model, self._name_of(name))
+        if target not in self._naming.known:
+            return False
+        self._check_bias(name, module, {} if layer is None else {name: getattr(layer, "bias", None) is not None})
+        if module.pre_quant_scale and isinstance(layer, nn.Embedding):
+            raise FormatError(
+                f"{self._checkpoint.path}: {name} has a pre_quant_scale, which no Embedding multiplies by"
+            )
+        transposed = layer is not None and _is_transposed(layer)
+        self._add(f"{name}.weight", (module.n, module.k), lambda w: w.T.contiguous() if transposed else w, name, "")
+        return True
+
+    def _make_dense_experts(self, name: str, module: Module) -> bool:
+        owner, _, leaf = self._name_of(name).rpartition(".")
+        experts = submodule(self._model, owner)
+        dense = f"{owner}.{_PRODUCTS.get(leaf, leaf)}"
+        if dense in self._naming.known and experts is not None and hasattr(experts, "is_transposed"):
+            layout = functools.partial(_as_parameter, experts, module, _PRODUCTS[leaf] == GATE_UP)
+            self._add(dense, (module.experts, module.n, module.k), layout, name, dense)
+            if module.bias:
+                self._with_modules.add(f"{name}.bias")
+                rows = functools.partial(_in_order, experts, module, _PRODUCTS[leaf] == GATE_UP)
+                self._made[f"{dense}_bias"] = lambda dtype, device: rows(
+                    finite_dense(self._checkpoint, f"{name}.bias", dtype).to(device)
+                )
+                self._stored[f"{dense}_bias"] = Stored((module.experts, module.n), "", f"{dense}_bias", name)
+            return True
+        roles = roles_of(self._checkpoint.modules, name)
+        singles = [f"{name.rpartition('.')[0]}.{{}}.{role}.weight" for role in roles]
+        if module.bias or not all(self._naming(single.format(0)) in self._naming.known for single in singles):
+            return False
+        for expert in range(module.experts):
+            for i, single in enumerate(singles):
+                part = functools.partial(_of_expert, expert, i, len(singles))
+                self._add(single.format(expert), (module.experts, module.n, module.k), part, name, "")
+        return True
+
+    def _add(
+        self,
+        dense: str,
+        shape: tuple[int, ...],
+        layout: Callable[[torch.Tensor], torch.Tensor],
+        name: str,
+        target: str,
+    ) -> None:
+        """Add a dense tensor that ``layout`` makes of a module's weight."""
+        scale = f"{name}.pre_quant_scale" if self._checkpoint.modules[name].pre_quant_scale else None
+
+        def read(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+            w = self._weight(name, device)
+            if scale is None:
+                return layout(w.dequantize(dtype))
+            return layout((w.dequantize() * self._checkpoint.dense(scale).to(device)).to(dtype))
+
+        made = layout(torch.empty(shape, device="meta"))
+        self._stored[dense] = Stored(tuple(made.shape), "", target, name)
+        self._made[dense] = read
+
+    # --- the rest ---------------------------------------------------------------------------------------------------
+
+    def _buffer(self, name: str) -> str:
+        """The buffer that a tensor is, of those that no other folder has, such as a GGUF file's rotary table; "" if it
+        is none."""
+        renamed = self._naming(name)
+        owner, _, leaf = renamed.rpartition(".")
+        layer = submodule(self._model, owner)
+        if renamed in self._naming.known or layer is None or (buffer := layer._buffers.get(leaf)) is None:
+            return ""
+        if leaf == "position_ids" or self._naming.is_unused(name):
+            return ""
+        self._naming.known[renamed] = buffer
+        return renamed
+
+    def _untie(self, packed: set[str]) -> None:
+        """Let parameters that the config ties be two, if the checkpoint has both and one of them in 4 bits."""
+        recipes, pairs = self._naming.recipes(self._stored)[0], self._model.all_tied_weights_keys
+        there = packed | {recipe.targets[0] for recipe in recipes}
+        in_4_bits = packed | {recipe.targets[0] for recipe in recipes if self._is_made(recipe)}
+        untied = [t for t, s in pairs.items() if {t, s} & packed or ({t, s} <= there and {t, s} & in_4_bits)]
+        for target in untied:
+            del pairs[target]
+        for config in (self._model.config, self._model.config.get_text_config()) if untied else ():
+            config.tie_word_embeddings = False
+
+    def _is_made(self, recipe: Recipe) -> bool:
+        return any(name in self._made for name in recipe.names)
+
+    @property
+    def filled_here(self) -> list[Recipe]:
+        """The parameters whose numbers transformers cannot read in the folder: made of modules in 4 bits, or of weights
+        in fp8 with scales."""
+        in_fp8 = {*getattr(self._checkpoint, "in_fp8", ())}
+        outside = self._naming.known.keys() - self._model.state_dict().keys()
+        return [
+            r
+            for r in self.account.recipes
+            if self._is_made(r) or not in_fp8.isdisjoint(r.names) or not outside.isdisjoint(r.targets)
+        ]
+
+    @property
+    def made(self) -> list[Recipe]:
+        """The parameters that are made of modules in 4 bits, maybe together with dense tensors."""
+        return [recipe for recipe in self.account.recipes if self._is_made(recipe)]
+
+    def values(self, recipe: Recipe, device: torch.device) -> dict[str, torch.Tensor]:
+        """Return parameters by name, in the model's dtype.
+
+        Raises:
+            FormatError: if float16 cannot hold the numbers.
+        """
+        target = recipe.targets[0]
+        dtype = dtype_of(self._model, target, self._naming.known[target])
+
+        def read(name: str) -> torch.Tensor:
+            made = self._made.get(name)
+            return finite_dense(self._checkpoint, name, dtype).to(device) if made is None else made(dtype, device)
+
+        return recipe.values(self._model, read)
+
+    def _log(self) -> None:
+        """Say which weights take the memory of dense ones although the checkpoint has them in 4 bits."""
+        stay = [
+            r for r in self.account.recipes if self._is_made(r) and (r.converter or self._stored[r.names[0]].target)
+        ]
+        if stay:
+            said = "%s: dense with the numbers of 4-bit weights, because w4gemm has no layer that computes the same: %s"
+            _log.warning(said, self._checkpoint.path, listed([target for r in stay for target in r.targets]))
+        reasons: dict[str, list[str]] = {}
+        for name, reason in self.account.left_out.items():
+            reasons.setdefault(reason, []).append(name)
+        for reason, names in reasons.items():
+            _log.info("%s: left out: %s: %s", self._checkpoint.path, listed(names), reason)
 
 
-def _layers_of(
-    model: nn.Module, checkpoint: Checkpoint, name: str, module: Module, plain: Collection[str]
-) -> dict[str, nn.Linear]:
-    """Linear layers of the model that a module is the weight of, by name: one, or those that are fused in it; none if
-    the model has no such layers among the ``plain`` ones."""
-    owner = name.rpartition(".")[0]
-    names = [name] if submodule(model, name) is not None else [f"{owner}.{part}" for part in module.fused]
-    layers = {n: layer for n in names if n in plain and isinstance(layer := submodule(model, n), nn.Linear)}
-    if module.experts or not layers or len(layers) < len(names):
-        return {}
-    sizes = [layer.out_features for layer in layers.values()]
-    k = next(iter(layers.values())).in_features
-    if (module.n, module.k) != (sum(sizes), k) or (module.interleaved and len(set(sizes)) > 1):
-        raise FormatError(
-            f"{checkpoint.path}: the weight of {name} has shape {(module.n, module.k)}, its config wants "
-            f"({' + '.join(map(str, sizes))}, {k})"
-        )
-    embedding = getattr(getattr(model, "get_input_embeddings", lambda: None)(), "weight", None)
-    if any(layer.weight is embedding for layer in layers.values()):
-        raise FormatError(f"{checkpoint.path}: {name} is in 4 bits, but its config ties it to the embedding")
-    return layers
+def _as_parameter(experts: nn.Module, module: Module, pairs: bool, w: torch.Tensor) -> torch.Tensor:
+    """A weight (experts, n, k) in the layout of the model's own parameter."""
+    w = _in_order(experts, module, pairs, w)
+    return w.mT.contiguous() if experts.is_transposed else w
 
 
-def _unpacked_place(model: nn.Module, checkpoint: Checkpoint, name: str, module: Module) -> Place | None:
-    """The place of a module in a layer of the model that is no plain linear one; None if there is no such layer."""
-    layer, own = submodule(model, name), f"{name}.weight"
-    weight = None if layer is None else layer._parameters.get("weight")
-    if module.experts or layer is None or weight is None:
-        return None
-    wanted = tuple(weight.T.shape if _is_transposed(layer) else weight.shape)
-    if (module.n, module.k) != wanted:
-        raise FormatError(
-            f"{checkpoint.path}: the weight of {name} has shape {(module.n, module.k)}, its config wants {wanted}"
-        )
-    if module.pre_quant_scale:
-        raise FormatError(
-            f"{checkpoint.path}: {name} has a pre_quant_scale, wanted none: a {type(layer).__name__} would not "
-            "multiply its input by it"
-        )
-    for other, parameter in model.named_parameters(remove_duplicate=False):
-        if parameter is weight and other != own and other in checkpoint.tensors:
-            raise FormatError(f"{checkpoint.path}: {name} is in 4 bits, but its config ties it to {other}")
-    return Place(name, unpacked=True)
+def _in_order(experts: nn.Module, module: Module, pairs: bool, rows: torch.Tensor) -> torch.Tensor:
+    """Rows (experts, n, ...) in the order of the model's own parameter, if they are ``pairs`` of a gate and an up."""
+    alternate = module.interleaved or not module.fused
+    if not pairs or alternate != getattr(experts, "is_concatenated", True):
+        return rows
+    return rows.unflatten(1, (-1, 2) if alternate else (2, -1)).transpose(1, 2).flatten(1, 2)
+
+
+def _of_expert(expert: int, part: int, parts: int, w: torch.Tensor) -> torch.Tensor:
+    """The rows of one of the modules that an expert's weight is made of, in turn."""
+    return w[expert, part::parts]
 
 
 def _is_transposed(layer: nn.Module) -> bool:
@@ -288,47 +509,10 @@ def _is_transposed(layer: nn.Module) -> bool:
     return isinstance(layer, Conv1D)
 
 
-_PRODUCTS = {GATE_UP: "gate_up", DOWN: "down", "gate_up": "gate_up", "down": "down"}
-"""Products of a :class:`W4Experts`, by the last part of a module's name in folders of others, and of our own."""
-
-
-def _place_of_experts(model: nn.Module, checkpoint: Checkpoint, name: str, module: Module) -> Place | None:
-    """The place of a module of several experts, or None if it is none of them or the model has no such experts. The
-    first of both modules puts a :class:`W4Experts` in the place of the model's experts."""
-    owner, _, leaf = name.rpartition(".")
-    experts = submodule(model, owner)
-    if not module.experts or leaf not in _PRODUCTS or experts is None:
-        return None
-    if not isinstance(experts, W4Experts):
-        if not (hasattr(experts, GATE_UP) and hasattr(experts, "_apply_gate")):
-            return None
-        try:
-            experts = AwaitedExperts(experts, getattr(model, "config", None))
-        except ValueError as e:
-            raise FormatError(f"{checkpoint.path}: {owner}: {e}") from e
-        model.set_submodule(owner, experts)
-    product = _PRODUCTS[leaf]
-    layer = getattr(experts, product)
-    came, wanted = (module.experts, module.n, module.k), (layer.experts, layer.out_features, layer.in_features)
-    if came != wanted:
-        raise FormatError(f"{checkpoint.path}: the weight of {name} has shape {came}, its config wants {wanted}")
-    layer.format = module.format
-    _check_bias(checkpoint, name, module, {name: layer.has_bias})
-    dense = next(dense for dense, other in _PRODUCTS.items() if other == product)
-    return Place(f"{owner}.{product}", dense=f"{owner}.{dense}")
-
-
-def _check_bias(checkpoint: Checkpoint, name: str, module: Module, layers: Mapping[str, bool]) -> None:
-    """Raise FormatError unless a module has a bias if its layers, True for those with one, have it. A bias of zeros
-    may be there without a place: old GPTQ files have such a bias for every layer."""
-    stored = f"{name}.bias"
-    if not (others := [n for n, has_bias in layers.items() if has_bias != module.bias]):
-        return
-    unused = stored in checkpoint.tensors and len(others) == len(layers)
-    if unused and not checkpoint.dense(stored).any():
-        return
-    has, wanted = ("a", "none") if module.bias else ("no", "one")
-    raise FormatError(f"{checkpoint.path}: {name} has {has} bias, its config wants {wanted} of {listed(others)}")
+def dtype_of(model: PreTrainedModel, name: str, target: torch.Tensor) -> torch.dtype:
+    """Dtype of a dense tensor: float32 where the model says that it needs it, such as a router's bias."""
+    kept = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    return torch.float32 if target.is_floating_point() and any(re.search(k, name) for k in kept) else target.dtype
 
 
 def submodule(model: nn.Module, name: str) -> nn.Module | None:
@@ -337,8 +521,3 @@ def submodule(model: nn.Module, name: str) -> nn.Module | None:
         return model.get_submodule(name)
     except AttributeError:
         return None
-
-
-def listed(names: list[str]) -> str:
-    """The first names, and how many there are."""
-    return f"{', '.join(names[:3])}{f', ... ({len(names)} in all)' if len(names) > 3 else ''}"

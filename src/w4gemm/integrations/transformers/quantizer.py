@@ -12,41 +12,41 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers.core_model_loading import ConversionOps
+from transformers.core_model_loading import ConversionOps, WeightRenaming, revert_weight_conversion
+from transformers.modeling_utils import load_state_dict
 from transformers.quantizers import HfQuantizer, register_quantizer
 from transformers.quantizers.base import get_keys_to_not_convert
 
 from w4gemm.api.experts import W4Experts
 from w4gemm.api.nn import W4Linear
 from w4gemm.checkpoints import Checkpoint, open_checkpoint
+from w4gemm.checkpoints.account import Account, Naming, Stored, folder_model, listed
 from w4gemm.checkpoints.dense import SKIP, check_dense, default_format, layers_to_quantize
+from w4gemm.checkpoints.dense_experts import DenseProduct, dense_products
 from w4gemm.checkpoints.experts import DOWN, GATE_UP
-from w4gemm.checkpoints.hugging_face import quantization_config
+from w4gemm.checkpoints.hugging_face import quantization_config, read_header
 from w4gemm.checkpoints.quantized_folder import QuantizedFolder
-from w4gemm.checkpoints.w4gemm import METHOD, settings
+from w4gemm.checkpoints.w4gemm import ALARM, METHOD, alarm, settings
 from w4gemm.core.errors import FormatError
 from w4gemm.core.formats import WeightFormat
 from w4gemm.integrations.transformers.config import W4GemmConfig
 from w4gemm.integrations.transformers.decoding import decode_by_graph
 from w4gemm.integrations.transformers.dequantize import dequantize_layers
 from w4gemm.integrations.transformers.layers import enable_peft
-from w4gemm.integrations.transformers.names import (
-    Renaming,
-    check_files,
-    check_shapes,
-    check_whole,
+from w4gemm.integrations.transformers.places import (
+    AwaitedExperts,
+    AwaitedGrouped,
+    AwaitedLinear,
+    Placement,
     dtype_of,
-    of_modules,
-    packed_names,
-    unpacked_names,
+    finish,
 )
-from w4gemm.integrations.transformers.places import AwaitedGrouped, AwaitedLinear, Place, finish, reserve, unpacked
 from w4gemm.integrations.transformers.sharding import Local, Split, add_up, fill, local_experts, local_shard
 from w4gemm.weights.quantization import quantize
 from w4gemm.weights.state import of_words
@@ -67,22 +67,79 @@ class _AwaitedDense(AwaitedLinear):
         super().__init__(linear, format)
         self.weight, self.quantized = linear.weight, None
 
+    def take(self, leaf: str, weight: torch.Tensor) -> None:
+        """Round the weight that was loaded."""
+        self.quantized = quantize(weight, self.format)
+
     def fill(self, w: QuantizedWeight) -> None:
         del self._parameters["weight"], self.quantized
         super().fill(w)
 
 
+class _AwaitedDenseExperts(AwaitedExperts):
+    """Experts whose dense weights transformers is to load; :class:`_Quantize` rounds each of them."""
+
+    def __init__(
+        self, experts: nn.Module, config: Any, products: Mapping[str, DenseProduct], format: WeightFormat | None
+    ) -> None:
+        super().__init__(experts, config)
+        self.products, self.quantized = products, dict[str, QuantizedWeight]()
+        for leaf, product in products.items():
+            self.awaited(leaf).format = format or default_format(product.sizes[2])
+        for leaf, parameter in experts.named_parameters(recurse=False):
+            self.register_parameter(leaf, parameter)
+
+    def awaited(self, leaf: str) -> AwaitedGrouped:
+        """The layer that the parameter of a product becomes."""
+        layer: AwaitedGrouped = getattr(self, leaf.removesuffix("_proj"))
+        return layer
+
+    def take(self, leaf: str, weight: torch.Tensor) -> None:
+        """Round one product's weights that were loaded."""
+        format, product = self.awaited(leaf).format, self.products[leaf]
+        each = (quantize(w, format) for w in product.weights(weight))
+        self.quantized[leaf] = QuantizedWeight.stack(each, product.shape[0], "canonical")
+
+    def locals(self) -> Iterator[tuple[AwaitedLinear, Local]]:
+        """Yield both layers with their weights and biases, and forget the dense parameters."""
+        for leaf, product in self.products.items():
+            bias = self._parameters.get(f"{leaf}_bias") if product.has_bias else None
+            yield self.awaited(leaf), Local(self.quantized[leaf], None if bias is None else product.biases(bias.data))
+        self._parameters.clear()
+        del self.products, self.quantized
+
+
 class _Quantize(ConversionOps):
-    """Rounds one dense weight, on the device that it was loaded to."""
+    """Rounds one dense weight, on the device that it was loaded to, and leaves out what the quantizer fills."""
+
+    def __init__(self, filled_later: Collection[str]) -> None:
+        self._filled_later = filled_later
 
     def convert(self, input_dict: dict[str, Any], **facts: Any) -> dict[str, torch.Tensor]:
-        for name, found in input_dict.items():
-            layer = facts["model"].get_submodule(name.rpartition(".")[0])
-            if not isinstance(layer, _AwaitedDense):  # bytes of bitsandbytes, under the name of the weight to unpack
-                continue
-            layer.quantized = quantize(found[0] if isinstance(found, list) else found, layer.format)
-            facts["missing_keys"].discard(name)
-        return {}
+        others = {}
+        for name, loaded in input_dict.items():
+            owner, _, leaf = name.rpartition(".")
+            layer = facts["model"].get_submodule(owner)
+            tensor = loaded[0] if isinstance(loaded, list) else loaded
+            if isinstance(layer, (_AwaitedDense, _AwaitedDenseExperts)) and leaf in ("weight", GATE_UP, DOWN):
+                layer.take(leaf, tensor)
+                facts["missing_keys"].discard(name)
+            elif name not in self._filled_later:
+                others[name] = tensor
+        return others
+
+
+class _Hidden(WeightRenaming):
+    """A rule by which transformers does not find tensors that are merged with some that it cannot read."""
+
+    __slots__ = ("names",)
+
+    def __init__(self, names: Collection[str]) -> None:
+        super().__init__("w4gemm", "w4gemm")
+        self.names = names
+
+    def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
+        return ("w4gemm", "w4gemm") if source_key in self.names else (source_key, None)
 
 
 @register_quantizer(METHOD)
@@ -96,7 +153,9 @@ class W4GemmQuantizer(HfQuantizer):
         # transformers loads nothing but dense tensors, in both cases: in the model's dtype, whatever their names were
         self.pre_quantized = False
         self._checkpoint: Checkpoint | None = None
-        self._places: dict[str, list[Place]] = {}
+        self._placement: Placement | None = None
+        self._rounded: set[str] = set()
+        self._ignored: tuple[Any, Any] = (None, None)
         self._sharded = False
         self.unsaved: tuple[str, ...] = ()
         """Buffers of the loaded model that no folder has a place for, so that it cannot be saved."""
@@ -113,25 +172,29 @@ class W4GemmQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> None:
-        folder = None if not checkpoint_files else Path(checkpoint_files[0]).parent
-        if folder is None or quantization_config(folder) is None:
-            if folder is not None:
-                check_dense(folder)
-            self._await_dense(model)
+        if not checkpoint_files:
+            self._await_dense(model, frozenset())
+            return
+        folder = Path(checkpoint_files[0]).parent
+        if quantization_config(folder) is None:
+            check_dense(folder)
+            account = _account_of_dense(model, folder, checkpoint_files)
+            self._await_dense(model, account.new)
+            rounded = set(self._weights_to_round(model))
+            self._rounded = {r.targets[0] for r in account.recipes if not rounded.isdisjoint(r.targets)}
             return
         self._checkpoint = checkpoint = open_checkpoint(folder)
-        check_files(checkpoint, [Path(file).name for file in checkpoint_files or ()])
-        renamed = Renaming(model)
-        check_shapes(model, checkpoint, renamed)
-        self._places = reserve(model, checkpoint, of_modules(checkpoint, renamed))
-        check_whole(model, checkpoint, self._places, renamed)
-        ignored = set(model._keys_to_ignore_on_load_unexpected or ())
-        model._keys_to_ignore_on_load_unexpected = ignored | packed_names(checkpoint, self._places, renamed)
-        not_missing = set(model._keys_to_ignore_on_load_missing or ())
-        model._keys_to_ignore_on_load_missing = not_missing | unpacked_names(self._places)
-        for _, place in self._unpacked():  # transformers minds the dtype of what it loads alone
-            weight = model.get_parameter(place.weight_name)
-            weight.data = weight.data.to(dtype_of(model, place.weight_name, weight))
+        check_files(checkpoint, [Path(file).name for file in checkpoint_files])
+        self._placement = placement = Placement(model, checkpoint, lambda: folder_model(folder))
+        self._rounded = {target for recipe in placement.made for target in recipe.targets}
+        # the account is whole: all that transformers does not know is packed, a scale, or left out for a reason
+        self._ignored = model._keys_to_ignore_on_load_unexpected, model._keys_to_ignore_on_load_missing
+        not_missing = {f"^{re.escape(name)}$" for name in self._rounded}
+        model._keys_to_ignore_on_load_unexpected = {""}
+        model._keys_to_ignore_on_load_missing = {*(model._keys_to_ignore_on_load_missing or ()), *not_missing}
+        for name in self._rounded:  # transformers minds the dtype of what it loads alone
+            parameter = model.get_parameter(name)
+            parameter.data = parameter.data.to(dtype_of(model, name, parameter))
 
     def update_parallel_plan(self, model: PreTrainedModel, plan: dict[str, str]) -> None:
         """Leave out the rules of experts' dense parameters, which are not there: what their module's rule says holds
@@ -141,38 +204,61 @@ class W4GemmQuantizer(HfQuantizer):
             if any(re.fullmatch(experts, n) for n, m in model.named_modules() if isinstance(m, W4Experts)):
                 del plan[name]
 
-    def _await_dense(self, model: PreTrainedModel) -> None:
+    def _await_dense(self, model: PreTrainedModel, new: Collection[str]) -> None:
+        """Replace the layers to quantize, but those whose weights are ``new``."""
         config = self.quantization_config
         wanted = None if config.format is None else of_words(config.format)[0]
         kept = {*get_keys_to_not_convert(model), *(model._keep_in_fp32_modules or ())}
         if not set(SKIP) <= set(config.skip) and not model.config.get_text_config().tie_word_embeddings:
             kept -= {name for name, m in model.named_modules() if m is model.get_output_embeddings()}
         for name, layer in layers_to_quantize(model, tuple(config.skip)).items():
-            if name not in kept and not kept & set(name.split(".")):
+            if name not in kept and not kept & set(name.split(".")) and f"{name}.weight" not in new:
                 model.set_submodule(name, _AwaitedDense(layer, wanted or default_format(layer.in_features)))
+        products: dict[str, dict[str, DenseProduct]] = {}
+        if getattr(model.config, "distributed_config", None) is None:  # whose parts nothing here would round
+            for name, product in dense_products(model).items():
+                products.setdefault(name.rpartition(".")[0], {})[name.rpartition(".")[2]] = product
+        for owner, both in products.items():
+            model.set_submodule(owner, _AwaitedDenseExperts(model.get_submodule(owner), model.config, both, wanted))
+        stay = [n for n, m in model.named_modules() if DOWN in m._parameters and n not in products]
+        if stay:
+            said = "%s: experts stay dense: w4gemm has no layer that computes the same, or they are split: %s"
+            _log.warning(said, model.name_or_path, listed(stay))
+
+    @staticmethod
+    def _weights_to_round(model: PreTrainedModel) -> Iterator[str]:
+        for name, layer in model.named_modules():
+            if isinstance(layer, _AwaitedDense):
+                yield f"{name}.weight"
+            elif isinstance(layer, _AwaitedDenseExperts):
+                yield from (f"{name}.{leaf}" for leaf in layer.products)
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
-        owner, _, leaf = param_name.rpartition(".")
-        if any(place.weight_name == param_name for _, place in self._unpacked()):
-            return True
-        return leaf == "weight" and isinstance(model.get_submodule(owner), _AwaitedDense)
+        return param_name in self._rounded
 
     def get_quantize_ops(self) -> ConversionOps:
-        return _Quantize()
+        return _Quantize(self._rounded if self._placement is not None else ())
+
+    def update_weight_conversions(self, weight_conversions: list[Any], *model: PreTrainedModel) -> list[Any]:
+        made = self._placement.made if self._placement is not None else []
+        hidden = {name for recipe in made if recipe.converter is not None for name in recipe.names}
+        return super().update_weight_conversions([_Hidden(hidden), *weight_conversions], *model)
 
     def param_element_size(self, model: PreTrainedModel, param_name: str, param: torch.Tensor) -> float:
         """Bytes per element by which transformers plans a device_map: those of the packed weight."""
         owner, _, leaf = param_name.rpartition(".")
         layer = model.get_submodule(owner)
+        if isinstance(layer, _AwaitedDenseExperts) and leaf in layer.products:
+            return layer.awaited(leaf).nbytes / param.numel()
         if isinstance(layer, AwaitedLinear) and leaf == ("weight" if isinstance(layer, _AwaitedDense) else "place"):
-            return layer.nbytes / param.numel()
+            experts = model.get_submodule(owner.rpartition(".")[0])
+            return 1 if isinstance(experts, _AwaitedDenseExperts) else layer.nbytes / param.numel()
         return param.element_size()
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         enable_peft()
         self._sharded = (getattr(model, "tp_size", None) or 1) > 1
-        self._fill_fp8(model)
-        self._fill_unpacked(model)
+        self._fill_dense(model)
         for layer, local in self._weights(model):
             w = local.weight
             if self.quantization_config.activations is not None:
@@ -186,48 +272,37 @@ class W4GemmQuantizer(HfQuantizer):
         if self._checkpoint is not None and named not in (None, found):
             said = "%s: its layers stay in %s; the format %s of W4GemmConfig is for dense models"
             _log.warning(said, model.name_or_path, found, named)
-        self._checkpoint, self._places = None, {}
+        if self._placement is not None:
+            model._keys_to_ignore_on_load_unexpected, model._keys_to_ignore_on_load_missing = self._ignored
+        self._checkpoint, self._placement = None, None
         finish(model)
         describe(model)
         decode_by_graph(model)
         return model
 
-    def _fill_fp8(self, model: PreTrainedModel) -> None:
-        """Give the dense weights that the folder has in fp8 their numbers: transformers loads them without scales."""
-        if not isinstance(self._checkpoint, QuantizedFolder) or not self._checkpoint.in_fp8:
+    def _fill_dense(self, model: PreTrainedModel) -> None:
+        """Give dense parameters their numbers that the folder has in 4 bits, or in fp8 with scales."""
+        if self._placement is None:
             return
-        renamed, parameters = Renaming(model), dict(model.named_parameters())
-        for name in self._checkpoint.in_fp8:
-            if (parameter := parameters.get(renamed(name))) is not None:
-                fill(parameter, self._checkpoint.dense(name, parameter.dtype))
-
-    def _fill_unpacked(self, model: PreTrainedModel) -> None:
-        """Give layers that read a dense weight their numbers, which the folder has in 4 bits."""
-        for name, place in self._unpacked():
-            assert self._checkpoint is not None
-            layer = model.get_submodule(place.layer)
-            weight = layer.get_parameter("weight")
-            fill(weight, unpacked(layer, self._checkpoint.weight(name, weight.device), weight.dtype))
-
-    def _unpacked(self) -> Iterator[tuple[str, Place]]:
-        return ((name, place) for name, places in self._places.items() for place in places if place.unpacked)
+        for recipe in self._placement.filled_here:
+            device = model.get_parameter_or_buffer(recipe.targets[0]).device
+            for name, value in self._placement.values(recipe, device).items():
+                fill(model.get_parameter_or_buffer(name), value)
 
     def _weights(self, model: PreTrainedModel) -> Iterator[tuple[AwaitedLinear, Local]]:
         """Each layer that is awaited, with its weight, or this process's shard of it, on the layer's device; of experts
         also what transformers does not load."""
         for name, layer in list(model.named_modules()):
-            if isinstance(layer, _AwaitedDense):
+            if isinstance(layer, _AwaitedDenseExperts):
+                yield from layer.locals()
+            elif isinstance(layer, _AwaitedDense):
                 if (w := layer.quantized) is None:
                     raise FormatError(f"{model.name_or_path}: no tensor for {name}.weight")
-                wanted = layer.out_features, layer.in_features
-                if (w.n, w.k) != wanted and not self._sharded:
-                    came = f"tensor {name}.weight has shape {(w.n, w.k)}"
-                    raise FormatError(f"{model.name_or_path}: {came}, its config wants {wanted}")
                 yield layer, Local(w)
-        for name, places in self._places.items():
+        for name, places in () if self._placement is None else self._placement.packed.items():
             assert self._checkpoint is not None
             w = None
-            for place in (place for place in places if not place.unpacked):
+            for place in places:
                 layer = model.get_submodule(place.layer)
                 assert isinstance(layer, AwaitedLinear)
                 w = self._checkpoint.weight(name, layer.place.device) if w is None else w
@@ -262,7 +337,7 @@ class W4GemmQuantizer(HfQuantizer):
         """False for one shard of a model under tensor parallelism, which is not the whole model."""
         return not self._sharded
 
-    def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[None, dict[str, Any]]:
+    def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Any], dict[str, Any]]:
         if self.unsaved:
             raise ValueError(
                 f"{self.unsaved[0]} of the model is its file's own, and a saved folder has no place for it: "
@@ -274,7 +349,7 @@ class W4GemmQuantizer(HfQuantizer):
                 "the model's 4-bit layers are not those of its config: call "
                 "w4gemm.integrations.transformers.describe(model), then save"
             )
-        return None, {}
+        return model.state_dict() | _alarm_of(model), {}
 
     @property
     def is_trainable(self) -> bool:
@@ -287,6 +362,30 @@ class W4GemmQuantizer(HfQuantizer):
 
     def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> nn.Module:
         return dequantize_layers(model, dtype or model.dtype)
+
+
+def _account_of_dense(model: PreTrainedModel, folder: Path, files: list[str]) -> Account:
+    """Return where the tensors of a dense folder go, which transformers loads."""
+    stored: dict[str, Stored] = {}
+    for file in files:
+        if file.endswith(".safetensors"):
+            stored |= {name: Stored(info.shape, info.dtype) for name, info in read_header(Path(file)).items()}
+        else:
+            tensors = load_state_dict(file, map_location="meta")
+            stored |= {name: Stored(tuple(t.shape)) for name, t in tensors.items()}
+    return Account(folder, model, Naming(model), stored, folder_model=lambda: folder_model(folder))
+
+
+def check_files(checkpoint: Checkpoint, chosen: Sequence[str]) -> None:
+    """Raise ValueError if transformers chose other files for the dense tensors than those that the packed ones are read
+    from: those of a variant would make one model of two."""
+    assert isinstance(checkpoint, QuantizedFolder)
+    if other := sorted(set(chosen) ^ checkpoint.files):
+        raise ValueError(
+            f"variant, use_safetensors: wanted neither, because packed tensors of {checkpoint.path} are read from "
+            f"{min(checkpoint.files)}; got files that differ by {listed(other)}; a variant in a folder of its own, "
+            "under the usual names, can be loaded"
+        )
 
 
 def describe(model: PreTrainedModel) -> W4GemmQuantizer:
@@ -309,6 +408,20 @@ def refuse_to_save_undescribed(model: PreTrainedModel) -> None:
     that it holds 4-bit layers, and transformers would load it with random ones."""
     if not isinstance(getattr(model, "hf_quantizer", None), W4GemmQuantizer):
         model.hf_quantizer = W4GemmQuantizer(W4GemmConfig())
+
+
+def _alarm_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Return the tensor because of which transformers refuses the saved folder without w4gemm: beside the first layer
+    whose weight it saves by no more than a new name."""
+    for name, layer in model.named_modules():
+        if isinstance(layer, W4Linear) and not layer.grouped:
+            tensors = {f"{name}.{ALARM}": alarm()}
+            try:
+                if len(revert_weight_conversion(model, dict(tensors))) == 1:
+                    return tensors
+            except Exception as e:  # whatever an operation of transformers raises for a tensor of one number
+                _log.debug("%s: %s", name, e)
+    return {}
 
 
 def _own_layers(model: nn.Module) -> Iterator[tuple[str, QuantizedWeight]]:
