@@ -174,11 +174,11 @@ def _ratios(points: Sequence[Point], page: Page) -> list[str]:
             cells.append(f"{sum(regrets) / len(regrets):.3f}, worst {max(regrets):.2f}" if regrets else "")
         lines.append(f"| {' | '.join(cells)} |")
     if guessed:
-        told = (
+        sentence = (
             "First / fastest guess: the time of the model's first choice / that of the fastest of its best guesses, "
             "at the points where up to ten guesses were timed."
         )
-        lines += ["", *_wrapped(told)]
+        lines += ["", *_wrapped(sentence)]
     return lines
 
 
@@ -213,10 +213,10 @@ def with_table(readme: str) -> str:
     gains = [{str(case): g for case, g in summary.cases_of(rows).items() if case.engine == "vllm"} for _, rows in both]
     lines += ["", f"| in vLLM; H200 / H100 | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
     for case in (case for case in gains[0] if case in gains[1]):
-        found = [[of_gpu[case].get(column) for of_gpu in gains] for column in columns]
-        cells = [" / ".join(_cell(gain and gain.over_choice) for gain in pair) for pair in found]
+        pairs = [[of_gpu[case].get(column) for of_gpu in gains] for column in columns]
+        cells = [" / ".join(_cell(gain and gain.over_choice) for gain in pair) for pair in pairs]
         lines.append(f"| {case} | {' | '.join(cells)} |")
-    return _MARKED.sub(lambda found: found[1] + "\n".join(lines) + "\n" + found[2], readme)
+    return _MARKED.sub(lambda match: match[1] + "\n".join(lines) + "\n" + match[2], readme)
 
 
 def _cell(ratio: float | None) -> str:
@@ -283,12 +283,12 @@ def _versions(points: Sequence[Point], engines: Sequence[Row]) -> list[str]:
     shown = [gain.row for gains in summary.cases_of(engines).values() for gain in gains.values()]
     facts = {f"{row['engine']} {row['engine_version']}" for row in shown}
     torch, driver = ({row[name] for row in [*shown, *(p.run for p in points)]} for name in ("torch", "driver"))
-    told = f"Engines: {', '.join(sorted(facts))}. " if facts else ""
-    told += (
+    sentence = f"Engines: {', '.join(sorted(facts))}. " if facts else ""
+    sentence += (
         f"torch {', '.join(sorted(torch))}; driver {', '.join(sorted(driver))}. machete, marlin and cutlass_w4a8 are "
     )
-    told += "vLLM's; where no version stands, the rows have none."
-    return [*lines, "", *_wrapped(told)]
+    sentence += "vLLM's; where no version stands, the rows have none."
+    return [*lines, "", *_wrapped(sentence)]
 
 
 def _date(run: Row) -> str:
