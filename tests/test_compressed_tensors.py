@@ -291,7 +291,7 @@ def test_damaged_folders(tmp_path: Path) -> None:
 def test_numbers_out_of_range(tmp_path: Path) -> None:
     write_model(tmp_path, config({"symmetric": False}, "int-quantized"), writer(packed=False, **ASYMMETRIC))
     change(tmp_path, lambda t: t[f"{DOWN}.weight"][0].fill_(8))
-    with pytest.raises(FormatError, match=f"{DOWN}: codes: wanted 0..15, got 0..16"):
+    with pytest.raises(FormatError, match=f"{DOWN}: weight: wanted -8 to 7, got -8 to 8"):
         open_checkpoint(tmp_path).weight(DOWN)
     change(tmp_path, lambda t: [t[f"{DOWN}.weight"][0].fill_(7), t[f"{DOWN}.weight_zero_point"].fill_(8)])
     with pytest.raises(FormatError, match=f"{DOWN}: weight_zero_point: wanted -8 to 7, got 8 to 8"):

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from engine_tensors import words
+from engine_tensors import AWQ_ORDER, words
 from w4gemm import fold_scales
+from w4gemm.checkpoints import awq, compressed_tensors, gptq, packed_floats, w4afp8
+from w4gemm.checkpoints.numbers import Numbers, PackedMatrix
 from w4gemm.core.formats import WeightFormat
 from w4gemm.integrations.engines import loading
-from w4gemm.integrations.engines import weights as engine
 from w4gemm.integrations.engines.engine import Engine
-from w4gemm.integrations.engines.stacked import Stacked, StackedNumbers
+from w4gemm.integrations.engines.weights import int4_format
 from w4gemm.integrations.sglang.takeover import SGLANG
 from w4gemm.integrations.vllm.takeover import VLLM
 from w4gemm.packing import repack
@@ -38,9 +41,10 @@ class Drawn:
         kept = self.scales.to(torch.float16 if scale else torch.bfloat16)
         self.weight = QuantizedWeight.from_codes(name, self.codes, kept, self.zeros, self.g_idx)
 
-    def check(self, found: QuantizedWeight) -> None:
-        assert found.format == self.weight.format and found.layout == "cpu"
-        torch.testing.assert_close(found.dequantize(), self.weight.dequantize(), rtol=0, atol=0)
+    def check(self, numbers: Numbers) -> None:
+        for found, layout in ((numbers.packed(), "cpu"), (numbers.weight(), "canonical")):
+            assert found.format == self.weight.format and found.layout == layout
+            torch.testing.assert_close(found.dequantize(), self.weight.dequantize(), rtol=0, atol=0)
 
 
 @pytest.fixture(autouse=True)
@@ -48,60 +52,66 @@ def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(repack, "_ELEMENTS", 128 * K)
 
 
-@pytest.mark.parametrize("added", [0, 1])
+def in_gptq(drawn: Drawn) -> Numbers:
+    tensors = {"qweight": words(drawn.codes).T, "scales": drawn.scales.T}
+    if drawn.g_idx is not None:
+        tensors["g_idx"] = drawn.g_idx
+    return gptq.numbers(tensors, drawn.weight.format, None if drawn.zeros is None else drawn.zeros.T)
+
+
+def in_awq(drawn: Drawn) -> Numbers:
+    tensors = {"qweight": words(drawn.codes.T, AWQ_ORDER), "scales": drawn.scales.T}
+    if drawn.zeros is not None:
+        tensors["qzeros"] = words(drawn.zeros.T, AWQ_ORDER)
+    return awq.numbers(tensors, drawn.weight.format)
+
+
+def in_rows(drawn: Drawn, stacked: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.clone) -> Numbers:
+    """compressed-tensors' tensors; ``stacked`` makes experts of each."""
+    tensors = {"weight_packed": stacked(words(drawn.codes)), "weight_scale": stacked(drawn.scales)}
+    if drawn.zeros is not None:
+        tensors["weight_zero_point"] = stacked(words(drawn.zeros.T).T)
+    return compressed_tensors.numbers(tensors, drawn.weight.format)
+
+
 @pytest.mark.parametrize("zero", ["none", "int"])
 @pytest.mark.parametrize("act_order", [False, True])
-def test_gptq(zero: str, added: int, act_order: bool) -> None:
+def test_gptq(zero: str, act_order: bool) -> None:
     drawn = Drawn(zero, act_order=act_order)
-    qzeros = None if drawn.zeros is None else words(drawn.zeros.T - added)
-    numbers = engine.gptq(words(drawn.codes).T, drawn.scales.T, qzeros, GROUP, g_idx=drawn.g_idx, added=added)
-    drawn.check(engine.packed(numbers))
-
-
-def test_gptq_with_a_zero_point_of_16_is_refused() -> None:
-    drawn = Drawn("int")
-    assert drawn.zeros is not None
-    drawn.zeros[200, 1] = 0  # stored as 15 in version 1
-    numbers = engine.gptq(words(drawn.codes).T, drawn.scales.T, words((drawn.zeros.T.int() - 1) % 16), GROUP)
-    with pytest.raises(ValueError, match="zero points are stored as 15"):
-        engine.packed(numbers)
+    drawn.check(in_gptq(drawn))
 
 
 @pytest.mark.parametrize("zero", ["none", "int"])
 def test_awq(zero: str) -> None:
-    drawn, order = Drawn(zero, torch.bfloat16), (0, 4, 1, 5, 2, 6, 3, 7)
-    qzeros = None if drawn.zeros is None else words(drawn.zeros.T, order)
-    drawn.check(engine.packed(engine.awq(words(drawn.codes.T, order), drawn.scales.T, qzeros, GROUP)))
+    drawn = Drawn(zero, torch.bfloat16)
+    drawn.check(in_awq(drawn))
 
 
 @pytest.mark.parametrize("zero", ["none", "int"])
 @pytest.mark.parametrize("group", [GROUP, -1])
 def test_compressed_tensors(zero: str, group: int) -> None:
     drawn = Drawn(zero, torch.bfloat16, group)
-    zeros = None if drawn.zeros is None else words(drawn.zeros.T).T
-    drawn.check(engine.packed(engine.rowwise(words(drawn.codes), drawn.scales, zeros, group)))
+    drawn.check(in_rows(drawn))
+
+
+def pairs(drawn: Drawn) -> torch.Tensor:
+    """Two's complements, the even column in the low nibble."""
+    q = drawn.codes.to(torch.int8) - 8
+    return ((q[:, ::2] & 15) | (q[:, 1::2] << 4)).to(torch.int8)
 
 
 def test_signed_pairs_with_float32_scales_are_rounded_once() -> None:
     drawn = Drawn("none", torch.float32)
-    q = drawn.codes.to(torch.int8) - 8
-    pairs = (q[:, ::2] & 15) | (q[:, 1::2] << 4)
-    drawn.check(engine.packed(engine.rowwise(pairs.to(torch.int8), drawn.scales, None, GROUP)))
+    format = int4_format(GROUP, False, torch.float32)
+    drawn.check(w4afp8.numbers({"weight": pairs(drawn), "weight_scale_inv": drawn.scales}, format))
 
 
 @pytest.mark.parametrize("zero", ["none", "int"])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_experts_have_gate_and_up_in_pairs(zero: str, transposed: bool) -> None:
     drawn = Drawn(zero, torch.bfloat16)
-
-    def stacked(t: torch.Tensor | None, along: str) -> Stacked | None:
-        return None if t is None else Stacked(torch.stack((t.T, t.T) if transposed else (t, t)), transposed, along)
-
-    zeros = None if drawn.zeros is None else words(drawn.zeros.T).T
-    codes, scales = stacked(words(drawn.codes), "k"), stacked(drawn.scales, "")
-    assert codes is not None and scales is not None
-    numbers = StackedNumbers(drawn.weight.format, codes, scales, stacked(zeros, "n"))
-    numbers.check()
+    numbers = in_rows(drawn, lambda t: torch.stack((t.T, t.T)).mT if transposed else torch.stack((t, t)))
+    numbers.check_range()
     experts, dense = numbers.packed(gated=True), drawn.weight.dequantize()
     paired = torch.stack((dense[: N // 2], dense[N // 2 :]), 1).flatten(0, 1)
     assert experts.experts == 2 and experts.layout == "cpu"
@@ -112,11 +122,10 @@ def test_experts_have_gate_and_up_in_pairs(zero: str, transposed: bool) -> None:
 
 def test_signed_pairs_of_experts() -> None:
     drawn = Drawn("none", torch.bfloat16)
-    q = drawn.codes.to(torch.int8) - 8
-    pairs = ((q[:, ::2] & 15) | (q[:, 1::2] << 4)).to(torch.int8)
-    codes, scales = Stacked(pairs[None], False, "k", signed=True), Stacked(drawn.scales[None], False)
-    found = StackedNumbers(drawn.weight.format, codes, scales).packed()
-    assert torch.equal(found.dequantize()[0], drawn.weight.dequantize())
+    tensors = {"weight": pairs(drawn)[None], "weight_scale_inv": drawn.scales[None]}
+    numbers = w4afp8.numbers(tensors, drawn.weight.format)
+    for w in (numbers.packed(), numbers.weight()):
+        assert torch.equal(w.dequantize()[0], drawn.weight.dequantize())
 
 
 @pytest.mark.parametrize(
@@ -135,12 +144,10 @@ def test_folded_scales_are_those_of_fold_scales() -> None:
     drawn = Drawn("none", torch.bfloat16)
     wanted, _ = fold_scales(drawn.weight)
     format = VLLM.multiplied(drawn.weight.format, "fp8")
-    numbers = engine.rowwise(words(drawn.codes), drawn.scales, None, GROUP)
-    found = engine.packed(numbers, "fp8", format)
+    found = in_rows(drawn).packed("fp8", format)
     assert found.format == wanted.format == format and found.activations == "fp8"
     torch.testing.assert_close(found.dequantize(), wanted.dequantize(), rtol=0, atol=0)
-    codes, scales = (Stacked(t.expand(2, -1, -1), transposed=False) for t in (words(drawn.codes), drawn.scales))
-    stacked = StackedNumbers(drawn.weight.format, replace(codes, along="k"), scales).packed("fp8", format)
+    stacked = in_rows(drawn, lambda t: t.expand(2, -1, -1)).packed("fp8", format)
     for expert in range(2):
         torch.testing.assert_close(stacked.dequantize()[expert], wanted.dequantize(), rtol=0, atol=0)
 
@@ -149,41 +156,48 @@ def test_scales_that_are_not_finite_are_refused_wherever_they_are() -> None:
     drawn = Drawn("none")
     drawn.scales[N - 1, -1] = float("nan")
     with pytest.raises(ValueError, match="scales"):
-        engine.packed(engine.gptq(words(drawn.codes).T, drawn.scales.T, None, GROUP))
+        in_gptq(drawn).packed()
 
 
 def test_tensors_that_do_not_fit_are_refused_by_name() -> None:
     """One group would be taken for all, and rows that are missing would be left as memory was."""
-    drawn = Drawn("int")
+    drawn, format = Drawn("int"), WeightFormat(GROUP, "int", "fp16")
     codes, scales, zeros = drawn.codes, drawn.scales, drawn.zeros
     assert zeros is not None
-    bytes, in_fp8 = codes[:, : K // 2].contiguous(), torch.ones(N, K // 16).to(torch.float8_e4m3fn)
+    bytes, in_fp8, one = codes[:, : K // 2].contiguous(), torch.ones(N, K // 16).to(torch.float8_e4m3fn), torch.ones(1)
+
+    def rows(**changed: torch.Tensor) -> Numbers:
+        tensors = {"packed": words(codes), "scale": scales, "zero_point": words(zeros.T).T, **changed}
+        return compressed_tensors.numbers({f"weight_{name}": t for name, t in tensors.items()}, format)
+
+    def columns(of: Any = gptq, **changed: torch.Tensor) -> Numbers:
+        tensors = {"qweight": words(codes).T if of is gptq else words(codes.T), "scales": scales.T}
+        if of is awq:
+            tensors["qzeros"] = words(zeros.T)
+        return of.numbers({**tensors, **changed}, format, *([zeros.T] if of is gptq else []))
+
     for name, numbers in (
-        ("scales", lambda: engine.rowwise(words(codes), scales[:, :1], None, GROUP)),
-        ("scales", lambda: engine.rowwise(words(codes), scales[:8], None, GROUP)),
-        ("zeros", lambda: engine.rowwise(words(codes), scales, words(zeros.T).T[:4], GROUP)),
-        ("scales", lambda: engine.gptq(words(codes).T, scales.T[:1], None, GROUP)),
-        ("qzeros", lambda: engine.gptq(words(codes).T, scales.T, words(zeros.T)[:, :4], GROUP)),
-        ("scales", lambda: engine.awq(words(codes.T), scales.T[:2], None, GROUP)),
-        ("qzeros", lambda: engine.awq(words(codes.T), scales.T, words(zeros.T)[:1], GROUP)),
-        ("scales", lambda: engine.floats(bytes, in_fp8[:, :1], torch.ones(1))),
-        ("factor", lambda: engine.floats(bytes, in_fp8, torch.ones(3))),
+        ("weight_scale", lambda: rows(scale=scales[:, :1])),
+        ("weight_scale", lambda: rows(scale=scales[:8])),
+        ("weight_zero_point", lambda: rows(zero_point=words(zeros.T).T[:4])),
+        ("weight_packed", lambda: rows(packed=words(codes).long())),
+        ("scales", lambda: columns(scales=scales.T[:1])),
+        ("scales", lambda: columns(awq, scales=scales.T[:2])),
+        ("qzeros", lambda: columns(awq, qzeros=words(zeros.T)[:1])),
+        ("qweight", lambda: columns(awq, qweight=words(codes.T).long())),
+        ("weight_scale", lambda: packed_floats.numbers(bytes, in_fp8[:, :1], packed_floats.NVFP4, one)),
+        ("factor", lambda: packed_floats.numbers(bytes, in_fp8, packed_floats.NVFP4, torch.ones(3))),
     ):
-        with pytest.raises(ValueError, match=f"^{name}: wanted"):
-            engine.packed(numbers())
+        with pytest.raises((TypeError, ValueError), match=f"^{name}: wanted"):
+            numbers()
 
 
-def test_memory_beside_the_result_is_that_of_a_slice() -> None:
+def test_memory_beside_the_result_is_that_of_a_slice(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
-    drawn = Drawn("none")
-    numbers = engine.gptq(words(drawn.codes).T, drawn.scales.T, None, GROUP)
-
-    def rows(start: int, stop: int):
-        seen.append(stop - start)
-        return numbers.rows(start, stop)
-
-    engine.packed(replace(numbers, rows=rows))
-    assert seen == [128, 128, 16]
+    rows = PackedMatrix.rows
+    monkeypatch.setattr(PackedMatrix, "rows", lambda self, a, b: seen.append(b - a) or rows(self, a, b))
+    in_gptq(Drawn("none")).packed()
+    assert [*dict.fromkeys(seen)] == [128, 16] and len(seen) == 6
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.float16, torch.float32, torch.float8_e4m3fn])

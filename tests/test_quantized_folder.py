@@ -15,9 +15,9 @@ pytest.importorskip("transformers")
 from quantized_model import Numbers, Writer, assert_loads, write_model
 from tiny_model import LAYERS
 from w4gemm import FormatError, QuantizedWeight, WeightFormat, checkpoints
-from w4gemm.checkpoints import METHODS, Module, open_checkpoint
+from w4gemm.checkpoints import METHODS, Module, numbers, open_checkpoint
 from w4gemm.checkpoints.hugging_face import TensorInfo
-from w4gemm.checkpoints.module_tensors import SCALES, check_bits, check_tensor, of_bytes, whole_groups
+from w4gemm.checkpoints.module_tensors import SCALES, check_bits, check_tensor, whole_groups
 from w4gemm.checkpoints.quantized_folder import folder_format
 from w4gemm.cli.__main__ import main
 
@@ -42,7 +42,9 @@ class ShortPacking:
 
     def weight(self, module: Module, tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
         codes = tensors["codes4"]
-        return of_bytes(module, codes << 4 | codes >> 4, tensors["steps"].T)
+        swapped = numbers.PackedMatrix(codes << 4 | codes >> 4, along="k")
+        steps = numbers.PackedMatrix(tensors["steps"], transposed=True)
+        return numbers.Numbers(module.format, swapped, steps).weight()
 
 
 def write(name: str, n: int, k: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:

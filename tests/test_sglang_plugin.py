@@ -314,7 +314,7 @@ def test_parameters_that_are_not_understood(caplog: pytest.LogCaptureFixture) ->
     scheme = make()
     layer = created(scheme)
     fill(layer, {**stored(drawn), "qzeros": torch.full((K // GROUP, N // 8), 0x77777775).int()})
-    assert "wanted all 7 or all 8" in refused(scheme, layer, caplog)
+    assert "says that it is symmetric" in refused(scheme, layer, caplog)
     method, layer, _ = loaded("ct")
     layer.register_parameter("w2_weight_offset", torch.nn.Parameter(torch.zeros(4)))
     assert "they have a parameter 'w2_weight_offset'" in refused(method, layer, caplog, experts)

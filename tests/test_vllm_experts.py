@@ -503,7 +503,7 @@ def test_models_that_ask_for_the_class_of_experts(experts: ModuleType, monkeypat
     """Some ask before weights are loaded, and let experts of certain classes leave the last step to them."""
     from vllm.model_executor.layers.quantization.auto_gptq import AutoGPTQMoEMethod
 
-    from w4gemm.integrations.engines.stacked import StackedNumbers
+    from w4gemm.checkpoints.numbers import Numbers
 
     make = AutoGPTQMoEMethod.__init__
     monkeypatch.setattr(
@@ -511,7 +511,7 @@ def test_models_that_ask_for_the_class_of_experts(experts: ModuleType, monkeypat
     )
     layer = mixture(CASES[0], packed=False).layer
     assert layer.quant_method.experts_cls is experts.W4gemmExperts
-    monkeypatch.setattr(StackedNumbers, "check", lambda numbers: float("not a number"))
+    monkeypatch.setattr(Numbers, "check_range", lambda numbers: float("not a number"))
     layer.quant_method.process_weights_after_loading(layer)
     assert layer.runs_on_vllm and layer.quant_method.experts_cls == "vLLM's"
 
@@ -531,7 +531,7 @@ def test_weights_that_are_refused(experts: ModuleType, name: str, changed: dict[
     vars(config).update(changed)
     layer = SimpleNamespace(moe_config=moe, params_dtype=case.dtype, hidden_size=HIDDEN)
     method = type(config).__mro__[2].get_quant_method(config, layer, "")
-    assert reason in experts.why_not(method, layer, experts.FORMATS[type(method).__name__])
+    assert reason in experts.why_not(method, layer)
 
 
 def test_zero_points_that_readers_of_gptq_read_differently(
@@ -545,7 +545,7 @@ def test_zero_points_that_readers_of_gptq_read_differently(
         for product in ("w13", "w2"):
             getattr(layer, f"{product}_qzeros").data.fill_(0x33)[1, 2] = 0x30 | zero
         if version == "gptq_v2":
-            reason = experts.why_not(layer.quant_method, layer, experts.FORMATS["MoeWNA16Method"])
+            reason = experts.why_not(layer.quant_method, layer)
             assert "zero points are of version 2" in reason
             continue
         with caplog.at_level(logging.INFO, "vllm.w4gemm"):
@@ -605,12 +605,12 @@ def takeover_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_experts_that_cannot_be_packed_are_given_back(
     experts: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from w4gemm.integrations.engines.stacked import StackedNumbers
+    from w4gemm.checkpoints.numbers import Numbers
 
-    def refused(numbers: StackedNumbers) -> None:
+    def refused(numbers: Numbers) -> None:
         raise ValueError("scales: the weights of 1 groups would not be finite")
 
-    monkeypatch.setattr(StackedNumbers, "check", refused)
+    monkeypatch.setattr(Numbers, "check_range", refused)
     with caplog.at_level(logging.INFO, "vllm.w4gemm"):
         layer = mixture(CASES[0]).layer
     assert layer.runs_on_vllm and type(layer.quant_method).__mro__[1].__name__ == "FusedMoEMethodBase"

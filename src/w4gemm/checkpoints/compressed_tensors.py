@@ -19,37 +19,55 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
 import torch
 
+from w4gemm.checkpoints import packed_floats
 from w4gemm.checkpoints.base import Module
 from w4gemm.checkpoints.hugging_face import TensorInfo
 from w4gemm.checkpoints.methods import check_not_rotated
 from w4gemm.checkpoints.module_tensors import (
     SCALES,
+    SYMMETRIC,
     check_bits,
     check_symmetric,
     check_tensor,
-    of_bytes,
     whole_groups,
 )
 from w4gemm.checkpoints.named_modules import Named, Patterns
+from w4gemm.checkpoints.numbers import Numbers, PackedMatrix
 from w4gemm.checkpoints.quantized_folder import folder_format
 from w4gemm.core.formats import PER_COLUMN, WeightFormat
-from w4gemm.packing.bits import unpack
 from w4gemm.weights.weight import QuantizedWeight
 
 FLOATS = {"mxfp4-pack-quantized": WeightFormat.parse("mxfp4"), "nvfp4-pack-quantized": WeightFormat.parse("nvfp4")}
 FORMATS = ("pack-quantized", "int-quantized", *FLOATS)
 _FLOAT_SCALES = {"e8m0": ("U8", "F8_E8M0"), "e4m3_row": ("F8_E4M3",)}
 """safetensors' names of the dtypes of scales of 4-bit floats, by scale rule."""
-_CODE_OF_ZERO = 8
 _FIRST_OF_BIAS_127, _FIRST_NIGHTLY = (0, 13, 1), "20260109"
 """First version whose exponents of mxfp4 count from 127 instead of 125, and the date of the first nightly build of it
 that does."""
+
+
+def numbers(tensors: Mapping[str, torch.Tensor], format: WeightFormat) -> Numbers:
+    """Return the numbers of integers, ``weight_packed`` or ``weight`` and what is beside it, which may have a dimension
+    of experts in front. Words may be of any integers but int8, which holds one number each."""
+    zeros, z, g_idx = tensors.get("weight_zero_point"), None, tensors.get("weight_g_idx")
+    if zeros is not None:
+        signed = zeros.dtype == torch.int8
+        z = _codes("weight_zero_point", zeros) if signed else PackedMatrix(zeros, along="n")
+    packed = tensors.get("weight_packed")
+    codes = _codes("weight", tensors["weight"]) if packed is None else PackedMatrix(packed, along="k")
+    if z is not None and not format.has_zero:
+        check_symmetric(z.rows(0, codes.shape[0]))
+        z = None
+    if g_idx is not None and (g_idx == -1).any():
+        g_idx = None  # it was allocated, and not used
+    names = "weight" if packed is None else "weight_packed", "weight_scale", "weight_zero_point"
+    return Numbers(format, codes, PackedMatrix(tensors["weight_scale"]), z, g_idx=g_idx, names=names)
 
 
 @dataclass(frozen=True)
@@ -119,22 +137,10 @@ class CompressedTensors:
         if "weight_shape" in tensors and (shape := tensors["weight_shape"].tolist()) != wanted:
             raise ValueError(f"weight_shape is {shape}, but its tensors have shape {wanted}")
         if module.format.element == "e2m1":
-            return _float_weight(module, tensors, 2 if self._bias_125 else 0)
-        zeros, g_idx = _zero_codes(tensors.get("weight_zero_point"), module.n), tensors.get("weight_g_idx")
-        if not module.format.has_zero and zeros is not None:
-            check_symmetric(zeros)
-            zeros = None
-        if g_idx is not None and (g_idx == -1).any():
-            g_idx = None  # it was allocated, and not used
-        if "weight_packed" in tensors and g_idx is None:
-            others = () if zeros is None else (zeros,)
-            return of_bytes(module, tensors["weight_packed"], tensors["weight_scale"], *others)
-        if "weight_packed" in tensors:
-            codes = unpack(tensors["weight_packed"], module.format.bits)
+            held = _float_numbers(tensors, module.format, 2 if self._bias_125 else 0)
         else:
-            codes = tensors["weight"].short() + _CODE_OF_ZERO
-        w = QuantizedWeight.from_codes(module.format, codes, tensors["weight_scale"], zeros, g_idx)
-        return replace(w, activations=module.activations)
+            held = numbers(tensors, module.format)
+        return held.weight(module.activations)
 
     @property
     def _bias_125(self) -> bool:
@@ -194,18 +200,16 @@ def _float_module(format: WeightFormat, scheme: Mapping[str, Any], stored: Mappi
     return Module(n, 2 * half, format, "bias" in stored, activations=None if format.has_channels else activations)
 
 
-def _float_weight(module: Module, tensors: Mapping[str, torch.Tensor], shift: int) -> QuantizedWeight:
+def _float_numbers(tensors: Mapping[str, torch.Tensor], format: WeightFormat, shift: int) -> Numbers:
     """``shift`` is added to exponents."""
     scales = tensors["weight_scale"]
-    if shift and not module.format.has_channels:
+    if shift and not format.has_channels:
         stored = scales.view(torch.uint8)
         if int(stored.max()) > 255 - shift:
             raise ValueError(f"weight_scale: wanted exponents up to {255 - shift}, got {int(stored.max())}")
         scales = stored + shift
-    scales = scales.view(module.format.scale_dtype)
-    factor = 1 / tensors["weight_global_scale"] if module.format.has_channels else None
-    channels = () if factor is None else (factor.expand(module.n).contiguous(),)
-    return of_bytes(module, tensors["weight_packed"], scales, *channels)
+    factor = 1 / tensors["weight_global_scale"] if format.has_channels else None
+    return packed_floats.numbers(tensors["weight_packed"], scales, format, factor)
 
 
 def _activations(scheme: Mapping[str, Any]) -> str | None:
@@ -219,15 +223,11 @@ def _activations(scheme: Mapping[str, Any]) -> str | None:
     return "fp8" if (bits, kind) == (8, "float") else None
 
 
-def _zero_codes(stored: torch.Tensor | None, n: int) -> torch.Tensor | None:
-    """Codes uint8 (n, groups) of the zero points, of either kind of ``weight_zero_point``."""
-    if stored is None:
-        return None
-    if stored.dtype == torch.int32:
-        return unpack(stored.T, 4).T[:n].contiguous()
-    if int(stored.min()) < -_CODE_OF_ZERO or int(stored.max()) >= _CODE_OF_ZERO:
-        raise ValueError(f"weight_zero_point: wanted -8 to 7, got {int(stored.min())} to {int(stored.max())}")
-    return (stored + _CODE_OF_ZERO).to(torch.uint8)
+def _codes(name: str, q: torch.Tensor) -> PackedMatrix:
+    """Return the codes of int8 numbers q."""
+    if int(q.min()) < -SYMMETRIC or int(q.max()) >= SYMMETRIC:
+        raise ValueError(f"{name}: wanted -8 to 7, got {int(q.min())} to {int(q.max())}")
+    return PackedMatrix((q + SYMMETRIC).to(torch.uint8))
 
 
 def _in_targets(config: Mapping[str, Any]) -> Iterator[Named]:

@@ -19,7 +19,8 @@ import torch
 
 from w4gemm.checkpoints.base import Module
 from w4gemm.checkpoints.hugging_face import TensorInfo
-from w4gemm.checkpoints.module_tensors import check_tensor, of_bytes, whole_groups
+from w4gemm.checkpoints.module_tensors import check_tensor, whole_groups
+from w4gemm.checkpoints.packed_floats import numbers
 from w4gemm.checkpoints.quantized_folder import folder_format
 from w4gemm.core.formats import WeightFormat
 from w4gemm.weights.weight import QuantizedWeight
@@ -41,7 +42,7 @@ class DeepSeekV4Packing:
         return Module(n, 2 * half, _FORMAT, "bias" in stored)
 
     def weight(self, module: Module, tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
-        return of_bytes(module, tensors["weight"], tensors["scale"].view(torch.float8_e8m0fnu))
+        return numbers(tensors["weight"], tensors["scale"], module.format).weight()
 
 
 FORMAT = folder_format(

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
@@ -28,6 +28,7 @@ from w4gemm.checkpoints.hugging_face import TensorInfo
 from w4gemm.checkpoints.methods import GPTQ_ZEROS, auto_round_packing, check_not_rotated
 from w4gemm.checkpoints.module_tensors import SCALES, SYMMETRIC, check_bits, check_symmetric, check_tensor
 from w4gemm.checkpoints.named_modules import ExtraConfig, Named, Patterns
+from w4gemm.checkpoints.numbers import Numbers, PackedMatrix
 from w4gemm.checkpoints.quantized_folder import folder_format
 from w4gemm.core.formats import WeightFormat
 from w4gemm.packing.bits import unpack
@@ -38,6 +39,23 @@ _STORED_ZERO = {"gptq": -1, "gptq_v2": 0}
 _ONES = 0x11111111
 """A word of eight ones."""
 _OF_15 = "zero_stored_as_15"
+
+
+def numbers(tensors: Mapping[str, torch.Tensor], format: WeightFormat, zeros: torch.Tensor | None = None) -> Numbers:
+    """Return the numbers of ``qweight``, ``scales`` and ``g_idx``, which may have a dimension of experts in front.
+
+    Args:
+        zeros: zero points (groups, n), unpacked; None if the weight is symmetric.
+    """
+    codes, scales = PackedMatrix(tensors["qweight"], True, "k"), PackedMatrix(tensors["scales"], True)
+    z = None if zeros is None else PackedMatrix(zeros, True)
+    return Numbers(format, codes, scales, z, g_idx=tensors.get("g_idx"), names=("qweight", "scales", "qzeros"))
+
+
+def check_unused_zeros(qzeros: torch.Tensor) -> None:
+    """Raise ValueError unless the zero points of a symmetric weight are 8, as either version of the format has them."""
+    stored = unpack(qzeros, 4)
+    check_symmetric(stored + 1 if (stored == SYMMETRIC - 1).all() else stored)
 
 
 @dataclass(frozen=True)
@@ -90,18 +108,14 @@ class GPTQPacking:
         return Module(n, k, format, "bias" in stored, activations=self._activations)
 
     def weight(self, module: Module, tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
-        codes, scales = unpack(tensors["qweight"].T, module.format.bits), tensors["scales"].T.contiguous()
         zeros = None
-        if not module.format.has_zero:
-            stored = unpack(tensors["qzeros"], module.format.bits)
-            check_symmetric(stored + 1 if (stored == SYMMETRIC - 1).all() else stored)
+        if module.format.has_zero:
+            zeros = self._zeros(tensors["qzeros"])
         else:
-            zeros = self._zeros(tensors["qzeros"]).T.contiguous()
+            check_unused_zeros(tensors["qzeros"])
         if zeros is not None and module.format.zero == "float":
-            scales = scales.float()
-            zeros = -(zeros * scales)
-        w = QuantizedWeight.from_codes(module.format, codes, scales, zeros, tensors.get("g_idx"))
-        return replace(w, activations=module.activations)
+            zeros = -(zeros * tensors["scales"].float())
+        return numbers(tensors, module.format, zeros).weight(module.activations)
 
     @property
     def _activations(self) -> str | None:

@@ -16,7 +16,7 @@ weight is q * weight_scale. Kernels beside fp8 take scales in 16 bits, so float3
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -26,10 +26,10 @@ from w4gemm.checkpoints.base import Module
 from w4gemm.checkpoints.hugging_face import TensorInfo
 from w4gemm.checkpoints.module_tensors import SCALES, check_tensor, whole_groups
 from w4gemm.checkpoints.named_modules import Named, Patterns, wildcards
+from w4gemm.checkpoints.numbers import Numbers, PackedMatrix
 from w4gemm.checkpoints.packed_floats import MXFP4, NVFP4, Shape, check_second_scale, shape_of, weight_of
 from w4gemm.checkpoints.quantized_folder import folder_format
 from w4gemm.core.formats import WeightFormat
-from w4gemm.packing.bits import fields
 from w4gemm.weights.weight import QuantizedWeight
 
 _FLOATS = {
@@ -92,11 +92,8 @@ class ModelOptPacking:
     def weight(self, module: Module, tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
         if module.format in (NVFP4, MXFP4):
             return weight_of(module, tensors)
-        packed, scales = tensors["weight"], tensors["weight_scale"]
-        # a two's complement q is the code q + 8 with its highest bit turned over
-        codes = torch.stack(fields(packed, module.format.bits), 1).flatten(0, 1) ^ 8
-        w = QuantizedWeight.from_codes(module.format, codes, scales.to(module.format.scale_dtype))
-        return replace(w, activations=module.activations)
+        codes = PackedMatrix(tensors["weight"], along="n", signed=True)
+        return Numbers(module.format, codes, PackedMatrix(tensors["weight_scale"])).weight(module.activations)
 
 
 def _integers(stored: Mapping[str, TensorInfo], group_size: int, fp8: bool) -> Shape:

@@ -7,11 +7,9 @@ from typing import Any
 
 import torch
 
-from w4gemm.checkpoints.base import Module
 from w4gemm.checkpoints.hugging_face import TensorInfo
 from w4gemm.core.elements import INTEGERS
 from w4gemm.core.formats import PER_COLUMN, WeightFormat
-from w4gemm.weights.weight import QuantizedWeight
 
 SCALES = {"F16": "fp16", "BF16": "bf16"}
 """Scale rules by safetensors' name of the scales' dtype."""
@@ -49,21 +47,6 @@ def whole_groups(format: WeightFormat, k: int) -> int:
     if format.group_size != PER_COLUMN and k % format.group_size:
         raise ValueError(f"groups of {format.group_size} do not divide its {k} input features")
     return format.groups(k)
-
-
-def of_bytes(module: Module, packed: torch.Tensor, scales: torch.Tensor, *others: torch.Tensor) -> QuantizedWeight:
-    """Return a weight whose codes lie as in the canonical layout, the first column of a byte in its lowest bits:
-    nothing is unpacked and packed again.
-
-    Args:
-        packed: the codes of n rows, of any dtype.
-        others: zero points or channel scales, if the format has them.
-    """
-    codes = packed.contiguous().view(torch.uint8)
-    parts = codes, scales.contiguous(), *others
-    w = QuantizedWeight(module.format, module.n, module.k, "canonical", parts, activations=module.activations)
-    w.check_range()
-    return w
 
 
 def check_bits(bits: Any) -> None:

@@ -17,6 +17,7 @@ import torch
 from w4gemm.checkpoints.base import Module
 from w4gemm.checkpoints.experts import GATE_UP
 from w4gemm.checkpoints.hugging_face import TensorInfo
+from w4gemm.checkpoints.packed_floats import numbers
 from w4gemm.checkpoints.quantized_folder import folder_format
 from w4gemm.core.formats import WeightFormat
 from w4gemm.weights.weight import QuantizedWeight
@@ -51,10 +52,7 @@ class MXFP4Packing:
         return Module(n, k, _FORMAT, "bias" in stored, experts, fused, interleaved=pairs)
 
     def weight(self, module: Module, tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
-        codes, scales = tensors["blocks"].flatten(2), tensors["scales"].view(torch.float8_e8m0fnu)
-        w = QuantizedWeight(module.format, module.n, module.k, "canonical", (codes, scales), experts=module.experts)
-        w.check_range()
-        return w
+        return numbers(tensors["blocks"].flatten(2), tensors["scales"], module.format).weight()
 
 
 def _renamed(name: str) -> str:

@@ -14,7 +14,8 @@ import torch
 
 from w4gemm.checkpoints.base import Module
 from w4gemm.checkpoints.hugging_face import TensorInfo
-from w4gemm.checkpoints.module_tensors import check_tensor, of_bytes, whole_groups
+from w4gemm.checkpoints.module_tensors import check_tensor, whole_groups
+from w4gemm.checkpoints.numbers import Numbers, PackedMatrix
 from w4gemm.core.formats import WeightFormat
 from w4gemm.weights.weight import QuantizedWeight
 
@@ -47,7 +48,26 @@ def check_second_scale(stored: Mapping[str, TensorInfo]) -> None:
 
 def weight_of(module: Module, tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
     """Return the weight of a module whose shape :func:`shape_of` gave."""
-    packed, scales = tensors["weight"], tensors["weight_scale"]
-    if module.format == MXFP4:
-        return of_bytes(module, packed, scales.view(torch.float8_e8m0fnu))
-    return of_bytes(module, packed, scales, tensors["weight_scale_2"].reshape(1).expand(module.n).contiguous())
+    factor = tensors.get("weight_scale_2")
+    return numbers(tensors["weight"], tensors["weight_scale"], module.format, factor).weight(module.activations)
+
+
+def numbers(
+    codes: torch.Tensor, scales: torch.Tensor, format: WeightFormat, factors: torch.Tensor | None = None
+) -> Numbers:
+    """Return the numbers of 4-bit floats, which may have a dimension of experts in front.
+
+    Args:
+        codes: (n, k / 2) of bytes, the even column in the low nibble.
+        scales: (n, groups) of bytes: e4m3 or e8m0, as ``format`` says.
+        factors: float32 (), (parts) or (experts, parts), of NVFP4: what multiplies each of so many equal parts of the
+            rows.
+    """
+    if codes.element_size() != 1 or scales.element_size() != 1:
+        name, came = ("weight", codes) if codes.element_size() != 1 else ("weight_scale", scales)
+        raise TypeError(f"{name}: wanted bytes, got {came.dtype}")
+    if factors is not None:
+        factors = factors.float().reshape(*codes.shape[:-2], -1)
+    stored = PackedMatrix(scales.view(format.scale_dtype))
+    names = ("weight", "weight_scale", "")
+    return Numbers(format, PackedMatrix(codes, along="k"), stored, factors=factors, names=names)

@@ -39,10 +39,9 @@ from w4gemm.checkpoints.module_tensors import (
     WIDE_SCALES,
     check_symmetric,
     check_tensor,
-    of_bytes,
     whole_groups,
 )
-from w4gemm.checkpoints.packed_floats import MXFP4, NVFP4
+from w4gemm.checkpoints.packed_floats import MXFP4, NVFP4, numbers
 from w4gemm.checkpoints.quantized_folder import folder_format
 from w4gemm.core.formats import WeightFormat
 from w4gemm.packing.bits import unpack
@@ -100,8 +99,8 @@ class TorchAoPacking:
         n, k, format, qdata = module.n, module.k, module.format, tensors[QDATA]
         if format in (MXFP4, NVFP4):
             scales = _unswizzled(tensors[SCALE], n, format.groups(k))
-            factors = tensors.get(TENSOR_SCALE, torch.ones((), device=qdata.device)).expand(n).contiguous()
-            return of_bytes(module, qdata, scales, *([factors] if format == NVFP4 else []))
+            factor = tensors.get(TENSOR_SCALE, torch.ones((), device=qdata.device)) if format == NVFP4 else None
+            return numbers(qdata, scales, format, factor).weight(module.activations)
         if SCALE_AND_ZERO in tensors:
             scales, zeros = tensors[SCALE_AND_ZERO][: format.groups(k), :n].permute(2, 1, 0)
             return _offset(module, _untiled(qdata)[:n, :k], scales, zeros)

@@ -16,10 +16,13 @@ import torch
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from w4gemm.api.ops import linear
-from w4gemm.integrations.engines import weights
+from w4gemm.checkpoints import awq, compressed_tensors, gptq, packed_floats
+from w4gemm.checkpoints.module_tensors import whole_groups
+from w4gemm.checkpoints.numbers import Numbers
 from w4gemm.integrations.engines.loading import NOTHING_LOADED, check_known, check_loaded, mark
 from w4gemm.integrations.engines.supports import product, why_no_kernel
 from w4gemm.integrations.engines.warmup import LinearUse, linear_need
+from w4gemm.integrations.engines.weights import SCALES, check_unused_zeros, int4_format
 from w4gemm.integrations.sglang.takeover import (
     LOADING,
     QUANTIZATION,
@@ -41,7 +44,7 @@ _INVARIANT = "w4gemm_batch_invariant"
 """Attribute of such a layer: whether a row's result must not depend on the other rows."""
 _DTYPE = "w4gemm_dtype"
 """Attribute of such a layer: dtype of the model's activations."""
-_MODELS = {rule: dtype for dtype, rule in weights.SCALES.items()}
+_MODELS = {rule: dtype for dtype, rule in SCALES.items()}
 """dtype of a model's activations, by the scale rule of a weight that is loaded with scales in it."""
 _FP8 = "w4gemm_fp8"
 """Attribute of a scheme that :func:`fp8_scheme` made."""
@@ -51,9 +54,7 @@ class Facts(NamedTuple):
     """Facts that a scheme says of a layer, and its numbers."""
 
     bits: int
-    numbers: weights.Numbers
-    divided: bool = False
-    """True if other GPUs have other columns of the weight."""
+    numbers: Numbers
     refused: str = ""
     """Why the layer cannot be taken, or the empty string."""
 
@@ -132,13 +133,12 @@ def _pack(scheme: Scheme, self: Any, layer: Any, fp8: bool) -> str:
         return reason
     if isinstance(layer, VocabParallelEmbedding) and speculative():
         return "draft models read and replace the parameter of lm_head (--speculative-algorithm)"
-    bits, numbers, divided, refused = scheme.facts(self, layer)
+    bits, numbers, refused = scheme.facts(self, layer)
     if refused:
         return refused
     if bits != 4:
         return f"they have {bits} bits"
-    if numbers.g_idx is not None and divided:
-        return "they are in act-order (desc_act), and their input features are divided among GPUs"
+    whole_groups(numbers.format, numbers.k)
     dtype = _MODELS.get(numbers.format.scale) or layer.params_dtype
     activations = "fp8" if fp8 else None
     format = SGLANG.multiplied(numbers.format, activations)
@@ -148,8 +148,8 @@ def _pack(scheme: Scheme, self: Any, layer: Any, fp8: bool) -> str:
         return NOTHING_LOADED
     check_known(layer, {*scheme.read, *scheme.others, "bias"})
     if "qzeros" in scheme.others:
-        weights.check_unused_zeros(layer.qzeros)
-    w = exchange(layer, (*scheme.read, *scheme.others), _WEIGHT, weights.packed(numbers, activations, format))
+        check_unused_zeros(layer.qzeros)
+    w = exchange(layer, (*scheme.read, *scheme.others), _WEIGHT, numbers.packed(activations, format))
     use = LinearUse(dtype, batch_invariant=deterministic())
     setattr(layer, _WEIGHT, w)
     setattr(layer, _INVARIANT, use.batch_invariant)
@@ -201,30 +201,35 @@ def _is_w4afp8(weight: Any, activations: Any, packing: str) -> bool:
     return ours and weight.strategy in ("group", "channel") and theirs and activations.strategy == "token"
 
 
+def _check_order(act_order: bool, shapes: Any) -> None:
+    """Raise ValueError if other GPUs have other columns of a weight in act-order."""
+    if act_order and shapes.partition_weight_shape[0] != shapes.full_weight_shape[0]:
+        raise ValueError("they are in act-order (desc_act), and their input features are divided among GPUs")
+
+
 def _gptq(self: Any, layer: Any) -> Facts:
-    config, shapes = self.quant_config, self.kernel.kernel_config
-    numbers = weights.gptq(
-        layer.qweight.data,
-        layer.scales.data,
-        None,  # SGLang takes symmetric GPTQ only
-        config.group_size,
-        g_idx=layer.g_idx.data if config.desc_act else None,
-    )
-    return Facts(config.weight_bits, numbers, shapes.partition_weight_shape[0] != shapes.full_weight_shape[0])
+    config = self.quant_config
+    _check_order(config.desc_act, self.kernel.kernel_config)
+    tensors = {name: getattr(layer, name).data for name in ("qweight", "scales", *(["g_idx"] * config.desc_act))}
+    format = int4_format(config.group_size, False, layer.scales.dtype)  # SGLang takes symmetric GPTQ only
+    numbers = gptq.numbers(tensors, format)
+    return Facts(config.weight_bits, numbers)
 
 
 def _awq(self: Any, layer: Any) -> Facts:
     config = self.quant_config
-    numbers = weights.awq(layer.qweight.data, layer.scales.data, layer.qzeros.data, config.group_size)
+    tensors = {name: getattr(layer, name).data for name in ("qweight", "scales", "qzeros")}
+    numbers = awq.numbers(tensors, int4_format(config.group_size, True, layer.scales.dtype))
     return Facts(config.weight_bits, numbers)
 
 
 def _compressed_tensors(self: Any, layer: Any) -> Facts:
-    shapes = self.kernel_config
-    zeros = None if self.symmetric else layer.weight_zero_point.data
-    g_idx = layer.weight_g_idx.data if self.has_g_idx else None
-    numbers = weights.rowwise(layer.weight_packed.data, layer.weight_scale.data, zeros, self.group_size, g_idx=g_idx)
-    return Facts(32 // self.pack_factor, numbers, shapes.partition_weight_shape[0] != shapes.full_weight_shape[0])
+    _check_order(self.has_g_idx, self.kernel_config)
+    names = ["weight_packed", "weight_scale"] + ["weight_g_idx"] * self.has_g_idx
+    names += [] if self.symmetric else ["weight_zero_point"]
+    format = int4_format(self.group_size, not self.symmetric, layer.weight_scale.dtype)
+    numbers = compressed_tensors.numbers({name: getattr(layer, name).data for name in names}, format)
+    return Facts(32 // self.pack_factor, numbers)
 
 
 def _nvfp4_compressed_tensors(self: Any, layer: Any) -> Facts:
@@ -247,7 +252,8 @@ def _nvfp4_modelopt_16_bit(self: Any, layer: Any) -> Facts:
 def _nvfp4(layer: Any, codes: torch.Tensor, factors: torch.Tensor) -> Facts:
     """Return what holds for a layer with a factor for each of its fused parts."""
     widths = torch.tensor(layer.logical_widths, device=factors.device)
-    return Facts(4, weights.floats(codes.data, layer.weight_scale.data, factors.repeat_interleave(widths)))
+    each_row = factors.repeat_interleave(widths)
+    return Facts(4, packed_floats.numbers(codes.data, layer.weight_scale.data, packed_floats.NVFP4, each_row))
 
 
 SCHEMES = (

@@ -21,10 +21,11 @@ from sglang.srt.layers.moe.utils import get_moe_a2a_backend, resolve_moe_runner_
 
 from w4gemm.api.experts import W4Experts, W4GroupedLinear
 from w4gemm.choice import BOUNDS
+from w4gemm.integrations.engines.experts_formats import PRODUCTS, ExpertsSettings
 from w4gemm.integrations.engines.loading import NOTHING_LOADED, check_known, check_loaded, mark
 from w4gemm.integrations.engines.supports import product, why_no_kernel
 from w4gemm.integrations.engines.warmup import ExpertsCall, Need, experts_need, token_counts
-from w4gemm.integrations.sglang.experts_formats import METHODS, UNUSED, Facts, Method
+from w4gemm.integrations.sglang.experts_formats import METHODS, Method
 from w4gemm.integrations.sglang.takeover import (
     SGLANG,
     WARMUP,
@@ -105,7 +106,7 @@ def choose(method: Method, own: Callable[..., Any], self: Any, layer: Any, moe_r
     else:
         setattr(layer, _RUNNER, MoeRunner(resolve_moe_runner_backend(RUNNER), moe_runner_config))
         if not method.padded and not packed_before() and not dummy():
-            mark(layer, method.parameters(method.facts(self), layer.with_bias))
+            mark(layer, method.format.parameters(method.settings(self), layer.with_bias))
     return made
 
 
@@ -116,13 +117,9 @@ def runner_backend(own: Callable[..., Any], self: Any, layer: Any) -> Any:
 
 
 def _why_not(method: Method, self: Any, layer: Any, config: Any) -> str:
-    facts = method.facts(self)
-    if reason := why_not_here(capability(), facts.activations == "fp8"):
+    settings = method.settings(self)
+    if reason := why_not_here(capability(), settings.activations == "fp8") or settings.why_refused:
         return reason
-    if facts.bits != 4:
-        return f"they have {facts.bits} bits"
-    if facts.refused:
-        return facts.refused
     if deterministic():
         return "--enable-deterministic-inference is on"
     if adapters():
@@ -135,21 +132,20 @@ def _why_not(method: Method, self: Any, layer: Any, config: Any) -> str:
         return f"their activation is {config.activation}{'' if config.is_gated else ' without gates'}"
     if config.apply_router_weight_on_input or config.no_combine:
         return "the router's weights are applied on the input, or the sum is left to others"
-    if layer.with_bias and not method.biases:
+    if layer.with_bias and not method.format.biases:
         return "they have biases"
     if getattr(layer, "inference_moe_w13_interleaved", False) or getattr(self, "load_up_proj_weight_first", False):
         return "their ups do not lie behind their gates"
-    return _no_kernel(method, layer, facts, config)
+    return _no_kernel(method, layer, settings, config)
 
 
-def _no_kernel(method: Method, layer: Any, facts: Facts, config: Any) -> str:
+def _no_kernel(method: Method, layer: Any, settings: ExpertsSettings, config: Any) -> str:
     """Return why no kernel runs the products of a layer, or the empty string."""
-    for name in ("w13", "w2"):
-        numbers = method.numbers(layer, name, facts)
-        (n, k), device = numbers.codes.shape, numbers.codes.tensor.device
-        format = SGLANG.multiplied(numbers.format, facts.activations)
-        fp8 = facts.activations == "fp8"
-        if reason := why_no_kernel(product(device, format, n, k, config.params_dtype, fp8, numbers.experts)):
+    for name in PRODUCTS:
+        numbers = method.format.numbers(layer, name, settings)
+        format, shape = SGLANG.multiplied(numbers.format, settings.activations), (numbers.n, numbers.k)
+        fp8 = settings.activations == "fp8"
+        if reason := why_no_kernel(product(numbers.device, format, *shape, config.params_dtype, fp8, numbers.experts)):
             return reason
     return ""
 
@@ -195,25 +191,25 @@ def _pack(method: Method, self: Any, layer: Any) -> None:
     """
     if reason := packed_before():  # one loader knows it only after the layer was made
         raise ValueError(reason)
-    facts, config = method.facts(self), layer.moe_runner_config
-    names = method.parameters(facts, layer.with_bias)
+    settings, config = method.settings(self), layer.moe_runner_config
+    names = method.format.parameters(settings, layer.with_bias)
     if not check_loaded(layer, names, f"{method.kind} of layer {layer.layer_id}"):
         raise ValueError(NOTHING_LOADED)
     if method.padded:
         for name in (name for name in names if not name.endswith("bias")):
             if (empty := getattr(layer, name).flatten(1).any(1) == 0).any():
                 raise RuntimeError(f"{name}: expert {int(empty.nonzero()[0])} of layer {layer.layer_id} was not loaded")
-    check_known(layer, {*names, *(f"{name}_{leaf}" for name in ("w13", "w2") for leaf in UNUSED)})
-    loaded = {name: method.numbers(layer, name, facts) for name in ("w13", "w2")}
+    check_known(layer, method.format.known(settings))
+    loaded = {name: method.format.numbers(layer, name, settings) for name in PRODUCTS}
     for numbers in loaded.values():
-        numbers.check()
+        numbers.check_range()
     products = []
-    for name in ("w13", "w2"):
+    for name in PRODUCTS:
         numbers, bias = loaded.pop(name), method.bias(layer, name)
         if bias is not None:  # one that is copied would not be moved with its expert
             bias.data = bias.data.to(config.params_dtype)
-        format = SGLANG.multiplied(numbers.format, facts.activations)
-        packed = numbers.packed(facts.activations, format, gated=name == "w13" and not method.in_pairs)
+        format = SGLANG.multiplied(numbers.format, settings.activations)
+        packed = numbers.packed(settings.activations, format, gated=name == "w13" and not method.in_pairs)
         old = [each for each, p in layer._parameters.items() if each.startswith(f"{name}_") and p is not bias]
         w = exchange(layer, old, f"{name}_w4gemm", packed)
         products.append(W4GroupedLinear.from_weight(w, bias, dtype=config.params_dtype))

@@ -16,14 +16,16 @@ from vllm.platforms import PlatformEnum, current_platform
 from vllm.scalar_type import scalar_types
 
 from w4gemm.api.activations import quantize_activations
+from w4gemm.checkpoints import compressed_tensors
+from w4gemm.checkpoints.numbers import Numbers
 from w4gemm.core.epilogue import Epilogue
 from w4gemm.core.formats import PER_COLUMN, WeightFormat
 from w4gemm.core.problem import GemmProblem
-from w4gemm.integrations.engines import weights
 from w4gemm.integrations.engines.engine import LEAST
 from w4gemm.integrations.engines.loading import NOTHING_LOADED, check_known
 from w4gemm.integrations.engines.supports import product, why_no_kernel
 from w4gemm.integrations.engines.warmup import LinearUse, linear_need
+from w4gemm.integrations.engines.weights import SCALES, check_unused_zeros, int4_format
 from w4gemm.integrations.vllm import fusion, takeover
 from w4gemm.integrations.vllm.configs import take_configs
 from w4gemm.integrations.vllm.fallback import Fallback, own_kernels
@@ -59,7 +61,7 @@ def why_not(c: MPLinearLayerConfig) -> str:
     if c.weight_type not in types:
         return f"their weights are {c.weight_type}, wanted {' or '.join(map(str, types))} beside {c.act_type}"
     dtype = out_dtype(c)
-    if dtype not in weights.SCALES or (not fp8 and c.act_type != dtype):
+    if dtype not in SCALES or (not fp8 and c.act_type != dtype):
         return f"their activations are {c.act_type} and results {dtype}, wanted float16, bfloat16, or float8_e4m3fn"
     if c.zero_points and (fp8 or c.weight_type != scalar_types.uint4):
         return f"they have zero points beside {c.weight_type} weights and {c.act_type} activations"
@@ -75,7 +77,7 @@ def why_not(c: MPLinearLayerConfig) -> str:
 
 def _format(c: MPLinearLayerConfig) -> WeightFormat:
     """Return the format in which the layer's weight, loaded with scales of the model's dtype, is multiplied."""
-    loaded = WeightFormat(c.group_size, "int" if c.zero_points else "none", weights.SCALES[out_dtype(c)])
+    loaded = WeightFormat(c.group_size, "int" if c.zero_points else "none", SCALES[out_dtype(c)])
     return takeover.VLLM.multiplied(loaded, "fp8" if c.act_type == _FP8 else None)
 
 
@@ -143,9 +145,9 @@ class W4GemmLinearKernel(Fallback, MPLinearKernel):
             check_known(layer, {*self.parameters(layer), "bias", *_UNUSED})
             unused = layer._parameters.get("qzeros")
             if unused is not None and not self.config.zero_points:
-                weights.check_unused_zeros(unused)
+                check_unused_zeros(unused)
             numbers = self._numbers(layer)
-            w = weights.packed(numbers, activations, takeover.VLLM.multiplied(numbers.format, activations))
+            w = numbers.packed(activations, takeover.VLLM.multiplied(numbers.format, activations))
         except (TypeError, ValueError) as e:
             self.leave(layer, _KIND, str(e))
             return
@@ -176,14 +178,18 @@ class W4GemmLinearKernel(Fallback, MPLinearKernel):
                 return cls(*args, **kwargs)
         raise ValueError(f"no kernel of vLLM runs these {_KIND}")
 
-    def _numbers(self, layer: torch.nn.Module) -> weights.Numbers:
+    def _numbers(self, layer: torch.nn.Module) -> Numbers:
         """Return the numbers that the layer has loaded: words of eight neighbouring columns (input features) of a row,
-        and those of zero points of eight rows."""
+        and those of zero points of eight rows, as those of compressed-tensors."""
         c = self.config
-        zeros = _rows_first(layer, self.w_zp_name) if c.zero_points and self.w_zp_name else None
-        g_idx = _rows_first(layer, self.w_gidx_name) if getattr(c, "has_g_idx", False) else None
-        words, scales = _rows_first(layer, self.w_q_name), _rows_first(layer, self.w_s_name)
-        return weights.rowwise(words, scales, zeros, c.group_size, g_idx=g_idx)
+        held = {"weight_packed": self.w_q_name, "weight_scale": self.w_s_name}
+        if c.zero_points and self.w_zp_name:
+            held["weight_zero_point"] = self.w_zp_name
+        if getattr(c, "has_g_idx", False):
+            held["weight_g_idx"] = self.w_gidx_name
+        tensors = {name: _rows_first(layer, each) for name, each in held.items()}
+        format = int4_format(c.group_size, c.zero_points, tensors["weight_scale"].dtype)
+        return compressed_tensors.numbers(tensors, format)
 
 
 def _rows_first(layer: torch.nn.Module, name: str) -> torch.Tensor:

@@ -22,11 +22,12 @@ from vllm.platforms import current_platform
 from w4gemm.core.epilogue import Epilogue
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import Device, GemmProblem
+from w4gemm.integrations.engines.experts_formats import PRODUCTS, ExpertsFormat, ExpertsSettings
 from w4gemm.integrations.engines.loading import NOTHING_LOADED, check_known, check_loaded, mark
 from w4gemm.integrations.engines.supports import why_no_kernel
 from w4gemm.integrations.vllm import takeover
 from w4gemm.integrations.vllm.configs import add_hook
-from w4gemm.integrations.vllm.experts_formats import FORMATS, UNUSED, ExpertsFormat, fused_activation, in_pairs
+from w4gemm.integrations.vllm.experts_formats import FORMATS, fused_activation, in_pairs
 from w4gemm.integrations.vllm.experts_kernel import BatchedW4gemmExperts, W4gemmExperts
 from w4gemm.integrations.vllm.experts_product import Product
 from w4gemm.packing.layouts import layout_for
@@ -50,12 +51,11 @@ def taken_over(method: Any, layer: Any) -> Any:
     logging why, and for other layers."""
     if not isinstance(layer, RoutedExperts):
         return method
-    meaning = FORMATS.get(type(method).__name__)
-    if meaning is None:
+    if type(method).__name__ not in FORMATS:
         return method
     kind = f"experts of {type(method).__name__}"
     try:
-        reason = why_not(method, layer, meaning)
+        reason = why_not(method, layer)
     except AttributeError as e:
         reason = f"this version of vLLM is not known: {e}"
     except (TypeError, ValueError) as e:  # a format that there is not
@@ -74,15 +74,16 @@ def taken_over(method: Any, layer: Any) -> Any:
     return ours
 
 
-def why_not(method: Any, layer: Any, meaning: ExpertsFormat) -> str:
+def why_not(method: Any, layer: Any) -> str:
     """Return why a layer's experts cannot be taken over, or the empty string."""
-    settings, moe = meaning.settings(method, layer), layer.moe_config
+    settings, format = _read(method, layer)
+    moe = layer.moe_config
     capability = current_platform.get_device_capability()
     fp8 = settings.activations == "fp8"
     if reason := takeover.why_not_here(None if capability is None else (capability.major, capability.minor), fp8):
         return reason
-    if settings.refused:
-        return settings.refused
+    if reason := settings.why_refused:
+        return reason
     if moe.moe_backend != "auto":
         return f"--moe-backend {moe.moe_backend} was asked for"
     if not fused_activation(moe):
@@ -94,7 +95,7 @@ def why_not(method: Any, layer: Any, meaning: ExpertsFormat) -> str:
         return "LoRA is on"
     if takeover.is_elastic():  # vLLM then makes each layer's experts anew, of what its own are made of
         return "the number of their GPUs may change (--enable-elastic-ep)"
-    if moe.has_bias and not (meaning.biases and in_pairs(moe)):  # our rows are in pairs, vLLM's biases lie as it loads
+    if moe.has_bias and not (format.biases and in_pairs(moe)):  # our rows are in pairs, vLLM's biases lie as it loads
         return "they have biases"
     parallel = moe.moe_parallel_config
     if parallel.use_fi_nvl_two_sided_kernels or parallel.use_fi_nvl_one_sided_kernels:
@@ -103,7 +104,18 @@ def why_not(method: Any, layer: Any, meaning: ExpertsFormat) -> str:
     padded = FusedMoEMethodBase.maybe_roundup_sizes(method, *sizes, moe.in_dtype, parallel)
     if padded != sizes:
         return f"their sizes {sizes} are padded to {padded}"
-    return _no_kernel(moe, *sizes, settings.format(layer.params_dtype), fp8)
+    return _no_kernel(moe, *sizes, _multiplied(settings, layer), fp8)
+
+
+def _read(method: Any, layer: Any) -> tuple[ExpertsSettings, ExpertsFormat]:
+    """Return the settings of a layer's experts, and how it holds their numbers."""
+    settings, format = FORMATS[type(method).__name__]
+    return settings(method, layer), format
+
+
+def _multiplied(settings: ExpertsSettings, layer: Any) -> WeightFormat:
+    """Return the format in which experts that have scales of the model's dtype are multiplied."""
+    return takeover.VLLM.multiplied(settings.loaded(layer.params_dtype), settings.activations)
 
 
 def _no_kernel(moe: Any, hidden: int, width: int, format: WeightFormat, fp8: bool, block_scale: bool = False) -> str:
@@ -163,12 +175,8 @@ class _Method:
     def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
         super().create_weights(layer, *args, **kwargs)  # type: ignore[misc]
         if not takeover.is_dummy():
-            mark(layer, self._parameters(layer))
-
-    def _parameters(self, layer: Any) -> list[str]:
-        """Return the names of the parameters that are packed, and of biases."""
-        meaning = FORMATS[type(self).__name__]
-        return meaning.parameters(meaning.settings(self, layer), self.moe.has_bias)
+            settings, format = _read(self, layer)
+            mark(layer, format.parameters(settings, self.moe.has_bias))
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Pack the experts. If they cannot be packed, vLLM's own method goes on with them.
@@ -176,21 +184,19 @@ class _Method:
         Weights that are loaded anew are packed into the tensors that the first ones were packed into, because the
         kernel, CUDA graphs and vLLM hold these: others would be a second copy of all experts, which EPLB does not move.
         """
-        meaning = FORMATS[type(self).__name__]
-        settings = meaning.settings(self, layer)
-        loaded_any = check_loaded(layer, self._parameters(layer), layer.layer_name)
+        settings, form = _read(self, layer)
+        loaded_any = check_loaded(layer, form.parameters(settings, self.moe.has_bias), layer.layer_name)
         try:
             if not loaded_any:
                 raise ValueError(NOTHING_LOADED)
-            unused = [f"{product}_{leaf}" for product in ("w13", "w2") for leaf in UNUSED]
-            check_known(layer, {*meaning.parameters(settings, True), *unused})
-            if not meaning.biases and getattr(layer, "_loaded_expert_biases", None):  # whatever the model's config says
+            check_known(layer, form.known(settings))
+            if not form.biases and getattr(layer, "_loaded_expert_biases", None):  # whatever the model's config says
                 raise ValueError("they have biases")
-            products = {name: meaning.loaded(layer, name, settings) for name in ("w13", "w2")}
-            for loaded in products.values():
-                loaded.check()
+            products = {name: form.numbers(layer, name, settings) for name in PRODUCTS}
+            for numbers in products.values():
+                numbers.check_range()
         except (TypeError, ValueError) as e:
-            if self.moe.moe_parallel_config.enable_eplb or meaning.biases:
+            if self.moe.moe_parallel_config.enable_eplb or form.biases:
                 raise  # vLLM's own method may not support EPLB, and pads MXFP4
             takeover.refuse(f"experts of {type(self).__name__}", str(e))
             vars(self.vllm_method).update((name, value) for name, value in vars(self).items() if name != "experts_cls")
@@ -200,13 +206,13 @@ class _Method:
             return
         weights = []
         earlier = self.products or (None, None)
-        for product, held in zip(("w13", "w2"), earlier, strict=True):
+        for product, held in zip(PRODUCTS, earlier, strict=True):
             gated = product == "w13" and not in_pairs(self.moe)
-            loaded = products.pop(product)
-            format = takeover.VLLM.multiplied(loaded.format, settings.activations)
-            packed = loaded.packed(settings.activations, format, gated=gated)
+            numbers = products.pop(product)
+            format = takeover.VLLM.multiplied(numbers.format, settings.activations)
+            packed = numbers.packed(settings.activations, format, gated=gated)
             for name in [name for name in layer._parameters if name.startswith(f"{product}_")]:
-                if name != f"{product}_bias" or not meaning.biases:  # GPTQ's may have biases that nobody has loaded
+                if name != f"{product}_bias" or not form.biases:  # GPTQ's may have biases that nobody has loaded
                     delattr(layer, name)
             weights.append(_as_parameters(layer, product, packed, held))
         if self.products is None:
@@ -235,12 +241,12 @@ class _Method:
     def get_fused_moe_quant_config(self, layer: Any) -> FusedMoEQuantConfig:
         """Return what vLLM's prepare step does to activations; it asks for nothing else. DeepEP's low latency sends fp8
         with a scale for each 128 columns, where others are quantized with one for each token."""
-        settings = FORMATS[type(self).__name__].settings(self, layer)
+        settings, _ = _read(self, layer)
         if settings.activations != "fp8":
             return FusedMoEQuantConfig.make(None, weight_dtype="int4")
         if self.moe.moe_parallel_config.use_deepep_ll_kernels:
             sizes = layer.hidden_size, self.moe.intermediate_size_per_partition
-            if not _no_kernel(self.moe, *sizes, settings.format(layer.params_dtype), True, block_scale=True):
+            if not _no_kernel(self.moe, *sizes, _multiplied(settings, layer), True, block_scale=True):
                 return FusedMoEQuantConfig.make(torch.float8_e4m3fn, block_shape=[128, 128], weight_dtype="int4")
         return FusedMoEQuantConfig.make(torch.float8_e4m3fn, per_act_token_quant=True, weight_dtype="int4")
 

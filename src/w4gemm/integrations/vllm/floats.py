@@ -22,8 +22,10 @@ from vllm.model_executor.kernels.linear.nvfp4 import NvFp4LinearKernel
 from vllm.model_executor.layers.linear import LinearMethodBase
 from vllm.platforms import PlatformEnum, current_platform
 
+from w4gemm.checkpoints import packed_floats
+from w4gemm.checkpoints.numbers import Numbers
+from w4gemm.checkpoints.packed_floats import MXFP4, NVFP4
 from w4gemm.core.epilogue import PLAIN
-from w4gemm.integrations.engines import weights
 from w4gemm.integrations.engines.loading import NOTHING_LOADED, check_known
 from w4gemm.integrations.engines.supports import product, why_no_kernel
 from w4gemm.integrations.engines.warmup import LinearUse, linear_need
@@ -151,7 +153,7 @@ class _Floats(Fallback):
             device = numbers.device
             if reason := why_no_kernel(product(device, numbers.format, numbers.n, numbers.k, dtype)):
                 raise ValueError(reason)
-            w = weights.packed(numbers)
+            w = numbers.packed()
         except (TypeError, ValueError) as e:
             self.leave(layer, _KIND, str(e))
             return
@@ -167,7 +169,7 @@ class _Floats(Fallback):
         d = self.packed(layer, x.reshape(-1, x.shape[-1]), bias)
         return d.view(*x.shape[:-1], d.shape[-1])
 
-    def numbers(self, layer: Any) -> weights.Numbers:
+    def numbers(self, layer: Any) -> Numbers:
         """Return the numbers that a layer has loaded."""
         raise NotImplementedError
 
@@ -194,8 +196,8 @@ class W4GemmNvFp4LinearKernel(_Floats, NvFp4LinearKernel):
         *("input_global_scale", "input_global_scale_inv"),
     )
 
-    def numbers(self, layer: Any) -> weights.Numbers:
-        return weights.floats(layer.weight.data, layer.weight_scale.data, layer.weight_global_scale.data)
+    def numbers(self, layer: Any) -> Numbers:
+        return packed_floats.numbers(layer.weight.data, layer.weight_scale.data, NVFP4, layer.weight_global_scale.data)
 
 
 class W4GemmMxFp4LinearKernel(_Floats, MxFp4LinearKernel):
@@ -204,8 +206,8 @@ class W4GemmMxFp4LinearKernel(_Floats, MxFp4LinearKernel):
     possible = _POSSIBLE_MXFP4_KERNELS[PlatformEnum.CUDA]
     replaced = ("weight_scale",)
 
-    def numbers(self, layer: Any) -> weights.Numbers:
-        return weights.floats(layer.weight.data, layer.weight_scale.data.view(torch.float8_e8m0fnu))
+    def numbers(self, layer: Any) -> Numbers:
+        return packed_floats.numbers(layer.weight.data, layer.weight_scale.data, MXFP4)
 
     def takes_activations(self, cls: Any) -> bool:
         supports = getattr(cls, "_supports_quant_scheme", None)
