@@ -19,7 +19,11 @@ from w4gemm.kernels import KERNELS
 ROOT = Path(__file__).resolve().parent.parent
 RECORDED = ROOT / "tests/revisions.json"
 _SOURCE = ROOT / "src"
-_KERNELS = _SOURCE / "w4gemm/kernels"
+_PACKAGE = _SOURCE / "w4gemm"
+_KERNELS = _PACKAGE / "kernels"
+_SHARED = (_KERNELS / "device", _PACKAGE / "ptx")
+_DECODERS = sorted((_PACKAGE / "packing/codecs").glob("*_decode*.py"))
+"""What a weight's codec imports when a kernel is compiled."""
 _DEVICE_CODE_OF = {"sm90_fp8_gemm": "sm90_mixed_gemm", "sm89_fp8_gemm": "sm80_mixed_gemm", "cpu_mixed_gemm": "cpu"}
 """Folder with a kernel's device code, if it is not called like the kernel."""
 _HOST = {"spec.py", "space.py"}
@@ -27,15 +31,17 @@ _HOST = {"spec.py", "space.py"}
 
 
 def sources(kernel: str) -> list[Path]:
-    """Files that a kernel's device code is made of: its folder, and what that imports of the code kernels share."""
+    """Files that a kernel's device code is made of: its folder, decoders, and what these import of the code kernels
+    share."""
     folder = _KERNELS / _DEVICE_CODE_OF.get(kernel, kernel)
     todo = [path for path in sorted(folder.rglob("*.py")) if path.name not in _HOST]
+    todo += _DECODERS if kernel != "cpu_mixed_gemm" else []
     found: set[Path] = set()
     while todo:
         path = todo.pop()
         if path not in found:
             found.add(path)
-            todo += [p for p in imported(path) if p.is_relative_to(_KERNELS / "device")]
+            todo += [p for p in imported(path) if any(p.is_relative_to(folder) for folder in _SHARED)]
     return sorted(found)
 
 
@@ -69,7 +75,7 @@ def code(path: Path) -> str:
 def source_hash(kernel: str) -> str:
     digest = hashlib.sha256()
     for path in sources(kernel):
-        digest.update(f"{path.relative_to(_KERNELS).as_posix()}\0{code(path)}\0".encode())
+        digest.update(f"{path.relative_to(_PACKAGE).as_posix()}\0{code(path)}\0".encode())
     return digest.hexdigest()[:16]
 
 

@@ -22,14 +22,15 @@ from w4gemm.packing.codecs import (
     INT4_MMA16,
     MMA8,
     MMA16,
+    PAIR_TABLE_BYTES,
     Bits,
-    CodebookCodec,
     Codec,
-    WeightOperand,
+    Pairs,
     codec_for,
     refusal,
+    weight_operand,
 )
-from w4gemm.packing.codecs.pairs import ROW_BYTES, TABLE_BYTES, Pairs
+from w4gemm.packing.codecs.base import PAIR_ROW_BYTES
 from w4gemm.packing.layouts import layout_named
 
 SQUARES = Element(
@@ -88,7 +89,7 @@ def test_another_element_has_no_zero_points(squares):
         WeightFormat(32, "int", element="squares")
     assert "no decoder of squares with bf16 scales" in refusal(squares, MMA8)
     with pytest.raises(ValueError, match="format: there is no decoder of squares"):
-        WeightOperand.of(squares, torch.float8_e4m3fn)
+        weight_operand(squares, torch.float8_e4m3fn)
 
 
 @pytest.mark.parametrize("element", ELEMENTS.values(), ids=lambda e: e.name)
@@ -167,7 +168,7 @@ def test_integers_as_subnormals(monkeypatch):
 @pytest.mark.parametrize("kind, dtype", [("bf16", torch.bfloat16), ("f16", torch.float16)])
 def test_codebook_table(monkeypatch, kind, dtype, name, pairs):
     """A table of pairs: each lane finds every number in its copy, and no two lanes of a load want the same bank."""
-    decode_pairs = pytest.importorskip("w4gemm.kernels.device.decode_pairs")
+    decode_pairs = pytest.importorskip("w4gemm.packing.codecs.pairs_decode")
     found, element = _decoder(monkeypatch, kind, BOOKS[name], pairs), element_named(BOOKS[name])
     words, loaded = 1 if pairs is Pairs.HALVES else 2, list[int]()
     _table_in_memory(monkeypatch, found, loaded)
@@ -183,7 +184,7 @@ def test_codebook_table(monkeypatch, kind, dtype, name, pairs):
     banks = [{(decode_pairs.own_pairs(0, lane, pairs) // 4 + i) % 32 for i in range(words)} for lane in range(32)]
     for first in range(0, 32, 32 // words):  # lanes that are served together
         assert set().union(*banks[first : first + 32 // words]) == set(range(32))
-    assert {address % ROW_BYTES for address in loaded} == set(range(0, ROW_BYTES, 4 * words))
+    assert {address % PAIR_ROW_BYTES for address in loaded} == set(range(0, PAIR_ROW_BYTES, 4 * words))
 
 
 @pytest.mark.parametrize("pairs", [None, *Pairs], ids=["registers", "halves", "floats"])
@@ -212,7 +213,7 @@ def test_codebook_weights_have_the_scale_of_their_row(monkeypatch, pairs):
 @pytest.mark.parametrize("element", ["iq4", "nf4"])
 def test_codebook_numbers_whose_scales_multiply_sums(monkeypatch, element):
     """The numbers alone, and both rows' scales."""
-    decode_pairs = pytest.importorskip("w4gemm.kernels.device.decode_pairs")
+    decode_pairs = pytest.importorskip("w4gemm.packing.codecs.pairs_decode")
     found = _decoder(monkeypatch, "bf16", element, Pairs.HALVES, scale="fp32", on_sums=True)
     _table_in_memory(monkeypatch, found, [])
     assert found.scales((3, 5)) == (3, 5)
@@ -251,17 +252,17 @@ def test_kernels_that_decode_by_pairs_have_room_for_their_table(element):
         variants = [kernel.variant.of(problem, config) for config in kernel.configs(problem)]
         by_pairs = [v for v in variants if v.pairs is not None]
         assert bool(by_pairs) == (element == "nf4")
-        assert {v.decode_table_bytes for v in by_pairs} <= {TABLE_BYTES}
+        assert {v.decode_table_bytes for v in by_pairs} <= {PAIR_TABLE_BYTES}
 
 
 def _table_in_memory(monkeypatch, decoder, loaded: list[int]) -> None:
     """Let a decoder load from its table, which lies from address 4096 on. loaded: takes the addresses."""
-    decode_pairs, memory = pytest.importorskip("w4gemm.kernels.device.decode_pairs"), dict[int, int]()
+    decode_pairs, memory = pytest.importorskip("w4gemm.packing.codecs.pairs_decode"), dict[int, int]()
     for index in range(64 if hasattr(decoder, "rows") else 0):
         for byte, both in enumerate(decoder.rows(index)):
-            row = 4096 + (4 * index + byte) * ROW_BYTES
+            row = 4096 + (4 * index + byte) * PAIR_ROW_BYTES
             memory |= {row + 4 * lane: int(both[lane % 2]) & 0xFFFFFFFF for lane in range(32)}
-    assert not memory or sorted(memory) == list(range(4096, 4096 + TABLE_BYTES, 4))
+    assert not memory or sorted(memory) == list(range(4096, 4096 + PAIR_TABLE_BYTES, 4))
 
     def load_shared(address, count, constant):
         assert constant and address % (4 * count) == 0
@@ -273,8 +274,8 @@ def _table_in_memory(monkeypatch, decoder, loaded: list[int]) -> None:
 
 def _decoder(monkeypatch, kind: str, element: str, pairs: Pairs | None = None, scale: str = "bf16", on_sums=False):
     """A decoder of which arithmetic is run here, as far as it is integers' and the fma and sum of constants."""
-    decode_codebook = pytest.importorskip("w4gemm.kernels.device.decode_codebook")
-    decode = pytest.importorskip("w4gemm.kernels.device.decode")
+    decode_codebook = pytest.importorskip("w4gemm.packing.codecs.codebook_decode")
+    decode = pytest.importorskip("w4gemm.packing.codecs.int4_decode")
     dtype = torch.bfloat16 if kind == "bf16" else torch.float16
 
     def arithmetic(text, outputs, inputs, **_):
@@ -290,16 +291,15 @@ def _decoder(monkeypatch, kind: str, element: str, pairs: Pairs | None = None, s
     monkeypatch.setattr(decode_codebook, "to_float", lambda kind, word: _signed(word))
     monkeypatch.setattr(decode_codebook, "Int32", int, raising=False)
     monkeypatch.setattr(decode, "Int32", int)
-    weight = WeightOperand.of(WeightFormat(32, scale=scale, element=element), dtype)
-    decode_pairs = pytest.importorskip("w4gemm.kernels.device.decode_pairs")
+    weight = weight_operand(WeightFormat(32, scale=scale, element=element), dtype)
+    decode_pairs = pytest.importorskip("w4gemm.packing.codecs.pairs_decode")
     monkeypatch.setattr(decode_pairs, "asm", arithmetic)
     monkeypatch.setattr(decode_pairs, "to_float", lambda kind, word: word)
     monkeypatch.setattr(decode_pairs, "float_word", lambda number: int(number.view(torch.int32)))
     monkeypatch.setattr(
         decode_pairs, "half_to_float", lambda kind, word, high: _halves([word], dtype)[0, int(high)].float()
     )
-    decoders = pytest.importorskip("w4gemm.kernels.device.decoders")
-    return decoders.decoder_of(weight, allow_sum_scale=True, pairs=pairs, on_sums=on_sums)
+    return weight.decoder(allow_sum_scale=True, pairs=pairs, on_sums=on_sums)
 
 
 def _words(element: str):
@@ -357,10 +357,16 @@ def test_each_element_has_a_codec(element):
     )
 
 
-def test_each_codec_has_a_decoder():
-    decoders = pytest.importorskip("w4gemm.kernels.device.decoders")
-    wanted = {codec for codec in CODECS if not isinstance(codec, CodebookCodec)}
-    assert set(decoders._DECODERS) == wanted, "a line of _DECODERS in kernels/device/decoders.py"
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_each_codec_has_a_decoder(codec):
+    pytest.importorskip("cutlass")
+    format = next(format for format in FORMATS if codec.holds(format))
+    operand = weight_operand(format, torch.float8_e4m3fn if codec.fragment is MMA8 else torch.bfloat16)
+    decoders = [operand.decoder(only_fma=fma) for fma in (False, True)]
+    if pairs := codec.pairs(operand, on_sums=False):
+        decoders.append(operand.decoder(pairs=pairs))
+    for decoder in decoders:
+        assert callable(decoder.prepare) and callable(decoder.decode) and decoder.sum_scale == 1
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)

@@ -24,7 +24,7 @@ def e4m3(numbers: torch.Tensor) -> torch.Tensor:
 @pytest.fixture
 def decode(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The decoders' module, with Python's integers and floats in the place of the device's."""
-    module = pytest.importorskip("w4gemm.kernels.device.decode_fp8")
+    module = pytest.importorskip("w4gemm.packing.codecs.int4_decode_fp8")
     monkeypatch.setattr(module, "asm", lambda text, outputs, inputs, **_: run_ptx(text, len(outputs), inputs))
     monkeypatch.setattr(module, "Int32", int)
     monkeypatch.setattr(module, "Float32", float)

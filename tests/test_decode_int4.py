@@ -32,7 +32,7 @@ def test_halves_are_pytorchs() -> None:
 @pytest.fixture
 def decode(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The decoders' module, with words as Python's integers and float32 as numpy's."""
-    module = pytest.importorskip("w4gemm.kernels.device.decode")
+    module = pytest.importorskip("w4gemm.packing.codecs.int4_decode")
 
     def pack(kind: str, low: np.float32, high: np.float32) -> int:
         return HALVES[kind].bits(Fraction(float(low))) | HALVES[kind].bits(Fraction(float(high))) << 16

@@ -16,7 +16,8 @@ import pytest
 import w4gemm
 from w4gemm.core.activation import ACTIVATIONS
 
-KERNELS = Path(w4gemm.__file__).parent / "kernels"
+PACKAGE = Path(w4gemm.__file__).parent
+FOLDERS = ("ptx", "packing/codecs", "kernels")
 MOST = 2
 """Values that may be returned or passed together without names."""
 SEQUENCES = ("list", "Sequence", "Iterable", "dict")
@@ -25,7 +26,8 @@ SEQUENCES = ("list", "Sequence", "Iterable", "dict")
 
 def device_files() -> list[Path]:
     """Files that import the DSL when they are imported."""
-    return [file for file in sorted(KERNELS.rglob("*.py")) if _imports_dsl(ast.parse(file.read_text()))]
+    files = [file for folder in FOLDERS for file in sorted((PACKAGE / folder).rglob("*.py"))]
+    return [file for file in files if _imports_dsl(ast.parse(file.read_text()))]
 
 
 def _imports_dsl(tree: ast.Module) -> bool:
@@ -122,7 +124,7 @@ def _is_name_of(node: ast.expr, names: set[str]) -> bool:
     return isinstance(node, ast.Name) and node.id in names
 
 
-@pytest.mark.parametrize("file", device_files(), ids=lambda file: file.relative_to(KERNELS).as_posix())
+@pytest.mark.parametrize("file", device_files(), ids=lambda file: file.relative_to(PACKAGE).as_posix())
 def test_values_have_names(file):
     found = list(complaints(ast.parse(file.read_text())))
     assert not found, "\n".join(found)

@@ -117,7 +117,7 @@ def test_nvfp4_scales_of_both_signs():
 @pytest.mark.parametrize("kind, dtype, power", [("bf16", torch.bfloat16, 126), ("f16", torch.float16, 14)])
 def test_decoder(monkeypatch, kind, dtype, power):
     """The decoder's instructions, run here, put each element's bits where they are its number times a power of two."""
-    decode_e2m1 = pytest.importorskip("w4gemm.kernels.device.decode_e2m1")
+    decode_e2m1 = pytest.importorskip("w4gemm.packing.codecs.e2m1_decode")
     monkeypatch.setattr(decode_e2m1, "asm", lambda text, outputs, inputs, **_: run_ptx(text, len(outputs), inputs))
     decoder = decode_e2m1.E2m1Decoder(kind, "e8m0", "none")
     codes = torch.randint(0, 16, (64, 128), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))

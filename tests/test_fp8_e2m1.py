@@ -11,7 +11,7 @@ from test_layouts import assert_same
 from w4gemm import QuantizedWeight, W4Linear, WeightFormat, fold_scales, grouped_linear, linear, quantize
 from w4gemm import quantize_activations as quantized
 from w4gemm.core.elements import ELEMENTS
-from w4gemm.packing.codecs import E2M1_MMA8, EXACT_BINADES, WeightOperand
+from w4gemm.packing.codecs import E2M1_MMA8, EXACT_BINADES, weight_operand
 from w4gemm.packing.layouts import WeightComponents, layout_named
 from w4gemm.weights.reference import grouped_reference, linear_reference
 
@@ -57,7 +57,7 @@ def test_any_scales_are_lossless(n, k):
 def test_the_steps_of_the_decoder(monkeypatch):
     """Its instructions, run here on words of the layout, with the table's rows that it should find: each element is
     what PyTorch rounds to e5m2."""
-    decode = pytest.importorskip("w4gemm.kernels.device.decode_e2m1_fp8")
+    decode = pytest.importorskip("w4gemm.packing.codecs.e2m1_decode_fp8")
     monkeypatch.setattr(decode, "asm", lambda text, outputs, inputs, **_: run_ptx(text, len(outputs), inputs))
     powers = torch.exp2(13 - torch.arange(256.0))[:, None]
     table = (torch.tensor(ELEMENTS["e2m1"].values[:8]) * powers).to(E5M2).view(torch.uint8).tolist()
@@ -147,7 +147,7 @@ def test_one_packed_weight_splits_and_joins():
 
 
 def test_what_a_kernel_is_compiled_for():
-    operand = WeightOperand.of(MXFP4, FP8)
+    operand = weight_operand(MXFP4, FP8)
     assert (operand.kind, operand.decoded, operand.scale) == ("e4m3", "e5m2", "e8m0")
     assert operand.channels and not MXFP4.has_channels and operand.codec is E2M1_MMA8
     assert operand.block.words * 32 / (64 * 128) == 4.25

@@ -14,7 +14,7 @@ import w4gemm
 PACKAGE = Path(w4gemm.__file__).parent
 
 ROOMS = (
-    *("core", "jit", "packing", "weights", "kernels", "choice", "tuning", "console"),
+    *("core", "jit", "ptx", "packing", "weights", "kernels", "choice", "tuning", "console"),
     *("api", "checkpoints", "integrations", "cli"),
 )
 """Folders of the package. Each may import itself and those before it."""

@@ -9,8 +9,8 @@ import torch
 from ptx_interpreter import HALVES, run_ptx
 from test_layouts import assert_same, random_parts
 from w4gemm import QuantizedWeight, WeightFormat, grouped_linear, linear, quantize
-from w4gemm.packing.codecs import MMA16, WeightOperand, codec_for
-from w4gemm.packing.codecs.pairs import ROW_BYTES, Pairs
+from w4gemm.packing.codecs import MMA16, Pairs, codec_for, weight_operand
+from w4gemm.packing.codecs.base import PAIR_ROW_BYTES
 from w4gemm.weights.dequantize import with_factors
 from w4gemm.weights.random import random_components
 
@@ -117,8 +117,8 @@ def wide(t: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("sum_scale", [True, False])
 def test_decoders(monkeypatch, name, kind, dtype, sum_scale):
     """The decoders' instructions, run here on words of a packed block, give the dequantized weight."""
-    decode_wide = pytest.importorskip("w4gemm.kernels.device.decode_wide")
-    from w4gemm.kernels.device import decode
+    decode_wide = pytest.importorskip("w4gemm.packing.codecs.int4_decode_wide")
+    from w4gemm.packing.codecs import int4_decode as decode
 
     interpret(monkeypatch, decode_wide)
     monkeypatch.setattr(decode, "asm", decode_wide.asm)
@@ -166,14 +166,14 @@ def test_decoders(monkeypatch, name, kind, dtype, sum_scale):
 
 def decoder_by_table(monkeypatch, kind: str, format: WeightFormat):
     """The decoder that finds codes in a table, which lies from address 0 on."""
-    decode_pairs = pytest.importorskip("w4gemm.kernels.device.decode_pairs")
+    decode_pairs = pytest.importorskip("w4gemm.packing.codecs.pairs_decode")
     interpret(monkeypatch, decode_pairs)
     monkeypatch.setattr(decode_pairs, "float_word", lambda number: int(np.float32(number).view(np.uint32)))
     dtype = torch.bfloat16 if kind == "bf16" else torch.float16
-    operand = WeightOperand.of(format, dtype)
-    found = pytest.importorskip("w4gemm.kernels.device.decoders").decoder_of(operand, pairs=Pairs.FLOATS)
+    operand = weight_operand(format, dtype)
+    found = operand.decoder(pairs=Pairs.FLOATS)
     rows = [row for index in range(64) for row in found.rows(index)]
-    monkeypatch.setattr(decode_pairs, "load_shared", lambda at, *_, **__: rows[at // ROW_BYTES])
+    monkeypatch.setattr(decode_pairs, "load_shared", lambda at, *_, **__: rows[at // PAIR_ROW_BYTES])
     return found
 
 

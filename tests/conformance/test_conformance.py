@@ -82,7 +82,7 @@ def test_one_hot_gives_the_dequantized_weight(target, format):
 
 
 EXACT_POWERS = {torch.bfloat16: (22, 155), torch.float16: (103, 140), torch.float32: (0, 155)}
-"""First and last e8m0 scale, by its bits, whose products with every e2m1 number a kernel holds: see device/decode_e2m1.
+"""First and last e8m0 scale, by its bits, whose products with every e2m1 number a kernel holds: see e2m1_decode.py.
 Larger ones are refused; in fp16 they are infinite, as numbers beyond 65504 are."""
 
 

@@ -19,7 +19,7 @@ from w4gemm.kernels.requirements import missing_for_dsl
 from w4gemm.kernels.space import Exclusion, Space
 from w4gemm.kernels.variant import EXPERT_MAPS, GpuVariant
 from w4gemm.packing.block import BLOCK_K, BLOCK_N
-from w4gemm.packing.codecs import WeightOperand
+from w4gemm.packing.codecs import weight_operand
 from w4gemm.packing.layouts import layout_named
 
 _MIN_SCALE_GROUP = 32
@@ -33,7 +33,7 @@ MIN_DRIVER = (12, 0)
 def refused_groups(problem: GemmProblem) -> str:
     """Return why no GPU kernel decodes the groups of the problem's format, of which there is a codec; the empty string
     if one does."""
-    weight = WeightOperand.of(problem.format, problem.dtype)
+    weight = weight_operand(problem.format, problem.dtype)
     block, short = weight.block, weight.kind != "e4m3" and weight.block.scale_bits == 8 and not weight.block.factors
     group = block.scale_group
     least = _MIN_SCALE_GROUP // 2 if short else _MIN_SCALE_GROUP

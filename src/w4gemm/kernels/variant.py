@@ -14,8 +14,7 @@ from w4gemm.core.config import GemmConfig
 from w4gemm.core.epilogue import Epilogue
 from w4gemm.core.problem import GemmProblem
 from w4gemm.packing.block import BLOCK_K, BLOCK_N, HALF_K, Block
-from w4gemm.packing.codecs import WeightOperand
-from w4gemm.packing.codecs.pairs import TABLE_BYTES, Pairs
+from w4gemm.packing.codecs import PAIR_TABLE_BYTES, Pairs, WeightOperand, weight_operand
 
 HOPPER_SHARED_MEMORY = 232448
 """Bytes that one CTA may use on SM90."""
@@ -124,7 +123,7 @@ class GpuVariant:
     @property
     def decode_table_bytes(self) -> int:
         """Bytes of shared memory of the decoder's table."""
-        return TABLE_BYTES if self.pairs is not None else self.weight.codec.table_bytes
+        return PAIR_TABLE_BYTES if self.pairs is not None else self.weight.codec.table_bytes
 
     @property
     def channel_scales(self) -> bool:
@@ -147,7 +146,7 @@ class GpuVariant:
     def of(cls, problem: GemmProblem, config: GemmConfig) -> Any:
         return cls(
             config,
-            WeightOperand.of(problem.format, problem.dtype),
+            weight_operand(problem.format, problem.dtype),
             epilogue=problem.epilogue._replace(out_dtype=problem.out_dtype),
             vector=problem.epilogue.columns(problem.n) * problem.out_dtype.itemsize % 16 == 0,
             expert_map=next((size for size in (0, *EXPERT_MAPS) if problem.experts <= size), EXPERT_MAPS[-1]),

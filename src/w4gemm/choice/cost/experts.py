@@ -17,6 +17,7 @@ from collections.abc import Callable
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.problem import GemmProblem
 from w4gemm.kernels import gpu
+from w4gemm.packing.codecs import MMA16, codec_for
 
 Division = Callable[[GemmProblem, int, Callable[[float], float]], float]
 """How rows are divided among experts: gives the microseconds of a launch, from those by its number of m tiles."""
@@ -87,7 +88,8 @@ def of_wide_tiles(problem: GemmProblem, config: GemmConfig) -> float:
 
 def _many_rows_of_floats(problem: GemmProblem) -> bool:
     many = problem.experts > 0 and problem.m > _MANY * problem.experts
-    return many and problem.format.element == "e2m1" and problem.dtype.itemsize == 2
+    codec = codec_for(problem.format, MMA16) if many and problem.dtype.itemsize == 2 else None
+    return codec is not None and codec.uneven_rows
 
 
 @functools.cache

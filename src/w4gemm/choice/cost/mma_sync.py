@@ -74,7 +74,7 @@ def _terms(kernel: Any, v: Any, problem: GemmProblem, config: GemmConfig) -> Ter
     models = constants_for(problem.device).models
     model = models[f"mma_sync/{config.schedule}"]
     found = Terms(**{name: us for name, us in model.items() if name in Terms._fields})
-    slower = 1 + decode_overhead(models["decoding"], kernel.name, problem, v.pairs)
+    slower = 1 + decode_overhead(models["decoding"], kernel.name, v.weight, v.pairs)
     found = found._replace(decode=found.decode * slower)
     if kernel.name != "sm89_fp8_gemm":
         return found

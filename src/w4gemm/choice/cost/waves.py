@@ -249,7 +249,7 @@ def _tile_overhead(facts: Facts, problem: GemmProblem, config: GemmConfig) -> fl
         if variant.scales_on_sums and problem.dtype.itemsize == 2:  # fp8's times are measured so
             found = sums_overhead(model, config.tile_m, variant.batches_per_chunk)
         else:
-            found = decode_overhead(model, facts.kernel.name, problem, variant.pairs)
+            found = decode_overhead(model, facts.kernel.name, variant.weight, variant.pairs)
             found *= min(1, _DECODE_BOUND_TOKENS / config.tile_m)
         facts.decode_overheads[form] = found
     return found

@@ -32,7 +32,8 @@ from cutlass import Float32, Int32, Int64
 
 from w4gemm.kernels.activation_quantize.spec import ADD_RMS, NORMS
 from w4gemm.kernels.device.activation import silu
-from w4gemm.kernels.device.arithmetic import (
+from w4gemm.kernels.device.sums import cta_sum_of_squares
+from w4gemm.ptx.arithmetic import (
     divide,
     floats_to_halves,
     halves_to_floats,
@@ -43,7 +44,7 @@ from w4gemm.kernels.device.arithmetic import (
     to_float,
     warp_maximum,
 )
-from w4gemm.kernels.device.memory import (
+from w4gemm.ptx.memory import (
     copies_wait,
     copy_async_if,
     load_global,
@@ -54,7 +55,6 @@ from w4gemm.kernels.device.memory import (
     store_global,
     store_global_byte,
 )
-from w4gemm.kernels.device.sums import cta_sum_of_squares
 
 _MAGNITUDES = 0x7FFF7FFF
 _LINE = 8  # threads whose columns are the 128 bytes of one prefetch

@@ -19,7 +19,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
-from w4gemm.kernels.device.memory import bulk_copy, load_global_int32x4, load_shared_half, shared_address, store_global
+from w4gemm.ptx.memory import bulk_copy, load_global_int32x4, load_shared_half, shared_address, store_global
 
 _THREADS = 256
 _VECTOR = 8  # columns of a thread's store

@@ -22,10 +22,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, const_expr
 
-from w4gemm.kernels.device.decoders import decoder_of
-from w4gemm.kernels.device.memory import load_global, shared_address, store_global
 from w4gemm.kernels.variant import GpuVariant
 from w4gemm.packing.block import BLOCK_K, BLOCK_N, HALF_K, LANES
+from w4gemm.ptx.memory import load_global, shared_address, store_global
 
 _THREADS = 128
 _CHUNK_BYTES = 128
@@ -38,7 +37,7 @@ class DequantizeKernel:
     def __init__(self, variant: GpuVariant, hopper: bool):
         self.variant = variant
         self.hopper = hopper
-        self.decoder = decoder_of(variant.weight, only_fma=not hopper)
+        self.decoder = variant.weight.decoder(only_fma=not hopper)
         self.k_chunks = BLOCK_K // variant.chunk_k
 
     @cute.jit

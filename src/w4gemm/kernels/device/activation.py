@@ -8,7 +8,7 @@ from __future__ import annotations
 from cutlass import Float32
 
 from w4gemm.core.activation import Activation
-from w4gemm.kernels.device.arithmetic import capped_magnitude, exp2, fma, maximum, minimum, reciprocal, select_near
+from w4gemm.ptx.arithmetic import capped_magnitude, exp2, fma, maximum, minimum, reciprocal, select_near
 
 _LOG2_E = 1.4426950408889634
 # exp(a**2 / 2) * erfc(a / sqrt(2)) / 2 = t * polynomial in t with t = 1 / (1 + 0.3 * a), within 1.5e-7 for a >= 0

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from cutlass import Int32
 
-from w4gemm.kernels.device.memory import load_shared
 from w4gemm.packing.block import LANES, STRIP_N, Block
+from w4gemm.ptx.memory import load_shared
 
 
 @dataclass(frozen=True)

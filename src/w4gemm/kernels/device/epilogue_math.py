@@ -11,8 +11,8 @@ from cutlass import Boolean, Float32, Int32, Int64
 from w4gemm.core.activation import parse
 from w4gemm.core.epilogue import Epilogue, EpilogueOperands
 from w4gemm.kernels.device.activation import activated
-from w4gemm.kernels.device.arithmetic import float_word, fma, pack_half2, to_float
-from w4gemm.kernels.device.memory import load_global, load_global_half, prefetch_global, store_global, store_global_half
+from w4gemm.ptx.arithmetic import float_word, fma, pack_half2, to_float
+from w4gemm.ptx.memory import load_global, load_global_half, prefetch_global, store_global, store_global_half
 
 
 class IndexedScales(NamedTuple):

@@ -17,7 +17,7 @@ from cutlass import Int32, Int64
 from w4gemm.core.epilogue import EpilogueOperands
 from w4gemm.kernels.arguments import ExpertRows
 from w4gemm.kernels.device.epilogue_math import IndexedScales
-from w4gemm.kernels.device.memory import load_int32
+from w4gemm.ptx.memory import load_int32
 
 _NEVER = 0x7FFFFFFF
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-from w4gemm.kernels.device.memory import copy_async_if, load_row_index
+from w4gemm.ptx.memory import copy_async_if, load_row_index
 
 _COPIES_IN_FLIGHT = 4  # copies of a warp whose row indices are shuffled together
 

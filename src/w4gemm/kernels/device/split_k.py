@@ -8,7 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
-from w4gemm.kernels.device.memory import cluster_address, load_shared_cluster, store_shared_f32x4
+from w4gemm.ptx.memory import cluster_address, load_shared_cluster, store_shared_f32x4
 
 
 @dataclass(frozen=True)

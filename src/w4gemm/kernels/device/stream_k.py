@@ -20,7 +20,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from w4gemm.kernels.arguments import StreamWorkspace
-from w4gemm.kernels.device.memory import (
+from w4gemm.ptx.memory import (
     load_acquire,
     load_global_f32x4,
     store_global_f32x4,

@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from w4gemm.kernels.device.arithmetic import fma
+from w4gemm.ptx.arithmetic import fma
 
 
 def warp_sum(value: Float32) -> Float32:

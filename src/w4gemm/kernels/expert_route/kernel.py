@@ -25,7 +25,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-from w4gemm.kernels.device.memory import cluster_address, load_shared_cluster_i32, shared_address
+from w4gemm.ptx.memory import cluster_address, load_shared_cluster_i32, shared_address
 
 THREADS = 1024
 _WARPS = THREADS // 32

@@ -13,8 +13,8 @@ from cutlass import Int32, Int64
 
 from w4gemm.core.activation import Activation
 from w4gemm.kernels.device.activation import activated
-from w4gemm.kernels.device.arithmetic import floats_to_halves, halves_to_floats
-from w4gemm.kernels.device.memory import load_global, store_global
+from w4gemm.ptx.arithmetic import floats_to_halves, halves_to_floats
+from w4gemm.ptx.memory import load_global, store_global
 
 _THREADS = 128
 _VECTOR = 8  # columns of a thread

@@ -19,9 +19,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from w4gemm.kernels.device.arithmetic import divide, floats_to_halves, halves_to_floats, square_root
-from w4gemm.kernels.device.memory import load_global, prefetch_global, store_global
 from w4gemm.kernels.device.sums import cta_sum_of_squares
+from w4gemm.ptx.arithmetic import divide, floats_to_halves, halves_to_floats, square_root
+from w4gemm.ptx.memory import load_global, prefetch_global, store_global
 
 _VECTOR = 8
 _LINE = 8  # threads whose columns are the 128 bytes of one prefetch

@@ -15,8 +15,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
-from w4gemm.kernels.device.arithmetic import floats_to_halves, halves_to_floats, to_float
-from w4gemm.kernels.device.memory import load_global, load_int32, store_global
+from w4gemm.ptx.arithmetic import floats_to_halves, halves_to_floats, to_float
+from w4gemm.ptx.memory import load_global, load_int32, store_global
 
 _THREADS = 128
 _VECTOR = 8  # columns of a thread

@@ -58,9 +58,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from w4gemm.core.epilogue import EpilogueOperands
 from w4gemm.kernels.arguments import Arguments
-from w4gemm.kernels.device.arithmetic import e4m3_to_halves, e5m2_to_halves, fma, mma_sync, to_float
 from w4gemm.kernels.device.block import BlockReader, words_of_step
-from w4gemm.kernels.device.decoders import decoder_of
 from w4gemm.kernels.device.epilogue_math import EpilogueMath, QuadOperands, scaled
 from w4gemm.kernels.device.expert_tiles import (
     ExpertTileMap,
@@ -71,7 +69,13 @@ from w4gemm.kernels.device.expert_tiles import (
     weight_of_expert,
     with_indexed_scales,
 )
-from w4gemm.kernels.device.memory import (
+from w4gemm.kernels.device.pipeline import PipelineState
+from w4gemm.kernels.device.scheduler import stream_share, stream_tile, tile_coordinates
+from w4gemm.kernels.device.stream_k import StreamSum, WarpgroupThread
+from w4gemm.kernels.sm80_mixed_gemm.variant import Variant
+from w4gemm.packing.block import BLOCK_K, HALF_K
+from w4gemm.ptx.arithmetic import e4m3_to_halves, e5m2_to_halves, fma, mma_sync, to_float
+from w4gemm.ptx.memory import (
     copy_async,
     load_global,
     load_matrix,
@@ -79,11 +83,6 @@ from w4gemm.kernels.device.memory import (
     shared_address,
     store_shared_f32,
 )
-from w4gemm.kernels.device.pipeline import PipelineState
-from w4gemm.kernels.device.scheduler import stream_share, stream_tile, tile_coordinates
-from w4gemm.kernels.device.stream_k import StreamSum, WarpgroupThread
-from w4gemm.kernels.sm80_mixed_gemm.variant import Variant
-from w4gemm.packing.block import BLOCK_K, HALF_K
 
 _TOKENS_PER_BAND = 1024  # of the tile order: x and weights then take about equal room in L2
 _QUADS_TOGETHER = 4  # per thread, whose biases and residuals are loaded before the first is stored
@@ -139,7 +138,7 @@ class Sm80MixedGemmKernel:
     def __init__(self, variant: Variant):
         self.variant = variant
         config = variant.config
-        self.decoder = decoder_of(variant.weight, only_fma=True, allow_sum_scale=True)
+        self.decoder = variant.weight.decoder(only_fma=True, allow_sum_scale=True)
         kinds, scales = (variant.bias_kind, variant.out_kind), (variant.channel_scales, self.decoder.sum_scale)
         self.epilogue_math = EpilogueMath(variant.epilogue, *kinds, variant.vector, *scales)
         self.expert_tile_map = ExpertTileMap(config.tile_m)

@@ -94,7 +94,7 @@ class Sm80MixedGemm(GpuKernel):
         Rule(
             "gathered rows and wide scales",
             "indices of rows take registers: beside 128 sums a thread, weights formed in float32 would spill",
-            lambda v: v.gathered and v.weight.formed_in_float32 and v.accumulators >= 128,
+            lambda v: v.gathered and v.weight.codec.in_float32 and v.accumulators >= 128,
         ),
     )
     least = (8, 0)

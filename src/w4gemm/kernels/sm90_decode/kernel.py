@@ -46,10 +46,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from w4gemm.core.epilogue import EpilogueOperands
 from w4gemm.kernels.arguments import Arguments
-from w4gemm.kernels.device.arithmetic import mma_sync
 from w4gemm.kernels.device.block import BlockReader, words_of_step
-from w4gemm.kernels.device.decode_pairs import own_pairs
-from w4gemm.kernels.device.decoders import decoder_of
 from w4gemm.kernels.device.epilogue_math import EpilogueMath, QuadOperands, scaled
 from w4gemm.kernels.device.expert_tiles import (
     ExpertTileMap,
@@ -60,7 +57,14 @@ from w4gemm.kernels.device.expert_tiles import (
     weight_of_expert,
 )
 from w4gemm.kernels.device.launch import memory_of_launch
-from w4gemm.kernels.device.memory import (
+from w4gemm.kernels.device.pipeline import PipelineState
+from w4gemm.kernels.device.row_gather import RowGather
+from w4gemm.kernels.device.scheduler import tile_coordinates
+from w4gemm.kernels.sm90_decode.variant import ReductionRound, Variant
+from w4gemm.packing.block import BLOCK_N, Copy
+from w4gemm.packing.codecs.pairs_decode import own_pairs
+from w4gemm.ptx.arithmetic import mma_sync
+from w4gemm.ptx.memory import (
     bulk_copy,
     cluster_address,
     load_matrix,
@@ -69,11 +73,6 @@ from w4gemm.kernels.device.memory import (
     store_shared_f32,
     store_shared_f32x4,
 )
-from w4gemm.kernels.device.pipeline import PipelineState
-from w4gemm.kernels.device.row_gather import RowGather
-from w4gemm.kernels.device.scheduler import tile_coordinates
-from w4gemm.kernels.sm90_decode.variant import ReductionRound, Variant
-from w4gemm.packing.block import BLOCK_N, Copy
 
 _DTYPES = {"f16": cutlass.Float16, "bf16": cutlass.BFloat16}
 _ONES = {"f16": 0x3C003C00, "bf16": 0x3F803F80}
@@ -150,7 +149,7 @@ class Sm90DecodeKernel:
     def __init__(self, variant: Variant):
         self.variant = variant
         self.dtype = _DTYPES[variant.kind]
-        self.decoder = decoder_of(variant.weight, allow_sum_scale=True, pairs=variant.pairs)
+        self.decoder = variant.weight.decoder(allow_sum_scale=True, pairs=variant.pairs)
         self.reader = BlockReader(variant.stage_block)
         self.expert_tile_map = ExpertTileMap(variant.config.tile_m)
         self.row_gather = RowGather(variant.config.tile_m, 2, variant.itemsize, warps=1)

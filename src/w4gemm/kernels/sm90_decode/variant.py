@@ -10,7 +10,7 @@ from w4gemm.core.config import GemmConfig
 from w4gemm.core.problem import GemmProblem
 from w4gemm.kernels.variant import HOPPER_SHARED_MEMORY, GpuVariant, shared_memory_of_each
 from w4gemm.packing.block import BLOCK_N, STRIP_N, Block
-from w4gemm.packing.codecs.pairs import Pairs
+from w4gemm.packing.codecs import Pairs
 
 _BARRIERS_AND_ALIGNMENT = 1536
 _PAD = 4  # floats between token rows of the reduction buffer, so that a warp's stores fall into different banks
@@ -124,8 +124,8 @@ class Variant(GpuVariant):
 
     @property
     def pairs(self) -> Pairs | None:
-        """Codebooks have a table of numbers without scales, because scales multiply sums."""
-        return Pairs.HALVES if self.weight.is_codebook else None
+        """The table of numbers without scales, because scales multiply sums."""
+        return self.weight.codec.pairs(self.weight, on_sums=True)
 
     @property
     def early_stages(self) -> int:

@@ -92,18 +92,17 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from w4gemm.kernels.arguments import Arguments
-from w4gemm.kernels.device.decoders import decoder_of
 from w4gemm.kernels.device.epilogue_math import EpilogueMath
 from w4gemm.kernels.device.epilogue_store import EpilogueStore, TmaStore
 from w4gemm.kernels.device.expert_tiles import ExpertTiles, max_m_tiles, with_indexed_scales
 from w4gemm.kernels.device.launch import memory_of_launch
-from w4gemm.kernels.device.memory import shared_address
 from w4gemm.kernels.sm90_mixed_gemm.roles.consumer import Consumer, ConsumerMemory, Output
 from w4gemm.kernels.sm90_mixed_gemm.roles.mainloop import Mainloop
 from w4gemm.kernels.sm90_mixed_gemm.roles.pipeline import Pipeline, ScaleSource, XSource
 from w4gemm.kernels.sm90_mixed_gemm.roles.producer import Inputs, Producer, WeightSource
 from w4gemm.kernels.sm90_mixed_gemm.roles.tile_scheduler import SchedulerParams, TileScheduler
 from w4gemm.kernels.sm90_mixed_gemm.variant import Variant
+from w4gemm.ptx.memory import shared_address
 
 _DTYPES = {
     "f16": cutlass.Float16,
@@ -130,7 +129,7 @@ class Sm90MixedGemmKernel:
         self.variant = variant
         self.dtype = _DTYPES[variant.kind]
         pairs, on_sums = variant.pairs, variant.scales_on_sums
-        decoder = decoder_of(variant.weight, allow_sum_scale=True, pairs=pairs, on_sums=on_sums)
+        decoder = variant.weight.decoder(allow_sum_scale=True, pairs=pairs, on_sums=on_sums)
         kinds = variant.bias_kind, variant.out_kind
         math = EpilogueMath(variant.epilogue, *kinds, variant.vector, variant.channel_scales, decoder.sum_scale)
         epilogue = EpilogueStore(

@@ -16,6 +16,10 @@ _CLUSTER_SPLIT_K = ((1, 1, 1), (1, 2, 1), (1, 1, 2), (2, 1, 1), (2, 2, 1))
 """(cluster_m, cluster_n, split_k)."""
 
 
+_REGISTERS_OF_FLOATS, _REGISTERS_OF_TABLES = 4, 16
+"""From so many registers of a codec on, rules exclude some configs: 4-bit floats, and codebooks."""
+
+
 class Beside(NamedTuple):
     """The other sizes of a config beside tile_m, of one that has no cluster but for split_k."""
 
@@ -241,7 +245,7 @@ SPACE = Space(
             "the bits of a word and tables take registers: a residual in rows that are no multiple of 16 bytes would "
             "spill in pingpong of 128 tokens and streams of 256; beside experts' rows any would in pingpong of 256",
             lambda v: (
-                (v.weight.codec.element == "e2m1" or v.weight.is_codebook)
+                v.weight.codec.registers >= _REGISTERS_OF_FLOATS
                 and v.epilogue.residual
                 and (
                     (not v.vector and (v.config.tile_m, v.config.schedule) in ((128, "pingpong"), (256, "stream")))
@@ -257,7 +261,7 @@ SPACE = Space(
             "long slices",
             lambda v: (
                 v.grouped
-                and v.weight.is_codebook
+                and v.weight.codec.registers >= _REGISTERS_OF_TABLES
                 and (
                     (v.config.schedule == "pingpong" and v.config.tile_m > 128)
                     or (v.block.scale_bits == 32 and v.config.schedule == "pingpong" and v.config.tile_n == 128)
@@ -272,7 +276,7 @@ SPACE = Space(
             "64 tokens of four warpgroups with split_k, and 192 tokens of three; beside float32 scales and zero points "
             "for each 32 columns 192 tokens, and long slices of gathered rows",
             lambda v: (
-                v.weight.formed_in_float32
+                v.weight.codec.in_float32
                 and (
                     (v.config.tile_m, v.config.schedule) == (128, "pingpong")
                     or (v.config.tile_m, v.config.tile_n) == (192, 192)

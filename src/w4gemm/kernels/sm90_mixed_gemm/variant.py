@@ -10,7 +10,7 @@ from w4gemm.kernels.device.staging import FLOAT32_BYTES, TOKEN_BYTES
 from w4gemm.kernels.sm90_mixed_gemm.warps import WarpsVariant
 from w4gemm.kernels.variant import HOPPER_SHARED_MEMORY, shared_memory_of_each
 from w4gemm.packing.block import BLOCK_K, BLOCK_N
-from w4gemm.packing.codecs.pairs import Pairs
+from w4gemm.packing.codecs import Pairs
 
 ONE_GROUP = 2 * BLOCK_N
 """Bytes of the scales of a block with a single group, of 16 bits, and no zero points."""
@@ -23,10 +23,8 @@ _OTHER_REGISTERS = 77
 """Registers besides the accumulators: fragments, packed words, addresses."""
 _WANTED_STAGES = 3
 """With two, nothing is loaded while one is multiplied and the other decoded."""
-_FEW_TOKENS = 64
-"""The largest tile_m of which decoding decides the time."""
-_FEW_TOKENS_OF_CODEBOOKS = 96
-"""The same where a table holds numbers of 16 bits."""
+_TOKENS_OF_PAIRS = {Pairs.HALVES: 96, Pairs.FLOATS: 64}
+"""The largest tile_m of which decoding decides the time, by what a table holds."""
 _SMALL_X, _SMALL_WEIGHTS = 8 * 1024, 19 * 1024
 """Bytes of a stage's x and of its weights: up to one of them, two stages are requested early."""
 _MOST_TOKENS_OF_SUMS = {1: 96, 2: 64}
@@ -49,7 +47,7 @@ class Variant(WarpsVariant):
 
     @property
     def scales_on_sums(self) -> bool:
-        """True too for codebooks with scales of another dtype than x, of few tokens: a sum takes an fma, where a weight
+        """True too for few tokens of codebooks with scales of another dtype than x: a sum takes an fma, where a weight
         would take a product in float32 and its part of a conversion.
 
         Not in more than three ranges of tokens: small instructions of the tensor cores cost more than that saves (H200,
@@ -57,7 +55,7 @@ class Variant(WarpsVariant):
         """
         if super().scales_on_sums:
             return True
-        if not self.weight.is_codebook or self.weight.scale == self.kind:
+        if not self.weight.codec.may_scale_sums(self.weight):
             return False
         if self.half_block_stages or self.config.tile_m > _MOST_TOKENS_OF_SUMS.get(self._groups_of_chunk, 0):
             return False
@@ -151,15 +149,10 @@ class Variant(WarpsVariant):
 
     @property
     def pairs(self) -> Pairs | None:
-        """The table of codebooks, and of other weights that are formed in float32. One of 16-bit numbers pays off if
-        tile_m is at most 96, one of float32 numbers up to 64, where decoding decides the time. With more tokens the
-        tensor cores do, and a table would take the memory of a stage."""
-        halves = self.weight.is_codebook and (self.weight.scale == self.kind or self.scales_on_sums)
-        if halves and self.config.tile_m <= _FEW_TOKENS_OF_CODEBOOKS:
-            return Pairs.HALVES
-        if self.config.tile_m > _FEW_TOKENS:
-            return None
-        return Pairs.FLOATS if self.weight.is_codebook or self.weight.formed_in_float32 else None
+        """The table of codebooks, and of other weights that are formed in float32, where decoding decides the time.
+        With more tokens the tensor cores do, and a table would take the memory of a stage."""
+        pairs = self.weight.codec.pairs(self.weight, self.scales_on_sums)
+        return pairs if pairs is not None and self.config.tile_m <= _TOKENS_OF_PAIRS[pairs] else None
 
     # --- epilogue
 

@@ -28,8 +28,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
-from w4gemm.kernels.device.arithmetic import divide, exp2, fma, maximum, pack_half2, to_float
-from w4gemm.kernels.device.memory import (
+from w4gemm.ptx.arithmetic import divide, exp2, fma, maximum, pack_half2, to_float
+from w4gemm.ptx.memory import (
     cluster_address,
     load_global,
     load_shared_cluster_f32,

@@ -1,9 +1,28 @@
-"""How the codes and scales of an element lie in a packed block: :class:`Codec`."""
+"""How the codes and scales of an element lie in a packed block, and what decodes them: :class:`Codec`.
+
+A codec is all that the library knows of an element in blocks. A file beside it has the device's half, a decoder, which
+turns code words into the registers of operand A; it needs the DSL, so :meth:`Codec.decoder` imports it. What a kernel
+calls:
+
+    all                   ``prepare(words, table, field)`` once per scale group: the scale words, and what ``decode``
+                          needs of rows g and g + 8. ``decode(words, prepared)``: the fragment registers of one matrix
+                          instruction, in the order row g, row g + 8, and both again further along k; its code words are
+                          those of kernels/device/block.py's ``words_of_step``. ``sum_scale``: what a decoded 1.0 stands
+                          for; the epilogue multiplies the sums by it, so without allow_sum_scale it must be 1
+    sm90_decode           if ``separate_scales``, it multiplies numbers without scales: ``offsets(words, table)``,
+                          ``decode_exact(words, offsets)``, ``scales_and_zeros(words, field)``, ``exact_scale``
+    scales on sums        ``scales(words)``: float32 factors of the sums of rows g and g + 8
+    a table               ``fill_table(table, thread, threads)``, before a barrier
+
+For 16-bit x, a subclass of ``Decoder`` (int4_decode.py) has all of this, and may override only ``decode_exact`` if its
+numbers are multiplied by a scale of 16 bits.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from enum import Enum
+from typing import Any, NamedTuple
 
 import torch
 
@@ -71,11 +90,72 @@ class Bits(NamedTuple):
     """Index of the word."""
 
 
+PAIR_ROW_BYTES = 128
+"""Bytes of a row of a table of pairs: one word for each lane, or two for each of sixteen."""
+PAIR_TABLE_BYTES = 256 * PAIR_ROW_BYTES
+"""Bytes of such a table: a row for each byte of a code word, which is two codes."""
+
+
+class Pairs(Enum):
+    """Form of two numbers in a table in shared memory by which two codes are decoded at a time, see pairs_decode.py."""
+
+    HALVES = "halves"
+    """Their numbers in the dtype of x, in the halves of a word."""
+    FLOATS = "floats"
+    """Their numbers in float32, in two words."""
+
+
+class Decoding(NamedTuple):
+    """What a kernel says of its decoding."""
+
+    only_fma: bool = False
+    """True for GPUs before SM90, which have no other arithmetic on pairs of bf16."""
+    allow_sum_scale: bool = False
+    """True if the kernel multiplies its sums by the decoder's ``sum_scale``, which may then be other than 1."""
+    pairs: Pairs | None = None
+    """What the kernel's table in shared memory holds, if it decodes pairs of codes by one."""
+    on_sums: bool = False
+    """True if the kernel applies scales to sums though the codec does not ask for it."""
+
+
+@dataclass(frozen=True)
+class WeightOperand:
+    """The facts of a weight's format that a kernel is compiled for: part of its compile key.
+
+    Args:
+        codec: how codes and scales lie.
+        kind: dtype of x, "f16", "bf16" or "e4m3", which is also what is decoded to, unless the codec says otherwise.
+        scale: what a decoder takes the stored scales for, "f16", "bf16", "f32", "e4m3", "e8m0" or "u8".
+        zero: "none", "int" or "float".
+        block: sizes and offsets of one packed block.
+        channels: True if a float32 factor for each output channel multiplies the sums.
+    """
+
+    codec: Codec
+    kind: str
+    scale: str
+    zero: str
+    block: Block
+    channels: bool = False
+
+    @property
+    def decoded(self) -> str:
+        """Kind of number that codes are decoded to."""
+        return self.codec.decoded or self.kind
+
+    @property
+    def mixed(self) -> bool:
+        """True if scales have another dtype than x."""
+        return self.kind != self.scale
+
+    def decoder(self, **decoding: Any) -> Any:
+        """The decoder for a kernel, of which ``decoding`` are the fields of :class:`Decoding`."""
+        return self.codec.decoder(self, Decoding(**decoding))
+
+
 @dataclass(frozen=True, repr=False)
 class Codec:
     """How the numbers of some formats lie in packed blocks, for operand A of one kind of matrix instruction.
-
-    The decoder is the device's half: :mod:`w4gemm.kernels.device.decoders` has one for each codec.
 
     Args:
         name: unique; part of a compiled kernel's key.
@@ -90,6 +170,9 @@ class Codec:
         table_row_bytes: bytes of such a row.
         scales_on_sums: True if the decoded numbers are without their scale, which multiplies the sums of each group.
         decoded: what codes are decoded to, "e5m2", if that is not the dtype of x.
+        registers: registers that the instructions of a step take beside its code words and fragments.
+        in_float32: True if a weight is computed in float32, because scales have 32 bits or two levels.
+        uneven_rows: True if many uneven rows of experts were seen to take longer than their tiles say.
     """
 
     name: str
@@ -106,6 +189,9 @@ class Codec:
     table_row_bytes: int = 0
     scales_on_sums: bool = False
     decoded: str = ""
+    registers: int = 0
+    in_float32: bool = False
+    uneven_rows: bool = False
 
     def __repr__(self) -> str:
         return self.name
@@ -113,6 +199,10 @@ class Codec:
     def holds(self, format: WeightFormat) -> bool:
         """True if the codec can hold the format."""
         return format.element == self.element and format.scale in self.scales and format.zero in self.zeros
+
+    def refusal(self, format: WeightFormat) -> str:
+        """Why the codec cannot hold a format of its element; the empty string if its scales and zero points say all."""
+        return ""
 
     def block(self, format: WeightFormat) -> Block:
         """The geometry of the format's blocks."""
@@ -122,6 +212,32 @@ class Codec:
     def table_bytes(self) -> int:
         """Bytes of the decoder's table in shared memory."""
         return self.table_row_bytes * self.table_rows
+
+    # --- decoding
+
+    def decoder(self, weight: WeightOperand, decoding: Decoding) -> Any:
+        """The device's half. weight: an operand of this codec."""
+        raise NotImplementedError(f"{self.name} has no decoder")
+
+    def pairs(self, weight: WeightOperand, on_sums: bool) -> Pairs | None:
+        """Form of the table by which the decoder takes two codes at a time; None without one. on_sums: True if scales
+        multiply sums."""
+        return None
+
+    def may_scale_sums(self, weight: WeightOperand) -> bool:
+        """True if for few tokens a kernel had better apply scales to sums, though the decoder can do it."""
+        return False
+
+    def costs(self, weight: WeightOperand, pairs: Pairs | None, few: bool) -> tuple[str, ...]:
+        """Names of the cost model's constants whose sum is by which part decoding takes longer than that of int4 with
+        scales of x's dtype, bf16. pairs: the table, if there is one. few: True for sm90_decode."""
+        if few or weight.kind == "e4m3":
+            return ()
+        if weight.kind == "f16":
+            return ("half_other_scales" if weight.mixed else "half",)
+        if weight.mixed:
+            return ("other_scales",)
+        return ("integer_zeros",) if weight.zero == "int" else ()
 
     # --- codes
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from w4gemm.core.elements import element_named
 from w4gemm.core.formats import WeightFormat
 from w4gemm.packing.block import Block
-from w4gemm.packing.codecs.base import MMA16, Bits, Codec
+from w4gemm.packing.codecs.base import MMA16, Bits, Codec, Decoding, Pairs, WeightOperand
 
 _NEIGHBOURS = tuple(Bits(p, 15, 4 * (2 * (p % 4) + p // 4)) for p in range(8))
 
@@ -32,6 +33,28 @@ class CodebookCodec(Codec):
         element = element_named(self.element)
         assert element is not None
         return tuple(element.values[self.stored.index(stored)] for stored in range(16))
+
+    def pairs(self, weight: WeightOperand, on_sums: bool) -> Pairs | None:
+        return Pairs.HALVES if on_sums or not weight.mixed else Pairs.FLOATS
+
+    def may_scale_sums(self, weight: WeightOperand) -> bool:
+        return weight.mixed
+
+    def decoder(self, weight: WeightOperand, decoding: Decoding) -> Any:
+        from w4gemm.packing.codecs.codebook_decode import CodebookDecoder, IntegerDecoder
+        from w4gemm.packing.codecs.pairs_decode import BarePairDecoder, PairDecoder
+
+        form, values = (weight.kind, weight.scale, weight.zero), self.values
+        if decoding.pairs is not None:
+            return (BarePairDecoder if decoding.on_sums else PairDecoder)(*form, values=values, pairs=decoding.pairs)
+        if are_bytes(values):
+            return IntegerDecoder(*form, decoding.only_fma, values, decoding.allow_sum_scale)
+        return CodebookDecoder(*form, decoding.only_fma, values)
+
+    def costs(self, weight: WeightOperand, pairs: Pairs | None, few: bool) -> tuple[str, ...]:
+        if pairs is not None:
+            return (f"{pairs.value}_few" if few else pairs.value,)
+        return () if few else ("codebook", *super().costs(weight, pairs, few))
 
     def block(self, format: WeightFormat) -> Block:
         return Block.of(format, 8 * format.scale_dtype.itemsize)
@@ -94,7 +117,8 @@ def codebook_codec(element: str) -> CodebookCodec:
     found = element_named(element)
     assert found is not None
     scales = ("bf16", "fp16", "fp32")
-    return CodebookCodec(f"{element}_mma16", MMA16, element, scales, ("none",), _indices(found.values), _NEIGHBOURS)
+    facts = f"{element}_mma16", MMA16, element, scales, ("none",), _indices(found.values), _NEIGHBOURS
+    return CodebookCodec(*facts, registers=17)
 
 
 def codec_of_codebook(format: WeightFormat) -> Codec | None:

@@ -11,10 +11,8 @@ from cutlass.cute.nvgpu import warpgroup
 
 from w4gemm.core.epilogue import EpilogueOperands
 from w4gemm.kernels.arguments import StreamWorkspace
-from w4gemm.kernels.device.decode_pairs import own_pairs
 from w4gemm.kernels.device.epilogue_store import EpilogueStore, LoadedOperands, OutputCoord, Staging, TmaStore
 from w4gemm.kernels.device.expert_tiles import ExpertTiles, first_rows, operands_of_expert, operands_until
-from w4gemm.kernels.device.memory import load_shared_cluster, shared_address, store_shared_f32x4
 from w4gemm.kernels.device.pipeline import PipelineState
 from w4gemm.kernels.device.scheduler import TileCoord
 from w4gemm.kernels.device.split_k import Reduction
@@ -25,6 +23,8 @@ from w4gemm.kernels.sm90_mixed_gemm.roles.stream_flags import StreamFlags
 from w4gemm.kernels.sm90_mixed_gemm.roles.tile_scheduler import SchedulerParams, TileScheduler
 from w4gemm.kernels.sm90_mixed_gemm.roles.weight_fragments import ConsumerCoord
 from w4gemm.kernels.sm90_mixed_gemm.variant import Variant
+from w4gemm.packing.codecs.pairs_decode import own_pairs
+from w4gemm.ptx.memory import load_shared_cluster, shared_address, store_shared_f32x4
 
 _CONSUMER_BARRIER = 1
 _EPILOGUE_BARRIER = 2  # named barriers from here on, one per consumer warpgroup

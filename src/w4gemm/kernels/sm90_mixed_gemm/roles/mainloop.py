@@ -9,13 +9,13 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
-from w4gemm.kernels.device.arithmetic import fma, to_float
-from w4gemm.kernels.device.memory import fence_proxy_async, load_shared
 from w4gemm.kernels.device.pipeline import PipelineState
 from w4gemm.kernels.sm90_mixed_gemm.roles.pipeline import Pipeline
 from w4gemm.kernels.sm90_mixed_gemm.roles.tile_scheduler import TileScheduler
 from w4gemm.kernels.sm90_mixed_gemm.roles.weight_fragments import ConsumerCoord, WeightFragments
 from w4gemm.kernels.sm90_mixed_gemm.variant import Variant
+from w4gemm.ptx.arithmetic import fma, to_float
+from w4gemm.ptx.memory import fence_proxy_async, load_shared
 
 
 class StageState(NamedTuple):

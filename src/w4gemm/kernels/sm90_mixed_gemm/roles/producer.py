@@ -10,13 +10,13 @@ from cutlass import Float32, Int16, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from w4gemm.kernels.device.expert_tiles import ExpertTiles, TileRows, weight_of_expert
-from w4gemm.kernels.device.memory import bulk_copy, bulk_copy_multicast, bulk_prefetch, copies_wait, shared_address
 from w4gemm.kernels.device.pipeline import PipelineState
 from w4gemm.kernels.device.row_gather import RowGather
 from w4gemm.kernels.device.scheduler import tile_coordinates
 from w4gemm.kernels.sm90_mixed_gemm.roles.pipeline import Pipeline, ScaleSource, XSource
 from w4gemm.kernels.sm90_mixed_gemm.roles.tile_scheduler import ClusterCoord, SchedulerParams, TileScheduler, WorkTile
 from w4gemm.kernels.sm90_mixed_gemm.variant import Variant
+from w4gemm.ptx.memory import bulk_copy, bulk_copy_multicast, bulk_prefetch, copies_wait, shared_address
 
 _PREFETCHED_STAGES = 2  # stages of an expert's weights, into L2, before the experts' rows may be read
 

@@ -7,9 +7,9 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from w4gemm.kernels.arguments import StreamWorkspace
-from w4gemm.kernels.device.memory import barrier_of_roles
 from w4gemm.kernels.device.stream_k import StreamSum
 from w4gemm.kernels.sm90_mixed_gemm.roles.tile_scheduler import SchedulerParams, TileScheduler
+from w4gemm.ptx.memory import barrier_of_roles
 
 _STORED_BARRIER = 8  # and 9: named barriers of a warpgroup and its warp here
 _READY_BARRIER = 10  # and 11

@@ -16,6 +16,7 @@ Scales of two levels are bytes, times fp16 factors. A byte below the exponent of
 fma makes (2**23 + byte) * factor - 2**23 * factor: exact, since a product has 19 significant bits.
 """
 
+# mypy: ignore-errors
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -23,9 +24,9 @@ from typing import NamedTuple
 
 from cutlass import Float32, Int32
 
-from w4gemm.kernels.device.arithmetic import fma, half_to_float, hidden_constant, pack_half2, to_float
-from w4gemm.kernels.device.asm import asm
-from w4gemm.kernels.device.decode import Decoder, codes_of, fma_pair, pair
+from w4gemm.packing.codecs.int4_decode import Decoder, codes_of, fma_pair, pair
+from w4gemm.ptx.arithmetic import fma, half_to_float, hidden_constant, pack_half2, to_float
+from w4gemm.ptx.asm import asm
 
 _SCALE_DOWN = 2.0**-48
 """Factor of decoded weights."""

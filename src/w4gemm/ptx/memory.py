@@ -12,7 +12,7 @@ from typing import Any
 from cutlass import Boolean, Float32, Int16, Int32, Int64
 from cutlass._mlir.dialects import nvvm
 
-from w4gemm.kernels.device.asm import asm
+from w4gemm.ptx.asm import asm
 
 # --- shared memory
 

@@ -8,6 +8,7 @@ In fp16 four bits further up are 1024 + 16 * u, which one fma turns into u - z, 
 One code word (packing/codecs/int4.py) becomes four registers: rows g, g + 8, g, g + 8 of the fragment.
 """
 
+# mypy: ignore-errors
 from __future__ import annotations
 
 import struct
@@ -16,8 +17,8 @@ from typing import NamedTuple
 
 from cutlass import Float32, Int32
 
-from w4gemm.kernels.device.arithmetic import broadcast_half, half_to_float, pack_half2
-from w4gemm.kernels.device.asm import asm
+from w4gemm.ptx.arithmetic import broadcast_half, half_to_float, pack_half2
+from w4gemm.ptx.asm import asm
 
 _BIAS = {"f16": 1024.0, "bf16": 128.0}
 _SUBNORMAL, _SCALE_UP = 2.0**-133, 2.0**100  # the smallest bf16, and what scales are multiplied by beside it

@@ -16,6 +16,7 @@ one fma is the weight: 128 s is exact. In fp16 a byte beside the exponent of 102
 another dtype the product is formed in float32 and rounded once; there a byte at bits 16 to 23 is the same subnormal.
 """
 
+# mypy: ignore-errors
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -24,10 +25,10 @@ from typing import Any
 
 from cutlass import Float32, Int32
 
-from w4gemm.kernels.device.arithmetic import fma, half_to_float, hidden_constant, pack_half2, repeat_half, to_float
-from w4gemm.kernels.device.asm import asm
-from w4gemm.kernels.device.decode import Decoder, fma_pair, pair
 from w4gemm.packing.codecs.codebook import bits_in, found_by_sum
+from w4gemm.packing.codecs.int4_decode import Decoder, fma_pair, pair
+from w4gemm.ptx.arithmetic import fma, half_to_float, hidden_constant, pack_half2, repeat_half, to_float
+from w4gemm.ptx.asm import asm
 
 _CHOOSE = 0xCA  # of lop3: the second operand where the first one's bit is set, else the third
 _JOIN = (0x5140, 0x7362)  # of prmt: two numbers, from the low and the high bytes of four
@@ -77,7 +78,7 @@ class CodebookDecoder(Decoder):
 
 @dataclass(frozen=True)
 class IntegerDecoder(CodebookDecoder):
-    """The same for integers of one byte. allow_sum_scale: see :func:`w4gemm.kernels.device.decoders.decoder_of`."""
+    """The same for integers of one byte. allow_sum_scale: see :class:`w4gemm.packing.codecs.base.Decoding`."""
 
     allow_sum_scale: bool = False
 

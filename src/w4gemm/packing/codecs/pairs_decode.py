@@ -1,8 +1,8 @@
 """From packed codes to 16-bit elements by a table in shared memory, two codes at a time.
 
 A byte of a code word is two codes, and the table has a row for each of the 256 bytes: so eight weights take four
-addresses and four loads, where codebooks take 17 to 23 instructions on registers (device/decode_codebook.py), and codes
-that meet float32 scales 11 (device/decode_wide.py). A row has 128 bytes: a copy for every lane, so that no two lanes
+addresses and four loads, where codebooks take 17 to 23 instructions on registers (codebook_decode.py), and codes
+that meet float32 scales 11 (int4_decode_wide.py). A row has 128 bytes: a copy for every lane, so that no two lanes
 want different words of a bank. A dot product of the code word with one byte, 128, is the address of the lane's copy.
 
     halves   both numbers of a codebook in the dtype of x, which is a fragment register: its codes are neighbours
@@ -10,6 +10,7 @@ want different words of a bank. A dot product of the code word with one byte, 12
              words serves sixteen lanes at a time, so sixteen copies are enough, and the table is as large
 """
 
+# mypy: ignore-errors
 from __future__ import annotations
 
 from abc import abstractmethod
@@ -20,12 +21,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from w4gemm.kernels.device.arithmetic import float_word, fma, half_to_float, pack_half2, to_float
-from w4gemm.kernels.device.asm import asm
-from w4gemm.kernels.device.decode_codebook import CodebookDecoder
-from w4gemm.kernels.device.decode_wide import TwoLevelDecoder, WideDecoder
-from w4gemm.kernels.device.memory import load_shared, store_shared
-from w4gemm.packing.codecs.pairs import ROW_BYTES, Pairs
+from w4gemm.packing.codecs.base import PAIR_ROW_BYTES, Pairs
+from w4gemm.packing.codecs.codebook_decode import CodebookDecoder
+from w4gemm.packing.codecs.int4_decode_wide import TwoLevelDecoder, WideDecoder
+from w4gemm.ptx.arithmetic import float_word, fma, half_to_float, pack_half2, to_float
+from w4gemm.ptx.asm import asm
+from w4gemm.ptx.memory import load_shared, store_shared
 
 _BYTES = 4  # of a code word
 
@@ -38,12 +39,12 @@ class PairTable:
         """All rows, by whole warps; a barrier must follow."""
         lane = thread % 32
         for index in cutlass.range(thread // 32, 256 // _BYTES, threads // 32, unroll=4):
-            address = table + index * (_BYTES * ROW_BYTES) + lane * 4
+            address = table + index * (_BYTES * PAIR_ROW_BYTES) + lane * 4
             for byte, (even, odd) in enumerate(self.rows(index)):
                 word = even
                 if lane % 2 == 1:
                     word = odd
-                store_shared(address + byte * ROW_BYTES, word)
+                store_shared(address + byte * PAIR_ROW_BYTES, word)
 
     @abstractmethod
     def rows(self, index: Int32) -> list[tuple[Int32, Int32]]:
@@ -144,4 +145,4 @@ def own_pairs(table: Int32, thread: Int32, pairs: Pairs) -> Int32:
 
 def _row(word: Int32, byte: int, table: Int32) -> Int32:
     """Address of the row that a byte of a word says."""
-    return asm(f"dp4a.u32.u32 $0, $1, {ROW_BYTES << 8 * byte:#x}, $2;", [Int32], [word, table], pure=True)[0]
+    return asm(f"dp4a.u32.u32 $0, $1, {PAIR_ROW_BYTES << 8 * byte:#x}, $2;", [Int32], [word, table], pure=True)[0]

@@ -1,11 +1,12 @@
 """From packed e2m1 codes to e5m2 elements of a matrix instruction's operand A, in registers.
 
 The eight magnitudes times a power of two are a row of a table in shared memory, one row for each number of binades that
-a group's scale lies below the largest one of its row of the weight (packing/codecs/e2m1_mma8.py). prmt picks four of
-the eight bytes by the codes' low three bits, and the signs are put beside them: seven instructions for eight weights.
+a group's scale lies below the largest one of its row of the weight (e2m1.py). prmt picks four of the
+eight bytes by the codes' low three bits, and the signs are put beside them: seven instructions for eight weights.
 One dot product makes the address of a table's row of one byte of a scale word.
 """
 
+# mypy: ignore-errors
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -15,10 +16,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from w4gemm.kernels.device.arithmetic import pack_e5m2, to_float
-from w4gemm.kernels.device.asm import asm
-from w4gemm.kernels.device.memory import load_shared, store_shared
-from w4gemm.packing.codecs.e2m1_mma8 import LARGEST_EXPONENT
+from w4gemm.packing.codecs.e2m1 import LARGEST_EXPONENT
+from w4gemm.ptx.arithmetic import pack_e5m2, to_float
+from w4gemm.ptx.asm import asm
+from w4gemm.ptx.memory import load_shared, store_shared
 
 _ROWS, _ROW_BYTES = 256, 8
 _LARGEST = 127 + LARGEST_EXPONENT  # exponent field of the float32 that the first row's numbers are multiplied by

@@ -15,6 +15,7 @@ the products.
 One code word (packing/codecs/int4.py) becomes two registers: columns 0 .. 3 and 16 .. 19 of a lane's row.
 """
 
+# mypy: ignore-errors
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -24,9 +25,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from w4gemm.kernels.device.arithmetic import half_to_float, pack_e4m3
-from w4gemm.kernels.device.asm import asm
-from w4gemm.kernels.device.memory import load_shared, store_shared
+from w4gemm.ptx.arithmetic import half_to_float, pack_e4m3
+from w4gemm.ptx.asm import asm
+from w4gemm.ptx.memory import load_shared, store_shared
 
 _SUM_SCALE = 256.0
 """Factor from sums of bytes to sums of u - z."""

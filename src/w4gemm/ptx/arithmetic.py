@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from cutlass import Float32, Int32
 
-from w4gemm.kernels.device.asm import asm
+from w4gemm.ptx.asm import asm
 
 # --- float32
 

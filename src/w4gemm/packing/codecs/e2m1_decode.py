@@ -2,7 +2,7 @@
 
 Sign, exponent and mantissa of a code at bits 15, 8, 7 and 6 of a bf16 are its number times 2**-126, since 0.5 is a
 subnormal there too. A word holds them such that four shifts and five masks bring those of eight codes to their places
-(packing/codecs/e2m1_mma16.py). In fp16, where they belong at bits 15, 11, 10 and 9, as a number times 2**-14, a
+(packing/codecs/e2m1.py). In fp16, where they belong at bits 15, 11, 10 and 9, as a number times 2**-14, a
 multiplication of the bits by 8 moves them.
 
 One multiplication by the scale, which has the missing power of two as far as the dtype has room for it, finishes a
@@ -16,16 +16,17 @@ into a power of two.
     fp16    e4m3      s * 2**7                     2**7           any
 """
 
+# mypy: ignore-errors
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from cutlass import Float32, Int32
 
-from w4gemm.kernels.device.arithmetic import half_to_float, pack_half2, repeat_half
-from w4gemm.kernels.device.asm import asm
-from w4gemm.kernels.device.decode import Decoder, pair
-from w4gemm.packing.codecs.e2m1_mma16 import POWER_BIAS
+from w4gemm.packing.codecs.e2m1 import POWER_BIAS
+from w4gemm.packing.codecs.int4_decode import Decoder, pair
+from w4gemm.ptx.arithmetic import half_to_float, pack_half2, repeat_half
+from w4gemm.ptx.asm import asm
 
 _BITS_IN_PLACE = (
     "shl.b32 b, $4, 6; shf.r.wrap.b32 c, $4, $4, 6; shl.b32 d, $4, 4; shf.r.wrap.b32 e, $4, $4, 4; "
@@ -40,7 +41,7 @@ _E4M3_EXPONENT = {"bf16": 0x70007000, "f16": 7 << 10 | 7 << 26}
 
 @dataclass(frozen=True)
 class E2m1Decoder(Decoder):
-    """Decodes to number * scale, rounded once. allow_sum_scale: see :func:`w4gemm.kernels.device.decoders.decoder_of`;
+    """Decodes to number * scale, rounded once. allow_sum_scale: see :class:`w4gemm.packing.codecs.base.Decoding`;
     without it another multiplication takes the factor of the sums."""
 
     allow_sum_scale: bool = False

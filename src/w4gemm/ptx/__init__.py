@@ -1,0 +1,1 @@
+"""Single PTX instructions as functions of device code: what decoders and kernels are written in."""
