@@ -21,6 +21,7 @@ class Fault(NamedTuple):
 
 _SM90 = "src/w4gemm/kernels/sm90_mixed_gemm/roles/"
 _DEVICE = "src/w4gemm/kernels/device/"
+_CODECS = "src/w4gemm/packing/codecs/"
 _EMULATED = "tests/test_emulated_kernels.py -k "
 
 FAULTS = (
@@ -48,7 +49,7 @@ FAULTS = (
     ),
     Fault(
         "an e8m0 scale is stored a power of two too low",
-        "src/w4gemm/packing/codecs/packing/codecs/e2m1.py",
+        "src/w4gemm/packing/codecs/e2m1.py",
         "POWER_BIAS = 99",
         "POWER_BIAS = 98",
         "tests/test_fp4.py",
@@ -319,28 +320,28 @@ FAULTS = (
     # --- device code that the CPU can run or read
     Fault(
         "signed codes as two's complements in the fp8 decoder",
-        _DEVICE + "decode_fp8.py",
+        _CODECS + "int4_decode_fp8.py",
         "mad.lo.u32 {1}, s, 129, c; ",
         "mad.lo.u32 {1}, s, 128, c; ",
         "tests/test_decode_fp8.py",
     ),
     Fault(
         "the fp8 table's bytes above 16 without their exponent",
-        _DEVICE + "decode_fp8.py",
+        _CODECS + "int4_decode_fp8.py",
         "byte = cutlass.min(2 * size, size + 8)  # above 16 there is every second number",
         "byte = 2 * size",
         "tests/test_decode_fp8.py",
     ),
     Fault(
         "the decoder subtracts 7",
-        _DEVICE + "decode.py",
+        _CODECS + "int4_decode.py",
         'addends = self._pairwise("mul", words[0], pair(-8 / self.sum_scale, -8 / self.sum_scale))',
         'addends = self._pairwise("mul", words[0], pair(-7 / self.sum_scale, -7 / self.sum_scale))',
         "tests/test_decode_int4.py",
     ),
     Fault(
         "zero points of rows g + 8 are those of rows g",
-        _DEVICE + "decode.py",
+        _CODECS + "int4_decode.py",
         'return self._pairwise("sub", _twice(self.kind, -bias), broadcast_half(word, high))',
         'return self._pairwise("sub", _twice(self.kind, -bias), broadcast_half(word, False))',
         "tests/test_decode_int4.py",
@@ -377,28 +378,28 @@ FAULTS = (
     # --- tables of pairs, unpacking on a device, processes side by side, other GPUs
     Fault(
         "a table of pairs has the codes of a byte the other way round",
-        _DEVICE + "decode_pairs.py",
+        _CODECS + "pairs_decode.py",
         "(float_word(Float32(byte % 16)), float_word(Float32(byte // 16)))",
         "(float_word(Float32(byte // 16)), float_word(Float32(byte % 16)))",
         "tests/test_two_levels.py -k decoders",
     ),
     Fault(
         "threads find the two words of a pair as if it had one",
-        _DEVICE + "decode_pairs.py",
+        _CODECS + "pairs_decode.py",
         "(thread % 32 * 4 if pairs is Pairs.HALVES else thread % 16 * 8)",
         "(thread % 32 * 4)",
         "tests/test_codecs.py -k codebook_table",
     ),
     Fault(
         "pairs in float32 take the other row's scale",
-        _DEVICE + "decode_pairs.py",
+        _CODECS + "pairs_decode.py",
         "weights = [number * scales[i // 2 % 2] for i, number",
         "weights = [number * scales[i % 2] for i, number",
         "tests/test_codecs.py -k scale_of_their_row",
     ),
     Fault(
         "pairs in 16 bits take the other row's scale",
-        _DEVICE + "decode_pairs.py",
+        _CODECS + "pairs_decode.py",
         "tuple(self._scaled(n, scales[i % 2], None) for i, n",
         "tuple(self._scaled(n, scales[i // 2], None) for i, n",
         "tests/test_codecs.py -k scale_of_their_row",
@@ -406,7 +407,7 @@ FAULTS = (
     Fault(
         "the table of pairs is not counted in shared memory",
         "src/w4gemm/kernels/variant.py",
-        "return TABLE_BYTES if self.pairs is not None else self.weight.codec.table_bytes",
+        "return PAIR_TABLE_BYTES if self.pairs is not None else self.weight.codec.table_bytes",
         "return self.weight.codec.table_bytes",
         "tests/test_codecs.py -k room",
     ),
@@ -604,7 +605,7 @@ FAULTS = (
     ),
     Fault(
         "relu makes a 0 of a NaN",
-        _DEVICE + "arithmetic.py",
+        "src/w4gemm/ptx/arithmetic.py",
         "max.NaN.f32 $0, $1, $2;",
         "max.f32 $0, $1, $2;",
         _EMULATED + "nan",
