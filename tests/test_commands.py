@@ -109,7 +109,7 @@ def test_explain_a_gpu_that_is_not_there(capsys):
         ("inspect ''", "wanted a file or folder, got an empty string"),
         ("convert '' {file}s", "wanted a file or folder, got an empty string"),
         ("generate hi --model '' --device cpu", "wanted a file or folder, got an empty string"),
-        ("bench tune", "bench tune measures on a GPU"),
+        ("bench layers", "bench layers measures on a GPU"),
         ("generate '' --device cpu", "PROMPT: wanted some words, got none"),
         (f"generate hi --seed {2**64} --device cpu", f"--seed: wanted a number of 64 bits, got {2**64}"),
         ("tune --shapes 64x64 --m 1 --format '' --device cpu", "format: wanted int4_g"),

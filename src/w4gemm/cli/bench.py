@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "sweep": "time many configs of many products, for the model and the shipped table",
         "layers": "time whole layers of experts with configs forced",
         "report": "make docs/benchmarks-*.md and their plots of the stored rows",
-        "tune": "make the shipped table of this GPU, and record what it brings",
+        "tune": "make the table that ships for a GPU of a sweep's timings",
     }
     for name, text in what.items():
         actions.add_parser(name, help=text, add_help=False)
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     """``args.rest`` holds what is not read here: the module has a parser of its own."""
     found = module(args.action)
     asked = {option.partition("=")[0] for option in args.rest}
-    measures = args.action in ("run", "grouped", "unknown", "layers", "tune") and not {"-h", "--help", "--rows"} & asked
+    measures = args.action in ("run", "grouped", "unknown", "layers") and not {"-h", "--help"} & asked
     if measures and not torch.cuda.is_available():
         raise UnsupportedError(f"bench {args.action} measures on a GPU, and PyTorch sees none here")
     found.main(args.rest)
