@@ -20,6 +20,9 @@ from test_sglang_floats import LINEAR, Floats
 from test_vllm_dense import vllm_stub
 from w4gemm import QuantizedWeight
 from w4gemm.checkpoints import open_checkpoint
+from w4gemm.integrations.engines.experts_formats import ExpertsSettings
+from w4gemm.integrations.sglang.experts_formats import METHODS
+from w4gemm.integrations.vllm.experts_formats import FORMATS
 
 NAME = "model.layers.0.mlp.down_proj"
 GROUP = 64
@@ -145,8 +148,8 @@ CASES = {
 }
 
 
-def mxfp4() -> Tensors:
-    drawn = Floats("mxfp4", 8, N, K)
+def mxfp4(seed: int = 8) -> Tensors:
+    drawn = Floats("mxfp4", seed, N, K)
     return {"weight_packed": drawn.codes, "weight_scale": drawn.scales.view(torch.uint8)}
 
 
@@ -305,3 +308,64 @@ def test_all_refuse_alike(name: str, mutation: str, kernels: dict[str, Any], tmp
         else:
             refusals.append("")
     assert all(refusals), refusals
+
+
+# --- experts ---------------------------------------------------------------------------------------------------------
+
+EXPERTS = 3
+DOWN = "model.layers.0.mlp.experts.down_proj"
+
+
+def pairs(seed: int) -> Tensors:
+    """W4AFP8's tensors of an expert; scales are of 128 columns."""
+    return {**Drawn(seed, N, K, False, 128).pairs(), "input_scale": torch.ones(())}
+
+
+MIXTURES: dict[str, tuple[dict[str, Any], Callable[[int], Tensors], str, str]] = {
+    "GPTQ": (gptq(), lambda e: Drawn(e, N, K, False).gptq(), "AutoGPTQMoEMethod", "GPTQ's experts"),
+    "AWQ": (awq(), lambda e: Drawn(e, N, K, True).awq(), "AutoAWQMoEMethod", "AWQ's experts"),
+    "int4": (
+        compressed(False),
+        lambda e: with_zeros(Drawn(e, N, K, True), False),
+        "CompressedTensorsWNA16MoEMethod",
+        "compressed-tensors' experts",
+    ),
+    "ModelOpt's NVFP4": (
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16},
+        lambda e: Floats("nvfp4", e, N, K, (N,)).modelopt(),
+        "ModelOptNvFp4FusedMoE",
+        "ModelOpt's experts of NVFP4",
+    ),
+    "W4AFP8": ({"quant_method": "w4afp8"}, pairs, "", "W4AFP8's experts"),
+    "gpt-oss": ({"quant_method": "mxfp4"}, lambda e: mxfp4(e), "GptOssMxfp4MoEMethod", "gpt-oss' experts of MXFP4"),
+}
+"""quantization_config, the tensors of an expert, and the methods of vLLM and SGLang that hold them stacked."""
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_numbers_of_experts_are_those_of_load(name: str, tmp_path: Path) -> None:
+    quantization, tensors_of, vllm, sglang = MIXTURES[name]
+    each = [tensors_of(e) for e in range(EXPERTS)]
+    stacked = {leaf: torch.stack([tensors[leaf] for tensors in each]) for leaf in each[0]}
+    names = [DOWN.replace("experts", f"experts.{e}") for e in range(EXPERTS)]
+    stored = {f"{names[e]}.{leaf}": t for e in range(EXPERTS) for leaf, t in each[e].items()}
+    if name == "gpt-oss":
+        blocks = stacked["weight_packed"].unflatten(-1, (-1, 16))
+        stored = {f"{DOWN}_blocks": blocks, f"{DOWN}_scales": stacked["weight_scale"]}
+        stacked = {"weight": stacked["weight_packed"], "weight_scale": stacked["weight_scale"]}
+    save_file({key: t.contiguous() for key, t in stored.items()}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": quantization}))
+    wanted = open_checkpoint(tmp_path).weight(DOWN).dequantize()
+    asymmetric = name in ("AWQ", "int4")
+    named = {"ModelOpt's NVFP4": "nvfp4", "gpt-oss": "mxfp4"}.get(name, "")
+    settings = ExpertsSettings(4, 128 if name == "W4AFP8" else GROUP, asymmetric, named=named)
+    by_sglang = next(method.format for method in METHODS if method.kind == sglang)
+    for format in [by_sglang] + ([FORMATS[vllm][1]] if vllm else []):
+        layer = torch.nn.Module()
+        for leaf, t in stacked.items():
+            lies = t.mT if format.transposed and format.packing == "rows" and "qweight" not in stacked else t
+            parameter = torch.nn.Parameter(lies, requires_grad=False)
+            if format is not by_sglang:
+                parameter.is_transposed = "qweight" in stacked  # as vLLM marks GPTQ's and AWQ's
+            layer.register_parameter(f"w2_{leaf}", parameter)
+        assert torch.equal(format.numbers(layer, "w2", settings).packed().dequantize(), wanted)
