@@ -28,6 +28,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -74,13 +75,15 @@ GPUS = (
 
 
 def _first(*names: str) -> Any:
-    """The first of several ``module:attribute`` that this tree has."""
+    """The first of several ``module:attribute`` that this tree has, modules aside."""
     for name in names:
         module, _, attribute = name.partition(":")
         try:
-            return getattr(importlib.import_module(module), attribute)
+            value = getattr(importlib.import_module(module), attribute)
         except (ImportError, AttributeError):
             continue
+        if not isinstance(value, ModuleType):
+            return value
     raise ImportError(f"none of {', '.join(names)}")
 
 
@@ -191,7 +194,10 @@ def code_of(case: dict[str, Any]) -> list[str]:
         if "helper" in case:
             compile_helper(case)
         else:
-            _first("w4gemm.choice:plan", "w4gemm.dispatch:plan")(problem_of(case), case["config"])
+            chosen = _first("w4gemm.choice:plan", "w4gemm.dispatch:plan", "w4gemm.choice:choose")
+            made = chosen(problem_of(case), case["config"])
+            if hasattr(made, "plan"):  # a Choice, which compiles nothing before
+                made.plan()
         (file,) = Path(folder).glob("*.o")  # none, if a variant that was compiled before serves this case too
         return functions(file.read_bytes())
 

@@ -349,7 +349,7 @@ def test_with_one_set_of_sums_a_chunk_is_decoded_before_the_wait_for_the_one_bef
 def test_weights_of_a_second_stage_are_not_requested_beside_a_table_of_float32(format, stages):
     kernel, p = kernel_named("sm90_mixed_gemm"), problem(format, torch.bfloat16, 32)
     config = GemmConfig.parse("32x256x128_1x1x1_coop")
-    assert kernel.any_variant(p).with_config(config).early_stages == stages
+    assert replace(kernel.any_variant(p), config=config).early_stages == stages
 
 
 def test_loads_from_a_table_are_spread_over_the_main_loop():
@@ -368,7 +368,7 @@ def test_no_epilogue_writes_over_sums_that_other_ctas_read():
     the end elsewhere."""
     kernel, p = kernel_named("sm90_fp8_gemm"), problem("int4_g128_e4m3", FP8, 512, epilogue=Epilogue(token_scale=True))
     split = [config for config in kernel.configs(p) if config.split_k > 1 and config.tail is None]
-    reach = [config for config in split if kernel.any_variant(p).with_config(config).sums_reach_staging]
+    reach = [config for config in split if replace(kernel.any_variant(p), config=config).sums_reach_staging]
     assert sorted(map(str, reach)) == ["168x192x128_1x1x1_coop_k2", "192x192x128_1x1x1_coop_k2"]
     for config in (*reach, GemmConfig(160, 192, 128, split_k=2)):
         text = disassemble(object_code(kernel.unit(p, config))).text

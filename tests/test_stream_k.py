@@ -6,12 +6,15 @@ import importlib.util
 import inspect
 import itertools
 from collections import defaultdict
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
-from w4gemm.kernels import workspace
+from w4gemm import GemmProblem, WeightFormat
+from w4gemm.core.problem import H200
+from w4gemm.kernels import kernel_named, workspace
 
 SHAPES = [
     (tiles, blocks, ctas)
@@ -91,3 +94,20 @@ def test_an_engine_s_graphs_find_flags_that_no_replay_has_to_zero(monkeypatch: p
                 for _ in range(layers):
                     launch(graph)
     assert len(given) == 1 + 51 * 81
+
+
+@pytest.mark.parametrize("name", ["sm90_mixed_gemm", "sm80_mixed_gemm"])
+def test_a_gpu_with_more_multiprocessors_than_flags_has_no_streams(name: str) -> None:
+    def problem_on(sms: int) -> GemmProblem:
+        device = replace(H200, sms=sms)
+        return GemmProblem(64, 4096, 4096, torch.bfloat16, WeightFormat.parse("int4_g128"), "mma16", device=device)
+
+    kernel, most = kernel_named(name), problem_on(workspace.MOST_SMS)
+    streams = [config for config in kernel.configs(most) if config.schedule == "stream"]
+    variants = [kernel.variant.of(most, config) for config in streams]
+    flags = [v.ctas_per_sm(v.config) * workspace.MOST_SMS * getattr(v, "warpgroups_n", 1) for v in variants]
+    assert streams and max(flags) * 4 <= workspace.FLAG_BYTES
+    larger = problem_on(workspace.MOST_SMS + 1)
+    assert set(kernel.configs(larger)) == set(kernel.configs(most)) - set(streams)
+    (exclusion,) = kernel.exclusions(larger, streams[0])
+    assert exclusion.kind == "impossible" and "flags for 256 multiprocessors, the GPU has 257" in exclusion.reason

@@ -102,10 +102,15 @@ class GpuKernel(ABC):
         return self.variant.of(problem, GemmConfig(8, BLOCK_N, BLOCK_K))
 
     def configs(self, problem: GemmProblem) -> list[GemmConfig]:
-        return list(self.space.legal(self.any_variant(problem)))
+        legal = self.space.legal(self.any_variant(problem))
+        return [config for config in legal if not _lacks_flags(problem, config)]
 
     def exclusions(self, problem: GemmProblem, config: GemmConfig) -> list[Exclusion]:
-        return self.space.exclusions(self.any_variant(problem), config)
+        excluding = self.space.exclusions(self.any_variant(problem), config)
+        if _lacks_flags(problem, config):
+            reason = f"there are flags for {workspace.MOST_SMS} multiprocessors, the GPU has {problem.device.sms}"
+            excluding.insert(0, Exclusion("impossible", "stream-k", reason))
+        return excluding
 
     def ctas_per_sm(self, config: GemmConfig) -> int:
         return self.variant.ctas_per_sm(config)
@@ -172,6 +177,11 @@ class GpuKernel(ABC):
             compiled(*arguments.flat(x, blocks, out, epilogue, rows, memory, clusters))
 
         return launch
+
+
+def _lacks_flags(problem: GemmProblem, config: GemmConfig) -> bool:
+    """True under stream-k if the device has more multiprocessors than a launch has flags for."""
+    return config.schedule == "stream" and problem.device.sms > workspace.MOST_SMS
 
 
 def takes_rows(x: torch.Tensor) -> bool:

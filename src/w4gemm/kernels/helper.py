@@ -18,9 +18,9 @@ import torch
 
 from w4gemm.core.problem import Device
 from w4gemm.jit import Program, Unit, compiled
-from w4gemm.kernels.gpu import MIN_DRIVER, GpuKernel
+from w4gemm.kernels import hopper
+from w4gemm.kernels.gpu import MIN_DRIVER
 from w4gemm.kernels.requirements import missing_for_dsl
-from w4gemm.kernels.sm90_mixed_gemm.spec import Sm90MixedGemm
 
 HALF_KINDS = {torch.float16: "f16", torch.bfloat16: "bf16"}
 """Names in device code of the dtypes that helpers take."""
@@ -67,7 +67,7 @@ class Sm90Helper(ABC):
     @staticmethod
     def runs(device: Device) -> bool:
         """True if a device can run them, and the compiler is there."""
-        return runs_on(Sm90MixedGemm(), device)
+        return can_run(hopper.refusal(device))
 
     @classmethod
     def needed(cls, device: Device, layer: LayerFacts) -> Iterable[Helper]:
@@ -108,9 +108,9 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device)
 
 
-def runs_on(kernel: GpuKernel, device: Device) -> bool:
-    """True if a device can run code for the targets of ``kernel``, and the compiler is there."""
-    return not (kernel.refusal(device) or missing_for_dsl(MIN_DRIVER))
+def can_run(refusal: str) -> bool:
+    """True if the device refuses nothing and the compiler is there. refusal: what a kernel's ``refusal`` returned."""
+    return not (refusal or missing_for_dsl(MIN_DRIVER))
 
 
 def half_dtype(kind: str) -> Any:

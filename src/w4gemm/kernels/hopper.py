@@ -39,19 +39,24 @@ def launches(problem: GemmProblem, config: GemmConfig) -> list[tuple[GemmProblem
     return [(part, c) for part, c in parts if part.n]
 
 
+def refusal(device: Device) -> str:
+    """Return why code for SM90 cannot run on a device; the empty string if it can."""
+    if device.kind != "cuda" or device.rocm:
+        have = "an AMD GPU" if device.rocm else f"a {device.kind} device"
+        return f"needs an NVIDIA GPU of compute capability 9.0, this is {have}"
+    if device.capability != (9, 0):
+        have = ".".join(map(str, device.capability))
+        return f"needs compute capability 9.0 (H100, H200, H800, H20), {device.name or 'this GPU'} has {have}"
+    if device.shared_memory < HOPPER_SHARED_MEMORY:
+        return f"needs {HOPPER_SHARED_MEMORY} bytes of shared memory a CTA, the GPU has {device.shared_memory}"
+    return ""
+
+
 class HopperKernel(GpuKernel):
     """A Kernel on SM90. A subclass adds configs and its device code."""
 
     def refusal(self, device: Device) -> str:
-        if device.kind != "cuda" or device.rocm:
-            have = "an AMD GPU" if device.rocm else f"a {device.kind} device"
-            return f"needs an NVIDIA GPU of compute capability 9.0, this is {have}"
-        if device.capability != (9, 0):
-            have = ".".join(map(str, device.capability))
-            return f"needs compute capability 9.0 (H100, H200, H800, H20), {device.name or 'this GPU'} has {have}"
-        if device.shared_memory < HOPPER_SHARED_MEMORY:
-            return f"needs {HOPPER_SHARED_MEMORY} bytes of shared memory a CTA, the GPU has {device.shared_memory}"
-        return ""
+        return refusal(device)
 
     def arch(self, device: Device) -> str:
         return "sm_90a"

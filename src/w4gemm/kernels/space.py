@@ -86,7 +86,7 @@ class Space:
 
     def legal(self, variant: Any) -> tuple[GemmConfig, ...]:
         """Every legal config, in the order of the candidates. variant: of the problem; its config does not matter."""
-        return _legal(self, variant.with_config(_ANY))
+        return _legal(self, replace(variant, config=_ANY))
 
     def exclusions(self, variant: Any, config: GemmConfig) -> list[Exclusion]:
         """Every rule that excludes ``config``; none if it is legal. variant: as for :meth:`legal`."""
@@ -96,7 +96,7 @@ class Space:
         shown = {
             "sizes": sizes,
             "variant": _plain(variant, config),
-            "epilogue": variant.with_config(config),
+            "epilogue": replace(variant, config=config),
         }
         excluding = ((kind, rule) for kind, rule in self.rules() if rule.excludes(shown[rule.of]))
         return [Exclusion(kind, rule.name, rule.reason) for kind, rule in excluding]
@@ -116,7 +116,7 @@ def _plain(variant: Any, config: GemmConfig) -> Any:
 @functools.cache
 def _legal(space: Space, variant: Any) -> tuple[GemmConfig, ...]:
     excluded = _excluded(space, "epilogue")
-    variants = [variant.with_config(config) for config in _legal_if_plain(space, _plain(variant, _ANY))]
+    variants = [replace(variant, config=config) for config in _legal_if_plain(space, _plain(variant, _ANY))]
     return tuple(v.config for v in variants if not excluded(v))
 
 
@@ -124,7 +124,7 @@ def _legal(space: Space, variant: Any) -> tuple[GemmConfig, ...]:
 def _legal_if_plain(space: Space, variant: Any) -> tuple[GemmConfig, ...]:
     """The configs that no rule excludes whatever the epilogue. variant: one with a plain epilogue."""
     excluded = _excluded(space, "variant")
-    variants = (variant.with_config(config) for config in _legal_sizes(space))
+    variants = (replace(variant, config=config) for config in _legal_sizes(space))
     return tuple(v.config for v in variants if not excluded(v))
 
 

@@ -6,7 +6,7 @@ Each kernel's variant.py adds what follows for its own warps and shared memory. 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -24,7 +24,6 @@ EXPERT_MAPS = (512, 1024)
 """Sizes of the expert map, in experts: a launch takes the smaller one that is enough, which leaves the pipeline more
 shared memory."""
 
-_Variant = TypeVar("_Variant", bound="GpuVariant")
 _OUT_KIND = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 
 
@@ -47,13 +46,6 @@ class GpuVariant:
     vector: bool
     expert_map: int = 0
     gathered: bool = False
-
-    def with_config(self: _Variant, config: GemmConfig) -> _Variant:
-        """This variant with another config, as dataclasses.replace gives it, but sooner: a choice asks for hundreds."""
-        found = object.__new__(type(self))
-        values = self.__dict__
-        found.__dict__.update({name: values[name] for name in self.__dataclass_fields__}, config=config)
-        return found
 
     @staticmethod
     def ctas_per_sm(config: GemmConfig) -> int:

@@ -16,8 +16,10 @@ import torch
 
 from w4gemm.kernels.arguments import StreamWorkspace
 
-FLAG_BYTES = 2048
-"""Bytes of a launch's flags: two for each of 256 SMs."""
+MOST_SMS = 256
+"""Multiprocessors of the largest GPU that stream-k has flags for."""
+FLAG_BYTES = MOST_SMS * 2 * 4
+"""Bytes of a launch's flags: two of 4 bytes for each multiprocessor."""
 _POOL = 2048
 """Number of overlapping launches that one allocation serves."""
 _LEAST = _POOL // 2

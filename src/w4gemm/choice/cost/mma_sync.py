@@ -42,7 +42,7 @@ def timers(kernel: Any, problem: GemmProblem) -> Callable[[GemmConfig], Timer]:
     any_variant, clock, sms = kernel.any_variant(problem), scale_of(problem.device).clock, problem.device.sms
 
     def timer(config: GemmConfig) -> Timer:
-        v = any_variant.with_config(config)
+        v = replace(any_variant, config=config)
         us_of = _terms(kernel, v, problem, config)
         tile = config.tile_m * config.tile_n
         codes_us = us_of.decode * config.tile_n * config.tile_k / 8192 * v.m_warps

@@ -218,7 +218,7 @@ def _resident(facts: Facts, config: GemmConfig) -> int:
         return meant
     found = facts.residents.get(config)
     if found is None:
-        variant, room = facts.any_variant.with_config(config), 1
+        variant, room = replace(facts.any_variant, config=config), 1
         if variant.warpgroups == 1 and not variant.persistent:
             room = _MEMORY_OF_SM // (variant.shared_bytes + RESERVED_SHARED_MEMORY)
         found = max(meant, min(room, _MOST_FEW if config.tile_m <= _FEW_TOKENS else _MOST))
@@ -236,7 +236,7 @@ def _first_box(facts: Facts, config: GemmConfig) -> int:
         return 0
     name = facts.kernel.name, config.tile_m
     if name not in _boxes:
-        _boxes[name] = facts.any_variant.with_config(config).box_tokens
+        _boxes[name] = replace(facts.any_variant, config=config).box_tokens
     return _boxes[name]
 
 
@@ -245,7 +245,7 @@ def _tile_overhead(facts: Facts, problem: GemmProblem, config: GemmConfig) -> fl
     form = config.tile_m, config.tile_n, config.tile_k, config.schedule
     found = facts.decode_overheads.get(form)
     if found is None:
-        model, variant = facts.constants.models["decoding"], facts.any_variant.with_config(config)
+        model, variant = facts.constants.models["decoding"], replace(facts.any_variant, config=config)
         if variant.scales_on_sums and problem.dtype.itemsize == 2:  # fp8's times are measured so
             found = sums_overhead(model, config.tile_m, variant.batches_per_chunk)
         else:

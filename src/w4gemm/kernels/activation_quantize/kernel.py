@@ -30,7 +30,6 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from w4gemm.kernels.activation_quantize.spec import ADD_RMS, NORMS
 from w4gemm.kernels.device.activation import silu
 from w4gemm.kernels.device.sums import cta_sum_of_squares
 from w4gemm.ptx.arithmetic import (
@@ -77,7 +76,7 @@ class ActivationQuantizeKernel:
     """The kernel for x of ``kind`` "f16" or "bf16" and rows of at most 8 * threads * chunks columns.
 
     Args:
-        front: "", "rms", "add_rms" or "silu_mul".
+        gates: True for silu_mul; which norm there is, the operands say.
         wide: True if eight columns are loaded and stored at a time.
         staged_bytes: shared memory for a row of x, of a wide silu_mul.
         largest: e4m3's largest number.
@@ -86,7 +85,7 @@ class ActivationQuantizeKernel:
     """
 
     kind: str
-    front: str
+    gates: bool
     wide: bool
     threads: int
     chunks: int
@@ -120,32 +119,32 @@ class ActivationQuantizeKernel:
         tops = smem.allocate_tensor(Int32, cute.make_layout(32))
         columns = [(thread + i * self.threads) * 8 for i in range(self.chunks)]
         if cutlass.const_expr(self.dependent_launch):
-            if cutlass.const_expr(self.front == ADD_RMS):
+            if cutlass.const_expr(rows.residual is not None):
                 cute.arch.griddepcontrol_launch_dependents()
-            if cutlass.const_expr(self.front in NORMS):
+            if cutlass.const_expr(rows.weight is not None):
                 for column in columns:
                     prefetch_global(
                         rows.weight.iterator.toint() + Int64(column) * 2, (column < k) & (thread % _LINE == 0)
                     )
             cute.arch.griddepcontrol_wait()
-            if cutlass.const_expr(self.front != ADD_RMS):
+            if cutlass.const_expr(rows.residual is None):
                 cute.arch.griddepcontrol_launch_dependents()
         factors = []
-        if cutlass.const_expr(self.front in NORMS):
+        if cutlass.const_expr(rows.weight is not None):
             factors = [self.load(rows.weight.iterator.toint(), column, k) for column in columns]
         source = rows.x.iterator.toint() + row * rows.x.stride[0] * 2
-        if cutlass.const_expr(self.front == "silu_mul"):
+        if cutlass.const_expr(self.gates):
             y = self.gated_row(source, columns, k, smem)
         else:
             y = [self.load(source, column, k) for column in columns]
-        if cutlass.const_expr(self.front == ADD_RMS):
+        if cutlass.const_expr(rows.residual is not None):
             first = row * k * 2
             added = [self.load(rows.residual.iterator.toint() + first, column, k) for column in columns]
             for i in cutlass.range_constexpr(self.chunks):
                 pairs = zip(self.floats(y[i]), self.floats(added[i]), strict=True)
                 y[i] = self.halves([value + more for value, more in pairs])
                 store_global(rows.total.iterator.toint() + first + Int64(columns[i]) * 2, y[i], columns[i] < k)
-        if cutlass.const_expr(self.front in NORMS):
+        if cutlass.const_expr(rows.weight is not None):
             mean = divide(
                 cta_sum_of_squares([self.floats(words) for words in y], sums, thread, self.threads), Float32(k)
             )

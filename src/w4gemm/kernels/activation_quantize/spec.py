@@ -10,7 +10,7 @@ import torch
 
 from w4gemm.core.problem import Device
 from w4gemm.jit import Program, Unit
-from w4gemm.kernels.helper import HALF_KINDS, LayerFacts, half_dtype, half_rows, runs_on
+from w4gemm.kernels.helper import HALF_KINDS, LayerFacts, can_run, half_dtype, half_rows
 from w4gemm.kernels.sm80_mixed_gemm.spec import TARGETS
 from w4gemm.kernels.sm89_fp8_gemm.spec import Sm89Fp8Gemm
 
@@ -77,7 +77,7 @@ class ActivationQuantize:
         """Return the kernel for rows of k columns; None where it does not run, or if a row does not fit the
         registers of a CTA or the shared memory in which silu_mul stages gates and ups. ``chunks``: see
         :func:`shape_of`."""
-        if dtype not in HALF_KINDS or not runs_on(Sm89Fp8Gemm(), device) or (front == ADD_RMS and not wide):
+        if dtype not in HALF_KINDS or not can_run(Sm89Fp8Gemm().refusal(device)) or (front == ADD_RMS and not wide):
             return None
         found = cls(dtype, front, wide, shape_of(k, chunks), TARGETS[device.capability], device.capability >= (9, 0))
         most = _MOST_CHUNKS if wide and front not in NORMS else _MOST_CHUNKS // 2
@@ -132,6 +132,13 @@ class ActivationQuantize:
         scales = make_fake_compact_tensor(cutlass.Float32, (m,), assumed_align=4)
         stream = make_fake_stream(use_tvm_ffi_env_stream=True)
         kernel = ActivationQuantizeKernel(
-            kind, self.front, self.wide, *self.shape, self.staged_bytes, LARGEST, SMALLEST, self.dependent_launch
+            kind,
+            self.front == "silu_mul",
+            self.wide,
+            *self.shape,
+            self.staged_bytes,
+            LARGEST,
+            SMALLEST,
+            self.dependent_launch,
         )
         return Program(kernel, (x, residual, weight, x8, scales, total, 0.0, stream))

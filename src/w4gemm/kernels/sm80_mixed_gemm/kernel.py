@@ -70,7 +70,7 @@ from w4gemm.kernels.device.expert_tiles import (
     with_indexed_scales,
 )
 from w4gemm.kernels.device.pipeline import PipelineState
-from w4gemm.kernels.device.scheduler import stream_share, stream_tile, tile_coordinates
+from w4gemm.kernels.device.scheduler import m_tiles_per_band, stream_share, stream_tile, tile_coordinates
 from w4gemm.kernels.device.stream_k import StreamSum, WarpgroupThread
 from w4gemm.kernels.sm80_mixed_gemm.variant import Variant
 from w4gemm.packing.block import BLOCK_K, HALF_K
@@ -84,7 +84,6 @@ from w4gemm.ptx.memory import (
     store_shared_f32,
 )
 
-_TOKENS_PER_BAND = 1024  # of the tile order: x and weights then take about equal room in L2
 _QUADS_TOGETHER = 4  # per thread, whose biases and residuals are loaded before the first is stored
 
 
@@ -144,7 +143,7 @@ class Sm80MixedGemmKernel:
         self.expert_tile_map = ExpertTileMap(config.tile_m)
         # as if of a warpgroup with four accumulators per thread and block of eight tokens
         self.stream_sum = StreamSum(2 * variant.accumulators, 1)
-        self.band = max(1, _TOKENS_PER_BAND // config.tile_m)
+        self.band = m_tiles_per_band(config.tile_m)
         self.reader = BlockReader(variant.stage_block)
         self.groups_per_chunk = variant.block.sub_block(columns=variant.chunk_k).groups
 

@@ -29,8 +29,8 @@ class TwoLaunches:
     def __init__(self, variant: Variant):
         config = variant.config
         assert config.tail is not None
-        self.waves = Sm90MixedGemmKernel(variant.with_config(replace(config, tail=None)))
-        self.tail = Sm90MixedGemmKernel(variant.with_config(config.tail))
+        self.waves = Sm90MixedGemmKernel(replace(variant, config=replace(config, tail=None)))
+        self.tail = Sm90MixedGemmKernel(replace(variant, config=config.tail))
         self.gated = variant.epilogue.gated
 
     @cute.jit

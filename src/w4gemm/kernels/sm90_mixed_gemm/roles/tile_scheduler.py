@@ -8,10 +8,15 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 from w4gemm.kernels.device.expert_tiles import ExpertTileMap, ExpertTiles, TileRows
-from w4gemm.kernels.device.scheduler import StreamShare, TileCoord, stream_share, stream_tile, tile_coordinates
+from w4gemm.kernels.device.scheduler import (
+    StreamShare,
+    TileCoord,
+    m_tiles_per_band,
+    stream_share,
+    stream_tile,
+    tile_coordinates,
+)
 from w4gemm.kernels.sm90_mixed_gemm.variant import Variant
-
-_TOKENS_PER_BAND = 1024  # of the tile order: x and weights then take about equal room in L2
 
 
 class SchedulerParams(NamedTuple):
@@ -61,7 +66,7 @@ class TileScheduler:
         self.variant = variant
         self.expert_tile_map = ExpertTileMap(config.tile_m)
         self.cluster_size = config.cluster_m * config.cluster_n * config.split_k
-        self.band = max(1, _TOKENS_PER_BAND // (config.tile_m * config.cluster_m))
+        self.band = m_tiles_per_band(config.tile_m * config.cluster_m)
 
     def tiles(self, m: Int32, n_blocks: Int32) -> TileCoord:
         """The number of tiles of the problem along m and n, each as large as a cluster's."""
