@@ -199,14 +199,14 @@ FAULTS = (
     ),
     Fault(
         "a bound launch outlives its plan",
-        "src/w4gemm/api/bound.py",
-        "launches = self.launches if self.generation == plan_cache.generation else self._forget()",
-        "launches = self.launches or self._forget()",
+        "src/w4gemm/api/product.py",
+        "launches = self._launches if self._generation == plan_cache.generation else self._forget()",
+        "launches = self._launches or self._forget()",
         "tests/test_ops.py tests/test_modes.py tests/test_choice.py tests/test_tuner.py",
     ),
     Fault(
         "calls with another bias dtype are bound alike",
-        "src/w4gemm/api/bound.py",
+        "src/w4gemm/api/product.py",
         "of_bias = None if bias is None else (bias.shape, bias.dtype, bias.device, bias.is_contiguous())",
         "of_bias = None if bias is None else (bias.shape, bias.device, bias.is_contiguous())",
         "tests/test_arguments.py tests/test_ops.py",

@@ -13,6 +13,7 @@ import torch
 import w4gemm
 from sass import disassemble
 from w4gemm import QuantizedWeight, W4Experts, W4GroupedLinear, combine, quantize, route
+from w4gemm.api.product import Product
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import H200, GemmProblem
 from w4gemm.jit import object_code
@@ -499,9 +500,8 @@ def test_combine_compiles(terms):
 def test_a_plan_of_padded_rows_is_for_as_many_as_are_expected(monkeypatch):
     w, x = QuantizedWeight.stack(several(32, 64)), torch.randn(4, 16, 64)
     counts, asked = torch.tensor([1, 0, 3, 16], dtype=torch.int32), []
-    of = w4gemm.api.boundary.PlanKey.of
-    spied = type("PlanKey", (), {"of": staticmethod(lambda *a, **k: asked.append(a[1]) or of(*a, **k))})
-    monkeypatch.setattr(w4gemm.api.boundary, "PlanKey", spied)
+    launch = Product.launch
+    monkeypatch.setattr(Product, "launch", lambda self, operands, m: asked.append(m) or launch(self, operands, m))
     wanted = w4gemm.masked_linear(x, w, counts)
     for expected, rows in ((1, 4), (3, 12), (np.int64(3), 12), (16, 64), (99, 64)):
         d = w4gemm.masked_linear(x, w, counts, expected_m=expected)

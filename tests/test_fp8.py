@@ -7,7 +7,7 @@ import torch
 
 import w4gemm
 from w4gemm import QuantizedWeight, W4Linear, WeightFormat, linear
-from w4gemm.api import boundary
+from w4gemm.api.product import Product
 from w4gemm.weights.reference import grouped_reference, linear_reference
 
 N, K = 130, 384
@@ -268,7 +268,7 @@ def test_a_layer(w, x):
 def test_wide_activations_are_quantized_on_the_way(w, x, dtype, monkeypatch):
     """Looks at what a kernel would be given, because none runs such a weight on the CPU."""
     seen = []
-    monkeypatch.setattr(boundary, "run", lambda weight, operands, epilogue, *_: seen.append((operands, epilogue)))
+    monkeypatch.setattr(Product, "launch", lambda product, operands, m: seen.append((operands, product.epilogue)))
     x, bias, w = x.to(dtype), torch.randn(N).to(dtype), w.repack("mma8", activations="fp8")
     d = linear(x, w, bias)
     assert d.dtype == dtype and d.shape == (2, 3, N)

@@ -211,7 +211,7 @@ def test_gradients_beside_fp8_activations_are_refused():
 def test_the_operator_alone_refuses_an_epilogue():
     w, x = stacked(), randn(ROWS, K).requires_grad_()
     offsets = torch.tensor(OFFSETS, dtype=torch.int32)
-    call = w4gemm.api.boundary.checked(
+    call = w4gemm.api.call.checked(
         x, w, EpilogueOperands(), "gelu", None, rows=w4gemm.api.grouped.ExpertRows(offsets[:-1], offsets[1:])
     )
     d = grouped_operators.product(call, call.epilogue, call.operands)

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from w4gemm import QuantizedWeight, fold_scales
-from w4gemm.api import boundary
+from w4gemm.api.product import Product
 from w4gemm.checkpoints.awq import ORDER
 from w4gemm.core.formats import WeightFormat
 from w4gemm.integrations import vllm as plugin
@@ -381,13 +381,13 @@ def test_a_plan_of_batched_rows_is_for_the_tokens_of_this_step(
     import vllm.forward_context as context
 
     ran: list[int] = []
-    run = boundary.run
+    launch = Product.launch
 
-    def spied(*given: Any, expected: int) -> None:
-        ran.append(expected)
-        run(*given, expected=expected)
+    def spied(product: Product, operands: Any, m: int) -> None:
+        ran.append(m)
+        launch(product, operands, m)
 
-    monkeypatch.setattr(boundary, "run", spied)
+    monkeypatch.setattr(Product, "launch", spied)
     for case in (CASES[3], CASES[-2]):  # the last of them with fp8 tokens
         made = mixture(case, all2all_backend="deepep_low_latency")
         assert set(ran) == {rows * EXPERTS for rows in (1, 2, 3, 5)}  # launched at start-up: every plan for 1 to 8 rows

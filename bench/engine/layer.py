@@ -24,7 +24,7 @@ from bench.shapes import parse_tokens
 
 import w4gemm
 from w4gemm import QuantizedWeight, WeightFormat, combine, route
-from w4gemm.api import boundary
+from w4gemm.api.product import launch
 from w4gemm.core.epilogue import PLAIN, Epilogue, EpilogueOperands
 from w4gemm.kernels import Operands
 from w4gemm.kernels.arguments import ExpertRows
@@ -120,10 +120,10 @@ class Ours:
             operands = Operands(x, gate_up.tensors, hidden, rows=ExpertRows(first, end, routing.tokens))
             if forced.copied:
                 operands = operands.gathered_first()
-            boundary.run(gate_up.packed, operands, self.gated, forced.gate_up)
+            launch(gate_up.packed, operands, self.gated, forced.gate_up)
             settled = ExpertRows(first, end, settled=1)
             operands = Operands(hidden, down.tensors, d, EpilogueOperands(), settled)
-            boundary.run(down.packed, operands, PLAIN, forced.down)
+            launch(down.packed, operands, PLAIN, forced.down)
             return combine(d, routing.row_of_choice, scores, out=y, settled=True)
 
         return run

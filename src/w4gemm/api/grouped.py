@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from w4gemm.api import arguments, boundary
-from w4gemm.api.boundary import Call
+from w4gemm.api import arguments
+from w4gemm.api.call import Call, checked, compute
 from w4gemm.api.grouped_operators import differentiable, owned_rows, product
 from w4gemm.api.modes import needs_dispatcher, refuse_duals, refuse_transforms, requires_grad
 from w4gemm.core.config import GemmConfig
@@ -86,7 +86,7 @@ def grouped_linear(
     require_bool("settled", settled)
     rows = ExpertRows(m_offsets[:-1], m_offsets[1:], indices, int(settled))
     given = EpilogueOperands(alpha, bias, residual, token_scale, expert_scale)
-    return _computed(boundary.checked(x, w, given, activation, out_dtype, config, rows=rows), out)
+    return _computed(checked(x, w, given, activation, out_dtype, config, rows=rows), out)
 
 
 def masked_linear(
@@ -146,14 +146,14 @@ def masked_linear(
     starts = torch.arange(0, w.experts * rows, rows, dtype=torch.int32, device=x.device)
     given = EpilogueOperands(alpha, bias, residual, token_scale, expert_scale)
     apart = ExpertRows(starts, starts + counts)
-    return _computed(boundary.checked(x, w, given, activation, out_dtype, config, rows=apart, expected=expected), out)
+    return _computed(checked(x, w, given, activation, out_dtype, config, rows=apart, expected=expected), out)
 
 
 def _computed(call: Call, out: torch.Tensor | None) -> torch.Tensor:
     x, operands = call.x, call.operands
     refuse_duals(x, operands, "experts")
     if not needs_dispatcher(x, operands):
-        return boundary.compute(call, out)
+        return compute(call, out)
     refuse_transforms("experts")
     if torch.is_grad_enabled() and requires_grad(x, operands):
         if out is not None:

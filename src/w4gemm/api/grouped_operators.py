@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 
-from w4gemm.api import boundary
 from w4gemm.api.arguments import FP8
-from w4gemm.api.boundary import Call
+from w4gemm.api.call import Call
 from w4gemm.api.gradients import narrowed, product_of
 from w4gemm.api.modes import refuse_fp8_gradients
 from w4gemm.api.operator_arguments import (
@@ -30,6 +29,7 @@ from w4gemm.api.operator_arguments import (
     nested_weight,
     schema,
 )
+from w4gemm.api.product import launch
 from w4gemm.core.autocast import without_autocast
 from w4gemm.core.epilogue import NO_OPERANDS, PLAIN, Epilogue, EpilogueOperands, replaced
 from w4gemm.kernels import Operands
@@ -109,7 +109,7 @@ def _grouped_op(*flat: Any) -> torch.Tensor:
     out, rows = _empty_result(given, epilogue), ExpertRows(given.starts, given.ends, given.indices, given.settled)
     weight = nested_weight(given, len(given.starts))
     launched = Operands(given.x, tuple(given.weight), out, operands, rows)
-    boundary.run(weight, launched, epilogue, given.config, expected=given.expected)
+    launch(weight, launched, epilogue, given.config, expected=given.expected)
     return out
 
 

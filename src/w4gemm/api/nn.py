@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from w4gemm.api.arguments import DTYPES, FP8, check, checked_activation
-from w4gemm.api.bound import argument_facts, bind
+from w4gemm.api.call import bind
 from w4gemm.api.modes import autocast, is_eager, layer_dtype
 from w4gemm.api.ops import linear
 from w4gemm.api.packed_module import PackedModule, check_dtype
+from w4gemm.api.product import argument_facts
 from w4gemm.core.errors import device_here, kind_of, require_bool, require_int
 from w4gemm.core.formats import WeightFormat
 from w4gemm.packing.packed_shape import packed_shape

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from w4gemm.api import arguments, bound, boundary, transforms
-from w4gemm.api.boundary import Call
+from w4gemm.api import arguments, product, transforms
+from w4gemm.api.call import Call, checked, compute
 from w4gemm.api.gradients import narrowed, product_of
 from w4gemm.api.modes import (
     first_dual,
@@ -106,16 +106,16 @@ def linear(
         torch.Size([3, 7, 512])
     """
     is_simple = alpha is residual is token_scale is out_dtype is out is config is None
-    if is_simple and (warm := bound.find(x, w, bias, activation, batch_invariant)) is not None:
+    if is_simple and (warm := product.bound_linear(x, w, bias, activation, batch_invariant)) is not None:
         return warm(x, w, bias)
     arguments.check(x, w)
     given = EpilogueOperands(alpha, bias, residual, token_scale)
-    call = boundary.checked(x, w, given, activation, out_dtype, config, batch_invariant=batch_invariant)
+    call = checked(x, w, given, activation, out_dtype, config, batch_invariant=batch_invariant)
     if needs_dispatcher(call.x, call.operands):
         return _dispatched(call, out)
     if is_simple:
-        bound.remember(call, x, bias, activation)
-    return boundary.compute(call, out)
+        product.bind_calls_like(call, x, bias, activation)
+    return compute(call, out)
 
 
 def _dispatched(call: Call, out: torch.Tensor | None) -> torch.Tensor:
@@ -175,7 +175,7 @@ def _linear_op(*flat: Any) -> torch.Tensor:
     out = _empty_result(given, epilogue)
     weight = nested_weight(given)
     launched = Operands(given.x, tuple(given.weight), out, operands)
-    boundary.run(weight, launched, epilogue, given.config, given.batch_invariant)
+    product.launch(weight, launched, epilogue, given.config, given.batch_invariant)
     return out
 
 

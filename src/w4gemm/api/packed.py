@@ -8,14 +8,13 @@ compiled graphs can be kept.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from w4gemm.api import boundary
 from w4gemm.api.gather import gather_columns
 from w4gemm.api.modes import is_eager
-from w4gemm.choice import PlanKey, plan_cache, plan_for, plan_m
+from w4gemm.api.product import Product, product_of
 from w4gemm.core.epilogue import PLAIN, Epilogue, EpilogueOperands
 from w4gemm.core.formats import WeightFormat
 from w4gemm.kernels import Operands
@@ -37,15 +36,13 @@ class PackedLinear:
 
     def __init__(self, packed: PackedShape, epilogue: Epilogue = PLAIN, batch_invariant: bool = False) -> None:
         self.packed, self.epilogue, self.batch_invariant = packed, epilogue, batch_invariant
-        self.columns = epilogue.columns(packed.n)
         kept = Epilogue(epilogue.activation, bias=epilogue.bias, token_scale=epilogue.token_scale)
         assert epilogue == kept._replace(out_dtype=epilogue.out_dtype), f"no operator for {epilogue}"
         flags = [name for name in ("bias", "token_scale") if getattr(epilogue, name)]
         flags += ["batch_invariant"] if batch_invariant else []
         facts = (packed.format.name, packed.layout, packed.n, packed.k, epilogue.activation or "")
         self.name = ";".join(map(str, (*facts, epilogue.out_dtype or "", ",".join(flags))))
-        self._launches: dict[tuple[int, torch.dtype, torch.device], Callable[[Operands], None]] = {}
-        self._generation = -1
+        self._products: dict[tuple[torch.dtype, torch.device], Product] = {}
 
     @classmethod
     def named(cls, name: str) -> PackedLinear:
@@ -84,31 +81,22 @@ class PackedLinear:
         token_scale: torch.Tensor | None,
     ) -> torch.Tensor:
         """Return the result of a launch in plain eager mode. The arguments are those of a call, x in packed order."""
-        out, m, device = self.empty_result(x), x.shape[0], x.device
+        m, product = x.shape[0], self._product(x)
+        out = product.empty_result(x, m)
         if m:
-            if self._generation != plan_cache.generation:
-                self._launches.clear()
-                self._generation = plan_cache.generation
-            kind = plan_m(m), x.dtype, device
-            launch = self._launches.get(kind) or self._choose(kind)
-            operands = EpilogueOperands(None, bias, None, token_scale)
-            boundary.launch(launch, Operands(x, tuple(tensors), out, operands), device)
+            product.launch(Operands(x, tuple(tensors), out, EpilogueOperands(None, bias, None, token_scale)), m)
         return out
 
     def empty_result(self, x: torch.Tensor) -> torch.Tensor:
         """Return an empty tensor for the result."""
-        dtype = self.epilogue.result_dtype(x.dtype)
-        if dtype is x.dtype:  # plain numbers take a fraction of the time of a tuple with a dtype
-            return x.new_empty(x.shape[0], self.columns)
-        return x.new_empty((x.shape[0], self.columns), dtype=dtype)
+        return self._product(x).empty_result(x, x.shape[0])
 
-    def _choose(self, kind: tuple[int, torch.dtype, torch.device]) -> Callable[[Operands], None]:
-        at, dtype, device = kind
-        key = PlanKey.of(self.packed, at, dtype, self.epilogue, self.batch_invariant, device=device)
-        found = plan_for(key)
-        if plan_cache.is_kept(key, found):
-            self._launches[kind] = found.launch
-        return found.launch
+    def _product(self, x: torch.Tensor) -> Product:
+        kind = x.dtype, x.device
+        product = self._products.get(kind)
+        if product is None:
+            product = self._products[kind] = product_of(self.packed, self.epilogue, *kind, self.batch_invariant)
+        return product
 
 
 _named = functools.cache(PackedLinear.named)

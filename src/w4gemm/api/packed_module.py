@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from w4gemm.api.bound import BoundLinear
 from w4gemm.api.modes import is_watched
+from w4gemm.api.product import BoundLinear
 from w4gemm.core.errors import kind_of, require_int
 from w4gemm.core.formats import WeightFormat
 from w4gemm.weights.weight import QuantizedWeight

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from w4gemm import choice
-from w4gemm.api import boundary
 from w4gemm.api.arguments import (
     DTYPES,
     check_alignment,
@@ -26,6 +25,7 @@ from w4gemm.api.arguments import (
     require_tensor,
 )
 from w4gemm.api.dlpack import torch_tensor
+from w4gemm.api.product import Product, product_of
 from w4gemm.core.epilogue import PLAIN, Epilogue, EpilogueOperands
 from w4gemm.core.errors import device_named, kind_of, require_bool, require_gpu, require_int
 from w4gemm.core.formats import WeightFormat
@@ -138,7 +138,8 @@ class MixedGemm:
         Raises:
             UnsupportedError, ValueError: if nothing runs these sizes, or the config is not legal.
         """
-        return str(choice.plan_for(self._key(self._weight(n, k), m, config)))
+        require_int("m", m)
+        return str(self._product(self._weight(n, k), config).plan(m))
 
     def run(
         self,
@@ -206,24 +207,28 @@ class MixedGemm:
             return
         if column != 1 or row * a.itemsize % _ALIGNMENT or row < k:
             operands = operands._replace(x=_readable(a))
-        plan = choice.plan_for(self._key(weight, m, config))
+        product = self._product(weight, config)
         if (memory := torch_tensor("workspace", workspace)) is not None and device.type == "cuda":
-            operands = operands._replace(workspace=self._workspace(memory, plan))
+            operands = operands._replace(workspace=self._workspace(memory, product.plan(m)))
         if not torch.is_grad_enabled():
-            boundary.launch(plan.launch, operands, device)
+            product.launch(operands, m)
             return
         with torch.no_grad():  # some kernels call PyTorch's operators, which would make out a part of a graph, or raise
-            boundary.launch(plan.launch, operands, device)
+            product.launch(operands, m)
 
     def _weight(self, n: int, k: int) -> PackedShape:
         assert isinstance(self.format, WeightFormat) and self.layout is not None
         return packed_shape(self.format, self.layout, n, k)
 
-    def _key(self, weight: PackedShape, m: int, config: str | None = None) -> choice.PlanKey:
+    def _key(self, weight: PackedShape, m: int) -> choice.PlanKey:
         require_int("m", m)
         assert isinstance(self.device, torch.device)
-        facts = weight, m, self.dtype, self.epilogue, self.batch_invariant
-        return choice.PlanKey.of(*facts, config="" if config is None else checked_config(config), device=self.device)
+        return choice.PlanKey.of(weight, m, self.dtype, self.epilogue, self.batch_invariant, device=self.device)
+
+    def _product(self, weight: PackedShape, config: str | None) -> Product:
+        text = "" if config is None else checked_config(config)
+        assert isinstance(self.device, torch.device)
+        return product_of(weight, self.epilogue, self.dtype, self.device, self.batch_invariant, text)
 
     def _workspace(self, given: Any, plan: choice.Plan) -> torch.Tensor:
         if not isinstance(given, torch.Tensor):

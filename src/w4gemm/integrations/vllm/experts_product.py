@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from w4gemm.api import boundary
 from w4gemm.api.activations import quantize_activations
+from w4gemm.api.product import launch
 from w4gemm.core.epilogue import Epilogue, EpilogueOperands
 from w4gemm.kernels import Operands
 from w4gemm.kernels.arguments import ExpertRows
@@ -60,4 +60,4 @@ class Product(NamedTuple):
         elif scale is not None:
             operands = operands._replace(token_scale=scale.reshape(-1))
         launched = Operands(x, self.weight.tensors, out, operands, rows)
-        boundary.run(self.weight.packed, launched, self.epilogue, expected=expected)
+        launch(self.weight.packed, launched, self.epilogue, expected=expected)

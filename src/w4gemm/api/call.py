@@ -1,15 +1,8 @@
-"""The way from checked tensors to a launch, which :func:`w4gemm.linear`, :func:`w4gemm.grouped_linear`,
-:func:`w4gemm.masked_linear`, their operators and :class:`w4gemm.MixedGemm` share.
-
-:func:`checked` makes a :class:`Call` of what a user passed, with x quantized if the weight asks for that.
-:func:`compute` runs a call in plain eager mode. :func:`run` looks up the plan for the operands of a launch, and
-:func:`launch` launches it.
-"""
+"""A call whose arguments were checked, which :func:`w4gemm.linear`, :func:`w4gemm.grouped_linear` and
+:func:`w4gemm.masked_linear` make of what a user passed: :func:`checked`, then :func:`compute` in plain eager mode."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -17,15 +10,13 @@ import torch
 from w4gemm.api import arguments
 from w4gemm.api.activations import quantize_activations
 from w4gemm.api.gather import gather_columns
-from w4gemm.api.modes import current_gpu, refuse_fp8_gradients
-from w4gemm.choice import PlanKey, plan_for
+from w4gemm.api.modes import refuse_fp8_gradients
+from w4gemm.api.product import BoundLinear, argument_facts, launch
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.epilogue import Epilogue, EpilogueOperands, replaced
 from w4gemm.core.errors import require_bool
 from w4gemm.kernels import Operands
 from w4gemm.kernels.arguments import NO_ROWS, ExpertRows
-from w4gemm.kernels.gpu import takes_rows
-from w4gemm.packing.packed_shape import PackedShape
 from w4gemm.weights.weight import QuantizedWeight
 
 
@@ -107,62 +98,24 @@ def compute(call: Call, out: torch.Tensor | None = None) -> torch.Tensor:
     rows, d = (x, out) if flat else (x.reshape(-1, w.k), out.view(-1, call.shape[-1]))
     if w.perm is not None:
         rows = gather_columns(rows, w.perm)
-    run(
-        w.packed,
-        Operands(rows, w.tensors, d, call.operands, call.rows),
-        call.epilogue,
-        call.config,
-        call.batch_invariant,
-        call.expected,
-    )
+    launched = Operands(rows, w.tensors, d, call.operands, call.rows)
+    launch(w.packed, launched, call.epilogue, call.config, call.batch_invariant, call.expected)
     return out
 
 
-def run(
-    weight: PackedShape,
-    operands: Operands,
-    epilogue: Epilogue,
-    config: str = "",
+def bind(
+    w: QuantizedWeight,
+    dtype: torch.dtype,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
     batch_invariant: bool = False,
-    expected: int = 0,
-) -> None:
-    """Look up the plan for checked operands and launch it.
+) -> BoundLinear:
+    """Return :func:`w4gemm.linear` with these arguments, as a function of x of ``dtype`` on w's device.
 
-    Args:
-        expected: as the field of :class:`Call`.
+    Raises:
+        TypeError, ValueError: for arguments that linear refuses.
     """
-    x, m, device = operands.x, operands.out.shape[0], operands.x.device
-    if m == 0:
-        return
-    gathered = operands.rows.indices is not None
-    in_place = operands.epilogue.block_scale is None and x.stride(1) == 1 and takes_rows(x)
-    if gathered and device.type == "cuda" and not in_place:
-        operands, gathered = operands.gathered_first(), False
-    rows = expected or m
-    key = PlanKey.of(weight, rows, x.dtype, epilogue, batch_invariant, gathered, config=config, device=device)
-    launch(plan_for(key).launch, operands, device)
-
-
-def launch(function: Callable[[Operands], None], operands: Operands, device: torch.device) -> None:
-    """Launch a plan on x's device, which need not be the current one. There is at least one row."""
-    x = operands.x
-    if not x.is_contiguous() and not _is_matrix(x):
-        operands = operands._replace(x=torch.empty(x.shape, dtype=x.dtype, device=device).copy_(x))
-    if _several_gpus() and device.type == "cuda" and device.index != current_gpu():
-        with torch.cuda.device(device):
-            function(operands)
-    else:
-        function(operands)
-
-
-def _is_matrix(x: torch.Tensor) -> bool:
-    """True if the columns of x (m, k) are contiguous and its rows do not overlap; after ``expand`` rows overlap."""
-    row, column = x.stride()
-    return column == 1 and (row >= x.shape[1] or x.shape[0] == 1)
-
-
-@functools.cache
-def _several_gpus() -> bool:
-    """True if several GPUs are visible, so that x may be on a GPU that is not current. It guards the query of the
-    current device, which takes about 1 us."""
-    return torch.cuda.device_count() > 1
+    x = torch.empty(0, w.k, dtype=dtype, device=w.device)
+    arguments.check(x, w)
+    call = checked(x, w, EpilogueOperands(bias=bias), activation, None, batch_invariant=batch_invariant)
+    return BoundLinear(call, argument_facts(x, bias, activation, batch_invariant))
