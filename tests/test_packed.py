@@ -36,7 +36,7 @@ def test_x_in_fp8():
     product = PackedLinear(w.packed, epilogue, batch_invariant=False)
     assert torch.equal(product(x8, w.tensors, token_scale=scale), w4gemm.linear(x8, w, token_scale=scale))
     again = PackedLinear.named(product.name)
-    assert again.epilogue == epilogue and again.columns == N
+    assert again.epilogue == epilogue and again.packed.n == N
 
 
 def test_batch_invariance_is_part_of_the_name():
@@ -55,7 +55,7 @@ def test_plans_that_are_forgotten_are_chosen_anew(monkeypatch):
     product = PackedLinear(w.packed)
     product(x, w.tensors)
     chosen: list[object] = []
-    monkeypatch.setattr("w4gemm.api.packed.plan_for", lambda key: chosen.append(key) or choice.plan_for(key))
+    monkeypatch.setattr("w4gemm.api.product.plan_for", lambda key: chosen.append(key) or choice.plan_for(key))
     product(x, w.tensors)
     assert not chosen
     choice.forget(N, K)
