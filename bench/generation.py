@@ -42,8 +42,10 @@ from bench.options import add_out, command, counts, some_of, typed
 import w4gemm
 from w4gemm import W4Linear
 from w4gemm.console.progress import say
+from w4gemm.integrations.decoder import decode_by_graph
+from w4gemm.integrations.decoder.loop import step_of
 from w4gemm.integrations.generation import quiet_transformers
-from w4gemm.integrations.transformers import decoding, describe
+from w4gemm.integrations.transformers import describe
 from w4gemm.tuning import record
 from w4gemm.tuning.roofline import RATES
 
@@ -173,8 +175,8 @@ def start(folder: Path, args: argparse.Namespace) -> dict[str, float]:
     found["first_token_at"] = time.time()
     found["first_answer_s"] = seconds(lambda: call(args.tokens))
     found["second_answer_s"] = seconds(lambda: call(args.tokens))
-    kept = decoding._steps.get(models[0])
-    prepared = kept.step.prepared.values() if kept is not None and kept.step is not None else ()
+    step = step_of(models[0])
+    prepared = step.prepared.values() if step is not None else ()
     found["compile_s"] = sum(p.seconds for p in prepared)
     return {name: round(value, 2) for name, value in found.items()} | {"compiled": sum(p.compiled for p in prepared)}
 
@@ -186,7 +188,7 @@ def caller(model: Any, way: str, batch: int, prompt: int) -> Callable[[int], tor
     if way == "compiled":
         options["cache_implementation"] = "static"
     elif way in ("graph", "fused"):
-        decoding.decode_by_graph(model, fuse=way == "fused")
+        decode_by_graph(model, fuse=way == "fused")
     elif way == "eager":
         options["disable_compile"] = True
     return lambda tokens: model.generate(ids, max_new_tokens=tokens, **options)
@@ -232,7 +234,7 @@ def step_bytes(model: Any, batch: int, length: int) -> int:
 @torch.inference_mode()
 def profile(model: Any, names: bool) -> dict[str, Any]:
     """Microseconds of the kernels of one replayed step, by what they do, and of the replay from end to end."""
-    step = decoding._steps[model].step
+    step = step_of(model)
     token = torch.ones(step.batch, dtype=torch.int64, device=model.device)
     step.cache.reset()
     for counter in (step.position, step.slot, *(layer.cumulative_length for layer in step.cache.layers)):

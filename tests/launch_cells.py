@@ -8,7 +8,6 @@ that a new kernel or schedule is among them; :data:`HELPER_CALLS` has a line for
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +17,7 @@ from w4gemm.api.gather import gather_columns
 from w4gemm.api.step import add_rms_norm, add_rms_norm_quantize, gate_halves, rms_norm
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import H200, Device, GemmProblem
-from w4gemm.integrations.transformers.fused_attention import Cached, step_attention
+from w4gemm.integrations.decoder.attention import CachedLayer, step_attention
 from w4gemm.weights.random import random_weight
 from w4gemm.weights.reference import grouped_reference, linear_reference
 
@@ -199,10 +198,11 @@ class Made(NamedTuple):
     def attention(self, batch: int, kv_heads: int, group: int, dim: int, length: int, slot: int, window: int) -> Any:
         heads = kv_heads * group
         q, k, v = self.half(batch, heads + 2 * kv_heads, dim).split((heads, kv_heads, kv_heads), 1)
-        angles = (self.half(batch, dim // 2).repeat(1, 2) for _ in range(2))
-        layer = SimpleNamespace(**{name: self.half(batch, kv_heads, length, dim) for name in ("keys", "values")})
-        cached = Cached(None, torch.tensor([slot]).to(self.device), self.integers(0, min(slot, 3), batch))
-        return step_attention(q, k, v, *angles, layer, cached, dim**-0.5, window), layer.keys, layer.values
+        cos, sin = (self.half(batch, dim // 2).repeat(1, 2) for _ in range(2))
+        keys, values = (self.half(batch, kv_heads, length, dim) for _ in range(2))
+        slots = torch.tensor([slot]).to(self.device), self.integers(0, min(slot, 3), batch)
+        cached = CachedLayer(keys, values, *slots)
+        return step_attention(q, k, v, (cos, sin), cached, dim**-0.5, window), keys, values
 
     def routed(self, tokens: int, top_k: int, experts: int, mapped: bool, dtype: torch.dtype) -> Any:
         ids = self.integers(-1, experts, tokens, top_k, dtype=dtype)

@@ -91,14 +91,15 @@ def test_a_runner_and_streams() -> None:
 def test_a_model_decodes() -> None:
     pytest.importorskip("transformers")
     from test_decoding import ids_of, tiny
-    from w4gemm.integrations.transformers import decoding
+    from w4gemm.integrations.decoder import decode_by_graph
+    from w4gemm.integrations.decoder.loop import step_of
 
     model = tiny("llama", "cuda:1", torch.bfloat16)
     ids = ids_of(model)
     options = {"max_new_tokens": 24, "do_sample": False}
     theirs = model.generate(ids, disable_compile=True, **options)
-    decoding.decode_by_graph(model)
+    decode_by_graph(model)
     ours = model.generate(ids, **options)
-    step = decoding._steps[model].step
+    step = step_of(model)
     assert step is not None and step._graph is not None
     assert ours.device == THERE and (ours[:, :13] == theirs[:, :13]).all()

@@ -13,16 +13,17 @@ import torch
 pytest.importorskip("transformers")
 
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.generation import GenerationMixin
 
 from w4gemm import QuantizedWeight, W4Experts, W4GroupedLinear, W4Linear, WeightFormat
 from w4gemm.checkpoints.gates import activation_of
 from w4gemm.choice import plan_cache
 from w4gemm.core.problem import H200, Device
-from w4gemm.integrations.transformers import decoding, quantize_layers
-from w4gemm.integrations.transformers.decode_step import DecodeStep
-from w4gemm.integrations.transformers.decoding import decode_by_graph
-from w4gemm.integrations.transformers.fused_step import Fusion
+from w4gemm.integrations.decoder import decode_by_graph, loop
+from w4gemm.integrations.decoder.fusion import Fusion
+from w4gemm.integrations.decoder.loop import step_of
+from w4gemm.integrations.decoder.requirements import attention_files, log_once
+from w4gemm.integrations.decoder.step import DecodeStep
+from w4gemm.integrations.transformers import quantize_layers
 from w4gemm.weights.random import random_weight
 from w4gemm.weights.rows import joined, parts
 
@@ -70,7 +71,7 @@ def in_4_bits(experts: Any) -> W4Experts:
 @pytest.fixture
 def on_cpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let CPUs decode step by step too, as GPUs do."""
-    monkeypatch.setattr(decoding, "DEVICES", ("cpu", "cuda"))
+    monkeypatch.setattr(loop, "DEVICES", ("cpu", "cuda"))
     yield
 
 
@@ -94,13 +95,12 @@ def test_tokens_are_those_of_transformers(architecture: str, padded: bool, on_cp
         torch.manual_seed(2)
         theirs = model.generate(ids, disable_compile=True, **options)
         decode_by_graph(model)
-        assert model in decoding._steps
         torch.manual_seed(2)
         assert torch.equal(model.generate(ids, **options), theirs)
-    step = decoding._steps[model].step
+    step = step_of(model)
     assert step is not None and step.padded == padded
     model.generate(ids, attention_mask=mask, max_new_tokens=20)
-    assert decoding._steps[model].step is step
+    assert step_of(model) is step
     assert len(ends) > 0
 
 
@@ -108,7 +108,7 @@ def test_what_else_is_asked_for_is_left_to_transformers(on_cpus: None, caplog: p
     """The log says why, once."""
     model = decode_by_graph(tiny("llama", quantized=False))
     ids = ids_of(model)
-    decoding.log_once.cache_clear()
+    log_once.cache_clear()
     caplog.set_level("INFO", "w4gemm")
     asked = {
         "return_dict_in_generate is True": {"return_dict_in_generate": True},
@@ -122,12 +122,11 @@ def test_what_else_is_asked_for_is_left_to_transformers(on_cpus: None, caplog: p
     said = [record.getMessage() for record in caplog.records if "CUDA graph" in record.getMessage()]
     assert said == [f"LlamaForCausalLM: generate replays no CUDA graph, because {reason}" for reason in asked]
     given = {"generation_config": model.generation_config, "stopping_criteria": SimpleNamespace(max_length=9)}
-    assert decoding.refusal(model, given, {}) == ""
-    assert "is given pixel_values" in decoding.refusal(model, given, {"pixel_values": torch.ones(1)})
+    assert loop.refusal(model, given, {}) == ""
+    assert "is given pixel_values" in loop.refusal(model, given, {"pixel_values": torch.ones(1)})
     model.set_attn_implementation("flex_attention")
-    assert "attention is flex_attention" in decoding.refusal(model, given, {})
-    assert decoding._steps[model].step is None
-    assert hasattr(GenerationMixin._sample, "__wrapped__")
+    assert "attention is flex_attention" in loop.refusal(model, given, {})
+    assert step_of(model) is None
 
 
 def test_a_streamer_gets_every_token_once(on_cpus: None) -> None:
@@ -160,11 +159,11 @@ def test_a_model_that_changed_gets_a_new_step(on_cpus: None) -> None:
     ids = ids_of(model)
     options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 4, "do_sample": False}
     model.generate(ids, **options)
-    first = decoding._steps[model].step
+    first = step_of(model)
     layer = model.model.layers[0].mlp.up_proj
     layer.weight = random_weight(layer.format, layer.out_features, layer.in_features, 5)
     found = model.generate(ids, **options)
-    assert decoding._steps[model].step is not first
+    assert step_of(model) is not first
     assert torch.equal(found, model.generate(ids, disable_compile=True, **options))
 
 
@@ -180,7 +179,9 @@ def test_a_fused_step_gives_the_logits_of_the_model(architecture: str, padded: b
     assert len(fusion.norms) == (9 if architecture.startswith("qwen3") else 5)
     for name, weight in bits.items():
         assert torch.equal(model.get_submodule(name).weight.dequantize(), weight)
-    forwards = {m: m.forward for m in model.modules()}
+    forwards, attention = {m: m.forward for m in model.modules()}, model.config._attn_implementation
+    (file,) = attention_files(model)
+    rotate = file.apply_rotary_pos_emb
     ids, mask = ids_of(model), PADDED.to(device) if padded else None
     step = DecodeStep(model, 3, 256, padded, fusion)
     logits = step.prefill(model, ids, mask)
@@ -191,7 +192,8 @@ def test_a_fused_step_gives_the_logits_of_the_model(architecture: str, padded: b
         assert step.fused_error is not None
         assert step.fused_error < (1e-5 if device == "cpu" else 0.03)
         logits = run(model)
-    assert {m: m.forward for m in model.modules()} == forwards
+    assert {m: m.forward for m in model.modules()} == forwards and file.apply_rotary_pos_emb is rotate
+    assert model.config._attn_implementation == attention in ("sdpa", "eager")
 
 
 @pytest.mark.parametrize("architecture", MIXTURES)
@@ -201,7 +203,7 @@ def test_mixtures_of_experts_decode_step_by_step(architecture: str, on_cpus: Non
     options: dict[str, Any] = {"attention_mask": PADDED, "max_new_tokens": 6, "do_sample": False}
     theirs = model.generate(ids, disable_compile=True, **options)
     assert torch.equal(decode_by_graph(model).generate(ids, **options), theirs)
-    assert decoding._steps[model].step is not None
+    assert step_of(model) is not None
 
 
 @torch.inference_mode()
@@ -242,13 +244,13 @@ def test_everything_that_is_launched_is_known_beforehand(architecture: str, monk
     """Else the first call compiles one kernel after the other."""
     model = tiny(architecture)
     step = DecodeStep(model, 3, 256, False, Fusion.of(model))
-    known = set(decoding.launched(model, step, 33)[0])
+    known = set(loop.launched(model, step, 33)[0])
     plan_cache.forget()
     step.prefill(model, ids_of(model), None)
     assert step.choose(model).__name__ == "_run_fused"
     assert set(plan_cache._plans) == known
     monkeypatch.setattr(Device, "of", lambda _: H200)
-    names = {unit.name for unit in decoding.launched(model.bfloat16(), step, 33)[1]}
+    names = {unit.name for unit in loop.launched(model.bfloat16(), step, 33)[1]}
     others = {"gate_halves"} if architecture == "qwen2" else {"expert_route", "row_combine"}
     assert names == {"rms_norm", "step_attention"} | others
 
@@ -282,7 +284,7 @@ def test_a_graph_gives_the_tokens_of_transformers(architecture: str) -> None:
         theirs = model.generate(ids, attention_mask=mask, disable_compile=True, **options)
         decode_by_graph(model)
         ours = model.generate(ids, attention_mask=mask, **options)
-        step = decoding._steps[model].step
+        step = step_of(model)
         assert step is not None and step._graph is not None and step.fused_error is not None
         assert (ours[:, :13] == theirs[:, :13]).all()  # later a rounding may choose another token, and all after it
         assert torch.equal(model.generate(ids, attention_mask=mask, **options), ours)
@@ -314,11 +316,9 @@ def test_a_model_decodes_on_its_own_gpu(on_cpus: None, monkeypatch: pytest.Monke
         yield
         inside.append(torch.device("meta"))
 
-    ran = decoding.sample_by_step
-    monkeypatch.setattr(decoding, "on_device", recorded)
-    monkeypatch.setattr(
-        decoding, "sample_by_step", lambda *given: (inside.append(torch.device("cuda")), ran(*given))[1]
-    )
+    ran = loop.sample_by_step
+    monkeypatch.setattr(loop, "on_device", recorded)
+    monkeypatch.setattr(loop, "sample_by_step", lambda *given: (inside.append(torch.device("cuda")), ran(*given))[1])
     model = decode_by_graph(tiny("llama", quantized=False))
     model.generate(ids_of(model), max_new_tokens=2)
     assert [d.type for d in inside] == [model.device.type, "cuda", "meta"]

@@ -155,12 +155,12 @@ def faults_of_helpers():
     def halves_changed(x, activation):
         return gates(x.roll(x.shape[1] // 2, 1), activation)
 
-    def a_slot_too_many(q, k, v, cos, sin, layer, cached, scale, window):
-        return attend(q, k, v, cos, sin, layer, cached, scale, window + 1)
+    def a_slot_too_many(q, k, v, angles, cached, scale, window):
+        return attend(q, k, v, angles, cached, scale, window + 1)
 
-    def another_slot_written(q, k, v, cos, sin, layer, *rest):
-        layer.values[0, 0, 0] += 1
-        return attend(q, k, v, cos, sin, layer, *rest)
+    def another_slot_written(q, k, v, angles, cached, *rest):
+        cached.values[0, 0, 0] += 1
+        return attend(q, k, v, angles, cached, *rest)
 
     def last_token(*given):
         routed = route(*given)

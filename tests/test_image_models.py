@@ -16,7 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from w4gemm import W4Linear
 from w4gemm.cli.__main__ import main
-from w4gemm.integrations.transformers import W4GemmConfig, decoding, load
+from w4gemm.integrations.decoder import decode_by_graph, loop
+from w4gemm.integrations.transformers import W4GemmConfig, load
 
 TEXT = {
     "vocab_size": 320,
@@ -112,25 +113,25 @@ def test_the_language_model_alone_beside_the_config_of_the_whole(tmp_path: Path)
 @pytest.mark.parametrize("name", ["gemma3", "mistral3", "llava", "qwen3_vl"])
 def test_text_alone_is_decoded_step_by_step(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU the steps are replays of a CUDA graph. A position is several numbers in Qwen's models."""
-    monkeypatch.setattr(decoding, "DEVICES", ("cpu", "cuda"))
+    monkeypatch.setattr(loop, "DEVICES", ("cpu", "cuda"))
     write(tmp_path, name)
     model, _ = load(tmp_path, format="int4_g32")
     ids = torch.randint(3, 250, (2, 9), generator=torch.Generator().manual_seed(2))
     options = {"max_new_tokens": 12, "do_sample": False}
     for mask in (torch.ones_like(ids), torch.tensor([[0] * 3 + [1] * 6, [1] * 9])):
-        decoding._steps[model].step = None
+        decode_by_graph(model)  # forgets its step
         ours = model.generate(input_ids=ids, attention_mask=mask, **options)
-        assert decoding._steps[model].step is not None
+        assert loop.step_of(model) is not None
         theirs = model.generate(input_ids=ids, attention_mask=mask, disable_compile=True, **options)
         assert torch.equal(ours, theirs)
 
 
 def test_images_are_left_to_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step knows tokens alone: with a picture in the prompt the first step needs more."""
-    monkeypatch.setattr(decoding, "DEVICES", ("cpu", "cuda"))
+    monkeypatch.setattr(loop, "DEVICES", ("cpu", "cuda"))
     write(tmp_path, "gemma3")
     model, _ = load(tmp_path, format="int4_g32")
     pixels, picture = torch.randn(1, 3, 28, 28), [model.config.image_token_id] * PICTURE_TOKENS
     ids = torch.tensor([[5, *picture, 6]])
     found = model.generate(input_ids=ids, pixel_values=pixels, max_new_tokens=3, do_sample=False)
-    assert decoding._steps[model].step is None and found.shape == (1, ids.shape[1] + 3)
+    assert loop.step_of(model) is None and found.shape == (1, ids.shape[1] + 3)

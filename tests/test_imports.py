@@ -78,6 +78,23 @@ def test_private_names_stay_in_their_module(file):
     assert not private_uses(file)
 
 
+def test_the_decoder_has_one_door():
+    """No other package imports more of it than ``decode_by_graph``, nor the kernel that is written for it."""
+    decoder, kernel = "w4gemm.integrations.decoder", "w4gemm.kernels.step_attention"
+    doors = []
+    for file in FILES:
+        package = file.parent.relative_to(PACKAGE.parent).as_posix().replace("/", ".")
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+            modules = names if isinstance(node, ast.Import) else [getattr(node, "module", None) or ""]
+            for module in modules:
+                if f"{module}.".startswith(f"{decoder}.") and package != decoder:
+                    doors.append((module, *names))
+                if f"{module}.".startswith(f"{kernel}."):
+                    assert package in (decoder, kernel, "w4gemm.kernels"), f"{file}:{node.lineno}: {module}"
+    assert set(doors) == {(decoder, "decode_by_graph")}
+
+
 def test_environment_is_read_in_one_file():
     readers = [f.name for f in FILES if any(s in f.read_text() for s in ("os.environ", "getenv"))]
     assert readers == ["environment.py"]

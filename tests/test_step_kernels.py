@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ import w4gemm
 from sass import disassemble
 from w4gemm.api.step import add_rms_norm, add_rms_norm_quantize, between_products, gate_halves, rms_norm
 from w4gemm.core.problem import H200, Device
-from w4gemm.integrations.transformers.fused_attention import Cached, attention_in_torch, step_attention
+from w4gemm.integrations.decoder.attention import CachedLayer, attention_in_torch, step_attention
 from w4gemm.jit import object_code
 from w4gemm.kernels.gate_halves.spec import GateHalves
 from w4gemm.kernels.helper import Helper, launcher
@@ -58,19 +57,18 @@ def test_attention(
     angle = torch.randn(batch, dim // 2, device="cuda", generator=g).repeat(1, 2)
     keys, values = draw(batch, kv_heads, length, dim), draw(batch, kv_heads, length, dim)
     first = torch.randint(0, min(slot, 4) + 1, (batch,), device="cuda", generator=g).int()
-    cached = Cached(None, torch.tensor([slot], device="cuda"), first)
-    ours = SimpleNamespace(keys=keys.clone(), values=values.clone())
-    given = q, k, v, angle.cos().to(dtype), angle.sin().to(dtype)
+    theirs = CachedLayer(keys, values, torch.tensor([slot], device="cuda"), first)
+    ours = theirs._replace(keys=keys.clone(), values=values.clone())
+    inputs = q, k, v, (angle.cos().to(dtype), angle.sin().to(dtype))
     seen = dim**-0.5, window, 3 * draw(heads) if sinks else None
-    found = step_attention(*given, ours, cached, *seen)
-    wanted = attention_in_torch(*given, keys, values, cached, *seen)
+    out = step_attention(*inputs, ours, *seen)
+    expected = attention_in_torch(*inputs, theirs, *seen)
     torch.testing.assert_close(ours.keys, keys, rtol=0.01, atol=0.01)
     torch.testing.assert_close(ours.values, values, rtol=0, atol=0)
     untouched = torch.arange(length, device="cuda") != slot
     assert torch.equal(ours.keys[:, :, untouched], keys[:, :, untouched])
-    torch.testing.assert_close(found, wanted, rtol=0.02, atol=0.01)
-    again = step_attention(*given, ours, cached, *seen)
-    assert torch.equal(found, again)
+    torch.testing.assert_close(out, expected, rtol=0.02, atol=0.01)
+    assert torch.equal(out, step_attention(*inputs, ours, *seen))
 
 
 @pytest.mark.gpu

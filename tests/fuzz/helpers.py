@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -18,7 +17,7 @@ from fuzz import formulas
 from fuzz.cases import GATED
 from fuzz.numbers import Source
 from w4gemm.api.step import add_rms_norm, add_rms_norm_quantize, gate_halves, rms_norm
-from w4gemm.integrations.transformers.fused_attention import Cached, step_attention
+from w4gemm.integrations.decoder.attention import CachedLayer, step_attention
 
 DTYPES = (torch.bfloat16, torch.float16)
 NORM_K = (8, 64, 100, 128, 520, 2048, 2880, 4096, 16384, 28672)
@@ -140,11 +139,11 @@ def attention(p: Problem) -> list[str]:
     cos, sin = angle.cos().to(p.dtype), angle.sin().to(p.dtype)
     keys, values = (p.source.normal(batch, kv_heads, length, dim).to(p.dtype) for _ in range(2))
     first = torch.tensor([p.r.randint(0, slot) for _ in range(batch)], dtype=torch.int32, device=p.device)
-    cached = Cached(None, torch.tensor([slot], device=p.device), first)
+    slots = torch.tensor([slot], device=p.device)
     scale, found, layers = dim**-0.5, [], []
     for _ in range(2):
-        layers.append(SimpleNamespace(keys=keys.clone(), values=values.clone()))
-        found.append(step_attention(q, k, v, cos, sin, layers[-1], cached, scale, window))
+        layers.append(CachedLayer(keys.clone(), values.clone(), slots, first))
+        found.append(step_attention(q, k, v, (cos, sin), layers[-1], scale, window))
     turned_q, turned_k = (_rotated(t, cos, sin) for t in (q, k))
     exact_k, exact_v = keys.double(), values.double()
     exact_k[:, :, slot], exact_v[:, :, slot] = layers[0].keys[:, :, slot].double(), v.double()

@@ -24,7 +24,7 @@ from w4gemm.checkpoints.hugging_face import AS_IT_IS, is_model, model_class, tra
 from w4gemm.checkpoints.text_part import PREFIX, TextPart
 from w4gemm.core.errors import device_here
 from w4gemm.core.formats import WeightFormat
-from w4gemm.integrations.transformers.decoding import decode_by_graph
+from w4gemm.integrations.decoder import decode_by_graph
 from w4gemm.integrations.transformers.layers import Progress, enable_peft
 from w4gemm.integrations.transformers.places import AwaitedLinear, Place, Placement, finish
 

@@ -35,8 +35,8 @@ from w4gemm.checkpoints.quantized_folder import QuantizedFolder
 from w4gemm.checkpoints.w4gemm import ALARM, METHOD, alarm, settings
 from w4gemm.core.errors import FormatError
 from w4gemm.core.formats import WeightFormat
+from w4gemm.integrations.decoder import decode_by_graph
 from w4gemm.integrations.transformers.config import W4GemmConfig
-from w4gemm.integrations.transformers.decoding import decode_by_graph
 from w4gemm.integrations.transformers.dequantize import dequantize_layers
 from w4gemm.integrations.transformers.layers import enable_peft
 from w4gemm.integrations.transformers.places import (

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import logging
 import warnings
 from collections.abc import Callable
@@ -11,17 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from transformers.cache_utils import StaticCache, StaticLayer, StaticSlidingWindowLayer
 
 from w4gemm.choice import Prepared
-from w4gemm.integrations.transformers.fused_attention import Cached, NotFusable
-from w4gemm.integrations.transformers.fused_step import Fusion, fused
+from w4gemm.integrations.decoder.attention import NotFusable, Place, StepLayer
+from w4gemm.integrations.decoder.fusion import Fusion, fused
+from w4gemm.integrations.decoder.requirements import cache_argument, log_once, takes
 from w4gemm.kernels.graph import capturing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-    from transformers.cache_utils import Cache
 
-_log = logging.getLogger("w4gemm")
 _MOST_ERROR = 0.1
 """Largest relative difference of the logits of a fused step: 16-bit roundings of many layers make some percent."""
 _OF_LIBRARIES = ("torch.", "transformers.", "w4gemm.api.")
@@ -68,7 +66,6 @@ class DecodeStep:
             self.mask = torch.ones(batch, length, dtype=torch.int64, device=model.device) if padded else None
             self.slot = torch.zeros(1, dtype=torch.int64, device=model.device)
             self.first = torch.zeros(batch, dtype=torch.int32, device=model.device)
-            self._no_mask = torch.ones(batch, 1, 1, length, dtype=torch.bool, device=model.device)
         self.logits = torch.empty(0)
 
     def serves(self, model: PreTrainedModel, batch: int, length: int, padded: bool, planes: int = 0) -> bool:
@@ -77,7 +74,7 @@ class DecodeStep:
         return sizes and self.knows(model)
 
     def knows(self, model: PreTrainedModel) -> bool:
-        """True if the model is what it was."""
+        """True if nothing of the model changed that a captured step depends on."""
         return self.facts is not None and self.facts == _facts(model)
 
     @torch.inference_mode()
@@ -98,9 +95,9 @@ class DecodeStep:
             assert self.mask is not None
             self.mask.fill_(1)[:, : ids.shape[1]] = mask
             self.first.copy_((mask == 0).sum(1))
-        options = {"logits_to_keep": 1} if _takes(model, "logits_to_keep") else {}
-        given = {cache_argument(model): self.cache, "position_ids": positions, "use_cache": True, **options}
-        logits = model(ids, attention_mask=mask, **given).logits[:, -1]
+        options: dict[str, Any] = {"logits_to_keep": 1} if takes(model.forward, "logits_to_keep") else {}
+        options |= {cache_argument(model): self.cache, "position_ids": positions, "use_cache": True}
+        logits = model(ids, attention_mask=mask, **options).logits[:, -1]
         self.position.copy_(positions[..., -1:])
         self.slot.fill_(ids.shape[1])
         return logits
@@ -125,20 +122,19 @@ class DecodeStep:
 
     def _run(self, model: PreTrainedModel) -> torch.Tensor:
         self.position.add_(1)
-        given = {"attention_mask": self.mask, "position_ids": self.position, cache_argument(model): self.cache}
-        inputs = model.prepare_inputs_for_generation(self.token, next_sequence_length=1, use_cache=True, **given)
+        options = {"attention_mask": self.mask, "position_ids": self.position, cache_argument(model): self.cache}
+        inputs = model.prepare_inputs_for_generation(self.token, next_sequence_length=1, use_cache=True, **options)
         logits = model(**inputs, return_dict=True).logits[:, -1]
         self.slot.add_(1)
         return logits
 
     def _run_fused(self, model: PreTrainedModel) -> torch.Tensor:
-        """The same in fewer kernels. Its attention needs no mask, so that of all positions is given, which models take
-        as it is."""
+        """Compute :meth:`_run` in fewer kernels. Its attention needs no mask."""
         assert self.fusion is not None
         self.position.add_(1)
-        given = {"attention_mask": self._no_mask, "position_ids": self.position, cache_argument(model): self.cache}
-        with fused(model, self.fusion, Cached(self.cache, self.slot, self.first)):
-            logits = model(self.token, use_cache=True, return_dict=True, **given).logits[:, -1]
+        options = {"position_ids": self.position, cache_argument(model): self.cache}
+        with fused(model, self.fusion, Place(self.slot, self.first)):
+            logits = model(self.token, use_cache=True, return_dict=True, **options).logits[:, -1]
         torch._foreach_add_([self.slot, *(layer.cumulative_length for layer in self.cache.layers)], 1)
         return logits
 
@@ -153,32 +149,33 @@ class DecodeStep:
         return graph
 
     def _run_joined(self, model: PreTrainedModel) -> torch.Tensor:
-        """The same with the model's own attention, for models of which another one is not fused."""
+        """Compute :meth:`_run` with the model's own attention and other layers fused, for models whose attention is not
+        fused."""
         assert self.fusion is not None
         with fused(model, self.fusion, None):
             return self._run(model)
 
     def choose(self, model: PreTrainedModel) -> Callable[[PreTrainedModel], torch.Tensor]:
-        """Return what to capture: the first of the fused steps that gives the logits of the model's own code, which all
-        compute here, without a trace of it in the step's tensors but what the next token writes over."""
+        """Return what to capture: the first of the fused steps whose logits are those of the model's own code. All of
+        them run here; of the step's tensors they change only what the next token writes over."""
         counters = [self.position, self.slot, *(layer.cumulative_length for layer in self.cache.layers)]
         before = [t.clone() for t in counters]
 
-        def tried(run: Callable[[PreTrainedModel], torch.Tensor]) -> torch.Tensor:
+        def logits_of(run: Callable[[PreTrainedModel], torch.Tensor]) -> torch.Tensor:
             try:
                 return run(model).float()
             finally:
                 for t, value in zip(counters, before, strict=True):
                     t.copy_(value)
 
-        wanted, reasons = tried(self._run), []
+        own, reasons = logits_of(self._run), []
         for run in (self._run_fused, self._run_joined) if self.fusion is not None else ():
             try:
-                found = tried(run)
+                logits = logits_of(run)
             except (NotFusable, RuntimeError, TypeError, AttributeError) as e:  # modules are not what their names say
                 reasons.append(str(e))
                 continue
-            self.fused_error = float((found - wanted).norm() / wanted.norm())
+            self.fused_error = float((logits - own).norm() / own.norm())
             if self.fused_error < _MOST_ERROR:
                 _tell(model, reasons)
                 return run
@@ -194,40 +191,23 @@ def _tell(model: nn.Module, reasons: list[str]) -> None:
         log_once(logging.WARNING, text)
 
 
-@functools.lru_cache(maxsize=64)
-def log_once(level: int, text: str) -> None:
-    """Log a text unless it was logged before. level: as ``logging`` has it."""
-    _log.log(level, text)
-
-
-def static_cache(model: PreTrainedModel, length: int) -> Cache | None:
-    """A cache of fixed size in which every layer has all positions; None for models that keep anything else."""
-    from transformers.cache_utils import StaticCache, StaticLayer, StaticSlidingWindowLayer
-
+def static_cache(model: PreTrainedModel, length: int) -> StaticCache | None:
+    """Return a cache of fixed size in which every layer has all positions; None for models that keep anything else."""
     if not model._can_compile_fullgraph:
         return None
     cache = StaticCache(config=model.config.get_text_config(decoder=True), max_cache_len=length)
     if any(type(layer) not in (StaticLayer, StaticSlidingWindowLayer) for layer in cache.layers):
         return None
     # a sliding layer counts in Python; the mask of a window hides the same positions of a whole cache
-    cache.layers = [StaticLayer(max_cache_len=length) for _ in cache.layers]
+    cache.layers = [StepLayer(max_cache_len=length) for _ in cache.layers]
     return cache
 
 
-def cache_argument(model: PreTrainedModel) -> str:
-    """Name of the argument that a model takes its cache in: another one since transformers 5.24."""
-    return "cache" if _takes(model, "cache") else "past_key_values"
-
-
-def _takes(model: PreTrainedModel, argument: str) -> bool:
-    return argument in inspect.signature(model.forward).parameters
-
-
 def _facts(model: PreTrainedModel) -> tuple[Any, ...] | None:
-    """All that a captured step depends on besides its own tensors; None if that cannot be told, because there are
-    modules of other packages: then each call captures anew."""
+    """Return all that a captured step depends on besides its own tensors. None if modules of other packages may depend
+    on anything: then each call captures anew."""
     cast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
-    found: list[Any] = [model.config._attn_implementation, cast]
+    facts: list[Any] = [model.config._attn_implementation, cast]
     for module in model.modules():
         if not type(module).__module__.startswith(_OF_LIBRARIES):
             return None
@@ -238,5 +218,5 @@ def _facts(model: PreTrainedModel) -> tuple[Any, ...] | None:
             getattr(module, "batch_invariant", None),
             id(getattr(module, "_weight", None)),
         )
-        found.append((id(module), *tensors, hooks, *own, module.training, "forward" in module.__dict__))
-    return tuple(found)
+        facts.append((id(module), *tensors, hooks, *own, module.training, "forward" in module.__dict__))
+    return tuple(facts)

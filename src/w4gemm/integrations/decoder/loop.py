@@ -1,9 +1,4 @@
-"""Decoding as replays of one CUDA graph: :func:`decode_by_graph`, which ``generate`` of transformers then does.
-
-A step of ``generate`` launches some 1,500 kernels for 32 layers, from Python: the GPU waits for the host. Here the
-whole step, from the token to its logits, is captured once and replayed for each token. It needs a cache of fixed size,
-and positions that lie on the device. transformers' own way, ``torch.compile``, compiles for long before it starts.
-"""
+"""The loop of ``generate`` over steps, in place of transformers' ``_sample``: :func:`sample_by_step`."""
 
 from __future__ import annotations
 
@@ -18,14 +13,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
+from transformers.generation import GenerationMixin
 
 from w4gemm.api.experts import W4Experts
 from w4gemm.choice import PlanKey, Prepared, prepare
 from w4gemm.core.errors import UnsupportedError
 from w4gemm.core.problem import Device
+from w4gemm.integrations.decoder.fusion import Fusion
+from w4gemm.integrations.decoder.requirements import Otherwise, broken, cache_argument, log_once
+from w4gemm.integrations.decoder.step import DecodeStep, static_cache
 from w4gemm.integrations.generation import expert_keys, plan_keys
-from w4gemm.integrations.transformers.decode_step import DecodeStep, cache_argument, log_once, static_cache
-from w4gemm.integrations.transformers.fused_step import Fusion
 from w4gemm.jit import Unit
 from w4gemm.kernels.expert_route.spec import ExpertRoute
 from w4gemm.kernels.helper import Helper, on_device
@@ -44,17 +41,10 @@ _ATTENTION = ("sdpa", "eager")
 """Implementations whose masks say which slots of a cache are filled."""
 
 
-def decode_by_graph(model: PreTrainedModel, fuse: bool = True) -> PreTrainedModel:
-    """Let ``model.generate`` on a GPU replay a CUDA graph for each token, where the call and the model allow it: greedy
-    or with sampling, for a decoder on one GPU with attention alone. ``disable_compile=True`` in a call's
-    generation config turns it off for the call.
-
-    Args:
-        fuse: False to capture the model's own code, whose kernels ``fused_step.py`` fuses.
-    """
-    _patch()
+def enable(model: PreTrainedModel, fuse: bool) -> None:
+    """See :func:`w4gemm.integrations.decoder.decode_by_graph`."""
+    _patch_sample()
     _steps[model] = _Kept(fuse)
-    return model
 
 
 @dataclass
@@ -81,57 +71,72 @@ def step_for(model: PreTrainedModel, batch: int, length: int, padded: bool, plan
     return kept.step
 
 
-def _patch() -> None:
-    from transformers.generation import GenerationMixin
-
-    if not hasattr(GenerationMixin._sample, "__wrapped__"):
-        GenerationMixin._sample = _by_graph(GenerationMixin._sample)
+def step_of(model: PreTrainedModel) -> DecodeStep | None:
+    """Return the step that a model keeps; None before its first call, and if it does not decode by graph."""
+    return _steps[model].step if model in _steps else None
 
 
-def _by_graph(sample: Callable[..., Any]) -> Callable[..., Any]:
+@functools.cache
+def _patch_sample() -> None:
+    """Replace transformers' ``_sample``, once in a process."""
+    GenerationMixin._sample = _by_steps(GenerationMixin._sample)
+
+
+def _by_steps(sample: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(sample)
+
     @functools.wraps(sample)
     def wrapped(self: Any, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        given = inspect.signature(sample).bind(self, input_ids, *args, **kwargs).arguments
-        options = given.pop("model_kwargs", {})
         if self not in _steps or self.device.type not in DEVICES:
             return sample(self, input_ids, *args, **kwargs)
-        if reason := refusal(self, given, options):
+        arguments = signature.bind(self, input_ids, *args, **kwargs).arguments
+        options = arguments.pop("model_kwargs", {})
+        if reason := refusal(self, arguments, options):
             log_once(logging.INFO, f"{type(self).__name__}: generate replays no CUDA graph, because {reason}")
             return sample(self, input_ids, *args, **kwargs)
         mask = options.get("attention_mask")
         if mask is not None and bool((mask == 1).all()):  # which newer versions of transformers leave out themselves
             mask = None
         prompt = Prompt(input_ids, mask, options.get("position_ids"))
-        wanted = given["logits_processor"], given["stopping_criteria"], given["generation_config"]
+        processor, criteria = arguments["logits_processor"], arguments["stopping_criteria"]
+        config, streamer = arguments["generation_config"], arguments.get("streamer")
         with on_device(self.device):  # a graph captures streams of the current GPU alone
-            return sample_by_step(self, prompt, *wanted, given.get("streamer"))
+            return sample_by_step(self, prompt, processor, criteria, config, streamer)
 
     return wrapped
 
 
-def refusal(model: PreTrainedModel, given: dict[str, Any], options: dict[str, Any]) -> str:
+def refusal(model: PreTrainedModel, arguments: dict[str, Any], options: dict[str, Any]) -> str:
     """Return why a call of ``_sample`` is left to transformers; the empty string if it asks for nothing but tokens,
-    from a prompt alone, and the model can be captured."""
-    return next(_refusals(model, given, options), "")
+    from a prompt alone, and the model can be captured.
+
+    Args:
+        arguments: those that ``_sample`` names.
+        options: the others, which it hands to the model.
+    """
+    return next(_refusals(model, arguments, options), "")
 
 
-def _refusals(model: PreTrainedModel, given: dict[str, Any], options: dict[str, Any]) -> Iterator[str]:
-    config: GenerationConfig = given["generation_config"]
+def _refusals(model: PreTrainedModel, arguments: dict[str, Any], options: dict[str, Any]) -> Iterator[str]:
+    if reason := broken(model, Otherwise.CALL):
+        yield reason
+        return
+    config: GenerationConfig = arguments["generation_config"]
     for name in ("disable_compile", "return_dict_in_generate", "cache_implementation", "prefill_chunk_size"):
         if value := getattr(config, name, None):
             yield f"{name} is {value}"
-    if given.get("synced_gpus"):
+    if arguments.get("synced_gpus"):
         yield "GPUs are synchronized"
-    if given["stopping_criteria"].max_length is None:
+    if arguments["stopping_criteria"].max_length is None:
         yield "no length ends it"
-    kept = cache_argument(model)
-    cache, mask, positions = (options.get(name) for name in (kept, "attention_mask", "position_ids"))
+    in_cache = cache_argument(model)
+    cache, mask, positions = (options.get(name) for name in (in_cache, "attention_mask", "position_ids"))
     if not options.get("use_cache", True):
         yield "use_cache is False"
     if cache is not None and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length()):
-        yield f"{kept} is the caller's"
+        yield f"{in_cache} is the caller's"
     named = [name for name, value in options.items() if value is not None and not _is_empty(value)]
-    if others := [name for name in named if name not in (kept, *_HANDLED)]:
+    if others := [name for name in named if name not in (in_cache, *_HANDLED)]:
         yield f"the model is given {', '.join(others)}"
     if positions is not None and positions.dim() not in (2, 3):
         yield f"position_ids have {positions.dim()} dimensions"
@@ -185,24 +190,24 @@ def sample_by_step(
     step = step_for(model, batch, end, prompt.mask is not None, prompt.planes)
     compile_ahead(model, step, batch * start)
     pad = config._pad_token_tensor if any(hasattr(c, "eos_token_id") for c in stopping_criteria) else None
-    found = torch.cat((ids, ids.new_zeros(batch, end - start)), dim=1)
+    tokens = torch.cat((ids, ids.new_zeros(batch, end - start)), dim=1)
     unfinished = torch.ones(batch, dtype=torch.bool, device=ids.device)
     logits = step.prefill(model, *prompt)
     late = _Late(streamer)
     for length in range(start, end):
-        scores = logits_processor(found[:, :length], logits.to(torch.float32, copy=True))
+        scores = logits_processor(tokens[:, :length], logits.to(torch.float32, copy=True))
         token = _drawn(scores) if config.do_sample else scores.argmax(-1)
         if pad is not None:
             token = torch.where(unfinished, token, pad.to(token.device))
-        found[:, length] = token
-        unfinished = unfinished & ~stopping_criteria(found[:, : length + 1], None)
+        tokens[:, length] = token
+        unfinished = unfinished & ~stopping_criteria(tokens[:, : length + 1], None)
         if late.stops(~unfinished.any(), token):
-            found = found[:, :length]
+            tokens = tokens[:, :length]
             break
         if length + 1 < end:
             logits = step(model, token)
     late.finish()
-    return found
+    return tokens
 
 
 def compile_ahead(model: PreTrainedModel, step: DecodeStep, rows: int) -> None:
@@ -241,17 +246,36 @@ def _drawn(scores: torch.Tensor) -> torch.Tensor:
     return torch.multinomial(scores.softmax(-1), 1).squeeze(1)
 
 
+class _Copies(NamedTuple):
+    """What the host reads of a step, and the event behind its copies; no event if the host reads it at once."""
+
+    finished: torch.Tensor
+    token: torch.Tensor
+    event: torch.cuda.Event | None
+
+    @classmethod
+    def of(cls, finished: torch.Tensor, token: torch.Tensor) -> _Copies:
+        if not token.is_cuda:
+            return cls(finished, token, None)
+        copies = [
+            torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True) for t in (finished, token)
+        ]
+        event = torch.cuda.Event()
+        event.record()
+        return cls(copies[0], copies[1], event)
+
+
 class _Late:
     """Values of a step that the host reads while the device computes the next one."""
 
     def __init__(self, streamer: Any) -> None:
         self.streamer = streamer
-        self._waiting: tuple[torch.Tensor, torch.Tensor, torch.cuda.Event | None] | None = None
+        self._waiting: _Copies | None = None
 
     def stops(self, finished: torch.Tensor, token: torch.Tensor) -> bool:
         """True if the step before this one was the last; its token goes to the streamer now, this one's at the next
         call."""
-        before, self._waiting = self._waiting, self._copied(finished, token)
+        before, self._waiting = self._waiting, _Copies.of(finished, token)
         stopped = before is not None and self._read(before)
         if stopped:
             self._waiting = None
@@ -264,22 +288,9 @@ class _Late:
         if self.streamer is not None:
             self.streamer.end()
 
-    def _copied(
-        self, finished: torch.Tensor, token: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.cuda.Event | None]:
-        if not token.is_cuda:
-            return finished, token, None
-        copies = [
-            torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True) for t in (finished, token)
-        ]
-        event = torch.cuda.Event()
-        event.record()
-        return copies[0], copies[1], event
-
-    def _read(self, copied: tuple[torch.Tensor, torch.Tensor, torch.cuda.Event | None]) -> bool:
-        finished, token, event = copied
-        if event is not None:
-            event.synchronize()
+    def _read(self, copies: _Copies) -> bool:
+        if copies.event is not None:
+            copies.event.synchronize()
         if self.streamer is not None:
-            self.streamer.put(token.cpu())
-        return bool(finished)
+            self.streamer.put(copies.token.cpu())
+        return bool(copies.finished)

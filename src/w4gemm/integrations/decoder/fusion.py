@@ -8,7 +8,7 @@ graph, together more than the products with 4-bit weights. While :func:`fused` l
 - rotation, cache and attention of the new token in one kernel (``kernels/step_attention``).
 
 Nothing of it outlasts the step but where the weights lie. Modules are known by the names of their children. Whether all
-this computes the model is not taken on trust: ``decoding.py`` compares the logits of a first step.
+this computes the model is not taken on trust: ``step.py`` compares the logits of a first step.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from w4gemm.choice import PlanKey
 from w4gemm.core.activation import ACTIVATIONS, parse
 from w4gemm.core.epilogue import Epilogue
 from w4gemm.core.problem import Device
-from w4gemm.integrations.transformers.fused_attention import Cached, NotFusable, Patches, fuse_attention
+from w4gemm.integrations.decoder.attention import NotFusable, Patches, Place, fuse_attention
+from w4gemm.integrations.decoder.requirements import GATE_UP, LAYER, QKV, norm_eps
 from w4gemm.kernels.gate_halves.spec import GateHalves
 from w4gemm.kernels.helper import Helper
 from w4gemm.kernels.rms_norm.spec import RmsNorm
@@ -38,9 +39,6 @@ from w4gemm.weights.weight import QuantizedWeight
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-_QKV, _GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
-_LAYER = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
 
 
 @dataclass
@@ -55,8 +53,8 @@ class Joint:
 
     @classmethod
     def of(cls, layers: Sequence[nn.Module]) -> Joint | None:
-        """Return the joint product, having moved the layers' weights to memory that is one weight; None if there is
-        none. The layers stay what they are: their weights are rows of that one."""
+        """Return the joint product and move the layers' weights to its memory: they become rows of one weight, with the
+        same bits. None if the layers have no joint product."""
         plain = [m for m in layers if type(m) is W4Linear and m.pre_quant_scale is None and m.activation is None]
         biases = [layer.bias for layer in plain if layer.bias is not None]
         if len(plain) < len(layers) or len(biases) not in (0, len(layers)):
@@ -97,20 +95,20 @@ class Fusion:
 
     @classmethod
     def of(cls, model: nn.Module) -> Fusion:
-        found = cls()
+        fusion = cls()
         norms, last = [], []
         for module in model.modules():
             last += last_products(module)
             children = dict(module.named_children())
-            if children.keys() >= set(_QKV) and (joint := Joint.of([children[name] for name in _QKV])) is not None:
-                found.attentions[module] = joint
-            activation = _activation(module) if children.keys() >= {*_GATE_UP, "down_proj"} else None
-            if activation and (joint := Joint.of([children[name] for name in _GATE_UP])) is not None:
-                found.mlps[module] = joint, activation
+            if children.keys() >= set(QKV) and (joint := Joint.of([children[name] for name in QKV])) is not None:
+                fusion.attentions[module] = joint
+            activation = _activation(module) if children.keys() >= {*GATE_UP, "down_proj"} else None
+            if activation and (joint := Joint.of([children[name] for name in GATE_UP])) is not None:
+                fusion.mlps[module] = joint, activation
             if _is_rms_norm(module):
                 norms.append(module)
-        found.norms, found.last = tuple(norms), tuple(last)
-        return found
+        fusion.norms, fusion.last = tuple(norms), tuple(last)
+        return fusion
 
     @property
     def joints(self) -> list[Joint]:
@@ -121,12 +119,12 @@ class Fusion:
         weights = [(j.weight, Epilogue(bias=j.bias is not None)) for j in self.joints]
         for layer in self.last:
             weights.append((layer.weight, Epilogue(bias=layer.bias is not None, residual=True)))
-        found = []
+        keys = []
         for w, epilogue in weights:
             fp8 = w.activations == "fp8"
-            taken = (torch.float8_e4m3fn, epilogue.of_quantized(dtype)) if fp8 else (dtype, epilogue)
-            found.append(PlanKey.of(w, m, *taken))
-        return found
+            x_dtype, epilogue = (torch.float8_e4m3fn, epilogue.of_quantized(dtype)) if fp8 else (dtype, epilogue)
+            keys.append(PlanKey.of(w, m, x_dtype, epilogue))
+        return keys
 
     def helpers(self, model: PreTrainedModel, batch: int, length: int) -> list[Helper | None]:
         """The small kernels of a step, for caches of ``length`` tokens."""
@@ -143,8 +141,9 @@ class Fusion:
 
 
 @contextlib.contextmanager
-def fused(model: PreTrainedModel, fusion: Fusion, cached: Cached | None) -> Iterator[None]:
-    """Let a step of the model run in fewer kernels. cached: None for the model's own attention and cache.
+def fused(model: PreTrainedModel, fusion: Fusion, place: Place | None) -> Iterator[None]:
+    """Let a step of the model run in fewer kernels. place: where its attention writes the new token; None for the
+    model's own attention and cache.
 
     Raises:
         NotFusable: while the step runs, where it does something that is not fused.
@@ -154,15 +153,15 @@ def fused(model: PreTrainedModel, fusion: Fusion, cached: Cached | None) -> Iter
         for norm in fusion.norms:
             patches.set(norm, "forward", _fast_norm(norm))
         for attention, joint in fusion.attentions.items():
-            for i, name in enumerate(_QKV):
+            for i, name in enumerate(QKV):
                 patches.set(attention.get_submodule(name), "forward", joint.result(i))
             patches.stack.callback(_forget, joint)
         for mlp, (joint, activation) in fusion.mlps.items():
             patches.set(mlp, "forward", _gated(mlp, joint, activation))
         for layer in model.modules():
             _fuse_residuals(patches, layer)
-        if cached is not None:
-            fuse_attention(patches, model, cached)
+        if place is not None:
+            fuse_attention(patches, model, place)
         yield
 
 
@@ -171,13 +170,9 @@ def _forget(joint: Joint) -> None:
 
 
 def _fast_norm(norm: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
-    weight, eps = norm.get_parameter("weight"), _eps(norm)
+    weight, eps = norm.get_parameter("weight"), norm_eps(norm)
     assert eps is not None
     return lambda x: rms_norm(x, weight, eps)
-
-
-def _eps(norm: nn.Module) -> float | None:
-    return getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
 
 
 @torch.no_grad()
@@ -185,11 +180,11 @@ def _is_rms_norm(module: nn.Module) -> bool:
     weight = module._parameters.get("weight")
     if "RMSNorm" not in type(module).__name__ or weight is None or weight.dim() != 1:
         return False
-    if not isinstance(_eps(module), float):
+    if not isinstance(norm_eps(module), float):
         return False
     x = torch.linspace(-3, 3, 2 * len(weight), device=weight.device, dtype=weight.dtype).view(2, -1)
-    wanted, found = module(x), _fast_norm(module)(x)
-    return bool((wanted - found).abs().max() <= 0.02 * wanted.abs().max())
+    own, fast = module(x), _fast_norm(module)(x)
+    return bool((own - fast).abs().max() <= 0.02 * own.abs().max())
 
 
 def _activation(mlp: nn.Module) -> str | None:
@@ -198,9 +193,9 @@ def _activation(mlp: nn.Module) -> str | None:
     if not callable(act):
         return None
     both = torch.linspace(-6, 6, 64, dtype=torch.float32, device="cpu")
-    wanted = act(both[0::2]) * both[1::2]
+    gated = act(both[0::2]) * both[1::2]
     for name, formula in ACTIVATIONS.items():
-        if formula.gated and torch.allclose(parse(name).apply(both), wanted, rtol=1e-5, atol=1e-6):
+        if formula.gated and torch.allclose(parse(name).apply(both), gated, rtol=1e-5, atol=1e-6):
             return name
     return None
 
@@ -220,10 +215,10 @@ def _gated(mlp: nn.Module, joint: Joint, activation: str) -> Callable[[torch.Ten
 
 def last_products(layer: nn.Module) -> list[W4Linear]:
     """The o_proj and down_proj of a layer of a model, those in whose epilogues what it adds can be added."""
-    if {name for name, _ in layer.named_children()} != set(_LAYER):
+    if {name for name, _ in layer.named_children()} != set(LAYER):
         return []
-    found = getattr(layer.self_attn, "o_proj", None), getattr(layer.mlp, "down_proj", None)
-    return [m for m in found if _takes_residual(m)]
+    products = getattr(layer.self_attn, "o_proj", None), getattr(layer.mlp, "down_proj", None)
+    return [m for m in products if _takes_residual(m)]
 
 
 def _fuse_residuals(patches: Patches, layer: nn.Module) -> None:
@@ -231,20 +226,20 @@ def _fuse_residuals(patches: Patches, layer: nn.Module) -> None:
     experts it is added as before."""
     if not (last := last_products(layer)):
         return
-    attention, mlp, *norms = (layer.get_submodule(name) for name in _LAYER)
-    given: dict[nn.Module, torch.Tensor] = {}
+    attention, mlp, *norms = (layer.get_submodule(name) for name in LAYER)
+    residuals: dict[nn.Module, torch.Tensor] = {}
     for product in last:
-        patches.set(product, "forward", _with_residual(product, given))
+        patches.set(product, "forward", _with_residual(product, residuals))
 
     def added(x: torch.Tensor, norm: nn.Module, block: nn.Module, name: str, *args: Any, **kwargs: Any) -> torch.Tensor:
         product = getattr(block, name, None)
         if product in last:
-            given[product] = x
-        found = block(norm(x), *args, **kwargs)
-        found = found[0] if isinstance(found, tuple) else found
-        if given:
+            residuals[product] = x
+        y = block(norm(x), *args, **kwargs)
+        y = y[0] if isinstance(y, tuple) else y
+        if residuals:
             raise NotFusable("a layer did not add what was to be added")
-        return found if product in last else x + found
+        return y if product in last else x + y
 
     def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         hidden_states = added(hidden_states, norms[0], attention, "o_proj", *args, **kwargs)
@@ -257,11 +252,11 @@ def _takes_residual(layer: object) -> TypeGuard[W4Linear]:
     return type(layer) is W4Linear and layer.pre_quant_scale is None and layer.activation is None
 
 
-def _with_residual(layer: W4Linear, given: dict[nn.Module, torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+def _with_residual(layer: W4Linear, residuals: dict[nn.Module, torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
     def forward(x: torch.Tensor) -> torch.Tensor:
-        if layer not in given:
+        if layer not in residuals:
             raise NotFusable("a layer is called twice")
-        residual = given.pop(layer)
+        residual = residuals.pop(layer)
         return linear(x, layer.weight, layer.bias, residual=residual, batch_invariant=layer.batch_invariant)
 
     return forward
