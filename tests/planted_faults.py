@@ -19,7 +19,7 @@ class Fault(NamedTuple):
     """True if only a GPU shows it."""
 
 
-_SM90 = "src/w4gemm/kernels/sm90_mixed_gemm/roles/"
+_SM90 = "src/w4gemm/kernels/sm90_mixed_gemm/"
 _DEVICE = "src/w4gemm/kernels/device/"
 _CODECS = "src/w4gemm/packing/codecs/"
 _EMULATED = "tests/test_emulated_kernels.py -k "
@@ -348,7 +348,7 @@ FAULTS = (
     ),
     Fault(
         "no proxy fence behind rows that cp.async brought",
-        _SM90 + "mainloop.py",
+        _SM90 + "consumer.py",
         """        if self.variant.gathered:
             fence_proxy_async()
 """,
@@ -463,21 +463,21 @@ FAULTS = (
     # --- device code that an emulator of the GPU runs
     Fault(
         "a second scale group in a k chunk takes the first one's scale",
-        _SM90 + "weight_fragments.py",
+        _SM90 + "consumer.py",
         "if step == 0 or column == 0:",
         "if step == 0:",
         _EMULATED + "sm90_mixed_gemm/16x128",
     ),
     Fault(
         "every k set reads the first one's blocks",
-        _SM90 + "weight_fragments.py",
+        _SM90 + "consumer.py",
         "index = row + consumer.k_set * (variant.blocks_k // variant.k_sets) + block",
         "index = row + block",
         _EMULATED + "coop_k2",
     ),
     Fault(
         "a stage is released before its last WGMMA is waited for",
-        _SM90 + "mainloop.py",
+        _SM90 + "consumer.py",
         """            warpgroup.wait_group(1)
             if const_expr(batch == 0):
                 if state.has_previous:
@@ -492,7 +492,7 @@ FAULTS = (
     ),
     Fault(
         "block scales of the next 128 columns",
-        _SM90 + "mainloop.py",
+        _SM90 + "consumer.py",
         "block = consumer.k_set * chunks + (batch - 1) // batches_per_chunk",
         "block = consumer.k_set * chunks + batch // batches_per_chunk",
         _EMULATED + "sm90_fp8",
@@ -506,7 +506,7 @@ FAULTS = (
     ),
     Fault(
         "residuals of the first round in every round",
-        _DEVICE + "epilogue_store.py",
+        _SM90 + "epilogue.py",
         "residuals.append(math.load_residual(operands, token + 8 * (b + ahead), feature))",
         "residuals.append(math.load_residual(operands, token + 8 * b, feature))",
         _EMULATED + "sm90_fp8",
@@ -541,7 +541,7 @@ FAULTS = (
     ),
     Fault(
         "boxes of d reach into the next expert's rows",
-        _DEVICE + "epilogue_store.py",
+        _SM90 + "epilogue.py",
         "needed = self.tokens_per_round if self.grouped else 1",
         "needed = 1",
         _EMULATED + "sm90_mixed_gemm/128x64",
@@ -562,7 +562,7 @@ FAULTS = (
     ),
     Fault(
         "the last CTA's part of a split k is lost",
-        _DEVICE + "split_k.py",
+        _SM90 + "consumer.py",
         "for r in cutlass.range_constexpr(self.ranks):",
         "for r in cutlass.range_constexpr(self.ranks - 1):",
         _EMULATED + "sm90_mixed_gemm/24x64",
@@ -592,8 +592,8 @@ FAULTS = (
     Fault(
         "cp.async is waited for one stage late",
         "src/w4gemm/kernels/sm80_mixed_gemm/kernel.py",
-        "cute.arch.cp_async_wait_group(variant.stages - 2)",
-        "cute.arch.cp_async_wait_group(variant.stages - 1)",
+        "cute.arch.cp_async_wait_group(variant.num_stages - 2)",
+        "cute.arch.cp_async_wait_group(variant.num_stages - 1)",
         _EMULATED + "sm80_mixed_gemm/8x64",
     ),
     Fault(
@@ -640,7 +640,7 @@ FAULTS = (
     ),
     Fault(
         "a share of a split k reaches past the tile's last block",
-        _DEVICE + "split_k.py",
+        _SM90 + "consumer.py",
         "block = cutlass.min(block, blocks - 1)",
         "block = cutlass.min(block, blocks)",
         _EMULATED + "sm90_mixed_gemm/24x64",

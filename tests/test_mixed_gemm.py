@@ -12,7 +12,7 @@ from w4gemm.choice.model import ranked
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import H200, GemmProblem
 from w4gemm.kernels import KERNELS, kernel_named
-from w4gemm.kernels.sm90_mixed_gemm.variant import Variant
+from w4gemm.kernels.sm90_mixed_gemm.variant import Sm90MixedVariant
 from w4gemm.kernels.variant import HOPPER_SHARED_MEMORY
 
 KERNEL = kernel_named("sm90_mixed_gemm")
@@ -25,7 +25,7 @@ LAYERS = [(6144, 4096), (8192, 8192), (28672, 4096), (8192, 28672), (4096, 14336
 def test_sizes_that_follow_from_a_config(format, experts, gathered):
     problem = replace(PROBLEM, format=WeightFormat.parse(format), experts=experts, gathered=gathered)
     for config in KERNEL.configs(problem):
-        v = Variant.of(problem, config)
+        v = Sm90MixedVariant.of(problem, config)
         most = 64 if config.tile_m <= 256 else config.tile_m // 2
         assert v.box_tokens % 8 == 0 and v.box_tokens <= most and v.boxes * v.box_tokens == config.tile_m
         assert v.stored_tokens % v.staging_tokens == 0 or (config.tile_m > 256 and not v.boxed)

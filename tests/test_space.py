@@ -96,7 +96,7 @@ def test_no_legal_variant_overruns_its_device():
                 assert v.shared_bytes <= problem.device.shared_memory, (problem, c)
                 if problem.device == H200:
                     assert held * (v.shared_bytes + 1024) <= 233472, (problem, c)
-                assert v.stages >= 2 and v.threads * held <= 2048, (problem, c)
+                assert v.num_stages >= 2 and v.threads * held <= 2048, (problem, c)
                 seen += 1
     assert seen > 3000
 

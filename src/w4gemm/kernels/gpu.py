@@ -136,7 +136,7 @@ class GpuKernel(ABC):
             round(ctas / (problem.device.sms * per_sm), 2),
             variant.threads,
             variant.consumer_registers or even,
-            variant.stages,
+            variant.num_stages,
         )
 
     def unit(self, problem: GemmProblem, config: GemmConfig) -> Unit:
@@ -146,7 +146,7 @@ class GpuKernel(ABC):
     def _program(self, problem: GemmProblem, config: GemmConfig) -> Program:
         from cutlass.cute.runtime import make_fake_stream
 
-        from w4gemm.kernels.device.entry import FlatEntry
+        from w4gemm.kernels.device.launch import FlatEntry
 
         variant = self.variant.of(problem, config)
         given = arguments.stand_ins(variant, workspace=self.workspace_bytes(problem, config) > 0)

@@ -1,14 +1,33 @@
-"""Shared memory that a launch asks for."""
+"""What kernels that take :class:`w4gemm.kernels.arguments.Arguments` launch with: the ``cute.compile`` entry, and the
+shared memory that a launch asks for."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
 import cutlass
+import cutlass.cute as cute
 from cutlass import Int32
 
+from w4gemm.kernels.arguments import Arguments, nested
 from w4gemm.kernels.variant import HOPPER_SHARED_MEMORY, GpuVariant, shared_memory_of_each
 
 _MORE_THAN_HALF = shared_memory_of_each(HOPPER_SHARED_MEMORY, 2) + 16
 """Bytes with which only one CTA fits a multiprocessor."""
+
+
+@dataclass(frozen=True)
+class FlatEntry:
+    """Takes the values of ``Arguments`` without the nesting, then the stream: one nested argument does not compile with
+    a number in it (CuTe DSL 4.8.1)."""
+
+    launch: Callable[[Arguments, Any], None]
+
+    @cute.jit
+    def __call__(self, *values: Any):
+        self.launch(nested(values[:-1]), values[-1])
 
 
 def memory_of_launch(variant: GpuVariant, clusters: Int32, max_clusters: Int32) -> Int32 | int:

@@ -24,20 +24,20 @@ class PipelineState(NamedTuple):
         """The first stage: a wait on its empty barrier passes at once, since nothing has been filled."""
         return cls(Int32(0), Int32(1))
 
-    def after(self, stages: int) -> PipelineState:
-        """The next stage, in a ring of ``stages``."""
-        return PipelineState(*_after(self.stage, self.phase, stages))
+    def after(self, num_stages: int) -> PipelineState:
+        """The next stage, in a ring of ``num_stages``."""
+        return PipelineState(*_after(self.stage, self.phase, num_stages))
 
-    def after_several(self, count: Int32, stages: int) -> PipelineState:
-        """The stage that is ``count`` further, in a ring of ``stages``."""
-        laps = (self.stage + count) // stages
-        return PipelineState(self.stage + count - laps * stages, self.phase ^ (laps & 1))
+    def after_several(self, count: Int32, num_stages: int) -> PipelineState:
+        """The stage that is ``count`` further, in a ring of ``num_stages``."""
+        laps = (self.stage + count) // num_stages
+        return PipelineState(self.stage + count - laps * num_stages, self.phase ^ (laps & 1))
 
 
 @cute.jit
-def _after(stage: Int32, phase: Int32, stages: int) -> tuple[Int32, Int32]:
+def _after(stage: Int32, phase: Int32, num_stages: int) -> tuple[Int32, Int32]:
     stage += 1
-    if stage == stages:
+    if stage == num_stages:
         stage = Int32(0)
         phase = phase ^ 1
     return stage, phase

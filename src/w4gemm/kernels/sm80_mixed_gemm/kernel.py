@@ -10,13 +10,23 @@ All warps of a CTA have the same role: copy, decode, multiply. Along a tile's to
                                    8 x token_blocks tokens, at most 64 x 64, and k_chunks_per_warp chunks (64 columns)
                                    of each k-slice.
 
-Pipeline of ``stages`` stages, one cp.async group per stage, no mbarriers:
+Shared memory, in this order; each number of bytes is a property of variant.py:
 
-    stage   x        [k chunk][token][128 bytes]; the eight vectors of 16 bytes lie in the order vector ^ (token % 8),
-                     so that ldmatrix has no bank conflicts; zeros past m and k
-            weights  [64 rows][128 columns, or 64 of them if tile_k = 64]: the packed block as it is, codes, then scales
+    what          bytes                       written by                                    read by
+    stages        num_stages * (x_bytes       all threads: cp.async, one group a stage      all warps
+                  + weight_bytes)
+      x           [k chunk][token][128        zeros past m and k; eight vectors of 16       ldmatrix, without bank
+                  bytes]                      bytes in the order vector ^ (token % 8)       conflicts
+      weights     [64 rows][128 columns, or   the packed block as it is: codes, then        packed words
+                  64 if tile_k = 64]          scales
+    sums          sums_bytes, over the        all warps, at the end of a tile: float32      all threads, by quads
+                  drained stages              [k set][token][feature]
+    decode table  decode_table_bytes          all threads, before the main loop             all warps
+    expert map    expert_map_bytes            warp 0, before the main loop                  all warps
 
-    wait_group for k-slice i | CTA barrier | read the first codes | copy k-slice i + stages - 1 | decode and multiply i
+Barriers: CTA barriers only, of all threads; no mbarriers.
+
+    wait_group for k-slice i | CTA barrier | read the first codes | copy k-slice i + num_stages - 1 | decode, multiply i
 
 The barrier makes k-slice i visible to all warps, and says that all have read k-slice i - 1, whose stage is filled
 next. A lane's codes of an m16 atom and 64 columns are 16 bytes: one load, four matrix instructions along k per block of
@@ -72,7 +82,7 @@ from w4gemm.kernels.device.expert_tiles import (
 from w4gemm.kernels.device.pipeline import PipelineState
 from w4gemm.kernels.device.scheduler import m_tiles_per_band, stream_share, stream_tile, tile_coordinates
 from w4gemm.kernels.device.stream_k import StreamSum, WarpgroupThread
-from w4gemm.kernels.sm80_mixed_gemm.variant import Variant
+from w4gemm.kernels.sm80_mixed_gemm.variant import Sm80MixedVariant
 from w4gemm.packing.block import BLOCK_K, HALF_K
 from w4gemm.ptx.arithmetic import e4m3_to_halves, e5m2_to_halves, fma, mma_sync, to_float
 from w4gemm.ptx.memory import (
@@ -95,7 +105,7 @@ class Grid(NamedTuple):
     k_slices: Int32
 
 
-class WorkTile(NamedTuple):
+class CtaTile(NamedTuple):
     """An output tile, or under stream-k a range of its k-slices."""
 
     row: Int32
@@ -132,9 +142,9 @@ class Packed(NamedTuple):
 
 
 class Sm80MixedGemmKernel:
-    """The kernel for one :class:`Variant`; an instance is what ``cute.compile`` is given."""
+    """The kernel for one :class:`Sm80MixedVariant`; an instance is what ``cute.compile`` is given."""
 
-    def __init__(self, variant: Variant):
+    def __init__(self, variant: Sm80MixedVariant):
         self.variant = variant
         config = variant.config
         self.decoder = variant.weight.decoder(only_fma=True, allow_sum_scale=True)
@@ -174,7 +184,7 @@ class Sm80MixedGemmKernel:
         operands = with_indexed_scales(args.epilogue, args.rows.indices)
         cta = cute.arch.block_idx()[0]
         smem = cutlass.memory.SmemAllocator()
-        words = (variant.stages * variant.stage_bytes + variant.decode_table_bytes) // 4
+        words = (variant.num_stages * variant.stage_bytes + variant.decode_table_bytes) // 4
         pipeline = shared_address(smem.allocate_array(Int32, words, byte_alignment=128))
         m_tiles, blocks_n = cute.ceil_div(out.shape[0], config.tile_m), weight.shape[0]
         k_slices = cute.ceil_div(x.shape[1], config.tile_k)
@@ -191,7 +201,7 @@ class Sm80MixedGemmKernel:
                 m_tile, n_tile = tile_coordinates(cta, m_tiles, n_tiles, self.band)
                 rows = self.expert_tile_map.find(expert_tiles, m_tile)
                 own = weight_of_expert(weight, rows.expert, blocks_n)
-                tile = WorkTile(rows.first, rows.end, n_tile, Int32(0), k_slices, args.rows.indices)
+                tile = CtaTile(rows.first, rows.end, n_tile, Int32(0), k_slices, args.rows.indices)
                 acc = self.multiply(x, own, pipeline, tile)
                 of_expert = operands_of_expert(operands, rows.expert, rows.end)
                 self.store(acc, first_rows(out, rows.end), of_expert, pipeline, tile)
@@ -204,7 +214,7 @@ class Sm80MixedGemmKernel:
                 m_tile, n_tile = tile_coordinates(cta, m_tiles, n_tiles, self.band)
                 self.load_weights(weight, pipeline, n_tile, Int32(0), Int32(0))
                 self.begin(pipeline)
-                tile = WorkTile(m_tile * config.tile_m, out.shape[0], n_tile, Int32(0), k_slices)
+                tile = CtaTile(m_tile * config.tile_m, out.shape[0], n_tile, Int32(0), k_slices)
                 acc = self.multiply(x, weight, pipeline, tile, early=1)
                 self.store(acc, out, operands, pipeline, tile)
 
@@ -220,7 +230,7 @@ class Sm80MixedGemmKernel:
         for index in cutlass.range(share.work_tiles(grid.k_slices), unroll=1):
             own_range = stream_tile(index, cta, ctas, grid.k_slices, share)
             m_tile, n_tile = tile_coordinates(own_range.tile, grid.m_tiles, grid.n_tiles, self.band)
-            tile = WorkTile(m_tile * variant.config.tile_m, args.out.shape[0], n_tile, own_range.first, own_range.stop)
+            tile = CtaTile(m_tile * variant.config.tile_m, args.out.shape[0], n_tile, own_range.first, own_range.stop)
             acc = self.multiply(args.x, args.weight, pipeline, tile)
             flat = cute.make_tensor(acc.iterator, cute.make_layout(variant.accumulators))
             if own_range.first > 0:
@@ -252,7 +262,7 @@ class Sm80MixedGemmKernel:
 
     def decode_table(self, pipeline: Int32) -> Int32:
         """Address of the decoder's table, if it has one, behind the pipeline."""
-        return pipeline + self.variant.stages * self.variant.stage_bytes
+        return pipeline + self.variant.num_stages * self.variant.stage_bytes
 
     def warp_coord(self) -> WarpCoord:
         variant = self.variant
@@ -270,12 +280,12 @@ class Sm80MixedGemmKernel:
 
     @cute.jit
     def multiply(
-        self, x: cute.Tensor, weight: cute.Tensor, pipeline: Int32, tile: WorkTile, early: cutlass.Constexpr = 0
+        self, x: cute.Tensor, weight: cute.Tensor, pipeline: Int32, tile: CtaTile, early: cutlass.Constexpr = 0
     ) -> cute.Tensor:
         """The accumulators (4, token blocks, m16 atoms) of a work tile. early: stages whose weights were requested."""
         variant = self.variant
         acc = self.no_sums()
-        for i in cutlass.range(variant.stages - 1, unroll=1):
+        for i in cutlass.range(variant.num_stages - 1, unroll=1):
             if tile.first + i < tile.stop:
                 if const_expr(early == 0):
                     self.load_weights(weight, pipeline, tile.n_tile, tile.first + i, i)
@@ -283,25 +293,25 @@ class Sm80MixedGemmKernel:
                     self.load_weights(weight, pipeline, tile.n_tile, tile.first + i, i)
                 self.load_x(x, pipeline, tile, tile.first + i, i)
             cute.arch.cp_async_commit_group()
-        state, free = PipelineState.consumer(), Int32(variant.stages - 1)  # no mbarriers: the phase is not used
+        state, free = PipelineState.consumer(), Int32(variant.num_stages - 1)  # no mbarriers: the phase is not used
         for k_slice in cutlass.range(tile.first, tile.stop, unroll=1):
-            cute.arch.cp_async_wait_group(variant.stages - 2)
+            cute.arch.cp_async_wait_group(variant.num_stages - 2)
             cute.arch.sync_threads()
             packed = self.read_codes(pipeline, state.stage, 0)
-            if k_slice + (variant.stages - 1) < tile.stop:
-                self.load_x(x, pipeline, tile, k_slice + (variant.stages - 1), free)
-                self.load_weights(weight, pipeline, tile.n_tile, k_slice + (variant.stages - 1), free)
+            if k_slice + (variant.num_stages - 1) < tile.stop:
+                self.load_x(x, pipeline, tile, k_slice + (variant.num_stages - 1), free)
+                self.load_weights(weight, pipeline, tile.n_tile, k_slice + (variant.num_stages - 1), free)
             cute.arch.cp_async_commit_group()
             for j in cutlass.range_constexpr(variant.k_chunks_per_warp):
                 packed = packed if j == 0 else self.read_codes(pipeline, state.stage, j)
                 self.multiply_chunk(acc, pipeline, state.stage, j, packed)
-            free, state = state.stage, state.after(variant.stages)
+            free, state = state.stage, state.after(variant.num_stages)
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()  # the pipeline's memory is free
         return acc
 
     @cute.jit
-    def load_x(self, x: cute.Tensor, pipeline: Int32, tile: WorkTile, k_slice: Int32, stage: Int32):
+    def load_x(self, x: cute.Tensor, pipeline: Int32, tile: CtaTile, k_slice: Int32, stage: Int32):
         """Request a k-slice of x into a stage: neighbouring threads copy neighbouring 16 bytes of a row."""
         variant, config = self.variant, self.variant.config
         thread = cute.arch.thread_idx()[0]
@@ -327,7 +337,7 @@ class Sm80MixedGemmKernel:
             if const_expr(not variant.gathered):
                 source += Int64(x.stride[0]) * (variant.itemsize * step)
 
-    def row_indices(self, tile: WorkTile, row: Int32, step: int) -> list[Int32]:
+    def row_indices(self, tile: CtaTile, row: Int32, step: int) -> list[Int32]:
         """If gathered, the rows of x for every ``step``-th row of d from ``row`` on: those that a thread copies,
         requested together."""
         count = -(-self.variant.config.tile_m // step) if self.variant.gathered else 0
@@ -473,7 +483,7 @@ class Sm80MixedGemmKernel:
     # -------------------------------------------------------------------------------------------------- epilogue
 
     @cute.jit
-    def store(self, acc: cute.Tensor, out: cute.Tensor, operands: EpilogueOperands, pipeline: Int32, tile: WorkTile):
+    def store(self, acc: cute.Tensor, out: cute.Tensor, operands: EpilogueOperands, pipeline: Int32, tile: CtaTile):
         """Store a tile of d, through the pipeline's memory."""
         self.store_partials(acc, pipeline)
         cute.arch.sync_threads()
@@ -492,7 +502,7 @@ class Sm80MixedGemmKernel:
                     store_shared_f32(address + offset * 4, acc[i, t, atom])
 
     @cute.jit
-    def store_tile(self, out: cute.Tensor, operands: EpilogueOperands, pipeline: Int32, tile: WorkTile):
+    def store_tile(self, out: cute.Tensor, operands: EpilogueOperands, pipeline: Int32, tile: CtaTile):
         """Sum quads, four features of a token, over the k sets, and store them; each thread has some."""
         variant, config, math = self.variant, self.variant.config, self.epilogue_math
         thread, per_row = cute.arch.thread_idx()[0], config.tile_n // 4

@@ -11,7 +11,7 @@ from w4gemm.core.config import GemmConfig
 from w4gemm.core.problem import Device, GemmProblem
 from w4gemm.jit.unit import Unit
 from w4gemm.kernels.gpu import GpuKernel
-from w4gemm.kernels.sm80_mixed_gemm.variant import Variant
+from w4gemm.kernels.sm80_mixed_gemm.variant import Sm80MixedVariant
 from w4gemm.kernels.space import Rule, Sizes, Space, listed
 
 _log = logging.getLogger("w4gemm")
@@ -69,7 +69,7 @@ def space_of(tiles: Tiles, *slow: Rule) -> Space:
             Rule(
                 "shared memory",
                 "there is no room for two stages, or for the sums of all sets of warps in the drained ones",
-                lambda v: v.stages < 2 or v.sums_bytes > v.stages * v.stage_bytes,
+                lambda v: v.num_stages < 2 or v.sums_bytes > v.num_stages * v.stage_bytes,
             ),
         ),
         slow=(
@@ -88,7 +88,7 @@ class Sm80MixedGemm(GpuKernel):
 
     name = "sm80_mixed_gemm"
     revision = 2
-    variant = Variant
+    variant = Sm80MixedVariant
     space = space_of(
         TILES,
         Rule(
@@ -135,7 +135,7 @@ class Sm80MixedGemm(GpuKernel):
         columns of each stage; a stream cuts k where the number of tiles says."""
         if config.schedule == "stream":
             return None
-        sets = Variant.of(problem, config).k_sets
+        sets = Sm80MixedVariant.of(problem, config).k_sets
         return self.name, sets, 0 if sets == 1 else config.tile_k
 
 

@@ -17,7 +17,7 @@ _MAX_STAGES = 8
 
 
 @dataclass(frozen=True)
-class Variant(KSliceVariant):
+class Sm80MixedVariant(KSliceVariant):
     shared_memory: int = HOPPER_SHARED_MEMORY
     """Bytes of shared memory that one CTA may use."""
     dependent_launch: bool = True
@@ -97,7 +97,7 @@ class Variant(KSliceVariant):
         return self.x_bytes + self.weight_bytes
 
     @property
-    def stages(self) -> int:
+    def num_stages(self) -> int:
         """Stages of the pipeline: as many as shared memory holds, up to eight."""
         room = shared_memory_of_each(self.shared_memory, self.occupancy) - _ALIGNMENT
         room -= self.expert_map_bytes + self.decode_table_bytes
@@ -117,4 +117,4 @@ class Variant(KSliceVariant):
     @property
     def shared_bytes(self) -> int:
         """Bytes of shared memory per CTA, alignment included."""
-        return self.stages * self.stage_bytes + self.expert_map_bytes + self.decode_table_bytes + _ALIGNMENT
+        return self.num_stages * self.stage_bytes + self.expert_map_bytes + self.decode_table_bytes + _ALIGNMENT

@@ -3,17 +3,39 @@
 mma.sync m16n8k16 with the weight as operand A, decoded from 4 bits in registers, and x as operand B: eight tokens per
 instruction. The transpose of d is computed; no other file depends on this.
 
-Each warp runs its own pipeline. Warp i of W takes the k blocks (128 columns) i, i + W, ... of a tile of tile_n
-features:
-
-    stage   weights  one bulk copy per 64-row block; if tile_n is no multiple of 64, of each block that has rows of the
-                     tile 2 + 128 / scale_group copies (the codes of each 64-column half, then scales and zero points of
-                     each group)
-            x        two TMA boxes of 64 columns x tile_m tokens (x has m rows if m < tile_m), 128-byte swizzle
-    full    one mbarrier per stage, arrive count 1: the elected lane's expect_tx, plus the stage's transaction bytes.
-            There is no empty barrier: the warp that refills a stage is the only one that reads it.
+Each warp runs its own pipeline of num_stages stages, so producer and consumer are the same warp. Warp i of W (warps)
+takes the k blocks (128 columns) i, i + W, ... of a tile of tile_n features:
 
     wait full -> words and x fragments into registers -> refill the stage -> decode and multiply -> scale and accumulate
+
+Shared memory, in this order; each number of bytes is a property of variant.py:
+
+    what          bytes                            written by                             read by
+    x             W * num_stages * x_bytes         its warp: two TMA boxes of 64 columns  its warp: ldmatrix
+                                                   x tile_m tokens (m rows if m < tile_m)
+                                                   in 128-byte swizzle; if gathered
+                                                   cp.async
+    weights       W * num_stages * weight_bytes    its warp: one bulk copy per 64-row     its warp: packed words
+                                                   block; if tile_n is no multiple of 64,
+                                                   of each block that has rows of the
+                                                   tile 2 + 128 / scale_group copies (the
+                                                   codes of each 64-column half, then
+                                                   scales and zero points of each group)
+    sums          reduction_bytes                  reduction_warps warps: their           all threads of the cluster
+                                                   accumulators
+    decode table  decode_table_bytes               all threads, before the first tile     all warps
+    full          8 * W * num_stages               see below
+    expert map    expert_map_bytes                 warp 0, before the first tile          all warps
+
+Barriers:
+
+    name             arrive count                who arrives; what it says                          who waits
+    full[stage]      1, if gathered 33           the elected lane's expect_tx; if gathered each     its warp
+                                                 lane when its cp.async are done. Transaction
+                                                 bytes: weight_bytes + tma_x_bytes
+    CTA or cluster   all threads of the cluster  sums are stored; sums have been read               all
+
+    There is no empty barrier: the warp that refills a stage is the only one that reads it.
 
 The codes are multiplied as exact integers u - z; a group's products meet its scale in float32 (acc += scale * sum), so
 scales of either 16-bit dtype lose nothing. A float zero point needs the sum of x over the group, which takes one more
@@ -26,8 +48,8 @@ with split_k over the CTAs of the cluster through distributed shared memory. The
 do not drain between tiles: a warp has already requested its first k blocks of the next tile.
 
 Programmatic dependent launch: weights are requested before ``griddepcontrol.wait``, see sm90_mixed_gemm/kernel.py,
-which also says what grouped means. If gathered, a warp copies its rows of x by cp.async (device/row_gather.py) and the
-full barrier's arrive count is 33: each lane arrives once its copies are done. ldmatrix reads them without a fence.
+which also says what grouped means. If gathered, a warp copies its rows of x by cp.async (device/row_gather.py), and
+ldmatrix reads them without a fence.
 
 Registers per thread: m16_atoms x token_blocks x 4 accumulators (64 at most), 8 code words per m16 atom of a 64-row
 block, 16 x token_blocks words of x, and the scales of a block if they take at most 256 bytes.
@@ -60,7 +82,7 @@ from w4gemm.kernels.device.launch import memory_of_launch
 from w4gemm.kernels.device.pipeline import PipelineState
 from w4gemm.kernels.device.row_gather import RowGather
 from w4gemm.kernels.device.scheduler import tile_coordinates
-from w4gemm.kernels.sm90_decode.variant import ReductionRound, Variant
+from w4gemm.kernels.sm90_decode.variant import ReductionRound, Sm90DecodeVariant
 from w4gemm.packing.block import BLOCK_N, Copy
 from w4gemm.packing.codecs.pairs_decode import own_pairs
 from w4gemm.ptx.arithmetic import mma_sync
@@ -78,7 +100,7 @@ _DTYPES = {"f16": cutlass.Float16, "bf16": cutlass.BFloat16}
 _ONES = {"f16": 0x3C003C00, "bf16": 0x3F803F80}
 
 
-class Pipeline(NamedTuple):
+class WarpPipeline(NamedTuple):
     """Stages of one warp, in shared memory."""
 
     full: cute.Pointer
@@ -90,7 +112,7 @@ class Pipeline(NamedTuple):
     warp: Int32
 
 
-class XSource(NamedTuple):
+class XCopy(NamedTuple):
     """Source and destination of the copies of x."""
 
     tma: cute.CopyAtom | None
@@ -144,9 +166,9 @@ class LoadedQuad(NamedTuple):
 
 
 class Sm90DecodeKernel:
-    """The kernel for one :class:`Variant`; an instance is what ``cute.compile`` is given."""
+    """The kernel for one :class:`Sm90DecodeVariant`; an instance is what ``cute.compile`` is given."""
 
-    def __init__(self, variant: Variant):
+    def __init__(self, variant: Sm90DecodeVariant):
         self.variant = variant
         self.dtype = _DTYPES[variant.kind]
         self.decoder = variant.weight.decoder(allow_sum_scale=True, pairs=variant.pairs)
@@ -163,7 +185,9 @@ class Sm90DecodeKernel:
         variant, config = self.variant, self.variant.config
         x, out = args.x, args.out
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.dtype)
-        x_layout = cute.tile_to_shape(atom, (config.tile_m, 64, 2 * variant.stages * variant.warps), order=(0, 1, 2))
+        x_layout = cute.tile_to_shape(
+            atom, (config.tile_m, 64, 2 * variant.num_stages * variant.warps), order=(0, 1, 2)
+        )
         tma, tma_x = None, x
         if const_expr(not variant.gathered):
             shape = (variant.tokens, 64)
@@ -199,15 +223,17 @@ class Sm90DecodeKernel:
         warp = cute.arch.make_warp_uniform(thread // 32)
         smem = cutlass.memory.SmemAllocator()
         s_x = smem.allocate_tensor(self.dtype, x_layout.outer, byte_alignment=1024, swizzle=x_layout.inner)
-        warp_weight_bytes = variant.stages * variant.weight_bytes
+        warp_weight_bytes = variant.num_stages * variant.weight_bytes
         s_weight = smem.allocate_array(Int32, variant.warps * warp_weight_bytes // 4, byte_alignment=128)
         s_sums = smem.allocate_array(Float32, variant.reduction_bytes // 4, byte_alignment=16)
         table = Int32(0)
         if const_expr(variant.pairs is not None):
             table = shared_address(smem.allocate_array(Int32, variant.decode_table_bytes // 4, byte_alignment=128))
-        full = smem.allocate_array(Int64, variant.warps * variant.stages, byte_alignment=8) + warp * variant.stages
+        full = (
+            smem.allocate_array(Int64, variant.warps * variant.num_stages, byte_alignment=8) + warp * variant.num_stages
+        )
         with cute.arch.elect_one():
-            for i in cutlass.range_constexpr(variant.stages):
+            for i in cutlass.range_constexpr(variant.num_stages):
                 cute.arch.mbarrier_init(full + i, 33 if variant.gathered else 1)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_warp()
@@ -239,12 +265,12 @@ class Sm90DecodeKernel:
         k_blocks_per_warp = (end - first + variant.warps - 1) // variant.warps
         tiles = (m_tiles * n_tiles - cluster + clusters - 1) // clusters
         total = k_blocks_per_warp * tiles
-        pipeline = Pipeline(full, s_x, shared_address(s_weight) + warp * warp_weight_bytes, warp)
+        pipeline = WarpPipeline(full, s_x, shared_address(s_weight) + warp * warp_weight_bytes, warp)
         params = LoopParams(
             clusters, m_tiles, n_tiles, first, k_blocks_per_warp, blocks_n, expert_tiles, args.rows.indices
         )
 
-        early = cutlass.min(total, variant.stages)
+        early = cutlass.min(total, variant.num_stages)
         cursor = self.start_tile(cluster, params, early=True)
         for i in cutlass.range(cutlass.min(early, variant.early_stages), unroll=1):
             self.load_weight(weight, blocks_n, pipeline, cursor, i)
@@ -255,7 +281,7 @@ class Sm90DecodeKernel:
             table = own_pairs(table, thread, variant.pairs)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        x_source = XSource(tma, tma_x, s_x)
+        x_source = XCopy(tma, tma_x, s_x)
         if const_expr(not variant.grouped):  # gathered problems are grouped
             x_source = self.partition(x_source)
         cursor = self.start_tile(cluster, params)
@@ -279,7 +305,7 @@ class Sm90DecodeKernel:
                     self.multiply(acc, batch, words, scales, x_fragments, table)
                 if const_expr(not variant.scales_in_registers):
                     cursor, left = self.refill(weight, x_source, pipeline, params, cursor, left, state.stage)
-                state = state.after(variant.stages)
+                state = state.after(variant.num_stages)
             m_tile, n_tile = tile_coordinates(tile, m_tiles, n_tiles, 1)
             token0, own_out, own_operands = m_tile * variant.tokens, out, operands
             if const_expr(variant.grouped):
@@ -335,8 +361,8 @@ class Sm90DecodeKernel:
     def refill(
         self,
         weight: cute.Tensor,
-        x_source: XSource,
-        pipeline: Pipeline,
+        x_source: XCopy,
+        pipeline: WarpPipeline,
         params: LoopParams,
         cursor: Cursor,
         left: Int32,
@@ -352,7 +378,7 @@ class Sm90DecodeKernel:
         return cursor, left
 
     @cute.jit
-    def load_weight(self, weight: cute.Tensor, blocks_n: Int32, pipeline: Pipeline, cursor: Cursor, stage: Int32):
+    def load_weight(self, weight: cute.Tensor, blocks_n: Int32, pipeline: WarpPipeline, cursor: Cursor, stage: Int32):
         """Request a stage's weights, and announce its bytes, those of x included, to the full barrier."""
         variant, rows = self.variant, self.variant.config.tile_n
         own = weight_of_expert(weight, cursor.expert, blocks_n) if const_expr(variant.grouped) else weight
@@ -390,7 +416,7 @@ class Sm90DecodeKernel:
             bulk_copy(target + copy.target, source + copy.source + copy.offset, Int32(copy.size), barrier)
 
     @cute.jit
-    def load_x(self, x_source: XSource, pipeline: Pipeline, cursor: Cursor, stage: Int32):
+    def load_x(self, x_source: XCopy, pipeline: WarpPipeline, cursor: Cursor, stage: Int32):
         """Request a stage's x."""
         variant, m_tile = self.variant, cursor.m_coord
         if const_expr(variant.gathered):
@@ -409,22 +435,22 @@ class Sm90DecodeKernel:
                 tma_bar_ptr=pipeline.full + stage,
             )
 
-    def x_stage(self, pipeline: Pipeline, stage: Int32) -> Int32:
+    def x_stage(self, pipeline: WarpPipeline, stage: Int32) -> Int32:
         """Index of a stage among those of all warps."""
-        return pipeline.warp * self.variant.stages + stage
+        return pipeline.warp * self.variant.num_stages + stage
 
-    def partition(self, x: XSource) -> XSource:
+    def partition(self, x: XCopy) -> XCopy:
         """Divide TMA's x (m, k) and the stages of x into boxes."""
         variant, group = self.variant, cute.group_modes
         shape = (variant.tokens, 64)
-        layout = (*shape, 2 * variant.stages * variant.warps), (64, 1, 64 * variant.config.tile_m)
+        layout = (*shape, 2 * variant.num_stages * variant.warps), (64, 1, 64 * variant.config.tile_m)
         boxes = cute.make_tensor(x.target.iterator, cute.make_layout(layout[0], stride=layout[1]))
         tiles = cute.local_tile(x.source, shape, (None, None))
         target, source = cpasync.tma_partition(x.tma, 0, cute.make_layout(1), group(boxes, 0, 2), group(tiles, 0, 2))
-        return XSource(x.tma, source, target)
+        return XCopy(x.tma, source, target)
 
     def read_weight(
-        self, pipeline: Pipeline, stage: Int32, batch: int, lane: Int32
+        self, pipeline: WarpPipeline, stage: Int32, batch: int, lane: Int32
     ) -> tuple[list[list[tuple[Int32, ...]]], Callable[[int, int], tuple[Int32, ...]]]:
         """Code words [m16 atom][8 steps][words of a step] of a stage's ``batch``-th 64 rows, and a function of m16 atom
         and group that gives the scale words."""
@@ -449,7 +475,7 @@ class Sm90DecodeKernel:
         loaded = [[load_scale(atom, g) for g in firsts] for atom in range(len(words))]
         return words, lambda atom, g: loaded[atom][g // together]
 
-    def read_x(self, pipeline: Pipeline, stage: Int32, lane: Int32) -> list[list[tuple[Int32, Int32]]]:
+    def read_x(self, pipeline: WarpPipeline, stage: Int32, lane: Int32) -> list[list[tuple[Int32, Int32]]]:
         """A stage's x fragments [token block][8 steps], two registers each."""
         variant = self.variant
         base = shared_address(pipeline.x.iterator) + self.x_stage(pipeline, stage) * variant.x_bytes

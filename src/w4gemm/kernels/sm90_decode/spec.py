@@ -10,7 +10,7 @@ from typing import Any
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.problem import GemmProblem
 from w4gemm.kernels.hopper import HopperKernel
-from w4gemm.kernels.sm90_decode.variant import Variant
+from w4gemm.kernels.sm90_decode.variant import Sm90DecodeVariant
 from w4gemm.kernels.space import Rule, Sizes, Space, listed
 
 _TILE_M = (8, 16)
@@ -58,7 +58,7 @@ class Sm90Decode(HopperKernel):
 
     name = "sm90_decode"
     revision = 1
-    variant = Variant
+    variant = Sm90DecodeVariant
     space = SPACE
 
     def entry(self) -> Callable[[Any], Callable[..., None]]:
@@ -71,5 +71,5 @@ class Sm90Decode(HopperKernel):
 
     def reduction_order(self, problem: GemmProblem, config: GemmConfig) -> Hashable:
         """Each warp of a CTA takes every W-th k block, and their sums are added in a fixed order."""
-        variant = Variant.of(problem, config)
+        variant = Sm90DecodeVariant.of(problem, config)
         return self.name, variant.warps, variant.reduction_warps, config.split_k

@@ -41,7 +41,7 @@ class BlocksOfTile(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Variant(GpuVariant):
+class Sm90DecodeVariant(GpuVariant):
     tokens: int = 0
     """Rows of x in a tile: tile_m, or m if that is less. A TMA box that reaches past m makes a launch 2 to 6 % longer
     (H200, 2026-11-22), so boxes have this many rows. The matrix instruction still takes tile_m rows: it multiplies
@@ -49,7 +49,7 @@ class Variant(GpuVariant):
     next expert's rows follow."""
 
     @classmethod
-    def of(cls, problem: GemmProblem, config: GemmConfig) -> Variant:
+    def of(cls, problem: GemmProblem, config: GemmConfig) -> Sm90DecodeVariant:
         tokens = config.tile_m if problem.experts else min(config.tile_m, problem.m)
         return replace(super().of(problem, config), tokens=tokens)
 
@@ -118,7 +118,7 @@ class Variant(GpuVariant):
         return 2 if config.schedule == "pingpong" else 1
 
     @property
-    def stages(self) -> int:
+    def num_stages(self) -> int:
         """Stages of each warp's pipeline."""
         return _STAGES
 
@@ -148,7 +148,7 @@ class Variant(GpuVariant):
         """The largest number of warps whose pipelines fit shared memory; none if fewer than four fit."""
         room = shared_memory_of_each(HOPPER_SHARED_MEMORY, self.occupancy) - _BARRIERS_AND_ALIGNMENT
         room -= self.expert_map_bytes + self.decode_table_bytes
-        pipeline = self.stages * (self.weight_bytes + self.x_bytes)
+        pipeline = self.num_stages * (self.weight_bytes + self.x_bytes)
         # two CTAs of eight warps leave 128 registers per thread, too few for the x fragments of 16 tokens
         for count in (4,) if self.occupancy == 2 and self.config.tile_m > 8 else (8, 4):
             for in_reduction in (8, 4, 2, 1):
@@ -193,6 +193,6 @@ class Variant(GpuVariant):
     @property
     def shared_bytes(self) -> int:
         """Bytes of shared memory per CTA, alignment included."""
-        pipelines = self.warps * self.stages * (self.weight_bytes + self.x_bytes)
+        pipelines = self.warps * self.num_stages * (self.weight_bytes + self.x_bytes)
         tables = self.expert_map_bytes + self.decode_table_bytes
         return pipelines + self.reduction_bytes + tables + _BARRIERS_AND_ALIGNMENT

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from w4gemm.core.config import GemmConfig
 from w4gemm.kernels.sm90_mixed_gemm import space as mixed
 from w4gemm.kernels.sm90_mixed_gemm.space import TILE_M, TILE_N, beside
-from w4gemm.kernels.sm90_mixed_gemm.variant import ONE_GROUP, Variant
+from w4gemm.kernels.sm90_mixed_gemm.variant import ONE_GROUP, Sm90MixedVariant
 from w4gemm.kernels.space import Rule, Sizes, Space, listed
 
 _TILE_K = (128, 256, 512)
@@ -52,11 +52,11 @@ def _candidates() -> Iterator[Sizes]:
     yield from mixed.between(_BETWEEN)
 
 
-def _sets_of_sums(v: Variant) -> int:
+def _sets_of_sums(v: Sm90MixedVariant) -> int:
     return 0 if not v.promotes else 1 if v.one_set_of_sums else 2
 
 
-def _spills_with_groups(v: Variant) -> bool:
+def _spills_with_groups(v: Sm90MixedVariant) -> bool:
     """True if the scales and zero points of several groups do not fit beside two sets of accumulators."""
     half = v.warpgroups == 4 or v.occupancy == 2
     return (
@@ -66,7 +66,7 @@ def _spills_with_groups(v: Variant) -> bool:
     )
 
 
-def _spills_with_block_scales(v: Variant) -> bool:
+def _spills_with_block_scales(v: Sm90MixedVariant) -> bool:
     """True if scales of x do not fit beside sums, and scales of groups if these are applied to sums."""
     several = v.scales_on_sums and v.block.scale_bytes > ONE_GROUP and (v.warpgroups > 2 or v.config.tile_m > 64)
     tokens = 32 if v.config.tile_n == 192 else 64
@@ -74,7 +74,7 @@ def _spills_with_block_scales(v: Variant) -> bool:
     return v.block_scales and (several or experts or (v.warpgroups == 4 and v.config.tile_m > 32))
 
 
-def _spills_with_activation(v: Variant) -> bool:
+def _spills_with_activation(v: Sm90MixedVariant) -> bool:
     """True if an activation of each feature does not fit beside the accumulators of 256 tokens; where rows
     are gathered it does."""
     large = (v.config.schedule, v.config.tile_m) == ("pingpong", 256)
@@ -117,7 +117,7 @@ SPACE = Space(
         Rule(
             "long slices of two row blocks",
             "a k-slice of more than two MMA batches, which ptxas serializes: with two row blocks tile_k is 128",
-            lambda c: Variant.m64_atoms_of(c) > 1 and c.tile_k > 128,
+            lambda c: Sm90MixedVariant.m64_atoms_of(c) > 1 and c.tile_k > 128,
             of="sizes",
         ),
         Rule(
@@ -215,7 +215,7 @@ SPACE = Space(
         Rule(
             "long slices in two stages",
             "with tile_m over 128, two stages of tile_k 256 are slower than more of tile_k 128",
-            lambda v: v.config.tile_m > 128 and v.config.tile_k > 128 and v.stages < 3,
+            lambda v: v.config.tile_m > 128 and v.config.tile_k > 128 and v.num_stages < 3,
         ),
         Rule(
             "short slices of few tokens",
@@ -224,7 +224,7 @@ SPACE = Space(
                 c.tile_k == 128
                 and c.tile_m < 128
                 and (c.tile_n != 192 or c.tile_m <= 64)
-                and Variant.m64_atoms_of(c) == 1
+                and Sm90MixedVariant.m64_atoms_of(c) == 1
             ),
             of="sizes",
         ),

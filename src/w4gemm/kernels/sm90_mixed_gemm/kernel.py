@@ -1,25 +1,62 @@
 """d.T (n, m) = w (n, k) @ x.T (k, m) on Hopper, the weight decoded from 4 bits in registers.
 
 WGMMA takes operand A from registers and operand B from shared memory, so the weight is A and the kernel computes the
-transpose of d; only this folder and the epilogue depend on that. Sizes are named in the problem's frame: tile_m tokens,
-tile_n features. This file launches; ``roles`` has the code of the warps.
+transpose of d; only this folder depends on that. Sizes are named in the problem's frame: tile_m tokens, tile_n
+features. The files, in the order in which a tile's data passes them:
 
-Warp roles, in warpgroups of 128 threads:
+    kernel.py           launch, shared memory, barriers; Producer: weights and x from memory into stages
+    consumer.py         Mainloop: from a stage into registers, decode, WGMMA, release; Consumer: the tiles of a
+                        warpgroup, sums over k sets, split-k and stream-k; StreamFlags
+    epilogue.py         EpilogueStore: from sums to rows of d
+    tile_scheduler.py   which tiles a CTA has, read by all of them
+    variant.py          every number below that follows from the config, as a property of that name
 
-    0 .. W - 1   consumers, W = variant.warpgroups_n * variant.k_sets * variant.pingpong_warpgroups; each owns
-                 variant.m64_atoms blocks of 64 features and all tile_m tokens of a tile
-    W            producer: one warp issues all copies, three are idle; if gathered, all four copy; under stream-k two
-                 of the three handle flags (roles/stream_flags.py)
+Warps, in warpgroups of 128 threads; W = warpgroups_n * k_sets * pingpong_warpgroups:
 
-variant.m64_atoms is 2 if tile_n is 256 and tile_m > 64, because four consumers would have 112 registers per thread.
+    warpgroup     role      registers per thread
+    0 .. W - 1    consumer  consumer_registers: 232 or 240 if W is 2, 160 if 3, 112 if 4; 0 is an equal share, without
+                            setmaxnreg. m64_atoms * tile_m / 2 are accumulators, 32 fragments, about 40 others. A
+                            consumer owns m64_atoms blocks of 64 features (2 if tile_n is 256 and tile_m > 64, because
+                            four consumers would have 112 registers) and all tile_m tokens of a tile
+    W             producer  producer_registers: 24, or 32 to 40 if gathered. Warp 0 issues all copies; if gathered, all
+                            four warps copy x. Under stream-k warps 1 and 2 handle the flags of the consumer warpgroups
 
-Pipeline of variant.stages stages, each with a full and an empty mbarrier:
+Shared memory, in this order:
 
-    full    arrive count 1 (the producer's arrive_and_expect_tx), 1 + 128 if gathered (each producer thread, when its
-            cp.async copies are done). Transaction bytes: the tile_n / 64 x tile_k / 128 weight blocks (bulk copy) and
-            the TMA boxes of x (128-byte swizzle), variant.boxes per 128 bytes of k, less those wholly past m
-    empty   arrive count variant.stage_readers * variant.multicast_peers: one per consumer thread that reads the stage,
-            in every CTA that shares its x or weights
+    what          bytes                             written by                      read by
+    x             num_stages * x_bytes              producer: TMA (if gathered      consumers: WGMMA, as operand B
+                                                    cp.async), 128-byte swizzle
+    staging       staging_buffers * staging_bytes   consumers: sums of their tile   the same warpgroup, or TMA
+    weights       num_stages * weight_bytes         producer: bulk copies           consumers: packed words
+    block scales  num_stages * block_scale_bytes    producer: TMA                   consumers: scales of sums
+    full, empty   8 * num_stages each               see below
+    expert map    expert_map_bytes                  warp 1, before the roles begin  all roles
+    k sets        k_set_bytes                       consumers of all k sets but 0   consumers of k set 0
+    decode table  decode_table_bytes                consumers, before their tiles   consumers, to decode
+
+    Sums of k sets in a grid that is not persistent, and those that split-k hands over, lie from x on over the drained
+    pipeline, and over staging if sums_reach_staging.
+
+Barriers:
+
+    name             arrive count                     who arrives; what it says                         who waits
+    full[stage]      1 + gather_threads               the producer's arrive_and_expect_tx; if gathered  consumers
+                                                      each producer thread, when its cp.async are done.
+                                                      Transaction bytes: weight_bytes, and what TMA
+                                                      brings: the boxes of x that begin before m, and
+                                                      the block scales
+    empty[stage]     stage_readers * multicast_peers  each consumer thread that reads the stage, in     producer
+                                                      every CTA that shares its x or weights
+    named 1          128 * W                          all consumers: the table is filled; the pipeline  the same
+                                                      is drained; sums of k sets are stored
+    named 2 .. 5     128                              a consumer warpgroup: its staging buffer is       the same
+                                                      filled, or read out
+    named 6, 7       256                              a pingpong warpgroup: it has waited for all       the other one
+                                                      stages of its tile
+    named 8, 9       160                              a consumer warpgroup: its partials are stored     its flag warp
+    named 10, 11     160                              a flag warp: another CTA's partials are there     its warpgroup
+    cluster barrier  all threads of the cluster       mbarriers are initialized; with split_k: sums     the same
+                                                      are stored, and have been read
 
 Timeline of a consumer warpgroup, by MMA batch: one k chunk (128 bytes of x) of one 64-row block. f0 and f1 are the two
 fragment buffers:
@@ -76,9 +113,6 @@ then start at any row; rows past the expert's last row are multiplied and not st
 If gathered (variant.gathered, of a grouped problem), the producer's four warps copy x by cp.async
 (device/row_gather.py); each thread arrives at the full barrier when its copies are done. A consumer fences behind its
 wait, so that its WGMMAs see these writes.
-
-Shared memory: stages x (x + weights), the epilogue's staging buffers, barriers. Registers: 24 per producer thread, up
-to 40 if gathered; per consumer thread variant.m64_atoms * tile_m / 2 accumulators, 32 of fragments, about 40 more.
 """
 
 from __future__ import annotations
@@ -88,21 +122,27 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int16, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from w4gemm.kernels.arguments import Arguments
 from w4gemm.kernels.device.epilogue_math import EpilogueMath
-from w4gemm.kernels.device.epilogue_store import EpilogueStore, TmaStore
-from w4gemm.kernels.device.expert_tiles import ExpertTiles, max_m_tiles, with_indexed_scales
+from w4gemm.kernels.device.expert_tiles import ExpertTiles, TileRows, max_m_tiles, weight_of_expert, with_indexed_scales
 from w4gemm.kernels.device.launch import memory_of_launch
-from w4gemm.kernels.sm90_mixed_gemm.roles.consumer import Consumer, ConsumerMemory, Output
-from w4gemm.kernels.sm90_mixed_gemm.roles.mainloop import Mainloop
-from w4gemm.kernels.sm90_mixed_gemm.roles.pipeline import Pipeline, ScaleSource, XSource
-from w4gemm.kernels.sm90_mixed_gemm.roles.producer import Inputs, Producer, WeightSource
-from w4gemm.kernels.sm90_mixed_gemm.roles.tile_scheduler import SchedulerParams, TileScheduler
-from w4gemm.kernels.sm90_mixed_gemm.variant import Variant
-from w4gemm.ptx.memory import shared_address
+from w4gemm.kernels.device.pipeline import PipelineState
+from w4gemm.kernels.device.row_gather import RowGather
+from w4gemm.kernels.device.scheduler import tile_coordinates
+from w4gemm.kernels.sm90_mixed_gemm.consumer import Consumer, ConsumerMemory, Mainloop
+from w4gemm.kernels.sm90_mixed_gemm.epilogue import EpilogueStore, TmaStore
+from w4gemm.kernels.sm90_mixed_gemm.tile_scheduler import (
+    ClusterCoord,
+    Pipeline,
+    SchedulerParams,
+    TileScheduler,
+    WorkTile,
+)
+from w4gemm.kernels.sm90_mixed_gemm.variant import Sm90MixedVariant
+from w4gemm.ptx.memory import bulk_copy, bulk_copy_multicast, bulk_prefetch, copies_wait, shared_address
 
 _DTYPES = {
     "f16": cutlass.Float16,
@@ -110,6 +150,32 @@ _DTYPES = {
     "e4m3": cutlass.Float8E4M3FN,
     "e5m2": cutlass.Float8E5M2,
 }
+_PREFETCHED_STAGES = 2  # stages of an expert's weights, into L2, before the experts' rows may be read
+
+
+class ScaleSource(NamedTuple):
+    """Where the producer reads scales of x."""
+
+    tma: cute.CopyAtom
+    scales: cute.Tensor
+    """float32 (m, k blocks) as TMA sees it."""
+    layout: cute.Layout
+    """(token, k block, stage) of the scales of all stages."""
+
+
+class XSource(NamedTuple):
+    """Where the producer reads x."""
+
+    tma: cute.CopyAtom | None
+    """None if gathered."""
+    x: cute.Tensor
+    """(m, k) as TMA sees it; if gathered, x itself."""
+    operand_layout: cute.ComposedLayout
+    """x of all stages, as WGMMA reads it."""
+    box_layout: cute.ComposedLayout
+    """The same memory as boxes."""
+    scales: ScaleSource | None = None
+    """None unless each 128 columns of a row have a scale."""
 
 
 class OutTarget(NamedTuple):
@@ -123,9 +189,9 @@ class OutTarget(NamedTuple):
 
 
 class Sm90MixedGemmKernel:
-    """The device code of one :class:`Variant`."""
+    """The device code of one :class:`Sm90MixedVariant`."""
 
-    def __init__(self, variant: Variant):
+    def __init__(self, variant: Sm90MixedVariant):
         self.variant = variant
         self.dtype = _DTYPES[variant.kind]
         pairs, on_sums = variant.pairs, variant.scales_on_sums
@@ -189,7 +255,7 @@ class Sm90MixedGemmKernel:
         """TMA that loads x and its scales, and the layout of x in all stages."""
         variant, config = self.variant, self.variant.config
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.dtype)
-        chunks = self.producer.k_chunks * variant.stages
+        chunks = self.producer.k_chunks * variant.num_stages
         operand_layout = cute.tile_to_shape(atom, (config.tile_m, variant.chunk_k, chunks), order=(0, 1, 2))
         # the same memory with the tokens of a stage divided into boxes
         box_shape = (variant.box_tokens, variant.chunk_k)
@@ -210,7 +276,7 @@ class Sm90MixedGemmKernel:
         strides = (1, variant.scale_tokens)
         box = cute.make_layout(shape, stride=strides)
         tma, scales = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), block_scale, box, shape)
-        stages = cute.make_layout((*shape, variant.stages), stride=(*strides, size))
+        stages = cute.make_layout((*shape, variant.num_stages), stride=(*strides, size))
         return ScaleSource(tma, scales, stages)
 
     def out_target(self, out: cute.Tensor) -> OutTarget:
@@ -242,13 +308,13 @@ class Sm90MixedGemmKernel:
                 Int32, variant.staging_buffers * variant.staging_bytes // 4, byte_alignment=128
             )
             staging = shared_address(staging)
-        s_weight = smem.allocate_array(Int32, variant.stages * variant.weight_bytes // 4, byte_alignment=128)
+        s_weight = smem.allocate_array(Int32, variant.num_stages * variant.weight_bytes // 4, byte_alignment=128)
         s_scales = Int32(0)
         if const_expr(variant.block_scales):
-            words = variant.stages * variant.block_scale_bytes // 4
+            words = variant.num_stages * variant.block_scale_bytes // 4
             s_scales = shared_address(smem.allocate_array(Int32, words, byte_alignment=128))
-        full = smem.allocate_array(Int64, variant.stages, byte_alignment=8)
-        empty = smem.allocate_array(Int64, variant.stages, byte_alignment=8)
+        full = smem.allocate_array(Int64, variant.num_stages, byte_alignment=8)
+        empty = smem.allocate_array(Int64, variant.num_stages, byte_alignment=8)
         expert_tiles, s_k_sets = None, s_x.iterator
         if const_expr(variant.grouped):
             expert_tiles = ExpertTiles(smem.allocate_tensor(Int32, cute.make_layout(variant.expert_map)), rows)
@@ -267,7 +333,7 @@ class Sm90MixedGemmKernel:
             )
         if warp == 0:
             with cute.arch.elect_one():
-                for i in cutlass.range_constexpr(variant.stages):
+                for i in cutlass.range_constexpr(variant.num_stages):
                     cute.arch.mbarrier_init(full + i, 1 + variant.gather_threads)
                     cute.arch.mbarrier_init(empty + i, variant.stage_readers * variant.multicast_peers)
             cute.arch.mbarrier_init_fence()
@@ -301,8 +367,7 @@ class Sm90MixedGemmKernel:
         if warp >= 4 * variant.warpgroups:
             if const_expr(variant.consumer_registers > 0):
                 cute.arch.setmaxregister_decrease(variant.producer_registers)
-            weight = WeightSource(blocks, n_blocks)
-            inputs = Inputs(x_source, weight, rows.indices, out.shape[0], expert_tiles)
+            inputs = Inputs(x_source, blocks, n_blocks, rows.indices, out.shape[0], expert_tiles)
             if const_expr(variant.gathered):
                 self.producer.run(inputs, pipeline, params, rank)
             elif warp == 4 * variant.warpgroups:
@@ -317,6 +382,237 @@ class Sm90MixedGemmKernel:
         else:
             if const_expr(variant.consumer_registers > 0):
                 cute.arch.setmaxregister_increase(variant.consumer_registers)
-            output = Output(out, with_indexed_scales(args.epilogue, rows.indices))
-            memory = ConsumerMemory(staging, store, s_k_sets, decode_table, args.workspace)
-            self.consumer.run(mma, pipeline, params, rank, output, expert_tiles, memory)
+            operands = with_indexed_scales(args.epilogue, rows.indices)
+            memory = ConsumerMemory(staging, store, s_k_sets, decode_table, args.workspace, expert_tiles, out, operands)
+            self.consumer.run(mma, pipeline, params, rank, memory)
+
+
+class Inputs(NamedTuple):
+    """Tensors and counts that the producer reads to fill stages."""
+
+    x: XSource
+    weight: cute.Tensor
+    """int32 (blocks along n, blocks along k, words), those of all experts in a row."""
+    n_blocks: Int32
+    """Blocks along n of one expert."""
+    indices: cute.Tensor | None
+    """int32 (m,): row of x by row of d; None unless gathered."""
+    m: Int32
+    expert_tiles: ExpertTiles | None
+    """None unless grouped."""
+
+
+class Producer:
+    """Fills the pipeline of one CTA. Run by one warp or, if gathered, by all four of the producer warpgroup."""
+
+    def __init__(self, variant: Sm90MixedVariant, scheduler: TileScheduler):
+        config = variant.config
+        self.variant, self.scheduler = variant, scheduler
+        self.k_chunks = config.tile_k // variant.chunk_k
+        self.row_gather = RowGather(config.tile_m, self.k_chunks, variant.itemsize, warps=4)
+
+    @cute.jit
+    def run(self, inputs: Inputs, pipeline: Pipeline, params: SchedulerParams, cta_rank: Int32):
+        """Fill stages for all work tiles."""
+        variant = self.variant
+        source, expert_tiles = inputs.x, inputs.expert_tiles
+        full, empty, s_x = pipeline.full, pipeline.empty, pipeline.x
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4
+        coord = self.scheduler.cta_coord_in_cluster(cta_rank)
+        count, share = self.scheduler.work_tiles(params)
+        first = self.scheduler.work_tile(Int32(0), params, share)
+        if const_expr(variant.grouped):
+            early = Int32(0)
+            if expert_tiles.rows.settled != 0 and count > 0:  # the launch before may still run for long
+                early = self.load_early(variant.num_stages, first, inputs, pipeline, params, coord, warp)
+        else:
+            early = self.load_early(variant.early_stages, first, inputs, pipeline, params, coord, warp)
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        state = PipelineState.producer()
+        for index in cutlass.range(count, unroll=1):
+            work_tile = self.scheduler.work_tile(index, params, share)
+            tile = self.scheduler.cta_tile(work_tile.tile, params, coord)
+            rows = self.scheduler.rows(tile.m_tile, inputs.m, expert_tiles)
+            boxes = self.boxes_of(rows)
+            if const_expr(variant.gathered):
+                row_numbers = self.row_gather.indices(inputs.indices, rows.first, rows.end, warp)
+            else:
+                partitions = self.partition(source, s_x, rows, coord)
+            if const_expr(variant.block_scales):
+                s_scales, g_scales = self.partition_scales(source.scales, pipeline.scales, rows)
+            weight = self.weight_of(inputs, rows)
+            for i in cutlass.range(work_tile.k_slices, unroll=1):
+                stage, k_slice = state.stage, work_tile.first_k_slice + i
+                if index > 0 or i >= early:
+                    cute.arch.mbarrier_wait(empty + stage, state.phase)
+                    if const_expr(not variant.gathered) or warp == 0:
+                        self.load_weight(weight, pipeline, tile.n_tile, k_slice, stage, boxes, coord)
+                if const_expr(variant.gathered):
+                    target = shared_address(s_x.iterator) + stage * variant.x_bytes
+                    self.row_gather.copy(source.x, row_numbers, k_slice, target, warp)
+                    cute.arch.cp_async_mbarrier_arrive_noinc(full + stage)
+                if const_expr(variant.block_scales):
+                    cute.copy(
+                        source.scales.tma,
+                        g_scales[(None, 0, k_slice)],
+                        s_scales[(None, stage)],
+                        tma_bar_ptr=full + stage,
+                    )
+                for chunk in cutlass.range_constexpr(0 if variant.gathered else self.k_chunks):
+                    for b in cutlass.range_constexpr(variant.boxes):
+                        s_box, g_box = partitions[b]
+                        if b < boxes:
+                            cute.copy(
+                                source.tma,
+                                g_box[(None, 0, k_slice * self.k_chunks + chunk)],
+                                s_box[(None, (stage * self.k_chunks + chunk) * variant.boxes)],
+                                tma_bar_ptr=full + stage,
+                                mcast_mask=coord.x_mask,
+                            )
+                state = state.after(variant.num_stages)
+        if const_expr(variant.gathered):
+            copies_wait()
+        if const_expr(variant.multicast_peers > 1):
+            # Producer tail: wait once on every empty barrier, oldest stage first, so that this CTA does not exit before
+            # its cluster peers have consumed all multicast data sent to it or by it. The wait for a stage that was
+            # never filled passes at once.
+            for _ in cutlass.range(variant.num_stages, unroll=1):
+                cute.arch.mbarrier_wait(empty + state.stage, state.phase)
+                state = state.after(variant.num_stages)
+
+    @cute.jit
+    def load_early(
+        self,
+        num_stages: int,
+        first: WorkTile,
+        inputs: Inputs,
+        pipeline: Pipeline,
+        params: SchedulerParams,
+        coord: ClusterCoord,
+        warp: Int32,
+    ) -> Int32:
+        """Request the weights of up to ``num_stages`` stages of the first work tile, before x may be read; return the
+        number of those stages. Of experts only if their rows are settled. warp: number in the producer warpgroup."""
+        early = cutlass.min(first.k_slices, num_stages)
+        tile = self.scheduler.cta_tile(first.tile, params, coord)
+        rows = self.scheduler.rows(tile.m_tile, inputs.m, inputs.expert_tiles, early=True)
+        weight, boxes = self.weight_of(inputs, rows), self.boxes_of(rows)
+        if const_expr(not self.variant.gathered) or warp == 0:
+            for i in cutlass.range(early, unroll=1):
+                self.load_weight(weight, pipeline, tile.n_tile, first.first_k_slice + i, i, boxes, coord)
+        return early
+
+    def weight_of(self, inputs: Inputs, rows: TileRows) -> cute.Tensor:
+        """The blocks of the expert whose rows these are, or of the one weight."""
+        if not self.variant.grouped:
+            return inputs.weight
+        return weight_of_expert(inputs.weight, rows.expert, inputs.n_blocks)
+
+    @cute.jit
+    def prefetch_first(self, weight: cute.Tensor, experts: Int32, cta: Int32):
+        """Bring into L2 the first weights of the tile that this CTA starts with if every expert has one m tile. A wrong
+        guess costs little, because nothing waits for these weights; without the prefetch memory would idle while the
+        experts' tiles are counted."""
+        variant, config, scheduler = self.variant, self.variant.config, self.scheduler
+        coord = scheduler.cta_coord_in_cluster(cta % scheduler.cluster_size)
+        n_blocks, k_blocks = weight.shape[0] // experts, weight.shape[1]
+        n_tiles = scheduler.tiles(1, n_blocks).n_tile
+        tile = tile_coordinates(cta // scheduler.cluster_size, experts, n_tiles, scheduler.band, variant.short)
+        expert, n_tile = tile.m_tile, tile.n_tile
+        first = expert * n_blocks + (n_tile * config.cluster_n + coord.n) * variant.blocks_n
+        size = cutlass.min(_PREFETCHED_STAGES * variant.blocks_k, k_blocks) * variant.block.bytes
+        if coord.m == 0:
+            with cute.arch.elect_one():
+                for r in cutlass.range_constexpr(variant.blocks_n):
+                    row = cutlass.min(first + r, weight.shape[0] - 1)
+                    bulk_prefetch(weight.iterator.toint() + Int64(row) * k_blocks * variant.block.bytes, size)
+
+    def boxes_of(self, rows: TileRows) -> Int32 | int:
+        """The number of boxes of a tile that hold a token; the others keep old data, which reaches no stored result."""
+        variant = self.variant
+        if variant.gathered:
+            return 0
+        boxes = cutlass.min(cute.ceil_div(rows.end - rows.first, variant.box_tokens), variant.boxes)
+        return cutlass.max(boxes, 0) if const_expr(variant.config.cluster_m > 1) else boxes
+
+    def partition(self, source: XSource, s_x: cute.Tensor, rows: TileRows, coord: ClusterCoord) -> list:
+        """TMA's view of each box of a tile of x: the pair of it in shared memory, by k chunk of the first box, and in
+        global memory, by (0, k chunk)."""
+        variant, box = self.variant, self.variant.box_tokens
+        group, cluster = cute.group_modes, cute.make_layout(variant.config.cluster_n)
+        # The last box that is fetched ends at the last token, rounded up to eight: rows past m are slow, and the rows
+        # that it shares with the previous box are not. A shift, and a uniform value, because the first copy of x
+        # waits for this.
+        last, partitions = cutlass.max(((rows.end - rows.first + 7) >> 3) - box // 8, 0), []
+        for b in range(variant.boxes):
+            eights = cute.arch.make_warp_uniform(cutlass.min(b * box // 8, last)) if b > 0 else 0
+            s_boxes = cute.make_tensor(s_x.iterator + eights * (8 * variant.chunk_k), source.box_layout.outer)
+            tokens_on = cute.domain_offset((rows.first + eights * 8, 0), source.x)
+            g_x = cute.local_tile(tokens_on, (box, variant.chunk_k), (None, None))
+            boxes = group(s_boxes, 0, 2), group(g_x, 0, 2)
+            partitions.append(cpasync.tma_partition(source.tma, coord.n, cluster, *boxes))
+        return partitions
+
+    def partition_scales(self, source: ScaleSource, address: Int32, rows: TileRows) -> tuple[cute.Tensor, cute.Tensor]:
+        """TMA's view of the scales of a tile's rows of x, from a multiple of four on: shared by stage, in global memory
+        by (0, k-slice)."""
+        variant, first = self.variant, rows.first
+        if variant.grouped:
+            first = first // 4 * 4
+        pointer = cute.make_ptr(Float32, address, cute.AddressSpace.smem, assumed_align=128)
+        shared = cute.make_tensor(pointer, source.layout)
+        tokens_on = cute.domain_offset((first, 0), source.scales)
+        tiles = cute.local_tile(tokens_on, (variant.scale_tokens, variant.blocks_k), (None, None))
+        whole = cute.make_layout(1)
+        both = cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2)
+        return cpasync.tma_partition(source.tma, 0, whole, *both)
+
+    @cute.jit
+    def load_weight(
+        self,
+        weight: cute.Tensor,
+        pipeline: Pipeline,
+        n_tile: Int32,
+        k_slice: Int32,
+        stage: Int32,
+        boxes: Int32 | int,
+        coord: ClusterCoord,
+    ):
+        """Arrive at a stage's full barrier, and request the stage's weight blocks, or this CTA's share of them for all
+        CTAs that share them. boxes: TMA boxes of x per k chunk that will complete on the barrier."""
+        variant = self.variant
+        with cute.arch.elect_one():
+            barrier = shared_address(pipeline.full + stage)
+            transaction_bytes = variant.weight_bytes + boxes * (variant.x_bytes // variant.boxes)
+            if const_expr(variant.block_scales):
+                transaction_bytes += variant.scale_tokens * variant.blocks_k * 4
+            cute.arch.mbarrier_arrive_and_expect_tx(pipeline.full + stage, transaction_bytes)
+            for r in cutlass.range_constexpr(variant.blocks_n):
+                # past the last block of rows: that block again, whose results are not stored
+                row = cutlass.min(n_tile * variant.blocks_n + r, weight.shape[0] - 1)
+                for b in cutlass.range_constexpr(variant.blocks_k):
+                    # past the last block along k: that block again, which meets the zeros that TMA puts past x's end
+                    k_block = k_slice * variant.blocks_k + b
+                    if const_expr(variant.half_block_stages):
+                        k_block = k_slice // 2
+                    if const_expr(variant.blocks_k_per_iteration > 1):
+                        k_block = cutlass.min(k_block, weight.shape[1] - 1)
+                    block = (Int64(row) * weight.shape[1] + k_block) * variant.block.bytes
+                    source = weight.iterator.toint() + block
+                    index = r * variant.blocks_k + b
+                    target = pipeline.weights + stage * variant.weight_bytes + index * variant.stage_block.bytes
+                    if const_expr(variant.config.cluster_m == 1):
+                        self.load_block(target, source, k_slice, barrier, None)
+                    else:
+                        if r % variant.config.cluster_m == coord.m:
+                            self.load_block(target, source, k_slice, barrier, coord.weight_mask)
+
+    def load_block(self, target: Int32, source: Int64, k_slice: Int32, barrier: Int32, mask: Int16 | None) -> None:
+        """Request a block, or half of it. mask: the CTAs that get it; None for this CTA alone."""
+        for copy in self.variant.stage_block.copies(half=k_slice % 2):
+            to, start, size = target + copy.target, source + copy.source + copy.offset, Int32(copy.size)
+            if mask is None:
+                bulk_copy(to, start, size, barrier)
+            else:
+                bulk_copy_multicast(to, start, size, barrier, mask)

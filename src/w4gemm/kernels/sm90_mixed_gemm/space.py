@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from w4gemm.kernels.sm90_mixed_gemm.variant import ONE_GROUP, WGMMA_TOKENS, Variant
+from w4gemm.kernels.sm90_mixed_gemm.variant import ONE_GROUP, WGMMA_TOKENS, Sm90MixedVariant
 from w4gemm.kernels.space import Rule, Sizes, Space, listed
 
 TILE_M = (8, 16, 32, 64, 128, 192, 256)
@@ -54,8 +54,8 @@ _BETWEEN = {
 }
 """tile_m between the powers of two, with the other sizes that were the fastest somewhere, or are by the cost model
 (2026-11-24). Tokens past m cost time, so a tile of 48 is better for 48 tokens than one of 64, and four of 112 better
-for 400 than four of 128. The box of x that divides tile_m should be large (``Variant.box_tokens``): no 88, 104 or
-136."""
+for 400 than four of 128. The box of x that divides tile_m should be large (``box_tokens`` of the variant): no 88, 104
+or 136."""
 _OVER_WGMMA = (272,)
 """tile_m of two WGMMAs: for a few tokens more than tiles of 256 hold in a wave. 304 was the fastest at one of 44
 points, by 0.2 %, 288 at none, and 320 spills (H200, 2026-11-27)."""
@@ -79,11 +79,11 @@ def between(kept: dict[int, set[Beside]]) -> Iterator[Sizes]:
             yield Sizes(tile_m, c.tile_n, c.tile_k, 1, 1, c.schedule, c.split_k)
 
 
-def fits(v: Variant) -> bool:
+def fits(v: Sm90MixedVariant) -> bool:
     """True if shared memory holds two stages, and the sums that lie over the drained pipeline. Those of several k sets
     must not lie over the staging buffers, which the first warps of the first set write to while others read sums."""
     over_staging = v.k_sets > 1 and v.sums_reach_staging
-    return v.stages >= 2 and v.reduction_bytes <= v.stages * v.stage_bytes and not over_staging
+    return v.num_stages >= 2 and v.reduction_bytes <= v.num_stages * v.stage_bytes and not over_staging
 
 
 def experts_between(kept: dict[int, set[Beside]]) -> Rule:
@@ -133,7 +133,7 @@ MULTICAST_BLOCKS = Rule(
 SPLIT_ROW_BLOCKS = Rule(
     "split_k of two row blocks",
     "the CTAs of a split hand over shares of one row block per warpgroup, here each has two",
-    lambda c: Variant.m64_atoms_of(c) > 1 and c.split_k > 1,
+    lambda c: Sm90MixedVariant.m64_atoms_of(c) > 1 and c.split_k > 1,
     of="sizes",
 )
 SPLIT_PINGPONG = Rule(
@@ -190,11 +190,11 @@ WIDE_FEW_CLUSTER = Rule(
 )
 
 
-def _many_groups(v: Variant) -> bool:
+def _many_groups(v: Sm90MixedVariant) -> bool:
     return v.block.scale_bytes > ONE_GROUP
 
 
-def _large(v: Variant) -> bool:
+def _large(v: Sm90MixedVariant) -> bool:
     c = v.config
     return (c.tile_m, c.schedule) == (128, "pingpong") or (c.tile_m, c.tile_n) == (256, 128)
 
@@ -225,7 +225,7 @@ SPACE = Space(
         Rule(
             "long slices of two row blocks",
             "a k-slice of more than two MMA batches, which ptxas serializes: with two row blocks tile_k is 64",
-            lambda c: Variant.m64_atoms_of(c) > 1 and c.tile_k > 64,
+            lambda c: Sm90MixedVariant.m64_atoms_of(c) > 1 and c.tile_k > 64,
             of="sizes",
         ),
         Rule(
@@ -315,7 +315,7 @@ SPACE = Space(
             lambda c: (
                 c.tile_k == 64
                 and (
-                    (c.tile_m < (144 if c.tile_n == 192 else 192) and Variant.m64_atoms_of(c) == 1)
+                    (c.tile_m < (144 if c.tile_n == 192 else 192) and Sm90MixedVariant.m64_atoms_of(c) == 1)
                     or c.schedule == "pingpong"
                 )
             ),

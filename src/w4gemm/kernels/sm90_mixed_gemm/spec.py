@@ -11,7 +11,7 @@ from w4gemm.core.config import GemmConfig
 from w4gemm.core.problem import GemmProblem
 from w4gemm.kernels.hopper import HopperKernel
 from w4gemm.kernels.sm90_mixed_gemm.space import SPACE
-from w4gemm.kernels.sm90_mixed_gemm.variant import Variant
+from w4gemm.kernels.sm90_mixed_gemm.variant import Sm90MixedVariant
 from w4gemm.kernels.space import Exclusion
 
 
@@ -21,7 +21,7 @@ class Sm90MixedGemm(HopperKernel):
 
     name = "sm90_mixed_gemm"
     revision = 2
-    variant = Variant
+    variant = Sm90MixedVariant
     space = SPACE
     launch_pairs: tuple[str, ...] = (
         *(f"{m}x256x128_1x1x1_coop+{m}x192x128_1x1x1_coop" for m in (16, 24, 32, 40, 48, 56, 64)),
@@ -73,6 +73,6 @@ class Sm90MixedGemm(HopperKernel):
         if config.tail is not None:
             orders = {self.reduction_order(problem, c) for c in (replace(config, tail=None), config.tail)}
             return orders.pop() if len(orders) == 1 else None
-        sets = Variant.of(problem, config).k_sets
+        sets = Sm90MixedVariant.of(problem, config).k_sets
         alone = sets == 1 and config.split_k == 1
         return self.name, sets, config.split_k, 0 if alone else config.tile_k

@@ -12,7 +12,7 @@ from cutlass import Int32
 from w4gemm.kernels.arguments import Arguments
 from w4gemm.kernels.hopper import full_wave_n_tiles
 from w4gemm.kernels.sm90_mixed_gemm.kernel import Sm90MixedGemmKernel
-from w4gemm.kernels.sm90_mixed_gemm.variant import Variant
+from w4gemm.kernels.sm90_mixed_gemm.variant import Sm90MixedVariant
 from w4gemm.packing.block import BLOCK_N
 
 
@@ -26,7 +26,7 @@ class Range(NamedTuple):
 class TwoLaunches:
     """The host function of a variant whose config has a tail."""
 
-    def __init__(self, variant: Variant):
+    def __init__(self, variant: Sm90MixedVariant):
         config = variant.config
         assert config.tail is not None
         self.waves = Sm90MixedGemmKernel(replace(variant, config=replace(config, tail=None)))

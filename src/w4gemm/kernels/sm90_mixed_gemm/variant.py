@@ -1,4 +1,5 @@
-"""Shared memory of one compiled variant of the kernel: its stages, and the buffers through which it stores d."""
+"""What follows from the compile-time parameters of the kernel: warps and registers, work tiles, stages, the buffers
+through which it stores d, and shared memory."""
 
 from __future__ import annotations
 
@@ -6,9 +7,9 @@ import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from w4gemm.kernels.device.staging import FLOAT32_BYTES, TOKEN_BYTES
-from w4gemm.kernels.sm90_mixed_gemm.warps import WarpsVariant
-from w4gemm.kernels.variant import HOPPER_SHARED_MEMORY, shared_memory_of_each
+from w4gemm.core.config import GemmConfig
+from w4gemm.kernels.space import Sizes
+from w4gemm.kernels.variant import HOPPER_SHARED_MEMORY, KSliceVariant, shared_memory_of_each
 from w4gemm.packing.block import BLOCK_K, BLOCK_N
 from w4gemm.packing.codecs import Pairs
 
@@ -17,6 +18,17 @@ ONE_GROUP = 2 * BLOCK_N
 
 WGMMA_TOKENS = 256
 """The most tokens of a WGMMA."""
+
+TOKEN_BYTES = 128
+"""Bytes of one token in the staging buffer as 16-bit numbers: 64 features. Its eight vectors of 16 bytes lie in the
+order vector ^ (token % 8), TMA's 128-byte swizzle, which keeps the rows of an 8x8 matrix in different banks."""
+
+FLOAT32_ROW_BYTES = 80
+"""Bytes of one token as float32 in a warp's part of the staging buffer: 16 features, and 16 bytes that keep eight
+tokens in different banks."""
+
+FLOAT32_BYTES = 4 * 8 * FLOAT32_ROW_BYTES
+"""Bytes of a warpgroup's buffer for float32: eight tokens for each of its four warps."""
 
 _BARRIERS_AND_ALIGNMENT = 1536
 _OTHER_REGISTERS = 77
@@ -40,8 +52,105 @@ class Prefetches(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Variant(WarpsVariant):
-    """All compile-time parameters of the kernel; warps and registers are in warps.py."""
+class Sm90MixedVariant(KSliceVariant):
+    """All compile-time parameters of the kernel."""
+
+    # --- warps
+
+    @staticmethod
+    def ctas_per_sm(config: GemmConfig) -> int:
+        return 2 if config.schedule == "pingpong" and config.tile_m <= 128 else 1
+
+    @staticmethod
+    def m64_atoms_of(config: GemmConfig | Sizes) -> int:
+        """Number of 64-row blocks of the weight that one warpgroup owns: two if four warpgroups would have too few
+        registers each."""
+        return 2 if config.tile_n == 256 and config.tile_m > 64 else 1
+
+    @property
+    def m64_atoms(self) -> int:
+        """:meth:`m64_atoms_of` this one's config."""
+        return self.m64_atoms_of(self.config)
+
+    @property
+    def warpgroups_n(self) -> int:
+        """Number of consumer warpgroups along the features of a tile."""
+        return self.blocks_n // self.m64_atoms
+
+    @property
+    def k_sets(self) -> int:
+        """Number of sets of consumer warpgroups that divide the k blocks of a stage: as many as there are registers
+        for, because with few tokens one set cannot keep the tensor cores busy while it decodes."""
+        limit = 4 if self.occupancy == 1 and self.config.tile_m <= 64 else 2
+        if self.kind == "e4m3":  # both fragment buffers are used within a stage
+            return max(1, min(self.blocks_k // 2, limit // self.warpgroups_n))
+        return min(self.blocks_k, max(1, limit // self.warpgroups_n)) if self.config.tile_m <= 128 else 1
+
+    @property
+    def pingpong_warpgroups(self) -> int:
+        """Number of consumer warpgroups of one CTA that alternate between its tiles, so that one multiplies while
+        another stores: two if schedule is pingpong and a tile is too large for two CTAs per multiprocessor."""
+        return 2 if self.config.schedule == "pingpong" and self.occupancy == 1 else 1
+
+    @property
+    def warpgroups(self) -> int:
+        """Number of consumer warpgroups."""
+        return self.warpgroups_n * self.k_sets * self.pingpong_warpgroups
+
+    @property
+    def threads(self) -> int:
+        """Threads per CTA."""
+        return 128 * (self.warpgroups + 1)
+
+    @property
+    def stage_readers(self) -> int:
+        """Number of consumer threads that read a stage."""
+        return 128 * self.warpgroups_n * self.k_sets
+
+    @property
+    def gather_threads(self) -> int:
+        """Number of producer threads that copy x by cp.async."""
+        return 128 if self.gathered else 0
+
+    @property
+    def multicast_peers(self) -> int:
+        """Number of CTAs of a cluster that share x or weights with one CTA, itself included."""
+        return self.config.cluster_m + self.config.cluster_n - 1
+
+    @property
+    def consumer_registers(self) -> int:
+        """Registers per consumer thread; 0 if an equal share of the register file is enough."""
+        if self.occupancy == 2:
+            return {1: 0, 2: 104}[self.warpgroups]
+        return {1: 0, 2: 232 if self.gathered else 240, 3: 160, 4: 112}[self.warpgroups]
+
+    @property
+    def producer_registers(self) -> int:
+        """Registers per producer thread; more if it copies x itself, as far as the consumers leave any."""
+        if not self.gathered:
+            return 24
+        return 40 if self.consumer_registers == 232 else 32
+
+    # --- work tiles
+
+    @property
+    def persistent(self) -> bool:
+        """True if a CTA loops over output tiles.
+
+        A dense CTA cannot if sums pass through the drained pipeline's memory. A grouped CTA must, because the host does
+        not know the number of tiles; its k sets then reduce through memory of their own.
+        """
+        return self.grouped or (self.k_sets == 1 and self.config.split_k == 1)
+
+    @property
+    def stream_k(self) -> bool:
+        """True if CTAs divide tiles along k, see device/stream_k.py."""
+        return self.config.schedule == "stream"
+
+    @property
+    def short(self) -> bool:
+        """True if a launch can be so short that its first microsecond counts."""
+        return self.config.tile_m <= 128 and self.config.cluster_m == 1
 
     # --- scales
 
@@ -158,7 +267,7 @@ class Variant(WarpsVariant):
 
     @property
     def float32_staging(self) -> bool:
-        """True if d passes the staging buffer as float32, see device/epilogue_store.py."""
+        """True if d passes the staging buffer as float32, see epilogue.py."""
         return self.epilogue.gated or self.epilogue.residual or self.out_kind == "f32"
 
     @property
@@ -258,10 +367,10 @@ class Variant(WarpsVariant):
     def sums_reach_staging(self) -> bool:
         """True if these accumulators fill more than the drained pipeline's memory of x: they lie over the epilogue's
         staging buffers too, which come next, and over weights behind them."""
-        return self.reduction_bytes > self.stages * self.x_bytes
+        return self.reduction_bytes > self.num_stages * self.x_bytes
 
     @functools.cached_property
-    def stages(self) -> int:
+    def num_stages(self) -> int:
         """Number of stages: as many as there is room for, at most eight."""
         return self._stages_beside(self.staging_tokens)
 
@@ -292,4 +401,4 @@ class Variant(WarpsVariant):
         """Shared memory per CTA, alignment included."""
         staging = self.staging_buffers * self.staging_bytes
         tables = self.expert_map_bytes + self.decode_table_bytes
-        return self.stages * self.stage_bytes + staging + self.k_set_bytes + tables + _BARRIERS_AND_ALIGNMENT
+        return self.num_stages * self.stage_bytes + staging + self.k_set_bytes + tables + _BARRIERS_AND_ALIGNMENT

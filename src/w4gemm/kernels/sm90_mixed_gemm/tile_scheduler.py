@@ -1,11 +1,12 @@
-"""The work tiles of a CTA: output tiles or, under stream-k, k-ranges of them. Producer and consumers agree on them."""
+"""What the producer and the consumers of a CTA agree on: the pipeline between them, and the work tiles, which are
+output tiles or, under stream-k, k-ranges of them."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Int16, Int32, const_expr
 
 from w4gemm.kernels.device.expert_tiles import ExpertTileMap, ExpertTiles, TileRows
 from w4gemm.kernels.device.scheduler import (
@@ -16,7 +17,22 @@ from w4gemm.kernels.device.scheduler import (
     stream_tile,
     tile_coordinates,
 )
-from w4gemm.kernels.sm90_mixed_gemm.variant import Variant
+from w4gemm.kernels.sm90_mixed_gemm.variant import Sm90MixedVariant
+
+
+class Pipeline(NamedTuple):
+    """Shared memory of the pipeline; the arrive counts are in kernel.py."""
+
+    full: cute.Pointer
+    """One mbarrier per stage."""
+    empty: cute.Pointer
+    """One mbarrier per stage."""
+    x: cute.Tensor
+    """x of all stages, as WGMMA reads it."""
+    weights: Int32
+    """Address of the weights of all stages."""
+    scales: Int32
+    """Address of the scales of x of all stages, if each 128 columns have one."""
 
 
 class SchedulerParams(NamedTuple):
@@ -35,14 +51,6 @@ class SchedulerParams(NamedTuple):
     """K-slices of an output tile that the CTA multiplies: all or, with split_k, its share."""
 
 
-class WorkTiles(NamedTuple):
-    """The work tiles of a cluster."""
-
-    count: Int32 | int
-    share: StreamShare
-    """Under stream-k; else zeros."""
-
-
 class WorkTile(NamedTuple):
     """The k-slices first_k_slice .. first_k_slice + k_slices - 1 of an output tile."""
 
@@ -52,16 +60,20 @@ class WorkTile(NamedTuple):
 
 
 class ClusterCoord(NamedTuple):
-    """A CTA's tile among those of its cluster."""
+    """A CTA's tile among those of its cluster, and the CTAs that it shares loads with: one bit each, by rank."""
 
     m: Int32 | int
     n: Int32 | int
+    x_mask: Int16
+    """The CTAs that get the same x."""
+    weight_mask: Int16
+    """The CTAs that get the same weights."""
 
 
 class TileScheduler:
     """Enumerates the work tiles of a CTA, and finds the coordinates and rows of an output tile."""
 
-    def __init__(self, variant: Variant):
+    def __init__(self, variant: Sm90MixedVariant):
         config = variant.config
         self.variant = variant
         self.expert_tile_map = ExpertTileMap(config.tile_m)
@@ -75,11 +87,12 @@ class TileScheduler:
         return TileCoord(m_tiles, cute.ceil_div(n_blocks, self.variant.blocks_n * config.cluster_n))
 
     def cta_coord_in_cluster(self, rank: Int32) -> ClusterCoord:
-        """A CTA's tile among those of its cluster; (0, 0) with split_k, where all CTAs work on one tile."""
+        """The coordinates of a CTA; (0, 0) with split_k, where all CTAs of a cluster work on one tile."""
         config = self.variant.config
-        if config.split_k > 1:
-            return ClusterCoord(0, 0)
-        return ClusterCoord(rank // config.cluster_n, rank % config.cluster_n)
+        m, n = (0, 0) if config.split_k > 1 else (rank // config.cluster_n, rank % config.cluster_n)
+        x_mask = Int16(Int32((1 << config.cluster_n) - 1) << (m * config.cluster_n))
+        weight_mask = Int16(Int32(sum(1 << i * config.cluster_n for i in range(config.cluster_m))) << n)
+        return ClusterCoord(m, n, x_mask, weight_mask)
 
     def cta_tile(self, tile: Int32, params: SchedulerParams, coord: ClusterCoord) -> TileCoord:
         """The output tile that a CTA computes of its cluster's ``tile``."""
@@ -96,9 +109,9 @@ class TileScheduler:
         return rows
 
     @cute.jit
-    def work_tiles(self, params: SchedulerParams) -> WorkTiles:
-        """The work tiles of this cluster. If the grid is not persistent their number is the compile-time constant 1,
-        because loop-carried state would take registers."""
+    def work_tiles(self, params: SchedulerParams) -> tuple[Int32 | int, StreamShare]:
+        """The number of this cluster's work tiles, and its share under stream-k, else zeros. If the grid is not
+        persistent the number is the compile-time constant 1, because loop-carried state would take registers."""
         tiles, share = params.m_tiles * params.n_tiles, StreamShare(Int32(0), Int32(0), Int32(0), Int32(0))
         count = 1
         if const_expr(self.variant.stream_k):
@@ -107,7 +120,7 @@ class TileScheduler:
             count = share.work_tiles(blocks)
         elif const_expr(self.variant.persistent):
             count = (tiles - params.cluster + params.clusters - 1) // params.clusters
-        return WorkTiles(count, share)
+        return count, share
 
     @cute.jit
     def work_tile(self, index: Int32, params: SchedulerParams, share: StreamShare) -> WorkTile:

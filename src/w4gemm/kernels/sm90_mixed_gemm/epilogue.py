@@ -24,7 +24,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from w4gemm.core.epilogue import EpilogueOperands
 from w4gemm.kernels.device.epilogue_math import EpilogueMath, QuadOperands, scaled
-from w4gemm.kernels.device.staging import FLOAT32_ROW_BYTES, TOKEN_BYTES
+from w4gemm.kernels.sm90_mixed_gemm.variant import FLOAT32_ROW_BYTES, TOKEN_BYTES
 from w4gemm.ptx.arithmetic import pack_half2, to_float
 from w4gemm.ptx.memory import fence_proxy_async, load_shared, store_matrix_transposed, store_shared_f32
 

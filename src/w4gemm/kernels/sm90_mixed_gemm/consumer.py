@@ -1,0 +1,778 @@
+"""The consumers, from a filled stage to d: :class:`Mainloop` decodes and multiplies the stages of a tile,
+:class:`Consumer` adds up and stores the tile, :class:`StreamFlags` handles the flags of stream-k. kernel.py has the
+facts: memory, barriers, registers, the order of MMA batches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, const_expr
+from cutlass.cute.nvgpu import warpgroup
+
+from w4gemm.core.epilogue import EpilogueOperands
+from w4gemm.kernels.arguments import StreamWorkspace
+from w4gemm.kernels.device.block import BlockReader, words_of_step
+from w4gemm.kernels.device.expert_tiles import ExpertTiles, first_rows, operands_of_expert, operands_until
+from w4gemm.kernels.device.pipeline import PipelineState
+from w4gemm.kernels.device.scheduler import TileCoord
+from w4gemm.kernels.device.stream_k import StreamSum, WarpgroupThread
+from w4gemm.kernels.sm90_mixed_gemm.epilogue import EpilogueStore, LoadedOperands, OutputCoord, Staging, TmaStore
+from w4gemm.kernels.sm90_mixed_gemm.tile_scheduler import Pipeline, SchedulerParams, TileScheduler
+from w4gemm.kernels.sm90_mixed_gemm.variant import Sm90MixedVariant
+from w4gemm.packing.block import HALF_K
+from w4gemm.packing.codecs.pairs_decode import own_pairs
+from w4gemm.ptx.arithmetic import fma, to_float
+from w4gemm.ptx.memory import (
+    barrier_of_roles,
+    cluster_address,
+    fence_proxy_async,
+    load_shared,
+    load_shared_cluster,
+    shared_address,
+    store_shared_f32x4,
+)
+
+# the first of the named barriers of each row of kernel.py's table
+_CONSUMER_BARRIER = 1
+_EPILOGUE_BARRIER = 2
+_MMA_ORDER_BARRIER = 6
+_STORED_BARRIER = 8
+_READY_BARRIER = 10
+_FLAG_THREADS = 128 + 32
+"""Threads at the last two: a consumer warpgroup and the warp that handles its flags."""
+
+
+class ConsumerCoord(NamedTuple):
+    """A consumer thread."""
+
+    warpgroup: Int32
+    """Number of its warpgroup along the features of a tile."""
+    k_set: Int32
+    thread: Int32
+    """0 .. 127 in the warpgroup."""
+    cta_rank: Int32
+    """Rank of the CTA in its cluster."""
+
+
+class StageState(NamedTuple):
+    """A stage that is multiplied, and its neighbours."""
+
+    stage: Int32
+    next: PipelineState
+    previous: Int32
+    has_previous: Boolean
+    """True if ``previous`` is of the same work tile, and not yet released."""
+    has_next: Boolean
+    """True if ``next`` is of the same work tile."""
+
+
+class MmaOperands(NamedTuple):
+    """Registers and shared memory of a consumer thread that the main loop works on."""
+
+    accumulators: Any
+    """One operand per 64-row block or range of tokens or, if scales are applied to sums, flat."""
+    fragment: cute.Tensor
+    """Two buffers of decoded weights, operand A."""
+    x: list[cute.Tensor]
+    """x of all stages as operand B, by range of tokens."""
+    packed: cute.Tensor
+    """A packed block in registers, see :class:`Mainloop`."""
+    decode_table: Int32
+    """Address of the decoder's table, if it has one; of a table of pairs, of the thread's own copies."""
+
+
+class GroupSums(NamedTuple):
+    """Registers besides, if scales are applied to sums."""
+
+    sets: list[tuple[cute.Tensor, cute.Tensor]]
+    """One or two sets: the float32 sums of an MMA batch, and their scales of rows g and g + 8."""
+    scales: cute.Tensor
+    """Scales of the k chunk that was decoded last: rows g and g + 8 of each group."""
+
+    def batch(self, index: int) -> tuple[cute.Tensor, cute.Tensor]:
+        """The set that an MMA batch adds into; batches alternate if there are two sets."""
+        return self.sets[index % len(self.sets)]
+
+
+class Mainloop:
+    """Multiplies stages, for one variant.
+
+    A thread holds one packed block at a time: its code words, then the scale words of each run (one or two scale
+    groups), then the factors if there are any.
+    """
+
+    def __init__(self, variant: Sm90MixedVariant, scheduler: TileScheduler, decoder: Any):
+        self.variant, self.scheduler = variant, scheduler
+        self.decoder = decoder
+        self.block = variant.stage_block
+        """A packed block: the part of a weight block that a stage holds, all 128 columns or 64."""
+        self.reader = BlockReader(self.block)
+        self.k_chunks = variant.config.tile_k // variant.chunk_k
+        """K chunks of 128 bytes of x in a stage."""
+        self.chunks_per_block = self.block.columns // variant.chunk_k
+        self.groups = self.block.groups
+        """Scale groups of a packed block."""
+        self.steps_per_group = 4 * self.chunks_per_block // self.groups
+        """Matrix instructions of a scale group within a packed block."""
+
+    @property
+    def packed_words(self) -> int:
+        """Words of a packed block that a thread holds."""
+        return self.block.lane_words + (self.block.runs + self.block.factors) * self.block.words_per_scale
+
+    def x_operands(self, mma: cute.TiledMma, thr: Any, s_x: cute.Tensor) -> list[cute.Tensor]:
+        """x as operand B, by range of tokens."""
+        variant = self.variant
+        shape = (variant.config.tile_m // variant.token_splits, variant.chunk_k)
+        tiles = [cute.local_tile(s_x, shape, (i, 0, None)) for i in range(variant.token_splits)]
+        return [mma.make_fragment_B(thr.partition_B(t)) for t in tiles]
+
+    def by_wgmma(self, acc: cute.Tensor, flat: cute.Tensor) -> list[cute.Tensor]:
+        """The accumulators of each 64-row block, or of each range of tokens, as one operand: ranges of ``flat``, one
+        after the other."""
+        count = self.variant.m64_atoms * self.variant.token_splits
+        if count == 1:
+            return [acc]
+        layout = cute.make_layout((*acc.shape[:1], 1, 1))
+        return [cute.make_tensor(flat.iterator + r * (cute.size(flat) // count), layout) for r in range(count)]
+
+    def group_sums(self, thr: Any) -> GroupSums | None:
+        """Registers for sums that are promoted; None if none are."""
+        variant = self.variant
+        if not variant.promotes:
+            return None
+        shape = thr.partition_shape_C((variant.config.tile_n, variant.config.tile_m // variant.token_splits))
+        sets = [
+            (cute.make_rmem_tensor(shape, Float32), cute.make_rmem_tensor((2,), Float32))
+            for _ in range(1 if variant.one_set_of_sums else 2)
+        ]
+        return GroupSums(sets, cute.make_rmem_tensor((2 * self.groups,), Float32))
+
+    def load_packed(
+        self, packed: cute.Tensor, pipeline: Pipeline, stage: Int32, number: int, consumer: ConsumerCoord
+    ) -> None:
+        """Load one of this k set's packed blocks into registers. number: which of the warpgroup's packed blocks in the
+        stage, counted over its 64-row blocks first, then along k."""
+        variant, thread = self.variant, consumer.thread
+        block, atom = divmod(number, variant.m64_atoms)
+        row = (consumer.warpgroup * variant.m64_atoms + atom) * variant.blocks_k
+        index = row + consumer.k_set * (variant.blocks_k // variant.k_sets) + block
+        address = pipeline.weights + stage * variant.weight_bytes + index * self.block.bytes
+        pair_offset = (thread // 32 * 8 + thread % 32 // 4) * self.block.pair_bytes
+        words: list[Int32] = []
+        for half in range(self.block.columns // HALF_K):
+            words += self.reader.codes(address, half, lane=thread)
+        for run in range(self.block.runs):
+            first = self.block.scales_at(run * self.block.groups_per_word)
+            words += self.reader.scales(address + first + pair_offset)
+        words += self.reader.factors(address + self.block.code_bytes + pair_offset)
+        for i, word in enumerate(words):
+            packed[i] = word
+
+    def decode_chunk(
+        self, packed: cute.Tensor, fragment: cute.Tensor, chunk: int, buffer: int, decode_table: Int32
+    ) -> None:
+        """Decode a k chunk of a packed block into one of the two buffers of ``fragment``."""
+        registers = cute.recast_tensor(fragment, Int32)
+        width, count = self.block.words_per_scale, self.block.lane_words * self.variant.chunk_k // self.block.columns
+        codes = [packed[i] for i in range(chunk * count, (chunk + 1) * count)]
+        factors = range(self.block.lane_words + self.block.runs * width, self.packed_words)
+        prepared: Any = None
+        step_k = self.variant.chunk_k // 4
+        for step in range(4):
+            group, column = divmod(chunk * self.variant.chunk_k + step * step_k, self.block.scale_group)
+            if step == 0 or column == 0:
+                run, field = divmod(group, self.block.groups_per_word)
+                first = self.block.lane_words + run * width
+                scales = [packed[i] for i in (*range(first, first + width), *factors)]
+                prepared = self.decoder.prepare(tuple(scales), decode_table, field)
+            values = self.decoder.decode(words_of_step(codes, step), prepared)
+            for r, value in enumerate(values):
+                registers[(0, r % 2, r // 2), 0, buffer * 4 + step] = value
+
+    def take_scales(self, packed: cute.Tensor, scales: cute.Tensor) -> None:
+        """Copy the scales of rows g and g + 8 of each group to ``scales``, as factors of the group's sums."""
+        width = self.block.words_per_scale
+        for group in range(self.block.groups):
+            first = self.block.lane_words + group * width
+            for row, scale in enumerate(self.decoder.scales(tuple(packed[first + i] for i in range(width)))):
+                scales[2 * group + row] = scale
+
+    @cute.jit
+    def begin(
+        self, operands: MmaOperands, sums: GroupSums | None, pipeline: Pipeline, stage: Int32, consumer: ConsumerCoord
+    ):
+        """Bring the first packed block of a tile's first stage into registers, behind the wait for it."""
+        if const_expr(self.variant.promotes):
+            self.begin_groups(operands, sums, pipeline, stage, consumer)
+        else:
+            self.load_packed(operands.packed, pipeline, stage, 0, consumer)
+
+    @cute.jit
+    def multiply_stage(
+        self,
+        mma: cute.TiledMma,
+        pipeline: Pipeline,
+        operands: MmaOperands,
+        state: StageState,
+        consumer: ConsumerCoord,
+        stage_in_iteration: int,
+    ):
+        """Add this k set's share of one stage to the accumulators, and load the first packed block of the next stage
+        into registers; the last MMA batch stays in flight.
+
+        An MMA batch is one k chunk of one 64-row block. Loop order, innermost first: chunks of a packed block, 64-row
+        blocks, blocks along k. stage_in_iteration: number of this stage in the main-loop iteration, which keeps the two
+        fragment buffers alternating across stages.
+        """
+        variant = self.variant
+        chunks = self.k_chunks // variant.k_sets
+        x_chunk = state.stage * self.k_chunks + consumer.k_set * chunks
+        batches = chunks * variant.m64_atoms
+        for batch in cutlass.range_constexpr(batches):
+            buffer = (stage_in_iteration * batches + batch) % 2
+            packed_block, chunk = divmod(batch, self.chunks_per_block)
+            block, atom = divmod(packed_block, variant.m64_atoms)
+            self.decode_chunk(operands.packed, operands.fragment, chunk, buffer, operands.decode_table)
+            if const_expr(chunk == self.chunks_per_block - 1 and batch < batches - 1):
+                self.load_packed(operands.packed, pipeline, state.stage, packed_block + 1, consumer)
+            warpgroup.fence()
+            for step in cutlass.range_constexpr(4):
+                for tokens in cutlass.range_constexpr(variant.token_splits):
+                    acc = operands.accumulators[atom * variant.token_splits + tokens]
+                    cute.gemm(
+                        mma,
+                        acc,
+                        operands.fragment[(None, None, buffer * 4 + step)],
+                        operands.x[tokens][(None, None, step, x_chunk + block * self.chunks_per_block + chunk)],
+                        acc,
+                    )
+            warpgroup.commit_group()
+            if const_expr(batch == batches - 1):
+                if state.has_next:  # its latency passes while the tensor cores work
+                    self.wait_full(pipeline, state.next)
+                    self.load_packed(operands.packed, pipeline, state.next.stage, 0, consumer)
+            warpgroup.wait_group(1)
+            if const_expr(batch == 0):
+                if state.has_previous:
+                    self.release(pipeline, state.previous, consumer)
+
+    @cute.jit
+    def multiply_groups(
+        self,
+        mma: cute.TiledMma,
+        pipeline: Pipeline,
+        operands: MmaOperands,
+        sums: GroupSums,
+        state: StageState,
+        consumer: ConsumerCoord,
+    ):
+        """Add this k set's share of one stage to the accumulators, with scales that are applied to the sums of a group.
+        ``begin_groups`` has run for the stage.
+
+        An MMA batch is one scale group and one range of tokens. Two sets of sums alternate, so that one batch is
+        multiplied while the previous one is scaled and added to acc, and the next chunk decoded. No batch is in flight
+        at the end, because ptxas would serialize all of them.
+        """
+        variant = self.variant
+        acc, fragment = operands.accumulators, operands.fragment
+        chunks, steps = self.k_chunks // variant.k_sets, 4 // variant.promotions
+        x_chunk = state.stage * self.k_chunks + consumer.k_set * chunks
+        batches_per_chunk = variant.batches_per_chunk
+        scales_of_x = pipeline.scales + state.stage * variant.block_scale_bytes
+        for batch in cutlass.range_constexpr(chunks * batches_per_chunk):
+            chunk, batch_in_chunk = divmod(batch, batches_per_chunk)
+            group, tokens = divmod(batch_in_chunk, variant.token_splits)
+            batch_sums, batch_scales = sums.batch(batch)
+            warpgroup.fence()
+            for step in cutlass.range_constexpr(group * steps, (group + 1) * steps):
+                mma.set(warpgroup.Field.ACCUMULATE, step > group * steps)
+                cute.gemm(
+                    mma,
+                    batch_sums,
+                    fragment[(None, None, chunk % 2 * 4 + step)],
+                    operands.x[tokens][(None, None, step, x_chunk + chunk)],
+                    batch_sums,
+                )
+            warpgroup.commit_group()
+            if const_expr(batch > 0):
+                warpgroup.wait_group(1)
+                block = consumer.k_set * chunks + (batch - 1) // batches_per_chunk
+                self.add_scaled_sums(acc, sums, batch - 1, self.block_scales(scales_of_x, block, batch - 1, consumer))
+            if const_expr(variant.scales_on_sums):
+                place = chunk % self.chunks_per_block * 4 + group * steps
+                for row in cutlass.range_constexpr(2):
+                    batch_scales[row] = sums.scales[place // self.steps_per_group * 2 + row]
+            if const_expr(batch_in_chunk == batches_per_chunk - 1 and chunk < chunks - 1):
+                packed_block, number = divmod(chunk + 1, self.chunks_per_block)
+                self.decode_group_chunk(operands, sums, (chunk + 1) % 2, number)
+                if const_expr(number == self.chunks_per_block - 1 and chunk + 2 < chunks):
+                    self.load_packed(operands.packed, pipeline, state.stage, packed_block + 1, consumer)
+        if state.has_next:
+            self.wait_full(pipeline, state.next)
+            self.begin_groups(operands, sums, pipeline, state.next.stage, consumer)
+        warpgroup.wait_group(0)
+        last = chunks * batches_per_chunk - 1
+        block = consumer.k_set * chunks + chunks - 1
+        self.add_scaled_sums(acc, sums, last, self.block_scales(scales_of_x, block, last, consumer))
+        self.release(pipeline, state.stage, consumer)
+
+    @cute.jit
+    def multiply_chunk(
+        self,
+        mma: cute.TiledMma,
+        pipeline: Pipeline,
+        operands: MmaOperands,
+        sums: GroupSums,
+        state: StageState,
+        consumer: ConsumerCoord,
+        stage_in_iteration: int,
+    ):
+        """Add a stage of one k chunk, which is one scale group, to the accumulators, with one set of sums.
+        ``begin_groups`` or the stage before has decoded it.
+
+        The next chunk is decoded while this one is multiplied: in a branch, behind which ptxas leaves the wait. While
+        the sums are added, the tensor cores work for the other warpgroup.
+        """
+        buffer = stage_in_iteration % 2
+        batch_sums, batch_scales = sums.batch(0)
+        warpgroup.fence()
+        for step in cutlass.range_constexpr(4):
+            mma.set(warpgroup.Field.ACCUMULATE, step > 0)
+            cute.gemm(
+                mma,
+                batch_sums,
+                operands.fragment[(None, None, buffer * 4 + step)],
+                operands.x[0][(None, None, step, state.stage)],
+                batch_sums,
+            )
+        warpgroup.commit_group()
+        for row in cutlass.range_constexpr(2):
+            batch_scales[row] = sums.scales[row]
+        if state.has_next:
+            self.wait_full(pipeline, state.next)
+            self.load_packed(operands.packed, pipeline, state.next.stage, 0, consumer)
+            self.decode_group_chunk(operands, sums, 1 - buffer)
+        warpgroup.wait_group(0)
+        self.release(pipeline, state.stage, consumer)
+        self.add_scaled_sums(operands.accumulators, sums, 0, [])
+
+    @cute.jit
+    def begin_groups(
+        self, operands: MmaOperands, sums: GroupSums, pipeline: Pipeline, stage: Int32, consumer: ConsumerCoord
+    ):
+        """Decode a stage's first chunk, and bring its second into registers if it has one."""
+        self.load_packed(operands.packed, pipeline, stage, 0, consumer)
+        self.decode_group_chunk(operands, sums, 0)
+        if const_expr(not self.variant.one_set_of_sums and self.chunks_per_block == 1):
+            self.load_packed(operands.packed, pipeline, stage, 1, consumer)
+
+    def decode_group_chunk(self, operands: MmaOperands, sums: GroupSums, buffer: int, number: int = 0) -> None:
+        """Decode a chunk of what is packed into a fragment buffer; with the first one take the scales of all, if they
+        are applied to sums."""
+        self.decode_chunk(operands.packed, operands.fragment, number, buffer, operands.decode_table)
+        if self.variant.scales_on_sums and number == 0:
+            self.take_scales(operands.packed, sums.scales)
+
+    def add_scaled_sums(self, acc: cute.Tensor, sums: GroupSums, batch: int, of_x: list[Float32]) -> None:
+        """Add the sums of an MMA batch to acc, times the scales of rows g and g + 8 if they are applied to sums, and
+        those of x, if it has some."""
+        batch_sums, scales = sums.batch(batch)
+        flat = cute.make_tensor(batch_sums.iterator, cute.make_layout(cute.size(batch_sums)))
+        first = batch % self.variant.token_splits * cute.size(flat)
+        for i in range(cute.size(flat)):
+            factors = [of_x[i // 4 * 2 + i % 2]] if of_x else []
+            if self.variant.scales_on_sums:
+                factors.append(scales[i // 2 % 2])
+            value = flat[i] if len(factors) == 1 else flat[i] * factors[0]
+            acc[first + i] = fma(value, factors[-1], acc[first + i])
+
+    def block_scales(self, address: Int32, block: Int32 | int, batch: int, consumer: ConsumerCoord) -> list[Float32]:
+        """The scales of x for the sums of an MMA batch that a thread holds, two for each eight tokens; none if rows of
+        x have no scales of 128 columns. address: of the first token's scale in the stage. block: the k block in it."""
+        variant = self.variant
+        if not variant.block_scales:
+            return []
+        tokens = variant.config.tile_m // variant.token_splits
+        first = batch % variant.token_splits * tokens + consumer.thread % 4 * 2
+        at = address + (block * variant.scale_tokens + first) * 4
+        together = 1 if variant.grouped else 2  # an expert's first scale may be at an odd place
+        starts = [at + eight * 32 + word * 4 for eight in range(tokens // 8) for word in range(0, 2, together)]
+        return [to_float("f32", word) for start in starts for word in load_shared(start, together)]
+
+    def wait_full(self, pipeline: Pipeline, state: PipelineState) -> None:
+        """Wait until a stage is filled, and visible to WGMMA: what cp.async wrote needs a fence besides the barrier."""
+        cute.arch.mbarrier_wait(pipeline.full + state.stage, state.phase)
+        if self.variant.gathered:
+            fence_proxy_async()
+
+    @cute.jit
+    def release(self, pipeline: Pipeline, stage: Int32, consumer: ConsumerCoord):
+        """Arrive at the stage's empty barrier, in every CTA that its x or weights came from. Every lane arrives for its
+        own reads: one lane for its warp would need a warp barrier first, and measured 1 to 5 % slower."""
+        config = self.variant.config
+        empty = pipeline.empty + stage
+        if const_expr(self.variant.multicast_peers == 1):
+            cute.arch.mbarrier_arrive(empty)
+        else:
+            coord = self.scheduler.cta_coord_in_cluster(consumer.cta_rank)
+            for i in cutlass.range_constexpr(config.cluster_n):
+                cute.arch.mbarrier_arrive(empty, Int32(coord.m * config.cluster_n + i))
+            for i in cutlass.range_constexpr(1, config.cluster_m):
+                other = (coord.m + i) % config.cluster_m
+                cute.arch.mbarrier_arrive(empty, Int32(other * config.cluster_n + coord.n))
+
+
+class ConsumerMemory(NamedTuple):
+    """What the consumers read and write besides the pipeline."""
+
+    staging: Int32
+    """Address of all staging buffers."""
+    store: TmaStore | None
+    k_sets: cute.Pointer
+    """Shared memory in which k sets reduce."""
+    decode_table: Int32
+    """Address of the decoder's table, if it has one."""
+    workspace: StreamWorkspace
+    """Global memory of stream-k."""
+    expert_tiles: ExpertTiles | None
+    """None unless grouped."""
+    d: cute.Tensor
+    operands: EpilogueOperands
+
+
+class OutputTile(NamedTuple):
+    """A warpgroup's part of an output tile."""
+
+    d: cute.Tensor
+    """If grouped, cut off behind the expert's last row."""
+    operands: EpilogueOperands
+    """If grouped, the expert's."""
+    coord: OutputCoord
+
+
+class Consumer:
+    """Multiplies and stores the tiles of one CTA. Run by every consumer warpgroup."""
+
+    def __init__(
+        self, variant: Sm90MixedVariant, scheduler: TileScheduler, mainloop: Mainloop, epilogue: EpilogueStore
+    ):
+        self.variant, self.scheduler = variant, scheduler
+        self.mainloop, self.epilogue = mainloop, epilogue
+        self.stream_sum = StreamSum(variant.config.tile_m * variant.m64_atoms, variant.warpgroups_n)
+        self.stream_flags = StreamFlags(scheduler, self.stream_sum)
+
+    @cute.jit
+    def run(
+        self,
+        mma: cute.TiledMma,
+        pipeline: Pipeline,
+        params: SchedulerParams,
+        cta_rank: Int32,
+        memory: ConsumerMemory,
+    ):
+        """Multiply and store all work tiles."""
+        variant, config = self.variant, self.variant.config
+        thread = cute.arch.thread_idx()[0]
+        wg, t = cute.arch.make_warp_uniform(thread // 128 % variant.warpgroups_n), thread % 128
+        k_set, pingpong = cute.arch.make_warp_uniform(thread // (128 * variant.warpgroups_n)), Int32(0)
+        if const_expr(variant.pingpong_warpgroups > 1):
+            k_set, pingpong = Int32(0), k_set
+        thread = thread % (128 * variant.warpgroups_n)
+        consumer = ConsumerCoord(wg, k_set, t, cta_rank)
+        thr = mma.get_slice(thread)
+        acc = cute.make_rmem_tensor(thr.partition_shape_C((config.tile_n, config.tile_m)), Float32)
+        flat = cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc)))
+        x_operands = self.mainloop.x_operands(mma, thr, pipeline.x)
+        shape = thr.partition_shape_A((64 * variant.warpgroups_n, 2 * variant.chunk_k))
+        fragment = cute.make_rmem_tensor(shape, mma.op.a_dtype)
+        packed = cute.make_rmem_tensor((self.mainloop.packed_words,), Int32)
+        mma.set(warpgroup.Field.ACCUMULATE, True)
+        cute.arch.griddepcontrol_wait()
+        state = PipelineState.consumer()
+        cluster_coord = self.scheduler.cta_coord_in_cluster(cta_rank)
+        accumulators = flat if variant.promotes else self.mainloop.by_wgmma(acc, flat)
+        table = memory.decode_table
+        if const_expr(variant.pairs is not None):
+            table = own_pairs(table, t, variant.pairs)
+        operands = MmaOperands(accumulators, fragment, x_operands, packed, table)
+        if const_expr(variant.decode_table_bytes > 0):  # while the first stages are on their way
+            threads = 128 * variant.warpgroups
+            self.mainloop.decoder.fill_table(memory.decode_table, cute.arch.thread_idx()[0], threads)
+            self.consumer_barrier()
+        sums = self.mainloop.group_sums(thr)
+        if const_expr(variant.pingpong_warpgroups > 1):
+            # An mbarrier wait tests one parity bit, so a wait more than one lap ahead would pass at once on an old
+            # phase. A warpgroup therefore starts a tile only after the other one has waited on every stage of the
+            # previous tile.
+            state = state.after_several(pingpong * params.k_slices, variant.num_stages)
+            if pingpong == 1:
+                cute.arch.barrier_arrive(barrier_id=_MMA_ORDER_BARRIER, number_of_threads=256)
+        count, share = self.scheduler.work_tiles(params)
+        for index in cutlass.range(pingpong, count, variant.pingpong_warpgroups, unroll=1):
+            work_tile = self.scheduler.work_tile(index, params, share)
+            k_slices = work_tile.k_slices
+            tile = self.scheduler.cta_tile(work_tile.tile, params, cluster_coord)
+            acc.fill(0.0)
+            if const_expr(any(variant.prefetches)):
+                ahead = self.output_tile(tile, consumer, memory)
+                for coord in self.m64_coords(ahead.coord):
+                    self.epilogue.prefetch(ahead.operands, coord, *variant.prefetches)
+            if const_expr(variant.pingpong_warpgroups > 1):
+                cute.arch.barrier(barrier_id=_MMA_ORDER_BARRIER + pingpong, number_of_threads=256)
+            filled = pipeline
+            if const_expr(variant.block_scales and variant.grouped):
+                rows = self.scheduler.rows(tile.m_tile, memory.d.shape[0], memory.expert_tiles)
+                filled = pipeline._replace(scales=pipeline.scales + rows.first % 4 * 4)
+            if k_slices > 0:
+                self.mainloop.wait_full(pipeline, state)
+                self.mainloop.begin(operands, sums, pipeline, state.stage, consumer)
+            previous = state.stage
+            for i in cutlass.range(k_slices // variant.stages_per_iteration, unroll=1):
+                for number in cutlass.range_constexpr(variant.stages_per_iteration):
+                    current, state = state.stage, state.after(variant.num_stages)
+                    done = i * variant.stages_per_iteration + number
+                    stage_state = StageState(current, state, previous, done > 0, done + 1 < k_slices)
+                    if const_expr(variant.one_set_of_sums):
+                        self.mainloop.multiply_chunk(mma, filled, operands, sums, stage_state, consumer, number)
+                    elif const_expr(variant.promotes):
+                        self.mainloop.multiply_groups(mma, filled, operands, sums, stage_state, consumer)
+                    else:
+                        self.mainloop.multiply_stage(mma, pipeline, operands, stage_state, consumer, number)
+                    previous = current
+            if const_expr(variant.pingpong_warpgroups > 1):
+                cute.arch.barrier_arrive(barrier_id=_MMA_ORDER_BARRIER + 1 - pingpong, number_of_threads=256)
+            loaded = None
+            if const_expr(variant.loads_early):
+                own = self.output_tile(tile, consumer, memory)
+                loaded = self.epilogue.load(own.operands, own.coord, own.d.shape[0])
+            if const_expr(not variant.promotes):
+                warpgroup.wait_group(0)
+                if k_slices > 0:
+                    self.mainloop.release(pipeline, previous, consumer)
+            if const_expr(not variant.loads_early):
+                own = self.output_tile(tile, consumer, memory)
+            if const_expr(variant.k_sets > 1):
+                self.reduce_k_sets(flat, shared_address(memory.k_sets), k_set, thread)
+            if const_expr(config.split_k > 1):
+                self.reduce_split_k(flat, own, pipeline, consumer, thread, memory)
+            elif const_expr(variant.stream_k):
+                warpgroup_thread = WarpgroupThread(wg, t)
+                if work_tile.first_k_slice > 0:
+                    self.stream_sum.store_partials(flat, memory.workspace, params.cluster, warpgroup_thread)
+                    self.stream_flags.partials_stored(wg)
+                else:
+                    if k_slices < params.k_slices:
+                        other = params.cluster + 1
+                        while other < self.scheduler.end_of_sharers(work_tile, params, share):
+                            self.stream_flags.partials_ready(wg)
+                            self.stream_sum.add_partials(flat, memory.workspace, other, warpgroup_thread)
+                            other += 1
+                    self.store_tile(flat, own, memory, wg)
+            elif const_expr(variant.k_sets == 1):
+                self.store_tile(flat, own, memory, wg + pingpong, loaded)
+                if const_expr(variant.pingpong_warpgroups > 1):
+                    state = state.after_several(k_slices, variant.num_stages)
+            else:
+                if k_set == 0:
+                    self.store_tile(flat, own, memory, wg, loaded)
+        self.epilogue.drain()
+
+    def output_tile(self, tile: TileCoord, consumer: ConsumerCoord, memory: ConsumerMemory) -> OutputTile:
+        """Where a warpgroup's part of a tile goes. A grouped problem computes it anew when it is needed, because to
+        keep it while the tile is multiplied would take registers."""
+        variant = self.variant
+        rows = self.scheduler.rows(tile.m_tile, memory.d.shape[0], memory.expert_tiles)
+        feature = tile.n_tile * variant.config.tile_n + consumer.warpgroup * (64 * variant.m64_atoms)
+        coord = OutputCoord(rows.first, feature, consumer.thread)
+        if not variant.grouped:
+            return OutputTile(memory.d, memory.operands, coord)
+        operands = operands_of_expert(memory.operands, rows.expert, rows.end)
+        return OutputTile(first_rows(memory.d, rows.end), operands, coord)
+
+    def m64_coords(self, coord: OutputCoord) -> list[OutputCoord]:
+        """The coordinates of each of a warpgroup's 64-row blocks."""
+        return [coord._replace(feature=coord.feature + 64 * r) for r in range(self.variant.m64_atoms)]
+
+    @cute.jit
+    def reduce_k_sets(self, flat: cute.Tensor, s_k_sets: Int32, k_set: Int32, thread: Int32):
+        """Add the accumulators of all k sets into the first one's, through the memory at ``s_k_sets``. Nothing else
+        uses it before all consumers come here again: it is the drained pipeline's or, in a persistent grid, where the
+        next tile is on its way into the pipeline, memory of its own."""
+        variant = self.variant
+        line = variant.warpgroups_n * 128 * 16  # bytes of one block of four accumulators, all threads of a set
+        size = cute.size(flat) // 4
+        self.consumer_barrier()  # the pipeline is drained, and the last tile's sums have been read
+        if k_set > 0:
+            for i in cutlass.range_constexpr(size):
+                at = s_k_sets + ((k_set - 1) * size + i) * line + thread * 16
+                store_shared_f32x4(at, [flat[4 * i + j] for j in range(4)])
+        self.consumer_barrier()
+        if k_set == 0:
+            for s in cutlass.range_constexpr(variant.k_sets - 1):
+                for i in cutlass.range_constexpr(size):
+                    other = load_shared_cluster(s_k_sets + (s * size + i) * line + thread * 16)
+                    for j in cutlass.range_constexpr(4):
+                        flat[4 * i + j] = flat[4 * i + j] + other[j]
+
+    @cute.jit
+    def reduce_split_k(
+        self,
+        flat: cute.Tensor,
+        own: OutputTile,
+        pipeline: Pipeline,
+        consumer: ConsumerCoord,
+        thread: Int32,
+        memory: ConsumerMemory,
+    ):
+        """Sum over the cluster and store this CTA's share of the tokens. thread: number in the k set."""
+        variant, config, coord = self.variant, self.variant.config, own.coord
+        d, operands, k_set = own.d, own.operands, consumer.k_set
+        reduction = SplitKReduction(
+            config.tile_m, variant.stored_tokens // 8, config.split_k, variant.warpgroups_n * 128
+        )
+        if const_expr(variant.k_sets == 1):
+            self.consumer_barrier()  # the pipeline is drained
+        partials = shared_address(pipeline.x.iterator) + (variant.k_sets - 1) * variant.accumulator_bytes + thread * 16
+        if k_set == 0:
+            reduction.store_partials(flat, partials)
+        self.scheduler.cluster_barrier()
+        if const_expr(variant.stored_tokens * config.split_k > config.tile_m):  # the last share reaches past the tile
+            end = cutlass.min(coord.token + config.tile_m, d.shape[0])
+            d, operands = first_rows(d, end), operands_until(operands, end)
+        if k_set == 0:
+            first, mine = reduction.sum(flat, partials, consumer.cta_rank)
+            if const_expr(variant.sums_reach_staging):
+                self.scheduler.cluster_barrier()  # no CTA reads what the epilogue writes over
+            if mine:
+                share = cute.make_tensor(flat.iterator, cute.make_layout(variant.stored_tokens // 2))
+                tile = OutputTile(d, operands, coord._replace(token=coord.token + first))
+                self.store_tile(share, tile, memory, consumer.warpgroup)
+        if const_expr(not variant.sums_reach_staging):
+            self.scheduler.cluster_barrier()  # the other CTAs have read this CTA's partials
+
+    @cute.jit
+    def store_tile(
+        self,
+        flat: cute.Tensor,
+        own: OutputTile,
+        memory: ConsumerMemory,
+        buffer: Int32,
+        loaded: LoadedOperands | None = None,
+    ):
+        """Run the epilogue for a warpgroup's 64-row blocks. buffer: number of its staging buffer. loaded: the operands
+        of the first block, if they were loaded before."""
+        variant, epilogue = self.variant, self.epilogue
+        d, operands, coord = own.d, own.operands, own.coord
+        if const_expr(loaded is None):
+            loaded = epilogue.load(operands, coord, d.shape[0])
+        features = [loaded.features]
+        address = memory.staging + buffer * variant.staging_bytes
+        staging = Staging(address, _EPILOGUE_BARRIER + buffer, memory.store, 2 * buffer)
+        coords, size = self.m64_coords(coord), cute.size(flat) // variant.m64_atoms
+        if const_expr(not variant.float32_staging):  # with it there are no registers for them yet
+            features += [epilogue.load_features(operands, other) for other in coords[1:]]
+        for r in cutlass.range_constexpr(variant.m64_atoms):
+            if const_expr(r == len(features)):
+                features.append(epilogue.load_features(operands, coords[r]))
+            sums = cute.make_tensor(flat.iterator + r * size, cute.make_layout(size))
+            epilogue.store(sums, d, operands, coords[r], loaded._replace(features=features[r]), staging)
+
+    @cute.jit
+    def consumer_barrier(self):
+        cute.arch.barrier(barrier_id=_CONSUMER_BARRIER, number_of_threads=128 * self.variant.warpgroups)
+
+
+@dataclass(frozen=True)
+class SplitKReduction:
+    """Sum over a cluster, through distributed shared memory: of the accumulators of ``ranks`` CTAs with ``threads``
+    consumer threads each, for a tile of ``tokens`` tokens.
+
+    Each rank sums ``share`` blocks of eight tokens over all ranks, in rank order, so that the result does not depend on
+    timing. If the first ranks' shares cover the tile, the last ranks have none. A share that reaches past the tile
+    repeats the tile's last block.
+    """
+
+    tokens: int
+    share: int
+    ranks: int
+    threads: int
+
+    @cute.jit
+    def store_partials(self, acc: cute.Tensor, own: Int32):
+        """Store all accumulators to this CTA's shared memory. ``own``: address of this thread's first 16 bytes.
+
+        A cluster barrier must follow before :meth:`sum`.
+        """
+        for i in cutlass.range_constexpr(self.tokens // 8):
+            store_shared_f32x4(own + i * self.line, [acc[4 * i + j] for j in range(4)])
+
+    @cute.jit
+    def sum(self, acc: cute.Tensor, own: Int32, rank: Int32) -> tuple[Int32, Boolean]:
+        """Sum this rank's share into the first 4 * share accumulators; return (its first token, True if it has one).
+
+        A cluster barrier must follow before any CTA overwrites its partials or exits.
+        """
+        first, blocks = rank * self.share, self.tokens // 8
+        mine = first < blocks
+        if mine:
+            for i in cutlass.range_constexpr(4 * self.share):
+                acc[i] = Float32(0.0)
+            for r in cutlass.range_constexpr(self.ranks):
+                other = cluster_address(own, Int32(r))
+                for i in cutlass.range_constexpr(self.share):
+                    block = first + i
+                    if const_expr(blocks % self.share > 0):
+                        block = cutlass.min(block, blocks - 1)
+                    values = load_shared_cluster(other + block * self.line)
+                    for j in cutlass.range_constexpr(4):
+                        acc[4 * i + j] = acc[4 * i + j] + values[j]
+        return first * 8, mine
+
+    @property
+    def line(self) -> int:
+        """Bytes that all threads store for one block of eight tokens: four accumulators each."""
+        return self.threads * 16
+
+
+class StreamFlags:
+    """Handles the flags for the consumers of one CTA. A consumer warpgroup arrives at a barrier behind its stores, and
+    goes on while they reach L2. It meets its warp at another barrier in front of its loads; the warp is there first if
+    the other CTA was in time, so no consumer waits for a flag to arrive from L2."""
+
+    def __init__(self, scheduler: TileScheduler, stream_sum: StreamSum):
+        self.scheduler, self.stream_sum = scheduler, stream_sum
+
+    @cute.jit
+    def run(self, workspace: StreamWorkspace, params: SchedulerParams, warpgroup: Int32):
+        """Serve all work tiles of a consumer warpgroup. Run by one warp."""
+        lane = cute.arch.lane_idx()
+        cute.arch.griddepcontrol_wait()  # the launch before may still use the workspace
+        count, share = self.scheduler.work_tiles(params)
+        for index in cutlass.range(count, unroll=1):
+            work_tile = self.scheduler.work_tile(index, params, share)
+            if work_tile.first_k_slice > 0:
+                cute.arch.barrier(barrier_id=_STORED_BARRIER + warpgroup, number_of_threads=_FLAG_THREADS)
+                if lane == 0:
+                    self.stream_sum.raise_flag(workspace, params.cluster, warpgroup)
+            elif work_tile.k_slices < params.k_slices:
+                other = params.cluster + 1
+                while other < self.scheduler.end_of_sharers(work_tile, params, share):
+                    if lane == 0:
+                        self.stream_sum.await_flag(workspace, other, warpgroup)
+                    cute.arch.sync_warp()
+                    self.partials_ready(warpgroup)
+                    other += 1
+
+    def partials_stored(self, warpgroup: Int32) -> None:
+        """Tell the warp that this consumer thread has stored its partials."""
+        cute.arch.barrier_arrive(barrier_id=_STORED_BARRIER + warpgroup, number_of_threads=_FLAG_THREADS)
+
+    def partials_ready(self, warpgroup: Int32) -> None:
+        """Meet the other side, behind which the next CTA's partials may be read: called by the warp when their flag is
+        up, and by the consumers in front of their loads."""
+        barrier_of_roles(_READY_BARRIER + warpgroup, _FLAG_THREADS)

@@ -1,1 +1,0 @@
-"""Device code of the warps: what kernel.py is made of."""
