@@ -304,10 +304,10 @@ FAULTS = (
         "tests/test_compressed_tensors.py",
     ),
     Fault(
-        "W4AFP8's codes without the turned sign of the high nibble",
+        "W4AFP8's codes without the turned sign",
         "src/w4gemm/checkpoints/w4afp8.py",
-        "^ (SYMMETRIC << 4 | SYMMETRIC)",
-        "^ SYMMETRIC",
+        'along="k", signed=True)',
+        'along="k")',
         "tests/test_deepseek.py -k w4afp8",
     ),
     Fault(

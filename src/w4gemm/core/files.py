@@ -22,8 +22,9 @@ def placed(file: Path) -> Iterator[Path]:
         OSError: if it cannot be written, as where the disk is full. It names the file, which stays what it was.
     """
     unfinished = file.with_name(f"{file.name}{UNFINISHED}")
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        unfinished.unlink()  # of a run that was interrupted
     try:
-        unfinished.unlink(missing_ok=True)  # of a run that was interrupted
         os.close(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
         yield unfinished
         unfinished.replace(file)
