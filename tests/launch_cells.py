@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 import torch
 
 import w4gemm
+from reference import grouped_reference, linear_reference
 from w4gemm.api.gather import gather_columns
 from w4gemm.api.step import add_rms_norm, add_rms_norm_quantize, gate_halves, rms_norm
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import H200, Device, GemmProblem
 from w4gemm.integrations.decoder.attention import CachedLayer, step_attention
 from w4gemm.weights.random import random_weight
-from w4gemm.weights.reference import grouped_reference, linear_reference
 
 FP8 = torch.float8_e4m3fn
 COUNTS = (5, 0, 38, 1, 20)

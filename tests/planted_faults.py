@@ -77,14 +77,14 @@ FAULTS = (
     ),
     Fault(
         "gate and up rows of two orders of columns become one weight",
-        "src/w4gemm/weights/experts.py",
+        "src/w4gemm/weights/weight.py",
         "or len(perms) == 1 or (perms and not torch.equal(*perms)):",
         "or len(perms) == 1:",
         "tests/test_act_order.py -k in_pairs",
     ),
     Fault(
         "scales of channels are cut where a shard has as many columns as the weight has rows",
-        "src/w4gemm/weights/shard.py",
+        "src/w4gemm/weights/weight.py",
         "channels=channels[elements].clone() if dim == 0 else channels",
         "channels=channels[elements].clone() if dim == 0 or len(channels) == size else channels",
         "tests/test_weight.py -k channels_stay",
@@ -112,14 +112,14 @@ FAULTS = (
     ),
     Fault(
         "a shard's groups take the scales of groups counted from the shard's own first column",
-        "src/w4gemm/weights/shard.py",
+        "src/w4gemm/weights/weight.py",
         "starts = columns.start + torch.arange(format.groups(width)",
         "starts = torch.arange(format.groups(width)",
         "tests/test_weight.py",
     ),
     Fault(
         "act-order in the inverse order",
-        "src/w4gemm/weights/act_order.py",
+        "src/w4gemm/weights/checks.py",
         "    perm = torch.argsort(g_idx, stable=True)\n",
         "    perm = torch.argsort(torch.argsort(g_idx, stable=True))\n",
         "tests/test_act_order.py",

@@ -24,9 +24,9 @@ import torch
 
 import w4gemm
 from launch_cells import COUNTS, NUMBERS, Cell, cells
+from reference import grouped_reference, linear_reference
 from w4gemm.core.formats import WeightFormat
 from w4gemm.weights.random import random_weight
-from w4gemm.weights.reference import grouped_reference, linear_reference
 
 K = 4112
 TOLERANCE = 6e-3

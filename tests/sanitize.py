@@ -17,9 +17,9 @@ from dataclasses import replace
 import torch
 
 import w4gemm
+from reference import grouped_reference, linear_reference
 from w4gemm import WeightFormat
 from w4gemm.core.epilogue import Epilogue, EpilogueOperands
-from w4gemm.weights.reference import grouped_reference, linear_reference
 
 CASES = {
     "sm80_mixed_gemm/8x64x256_1x1x1_coop": (5, 200, 4224),

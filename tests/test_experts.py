@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import w4gemm
+from reference import grouped_reference
 from sass import disassemble
 from w4gemm import QuantizedWeight, W4Experts, W4GroupedLinear, combine, quantize, route
 from w4gemm.api.product import Product
@@ -20,7 +21,6 @@ from w4gemm.jit import object_code
 from w4gemm.kernels import kernel_named
 from w4gemm.kernels.row_combine.spec import RowCombine
 from w4gemm.packing.packed_shape import packed_shape
-from w4gemm.weights.reference import grouped_reference
 
 E, HIDDEN, FEATURES = 4, 96, 64
 SIZES = (2 * HIDDEN, FEATURES), (FEATURES, HIDDEN)

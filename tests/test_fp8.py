@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import w4gemm
+from reference import grouped_reference, linear_reference
 from w4gemm import QuantizedWeight, W4Linear, WeightFormat, linear
 from w4gemm.api.product import Product
-from w4gemm.weights.reference import grouped_reference, linear_reference
 
 N, K = 130, 384
 FP8 = torch.float8_e4m3fn

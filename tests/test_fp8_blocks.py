@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from reference import grouped_reference, linear_reference
 from w4gemm import QuantizedWeight, WeightFormat, grouped_linear, linear, masked_linear
 from w4gemm.choice.model import ranked
 from w4gemm.core.epilogue import Epilogue
@@ -15,7 +16,6 @@ from w4gemm.jit import object_code
 from w4gemm.kernels import kernel_named
 from w4gemm.kernels.gpu import _by_columns
 from w4gemm.weights.random import random_weight
-from w4gemm.weights.reference import grouped_reference, linear_reference
 
 FP8 = torch.float8_e4m3fn
 FORMATS = ("int4_g128", "int4_g32_zint", "int4_col", "int4_g128_e4m3", "mxfp4")

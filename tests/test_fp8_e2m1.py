@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from ptx_interpreter import run_ptx
+from reference import grouped_reference, linear_reference
 from test_layouts import assert_same
 from w4gemm import QuantizedWeight, W4Linear, WeightFormat, fold_scales, grouped_linear, linear, quantize
 from w4gemm import quantize_activations as quantized
 from w4gemm.core.elements import ELEMENTS
 from w4gemm.packing.codecs import E2M1_MMA8, EXACT_BINADES, weight_operand
 from w4gemm.packing.layouts import WeightComponents, layout_named
-from w4gemm.weights.reference import grouped_reference, linear_reference
 
 MXFP4 = WeightFormat.parse("mxfp4")
 FP8, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu

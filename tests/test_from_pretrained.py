@@ -36,7 +36,7 @@ from w4gemm.integrations.transformers import (
     summarize,
 )
 from w4gemm.integrations.transformers.places import AwaitedLinear
-from w4gemm.weights.state import as_tensor
+from w4gemm.weights.file import as_tensor
 
 ASYMMETRIC: dict[str, Any] = {"zeros": (1, 15)}
 FOLDERS = {

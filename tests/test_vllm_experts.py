@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from reference import linear_reference
 from w4gemm import QuantizedWeight, fold_scales
 from w4gemm.api.product import Product
 from w4gemm.checkpoints.awq import ORDER
@@ -25,7 +26,6 @@ from w4gemm.integrations.engines.warmup import Warmup
 from w4gemm.integrations.vllm import takeover
 from w4gemm.kernels.base import selected
 from w4gemm.weights.random import random_components
-from w4gemm.weights.reference import linear_reference
 
 STUB = Path(__file__).parent / "vllm_stub"
 EXPERTS, TOP_K, HIDDEN, WIDTH = 5, 2, 128, 128

@@ -18,8 +18,7 @@ from w4gemm.core.errors import FormatError, UnsupportedError
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import Device, GemmProblem
 from w4gemm.tuning.tuner import autotune
-from w4gemm.weights.fold import fold_scales
-from w4gemm.weights.quantization import quantize
+from w4gemm.weights.quantize import fold_scales, quantize
 from w4gemm.weights.weight import QuantizedWeight
 
 __version__ = "0.2.0"

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import w4gemm
+from reference import linear_reference
 from w4gemm.choice.model import ranked
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.elements import codebook
@@ -23,7 +24,6 @@ from w4gemm.kernels import KERNELS, Kernel, config_named
 from w4gemm.packing.codecs import scales_on_sums
 from w4gemm.packing.layouts import LAYOUTS, layout_named
 from w4gemm.weights import random as random_numbers
-from w4gemm.weights.reference import linear_reference
 from w4gemm.weights.weight import QuantizedWeight
 
 FORMATS = [

@@ -20,11 +20,11 @@ from conformance.cases import (
     supported_here,
     targets,
 )
+from reference import linear_reference
 from w4gemm.core.activation import ACTIVATIONS as NAMES
 from w4gemm.core.epilogue import OUT_DTYPES, Epilogue, bias_dtype
 from w4gemm.core.formats import WeightFormat
 from w4gemm.kernels import config_named
-from w4gemm.weights.reference import linear_reference
 from w4gemm.weights.weight import QuantizedWeight
 
 pytestmark = pytest.mark.sampled(0.25)

@@ -23,13 +23,13 @@ from conformance.cases import (
     supported_here,
     targets,
 )
+from reference import grouped_reference
 from w4gemm import QuantizedWeight, WeightFormat
 from w4gemm.choice.model import ranked
 from w4gemm.core.epilogue import Epilogue, default_out_dtype
 from w4gemm.kernels import config_named
 from w4gemm.kernels.gpu import takes_rows
 from w4gemm.kernels.variant import EXPERT_MAPS
-from w4gemm.weights.reference import grouped_reference
 
 pytestmark = pytest.mark.sampled(0.25)
 

@@ -35,7 +35,6 @@ from w4gemm.core.epilogue import NO_OPERANDS, PLAIN, Epilogue, EpilogueOperands,
 from w4gemm.kernels import Operands
 from w4gemm.kernels.arguments import ExpertRows
 from w4gemm.kernels.cpu.matmul import matmul
-from w4gemm.weights.experts import as_one
 from w4gemm.weights.weight import QuantizedWeight
 
 _DENSE_BYTES = 256 * 2**20
@@ -154,7 +153,7 @@ def _dequantized(w: QuantizedWeight, needed: list[int], dtype: torch.dtype) -> I
     for first in needed:
         if first >= end:
             end = min(w.experts, first + most)
-            some = as_one(w, first, end)
+            some = w.as_one(first, end)
             if some is None:  # the layout pads n
                 end = first + 1
                 some = w.expert(first)

@@ -16,9 +16,9 @@ from w4gemm.api.product import argument_facts
 from w4gemm.core.errors import device_here, kind_of, require_bool, require_int
 from w4gemm.core.formats import WeightFormat
 from w4gemm.packing.packed_shape import packed_shape
-from w4gemm.weights.act_order import PERM_DTYPE, is_permutation
-from w4gemm.weights.quantization import quantize
-from w4gemm.weights.state import as_tensor, in_words, mean_the_same, of_tensor
+from w4gemm.weights.checks import PERM_DTYPE, is_permutation
+from w4gemm.weights.file import as_tensor, in_words, mean_the_same, of_tensor
+from w4gemm.weights.quantize import quantize
 from w4gemm.weights.weight import QuantizedWeight
 
 
@@ -246,7 +246,7 @@ class W4Linear(PackedModule):
     )
 
     def get_extra_state(self) -> torch.Tensor:
-        """Return the names of the format and the activations as bytes, see :mod:`w4gemm.weights.state`."""
+        """Return the names of the format and the activations as bytes, see :mod:`w4gemm.weights.file`."""
         return as_tensor(in_words(self.format, self.activations))
 
     def set_extra_state(self, state: torch.Tensor) -> None:

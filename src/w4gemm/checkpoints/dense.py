@@ -28,7 +28,7 @@ from w4gemm.checkpoints.hugging_face import (
 from w4gemm.checkpoints.stored import is_packed
 from w4gemm.core.errors import FormatError, nearest, not_among
 from w4gemm.core.formats import WeightFormat
-from w4gemm.weights.quantization import quantize
+from w4gemm.weights.quantize import quantize
 from w4gemm.weights.weight import QuantizedWeight
 
 if TYPE_CHECKING:

@@ -22,13 +22,13 @@ from w4gemm.checkpoints.module_tensors import check_tensor
 from w4gemm.checkpoints.named_modules import Named
 from w4gemm.checkpoints.quantized_folder import BESIDE, folder_format
 from w4gemm.packing.packed_shape import packed_shape
-from w4gemm.weights.state import as_tensor, in_words, mean_the_same, of_tensor, of_words
+from w4gemm.weights.file import as_tensor, in_words, mean_the_same, of_tensor, of_words
 from w4gemm.weights.weight import QuantizedWeight
 
 METHOD = "w4gemm"
 """``quant_method`` of these folders."""
 STATE = "_extra_state"
-"""Last part of the name of the tensor with a layer's format and activations, see :mod:`w4gemm.weights.state`."""
+"""Last part of the name of the tensor with a layer's format and activations, see :mod:`w4gemm.weights.file`."""
 ALARM = "weight"
 """Last part of the name of a tensor of one number beside the tensors of a linear layer. It is not read. Without w4gemm,
 transformers would draw a weight at random, and refuses one of another shape."""

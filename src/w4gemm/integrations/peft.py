@@ -22,7 +22,7 @@ from peft.utils.other import ModulesToSaveWrapper
 
 from w4gemm.api.experts import W4Experts
 from w4gemm.api.nn import W4Linear
-from w4gemm.weights.quantization import quantize
+from w4gemm.weights.quantize import quantize
 from w4gemm.weights.weight import QuantizedWeight
 
 _INITS = (True, False, "gaussian", "eva")

@@ -1,4 +1,5 @@
-"""The file of one weight: its tensors in safetensors, its format and sizes in the metadata."""
+"""What files keep of a weight: tensors and facts in a safetensors file; its format and activations in words, such as
+``int4_g128 fp8``, which state dicts keep as a tensor."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import contextlib
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -14,43 +15,9 @@ from safetensors.torch import save_file
 
 from w4gemm.core.errors import FormatError, device_here, kind_of
 from w4gemm.core.formats import WeightFormat
-from w4gemm.weights.act_order import is_permutation
-
-if TYPE_CHECKING:
-    from w4gemm.weights.weight import QuantizedWeight
 
 _KIND = "w4gemm.weights.weight"
 _VERSION = "1"
-
-
-def save(w: QuantizedWeight, path: str | Path) -> None:
-    """See :meth:`w4gemm.QuantizedWeight.save`."""
-    _check_path(path)
-    if w.device.type == "meta":
-        raise ValueError(f"weight: wanted one with numbers, got one on the meta device, {w!r}")
-    facts: dict[str, Any] = {"format": str(w.format), "n": w.n, "k": w.k}
-    facts |= {"experts": w.experts} if w.experts else {}
-    facts |= {"activations": w.activations} if w.activations else {}
-    write(path, w.repack("canonical").named_tensors(), facts)
-
-
-def load(cls: type[QuantizedWeight], path: str | Path, device: torch.device | str) -> QuantizedWeight:
-    """See :meth:`w4gemm.QuantizedWeight.load`."""
-    tensors, facts = read(path, device)
-    try:
-        format = WeightFormat.parse(facts["format"])
-        if tensors.keys() - {"perm"} != set(format.part_names):
-            wanted = ", ".join(format.part_names)
-            raise ValueError(f"{format} wants tensors {wanted}, and perm in act-order, got {', '.join(tensors)}")
-        ordered, perm = tuple(tensors[name] for name in format.part_names), tensors.get("perm")
-        rest = facts.get("experts", 0), facts.get("activations")
-        weight = cls(format, facts["n"], facts["k"], "canonical", ordered, perm, *rest)
-        weight.check_range()
-        if perm is not None and not is_permutation(perm):
-            raise ValueError(f"perm: wanted each of 0..{weight.k - 1} once")
-    except (KeyError, TypeError, ValueError) as e:
-        raise unfit(path, e) from e
-    return weight
 
 
 def write(path: str | Path, tensors: dict[str, torch.Tensor], facts: dict[str, Any]) -> None:
@@ -87,7 +54,7 @@ def read(path: str | Path, device: torch.device | str) -> tuple[dict[str, torch.
         FormatError: if the file is truncated, is not such a file, or holds other tensors than its metadata name.
         TypeError, ValueError: for what is no path or no device, or a device that is not there or is meta.
     """
-    _check_path(path)
+    check_path(path)
     device = device_here("device", device)
     if device.type == "meta":
         raise ValueError("device: wanted one that holds numbers, got meta; load(path).to('meta') has the shapes alone")
@@ -117,7 +84,7 @@ def read(path: str | Path, device: torch.device | str) -> tuple[dict[str, torch.
     return tensors, facts
 
 
-def _check_path(path: object) -> None:
+def check_path(path: object) -> None:
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"path: wanted a string or a Path, got {kind_of(path)}")
 
@@ -126,3 +93,42 @@ def unfit(path: str | Path, error: Exception) -> FormatError:
     """Return the FormatError to raise for a file whose contents caused ``error``."""
     reason = f"its metadata lack {error}" if isinstance(error, KeyError) else error
     return FormatError(f"path: {path} is not a w4gemm weight: {reason}")
+
+
+def in_words(format: WeightFormat, activations: str | None) -> str:
+    """Return the format's string, with the activations behind it if there are any."""
+    return f"{format} {activations}" if activations else str(format)
+
+
+def of_words(words: str) -> tuple[WeightFormat, str | None]:
+    """Return the format and the activations that :func:`in_words` put into words.
+
+    Raises:
+        ValueError: if the first word is no format's string.
+    """
+    name, _, activations = words.partition(" ")
+    return WeightFormat.parse(name), activations or None
+
+
+def mean_the_same(words: str, others: str) -> bool:
+    """True if both name one format and the same activations, maybe a codebook before and after it got a name."""
+    try:
+        return words == others or of_words(words) == of_words(others)
+    except ValueError:
+        return False
+
+
+def as_tensor(words: str) -> torch.Tensor:
+    """Return the words' bytes, uint8: a tensor, so that any file of tensors can hold them."""
+    return torch.tensor(list(words.encode()), dtype=torch.uint8, device="cpu")
+
+
+def of_tensor(state: torch.Tensor) -> str:
+    """Return the words of a tensor that :func:`as_tensor` made.
+
+    Raises:
+        ValueError: if ``state`` is no tensor of bytes (n,).
+    """
+    if state.dtype != torch.uint8 or state.dim() != 1:
+        raise ValueError(f"wanted the words of a format, torch.uint8 (n), got {state.dtype} {tuple(state.shape)}")
+    return bytes(state.tolist()).decode(errors="replace")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -10,17 +11,15 @@ from typing import Any
 import torch
 
 from w4gemm.core.autocast import without_autocast
-from w4gemm.core.errors import device_here
-from w4gemm.core.formats import WeightFormat
-from w4gemm.packing.layouts import WeightComponents, layout_named
+from w4gemm.core.errors import device_here, is_int, kind_of, require_int
+from w4gemm.core.formats import SCALES, SMALLEST_GROUP, WeightFormat
+from w4gemm.core.problem import Device
+from w4gemm.packing.layouts import WeightComponents, layout_for, layout_named
 from w4gemm.packing.packed_shape import PackedShape, packed_shape
-from w4gemm.weights import experts as weight_experts
-from w4gemm.weights import file as weight_file
-from w4gemm.weights import make as weight_make
-from w4gemm.weights import repack as weight_repack
-from w4gemm.weights import shard as weight_shard
-from w4gemm.weights.act_order import check_perm, in_original_order
-from w4gemm.weights.dequantize import dequantize_parts
+from w4gemm.packing.repack import Matrix, repack_rows
+from w4gemm.weights.checks import check_perm, check_range, checked, is_permutation, sorting_perm
+from w4gemm.weights.dequantize import dequantize_parts, with_factors
+from w4gemm.weights.file import check_path, read, unfit, write
 
 ACTIVATIONS = ("fp8", None)
 """Values of :attr:`QuantizedWeight.activations`."""
@@ -126,7 +125,13 @@ class QuantizedWeight:
             TypeError, ValueError: naming the argument, what was wanted and what came. Scales and zero points whose
                 weights would not be finite, in fp16 or beyond 2**31, are refused.
         """
-        return weight_make.from_codes(cls, WeightFormat.of(format), codes, scales, zeros, g_idx, channels, factors)
+        format = WeightFormat.of(format)
+        parts = checked(format, WeightComponents(codes, scales, zeros, channels, factors))
+        n, k = parts.codes.shape
+        perm = None if g_idx is None else sorting_perm(g_idx, format, k, codes.device)
+        stored = (parts.codes if perm is None else parts.codes[:, perm]).to(torch.uint8)
+        tensors = layout_named("canonical").pack(parts._replace(codes=stored), format)
+        return cls(format, n, k, "canonical", tensors, perm)
 
     @classmethod
     @without_autocast
@@ -139,7 +144,27 @@ class QuantizedWeight:
         Raises:
             TypeError, ValueError: if they differ in format, n, k, device, activations or order of columns.
         """
-        return weight_experts.interleave(cls, gate, up)
+        for name, w in (("gate", gate), ("up", up)):
+            if not isinstance(w, cls):
+                raise TypeError(f"{name}: wanted a QuantizedWeight, got {type(w).__name__}")
+        perms = [w.perm for w in (gate, up) if w.perm is not None]
+        facts = [(w.format, w.n, w.k, w.device, w.activations) for w in (gate, up)]
+        if facts[0] != facts[1] or len(perms) == 1 or (perms and not torch.equal(*perms)):
+            raise ValueError(f"up: wanted format, n, k, device, activations and perm of gate, {gate}, got {up}")
+        if gate.experts or up.experts:
+            if gate.experts != up.experts:
+                raise ValueError(f"up: wanted {gate.experts} experts like gate, got {up.experts}")
+            each = (cls.interleave(gate.expert(e), up.expert(e)) for e in range(gate.experts))
+            return cls.stack(each, gate.experts, gate.layout)
+        up = up.repack(gate.layout)
+        if gate.layout == "canonical":  # every tensor has a row for each of w's
+            rows = zip(gate.tensors, up.tensors, strict=True)
+            return replace(gate, n=2 * gate.n, tensors=tuple(torch.stack(both, 1).flatten(0, 1) for both in rows))
+        pairs = WeightComponents.of(
+            None if a is None or b is None else torch.stack((a, b), dim=1).flatten(0, 1)
+            for a, b in zip(gate.parts(), up.parts(), strict=True)
+        )
+        return replace(gate, n=2 * gate.n, tensors=layout_named(gate.layout).pack(pairs, gate.format))
 
     @classmethod
     @without_autocast
@@ -157,7 +182,43 @@ class QuantizedWeight:
         Raises:
             TypeError, ValueError: if weights differ, or their number is not ``count``.
         """
-        return weight_experts.stack(cls, weights, count, layout)
+        if not isinstance(weights, Iterable) or isinstance(weights, torch.Tensor):
+            raise TypeError(f"weights: wanted QuantizedWeights, a sequence or other iterable, got {kind_of(weights)}")
+        if count is None:
+            if not isinstance(weights, Sequence):
+                raise TypeError(f"count: wanted the number of weights, because a {kind_of(weights)} has no length")
+            count = len(weights)
+            if not count:
+                raise ValueError("weights: wanted at least one, got none")
+        require_int("count", count)
+        weights = tuple(weights) if isinstance(weights, Sequence) else weights
+        if isinstance(weights, tuple) and len(weights) != count:
+            raise ValueError(f"weights: wanted {count}, got {len(weights)}")
+        stacked, first, common = 0, None, None
+        for w in weights:
+            if not isinstance(w, cls) or w.experts or w.perm is not None:
+                came = w if isinstance(w, cls) else kind_of(w)
+                raise TypeError(f"weights: wanted QuantizedWeights without experts and perm, got {came}")
+            facts = {name: getattr(w, name) for name in ("format", "n", "k", "device", "activations")}
+            if first is None or common is None:
+                first, common = w, facts
+                target = packed_shape(w.format, w._target_layout(layout, w.activations), w.n, w.k, count)
+                tensors = target.empty(w.device)
+            if stacked == count:
+                raise ValueError(f"weights: wanted {count}, got more")
+            if facts != common:
+                wanted, came = (
+                    ", ".join(f"{name} {value}" for name, value in of.items() if facts[name] != common[name])
+                    for of in (common, facts)
+                )
+                raise ValueError(
+                    f"weights: wanted {wanted} like the first, got {came} as number {stacked + 1} of {count}"
+                )
+            w._repack_into(target.layout, tuple(t[stacked] for t in tensors))
+            stacked += 1
+        if first is None or stacked < count:
+            raise ValueError(f"weights: wanted {count}, got {stacked}")
+        return replace(first, layout=target.layout, tensors=tensors, experts=count)
 
     def expert(self, index: int) -> QuantizedWeight:
         """Return the weight of one expert, which shares this weight's memory.
@@ -165,7 +226,25 @@ class QuantizedWeight:
         Raises:
             ValueError: if this is a single weight, or has no expert ``index``.
         """
-        return weight_experts.expert(self, index)
+        if not self.experts:
+            raise ValueError(f"expert: wanted a weight of several experts, got a single one, {self!r}")
+        if not is_int(index) or not 0 <= index < self.experts:
+            raise ValueError(f"index: wanted an expert 0 .. {self.experts - 1}, got {index!r}")
+        return replace(self, tensors=tuple(t[index] for t in self.tensors), experts=0)
+
+    def as_one(self, first: int = 0, last: int | None = None) -> QuantizedWeight | None:
+        """Return the weight (count * n, k) of the experts first .. last - 1, one below the other, sharing this weight's
+        memory; None if the layout pads n, because the padding lies between the experts."""
+        if self._padded:
+            return None
+        tensors = tuple(t[first:last].flatten(0, 1) for t in self.tensors)
+        return replace(self, n=self.n * len(self.tensors[0][first:last]), tensors=tensors, experts=0)
+
+    @property
+    def _padded(self) -> bool:
+        """True if the layout pads rows, so that it has room for another one."""
+        own, more = (packed_shape(self.format, self.layout, n, self.k).tensors for n in (self.n, self.n + 1))
+        return any(shape[0] == larger[0] for (_, shape), (_, larger) in zip(own, more, strict=True))
 
     @property
     def device(self) -> torch.device:
@@ -213,8 +292,34 @@ class QuantizedWeight:
         Raises:
             ValueError: for an unknown name, or a layout that cannot hold the format, with the reason.
         """
-        same = isinstance(activations, str) and activations == "same"
-        return weight_repack.repacked(self, layout, self.activations if same else activations)
+        if activations is not None and not isinstance(activations, str):
+            raise TypeError(f"activations: wanted 'fp8' or None, got {kind_of(activations)}")
+        activations = self.activations if activations == "same" else activations
+        target = self._target_layout(layout, activations)
+        if target == self.layout:
+            return self if activations == self.activations else replace(self, activations=activations)
+        tensors = packed_shape(self.format, target, self.n, self.k, self.experts).empty(self.device)
+        if not self.experts:
+            self._repack_into(target, tensors)
+        for e in range(self.experts):
+            self.expert(e)._repack_into(target, tuple(t[e] for t in tensors))
+        return replace(self, layout=target, tensors=tensors, activations=activations)
+
+    def _target_layout(self, layout: str | None, activations: str | None) -> str:
+        """Name of the layout to repack to, see :meth:`repack`."""
+        if layout is not None:
+            return layout_named(layout).name
+        dtype = torch.float8_e4m3fn if activations == "fp8" else None
+        return layout_for(Device.of(self.device), self.format, dtype)
+
+    def _repack_into(self, layout: str, tensors: tuple[torch.Tensor, ...]) -> None:
+        """Write a weight without experts to ``tensors`` of another layout."""
+        if layout == self.layout:
+            for t, own in zip(tensors, self.tensors, strict=True):
+                t.copy_(own)
+            return
+        matrix = Matrix(self.format, self.n, self.k)
+        repack_rows(layout_named(layout), tensors, layout_named(self.layout), self.tensors, matrix)
 
     @without_autocast
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -228,11 +333,11 @@ class QuantizedWeight:
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
             raise TypeError(f"dtype: wanted a floating-point dtype of 16 bits or more, got {dtype!r}")
         if self.experts:
-            if (one := weight_experts.as_one(self)) is not None:
+            if (one := self.as_one()) is not None:
                 return one.dequantize(dtype).view(self.shape)
             return torch.stack([self.expert(e).dequantize(dtype) for e in range(self.experts)])
         w = dequantize_parts(self.parts(), self.format, dtype)
-        return w if self.perm is None else in_original_order(w, self.perm)
+        return w if self.perm is None else w.index_select(1, torch.argsort(self.perm))
 
     def to(self, device: torch.device | str) -> QuantizedWeight:
         """Return the same weight on another device, in the same layout; ``to(device).repack()`` gives that device's.
@@ -260,7 +365,43 @@ class QuantizedWeight:
             ValueError: if shards would not be equal, or their k not a multiple of 16; the message says which counts
                 fit. Also if dim is 1 and the weight has a ``perm``, because its groups have columns all over k.
         """
-        return weight_shard.shard(self, dim, index, count)
+        if not isinstance(dim, int) or isinstance(dim, bool) or dim not in (0, 1):
+            raise ValueError(f"dim: wanted 0 (n, output features) or 1 (k, input features), got {dim!r}")
+        if self.experts:
+            return self.stack(
+                (self.expert(e).shard(dim, index, count) for e in range(self.experts)), self.experts, self.layout
+            )
+        group_size = _shard_group_size(self, dim, index, count)
+        size = (self.n, self.k)[dim] // count
+        elements = slice(index * size, (index + 1) * size)
+        columns = slice(0, self.k) if dim == 0 else elements
+        width = columns.stop - columns.start
+        parts, format = (
+            self.parts(),
+            replace(self.format, group_size=group_size, scale=_shard_scale(self.format, width)),
+        )
+        if self.format.has_factors and not format.has_factors:
+            parts = with_factors(parts, self.format)
+        codes, scales, zeros, channels, factors = parts
+        starts = columns.start + torch.arange(format.groups(width), device=self.device) * format.group_length(width)
+        groups = starts // self.format.group_length(self.k)  # of w, for each group of the shard
+
+        def cut(t: torch.Tensor, columns: slice | torch.Tensor) -> torch.Tensor:
+            bits = t.view(torch.uint8) if t.itemsize == 1 else t  # PyTorch 2.8 gathers no fp8 on the CPU
+            view = (bits[elements] if dim == 0 else bits)[:, columns]
+            # a copy: the view would keep the whole weight's memory
+            return view.clone(memory_format=torch.contiguous_format).view(t.dtype)
+
+        part = WeightComponents(cut(codes, columns), cut(scales, groups), None if zeros is None else cut(zeros, groups))
+        if factors is not None:
+            length = format.scale_rule.factor_columns
+            starts = columns.start + torch.arange(format.superblocks(width), device=self.device) * length
+            part = part._replace(factors=cut(factors, starts // self.format.scale_rule.factor_columns))
+        if channels is not None:
+            part = part._replace(channels=channels[elements].clone() if dim == 0 else channels)
+        n, k = part.codes.shape
+        layout = "canonical" if layout_named(self.layout).supports(format) else self.layout
+        return replace(self, format=format, n=n, k=k, layout=layout, tensors=layout_named(layout).pack(part, format))
 
     def named_tensors(self) -> dict[str, torch.Tensor]:
         """Return the tensors of a weight in the canonical layout by name: ``codes``, ``scales`` and, if it has them,
@@ -283,7 +424,13 @@ class QuantizedWeight:
             TypeError: for what is no path.
             ValueError: for a weight on the meta device, which has no numbers.
         """
-        weight_file.save(self, path)
+        check_path(path)
+        if self.device.type == "meta":
+            raise ValueError(f"weight: wanted one with numbers, got one on the meta device, {self!r}")
+        facts: dict[str, Any] = {"format": str(self.format), "n": self.n, "k": self.k}
+        facts |= {"experts": self.experts} if self.experts else {}
+        facts |= {"activations": self.activations} if self.activations else {}
+        write(path, self.repack("canonical").named_tensors(), facts)
 
     @classmethod
     def load(cls, path: str | Path, device: torch.device | str = "cpu") -> QuantizedWeight:
@@ -295,7 +442,21 @@ class QuantizedWeight:
             FormatError: if the file is truncated or was not written by :meth:`save`.
             TypeError, ValueError: for what is no path or no device, or a device that is not there or is meta.
         """
-        return weight_file.load(cls, path, device)
+        tensors, facts = read(path, device)
+        try:
+            format = WeightFormat.parse(facts["format"])
+            if tensors.keys() - {"perm"} != set(format.part_names):
+                wanted = ", ".join(format.part_names)
+                raise ValueError(f"{format} wants tensors {wanted}, and perm in act-order, got {', '.join(tensors)}")
+            ordered, perm = tuple(tensors[name] for name in format.part_names), tensors.get("perm")
+            rest = facts.get("experts", 0), facts.get("activations")
+            weight = cls(format, facts["n"], facts["k"], "canonical", ordered, perm, *rest)
+            weight.check_range()
+            if perm is not None and not is_permutation(perm):
+                raise ValueError(f"perm: wanted each of 0..{weight.k - 1} once")
+        except (KeyError, TypeError, ValueError) as e:
+            raise unfit(path, e) from e
+        return weight
 
     def check_range(self) -> None:
         """Raise ValueError for a layout other than the canonical one, and for scales or zero points that
@@ -304,7 +465,7 @@ class QuantizedWeight:
             named = self.named_tensors().items()
             parts = {name: t.flatten(0, 1) if self.experts else t for name, t in named}
             components = WeightComponents.of(parts.get(name) for name in WeightComponents._fields)
-            weight_make.check_range(self.format, *components[1:])
+            check_range(self.format, *components[1:])
 
     def __repr__(self) -> str:
         experts = f"experts={self.experts}, " if self.experts else ""
@@ -320,3 +481,79 @@ def _launch_behind(tensors: tuple[torch.Tensor, ...]) -> None:
     follow their writer: on Hopper a product requests weights while the launch before it may still run, when what that
     one writes is not visible yet (programmatic dependent launch)."""
     tensors[0].new_zeros(1)
+
+
+@without_autocast
+def joined(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
+    """Return one weight whose rows are those of ``weights``, one below the other, bit for bit.
+
+    Raises:
+        ValueError: if they differ in anything but n, have experts, or their layout pads n.
+    """
+    first = weights[0]
+    facts = [(w.format, w.k, w.layout, w.device, w.activations) for w in weights]
+    perms = [w.perm for w in weights]
+    equal = all(p is perms[0] or (p is not None and perms[0] is not None and torch.equal(p, perms[0])) for p in perms)
+    if any(w.experts for w in weights) or len(set(facts)) > 1 or not equal:
+        raise ValueError(f"weights: wanted the same format, k, layout, device, activations and perm, got {weights}")
+    if any(w._padded for w in weights):
+        raise ValueError(f"weights: wanted n without padding in the layout {first.layout}, got {weights}")
+    tensors = tuple(torch.cat(ts) for ts in zip(*(w.tensors for w in weights), strict=True))
+    return replace(first, n=sum(w.n for w in weights), tensors=tensors)
+
+
+def parts(w: QuantizedWeight, sizes: Sequence[int]) -> list[QuantizedWeight]:
+    """Return the weights of the first ``sizes[0]`` rows of w, of the next ``sizes[1]``, and so on, which share w's
+    memory. ``sizes`` are the n of weights that :func:`joined` put together."""
+    found, start = [], 0
+    for size in sizes:
+        cut = [len(t) * start // w.n for t in w.tensors], [len(t) * (start + size) // w.n for t in w.tensors]
+        tensors = tuple(t[a:b] for t, a, b in zip(w.tensors, *cut, strict=True))
+        found.append(replace(w, n=size, tensors=tensors))
+        start += size
+    return found
+
+
+def _shard_scale(format: WeightFormat, width: int) -> str:
+    """Return the name of the scale rule of shards with ``width`` columns.
+
+    It is the format's own. Scales with factors, whose superblocks a shard may divide, take the rule of smaller
+    superblocks or, if there is none, float32 scales, which hold the products exactly.
+    """
+    columns = math.gcd(format.scale_rule.factor_columns, width)
+    if not format.has_factors or columns == format.scale_rule.factor_columns:
+        return format.scale
+    return next((rule.name for rule in SCALES.values() if rule.factor_columns == columns), "fp32")
+
+
+def _shard_group_size(w: QuantizedWeight, dim: int, index: int, count: int) -> int:
+    """Check that shards are equal; return their group size: w's own, or a smaller one that divides it and their k."""
+    if not is_int(index) or not is_int(count) or count < 1 or not 0 <= index < count:
+        raise ValueError(f"index, count: wanted 0 <= index < count, got index {index!r}, count {count!r}")
+    if dim == 1 and count > 1 and w.perm is not None:
+        raise ValueError(
+            "dim: this weight is in act-order (perm is not None), so its groups have columns in every part of k; "
+            "split dim 0, or let the layer before give its features in the order of w.perm and split "
+            "dataclasses.replace(w, perm=None)"
+        )
+    size = (w.n, w.k)[dim]
+    unit = 1 if dim == 0 or w.format.groups(w.k) == 1 else SMALLEST_GROUP
+    if count > 1 and size % (count * unit):
+        what = "equal parts" if unit == 1 else f"equal parts of whole groups of {unit}, the smallest"
+        raise ValueError(f"count: {'nk'[dim]} {size} does not split into {count} {what}; {_fitting(size, unit, count)}")
+    return w.format.group_size if unit == 1 or count == 1 else math.gcd(w.format.group_size, size // count)
+
+
+_MOST_LISTED = 32
+"""The most counts that a message lists."""
+
+
+def _fitting(size: int, unit: int, count: int) -> str:
+    """Return what a message says of the counts that split ``size`` into equal parts of whole units."""
+    units = size // unit if size % unit == 0 else 1
+    small = [c for c in range(1, math.isqrt(units) + 1) if units % c == 0]
+    fits = sorted({*small, *(units // c for c in small)})
+    if len(fits) <= _MOST_LISTED:
+        return f"counts that fit: {fits}"
+    nearest = sorted(sorted(fits, key=lambda c: abs(c - count))[:_MOST_LISTED])
+    return f"the nearest of {len(fits)} counts that fit: {nearest}"

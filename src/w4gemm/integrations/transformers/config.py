@@ -16,7 +16,7 @@ from w4gemm.checkpoints import METHODS
 from w4gemm.checkpoints.dense import SKIP, checked_skip
 from w4gemm.checkpoints.w4gemm import METHOD
 from w4gemm.core.formats import WeightFormat
-from w4gemm.weights.state import in_words, of_words
+from w4gemm.weights.file import in_words, of_words
 from w4gemm.weights.weight import ACTIVATIONS
 
 
@@ -27,7 +27,7 @@ class W4GemmConfig(QuantizationConfigMixin):
     Args:
         format: what the linear layers of a dense model are quantized to; None for groups of 128, or the largest smaller
             group that divides a layer's k. A checkpoint in 4 bits keeps its own formats. Of a loaded model: the most
-            common one, in the words of :mod:`w4gemm.weights.state`.
+            common one, in the words of :mod:`w4gemm.weights.file`.
         activations: "fp8" if every 4-bit layer quantizes x (W4A8); None for what the checkpoint says.
         skip: last parts of the names of a dense model's layers that stay dense; "lm_head" if not given.
             ``from_pretrained`` raises ValueError for one that no layer has, except "lm_head".

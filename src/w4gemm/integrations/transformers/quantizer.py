@@ -48,8 +48,8 @@ from w4gemm.integrations.transformers.places import (
     finish,
 )
 from w4gemm.integrations.transformers.sharding import Local, Split, add_up, fill, local_experts, local_shard
-from w4gemm.weights.quantization import quantize
-from w4gemm.weights.state import of_words
+from w4gemm.weights.file import of_words
+from w4gemm.weights.quantize import quantize
 from w4gemm.weights.weight import QuantizedWeight
 
 if TYPE_CHECKING:

@@ -78,16 +78,15 @@ class DequantizeKernel:
         target = dense.iterator.toint() + row * row_bytes + k_block * (BLOCK_K * variant.itemsize)
         halves = variant.chunk_k // HALF_K
         count = halves * variant.block.bits // 4  # words of a step
-        segment, lane_bytes = variant.block.segments[0], variant.block.lane_bytes
+        segments, lane_bytes = variant.block.segments, variant.block.lane_bytes
         words, scales = [], []
         for chunk in cutlass.range_constexpr(self.k_chunks):
             # step q is in this half of a lane's words, from this one on
             half, first = (chunk, q * count) if halves == 1 else (q // 2, q % 2 * count)
-            at = source + half * variant.block.half_bytes + warp * variant.block.strip_bytes + g * 4 * lane_bytes
-            if len(variant.block.segments) > 1:
-                at += first // segment.words * (LANES * lane_bytes)
-                first %= segment.words
-            at += first * 4
+            if len(segments) > 1:
+                first = first // segments[0].words * (LANES * segments[0].words) + first % segments[0].words
+            lane0 = warp * (LANES * len(segments)) + g * 4
+            at = source + half * variant.block.half_bytes + lane0 * lane_bytes + first * 4
             words.append([load_global(at + other * lane_bytes, count, exists) for other in range(4)])
             group = (chunk * variant.chunk_k + q * (variant.chunk_k // 4)) // variant.block.scale_group
             run = variant.block.run(group) * variant.block.pair_bytes
