@@ -11,8 +11,8 @@ import torch
 pytest.importorskip("transformers")
 
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, cache_utils, masking_utils
-from transformers.generation import GenerationMixin
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, cache_utils, masking_utils
+from transformers.generation import EosTokenCriteria, GenerationMixin
 from transformers.models.llama import modeling_llama
 
 from w4gemm.integrations.decoder import decode_by_graph, loop
@@ -50,6 +50,9 @@ CHANGED: dict[str, tuple[Any, str, Any]] = {
     "GenerationMixin._sample": (GenerationMixin, "_sample", nothing),
     "GenerationConfig._pad_token_tensor": (GenerationMixin, "_prepare_special_tokens", nothing),
     "Cache._is_user_defined": (GenerationMixin, "_prepare_cache_for_generation", nothing),
+    "GenerationConfig": (GenerationConfig, "disable_compile", property(absent)),
+    "StoppingCriteriaList, EosTokenCriteria": (EosTokenCriteria, "__init__", nothing),
+    "get_text_config, get_decoder": (modeling_llama.LlamaConfig, "get_text_config", nothing),
     "PreTrainedModel._can_compile_fullgraph": (modeling_llama.LlamaPreTrainedModel, "_can_compile_fullgraph", None),
     "PretrainedConfig._attn_implementation": (modeling_llama.LlamaConfig, "_attn_implementation", property(absent)),
     "StaticCache, StaticLayer": (cache_utils.StaticLayer, "update", nothing),

@@ -46,7 +46,7 @@ def tiny(architecture: str, device: str = "cpu", dtype: torch.dtype = torch.floa
     torch.manual_seed(0)
     sizes = {"vocab_size": 300, "hidden_size": 256 if quantized else 32, "intermediate_size": 128}
     sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = AutoConfig.for_model(architecture, **sizes, **ARCHITECTURES[architecture])
+    config = AutoConfig.for_model(architecture, **sizes, **ARCHITECTURES.get(architecture, {}))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
     for p in model.parameters():
         if p.dim() == 1:
@@ -86,12 +86,12 @@ def test_tokens_are_those_of_transformers(architecture: str, padded: bool, on_cp
     ids = ids_of(model)
     mask = PADDED if padded else torch.ones_like(ids)
     ends = model.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False)[:, -5].unique().tolist()
-    for wanted in (
+    for sampling in (
         {"do_sample": False},
         {"do_sample": False, "eos_token_id": ends},
         {"do_sample": True, "temperature": 0.8, "top_k": 20, "repetition_penalty": 1.2},
     ):
-        options: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 12, **wanted}
+        options: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 12, **sampling}
         torch.manual_seed(2)
         theirs = model.generate(ids, disable_compile=True, **options)
         decode_by_graph(model)
@@ -121,12 +121,21 @@ def test_what_else_is_asked_for_is_left_to_transformers(on_cpus: None, caplog: p
         model.generate(ids, **{"attention_mask": torch.ones_like(ids), "max_new_tokens": 3} | options)
     said = [record.getMessage() for record in caplog.records if "CUDA graph" in record.getMessage()]
     assert said == [f"LlamaForCausalLM: generate replays no CUDA graph, because {reason}" for reason in asked]
-    given = {"generation_config": model.generation_config, "stopping_criteria": SimpleNamespace(max_length=9)}
-    assert loop.refusal(model, given, {}) == ""
-    assert "is given pixel_values" in loop.refusal(model, given, {"pixel_values": torch.ones(1)})
+    arguments = {"generation_config": model.generation_config, "stopping_criteria": SimpleNamespace(max_length=9)}
+    assert loop.refusal(model, arguments, {}) == ""
+    assert "is given pixel_values" in loop.refusal(model, arguments, {"pixel_values": torch.ones(1)})
     model.set_attn_implementation("flex_attention")
-    assert "attention is flex_attention" in loop.refusal(model, given, {})
+    assert "attention is flex_attention" in loop.refusal(model, arguments, {})
     assert step_of(model) is None
+
+
+def test_a_model_without_positions_is_left_to_transformers(on_cpus: None) -> None:
+    """BLOOM computes its biases from the mask, whose size a step's cache does not have."""
+    model = tiny("bloom", quantized=False)
+    ids = ids_of(model)
+    options = {"attention_mask": PADDED, "max_new_tokens": 4, "do_sample": False}
+    tokens = model.generate(ids, **options)
+    assert torch.equal(decode_by_graph(model).generate(ids, **options), tokens) and step_of(model) is None
 
 
 def test_a_streamer_gets_every_token_once(on_cpus: None) -> None:
@@ -135,11 +144,11 @@ def test_a_streamer_gets_every_token_once(on_cpus: None) -> None:
 
     class Streamer:
         def __init__(self) -> None:
-            self.found: list[int] = []
+            self.tokens: list[int] = []
             self.ended = 0
 
         def put(self, tokens: torch.Tensor) -> None:
-            self.found += tokens.flatten().tolist()
+            self.tokens += tokens.flatten().tolist()
 
         def end(self) -> None:
             self.ended += 1
@@ -150,7 +159,7 @@ def test_a_streamer_gets_every_token_once(on_cpus: None) -> None:
         streamer = Streamer()
         options = {"max_new_tokens": 9, "do_sample": False, "streamer": streamer, "eos_token_id": end}
         tokens = model.generate(ids, attention_mask=mask, **options)
-        assert (streamer.found, streamer.ended) == (tokens[0].tolist(), 1)
+        assert (streamer.tokens, streamer.ended) == (tokens[0].tolist(), 1)
         assert tokens[0].tolist() == whole[: tokens.shape[1]]
 
 
@@ -162,9 +171,9 @@ def test_a_model_that_changed_gets_a_new_step(on_cpus: None) -> None:
     first = step_of(model)
     layer = model.model.layers[0].mlp.up_proj
     layer.weight = random_weight(layer.format, layer.out_features, layer.in_features, 5)
-    found = model.generate(ids, **options)
+    tokens = model.generate(ids, **options)
     assert step_of(model) is not first
-    assert torch.equal(found, model.generate(ids, disable_compile=True, **options))
+    assert torch.equal(tokens, model.generate(ids, disable_compile=True, **options))
 
 
 @pytest.mark.parametrize("device", ["cpu", GPU])
@@ -230,12 +239,12 @@ def test_adapters_may_be_switched_off(on_cpus: None) -> None:
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
     torch.manual_seed(3)
     adapted = peft.get_peft_model(model, config).eval()
-    found = adapted.generate(input_ids=ids, **options)
-    assert torch.equal(found, adapted.generate(input_ids=ids, disable_compile=True, **options))
+    tokens = adapted.generate(input_ids=ids, **options)
+    assert torch.equal(tokens, adapted.generate(input_ids=ids, disable_compile=True, **options))
     with adapted.disable_adapter():
         plain = adapted.generate(input_ids=ids, **options)
         assert torch.equal(plain, adapted.generate(input_ids=ids, disable_compile=True, **options))
-    assert not torch.equal(plain, found)
+    assert not torch.equal(plain, tokens)
 
 
 @pytest.mark.parametrize("architecture", ["qwen2", "qwen3_moe", "gpt_oss"])
@@ -293,10 +302,10 @@ def test_a_graph_gives_the_tokens_of_transformers(architecture: str) -> None:
 def test_rows_are_joined_bit_for_bit_and_share_memory() -> None:
     weights = [random_weight(WeightFormat(32), n, 128, n) for n in (64, 128, 64)]
     for layout in ("canonical", "mma16", "cpu"):
-        given = [w.repack(layout) for w in weights] if layout != "cpu" else [weights[1].repack("cpu")] * 2
-        whole = joined(given)
-        assert torch.equal(whole.dequantize(), torch.cat([w.dequantize() for w in given]))
-        for part, w in zip(parts(whole, [w.n for w in given]), given, strict=True):
+        ours = [w.repack(layout) for w in weights] if layout != "cpu" else [weights[1].repack("cpu")] * 2
+        whole = joined(ours)
+        assert torch.equal(whole.dequantize(), torch.cat([w.dequantize() for w in ours]))
+        for part, w in zip(parts(whole, [w.n for w in ours]), ours, strict=True):
             assert torch.equal(part.dequantize(), w.dequantize())
             assert part.tensors[0].untyped_storage().data_ptr() == whole.tensors[0].untyped_storage().data_ptr()
     with pytest.raises(ValueError, match="without padding"):
@@ -318,7 +327,7 @@ def test_a_model_decodes_on_its_own_gpu(on_cpus: None, monkeypatch: pytest.Monke
 
     ran = loop.sample_by_step
     monkeypatch.setattr(loop, "on_device", recorded)
-    monkeypatch.setattr(loop, "sample_by_step", lambda *given: (inside.append(torch.device("cuda")), ran(*given))[1])
+    monkeypatch.setattr(loop, "sample_by_step", lambda *args: (inside.append(torch.device("cuda")), ran(*args))[1])
     model = decode_by_graph(tiny("llama", quantized=False))
     model.generate(ids_of(model), max_new_tokens=2)
     assert [d.type for d in inside] == [model.device.type, "cuda", "meta"]

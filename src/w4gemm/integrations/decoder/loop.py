@@ -20,7 +20,7 @@ from w4gemm.choice import PlanKey, Prepared, prepare
 from w4gemm.core.errors import UnsupportedError
 from w4gemm.core.problem import Device
 from w4gemm.integrations.decoder.fusion import Fusion
-from w4gemm.integrations.decoder.requirements import Otherwise, broken, cache_argument, log_once
+from w4gemm.integrations.decoder.requirements import LEFT_TO_TRANSFORMERS, Otherwise, broken, cache_argument, log_once
 from w4gemm.integrations.decoder.step import DecodeStep, static_cache
 from w4gemm.integrations.generation import expert_keys, plan_keys
 from w4gemm.jit import Unit
@@ -122,8 +122,8 @@ def _refusals(model: PreTrainedModel, arguments: dict[str, Any], options: dict[s
         yield reason
         return
     config: GenerationConfig = arguments["generation_config"]
-    for name in ("disable_compile", "return_dict_in_generate", "cache_implementation", "prefill_chunk_size"):
-        if value := getattr(config, name, None):
+    for name in LEFT_TO_TRANSFORMERS:
+        if value := getattr(config, name):
             yield f"{name} is {value}"
     if arguments.get("synced_gpus"):
         yield "GPUs are synchronized"

@@ -23,6 +23,9 @@ _log = logging.getLogger("w4gemm")
 QKV, GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 LAYER = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
 
+LEFT_TO_TRANSFORMERS = ("disable_compile", "return_dict_in_generate", "cache_implementation", "prefill_chunk_size")
+"""Settings of a call with which transformers decodes."""
+
 
 class Otherwise(enum.Enum):
     """What runs where a requirement does not hold."""
@@ -107,6 +110,18 @@ def _callers_cache_is_marked(model: Any) -> bool:
     return _mentions(GenerationMixin._prepare_cache_for_generation, "_is_user_defined")
 
 
+def _criteria_have_ends(model: Any) -> bool:
+    from transformers.generation import EosTokenCriteria, StoppingCriteriaList
+
+    return hasattr(StoppingCriteriaList, "max_length") and _mentions(EosTokenCriteria.__init__, "eos_token_id")
+
+
+def _config_has_options(model: Any) -> bool:
+    from transformers import GenerationConfig
+
+    return all(hasattr(GenerationConfig(), name) for name in LEFT_TO_TRANSFORMERS)
+
+
 def _steps_have_inputs(model: Any) -> bool:
     from transformers.generation import GenerationMixin
 
@@ -114,7 +129,7 @@ def _steps_have_inputs(model: Any) -> bool:
 
 
 def _forward_takes_a_cache(model: Any) -> bool:
-    return takes(model.forward, "attention_mask", "position_ids") and takes(model.forward, cache_argument(model))
+    return takes(model.forward, "attention_mask", "position_ids", cache_argument(model))
 
 
 def cache_argument(model: Any) -> str:
@@ -220,6 +235,20 @@ REQUIREMENTS = (
         _pad_token_is_set,
     ),
     Requirement(
+        "GenerationConfig",
+        f"it has {', '.join(LEFT_TO_TRANSFORMERS)}",
+        "read: a call that sets one is left to transformers",
+        Otherwise.GENERATE,
+        _config_has_options,
+    ),
+    Requirement(
+        "StoppingCriteriaList, EosTokenCriteria",
+        "they have max_length and eos_token_id",
+        "read: the length of a step's cache, and whether sequences that have ended get the pad token",
+        Otherwise.GENERATE,
+        _criteria_have_ends,
+    ),
+    Requirement(
         "Cache._is_user_defined",
         "generate sets it on a cache that the caller passes",
         "read: such a call is left to transformers, because a step has a cache of its own",
@@ -247,6 +276,13 @@ REQUIREMENTS = (
         "subclassed: the cache of a step, whose addresses a graph may keep",
         Otherwise.GENERATE,
         _static_layers_are_tensors,
+    ),
+    Requirement(
+        "get_text_config, get_decoder",
+        "they are methods of the config and of the model, for the part of a larger model that decodes",
+        "called: the sizes of the cache; the part whose attention a fused step sets",
+        Otherwise.CALL,
+        lambda model: takes(model.config.get_text_config, "decoder") and callable(model.get_decoder),
     ),
     Requirement(
         "PreTrainedModel.forward",
@@ -293,4 +329,4 @@ REQUIREMENTS = (
         _norms_are_named,
     ),
 )
-"""In the order in which a call meets them."""
+"""In the order in which a call uses them."""
