@@ -56,7 +56,14 @@ _FP4 = "--format mxfp4,nvfp4 --dtype bfloat16,float8_e4m3fn"
 _ENGINE = "python -m bench.engine --out {rows} --logs {folder}"
 STEPS = (
     # a release
-    Step("tests", "python -m pytest -q -m gpu --shard {shard} --record {rows}", 1200, "tests.jsonl", shards=15),
+    Step("tests", "python -m pytest -q -m gpu -n 15 --record {rows}", 720, "tests.jsonl", needs=("xdist",)),
+    Step(
+        "tests-of-every-case",
+        "python -m pytest -q -m gpu --every-case --shard {shard} --record {rows}",
+        1200,
+        "tests.jsonl",
+        shards=15,
+    ),
     Step(
         "tests-of-time",
         "python -m pytest -q -m gpu --record {rows} tests/test_ops.py::test_a_warm_call_costs_little",
@@ -86,7 +93,6 @@ STEPS = (
         "sanitizers.jsonl",
         needs=("compute-sanitizer",),
     ),
-    Step("planted", "python tests/planted.py --gpu --jobs 14 --seconds 120 --json {rows}", 400, "planted.jsonl"),
     # the pages of benchmarks
     Step("products", "python -m bench.run --out {rows}", 1800, "times.jsonl", needs=_PEERS),
     Step("products-fp4", f"python -m bench.run {_FP4} --out {{rows}}", 560, "fp4.jsonl", needs=_PEERS),

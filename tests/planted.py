@@ -1,7 +1,6 @@
 """Plant faults in a copy of the sources, one at a time, and see whether the tests find them.
 
-    PYTHONPATH=src:tests python tests/planted.py [--json bench/results/planted.jsonl]     those that need no GPU
-    PYTHONPATH=src:tests python tests/planted.py --gpu --jobs 14 [--json bench/results/planted.jsonl]
+    PYTHONPATH=src:tests python tests/planted.py [--jobs 2] [--json bench/results/planted.jsonl]
     PYTHONPATH=src:tests python tests/planted.py --only NAME [--only NAME ...]
 
 A fault is a small mistake as a programmer makes it: tests/planted_faults.py lists them, each with the tests, or the
@@ -34,9 +33,8 @@ from w4gemm.tuning import record
 ROOT = Path(__file__).resolve().parent.parent
 COPIED = ("src", "tests", "bench", "pyproject.toml")
 FUZZ = ("-m", "fuzz.run", "--wrong", "1", "--weights", "2", "--seed", "7")
-LENGTH = {False: ("--variants", "400", "--seconds", "280"), True: ("--seconds", "36")}
-"""Length of a slice of the fuzzer, by whether it is on a GPU: the same problems on every CPU, a time where each variant
-is compiled."""
+LENGTH = ("--variants", "400", "--seconds", "280")
+"""Length of a slice of the fuzzer."""
 
 
 class Outcome(NamedTuple):
@@ -58,15 +56,15 @@ def planted(fault: Fault, folder: Path) -> None:
     file.write_text(text.replace(fault.old, fault.new))
 
 
-def command(by: str, gpu: bool) -> list[str]:
+def command(by: str) -> list[str]:
     """Return the command of tests or, from ``fuzz`` on, of a slice of the fuzzer."""
     first, *rest = by.split()
     if first == "fuzz":
-        return [sys.executable, *FUZZ, *LENGTH[gpu], "--device", "cuda" if gpu else "cpu", *rest]
+        return [sys.executable, *FUZZ, *LENGTH, "--device", "cpu", *rest]
     return [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", first, *rest]
 
 
-def run(by: str, gpu: bool, fault: Fault | None, seconds: float) -> Outcome:
+def run(by: str, fault: Fault | None, seconds: float) -> Outcome:
     """Run a command in a copy of its own, with a fault or without."""
     with tempfile.TemporaryDirectory(prefix="planted-") as name:
         folder = Path(name)
@@ -89,7 +87,7 @@ def run(by: str, gpu: bool, fault: Fault | None, seconds: float) -> Outcome:
         }
         started = time.monotonic()
         process = subprocess.Popen(
-            command(by, gpu),
+            command(by),
             cwd=folder,
             env=environment,
             stdout=subprocess.PIPE,
@@ -117,26 +115,25 @@ def reason(output: str) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpu", action="store_true", help="the faults that only a GPU shows, instead of the others")
     parser.add_argument("--jobs", type=int, default=1, help="side by side (1)")
     parser.add_argument("--seconds", type=float, default=300, help="for each command (300)")
     parser.add_argument("--only", metavar="NAME", action="append", help="a fault by its name")
     parser.add_argument("--no-whole", action="store_true", help="do not run the commands without a fault first")
     parser.add_argument("--json", type=Path, metavar="FILE", help="append a JSON line for each fault")
     given = parser.parse_args()
-    faults = [f for f in FAULTS if (f.name in given.only if given.only else f.gpu == given.gpu)]
+    faults = [fault for fault in FAULTS if not given.only or fault.name in given.only]
     right, words = True, Counter[str]()
     with ThreadPoolExecutor(given.jobs) as pool:
-        commands = [] if given.no_whole else sorted({(f.by, f.gpu) for f in faults})
-        whole = pool.map(lambda c: run(*c, None, given.seconds), commands)
-        for (by, _), outcome in zip(commands, whole, strict=True):
+        commands = [] if given.no_whole else sorted({fault.by for fault in faults})
+        whole = pool.map(lambda by: run(by, None, given.seconds), commands)
+        for by, outcome in zip(commands, whole, strict=True):
             if not outcome.passed:
                 right = False
                 print(
                     f"{'late' if outcome.passed is None else 'fails'} without a fault: {by}: {outcome.said}", flush=True
                 )
         facts = record.facts()
-        outcomes = pool.map(lambda f: run(f.by, f.gpu, f, given.seconds), faults)
+        outcomes = pool.map(lambda f: run(f.by, f, given.seconds), faults)
         for fault, outcome in zip(faults, outcomes, strict=True):
             word = {False: "caught", True: "NOT CAUGHT", None: "LATE"}[outcome.passed]
             words[word] += 1

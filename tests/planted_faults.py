@@ -15,8 +15,6 @@ class Fault(NamedTuple):
     new: str
     by: str
     """Tests that should catch it, as pytest takes them, or ``fuzz`` and options of ``fuzz.run``."""
-    gpu: bool = False
-    """True if only a GPU shows it."""
 
 
 _SM90 = "src/w4gemm/kernels/sm90_mixed_gemm/"

@@ -37,7 +37,7 @@ def test_what_failed_is_found_in_an_output() -> None:
     assert reason("..F\nFAILED tests/test_x.py::test_y - assert 1 == 2\n1 failed").startswith("FAILED tests/test_x.py")
     assert reason("seed 7\n70003:12:99: 3 of 40 are off\n  Case(...)") == "70003:12:99: 3 of 40 are off"
     assert reason("12 passed") == ""
-    assert command("fuzz --like kind=masked", gpu=True)[-4:] == ["--device", "cuda", "--like", "kind=masked"]
+    assert command("fuzz --like kind=masked")[-4:] == ["--device", "cpu", "--like", "kind=masked"]
 
 
 LATE = Outcome(None, "did not end in 9 s", 9)
@@ -55,7 +55,7 @@ PASSES, FAILS = Outcome(True, "", 9), Outcome(False, "FAILED", 9)
     ],
 )
 def test_a_command_past_its_time_has_caught_nothing(without, found, word, status, monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(script, "run", lambda by, gpu, fault, seconds: without if fault is None else found)
+    monkeypatch.setattr(script, "run", lambda by, fault, seconds: without if fault is None else found)
     monkeypatch.setattr(sys, "argv", ["planted.py", "--only", FAULTS[0].name, "--json", str(tmp_path / "rows")])
     assert script.main() == status
     said = capsys.readouterr().out
@@ -67,8 +67,8 @@ def test_a_command_past_its_time_has_caught_nothing(without, found, word, status
 
 def test_a_command_is_ended_at_its_time_with_what_it_started(monkeypatch) -> None:
     child = [sys.executable, "-c", "import subprocess; subprocess.run(['sleep', '99'])"]
-    monkeypatch.setattr(script, "command", lambda by, gpu: child)
+    monkeypatch.setattr(script, "command", lambda by: child)
     monkeypatch.setattr(script, "COPIED", ("pyproject.toml",))
     began = time.monotonic()
-    assert script.run("tests", False, None, 0.5).passed is None
+    assert script.run("tests", None, 0.5).passed is None
     assert time.monotonic() - began < 90, "it is waited for until nothing writes to its output"
