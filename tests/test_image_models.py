@@ -112,7 +112,8 @@ def test_the_language_model_alone_beside_the_config_of_the_whole(tmp_path: Path)
 
 @pytest.mark.parametrize("name", ["gemma3", "mistral3", "llava", "qwen3_vl"])
 def test_text_alone_is_decoded_step_by_step(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU the steps are replays of a CUDA graph. A position is several numbers in Qwen's models."""
+    """On a GPU the steps are replays of a CUDA graph, fused also where the vision tower has attention of another kind.
+    A position is several numbers in Qwen's models."""
     monkeypatch.setattr(loop, "DEVICES", ("cpu", "cuda"))
     write(tmp_path, name)
     model, _ = load(tmp_path, format="int4_g32")
@@ -121,7 +122,10 @@ def test_text_alone_is_decoded_step_by_step(name: str, tmp_path: Path, monkeypat
     for mask in (torch.ones_like(ids), torch.tensor([[0] * 3 + [1] * 6, [1] * 9])):
         decode_by_graph(model)  # forgets its step
         ours = model.generate(input_ids=ids, attention_mask=mask, **options)
-        assert loop.step_of(model) is not None
+        step = loop.step_of(model)
+        assert step is not None
+        with torch.inference_mode():
+            assert step.choose(model).__name__ == "_run_fused"
         theirs = model.generate(input_ids=ids, attention_mask=mask, disable_compile=True, **options)
         assert torch.equal(ours, theirs)
 

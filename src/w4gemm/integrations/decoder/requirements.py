@@ -149,16 +149,21 @@ def _static_layers_are_tensors(model: Any) -> bool:
 # --- a fused step ----------------------------------------------------------------------------------------------------
 
 
-def attention_files(model: nn.Module) -> set[ModuleType]:
-    """The files that define a model's attention layers."""
-    return {sys.modules[type(m).__module__] for m in model.modules() if hasattr(m, "q_proj")}
+def _attention_layers(model: Any) -> set[type[nn.Module]]:
+    """Classes of the attention layers of the part of a model that decodes."""
+    return {type(m) for m in model.get_decoder().modules() if hasattr(m, "q_proj")}
+
+
+def attention_files(model: Any) -> set[ModuleType]:
+    """Return the files that define the attention layers of the part of a model that decodes."""
+    return {sys.modules[layer.__module__] for layer in _attention_layers(model)}
 
 
 def _attention_is_named(model: Any) -> bool:
     from transformers.masking_utils import _preprocess_mask_arguments
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-    layers = {type(m) for m in model.modules() if hasattr(m, "q_proj")}
+    layers = _attention_layers(model)
     called = [_mentions(layer.forward, "ALL_ATTENTION_FUNCTIONS", "_attn_implementation") for layer in layers]
     maskless = _mentions(_preprocess_mask_arguments, "_attn_implementation", "ALL_MASK_ATTENTION_FUNCTIONS")
     named = takes(AttentionInterface.register, "key", "value") and isinstance(
@@ -168,7 +173,7 @@ def _attention_is_named(model: Any) -> bool:
 
 
 def _rotation_is_a_global(model: Any) -> bool:
-    layers = {type(m) for m in model.modules() if hasattr(m, "q_proj")}
+    layers = _attention_layers(model)
     return (
         bool(layers)
         and all(_mentions(layer.forward, "apply_rotary_pos_emb") for layer in layers)
