@@ -59,7 +59,7 @@ _MAGNITUDES = 0x7FFF7FFF
 _LINE = 8  # threads whose columns are the 128 bytes of one prefetch
 
 
-class Rows(NamedTuple):
+class QuantizeRows(NamedTuple):
     """x (m, k), for silu_mul (m, 2 k); weight (k,) for the norms; x8 as bytes (m, k), contiguous; scales float32 (m,).
     For add_rms residual and total (m, k), contiguous. What a front does not take is None."""
 
@@ -106,13 +106,13 @@ class ActivationQuantizeKernel:
         eps: Float32,
         stream: Any,
     ) -> None:
-        """Launch; tensors as in :class:`Rows`."""
-        self.kernel(Rows(x, residual, weight, x8, scales, total), eps).launch(
+        """Launch; tensors as in :class:`QuantizeRows`."""
+        self.kernel(QuantizeRows(x, residual, weight, x8, scales, total), eps).launch(
             grid=[x8.shape[0], 1, 1], block=[self.threads, 1, 1], stream=stream, use_pdl=self.dependent_launch
         )
 
     @cute.kernel
-    def kernel(self, rows: Rows, eps: Float32) -> None:
+    def kernel(self, rows: QuantizeRows, eps: Float32) -> None:
         thread, row, k = cute.arch.thread_idx()[0], Int64(cute.arch.block_idx()[0]), rows.x8.shape[1]
         smem = cutlass.memory.SmemAllocator()
         sums = smem.allocate_tensor(Float32, cute.make_layout(32))

@@ -34,7 +34,7 @@ _REDUCTION_BYTES = 256
 """Shared memory of the reductions over warps."""
 
 
-class Shape(NamedTuple):
+class RowShape(NamedTuple):
     """How a row is divided among threads."""
 
     threads: int
@@ -43,11 +43,11 @@ class Shape(NamedTuple):
     """Chunks of eight columns of each thread."""
 
 
-def shape_of(k: int, chunks: int = 4) -> Shape:
+def shape_of(k: int, chunks: int = 4) -> RowShape:
     """Return the shape for rows of k columns, with at least ``chunks`` chunks per thread if the row has as many."""
     vectors = -(-k // _VECTOR)
     threads = min(_MOST_THREADS, 32 * -(-vectors // (32 * chunks)))
-    return Shape(threads, -(-vectors // threads))
+    return RowShape(threads, -(-vectors // threads))
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class ActivationQuantize:
     dtype: torch.dtype
     front: str
     wide: bool
-    shape: Shape
+    shape: RowShape
     arch: str
     dependent_launch: bool
     """True if the device has programmatic dependent launch."""

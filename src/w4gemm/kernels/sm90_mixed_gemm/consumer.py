@@ -98,6 +98,11 @@ class GroupSums(NamedTuple):
         return self.sets[index % len(self.sets)]
 
 
+def flattened(registers: cute.Tensor) -> cute.Tensor:
+    """The same registers with one index, in the order in which WGMMA has them."""
+    return cute.make_tensor(registers.iterator, cute.make_layout(cute.size(registers)))
+
+
 class Mainloop:
     """Multiplies stages, for one variant.
 
@@ -124,28 +129,34 @@ class Mainloop:
         """Words of a packed block that a thread holds."""
         return self.block.lane_words + (self.block.runs + self.block.factors) * self.block.words_per_scale
 
-    def x_operands(self, mma: cute.TiledMma, thr: Any, s_x: cute.Tensor) -> list[cute.Tensor]:
-        """x as operand B, by range of tokens."""
-        variant = self.variant
-        shape = (variant.config.tile_m // variant.token_splits, variant.chunk_k)
-        tiles = [cute.local_tile(s_x, shape, (i, 0, None)) for i in range(variant.token_splits)]
-        return [mma.make_fragment_B(thr.partition_B(t)) for t in tiles]
+    def operands(
+        self, mma: cute.TiledMma, thr_mma: Any, acc: cute.Tensor, s_x: cute.Tensor, decode_table: Int32
+    ) -> MmaOperands:
+        """The operands of a consumer thread, with registers for packed and decoded weights. acc: its accumulators."""
+        variant, splits = self.variant, self.variant.token_splits
+        tiles = [
+            cute.local_tile(s_x, (variant.config.tile_m // splits, variant.chunk_k), (i, 0, None))
+            for i in range(splits)
+        ]
+        x = [mma.make_fragment_B(thr_mma.partition_B(tile)) for tile in tiles]
+        shape = thr_mma.partition_shape_A((64 * variant.warpgroups_n, 2 * variant.chunk_k))
+        fragment = cute.make_rmem_tensor(shape, mma.op.a_dtype)
+        packed = cute.make_rmem_tensor((self.packed_words,), Int32)
+        flat, count = flattened(acc), variant.m64_atoms * splits
+        accumulators: Any = flat
+        if not variant.promotes:
+            # one operand for each 64-row block or range of tokens: ranges of the registers, one after the other
+            layout = cute.make_layout((*acc.shape[:1], 1, 1))
+            parts = [cute.make_tensor(flat.iterator + r * (cute.size(flat) // count), layout) for r in range(count)]
+            accumulators = parts if count > 1 else [acc]
+        return MmaOperands(accumulators, fragment, x, packed, decode_table)
 
-    def by_wgmma(self, acc: cute.Tensor, flat: cute.Tensor) -> list[cute.Tensor]:
-        """The accumulators of each 64-row block, or of each range of tokens, as one operand: ranges of ``flat``, one
-        after the other."""
-        count = self.variant.m64_atoms * self.variant.token_splits
-        if count == 1:
-            return [acc]
-        layout = cute.make_layout((*acc.shape[:1], 1, 1))
-        return [cute.make_tensor(flat.iterator + r * (cute.size(flat) // count), layout) for r in range(count)]
-
-    def group_sums(self, thr: Any) -> GroupSums | None:
+    def group_sums(self, thr_mma: Any) -> GroupSums | None:
         """Registers for sums that are promoted; None if none are."""
         variant = self.variant
         if not variant.promotes:
             return None
-        shape = thr.partition_shape_C((variant.config.tile_n, variant.config.tile_m // variant.token_splits))
+        shape = thr_mma.partition_shape_C((variant.config.tile_n, variant.config.tile_m // variant.token_splits))
         sets = [
             (cute.make_rmem_tensor(shape, Float32), cute.make_rmem_tensor((2,), Float32))
             for _ in range(1 if variant.one_set_of_sums else 2)
@@ -203,14 +214,39 @@ class Mainloop:
                 scales[2 * group + row] = scale
 
     @cute.jit
-    def begin(
-        self, operands: MmaOperands, sums: GroupSums | None, pipeline: Pipeline, stage: Int32, consumer: ConsumerCoord
-    ):
-        """Bring the first packed block of a tile's first stage into registers, behind the wait for it."""
-        if const_expr(self.variant.promotes):
-            self.begin_groups(operands, sums, pipeline, stage, consumer)
-        else:
-            self.load_packed(operands.packed, pipeline, stage, 0, consumer)
+    def multiply(
+        self,
+        mma: cute.TiledMma,
+        pipeline: Pipeline,
+        operands: MmaOperands,
+        sums: GroupSums | None,
+        state: PipelineState,
+        k_slices: Int32,
+        consumer: ConsumerCoord,
+    ) -> tuple[PipelineState, Int32]:
+        """Multiply the k-slices of a work tile, which begin at ``state``. Return the state behind them, and their last
+        stage: unless sums are promoted, its last MMA batch is in flight and it is not released yet."""
+        variant = self.variant
+        if k_slices > 0:
+            self.wait_full(pipeline, state)
+            if const_expr(variant.promotes):
+                self.begin_groups(operands, sums, pipeline, state.stage, consumer)
+            else:
+                self.load_packed(operands.packed, pipeline, state.stage, 0, consumer)
+        previous = state.stage
+        for i in cutlass.range(k_slices // variant.stages_per_iteration, unroll=1):
+            for number in cutlass.range_constexpr(variant.stages_per_iteration):
+                current, state = state.stage, state.after(variant.num_stages)
+                done = i * variant.stages_per_iteration + number
+                stage_state = StageState(current, state, previous, done > 0, done + 1 < k_slices)
+                if const_expr(variant.one_set_of_sums):
+                    self.multiply_chunk(mma, pipeline, operands, sums, stage_state, consumer, number)
+                elif const_expr(variant.promotes):
+                    self.multiply_groups(mma, pipeline, operands, sums, stage_state, consumer)
+                else:
+                    self.multiply_stage(mma, pipeline, operands, stage_state, consumer, number)
+                previous = current
+        return state, previous
 
     @cute.jit
     def multiply_stage(
@@ -382,7 +418,7 @@ class Mainloop:
         """Add the sums of an MMA batch to acc, times the scales of rows g and g + 8 if they are applied to sums, and
         those of x, if it has some."""
         batch_sums, scales = sums.batch(batch)
-        flat = cute.make_tensor(batch_sums.iterator, cute.make_layout(cute.size(batch_sums)))
+        flat = flattened(batch_sums)
         first = batch % self.variant.token_splits * cute.size(flat)
         for i in range(cute.size(flat)):
             factors = [of_x[i // 4 * 2 + i % 2]] if of_x else []
@@ -484,27 +520,22 @@ class Consumer:
             k_set, pingpong = Int32(0), k_set
         thread = thread % (128 * variant.warpgroups_n)
         consumer = ConsumerCoord(wg, k_set, t, cta_rank)
-        thr = mma.get_slice(thread)
-        acc = cute.make_rmem_tensor(thr.partition_shape_C((config.tile_n, config.tile_m)), Float32)
-        flat = cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc)))
-        x_operands = self.mainloop.x_operands(mma, thr, pipeline.x)
-        shape = thr.partition_shape_A((64 * variant.warpgroups_n, 2 * variant.chunk_k))
-        fragment = cute.make_rmem_tensor(shape, mma.op.a_dtype)
-        packed = cute.make_rmem_tensor((self.mainloop.packed_words,), Int32)
+        thr_mma = mma.get_slice(thread)
+        acc = cute.make_rmem_tensor(thr_mma.partition_shape_C((config.tile_n, config.tile_m)), Float32)
+        flat = flattened(acc)
         mma.set(warpgroup.Field.ACCUMULATE, True)
         cute.arch.griddepcontrol_wait()
         state = PipelineState.consumer()
         cluster_coord = self.scheduler.cta_coord_in_cluster(cta_rank)
-        accumulators = flat if variant.promotes else self.mainloop.by_wgmma(acc, flat)
         table = memory.decode_table
         if const_expr(variant.pairs is not None):
             table = own_pairs(table, t, variant.pairs)
-        operands = MmaOperands(accumulators, fragment, x_operands, packed, table)
+        operands = self.mainloop.operands(mma, thr_mma, acc, pipeline.x, table)
         if const_expr(variant.decode_table_bytes > 0):  # while the first stages are on their way
             threads = 128 * variant.warpgroups
             self.mainloop.decoder.fill_table(memory.decode_table, cute.arch.thread_idx()[0], threads)
             self.consumer_barrier()
-        sums = self.mainloop.group_sums(thr)
+        sums = self.mainloop.group_sums(thr_mma)
         if const_expr(variant.pingpong_warpgroups > 1):
             # An mbarrier wait tests one parity bit, so a wait more than one lap ahead would pass at once on an old
             # phase. A warpgroup therefore starts a tile only after the other one has waited on every stage of the
@@ -528,22 +559,7 @@ class Consumer:
             if const_expr(variant.block_scales and variant.grouped):
                 rows = self.scheduler.rows(tile.m_tile, memory.d.shape[0], memory.expert_tiles)
                 filled = pipeline._replace(scales=pipeline.scales + rows.first % 4 * 4)
-            if k_slices > 0:
-                self.mainloop.wait_full(pipeline, state)
-                self.mainloop.begin(operands, sums, pipeline, state.stage, consumer)
-            previous = state.stage
-            for i in cutlass.range(k_slices // variant.stages_per_iteration, unroll=1):
-                for number in cutlass.range_constexpr(variant.stages_per_iteration):
-                    current, state = state.stage, state.after(variant.num_stages)
-                    done = i * variant.stages_per_iteration + number
-                    stage_state = StageState(current, state, previous, done > 0, done + 1 < k_slices)
-                    if const_expr(variant.one_set_of_sums):
-                        self.mainloop.multiply_chunk(mma, filled, operands, sums, stage_state, consumer, number)
-                    elif const_expr(variant.promotes):
-                        self.mainloop.multiply_groups(mma, filled, operands, sums, stage_state, consumer)
-                    else:
-                        self.mainloop.multiply_stage(mma, pipeline, operands, stage_state, consumer, number)
-                    previous = current
+            state, last_stage = self.mainloop.multiply(mma, filled, operands, sums, state, k_slices, consumer)
             if const_expr(variant.pingpong_warpgroups > 1):
                 cute.arch.barrier_arrive(barrier_id=_MMA_ORDER_BARRIER + 1 - pingpong, number_of_threads=256)
             loaded = None
@@ -553,7 +569,7 @@ class Consumer:
             if const_expr(not variant.promotes):
                 warpgroup.wait_group(0)
                 if k_slices > 0:
-                    self.mainloop.release(pipeline, previous, consumer)
+                    self.mainloop.release(pipeline, last_stage, consumer)
             if const_expr(not variant.loads_early):
                 own = self.output_tile(tile, consumer, memory)
             if const_expr(variant.k_sets > 1):
