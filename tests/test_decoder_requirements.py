@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,6 +38,18 @@ def test_transformers_is_what_the_decoder_relies_on(model: Any, requirement: Req
         f"transformers {transformers.__version__} changed {requirement.name}. Expected: {requirement.fact}. "
         f"Use: {requirement.why}. What runs instead: {requirement.otherwise.value}"
     )
+
+
+def test_a_graph_needs_nothing_of_fused_attention() -> None:
+    """A release without AttentionInterface captures the model's own attention."""
+    script = f"""
+import sys; sys.path[:] = {sys.path!r}
+import transformers.modeling_utils
+del transformers.modeling_utils.AttentionInterface
+import w4gemm.integrations.decoder.loop
+"""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
 
 
 def nothing(self: Any, *_: Any, **__: Any) -> None:

@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers.cache_utils import StaticLayer
-from transformers.modeling_utils import AttentionInterface
 
 from w4gemm.core.problem import Device
 from w4gemm.integrations.decoder.requirements import Otherwise, attention_files, broken, rotated
@@ -59,24 +57,18 @@ class Place:
     first: torch.Tensor
     """int32 (batch,): the first slot that a sequence sees."""
     angles: tuple[torch.Tensor, torch.Tensor] | None = None
-    layer: StepLayer | None = None
+    layer: Any = None
+    """The cached keys and values (batch, kv heads, length, dim)."""
 
-
-_place: contextvars.ContextVar[Place | None] = contextvars.ContextVar("w4gemm_step", default=None)
-"""The fused step that this thread computes."""
-
-
-class StepLayer(StaticLayer):  # type: ignore[misc, unused-ignore]  # transformers is optional
-    """Keys and values of a layer. In a fused step the kernel writes them, and not ``update``."""
-
-    def update(self, k: torch.Tensor, v: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        place = _place.get()
-        if place is None:
-            return super().update(k, v, *args, **kwargs)
-        if place.layer is not None:
+    def keep(self, layer: Any) -> None:
+        """Note the cached layer that the next attention reads."""
+        if self.layer is not None:
             raise NotFusable("an attention that caches twice")
-        place.layer = self
-        return k, v
+        self.layer = layer
+
+
+current: contextvars.ContextVar[Place | None] = contextvars.ContextVar("w4gemm_step", default=None)
+"""The fused step that this thread computes."""
 
 
 def fuse_attention(patches: Patches, model: PreTrainedModel, place: Place) -> None:
@@ -87,12 +79,15 @@ def fuse_attention(patches: Patches, model: PreTrainedModel, place: Place) -> No
     """
     if reason := broken(model, Otherwise.ATTENTION):
         raise NotFusable(reason)
+    from transformers.modeling_utils import AttentionInterface  # which the requirements have just shown to be there
+
+    AttentionInterface.register(_NAME, _attend)
     for file in attention_files(model):
         patches.set(file, "apply_rotary_pos_emb", _kept(file.apply_rotary_pos_emb))
     decoder = model.get_decoder()
     patches.stack.callback(decoder.set_attn_implementation, decoder.config._attn_implementation)
     decoder.set_attn_implementation(_NAME)
-    patches.stack.callback(_place.reset, _place.set(place))
+    patches.stack.callback(current.reset, current.set(place))
 
 
 def _kept(rotate: Callable[..., Any]) -> Callable[..., Any]:
@@ -100,7 +95,7 @@ def _kept(rotate: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(rotate)
     def kept(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        place = _place.get()
+        place = current.get()
         if place is None:
             return rotate(q, k, cos, sin, *args, **kwargs)
         place.angles = cos, sin
@@ -122,7 +117,7 @@ def _attend(
     """The attention function of fused steps. q (batch, heads, 1, dim), k and v (batch, kv heads, 1, dim); returns the
     attention (batch, 1, heads, dim)."""
     unknown = [name for name in ("softcap", "position_bias") if others.get(name) is not None]
-    place = _place.get()
+    place = current.get()
     if unknown or place is None or place.angles is None or place.layer is None or q.shape[2] != 1:
         raise NotFusable(f"attention with {unknown or 'another order of calls'}")
     (cos, sin), layer, dim = place.angles, place.layer, q.shape[-1]
@@ -132,9 +127,6 @@ def _attend(
     scale = dim**-0.5 if scaling is None else scaling
     window, sinks = sliding_window or _EVERYTHING, others.get("s_aux")
     return step_attention(q[:, :, 0], k[:, :, 0], v[:, :, 0], angles, cached, scale, window, sinks)[:, None], None
-
-
-AttentionInterface.register(_NAME, _attend)
 
 
 def _whole(angles: torch.Tensor, dim: int) -> torch.Tensor:

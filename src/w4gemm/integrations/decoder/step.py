@@ -12,7 +12,7 @@ from torch import nn
 from transformers.cache_utils import StaticCache, StaticLayer, StaticSlidingWindowLayer
 
 from w4gemm.choice import Prepared
-from w4gemm.integrations.decoder.attention import NotFusable, Place, StepLayer
+from w4gemm.integrations.decoder.attention import NotFusable, Place, current
 from w4gemm.integrations.decoder.fusion import Fusion, fused
 from w4gemm.integrations.decoder.requirements import cache_argument, log_once, takes
 from w4gemm.kernels.graph import capturing
@@ -25,6 +25,17 @@ _MOST_ERROR = 0.1
 _OF_LIBRARIES = ("torch.", "transformers.", "w4gemm.api.")
 """Packages whose modules do the same as long as their tensors and hooks are the same ones. Adapters are not: some may
 be switched off."""
+
+
+class StepLayer(StaticLayer):
+    """Keys and values of a layer. In a fused step the kernel writes them, and not ``update``."""
+
+    def update(self, k: torch.Tensor, v: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        place = current.get()
+        if place is None:
+            return super().update(k, v, *args, **kwargs)
+        place.keep(self)
+        return k, v
 
 
 class DecodeStep:
