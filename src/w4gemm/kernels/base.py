@@ -94,10 +94,14 @@ class Resources(NamedTuple):
     """Stages of the pipeline."""
 
 
-class Product(Protocol):
-    """The computation of a kernel: which problems, with which configs, adding in which order. Pure; needs no GPU."""
+class Kernel(Protocol):
+    """One way to compute a :class:`GemmProblem`: which problems, with which configs, adding in which order, and the
+    launch. How long it takes is for :mod:`w4gemm.choice.cost` to say."""
 
     name: str
+    revision: int
+    """Raised with a change after which earlier measured times say little of which config is fastest: tuned records of
+    other revisions are passed over. ``tests/test_revisions.py`` notices a change of the sources that it stands for."""
 
     def supports(self, problem: GemmProblem) -> Status:
         """Return the correctness limits: what must hold for any config to give the right result."""
@@ -116,14 +120,6 @@ class Product(Protocol):
         give equal bits, for any m and whatever the other rows hold. None if a row's bits depend on the other rows."""
         ...
 
-
-class Kernel(Product, Protocol):
-    """One way to compute a :class:`GemmProblem`. How long it takes is for :mod:`w4gemm.choice.cost` to say."""
-
-    revision: int
-    """Raised with a change after which earlier measured times say little of which config is fastest: tuned records of
-    other revisions are passed over. ``tests/test_revisions.py`` notices a change of the sources that it stands for."""
-
     def workspace_bytes(self, problem: GemmProblem, config: GemmConfig) -> int:
         """Bytes of device memory that a launch needs besides its operands. The first ``workspace.FLAG_BYTES`` of a
         caller's buffer are zero before the first launch, and again after each."""
@@ -134,7 +130,7 @@ class Kernel(Product, Protocol):
         ...
 
     def unit(self, problem: GemmProblem, config: GemmConfig) -> Unit | None:
-        """Return what is compiled for ``launcher``; None if nothing is. Right for all m, n and k."""
+        """Return what is compiled for ``launcher``; None if nothing is. Valid for all m, n and k."""
         ...
 
     def launcher(self, compiled: Any, problem: GemmProblem, config: GemmConfig) -> Callable[[Operands], None]:

@@ -29,7 +29,7 @@ from w4gemm.integrations.vllm import takeover
 from w4gemm.integrations.vllm.configs import add_hook
 from w4gemm.integrations.vllm.experts_formats import FORMATS, fused_activation, in_pairs
 from w4gemm.integrations.vllm.experts_kernel import BatchedW4gemmExperts, W4gemmExperts
-from w4gemm.integrations.vllm.experts_product import Product
+from w4gemm.integrations.vllm.experts_product import ExpertsProduct
 from w4gemm.packing.layouts import layout_for
 from w4gemm.weights.weight import QuantizedWeight
 
@@ -153,7 +153,7 @@ class _Method:
     """vLLM's own, as it was before it was taken over."""
     most_tokens: int
     """Most tokens of a step, from all ranks that send theirs here."""
-    products: tuple[Product, Product] | None = None
+    products: tuple[ExpertsProduct, ExpertsProduct] | None = None
     """The products of ``moe_kernel``; None until weights are loaded."""
     supports_pre_processed_weights = False
     """Whether vLLM's cache of weights (--load-format ipc_cache) may hand in experts as they were packed; it refuses
@@ -230,10 +230,10 @@ class _Method:
             given["max_num_tokens"] = prepare.max_num_tokens_per_rank()
             given["num_dispatchers"] = prepare.num_dispatchers()
         dtype, activation = self.moe.in_dtype, fused_activation(self.moe)
-        first = Product.of(gate_up, getattr(layer, "w13_bias", None), dtype, activation)
+        first = ExpertsProduct.of(gate_up, getattr(layer, "w13_bias", None), dtype, activation)
         if self.moe_quant_config.block_shape is not None:
             first = first.with_block_scales()
-        second = Product.of(down, getattr(layer, "w2_bias", None), dtype, None)
+        second = ExpertsProduct.of(down, getattr(layer, "w2_bias", None), dtype, None)
         self.products = first, second
         experts = self.experts_cls(first, second, **given)
         self.moe_kernel = mk.FusedMoEKernel(prepare, experts)
@@ -274,7 +274,9 @@ class _Method:
         )
 
 
-def _as_parameters(layer: torch.nn.Module, product: str, w: QuantizedWeight, held: Product | None) -> QuantizedWeight:
+def _as_parameters(
+    layer: torch.nn.Module, product: str, w: QuantizedWeight, held: ExpertsProduct | None
+) -> QuantizedWeight:
     """Make the tensors of a weight parameters of a layer, and return the weight that they are.
 
     Args:

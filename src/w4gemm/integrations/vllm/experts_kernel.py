@@ -20,7 +20,7 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeig
 from w4gemm.api.routing import Routing, combine, route
 from w4gemm.choice import first_rows
 from w4gemm.integrations.engines.warmup import ExpertsCall, Need, experts_need, token_counts
-from w4gemm.integrations.vllm.experts_product import Product
+from w4gemm.integrations.vllm.experts_product import ExpertsProduct
 from w4gemm.kernels.arguments import ExpertRows
 
 Shapes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
@@ -34,7 +34,7 @@ class _Experts(mk.FusedMoEExpertsModular):  # type: ignore[misc, unused-ignore]
         others: arguments of vLLM's base.
     """
 
-    def __init__(self, gate_up: Product, down: Product, **others: Any) -> None:
+    def __init__(self, gate_up: ExpertsProduct, down: ExpertsProduct, **others: Any) -> None:
         super().__init__(**others)
         self.products = gate_up, down
         self.gate_up, self.down = gate_up.weight, down.weight

@@ -1,4 +1,4 @@
-"""A product of a layer of experts: :class:`Product`. Importing this imports no vLLM."""
+"""A product of a layer of experts: :class:`ExpertsProduct`. Importing this imports no vLLM."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from w4gemm.kernels.arguments import ExpertRows
 from w4gemm.weights.weight import QuantizedWeight
 
 
-class Product(NamedTuple):
+class ExpertsProduct(NamedTuple):
     """One of the products of a layer, without the checks of a user's call, which take longer than a launch."""
 
     weight: QuantizedWeight
@@ -25,13 +25,13 @@ class Product(NamedTuple):
     @classmethod
     def of(
         cls, weight: QuantizedWeight, bias: torch.Tensor | None, dtype: torch.dtype, activation: str | None
-    ) -> Product:
+    ) -> ExpertsProduct:
         """Return the product beside x of ``dtype``, which is quantized if the weight says so."""
         plain = Epilogue(bias=bias is not None)
         epilogue = plain if weight.activations is None else plain.of_quantized(dtype)
         return cls(weight, bias, epilogue._replace(activation=activation))
 
-    def with_block_scales(self) -> Product:
+    def with_block_scales(self) -> ExpertsProduct:
         """Return the product beside x that comes in fp8 with a scale for each 128 columns of a row."""
         return self._replace(epilogue=self.epilogue._replace(token_scale=False, block_scale=True))
 
