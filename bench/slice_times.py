@@ -43,7 +43,7 @@ class Launch(NamedTuple):
 
     @classmethod
     def of(cls, kernel: HopperKernel, problem: GemmProblem, config: GemmConfig) -> Launch:
-        facts = waves.Facts.of(kernel, problem)
+        facts = waves.LaunchFacts.of(kernel, problem)
         return cls(kernel, problem, config, waves.launch_timer(facts, problem, config, moved_us(problem), even_rows))
 
     def us(self, times: SliceTimes) -> float:

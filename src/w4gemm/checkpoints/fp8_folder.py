@@ -28,7 +28,7 @@ _E8M0 = ("F8_E8M0", "U8")
 _MX_GROUP = 32
 
 
-class Block(NamedTuple):
+class ScaleBlock(NamedTuple):
     """Rows and columns that share a scale."""
 
     rows: int = 128
@@ -47,7 +47,7 @@ class Fp8Folder(SafetensorsFolder):
         FormatError: if a tensor in fp8 has several scales, or one of another shape.
     """
 
-    def __init__(self, path: Path, block: Block = Block()) -> None:
+    def __init__(self, path: Path, block: ScaleBlock = ScaleBlock()) -> None:
         super().__init__(path)
         self.scales: dict[str, TensorInfo] = {}
         self._block = block
@@ -111,15 +111,15 @@ def _broadcast(shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     return (rows, (*experts, 1, k), (*experts, 1, 1)) if experts else (rows,)
 
 
-def block_of(weight_block_size: object) -> Block:
+def block_of(weight_block_size: object) -> ScaleBlock:
     """Return the blocks of a config's ``weight_block_size``, 128 x 128 without one; raise ValueError for no pair of
     positive integers."""
     if weight_block_size is None:
-        return Block()
+        return ScaleBlock()
     if (
         not isinstance(weight_block_size, (list, tuple))
         or len(weight_block_size) != 2
         or not all(type(size) is int and size > 0 for size in weight_block_size)
     ):
         raise ValueError(f"weight_block_size is {weight_block_size!r}, wanted two positive integers")
-    return Block(*weight_block_size)
+    return ScaleBlock(*weight_block_size)

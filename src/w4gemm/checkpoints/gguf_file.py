@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from w4gemm.checkpoints.gguf_header import Array, TensorInfo, elements, gguf_package, read_header, type_sizes
+from w4gemm.checkpoints.gguf_header import Array, GGUFTensor, elements, gguf_package, read_header, type_sizes
 from w4gemm.core.errors import FormatError, not_among
 from w4gemm.core.formats import WeightFormat
 from w4gemm.packing.bits import fields
@@ -152,7 +152,7 @@ class GGUFFile:
             return []
         return [found for end in _BESIDE if (found := name.removesuffix(".weight") + end) in self.tensors]
 
-    def _factors(self, info: TensorInfo) -> torch.Tensor:
+    def _factors(self, info: GGUFTensor) -> torch.Tensor:
         """float32 (matrices,): the factor of each matrix of a tensor in NVFP4."""
         count = math.prod(info.shape[:-2])
         scale = next((name for name in self.beside(info.name) if name.endswith(_BESIDE[0])), None)
@@ -166,7 +166,7 @@ class GGUFFile:
             )
         return self.dense(scale)
 
-    def _dequantized(self, info: TensorInfo, raw: np.ndarray[Any, np.dtype[np.uint8]]) -> np.ndarray[Any, Any]:
+    def _dequantized(self, info: GGUFTensor, raw: np.ndarray[Any, np.dtype[np.uint8]]) -> np.ndarray[Any, Any]:
         """float32 numbers of rows of a tensor."""
         if info.type in ("F32", "F16"):
             return raw.view(np.float32 if info.type == "F32" else np.float16).astype(np.float32)
@@ -178,12 +178,12 @@ class GGUFFile:
                 f"{self.path}: tensor {info.name!r} is {info.type}, which cannot be dequantized: {e}"
             ) from e
 
-    def info(self, name: str) -> TensorInfo:
+    def info(self, name: str) -> GGUFTensor:
         if name not in self.tensors:
             raise not_among(self.path, "tensor", name, self.tensors)
         return self.tensors[name]
 
-    def _raw(self, info: TensorInfo) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    def _raw(self, info: GGUFTensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
         return self._bytes[info.offset : info.offset + info.nbytes]
 
 

@@ -43,7 +43,7 @@ class Array(NamedTuple):
     at: int
 
 
-class TensorInfo(NamedTuple):
+class GGUFTensor(NamedTuple):
     """Place of a tensor in the file. ``shape`` is in PyTorch's order: (n, k) for a weight; ``offset`` and ``nbytes``
     are in bytes, from the beginning of the file."""
 
@@ -124,7 +124,7 @@ class _Entry(NamedTuple):
     offset: int
 
 
-def read_header(path: Path) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
+def read_header(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
     """Return the metadata by key and the place of each tensor by name.
 
     Raises:
@@ -182,11 +182,11 @@ def _alignment(path: Path, metadata: dict[str, Any]) -> int:
     return align
 
 
-def _located(path: Path, entries: list[_Entry], align: int, header_size: int, file_size: int) -> dict[str, TensorInfo]:
+def _located(path: Path, entries: list[_Entry], align: int, header_size: int, file_size: int) -> dict[str, GGUFTensor]:
     """Place of each tensor by name, which must be where llama.cpp looks for it."""
     start = _aligned(header_size, align)
     at = start
-    found: dict[str, TensorInfo] = {}
+    found: dict[str, GGUFTensor] = {}
     for entry in entries:
         info = _sized(path, entry, start)
         if info.name in found:
@@ -221,7 +221,7 @@ def type_sizes() -> dict[int, tuple[str, int, int]]:
     return {int(type): (type.name, *size) for type, size in sizes.items()}
 
 
-def _sized(path: Path, entry: _Entry, start: int) -> TensorInfo:
+def _sized(path: Path, entry: _Entry, start: int) -> GGUFTensor:
     if entry.type not in type_sizes():
         raise FormatError(f"{path}: tensor {entry.name!r} is of unknown type {entry.type}")
     type, elements, size = type_sizes()[entry.type]
@@ -230,4 +230,4 @@ def _sized(path: Path, entry: _Entry, start: int) -> TensorInfo:
             f"{path}: tensor {entry.name!r} has shape {entry.shape}, but {type} wants rows of whole blocks of "
             f"{elements}"
         )
-    return TensorInfo(entry.name, type, entry.shape, start + entry.offset, math.prod(entry.shape) // elements * size)
+    return GGUFTensor(entry.name, type, entry.shape, start + entry.offset, math.prod(entry.shape) // elements * size)

@@ -15,7 +15,7 @@ import torch
 
 from w4gemm.checkpoints.base import CheckpointFormat, Module, Pretrained
 from w4gemm.checkpoints.experts import Stack, stacks
-from w4gemm.checkpoints.fp8_folder import Block, Fp8Folder, block_of
+from w4gemm.checkpoints.fp8_folder import Fp8Folder, ScaleBlock, block_of
 from w4gemm.checkpoints.hugging_face import TensorInfo, quantization_config
 from w4gemm.checkpoints.methods import method_of
 from w4gemm.checkpoints.module_tensors import check_tensor, missing
@@ -76,7 +76,7 @@ class QuantizedFolder:
     """
 
     def __init__(
-        self, path: Path, packing: Packing, renamed: Callable[[str], str] = str, block: Block = Block()
+        self, path: Path, packing: Packing, renamed: Callable[[str], str] = str, block: ScaleBlock = ScaleBlock()
     ) -> None:
         self.path, self._packing = path, packing
         self._stored = Fp8Folder(path, block)

@@ -74,7 +74,7 @@ class WeightWriter(Protocol):
 
 
 @dataclass(frozen=True)
-class Plan:
+class FolderPlan:
     """Modules and dense tensors of each shard."""
 
     shards: tuple[tuple[str, ...], ...]
@@ -181,7 +181,7 @@ def _dtype_of(checkpoint: Checkpoint, name: str, dtype: torch.dtype, kept: bool)
 
 def _plan(
     checkpoint: Checkpoint, writer: WeightWriter, dtypes: Mapping[str, torch.dtype], shard_bytes: int, how: str
-) -> Plan:
+) -> FolderPlan:
     modules = checkpoint.modules
     sizes = {name: packed_shape(m.format, "canonical", m.n, m.k, m.experts).nbytes for name, m in modules.items()}
     sizes |= {name: math.prod(shape) * dtypes[name].itemsize for name, shape in checkpoint.tensors.items()}
@@ -199,7 +199,7 @@ def _plan(
         "to": [writer.name, [str(dtype) for dtype in dtypes.values()], how],
         "shards": shards,
     }
-    return Plan(tuple(map(tuple, shards)), hashlib.sha256(json.dumps(facts).encode()).hexdigest())
+    return FolderPlan(tuple(map(tuple, shards)), hashlib.sha256(json.dumps(facts).encode()).hexdigest())
 
 
 def _source(path: Path) -> list[tuple[str | int, ...]]:
@@ -211,7 +211,7 @@ def _source(path: Path) -> list[tuple[str | int, ...]]:
     return found + [(file.name, hashlib.sha256(file.read_bytes()).hexdigest()) for file in configs]
 
 
-def _check_folder(folder: Path, plan: Plan) -> None:
+def _check_folder(folder: Path, plan: FolderPlan) -> None:
     """Raise FileExistsError for links, and for anything that is no shard of this plan, unless all of its shards are
     there: the other files are written last."""
     if link := next((file for file in folder.iterdir() if file.is_symlink()), None):

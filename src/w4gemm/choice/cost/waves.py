@@ -58,7 +58,7 @@ _NEEDLESS_US = 1e3
 """Ranks a config of two launches last where one does it all."""
 
 
-class Facts(NamedTuple):
+class LaunchFacts(NamedTuple):
     """Facts that the launches of a kernel for a problem share, whatever their config, m and n."""
 
     kernel: Any
@@ -75,7 +75,7 @@ class Facts(NamedTuple):
     """CTAs that share a multiprocessor, by config, as far as they were asked for."""
 
     @classmethod
-    def of(cls, kernel: Any, problem: GemmProblem) -> Facts:
+    def of(cls, kernel: Any, problem: GemmProblem) -> LaunchFacts:
         any_variant = kernel.any_variant(replace(problem, epilogue=PLAIN))
         return cls(
             kernel,
@@ -89,12 +89,12 @@ class Facts(NamedTuple):
 
 
 _residents: dict[Any, dict[GemmConfig, int]] = {}
-"""``Facts.residents`` by ``Facts.any_variant``."""
+"""``LaunchFacts.residents`` by ``LaunchFacts.any_variant``."""
 
 
 def timers(kernel: Any, problem: GemmProblem) -> Callable[[GemmConfig], Timer]:
     """Return what gives the microseconds by m of the one or two launches of each config of a Hopper kernel."""
-    facts, per_flop = Facts.of(kernel, problem), 2 * problem.n * problem.k
+    facts, per_flop = LaunchFacts.of(kernel, problem), 2 * problem.n * problem.k
     moved = moved_us(problem)
 
     def timer(config: GemmConfig) -> Timer:
@@ -110,7 +110,7 @@ def timers(kernel: Any, problem: GemmProblem) -> Callable[[GemmConfig], Timer]:
     return timer
 
 
-def _two_launches_timer(facts: Facts, problem: GemmProblem, config: GemmConfig) -> Timer:
+def _two_launches_timer(facts: LaunchFacts, problem: GemmProblem, config: GemmConfig) -> Timer:
     per_flop, alone, tail = 2 * problem.n * problem.k, replace(config, tail=None), config.tail
     assert tail is not None
     known: dict[tuple[int, GemmConfig], Callable[[int, float], float]] = {}
@@ -139,14 +139,14 @@ def timed_as(kernel: Any, problem: GemmProblem) -> str:
     return str(kernel.name) if promoted else f"{kernel.name} folded"
 
 
-def _launch_timer(facts: Facts, problem: GemmProblem, config: GemmConfig, moved: Timer) -> LaunchTimer | None:
+def _launch_timer(facts: LaunchFacts, problem: GemmProblem, config: GemmConfig, moved: Timer) -> LaunchTimer | None:
     """:func:`launch_timer` with the config's times; None if nothing is known of the kernel."""
     times = facts.constants.times(facts.timed_as, config)
     return None if times is None else launch_timer(facts, problem, config, moved)(times)
 
 
 def launch_timer(
-    facts: Facts, problem: GemmProblem, config: GemmConfig, moved: Timer, divided: Division = random_and_zipf_rows
+    facts: LaunchFacts, problem: GemmProblem, config: GemmConfig, moved: Timer, divided: Division = random_and_zipf_rows
 ) -> Callable[[SliceTimes], LaunchTimer]:
     """Return what gives, for times of a config, the microseconds of one launch. The times are those of bf16 with int4
     weights and bf16 scales; other formats take longer to decode.
@@ -210,7 +210,7 @@ def launch_timer(
     return of_times
 
 
-def _resident(facts: Facts, config: GemmConfig) -> int:
+def _resident(facts: LaunchFacts, config: GemmConfig) -> int:
     """CTAs of a launch that one multiprocessor holds at once: as many as the kernel is made for, or, of CTAs with one
     consumer warpgroup that are not persistent, as many as there is room for (seen with 16-bit x)."""
     meant: int = facts.kernel.ctas_per_sm(config)
@@ -230,7 +230,7 @@ _boxes: dict[tuple[str, int], int] = {}
 """Tokens of one TMA box by kernel and tile_m."""
 
 
-def _first_box(facts: Facts, config: GemmConfig) -> int:
+def _first_box(facts: LaunchFacts, config: GemmConfig) -> int:
     """Tokens of a tile's first TMA box, which cannot be moved back to end at m; 0 if boxes have no rows past m."""
     if facts.kernel.name == "sm90_decode":
         return 0
@@ -240,7 +240,7 @@ def _first_box(facts: Facts, config: GemmConfig) -> int:
     return _boxes[name]
 
 
-def _tile_overhead(facts: Facts, problem: GemmProblem, config: GemmConfig) -> float:
+def _tile_overhead(facts: LaunchFacts, problem: GemmProblem, config: GemmConfig) -> float:
     """Part by which the format makes a k-slice of few tokens slower than the measured one, bf16 with bf16 scales."""
     form = config.tile_m, config.tile_n, config.tile_k, config.schedule
     found = facts.decode_overheads.get(form)
@@ -255,7 +255,7 @@ def _tile_overhead(facts: Facts, problem: GemmProblem, config: GemmConfig) -> fl
     return found
 
 
-def _expert_tiles_us(facts: Facts, problem: GemmProblem, config: GemmConfig) -> float:
+def _expert_tiles_us(facts: LaunchFacts, problem: GemmProblem, config: GemmConfig) -> float:
     """Additional time of sm90_decode with experts: it begins later, as each warp looks for its expert and rows by
     itself; and a CTA has tile after tile, and its pipelines drain while its warps add up."""
     n_tiles, model = -(-problem.n // config.tile_n), facts.constants.models["waves"]

@@ -49,7 +49,7 @@ class Patches:
 
 
 @dataclass
-class Place:
+class StepPlace:
     """Where a fused step writes the new token, and what its model has handed over for the attention of a layer."""
 
     slot: torch.Tensor
@@ -67,11 +67,11 @@ class Place:
         self.layer = layer
 
 
-current: contextvars.ContextVar[Place | None] = contextvars.ContextVar("w4gemm_step", default=None)
+current: contextvars.ContextVar[StepPlace | None] = contextvars.ContextVar("w4gemm_step", default=None)
 """The fused step that this thread computes."""
 
 
-def fuse_attention(patches: Patches, model: PreTrainedModel, place: Place) -> None:
+def fuse_attention(patches: Patches, model: PreTrainedModel, place: StepPlace) -> None:
     """Let a model's code hand its unrotated q, k and v to one kernel, until the end of the patches.
 
     Raises:

@@ -28,7 +28,7 @@ from w4gemm.choice import PlanKey
 from w4gemm.core.activation import ACTIVATIONS, parse
 from w4gemm.core.epilogue import Epilogue
 from w4gemm.core.problem import Device
-from w4gemm.integrations.decoder.attention import NotFusable, Patches, Place, fuse_attention
+from w4gemm.integrations.decoder.attention import NotFusable, Patches, StepPlace, fuse_attention
 from w4gemm.integrations.decoder.requirements import GATE_UP, LAYER, QKV, norm_eps
 from w4gemm.kernels.gate_halves.spec import GateHalves
 from w4gemm.kernels.helper import Helper
@@ -140,7 +140,7 @@ class Fusion:
 
 
 @contextlib.contextmanager
-def fused(model: PreTrainedModel, fusion: Fusion, place: Place | None) -> Iterator[None]:
+def fused(model: PreTrainedModel, fusion: Fusion, place: StepPlace | None) -> Iterator[None]:
     """Let a step of the model run in fewer kernels. place: where its attention writes the new token; None for the
     model's own attention and cache.
 

@@ -12,7 +12,7 @@ from torch import nn
 from transformers.cache_utils import StaticCache, StaticLayer, StaticSlidingWindowLayer
 
 from w4gemm.choice import Prepared
-from w4gemm.integrations.decoder.attention import NotFusable, Place, current
+from w4gemm.integrations.decoder.attention import NotFusable, StepPlace, current
 from w4gemm.integrations.decoder.fusion import Fusion, fused
 from w4gemm.integrations.decoder.requirements import cache_argument, log_once, takes
 from w4gemm.kernels.graph import capturing
@@ -144,7 +144,7 @@ class DecodeStep:
         assert self.fusion is not None
         self.position.add_(1)
         options = {"position_ids": self.position, cache_argument(model): self.cache}
-        with fused(model, self.fusion, Place(self.slot, self.first)):
+        with fused(model, self.fusion, StepPlace(self.slot, self.first)):
             logits = model(self.token, use_cache=True, return_dict=True, **options).logits[:, -1]
         torch._foreach_add_([self.slot, *(layer.cumulative_length for layer in self.cache.layers)], 1)
         return logits

@@ -50,7 +50,7 @@ _FP8 = "w4gemm_fp8"
 """Attribute of a scheme that :func:`fp8_scheme` made."""
 
 
-class Facts(NamedTuple):
+class LayerNumbers(NamedTuple):
     """Facts that a scheme says of a layer, and its numbers."""
 
     bits: int
@@ -70,7 +70,7 @@ class Scheme(NamedTuple):
     """Parameters whose numbers are packed, as far as it makes them; the first holds the codes."""
     others: tuple[str, ...]
     """Other parameters that it may make."""
-    facts: Callable[[Any, Any], Facts]
+    facts: Callable[[Any, Any], LayerNumbers]
     """Reads the scheme and a layer that it has loaded."""
     apply: str = "apply_weights"
     """Name of the method that multiplies."""
@@ -207,36 +207,36 @@ def _check_order(act_order: bool, shapes: Any) -> None:
         raise ValueError("they are in act-order (desc_act), and their input features are divided among GPUs")
 
 
-def _gptq(self: Any, layer: Any) -> Facts:
+def _gptq(self: Any, layer: Any) -> LayerNumbers:
     config = self.quant_config
     _check_order(config.desc_act, self.kernel.kernel_config)
     tensors = {name: getattr(layer, name).data for name in ("qweight", "scales", *(["g_idx"] * config.desc_act))}
     format = int4_format(config.group_size, False, layer.scales.dtype)  # SGLang takes symmetric GPTQ only
     numbers = gptq.numbers(tensors, format)
-    return Facts(config.weight_bits, numbers)
+    return LayerNumbers(config.weight_bits, numbers)
 
 
-def _awq(self: Any, layer: Any) -> Facts:
+def _awq(self: Any, layer: Any) -> LayerNumbers:
     config = self.quant_config
     tensors = {name: getattr(layer, name).data for name in ("qweight", "scales", "qzeros")}
     numbers = awq.numbers(tensors, int4_format(config.group_size, True, layer.scales.dtype))
-    return Facts(config.weight_bits, numbers)
+    return LayerNumbers(config.weight_bits, numbers)
 
 
-def _compressed_tensors(self: Any, layer: Any) -> Facts:
+def _compressed_tensors(self: Any, layer: Any) -> LayerNumbers:
     _check_order(self.has_g_idx, self.kernel_config)
     names = ["weight_packed", "weight_scale"] + ["weight_g_idx"] * self.has_g_idx
     names += [] if self.symmetric else ["weight_zero_point"]
     format = int4_format(self.group_size, not self.symmetric, layer.weight_scale.dtype)
     numbers = compressed_tensors.numbers({name: getattr(layer, name).data for name in names}, format)
-    return Facts(32 // self.pack_factor, numbers)
+    return LayerNumbers(32 // self.pack_factor, numbers)
 
 
-def _nvfp4_compressed_tensors(self: Any, layer: Any) -> Facts:
+def _nvfp4_compressed_tensors(self: Any, layer: Any) -> LayerNumbers:
     return _nvfp4(layer, layer.weight_packed, 1 / layer.weight_global_scale.data)
 
 
-def _nvfp4_modelopt(self: Any, layer: Any) -> Facts:
+def _nvfp4_modelopt(self: Any, layer: Any) -> LayerNumbers:
     from sglang.srt.layers.quantization.fp4_utils import get_fp4_gemm_runner_backend
 
     facts, backend = _nvfp4(layer, layer.weight, layer.weight_scale_2.data), get_fp4_gemm_runner_backend()
@@ -245,15 +245,15 @@ def _nvfp4_modelopt(self: Any, layer: Any) -> Facts:
     return facts._replace(refused="they scale activations first (NVFP4_AWQ)" if self.quant_config.is_awq else "")
 
 
-def _nvfp4_modelopt_16_bit(self: Any, layer: Any) -> Facts:
+def _nvfp4_modelopt_16_bit(self: Any, layer: Any) -> LayerNumbers:
     return _nvfp4(layer, layer.weight, layer.weight_scale_2.data)
 
 
-def _nvfp4(layer: Any, codes: torch.Tensor, factors: torch.Tensor) -> Facts:
+def _nvfp4(layer: Any, codes: torch.Tensor, factors: torch.Tensor) -> LayerNumbers:
     """Return what holds for a layer with a factor for each of its fused parts."""
     widths = torch.tensor(layer.logical_widths, device=factors.device)
     each_row = factors.repeat_interleave(widths)
-    return Facts(4, packed_floats.numbers(codes.data, layer.weight_scale.data, packed_floats.NVFP4, each_row))
+    return LayerNumbers(4, packed_floats.numbers(codes.data, layer.weight_scale.data, packed_floats.NVFP4, each_row))
 
 
 SCHEMES = (

@@ -47,7 +47,7 @@ _BITS = tuple(
 )
 
 
-class HalfCodec(Codec):
+class E2M1HalfCodec(Codec):
     """For 16-bit x."""
 
     def decoder(self, weight: WeightOperand, decoding: Decoding) -> Any:
@@ -61,7 +61,7 @@ class HalfCodec(Codec):
         return ("e2m1_half",) if weight.kind == "f16" else (f"e2m1_{scale}{'_few' if few else ''}",)
 
 
-class PowerCodec(HalfCodec):
+class PowerCodec(E2M1HalfCodec):
     """Stores an e8m0 scale 2**e as the exponent field of the bf16 2**(e + POWER_BIAS)."""
 
     def stored_scales(self, scales: torch.Tensor) -> torch.Tensor:
@@ -71,7 +71,7 @@ class PowerCodec(HalfCodec):
         return (fields - POWER_BIAS).to(torch.uint8).view(format.scale_dtype)
 
 
-class UnsignedCodec(HalfCodec):
+class UnsignedCodec(E2M1HalfCodec):
     """Stores an e4m3 scale's magnitude as bits 14 to 7 of the fp16 of the same value. The codes take its sign, and are
     0 where it is 0: another weight's parts, but the same numbers."""
 

@@ -14,7 +14,7 @@ _ROW_BYTES = 16  # of the decoder's table: the 16 codes of a scale or zero point
 _NIBBLES = tuple(Bits(p, 15, 4 * p) for p in range(8))
 
 
-class HalfCodec(Codec):
+class Int4HalfCodec(Codec):
     """For 16-bit x and scales."""
 
     def refusal(self, format: WeightFormat) -> str:
@@ -82,7 +82,7 @@ class Fp8Codec(Codec):
         return (Fp8Decoder if self.scales_on_sums else FoldedDecoder)(weight.scale)
 
 
-INT4_MMA16 = HalfCodec(
+INT4_MMA16 = Int4HalfCodec(
     "int4_mma16", MMA16, "int4", ("bf16", "fp16"), ("none", "int", "float"), _CODES, _NIBBLES, registers=3
 )
 """Eight nibbles: bits 4 * (row8 + 2 * col8) of the low halfword hold a register's first element, of the high halfword
