@@ -122,9 +122,9 @@ class Activation(NamedTuple):
         return f"{self.name}({','.join(named)})" if named else self.name
 
 
-_known = {name: Activation(name, tuple(formula.constants.items())) for name, formula in ACTIVATIONS.items()}
-"""Activations by the texts that were parsed. Plain names are there from the start, because torch.compile of PyTorch 2.8
-cannot trace :func:`_parsed`. It is no functools.cache, because torch.compile warns of that."""
+_by_text = {name: Activation(name, tuple(formula.constants.items())) for name, formula in ACTIVATIONS.items()}
+"""Parsed activations. Plain names are there from the start, because torch.compile of PyTorch 2.8 cannot trace
+:func:`_parsed`. This is no functools.cache, because torch.compile warns of one."""
 
 
 def parse(text: str) -> Activation:
@@ -133,26 +133,26 @@ def parse(text: str) -> Activation:
     Raises:
         ValueError: for an unknown name or constant, or a constant that is no number above 0.
     """
-    found = _known.get(text) if isinstance(text, str) else None
-    if found is None:
-        found = _parsed(text)
+    activation = _by_text.get(text) if isinstance(text, str) else None
+    if activation is None:
+        activation = _parsed(text)
         if not torch.compiler.is_compiling():
-            _known[text] = found
-    return found
+            _by_text[text] = activation
+    return activation
 
 
 def _parsed(text: str) -> Activation:
-    found = re.fullmatch(r"(\w+)(?:\((.+)\))?", text) if isinstance(text, str) else None
-    name, inside = found.groups(default="") if found else ("", "")
+    match = re.fullmatch(r"(\w+)(?:\((.+)\))?", text) if isinstance(text, str) else None
+    name, inside = match.groups(default="") if match else ("", "")
     if name not in ACTIVATIONS:
-        wanted = f"one of {', '.join(ACTIVATIONS)} (constants as in silu_mul(limit=10)) or None"
-        raise ValueError(f"activation: wanted {wanted}, got {text!r}{_nearest(text)}")
+        expected = f"one of {', '.join(ACTIVATIONS)} (constants as in silu_mul(limit=10)) or None"
+        raise ValueError(f"activation: wanted {expected}, got {text!r}{_nearest(text)}")
     constants = dict(ACTIVATIONS[name].constants)
-    for given in map(str.strip, inside.split(",") if inside else ()):
-        key, _, value = given.partition("=")
+    for constant in map(str.strip, inside.split(",") if inside else ()):
+        key, _, value = constant.partition("=")
         if key not in constants:
-            known = f"wanted {' or '.join(f'{c}=NUMBER' for c in constants)}" if constants else "it has no constants"
-            raise ValueError(f"activation: {name}: {known}, got {given!r}")
+            expected = f"wanted {' or '.join(f'{c}=NUMBER' for c in constants)}" if constants else "it has no constants"
+            raise ValueError(f"activation: {name}: {expected}, got {constant!r}")
         constants[key] = _number(name, key, value)
     return Activation(name, tuple(constants.items()))
 
@@ -162,8 +162,8 @@ def _nearest(wrong: object) -> str:
     called = wrong
     if callable(wrong):  # such as torch.nn.functional.silu, torch.nn.SiLU or torch.nn.SiLU()
         called = getattr(wrong, "__name__", type(wrong).__name__)
-    known = _OTHER_NAMES.get(called.lower()) if isinstance(called, str) else None
-    return f"; nearest is {known!r}" if known else nearest(called, ACTIVATIONS)
+    name = _OTHER_NAMES.get(called.lower()) if isinstance(called, str) else None
+    return f"; nearest is {name!r}" if name else nearest(called, ACTIVATIONS)
 
 
 def _number(name: str, key: str, text: str) -> float | None:
@@ -175,8 +175,8 @@ def _number(name: str, key: str, text: str) -> float | None:
     except ValueError:
         number = math.nan
     if not 0 < number < math.inf:
-        wanted = "a number above 0" + (" or none" if optional else "")
-        raise ValueError(f"activation: {name}: {key}: wanted {wanted}, got {text!r}")
+        expected = "a number above 0" + (" or none" if optional else "")
+        raise ValueError(f"activation: {name}: {key}: wanted {expected}, got {text!r}")
     return number
 
 

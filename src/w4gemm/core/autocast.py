@@ -1,4 +1,4 @@
-"""``torch.autocast`` beside weights: :func:`without_autocast`."""
+"""Functions on weights ignore ``torch.autocast``: :func:`without_autocast`."""
 
 from __future__ import annotations
 

@@ -80,15 +80,15 @@ class GemmConfig:
             ValueError: if ``text`` is no config's string.
         """
         texts = text.split("+") if isinstance(text, str) else []
-        found = [_CONFIG.fullmatch(t) for t in texts]
-        if not 1 <= len(found) <= 2 or None in found:
+        matches = [_CONFIG.fullmatch(t) for t in texts]
+        if not 1 <= len(matches) <= 2 or None in matches:
             raise ValueError(
                 "config: wanted <tile_m>x<tile_n>x<tile_k>_<cluster_m>x<cluster_n>x1_<coop|pingpong|stream>"
                 "[_k<split_k>][+<config of the tail launch>], for example 64x128x128_1x1x1_coop_k2, "
                 f"got {text!r:.200}"
             )
         tail = None
-        for match in reversed([f for f in found if f is not None]):
+        for match in reversed([f for f in matches if f is not None]):
             sizes = {name: int(match[name] or 1) for name in _SIZES}
             tail = cls(**sizes, schedule=match["schedule"], tail=tail)
         assert tail is not None

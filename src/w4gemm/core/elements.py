@@ -132,15 +132,15 @@ def codebook(values: Iterable[float]) -> str:
         raise ValueError(f"values: wanted a largest magnitude of {_LEAST:g} to {_MOST:g}, got {values!r}") from e
     if len(words) != 16:
         raise ValueError(f"values: wanted 16 numbers, got {len(words)}")
-    found = tuple(struct.unpack(">f", word)[0] for word in words)
-    largest = max(map(abs, found)) if all(map(math.isfinite, found)) else math.nan
+    numbers = tuple(struct.unpack(">f", word)[0] for word in words)
+    largest = max(map(abs, numbers)) if all(map(math.isfinite, numbers)) else math.nan
     if not _LEAST <= largest <= _MOST:  # also true for NaN
         raise ValueError(f"values: wanted a largest magnitude of {_LEAST:g} to {_MOST:g}, got {largest:g}")
-    if not min(found) < 0 < max(found):
-        raise ValueError(f"values: wanted numbers of both signs, got {list(found)}")
-    known = next((e.name for e in ELEMENTS.values() if e.values == found and e.name != "e2m1"), None)
+    if not min(numbers) < 0 < max(numbers):
+        raise ValueError(f"values: wanted numbers of both signs, got {list(numbers)}")
+    name = next((e.name for e in ELEMENTS.values() if e.values == numbers and e.name != "e2m1"), None)
     digits = 4 if all(word.endswith(bytes(2)) for word in words) else 8
-    return known or "codebook" + "".join(word.hex()[:digits] for word in words)
+    return name or "codebook" + "".join(word.hex()[:digits] for word in words)
 
 
 def element_named(name: str) -> Element | None:
@@ -153,14 +153,14 @@ def element_named(name: str) -> Element | None:
 
 @functools.cache
 def _codebook_named(name: str) -> Element | None:
-    found = CODEBOOK_NAME.fullmatch(name)
-    if found is None:
+    match = CODEBOOK_NAME.fullmatch(name)
+    if match is None:
         return None
-    digits = len(found[1]) // 16
-    words = [found[1][i : i + digits].ljust(8, "0") for i in range(0, len(found[1]), digits)]
+    digits = len(match[1]) // 16
+    words = [match[1][i : i + digits].ljust(8, "0") for i in range(0, len(match[1]), digits)]
     values = tuple(struct.unpack(">f", bytes.fromhex(word))[0] for word in words)
     try:
-        known = codebook(values)
+        own_name = codebook(values)
     except ValueError:
         return None
-    return ELEMENTS.get(known) or (Element(name, _CODEBOOK_BITS, values) if known == name else None)
+    return ELEMENTS.get(own_name) or (Element(name, _CODEBOOK_BITS, values) if own_name == name else None)

@@ -65,13 +65,13 @@ class EpilogueOperands(NamedTuple):
 
     def of_expert(self, take: Callable[[Any], Any]) -> EpilogueOperands:
         """Return the operands of one expert, with ``take(tensor)`` for each tensor of :data:`PER_EXPERT`."""
-        given = ((name, getattr(self, name)) for name in PER_EXPERT)
-        return replaced(self, **{name: take(t) for name, t in given if t is not None})
+        operands = ((name, getattr(self, name)) for name in PER_EXPERT)
+        return replaced(self, **{name: take(t) for name, t in operands if t is not None})
 
     def of_rows(self, rows: slice) -> EpilogueOperands:
         """Return the operands of these rows of d."""
-        given = {name: getattr(self, name) for name in ("residual", "token_scale", "block_scale")}
-        return replaced(self, **{name: t[rows] for name, t in given.items() if t is not None})
+        operands = {name: getattr(self, name) for name in ("residual", "token_scale", "block_scale")}
+        return replaced(self, **{name: t[rows] for name, t in operands.items() if t is not None})
 
     def scaled_blocks(self, x: torch.Tensor) -> torch.Tensor:
         """Return x (m, k), float32 or float64, with each 128 columns multiplied by their block scale, if any."""
@@ -126,14 +126,14 @@ class Epilogue(NamedTuple):
         """Return the epilogue that asks for exactly these operands."""
         alpha, bias, residual, *scales, _ = operands
         kind = None if alpha is None else "device" if isinstance(alpha, torch.Tensor) else "host"
-        given = (scale is not None for scale in scales)
-        return cls(activation, kind, bias is not None, residual is not None, out_dtype, *given)
+        scale_flags = (scale is not None for scale in scales)
+        return cls(activation, kind, bias is not None, residual is not None, out_dtype, *scale_flags)
 
     def of_quantized(self, dtype: torch.dtype) -> Epilogue:
         """Return the epilogue of the fp8 product when x of ``dtype`` is quantized first: d keeps x's dtype."""
         out_dtype = self.result_dtype(dtype)
-        kept = None if out_dtype == default_out_dtype(torch.float8_e4m3fn) else out_dtype
-        return replaced(self, token_scale=True, out_dtype=kept)
+        stored = None if out_dtype == default_out_dtype(torch.float8_e4m3fn) else out_dtype
+        return replaced(self, token_scale=True, out_dtype=stored)
 
     def check(self) -> None:
         """Raise ValueError or TypeError, naming the field, for an unknown activation, alpha or dtype of d, or for a
@@ -156,7 +156,7 @@ class Epilogue(NamedTuple):
 
     @property
     def linear(self) -> bool:
-        """True if there is at most a bias, so that the gradients are those of a plain linear layer."""
+        """True if there is at most a bias, so that a plain linear layer's gradients apply."""
         scaled = self.alpha is not None or self.token_scale or self.expert_scale or self.block_scale
         return self.activation is None and not self.residual and not scaled
 
@@ -177,20 +177,20 @@ class Epilogue(NamedTuple):
             experts: number of experts; 0 for a single weight.
             x_rows: number of rows of x if they are gathered; None for m.
         """
-        found: dict[str, tuple[torch.dtype, tuple[Any, ...]]] = {}
+        tensors: dict[str, tuple[torch.dtype, tuple[Any, ...]]] = {}
         if self.alpha == "device":
-            found["alpha"] = torch.float32, (1,)
+            tensors["alpha"] = torch.float32, (1,)
         if self.bias:
-            found["bias"] = bias_dtype(dtype, self.out_dtype), (n,)
+            tensors["bias"] = bias_dtype(dtype, self.out_dtype), (n,)
         if self.residual:
-            found["residual"] = self.result_dtype(dtype), shape
+            tensors["residual"] = self.result_dtype(dtype), shape
         if self.token_scale:
-            found["token_scale"] = torch.float32, shape[:1] if x_rows is None else (x_rows,)
+            tensors["token_scale"] = torch.float32, shape[:1] if x_rows is None else (x_rows,)
         if self.expert_scale:
-            found["expert_scale"] = torch.float32, ()
+            tensors["expert_scale"] = torch.float32, ()
         if experts == 0:
-            return found
-        return {name: (t, (experts, *size) if name in PER_EXPERT else size) for name, (t, size) in found.items()}
+            return tensors
+        return {name: (t, (experts, *size) if name in PER_EXPERT else size) for name, (t, size) in tensors.items()}
 
     def apply(self, sums: torch.Tensor, operands: EpilogueOperands) -> torch.Tensor:
         """Return d (m, columns) for ``sums``, x @ w.T (m, n), in the dtype of ``sums``: the formula in PyTorch.

@@ -80,8 +80,8 @@ def nearest(value: object, legal: Iterable[str]) -> str:
     import difflib  # only once something is wrong
 
     by_lower = {name.lower(): name for name in legal}
-    found = difflib.get_close_matches(value.lower(), by_lower, n=1) if isinstance(value, str) else []
-    return f"; nearest is {by_lower[found[0]]!r}" if found else ""
+    close = difflib.get_close_matches(value.lower(), by_lower, n=1) if isinstance(value, str) else []
+    return f"; nearest is {by_lower[close[0]]!r}" if close else ""
 
 
 def printable(text: str) -> str:

@@ -194,9 +194,9 @@ class WeightFormat:
     @property
     def element_rule(self) -> Element:
         """The numbers that codes stand for."""
-        found = element_named(self.element)
-        assert found is not None
-        return found
+        element = element_named(self.element)
+        assert element is not None
+        return element
 
     @property
     def bits(self) -> int:
@@ -252,8 +252,8 @@ class WeightFormat:
     @property
     def part_names(self) -> tuple[str, ...]:
         """The names of the :class:`w4gemm.packing.layouts.WeightComponents` that there are."""
-        wanted = {"zeros": self.has_zero, "channels": self.has_channels, "factors": self.has_factors}
-        return ("codes", "scales", *(name for name, has in wanted.items() if has))
+        optional = {"zeros": self.has_zero, "channels": self.has_channels, "factors": self.has_factors}
+        return ("codes", "scales", *(name for name, has in optional.items() if has))
 
     @property
     def has_zero(self) -> bool:
@@ -306,19 +306,19 @@ class WeightFormat:
         Raises:
             ValueError: if ``name`` is not such a string.
         """
-        found = _NAME.fullmatch(ALIASES.get(name, name)) if isinstance(name, str) else None
-        if found is None:
+        match = _NAME.fullmatch(ALIASES.get(name, name)) if isinstance(name, str) else None
+        if match is None:
             raise ValueError(
                 f"format: wanted int4_g<group size>, for example int4_g128, or one of {', '.join(ALIASES)}, or "
                 f"<element>_g<group size>[_zint|_zfloat][_<scale>] (_col: one scale per output channel) with an "
                 f"element of {', '.join(ELEMENTS)} or a codebook's and a scale of {', '.join(SCALES)}; "
                 f"got {name!r:.200}{_meant(name)}"
             )
-        group = int(found["group"]) if found["group"] else PER_COLUMN
-        return cls(group, found["zero"] or "none", found["scale"] or "bf16", found["element"])
+        group = int(match["group"]) if match["group"] else PER_COLUMN
+        return cls(group, match["zero"] or "none", match["scale"] or "bf16", match["element"])
 
 
 def _meant(name: object) -> str:
     """Return the end of a message about a name that is no format's: the nearest format, if there is one."""
-    known = _OTHER_NAMES.get(name.lower()) if isinstance(name, str) else None
-    return f"; nearest is {known!r}" if known else nearest(name, _EXAMPLES)
+    format_name = _OTHER_NAMES.get(name.lower()) if isinstance(name, str) else None
+    return f"; nearest is {format_name!r}" if format_name else nearest(name, _EXAMPLES)

@@ -50,12 +50,12 @@ counts."""
 
 def rates_of(name: str) -> GpuRates:
     """Return the rates of the GPU called ``name``, such as ``"NVIDIA H100 PCIe"``."""
-    return _found(name)[1]
+    return _capability_and_rates(name)[1]
 
 
 def capability_of(name: str) -> tuple[int, int] | None:
     """Return the compute capability of the GPU called ``name``; None for one that is not known."""
-    return _found(name)[0]
+    return _capability_and_rates(name)[0]
 
 
 def known_names() -> list[str]:
@@ -64,7 +64,7 @@ def known_names() -> list[str]:
     return [re.sub(r"\[(\d)\d\]", r"\1", p).replace("G?", "").replace(".*", " ") for p in patterns]
 
 
-def _found(name: str) -> tuple[tuple[int, int] | None, GpuRates]:
+def _capability_and_rates(name: str) -> tuple[tuple[int, int] | None, GpuRates]:
     for capability, gpus in _KNOWN.items():
         for pattern, rates in gpus.items():
             if re.search(rf"\b{pattern}\b", name, re.IGNORECASE):

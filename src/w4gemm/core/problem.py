@@ -80,7 +80,7 @@ def _is_device_type(kind: object) -> bool:
 @functools.cache
 def _cuda_device(index: int) -> Device:
     p = torch.cuda.get_device_properties(index)
-    known = rates_of(p.name)  # before what the driver says, so that a GPU and its description are equal
+    rates = rates_of(p.name)  # before what the driver says, so that a GPU and its description are equal
     kilohertz, bits = getattr(p, "memory_clock_rate", 0), getattr(p, "memory_bus_width", 0)
     return Device(
         kind="cuda",
@@ -89,8 +89,8 @@ def _cuda_device(index: int) -> Device:
         sms=p.multi_processor_count,
         shared_memory=getattr(p, "shared_memory_per_block_optin", 0),
         rocm=torch.version.hip is not None,
-        clock=known.clock or getattr(p, "clock_rate", 0) / 1e3,
-        bandwidth=known.bandwidth or 2 * kilohertz * 1e3 * bits / 8 / 1e6,  # two transfers a clock
+        clock=rates.clock or getattr(p, "clock_rate", 0) / 1e3,
+        bandwidth=rates.bandwidth or 2 * kilohertz * 1e3 * bits / 8 / 1e6,  # two transfers a clock
     )
 
 

@@ -99,7 +99,7 @@ def warn(message: str) -> None:
 
 
 def _walk(folder: Path) -> tuple[Path, os.stat_result]:
-    """Return ``folder`` without symbolic links, and its status; refuse what stands above it."""
+    """Return ``folder`` without symbolic links, and its status; refuse an untrusted folder above it."""
     todo = list(reversed(folder.absolute().parts))
     at, links, private = Path(todo.pop()), 0, False
     about = os.lstat(at)

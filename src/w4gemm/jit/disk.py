@@ -55,8 +55,8 @@ def source_hash(*parts: str) -> str:
 
 @functools.cache
 def fingerprint() -> tuple[Hashable, ...]:
-    """Return all that compiled code depends on besides the unit and the host's processor: our sources and the versions
-    and settings of the compiler. The Python version is no part of it, because an object holds no Python."""
+    """Return the hash of our sources and the versions and settings of the compiler. Compiled code depends on these, the
+    unit and the host's processor, and not on the Python version, because an object holds no Python."""
     return (source_hash(*_SOURCES), *toolchain.versions(), environment.dsl_settings())
 
 
@@ -64,10 +64,10 @@ def fingerprint() -> tuple[Hashable, ...]:
 def processor() -> tuple[str, ...]:
     """Return the host's architecture and the instruction sets of it that host code in an object may use."""
     try:
-        found = re.search(r"^(?:flags|Features)\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        match = re.search(r"^(?:flags|Features)\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     except OSError:  # not Linux
-        found = None
-    flags = found[1].split() if found else []
+        match = None
+    flags = match[1].split() if match else []
     used = (f for f in flags if f.startswith(("avx", "bmi", "fma", "sve")) and f not in _ONLY_BY_NAME)
     return (platform.machine(), *sorted(used))
 

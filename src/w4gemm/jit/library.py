@@ -1,8 +1,8 @@
 """Shared libraries, linked from stored objects, that tvm-ffi loads without CuTe DSL.
 
 The DSL loads an object as it is, but importing the DSL takes 0.4 s, most of a new process's first call. So where this
-machine has a linker, each new object is also linked to a library beside it (10 ms). It is only a shorter way: without a
-library, or if one cannot be loaded (from a folder that forbids execution), the DSL loads the object.
+machine has a linker, each new object is also linked to a library in the same folder (10 ms). It only saves time:
+without a library, or if one cannot be loaded (from a folder that forbids execution), the DSL loads the object.
 
 A library names the two libraries that it calls, the DSL's runtime and tvm-ffi, without a folder. Both are loaded before
 it from where they are installed, so that a library never decides where code comes from.
@@ -55,8 +55,8 @@ def load(name: str, symbol: str) -> Callable[..., Any] | None:
 
 
 def link(name: str) -> None:
-    """Link the object that is stored as ``name`` to a library beside it, if this machine has a linker. It is no error
-    if that fails."""
+    """Link the object that is stored as ``name`` to a library in the same folder, if this machine has a linker. A
+    failure is only logged."""
     linker, runtime, folder = _linker(), toolchain.runtime(), environment.cache_dir()
     if linker is None or runtime is None or folder is None:
         return

@@ -31,8 +31,8 @@ def runtime() -> Path | None:
     if toolkit is None:
         return None
     files = importlib.metadata.files(f"{_LIBRARIES}{toolkit}") or []
-    found = [f for f in files if f.name == "libcute_dsl_runtime.so" and f.parent.name == "lib"]
-    return Path(str(found[0].locate())) if len(found) == 1 else None
+    runtimes = [f for f in files if f.name == "libcute_dsl_runtime.so" and f.parent.name == "lib"]
+    return Path(str(runtimes[0].locate())) if len(runtimes) == 1 else None
 
 
 @functools.cache

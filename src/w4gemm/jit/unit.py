@@ -22,8 +22,8 @@ class Unit:
     name: str
     """Name of the kernel, with which the object's file name begins."""
     key: Hashable
-    """All that the code depends on besides the target, our sources and the compiler. Its repr must be the same in every
-    process, because the file name is a hash of it."""
+    """Everything that the code depends on, except the target, our sources and the compiler. Its repr must be the same
+    in every process, because the file name is a hash of it."""
     arch: str
     """Target of the compiler, such as ``"sm_90a"``."""
     program: Callable[[], Program] = field(compare=False, repr=False)
