@@ -119,7 +119,7 @@ def explain(problem: GemmProblem, config: GemmConfig | str | None = None) -> Exp
         'cpu_mixed_gemm'
     """
     check(problem)
-    asked, m = problem, plan_rows(problem.m, problem.experts)
+    original, m = problem, plan_rows(problem.m, problem.experts)
     if config is None:
         problem = replace(resolve_gather(replace(problem, m=m)), m=problem.m)
     status = {kernel.name: status_of(kernel, problem) for kernel in KERNELS}
@@ -132,13 +132,13 @@ def explain(problem: GemmProblem, config: GemmConfig | str | None = None) -> Exp
     choice = best(replace(problem, m=m))
     assert choice is not None
     runs = ChosenConfig(choice.kernel.name, choice.config)
-    return Explanation(problem, status, candidates, runs, choice.source, asked != problem)
+    return Explanation(problem, status, candidates, runs, choice.source, original != problem)
 
 
 def _aligned(line: tuple[str, ...], widths: list[int]) -> str:
     """Return a line of the table: the config flush left, numbers flush right."""
-    left = _COLUMNS.index("kernel/config")
-    cells = (c.ljust(w) if i == left else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True)))
+    name_column = _COLUMNS.index("kernel/config")
+    cells = (c.ljust(w) if i == name_column else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True)))
     return "  ".join(cells)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 
 FEW = (1, 2, 4)
-"""Last m of each interval that sm90_decode has a compiled variant of its own for."""
+"""Last m of each interval with a compiled variant of sm90_decode of its own."""
 _TILES = (8, 16, 24, 32, 40, 48, 56, 64, 72, 80, 96, 112, 120, 128, 144, 160, 168, 192, 200, 224, 240, 256)
 BOUNDS = (*FEW, *_TILES, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 2048, 4096, 8192)
 """Last m of each interval, in ascending order, except for the last interval, which has no end: ``FEW``, then every

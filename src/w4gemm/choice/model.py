@@ -47,8 +47,8 @@ class Ranked(NamedTuple):
 
 
 def candidates(kernels: Iterable[Kernel], problem: GemmProblem) -> list[Candidate]:
-    """Return the configs that may run ``problem``, whatever its m: every legal one or, if the problem is batch
-    invariant, those of the one reduction order."""
+    """Return the configs that may run ``problem``, whatever its m: every legal one. If the problem is batch invariant,
+    all have one reduction order."""
     legal = _legal(kernels, problem)
     if not problem.batch_invariant:
         return legal
@@ -62,7 +62,8 @@ def ranked(kernels: Iterable[Kernel], problem: GemmProblem) -> list[Ranked]:
 
 
 def status_of(kernel: Kernel, problem: GemmProblem) -> Status:
-    """Return a kernel's answer to ``problem``: no also if it must be batch invariant and none of its configs is."""
+    """Return a kernel's answer to ``problem``. It is no, too, if the problem must be batch invariant and no config of
+    the kernel is."""
     status = kernel.supports(problem)
     if not status or not problem.batch_invariant:
         return status
@@ -81,8 +82,8 @@ def _legal(kernels: Iterable[Kernel], problem: GemmProblem) -> list[Candidate]:
 
 @functools.lru_cache(maxsize=16)
 def _of_kernel(kernel: Any, problem: GemmProblem) -> tuple[Candidate, ...]:
-    """:func:`_legal` of one kernel that supports the problem. The choices of a layer for all its intervals of m follow
-    one another, so the last layers are kept."""
+    """:func:`_legal` of one kernel that supports the problem. A layer's intervals of m are chosen one after another, so
+    the results of the last layers are cached."""
     timer_of = cost.timers(kernel, problem)
     return tuple(Candidate(timer_of(config), kernel, config) for config in kernel.configs(problem))
 
@@ -129,9 +130,9 @@ would be 0.18 %, and 2.8 % of the m."""
 _SAMPLES = 80
 """Number of m that a shortlist is chosen for. Half as many are too far apart for the waves of a large layer."""
 _LOOKS = 16
-"""Number of m at one of which a config has to be near the best to be considered."""
+"""Number of m that are looked at. A config is considered if it is near the best at one of them."""
 _NEAR = 1.15
-"""Largest predicted time / best predicted time, there, of a config that is considered."""
+"""Largest predicted time / best predicted time of a config that is near the best."""
 _LEAST_GAIN = 1e-4
 """Least gain in the mean logarithm of the time that is worth another config."""
 

@@ -221,8 +221,8 @@ def _ranking(problem: GemmProblem, measured: Choice | None) -> Callable[[int], C
 
 
 def problems_of_interval(problem: GemmProblem, most: int | None = None) -> list[GemmProblem]:
-    """Return one problem for each config that runs some m of the problem's interval, up to ``most``: what has to be
-    compiled for the interval. For up to 256 tokens, and for experts, that is the problem itself."""
+    """Return one problem for each config that runs some m of the problem's interval, up to ``most``. These configs are
+    compiled for the interval. Up to 256 tokens, and for experts, the problem itself is the only one."""
     if not is_by_waves(problem):
         return [problem]
     first, end = interval_of(problem.m)
@@ -256,14 +256,14 @@ def _require_support(problem: GemmProblem, kernels: tuple[Kernel, ...]) -> None:
 
 
 def _named(problem: GemmProblem) -> str:
-    """Return the problem with all the m that its plan serves, because the one that came is not known here."""
+    """Return the problem in words, with every m that its plan serves, because the caller's m is not known here."""
     if problem.experts or problem.m > WAVES_FROM:
         return str(problem)
     return str(problem).replace(f"m {problem.m},", f"{span(*interval_of(problem.m))},", 1)
 
 
 def kernels_and_config(config: GemmConfig | str) -> tuple[tuple[Kernel, ...], GemmConfig]:
-    """Return the kernels that may run ``config``, which are all unless its string names one, and the config itself."""
+    """Return the kernel that the config's string names, or all kernels, and the config."""
     name, _, text = str(config).rpartition("/")
     parsed = GemmConfig.parse(text)
     return (kernel_named(name),) if name else KERNELS, parsed

@@ -1,4 +1,4 @@
-"""The plans that are kept: :func:`plan_for` chooses once for each :class:`PlanKey`, :func:`prepare` beforehand."""
+"""The cache of plans: :func:`plan_for` chooses once for each :class:`PlanKey`, :func:`prepare` beforehand."""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ class PlanKey(NamedTuple):
         """Return the key of the plan for m rows of x, of all experts together.
 
         Args:
-            w: the weight; of a PackedShape, which has no device, ``device`` says where it is.
+            w: the weight, or its shape.
+            device: device of the weight. A PackedShape has none, so it needs this.
             dtype: dtype of x as it is multiplied.
         """
         if isinstance(w, PackedShape):
@@ -130,7 +131,7 @@ def _new_plan(key: PlanKey) -> Plan:
 
 
 def tokens_of_all_plans(key: PlanKey, most: int) -> list[int]:
-    """Return numbers of tokens within 1 .. most that between them need every plan that a single weight like the key's
+    """Return numbers of tokens within 1 .. most. Together they need every plan that the key's weight, not of experts,
     needs for 1 .. most tokens."""
     return list(_tokens_of_all_plans(replace(key.problem(), m=1), most, generation))
 
@@ -144,10 +145,10 @@ def _tokens_of_all_plans(problem: GemmProblem, most: int, generation: int) -> tu
 
 
 def is_kept(key: PlanKey, plan: Plan | None = None) -> bool:
-    """True if ``key`` has a plan, and this one if one is named, until plans are forgotten; False too for a plan that
-    only serves while another thread tunes."""
-    kept = _plans.get(key)
-    return kept is not None and (plan is None or kept is plan)
+    """True if the cache holds a plan of ``key``; if ``plan`` is not None, that very plan. A plan that only serves while
+    another thread tunes is not in the cache."""
+    cached = _plans.get(key)
+    return cached is not None and (plan is None or cached is plan)
 
 
 class Prepared(NamedTuple):
@@ -170,7 +171,7 @@ def prepare(keys: Iterable[PlanKey], helpers: Collection[Unit] = (), rank: int =
 
     Args:
         keys: the products, each with a number of tokens: ``PlanKey.of(weight, m, dtype, epilogue)``.
-        helpers: units of small kernels that run beside the products.
+        helpers: units of small kernels that run before or after the products.
         rank, ranks: the index of this process among ``ranks`` processes that prepare the same.
 
     Raises:

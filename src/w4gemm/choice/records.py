@@ -18,7 +18,7 @@ from w4gemm.packing.layouts import RENAMED
 
 
 class Key(NamedTuple):
-    """The problems that a measured choice holds for, besides its interval of m."""
+    """The problems that a measured choice holds for, apart from its interval of m."""
 
     device: str
     """Exact name of the GPU, or model of the CPU."""
@@ -58,8 +58,8 @@ class Record:
 
     @property
     def place(self) -> tuple[Key, tuple[int, int | None], int]:
-        """The facts by which a later record replaces this one. Versions of w4gemm with other revisions of the kernels,
-        which may share a table, leave each other's records."""
+        """A later record with an equal place replaces this one. Versions of w4gemm with other revisions of the kernels
+        may share a table, and leave each other's records."""
         return self.key, self.m, self.revision
 
     def holds_for(self, m: int) -> bool:
@@ -80,9 +80,9 @@ class Record:
             ValueError: if the line is not a record.
         """
         row = json.loads(line)
-        wanted = (*Key._fields, *_VALUES)
-        if not isinstance(row, dict) or set(row) != set(wanted):
-            raise ValueError(f"wanted an object with {', '.join(wanted)}")
+        fields = (*Key._fields, *_VALUES)
+        if not isinstance(row, dict) or set(row) != set(fields):
+            raise ValueError(f"wanted an object with {', '.join(fields)}")
         for name, (kind, fits) in _FITS.items():
             if not fits(row[name]):
                 raise ValueError(f"{name}: wanted {kind}, got {row[name]!r:.80}")
@@ -153,27 +153,27 @@ def epilogue_kind(problem: GemmProblem) -> str:
     bytes move, d is stored in another way, or sums are scaled in the main loop. alpha, a bias and the other activations
     cost too little to choose by.
     """
-    asked = {
+    kinds = {
         "silu_mul": problem.epilogue.gated,
         "residual": problem.epilogue.residual,
         "block_scale": problem.epilogue.block_scale,
         "float32": problem.out_dtype == torch.float32 != problem.dtype,
     }
-    return "+".join(name for name, wanted in asked.items() if wanted)
+    return "+".join(name for name, holds in kinds.items() if holds)
 
 
 def device_facts(device: Device) -> tuple[str, int]:
-    """Return the name and the number of multiprocessors (of threads on a CPU) that records are kept by."""
+    """Return the device's name and its number of multiprocessors, or of threads on a CPU, for a :class:`Key`."""
     return (device.name, device.sms) if device.kind == "cuda" else (_processor(), torch.get_num_threads())
 
 
 @functools.cache
 def _processor() -> str:
     try:
-        found = re.search(r"^model name\s*:\s*(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        match = re.search(r"^model name\s*:\s*(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     except OSError:  # not Linux
-        found = None
-    return found[1].strip() if found else "CPU"
+        match = None
+    return match[1].strip() if match else "CPU"
 
 
 # --- tables ---------------------------------------------------------------------------------------------------------
@@ -194,8 +194,8 @@ def parse_lines(lines: Iterable[str]) -> tuple[list[Record], list[tuple[int, str
 
 def effective(records: Iterable[Record]) -> list[Record]:
     """Return the records that no later record replaces, in the order of their lines."""
-    found: dict[object, Record] = {}
+    latest: dict[object, Record] = {}
     for record in records:
-        found.pop(record.place, None)  # the place in the order changes as well
-        found[record.place] = record
-    return list(found.values())
+        latest.pop(record.place, None)  # the place in the order changes as well
+        latest[record.place] = record
+    return list(latest.values())

@@ -3,7 +3,7 @@
 There are two: the user's, ``tuned.jsonl`` in the cache folder, and the shipped one, ``tables/<device>.jsonl`` in this
 package. The user's goes before the shipped one and, in a table, later lines go before earlier ones. A line is appended
 in one write under a lock, so that many processes can tune at once and an interrupted one loses nothing. A line that
-cannot be read is skipped with a warning. :mod:`w4gemm.choice.choose` decides whether a record may still be used.
+cannot be read is skipped with a warning. :mod:`w4gemm.choice.plan` decides whether a record may still be used.
 """
 
 from __future__ import annotations
@@ -85,28 +85,28 @@ def _shipped(key: Key) -> list[Record]:
 @functools.lru_cache(maxsize=256)
 def _of_layer(path: Path, changed: int, size: int, n: int, k: int) -> dict[Key, list[Record]]:
     """Return the records of weights (n, k) in a shipped table by their key, in the order of their lines."""
-    found: dict[Key, list[Record]] = {}
+    records: dict[Key, list[Record]] = {}
     for line in _by_layer(path, changed, size).get((str(n), str(k)), []):
         record = Record.parse(line)
-        found.setdefault(record.key, []).append(record)
-    return found
+        records.setdefault(record.key, []).append(record)
+    return records
 
 
 @functools.lru_cache(maxsize=8)
 def _by_layer(path: Path, changed: int, size: int) -> dict[tuple[str, str], list[str]]:
     """Return the lines of a shipped table by n and k, in digits. Only the lines of one layer are parsed then, because
     parsing all of them takes as long as everything else in the first choice of a process."""
-    found: dict[tuple[str, str], list[str]] = {}
+    lines: dict[tuple[str, str], list[str]] = {}
     for line in path.read_text(encoding="utf-8").splitlines():
         layer = _LAYER.search(line)
         assert layer is not None, line
-        found.setdefault((layer[1], layer[2]), []).append(line)
-    return found
+        lines.setdefault((layer[1], layer[2]), []).append(line)
+    return lines
 
 
 def _state(path: Path) -> tuple[int, int] | None:
-    """Return a file's time of change and its size, which tell whether it is still the file that was read; None if there
-    is no file, or none that this user may look at, of which the log tells once."""
+    """Return a file's time of change and its size, which differ once the file has changed. None if there is no file, or
+    if this user may not look at it; the log then says so once."""
     try:
         about = path.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -119,10 +119,10 @@ def _state(path: Path) -> tuple[int, int] | None:
 
 @functools.lru_cache(maxsize=8)
 def _by_key(path: Path, changed: int, size: int) -> dict[Key, list[Record]]:
-    found: dict[Key, list[Record]] = {}
+    records: dict[Key, list[Record]] = {}
     for record in _read(path, changed, size):
-        found.setdefault(record.key, []).append(record)
-    return found
+        records.setdefault(record.key, []).append(record)
+    return records
 
 
 @functools.lru_cache(maxsize=8)

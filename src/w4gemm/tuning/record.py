@@ -1,4 +1,4 @@
-"""The facts that are written beside every measured number and every GPU test run: machine, versions, commit."""
+"""Facts that every measured number and every GPU test run is written with: machine, versions, commit."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ def append(path: str | Path, *rows: dict[str, Any]) -> None:
 
 def _commit() -> tuple[str, bool]:
     """Return the checkout's commit and True if anything but results differs from it; ("", True) if that is unknown."""
-    given = environment.commit()
-    if given is not None:
-        return given.removesuffix("-dirty"), given.endswith("-dirty")
+    commit = environment.commit()
+    if commit is not None:
+        return commit.removesuffix("-dirty"), commit.endswith("-dirty")
     try:
         _git("ls-files", "--error-unmatch", str(Path(__file__).resolve()))  # else this is an installed copy
         top = _git("rev-parse", "--show-toplevel")

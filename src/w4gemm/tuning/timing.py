@@ -50,11 +50,11 @@ def _time_graphs(variants: Sequence[Sequence[Callable[[], object]]], replays: in
     order, shuffle = list(zip(graphs, variants, warm_ups, times, strict=True)), random.Random(0).shuffle
     for _ in range(replays):
         shuffle(order)
-        for graph, calls, before, found in order:
+        for graph, calls, before, samples in order:
             for _ in range(before):
                 graph.replay()
-            found.append(_replay_ms(graph) * 1e3 / len(calls))
-    return [_percentiles(found) for found in times]
+            samples.append(_replay_ms(graph) * 1e3 / len(calls))
+    return [_percentiles(samples) for samples in times]
 
 
 def _warm_ups(ms: float, calls: int) -> int:
@@ -77,12 +77,12 @@ def time_calls(variants: Sequence[Sequence[Callable[[], object]]], replays: int 
         calls[0]()
     times: list[list[float]] = [[] for _ in variants]
     for _ in range(replays):
-        for calls, found in zip(variants, times, strict=True):
+        for calls, samples in zip(variants, times, strict=True):
             start = time.perf_counter()
             for call in calls:
                 call()
-            found.append((time.perf_counter() - start) * 1e6 / len(calls))
-    return [_percentiles(found) for found in times]
+            samples.append((time.perf_counter() - start) * 1e6 / len(calls))
+    return [_percentiles(samples) for samples in times]
 
 
 def _capture(calls: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:

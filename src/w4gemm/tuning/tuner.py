@@ -107,7 +107,7 @@ def tune(
     todo = [replace(p, m=choice.interval_end(p.m)) for p in problems]
     todo = sorted(dict.fromkeys(todo), key=lambda p: (p.n, p.k, str(p.format), str(p.dtype), str(p.epilogue), p.m))
     guesses = {p: _guesses(p, top) for p in todo if force or not _is_tuned(p)}
-    guesses = {p: found for p, found in guesses.items() if found}
+    guesses = {p: configs for p, configs in guesses.items() if configs}
     workload: Workload | None = None
     with CompilePool(workers) as pool:
         objects = _compile(pool, guesses)
@@ -119,11 +119,11 @@ def tune(
             if progress is not None:
                 progress(done, total, f"m {problem.m}, n {problem.n}, k {problem.k}")
 
-        for problem, found in guesses.items():
+        for problem, configs in guesses.items():
             if workload is None or not workload.serves(problem):
                 workload = None  # give its memory back first
                 workload = Workload(problem, device)
-            outcome = _measure(problem, found, objects, workload, step)
+            outcome = _measure(problem, configs, objects, workload, step)
             if outcome is not None:
                 stored = store.add([outcome.record])
                 choice.forget(problem.n, problem.k)
@@ -170,8 +170,8 @@ def autotune(*, top: int | None = TOP) -> AbstractContextManager[None]:
 
 
 def _is_tuned(problem: GemmProblem) -> bool:
-    found = choice.measured_record(problem)
-    return found is not None and found[0] == "tuned"
+    measured = choice.measured_record(problem)
+    return measured is not None and measured[0] == "tuned"
 
 
 def _guesses(problem: GemmProblem, top: int | None) -> list[tuple[Kernel, GemmConfig]]:
@@ -186,14 +186,14 @@ Objects = dict[Unit, "Future[bytes]"]
 
 def _compile(pool: CompilePool, guesses: dict[GemmProblem, list[tuple[Kernel, GemmConfig]]]) -> Objects:
     """Begin to compile the objects that are not ready, each once; return their futures."""
-    units = dict.fromkeys(k.unit(problem, config) for problem, found in guesses.items() for k, config in found)
-    wanted = [unit for unit in units if unit is not None and not is_ready(unit)]
-    return dict(zip(wanted, pool.submit(wanted), strict=True))
+    units = dict.fromkeys(k.unit(problem, config) for problem, configs in guesses.items() for k, config in configs)
+    missing = [unit for unit in units if unit is not None and not is_ready(unit)]
+    return dict(zip(missing, pool.submit(missing), strict=True))
 
 
 def _measure(
     problem: GemmProblem,
-    found: list[tuple[Kernel, GemmConfig]],
+    configs: list[tuple[Kernel, GemmConfig]],
     objects: Objects,
     workload: Workload,
     step: Callable[[], None],
@@ -202,7 +202,7 @@ def _measure(
     operands = workload.operands(problem.m)
     launches: dict[str, Launch] = {}
     failed: dict[str, str] = {}
-    for kernel, config in found:
+    for kernel, config in configs:
         name = f"{kernel.name}/{config}"
         step()
         try:
@@ -219,7 +219,7 @@ def _measure(
         _log.warning("%s: %s is left out: %s", problem, name, reason)
     if not launches:
         return None
-    first = f"{found[0][0].name}/{found[0][1]}"
+    first = f"{configs[0][0].name}/{configs[0][1]}"
     times, ragged = _times(launches, operands, workload, first)
     best = _best(times, ragged, first)
     return Outcome(problem, times, ragged, failed, first, record_of(problem, best, times[best].p50))
@@ -242,8 +242,8 @@ class _Times(NamedTuple):
 
 
 def _best(times: dict[str, Timing], ragged: dict[str, Timing], first: str) -> str:
-    """Return the finalist that is fastest at both m, among those about as fast as any at the last m; the first guess if
-    that gains too little."""
+    """Return the finalist of least time, geometric mean over both m, among those nearly as fast as the fastest at the
+    last m. Return the first guess if that one gains too little."""
 
     def both(name: str) -> float:
         return math.sqrt(times[name].p50 * ragged[name].p50)

@@ -72,21 +72,21 @@ class Workload:
         residual = random(m, columns, dtype=problem.out_dtype) if epilogue.residual else None
         copies = self._copies if m <= _MANY_TOKENS else self._copies[:4]
         token_scale = scales(m) if epilogue.token_scale else None
-        given = EpilogueOperands(alpha, bias, residual, token_scale)
+        tensors = EpilogueOperands(alpha, bias, residual, token_scale)
         if epilogue.block_scale:
-            given = given._replace(block_scale=scales(-(-problem.k // SCALE_BLOCK), m).T)
-        return [Operands(xs[i % 2], w, out, given) for i, w in enumerate(copies)]
+            tensors = tensors._replace(block_scale=scales(-(-problem.k // SCALE_BLOCK), m).T)
+        return [Operands(xs[i % 2], w, out, tensors) for i, w in enumerate(copies)]
 
     def error(self, launch: Launch, operands: Operands) -> float:
-        """Return the relative error |d - wanted| / |wanted| of the first rows of a launch's result d, where wanted is
+        """Return the relative error |d - expected| / |expected| of the first rows of a launch's result d. Expected is
         the float32 product with the dequantized weight."""
         operands.out.fill_(float("nan"))
         launch(operands)
         rows = slice(0, _CHECKED_ROWS)
-        given = operands.epilogue.of_rows(rows)
-        sums = given.scaled_blocks(operands.x[rows].float()) @ self._dense.T
-        wanted = self.problem.epilogue.apply(sums, given)
-        return ((operands.out[rows].float() - wanted).norm() / wanted.norm()).item()
+        tensors = operands.epilogue.of_rows(rows)
+        sums = tensors.scaled_blocks(operands.x[rows].float()) @ self._dense.T
+        expected = self.problem.epilogue.apply(sums, tensors)
+        return ((operands.out[rows].float() - expected).norm() / expected.norm()).item()
 
     def time(self, launches: list[Launch], operands: list[Operands], replays: int) -> list[Timing]:
         """Return the microseconds of each of several launches, which are measured interleaved."""

@@ -37,8 +37,8 @@ _ROOFLINE = _each(lambda kernel, problem, config: 2 * roofline_us(problem))
 
 
 def timers(kernel: Kernel, problem: GemmProblem) -> _Timers:
-    """Return a function that gives a config's :data:`Timer`, the microseconds of a launch by m, more than 0. They order
-    configs and kernels on one device, no more."""
+    """Return a function from a config to its :data:`Timer`. Times are above 0. They order configs and kernels on one
+    device, no more."""
     return _TIMERS.get(kernel.name, _ROOFLINE)(kernel, problem)
 
 

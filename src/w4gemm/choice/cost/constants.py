@@ -23,7 +23,7 @@ from w4gemm.core.problem import H200, Device
 FOLDER = Path(__file__).resolve().parent
 _REFERENCE = H200.name
 _UNMEASURED = 1.05
-"""Time of a config without measurements over that of the configs that stand for it: it ranks after their own config."""
+"""Time of a config without measurements / time of its nearest measured config, so that it ranks after that one."""
 
 
 class SliceTimes(NamedTuple):
@@ -74,16 +74,16 @@ class Constants:
         return Scale(clock, memory, memory * sms, mma)
 
     def times(self, kernel: str, config: GemmConfig) -> SliceTimes | None:
-        """Times of a config. If it was not measured, but the same with a smaller and a larger tile_m, those between
-        theirs; else a little more than those of the nearest one of the kernel that was. None for a kernel of which
-        nothing was measured."""
+        """Return the times of a config. A config without measurements gets times between those of the configs with a
+        smaller and a larger tile_m. If these were not measured, it gets a little more than the nearest measured config
+        of the kernel. None for a kernel without measurements."""
         name = f"{kernel}/{config}"
-        found = self.configs.get(name)
-        if found is None:
+        times = self.configs.get(name)
+        if times is None:
             if name not in self._estimated:
                 self._estimated[name] = self._between(kernel, config) or self._estimate(kernel, config)
-            found = self._estimated[name]
-        return found
+            times = self._estimated[name]
+        return times
 
     def _between(self, kernel: str, config: GemmConfig) -> SliceTimes | None:
         like = self._by_tile_m.get(f"{kernel}/{_but_tile_m(str(config))}", {})
@@ -109,20 +109,20 @@ class Constants:
     @functools.cached_property
     def _measured(self) -> dict[str, list[tuple[GemmConfig, SliceTimes]]]:
         """``configs`` by the kernel's name."""
-        found: dict[str, list[tuple[GemmConfig, SliceTimes]]] = {}
+        measured: dict[str, list[tuple[GemmConfig, SliceTimes]]] = {}
         for name, times in self.configs.items():
             kernel, _, text = name.rpartition("/")
-            found.setdefault(kernel, []).append((GemmConfig.parse(text), times))
-        return found
+            measured.setdefault(kernel, []).append((GemmConfig.parse(text), times))
+        return measured
 
     @functools.cached_property
     def _by_tile_m(self) -> dict[str, dict[int, SliceTimes]]:
-        """``configs`` by what :func:`_but_tile_m` leaves of their names, and by tile_m."""
-        found: dict[str, dict[int, SliceTimes]] = {}
+        """``configs`` by their names without tile_m (:func:`_but_tile_m`), then by tile_m."""
+        times_by_tile_m: dict[str, dict[int, SliceTimes]] = {}
         for name, times in self.configs.items():
             kernel, _, text = name.rpartition("/")
-            found.setdefault(f"{kernel}/{_but_tile_m(text)}", {})[int(text.partition("x")[0])] = times
-        return found
+            times_by_tile_m.setdefault(f"{kernel}/{_but_tile_m(text)}", {})[int(text.partition("x")[0])] = times
+        return times_by_tile_m
 
 
 def _but_tile_m(config: str) -> str:
@@ -135,7 +135,7 @@ def _ratio(ours: float, theirs: float) -> float:
 
 
 def _distance(a: GemmConfig, b: GemmConfig) -> tuple[float, str]:
-    """How little the times of two configs say of each other: the schedule counts most, the cluster least."""
+    """Return how unlike two configs are, as a sort key: the schedule counts most, the cluster least."""
     sizes = _octaves(a.tile_m, b.tile_m) + _octaves(a.tile_n, b.tile_n) + _octaves(a.tile_k, b.tile_k)
     sizes += _octaves(a.split_k, b.split_k)
     clusters = _octaves(a.cluster_m, b.cluster_m) + _octaves(a.cluster_n, b.cluster_n)
@@ -181,12 +181,12 @@ def path_of(gpu: str) -> Path:
 @functools.cache
 def measured() -> dict[str, Device]:
     """The GPUs that constants were measured on, by name."""
-    found = {}
+    gpus = {}
     for path in sorted(FOLDER.glob("*.jsonl")):
         with open(path, encoding="utf-8") as f:
             gpu = _device(json.loads(f.readline()))
-        found[gpu.name] = gpu
-    return found
+        gpus[gpu.name] = gpu
+    return gpus
 
 
 @functools.cache

@@ -1,5 +1,4 @@
-"""How much longer a format's codes take to decode than those of the format that the kernels were measured with: int4
-with scales of x's dtype, bf16."""
+"""How much longer a format takes to decode than the measured one, int4 with bf16 scales and bf16 x."""
 
 from __future__ import annotations
 

@@ -38,8 +38,8 @@ points. First choice over fastest there: 1.018 without this factor, 1.006 with i
 
 
 def random_and_zipf_rows(problem: GemmProblem, tile_m: int, us: Callable[[float], float]) -> float:
-    """Return the microseconds of a launch of experts: up to 256 rows of an expert the weighted geometric mean of its
-    times with random and with Zipf rows, beyond its time with even ones.
+    """Return the microseconds of a launch of experts. Up to 256 rows of an expert, this is the weighted geometric mean
+    of its times with random and with Zipf rows. Beyond, it is the time with even rows.
 
     Args:
         us: the microseconds of the launch by its number of m tiles.
@@ -57,16 +57,16 @@ def even_rows(problem: GemmProblem, tile_m: int, us: Callable[[float], float]) -
 
 
 def random_m_tiles(problem: GemmProblem, tile_m: int) -> float:
-    """Return the expected number of m tiles of a problem of experts under random routing, or their number if all have
-    equally many rows, if that is larger. A smaller expected number, because some experts have no rows, is not used:
-    how full the last wave of tiles is then depends on the routing."""
+    """Return the expected number of m tiles of a problem of experts under random routing, but at least their number
+    with equally many rows. A smaller number, because some experts have no rows, is not used: how full the last wave of
+    tiles is then depends on the routing."""
     even = gpu.m_tiles(problem, tile_m)
     return max(even, problem.experts * _tiles_of_one(problem.m / problem.experts, tile_m))
 
 
 def unevenness(problem: GemmProblem, tile_m: int) -> float:
-    """Return by what the time of even rows is multiplied: 1, or, for many rows of experts in 4-bit floats with 16-bit
-    x, half of what uneven rows add, since even and uneven rows count alike.
+    """Return the factor of the time of even rows. It is 1, except for many rows of experts in 4-bit floats with 16-bit
+    x. There it is half of what uneven rows add, because even and uneven rows count alike.
 
     An expert's last tile is half full on average if rows are uneven, so an expert has rows / tile_m + 1/2 tiles. On an
     H200 (2026-11-23, bench/results/grouped_fp4.jsonl) launches with 512 rows of an expert took 1.09 times as long with
@@ -82,7 +82,7 @@ def unevenness(problem: GemmProblem, tile_m: int) -> float:
 
 
 def of_wide_tiles(problem: GemmProblem, config: GemmConfig) -> float:
-    """Return by what the time of a config is multiplied because of its number of features."""
+    """Return the factor of a config's time for its number of features."""
     return _TWO_BLOCKS if config.tile_n == 256 and _many_rows_of_floats(problem) else 1.0
 
 

@@ -19,8 +19,7 @@ at 8."""
 
 
 def cpu_order(kernel: Any, problem: GemmProblem, config: GemmConfig) -> float:
-    """Return 1 for the method of the CPU kernel that is faster, 2 for the other: which one it is is all that is known
-    of every CPU."""
+    """Return 1 for the faster method of the CPU kernel and 2 for the other one. Only this order holds on every CPU."""
     few = problem.m <= _SUM_TOKENS
     return 1.0 if (config.tile_m == 1) == few else 2.0
 

@@ -38,7 +38,7 @@ class Terms(NamedTuple):
 
 
 def timers(kernel: Any, problem: GemmProblem) -> Callable[[GemmConfig], Timer]:
-    """Return what gives the microseconds of a launch by m of each config."""
+    """Return a function from a config to the :data:`Timer` of a launch."""
     any_variant, clock, sms = kernel.any_variant(problem), scale_of(problem.device).clock, problem.device.sms
 
     def timer(config: GemmConfig) -> Timer:
@@ -69,23 +69,24 @@ def timers(kernel: Any, problem: GemmProblem) -> Callable[[GemmConfig], Timer]:
 
 
 def _terms(kernel: Any, v: Any, problem: GemmProblem, config: GemmConfig) -> Terms:
-    """Constants of a config. With e4m3 x, those of 16-bit x with twice the operations per us, or, if
-    e4m3 are widened, half as many instructions again for a code; and with what the scales of sums take."""
+    """Return the constants of a config. e4m3 x has the constants of 16-bit x with twice the operations per us. If e4m3
+    are widened, the rate of operations stays and codes take half as many instructions again. Scales on sums take
+    operations of their own."""
     models = constants_for(problem.device).models
     model = models[f"mma_sync/{config.schedule}"]
-    found = Terms(**{name: us for name, us in model.items() if name in Terms._fields})
+    terms = Terms(**{name: us for name, us in model.items() if name in Terms._fields})
     slower = 1 + decode_overhead(models["decoding"], kernel.name, v.weight, v.pairs)
-    found = found._replace(decode=found.decode * slower)
+    terms = terms._replace(decode=terms.decode * slower)
     if kernel.name != "sm89_fp8_gemm":
-        return found
+        return terms
     fp8 = models["mma_sync_fp8"]
     slower = fp8["stream"] if config.schedule == "stream" else 1.0
-    found = Terms(*(slower * us for us in found))
+    terms = Terms(*(slower * us for us in terms))
     if v.widened:
-        found = found._replace(decode=found.decode * fp8["widened_decode"])
+        terms = terms._replace(decode=terms.decode * fp8["widened_decode"])
     else:
-        found = found._replace(operations=found.operations / 2)
+        terms = terms._replace(operations=terms.operations / 2)
     if scales_on_sums(problem.format):
         promotion = fp8["promotion"] / Block.of(problem.format).scale_group
-        found = found._replace(operations=found.operations + promotion)
-    return found
+        terms = terms._replace(operations=terms.operations + promotion)
+    return terms

@@ -20,7 +20,7 @@ Timer = Callable[[int], float]
 _MMA_SYNC = 0.625
 """Rate of mma.sync over that of WGMMA, on a Hopper GPU at best."""
 SHARPNESS = 8
-"""Power of the smooth maximum of two times, that of moving bytes and another."""
+"""Power of the smooth maximum of the time of moving bytes and another time."""
 
 
 @functools.cache
@@ -30,7 +30,8 @@ def _block_bytes(format: WeightFormat, fp8: bool) -> int:
 
 
 def moved_us(problem: GemmProblem) -> Timer:
-    """Return the microseconds by m of every byte once: packed blocks, x and d, both as if in 16 bits."""
+    """Return the microseconds, by m, to move every byte once: packed blocks, x and d, the latter two as if in 16
+    bits."""
     blocks = -(-problem.n // BLOCK_N) * -(-problem.k // BLOCK_K)
     block_bytes = _block_bytes(problem.format, problem.dtype == torch.float8_e4m3fn)
     rate = constants_for(problem.device).models["waves"]["bytes_per_us"] / scale_of(problem.device).memory
@@ -45,7 +46,7 @@ def bytes_us(problem: GemmProblem) -> float:
 
 
 def copy_us(problem: GemmProblem) -> float:
-    """A copy of x's rows, and of their scales if they have any, before a launch."""
+    """Return the microseconds of a copy of x's rows, and of their scales if they have any, before a launch."""
     copy = constants_for(problem.device).models["copy"]
     moved = problem.m * problem.k * problem.dtype.itemsize
     return (1 + problem.epilogue.token_scale) * copy["launch_us"] + moved / copy["bytes_per_us"] * scale_of(

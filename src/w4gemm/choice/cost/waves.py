@@ -41,8 +41,8 @@ from w4gemm.packing.block import BLOCK_N
 from w4gemm.packing.codecs import scales_on_sums
 
 LaunchTimer = Callable[[int, float], float]
-"""Microseconds of one launch by m and by the operations that heat the GPU: those of all launches, if this is one of
-two."""
+"""Microseconds of one launch by m and by the operations that heat the GPU. If there are two launches, these are the
+operations of both."""
 
 _ROOT = 1 / SHARPNESS
 _DECODE_BOUND_TOKENS = 60
@@ -93,7 +93,7 @@ _residents: dict[Any, dict[GemmConfig, int]] = {}
 
 
 def timers(kernel: Any, problem: GemmProblem) -> Callable[[GemmConfig], Timer]:
-    """Return what gives the microseconds by m of the one or two launches of each config of a Hopper kernel."""
+    """Return a function from each config of a Hopper kernel to the :data:`Timer` of its one or two launches."""
     facts, per_flop = LaunchFacts.of(kernel, problem), 2 * problem.n * problem.k
     moved = moved_us(problem)
 
@@ -113,14 +113,14 @@ def timers(kernel: Any, problem: GemmProblem) -> Callable[[GemmConfig], Timer]:
 def _two_launches_timer(facts: LaunchFacts, problem: GemmProblem, config: GemmConfig) -> Timer:
     per_flop, alone, tail = 2 * problem.n * problem.k, replace(config, tail=None), config.tail
     assert tail is not None
-    known: dict[tuple[int, GemmConfig], Callable[[int, float], float]] = {}
+    timers_by_launch: dict[tuple[int, GemmConfig], Callable[[int, float], float]] = {}
 
     def launch_us(n: int, config: GemmConfig, m: int, operations: float) -> float:
-        if (n, config) not in known:
+        if (n, config) not in timers_by_launch:
             part = replace(problem, n=n)
-            found = _launch_timer(facts, part, config, moved_us(part))
-            known[n, config] = found or (lambda m, operations: 2 * roofline_us(replace(part, m=m)))
-        return known[n, config](m, operations)
+            timer_of_part = _launch_timer(facts, part, config, moved_us(part))
+            timers_by_launch[n, config] = timer_of_part or (lambda m, operations: 2 * roofline_us(replace(part, m=m)))
+        return timers_by_launch[n, config](m, operations)
 
     def us(m: int) -> float:
         first, operations = first_features(problem, m, config), m * per_flop
@@ -148,7 +148,7 @@ def _launch_timer(facts: LaunchFacts, problem: GemmProblem, config: GemmConfig, 
 def launch_timer(
     facts: LaunchFacts, problem: GemmProblem, config: GemmConfig, moved: Timer, divided: Division = random_and_zipf_rows
 ) -> Callable[[SliceTimes], LaunchTimer]:
-    """Return what gives, for times of a config, the microseconds of one launch. The times are those of bf16 with int4
+    """Return a function from a config's times to the timer of one launch. The times were measured with bf16 x, int4
     weights and bf16 scales; other formats take longer to decode.
 
     Args:
@@ -191,8 +191,8 @@ def launch_timer(
             else:
                 busy = full * (slices * full_us + tile)
                 if part > 1e-9:
-                    beside = math.ceil(part * ctas_per_sm)
-                    part_us = max(alone + shared * _contention(part, ctas_per_sm), least, loading * beside)
+                    ctas_of_sm = math.ceil(part * ctas_per_sm)
+                    part_us = max(alone + shared * _contention(part, ctas_per_sm), least, loading * ctas_of_sm)
                     busy += slices * part_us + tile
             busy *= uneven * (1 + heat * min(1, operations / hot))
             return float(fixed_us + (busy**SHARPNESS + moved(m) ** SHARPNESS) ** _ROOT)
@@ -201,9 +201,9 @@ def launch_timer(
             return lambda m, operations: of_tiles(m, -(-m // rows), operations)
 
         def of_experts(m: int, operations: float) -> float:
-            given = replace(problem, m=m)
-            uneven = unevenness(given, rows) * of_wide_tiles(given, config)
-            return divided(given, rows, lambda m_tiles: of_tiles(m, m_tiles, operations, uneven))
+            problem_of_m = replace(problem, m=m)
+            uneven = unevenness(problem_of_m, rows) * of_wide_tiles(problem_of_m, config)
+            return divided(problem_of_m, rows, lambda m_tiles: of_tiles(m, m_tiles, operations, uneven))
 
         return of_experts
 
@@ -211,19 +211,20 @@ def launch_timer(
 
 
 def _resident(facts: LaunchFacts, config: GemmConfig) -> int:
-    """CTAs of a launch that one multiprocessor holds at once: as many as the kernel is made for, or, of CTAs with one
-    consumer warpgroup that are not persistent, as many as there is room for (seen with 16-bit x)."""
+    """CTAs of a launch that one multiprocessor holds at once. That is the number that the kernel is made for. Of
+    CTAs that have one consumer warpgroup and are not persistent, it is as many as shared memory and registers allow
+    (seen with 16-bit x)."""
     meant: int = facts.kernel.ctas_per_sm(config)
     if facts.kernel.name != "sm90_mixed_gemm" or config.schedule != "coop" or config.tile_n != BLOCK_N:
         return meant
-    found = facts.residents.get(config)
-    if found is None:
+    ctas = facts.residents.get(config)
+    if ctas is None:
         variant, room = replace(facts.any_variant, config=config), 1
         if variant.warpgroups == 1 and not variant.persistent:
             room = _MEMORY_OF_SM // (variant.shared_bytes + RESERVED_SHARED_MEMORY)
-        found = max(meant, min(room, _MOST_FEW if config.tile_m <= _FEW_TOKENS else _MOST))
-        facts.residents[config] = found
-    return found
+        ctas = max(meant, min(room, _MOST_FEW if config.tile_m <= _FEW_TOKENS else _MOST))
+        facts.residents[config] = ctas
+    return ctas
 
 
 _boxes: dict[tuple[str, int], int] = {}
@@ -243,21 +244,21 @@ def _first_box(facts: LaunchFacts, config: GemmConfig) -> int:
 def _tile_overhead(facts: LaunchFacts, problem: GemmProblem, config: GemmConfig) -> float:
     """Part by which the format makes a k-slice of few tokens slower than the measured one, bf16 with bf16 scales."""
     form = config.tile_m, config.tile_n, config.tile_k, config.schedule
-    found = facts.decode_overheads.get(form)
-    if found is None:
+    overhead = facts.decode_overheads.get(form)
+    if overhead is None:
         model, variant = facts.constants.models["decoding"], replace(facts.any_variant, config=config)
         if variant.scales_on_sums and problem.dtype.itemsize == 2:  # fp8's times are measured so
-            found = sums_overhead(model, config.tile_m, variant.batches_per_chunk)
+            overhead = sums_overhead(model, config.tile_m, variant.batches_per_chunk)
         else:
-            found = decode_overhead(model, facts.kernel.name, variant.weight, variant.pairs)
-            found *= min(1, _DECODE_BOUND_TOKENS / config.tile_m)
-        facts.decode_overheads[form] = found
-    return found
+            overhead = decode_overhead(model, facts.kernel.name, variant.weight, variant.pairs)
+            overhead *= min(1, _DECODE_BOUND_TOKENS / config.tile_m)
+        facts.decode_overheads[form] = overhead
+    return overhead
 
 
 def _expert_tiles_us(facts: LaunchFacts, problem: GemmProblem, config: GemmConfig) -> float:
-    """Additional time of sm90_decode with experts: it begins later, as each warp looks for its expert and rows by
-    itself; and a CTA has tile after tile, and its pipelines drain while its warps add up."""
+    """Additional time of sm90_decode with experts. It begins later, because each warp looks for its expert and rows by
+    itself. A CTA has tile after tile, and its pipelines drain while its warps add up."""
     n_tiles, model = -(-problem.n // config.tile_n), facts.constants.models["waves"]
     ctas = problem.device.sms * facts.kernel.ctas_per_sm(config)
 
@@ -269,8 +270,8 @@ def _expert_tiles_us(facts: LaunchFacts, problem: GemmProblem, config: GemmConfi
 
 
 def _contention(part: float, ctas_per_sm: int) -> float:
-    """From 0 to 1, if ``part`` of the CTAs that the GPU holds run. Beyond one for each multiprocessor, those that hold
-    one more than others take longer."""
+    """Contention from 0 to 1 if ``part`` of the CTAs that the GPU holds run. Beyond one CTA for each multiprocessor,
+    multiprocessors that hold one more than others take longer."""
     if part * ctas_per_sm > 1:
         part = (part + math.ceil(part * ctas_per_sm) / ctas_per_sm) / 2
     return part**1.5
