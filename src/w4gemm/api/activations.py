@@ -108,8 +108,8 @@ def _check_norm_weight(norm_weight: torch.Tensor, x: torch.Tensor) -> None:
     if not isinstance(norm_weight, torch.Tensor) or norm_weight.dtype != x.dtype:
         raise TypeError(f"norm_weight: wanted {x.dtype} (k) like x or None, got {kind_of(norm_weight)}")
     if norm_weight.shape != shape or not norm_weight.is_contiguous():
-        came = f"{tuple(norm_weight.shape)}, strides {norm_weight.stride()}"
-        raise ValueError(f"norm_weight: wanted it contiguous of shape {shape}, k of x, got {came}")
+        actual = f"{tuple(norm_weight.shape)}, strides {norm_weight.stride()}"
+        raise ValueError(f"norm_weight: wanted it contiguous of shape {shape}, k of x, got {actual}")
     if norm_weight.device != x.device:
         raise ValueError(f"norm_weight: wanted x's device {x.device}, got {norm_weight.device}")
 

@@ -1,6 +1,6 @@
-"""The checks of what users pass to products. Code below the API checks nothing again.
+"""The checks of a product's arguments. Code below the API checks nothing again.
 
-Each error names the argument, what was wanted and what came.
+Each error names the argument, what was expected and what came.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _check_x(x: torch.Tensor, w: QuantizedWeight, any_dtype: bool) -> None:
 
 
 def _dtypes(w: QuantizedWeight, device: torch.device) -> tuple[torch.dtype, ...]:
-    """Return the dtypes of x that ``linear`` takes beside ``w``."""
+    """Return the dtypes of x that ``linear`` multiplies by ``w``."""
     if device.type == "cpu" or (device.type == "meta" and w.layout in ("cpu", "canonical")):  # of some device yet
         return DTYPES
     if w.activations == "fp8":
@@ -78,7 +78,7 @@ def _dtypes(w: QuantizedWeight, device: torch.device) -> tuple[torch.dtype, ...]
 
 
 def check_offsets(m_offsets: torch.Tensor, experts: int, total_m: int, device: torch.device) -> None:
-    """Check where experts' rows begin among ``total_m``; of a GPU's tensor all but the values."""
+    """Check the first row of each expert among ``total_m`` rows. Values on a GPU are not read."""
     require_tensor("m_offsets", m_offsets, torch.int32, (experts + 1,), device)
     if is_known(m_offsets):
         rows: list[int] = m_offsets.tolist()
@@ -89,13 +89,14 @@ def check_offsets(m_offsets: torch.Tensor, experts: int, total_m: int, device: t
 
 
 def check_counts(counts: torch.Tensor, x: torch.Tensor) -> None:
-    """Check how many rows of x (experts, max_m, k) each expert has; of a GPU's tensor all but the values."""
+    """Check each expert's number of rows of x (experts, max_m, k). Values on a GPU are not read."""
     require_tensor("counts", counts, torch.int32, (x.shape[0],), x.device)
     check_rows("counts", counts, 0, x.shape[1] + 1)
 
 
 def is_known(numbers: torch.Tensor) -> bool:
-    """True if the host may read numbers: not on a GPU, because that would synchronize, nor while a compiler watches."""
+    """True if the host may read ``numbers``. It may not on a GPU, because that would synchronize, nor under a
+    compiler."""
     return numbers.device.type == "cpu" and numbers.numel() > 0 and not is_watched()
 
 
@@ -116,15 +117,15 @@ def check_rows(name: str, numbers: torch.Tensor, least: int, end: int) -> None:
         return
     low, high = (int(t) for t in numbers.aminmax())
     if low < least or high >= end:
-        wanted = f"at most {end - 1}" if least < 0 else f"{least} .. {end - 1}"
-        raise ValueError(f"{name}: wanted rows {wanted}, got {low if low < least else high}")
+        legal = f"at most {end - 1}" if least < 0 else f"{least} .. {end - 1}"
+        raise ValueError(f"{name}: wanted rows {legal}, got {low if low < least else high}")
 
 
 # --- the epilogue ----------------------------------------------------------------------------------------------------
 
 
 def checked_activation(activation: str | None, n: int) -> str | None:
-    """Check an activation for a weight of n rows; return the one text of it."""
+    """Check an activation for a weight of n rows; return its canonical text."""
     activation = canonical(activation)
     if n % 2 and is_gated(activation):
         raise ValueError(f"activation: {activation} wants an even n, pairs of gate and up rows in w, got n {n}")
@@ -134,7 +135,7 @@ def checked_activation(activation: str | None, n: int) -> str | None:
 def checked_epilogue(
     x: torch.Tensor,
     w: QuantizedWeight,
-    given: EpilogueOperands,
+    operands: EpilogueOperands,
     activation: str | None,
     out_dtype: torch.dtype | None,
     shape: torch.Size,
@@ -143,10 +144,10 @@ def checked_epilogue(
 
     Args:
         x: x as it is multiplied, checked.
-        given: the operands as the user passed them.
+        operands: the operands as passed by the caller.
         shape: shape of the result without its last dimension.
     """
-    alpha, bias, residual, scale, *_ = given  # the others need no more than ``Epilogue.wanted`` says
+    alpha, bias, residual, scale, *_ = operands  # the others need no more than ``Epilogue.wanted`` says
     activation = checked_activation(activation, w.n)
     require_out_dtype(out_dtype)
     if bias is not None:
@@ -161,33 +162,33 @@ def checked_epilogue(
         )
     if out_dtype == default_out_dtype(x.dtype):
         out_dtype = None
-    operands = given
-    if alpha is not given.alpha or token_scale is not scale:
-        operands = replaced(given, alpha=alpha, token_scale=token_scale, block_scale=block_scale)
+    if alpha is not operands.alpha or token_scale is not scale:
+        operands = replaced(operands, alpha=alpha, token_scale=token_scale, block_scale=block_scale)
     epilogue = Epilogue.of(operands, activation, out_dtype)
-    if given.expert_scale is not None:
-        asked = epilogue.wanted(x.dtype, (shape.numel(), epilogue.columns(w.n)), w.n, w.experts)
-        require_tensor("expert_scale", given.expert_scale, *asked["expert_scale"], x.device)
+    if operands.expert_scale is not None:
+        tensors = epilogue.wanted(x.dtype, (shape.numel(), epilogue.columns(w.n)), w.n, w.experts)
+        require_tensor("expert_scale", operands.expert_scale, *tensors["expert_scale"], x.device)
     if residual is not None:
-        result, wanted = epilogue.result_dtype(x.dtype), (*shape, epilogue.columns(w.n))
+        result, full_shape = epilogue.result_dtype(x.dtype), (*shape, epilogue.columns(w.n))
         like = "like the result"
-        require_tensor("residual", residual, result, wanted, x.device, like=like, size=f" {like}")
-        if len(wanted) != 2:
-            operands = replaced(operands, residual=residual.view(-1, wanted[-1]))
+        require_tensor("residual", residual, result, full_shape, x.device, like=like, size=f" {like}")
+        if len(full_shape) != 2:
+            operands = replaced(operands, residual=residual.view(-1, full_shape[-1]))
     return epilogue, operands
 
 
 def _check_bias(bias: torch.Tensor, x: torch.Tensor, w: QuantizedWeight, out_dtype: torch.dtype | None) -> None:
-    wanted = bias_dtype(x.dtype, out_dtype)
+    dtype = bias_dtype(x.dtype, out_dtype)
     if x.device.type == "cpu" and out_dtype == torch.float32 and getattr(bias, "dtype", None) == torch.float32:
-        wanted = torch.float32  # there the epilogue is computed in float32 whatever the bias is
+        dtype = torch.float32  # there the epilogue is computed in float32 whatever the bias is
     shape, size = ((w.experts, w.n), ", (experts, n) of w") if w.experts else ((w.n,), ", n of w")
     like = "like x" if x.dtype != FP8 else "beside fp8 x"
-    require_tensor("bias", bias, wanted, shape, x.device, like=like, size=size)
+    require_tensor("bias", bias, dtype, shape, x.device, like=like, size=size)
 
 
-def bias_beside_fp8(bias: object, x: torch.Tensor, out_dtype: torch.dtype) -> object:
-    """Return a bias of x's dtype in the one that kernels take beside x once it is quantized; others as they are."""
+def bias_for_fp8(bias: object, x: torch.Tensor, out_dtype: torch.dtype) -> object:
+    """Return the bias for a product with x quantized to fp8. A bias of x's dtype is cast to the kernels' dtype, another
+    stays as it is."""
     if not isinstance(bias, torch.Tensor) or bias.dtype != x.dtype:
         return bias
     in_float32 = x.device.type == "cpu" and out_dtype == torch.float32
@@ -225,8 +226,8 @@ def _checked_token_scale(scale: object, x: torch.Tensor) -> tuple[torch.Tensor |
 def _checked_alpha(alpha: object, device: torch.device) -> float | torch.Tensor:
     if isinstance(alpha, torch.Tensor):
         if alpha.dtype != torch.float32 or alpha.numel() != 1 or alpha.device != device:
-            wanted = f"a number or a torch.float32 tensor of one element on {device}"
-            raise ValueError(f"alpha: wanted {wanted}, got {kind_of(alpha)} on {alpha.device}")
+            legal = f"a number or a torch.float32 tensor of one element on {device}"
+            raise ValueError(f"alpha: wanted {legal}, got {kind_of(alpha)} on {alpha.device}")
         return alpha.view(1)
     return checked_factor(alpha)
 
@@ -272,8 +273,8 @@ def check_out(
 
 
 def _has_address(out: torch.Tensor) -> bool:
-    """Return whether ``out`` is where a launch writes: not while a graph is traced, whose operators write elsewhere
-    first, nor without memory."""
+    """True if a launch writes to the memory of ``out``. It does not while a graph is traced, because operators write
+    elsewhere first, nor if ``out`` has no memory."""
     return not (torch.compiler.is_compiling() or out.is_meta or isinstance(out, FakeTensor))
 
 
@@ -310,8 +311,8 @@ def require_tensor(
     size: str = "",
     contiguous: bool = True,
 ) -> None:
-    """Raise TypeError or ValueError unless ``t`` is a tensor of this dtype, shape and device. ``like`` and ``size`` are
-    put behind the dtype and the shape in the message, and say why it is this one."""
+    """Raise TypeError or ValueError unless ``t`` is a tensor of this dtype, shape and device. In the message ``like``
+    follows the dtype and ``size`` the shape, with the reason for it."""
     if not isinstance(t, torch.Tensor):
         raise TypeError(f"{name}: wanted a tensor {shape} of {dtype}, got {type(t).__name__}")
     if t.dtype != dtype:
@@ -333,7 +334,7 @@ def check_alignment(name: str, t: torch.Tensor, bytes: int) -> None:
 
 
 def _addresses(t: torch.Tensor) -> tuple[int, int]:
-    """Return the addresses of the first byte of ``t``, which is not empty, and of the one behind its last."""
+    """Return the address of the first byte of ``t`` and the address behind its last byte. ``t`` is not empty."""
     first = t.data_ptr()
     if t.is_contiguous():
         return first, first + t.nbytes

@@ -1,5 +1,5 @@
-"""A call whose arguments were checked, which :func:`w4gemm.linear`, :func:`w4gemm.grouped_linear` and
-:func:`w4gemm.masked_linear` make of what a user passed: :func:`checked`, then :func:`compute` in plain eager mode."""
+"""A call with checked arguments. :func:`w4gemm.linear`, :func:`w4gemm.grouped_linear` and :func:`w4gemm.masked_linear`
+make one with :func:`checked`, and run it with :func:`compute` in plain eager mode."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from w4gemm.weights.weight import QuantizedWeight
 
 
 class Call(NamedTuple):
-    """A product whose arguments passed every check, except ``out``."""
+    """A product with checked arguments; ``out`` is checked later."""
 
     x: torch.Tensor
-    """(..., k), as it is multiplied: fp8 if it was quantized."""
+    """(..., k); fp8 if it was quantized."""
     w: QuantizedWeight
     epilogue: Epilogue
     operands: EpilogueOperands
@@ -53,7 +53,7 @@ class Call(NamedTuple):
 def checked(
     x: torch.Tensor,
     w: QuantizedWeight,
-    given: EpilogueOperands,
+    operands: EpilogueOperands,
     activation: str | None,
     out_dtype: torch.dtype | None,
     config: GemmConfig | str | None = None,
@@ -62,32 +62,33 @@ def checked(
     rows: ExpertRows = NO_ROWS,
     expected: int = 0,
 ) -> Call:
-    """Check the arguments of a product besides x and w, which :func:`w4gemm.api.arguments.check` has checked.
+    """Check the arguments of a product, except x and w, which :func:`w4gemm.api.arguments.check` has checked.
 
     If w has ``activations="fp8"`` and x is not fp8, x is quantized, and the result keeps the dtype that x had.
 
     Args:
-        given: the tensors and the alpha of the epilogue, as the user passed them.
+        operands: the operands as passed by the caller.
         rows, expected: as the fields of :class:`Call`.
     """
     text = "" if config is None else arguments.checked_config(config)
     require_bool("batch_invariant", batch_invariant)
     if w.activations == "fp8" and x.dtype != arguments.FP8:
-        if given.token_scale is not None:
+        if operands.token_scale is not None:
             raise TypeError(f"token_scale: wanted None for x of {x.dtype}, which is quantized here")
         if x.requires_grad and torch.is_grad_enabled():
-            refuse_fp8_gradients(x, given)
+            refuse_fp8_gradients(x, operands)
         out_dtype = out_dtype or x.dtype
-        bias = arguments.bias_beside_fp8(given.bias, x, out_dtype)
+        bias = arguments.bias_for_fp8(operands.bias, x, out_dtype)
         x, token_scale = quantize_activations(x)
-        given = replaced(given, bias=bias, token_scale=token_scale)
+        operands = replaced(operands, bias=bias, token_scale=token_scale)
     shape = x.shape[:-1] if rows.indices is None else rows.indices.shape
-    epilogue, operands = arguments.checked_epilogue(x, w, given, activation, out_dtype, shape)
+    epilogue, operands = arguments.checked_epilogue(x, w, operands, activation, out_dtype, shape)
     return Call(x, w, epilogue, operands, (*shape, epilogue.columns(w.n)), text, batch_invariant, rows, expected)
 
 
 def compute(call: Call, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the result of a call in plain eager mode, written to ``out`` if given, which is checked here."""
+    """Return the result of a call in plain eager mode. It is written to ``out``, which is checked here, or to a new
+    tensor if that is None."""
     x, w = call.x, call.w
     if out is None:
         dtype = call.dtype  # plain numbers take two thirds of the time of a tuple with a dtype

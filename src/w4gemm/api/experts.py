@@ -163,8 +163,8 @@ class W4Experts(torch.nn.Module):
             if text is not None and not isinstance(text, str):  # a module would become a child of this one
                 raise TypeError(f"{name}: wanted a string, got {kind_of(text)}")
         self.gate_up, self.down = (
-            given if isinstance(given, W4GroupedLinear) else W4GroupedLinear.from_weight(given, dtype=dtype)
-            for given in (gate_up, down)
+            weight if isinstance(weight, W4GroupedLinear) else W4GroupedLinear.from_weight(weight, dtype=dtype)
+            for weight in (gate_up, down)
         )
         first, second = self.gate_up.weight, self.down.weight
         if (second.experts, second.n, 2 * second.k) != (first.experts, first.k, first.n):
@@ -231,8 +231,8 @@ class W4Experts(torch.nn.Module):
             or expert_weights.shape != shape
             or not expert_weights.is_floating_point()
         ):
-            wanted = f"floating point {tuple(shape)} like expert_ids"
-            raise ValueError(f"expert_weights: wanted {wanted}, got {kind_of(expert_weights)}")
+            expected = f"floating point {tuple(shape)} like expert_ids"
+            raise ValueError(f"expert_weights: wanted {expected}, got {kind_of(expert_weights)}")
         if expert_weights.device != x.device:
             raise ValueError(f"expert_weights: wanted x's device {x.device}, got {expert_weights.device}")
         hidden = self.gate_up(x, routing.m_offsets, routing.tokens)

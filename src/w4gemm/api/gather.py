@@ -34,6 +34,6 @@ def gather_columns(x: torch.Tensor, perm: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def _gather_on(device: torch.device, dtype: torch.dtype, k: int) -> tuple[Callable[..., Any] | None, int]:
-    """Return the compiled gather, None if it does not run here, and the device's number of multiprocessors. Both are
-    kept together, so that a call looks up once."""
+    """Return the compiled gather, None if it does not run here, and the device's number of multiprocessors. One cache
+    holds both, so that a call looks up once."""
     return launcher(ColumnGather.of, device, dtype, k), Device.of(device).sms

@@ -1,8 +1,8 @@
 """Gradients of products with float16 activations.
 
 If something multiplies a product's sums, such as alpha, their gradient is float32 and may be far too small or too large
-for float16. So it stays float32 as long as PyTorch computes with it (:func:`narrowed`). Tensor cores take it in float16
-beside float16 weights, each row with a power of two of its own (:func:`halved`), and give float32.
+for float16. So it stays float32 as long as PyTorch computes with it (:func:`narrowed`). Tensor cores multiply it by
+float16 weights as float16 rows, each with a power of two of its own (:func:`halved`), and give float32.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _LEAST, _MOST = -126, 127
 
 
 def narrowed(grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the gradient of sums in the dtype of x, but a float32 one beside float16 x as it is."""
+    """Return the gradient of sums in ``dtype``, the dtype of x. For float16 x a float32 gradient stays float32."""
     return grad if (grad.dtype, dtype) == (torch.float32, torch.float16) else grad.to(dtype)
 
 
@@ -35,8 +35,8 @@ def product_of(rows: torch.Tensor, product: Callable[[torch.Tensor], torch.Tenso
 
 
 def halved(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return float16 rows (m, columns) and powers of two (m, 1), whose products are the given float32 rows, rounded to
-    11 bits. Numbers below 2**-29 of their row's largest one lose more bits. What is not finite stays so."""
+    """Return float16 rows (m, columns) and powers of two (m, 1). Their products are the float32 ``rows``, rounded to 11
+    bits. Numbers below 2**-29 of their row's largest one lose more bits. Infinities and NaN stay."""
     top = rows.abs().amax(1, keepdim=True)
     exponent = torch.frexp(top).exponent - _TOP
     usable = top.isfinite() & (top > 0)

@@ -85,8 +85,8 @@ def grouped_linear(
     arguments.check_offsets(m_offsets, w.experts, total_m, x.device)
     require_bool("settled", settled)
     rows = ExpertRows(m_offsets[:-1], m_offsets[1:], indices, int(settled))
-    given = EpilogueOperands(alpha, bias, residual, token_scale, expert_scale)
-    return _computed(checked(x, w, given, activation, out_dtype, config, rows=rows), out)
+    operands = EpilogueOperands(alpha, bias, residual, token_scale, expert_scale)
+    return _computed(checked(x, w, operands, activation, out_dtype, config, rows=rows), out)
 
 
 def masked_linear(
@@ -144,9 +144,9 @@ def masked_linear(
     rows = max(1, x.shape[1])  # arange wants a step
     expected = w.experts * int(min(expected_m or rows, rows))
     starts = torch.arange(0, w.experts * rows, rows, dtype=torch.int32, device=x.device)
-    given = EpilogueOperands(alpha, bias, residual, token_scale, expert_scale)
+    operands = EpilogueOperands(alpha, bias, residual, token_scale, expert_scale)
     apart = ExpertRows(starts, starts + counts)
-    return _computed(checked(x, w, given, activation, out_dtype, config, rows=apart, expected=expected), out)
+    return _computed(checked(x, w, operands, activation, out_dtype, config, rows=apart, expected=expected), out)
 
 
 def _computed(call: Call, out: torch.Tensor | None) -> torch.Tensor:

@@ -51,7 +51,7 @@ _Grouped, _GroupedDx = named(_GROUPED), named(_GROUPED_DX)
 
 
 def product(call: Call, epilogue: Epilogue, operands: EpilogueOperands) -> torch.Tensor:
-    """Return the product of a call (rows, columns) by the operator, with this epilogue instead of the call's."""
+    """Return the operator's product (rows, columns) for the x and w of a call, with this epilogue and its operands."""
     flat = _Grouped(
         call.x.reshape(-1, call.w.k), *call.rows, **flat_weight(call.w), **flat_epilogue(epilogue, operands)
     )
@@ -59,8 +59,8 @@ def product(call: Call, epilogue: Epilogue, operands: EpilogueOperands) -> torch
 
 
 def differentiable(call: Call) -> torch.Tensor:
-    """Return the result of a call where gradients are needed. PyTorch's operators compute what comes after the product.
-    Rows of no expert are zero and give no gradients.
+    """Return the result of a call that needs gradients. PyTorch's operators compute the epilogue. Rows of no expert are
+    zero and give no gradients.
 
     Raises:
         NotImplementedError: if x is fp8.
@@ -103,37 +103,37 @@ torch.library.define("w4gemm::grouped_linear_dx", schema(_GROUPED_DX), tags=_REA
 
 @torch.library.impl("w4gemm::grouped_linear", ("cpu", "cuda"))
 def _grouped_op(*flat: Any) -> torch.Tensor:
-    given = _Grouped(*flat)
-    epilogue, operands = nested_epilogue(given)
-    out, rows = _empty_result(given, epilogue), ExpertRows(given.starts, given.ends, given.indices, given.settled)
-    weight = nested_weight(given, len(given.starts))
-    launched = Operands(given.x, tuple(given.weight), out, operands, rows)
-    launch(weight, launched, epilogue, given.config, expected=given.expected)
+    args = _Grouped(*flat)
+    epilogue, operands = nested_epilogue(args)
+    out, rows = _empty_result(args, epilogue), ExpertRows(args.starts, args.ends, args.indices, args.settled)
+    weight = nested_weight(args, len(args.starts))
+    launched = Operands(args.x, tuple(args.weight), out, operands, rows)
+    launch(weight, launched, epilogue, args.config, expected=args.expected)
     return out
 
 
 @torch.library.register_fake("w4gemm::grouped_linear")
 def _grouped_fake(*flat: Any) -> torch.Tensor:
-    given = _Grouped(*flat)
-    return _empty_result(given, nested_epilogue(given)[0])
+    args = _Grouped(*flat)
+    return _empty_result(args, nested_epilogue(args)[0])
 
 
-def _empty_result(given: Any, epilogue: Epilogue) -> torch.Tensor:
-    x: torch.Tensor = given.x
-    m = (x if given.indices is None else given.indices).shape[0]
-    return x.new_empty((m, epilogue.columns(given.n)), dtype=epilogue.result_dtype(x.dtype))
+def _empty_result(args: Any, epilogue: Epilogue) -> torch.Tensor:
+    x: torch.Tensor = args.x
+    m = (x if args.indices is None else args.indices).shape[0]
+    return x.new_empty((m, epilogue.columns(args.n)), dtype=epilogue.result_dtype(x.dtype))
 
 
 @torch.library.impl("w4gemm::grouped_linear_dx", ("cpu", "cuda"))
 @without_autocast
 def _grouped_dx_op(*flat: Any) -> torch.Tensor:
-    given = _GroupedDx(*flat)
-    packed, grad = nested_weight(given, len(given.starts)), given.grad
-    w = QuantizedWeight(packed.format, packed.n, packed.k, packed.layout, tuple(given.weight), experts=packed.experts)
-    bounds = torch.stack((given.starts, given.ends), 1).tolist()
+    args = _GroupedDx(*flat)
+    packed, grad = nested_weight(args, len(args.starts)), args.grad
+    w = QuantizedWeight(packed.format, packed.n, packed.k, packed.layout, tuple(args.weight), experts=packed.experts)
+    bounds = torch.stack((args.starts, args.ends), 1).tolist()
 
     def product(rows: torch.Tensor) -> torch.Tensor:
-        dx = grad.new_zeros((grad.shape[0], given.k))
+        dx = grad.new_zeros((grad.shape[0], args.k))
         for first, dense in _dequantized(w, [e for e, (start, end) in enumerate(bounds) if end > start], rows.dtype):
             for weight, (start, end) in zip(dense, bounds[first:], strict=False):
                 if end > start and rows.dtype != grad.dtype:
@@ -146,7 +146,7 @@ def _grouped_dx_op(*flat: Any) -> torch.Tensor:
 
 
 def _dequantized(w: QuantizedWeight, needed: list[int], dtype: torch.dtype) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield the first expert and the dense weights (count, n, k) of runs of experts, which between them hold every
+    """Yield the first expert and the dense weights (count, n, k) of runs of experts. Together the runs hold every
     expert of ``needed``."""
     most = max(1, _DENSE_BYTES // (_BYTES_PER_WEIGHT * w.n * w.k))
     end = 0
@@ -162,17 +162,17 @@ def _dequantized(w: QuantizedWeight, needed: list[int], dtype: torch.dtype) -> I
 
 @torch.library.register_fake("w4gemm::grouped_linear_dx")
 def _grouped_dx_fake(*flat: Any) -> torch.Tensor:
-    given = _GroupedDx(*flat)
-    return given.grad.new_empty((given.grad.shape[0], given.k))
+    args = _GroupedDx(*flat)
+    return args.grad.new_empty((args.grad.shape[0], args.k))
 
 
 # --- their gradients -------------------------------------------------------------------------------------------------
 
 
-def _keep(ctx: Any, given: Any, indices: torch.Tensor | None) -> None:
+def _keep(ctx: Any, args: Any, indices: torch.Tensor | None) -> None:
     """Keep the rows and the weight for the backward pass."""
-    ctx.save_for_backward(given.starts, given.ends, indices, *given.weight)
-    ctx.names = names_of_weight(given)
+    ctx.save_for_backward(args.starts, args.ends, indices, *args.weight)
+    ctx.names = names_of_weight(args)
 
 
 def _kept(ctx: Any) -> tuple[dict[str, Any], torch.Tensor | None]:
@@ -182,20 +182,20 @@ def _kept(ctx: Any) -> tuple[dict[str, Any], torch.Tensor | None]:
 
 
 def _save_grouped(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    given = _Grouped(*inputs)
-    _keep(ctx, given, given.indices)
-    ctx.plain, ctx.x = _is_plain(nested_epilogue(given)[0]), (given.x.shape[0], given.x.dtype)
+    args = _Grouped(*inputs)
+    _keep(ctx, args, args.indices)
+    ctx.plain, ctx.x = _is_plain(nested_epilogue(args)[0]), (args.x.shape[0], args.x.dtype)
 
 
 def _grouped_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     if not ctx.plain:
         raise NotImplementedError("torch.ops.w4gemm.grouped_linear has gradients without an epilogue only")
-    (given, indices), (x_rows, dtype) = _kept(ctx), ctx.x
-    dx = torch.ops.w4gemm.grouped_linear_dx(*_GroupedDx(narrowed(grad, dtype), **given))
+    (saved, indices), (x_rows, dtype) = _kept(ctx), ctx.x
+    dx = torch.ops.w4gemm.grouped_linear_dx(*_GroupedDx(narrowed(grad, dtype), **saved))
     if indices is not None:  # in the order of the rows, where index_add_ would be in any order
         sums = torch.zeros((x_rows, dx.shape[1]), dtype=torch.float32, device=dx.device)
         dx = sums.index_put((indices,), dx.float(), accumulate=True)
-    return _Grouped(x=dx.to(dtype), weight=[None] * len(given["weight"]))
+    return _Grouped(x=dx.to(dtype), weight=[None] * len(saved["weight"]))
 
 
 def _save_grouped_dx(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -203,16 +203,16 @@ def _save_grouped_dx(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) ->
 
 
 def _grouped_dx_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    given, _ = _kept(ctx)
-    _, owned = _owners(given["starts"], given["ends"], grad.shape[0])
+    saved, _ = _kept(ctx)
+    _, owned = _owners(saved["starts"], saved["ends"], grad.shape[0])
 
     def product(rows: torch.Tensor) -> torch.Tensor:
         epilogue = PLAIN if rows.dtype == grad.dtype else _FLOAT32
-        flat = _Grouped(rows, **given, settled=0, **flat_epilogue(epilogue, NO_OPERANDS), config="", expected=0)
+        flat = _Grouped(rows, **saved, settled=0, **flat_epilogue(epilogue, NO_OPERANDS), config="", expected=0)
         return torch.where(owned, torch.ops.w4gemm.grouped_linear(*flat), 0.0)
 
     d = product_of(grad, product)
-    return _GroupedDx(d, weight=[None] * len(given["weight"]))
+    return _GroupedDx(d, weight=[None] * len(saved["weight"]))
 
 
 torch.library.register_autograd("w4gemm::grouped_linear", _grouped_backward, setup_context=_save_grouped)

@@ -20,7 +20,7 @@ except ImportError:
 
 
 current_gpu = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
-"""Index of the current GPU, as torch.cuda.current_device gives it once CUDA is initialized."""
+"""Function like torch.cuda.current_device, but fast; for when CUDA is initialized."""
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _CAST = (torch.float32, torch.float16, torch.bfloat16)
@@ -83,9 +83,9 @@ def requires_grad(x: torch.Tensor, operands: EpilogueOperands) -> bool:
 
 
 def refuse_fp8_gradients(x: torch.Tensor, operands: EpilogueOperands) -> None:
-    """Raise NotImplementedError that names what requires grad beside fp8 activations."""
-    given = {"x": x, **operands._asdict()}
-    names = [name for name, t in given.items() if isinstance(t, torch.Tensor) and t.requires_grad]
+    """Raise NotImplementedError with the names of the tensors that require grad in a product with fp8 activations."""
+    tensors = {"x": x, **operands._asdict()}
+    names = [name for name, t in tensors.items() if isinstance(t, torch.Tensor) and t.requires_grad]
     raise NotImplementedError(
         f"{' and '.join(names)}: requires grad, but gradients beside fp8 activations are not implemented; call this "
         "under torch.no_grad(), pass it detached, or train with activations None, which keeps x in 16 bits"

@@ -169,8 +169,8 @@ class W4Linear(PackedModule):
         shape = (w.experts, w.n) if w.experts else (w.n,)
         if bias is not None:
             if not isinstance(bias, torch.Tensor) or not bias.is_floating_point():
-                came = bias.dtype if isinstance(bias, torch.Tensor) else type(bias).__name__
-                raise TypeError(f"bias: wanted a floating-point tensor (n) or None, got {came}")
+                actual = bias.dtype if isinstance(bias, torch.Tensor) else type(bias).__name__
+                raise TypeError(f"bias: wanted a floating-point tensor (n) or None, got {actual}")
             if tuple(bias.shape) != shape:
                 raise ValueError(f"bias: wanted shape {shape}, n of w, got {tuple(bias.shape)}")
             if bias.device != w.device:
@@ -201,12 +201,12 @@ class W4Linear(PackedModule):
         """Return act(x @ weight.T + bias), and bind later calls like this one."""
         w, activation, batch_invariant = self.weight, self.activation, self.batch_invariant
         if not is_eager(x, bias):
-            _check_beside(bias, x)
+            _check_dtypes(bias, x)
             return linear(x, w, bias, activation=activation, batch_invariant=batch_invariant)
         bound = self._bound
         if bound is None or bound.facts != argument_facts(x, bias, activation, batch_invariant):
             check(x, w)
-            _check_beside(bias, x)
+            _check_dtypes(bias, x)
             bound = self._bound = bind(w, x.dtype, bias, activation, batch_invariant)
         return bound(x, w, bias)
 
@@ -214,7 +214,7 @@ class W4Linear(PackedModule):
         """Return x * pre_quant_scale, or x if there is none.
 
         Raises:
-            TypeError, ValueError: if they do not fit; the product would check what they were broadcast to.
+            TypeError, ValueError: if they do not fit; the product would check only their broadcast result.
         """
         scale = self._buffers.get("pre_quant_scale")
         if scale is None:
@@ -296,10 +296,10 @@ class W4Linear(PackedModule):
         """Make a buffer for each scale that a state dict brings, unless there is one that holds numbers."""
         w = self.weight
         for name, size in (("pre_quant_scale", w.k), ("expert_scale", w.experts)):
-            given, own = state_dict.get(prefix + name), self._buffers.get(name)
-            if given is not None and name in self._buffers and (own is None or own.is_meta):
-                dtype = torch.float32 if name == "expert_scale" else given.dtype
-                device = given.device if w.device.type == "meta" else w.device
+            loaded, own = state_dict.get(prefix + name), self._buffers.get(name)
+            if loaded is not None and name in self._buffers and (own is None or own.is_meta):
+                dtype = torch.float32 if name == "expert_scale" else loaded.dtype
+                device = loaded.device if w.device.type == "meta" else w.device
                 setattr(self, name, torch.ones(size, dtype=dtype, device=device))
 
     def _load_weight(
@@ -312,8 +312,8 @@ class W4Linear(PackedModule):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Take the weight of a state dict, all of it or, with a message, nothing. The lists are PyTorch's, to which
-        what is amiss is added."""
+        """Load the whole weight of a state dict or, with a message, nothing. Messages and keys are added to PyTorch's
+        lists."""
         w = self.weight
         shapes = packed_shape(self.format, "canonical", w.n, w.k, w.experts).tensors
         keys = [prefix + name for name in self.format.part_names]
@@ -323,8 +323,8 @@ class W4Linear(PackedModule):
         absent = [key for key in keys if key not in state_dict]
         if absent:
             missing_keys.extend(absent if strict else ())
-            if found := [key for key in keys if key in state_dict]:  # strict=False would hide that they are not loaded
-                error_msgs.append(f"{found[0]}: wanted a weight's tensors together, got it without {', '.join(absent)}")
+            if here := [key for key in keys if key in state_dict]:  # strict=False would hide that they are not loaded
+                error_msgs.append(f"{here[0]}: wanted a weight's tensors together, got it without {', '.join(absent)}")
             return
         # on the meta device there is nothing to copy into, so the weight goes where the state dict is
         assign = assign or w.device.type == "meta"
@@ -350,7 +350,7 @@ class W4Linear(PackedModule):
         self._set_weight(loaded)
 
 
-def _check_beside(bias: torch.Tensor | None, x: object) -> None:
-    """Raise TypeError if 16- or 32-bit x has another dtype than a layer's bias."""
+def _check_dtypes(bias: torch.Tensor | None, x: object) -> None:
+    """Raise TypeError if x is not fp8 and differs in dtype from the layer's bias."""
     if bias is not None and isinstance(x, torch.Tensor) and x.dtype in DTYPES and x.dtype not in (FP8, bias.dtype):
         raise TypeError(f"x: wanted {bias.dtype} like the layer's bias, got {x.dtype}")

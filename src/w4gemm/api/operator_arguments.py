@@ -38,7 +38,7 @@ def schema(arguments: Mapping[str, str]) -> str:
 
 
 def named(arguments: Mapping[str, str]) -> type[Any]:
-    """Return the class of a named tuple of an operator's arguments, each None unless given."""
+    """Return the class of a named tuple of an operator's arguments. Their default is None."""
     return namedtuple("Arguments", arguments, defaults=[None] * len(arguments))
 
 
@@ -52,9 +52,9 @@ def named_shape(w: QuantizedWeight | PackedShape) -> dict[str, Any]:
     return {"format": w.format.name, "layout": w.layout, "n": w.n, "k": w.k}
 
 
-def names_of_weight(given: Any) -> dict[str, Any]:
+def names_of_weight(arguments: Any) -> dict[str, Any]:
     """Return the arguments ``WEIGHT`` of an operator's arguments, without the tensors."""
-    return {name: getattr(given, name) for name in WEIGHT if name != "weight"}
+    return {name: getattr(arguments, name) for name in WEIGHT if name != "weight"}
 
 
 def flat_epilogue(epilogue: Epilogue, operands: EpilogueOperands) -> dict[str, Any]:
@@ -65,14 +65,14 @@ def flat_epilogue(epilogue: Epilogue, operands: EpilogueOperands) -> dict[str, A
     return flat | {"alpha_number": number, "activation": epilogue.activation, "out_dtype": epilogue.out_dtype}
 
 
-def nested_weight(given: Any, experts: int = 0) -> PackedShape:
+def nested_weight(arguments: Any, experts: int = 0) -> PackedShape:
     """Return the packed shape of the weight in an operator's arguments."""
-    return packed_shape(_parse_format(given.format), given.layout, given.n, given.k, experts)
+    return packed_shape(_parse_format(arguments.format), arguments.layout, arguments.n, arguments.k, experts)
 
 
-def nested_epilogue(given: Any) -> tuple[Epilogue, EpilogueOperands]:
+def nested_epilogue(arguments: Any) -> tuple[Epilogue, EpilogueOperands]:
     """Return the epilogue and its operands in an operator's arguments."""
-    operands = EpilogueOperands(**{name: getattr(given, name) for name in _OPERANDS})
-    if given.alpha_number is not None:
-        operands = operands._replace(alpha=given.alpha_number)
-    return Epilogue.of(operands, given.activation, given.out_dtype), operands
+    operands = EpilogueOperands(**{name: getattr(arguments, name) for name in _OPERANDS})
+    if arguments.alpha_number is not None:
+        operands = operands._replace(alpha=arguments.alpha_number)
+    return Epilogue.of(operands, arguments.activation, arguments.out_dtype), operands

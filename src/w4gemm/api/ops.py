@@ -109,8 +109,8 @@ def linear(
     if is_simple and (warm := product.bound_linear(x, w, bias, activation, batch_invariant)) is not None:
         return warm(x, w, bias)
     arguments.check(x, w)
-    given = EpilogueOperands(alpha, bias, residual, token_scale)
-    call = checked(x, w, given, activation, out_dtype, config, batch_invariant=batch_invariant)
+    operands = EpilogueOperands(alpha, bias, residual, token_scale)
+    call = checked(x, w, operands, activation, out_dtype, config, batch_invariant=batch_invariant)
     if needs_dispatcher(call.x, call.operands):
         return _dispatched(call, out)
     if is_simple:
@@ -119,7 +119,7 @@ def linear(
 
 
 def _dispatched(call: Call, out: torch.Tensor | None) -> torch.Tensor:
-    """Return the result of a call under a compiler, autograd, a mode or a transform, by the registered operator."""
+    """Compute a call under a compiler, autograd, a mode or a transform, by the registered operator."""
     x, w, epilogue, operands = call.x, call.w, call.epilogue, call.operands
     differentiated = torch.is_grad_enabled() and requires_grad(x, operands)
     if x.dtype == arguments.FP8:
@@ -170,52 +170,52 @@ torch.library.define("w4gemm::linear_dx", schema(_LINEAR_DX))
 
 @torch.library.impl("w4gemm::linear", ("cpu", "cuda"))
 def _linear_op(*flat: Any) -> torch.Tensor:
-    given = _Linear(*flat)
-    epilogue, operands = nested_epilogue(given)
-    out = _empty_result(given, epilogue)
-    weight = nested_weight(given)
-    launched = Operands(given.x, tuple(given.weight), out, operands)
-    product.launch(weight, launched, epilogue, given.config, given.batch_invariant)
+    args = _Linear(*flat)
+    epilogue, operands = nested_epilogue(args)
+    out = _empty_result(args, epilogue)
+    weight = nested_weight(args)
+    launched = Operands(args.x, tuple(args.weight), out, operands)
+    product.launch(weight, launched, epilogue, args.config, args.batch_invariant)
     return out
 
 
 @torch.library.register_fake("w4gemm::linear")
 def _linear_fake(*flat: Any) -> torch.Tensor:
-    given = _Linear(*flat)
-    return _empty_result(given, nested_epilogue(given)[0])
+    args = _Linear(*flat)
+    return _empty_result(args, nested_epilogue(args)[0])
 
 
-def _empty_result(given: Any, epilogue: Epilogue) -> torch.Tensor:
-    x: torch.Tensor = given.x
-    return x.new_empty((x.shape[0], epilogue.columns(given.n)), dtype=epilogue.result_dtype(x.dtype))
+def _empty_result(args: Any, epilogue: Epilogue) -> torch.Tensor:
+    x: torch.Tensor = args.x
+    return x.new_empty((x.shape[0], epilogue.columns(args.n)), dtype=epilogue.result_dtype(x.dtype))
 
 
 @torch.library.impl("w4gemm::linear_dx", ("cpu", "cuda"))
 @without_autocast
 def _linear_dx_op(*flat: Any) -> torch.Tensor:
-    given = _LinearDx(*flat)
-    packed = nested_weight(given)
-    w = QuantizedWeight(packed.format, packed.n, packed.k, packed.layout, tuple(given.weight))
+    args = _LinearDx(*flat)
+    packed = nested_weight(args)
+    w = QuantizedWeight(packed.format, packed.n, packed.k, packed.layout, tuple(args.weight))
 
     def product(rows: torch.Tensor) -> torch.Tensor:
         dense = w.dequantize(rows.dtype)
-        if rows.dtype != given.grad.dtype:
+        if rows.dtype != args.grad.dtype:
             return torch.mm(rows, dense, out_dtype=torch.float32)
         return matmul(rows, dense)
 
-    return product_of(given.grad, product)
+    return product_of(args.grad, product)
 
 
 @torch.library.register_fake("w4gemm::linear_dx")
 def _linear_dx_fake(*flat: Any) -> torch.Tensor:
-    given = _LinearDx(*flat)
-    return given.grad.new_empty((given.grad.shape[0], given.k))
+    args = _LinearDx(*flat)
+    return args.grad.new_empty((args.grad.shape[0], args.k))
 
 
-def _keep_weight(ctx: Any, given: Any) -> None:
+def _keep_weight(ctx: Any, args: Any) -> None:
     """Keep the arguments ``WEIGHT`` for the backward pass."""
-    ctx.save_for_backward(*given.weight)
-    ctx.names = names_of_weight(given)
+    ctx.save_for_backward(*args.weight)
+    ctx.names = names_of_weight(args)
 
 
 def _kept_weight(ctx: Any) -> dict[str, Any]:
@@ -224,9 +224,9 @@ def _kept_weight(ctx: Any) -> dict[str, Any]:
 
 
 def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    given = _Linear(*inputs)
-    _keep_weight(ctx, given)
-    ctx.dtype, ctx.linear = given.x.dtype, nested_epilogue(given)[0].linear
+    args = _Linear(*inputs)
+    _keep_weight(ctx, args)
+    ctx.dtype, ctx.linear = args.x.dtype, nested_epilogue(args)[0].linear
 
 
 def _linear_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
@@ -257,10 +257,10 @@ def _linear_dx_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _linear_dx_vmap(info: Any, in_dims: tuple[Any, ...], *flat: Any) -> tuple[torch.Tensor, int]:
-    """Return the gradients of a batch, as ``is_grads_batched`` makes one, by one call with all rows of it."""
-    given = _LinearDx(*flat)
-    rows = given.grad.movedim(in_dims[0], 0)
-    dx = torch.ops.w4gemm.linear_dx(*replaced(given, grad=rows.flatten(0, 1)))
+    """Return the gradients of a batch, as ``is_grads_batched`` makes it, by one call with all of its rows."""
+    args = _LinearDx(*flat)
+    rows = args.grad.movedim(in_dims[0], 0)
+    dx = torch.ops.w4gemm.linear_dx(*replaced(args, grad=rows.flatten(0, 1)))
     return dx.unflatten(0, rows.shape[:2]), 0
 
 

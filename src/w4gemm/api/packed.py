@@ -36,8 +36,8 @@ class PackedLinear:
 
     def __init__(self, packed: PackedShape, epilogue: Epilogue = PLAIN, batch_invariant: bool = False) -> None:
         self.packed, self.epilogue, self.batch_invariant = packed, epilogue, batch_invariant
-        kept = Epilogue(epilogue.activation, bias=epilogue.bias, token_scale=epilogue.token_scale)
-        assert epilogue == kept._replace(out_dtype=epilogue.out_dtype), f"no operator for {epilogue}"
+        supported = Epilogue(epilogue.activation, bias=epilogue.bias, token_scale=epilogue.token_scale)
+        assert epilogue == supported._replace(out_dtype=epilogue.out_dtype), f"no operator for {epilogue}"
         flags = [name for name in ("bias", "token_scale") if getattr(epilogue, name)]
         flags += ["batch_invariant"] if batch_invariant else []
         facts = (packed.format.name, packed.layout, packed.n, packed.k, epilogue.activation or "")

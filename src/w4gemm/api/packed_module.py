@@ -89,13 +89,13 @@ class PackedModule(torch.nn.Module):
         self._weight, self._packed, self._bound = w, tuple(packed.items()), None
 
     def _of_buffers(self) -> QuantizedWeight:
-        """Return the weight of the buffers after some were replaced; keep it, unless something is being traced."""
+        """Return the weight of the buffers after some were replaced. Unless a call is traced, the module keeps it."""
         buffers = {name: self._buffers.get(name) for name, _ in self._packed}
         for name, old in self._packed:
             t = buffers[name]
             if not isinstance(t, torch.Tensor) or t.dtype != old.dtype or t.shape != old.shape:
-                wanted = f"{old.dtype} {tuple(old.shape)}"
-                raise ValueError(f"{name}: wanted {wanted} for this layer's {self._weight!r}, got {kind_of(t)}")
+                expected = f"{old.dtype} {tuple(old.shape)}"
+                raise ValueError(f"{name}: wanted {expected} for this layer's {self._weight!r}, got {kind_of(t)}")
         w = self._with(buffers)
         if not is_watched():
             self._set_weight(w)

@@ -178,14 +178,14 @@ def _check_terms(d: torch.Tensor, row_of_choice: torch.Tensor, weights: torch.Te
             f"weights: wanted floating point ({tokens}, {terms}) like row_of_choice, got {kind_of(weights)}"
         )
     if not d.device == row_of_choice.device == weights.device:
-        came = f"{row_of_choice.device}, {weights.device}"
-        raise ValueError(f"row_of_choice, weights: wanted d's device {d.device}, got {came}")
+        devices = f"{row_of_choice.device}, {weights.device}"
+        raise ValueError(f"row_of_choice, weights: wanted d's device {d.device}, got {devices}")
     if len(d):
         check_rows("row_of_choice", row_of_choice, -LARGEST_SIZE, len(d))
 
 
 def _added_up(d: torch.Tensor, row_of_choice: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Return the sums in float32, which PyTorch's operators compute."""
+    """Return the sums in float32, by PyTorch's operators."""
     tokens, terms = row_of_choice.shape
     total = torch.zeros((tokens, d.shape[1]), dtype=torch.float32, device=d.device)
     for j in range(terms if len(d) else 0):

@@ -120,8 +120,8 @@ class MixedGemm:
         """
         problem = self.problem(m, n, k)
         problem.check()  # of an odd n beside a gated activation
-        found = choice.choose(problem, None if config is None else checked_config(config))
-        return found.kernel.workspace_bytes(found.problem, found.config)
+        chosen = choice.choose(problem, None if config is None else checked_config(config))
+        return chosen.kernel.workspace_bytes(chosen.problem, chosen.config)
 
     def tokens(self, most: int, n: int, k: int) -> list[int]:
         """Return values of m within 1 .. most whose kernels are all that any m of 1 .. most needs; :meth:`prepare` each
@@ -190,13 +190,13 @@ class MixedGemm:
         if isinstance(b, torch.Tensor) or not isinstance(b, Iterable):
             raise TypeError(f"b: wanted the packed tensors, w.tensors, got {kind_of(b)}")
         tensors = tuple([torch_tensor("b", t) for t in b])
-        given = EpilogueOperands(
+        epilogue_operands = EpilogueOperands(
             torch_tensor("alpha", alpha) if alpha is None or hasattr(alpha, "__dlpack__") else checked_factor(alpha),
             torch_tensor("bias", bias),
             torch_tensor("residual", residual),
             torch_tensor("token_scale", token_scale),
         )
-        operands = Operands(a, tensors, out, given)
+        operands = Operands(a, tensors, out, epilogue_operands)
         try:
             weight = self._check(operands, n)
         except ValueError:
@@ -230,19 +230,19 @@ class MixedGemm:
         assert isinstance(self.device, torch.device)
         return product_of(weight, self.epilogue, self.dtype, self.device, self.batch_invariant, text)
 
-    def _workspace(self, given: Any, plan: choice.Plan) -> torch.Tensor:
-        if not isinstance(given, torch.Tensor):
-            raise TypeError(f"workspace: wanted a buffer on {self.device} or None, got {kind_of(given)} {given}")
-        wanted, size = plan.kernel.workspace_bytes(plan.problem, plan.config), given.numel() * given.element_size()
-        if size < wanted or not given.is_contiguous() or given.device != self.device:
+    def _workspace(self, memory: Any, plan: choice.Plan) -> torch.Tensor:
+        if not isinstance(memory, torch.Tensor):
+            raise TypeError(f"workspace: wanted a buffer on {self.device} or None, got {kind_of(memory)} {memory}")
+        needed, size = plan.kernel.workspace_bytes(plan.problem, plan.config), memory.numel() * memory.element_size()
+        if size < needed or not memory.is_contiguous() or memory.device != self.device:
             raise ValueError(
-                f"workspace: wanted at least {wanted} contiguous bytes on {self.device}, got {size} on {given.device}"
+                f"workspace: wanted at least {needed} contiguous bytes on {self.device}, got {size} on {memory.device}"
             )
-        check_alignment("workspace", given, _ALIGNMENT)
-        return given.view(-1).view(torch.uint8)[:wanted]
+        check_alignment("workspace", memory, _ALIGNMENT)
+        return memory.view(-1).view(torch.uint8)[:needed]
 
     def _check(self, operands: Operands, n: int | None) -> PackedShape:
-        """Check everything that a kernel takes for granted but a's strides; return the weight's packed shape."""
+        """Check everything that a kernel relies on, except a's strides; return the weight's packed shape."""
         a, out, epilogue, device = operands.x, operands.out, self.epilogue, self.device
         assert isinstance(device, torch.device)
         if not isinstance(a, torch.Tensor) or not isinstance(out, torch.Tensor):
@@ -278,8 +278,8 @@ class MixedGemm:
         return weight
 
     def _check_devices(self, operands: Operands) -> None:
-        given = {"a": operands.x, "out": operands.out, **dict(zip(_B, operands.weight, strict=False))}
-        for name, t in (given | operands.epilogue._asdict()).items():
+        tensors = {"a": operands.x, "out": operands.out, **dict(zip(_B, operands.weight, strict=False))}
+        for name, t in (tensors | operands.epilogue._asdict()).items():
             if isinstance(t, torch.Tensor) and t.device != self.device:
                 raise ValueError(
                     f"{name}: wanted the device of this MixedGemm, {self.device}, got {t.device}"
@@ -288,19 +288,19 @@ class MixedGemm:
     def _check_n(self, out: torch.Tensor, n: int) -> None:
         if self.epilogue.gated and n % 2:
             raise ValueError(f"n: {self.epilogue.activation} wants an even one, pairs of gate and up rows, got {n}")
-        wanted = (out.shape[0], self.epilogue.columns(n))
-        if out.shape != wanted:
-            raise ValueError(f"out: wanted shape {wanted} for n {n} of the weight, got {tuple(out.shape)}")
+        shape = (out.shape[0], self.epilogue.columns(n))
+        if out.shape != shape:
+            raise ValueError(f"out: wanted shape {shape} for n {n} of the weight, got {tuple(out.shape)}")
 
     def _check_epilogue(self, operands: EpilogueOperands, shape: tuple[int, int], n: int) -> None:
         epilogue, device = self.epilogue, self.device
         assert isinstance(device, torch.device)
-        came = Epilogue.of(operands, epilogue.activation, epilogue.out_dtype)
-        if came != epilogue:
-            for name, wanted, got in zip(Epilogue._fields, epilogue, came, strict=True):
-                if wanted != got:
+        actual = Epilogue.of(operands, epilogue.activation, epilogue.out_dtype)
+        if actual != epilogue:
+            for name, expected, got in zip(Epilogue._fields, epilogue, actual, strict=True):
+                if expected != got:
                     text = "the epilogue of this MixedGemm"
-                    raise ValueError(f"{name}: {text} ({epilogue}) wants {_said(wanted)}, got {_said(got)}")
+                    raise ValueError(f"{name}: {text} ({epilogue}) wants {_in_a_word(expected)}, got {_in_a_word(got)}")
         for name, (dtype, size) in epilogue.wanted(self.dtype, shape, n).items():
             require_tensor(name, getattr(operands, name), dtype, size, device)
             check_alignment(name, getattr(operands, name), _ALIGNMENT if name == "residual" else dtype.itemsize)
@@ -326,13 +326,13 @@ def _launching_on(stream: Any, device: Any) -> Iterator[None]:
         yield
 
 
-def _said(given: Any) -> str:
-    """Return a field of an epilogue in a word: most only say whether there is a tensor."""
-    return {True: "one", False: "none", None: "none"}.get(given, str(given))
+def _in_a_word(field: Any) -> str:
+    """Return a field of an epilogue in a word. Most are flags for a tensor."""
+    return {True: "one", False: "none", None: "none"}.get(field, str(field))
 
 
 def _readable(a: torch.Tensor) -> torch.Tensor:
-    """Return a (m, k) with the stride that kernels want where it says nothing: of one row, or of one column.
+    """Return a (m, k) with strides that kernels take. The stride of a single row or column is free, and is replaced.
 
     Raises:
         ValueError: if columns are not contiguous, or rows do not begin at multiples of 16 bytes or overlap.

@@ -25,9 +25,9 @@ def product(rows: torch.Tensor, w: QuantizedWeight, config: str, batch_invariant
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(rows: torch.Tensor, w: QuantizedWeight, config: str, batch_invariant: bool) -> torch.Tensor:
-        given = flat_weight(w) | flat_epilogue(Epilogue(out_dtype=torch.float32), NO_OPERANDS)
-        given |= {"config": config, "batch_invariant": batch_invariant}
-        return product_of(rows, lambda rows: torch.ops.w4gemm.linear(rows, **given))
+        arguments = flat_weight(w) | flat_epilogue(Epilogue(out_dtype=torch.float32), NO_OPERANDS)
+        arguments |= {"config": config, "batch_invariant": batch_invariant}
+        return product_of(rows, lambda rows: torch.ops.w4gemm.linear(rows, **arguments))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
