@@ -36,13 +36,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """``args.rest`` holds what is not read here: the module has a parser of its own."""
-    found = module(args.action)
-    asked = {option.partition("=")[0] for option in args.rest}
-    measures = args.action in ("run", "grouped", "unknown", "layers") and not {"-h", "--help"} & asked
+    """Run the module's ``main`` with ``args.rest``, because it has a parser of its own."""
+    tool = module(args.action)
+    options = {option.partition("=")[0] for option in args.rest}
+    measures = args.action in ("run", "grouped", "unknown", "layers") and not {"-h", "--help"} & options
     if measures and not torch.cuda.is_available():
         raise UnsupportedError(f"bench {args.action} measures on a GPU, and PyTorch sees none here")
-    found.main(args.rest)
+    tool.main(args.rest)
     return 0
 
 
@@ -56,7 +56,7 @@ def module(name: str) -> ModuleType:
         raise FileNotFoundError("bench is not part of the installed package: run w4gemm from a checkout")
     if str(_CHECKOUT) not in sys.path:  # where processes that bench spawns look, too
         sys.path.append(str(_CHECKOUT))
-    found = importlib.import_module(f"bench.{name}")
-    if Path(found.__file__ or "").parents[1] != _CHECKOUT:
-        raise FileNotFoundError(f"bench is taken from {found.__file__}, wanted {_CHECKOUT / 'bench'}")
-    return found
+    tool = importlib.import_module(f"bench.{name}")
+    if Path(tool.__file__ or "").parents[1] != _CHECKOUT:
+        raise FileNotFoundError(f"bench is taken from {tool.__file__}, wanted {_CHECKOUT / 'bench'}")
+    return tool

@@ -34,8 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     export.add_argument(
         "file", nargs="?", type=named_path, metavar="FILE", help="file to write (default: standard output)"
     )
-    taken = actions.add_parser("import", help="add the tuned configs of a file")
-    taken.add_argument("file", type=named_path, metavar="FILE", help="JSON lines, as `w4gemm cache export` writes them")
+    add = actions.add_parser("import", help="add the tuned configs of a file")
+    add.add_argument("file", type=named_path, metavar="FILE", help="JSON lines, as `w4gemm cache export` writes them")
 
 
 def run(args: argparse.Namespace) -> int:

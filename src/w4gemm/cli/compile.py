@@ -137,15 +137,15 @@ def run(args: argparse.Namespace) -> int:
         )
         for dtype in task.dtypes
     ]
-    wanted = [problem for use in uses for layer in layers for problem in problems_of(layer, tokens, use)]
-    say(f"{device_line(device)}; {counted(len(wanted), 'problem')}")
+    needed = [problem for use in uses for layer in layers for problem in problems_of(layer, tokens, use)]
+    say(f"{device_line(device)}; {counted(len(needed), 'problem')}")
     if any(layer.experts for layer in layers):
         _say_of_sums(args.top_k or task.top_k)
     elif args.top_k:
         raise ValueError(f"--top-k: wanted only beside layers of experts, got {args.top_k} without one")
     elif args.expert_scale:
         raise ValueError("--expert-scale: wanted only beside layers of experts, got it without one")
-    units, records = chosen(wanted, args.top)
+    units, records = chosen(needed, args.top)
     for use in uses:
         units |= dict.fromkeys(unit for layer in layers for unit in helpers_of(layer, use))
     started = time.perf_counter()
@@ -164,15 +164,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _add_records(path: Path, records: list[Record]) -> None:
-    """Add tuned configs to the folder's table. What it has of other layers stays: the folder may hold several models,
-    or be the cache folder itself."""
+    """Add tuned configs to the folder's table. Its records of other layers stay, because the folder may hold several
+    models, or be the cache folder itself."""
     store.add_missing(path, records)
     with contextlib.suppress(PermissionError):  # it was there before, and is root's
         path.chmod(0o644)
 
 
 def _say_of_sums(top_k: int) -> None:
-    """Say if the sum over the ``top_k`` experts of a token is not among what is compiled."""
+    """Say so if no kernel is compiled for the sum over the ``top_k`` experts of a token."""
     if not top_k:
         say("without --top-k the sum over the experts of a token is left out")
     elif top_k > MOST_TERMS:
@@ -184,23 +184,23 @@ def target_device(arch: str | None, name: str | None, sms: int | None) -> Device
 
     Args:
         arch: target of the compiler, a key of ``GPUS``; None for sm_90a.
-        name: of a GPU of that target, with whose rates configs are chosen, or h100 or h200; None for the one in
+        name: name of a GPU of that target, or h100 or h200. Configs are chosen by its rates. None for the GPU in
             ``GPUS``.
-        sms: its multiprocessors; None for those of the one in ``GPUS``.
+        sms: number of multiprocessors; None for the number in ``GPUS``.
 
     Raises:
-        ValueError: if the GPU of that name is known to be of another target, where nothing would be loaded, or if it is
-            not known and target or multiprocessors are not given.
+        ValueError: if the GPU of that name has another target, where nothing would be loaded, or if it is not known and
+            ``arch`` or ``sms`` is None.
     """
     device = GPUS[arch or _ARCH]
     if name is not None:
-        if known := SIMULATED.get(name.lower()):  # measured choices are found by the exact name
-            name = known.name
+        if simulated := SIMULATED.get(name.lower()):  # measured choices are found by the exact name
+            name = simulated.name
         capability = capability_of(name)
         if capability is None and not (name and arch and sms):
             close = nearest(re.sub("nvidia |geforce ", "", name, flags=re.IGNORECASE), known_names())
-            wanted = "a known GPU, such as 'NVIDIA H200', or --arch and --sms beside the name of another"
-            raise ValueError(f"--gpu: wanted {wanted}, got {name!r}{close}")
+            expected = "a known GPU, such as 'NVIDIA H200', or --arch and --sms beside the name of another"
+            raise ValueError(f"--gpu: wanted {expected}, got {name!r}{close}")
         if capability not in (None, device.capability):
             other = next((f"--arch {a}" for a, gpu in GPUS.items() if gpu.capability == capability), "no --arch")
             raise ValueError(

@@ -99,6 +99,6 @@ def _dtype_of(path: Path) -> str:
     except (FileNotFoundError, NotADirectoryError):
         return "bfloat16"
     for part in (config, config.get("text_config") or {}):
-        if (found := str(part.get("dtype", part.get("torch_dtype")))) in WIDE_DTYPES:
-            return found
+        if (name := str(part.get("dtype", part.get("torch_dtype")))) in WIDE_DTYPES:
+            return name
     return "bfloat16"

@@ -66,18 +66,18 @@ def run(args: argparse.Namespace) -> int:
         shared = () if problem.m == m else (f"  m {m} is planned as m {problem.m}",)
         print(device_line(device), problem, *shared, *verdicts, sep="\n")
         return 0
-    found = choice.explain(problem, args.config)
+    explanation = choice.explain(problem, args.config)
     print(device_line(device))
-    print(found)
+    print(explanation)
     if device.kind == "cpu":
         print("  predicted times only order the configs here: nothing is known of this CPU")
     elif (least := roofline_us(problem)) is not None:
         print(f"  roofline: {least:.1f} us")
-    if found.chosen is None:
+    if explanation.chosen is None:
         return 1
     if m <= choice.WAVES_FROM:
         print(f"  chosen once for {choice.span(*choice.interval_of(m))}")
     else:
         print(f"  chosen for m {problem.m}, of the few configs that serve more than {choice.WAVES_FROM} tokens")
-    print(f"\n{found.table(args.rows)}")
+    print(f"\n{explanation.table(args.rows)}")
     return 0

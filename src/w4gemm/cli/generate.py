@@ -62,8 +62,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if not (args.temperature == 0 or _LOWEST_TEMPERATURE <= args.temperature < math.inf):
-        wanted = f"wanted 0 or a finite number >= {_LOWEST_TEMPERATURE}"
-        raise ValueError(f"--temperature: {wanted}, got {args.temperature}")
+        expected = f"wanted 0 or a finite number >= {_LOWEST_TEMPERATURE}"
+        raise ValueError(f"--temperature: {expected}, got {args.temperature}")
     if not -(2**63) <= args.seed < 2**64:
         raise ValueError(f"--seed: wanted a number of 64 bits, got {args.seed}")
     if not args.prompt.strip():

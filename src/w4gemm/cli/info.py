@@ -41,13 +41,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    found = collect()
-    print(json.dumps(found, indent=2) if args.json else as_text(found))
+    report = collect()
+    print(json.dumps(report, indent=2) if args.json else as_text(report))
     return 0
 
 
 def collect() -> dict[str, Any]:
-    """Everything that a bug report should say."""
+    """Return everything that a bug report should say."""
     machine = facts()
     devices = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
     cuda = driver_cuda_version()
@@ -67,22 +67,23 @@ def collect() -> dict[str, Any]:
     }
 
 
-def as_text(found: dict[str, Any]) -> str:
-    packages = ", ".join(f"{name} {version or 'not installed'}" for name, version in found["packages"].items())
-    cuda = f" (CUDA {found['driver_cuda']}; torch was built for {found['torch_cuda']})" if found["driver_cuda"] else ""
-    tables = [f"{t['records']} {t['name']}" + f" ({t['stale']} stale)" * bool(t["stale"]) for t in found["tables"]]
+def as_text(r: dict[str, Any]) -> str:
+    """Return the report ``r`` of :func:`collect` as lines of text."""
+    packages = ", ".join(f"{name} {version or 'not installed'}" for name, version in r["packages"].items())
+    cuda = f" (CUDA {r['driver_cuda']}; torch was built for {r['torch_cuda']})" if r["driver_cuda"] else ""
+    tables = [f"{t['records']} {t['name']}" + f" ({t['stale']} stale)" * bool(t["stale"]) for t in r["tables"]]
     lines = [
-        f"w4gemm {found['w4gemm']}{' at ' + found['commit'][:12] if found['commit'] else ''}, Python {found['python']}",
-        found["platform"],
+        f"w4gemm {r['w4gemm']}{' at ' + r['commit'][:12] if r['commit'] else ''}, Python {r['python']}",
+        r["platform"],
         packages,
-        f"NVIDIA driver: {found['driver'] or 'none'}{cuda}",
-        f"compiled kernels: {found['objects']} in {found['cache']}" if found["cache"] else "compiled kernels: not kept",
-        *([found["cache_refused"]] if found["cache_refused"] else ()),
+        f"NVIDIA driver: {r['driver'] or 'none'}{cuda}",
+        f"compiled kernels: {r['objects']} in {r['cache']}" if r["cache"] else "compiled kernels: not kept",
+        *([r["cache_refused"]] if r["cache_refused"] else ()),
         f"tuned configs: {', '.join(tables) or 'none'}",
-        *(f"{name}={value}" for name, value in found["environment"].items()),
-        *(answer for answer in found["engines"]),
+        *(f"{name}={value}" for name, value in r["environment"].items()),
+        *(answer for answer in r["engines"]),
     ]
-    for device in found["devices"]:
+    for device in r["devices"]:
         lines.append(f"{device['device']}{': ' + device['name'] if device['name'] else ''}, for {device['problem']}")
         lines += [f"  {name}: {answer or 'runs here'}" for name, answer in device["kernels"].items()]
         if device["config"]:
@@ -108,15 +109,16 @@ def _cache() -> dict[str, Any]:
 
 
 def _engine(engine: Engine) -> str:
-    """Return what runs an engine's 4-bit layers on the first GPU."""
+    """Return in words what runs an engine's 4-bit layers on the first GPU."""
     capability = torch.cuda.get_device_capability(0) if torch.cuda.is_available() else None
     return engine.answer(capability, missing_for_dsl(MIN_DRIVER))
 
 
 def _device(name: str) -> dict[str, Any]:
-    """Return for each kernel the empty string if it runs there, else the reason; and the config to be chosen."""
+    """Return a device's properties, each kernel's reason for not running there, empty if it runs, and the config that
+    would be chosen."""
     problem = typical_problem(name)
-    found = choice.explain(problem)
+    explanation = choice.explain(problem)
     described = problem.device
     on_gpu = described.kind == "cuda"
     return {
@@ -126,7 +128,7 @@ def _device(name: str) -> dict[str, Any]:
         "multiprocessors": described.sms if on_gpu else None,
         "memory": torch.cuda.get_device_properties(name).total_memory if on_gpu else None,
         "problem": str(problem),
-        "kernels": {kernel: status.reason for kernel, status in found.status.items()},
-        "config": str(found.chosen or ""),
-        "source": found.source,
+        "kernels": {kernel: status.reason for kernel, status in explanation.status.items()},
+        "config": str(explanation.chosen or ""),
+        "source": explanation.source,
     }

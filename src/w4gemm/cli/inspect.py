@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class _Kind:
-    """The layers of one line of the table, which differ in the numbers of their names alone."""
+    """The layers of one line of the table. Only the numbers in their names differ."""
 
     name: str
     """Their common name, with ``*`` for each number."""
@@ -61,14 +61,14 @@ class _Kind:
 
 
 def run(args: argparse.Namespace) -> int:
-    found = find_checkpoint(args.path)
+    location = find_checkpoint(args.path)
     checkpoint = open_checkpoint(args.path, args.format)
     device = described_device(args.device)
     tokens, dtype = parse_tokens(args.m), chosen_dtype(args.dtype, device)
     kinds = Counter(_Kind(_starred(name), module) for name, module in checkpoint.modules.items())
     ran = {kind.module: _runs(kind.module, tokens, device, dtype) for kind in kinds}
     if args.json:
-        print(json.dumps(_facts(found.format.name, checkpoint, ran, device), indent=2))
+        print(json.dumps(_facts(location.format.name, checkpoint, ran, device), indent=2))
         return 0
     packed = sum(_nbytes(module) for module in checkpoint.modules.values())
     numbers = sum(math.prod(shape) for shape in checkpoint.tensors.values())
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
         for name, shape in checkpoint.tensors.items()
         if len(shape) > 1
     )
-    print(f"{checkpoint.path}: {found.format.name}")
+    print(f"{checkpoint.path}: {location.format.name}")
     print(
         f"{counted(len(checkpoint.modules), 'module')} in 4 bits, {_size(packed)}; "
         f"{counted(len(checkpoint.tensors), 'dense tensor')}, {numbers / 1e6:.1f} million numbers"
@@ -132,12 +132,12 @@ def _nbytes(module: Module) -> int:
 
 
 def _runs(module: Module, tokens: list[int], device: Device, dtype: torch.dtype) -> dict[int, str]:
-    """Return ``kernel/config`` for each number of tokens (of each expert on average), or that nothing runs."""
-    found = {}
+    """Return ``kernel/config``, or that nothing runs, for each number of tokens (average of an expert)."""
+    configs = {}
     for m, problem in zip(tokens, problems(layers_of([module]), tokens, device, dtype), strict=True):
         answer = choice.explain(problem)
-        found[m] = str(answer.chosen or "nothing: see w4gemm explain")
-    return found
+        configs[m] = str(answer.chosen or "nothing: see w4gemm explain")
+    return configs
 
 
 def _facts(format: str, checkpoint: Checkpoint, ran: dict[Module, dict[int, str]], device: Device) -> dict[str, Any]:

@@ -30,7 +30,7 @@ class Use(NamedTuple):
     fp8: bool = False
     """True if every layer quantizes x; a layer can also say so itself."""
     epilogue_activations: tuple[str, ...] = ()
-    """Activations that layers have in the epilogue, besides none."""
+    """Activations that layers may have in the epilogue."""
     residual: bool = False
     """True if layers also add a residual."""
     expert_scale: bool = False
@@ -41,7 +41,7 @@ class Use(NamedTuple):
     """Number of experts of a token; 0 if the sum over their results is not needed."""
     batch_invariant: bool = False
     fused: bool = False
-    """True if the engine has what lies between linear layers in w4gemm's kernels."""
+    """True if w4gemm's kernels also compute the operations between linear layers."""
 
 
 def problems_of(layer: Layer, tokens: list[int], use: Use) -> Iterator[GemmProblem]:
@@ -50,7 +50,7 @@ def problems_of(layer: Layer, tokens: list[int], use: Use) -> Iterator[GemmProbl
     A layer of experts may be called with rows of x that are sorted by expert or gathered, and with silu_mul.
 
     Args:
-        tokens: the m of each interval; for experts, of each on average. 1 includes fewer rows than experts.
+        tokens: the m of each interval; for experts, the average m of an expert. 1 includes fewer rows than experts.
     """
     fp8 = use.fp8 or layer.activations == "fp8"
     if fp8:
@@ -60,17 +60,17 @@ def problems_of(layer: Layer, tokens: list[int], use: Use) -> Iterator[GemmProbl
     activations = [name for name in fused if layer.n % 2 == 0 or not is_gated(name)]
     if odd := [name for name in use.epilogue_activations if name not in activations]:
         raise ValueError(f"--activation: {odd[0]} wants an even number of features, got {layer.n}")
-    found = problems([layer], tokens, use.device, use.dtype, use.batch_invariant and not grouped)
+    plain = problems([layer], tokens, use.device, use.dtype, use.batch_invariant and not grouped)
     if grouped and 1 in tokens:
         (one,) = problems([layer], [1], use.device, use.dtype)
         firsts = choice.first_rows(layer.experts - 1, layer.experts)
         few = (choice.plan_rows(m, layer.experts) for m in firsts)
-        found += [replace(one, m=m) for m in few if m < layer.experts]
+        plain += [replace(one, m=m) for m in few if m < layer.experts]
     residuals = (False, True) if use.residual else (False,)
     scales = (False, True) if use.expert_scale and grouped else (False,)
     gathers = (False, True) if grouped else (False,)
     for activation, residual, scale, gathered in product(activations, residuals, scales, gathers):
-        for problem in found:
+        for problem in plain:
             # a layer that quantizes x gives d the dtype that x had
             epilogue = problem.epilogue._replace(
                 activation=activation,
@@ -85,16 +85,17 @@ def helpers_of(layer: Layer, use: Use) -> Iterator[Unit]:
     """Yield the unit of every small kernel that may run before or after a layer."""
     fp8 = use.fp8 or layer.activations == "fp8"
     facts = LayerFacts(layer.k, use.dtype, fp8, use.act_order, use.top_k if layer.experts else 0, layer.experts)
-    found = [helper for kind in HELPERS for helper in kind.needed(use.device, facts)]
+    helpers = [helper for kind in HELPERS for helper in kind.needed(use.device, facts)]
     if use.fused and not layer.experts:
-        found += filter(None, between_products(use.device, use.dtype, layer.k, fp8))
-    return (helper.unit() for helper in found)
+        helpers += filter(None, between_products(use.device, use.dtype, layer.k, fp8))
+    return (helper.unit() for helper in helpers)
 
 
-def chosen(wanted: Iterable[GemmProblem], top: int = 1) -> tuple[dict[Unit, None], list[Record]]:
+def chosen(needed: Iterable[GemmProblem], top: int = 1) -> tuple[dict[Unit, None], list[Record]]:
     """Return the units of the configs that would be chosen, each once, and the user's records that decided.
 
     Args:
+        needed: the problems of a model.
         top: number of configs for each problem: the chosen one and the top - 1 of least predicted time.
 
     Raises:
@@ -102,14 +103,14 @@ def chosen(wanted: Iterable[GemmProblem], top: int = 1) -> tuple[dict[Unit, None
     """
     units: dict[Unit, None] = {}
     records: dict[Record, None] = {}
-    for problem in (met for one in wanted for met in choice.problems_of_interval(one)):
-        found = choice.explain(problem)
-        if found.chosen is None:
-            raise UnsupportedError(str(found))
-        for name, config in (found.chosen, *((c.kernel, c.config) for c in found.candidates[: top - 1])):
-            if (unit := kernel_named(name).unit(found.problem, config)) is not None:
+    for problem in (problem for one in needed for problem in choice.problems_of_interval(one)):
+        explanation = choice.explain(problem)
+        if explanation.chosen is None:
+            raise UnsupportedError(str(explanation))
+        for name, config in (explanation.chosen, *((c.kernel, c.config) for c in explanation.candidates[: top - 1])):
+            if (unit := kernel_named(name).unit(explanation.problem, config)) is not None:
                 units[unit] = None
-        decided = choice.measured_record(found.problem)
+        decided = choice.measured_record(explanation.problem)
         if decided is not None and decided[0] == "tuned":
             records[decided[1]] = None
     return units, list(records)

@@ -20,7 +20,7 @@ from w4gemm.core.problem import Device, GemmProblem
 from w4gemm.packing.layouts import layout_for
 
 ALL_TOKENS = "1..8192"
-"""The numbers of tokens if none are given."""
+"""The default numbers of tokens."""
 _FP8 = torch.float8_e4m3fn
 _SIZE = re.compile(r"(?:([1-9]\d*)x)?([1-9]\d*)x([1-9]\d*)")
 
@@ -35,13 +35,14 @@ class Layer:
     bias: bool = False
     experts: int = 0
     activations: str | None = None
-    """"fp8" if the layer quantizes x, whatever dtype the others are asked for in."""
+    """"fp8" if the layer quantizes x, whatever the dtype of the other layers' x."""
 
 
 def add_layer_arguments(parser: argparse.ArgumentParser, vllm: str = "", experts: bool = True) -> None:
-    """Add --model, --shapes or, if ``vllm`` says in words what it takes, --vllm; and --format and --m.
+    """Add --model, --shapes, --format, --m and, if ``vllm`` is not empty, --vllm.
 
     Args:
+        vllm: help text of --vllm.
         experts: False if the command leaves out layers of experts.
     """
     sizes = "sizes N x K like 6144x4096,4096x4096" + " or, of 8 experts, 8x28672x4096" * experts
@@ -79,18 +80,18 @@ def problems(
         tokens: numbers of tokens; for a layer of experts, of each expert on average.
         dtype: dtype of the activations, except for layers that quantize them.
     """
-    found = []
+    made = []
     for layer in layers:
         x = _FP8 if layer.activations == "fp8" else dtype
         # linear quantizes x with a scale for each token
         epilogue = Epilogue(bias=layer.bias, token_scale=x == _FP8)
         layout = layout_for(device, layer.format, x)
         sizes = [(m * max(1, layer.experts), layer.n, layer.k) for m in tokens]
-        found += [
+        made += [
             GemmProblem(*size, x, layer.format, layout, epilogue, device, batch_invariant, layer.experts)
             for size in sizes
         ]
-    return found
+    return made
 
 
 def parse_layers(args: argparse.Namespace) -> list[Layer]:
@@ -101,18 +102,18 @@ def parse_layers(args: argparse.Namespace) -> list[Layer]:
     """
     format = WeightFormat() if args.format is None else WeightFormat.parse(args.format)
     if args.model is not None:
-        found = layers_of(open_checkpoint(args.model, args.format).modules.values())
+        layers = layers_of(open_checkpoint(args.model, args.format).modules.values())
     elif _is_file(args.shapes):
-        found = [
+        layers = [
             _parse_line(line, f"{args.shapes}:{number}", format)
             for number, text in enumerate(read_text("--shapes", args.shapes).splitlines(), 1)
             if (line := text.partition("#")[0].strip())
         ]
     else:
-        found = [_parse_size(part, format) for part in args.shapes.split(",")]
-    if not found:
+        layers = [_parse_size(part, format) for part in args.shapes.split(",")]
+    if not layers:
         raise FormatError(f"{args.model or args.shapes}: no 4-bit layers")
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(layers))
 
 
 def _is_file(text: str) -> bool:

@@ -53,22 +53,22 @@ def run(args: argparse.Namespace) -> int:
     tokens = parse_tokens(args.m)
     if left_out := len(layers) - len(dense):
         say(f"left out, since experts are not tuned: {counted(left_out, 'layer')} of experts")
-    wanted = problems(dense, tokens, device, dtype, args.batch_invariant)
-    tuned = 0 if args.force else sum((choice.measured_record(problem) or ("",))[0] == "tuned" for problem in wanted)
-    say(f"{device_line(device)}; {counted(len(wanted), 'problem')}")
+    needed = problems(dense, tokens, device, dtype, args.batch_invariant)
+    tuned = 0 if args.force else sum((choice.measured_record(problem) or ("",))[0] == "tuned" for problem in needed)
+    say(f"{device_line(device)}; {counted(len(needed), 'problem')}")
     started = time.perf_counter()
     outcomes: list[Outcome] = []
     try:
         too_large = f"{name}: wanted layers that fit the memory of {device_name(where)}, got {value!r}"
         with memory_for(too_large), progress_bar() as progress:
             options = {"top": args.top, "force": args.force, "workers": args.workers}
-            for outcome in tune(wanted, where, **options, progress=progress):
+            for outcome in tune(needed, where, **options, progress=progress):
                 outcomes.append(outcome)
                 delete_line()
                 print(line(outcome), flush=True)
     finally:
         seconds = time.perf_counter() - started
-        say(f"{len(outcomes)} of {len(wanted)} measured in {seconds:.0f} s{summary(outcomes, tuned)}")
+        say(f"{len(outcomes)} of {len(needed)} measured in {seconds:.0f} s{summary(outcomes, tuned)}")
         path = store.user_path()
         if path is None:
             say(f"kept in no file: {environment.why_nothing_is_kept()}")

@@ -1,4 +1,4 @@
-"""Devices from the names that users give them on the command line."""
+"""Devices from their names on the command line."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def chosen_device(name: str | None) -> tuple[Device, torch.device]:
         ValueError: for a name that is no device's, or of a device that is not there.
     """
     if name is not None and name.lower() in SIMULATED:
-        wanted = "wanted a device to run on, cpu, cuda or cuda:N"
-        raise ValueError(f"--device: {wanted}, got {name}, a description for `explain` and `inspect`")
+        expected = "wanted a device to run on, cpu, cuda or cuda:N"
+        raise ValueError(f"--device: {expected}, got {name}, a description for `explain` and `inspect`")
     device, note = choose_device(name)
     if note:
         say(note)
@@ -82,7 +82,7 @@ def device_line(device: Device) -> str:
 
 
 def typical_problem(device: torch.device | str) -> GemmProblem:
-    """Return a problem to ask the kernels about when there is no weight at hand."""
+    """Return a problem of common sizes, to ask the kernels about without a weight."""
     described, dtype = Device.of(device), torch.bfloat16
     layout = layout_for(described, WeightFormat(), dtype)
     return GemmProblem(16, 4096, 4096, dtype, WeightFormat(), layout, device=described)

@@ -19,7 +19,7 @@ _ASKED = re.compile(r"allocate (?:(?P<bytes>\d+) bytes|(?P<text>[\d.]+ [KMGT]iB)
 
 
 def sentence(error: Exception) -> str | None:
-    """Return what to print for an error that a user can mend; None for any other, which wants its traceback."""
+    """Return the text to print for an error that a user can mend; None for other errors, which need a traceback."""
     if (memory := _lacking(error)) is not None:
         return str(error) if isinstance(error, MemoryError) and str(error) else f"not enough memory; {memory}"
     if isinstance(error, OSError) and error.strerror and error.filename is not None:  # without its [Errno ...]
@@ -30,23 +30,24 @@ def sentence(error: Exception) -> str | None:
 
 
 @contextlib.contextmanager
-def memory_for(wanted: str) -> Iterator[None]:
-    """Raise MemoryError with the words ``wanted`` and the bytes asked for, in place of an allocator's own error."""
+def memory_for(expected: str) -> Iterator[None]:
+    """Raise MemoryError with the words ``expected`` and the bytes that were requested, in place of an allocator's own
+    error."""
     try:
         yield
     except (RuntimeError, MemoryError) as e:
         if (memory := _lacking(e)) is None:
             raise
-        raise MemoryError(f"{wanted}; {memory}") from e
+        raise MemoryError(f"{expected}; {memory}") from e
 
 
 def _lacking(error: Exception) -> str | None:
-    """Return how much memory could not be allocated, in words; None if an error says nothing of memory."""
-    found = isinstance(error, RuntimeError) and _LACKS_MEMORY.search(str(error))
-    if not (found or isinstance(error, (MemoryError, torch.cuda.OutOfMemoryError))):
+    """Return in words how much memory could not be allocated; None for an error that is not about memory."""
+    match = isinstance(error, RuntimeError) and _LACKS_MEMORY.search(str(error))
+    if not (match or isinstance(error, (MemoryError, torch.cuda.OutOfMemoryError))):
         return None
-    asked = _ASKED.search(str(error))
-    size = (asked["text"] or f"{int(asked['bytes']) / 2**30:.1f} GiB") if asked else "what it wants"
+    amount = _ASKED.search(str(error))
+    size = (amount["text"] or f"{int(amount['bytes']) / 2**30:.1f} GiB") if amount else "what it wants"
     return f"{size} could not be allocated"
 
 

@@ -33,9 +33,9 @@ def positive(text: str) -> int:
 
 
 def named_path(text: str) -> Path:
-    """Return the file or folder that an option names, ``~`` as a shell takes it, which does not see it in quotes or in
-    a container's list of arguments. The empty string, which a script's unset variable gives, names none, though
-    Path("") is the current folder."""
+    """Return the file or folder that an option names. ``~`` is the home folder, because a shell does not replace it in
+    quotes or in a container's list of arguments. The empty string, as from a script's unset variable, is refused,
+    because Path("") is the current folder."""
     if not text:
         raise argparse.ArgumentTypeError("wanted a path, got an empty string")
     try:
@@ -95,7 +95,7 @@ def add_device_arguments(
 
 
 def chosen_dtype(name: str | None, device: Device) -> torch.dtype:
-    """Return the dtype of the activations: the one named, else float32 on the CPU and bfloat16 on a GPU."""
+    """Return the dtype called ``name``; for None, float32 on the CPU and bfloat16 on a GPU."""
     return DTYPES[name or ("float32" if device.kind == "cpu" else "bfloat16")]
 
 
@@ -108,7 +108,7 @@ def parse_tokens(text: str) -> list[int]:
     Raises:
         ValueError: for any other text.
     """
-    found: set[int] = set()
+    ends: set[int] = set()
     for part in text.split(","):
         match = _RANGE.fullmatch(part.strip())
         too_long = len(part) > _LONGEST_RANGE  # Python refuses to read thousands of digits, in words of its own
@@ -119,5 +119,5 @@ def parse_tokens(text: str) -> list[int]:
         if last < first:
             raise ValueError(f"--m: wanted ranges that go up, got {part!r}")
         intervals = range(choice.interval(first), choice.interval(last) + 1)
-        found |= {choice.interval_end(choice.BOUNDS[i - 1] + 1 if i else 1) for i in intervals}
-    return sorted(found)
+        ends |= {choice.interval_end(choice.BOUNDS[i - 1] + 1 if i else 1) for i in intervals}
+    return sorted(ends)

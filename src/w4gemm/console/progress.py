@@ -50,7 +50,7 @@ def delete_line() -> None:
 
 
 def _columns() -> int:
-    """Return how many characters the terminal has in a line, of which none is told by some."""
+    """Return the terminal's number of characters in a line; 80 if it does not tell."""
     try:
         return os.get_terminal_size(sys.stderr.fileno()).columns or 80
     except OSError:
@@ -59,13 +59,13 @@ def _columns() -> int:
 
 @contextlib.contextmanager
 def progress_bar() -> Iterator[Callable[[int, int, str], None]]:
-    """Yield a function like that of :func:`progress_line`, whose line is a bar with an estimate of the time left."""
+    """Like :func:`progress_line`, but the line is a bar with an estimate of the remaining time."""
     started = time.monotonic()
     with progress_line() as line:
 
         def progress(done: int, total: int, what: str) -> None:
-            left = (time.monotonic() - started) / max(done, 1) * (total - done)
+            seconds_left = (time.monotonic() - started) / max(done, 1) * (total - done)
             full = 24 * done // max(total, 1)
-            line(0, 0, f"[{'#' * full}{'.' * (24 - full)}] {done}/{total}, {left:.0f} s left: {what}")
+            line(0, 0, f"[{'#' * full}{'.' * (24 - full)}] {done}/{total}, {seconds_left:.0f} s left: {what}")
 
         yield progress
