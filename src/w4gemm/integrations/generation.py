@@ -97,9 +97,9 @@ def generate(
     Raises:
         ValueError: for token ids that the model has no embedding of.
     """
-    known, largest = model.get_input_embeddings().weight.shape[0], int(inputs.max())
-    if largest >= known:
-        raise ValueError(f"the tokenizer gives token {largest}, but the model has embeddings of {known} tokens")
+    embeddings, largest = model.get_input_embeddings().weight.shape[0], int(inputs.max())
+    if largest >= embeddings:
+        raise ValueError(f"the tokenizer gives token {largest}, but the model has embeddings of {embeddings} tokens")
     sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
     torch.manual_seed(seed)
     with torch.inference_mode():

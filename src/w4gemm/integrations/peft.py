@@ -209,10 +209,10 @@ def _with_a_look_for_4_bits(check: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(check)
     def check_module(wrapper: Any) -> None:
         check(wrapper)
-        found = [m for m in wrapper.original_module.modules() if isinstance(m, W4Linear)]
-        if found:  # PEFT would train a copy of the bias alone, and save the frozen weight with it
+        layers = [m for m in wrapper.original_module.modules() if isinstance(m, W4Linear)]
+        if layers:  # PEFT would train a copy of the bias alone, and save the frozen weight with it
             raise ValueError(
-                f"modules_to_save: wanted layers with dense weights, which train, got {found[0]}; keep it dense by "
+                f"modules_to_save: wanted layers with dense weights, which train, got {layers[0]}; keep it dense by "
                 "skip, or put an adapter beside it by target_modules"
             )
 
@@ -222,9 +222,9 @@ def _with_a_look_for_4_bits(check: Callable[..., None]) -> Callable[..., None]:
 def _with_all_4_bit_layers(include: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(include)
     def include_all(peft_config: Any, model: torch.nn.Module) -> Any:
-        wanted = getattr(peft_config, "target_modules", None)
+        targets = getattr(peft_config, "target_modules", None)
         config = include(peft_config, model)
-        if isinstance(wanted, str) and wanted.lower() == "all-linear":
+        if isinstance(targets, str) and targets.lower() == "all-linear":
             head = getattr(model, "get_output_embeddings", lambda: None)()
             layers = (
                 name

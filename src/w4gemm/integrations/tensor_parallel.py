@@ -38,7 +38,7 @@ class W4ColwiseParallel(ParallelStyle):
         layer.weight = layer.weight.shard(0, index, count)
         if bias is not None:
             layer.bias = nn.Parameter(bias.detach()[index * rows : (index + 1) * rows].clone(), bias.requires_grad)
-        layer.register_forward_pre_hook(lambda _, *given: _with_sums(device_mesh, *given), with_kwargs=True)
+        layer.register_forward_pre_hook(lambda _, *arguments: _with_sums(device_mesh, *arguments), with_kwargs=True)
         return layer
 
 
