@@ -269,7 +269,7 @@ FAULTS = (
     Fault(
         "a GGUF file may go on behind its tensors",
         "src/w4gemm/checkpoints/gguf_header.py",
-        "if file_size > at and found:",
+        "if file_size > at and tensors:",
         "if False:",
         "tests/test_hostile_folders.py -k goes_on",
     ),

@@ -49,11 +49,11 @@ class BitsAndBytesPacking:
         n, k = state["shape"]
         blocks = -(-n * k // state["blocksize"])
         nested = "nested_offset" in state
-        wanted = {"weight_absmax": ("U8" if nested else "F32", blocks), "weight_quant_map": ("F32", 16)}
+        expected = {"weight_absmax": ("U8" if nested else "F32", blocks), "weight_quant_map": ("F32", 16)}
         if nested:
             groups = -(-blocks // state["nested_blocksize"])
-            wanted |= dict(zip(_NESTED, (("F32", groups), ("F32", 256)), strict=True))
-        for leaf, (dtype, count) in wanted.items():
+            expected |= dict(zip(_NESTED, (("F32", groups), ("F32", 256)), strict=True))
+        for leaf, (dtype, count) in expected.items():
             _check(stored, leaf, (dtype,), count)
         stored_bytes = -(-n * k // 2)
         _check(stored, "weight", tuple(_BYTES), stored_bytes // _BYTES.get(stored["weight"].dtype, 1))
@@ -86,13 +86,13 @@ class BitsAndBytesPacking:
 
 def _state(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """The settings of a module."""
-    found = [tensors[leaf] for leaf in _STATES if leaf in tensors]
-    if len(found) != 1:
+    states = [tensors[leaf] for leaf in _STATES if leaf in tensors]
+    if len(states) != 1:
         raise ValueError(
-            f"wanted one weight.quant_state.bitsandbytes__nf4 or __fp4 beside its absmax, got {len(found)}"
+            f"wanted one weight.quant_state.bitsandbytes__nf4 or __fp4 beside its absmax, got {len(states)}"
         )
     try:
-        state = json.loads(bytes(found[0].flatten().tolist()))
+        state = json.loads(bytes(states[0].flatten().tolist()))
         n, k = state["shape"]
         numbers = n, k, state["blocksize"], state.get("nested_blocksize", 1)
         if not all(isinstance(number, int) and number > 0 for number in numbers):
@@ -117,7 +117,7 @@ def _check(stored: Mapping[str, TensorInfo], leaf: str, dtypes: tuple[str, ...],
 
 
 def _packing(config: Mapping[str, Any]) -> Packing:
-    """The packing of a quantization_config; those of 8 bits are refused."""
+    """Return the packing of a quantization_config. 8 bits are refused."""
     if not config.get("load_in_4bit", config.get("_load_in_4bit")):
         raise ValueError("it is not in 4 bits (load_in_4bit); models in 8 bits (LLM.int8) are not read")
     return BitsAndBytesPacking()
@@ -125,8 +125,8 @@ def _packing(config: Mapping[str, Any]) -> Packing:
 
 def _renamed(name: str) -> str:
     """``module.part`` for a tensor's name: the parts of a weight become parts of its module."""
-    found = _PART.fullmatch(name)
-    return f"{found[1]}_{found[2]}" if found else name
+    match = _PART.fullmatch(name)
+    return f"{match[1]}_{match[2]}" if match else name
 
 
 FORMAT = folder_format(

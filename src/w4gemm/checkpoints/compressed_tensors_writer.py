@@ -43,14 +43,14 @@ class CompressedTensorsWriter:
         if not w.experts:
             return {f"{name}.{leaf}": t for leaf, t in self._leaves(w).items()}
         owner, roles = name.rpartition(".")[0], roles_of(checkpoint.modules, name)
-        found: dict[str, torch.Tensor] = {}
+        tensors: dict[str, torch.Tensor] = {}
         for e in range(w.experts):
             expert = w.expert(e)
             for i, role in enumerate(roles):  # every tensor has a row for each of the weight's, those of roles in turn
                 rows = tuple(t[i :: len(roles)].contiguous() for t in expert.tensors)
                 part = replace(expert, n=w.n // len(roles), tensors=rows)
-                found |= {f"{owner}.{e}.{role}.{leaf}": t for leaf, t in self._leaves(part).items()}
-        return found
+                tensors |= {f"{owner}.{e}.{role}.{leaf}": t for leaf, t in self._leaves(part).items()}
+        return tensors
 
     def _leaves(self, w: QuantizedWeight) -> dict[str, torch.Tensor]:
         """Tensors of one module by the last parts of their names."""
@@ -59,14 +59,14 @@ class CompressedTensorsWriter:
         packed, scales, *zeros = w.tensors
         if w.format == _MXFP4:
             return {"weight_packed": packed, "weight_scale": scales.view(torch.uint8)}
-        found = {
+        leaves = {
             "weight_packed": packed.contiguous().view(torch.int32),  # little-endian: the canonical order
             "weight_scale": scales,
             "weight_shape": torch.tensor([w.n, w.k], device="cpu"),
         }
         if zeros:
-            found["weight_zero_point"] = _along_rows(zeros[0])
-        return found
+            leaves["weight_zero_point"] = _along_rows(zeros[0])
+        return leaves
 
     def named(self, checkpoint: Checkpoint) -> Checkpoint:
         return FileNames(checkpoint)

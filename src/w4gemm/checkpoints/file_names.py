@@ -44,14 +44,14 @@ class FileNames:
         self.tensors: dict[str, tuple[int, ...]] = {}
         for name, module in source.modules.items():
             if module.experts:
-                found, module = _experts(name, module, in_files(name))
+                file_name, module = _experts(name, module, in_files(name))
             else:
-                found = _owner(name, in_files(f"{name}.weight"))
-            self.own[found], self.modules[found] = name, module
+                file_name = _owner(name, in_files(f"{name}.weight"))
+            self.own[file_name], self.modules[file_name] = name, module
         for name, shape in source.tensors.items():
             names = in_files(name)
-            found = names[0] if len(names) == 1 else name
-            self.own[found], self.tensors[found] = name, shape
+            file_name = names[0] if len(names) == 1 else name
+            self.own[file_name], self.tensors[file_name] = name, shape
 
     def stored_type(self, name: str) -> str:
         return self.source.stored_type(self.own.get(name, name))
@@ -67,8 +67,8 @@ class FileNames:
 
 
 def _model(checkpoint: Checkpoint) -> nn.Module | None:
-    """Return the checkpoint's model without numbers; None if transformers is not installed or makes none, and for a
-    GGUF file, the models of which have the same names everywhere."""
+    """Return the checkpoint's model without numbers; None if transformers is not installed or makes none. None for a
+    GGUF file, too, because its models have the same names everywhere."""
     folder, options, _ = checkpoint.pretrained()
     if options:
         return None
@@ -91,11 +91,11 @@ def _owner(name: str, names: list[str]) -> str:
 
 
 def _experts(name: str, module: Module, names: list[str]) -> tuple[str, Module]:
-    """Return the name and module of all experts of a layer, of which the files have ``names``: as they are if these are
-    not those of single experts."""
+    """Return the name and module of all experts of a layer, whose tensors have ``names`` in the files. If these are not
+    names of single experts, both stay."""
     matches = [_EXPERT.fullmatch(each) for each in names]
-    found = {(match["owner"], match["role"]) for match in matches if match is not None}
-    owners, product = {owner for owner, _ in found}, name.rpartition(".")[2]
+    owner_roles = {(match["owner"], match["role"]) for match in matches if match is not None}
+    owners, product = {owner for owner, _ in owner_roles}, name.rpartition(".")[2]
     if None in matches or len(owners) != 1:
         return name, module
     if product == GATE_UP:

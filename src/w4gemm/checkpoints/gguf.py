@@ -67,7 +67,7 @@ class GGUFCheckpoint:
         self._known = ARCHITECTURES.get(self.architecture)
         self._experts = BlockExperts.of(self.file, self._known)
         elsewhere = {stored for experts in self._experts.values() for stored in experts.stored}
-        elsewhere |= {name for stored in self.file.tensors for name in self.file.beside(stored)}
+        elsewhere |= {name for stored in self.file.tensors for name in self.file.companions(stored)}
         self._stored: dict[str, str] = {}
         for stored in (stored for stored in self.file.tensors if stored not in elsewhere):
             name = self._model_name(stored)
@@ -76,14 +76,16 @@ class GGUFCheckpoint:
 
     @functools.cached_property
     def modules(self) -> dict[str, Module]:
-        found = {}
+        by_name = {}
         for name, stored in self._stored.items():
             format = self.file.format(stored)
             owner, _, leaf = name.rpartition(".")
             if leaf == "weight" and format is not None and stored != _EMBEDDING:
                 n, k = self.file.info(stored).shape
-                found[owner] = Module(n, k, format, bias=f"{owner}.bias" in self._stored)
-        return found | {name: module for experts in self._experts.values() for name, module in experts.modules.items()}
+                by_name[owner] = Module(n, k, format, bias=f"{owner}.bias" in self._stored)
+        return by_name | {
+            name: module for experts in self._experts.values() for name, module in experts.modules.items()
+        }
 
     @functools.cached_property
     def tensors(self) -> dict[str, tuple[int, ...]]:
@@ -96,16 +98,16 @@ class GGUFCheckpoint:
 
     @functools.cached_property
     def left_out(self) -> dict[str, str]:
-        """Why a tensor of the file is neither of a module nor among ``tensors``, by its name there. Each tensor is one
-        of the three."""
-        beside = {name: stored for stored in self.file.tensors for name in self.file.beside(stored)}
-        reasons = {name: f"beside {stored}, whose factor is read with it" for name, stored in beside.items()}
+        """The reason why a tensor is neither of a module nor among ``tensors``, by its name in the file. Each tensor of
+        the file is one of the three."""
+        companions = {name: stored for stored in self.file.tensors for name in self.file.companions(stored)}
+        reasons = {name: f"beside {stored}, whose factor is read with it" for name, stored in companions.items()}
         if _ROPE_FACTORS in self._stored and self._llama3:
             reasons[_ROPE_FACTORS] = "Llama 3's, which the config says"
         return reasons
 
     def stored_names(self, name: str) -> list[str]:
-        """Names in the file of the tensors of a module, its bias too, or of one of ``tensors``."""
+        """Return the names in the file of a module's weight and bias, or of one of ``tensors``."""
         if (experts := self._experts_with(name)) is not None:
             return experts.stored_names(name)
         if name in _ROPE_TABLES:
@@ -142,9 +144,9 @@ class GGUFCheckpoint:
 
     def pretrained(self) -> Pretrained:
         if self._known is None:
-            wanted = ", ".join(ARCHITECTURES)
+            legal = ", ".join(ARCHITECTURES)
             raise FormatError(
-                f"{self.path}: architecture {self.architecture!r} cannot be loaded; wanted one of {wanted}"
+                f"{self.path}: architecture {self.architecture!r} cannot be loaded; wanted one of {legal}"
             )
         self._check_config()
         if self.architecture.startswith("gemma") and _transformers_version() < _GEMMA_TOKENS:
@@ -170,24 +172,24 @@ class GGUFCheckpoint:
             return stored
         if base in NAMES:
             return f"{NAMES[base]}.{leaf}"
-        found, names = _BLOCK.fullmatch(base), {**BLOCK_NAMES, **self._known.names}
-        if found is None:
+        match, names = _BLOCK.fullmatch(base), {**BLOCK_NAMES, **self._known.names}
+        if match is None:
             return stored
-        whole = f"{found[2]}.{leaf}"
-        name = names.get(whole) or (f"{names[found[2]]}.{leaf}" if found[2] in names else None)
-        return stored if name is None else f"model.layers.{int(found[1])}.{name}"
+        whole = f"{match[2]}.{leaf}"
+        name = names.get(whole) or (f"{names[match[2]]}.{leaf}" if match[2] in names else None)
+        return stored if name is None else f"model.layers.{int(match[1])}.{name}"
 
     def _experts_with(self, name: str) -> BlockExperts | None:
-        """The experts of which a module or dense tensor is."""
+        """Return the experts that a module or dense tensor belongs to."""
         return self._experts.get(name.partition(".experts.")[0])
 
     def _rows(self, stored: str) -> torch.Tensor | None:
-        """Index in the file of each row of the model, or None if the order is the same."""
-        found = _BLOCK.match(stored)
+        """Return the index in the file of each row of the model; None if the order is the same."""
+        match = _BLOCK.match(stored)
         permuted = self._known.permuted if self._known else {}
-        if found is None or found[2] not in permuted:
+        if match is None or match[2] not in permuted:
             return None
-        heads, n = self._count(permuted[found[2]]), self.file.info(stored).shape[0]
+        heads, n = self._count(permuted[match[2]]), self.file.info(stored).shape[0]
         if n % (2 * heads):
             raise FormatError(f"{self.path}: tensor {stored!r} has {n} rows, which are not {heads} heads of even size")
         return torch.arange(n, device="cpu").view(heads, -1, 2).transpose(1, 2).reshape(n)
@@ -215,7 +217,7 @@ class GGUFCheckpoint:
 
     @contextmanager
     def _setting_errors(self) -> Iterator[None]:
-        """Turn errors of what reads settings into FormatErrors that name the file."""
+        """Turn errors of code that reads settings into FormatErrors that name the file."""
         try:
             yield
         except TypeError as e:
@@ -249,7 +251,7 @@ class GGUFCheckpoint:
 
     def _check_config(self) -> None:
         """Raise FormatError for metadata that contradict the tensors, before transformers makes a config of them."""
-        blocks = {int(found[1]) for name in self.file.tensors if (found := _BLOCK.match(name))}
+        blocks = {int(match[1]) for name in self.file.tensors if (match := _BLOCK.match(name))}
         if blocks != set(range(len(blocks))) or self._value("block_count") != len(blocks):
             raise FormatError(
                 f"{self.path}: {self.architecture}.block_count is {self._value('block_count')!r}, but its tensors are "

@@ -24,17 +24,17 @@ _ROPE_NEUTRAL = {"attn_factor": 1, "yarn_ext_factor": 1, "yarn_log_multiplier": 
 
 
 def positive(value: Value, key: str) -> float | None:
-    """Return a number of the metadata; None if it is not there, or 0, which is llama.cpp's word for that.
+    """Return a number of the metadata; None if it is missing or 0, which is llama.cpp's default.
 
     Raises:
         ValueError: for anything else; the message begins with the key.
     """
-    found = value(key)
-    if found is None or found == 0:
+    number = value(key)
+    if number is None or number == 0:
         return None
-    if isinstance(found, bool) or not isinstance(found, (int, float)) or not 0 < found < math.inf:
-        raise ValueError(f"{key}: wanted a positive number, got {found!r}")
-    return found
+    if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0 < number < math.inf:
+        raise ValueError(f"{key}: wanted a positive number, got {number!r}")
+    return number
 
 
 def rope_base(value: Value, key: str = "rope.freq_base") -> float:
@@ -53,8 +53,8 @@ def rope_parameters(value: Value) -> dict[str, Any]:
     if kind not in (None, *_ROPE_TYPES):
         raise ValueError(f"rope.scaling.type: wanted {', '.join(_ROPE_TYPES)} or no such key, got {kind!r}")
     for key, neutral in _ROPE_NEUTRAL.items():
-        if (found := value(f"rope.scaling.{key}")) not in (None, neutral):
-            raise ValueError(f"rope.scaling.{key}: wanted {neutral} or no such key, got {found!r}")
+        if (setting := value(f"rope.scaling.{key}")) not in (None, neutral):
+            raise ValueError(f"rope.scaling.{key}: wanted {neutral} or no such key, got {setting!r}")
     base = rope_base(value)
     factor = positive(value, "rope.scaling.factor") or positive(value, "rope.scale_linear") or 1
     if kind == "none" or factor == 1:

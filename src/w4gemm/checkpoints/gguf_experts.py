@@ -39,7 +39,7 @@ class BlockExperts:
 
     @classmethod
     def of(cls, file: GGUFFile, architecture: Architecture | None) -> dict[str, BlockExperts]:
-        """Return the experts of each block that has some, by the name of what they are in.
+        """Return the experts of each block that has some, by the name of their module.
 
         Raises:
             FormatError: if some of their tensors are missing, or have shapes that do not fit.
@@ -48,10 +48,10 @@ class BlockExperts:
         if architecture is None:
             return {}
         transposed = architecture.experts_transposed
-        found = {f"model.layers.{b}.mlp": cls(file, f"model.layers.{b}.mlp.experts", b, transposed) for b in numbers}
-        for experts in found.values():
+        by_owner = {f"model.layers.{b}.mlp": cls(file, f"model.layers.{b}.mlp.experts", b, transposed) for b in numbers}
+        for experts in by_owner.values():
             experts._check()
-        return found
+        return by_owner
 
     def _check(self) -> None:
         gate, up, down = (self.file.info(self._stored(role)).shape for role in ("gate", "up", "down"))
@@ -70,23 +70,24 @@ class BlockExperts:
     @functools.cached_property
     def modules(self) -> dict[str, Module]:
         """Both products, if all three tensors are of 4-bit types; else none."""
-        found = {f"{self.owner}.{product}": self._module(product) for product in _PRODUCTS}
-        return {name: m for name, m in found.items() if m} if all(found.values()) else {}
+        products = {f"{self.owner}.{product}": self._module(product) for product in _PRODUCTS}
+        return {name: m for name, m in products.items() if m} if all(products.values()) else {}
 
     @functools.cached_property
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of biases, and of weights that are dense, beside which transformers has another name for a bias."""
-        found: dict[str, tuple[int, ...]] = {}
+        """Shapes of biases, and of weights if these are dense. Then transformers has another name for a bias."""
+        shapes: dict[str, tuple[int, ...]] = {}
         for product in _PRODUCTS:
             experts, n, k = self._sizes(product)
             if not self.modules:
-                found[f"{self.owner}.{product}"] = (experts, k, n) if self.transposed else (experts, n, k)
+                shapes[f"{self.owner}.{product}"] = (experts, k, n) if self.transposed else (experts, n, k)
             if self._has_bias(product):
-                found[f"{self.owner}.{product}{'.' if self.modules else '_'}bias"] = (experts, n)
-        return found
+                shapes[f"{self.owner}.{product}{'.' if self.modules else '_'}bias"] = (experts, n)
+        return shapes
 
     def stored_names(self, name: str) -> list[str]:
-        """Names in the file of the tensors of one of :attr:`modules`, its bias too, or of one of :attr:`tensors`."""
+        """Return the names in the file of the weight and bias of one of :attr:`modules`, or of one of
+        :attr:`tensors`."""
         product, leaf = self._parts(name)
         leaves = ("weight", "bias") if name in self.modules else (leaf,)
         each = (self._stored(role, leaf) for role in _PRODUCTS[product] for leaf in leaves)
@@ -110,9 +111,9 @@ class BlockExperts:
     def dense(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         """Return one of :attr:`tensors`. In biases gates and ups alternate."""
         product, leaf = self._parts(name)
-        found = [self.file.dense(self._stored(role, leaf), dtype) for role in _PRODUCTS[product]]
+        roles = [self.file.dense(self._stored(role, leaf), dtype) for role in _PRODUCTS[product]]
         pairs = leaf == "bias" or self.transposed
-        rows = torch.stack(found, 2).flatten(1, 2) if pairs else torch.cat(found, 1)
+        rows = torch.stack(roles, 2).flatten(1, 2) if pairs else torch.cat(roles, 1)
         return rows if leaf == "bias" or not self.transposed else rows.transpose(1, 2).contiguous()
 
     def _module(self, product: str) -> Module | None:
@@ -135,9 +136,9 @@ class BlockExperts:
 
     def _parts(self, name: str) -> tuple[str, str]:
         """Product and leaf of the name of a module or tensor."""
-        found = name.removeprefix(f"{self.owner}.")
-        product = found.removesuffix("bias").rstrip("._")
-        return product, "bias" if found != product else "weight"
+        part = name.removeprefix(f"{self.owner}.")
+        product = part.removesuffix("bias").rstrip("._")
+        return product, "bias" if part != product else "weight"
 
     def _stored(self, role: str, leaf: str = "weight") -> str:
         return f"blk.{self.block}.ffn_{role}_exps.{leaf}"

@@ -46,7 +46,7 @@ INT4_FORMATS = {
 }
 """Format by 4-bit tensor type."""
 
-_BESIDE = (".scale", ".input_scale")
+_COMPANIONS = (".scale", ".input_scale")
 """Ends of the names of what lies beside a tensor in NVFP4: the factor of each of its matrices, and that of x for
 products in 4 bits on both sides, which are not computed here."""
 
@@ -94,7 +94,7 @@ class GGUFFile:
 
         Args:
             rows: int64 indices (n): take these rows, in this order; None for all as stored.
-            device: where it is to lie, and is unpacked.
+            device: device to unpack on, and of the result.
             expert: which matrix of a tensor (experts, n, k); None for a tensor that is a matrix.
 
         Raises:
@@ -102,11 +102,11 @@ class GGUFFile:
         """
         info = self.info(name)
         if info.type not in INT4_FORMATS:
-            wanted = " or ".join(INT4_FORMATS)
-            raise FormatError(f"{self.path}: tensor {name!r} is {info.type}, which is not 4-bit; wanted {wanted}")
+            expected = " or ".join(INT4_FORMATS)
+            raise FormatError(f"{self.path}: tensor {name!r} is {info.type}, which is not 4-bit; wanted {expected}")
         if len(info.shape) != (2 if expert is None else 3):
-            wanted = "a matrix (n, k)" if expert is None else "one for each expert, (experts, n, k)"
-            raise FormatError(f"{self.path}: tensor {name!r} has shape {info.shape}, wanted {wanted}")
+            expected = "a matrix (n, k)" if expert is None else "one for each expert, (experts, n, k)"
+            raise FormatError(f"{self.path}: tensor {name!r} has shape {info.shape}, wanted {expected}")
         format = INT4_FORMATS[info.type]
         *_, n, k = info.shape
         matrices = self._raw(info).reshape(-1, n, info.nbytes // math.prod(info.shape[:-1]))
@@ -141,27 +141,27 @@ class GGUFFile:
         step = max(1, _ELEMENTS // k)
         for first in range(0, len(raw), step):
             part = slice(first, first + step)
-            found = torch.from_numpy(self._dequantized(info, raw[part]))
-            tensor[part] = found if factors is None else found * factors[part]
+            numbers = torch.from_numpy(self._dequantized(info, raw[part]))
+            tensor[part] = numbers if factors is None else numbers * factors[part]
         tensor = tensor.view(info.shape)
         return tensor if rows is None else tensor[rows]
 
-    def beside(self, name: str) -> list[str]:
-        """Names of the tensors that belong to one in NVFP4, and are no tensors of the model."""
+    def companions(self, name: str) -> list[str]:
+        """Return the names of the scales that belong to a tensor in NVFP4. The model has no tensors of these names."""
         if self.info(name).type != "NVFP4":
             return []
-        return [found for end in _BESIDE if (found := name.removesuffix(".weight") + end) in self.tensors]
+        return [companion for end in _COMPANIONS if (companion := name.removesuffix(".weight") + end) in self.tensors]
 
     def _factors(self, info: GGUFTensor) -> torch.Tensor:
         """float32 (matrices,): the factor of each matrix of a tensor in NVFP4."""
         count = math.prod(info.shape[:-2])
-        scale = next((name for name in self.beside(info.name) if name.endswith(_BESIDE[0])), None)
+        scale = next((name for name in self.companions(info.name) if name.endswith(_COMPANIONS[0])), None)
         if scale is None:
             return torch.ones(count, dtype=torch.float32, device="cpu")
-        found = self.info(scale)
-        if found.type != "F32" or found.shape != (count,):
+        factors = self.info(scale)
+        if factors.type != "F32" or factors.shape != (count,):
             raise FormatError(
-                f"{self.path}: tensor {scale!r} is {found.type} of shape {found.shape}; wanted F32 of shape "
+                f"{self.path}: tensor {scale!r} is {factors.type} of shape {factors.shape}; wanted F32 of shape "
                 f"{(count,)}, a factor for each matrix of {info.name!r}"
             )
         return self.dense(scale)

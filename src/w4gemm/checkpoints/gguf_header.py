@@ -153,16 +153,16 @@ def read_header(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
 
 
 def elements(data: memoryview, array: Array) -> Sequence[Any]:
-    """Return an array's numbers, or its strings as bytes, of a file whose header was read."""
+    """Return an array's numbers, or its strings as bytes. The file's header has been read."""
     at = array.at
     if array.kind != _STRING:
         return struct.unpack_from(f"<{array.length}{_SCALARS[array.kind]}", data, at)
-    found = []
+    strings = []
     for _ in range(array.length):
         (size,) = struct.unpack_from("<Q", data, at)
-        found.append(bytes(data[at + 8 : at + 8 + size]))
+        strings.append(bytes(data[at + 8 : at + 8 + size]))
         at += 8 + size
-    return found
+    return strings
 
 
 def _read_entry(cursor: _Cursor) -> _Entry:
@@ -183,13 +183,13 @@ def _alignment(path: Path, metadata: dict[str, Any]) -> int:
 
 
 def _located(path: Path, entries: list[_Entry], align: int, header_size: int, file_size: int) -> dict[str, GGUFTensor]:
-    """Place of each tensor by name, which must be where llama.cpp looks for it."""
+    """Return the place of each tensor by name. It must be where llama.cpp looks for it."""
     start = _aligned(header_size, align)
     at = start
-    found: dict[str, GGUFTensor] = {}
+    tensors: dict[str, GGUFTensor] = {}
     for entry in entries:
         info = _sized(path, entry, start)
-        if info.name in found:
+        if info.name in tensors:
             raise FormatError(f"{path}: tensor {info.name!r} is there twice")
         if info.offset != at:
             raise FormatError(
@@ -202,12 +202,13 @@ def _located(path: Path, entries: list[_Entry], align: int, header_size: int, fi
                 f"{file_size}"
             )
         at = _aligned(info.offset + info.nbytes, align)
-        found[info.name] = info
-    if file_size > at and found:
+        tensors[info.name] = info
+    if file_size > at and tensors:
         raise FormatError(
-            f"{path}: its {len(found)} tensors end at byte {at}, the file at {file_size}: the header does not name all"
+            f"{path}: its {len(tensors)} tensors end at byte {at}, the file at {file_size}: the header does not name "
+            "all"
         )
-    return found
+    return tensors
 
 
 def _aligned(at: int, align: int) -> int:

@@ -111,10 +111,11 @@ def check_files(folder: Path) -> None:
 
 
 def quantization_config(folder: Path) -> dict[str, Any] | None:
-    """Return ``quantization_config`` of a folder's config.json, or of its text_config (Kimi-K2.5), by which a quantized
-    model's format is recognized, with what ModelOpt writes into hf_quant_config.json alone; None if there are no such
-    files or the model is dense. Its old name, ``compression_config``, is read too. ``expert_dtype``, which DeepSeek-V4
-    has beside it, is added.
+    """Return ``quantization_config`` of a folder's config.json, or of its text_config (Kimi-K2.5); None if there are no
+    such files or the model is dense. It tells a quantized model's format.
+
+    The settings that ModelOpt writes into hf_quant_config.json alone are added, and DeepSeek-V4's ``expert_dtype``,
+    which config.json has outside of it. The old name, ``compression_config``, is read too.
 
     Raises:
         FormatError: if config.json cannot be read.
@@ -123,36 +124,36 @@ def quantization_config(folder: Path) -> dict[str, Any] | None:
         config = read_config(folder)
         text = config.get("text_config") or {}
         keys = "quantization_config", "compression_config", "expert_dtype"
-        found, old, experts = (config.get(key, text.get(key)) for key in keys)
-        found = old if found is None else found
+        settings, old, experts = (config.get(key, text.get(key)) for key in keys)
+        settings = old if settings is None else settings
         if isinstance(mlx := config.get("quantization"), dict):
-            found = {"quant_method": "MLX", **mlx} if found is None or found == mlx else found
+            settings = {"quant_method": "MLX", **mlx} if settings is None or settings == mlx else settings
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (ValueError, AttributeError, RecursionError) as e:
         raise FormatError(f"path: {str(folder / 'config.json')!r} is no JSON object: {e}") from e
-    by_modelopt = found is None or (isinstance(found, dict) and found.get("quant_method") == "modelopt")
+    by_modelopt = settings is None or (isinstance(settings, dict) and settings.get("quant_method") == "modelopt")
     if by_modelopt and (modelopt := folder / "hf_quant_config.json").is_file():
         try:  # config.json may lack settings that are there
-            found = {"quant_method": "modelopt", **read_json(modelopt)["quantization"], **(found or {})}
+            settings = {"quant_method": "modelopt", **read_json(modelopt)["quantization"], **(settings or {})}
         except (ValueError, TypeError, KeyError, RecursionError) as e:
             raise FormatError(f"path: {str(modelopt)!r} says no quantization: {type(e).__name__}: {e}") from e
-    if found is not None and not isinstance(found, dict):
-        raise FormatError(f"path: {str(folder / 'config.json')!r}: quantization_config is {found!r}, no object")
-    return {"expert_dtype": experts, **found} if found is not None and experts else found
+    if settings is not None and not isinstance(settings, dict):
+        raise FormatError(f"path: {str(folder / 'config.json')!r}: quantization_config is {settings!r}, no object")
+    return {"expert_dtype": experts, **settings} if settings is not None and experts else settings
 
 
 @contextmanager
-def transformers_errors(path: Path, wanted: str = "model") -> Iterator[None]:
-    """Turn whatever transformers raises for a damaged config or tokenizer into a FormatError that names ``path`` and
-    what was ``wanted`` of it."""
+def transformers_errors(path: Path, product: str = "model") -> Iterator[None]:
+    """Turn errors of transformers for a damaged config or tokenizer into a FormatError that names ``path`` and the
+    ``product`` that transformers cannot make."""
     try:
         yield
     except (ImportError, FormatError):
         raise
     except Exception as e:
         reason = printable(f"{type(e).__name__}: {' '.join(str(e).split()):.300}")
-        raise FormatError(f"{path}: transformers makes no {wanted} of it: {reason}") from e
+        raise FormatError(f"{path}: transformers makes no {product} of it: {reason}") from e
 
 
 class TensorInfo(NamedTuple):
@@ -193,10 +194,10 @@ class SafetensorsFolder:
         if places is None and not (path / _SINGLE).exists():
             raise FormatError(f"{path} holds no whole model: there is no {_SINGLE}{_variant_in(path)}")
         for file in dict.fromkeys(places.values()) if places is not None else [path / _SINGLE]:
-            found = read_header(file)
-            if twice := self.tensors.keys() & found.keys():
+            in_file = read_header(file)
+            if twice := self.tensors.keys() & in_file.keys():
                 raise FormatError(f"{path}: tensor {min(twice)!r} is in {file.name} and in another file")
-            self.tensors |= found
+            self.tensors |= in_file
         for name, file in (places or {}).items():
             if name not in self.tensors or self.tensors[name].file is not file:
                 raise FormatError(f"{path}: {_INDEX} says that {name!r} is in {file.name}, which does not hold it")
@@ -238,10 +239,10 @@ def _variant_in(path: Path) -> str:
     """Return the end of a message about a folder without model.safetensors, if it has a variant of that file, or of the
     index of shards, as ``save_pretrained(variant=...)`` writes them, or pickled weights."""
     for name, variants in ((_INDEX, f"{_INDEX[:-5]}.*.json"), (_SINGLE, "model.*.safetensors")):
-        if found := sorted(file.name for file in path.glob(variants)):
-            return f"; variants are not read: rename {found[0]!r} to {name!r}"
-    if found := sorted(file.name for pattern in _PICKLED for file in path.glob(pattern)):
-        return f"; pickled weights are not read: save {found[0]!r} as safetensors"
+        if others := sorted(file.name for file in path.glob(variants)):
+            return f"; variants are not read: rename {others[0]!r} to {name!r}"
+    if others := sorted(file.name for pattern in _PICKLED for file in path.glob(pattern)):
+        return f"; pickled weights are not read: save {others[0]!r} as safetensors"
     return ""
 
 
@@ -254,10 +255,10 @@ def _opened(file: Path, stamp: tuple[int, ...]) -> Any:
 
 def _stamp(file: Path) -> tuple[int, ...]:
     """Numbers that change with the file."""
-    found = file.stat()
-    if not stat.S_ISREG(found.st_mode):
+    status = file.stat()
+    if not stat.S_ISREG(status.st_mode):
         raise OSError("it is no regular file")
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 @contextmanager

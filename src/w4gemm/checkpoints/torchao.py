@@ -90,10 +90,10 @@ class TorchAoPacking:
         settings = _settings(name, stored)
         if settings.kind not in _KINDS:
             raise ValueError(f"its weight is of {settings.kind}, wanted {', '.join(_KINDS)}")
-        found = _KINDS[settings.kind](stored, settings)
-        if self.symmetric and found.format.zero == "int":
-            found = replace(found, format=replace(found.format, zero="none"))
-        return replace(found, bias="bias" in stored, pre_quant_scale="pre_quant_scale" in stored)
+        module = _KINDS[settings.kind](stored, settings)
+        if self.symmetric and module.format.zero == "int":
+            module = replace(module, format=replace(module.format, zero="none"))
+        return replace(module, bias="bias" in stored, pre_quant_scale="pre_quant_scale" in stored)
 
     def weight(self, module: Module, tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
         n, k, format, qdata = module.n, module.k, module.format, tensors[QDATA]
@@ -115,7 +115,7 @@ class TorchAoPacking:
 
 
 def _mappings(config: Any) -> Iterator[Any]:
-    """Yield what a config, and those in it, say of how weights are mapped to integers."""
+    """Yield every mapping of weights to integers in a config and in the configs that it holds."""
     for key, value in config.items() if isinstance(config, Mapping) else ():
         if key in ("mapping_type", "weight_mapping_type"):
             yield value["_data"]
@@ -124,8 +124,8 @@ def _mappings(config: Any) -> Iterator[Any]:
 
 
 def _is_symmetric(config: Mapping[str, Any]) -> bool:
-    found = {str(mapping) for mapping in _mappings(config.get("quant_type"))}
-    return bool(found) and all(mapping.startswith("SYMMETRIC") for mapping in found)
+    mappings = {str(mapping) for mapping in _mappings(config.get("quant_type"))}
+    return bool(mappings) and all(mapping.startswith("SYMMETRIC") for mapping in mappings)
 
 
 def _settings(name: str, stored: Mapping[str, TensorInfo]) -> _Settings:
@@ -133,8 +133,8 @@ def _settings(name: str, stored: Mapping[str, TensorInfo]) -> _Settings:
     if (text := next(filter(None, texts), None)) is None:
         raise ValueError("the metadata of its file say nothing of its weight")
     try:
-        found = json.loads(text)
-        return _Settings(str(found["_type"]), {**found["_data"]})
+        parsed = json.loads(text)
+        return _Settings(str(parsed["_type"]), {**parsed["_data"]})
     except (ValueError, TypeError, KeyError, RecursionError) as e:
         raise ValueError(f"the metadata of its file are no weight of torchao: {type(e).__name__}: {e}") from e
 

@@ -97,13 +97,13 @@ def write_folder(
     how: str = "",
     progress: Callable[[int, int, str], None] = lambda done, total, what: None,
 ) -> int:
-    """Write a checkpoint as a folder; return how many shards were there already, from a run that was interrupted, or
-    from one that was done, which leaves nothing to do.
+    """Write a checkpoint as a folder; return how many shards an earlier run had written. After a complete run nothing
+    is left to do.
 
     Args:
-        dtype: of dense tensors.
-        convert_floats: False to leave those that a quantized folder has as 16- or 32-bit floats as they are.
-        how: words for how dense weights are quantized, so that a run with others does not go on.
+        dtype: dtype of dense tensors.
+        convert_floats: False to keep the dtype of a quantized folder's dense tensors, if it is a 16- or 32-bit float.
+        how: name of the way to quantize dense weights. A run with another one does not continue this one.
         progress: called as ``progress(done, total, name)`` after each module and dense tensor.
 
     Raises:
@@ -125,12 +125,12 @@ def write_folder(
             whole, done = whole + 1, done + len(names)
             progress(done, total, f"{file.name} is there")
         else:
-            found: dict[str, torch.Tensor] = {}
+            tensors: dict[str, torch.Tensor] = {}
             for name in names:
-                found |= _stored(checkpoint, name, writer, dtypes.get(name, dtype))
+                tensors |= _stored(checkpoint, name, writer, dtypes.get(name, dtype))
                 done += 1
                 progress(done, total, name)
-            _save(file, found, plan.key)
+            _save(file, tensors, plan.key)
         places |= dict.fromkeys(_names(file), file.name)
     if len(plan.shards) > 1 and not (folder / _INDEX).exists():
         _write_json(folder / _INDEX, {"metadata": {}, "weight_map": dict(sorted(places.items()))})
@@ -142,7 +142,7 @@ def _require_writable(checkpoint: Checkpoint, writer: WeightWriter) -> None:
     """Raise FormatError for what no folder of the writer can hold, before hours of writing."""
     source, options, _ = checkpoint.pretrained()  # refuses what has no config
     if not options:
-        _beside(source)
+        _copied_files(source)
     for name, module in checkpoint.modules.items():
         try:
             if module.fused and not module.experts:
@@ -165,7 +165,7 @@ def _require_layers(checkpoint: Checkpoint) -> None:
         return
     config = read_config(checkpoint.path)
     count = (config.get("text_config") or config).get("num_hidden_layers")
-    there = {int(found[1]) for name in (*checkpoint.modules, *checkpoint.tensors) if (found := _LAYER.search(name))}
+    there = {int(match[1]) for name in (*checkpoint.modules, *checkpoint.tensors) if (match := _LAYER.search(name))}
     missing = next(i for i in itertools.count() if i not in there)
     if there and isinstance(count, int) and missing < count:
         raise FormatError(
@@ -175,7 +175,8 @@ def _require_layers(checkpoint: Checkpoint) -> None:
 
 
 def _dtype_of(checkpoint: Checkpoint, name: str, dtype: torch.dtype, kept: bool) -> torch.dtype:
-    """Dtype that a dense tensor is written in: if ``kept``, its own; a router's bias in float32 decides in float32."""
+    """Return the dtype that a dense tensor is written in. If ``kept``, it is the tensor's own, because a router with a
+    bias in float32 decides in float32."""
     return _FLOATS.get(checkpoint.stored_type(name), dtype) if kept else dtype
 
 
@@ -203,17 +204,17 @@ def _plan(
 
 
 def _source(path: Path) -> list[tuple[str | int, ...]]:
-    """Return what tells whether a checkpoint is still the one that it was: size and time of the files of weights, which
-    are large, and digests of its configs."""
+    """Return facts that change with a checkpoint: size and time of its large files of weights, and digests of its
+    configs."""
     files = [path] if path.is_file() else sorted(file for pattern in _WEIGHTS for file in path.glob(pattern))
-    found: list[tuple[str | int, ...]] = [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
+    weights: list[tuple[str | int, ...]] = [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
     configs = [path / name for name in _OF_THE_SOURCE if (path / name).is_file()]
-    return found + [(file.name, hashlib.sha256(file.read_bytes()).hexdigest()) for file in configs]
+    return weights + [(file.name, hashlib.sha256(file.read_bytes()).hexdigest()) for file in configs]
 
 
 def _check_folder(folder: Path, plan: FolderPlan) -> None:
-    """Raise FileExistsError for links, and for anything that is no shard of this plan, unless all of its shards are
-    there: the other files are written last."""
+    """Raise FileExistsError for links, and for files that are no shards of this plan. If all of its shards are there,
+    other files may be, because they are written last."""
     if link := next((file for file in folder.iterdir() if file.is_symlink()), None):
         raise FileExistsError(f"{folder} holds {link.name}, a link; wanted an empty folder")
     expected = [folder / plan.file(i) for i in range(len(plan.shards))]
@@ -229,7 +230,7 @@ def _check_folder(folder: Path, plan: FolderPlan) -> None:
 
 
 def _key_of(file: Path) -> str | None:
-    """Return the key of the plan that a shard is of; None for another file."""
+    """Return the key of a shard's plan; None for another file."""
     try:
         with safe_open(file, "pt") as f:
             return (f.metadata() or {}).get(_PLAN)
@@ -269,12 +270,12 @@ def _write_json(file: Path, value: dict[str, Any]) -> None:
         unfinished.write_text(json.dumps(value, indent=2, default=str) + "\n")
 
 
-def _beside(source: Path) -> list[Path]:
-    """Return the files beside a folder's weights that are copied.
+def _copied_files(source: Path) -> list[Path]:
+    """Return the files that are copied with the weights of a folder.
 
     Raises:
-        FormatError: for a link to elsewhere than into the folder or the blobs of the hub's cache, because what it leads
-            to may be a file that nobody wanted to publish.
+        FormatError: for a link to a file outside of the folder and of the blobs of the hub's cache, because nobody may
+            have meant to publish that file.
     """
     whole = source.resolve()
     caches = [parent.parent / "blobs" for parent in (whole, *whole.parents) if parent.name == "snapshots"]
@@ -289,7 +290,7 @@ def _write_config(checkpoint: Checkpoint, folder: Path, quantization: dict[str, 
     """Write the files beside the shards that are not there."""
     source, options, settings = checkpoint.pretrained()
     if not options:  # no GGUF file, which holds them in its own way
-        for file in _beside(source):
+        for file in _copied_files(source):
             if not (folder / file.name).exists():
                 with placed(folder / file.name) as unfinished:
                     shutil.copy(file, unfinished)
