@@ -39,8 +39,8 @@ class AutoRoundPacking(CompressedTensors):
     def of(cls, config: Mapping[str, Any]) -> AutoRoundPacking:
         if auto_round_packing(config) not in ("auto_round:llm_compressor", "auto_round"):
             key = "packing_format" if config.get("packing_format") else "backend"
-            wanted = ", ".join((*GPTQ_ZEROS, "auto_round:auto_awq", "auto_round:llm_compressor"))
-            raise ValueError(f"{key} is {config.get(key)!r}, wanted one of {wanted}: export the model again in one")
+            legal = ", ".join((*GPTQ_ZEROS, "auto_round:auto_awq", "auto_round:llm_compressor"))
+            raise ValueError(f"{key} is {config.get(key)!r}, wanted one of {legal}: export the model again in one")
         check_not_rotated(config)
         return cls(config)
 

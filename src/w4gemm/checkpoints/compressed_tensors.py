@@ -133,9 +133,9 @@ class CompressedTensors:
         return Module(n, k, format, "bias" in stored, activations=_activations(scheme))
 
     def weight(self, module: Module, tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
-        wanted = [module.n, module.k]
-        if "weight_shape" in tensors and (shape := tensors["weight_shape"].tolist()) != wanted:
-            raise ValueError(f"weight_shape is {shape}, but its tensors have shape {wanted}")
+        expected = [module.n, module.k]
+        if "weight_shape" in tensors and (shape := tensors["weight_shape"].tolist()) != expected:
+            raise ValueError(f"weight_shape is {shape}, but its tensors have shape {expected}")
         if module.format.element == "e2m1":
             held = _float_numbers(tensors, module.format, 2 if self._bias_125 else 0)
         else:
@@ -145,10 +145,10 @@ class CompressedTensors:
     @property
     def _bias_125(self) -> bool:
         version = str(self.config.get("version") or "")
-        found = re.match(r"(\d+)\.(\d+)\.(\d+)(?:\.?a(\d{8}))?", version)
-        if found is None:
+        match = re.match(r"(\d+)\.(\d+)\.(\d+)(?:\.?a(\d{8}))?", version)
+        if match is None:
             return False
-        *numbers, date = found.groups()
+        *numbers, date = match.groups()
         release = tuple(map(int, numbers))
         older_build = date is not None and date < _FIRST_NIGHTLY
         return release < _FIRST_OF_BIAS_127 or (release == _FIRST_OF_BIAS_127 and older_build)
@@ -158,9 +158,9 @@ class CompressedTensors:
         matching = {text for text in self._patterns if self._patterns.match(text, name)}
         if not self._ignored.isdisjoint({name, *matching}):
             raise ValueError("config.json ignores it, but it has quantized tensors")
-        for wanted in ({name}, matching, {"Linear"}):
+        for names in ({name}, matching, {"Linear"}):
             for targets, group in self._groups:
-                if not targets.isdisjoint(wanted):
+                if not targets.isdisjoint(names):
                     return group
         raise ValueError("no config group has it among its targets")
 
@@ -214,10 +214,10 @@ def _float_numbers(tensors: Mapping[str, torch.Tensor], format: WeightFormat, sh
 
 def _activations(scheme: Mapping[str, Any]) -> str | None:
     """Return :attr:`Module.activations` of a config group."""
-    found = scheme.get("input_activations")
-    if not found:
+    settings = scheme.get("input_activations")
+    if not settings:
         return None
-    bits, kind = found.get("num_bits"), found.get("type", "int")
+    bits, kind = settings.get("num_bits"), settings.get("type", "int")
     if bits not in (4, 8) or kind not in ("int", "float"):
         raise ValueError(f"its activations are {bits!r}-bit {kind}; wanted none, or int or float of 4 or 8 bits")
     return "fp8" if (bits, kind) == (8, "float") else None

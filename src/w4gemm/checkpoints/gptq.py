@@ -121,8 +121,8 @@ class GPTQPacking:
     def _activations(self) -> str | None:
         """How GPTQModel wants x: in e4m3 with a scale for each token by "w4afp8"; in 16 bits, and here also by
         "w4a_nvfp4"."""
-        found = self.config.get("activation")
-        mode = found.get("mode") if isinstance(found, Mapping) else found
+        setting = self.config.get("activation")
+        mode = setting.get("mode") if isinstance(setting, Mapping) else setting
         return "fp8" if mode == "w4afp8" else None
 
     def _zeros(self, words: torch.Tensor) -> torch.Tensor:

@@ -56,7 +56,7 @@ class MXFP4Packing:
 
 
 def _renamed(name: str) -> str:
-    return f"{found[1]}.{found[2]}" if (found := _LEAF.fullmatch(name)) else name
+    return f"{match[1]}.{match[2]}" if (match := _LEAF.fullmatch(name)) else name
 
 
 FORMAT = folder_format("mxfp4", "a folder with gpt-oss in MXFP4", MXFP4Packing, _renamed)

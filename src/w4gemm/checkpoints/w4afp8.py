@@ -57,7 +57,7 @@ class W4AFP8Packing:
 
 
 def _renamed(name: str) -> str:
-    return f"{found[1]}.{_ROLES[found[2]]}.{found[3]}" if (found := _EXPERT.fullmatch(name)) else name
+    return f"{match[1]}.{_ROLES[match[2]]}.{match[3]}" if (match := _EXPERT.fullmatch(name)) else name
 
 
 FORMAT = folder_format(
