@@ -83,8 +83,8 @@ class W4GroupedLinear(W4Linear):
     def forward(  # type: ignore[override]
         self, x: torch.Tensor, m_offsets: torch.Tensor, indices: torch.Tensor | None = None, settled: bool = False
     ) -> torch.Tensor:
-        """Return :func:`w4gemm.grouped_linear` of these: x (total_m, k), or any rows of which ``indices`` (total_m,)
-        take some, and m_offsets int32 (experts + 1,), to (total_m, n)."""
+        """Return :func:`w4gemm.grouped_linear` (total_m, n) of x and m_offsets int32 (experts + 1,). x is (total_m, k)
+        or, with ``indices`` (total_m,), has any number of rows."""
         x, bias = autocast(self._scaled(x), self._parameters["bias"])
         fused: dict[str, Any] = {"activation": self.activation, "expert_scale": self.expert_scale, "settled": settled}
         if (dtype := layer_dtype(x, bias, self.dtype)) is None:

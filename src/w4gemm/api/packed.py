@@ -1,7 +1,7 @@
 """The product with a weight that an engine keeps as tensors of its own layer: :class:`PackedLinear`.
 
-Its operator ``torch.ops.w4gemm.packed_linear`` is what compiled graphs call. It has few arguments, because PyTorch's
-dispatcher converts each of them at every call: all that is no tensor is one string, equal in every process, so that
+Compiled graphs call its operator ``torch.ops.w4gemm.packed_linear``. It has few arguments, because PyTorch's dispatcher
+converts each of them at every call. Everything but tensors is one string. It is equal in every process, so that
 compiled graphs can be kept.
 """
 
@@ -30,7 +30,7 @@ class PackedLinear:
 
     Args:
         packed: format, layout, n and k of the weights.
-        epilogue: of bias, token_scale, activation and out_dtype only.
+        epilogue: an epilogue without alpha, residual, expert_scale and block_scale.
         batch_invariant: as for :func:`w4gemm.linear`.
     """
 
@@ -80,7 +80,8 @@ class PackedLinear:
         bias: torch.Tensor | None,
         token_scale: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Return the result of a launch in plain eager mode. The arguments are those of a call, x in packed order."""
+        """Return the result of a launch in plain eager mode. Arguments as for a call, with x's columns in packed
+        order."""
         m, product = x.shape[0], self._product(x)
         out = product.empty_result(x, m)
         if m:

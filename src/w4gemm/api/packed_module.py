@@ -35,8 +35,8 @@ class PackedModule(torch.nn.Module):
     _bound: BoundLinear | None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute, unless it is one that would say another thing than the weight does, or do nothing. Scales
-        stay buffers, also if they come as parameters."""
+        """Set an attribute. A value that contradicts the weight, or would have no effect, is refused. Scales stay
+        buffers, even if the value is a parameter."""
         if name == "dtype":
             check_dtype(value)
         elif name == "batch_invariant" and self.grouped and value:
@@ -164,14 +164,14 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def check_dtype(dtype: object) -> None:
-    """Raise TypeError unless ``dtype`` is one that both x and a bias may have."""
+    """Raise TypeError unless both x and a bias may have ``dtype``."""
     if not isinstance(dtype, torch.dtype) or dtype not in _DTYPES:
         close = "; nearest is torch.float32" if dtype is torch.float64 else ""
         raise TypeError(f"dtype: wanted {' or '.join(map(str, _DTYPES))}, got {dtype!r:.40}{close}")
 
 
 def moved_only(t: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Return fn(t). If that is a conversion to another dtype, as ``module.type`` makes of every tensor, only move t to
-    the device of the result."""
+    """Return fn(t). If fn converts to another dtype, as ``module.type`` does with every tensor, return t on the device
+    of fn(t) instead."""
     new = fn(t)
     return new if new.dtype == t.dtype else t.to(new.device)

@@ -1,8 +1,7 @@
 """From checked tensors to a launch.
 
-A :class:`Product` is what every way to a kernel launches through: the functions and their operators, layers, experts,
-engines and :class:`w4gemm.MixedGemm`. A :class:`BoundLinear` is a warm call of ``linear``: a Product with what precedes
-a launch.
+Functions, operators, layers, experts, engines and :class:`w4gemm.MixedGemm` all launch through a :class:`Product`. A
+:class:`BoundLinear` is a warm call of ``linear``: a Product, and the steps before its launch.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ Launch = Callable[[Operands], None]
 
 
 class Product:
-    """The function act(alpha * token_scale * (x @ w.T) + bias) + residual of checked tensors, for all weights of one
-    packed shape, and one epilogue, dtype of x and device.
+    """The function act(alpha * token_scale * (x @ w.T) + bias) + residual of checked tensors. It serves all weights of
+    one packed shape, with one epilogue, dtype of x and device.
 
-    It holds no tensors. It keeps one launch for each m that plans are chosen for, until plans are forgotten, so that
-    tuning anew or moving a weight leaves nothing stale in it.
+    It holds no tensors. It caches one launch for each m that plans are chosen for, and drops them when plans are
+    forgotten, so that no launch is stale after tuning.
 
     Args:
         batch_invariant, config: as for :func:`w4gemm.linear`; config "" for the tuned or predicted one.
@@ -144,13 +143,13 @@ def _several_gpus() -> bool:
 
 
 class BoundLinear:
-    """The function act(x @ w.T + bias) for every w and bias of the same shapes, dtypes, devices and activation as those
-    of a call that was checked. It may be called only if :func:`w4gemm.api.modes.is_eager` is true."""
+    """The function act(x @ w.T + bias) for every w and bias with the shapes, dtypes, devices and activation of a
+    checked call. It may be called only if :func:`w4gemm.api.modes.is_eager` is true."""
 
     __slots__ = ("facts", "product", "quantizes")
 
     def __init__(self, call: Call, facts: tuple[Hashable, ...]) -> None:
-        """Bind to every call like ``call``, which was checked and has no residual, alpha, token_scale and config.
+        """Bind to every call like ``call``, which has no residual, alpha, token_scale or config.
 
         Args:
             facts: :func:`argument_facts` of the call's arguments.
@@ -159,7 +158,8 @@ class BoundLinear:
         self.product = product_of(w.packed, call.epilogue, call.x.dtype, w.device, call.batch_invariant)
 
     def __call__(self, x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None) -> torch.Tensor:
-        """Return the result for x (..., k) of the bound dtype, which is quantized here if the weight asks for that."""
+        """Return the result for x (..., k) of the bound dtype. x is quantized here if the weight's activations are
+        fp8."""
         product, shape = self.product, x.shape
         flat = len(shape) == 2
         rows = x if flat else x.reshape(-1, shape[-1])
@@ -179,7 +179,7 @@ class BoundLinear:
 def argument_facts(
     x: torch.Tensor, bias: torch.Tensor | None, activation: str | None, batch_invariant: bool
 ) -> tuple[Hashable, ...]:
-    """Return all that the checks of a call look at besides the weight and the number of x's rows."""
+    """Return the facts that the checks of a call depend on, except the weight and the number of x's rows."""
     try:
         shape = x.shape
     except RuntimeError:  # of a nested tensor
@@ -197,8 +197,7 @@ _MOST_BOUND = 4096
 def bound_linear(
     x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None, activation: str | None, batch_invariant: bool
 ) -> BoundLinear | None:
-    """Return the bound linear for a call; None unless it is a plain eager call like one that passed the checks
-    before."""
+    """Return the bound linear of a call; None unless it is a plain eager call like an earlier, checked one."""
     if w.__class__ is not QuantizedWeight or not is_eager(x, bias):
         return None
     if (activation is not None and activation.__class__ is not str) or batch_invariant.__class__ is not bool:
@@ -208,7 +207,7 @@ def bound_linear(
 
 
 def bind_calls_like(call: Call, x: torch.Tensor, bias: torch.Tensor | None, activation: str | None) -> None:
-    """Bind every later call like ``call``, which was checked. x is the user's, before it was quantized."""
+    """Bind every later call like ``call``. x is the caller's, not quantized yet."""
     if len(_bound) >= _MOST_BOUND:
         _bound.clear()
     w, facts = call.w, argument_facts(x, bias, activation, call.batch_invariant)

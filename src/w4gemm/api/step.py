@@ -94,8 +94,12 @@ def gate_halves(x: torch.Tensor, activation: str) -> torch.Tensor:
 
 
 def between_products(device: Device, dtype: torch.dtype, k: int, fp8: bool) -> tuple[Helper | None, ...]:
-    """Return the kernels of the operations before a product with k input features, whose x is quantized or not; None
-    for one that does not run."""
+    """Return the kernels of the operations before a product with k input features; None for a kernel that does not
+    run.
+
+    Args:
+        fp8: True if the product's x is quantized.
+    """
     if fp8:
         return (ActivationQuantize.of(device, dtype, k, ADD_RMS, True),)  # and what every layer with fp8 x needs
     return RmsNorm.of(device, dtype, k, True), GateHalves.of(device, dtype, "silu_mul")

@@ -42,7 +42,7 @@ class Element:
         """Return the code of the value nearest to each number, as float32; if two are as near, the even code."""
         if self.counts:
             return (numbers + self.padding_code).round().clamp(0, self.largest_code)
-        distinct = sorted(set(self.values))  # e2m1 has two zeros, of which the first is meant
+        distinct = sorted(set(self.values))  # e2m1 has two zeros; the first one counts
         values = torch.tensor(distinct, dtype=torch.float32, device=numbers.device)
         codes = torch.tensor([self.values.index(value) for value in distinct], device=numbers.device)
         middles = (values[1:] + values[:-1]) / 2
@@ -106,12 +106,12 @@ def codebook(values: Iterable[float]) -> str:
     The name has the bits of the numbers, so that a format's string is complete: in files, caches and commands.
 
     Args:
-        values: 16 numbers of both signs, of which the largest magnitude is within 2**-6 .. 2**15. They are rounded to
+        values: 16 numbers of both signs, with a largest magnitude within 2**-6 .. 2**15. They are rounded to
             float32.
 
     Returns:
-        The name, for ``WeightFormat(..., element=name)``; if the numbers are those of int4, iq4 or nf4, that name.
-        Those of e2m1 stay a codebook, because GPUs take e2m1 beside scales in 8 bits only.
+        The name, for ``WeightFormat(..., element=name)``. The numbers of int4, iq4 and nf4 have these names. The
+        numbers of e2m1 stay a codebook, because GPUs take e2m1 with 8-bit scales only.
 
     Raises:
         TypeError, ValueError: for other values.

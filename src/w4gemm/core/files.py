@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all: :func:`placed`; and the reading of files that may be anything:
+"""Writes of files that are whole or absent, :func:`placed`, and reads that refuse pipes and devices,
 :func:`read_regular`."""
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ UNFINISHED = ".unfinished"
 
 @contextlib.contextmanager
 def placed(file: Path) -> Iterator[Path]:
-    """Yield the path of a new, empty file to write, which gets its own name at the end: so a file that is there is
-    whole. A link that lies at that path is replaced, not followed.
+    """Yield the path of a new, empty file to write. It gets the name ``file`` at the end, so that ``file`` is whole if
+    it exists. A link at that path is replaced, not followed.
 
     Raises:
-        OSError: if it cannot be written, as where the disk is full. It names the file, which stays what it was.
+        OSError: if it cannot be written, as on a full disk. It names ``file``, which does not change.
     """
     unfinished = file.with_name(f"{file.name}{UNFINISHED}")
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):

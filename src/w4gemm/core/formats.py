@@ -21,9 +21,8 @@ The products above are exact in float32; a kernel rounds w once to the activatio
 channel, w = c * s * v(u), or c * e4m3(s * v(u)) where the rule rounds: to the nearest, ties to even, saturating. With
 float32 scales, w is the float32 nearest to the number above, and a kernel rounds that.
 
-Beside 16-bit activations a number v(u) is what their dtype holds: a codebook's numbers are rounded to it before they
-are multiplied. Those of ``iq4`` are exact in bf16 and fp16; those of ``nf4`` change by at most 2**-9 and 2**-12 of
-their size.
+For 16-bit activations a codebook's numbers are rounded to the activations' dtype before they are multiplied. ``iq4`` is
+exact in bf16 and fp16. Numbers of ``nf4`` change by at most 2**-9 of their size in bf16 and 2**-12 in fp16.
 
 GGUF's Q4_K has scales of two levels: a group's s and z are an unsigned byte each, times a pair of fp16 factors of the
 row's 256 columns around it (a superblock): w = (f * s) * u + g * z. These products too are exact in float32, and w is
@@ -65,7 +64,7 @@ class ScaleRule:
 
     @property
     def range_dtype(self) -> torch.dtype:
-        """Floating-point dtype that limits weights: that of factors, or else of scales."""
+        """Floating-point dtype that limits weights: the factors' or, without factors, the scales'."""
         return torch.float16 if self.factor_columns else self.dtype
 
 
@@ -83,9 +82,9 @@ SCALES = {
     )
 }
 """By name, as in a format's string. ``e4m3``: for fp8 activations, W4A8 with group scales inside the e4m3 weights.
-``fp32``: beside float zero points with at most :attr:`WeightFormat.scale_bits` significant bits. ``u8x256``: of two
-levels, beside float zero points; ``u8x128``: the same with a pair of factors for each 128 columns, as parts along k
-have them."""
+``fp32``: with float zero points, a scale has at most :attr:`WeightFormat.scale_bits` significant bits. ``u8x256``: two
+levels, with float zero points and a pair of factors for each 256 columns. ``u8x128``: two levels with a pair of factors
+for each 128 columns, for shards along k."""
 _FLOAT32_BITS = 24
 """Significant bits of a float32."""
 ZEROS = ("none", "int", "float")
@@ -98,7 +97,7 @@ ALIASES = {
 """Names that are in use for formats, and their strings."""
 
 _EXAMPLES = (*ALIASES, *(f"int4_{group}{zero}" for group in ("g32", "g64", "g128", "col") for zero in ("", "_zint")))
-"""Formats that a message may call the nearest."""
+"""Formats that a message may propose as the nearest."""
 _NAME = re.compile(
     rf"(?P<element>{'|'.join(ELEMENTS)}|{CODEBOOK_NAME.pattern})_(g(?P<group>\d+)|col)(_z(?P<zero>int|float))?(_(?P<scale>{'|'.join(SCALES)}))?",
     re.ASCII,
@@ -114,7 +113,7 @@ _OTHER_NAMES = {
     "q4_1": "int4_g32_zfloat_fp16",
     "iq4_nl": "iq4_g32_fp16",
 }
-"""Formats by what checkpoints and engines call the weights that they hold most often."""
+"""Formats by the names that checkpoints and engines give their most common weights."""
 SMALLEST_GROUP = 16
 """Group sizes are multiples of it."""
 LARGEST_GROUP = 2**31 - 32
@@ -127,7 +126,7 @@ class WeightFormat:
 
     Args:
         group_size: elements of k that share a scale: a positive multiple of 16, or -1 for one scale per output channel.
-            GPU kernels take multiples of 32; those of 16 beside 8-bit scales alone, as in nvfp4.
+            GPU kernels take multiples of 32 and, with 8-bit scales as in nvfp4, of 16.
         zero: ``"none"``, ``"int"`` or ``"float"``; see the table in the module's docstring.
         scale: name of the scale rule, one of :data:`SCALES`; a float zero point has the dtype of the scales.
         element: name of the element, one of :data:`ELEMENTS` or what :func:`codebook` returns; only int4 takes zero
@@ -224,7 +223,7 @@ class WeightFormat:
 
     @property
     def scale_bits(self) -> int:
-        """Significant bits of a float32 scale beside float zero points, so that products with codes are exact."""
+        """Significant bits of a float32 scale in a format with float zero points. Its products with codes are exact."""
         return _FLOAT32_BITS - self.bits
 
     @property

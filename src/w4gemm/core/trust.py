@@ -1,4 +1,4 @@
-"""The one rule of what is taken from disk: files that only this user or root can have written.
+"""The rule for files of the cache: only this user or root can have written them.
 
 A compiled object is machine code which the process runs, so whoever can write the cache folder can run code as its
 user. A file is read only if
@@ -8,7 +8,7 @@ user. A file is read only if
   others may write it only if its sticky bit keeps them from renaming what is not theirs, as in /tmp. Symbolic links on
   the way count like folders. Below a folder of this user that nobody else may enter, the modes of folders are free.
 
-``W4GEMM_CACHE_SHARED=1`` leaves out what is said of modes; owners count all the same.
+``W4GEMM_CACHE_SHARED=1`` leaves out the rules about modes; owners count all the same.
 
 The walk goes from the root down: a step that has passed cannot be replaced by another user while the next is looked
 at. The file itself is opened without following a link, and what was opened is what is checked and read.

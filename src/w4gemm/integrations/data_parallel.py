@@ -1,4 +1,4 @@
-"""DistributedDataParallel beside 4-bit weights: :func:`leave_out_packed`, once, before it wraps the model.
+"""DistributedDataParallel of a model with 4-bit weights: call :func:`leave_out_packed` once, before it wraps the model.
 
     w4gemm.integrations.data_parallel.leave_out_packed(model)
     model = torch.nn.parallel.DistributedDataParallel(model)
@@ -20,11 +20,15 @@ _Model = TypeVar("_Model", bound=nn.Module)
 
 
 def leave_out_packed(model: _Model) -> _Model:
-    """Let DistributedDataParallel send no packed weights of ``model``, and return it. Every process has to have loaded
-    the same ones. Names are those of this very module: call it for the one that is wrapped, with its adapters.
+    """Let DistributedDataParallel send no packed weights of ``model``, and return the model. Every process must have
+    loaded the same weights.
+
+    Args:
+        model: the module that DistributedDataParallel will wrap, adapters included, because weights are left out by
+            their names in it.
 
     Raises:
-        ValueError: if it has no 4-bit layers.
+        ValueError: if ``model`` has no 4-bit layers.
     """
     names = {
         f"{owner}.{buffer}" if owner else buffer

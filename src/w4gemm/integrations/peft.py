@@ -1,4 +1,4 @@
-"""PEFT's LoRA beside 4-bit layers: :func:`enable`, once, before ``peft.get_peft_model``. Loading or quantizing a model
+"""PEFT's LoRA for 4-bit layers: call :func:`enable` once, before ``peft.get_peft_model``. Loading or quantizing a model
 calls it if peft was imported before.
 
 The 4-bit weight stays as it is; the adapter's two matrices are trained. Gradients reach them through
@@ -26,7 +26,7 @@ from w4gemm.weights.quantize import quantize
 from w4gemm.weights.weight import QuantizedWeight
 
 _INITS = (True, False, "gaussian", "eva")
-"""Values of ``init_lora_weights`` that do not change the weight beside the adapter."""
+"""Values of ``init_lora_weights`` that do not change the base weight."""
 
 
 class W4LoraLinear(Linear):
@@ -104,10 +104,12 @@ class W4LoraLinear(Linear):
 
 
 def enable() -> None:
-    """Let PEFT put LoRA beside :class:`w4gemm.W4Linear` layers, also those that ``target_modules="all-linear"`` finds.
-    Calling it twice is the same as once. From then on PEFT refuses experts as targets, also in ``target_parameters``
-    and in adapters that it loads, 4-bit layers in ``modules_to_save``, and its other methods beside them: none would
-    train what its name says."""
+    """Let PEFT add LoRA to :class:`w4gemm.W4Linear` layers, also with ``target_modules="all-linear"``. A second call
+    has no effect.
+
+    From then on PEFT refuses experts as targets, also in ``target_parameters`` and in adapters that it loads. It also
+    refuses 4-bit layers in ``modules_to_save``, and methods other than LoRA on them. None of these would train the
+    parameters that it names."""
     if not hasattr(LoraModel._create_new_module, "__wrapped__"):
         LoraModel._create_new_module = staticmethod(_with_4_bits(LoraModel._create_new_module))
         tuners_utils._maybe_include_all_linear_layers = _with_all_4_bit_layers(

@@ -2,9 +2,9 @@
 
     parallelize_module(block, mesh, {"up": W4ColwiseParallel(), "down": W4RowwiseParallel()})
 
-Every process holds the whole layer before and its shard after, without rounding, whatever the group size is. Tensors
-are plain ones on every process: a colwise layer takes the whole x and gives its columns of y, a rowwise layer takes its
-columns of x and gives the whole y. Gradients reach x, for adapters beside the layers.
+Every process holds the whole layer before and its shard after. Sharding rounds nothing, for any group size. Tensors are
+plain ones on every process: a colwise layer takes the whole x and returns its columns of y, a rowwise layer takes its
+columns of x and returns the whole y. Gradients reach x, so that adapters can be trained.
 """
 
 from __future__ import annotations

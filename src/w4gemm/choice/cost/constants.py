@@ -63,8 +63,8 @@ class Constants:
     _estimated: dict[str, SliceTimes | None] = field(default_factory=dict, compare=False)
 
     def scale(self, device: Device) -> Scale:
-        """How much longer ``device`` takes, as far as its rates are known. All 1 for another compute capability: of
-        other multiprocessors clock and bandwidth do not say enough to rank one kernel against another."""
+        """Return how much longer ``device`` takes, by its known rates. All are 1 for another compute capability,
+        because clock and bandwidth of other multiprocessors do not tell enough to rank kernels."""
         ours = self.device
         if device.capability != ours.capability or not device.sms:
             return Scale()

@@ -27,8 +27,8 @@ _MANY = 256
 choice takes 1.02 of the fastest with random rows and 1.14 with even ones; by even rows from 33 on it would take 1.18
 and 1.03, and no routing is even."""
 _ZIPF = 0.4
-"""Weight of Zipf rows beside random ones. By the model, with the rows of 108 points of 1 to 128 an expert (H200,
-2026-11-26; docs/measured.md), weights of 0.2 to 0.5 cost random rows 0 to 4 % and make Zipf ones 2 to 9 %
+"""Weight of Zipf rows; random rows have the rest. By the model, with the rows of 108 points of 1 to 128 an expert
+(H200, 2026-11-26; docs/measured.md), weights of 0.2 to 0.5 cost random rows 0 to 4 % and make Zipf ones 2 to 9 %
 faster; from 0.4 on no expert's second tile along m makes two waves of one."""
 _TWO_BLOCKS = 1.02
 """Time of tiles of 256 features beside those of 192 over what the rest of the model predicts, with many rows of experts
@@ -73,8 +73,8 @@ def unevenness(problem: GemmProblem, tile_m: int) -> float:
     Zipf routing in tiles of 128 tokens and 1.18 times in tiles of 256, for 1.11 and 1.22 times as many tiles. This is
     a factor, not a number of tiles, because how full the last wave is depends on the routing.
 
-    Of int4, and of fp8 x, tiles of 128 tokens take about 10 % longer than predicted beside those of 256
-    (bench/results/configs_2.jsonl, configs_fp8_8.jsonl), which is more than this factor is about."""
+    With int4, and with fp8 x, tiles of 128 tokens take about 10 % longer, relative to tiles of 256, than predicted
+    (bench/results/configs_2.jsonl, configs_fp8_8.jsonl). That is more than this factor would change."""
     if not _many_rows_of_floats(problem):
         return 1.0
     tiles = problem.m / tile_m + problem.experts / 2

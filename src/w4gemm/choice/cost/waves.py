@@ -67,12 +67,12 @@ class LaunchFacts(NamedTuple):
     timed_as: str
     """Name that the kernel's configs are measured under."""
     decode_overheads: dict[tuple[int, int, int, str], float]
-    """By tile_m, tile_n, tile_k and schedule, as far as asked for, the part by which the format makes a k-slice of few
-    tokens slower than the measured one."""
+    """Part by which the format makes a k-slice of few tokens slower than the measured format: a cache by tile_m,
+    tile_n, tile_k and schedule."""
     any_variant: Any
     """A variant of the kernel with a plain epilogue, whatever its config."""
     residents: dict[GemmConfig, int]
-    """CTAs that share a multiprocessor, by config, as far as they were asked for."""
+    """CTAs that share a multiprocessor: a cache by config."""
 
     @classmethod
     def of(cls, kernel: Any, problem: GemmProblem) -> LaunchFacts:
