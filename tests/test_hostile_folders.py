@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from fuzz import samples
 from w4gemm import FormatError, QuantizedWeight
@@ -23,6 +24,7 @@ from w4gemm.cli.__main__ import main
 from w4gemm.core.errors import printable
 from w4gemm.core.files import placed, read_regular
 from w4gemm.core.formats import LARGEST_GROUP
+from w4gemm.integrations.transformers import W4GemmConfig
 
 
 def changed(folder: Path, **settings: Any) -> None:
@@ -131,8 +133,17 @@ def test_layers_are_not_made_by_a_files_word(count: int, tmp_path: Path) -> None
     config = json.loads((folder / "config.json").read_text())
     for changes in ({"num_hidden_layers": count}, {"text_config": {"num_hidden_layers": count}}):
         (folder / "config.json").write_text(json.dumps(config | changes))
-        with pytest.raises(FormatError, match=f"num_hidden_layers: wanted at most 10000, got {count}"):
+        message = rf"^path: '\S+config.json': num_hidden_layers: wanted at most 10000, got {count}$"
+        with pytest.raises(FormatError, match=message):
             open_checkpoint(folder)
+
+
+def test_from_pretrained_makes_no_layers_by_a_files_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = samples.FORMATS["gptq"](tmp_path)
+    LlamaConfig(num_hidden_layers=10_001).save_pretrained(folder)
+    monkeypatch.setattr(LlamaForCausalLM, "__init__", lambda *_: pytest.fail("layers were made"))
+    with pytest.raises(FormatError, match=r"^config: num_hidden_layers: wanted at most 10000, got 10001$"):
+        LlamaForCausalLM.from_pretrained(folder, quantization_config=W4GemmConfig())
 
 
 def test_a_group_beyond_k(tmp_path: Path) -> None:
@@ -325,9 +336,10 @@ def test_links_of_the_hubs_cache_are_followed(tmp_path: Path) -> None:
         ("{{ raise_exception('only\x1b[2J tools') }}", r"cannot be used: only\\x1b\[2J tools$"),
         ("{{ messages[7].content.x }}", "cannot be used: "),
         ("{% for", "cannot be used: "),
+        ("{{ 'a' * 2**62 }}", "cannot be used: MemoryError$"),
         (f"{'{% for i in range(9999) %}' * 4}{'{% endfor %}' * 4}", r"cannot be used: it runs longer than 0\.2 s$"),
     ],
-    ids=["raises", "undefined", "syntax", "endless"],
+    ids=["raises", "undefined", "syntax", "long", "endless"],
 )
 def test_chat_templates(template: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")

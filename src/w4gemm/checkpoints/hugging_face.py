@@ -91,14 +91,19 @@ def read_config(folder: Path) -> dict[str, Any]:
     """
     file = folder / "config.json"
     try:
-        config = read_json(file)
-        parts = [config, *(part for part in config.values() if isinstance(part, dict))]
+        config: dict[str, Any] = dict(read_json(file).items())
     except (ValueError, AttributeError, RecursionError) as e:
         raise FormatError(f"path: {str(file)!r} is no JSON object: {e}") from e
-    for key, value in (item for part in parts for item in part.items() if "layers" in item[0]):
-        if isinstance(value, int) and value > _MOST_LAYERS:
-            raise FormatError(f"path: {str(file)!r}: {key}: wanted at most {_MOST_LAYERS}, got {value}")
+    check_layers(config, f"path: {str(file)!r}")
     return config
+
+
+def check_layers(config: dict[str, Any], source: str) -> None:
+    """Raise FormatError if a config counts more layers than any model has."""
+    for part in (config, *(part for part in config.values() if isinstance(part, dict))):
+        for key, value in part.items():
+            if "layers" in key and isinstance(value, int) and value > _MOST_LAYERS:
+                raise FormatError(f"{source}: {key}: wanted at most {_MOST_LAYERS}, got {value}")
 
 
 def check_files(folder: Path) -> None:
@@ -130,8 +135,8 @@ def quantization_config(folder: Path) -> dict[str, Any] | None:
             settings = {"quant_method": "MLX", **mlx} if settings is None or settings == mlx else settings
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (ValueError, AttributeError, RecursionError) as e:
-        raise FormatError(f"path: {str(folder / 'config.json')!r} is no JSON object: {e}") from e
+    except AttributeError as e:
+        raise FormatError(f"path: {str(folder / 'config.json')!r}: text_config is no JSON object: {e}") from e
     by_modelopt = settings is None or (isinstance(settings, dict) and settings.get("quant_method") == "modelopt")
     if by_modelopt and (modelopt := folder / "hf_quant_config.json").is_file():
         try:  # config.json may lack settings that are there

@@ -77,7 +77,8 @@ def _template_errors() -> Iterator[None]:
             signal.setitimer(signal.ITIMER_REAL, _TEMPLATE_SECONDS)
         yield
     except Exception as e:
-        raise FormatError(f"the model's chat template cannot be used: {printable(str(e))}") from e
+        reason = printable(str(e)) or type(e).__name__  # MemoryError says nothing
+        raise FormatError(f"the model's chat template cannot be used: {reason}") from e
     finally:
         if timed:
             signal.setitimer(signal.ITIMER_REAL, 0)

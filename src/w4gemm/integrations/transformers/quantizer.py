@@ -30,7 +30,7 @@ from w4gemm.checkpoints.account import Account, Naming, Stored, folder_model, li
 from w4gemm.checkpoints.dense import SKIP, check_dense, default_format, layers_to_quantize
 from w4gemm.checkpoints.dense_experts import DenseProduct, dense_products
 from w4gemm.checkpoints.experts import DOWN, GATE_UP
-from w4gemm.checkpoints.hugging_face import quantization_config, read_header
+from w4gemm.checkpoints.hugging_face import check_layers, quantization_config, read_header
 from w4gemm.checkpoints.quantized_folder import QuantizedFolder
 from w4gemm.checkpoints.w4gemm import ALARM, METHOD, alarm, settings
 from w4gemm.core.errors import FormatError
@@ -166,6 +166,11 @@ class W4GemmQuantizer(HfQuantizer):
             raise ValueError(f"device_map: wanted devices that hold numbers, such as cpu, got {sorted(devices)}")
         if "disk" in devices or ("cpu" in devices and len(devices) > 1):
             raise ValueError(f"device_map: wanted every 4-bit layer on a GPU, or all on the CPU, got {sorted(devices)}")
+
+    def update_attn_implementation(self, config: Any) -> Any:
+        # transformers calls this with the config before it makes the layers, and nothing else
+        check_layers(config.to_dict(), "config")
+        return config
 
     # --- loading ----------------------------------------------------------------------------------------------------
 
