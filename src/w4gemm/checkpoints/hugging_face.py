@@ -102,7 +102,7 @@ def check_layers(config: dict[str, Any], source: str) -> None:
     """Raise FormatError if a config counts more layers than any model has."""
     for part in (config, *(part for part in config.values() if isinstance(part, dict))):
         for key, value in part.items():
-            if "layers" in key and isinstance(value, int) and value > _MOST_LAYERS:
+            if "layers" in str(key) and isinstance(value, int) and value > _MOST_LAYERS:  # labels have numbers for keys
                 raise FormatError(f"{source}: {key}: wanted at most {_MOST_LAYERS}, got {value}")
 
 
