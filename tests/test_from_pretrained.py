@@ -35,7 +35,7 @@ from w4gemm.integrations.transformers import (
     quantize_layers,
     summarize,
 )
-from w4gemm.integrations.transformers.places import AwaitedLinear
+from w4gemm.integrations.transformers.awaited import AwaitedLinear
 from w4gemm.weights.file import as_tensor
 
 ASYMMETRIC: dict[str, Any] = {"zeros": (1, 15)}

@@ -25,8 +25,9 @@ from w4gemm.checkpoints.text_part import PREFIX, TextPart
 from w4gemm.core.errors import device_here
 from w4gemm.core.formats import WeightFormat
 from w4gemm.integrations.decoder import decode_by_graph
+from w4gemm.integrations.transformers.awaited import AwaitedLinear, finish
 from w4gemm.integrations.transformers.layers import Progress, enable_peft
-from w4gemm.integrations.transformers.places import AwaitedLinear, Place, Placement, finish
+from w4gemm.integrations.transformers.places import Place, Placement
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase

@@ -1,8 +1,4 @@
-"""Places of a checkpoint's modules in a model without numbers: :class:`Placement`, then :meth:`AwaitedLinear.fill`.
-
-A layer keeps its identity from one to the other. Hooks that a framework puts on it in between, such as those of tensor
-parallelism, stay.
-"""
+"""Places of a checkpoint's modules in a model without numbers: :class:`Placement`."""
 
 from __future__ import annotations
 
@@ -11,163 +7,25 @@ import logging
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from w4gemm.api.experts import W4Experts, W4GroupedLinear
-from w4gemm.api.nn import W4Linear
 from w4gemm.checkpoints import Checkpoint, Module
 from w4gemm.checkpoints.account import Account, Naming, Recipe, Stored, listed
 from w4gemm.checkpoints.base import finite_dense
 from w4gemm.checkpoints.dense import linear_layers
 from w4gemm.checkpoints.experts import DOWN, GATE_UP, roles_of
-from w4gemm.checkpoints.gates import activation_of, is_gated
+from w4gemm.checkpoints.gates import is_gated
 from w4gemm.core.errors import FormatError
-from w4gemm.core.formats import WeightFormat
-from w4gemm.packing.packed_shape import packed_shape
+from w4gemm.integrations.transformers.awaited import AwaitedExperts, AwaitedLinear
 from w4gemm.weights.weight import QuantizedWeight
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _log = logging.getLogger("w4gemm")
-
-
-class AwaitedLinear(nn.Module):
-    """A linear layer whose 4-bit weight is still to come. :meth:`fill` makes it a :class:`W4Linear`, in place, as
-    ``torch.nn.LazyLinear`` becomes a ``Linear``.
-
-    Its only tensors are the dense layer's bias and ``place``, one byte without meaning that a framework moves to the
-    device on which it wants the layer.
-
-    Args:
-        linear: the dense layer that was here.
-        format: of the weight to come.
-        pre_quant_scale: True if the layer is to have one.
-    """
-
-    filled: ClassVar[type[W4Linear]] = W4Linear
-    bias: nn.Parameter | None
-    place: torch.Tensor
-    pre_quant_scale: torch.Tensor | None
-
-    def __init__(self, linear: nn.Linear, format: WeightFormat, pre_quant_scale: bool = False) -> None:
-        super().__init__()
-        self.in_features, self.out_features, self.format = linear.in_features, linear.out_features, format
-        self.dtype = linear.weight.dtype
-        self._hf_quantized_needs_local_tp = True  # transformers' tensor parallelism is to pass it no DTensors
-        self.register_parameter("bias", linear.bias)
-        scale = torch.empty(self.in_features, dtype=self.dtype, device="meta") if pre_quant_scale else None
-        self.register_buffer("pre_quant_scale", scale)
-        self.register_buffer("place", torch.empty(1, dtype=torch.uint8, device="meta"), persistent=False)
-        # neither parameter nor buffer: for code that initializes the weights of a layer's parts by name (SigLIP's), to
-        # which transformers says that this one is
-        weight: Any = torch.empty(self.out_features, self.in_features, dtype=self.dtype, device="meta")
-        weight._is_hf_initialized = True
-        self.weight = weight
-
-    @property
-    def has_bias(self) -> bool:
-        """True if the dense layer had a bias."""
-        return self.bias is not None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the weight to come, without padding of its layout."""
-        return packed_shape(self.format, "canonical", self.out_features, self.in_features).nbytes
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The W4Linear's, for a framework that took hold of this method before the layer became one."""
-        if not isinstance(self, W4Linear):
-            raise RuntimeError(f"{type(self).__name__}: its weight was not loaded")
-        return W4Linear.forward(self, x)
-
-    def fill(self, w: QuantizedWeight) -> None:
-        """Become a W4Linear with weight ``w``, which may be one shard of the layer's: the layer keeps the numbers of
-        features that it had, because tensor parallelism asks for those of all shards."""
-        features = self.in_features, self.out_features
-        self._buffers.pop("place")
-        self.__dict__.pop("weight", None)
-        self.__class__ = self.filled  # type: ignore[assignment]
-        assert isinstance(self, W4Linear)
-        self.adopt(w, self.dtype)
-        self.in_features, self.out_features = features
-
-
-class AwaitedGrouped(AwaitedLinear):
-    """One product of experts whose 4-bit weights are still to come; :meth:`fill` makes it a :class:`W4GroupedLinear`.
-
-    Its bias comes with the weight, since transformers knows it by another name.
-
-    Args:
-        weight: the dense parameter that was here, (experts, n, k), or (experts, k, n) if ``transposed``.
-        activation: of the product's result, or None.
-    """
-
-    filled = W4GroupedLinear
-
-    def __init__(self, weight: nn.Parameter, transposed: bool, has_bias: bool, activation: str | None = None) -> None:
-        nn.Module.__init__(self)
-        self.experts, n, k = weight.shape
-        self.out_features, self.in_features = (k, n) if transposed else (n, k)
-        self.format, self.dtype, self._has_bias, self.activation = WeightFormat(), weight.dtype, has_bias, activation
-        self.register_parameter("bias", None)
-        self.register_buffer("place", torch.empty(1, dtype=torch.uint8, device="meta"), persistent=False)
-
-    @property
-    def has_bias(self) -> bool:
-        return self._has_bias
-
-    @property
-    def nbytes(self) -> int:
-        sizes = self.out_features, self.in_features, self.experts
-        return packed_shape(self.format, "canonical", *sizes).nbytes
-
-    def fill(self, w: QuantizedWeight) -> None:
-        activation = self.activation
-        super().fill(w)
-        self.activation = activation
-        self.register_buffer("expert_scale", None)
-        del self._has_bias, self.experts
-
-
-class AwaitedExperts(W4Experts):
-    """Experts whose products' weights are still to come; :func:`finish` makes it a W4Experts.
-
-    Args:
-        experts: the dense experts that were here.
-        config: the model's, which says by the time that it is asked for whether each process is to hold some of them.
-
-    Raises:
-        ValueError: if w4gemm computes no such experts.
-    """
-
-    gate_up: AwaitedGrouped  # type: ignore[assignment]
-    down: AwaitedGrouped  # type: ignore[assignment]
-
-    def __init__(self, experts: nn.Module, config: Any) -> None:
-        nn.Module.__init__(self)
-        transposed, has_bias = (bool(getattr(experts, name, False)) for name in ("is_transposed", "has_bias"))
-        up, down = experts.get_parameter(GATE_UP), experts.get_parameter(DOWN)
-        self.gate_up = AwaitedGrouped(up, transposed, has_bias, activation_of(experts))
-        self.down = AwaitedGrouped(down, transposed, has_bias)
-        self.config = config
-
-    @property
-    def num_experts(self) -> int:
-        """Experts of this process, for transformers' expert parallelism."""
-        split = getattr(getattr(self.config, "distributed_config", None), "ep_size", None) or 1
-        return self.gate_up.experts // split
-
-
-def finish(model: nn.Module) -> None:
-    """Let the experts whose products were filled be a :class:`W4Experts`."""
-    for module in model.modules():
-        if isinstance(module, AwaitedExperts):
-            del module.config
-            module.__class__ = W4Experts  # type: ignore[assignment]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,79 +34,26 @@ from w4gemm.checkpoints.hugging_face import check_layers, quantization_config, r
 from w4gemm.checkpoints.quantized_folder import QuantizedFolder
 from w4gemm.checkpoints.w4gemm import ALARM, METHOD, alarm, settings
 from w4gemm.core.errors import FormatError
-from w4gemm.core.formats import WeightFormat
 from w4gemm.integrations.decoder import decode_by_graph
+from w4gemm.integrations.transformers.awaited import (
+    AwaitedDense,
+    AwaitedDenseExperts,
+    AwaitedGrouped,
+    AwaitedLinear,
+    finish,
+)
 from w4gemm.integrations.transformers.config import W4GemmConfig
 from w4gemm.integrations.transformers.dequantize import dequantize_layers
 from w4gemm.integrations.transformers.layers import enable_peft
-from w4gemm.integrations.transformers.places import (
-    AwaitedExperts,
-    AwaitedGrouped,
-    AwaitedLinear,
-    Placement,
-    dtype_of,
-    finish,
-)
+from w4gemm.integrations.transformers.places import Placement, dtype_of
 from w4gemm.integrations.transformers.sharding import Local, Split, add_up, fill, local_experts, local_shard
 from w4gemm.weights.file import of_words
-from w4gemm.weights.quantize import quantize
 from w4gemm.weights.weight import QuantizedWeight
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _log = logging.getLogger("w4gemm")
-
-
-class _AwaitedDense(AwaitedLinear):
-    """A linear layer whose dense weight transformers is to load; :class:`_Quantize` rounds it to ``quantized``."""
-
-    quantized: QuantizedWeight | None
-
-    def __init__(self, linear: nn.Linear, format: WeightFormat) -> None:
-        super().__init__(linear, format)
-        self.weight, self.quantized = linear.weight, None
-
-    def take(self, leaf: str, weight: torch.Tensor) -> None:
-        """Round the weight that was loaded."""
-        self.quantized = quantize(weight, self.format)
-
-    def fill(self, w: QuantizedWeight) -> None:
-        del self._parameters["weight"], self.quantized
-        super().fill(w)
-
-
-class _AwaitedDenseExperts(AwaitedExperts):
-    """Experts whose dense weights transformers is to load; :class:`_Quantize` rounds each of them."""
-
-    def __init__(
-        self, experts: nn.Module, config: Any, products: Mapping[str, DenseProduct], format: WeightFormat | None
-    ) -> None:
-        super().__init__(experts, config)
-        self.products, self.quantized = products, dict[str, QuantizedWeight]()
-        for leaf, product in products.items():
-            self.awaited(leaf).format = format or default_format(product.sizes[2])
-        for leaf, parameter in experts.named_parameters(recurse=False):
-            self.register_parameter(leaf, parameter)
-
-    def awaited(self, leaf: str) -> AwaitedGrouped:
-        """The layer that the parameter of a product becomes."""
-        layer: AwaitedGrouped = getattr(self, leaf.removesuffix("_proj"))
-        return layer
-
-    def take(self, leaf: str, weight: torch.Tensor) -> None:
-        """Round one product's weights that were loaded."""
-        format, product = self.awaited(leaf).format, self.products[leaf]
-        each = (quantize(w, format) for w in product.weights(weight))
-        self.quantized[leaf] = QuantizedWeight.stack(each, product.shape[0], "canonical")
-
-    def locals(self) -> Iterator[tuple[AwaitedLinear, Local]]:
-        """Yield both layers with their weights and biases, and forget the dense parameters."""
-        for leaf, product in self.products.items():
-            bias = self._parameters.get(f"{leaf}_bias") if product.has_bias else None
-            yield self.awaited(leaf), Local(self.quantized[leaf], None if bias is None else product.biases(bias.data))
-        self._parameters.clear()
-        del self.products, self.quantized
 
 
 class _Quantize(ConversionOps):
@@ -121,7 +68,7 @@ class _Quantize(ConversionOps):
             owner, _, leaf = name.rpartition(".")
             layer = facts["model"].get_submodule(owner)
             tensor = loaded[0] if isinstance(loaded, list) else loaded
-            if isinstance(layer, (_AwaitedDense, _AwaitedDenseExperts)) and leaf in ("weight", GATE_UP, DOWN):
+            if isinstance(layer, (AwaitedDense, AwaitedDenseExperts)) and leaf in ("weight", GATE_UP, DOWN):
                 layer.take(leaf, tensor)
                 facts["missing_keys"].discard(name)
             elif name not in self._filled_later:
@@ -218,13 +165,13 @@ class W4GemmQuantizer(HfQuantizer):
             kept -= {name for name, m in model.named_modules() if m is model.get_output_embeddings()}
         for name, layer in layers_to_quantize(model, tuple(config.skip)).items():
             if name not in kept and not kept & set(name.split(".")) and f"{name}.weight" not in new:
-                model.set_submodule(name, _AwaitedDense(layer, wanted or default_format(layer.in_features)))
+                model.set_submodule(name, AwaitedDense(layer, wanted or default_format(layer.in_features)))
         products: dict[str, dict[str, DenseProduct]] = {}
         if getattr(model.config, "distributed_config", None) is None:  # whose parts nothing here would round
             for name, product in dense_products(model).items():
                 products.setdefault(name.rpartition(".")[0], {})[name.rpartition(".")[2]] = product
         for owner, both in products.items():
-            model.set_submodule(owner, _AwaitedDenseExperts(model.get_submodule(owner), model.config, both, wanted))
+            model.set_submodule(owner, AwaitedDenseExperts(model.get_submodule(owner), model.config, both, wanted))
         stay = [n for n, m in model.named_modules() if DOWN in m._parameters and n not in products]
         if stay:
             said = "%s: experts stay dense: w4gemm has no layer that computes the same, or they are split: %s"
@@ -233,9 +180,9 @@ class W4GemmQuantizer(HfQuantizer):
     @staticmethod
     def _weights_to_round(model: PreTrainedModel) -> Iterator[str]:
         for name, layer in model.named_modules():
-            if isinstance(layer, _AwaitedDense):
+            if isinstance(layer, AwaitedDense):
                 yield f"{name}.weight"
-            elif isinstance(layer, _AwaitedDenseExperts):
+            elif isinstance(layer, AwaitedDenseExperts):
                 yield from (f"{name}.{leaf}" for leaf in layer.products)
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
@@ -253,11 +200,11 @@ class W4GemmQuantizer(HfQuantizer):
         """Bytes per element by which transformers plans a device_map: those of the packed weight."""
         owner, _, leaf = param_name.rpartition(".")
         layer = model.get_submodule(owner)
-        if isinstance(layer, _AwaitedDenseExperts) and leaf in layer.products:
+        if isinstance(layer, AwaitedDenseExperts) and leaf in layer.products:
             return layer.awaited(leaf).nbytes / param.numel()
-        if isinstance(layer, AwaitedLinear) and leaf == ("weight" if isinstance(layer, _AwaitedDense) else "place"):
+        if isinstance(layer, AwaitedLinear) and leaf == ("weight" if isinstance(layer, AwaitedDense) else "place"):
             experts = model.get_submodule(owner.rpartition(".")[0])
-            return 1 if isinstance(experts, _AwaitedDenseExperts) else layer.nbytes / param.numel()
+            return 1 if isinstance(experts, AwaitedDenseExperts) else layer.nbytes / param.numel()
         return param.element_size()
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
@@ -298,9 +245,9 @@ class W4GemmQuantizer(HfQuantizer):
         """Each layer that is awaited, with its weight, or this process's shard of it, on the layer's device; of experts
         also what transformers does not load."""
         for name, layer in list(model.named_modules()):
-            if isinstance(layer, _AwaitedDenseExperts):
+            if isinstance(layer, AwaitedDenseExperts):
                 yield from layer.locals()
-            elif isinstance(layer, _AwaitedDense):
+            elif isinstance(layer, AwaitedDense):
                 if (w := layer.quantized) is None:
                     raise FormatError(f"{model.name_or_path}: no tensor for {name}.weight")
                 yield layer, Local(w)
