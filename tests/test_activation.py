@@ -17,6 +17,8 @@ from w4gemm.core.activation import ACTIVATIONS, canonical, is_gated, parse
         ("swiglu_oai(limit=7.0)", "swiglu_oai"),
         ("swiglu_oai(limit=10, alpha=1.702)", "swiglu_oai(limit=10)"),
         ("swiglu_oai(limit=none)", "swiglu_oai(limit=none)"),
+        ("swiglu_oai(beta=1.0,alpha=1.702)", "swiglu_oai"),
+        ("swiglu_oai(beta=none)", "swiglu_oai(beta=none)"),
         ("silu_mul(limit=none)", "silu_mul"),
         ("silu_mul(limit=1e1)", "silu_mul(limit=10)"),
         ("situ_mul(linear_beta=25,beta=0.1)", "situ_mul(beta=0.1)"),
@@ -66,7 +68,9 @@ def test_gated_ones_take_pairs():
         assert parse(name).apply(y).shape == ((3, 4) if is_gated(name) else (3, 8))
 
 
-@pytest.mark.parametrize("text", [*ACTIVATIONS, "silu_mul(limit=2)", "swiglu_oai(limit=2,alpha=1)"])
+@pytest.mark.parametrize(
+    "text", [*ACTIVATIONS, "silu_mul(limit=2)", "swiglu_oai(limit=2,alpha=1,beta=3)", "swiglu_oai(beta=none)"]
+)
 def test_device_code_is_the_formula(text, monkeypatch):
     """The device's function, with the instructions that it is made of in float64, beside the formula in PyTorch."""
     device = pytest.importorskip("w4gemm.kernels.device.activation")

@@ -460,10 +460,28 @@ def test_the_activation_of_a_layer():
     layer = W4Experts(gate_up, down, activation="swiglu_oai(limit=7.0)")
     assert layer.activation == layer.gate_up.activation == "swiglu_oai"
     for activation in ("silu", None):
-        with pytest.raises(ValueError, match="activation: wanted a gated one, such as silu_mul, got"):
+        with pytest.raises(ValueError, match="activation: wanted a gated one, such as silu_mul, between n"):
             layer.activation = activation
     with pytest.raises(ValueError, match=r"activation: wanted one of relu, .*, got 'swiglu'"):
         W4Experts(gate_up, down, activation="swiglu")
+
+
+@pytest.mark.parametrize("activation", ["relu2", "silu"])
+def test_experts_without_gates(activation):
+    ups, downs = several(64, 96), several(96, 64)
+    layer = W4Experts(QuantizedWeight.stack(ups), QuantizedWeight.stack(downs), activation=activation)
+    x, ids, scores = torch.randn(5, 96), torch.randint(0, E, (5, 2)), torch.rand(5, 2)
+    wanted = torch.zeros(5, 96, dtype=torch.float64)
+    for choice in range(2):
+        for token, e in enumerate(ids[:, choice].tolist()):
+            y = ups[e].dequantize().double() @ x[token].double()
+            y = torch.relu(y) ** 2 if activation == "relu2" else y * torch.sigmoid(y)
+            wanted[token] += scores[token, choice] * (downs[e].dequantize().double() @ y)
+    torch.testing.assert_close(layer(x, ids, scores).double(), wanted, rtol=0, atol=1e-6 * wanted.abs().max().item())
+    with pytest.raises(ValueError, match="activation: wanted one without gates, such as relu2, between n 64"):
+        layer.activation = "silu_mul"
+    with pytest.raises(ValueError, match="down: wanted 4 experts with n 96 and k 32, or 64 without gates, for"):
+        W4Experts(QuantizedWeight.stack(ups), QuantizedWeight.stack(several(96, 32 * 4)), activation=activation)
 
 
 def test_route_passes_over_experts_without_tokens():

@@ -96,6 +96,7 @@ def test_the_formula(w, x, activation):
     wanted = {
         None: y,
         "relu": functional.relu(y),
+        "relu2": functional.relu(y) ** 2,
         "gelu": functional.gelu(y),
         "gelu_tanh": functional.gelu(y, approximate="tanh"),
         "silu": functional.silu(y),

@@ -34,7 +34,7 @@ FORMAT, EXACT_FORMAT = WeightFormat.parse("int4_g64_zint_fp16"), WeightFormat.pa
 ALPHA = 13.3125
 """Large enough that the activations bend, and a float32."""
 
-ACTIVATIONS = (*NAMES, "silu_mul(limit=2)", "swiglu_oai(limit=2,alpha=1)", "situ_mul(linear_beta=none)")
+ACTIVATIONS = (*NAMES, "silu_mul(limit=2)", "swiglu_oai(limit=2,alpha=1,beta=3)", "situ_mul(linear_beta=none)")
 
 TARGETS = [p for p in targets() if p.values[0].kernel.name not in PARTIAL]
 
@@ -158,6 +158,7 @@ def activated(activation: str, y: torch.Tensor) -> torch.Tensor:
     gate, up = y[:, 0::2], y[:, 1::2]
     return {
         "relu": lambda: y.relu(),
+        "relu2": lambda: y.relu() ** 2,
         "gelu": lambda: y * torch.special.erfc(-y / 2**0.5) / 2,
         "gelu_tanh": lambda: y * (2 * (2 / torch.pi) ** 0.5 * (y + 0.044715 * y**3)).sigmoid(),
         "silu": lambda: y * y.sigmoid(),
@@ -166,7 +167,7 @@ def activated(activation: str, y: torch.Tensor) -> torch.Tensor:
         "gelu_mul": lambda: activated("gelu", gate) * up,
         "gelu_tanh_mul": lambda: activated("gelu_tanh", gate) * up,
         "swiglu_oai": lambda: gate.clamp(max=7) * (1.702 * gate.clamp(max=7)).sigmoid() * (up.clamp(-7, 7) + 1),
-        "swiglu_oai(limit=2,alpha=1)": lambda: activated("silu", gate.clamp(max=2)) * (up.clamp(-2, 2) + 1),
+        "swiglu_oai(limit=2,alpha=1,beta=3)": lambda: activated("silu", gate.clamp(max=2)) * (up.clamp(-2, 2) + 3),
         "situ_mul": lambda: 4 * (gate / 4).tanh() * gate.sigmoid() * 25 * (up / 25).tanh(),
         "situ_mul(linear_beta=none)": lambda: 4 * (gate / 4).tanh() * gate.sigmoid() * up,
     }[activation]()

@@ -23,7 +23,7 @@ CODEBOOKS = ("iq4", "nf4", "any")
 WITH_16_BITS = (*("", "_zint", "_zfloat", "codebook") * 2, "e8m0", "e4m3_row", "levels")
 """Rules of formats beside x that is not fp8."""
 DTYPES = {"cpu": (torch.float32, torch.bfloat16, torch.float16, FP8), "cuda": (torch.bfloat16, torch.float16, FP8)}
-ACTIVATIONS = (None, None, None, None, "relu", "silu", "gelu", "gelu_tanh", "gated")
+ACTIVATIONS = (None, None, None, None, "relu", "relu2", "silu", "gelu", "gelu_tanh", "gated")
 GATED = ("silu_mul", "silu_mul(limit=3)", "gelu_mul", "gelu_tanh_mul", "swiglu_oai", "swiglu_oai(limit=2)", "situ_mul")
 N = (1, 2, 3, 7, 16, 31, 64, 65, 100, 128, 130, 192, 200, 257, 320, 500, 513, 1000, 2050)
 K = (1, 2, 5, 16, 31, 32, 33, 64, 96, 100, 128, 129, 192, 256, 300, 384, 512, 777, 1024, 1536, 2048, 4100)

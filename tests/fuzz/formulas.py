@@ -137,6 +137,8 @@ def activated(activation: str | None, y: torch.Tensor) -> torch.Tensor:
         return y
     if activation == "relu":
         return torch.where(y > 0, y, torch.where(y.isnan(), y, torch.zeros_like(y)))
+    if activation == "relu2":
+        return activated("relu", y) ** 2
     if activation == "gelu":
         return y * torch.special.erfc(-y / math.sqrt(2)) / 2
     if activation == "gelu_tanh":
@@ -220,6 +222,8 @@ def epilogue(
         gate, (_, up) = y[:, 0::2], gated(activation or "", y)
         e_gate, e_up, steepest = error[:, 0::2], error[:, 1::2], 2 if activation == "situ_mul" else 1.2
         error = steepest * e_gate * (up.abs() + e_up) + (gate.abs() + e_gate) * e_up + 2.0**-20 * d.abs()
+    elif activation == "relu2":
+        error = (2 * y.abs() + error) * error + 2.0**-20 * d.abs()
     elif activation is not None:
         error = 1.2 * error + 2.0**-20 * y.abs()
     if residual is not None:

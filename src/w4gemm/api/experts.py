@@ -107,8 +107,8 @@ class W4GroupedLinear(W4Linear):
 
 
 class W4Experts(torch.nn.Module):
-    """The experts of a mixture, with 4-bit weights: each computes down @ act(gate @ x, up @ x), and a token's results
-    are weighted by the router and added.
+    """The experts of a mixture, with 4-bit weights: each computes down @ act(gate @ x, up @ x), or down @ act(up @ x)
+    with an activation without gates, and a token's results are weighted by the router and added.
 
     All data stays on the device, and the launches are the same whatever the router chose, so that a CUDA graph can
     capture them. A token's results are added in the order of its choices. Gradients flow to x, to the router's weights
@@ -118,17 +118,19 @@ class W4Experts(torch.nn.Module):
 
     Args:
         gate_up: a weight (experts, 2 * hidden, features), gates and ups in pairs: :meth:`QuantizedWeight.interleave`,
-            then :meth:`QuantizedWeight.stack`. Or a :class:`W4GroupedLinear`, which may have a bias for each expert,
-            added before the activation, and a scale for each expert.
+            then :meth:`QuantizedWeight.stack`; without gates (experts, hidden, features). Or a
+            :class:`W4GroupedLinear`, which may have a bias for each expert, added before the activation, and a scale
+            for each expert.
         down: a weight (experts, features, hidden), or a :class:`W4GroupedLinear`. Its bias is multiplied by the
             router's weights.
-        activation: a gated activation of :func:`w4gemm.linear`, such as "silu_mul", "swiglu_oai" (gpt-oss) or
-            "silu_mul(limit=10)" (DeepSeek-V4). It is an attribute and may be set later.
+        activation: an activation of :func:`w4gemm.linear`: a gated one, such as "silu_mul", "swiglu_oai" (gpt-oss) or
+            "silu_mul(limit=10)" (DeepSeek-V4), or for experts without gates another, such as "relu2" (Nemotron). It is
+            an attribute and may be set later.
         dtype: dtype to advertise, as for :meth:`W4Linear.from_weight`; for weights that are not layers yet.
         activations: "fp8" or None for both products; "same" keeps that of each weight.
 
     Raises:
-        TypeError, ValueError: for weights without experts, sizes that do not match, or an activation that is not gated.
+        TypeError, ValueError: for weights without experts, or sizes that do not match each other and the activation.
 
     Examples:
         >>> gate, up = (w4gemm.quantize(torch.randn(128, 64)) for _ in range(2))
@@ -167,10 +169,10 @@ class W4Experts(torch.nn.Module):
             for weight in (gate_up, down)
         )
         first, second = self.gate_up.weight, self.down.weight
-        if (second.experts, second.n, 2 * second.k) != (first.experts, first.k, first.n):
+        if (second.experts, second.n) != (first.experts, first.k) or first.n not in (second.k, 2 * second.k):
+            hidden = f"{first.n / 2:g}, or {first.n} without gates,"
             raise ValueError(
-                f"down: wanted {first.experts} experts with n {first.k} and k {first.n / 2:g} for {first!r}, "
-                f"got {second!r}"
+                f"down: wanted {first.experts} experts with n {first.k} and k {hidden} for {first!r}, got {second!r}"
             )
         self.activation = activation
         if activations != "same":
@@ -202,9 +204,16 @@ class W4Experts(torch.nn.Module):
 
     @activation.setter
     def activation(self, activation: str) -> None:
-        if not is_gated(activation):
-            raise ValueError(f"activation: wanted a gated one, such as silu_mul, got {activation!r}")
-        self.gate_up.activation = checked_activation(activation, self.gate_up.weight.n)
+        features, hidden = self.gate_up.weight.n, self.down.weight.k
+        if activation is None or is_gated(activation) != (features == 2 * hidden):
+            expected = (
+                "a gated one, such as silu_mul," if features == 2 * hidden else "one without gates, such as relu2,"
+            )
+            raise ValueError(
+                f"activation: wanted {expected} between n {features} of gate_up and k {hidden} of down, "
+                f"got {activation!r}"
+            )
+        self.gate_up.activation = checked_activation(activation, features)
 
     def forward(self, x: torch.Tensor, expert_ids: torch.Tensor, expert_weights: torch.Tensor) -> torch.Tensor:
         """Return the weighted sum (tokens, features) of each token's experts.

@@ -71,10 +71,11 @@ def linear(
         bias: (n,) of x's dtype, or None. For fp8 x: of the result's dtype if that has 16 bits, else bfloat16. If x is
             quantized here, the bias is rounded to that dtype, except for a float32 result on the CPU.
         alpha: a number, or a float32 tensor of one element on x's device, which is read when the kernel runs.
-        activation: "relu", "silu", "gelu" or "gelu_tanh", as torch.nn.functional has them; or a gated one, which makes
-            a column of each pair of gate and up rows of w (:meth:`QuantizedWeight.interleave`): "silu_mul", that is
-            silu(gate) * up, "gelu_mul", "gelu_tanh_mul", "swiglu_oai" (gpt-oss), "situ_mul" (Kimi-K3). Constants are
-            given in parentheses, as in "silu_mul(limit=10)"; :mod:`w4gemm.core.activation` has the formulas.
+        activation: "relu", "silu", "gelu" or "gelu_tanh", as torch.nn.functional has them; "relu2", relu squared; or a
+            gated one, which makes a column of each pair of gate and up rows of w (:meth:`QuantizedWeight.interleave`):
+            "silu_mul", that is silu(gate) * up, "gelu_mul", "gelu_tanh_mul", "swiglu_oai" (gpt-oss), "situ_mul"
+            (Kimi-K3). Constants are given in parentheses, as in "silu_mul(limit=10)"; :mod:`w4gemm.core.activation` has
+            the formulas.
         residual: the result's shape and dtype, contiguous; it is added after the activation.
         token_scale: for fp8 x only, the factor of each row of x: float32 (...). Or, on Hopper and the CPU, of each 128
             columns of a row: (..., ceil(k / 128)), any strides, read in place if the tokens of a block are contiguous

@@ -1,11 +1,12 @@
 """The activations of the epilogue, by name, with their formulas in PyTorch.
 
 - ``relu``, ``silu``, ``gelu`` (with erf) and ``gelu_tanh`` (``approximate="tanh"``): as in torch.nn.functional.
+- ``relu2`` (Nemotron): ``relu(y)**2``.
 - ``silu_mul`` (SwiGLU): ``silu(min(gate, limit)) * clamp(up, -limit, limit)``; no limit unless one is given, as in
   DeepSeek-V4's ``silu_mul(limit=10)``.
 - ``gelu_mul`` and ``gelu_tanh_mul`` (GeGLU; Gemma): ``gelu(gate) * up``.
-- ``swiglu_oai`` (gpt-oss): ``g * sigmoid(alpha * g) * (clamp(up, -limit, limit) + 1)`` with ``g = min(gate, limit)``;
-  alpha 1.702, limit 7.
+- ``swiglu_oai`` (gpt-oss): ``g * sigmoid(alpha * g) * (clamp(up, -limit, limit) + beta)`` with ``g = min(gate,
+  limit)``; alpha 1.702, beta 1, limit 7.
 - ``situ_mul`` (Kimi-K3): ``beta * tanh(gate / beta) * sigmoid(gate) * linear_beta * tanh(up / linear_beta)``; beta 4,
   linear_beta 25.
 
@@ -42,7 +43,7 @@ class Formula(NamedTuple):
     """True if even features are gates and odd ones ups, and each pair makes one column of d."""
     constants: Constants = MappingProxyType({})
     optional: frozenset[str] = frozenset()
-    """Names of the constants that may be None, for no limit."""
+    """Names of the constants that may be None, for no limit or no addend."""
 
 
 def _silu_mul(gate: torch.Tensor, up: torch.Tensor, limit: float | None) -> torch.Tensor:
@@ -50,10 +51,16 @@ def _silu_mul(gate: torch.Tensor, up: torch.Tensor, limit: float | None) -> torc
     return silu(_at_most(gate, limit)) * _within(up, limit)
 
 
-def _swiglu_oai(gate: torch.Tensor, up: torch.Tensor, alpha: float, limit: float | None) -> torch.Tensor:
-    """Return g * sigmoid(alpha * g) * (clamp(up, -limit, limit) + 1) with g = min(gate, limit)."""
+def _relu2(y: torch.Tensor) -> torch.Tensor:
+    return torch.relu(y).square()
+
+
+def _swiglu_oai(
+    gate: torch.Tensor, up: torch.Tensor, alpha: float, beta: float | None, limit: float | None
+) -> torch.Tensor:
+    """Return g * sigmoid(alpha * g) * (clamp(up, -limit, limit) + beta) with g = min(gate, limit)."""
     gate = _at_most(gate, limit)
-    return gate * torch.sigmoid(alpha * gate) * (_within(up, limit) + 1)
+    return gate * torch.sigmoid(alpha * gate) * (_within(up, limit) + (beta or 0))
 
 
 def _situ_mul(gate: torch.Tensor, up: torch.Tensor, beta: float, linear_beta: float | None) -> torch.Tensor:
@@ -75,19 +82,24 @@ _LIMIT = frozenset({"limit"})
 
 ACTIVATIONS: Mapping[str, Formula] = {
     "relu": Formula(torch.relu),
+    "relu2": Formula(_relu2),  # Nemotron
     "gelu": Formula(gelu),
     "gelu_tanh": Formula(functools.partial(gelu, approximate="tanh")),
     "silu": Formula(silu),
     "silu_mul": Formula(_silu_mul, True, {"limit": None}, _LIMIT),  # SwiGLU; DeepSeek-V4 with limit=10
     "gelu_mul": Formula(lambda gate, up: gelu(gate) * up, True),
     "gelu_tanh_mul": Formula(lambda gate, up: gelu(gate, approximate="tanh") * up, True),  # GeGLU: Gemma
-    "swiglu_oai": Formula(_swiglu_oai, True, {"alpha": 1.702, "limit": 7.0}, _LIMIT),  # gpt-oss
+    "swiglu_oai": Formula(  # gpt-oss
+        _swiglu_oai, True, {"alpha": 1.702, "beta": 1.0, "limit": 7.0}, frozenset({"beta", "limit"})
+    ),
     "situ_mul": Formula(_situ_mul, True, {"beta": 4.0, "linear_beta": 25.0}, frozenset({"linear_beta"})),  # Kimi-K3
 }
 """Formulas by name."""
 
 _OTHER_NAMES = {
     "swish": "silu",
+    "squared_relu": "relu2",
+    "relu_squared": "relu2",
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "swiglu": "silu_mul",

@@ -39,6 +39,11 @@ def relu(x: Float32) -> Float32:
     return maximum(x, Float32(0.0))
 
 
+def relu2(x: Float32) -> Float32:
+    """max(x, 0)**2."""
+    return relu(x) * relu(x)
+
+
 def silu(x: Float32) -> Float32:
     """x / (1 + exp(-x))."""
     return x * sigmoid(x)
@@ -81,10 +86,11 @@ def silu_mul(gate: Float32, up: Float32, limit: float | None) -> Float32:
     return silu(_at_most(gate, limit)) * _within(up, limit)
 
 
-def swiglu_oai(gate: Float32, up: Float32, alpha: float, limit: float | None) -> Float32:
-    """g * sigmoid(alpha * g) * (clamp(up, -limit, limit) + 1) with g = min(gate, limit)."""
+def swiglu_oai(gate: Float32, up: Float32, alpha: float, beta: float | None, limit: float | None) -> Float32:
+    """g * sigmoid(alpha * g) * (clamp(up, -limit, limit) + beta) with g = min(gate, limit)."""
     gate = _at_most(gate, limit)
-    return gate * sigmoid(gate, alpha) * (_within(up, limit) + Float32(1.0))
+    up = _within(up, limit)
+    return gate * sigmoid(gate, alpha) * (up if beta is None else up + Float32(beta))
 
 
 def situ_mul(gate: Float32, up: Float32, beta: float, linear_beta: float | None) -> Float32:
@@ -105,6 +111,7 @@ def _within(x: Float32, limit: float | None) -> Float32:
 
 _ACTIVATIONS = {
     "relu": relu,
+    "relu2": relu2,
     "silu": silu,
     "gelu": gelu,
     "gelu_tanh": gelu_tanh,
