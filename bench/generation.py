@@ -40,7 +40,7 @@ from bench.models import MODELS, drawn_model
 from bench.options import add_out, command, counts, some_of, typed
 
 import w4gemm
-from w4gemm import W4Linear
+from w4gemm.api.packed_module import PackedModule
 from w4gemm.console.progress import say
 from w4gemm.integrations.decoder import decode_by_graph
 from w4gemm.integrations.decoder.loop import step_of
@@ -152,7 +152,7 @@ def starts(settings: dict[str, Any], args: argparse.Namespace) -> Iterator[dict[
 
 
 def describe_and_save(model: Any, folder: Path) -> Path:
-    if any(isinstance(m, W4Linear) for m in model.modules()):
+    if any(isinstance(m, PackedModule) for m in model.modules()):
         describe(model)
     model.save_pretrained(folder)
     return folder
@@ -224,7 +224,7 @@ def step_bytes(model: Any, batch: int, length: int) -> int:
     experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None) or 1
     chosen = 1 - (1 - getattr(config, "num_experts_per_tok", 1) / experts) ** batch
     dense = sum(p.nbytes * (chosen if p.dim() == 3 else 1) for p in model.parameters() if p is not embedding)
-    layers = [layer for layer in model.modules() if isinstance(layer, W4Linear)]
+    layers = [layer for layer in model.modules() if isinstance(layer, PackedModule)]
     packed = sum(layer.weight.nbytes * (chosen if layer.grouped else 1) for layer in layers)
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     cache = 2 * config.num_hidden_layers * config.num_key_value_heads * head * 2

@@ -269,6 +269,29 @@ def test_a_dense_folder_is_refused_alike(tmp_path: Path, damage: str) -> None:
         checkpoint.dense("model.embed_tokens.weight")
 
 
+@pytest.mark.parametrize("rules", [{}, {r"proj\.weight$": int4}], ids=["dense", "packed"])
+def test_names_that_key_mapping_changes(tmp_path: Path, rules: dict[str, Packer]) -> None:
+    """The account was made without it, and its error named the tensors."""
+    write(tmp_path, "llama", rules)
+    folder = tmp_path if rules else tmp_path / "dense"
+    expected = logits(AutoModelForCausalLM.from_pretrained(folder, **OURS))
+    change(folder, renamed("model.layers", "blocks"))
+    with pytest.raises(FormatError, match=r"no tensor for model\.layers\.0.*no place for blocks\.0"):
+        AutoModelForCausalLM.from_pretrained(folder, **OURS)
+    model = AutoModelForCausalLM.from_pretrained(folder, key_mapping={r"^blocks\.": "model.layers."}, **OURS)
+    assert torch.equal(logits(model), expected) and summarize(model).int4 == 14
+    change(folder, without(r"1\.mlp\.down_proj"))
+    with pytest.raises(FormatError, match=r"no tensor for model\.layers\.1\.mlp\.down_proj\.weight$"):
+        AutoModelForCausalLM.from_pretrained(folder, key_mapping={r"^blocks\.": "model.layers."}, **OURS)
+
+
+def test_a_state_dict_is_refused(tmp_path: Path) -> None:
+    """No account was made of its tensors: one that lacks some gave a model with random numbers."""
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SIZES))
+    with pytest.raises(ValueError, match="state_dict: wanted None beside a W4GemmConfig.*quantize_layers"):
+        type(model).from_pretrained(None, config=model.config, state_dict=model.state_dict(), **OURS)
+
+
 def test_a_head_that_the_class_adds_is_new(tmp_path: Path) -> None:
     """In a dense folder and a packed one; what both classes have may not be missing."""
     write(tmp_path, "llama", {r"proj\.weight$": int4})

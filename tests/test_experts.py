@@ -13,7 +13,7 @@ import torch
 import w4gemm
 from reference import grouped_reference
 from sass import disassemble
-from w4gemm import QuantizedWeight, W4Experts, W4GroupedLinear, combine, quantize, route
+from w4gemm import QuantizedWeight, W4Experts, W4GroupedLinear, W4Linear, combine, quantize, route
 from w4gemm.api.product import Product
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import H200, GemmProblem
@@ -278,8 +278,9 @@ def test_routing_refuses():
             layer(torch.randn(3, FEATURES), ids, wrong)
     with pytest.raises(ValueError, match="expert_weights: wanted x's device cpu, got meta"):
         layer(torch.randn(3, FEATURES), ids, weights.to("meta"))
-    with pytest.raises(TypeError, match="linear: wanted the weights of several experts.*W4GroupedLinear.from_weight"):
-        W4GroupedLinear.from_linear(torch.nn.Linear(64, 32))
+    with pytest.raises(TypeError, match="w: wanted a QuantizedWeight, got int"):
+        W4GroupedLinear(64, 32)
+    assert not issubclass(W4GroupedLinear, W4Linear) and not hasattr(W4GroupedLinear, "from_linear")
     with torch.autocast("cpu", torch.bfloat16):
         assert layer(torch.randn(3, FEATURES), ids, weights).dtype == torch.bfloat16
 

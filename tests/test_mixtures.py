@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,16 @@ def test_gpt_oss(tmp_path: Path, limit: float, activation: str) -> None:
     plain = dense_model(folder, wanted, ("_blocks", "_scales"))
     torch.testing.assert_close(logits(model), logits(plain), rtol=1e-4, atol=1e-4)
     assert sum(isinstance(module, W4GroupedLinear) for module in model.modules()) == 2 * LAYERS
+
+
+def test_a_bias_of_experts_that_float16_cannot_hold(tmp_path: Path) -> None:
+    """from_pretrained made it infinite."""
+    folder, name = tmp_path / "model", "model.layers.0.mlp.experts.down_proj_bias"
+    write_gpt_oss(folder)
+    change(folder, lambda tensors: tensors.update({name: torch.full_like(tensors[name], 1e5)}))
+    for way in (load, partial(AutoModelForCausalLM.from_pretrained, quantization_config=W4GemmConfig())):
+        with pytest.raises(FormatError, match="down_proj.bias' holds 100000, which float16 cannot hold"):
+            way(folder, dtype=torch.float16)
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe-gptq", "mixtral-awq", "gpt_oss"])

@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from w4gemm.api.arguments import checked_activation
 from w4gemm.api.grouped import grouped_linear
 from w4gemm.api.modes import autocast, layer_dtype
-from w4gemm.api.nn import W4Linear
-from w4gemm.api.packed_module import moved_only
+from w4gemm.api.packed_module import PackedModule, moved_only
 from w4gemm.api.routing import combine, route
 from w4gemm.core.activation import is_gated
 from w4gemm.core.errors import kind_of
 from w4gemm.weights.weight import QuantizedWeight
 
 
-class W4GroupedLinear(W4Linear):
+class W4GroupedLinear(PackedModule):
     """The layer of :func:`w4gemm.grouped_linear`: x (total_m, k), sorted by expert, and m_offsets (experts + 1,) to
-    (total_m, n). It is made with :meth:`from_weight`, and its bias is (experts, n).
+    (total_m, n). Tensors, dtypes, attributes and state dict are as of :class:`W4Linear`.
 
-    ``expert_scale`` is float32 (experts,) or None, a factor for each expert's products: for weights that were quantized
-    with a scale for each tensor. A state dict holds it, and a loaded one may bring it. ``half()`` and ``to(dtype)``
-    leave it float32.
+    Args:
+        w: the weight (experts, n, k).
+        bias: (experts, n) on w's device, or None.
+        dtype: as for :meth:`W4Linear.from_weight`.
+        expert_scale: float32 (experts,) on w's device, or None: a factor for each expert's products, for weights that
+            were quantized with a scale for each tensor. It is a buffer. A state dict holds it, and a loaded one may
+            bring it. ``half()`` and ``to(dtype)`` leave it float32.
+
+    Raises:
+        TypeError, ValueError: for a bad weight, bias, dtype or scale; the message names it.
 
     Examples:
         >>> stack = w4gemm.QuantizedWeight.stack([w4gemm.quantize(torch.randn(256, 64))] * 4)
@@ -34,18 +40,30 @@ class W4GroupedLinear(W4Linear):
     """
 
     grouped = True
+    scale_names = ("pre_quant_scale", "expert_scale")
     expert_scale: torch.Tensor | None
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        raise TypeError("W4GroupedLinear: wanted W4GroupedLinear.from_weight(w), which makes one, got a direct call")
+    if TYPE_CHECKING:  # torch.nn.Module's returns Any
+        __call__: Callable[..., torch.Tensor]
 
-    @classmethod
-    def from_linear(cls, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse: a dense layer is one expert, and this layer has several."""
-        raise TypeError(
-            "linear: wanted the weights of several experts, got one dense layer; call W4GroupedLinear.from_weight with "
-            "the QuantizedWeight.stack of their quantized weights, or W4Linear.from_linear for a single layer"
-        )
+    def __init__(
+        self,
+        w: QuantizedWeight,
+        bias: torch.Tensor | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        expert_scale: torch.Tensor | None = None,
+    ) -> None:
+        super().__init__(w, bias, dtype)
+        if expert_scale is not None:
+            if not isinstance(expert_scale, torch.Tensor) or expert_scale.dtype != torch.float32:
+                raise TypeError(f"expert_scale: wanted torch.float32 (experts) or None, got {kind_of(expert_scale)}")
+            if tuple(expert_scale.shape) != (w.experts,) or expert_scale.device != w.device:
+                raise ValueError(
+                    f"expert_scale: wanted shape {(w.experts,)} on w's device {w.device}, got "
+                    f"{tuple(expert_scale.shape)} on {expert_scale.device}"
+                )
+            self.expert_scale = expert_scale.detach()
 
     @classmethod
     def from_weight(
@@ -56,31 +74,10 @@ class W4GroupedLinear(W4Linear):
         dtype: torch.dtype | None = None,
         expert_scale: torch.Tensor | None = None,
     ) -> W4GroupedLinear:
-        """Return a layer with weight ``w`` (experts, n, k).
+        """Return a layer with weight ``w``: the same as the class itself, by the name that :class:`W4Linear` has."""
+        return cls(w, bias, dtype=dtype, expert_scale=expert_scale)
 
-        Args:
-            bias: (experts, n) on w's device, or None.
-            dtype: as for :meth:`W4Linear.from_weight`.
-            expert_scale: float32 (experts,) on w's device, or None.
-
-        Raises:
-            TypeError, ValueError: for a bad weight, bias, dtype or scale; the message names it.
-        """
-        layer = super().from_weight(w, bias, dtype=dtype)
-        assert isinstance(layer, cls)
-        if expert_scale is not None:
-            if not isinstance(expert_scale, torch.Tensor) or expert_scale.dtype != torch.float32:
-                raise TypeError(f"expert_scale: wanted torch.float32 (experts) or None, got {kind_of(expert_scale)}")
-            if tuple(expert_scale.shape) != (w.experts,) or expert_scale.device != w.device:
-                raise ValueError(
-                    f"expert_scale: wanted shape {(w.experts,)} on w's device {w.device}, got "
-                    f"{tuple(expert_scale.shape)} on {expert_scale.device}"
-                )
-            expert_scale = expert_scale.detach()
-        layer.register_buffer("expert_scale", expert_scale)
-        return layer
-
-    def forward(  # type: ignore[override]
+    def forward(
         self, x: torch.Tensor, m_offsets: torch.Tensor, indices: torch.Tensor | None = None, settled: bool = False
     ) -> torch.Tensor:
         """Return :func:`w4gemm.grouped_linear` (total_m, n) of x and m_offsets int32 (experts + 1,). x is (total_m, k)

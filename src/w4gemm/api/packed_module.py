@@ -1,30 +1,53 @@
-"""A module that holds the tensors of a packed weight as buffers, which others may move, convert or replace."""
+"""A module that holds the tensors of a packed weight as buffers, which others may move, convert or replace:
+:class:`PackedModule`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
+from w4gemm.api.arguments import check
 from w4gemm.api.modes import is_watched
 from w4gemm.api.product import BoundLinear
 from w4gemm.core.errors import kind_of, require_int
 from w4gemm.core.formats import WeightFormat
+from w4gemm.packing.packed_shape import packed_shape
+from w4gemm.weights.checks import PERM_DTYPE, is_permutation
+from w4gemm.weights.file import as_tensor, in_words, mean_the_same, of_tensor
 from w4gemm.weights.weight import QuantizedWeight
 
 
+def _named_tensor(name: str) -> property:
+    """Make the attribute ``name``, the tensor that a state dict has under it."""
+
+    def read(self: PackedModule) -> torch.Tensor:
+        if (t := self.weight.repack("canonical").named_tensors().get(name)) is None:
+            raise AttributeError(name)  # torch.nn.Module raises another one, which names the class
+        return t
+
+    return property(read)
+
+
 class PackedModule(torch.nn.Module):
-    """A module with a ``weight``, whose tensors are the buffers ``packed0``, ``packed1``, ... and ``packed_perm``.
+    """A module with a ``weight``, whose tensors are the buffers ``packed0``, ``packed1``, ... and ``packed_perm``; with
+    a bias, and a state dict. Its subclasses are :class:`w4gemm.W4Linear` and :class:`w4gemm.W4GroupedLinear`.
 
     The buffers ``packed0``, ... hold bytes, because a conversion of a module's dtype leaves integers alone, and because
     every backend of torch.distributed sends bytes. The product always takes what the buffers hold, since accelerate's
     hooks and ``torch.func.functional_call`` replace them.
     """
 
-    grouped = False
+    grouped: ClassVar[bool] = False
     """True if the weight is one of several experts."""
+    scale_names: ClassVar[tuple[str, ...]] = ("pre_quant_scale",)
+    """Buffers with factors of x or of the products, or None. A loaded state dict may bring them."""
+    bias: torch.nn.Parameter | None
+    pre_quant_scale: torch.Tensor | None
+    activation: str | None
+    batch_invariant: bool
     dtype: torch.dtype
     in_features: int
     out_features: int
@@ -33,6 +56,38 @@ class PackedModule(torch.nn.Module):
     _packed: tuple[tuple[str, torch.Tensor], ...]
     """Names and buffers of ``_weight``'s tensors. A tuple, because every warm call iterates over it."""
     _bound: BoundLinear | None
+
+    def __init__(self, w: QuantizedWeight, bias: torch.Tensor | None = None, dtype: torch.dtype | None = None) -> None:
+        """Hold ``w``, and a bias (n,) or (experts, n). Arguments and errors as of :meth:`W4Linear.from_weight`."""
+        if not isinstance(w, QuantizedWeight):
+            raise TypeError(f"w: wanted a QuantizedWeight, got {type(w).__name__}")
+        if bool(w.experts) != self.grouped:
+            raise ValueError(f"w: wanted {'several experts' if self.grouped else 'a single weight'}, got {w!r}")
+        shape = (w.experts, w.n) if w.experts else (w.n,)
+        if bias is not None:
+            if not isinstance(bias, torch.Tensor) or not bias.is_floating_point():
+                actual = bias.dtype if isinstance(bias, torch.Tensor) else type(bias).__name__
+                raise TypeError(f"bias: wanted a floating-point tensor (n) or None, got {actual}")
+            if tuple(bias.shape) != shape:
+                raise ValueError(f"bias: wanted shape {shape}, n of w, got {tuple(bias.shape)}")
+            if bias.device != w.device:
+                raise ValueError(f"bias: wanted w's device {w.device}, got {bias.device}")
+        if dtype is None:
+            dtype = torch.get_default_dtype() if bias is None else bias.dtype
+        check_dtype(dtype)
+        super().__init__()
+        self.adopt(w, dtype)
+        requires_grad = bias is not None and bias.requires_grad
+        bias = None if bias is None else bias.to(dtype).detach()
+        self.register_parameter("bias", None if bias is None else torch.nn.Parameter(bias, requires_grad))
+
+    def adopt(self, w: QuantizedWeight, dtype: torch.dtype) -> None:
+        """Take ``w`` as the weight and ``dtype`` as the dtype to advertise; the bias and the module's hooks stay."""
+        self.activation, self.batch_invariant, self.dtype = None, False, dtype
+        for name in self.scale_names:
+            if name not in self._buffers:
+                self.register_buffer(name, None)
+        self.weight = w
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute. A value that contradicts the weight, or would have no effect, is refused. Scales stay
@@ -43,7 +98,7 @@ class PackedModule(torch.nn.Module):
             raise ValueError("batch_invariant: wanted False for experts, whose products depend on the batch, got True")
         elif name in _OF_WEIGHT and (w := self.__dict__.get("_weight")) is not None:
             _check_attribute(name, value, w)
-        if name in _SCALES and isinstance(value, torch.nn.Parameter):
+        if name in self.scale_names and isinstance(value, torch.nn.Parameter):
             value = value.detach()
         super().__setattr__(name, value)
 
@@ -137,10 +192,148 @@ class PackedModule(torch.nn.Module):
         super().__setstate__(state)
         self._set_weight(self._weight)
 
+    def _scaled(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x * pre_quant_scale, or x if there is none.
+
+        Raises:
+            TypeError, ValueError: if they do not fit; the product would check only their broadcast result.
+        """
+        scale = self._buffers.get("pre_quant_scale")
+        if scale is None:
+            return x
+        w = self.weight
+        check(x, w, grouped=self.grouped, any_dtype=True)  # x may be cast yet
+        if len(scale) != w.k:
+            raise ValueError(f"pre_quant_scale: wanted shape ({w.k},), k of the weight, got {tuple(scale.shape)}")
+        return x * scale.to(x.dtype)
+
+    def extra_repr(self) -> str:
+        w = self.weight
+        extra = f", experts={w.experts}" if w.experts else ""
+        extra += ", act_order=True" if w.perm is not None else ""
+        extra += f", activation={self.activation}" if self.activation else ""
+        extra += ", pre_quant_scale=True" if self._buffers.get("pre_quant_scale") is not None else ""
+        extra += ", batch_invariant=True" if self.batch_invariant else ""
+        extra += f", activations={self.activations}" if self.activations else ""
+        return (
+            f"in_features={w.k}, out_features={w.n}, bias={self.bias is not None}, format={w.format}, "
+            f"layout={w.layout}{extra}"
+        )
+
+    # --- state dict -------------------------------------------------------------------------------------------------
+
+    # torch.distributed.checkpoint looks for an attribute of each name in a state dict
+    codes, scales, zeros, channels, factors, perm = map(
+        _named_tensor, ("codes", "scales", "zeros", "channels", "factors", "perm")
+    )
+
+    def get_extra_state(self) -> torch.Tensor:
+        """Return the names of the format and the activations as bytes, see :mod:`w4gemm.weights.file`."""
+        return as_tensor(in_words(self.format, self.activations))
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        name, _, activations = of_tensor(state).partition(" ")
+        if not mean_the_same(name, str(self.format)):
+            raise ValueError(f"wanted a weight in {self.format} like this layer, got one in {name!r}")
+        if (activations or None) != self.activations:
+            self.activations = activations or None
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name, t in self.weight.repack("canonical").named_tensors().items():
+            destination[prefix + name] = t
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        for name in (*self.format.part_names, "perm", *self.scale_names, "_extra_state"):
+            if not isinstance(t := state_dict.get(prefix + name), torch.Tensor | None):
+                error_msgs.append(f"{prefix}{name}: wanted a tensor, got {kind_of(t)}")
+                return
+        self._make_room_for_scales(state_dict, prefix)
+        try:
+            super()._load_from_state_dict(
+                state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+            )
+        except ValueError as e:  # the extra state's
+            error_msgs.append(f"{prefix}_extra_state: {e}")
+            return
+        if self.bias is not None and self.bias.dtype != self.dtype:  # it was assigned, not copied
+            try:
+                self.dtype = self.bias.dtype
+            except TypeError as e:
+                error_msgs.append(f"{prefix}bias: {e}")
+                return
+        assign = local_metadata.get("assign_to_params_buffers", False)
+        self._load_weight(state_dict, prefix, assign, strict, missing_keys, unexpected_keys, error_msgs)
+
+    def _make_room_for_scales(self, state_dict: Mapping[str, Any], prefix: str) -> None:
+        """Make a buffer for each scale that a state dict brings, unless there is one that holds numbers."""
+        w = self.weight
+        for name in self.scale_names:
+            loaded, own = state_dict.get(prefix + name), self._buffers[name]
+            if loaded is not None and (own is None or own.is_meta):
+                size, dtype = (w.experts, torch.float32) if name == "expert_scale" else (w.k, loaded.dtype)
+                device = loaded.device if w.device.type == "meta" else w.device
+                setattr(self, name, torch.ones(size, dtype=dtype, device=device))
+
+    def _load_weight(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        assign: bool,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Load the whole weight of a state dict or, with a message, nothing. Messages and keys are added to PyTorch's
+        lists."""
+        w = self.weight
+        shapes = packed_shape(self.format, "canonical", w.n, w.k, w.experts).tensors
+        keys = [prefix + name for name in self.format.part_names]
+        if prefix + "perm" in state_dict:  # only a weight in act-order has one
+            shapes, keys = (*shapes, (PERM_DTYPE, (w.k,))), [*keys, prefix + "perm"]
+        unexpected_keys[:] = [key for key in unexpected_keys if key not in keys]
+        absent = [key for key in keys if key not in state_dict]
+        if absent:
+            missing_keys.extend(absent if strict else ())
+            if here := [key for key in keys if key in state_dict]:  # strict=False would hide that they are not loaded
+                error_msgs.append(f"{here[0]}: wanted a weight's tensors together, got it without {', '.join(absent)}")
+            return
+        # on the meta device there is nothing to copy into, so the weight goes where the state dict is
+        assign = assign or w.device.type == "meta"
+        tensors = []
+        for key, (dtype, shape) in zip(keys, shapes, strict=True):
+            t = state_dict[key]
+            if t.dtype != dtype or tuple(t.shape) != shape:
+                error_msgs.append(f"{key}: wanted {dtype} {shape} for {self.format}, got {t.dtype} {tuple(t.shape)}")
+                return
+            t = t.detach().contiguous()
+            tensors.append(t if assign else torch.empty_like(t, device=w.device).copy_(t))
+        perm = tensors.pop() if keys[-1] == prefix + "perm" else None
+        if perm is not None and perm.device.type != "meta" and not is_permutation(perm):
+            error_msgs.append(f"{keys[-1]}: wanted each of 0..{w.k - 1} once")
+            return
+        facts = perm, w.experts, self.activations
+        loaded = QuantizedWeight(self.format, w.n, w.k, "canonical", tuple(tensors), *facts)
+        try:
+            loaded.check_range()
+        except ValueError as e:
+            error_msgs.append(f"{prefix}{e}")
+            return
+        self._set_weight(loaded)
+
 
 _OF_WEIGHT = ("format", "in_features", "out_features", "pre_quant_scale")
 """The attributes that have to fit the weight."""
-_SCALES = ("pre_quant_scale", "expert_scale")
 
 
 def _check_attribute(name: str, value: Any, w: QuantizedWeight) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -72,15 +72,19 @@ class Recipe:
 class Naming:
     """Names in a model of the tensors in its folder, by transformers' own rules.
 
+    Args:
+        rules: the rules; None for those that transformers has for the model.
+
     Attributes:
         known: shape and kind of the model's parameters and persistent buffers, as tensors on the meta device.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, rules: Sequence[Any] | None = None) -> None:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming
 
-        rules = get_model_conversion_mapping(model)
+        # copies, because a rule keeps what it was used for
+        rules = get_model_conversion_mapping(model) if rules is None else copy.deepcopy(rules)
         self._renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
         self._converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
         self._of_pattern = {pattern: rule for rule in self._converters for pattern in rule.source_patterns}

@@ -31,7 +31,7 @@ class Module:
     experts: int = 0
     """Number of experts; 0 for a weight that is not one of several."""
     fused: tuple[str, ...] = ()
-    """Last parts of the names of the modules that this one is made of, such as ("gate_proj", "up_proj")."""
+    """Of experts: last parts of the names of the modules that this one is made of: ("gate_proj", "up_proj")."""
     interleaved: bool = False
     """True if the rows of fused modules alternate; otherwise one module follows the other."""
     activations: str | None = None

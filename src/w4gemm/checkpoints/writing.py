@@ -145,8 +145,6 @@ def _require_writable(checkpoint: Checkpoint, writer: WeightWriter) -> None:
         _copied_files(source)
     for name, module in checkpoint.modules.items():
         try:
-            if module.fused and not module.experts:
-                raise ValueError(f"it is {' and '.join(module.fused)} in one, which cannot be written yet")
             writer.check(module)
         except ValueError as e:
             raise FormatError(f"{checkpoint.path}: {name}: {e}") from e

@@ -21,6 +21,7 @@ from torch import nn
 from w4gemm import choice
 from w4gemm.api.experts import W4Experts
 from w4gemm.api.nn import W4Linear
+from w4gemm.api.packed_module import PackedModule
 from w4gemm.core.epilogue import Epilogue
 from w4gemm.core.errors import FormatError, printable
 
@@ -186,7 +187,7 @@ def plans(model: nn.Module, m: int, dtype: torch.dtype) -> Counter[str]:
 
 def plan_keys(model: nn.Module, m: int, dtype: torch.dtype) -> list[choice.PlanKey]:
     """Keys of the plans of the 4-bit layers for m tokens, one of each layer."""
-    layers = (layer for layer in model.modules() if isinstance(layer, W4Linear) and not layer.grouped)
+    layers = (layer for layer in model.modules() if isinstance(layer, W4Linear))
     return [_plan_key(layer, m, dtype) for layer in layers]
 
 
@@ -200,7 +201,7 @@ def expert_keys(model: nn.Module, tokens: int, dtype: torch.dtype, top_k: int) -
     ]
 
 
-def _plan_key(layer: W4Linear, m: int, dtype: torch.dtype, gathered: bool = False) -> choice.PlanKey:
+def _plan_key(layer: PackedModule, m: int, dtype: torch.dtype, gathered: bool = False) -> choice.PlanKey:
     scaled = getattr(layer, "expert_scale", None) is not None
     w, epilogue = layer.weight, Epilogue(layer.activation, bias=layer.bias is not None, expert_scale=scaled)
     if w.activations == "fp8":

@@ -20,8 +20,9 @@ from peft.tuners.lora.layer import Linear, LoraLayer
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, check_adapters_to_merge
 from peft.utils.other import ModulesToSaveWrapper
 
-from w4gemm.api.experts import W4Experts
+from w4gemm.api.experts import W4Experts, W4GroupedLinear
 from w4gemm.api.nn import W4Linear
+from w4gemm.api.packed_module import PackedModule
 from w4gemm.weights.quantize import quantize
 from w4gemm.weights.weight import QuantizedWeight
 
@@ -128,7 +129,7 @@ def _with_4_bits(create: Callable[..., torch.nn.Module]) -> Callable[..., torch.
         lora_config: LoraConfig, adapter_name: str, target: torch.nn.Module, **kwargs: Any
     ) -> torch.nn.Module:
         base = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
-        if isinstance(base, W4Linear) and base.grouped:
+        if isinstance(base, W4GroupedLinear):
             raise ValueError(
                 f"target_modules: wanted layers of one weight, got {kwargs.get('target_name')} with "
                 f"{base.weight.experts} experts; leave it out by its name, or by exclude_modules"
@@ -148,7 +149,7 @@ def _with_lora_alone(inject: Callable[..., Any]) -> Callable[..., Any]:
         tuner.all_linear = isinstance(targets, str) and targets.lower() == "all-linear"  # PEFT replaces it by names
         if not isinstance(tuner, LoraModel) and getattr(config, "target_modules", None):
             for name, module in model.named_modules():
-                if isinstance(module, W4Linear) and tuner._check_target_module_exists(config, name):
+                if isinstance(module, PackedModule) and tuner._check_target_module_exists(config, name):
                     kind = getattr(config.peft_type, "value", config.peft_type)
                     raise ValueError(f"target_modules: wanted LoRA beside the 4-bit layer {name}, got {kind}")
         return inject(tuner, model, adapter_name, *args, **kwargs)
@@ -174,7 +175,7 @@ def _with_dense_parameters(prepare: Callable[..., None]) -> Callable[..., None]:
     return prepare_model
 
 
-_PACKED_PARAMETERS = {W4Experts: ("gate_up_proj", "down_proj"), W4Linear: ("weight",)}
+_PACKED_PARAMETERS = {W4Experts: ("gate_up_proj", "down_proj"), PackedModule: ("weight",)}
 """The parameters of dense modules that their 4-bit ones hold packed, by transformers' names."""
 
 
@@ -211,7 +212,7 @@ def _with_a_look_for_4_bits(check: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(check)
     def check_module(wrapper: Any) -> None:
         check(wrapper)
-        layers = [m for m in wrapper.original_module.modules() if isinstance(m, W4Linear)]
+        layers = [m for m in wrapper.original_module.modules() if isinstance(m, PackedModule)]
         if layers:  # PEFT would train a copy of the bias alone, and save the frozen weight with it
             raise ValueError(
                 f"modules_to_save: wanted layers with dense weights, which train, got {layers[0]}; keep it dense by "
@@ -231,7 +232,7 @@ def _with_all_4_bit_layers(include: Callable[..., Any]) -> Callable[..., Any]:
             layers = (
                 name
                 for name, m in model.named_modules()
-                if isinstance(m, W4Linear) and not m.grouped and m is not head  # nor are experts of dense models found
+                if isinstance(m, W4Linear) and m is not head  # nor are experts of dense models found
             )
             config.target_modules = {*config.target_modules, *layers}
         return config

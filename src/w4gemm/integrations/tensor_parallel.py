@@ -77,7 +77,7 @@ def _with_sums(
 
 
 def _checked(module: nn.Module) -> W4Linear:
-    if not isinstance(module, W4Linear) or module.grouped:
+    if not isinstance(module, W4Linear):
         raise TypeError(f"module: wanted a W4Linear, got {kind_of(module)}")
     return module
 

@@ -1,12 +1,12 @@
 """Layers of a model whose 4-bit weights are still to come: :class:`AwaitedLinear` and its relatives.
 
-A layer keeps its identity when it is filled. Hooks that a framework puts on it before, such as those of tensor
-parallelism, stay.
+A layer keeps its identity when it is filled, because frameworks have put hooks on it by then, such as those of tensor
+parallelism. So its class changes, as that of PyTorch's lazy modules does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -14,6 +14,7 @@ from torch import nn
 
 from w4gemm.api.experts import W4Experts, W4GroupedLinear
 from w4gemm.api.nn import W4Linear
+from w4gemm.api.packed_module import PackedModule
 from w4gemm.checkpoints.dense import default_format
 from w4gemm.checkpoints.dense_experts import DenseProduct
 from w4gemm.checkpoints.experts import DOWN, GATE_UP
@@ -26,8 +27,7 @@ from w4gemm.weights.weight import QuantizedWeight
 
 
 class AwaitedLinear(nn.Module):
-    """A linear layer whose 4-bit weight is still to come. :meth:`fill` makes it a :class:`W4Linear`, in place, as
-    ``torch.nn.LazyLinear`` becomes a ``Linear``.
+    """A linear layer whose 4-bit weight is still to come. :meth:`fill` makes it a :class:`W4Linear`, in place.
 
     Its only tensors are the dense layer's bias and ``place``, one byte without meaning that a framework moves to the
     device on which it wants the layer.
@@ -38,7 +38,7 @@ class AwaitedLinear(nn.Module):
         pre_quant_scale: True if the layer is to have one.
     """
 
-    filled: ClassVar[type[W4Linear]] = W4Linear
+    cls_to_become: ClassVar[type[PackedModule]] = W4Linear
     bias: nn.Parameter | None
     place: torch.Tensor
     pre_quant_scale: torch.Tensor | None
@@ -74,15 +74,23 @@ class AwaitedLinear(nn.Module):
             raise RuntimeError(f"{type(self).__name__}: its weight was not loaded")
         return W4Linear.forward(self, x)
 
-    def fill(self, w: QuantizedWeight) -> None:
-        """Become a W4Linear with weight ``w``, which may be one shard of the layer's: the layer keeps the numbers of
-        features that it had, because tensor parallelism asks for those of all shards."""
+    def fill(self, local: Local, activations: str | None) -> None:
+        """Become a W4Linear of ``local``, which may be one shard of the layer: the layer keeps the numbers of features
+        that it had, because tensor parallelism asks for those of all shards.
+
+        Args:
+            activations: "fp8", or None for those of the weight.
+        """
         features = self.in_features, self.out_features
         self._buffers.pop("place")
         self.__dict__.pop("weight", None)
-        self.__class__ = self.filled  # type: ignore[assignment]
-        assert isinstance(self, W4Linear)
-        self.adopt(w, self.dtype)
+        self.__class__ = self.cls_to_become  # type: ignore[assignment]
+        assert isinstance(self, PackedModule)
+        self.adopt(local.weight if activations is None else local.weight.repack(activations=activations), self.dtype)
+        if local.bias is not None:
+            self.bias = nn.Parameter(local.bias, requires_grad=False)
+        if local.pre_quant_scale is not None:
+            self.pre_quant_scale = local.pre_quant_scale
         self.in_features, self.out_features = features
 
 
@@ -96,7 +104,7 @@ class AwaitedGrouped(AwaitedLinear):
         activation: of the product's result, or None.
     """
 
-    filled = W4GroupedLinear
+    cls_to_become = W4GroupedLinear
 
     def __init__(self, weight: nn.Parameter, transposed: bool, has_bias: bool, activation: str | None = None) -> None:
         nn.Module.__init__(self)
@@ -115,12 +123,11 @@ class AwaitedGrouped(AwaitedLinear):
         sizes = self.out_features, self.in_features, self.experts
         return packed_shape(self.format, "canonical", *sizes).nbytes
 
-    def fill(self, w: QuantizedWeight) -> None:
+    def fill(self, local: Local, activations: str | None) -> None:
         activation = self.activation
-        super().fill(w)
-        self.activation = activation
-        self.register_buffer("expert_scale", None)
         del self._has_bias, self.experts
+        super().fill(local, activations)
+        self.activation = activation
 
 
 class AwaitedExperts(W4Experts):
@@ -165,9 +172,9 @@ class AwaitedDense(AwaitedLinear):
         """Round the weight that was loaded."""
         self.quantized = quantize(weight, self.format)
 
-    def fill(self, w: QuantizedWeight) -> None:
+    def fill(self, local: Local, activations: str | None) -> None:
         del self._parameters["weight"], self.quantized
-        super().fill(w)
+        super().fill(local, activations)
 
 
 class AwaitedDenseExperts(AwaitedExperts):
@@ -194,11 +201,12 @@ class AwaitedDenseExperts(AwaitedExperts):
         each = (quantize(w, format) for w in product.weights(weight))
         self.quantized[leaf] = QuantizedWeight.stack(each, product.shape[0], "canonical")
 
-    def locals(self) -> Iterator[tuple[AwaitedLinear, Local]]:
-        """Yield both layers with their weights and biases, and forget the dense parameters."""
+    def fill(self, activations: str | None) -> None:
+        """Fill both layers with what was rounded and with their biases, and forget the dense parameters."""
         for leaf, product in self.products.items():
             bias = self._parameters.get(f"{leaf}_bias") if product.has_bias else None
-            yield self.awaited(leaf), Local(self.quantized[leaf], None if bias is None else product.biases(bias.data))
+            local = Local(self.quantized[leaf], None if bias is None else product.biases(bias.data))
+            self.awaited(leaf).fill(local, activations)
         self._parameters.clear()
         del self.products, self.quantized
 

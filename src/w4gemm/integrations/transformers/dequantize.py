@@ -7,6 +7,7 @@ from torch import nn
 
 from w4gemm.api.experts import W4Experts
 from w4gemm.api.nn import W4Linear
+from w4gemm.api.packed_module import PackedModule
 from w4gemm.core.activation import parse
 from w4gemm.core.errors import kind_of
 
@@ -20,7 +21,7 @@ def dequantize_layers(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """
     layers = names_of(model)
     for layer, names in layers.items():
-        if isinstance(layer, W4Linear) and not layer.grouped and layer.activation is not None:
+        if isinstance(layer, W4Linear) and layer.activation is not None:
             raise ValueError(
                 f"{names[0]}.activation: wanted None, since a torch.nn.Linear has none, got {layer.activation!r}; set "
                 "it to None and let the model apply it"
@@ -29,7 +30,7 @@ def dequantize_layers(model: nn.Module, dtype: torch.dtype) -> nn.Module:
         dense: nn.Module
         if isinstance(layer, W4Experts):
             dense = _DenseExperts(layer, dtype)
-        elif isinstance(layer, W4Linear) and not layer.grouped:
+        elif isinstance(layer, W4Linear):
             weight = layer.weight.dequantize(dtype)
             if layer.pre_quant_scale is not None:
                 weight = (layer.weight.dequantize() * layer.pre_quant_scale.float()).to(dtype)
@@ -53,7 +54,7 @@ def names_of(model: nn.Module) -> dict[nn.Module, list[str]]:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: wanted a torch.nn.Module, got {kind_of(model)}")
-    if isinstance(model, (nn.Linear, W4Linear, W4Experts)):
+    if isinstance(model, (nn.Linear, PackedModule, W4Experts)):
         raise TypeError(
             f"model: wanted a module with layers inside, got a {type(model).__name__} itself; W4Linear.from_linear "
             "makes a 4-bit one of a layer"

@@ -14,6 +14,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from w4gemm.api.nn import W4Linear
+from w4gemm.api.packed_module import PackedModule
 from w4gemm.checkpoints.dense import SKIP, checked_skip, default_format, layers_to_quantize
 from w4gemm.core.formats import WeightFormat
 from w4gemm.integrations.transformers.dequantize import names_of
@@ -46,7 +47,7 @@ class Summary:
 
 def summarize(model: nn.Module) -> Summary:
     """Count the linear layers of a model, by format and dense ones."""
-    int4 = [m for m in model.modules() if isinstance(m, W4Linear)]
+    int4 = [m for m in model.modules() if isinstance(m, PackedModule)]
     formats = Counter(str(m.format) for m in int4)
     dense = tuple(name for name, m in model.named_modules() if isinstance(m, nn.Linear))
     return Summary(dict(formats), sum(m.weight.nbytes for m in int4), dense)

@@ -7,9 +7,8 @@ GGUF files' own weights. ``tests/test_transformers.py`` holds both ways to equal
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,16 +17,16 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from w4gemm.checkpoints import Checkpoint, open_checkpoint
-from w4gemm.checkpoints.base import finite_dense
+from w4gemm.checkpoints.account import Recipe
 from w4gemm.checkpoints.gguf_fields import quick_reader, tokenizer_of
 from w4gemm.checkpoints.hugging_face import AS_IT_IS, is_model, model_class, transformers_errors
 from w4gemm.checkpoints.text_part import PREFIX, TextPart
 from w4gemm.core.errors import device_here
 from w4gemm.core.formats import WeightFormat
 from w4gemm.integrations.decoder import decode_by_graph
-from w4gemm.integrations.transformers.awaited import AwaitedLinear, finish
+from w4gemm.integrations.transformers.awaited import finish
 from w4gemm.integrations.transformers.layers import Progress, enable_peft
-from w4gemm.integrations.transformers.places import Place, Placement
+from w4gemm.integrations.transformers.places import Placement
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -74,9 +73,8 @@ def load(
     model, tokenizer, alone = _empty_model(checkpoint, dtype)
     if not alone:
         checkpoint = TextPart(checkpoint)
-    filling = _Filling(model, checkpoint, device, activations)
-    filling.run(progress)
-    describe(model).unsaved = tuple(filling.unsaved)
+    unsaved = _fill(model, Placement(model, checkpoint), device, activations, progress)
+    describe(model).unsaved = tuple(unsaved)
     enable_peft()
     return decode_by_graph(model.to(device).eval()), tokenizer
 
@@ -138,60 +136,28 @@ def _config(folder: Path, options: Mapping[str, Any]) -> PretrainedConfig:
     return AutoConfig.from_pretrained(folder, **AS_IT_IS, **options)
 
 
-@dataclass(frozen=True)
-class _Filling:
-    """Places a checkpoint's tensors, one at a time, in a model whose parameters hold nothing yet."""
-
-    model: PreTrainedModel
-    checkpoint: Checkpoint
-    device: torch.device
-    activations: str | None = None
-    """"fp8", or None for those of each weight."""
-    unsaved: list[str] = field(default_factory=list)
-    """Buffers with numbers of the checkpoint that the model does not make by itself, and does not save."""
-
-    def run(self, progress: Progress | None) -> None:
-        """Place every tensor: 4-bit weights as W4Linear, the others dense.
-
-        Raises:
-            FormatError: as from :class:`Placement`.
-        """
-        placement = Placement(self.model, self.checkpoint)
-        recipes, total = placement.account.recipes, len(placement.packed) + len(placement.account.recipes)
-        for done, (name, places) in enumerate(placement.packed.items(), 1):
-            self.place_weight(name, places)
-            if progress is not None:
-                progress(done, total, "loading")
-        for done, recipe in enumerate(recipes, len(placement.packed) + 1):
-            for target, value in placement.values(recipe, self.device).items():
-                self.place_dense(target, value)
-            if progress is not None:
-                progress(done, total, "loading")
-        finish(self.model)
-        self.model.tie_weights(missing_keys=placement.account.missing, recompute_mapping=False)
-
-    def place_weight(self, name: str, places: Sequence[Place]) -> None:
-        """Fill the places of a packed module with its weight, and with what belongs to several layers or experts."""
-        weight, module = self.checkpoint.weight(name, self.device), self.checkpoint.modules[name]
-        for place in places:
-            layer = self.model.get_submodule(place.layer)
-            assert isinstance(layer, AwaitedLinear)
-            has_bias, w = layer.has_bias, place.weight_of(weight)
-            layer.fill(w if self.activations is None else w.repack(activations=self.activations))
-            if module.bias and has_bias and (module.experts or place.rows is not None):
-                bias = finite_dense(self.checkpoint, f"{name}.bias", layer.dtype)
-                rows = slice(None) if place.rows is None else place.rows
-                layer.bias = nn.Parameter(bias[rows].to(self.device), requires_grad=False)
-            if module.experts and module.pre_quant_scale:
-                scale = self.checkpoint.dense(f"{name}.pre_quant_scale", layer.dtype)
-                layer.pre_quant_scale = scale.to(self.device)
-
-    def place_dense(self, name: str, value: torch.Tensor) -> None:
-        """Put a dense tensor into a parameter or buffer of the model."""
-        owner, _, leaf = name.rpartition(".")
-        module = self.model.get_submodule(owner)
-        if leaf in module._non_persistent_buffers_set and not torch.equal(
-            value, module._buffers[leaf].to(value.device)
-        ):
-            self.unsaved.append(name)
-        setattr(module, leaf, nn.Parameter(value, requires_grad=False) if leaf in module._parameters else value)
+def _fill(
+    model: PreTrainedModel,
+    placement: Placement,
+    device: torch.device,
+    activations: str | None,
+    progress: Progress | None,
+) -> list[str]:
+    """Fill the 4-bit layers and dense parameters of a model, one at a time. Return the names of the buffers with
+    numbers that the model does not make by itself, and does not save."""
+    unsaved: list[str] = []
+    steps: list[str | Recipe] = [*placement.packed, *placement.account.recipes]
+    for done, step in enumerate(steps, 1):
+        if isinstance(step, str):
+            placement.fill(step, device, activations)
+        else:
+            for name, value in placement.values(step, device).items():
+                module, leaf = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
+                if leaf in module._non_persistent_buffers_set:
+                    unsaved += [] if torch.equal(value, module._buffers[leaf].to(device)) else [name]
+                setattr(module, leaf, nn.Parameter(value, requires_grad=False) if leaf in module._parameters else value)
+        if progress is not None:
+            progress(done, len(steps), "loading")
+    finish(model)
+    model.tie_weights(missing_keys=placement.account.missing, recompute_mapping=False)
+    return unsaved

@@ -5,9 +5,8 @@ from __future__ import annotations
 import functools
 import logging
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -20,7 +19,7 @@ from w4gemm.checkpoints.experts import DOWN, GATE_UP, roles_of
 from w4gemm.checkpoints.gates import is_gated
 from w4gemm.core.errors import FormatError
 from w4gemm.integrations.transformers.awaited import AwaitedExperts, AwaitedLinear
-from w4gemm.weights.weight import QuantizedWeight
+from w4gemm.integrations.transformers.sharding import Local, local_part
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -28,14 +27,11 @@ if TYPE_CHECKING:
 _log = logging.getLogger("w4gemm")
 
 
-@dataclass(frozen=True)
-class Place:
-    """The place of a packed module's weight, or of some of its rows."""
+class Place(NamedTuple):
+    """The place of a packed module's weight."""
 
     layer: str
-    """Name of the linear layer in the model."""
-    rows: slice | None = None
-    """Rows of the module that are this layer's; None for all."""
+    """Name of the layer in the model."""
     dense: str = ""
     """Name of the experts' dense parameter that was here; empty for that of a linear layer."""
 
@@ -49,13 +45,6 @@ class Place:
         """Name of the bias that is or was here, if there is one."""
         return f"{self.dense}_bias" if self.dense else f"{self.layer}.bias"
 
-    def weight_of(self, w: QuantizedWeight) -> QuantizedWeight:
-        """This layer's weight, of the module's in the canonical layout, where every tensor has a row for each."""
-        if self.rows is None:
-            return w
-        tensors = tuple(t[self.rows].clone(memory_format=torch.contiguous_format) for t in w.tensors)
-        return replace(w, n=len(tensors[0]), tensors=tensors)
-
 
 _PRODUCTS = {GATE_UP: GATE_UP, DOWN: DOWN, "gate_up": GATE_UP, "down": DOWN}
 """The model's parameter by the last part of the name of a module of experts, in folders of others and of our own."""
@@ -68,8 +57,12 @@ class Placement:
     checkpoint's numbers, because the model's own code reads a dense weight: routers, embeddings, GPT-2's layers,
     experts that :class:`W4Experts` does not compute, and what transformers merges or reorders.
 
+    Args:
+        rules: transformers' rules of names and merging for the model; None for its own ones.
+        folder_model: as for :class:`Account`.
+
     Attributes:
-        packed: places of each module that stays packed.
+        packed: place of each module that stays packed.
         account: what the dense tensors become, those that are made of modules included.
 
     Raises:
@@ -80,12 +73,13 @@ class Placement:
         self,
         model: PreTrainedModel,
         checkpoint: Checkpoint,
+        rules: Sequence[Any] | None = None,
         folder_model: Callable[[], PreTrainedModel | None] = lambda: None,
     ) -> None:
         self._model, self._checkpoint = model, checkpoint
-        self._naming = naming = Naming(model)
+        self._naming = naming = Naming(model, rules)
         self._plain = linear_layers(model, ())
-        self.packed: dict[str, list[Place]] = {}
+        self.packed: dict[str, Place] = {}
         self._made: dict[str, Callable[[torch.dtype, torch.device], torch.Tensor]] = {}
         self._stored: dict[str, Stored] = {}
         self._with_modules: set[str] = set()
@@ -93,16 +87,15 @@ class Placement:
         partners = {self._name_of(name): module for name, module in checkpoint.modules.items() if module.experts}
         strangers: dict[str, str] = {}
         for name, module in checkpoint.modules.items():
-            if places := self._reserved(name, module, partners):
-                self.packed[name] = places
+            if place := self._reserved(name, module, partners):
+                self.packed[name] = place
             elif not self._make_dense(name, module):
                 strangers[name] = f"{name} ({module.experts} experts)" if module.experts else name
         for name, shape in checkpoint.tensors.items():
             if name not in self._with_modules:
                 self._stored[name] = Stored(shape, checkpoint.stored_type(name), self._buffer(name))
-        filled = {place.weight_name for places in self.packed.values() for place in places}
-        biased = [places for name, places in self.packed.items() if f"{name}.bias" in self._with_modules]
-        filled |= {place.bias_name for places in biased for place in places}
+        filled = {place.weight_name for place in self.packed.values()}
+        filled |= {place.bias_name for name, place in self.packed.items() if f"{name}.bias" in self._with_modules}
         filled &= naming.known.keys()
         self._untie(filled)
         self.account = Account(checkpoint.path, model, naming, self._stored, filled, strangers, folder_model)
@@ -116,57 +109,33 @@ class Placement:
             return self._naming(name)
         return self._naming(f"{name}.weight").removesuffix(".weight")
 
-    def _reserved(self, name: str, module: Module, partners: Mapping[str, Module]) -> list[Place]:
-        """Replace the layers of a module by awaited ones, and return their places; none if it cannot stay packed."""
-        called = self._name_of(name)
+    def _reserved(self, name: str, module: Module, partners: Mapping[str, Module]) -> Place | None:
+        """Replace the layer of a module by an awaited one, and return its place; None if it cannot stay packed."""
+        target = self._name_of(name)
         if module.experts:
-            return self._reserved_experts(name, called, module, partners)
-        layers = self._layers_of(called, module)
-        self._check_bias(name, module, {n: layer.bias is not None for n, layer in layers.items()})
-        if len(layers) > 1:
-            self._with_modules.add(f"{name}.bias")
-        places = []
-        start = 0
-        for i, (target, layer) in enumerate(layers.items()):
-            rows = slice(i, None, len(layers)) if module.interleaved else slice(start, start + layer.out_features)
-            start += layer.out_features
-            places.append(Place(target, rows if len(layers) > 1 else None))
-            awaited = AwaitedLinear(layer, module.format, module.pre_quant_scale)
-            self._model.set_submodule(target, awaited)
-            if awaited.pre_quant_scale is not None:
-                self._naming.known[f"{target}.pre_quant_scale"] = awaited.pre_quant_scale
-        return places
+            return self._reserved_experts(name, target, module, partners)
+        layer = self._plain.get(target)
+        if not isinstance(layer, nn.Linear) or self._naming.of(f"{name}.weight")[1] is not None:
+            return None  # transformers makes something else of the weight, or the model's code does
+        self._check_shape(target, (module.n, module.k), (layer.out_features, layer.in_features))
+        self._check_bias(name, module, layer.bias is not None)
+        awaited = AwaitedLinear(layer, module.format, module.pre_quant_scale)
+        self._model.set_submodule(target, awaited)
+        if awaited.pre_quant_scale is not None:
+            self._naming.known[f"{target}.pre_quant_scale"] = awaited.pre_quant_scale
+        return Place(target)
 
-    def _layers_of(self, name: str, module: Module) -> dict[str, nn.Linear]:
-        """Linear layers of the model that a module is the weight of, by name: one, or those that are fused in it; none
-        if the model has no such plain layers, or transformers makes something else of the weight."""
-        if self._naming.of(f"{name}.weight")[1] is not None:
-            return {}
-        owner = name.rpartition(".")[0]
-        names = [name] if submodule(self._model, name) is not None else [f"{owner}.{part}" for part in module.fused]
-        layers = {n: layer for n in names if n in self._plain and isinstance(layer := self._plain[n], nn.Linear)}
-        if not layers or len(layers) < len(names):
-            return {}
-        sizes = [layer.out_features for layer in layers.values()]
-        k = next(iter(layers.values())).in_features
-        if (module.n, module.k) != (sum(sizes), k) or (module.interleaved and len(set(sizes)) > 1):
-            raise FormatError(
-                f"{self._checkpoint.path}: the weight of {name} has shape {(module.n, module.k)}, its config wants "
-                f"({' + '.join(map(str, sizes))}, {k})"
-            )
-        return layers
-
-    def _reserved_experts(self, name: str, called: str, module: Module, partners: Mapping[str, Module]) -> list[Place]:
+    def _reserved_experts(self, name: str, target: str, module: Module, partners: Mapping[str, Module]) -> Place | None:
         """The place of a module of several experts. The first of both modules puts a :class:`W4Experts` in the place of
         the model's experts."""
-        owner, _, leaf = called.rpartition(".")
+        owner, _, leaf = target.rpartition(".")
         experts = submodule(self._model, owner)
         others = {_PRODUCTS.get(n.rpartition(".")[2]) for n in partners if n.rpartition(".")[0] == owner}
         if leaf not in _PRODUCTS or others != {GATE_UP, DOWN} or (module.fused and not module.interleaved):
-            return []
+            return None
         if not isinstance(experts, AwaitedExperts):
             if experts is None or not is_gated(experts):
-                return []
+                return None
             try:
                 experts = AwaitedExperts(experts, getattr(self._model, "config", None))
             except ValueError as e:
@@ -175,28 +144,53 @@ class Placement:
         dense = _PRODUCTS[leaf]
         product = dense.removesuffix("_proj")
         layer = getattr(experts, product)
-        came, wanted = (module.experts, module.n, module.k), (layer.experts, layer.out_features, layer.in_features)
-        if came != wanted:
-            raise FormatError(
-                f"{self._checkpoint.path}: the weight of {called} has shape {came}, its config wants {wanted}"
-            )
+        own_shape = layer.experts, layer.out_features, layer.in_features
+        self._check_shape(target, (module.experts, module.n, module.k), own_shape)
         layer.format = module.format
-        self._check_bias(name, module, {called: layer.has_bias})
+        self._check_bias(name, module, layer.has_bias)
         self._with_modules |= {f"{name}.bias", f"{name}.pre_quant_scale"}
-        return [Place(f"{owner}.{product}", dense=f"{owner}.{dense}")]
+        return Place(f"{owner}.{product}", dense=f"{owner}.{dense}")
 
-    def _check_bias(self, name: str, module: Module, layers: Mapping[str, bool]) -> None:
-        """Raise FormatError unless a module has a bias if its layers, True for those with one, have it. A bias of zeros
-        may be there without a place: old GPTQ files have such a bias for every layer."""
+    def _check_shape(self, target: str, stored: tuple[int, ...], own: tuple[int, ...]) -> None:
+        """Raise FormatError unless the weight of ``target`` has the shape that the model has."""
+        if stored != own:
+            raise FormatError(
+                f"{self._checkpoint.path}: the weight of {target} has shape {stored}, its config wants {own}"
+            )
+
+    def _check_bias(self, name: str, module: Module, has_bias: bool) -> None:
+        """Raise FormatError unless a module has a bias if its layer has one. A bias of zeros may be there without a
+        place: old GPTQ files have such a bias for every layer."""
         stored, checkpoint = f"{name}.bias", self._checkpoint
-        if not (others := [n for n, has_bias in layers.items() if has_bias != module.bias]):
+        if module.bias == has_bias:
             return
-        unused = stored in checkpoint.tensors and len(others) == len(layers)
-        if unused and not checkpoint.dense(stored).any():
+        if stored in checkpoint.tensors and not checkpoint.dense(stored).any():
             self._with_modules.add(stored)
             return
-        has, wanted = ("a", "none") if module.bias else ("no", "one")
-        raise FormatError(f"{checkpoint.path}: {name} has {has} bias, its config wants {wanted} of {listed(others)}")
+        stored_words, own_words = ("a bias", "none") if module.bias else ("no bias", "one")
+        raise FormatError(f"{checkpoint.path}: {name} has {stored_words}, its config wants {own_words}")
+
+    def fill(self, name: str, device: torch.device | None, activations: str | None) -> None:
+        """Fill the layer of a packed module with its weight, or this process's part of it; of experts also with their
+        biases and factors of x, which transformers does not load.
+
+        Args:
+            device: the layer's; None for the one that transformers moved its place to.
+            activations: "fp8", or None for those of the weight.
+        """
+        target, module = self.packed[name].layer, self._checkpoint.modules[name]
+        layer = self._model.get_submodule(target)
+        assert isinstance(layer, AwaitedLinear)
+        device = layer.place.device if device is None else device
+        whole = Local(
+            self._checkpoint.weight(name, device),
+            self._dense(f"{name}.bias", layer) if module.experts and module.bias and layer.has_bias else None,
+            self._dense(f"{name}.pre_quant_scale", layer) if module.experts and module.pre_quant_scale else None,
+        )
+        layer.fill(local_part(self._model, target, whole).to(device), activations)
+
+    def _dense(self, stored: str, layer: AwaitedLinear) -> torch.Tensor:
+        return finite_dense(self._checkpoint, stored, layer.dtype)
 
     # --- modules that become dense ----------------------------------------------------------------------------------
 
@@ -210,7 +204,8 @@ class Placement:
         target, layer = self._naming.of(f"{name}.weight")[0], submodule(self._model, self._name_of(name))
         if target not in self._naming.known:
             return False
-        self._check_bias(name, module, {} if layer is None else {name: getattr(layer, "bias", None) is not None})
+        if layer is not None:
+            self._check_bias(name, module, getattr(layer, "bias", None) is not None)
         if module.pre_quant_scale and isinstance(layer, nn.Embedding):
             raise FormatError(
                 f"{self._checkpoint.path}: {name} has a pre_quant_scale, which no Embedding multiplies by"

@@ -25,6 +25,7 @@ from transformers.quantizers.base import get_keys_to_not_convert
 
 from w4gemm.api.experts import W4Experts
 from w4gemm.api.nn import W4Linear
+from w4gemm.api.packed_module import PackedModule
 from w4gemm.checkpoints import Checkpoint, open_checkpoint
 from w4gemm.checkpoints.account import Account, Naming, Stored, folder_model, listed
 from w4gemm.checkpoints.dense import SKIP, check_dense, default_format, layers_to_quantize
@@ -38,7 +39,6 @@ from w4gemm.integrations.decoder import decode_by_graph
 from w4gemm.integrations.transformers.awaited import (
     AwaitedDense,
     AwaitedDenseExperts,
-    AwaitedGrouped,
     AwaitedLinear,
     finish,
 )
@@ -46,7 +46,7 @@ from w4gemm.integrations.transformers.config import W4GemmConfig
 from w4gemm.integrations.transformers.dequantize import dequantize_layers
 from w4gemm.integrations.transformers.layers import enable_peft
 from w4gemm.integrations.transformers.places import Placement, dtype_of
-from w4gemm.integrations.transformers.sharding import Local, Split, add_up, fill, local_experts, local_shard
+from w4gemm.integrations.transformers.sharding import Local, fill
 from w4gemm.weights.file import of_words
 from w4gemm.weights.weight import QuantizedWeight
 
@@ -99,7 +99,9 @@ class W4GemmQuantizer(HfQuantizer):
         super().__init__(quantization_config, **kwargs)
         # transformers loads nothing but dense tensors, in both cases: in the model's dtype, whatever their names were
         self.pre_quantized = False
-        self._checkpoint: Checkpoint | None = None
+        self._model: PreTrainedModel | None = None
+        """The model that transformers has made, until its layers are replaced."""
+        self._files: list[str] = []
         self._placement: Placement | None = None
         self._rounded: set[str] = set()
         self._ignored: tuple[Any, Any] = (None, None)
@@ -125,19 +127,38 @@ class W4GemmQuantizer(HfQuantizer):
         self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> None:
         if not checkpoint_files:
-            self._await_dense(model, frozenset())
-            return
-        folder = Path(checkpoint_files[0]).parent
+            raise ValueError(
+                "state_dict: wanted None beside a W4GemmConfig, since each tensor's place is checked by the files of a "
+                "folder; load the state dict into a dense model, then call quantize_layers"
+            )
+        self._model, self._files = model, checkpoint_files
+
+    def update_weight_conversions(self, weight_conversions: list[Any], *model: PreTrainedModel) -> list[Any]:
+        """Give the tensors their places, now that transformers' rules of names are known with those of
+        ``key_mapping``, and let it find none of those that it cannot read."""
+        if (made := self._model) is None:
+            return super().update_weight_conversions(weight_conversions, *model)
+        self._model = None
+        self._reserve(made, Path(self._files[0]).parent, weight_conversions)
+        if hasattr(HfQuantizer, "update_parallel_plan"):  # not in transformers 5.17
+            for plan in (made.tp_plan, made.ep_plan):
+                self.update_parallel_plan(made, plan)
+        recipes = self._placement.made if self._placement is not None else []
+        hidden = {name for recipe in recipes if recipe.converter is not None for name in recipe.names}
+        return super().update_weight_conversions([_Hidden(hidden), *weight_conversions], *model)
+
+    def _reserve(self, model: PreTrainedModel, folder: Path, rules: list[Any]) -> None:
+        """Replace the layers whose weights are to come, once each tensor of the folder has its place."""
         if quantization_config(folder) is None:
             check_dense(folder)
-            account = _account_of_dense(model, folder, checkpoint_files)
+            account = _account_of_dense(model, folder, self._files, rules)
             self._await_dense(model, account.new)
             rounded = set(self._weights_to_round(model))
             self._rounded = {r.targets[0] for r in account.recipes if not rounded.isdisjoint(r.targets)}
             return
-        self._checkpoint = checkpoint = open_checkpoint(folder)
-        check_files(checkpoint, [Path(file).name for file in checkpoint_files])
-        self._placement = placement = Placement(model, checkpoint, lambda: folder_model(folder))
+        checkpoint = open_checkpoint(folder)
+        check_files(checkpoint, [Path(file).name for file in self._files])
+        self._placement = placement = Placement(model, checkpoint, rules, lambda: folder_model(folder))
         self._rounded = {target for recipe in placement.made for target in recipe.targets}
         # the account is whole: all that transformers does not know is packed, a scale, or left out for a reason
         self._ignored = model._keys_to_ignore_on_load_unexpected, model._keys_to_ignore_on_load_missing
@@ -159,19 +180,19 @@ class W4GemmQuantizer(HfQuantizer):
     def _await_dense(self, model: PreTrainedModel, new: Collection[str]) -> None:
         """Replace the layers to quantize, but those whose weights are ``new``."""
         config = self.quantization_config
-        wanted = None if config.format is None else of_words(config.format)[0]
+        format = None if config.format is None else of_words(config.format)[0]
         kept = {*get_keys_to_not_convert(model), *(model._keep_in_fp32_modules or ())}
         if not set(SKIP) <= set(config.skip) and not model.config.get_text_config().tie_word_embeddings:
             kept -= {name for name, m in model.named_modules() if m is model.get_output_embeddings()}
         for name, layer in layers_to_quantize(model, tuple(config.skip)).items():
             if name not in kept and not kept & set(name.split(".")) and f"{name}.weight" not in new:
-                model.set_submodule(name, AwaitedDense(layer, wanted or default_format(layer.in_features)))
+                model.set_submodule(name, AwaitedDense(layer, format or default_format(layer.in_features)))
         products: dict[str, dict[str, DenseProduct]] = {}
         if getattr(model.config, "distributed_config", None) is None:  # whose parts nothing here would round
             for name, product in dense_products(model).items():
                 products.setdefault(name.rpartition(".")[0], {})[name.rpartition(".")[2]] = product
         for owner, both in products.items():
-            model.set_submodule(owner, AwaitedDenseExperts(model.get_submodule(owner), model.config, both, wanted))
+            model.set_submodule(owner, AwaitedDenseExperts(model.get_submodule(owner), model.config, both, format))
         stay = [n for n, m in model.named_modules() if DOWN in m._parameters and n not in products]
         if stay:
             said = "%s: experts stay dense: w4gemm has no layer that computes the same, or they are split: %s"
@@ -191,11 +212,6 @@ class W4GemmQuantizer(HfQuantizer):
     def get_quantize_ops(self) -> ConversionOps:
         return _Quantize(self._rounded if self._placement is not None else ())
 
-    def update_weight_conversions(self, weight_conversions: list[Any], *model: PreTrainedModel) -> list[Any]:
-        made = self._placement.made if self._placement is not None else []
-        hidden = {name for recipe in made if recipe.converter is not None for name in recipe.names}
-        return super().update_weight_conversions([_Hidden(hidden), *weight_conversions], *model)
-
     def param_element_size(self, model: PreTrainedModel, param_name: str, param: torch.Tensor) -> float:
         """Bytes per element by which transformers plans a device_map: those of the packed weight."""
         owner, _, leaf = param_name.rpartition(".")
@@ -210,78 +226,36 @@ class W4GemmQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         enable_peft()
         self._sharded = (getattr(model, "tp_size", None) or 1) > 1
-        self._fill_dense(model)
-        for layer, local in self._weights(model):
-            w = local.weight
-            if self.quantization_config.activations is not None:
-                w = w.repack(activations=self.quantization_config.activations)
-            layer.fill(w)
-            if local.bias is not None:
-                layer.bias = nn.Parameter(local.bias, requires_grad=False)
-            if local.pre_quant_scale is not None:
-                layer.pre_quant_scale = local.pre_quant_scale
-        named, found = self.quantization_config.format, settings(_own_layers(model))["format"]
-        if self._checkpoint is not None and named not in (None, found):
-            said = "%s: its layers stay in %s; the format %s of W4GemmConfig is for dense models"
-            _log.warning(said, model.name_or_path, found, named)
-        if self._placement is not None:
+        activations, placement = self.quantization_config.activations, self._placement
+        for name, layer in list(model.named_modules()):
+            if isinstance(layer, AwaitedDenseExperts):
+                layer.fill(activations)
+            elif isinstance(layer, AwaitedDense):
+                if layer.quantized is None:
+                    raise FormatError(f"{model.name_or_path}: no tensor for {name}.weight")
+                layer.fill(Local(layer.quantized), activations)
+        if placement is not None:
+            self._fill_dense(model, placement)
+            for name in placement.packed:
+                placement.fill(name, None, activations)
             model._keys_to_ignore_on_load_unexpected, model._keys_to_ignore_on_load_missing = self._ignored
-        self._checkpoint, self._placement = None, None
+            asked, own = self.quantization_config.format, settings(_own_layers(model))["format"]
+            if asked not in (None, own):
+                said = "%s: its layers stay in %s; the format %s of W4GemmConfig is for dense models"
+                _log.warning(said, model.name_or_path, own, asked)
+        self._placement = None
         finish(model)
         describe(model)
         decode_by_graph(model)
         return model
 
-    def _fill_dense(self, model: PreTrainedModel) -> None:
-        """Give dense parameters their numbers that the folder has in 4 bits, or in fp8 with scales."""
-        if self._placement is None:
-            return
-        for recipe in self._placement.filled_here:
-            device = model.get_parameter_or_buffer(recipe.targets[0]).device
-            for name, value in self._placement.values(recipe, device).items():
-                fill(model.get_parameter_or_buffer(name), value)
-
-    def _weights(self, model: PreTrainedModel) -> Iterator[tuple[AwaitedLinear, Local]]:
-        """Each layer that is awaited, with its weight, or this process's shard of it, on the layer's device; of experts
-        also what transformers does not load."""
-        for name, layer in list(model.named_modules()):
-            if isinstance(layer, AwaitedDenseExperts):
-                yield from layer.locals()
-            elif isinstance(layer, AwaitedDense):
-                if (w := layer.quantized) is None:
-                    raise FormatError(f"{model.name_or_path}: no tensor for {name}.weight")
-                yield layer, Local(w)
-        for name, places in () if self._placement is None else self._placement.packed.items():
-            assert self._checkpoint is not None
-            w = None
-            for place in places:
-                layer = model.get_submodule(place.layer)
-                assert isinstance(layer, AwaitedLinear)
-                w = self._checkpoint.weight(name, layer.place.device) if w is None else w
-                if isinstance(layer, AwaitedGrouped):
-                    whole = Local(w, *(self._beside(name, layer, leaf) for leaf in ("bias", "pre_quant_scale")))
-                    yield layer, self._local_experts(model, place.layer, whole).to(layer.place.device)
-                else:
-                    yield layer, Local(local_shard(model, place.layer, place.weight_of(w))).to(layer.place.device)
-
-    def _beside(self, name: str, layer: AwaitedGrouped, leaf: str) -> torch.Tensor | None:
-        """A dense tensor of a module of experts, or None if there is none or the layer has no place for it."""
-        assert self._checkpoint is not None
-        stored = f"{name}.{leaf}"
-        if stored not in self._checkpoint.tensors or (leaf == "bias" and not layer.has_bias):
-            return None
-        return self._checkpoint.dense(stored, layer.dtype)
-
     @staticmethod
-    def _local_experts(model: PreTrainedModel, name: str, whole: Local) -> Local:
-        owner, _, product = name.rpartition(".")
-        split = Split.of(model, owner)
-        if split is not None and product == "down":
-            add_up(model, model.get_submodule(owner))
-        try:
-            return local_experts(whole, split, product == "down")
-        except ValueError as e:
-            raise ValueError(f"{name}: {e}") from e
+    def _fill_dense(model: PreTrainedModel, placement: Placement) -> None:
+        """Give dense parameters their numbers that the folder has in 4 bits, or in fp8 with scales."""
+        for recipe in placement.filled_here:
+            device = model.get_parameter_or_buffer(recipe.targets[0]).device
+            for name, value in placement.values(recipe, device).items():
+                fill(model.get_parameter_or_buffer(name), value)
 
     # --- what transformers asks of a quantized model ----------------------------------------------------------------
 
@@ -316,7 +290,7 @@ class W4GemmQuantizer(HfQuantizer):
         return dequantize_layers(model, dtype or model.dtype)
 
 
-def _account_of_dense(model: PreTrainedModel, folder: Path, files: list[str]) -> Account:
+def _account_of_dense(model: PreTrainedModel, folder: Path, files: list[str], rules: list[Any]) -> Account:
     """Return where the tensors of a dense folder go, which transformers loads."""
     stored: dict[str, Stored] = {}
     for file in files:
@@ -325,7 +299,7 @@ def _account_of_dense(model: PreTrainedModel, folder: Path, files: list[str]) ->
         else:
             tensors = load_state_dict(file, map_location="meta")
             stored |= {name: Stored(tuple(t.shape)) for name, t in tensors.items()}
-    return Account(folder, model, Naming(model), stored, folder_model=lambda: folder_model(folder))
+    return Account(folder, model, Naming(model, rules), stored, folder_model=lambda: folder_model(folder))
 
 
 def check_files(checkpoint: Checkpoint, chosen: Sequence[str]) -> None:
@@ -344,12 +318,12 @@ def describe(model: PreTrainedModel) -> W4GemmQuantizer:
     """Let a model know of its W4Linear layers: its config names their formats, so that ``save_pretrained`` writes a
     folder that ``from_pretrained`` and :func:`load` read, and adapters may be trained beside them. Return the model's
     ``hf_quantizer``."""
-    found = settings(_own_layers(model))
+    own = settings(_own_layers(model))
     quantizer = getattr(model, "hf_quantizer", None)
     if not isinstance(quantizer, W4GemmQuantizer):
         quantizer = W4GemmQuantizer(W4GemmConfig())
     config = quantizer.quantization_config
-    config.format, config.modules, config.activations = found["format"], found["modules"], None
+    config.format, config.modules, config.activations = own["format"], own["modules"], None
     model.hf_quantizer, model.is_quantized, model.quantization_method = quantizer, True, METHOD
     model.config.quantization_config = config
     return quantizer
@@ -366,7 +340,7 @@ def _alarm_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Return the tensor because of which transformers refuses the saved folder without w4gemm: beside the first layer
     whose weight it saves by no more than a new name."""
     for name, layer in model.named_modules():
-        if isinstance(layer, W4Linear) and not layer.grouped:
+        if isinstance(layer, W4Linear):
             tensors = {f"{name}.{ALARM}": alarm()}
             try:
                 if len(revert_weight_conversion(model, dict(tensors))) == 1:
@@ -377,4 +351,4 @@ def _alarm_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def _own_layers(model: nn.Module) -> Iterator[tuple[str, QuantizedWeight]]:
-    return ((name, layer.weight) for name, layer in model.named_modules() if isinstance(layer, W4Linear))
+    return ((name, layer.weight) for name, layer in model.named_modules() if isinstance(layer, PackedModule))

@@ -1,9 +1,9 @@
 """The shard of a 4-bit weight that a process holds under transformers' tensor and expert parallelism.
 
 transformers wraps a layer's forward by the style that the model's ``tp_plan`` names, and leaves its tensors to us: a
-colwise layer holds some of the rows (output features), a rowwise layer some of the columns, and adds up afterwards:
-:func:`local_shard`. Experts, of which transformers wraps the forward too, are split alike, or each process holds some
-of them: :func:`local_experts`.
+colwise layer holds some of the rows (output features), a rowwise layer some of the columns, and adds up afterwards.
+Experts, of which transformers wraps the forward too, are split alike, or each process holds some of them.
+:func:`local_part` does both.
 """
 
 from __future__ import annotations
@@ -29,6 +29,36 @@ _COLUMNS = ("rowwise", "rowwise_rep", "rowwise_split_input", "packed_rowwise", "
 _FUSED_ROWS = "packed_colwise"
 """A weight of two layers, one after the other: each process holds some rows of both."""
 _WHOLE = (None, "replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj", "sequence_parallel", "all_reduce")
+
+
+class Local(NamedTuple):
+    """The tensors of a 4-bit layer that a process holds."""
+
+    weight: QuantizedWeight
+    bias: torch.Tensor | None = None
+    pre_quant_scale: torch.Tensor | None = None
+
+    def to(self, device: torch.device) -> Local:
+        bias, scale = (None if t is None else t.to(device) for t in (self.bias, self.pre_quant_scale))
+        return Local(self.weight.to(device), bias, scale)
+
+
+def local_part(model: PreTrainedModel, name: str, whole: Local) -> Local:
+    """Return this process's part of the layer ``name``, lossless; all of it without parallelism.
+
+    Raises:
+        ValueError: if it does not split into equal parts, or the style is unknown.
+    """
+    if not whole.weight.experts:
+        return whole._replace(weight=local_shard(model, name, whole.weight))
+    owner, _, product = name.rpartition(".")
+    split = Split.of(model, owner)
+    if split is not None and product == "down":
+        add_up(model, model.get_submodule(owner))
+    try:
+        return local_experts(whole, split, product == "down")
+    except ValueError as e:
+        raise ValueError(f"{name}: {e}") from e
 
 
 def local_shard(model: PreTrainedModel, name: str, w: QuantizedWeight) -> QuantizedWeight:
@@ -79,18 +109,6 @@ class Split:
             return None
         # transformers 5.17: the plan of experts goes over the processes of tensor parallelism
         return cls(_tp_group(model).rank(), count, bool(getattr(config, "enable_expert_parallel", False)))
-
-
-class Local(NamedTuple):
-    """The tensors of a 4-bit layer that a process holds."""
-
-    weight: QuantizedWeight
-    bias: torch.Tensor | None = None
-    pre_quant_scale: torch.Tensor | None = None
-
-    def to(self, device: torch.device) -> Local:
-        bias, scale = (None if t is None else t.to(device) for t in (self.bias, self.pre_quant_scale))
-        return Local(self.weight.to(device), bias, scale)
 
 
 def local_experts(whole: Local, split: Split | None, down: bool) -> Local:
