@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 
 from w4gemm import WeightFormat
-from w4gemm.console.options import DTYPES
+from w4gemm.console.values import DTYPES
 
 T = TypeVar("T")
 

@@ -27,12 +27,13 @@ from bench.shapes import parse_layers
 from bench.timings import by_problem
 
 from w4gemm import choice
-from w4gemm.console.devices import SIMULATED, chosen_device, described_device
-from w4gemm.console.options import DTYPES, chosen_dtype, parse_tokens, positive
+from w4gemm.console.devices import chosen_device, described_device
+from w4gemm.console.options import positive
 from w4gemm.console.progress import progress_bar
+from w4gemm.console.values import DTYPES, chosen_dtype, parse_tokens
 from w4gemm.core.epilogue import Epilogue
 from w4gemm.core.formats import WeightFormat
-from w4gemm.core.problem import H200, Device, GemmProblem
+from w4gemm.core.problem import H100, H200, Device, GemmProblem
 from w4gemm.jit import Unit, adopt
 from w4gemm.jit.pool import CompilePool
 from w4gemm.kernels import config_named
@@ -197,7 +198,7 @@ def gpu_of(rows: list[dict[str, Any]]) -> Device:
     names = sorted({row.get("gpu") or H200.name for row in rows})
     if len(names) > 1:
         raise SystemExit(f"rows: wanted those of one kind of GPU, got {', '.join(names)}; fit each by itself")
-    known = {device.name: device for device in SIMULATED.values()}
+    known = {device.name: device for device in (H100, H200)}
     if names[0] not in known:
         raise SystemExit(f"rows: wanted a GPU of w4gemm/core/problem.py, {' or '.join(known)}, got {names[0]}")
     return known[names[0]]

@@ -20,7 +20,7 @@ from bench.timings import rows_of
 from w4gemm import choice
 from w4gemm.choice import store
 from w4gemm.choice.records import Record
-from w4gemm.console.options import chosen_dtype
+from w4gemm.console.values import chosen_dtype
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import Device, GemmProblem
 from w4gemm.kernels import config_named

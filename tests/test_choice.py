@@ -391,8 +391,8 @@ def test_a_machine_without_what_a_kernel_needs_gets_a_sentence(asked_again, monk
     have = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda n: None if (n, lacks) == ("cutlass", "dsl") else have(n))
     monkeypatch.setattr(importlib.metadata, "version", lambda _: "4.2.1" if lacks == "new dsl" else "4.8.1")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: lacks == "driver")
-    monkeypatch.setattr(requirements, "driver_cuda_version", lambda: (11, 8))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(requirements, "driver_cuda_version", lambda: (11, 8) if lacks == "driver" else (12, 0))
     if lacks != "dsl" and importlib.util.find_spec("cutlass") is None:
         pytest.skip("needs CuTe DSL to be there, of whatever version")
     problem = GemmProblem(16, 512, 512, torch.bfloat16, WeightFormat(), "mma16")
@@ -402,11 +402,20 @@ def test_a_machine_without_what_a_kernel_needs_gets_a_sentence(asked_again, monk
         assert f"{name}: {reason}" in str(e.value)
 
 
+def test_without_a_gpu_configs_are_chosen_without_cute_dsl(asked_again, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(requirements, "_missing_dsl", lambda: "needs CuTe DSL")
+    found = choice.explain(GemmProblem(16, 512, 512, torch.bfloat16, WeightFormat(), "mma16"))
+    assert found.chosen is not None and found.status["sm90_decode"]
+    assert requirements.missing_to_compile() == "needs CuTe DSL"
+
+
 def test_a_newer_dsl_runs_after_one_warning(asked_again, monkeypatch, caplog):
     requirements._warn_of_newer.cache_clear()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(importlib.metadata, "version", lambda _: "4.10.0")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(requirements, "driver_cuda_version", lambda: None)
     for minimum in ((12, 0), (12, 1)):
         assert requirements.missing_for_dsl(minimum) == ""
     (record,) = caplog.records

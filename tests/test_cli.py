@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,11 +14,15 @@ import pytest
 import torch
 
 import w4gemm
-from w4gemm.cli.__main__ import main, make_parser
-from w4gemm.console import progress
+from w4gemm.cli import convert, parser
+from w4gemm.cli.__main__ import main
+from w4gemm.cli.parser import COMMANDS, make_parser
+from w4gemm.console import options, progress, values
 from w4gemm.console.devices import choose_device
-from w4gemm.core.problem import Device
+from w4gemm.core.problem import GPUS, Device
 from w4gemm.integrations.generation import default_model
+from w4gemm.kernels.row_combine.spec import MOST_TERMS
+from w4gemm.tuning.tuner import TOP
 
 
 @pytest.fixture
@@ -39,6 +44,38 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--max-new-tokens" in printed
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["--help"], ["--version"], ["explian"], *([name, "--help"] for name in COMMANDS if name != "bench")],
+)
+def test_help_and_typos_import_no_torch(arguments: list[str]) -> None:
+    """So they are answered at once."""
+    run = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "w4gemm", *arguments], capture_output=True, text=True
+    )
+    assert run.returncode == (2 if arguments == ["explian"] else 0), run.stderr
+    assert not re.search(r"\| +(torch|numpy|transformers)$", run.stderr, re.MULTILINE)
+
+
+def test_the_program_has_the_library_too() -> None:
+    script = "import sys; sys.argv[0] = 'bin/w4gemm'; import w4gemm; assert 'torch' not in sys.modules; w4gemm.linear"
+    subprocess.run([sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; {script}"], check=True)
+
+
+def test_the_parser_says_what_the_library_has() -> None:
+    """It does without imports of the library."""
+    assert tuple(GPUS) == parser.ARCHS and tuple(values.DTYPES) == options.DTYPES
+    texts = {name: " ".join(_help_of(name).split()) for name in ("tune", "compile", "convert")}
+    assert f"(default: {TOP})" in texts["tune"] and f"of at most {MOST_TERMS}" in texts["compile"]
+    assert f"--to {{{','.join(convert.WRITERS)}}}" in texts["convert"]
+
+
+def _help_of(command: str) -> str:
+    sub = argparse.ArgumentParser()
+    COMMANDS[command].add_arguments(sub)
+    return sub.format_help()
+
+
 def test_without_a_command_the_help_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     assert capsys.readouterr().out == make_parser().format_help()
@@ -51,7 +88,7 @@ def test_sizes_by_position_and_as_options(capsys: pytest.CaptureFixture[str]) ->
             assert main([*command, *sizes, "--device", "cpu"]) == 0
             assert "m 4, n 96, k 64" in capsys.readouterr().out
         for sizes in ((), ("4", "96"), ("4", "96", "64", "1"), named[:4], ("4", *named[2:]), ("4", "96", "64", *named)):
-            assert main([*command, *sizes, "--device", "cpu"]) == 1
+            assert main([*command, *sizes, "--device", "cpu"]) == 2
             assert "error: M, N, K: wanted three sizes, as in `512 4096 4096` or" in capsys.readouterr().err
 
 
@@ -168,6 +205,15 @@ def test_generate(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert out.endswith("\n")
 
 
+def test_generate_as_json(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["generate", "hello", "--model", str(tiny), "--max-new-tokens", "5", "--device", "cpu"]
+    main(arguments)
+    answer = capsys.readouterr().out
+    assert main([*arguments, "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["answer"] == answer.rstrip("\n") and said["times"]["tokens"] == 5 and said["dtype"] == "float32"
+
+
 def test_generate_is_repeatable(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     answers = []
     for extra in ([], [], ["--temperature", "9", "--seed", "1"], ["--temperature", "9", "--seed", "1"]):
@@ -219,7 +265,7 @@ def test_generate_answers_a_question(capsys: pytest.CaptureFixture[str]) -> None
 def test_mistakes(arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if "--model" not in arguments:
         arguments = [*arguments, "--model", str(tmp_path)]
-    assert main(["generate", "hello", *arguments]) == 1
+    assert main(["generate", "hello", *arguments]) == (1 if "--model" in arguments[:1] else 2)
     out, err = capsys.readouterr()
     assert err.startswith("w4gemm: error: ")
     assert message in err
@@ -227,7 +273,7 @@ def test_mistakes(arguments: list[str], message: str, tmp_path: Path, capsys: py
 
 
 def test_a_prompt_that_is_no_text(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", os.fsdecode(b"a\xff"), "--device", "cpu"]) == 1
+    assert main(["generate", os.fsdecode(b"a\xff"), "--device", "cpu"]) == 2
     assert capsys.readouterr().err == "w4gemm: error: PROMPT: wanted text in UTF-8, got other bytes at character 1\n"
 
 

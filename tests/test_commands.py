@@ -21,11 +21,11 @@ from w4gemm.choice.records import Record, key_of
 from w4gemm.cli import problems
 from w4gemm.cli.__main__ import main
 from w4gemm.console.errors import memory_for, sentence
-from w4gemm.console.options import parse_tokens
 from w4gemm.console.progress import counted
+from w4gemm.console.values import parse_tokens
 from w4gemm.core import trust
 from w4gemm.core.epilogue import Epilogue
-from w4gemm.core.problem import GPUS
+from w4gemm.core.problem import GPUS, gpu_named
 from w4gemm.jit import is_ready
 from w4gemm.kernels import KERNELS, kernel_named
 from w4gemm.kernels.activation_quantize.spec import ActivationQuantize
@@ -60,12 +60,28 @@ def test_explain_a_gpu_that_is_not_there(capsys):
         assert f"  {kernel.name}: " in out
 
 
+FAILURES = (
+    *("FILE: no file '", "wanted a folder, which is made if needed", "Not a directory", "wanted a text file in UTF-8"),
+    *(
+        "fit the memory of the CPU",
+        "GiB could not be",
+        "got an empty string",
+        "on a GPU",
+        "neither a file nor a folder",
+    ),
+)
+"""Words of messages about what the arguments name, or about the machine: exit status 1, where it is 2 for arguments."""
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("gemm 4 64 64 --device h200", "got h200, a description for `explain` and `inspect`"),
-        ("tune --shapes 64x64 --device H200", "got H200, a description for `explain` and `inspect`"),
-        ("explain --m 4 --n 64 --k 64 --device a100", "got 'a100'; without a GPU: h100 or h200"),
+        ("gemm 4 64 64 --device h200", "got 'h200'; GPUs by name are for `explain`, `inspect` and"),
+        ("tune --shapes 64x64 --device H200", "got 'H200'; GPUs by name are for"),
+        (
+            "explain 4 64 64 --device rtx-409",
+            "the name of a GPU, such as h200 or rtx-4090, got 'rtx-409'; nearest is 'RTX 4090'",
+        ),
         ("explain --m 0 --n 64 --k 64", "M, N, K: wanted numbers from 1 to 2147483647, got 0, 64, 64"),
         ("explain --m 3000000000 --n 64 --k 64", "M, N, K: wanted numbers from 1 to 2147483647"),
         ("cache import {file}/x", "FILE: no file '"),
@@ -90,14 +106,14 @@ def test_explain_a_gpu_that_is_not_there(capsys):
             "tune --shapes 2000000000x2000000000 --m 1 --device cpu",
             "fit the memory of the CPU, got '2000000000x2000000000'; 37",
         ),
-        ("compile --shapes 64x64 -o {file}s --gpu A100", "got 'A100', for which --arch sm_80 compiles"),
-        ("compile --shapes 64x64 -o {file}s --gpu 'NVIDIA H200' --arch sm_80", "for which --arch sm_90a compiles"),
-        ("compile --shapes 64x64 -o {file}s --gpu B300", "got 'B300', for which no --arch compiles"),
+        (
+            "compile --shapes 64x64 -o {file}s --gpu h200 --arch sm_80",
+            "--arch: wanted the target of NVIDIA H200",
+        ),
         ("compile --shapes 64x64 -o {file}s --gpu 'RTX 9090'", "got 'RTX 9090'; nearest is 'RTX 5090'"),
         (
             "compile --shapes 64x64 -o {file}s --gpu 'nvidia geforce rtx 409' --arch sm_89",
-            "wanted a known GPU, such as 'NVIDIA H200', or --arch and --sms beside the name of another, got 'nvidia "
-            "geforce rtx 409'; nearest is 'RTX 4090'",
+            "or --arch and --sms beside the name of another, got 'nvidia geforce rtx 409'; nearest is 'RTX 4090'",
         ),
         ("compile --shapes 64x64 -o {file}s --gpu sm_90 --sms 132", "or --arch and --sms beside the name of another"),
         (
@@ -110,12 +126,15 @@ def test_explain_a_gpu_that_is_not_there(capsys):
         ("convert '' {file}s", "wanted a file or folder, got an empty string"),
         ("generate hi --model '' --device cpu", "wanted a file or folder, got an empty string"),
         ("bench layers", "bench layers measures on a GPU"),
-        ("generate '' --device cpu", "PROMPT: wanted some words, got none"),
+        ("generate '' --device cpu", "PROMPT: it is empty"),
         (f"generate hi --seed {2**64} --device cpu", f"--seed: wanted a number of 64 bits, got {2**64}"),
         ("tune --shapes 64x64 --m 1 --format '' --device cpu", "format: wanted int4_g"),
         ("gemm 1 64 64 --config '' --device cpu", "config: wanted <tile_m>x<tile_n>x<tile_k>"),
         ("explain --m 1 --n 64 --k 64 --why '' --device cpu", "config: wanted <tile_m>x<tile_n>x<tile_k>"),
-        ("compile --shapes 64x64 --m 1 -o {file}s --gpu ''", "--gpu: wanted a known GPU, such as 'NVIDIA H200'"),
+        (
+            "compile --shapes 64x64 --m 1 -o {file}s --gpu ''",
+            "--gpu: wanted a known GPU, such as h200 or 'NVIDIA H200'",
+        ),
         ("compile --shapes 64x64 -o {file}s --gpu '' --arch sm_80 --sms 9", "--gpu: wanted a known GPU"),
         (f"tune --shapes 64x{2**31} --m 1", f"--shapes: wanted sizes of at most {2**31 - 1}, got {2**31}"),
         (f"tune --shapes {'9' * 5000}x64 --m 1", f"--shapes: wanted sizes of at most {2**31 - 1}, got 999"),
@@ -130,7 +149,8 @@ def test_mistakes_are_sentences(capsys, tmp_path, arguments, message):
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
     os.mkfifo(tmp_path / "pipe")
     words = shlex.split(arguments.format(**{name: tmp_path / name for name in ("file", "binary", "pipe")}))
-    _, err = run(capsys, *words, code=1)
+    code = 1 if any(each in message for each in FAILURES) else 2
+    _, err = run(capsys, *words, code=code)
     last = err.splitlines()[-1]
     assert last.startswith("w4gemm: error: ") and message in last and "Errno" not in last and "codec" not in last
 
@@ -138,7 +158,7 @@ def test_mistakes_are_sentences(capsys, tmp_path, arguments, message):
 @pytest.mark.parametrize("value, wanted", [("off", "to compile; got off"), ("maybe", "wanted on or off, got 'maybe'")])
 def test_compile_where_compiling_is_forbidden(capsys, monkeypatch, tmp_path, value, wanted):
     monkeypatch.setenv("W4GEMM_COMPILE", value)
-    _, err = run(capsys, "compile", "--shapes", "256x256", "--m", "1", "-o", str(tmp_path / "new"), code=1)
+    _, err = run(capsys, "compile", "--shapes", "256x256", "--m", "1", "-o", str(tmp_path / "new"), code=2)
     assert "W4GEMM_COMPILE: " in err and err.rstrip().endswith(wanted) and not (tmp_path / "new").exists()
 
 
@@ -160,6 +180,54 @@ def test_compile_says_when_no_kernel_adds_up_the_experts_of_a_token(capsys, monk
     _, err = run(capsys, "compile", "--shapes", "32x256x128", "--m", "1", "-o", str(tmp_path / "out"), *top_k)
     assert ("row_combine" in names) == (not said)
     assert [line for line in err.splitlines() if "experts" in line and "problems" not in line] == [said] * bool(said)
+
+
+@pytest.mark.parametrize(
+    "name, exact, capability, sms",
+    [
+        ("H100", "NVIDIA H100 80GB HBM3", (9, 0), 132),
+        ("h800", "NVIDIA H800", (9, 0), 132),
+        ("h20", "NVIDIA H20", (9, 0), 78),
+        ("gb200", "NVIDIA GB200", (10, 0), 152),
+        ("b300", "NVIDIA B300", (10, 3), 148),
+        ("rtx-pro-6000", "NVIDIA RTX PRO 6000", (12, 0), 188),
+        ("rtx 4090", "NVIDIA GeForce RTX 4090", (8, 9), 128),
+        ("L4", "NVIDIA L4", (8, 9), 58),
+        ("a40", "NVIDIA A40", (8, 6), 84),
+        ("A30", "NVIDIA A30", (8, 0), 56),
+        ("nvidia h100 pcie", "nvidia h100 pcie", (9, 0), 114),
+    ],
+)
+def test_gpus_by_name(capsys, name, exact, capability, sms):
+    gpu = gpu_named(name)
+    assert (gpu.name, gpu.capability, gpu.sms) == (exact, capability, sms) and gpu.bandwidth and gpu.shared_memory
+    out, _ = run(capsys, "explain", "16", "512", "512", "--device", name, "--rows", "1")
+    assert out.startswith(f"{exact}, compute capability") and "chosen: sm" in out
+
+
+def test_every_gpu_of_the_support_page_is_known():
+    cells = re.findall(
+        r"^\| ((?:[HABLR][^|]*\(\d+\.\d\);? ?)+)\|", (ROOT / "docs/support.md").read_text(), re.MULTILINE
+    )
+    names = {name.strip() for cell in cells for name in re.split(r",|;|\(\d+\.\d\)", cell)} - {""}
+    assert len(names) >= 15 and all(gpu_named(name) for name in names)
+
+
+def test_json_of_the_commands_that_report(capsys):
+    def facts(*arguments):
+        return json.loads(run(capsys, *arguments, "--json")[0])
+
+    said = facts("explain", "16", "1024", "512", "--device", "h200", "--rows", "3")
+    assert said["chosen"].startswith("sm90_") and len(said["configs"]) == 3 and said["kernels"]["sm90_decode"] == ""
+    assert not facts("explain", "16", "64", "64", "--device", "h200", "--why", "1x1x1_1x1x1_coop")["verdicts"][0][
+        "legal"
+    ]
+    said = facts("gemm", "4", "96", "64", "--device", "cpu")
+    assert said["us"] > 0 and said["relative_error"] < 1e-2 and said["config"].startswith("cpu_mixed_gemm/")
+    assert facts("gemm", "4", "96", "64", "--device", "cpu", "--profile")["kept"]
+    (tuned,) = facts("tune", "--shapes", "64x64", "--m", "2", "--device", "cpu")["tuned"]
+    assert tuned["us"] > 0 and (tuned["m"], tuned["n"]) == (2, 64)
+    assert len(facts("cache", "list")["tuned"]) == 2 < len(facts("cache", "list", "--all")["tuned"])
 
 
 def test_the_page_has_what_explain_says_of_kernels(capsys):
@@ -190,9 +258,9 @@ def test_why_says_for_how_many_tokens(capsys):
 
 def test_a_config_is_refused_before_anything_is_printed(capsys):
     for arguments in ("explain --m 4 --n 96 --k 64 --device cpu --why foo", "gemm 4 96 64 --device cpu --config foo"):
-        out, err = run(capsys, *arguments.split(), code=1)
+        out, err = run(capsys, *arguments.split(), code=2)
         assert not out and err.startswith("w4gemm: error: config: wanted <tile_m>x")
-    _, err = run(capsys, "gemm", "4", "96", "64", "--device", "cpu", "--config", "2x128x64_1x1x1_coop", code=1)
+    _, err = run(capsys, "gemm", "4", "96", "64", "--device", "cpu", "--config", "2x128x64_1x1x1_coop", code=2)
     assert "is not legal" in err
 
 
@@ -281,7 +349,7 @@ def test_explain_forced_and_shortened(capsys):
     out, _ = run(capsys, *arguments, "--config", last)
     assert f"chosen: {last} (forced)" in out
     assert len(out.split("\n\n")[1].splitlines()) == 4, "the header, two, and the chosen one"
-    _, err = run(capsys, *arguments, "--config", "1x1x1_1x1x1_coop", code=1)
+    _, err = run(capsys, *arguments, "--config", "1x1x1_1x1x1_coop", code=2)
     assert "is not legal" in err
     out, _ = run(capsys, "explain", "--m", "8", "--n", "64", "--k", "64", "--device", "cpu")
     assert "only order the configs here" in out
@@ -322,7 +390,7 @@ def test_gemm(capsys, folder):
     assert len((folder / store.USER_FILE).read_text().splitlines()) == 1
     out, _ = run(capsys, "gemm", "4", "96", "64", "--device", "cpu")
     assert "(tuned): " in out
-    _, err = run(capsys, "gemm", "0", "96", "64", code=1)
+    _, err = run(capsys, "gemm", "0", "96", "64", code=2)
     assert "M, N, K: wanted numbers from 1 to 2147483647, got 0, 96, 64" in err
 
 
@@ -490,7 +558,7 @@ def test_layers_of_experts_and_of_fp8_activations(tmp_path, capsys):
     out, err = run(capsys, "tune", "--shapes", str(tmp_path / "s.txt"), "--m", "4", "--device", "cpu")
     assert "experts are not tuned: 1 layer of experts" in err and len(out.splitlines()) == 1
     assert "1 of 1 measured" in err and "the CPU; 1 problem\n" in err and "record already" not in err
-    _, err = run(capsys, "tune", "--shapes", "4x64x32", "--m", "4", "--device", "cpu", code=1)
+    _, err = run(capsys, "tune", "--shapes", "4x64x32", "--m", "4", "--device", "cpu", code=2)
     assert "error: --shapes: wanted a layer that is not of experts" in err and "measured" not in err
 
 
@@ -513,7 +581,7 @@ def test_tokens(text, wanted):
     ],
 )
 def test_mistakes(arguments, message, capsys):
-    _, err = run(capsys, "tune", "--device", "cpu", *arguments, code=1)
+    _, err = run(capsys, "tune", "--device", "cpu", *arguments, code=1 if "nowhere" in arguments[1] else 2)
     assert err.startswith("w4gemm: error: ") and message in err
 
 

@@ -1,55 +1,24 @@
 """4-bit-weight matrix multiplication for NVIDIA GPUs, from pure Python. Importing this touches no GPU."""
 
+import os
+import sys
 import warnings
+from typing import TYPE_CHECKING, Any
 
-from w4gemm.api.activations import quantize_activations
-from w4gemm.api.experts import W4Experts, W4GroupedLinear
-from w4gemm.api.grouped import grouped_linear, masked_linear
-from w4gemm.api.nn import W4Linear
-from w4gemm.api.ops import linear
-from w4gemm.api.routing import Routing, combine, route
-from w4gemm.api.runner import MixedGemm
-from w4gemm.choice import configs, explain
-from w4gemm.core.config import GemmConfig
-from w4gemm.core.elements import codebook
 from w4gemm.core.environment import configure_logging
-from w4gemm.core.epilogue import Epilogue
-from w4gemm.core.errors import FormatError, UnsupportedError
-from w4gemm.core.formats import WeightFormat
-from w4gemm.core.problem import Device, GemmProblem
-from w4gemm.tuning.tuner import autotune
-from w4gemm.weights.quantize import fold_scales, quantize
-from w4gemm.weights.weight import QuantizedWeight
 
 __version__ = "0.2.0"
 
-__all__ = [
-    "Device",
-    "Epilogue",
-    "FormatError",
-    "GemmConfig",
-    "GemmProblem",
-    "MixedGemm",
-    "QuantizedWeight",
-    "Routing",
-    "UnsupportedError",
-    "W4Experts",
-    "W4GroupedLinear",
-    "W4Linear",
-    "WeightFormat",
-    "autotune",
-    "codebook",
-    "combine",
-    "configs",
-    "explain",
-    "fold_scales",
-    "grouped_linear",
-    "linear",
-    "masked_linear",
-    "quantize",
-    "quantize_activations",
-    "route",
-]
+if TYPE_CHECKING or os.path.basename((getattr(sys, "argv", None) or [""])[0]) not in ("w4gemm", "-m"):
+    from w4gemm.api import *  # noqa: F403 (its __all__)
+    from w4gemm.api import __all__ as __all__
+else:  # the program, also while Python looks for the module of `python -m w4gemm`: its --help does without PyTorch
+
+    def __getattr__(name: str) -> Any:
+        import w4gemm.api
+
+        return getattr(w4gemm.api, name)
+
 
 try:
     configure_logging()

@@ -1,1 +1,47 @@
-"""Products and layers as users call them, the checks of their arguments, and the way from there to a launch."""
+"""What users call. These names are the package's own, :mod:`w4gemm`."""
+
+from w4gemm.api.activations import quantize_activations
+from w4gemm.api.experts import W4Experts, W4GroupedLinear
+from w4gemm.api.grouped import grouped_linear, masked_linear
+from w4gemm.api.nn import W4Linear
+from w4gemm.api.ops import linear
+from w4gemm.api.routing import Routing, combine, route
+from w4gemm.api.runner import MixedGemm
+from w4gemm.choice import configs, explain
+from w4gemm.core.config import GemmConfig
+from w4gemm.core.elements import codebook
+from w4gemm.core.epilogue import Epilogue
+from w4gemm.core.errors import FormatError, UnsupportedError
+from w4gemm.core.formats import WeightFormat
+from w4gemm.core.problem import Device, GemmProblem
+from w4gemm.tuning.tuner import autotune
+from w4gemm.weights.quantize import fold_scales, quantize
+from w4gemm.weights.weight import QuantizedWeight
+
+__all__ = [
+    "Device",
+    "Epilogue",
+    "FormatError",
+    "GemmConfig",
+    "GemmProblem",
+    "MixedGemm",
+    "QuantizedWeight",
+    "Routing",
+    "UnsupportedError",
+    "W4Experts",
+    "W4GroupedLinear",
+    "W4Linear",
+    "WeightFormat",
+    "autotune",
+    "codebook",
+    "combine",
+    "configs",
+    "explain",
+    "fold_scales",
+    "grouped_linear",
+    "linear",
+    "masked_linear",
+    "quantize",
+    "quantize_activations",
+    "route",
+]

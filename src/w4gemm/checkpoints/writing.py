@@ -130,6 +130,7 @@ def write_folder(
                 tensors |= _stored(checkpoint, name, writer, dtypes.get(name, dtype))
                 done += 1
                 progress(done, total, name)
+            progress(done, total, f"writing {file.name}")
             _save(file, tensors, plan.key)
         places |= dict.fromkeys(_names(file), file.name)
     if len(plan.shards) > 1 and not (folder / _INDEX).exists():

@@ -1,8 +1,8 @@
-"""The program ``w4gemm``. A command is a file with NAME, HELP, DESCRIPTION, ``add_arguments`` and ``run``."""
+"""The program ``w4gemm``. A command's arguments are in parser.py, its ``run`` in the file of its name."""
 
 from __future__ import annotations
 
-import argparse
+import importlib
 import io
 import os
 import sys
@@ -10,35 +10,13 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-import w4gemm
-from w4gemm.cli import bench, cache, compile, convert, explain, gemm, generate, info, inspect, tune
-from w4gemm.console.errors import sentence
+from w4gemm.cli.parser import make_parser
 from w4gemm.core.environment import configure_logging
-from w4gemm.core.errors import printable
-
-COMMANDS = (generate, inspect, convert, explain, gemm, tune, compile, cache, bench, info)
-
-
-def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of all commands; it sets ``run``, None without a command, and ``passes_on`` if a command takes
-    unknown arguments."""
-    parser = argparse.ArgumentParser(
-        "w4gemm", description="4-bit-weight matrix multiplication for NVIDIA GPUs and CPUs"
-    )
-    parser.add_argument("--version", action="version", version=f"w4gemm {w4gemm.__version__}")
-    parser.add_argument("--traceback", action="store_true", help="show where an error came from")
-    parser.set_defaults(run=None, passes_on=False)
-    commands = parser.add_subparsers(metavar="COMMAND")
-    for command in COMMANDS:
-        sub = commands.add_parser(command.NAME, help=command.HELP, description=command.DESCRIPTION)
-        command.add_arguments(sub)
-        sub.set_defaults(run=command.run, passes_on=command is bench)
-    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit status: 0, or 1 after an error, or 130 after Ctrl-C. Arguments that cannot be
-    read exit with status 2."""
+    """Run a command and return its exit status: 0; 2 if an argument is wrong; 1 after any other error; 130 after
+    Ctrl-C. Arguments that the parser refuses exit with status 2."""
     _open_closed()
     _print_anything()
     parser, traceback = make_parser(), False
@@ -47,13 +25,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             args, rest = parser.parse_known_args(argv)
             args.rest, traceback = rest, args.traceback
-            if rest and not args.passes_on:
+            if rest and args.command != "bench":  # which has parsers of its own
                 parser.error(f"unrecognized arguments: {' '.join(rest)}")
-            if args.run is None:
+            if args.command is None:
                 parser.print_help()
                 return 0
             configure_logging()
-            return args.run(args)
+            return importlib.import_module(f"w4gemm.cli.{args.command}").run(args)
         finally:
             _flush()
     except KeyboardInterrupt:
@@ -61,13 +39,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader has seen enough
         return 1
     except Exception as e:
-        text = sentence(e)
-        if text is None or traceback:
-            raise
-        print(f"w4gemm: error: {printable(text)}", file=sys.stderr)
-        return 1
+        return _say_error(e, traceback)
     finally:
         warnings.formatwarning = format_of_others
+
+
+def _say_error(error: Exception, traceback: bool) -> int:
+    """Print an error that a user can mend in a sentence, and return the exit status; raise any other."""
+    from w4gemm.console.errors import sentence  # with PyTorch, so only once something is wrong
+    from w4gemm.core.errors import FormatError, printable
+
+    text = sentence(error)
+    if text is None or traceback:
+        raise error
+    print(f"w4gemm: error: {printable(text)}", file=sys.stderr)
+    # the library's ValueErrors and TypeErrors name an argument, but a FormatError a file
+    return 2 if isinstance(error, (ValueError, TypeError)) and not isinstance(error, FormatError) else 1
 
 
 def _open_closed() -> None:
@@ -102,6 +89,8 @@ def _flush() -> None:
 
 
 def _in_one_line(message: Warning | str, *where: Any, **line: Any) -> str:
+    from w4gemm.core.errors import printable
+
     return f"w4gemm: warning: {printable(str(message))}\n"
 
 

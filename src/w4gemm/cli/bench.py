@@ -12,27 +12,7 @@ import torch
 
 from w4gemm.core.errors import UnsupportedError
 
-NAME = "bench"
-HELP = "measure layers beside other implementations, and report it (in a checkout)"
-DESCRIPTION = (
-    "Measure layers beside every other implementation that is installed, or make the tables and plots of a run."
-)
 _CHECKOUT = Path(__file__).resolve().parents[3]
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    actions = parser.add_subparsers(metavar="ACTION", required=True, dest="action")
-    what = {
-        "run": "measure layers with every implementation in one process",
-        "grouped": "measure mixtures of experts beside other implementations, with several routings",
-        "unknown": "measure layers that nobody tuned, drawn at random, beside other implementations",
-        "sweep": "time many configs of many products, for the model and the shipped table",
-        "layers": "time whole layers of experts with configs forced",
-        "report": "make docs/benchmarks-*.md and their plots of the stored rows",
-        "tune": "make the table that ships for a GPU of a sweep's timings",
-    }
-    for name, text in what.items():
-        actions.add_parser(name, help=text, add_help=False)
 
 
 def run(args: argparse.Namespace) -> int:

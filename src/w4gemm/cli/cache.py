@@ -3,45 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 
 from w4gemm import choice
 from w4gemm.choice import store
 from w4gemm.choice.records import Record, effective, parse_lines
 from w4gemm.console.errors import read_text
-from w4gemm.console.options import named_path
 from w4gemm.console.progress import counted, say
 from w4gemm.core import environment, trust
+from w4gemm.core.errors import FormatError
 from w4gemm.jit import disk
 from w4gemm.kernels import kernel_named
-
-NAME = "cache"
-HELP = "list, clear, export or import what is kept on disk"
-DESCRIPTION = (
-    "List, clear, export or import what is kept in W4GEMM_CACHE_DIR (default: ~/.cache/w4gemm): compiled kernels, "
-    "which load without compiling, and tuned configs, which precede those that come with the package."
-)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    actions = parser.add_subparsers(metavar="ACTION", required=True, dest="action")
-    actions.add_parser("path", help="print the folder")
-    listed = actions.add_parser("list", help="count the compiled kernels, and print every config that was tuned here")
-    listed.add_argument("--all", action="store_true", help="print also the tuned configs that come with the package")
-    clear = actions.add_parser("clear", help="delete the compiled kernels and the tuned configs")
-    clear.add_argument("--only", choices=("compiled", "tuned"), help="delete only these")
-    export = actions.add_parser("export", help="print the tuned configs as JSON lines, or write them to a file")
-    export.add_argument(
-        "file", nargs="?", type=named_path, metavar="FILE", help="file to write (default: standard output)"
-    )
-    add = actions.add_parser("import", help="add the tuned configs of a file")
-    add.add_argument("file", type=named_path, metavar="FILE", help="JSON lines, as `w4gemm cache export` writes them")
 
 
 def run(args: argparse.Namespace) -> int:
     folder = environment.cache_dir()
     if folder is None and args.action != "list":
-        raise ValueError(f"{environment.why_nothing_is_kept()}: nothing is kept")
+        raise FileNotFoundError(f"{environment.why_nothing_is_kept()}: nothing is kept")
     if folder is not None and args.action != "path" and (why := trust.refusal(folder)):
         if args.action != "list":
             raise OSError(why)
@@ -56,6 +35,12 @@ def _path(args: argparse.Namespace) -> None:
 
 
 def _list(args: argparse.Namespace) -> None:
+    if args.json:
+        tables = [*(path for path in (store.user_path(),) if path), *(store.shipped_tables() if args.all else ())]
+        records = [json.loads(record.line()) for path in tables for record in effective(store.read(path))]
+        facts = {"folder": str(environment.cache_dir() or ""), "kernels": len(disk.stored()), "bytes": disk.size()}
+        print(json.dumps(facts | {"tuned": records}, indent=2))
+        return
     kernels = counted(len(disk.stored()), "compiled kernel")
     print(f"{environment.cache_dir() or 'nothing is kept'}: {kernels}, {disk.size() / 2**20:.1f} MiB")
     for name, path in (("tuned", store.user_path()), *(("shipped", path) for path in store.shipped_tables())):
@@ -120,4 +105,4 @@ def _import(args: argparse.Namespace) -> None:
     say(f"added {counted(added, 'tuned config')} to {path}{same}")
     if bad:
         number, reason = bad[0]
-        raise ValueError(f"{args.file}: skipped {counted(len(bad), 'unreadable line')}; line {number}: {reason}")
+        raise FormatError(f"{args.file}: skipped {counted(len(bad), 'unreadable line')}; line {number}: {reason}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import re
+import json
 import time
 from collections.abc import Collection
 from dataclasses import replace
@@ -16,108 +16,31 @@ import torch
 from w4gemm.choice import store
 from w4gemm.choice.records import Record
 from w4gemm.cli.needs import Use, chosen, helpers_of, problems_of
-from w4gemm.cli.problems import ALL_TOKENS, Layer, add_layer_arguments, layers_of, parse_layers
-from w4gemm.console.devices import SIMULATED, device_line
+from w4gemm.cli.parser import ALL_TOKENS
+from w4gemm.cli.problems import Layer, layers_of, parse_layers
+from w4gemm.console.devices import device_line, nearest_gpu
 from w4gemm.console.errors import require_folder
-from w4gemm.console.options import DTYPES, named_path, parse_tokens, positive
 from w4gemm.console.progress import counted, progress_bar, say
+from w4gemm.console.values import DTYPES, parse_tokens
 from w4gemm.core import environment, trust
 from w4gemm.core.activation import canonical
-from w4gemm.core.errors import UnsupportedError, nearest
-from w4gemm.core.gpu_rates import capability_of, known_names
-from w4gemm.core.problem import GPUS, Device
+from w4gemm.core.errors import UnsupportedError
+from w4gemm.core.problem import GPUS, Device, gpu_named
 from w4gemm.integrations.vllm.models import read_model
 from w4gemm.jit import Unit, disk
 from w4gemm.jit.pool import CompilePool
+from w4gemm.kernels.requirements import missing_to_compile
 from w4gemm.kernels.row_combine.spec import MOST_TERMS
 
 _ARCH = "sm_90a"
 """The target unless one is named."""
-NAME = "compile"
-HELP = "compile ahead of time what a model needs, without a GPU"
-DESCRIPTION = (
-    "Compile what linear, grouped_linear and masked_linear will choose for a model's layers into a folder, with the "
-    "small kernels around them and the tuned configs that decided. On the GPU machine set W4GEMM_CACHE_DIR to the "
-    "folder, which may be read-only, and W4GEMM_COMPILE=off to make sure that nothing is compiled there. Both machines "
-    "need the same versions of w4gemm and of CuTe DSL."
-)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_layer_arguments(
-        parser,
-        vllm="the layers that vLLM makes of a folder quantized by GPTQ, AWQ, AutoRound, compressed-tensors, ModelOpt "
-        "(NVFP4) or Quark, or of gpt-oss in MXFP4, some fused: in the dtype of its config.json, unless --dtype says "
-        "another, and for any number of tokens",
-    )
-    parser.add_argument(
-        "--tensor-parallel", type=positive, default=1, metavar="N", help="with --vllm: GPUs that share each layer"
-    )
-    parser.add_argument(
-        "-o", "--output", metavar="DIR", type=named_path, required=True, help="folder to fill, made if needed"
-    )
-    parser.add_argument("--workers", type=positive, metavar="N", help="processes (default: one for each processor)")
-    _add_gpu_arguments(parser.add_argument_group("the GPU to compile for"))
-    _add_call_arguments(parser.add_argument_group("how the layers are called, which decides what is compiled"))
-
-
-def _add_gpu_arguments(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--arch", choices=GPUS, help=f"target of the compiler (default: {_ARCH})")
-    group.add_argument(
-        "--gpu",
-        metavar="NAME",
-        help="the GPU's exact name, by which tuned configs are found, or h100 or h200 (default: a GPU of the target, "
-        "H200 of sm_90a). A GPU that is not known needs --arch and --sms as well",
-    )
-    group.add_argument(
-        "--sms",
-        type=positive,
-        metavar="N",
-        help="the GPU's number of multiprocessors (default: of that GPU; 132 on an H100 or H200)",
-    )
-
-
-def _add_call_arguments(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--dtype",
-        choices=("bfloat16", "float16", "float8_e4m3fn"),
-        help="dtype of the model's activations (default: bfloat16); float8_e4m3fn is --activations fp8 for models in "
-        "either 16-bit dtype",
-    )
-    group.add_argument(
-        "--activations", choices=("fp8",), help="every layer quantizes x to fp8 (checkpoints may say so themselves)"
-    )
-    group.add_argument(
-        "--activation",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="also products with this activation in the epilogue; may be repeated. Layers of experts always come with "
-        "silu_mul",
-    )
-    group.add_argument("--residual", action="store_true", help="also products to which a residual is added")
-    group.add_argument("--expert-scale", action="store_true", help="also products of experts that have a scale each")
-    group.add_argument("--act-order", action="store_true", help="also the kernel that reorders x's columns (act-order)")
-    group.add_argument(
-        "--top-k",
-        type=positive,
-        metavar="K",
-        help=f"experts of a token: also the kernel that adds up their results, of at most {MOST_TERMS}",
-    )
-    group.add_argument("--batch-invariant", action="store_true", help="compile linear(..., batch_invariant=True)")
-    group.add_argument(
-        "--top",
-        type=positive,
-        default=1,
-        metavar="N",
-        help="configs to compile for each product: the chosen one and the N - 1 of least predicted time (default: "
-        "%(default)s)",
-    )
 
 
 def run(args: argparse.Namespace) -> int:
     if not environment.may_compile():
         raise ValueError("W4GEMM_COMPILE: wanted on, or the variable unset, to compile; got off")
+    if reason := missing_to_compile():
+        raise UnsupportedError(f"compile {reason}")
     require_folder("--output", args.output)
     device = target_device(args.arch, args.gpu, args.sms)
     task = _task_of_vllm(args) if args.vllm is not None else _task_of_layers(args)
@@ -156,6 +79,10 @@ def run(args: argparse.Namespace) -> int:
         with contextlib.suppress(PermissionError):  # it was there before, and is root's
             path.chmod(0o644)
     seconds = time.perf_counter() - started
+    if args.json:
+        counts = {"problems": len(needed), "kernels": len(units), "bytes": size, "tuned": len(records)}
+        print(json.dumps({"output": str(args.output), "device": device_line(device)} | counts, indent=2))
+        return 0
     print(
         f"{args.output}: {counted(len(units), 'kernel')}, {size / 2**20:.1f} MiB, in {seconds:.1f} s; "
         f"{counted(len(records), 'tuned config')}"
@@ -183,31 +110,25 @@ def target_device(arch: str | None, name: str | None, sms: int | None) -> Device
     """Return the GPU to compile for.
 
     Args:
-        arch: target of the compiler, a key of ``GPUS``; None for sm_90a.
-        name: name of a GPU of that target, or h100 or h200. Configs are chosen by its rates. None for the GPU in
-            ``GPUS``.
-        sms: number of multiprocessors; None for the number in ``GPUS``.
+        arch: target of the compiler, a key of ``GPUS``; None for that of the GPU.
+        name: name of a GPU as for :func:`gpu_named`. Configs are chosen by its rates. None for the GPU in ``GPUS``.
+        sms: number of multiprocessors; None for the GPU's.
 
     Raises:
         ValueError: if the GPU of that name has another target, where nothing would be loaded, or if it is not known and
             ``arch`` or ``sms`` is None.
     """
-    device = GPUS[arch or _ARCH]
-    if name is not None:
-        if simulated := SIMULATED.get(name.lower()):  # measured choices are found by the exact name
-            name = simulated.name
-        capability = capability_of(name)
-        if capability is None and not (name and arch and sms):
-            close = nearest(re.sub("nvidia |geforce ", "", name, flags=re.IGNORECASE), known_names())
-            expected = "a known GPU, such as 'NVIDIA H200', or --arch and --sms beside the name of another"
-            raise ValueError(f"--gpu: wanted {expected}, got {name!r}{close}")
-        if capability not in (None, device.capability):
-            other = next((f"--arch {a}" for a, gpu in GPUS.items() if gpu.capability == capability), "no --arch")
-            raise ValueError(
-                f"--gpu: wanted the name of a GPU of --arch {arch or _ARCH}, such as {device.name!r}, got {name!r}, "
-                f"for which {other} compiles"
-            )
-        device = replace(device, name=name, clock=0.0, bandwidth=0.0, operations=0.0)  # 0: those of the name
+    if name is None:
+        device = GPUS[arch or _ARCH]
+    elif (gpu := gpu_named(name)) is not None:
+        device = gpu
+        if arch is not None and device.capability != GPUS[arch].capability:
+            raise ValueError(f"--arch: wanted the target of {device.name}, or no --arch beside --gpu, got {arch}")
+    elif name and arch and sms:
+        device = replace(GPUS[arch], name=name, clock=0.0, bandwidth=0.0, operations=0.0)  # 0: those of the name
+    else:
+        expected = "a known GPU, such as h200 or 'NVIDIA H200', or --arch and --sms beside the name of another"
+        raise ValueError(f"--gpu: wanted {expected}, got {name!r}{nearest_gpu(name)}")
     return replace(device, sms=sms or device.sms)
 
 

@@ -14,43 +14,12 @@ from w4gemm.checkpoints.w4gemm import OwnWriter
 from w4gemm.checkpoints.writing import WeightWriter, write_folder
 from w4gemm.console.devices import choose_device
 from w4gemm.console.errors import require_folder
-from w4gemm.console.options import WIDE_DTYPES, named_path, positive
+from w4gemm.console.options import WIDE_DTYPES
 from w4gemm.console.progress import counted, progress_bar, say
+from w4gemm.console.values import DTYPES
 
 MIB = 2**20
-NAME = "convert"
-HELP = "write a checkpoint as another kind of folder; quantize a dense model"
-DESCRIPTION = (
-    "Write a checkpoint as a Hugging Face folder. Weights in 4 bits keep every bit; what the other format cannot hold "
-    "is refused. A dense model is quantized. A run that was interrupted goes on where it was: give the same command."
-)
-_WRITERS: dict[str, WeightWriter] = {writer.name: writer for writer in (OwnWriter(), CompressedTensorsWriter())}
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", help="a GGUF file, or a folder with one or with a Hugging Face model")
-    parser.add_argument("output", type=named_path, help="folder to write, made if needed")
-    parser.add_argument("--to", choices=_WRITERS, default=OwnWriter.name, help="kind of folder (default: %(default)s)")
-    parser.add_argument(
-        "--format",
-        help="format that a dense model is quantized to (default: int4_g128, or the largest smaller group that divides "
-        "k)",
-    )
-    parser.add_argument(
-        "--search", action="store_true", help="quantize a dense model closer: try 24 smaller ranges for each group"
-    )
-    parser.add_argument(
-        "--device",
-        help="where to quantize a dense model: cpu, cuda or cuda:N (default: cuda if a kernel runs there, else cpu)",
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=WIDE_DTYPES,
-        help="dtype of the dense tensors (default: as a quantized folder has them; else the model's, or bfloat16)",
-    )
-    parser.add_argument(
-        "--shard-size", type=positive, default=4096, metavar="MIB", help="largest size of a file (default: %(default)s)"
-    )
+WRITERS: dict[str, WeightWriter] = {writer.name: writer for writer in (OwnWriter(), CompressedTensorsWriter())}
 
 
 def run(args: argparse.Namespace) -> int:
@@ -69,12 +38,12 @@ def run(args: argparse.Namespace) -> int:
         choose_device(args.device)  # nothing runs there, but a wrong name is a mistake all the same
     if not checkpoint.modules:
         raise ValueError(f"PATH: {args.path} holds no 4-bit modules, and none that could be quantized")
-    dtype = WIDE_DTYPES[args.dtype or _dtype_of(checkpoint.path)]
+    dtype = DTYPES[args.dtype or _dtype_of(checkpoint.path)]
     with progress_bar() as progress:
         resumed = write_folder(
             checkpoint,
             args.output,
-            _WRITERS[args.to],
+            WRITERS[args.to],
             dtype=dtype,
             convert_floats=args.dtype is not None,
             shard_bytes=args.shard_size * MIB,

@@ -3,47 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import json
+from typing import Any
 
 from w4gemm import choice
-from w4gemm.console.devices import SIMULATED, described_device, device_line
-from w4gemm.console.options import (
-    add_device_arguments,
-    add_format_argument,
-    add_size_arguments,
-    chosen_dtype,
-    positive,
-    sizes_of,
-)
+from w4gemm.console.devices import described_device, device_line
+from w4gemm.console.values import chosen_dtype, sizes_of
 from w4gemm.core.activation import canonical
 from w4gemm.core.epilogue import Epilogue
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import GemmProblem
 from w4gemm.packing.layouts import layout_for
 from w4gemm.tuning.roofline import roofline_us
-
-NAME = "explain"
-HELP = "say which configs can run a problem, which one does, and why"
-DESCRIPTION = (
-    "Print what each kernel says about a product x (M, K) @ w (N, K).T, which config runs it and why, and every config "
-    "with its predicted microseconds, least first. * marks the one that runs. Nothing is compiled or measured."
-)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_size_arguments(parser)
-    add_format_argument(parser)
-    add_device_arguments(parser, SIMULATED, "device to choose for")
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--config", help="explain the call in which this config is forced")
-    which.add_argument(
-        "--why", metavar="CONFIG", help="say only why this config is not legal, or where it ranks by predicted time"
-    )
-    parser.add_argument("--activation", metavar="NAME", help="activation in the epilogue, such as silu (default: none)")
-    parser.add_argument("--residual", action="store_true", help="the epilogue adds a residual")
-    parser.add_argument("--batch-invariant", action="store_true", help="explain linear(..., batch_invariant=True)")
-    parser.add_argument(
-        "--rows", type=positive, metavar="N", help="print only the N configs of least predicted time (default: all)"
-    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -61,23 +32,52 @@ def run(args: argparse.Namespace) -> int:
         device,
         args.batch_invariant,
     )
+    least = roofline_us(problem)
+    heading = {"device": device_line(device), "problem": str(problem), "m": m, "planned_m": problem.m, "n": n, "k": k}
     if args.why is not None:
         verdicts = choice.why(problem, args.why)  # before the heading, because CONFIG may be none
+        if args.json:
+            print(json.dumps(heading | {"verdicts": [_verdict(verdict) for verdict in verdicts]}, indent=2))
+            return 0
         shared = () if problem.m == m else (f"  m {m} is planned as m {problem.m}",)
         print(device_line(device), problem, *shared, *verdicts, sep="\n")
         return 0
     explanation = choice.explain(problem, args.config)
+    status = 0 if explanation.chosen else 1
+    if args.json:
+        print(json.dumps(heading | {"roofline_us": least} | _facts(explanation, args.rows), indent=2))
+        return status
     print(device_line(device))
     print(explanation)
     if device.kind == "cpu":
         print("  predicted times only order the configs here: nothing is known of this CPU")
-    elif (least := roofline_us(problem)) is not None:
+    elif least is not None:
         print(f"  roofline: {least:.1f} us")
     if explanation.chosen is None:
-        return 1
+        return status
     if m <= choice.WAVES_FROM:
         print(f"  chosen once for {choice.span(*choice.interval_of(m))}")
     else:
         print(f"  chosen for m {problem.m}, of the few configs that serve more than {choice.WAVES_FROM} tokens")
     print(f"\n{explanation.table(args.rows)}")
-    return 0
+    return status
+
+
+def _verdict(verdict: choice.Verdict) -> dict[str, Any]:
+    return {
+        "config": f"{verdict.kernel}/{verdict.config}",
+        "legal": verdict.legal,
+        "reasons": [verdict.unsupported] if verdict.unsupported else [str(each) for each in verdict.exclusions],
+        "rank": verdict.rank or None,
+        "predicted_us": verdict.us or None,
+    }
+
+
+def _facts(explanation: choice.Explanation, rows: int | None) -> dict[str, Any]:
+    configs = [{"config": str(each), "predicted_us": each.us} for each in explanation.candidates[:rows]]
+    return {
+        "kernels": {name: status.reason for name, status in explanation.status.items()},
+        "chosen": None if explanation.chosen is None else str(explanation.chosen),
+        "source": explanation.source,
+        "configs": configs,
+    }

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import json
+from typing import Any
 
 import torch
 
 from w4gemm import choice
 from w4gemm.console.devices import chosen_device, device_line, device_name
 from w4gemm.console.errors import memory_for
-from w4gemm.console.options import (
-    add_device_arguments,
-    add_format_argument,
-    add_size_arguments,
-    chosen_dtype,
-    positive,
-    sizes_of,
-)
-from w4gemm.console.progress import counted, progress_bar
+from w4gemm.console.progress import counted, progress_bar, progress_line
+from w4gemm.console.values import chosen_dtype, sizes_of
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import GemmProblem
 from w4gemm.packing.layouts import layout_for
@@ -26,25 +21,7 @@ from w4gemm.tuning.roofline import Work, roofline_us
 from w4gemm.tuning.tuner import Outcome, tune
 from w4gemm.tuning.workload import Workload
 
-NAME = "gemm"
-HELP = "run one product of random numbers, check and time it; --profile measures every config"
-DESCRIPTION = (
-    "Multiply random activations (M, K) by a random 4-bit weight (N, K), check the result against a plain product and "
-    "time it, with a weight that is in no cache. --profile measures every config and keeps the fastest for later calls."
-)
 _REPLAYS, _SHOWN = 15, 10
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_size_arguments(parser)
-    add_format_argument(parser)
-    add_device_arguments(parser)
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--config", help="run this config, as `w4gemm explain` names them")
-    which.add_argument("--profile", action="store_true", help="measure every config and keep the fastest")
-    parser.add_argument(
-        "--top", type=positive, metavar="N", help="with --profile: measure only the N configs of least predicted time"
-    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -56,31 +33,44 @@ def run(args: argparse.Namespace) -> int:
     dtype = chosen_dtype(args.dtype, device)
     problem = GemmProblem(m, n, k, dtype, format, layout_for(device, format, dtype), device=device)
     with memory_for(f"M, N, K: wanted sizes that fit the memory of {device_name(where)}, got {m}, {n}, {k}"):
-        return _profile(problem, where, args.top) if args.profile else _run_once(problem, where, args.config)
+        if args.profile:
+            return _profile(problem, where, args.top, args.json)
+        return _run_once(problem, where, args.config, args.json)
 
 
-def _profile(problem: GemmProblem, where: torch.device, top: int | None) -> int:
-    print(_heading(problem))
+def _profile(problem: GemmProblem, where: torch.device, top: int | None, as_json: bool) -> int:
+    if not as_json:
+        print(_heading(problem), flush=True)
     with progress_bar() as progress:
         outcomes = list(tune([problem], where, top=top, force=True, progress=progress))
     for outcome in outcomes:
-        print(profile_text(outcome))
+        print(json.dumps(_facts_of(outcome), indent=2) if as_json else profile_text(outcome))
     return 0 if outcomes else 1
 
 
-def _run_once(problem: GemmProblem, where: torch.device, config: str | None) -> int:
+def _run_once(problem: GemmProblem, where: torch.device, config: str | None, as_json: bool) -> int:
     # planned as linear does it, for the interval of m
     weight = packed_shape(problem.format, problem.layout, problem.n, problem.k)
     key = choice.PlanKey.of(weight, problem.m, problem.dtype, config=config or "", device=where)
     if config is not None:
         choice.explain(key.problem(), config)  # refuses a config before the heading; plan_for compiles after it
-    print(_heading(problem), flush=True)
-    plan = choice.plan_for(key)
-    workload = Workload(problem, where)
-    operands = workload.operands(problem.m)
-    error = workload.error(plan.launch, operands[0])
-    (time,) = workload.time([plan.launch], operands, _REPLAYS)
-    print(f"{plan} ({plan.source}): {speed(problem, time.p50)}; relative error {error:.1e}")
+    if not as_json:
+        print(_heading(problem), flush=True)
+    with progress_line() as progress:  # large sizes take minutes on a CPU
+        progress(0, 0, "choosing a config")
+        plan = choice.plan_for(key)
+        progress(0, 0, "making a random weight")
+        workload = Workload(problem, where)
+        operands = workload.operands(problem.m)
+        progress(0, 0, "checking the result")
+        error = workload.error(plan.launch, operands[0])
+        progress(0, 0, "timing")
+        (time,) = workload.time([plan.launch], operands, _REPLAYS)
+    if as_json:
+        chosen = {"config": str(plan), "source": plan.source, "relative_error": error}
+        print(json.dumps(_facts(problem) | chosen | _speed(problem, time.p50), indent=2))
+    else:
+        print(f"{plan} ({plan.source}): {speed(problem, time.p50)}; relative error {error:.1e}")
     return 0
 
 
@@ -88,14 +78,44 @@ def _heading(problem: GemmProblem) -> str:
     return f"{device_line(problem.device)}\n{problem}"
 
 
+def _facts(problem: GemmProblem) -> dict[str, Any]:
+    sizes = {"m": problem.m, "n": problem.n, "k": problem.k}
+    kinds = {"dtype": str(problem.dtype).removeprefix("torch."), "format": str(problem.format)}
+    return {"device": device_line(problem.device)} | sizes | kinds | {"roofline_us": roofline_us(problem)}
+
+
+def _speed(problem: GemmProblem, us: float) -> dict[str, float]:
+    work = Work.of(problem)
+    return {"us": us, "operations_per_s": work.operations / us * 1e6, "bytes_per_s": work.bytes / us * 1e6}
+
+
+def _facts_of(outcome: Outcome) -> dict[str, Any]:
+    """Return what :func:`profile_text` says, of every config."""
+    record = outcome.record
+    return _facts(outcome.problem) | {
+        "configs": [{"config": name, **_speed(outcome.problem, t.p50)} for name, t in outcome.times.items()],
+        "first_guess": outcome.first_guess,
+        "left_out": outcome.failed,
+        "fastest": record.choice,
+        "interval": list(record.m),
+        "kept": outcome.stored,
+        "gain": outcome.gain,
+    }
+
+
 def speed(problem: GemmProblem, us: float) -> str:
     """Return a time in words, with the operations and bytes per second that it comes to."""
-    work = Work.of(problem)
-    text = f"{us:.1f} us, {work.operations / us / 1e6:.3g} TFLOP/s, {work.bytes / us / 1e6:.3g} TB/s"
+    facts = _speed(problem, us)
+    rates = f"{_scaled(facts['operations_per_s'], 'FLOP/s')}, {_scaled(facts['bytes_per_s'], 'B/s')}"
     least = roofline_us(problem)
     if least is not None:
-        return f"{text}, {100 * least / us:.0f} % of the roofline ({least:.1f} us)"
-    return f"{text} (no roofline is known for this device)"
+        return f"{us:.1f} us, {rates}, {100 * least / us:.0f} % of the roofline ({least:.1f} us)"
+    return f"{us:.1f} us, {rates} (no roofline is known for this device)"
+
+
+def _scaled(rate: float, unit: str) -> str:
+    """Return a rate in units of 10**12 a second if it is at least one of these, else of 10**9."""
+    return f"{rate / 1e12:.3g} T{unit}" if rate >= 1e12 else f"{rate / 1e9:.3g} G{unit}"
 
 
 def profile_text(outcome: Outcome) -> str:

@@ -25,19 +25,9 @@ from w4gemm.kernels.gpu import MIN_DRIVER
 from w4gemm.kernels.requirements import missing_for_dsl
 from w4gemm.tuning.record import facts
 
-NAME = "info"
-HELP = "print versions, the machine, and what each kernel says about it"
-DESCRIPTION = (
-    "Print versions, settings, caches, the plugins of engines, and, for each device, which kernels run there and why "
-    "the others do not. For bug reports."
-)
 ENGINES = (VLLM, SGLANG)
 """Serving engines with a plugin of ours."""
 PACKAGES = ("torch", "nvidia-cutlass-dsl", "apache-tvm-ffi", "transformers", "gguf", "safetensors", "numpy")
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print the same as one JSON object, for programs")
 
 
 def run(args: argparse.Namespace) -> int:

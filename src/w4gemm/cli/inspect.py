@@ -16,28 +16,11 @@ import torch
 from w4gemm import choice
 from w4gemm.checkpoints import Checkpoint, Module, find_checkpoint, open_checkpoint
 from w4gemm.cli.problems import layers_of, problems
-from w4gemm.console.devices import SIMULATED, described_device, device_line
-from w4gemm.console.options import add_device_arguments, chosen_dtype, parse_tokens
+from w4gemm.console.devices import described_device, device_line
 from w4gemm.console.progress import counted
+from w4gemm.console.values import chosen_dtype, parse_tokens
 from w4gemm.core.problem import Device
 from w4gemm.packing.packed_shape import packed_shape
-
-NAME = "inspect"
-HELP = "say what a checkpoint holds and what will run its layers"
-DESCRIPTION = (
-    "Print the 4-bit layers of a checkpoint, by name, with their formats and sizes, the kernel and config that will "
-    "run them for each number of tokens, and the matrices that stay dense. Only headers are read."
-)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", help="a GGUF file, or a folder with one or with a Hugging Face model")
-    parser.add_argument("--format", help="format that a dense model would be quantized to (default: int4_g128)")
-    add_device_arguments(parser, SIMULATED, "device to choose for")
-    parser.add_argument(
-        "--m", default="1,64,2048", metavar="M", help="numbers of tokens to say a config for (default: %(default)s)"
-    )
-    parser.add_argument("--json", action="store_true", help="print everything as one JSON object, module by module")
 
 
 @dataclass(frozen=True)

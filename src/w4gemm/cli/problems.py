@@ -19,8 +19,6 @@ from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import Device, GemmProblem
 from w4gemm.packing.layouts import layout_for
 
-ALL_TOKENS = "1..8192"
-"""The default numbers of tokens."""
 _FP8 = torch.float8_e4m3fn
 _SIZE = re.compile(r"(?:([1-9]\d*)x)?([1-9]\d*)x([1-9]\d*)")
 
@@ -36,39 +34,6 @@ class Layer:
     experts: int = 0
     activations: str | None = None
     """"fp8" if the layer quantizes x, whatever the dtype of the other layers' x."""
-
-
-def add_layer_arguments(parser: argparse.ArgumentParser, vllm: str = "", experts: bool = True) -> None:
-    """Add --model, --shapes, --format, --m and, if ``vllm`` is not empty, --vllm.
-
-    Args:
-        vllm: help text of --vllm.
-        experts: False if the command leaves out layers of experts.
-    """
-    sizes = "sizes N x K like 6144x4096,4096x4096" + " or, of 8 experts, 8x28672x4096" * experts
-    left_out = "" if experts else ". Lines with EXPERTS are left out"
-    which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument(
-        "--model",
-        metavar="PATH",
-        help="the layers of a GGUF file, or of a folder with one or with a Hugging Face model",
-    )
-    which.add_argument(
-        "--shapes",
-        metavar="FILE",
-        help="the layers of a file with lines [EXPERTS] N K [FORMAT] [bias] (N output features, K input features); or "
-        f"{sizes}{left_out}",
-    )
-    if vllm:
-        which.add_argument("--vllm", metavar="PATH", help=vllm)
-    parser.add_argument("--format", help="format of layers that say none (default: int4_g128)")
-    parser.add_argument(
-        "--m",
-        default=ALL_TOKENS,
-        metavar="M",
-        help=f"numbers of tokens{' (for experts, of each on average)' * experts}: numbers and ranges like 1..64,512 or "
-        "1.. without an end (default: %(default)s)",
-    )
 
 
 def problems(
@@ -137,7 +102,7 @@ def _parse_line(line: str, where: str, format: WeightFormat) -> Layer:
     sizes = [_size(word, where) for word in itertools.takewhile(str.isdecimal, words)]
     named = words[len(sizes) :]
     if len(sizes) not in (2, 3) or len(named) > 1 or 0 in sizes:
-        raise ValueError(f"{where}: wanted [EXPERTS] N K [FORMAT] [bias], got {line!r}")
+        raise FormatError(f"{where}: wanted [EXPERTS] N K [FORMAT] [bias], got {line!r}")
     experts, n, k = sizes if len(sizes) == 3 else (0, *sizes)
     return Layer(n, k, WeightFormat.parse(named[0]) if named else format, bias, experts)
 

@@ -3,43 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import time
+from typing import Any
 
 from w4gemm import choice
 from w4gemm.choice import store
-from w4gemm.cli.problems import add_layer_arguments, parse_layers, problems
+from w4gemm.cli.problems import parse_layers, problems
 from w4gemm.console.devices import chosen_device, device_line, device_name
 from w4gemm.console.errors import memory_for
-from w4gemm.console.options import add_device_arguments, chosen_dtype, parse_tokens, positive
 from w4gemm.console.progress import counted, delete_line, progress_bar, say
+from w4gemm.console.values import chosen_dtype, parse_tokens
 from w4gemm.core import environment
 from w4gemm.tuning.tuner import TOP, Outcome, tune
-
-NAME = "tune"
-HELP = "measure the likeliest configs of a model's layers and keep the fastest"
-DESCRIPTION = (
-    "For each layer and each interval of m, the number of tokens: compile the configs of least predicted time, measure "
-    "them, and keep the fastest in the cache folder, where every later process finds it. What has a record already is "
-    "not measured again, so an interrupted run goes on where it stopped. Layers of experts are left out."
-)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_layer_arguments(parser, experts=False)
-    add_device_arguments(parser)
-    parser.add_argument(
-        "--top",
-        type=positive,
-        default=TOP,
-        metavar="N",
-        help="configs to measure for each layer and interval of m, least predicted time first (default: %(default)s)",
-    )
-    parser.add_argument("--batch-invariant", action="store_true", help="tune linear(..., batch_invariant=True)")
-    parser.add_argument("--force", action="store_true", help="measure also what has a record already")
-    parser.add_argument(
-        "--workers", type=positive, metavar="N", help="processes that compile (default: one for each processor)"
-    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -56,16 +33,18 @@ def run(args: argparse.Namespace) -> int:
     needed = problems(dense, tokens, device, dtype, args.batch_invariant)
     tuned = 0 if args.force else sum((choice.measured_record(problem) or ("",))[0] == "tuned" for problem in needed)
     say(f"{device_line(device)}; {counted(len(needed), 'problem')}")
+    top = TOP if args.top is None else args.top
     started = time.perf_counter()
     outcomes: list[Outcome] = []
     try:
         too_large = f"{name}: wanted layers that fit the memory of {device_name(where)}, got {value!r}"
         with memory_for(too_large), progress_bar() as progress:
-            options = {"top": args.top, "force": args.force, "workers": args.workers}
+            options = {"top": top, "force": args.force, "workers": args.workers}
             for outcome in tune(needed, where, **options, progress=progress):
                 outcomes.append(outcome)
-                delete_line()
-                print(line(outcome), flush=True)
+                if not args.json:
+                    delete_line()
+                    print(line(outcome), flush=True)
     finally:
         seconds = time.perf_counter() - started
         say(f"{len(outcomes)} of {len(needed)} measured in {seconds:.0f} s{summary(outcomes, tuned)}")
@@ -74,13 +53,28 @@ def run(args: argparse.Namespace) -> int:
             say(f"kept in no file: {environment.why_nothing_is_kept()}")
         elif (outcomes or tuned) and all(outcome.stored for outcome in outcomes):
             say(f"kept in {path}")  # else a warning has said what is in the way
+    if args.json:
+        print(json.dumps({"device": device_line(device), "tuned": [_facts(each) for each in outcomes]}, indent=2))
     return 0
+
+
+def _facts(outcome: Outcome) -> dict[str, Any]:
+    problem, record = outcome.problem, outcome.record
+    sizes = {"m": problem.m, "n": problem.n, "k": problem.k, "format": str(problem.format)}
+    return sizes | {
+        "config": record.choice,
+        "us": record.us,
+        "gain": outcome.gain,
+        "steady": outcome.steady,
+        "kept": outcome.stored,
+    }
 
 
 def line(outcome: Outcome) -> str:
     problem, record = outcome.problem, outcome.record
     gain = "the first guess" if record.choice == outcome.first_guess else f"{outcome.gain:.2f} x the first guess"
-    return f"m {problem.m}, n {problem.n}, k {problem.k}: {record.choice}, {record.us:.1f} us, {gain}"
+    doubt = "" if outcome.steady else "; its repeats disagree"
+    return f"m {problem.m}, n {problem.n}, k {problem.k}: {record.choice}, {record.us:.1f} us, {gain}{doubt}"
 
 
 def summary(outcomes: list[Outcome], tuned: int) -> str:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 
 from w4gemm import choice
 from w4gemm.console.progress import say
-from w4gemm.core.errors import require_gpu
+from w4gemm.core.errors import nearest, require_gpu
 from w4gemm.core.formats import WeightFormat
-from w4gemm.core.problem import H100, H200, Device, GemmProblem
+from w4gemm.core.gpu_rates import known_names
+from w4gemm.core.problem import Device, GemmProblem, gpu_named
 from w4gemm.packing.layouts import layout_for
-
-SIMULATED = {"h100": H100, "h200": H200}
-"""Descriptions of GPUs that need not be there, by name, for commands that only choose and compile."""
 
 
 def choose_device(name: str | None) -> tuple[torch.device, str]:
@@ -22,12 +22,10 @@ def choose_device(name: str | None) -> tuple[torch.device, str]:
         ValueError: for a name that is no device's, or of a device that is not there.
     """
     if name is not None:
-        try:
-            device = torch.device(name)
-        except RuntimeError:
-            device = torch.device("meta")
-        if device.type not in ("cpu", "cuda"):
-            raise ValueError(f"--device: wanted cpu, cuda or cuda:N, got {name!r}")
+        device = _parsed(name)
+        if device is None:
+            other = "; GPUs by name are for `explain`, `inspect` and `compile`" if gpu_named(name) else ""
+            raise ValueError(f"--device: wanted cpu, cuda or cuda:N, got {name!r}{other}")
         require_gpu("--device", device)
         return device, ""
     if not torch.cuda.is_available():
@@ -38,6 +36,15 @@ def choose_device(name: str | None) -> tuple[torch.device, str]:
     return torch.device("cpu"), f"using the CPU, since no kernel runs on {device_name('cuda')}: {reasons}"
 
 
+def _parsed(name: str) -> torch.device | None:
+    """Return the CPU or a CUDA device from its name for PyTorch; None for any other name."""
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        return None
+    return device if device.type in ("cpu", "cuda") else None
+
+
 def device_name(device: torch.device | str) -> str:
     """Return the name of a GPU, or "the CPU"."""
     device = torch.device(device)
@@ -45,17 +52,24 @@ def device_name(device: torch.device | str) -> str:
 
 
 def described_device(name: str | None) -> Device:
-    """Return the device to choose for, which need not be there if it is one of :data:`SIMULATED`.
+    """Return the device to choose for: one of this machine, or a GPU by its name, which need not be there.
 
     Raises:
         ValueError: for a name that is no device's, or of a device that is not there.
     """
-    if name is not None and name.lower() in SIMULATED:
-        return SIMULATED[name.lower()]
-    try:
+    if name is None or _parsed(name) is not None:
         return chosen_device(name)[0]
-    except ValueError as e:
-        raise ValueError(f"{e}; without a GPU: {' or '.join(SIMULATED)}") from None
+    gpu = gpu_named(name)
+    if gpu is None:
+        expected = "cpu, cuda, cuda:N or the name of a GPU, such as h200 or rtx-4090"
+        raise ValueError(f"--device: wanted {expected}, got {name!r}{nearest_gpu(name)}")
+    return gpu
+
+
+def nearest_gpu(name: str) -> str:
+    """Return the end of a message about an unknown GPU: the known one of nearest name, if one is near."""
+    words = re.sub("nvidia |geforce ", "", name.replace("-", " "), flags=re.IGNORECASE)
+    return nearest(words, known_names())
 
 
 def chosen_device(name: str | None) -> tuple[Device, torch.device]:
@@ -64,9 +78,6 @@ def chosen_device(name: str | None) -> tuple[Device, torch.device]:
     Raises:
         ValueError: for a name that is no device's, or of a device that is not there.
     """
-    if name is not None and name.lower() in SIMULATED:
-        expected = "wanted a device to run on, cpu, cuda or cuda:N"
-        raise ValueError(f"--device: {expected}, got {name}, a description for `explain` and `inspect`")
     device, note = choose_device(name)
     if note:
         say(note)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from w4gemm.core.errors import UnsupportedError
+from w4gemm.core.errors import FormatError, UnsupportedError
 
 _USER_ERRORS = (ValueError, TypeError, OSError, ImportError, MemoryError, UnsupportedError)
 _LACKS_MEMORY = re.compile(r"can't allocate memory|out of memory|Storage size calculation overflowed")
@@ -58,12 +58,12 @@ def read_text(name: str, path: str | Path) -> str:
         name: the argument that named the file, as messages call it.
 
     Raises:
-        OSError, ValueError: if it cannot be read, or is not text.
+        OSError, FormatError: if it cannot be read, or is not text.
     """
     try:
         return Path(path).read_text(encoding="utf-8").removeprefix("\ufeff")  # which some editors begin a file with
     except UnicodeDecodeError as e:
-        raise ValueError(
+        raise FormatError(
             f"{name}: wanted a text file in UTF-8, got {str(path)!r}, which is none at byte {e.start}"
         ) from e
 

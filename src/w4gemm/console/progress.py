@@ -66,6 +66,7 @@ def progress_bar() -> Iterator[Callable[[int, int, str], None]]:
         def progress(done: int, total: int, what: str) -> None:
             seconds_left = (time.monotonic() - started) / max(done, 1) * (total - done)
             full = 24 * done // max(total, 1)
-            line(0, 0, f"[{'#' * full}{'.' * (24 - full)}] {done}/{total}, {seconds_left:.0f} s left: {what}")
+            left = f", {seconds_left:.0f} s left" * (done < total)  # the last step of all may take long, too
+            line(0, 0, f"[{'#' * full}{'.' * (24 - full)}] {done}/{total}{left}: {what}")
 
         yield progress

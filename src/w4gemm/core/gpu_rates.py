@@ -1,4 +1,5 @@
-"""The rates of known GPUs by name, which the driver does not tell, or tells for the clock of the moment only."""
+"""Known GPUs by name: their rates, which the driver does not tell, or tells for the clock of the moment only, and what
+describes one that is not there."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from typing import NamedTuple
 
 
 class GpuRates(NamedTuple):
-    """Rates from a GPU's data sheet; 0 for a rate that is not known."""
+    """Rates and size from a GPU's data sheet; 0 for what is not known."""
 
     clock: float = 0.0
     """Boost clock of a multiprocessor, MHz."""
@@ -15,34 +16,44 @@ class GpuRates(NamedTuple):
     """Memory bandwidth, bytes per us."""
     operations: float = 0.0
     """Dense 16-bit tensor-core operations with float32 sums, per us: 2 for a multiplication and an addition."""
+    sms: int = 0
+    """Number of multiprocessors."""
 
 
 _KNOWN: dict[tuple[int, int], dict[str, GpuRates]] = {
-    (10, 3): {"B300": GpuRates(1965, 8.0e6, 2250e6)},
-    (10, 0): {"B200": GpuRates(1965, 8.0e6, 2250e6)},
+    (10, 3): {"B300": GpuRates(1965, 8.0e6, 2250e6, 148)},
+    (10, 0): {"GB200": GpuRates(2062, 8.0e6, 2500e6, 152), "B200": GpuRates(1965, 8.0e6, 2250e6, 148)},
     (9, 0): {
-        "H200 NVL": GpuRates(1785, 4.8e6, 835e6),
-        "GH200": GpuRates(1980, 4.0e6, 989.5e6),
-        "H200": GpuRates(1980, 4.8e6, 989.5e6),
-        "H[18]00 PCIe": GpuRates(1755, 2.0e6, 756e6),
-        "H[18]00 NVL": GpuRates(1785, 3.9e6, 835e6),
-        "H[18]00": GpuRates(1980, 3.35e6, 989.5e6),
-        "H20": GpuRates(1980, 4.0e6, 148e6),
+        "H200 NVL": GpuRates(1785, 4.8e6, 835e6, 132),
+        "GH200": GpuRates(1980, 4.0e6, 989.5e6, 132),
+        "H200": GpuRates(1980, 4.8e6, 989.5e6, 132),
+        "H[18]00 PCIe": GpuRates(1755, 2.0e6, 756e6, 114),
+        "H[18]00 NVL": GpuRates(1785, 3.9e6, 835e6, 132),
+        "H[18]00": GpuRates(1980, 3.35e6, 989.5e6, 132),
+        "H20": GpuRates(1980, 4.0e6, 148e6, 78),
     },
     (8, 0): {
-        "A[18]00.*40GB": GpuRates(1410, 1.555e6, 312e6),
-        "A[18]00": GpuRates(1410, 2.0e6, 312e6),
-        "A30": GpuRates(1440, 0.933e6, 165e6),
+        "A[18]00.*40GB": GpuRates(1410, 1.555e6, 312e6, 108),
+        "A[18]00": GpuRates(1410, 2.0e6, 312e6, 108),
+        "A30": GpuRates(1440, 0.933e6, 165e6, 56),
     },
-    (8, 6): {"A10G?": GpuRates(1695, 0.6e6, 125e6), "RTX 3090": GpuRates(1695, 0.936e6, 71e6)},
+    (8, 6): {
+        "A10G": GpuRates(1695, 0.6e6, 125e6, 80),
+        "A10": GpuRates(1695, 0.6e6, 125e6, 72),
+        "A40": GpuRates(1740, 0.696e6, 149.7e6, 84),
+        "RTX 3090": GpuRates(1695, 0.936e6, 71e6, 82),
+    },
     (8, 9): {
-        "L40S": GpuRates(2520, 0.864e6, 362e6),
-        "L40": GpuRates(2490, 0.864e6, 181e6),
-        "L4": GpuRates(2040, 0.3e6, 121e6),
-        "RTX 6000 Ada": GpuRates(2505, 0.96e6, 364e6),
-        "RTX 4090": GpuRates(2520, 1.008e6, 165e6),
+        "L40S": GpuRates(2520, 0.864e6, 362e6, 142),
+        "L40": GpuRates(2490, 0.864e6, 181e6, 142),
+        "L4": GpuRates(2040, 0.3e6, 121e6, 58),
+        "RTX 6000 Ada": GpuRates(2505, 0.96e6, 364e6, 142),
+        "RTX 4090": GpuRates(2520, 1.008e6, 165e6, 128),
     },
-    (12, 0): {"RTX 5090": GpuRates(2407, 1.792e6, 209e6)},
+    (12, 0): {
+        "RTX 5090": GpuRates(2407, 1.792e6, 209e6, 170),
+        "RTX PRO 6000": GpuRates(2617, 1.792e6, 503e6, 188),
+    },
 }
 """Rates by compute capability and by a pattern that matches whole words of the name. The first pattern that matches
 counts."""
@@ -60,8 +71,8 @@ def capability_of(name: str) -> tuple[int, int] | None:
 
 def known_names() -> list[str]:
     """Return a name of each known GPU, without the words that all GPUs of its vendor share."""
-    patterns = (pattern for gpus in _KNOWN.values() for pattern in gpus)
-    return [re.sub(r"\[(\d)\d\]", r"\1", p).replace("G?", "").replace(".*", " ") for p in patterns]
+    patterns = [pattern.replace(".*", " ") for gpus in _KNOWN.values() for pattern in gpus]
+    return [p.replace("[18]", digit) for p in patterns for digit in ("1", "8")[: 1 + ("[18]" in p)]]
 
 
 def _capability_and_rates(name: str) -> tuple[tuple[int, int] | None, GpuRates]:

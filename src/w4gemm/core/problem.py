@@ -13,7 +13,7 @@ import torch
 from w4gemm.core.epilogue import PLAIN, Epilogue
 from w4gemm.core.errors import device_named, require_bool, require_gpu, require_int
 from w4gemm.core.formats import WeightFormat
-from w4gemm.core.gpu_rates import rates_of
+from w4gemm.core.gpu_rates import capability_of, known_names, rates_of
 
 
 @dataclass(frozen=True)
@@ -109,6 +109,28 @@ GPUS = {
     "sm_120a": Device("cuda", "NVIDIA GeForce RTX 5090", (12, 0), 170, 101376),
 }
 """A GPU for each target of the compiler; for choosing and compiling without one."""
+
+_SHORT = {"H100": H100, "H200": H200, "A100": GPUS["sm_80"], "RTX 3090": GPUS["sm_86"]}
+_SHORT |= {"RTX 4090": GPUS["sm_89"], "B200": GPUS["sm_100a"], "RTX 5090": GPUS["sm_120a"]}
+"""GPUs whose exact names are known, by which measured choices are found."""
+_SHARED_MEMORY = {gpu.capability: gpu.shared_memory for gpu in GPUS.values()} | {(10, 3): 232448}
+
+
+def gpu_named(name: str) -> Device | None:
+    """Return the GPU of a name, which need not be there, or None if it is not known.
+
+    Args:
+        name: a short name such as "h200" or "rtx-4090", in any case, or the driver's name.
+    """
+    words = name.replace("-", " ").replace("_", " ").upper()
+    short = next((known for known in known_names() if known.upper() == words), None)
+    if short in _SHORT:
+        return _SHORT[short]
+    name = f"NVIDIA {short}" if short else name
+    capability = capability_of(name)
+    if capability is None:
+        return None
+    return Device("cuda", name, capability, shared_memory=_SHARED_MEMORY[capability])  # with the name's rates and SMs
 
 
 @dataclass(frozen=True)

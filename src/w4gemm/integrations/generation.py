@@ -97,11 +97,11 @@ def generate(
     """Return the new token ids (1, tokens). temperature: 0 takes the likeliest token; seed: for one above 0.
 
     Raises:
-        ValueError: for token ids that the model has no embedding of.
+        FormatError: for token ids that the model has no embedding of.
     """
     embeddings, largest = model.get_input_embeddings().weight.shape[0], int(inputs.max())
     if largest >= embeddings:
-        raise ValueError(f"the tokenizer gives token {largest}, but the model has embeddings of {embeddings} tokens")
+        raise FormatError(f"the tokenizer gives token {largest}, but the model has embeddings of {embeddings} tokens")
     sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
     torch.manual_seed(seed)
     with torch.inference_mode():

@@ -18,12 +18,19 @@ _log = logging.getLogger("w4gemm.kernels")
 
 @functools.cache
 def missing_for_dsl(min_driver: tuple[int, int]) -> str:
-    """Return why kernels in CuTe DSL cannot run here, or the empty string.
+    """Return why kernels in CuTe DSL cannot run here, or the empty string, also without a GPU: there configs are only
+    chosen, and compiled if :func:`missing_to_compile` is empty too.
 
-    ``min_driver`` is the CUDA version that the driver must support. Without a GPU it is not looked at, so that
-    choosing and compiling work anywhere.
+    ``min_driver`` is the CUDA version that the driver must support.
     """
-    return _missing_dsl() or _missing_sources() or _old_driver(min_driver)
+    import torch
+
+    return (missing_to_compile() or _old_driver(min_driver)) if torch.cuda.is_available() else ""
+
+
+def missing_to_compile() -> str:
+    """Return why kernels in CuTe DSL cannot be compiled here, or the empty string."""
+    return _missing_dsl() or _missing_sources()
 
 
 def _missing_dsl() -> str:
@@ -64,10 +71,6 @@ def _minor(version: str) -> tuple[int, ...]:
 
 
 def _old_driver(minimum: tuple[int, int]) -> str:
-    import torch
-
-    if not torch.cuda.is_available():
-        return ""
     have = driver_cuda_version()
     if have is not None and have < minimum:
         wanted = ".".join(map(str, minimum))

@@ -50,6 +50,8 @@ _AS_FAST = 1.03
 _WORTH = 0.99
 """Largest time / first guess's time, geometric mean of two m, with which a config replaces the first guess. With less
 to gain, the choice lost as often as it won when both were measured again (H200, 2026-11-21)."""
+_STEADY, _TRIES = 1.5, 3
+"""Largest p80 / p20 of the chosen config's repeats that is trusted, and how often a problem is timed until it is."""
 
 Progress = Callable[[int, int, str], None]
 """A function that is called as ``progress(configs done, configs, what)``."""
@@ -71,6 +73,8 @@ class Outcome:
     """The config of least predicted time, which the heuristic would choose."""
     record: Record
     """The config that was kept."""
+    steady: bool = True
+    """False if the chosen config's repeats disagreed each time, as on a busy machine."""
     stored: bool = False
     """True if later processes find the record in the cache folder."""
 
@@ -220,9 +224,15 @@ def _measure(
     if not launches:
         return None
     first = f"{configs[0][0].name}/{configs[0][1]}"
-    times, ragged = _times(launches, operands, workload, first)
-    best = _best(times, ragged, first)
-    return Outcome(problem, times, ragged, failed, first, record_of(problem, best, times[best].p50))
+    for _ in range(_TRIES):
+        times, ragged = _times(launches, operands, workload, first)
+        best = _best(times, ragged, first)
+        if steady := all(time.p80 <= _STEADY * time.p20 for time in (times[best], ragged[best])):
+            break
+    else:
+        said = "%s: the repeats of %s disagree, %.0f to %.0f us: the machine is busy; tune it again with --force"
+        _log.warning(said, problem, best, times[best].p20, times[best].p80)
+    return Outcome(problem, times, ragged, failed, first, record_of(problem, best, times[best].p50), steady)
 
 
 def record_of(problem: GemmProblem, name: str, us: float) -> Record:

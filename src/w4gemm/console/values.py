@@ -1,0 +1,63 @@
+"""What options mean: sizes, dtypes and numbers of tokens of their texts."""
+
+from __future__ import annotations
+
+import argparse
+import re
+
+import torch
+
+from w4gemm import choice
+from w4gemm.console import options
+from w4gemm.core.errors import LARGEST_SIZE
+from w4gemm.core.problem import Device
+
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in options.DTYPES}
+"""The dtypes that activations may have, by name."""
+_RANGE = re.compile(r"(\d+)(\.\.(\d*))?")
+_LONGEST_RANGE = 80
+"""Characters."""
+
+
+def sizes_of(args: argparse.Namespace) -> tuple[int, int, int]:
+    """Return m, n and k.
+
+    Raises:
+        ValueError: unless all three are there, in one of both ways, and are sizes of a product.
+    """
+    options = [size for size in (args.m, args.n, args.k) if size is not None]
+    if len(args.sizes) + len(options) != 3 or (args.sizes and options):
+        raise ValueError("M, N, K: wanted three sizes, as in `512 4096 4096` or `--m 512 --n 4096 --k 4096`")
+    m, n, k = args.sizes or options
+    if not all(1 <= size <= LARGEST_SIZE for size in (m, n, k)):
+        raise ValueError(f"M, N, K: wanted numbers from 1 to {LARGEST_SIZE}, got {m}, {n}, {k}")
+    return m, n, k
+
+
+def chosen_dtype(name: str | None, device: Device) -> torch.dtype:
+    """Return the dtype called ``name``; for None, float32 on the CPU and bfloat16 on a GPU."""
+    return DTYPES[name or ("float32" if device.kind == "cpu" else "bfloat16")]
+
+
+def parse_tokens(text: str) -> list[int]:
+    """Return the numbers of tokens that stand for the intervals of m in a text.
+
+    Args:
+        text: numbers and ranges such as ``1..64,512``; ``4096..`` has no end.
+
+    Raises:
+        ValueError: for any other text.
+    """
+    ends: set[int] = set()
+    for part in text.split(","):
+        match = _RANGE.fullmatch(part.strip())
+        too_long = len(part) > _LONGEST_RANGE  # Python refuses to read thousands of digits, in words of its own
+        first = int(match[1]) if match and not too_long else 0
+        if match is None or first < 1:
+            raise ValueError(f"--m: wanted numbers from 1 and ranges like 1..64,512 or 1.., got {text!r:.80}")
+        last = first if match[2] is None else int(match[3]) if match[3] else choice.BOUNDS[-1] + 1
+        if last < first:
+            raise ValueError(f"--m: wanted ranges that go up, got {part!r}")
+        intervals = range(choice.interval(first), choice.interval(last) + 1)
+        ends |= {choice.interval_end(choice.BOUNDS[i - 1] + 1 if i else 1) for i in intervals}
+    return sorted(ends)
