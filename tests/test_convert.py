@@ -268,7 +268,7 @@ def test_a_folder_is_not_converted_into_itself(tmp_path: Path, capsys: pytest.Ca
     folder = samples._gptq(tmp_path / "in")
     (tmp_path / "link").symlink_to(folder)
     for out in (folder, tmp_path / "link"):
-        assert convert(folder, out) == 1
+        assert convert(folder, out) == 2
         assert f"OUTPUT: wanted another folder than PATH, got '{out}' for both" in capsys.readouterr().err
 
 
@@ -290,7 +290,7 @@ def test_other_conversions_do_not_go_on(tmp_path: Path, capsys: pytest.CaptureFi
     assert convert(tmp_path / "in", tmp_path / "out", "--to", "compressed-tensors") == 1
     assert "holds model.safetensors, which is damaged, or not of an interrupted run" in capsys.readouterr().err
     assert convert(tmp_path / "in", tmp_path / "out") == 0
-    assert convert(tmp_path / "in", tmp_path / "x", "--format", "int4_g32") == 1
+    assert convert(tmp_path / "in", tmp_path / "x", "--format", "int4_g32") == 2
     assert "is in 4 bits already" in capsys.readouterr().err
 
 
@@ -367,7 +367,7 @@ def test_inspect_says_the_size_of_what_stays_dense(
 def test_a_device_that_there_is_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A folder in 4 bits is converted on no device, and yet a name that is none is refused."""
     folder = samples._gptq(tmp_path / "in")
-    assert main(["convert", str(folder), str(tmp_path / "out"), "--device", "gpu"]) == 1
+    assert main(["convert", str(folder), str(tmp_path / "out"), "--device", "gpu"]) == 2
     assert "--device: wanted cpu, cuda or cuda:N, got 'gpu'" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
     assert main(["convert", str(folder), str(tmp_path / "out"), "--device", "cpu"]) == 0

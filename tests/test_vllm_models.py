@@ -144,7 +144,7 @@ def test_other_checkpoints_are_refused(tmp_path: Path, capsys: pytest.CaptureFix
     with pytest.raises(FormatError):
         read_model(str(tmp_path))
     assert main(["compile", "--vllm", str(tmp_path / "no"), "-o", str(tmp_path / "o")]) == 1
-    assert main(["compile", "--shapes", "64x64", "--tensor-parallel", "2", "-o", str(tmp_path / "o")]) == 1
+    assert main(["compile", "--shapes", "64x64", "--tensor-parallel", "2", "-o", str(tmp_path / "o")]) == 2
     assert "--tensor-parallel: wanted it with --vllm only" in capsys.readouterr().err
 
 
