@@ -13,13 +13,13 @@ from pathlib import Path
 import torch
 from bench.options import command
 
-from w4gemm.core.elements import ELEMENTS
 from w4gemm.core.epilogue import Epilogue
 from w4gemm.core.formats import ALIASES, PER_COLUMN, SCALES, ZEROS, WeightFormat
 from w4gemm.core.problem import GPUS, H200, Device, GemmProblem
 from w4gemm.integrations.sglang.takeover import SGLANG
 from w4gemm.integrations.vllm.takeover import VLLM
 from w4gemm.kernels import KERNELS, Kernel
+from w4gemm.packing.codecs import CODECS
 from w4gemm.packing.layouts import LAYOUTS, layout_for
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -101,9 +101,11 @@ def _cell(device: Device, dtype: torch.dtype) -> str:
 
 
 def families() -> dict[str, list[WeightFormat]]:
-    """Formats of all group sizes by element, zero rule and scale rule, under a string with ``g*`` for the group."""
+    """Formats of all group sizes by element, zero rule and scale rule, under a string with ``g*`` for the group.
+    Elements without a codec run on CPUs only."""
     found: dict[str, list[WeightFormat]] = {}
-    for element, zero, scale, group_size in itertools.product(ELEMENTS, ZEROS, SCALES, GROUPS):
+    elements = dict.fromkeys(codec.element for codec in CODECS)
+    for element, zero, scale, group_size in itertools.product(elements, ZEROS, SCALES, GROUPS):
         try:
             format = WeightFormat(group_size, zero, scale, element)
         except ValueError:  # no such combination
@@ -135,18 +137,21 @@ def _taken(device: Device, formats: list[WeightFormat]) -> str:
 
 def formats_by_device() -> str:
     """By format and device the activations; devices with equal columns are one column, formats with equal rows one
-    row."""
+    row, and those that no GPU takes have no names."""
     columns: dict[tuple[str, ...], list[Device]] = {}
     labels = families()
     for device in DEVICES.values():
         cells = tuple(_taken(device, formats) for formats in labels.values())
         if any(cell != "-" for cell in cells):
             columns.setdefault(cells, []).append(device)
+    heads = [_capabilities(devices) for devices in columns.values()]
     rows: dict[tuple[str, ...], list[str]] = {}
     for label, *cells in zip(labels, *columns, strict=True):
-        rows.setdefault(tuple(cells), []).append(f"`{label}`{_alias(label)}")
-    heads = map(_capabilities, columns.values())
-    return markdown(("format", *heads), ((", ".join(names), *cells) for cells, names in rows.items()))
+        names = rows.setdefault(tuple(cells), [])
+        if any(cell != "-" for head, cell in zip(heads, cells, strict=True) if head != "CPU"):
+            names.append(f"`{label}`{_alias(label)}")
+    in_order = sorted(rows.items(), key=lambda row: not row[1])
+    return markdown(("format", *heads), ((", ".join(names) or "all others", *cells) for cells, names in in_order))
 
 
 def _capabilities(devices: Iterable[Device]) -> str:

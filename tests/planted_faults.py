@@ -27,8 +27,8 @@ FAULTS = (
     Fault(
         "codes of a byte swapped in the canonical layout",
         "src/w4gemm/packing/bits.py",
-        "packed = codes[..., 0::together] | codes[..., 1::together] << bits",
-        "packed = codes[..., 1::together] | codes[..., 0::together] << bits",
+        "shifts = {i: i * bits - 8 * byte for i in range(first, last + 1)}",
+        "shifts = {first + last - i: i * bits - 8 * byte for i in range(first, last + 1)}",
         "tests/test_layouts.py",
     ),
     Fault(
@@ -133,7 +133,7 @@ FAULTS = (
     Fault(
         "float zero points without the 8 of signed codes",
         "src/w4gemm/kernels/cpu/kernel.py",
-        "sums = torch.addcmul(zeros[0] * x_sums, sums + SYMMETRIC_ZERO * x_sums, scales)",
+        "sums = torch.addcmul(zeros[0] * x_sums, sums + middle * x_sums, scales)",
         "sums = torch.addcmul(zeros[0] * x_sums, sums, scales)",
         "fuzz --like format=zfloat",
     ),

@@ -95,9 +95,10 @@ def test_another_element_has_no_zero_points(squares):
 @pytest.mark.parametrize("element", ELEMENTS.values(), ids=lambda e: e.name)
 def test_numbers_beside_16_bit_activations(element):
     """They are exact, or those of NF4 the nearest, and their products with an 11-bit scale are exact in float32."""
-    values = torch.tensor(element.values, dtype=torch.float64)
+    codes = torch.tensor([u for u in range(2**element.bits) if u not in element.refused_codes])
+    values = torch.tensor(element.values, dtype=torch.float64)[codes]
     for dtype in (torch.bfloat16, torch.float16):
-        numbers = element.numbers(torch.arange(16), dtype).double()
+        numbers = element.numbers(codes, dtype).double()
         error = (numbers - values).abs() / values.abs().clamp(min=0.01)
         assert error.max() <= (torch.finfo(dtype).eps / 2 if element.name == "nf4" else 0)
         assert torch.equal((numbers * 2047 / 2048).float().double(), numbers * 2047 / 2048)
@@ -349,8 +350,8 @@ def test_each_codec_is_tested(codec):
     assert any(codec.holds(WeightFormat.parse(name)) for name in compiled), "add a format to formats_of in test_sass.py"
 
 
-@pytest.mark.parametrize("element", ELEMENTS)
-def test_each_element_has_a_codec(element):
+@pytest.mark.parametrize("element", [element.name for element in ELEMENTS.values() if element.bits == 4])
+def test_each_element_of_4_bits_has_a_codec(element):
     """The same 16 numbers without a name run on GPUs, as any codebook; so a name may not take that away."""
     assert any(codec.element == element and codec.fragment is MMA16 for codec in CODECS), (
         f"add a codec of {element} to CODECS, or to CODEBOOKS of packing/codecs/codebook.py if it is a table"

@@ -24,7 +24,7 @@ CPU = Device("cpu")
 @pytest.fixture
 def without_code_sums(monkeypatch):
     """Simulate a build of PyTorch without FBGEMM."""
-    monkeypatch.setattr(kernel, "has_code_sums", lambda: False)
+    monkeypatch.setattr(kernel, "has_code_sums", lambda bits: False)
     monkeypatch.setattr(choice.plan_cache, "_plans", {})
 
 
@@ -38,7 +38,7 @@ def in_order(p: GemmProblem) -> list[str]:
 
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="FBGEMM is certain on x86 only")
 def test_few_tokens_read_the_codes_themselves():
-    assert kernel.has_code_sums()
+    assert kernel.has_code_sums(4)
     assert in_order(problem(1))[0] == "1x128x32_1x1x1_coop"
     assert in_order(problem(4)) == in_order(problem(8))[::-1]
     assert all(not c.startswith("1x") for c in in_order(problem(1, "canonical")))
@@ -52,7 +52,7 @@ def test_the_default_dtype_does_not_hide_fbgemm(dtype):
     kernel.has_code_sums.cache_clear()
     try:
         torch.set_default_dtype(dtype)
-        assert kernel.has_code_sums()
+        assert kernel.has_code_sums(4)
     finally:
         torch.set_default_dtype(before)
         kernel.has_code_sums.cache_clear()
@@ -67,6 +67,13 @@ def products_by_every_function(w: w4gemm.QuantizedWeight, x: torch.Tensor) -> di
         "W4Linear": layer(x),
         "masked_linear": w4gemm.masked_linear(x.expand(2, *x.shape).contiguous(), experts, counts)[1],
     }
+
+
+def test_groups_of_more_than_256_columns_that_32_does_not_divide():
+    """Their parts have a multiple of 16 columns."""
+    w = random_weight(WeightFormat(272), 64, 544).repack()
+    x = torch.randn(1, 544, generator=torch.Generator().manual_seed(0))
+    assert torch.allclose(w4gemm.linear(x, w), x @ w.dequantize().T, atol=1e-5)
 
 
 @pytest.mark.parametrize("zero", ["none", "int", "float"])

@@ -11,7 +11,7 @@ from test_layouts import assert_same, random_parts
 from w4gemm import QuantizedWeight, WeightFormat, grouped_linear, linear, quantize
 from w4gemm.packing.codecs import MMA16, Pairs, codec_for, weight_operand
 from w4gemm.packing.codecs.base import PAIR_ROW_BYTES
-from w4gemm.weights.dequantize import with_factors
+from w4gemm.weights.dequantize import with_plain_scales
 from w4gemm.weights.random import random_components
 
 Q4_K = WeightFormat.parse("q4_k")
@@ -131,7 +131,7 @@ def test_decoders(monkeypatch, name, kind, dtype, sum_scale):
     w = QuantizedWeight.from_codes(format, *parts[:3], factors=parts.factors).repack("mma16")
     block, words = codec_for(format, MMA16).block(format), w.tensors[0][0, 0]
     wanted = MMA16.split(torch.arange(64 * 128).view(64, 128)).view(-1, 8)
-    scales = with_factors(parts, format)
+    scales = with_plain_scales(parts, format)
     for i in range(0, 1024, 37):
         row, column = divmod(int(wanted[i, 0]), 128)
         group = column // 32

@@ -62,8 +62,18 @@ CODEBOOKS = {
     ),
     # sign, two bits of exponent, one of mantissa
     "e2m1": (0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6),
+    **{f"int{bits}": tuple(range(-(2 ** (bits - 1)), 2 ** (bits - 1))) for bits in (8, 6, 5, 3, 2)},
+    **{
+        name: tuple(torch.arange(256).to(torch.uint8).view(dtype).double().tolist())
+        for name, dtype in (("e4m3", torch.float8_e4m3fn), ("e5m2", torch.float8_e5m2))
+    },
+    # in eighths: below 1, then steps that double; in sixteenths: below 1/4, ...
+    "e2m3": tuple(s * v / 8 for s in (1, -1) for v in (*range(16), *range(16, 32, 2), *range(32, 64, 4))),
+    "e3m2": tuple(
+        s * v / 16 for s in (1, -1) for v in (*range(8), *(2**e * m for e in range(1, 7) for m in range(4, 8)))
+    ),
 }
-"""Numbers of the codes 0..15 of each element, without a zero point."""
+"""Numbers of the codes of each element, without a zero point."""
 
 
 def codebook(element: str) -> tuple[float, ...]:
@@ -75,6 +85,17 @@ def codebook(element: str) -> tuple[float, ...]:
     size = len(bits) // 16
     words = (bits[i : i + size].ljust(8, "0") for i in range(0, len(bits), size))
     return tuple(struct.unpack(">f", bytes.fromhex(word))[0] for word in words)
+
+
+def finite(element: str) -> list[float]:
+    """Return the numbers of an element, without NaN and infinity."""
+    return [number for number in codebook(element) if math.isfinite(number)]
+
+
+def finite_codes(codes: torch.Tensor, element: str) -> torch.Tensor:
+    """Return codes with 0 in the place of those of NaN and infinity."""
+    numbers = torch.tensor(codebook(element), dtype=torch.float64, device=codes.device)
+    return torch.where(numbers[codes.long()].isfinite(), codes, 0)
 
 
 class Weight(NamedTuple):
@@ -98,22 +119,22 @@ def weight(
 ) -> Weight:
     """w from its parts.
 
-    codes (n, k) 0..15; scales and zeros (n, groups); channels (n) or None; group (k), that of each column; zero "none":
+    codes (n, k); scales and zeros (n, groups); channels (n) or None; group (k), that of each column; zero "none":
     s * the code's number, "int": s (u - z), "float": s u + z. With channels: c times that, which is rounded to e4m3
     before if ``products_rounded``. A code's number is rounded to ``numbers`` first, one of TYPES.
     """
-    u, s = codes.double(), scales.float().double()[:, group]
+    u, s, middle = codes.double(), scales.float().double()[:, group], len(codebook(element)) // 2
     if zero == "none":
         values = torch.tensor(codebook(element), dtype=torch.float64, device=codes.device)
         w = s * rounded(values, TYPES[numbers])[codes.int()]
-        terms = s.abs() * (u + 8) if element == "int4" else w.abs()
+        terms = s.abs() * (u + middle) if element.startswith("int") else w.abs()
     else:
         assert zeros is not None
         z = zeros.float().double()[:, group]
         w = s * (u - z) if zero == "int" else s * u + z
-        # sums may be of u - 8, as signed codes are, with what is left of a group's zero point added behind
-        signed = (u - 8).abs()
-        apart = torch.maximum(u + z, signed + (z - 8).abs()) if zero == "int" else signed + 8
+        # sums may be of u - middle, as signed codes are, with what is left of a group's zero point added behind
+        signed = (u - middle).abs()
+        apart = torch.maximum(u + z, signed + (z - middle).abs()) if zero == "int" else signed + middle
         terms = s.abs() * apart + (0 if zero == "int" else z.abs())
     if channels is not None:
         w = rounded(w, TYPES["float8_e4m3fn"]) if products_rounded else w

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -46,7 +47,8 @@ def _weight(case: Case, source: Source) -> tuple[w4gemm.QuantizedWeight, formula
     group = torch.arange(k, device=source.device) // length
     if case.act_order:
         group = group[torch.argsort(source.uniform(k))]
-    codes, channels = source.integers(0, 15, n, k), None
+    codes, channels = source.integers(0, 2**f.bits - 1, n, k), None
+    codes = formulas.finite_codes(codes, f.element)
     stored = (_two_levels if f.scale_rule.factor_columns else _one_level)(case, f, source, n, groups)
     if f.scale_rule.per_channel:
         channels = source.powers(-2, 1, n) if exact else source.uniform(n) / 16 + 0.01
@@ -58,31 +60,36 @@ def _weight(case: Case, source: Source) -> tuple[w4gemm.QuantizedWeight, formula
 
 
 def _one_level(case: Case, f: w4gemm.WeightFormat, source: Source, n: int, groups: int) -> Stored:
-    scales, zeros, exact = _short(_scales(case, f, source, n, groups)).to(f.scale_dtype), None, case.numbers == "exact"
+    rows = torch.arange(n, device=source.device)
+    if f.scale == "b128":  # a scale for the even rows of 128, one for the odd rows
+        n, rows = -(-n // 128) * 2, rows // 128 * 2 + rows % 2
+    scales, zeros, exact = _short(_scales(case, f, source, n, groups), f.bits), None, case.numbers == "exact"
+    scales = scales.to(f.scale_dtype)
     if f.zero == "int":
-        zeros = source.integers(0, 15, n, groups).to(torch.uint8)
+        zeros = source.integers(0, 2**f.bits - 1, n, groups).to(torch.uint8)
     elif f.zero == "float":
         zeros = source.integers(-4, 4, n, groups).float() if exact else source.uniform(n, groups) * 4 - 2
         zeros = (zeros * (scales.float() if exact else 1 / case.k**0.5)).to(f.scale_dtype)
-    return Stored(scales, zeros, None, scales, zeros)
+    return Stored(scales, zeros, None, scales.float()[rows], zeros)
 
 
 def _two_levels(case: Case, f: w4gemm.WeightFormat, source: Source, n: int, groups: int) -> Stored:
-    """Bytes of each group times fp16 factors of each superblock."""
-    columns = f.scale_rule.factor_columns
+    """Small integers of each group times fp16 factors of each superblock."""
+    columns, kinds = f.scale_rule.factor_columns, 1 + f.has_zero
     of_group = torch.arange(groups, device=source.device) * f.group_size // columns
-    shape = n, -(-case.k // columns), 2
-    levels = source.integers(0, 63, 2, n, groups)
+    shape = n, -(-case.k // columns), kinds
+    least, most = {"s8": (-128, 127), "u8": (0, 63), "u4": (0, 15)}[f.scale.partition("x")[0]]
+    levels = source.integers(least, most, kinds, n, groups)
     if case.numbers == "exact":
-        levels = source.integers(0, 8, 2, n, groups)
+        levels = source.integers(0, 8, kinds, n, groups)
         factors = source.powers(-5, -4, *shape)
     else:
         spread = source.powers(-6, 3, *shape) if case.numbers == "extreme" else 1
         factors = (source.uniform(*shape) + 0.1) * spread / (30 * case.k**0.5)
     factors = (factors * (source.integers(0, 1, *shape) * 2 - 1)).half()
-    scales, zeros = (t * factors[:, of_group, i].float() for i, t in enumerate(levels))
-    scale_bytes, zero_bytes = levels.to(torch.uint8)
-    return Stored(scale_bytes, zero_bytes, factors, scales, zeros)
+    numbers = [t * factors[:, of_group, i].float() for i, t in enumerate(levels)]
+    stored = levels.to(f.scale_dtype).unbind()
+    return Stored(stored[0], stored[1] if f.has_zero else None, factors, numbers[0], numbers[1] if f.has_zero else None)
 
 
 def _scales(case: Case, f: w4gemm.WeightFormat, source: Source, n: int, groups: int) -> torch.Tensor:
@@ -98,9 +105,11 @@ def _scales(case: Case, f: w4gemm.WeightFormat, source: Source, n: int, groups: 
     else:
         scales = sign * (source.uniform(n, groups) + 0.1) * (16 if e4m3 else 1 / case.k**0.5)
         scales *= (source.uniform(n, groups) > 0.05) | unsigned
-    return scales / 16 if f.element == "iq4" else scales  # whose numbers are about 16 times int4's
+    # 1/16 for iq4, whose numbers are about 16 times int4's
+    return scales / 2.0 ** max(0, math.ceil(math.log2(max(map(abs, formulas.finite(f.element))) / 8)))
 
 
-def _short(scales: torch.Tensor) -> torch.Tensor:
-    """float32 scales cut off after 18 significant bits: the library takes no more than 20 beside float zero points."""
-    return (scales.contiguous().view(torch.int32) & ~63).view(torch.float32)
+def _short(scales: torch.Tensor, bits: int) -> torch.Tensor:
+    """float32 scales cut off after 22 - bits significant bits: beside float zero points the library takes no more than
+    24 - bits."""
+    return (scales.contiguous().view(torch.int32) & ~(2 ** (bits + 2) - 1)).view(torch.float32)

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from w4gemm.checkpoints.hugging_face import TensorInfo
-from w4gemm.core.elements import INTEGERS
 from w4gemm.core.formats import PER_COLUMN, WeightFormat
 
 SCALES = {"F16": "fp16", "BF16": "bf16"}
@@ -50,9 +49,9 @@ def whole_groups(format: WeightFormat, k: int) -> int:
 
 
 def check_bits(bits: Any) -> None:
-    """Raise ValueError unless integers of so many bits are an element."""
-    if bits not in tuple(INTEGERS):
-        raise ValueError(f"its weight has {bits!r} bits, wanted {' or '.join(map(str, INTEGERS))}")
+    """Raise ValueError unless integers of so many bits are read."""
+    if bits != 4:
+        raise ValueError(f"its weight has {bits!r} bits, wanted 4")
 
 
 def check_symmetric(zeros: torch.Tensor) -> None:

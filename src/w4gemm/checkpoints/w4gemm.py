@@ -34,6 +34,7 @@ ALARM = "weight"
 transformers would draw a weight at random, and refuses one of another shape."""
 _DTYPES = {
     torch.uint8: "U8",
+    torch.int8: "I8",
     torch.float16: "F16",
     torch.bfloat16: "BF16",
     torch.float32: "F32",

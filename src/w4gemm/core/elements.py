@@ -19,7 +19,8 @@ class Element:
     name: str
     bits: int
     values: tuple[float, ...]
-    """The number of each code 0 .. 2**bits - 1 if no zero point is stored, exact in float32."""
+    """The number of each code 0 .. 2**bits - 1 if no zero point is stored, exact in float32. NaN for a code of an 8-bit
+    float that stands for NaN or infinity, which no weight may have."""
     counts: bool = False
     """True if the numbers are consecutive integers, so that a format may store zero points."""
 
@@ -30,6 +31,16 @@ class Element:
     def largest_code(self) -> int:
         """2**bits - 1, which is the largest integer zero point too."""
         return 2**self.bits - 1
+
+    @functools.cached_property
+    def refused_codes(self) -> tuple[int, ...]:
+        """Codes that stand for no finite number."""
+        return tuple(code for code, value in enumerate(self.values) if math.isnan(value))
+
+    @functools.cached_property
+    def _numbers(self) -> tuple[float, ...]:
+        """The different values that are numbers, in ascending order."""
+        return tuple(sorted({value for value in self.values if not math.isnan(value)}))
 
     def numbers(self, codes: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Return the number of each code, rounded to ``dtype``, as float32."""
@@ -42,28 +53,38 @@ class Element:
         """Return the code of the value nearest to each number, as float32; if two are as near, the even code."""
         if self.counts:
             return (numbers + self.padding_code).round().clamp(0, self.largest_code)
-        distinct = sorted(set(self.values))  # e2m1 has two zeros; the first one counts
-        values = torch.tensor(distinct, dtype=torch.float32, device=numbers.device)
-        codes = torch.tensor([self.values.index(value) for value in distinct], device=numbers.device)
+        values = torch.tensor(self._numbers, dtype=torch.float32, device=numbers.device)
+        # of the two zeros of a float the first one counts
+        codes = torch.tensor([self.values.index(value) for value in self._numbers], device=numbers.device)
         middles = (values[1:] + values[:-1]) / 2
         numbers = numbers.contiguous()  # of others PyTorch warns
         below, above = (codes[torch.bucketize(numbers, middles, right=right)] for right in (False, True))
         return torch.where(below % 2 == 0, below, above).float()
 
-    @property
+    @functools.cached_property
     def padding_code(self) -> int:
         """The code of the value nearest to 0, with which a layout pads."""
-        return min(range(len(self.values)), key=lambda code: abs(self.values[code]))
+        return min(range(len(self.values)), key=lambda code: abs(self.values[code]))  # NaN is less than nothing
+
+    @property
+    def least(self) -> float:
+        """The smallest value."""
+        return self._numbers[0]
+
+    @property
+    def most(self) -> float:
+        """The largest value."""
+        return self._numbers[-1]
 
     @property
     def largest_value(self) -> float:
         """Largest magnitude of a value."""
-        return max(map(abs, self.values))
+        return max(-self.least, self.most)
 
     @property
     def symmetric(self) -> bool:
         """True if the values of largest magnitude are of both signs, so that no scale need be negative."""
-        return max(self.values) == -min(self.values)
+        return self.most == -self.least
 
     @property
     def largest_factor(self) -> float:
@@ -78,20 +99,46 @@ _NF4 = (
     *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-_E2M1 = tuple(sign * size for sign in (1.0, -1.0) for size in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
+
+
+def _integers(bits: int) -> Element:
+    half = 2 ** (bits - 1)
+    return Element(f"int{bits}", bits, tuple(range(-half, half)), counts=True)
+
+
+def _float(exponent_bits: int, mantissa_bits: int, no_numbers: int = 0) -> Element:
+    """Return the float of a sign, an exponent and a mantissa; its ``no_numbers`` largest codes of either sign stand for
+    NaN or infinity."""
+    least = 2 - 2 ** (exponent_bits - 1) - mantissa_bits  # exponent of the smallest number
+    mantissas = range(2**mantissa_bits)
+    sizes = [math.ldexp(mantissa, least) for mantissa in mantissas]
+    for exponent in range(2**exponent_bits - 1):
+        sizes += [math.ldexp(2**mantissa_bits + mantissa, least + exponent) for mantissa in mantissas]
+    sizes[len(sizes) - no_numbers :] = [math.nan] * no_numbers
+    values = tuple(sign * size for sign in (1.0, -1.0) for size in sizes)
+    return Element(f"e{exponent_bits}m{mantissa_bits}", 1 + exponent_bits + mantissa_bits, values)
+
+
 ELEMENTS = {
     element.name: element
     for element in (
-        Element("int4", 4, tuple(range(-8, 8)), counts=True),
+        _integers(4),
         Element("iq4", 4, _IQ4),
-        Element("e2m1", 4, _E2M1),
+        _float(2, 1),
         Element("nf4", 4, _NF4),
+        *map(_integers, (8, 6, 5, 3, 2)),
+        _float(4, 3, no_numbers=1),
+        _float(5, 2, no_numbers=4),
+        _float(2, 3),
+        _float(3, 2),
     )
 }
-"""By name, as in a format's string. ``iq4``: the codebook of GGUF's IQ4_NL and IQ4_XS, in its order. ``nf4``: that of
-bitsandbytes' NF4 (QLoRA), quantiles of a normal distribution. ``e2m1``: the 4-bit float of the OCP Microscaling Formats
-specification 1.0, sign, two bits of exponent and one of mantissa; code 8 is -0. Values but those of nf4 need at most
-eight significant bits, so that they are exact in bf16 and their products with a 16-bit scale in float32."""
+"""By name, as in a format's string. ``int8`` to ``int2``: code u stands for u - 2**(bits - 1). ``iq4``: the codebook of
+GGUF's IQ4_NL and IQ4_XS, in its order. ``nf4``: that of bitsandbytes' NF4 (QLoRA), quantiles of a normal distribution.
+``e4m3``, ``e5m2``: the 8-bit floats of the OCP 8-bit Floating Point specification 1.0, PyTorch's float8_e4m3fn and
+float8_e5m2. ``e2m1``, ``e2m3``, ``e3m2``: the floats of 4 and 6 bits of the OCP Microscaling Formats specification 1.0.
+The upper half of a float's codes has the negatives, from -0 on. Values but those of nf4 need at most eight significant
+bits, so that they are exact in bf16 and their products with a 16-bit scale in float32."""
 _CODEBOOK_BITS = 4
 INTEGERS = {element.bits: element for element in ELEMENTS.values() if element.counts}
 """The elements of consecutive integers, by their bits."""

@@ -3,10 +3,10 @@
 A weight w (n, k) is stored as codes u in 0 .. 2**bits - 1, one scale s per output row and group of ``group_size``
 elements along k, and optionally one zero point per scale. A format is an element, a scale rule and a zero rule:
 
-* The :class:`Element` says which number v(u) a code stands for: u - 8 of ``int4``, one of 16 numbers of a codebook such
-  as ``iq4`` and ``nf4``, a 4-bit float of ``e2m1``.
-* The :class:`ScaleRule` says what a scale is stored as, whether a float32 factor per output channel multiplies all
-  scales of the row, and whether s * v is rounded before that factor.
+* The :class:`Element` says which number v(u) a code stands for: u - 2**(bits - 1) of ``int8`` to ``int2``, one of 16
+  numbers of a codebook such as ``iq4`` and ``nf4``, a float of ``e4m3``, ``e3m2`` or ``e2m1``.
+* The :class:`ScaleRule` says what a scale is stored as, how many rows share it, whether a float32 factor per output
+  channel multiplies all scales of the row, and whether s * v is rounded before that factor.
 * The zero rule says what a group's zero point is:
 
 ============  ==========================  =========================================
@@ -17,16 +17,17 @@ elements along k, and optionally one zero point per scale. A format is an elemen
 ``"float"``   s * u + z                   Q4_1, Q4_K, HQQ (after z = -zero * s)
 ============  ==========================  =========================================
 
-The products above are exact in float32; a kernel rounds w once to the activation dtype. With a factor c per output
-channel, w = c * s * v(u), or c * e4m3(s * v(u)) where the rule rounds: to the nearest, ties to even, saturating. With
-float32 scales, w is the float32 nearest to the number above, and a kernel rounds that.
+With scales of at most 16 bits the products above are exact in float32; a kernel rounds w once to the activation dtype.
+With a factor c per output channel, w = c * s * v(u), or c * e4m3(s * v(u)) where the rule rounds: to the nearest, ties
+to even, saturating. With float32 scales, w is the float32 nearest to the number above, and a kernel rounds that.
 
 For 16-bit activations a codebook's numbers are rounded to the activations' dtype before they are multiplied. ``iq4`` is
 exact in bf16 and fp16. Numbers of ``nf4`` change by at most 2**-9 of their size in bf16 and 2**-12 in fp16.
 
-GGUF's Q4_K has scales of two levels: a group's s and z are an unsigned byte each, times a pair of fp16 factors of the
-row's 256 columns around it (a superblock): w = (f * s) * u + g * z. These products too are exact in float32, and w is
-the float32 nearest to their sum.
+GGUF's K-quants have scales of two levels: a group's s and z are small integers, times fp16 factors of the row's 256
+columns around it (a superblock). Q4_K, Q5_K (a byte each) and Q2_K (four bits each): w = (f * s) * u + g * z, the
+float32 nearest to the sum of these products, which are exact in float32. Q6_K and Q3_K have no zero points, and signed
+bytes: w = (f * s) * v(u), the float32 nearest to it; f * s is exact.
 """
 
 from __future__ import annotations
@@ -37,9 +38,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from w4gemm.core.elements import CODEBOOK_NAME, ELEMENTS, Element, element_named
+from w4gemm.core.elements import CODEBOOK_NAME, ELEMENTS, INTEGERS, Element, element_named
 from w4gemm.core.errors import nearest
 
+ZEROS = ("none", "int", "float")
+"""Names of the zero rules."""
 PER_COLUMN = -1
 """``group_size`` of a format with one scale per output channel (per row of w, all of k)."""
 
@@ -54,13 +57,26 @@ class ScaleRule:
     """True if a float32 factor for each output channel multiplies the row's weights."""
     rounded_to: torch.dtype | None = None
     """dtype that scale * number is rounded to, before the channel's factor; None if it stays exact."""
+    zeros: tuple[str, ...] = ("none",)
+    """Zero rules that the scales may have beside them."""
+    block_rows: int = 0
+    """Rows, a multiple of 2, that share two scales, one of the even rows and one of the odd rows; 0 if each row has its
+    own scales. Two, so that rows of a gate and an up projection may alternate."""
     factor_columns: int = 0
-    """Columns that share a pair of fp16 factors, one of scales and one of zero points; 0 if there are none."""
+    """Columns that share an fp16 factor of scales and, with zero points, one of these; 0 if there are none."""
+    level_bits: int = 0
+    """Bits of a scale that has a factor, and of a zero point."""
 
     @property
     def signed(self) -> bool:
         """True if a scale may be negative."""
         return self.dtype not in (torch.float8_e8m0fnu, torch.uint8)
+
+    @property
+    def levels(self) -> tuple[int, int]:
+        """The smallest and the largest scale that has a factor."""
+        half = 2 ** (self.level_bits - 1)
+        return (-half, half - 1) if self.signed else (0, 2 * half - 1)
 
     @property
     def range_dtype(self) -> torch.dtype:
@@ -71,32 +87,50 @@ class ScaleRule:
 SCALES = {
     rule.name: rule
     for rule in (
-        ScaleRule("fp16", torch.float16),
-        ScaleRule("bf16", torch.bfloat16),
-        ScaleRule("fp32", torch.float32),
+        ScaleRule("fp16", torch.float16, zeros=ZEROS),
+        ScaleRule("bf16", torch.bfloat16, zeros=ZEROS),
+        ScaleRule("fp32", torch.float32, zeros=ZEROS),
         ScaleRule("e4m3", torch.float8_e4m3fn, per_channel=True, rounded_to=torch.float8_e4m3fn),
         ScaleRule("e4m3_row", torch.float8_e4m3fn, per_channel=True),
         ScaleRule("e8m0", torch.float8_e8m0fnu),
-        ScaleRule("u8x256", torch.uint8, factor_columns=256),
-        ScaleRule("u8x128", torch.uint8, factor_columns=128),
+        ScaleRule("u8x256", torch.uint8, zeros=("float",), factor_columns=256, level_bits=8),
+        ScaleRule("u8x128", torch.uint8, zeros=("float",), factor_columns=128, level_bits=8),
+        ScaleRule("s8x256", torch.int8, factor_columns=256, level_bits=8),
+        ScaleRule("s8x128", torch.int8, factor_columns=128, level_bits=8),
+        ScaleRule("u4x256", torch.uint8, zeros=("float",), factor_columns=256, level_bits=4),
+        ScaleRule("b128", torch.float32, block_rows=128),
     )
 }
 """By name, as in a format's string. ``e4m3``: for fp8 activations, W4A8 with group scales inside the e4m3 weights.
-``fp32``: with float zero points, a scale has at most :attr:`WeightFormat.scale_bits` significant bits. ``u8x256``: two
-levels, with float zero points and a pair of factors for each 256 columns. ``u8x128``: two levels with a pair of factors
-for each 128 columns, for shards along k."""
+``fp32``: with float zero points, a scale has at most :attr:`WeightFormat.scale_bits` significant bits. One float32
+scale for each row is ``_col_fp32``; a tensor's single scale is that of each row. ``b128``: float32, for the columns of
+a group of 128 rows. ``u8x256``, ``s8x256``, ``u4x256``: two levels, unsigned bytes, signed bytes and four bits, and
+factors for each 256 columns; the unsigned ones have float zero points. ``u8x128``, ``s8x128``: the same for each 128
+columns, for shards along k."""
 _FLOAT32_BITS = 24
 """Significant bits of a float32."""
-ZEROS = ("none", "int", "float")
 ALIASES = {
     "mxfp4": "e2m1_g32_e8m0",
     "nvfp4": "e2m1_g16_e4m3_row",
     "nf4": "nf4_g64",
     "q4_k": "int4_g32_zfloat_u8x256",
+    "mxfp8": "e4m3_g32_e8m0",
+    "q6_k": "int6_g16_s8x256",
+    "q5_k": "int5_g32_zfloat_u8x256",
+    "q3_k": "int3_g16_s8x256",
+    "q2_k": "int2_g16_zfloat_u4x256",
 }
 """Names that are in use for formats, and their strings."""
 
-_EXAMPLES = (*ALIASES, *(f"int4_{group}{zero}" for group in ("g32", "g64", "g128", "col") for zero in ("", "_zint")))
+_EXAMPLES = (
+    *ALIASES,
+    *(
+        f"{element.name}_{group}{zero}"
+        for element in INTEGERS.values()
+        for group in ("g32", "g64", "g128", "col")
+        for zero in ("", "_zint")
+    ),
+)
 """Formats that a message may propose as the nearest."""
 _NAME = re.compile(
     rf"(?P<element>{'|'.join(ELEMENTS)}|{CODEBOOK_NAME.pattern})_(g(?P<group>\d+)|col)(_z(?P<zero>int|float))?(_(?P<scale>{'|'.join(SCALES)}))?",
@@ -105,13 +139,20 @@ _NAME = re.compile(
 _OTHER_NAMES = {
     "awq": "int4_g128_zint",
     "gptq": "int4_g128",
-    "int4": "int4_g128",
     "w4a16": "int4_g128",
     "w4a8": "int4_g128_e4m3",
     "fp4": "mxfp4",
     "q4_0": "int4_g32_fp16",
     "q4_1": "int4_g32_zfloat_fp16",
     "iq4_nl": "iq4_g32_fp16",
+    "q8_0": "int8_g32_fp16",
+    "q5_0": "int5_g32_fp16",
+    "q5_1": "int5_g32_zfloat_fp16",
+    "w8a16": "int8_g128",
+    "fp8": "e4m3_col_fp32",
+    "fp8_block": "e4m3_g128_b128",
+    "mxfp6": "e2m3_g32_e8m0",
+    **{element.name: f"{element.name}_g128" for element in INTEGERS.values()},
 }
 """Formats by the names that checkpoints and engines give their most common weights."""
 SMALLEST_GROUP = 16
@@ -129,8 +170,8 @@ class WeightFormat:
             GPU kernels take multiples of 32 and, with 8-bit scales as in nvfp4, of 16.
         zero: ``"none"``, ``"int"`` or ``"float"``; see the table in the module's docstring.
         scale: name of the scale rule, one of :data:`SCALES`; a float zero point has the dtype of the scales.
-        element: name of the element, one of :data:`ELEMENTS` or what :func:`codebook` returns; only int4 takes zero
-            points.
+        element: name of the element, one of :data:`ELEMENTS` or what :func:`codebook` returns; only int8 to int2 take
+            zero points.
 
     Raises:
         ValueError: for any other value, naming the nearest legal one.
@@ -170,12 +211,13 @@ class WeightFormat:
         object.__setattr__(self, "element", self.element_rule.name)  # one name for one set of numbers
         if self.has_zero and not self.element_rule.counts:
             raise ValueError(f"zero: wanted 'none' beside {self.element} elements, got {self.zero!r}")
-        if (columns := self.scale_rule.factor_columns) and (self.zero != "float" or g < 1 or columns % g):
+        rule = self.scale_rule
+        if (columns := rule.factor_columns) and (self.zero not in rule.zeros or g < 1 or columns % g):
             raise ValueError(
-                f"scale: {self.scale} has factors of {columns} columns, of scales and of float zero points: wanted "
-                f"zero 'float' and a group_size that divides {columns}, got {self.zero!r} and {g}"
+                f"scale: {self.scale} has factors of {columns} columns: wanted zero {rule.zeros[0]!r} and a group_size "
+                f"that divides {columns}, got {self.zero!r} and {g}"
             )
-        if self.has_zero and self.scale_dtype.itemsize < 2 and not columns:
+        if self.zero not in rule.zeros:
             raise ValueError(f"zero: wanted 'none' beside {self.scale} scales, got {self.zero!r}; bf16 scales take it")
         group = "col" if g == PER_COLUMN else f"g{g}"
         zero = f"_z{self.zero}" if self.has_zero else ""
@@ -215,7 +257,7 @@ class WeightFormat:
     def stored_scales(self, scales: torch.Tensor) -> torch.Tensor:
         """Scales (float32) rounded to what is stored."""
         if self.has_factors:
-            return scales.round().clamp(0, 255).to(self.scale_dtype)
+            return scales.round().clamp(*self.scale_rule.levels).to(self.scale_dtype)
         if self.zero != "float" or self.scale_dtype.itemsize < 4:
             return scales.to(self.scale_dtype)
         mantissa, exponent = torch.frexp(scales)
@@ -240,8 +282,13 @@ class WeightFormat:
 
     @property
     def has_factors(self) -> bool:
-        """True if scales and zero points have two levels: bytes, and fp16 factors of superblocks."""
+        """True if scales, and zero points if any, have two levels: small integers, and fp16 factors of superblocks."""
         return self.scale_rule.factor_columns > 0
+
+    @property
+    def factors(self) -> int:
+        """Factors of a superblock: 1 of its scales and, with zero points, 1 of these; 0 without factors."""
+        return (1 + self.has_zero) * self.has_factors
 
     @property
     def scales_in_weights(self) -> bool:
@@ -267,6 +314,18 @@ class WeightFormat:
     def groups(self, k: int) -> int:
         """Number of groups along k; the last one may be shorter."""
         return 1 if self.group_size == PER_COLUMN else -(-k // self.group_size)
+
+    def scale_rows(self, n: int) -> int:
+        """Number of rows of the scales: n or, if blocks of rows share them, two for each block."""
+        rows = self.scale_rule.block_rows
+        return 2 * -(-n // rows) if rows else n
+
+    def scales_of_rows(self, scales: torch.Tensor, n: int) -> torch.Tensor:
+        """Return stored scales (scale_rows(n), groups) as those of each row: (n, groups)."""
+        if not self.scale_rule.block_rows:
+            return scales
+        pairs = scales.unflatten(0, (-1, 1, 2))
+        return pairs.expand(-1, self.scale_rule.block_rows // 2, -1, -1).flatten(0, 2)[:n]
 
     def spread(self, of_groups: torch.Tensor, k: int) -> torch.Tensor:
         """Return a tensor (n, groups) with each number repeated for the columns of its group: (n, k)."""

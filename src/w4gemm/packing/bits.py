@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import math
+import operator
+
 import torch
+
+
+def _unit(bits: int) -> tuple[int, int]:
+    """Return after how many codes and bytes a stream of codes begins a byte again."""
+    together = 8 // math.gcd(8, bits)
+    return together, together * bits // 8
 
 
 def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
@@ -10,41 +20,58 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
     left of the last byte is 0.
 
     Args:
-        bits: bits of a code, a divisor of 8.
+        bits: bits of a code, 1 to 8.
     """
-    assert 8 % bits == 0, f"{bits} bits: codes that straddle bytes"
-    together = 8 // bits
+    together, size = _unit(bits)
     if together == 1:
         return codes.contiguous()
-    codes = torch.nn.functional.pad(codes, (0, -codes.shape[-1] % together))
-    packed = codes[..., 0::together] | codes[..., 1::together] << bits
-    for i in range(2, together):
-        packed |= codes[..., i::together] << bits * i
-    return packed.contiguous()  # what is computed keeps the strides of its operands
+    count = codes.shape[-1]
+    codes = torch.nn.functional.pad(codes, (0, -count % together))
+    packed = []
+    for byte in range(size):
+        first, last = 8 * byte // bits, (8 * byte + 7) // bits  # the codes that have bits in it
+        shifts = {i: i * bits - 8 * byte for i in range(first, last + 1)}
+        parts = (codes[..., i::together] << s if s >= 0 else codes[..., i::together] >> -s for i, s in shifts.items())
+        packed.append(functools.reduce(operator.or_, parts))
+    stream = packed[0] if size == 1 else torch.stack(packed, -1).flatten(-2)[..., : -(-count * bits // 8)]
+    return stream.contiguous()  # what is computed keeps the strides of its operands
 
 
 def fields(packed: torch.Tensor, bits: int) -> list[torch.Tensor]:
-    """Return the codes of bytes, uint8: a tensor for each place in a byte, the lowest first.
+    """Return the codes of bytes, uint8 (..., bytes): a tensor for each place of a code among as few bytes as hold whole
+    codes, the lowest first. Their number divides that of the bytes: 1 for 1, 2, 4 and 8 bits, 3 for 3 and 6, 5 for 5,
+    7 for 7.
 
     Args:
-        bits: bits of a code, a divisor of 8.
+        bits: bits of a code, 1 to 8.
     """
-    assert 8 % bits == 0, f"{bits} bits: codes that straddle bytes"
-    if bits == 8:
+    together, size = _unit(bits)
+    if together == 1:
         return [packed]
-    mask = 2**bits - 1
-    return [packed & mask, *(packed >> shift & mask for shift in range(bits, 8 - bits, bits)), packed >> 8 - bits]
+    mask, codes = 2**bits - 1, []
+    for i in range(together):
+        byte, shift = divmod(i * bits, 8)
+        code = packed[..., byte::size] >> shift if shift else packed[..., byte::size]
+        if shift + bits > 8:
+            code = code | packed[..., byte + 1 :: size] << 8 - shift
+        codes.append(code if shift + bits == 8 else code & mask)
+    return codes
 
 
 def unpack(packed: torch.Tensor, bits: int, order: tuple[int, ...] | None = None) -> torch.Tensor:
-    """Return the codes in integers, which are read as little-endian bytes, as uint8 (..., codes).
+    """Return the codes in integers, which are read as little-endian bytes, as uint8 (..., codes): all that are whole.
 
     Args:
         packed: (..., words), of any integer dtype.
-        bits: bits of a code, a divisor of 8.
-        order: which code of a word, counted from its lowest bits, is the first, the second, ...; None for lowest first.
+        bits: bits of a code, 1 to 8.
+        order: which code of a run of so many, counted from its lowest bits, is the first, the second, ...; None for
+            lowest first. A run is a word if codes do not straddle words.
     """
     # a clone, since contiguous() leaves a last dimension of one word its stride
     stream = packed.clone(memory_format=torch.contiguous_format) if packed.itemsize > 1 else packed
-    codes = torch.stack(fields(stream.view(torch.uint8), bits), -1).flatten(-2)
+    stream = stream.view(torch.uint8)
+    count, (_, size) = stream.shape[-1] * 8 // bits, _unit(bits)
+    if missing := -stream.shape[-1] % size:
+        stream = torch.nn.functional.pad(stream, (0, missing))
+    codes = torch.stack(fields(stream, bits), -1).flatten(-2)[..., :count]
     return codes if order is None else codes.unflatten(-1, (-1, len(order)))[..., list(order)].flatten(-2)

@@ -35,7 +35,7 @@ def repack_rows(target: PackLayout, into: Tensors, source: PackLayout, tensors: 
     """
 
     def unpacked(first: int, last: int) -> WeightComponents:
-        rows = tuple(_entries(t, i, source, matrix, first, last) for i, t in enumerate(tensors))
+        rows = tuple(entries_of_rows(t, i, source, matrix, first, last) for i, t in enumerate(tensors))
         return source.unpack(rows, matrix.format, last - first, matrix.k)
 
     pack_rows(target, into, unpacked, matrix)
@@ -63,10 +63,12 @@ def pack_rows(
         last = min(first + step, n)
         packed = target.pack(rows(first, last), format)
         for i, (t, part) in enumerate(zip(into, packed, strict=True)):
-            _entries(t, i, target, matrix, first, last).copy_(part)
+            entries_of_rows(t, i, target, matrix, first, last).copy_(part)
 
 
-def _entries(t: torch.Tensor, index: int, layout: PackLayout, matrix: Matrix, first: int, last: int) -> torch.Tensor:
+def entries_of_rows(
+    t: torch.Tensor, index: int, layout: PackLayout, matrix: Matrix, first: int, last: int
+) -> torch.Tensor:
     """Entries of packed tensor ``index`` of a layout that hold the rows first .. last; first is a multiple of ROWS."""
     _, shape = layout.shapes(matrix.format, ROWS, matrix.k)[index]
     each = shape[0]

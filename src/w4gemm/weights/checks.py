@@ -13,7 +13,7 @@ import torch
 from w4gemm.core.errors import kind_of, require_dense
 from w4gemm.core.formats import WeightFormat
 from w4gemm.packing.layouts import WeightComponents
-from w4gemm.weights.dequantize import by_factor
+from w4gemm.weights.dequantize import times_factors
 
 PERM_DTYPE = torch.int32
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -41,7 +41,8 @@ def checked(format: WeightFormat, parts: WeightComponents) -> WeightComponents:
     largest_code = format.element_rule.largest_code
     if int(codes.min()) < 0 or int(codes.max()) > largest_code:
         raise ValueError(f"codes: wanted 0..{largest_code}, got {int(codes.min())}..{int(codes.max())}")
-    _check_part("scales", scales, format.scale_dtype, (n, format.groups(k)), codes.device)
+    check_codes(format, codes)
+    _check_part("scales", scales, format.scale_dtype, (format.scale_rows(n), format.groups(k)), codes.device)
     if format.zero_dtype is None:
         if zeros is not None:
             raise ValueError(f"zeros: {format} has none, got {kind_of(zeros)}")
@@ -55,12 +56,30 @@ def checked(format: WeightFormat, parts: WeightComponents) -> WeightComponents:
         wanted = f"wants torch.float32 {(n,)}" if format.has_channels else "has none"
         raise ValueError(f"channels: {format} {wanted}, got {kind_of(channels)}")
     if factors is not None and format.has_factors:
-        _check_part("factors", factors, torch.float16, (n, format.superblocks(k), 2), codes.device)
+        _check_part("factors", factors, torch.float16, (n, format.superblocks(k), format.factors), codes.device)
+        for name, levels in (("scales", scales), ("zeros", zeros)):
+            if levels is not None and int(levels.max()) > format.scale_rule.levels[1]:
+                low, high = format.scale_rule.levels
+                raise ValueError(f"{name}: wanted {low}..{high} in {format}, got up to {int(levels.max())}")
     elif format.has_factors or factors is not None:
-        wanted = f"wants torch.float16 {(n, format.superblocks(k), 2)}" if format.has_factors else "has none"
+        shape = (n, format.superblocks(k), format.factors) if format.has_factors else ()
+        wanted = f"wants torch.float16 {shape}" if format.has_factors else "has none"
         raise ValueError(f"factors: {format} {wanted}, got {kind_of(factors)}")
     check_range(format, *parts[1:])
     return parts._replace(codes=codes)
+
+
+def check_codes(format: WeightFormat, codes: torch.Tensor) -> None:
+    """Raise ValueError for codes (n, k) that stand for no finite number."""
+    if not (refused := format.element_rule.refused_codes):
+        return
+    bad = torch.isin(codes, torch.tensor(refused, dtype=codes.dtype, device=codes.device))
+    if bad.any():
+        row, column = (int(i) for i in bad.nonzero()[0])
+        raise ValueError(
+            f"codes: wanted finite numbers, got {int(bad.sum())} codes of NaN or infinity in {format.element}; first "
+            f"{int(codes[row, column])} in row {row}, column {column}"
+        )
 
 
 def _check_part(name: str, t: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> None:
@@ -82,10 +101,7 @@ def check_range(
 ) -> None:
     """Raise ValueError for scales and zero points whose weights would be NaN, infinite in some kernel, or saturated
     when they are rounded."""
-    if factors is not None and zeros is not None:
-        scales, zeros = (
-            by_factor(t, factor, format) for t, factor in zip((scales, zeros), factors.unbind(-1), strict=True)
-        )
+    scales, zeros = times_factors(scales, zeros, factors, format)
     element, largest_scale = format.element_rule, torch.finfo(format.scale_rule.range_dtype).max
     if channels is not None:
         largest_product = largest_scale * (1 if format.scales_in_weights else element.largest_factor)

@@ -11,14 +11,15 @@ from w4gemm.packing.layouts import WeightComponents
 def dequantize_parts(parts: WeightComponents, format: WeightFormat, dtype: torch.dtype) -> torch.Tensor:
     """Return w (n, k) in ``dtype``, as :mod:`w4gemm.core.formats` defines it.
 
-    - float32: the product of scale and number, which is exact, plus a float zero point, rounded. With scales of
-      channels: the product, rounded to e4m3 if the scale rule says so, times the channel's scale, rounded.
+    - float32: the product of scale and number, which is exact but beside float32 scales and factors, plus a float zero
+      point, rounded. With scales of channels: the product, rounded to e4m3 if the scale rule says so, times the
+      channel's scale, rounded.
     - 16-bit dtypes: the exact value rounded once, as a fused multiply-add in that dtype rounds it. With scales of
       channels, float32 scales or factors: the float32 value rounded. A codebook's numbers are first rounded to the
       dtype.
     - float64: the float32 value.
     """
-    codes, scales, zeros, channels, _ = parts = with_factors(parts, format)
+    codes, scales, zeros, channels, _ = parts = with_plain_scales(parts, format)
     k = codes.shape[1]
 
     def spread(t: torch.Tensor) -> torch.Tensor:
@@ -35,20 +36,28 @@ def dequantize_parts(parts: WeightComponents, format: WeightFormat, dtype: torch
     return rounded_sum(u * spread(scales), spread(zeros), dtype)
 
 
-def with_factors(parts: WeightComponents, format: WeightFormat) -> WeightComponents:
-    """Return the same weight with float32 scales and zero points instead of bytes with factors; the products are exact.
-    A weight without factors is returned as it is."""
-    if parts.factors is None or parts.zeros is None:
-        return parts
-    scales, zeros = (
-        by_factor(t, factor, format)
-        for t, factor in zip((parts.scales, parts.zeros), parts.factors.unbind(-1), strict=True)
-    )
+def with_plain_scales(parts: WeightComponents, format: WeightFormat) -> WeightComponents:
+    """Return the same weight with scales and zero points (n, groups) that need no others: float32 instead of levels
+    with factors, because these products are exact, and repeated for the rows of a block."""
+    scales = format.scales_of_rows(parts.scales, len(parts.codes))
+    scales, zeros = times_factors(scales, parts.zeros, parts.factors, format)
     return parts._replace(scales=scales, zeros=zeros, factors=None)
 
 
-def by_factor(levels: torch.Tensor, factors: torch.Tensor, format: WeightFormat) -> torch.Tensor:
-    """Return scales or zero points, uint8 (n, groups), times their factors (n, superblocks): float32 (n, groups)."""
+def times_factors(
+    scales: torch.Tensor, zeros: torch.Tensor | None, factors: torch.Tensor | None, format: WeightFormat
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return scales and zero points times their factors, which is exact in float32; as they are without factors."""
+    if factors is None:
+        return scales, zeros
+    return (
+        _by_factor(scales, factors[..., 0], format),
+        None if zeros is None else _by_factor(zeros, factors[..., 1], format),
+    )
+
+
+def _by_factor(levels: torch.Tensor, factors: torch.Tensor, format: WeightFormat) -> torch.Tensor:
+    """Return scales or zero points (n, groups) times their factors (n, superblocks): float32 (n, groups)."""
     first = torch.arange(levels.shape[1], device=levels.device) * format.group_size
     return levels.float() * factors[:, first // format.scale_rule.factor_columns].float()
 

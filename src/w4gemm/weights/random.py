@@ -50,31 +50,30 @@ def random_components(
         least_code: smallest code.
     """
     g = torch.Generator(device=device).manual_seed(seed)
-    element, rule, groups = format.element_rule, format.scale_rule, (n, format.groups(k))
+    element, rule, groups = format.element_rule, format.scale_rule, (format.scale_rows(n), format.groups(k))
 
     def uniform(*shape: int) -> torch.Tensor:
         low, high = _SPREAD
         return torch.rand(shape, dtype=torch.float32, device=device, generator=g) * (high - low) + low
 
     codes = torch.randint(least_code, len(element.values), (n, k), dtype=torch.uint8, device=device, generator=g)
+    for code in element.refused_codes:
+        codes[codes == code] = element.padding_code
     weight = 1 / k**0.5
     largest, channels = weight, None
     if rule.per_channel:
         largest, channels = _E4M3_WEIGHT, uniform(n) * (weight / _E4M3_WEIGHT)
     if rule.factor_columns:
-        factors = torch.stack([uniform(n, format.superblocks(k)) for _ in range(2)], dim=-1) * (
-            weight / element.largest_code / 63
-        )
+        most = min(63, rule.levels[1])  # of GGUF's Q4_K
+        largest /= most * (element.largest_code if format.has_zero else element.largest_value)
+        factors = torch.stack([uniform(n, format.superblocks(k)) for _ in range(format.factors)], dim=-1) * largest
         if signed:
             factors *= torch.randint(-1, 2, factors.shape, device=device, generator=g)
-        levels = torch.randint(0, 64, (2, *groups), dtype=rule.dtype, device=device, generator=g)
-        return WeightComponents(
-            codes,
-            levels[0],
-            levels[1],
-            None,
-            (factors * torch.tensor([1.0, -element.largest_code / 2], device=device)).half(),
-        )
+        least = -most if signed and rule.signed else 0
+        levels = torch.randint(least, most + 1, (format.factors, *groups), dtype=rule.dtype, device=device, generator=g)
+        if format.has_zero:
+            factors *= torch.tensor([1.0, -element.largest_code / 2], device=device)
+        return WeightComponents(codes, levels[0], levels[1] if format.has_zero else None, None, factors.half())
     scales = uniform(*groups) * (largest / element.largest_value)
     if signed and rule.signed:
         scales *= torch.randint(-1, 2, groups, device=device, generator=g)

@@ -18,7 +18,7 @@ from w4gemm.packing.layouts import WeightComponents, layout_for, layout_named
 from w4gemm.packing.packed_shape import PackedShape, packed_shape
 from w4gemm.packing.repack import Matrix, repack_rows
 from w4gemm.weights.checks import check_perm, check_range, checked, is_permutation, sorting_perm
-from w4gemm.weights.dequantize import dequantize_parts, with_factors
+from w4gemm.weights.dequantize import dequantize_parts, with_plain_scales
 from w4gemm.weights.file import check_path, read, unfit, write
 
 ACTIVATIONS = ("fp8", None)
@@ -381,7 +381,7 @@ class QuantizedWeight:
             replace(self.format, group_size=group_size, scale=_shard_scale(self.format, width)),
         )
         if self.format.has_factors and not format.has_factors:
-            parts = with_factors(parts, self.format)
+            parts = with_plain_scales(parts, self.format)
         codes, scales, zeros, channels, factors = parts
         starts = columns.start + torch.arange(format.groups(width), device=self.device) * format.group_length(width)
         groups = starts // self.format.group_length(self.k)  # of w, for each group of the shard

@@ -1,6 +1,6 @@
-"""``cpu_mixed_gemm``: 4-bit weights on the CPU with PyTorch's own operators. Two configs, two methods:
+"""``cpu_mixed_gemm``: quantized weights on the CPU with PyTorch's own operators. Two configs, two methods:
 
-tile_m = 1     "sum": each token is a weighted sum of code columns, read straight from the 4-bit table
+tile_m = 1     "sum": each token is a weighted sum of code columns, read straight from the table
                (``cpu`` layout only). Best for a few tokens, where memory traffic is the time.
 tile_m > 1     "dense": tile_n output features at a time are dequantized and multiplied with up to tile_m tokens.
 
@@ -25,7 +25,7 @@ from w4gemm.kernels.base import OK, Operands, Resources, Status
 from w4gemm.kernels.cpu import kernel
 from w4gemm.kernels.space import Exclusion
 from w4gemm.packing.layouts import layout_named
-from w4gemm.packing.layouts.cpu import TABLE_N
+from w4gemm.packing.layouts.cpu import TABLE_N, table_bits
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn)
 _LAYOUTS = ("cpu", "canonical")
@@ -53,7 +53,7 @@ class CpuMixedGemm:
     def configs(self, problem: GemmProblem) -> list[GemmConfig]:
         dense_n = max(TABLE_N, _DENSE_ELEMENTS // problem.k // TABLE_N * TABLE_N)
         configs = [GemmConfig(_DENSE_TOKENS, dense_n, problem.k)]
-        if problem.layout == "cpu" and kernel.has_code_sums():
+        if problem.layout == "cpu" and kernel.has_code_sums(table_bits(problem.format)):
             configs.append(GemmConfig(1, TABLE_N, _summed_together(problem.format, problem.k)))
         return configs
 

@@ -14,15 +14,17 @@ class WeightComponents(NamedTuple):
     """A weight taken apart: what every layout packs from and unpacks to."""
 
     codes: torch.Tensor
-    """uint8 (n, k), each 0..15."""
+    """uint8 (n, k), each 0 .. 2**bits - 1."""
     scales: torch.Tensor
-    """``format.scale_dtype`` (n, groups)."""
+    """``format.scale_dtype`` (n, groups). If blocks of rows share scales, (format.scale_rows(n), groups): of each block
+    the scales of its even rows, then those of its odd rows."""
     zeros: torch.Tensor | None
     """``format.zero_dtype`` (n, groups), or None for a format without zero points."""
     channels: torch.Tensor | None = None
     """float32 (n), or None for a format without scales of output channels."""
     factors: torch.Tensor | None = None
-    """fp16 (n, superblocks, 2), of scales and of zero points, or None for a format without."""
+    """fp16 (n, superblocks, format.factors), of scales and, if there are any, of zero points; None for a format
+    without."""
 
     @classmethod
     def of(cls, parts: Iterable[torch.Tensor | None]) -> WeightComponents:

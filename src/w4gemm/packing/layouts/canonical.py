@@ -1,7 +1,8 @@
 """The canonical layout: what is saved, sharded and converted. Plain row-major.
 
-codes uint8 (n, ceil(k * bits / 8)), the first column in the lowest bits; scales (n, groups); zeros (n, groups) if any;
-channels float32 (n) if any; factors fp16 (n, superblocks, 2) if any.
+codes uint8 (n, ceil(k * bits / 8)), a dense little-endian stream for each row: the first column in the lowest bits;
+scales (n, groups), of blocks of rows (2 * blocks, groups); zeros (n, groups) if any; channels float32 (n) if any;
+factors fp16 (n, superblocks, 1 or 2) if any. Scales and zero points of four bits are streams as codes are.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ class CanonicalLayout:
         return ""
 
     def shapes(self, format: WeightFormat, n: int, k: int) -> tuple[tuple[torch.dtype, tuple[int, ...]], ...]:
-        groups = (n, format.groups(k))
+        groups = (format.scale_rows(n), -(-format.groups(k) * _level_bits(format) // 8))
         shapes: list[tuple[torch.dtype, tuple[int, ...]]] = [
             (torch.uint8, (n, -(-k * format.bits // 8))),
             (format.scale_dtype, groups),
@@ -30,15 +31,27 @@ class CanonicalLayout:
         if format.has_channels:
             shapes.append((torch.float32, (n,)))
         if format.has_factors:
-            shapes.append((torch.float16, (n, format.superblocks(k), 2)))
+            shapes.append((torch.float16, (n, format.superblocks(k), format.factors)))
         return tuple(shapes)
 
     def pack(self, parts: WeightComponents, format: WeightFormat) -> tuple[torch.Tensor, ...]:
+        if _level_bits(format) < 8:
+            assert parts.zeros is not None
+            scales, zeros = (pack(t, _level_bits(format)) for t in (parts.scales, parts.zeros))
+            parts = parts._replace(scales=scales, zeros=zeros)
         tensors = (pack(parts.codes, format.bits), *(t for t in parts[1:] if t is not None))
         return tuple(t.contiguous() for t in tensors)
 
     def unpack(self, tensors: tuple[torch.Tensor, ...], format: WeightFormat, n: int, k: int) -> WeightComponents:
-        packed, *rest = tensors
-        codes = unpack(packed, format.bits)[:, :k]
-        found = dict(zip(format.part_names, (codes.contiguous(), *rest), strict=True))
-        return WeightComponents.of(found.get(name) for name in WeightComponents._fields)
+        named = dict(zip(format.part_names, tensors, strict=True))
+        named["codes"] = unpack(named["codes"], format.bits)[:, :k].contiguous()
+        if _level_bits(format) < 8:
+            groups = format.groups(k)
+            levels = {name: unpack(named[name], _level_bits(format))[:, :groups] for name in ("scales", "zeros")}
+            named |= {name: t.contiguous() for name, t in levels.items()}
+        return WeightComponents.of(named.get(name) for name in WeightComponents._fields)
+
+
+def _level_bits(format: WeightFormat) -> int:
+    """Bits of a scale that has a factor; 8 without factors, whose scales are stored as they are."""
+    return format.scale_rule.level_bits or 8
