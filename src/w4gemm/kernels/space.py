@@ -1,7 +1,7 @@
-"""Which configs of a kernel are legal, as rules in three lists: :class:`Space`.
+"""Which configs of a kernel are legal: :class:`Space`.
 
-A config is legal if it is one of the kernel's candidates and no rule excludes it. Each rule is a value with a name and
-a reason, so that ``w4gemm explain --why`` answers with it.
+A config is legal if the kernel lists it and no rule excludes it. Each rule is a value with a name and a reason, so that
+``w4gemm explain --why`` answers with it.
 """
 
 from __future__ import annotations
@@ -15,41 +15,23 @@ from w4gemm.core.config import GemmConfig
 from w4gemm.core.epilogue import PLAIN
 
 
-class Sizes(NamedTuple):
-    """The fields of a config without a tail: a candidate, of which there are thousands and few are legal, and which is
-    made far faster than a config."""
-
-    tile_m: int
-    tile_n: int
-    tile_k: int
-    cluster_m: int = 1
-    cluster_n: int = 1
-    schedule: str = "coop"
-    split_k: int = 1
-
-    @classmethod
-    def of(cls, config: GemmConfig) -> Sizes:
-        return cls(*(getattr(config, name) for name in cls._fields))
-
-
 class Rule(NamedTuple):
     """One reason why a config is not legal."""
 
     name: str
     reason: str
     excludes: Callable[[Any], bool]
-    """Called with what the rule looks at."""
+    """Called with the kernel's variant of the config."""
     of: str = "variant"
-    """The subject of the rule: ``"sizes"``, a config's :class:`Sizes` alone; ``"variant"``, the kernel's Variant of the
-    config (for a kernel without variants, see its spec.py) with a plain epilogue, whatever the problem's, so that the
-    memory that an epilogue takes does not decide; or ``"epilogue"``, the Variant with the problem's."""
+    """``"variant"`` if the rule sees a plain epilogue, whatever the problem's, so that the memory that an epilogue
+    takes does not decide; ``"epilogue"`` if it sees the problem's."""
 
 
 class Exclusion(NamedTuple):
     """A rule that excludes a config."""
 
     kind: str
-    """``impossible``, ``slow`` or ``pruned``, see :class:`Space`."""
+    """``impossible``, ``slow`` or ``unlisted``, see :class:`Space`."""
     name: str
     reason: str
 
@@ -57,49 +39,54 @@ class Exclusion(NamedTuple):
         return f"{KINDS[self.kind]}: {self.reason} ({self.name})"
 
 
-KINDS = {"impossible": "impossible", "slow": "spills or is serialized", "pruned": "never worth it"}
-"""The three kinds of rules, in words."""
+KINDS = {"impossible": "impossible", "slow": "spills or is serialized", "unlisted": "not offered"}
+"""The kinds of exclusions, in words."""
 
 
 @dataclass(frozen=True, eq=False)
 class Space:
-    """The configs of one kernel, as candidates and rules. Equal only to itself.
+    """The configs of one kernel, as a list and rules. Equal only to itself.
 
     Args:
-        candidates: makes every combination of sizes that is looked at.
-        sizes: which sizes those are, in words.
+        tiles: the configs that the kernel offers. Key: a config's string without tile_m; value: each tile_m.
         impossible: rules of correctness: the device code cannot run such a config, or not rightly.
         slow: rules for what was seen to spill registers, or of which ptxas serializes the WGMMAs, with CuTe DSL 4.8.1.
-        pruned: rules for what would run, and was never the fastest where it was measured, or is thought not to be.
     """
 
-    candidates: Callable[[], Iterator[Sizes]]
-    sizes: str
+    tiles: dict[str, str]
     impossible: tuple[Rule, ...] = ()
     slow: tuple[Rule, ...] = ()
-    pruned: tuple[Rule, ...] = ()
+
+    @functools.cached_property
+    def configs(self) -> tuple[GemmConfig, ...]:
+        """Every config of ``tiles``."""
+        return tuple(
+            GemmConfig.parse(f"{tile_m}x{others}") for others, text in self.tiles.items() for tile_m in text.split()
+        )
 
     def rules(self) -> Iterator[tuple[str, Rule]]:
-        """(kind, rule) of all three lists."""
-        for kind in KINDS:
-            yield from ((kind, rule) for rule in getattr(self, kind))
+        """(kind, rule) of both lists."""
+        yield from (("impossible", rule) for rule in self.impossible)
+        yield from (("slow", rule) for rule in self.slow)
 
     def legal(self, variant: Any) -> tuple[GemmConfig, ...]:
-        """Every legal config, in the order of the candidates. variant: of the problem; its config does not matter."""
+        """Every legal config, in the order of ``tiles``. variant: of the problem; its config does not matter."""
         return _legal(self, replace(variant, config=_ANY))
 
     def exclusions(self, variant: Any, config: GemmConfig) -> list[Exclusion]:
         """Every rule that excludes ``config``; none if it is legal. variant: as for :meth:`legal`."""
-        sizes = Sizes.of(config)
-        if config.tail is not None or sizes not in _candidates(self):
-            return [Exclusion("pruned", "sizes", f"not among the sizes that are looked at, {self.sizes}")]
-        shown = {
-            "sizes": sizes,
-            "variant": _plain(variant, config),
-            "epilogue": replace(variant, config=config),
-        }
+        if config not in self.configs:
+            return [Exclusion("unlisted", "tiles", self._offered(config))]
+        shown = {"variant": _plain(variant, config), "epilogue": replace(variant, config=config)}
         excluding = ((kind, rule) for kind, rule in self.rules() if rule.excludes(shown[rule.of]))
         return [Exclusion(kind, rule.name, rule.reason) for kind, rule in excluding]
+
+    def _offered(self, config: GemmConfig) -> str:
+        """Return what the kernel offers in place of a config that it does not list."""
+        others = str(config).partition("x")[2]
+        if others in self.tiles:
+            return f"of {others} the kernel offers tile_m {', '.join(self.tiles[others].split())}"
+        return f"beside tile_m the kernel offers {', '.join(self.tiles)}"
 
 
 _ANY = GemmConfig(8, 64, 128)
@@ -124,20 +111,13 @@ def _legal(space: Space, variant: Any) -> tuple[GemmConfig, ...]:
 def _legal_if_plain(space: Space, variant: Any) -> tuple[GemmConfig, ...]:
     """The configs that no rule excludes whatever the epilogue. variant: one with a plain epilogue."""
     excluded = _excluded(space, "variant")
-    variants = (replace(variant, config=config) for config in _legal_sizes(space))
+    variants = (replace(variant, config=config) for config in space.configs)
     return tuple(v.config for v in variants if not excluded(v))
 
 
-@functools.cache
-def _legal_sizes(space: Space) -> tuple[GemmConfig, ...]:
-    """The configs that no rule excludes by their sizes alone, which are few."""
-    excluded = _excluded(space, "sizes")
-    return tuple(GemmConfig(*sizes) for sizes in space.candidates() if not excluded(sizes))
-
-
 def _excluded(space: Space, of: str) -> Callable[[Any], bool]:
-    """Return a function that says whether one of the rules of sizes, variants or epilogues excludes one; rules of what
-    is never worth it are asked first, because they are seen at once, while memory has to be added up."""
+    """Return a function that says whether one of the rules of variants or epilogues excludes one; rules of what spills
+    are asked first, because they are seen at once, while memory has to be added up."""
     rules = [rule.excludes for _, rule in space.rules() if rule.of == of][::-1]
 
     def excluded(shown: Any) -> bool:
@@ -147,13 +127,3 @@ def _excluded(space: Space, of: str) -> Callable[[Any], bool]:
         return False
 
     return excluded
-
-
-@functools.cache
-def _candidates(space: Space) -> frozenset[Sizes]:
-    return frozenset(space.candidates())
-
-
-def listed(sizes: Any) -> str:
-    """Sizes in words: ``8, 16, 32``."""
-    return ", ".join(map(str, sizes))

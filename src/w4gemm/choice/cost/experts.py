@@ -17,6 +17,7 @@ from collections.abc import Callable
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.problem import GemmProblem
 from w4gemm.kernels import gpu
+from w4gemm.packing.block import BLOCK_N
 from w4gemm.packing.codecs import MMA16, codec_for
 
 Division = Callable[[GemmProblem, int, Callable[[float], float]], float]
@@ -35,6 +36,9 @@ _TWO_BLOCKS = 1.02
 in 4-bit floats and 16-bit x: two warpgroups decode two blocks of rows each, where of 192 three decode one each. On an
 H200 (2026-11-24, bench/results/grouped_configs_2.jsonl) 0.97 to 1.05 with 512 rows of an expert, 1.02 in the mean of 16
 points. First choice over fastest there: 1.018 without this factor, 1.006 with it."""
+_NEVER_FASTEST = 1.25
+"""The same of 48, 80 and 96 features, and of 64 where tile_m lies between the powers of two. Times of one weight say
+that they would be up to 14 % faster than what is chosen for experts; none was ever the fastest (H200, 2026-11-24)."""
 
 
 def random_and_zipf_rows(problem: GemmProblem, tile_m: int, us: Callable[[float], float]) -> float:
@@ -81,9 +85,16 @@ def unevenness(problem: GemmProblem, tile_m: int) -> float:
     return (1 + max(1.0, tiles / gpu.m_tiles(problem, tile_m))) / 2
 
 
-def of_wide_tiles(problem: GemmProblem, config: GemmConfig) -> float:
-    """Return the factor of a config's time for its number of features."""
+def of_tile(problem: GemmProblem, config: GemmConfig) -> float:
+    """Return the factor of a config's time for the sizes of its tile."""
+    if _between(config.tile_n) or (config.tile_n == BLOCK_N and _between(config.tile_m)):
+        return _NEVER_FASTEST
     return _TWO_BLOCKS if config.tile_n == 256 and _many_rows_of_floats(problem) else 1.0
+
+
+def _between(size: int) -> bool:
+    """True if a size lies between the powers of two and is no multiple of 64."""
+    return size % 64 > 0 and size & (size - 1) > 0
 
 
 def _many_rows_of_floats(problem: GemmProblem) -> bool:

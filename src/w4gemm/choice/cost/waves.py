@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 from w4gemm.choice.cost.constants import Constants, Scale, SliceTimes, constants_for, scale_of
 from w4gemm.choice.cost.decoding import decode_overhead, sums_overhead
-from w4gemm.choice.cost.experts import Division, of_wide_tiles, random_and_zipf_rows, unevenness
+from w4gemm.choice.cost.experts import Division, of_tile, random_and_zipf_rows, unevenness
 from w4gemm.choice.cost.traffic import SHARPNESS, Timer, mma_us, moved_us, roofline_us
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.epilogue import PLAIN
@@ -202,7 +202,7 @@ def launch_timer(
 
         def of_experts(m: int, operations: float) -> float:
             problem_of_m = replace(problem, m=m)
-            uneven = unevenness(problem_of_m, rows) * of_wide_tiles(problem_of_m, config)
+            uneven = unevenness(problem_of_m, rows) * of_tile(problem_of_m, config)
             return divided(problem_of_m, rows, lambda m_tiles: of_tiles(m, m_tiles, operations, uneven))
 
         return of_experts

@@ -65,7 +65,7 @@ class CpuMixedGemm:
             reason = "sums of code columns need a weight in the cpu layout, and a PyTorch with FBGEMM"
             return [Exclusion("impossible", "sum", reason)]
         sizes = f"not one of the two methods' own sizes, {', '.join(map(str, legal))}"
-        return [Exclusion("pruned", "sizes", sizes)]
+        return [Exclusion("unlisted", "sizes", sizes)]
 
     def reduction_order(self, problem: GemmProblem, config: GemmConfig) -> Hashable | None:
         """The method "sum" takes token by token; in a matmul a row's bits depend on where among how many it is."""

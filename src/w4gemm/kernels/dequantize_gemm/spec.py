@@ -90,7 +90,7 @@ class DequantizeGemm:
             reason = f"the dense weight of {config.tile_n} features needs more than W4GEMM_WORKSPACE_MIB allows"
             return [Exclusion("impossible", "workspace", reason)]
         sizes = f"tile_n is {_LEAST_FEATURES} times a power of two, up to n; the other sizes are cuBLAS's to choose"
-        return [Exclusion("pruned", "sizes", sizes)]
+        return [Exclusion("unlisted", "sizes", sizes)]
 
     def reduction_order(self, problem: GemmProblem, config: GemmConfig) -> Hashable | None:
         """cuBLAS chooses by m."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from typing import Any
 
 from w4gemm.core.config import GemmConfig
@@ -12,7 +12,7 @@ from w4gemm.core.problem import Device, GemmProblem
 from w4gemm.jit.unit import Unit
 from w4gemm.kernels.gpu import GpuKernel
 from w4gemm.kernels.sm80_mixed_gemm.variant import Sm80MixedVariant
-from w4gemm.kernels.space import Rule, Sizes, Space, listed
+from w4gemm.kernels.space import Rule, Space
 
 _log = logging.getLogger("w4gemm")
 
@@ -30,36 +30,35 @@ TARGETS = {
 }
 """Targets of CuTe DSL by compute capability."""
 
-Tiles = dict[str, str]
-"""By schedule, tiles as ``<tile_m>x<tile_n>x<tile_k>``, separated by spaces."""
-
 SHARED_MEMORY = 101376
 """Bytes that one CTA may use on SM86, SM89 and SM120, the least of these."""
 
-TILES: Tiles = {
-    "coop": "8x64x256 16x64x256 32x64x256 64x64x256 64x128x128 64x256x64 64x256x128 128x128x64 128x128x128 128x256x64",
-    "pingpong": "8x64x128 8x64x256 8x128x128 16x64x128 16x64x256 16x128x128 32x64x128 32x128x128 64x64x128 64x128x64 "
-    "64x128x128 128x128x64",
-    "stream": "8x64x256 16x64x128 16x64x256 16x128x128 32x128x128 64x64x128 64x128x64 64x128x128 64x128x256",
+TILES = {
+    "64x256_1x1x1_coop": "8 16 32 64",
+    "128x128_1x1x1_coop": "64 128",
+    "256x64_1x1x1_coop": "64 128",
+    "256x128_1x1x1_coop": "64",
+    "128x64_1x1x1_coop": "128",
+    "64x128_1x1x1_pingpong": "8 16 32 64",
+    "64x256_1x1x1_pingpong": "8 16",
+    "128x128_1x1x1_pingpong": "8 16 32 64",
+    "128x64_1x1x1_pingpong": "64 128",
+    "64x256_1x1x1_stream": "8 16",
+    "64x128_1x1x1_stream": "16 64",
+    "128x128_1x1x1_stream": "16 32 64",
+    "128x64_1x1x1_stream": "64",
+    "128x256_1x1x1_stream": "64",
 }
-"""Tiles that were the fastest somewhere on an H200 (2026-11-21), smaller ones for the shared memory of other GPUs, and
-those between. Others compile too, if a warp has 16, 32 or 64 features and at most 128 accumulators; with stream-k, 128
-spill."""
+"""By a config's string without tile_m, each tile_m: tiles that were the fastest somewhere on an H200 (2026-11-21),
+smaller ones for the shared memory of other GPUs, and those between. Others compile too, if a warp has 16, 32 or 64
+features and at most 128 accumulators; with stream-k, 128 spill."""
 
 
-def space_of(tiles: Tiles, *slow: Rule) -> Space:
+def space_of(tiles: dict[str, str], *slow: Rule) -> Space:
     """Configs with these tiles, whose accumulators fit the registers, and whose pipeline, at least two stages, and
     epilogue fit shared memory."""
-
-    def candidates() -> Iterator[Sizes]:
-        for schedule, sizes in tiles.items():
-            for tile in sizes.split():
-                tile_m, tile_n, tile_k = map(int, tile.split("x"))
-                yield Sizes(tile_m, tile_n, tile_k, schedule=schedule)
-
     return Space(
-        candidates,
-        "; ".join(f"{schedule} {listed(sizes.split())}" for schedule, sizes in tiles.items()),
+        tiles,
         impossible=(
             Rule(
                 "experts and stream-k",

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import torch
 
-from w4gemm.kernels.sm80_mixed_gemm.spec import Sm80MixedGemm, Tiles, space_of
+from w4gemm.kernels.sm80_mixed_gemm.spec import Sm80MixedGemm, space_of
 from w4gemm.kernels.space import Rule
 
-_TILES: Tiles = {
-    "coop": "8x64x512 16x64x512 32x64x512 64x64x256 64x128x128 64x128x256 64x256x128 128x64x128 128x128x128",
-    "pingpong": "8x64x256 8x128x256 16x64x256 16x128x256 32x64x256 64x64x128 64x128x128",
-    "stream": "8x64x256 16x128x256 32x128x256 64x64x128 64x128x128",
+_TILES = {
+    "64x512_1x1x1_coop": "8 16 32",
+    "64x256_1x1x1_coop": "64",
+    "128x128_1x1x1_coop": "64 128",
+    "128x256_1x1x1_coop": "64",
+    "256x128_1x1x1_coop": "64",
+    "64x128_1x1x1_coop": "128",
+    "64x256_1x1x1_pingpong": "8 16 32",
+    "128x256_1x1x1_pingpong": "8 16",
+    "64x128_1x1x1_pingpong": "64",
+    "128x128_1x1x1_pingpong": "64",
+    "64x256_1x1x1_stream": "8",
+    "128x256_1x1x1_stream": "16 32",
+    "64x128_1x1x1_stream": "64",
+    "128x128_1x1x1_stream": "64",
 }
 """Tiles like those of sm80_mixed_gemm, with as many bytes of x in a stage. A thread has at most 64 accumulators,
 because 128 spill on GPUs that multiply e4m3 as fp16."""

@@ -2,40 +2,58 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
-
 from w4gemm.core.config import GemmConfig
 from w4gemm.kernels.sm90_mixed_gemm import space as mixed
-from w4gemm.kernels.sm90_mixed_gemm.space import TILE_M, TILE_N, beside
 from w4gemm.kernels.sm90_mixed_gemm.variant import ONE_GROUP, Sm90MixedVariant
-from w4gemm.kernels.space import Rule, Sizes, Space, listed
+from w4gemm.kernels.space import Rule, Space
 
-_TILE_K = (128, 256, 512)
-_FEW = beside("coop", 64, 256, 1, 2) | beside("coop", 64, 512, 1, 2) | beside("coop", 128, 256, 1, 2)
-_LONG = beside("coop", 64, 256, 1, 2) | beside("coop", 128, 256)
-_FEATURES_192, _FEATURES_256 = beside("coop", 192, 256), beside("coop", 256, 128)
-_SHORT_192 = beside("coop", 192, 128)
-_MANY = beside("coop", 128, 128) | beside("coop", 128, 256)
-_PINGPONG = beside("pingpong", 64, 128) | beside("pingpong", 64, 256)
-_STREAM = beside("stream", 128, 256)
-_BETWEEN = {
-    24: _FEW | beside("coop", 192, 256, 1, 2) | beside("coop", 256, 256),
-    **dict.fromkeys((40, 48), _FEW | _STREAM | beside("coop", 192, 256, 1, 2) | beside("coop", 256, 256)),
-    56: _FEW | _STREAM | beside("coop", 256, 256),
-    72: beside("coop", 64, 256) | beside("coop", 128, 256) | _FEATURES_192 | _SHORT_192 | _FEATURES_256,
-    80: _LONG | _STREAM | _FEATURES_192 | _FEATURES_256,
-    **dict.fromkeys((96, 112), _LONG | _STREAM | beside("coop", 192, 256, 1, 2) | _SHORT_192 | _FEATURES_256),
-    120: beside("coop", 128, 256) | _STREAM | _FEATURES_192,
-    **dict.fromkeys((144, 160), _MANY | beside("coop", 192, 256, 1, 2) | _FEATURES_256),
-    168: _MANY | _STREAM | _FEATURES_192 | beside("coop", 192, 128, 2) | _FEATURES_256,
-    200: _MANY | _PINGPONG,
-    224: _MANY | beside("coop", 64, 128) | _PINGPONG,
-    240: beside("coop", 64, 128) | beside("coop", 128, 128) | _PINGPONG,
+_TILES = {
+    "64x128_1x1x1_coop": "128 192 224 240 256",
+    "64x128_1x1x1_coop_k2": "128 192 256",
+    "64x128_1x2x1_coop": "128 192 256",
+    "64x256_1x1x1_coop": "8 16 24 32 40 48 56 64 72 80 96 112 128",
+    "64x256_1x1x1_coop_k2": "8 16 24 32 40 48 56 64 80 96 112 128",
+    "64x256_1x2x1_coop": "8 16 32 64 128",
+    "64x512_1x1x1_coop": "8 16 24 32 40 48 56 64 128",
+    "64x512_1x1x1_coop_k2": "8 16 24 32 40 48 56 64 128",
+    "64x512_1x2x1_coop": "8 16 32 64 128",
+    "128x128_1x1x1_coop": "128 144 160 168 192 200 224 240 256",
+    "128x128_1x1x1_coop_k2": "128 192 256",
+    "128x128_1x2x1_coop": "128 192 256",
+    "128x128_2x1x1_coop": "128 192 256",
+    "128x256_1x1x1_coop": "8 16 24 32 40 48 56 64 72 80 96 112 120 128 144 160 168 192 200",
+    "128x256_1x1x1_coop_k2": "8 16 24 32 40 48 56 64 128 192",
+    "128x256_1x2x1_coop": "8 16 32 64 128 192",
+    "128x256_2x1x1_coop": "128",
+    "128x512_1x1x1_coop": "8 16 32 64",
+    "128x512_1x1x1_coop_k2": "8 16 32 64",
+    "128x512_1x2x1_coop": "8 16 32 64",
+    "192x128_1x1x1_coop": "72 96 112 128 192",
+    "192x128_1x1x1_coop_k2": "128 168 192",
+    "192x128_1x2x1_coop": "128 192",
+    "192x256_1x1x1_coop": "8 16 24 32 40 48 64 72 80 96 112 120 128 144 160 168",
+    "192x256_1x1x1_coop_k2": "8 16 24 32 40 48 64 96 112 128 144 160",
+    "192x256_1x2x1_coop": "64 128",
+    "256x128_1x1x1_coop": "72 80 96 112 128 144 160 168",
+    "256x128_1x2x1_coop": "128",
+    "256x256_1x1x1_coop": "8 16 24 32 40 48 56 64",
+    "256x256_1x1x1_coop_k2": "8 16 32 64",
+    "256x256_1x2x1_coop": "8 16 32 64",
+    "64x128_1x1x1_pingpong": "128 192 200 224 240 256",
+    "64x128_1x1x1_pingpong_k2": "128",
+    "64x128_1x2x1_pingpong": "192 256",
+    "64x256_1x1x1_pingpong": "8 16 32 64 128 192 200 224 240 256",
+    "64x256_1x1x1_pingpong_k2": "8 16 32 64 128",
+    "64x256_1x2x1_pingpong": "192 256",
+    "64x512_1x1x1_pingpong": "8 16 32 64",
+    "64x512_1x1x1_pingpong_k2": "8 16 32 64",
+    "128x256_1x1x1_pingpong": "8 16 32",
+    "128x256_1x1x1_pingpong_k2": "8 16 32",
+    "128x256_1x1x1_stream": "40 48 56 64 80 96 112 120 128 168",
 }
-"""tile_m between the powers of two, with the other sizes that are kept; see the W4A16 kernel's."""
-_CLUSTER_SPLIT_K = ((1, 1, 1), (1, 2, 1), (1, 1, 2), (2, 1, 1))
-"""(cluster_m, cluster_n, split_k)."""
+"""By a config's string without tile_m, each tile_m; see the W4A16 kernel's. tile_k 128 is for many tokens, and for sums
+that have one set of registers."""
+
 _MAX_TILE_M = {
     0: {"coop": {64: 256, 128: 256, 192: 192, 256: 168}, "pingpong": {64: 256, 128: 32}, "stream": {128: 168}},
     1: {"coop": {64: 128, 128: 192, 192: 112, 256: 32}, "pingpong": {64: 32, 128: 16}, "stream": {128: 128}},
@@ -43,13 +61,6 @@ _MAX_TILE_M = {
 }
 """Largest tile_m by the sets of registers for sums beside the accumulators, which scales on sums take, by schedule and
 by tile_n, which fix the number of threads: what the registers have room for."""
-
-
-def _candidates() -> Iterator[Sizes]:
-    sizes = itertools.product(("coop", "pingpong", "stream"), TILE_N, TILE_M, _TILE_K, _CLUSTER_SPLIT_K)
-    for schedule, tile_n, tile_m, tile_k, (cluster_m, cluster_n, split_k) in sizes:
-        yield Sizes(tile_m, tile_n, tile_k, cluster_m, cluster_n, schedule, split_k)
-    yield from mixed.between(_BETWEEN)
 
 
 def _sets_of_sums(v: Sm90MixedVariant) -> int:
@@ -82,9 +93,7 @@ def _spills_with_activation(v: Sm90MixedVariant) -> bool:
 
 
 SPACE = Space(
-    _candidates,
-    f"tile_m {listed(TILE_M)}; tile_n {listed(TILE_N)}; tile_k {listed(_TILE_K)}; (cluster_m, cluster_n, split_k) "
-    f"{listed(_CLUSTER_SPLIT_K)}; and some of these with tile_m {listed(_BETWEEN)}",
+    _TILES,
     impossible=(
         mixed.GROUPED_STREAM,
         mixed.GROUPED_CLUSTER,
@@ -108,17 +117,10 @@ SPACE = Space(
         mixed.SHARED_MEMORY,
     ),
     slow=(
-        mixed.REGISTERS._replace(
-            excludes=lambda v: (
-                v.config.tile_m > _MAX_TILE_M[_sets_of_sums(v)][v.config.schedule].get(v.config.tile_n, 0)
-            ),
-            of="variant",
-        ),
         Rule(
-            "long slices of two row blocks",
-            "a k-slice of more than two MMA batches, which ptxas serializes: with two row blocks tile_k is 128",
-            lambda c: Sm90MixedVariant.m64_atoms_of(c) > 1 and c.tile_k > 128,
-            of="sizes",
+            "registers",
+            "the accumulators of so many tokens leave too few registers to as many threads as tile_n takes",
+            lambda v: v.config.tile_m > _MAX_TILE_M[_sets_of_sums(v)][v.config.schedule].get(v.config.tile_n, 0),
         ),
         Rule(
             "one set of sums of 192 tokens",
@@ -191,59 +193,6 @@ SPACE = Space(
             "looking for an expert's rows takes registers: with 256 tokens an activation of each feature would spill",
             _spills_with_activation,
             of="epilogue",
-        ),
-    ),
-    pruned=(
-        mixed.experts_between(_BETWEEN),
-        mixed.PINGPONG_CLUSTER,
-        mixed.MULTICAST_TOKENS,
-        Rule(
-            "shared weights of long slices",
-            "weights are worth sharing with tile_m * tile_k up to 32768",
-            lambda c: c.cluster_m > 1 and c.tile_k * c.tile_m > 2**15,
-            of="sizes",
-        ),
-        Rule(
-            "long slices of many tokens",
-            "with tile_m over 128, tile_k 256 gains where three stages have room; of 64 features only in pingpong",
-            lambda c: (
-                c.tile_m > 128
-                and (c.tile_k > 256 or (c.tile_k == 256 and (c.tile_n == 64) != (c.schedule == "pingpong")))
-            ),
-            of="sizes",
-        ),
-        Rule(
-            "long slices in two stages",
-            "with tile_m over 128, two stages of tile_k 256 are slower than more of tile_k 128",
-            lambda v: v.config.tile_m > 128 and v.config.tile_k > 128 and v.num_stages < 3,
-        ),
-        Rule(
-            "short slices of few tokens",
-            "tile_k 128 was never the fastest with tile_m under 128, but of 192 features and over 64",
-            lambda c: (
-                c.tile_k == 128
-                and c.tile_m < 128
-                and (c.tile_n != 192 or c.tile_m <= 64)
-                and Sm90MixedVariant.m64_atoms_of(c) == 1
-            ),
-            of="sizes",
-        ),
-        Rule(
-            "short slices of 192 features",
-            "tile_k 128 was never the fastest with tile_m under 128, but with one set of sums",
-            lambda v: (v.config.tile_k, v.config.tile_n) == (128, 192) and v.config.tile_m < 128 and not v.promotes,
-        ),
-        mixed.WIDE_FEW_CLUSTER,
-        Rule(
-            "sizes of stream-k",
-            "stream-k with tile_k 128 or fewer than 40 tokens was not looked at",
-            lambda c: c.schedule == "stream" and (c.tile_k == 128 or c.tile_m < 40),
-            of="sizes",
-        ),
-        Rule(
-            "one set of sums",
-            "with scales on sums, one set of registers for sums is slower than two for 128 tokens",
-            lambda v: v.one_set_of_sums and v.config.tile_m == 128,
         ),
     ),
 )

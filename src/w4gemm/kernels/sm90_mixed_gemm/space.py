@@ -2,81 +2,66 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
-from typing import NamedTuple
-
 from w4gemm.kernels.sm90_mixed_gemm.variant import ONE_GROUP, WGMMA_TOKENS, Sm90MixedVariant
-from w4gemm.kernels.space import Rule, Sizes, Space, listed
+from w4gemm.kernels.space import Rule, Space
 
-TILE_M = (8, 16, 32, 64, 128, 192, 256)
-TILE_N = (64, 128, 192, 256)
-_TILE_K = (64, 128, 256, 512)
-_CLUSTER_SPLIT_K = ((1, 1, 1), (1, 2, 1), (1, 1, 2), (2, 1, 1), (2, 2, 1))
-"""(cluster_m, cluster_n, split_k)."""
+_TILES = {
+    "64x64_1x1x1_coop": "192 256",
+    "64x64_1x1x1_coop_k2": "192 256",
+    "64x64_1x2x1_coop": "192 256",
+    "64x128_1x1x1_coop": "8 16 32 64 72 80 96 112 120 128 144 160 168 192 224 256",
+    "64x128_1x1x1_coop_k2": "8 16 32 64 72 80 96 112 120 128 144 160 168 192 224 256",
+    "64x128_1x2x1_coop": "8 16 32 64 128 192 256",
+    "64x256_1x1x1_coop": "8 16 24 32 40 48 56 64 72 80 96 112 128",
+    "64x256_1x1x1_coop_k2": "8 16 24 32 40 48 56 64 72 80 96 112 128",
+    "64x256_1x2x1_coop": "8 16 32 64 128",
+    "64x512_1x1x1_coop": "8 16 24 32",
+    "64x512_1x1x1_coop_k2": "8 16 24 32",
+    "64x512_1x2x1_coop": "8 16 32",
+    "128x64_1x1x1_coop": "192 200 240 256 272",
+    "128x64_1x1x1_coop_k2": "192 256",
+    "128x64_1x2x1_coop": "192 256 272",
+    "128x64_2x1x1_coop": "192 256",
+    "128x64_2x2x1_coop": "192 256",
+    "128x128_1x1x1_coop": "8 16 32 64 72 80 96 112 120 128 144 160 168 192 224 256",
+    "128x128_1x1x1_coop_k2": "8 16 32 64 72 80 96 112 120 128 144 160 168 192 224 256",
+    "128x128_1x2x1_coop": "8 16 32 64 128 192 256",
+    "128x128_2x1x1_coop": "128 192 256",
+    "128x128_2x2x1_coop": "128 192 256",
+    "128x256_1x1x1_coop": "8 16 24 32 40 48 56 64",
+    "128x256_1x1x1_coop_k2": "8 16 24 32 40 48 56 64",
+    "128x256_1x2x1_coop": "8 16 32 64",
+    "192x64_1x1x1_coop": "144 160 168 192",
+    "192x64_1x2x1_coop": "192",
+    "192x128_1x1x1_coop": "8 16 24 32 40 48 56 64 72 80 96 112 120 128 144 160 168 192",
+    "192x128_1x1x1_coop_k2": "24 32 40 48 56 64 80 96 112 128",
+    "192x128_1x2x1_coop": "64 128 192",
+    "256x64_1x1x1_coop": "112 120 128 144 160 168",
+    "256x64_1x2x1_coop": "128",
+    "256x128_1x1x1_coop": "8 16 24 32 40 48 56 64",
+    "256x128_1x1x1_coop_k2": "8 16 32 64",
+    "256x128_1x2x1_coop": "8 16 32 64",
+    "64x128_1x1x1_pingpong": "8 16 32 64 128 192 200 240 256",
+    "64x128_1x1x1_pingpong_k2": "8 16 32 64 128",
+    "64x128_1x2x1_pingpong": "192 256",
+    "64x256_1x1x1_pingpong": "8 16 32 64",
+    "64x256_1x1x1_pingpong_k2": "8 16 32 64",
+    "128x128_1x1x1_pingpong": "8 16 32 64",
+    "128x128_1x1x1_pingpong_k2": "8 16 32 64",
+    "128x64_1x1x1_stream": "256",
+    "128x128_1x1x1_stream": "32 40 48 56 64 80 96 112 120 128 144 168 256",
+}
+"""By a config's string without tile_m, each tile_m. All but a few were measured on an H200 (choice/cost), and each was
+the fastest somewhere or lies beside one that was:
 
+* tile_m between the powers of two, because tokens past m cost time: a tile of 48 is better for 48 tokens than one of
+  64, and four of 112 better for 400 than four of 128. The box of x that divides tile_m should be large (``box_tokens``
+  of the variant): no 88, 104 or 136. 272, of two WGMMAs, is for a few tokens more than tiles of 256 hold in a wave.
+* tile_k 64 where x fills the stages: many tokens, or two row blocks. tile_k 512 where four k sets divide it.
+* Two CTAs share weights (cluster_m) where many tokens meet them, and x (cluster_n) if tile_m is a power of two."""
 
 _REGISTERS_OF_FLOATS, _REGISTERS_OF_TABLES = 4, 16
 """From so many registers of a codec on, rules exclude some configs: 4-bit floats, and codebooks."""
-
-
-class Beside(NamedTuple):
-    """The other sizes of a config beside tile_m, of one that has no cluster but for split_k."""
-
-    schedule: str
-    tile_n: int
-    tile_k: int
-    split_k: int = 1
-
-
-def beside(schedule: str, tile_n: int, tile_k: int, *split_k: int) -> set[Beside]:
-    """Return the sizes with each split_k; with 1 if none is named."""
-    return {Beside(schedule, tile_n, tile_k, split) for split in split_k or (1,)}
-
-
-_MANY = beside("coop", 64, 128, 1, 2) | beside("coop", 128, 128, 1, 2)
-_LONG = beside("coop", 64, 256, 1, 2)
-_FEW = _LONG | beside("coop", 128, 256, 1, 2) | beside("coop", 192, 128, 1, 2) | beside("coop", 256, 128)
-_FEATURES_192 = beside("coop", 192, 128)
-_FEATURES_256 = beside("coop", 256, 64)
-_STREAM = beside("stream", 128, 128)
-_BETWEEN = {
-    24: _FEW | beside("coop", 64, 512, 1, 2),
-    **dict.fromkeys((40, 48, 56), _FEW | _STREAM),
-    72: _MANY | _LONG | _FEATURES_192,
-    **dict.fromkeys((80, 96), _MANY | _LONG | _STREAM | beside("coop", 192, 128, 1, 2)),
-    112: _MANY | _LONG | _STREAM | beside("coop", 192, 128, 1, 2) | _FEATURES_256,
-    120: _MANY | _FEATURES_192 | _STREAM | _FEATURES_256,
-    **dict.fromkeys((144, 168), _MANY | _STREAM | _FEATURES_192 | beside("coop", 192, 64) | _FEATURES_256),
-    160: _MANY | _FEATURES_192 | beside("coop", 192, 64) | _FEATURES_256,
-    224: _MANY,
-    **dict.fromkeys((200, 240), beside("coop", 128, 64) | beside("pingpong", 64, 128)),
-}
-"""tile_m between the powers of two, with the other sizes that were the fastest somewhere, or are by the cost model
-(2026-11-24). Tokens past m cost time, so a tile of 48 is better for 48 tokens than one of 64, and four of 112 better
-for 400 than four of 128. The box of x that divides tile_m should be large (``box_tokens`` of the variant): no 88, 104
-or 136."""
-_OVER_WGMMA = (272,)
-"""tile_m of two WGMMAs: for a few tokens more than tiles of 256 hold in a wave. 304 was the fastest at one of 44
-points, by 0.2 %, 288 at none, and 320 spills (H200, 2026-11-27)."""
-_MAX_TILE_M = {"coop": {64: 256, 128: 272, 192: 192, 256: 168}, "pingpong": {64: 256, 128: 64}, "stream": {128: 256}}
-"""Largest tile_m by schedule and tile_n, which fix the number of threads: what the registers have room for."""
-
-
-def _candidates() -> Iterator[Sizes]:
-    sizes = itertools.product(("coop", "pingpong", "stream"), TILE_N, TILE_M, _TILE_K, _CLUSTER_SPLIT_K)
-    for schedule, tile_n, tile_m, tile_k, (cluster_m, cluster_n, split_k) in sizes:
-        yield Sizes(tile_m, tile_n, tile_k, cluster_m, cluster_n, schedule, split_k)
-    yield from between(_BETWEEN)
-    for tile_m, cluster_n in itertools.product(_OVER_WGMMA, (1, 2)):
-        yield Sizes(tile_m, 128, 64, 1, cluster_n, "coop", 1)
-
-
-def between(kept: dict[int, set[Beside]]) -> Iterator[Sizes]:
-    """Yield the candidates of a table of tile_m between the powers of two."""
-    for tile_m, others in kept.items():
-        for c in sorted(others):
-            yield Sizes(tile_m, c.tile_n, c.tile_k, 1, 1, c.schedule, c.split_k)
 
 
 def fits(v: Sm90MixedVariant) -> bool:
@@ -86,20 +71,16 @@ def fits(v: Sm90MixedVariant) -> bool:
     return v.num_stages >= 2 and v.reduction_bytes <= v.num_stages * v.stage_bytes and not over_staging
 
 
-def experts_between(kept: dict[int, set[Beside]]) -> Rule:
-    """Return the rule that leaves experts no tiles of 64 features of a table."""
-    reason = "of the sizes between the powers of two, 64 features were never the fastest for experts"
-    return Rule("experts between", reason, lambda v: v.grouped and v.config.tile_m in kept and v.config.tile_n == 64)
-
-
 def stream_sums(largest_tile_k: int) -> Rule:
     """Return the rule that stream-k has no other sums; longer k-slices take a second set of warpgroups."""
     return Rule(
         "stream-k and other sums",
         "a CTA of stream-k goes from tile to tile, so that its pipeline is never drained, as the sums of several k "
         f"sets or CTAs need it: tile_k {largest_tile_k} at most, no split_k, no cluster along n",
-        lambda c: c.schedule == "stream" and (c.tile_k > largest_tile_k or c.cluster_n * c.split_k > 1),
-        of="sizes",
+        lambda v: (
+            v.config.schedule == "stream"
+            and (v.config.tile_k > largest_tile_k or v.config.cluster_n * v.config.split_k > 1)
+        ),
     )
 
 
@@ -127,20 +108,17 @@ GATHERED_WARPS = Rule(
 MULTICAST_BLOCKS = Rule(
     "shared weights",
     "with cluster_m 2 each of two CTAs fetches one of two row blocks, so tile_n must be 128",
-    lambda c: c.cluster_m > 1 and c.tile_n != 128,
-    of="sizes",
+    lambda v: v.config.cluster_m > 1 and v.config.tile_n != 128,
 )
 SPLIT_ROW_BLOCKS = Rule(
     "split_k of two row blocks",
     "the CTAs of a split hand over shares of one row block per warpgroup, here each has two",
-    lambda c: Sm90MixedVariant.m64_atoms_of(c) > 1 and c.split_k > 1,
-    of="sizes",
+    lambda v: v.m64_atoms > 1 and v.config.split_k > 1,
 )
 SPLIT_PINGPONG = Rule(
     "split_k of pingpong",
     "two warpgroups alternate between the output tiles of a CTA, split_k gives a CTA one tile",
-    lambda c: c.tile_m > 128 and c.schedule == "pingpong" and c.split_k > 1,
-    of="sizes",
+    lambda v: v.config.tile_m > 128 and v.config.schedule == "pingpong" and v.config.split_k > 1,
 )
 SHARED_MEMORY = Rule(
     "shared memory",
@@ -164,30 +142,6 @@ GROUPED_RESIDUAL = Rule(
     ),
     of="epilogue",
 )
-PINGPONG_CLUSTER = Rule(
-    "pingpong and clusters",
-    "with two CTAs on a multiprocessor a cluster of two along n is not looked at",
-    lambda c: c.schedule == "pingpong" and c.tile_m <= 128 and c.cluster_n > 1,
-    of="sizes",
-)
-MULTICAST_TOKENS = Rule(
-    "shared weights of few tokens",
-    "weights are worth sharing where many tokens meet them: tile_m 128 and more, coop",
-    lambda c: c.cluster_m > 1 and (c.tile_m < 128 or c.schedule != "coop"),
-    of="sizes",
-)
-REGISTERS = Rule(
-    "registers",
-    "the accumulators of so many tokens leave too few registers to as many threads as tile_n takes",
-    lambda c: c.tile_m > _MAX_TILE_M[c.schedule].get(c.tile_n, 0),
-    of="sizes",
-)
-WIDE_FEW_CLUSTER = Rule(
-    "192 features of few tokens in a cluster",
-    "with tile_n 192 and tile_m under 64 a cluster along n was never faster than none by more than chance",
-    lambda c: c.tile_n == 192 and c.tile_m < 64 and c.cluster_n > 1,
-    of="sizes",
-)
 
 
 def _many_groups(v: Sm90MixedVariant) -> bool:
@@ -200,9 +154,7 @@ def _large(v: Sm90MixedVariant) -> bool:
 
 
 SPACE = Space(
-    _candidates,
-    f"tile_m {listed(TILE_M)}; tile_n {listed(TILE_N)}; tile_k {listed(_TILE_K)}; (cluster_m, cluster_n, split_k) "
-    f"{listed(_CLUSTER_SPLIT_K)}; and some of these with tile_m {listed((*_BETWEEN, *_OVER_WGMMA))}",
+    _TILES,
     impossible=(
         GROUPED_STREAM,
         GROUPED_CLUSTER,
@@ -215,24 +167,6 @@ SPACE = Space(
         SHARED_MEMORY,
     ),
     slow=(
-        REGISTERS,
-        Rule(
-            "long slices of many tokens",
-            "ptxas serializes some configs with tile_k and tile_m over 128, and none was ever the fastest",
-            lambda c: c.tile_k > 128 and c.tile_m > 128,
-            of="sizes",
-        ),
-        Rule(
-            "long slices of two row blocks",
-            "a k-slice of more than two MMA batches, which ptxas serializes: with two row blocks tile_k is 64",
-            lambda c: Sm90MixedVariant.m64_atoms_of(c) > 1 and c.tile_k > 64,
-            of="sizes",
-        ),
-        Rule(
-            "several blocks for a k set",
-            "ptxas serializes the WGMMAs of k-slices with several weight blocks for each set of warpgroups",
-            lambda v: v.blocks_k > v.k_sets,
-        ),
         Rule(
             "experts, many groups, large tiles",
             "looking for an expert's rows takes registers: the scales of several groups would spill",
@@ -303,44 +237,6 @@ SPACE = Space(
             "pingpong, many groups, two k sets",
             "the scales of several groups spill where two sets share half a multiprocessor",
             lambda v: v.config.schedule == "pingpong" and v.k_sets > 1 and v.config.tile_m > 32 and _many_groups(v),
-        ),
-    ),
-    pruned=(
-        experts_between(_BETWEEN),
-        PINGPONG_CLUSTER,
-        Rule(
-            "short slices",
-            "tile_k 64 gains where x fills the stages: tile_m 192 and more, over 128 with tile_n 192, or two row "
-            "blocks, and not in pingpong",
-            lambda c: (
-                c.tile_k == 64
-                and (
-                    (c.tile_m < (144 if c.tile_n == 192 else 192) and Sm90MixedVariant.m64_atoms_of(c) == 1)
-                    or c.schedule == "pingpong"
-                )
-            ),
-            of="sizes",
-        ),
-        WIDE_FEW_CLUSTER,
-        Rule(
-            "split_k of 192 features",
-            "for up to 16 tokens sm90_decode's tiles of 80 and 96 features are faster, for more than 128 other tiles "
-            "without split_k are (at 15 of 17 points)",
-            lambda c: c.tile_n == 192 and c.split_k > 1 and not 24 <= c.tile_m <= 128,
-            of="sizes",
-        ),
-        MULTICAST_TOKENS,
-        Rule(
-            "tile_m of stream-k",
-            "stream-k with 8, 16 or 192 tokens was never the fastest",
-            lambda c: c.schedule == "stream" and c.tile_m in (8, 16, 192),
-            of="sizes",
-        ),
-        Rule(
-            "longest slices",
-            "only four k sets gain by tile_k 512: tile_n 64, tile_m up to 32, not in pingpong",
-            lambda c: c.tile_k == 512 and (c.tile_n > 64 or c.tile_m > 32 or c.schedule == "pingpong"),
-            of="sizes",
         ),
     ),
 )

@@ -62,7 +62,7 @@ class Sm90MixedGemm(HopperKernel):
             found.insert(0, Exclusion("impossible", "experts and a tail launch", reason))
         if str(config) not in self.launch_pairs:
             listed = "only pairs that were the fastest somewhere are kept: " + ", ".join(self.launch_pairs)
-            found.append(Exclusion("pruned", "pairs", listed))
+            found.append(Exclusion("unlisted", "pairs", listed))
         return found
 
     def reduction_order(self, problem: GemmProblem, config: GemmConfig) -> Hashable | None:

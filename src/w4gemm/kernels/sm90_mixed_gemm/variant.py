@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from w4gemm.core.config import GemmConfig
-from w4gemm.kernels.space import Sizes
 from w4gemm.kernels.variant import HOPPER_SHARED_MEMORY, KSliceVariant, shared_memory_of_each
 from w4gemm.packing.block import BLOCK_K, BLOCK_N
 from w4gemm.packing.codecs import Pairs
@@ -62,7 +61,7 @@ class Sm90MixedVariant(KSliceVariant):
         return 2 if config.schedule == "pingpong" and config.tile_m <= 128 else 1
 
     @staticmethod
-    def m64_atoms_of(config: GemmConfig | Sizes) -> int:
+    def m64_atoms_of(config: GemmConfig) -> int:
         """Number of 64-row blocks of the weight that one warpgroup owns: two if four warpgroups would have too few
         registers each."""
         return 2 if config.tile_n == 256 and config.tile_m > 64 else 1
