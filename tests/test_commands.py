@@ -86,7 +86,7 @@ FAILURES = (
         ("explain --m 3000000000 --n 64 --k 64", "M, N, K: wanted numbers from 1 to 2147483647"),
         ("cache import {file}/x", "FILE: no file '"),
         ("gemm 4 64 64 --device cpu --top 3", "--top: goes with --profile"),
-        ("explain --m 4 --n 63 --k 64 --device h200 --activation silu_mul", "n: silu_mul wants an even one"),
+        ("explain --m 4 --n 63 --k 64 --device h200 --activation silu_mul", "n: silu_mul wants an even n"),
         (
             "compile --shapes 64x64 --m 1 -o {file}",
             "--output: wanted a folder, which is made if needed, got the file '",

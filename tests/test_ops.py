@@ -218,7 +218,7 @@ def test_bad_epilogue(w, x, bias):
     refused(ValueError, "alpha: wanted a number of at most 1.8e308", "larger", x=x, w=w, alpha=10**400)
     for bad in (torch.ones(2), torch.ones((), dtype=torch.float64), torch.ones((), device="meta")):
         refused(ValueError, "alpha: wanted a number or a torch.float32 tensor of one", x=x, w=w, alpha=bad)
-    refused(ValueError, "activation: wanted one of relu, gelu,", "'tanh'", x=x, w=w, activation="tanh")
+    refused(ValueError, "activation: wanted one of relu, relu2, gelu,", "'tanh'", x=x, w=w, activation="tanh")
     refused(ValueError, "activation: wanted one of", "relu", x=x, w=w, activation=torch.relu)
     refused(TypeError, "out_dtype: wanted torch.float32", "torch.int8", x=x, w=w, out_dtype=torch.int8)
     refused(TypeError, "residual: wanted a tensor", "float", x=x, w=w, residual=1.0)

@@ -144,7 +144,7 @@ def test_workspace_bytes_without_a_config():
     with pytest.raises(TypeError, match="config: wanted a GemmConfig, its string or None, got int 5"):
         gemm.workspace_bytes(M, N, K, 5)
     gated = MixedGemm("int4_g32_fp16", torch.float32, "cpu", epilogue=Epilogue("silu_mul"))
-    with pytest.raises(ValueError, match="n: silu_mul wants an even one, .*, got 47"):
+    with pytest.raises(ValueError, match="n: silu_mul wants an even n, .*, got n 47"):
         gated.workspace_bytes(M, N - 1, K)
 
 
@@ -230,7 +230,7 @@ def test_features_that_packed_tensors_do_not_tell_are_asked_for():
     gated = MixedGemm("int4_g32_fp16", torch.float32, "cpu", epilogue=Epilogue("silu_mul"))
     with pytest.raises(ValueError, match=r"out: wanted shape \(5, 64\) for n 128 of the weight, got \(5, 60\)"):
         gated.run(x, w.tensors, torch.empty(M, 60), n=128)
-    with pytest.raises(ValueError, match="n: silu_mul wants an even one, pairs of gate and up rows, got 127"):
+    with pytest.raises(ValueError, match="n: silu_mul wants an even n, pairs of gate and up rows, got n 127"):
         gated.run(x, w.tensors, torch.empty(M, 63), n=127)
 
 

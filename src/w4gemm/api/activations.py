@@ -64,17 +64,23 @@ def quantize_activations(
         >>> w4gemm.linear(x8, w, token_scale=token_scale).dtype
         torch.bfloat16
     """
-    k = _check(x, norm_weight, eps, silu_mul)
+    _check(x, norm_weight, eps, silu_mul)
+    return quantized(x, norm_weight, eps, silu_mul)
+
+
+def quantized(
+    x: torch.Tensor, norm_weight: torch.Tensor | None = None, eps: float = 1e-6, silu_mul: bool = False
+) -> _Quantized:
+    """Return :func:`quantize_activations` of checked arguments. torch.compile can trace this."""
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     if needs_dispatcher(x, NO_OPERANDS):
         x8, scale = torch.ops.w4gemm.quantize_activations(rows, norm_weight, eps, silu_mul)
     else:
-        x8, scale = _quantize(rows, norm_weight, eps, silu_mul)
-    return (x8, scale) if x.dim() == 2 else (x8.view(*x.shape[:-1], k), scale.view(x.shape[:-1]))
+        x8, scale = quantize_rows(rows, norm_weight, eps, silu_mul)
+    return (x8, scale) if x.dim() == 2 else (x8.view(*x.shape[:-1], x8.shape[1]), scale.view(x.shape[:-1]))
 
 
-def _check(x: torch.Tensor, norm_weight: torch.Tensor | None, eps: float, silu_mul: bool) -> int:
-    """Check x and norm_weight; return k."""
+def _check(x: torch.Tensor, norm_weight: torch.Tensor | None, eps: float, silu_mul: bool) -> None:
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"x: wanted a tensor (..., k), got {type(x).__name__}")
     dtypes = _DTYPES.get(x.device.type, _HALVES)
@@ -100,7 +106,6 @@ def _check(x: torch.Tensor, norm_weight: torch.Tensor | None, eps: float, silu_m
             raise NotImplementedError(
                 f"{name}: gradients of quantize_activations are not implemented; call it under no_grad"
             )
-    return x.shape[-1] // 2 if silu_mul else x.shape[-1]
 
 
 def _check_norm_weight(norm_weight: torch.Tensor, x: torch.Tensor) -> None:
@@ -114,8 +119,10 @@ def _check_norm_weight(norm_weight: torch.Tensor, x: torch.Tensor) -> None:
         raise ValueError(f"norm_weight: wanted x's device {x.device}, got {norm_weight.device}")
 
 
-def _quantize(x: torch.Tensor, norm_weight: torch.Tensor | None, eps: float, silu_mul: bool) -> _Quantized:
-    """Quantize x (m, columns) by the kernel if it runs here, else by PyTorch's operators."""
+def quantize_rows(
+    x: torch.Tensor, norm_weight: torch.Tensor | None = None, eps: float = 1e-6, silu_mul: bool = False
+) -> _Quantized:
+    """Quantize x (m, columns) in plain eager mode, by the kernel if it runs here, else by PyTorch's operators."""
     (m, k), device = x.shape, x.device
     if device.type != "cuda":
         return in_pytorch(x, norm_weight, eps, silu_mul)
@@ -159,7 +166,7 @@ def in_pytorch(x: torch.Tensor, norm_weight: torch.Tensor | None, eps: float, si
 torch.library.define(
     "w4gemm::quantize_activations", "(Tensor x, Tensor? norm_weight, float eps, bool silu_mul) -> (Tensor, Tensor)"
 )
-torch.library.impl("w4gemm::quantize_activations", ("cpu", "cuda"))(_quantize)
+torch.library.impl("w4gemm::quantize_activations", ("cpu", "cuda"))(quantize_rows)
 
 
 @torch.library.register_fake("w4gemm::quantize_activations")

@@ -12,7 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from w4gemm.api.modes import is_watched
-from w4gemm.core.activation import canonical, is_gated
+from w4gemm.core.activation import canonical, require_pairs
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.epilogue import (
     SCALE_BLOCK,
@@ -127,8 +127,7 @@ def check_rows(name: str, numbers: torch.Tensor, least: int, end: int) -> None:
 def checked_activation(activation: str | None, n: int) -> str | None:
     """Check an activation for a weight of n rows; return its canonical text."""
     activation = canonical(activation)
-    if n % 2 and is_gated(activation):
-        raise ValueError(f"activation: {activation} wants an even n, pairs of gate and up rows in w, got n {n}")
+    require_pairs("activation", activation, n)
     return activation
 
 
@@ -255,15 +254,21 @@ def checked_config(config: GemmConfig | str) -> str:
 
 
 def check_out(
-    out: torch.Tensor, read: Mapping[str, object], epilogue: Epilogue, x: torch.Tensor, shape: tuple[int, ...]
+    out: torch.Tensor,
+    read: Mapping[str, object],
+    epilogue: Epilogue,
+    x: torch.Tensor,
+    shape: tuple[int, ...],
+    size: str = "",
 ) -> None:
     """Check the tensor that the result of ``shape`` is written to.
 
     Args:
         read: as for :func:`check_own_memory`.
+        size: as for :func:`require_tensor`.
     """
     like = "like x" if epilogue.out_dtype is None else "as out_dtype"
-    require_tensor("out", out, epilogue.result_dtype(x.dtype), shape, x.device, like=like)
+    require_tensor("out", out, epilogue.result_dtype(x.dtype), shape, x.device, like=like, size=size)
     if torch.is_grad_enabled() and out.requires_grad:
         raise ValueError("out: wanted a tensor without requires_grad, got one with")
     if not _has_address(out):
@@ -309,10 +314,11 @@ def require_tensor(
     *,
     like: str = "",
     size: str = "",
+    whose: str = "x's device",
     contiguous: bool = True,
 ) -> None:
     """Raise TypeError or ValueError unless ``t`` is a tensor of this dtype, shape and device. In the message ``like``
-    follows the dtype and ``size`` the shape, with the reason for it."""
+    follows the dtype and ``size`` the shape, with the reason for it; ``whose`` goes before the device."""
     if not isinstance(t, torch.Tensor):
         raise TypeError(f"{name}: wanted a tensor {shape} of {dtype}, got {type(t).__name__}")
     if t.dtype != dtype:
@@ -321,7 +327,7 @@ def require_tensor(
     if t.shape != shape:
         raise ValueError(f"{name}: wanted shape {tuple(shape)}{size}, got {tuple(t.shape)}")
     if t.device != device:
-        raise ValueError(f"{name}: wanted x's device {device}, got {t.device}")
+        raise ValueError(f"{name}: wanted {whose} {device}, got {t.device}")
     if contiguous and not t.is_contiguous():
         use = f"use {name}.contiguous()" if name != "out" else "write to a contiguous one, and copy from it"
         raise ValueError(f"{name}: wanted it contiguous, got strides {t.stride()}; {use}")

@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 
 from w4gemm.api import arguments
-from w4gemm.api.activations import quantize_activations
+from w4gemm.api.activations import quantized
 from w4gemm.api.gather import gather_columns
-from w4gemm.api.modes import refuse_fp8_gradients
-from w4gemm.api.product import BoundLinear, argument_facts, launch
+from w4gemm.api.modes import refuse_duals, refuse_fp8_gradients
+from w4gemm.api.product import launch
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.epilogue import Epilogue, EpilogueOperands, replaced
 from w4gemm.core.errors import require_bool
@@ -77,9 +77,10 @@ def checked(
             raise TypeError(f"token_scale: wanted None for x of {x.dtype}, which is quantized here")
         if x.requires_grad and torch.is_grad_enabled():
             refuse_fp8_gradients(x, operands)
+        refuse_duals(x, operands, "a product with fp8 activations")
         out_dtype = out_dtype or x.dtype
         bias = arguments.bias_for_fp8(operands.bias, x, out_dtype)
-        x, token_scale = quantize_activations(x)
+        x, token_scale = quantized(x)
         operands = replaced(operands, bias=bias, token_scale=token_scale)
     shape = x.shape[:-1] if rows.indices is None else rows.indices.shape
     epilogue, operands = arguments.checked_epilogue(x, w, operands, activation, out_dtype, shape)
@@ -102,21 +103,3 @@ def compute(call: Call, out: torch.Tensor | None = None) -> torch.Tensor:
     launched = Operands(rows, w.tensors, d, call.operands, call.rows)
     launch(w.packed, launched, call.epilogue, call.config, call.batch_invariant, call.expected)
     return out
-
-
-def bind(
-    w: QuantizedWeight,
-    dtype: torch.dtype,
-    bias: torch.Tensor | None = None,
-    activation: str | None = None,
-    batch_invariant: bool = False,
-) -> BoundLinear:
-    """Return :func:`w4gemm.linear` with these arguments, as a function of x of ``dtype`` on w's device.
-
-    Raises:
-        TypeError, ValueError: for arguments that linear refuses.
-    """
-    x = torch.empty(0, w.k, dtype=dtype, device=w.device)
-    arguments.check(x, w)
-    call = checked(x, w, EpilogueOperands(bias=bias), activation, None, batch_invariant=batch_invariant)
-    return BoundLinear(call, argument_facts(x, bias, activation, batch_invariant))

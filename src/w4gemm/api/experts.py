@@ -11,7 +11,7 @@ from w4gemm.api.arguments import checked_activation
 from w4gemm.api.grouped import grouped_linear
 from w4gemm.api.modes import autocast, layer_dtype
 from w4gemm.api.packed_module import PackedModule, moved_only
-from w4gemm.api.routing import combine, route
+from w4gemm.api.routing import combined, route
 from w4gemm.core.activation import is_gated
 from w4gemm.core.errors import kind_of
 from w4gemm.weights.weight import QuantizedWeight
@@ -243,4 +243,4 @@ class W4Experts(torch.nn.Module):
             raise ValueError(f"expert_weights: wanted x's device {x.device}, got {expert_weights.device}")
         hidden = self.gate_up(x, routing.m_offsets, routing.tokens)
         d = self.down(hidden, routing.m_offsets, settled=True)
-        return combine(d, routing.row_of_choice, expert_weights, settled=True)
+        return combined(d, routing.row_of_choice, expert_weights, None, settled=True)

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from w4gemm.api.arguments import DTYPES, FP8, check, checked_activation
-from w4gemm.api.call import bind
+from w4gemm.api.call import checked
 from w4gemm.api.modes import autocast, is_eager, layer_dtype
 from w4gemm.api.ops import linear
 from w4gemm.api.packed_module import PackedModule, check_dtype
-from w4gemm.api.product import argument_facts
+from w4gemm.api.product import BoundLinear, argument_facts
+from w4gemm.core.epilogue import EpilogueOperands
 from w4gemm.core.errors import device_here, require_bool, require_int
 from w4gemm.core.formats import WeightFormat
 from w4gemm.packing.packed_shape import packed_shape
@@ -162,7 +163,9 @@ class W4Linear(PackedModule):
         if bound is None or bound.facts != argument_facts(x, bias, activation, batch_invariant):
             check(x, w)
             _check_dtypes(bias, x)
-            bound = self._bound = bind(w, x.dtype, bias, activation, batch_invariant)
+            empty = x.new_empty(0, w.k)  # the checks and the plan do not depend on the number of rows
+            call = checked(empty, w, EpilogueOperands(bias=bias), activation, None, batch_invariant=batch_invariant)
+            bound = self._bound = BoundLinear(call, argument_facts(x, bias, activation, batch_invariant))
         return bound(x, w, bias)
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from w4gemm.api.activations import quantize_activations
+from w4gemm.api.activations import quantize_rows
 from w4gemm.api.gather import gather_columns
 from w4gemm.api.modes import current_gpu, is_eager
 from w4gemm.choice import Plan, PlanKey, plan_cache, plan_for, plan_m, plan_rows
@@ -165,7 +165,7 @@ class BoundLinear:
         rows = x if flat else x.reshape(-1, shape[-1])
         operands = NO_OPERANDS if bias is None else EpilogueOperands(None, bias)
         if self.quantizes:
-            rows, token_scale = quantize_activations(rows)
+            rows, token_scale = quantize_rows(rows)
             operands = EpilogueOperands(None, bias, None, token_scale)
         if w.perm is not None:
             rows = gather_columns(rows, w.perm)

@@ -142,13 +142,20 @@ def combine(
     """
     _check_terms(d, row_of_choice, weights)
     require_bool("settled", settled)
-    tokens, terms = row_of_choice.shape
-    differentiated = torch.is_grad_enabled() and (d.requires_grad or weights.requires_grad)
     if out is not None:
-        require_tensor("out", out, d.dtype, (tokens, d.shape[1]), d.device)
-        if differentiated or (torch.is_grad_enabled() and out.requires_grad):
+        require_tensor("out", out, d.dtype, (len(row_of_choice), d.shape[1]), d.device)
+        if torch.is_grad_enabled() and (d.requires_grad or weights.requires_grad or out.requires_grad):
             raise ValueError("out: wanted None where gradients are needed, got a tensor")
         check_own_memory(out, {"d": d, "row_of_choice": row_of_choice, "weights": weights})
+    return combined(d, row_of_choice, weights, out, settled)
+
+
+def combined(
+    d: torch.Tensor, row_of_choice: torch.Tensor, weights: torch.Tensor, out: torch.Tensor | None, settled: bool
+) -> torch.Tensor:
+    """Return :func:`combine` of checked arguments."""
+    tokens, terms = row_of_choice.shape
+    differentiated = torch.is_grad_enabled() and (d.requires_grad or weights.requires_grad)
     eager = is_plain(d) and is_plain(weights) and not differentiated and not is_watched()
     if eager and d.device.type == "cuda" and tokens and len(d) and RowCombine.takes(d):
         add_up = launcher(RowCombine.of, d.device, d.dtype, terms)

@@ -19,13 +19,14 @@ from w4gemm import choice
 from w4gemm.api.arguments import (
     DTYPES,
     check_alignment,
-    check_own_memory,
+    check_out,
     checked_config,
     checked_factor,
     require_tensor,
 )
 from w4gemm.api.dlpack import torch_tensor
 from w4gemm.api.product import Product, product_of
+from w4gemm.core.activation import require_pairs
 from w4gemm.core.epilogue import PLAIN, Epilogue, EpilogueOperands
 from w4gemm.core.errors import device_named, kind_of, require_bool, require_gpu, require_int
 from w4gemm.core.formats import WeightFormat
@@ -37,7 +38,7 @@ from w4gemm.packing.packed_shape import PackedShape, packed_shape
 from w4gemm.weights.weight import QuantizedWeight
 
 _ALIGNMENT = 16
-_B = tuple(f"b[{i}]" for i in range(4))
+_OURS = "the device of this MixedGemm,"
 
 
 @dataclass(frozen=True)
@@ -197,11 +198,7 @@ class MixedGemm:
             torch_tensor("token_scale", token_scale),
         )
         operands = Operands(a, tensors, out, epilogue_operands)
-        try:
-            weight = self._check(operands, n)
-        except ValueError:
-            self._check_devices(operands)
-            raise
+        weight = self._check(operands, n)
         (m, k), (row, column), device = a.shape, a.stride(), a.device
         if m == 0:
             return
@@ -252,45 +249,28 @@ class MixedGemm:
         (m, k), columns = a.shape, out.shape[1]
         if not k or not columns:
             raise ValueError(f"a, out: wanted at least one column, got {tuple(a.shape)} and {tuple(out.shape)}")
-        weight = self._weight(columns * (2 if epilogue.gated else 1) if n is None else n, k)
-        if n is not None:
-            self._check_n(out, weight.n)
-        require_tensor("a", a, self.dtype, (m, k), device, contiguous=False)
+        require_tensor("a", a, self.dtype, (m, k), device, whose=_OURS, contiguous=False)
         check_alignment("a", a, _ALIGNMENT)
-        require_tensor("out", out, epilogue.result_dtype(self.dtype), (m, columns), device)
-        check_alignment("out", out, _ALIGNMENT)
-        if out.requires_grad:
-            raise ValueError("out: wanted a tensor without requires_grad, got one with")
+        weight = self._weight(columns * (2 if epilogue.gated else 1) if n is None else n, k)
+        require_pairs("n", epilogue.activation, weight.n)
         if len(weight.tensors) != len(operands.weight):
             raise ValueError(
                 f"b: wanted {len(weight.tensors)} tensors in the {self.layout} layout, got {len(operands.weight)}"
             )
-        for name, t, (dtype, shape) in zip(_B, operands.weight, weight.tensors, strict=False):
-            require_tensor(name, t, dtype, shape, device, size=", for the sizes of a and out")
+        for i, (t, (dtype, shape)) in enumerate(zip(operands.weight, weight.tensors, strict=True)):
+            name = f"b[{i}]"
+            require_tensor(name, t, dtype, shape, device, size=", for the sizes of a and out", whose=_OURS)
             check_alignment(name, t, _ALIGNMENT)
         if n is None and weight.padded:
             raise ValueError(
                 f"n: wanted the weight's number of features, since packed tensors of more than {weight.n} have the "
                 f"same shapes, got None; n={weight.n} if out has all of them"
             )
-        self._check_epilogue(operands.epilogue, (m, columns), weight.n)
-        check_own_memory(out, {"a": a, "b": operands.weight, **operands.epilogue._asdict()})
+        shape = m, epilogue.columns(weight.n)
+        self._check_epilogue(operands.epilogue, shape, weight.n)
+        read = {"a": a, "b": operands.weight, **operands.epilogue._asdict()}
+        check_out(out, read, epilogue, a, shape, f" for n {weight.n} of the weight")
         return weight
-
-    def _check_devices(self, operands: Operands) -> None:
-        tensors = {"a": operands.x, "out": operands.out, **dict(zip(_B, operands.weight, strict=False))}
-        for name, t in (tensors | operands.epilogue._asdict()).items():
-            if isinstance(t, torch.Tensor) and t.device != self.device:
-                raise ValueError(
-                    f"{name}: wanted the device of this MixedGemm, {self.device}, got {t.device}"
-                ) from None
-
-    def _check_n(self, out: torch.Tensor, n: int) -> None:
-        if self.epilogue.gated and n % 2:
-            raise ValueError(f"n: {self.epilogue.activation} wants an even one, pairs of gate and up rows, got {n}")
-        shape = (out.shape[0], self.epilogue.columns(n))
-        if out.shape != shape:
-            raise ValueError(f"out: wanted shape {shape} for n {n} of the weight, got {tuple(out.shape)}")
 
     def _check_epilogue(self, operands: EpilogueOperands, shape: tuple[int, int], n: int) -> None:
         epilogue, device = self.epilogue, self.device

@@ -139,6 +139,13 @@ _by_text = {name: Activation(name, tuple(formula.constants.items())) for name, f
 :func:`_parsed`. This is no functools.cache, because torch.compile warns of one."""
 
 
+def require_pairs(name: str, activation: str | None, n: int) -> None:
+    """Raise ValueError, naming the argument ``name``, unless n rows are pairs of a gate and an up, if ``activation`` is
+    gated."""
+    if n % 2 and is_gated(activation):
+        raise ValueError(f"{name}: {activation} wants an even n, pairs of gate and up rows, got n {n}")
+
+
 def parse(text: str) -> Activation:
     """Return the activation that a text such as ``"silu_mul(limit=10)"`` names.
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from w4gemm.core.activation import require_pairs
 from w4gemm.core.epilogue import PLAIN, Epilogue
 from w4gemm.core.errors import device_named, require_bool, require_gpu, require_int
 from w4gemm.core.formats import WeightFormat
@@ -185,10 +186,7 @@ class GemmProblem:
         self.epilogue.check()
         if self.epilogue.expert_scale and not self.experts:
             raise ValueError("epilogue: wanted one without expert_scale for a single weight, got one with; use alpha")
-        if self.epilogue.gated and self.n % 2:
-            raise ValueError(
-                f"n: {self.epilogue.activation} wants an even one, pairs of gate and up rows, got {self.n}"
-            )
+        require_pairs("n", self.epilogue.activation, self.n)
 
     @property
     def out_dtype(self) -> torch.dtype:

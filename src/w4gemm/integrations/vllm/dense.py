@@ -15,7 +15,7 @@ from vllm.model_executor.kernels.linear import (
 from vllm.platforms import PlatformEnum, current_platform
 from vllm.scalar_type import scalar_types
 
-from w4gemm.api.activations import quantize_activations
+from w4gemm.api.activations import quantized
 from w4gemm.checkpoints import compressed_tensors
 from w4gemm.checkpoints.numbers import Numbers
 from w4gemm.core.epilogue import Epilogue
@@ -165,7 +165,7 @@ class W4GemmLinearKernel(Fallback, MPLinearKernel):
         # the pass that fuses silu(gate) * up with the quantization looks for no reshape between them
         rows, token_scale = x if x.dim() == 2 else x.reshape(-1, x.shape[-1]), None
         if self.quantizes:
-            rows, token_scale = quantize_activations(rows)
+            rows, token_scale = quantized(rows)
         d = self.packed(layer, rows, bias, token_scale)
         return d.view(*x.shape[:-1], d.shape[-1])
 

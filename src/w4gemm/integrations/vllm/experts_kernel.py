@@ -17,7 +17,7 @@ import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceDelegate
 
-from w4gemm.api.routing import Routing, combine, route
+from w4gemm.api.routing import Routing, combined, route
 from w4gemm.choice import first_rows
 from w4gemm.integrations.engines.warmup import ExpertsCall, Need, experts_need, token_counts
 from w4gemm.integrations.vllm.experts_product import ExpertsProduct
@@ -181,7 +181,7 @@ class _Combine(mk.TopKWeightAndReduce):  # type: ignore[misc, unused-ignore]
         assert self.routing is not None and self.routing.row_of_choice.shape == topk_ids.shape
         weights = torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights
         d, rows = fused_expert_output.flatten(0, -2), self.routing.row_of_choice
-        return combine(d, rows, weights, out=output, settled=weights is topk_weights)
+        return combined(d, rows, weights, output, settled=weights is topk_weights)
 
 
 class BatchedW4gemmExperts(_Experts):

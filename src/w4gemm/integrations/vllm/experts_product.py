@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from w4gemm.api.activations import quantize_activations
+from w4gemm.api.activations import quantize_rows
 from w4gemm.api.product import launch
 from w4gemm.core.epilogue import Epilogue, EpilogueOperands
 from w4gemm.kernels import Operands
@@ -51,7 +51,7 @@ class ExpertsProduct(NamedTuple):
             expected: rows that the plan is chosen for; 0 for all of ``out``.
         """
         if self.epilogue.token_scale and scale is None:
-            x, scale = quantize_activations(x)
+            x, scale = quantize_rows(x)
         operands = EpilogueOperands(bias=self.bias)
         if self.epilogue.block_scale:
             assert scale is not None
