@@ -18,14 +18,16 @@ _log = logging.getLogger("w4gemm.kernels")
 
 @functools.cache
 def missing_for_dsl(min_driver: tuple[int, int]) -> str:
-    """Return why kernels in CuTe DSL cannot run here, or the empty string, also without a GPU: there configs are only
-    chosen, and compiled if :func:`missing_to_compile` is empty too.
+    """Return why kernels in CuTe DSL cannot run here, or the empty string. Without a GPU the DSL is not looked for:
+    there configs are only chosen, and compiled if :func:`missing_to_compile` is empty too.
 
     ``min_driver`` is the CUDA version that the driver must support.
     """
     import torch
 
-    return (missing_to_compile() or _old_driver(min_driver)) if torch.cuda.is_available() else ""
+    if not torch.cuda.is_available():
+        return _missing_sources()  # beside which lie the tables that configs are chosen by
+    return missing_to_compile() or _old_driver(min_driver)
 
 
 def missing_to_compile() -> str:
