@@ -269,7 +269,11 @@ def of_bytes(monkeypatch) -> WeightFormat:
         name="byte_mma16",
         element="byte",
         stored=tuple(range(256)),
-        places=tuple(Bits(p, 255, 16 * (p // 4) + 8 * (p // 2 % 2), p % 2) for p in range(8)),
+        places=tuple(
+            Bits(8 * step + p, 255, 16 * (p // 4) + 8 * (p // 2 % 2), 4 * (p % 2) + step)
+            for step in range(4)
+            for p in range(8)
+        ),
     )
     monkeypatch.setitem(ELEMENTS, "byte", Element("byte", 8, tuple(range(-128, 128)), counts=True))
     monkeypatch.setattr(codecs, "CODECS", (*codecs.CODECS, codec))
@@ -292,7 +296,7 @@ def test_a_width_of_8_bits(of_bytes):
     bytes = packed.tensors[0][:1, :1, : block.code_words].contiguous().view(torch.uint8).flatten()
     half, step, col8, q, element = columns // 64, columns // 16 % 4, columns // 8 % 2, columns // 2 % 4, columns % 2
     strip, row8, g = rows // 16, rows // 8 % 2, rows % 8
-    word = (((half * 4 + strip) * 2 + step // 2) * 32 + 4 * g + q) * 4 + step % 2 * 2 + row8
+    word = (((half * 4 + strip) * 2 + row8) * 32 + 4 * g + q) * 4 + step
     assert torch.equal(bytes[4 * word + 2 * element + col8], w.parts().codes[:64, :128])
     with pytest.raises(ValueError, match=r"codes: wanted 0\.\.255, got 0\.\.256"):
         QuantizedWeight.from_codes(of_bytes, torch.tensor([[0, 256] * 16]), *w.parts()[1:3])

@@ -7,10 +7,11 @@ A block holds 64 rows x 128 columns of a weight: the codes of its two halves of 
     factors  [strip: 4][row pair: 8][word of scales' factors, of zero points'], if any
 
 A lane has 32 codes of a strip and half, which are as many words as a code has bits: a segment is what it loads at once,
-at most four words. The codec says which bits of the words a code has. A scale word holds the fields
-of rows g and g + 8 of a strip: of one group of columns if a field has 16 bits, of two if it has 8 (group 2 i in the low
-byte of each half, group 2 i + 1 in the high byte). Fields of 32 bits are a word each, row g before row g + 8. Factors
-are fp16, of rows g and g + 8 in a word.
+at most four words. A matrix instruction takes its part of the words of each segment; a segment of fewer words than
+instructions has bits of several in each word. The codec says which bits of the words a code has. A scale word holds the
+fields of rows g and g + 8 of a strip: of one group of columns if a field has 16 bits, of two if it has 8 (group 2 i in
+the low byte of each half, group 2 i + 1 in the high byte). Fields of 32 bits are a word each, row g before row g + 8.
+Factors are fp16, of rows g and g + 8 in a word.
 
 An offset is plain arithmetic, so a row, half or group may be a Python int or an Int32 of device code.
 """
@@ -118,6 +119,15 @@ class Block:
         sizes = (4,) * (self.bits // 4) + tuple(size for size in (2, 1) if self.bits & size)
         return tuple(Segment(4 * LANES * sum(sizes[:i]), size) for i, size in enumerate(sizes))
 
+    @staticmethod
+    def words_of_step(segment: Segment, step: Any, steps: int) -> tuple[Any, int]:
+        """The first word of a segment that matrix instruction ``step`` takes, of ``steps`` along 64 columns, and how
+        many it takes."""
+        if segment.words < steps:
+            return step // (steps // segment.words), 1
+        count = segment.words // steps
+        return step * count, count
+
     @property
     def half_bytes(self) -> int:
         """Bytes of the codes of 64 columns."""
@@ -132,12 +142,6 @@ class Block:
     def code_words(self) -> int:
         """int32 words of all codes."""
         return self.code_bytes // 4
-
-    @property
-    def lane_bytes(self) -> int:
-        """Bytes from one lane's words of a segment to the next lane's, if segments are alike."""
-        assert len({segment.words for segment in self.segments}) == 1, "segments of several sizes"
-        return self.segments[0].lane_bytes
 
     # --- scales
 

@@ -119,6 +119,11 @@ def repeat_half(word: Int32, high: bool) -> Int32:
     return asm(text, [Int32], [word], pure=True)[0]
 
 
+def rotated(word: Int32, by: Int32 | int) -> Int32:
+    """A word rotated to the right, by the low five bits of ``by``."""
+    return asm("shf.r.wrap.b32 $0, $1, $1, $2;", [Int32], [word, Int32(by)], pure=True)[0]
+
+
 # --- 8-bit floats
 
 

@@ -23,7 +23,8 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, const_expr
 
 from w4gemm.kernels.variant import GpuVariant
-from w4gemm.packing.block import BLOCK_K, BLOCK_N, HALF_K, LANES
+from w4gemm.packing.block import BLOCK_K, BLOCK_N, HALF_K
+from w4gemm.ptx.arithmetic import rotated
 from w4gemm.ptx.memory import load_global, shared_address, store_global
 
 _THREADS = 128
@@ -77,17 +78,10 @@ class DequantizeKernel:
         row = Int64(n_block * BLOCK_N + warp * 16 + g)
         target = dense.iterator.toint() + row * row_bytes + k_block * (BLOCK_K * variant.itemsize)
         halves = variant.chunk_k // HALF_K
-        count = halves * variant.block.bits // 4  # words of a step
-        segments, lane_bytes = variant.block.segments, variant.block.lane_bytes
         words, scales = [], []
         for chunk in cutlass.range_constexpr(self.k_chunks):
-            # step q is in this half of a lane's words, from this one on
-            half, first = (chunk, q * count) if halves == 1 else (q // 2, q % 2 * count)
-            if len(segments) > 1:
-                first = first // segments[0].words * (LANES * segments[0].words) + first % segments[0].words
-            lane0 = warp * (LANES * len(segments)) + g * 4
-            at = source + half * variant.block.half_bytes + lane0 * lane_bytes + first * 4
-            words.append([load_global(at + other * lane_bytes, count, exists) for other in range(4)])
+            half, step = (chunk, q) if halves == 1 else (q // 2, q % 2)
+            words.append(self.codes(source + half * variant.block.half_bytes, thread, step, 4 // halves))
             group = (chunk * variant.chunk_k + q * (variant.chunk_k // 4)) // variant.block.scale_group
             run = variant.block.run(group) * variant.block.pair_bytes
             at = source + variant.block.code_bytes + run + (warp * 8 + g) * variant.block.pair_bytes
@@ -107,6 +101,22 @@ class DequantizeKernel:
                 at = target + row8 * 8 * row_bytes + chunk * _CHUNK_BYTES + q // 2 * 64 + q % 2 * 16
                 store_global(at, even, exists)
                 store_global(at + 32, odd, exists)
+
+    def codes(self, source: Int64, thread: Int32, step: Int32, steps: int) -> list[list[Int32]]:
+        """The words, turned, that each lane of the thread's quad feeds to a step, of ``steps`` of a half. source:
+        address of the half."""
+        block, turns, exists = self.variant.block, self.variant.weight.codec.turns, Boolean(True)
+        warp, quad = thread // 32, thread % 32 // 4
+        words: list[list[Int32]] = [[] for _ in range(4)]
+        for i, segment in enumerate(block.segments):
+            first, count = block.words_of_step(segment, step, steps)
+            lane0 = warp * (block.strip_bytes // segment.lane_bytes) + quad * 4
+            at = source + lane0 * segment.lane_bytes + first * 4 + segment.offset
+            turn = sum(turn << 8 * j for j, turn in enumerate(turns[i])) if turns else 0
+            for lane in range(4):
+                own = load_global(at + lane * segment.lane_bytes, count, exists)
+                words[lane] += [rotated(word, Int32(turn) >> 8 * step) for word in own] if turn else own
+        return words
 
     def exchanged(self, halves: list[list[Int32]], is_odd: Boolean) -> tuple[list[Int32], list[Int32]]:
         """Words that this lane stores, (of the even step, of the odd step): the first half of each, in an odd lane the

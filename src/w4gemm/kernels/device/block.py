@@ -1,4 +1,4 @@
-"""Loads from a packed block of the weight in shared memory: :class:`BlockReader`; and the words of a step."""
+"""Loads from a packed block of the weight in shared memory, and the words of a step: :class:`BlockReader`."""
 
 from __future__ import annotations
 
@@ -8,25 +8,41 @@ from dataclasses import dataclass
 from cutlass import Int32
 
 from w4gemm.packing.block import LANES, STRIP_N, Block
+from w4gemm.ptx.arithmetic import rotated
 from w4gemm.ptx.memory import load_shared
 
 
 @dataclass(frozen=True)
 class BlockReader:
-    """Loads of one lane from a block or a sub-block in shared memory (see :mod:`w4gemm.packing.block`)."""
+    """Loads of one lane from a block or a sub-block in shared memory (see :mod:`w4gemm.packing.block`). turns: the
+    codec's."""
 
     block: Block
+    turns: tuple[tuple[int, ...], ...] = ()
 
     def codes(self, address: Int32, half: int = 0, strip: int = 0, lane: Int32 | int = 0) -> tuple[Int32, ...]:
         """The code words of 64 columns of a lane's rows. address: of the first code in shared memory. lane: from 32 on,
         of a strip further on."""
-        at = address + half * self.block.half_bytes + strip * self.block.strip_bytes
-        if len(self.block.segments) == 1:
-            return load_shared(at + lane * self.block.segments[0].lane_bytes, self.block.bits)
-        at, words = at + lane // LANES * self.block.strip_bytes, ()
-        for segment in self.block.segments:
-            words += load_shared(at + segment.offset + lane % LANES * segment.lane_bytes, segment.words)
+        block, words = self.block, ()
+        for segment in block.segments:
+            own = lane * segment.lane_bytes
+            if len(block.segments) > 1:
+                own = lane // LANES * block.strip_bytes + lane % LANES * segment.lane_bytes
+            at = address + own + (half * block.half_bytes + strip * block.strip_bytes + segment.offset)
+            words += load_shared(at, segment.words)
         return words
+
+    def words_of_step(self, words: Sequence[Int32], step: int) -> tuple[Int32, ...]:
+        """The words that one matrix instruction takes, turned. words: a lane's of a k chunk, which has four steps."""
+        steps = 4 * self.block.bits // len(words)
+        half, step = divmod(step, steps)
+        taken, at = [], half * self.block.bits
+        for i, segment in enumerate(self.block.segments):
+            first, count = self.block.words_of_step(segment, step, steps)
+            turn = self.turns[i][step] if self.turns else 0
+            taken += [rotated(word, turn) if turn else word for word in words[at + first : at + first + count]]
+            at += segment.words
+        return tuple(taken)
 
     def scales(self, address: Int32, group: int = 0, strip: int = 0, pair: Int32 | int = 0) -> tuple[Int32, ...]:
         """The scale word, and zero word if any, of a group of columns. address: of the first scale. pair: lane // 4,
@@ -42,9 +58,3 @@ class BlockReader:
             return ()
         at = address + block.group_bytes + (strip * (STRIP_N // 2) + pair) * block.pair_bytes
         return load_shared(at, block.words_per_scale)
-
-
-def words_of_step(words: Sequence[Int32], step: int) -> tuple[Int32, ...]:
-    """The words that one matrix instruction takes. words: a lane's of a k chunk, which has four steps."""
-    count = len(words) // 4
-    return tuple(words[step * count : (step + 1) * count])

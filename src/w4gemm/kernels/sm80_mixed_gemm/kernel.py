@@ -28,9 +28,9 @@ Barriers: CTA barriers only, of all threads; no mbarriers.
 
     wait_group for k-slice i | CTA barrier | read the first codes | copy k-slice i + num_stages - 1 | decode, multiply i
 
-The barrier makes k-slice i visible to all warps, and says that all have read k-slice i - 1, whose stage is filled
-next. A lane's codes of an m16 atom and 64 columns are 16 bytes: one load, four matrix instructions along k per block of
-eight tokens.
+The barrier makes k-slice i visible to all warps, and says that all have read k-slice i - 1, whose stage is filled next.
+A lane's codes of an m16 atom and 64 columns, 16 bytes if they have four bits, are one load or two, for four matrix
+instructions along k per block of eight tokens.
 
 At the end of a tile all accumulators are stored to the drained pipeline's memory as rows of features. Each thread then
 takes four features of a token at a time, adds them over the k sets in order, applies the epilogue and stores them.
@@ -68,7 +68,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from w4gemm.core.epilogue import EpilogueOperands
 from w4gemm.kernels.arguments import Arguments
-from w4gemm.kernels.device.block import BlockReader, words_of_step
+from w4gemm.kernels.device.block import BlockReader
 from w4gemm.kernels.device.epilogue_math import EpilogueMath, QuadOperands, scaled
 from w4gemm.kernels.device.expert_tiles import (
     ExpertTileMap,
@@ -154,7 +154,7 @@ class Sm80MixedGemmKernel:
         # as if of a warpgroup with four accumulators per thread and block of eight tokens
         self.stream_sum = StreamSum(2 * variant.accumulators, 1)
         self.band = m_tiles_per_band(config.tile_m)
-        self.reader = BlockReader(variant.stage_block)
+        self.reader = BlockReader(variant.stage_block, variant.weight.codec.turns)
         self.groups_per_chunk = variant.block.sub_block(columns=variant.chunk_k).groups
 
     @cute.jit
@@ -399,9 +399,9 @@ class Sm80MixedGemmKernel:
         base = pipeline + stage * variant.stage_bytes + variant.x_bytes
         base += (first_atom // 4 * variant.blocks_k + block) * variant.stage_block.bytes
         held = variant.stage_block
-        codes = base + half * held.half_bytes + first_atom % 4 * held.strip_bytes + coord.lane * held.lane_bytes
+        codes = base + half * held.half_bytes + first_atom % 4 * held.strip_bytes
         atoms = range(variant.m16_atoms_per_warp)
-        words = [sum((self.reader.codes(codes, i, atom) for i in range(halves)), ()) for atom in atoms]
+        words = [sum((self.reader.codes(codes, i, atom, coord.lane) for i in range(halves)), ()) for atom in atoms]
         scales = base + held.code_bytes + (first_atom % 4 * 8 + coord.lane // 4) * held.pair_bytes
         factors = scales
         if variant.block.scale_group < BLOCK_K:
@@ -426,7 +426,7 @@ class Sm80MixedGemmKernel:
                 if variant.token_blocks > 1 or step % 2 == 0:
                     fragments = self.read_x(x_address, step)
                 for atom in range(variant.m16_atoms_per_warp):
-                    a = self.decoder.decode(words_of_step(packed.codes[atom], step), prepared[atom])
+                    a = self.decoder.decode(self.reader.words_of_step(packed.codes[atom], step), prepared[atom])
                     for t in range(variant.token_blocks):
                         b = fragments[t] if variant.token_blocks > 1 else fragments[step % 2]
                         product = self.add_product([sums[i, t, atom] for i in range(4)], a, b)

@@ -51,8 +51,9 @@ Programmatic dependent launch: weights are requested before ``griddepcontrol.wai
 which also says what grouped means. If gathered, a warp copies its rows of x by cp.async (device/row_gather.py), and
 ldmatrix reads them without a fence.
 
-Registers per thread: m16_atoms x token_blocks x 4 accumulators (64 at most), 8 code words per m16 atom of a 64-row
-block, 16 x token_blocks words of x, and the scales of a block if they take at most 256 bytes.
+Registers per thread: m16_atoms x token_blocks x 4 accumulators (64 at most), the code words of a batch of rows (two for
+each bit of a code and each of its m16 atoms: 32 at most), 16 x token_blocks words of x, and the scales of a block if
+they take at most 256 bytes.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from w4gemm.core.epilogue import EpilogueOperands
 from w4gemm.kernels.arguments import Arguments
-from w4gemm.kernels.device.block import BlockReader, words_of_step
+from w4gemm.kernels.device.block import BlockReader
 from w4gemm.kernels.device.epilogue_math import EpilogueMath, QuadOperands, scaled
 from w4gemm.kernels.device.expert_tiles import (
     ExpertTileMap,
@@ -83,7 +84,7 @@ from w4gemm.kernels.device.pipeline import PipelineState
 from w4gemm.kernels.device.row_gather import RowGather
 from w4gemm.kernels.device.scheduler import tile_coordinates
 from w4gemm.kernels.sm90_decode.variant import ReductionRound, Sm90DecodeVariant
-from w4gemm.packing.block import BLOCK_N, Copy
+from w4gemm.packing.block import BLOCK_N, STRIP_N, Copy
 from w4gemm.packing.codecs.pairs_decode import own_pairs
 from w4gemm.ptx.arithmetic import mma_sync
 from w4gemm.ptx.memory import (
@@ -172,7 +173,7 @@ class Sm90DecodeKernel:
         self.variant = variant
         self.dtype = _DTYPES[variant.kind]
         self.decoder = variant.weight.decoder(allow_sum_scale=True, pairs=variant.pairs)
-        self.reader = BlockReader(variant.stage_block)
+        self.reader = BlockReader(variant.stage_block, variant.weight.codec.turns)
         self.expert_tile_map = ExpertTileMap(variant.config.tile_m)
         self.row_gather = RowGather(variant.config.tile_m, 2, variant.itemsize, warps=1)
         decoder = self.decoder
@@ -452,17 +453,18 @@ class Sm90DecodeKernel:
     def read_weight(
         self, pipeline: WarpPipeline, stage: Int32, batch: int, lane: Int32
     ) -> tuple[list[list[tuple[Int32, ...]]], Callable[[int, int], tuple[Int32, ...]]]:
-        """Code words [m16 atom][8 steps][words of a step] of a stage's ``batch``-th 64 rows, and a function of m16 atom
+        """Code words [m16 atom][8 steps][words of a step] of the rows of a batch of a stage, and a function of m16 atom
         and group that gives the scale words."""
         variant = self.variant
         address, strips = pipeline.weights + stage * variant.weight_bytes, variant.strips_of(batch)
         first = strips.start
         if variant.whole_blocks:
-            address, first = address + batch * variant.stage_block.bytes, 0
+            block, first = divmod(first, BLOCK_N // STRIP_N)
+            address = address + block * variant.stage_block.bytes
         words = []
         for atom in range(len(strips)):
             halves = [self.reader.codes(address, half, first + atom, lane) for half in range(2)]
-            words.append([words_of_step(codes, step) for codes in halves for step in range(4)])
+            words.append([self.reader.words_of_step(codes, step) for codes in halves for step in range(4)])
 
         def load_scale(atom: int, g: int) -> tuple[Int32, ...]:
             scales, strip = address + variant.stage_block.code_bytes, first + atom
@@ -501,11 +503,11 @@ class Sm90DecodeKernel:
         x_fragments: list[list[tuple[Int32, Int32]]],
         table: Int32,
     ) -> None:
-        """acc += the weights of the tile's ``batch``-th 64 rows @ x.T, group by group. table: see own_pairs."""
+        """acc += the weights of the rows of a batch of the tile @ x.T, group by group. table: see own_pairs."""
         if not self.decoder.separate_scales:
             self.multiply_scaled(acc, batch, words, scales, x_fragments)
             return
-        variant = self.variant
+        variant, first_atom = self.variant, self.variant.strips_of(batch).start
         steps = variant.block.scale_group // 16
         for g in range(variant.block.groups):
             x_sums = [self.sum_x(x_fragments[tb], g * steps, steps) for tb in range(variant.token_blocks)]
@@ -521,8 +523,8 @@ class Sm90DecodeKernel:
                 for tb in range(variant.token_blocks):
                     for i in range(4):
                         scale, zero = values[i // 2]
-                        total = acc[i, tb, batch * 4 + atom] + scale * sums[tb][i]
-                        acc[i, tb, batch * 4 + atom] = total if zero is None else total + zero * x_sums[tb][i]
+                        total = acc[i, tb, first_atom + atom] + scale * sums[tb][i]
+                        acc[i, tb, first_atom + atom] = total if zero is None else total + zero * x_sums[tb][i]
 
     def multiply_scaled(
         self,
@@ -534,6 +536,7 @@ class Sm90DecodeKernel:
     ) -> None:
         """The same with weights that are decoded together with their scales."""
         geometry, together = self.variant.block, self.variant.block.groups_per_word
+        first_atom = self.variant.strips_of(batch).start
         steps = geometry.scale_group // 16
         for first, atom in itertools.product(range(0, geometry.groups, together), range(len(words))):
             scale_words = scales(atom, first)
@@ -542,9 +545,9 @@ class Sm90DecodeKernel:
                 for step in range((first + field) * steps, (first + field + 1) * steps):
                     a = self.decoder.decode(words[atom][step], prepared)
                     for tb in range(self.variant.token_blocks):
-                        sums = [acc[i, tb, batch * 4 + atom] for i in range(4)]
+                        sums = [acc[i, tb, first_atom + atom] for i in range(4)]
                         for i, y in enumerate(mma_sync(self.variant.kind, sums, a, x_fragments[tb][step])):
-                            acc[i, tb, batch * 4 + atom] = y
+                            acc[i, tb, first_atom + atom] = y
 
     def sum_x(self, fragments: list[tuple[Int32, Int32]], first: int, count: int) -> list[Float32]:
         """The sum of x over ``count`` steps, those of a group, for float zero points: a product with ones."""

@@ -73,12 +73,17 @@ class Sm90DecodeVariant(GpuVariant):
 
     @property
     def batches(self) -> int:
-        """Batches of at most 64 rows of the weight tile, whose codes are in registers at once."""
-        return -(-self.config.tile_n // BLOCK_N)
+        """Batches of rows of the weight tile, whose codes are in registers at once."""
+        return -(-self.config.tile_n // self._batch_rows)
+
+    @property
+    def _batch_rows(self) -> int:
+        """Rows of a batch: 64, whose codes are 32 words of a lane if they have four bits; if they have more, 32."""
+        return BLOCK_N if self.block.bits <= 4 else BLOCK_N // 2
 
     def strips_of(self, batch: int) -> range:
         """The 16-row strips of a batch."""
-        strips = BLOCK_N // STRIP_N
+        strips = self._batch_rows // STRIP_N
         return range(batch * strips, min((batch + 1) * strips, self.m16_atoms))
 
     @property

@@ -15,7 +15,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from w4gemm.core.epilogue import EpilogueOperands
 from w4gemm.kernels.arguments import StreamWorkspace
-from w4gemm.kernels.device.block import BlockReader, words_of_step
+from w4gemm.kernels.device.block import BlockReader
 from w4gemm.kernels.device.expert_tiles import ExpertTiles, first_rows, operands_of_expert, operands_until
 from w4gemm.kernels.device.pipeline import PipelineState
 from w4gemm.kernels.device.scheduler import TileCoord
@@ -80,7 +80,7 @@ class MmaOperands(NamedTuple):
     x: list[cute.Tensor]
     """x of all stages as operand B, by range of tokens."""
     packed: cute.Tensor
-    """A packed block in registers, see :class:`Mainloop`."""
+    """A packed block or a part of one in registers, see :class:`Mainloop`."""
     decode_table: Int32
     """Address of the decoder's table, if it has one; of a table of pairs, of the thread's own copies."""
 
@@ -107,7 +107,8 @@ class Mainloop:
     """Multiplies stages, for one variant.
 
     A thread holds one packed block at a time: its code words, then the scale words of each run (one or two scale
-    groups), then the factors if there are any.
+    groups), then the factors if there are any. Of codes of more than four bits it holds those of one k chunk at a time,
+    because those of a block would take too many registers.
     """
 
     def __init__(self, variant: Sm90MixedVariant, scheduler: TileScheduler, decoder: Any):
@@ -115,10 +116,14 @@ class Mainloop:
         self.decoder = decoder
         self.block = variant.stage_block
         """A packed block: the part of a weight block that a stage holds, all 128 columns or 64."""
-        self.reader = BlockReader(self.block)
+        self.reader = BlockReader(self.block, variant.weight.codec.turns)
         self.k_chunks = variant.config.tile_k // variant.chunk_k
         """K chunks of 128 bytes of x in a stage."""
         self.chunks_per_block = self.block.columns // variant.chunk_k
+        self.chunks_per_load = self.chunks_per_block if self.block.bits <= 4 else 1
+        """K chunks whose codes a thread loads together."""
+        self.code_words = self.block.lane_words * self.chunks_per_load // self.chunks_per_block
+        """Code words that a thread holds."""
         self.groups = self.block.groups
         """Scale groups of a packed block."""
         self.steps_per_group = 4 * self.chunks_per_block // self.groups
@@ -127,7 +132,7 @@ class Mainloop:
     @property
     def packed_words(self) -> int:
         """Words of a packed block that a thread holds."""
-        return self.block.lane_words + (self.block.runs + self.block.factors) * self.block.words_per_scale
+        return self.code_words + (self.block.runs + self.block.factors) * self.block.words_per_scale
 
     def operands(
         self, mma: cute.TiledMma, thr_mma: Any, acc: cute.Tensor, s_x: cute.Tensor, decode_table: Int32
@@ -166,21 +171,25 @@ class Mainloop:
     def load_packed(
         self, packed: cute.Tensor, pipeline: Pipeline, stage: Int32, number: int, consumer: ConsumerCoord
     ) -> None:
-        """Load one of this k set's packed blocks into registers. number: which of the warpgroup's packed blocks in the
-        stage, counted over its 64-row blocks first, then along k."""
+        """Load codes of one of this k set's packed blocks into registers, with the first of a block its scales too.
+        number: which of the warpgroup's loads in the stage, counted over a block's k chunks first, then over its 64-row
+        blocks, then along k."""
         variant, thread = self.variant, consumer.thread
-        block, atom = divmod(number, variant.m64_atoms)
+        packed_block, part = divmod(number, self.chunks_per_block // self.chunks_per_load)
+        block, atom = divmod(packed_block, variant.m64_atoms)
         row = (consumer.warpgroup * variant.m64_atoms + atom) * variant.blocks_k
         index = row + consumer.k_set * (variant.blocks_k // variant.k_sets) + block
         address = pipeline.weights + stage * variant.weight_bytes + index * self.block.bytes
         pair_offset = (thread // 32 * 8 + thread % 32 // 4) * self.block.pair_bytes
         words: list[Int32] = []
-        for half in range(self.block.columns // HALF_K):
+        halves = self.chunks_per_load * variant.chunk_k // HALF_K
+        for half in range(part * halves, (part + 1) * halves):
             words += self.reader.codes(address, half, lane=thread)
-        for run in range(self.block.runs):
+        for run in range(self.block.runs if part == 0 else 0):
             first = self.block.scales_at(run * self.block.groups_per_word)
             words += self.reader.scales(address + first + pair_offset)
-        words += self.reader.factors(address + self.block.code_bytes + pair_offset)
+        if part == 0:
+            words += self.reader.factors(address + self.block.code_bytes + pair_offset)
         for i, word in enumerate(words):
             packed[i] = word
 
@@ -189,19 +198,20 @@ class Mainloop:
     ) -> None:
         """Decode a k chunk of a packed block into one of the two buffers of ``fragment``."""
         registers = cute.recast_tensor(fragment, Int32)
-        width, count = self.block.words_per_scale, self.block.lane_words * self.variant.chunk_k // self.block.columns
-        codes = [packed[i] for i in range(chunk * count, (chunk + 1) * count)]
-        factors = range(self.block.lane_words + self.block.runs * width, self.packed_words)
+        width, count = self.block.words_per_scale, self.code_words // self.chunks_per_load
+        at = chunk % self.chunks_per_load * count
+        codes = [packed[i] for i in range(at, at + count)]
+        factors = range(self.code_words + self.block.runs * width, self.packed_words)
         prepared: Any = None
         step_k = self.variant.chunk_k // 4
         for step in range(4):
             group, column = divmod(chunk * self.variant.chunk_k + step * step_k, self.block.scale_group)
             if step == 0 or column == 0:
                 run, field = divmod(group, self.block.groups_per_word)
-                first = self.block.lane_words + run * width
+                first = self.code_words + run * width
                 scales = [packed[i] for i in (*range(first, first + width), *factors)]
                 prepared = self.decoder.prepare(tuple(scales), decode_table, field)
-            values = self.decoder.decode(words_of_step(codes, step), prepared)
+            values = self.decoder.decode(self.reader.words_of_step(codes, step), prepared)
             for r, value in enumerate(values):
                 registers[(0, r % 2, r // 2), 0, buffer * 4 + step] = value
 
@@ -209,7 +219,7 @@ class Mainloop:
         """Copy the scales of rows g and g + 8 of each group to ``scales``, as factors of the group's sums."""
         width = self.block.words_per_scale
         for group in range(self.block.groups):
-            first = self.block.lane_words + group * width
+            first = self.code_words + group * width
             for row, scale in enumerate(self.decoder.scales(tuple(packed[first + i] for i in range(width)))):
                 scales[2 * group + row] = scale
 
@@ -274,8 +284,9 @@ class Mainloop:
             packed_block, chunk = divmod(batch, self.chunks_per_block)
             block, atom = divmod(packed_block, variant.m64_atoms)
             self.decode_chunk(operands.packed, operands.fragment, chunk, buffer, operands.decode_table)
-            if const_expr(chunk == self.chunks_per_block - 1 and batch < batches - 1):
-                self.load_packed(operands.packed, pipeline, state.stage, packed_block + 1, consumer)
+            next_load, chunk_of_load = divmod(batch + 1, self.chunks_per_load)
+            if const_expr(chunk_of_load == 0 and batch < batches - 1):
+                self.load_packed(operands.packed, pipeline, state.stage, next_load, consumer)
             warpgroup.fence()
             for step in cutlass.range_constexpr(4):
                 for tokens in cutlass.range_constexpr(variant.token_splits):
@@ -344,10 +355,10 @@ class Mainloop:
                 for row in cutlass.range_constexpr(2):
                     batch_scales[row] = sums.scales[place // self.steps_per_group * 2 + row]
             if const_expr(batch_in_chunk == batches_per_chunk - 1 and chunk < chunks - 1):
-                packed_block, number = divmod(chunk + 1, self.chunks_per_block)
-                self.decode_group_chunk(operands, sums, (chunk + 1) % 2, number)
-                if const_expr(number == self.chunks_per_block - 1 and chunk + 2 < chunks):
-                    self.load_packed(operands.packed, pipeline, state.stage, packed_block + 1, consumer)
+                self.decode_group_chunk(operands, sums, (chunk + 1) % 2, (chunk + 1) % self.chunks_per_block)
+                next_load, chunk_of_load = divmod(chunk + 2, self.chunks_per_load)
+                if const_expr(chunk_of_load == 0 and chunk + 2 < chunks):
+                    self.load_packed(operands.packed, pipeline, state.stage, next_load, consumer)
         if state.has_next:
             self.wait_full(pipeline, state.next)
             self.begin_groups(operands, sums, pipeline, state.next.stage, consumer)
@@ -404,7 +415,7 @@ class Mainloop:
         """Decode a stage's first chunk, and bring its second into registers if it has one."""
         self.load_packed(operands.packed, pipeline, stage, 0, consumer)
         self.decode_group_chunk(operands, sums, 0)
-        if const_expr(not self.variant.one_set_of_sums and self.chunks_per_block == 1):
+        if const_expr(not self.variant.one_set_of_sums and self.chunks_per_load == 1):
             self.load_packed(operands.packed, pipeline, stage, 1, consumer)
 
     def decode_group_chunk(self, operands: MmaOperands, sums: GroupSums, buffer: int, number: int = 0) -> None:

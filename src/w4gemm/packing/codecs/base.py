@@ -14,8 +14,8 @@ calls:
     scales on sums        ``scales(words)``: float32 factors of the sums of rows g and g + 8
     a table               ``fill_table(table, thread, threads)``, before a barrier
 
-For 16-bit x, a subclass of ``Decoder`` (int4_decode.py) has all of this, and may override only ``decode_exact`` if its
-numbers are multiplied by a scale of 16 bits.
+For 16-bit x, a subclass of ``Decoder`` (integers_decode.py) has all of this, and may override only ``decode_exact`` if
+its numbers are multiplied by a scale of 16 bits.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Bits(NamedTuple):
     mask: int
     """Bits of what is stored."""
     shift: int
-    """Bits to the left, from there to the word's."""
+    """Bits to the left, from there to the word's; if negative, to the right."""
     word: int = 0
     """Index of the word."""
 
@@ -163,6 +163,8 @@ class Codec:
         element, scales, zeros: the formats it holds: their element, and names of scale rules and zero rules.
         stored: what a word holds for each code 0 .. 2**bits - 1.
         places: where it lies.
+        turns: by segment and matrix instruction of a half, by how many bits its words are rotated to the right before
+            they are decoded; none if the codes of every instruction lie alike.
         scale_bits: bits of a stored scale.
         scale_step, zero_step: what the bits of a scale, and a zero point, are multiplied by when they are stored: the
             bytes of a row of the decoder's table. zero_step 0: a zero point is stored as a number of the scale dtype.
@@ -182,6 +184,7 @@ class Codec:
     zeros: tuple[str, ...]
     stored: tuple[int, ...]
     places: tuple[Bits, ...]
+    turns: tuple[tuple[int, ...], ...] = ()
     scale_bits: int = 16
     scale_step: int = 1
     zero_step: int = 0
@@ -255,7 +258,8 @@ class Codec:
         lanes = split.view(*split.shape[:3], -1, together)
         words = torch.zeros((*lanes.shape[:4], count), dtype=torch.int32, device=codes.device)
         for position, mask, shift, word in self.places:
-            words[..., word] |= (lanes[..., position] & mask).int() << shift
+            part = (lanes[..., position] & mask).int()
+            words[..., word] |= part << shift if shift >= 0 else part >> -shift
         strips = words.view(*split.shape[:2], -1, LANES, self.bits)
         by_segment = [part.flatten(3) for part in strips.split([s.words for s in Block(self.bits).segments], -1)]
         return (by_segment[0] if len(by_segment) == 1 else torch.cat(by_segment, -1)).flatten(2)
@@ -269,7 +273,8 @@ class Codec:
         lane_words = (parts[0] if len(parts) == 1 else torch.cat(parts, -1)).flatten(2, 3).unflatten(-1, (-1, count))
         lanes = torch.zeros((*lane_words.shape[:-1], together), dtype=torch.uint8, device=words.device)
         for position, mask, shift, word in self.places:
-            lanes[..., position] |= ((lane_words[..., word] >> shift) & mask).to(torch.uint8)
+            part = lane_words[..., word] >> shift if shift >= 0 else lane_words[..., word] << -shift
+            lanes[..., position] |= (part & mask).to(torch.uint8)
         codes = self.fragment.join(lanes.flatten(-2))
         if not self._stored_alike:
             inverse = [self.stored.index(i) if i in self.stored else 0 for i in range(len(self.stored))]
