@@ -276,7 +276,7 @@ def _table_in_memory(monkeypatch, decoder, loaded: list[int]) -> None:
 def _decoder(monkeypatch, kind: str, element: str, pairs: Pairs | None = None, scale: str = "bf16", on_sums=False):
     """A decoder of which arithmetic is run here, as far as it is integers' and the fma and sum of constants."""
     decode_codebook = pytest.importorskip("w4gemm.packing.codecs.codebook_decode")
-    decode = pytest.importorskip("w4gemm.packing.codecs.int4_decode")
+    decode = pytest.importorskip("w4gemm.packing.codecs.integers_decode")
     dtype = torch.bfloat16 if kind == "bf16" else torch.float16
 
     def arithmetic(text, outputs, inputs, **_):

@@ -117,11 +117,11 @@ def wide(t: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("sum_scale", [True, False])
 def test_decoders(monkeypatch, name, kind, dtype, sum_scale):
     """The decoders' instructions, run here on words of a packed block, give the dequantized weight."""
-    decode_wide = pytest.importorskip("w4gemm.packing.codecs.int4_decode_wide")
-    from w4gemm.packing.codecs import int4_decode as decode
+    decode_wide = pytest.importorskip("w4gemm.packing.codecs.integers_decode_wide")
+    from w4gemm.packing.codecs import integers_decode as decode
 
     interpret(monkeypatch, decode_wide)
-    monkeypatch.setattr(decode, "asm", decode_wide.asm)
+    interpret(monkeypatch, decode)
     monkeypatch.setattr(decode, "Int32", lambda bits: bits & 0xFFFFFFFF)
     format = WeightFormat.parse(name)
     decoder_type = decode_wide.TwoLevelDecoder if format.has_factors else decode_wide.WideDecoder

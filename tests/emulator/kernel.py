@@ -35,6 +35,7 @@ from emulator.numbers import (
     UNSIGNED,
     WIDER,
     Array,
+    funnel_shift,
     operand_a,
     operand_b,
     packed,
@@ -83,7 +84,7 @@ class Emulator(AsynchronousMachine):
         for prefix, method in _METHODS:
             if name.startswith(prefix):
                 return functools.partial(method, self, i)
-        if i.opcode[0] in ARITHMETIC or i.opcode[0] in ("min", "max", "shl", "shr"):
+        if i.opcode[0] in ARITHMETIC or i.opcode[0] in ("min", "max", "shl", "shr") or name == "shf.r.wrap.b32":
             return functools.partial(Emulator._arithmetic, self, i)
         raise NotImplementedError(f"the emulator does not know {i.text}")
 
@@ -117,7 +118,7 @@ class Emulator(AsynchronousMachine):
             return np.minimum if "NaN" in modifiers else np.fmin
         if head == "max":
             return np.maximum if "NaN" in modifiers else np.fmax
-        return {"shl": shift_left, "shr": shift_right}.get(head) or ARITHMETIC[head]
+        return {"shl": shift_left, "shr": shift_right, "shf": funnel_shift}.get(head) or ARITHMETIC[head]
 
     def _move_parts(self, to: Any, source: Any, kind: str, on: Array) -> None:
         """Between a register and the registers of its parts, the lowest first."""

@@ -71,6 +71,13 @@ def shift_right(x: Array, by: Array) -> Array:
     return shifted if x.dtype.kind == "i" else np.where(by < bits, shifted, x.dtype.type(0))
 
 
+def funnel_shift(low: Array, high: Array, by: Array) -> Array:
+    """The low 32 bits of ``high`` above ``low``, shifted by the low five bits of ``by``: a rotation if both are
+    equal."""
+    both = low.astype(np.uint64) | high.astype(np.uint64) << np.uint64(32)
+    return (both >> (by & np.uint32(31)).astype(np.uint64)).astype(np.uint32)
+
+
 def _quotient(x: Array, y: Array) -> Array:
     """The quotient of integers, towards 0."""
     return (np.sign(x) * np.sign(y) * (abs(x) // abs(y))).astype(x.dtype)

@@ -271,7 +271,7 @@ class WeightFormat:
     @property
     def largest_weight(self) -> float:
         """Magnitude up to which weights are finite in every kernel that takes bf16 activations: SubnormalDecoder of
-        packing/codecs/int4_decode.py multiplies bf16 scales by 2**100. In kernels that decode to fp16 the limit is
+        packing/codecs/integers_decode.py multiplies bf16 scales by 2**100. In kernels that decode to fp16 the limit is
         65504; whether one of those runs depends on m."""
         return min(2.0**31, torch.finfo(self.scale_rule.range_dtype).max)
 

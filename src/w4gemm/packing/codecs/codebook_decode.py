@@ -26,7 +26,7 @@ from typing import Any
 from cutlass import Float32, Int32
 
 from w4gemm.packing.codecs.codebook import bits_in, found_by_sum
-from w4gemm.packing.codecs.int4_decode import Decoder, fma_pair, pair
+from w4gemm.packing.codecs.integers_decode import Decoder, fma_pair, pair
 from w4gemm.ptx.arithmetic import fma, half_to_float, hidden_constant, pack_half2, repeat_half, to_float
 from w4gemm.ptx.asm import asm
 

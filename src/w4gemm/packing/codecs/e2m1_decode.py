@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from cutlass import Float32, Int32
 
 from w4gemm.packing.codecs.e2m1 import POWER_BIAS
-from w4gemm.packing.codecs.int4_decode import Decoder, pair
+from w4gemm.packing.codecs.integers_decode import Decoder, pair
 from w4gemm.ptx.arithmetic import half_to_float, pack_half2, repeat_half
 from w4gemm.ptx.asm import asm
 

@@ -1,70 +1,20 @@
-"""Codecs of int4, codes 0..15 that stand for u - 8, or u - z beside zero points."""
+"""Codecs of int4 for e4m3 x: codes 0..15 that stand for u - 8, or u - z beside zero points."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from w4gemm.core.formats import WeightFormat
-from w4gemm.packing.codecs.base import MMA8, MMA16, Bits, Codec, Decoding, Pairs, WeightOperand
+from w4gemm.packing.codecs.base import MMA8, Bits, Codec, Decoding, WeightOperand
 
 _CODES = tuple(range(16))
 _SIGN_MAGNITUDE = tuple(2 * (u - 8) if u >= 8 else 2 * (7 - u) + 1 for u in _CODES)
 _SIGN_AND_SIZE = tuple(u & 3 | u >> 1 & 4 | (u << 1 ^ u) & 8 for u in _CODES)
 _ROW_BYTES = 16  # of the decoder's table: the 16 codes of a scale or zero point
-_NIBBLES = tuple(Bits(p, 15, 4 * p) for p in range(8))
-
-
-class Int4HalfCodec(Codec):
-    """For 16-bit x and scales."""
-
-    def refusal(self, format: WeightFormat) -> str:
-        if format.scale == "fp32" and format.zero == "int":
-            return "beside float32 scales zero points are float32 too: -s * z, which is exact for scales of 20 bits"
-        return ""
-
-    def decoder(self, weight: WeightOperand, decoding: Decoding) -> Any:
-        from w4gemm.packing.codecs.int4_decode import Decoder, SubnormalDecoder
-
-        form = weight.kind, weight.scale, weight.zero
-        if decoding.allow_sum_scale and not decoding.only_fma and SubnormalDecoder.decodes(*form):
-            return SubnormalDecoder(*form)
-        return Decoder(*form, decoding.only_fma)
-
-
-class WideCodec(Codec):
-    """For 16-bit x and float32 scales."""
-
-    def pairs(self, weight: WeightOperand, on_sums: bool) -> Pairs | None:
-        return None if on_sums else Pairs.FLOATS
-
-    def decoder(self, weight: WeightOperand, decoding: Decoding) -> Any:
-        from w4gemm.packing.codecs.int4_decode_wide import WideDecoder
-        from w4gemm.packing.codecs.pairs_decode import WidePairDecoder
-
-        form = weight.kind, weight.scale, weight.zero
-        if decoding.pairs is not None:
-            return WidePairDecoder(*form)
-        return WideDecoder(*form, decoding.only_fma, decoding.allow_sum_scale)
-
-
-class TwoLevelCodec(WideCodec):
-    """For 16-bit x and scales of two levels."""
-
-    def decoder(self, weight: WeightOperand, decoding: Decoding) -> Any:
-        from w4gemm.packing.codecs.int4_decode_wide import TwoLevelDecoder
-        from w4gemm.packing.codecs.pairs_decode import TwoLevelPairDecoder
-
-        form = weight.kind, weight.scale, weight.zero
-        if decoding.pairs is not None:
-            return TwoLevelPairDecoder(*form)
-        return TwoLevelDecoder(*form, decoding.only_fma, decoding.allow_sum_scale)
-
-    def costs(self, weight: WeightOperand, pairs: Pairs | None, few: bool) -> tuple[str, ...]:
-        return ("two_levels_few" if few else "two_levels",)
 
 
 class Fp8Codec(Codec):
-    """For e4m3 x."""
+    """For scales of 16 bits or e4m3."""
 
     def refusal(self, format: WeightFormat) -> str:
         if format.zero == "float":
@@ -81,40 +31,6 @@ class Fp8Codec(Codec):
             return TableDecoder(weight.scale)
         return (Fp8Decoder if self.scales_on_sums else FoldedDecoder)(weight.scale)
 
-
-INT4_MMA16 = Int4HalfCodec(
-    "int4_mma16", MMA16, "int4", ("bf16", "fp16"), ("none", "int", "float"), _CODES, _NIBBLES, registers=3
-)
-"""Eight nibbles: bits 4 * (row8 + 2 * col8) of the low halfword hold a register's first element, of the high halfword
-its second. A zero point is stored as a number of the scale dtype, in which 0..15 are exact."""
-
-INT4_WIDE_MMA16 = WideCodec(
-    "int4_wide_mma16",
-    MMA16,
-    "int4",
-    ("fp32",),
-    ("none", "float"),
-    _CODES,
-    _NIBBLES,
-    scale_bits=32,
-    registers=3,
-    in_float32=True,
-)
-"""The same codes beside float32 scales and zero points."""
-
-INT4_TWO_LEVELS_MMA16 = TwoLevelCodec(
-    "int4_two_levels_mma16",
-    MMA16,
-    "int4",
-    ("u8x256", "u8x128"),
-    ("float",),
-    _CODES,
-    _NIBBLES,
-    scale_bits=8,
-    registers=3,
-    in_float32=True,
-)
-"""The same codes beside scales and zero points of a byte, with factors."""
 
 INT4_MMA8 = Fp8Codec(
     "int4_mma8",
@@ -151,7 +67,7 @@ INT4_MMA8_FOLDED = Fp8Codec(
     ("e4m3",),
     ("none",),
     _SIGN_AND_SIZE,
-    _NIBBLES,
+    tuple(Bits(p, 15, 4 * p) for p in range(8)),
     scale_step=_ROW_BYTES,
     table_rows=256,
     table_row_bytes=_ROW_BYTES,
@@ -159,4 +75,4 @@ INT4_MMA8_FOLDED = Fp8Codec(
 """A nibble is an index into a row of 16 bytes, one row for each e4m3 scale: the low two bits of u, True if v >= 0, True
 if -4 <= v < 4."""
 
-INT4 = (INT4_MMA16, INT4_WIDE_MMA16, INT4_TWO_LEVELS_MMA16, INT4_MMA8, INT4_MMA8_ZEROS, INT4_MMA8_FOLDED)
+INT4_FP8 = (INT4_MMA8, INT4_MMA8_ZEROS, INT4_MMA8_FOLDED)

@@ -2,7 +2,7 @@
 
 A byte of a code word is two codes, and the table has a row for each of the 256 bytes: so eight weights take four
 addresses and four loads, where codebooks take 17 to 23 instructions on registers (codebook_decode.py), and codes
-that meet float32 scales 11 (int4_decode_wide.py). A row has 128 bytes: a copy for every lane, so that no two lanes
+that meet float32 scales 11 (integers_decode_wide.py). A row has 128 bytes: a copy for every lane, so that no two lanes
 want different words of a bank. A dot product of the code word with one byte, 128, is the address of the lane's copy.
 
     halves   both numbers of a codebook in the dtype of x, which is a fragment register: its codes are neighbours
@@ -23,7 +23,7 @@ from cutlass import Float32, Int32
 
 from w4gemm.packing.codecs.base import PAIR_ROW_BYTES, Pairs
 from w4gemm.packing.codecs.codebook_decode import CodebookDecoder
-from w4gemm.packing.codecs.int4_decode_wide import TwoLevelDecoder, WideDecoder
+from w4gemm.packing.codecs.integers_decode_wide import TwoLevelDecoder, WideDecoder
 from w4gemm.ptx.arithmetic import float_word, fma, half_to_float, pack_half2, to_float
 from w4gemm.ptx.asm import asm
 from w4gemm.ptx.memory import load_shared, store_shared

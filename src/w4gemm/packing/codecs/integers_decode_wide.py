@@ -1,9 +1,9 @@
-"""From packed 4-bit codes to 16-bit elements of a matrix instruction's operand A, beside scales of more than 16 bits.
+"""From packed integers to 16-bit elements of a matrix instruction's operand A, beside scales of more than 16 bits.
 
 A code's four bits at bits 16 to 19 of a float32 are the subnormal u * 2**-133, and at bits 20 to 23 u * 2**-129, since
 the smallest exponents continue the subnormals. So one mask makes a float32 of a code, three shifts serve the eight of a
 word, and one fma gives a weight, rounded to float32; a conversion rounds two of them to ``kind``. That is 23
-instructions for eight weights, against 9 beside 16-bit scales.
+instructions for eight weights, against 9 beside 16-bit scales. A prmt brings a larger code, a byte, to bits 16 to 23.
 
 Scales are multiplied by 2**133 * 2**-48, and zero points by 2**-48, so that both and the weights stay in the range of
 float32: a decoded value is the weight times 2**-48. The epilogue multiplies the sums by ``sum_scale``, or, in fp16 and
@@ -13,7 +13,9 @@ A kernel that scales sums multiplies codes as bf16: their bits in one are the su
 and one multiplication makes u / 64 of it.
 
 Scales of two levels are bytes, times fp16 factors. A byte below the exponent of 2**23 is 2**23 + byte, from which one
-fma makes (2**23 + byte) * factor - 2**23 * factor: exact, since a product has 19 significant bits.
+fma makes (2**23 + byte) * factor - 2**23 * factor: exact, since a product has 19 significant bits. A byte with a sign,
+stored as byte + 128, lies at bits 8 to 15 below the exponent of 2**15: (2**15 + 128) * factor has 20 significant bits,
+where (2**23 + 128) * factor would have 27.
 """
 
 # mypy: ignore-errors
@@ -24,15 +26,13 @@ from typing import NamedTuple
 
 from cutlass import Float32, Int32
 
-from w4gemm.packing.codecs.int4_decode import Decoder, codes_of, fma_pair, pair
+from w4gemm.packing.codecs.integers_decode import Decoder, biased_byte, codes_of, fields_of, fma_pair, pair, times
 from w4gemm.ptx.arithmetic import fma, half_to_float, hidden_constant, pack_half2, to_float
 from w4gemm.ptx.asm import asm
 
 _SCALE_DOWN = 2.0**-48
 """Factor of decoded weights."""
-_UNITS = 2.0**133, 2.0**129
-"""Reciprocals of what the code 1 of rows g and g + 8 is."""
-_BYTE_BIAS = 2.0**23
+_BYTE_BIAS, _SIGNED_BIAS = 2.0**23, 2.0**15 + 128
 _EXACT_UNIT = 2.0**6
 """Number that a decoded 1.0 without its scale stands for, in bf16."""
 
@@ -56,16 +56,27 @@ class WideDecoder(Decoder):
         return 1 / _SCALE_DOWN if self.allow_sum_scale and self.kind == "bf16" else 1.0
 
     @property
+    def exact_scale(self) -> float:
+        """1: the scales of :meth:`scales_and_zeros` have the unit of exact numbers."""
+        return 1.0
+
+    @property
     def _exact_unit(self) -> float:
         return _EXACT_UNIT if self.kind == "bf16" else 1.0
+
+    @property
+    def _units(self) -> tuple[float, float]:
+        """Reciprocals of what the code 1 of rows g and g + 8 is."""
+        return 2.0**133, 2.0**133 / self.upper
 
     def decode_exact(self, words: tuple[Int32, ...], offsets: tuple[Int32, ...]) -> tuple[Int32, ...]:
         """The four fragment registers of one instruction, without their scales; in bf16 divided by 64."""
         if self.kind != "bf16":
             return super().decode_exact(words, offsets)
-        addend = pair(*[-8 / _EXACT_UNIT if self.zero == "none" else -0.0] * 2)
-        factors = [pair(*[unit / _EXACT_UNIT] * 2) for unit in _UNITS]
-        return tuple(fma_pair("bf16", code, factors[i % 2], addend) for i, code in enumerate(codes_of(words[0])))
+        addend = pair(*[-self.middle / _EXACT_UNIT if self.zero == "none" else -0.0] * 2)
+        factors = [pair(*[unit / _EXACT_UNIT] * 2) for unit in self._units]
+        codes = codes_of(words, self.bits)
+        return tuple(fma_pair("bf16", code, factors[i % 2], addend) for i, code in enumerate(codes))
 
     def scales_and_zeros(self, words: tuple[Int32, ...], field: int = 0) -> tuple[tuple[Float32, Float32 | None], ...]:
         """For rows g and g + 8, in float32: the factor of what :meth:`decode_exact` gives, and the zero point if there
@@ -75,58 +86,66 @@ class WideDecoder(Decoder):
 
     def prepare(self, words: tuple[Int32, ...], _table: Int32, field: int = 0) -> tuple[WideRow, ...]:
         """Once per group: what :meth:`decode` needs of rows g and g + 8."""
-        return self._rows(words, field, tuple(unit * _SCALE_DOWN for unit in _UNITS), _SCALE_DOWN)
+        return self._rows(words, field, tuple(unit * _SCALE_DOWN for unit in self._units), _SCALE_DOWN)
 
     def _rows(
         self, words: tuple[Int32, ...], field: int, of_scales: tuple[float, ...], of_zeros: float
     ) -> tuple[WideRow, ...]:
         """Scales and zero points of rows g and g + 8 times powers of two; those of scales differ by row. Without zero
-        points -8 scales, as int4's codes have."""
+        points minus so many scales as the middle code says."""
         rows = []
-        for row, times in enumerate(of_scales):
+        for row, of_scale in enumerate(of_scales):
             scale = to_float("f32", words[row])
-            zero = to_float("f32", words[2 + row]) if self.zero == "float" else scale * Float32(-8.0)
-            rows.append(WideRow(_times(scale, times), _times(zero, of_zeros)))
+            zero = to_float("f32", words[2 + row]) if self.zero == "float" else scale * Float32(-self.middle)
+            rows.append(WideRow(times(scale, of_scale), times(zero, of_zeros)))
         return tuple(rows)
 
     def decode(self, words: tuple[Int32, ...], prepared: tuple[WideRow, ...]) -> tuple[Int32, ...]:
         """The four fragment registers of one instruction: weights / sum_scale."""
-        numbers = _numbers(words[0])
+        numbers = self._numbers(words)
         weights = [fma(number, *prepared[i % 2]) for i, number in enumerate(numbers)]
         if self.sum_scale == 1.0:
             weights = [weight * Float32(1 / _SCALE_DOWN) for weight in weights]
         return tuple(pack_half2(self.kind, weights[i], weights[i + 4]) for i in range(4))
 
+    def _numbers(self, words: tuple[Int32, ...]) -> tuple[Float32, ...]:
+        """The codes of a step by position, times 2**-133, those of rows g + 8 ``upper`` times as high."""
+        fields = fields_of(words, self.bits)
+        if self.bits > 4:
+            picks = "".join(
+                f"prmt.b32 ${p}, ${8 + p % 2}, 0, {0x4044 | (p // 4 * 2 + p // 2 % 2) << 8:#x}; " for p in range(8)
+            )
+            bits = asm(picks, [Int32] * 8, fields, pure=True, early=True)
+        else:
+            mask, sources = (2**self.bits - 1) << 16, ("a", "a", "b", "b", "$8", "$8", "c", "c")
+            shifts = "shl.b32 a, $8, 16; shl.b32 b, $8, 8; shr.u32 c, $8, 8; "
+            picks = "".join(f"and.b32 ${i}, {s}, {mask << i % 2 * 4:#x}; " for i, s in enumerate(sources))
+            bits = asm(f"{{ .reg .b32 a, b, c; {shifts}{picks}}}", [Int32] * 8, fields, pure=True, early=True)
+        return tuple(to_float("f32", number) for number in bits)
+
 
 class TwoLevelDecoder(WideDecoder):
     """The same with scales of two levels: the scale word and the zero word hold bytes, of two groups, and the next two
-    words the fp16 factors of scales and of zero points."""
+    words the fp16 factors of scales and of zero points. Without zero points there is one word of each, of bytes with
+    signs."""
 
     def _rows(
         self, words: tuple[Int32, ...], field: int, of_scales: tuple[float, ...], of_zeros: float
     ) -> tuple[WideRow, ...]:
-        found = []
-        for row, times in enumerate(of_scales):
-            scale = self._product(words, 0, row, field, times)
-            found.append(WideRow(scale, self._product(words, 1, row, field, of_zeros)))
-        return tuple(found)
+        rows = []
+        for row, of_scale in enumerate(of_scales):
+            if self.zero == "float":
+                scale = self._product(words, 0, row, field, of_scale)
+                rows.append(WideRow(scale, self._product(words, 1, row, field, of_zeros)))
+            else:
+                factor = times(half_to_float("f16", words[1], row == 1), of_scale)
+                scale = fma(biased_byte(words[0], 2 * row + field), factor, factor * Float32(-_SIGNED_BIAS))
+                rows.append(WideRow(scale, scale * Float32(-self.middle * of_zeros / of_scale)))
+        return tuple(rows)
 
-    def _product(self, words: tuple[Int32, ...], level: int, row: int, field: int, times: float) -> Float32:
+    def _product(self, words: tuple[Int32, ...], level: int, row: int, field: int, power: float) -> Float32:
         """A scale (level 0) or zero point (level 1) times a power of two."""
-        factor = _times(half_to_float("f16", words[2 + level], row == 1), times)
+        factor = times(half_to_float("f16", words[2 + level], row == 1), power)
         text = f"prmt.b32 $0, $1, $2, {0x7440 + 2 * row + field:#x};"
         biased = asm(text, [Int32], [words[level], hidden_constant(0x4B000000)], pure=True)[0]
         return fma(to_float("f32", biased), factor, factor * Float32(-_BYTE_BIAS))
-
-
-def _times(value: Float32, factor: float) -> Float32:
-    return value if factor == 1.0 else value * Float32(factor)
-
-
-def _numbers(word: Int32) -> tuple[Float32, ...]:
-    """The codes in nibbles 0 to 7, those of even ones times 2**-133, of odd ones times 2**-129."""
-    shifts = "shl.b32 a, $8, 16; shl.b32 b, $8, 8; shr.u32 c, $8, 8; "
-    sources = ("a", "a", "b", "b", "$8", "$8", "c", "c")
-    picks = "".join(f"and.b32 ${i}, {s}, {0xF0000 << i % 2 * 4:#x}; " for i, s in enumerate(sources))
-    bits = asm(f"{{ .reg .b32 a, b, c; {shifts}{picks}}}", [Int32] * 8, [word], pure=True, early=True)
-    return tuple(to_float("f32", number) for number in bits)

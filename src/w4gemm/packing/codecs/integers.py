@@ -1,0 +1,137 @@
+"""Codecs of int2, int3, int4, int5, int6 and int8 for 16-bit x: a code u of b bits stands for u - 2**(b - 1), or for
+u - z beside zero points.
+
+Where position p = row8 + 2 * col8 + 4 * element of a step lies, by bits:
+
+    8        byte 2 * element + col8 of a word; row g has one of the first segment, row g + 8 one of the second
+    5, 6     that byte of a word of the first segment: row g has the low nibble, for its low bits, row g + 8 the high
+             one, for its high bits. The other bits lie in a word of the second segment, in the place of the bits that
+             each code lacks in the byte: so a code of row g + 8 is 2**(8 - b) times as high
+    4        nibble p of the step's word
+    3        nibble p of a word of two steps has two bits, and of the second segment's word the third
+    2        nibble p of a word of two steps
+
+Words of several steps are turned for each (:attr:`Codec.turns`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from w4gemm.core.formats import WeightFormat
+from w4gemm.packing.codecs.base import MMA16, Bits, Codec, Decoding, Pairs, WeightOperand
+
+_TURNS: dict[int, tuple[tuple[int, ...], ...]] = {
+    6: ((0, 0, 0, 0), (0, 4, 0, 4)),
+    5: ((0, 0, 0, 0), (0, 2, 4, 30)),
+    3: ((0, 2, 0, 2), (0, 1, 31, 30)),
+    2: ((0, 2, 0, 2),),
+}
+"""By bits, for each segment and step."""
+_POSITIONS = [(p, p % 2, p // 4 * 2 + p // 2 % 2) for p in range(8)]
+"""Each position of a step, its row8 and its byte."""
+
+
+def upper_factor(bits: int) -> int:
+    """Return what the codes of rows g + 8 are multiplied by where they lie in a nibble's or byte's place."""
+    return 16 if bits <= 4 else 2 ** (8 - bits)
+
+
+def _parts(bits: int) -> Iterator[Bits]:
+    """Parts of a lane's 32 codes before words are turned: at the places where a decoder takes them. Those of int4's
+    steps are alike."""
+    low, rest = 2 ** (bits - 4) - 1 if bits > 4 else 0, 2**bits - 16
+    for step in range(1 if bits == 4 else 4):
+        for p, row8, byte in _POSITIONS:
+            position = 8 * step + p
+            if bits == 8:
+                yield Bits(position, 255, 8 * byte, 4 * row8 + step)
+            elif bits > 4 and row8:
+                yield Bits(position, 2**bits - 1 - low, 8 * byte + 8 - bits, step)
+                yield Bits(position, low, 8 * byte + 8 - bits, 4 + step * (bits - 4) // 4)
+            elif bits > 4:
+                yield Bits(position, 15, 8 * byte, step)
+                yield Bits(position, rest, 8 * byte, 4 + step * (bits - 4) // 4)
+            else:
+                yield Bits(position, 15 if bits == 4 else 3, 4 * p, step * (bits & 6) // 4)
+                if bits == 3:
+                    yield Bits(position, 4, 4 * p, 2)
+
+
+def _places(bits: int) -> tuple[Bits, ...]:
+    """Parts of a lane's 32 codes, turned to where they are stored."""
+    places = []
+    for position, mask, shift, word in _parts(bits):
+        segment = word >= 4 or (bits == 3 and word == 2)
+        turned = shift + (_TURNS[bits][segment][position // 8] if bits in _TURNS else 0)
+        places.append(Bits(position, mask, turned - 32 if mask << turned >= 1 << 32 else turned, word))
+    return tuple(places)
+
+
+class HalfCodec(Codec):
+    """For scales of 16 bits."""
+
+    def refusal(self, format: WeightFormat) -> str:
+        if format.scale == "fp32" and format.zero == "int":
+            return "beside float32 scales zero points are float32 too: -s * z, which is exact for scales of 20 bits"
+        return ""
+
+    def decoder(self, weight: WeightOperand, decoding: Decoding) -> Any:
+        from w4gemm.packing.codecs.integers_decode import Decoder, SinglesDecoder, SubnormalDecoder
+
+        form, bits, sum_scale = (weight.kind, weight.scale, weight.zero), self.bits, decoding.allow_sum_scale
+        if SubnormalDecoder.decodes(*form, bits) and (bits > 4 or (sum_scale and not decoding.only_fma)):
+            return SubnormalDecoder(*form, decoding.only_fma, bits=bits, allow_sum_scale=sum_scale)
+        decoder = SinglesDecoder if SinglesDecoder.decodes(*form, bits) else Decoder
+        return decoder(*form, decoding.only_fma, bits=bits)
+
+
+class WideCodec(Codec):
+    """For scales of float32."""
+
+    def pairs(self, weight: WeightOperand, on_sums: bool) -> Pairs | None:
+        return None if on_sums or self.bits != 4 else Pairs.FLOATS
+
+    def decoder(self, weight: WeightOperand, decoding: Decoding) -> Any:
+        from w4gemm.packing.codecs.integers_decode_wide import WideDecoder
+        from w4gemm.packing.codecs.pairs_decode import WidePairDecoder
+
+        form = weight.kind, weight.scale, weight.zero
+        if decoding.pairs is not None:
+            return WidePairDecoder(*form)
+        return WideDecoder(*form, decoding.only_fma, decoding.allow_sum_scale, bits=self.bits)
+
+
+class TwoLevelCodec(WideCodec):
+    """For scales of two levels."""
+
+    def decoder(self, weight: WeightOperand, decoding: Decoding) -> Any:
+        from w4gemm.packing.codecs.integers_decode_wide import TwoLevelDecoder
+        from w4gemm.packing.codecs.pairs_decode import TwoLevelPairDecoder
+
+        form = weight.kind, weight.scale, weight.zero
+        if decoding.pairs is not None:
+            return TwoLevelPairDecoder(*form)
+        return TwoLevelDecoder(*form, decoding.only_fma, decoding.allow_sum_scale, bits=self.bits)
+
+    def costs(self, weight: WeightOperand, pairs: Pairs | None, few: bool) -> tuple[str, ...]:
+        return ("two_levels_few" if few else "two_levels",)
+
+
+def _codecs(bits: int) -> tuple[Codec, Codec, Codec]:
+    """The codecs of integers of so many bits. Beside 16-bit scales a zero point is a number of the scales' dtype, in
+    which codes are exact."""
+    name, codes = f"int{bits}", (tuple(range(2**bits)), _places(bits), _TURNS.get(bits, ()))
+    wide: dict[str, Any] = {"registers": 3, "in_float32": True}
+    return (
+        HalfCodec(f"{name}_mma16", MMA16, name, ("bf16", "fp16"), ("none", "int", "float"), *codes, registers=3),
+        WideCodec(f"{name}_wide_mma16", MMA16, name, ("fp32",), ("none", "float"), *codes, scale_bits=32, **wide),
+        TwoLevelCodec(
+            f"{name}_two_levels_mma16", MMA16, name, ("u8x256", "u8x128"), ("float",), *codes, scale_bits=8, **wide
+        ),
+    )
+
+
+INTEGERS = tuple(codec for bits in (4,) for codec in _codecs(bits))
+INT4_MMA16 = INTEGERS[0]
