@@ -294,7 +294,9 @@ class Machine:
 
 
 def _struct(tensor: torch.Tensor, start: int, size: int) -> bytes:
-    """A tensor as the DSL passes it: its address, int32 sizes, and int64 strides but the last."""
-    sizes = tensor.shape[: (size - 8) // 4] if size <= 16 else tensor.shape[:2]
-    words = struct.pack(f"<q{len(sizes)}i", start, *sizes).ljust(16 if size > 8 else 8, b"\xee")
-    return (words + struct.pack("<q", tensor.stride(0)) if size > 16 else words)[:size]
+    """A tensor as the DSL passes it: its address, int32 sizes and, of two and more, int64 strides but the last."""
+    dimensions = (size - 8) // 4 if size <= 16 else {24: 2, 40: 3}[size]
+    words = struct.pack(f"<q{dimensions}i", start, *tensor.shape[:dimensions])
+    strides = tensor.stride()[: dimensions - 1] if size > 16 else ()
+    words = words.ljust(-(-len(words) // 8) * 8, b"\xee") + struct.pack(f"<{len(strides)}q", *strides)
+    return words.ljust(size, b"\xee")[:size]

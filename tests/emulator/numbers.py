@@ -129,11 +129,18 @@ ARITHMETIC: dict[str, Callable[..., Any]] = {
 }
 COMPARISONS: dict[str, Callable[..., Any]] = {
     "eq": np.equal,
-    "ne": np.not_equal,
+    "ne": lambda x, y: (x < y) | (x > y),
     "lt": np.less,
     "le": np.less_equal,
     "gt": np.greater,
     "ge": np.greater_equal,
+    # true too if either is NaN
+    "equ": lambda x, y: ~((x < y) | (x > y)),
+    "neu": np.not_equal,
+    "ltu": lambda x, y: ~(x >= y),
+    "leu": lambda x, y: ~(x > y),
+    "gtu": lambda x, y: ~(x <= y),
+    "geu": lambda x, y: ~(x < y),
 }
 
 

@@ -7,6 +7,7 @@ from w4gemm.api.nn import W4Linear
 from w4gemm.api.ops import linear
 from w4gemm.api.routing import Routing, combine, route
 from w4gemm.api.runner import MixedGemm
+from w4gemm.api.update import update_
 from w4gemm.choice import configs, explain
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.elements import codebook
@@ -44,4 +45,5 @@ __all__ = [
     "quantize",
     "quantize_activations",
     "route",
+    "update_",
 ]

@@ -47,6 +47,11 @@ def minimum(x: Float32, y: Float32) -> Float32:
     return asm("min.NaN.f32 $0, $1, $2;", [Float32], [x, y], pure=True)[0]
 
 
+def magnitude(x: Float32) -> Float32:
+    """abs(x)."""
+    return asm("abs.f32 $0, $1;", [Float32], [x], pure=True)[0]
+
+
 def select_near(x: Float32, limit: Float32, near: Float32, far: Float32) -> Float32:
     """``near`` if abs(x) < limit, else ``far``, also for NaN."""
     text = "{ .reg .pred p; .reg .f32 a; abs.f32 a, $1; setp.lt.f32 p, a, $2; selp.f32 $0, $3, $4, p; }"

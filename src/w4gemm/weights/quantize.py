@@ -65,9 +65,7 @@ def quantize(
         raise ValueError(f"weight: wanted n >= 1 and k >= 1, got shape {tuple(weight.shape)}")
     n, k = weight.shape
     rows = max(1, 2**22 // k)
-    # up to this limit every scale, zero point and weight stays finite, rounding included
-    plain = format if format.has_factors else _plain(format)
-    limit = plain.largest_weight / 8
+    limit = largest_quantized(format)
     blocks = []
     for start in range(0, n, rows):
         block = weight[start : start + rows].detach().float()
@@ -84,6 +82,12 @@ def quantize(
     return QuantizedWeight.from_codes(format, *parts[:3], channels=parts.channels, factors=parts.factors)
 
 
+def largest_quantized(format: WeightFormat) -> float:
+    """Return the magnitude up to which every scale, zero point and weight stays finite, rounding included."""
+    plain = format if format.has_factors else _plain(format)
+    return plain.largest_weight / 8
+
+
 def _plain(format: WeightFormat) -> WeightFormat:
     """Return the format whose scales are found first: the same without scales of channels and factors."""
     if format.has_factors:
@@ -98,7 +102,12 @@ def channel_scales(scales: torch.Tensor, format: WeightFormat) -> torch.Tensor:
     if format.scales_in_weights:
         top /= format.element_rule.largest_value
     largest = scales.abs().amax(1)
-    return torch.where(largest > 0, largest / top, 1.0)
+    return torch.where(largest > 0, _over(largest, top), 1.0)
+
+
+def _over(t: torch.Tensor, number: float) -> torch.Tensor:
+    """Return t / number, rounded once: on GPUs PyTorch multiplies by the reciprocal of a number."""
+    return t / torch.full_like(t, number)
 
 
 _LARGEST_BYTE = 63
@@ -232,17 +241,20 @@ def _round_groups(
         # give the end with the larger magnitude the larger end of the values, which is -8 of int4
         small, large = sorted((min(element.values), max(element.values)), key=abs)
         extreme = torch.where(low.abs() >= high.abs(), low, high)
-        scales = torch.maximum((extreme / large).abs(), (torch.minimum(low.abs(), high.abs()) / small).abs())
+        smaller = torch.minimum(low.abs(), high.abs())
+        scales = torch.maximum(_over(extreme, large).abs(), _over(smaller, small).abs())
         if format.scale_rule.signed:
             scales = stored(scales)
             scales = torch.where((extreme * large < 0) & (not element.symmetric), -scales, scales)
         else:  # of a power of two the next larger one, so that nothing is cut off
-            scales = torch.maximum(low / min(element.values), high / max(element.values)).clamp(min=2.0**-126)
-            scales = stored(torch.exp2(scales.log2().ceil()))
+            ends = _over(low, min(element.values)), _over(high, max(element.values))
+            mantissa, exponent = torch.frexp(torch.maximum(*ends).clamp(min=2.0**-126))
+            power = exponent.int() - (mantissa == 0.5).int()
+            scales = stored((power + 127 << 23).view(torch.float32))
         zeros = torch.zeros_like(scales)
     else:
         low, high = low.clamp(max=0), high.clamp(min=0)
-        scales = format.stored_scales((high - low) / element.largest_code).float()
+        scales = format.stored_scales(_over(high - low, element.largest_code)).float()
         zeros = stored(low)
     safe = torch.where(scales == 0, torch.ones_like(scales), scales)
     if format.zero == "none":

@@ -1,0 +1,100 @@
+"""New numbers for a weight that is in use: :func:`update_`."""
+
+from __future__ import annotations
+
+import torch
+
+from w4gemm.core.autocast import without_autocast
+from w4gemm.core.errors import kind_of, require_dense
+from w4gemm.kernels import launcher
+from w4gemm.kernels.weight_quantize.spec import WeightQuantize
+from w4gemm.weights.quantize import channel_scales, largest_quantized, quantize
+from w4gemm.weights.weight import QuantizedWeight
+
+Dense = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+@without_autocast
+@torch.no_grad()
+def update_(w: QuantizedWeight, weight: Dense) -> None:
+    """Quantize new dense numbers into the tensors of a weight, in place, as reinforcement learning does between steps.
+
+    The addresses stay, so layers, engines and CUDA graphs that hold the weight multiply by the new numbers from their
+    next launch on. The bits are those of ``w4gemm.quantize(weight, w.format).repack(w.layout)``. On Hopper one kernel
+    does it without further memory, for int4 and e2m1 in groups of at most 128 columns, without zero points or with
+    integer ones, and ``weight`` in 16 bits; elsewhere PyTorch's operators do, expert by expert.
+
+    Args:
+        w: the weight to overwrite, of any layout; also one of several experts, or in act-order.
+        weight: floating point (n, k), or (experts, n, k), on w's device. Or a pair of tensors, gates and ups, (n / 2, k)
+            or (experts, n / 2, k) each, for a weight of :meth:`QuantizedWeight.interleave`.
+
+    Raises:
+        TypeError, ValueError: if ``weight`` is no such tensor, or has a number that is not finite or too large for the
+            format. Of numbers alone this is known afterwards: w then holds nothing of use. Work that was launched
+            before is waited for.
+
+    Examples:
+        >>> w = w4gemm.quantize(torch.zeros(512, 1024), "int4_g128").repack()
+        >>> w4gemm.update_(w, torch.ones(512, 1024))
+        >>> w.dequantize().unique()
+        tensor([1.])
+    """
+    if not isinstance(w, QuantizedWeight):
+        raise TypeError(f"w: wanted a QuantizedWeight, got {kind_of(w)}")
+    sources = weight if isinstance(weight, tuple) else (weight,)
+    _check(w, sources)
+    if not _by_kernel(w, sources):
+        _in_pytorch(w, sources)
+
+
+def _check(w: QuantizedWeight, sources: tuple[torch.Tensor, ...]) -> None:
+    *leading, n, k = w.shape
+    if len(sources) not in (1, 2) or (len(sources) == 2 and n % 2):
+        raise ValueError(f"weight: wanted a tensor, or a pair of them for even n, got {len(sources)} for n {n}")
+    expected = (*leading, n // len(sources), k)
+    for source in sources:
+        if not isinstance(source, torch.Tensor) or not source.is_floating_point():
+            raise TypeError(f"weight: wanted floating point {expected}, got {kind_of(source)}")
+        require_dense("weight", source)
+        if tuple(source.shape) != expected or source.device != w.device or source.dtype != sources[0].dtype:
+            raise ValueError(
+                f"weight: wanted {sources[0].dtype} {expected} on w's device {w.device}, got {source.dtype} "
+                f"{tuple(source.shape)} on {source.device}"
+            )
+
+
+def _by_kernel(w: QuantizedWeight, sources: tuple[torch.Tensor, ...]) -> bool:
+    """Quantize by the kernel; False where it does not run."""
+    takes = w.layout == "mma16" and w.perm is None and all(WeightQuantize.takes(source) for source in sources)
+    if not takes or w.device.type != "cuda":
+        return False
+    limit = largest_quantized(w.format)
+    run = launcher(WeightQuantize.of, w.device, sources[0].dtype, w.format, len(sources) == 2, limit)
+    if run is None:
+        return False
+    experts = max(w.experts, 1)
+    blocks, *channels = (t if w.experts else t[None] for t in w.tensors)
+    if channels:
+        largest = torch.stack([s.abs().amax(-1).float() for s in sources], -1).view(experts * w.n, 1)
+        scales = (largest / torch.full_like(largest, w.format.element_rule.largest_value)).bfloat16().float()
+        channels[0].copy_(channel_scales(scales, w.format).view(experts, w.n))
+    refused = torch.zeros(1, dtype=torch.int32, device=w.device)
+    even, odd = (sources[0], None) if len(sources) == 1 else sources
+    rows = [None if s is None else s.view(experts, -1, w.k) for s in (even, odd)]
+    run(*rows, channels[0] if channels else None, blocks, refused, w.n)
+    if refused.item():
+        raise ValueError(f"weight: wanted finite values of at most {limit:g} for {w.format}; w holds nothing of use now")
+    return True
+
+
+def _in_pytorch(w: QuantizedWeight, sources: tuple[torch.Tensor, ...]) -> None:
+    for e in range(max(w.experts, 1)):
+        target = w.expert(e) if w.experts else w
+        own = [source[e] if w.experts else source for source in sources]
+        dense = own[0] if len(own) == 1 else torch.stack(own, 1).flatten(0, 1)
+        if w.perm is not None:
+            dense = dense[:, w.perm]
+        made = quantize(dense, w.format).repack(w.layout)
+        for t, new in zip(target.tensors, made.tensors, strict=True):
+            t.copy_(new)

@@ -1,0 +1,1 @@
+"""Quantization of dense weights into packed blocks."""

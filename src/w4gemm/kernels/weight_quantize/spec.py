@@ -1,0 +1,78 @@
+"""Host side of the quantization of dense weights into blocks; ``w4gemm.api.update`` is its only caller."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from w4gemm.core.formats import WeightFormat
+from w4gemm.core.problem import Device
+from w4gemm.jit import Program
+from w4gemm.kernels.helper import HALF_KINDS, Sm90Helper, half_dtype
+from w4gemm.packing.block import BLOCK_K
+from w4gemm.packing.codecs import MMA16, codec_for
+
+_SCALES = {"none": ("bf16", "fp16", "e8m0", "e4m3_row"), "int": ("bf16", "fp16")}
+_ELEMENTS = ("int4", "e2m1")
+
+
+@dataclass(frozen=True)
+class WeightQuantize(Sm90Helper):
+    """Blocks of the layout ``mma16`` from 16-bit numbers, on SM90.
+
+    Args:
+        dtype: of the dense numbers.
+        format: name of the format.
+        pairs: True if rows come from two tensors by turns.
+        limit: largest magnitude of a number.
+    """
+
+    dtype: torch.dtype
+    format: str
+    pairs: bool
+    limit: float
+
+    name: ClassVar[str] = "weight_quantize"
+
+    @classmethod
+    def of(
+        cls, device: Device, dtype: torch.dtype, format: WeightFormat, pairs: bool, limit: float
+    ) -> WeightQuantize | None:
+        """Return the kernel; None where it does not run."""
+        known = format.element in _ELEMENTS and format.scale in _SCALES.get(format.zero, ())
+        grouped = 0 < format.group_size <= BLOCK_K and BLOCK_K % format.group_size == 0
+        if dtype not in HALF_KINDS or not known or not grouped or not cls.runs(device):
+            return None
+        return cls(dtype, str(format), pairs, limit)
+
+    @staticmethod
+    def takes(weight: torch.Tensor) -> bool:
+        """True if two columns of weight (..., n, k) can be loaded at a time."""
+        return weight.is_contiguous() and weight.shape[-1] % 2 == 0 and weight.data_ptr() % 4 == 0
+
+    def program(self) -> Program:
+        import cutlass
+        import cutlass.cute as cute
+        from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
+
+        from w4gemm.kernels.weight_quantize.kernel import WeightQuantizeKernel
+
+        format = WeightFormat.parse(self.format)
+        codec = codec_for(format, MMA16)
+        assert codec is not None, f"{format} has blocks"
+        kernel = WeightQuantizeKernel(HALF_KINDS[self.dtype], format, codec, self.limit)
+        experts, rows, k, n, n_blocks, k_blocks = (cute.sym_int() for _ in range(6))
+
+        def fake(dtype: object, *shape: object, align: int) -> object:
+            order = tuple(reversed(range(len(shape))))
+            return make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=align)
+
+        dense = [fake(half_dtype(kernel.kind), experts, rows, k, align=4) for _ in range(1 + self.pairs)]
+        channels = fake(cutlass.Float32, experts, n, align=4) if format.has_channels else None
+        blocks = fake(cutlass.Int32, experts, n_blocks, k_blocks, kernel.block.words, align=16)
+        refused = fake(cutlass.Int32, 1, align=4)
+        stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+        odd = dense[1] if self.pairs else None
+        return Program(kernel, (dense[0], odd, channels, blocks, refused, 0, stream))

@@ -1,0 +1,119 @@
+"""New numbers in a weight that is in use."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import w4gemm
+from w4gemm import QuantizedWeight, WeightFormat, quantize, update_
+from w4gemm.core.problem import H200
+from w4gemm.kernels.weight_quantize.spec import WeightQuantize
+
+FORMATS = ("int4_g128", "int4_g32_fp16", "int4_g64_zint", "int4_g16_zint_fp16", "mxfp4", "nvfp4")
+E = 2
+
+
+def numbers(n: int, k: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """(E, n, k) of several magnitudes, with rows of zeros, of one sign, and of numbers that a scale rounds to 0."""
+    g = torch.Generator().manual_seed(seed)
+    w = torch.randn(E, n, k, generator=g) * torch.exp(2 * torch.randn(E, n, 1, generator=g))
+    w[0, 0], w[1, 1], w[0, 1] = 0, w[1, 1].abs(), -w[0, 1].abs()
+    w[1, 0] = (w[1, 0] > 0).float() * 6e-8
+    return w.to(dtype)
+
+
+def packed(w: torch.Tensor, format: str, layout: str | None = None) -> QuantizedWeight:
+    return QuantizedWeight.stack([quantize(one, format) for one in w], layout=layout)
+
+
+@pytest.mark.parametrize("format", [*FORMATS, "int4_col", "q4_k", "nf4_g64"])
+@pytest.mark.parametrize("pairs", [False, True])
+def test_the_bits_of_a_new_weight(format: str, pairs: bool, device: str) -> None:
+    old, new = (numbers(70, 512, torch.bfloat16, seed) for seed in (1, 2))
+    w = packed(old.to(device), format)
+    addresses = [t.data_ptr() for t in w.tensors]
+    new = new.to(device)
+    update_(w, (new[:, 0::2].contiguous(), new[:, 1::2].contiguous()) if pairs else new)
+    made = packed(new, format)
+    assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(w.tensors, made.tensors))
+    assert addresses == [t.data_ptr() for t in w.tensors]
+    one = quantize(old[1].to(device), format).repack()
+    update_(one, new[0])
+    assert torch.equal(one.dequantize(), made.expert(0).dequantize())
+
+
+def test_act_order() -> None:
+    g_idx = torch.tensor([0, 1] * 64)
+    dense = torch.randn(8, 128)
+    made = quantize(dense[:, torch.argsort(g_idx, stable=True)], "int4_g64")
+    w = QuantizedWeight.from_codes("int4_g64", torch.zeros(8, 128, dtype=torch.uint8), made.parts().scales, g_idx=g_idx)
+    update_(w, dense)
+    assert w.perm is not None and torch.equal(w.dequantize()[:, w.perm], made.dequantize())
+
+
+def test_what_is_refused() -> None:
+    w = quantize(torch.ones(6, 64), "int4_g32")
+    for weight, error, message in (
+        (torch.ones(6, 32), ValueError, r"weight: wanted torch.float32 \(6, 64\) on w's device cpu, got .*\(6, 32\)"),
+        (torch.ones(6, 64).int(), TypeError, r"weight: wanted floating point \(6, 64\), got"),
+        ((torch.ones(3, 64), torch.ones(3, 64).half()), ValueError, "weight: wanted torch.float32 .*, got torch.float16"),
+        (torch.full((6, 64), torch.nan), ValueError, "weight: wanted finite values"),
+        ((), ValueError, "weight: wanted a tensor, or a pair"),
+        (None, TypeError, "weight: wanted floating point"),
+    ):
+        with pytest.raises(error, match=message):
+            update_(w, weight)
+    with pytest.raises(TypeError, match="w: wanted a QuantizedWeight, got"):
+        update_(torch.ones(6, 64), torch.ones(6, 64))
+
+
+@pytest.mark.parametrize(
+    "format, dtype, pairs, n, k",
+    [
+        ("int4_g128", torch.bfloat16, False, 70, 150),
+        ("int4_g16_fp16", torch.float16, True, 66, 130),
+        ("int4_g64_zint", torch.bfloat16, True, 2, 2),
+        ("mxfp4", torch.float16, False, 130, 200),
+        ("nvfp4", torch.bfloat16, True, 70, 150),
+    ],
+)
+def test_the_kernel_on_an_emulated_gpu(format: str, dtype: torch.dtype, pairs: bool, n: int, k: int) -> None:
+    """The bits that PyTorch's operators make on the CPU."""
+    pytest.importorskip("cutlass")
+    from emulator.kernel import Emulator
+    from emulator.ptx import parse, ptx_of
+
+    w, limit = numbers(n, k, dtype).clamp(-900, 900), 1000.0
+    made = packed(w, format, "mma16")
+    program = parse(ptx_of(WeightQuantize(dtype, str(WeightFormat.of(format)), pairs, limit).unit()))
+
+    def run(w: torch.Tensor) -> tuple[torch.Tensor, int]:
+        dense = [w[:, 0::2].contiguous(), w[:, 1::2].contiguous()] if pairs else [w]
+        blocks, refused = torch.full_like(made.tensors[0], 0x55555555), torch.zeros(1, dtype=torch.int32)
+        count = E * blocks.shape[1] * blocks.shape[2]
+        Emulator(program, count).run(*dense, *made.tensors[1:], blocks, refused, n)
+        return blocks, int(refused)
+
+    blocks, refused = run(w)
+    assert torch.equal(blocks, made.tensors[0]) and not refused
+    for number in (torch.nan, -torch.inf, 1100.0):
+        w[1, n - 1, k - 1] = number
+        assert run(w)[1] == 1
+
+
+@pytest.mark.gpu
+def test_a_graph_multiplies_by_the_new_numbers() -> None:
+    x = torch.randn(5, 256, dtype=torch.bfloat16, device="cuda")
+    old, new = (torch.randn(192, 256, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    w = quantize(old, "int4_g32").repack()
+    wanted = w4gemm.linear(x, quantize(new, "int4_g32").repack())
+    w4gemm.linear(x, w)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        d = w4gemm.linear(x, w)
+    update_(w, new)
+    graph.replay()
+    assert torch.equal(d, wanted)
+    with pytest.raises(ValueError, match="weight: wanted finite values of at most"):
+        update_(w, torch.full_like(new, torch.inf))
