@@ -32,7 +32,13 @@ REFERENCE: dict[str, tuple[str, str, tuple[str, ...]]] = {
         "Products",
         "The functions that multiply, dense and for experts, and what they fuse.",
         (
-            *("w4gemm.linear", "w4gemm.grouped_linear", "w4gemm.masked_linear", "w4gemm.quantize_activations"),
+            *(
+                "w4gemm.linear",
+                "w4gemm.grouped_linear",
+                "w4gemm.masked_linear",
+                "w4gemm.quantize_activations",
+                "w4gemm.update_",
+            ),
             *("w4gemm.Epilogue", "w4gemm.core.activation"),
         ),
     ),

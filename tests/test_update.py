@@ -7,7 +7,6 @@ import torch
 
 import w4gemm
 from w4gemm import QuantizedWeight, WeightFormat, quantize, update_
-from w4gemm.core.problem import H200
 from w4gemm.kernels.weight_quantize.spec import WeightQuantize
 
 FORMATS = ("int4_g128", "int4_g32_fp16", "int4_g64_zint", "int4_g16_zint_fp16", "mxfp4", "nvfp4")
@@ -36,7 +35,9 @@ def test_the_bits_of_a_new_weight(format: str, pairs: bool, device: str) -> None
     new = new.to(device)
     update_(w, (new[:, 0::2].contiguous(), new[:, 1::2].contiguous()) if pairs else new)
     made = packed(new, format)
-    assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(w.tensors, made.tensors))
+    assert all(
+        torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(w.tensors, made.tensors, strict=True)
+    )
     assert addresses == [t.data_ptr() for t in w.tensors]
     one = quantize(old[1].to(device), format).repack()
     update_(one, new[0])
@@ -57,7 +58,11 @@ def test_what_is_refused() -> None:
     for weight, error, message in (
         (torch.ones(6, 32), ValueError, r"weight: wanted torch.float32 \(6, 64\) on w's device cpu, got .*\(6, 32\)"),
         (torch.ones(6, 64).int(), TypeError, r"weight: wanted floating point \(6, 64\), got"),
-        ((torch.ones(3, 64), torch.ones(3, 64).half()), ValueError, "weight: wanted torch.float32 .*, got torch.float16"),
+        (
+            (torch.ones(3, 64), torch.ones(3, 64).half()),
+            ValueError,
+            "weight: wanted torch.float32 .*, got torch.float16",
+        ),
         (torch.full((6, 64), torch.nan), ValueError, "weight: wanted finite values"),
         ((), ValueError, "weight: wanted a tensor, or a pair"),
         (None, TypeError, "weight: wanted floating point"),

@@ -26,8 +26,8 @@ def update_(w: QuantizedWeight, weight: Dense) -> None:
 
     Args:
         w: the weight to overwrite, of any layout; also one of several experts, or in act-order.
-        weight: floating point (n, k), or (experts, n, k), on w's device. Or a pair of tensors, gates and ups, (n / 2, k)
-            or (experts, n / 2, k) each, for a weight of :meth:`QuantizedWeight.interleave`.
+        weight: floating point (n, k), or (experts, n, k), on w's device. Or a pair of tensors, gates and ups, (n / 2,
+            k) or (experts, n / 2, k) each, for a weight of :meth:`QuantizedWeight.interleave`.
 
     Raises:
         TypeError, ValueError: if ``weight`` is no such tensor, or has a number that is not finite or too large for the
@@ -84,7 +84,9 @@ def _by_kernel(w: QuantizedWeight, sources: tuple[torch.Tensor, ...]) -> bool:
     rows = [None if s is None else s.view(experts, -1, w.k) for s in (even, odd)]
     run(*rows, channels[0] if channels else None, blocks, refused, w.n)
     if refused.item():
-        raise ValueError(f"weight: wanted finite values of at most {limit:g} for {w.format}; w holds nothing of use now")
+        raise ValueError(
+            f"weight: wanted finite values of at most {limit:g} for {w.format}; w holds nothing of use now"
+        )
     return True
 
 

@@ -9,6 +9,7 @@ The arithmetic is that of :func:`w4gemm.quantize`, each operation rounded once, 
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, NamedTuple
 
 import cutlass
@@ -56,8 +57,9 @@ class Dense(NamedTuple):
 
 
 class Column(NamedTuple):
-    """The place of a lane's number in its half of a block."""
+    """The place of one of a lane's numbers in a block."""
 
+    half: int
     step: int
     col8: int
     element: int
@@ -67,15 +69,13 @@ class Rows(NamedTuple):
     """One of a lane's two rows: its numbers of the block, and what is known of them."""
 
     values: list[list[Float32]]
-    """By half; 32 / 2 numbers each, in the order of :func:`columns`."""
+    """By half, from left to right."""
     exists: Boolean
     scale: Float32 | None
     """The scale of the whole row."""
 
-
-def columns() -> list[Column]:
-    """The columns of a half that a lane has of a row, in order."""
-    return [Column(step, col8, i) for step in range(HALF_K // _STEP_K) for col8 in (0, 1) for i in (0, 1)]
+    def value(self, column: Column) -> Float32:
+        return self.values[column.half][4 * column.step + 2 * column.col8 + column.element]
 
 
 class WeightQuantizeKernel:
@@ -127,7 +127,9 @@ class WeightQuantizeKernel:
             fields.append(stored)
             for (half, position), code in codes.items():
                 column = self.column_of(position)
-                exists = rows[self.row8_of(position)].exists & (first_column + lane % 4 * 2 + half * HALF_K + column < k)
+                exists = rows[self.row8_of(position)].exists & (
+                    first_column + lane % 4 * 2 + half * HALF_K + column < k
+                )
                 padded = Int32(cutlass.select_(exists, code, Int32(self.format.element_rule.padding_code)))
                 for bits in self.places(position):
                     part = padded & bits.mask
@@ -192,21 +194,18 @@ class WeightQuantizeKernel:
             scale = to_float("f32", load_global(address, 1, exists)[0])
         return Rows(values, exists, scale)
 
-    def of_group(self, group: int) -> list[tuple[int, int, Column]]:
-        """Half, index and column of the lane's numbers in a group."""
-        size, found = self.block.scale_group, []
-        for half in (0, 1):
-            for i, column in enumerate(columns()):
-                if (half * HALF_K + column.step * _STEP_K) // size == group:
-                    found.append((half, i, column))
-        return found
+    def columns(self, group: int) -> list[Column]:
+        """The lane's columns of a row in a group, in order."""
+        steps = [(half, step) for half in (0, 1) for step in range(HALF_K // _STEP_K)]
+        own = [s for s in steps if (s[0] * HALF_K + s[1] * _STEP_K) // self.block.scale_group == group]
+        return [Column(*s, col8, i) for s in own for col8 in (0, 1) for i in (0, 1)]
 
     def ends(self, t: Dense, row: Rows, group: int, first: Int32, k: Int32) -> tuple[Float32, Float32]:
         """The least and the largest number of a row's group, over its four lanes. Raises the flag of the refused."""
         low, high = Float32(float("inf")), Float32(float("-inf"))
-        for half, i, column in self.of_group(group):
-            value = row.values[half][i]
-            exists = first + half * HALF_K + column.step * _STEP_K + column.col8 * 8 < k
+        for column in self.columns(group):
+            value = row.value(column)
+            exists = first + column.half * HALF_K + column.step * _STEP_K + column.col8 * 8 < k
             low = minimum(low, Float32(cutlass.select_(exists, value, Float32(float("inf")))))
             high = maximum(high, Float32(cutlass.select_(exists, value, Float32(float("-inf")))))
         for offset in (1, 2):
@@ -236,9 +235,9 @@ class WeightQuantizeKernel:
         codes = {}
         for row8, row in enumerate(rows):
             safe = Float32(cutlass.select_(factors[row8] == Float32(0.0), Float32(1.0), factors[row8]))
-            for half, i, column in self.of_group(group):
-                ratio = divide(row.values[half][i], safe)
-                codes[half, self.position(row8, column)] = self.nearest(ratio, zeros[row8])
+            for column in self.columns(group):
+                ratio = divide(row.value(column), safe)
+                codes[column.half, self.position(row8, column)] = self.nearest(ratio, zeros[row8])
         return codes, masked
 
     def joined(self, fields: list[Int32]) -> Int32:
@@ -283,7 +282,9 @@ class WeightQuantizeKernel:
             for scale in scales:  # the least power of two that is no less
                 bits = float_word(maximum(scale, Float32(_LEAST_POWER)))
                 powers.append(bits + 0x7FFFFF >> 23)
-            fields = [Int32(cutlass.select_(power + POWER_BIAS < 255, power + POWER_BIAS, Int32(255))) for power in powers]
+            fields = [
+                Int32(cutlass.select_(power + POWER_BIAS < 255, power + POWER_BIAS, Int32(255))) for power in powers
+            ]
             return [fields[0] | fields[1] << 16], [to_float("f32", power << 23) for power in powers]
         if self.format.has_channels:
             channels = [row.scale for row in rows]
@@ -315,7 +316,7 @@ class WeightQuantizeKernel:
             return self.rounded(ratio + addend)[0]
         size, code = magnitude(ratio), Int32(0)  # of e2m1: its codes count magnitudes
         numbers = element.values[: len(element.values) // 2]
-        for i, (lower, upper) in enumerate(zip(numbers, numbers[1:], strict=False)):
+        for i, (lower, upper) in enumerate(itertools.pairwise(numbers)):
             middle = Float32((lower + upper) / 2)
             above = size > middle if i % 2 == 0 else size >= middle
             code = code + Int32(cutlass.select_(above, Int32(1), Int32(0)))
