@@ -229,9 +229,7 @@ def test_layers_that_quantize_x_are_fused_too() -> None:
 
 def test_adapters_may_be_switched_off(on_cpus: None) -> None:
     peft = pytest.importorskip("peft")
-    import w4gemm.integrations.peft
 
-    w4gemm.integrations.peft.enable()
     model = decode_by_graph(tiny("llama"))
     ids = ids_of(model)
     options: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 4, "do_sample": False}

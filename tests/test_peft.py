@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import importlib
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -21,17 +24,12 @@ from transformers import AutoModelForCausalLM
 from quantized_model import change
 from tiny_model import LAYERS, write_dense
 from w4gemm import W4Linear, quantize
-from w4gemm.integrations.peft import W4LoraLinear, enable
+from w4gemm.core.imports import when_imported
+from w4gemm.integrations.peft import W4LoraLinear
 from w4gemm.integrations.transformers import W4GemmConfig, dequantize_layers, load, quantize_layers
 
 IDS = torch.arange(1, 25).view(2, 12)
 STEPS = 12
-
-
-@pytest.fixture(scope="module", autouse=True)
-def enabled() -> None:
-    enable()
-    enable()
 
 
 @pytest.fixture(scope="module")
@@ -121,18 +119,37 @@ def test_training_equals_that_beside_dense_layers(base: Callable[[], torch.nn.Mo
         assert torch.equal(logits(again), logits(base()))
 
 
-@pytest.mark.parametrize("how", ["from_pretrained", "load", "quantize_layers"])
-def test_peft_sees_layers_of_a_model_without_a_call(how: str, base: Any, tmp_path: Path, monkeypatch: Any) -> None:
-    """Once "all-linear" found no layer, and PEFT said that no target_modules were passed."""
-    enabled = []
-    monkeypatch.setattr("w4gemm.integrations.peft.enable", lambda: enabled.append(True))
-    if how == "from_pretrained":
-        base()
-    elif how == "load":
-        load(write_dense(tmp_path, "qwen2"), format="int4_g32")
-    else:
-        quantize_layers(torch.nn.Sequential(torch.nn.Linear(64, 64)), "int4_g32")
-    assert enabled == [True]
+def test_peft_sees_4_bit_layers_without_a_call() -> None:
+    """Once "all-linear" found no layer, and PEFT said that no target_modules were passed. Programs look for PEFT before
+    they import it."""
+    script = f"""
+import sys; sys.path[:] = {sys.path!r}
+import importlib.util, torch, w4gemm
+layer = w4gemm.W4Linear.from_linear(torch.nn.Linear(64, 64))
+assert importlib.util.find_spec("peft") and "peft" not in sys.modules
+import peft
+adapted = peft.get_peft_model(torch.nn.Sequential(layer), peft.LoraConfig(target_modules=["0"]))
+assert type(adapted.base_model.model[0]).__name__ == "W4LoraLinear"
+assert type(peft.__loader__).__module__ == "_frozen_importlib_external" and peft.__spec__.loader is peft.__loader__
+"""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+
+
+def test_what_follows_an_import_is_done_once(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
+    (tmp_path / "late_package.py").write_text("x = 1")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    seen = []
+    when_imported("late_package", lambda: seen.append(sys.modules["late_package"].x))
+    when_imported("late_package", lambda: 1 / 0)
+    assert not seen
+    for _ in range(2):
+        importlib.import_module("late_package")
+        monkeypatch.delitem(sys.modules, "late_package")
+    assert seen == [1] and caplog.text.count("late_package is not adapted to 4-bit layers: ZeroDivisionError") == 1
+    when_imported("sys", lambda: seen.append(2))
+    assert seen == [1, 2]
 
 
 def test_all_linear_layers_but_the_head(base: Callable[[], torch.nn.Module]) -> None:

@@ -12,6 +12,14 @@ __version__ = "0.2.0"
 if TYPE_CHECKING or os.path.basename((getattr(sys, "argv", None) or [""])[0]) not in ("w4gemm", "-m"):
     from w4gemm.api import *  # noqa: F403 (its __all__)
     from w4gemm.api import __all__ as __all__
+    from w4gemm.core.imports import when_imported
+
+    def _adapt_peft() -> None:
+        from w4gemm.integrations.peft import enable
+
+        enable()
+
+    when_imported("peft", _adapt_peft)
 else:  # the program, also while Python looks for the module of `python -m w4gemm`: its --help does without PyTorch
 
     def __getattr__(name: str) -> Any:

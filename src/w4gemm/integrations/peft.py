@@ -1,5 +1,4 @@
-"""PEFT's LoRA for 4-bit layers: call :func:`enable` once, before ``peft.get_peft_model``. Loading or quantizing a model
-calls it if peft was imported before.
+"""PEFT's LoRA for 4-bit layers, in every program that imports both PEFT and w4gemm, in any order: :func:`enable`.
 
 The 4-bit weight stays as it is; the adapter's two matrices are trained. Gradients reach them through
 :func:`w4gemm.linear`. Adapters are saved and loaded as PEFT does. PEFT 0.21 is tested.
@@ -106,7 +105,7 @@ class W4LoraLinear(Linear):
 
 def enable() -> None:
     """Let PEFT add LoRA to :class:`w4gemm.W4Linear` layers, also with ``target_modules="all-linear"``. A second call
-    has no effect.
+    has no effect. In programs that import w4gemm, importing PEFT calls it.
 
     From then on PEFT refuses experts as targets, also in ``target_parameters`` and in adapters that it loads. It also
     refuses 4-bit layers in ``modules_to_save``, and methods other than LoRA on them. None of these would train the

@@ -80,7 +80,6 @@ def quantize_layers(
             for a model with PEFT's adapters, and for a weight that is not finite or too large, naming its layer; layers
             before it are in 4 bits then.
     """
-    enable_peft()
     names, skip = names_of(model), checked_skip(skip)
     _refuse_adapters(model)
     layers = layers_to_quantize(model, skip)
@@ -104,14 +103,6 @@ def quantize_layers(
 
         refuse_to_save_undescribed(model)
     return model
-
-
-def enable_peft() -> None:
-    """Let PEFT see 4-bit layers, if the program has imported it; to import it here would take seconds."""
-    if "peft" in sys.modules:
-        from w4gemm.integrations.peft import enable
-
-        enable()
 
 
 def _refuse_adapters(model: nn.Module) -> None:

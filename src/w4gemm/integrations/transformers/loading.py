@@ -25,7 +25,7 @@ from w4gemm.core.errors import device_here
 from w4gemm.core.formats import WeightFormat
 from w4gemm.integrations.decoder import decode_by_graph
 from w4gemm.integrations.transformers.awaited import finish
-from w4gemm.integrations.transformers.layers import Progress, enable_peft
+from w4gemm.integrations.transformers.layers import Progress
 from w4gemm.integrations.transformers.places import Placement
 
 if TYPE_CHECKING:
@@ -75,7 +75,6 @@ def load(
         checkpoint = TextPart(checkpoint)
     unsaved = _fill(model, Placement(model, checkpoint), device, activations, progress)
     describe(model).unsaved = tuple(unsaved)
-    enable_peft()
     return decode_by_graph(model.to(device).eval()), tokenizer
 
 

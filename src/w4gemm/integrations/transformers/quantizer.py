@@ -44,7 +44,6 @@ from w4gemm.integrations.transformers.awaited import (
 )
 from w4gemm.integrations.transformers.config import W4GemmConfig
 from w4gemm.integrations.transformers.dequantize import dequantize_layers
-from w4gemm.integrations.transformers.layers import enable_peft
 from w4gemm.integrations.transformers.places import Placement, dtype_of
 from w4gemm.integrations.transformers.sharding import Local, fill
 from w4gemm.weights.file import of_words
@@ -224,7 +223,6 @@ class W4GemmQuantizer(HfQuantizer):
         return param.element_size()
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
-        enable_peft()
         self._sharded = (getattr(model, "tp_size", None) or 1) > 1
         activations, placement = self.quantization_config.activations, self._placement
         for name, layer in list(model.named_modules()):
