@@ -28,7 +28,7 @@ else:
     sglang_stub.install()
 
 from w4gemm.integrations import sglang as plugin  # noqa: E402
-from w4gemm.integrations.engines import engine, supports, warmup  # noqa: E402
+from w4gemm.integrations.engines import engine, warmup  # noqa: E402
 from w4gemm.integrations.sglang import dense, experts, takeover  # noqa: E402
 
 QUANTIZATION = "sglang.srt.layers.quantization"
@@ -202,7 +202,7 @@ def refused(scheme: Any, layer: Any, caplog: pytest.LogCaptureFixture, part: Any
     asked: list[Any] = []
     (which,) = (s for s in (dense.SCHEMES if part is dense else experts.METHODS) if resolved(s.target) is type(scheme))
     before = dict(layer._parameters)
-    supports.why_no_kernel.cache_clear()
+    engine.why_no_kernel.cache_clear()
     engine._refuse.cache_clear()
     with caplog.at_level(logging.INFO, "sglang.srt.w4gemm"):
         part.convert(which, lambda *given: asked.append(given), scheme, layer)

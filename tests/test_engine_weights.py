@@ -16,7 +16,7 @@ from w4gemm.checkpoints.numbers import Numbers, PackedMatrix
 from w4gemm.core.formats import WeightFormat
 from w4gemm.integrations.engines import loading
 from w4gemm.integrations.engines.engine import Engine
-from w4gemm.integrations.engines.weights import int4_format
+from w4gemm.integrations.engines.formats import int4_format
 from w4gemm.integrations.sglang.takeover import SGLANG
 from w4gemm.integrations.vllm.takeover import VLLM
 from w4gemm.packing import repack

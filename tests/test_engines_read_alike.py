@@ -20,7 +20,7 @@ from test_sglang_floats import LINEAR, Floats
 from test_vllm_dense import vllm_stub
 from w4gemm import QuantizedWeight
 from w4gemm.checkpoints import open_checkpoint
-from w4gemm.integrations.engines.experts_formats import ExpertsSettings
+from w4gemm.integrations.engines.formats import ExpertsSettings
 from w4gemm.integrations.sglang.experts_formats import METHODS
 from w4gemm.integrations.vllm.experts_formats import FORMATS
 

@@ -156,7 +156,7 @@ def test_what_is_compiled_is_what_the_plugin_runs(
 ) -> None:
     pytest.importorskip("cutlass")
     monkeypatch.setattr(
-        "w4gemm.integrations.engines.supports.Device", type("OnH200", (), {"of": staticmethod(lambda device: H200)})
+        "w4gemm.integrations.engines.engine.Device", type("OnH200", (), {"of": staticmethod(lambda device: H200)})
     )
     scale = "e4m3" if case.fp8 else case.format.scale
     module = Module(192, 256, WeightFormat(case.group_size, scale=scale), activations="fp8" if case.fp8 else None)
@@ -164,7 +164,8 @@ def test_what_is_compiled_is_what_the_plugin_runs(
     for bias in (False, True):
         compiled = {p for layer in layers_of([replace(module, bias=bias)]) for p in problems_of(layer, tokens, use)}
         config = config_of(case, 192, 256)
-        run = {replace(dense._problem(config), m=m, epilogue=dense._epilogue(config, bias)) for m in tokens}
+        problem = dense.problem_of(config)
+        run = {replace(problem, m=m, epilogue=problem.epilogue._replace(bias=bias)) for m in tokens}
         assert {choice.choose(p).unit for p in compiled} == {choice.choose(p).unit for p in run}
 
 
@@ -177,7 +178,7 @@ def test_small_kernels_that_are_compiled_are_those_that_the_plugin_prepares(
     )
     monkeypatch.setattr("w4gemm.kernels.helper.missing_for_dsl", lambda driver: "")
     w = quantize(torch.randn(64, 256), "int4_g128").repack(activations="fp8" if fp8 else None)
-    prepared = linear_need("linear layers", w, None, LinearUse(torch.bfloat16, most_tokens=1, fused=True)).helpers
+    prepared = linear_need(w, None, LinearUse(torch.bfloat16, most_tokens=1, fused=True)).helpers
     (layer,) = layers_of([Module(64, 256, w.format, activations=w.activations)])
     compiled = set(helpers_of(layer, Use(H200, torch.bfloat16, fused=True)))
     assert set(prepared) == compiled and len(prepared) == (4 if fp8 else 2)

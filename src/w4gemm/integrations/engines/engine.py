@@ -1,4 +1,5 @@
-"""A serving engine as its plugin sees it: :class:`Engine`. Importing this imports no engine."""
+"""A serving engine as its plugin sees it: :class:`Engine`, and whether a kernel runs a layer's products:
+:func:`why_no_kernel`. Importing this imports no engine."""
 
 from __future__ import annotations
 
@@ -9,11 +10,22 @@ import logging
 import multiprocessing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
 
 import w4gemm
 from w4gemm.core import environment
+from w4gemm.core.epilogue import PLAIN
 from w4gemm.core.formats import WeightFormat
+from w4gemm.core.problem import Device, GemmProblem
 from w4gemm.jit.toolchain import installed_version
+from w4gemm.kernels import KERNELS
+from w4gemm.packing.layouts import layout_for
+
+if TYPE_CHECKING:
+    from w4gemm.checkpoints.numbers import Numbers
+    from w4gemm.weights.weight import QuantizedWeight
 
 Capability = tuple[int, int]
 
@@ -25,6 +37,10 @@ LEAST_FP8: Capability = (8, 9)
 """Compute capability from which on they take fp8 activations."""
 OFFLOADED = "the engine keeps weights in the host's memory (--cpu-offload-gb or --offload-group-size)"
 """Reason to leave layers to an engine: it moves parameters that it knows by name, and packed ones have other names."""
+
+
+_TOKENS = 16
+"""Whether something runs does not depend on m; that of the question."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +81,17 @@ class Engine:
             activations: those of :class:`w4gemm.QuantizedWeight`.
         """
         return replace(loaded, scale="e4m3") if activations == "fp8" and self.folds_scales else loaded
+
+    def packed(self, numbers: Numbers, activations: str | None, gated: bool = False) -> QuantizedWeight:
+        """Return the weight of numbers that a layer holds, in the format in which it is multiplied.
+
+        Args:
+            gated: True if all gates lie before all ups; they become pairs.
+
+        Raises:
+            ValueError: for numbers that cannot be packed.
+        """
+        return numbers.packed(activations, self.multiplied(numbers.format, activations), gated=gated)
 
     def register(self, package: str, parts: Mapping[str, str], installed: list[str]) -> None:
         """Install every part that the switch and this version of the engine allow, once in each process.
@@ -191,3 +218,27 @@ def _refuse(engine: Engine, kind: str, reason: str) -> None:
 
 def _dotted(capability: Capability) -> str:
     return ".".join(map(str, capability))
+
+
+def layer_product(
+    device: torch.device, format: WeightFormat, n: int, k: int, dtype: torch.dtype, fp8: bool = False, experts: int = 0
+) -> GemmProblem:
+    """Return the product x (m, k) @ w.T of a layer, with some m.
+
+    Args:
+        dtype: of the model's activations.
+        fp8: True if they are quantized to float8_e4m3fn before they are multiplied.
+        experts: 0 for a product with one weight.
+    """
+    here = Device.of(device)
+    taken = torch.float8_e4m3fn if fp8 else dtype
+    epilogue = PLAIN.of_quantized(dtype) if fp8 else PLAIN
+    layout = layout_for(here, format, taken)
+    return GemmProblem(_TOKENS, n, k, taken, format, layout, epilogue, here, experts=experts)
+
+
+@functools.cache
+def why_no_kernel(problem: GemmProblem) -> str:
+    """Return every reason why no kernel runs a product, or the empty string."""
+    answers = [kernel.supports(problem) for kernel in KERNELS]
+    return "" if any(answers) else "; ".join(dict.fromkeys(answer.reason for answer in answers))

@@ -155,7 +155,7 @@ class LinearUse(NamedTuple):
     """True if compiled graphs have what lies between products in w4gemm's kernels."""
 
 
-def linear_need(what: str, w: QuantizedWeight, bias: torch.Tensor | None, use: LinearUse) -> Need:
+def linear_need(w: QuantizedWeight, bias: torch.Tensor | None, use: LinearUse) -> Need:
     """Return what is launched for a layer with 1 to ``use.most_tokens`` tokens, without and with its bias if it has
     one."""
     fp8, device = w.activations == "fp8", w.device
@@ -176,10 +176,10 @@ def linear_need(what: str, w: QuantizedWeight, bias: torch.Tensor | None, use: L
     def run() -> None:
         x = torch.zeros(tokens[-1], w.k, dtype=use.dtype, device=device)
         for m in tokens:
-            for given in (None, bias)[: len(epilogues)]:
-                call(x[:m], given)
+            for one in (None, bias)[: len(epilogues)]:
+                call(x[:m], one)
 
-    return Need(what, keys, tuple(helper.unit() for helper in helpers), run)
+    return Need("4-bit linear layers", keys, tuple(helper.unit() for helper in helpers), run)
 
 
 def _linear(w: QuantizedWeight, batch_invariant: bool, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

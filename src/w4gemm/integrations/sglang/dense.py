@@ -19,10 +19,10 @@ from w4gemm.api.ops import linear
 from w4gemm.checkpoints import awq, compressed_tensors, gptq, packed_floats
 from w4gemm.checkpoints.module_tensors import whole_groups
 from w4gemm.checkpoints.numbers import Numbers
+from w4gemm.integrations.engines.engine import layer_product, why_no_kernel
+from w4gemm.integrations.engines.formats import SCALES, check_unused_zeros, int4_format
 from w4gemm.integrations.engines.loading import NOTHING_LOADED, check_known, check_loaded, mark
-from w4gemm.integrations.engines.supports import product, why_no_kernel
 from w4gemm.integrations.engines.warmup import LinearUse, linear_need
-from w4gemm.integrations.engines.weights import SCALES, check_unused_zeros, int4_format
 from w4gemm.integrations.sglang.takeover import (
     LOADING,
     QUANTIZATION,
@@ -142,19 +142,19 @@ def _pack(scheme: Scheme, self: Any, layer: Any, fp8: bool) -> str:
     dtype = _MODELS.get(numbers.format.scale) or layer.params_dtype
     activations = "fp8" if fp8 else None
     format = SGLANG.multiplied(numbers.format, activations)
-    if reason := why_no_kernel(product(device, format, numbers.n, numbers.k, dtype, fp8)):
+    if reason := why_no_kernel(layer_product(device, format, numbers.n, numbers.k, dtype, fp8)):
         return reason
     if not check_loaded(layer, names, f"{scheme.kind} ({numbers.n} x {numbers.k})"):
         return NOTHING_LOADED
     check_known(layer, {*scheme.read, *scheme.others, "bias"})
     if "qzeros" in scheme.others:
         check_unused_zeros(layer.qzeros)
-    w = exchange(layer, (*scheme.read, *scheme.others), _WEIGHT, numbers.packed(activations, format))
+    w = exchange(layer, (*scheme.read, *scheme.others), _WEIGHT, SGLANG.packed(numbers, activations))
     use = LinearUse(dtype, batch_invariant=deterministic())
     setattr(layer, _WEIGHT, w)
     setattr(layer, _INVARIANT, use.batch_invariant)
     setattr(layer, _DTYPE, dtype)
-    WARMUP.loaded(layer, linear_need("4-bit linear layers", w, getattr(layer, "bias", None), use))
+    WARMUP.loaded(layer, linear_need(w, getattr(layer, "bias", None), use))
     return ""
 
 

@@ -21,9 +21,9 @@ from sglang.srt.layers.moe.utils import get_moe_a2a_backend, resolve_moe_runner_
 
 from w4gemm.api.experts import W4Experts, W4GroupedLinear
 from w4gemm.choice import BOUNDS
-from w4gemm.integrations.engines.experts_formats import PRODUCTS, ExpertsSettings
+from w4gemm.integrations.engines.engine import layer_product, why_no_kernel
+from w4gemm.integrations.engines.formats import PRODUCTS, ExpertsSettings
 from w4gemm.integrations.engines.loading import NOTHING_LOADED, check_known, check_loaded, mark
-from w4gemm.integrations.engines.supports import product, why_no_kernel
 from w4gemm.integrations.engines.warmup import ExpertsCall, Need, experts_need, token_counts
 from w4gemm.integrations.sglang.experts_formats import METHODS, Method
 from w4gemm.integrations.sglang.takeover import (
@@ -145,7 +145,8 @@ def _no_kernel(method: Method, layer: Any, settings: ExpertsSettings, config: An
         numbers = method.format.numbers(layer, name, settings)
         format, shape = SGLANG.multiplied(numbers.format, settings.activations), (numbers.n, numbers.k)
         fp8 = settings.activations == "fp8"
-        if reason := why_no_kernel(product(numbers.device, format, *shape, config.params_dtype, fp8, numbers.experts)):
+        product = layer_product(numbers.device, format, *shape, config.params_dtype, fp8, numbers.experts)
+        if reason := why_no_kernel(product):
             return reason
     return ""
 
@@ -200,16 +201,12 @@ def _pack(method: Method, self: Any, layer: Any) -> None:
             if (empty := getattr(layer, name).flatten(1).any(1) == 0).any():
                 raise RuntimeError(f"{name}: expert {int(empty.nonzero()[0])} of layer {layer.layer_id} was not loaded")
     check_known(layer, method.format.known(settings))
-    loaded = {name: method.format.numbers(layer, name, settings) for name in PRODUCTS}
-    for numbers in loaded.values():
-        numbers.check_range()
-    products = []
+    numbers, products = method.format.checked_numbers(layer, settings), []
     for name in PRODUCTS:
-        numbers, bias = loaded.pop(name), method.bias(layer, name)
+        bias = method.bias(layer, name)
         if bias is not None:  # one that is copied would not be moved with its expert
             bias.data = bias.data.to(config.params_dtype)
-        format = SGLANG.multiplied(numbers.format, settings.activations)
-        packed = numbers.packed(settings.activations, format, gated=name == "w13" and not method.in_pairs)
+        packed = SGLANG.packed(numbers.pop(name), settings.activations, name == "w13" and not method.in_pairs)
         old = [each for each, p in layer._parameters.items() if each.startswith(f"{name}_") and p is not bias]
         w = exchange(layer, old, f"{name}_w4gemm", packed)
         products.append(W4GroupedLinear.from_weight(w, bias, dtype=config.params_dtype))

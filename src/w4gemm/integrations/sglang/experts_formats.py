@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from w4gemm.core.formats import PER_COLUMN
-from w4gemm.integrations.engines.experts_formats import ExpertsFormat, ExpertsSettings
+from w4gemm.integrations.engines.formats import ExpertsFormat, ExpertsSettings
 from w4gemm.integrations.sglang.takeover import QUANTIZATION
 
 

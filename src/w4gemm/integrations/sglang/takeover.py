@@ -65,9 +65,9 @@ def hook(hooks: Sequence[Hook]) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     for target, parameters, _ in hooks:
-        found = tuple(inspect.signature(pkgutil.resolve_name(target)).parameters)
-        if found[: len(parameters)] != parameters:
-            raise AttributeError(f"{target} takes ({', '.join(found)}), wanted ({', '.join(parameters)})")
+        names = tuple(inspect.signature(pkgutil.resolve_name(target)).parameters)
+        if names[: len(parameters)] != parameters:
+            raise AttributeError(f"{target} takes ({', '.join(names)}), wanted ({', '.join(parameters)})")
     for target, _, around in hooks:
         HookRegistry.register(target, around, HookType.AROUND)
 
@@ -181,9 +181,8 @@ def exchange(layer: torch.nn.Module, old: Sequence[str], name: str, w: Quantized
     Parameters, because SGLang moves, counts and rebalances what a layer's parameters are. Models of SGLang's may have
     given one of the old a second name, under which its memory would be kept.
     """
-    found = [getattr(layer, each) for each in old if hasattr(layer, each)]
-    also = [each for each, p in layer._parameters.items() if any(p is one for one in found)]
-    for each in dict.fromkeys((*old, *also)):
+    tensors = {id(getattr(layer, each)) for each in old if hasattr(layer, each)}
+    for each in {*old, *(each for each, p in layer._parameters.items() if id(p) in tensors)}:
         if hasattr(layer, each):
             delattr(layer, each)
     parameters = tuple(torch.nn.Parameter(t, requires_grad=False) for t in w.tensors)

@@ -14,7 +14,7 @@ import torch
 from vllm.model_executor.layers.linear import LinearMethodBase
 from vllm.model_executor.layers.quantization import get_quantization_config, register_quantization_config
 
-from w4gemm.integrations.vllm.fallback import kernels_made, watch
+from w4gemm.integrations.vllm.linear_kernel import kernels_made, watch
 
 Hook = Callable[[Any, torch.nn.Module], Any]
 """Called with what vLLM made for a layer, which may be None, and the layer; returns the method that the layer gets."""

@@ -17,19 +17,18 @@ from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepare_finalize
 from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
-from vllm.platforms import current_platform
 
 from w4gemm.core.epilogue import Epilogue
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import Device, GemmProblem
-from w4gemm.integrations.engines.experts_formats import PRODUCTS, ExpertsFormat, ExpertsSettings
+from w4gemm.integrations.engines.engine import why_no_kernel
+from w4gemm.integrations.engines.formats import PRODUCTS, ExpertsFormat, ExpertsSettings
 from w4gemm.integrations.engines.loading import NOTHING_LOADED, check_known, check_loaded, mark
-from w4gemm.integrations.engines.supports import why_no_kernel
 from w4gemm.integrations.vllm import takeover
 from w4gemm.integrations.vllm.configs import add_hook
 from w4gemm.integrations.vllm.experts_formats import FORMATS, fused_activation, in_pairs
-from w4gemm.integrations.vllm.experts_kernel import BatchedW4gemmExperts, W4gemmExperts
-from w4gemm.integrations.vllm.experts_product import ExpertsProduct
+from w4gemm.integrations.vllm.experts_kernel import BatchedW4gemmExperts, ExpertsProduct, W4gemmExperts
+from w4gemm.integrations.vllm.linear_kernel import capability
 from w4gemm.packing.layouts import layout_for
 from w4gemm.weights.weight import QuantizedWeight
 
@@ -78,9 +77,8 @@ def why_not(method: Any, layer: Any) -> str:
     """Return why a layer's experts cannot be taken over, or the empty string."""
     settings, format = _read(method, layer)
     moe = layer.moe_config
-    capability = current_platform.get_device_capability()
     fp8 = settings.activations == "fp8"
-    if reason := takeover.why_not_here(None if capability is None else (capability.major, capability.minor), fp8):
+    if reason := takeover.why_not_here(capability(), fp8):
         return reason
     if reason := settings.why_refused:
         return reason
@@ -184,19 +182,17 @@ class _Method:
         Weights that are loaded anew are packed into the tensors that the first ones were packed into, because the
         kernel, CUDA graphs and vLLM hold these: others would be a second copy of all experts, which EPLB does not move.
         """
-        settings, form = _read(self, layer)
-        loaded_any = check_loaded(layer, form.parameters(settings, self.moe.has_bias), layer.layer_name)
+        settings, format = _read(self, layer)
+        loaded_any = check_loaded(layer, format.parameters(settings, self.moe.has_bias), layer.layer_name)
         try:
             if not loaded_any:
                 raise ValueError(NOTHING_LOADED)
-            check_known(layer, form.known(settings))
-            if not form.biases and getattr(layer, "_loaded_expert_biases", None):  # whatever the model's config says
+            check_known(layer, format.known(settings))
+            if not format.biases and getattr(layer, "_loaded_expert_biases", None):  # whatever the model's config says
                 raise ValueError("they have biases")
-            products = {name: form.numbers(layer, name, settings) for name in PRODUCTS}
-            for numbers in products.values():
-                numbers.check_range()
+            numbers = format.checked_numbers(layer, settings)
         except (TypeError, ValueError) as e:
-            if self.moe.moe_parallel_config.enable_eplb or form.biases:
+            if self.moe.moe_parallel_config.enable_eplb or format.biases:
                 raise  # vLLM's own method may not support EPLB, and pads MXFP4
             takeover.refuse(f"experts of {type(self).__name__}", str(e))
             vars(self.vllm_method).update((name, value) for name, value in vars(self).items() if name != "experts_cls")
@@ -208,11 +204,9 @@ class _Method:
         earlier = self.products or (None, None)
         for product, held in zip(PRODUCTS, earlier, strict=True):
             gated = product == "w13" and not in_pairs(self.moe)
-            numbers = products.pop(product)
-            format = takeover.VLLM.multiplied(numbers.format, settings.activations)
-            packed = numbers.packed(settings.activations, format, gated=gated)
+            packed = takeover.VLLM.packed(numbers.pop(product), settings.activations, gated)
             for name in [name for name in layer._parameters if name.startswith(f"{product}_")]:
-                if name != f"{product}_bias" or not form.biases:  # GPTQ's may have biases that nobody has loaded
+                if name != f"{product}_bias" or not format.biases:  # GPTQ's may have biases that nobody has loaded
                     delattr(layer, name)
             weights.append(_as_parameters(layer, product, packed, held))
         if self.products is None:
@@ -223,19 +217,19 @@ class _Method:
         self.moe_quant_config = self.get_fused_moe_quant_config(layer)
         tables = layer._expert_routing_tables()
         prepare = maybe_make_prepare_finalize(self.moe, self.moe_quant_config, tables, allow_new_interface=True)
-        given: dict[str, Any] = {"moe_config": self.moe, "quant_config": self.moe_quant_config}
+        options: dict[str, Any] = {"moe_config": self.moe, "quant_config": self.moe_quant_config}
         self.experts_cls: type = W4gemmExperts
         if prepare.activation_format == mk.FusedMoEActivationFormat.BatchedExperts:
             self.experts_cls = BatchedW4gemmExperts
-            given["max_num_tokens"] = prepare.max_num_tokens_per_rank()
-            given["num_dispatchers"] = prepare.num_dispatchers()
+            options["max_num_tokens"] = prepare.max_num_tokens_per_rank()
+            options["num_dispatchers"] = prepare.num_dispatchers()
         dtype, activation = self.moe.in_dtype, fused_activation(self.moe)
         first = ExpertsProduct.of(gate_up, getattr(layer, "w13_bias", None), dtype, activation)
         if self.moe_quant_config.block_shape is not None:
             first = first.with_block_scales()
         second = ExpertsProduct.of(down, getattr(layer, "w2_bias", None), dtype, None)
         self.products = first, second
-        experts = self.experts_cls(first, second, **given)
+        experts = self.experts_cls(first, second, **options)
         self.moe_kernel = mk.FusedMoEKernel(prepare, experts)
 
     def get_fused_moe_quant_config(self, layer: Any) -> FusedMoEQuantConfig:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from w4gemm.core.formats import PER_COLUMN, WeightFormat
-from w4gemm.integrations.engines.experts_formats import ExpertsFormat, ExpertsSettings
+from w4gemm.integrations.engines.formats import ExpertsFormat, ExpertsSettings
 
 ACT_ORDERS = ("group", "dynamic", True)
 """Values of compressed-tensors' ``actorder`` by which columns are in another order; by others their scales fit them."""

@@ -1,29 +1,80 @@
 """The experts of a layer as vLLM's modular kernels: :class:`W4gemmExperts`, :class:`BatchedW4gemmExperts`.
 
 vLLM's prepare step quantizes and dispatches tokens, ours multiplies, its finalize step adds up and sends back. All of
-it runs inside vLLM's own operator ``moe_forward``, so that torch.compile sees none of it; the host reads no tensor, so
-that a CUDA graph can capture it.
-
-The weights are the layer's parameters, so that whoever moves an expert's rows moves all that there is of it.
+it runs inside vLLM's own operator ``moe_forward``, so torch.compile sees none of it. The host reads no tensor, so a
+CUDA graph can capture it. The weights are the layer's parameters: whoever moves an expert's rows moves every tensor.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceDelegate
 
+from w4gemm.api.activations import quantize_rows
+from w4gemm.api.product import launch
 from w4gemm.api.routing import Routing, combined, route
 from w4gemm.choice import first_rows
+from w4gemm.core.epilogue import Epilogue, EpilogueOperands
 from w4gemm.integrations.engines.warmup import ExpertsCall, Need, experts_need, token_counts
-from w4gemm.integrations.vllm.experts_product import ExpertsProduct
+from w4gemm.kernels import Operands
 from w4gemm.kernels.arguments import ExpertRows
+from w4gemm.weights.weight import QuantizedWeight
 
 Shapes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+
+
+class ExpertsProduct(NamedTuple):
+    """One of the products of a layer, without the checks of a user's call, which take longer than a launch."""
+
+    weight: QuantizedWeight
+    bias: torch.Tensor | None
+    """(experts, n), or None."""
+    epilogue: Epilogue
+
+    @classmethod
+    def of(
+        cls, weight: QuantizedWeight, bias: torch.Tensor | None, dtype: torch.dtype, activation: str | None
+    ) -> ExpertsProduct:
+        """Return the product beside x of ``dtype``, which is quantized if the weight says so."""
+        plain = Epilogue(bias=bias is not None)
+        epilogue = plain if weight.activations is None else plain.of_quantized(dtype)
+        return cls(weight, bias, epilogue._replace(activation=activation))
+
+    def with_block_scales(self) -> ExpertsProduct:
+        """Return the product beside x that comes in fp8 with a scale for each 128 columns of a row."""
+        return self._replace(epilogue=self.epilogue._replace(token_scale=False, block_scale=True))
+
+    def write(
+        self,
+        x: torch.Tensor,
+        out: torch.Tensor,
+        rows: ExpertRows,
+        scale: torch.Tensor | None,
+        expected: int = 0,
+    ) -> None:
+        """Write the product of x (rows of x, k) to ``out`` (rows, columns).
+
+        Args:
+            scale: float32, one for each row of x, in any shape, or (..., one for each 128 columns of it); None if x is
+                not quantized, or not yet.
+            expected: rows that the plan is chosen for; 0 for all of ``out``.
+        """
+        if self.epilogue.token_scale and scale is None:
+            x, scale = quantize_rows(x)
+        operands = EpilogueOperands(bias=self.bias)
+        if self.epilogue.block_scale:
+            assert scale is not None
+            # if copied, with contiguous rows, as kernels read it
+            operands = operands._replace(block_scale=scale.movedim(-1, 0).reshape(scale.shape[-1], -1).T)
+        elif scale is not None:
+            operands = operands._replace(token_scale=scale.reshape(-1))
+        launched = Operands(x, self.weight.tensors, out, operands, rows)
+        launch(self.weight.packed, launched, self.epilogue, expected=expected)
 
 
 class _Experts(mk.FusedMoEExpertsModular):  # type: ignore[misc, unused-ignore]
@@ -101,7 +152,7 @@ class W4gemmExperts(_Experts):
     """Tokens as they are: x (tokens, features). Each choice of an expert that is here becomes a row."""
 
     _routing: Routing | None = None
-    """That of the newest call."""
+    """Of the newest call."""
 
     @staticmethod
     def activation_format() -> mk.FusedMoEActivationFormat:
@@ -113,23 +164,16 @@ class W4gemmExperts(_Experts):
         order."""
         return (0,), (M * topk, self.down.k), (M, topk, self.down.n)
 
-    def apply(
+    def apply(  # vLLM names every argument
         self,
+        *,
         output: torch.Tensor,
         hidden_states: torch.Tensor,
-        w1: torch.Tensor,
-        w2: torch.Tensor,
-        topk_weights: torch.Tensor,
         topk_ids: torch.Tensor,
-        activation: Any,
-        global_num_experts: int,
         expert_map: torch.Tensor | None,
         a1q_scale: torch.Tensor | None,
-        a2_scale: torch.Tensor | None,
-        workspace13: torch.Tensor,
         workspace2: torch.Tensor,
-        expert_tokens_meta: Any,
-        apply_router_weight_on_input: bool,
+        **unused: Any,
     ) -> None:
         self._routing = routing = route(topk_ids, self.gate_up.experts, expert_map)
         gate_up, down = self.products
@@ -152,12 +196,8 @@ class W4gemmExperts(_Experts):
         ids = torch.arange(count * top_k, dtype=torch.int32, device=device).view(count, top_k)
         weights = torch.zeros(count, top_k, dtype=torch.float32, device=device)
         hidden, output = (torch.empty(count * top_k, n, dtype=dtype, device=device) for n in (self.down.k, self.down.n))
-        experts = self.gate_up.experts
-        nothing = torch.empty(0, device=device)
-        self.apply(
-            *(output, x, nothing, nothing, weights, ids % experts, None, experts, None, None, None, nothing, hidden),
-            *(None, False),
-        )
+        ids %= self.gate_up.experts
+        self.apply(output=output, hidden_states=x, topk_ids=ids, expert_map=None, a1q_scale=None, workspace2=hidden)
         self.finalize_weight_and_reduce_impl().apply(None, output, weights, ids, False)
 
 
@@ -196,23 +236,17 @@ class BatchedW4gemmExperts(_Experts):
         rows = self.max_num_tokens * self.num_dispatchers
         return (0,), (self.gate_up.experts, rows, self.down.k), (self.gate_up.experts, rows, self.down.n)
 
-    def apply(
+    def apply(  # vLLM names every argument
         self,
+        *,
         output: torch.Tensor,
         hidden_states: torch.Tensor,
-        w1: torch.Tensor,
-        w2: torch.Tensor,
-        topk_weights: torch.Tensor,
         topk_ids: torch.Tensor,
-        activation: Any,
         global_num_experts: int,
-        expert_map: torch.Tensor | None,
         a1q_scale: torch.Tensor | None,
-        a2_scale: torch.Tensor | None,
-        workspace13: torch.Tensor,
         workspace2: torch.Tensor,
         expert_tokens_meta: Any,
-        apply_router_weight_on_input: bool,
+        **unused: Any,
     ) -> None:
         counts, most = expert_tokens_meta.expert_num_tokens, hidden_states.shape[1]
         first = torch.arange(0, len(counts) * most, most, dtype=torch.int32, device=counts.device)

@@ -11,35 +11,28 @@ Marlin, in whose place :func:`replace_named_kernel` puts ours. vLLM 0.26 emulate
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
-import torch
 from vllm import envs
 from vllm.model_executor.kernels.linear import _POSSIBLE_MXFP4_KERNELS, _POSSIBLE_NVFP4_KERNELS
 from vllm.model_executor.kernels.linear.mxfp4 import MxFp4LinearKernel, MxFp4LinearLayerConfig
 from vllm.model_executor.kernels.linear.nvfp4 import NvFp4LinearKernel
 from vllm.model_executor.layers.linear import LinearMethodBase
-from vllm.platforms import PlatformEnum, current_platform
+from vllm.platforms import PlatformEnum
 
 from w4gemm.checkpoints import packed_floats
 from w4gemm.checkpoints.numbers import Numbers
 from w4gemm.checkpoints.packed_floats import MXFP4, NVFP4
-from w4gemm.core.epilogue import PLAIN
-from w4gemm.integrations.engines.loading import NOTHING_LOADED, check_known
-from w4gemm.integrations.engines.supports import product, why_no_kernel
-from w4gemm.integrations.engines.warmup import LinearUse, linear_need
-from w4gemm.integrations.vllm import fusion, takeover
+from w4gemm.integrations.engines.loading import check_known
+from w4gemm.integrations.vllm import takeover
 from w4gemm.integrations.vllm.configs import add_hook
-from w4gemm.integrations.vllm.fallback import Fallback, own_kernels
-from w4gemm.integrations.vllm.packed_layer import PackedLayer
+from w4gemm.integrations.vllm.linear_kernel import LinearKernel, capability, own_kernels
 
 CONFIGS = ("compressed-tensors", "modelopt_fp4", "modelopt_mixed")
 """Names of vLLM's quantization configs for which it may name a kernel of NVFP4."""
 EMULATED = ("quark",)
 """Names of configs for which it may emulate MXFP4."""
 
-_KIND = "linear layers of 4-bit floats"
 _PARTS = ("weight", "weight_packed", "weight_scale", "weight_scale_2", "weight_global_scale")
 """Parameters that hold 4-bit floats, as vLLM's methods load them; it brings them to other names."""
 _WEIGHT_ONLY = ("MarlinNvFp4LinearKernel", "HummingNvFp4LinearKernel")
@@ -93,7 +86,7 @@ def _may_run(ours: Any, quantization: str, config: Any) -> bool:
     if ours.__name__ in envs.VLLM_DISABLED_KERNELS:
         return False
     if backend := takeover.linear_backend(quantization):
-        takeover.refuse(_KIND, f"--linear-backend {backend} was asked for")
+        takeover.refuse(ours.kind, f"--linear-backend {backend} was asked for")
         return False
     return bool(ours.is_supported()[0] and ours.can_implement(config)[0])
 
@@ -108,20 +101,20 @@ class _PackedScheme:
         self.apply_weights = kernel.apply_weights
 
 
-class _Floats(Fallback):
-    """Our side of a kernel of both, before vLLM's base class."""
+class _Floats(LinearKernel):
+    """What the kernels of both formats have in common."""
 
+    kind = "linear layers of 4-bit floats"
     possible: list[Any]
     """vLLM's list of kernels for such layers."""
-    replaced: tuple[str, ...]
-    """Parameters of a layer that go when it is packed, beside ``weight``."""
+    names: tuple[str, ...]
+    """Parameters of a layer that go when it is packed; the first holds the codes."""
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
-        capability = current_platform.get_device_capability()
-        reason = takeover.why_not_here(None if capability is None else tuple(capability))
+        reason = takeover.why_not_here(capability())
         if reason:
-            takeover.refuse(_KIND, reason)
+            takeover.refuse(cls.kind, reason)
         return not reason, reason or None
 
     @classmethod
@@ -132,45 +125,23 @@ class _Floats(Fallback):
         super().__init__(config)  # type: ignore[call-arg]
         self.named = named
         """The kernel that vLLM named for the layer; None if it asked its list."""
-        fusion.install()
-        self.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
-        self.most_tokens = takeover.most_tokens()
         self.expect()
+
+    def model_dtype(self, layer: Any) -> Any:
+        return layer.params_dtype
 
     def parameters(self, layer: Any) -> list[str]:
         return [name for name in _PARTS if name in layer._parameters]
 
-    def process_weights_after_loading(self, layer: Any) -> None:
-        """Replace the layer's parameters by the packed weight; leave a layer that cannot be packed to vLLM."""
-        if self.load_anew(layer):
-            return
-        dtype = layer.params_dtype
-        try:
-            if not self.is_loaded:
-                raise ValueError(NOTHING_LOADED)
-            check_known(layer, {"bias", "weight", "input_scale", "input_scale_2", *self.replaced})
-            numbers = self.numbers(layer)
-            device = numbers.device
-            if reason := why_no_kernel(product(device, numbers.format, numbers.n, numbers.k, dtype)):
-                raise ValueError(reason)
-            w = numbers.packed()
-        except (TypeError, ValueError) as e:
-            self.leave(layer, _KIND, str(e))
-            return
-        self.packed = PackedLayer(layer, w, "weight", self.replaced, PLAIN, self.batch_invariant)
-        call = functools.partial(self.apply_weights, layer)
-        use = LinearUse(dtype, call, self.most_tokens, self.batch_invariant, fused=True)
-        takeover.WARMUP.loaded(self, linear_need(_KIND, w, getattr(layer, "bias", None), use))
-
-    def apply_weights(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """Return x (..., k) @ w.T + bias; traced by torch.compile."""
-        if self.vllm_kernel is not None:
-            return self.vllm_kernel.apply_weights(layer, x, bias)
-        d = self.packed(layer, x.reshape(-1, x.shape[-1]), bias)
-        return d.view(*x.shape[:-1], d.shape[-1])
+    def weight_names(self, layer: Any) -> list[str]:
+        return [*self.names]
 
     def numbers(self, layer: Any) -> Numbers:
-        """Return the numbers that a layer has loaded."""
+        check_known(layer, {"bias", "input_scale", "input_scale_2", *self.names})
+        return self.floats(layer)
+
+    def floats(self, layer: Any) -> Numbers:
+        """Return the numbers of a layer whose parameters are known."""
         raise NotImplementedError
 
     def next_kernel(self) -> Any:
@@ -180,7 +151,7 @@ class _Floats(Fallback):
         for cls in own_kernels(self.possible, envs.VLLM_DISABLED_KERNELS):
             if cls.is_supported()[0] and self.takes_activations(cls) and cls.can_implement(config)[0]:
                 return cls(config)
-        raise ValueError(f"no kernel of vLLM runs these {_KIND}")
+        raise ValueError(f"no kernel of vLLM runs these {self.kind}")
 
     def takes_activations(self, cls: Any) -> bool:
         """True if one of vLLM's kernels is for activations as the layer's config wants them."""
@@ -191,12 +162,12 @@ class W4GemmNvFp4LinearKernel(_Floats, NvFp4LinearKernel):
     """e2m1 weights with e4m3 scales of 16 columns and a float32 one that multiplies all."""
 
     possible = _POSSIBLE_NVFP4_KERNELS[PlatformEnum.CUDA]
-    replaced = (
-        *("weight_scale", "weight_global_scale", "alpha"),
+    names = (
+        *("weight", "weight_scale", "weight_global_scale", "alpha"),
         *("input_global_scale", "input_global_scale_inv"),
     )
 
-    def numbers(self, layer: Any) -> Numbers:
+    def floats(self, layer: Any) -> Numbers:
         return packed_floats.numbers(layer.weight.data, layer.weight_scale.data, NVFP4, layer.weight_global_scale.data)
 
 
@@ -204,9 +175,9 @@ class W4GemmMxFp4LinearKernel(_Floats, MxFp4LinearKernel):
     """e2m1 weights with a power of two for each 32 columns."""
 
     possible = _POSSIBLE_MXFP4_KERNELS[PlatformEnum.CUDA]
-    replaced = ("weight_scale",)
+    names = ("weight", "weight_scale")
 
-    def numbers(self, layer: Any) -> Numbers:
+    def floats(self, layer: Any) -> Numbers:
         return packed_floats.numbers(layer.weight.data, layer.weight_scale.data, MXFP4)
 
     def takes_activations(self, cls: Any) -> bool:

@@ -25,7 +25,7 @@ from w4gemm.checkpoints import (
 )
 from w4gemm.checkpoints.hugging_face import quantization_config, read_config
 from w4gemm.core.errors import FormatError
-from w4gemm.integrations.engines.weights import SCALES
+from w4gemm.integrations.engines.formats import SCALES
 from w4gemm.integrations.vllm.experts_formats import ACT_ORDERS
 from w4gemm.integrations.vllm.takeover import VLLM
 
@@ -82,11 +82,11 @@ def read_model(path: str, tensor_parallel: int = 1, dtype: torch.dtype | None = 
         FileNotFoundError, FormatError: if there is no such checkpoint, or vLLM's layers for it are not taken over.
         ValueError: if a layer cannot be divided among so many GPUs.
     """
-    found = find_checkpoint(path)
-    if found.format not in FORMATS:
-        raise FormatError(f"{path}: wanted {' or '.join(f.contents for f in FORMATS)}, got {found.format.contents}")
-    checkpoint = found.format.open(found.path, None)
-    config = read_config(found.path)
+    source, folder = find_checkpoint(path)
+    if source not in FORMATS:
+        raise FormatError(f"{path}: wanted {' or '.join(f.contents for f in FORMATS)}, got {source.contents}")
+    checkpoint = source.open(folder, None)
+    config = read_config(folder)
     text = config.get("text_config") or config
     named = str(text.get("dtype") or text.get("torch_dtype") or config.get("torch_dtype") or "bfloat16")
     model_dtype = dtype or {"float16": torch.float16}.get(named, torch.bfloat16)
@@ -95,12 +95,12 @@ def read_model(path: str, tensor_parallel: int = 1, dtype: torch.dtype | None = 
         format, activations = module.format, module.activations
         if module.k % format.group_length(module.k):
             continue  # left to vLLM
-        if found.format == quark.FORMAT and activations and not module.experts:
+        if source == quark.FORMAT and activations and not module.experts:
             continue  # for which vLLM has no list of kernels
-        if found.format == auto_round.FORMAT and format.scale != "e8m0":
+        if source == auto_round.FORMAT and format.scale != "e8m0":
             continue  # which vLLM does not load
         if format.element == "int4":
-            if found.format == modelopt.FORMAT:
+            if source == modelopt.FORMAT:
                 continue  # which vLLM does not load
             format = VLLM.multiplied(replace(format, scale=SCALES[model_dtype]), activations)
         else:
@@ -109,10 +109,10 @@ def read_model(path: str, tensor_parallel: int = 1, dtype: torch.dtype | None = 
         layers |= dict.fromkeys((each,) if each.experts else (replace(each, bias=False), each))
     if not layers:
         raise FormatError(f"{path}: its 4-bit layers are left to vLLM's own kernels")
-    act_order = _in_act_order(quantization_config(found.path) or {})
+    act_order = _in_act_order(quantization_config(folder) or {})
     if not any(layer.experts for layer in layers):
         return Model(tuple(layers), model_dtype, act_order)
-    activation = "swiglu_oai" if found.format == mxfp4.FORMAT else _GATED.get(str(text.get("hidden_act")), "")
+    activation = "swiglu_oai" if source == mxfp4.FORMAT else _GATED.get(str(text.get("hidden_act")), "")
     top_k = text.get("num_experts_per_tok")  # a list of one for each layer would be none
     return Model(tuple(layers), model_dtype, act_order, activation, top_k if isinstance(top_k, int) else 0)
 

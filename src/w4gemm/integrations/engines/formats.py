@@ -1,7 +1,7 @@
-"""4-bit experts as engines' methods hold them: which parameters there are, and which numbers they hold.
+"""The formats in which engines hold 4-bit weights. Their numbers are the checkpoint's: w4gemm/checkpoints unpacks them.
 
 A layer of experts has parameters ``w13_*``, gates before ups, and ``w2_*``, with a dimension of experts in front. The
-plugin of each engine has a table of the engine's methods.
+plugin of each engine has a table of the engine's methods for experts.
 """
 
 from __future__ import annotations
@@ -11,11 +11,39 @@ from typing import NamedTuple
 
 import torch
 
-from w4gemm.checkpoints import awq, compressed_tensors, packed_floats, w4afp8
+from w4gemm.checkpoints import awq, compressed_tensors, gptq, packed_floats, w4afp8
 from w4gemm.checkpoints.module_tensors import whole_groups
 from w4gemm.checkpoints.numbers import Numbers
 from w4gemm.core.formats import WeightFormat
-from w4gemm.integrations.engines.weights import int4_format
+from w4gemm.integrations.engines.loading import unloaded
+
+SCALES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+"""Scale rules of 16-bit scales by their dtype."""
+_HELD = {**SCALES, torch.float32: "bf16"}
+"""Scale rules of the scales that engines hold. float32 is rounded to bf16, as engines' own W4A8 kernels do."""
+
+
+def int4_format(group_size: int, asymmetric: bool, scales: torch.dtype) -> WeightFormat:
+    """Return the format of integers that an engine holds.
+
+    Args:
+        group_size: -1 for one group of all columns.
+
+    Raises:
+        TypeError, ValueError: if there is none.
+    """
+    if scales not in _HELD:
+        raise TypeError(f"scales: wanted one of {', '.join(map(str, _HELD))}, got {scales}")
+    return WeightFormat(group_size, "int" if asymmetric else "none", _HELD[scales])
+
+
+def check_unused_zeros(qzeros: torch.Tensor) -> None:
+    """Raise ValueError unless GPTQ's zero points of a symmetric weight are 8, or the engine has loaded none."""
+    if qzeros.dtype == torch.int32 and unloaded(qzeros) < 1:
+        gptq.check_unused_zeros(qzeros.data)
+
+
+# --- experts ---------------------------------------------------------------------------------------------------------
 
 PRODUCTS = ("w13", "w2")
 _UNUSED = (
@@ -93,11 +121,6 @@ class ExpertsFormat:
         Raises:
             TypeError, ValueError: for tensors that do not fit one another, or a format that there is not.
         """
-        numbers = self._numbers(layer, product, settings)
-        whole_groups(numbers.format, numbers.k)
-        return numbers
-
-    def _numbers(self, layer: torch.nn.Module, product: str, settings: ExpertsSettings) -> Numbers:
 
         def rows_first(leaf: str) -> torch.Tensor:
             parameter = getattr(layer, f"{product}_{leaf}")
@@ -105,19 +128,34 @@ class ExpertsFormat:
 
         codes, scales = rows_first(self.codes), rows_first(self.scales)
         format = settings.loaded(scales.dtype)
-        if self.packing == "floats":
-            return packed_floats.numbers(codes, scales, format, self._factors(layer, product))
         zeros = rows_first(self.zeros) if settings.asymmetric else None
         if zeros is not None and settings.from_gptq and any((zeros & mask == 0).any() for mask in (15, 240)):
             # 1 was added to each byte of them, which the next byte should have seen, or should not: readers disagree
             raise ValueError("qzeros: zero points are stored as 15, which in version 1 of GPTQ means 0 or 16")
-        if self.packing == "awq":
-            tensors = {"qweight": codes.mT, "scales": scales.mT}
-            return awq.numbers(tensors if zeros is None else {**tensors, "qzeros": zeros.mT}, format)
-        if self.packing == "w4afp8":
-            return w4afp8.numbers({"weight": codes, "weight_scale_inv": scales}, format)
-        tensors = {"weight_packed": codes, "weight_scale": scales}
-        return compressed_tensors.numbers(tensors if zeros is None else {**tensors, "weight_zero_point": zeros}, format)
+        if self.packing == "floats":
+            numbers = packed_floats.numbers(codes, scales, format, self._factors(layer, product))
+        elif self.packing == "awq":
+            tensors = {"qweight": codes.mT, "scales": scales.mT} | ({} if zeros is None else {"qzeros": zeros.mT})
+            numbers = awq.numbers(tensors, format)
+        elif self.packing == "w4afp8":
+            numbers = w4afp8.numbers({"weight": codes, "weight_scale_inv": scales}, format)
+        else:
+            tensors = {"weight_packed": codes, "weight_scale": scales}
+            tensors |= {} if zeros is None else {"weight_zero_point": zeros}
+            numbers = compressed_tensors.numbers(tensors, format)
+        whole_groups(numbers.format, numbers.k)
+        return numbers
+
+    def checked_numbers(self, layer: torch.nn.Module, settings: ExpertsSettings) -> dict[str, Numbers]:
+        """Return the numbers of both products, once all of them are in range.
+
+        Raises:
+            TypeError, ValueError: as from :meth:`numbers`, and for numbers that cannot be packed.
+        """
+        products = {product: self.numbers(layer, product, settings) for product in PRODUCTS}
+        for numbers in products.values():
+            numbers.check_range()
+        return products
 
     def _factors(self, layer: torch.nn.Module, product: str) -> torch.Tensor | None:
         if not self.factors:

@@ -1,0 +1,209 @@
+"""The kernel of a linear layer of vLLM: :class:`LinearKernel` multiplies by a packed weight, or leaves the layer to
+vLLM's own kernel after all."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Iterable
+from contextvars import ContextVar
+from typing import Any, ClassVar
+
+import torch
+from vllm import envs
+from vllm.platforms import current_platform
+
+from w4gemm.api.activations import quantized
+from w4gemm.api.packed import PackedLinear
+from w4gemm.checkpoints.numbers import Numbers
+from w4gemm.core.epilogue import PLAIN, Epilogue
+from w4gemm.integrations.engines.engine import Capability, layer_product, why_no_kernel
+from w4gemm.integrations.engines.loading import NOTHING_LOADED, check_loaded, mark
+from w4gemm.integrations.engines.warmup import LinearUse, linear_need
+from w4gemm.integrations.vllm import fusion, takeover
+from w4gemm.weights.weight import QuantizedWeight
+
+_made: ContextVar[list[LinearKernel] | None] = ContextVar("w4gemm_made", default=None)
+"""Kernels of the layer that vLLM is making; None where it makes none."""
+_PERM = "w4gemm_perm"
+
+
+class PackedLayer:
+    """x @ w.T + bias of a layer whose parameters are a weight's packed tensors, and which is passed with each call.
+
+    Args:
+        layer: gets the tensors as parameters, in act-order also ``w4gemm_perm``.
+        first: name of the first of them, under which vLLM looks for a weight.
+        replaced: names of the parameters that held the same numbers and go, as far as there are any.
+        epilogue: of the product without a bias.
+    """
+
+    def __init__(
+        self,
+        layer: torch.nn.Module,
+        w: QuantizedWeight,
+        first: str,
+        replaced: Iterable[str],
+        epilogue: Epilogue,
+        batch_invariant: bool,
+    ) -> None:
+        self.packed = w.packed
+        self.names = (first, *(f"w4gemm_packed{i}" for i in range(1, len(w.tensors))))
+        self.plain, self.biased = (
+            PackedLinear(w.packed, epilogue._replace(bias=bias), batch_invariant) for bias in (False, True)
+        )
+        for name in (first, *replaced):
+            if hasattr(layer, name):
+                delattr(layer, name)
+        named = dict(zip(self.names, w.tensors, strict=True)) | ({} if w.perm is None else {_PERM: w.perm})
+        for name, t in named.items():
+            layer.register_parameter(name, torch.nn.Parameter(t, requires_grad=False))
+
+    def __call__(
+        self,
+        layer: torch.nn.Module,
+        rows: torch.Tensor,
+        bias: torch.Tensor | None,
+        token_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the product for rows (m, k); traced by torch.compile."""
+        product = self.plain if bias is None else self.biased
+        tensors = [getattr(layer, name) for name in self.names]
+        return product(rows, tensors, bias, token_scale, getattr(layer, _PERM, None))
+
+
+class LinearKernel:
+    """Our side of a kernel of both, before vLLM's base class. vLLM chooses kernels by a layer's config; only when the
+    weights are loaded do they say whether they can be packed, as scales that are not finite cannot."""
+
+    kind: ClassVar[str]
+    """Its layers, for the log."""
+    activations: str | None = None
+    """Those of :class:`w4gemm.QuantizedWeight`."""
+    vllm_kernel: Any = None
+    """vLLM's own, for a layer that was left to it."""
+    is_loaded = True
+    """False if vLLM has loaded nothing of the layer."""
+    packed: PackedLayer
+
+    def expect(self) -> None:
+        """Announce a kernel that vLLM has made for a layer."""
+        fusion.install()
+        self.batch_invariant = bool(envs.VLLM_BATCH_INVARIANT)
+        self.most_tokens = takeover.most_tokens()
+        takeover.expect(self)
+        if (made := _made.get()) is not None:
+            made.append(self)
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Replace the layer's parameters by the packed weight; leave a layer that cannot be packed to vLLM.
+
+        A layer that was left to vLLM stays there when its weights are loaded anew (``reload_weights``), because vLLM
+        copies what a kernel makes of new weights into the tensors that it made of the first ones.
+        """
+        if self.vllm_kernel is not None:
+            self.vllm_kernel.process_weights_after_loading(layer)
+            return
+        dtype, fp8 = self.model_dtype(layer), self.activations == "fp8"
+        try:
+            if not self.is_loaded:
+                raise ValueError(NOTHING_LOADED)
+            numbers = self.numbers(layer)
+            format = takeover.VLLM.multiplied(numbers.format, self.activations)
+            if reason := why_no_kernel(layer_product(numbers.device, format, numbers.n, numbers.k, dtype, fp8)):
+                raise ValueError(reason)
+            w = takeover.VLLM.packed(numbers, self.activations)
+        except (TypeError, ValueError) as e:
+            takeover.refuse(self.kind, str(e))
+            self.vllm_kernel = self.next_kernel()
+            self.vllm_kernel.process_weights_after_loading(layer)
+            takeover.WARMUP.settle(self)
+            return
+        first, *replaced = self.weight_names(layer)
+        epilogue = PLAIN.of_quantized(dtype) if fp8 else PLAIN
+        self.packed = PackedLayer(layer, w, first, replaced, epilogue, self.batch_invariant)
+        call = functools.partial(self.apply_weights, layer)
+        use = LinearUse(dtype, call, self.most_tokens, self.batch_invariant, fused=True)
+        takeover.WARMUP.loaded(self, linear_need(w, getattr(layer, "bias", None), use))
+
+    def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Return x (..., k) @ w.T + bias; traced by torch.compile."""
+        if self.vllm_kernel is not None:
+            d: torch.Tensor = self.vllm_kernel.apply_weights(layer, x, bias)
+            return d
+        # the pass that fuses silu(gate) * up with the quantization looks for no reshape between them
+        rows, token_scale = x if x.dim() == 2 else x.reshape(-1, x.shape[-1]), None
+        if self.activations == "fp8":
+            rows, token_scale = quantized(rows)
+        d = self.packed(layer, rows, bias, token_scale)
+        return d.view(*x.shape[:-1], d.shape[-1])
+
+    # --- what a subclass says of its layers ---------------------------------------------------------------------------
+
+    def model_dtype(self, layer: torch.nn.Module) -> torch.dtype:
+        """Return the dtype of the results, which is the model's."""
+        raise NotImplementedError
+
+    def parameters(self, layer: torch.nn.Module) -> list[str]:
+        """Return the names of the parameters, as vLLM's method makes them, whose numbers are packed."""
+        raise NotImplementedError
+
+    def numbers(self, layer: torch.nn.Module) -> Numbers:
+        """Return the numbers that a layer has loaded.
+
+        Raises:
+            TypeError, ValueError: if its parameters are not understood.
+        """
+        raise NotImplementedError
+
+    def weight_names(self, layer: torch.nn.Module) -> list[str]:
+        """Return the name under which vLLM looks for the layer's weight, and the names of the other parameters that go
+        when it is packed."""
+        raise NotImplementedError
+
+    def next_kernel(self) -> Any:
+        """Return the kernel that vLLM would have made without ours; raises ValueError if there is none."""
+        raise NotImplementedError
+
+
+def capability() -> Capability | None:
+    """Return the compute capability of the GPU; None if there is none."""
+    here = current_platform.get_device_capability()
+    return None if here is None else tuple(here)
+
+
+def kernels_made(make: Callable[[], Any]) -> tuple[Any, list[LinearKernel]]:
+    """Return what a function of vLLM's returns, and the kernels of ours that it has made."""
+    made: list[LinearKernel] = []
+    token = _made.set(made)
+    try:
+        return make(), made
+    finally:
+        _made.reset(token)
+
+
+def watch(method: Any, kernels: list[LinearKernel], name: str) -> None:
+    """Have a method of vLLM's for a linear layer mark the parameters that a kernel of ours packs, and see afterwards
+    that vLLM has loaded them, before the method brings them into another order.
+
+    Args:
+        kernels: those of ours that were made together with the method.
+        name: of the layer.
+    """
+    make, process = method.create_weights, method.process_weights_after_loading
+
+    def create_weights(layer: Any, *args: Any, **kwargs: Any) -> None:
+        kernels.extend(kernels_made(lambda: make(layer, *args, **kwargs))[1])
+        if kernels and not takeover.is_dummy():
+            mark(layer, {*kernels[-1].parameters(layer), "qzeros"})
+
+    def process_weights_after_loading(layer: Any) -> None:
+        if kernels and kernels[-1].vllm_kernel is None:
+            kernels[-1].is_loaded = check_loaded(layer, kernels[-1].parameters(layer), name)
+        process(layer)
+
+    method.create_weights, method.process_weights_after_loading = create_weights, process_weights_after_loading
+
+
+def own_kernels(listed: Iterable[Any], disabled: Collection[str]) -> list[Any]:
+    """Return vLLM's own kernels of a list, without those that ``VLLM_DISABLED_KERNELS`` names."""
+    return [cls for cls in listed if not issubclass(cls, LinearKernel) and cls.__name__ not in disabled]
