@@ -146,7 +146,7 @@ def checked_epilogue(
         operands: the operands as passed by the caller.
         shape: shape of the result without its last dimension.
     """
-    alpha, bias, residual, scale, *_ = operands  # the others need no more than ``Epilogue.wanted`` says
+    alpha, bias, residual, scale, *_ = operands  # the others need no more than ``Epilogue.operand_shapes`` says
     activation = checked_activation(activation, w.n)
     require_out_dtype(out_dtype)
     if bias is not None:
@@ -165,7 +165,7 @@ def checked_epilogue(
         operands = replaced(operands, alpha=alpha, token_scale=token_scale, block_scale=block_scale)
     epilogue = Epilogue.of(operands, activation, out_dtype)
     if operands.expert_scale is not None:
-        tensors = epilogue.wanted(x.dtype, (shape.numel(), epilogue.columns(w.n)), w.n, w.experts)
+        tensors = epilogue.operand_shapes(x.dtype, (shape.numel(), epilogue.columns(w.n)), w.n, w.experts)
         require_tensor("expert_scale", operands.expert_scale, *tensors["expert_scale"], x.device)
     if residual is not None:
         result, full_shape = epilogue.result_dtype(x.dtype), (*shape, epilogue.columns(w.n))

@@ -21,10 +21,12 @@ from w4gemm.api.modes import refuse_fp8_gradients
 from w4gemm.api.operator_arguments import (
     EPILOGUE,
     WEIGHT,
+    empty_result,
     flat_epilogue,
     flat_weight,
+    keep_weight,
+    kept_weight,
     named,
-    names_of_weight,
     nested_epilogue,
     nested_weight,
     schema,
@@ -105,7 +107,7 @@ torch.library.define("w4gemm::grouped_linear_dx", schema(_GROUPED_DX), tags=_REA
 def _grouped_op(*flat: Any) -> torch.Tensor:
     args = _Grouped(*flat)
     epilogue, operands = nested_epilogue(args)
-    out, rows = _empty_result(args, epilogue), ExpertRows(args.starts, args.ends, args.indices, args.settled)
+    out, rows = empty_result(args, epilogue), ExpertRows(args.starts, args.ends, args.indices, args.settled)
     weight = nested_weight(args, len(args.starts))
     launched = Operands(args.x, tuple(args.weight), out, operands, rows)
     launch(weight, launched, epilogue, args.config, expected=args.expected)
@@ -115,13 +117,7 @@ def _grouped_op(*flat: Any) -> torch.Tensor:
 @torch.library.register_fake("w4gemm::grouped_linear")
 def _grouped_fake(*flat: Any) -> torch.Tensor:
     args = _Grouped(*flat)
-    return _empty_result(args, nested_epilogue(args)[0])
-
-
-def _empty_result(args: Any, epilogue: Epilogue) -> torch.Tensor:
-    x: torch.Tensor = args.x
-    m = (x if args.indices is None else args.indices).shape[0]
-    return x.new_empty((m, epilogue.columns(args.n)), dtype=epilogue.result_dtype(x.dtype))
+    return empty_result(args, nested_epilogue(args)[0])
 
 
 @torch.library.impl("w4gemm::grouped_linear_dx", ("cpu", "cuda"))
@@ -169,50 +165,41 @@ def _grouped_dx_fake(*flat: Any) -> torch.Tensor:
 # --- their gradients -------------------------------------------------------------------------------------------------
 
 
-def _keep(ctx: Any, args: Any, indices: torch.Tensor | None) -> None:
-    """Keep the rows and the weight for the backward pass."""
-    ctx.save_for_backward(args.starts, args.ends, indices, *args.weight)
-    ctx.names = names_of_weight(args)
-
-
-def _kept(ctx: Any) -> tuple[dict[str, Any], torch.Tensor | None]:
-    """Return the arguments of rows and weight, and the indices, that :func:`_keep` kept."""
-    starts, ends, indices, *weight = ctx.saved_tensors
-    return {"starts": starts, "ends": ends, "weight": weight, **ctx.names}, indices
-
-
 def _save_grouped(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     args = _Grouped(*inputs)
-    _keep(ctx, args, args.indices)
+    keep_weight(ctx, args, args.starts, args.ends, args.indices)
     ctx.plain, ctx.x = _is_plain(nested_epilogue(args)[0]), (args.x.shape[0], args.x.dtype)
 
 
 def _grouped_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     if not ctx.plain:
         raise NotImplementedError("torch.ops.w4gemm.grouped_linear has gradients without an epilogue only")
-    (saved, indices), (x_rows, dtype) = _kept(ctx), ctx.x
-    dx = torch.ops.w4gemm.grouped_linear_dx(*_GroupedDx(narrowed(grad, dtype), **saved))
+    (weight, (starts, ends, indices)), (x_rows, dtype) = kept_weight(ctx, 3), ctx.x
+    dx = torch.ops.w4gemm.grouped_linear_dx(*_GroupedDx(narrowed(grad, dtype), starts, ends, **weight))
     if indices is not None:  # in the order of the rows, where index_add_ would be in any order
         sums = torch.zeros((x_rows, dx.shape[1]), dtype=torch.float32, device=dx.device)
         dx = sums.index_put((indices,), dx.float(), accumulate=True)
-    return _Grouped(x=dx.to(dtype), weight=[None] * len(saved["weight"]))
+    return _Grouped(x=dx.to(dtype), weight=[None] * len(weight["weight"]))
 
 
 def _save_grouped_dx(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    _keep(ctx, _GroupedDx(*inputs), None)
+    args = _GroupedDx(*inputs)
+    keep_weight(ctx, args, args.starts, args.ends)
 
 
 def _grouped_dx_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    saved, _ = _kept(ctx)
-    _, owned = _owners(saved["starts"], saved["ends"], grad.shape[0])
+    weight, (starts, ends) = kept_weight(ctx, 2)
+    _, owned = _owners(starts, ends, grad.shape[0])
 
     def product(rows: torch.Tensor) -> torch.Tensor:
         epilogue = PLAIN if rows.dtype == grad.dtype else _FLOAT32
-        flat = _Grouped(rows, **saved, settled=0, **flat_epilogue(epilogue, NO_OPERANDS), config="", expected=0)
+        flat = _Grouped(
+            rows, starts, ends, settled=0, **weight, **flat_epilogue(epilogue, NO_OPERANDS), config="", expected=0
+        )
         return torch.where(owned, torch.ops.w4gemm.grouped_linear(*flat), 0.0)
 
     d = product_of(grad, product)
-    return _GroupedDx(d, weight=[None] * len(saved["weight"]))
+    return _GroupedDx(d, weight=[None] * len(weight["weight"]))
 
 
 torch.library.register_autograd("w4gemm::grouped_linear", _grouped_backward, setup_context=_save_grouped)

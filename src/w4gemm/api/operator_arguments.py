@@ -52,11 +52,6 @@ def named_shape(w: QuantizedWeight | PackedShape) -> dict[str, Any]:
     return {"format": w.format.name, "layout": w.layout, "n": w.n, "k": w.k}
 
 
-def names_of_weight(arguments: Any) -> dict[str, Any]:
-    """Return the arguments ``WEIGHT`` of an operator's arguments, without the tensors."""
-    return {name: getattr(arguments, name) for name in WEIGHT if name != "weight"}
-
-
 def flat_epilogue(epilogue: Epilogue, operands: EpilogueOperands) -> dict[str, Any]:
     """Return an epilogue as the arguments ``EPILOGUE``: a number as alpha becomes ``alpha_number``."""
     flat = {name: getattr(operands, name) for name in _OPERANDS}
@@ -76,3 +71,24 @@ def nested_epilogue(arguments: Any) -> tuple[Epilogue, EpilogueOperands]:
     if arguments.alpha_number is not None:
         operands = operands._replace(alpha=arguments.alpha_number)
     return Epilogue.of(operands, arguments.activation, arguments.out_dtype), operands
+
+
+def empty_result(arguments: Any, epilogue: Epilogue) -> torch.Tensor:
+    """Return an empty tensor (m, columns) for an operator's result: a row for each of x or, if there are any, of the
+    ``indices``."""
+    x: torch.Tensor = arguments.x
+    indices = getattr(arguments, "indices", None)
+    m = (x if indices is None else indices).shape[0]
+    return x.new_empty((m, epilogue.columns(arguments.n)), dtype=epilogue.result_dtype(x.dtype))
+
+
+def keep_weight(ctx: Any, arguments: Any, *others: torch.Tensor | None) -> None:
+    """Keep the arguments ``WEIGHT``, and other tensors before them, for the backward pass."""
+    ctx.save_for_backward(*others, *arguments.weight)
+    ctx.names = {name: getattr(arguments, name) for name in WEIGHT if name != "weight"}
+
+
+def kept_weight(ctx: Any, others: int = 0) -> tuple[dict[str, Any], list[Any]]:
+    """Return the arguments ``WEIGHT`` that :func:`keep_weight` kept, and that many other tensors."""
+    tensors = list(ctx.saved_tensors)
+    return {"weight": tensors[others:], **ctx.names}, tensors[:others]

@@ -26,10 +26,12 @@ from w4gemm.api.modes import (
 from w4gemm.api.operator_arguments import (
     EPILOGUE,
     WEIGHT,
+    empty_result,
     flat_epilogue,
     flat_weight,
+    keep_weight,
+    kept_weight,
     named,
-    names_of_weight,
     nested_epilogue,
     nested_weight,
     schema,
@@ -173,7 +175,7 @@ torch.library.define("w4gemm::linear_dx", schema(_LINEAR_DX))
 def _linear_op(*flat: Any) -> torch.Tensor:
     args = _Linear(*flat)
     epilogue, operands = nested_epilogue(args)
-    out = _empty_result(args, epilogue)
+    out = empty_result(args, epilogue)
     weight = nested_weight(args)
     launched = Operands(args.x, tuple(args.weight), out, operands)
     product.launch(weight, launched, epilogue, args.config, args.batch_invariant)
@@ -183,12 +185,7 @@ def _linear_op(*flat: Any) -> torch.Tensor:
 @torch.library.register_fake("w4gemm::linear")
 def _linear_fake(*flat: Any) -> torch.Tensor:
     args = _Linear(*flat)
-    return _empty_result(args, nested_epilogue(args)[0])
-
-
-def _empty_result(args: Any, epilogue: Epilogue) -> torch.Tensor:
-    x: torch.Tensor = args.x
-    return x.new_empty((x.shape[0], epilogue.columns(args.n)), dtype=epilogue.result_dtype(x.dtype))
+    return empty_result(args, nested_epilogue(args)[0])
 
 
 @torch.library.impl("w4gemm::linear_dx", ("cpu", "cuda"))
@@ -213,27 +210,17 @@ def _linear_dx_fake(*flat: Any) -> torch.Tensor:
     return args.grad.new_empty((args.grad.shape[0], args.k))
 
 
-def _keep_weight(ctx: Any, args: Any) -> None:
-    """Keep the arguments ``WEIGHT`` for the backward pass."""
-    ctx.save_for_backward(*args.weight)
-    ctx.names = names_of_weight(args)
-
-
-def _kept_weight(ctx: Any) -> dict[str, Any]:
-    """Return the arguments ``WEIGHT`` that :func:`_keep_weight` kept."""
-    return {"weight": list(ctx.saved_tensors), **ctx.names}
-
-
 def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     args = _Linear(*inputs)
-    _keep_weight(ctx, args)
+    keep_weight(ctx, args)
     ctx.dtype, ctx.linear = args.x.dtype, nested_epilogue(args)[0].linear
 
 
 def _linear_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     if not ctx.linear:
         raise NotImplementedError("torch.ops.w4gemm.linear has gradients with a bias only; call w4gemm.linear")
-    weight, grad, needed = _kept_weight(ctx), narrowed(grad, ctx.dtype), _Linear(*ctx.needs_input_grad)
+    (weight, _), needed = kept_weight(ctx), _Linear(*ctx.needs_input_grad)
+    grad = narrowed(grad, ctx.dtype)
     return _Linear(
         x=torch.ops.w4gemm.linear_dx(*_LinearDx(grad, **weight)).to(ctx.dtype) if needed.x else None,
         weight=[None] * len(weight["weight"]),
@@ -242,11 +229,11 @@ def _linear_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _save_linear_dx(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    _keep_weight(ctx, _LinearDx(*inputs))
+    keep_weight(ctx, _LinearDx(*inputs))
 
 
 def _linear_dx_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    weight = _kept_weight(ctx)
+    weight, _ = kept_weight(ctx)
 
     def product(rows: torch.Tensor) -> torch.Tensor:
         epilogue = PLAIN if rows.dtype == grad.dtype else _FLOAT32

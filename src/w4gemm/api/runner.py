@@ -281,7 +281,7 @@ class MixedGemm:
                 if expected != got:
                     text = "the epilogue of this MixedGemm"
                     raise ValueError(f"{name}: {text} ({epilogue}) wants {_in_a_word(expected)}, got {_in_a_word(got)}")
-        for name, (dtype, size) in epilogue.wanted(self.dtype, shape, n).items():
+        for name, (dtype, size) in epilogue.operand_shapes(self.dtype, shape, n).items():
             require_tensor(name, getattr(operands, name), dtype, size, device)
             check_alignment(name, getattr(operands, name), _ALIGNMENT if name == "residual" else dtype.itemsize)
 

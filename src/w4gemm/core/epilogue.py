@@ -164,7 +164,7 @@ class Epilogue(NamedTuple):
         """Number of columns of d for a weight of n rows."""
         return n // 2 if self.gated else n
 
-    def wanted(
+    def operand_shapes(
         self, dtype: torch.dtype, shape: tuple[Any, ...], n: Any, experts: Any = 0, x_rows: Any = None
     ) -> dict[str, tuple[torch.dtype, tuple[Any, ...]]]:
         """Return the dtype and shape of each contiguous tensor that the epilogue asks for, by its name in

@@ -125,8 +125,8 @@ def stand_ins(variant: Any, workspace: bool) -> Arguments:
         return make_fake_tensor(out_dtype, (m, columns), strides, assumed_align=size * wide)
 
     blocks = (cute.sym_int(), cute.sym_int(), variant.block.words)
-    wanted = asked.wanted(x_dtype, (m, columns), n, experts if variant.grouped else 0, x_rows)
-    operands = {name: compact(dtypes[t], *shape) for name, (t, shape) in wanted.items() if name != "residual"}
+    shapes = asked.operand_shapes(x_dtype, (m, columns), n, experts if variant.grouped else 0, x_rows)
+    operands = {name: compact(dtypes[t], *shape) for name, (t, shape) in shapes.items() if name != "residual"}
     if asked.alpha == "host":
         operands["alpha"] = cutlass.Float32(1.0)
     if asked.residual:
