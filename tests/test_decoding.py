@@ -123,7 +123,7 @@ def test_what_else_is_asked_for_is_left_to_transformers(on_cpus: None, caplog: p
     assert said == [f"LlamaForCausalLM: generate replays no CUDA graph, because {reason}" for reason in asked]
     arguments = {"generation_config": model.generation_config, "stopping_criteria": SimpleNamespace(max_length=9)}
     assert loop.refusal(model, arguments, {}) == ""
-    assert "is given pixel_values" in loop.refusal(model, arguments, {"pixel_values": torch.ones(1)})
+    assert "the call passes pixel_values" in loop.refusal(model, arguments, {"pixel_values": torch.ones(1)})
     model.set_attn_implementation("flex_attention")
     assert "attention is flex_attention" in loop.refusal(model, arguments, {})
     assert step_of(model) is None

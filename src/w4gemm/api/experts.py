@@ -124,7 +124,7 @@ class W4Experts(torch.nn.Module):
             "silu_mul(limit=10)" (DeepSeek-V4), or for experts without gates another, such as "relu2" (Nemotron). It is
             an attribute and may be set later.
         dtype: dtype to advertise, as for :meth:`W4Linear.from_weight`; for weights that are not layers yet.
-        activations: "fp8" or None for both products; "same" keeps that of each weight.
+        activations: "fp8" or None for both products; "same" keeps each weight's.
 
     Raises:
         TypeError, ValueError: for weights without experts, or sizes that do not match each other and the activation.

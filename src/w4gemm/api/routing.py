@@ -40,8 +40,8 @@ def route(expert_ids: torch.Tensor, experts: int, expert_map: torch.Tensor | Non
             is an expert elsewhere (expert parallelism). Its rows come last and belong to no expert here, and their
             ``tokens`` are any of the tokens.
         experts: number of experts here.
-        expert_map: int32 (global experts,) on the ids' device, or None. If given, ids are those of global experts, and
-            the map has the expert here for each, or a negative number. An id outside the map is elsewhere.
+        expert_map: int32 (global experts,) on the ids' device, or None if ids count the experts here. The map has
+            the expert here for each global one, or a negative number. An id outside the map is elsewhere.
 
     Returns:
         :class:`Routing`: ``m_offsets`` and ``tokens`` for :func:`grouped_linear`, ``row_of_choice`` for
@@ -122,8 +122,7 @@ def combine(
         d: floating point (rows, n), the experts' outputs.
         row_of_choice: int32 (tokens, top k), rows of d as :func:`route` returns them. A negative one adds nothing.
         weights: floating point (tokens, top k), the router's weight of each choice.
-        out: tensor to write the result to: (tokens, n) of d's dtype, contiguous, in memory apart from that of
-            the other tensors. Or None.
+        out: tensor to write the result to: (tokens, n) of d's dtype, contiguous, in memory of its own. Or None.
         settled: True if another launch, such as the product that d comes from, comes between this launch and the one
             that wrote ``row_of_choice`` and ``weights``. On Hopper the kernel then reads them while that launch still
             runs (programmatic dependent launch). Which launches may come between, :func:`w4gemm.grouped_linear` says.

@@ -1,9 +1,9 @@
 """The kernels without the rest of the library, for authors of engines: :class:`MixedGemm`.
 
 It takes packed tensors of torch or of any framework with DLPack (``__dlpack__``), such as JAX, CuPy or Paddle. On a GPU
-:meth:`MixedGemm.run` does not synchronize, and it allocates nothing but the workspace of a config that needs one and is
-given none. So it can be captured in a CUDA graph. There are two exceptions: dequantize_gemm copies an x with strides,
-and the first launch with stream-k synchronizes if no workspace is given.
+:meth:`MixedGemm.run` does not synchronize. It allocates nothing but a workspace that its config needs and the caller
+does not pass. So it can be captured in a CUDA graph. There are two exceptions: dequantize_gemm copies an x with
+strides, and the first launch with stream-k synchronizes if no workspace is passed.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class MixedGemm:
         if device.type not in ("cpu", "cuda"):
             raise ValueError(f"device: wanted 'cpu' or a CUDA GPU, such as 'cuda:0', got '{device}'")
         if device.type == "cpu":
-            device = torch.device("cpu")  # without an index, like that of tensors
+            device = torch.device("cpu")  # without an index, as tensors have it
         elif device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         object.__setattr__(self, "device", device)
@@ -125,8 +125,8 @@ class MixedGemm:
         return chosen.kernel.workspace_bytes(chosen.problem, chosen.config)
 
     def tokens(self, most: int, n: int, k: int) -> list[int]:
-        """Return values of m within 1 .. most whose kernels are all that any m of 1 .. most needs; :meth:`prepare` each
-        of them before serving."""
+        """Return values of m within 1 .. most. Together they need every kernel that 1 .. most tokens need:
+        :meth:`prepare` each before serving."""
         require_int("most", most)
         return choice.tokens_of_all_plans(self._key(self._weight(n, k), 1), most)
 

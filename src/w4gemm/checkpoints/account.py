@@ -159,7 +159,7 @@ class Account:
     """Where the tensors of a folder go in a model.
 
     Args:
-        stored: the tensors by name; those of 4-bit modules that stay packed are left away.
+        stored: the tensors by name, without the tensors of 4-bit modules that stay packed.
         packed: names of the model's parameters that these modules fill.
         folder_model: makes the model of the class that config.json names, if it is another one than the model's:
             a head that only one of them has may be missing, or left out.
@@ -225,12 +225,12 @@ class Account:
         for target, tensor in made.items():
             if target not in self.naming.known:
                 raise FormatError(f"{self.path}: no place for {target}, made of {listed(recipe.names)}, in the model")
-            wanted, shape = tuple(self.naming.known[target].shape), tuple(tensor.shape)
-            if shape != wanted:
+            expected, shape = tuple(self.naming.known[target].shape), tuple(tensor.shape)
+            if shape != expected:
                 what = f"tensor {recipe.names[0]!r} has shape {shape}"
                 if recipe.converter is not None:
                     what = f"{target}, made of {listed(recipe.names)}, has shape {shape}"
-                raise FormatError(f"{self.path}: {what}, its config wants {wanted}")
+                raise FormatError(f"{self.path}: {what}, its config wants {expected}")
         return Recipe(recipe.sources, tuple(made), recipe.converter)
 
     def _check_sources(self, recipe: Recipe) -> None:
@@ -241,8 +241,8 @@ class Account:
         for name in names:
             dtype = self.stored[name].dtype
             if dtype and (dtype in _INTEGERS) == floats:
-                wanted = "floating-point numbers" if floats else "integers"
-                raise FormatError(f"{self.path}: tensor {name!r} is {dtype}, wanted {wanted} for {target}")
+                kind = "floating-point numbers" if floats else "integers"
+                raise FormatError(f"{self.path}: tensor {name!r} is {dtype}, wanted {kind} for {target}")
         for pattern, group in recipe.sources.items():
             if "*" in pattern and (wrong := _out_of_turn(group)):
                 raise FormatError(
@@ -263,7 +263,7 @@ class Account:
 
 
 class _Heads:
-    """What only one of two models has: the one to fill, and that of the class which wrote the folder."""
+    """The parts that only one of two models has: the model to fill, and the model of the folder's class."""
 
     def __init__(self, model: PreTrainedModel, folder_model: Callable[[], PreTrainedModel | None]) -> None:
         self._theirs = folder_model()

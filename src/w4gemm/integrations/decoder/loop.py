@@ -137,7 +137,7 @@ def _refusals(model: PreTrainedModel, arguments: dict[str, Any], options: dict[s
         yield f"{in_cache} is the caller's"
     named = [name for name, value in options.items() if value is not None and not _is_empty(value)]
     if others := [name for name in named if name not in (in_cache, *_HANDLED)]:
-        yield f"the model is given {', '.join(others)}"
+        yield f"the call passes {', '.join(others)}"
     if positions is not None and positions.dim() not in (2, 3):
         yield f"position_ids have {positions.dim()} dimensions"
     if len(set(getattr(model, "hf_device_map", {}).values())) > 1 or (getattr(model, "tp_size", None) or 1) > 1:

@@ -40,7 +40,7 @@ OFFLOADED = "the engine keeps weights in the host's memory (--cpu-offload-gb or 
 
 
 _TOKENS = 16
-"""Whether something runs does not depend on m; that of the question."""
+"""m of the question whether a kernel runs a product; the answer does not depend on it."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Engine:
 
         Args:
             loaded: format in which the engine loads the weight.
-            activations: those of :class:`w4gemm.QuantizedWeight`.
+            activations: as of :class:`w4gemm.QuantizedWeight`.
         """
         return replace(loaded, scale="e4m3") if activations == "fp8" and self.folds_scales else loaded
 

@@ -61,13 +61,13 @@ class ExpertsSettings(NamedTuple):
     group_size: int
     asymmetric: bool = False
     activations: str | None = None
-    """Those of :class:`w4gemm.QuantizedWeight`."""
+    """As of :class:`w4gemm.QuantizedWeight`."""
     refused: str = ""
     """Why 4-bit experts with these settings cannot be taken, or the empty string."""
     named: str = ""
     """The string of a format that has one form only."""
     from_gptq: bool = False
-    """True if the engine has made the zero points from those of version 1 of GPTQ."""
+    """True if the engine has converted the zero points from version 1 of GPTQ."""
 
     @property
     def why_refused(self) -> str:
@@ -88,7 +88,7 @@ class ExpertsFormat:
     """The parameters of a method by the ends of their names, behind ``w13_`` and ``w2_``, and how numbers lie in them.
 
     Attributes:
-        packing: "rows" if codes lie as those of compressed-tensors, "awq", "w4afp8" or "floats".
+        packing: "rows" if codes lie as in compressed-tensors, "awq", "w4afp8" or "floats".
         transposed: True if a matrix lies as (k, n), but for AWQ's, which always does; a parameter's ``is_transposed``
             goes before it.
         factors: of NVFP4, what multiplies an expert's weights, gates and ups each, or ``divides`` them.

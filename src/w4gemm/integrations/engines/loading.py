@@ -3,7 +3,7 @@
 An engine makes parameters of uninitialized memory, and does not ask of a quantized model whether each was loaded. A
 tensor that a checkpoint lacks, or that a loader has put in the place of another, leaves a part of a parameter as it was
 made. So the memory of parameters is filled with bits that no loader writes: scales with a NaN of all ones, and integers
-with a pattern of 16 bytes, of which each part that engines load apart holds at least one.
+with a pattern of 16 bytes. Each part that engines load apart holds at least one of them.
 """
 
 from __future__ import annotations

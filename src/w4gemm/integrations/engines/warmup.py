@@ -24,7 +24,7 @@ from w4gemm.weights.weight import QuantizedWeight
 
 
 class Need(NamedTuple):
-    """All that layers of one kind and shape may launch."""
+    """What layers of one kind and shape may launch."""
 
     what: str
     """The kind, for the log."""
@@ -44,7 +44,7 @@ class ExpertsCall(NamedTuple):
     """How a layer's experts are called."""
 
     dtype: torch.dtype
-    """That of the model's activations."""
+    """dtype of the model's activations."""
     top_k: Sequence[int]
     """Numbers of experts that a token may have."""
     rows: Sequence[int]
@@ -63,7 +63,7 @@ class Warmup:
     A layer announces itself when it is made (:meth:`expect`) and hands in what it needs when its weights are loaded
     (:meth:`loaded`). When the last one has, plans for every number of tokens that the engine can meet are chosen,
     compiled or loaded in parallel, and launched once each, because machine code whose first launch is captured in a
-    graph would be loaded during the capture. Layers that come later, as those of a draft model do, are prepared then.
+    graph would be loaded during the capture. Later layers, of a draft model for example, are prepared when they come.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -117,7 +117,7 @@ class Warmup:
         needs, layers = list(self._needs.values()), dict(self._layers)
         self._needs.clear()
         self._layers.clear()
-        if not needs:  # weights were loaded anew, perhaps because the engine had given their memory away
+        if not needs:  # weights were loaded anew, perhaps because the engine had freed their memory
             workspace.clear()
             return
         keys = [key for need in needs for key in need.keys]

@@ -109,7 +109,7 @@ def convert(scheme: Scheme, own: Callable[..., None], self: Any, layer: Any) -> 
     """Pack what a layer has loaded; or let SGLang's own method do its work, and log why.
 
     Raises:
-        ValueError: for a layer that SGLang's own kernels cannot run, and for one of which SGLang has loaded a part.
+        ValueError: for a layer that SGLang's own kernels cannot run, and for one that SGLang has loaded in part.
     """
     if hasattr(layer, _WEIGHT):  # called again
         return

@@ -212,7 +212,7 @@ def _pack(method: Method, self: Any, layer: Any) -> None:
         products.append(W4GroupedLinear.from_weight(w, bias, dtype=config.params_dtype))
     activation = fused_activation(config)
     experts = W4Experts(*products, activation=activation)
-    # beside the module, so that its buffers are not found a second time
+    # beside the module, so that its buffers are not listed twice
     object.__setattr__(layer, _EXPERTS, W4gemmQuantInfo(experts))
     WARMUP.loaded(layer, _need(experts, activation, config))
 

@@ -27,7 +27,7 @@ class Method(NamedTuple):
     in_pairs: bool = False
     """True if rows of ``w13_*`` are pairs of a gate and an up, as our epilogue wants them."""
     padded: bool = False
-    """True if it makes zeros, of which a checkpoint may fill a part."""
+    """True if its parameters are zeros that a checkpoint fills only in part."""
     routes: bool = False
     """True if tokens are routed in a form that only SGLang's own runner reads, unless the method names another."""
 

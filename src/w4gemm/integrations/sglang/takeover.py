@@ -178,8 +178,8 @@ LOADING = (
 def exchange(layer: torch.nn.Module, old: Sequence[str], name: str, w: QuantizedWeight) -> QuantizedWeight:
     """Remove parameters of a layer and make a weight's tensors its parameters ``name_0``, ...; return that weight.
 
-    Parameters, because SGLang moves, counts and rebalances what a layer's parameters are. Models of SGLang's may have
-    given one of the old a second name, under which its memory would be kept.
+    Parameters, because SGLang moves, counts and rebalances a layer's parameters. A model of SGLang's may have a second
+    name for an old one, which would keep its memory.
     """
     tensors = {id(getattr(layer, each)) for each in old if hasattr(layer, each)}
     for each in {*old, *(each for each, p in layer._parameters.items() if id(p) in tensors)}:

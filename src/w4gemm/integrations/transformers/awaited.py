@@ -1,7 +1,7 @@
 """Layers of a model whose 4-bit weights are still to come: :class:`AwaitedLinear` and its relatives.
 
-A layer keeps its identity when it is filled, because frameworks have put hooks on it by then, such as those of tensor
-parallelism. So its class changes, as that of PyTorch's lazy modules does.
+A layer keeps its identity when it is filled, because frameworks have put hooks on it by then, such as tensor
+parallelism's. So its class changes, as the class of PyTorch's lazy modules does.
 """
 
 from __future__ import annotations
@@ -75,11 +75,11 @@ class AwaitedLinear(nn.Module):
         return W4Linear.forward(self, x)
 
     def fill(self, local: Local, activations: str | None) -> None:
-        """Become a W4Linear of ``local``, which may be one shard of the layer: the layer keeps the numbers of features
-        that it had, because tensor parallelism asks for those of all shards.
+        """Become a W4Linear of ``local``, which may be one shard of the layer. The layer keeps its numbers of features,
+        because tensor parallelism asks for the whole layer's.
 
         Args:
-            activations: "fp8", or None for those of the weight.
+            activations: "fp8", or None to keep the weight's.
         """
         features = self.in_features, self.out_features
         self._buffers.pop("place")

@@ -59,10 +59,10 @@ def names_of(model: nn.Module) -> dict[nn.Module, list[str]]:
             f"model: wanted a module with layers inside, got a {type(model).__name__} itself; W4Linear.from_linear "
             "makes a 4-bit one of a layer"
         )
-    found: dict[nn.Module, list[str]] = {}
+    names: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        found.setdefault(module, []).append(name)
-    return found
+        names.setdefault(module, []).append(name)
+    return names
 
 
 class _DenseExperts(nn.Module):

@@ -79,7 +79,7 @@ def load(
 
 
 class ParametersOnMeta(TorchFunctionMode):
-    """``torch.empty``, of which modules make their parameters, allocates nothing; computed buffers are real."""
+    """``torch.empty``, which modules call for their parameters, allocates nothing; computed buffers are real."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -90,7 +90,7 @@ class _Empty(NamedTuple):
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     alone: bool
-    """False if the checkpoint has a larger model, of which this one is the language model."""
+    """False if this is the language model inside the checkpoint's larger model."""
 
 
 def _empty_model(checkpoint: Checkpoint, dtype: torch.dtype) -> _Empty:
@@ -104,7 +104,7 @@ def _empty_model(checkpoint: Checkpoint, dtype: torch.dtype) -> _Empty:
             setattr(whole, key, value)
         tokenizer = tokenizer_of(folder, {"config": whole, **AS_IT_IS, **options})
         model, alone = _model_of(whole, checkpoint, dtype)
-        # with options the config is that of one file, beside which another model's generation config may lie
+        # with options the config is one file's, and the generation config beside it may be another model's
         if not options and (folder / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
     return _Empty(model, tokenizer, alone)

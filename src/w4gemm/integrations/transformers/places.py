@@ -33,7 +33,7 @@ class Place(NamedTuple):
     layer: str
     """Name of the layer in the model."""
     dense: str = ""
-    """Name of the experts' dense parameter that was here; empty for that of a linear layer."""
+    """Name of the experts' dense parameter that was here; empty for a linear layer."""
 
     @property
     def weight_name(self) -> str:
@@ -176,7 +176,7 @@ class Placement:
 
         Args:
             device: the layer's; None for the one that transformers moved its place to.
-            activations: "fp8", or None for those of the weight.
+            activations: "fp8", or None to keep the weight's.
         """
         target, module = self.packed[name].layer, self._checkpoint.modules[name]
         layer = self._model.get_submodule(target)

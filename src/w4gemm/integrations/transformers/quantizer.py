@@ -159,7 +159,7 @@ class W4GemmQuantizer(HfQuantizer):
         check_files(checkpoint, [Path(file).name for file in self._files])
         self._placement = placement = Placement(model, checkpoint, rules, lambda: folder_model(folder))
         self._rounded = {target for recipe in placement.made for target in recipe.targets}
-        # the account is whole: all that transformers does not know is packed, a scale, or left out for a reason
+        # the account is whole: what transformers does not know is packed, a scale, or left out for a reason
         self._ignored = model._keys_to_ignore_on_load_unexpected, model._keys_to_ignore_on_load_missing
         not_missing = {f"^{re.escape(name)}$" for name in self._rounded}
         model._keys_to_ignore_on_load_unexpected = {""}
@@ -212,7 +212,7 @@ class W4GemmQuantizer(HfQuantizer):
         return _Quantize(self._rounded if self._placement is not None else ())
 
     def param_element_size(self, model: PreTrainedModel, param_name: str, param: torch.Tensor) -> float:
-        """Bytes per element by which transformers plans a device_map: those of the packed weight."""
+        """Bytes of the packed weight per element of ``param``, by which transformers plans a device_map."""
         owner, _, leaf = param_name.rpartition(".")
         layer = model.get_submodule(owner)
         if isinstance(layer, AwaitedDenseExperts) and leaf in layer.products:
@@ -301,8 +301,8 @@ def _account_of_dense(model: PreTrainedModel, folder: Path, files: list[str], ru
 
 
 def check_files(checkpoint: Checkpoint, chosen: Sequence[str]) -> None:
-    """Raise ValueError if transformers chose other files for the dense tensors than those that the packed ones are read
-    from: those of a variant would make one model of two."""
+    """Raise ValueError if transformers chose other files for the dense tensors than the packed ones are read from: a
+    variant's files would make one model of two."""
     assert isinstance(checkpoint, QuantizedFolder)
     if other := sorted(set(chosen) ^ checkpoint.files):
         raise ValueError(
@@ -335,8 +335,8 @@ def refuse_to_save_undescribed(model: PreTrainedModel) -> None:
 
 
 def _alarm_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return the tensor because of which transformers refuses the saved folder without w4gemm: beside the first layer
-    whose weight it saves by no more than a new name."""
+    """Return a tensor that makes transformers refuse the saved folder without w4gemm. It is named for the first layer
+    whose weight transformers saves under one other name at most."""
     for name, layer in model.named_modules():
         if isinstance(layer, W4Linear):
             tensors = {f"{name}.{ALARM}": alarm()}

@@ -144,7 +144,7 @@ def local_experts(whole: Local, split: Split | None, down: bool) -> Local:
 
 @torch.no_grad()
 def fill(parameter: nn.Parameter, whole: torch.Tensor) -> None:
-    """Give a dense parameter its numbers; of one that is sharded, those of this process."""
+    """Copy ``whole`` into a dense parameter; into one that is sharded, this process's shard."""
     from transformers.distributed.sharding_utils import DtensorShardOperation
 
     if isinstance(parameter, DTensor):

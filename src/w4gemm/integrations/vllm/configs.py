@@ -24,7 +24,7 @@ _hooks: list[Hook] = []
 
 def add_hook(hook: Hook, configs: Iterable[str]) -> None:
     """Have a hook asked for the layers of models whose quantization config has one of these names of vLLM's. It may be
-    asked for those of other configs too."""
+    asked for layers of other configs too."""
     take_configs(configs)
     if hook not in _hooks:
         _hooks.append(hook)

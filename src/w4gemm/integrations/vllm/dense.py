@@ -82,8 +82,8 @@ def problem_of(c: MPLinearLayerConfig) -> GemmProblem:
 
 
 class W4GemmLinearKernel(LinearKernel, MPLinearKernel):
-    """x @ w.T + bias. The packed weight is the layer's parameter that held its codes; those of scales, zero points and
-    groups are removed, because the packed weight holds these numbers."""
+    """x @ w.T + bias. The packed weight takes the place of the layer's parameter of codes. The parameters of scales,
+    zero points and groups are removed, because the packed weight holds these numbers."""
 
     kind = "linear layers of GPTQ, AWQ and compressed-tensors"
 
@@ -131,8 +131,8 @@ class W4GemmLinearKernel(LinearKernel, MPLinearKernel):
         raise ValueError(f"no kernel of vLLM runs these {self.kind}")
 
     def numbers(self, layer: torch.nn.Module) -> Numbers:
-        """Return the numbers that the layer has loaded: words of eight neighbouring columns (input features) of a row,
-        and those of zero points of eight rows, as those of compressed-tensors."""
+        """Return the numbers that the layer has loaded. They lie as in compressed-tensors: a word has eight
+        neighbouring columns (input features) of a row, a word of zero points eight rows."""
         c = self.config
         check_known(layer, {*self.parameters(layer), "bias", *_UNUSED})
         unused = layer._parameters.get("qzeros")

@@ -92,8 +92,8 @@ class _Experts(mk.FusedMoEExpertsModular):  # type: ignore[misc, unused-ignore]
 
     @property
     def expects_unquantized_inputs(self) -> bool:
-        """True if tokens come in 16 bits, for the first product to quantize: if no other rank sends them, and from
-        DeepEP's receivers that would give all that they received one scale."""
+        """True if tokens come in 16 bits, for the first product to quantize: if no other rank sends them, or if DeepEP
+        would give all received tokens one scale."""
         parallel = self.moe_config.moe_parallel_config
         alone = parallel.dp_size == 1 and not parallel.use_all2all_kernels
         one_scale = parallel.use_deepep_ht_kernels or parallel.use_deepep_v2_kernels
@@ -265,7 +265,7 @@ class BatchedW4gemmExperts(_Experts):
         return self._need(first_rows(self.max_num_tokens * self.num_dispatchers), self.gate_up.experts, False)
 
     def _run_once(self, count: int) -> None:
-        """Launch both products' plans for so many rows of an expert, for one row of each, of which none counts."""
+        """Launch both products' plans for ``count`` rows of an expert, on one uncounted row of each expert."""
         (gate_up, down), experts = self.products, self.gate_up.experts
         dtype, device = self.moe_config.in_dtype, self.gate_up.device
         x, scale = torch.zeros(experts, self.gate_up.k, dtype=dtype, device=device), None

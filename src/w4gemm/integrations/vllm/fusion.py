@@ -46,7 +46,7 @@ _ROWS, _COLUMNS = 6, 64
 
 def install() -> None:
     """Let vLLM run the pass on every graph that it compiles for the model that is being built, unless the user has
-    given it a pass, or wants results that do not depend on the batch: graphs for few tokens have other kernels."""
+    set a pass, or asks for results that do not depend on the batch: graphs for few tokens have other kernels."""
     try:
         from vllm import envs
         from vllm.compilation.passes.inductor_pass import CallableInductorPass

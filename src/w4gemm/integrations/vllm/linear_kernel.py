@@ -78,7 +78,7 @@ class LinearKernel:
     kind: ClassVar[str]
     """Its layers, for the log."""
     activations: str | None = None
-    """Those of :class:`w4gemm.QuantizedWeight`."""
+    """As of :class:`w4gemm.QuantizedWeight`."""
     vllm_kernel: Any = None
     """vLLM's own, for a layer that was left to it."""
     is_loaded = True
@@ -186,7 +186,7 @@ def watch(method: Any, kernels: list[LinearKernel], name: str) -> None:
     that vLLM has loaded them, before the method brings them into another order.
 
     Args:
-        kernels: those of ours that were made together with the method.
+        kernels: our kernels that were made together with the method.
         name: of the layer.
     """
     make, process = method.create_weights, method.process_weights_after_loading

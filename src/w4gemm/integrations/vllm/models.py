@@ -46,7 +46,7 @@ FUSED = (
 KEYS_AND_VALUES = ("k_proj", "v_proj")
 """Modules whose heads are copied if there are fewer than GPUs."""
 DIVIDED_INPUTS = ("o_proj", "out_proj", "down_proj", "w2", "fc2", "c_proj", "dense_4h_to_h")
-"""Modules of which each GPU gets some of the input features; of the others some of the output features."""
+"""Modules whose input features are divided among GPUs; other modules' output features are."""
 WHOLE = ("q_a_proj", "kv_a_proj_with_mqa")
 """Modules that each GPU has whole."""
 VOCABULARY_STEP = 64
@@ -76,7 +76,7 @@ def read_model(path: str, tensor_parallel: int = 1, dtype: torch.dtype | None = 
 
     Args:
         tensor_parallel: number of GPUs that share each layer.
-        dtype: of the model; None for that of config.json.
+        dtype: of the model; None for config.json's.
 
     Raises:
         FileNotFoundError, FormatError: if there is no such checkpoint, or vLLM's layers for it are not taken over.
@@ -118,7 +118,7 @@ def read_model(path: str, tensor_parallel: int = 1, dtype: torch.dtype | None = 
 
 
 def _in_act_order(config: Mapping[str, Any]) -> bool:
-    """True if a quantization_config lets columns be in act-order: that of GPTQ, or of compressed-tensors."""
+    """True if a quantization_config, of GPTQ or compressed-tensors, lets columns be in act-order."""
     weights = [group.get("weights") or {} for group in (config.get("config_groups") or {}).values()]
     return bool(config.get("desc_act")) or any(w.get("actorder") in ACT_ORDERS for w in weights)
 

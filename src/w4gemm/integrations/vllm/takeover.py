@@ -107,8 +107,7 @@ def linear_backend(quantization: str) -> str:
     """Return which of vLLM's kernels were asked for (--linear-backend), or the empty string.
 
     Args:
-        quantization: with which the names begin that vLLM knows such layers by, of which each may have a choice of its
-            own.
+        quantization: prefix of vLLM's names of such layers; each name may have a choice of its own.
     """
     from vllm.config import get_current_vllm_config_or_none
 
