@@ -26,6 +26,7 @@ import test_awq
 import test_gptq
 import test_modelopt
 from quantized_model import change
+from test_mixtures import write_gpt_oss
 from w4gemm import FormatError, W4Experts, W4Linear
 from w4gemm.checkpoints import open_checkpoint
 from w4gemm.checkpoints.account import Naming
@@ -350,10 +351,11 @@ def test_experts_of_a_dense_mixture(tmp_path: Path, architecture: str, caplog: p
 
 OPENED = """
 import sys
-from transformers import AutoModel, AutoModelForCausalLM, LlamaForCausalLM
-for cls in (AutoModel, AutoModelForCausalLM, LlamaForCausalLM):
+from transformers import AutoModel, AutoModelForCausalLM
+for folder in sys.argv[1:]:
+  for cls in (AutoModel, AutoModelForCausalLM):
     try:
-        cls.from_pretrained(sys.argv[1])
+        cls.from_pretrained(folder)
     except RuntimeError as e:
         print("refused", e)
 """
@@ -361,13 +363,15 @@ for cls in (AutoModel, AutoModelForCausalLM, LlamaForCausalLM):
 
 def test_our_own_folders_without_w4gemm_are_refused(tmp_path: Path) -> None:
     """transformers warns of an unknown method, and drew every 4-bit weight at random."""
-    write(tmp_path, "llama", {r"proj\.weight$": int4})
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, **OURS)
-    model.save_pretrained(tmp_path / "saved")
-    assert main(["convert", str(tmp_path), str(tmp_path / "converted")]) == 0
-    for folder in (tmp_path / "saved", tmp_path / "converted"):
-        assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)), logits(model))
-        process = subprocess.run(
-            [sys.executable, "-c", OPENED, str(folder)], capture_output=True, text=True, check=True
-        )
-        assert process.stdout.count("refused You set `ignore_mismatched_sizes` to `False`") == 3, process.stderr
+    write(tmp_path / "linear", "llama", {r"proj\.weight$": int4})
+    write_gpt_oss(tmp_path / "experts")  # which alone are in 4 bits, with biases that compressed-tensors does not hold
+    folders = []
+    for folder in (tmp_path / "linear", tmp_path / "experts"):
+        model = AutoModelForCausalLM.from_pretrained(folder, **OURS)
+        model.save_pretrained(folder / "saved")
+        assert main(["convert", str(folder), str(folder / "converted"), "--to", "w4gemm"]) == 0
+        folders += [folder / "saved", folder / "converted"]
+        for other in folders[-2:]:
+            assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(other, dtype=torch.float32)), logits(model))
+    process = subprocess.run([sys.executable, "-c", OPENED, *folders], capture_output=True, text=True, check=True)
+    assert process.stdout.count("refused You set `ignore_mismatched_sizes` to `False`") == 8, process.stderr

@@ -69,6 +69,33 @@ def test_bits_stay(tmp_path: Path, source: str, to: str) -> None:
         assert torch.equal(model(ids).logits, wanted(ids).logits)
 
 
+IN_ACT_ORDER = (
+    test_gptq.CONFIG | {"desc_act": True, "sym": False},
+    test_gptq.writer(-1, zeros=(1, 15), act_order=True),
+)
+
+
+@pytest.mark.parametrize(
+    "source, why",
+    [
+        (SOURCES["gptq"], ""),
+        (SOURCES["compressed-tensors"], ""),
+        (IN_ACT_ORDER, "compressed-tensors from 0.20 on does not hold weights in act-order"),
+    ],
+    ids=["gptq", "compressed-tensors", "act-order"],
+)
+def test_the_folder_is_of_compressed_tensors_if_that_holds_every_bit(tmp_path, capsys, source, why) -> None:
+    write_model(tmp_path / "in", *source)
+    assert convert(tmp_path / "in", tmp_path / "out", "--json") == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["kind"] == find_checkpoint(tmp_path / "out").format.name == ("w4gemm" if why else "compressed-tensors")
+    assert said["why"] == (f"model.layers.0.mlp.down_proj: {why}" if why else "")
+    assert_same(tmp_path / "out", tmp_path / "in")
+    if why:
+        assert convert(tmp_path / "in", tmp_path / "other", "--to", "compressed-tensors") == 1
+        assert f"{why}; --to w4gemm does" in capsys.readouterr().err and not (tmp_path / "other").exists()
+
+
 def test_the_package_reads_what_is_written(tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors")
     from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
@@ -282,14 +309,14 @@ def test_a_search_does_not_go_on_where_a_nearest_one_was(tmp_path: Path, capsys:
 
 def test_other_conversions_do_not_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_model(tmp_path / "in", *SOURCES["awq"])
-    assert convert(tmp_path / "in", tmp_path / "out") == 0
+    assert convert(tmp_path / "in", tmp_path / "out", "--to", "w4gemm") == 0
     (tmp_path / "out" / "config.json").unlink()
     for file in tmp_path.glob("out/*"):
         if file.suffix != ".safetensors":
             file.unlink()
     assert convert(tmp_path / "in", tmp_path / "out", "--to", "compressed-tensors") == 1
     assert "holds model.safetensors, which is damaged, or not of an interrupted run" in capsys.readouterr().err
-    assert convert(tmp_path / "in", tmp_path / "out") == 0
+    assert convert(tmp_path / "in", tmp_path / "out", "--to", "w4gemm") == 0
     assert convert(tmp_path / "in", tmp_path / "x", "--format", "int4_g32") == 2
     assert "is in 4 bits already" in capsys.readouterr().err
 
@@ -317,7 +344,7 @@ def test_a_source_that_changed_is_another_conversion(tmp_path: Path, capsys: pyt
 
 def test_config_and_tensors_that_disagree_are_refused(tmp_path: Path) -> None:
     write_model(tmp_path / "in", *SOURCES["awq"])
-    assert convert(tmp_path / "in", tmp_path / "out") == 0
+    assert convert(tmp_path / "in", tmp_path / "out", "--to", "w4gemm") == 0
     file = tmp_path / "out" / "config.json"
     config = json.loads(file.read_text())
     file.write_text(json.dumps(config | {"quantization_config": {"quant_method": "w4gemm"}}))

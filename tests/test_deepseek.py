@@ -229,7 +229,7 @@ def test_convert(tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]) 
     (folder / "hf_quant_config.json").write_text("{}")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
-    assert main(["convert", str(folder), str(converted)]) == 0
+    assert main(["convert", str(folder), str(converted), "--to", "w4gemm"]) == 0
     written = json.loads((converted / "config.json").read_text())
     assert written["quantization_config"]["quant_method"] == "w4gemm" and "expert_dtype" not in written
     assert not (converted / "hf_quant_config.json").exists()

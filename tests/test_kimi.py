@@ -166,7 +166,7 @@ def test_k3(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         f"language_model.model.layers.*.block_sparse_moe.experts.down_proj     e2m1_g32_e8m0  {EXPERTS} x 64" in shown
     )
-    assert main(["convert", str(folder), str(converted)]) == 0
+    assert main(["convert", str(folder), str(converted), "--to", "w4gemm"]) == 0
     config = json.loads((converted / "config.json").read_text())
     assert config["quantization_config"]["quant_method"] == "w4gemm"
     assert "quantization_config" not in config["text_config"]

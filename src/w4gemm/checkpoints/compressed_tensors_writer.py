@@ -27,7 +27,9 @@ class CompressedTensorsWriter:
     name = "compressed-tensors"
     marks = CompressedTensors.marks
 
-    def check(self, module: Module) -> None:
+    def check(self, module: Module, act_order: bool) -> None:
+        if act_order:
+            raise ValueError("compressed-tensors from 0.20 on does not hold weights in act-order; --to w4gemm does")
         if module.experts and module.bias:
             raise ValueError("compressed-tensors has no biases of experts; --to w4gemm has")
         if module.format != _MXFP4 and (
@@ -54,8 +56,7 @@ class CompressedTensorsWriter:
 
     def _leaves(self, w: QuantizedWeight) -> dict[str, torch.Tensor]:
         """Tensors of one module by the last parts of their names."""
-        if w.perm is not None:
-            raise ValueError("compressed-tensors from 0.20 on does not hold weights in act-order; --to w4gemm does")
+        assert w.perm is None, "checked by its index tensor"
         packed, scales, *zeros = w.tensors
         if w.format == _MXFP4:
             return {"weight_packed": packed, "weight_scale": scales.view(torch.uint8)}

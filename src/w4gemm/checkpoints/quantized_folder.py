@@ -23,6 +23,7 @@ from w4gemm.checkpoints.named_modules import Named, warn_of_missing
 from w4gemm.checkpoints.stored import FP8, is_packed, reason_to_skip
 from w4gemm.core.errors import FormatError, not_among
 from w4gemm.core.formats import WeightFormat
+from w4gemm.weights.checks import sorting_perm
 from w4gemm.weights.weight import QuantizedWeight
 
 _FLOATS = ("F16", "BF16", "F32", "F64")
@@ -64,6 +65,7 @@ class QuantizedFolder:
     Args:
         renamed: gives ``module.part`` for the name of a tensor in the folder.
         block: rows and columns of weights in fp8 that share a scale.
+        alarms: True if a tensor of one number may have the name of a module of experts, or of its parameter.
 
     Attributes:
         left_out: why a stored tensor is neither part of a module nor among ``tensors``, by its name in the folder. Each
@@ -76,9 +78,14 @@ class QuantizedFolder:
     """
 
     def __init__(
-        self, path: Path, packing: Packing, renamed: Callable[[str], str] = str, block: ScaleBlock = ScaleBlock()
+        self,
+        path: Path,
+        packing: Packing,
+        renamed: Callable[[str], str] = str,
+        block: ScaleBlock = ScaleBlock(),
+        alarms: bool = False,
     ) -> None:
-        self.path, self._packing = path, packing
+        self.path, self._packing, self._alarms = path, packing, alarms
         self._stored = Fp8Folder(path, block)
         scaled = self._stored.scales.items()
         self.left_out = {scale.name: f"the scale of {weight}, which is read with it" for weight, scale in scaled}
@@ -124,6 +131,8 @@ class QuantizedFolder:
                 raise FormatError(
                     f"{self.path}: {name.owner}: it has a dense weight beside its quantized one, wanted one of them"
                 )
+            elif self._is_alarm(str(name), info):
+                self.left_out[stored] = "an alarm for programs that do not know the format"
             elif reason := reason_to_skip(stored):
                 self.left_out[stored] = reason
             elif stored not in self._stored.scales and is_packed(stored, info.dtype):
@@ -133,6 +142,10 @@ class QuantizedFolder:
                 )
             else:
                 self.tensors[str(name)] = info.shape
+
+    def _is_alarm(self, name: str, info: TensorInfo) -> bool:
+        """True for the tensor of one number that keeps other programs from taking experts for missing ones."""
+        return self._alarms and info.shape == (1,) and not self._parts.keys().isdisjoint((name, name[: -len("_proj")]))
 
     @property
     def files(self) -> set[str]:
@@ -198,6 +211,15 @@ class QuantizedFolder:
         owners = [name] if stack is None else [source for expert in stack.sources for source in expert]
         return [self._files[str(_Name(owner, leaf))] for owner in owners for leaf in leaves or self._parts[owner]]
 
+    def in_act_order(self, name: str) -> bool:
+        """True if a module's columns are in act-order. Only its index tensor is read."""
+        parts = self._parts.get(name, {})
+        index = next((leaf for leaf in ("g_idx", "weight_g_idx") if leaf in parts), None)
+        if index is None:
+            return "perm" in parts
+        module, groups = self._own[name], self._tensor(f"{name}.{index}")
+        return sorting_perm(groups, module.format, module.k, groups.device) is not None
+
     def _tensor(self, name: str) -> torch.Tensor:
         return self._stored.tensor(self._files[name])
 
@@ -258,6 +280,7 @@ def folder_format(
     packing: Callable[[Mapping[str, Any]], Packing],
     renamed: Callable[[str], str] = str,
     named: Callable[[Mapping[str, Any]], Iterable[Named]] = lambda config: (),
+    alarms: bool = False,
 ) -> CheckpointFormat:
     """Return the format of folders that say they are quantized by ``method``.
 
@@ -265,6 +288,7 @@ def folder_format(
         packing: makes a Packing of the folder's quantization_config; raises ValueError for one that it cannot.
         renamed: see :class:`QuantizedFolder`.
         named: gives the modules in 4 bits that a quantization_config names.
+        alarms: see :class:`QuantizedFolder`.
     """
 
     def find(path: Path) -> Path | None:
@@ -278,7 +302,7 @@ def folder_format(
             raise FormatError(f"{path}: quantization_config of config.json has no {e}") from e
         except (TypeError, ValueError, AttributeError) as e:
             raise FormatError(f"{path}: quantization_config of config.json: {e}") from e
-        folder = QuantizedFolder(path, meaning, renamed, block)
+        folder = QuantizedFolder(path, meaning, renamed, block, alarms)
         warn_of_missing(path, names, folder.own_names)
         return folder
 

@@ -30,8 +30,9 @@ METHOD = "w4gemm"
 STATE = "_extra_state"
 """Last part of the name of the tensor with a layer's format and activations, see :mod:`w4gemm.weights.file`."""
 ALARM = "weight"
-"""Last part of the name of a tensor of one number beside the tensors of a linear layer. It is not read. Without w4gemm,
-transformers would draw a weight at random, and refuses one of another shape."""
+"""Last part of the name of a tensor of one number beside the tensors of a linear layer; of experts that tensor has the
+name of their dense parameter. It is not read. Without w4gemm, transformers would draw a weight at random, and refuses
+one of another shape."""
 _DTYPES = {
     torch.uint8: "U8",
     torch.int8: "I8",
@@ -47,6 +48,12 @@ _DTYPES = {
 def alarm() -> torch.Tensor:
     """Return a new tensor of name :data:`ALARM`."""
     return torch.zeros(1)
+
+
+def alarm_name(name: str, experts: bool) -> str:
+    """Return the name of the alarm of a module: that of its dense weight, in a model in which experts are packed
+    (``gate_up``) or in a folder (``gate_up_proj``)."""
+    return f"{name.removesuffix('_proj')}_proj" if experts else f"{name}.{ALARM}"
 
 
 def settings(weights: Iterable[tuple[str, QuantizedWeight | Module]]) -> dict[str, Any]:
@@ -111,15 +118,13 @@ class OwnWriter:
     name = METHOD
     marks = OwnPacking.marks
 
-    def check(self, module: Module) -> None:
+    def check(self, module: Module, act_order: bool) -> None:
         if module.k % 2:
             raise ValueError(f"wanted an even k, got {module.k}: shapes in a folder do not tell odd ones")
 
     def tensors(self, checkpoint: Checkpoint, name: str, w: QuantizedWeight) -> dict[str, torch.Tensor]:
         leaves = w.named_tensors() | {STATE: as_tensor(in_words(w.format, w.activations))}
-        if not w.experts:
-            leaves[ALARM] = alarm()
-        return {f"{name}.{leaf}": t for leaf, t in leaves.items()}
+        return {f"{name}.{leaf}": t for leaf, t in leaves.items()} | {alarm_name(name, w.experts > 0): alarm()}
 
     def config(self, checkpoint: Checkpoint) -> dict[str, Any]:
         return settings(checkpoint.modules.items())
@@ -137,4 +142,4 @@ def _named(config: Mapping[str, Any]) -> list[Named]:
     return [Named("modules", name, alike(name)) for name in config.get("modules") or {}]
 
 
-FORMAT = folder_format(METHOD, "a folder with a model that w4gemm wrote", OwnPacking, named=_named)
+FORMAT = folder_format(METHOD, "a folder with a model that w4gemm wrote", OwnPacking, named=_named, alarms=True)

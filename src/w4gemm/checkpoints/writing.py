@@ -56,8 +56,8 @@ class WeightWriter(Protocol):
         """Last parts of the names of the tensors that a 4-bit module is stored as."""
         ...
 
-    def check(self, module: Module) -> None:
-        """Raise ValueError for a module that cannot be stored."""
+    def check(self, module: Module, act_order: bool) -> None:
+        """Raise ValueError for a module that cannot be stored; ``act_order`` is True if its columns are."""
         ...
 
     def tensors(self, checkpoint: Checkpoint, name: str, w: QuantizedWeight) -> Mapping[str, torch.Tensor]:
@@ -144,11 +144,8 @@ def _require_writable(checkpoint: Checkpoint, writer: WeightWriter) -> None:
     source, options, _ = checkpoint.pretrained()  # refuses what has no config
     if not options:
         _copied_files(source)
-    for name, module in checkpoint.modules.items():
-        try:
-            writer.check(module)
-        except ValueError as e:
-            raise FormatError(f"{checkpoint.path}: {name}: {e}") from e
+    if reason := refusal(checkpoint, writer):
+        raise FormatError(f"{checkpoint.path}: {reason}")
     _require_layers(checkpoint)
     if table := next((name for name in checkpoint.tensors if name.endswith("rotary_emb.inv_freq")), None):
         raise FormatError(f"{checkpoint.path}: {table} is of its own, and config.json has no place for it")
@@ -156,6 +153,17 @@ def _require_writable(checkpoint: Checkpoint, writer: WeightWriter) -> None:
         raise FormatError(
             f"{checkpoint.path}: {other} belongs to no 4-bit module, but a reader would take it for part of one"
         )
+
+
+def refusal(checkpoint: Checkpoint, writer: WeightWriter) -> str:
+    """Return why a writer cannot store a checkpoint's modules, naming the first that it cannot; the empty string if it
+    can store all, bit for bit."""
+    for name, module in checkpoint.modules.items():
+        try:
+            writer.check(module, isinstance(checkpoint, QuantizedFolder) and checkpoint.in_act_order(name))
+        except ValueError as e:
+            return f"{name}: {e}"
+    return ""
 
 
 def _require_layers(checkpoint: Checkpoint) -> None:

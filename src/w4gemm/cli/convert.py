@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from pathlib import Path
 
-from w4gemm.checkpoints import open_checkpoint
+from w4gemm.checkpoints import Checkpoint, open_checkpoint
 from w4gemm.checkpoints.compressed_tensors_writer import CompressedTensorsWriter
 from w4gemm.checkpoints.dense import DenseCheckpoint
 from w4gemm.checkpoints.hugging_face import read_config
 from w4gemm.checkpoints.w4gemm import OwnWriter
-from w4gemm.checkpoints.writing import WeightWriter, write_folder
+from w4gemm.checkpoints.writing import WeightWriter, refusal, write_folder
 from w4gemm.console.devices import choose_device
 from w4gemm.console.errors import require_folder
 from w4gemm.console.options import WIDE_DTYPES
@@ -38,12 +39,13 @@ def run(args: argparse.Namespace) -> int:
         choose_device(args.device)  # nothing runs there, but a wrong name is a mistake all the same
     if not checkpoint.modules:
         raise ValueError(f"PATH: {args.path} holds no 4-bit modules, and none that could be quantized")
+    writer, why = _writer_of(checkpoint) if args.to is None else (WRITERS[args.to], "")
     dtype = DTYPES[args.dtype or _dtype_of(checkpoint.path)]
     with progress_bar() as progress:
         resumed = write_folder(
             checkpoint,
             args.output,
-            WRITERS[args.to],
+            writer,
             dtype=dtype,
             convert_floats=args.dtype is not None,
             shard_bytes=args.shard_size * MIB,
@@ -54,11 +56,25 @@ def run(args: argparse.Namespace) -> int:
         say(f"there already: {counted(resumed, 'file')}")
     size = sum(file.stat().st_size for file in args.output.glob("*.safetensors"))
     seconds = time.perf_counter() - started
+    if args.json:
+        facts = {"output": str(args.output), "kind": writer.name, "why": why, "modules": len(checkpoint.modules)}
+        facts |= {"dense_tensors": len(checkpoint.tensors), "bytes": size, "seconds": seconds}
+        print(json.dumps(facts, indent=2))
+        return 0
     say(
-        f"{args.output}: {counted(len(checkpoint.modules), 'module')} in 4 bits, "
+        f"{args.output}: a {writer.name} folder, {counted(len(checkpoint.modules), 'module')} in 4 bits, "
         f"{counted(len(checkpoint.tensors), 'dense tensor')}, {size / MIB:.1f} MiB, in {seconds:.1f} s"
     )
+    if why:
+        say(f"only w4gemm reads it: {why}")
     return 0
+
+
+def _writer_of(checkpoint: Checkpoint) -> tuple[WeightWriter, str]:
+    """Return compressed-tensors' writer if it holds every module bit for bit, else our own and why."""
+    writer = CompressedTensorsWriter()
+    why = refusal(checkpoint, writer).partition("; --to")[0]
+    return (OwnWriter(), why) if why else (writer, "")
 
 
 def _dtype_of(path: Path) -> str:

@@ -95,7 +95,10 @@ def _convert(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", metavar="PATH", help=CHECKPOINT)
     parser.add_argument("output", metavar="OUTPUT", type=named_path, help="folder to write, made if needed")
     parser.add_argument(
-        "--to", choices=("w4gemm", "compressed-tensors"), default="w4gemm", help="kind of folder (default: %(default)s)"
+        "--to",
+        choices=("w4gemm", "compressed-tensors"),
+        help="kind of folder (default: compressed-tensors, which transformers and engines read, if it holds every bit; "
+        "else w4gemm)",
     )
     parser.add_argument(
         "--format",
@@ -308,8 +311,8 @@ COMMANDS = {
     ),
     "convert": Command(
         "write a checkpoint as another kind of folder; quantize a dense model",
-        "Write a checkpoint as a Hugging Face folder. Weights in 4 bits keep every bit; what the other format cannot "
-        "hold is refused. A dense model is quantized. A run that was interrupted goes on where it was: give the same "
+        "Write a checkpoint as a Hugging Face folder, in compressed-tensors' format if that holds every bit, else in "
+        "w4gemm's own. A dense model is quantized. A run that was interrupted goes on where it was: give the same "
         "command.",
         _convert,
     ),

@@ -33,7 +33,7 @@ from w4gemm.checkpoints.dense_experts import DenseProduct, dense_products
 from w4gemm.checkpoints.experts import DOWN, GATE_UP
 from w4gemm.checkpoints.hugging_face import check_layers, quantization_config, read_header
 from w4gemm.checkpoints.quantized_folder import QuantizedFolder
-from w4gemm.checkpoints.w4gemm import ALARM, METHOD, alarm, settings
+from w4gemm.checkpoints.w4gemm import METHOD, alarm, alarm_name, settings
 from w4gemm.core.errors import FormatError
 from w4gemm.integrations.decoder import decode_by_graph
 from w4gemm.integrations.transformers.awaited import (
@@ -335,16 +335,17 @@ def refuse_to_save_undescribed(model: PreTrainedModel) -> None:
 
 
 def _alarm_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return a tensor that makes transformers refuse the saved folder without w4gemm. It is named for the first layer
+    """Return a tensor that makes transformers refuse the saved folder without w4gemm. It is named for the first module
     whose weight transformers saves under one other name at most."""
-    for name, layer in model.named_modules():
-        if isinstance(layer, W4Linear):
-            tensors = {f"{name}.{ALARM}": alarm()}
-            try:
-                if len(revert_weight_conversion(model, dict(tensors))) == 1:
-                    return tensors
-            except Exception as e:  # whatever an operation of transformers raises for a tensor of one number
-                _log.debug("%s: %s", name, e)
+    owners = [name.removesuffix(".codes") for name in model.state_dict() if name.endswith(".codes")]
+    linear = {name for name, layer in model.named_modules() if isinstance(layer, W4Linear)}
+    for owner in owners:
+        tensors = {alarm_name(owner, experts=owner not in linear): alarm()}
+        try:
+            if len(revert_weight_conversion(model, dict(tensors))) == 1:
+                return tensors
+        except Exception as e:  # whatever an operation of transformers raises for a tensor of one number
+            _log.debug("%s: %s", owner, e)
     return {}
 
 
