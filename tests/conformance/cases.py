@@ -39,6 +39,14 @@ FORMATS += [WeightFormat(96, element=codebook([-(1 + i / 99) for i in range(8)] 
 FORMATS += [WeightFormat.parse(f"int4_{rest}") for rest in ("g32_zfloat_fp32", "g96_zint_fp32", "col_fp32")]
 FORMATS += [WeightFormat.parse(name) for name in ("q4_k", "int4_g64_zfloat_u8x128")]
 FORMATS += [WeightFormat.parse(name) for name in ("mxfp4", "nvfp4", "e2m1_g96_e8m0", "e2m1_col_e4m3_row")]
+FORMATS += [
+    WeightFormat.parse(name)
+    for name in (
+        *("int8_g128", "int8_g64_zint_fp16", "int8_col_fp32", "int6_g32_zfloat_fp16", "int5_g32_fp16"),
+        *("int3_g128_zint", "int2_g64_fp16", "q6_k", "q5_k", "q3_k", "q2_k", "e4m3_col_fp32", "e4m3_g128_b128"),
+        *("e4m3_g128", "mxfp8", "e5m2_g32_e8m0", "e2m3_g32_e8m0", "e3m2_g32_e8m0", "int6_g32_s8x128"),
+    )
+]
 FEW_FORMATS = [
     WeightFormat.parse(name)
     for name in ("int4_g32_zfloat_fp16", "int4_g128", "int4_g96_zint", "int4_col_zfloat", "int4_g64_e4m3", "mxfp4")

@@ -10,6 +10,7 @@ own state says.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -56,14 +57,22 @@ def alarm_name(name: str, experts: bool) -> str:
     return f"{name.removesuffix('_proj')}_proj" if experts else f"{name}.{ALARM}"
 
 
+def _check_k(w: QuantizedWeight | Module, place: str = "") -> None:
+    """Raise ValueError for a k that the shape of the codes does not tell, because they do not fill their last byte."""
+    if w.k * w.format.bits % 8:
+        multiple = 8 // math.gcd(8, w.format.bits)
+        told = -(-w.k * w.format.bits // 8) * 8 // w.format.bits
+        raise ValueError(
+            f"{place}wanted a k of whole bytes, a multiple of {multiple} for {w.format.bits} bits, got {w.k}, which "
+            f"the folder's shapes cannot tell from {told}"
+        )
+
+
 def settings(weights: Iterable[tuple[str, QuantizedWeight | Module]]) -> dict[str, Any]:
     """Return the quantization_config of a model with these 4-bit modules: the most common format, and the others'."""
     formats = {}
     for name, w in weights:
-        if w.k % 2:
-            raise ValueError(
-                f"{name}: wanted an even k, got {w.k}, which the folder's shapes cannot tell from {w.k + 1}"
-            )
+        _check_k(w, f"{name}: ")
         formats[name] = in_words(w.format, w.activations)
     counted = list(formats.values())
     common = max(dict.fromkeys(counted), key=counted.count, default=None)
@@ -88,8 +97,8 @@ class OwnPacking:
             raise ValueError(f"config.json names no format for it: {text!r}")
         format, activations = of_words(text)
         experts = stored["codes"].shape[0] if "codes" in stored and len(stored["codes"].shape) == 3 else 0
-        *_, n, half = check_tensor(stored, "codes", ("U8",), stored["codes"].shape if experts else None)
-        k = stored["perm"].shape[0] if "perm" in stored else 2 * half
+        *_, n, row_bytes = check_tensor(stored, "codes", ("U8",), stored["codes"].shape if experts else None)
+        k = stored["perm"].shape[0] if "perm" in stored else 8 * row_bytes // format.bits
         packed = packed_shape(format, "canonical", n, k, experts)
         for leaf, (dtype, shape) in zip(format.part_names, packed.tensors, strict=True):
             check_tensor(stored, leaf, (_DTYPES[dtype],), shape)
@@ -119,8 +128,7 @@ class OwnWriter:
     marks = OwnPacking.marks
 
     def check(self, module: Module, act_order: bool) -> None:
-        if module.k % 2:
-            raise ValueError(f"wanted an even k, got {module.k}: shapes in a folder do not tell odd ones")
+        _check_k(module)
 
     def tensors(self, checkpoint: Checkpoint, name: str, w: QuantizedWeight) -> dict[str, torch.Tensor]:
         leaves = w.named_tensors() | {STATE: as_tensor(in_words(w.format, w.activations))}

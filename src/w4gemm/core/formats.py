@@ -107,8 +107,8 @@ scale for each row is ``_col_fp32``; a tensor's single scale is that of each row
 a group of 128 rows. ``u8x256``, ``s8x256``, ``u4x256``: two levels, unsigned bytes, signed bytes and four bits, and
 factors for each 256 columns; the unsigned ones have float zero points. ``u8x128``, ``s8x128``: the same for each 128
 columns, for shards along k."""
-_FLOAT32_BITS = 24
-"""Significant bits of a float32."""
+_FLOAT32_BITS, _FACTOR_BITS = 24, 11
+"""Significant bits of a float32, and of a factor, which is an fp16."""
 ALIASES = {
     "mxfp4": "e2m1_g32_e8m0",
     "nvfp4": "e2m1_g16_e4m3_row",
@@ -216,6 +216,12 @@ class WeightFormat:
             raise ValueError(
                 f"scale: {self.scale} has factors of {columns} columns: wanted zero {rule.zeros[0]!r} and a group_size "
                 f"that divides {columns}, got {self.zero!r} and {g}"
+            )
+        if self.has_factors and self.has_zero and _FACTOR_BITS + rule.level_bits + self.bits > _FLOAT32_BITS:
+            most = _FLOAT32_BITS - _FACTOR_BITS - rule.level_bits
+            raise ValueError(
+                f"element: wanted at most {most} bits beside {self.scale} scales, so that products of a factor, a "
+                f"scale and a code are exact in float32, got {self.element}"
             )
         if self.zero not in rule.zeros:
             raise ValueError(f"zero: wanted 'none' beside {self.scale} scales, got {self.zero!r}; bf16 scales take it")

@@ -29,13 +29,13 @@ def quantize(
     search: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> QuantizedWeight:
-    """Quantize a dense weight to 4 bits, each number rounded to the nearest. A group whose scale would be 0 in the
+    """Quantize a dense weight, each number rounded to the nearest. A group whose scale would be 0 in the
     format's dtype becomes zeros (fp16 scales: numbers of 1e-7 and less).
 
     Args:
         weight: the matrix (n, k) as torch.nn.Linear has it, output features first; floating point, finite, on any
             device. No calibration data is needed, and none is used.
-        format: format of the result, or its string: "int4_g128", "int4_g64_zint", "nf4", "mxfp4", ...
+        format: format of the result, or its string: "int4_g128", "int8_col", "int4_g64_zint", "nf4", "mxfp8", ...
         search: True to try 24 smaller ranges for each group and keep the one of least squared error. That takes about
             25 times as long and is never worse.
         progress: called as ``progress(rows done, rows)`` after each block of rows.
@@ -64,7 +64,8 @@ def quantize(
     if 0 in weight.shape:
         raise ValueError(f"weight: wanted n >= 1 and k >= 1, got shape {tuple(weight.shape)}")
     n, k = weight.shape
-    rows = max(1, 2**22 // k)
+    unit = format.scale_rule.block_rows or 1
+    rows = max(1, 2**22 // k // unit) * unit
     limit = largest_quantized(format)
     blocks = []
     for start in range(0, n, rows):
@@ -89,8 +90,8 @@ def largest_quantized(format: WeightFormat) -> float:
 
 
 def _plain(format: WeightFormat) -> WeightFormat:
-    """Return the format whose scales are found first: the same without scales of channels and factors."""
-    if format.has_factors:
+    """Return the format whose scales are found first: the same without scales of channels, factors and blocks."""
+    if format.has_factors or format.scale_rule.block_rows:
         return replace(format, scale="fp32")
     return replace(format, scale="bf16") if format.has_channels else format
 
@@ -111,30 +112,37 @@ def _over(t: torch.Tensor, number: float) -> torch.Tensor:
 
 
 _LARGEST_BYTE = 63
-"""Largest byte of a scale or zero point that has a factor, because GGUF's Q4_K has six bits for each."""
+"""Largest unsigned scale or zero point that has a factor, because GGUF's Q4_K has six bits for each."""
 _LEAST_FACTOR = 2.0**-24
 """The smallest number of fp16 above 0."""
 
 
+def _levels(format: WeightFormat) -> tuple[int, int]:
+    """Return the smallest and the largest level of a scale or zero point that has a factor."""
+    least, most = format.scale_rule.levels
+    return least, most if format.scale_rule.signed else min(most, _LARGEST_BYTE)
+
+
 def _factors(scales: torch.Tensor, zeros: torch.Tensor, format: WeightFormat, k: int) -> torch.Tensor:
-    """Return factors, fp16 (n, superblocks, 2), so that scales >= 0 and zero points <= 0 (n, groups) over them use the
-    whole range of their bytes."""
+    """Return factors, fp16 (n, superblocks, 1 or 2), so that scales and zero points <= 0 (n, groups) over them use the
+    whole range of their levels."""
     together = format.scale_rule.factor_columns // format.group_size
     padding = format.superblocks(k) * together - scales.shape[1]
-    sizes = torch.nn.functional.pad(torch.stack((scales, -zeros), dim=-1), (0, 0, 0, padding))
-    largest = sizes.unflatten(1, (-1, together)).amax(2) / _LARGEST_BYTE
+    sizes = torch.stack((scales, zeros)[: format.factors], dim=-1).abs()
+    sizes = torch.nn.functional.pad(sizes, (0, 0, 0, padding))
+    largest = sizes.unflatten(1, (-1, together)).amax(2) / _levels(format)[1]
     # rounded to 0, a factor would make all its scales 0
     largest = torch.where(largest > 0, largest.clamp(min=_LEAST_FACTOR), largest)
-    return (largest * torch.tensor([1.0, -1.0], device=scales.device)).half()
+    return (largest * torch.tensor([1.0, -1.0][: format.factors], device=scales.device)).half()
 
 
 class _TwoLevels(NamedTuple):
     """Weights rounded to scales and zero points of two levels."""
 
     scales: torch.Tensor
-    """Bytes of the scales, as float32 (n, groups)."""
+    """Levels of the scales, as float32 (n, groups)."""
     zeros: torch.Tensor
-    """Bytes of the zero points, as float32 (n, groups)."""
+    """Levels of the zero points, as float32 (n, groups); 0 without zero points."""
     codes: torch.Tensor
     """float32 (n, groups, length)."""
     values: torch.Tensor
@@ -144,15 +152,19 @@ class _TwoLevels(NamedTuple):
 def _two_levels(
     w: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, factors: torch.Tensor, format: WeightFormat
 ) -> _TwoLevels:
-    """Round weights (n, groups, length) to scales and zero points that are bytes times ``factors``, nearest to
+    """Round weights (n, groups, length) to scales and zero points that are levels times ``factors``, nearest to
     ``scales`` and ``zeros``, which were found without factors."""
     together = format.scale_rule.factor_columns // format.group_size
     spread = factors.float().repeat_interleave(together, dim=1)[:, : scales.shape[1]]
-    sizes = torch.stack((scales, zeros), dim=-1)
-    levels = (sizes / torch.where(spread == 0, torch.ones_like(spread), spread)).round().clamp(0, _LARGEST_BYTE)
-    s, z = (levels * spread)[:, :, None].unbind(-1)
-    codes = ((w - z) / torch.where(s == 0, torch.ones_like(s), s)).round().clamp(0, format.element_rule.largest_code)
-    return _TwoLevels(levels[..., 0], levels[..., 1], codes, codes * s + z)
+    sizes = torch.stack((scales, zeros)[: format.factors], dim=-1)
+    levels = (sizes / torch.where(spread == 0, torch.ones_like(spread), spread)).round().clamp(*_levels(format))
+    s, *z = (levels * spread)[:, :, None].unbind(-1)
+    safe = torch.where(s == 0, torch.ones_like(s), s)
+    if format.has_zero:
+        codes = ((w - z[0]) / safe).round().clamp(0, format.element_rule.largest_code)
+        return _TwoLevels(levels[..., 0], levels[..., 1], codes, codes * s + z[0])
+    codes = format.element_rule.nearest(w / safe)
+    return _TwoLevels(levels[..., 0], zeros, codes, format.element_rule.numbers(codes) * s)
 
 
 class _Rounded(NamedTuple):
@@ -180,7 +192,7 @@ def _quantize_rows(w: torch.Tensor, format: WeightFormat, search: bool) -> Weigh
         w = torch.cat((w, w[:, (groups - 1) * length :][:, :1].expand(n, tail)), dim=1)
     w = w.view(n, groups, length)
     is_column = (torch.arange(groups * length, device=w.device) < k).view(groups, length)
-    low, high = w.amin(-1), w.amax(-1)
+    low, high = _shared(w.amin(-1), torch.amin, format), _shared(w.amax(-1), torch.amax, format)
     channels: torch.Tensor | None = None
     factors: torch.Tensor | None = None
 
@@ -209,7 +221,7 @@ def _quantize_rows(w: torch.Tensor, format: WeightFormat, search: bool) -> Weigh
     def judged(values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, codes: torch.Tensor) -> _Rounded:
         """Return rounded weights with their error. Groups whose scale was rounded to 0 beside a zero point that was not
         are all zeros if that is nearer."""
-        error = ((values - w) * is_column).square().sum(-1)
+        error = _shared(((values - w) * is_column).square().sum(-1), torch.sum, format)
         if format.zero == "float":
             nothing = (w * is_column).square().sum(-1)
             worse = error > nothing
@@ -224,7 +236,19 @@ def _quantize_rows(w: torch.Tensor, format: WeightFormat, search: bool) -> Weigh
     codes = best.codes.to(torch.uint8).view(n, -1)[:, :k].contiguous()
     zero_dtype = format.zero_dtype
     zeros = None if zero_dtype is None else best.zeros.to(zero_dtype)
-    return WeightComponents(codes, format.stored_scales(best.scales), zeros, channels, factors)
+    scales = best.scales
+    if rows := format.scale_rule.block_rows:  # twice, for even and for odd rows
+        scales = scales[::rows].repeat_interleave(2, dim=0)
+    return WeightComponents(codes, format.stored_scales(scales), zeros, channels, factors)
+
+
+def _shared(of_rows: torch.Tensor, reduce: Callable[..., torch.Tensor], format: WeightFormat) -> torch.Tensor:
+    """Return numbers (n, groups) reduced over the rows that share scales, in the place of each row's; as they are if
+    none do."""
+    if not format.scale_rule.block_rows:
+        return of_rows
+    blocks = of_rows.split(format.scale_rule.block_rows)
+    return torch.cat([reduce(block, 0, keepdim=True).expand_as(block) for block in blocks])
 
 
 def _round_groups(
@@ -239,7 +263,7 @@ def _round_groups(
     element = format.element_rule
     if format.zero == "none":
         # give the end with the larger magnitude the larger end of the values, which is -8 of int4
-        small, large = sorted((min(element.values), max(element.values)), key=abs)
+        small, large = sorted((element.least, element.most), key=abs)
         extreme = torch.where(low.abs() >= high.abs(), low, high)
         smaller = torch.minimum(low.abs(), high.abs())
         scales = torch.maximum(_over(extreme, large).abs(), _over(smaller, small).abs())
@@ -247,7 +271,7 @@ def _round_groups(
             scales = stored(scales)
             scales = torch.where((extreme * large < 0) & (not element.symmetric), -scales, scales)
         else:  # of a power of two the next larger one, so that nothing is cut off
-            ends = _over(low, min(element.values)), _over(high, max(element.values))
+            ends = _over(low, element.least), _over(high, element.most)
             mantissa, exponent = torch.frexp(torch.maximum(*ends).clamp(min=2.0**-126))
             power = exponent.int() - (mantissa == 0.5).int()
             scales = stored((power + 127 << 23).view(torch.float32))
@@ -313,7 +337,7 @@ def fold_scales(w: QuantizedWeight) -> tuple[QuantizedWeight, float]:
         format, fold = w.format, _within_range
     elif w.format.has_zero or w.format.scale_dtype.itemsize < 2:
         raise ValueError(f"w: wanted a format without zero points and with 16-bit scales, got {w.format}")
-    elif not w.format.element_rule.counts:
+    elif w.format.element != "int4":
         raise ValueError(f"w: wanted int4 elements, got {w.format}: no kernel decodes others for fp8 activations")
     else:
         format, fold = replace(w.format, scale="e4m3"), with_e4m3_scales

@@ -1,4 +1,4 @@
-"""A 4-bit weight: :class:`QuantizedWeight`."""
+"""A quantized weight: :class:`QuantizedWeight`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from w4gemm.core.autocast import without_autocast
 from w4gemm.core.errors import device_here, is_int, kind_of, require_int
 from w4gemm.core.formats import SCALES, SMALLEST_GROUP, WeightFormat
 from w4gemm.core.problem import Device
-from w4gemm.packing.layouts import WeightComponents, layout_for, layout_named
+from w4gemm.packing.layouts import CanonicalLayout, WeightComponents, layout_for, layout_named
 from w4gemm.packing.packed_shape import PackedShape, packed_shape
 from w4gemm.packing.repack import Matrix, repack_rows
-from w4gemm.weights.checks import check_perm, check_range, checked, is_permutation, sorting_perm
+from w4gemm.weights.checks import check_codes, check_perm, check_range, checked, is_permutation, sorting_perm
 from w4gemm.weights.dequantize import dequantize_parts, with_plain_scales
 from w4gemm.weights.file import check_path, read, unfit, write
 
@@ -27,7 +27,7 @@ ACTIVATIONS = ("fp8", None)
 
 @dataclass(frozen=True, eq=False)
 class QuantizedWeight:
-    """A 4-bit weight w (n, k): packed tensors and what they mean. It is immutable; methods return new weights.
+    """A quantized weight w (n, k): packed tensors and what they mean. It is immutable; methods return new weights.
 
     :func:`w4gemm.quantize`, :meth:`from_codes`, :meth:`load` and the readers in ``w4gemm.checkpoints`` make one.
 
@@ -113,17 +113,21 @@ class QuantizedWeight:
 
         Args:
             format: format of the weight, or its string.
-            codes: any integer dtype (n, k), of int4 0..15. A symmetric format's signed value v is code v + 8.
-            scales: ``format.scale_dtype`` (n, groups).
+            codes: any integer dtype (n, k), 0 .. 2**bits - 1. A symmetric format's signed integer v is code
+                v + 2**(bits - 1), so of int4 v + 8; a float's code is its bits.
+            scales: ``format.scale_dtype`` (n, groups); of ``b128`` (2 * ceil(n / 128), groups): for each 128 rows the
+                scales of the even rows, then those of the odd rows, which are the same unless rows of a gate and an up
+                projection alternate.
             zeros: ``format.zero_dtype`` (n, groups); None for a format without zero points.
             g_idx: integers (k,), the group of each column, as GPTQ with desc_act stores it; None if column j is in
                 group j // g. Groups are full, but for the last one.
             channels: float32 (n,), the scale of each output channel; None for a format without.
-            factors: fp16 (n, superblocks, 2), the factors of scales and of zero points; None for a format without.
+            factors: fp16 (n, superblocks, ``format.factors``), the factors of scales and, with zero points, of these;
+                None for a format without.
 
         Raises:
-            TypeError, ValueError: naming the argument, what was wanted and what came. Scales and zero points whose
-                weights would not be finite, in fp16 or beyond 2**31, are refused.
+            TypeError, ValueError: naming the argument, what was wanted and what came. Refused are scales and zero
+                points whose weights would not be finite, in fp16 or beyond 2**31, and codes of NaN and infinity.
         """
         format = WeightFormat.of(format)
         parts = checked(format, WeightComponents(codes, scales, zeros, channels, factors))
@@ -157,13 +161,16 @@ class QuantizedWeight:
             each = (cls.interleave(gate.expert(e), up.expert(e)) for e in range(gate.experts))
             return cls.stack(each, gate.experts, gate.layout)
         up = up.repack(gate.layout)
-        if gate.layout == "canonical":  # every tensor has a row for each of w's
-            rows = zip(gate.tensors, up.tensors, strict=True)
-            return replace(gate, n=2 * gate.n, tensors=tuple(torch.stack(both, 1).flatten(0, 1) for both in rows))
-        pairs = WeightComponents.of(
-            None if a is None or b is None else torch.stack((a, b), dim=1).flatten(0, 1)
-            for a, b in zip(gate.parts(), up.parts(), strict=True)
-        )
+        packed = gate.layout == "canonical"  # where every tensor but scales of blocks has a row for each of w's
+        both = [w.named_tensors() if packed else w.parts()._asdict() for w in (gate, up)]
+        rows = {
+            name: torch.stack((t, both[1][name]), dim=1).flatten(0, 1) for name, t in both[0].items() if t is not None
+        }
+        if gate.format.scale_rule.block_rows:
+            rows["scales"] = _alternating_scales(both[0]["scales"], both[1]["scales"], gate.format, gate.n)
+        if packed:
+            return replace(gate, n=2 * gate.n, tensors=tuple(rows[name] for name in gate.format.part_names))
+        pairs = WeightComponents.of(rows.get(name) for name in WeightComponents._fields)
         return replace(gate, n=2 * gate.n, tensors=layout_named(gate.layout).pack(pairs, gate.format))
 
     @classmethod
@@ -355,7 +362,9 @@ class QuantizedWeight:
         same numbers, bit for bit.
 
         If shards along k would divide a group, they have a smaller group size, the greatest common divisor of the group
-        size and the shard's k, and scales are repeated. GPU kernels take group sizes that are multiples of 32.
+        size and the shard's k, and scales are repeated. GPU kernels take group sizes that are multiples of 32. Where
+        shards would divide columns that share factors, or rows that share scales, they get another scale rule, such as
+        float32 scales.
 
         Args:
             dim: 0 splits the output features n (column parallel), 1 the input features k (row parallel).
@@ -374,31 +383,31 @@ class QuantizedWeight:
         group_size = _shard_group_size(self, dim, index, count)
         size = (self.n, self.k)[dim] // count
         elements = slice(index * size, (index + 1) * size)
-        columns = slice(0, self.k) if dim == 0 else elements
-        width = columns.stop - columns.start
-        parts, format = (
-            self.parts(),
-            replace(self.format, group_size=group_size, scale=_shard_scale(self.format, width)),
-        )
-        if self.format.has_factors and not format.has_factors:
+        rows, columns = (elements, slice(0, self.k)) if dim == 0 else (slice(0, self.n), elements)
+        height, width = rows.stop - rows.start, columns.stop - columns.start
+        scale = _shard_scale(self, height, width)
+        parts, format = self.parts(), replace(self.format, group_size=group_size, scale=scale)
+        if scale == "fp32":
             parts = with_plain_scales(parts, self.format)
         codes, scales, zeros, channels, factors = parts
         starts = columns.start + torch.arange(format.groups(width), device=self.device) * format.group_length(width)
         groups = starts // self.format.group_length(self.k)  # of w, for each group of the shard
+        scale_rows = slice(format.scale_rows(rows.start), format.scale_rows(rows.stop))
 
-        def cut(t: torch.Tensor, columns: slice | torch.Tensor) -> torch.Tensor:
+        def cut(t: torch.Tensor, columns: slice | torch.Tensor, rows: slice = rows) -> torch.Tensor:
             bits = t.view(torch.uint8) if t.itemsize == 1 else t  # PyTorch 2.8 gathers no fp8 on the CPU
-            view = (bits[elements] if dim == 0 else bits)[:, columns]
             # a copy: the view would keep the whole weight's memory
-            return view.clone(memory_format=torch.contiguous_format).view(t.dtype)
+            return bits[rows][:, columns].clone(memory_format=torch.contiguous_format).view(t.dtype)
 
-        part = WeightComponents(cut(codes, columns), cut(scales, groups), None if zeros is None else cut(zeros, groups))
+        part = WeightComponents(
+            cut(codes, columns), cut(scales, groups, scale_rows), None if zeros is None else cut(zeros, groups)
+        )
         if factors is not None:
             length = format.scale_rule.factor_columns
             starts = columns.start + torch.arange(format.superblocks(width), device=self.device) * length
             part = part._replace(factors=cut(factors, starts // self.format.scale_rule.factor_columns))
         if channels is not None:
-            part = part._replace(channels=channels[elements].clone() if dim == 0 else channels)
+            part = part._replace(channels=channels[rows].clone())
         n, k = part.codes.shape
         layout = "canonical" if layout_named(self.layout).supports(format) else self.layout
         return replace(self, format=format, n=n, k=k, layout=layout, tensors=layout_named(layout).pack(part, format))
@@ -459,13 +468,18 @@ class QuantizedWeight:
         return weight
 
     def check_range(self) -> None:
-        """Raise ValueError for a layout other than the canonical one, and for scales or zero points that
+        """Raise ValueError for a layout other than the canonical one, and for codes, scales or zero points that
         :meth:`from_codes` refuses. Rows are counted over all experts. On the meta device there are none to check."""
         if self.device.type != "meta":
-            named = self.named_tensors().items()
-            parts = {name: t.flatten(0, 1) if self.experts else t for name, t in named}
-            components = WeightComponents.of(parts.get(name) for name in WeightComponents._fields)
-            check_range(self.format, *components[1:])
+            named = self.named_tensors()
+            tensors = tuple(
+                named[name].flatten(0, 1) if self.experts else named[name] for name in self.format.part_names
+            )
+            parts = CanonicalLayout().unpack_scales(tensors, self.format, self.k)
+            check_range(self.format, *parts[1:])
+            if self.format.element_rule.refused_codes:
+                assert self.format.bits == 8, "codes that are not bytes"
+                check_codes(self.format, parts.codes)
 
     def __repr__(self) -> str:
         experts = f"experts={self.experts}, " if self.experts else ""
@@ -514,16 +528,34 @@ def parts(w: QuantizedWeight, sizes: Sequence[int]) -> list[QuantizedWeight]:
     return found
 
 
-def _shard_scale(format: WeightFormat, width: int) -> str:
-    """Return the name of the scale rule of shards with ``width`` columns.
+def _alternating_scales(gate: torch.Tensor, up: torch.Tensor, format: WeightFormat, n: int) -> torch.Tensor:
+    """Return the scales of a weight whose rows are those of two weights (n, k) in turn, where blocks of rows share
+    scales. A block of the result has half the rows of a block of either.
+
+    Raises:
+        ValueError: if even and odd rows of either already have scales of their own.
+    """
+    pairs = torch.stack((gate, up), dim=1).unflatten(0, (-1, 2))  # block, even or odd, gate or up, group
+    if not torch.equal(pairs[:, 0], pairs[:, 1]):
+        raise ValueError(f"gate, up: wanted the same {format.scale} scales for even and odd rows")
+    return pairs[:, 0].repeat_interleave(2, 0).flatten(0, 1)[: format.scale_rows(2 * n)].contiguous()
+
+
+def _shard_scale(w: QuantizedWeight, height: int, width: int) -> str:
+    """Return the name of the scale rule of shards of ``height`` rows and ``width`` columns.
 
     It is the format's own. Scales with factors, whose superblocks a shard may divide, take the rule of smaller
-    superblocks or, if there is none, float32 scales, which hold the products exactly.
+    superblocks or, if there is none, float32 scales, which hold the products exactly. So do scales of blocks of rows
+    that a shard divides.
     """
-    columns = math.gcd(format.scale_rule.factor_columns, width)
-    if not format.has_factors or columns == format.scale_rule.factor_columns:
-        return format.scale
-    return next((rule.name for rule in SCALES.values() if rule.factor_columns == columns), "fp32")
+    own = w.format.scale_rule
+    if own.block_rows:
+        return own.name if height == w.n or height % own.block_rows == 0 else "fp32"
+    if not own.factor_columns:
+        return own.name
+    columns = math.gcd(own.factor_columns, width)
+    alike = (rule for rule in SCALES.values() if replace(rule, name=own.name, factor_columns=own.factor_columns) == own)
+    return next((rule.name for rule in alike if rule.factor_columns == columns), "fp32")
 
 
 def _shard_group_size(w: QuantizedWeight, dim: int, index: int, count: int) -> int:

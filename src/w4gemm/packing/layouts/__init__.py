@@ -57,6 +57,7 @@ __all__ = [
     "FP8_LAYOUT",
     "LAYOUTS",
     "RENAMED",
+    "CanonicalLayout",
     "PackLayout",
     "WeightComponents",
     "layout_for",

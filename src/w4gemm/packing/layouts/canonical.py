@@ -43,8 +43,12 @@ class CanonicalLayout:
         return tuple(t.contiguous() for t in tensors)
 
     def unpack(self, tensors: tuple[torch.Tensor, ...], format: WeightFormat, n: int, k: int) -> WeightComponents:
+        parts = self.unpack_scales(tensors, format, k)
+        return parts._replace(codes=unpack(parts.codes, format.bits)[:, :k].contiguous())
+
+    def unpack_scales(self, tensors: tuple[torch.Tensor, ...], format: WeightFormat, k: int) -> WeightComponents:
+        """The same as :meth:`unpack`, but with the codes as they are packed."""
         named = dict(zip(format.part_names, tensors, strict=True))
-        named["codes"] = unpack(named["codes"], format.bits)[:, :k].contiguous()
         if _level_bits(format) < 8:
             groups = format.groups(k)
             levels = {name: unpack(named[name], _level_bits(format))[:, :groups] for name in ("scales", "zeros")}
