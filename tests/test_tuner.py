@@ -18,7 +18,7 @@ from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import H200, Device, GemmProblem
 from w4gemm.kernels import kernel_named
 from w4gemm.tuning import tuner
-from w4gemm.tuning.roofline import Work, roofline_us
+from w4gemm.tuning.roofline import Roofline, Work
 from w4gemm.tuning.timing import Timing
 from w4gemm.tuning.workload import Workload
 
@@ -235,9 +235,9 @@ def test_the_workload_checks_what_it_times(epilogue):
 def test_roofline():
     problem = GemmProblem(1, 8192, 8192, torch.bfloat16, WeightFormat(), "mma16", device=H200)
     assert Work.of(problem).bytes == 8192 * 8192 // 2 + 2 * 8192 * 64 + 4 * 8192
-    assert roofline_us(problem) == pytest.approx(7.7, abs=0.1)
-    assert roofline_us(replace(problem, m=4096)) == pytest.approx(695.9, abs=0.5)
-    assert roofline_us(CPU) is None
+    assert Roofline.of(problem) == (pytest.approx(7.7, abs=0.1), "bytes")
+    assert Roofline.of(replace(problem, m=4096)) == (pytest.approx(695.9, abs=0.5), "operations")
+    assert Roofline.of(CPU) is None
 
 
 def test_a_choice_must_also_win_inside_its_interval(monkeypatch):

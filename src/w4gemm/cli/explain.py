@@ -14,7 +14,7 @@ from w4gemm.core.epilogue import Epilogue
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import GemmProblem
 from w4gemm.packing.layouts import layout_for
-from w4gemm.tuning.roofline import roofline_us
+from w4gemm.tuning.roofline import Roofline
 
 
 def run(args: argparse.Namespace) -> int:
@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
         device,
         args.batch_invariant,
     )
-    least = roofline_us(problem)
+    least = Roofline.of(problem)
     heading = {"device": device_line(device), "problem": str(problem), "m": m, "planned_m": problem.m, "n": n, "k": k}
     if args.why is not None:
         verdicts = choice.why(problem, args.why)  # before the heading, because CONFIG may be none
@@ -45,14 +45,16 @@ def run(args: argparse.Namespace) -> int:
     explanation = choice.explain(problem, args.config)
     status = 0 if explanation.chosen else 1
     if args.json:
-        print(json.dumps(heading | {"roofline_us": least} | _facts(explanation, args.rows), indent=2))
+        print(json.dumps(heading | _limit(least, explanation) | _facts(explanation, args.rows), indent=2))
         return status
     print(device_line(device))
     print(explanation)
     if device.kind == "cpu":
         print("  predicted times only order the configs here: nothing is known of this CPU")
     elif least is not None:
-        print(f"  roofline: {least:.1f} us")
+        share = _limit(least, explanation)["predicted_share"]
+        reached = "" if share is None else f"; the choice is predicted to reach {share:.0%} of it"
+        print(f"  roofline: {least.us:.1f} us for its {least.bound}{reached}")
     if explanation.chosen is None:
         return status
     if m <= choice.WAVES_FROM:
@@ -70,6 +72,17 @@ def _verdict(verdict: choice.Verdict) -> dict[str, Any]:
         "reasons": [verdict.unsupported] if verdict.unsupported else [str(each) for each in verdict.exclusions],
         "rank": verdict.rank or None,
         "predicted_us": verdict.us or None,
+    }
+
+
+def _limit(least: Roofline | None, explanation: choice.Explanation) -> dict[str, Any]:
+    """The least time, and which part of the chosen config's predicted time it is."""
+    times = {str(each): each.us for each in explanation.candidates}
+    us = times.get(str(explanation.chosen))
+    return {
+        "roofline_us": None if least is None else least.us,
+        "bound": None if least is None else least.bound,
+        "predicted_share": None if least is None or us is None else least.us / us,
     }
 
 

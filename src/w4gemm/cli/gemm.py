@@ -17,7 +17,7 @@ from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import GemmProblem
 from w4gemm.packing.layouts import layout_for
 from w4gemm.packing.packed_shape import packed_shape
-from w4gemm.tuning.roofline import Work, roofline_us
+from w4gemm.tuning.roofline import Roofline, Work
 from w4gemm.tuning.tuner import Outcome, tune
 from w4gemm.tuning.workload import Workload
 
@@ -81,7 +81,9 @@ def _heading(problem: GemmProblem) -> str:
 def _facts(problem: GemmProblem) -> dict[str, Any]:
     sizes = {"m": problem.m, "n": problem.n, "k": problem.k}
     kinds = {"dtype": str(problem.dtype).removeprefix("torch."), "format": str(problem.format)}
-    return {"device": device_line(problem.device)} | sizes | kinds | {"roofline_us": roofline_us(problem)}
+    least = Roofline.of(problem)
+    limit = {"roofline_us": least and least.us, "bound": least and least.bound}
+    return {"device": device_line(problem.device)} | sizes | kinds | limit
 
 
 def _speed(problem: GemmProblem, us: float) -> dict[str, float]:
@@ -107,9 +109,9 @@ def speed(problem: GemmProblem, us: float) -> str:
     """Return a time in words, with the operations and bytes per second that it comes to."""
     facts = _speed(problem, us)
     rates = f"{_scaled(facts['operations_per_s'], 'FLOP/s')}, {_scaled(facts['bytes_per_s'], 'B/s')}"
-    least = roofline_us(problem)
+    least = Roofline.of(problem)
     if least is not None:
-        return f"{us:.1f} us, {rates}, {100 * least / us:.0f} % of the roofline ({least:.1f} us)"
+        return f"{us:.1f} us, {rates}, {100 * least.us / us:.0f} % of the roofline ({least.us:.1f} us)"
     return f"{us:.1f} us, {rates} (no roofline is known for this device)"
 
 

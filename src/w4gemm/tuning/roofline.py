@@ -52,10 +52,21 @@ class Work:
         return cls(weight + m * k * problem.dtype.itemsize + out, 2 * m * n * k)
 
 
-def roofline_us(problem: GemmProblem) -> float | None:
-    """Return max(bytes / bandwidth, operations / rate) in microseconds; None for a device of unknown rates."""
-    rates = RATES.get(problem.device.name)
-    if rates is None:
-        return None
-    work, fp8 = Work.of(problem), problem.dtype.itemsize == 1
-    return max(work.bytes / rates.bytes, work.operations / (rates.fp8_operations if fp8 else rates.operations))
+class Roofline(NamedTuple):
+    """The least time of a problem on a device."""
+
+    us: float
+    """max(bytes / bandwidth, operations / rate) in microseconds."""
+    bound: str
+    """Which of both it is: "bytes" or "operations"."""
+
+    @classmethod
+    def of(cls, problem: GemmProblem) -> Roofline | None:
+        """Return the least time of a problem; None for a device of unknown rates."""
+        rates = RATES.get(problem.device.name)
+        if rates is None:
+            return None
+        work, fp8 = Work.of(problem), problem.dtype.itemsize == 1
+        operations_us = work.operations / (rates.fp8_operations if fp8 else rates.operations)
+        bytes_us = work.bytes / rates.bytes
+        return cls(bytes_us, "bytes") if bytes_us >= operations_us else cls(operations_us, "operations")
