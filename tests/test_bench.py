@@ -11,33 +11,28 @@ from pathlib import Path
 
 import pytest
 import torch
-
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "bench/results"
-sys.path.insert(0, str(ROOT))
-
-from bench import rows as bench_rows  # noqa: E402
-from bench import support, timings  # noqa: E402
-from bench.peers import PEERS, bitsandbytes, peers_named  # noqa: E402
-from bench.peers.w4gemm import W4gemm  # noqa: E402
-from bench.shapes import (  # noqa: E402
-    EXPERTS,
+from bench import rows as bench_rows
+from bench import support, timings
+from bench.peers import PEERS, bitsandbytes
+from bench.peers.w4gemm import W4gemm
+from bench.shapes import (
     LAYERS,
     ROUTINGS,
     divide,
-    parse_experts,
     parse_layers,
-    parse_routings,
     parse_tokens,
 )
 
-import w4gemm  # noqa: E402
-from w4gemm import QuantizedWeight, WeightFormat, choice  # noqa: E402
-from w4gemm.checkpoints import FORMATS, METHODS  # noqa: E402
-from w4gemm.core.elements import ELEMENTS  # noqa: E402
-from w4gemm.core.problem import GemmProblem  # noqa: E402
-from w4gemm.kernels import KERNELS  # noqa: E402
-from w4gemm.packing.layouts import native_layout  # noqa: E402
+import w4gemm
+from w4gemm import QuantizedWeight, WeightFormat, choice
+from w4gemm.checkpoints import FORMATS, METHODS
+from w4gemm.core.elements import ELEMENTS
+from w4gemm.core.problem import GemmProblem
+from w4gemm.kernels import KERNELS
+from w4gemm.packing.layouts import native_layout
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "bench/results"
 
 
 def test_shapes_by_name_and_by_size():
@@ -47,23 +42,6 @@ def test_shapes_by_name_and_by_size():
         parse_layers("layer")
     with pytest.raises(ValueError, match="tokens: wanted numbers"):
         parse_tokens("1,two", "tokens")
-
-
-def test_mixtures_of_experts_by_name_and_by_size():
-    assert parse_experts("moe,8x512x2048")[-1] == (8, 512, 2048) and parse_experts("moe") == EXPERTS
-    assert parse_routings("hot,zipf") == ("hot", "zipf")
-    with pytest.raises(
-        ValueError, match="shapes: wanted moe, fp4-moe or experts x n x k like 8x28672x4096, got '28672x4096'"
-    ):
-        parse_experts("28672x4096")
-    with pytest.raises(ValueError, match="routing: wanted some of balanced, random, zipf, hot, got 'even'"):
-        parse_routings("even")
-
-
-def test_peers_by_name():
-    assert [p.name for p in peers_named("quack,w4gemm")] == ["quack", "w4gemm"]
-    with pytest.raises(ValueError, match="got machette"):
-        peers_named("machette")
 
 
 def test_a_timed_call_of_ours_makes_no_weight(monkeypatch):
@@ -155,14 +133,6 @@ def test_a_file_of_rows_is_stored_compactly(tmp_path):
         file.write(json.dumps(wanted[2] | {"m": 3}) + "\n")
     bench_rows.main([str(path)])
     assert len(path.read_text().splitlines()) == 1 + 3 and len(bench_rows.read(path)) == 4
-
-
-def test_other_rows_keep_all_fields(tmp_path):
-    wanted = [{"run": run, "kind": "cpu", "m": m, "us": 1.5} for run, m in (("a", 1), ("a", 2), ("b", 1))]
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in wanted))
-    bench_rows.main([str(path)])
-    assert path.read_text().count('"cpu"') == 2 and bench_rows.read(path) == wanted
 
 
 def test_the_stored_rows_stay_small_and_are_described():

@@ -6,23 +6,20 @@ import json
 import random
 import re
 import statistics
-import sys
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
+from bench.engine import __main__ as program
+from bench.engine import launch, offline, rows, serve, worker
+from bench.engine.implementations import Implementation
+from bench.engine.models import model_named
+from bench.engine.offline import Result, Task
+from bench.rows import read
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from bench.engine import __main__ as program  # noqa: E402
-from bench.engine import launch, offline, rows, serve, worker  # noqa: E402
-from bench.engine.implementations import Implementation  # noqa: E402
-from bench.engine.models import model_named  # noqa: E402
-from bench.engine.offline import Result, Task  # noqa: E402
-from bench.rows import read  # noqa: E402
 
 OURS = "w4gemm.integrations.vllm.dense.LinearKernel"
 MACHETE = "vllm.model_executor.kernels.linear.mixed_precision.machete.MacheteLinearKernel"
@@ -114,21 +111,6 @@ def test_kernels_are_found_where_vllm_keeps_them():
 OPTIONS = launch.EngineOptions("bfloat16", compiled=True, eager=False, gpus=2, memory=0.8, max_len=8448)
 
 
-def test_engines_start_without_other_models_routers(monkeypatch):
-    ran: list[object] = []
-    name = "vllm.model_executor.kernels.linear.cute_dsl.ll_bf16"
-    parts = name.split(".")
-    for i in range(1, len(parts)):
-        monkeypatch.setitem(sys.modules, ".".join(parts[:i]), ModuleType(parts[i - 1]))
-    worker.skip_router_warmup()  # another version of vLLM
-    module = ModuleType(name)
-    module.ll_bf16_gemm_kernel = SimpleNamespace(warmup=lambda **given: ran.append(given))
-    monkeypatch.setitem(sys.modules, name, module)
-    worker.skip_router_warmup()
-    module.ll_bf16_gemm_kernel.warmup(shapes=(), m_values=())
-    assert not ran
-
-
 def test_engine_arguments_are_vllms_defaults_but_for_what_is_said():
     arguments = OPTIONS.arguments(Path("/m"), Implementation.parse("marlin"), model_named("llama-3-8b"), (1, 256))
     assert arguments["compilation_config"] == {"cudagraph_capture_sizes": [*launch.CAPTURED, 256]}
@@ -136,75 +118,6 @@ def test_engine_arguments_are_vllms_defaults_but_for_what_is_said():
     words = serve.command(arguments, 8000)
     assert "--no-enable-prefix-caching" in words and words[words.index("--linear-backend") + 1] == "marlin"
     assert json.loads(words[words.index("--compilation-config") + 1]) == arguments["compilation_config"]
-
-
-def test_experts_are_divided_among_gpus_and_moved():
-    given = Path("/m"), Implementation.parse("w4gemm"), model_named("qwen3-30b-a3b"), (8,)
-    assert "enable_expert_parallel" not in OPTIONS.arguments(*given)
-    arguments = replace(OPTIONS, expert_parallel=True, rebalance=50).arguments(*given)
-    assert arguments["enable_expert_parallel"] and arguments["enable_eplb"]
-    words = serve.command(arguments, 8000)
-    assert "--enable-expert-parallel" in words
-    assert json.loads(words[words.index("--eplb-config") + 1]) == {"window_size": 50, "step_interval": 50}
-
-
-def test_a_source_trees_plugin_is_found_by_metadata(tmp_path):
-    (point,) = launch.entry_points(ROOT / "pyproject.toml")
-    assert point.partition(" = ")[2].startswith("w4gemm.integrations.vllm:")
-    launch.write_metadata(tmp_path, [point])
-    found = importlib_entry_points(tmp_path)
-    assert [f"{p.name} = {p.value}" for p in found] == [point]
-
-
-def importlib_entry_points(folder: Path):
-    import importlib.metadata
-
-    (distribution,) = importlib.metadata.distributions(path=[str(folder)])
-    assert distribution.metadata["Name"] == "w4gemm"
-    return [p for p in distribution.entry_points if p.group == "vllm.general_plugins"]
-
-
-def test_a_process_that_fails_says_why_and_one_that_hangs_is_ended(tmp_path):
-    broken = tmp_path / "sitecustomize.py"
-    broken.write_text("raise SystemExit('no such kernel')")
-    task, variables = Task({}, 512), {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
-    with pytest.raises(launch.EngineError, match=r"ended with 1 after \d+ s: SystemExit: no such kernel"):
-        launch.run_offline(task, variables, tmp_path / "log", 300)
-    broken.write_text("import time; print('started', flush=True); time.sleep(600)")
-    for seconds in (1.0, 5.0, 25.0, 125.0):  # a busy machine may not come so far
-        with pytest.raises(launch.EngineError, match=f"not done in {seconds:.0f} s, its limit: ") as hung:
-            launch.run_offline(task, variables, tmp_path / f"hangs-{seconds}", seconds)
-        if "started" in str(hung.value):
-            break
-    assert "started" in str(hung.value)
-
-
-def test_the_reason_is_the_engines_own_error(tmp_path):
-    log = tmp_path / "log"
-    lines = (
-        "core.py:9] ValueError: too little memory",
-        "    raise RuntimeError(",
-        "RuntimeError: failed. See root cause above.",
-    )
-    log.write_text("\n".join(lines))
-    assert launch.last_error(log) == "core.py:9] ValueError: too little memory"
-
-
-def test_an_engine_waits_for_the_memory_of_the_one_before(monkeypatch):
-    free = iter([10, 50, 90, 20, 20])
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (next(free, 20), 100))
-    launch.wait_for_memory(0.85, 1)
-    with pytest.raises(launch.EngineError, match="20% of a GPU's memory is free, wanted 85%"):
-        launch.wait_for_memory(0.85, 1, seconds=0.3)
-
-
-def test_a_result_is_saved_in_one_step(tmp_path):
-    found, file = result(2.5, [[1, 2]]), tmp_path / "result.json"
-    found.save(file)
-    with pytest.raises(TypeError):
-        replace(found, moves={"after": object()}).save(file)
-    assert Result(**json.loads(file.read_text())) == found
 
 
 def test_rows_of_a_result():
@@ -231,14 +144,6 @@ def test_a_batch_without_room_in_the_cache_is_no_measurement():
     assert [start, prefill] == [found[0], found[2]]
 
 
-def test_engines_warm_up_until_nothing_is_compiled_any_more(monkeypatch):
-    seconds = iter([9.0, 3.0, 4.0, 1.0, 1.02])
-    engine = offline.Engine.__new__(offline.Engine)
-    monkeypatch.setattr(engine, "generate", lambda prompts, tokens: (next(seconds), []), raising=False)
-    assert engine.warm_up([], 128) == [(1.0, []), (1.02, [])]
-    assert not list(seconds)
-
-
 def engine_of(monkeypatch: pytest.MonkeyPatch, seconds: list[float], repeat: int = 1) -> offline.Engine:
     """Engine whose runs take ``seconds``, one after the other, and then as long as the last."""
     engine, left = offline.Engine.__new__(offline.Engine), iter(seconds)
@@ -261,11 +166,6 @@ def test_one_disturbed_run_is_no_measurement(monkeypatch, seconds, repeat, kept)
     runs = engine_of(monkeypatch, seconds, repeat).timed([], 128)
     assert [time for time, _ in runs] == kept
     assert statistics.median(kept) in (3.7, 3.75)
-
-
-def test_an_engine_that_never_settles_is_given_up(monkeypatch):
-    """After the 8 runs of a warm-up, which do not count, and 7 more."""
-    assert len(engine_of(monkeypatch, [2.0**i for i in range(20)]).timed([], 128)) == 7
 
 
 def test_all_runs_of_a_point_come_to_its_row(monkeypatch):

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from bench.engine import __main__ as program
+from bench.engine import options
+from bench.engine.checkpoint import tensors_of, write
+from bench.engine.models import cut, model_named, tiny
+from bench.engine.packing import Packing
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from bench import gpu_steps  # noqa: E402
-from bench.engine import __main__ as program  # noqa: E402
-from bench.engine import options  # noqa: E402
-from bench.engine.checkpoint import tensors_of, write  # noqa: E402
-from bench.engine.models import cut, model_named, tiny  # noqa: E402
-from bench.engine.packing import Packing  # noqa: E402
-
-from w4gemm.checkpoints import open_checkpoint  # noqa: E402
-from w4gemm.checkpoints.hugging_face import SafetensorsFolder  # noqa: E402
-from w4gemm.integrations.vllm.models import read_model  # noqa: E402
+from w4gemm.checkpoints import open_checkpoint
+from w4gemm.checkpoints.hugging_face import SafetensorsFolder
+from w4gemm.integrations.vllm.models import read_model
 
 CHECKPOINTS = [
     ("llama-3-8b", "gptq-int4-g128"),
@@ -88,15 +79,6 @@ def test_transformers_makes_the_same_dense_model(name, tmp_path):
     assert stored == {name: shape for name, shape in wanted.items() if not name.endswith("inv_freq")}
 
 
-def test_gpt_oss_experts_have_the_published_shapes():
-    shapes = {t.name: (t.dtype, t.shape) for t in tensors_of(model_named("gpt-oss-20b"), Packing.parse("mxfp4"))}
-    experts = "model.layers.23.mlp.experts."
-    assert shapes[f"{experts}gate_up_proj_blocks"] == (torch.uint8, (32, 5760, 90, 16))
-    assert shapes[f"{experts}gate_up_proj_scales"] == (torch.uint8, (32, 5760, 90))
-    assert shapes[f"{experts}down_proj_blocks"] == (torch.uint8, (32, 2880, 90, 16))
-    assert shapes[f"{experts}down_proj_bias"] == (torch.bfloat16, (32, 2880))
-
-
 @pytest.mark.parametrize(
     "name, format, gigabytes",
     [
@@ -113,28 +95,7 @@ def test_models_are_as_large_as_the_published_ones(name, format, gigabytes):
     assert size / 1e9 == pytest.approx(gigabytes, abs=0.1)
 
 
-STEPS = [shlex.split(step.command) for step in gpu_steps.STEPS if " bench.engine " in step.command]
 """Commands of bench.engine in the list of GPU steps."""
-
-
-@pytest.mark.parametrize("command", STEPS, ids=" ".join)
-def test_the_checkpoints_of_listed_commands_are_written_and_open(command, tmp_path):
-    args = options.parser().parse_args([*command[3:], "--tiny"])
-    packings = [Packing.parse(text) for text in args.format]
-    for model, packing in (pair for text in args.model for pair in options.pairs_of(text, packings, args)):
-        folder = tmp_path / f"{model.name}-{packing}"
-        assert write(model, packing, folder) == sum(t.nbytes for t in tensors_of(model, packing))
-        assert open_checkpoint(folder).modules
-
-
-def test_layers_differ_and_a_second_folder_is_the_same(tmp_path):
-    model, packing = tiny(model_named("llama-3-8b")), Packing.parse("gptq-int4-g128")
-    for folder in ("a", "b"):
-        write(model, packing, tmp_path / folder)
-    a, b = (SafetensorsFolder(tmp_path / folder) for folder in ("a", "b"))
-    first, second = (a.tensor(f"model.layers.{i}.mlp.up_proj.qweight") for i in range(2))
-    assert not torch.equal(first, second)
-    assert all(torch.equal(a.tensor(name), b.tensor(name)) for name in a.tensors)
 
 
 def test_bad_models_and_formats_are_named():

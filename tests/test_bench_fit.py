@@ -5,24 +5,18 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import re
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from bench import fit, slice_times, sweep, timings, tune
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from bench import fit, slice_times, sweep, timings, tune  # noqa: E402
-
-from w4gemm import WeightFormat, choice  # noqa: E402
-from w4gemm.choice import store  # noqa: E402
-from w4gemm.choice.cost.constants import SliceTimes  # noqa: E402
-from w4gemm.choice.records import Record, key_of  # noqa: E402
-from w4gemm.core.problem import H200, Device, GemmProblem  # noqa: E402
+from w4gemm import WeightFormat, choice
+from w4gemm.choice import store
+from w4gemm.choice.cost.constants import SliceTimes
+from w4gemm.choice.records import Record, key_of
+from w4gemm.core.problem import H200, GemmProblem
 
 
 def rows_file(path: Path, points: dict[int, dict[str, float]]) -> Path:
@@ -94,27 +88,6 @@ def test_a_sweep_leaves_out_what_is_predicted_to_be_slow():
         (names,) = sweep.products(argparse.Namespace(**what, within=within), H200).values()
         assert names == [name for name in us if us[name] <= within * min(us.values())]
     assert 1 == len(names) < sum(time <= 1.1 * min(us.values()) for time in us.values()) < 16
-
-
-def test_a_range_of_drawn_tokens():
-    assert sweep.token_range("17..333") == (17, 333) and sweep.token_range("8..8") == (8, 8)
-    for wrong in ("17", "0..5", "9..8", "a..b", "1..2..3"):
-        with pytest.raises(ValueError, match=re.escape(f"wanted a range of tokens like 17..333, got {wrong!r}")):
-            sweep.token_range(wrong)
-
-
-def test_a_sweep_goes_on_without_what_cannot_be_compiled(capsys, monkeypatch):
-    def refuse(*_):
-        raise OSError("no more processes")
-
-    monkeypatch.setattr("w4gemm.jit.pool._start", refuse)
-    problem = GemmProblem(64, 8192, 8192, torch.bfloat16, WeightFormat(), "mma16", device=H200)
-    on_cpu = replace(problem, layout="cpu", device=Device("cpu"))
-    found = {p: choice.configs(p)[:1] for p in (problem, on_cpu)}
-    assert sweep.prepared(found) == {problem: [], on_cpu: found[on_cpu]}
-    assert (
-        f"{found[problem][0]} is left out: the compiling process ended (no more processes)" in capsys.readouterr().out
-    )
 
 
 def test_constants_without_new_timings_change_with_those_of_as_many_tokens():

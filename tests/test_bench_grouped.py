@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from bench import grouped, run
+from bench.mixtures import points, weights
+from bench.peers import vllm_ops
+from bench.peers.base import FP8, fp4_name
+from bench.peers.experts import PEERS, Experts, Prepared, humming, marlin
+from bench.peers.experts.base import rotate
+from bench.peers.experts.rows import block_size, blocks_of
+from bench.shapes import FP4_EXPERTS
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from bench import grouped, run  # noqa: E402
-from bench.mixtures import points, weights  # noqa: E402
-from bench.mixtures.ahead import Product, units_of, unsupported  # noqa: E402
-from bench.peers import vllm_ops  # noqa: E402
-from bench.peers.base import FP8, fp4_name  # noqa: E402
-from bench.peers.experts import PEERS, Experts, Prepared, humming, marlin  # noqa: E402
-from bench.peers.experts.base import rotate  # noqa: E402
-from bench.peers.experts.rows import block_size, blocks_of  # noqa: E402
-from bench.shapes import FP4_EXPERTS, parse_experts  # noqa: E402
-
-from w4gemm import QuantizedWeight, WeightFormat  # noqa: E402
-from w4gemm.tuning import timing  # noqa: E402
-from w4gemm.weights.random import random_weight  # noqa: E402
+from w4gemm import QuantizedWeight, WeightFormat
+from w4gemm.tuning import timing
+from w4gemm.weights.random import random_weight
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
@@ -125,11 +117,6 @@ def test_humming_gets_the_numbers_of_every_expert(format):
         assert (w[e] - wanted).norm() / wanted.norm() < (3e-2 if "int4" in format else 1e-6)
 
 
-def test_humming_gets_its_own_entry_of_its_table():
-    rows = (1, 3, 8, 9, 1024, 1025, 2049, 4097, 16385, 131072)
-    assert [humming.entry(m) for m in rows] == [1, 4, 8, 16, 1024, 1040, 2080, 4160, 16512, 65408]
-
-
 def test_peers_say_what_they_do_not_take():
     marlin_, mxfp4, nvfp4 = marlin.PEER, WeightFormat.parse("mxfp4"), WeightFormat.parse("nvfp4")
     for _, n, k in FP4_EXPERTS:
@@ -201,49 +188,6 @@ def test_rows_of_experts_are_those_of_one_weight_rotated(cpu_weights):
     one = on_cpu(64, 128, "nvfp4").dequantize()
     assert all(torch.equal(drawn.weight.expert(e).dequantize(), one.roll(e, 0)) for e in range(3))
     assert rotate(torch.tensor([1.0, 2.0, 3.0]), 1).tolist() == [3, 1, 2]
-
-
-def test_all_shapes_come_before_more_tokens():
-    """One routing before the other, and both dtypes before more tokens."""
-    dtypes = ["--dtype", "bfloat16,float8_e4m3fn"]
-    given = grouped.parsed(["--shapes", "fp4-moe", "--tokens", "1,16", "--routing", "balanced,zipf", *dtypes])
-    places = list(grouped.in_order(given))
-    assert [p.sizes for p in places[:10]] == list(FP4_EXPERTS) == list(parse_experts("fp4-moe"))
-    steps = [(p.routing, p.m, p.dtype) for p in places[::10]]
-    wanted = itertools.product(("balanced", "zipf"), (1, 16), (torch.bfloat16, FP8))
-    assert steps == list(wanted) and len(places) == 80
-
-
-def test_kernels_are_known_before_weights_are_drawn():
-    mxfp4, extra = WeightFormat.parse("mxfp4"), points.Extra()
-    found = {
-        unit
-        for sizes, dtype in itertools.product(FP4_EXPERTS[:2], (torch.bfloat16, FP8))
-        for unit in units_of(Product(sizes, 16, mxfp4, dtype), extra)
-    }
-    assert found and all(unit.arch == "sm_90a" for unit in found)
-    assert "no kernel can run" in unsupported(Product(FP4_EXPERTS[0], 16, WeightFormat.parse("nvfp4"), FP8))
-    more = units_of(Product(FP4_EXPERTS[0], 16, mxfp4, torch.bfloat16), points.Extra(configs=3, top_k=2))
-    assert len(set(more)) >= 2
-
-
-def test_vllms_operators_of_experts_are_a_library_of_their_own(monkeypatch, tmp_path):
-    monkeypatch.setattr(vllm_ops, "missing_gpu", lambda: "")
-    monkeypatch.setenv("VLLM_OPS_LIBRARY", str(tmp_path / "ops.so"))
-    monkeypatch.setenv("VLLM_MOE_OPS_LIBRARY", str(tmp_path / "moe.so"))
-    monkeypatch.setenv("VLLM_VERSION", "1")
-    monkeypatch.setenv("VLLM_MOE_VERSION", "2")
-    (tmp_path / "ops.so").touch()
-    loaded: list[str] = []
-    monkeypatch.setattr(torch.ops, "load_library", loaded.append)
-    monkeypatch.setattr(torch.ops, "_C", SimpleNamespace(gptq_marlin_repack=None), raising=False)
-    vllm_ops.operators.cache_clear()
-    assert marlin.PEER.available() == f"VLLM_MOE_OPS_LIBRARY: no file {tmp_path / 'moe.so'}"
-    (tmp_path / "moe.so").touch()
-    monkeypatch.setattr(torch.ops, "_moe_C", SimpleNamespace(moe_wna16_marlin_gemm=None), raising=False)
-    assert marlin.PEER.available() == "" and marlin.PEER.version() == "2"
-    assert [Path(path).name for path in loaded] == ["ops.so", "moe.so"]
-    vllm_ops.operators.cache_clear()
 
 
 def test_a_run_on_the_cpu_goes_from_the_command_to_rows(cpu_weights, tmp_path, monkeypatch, capsys):

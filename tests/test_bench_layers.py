@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from bench import layers
+from bench.engine.layer import Forced, Ours, Sizes
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from bench import layers  # noqa: E402
-from bench.engine.layer import Forced, Ours, Sizes  # noqa: E402
-from bench.rows import read  # noqa: E402
-
-from w4gemm import choice  # noqa: E402
-from w4gemm.core.problem import H100, Device  # noqa: E402
+from w4gemm import choice
+from w4gemm.core.problem import H100, Device
 
 SMALL = layers.Layer(Sizes(experts=4, top_k=2, hidden=256, width=128), "int4_g128")
 
@@ -52,16 +45,3 @@ def test_each_combination_computes_the_layer(format, activation, monkeypatch):
     assert us == {"chosen": 0.0, "gathered": {gathered: 1.0}, "copied": {copied: 2.0}, "down": {down: 1.0}}
     for each in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], each, strict=True)) and each[0].any()
-
-
-def test_a_line_tells_the_choice_and_the_fastest():
-    us = {"chosen": 12.0, "gathered": {"a": 12.0, "b": 10.0}, "copied": {"c": 13.0}, "down": {"d": 12.0, "e": 11.5}}
-    text = layers.line("mixtral-8x7b", 8, us)
-    assert text.endswith("8 tokens: chosen 12.0; gathered 10.0 with b; copied 13.0 with c; down 11.5 with e")
-
-
-@pytest.mark.skipif(not layers.RESULTS.exists(), reason="no stored rows")
-def test_stored_rows_have_times():
-    rows = read(layers.RESULTS)
-    assert rows and all(row["model"] in layers.LAYERS for row in rows)
-    assert all(us > 0 for row in rows for field in ("gathered", "copied", "down") for us in row[field].values())

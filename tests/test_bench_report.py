@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import re
-import sys
-from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from bench import report  # noqa: E402
-from bench.engine import summary  # noqa: E402
-from bench.points import Kind, by_kind, points_of  # noqa: E402
-from bench.rows import Row, read  # noqa: E402
+from bench import report
+from bench.engine import summary
+from bench.points import Kind, by_kind, points_of
+from bench.rows import Row, read
 
 
 @pytest.mark.parametrize("page", report.PAGES, ids=lambda page: page.name)
@@ -89,11 +83,3 @@ def test_a_gain_is_of_the_newest_run_with_both():
     rows += [engine(impl, 9.0, "r4", kind="engine_variant") for impl in ("w4gemm", "machete")]
     ((case, gains),) = summary.cases_of(rows).items()
     assert str(case) == "m, f" and str(gains["batch 1"]) == "1.80 (1.30)"
-
-
-def test_plots_say_what_they_need(monkeypatch, tmp_path):
-    from bench import plots
-
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(SystemExit, match=r"plots need matplotlib: pip install '.\[bench\]'"):
-        plots.heatmap(tmp_path / "plot.svg", "", ["1"], {"a": [1.0]})

@@ -9,12 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from bench.engine import __main__ as program  # noqa: E402
-from bench.engine import serve  # noqa: E402
+from bench.engine import __main__ as program
+from bench.engine import serve
 
 SERVER = """
 import json, sys, threading, time

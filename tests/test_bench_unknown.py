@@ -4,29 +4,23 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from argparse import Namespace
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from bench import run, unknown
+from bench.drawn import points
+from bench.peers import base
+from bench.peers.base import Prepared
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from bench import run, unknown  # noqa: E402
-from bench.drawn import points  # noqa: E402
-from bench.peers import base  # noqa: E402
-from bench.peers.base import Prepared  # noqa: E402
-
-import w4gemm  # noqa: E402
-from w4gemm import WeightFormat, choice  # noqa: E402
-from w4gemm.choice import store  # noqa: E402
-from w4gemm.core.problem import H200, Device, GemmProblem  # noqa: E402
-from w4gemm.tuning.timing import time_calls  # noqa: E402
-from w4gemm.weights.random import random_weight  # noqa: E402
+import w4gemm
+from w4gemm import WeightFormat, choice
+from w4gemm.choice import store
+from w4gemm.core.problem import H200, Device, GemmProblem
+from w4gemm.tuning.timing import time_calls
+from w4gemm.weights.random import random_weight
 
 
 def test_a_seed_draws_the_same_points_and_no_layer_that_was_tuned_or_fitted():

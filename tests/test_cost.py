@@ -6,13 +6,17 @@ import functools
 import json
 import math
 import random
-import sys
 from collections import Counter, defaultdict
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from bench import layers
+from bench.constants_file import HOPPER, legal_names
+from bench.rows import read
+from bench.shapes import FP4_EXPERTS
+from bench.timings import rows_of
 
 from w4gemm import choice
 from w4gemm.choice import cost, explain
@@ -32,13 +36,6 @@ from w4gemm.packing.layouts import layout_for
 from w4gemm.tuning import record
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from bench import layers  # noqa: E402
-from bench.constants_file import HOPPER, legal_names  # noqa: E402
-from bench.rows import read  # noqa: E402
-from bench.shapes import FP4_EXPERTS  # noqa: E402
-from bench.timings import rows_of  # noqa: E402
 
 RESULTS = ROOT / "bench/results"
 H20 = Device("cuda", "NVIDIA H20", (9, 0), 78, 232448)

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import shlex
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from bench import gpu_steps
+from bench.gpu_steps import STEPS, Step
 
 from sample import Shard, is_conformance
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from bench import gpu_steps  # noqa: E402
-from bench.gpu_steps import STEPS, Step  # noqa: E402
 
 
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.name)
