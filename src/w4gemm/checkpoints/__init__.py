@@ -83,8 +83,8 @@ def find_checkpoint(path: str | Path) -> Found:
     if path.is_dir():
         check_files(path)
     for format in FORMATS:
-        if (found := format.find(path)) is not None:
-            return Found(format, found)
+        if (source := format.find(path)) is not None:
+            return Found(format, source)
     if not path.is_dir():
         known = "a GGUF file, or a folder with one or with a Hugging Face model"
         raise FormatError(f"path: {str(path)!r} is {_seen(path)}; what can be loaded: {known}")
@@ -106,9 +106,9 @@ def open_checkpoint(path: str | Path, format: WeightFormat | str | None = None) 
         FormatError: if no format recognizes it, or it is truncated or damaged.
         TypeError, ValueError: for a format that there is not.
     """
-    wanted = None if format is None else WeightFormat.of(format)
-    found = find_checkpoint(path)
-    return found.format.open(found.path, wanted)
+    target = None if format is None else WeightFormat.of(format)
+    location = find_checkpoint(path)
+    return location.format.open(location.path, target)
 
 
 def _hub(path: Path) -> str:

@@ -153,11 +153,11 @@ class DenseCheckpoint:
     @functools.cached_property
     def tensors(self) -> dict[str, tuple[int, ...]]:
         kept = self._outline.state_dict().keys()  # without buffers that no file holds
-        found = dict(self._outline.named_parameters()) | dict(self._outline.named_buffers())
+        outline = dict(self._outline.named_parameters()) | dict(self._outline.named_buffers())
         weights = {name if module.experts else f"{name}.weight" for name, module in self.modules.items()}
         renamed: dict[str, str] = {f"{name}_bias": f"{name}.bias" for name in self._products}
-        names = [name for name in found if name in kept and name not in weights]
-        return {renamed.get(name, name): tuple(found[name].shape) for name in names}
+        names = [name for name in outline if name in kept and name not in weights]
+        return {renamed.get(name, name): tuple(outline[name].shape) for name in names}
 
     def stored_type(self, name: str) -> str:
         if name not in self.tensors:

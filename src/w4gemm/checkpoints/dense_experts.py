@@ -53,7 +53,7 @@ class DenseProduct:
 
 def dense_products(model: nn.Module) -> dict[str, DenseProduct]:
     """Return the products of a model's experts, by the names of their parameters: of experts that w4gemm computes."""
-    found = {}
+    products = {}
     for owner, experts in model.named_modules():
         if not is_gated(experts) or not _has_known_activation(experts):
             continue
@@ -61,8 +61,8 @@ def dense_products(model: nn.Module) -> dict[str, DenseProduct]:
         concatenated = bool(getattr(experts, "is_concatenated", True))
         for leaf in (GATE_UP, DOWN):
             name, shape = f"{owner}.{leaf}", tuple(experts.get_parameter(leaf).shape)
-            found[name] = DenseProduct(name, shape, transposed, concatenated and leaf == GATE_UP, has_bias)
-    return found
+            products[name] = DenseProduct(name, shape, transposed, concatenated and leaf == GATE_UP, has_bias)
+    return products
 
 
 def _has_known_activation(experts: nn.Module) -> bool:

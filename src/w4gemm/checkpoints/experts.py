@@ -78,16 +78,16 @@ def stacks(modules: Mapping[str, Module]) -> dict[str, Stack]:
     Raises:
         ValueError: if an expert is missing, or experts of a layer are not alike.
     """
-    found: dict[str, dict[tuple[int, int], str]] = {}
+    sources_of: dict[str, dict[tuple[int, int], str]] = {}
     for name in modules:
         if match := _NAME.fullmatch(name):
             product, position = _ROLES[match["role"]]
-            found.setdefault(f"{match['owner']}.{product}", {})[int(match["index"]), position] = name
-    for name in [name for name, sources in found.items() if name.endswith(GATE_UP)]:
-        if all(position == 1 for _, position in found[name]):
-            del found[name]
-            found.pop(f"{name.rpartition('.')[0]}.{DOWN}", None)
-    made = {name: _stack(name, sources, modules) for name, sources in found.items()}
+            sources_of.setdefault(f"{match['owner']}.{product}", {})[int(match["index"]), position] = name
+    for name in [name for name, sources in sources_of.items() if name.endswith(GATE_UP)]:
+        if all(position == 1 for _, position in sources_of[name]):
+            del sources_of[name]
+            sources_of.pop(f"{name.rpartition('.')[0]}.{DOWN}", None)
+    made = {name: _stack(name, sources, modules) for name, sources in sources_of.items()}
     for name, stack in made.items():
         owner = name.rpartition(".")[0]
         other = made.get(f"{owner}.{GATE_UP}")
@@ -108,11 +108,11 @@ def roles_of(modules: Mapping[str, Module], name: str) -> tuple[str, ...]:
     return ("w2",) if fused == ("w1", "w3") else (DOWN,)
 
 
-def _stack(name: str, found: Mapping[tuple[int, int], str], modules: Mapping[str, Module]) -> Stack:
-    count, each = max(index for index, _ in found) + 1, _MODULES[name.rpartition(".")[2]]
-    if missing := [f"{e}" for e in range(count) for i in range(each) if (e, i) not in found]:
+def _stack(name: str, positions: Mapping[tuple[int, int], str], modules: Mapping[str, Module]) -> Stack:
+    count, each = max(index for index, _ in positions) + 1, _MODULES[name.rpartition(".")[2]]
+    if missing := [f"{e}" for e in range(count) for i in range(each) if (e, i) not in positions]:
         raise ValueError(f"{name}: expert {missing[0]} of {count} lacks a 4-bit module")
-    sources = tuple(tuple(found[e, i] for i in range(each)) for e in range(count))
+    sources = tuple(tuple(positions[e, i] for i in range(each)) for e in range(count))
     names = [name for expert in sources for name in expert]
     first = modules[names[0]]
     if others := [name for name in names if modules[name] != first]:

@@ -43,11 +43,11 @@ def activation_of(experts: nn.Module) -> str:
     with torch.no_grad(), torch.device("cpu"):  # while transformers makes models on the meta device
         both = _samples()
         gate, up = both[0::2], both[1::2]
-        given = torch.cat((gate, up)) if getattr(experts, "is_concatenated", True) else both
-        wanted = experts._apply_gate(given[None])[0]  # type: ignore[operator]
+        rows = torch.cat((gate, up)) if getattr(experts, "is_concatenated", True) else both
+        expected = experts._apply_gate(rows[None])[0]  # type: ignore[operator]
         for candidate in _candidates(experts):
-            found = parse(candidate).apply(both)
-            if found.shape == wanted.shape and torch.allclose(found, wanted, rtol=1e-5, atol=_ROUNDED):
+            result = parse(candidate).apply(both)
+            if result.shape == expected.shape and torch.allclose(result, expected, rtol=1e-5, atol=_ROUNDED):
                 _check_limit(experts, candidate)
                 return candidate
     known = ", ".join(name for name, formula in ACTIVATIONS.items() if formula.gated)
@@ -85,5 +85,5 @@ def _candidates(experts: nn.Module) -> Iterator[str]:
 
 
 def _numbers(experts: nn.Module, names: tuple[str, ...]) -> set[float]:
-    found = (getattr(experts, name, None) for name in names)
-    return {float(number) for number in found if isinstance(number, (int, float)) and 0 < number < math.inf}
+    numbers = (getattr(experts, name, None) for name in names)
+    return {float(number) for number in numbers if isinstance(number, (int, float)) and 0 < number < math.inf}

@@ -111,9 +111,9 @@ class Numbers:
             if stored is None:
                 continue
             words = 2 * stored.tensor.element_size() if stored.along == "n" else 1  # the last one is filled up
-            wanted = (*experts, -(-n // words) * words, format.groups(k))
-            if stored.shape != wanted:  # one group of scales would serve for all of them
-                raise ValueError(f"{name}: wanted shape {wanted} for {format} of k {k}, got {stored.shape}")
+            shape = (*experts, -(-n // words) * words, format.groups(k))
+            if stored.shape != shape:  # one group of scales would serve for all of them
+                raise ValueError(f"{name}: wanted shape {shape} for {format} of k {k}, got {stored.shape}")
         if self.factors is not None and (n % self.factors.shape[-1] or self.factors.shape[:-1] != experts):
             raise ValueError(f"factor: wanted one number, or one for each of {n} rows, got {tuple(self.factors.shape)}")
 

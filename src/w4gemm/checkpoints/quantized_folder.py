@@ -225,13 +225,13 @@ class QuantizedFolder:
 
     def _stacked(self) -> dict[str, Stack]:
         try:
-            found = stacks(self._own)
+            stacked = stacks(self._own)
         except ValueError as e:
             raise FormatError(f"{self.path}: {e}") from e
-        if twice := found.keys() & self._own.keys():
-            single = found[min(twice)].sources[0][0]
+        if twice := stacked.keys() & self._own.keys():
+            single = stacked[min(twice)].sources[0][0]
             raise FormatError(f"{self.path}: {min(twice)} is there beside {single} and others that make it, wanted one")
-        return found
+        return stacked
 
     def pretrained(self) -> Pretrained:
         return Pretrained(self.path)

@@ -37,7 +37,7 @@ _PARTS = ("weight", "weight_scale", "weight_zero_point")
 _ROTATIONS = ("r4", "online_r1_rotation")
 """Settings of Quark's rotations that have x rotated while the model runs. r1 and r2 are part of the weights, and r3
 turns queries and keys alike, which changes no product of them."""
-_WANTED = "fp4 with e8m0 scales in groups of 32 (MXFP4) or with two scales (NVFP4), int4 or uint4"
+_READ = "fp4 with e8m0 scales in groups of 32 (MXFP4) or with two scales (NVFP4), int4 or uint4"
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class QuarkPacking:
         elif isinstance(weight, Mapping) and weight.get("dtype") in _INTEGERS:
             n, k, format = _integers(stored, weight)
         else:
-            raise ValueError(f"its weight is {_described(weight)}; wanted {_WANTED}")
+            raise ValueError(f"its weight is {_described(weight)}; wanted {_READ}")
         x = settings.get("input_tensors")
         fp8 = format == MXFP4 and isinstance(x, Mapping) and x.get("dtype") == "fp8_e4m3"
         return Module(n, k, format, "bias" in stored, activations="fp8" if fp8 else None)

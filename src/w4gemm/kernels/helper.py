@@ -95,9 +95,9 @@ def launcher(of: Callable[..., Helper | None], device: torch.device, *parameters
     return run if torch.cuda.device_count() < 2 else functools.partial(_run_on, device, run)
 
 
-def _run_on(device: torch.device, run: Callable[..., Any], *given: Any) -> None:
+def _run_on(device: torch.device, run: Callable[..., Any], *arguments: Any) -> None:
     with on_device(device):
-        run(*given)
+        run(*arguments)
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:

@@ -63,6 +63,6 @@ class HopperKernel(GpuKernel):
 
     def resources(self, problem: GemmProblem, config: GemmConfig) -> Resources:
         """Return the resources of a launch; of two launches the first one's, but the CTAs and waves of both."""
-        found = [super(HopperKernel, self).resources(*launch) for launch in launches(problem, config)]
-        ctas, waves = sum(r.ctas or 0 for r in found), sum(r.waves or 0.0 for r in found)
-        return found[0]._replace(ctas=ctas, waves=round(waves, 2))
+        each = [super(HopperKernel, self).resources(*launch) for launch in launches(problem, config)]
+        ctas, waves = sum(r.ctas or 0 for r in each), sum(r.waves or 0.0 for r in each)
+        return each[0]._replace(ctas=ctas, waves=round(waves, 2))

@@ -75,6 +75,6 @@ def _minor(version: str) -> tuple[int, ...]:
 def _old_driver(minimum: tuple[int, int]) -> str:
     have = driver_cuda_version()
     if have is not None and have < minimum:
-        wanted = ".".join(map(str, minimum))
-        return f"needs a driver for CUDA {wanted} or newer, this one supports {have[0]}.{have[1]}; update the driver"
+        least = ".".join(map(str, minimum))
+        return f"needs a driver for CUDA {least} or newer, this one supports {have[0]}.{have[1]}; update the driver"
     return ""

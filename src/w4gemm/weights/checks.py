@@ -53,8 +53,8 @@ def checked(format: WeightFormat, parts: WeightComponents) -> WeightComponents:
     if channels is not None and format.has_channels:
         _check_part("channels", channels, torch.float32, (n,), codes.device)
     elif format.has_channels or channels is not None:
-        wanted = f"wants torch.float32 {(n,)}" if format.has_channels else "has none"
-        raise ValueError(f"channels: {format} {wanted}, got {kind_of(channels)}")
+        expected = f"wants torch.float32 {(n,)}" if format.has_channels else "has none"
+        raise ValueError(f"channels: {format} {expected}, got {kind_of(channels)}")
     if factors is not None and format.has_factors:
         _check_part("factors", factors, torch.float16, (n, format.superblocks(k), format.factors), codes.device)
         for name, levels in (("scales", scales), ("zeros", zeros)):
@@ -63,8 +63,8 @@ def checked(format: WeightFormat, parts: WeightComponents) -> WeightComponents:
                 raise ValueError(f"{name}: wanted {low}..{high} in {format}, got up to {int(levels.max())}")
     elif format.has_factors or factors is not None:
         shape = (n, format.superblocks(k), format.factors) if format.has_factors else ()
-        wanted = f"wants torch.float16 {shape}" if format.has_factors else "has none"
-        raise ValueError(f"factors: {format} {wanted}, got {kind_of(factors)}")
+        expected = f"wants torch.float16 {shape}" if format.has_factors else "has none"
+        raise ValueError(f"factors: {format} {expected}, got {kind_of(factors)}")
     check_range(format, *parts[1:])
     return parts._replace(codes=codes)
 
@@ -188,9 +188,9 @@ def sorting_perm(g_idx: torch.Tensor, format: WeightFormat, k: int, device: torc
     wrong = sizes != torch.bincount(columns // length, minlength=groups)
     if wrong.any():
         group = int(wrong.nonzero()[0])
-        wanted = min(length, k - group * length)
+        size = min(length, k - group * length)
         raise ValueError(
-            f"g_idx: group {group} wants {wanted} columns in {format} with k {k}, got {int(sizes[group])}; "
+            f"g_idx: group {group} wants {size} columns in {format} with k {k}, got {int(sizes[group])}; "
             "groups of other sizes cannot be packed"
         )
     perm = torch.argsort(g_idx, stable=True)

@@ -214,12 +214,12 @@ class QuantizedWeight:
             if stacked == count:
                 raise ValueError(f"weights: wanted {count}, got more")
             if facts != common:
-                wanted, came = (
+                expected, came = (
                     ", ".join(f"{name} {value}" for name, value in of.items() if facts[name] != common[name])
                     for of in (common, facts)
                 )
                 raise ValueError(
-                    f"weights: wanted {wanted} like the first, got {came} as number {stacked + 1} of {count}"
+                    f"weights: wanted {expected} like the first, got {came} as number {stacked + 1} of {count}"
                 )
             w._repack_into(target.layout, tuple(t[stacked] for t in tensors))
             stacked += 1
@@ -455,8 +455,8 @@ class QuantizedWeight:
         try:
             format = WeightFormat.parse(facts["format"])
             if tensors.keys() - {"perm"} != set(format.part_names):
-                wanted = ", ".join(format.part_names)
-                raise ValueError(f"{format} wants tensors {wanted}, and perm in act-order, got {', '.join(tensors)}")
+                names = ", ".join(format.part_names)
+                raise ValueError(f"{format} wants tensors {names}, and perm in act-order, got {', '.join(tensors)}")
             ordered, perm = tuple(tensors[name] for name in format.part_names), tensors.get("perm")
             rest = facts.get("experts", 0), facts.get("activations")
             weight = cls(format, facts["n"], facts["k"], "canonical", ordered, perm, *rest)
@@ -519,13 +519,13 @@ def joined(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
 def parts(w: QuantizedWeight, sizes: Sequence[int]) -> list[QuantizedWeight]:
     """Return the weights of the first ``sizes[0]`` rows of w, of the next ``sizes[1]``, and so on, which share w's
     memory. ``sizes`` are the n of weights that :func:`joined` put together."""
-    found, start = [], 0
+    weights, start = [], 0
     for size in sizes:
         cut = [len(t) * start // w.n for t in w.tensors], [len(t) * (start + size) // w.n for t in w.tensors]
         tensors = tuple(t[a:b] for t, a, b in zip(w.tensors, *cut, strict=True))
-        found.append(replace(w, n=size, tensors=tensors))
+        weights.append(replace(w, n=size, tensors=tensors))
         start += size
-    return found
+    return weights
 
 
 def _alternating_scales(gate: torch.Tensor, up: torch.Tensor, format: WeightFormat, n: int) -> torch.Tensor:

@@ -79,18 +79,18 @@ class ActivationQuantize:
         :func:`shape_of`."""
         if dtype not in HALF_KINDS or not can_run(Sm89Fp8Gemm().refusal(device)) or (front == ADD_RMS and not wide):
             return None
-        found = cls(dtype, front, wide, shape_of(k, chunks), TARGETS[device.capability], device.capability >= (9, 0))
+        helper = cls(dtype, front, wide, shape_of(k, chunks), TARGETS[device.capability], device.capability >= (9, 0))
         most = _MOST_CHUNKS if wide and front not in NORMS else _MOST_CHUNKS // 2
-        fits = found.shape.chunks <= most and found.staged_bytes + _REDUCTION_BYTES <= device.shared_memory
-        return found if fits else None
+        fits = helper.shape.chunks <= most and helper.staged_bytes + _REDUCTION_BYTES <= device.shared_memory
+        return helper if fits else None
 
     @classmethod
     def needed(cls, device: Device, layer: LayerFacts) -> Iterable[ActivationQuantize]:
         if not layer.fp8:
             return ()
         wide = layer.k % _VECTOR == 0
-        found = (cls.of(device, layer.dtype, layer.k, front, wide) for front in FRONTS)
-        return tuple(helper for helper in found if helper is not None)
+        helpers = (cls.of(device, layer.dtype, layer.k, front, wide) for front in FRONTS)
+        return tuple(helper for helper in helpers if helper is not None)
 
     @staticmethod
     def aligned(x: torch.Tensor, weight: torch.Tensor | None, k: int) -> bool:

@@ -45,8 +45,8 @@ class ColumnGather(Sm90Helper):
     @classmethod
     def needed(cls, device: Device, layer: LayerFacts) -> Iterable[ColumnGather]:
         # columns of fp8 x are gathered by PyTorch
-        found = cls.of(device, layer.dtype, layer.k) if layer.act_order and not layer.fp8 else None
-        return () if found is None else (found,)
+        helper = cls.of(device, layer.dtype, layer.k) if layer.act_order and not layer.fp8 else None
+        return () if helper is None else (helper,)
 
     @staticmethod
     def takes(x: torch.Tensor, perm: torch.Tensor) -> bool:

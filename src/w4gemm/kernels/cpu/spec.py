@@ -95,21 +95,21 @@ class CpuMixedGemm:
         bounds = zip(rows.starts.tolist(), rows.ends.tolist(), strict=True)
         for e, (first, last) in enumerate(bounds):
             r = slice(first, last)
-            given = epilogue.of_rows(r).of_expert(operator.itemgetter(e))
-            self._multiply(problem, config, Operands(x[r], tuple(t[e] for t in weight), out[r], given))
+            own = epilogue.of_rows(r).of_expert(operator.itemgetter(e))
+            self._multiply(problem, config, Operands(x[r], tuple(t[e] for t in weight), out[r], own))
 
     def _multiply(self, problem: GemmProblem, config: GemmConfig, operands: Operands) -> None:
         method = kernel.sum_linear if config.tile_m == 1 else kernel.dense_linear
         for first in range(0, operands.x.shape[0], config.tile_m):
             tokens = slice(first, first + config.tile_m)
             x = operands.x[tokens]
-            given = operands.epilogue.of_rows(tokens)
+            epilogue = operands.epilogue.of_rows(tokens)
             if x.dtype == torch.float8_e4m3fn:
-                x = given.scaled_blocks(x.float())
+                x = epilogue.scaled_blocks(x.float())
             d = method(x, operands.weight, problem, config)
             if config.tile_m == 1 and not d.isfinite().all():  # its sums may be infinite where no result is
                 d = kernel.dense_linear(x, operands.weight, problem, config)
-            operands.out[tokens] = problem.epilogue.apply(d, given)
+            operands.out[tokens] = problem.epilogue.apply(d, epilogue)
 
 
 def _summed_together(format: WeightFormat, k: int) -> int:

@@ -74,14 +74,14 @@ class DequantizeGemm:
 
     def configs(self, problem: GemmProblem) -> list[GemmConfig]:
         """tile_n: the features that are decoded at a time, those whose dense weight fits the workspace."""
-        found: list[GemmConfig] = []
+        legal: list[GemmConfig] = []
         features = _LEAST_FEATURES
         while not problem.experts and dense_bytes(problem, features) <= _limit():
-            found.append(GemmConfig(_TOKENS, features, _CHUNK_K))
+            legal.append(GemmConfig(_TOKENS, features, _CHUNK_K))
             if features >= problem.n:
                 break
             features *= 2
-        return found
+        return legal
 
     def exclusions(self, problem: GemmProblem, config: GemmConfig) -> list[Exclusion]:
         if config in self.configs(problem):

@@ -159,17 +159,17 @@ class ExpertRouteKernel:
     def expert(self, tensors: Tensors, choice: Int32) -> Int32:
         """Return the expert of a choice; -1 if it is elsewhere, or past the last choice."""
         ids, expert_map = tensors.ids, tensors.expert_map
-        found = Int32(-1)
+        expert = Int32(-1)
         if choice < ids.shape[0]:
-            given = Int64(ids[choice])
+            chosen = Int64(ids[choice])
             if cutlass.const_expr(self.mapped):
-                if given >= 0 and given < expert_map.shape[0]:
-                    given = Int64(expert_map[Int32(given)])
+                if chosen >= 0 and chosen < expert_map.shape[0]:
+                    chosen = Int64(expert_map[Int32(chosen)])
                 else:
-                    given = Int64(-1)
-            if given >= 0 and given < self.experts:
-                found = Int32(given)
-        return found
+                    chosen = Int64(-1)
+            if chosen >= 0 and chosen < self.experts:
+                expert = Int32(chosen)
+        return expert
 
     @cute.jit
     def first_rows_of(self, sums: Sums, m_offsets: cute.Tensor, thread: Int32, rank: Int32) -> None:

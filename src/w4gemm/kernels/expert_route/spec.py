@@ -54,8 +54,8 @@ class ExpertRoute(Sm90Helper):
         if not layer.top_k:
             return ()
         every = itertools.product(_IDS, (False, True), (_MOST_ALONE, MOST_CHOICES))
-        found = (cls.of(device, dtype, layer.experts, mapped, choices) for dtype, mapped, choices in every)
-        return tuple(each for each in found if each is not None)
+        helpers = (cls.of(device, dtype, layer.experts, mapped, choices) for dtype, mapped, choices in every)
+        return tuple(each for each in helpers if each is not None)
 
     def program(self) -> Program:
         import cutlass

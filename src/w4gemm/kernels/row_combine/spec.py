@@ -34,8 +34,8 @@ class RowCombine(Sm90Helper):
 
     @classmethod
     def needed(cls, device: Device, layer: LayerFacts) -> Iterable[RowCombine]:
-        found = cls.of(device, layer.dtype, layer.top_k)
-        return () if found is None else (found,)
+        helper = cls.of(device, layer.dtype, layer.top_k)
+        return () if helper is None else (helper,)
 
     @staticmethod
     def takes(d: torch.Tensor) -> bool:

@@ -174,12 +174,12 @@ class Sm90DecodeVariant(GpuVariant):
     @property
     def warp_reduction_rounds(self) -> tuple[ReductionRound, ...]:
         """Rounds in which warps hand their accumulators over, until ``reduction_warps`` are left."""
-        found, before = [], self.warps
+        rounds, before = [], self.warps
         while before > self.reduction_warps:
             after = max(before - self.reduction_warps, self.reduction_warps)
-            found.append(ReductionRound(before, after))
+            rounds.append(ReductionRound(before, after))
             before = after
-        return tuple(found)
+        return tuple(rounds)
 
     @property
     def reduction_bytes(self) -> int:

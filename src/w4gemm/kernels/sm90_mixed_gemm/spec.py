@@ -42,11 +42,11 @@ class Sm90MixedGemm(HopperKernel):
         return lambda variant: TwoLaunches(variant) if variant.config.tail else Sm90MixedGemmKernel(variant)
 
     def configs(self, problem: GemmProblem) -> list[GemmConfig]:
-        found = super().configs(problem)
+        single = super().configs(problem)
         if problem.experts:
-            return found
-        legal = set(found)
-        return found + [pair for pair, launches in self._pairs.items() if launches <= legal]
+            return single
+        legal = set(single)
+        return single + [pair for pair, launches in self._pairs.items() if launches <= legal]
 
     @functools.cached_property
     def _pairs(self) -> dict[GemmConfig, set[GemmConfig | None]]:
@@ -56,14 +56,17 @@ class Sm90MixedGemm(HopperKernel):
     def exclusions(self, problem: GemmProblem, config: GemmConfig) -> list[Exclusion]:
         if config.tail is None:
             return super().exclusions(problem, config)
-        found = [*super().exclusions(problem, replace(config, tail=None)), *super().exclusions(problem, config.tail)]
+        excluding = [
+            *super().exclusions(problem, replace(config, tail=None)),
+            *super().exclusions(problem, config.tail),
+        ]
         if problem.experts:
             reason = "the host does not know how many tiles experts have, nor so which fill whole waves"
-            found.insert(0, Exclusion("impossible", "experts and a tail launch", reason))
+            excluding.insert(0, Exclusion("impossible", "experts and a tail launch", reason))
         if str(config) not in self.launch_pairs:
             listed = "only pairs that were the fastest somewhere are kept: " + ", ".join(self.launch_pairs)
-            found.append(Exclusion("unlisted", "pairs", listed))
-        return found
+            excluding.append(Exclusion("unlisted", "pairs", listed))
+        return excluding
 
     def reduction_order(self, problem: GemmProblem, config: GemmConfig) -> Hashable | None:
         """One set on all of k adds up steps of 16 in order: tiles, cluster, schedule and stages do not matter. Several

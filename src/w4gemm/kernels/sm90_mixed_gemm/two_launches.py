@@ -49,12 +49,12 @@ class TwoLaunches:
     @cute.jit
     def launch(self, gemm: Sm90MixedGemmKernel, args: Arguments, blocks: Range, stream: Any):
         """Launch ``gemm`` for some of the weight's 64-row blocks."""
-        given, rows = args.epilogue, Range(blocks.begin * BLOCK_N, blocks.end * BLOCK_N)
+        whole, rows = args.epilogue, Range(blocks.begin * BLOCK_N, blocks.end * BLOCK_N)
         columns = Range(rows.begin // 2, rows.end // 2) if self.gated else rows
-        epilogue = given._replace(
-            bias=self.range_of(given.bias, 0, rows),
-            residual=self.range_of(given.residual, 1, columns),
-            channel_scale=self.range_of(given.channel_scale, 0, rows),
+        epilogue = whole._replace(
+            bias=self.range_of(whole.bias, 0, rows),
+            residual=self.range_of(whole.residual, 1, columns),
+            channel_scale=self.range_of(whole.channel_scale, 0, rows),
         )
         weight, out = self.range_of(args.weight, 0, blocks), self.range_of(args.out, 1, columns)
         gemm(args._replace(weight=weight, out=out, epilogue=epilogue), stream)

@@ -32,7 +32,7 @@ FLOAT32_BYTES = 4 * 8 * FLOAT32_ROW_BYTES
 _BARRIERS_AND_ALIGNMENT = 1536
 _OTHER_REGISTERS = 77
 """Registers besides the accumulators: fragments, packed words, addresses."""
-_WANTED_STAGES = 3
+_ENOUGH_STAGES = 3
 """With two, nothing is loaded while one is multiplied and the other decoded."""
 _TOKENS_OF_PAIRS = {Pairs.HALVES: 96, Pairs.FLOATS: 64}
 """The largest tile_m of which decoding decides the time, by what a table holds."""
@@ -300,7 +300,7 @@ class Sm90MixedVariant(KSliceVariant):
         most = 128 if self.warpgroups < 4 else 56
         step = 32 if self.boxed else 8
         sizes = [size for size in range(max(16, step), most + 1, step) if self.stored_tokens % size == 0] or [8]
-        if self.boxed and self._stages_beside(sizes[0]) < _WANTED_STAGES:
+        if self.boxed and self._stages_beside(sizes[0]) < _ENOUGH_STAGES:
             sizes.insert(0, 16)
         stages = self._stages_beside(sizes[0])
         if self.half_block_stages:

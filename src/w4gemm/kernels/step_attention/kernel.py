@@ -183,8 +183,8 @@ class StepAttentionKernel:
             offset = ((slots.row + newest) * self.dim + thread) * 2
             turned = self.rotated(step, step.k, head.batch, head.number, thread)
             store_global_half(step.keys.iterator.toint() + offset, pack_half2(self.kind, turned, turned), Boolean(True))
-            given = step.v[head.batch, head.number, thread].to(Float32)
-            store_global_half(step.values.iterator.toint() + offset, pack_half2(self.kind, given, given), Boolean(True))
+            value = step.v[head.batch, head.number, thread].to(Float32)
+            store_global_half(step.values.iterator.toint() + offset, pack_half2(self.kind, value, value), Boolean(True))
         cute.arch.sync_threads()
         self.attend(s_q, step, slots, thread, warps)
         cute.arch.sync_threads()
@@ -226,13 +226,13 @@ class StepAttentionKernel:
         per_step = WARPS * (32 // lanes)
         at = slots.start + warp * (32 // lanes) + own
         for _ in cutlass.range(cute.ceil_div(cutlass.max(slots.end - slots.start, 0), per_step * _UNROLL), unroll=1):
-            found = [at + u * per_step for u in range(_UNROLL)]
-            offsets = [(slots.row + found[u]) * (self.dim * 2) for u in range(_UNROLL)]
-            key = [self.load(keys + offsets[u], part, found[u] < slots.end) for u in range(_UNROLL)]
-            value = [self.load(values + offsets[u], part, found[u] < slots.end) for u in range(_UNROLL)]
+            at_slots = [at + u * per_step for u in range(_UNROLL)]
+            offsets = [(slots.row + at_slots[u]) * (self.dim * 2) for u in range(_UNROLL)]
+            key = [self.load(keys + offsets[u], part, at_slots[u] < slots.end) for u in range(_UNROLL)]
+            value = [self.load(values + offsets[u], part, at_slots[u] < slots.end) for u in range(_UNROLL)]
             for h in cutlass.range_constexpr(group):
                 self.take(
-                    h, key, value, [found[u] < slots.end for u in range(_UNROLL)], query, Running(tops, totals, sums)
+                    h, key, value, [at_slots[u] < slots.end for u in range(_UNROLL)], query, Running(tops, totals, sums)
                 )
             at += per_step * _UNROLL
         for h in cutlass.range_constexpr(group):

@@ -71,6 +71,6 @@ class StepAttention(Sm90Helper):
         first = make_fake_compact_tensor(cutlass.Int32, (batch,), assumed_align=4)
         out = make_fake_compact_tensor(dtype, (batch, heads, self.dim), stride_order=(2, 1, 0), assumed_align=16)
         sinks = make_fake_compact_tensor(dtype, (heads,), assumed_align=2) if self.sinks else None
-        given = (rows(heads), rows(kv_heads), rows(kv_heads), *angles, *cache, slot, first, sinks, out, 1.0, 1)
+        values = (rows(heads), rows(kv_heads), rows(kv_heads), *angles, *cache, slot, first, sinks, out, 1.0, 1)
         stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-        return Program(StepAttentionKernel(kind, self.dim, self.group, self.splits, self.sinks), (*given, stream))
+        return Program(StepAttentionKernel(kind, self.dim, self.group, self.splits, self.sinks), (*values, stream))

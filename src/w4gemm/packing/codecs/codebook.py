@@ -75,7 +75,7 @@ def are_bytes(values: tuple[float, ...]) -> bool:
     return all(value == int(value) and -128 <= value <= 127 for value in values)
 
 
-def found_by_sum(numbers: list[bytes]) -> bool:
+def first_half_exceeds(numbers: list[bytes]) -> bool:
     """Return whether each byte of number i, i < 8, exceeds that of number i + 8 by 0 to 127."""
     return all(_exceeds(a, b) for a, b in zip(numbers[:8], numbers[8:], strict=True))
 
@@ -85,8 +85,8 @@ def _exceeds(a: bytes, b: bytes) -> bool:
 
 
 def _indices(values: tuple[float, ...]) -> tuple[int, ...]:
-    """Return the index of each code's number: an order in which the bf16 numbers are :func:`found_by_sum`, or, if there
-    is none, that of the codes."""
+    """Return the index of each code's number: an order of bf16 numbers for which :func:`first_half_exceeds` is true,
+    or, if there is none, the order of the codes."""
     if are_bytes(values):
         numbers = [bytes([int(value) + 128]) for value in values]
     else:
@@ -114,10 +114,10 @@ def _indices(values: tuple[float, ...]) -> tuple[int, ...]:
 @functools.cache
 def codebook_codec(element: str) -> CodebookCodec:
     """Return the codec of a codebook element."""
-    found = element_named(element)
-    assert found is not None
+    rule = element_named(element)
+    assert rule is not None
     scales = ("bf16", "fp16", "fp32")
-    facts = f"{element}_mma16", MMA16, element, scales, ("none",), _indices(found.values), _NEIGHBOURS
+    facts = f"{element}_mma16", MMA16, element, scales, ("none",), _indices(rule.values), _NEIGHBOURS
     return CodebookCodec(*facts, registers=17)
 
 

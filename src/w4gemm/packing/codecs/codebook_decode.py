@@ -25,7 +25,7 @@ from typing import Any
 
 from cutlass import Float32, Int32
 
-from w4gemm.packing.codecs.codebook import bits_in, found_by_sum
+from w4gemm.packing.codecs.codebook import bits_in, first_half_exceeds
 from w4gemm.packing.codecs.integers_decode import Decoder, fma_pair, pair
 from w4gemm.ptx.arithmetic import fma, half_to_float, hidden_constant, pack_half2, repeat_half, to_float
 from w4gemm.ptx.asm import asm
@@ -137,14 +137,14 @@ class IntegerDecoder(CodebookDecoder):
             for half in range(2)
             for i, s in enumerate(_SPREAD)
         ]
-        return self._found(word, "".join(spread), 4)
+        return self._bytes(word, "".join(spread), 4)
 
     def _singles(self, word: Int32) -> list[Float32]:
         """Eight numbers of float32: their bytes times 2**-133, as subnormals."""
         spread = [f"prmt.b32 ${i}, l{i // 4}, 0, {0x4044 | i % 4 << 8:#x}; " for i in range(8)]
-        return [to_float("f32", found) for found in self._found(word, "".join(spread), 8)]
+        return [to_float("f32", bits) for bits in self._bytes(word, "".join(spread), 8)]
 
-    def _found(self, word: Int32, then: str, outputs: int) -> tuple[Int32, ...]:
+    def _bytes(self, word: Int32, then: str, outputs: int) -> tuple[Int32, ...]:
         """Outputs of PTX that begins with the bytes of four numbers each in l0 and l1."""
         finder = _Finder([bytes([int(value) + _BIAS]) for value in self.values])
         return finder.run(finder.find("l0", 0, 0) + finder.find("l1", 0, 1) + then, outputs, word)
@@ -158,7 +158,7 @@ class _Finder:
     """
 
     def __init__(self, numbers: list[bytes]) -> None:
-        self.by_sum = found_by_sum(numbers)
+        self.by_sum = first_half_exceeds(numbers)
         self.tables: list[tuple[list[int], list[int]]] = []
         """For each byte, what is looked up for indices 0..7, and for 8..15, or for all if the sum is wanted."""
         for table in zip(*numbers, strict=True):

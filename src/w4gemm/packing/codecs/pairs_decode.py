@@ -68,10 +68,10 @@ class PairDecoder(PairTable, CodebookDecoder):
     pairs: Pairs = Pairs.HALVES
 
     def rows(self, index: Int32) -> list[tuple[Int32, Int32]]:
-        found = super().decode_exact((index * 0x04040404 + 0x03020100,), ())
+        each = super().decode_exact((index * 0x04040404 + 0x03020100,), ())
         if self.pairs is Pairs.HALVES:
-            return [(numbers, numbers) for numbers in found]
-        both = [[half_to_float(self.kind, numbers, high) for high in (False, True)] for numbers in found]
+            return [(numbers, numbers) for numbers in each]
+        both = [[half_to_float(self.kind, numbers, high) for high in (False, True)] for numbers in each]
         return [(float_word(low), float_word(high)) for low, high in both]
 
     def offsets(self, words: tuple[Int32, ...], table: Int32) -> tuple[Any, ...]:

@@ -68,9 +68,9 @@ class CpuLayout:
     def unpack(self, tensors: tuple[torch.Tensor, ...], format: WeightFormat, n: int, k: int) -> WeightComponents:
         rows, *scales = tensors
         codes = unpack(rows[..., : TABLE_N * table_bits(format) // 8], table_bits(format))
-        found = [t.transpose(1, 2).flatten(0, 1)[:n].contiguous() for t in (codes, *scales)]
-        factors = found.pop().unflatten(1, (-1, format.factors)) if format.has_factors else None
-        return WeightComponents(found[0], found[1], found[2] if format.has_zero else None, factors=factors)
+        numbers = [t.transpose(1, 2).flatten(0, 1)[:n].contiguous() for t in (codes, *scales)]
+        factors = numbers.pop().unflatten(1, (-1, format.factors)) if format.has_factors else None
+        return WeightComponents(numbers[0], numbers[1], numbers[2] if format.has_zero else None, factors=factors)
 
 
 def _chunked(t: torch.Tensor) -> torch.Tensor:
