@@ -47,7 +47,9 @@ class Element:
         if self.counts:
             return codes.float() - self.padding_code
         values = torch.tensor(self.values, dtype=torch.float32, device=codes.device)
-        return (values.to(dtype).float() if dtype.itemsize == 2 else values)[codes.int()]
+        values = values.to(dtype).float() if dtype.itemsize == 2 else values
+        # on CPUs twice as fast as values[codes.int()]
+        return values.index_select(0, codes.flatten().int()).view(codes.shape)
 
     def nearest(self, numbers: torch.Tensor) -> torch.Tensor:
         """Return the code of the value nearest to each number, as float32; if two are as near, the even code."""

@@ -73,5 +73,6 @@ def unpack(packed: torch.Tensor, bits: int, order: tuple[int, ...] | None = None
     count, (_, size) = stream.shape[-1] * 8 // bits, _unit(bits)
     if missing := -stream.shape[-1] % size:
         stream = torch.nn.functional.pad(stream, (0, missing))
-    codes = torch.stack(fields(stream, bits), -1).flatten(-2)[..., :count]
+    places = fields(stream, bits)
+    codes = torch.stack(places, -1).flatten(-2)[..., :count] if len(places) > 1 else places[0]
     return codes if order is None else codes.unflatten(-1, (-1, len(order)))[..., list(order)].flatten(-2)
