@@ -76,7 +76,7 @@ def test_the_commands_know_its_layers(toy: tuple[Path, dict[str, torch.Tensor]],
     assert main(["tune", "--model", str(folder), "--m", "4", "--device", "cpu"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == len(layers)
     assert main(["generate", "hello", "--model", str(folder), "--max-new-tokens", "2", "--device", "cpu"]) == 0
-    assert f"14 of 15 linear layers in 4 bits (14 x {toy_checkpoint.FORMAT_NAME}" in capsys.readouterr().err
+    assert f"14 of 15 linear layers quantized (14 x {toy_checkpoint.FORMAT_NAME}" in capsys.readouterr().err
 
 
 def test_the_model_and_the_checkpoint_must_agree(toy: tuple[Path, dict[str, torch.Tensor]]) -> None:

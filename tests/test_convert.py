@@ -318,7 +318,7 @@ def test_other_conversions_do_not_go_on(tmp_path: Path, capsys: pytest.CaptureFi
     assert "holds model.safetensors, which is damaged, or not of an interrupted run" in capsys.readouterr().err
     assert convert(tmp_path / "in", tmp_path / "out", "--to", "w4gemm") == 0
     assert convert(tmp_path / "in", tmp_path / "x", "--format", "int4_g32") == 2
-    assert "is in 4 bits already" in capsys.readouterr().err
+    assert "is quantized already" in capsys.readouterr().err
 
 
 def test_a_source_that_changed_is_another_conversion(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -366,7 +366,7 @@ def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wanted = write_model(tmp_path, *SOURCES["gptq"])
     assert main(["inspect", str(tmp_path), "--device", "h200"]) == 0
     text = capsys.readouterr().out
-    assert f"{len(wanted)} modules in 4 bits" in text and "NVIDIA H200" in text
+    assert f"{len(wanted)} quantized modules" in text and "NVIDIA H200" in text
     row = next(line for line in text.splitlines() if line.startswith("model.layers.*.mlp.down_proj"))
     assert "int4_g32_zint_fp16" in row and "64 x 96" in row and "x 2" in row and "sm90_" in row
     assert main(["inspect", str(tmp_path), "--device", "cpu", "--m", "3", "--json"]) == 0

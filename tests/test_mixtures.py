@@ -97,7 +97,7 @@ def test_experts_of_their_own(tmp_path: Path, kind: str, capsys: pytest.CaptureF
     plain = dense_model(folder, {f"{name}.weight": t for name, t in wanted.items()}, MARKS)
     torch.testing.assert_close(logits(model), logits(plain), rtol=1e-4, atol=1e-4)
     assert main(["generate", "hello", "--model", str(folder), "--max-new-tokens", "2", "--device", "cpu"]) == 0
-    assert "layers in 4 bits" in capsys.readouterr().err
+    assert "layers quantized" in capsys.readouterr().err
 
 
 def write_gpt_oss(folder: Path, **settings: Any) -> dict[str, torch.Tensor]:

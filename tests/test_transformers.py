@@ -66,7 +66,7 @@ def test_gguf_equals_from_pretrained(tmp_path: Path, architecture: str, type: st
     assert summary.int4 == 6 * LAYERS + (not tied)
     assert summary.formats == {"int4_g32_fp16" if type == "Q4_0" else "int4_g32_zfloat_fp16": summary.int4}
     assert len(summary.dense) == LAYERS + tied  # attn_v is Q8_0
-    assert f"{summary.int4} of {7 * LAYERS + 1} linear layers in 4 bits" in str(summary)
+    assert f"{summary.int4} of {7 * LAYERS + 1} linear layers quantized" in str(summary)
     wanted = from_pretrained(path)
     ids = tokenizer("hello there", return_tensors="pt").input_ids
     with torch.inference_mode():

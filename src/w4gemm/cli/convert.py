@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
         checkpoint.search, (checkpoint.device, _) = args.search, choose_device(args.device)
         how = "search" if args.search else "nearest"
     elif args.format or args.search:
-        raise ValueError(f"--format, --search: {args.path} is in 4 bits already, and keeps its formats")
+        raise ValueError(f"--format, --search: {args.path} is quantized already, and keeps its formats")
     elif args.device is not None:
         choose_device(args.device)  # nothing runs there, but a wrong name is a mistake all the same
     if not checkpoint.modules:
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(facts, indent=2))
         return 0
     say(
-        f"{args.output}: a {writer.name} folder, {counted(len(checkpoint.modules), 'module')} in 4 bits, "
+        f"{args.output}: a {writer.name} folder, {counted(len(checkpoint.modules), 'quantized module')}, "
         f"{counted(len(checkpoint.tensors), 'dense tensor')}, {size / MIB:.1f} MiB, in {seconds:.1f} s"
     )
     if why:

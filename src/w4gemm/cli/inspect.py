@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     )
     print(f"{checkpoint.path}: {location.format.name}")
     print(
-        f"{counted(len(checkpoint.modules), 'module')} in 4 bits, {_size(packed)}; "
+        f"{counted(len(checkpoint.modules), 'quantized module')}, {_size(packed)}; "
         f"{counted(len(checkpoint.tensors), 'dense tensor')}, {numbers / 1e6:.1f} million numbers"
     )
     print(device_line(device))

@@ -25,7 +25,7 @@ Progress = Callable[[int, int, str], None]
 
 @dataclass(frozen=True)
 class Summary:
-    """Which linear layers of a model are in 4 bits."""
+    """Which linear layers of a model are quantized."""
 
     formats: dict[str, int]
     """Number of 4-bit layers by format."""
@@ -42,7 +42,7 @@ class Summary:
         formats = ", ".join(f"{count} x {name}" for name, count in self.formats.items()) or "none"
         dense = f"; dense: {', '.join(self.dense[:3])}{', ...' if len(self.dense) > 3 else ''}" if self.dense else ""
         total = self.int4 + len(self.dense)
-        return f"{self.int4} of {total} linear layers in 4 bits ({formats}, {self.nbytes / 2**20:.1f} MiB){dense}"
+        return f"{self.int4} of {total} linear layers quantized ({formats}, {self.nbytes / 2**20:.1f} MiB){dense}"
 
 
 def summarize(model: nn.Module) -> Summary:
