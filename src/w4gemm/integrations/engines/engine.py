@@ -193,6 +193,23 @@ class Engine:
                 *(w4gemm.__version__, self.name, self.version(), "; ".join(taken), self.variable),
             )
 
+    def asked(self, kind: str, why_not: Callable[[], str]) -> str:
+        """Return why layers of a kind are not taken over, after logging it, or the empty string.
+
+        Args:
+            why_not: returns the reason. A TypeError or ValueError is one too, and an AttributeError says what this
+                version of the engine lacks.
+        """
+        try:
+            reason = why_not()
+        except AttributeError as e:
+            reason = f"this version of {self.name} is not known: {e}"
+        except (TypeError, ValueError) as e:
+            reason = str(e)
+        if reason:
+            self.refuse(kind, reason)
+        return reason
+
     def refuse(self, kind: str, reason: str) -> None:
         """Log that layers of a kind are left to the engine's own kernels: once in each process for each reason."""
         _refuse(self, kind, reason)

@@ -114,14 +114,10 @@ def convert(scheme: Scheme, own: Callable[..., None], self: Any, layer: Any) -> 
     if hasattr(layer, _WEIGHT):  # called again
         return
     fp8 = hasattr(self, _FP8)
-    try:
-        reason = _pack(scheme, self, layer, fp8)
-    except (AttributeError, TypeError, ValueError) as e:
-        reason = str(e)
+    reason = SGLANG.asked(scheme.kind, lambda: _pack(scheme, self, layer, fp8))
     if reason and fp8:
         raise ValueError(f"w4gemm cannot run {scheme.kind} with fp8 activations, and neither can SGLang: {reason}")
     if reason:
-        SGLANG.refuse(scheme.kind, reason)
         own(self, layer)
 
 

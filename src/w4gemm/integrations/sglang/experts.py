@@ -95,15 +95,7 @@ def install() -> None:
 def choose(method: Method, own: Callable[..., Any], self: Any, layer: Any, moe_runner_config: Any) -> Any:
     """Let SGLang make its runner, which its other parts ask for, and ours if this layer can be taken over."""
     made = own(self, layer, moe_runner_config)
-    try:
-        reason = _why_not(method, self, layer, moe_runner_config)
-    except AttributeError as e:
-        reason = f"this version of SGLang is not known: {e}"
-    except (TypeError, ValueError) as e:  # a format that there is not
-        reason = str(e)
-    if reason:
-        SGLANG.refuse(method.kind, reason)
-    else:
+    if not SGLANG.asked(method.kind, lambda: _why_not(method, self, layer, moe_runner_config)):
         setattr(layer, _RUNNER, MoeRunner(resolve_moe_runner_backend(RUNNER), moe_runner_config))
         if not method.padded and not packed_before() and not dummy():
             mark(layer, method.format.parameters(method.settings(self), layer.with_bias))

@@ -93,12 +93,7 @@ class W4GemmLinearKernel(LinearKernel, MPLinearKernel):
 
     @classmethod
     def can_implement(cls, c: MPLinearLayerConfig) -> tuple[bool, str | None]:
-        try:
-            reason = why_not(c)
-        except AttributeError as e:
-            reason = f"this version of vLLM is not known: {e}"
-        if reason:
-            takeover.refuse(cls.kind, reason)
+        reason = takeover.VLLM.asked(cls.kind, lambda: why_not(c))
         return not reason, reason or None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

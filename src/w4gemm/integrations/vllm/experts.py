@@ -52,15 +52,7 @@ def taken_over(method: Any, layer: Any) -> Any:
         return method
     if type(method).__name__ not in FORMATS:
         return method
-    kind = f"experts of {type(method).__name__}"
-    try:
-        reason = why_not(method, layer)
-    except AttributeError as e:
-        reason = f"this version of vLLM is not known: {e}"
-    except (TypeError, ValueError) as e:  # a format that there is not
-        reason = str(e)
-    if reason:
-        takeover.refuse(kind, reason)
+    if takeover.VLLM.asked(f"experts of {type(method).__name__}", lambda: why_not(method, layer)):
         return method
     base: type = type(method)
     cls: Any = _method_class(base)

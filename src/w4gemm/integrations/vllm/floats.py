@@ -112,9 +112,7 @@ class _Floats(LinearKernel):
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
-        reason = takeover.why_not_here(capability())
-        if reason:
-            takeover.refuse(cls.kind, reason)
+        reason = takeover.VLLM.asked(cls.kind, lambda: takeover.why_not_here(capability()))
         return not reason, reason or None
 
     @classmethod
