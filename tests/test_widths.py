@@ -96,6 +96,9 @@ def test_layers_experts_and_gradients(name):
 @all_formats
 def test_files_state_dicts_and_copies(format, tmp_path):
     w = random_weight(format, N, K, signed=True)
+    experts = QuantizedWeight.stack([w, w])
+    experts.save(tmp_path / "experts.safetensors")
+    assert_same(QuantizedWeight.load(tmp_path / "experts.safetensors").repack().expert(1).parts(), w.parts())
     w.repack().save(tmp_path / "w.safetensors")
     loaded = QuantizedWeight.load(tmp_path / "w.safetensors")
     assert loaded.format == format
@@ -247,6 +250,7 @@ def test_a_file_whose_codes_do_not_fit_its_bits(tmp_path):
 
 
 LEVELS = torch.zeros(4, 16, dtype=torch.uint8)
+LATE = torch.tensor([1.0] * 5 + [torch.inf])[:, None]
 CODES, FACTORS = torch.zeros(4, 256, dtype=torch.uint8), torch.ones(4, 1, 2).half()
 
 
@@ -265,6 +269,7 @@ CODES, FACTORS = torch.zeros(4, 256, dtype=torch.uint8), torch.ones(4, 1, 2).hal
         ("e4m3_g256_b128", (CODES, torch.ones(4, 1)), ValueError, r"scales: wanted shape \(2, 1\), got \(4, 1\)"),
         ("e4m3_g256_b128", (CODES, torch.full((2, 1), 1e38)), ValueError, "weights of 2 groups"),
         ("e4m3_g256_b128", (CODES, torch.full((2, 1), torch.nan)), ValueError, "weights of 2 groups"),
+        ("e4m3_g256_b128", (CODES[:1].expand(300, -1), LATE), ValueError, "first in row 257, group 0: scale inf"),
         ("int8_g256_zfloat_fp32", (CODES, torch.full((4, 1), 0.1), torch.ones(4, 1)), ValueError, "at most 16"),
     ],
 )  # fmt: skip

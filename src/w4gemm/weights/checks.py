@@ -142,12 +142,15 @@ def _refuse_groups(format: WeightFormat, bad: torch.Tensor, scales: torch.Tensor
     """Raise ValueError if a group is marked in ``bad`` (n, groups)."""
     if bad.any():
         row, group = (int(i) for i in bad.nonzero()[0])
+        scale = scales[row, group].item()
         zero = "" if zeros is None else f", zero point {zeros[row, group].item()}"
+        if block := format.scale_rule.block_rows:  # the first row that has the scale
+            row = row // 2 * block + row % 2
         element, limit = format.element_rule, format.largest_weight
         raise ValueError(
             f"scales: the weights of {int(bad.sum())} groups would not be finite ({element.largest_factor:g} * |scale| "
             f"and |zero point| together must be at most {limit:g}); "
-            f"first in row {row}, group {group}: scale {scales[row, group].item()}{zero}"
+            f"first in row {row}, group {group}: scale {scale}{zero}"
         )
 
 

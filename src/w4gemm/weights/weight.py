@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,14 +11,15 @@ import torch
 
 from w4gemm.core.autocast import without_autocast
 from w4gemm.core.errors import device_here, is_int, kind_of, require_int
-from w4gemm.core.formats import SCALES, SMALLEST_GROUP, WeightFormat
+from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import Device
 from w4gemm.packing.layouts import CanonicalLayout, WeightComponents, layout_for, layout_named
 from w4gemm.packing.packed_shape import PackedShape, packed_shape
 from w4gemm.packing.repack import Matrix, repack_rows
 from w4gemm.weights.checks import check_codes, check_perm, check_range, checked, is_permutation, sorting_perm
-from w4gemm.weights.dequantize import dequantize_parts, with_plain_scales
+from w4gemm.weights.dequantize import dequantize_parts
 from w4gemm.weights.file import check_path, read, unfit, write
+from w4gemm.weights.shards import check_shards, cut, shard_format
 
 ACTIVATIONS = ("fp8", None)
 """Values of :attr:`QuantizedWeight.activations`."""
@@ -380,34 +380,18 @@ class QuantizedWeight:
             return self.stack(
                 (self.expert(e).shard(dim, index, count) for e in range(self.experts)), self.experts, self.layout
             )
-        group_size = _shard_group_size(self, dim, index, count)
+        check_shards(self.format, self.n, self.k, dim, index, count)
+        if dim == 1 and self.perm is not None and count > 1:
+            raise ValueError(
+                "dim: this weight is in act-order (perm is not None), so its groups have columns in every part of k; "
+                "split dim 0, or let the layer before give its features in the order of w.perm and split "
+                "dataclasses.replace(w, perm=None)"
+            )
         size = (self.n, self.k)[dim] // count
-        elements = slice(index * size, (index + 1) * size)
-        rows, columns = (elements, slice(0, self.k)) if dim == 0 else (slice(0, self.n), elements)
-        height, width = rows.stop - rows.start, columns.stop - columns.start
-        scale = _shard_scale(self, height, width)
-        parts, format = self.parts(), replace(self.format, group_size=group_size, scale=scale)
-        if scale == "fp32":
-            parts = with_plain_scales(parts, self.format)
-        codes, scales, zeros, channels, factors = parts
-        starts = columns.start + torch.arange(format.groups(width), device=self.device) * format.group_length(width)
-        groups = starts // self.format.group_length(self.k)  # of w, for each group of the shard
-        scale_rows = slice(format.scale_rows(rows.start), format.scale_rows(rows.stop))
-
-        def cut(t: torch.Tensor, columns: slice | torch.Tensor, rows: slice = rows) -> torch.Tensor:
-            bits = t.view(torch.uint8) if t.itemsize == 1 else t  # PyTorch 2.8 gathers no fp8 on the CPU
-            # a copy: the view would keep the whole weight's memory
-            return bits[rows][:, columns].clone(memory_format=torch.contiguous_format).view(t.dtype)
-
-        part = WeightComponents(
-            cut(codes, columns), cut(scales, groups, scale_rows), None if zeros is None else cut(zeros, groups)
-        )
-        if factors is not None:
-            length = format.scale_rule.factor_columns
-            starts = columns.start + torch.arange(format.superblocks(width), device=self.device) * length
-            part = part._replace(factors=cut(factors, starts // self.format.scale_rule.factor_columns))
-        if channels is not None:
-            part = part._replace(channels=channels[rows].clone())
+        own, every = slice(index * size, (index + 1) * size), slice(0, (self.k, self.n)[dim])
+        rows, columns = (own, every) if dim == 0 else (every, own)
+        format = shard_format(self.format, self.n, self.k, rows, columns)
+        part = cut(self.parts(), self.format, format, rows, columns)
         n, k = part.codes.shape
         layout = "canonical" if layout_named(self.layout).supports(format) else self.layout
         return replace(self, format=format, n=n, k=k, layout=layout, tensors=layout_named(layout).pack(part, format))
@@ -539,53 +523,3 @@ def _alternating_scales(gate: torch.Tensor, up: torch.Tensor, format: WeightForm
     if not torch.equal(pairs[:, 0], pairs[:, 1]):
         raise ValueError(f"gate, up: wanted the same {format.scale} scales for even and odd rows")
     return pairs[:, 0].repeat_interleave(2, 0).flatten(0, 1)[: format.scale_rows(2 * n)].contiguous()
-
-
-def _shard_scale(w: QuantizedWeight, height: int, width: int) -> str:
-    """Return the name of the scale rule of shards of ``height`` rows and ``width`` columns.
-
-    It is the format's own. Scales with factors, whose superblocks a shard may divide, take the rule of smaller
-    superblocks or, if there is none, float32 scales, which hold the products exactly. So do scales of blocks of rows
-    that a shard divides.
-    """
-    own = w.format.scale_rule
-    if own.block_rows:
-        return own.name if height == w.n or height % own.block_rows == 0 else "fp32"
-    if not own.factor_columns:
-        return own.name
-    columns = math.gcd(own.factor_columns, width)
-    alike = (rule for rule in SCALES.values() if replace(rule, name=own.name, factor_columns=own.factor_columns) == own)
-    return next((rule.name for rule in alike if rule.factor_columns == columns), "fp32")
-
-
-def _shard_group_size(w: QuantizedWeight, dim: int, index: int, count: int) -> int:
-    """Check that shards are equal; return their group size: w's own, or a smaller one that divides it and their k."""
-    if not is_int(index) or not is_int(count) or count < 1 or not 0 <= index < count:
-        raise ValueError(f"index, count: wanted 0 <= index < count, got index {index!r}, count {count!r}")
-    if dim == 1 and count > 1 and w.perm is not None:
-        raise ValueError(
-            "dim: this weight is in act-order (perm is not None), so its groups have columns in every part of k; "
-            "split dim 0, or let the layer before give its features in the order of w.perm and split "
-            "dataclasses.replace(w, perm=None)"
-        )
-    size = (w.n, w.k)[dim]
-    unit = 1 if dim == 0 or w.format.groups(w.k) == 1 else SMALLEST_GROUP
-    if count > 1 and size % (count * unit):
-        what = "equal parts" if unit == 1 else f"equal parts of whole groups of {unit}, the smallest"
-        raise ValueError(f"count: {'nk'[dim]} {size} does not split into {count} {what}; {_fitting(size, unit, count)}")
-    return w.format.group_size if unit == 1 or count == 1 else math.gcd(w.format.group_size, size // count)
-
-
-_MOST_LISTED = 32
-"""The most counts that a message lists."""
-
-
-def _fitting(size: int, unit: int, count: int) -> str:
-    """Return what a message says of the counts that split ``size`` into equal parts of whole units."""
-    units = size // unit if size % unit == 0 else 1
-    small = [c for c in range(1, math.isqrt(units) + 1) if units % c == 0]
-    fits = sorted({*small, *(units // c for c in small)})
-    if len(fits) <= _MOST_LISTED:
-        return f"counts that fit: {fits}"
-    nearest = sorted(sorted(fits, key=lambda c: abs(c - count))[:_MOST_LISTED])
-    return f"the nearest of {len(fits)} counts that fit: {nearest}"

@@ -1,0 +1,99 @@
+"""Shards of a weight for tensor parallelism: which there are, their format and their components."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+
+from w4gemm.core.errors import is_int
+from w4gemm.core.formats import SCALES, SMALLEST_GROUP, WeightFormat
+from w4gemm.packing.layouts import WeightComponents
+from w4gemm.weights.dequantize import with_plain_scales
+
+
+def check_shards(format: WeightFormat, n: int, k: int, dim: int, index: int, count: int) -> None:
+    """Raise ValueError unless a weight (n, k) splits into ``count`` equal shards along dim 0 (n) or 1 (k)."""
+    if not is_int(index) or not is_int(count) or count < 1 or not 0 <= index < count:
+        raise ValueError(f"index, count: wanted 0 <= index < count, got index {index!r}, count {count!r}")
+    size = (n, k)[dim]
+    unit = 1 if dim == 0 or format.groups(k) == 1 else SMALLEST_GROUP
+    if count > 1 and size % (count * unit):
+        what = "equal parts" if unit == 1 else f"equal parts of whole groups of {unit}, the smallest"
+        raise ValueError(f"count: {'nk'[dim]} {size} does not split into {count} {what}; {_fitting(size, unit, count)}")
+
+
+def shard_format(format: WeightFormat, n: int, k: int, rows: slice, columns: slice) -> WeightFormat:
+    """Return the format of a shard of a weight (n, k): its own, with smaller groups where the shard divides a group of
+    columns.
+
+    Where it divides columns that share factors, the scale rule is that of fewer columns or, if there is none, float32
+    scales, which hold the products with factors exactly. Where it divides rows that share scales, it has float32 scales
+    of its own for each row.
+    """
+    height, width = rows.stop - rows.start, columns.stop - columns.start
+    rule, group_size = format.scale_rule, format.group_size
+    if width < k and format.groups(k) > 1:
+        group_size = math.gcd(group_size, width)
+    scale = rule.name
+    if rule.block_rows and height < n and height % rule.block_rows:
+        scale = "fp32"
+    if rule.factor_columns:
+        shared = math.gcd(rule.factor_columns, width)
+        alike = (r for r in SCALES.values() if replace(r, name=scale, factor_columns=rule.factor_columns) == rule)
+        scale = next((r.name for r in alike if r.factor_columns == shared), "fp32")
+    return replace(format, group_size=group_size, scale=scale)
+
+
+def cut(
+    parts: WeightComponents, format: WeightFormat, target: WeightFormat, rows: slice, columns: slice
+) -> WeightComponents:
+    """Return copies of the components of some rows and columns.
+
+    Args:
+        parts, format: components and format of the whole weight.
+        target: what :func:`shard_format` gave.
+    """
+    k = parts.codes.shape[1]
+    if target.scale != format.scale and target.scale == "fp32":
+        parts = with_plain_scales(parts, format)
+    device, width = parts.codes.device, columns.stop - columns.start
+
+    def first_columns(count: int, length: int) -> torch.Tensor:
+        return columns.start + torch.arange(count, device=device) * length
+
+    groups = first_columns(target.groups(width), target.group_length(width)) // format.group_length(k)
+    scale_rows = slice(target.scale_rows(rows.start), target.scale_rows(rows.stop))
+
+    def copied(t: torch.Tensor, rows: slice, columns: slice | torch.Tensor) -> torch.Tensor:
+        bits = t.view(torch.uint8) if t.itemsize == 1 else t  # PyTorch 2.8 gathers no fp8 on the CPU
+        # a copy: the view would keep the whole weight's memory
+        return bits[rows][:, columns].clone(memory_format=torch.contiguous_format).view(t.dtype)
+
+    codes, scales, zeros, channels, factors = parts
+    if factors is not None:
+        superblocks = first_columns(target.superblocks(width), target.scale_rule.factor_columns)
+        factors = copied(factors, rows, superblocks // format.scale_rule.factor_columns)
+    return WeightComponents(
+        copied(codes, rows, columns),
+        copied(scales, scale_rows, groups),
+        None if zeros is None else copied(zeros, rows, groups),
+        None if channels is None else channels[rows].clone(),
+        factors,
+    )
+
+
+_MOST_LISTED = 32
+"""The most counts that a message lists."""
+
+
+def _fitting(size: int, unit: int, count: int) -> str:
+    """Return what a message says of the counts that split ``size`` into equal parts of whole units."""
+    units = size // unit if size % unit == 0 else 1
+    small = [c for c in range(1, math.isqrt(units) + 1) if units % c == 0]
+    fits = sorted({*small, *(units // c for c in small)})
+    if len(fits) <= _MOST_LISTED:
+        return f"counts that fit: {fits}"
+    nearest = sorted(sorted(fits, key=lambda c: abs(c - count))[:_MOST_LISTED])
+    return f"the nearest of {len(fits)} counts that fit: {nearest}"
