@@ -1,11 +1,12 @@
-"""Plots of docs/plots, small SVG files whose text is text: :func:`heatmap`, :func:`scatter`. They need matplotlib."""
+"""Plots of docs/plots, small SVG files whose text is text: :func:`heatmap`, :func:`scatter`, :func:`marks`. They
+need matplotlib."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 _MOST = 3.0
 """Ratio from which on colors stay the same."""
@@ -57,6 +58,34 @@ def scatter(path: Path, title: str, series: Mapping[str, Sequence[tuple[int, flo
         panel.set_yticks([0.8, 1, 1.5, 2, 3, 4, 6], ["0.8", "1", "1.5", "2", "3", "4", "6"], fontsize=8)
         panel.minorticks_off()
         panel.set_xlabel("tokens", fontsize=8)
+    figure.suptitle(title, fontsize=10)
+    _save(figure, path)
+
+
+class Mark(NamedTuple):
+    """A named point; filled or hollow."""
+
+    x: float
+    y: float
+    name: str
+    filled: bool
+
+
+def marks(path: Path, title: str, series: Mapping[str, Sequence[Mark]]) -> None:
+    """Write a panel for each series of marks of 1 to 9 bits and percents, the hollow ones with their names."""
+    plt = _pyplot()
+    figure, panels = plt.subplots(1, len(series), figsize=(4.2 * len(series), 4), squeeze=False, layout="constrained")
+    for panel, (name, points) in zip(panels.flat, series.items(), strict=True):
+        for filled in (False, True):
+            own = [point for point in points if point.filled == filled]
+            face = "tab:blue" if filled else "none"
+            panel.scatter([p.x for p in own], [p.y for p in own], s=18, facecolors=face, edgecolors="tab:blue")
+        for point in points:
+            if not point.filled:
+                panel.annotate(point.name, (point.x, point.y), (4, 2), textcoords="offset points", fontsize=6.5)
+        panel.set_title(name, fontsize=9)
+        panel.set(yscale="symlog", xlabel="bits of a weight, scales included")
+        panel.grid(axis="y", linewidth=0.3)
     figure.suptitle(title, fontsize=10)
     _save(figure, path)
 

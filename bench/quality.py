@@ -1,0 +1,102 @@
+"""What rounding costs small models: ``python -m bench.quality [MODEL...]``; ``--report`` writes docs/quality.md's table
+and plot of the stored rows.
+
+Models are GGUF files whose weights have few bits already; their numbers are what every format is measured beside. Rows
+go to bench/results/quality.jsonl.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from bench import plots
+from bench.options import command, formats, typed
+from bench.rows import Row, read
+
+from w4gemm.choice.records import device_facts
+from w4gemm.core.problem import Device
+from w4gemm.integrations.generation import quiet_transformers
+from w4gemm.integrations.quality import TEXT, compare, load_dense, shipped_text, windows
+from w4gemm.tuning import record
+
+ROOT = Path(__file__).parent.parent
+RESULTS, PAGE, PLOT = ROOT / "bench/results/quality.jsonl", ROOT / "docs/quality.md", ROOT / "docs/plots/quality.svg"
+FORMATS = (
+    "int8_g128,q6_k,int4_g32,int4_g64,int4_g128,int4_col,int4_g32_zint,int4_g128_zint,int4_g128_zfloat,q4_k,mxfp4,"
+    "nvfp4,nf4,int3_g32,int3_g128"
+)
+_MARKED = re.compile(r"(<!-- made by python -m bench\.quality -->\n).*?(<!-- end -->\n)", re.DOTALL)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = command("bench.quality", __doc__)
+    parser.add_argument("models", nargs="*", type=Path, metavar="MODEL", help="as of w4gemm eval")
+    parser.add_argument("--format", type=typed(formats), default=FORMATS, help="comma-separated (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=4096, help="(default: %(default)s)")
+    parser.add_argument("--length", type=int, default=512, help="tokens that are read at once (default: %(default)s)")
+    parser.add_argument("--report", action="store_true", help="write the page's table and the plot")
+    args = parser.parse_args(argv)
+    if args.report:
+        rows = read(RESULTS)
+        PAGE.write_text(with_table(PAGE.read_text(), rows))
+        plot(rows)
+        return
+    quiet_transformers()
+    processor, threads = device_facts(Device("cpu"))
+    facts = record.facts() | {"processor": processor, "threads": threads, "text": TEXT, "length": args.length}
+    for model in args.models:
+        dense, tokenizer = load_dense(model, torch.device("cpu"), torch.float32)
+        parts = windows(tokenizer, shipped_text(), args.tokens, args.length)
+        for search in (False, True):
+            for row in compare(dense, parts, args.format, search, lambda *step: None):
+                if search and row["format"] == "dense":
+                    continue
+                row = {"kind": "quality", "run": record.run_name(facts), "model": model.name, "search": search} | row
+                record.append(RESULTS, row | facts)
+                print(f"{model.name} {row['format']}{' searched' * search}: {row['perplexity']:.3f}", flush=True)
+
+
+def with_table(page: str, rows: list[Row]) -> str:
+    """Return the page with the table of ``rows``: increases of perplexity, and next tokens that stay the same, by
+    rounding to the nearest and with search."""
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    lines = ["| format | bits |" + "".join(f" {_name(model)}: nearest | search |" for model in models)]
+    lines += ["|---|--:|" + "--:|" * (2 * len(models))]
+    by_key = {(row["model"], row["format"], row["search"]): row for row in rows}
+    for format, bits in _by_bits(rows):
+        cells = [_cell(by_key.get((model, format, search))) for model in models for search in (False, True)]
+        lines.append(f"| `{format}` | {bits:.2f} | {' | '.join(cells)} |")
+    dense = " and ".join(f"{by_key[model, 'dense', False]['perplexity']:.2f} ({_name(model)})" for model in models)
+    lines += ["", f"Perplexity of the dense numbers: {dense}."]
+    return _MARKED.sub(lambda match: match[1] + "\n".join(lines) + "\n" + match[2], page)
+
+
+def _cell(row: Row | None) -> str:
+    return "-" if row is None else f"{row['above_dense']:+.1%} ({row['agreement']:.0%})"
+
+
+def _by_bits(rows: list[Row]) -> list[tuple[str, float]]:
+    """Return the formats with the bits of a weight, scales included, of most bits first."""
+    bits = {row["format"]: row["bits"] for row in reversed(rows) if row["bits"]}
+    return sorted(bits.items(), key=lambda each: -each[1])
+
+
+def _name(model: str) -> str:
+    return "SmolLM2 135M" if model.startswith("SmolLM2-135M") else "Gemma 3 270M" if "gemma-3-270m" in model else model
+
+
+def plot(rows: list[Row]) -> None:
+    """Write a panel for each model: bits of a weight, and the increase of perplexity, in percent."""
+    series: dict[str, list[plots.Mark]] = {}
+    for row in rows:
+        if row["bits"]:
+            mark = plots.Mark(row["bits"], 100 * row["above_dense"], row["format"], row["search"])
+            series.setdefault(_name(row["model"]), []).append(mark)
+    plots.marks(PLOT, "Perplexity above the dense numbers, %: hollow nearest, filled with search", series)
+
+
+if __name__ == "__main__":
+    main()
