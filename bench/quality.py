@@ -25,7 +25,7 @@ from w4gemm.tuning import record
 ROOT = Path(__file__).parent.parent
 RESULTS, PAGE, PLOT = ROOT / "bench/results/quality.jsonl", ROOT / "docs/quality.md", ROOT / "docs/plots/quality.svg"
 FORMATS = (
-    "int8_g128,q6_k,int4_g32,int4_g64,int4_g128,int4_col,int4_g32_zint,int4_g128_zint,int4_g128_zfloat,q4_k,mxfp4,"
+    "int8_g128,int4_g32,int4_g64,int4_g128,int4_col,int4_g32_zint,int4_g128_zint,int4_g128_zfloat,q4_k,mxfp4,"
     "nvfp4,nf4,int3_g32,int3_g128"
 )
 _MARKED = re.compile(r"(<!-- made by python -m bench\.quality -->\n).*?(<!-- end -->\n)", re.DOTALL)
