@@ -17,6 +17,7 @@ from bench.options import command, formats, typed
 from bench.rows import Row, read
 
 from w4gemm.choice.records import device_facts
+from w4gemm.core.formats import ALIASES, WeightFormat
 from w4gemm.core.problem import Device
 from w4gemm.integrations.generation import quiet_transformers
 from w4gemm.integrations.quality import TEXT, compare, load_dense, shipped_text, windows
@@ -28,6 +29,8 @@ FORMATS = (
     "int8_g128,int4_g32,int4_g64,int4_g128,int4_col,int4_g32_zint,int4_g128_zint,int4_g128_zfloat,q4_k,mxfp4,"
     "nvfp4,nf4,int3_g32,int3_g128"
 )
+_SHORT = {str(WeightFormat.parse(alias)): alias for alias in ALIASES}
+"""Aliases by format."""
 _MARKED = re.compile(r"(<!-- made by python -m bench\.quality -->\n).*?(<!-- end -->\n)", re.DOTALL)
 
 
@@ -35,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = command("bench.quality", __doc__)
     parser.add_argument("models", nargs="*", type=Path, metavar="MODEL", help="as of w4gemm eval")
     parser.add_argument("--format", type=typed(formats), default=FORMATS, help="comma-separated (default: %(default)s)")
-    parser.add_argument("--tokens", type=int, default=4096, help="(default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=4096, help="tokens of the text (default: %(default)s)")
     parser.add_argument("--length", type=int, default=512, help="tokens that are read at once (default: %(default)s)")
     parser.add_argument("--report", action="store_true", help="write the page's table and the plot")
     args = parser.parse_args(argv)
@@ -68,7 +71,7 @@ def with_table(page: str, rows: list[Row]) -> str:
     by_key = {(row["model"], row["format"], row["search"]): row for row in rows}
     for format, bits in _by_bits(rows):
         cells = [_cell(by_key.get((model, format, search))) for model in models for search in (False, True)]
-        lines.append(f"| `{format}` | {bits:.2f} | {' | '.join(cells)} |")
+        lines.append(f"| `{_SHORT.get(format, format)}` | {bits:.2f} | {' | '.join(cells)} |")
     dense = " and ".join(f"{by_key[model, 'dense', False]['perplexity']:.2f} ({_name(model)})" for model in models)
     lines += ["", f"Perplexity of the dense numbers: {dense}."]
     return _MARKED.sub(lambda match: match[1] + "\n".join(lines) + "\n" + match[2], page)
@@ -93,7 +96,8 @@ def plot(rows: list[Row]) -> None:
     series: dict[str, list[plots.Mark]] = {}
     for row in rows:
         if row["bits"]:
-            mark = plots.Mark(row["bits"], 100 * row["above_dense"], row["format"], row["search"])
+            name = _SHORT.get(row["format"], row["format"])
+            mark = plots.Mark(row["bits"], 100 * row["above_dense"], name, row["search"])
             series.setdefault(_name(row["model"]), []).append(mark)
     plots.marks(PLOT, "Perplexity above the dense numbers, %: hollow nearest, filled with search", series)
 

@@ -199,19 +199,11 @@ def _behind(points: Sequence[Point]) -> list[str]:
 
 
 def with_table(readme: str) -> str:
-    """Return README.md with the table of ratios: of products by tokens, of models inside vLLM by batch, H200 / H100."""
-    names = [f"{first} to {last}" if last != RANGES[-1][1] else f"from {first}" for first, last in RANGES]
+    """Return README.md with the table of models inside vLLM by batch, H200 / H100."""
     both = [stored(page.gpu) for page in PAGES]
-    lines = [f"| tokens; H200 / H100 | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
-    for kind, _ in _of_sets(both[0][0], "unknown", "tuned"):
-        own = [[point for point in points if point.kind == kind] for points, _ in both]
-        if kind.set == "tuned" and kind.format == "int4":
-            continue
-        cells = [" / ".join(_cell(mean(within(points, *tokens))) for points in own) for tokens in RANGES]
-        lines.append(f"| {kind} | {' | '.join(cells)} |")
     columns = summary.COLUMNS[:-1]
     gains = [{str(case): g for case, g in summary.cases_of(rows).items() if case.engine == "vllm"} for _, rows in both]
-    lines += ["", f"| in vLLM; H200 / H100 | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+    lines = [f"| in vLLM; H200 / H100 | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
     for case in (case for case in gains[0] if case in gains[1]):
         pairs = [[of_gpu[case].get(column) for of_gpu in gains] for column in columns]
         cells = [" / ".join(_cell(gain and gain.over_choice) for gain in pair) for pair in pairs]

@@ -37,7 +37,7 @@ def test_the_readme_is_short_and_its_table_is_that_of_the_stored_rows() -> None:
 
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) <= 120
-    assert report.with_table(text) == text and "| W4A16, int4 |" in text, "run python -m bench.report"
+    assert report.with_table(text) == text and "| llama-3-8b, gptq-int4-g128 |" in text, "run python -m bench.report"
 
 
 def test_the_blocks_of_formats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

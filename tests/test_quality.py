@@ -1,0 +1,87 @@
+"""``w4gemm eval`` and the page of what rounding costs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from transformers import AutoModelForCausalLM
+
+from tiny_model import write_dense, write_gguf
+from w4gemm.cli.__main__ import main
+from w4gemm.core.formats import WeightFormat
+from w4gemm.integrations.quality import compare, load_dense, shipped_text, windows
+from w4gemm.integrations.transformers import W4GemmConfig, dequantize_layers
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_eval_equals_transformers_own_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Perplexity is exp of the mean loss over all windows, also of a shorter last one; the rounded model is the one
+    that from_pretrained makes."""
+    folder = write_dense(tmp_path, "llama")
+    arguments = ["--tokens", "40", "--length", "16", "--format", "int4_g32", "--format", "nf4_g32", "--json"]
+    assert main(["eval", str(folder), *arguments, "--device", "cpu"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    dense, int4, nf4 = said["rows"]
+    assert [row["format"] for row in said["rows"]] == ["dense", "int4_g32", "nf4_g32"]
+    _, tokenizer = load_dense(folder, torch.device("cpu"), torch.float32)
+    parts = windows(tokenizer, shipped_text(), 40, 16)
+    assert sum(part.shape[1] for part in parts) == 40 and said["tokens"] == 40 - len(parts)
+    rounded = AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=W4GemmConfig("int4_g32"), dtype=torch.float32
+    )
+    own = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    choices = []
+    for model, row in ((own, dense), (dequantize_layers(rounded, torch.float32), int4)):
+        with torch.inference_mode():
+            outputs = [(model(part, labels=part), part.shape[1] - 1) for part in parts]
+        mean = sum(out.loss * count for out, count in outputs) / said["tokens"]
+        assert row["perplexity"] == pytest.approx(mean.exp().item(), rel=1e-4)
+        choices.append(torch.cat([out.logits[0, :-1].argmax(-1) for out, _ in outputs]))
+    assert int4["agreement"] == pytest.approx((choices[0] == choices[1]).float().mean().item(), abs=0.03)
+    assert dense["agreement"] == 1 and dense["above_dense"] == 0 and dense["bits"] is None and nf4["bits"] == 4.5
+
+
+def test_eval_of_a_file_in_4_bits_and_of_a_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its own numbers count as dense; 8 bits change them little, and searched ones less than nearest."""
+    path, text = write_gguf(tmp_path / "tiny.gguf"), tmp_path / "text.txt"
+    text.write_text("hello there " * 30)
+    assert main(["eval", str(path), "--text", str(text), "--format", "int8_g32", "--device", "cpu"]) == 0
+    heading, head, dense, int8 = capsys.readouterr().out.splitlines()
+    assert "text.txt in windows of 512; float32 on the CPU" in heading and head.split()[:3] == [
+        "format",
+        "bits",
+        "perplexity",
+    ]
+    assert dense.split()[0] == "dense" and int8.split()[:2] == ["int8_g32", "8.50"]
+    assert float(int8.split()[2]) == pytest.approx(float(dense.split()[2]), rel=0.02)
+    text.write_text("")
+    assert main(["eval", str(path), "--text", str(text), "--device", "cpu"]) == 2
+    assert "--text: wanted a text of at least 2 tokens, got 0" in capsys.readouterr().err
+
+
+def test_search_rounds_otherwise(tmp_path: Path) -> None:
+    dense, tokenizer = load_dense(write_dense(tmp_path, "qwen2"), torch.device("cpu"), torch.float32)
+    parts, steps = windows(tokenizer, shipped_text(), 64, 64), []
+    nearest, searched = (
+        list(compare(dense, parts, [WeightFormat.parse("int3_g32")], search, lambda *step: steps.append(step)))[1]
+        for search in (False, True)
+    )
+    assert searched["perplexity"] != nearest["perplexity"] and nearest["bits"] == 3.5
+    assert steps[-1] == (2, 2, "int3_g32") and len(steps) == 6
+
+
+def test_the_page_has_the_stored_rows() -> None:
+    sys.path.insert(0, str(ROOT))
+    from bench import quality
+    from bench.rows import read
+
+    page = (ROOT / "docs/quality.md").read_text()
+    assert quality.with_table(page, read(quality.RESULTS)) == page and "| `int4_g128` |" in page
