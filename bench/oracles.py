@@ -46,9 +46,12 @@ CASES = (
     Case("GGUF Q4_1, SmolLM2's own file", "gguf", smollm2),
     *(
         Case(f"GGUF {type}", "gguf", gguf_type(type))
-        for type in ("Q4_0", "Q4_1", "Q4_K", "IQ4_NL", "IQ4_XS", "MXFP4", "NVFP4")
+        for type in (
+            *("Q8_0", "Q6_K", "Q5_K", "Q5_0", "Q5_1", "Q4_0", "Q4_1", "Q4_K", "Q3_K", "Q2_K", "TQ2_0"),
+            *("IQ4_NL", "IQ4_XS", "IQ3_XXS", "IQ3_S", "IQ2_XXS", "IQ2_XS", "IQ2_S", "MXFP4", "NVFP4"),
+        )
     ),
-    Case("GGUF Q4_K, the Q4_K_M file of Gemma 3 270M", "gguf", gemma3),
+    Case("GGUF Q4_K_M, the file of Gemma 3 270M", "gguf", gemma3),
     Case("compressed-tensors pack-quantized", "compressed-tensors", compressed_integers("pack-quantized", True)),
     Case("compressed-tensors pack-quantized, asym", "compressed-tensors", compressed_integers("pack-quantized", False)),
     Case("compressed-tensors int-quantized", "compressed-tensors", compressed_integers("int-quantized", True)),

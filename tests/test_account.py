@@ -280,7 +280,7 @@ def test_names_that_key_mapping_changes(tmp_path: Path, rules: dict[str, Packer]
     with pytest.raises(FormatError, match=r"no tensor for model\.layers\.0.*no place for blocks\.0"):
         AutoModelForCausalLM.from_pretrained(folder, **OURS)
     model = AutoModelForCausalLM.from_pretrained(folder, key_mapping={r"^blocks\.": "model.layers."}, **OURS)
-    assert torch.equal(logits(model), expected) and summarize(model).int4 == 14
+    assert torch.equal(logits(model), expected) and summarize(model).quantized == 14
     change(folder, without(r"1\.mlp\.down_proj"))
     with pytest.raises(FormatError, match=r"no tensor for model\.layers\.1\.mlp\.down_proj\.weight$"):
         AutoModelForCausalLM.from_pretrained(folder, key_mapping={r"^blocks\.": "model.layers."}, **OURS)
@@ -326,7 +326,7 @@ def test_heads_of_dense_folders(tmp_path: Path, architecture: str, kind: str, he
     own.save_pretrained(tmp_path / "trained")
     trained = cls.from_pretrained(tmp_path / "trained", **OURS)
     for made in (model, trained):
-        assert summarize(made).int4 >= 12
+        assert summarize(made).quantized >= 12
         assert not any(isinstance(m, W4Linear) for n, m in made.named_modules() if n.split(".")[0] in heads)
     there, here = dict(own.named_parameters()), dict(trained.named_parameters())
     assert all(torch.equal(here[n], there[n]) for n in here if n.split(".")[0] in heads)

@@ -197,7 +197,7 @@ def test_runs_as_a_module() -> None:
 def test_generate(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "hello", "--model", str(tiny), "--max-new-tokens", "5", "--device", "cpu"]) == 0
     out, err = capsys.readouterr()
-    assert "12 of 15 linear layers quantized (12 x int4_g32_zfloat_fp16" in err
+    assert "14 of 15 linear layers quantized (12 x int4_g32_zfloat_fp16" in err
     assert "tokens/s" in err
     assert "prefill ran cpu_mixed_gemm/" in err
     assert "decode ran cpu_mixed_gemm/" in err

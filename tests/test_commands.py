@@ -514,7 +514,7 @@ def test_layers_of_a_gguf_file(tmp_path):
     args = problems.argparse.Namespace(model=str(write_gguf(tmp_path / "tiny.gguf")), shapes=None, format=None)
     layers = problems.parse_layers(args)
     assert len(layers) == len(set(layers)) > 1
-    assert {str(layer.format) for layer in layers} == {"int4_g32_zfloat_fp16"}
+    assert {str(layer.format) for layer in layers} == {"int4_g32_zfloat_fp16", "int8_g32_fp16"}
 
 
 def test_layers_of_a_hugging_face_folder(tmp_path):

@@ -87,7 +87,7 @@ def test_quantized_folders(tmp_path: Path, config: dict[str, Any], write: Writer
     for name, weight in wanted.items():
         assert torch.equal(model.get_submodule(name).weight.dequantize(), weight), name
     assert summarize(model) == summarize(loaded)
-    assert summarize(model).int4 == 7 * LAYERS
+    assert summarize(model).quantized == 7 * LAYERS
     assert torch.equal(logits(model), logits(loaded))
     model.save_pretrained(tmp_path / "saved")
     saved = from_pretrained(tmp_path / "saved")
@@ -339,7 +339,7 @@ def test_dequantize(tmp_path: Path) -> None:
     model = from_pretrained(tmp_path, quantization_config=W4GemmConfig())
     wanted = dequantize_layers(load(tmp_path)[0], torch.float32)
     dense = model.dequantize()
-    assert not summarize(dense).int4
+    assert not summarize(dense).quantized
     assert torch.equal(logits(dense), logits(wanted))
     dense.save_pretrained(tmp_path / "dense")
     assert torch.equal(logits(from_pretrained(tmp_path / "dense")), logits(wanted))

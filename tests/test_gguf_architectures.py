@@ -185,13 +185,13 @@ def also(monkeypatch: pytest.MonkeyPatch, add: Callable[[Any], None]) -> None:
         ("gemma3_text", {}, {"int4_g32_fp16": 7}),
         ("phi3", {"ffn_up": "Q4_1"}, {"int4_g32_fp16": 3, "int4_g32_zfloat_fp16": 1}),
         ("qwen3_moe", {"exps": "Q4_1"}, {"int4_g32_fp16": 4, "int4_g32_zfloat_fp16": 2}),
-        ("qwen3_moe", {"ffn_down_exps": "Q8_0"}, {"int4_g32_fp16": 4}),
+        ("qwen3_moe", {"ffn_down_exps": "Q8_0"}, {"int4_g32_fp16": 5, "int8_g32_fp16": 1}),
         ("qwen3_moe", {"ffn_up_exps": "Q4_1"}, {"int4_g32_fp16": 4}),
         ("qwen3_moe", {"attn_v": "NVFP4", "gate_exps": "NVFP4", "up_exps": "NVFP4"}, {"int4_g32_fp16": 4, "nvfp4": 2}),
         ("qwen3_moe", {"gate_exps": "NVFP4", "up_exps": "NVFP4", "down_exps": "F16"}, {"int4_g32_fp16": 4}),
         ("gpt_oss", {"attn_output": "Q4_0", "attn": "NVFP4", "exps": "F16"}, {"int4_g32_fp16": 1, "nvfp4": 3}),
         ("gpt_oss", {"exps": "MXFP4", "attn": "F16"}, {"mxfp4": 2}),
-        ("gpt_oss", {"exps": "F16", "attn_q": "Q4_1", "attn": "Q8_0"}, {"int4_g32_zfloat_fp16": 1}),
+        ("gpt_oss", {"exps": "F16", "attn_q": "Q4_1", "attn": "Q8_0"}, {"int4_g32_zfloat_fp16": 1, "int8_g32_fp16": 3}),
     ],
 )
 def test_answers(tmp_path: Path, kind: str, types: dict[str, str], formats: dict[str, int]) -> None:

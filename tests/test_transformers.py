@@ -23,7 +23,9 @@ from tiny_model import FFN, HEAD_DIM, HIDDEN, LAYERS, write_dense, write_gguf
 from w4gemm import FormatError, W4Linear, WeightFormat, quantize
 from w4gemm.checkpoints import open_checkpoint
 from w4gemm.checkpoints.gguf_file import GGUFFile
-from w4gemm.integrations.transformers import dequantize_layers, load, quantize_layers, summarize
+from w4gemm.core.problem import H200, Device
+from w4gemm.integrations.transformers import dequantize_layers, load, places, quantize_layers, summarize
+from w4gemm.kernels import runs_on
 
 
 @pytest.fixture(autouse=True)
@@ -63,15 +65,33 @@ def test_gguf_equals_from_pretrained(tmp_path: Path, architecture: str, type: st
     model, tokenizer = load(path)
     assert (tokenizer("hello").input_ids[0] == tokenizer.bos_token_id) == (architecture == "gemma3")
     summary = summarize(model)
-    assert summary.int4 == 6 * LAYERS + (not tied)
-    assert summary.formats == {"int4_g32_fp16" if type == "Q4_0" else "int4_g32_zfloat_fp16": summary.int4}
-    assert len(summary.dense) == LAYERS + tied  # attn_v is Q8_0
-    assert f"{summary.int4} of {7 * LAYERS + 1} linear layers quantized" in str(summary)
+    format = "int4_g32_fp16" if type == "Q4_0" else "int4_g32_zfloat_fp16"
+    assert summary.formats == {format: 6 * LAYERS + (not tied), "int8_g32_fp16": LAYERS}  # attn_v is Q8_0
+    assert len(summary.dense) == tied
+    assert f"{summary.quantized} of {7 * LAYERS + 1} linear layers quantized" in str(summary)
     wanted = from_pretrained(path)
     ids = tokenizer("hello there", return_tensors="pt").input_ids
     with torch.inference_mode():
         torch.testing.assert_close(model(ids).logits, wanted(ids).logits, rtol=1e-4, atol=1e-5)
     assert_same_numbers(model, wanted)
+
+
+def test_layers_without_a_kernel_become_dense(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", "qwen2", "Q4_0")
+    monkeypatch.setattr(places, "runs_on", lambda device, format, *sizes: format.bits == 4)
+    with caplog.at_level("WARNING", "w4gemm"):
+        model, _ = load(path)
+    assert summarize(model).formats == {"int4_g32_fp16": 6 * LAYERS}
+    assert "dense, because no kernel of the device takes int8_g32_fp16: model.layers.0.self_attn.v_proj" in caplog.text
+    assert_same_numbers(model, from_pretrained(path))
+
+
+def test_which_devices_run_a_format() -> None:
+    t4 = Device("cuda", "NVIDIA T4", (7, 5), 40, 65536)
+    for format, devices in ((WeightFormat(), {"H200", "CPU"}), (WeightFormat(16), {"CPU"})):
+        named = {"H200": H200, "CPU": Device("cpu"), "T4": t4}
+        for experts in (0, 4):
+            assert {name for name, d in named.items() if runs_on(d, format, 256, 512, experts)} == devices
 
 
 def test_bfloat16(tmp_path: Path) -> None:
@@ -243,7 +263,7 @@ def test_smollm2() -> None:
     except FileNotFoundError as e:
         pytest.skip(str(e))
     model, _ = load(path)
-    assert summarize(model).int4 == 210
+    assert summarize(model).quantized == 210
     assert summarize(model).dense == ("lm_head",)
     # a layer that llama.cpp does not permute, directly from the file
     assert torch.equal(

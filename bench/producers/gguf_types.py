@@ -13,6 +13,9 @@ from bench.producers.common import Pairs, Weights
 from w4gemm.checkpoints.gguf_file import GGUFFile
 from w4gemm.integrations.generation import default_model
 
+_FACTORS = {"Q6_K": (208,), "Q5_K": (0, 2), "Q4_K": (0, 2), "Q3_K": (108,), "Q2_K": (80, 82)}
+"""Where the fp16 numbers of a block begin, if not in front."""
+
 
 def gguf_type(type: str) -> Callable[[Path, Weights], Pairs]:
     """Weights packed by the gguf package, or random blocks of a type that it does not pack."""
@@ -22,17 +25,16 @@ def gguf_type(type: str) -> Callable[[Path, Weights], Pairs]:
     elements, size = gguf.GGML_QUANT_SIZES[number]
 
     def blocks(w: torch.Tensor) -> np.ndarray[Any, Any]:
-        if type in ("Q4_0", "Q4_1"):
+        if type in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "TQ2_0"):
             return gguf.quants.quantize(w.numpy(), number)
         rng = np.random.default_rng(0)
         found = rng.integers(0, 256, (len(w), w.shape[1] // elements, size), np.uint8)
-        if type == "Q4_K":
-            found[..., :4] = (rng.standard_normal((*found.shape[:2], 2)) / 64).astype(np.float16).view(np.uint8)
-        elif type.startswith("IQ4"):
-            found[..., :2] = (rng.standard_normal((*found.shape[:2], 1)) / 64).astype(np.float16).view(np.uint8)
-        else:
+        if type in ("MXFP4", "NVFP4"):
             heads = 1 if type == "MXFP4" else 4
             found[..., :heads] = rng.integers(60, 120, (*found.shape[:2], heads))
+        for at in () if type in ("MXFP4", "NVFP4") else _FACTORS.get(type, (0,)):
+            factors = (rng.standard_normal((*found.shape[:2], 1)) / 64).astype(np.float16)
+            found[..., at : at + 2] = factors.view(np.uint8)
         return found.reshape(len(w), -1)
 
     def pairs(folder: Path, weights: Weights) -> Pairs:

@@ -1,12 +1,13 @@
-"""GGUF files (llama.cpp): matrices of its 4-bit types become :class:`QuantizedWeight` bit for bit, others stay dense.
+"""GGUF files (llama.cpp): matrices of most quantized types become :class:`QuantizedWeight` bit for bit, others stay
+dense.
 
 What only GGUF knows is here and in the modules beside this one: llama.cpp's names (gguf_architectures.py), and its
 order of the rows of attn_q and attn_k. It pairs the two halves of each rotary head, so row (head, half, i) of the model
 is stored as row (head, i, half). Whole rows move, so nothing is quantized again.
 
-Experts of a block are three tensors, gates, ups and downs, (experts, n, k) each. If all three are of 4-bit types, they
-become the two modules that other checkpoints' experts become; otherwise the model's dense parameters, because
-transformers has no experts that are both.
+Experts of a block are three tensors, gates, ups and downs, (experts, n, k) each. If gates and ups are of one type, they
+become the two modules that other checkpoints' experts become. Otherwise, or if one of the types stays dense, they
+become the model's dense parameters, because transformers has no experts that are both.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from w4gemm.checkpoints.gguf_architectures import (
     rope_base,
 )
 from w4gemm.checkpoints.gguf_experts import BlockExperts
-from w4gemm.checkpoints.gguf_file import GGUFFile
+from w4gemm.checkpoints.gguf_file import GGUFFile, name_of_whole
 from w4gemm.checkpoints.gguf_header import MAGIC
 from w4gemm.core.errors import FormatError, not_among
 from w4gemm.weights.weight import QuantizedWeight
@@ -55,14 +56,12 @@ class GGUFCheckpoint:
 
     Raises:
         FileNotFoundError: if there is no such file.
-        FormatError: if it is no GGUF file, is cut short, contradicts itself, holds something unknown or is one part of
-            a model.
+        FormatError: if it is no GGUF file, is cut short, contradicts itself, holds something unknown or lacks a part.
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
         self.file = GGUFFile(path)
-        self._check_whole()
+        self.path = self.file.path
         self.architecture = str(self.file.metadata.get("general.architecture", ""))
         self._known = ARCHITECTURES.get(self.architecture)
         self._experts = BlockExperts.of(self.file, self._known)
@@ -239,16 +238,6 @@ class GGUFCheckpoint:
             )
         return value
 
-    def _check_whole(self) -> None:
-        """Raise FormatError for a part of a file that was split: its tensors would be listed as a whole model."""
-        count, number = (self.file.metadata.get(f"split.{key}") for key in ("count", "no"))
-        if isinstance(count, int) and count > 1:
-            part = f"part {number + 1}" if isinstance(number, int) else "a part"
-            raise FormatError(
-                f"{self.path} is {part} of {count} of a split file; wanted a whole one, as llama.cpp's "
-                "`llama-gguf-split --merge FIRST_PART OUTPUT` makes"
-            )
-
     def _check_config(self) -> None:
         """Raise FormatError for metadata that contradict the tensors, before transformers makes a config of them."""
         blocks = {int(match[1]) for name in self.file.tensors if (match := _BLOCK.match(name))}
@@ -282,12 +271,12 @@ def _transformers_version() -> tuple[int, ...]:
 
 
 def _find(path: Path) -> Path | None:
-    """A GGUF file is known by its suffix or its first bytes; in a folder, the only one."""
+    """A GGUF file is known by its suffix or its first bytes; in a folder, the only one, or the parts of one."""
     if path.is_file():
         with path.open("rb") as f:
             return path if path.suffix == ".gguf" or f.read(len(MAGIC)) == MAGIC else None
     files = sorted(path.glob("*.gguf"))
-    if len(files) > 1:
+    if len({name_of_whole(file) for file in files}) > 1:
         raise FormatError(
             f"path: {str(path)!r} holds {len(files)} GGUF files ({', '.join(f.name for f in files)}); name one"
         )

@@ -69,7 +69,7 @@ class BlockExperts:
 
     @functools.cached_property
     def modules(self) -> dict[str, Module]:
-        """Both products, if all three tensors are of 4-bit types; else none."""
+        """Both products, if none of the three tensors stays dense, and gates and ups are of one type; else none."""
         products = {f"{self.owner}.{product}": self._module(product) for product in _PRODUCTS}
         return {name: m for name, m in products.items() if m} if all(products.values()) else {}
 

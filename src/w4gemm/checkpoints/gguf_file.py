@@ -1,20 +1,6 @@
 """The container of GGUF (llama.cpp): metadata and tensors under the file's own names.
 
-======  =====================================================  ============================  ====================
-type    block along k                                          w                             WeightFormat
-======  =====================================================  ============================  ====================
-Q4_0    32 elements: fp16 d, 16 bytes of codes                 d * (q - 8)                   int4_g32_fp16
-Q4_1    32: fp16 d, fp16 m, 16 bytes                           d * q + m                     int4_g32_zfloat_fp16
-Q4_K    256: fp16 d, e, 8 times 6-bit s and m, 4 x 32 bytes    (d * s) * q - e * m           q4_k
-IQ4_NL  32: fp16 d, 16 bytes                                   d * v(q), 16 fixed numbers    iq4_g32_fp16
-IQ4_XS  256: fp16 d, 8 times 6-bit s, 8 x 16 bytes             (d * (s - 32)) * v(q)         iq4_g32_fp32
-MXFP4   32: e8m0 d, 16 bytes                                   d * e2m1(q)                   mxfp4
-NVFP4   64: four e4m3 d without sign, of 16 each; 4 x 8 bytes  d * e2m1(q) * f               nvfp4
-======  =====================================================  ============================  ====================
-
-The codes of 32 (of 16, in Q4_K of 64) elements are in 16 (8, 32) bytes: element j in the low nibble of byte j, the
-second half of the elements in the high nibbles. Other types stay dense, 16 bits or more. f is one number of a matrix in
-NVFP4, in a tensor beside it whose name ends in ``.scale``, or 1.
+Matrices of the types of gguf_blocks.py are read losslessly. Others stay dense, 16 bits or more.
 
 The header is read by gguf_header.py. The ``gguf`` package dequantizes the types that stay dense.
 """
@@ -22,29 +8,22 @@ The header is read by gguf_header.py. The ``gguf`` package dequantizes the types
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
+from w4gemm.checkpoints.gguf_blocks import TYPES
 from w4gemm.checkpoints.gguf_header import Array, GGUFTensor, elements, gguf_package, read_header, type_sizes
 from w4gemm.core.errors import FormatError, not_among
 from w4gemm.core.formats import WeightFormat
-from w4gemm.packing.bits import fields
 from w4gemm.weights.weight import QuantizedWeight
 
-INT4_FORMATS = {
-    "Q4_0": WeightFormat(32, "none", "fp16"),
-    "Q4_1": WeightFormat(32, "float", "fp16"),
-    "Q4_K": WeightFormat.parse("q4_k"),
-    "IQ4_NL": WeightFormat(32, "none", "fp16", "iq4"),
-    "IQ4_XS": WeightFormat(32, "none", "fp32", "iq4"),
-    "MXFP4": WeightFormat.parse("mxfp4"),
-    "NVFP4": WeightFormat.parse("nvfp4"),
-}
-"""Format by 4-bit tensor type."""
+_PART = re.compile(r"(.+)-\d{5}-of-\d{5}\.gguf")
+"""File name of a part of a split file."""
 
 _COMPANIONS = (".scale", ".input_scale")
 """Ends of the names of what lies beside a tensor in NVFP4: the factor of each of its matrices, and that of x for
@@ -54,17 +33,24 @@ _ELEMENTS = 2**22
 """Elements dequantized at a time, so that temporary memory stays small beside a dense tensor."""
 
 
+def name_of_whole(path: Path) -> str:
+    """Return what the names of all parts of a split file begin with, or the name of another file."""
+    return match[1] if (match := _PART.fullmatch(path.name)) else path.name
+
+
 class GGUFFile:
-    """An open GGUF file, mapped into memory. Tensors are copied out of it when asked for.
+    """An open GGUF file, mapped into memory. Tensors are copied out of it when asked for. Any part of a split file
+    opens all of it.
 
     Attributes:
-        path: the file.
+        path: the file; of a split one the first part, which has the metadata.
         metadata: value by key; an array is an :class:`~w4gemm.checkpoints.gguf_header.Array`.
         tensors: place of each tensor, by name.
 
     Raises:
         FileNotFoundError: if there is no such file.
-        FormatError: if it is no GGUF file, is cut short, contradicts itself or holds something unknown.
+        FormatError: if it is no GGUF file, is cut short, contradicts itself or holds something unknown; if a part of a
+            split file is missing.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -72,16 +58,53 @@ class GGUFFile:
         if not self.path.is_file():
             raise FileNotFoundError(f"path: no file {str(path)!r}")
         self.metadata, self.tensors = read_header(self.path)
-        self._bytes = np.memmap(self.path, np.uint8, mode="r")
+        parts = [self.path]
+        if isinstance(count := self.metadata.get("split.count"), int) and count > 1:
+            parts = self._parts(count)
+            self._join(parts)
+        self._bytes = [np.memmap(part, np.uint8, mode="r") for part in parts]
+
+    def _parts(self, count: int) -> list[Path]:
+        """Return the parts of a split file of ``count``, and make the first one :attr:`path`."""
+        if (match := _PART.fullmatch(self.path.name)) is None:
+            raise FormatError(
+                f"{self.path} is a part of {count} of a split file; wanted its name to end in "
+                f"-00001-of-{count:05}.gguf, as llama.cpp names the first one, to find the others by"
+            )
+        parts = [self.path.with_name(f"{match[1]}-{i:05}-of-{count:05}.gguf") for i in range(1, count + 1)]
+        if missing := [part.name for part in parts if not part.is_file()]:
+            raise FormatError(
+                f"{self.path} is a part of {count} of a split file, of which {', '.join(missing)} is not beside it"
+            )
+        self.path = parts[0]
+        return parts
+
+    def _join(self, parts: Sequence[Path]) -> None:
+        """Read the headers of all parts: the first one's metadata, the tensors of each."""
+        headers = [read_header(part) for part in parts]
+        self.metadata, self.tensors = headers[0][0], {}
+        for i, (part, (metadata, tensors)) in enumerate(zip(parts, headers, strict=True)):
+            if (metadata.get("split.no"), metadata.get("split.count")) != (i, len(parts)):
+                raise FormatError(
+                    f"{part}: wanted part {i} of {len(parts)} by its name, counted from 0, got split.no "
+                    f"{metadata.get('split.no')} and split.count {metadata.get('split.count')}"
+                )
+            if twice := self.tensors.keys() & tensors.keys():
+                raise FormatError(f"{part}: tensor {min(twice)!r} is in an earlier part, too")
+            self.tensors |= {name: info._replace(part=i) for name, info in tensors.items()}
+        if (total := self.metadata.get("split.tensors.count")) not in (None, len(self.tensors)):
+            raise FormatError(
+                f"{self.path}: split.tensors.count is {total}, its parts have {len(self.tensors)} tensors"
+            )
 
     def elements(self, array: Array) -> Sequence[Any]:
         """Return the numbers of a metadata array, or its strings as bytes."""
-        return elements(self._bytes.data, array)
+        return elements(self._bytes[0].data, array)
 
     def format(self, name: str, dimensions: int = 2) -> WeightFormat | None:
-        """Format of a 4-bit matrix, or of a tensor of several if it has three dimensions; None for any other tensor."""
+        """Format of a matrix, or of a tensor of several if it has three dimensions; None for one that stays dense."""
         info = self.info(name)
-        return INT4_FORMATS.get(info.type) if len(info.shape) == dimensions else None
+        return TYPES[info.type].format if info.type in TYPES and len(info.shape) == dimensions else None
 
     def weight(
         self,
@@ -90,7 +113,7 @@ class GGUFFile:
         device: torch.device | str = "cpu",
         expert: int | None = None,
     ) -> QuantizedWeight:
-        """Return a 4-bit matrix losslessly, in the canonical layout.
+        """Return a matrix losslessly, in the canonical layout.
 
         Args:
             rows: int64 indices (n): take these rows, in this order; None for all as stored.
@@ -98,28 +121,31 @@ class GGUFFile:
             expert: which matrix of a tensor (experts, n, k); None for a tensor that is a matrix.
 
         Raises:
-            FormatError: if the tensor is missing, not a matrix, not of a 4-bit type, or its numbers are not finite.
+            FormatError: if the tensor is missing, no matrix or of a type that stays dense, or has infinite numbers.
         """
         info = self.info(name)
-        if info.type not in INT4_FORMATS:
-            expected = " or ".join(INT4_FORMATS)
-            raise FormatError(f"{self.path}: tensor {name!r} is {info.type}, which is not 4-bit; wanted {expected}")
+        if info.type not in TYPES:
+            expected = " or ".join(TYPES)
+            raise FormatError(f"{self.path}: tensor {name!r} is {info.type}, which stays dense; wanted {expected}")
         if len(info.shape) != (2 if expert is None else 3):
             expected = "a matrix (n, k)" if expert is None else "one for each expert, (experts, n, k)"
             raise FormatError(f"{self.path}: tensor {name!r} has shape {info.shape}, wanted {expected}")
-        format = INT4_FORMATS[info.type]
-        *_, n, k = info.shape
-        matrices = self._raw(info).reshape(-1, n, info.nbytes // math.prod(info.shape[:-1]))
-        blocks = torch.from_numpy(matrices[expert or 0].copy())
-        blocks = (blocks if rows is None else blocks[rows]).to(device)
-        codes, scales, zeros, factors = _parts(blocks, info.type, k)
-        channels = None
-        if format.has_channels:
-            channels = self._factors(info)[expert or 0].repeat(len(codes)).to(device)
+        matrices = self._raw(info).reshape(-1, info.shape[-2], info.nbytes // math.prod(info.shape[:-1]))
+        stored = torch.from_numpy(matrices[expert or 0].copy())
+        stored = (stored if rows is None else stored[rows]).to(device)
+        factor = self._factors(info)[expert or 0] if TYPES[info.type].format.has_channels else None
+        return self._weight(info, stored, factor)
+
+    def _weight(self, info: GGUFTensor, rows: torch.Tensor, factor: torch.Tensor | None = None) -> QuantizedWeight:
+        """Return rows, uint8 (n, bytes), of a matrix; ``factor`` is its f in NVFP4."""
+        format, parts = TYPES[info.type]
+        size = next(size for name, _, size in type_sizes().values() if name == info.type)
+        codes, scales, zeros, factors = parts(rows.view(len(rows), -1, size))
+        channels = None if factor is None else factor.repeat(len(codes)).to(rows.device)
         try:
             return QuantizedWeight.from_codes(format, codes, scales, zeros, channels=channels, factors=factors)
         except ValueError as e:
-            raise FormatError(f"{self.path}: tensor {name!r}: {e}") from e
+            raise FormatError(f"{self.path}: tensor {info.name!r}: {e}") from e
 
     def dense(self, name: str, dtype: torch.dtype = torch.float32, rows: torch.Tensor | None = None) -> torch.Tensor:
         """Return any tensor, dequantized in float32 and rounded once to ``dtype``, on the CPU.
@@ -171,6 +197,8 @@ class GGUFFile:
         if info.type in ("F32", "F16"):
             return raw.view(np.float32 if info.type == "F32" else np.float16).astype(np.float32)
         gguf = gguf_package()
+        if info.type not in gguf.GGMLQuantizationType.__members__:
+            return self._weight(info, torch.from_numpy(raw.copy())).dequantize().numpy()
         try:
             return gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[info.type])
         except NotImplementedError as e:
@@ -184,58 +212,4 @@ class GGUFFile:
         return self.tensors[name]
 
     def _raw(self, info: GGUFTensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        return self._bytes[info.offset : info.offset + info.nbytes]
-
-
-class _Parts(NamedTuple):
-    codes: torch.Tensor
-    scales: torch.Tensor
-    zeros: torch.Tensor | None = None
-    factors: torch.Tensor | None = None
-
-
-def _parts(rows: torch.Tensor, type: str, k: int) -> _Parts:
-    """Take rows of blocks, uint8 (n, bytes), apart."""
-    n = len(rows)
-    elements, size = {name: block for name, *block in type_sizes().values()}[type]
-    blocks = rows.view(n, k // elements, size)
-    if type == "NVFP4":
-        scales, bytes = blocks[..., :4].reshape(n, -1), blocks[..., 4:].reshape(n, -1, 8)
-        # the byte that is NaN in e4m3 is 0 in llama.cpp, which does not read the sign of others (of 0xFF it makes 480)
-        scales = torch.where(scales == 0x7F, 0, torch.where(scales == 0xFF, scales, scales & 0x7F))
-        scales = scales.view(torch.float8_e4m3fn)
-        return _Parts(_halves(bytes, k), scales)
-    if type == "MXFP4":
-        return _Parts(_halves(blocks[..., 1:], k), blocks[..., 0].contiguous().view(torch.float8_e8m0fnu))
-    if type == "Q4_K":
-        factors = blocks[..., :4].contiguous().view(torch.float16) * torch.tensor([1, -1], device=rows.device).half()
-        levels = _six_bits(blocks[..., 4:16]).transpose(1, 2).flatten(2)
-        codes = _halves(blocks[..., 16:].reshape(n, -1, 32), k)
-        return _Parts(codes, levels[:, 0].contiguous(), levels[:, 1].contiguous(), factors)
-    if type == "IQ4_XS":
-        levels = _signed_six_bits(blocks[..., 2:8]).float() * blocks[..., :2].contiguous().view(torch.float16)
-        return _Parts(_halves(blocks[..., 8:].reshape(n, -1, 16), k), levels.flatten(1).contiguous())
-    numbers = 2 if type == "Q4_1" else 1  # fp16 numbers before the codes
-    scales, *zeros = blocks[..., : 2 * numbers].contiguous().view(torch.float16).unbind(-1)
-    return _Parts(_halves(blocks[..., 2 * numbers :], k), scales, *zeros)
-
-
-def _six_bits(bytes: torch.Tensor) -> torch.Tensor:
-    """Scales and minimums, uint8 (..., 2, 8), of Q4_K's twelve bytes (..., 12): the low six bits of the first eight
-    bytes; the last four of each in nibbles of the last four bytes, below the high two bits of the first eight."""
-    first, last = bytes[..., :8].unflatten(-1, (2, 4)), bytes[..., 8:]
-    nibbles = torch.stack(fields(last, 4), dim=-2)
-    return torch.cat((first & 63, nibbles | first >> 6 << 4), dim=-1)
-
-
-def _signed_six_bits(bytes: torch.Tensor) -> torch.Tensor:
-    """Scales -32..31, int8 (..., 8), of IQ4_XS's six bytes (..., 6): the high two bits of all in two bytes, then the
-    low four in nibbles."""
-    high = bytes[..., :2, None] >> torch.arange(0, 8, 2, dtype=torch.uint8, device=bytes.device) & 3
-    low = torch.stack(fields(bytes[..., 2:], 4), dim=-1)
-    return (high.flatten(-2) << 4 | low.flatten(-2)).to(torch.int8) - 32
-
-
-def _halves(bytes: torch.Tensor, k: int) -> torch.Tensor:
-    """Codes (n, k) of bytes (n, blocks, bytes): the low nibbles of a block, then the high ones."""
-    return torch.cat(fields(bytes, 4), dim=-1).view(-1, k)
+        return self._bytes[info.part][info.offset : info.offset + info.nbytes]

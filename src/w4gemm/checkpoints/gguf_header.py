@@ -29,6 +29,9 @@ _STRING, _ARRAY = 8, 9
 _SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
 """``struct`` letter by GGUF's number of a metadata value type."""
 
+_Q2_0 = 42
+"""Number of a type that the ``gguf`` package does not know up to 0.19."""
+
 
 class Array(NamedTuple):
     """A metadata array; its elements are not kept, because vocabularies are long. :func:`elements` reads them.
@@ -45,13 +48,14 @@ class Array(NamedTuple):
 
 class GGUFTensor(NamedTuple):
     """Place of a tensor in the file. ``shape`` is in PyTorch's order: (n, k) for a weight; ``offset`` and ``nbytes``
-    are in bytes, from the beginning of the file."""
+    are in bytes, from the beginning of the file; ``part`` counts the parts of a split file."""
 
     name: str
     type: str
     shape: tuple[int, ...]
     offset: int
     nbytes: int
+    part: int = 0
 
 
 def gguf_package() -> ModuleType:
@@ -219,7 +223,7 @@ def _aligned(at: int, align: int) -> int:
 def type_sizes() -> dict[int, tuple[str, int, int]]:
     """Name, elements and bytes of a block, by GGUF's type number."""
     sizes = gguf_package().GGML_QUANT_SIZES
-    return {int(type): (type.name, *size) for type, size in sizes.items()}
+    return {_Q2_0: ("Q2_0", 64, 18)} | {int(type): (type.name, *size) for type, size in sizes.items()}
 
 
 def _sized(path: Path, entry: _Entry, start: int) -> GGUFTensor:

@@ -20,6 +20,7 @@ from w4gemm.console.devices import described_device, device_line
 from w4gemm.console.progress import counted
 from w4gemm.console.values import chosen_dtype, parse_tokens
 from w4gemm.core.problem import Device
+from w4gemm.kernels import runs_on
 from w4gemm.packing.packed_shape import packed_shape
 
 
@@ -115,7 +116,9 @@ def _nbytes(module: Module) -> int:
 
 
 def _runs(module: Module, tokens: list[int], device: Device, dtype: torch.dtype) -> dict[int, str]:
-    """Return ``kernel/config``, or that nothing runs, for each number of tokens (average of an expert)."""
+    """Return ``kernel/config``, or why none runs, for each number of tokens (average of an expert)."""
+    if not runs_on(device, module.format, module.n, module.k, module.experts):
+        return dict.fromkeys(tokens, "dense: no kernel takes it")
     configs = {}
     for m, problem in zip(tokens, problems(layers_of([module]), tokens, device, dtype), strict=True):
         answer = choice.explain(problem)

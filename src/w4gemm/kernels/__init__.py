@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+
+import torch
+
 from w4gemm.core.config import GemmConfig
+from w4gemm.core.epilogue import Epilogue
+from w4gemm.core.formats import WeightFormat
+from w4gemm.core.problem import Device, GemmProblem
 from w4gemm.kernels.activation_quantize.spec import ActivationQuantize
 from w4gemm.kernels.base import Kernel, Operands, Resources, Status
 from w4gemm.kernels.column_gather.spec import ColumnGather
@@ -19,6 +26,7 @@ from w4gemm.kernels.sm90_decode.spec import Sm90Decode
 from w4gemm.kernels.sm90_fp8_gemm.spec import Sm90Fp8Gemm
 from w4gemm.kernels.sm90_mixed_gemm.spec import Sm90MixedGemm
 from w4gemm.kernels.step_attention.spec import StepAttention
+from w4gemm.packing.layouts import layout_for
 
 KERNELS: tuple[Kernel, ...] = (
     Sm90Decode(),
@@ -35,6 +43,18 @@ HELPERS: tuple[type[Helper], ...] = (
     *(RmsNorm, GateHalves, StepAttention),
 )
 """The small kernels beside the products."""
+
+
+@functools.cache
+def runs_on(device: Device, format: WeightFormat, n: int, k: int, experts: int = 0) -> bool:
+    """True if a kernel for ``device`` multiplies a weight (n, k), or (experts, n, k), by x of 16 bits or e4m3."""
+    for dtype in (torch.bfloat16, torch.float16, torch.float8_e4m3fn):
+        epilogue = Epilogue(token_scale=dtype == torch.float8_e4m3fn)
+        layout = layout_for(device, format, dtype)
+        problem = GemmProblem(max(1, experts), n, k, dtype, format, layout, epilogue, device, experts=experts)
+        if any(kernel.supports(problem) for kernel in KERNELS):
+            return True
+    return False
 
 
 def kernel_named(name: str) -> Kernel:
@@ -70,4 +90,5 @@ __all__ = [
     "config_named",
     "kernel_named",
     "launcher",
+    "runs_on",
 ]

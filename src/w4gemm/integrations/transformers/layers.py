@@ -28,29 +28,29 @@ class Summary:
     """Which linear layers of a model are quantized."""
 
     formats: dict[str, int]
-    """Number of 4-bit layers by format."""
+    """Number of quantized layers by format."""
     nbytes: int
     """Bytes of all packed weights."""
     dense: tuple[str, ...]
     """Names of the linear layers that stayed dense."""
 
     @property
-    def int4(self) -> int:
+    def quantized(self) -> int:
         return sum(self.formats.values())
 
     def __str__(self) -> str:
         formats = ", ".join(f"{count} x {name}" for name, count in self.formats.items()) or "none"
         dense = f"; dense: {', '.join(self.dense[:3])}{', ...' if len(self.dense) > 3 else ''}" if self.dense else ""
-        total = self.int4 + len(self.dense)
-        return f"{self.int4} of {total} linear layers quantized ({formats}, {self.nbytes / 2**20:.1f} MiB){dense}"
+        total = self.quantized + len(self.dense)
+        return f"{self.quantized} of {total} linear layers quantized ({formats}, {self.nbytes / 2**20:.1f} MiB){dense}"
 
 
 def summarize(model: nn.Module) -> Summary:
     """Count the linear layers of a model, by format and dense ones."""
-    int4 = [m for m in model.modules() if isinstance(m, PackedModule)]
-    formats = Counter(str(m.format) for m in int4)
+    packed = [m for m in model.modules() if isinstance(m, PackedModule)]
+    formats = Counter(str(m.format) for m in packed)
     dense = tuple(name for name, m in model.named_modules() if isinstance(m, nn.Linear))
-    return Summary(dict(formats), sum(m.weight.nbytes for m in int4), dense)
+    return Summary(dict(formats), sum(m.weight.nbytes for m in packed), dense)
 
 
 def quantize_layers(

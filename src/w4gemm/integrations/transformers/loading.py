@@ -23,6 +23,7 @@ from w4gemm.checkpoints.hugging_face import AS_IT_IS, is_model, model_class, tra
 from w4gemm.checkpoints.text_part import PREFIX, TextPart
 from w4gemm.core.errors import device_here
 from w4gemm.core.formats import WeightFormat
+from w4gemm.core.problem import Device
 from w4gemm.integrations.decoder import decode_by_graph
 from w4gemm.integrations.transformers.awaited import finish
 from w4gemm.integrations.transformers.layers import Progress
@@ -73,7 +74,7 @@ def load(
     model, tokenizer, alone = _empty_model(checkpoint, dtype)
     if not alone:
         checkpoint = TextPart(checkpoint)
-    unsaved = _fill(model, Placement(model, checkpoint), device, activations, progress)
+    unsaved = _fill(model, Placement(model, checkpoint, Device.of(device)), device, activations, progress)
     describe(model).unsaved = tuple(unsaved)
     return decode_by_graph(model.to(device).eval()), tokenizer
 

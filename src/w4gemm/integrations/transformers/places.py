@@ -18,8 +18,10 @@ from w4gemm.checkpoints.dense import linear_layers
 from w4gemm.checkpoints.experts import DOWN, GATE_UP, roles_of
 from w4gemm.checkpoints.gates import is_gated
 from w4gemm.core.errors import FormatError
+from w4gemm.core.problem import Device
 from w4gemm.integrations.transformers.awaited import AwaitedExperts, AwaitedLinear
 from w4gemm.integrations.transformers.sharding import Local, local_part
+from w4gemm.kernels import runs_on
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -55,9 +57,11 @@ class Placement:
 
     The layers of modules that stay packed become :class:`AwaitedLinear`. Any other module becomes dense, with the
     checkpoint's numbers, because the model's own code reads a dense weight: routers, embeddings, GPT-2's layers,
-    experts that :class:`W4Experts` does not compute, and what transformers merges or reorders.
+    experts that :class:`W4Experts` does not compute, and what transformers merges or reorders; or because no kernel of
+    the device takes its format.
 
     Args:
+        device: where the model is to run.
         rules: transformers' rules of names and merging for the model; None for its own ones.
         folder_model: as for :class:`Account`.
 
@@ -73,6 +77,7 @@ class Placement:
         self,
         model: PreTrainedModel,
         checkpoint: Checkpoint,
+        device: Device,
         rules: Sequence[Any] | None = None,
         folder_model: Callable[[], PreTrainedModel | None] = lambda: None,
     ) -> None:
@@ -84,10 +89,13 @@ class Placement:
         self._stored: dict[str, Stored] = {}
         self._with_modules: set[str] = set()
         self._weight = functools.lru_cache(maxsize=1)(checkpoint.weight)
-        partners = {self._name_of(name): module for name, module in checkpoint.modules.items() if module.experts}
+        modules = checkpoint.modules.items()
+        run = {name: m for name, m in modules if runs_on(device, m.format, m.n, m.k, m.experts)}
+        self._without_kernel = checkpoint.modules.keys() - run.keys()
+        partners = {self._name_of(name): module for name, module in run.items() if module.experts}
         strangers: dict[str, str] = {}
-        for name, module in checkpoint.modules.items():
-            if place := self._reserved(name, module, partners):
+        for name, module in modules:
+            if name in run and (place := self._reserved(name, module, partners)):
                 self.packed[name] = place
             elif not self._make_dense(name, module):
                 strangers[name] = f"{name} ({module.experts} experts)" if module.experts else name
@@ -323,8 +331,16 @@ class Placement:
 
     def _log(self) -> None:
         """Say which weights take the memory of dense ones although the checkpoint has them in 4 bits."""
+        if names := sorted(self._without_kernel):
+            formats = listed(sorted({str(self._checkpoint.modules[name].format) for name in names}))
+            said = "%s: dense, because no kernel of the device takes %s: %s"
+            _log.warning(said, self._checkpoint.path, formats, listed(names))
         stay = [
-            r for r in self.account.recipes if self._is_made(r) and (r.converter or self._stored[r.names[0]].target)
+            r
+            for r in self.account.recipes
+            if self._is_made(r)
+            and (r.converter or self._stored[r.names[0]].target)
+            and self._without_kernel.isdisjoint(self._stored[name].owner for name in r.names)
         ]
         if stay:
             said = "%s: dense with the numbers of 4-bit weights, because w4gemm has no layer that computes the same: %s"

@@ -35,6 +35,7 @@ from w4gemm.checkpoints.hugging_face import check_layers, quantization_config, r
 from w4gemm.checkpoints.quantized_folder import QuantizedFolder
 from w4gemm.checkpoints.w4gemm import METHOD, alarm, alarm_name, settings
 from w4gemm.core.errors import FormatError
+from w4gemm.core.problem import Device
 from w4gemm.integrations.decoder import decode_by_graph
 from w4gemm.integrations.transformers.awaited import (
     AwaitedDense,
@@ -101,6 +102,8 @@ class W4GemmQuantizer(HfQuantizer):
         self._model: PreTrainedModel | None = None
         """The model that transformers has made, until its layers are replaced."""
         self._files: list[str] = []
+        self._device = torch.device("cpu")
+        """Where the model is to run."""
         self._placement: Placement | None = None
         self._rounded: set[str] = set()
         self._ignored: tuple[Any, Any] = (None, None)
@@ -123,14 +126,18 @@ class W4GemmQuantizer(HfQuantizer):
     # --- loading ----------------------------------------------------------------------------------------------------
 
     def _process_model_before_weight_loading(
-        self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **kwargs: Any
+        self,
+        model: PreTrainedModel,
+        checkpoint_files: list[str] | None = None,
+        device_map: Any = None,
+        **kwargs: Any,
     ) -> None:
         if not checkpoint_files:
             raise ValueError(
                 "state_dict: wanted None beside a W4GemmConfig, since each tensor's place is checked by the files of a "
                 "folder; load the state dict into a dense model, then call quantize_layers"
             )
-        self._model, self._files = model, checkpoint_files
+        self._model, self._files, self._device = model, checkpoint_files, _device_of(device_map)
 
     def update_weight_conversions(self, weight_conversions: list[Any], *model: PreTrainedModel) -> list[Any]:
         """Give the tensors their places, now that transformers' rules of names are known with those of
@@ -157,7 +164,9 @@ class W4GemmQuantizer(HfQuantizer):
             return
         checkpoint = open_checkpoint(folder)
         check_files(checkpoint, [Path(file).name for file in self._files])
-        self._placement = placement = Placement(model, checkpoint, rules, lambda: folder_model(folder))
+        self._placement = placement = Placement(
+            model, checkpoint, Device.of(self._device), rules, lambda: folder_model(folder)
+        )
         self._rounded = {target for recipe in placement.made for target in recipe.targets}
         # the account is whole: what transformers does not know is packed, a scale, or left out for a reason
         self._ignored = model._keys_to_ignore_on_load_unexpected, model._keys_to_ignore_on_load_missing
@@ -286,6 +295,17 @@ class W4GemmQuantizer(HfQuantizer):
 
     def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> nn.Module:
         return dequantize_layers(model, dtype or model.dtype)
+
+
+def _device_of(device_map: Any) -> torch.device:
+    """Return where the packed layers of a device_map are to run: on a GPU, or all on the CPU. By a name such as "auto"
+    transformers fills GPUs first."""
+    if device_map is None:
+        return torch.device("cpu")
+    if not isinstance(device_map, dict):
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    first = next(iter(device_map.values()), "cpu")
+    return torch.device("cuda", first) if isinstance(first, int) else torch.device(first)
 
 
 def _account_of_dense(model: PreTrainedModel, folder: Path, files: list[str], rules: list[Any]) -> Account:
