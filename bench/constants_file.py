@@ -71,9 +71,9 @@ def write(target: Path, times: dict[str, SliceTimes], source: str, fp8: bool, wo
             others.append({**row, "text": f"{row['text']} {word} {source}" if word else source})
         else:
             others.append(row)
-    for name, found in times.items():
+    for name, each in times.items():
         if name in legal:
-            terms = {term: round(us, 4) for term, us in zip(SliceTimes._fields, found, strict=True)}
+            terms = {term: round(us, 4) for term, us in zip(SliceTimes._fields, each, strict=True)}
             configs[name] = {"config": name} | {term: us for term, us in terms.items() if us}
     rows = [*others, *(configs[name] for name in sorted(configs))]
     target.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -82,7 +82,7 @@ def write(target: Path, times: dict[str, SliceTimes], source: str, fp8: bool, wo
 
 def legal_names() -> set[str]:
     """``"<name>/<config>"`` of every config that is legal for some format, dense or of experts."""
-    found = set()
+    names = set()
     for kernel in (kernel_named(name) for name in HOPPER):
         for format, experts in itertools.product(FORMATS, (0, 8)):
             of = kernel.dtypes[-1], WeightFormat.parse(format), kernel.layout
@@ -91,5 +91,5 @@ def legal_names() -> set[str]:
             if kernel.refusal(H200) or layout_named(kernel.layout).supports(problem.format):
                 continue
             single = (c for config in kernel.configs(problem) for c in (replace(config, tail=None), config.tail) if c)
-            found |= {f"{waves.timed_as(kernel, problem)}/{c}" for c in single}
-    return found
+            names |= {f"{waves.timed_as(kernel, problem)}/{c}" for c in single}
+    return names

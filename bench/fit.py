@@ -97,10 +97,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.only and not args.others_stay:
         parser.error("--only wants --adjust and --others-stay")
     rows = [row | {"file": str(path)} for path in args.rows for row in rows_of(path)]
-    wanted = {str(WeightFormat.parse(format)) for format in args.format or ()}
-    if absent := wanted - {row["format"] for row in rows}:
+    formats = {str(WeightFormat.parse(format)) for format in args.format or ()}
+    if absent := formats - {row["format"] for row in rows}:
         parser.error(f"--format: no row is of {', '.join(sorted(absent))}")
-    rows = [row for row in rows if not wanted or row["format"] in wanted]
+    rows = [row for row in rows if not formats or row["format"] in formats]
     device = gpu_of(rows)
     begin(device)
     known = constants.constants_for(device).configs
@@ -147,7 +147,7 @@ def after(timings: Timings, known: dict[str, SliceTimes], how: How) -> dict[str,
     if not adjusted and not kept:
         return times
     if how.only:
-        return before | {name: found for name, found in times.items() if name in how.only}
+        return before | {name: each for name, each in times.items() if name in how.only}
     if how.kept or how.others_stay:
         return before | times
     return plausible(carried(adjusted | before, times))
@@ -175,11 +175,11 @@ def hold_out(rows: list[dict[str, Any]], known: dict[str, SliceTimes], how: How,
         held = set(layers[part::parts])
         there = collected([row for row in rows if (row["n"], row["k"]) in held])
         times = after(collected([row for row in rows if (row["n"], row["k"]) not in held]), known, how)
-        for name, found in (("before", known), ("after", times)):
-            whole = {config: found.get(config) or estimated(config, there.device) for config in there.configs}
+        for name, each in (("before", known), ("after", times)):
+            whole = {config: each.get(config) or estimated(config, there.device) for config in there.configs}
             regret[name] += [r for r, *_ in regrets(there.points, whole)]
-    for name, found in regret.items():
-        print(f"{name}, {len(layers)} layers held out in {parts} parts: {summary(found)}")
+    for name, each in regret.items():
+        print(f"{name}, {len(layers)} layers held out in {parts} parts: {summary(each)}")
 
 
 class Timings(NamedTuple):
@@ -219,9 +219,9 @@ def estimated(name: str, device: Device) -> SliceTimes:
     """The times of a config, or, without constants of its own, those of its nearest: few samples cannot tell what a
     CTA alone takes from what others cost it."""
     kernel, _, text = name.rpartition("/")
-    found = constants.constants_for(device).times(kernel, GemmConfig.parse(text))
-    assert found is not None, f"nothing is known of {kernel}"
-    return found
+    known = constants.constants_for(device).times(kernel, GemmConfig.parse(text))
+    assert known is not None, f"nothing is known of {kernel}"
+    return known
 
 
 def fitted(
@@ -262,9 +262,9 @@ def fitted(
                 for config, (launch, us) in configs.items()
             ]
             slower[point] = math.exp(sum(w * log for w, log in logs) / sum(w for w, _ in logs))
-        found = regrets(points, times)
-        rounds.append((sum(math.log(r[0]) + (r[0] > 1.05) * 0.05 for r in found), times))
-        for regret, point, chosen, best in found:
+        losses = regrets(points, times)
+        rounds.append((sum(math.log(r[0]) + (r[0] > 1.05) * 0.05 for r in losses), times))
+        for regret, point, chosen, best in losses:
             if regret > (_UNKNOWN_MISLED if unknown and not point.experts else _MISLED):
                 blame[chosen, point] *= 3
                 blame[best, point] *= 2
@@ -281,37 +281,37 @@ def carried(before: dict[str, SliceTimes], adjusted: dict[str, SliceTimes]) -> d
     changes: dict[tuple[str, int], list[np.ndarray]] = defaultdict(list)
     for config, times in adjusted.items():
         changes[tokens(config)].append(np.divide(times, np.maximum(before[config], 1e-4)))
-    found = {}
+    result = {}
     for config, times in sorted(before.items()):
         kernel, tile_m = tokens(config)
         near = sorted((abs(math.log(m / tile_m)), m) for name, m in changes if name == kernel)
         alone, shared, tile = times * np.median(changes[kernel, near[0][1]], axis=0).clip(0.5, 2) if near else times
-        found[config] = adjusted.get(config) or SliceTimes(float(alone), float(shared), float(tile))
-    return found
+        result[config] = adjusted.get(config) or SliceTimes(float(alone), float(shared), float(tile))
+    return result
 
 
 def regrets(points: Points, times: dict[str, SliceTimes]) -> list[tuple[float, Any, str, str]]:
     """(time of the first choice over the fastest, point, first choice, fastest), the worst first."""
-    found = []
+    losses = []
     for point, configs in points.items():
         chosen = min(configs, key=lambda c: configs[c][0].us(times[c]))
         fastest = min(configs, key=lambda c: configs[c][1])
-        found.append((configs[chosen][1] / configs[fastest][1], point, chosen, fastest))
-    return sorted(found, reverse=True)
+        losses.append((configs[chosen][1] / configs[fastest][1], point, chosen, fastest))
+    return sorted(losses, reverse=True)
 
 
 def report(points: Points, times: dict[str, SliceTimes]) -> None:
-    found = regrets(points, times)
-    print(f"first choice over fastest: {summary([regret for regret, *_ in found])}")
-    for regret, point, chosen, fastest in found[: max(12, sum(r[0] > 1.05 for r in found))]:
+    losses = regrets(points, times)
+    print(f"first choice over fastest: {summary([regret for regret, *_ in losses])}")
+    for regret, point, chosen, fastest in losses[: max(12, sum(r[0] > 1.05 for r in losses))]:
         print(f"  {regret:.3f} {point}: {chosen}, fastest {fastest}")
 
 
-def summary(found: list[float]) -> str:
+def summary(losses: list[float]) -> str:
     """Regrets in a line."""
-    mean = statistics.geometric_mean(found)
-    late = sum(regret > 1.05 for regret in found)
-    return f"geometric mean {mean:.4f}, worst {max(found):.3f}; {late} of {len(found)} points above 1.05"
+    mean = statistics.geometric_mean(losses)
+    late = sum(regret > 1.05 for regret in losses)
+    return f"geometric mean {mean:.4f}, worst {max(losses):.3f}; {late} of {len(losses)} points above 1.05"
 
 
 if __name__ == "__main__":

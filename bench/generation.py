@@ -146,9 +146,9 @@ def starts(settings: dict[str, Any], args: argparse.Namespace) -> Iterator[dict[
             for cold in (True, False):
                 began = time.time()
                 done = subprocess.run(command, env=os.environ | kernels, stdout=subprocess.PIPE, text=True, check=True)
-                found = json.loads(done.stdout.splitlines()[-1])
-                whole = {"process_to_first_token_s": round(found.pop("first_token_at") - began, 2)}
-                yield {"weights": weights, "batch": 1, "cold": cold, "folder_mib": size >> 20, **whole, **found}
+                times = json.loads(done.stdout.splitlines()[-1])
+                whole = {"process_to_first_token_s": round(times.pop("first_token_at") - began, 2)}
+                yield {"weights": weights, "batch": 1, "cold": cold, "folder_mib": size >> 20, **whole, **times}
 
 
 def describe_and_save(model: Any, folder: Path) -> Path:
@@ -163,22 +163,22 @@ def start(folder: Path, args: argparse.Namespace) -> dict[str, float]:
     the second token has the step captured."""
     from transformers import AutoModelForCausalLM
 
-    found = {}
+    times = {}
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.zeros(1, device=device)
     models: list[Any] = []
     options: dict[str, Any] = {"device_map": device, "dtype": torch.bfloat16}
     load = functools.partial(AutoModelForCausalLM.from_pretrained, folder, **options)
-    found["load_s"] = seconds(lambda: models.append(load()))
+    times["load_s"] = seconds(lambda: models.append(load()))
     call = caller(models[0], "default", 1, args.prompt)
-    found["first_token_s"] = seconds(lambda: call(1))
-    found["first_token_at"] = time.time()
-    found["first_answer_s"] = seconds(lambda: call(args.tokens))
-    found["second_answer_s"] = seconds(lambda: call(args.tokens))
+    times["first_token_s"] = seconds(lambda: call(1))
+    times["first_token_at"] = time.time()
+    times["first_answer_s"] = seconds(lambda: call(args.tokens))
+    times["second_answer_s"] = seconds(lambda: call(args.tokens))
     step = step_of(models[0])
     prepared = step.prepared.values() if step is not None else ()
-    found["compile_s"] = sum(p.seconds for p in prepared)
-    return {name: round(value, 2) for name, value in found.items()} | {"compiled": sum(p.compiled for p in prepared)}
+    times["compile_s"] = sum(p.seconds for p in prepared)
+    return {name: round(value, 2) for name, value in times.items()} | {"compiled": sum(p.compiled for p in prepared)}
 
 
 def caller(model: Any, way: str, batch: int, prompt: int) -> Callable[[int], torch.Tensor]:
@@ -247,12 +247,12 @@ def profile(model: Any, names: bool) -> dict[str, Any]:
         step(model, token)
     end.record()
     torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         for _ in range(3):
             step(model, token)
         torch.cuda.synchronize()
     times: dict[str, list[float]] = defaultdict(list)
-    for event in found.events():
+    for event in profiler.events():
         if event.device_type == torch.autograd.DeviceType.CUDA:
             times[event.name].append(event.device_time if hasattr(event, "device_time") else event.cuda_time)
     kinds: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])

@@ -92,8 +92,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     started, facts, device = time.monotonic(), record.facts(), Device.of("cuda")
     points = {(name, tokens): problems(LAYERS[name], tokens, device) for name in args.model for tokens in args.tokens}
-    found = {point: candidates(*both, args.configs) for point, both in points.items()}
-    units = {unit for point, both in points.items() for unit in units_of(*both, found[point])}
+    configs = {point: candidates(*both, args.configs) for point, both in points.items()}
+    units = {unit for point, both in points.items() for unit in units_of(*both, configs[point])}
     with CompilePool() as pool:
         for future in pool.submit(units):
             future.result()
@@ -105,10 +105,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             if time.monotonic() - started > args.seconds:
                 print(f"{args.seconds:.0f} s are over", flush=True)
                 return
-            found_us = times(ours, found[name, tokens], tokens)
+            us = times(ours, configs[name, tokens], tokens)
             common = {"kind": "layer", "run": record.run_name(facts), "model": name, "format": layer.format}
-            record.append(args.out, {**common, "tokens": tokens, **found_us, **facts})
-            print(line(name, tokens, found_us), flush=True)
+            record.append(args.out, {**common, "tokens": tokens, **us, **facts})
+            print(line(name, tokens, us), flush=True)
         del ours  # before the next layer takes its memory
 
 
@@ -133,11 +133,11 @@ def candidates(gate_up: GemmProblem, down: GemmProblem, count: int) -> Candidate
     return Candidates(best_of(gate_up, count), best_of(in_order, half), best_of(down, half))
 
 
-def units_of(gate_up: GemmProblem, down: GemmProblem, found: Candidates) -> list[Unit]:
+def units_of(gate_up: GemmProblem, down: GemmProblem, configs: Candidates) -> list[Unit]:
     """Return the kernels of the configs, and of the choice."""
-    named = [(gate_up, name) for name in found.gathered]
-    named += [(replace(gate_up, gathered=False), name) for name in found.copied]
-    named += [(down, name) for name in found.down]
+    named = [(gate_up, name) for name in configs.gathered]
+    named += [(replace(gate_up, gathered=False), name) for name in configs.copied]
+    named += [(down, name) for name in configs.down]
     units = [choice.choose(problem).unit for problem in (resolve_gather(gate_up), down)]
     for problem, name in named:
         kernel, config = config_named(name)
@@ -145,10 +145,10 @@ def units_of(gate_up: GemmProblem, down: GemmProblem, found: Candidates) -> list
     return [unit for unit in units if unit is not None]
 
 
-def times(ours: Ours, found: Candidates, tokens: int) -> dict[str, Any]:
+def times(ours: Ours, configs: Candidates, tokens: int) -> dict[str, Any]:
     """Return the microseconds of a row."""
     draws = [drawn(ours.sizes, tokens, seed, ours.device) for seed in range(draws_of(tokens))]
-    combinations = found.combinations()
+    combinations = configs.combinations()
     forced = list(dict.fromkeys([Forced(), *(each for group in combinations.values() for each in group.values())]))
     graphs = [[ours.call(draw, i % len(ours.layers), each) for i, draw in enumerate(draws)] for each in forced]
     timed = time_graphs(graphs, replays=9 if tokens <= 128 else 7)

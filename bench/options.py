@@ -65,10 +65,10 @@ def some_of(*names: str) -> Callable[[str], tuple[str, ...]]:
     """Return a function that splits comma-separated names, of which it knows ``names``."""
 
     def split(text: str) -> tuple[str, ...]:
-        found = tuple(dict.fromkeys(text.split(",")))
-        if unknown := [name for name in found if name not in names]:
+        chosen = tuple(dict.fromkeys(text.split(",")))
+        if unknown := [name for name in chosen if name not in names]:
             raise ValueError(f"wanted some of {', '.join(names)}, got {', '.join(unknown)}")
-        return found
+        return chosen
 
     return split
 

@@ -130,9 +130,9 @@ def measure(layers: int, out: Path, only: str = "") -> None:
     for case in cases:
         with tempfile.TemporaryDirectory() as folder:
             equal, worst, count = 0, 0.0, 0
-            for ours, wanted in case.pairs(Path(folder), weights):
-                count, equal = count + 1, equal + torch.equal(ours, wanted)
-                errors = (ours - wanted).abs() / wanted.abs().clamp(min=torch.finfo(torch.float32).tiny)
+            for ours, expected in case.pairs(Path(folder), weights):
+                count, equal = count + 1, equal + torch.equal(ours, expected)
+                errors = (ours - expected).abs() / expected.abs().clamp(min=torch.finfo(torch.float32).tiny)
                 worst = max(worst, errors.max().item())
         oracle = f"{case.package} {importlib.metadata.version(case.package)}"
         row = {"kind": "oracle", "run": record.run_name(facts), "format": case.format, "oracle": oracle}

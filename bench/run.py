@@ -130,10 +130,10 @@ def measure(entries: list[Entry], m: int) -> list[dict[str, Any]]:
         xs = [torch.randn(m, weight.k, device=device).to(entry.dtype) for _ in range(2)]
         xs = [x.to(entry.prepared.activations or entry.dtype) for x in xs]
         out = torch.empty(m, weight.n, device=device, dtype=default_out_dtype(entry.dtype))
-        wanted = xs[0].float() @ weight.dequantize().T
+        exact = xs[0].float() @ weight.dequantize().T
         try:
             d = run(entry.copies[0], xs[0], out).float()
-            error = ((d - wanted).norm() / wanted.norm()).item()
+            error = ((d - exact).norm() / exact.norm()).item()
         except Exception as e:
             print(f"  {name}: {e!r:.200}", flush=True)
             continue

@@ -67,16 +67,16 @@ def parse_layers(text: str) -> tuple[Layer, ...]:
     Raises:
         ValueError: for a name that there is not.
     """
-    found: list[Layer] = []
+    layers: list[Layer] = []
     for part in text.split(","):
         size = re.fullmatch(r"(\d+)x(\d+)", part)
         if size:
-            found.append((int(size[1]), int(size[2])))
+            layers.append((int(size[1]), int(size[2])))
         elif part in SETS:
-            found += SETS[part]
+            layers += SETS[part]
         else:
             raise ValueError(f"shapes: wanted {', '.join(SETS)} or sizes like 8192x4096 (n x k), got {part!r}")
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(layers))
 
 
 def parse_tokens(text: str, name: str = "m") -> tuple[int, ...]:
@@ -94,14 +94,14 @@ def parse_experts(text: str) -> tuple[tuple[int, int, int], ...]:
     Raises:
         ValueError: if a part is neither.
     """
-    found: list[tuple[int, int, int]] = []
+    mixtures: list[tuple[int, int, int]] = []
     for part in text.split(","):
         sizes = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)", part)
         if part not in MIXTURES and sizes is None:
             names = ", ".join(MIXTURES)
             raise ValueError(f"shapes: wanted {names} or experts x n x k like 8x28672x4096, got {part!r}")
-        found += MIXTURES[part] if sizes is None else [(int(sizes[1]), int(sizes[2]), int(sizes[3]))]
-    return tuple(dict.fromkeys(found))
+        mixtures += MIXTURES[part] if sizes is None else [(int(sizes[1]), int(sizes[2]), int(sizes[3]))]
+    return tuple(dict.fromkeys(mixtures))
 
 
 def parse_routings(text: str) -> tuple[str, ...]:
@@ -110,10 +110,10 @@ def parse_routings(text: str) -> tuple[str, ...]:
     Raises:
         ValueError: for another one.
     """
-    for routing in (found := tuple(dict.fromkeys(text.split(",")))):
+    for routing in (routings := tuple(dict.fromkeys(text.split(",")))):
         if routing not in ROUTINGS:
             raise ValueError(f"routing: wanted some of {', '.join(ROUTINGS)}, got {routing!r}")
-    return found
+    return routings
 
 
 def divide(routing: str, m: int, experts: int) -> list[int]:

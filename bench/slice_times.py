@@ -78,15 +78,15 @@ class Weighted(NamedTuple):
 def plausible(times: dict[str, SliceTimes]) -> dict[str, SliceTimes]:
     """The times by name, those of a CTA alone at least as long as for k-slices of half as many columns, and half as
     long as without split_k; what others add is less then. Timings leave the one open where no CTA ran alone."""
-    found: dict[str, SliceTimes] = {}
+    checked: dict[str, SliceTimes] = {}
     parsed = {name: GemmConfig.parse(name.partition("/")[2]) for name in times}
     for name, config in sorted(parsed.items(), key=lambda item: (item[1].split_k, item[1].tile_k)):
-        given, kernel = times[name], name.partition("/")[0]
+        measured, kernel = times[name], name.partition("/")[0]
         least = [(1.0, replace(config, tile_k=config.tile_k // 2)), (_SPLIT_PART, replace(config, split_k=1))]
-        floors = [part * found[f"{kernel}/{other}"].alone for part, other in least if f"{kernel}/{other}" in found]
-        alone = min(max(given.alone, *floors, 0.0), given.alone + given.shared)
-        found[name] = given._replace(alone=alone, shared=given.alone + given.shared - alone)
-    return found
+        floors = [part * checked[f"{kernel}/{other}"].alone for part, other in least if f"{kernel}/{other}" in checked]
+        alone = min(max(measured.alone, *floors, 0.0), measured.alone + measured.shared)
+        checked[name] = measured._replace(alone=alone, shared=measured.alone + measured.shared - alone)
+    return checked
 
 
 def fit(samples: list[Weighted], known: SliceTimes | None) -> SliceTimes:

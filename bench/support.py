@@ -94,24 +94,24 @@ def dtypes_by_device() -> str:
 def _cell(device: Device, dtype: torch.dtype) -> str:
     formats = FP8_FORMATS if dtype == FP8 else FORMATS
     problems = [problem(device, format, dtype, experts) for format in formats for experts in (0, 8)]
-    found = [kernel.name for kernel in KERNELS if all(kernel.supports(p) for p in problems)]
+    names = [kernel.name for kernel in KERNELS if all(kernel.supports(p) for p in problems)]
     some = {kernel.name for kernel in KERNELS if any(kernel.supports(p) for p in problems)}
-    assert some - set(found) <= {PARTIAL}, f"{some} take some formats only: the table must say which"
-    return ", ".join(f"`{name}`" for name in found) or "-"
+    assert some - set(names) <= {PARTIAL}, f"{some} take some formats only: the table must say which"
+    return ", ".join(f"`{name}`" for name in names) or "-"
 
 
 def families() -> dict[str, list[WeightFormat]]:
     """Formats of all group sizes by element, zero rule and scale rule, under a string with ``g*`` for the group.
     Elements without a codec run on CPUs only."""
-    found: dict[str, list[WeightFormat]] = {}
+    families: dict[str, list[WeightFormat]] = {}
     elements = dict.fromkeys(codec.element for codec in CODECS)
     for element, zero, scale, group_size in itertools.product(elements, ZEROS, SCALES, GROUPS):
         try:
             format = WeightFormat(group_size, zero, scale, element)
         except ValueError:  # no such combination
             continue
-        found.setdefault(str(replace(format, group_size=128)).replace("_g128", "_g*"), []).append(format)
-    return found
+        families.setdefault(str(replace(format, group_size=128)).replace("_g128", "_g*"), []).append(format)
+    return families
 
 
 def _taken(device: Device, formats: list[WeightFormat]) -> str:
@@ -130,8 +130,8 @@ def _taken(device: Device, formats: list[WeightFormat]) -> str:
         ]
         if runs:
             least[name] = min(size for size in runs if size != PER_COLUMN)
-            wanted = [f.group_size for f in formats if f.group_size == PER_COLUMN or f.group_size >= least[name]]
-            assert runs == wanted, f"{formats[0]} beside {name}: the table must say which groups"
+            sizes = [f.group_size for f in formats if f.group_size == PER_COLUMN or f.group_size >= least[name]]
+            assert runs == sizes, f"{formats[0]} beside {name}: the table must say which groups"
     return ", ".join(f"{name} ({size})" for name, size in least.items()) or "-"
 
 
@@ -156,8 +156,8 @@ def formats_by_device() -> str:
 
 def _capabilities(devices: Iterable[Device]) -> str:
     """Compute capabilities of GPUs in order, or CPU."""
-    found = sorted({device.capability for device in devices if device.kind == "cuda"})
-    return ", ".join(f"{major}.{minor}" for major, minor in found) or "CPU"
+    capabilities = sorted({device.capability for device in devices if device.kind == "cuda"})
+    return ", ".join(f"{major}.{minor}" for major, minor in capabilities) or "CPU"
 
 
 def _alias(label: str) -> str:
@@ -235,7 +235,7 @@ TABLES: dict[str, Callable[[], str]] = {
 
 def written(text: str) -> str:
     """A document with its tables as they are now."""
-    return _MARKED.sub(lambda found: found[1] + TABLES[found[2]]() + found[3], text)
+    return _MARKED.sub(lambda match: match[1] + TABLES[match[2]]() + match[3], text)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

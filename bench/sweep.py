@@ -55,21 +55,21 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"{args.out}: {len(rows)} timings of experts' products")
         return
     if args.compile_only:
-        found = prepared(products(args, described_device(args.device)))
-        print(f"{len({unit_of(p, name) for p, names in found.items() for name in names} - {None})} kernels")
+        configs = prepared(products(args, described_device(args.device)))
+        print(f"{len({unit_of(p, name) for p, names in configs.items() for name in names} - {None})} kernels")
         return
     device, where = chosen_device(args.device)
     facts = {name: fact for name, fact in record.facts().items() if name in FACTS}
-    found = prepared(products(args, device))
+    configs = prepared(products(args, device))
     started, count = time.monotonic(), 0
-    for (n, k), group in itertools.groupby(found, lambda p: (p.n, p.k)):
+    for (n, k), group in itertools.groupby(configs, lambda p: (p.n, p.k)):
         workload: Workload | None = None
         for problem in group:
             if time.monotonic() - started > args.seconds:
                 print(f"{args.out}: {count} timings, cut short before {n} x {k}, m {problem.m}")
                 return
             workload = workload or Workload(problem, where)
-            times = measure(problem, found[problem], workload)
+            times = measure(problem, configs[problem], workload)
             what = {"n": n, "k": k, "m": problem.m, "format": str(problem.format)}
             record.append(args.out, what | {"us": {c: round(us, 3) for c, us in times.items()}} | facts)
             count += len(times)
@@ -147,17 +147,17 @@ def products(args: argparse.Namespace, device: Device) -> dict[GemmProblem, list
     else:
         tokens = sorted({choice.interval_end(m) for m in parse_tokens(args.m)})
         points = [(n, k, m) for (n, k), m in itertools.product(args.shapes, tokens)]
-    found = {}
+    configs = {}
     for n, k, m in points:
         problem = GemmProblem(m, n, k, dtype, *rest)
         candidates = choice.explain(problem).candidates[: args.configs]
-        found[problem] = [str(each) for each in candidates if each.us <= args.within * candidates[0].us]
-    return found
+        configs[problem] = [str(each) for each in candidates if each.us <= args.within * candidates[0].us]
+    return configs
 
 
-def prepared(found: dict[GemmProblem, list[str]]) -> dict[GemmProblem, list[str]]:
+def prepared(configs: dict[GemmProblem, list[str]]) -> dict[GemmProblem, list[str]]:
     """Compiled on all cores, since one process compiles one kernel at a time; without what cannot be compiled."""
-    units = {unit: f"{p}: {name}" for p, names in found.items() for name in names if (unit := unit_of(p, name))}
+    units = {unit: f"{p}: {name}" for p, names in configs.items() for name in names if (unit := unit_of(p, name))}
     broken = set()
     with CompilePool() as pool, progress_bar() as progress:
         for done, (unit, future) in enumerate(zip(units, pool.submit(units), strict=True)):
@@ -167,7 +167,7 @@ def prepared(found: dict[GemmProblem, list[str]]) -> dict[GemmProblem, list[str]
             except RuntimeError as e:
                 broken.add(unit)
                 print(f"{units[unit]} is left out: {e}", flush=True)
-    return {p: [name for name in names if unit_of(p, name) not in broken] for p, names in found.items()}
+    return {p: [name for name in names if unit_of(p, name) not in broken] for p, names in configs.items()}
 
 
 def unit_of(problem: GemmProblem, name: str) -> Unit | None:

@@ -84,12 +84,12 @@ def measured(paths: Sequence[Path], format: str) -> dict[tuple[int, int, int], d
         for point, times in points.items():
             for config, us in times.items():
                 ratios[point][config].append((us / min(times.values()), us))
-    found = {}
+    best = {}
     for point, configs in ratios.items():
         files = max(map(len, configs.values()))
         in_all = {config: pairs for config, pairs in configs.items() if len(pairs) == files}
-        found[point] = {c: (math.prod(r for r, _ in p) ** (1 / files), p[-1][1]) for c, p in in_all.items()}
-    return found
+        best[point] = {c: (math.prod(r for r, _ in p) ** (1 / files), p[-1][1]) for c, p in in_all.items()}
+    return best
 
 
 if __name__ == "__main__":

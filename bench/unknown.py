@@ -151,9 +151,9 @@ def work_of(layer: Drawn, compared: bool, count: int, format: WeightFormat, dtyp
     configs: dict[int, list[str]] = {}
     units: set[Unit | None] = set()
     for m in layer.tokens:
-        given = layer.n, layer.k, dtype, format, layout_for(device, format, dtype), epilogue, device
-        problem = GemmProblem(m, *given)
-        decision = choice.choose(GemmProblem(choice.plan_m(m), *given))
+        facts = layer.n, layer.k, dtype, format, layout_for(device, format, dtype), epilogue, device
+        problem = GemmProblem(m, *facts)
+        decision = choice.choose(GemmProblem(choice.plan_m(m), *facts))
         if decision.source != "heuristic":
             raise ValueError(f"{problem}: a {decision.source} record decides it; W4GEMM_CACHE_DIR names another folder")
         guesses = choice.configs(problem)[:count] if compared else []

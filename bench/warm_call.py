@@ -72,7 +72,7 @@ def cases(device: torch.device) -> dict[str, Callable[[], object]]:
     layer, activated = W4Linear.from_weight(w, bias), W4Linear.from_weight(w, bias)
     activated.activation = "silu"
     alone = w4gemm.MixedGemm(w.format, dtype, device)
-    found: dict[str, Callable[[], object]] = {
+    calls: dict[str, Callable[[], object]] = {
         "linear": lambda: linear(x, w),
         "linear bias": lambda: linear(x, w, bias),
         "linear bias silu": lambda: linear(x, w, bias, activation="silu"),
@@ -87,8 +87,8 @@ def cases(device: torch.device) -> dict[str, Callable[[], object]]:
     if hasattr(w, "activations"):
         fp8 = w.repack(activations="fp8")
         layer_fp8 = W4Linear.from_weight(fp8, bias)
-        found |= {"linear fp8": lambda: linear(x, fp8), "layer fp8": lambda: layer_fp8(x)}
-    return found
+        calls |= {"linear fp8": lambda: linear(x, fp8), "layer fp8": lambda: layer_fp8(x)}
+    return calls
 
 
 def microseconds(call: Callable[[], object], calls: int, device: torch.device) -> float:

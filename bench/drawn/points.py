@@ -76,17 +76,17 @@ def draw(seed: int, count: int, least: int = 1, most: int = MOST_TOKENS) -> list
     """``count`` layers that were neither tuned nor fitted, each with m in every quarter of log2(least .. most). Other
     seeds than bench.unknown's draw none of its layers, which so stay unknown to what is fitted to them."""
     others = set() if seed == UNKNOWN_SEED else {(layer.n, layer.k) for layer in draw(UNKNOWN_SEED, UNKNOWN_LAYERS)}
-    found: dict[Layer, Drawn] = {}
+    drawn: dict[Layer, Drawn] = {}
     number = 0
-    while len(found) < count:
+    while len(drawn) < count:
         rng = random.Random(f"{seed} {number}")
         n, k = layer(rng)
-        if allowed(n, k) and (n, k) not in others and (n, k) not in found:
+        if allowed(n, k) and (n, k) not in others and (n, k) not in drawn:
             parts = ((quarter + rng.random()) / TOKENS_PER_LAYER for quarter in range(TOKENS_PER_LAYER))
             tokens = tuple(round(least * (most / least) ** part) for part in parts)
-            found[n, k] = Drawn(n, k, tokens)
+            drawn[n, k] = Drawn(n, k, tokens)
         number += 1
-    return list(found.values())
+    return list(drawn.values())
 
 
 def layer(rng: random.Random) -> Layer:

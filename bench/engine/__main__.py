@@ -204,7 +204,7 @@ def checked(implementation: Implementation, kernels: Kernels, rows: list[Row]) -
     except ValueError as e:
         raise EngineError(str(e)) from None
     for row in rows:
-        row["kernels"] = {cls.rpartition(".")[2]: n for found in kernels.values() for cls, n in found.items()}
+        row["kernels"] = {cls.rpartition(".")[2]: n for counts in kernels.values() for cls, n in counts.items()}
     return name
 
 

@@ -52,15 +52,15 @@ class Pool:
 
     def fill(self, tensor: Tensor) -> torch.Tensor:
         """Return the numbers of a tensor."""
-        kind, value, given = tensor.numbers
+        kind, value, words = tensor.numbers
         count, start = math.prod(tensor.shape), zlib.crc32(tensor.name.encode())
         if kind in ("codes", "balanced"):
             pool = self._bytes if kind == "codes" else self._balanced
             return _window(pool, start, tensor.nbytes).view(tensor.dtype).view(tensor.shape)
         if kind == "constant":
             return torch.full(tensor.shape, value, dtype=tensor.dtype)
-        if kind == "given":
-            return torch.tensor(given, dtype=tensor.dtype)
+        if kind == "numbers":
+            return torch.tensor(words, dtype=tensor.dtype)
         if kind in ("groups", "shuffled"):
             columns = torch.arange(count)
             if kind == "shuffled":  # modules that an engine fuses share it
@@ -88,11 +88,11 @@ def _window(pool: torch.Tensor, start: int, count: int) -> torch.Tensor:
 
 def tensors_of(model: Model, packing: Packing) -> list[Tensor]:
     """Return all tensors of a checkpoint."""
-    found = [t for module in model.outer() for t in packing.tensors(module)]
+    tensors = [t for module in model.outer() for t in packing.tensors(module)]
     for index in range(model.layers):
         for module in model.layer(index):
-            found += [t._replace(name=f"model.layers.{index}.{t.name}") for t in packing.tensors(module)]
-    return found
+            tensors += [t._replace(name=f"model.layers.{index}.{t.name}") for t in packing.tensors(module)]
+    return tensors
 
 
 def write(model: Model, packing: Packing, folder: Path) -> int:

@@ -50,12 +50,12 @@ class Implementation:
 
     def engine_arguments(self, model: Model) -> dict[str, str]:
         """Return the arguments of ``vllm.LLM`` that force vLLM's own kernels."""
-        found = {}
+        arguments = {}
         if model.quantized_matrices and self.linear not in (OURS, DEFAULT):
-            found["linear_backend"] = self.linear
+            arguments["linear_backend"] = self.linear
         if model.experts and self.experts not in (OURS, DEFAULT):
-            found["moe_backend"] = self.experts
-        return found
+            arguments["moe_backend"] = self.experts
+        return arguments
 
     def check(self, kernels: Kernels) -> str:
         """Return the name of what the layers run.
@@ -67,8 +67,8 @@ class Implementation:
         if not got:
             raise ValueError("no layer of the model is quantized")
         for kind, asked in (("linear", self.linear), ("experts", self.experts)):
-            found = got.get(kind, set())
-            if len(found) > 1 or (found and asked not in (DEFAULT, *found)):
+            names = got.get(kind, set())
+            if len(names) > 1 or (names and asked not in (DEFAULT, *names)):
                 counts = ", ".join(f"{n} x {cls}" for cls, n in kernels[kind].items())
                 raise ValueError(f"asked for {asked}, but its {kind} layers got {counts}")
         return "+".join(dict.fromkeys(name for kind in ("linear", "experts") for name in got.get(kind, ())))

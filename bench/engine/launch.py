@@ -126,8 +126,8 @@ def base_environment(plugin: Path | None) -> dict[str, str]:
 
 def has_plugin(group: str = PLUGIN_GROUP) -> bool:
     """True if installed metadata names our plugin in a group of entry points, so that the engine finds it."""
-    found = importlib.metadata.entry_points(group=group)
-    return any(point.value.startswith("w4gemm.") for point in found)
+    points = importlib.metadata.entry_points(group=group)
+    return any(point.value.startswith("w4gemm.") for point in points)
 
 
 def plugin_metadata(folder: Path, group: str = PLUGIN_GROUP) -> Path | None:
@@ -165,13 +165,13 @@ def entry_points(pyproject: Path, group: str = PLUGIN_GROUP) -> list[str]:
     for line in lines:
         if line.strip() == head:
             break
-    found = []
+    points = []
     for line in lines:
         if line.startswith("["):
             break
         if "=" in line and not line.lstrip().startswith("#"):
-            found.append(line.replace('"', "").strip())
-    return found
+            points.append(line.replace('"', "").strip())
+    return points
 
 
 def run_offline(task: Task, variables: dict[str, str], log: Path, seconds: float) -> Result:
@@ -256,12 +256,12 @@ def _descendants(process: int) -> list[int]:
         with suppress(OSError):  # it ended meanwhile
             after_name = stat.read_text().rpartition(")")[2].split()
             children.setdefault(int(after_name[1]), []).append(int(stat.parent.name))
-    found, todo = [], [process]
+    processes, todo = [], [process]
     while todo:
         own = children.get(todo.pop(), [])
-        found += own
+        processes += own
         todo += own
-    return found
+    return processes
 
 
 def _signal(process: subprocess.Popen[bytes], number: int) -> None:

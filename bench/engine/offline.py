@@ -210,8 +210,8 @@ def points(engine: Engine, result: Result) -> Iterator[None]:
     loaded = engine.llm.collective_rpc("sum_experts") if task.engine.get("enable_eplb") else []
     for batch in task.batches:
         result.decode.append(engine.decode(batch))
-        found = result.decode[-1]
-        print(f"batch {batch}: {_shown(found['total_s'])}, first tokens {_shown(found['first_token_s'])}", flush=True)
+        newest = result.decode[-1]
+        print(f"batch {batch}: {_shown(newest['total_s'])}, first tokens {_shown(newest['first_token_s'])}", flush=True)
         yield
     if task.prefill:
         result.prefill_s = engine.prefill()

@@ -142,7 +142,7 @@ def formats_of(model: Model, packings: Sequence[Packing]) -> list[tuple[Model, P
         ValueError: if there is none.
     """
     reasons = {packing: packing.refusal(model) for packing in packings}
-    found = [(model, packing) for packing, reason in reasons.items() if not reason]
-    if not found:
+    pairs = [(model, packing) for packing, reason in reasons.items() if not reason]
+    if not pairs:
         raise ValueError("; ".join(reasons.values()))
-    return found
+    return pairs

@@ -28,11 +28,11 @@ class Numbers(NamedTuple):
     """Values of a tensor: random bits (codes), the same with 8 for each 4-bit 0 (balanced), ``value`` times a normal or
     a uniform (0.5 to 1.5) number, ``value`` everywhere, the group of each column for groups of ``value``, in order or
     in an order that depends on the number of columns alone (shuffled), random exponents of about ``value``, or
-    ``given``."""
+    ``numbers``."""
 
-    kind: Literal["codes", "balanced", "normal", "uniform", "constant", "groups", "shuffled", "exponents", "given"]
+    kind: Literal["codes", "balanced", "normal", "uniform", "constant", "groups", "shuffled", "exponents", "numbers"]
     value: float = 0.0
-    given: tuple[int, ...] = ()
+    numbers: tuple[int, ...] = ()
 
 
 class Tensor(NamedTuple):
@@ -87,14 +87,14 @@ class Packing:
         if text in _FLOATS:
             method, element, option = _FLOATS[text]
             return cls(method, 16 if element == "nvfp4" else 32, element, option)  # type: ignore[arg-type]
-        found = re.fullmatch(rf"(gptq|auto-round|awq|ct|quark)-int4-g(32|64|128)(?:-({'|'.join(_OPTIONS)}))?", text)
-        if not found or (found[3] and found[1] != _OPTIONS[found[3]]):
+        match = re.fullmatch(rf"(gptq|auto-round|awq|ct|quark)-int4-g(32|64|128)(?:-({'|'.join(_OPTIONS)}))?", text)
+        if not match or (match[3] and match[1] != _OPTIONS[match[3]]):
             options = ", ".join(f"{method}-int4-g128-{option}" for option, method in _OPTIONS.items())
             raise ValueError(
                 "format: wanted gptq-int4-g128, auto-round-int4-g128, awq-int4-g128, ct-int4-g128, quark-int4-g128, "
                 f"{options} (or g32, g64), {', '.join(_FLOATS)}, mxfp4 or bf16, got {text!r}"
             )
-        return cls(found[1], int(found[2]), option=found[3] or "")  # type: ignore[arg-type]
+        return cls(match[1], int(match[2]), option=match[3] or "")  # type: ignore[arg-type]
 
     def __str__(self) -> str:
         if not self.group_size:
@@ -230,7 +230,7 @@ def _compressed(module: Matrix, group_size: int) -> Iterator[Tensor]:
     name, n, k = module.name, module.n, module.k
     yield Tensor(f"{name}.weight_packed", torch.int32, (n, k // 8), Numbers("balanced"))
     yield Tensor(f"{name}.weight_scale", DTYPE, (n, k // group_size), _scale(module, "symmetric"))
-    yield Tensor(f"{name}.weight_shape", torch.int64, (2,), Numbers("given", given=(n, k)))
+    yield Tensor(f"{name}.weight_shape", torch.int64, (2,), Numbers("numbers", numbers=(n, k)))
 
 
 def _quark_integers(module: Matrix, group_size: int) -> Iterator[Tensor]:

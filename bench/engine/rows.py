@@ -23,18 +23,18 @@ def rows_of(result: Result, task: Task) -> list[Row]:
     """
     tokens_in = {"tokens_in": task.tokens_in}
     rows: list[Row] = [{"phase": "start", "seconds": round(result.start_s, 2)}]
-    for found in result.decode:
-        first, total = statistics.median(found["first_token_s"]), statistics.median(found["total_s"])
+    for point in result.decode:
+        first, total = statistics.median(point["first_token_s"]), statistics.median(point["total_s"])
         seconds, steps = total - first, task.tokens_out - 1
         if seconds <= 0:
             times = f"first tokens took {first:.3f} s, whole answers {total:.3f} s"
-            rows.append({"phase": "failed", "reason": f"batch {found['batch']}: {times}"})
+            rows.append({"phase": "failed", "reason": f"batch {point['batch']}: {times}"})
             continue
-        row = {"phase": "decode", "batch": found["batch"], **tokens_in, "tokens_out": task.tokens_out}
-        row |= {"tokens_s": round(found["batch"] * steps / seconds, 1), "runs": len(found["total_s"])}
-        row |= spread("ms_step", [1e3 * (run - first) / steps for run in found["total_s"]])
-        row |= spread("first_tokens_s", found["first_token_s"])
-        rows.append(row | {"repeats_itself": found["repeats_itself"]})
+        row = {"phase": "decode", "batch": point["batch"], **tokens_in, "tokens_out": task.tokens_out}
+        row |= {"tokens_s": round(point["batch"] * steps / seconds, 1), "runs": len(point["total_s"])}
+        row |= spread("ms_step", [1e3 * (run - first) / steps for run in point["total_s"]])
+        row |= spread("first_tokens_s", point["first_token_s"])
+        rows.append(row | {"repeats_itself": point["repeats_itself"]})
     if result.prefill_s:
         row = {"phase": "prefill", "batch": 1, "tokens_in": task.prefill, "tokens_out": 1}
         row |= {"tokens_s": round(task.prefill / statistics.median(result.prefill_s), 1)}
@@ -55,21 +55,21 @@ def cache_tokens(log: str) -> int | None:
 def with_room(rows: Sequence[Row], cache_tokens: int | None) -> list[Row]:
     """Return the rows, in which a batch whose tokens had no room in the KV cache is one of phase "failed": the engine
     then computes requests one after another, or some of them twice."""
-    found = []
+    kept = []
     for row in rows:
         if row["phase"] == "decode" and cache_tokens is not None:
             tokens = row["batch"] * (row["tokens_in"] + row["tokens_out"])
             if tokens > cache_tokens:
                 reason = f"batch {row['batch']}: {tokens:,} tokens, and the KV cache holds {cache_tokens:,}"
                 row = {"phase": "failed", "reason": f"{reason}; more --memory"}
-        found.append(row)
-    return found
+        kept.append(row)
+    return kept
 
 
 def spread(name: str, times: Sequence[float]) -> Row:
     """Return the median of times as ``name``, and the least and the most."""
-    found = {name: statistics.median(times), f"{name}_least": min(times), f"{name}_most": max(times)}
-    return {field: round(time, 4) for field, time in found.items()}
+    times_by_name = {name: statistics.median(times), f"{name}_least": min(times), f"{name}_most": max(times)}
+    return {field: round(time, 4) for field, time in times_by_name.items()}
 
 
 def add_agreement(rows: list[Row], answers: Answers, reference: str, others: Answers) -> None:

@@ -212,19 +212,19 @@ async def _events(port: int, path: str, body: dict[str, Any]) -> AsyncIterator[d
 def figures(answers: Sequence[Answer], seconds: float, streamed: bool) -> dict[str, Any]:
     """Return tokens/s of all answers together, and milliseconds: of streamed ones to and between tokens, of whole ones
     to their end."""
-    found: dict[str, Any] = {"requests": len(answers), "streamed": streamed}
-    found["tokens_s"] = round(sum(a.tokens for a in answers) / seconds, 1)
+    row: dict[str, Any] = {"requests": len(answers), "streamed": streamed}
+    row["tokens_s"] = round(sum(a.tokens for a in answers) / seconds, 1)
     if not streamed:
-        return found | _milliseconds("answer", 2, (a.whole for a in answers))
-    found |= _milliseconds("first_token", 2, (a.first_token for a in answers))
-    return found | _milliseconds("between_tokens", 3, (gap for a in answers for gap in a.between))
+        return row | _milliseconds("answer", 2, (a.whole for a in answers))
+    row |= _milliseconds("first_token", 2, (a.first_token for a in answers))
+    return row | _milliseconds("between_tokens", 3, (gap for a in answers for gap in a.between))
 
 
 def _milliseconds(name: str, digits: int, seconds: Iterable[float]) -> dict[str, float]:
     """Return the median and the 99th percentile of times."""
     ordered = sorted(1e3 * s for s in seconds)
-    found = {"p50": statistics.median(ordered), "p99": percentile(ordered, 99)}
-    return {f"{name}_ms_{of}": round(ms, digits) for of, ms in found.items()}
+    quantiles = {"p50": statistics.median(ordered), "p99": percentile(ordered, 99)}
+    return {f"{name}_ms_{of}": round(ms, digits) for of, ms in quantiles.items()}
 
 
 def percentile(ordered: Sequence[float], percent: int) -> float:

@@ -74,12 +74,12 @@ def main(argv: Sequence[str] | None = None) -> None:
             shown: list[Row] = []
             reference: Measured | None = None
             for impl in args.impl:
-                found = measured(impl, task_of(args, model, folder), logs, plugin, args.seconds)
+                result = measured(impl, task_of(args, model, folder), logs, plugin, args.seconds)
                 if reference:
-                    add_agreement(found.rows, found.answers, reference.impl, reference.answers)
-                elif found.whole:
-                    reference = found
-                rows = [common | row | facts for row in found.rows]
+                    add_agreement(result.rows, result.answers, reference.impl, reference.answers)
+                elif result.whole:
+                    reference = result
+                rows = [common | row | facts for row in result.rows]
                 record.append(args.out, *rows)
                 shown += rows
             say("\n".join((f"\n{model.name}, {packing}, {facts['gpu'] or 'no GPU'}", *lines(shown))))
@@ -140,8 +140,8 @@ def serve(task: Row, result_file: Path) -> None:
     import sglang
 
     engine = sglang.Engine(**task["engine"])
-    found: Row = {"version": sglang.__version__, "seconds": round(time.perf_counter() - begun, 2), "batches": []}
-    found["done"] = False
+    row: Row = {"version": sglang.__version__, "seconds": round(time.perf_counter() - begun, 2), "batches": []}
+    row["done"] = False
     rng = random.Random(1)
 
     def prompts_for(batch: int) -> list[list[int]]:
@@ -165,10 +165,10 @@ def serve(task: Row, result_file: Path) -> None:
             whole, again = answer(prompts, task["tokens_out"])
             point["seconds"].append(whole - before)
             point["repeats_itself"] &= again == tokens
-        found["batches"].append(point)
-        result_file.write_text(json.dumps(found))
-    found["done"] = True
-    result_file.write_text(json.dumps(found))
+        row["batches"].append(point)
+        result_file.write_text(json.dumps(row))
+    row["done"] = True
+    result_file.write_text(json.dumps(row))
     engine.shutdown()
 
 
@@ -197,20 +197,20 @@ def measured(impl: str, task: Row, logs: Path, plugin: Path | None, seconds: flo
             end = f"ended with {child.wait(seconds)} after {time.monotonic() - begun:.0f} s"
     except subprocess.TimeoutExpired:
         end = f"not done in {seconds:.0f} s, its limit"
-    found = json.loads(result_file.read_text()) if result_file.exists() else {"batches": [], "done": False}
+    result = json.loads(result_file.read_text()) if result_file.exists() else {"batches": [], "done": False}
     says = re.search(r"w4gemm runs .*", log.read_text(errors="replace"))
-    reason = "" if found["done"] else f"{end}: {last_error(log)}"
+    reason = "" if result["done"] else f"{end}: {last_error(log)}"
     if impl == OURS and not says and not reason:
         reason = f"w4gemm took over nothing: {log} has no line 'w4gemm runs'"
-    common: Row = {"impl": impl, "engine_version": found.get("version", "")}
+    common: Row = {"impl": impl, "engine_version": result.get("version", "")}
     common |= {"took_over": says[0] if says else ""} | ({"partial": True} if reason else {})
-    rows = [decode_row(task, point) for point in found["batches"]]
-    if "seconds" in found:
-        rows.insert(0, {"phase": "start", "seconds": found["seconds"]})
+    rows = [decode_row(task, point) for point in result["batches"]]
+    if "seconds" in result:
+        rows.insert(0, {"phase": "start", "seconds": result["seconds"]})
     if reason:
         say(f"{name}: {reason}")
         rows.append({"phase": "failed", "reason": reason})
-    answers = {point["batch"]: point["tokens"] for point in found["batches"]}
+    answers = {point["batch"]: point["tokens"] for point in result["batches"]}
     return Measured(impl, [common | row for row in rows], answers, not reason)
 
 

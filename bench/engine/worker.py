@@ -48,14 +48,14 @@ class Inspection:
         if state is None:
             return []
         torch.cuda.synchronize()
-        rank, found = get_ep_group().rank_in_group, []
+        rank, sums = get_ep_group().rank_in_group, []
         for model in state.model_states.values():
             for layer, tensors in enumerate(model.model.expert_weights):
                 tensors = list(tensors)
                 count = len(tensors[0])
                 numbers = model.physical_to_logical_map[layer, rank * count : (rank + 1) * count].tolist()
-                found.append([[number, checksum([t[i] for t in tensors])] for i, number in enumerate(numbers)])
-        return found
+                sums.append([[number, checksum([t[i] for t in tensors])] for i, number in enumerate(numbers)])
+        return sums
 
 
 def checksum(tensors: Sequence[Any]) -> int:
@@ -72,14 +72,14 @@ def checksum(tensors: Sequence[Any]) -> int:
 
 def kernels_of(model: Any) -> dict[str, dict[str, int]]:
     """Return what :meth:`Inspection.inspect_kernels` does."""
-    found: dict[str, dict[str, int]] = {"linear": defaultdict(int), "experts": defaultdict(int)}
+    counts: dict[str, dict[str, int]] = {"linear": defaultdict(int), "experts": defaultdict(int)}
     for module in model.modules():
         method = getattr(module, "quant_method", None)
         if method is None or type(method).__name__.startswith("Unquantized") or "KVCache" in type(method).__name__:
             continue
         experts = type(module).__name__ == "RoutedExperts" or "MoE" in type(method).__name__
-        found["experts" if experts else "linear"][_qualified(_multiplier(module, method))] += 1
-    return {kind: dict(classes) for kind, classes in found.items()}
+        counts["experts" if experts else "linear"][_qualified(_multiplier(module, method))] += 1
+    return {kind: dict(classes) for kind, classes in counts.items()}
 
 
 def _multiplier(module: Any, method: Any) -> Any:

@@ -74,7 +74,7 @@ class Kernels:
 
     def __init__(self, pool: CompilePool, products: Iterable[Product], extra: Extra) -> None:
         self._of = {product: units_of(product, extra) for product in products}
-        units = dict.fromkeys(unit for found in self._of.values() for unit in found)
+        units = dict.fromkeys(unit for each in self._of.values() for unit in each)
         self._futures: dict[Unit, Future[bytes]] = dict(zip(units, pool.submit(units), strict=True))
 
     def wait(self, products: Iterable[Product]) -> None:

@@ -59,10 +59,10 @@ def measure(
     graphs: list[Sequence[Callable[[], object]]] = []
     for mixture in mixtures:
         point = Point(mixture.weight, divide(routing, m, mixture.weight.experts), dtype, extra.top_k)
-        for found in candidates(point, mixture, extra):
-            if (row := point.checked(found)) is not None:
+        for candidate in candidates(point, mixture, extra):
+            if (row := point.checked(candidate)) is not None:
                 rows.append(row)
-                graphs.append(found.calls)
+                graphs.append(candidate.calls)
     replays = extra.replays if m <= _FEW_TOKENS else min(5, extra.replays)
     for row, time in zip(rows, time_graphs(graphs, replays), strict=True):
         row |= percentiles(time)
@@ -96,19 +96,19 @@ class Point:
         self.offsets = ends_of(counts, torch.int32, device)
         self.out = torch.empty(self.total, w.n, device=device, dtype=torch.bfloat16)
 
-    def checked(self, found: Candidate) -> dict[str, Any] | None:
+    def checked(self, candidate: Candidate) -> dict[str, Any] | None:
         """Return a row without times; None, and print why, if the output is wrong or there is none."""
-        name = f"{found.name} {self.w.format} {found.config}, {self.total} rows"
+        name = f"{candidate.name} {self.w.format} {candidate.config}, {self.total} rows"
         try:
             self.out.fill_(torch.nan)
-            error = self.error_of(found.calls[0]())
+            error = self.error_of(candidate.calls[0]())
         except Exception as e:
             print(f"  {name}: {e!r:.300}", flush=True)
             return None
-        if not error < found.limit:
+        if not error < candidate.limit:
             print(f"  {name}: relative error {error:.3g}, not timed", flush=True)
             return None
-        row = {"impl": found.name, "impl_version": found.version, "config": found.config}
+        row = {"impl": candidate.name, "impl_version": candidate.version, "config": candidate.config}
         return row | {"rel_error": round(error, 6), "format": str(self.w.format)}
 
     def error_of(self, d: torch.Tensor) -> float:
@@ -121,8 +121,8 @@ class Point:
         for e in looked:
             r = slice(ends[e], ends[e + 1])
             if self.counts[e]:
-                wanted = self.xs[0][r].float() @ self.w.expert(e).dequantize().T
-                worst = max(worst, ((d[r].float() - wanted).norm() / wanted.norm()).item())
+                exact = self.xs[0][r].float() @ self.w.expert(e).dequantize().T
+                worst = max(worst, ((d[r].float() - exact).norm() / exact.norm()).item())
         return worst
 
 
@@ -212,12 +212,12 @@ def best(w: QuantizedWeight, total: int, dtype: torch.dtype, count: int, gathere
 
 
 def best_of(problem: GemmProblem, count: int) -> list[str]:
-    found: list[str] = []
+    names: list[str] = []
     seen: dict[tuple[str, int], int] = {}
     for name in choice.configs(problem):
         kernel, _, config = name.partition("/")
         key = kernel, GemmConfig.parse(config).tile_m
         seen[key] = seen.get(key, 0) + 1
-        if seen[key] <= 3 and len(found) < count:
-            found.append(name)
-    return found
+        if seen[key] <= 3 and len(names) < count:
+            names.append(name)
+    return names

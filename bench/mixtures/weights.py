@@ -62,14 +62,14 @@ def draw(sizes: Sizes, format: WeightFormat, dtype: torch.dtype, peers: Sequence
 def prepared_by(
     peers: Sequence[ExpertsPeer], one: QuantizedWeight, experts: int, dtype: torch.dtype, count: int
 ) -> list[Contender]:
-    contenders, given = [], None
+    contenders, rotated = [], None
     for peer in peers:
         if reason := peer.supports(one.n, one.k, one.format, dtype):
             print(f"  {peer.name}, {experts}x{one.n}x{one.k} {one.format}: {reason}", flush=True)
             continue
-        given = given or Experts.rotated(one, experts)
+        rotated = rotated or Experts.rotated(one, experts)
         try:
-            prepared = peer.prepare(given, dtype)
+            prepared = peer.prepare(rotated, dtype)
         except Exception as e:  # a peer's failure is a result, not the end of the run
             print(f"  {peer.name}, {experts}x{one.n}x{one.k} {one.format}: {e!r:.300}", flush=True)
             continue

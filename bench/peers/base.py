@@ -68,12 +68,12 @@ AnyAdapter = TypeVar("AnyAdapter", bound=Adapter)
 
 def available(adapters: Iterable[AnyAdapter]) -> list[AnyAdapter]:
     """Return those that can run here; print the version of each, and why the others cannot."""
-    found = []
+    peers = []
     for each in adapters:
         reason = each.available()
         print(f"{each.name} {each.version()}{': ' + reason if reason else ''}", flush=True)
-        found += [] if reason else [each]
-    return found
+        peers += [] if reason else [each]
+    return peers
 
 
 class Peer(Adapter, Protocol):

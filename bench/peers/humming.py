@@ -36,15 +36,15 @@ class Humming(PackageAdapter):
         # W4A8: x is bf16, and quantized within the call
         inputs, dtype = ({"dtype": "float8e4m3"}, torch.bfloat16) if dtype == FP8 else (None, dtype)
         weights: dict[str, object] = {"dtype": "int4", "group_size": group}
-        given = {"weight": gptq_words(codes), "weight_scale": scales.to(dtype)}
+        tensors = {"weight": gptq_words(codes), "weight_scale": scales.to(dtype)}
         if name := fp4_name(weight.format):
             weights |= {"dtype": "float4e2m1", "scale_dtype": "float8e8m0" if name == "mxfp4" else "float8e4m3"}
-            given["weight_scale"] = scales
+            tensors["weight_scale"] = scales
             if name == "nvfp4":
                 weights["scale_2_type"] = "tensor"
-                given["weight_scale_2"] = torch.full((1,), tensor_scale(weight), device=codes.device)
+                tensors["weight_scale_2"] = torch.full((1,), tensor_scale(weight), device=codes.device)
         layer = HummingLayer(weight.n, weight.k, weights, inputs, torch_dtype=dtype).to(codes.device)
-        layer.load_from_tensors(given)
+        layer.load_from_tensors(tensors)
         layer.transform()
         config, zero_point = layer.humming_config, getattr(layer, "zero_point", None)
         second = getattr(layer, "weight_scale_2", None)

@@ -60,8 +60,8 @@ def prepare_fp8(weight: QuantizedWeight) -> Prepared:
     signed = codes.int() - 8
     nibbles = (signed.abs() | ((signed < 0).int() << 3)).to(torch.uint8)
     name = "int4sm" if channels is None else "int4smf"
-    given = scales.bfloat16() if channels is None else (scales.bfloat16(), channels)
-    blob, strip = prepare_w4_weight(nibbles[:, 0::2] | (nibbles[:, 1::2] << 4), given, wformat=name)
+    all_scales = scales.bfloat16() if channels is None else (scales.bfloat16(), channels)
+    blob, strip = prepare_w4_weight(nibbles[:, 0::2] | (nibbles[:, 1::2] << 4), all_scales, wformat=name)
     tensors = (blob, strip) if channels is None else (blob, strip, channels)
 
     def run(tensors: Tensors, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

@@ -47,10 +47,10 @@ def missing(operator: str, library: Library = OTHERS) -> str:
     if file and not Path(file).is_file():
         return f"{library.file}: no file {file}"
     try:
-        found = hasattr(operators(library), operator)
+        there = hasattr(operators(library), operator)
     except (ImportError, OSError) as e:
         return f"vLLM's operators do not load: {e}"
-    return "" if found else f"vLLM's operators have no {operator}"
+    return "" if there else f"vLLM's operators have no {operator}"
 
 
 def version(library: Library = OTHERS) -> str:

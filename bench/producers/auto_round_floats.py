@@ -24,7 +24,7 @@ def auto_round_floats(data_type: str) -> Callable[[Path, Weights], Pairs]:
 
         module = qlinear_int if data_type == "mx_int" else qlinear_fp
         reader = {"mx_fp": mx.MXFP4QuantLinear, "mx_int": mx.MXINT4QuantLinear, "nv_fp": nvfp4.NVFP4QuantLinear}
-        stored, wanted = {}, {}
+        stored, expected = {}, {}
         for name, w in weights.items():
             n, k = w.shape
             linear = torch.nn.Linear(k, n, bias=False)
@@ -41,7 +41,7 @@ def auto_round_floats(data_type: str) -> Callable[[Path, Weights], Pairs]:
             )
             for leaf in leaves:
                 setattr(again, leaf, getattr(layer, leaf))
-            wanted[name] = again.dequant_weight_online().float()
-        return folder_pairs(folder, config | {"bits": 4, "group_size": group}, stored, wanted)
+            expected[name] = again.dequant_weight_online().float()
+        return folder_pairs(folder, config | {"bits": 4, "group_size": group}, stored, expected)
 
     return pairs

@@ -43,11 +43,11 @@ def in_words(codes: torch.Tensor, order: Sequence[int] = range(8)) -> torch.Tens
 
 
 def folder_pairs(
-    folder: Path, config: dict[str, Any], stored: Weights, wanted: Weights, metadata: dict[str, str] | None = None
+    folder: Path, config: dict[str, Any], stored: Weights, expected: Weights, metadata: dict[str, str] | None = None
 ) -> Pairs:
     """Write a folder with these tensors, and give each module beside ``wanted``."""
     save_file({name: t.contiguous() for name, t in stored.items()}, folder / "model.safetensors", metadata)
     (folder / "config.json").write_text(json.dumps({"quantization_config": config}))
     checkpoint = open_checkpoint(folder)
-    assert checkpoint.modules.keys() == wanted.keys()
-    return ((checkpoint.weight(name).dequantize(), weight) for name, weight in wanted.items())
+    assert checkpoint.modules.keys() == expected.keys()
+    return ((checkpoint.weight(name).dequantize(), weight) for name, weight in expected.items())

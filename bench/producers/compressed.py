@@ -29,15 +29,16 @@ def compressed_integers(packing: str, symmetric: bool) -> Callable[[Path, Weight
     facts = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP, "symmetric": symmetric}
 
     def pairs(folder: Path, weights: Weights) -> Pairs:
-        scheme, stored, wanted = scheme_of(**facts), {}, {}
+        scheme, stored, expected = scheme_of(**facts), {}, {}
         for name, w in weights.items():
-            found = Codes.of(w)
-            zeros = torch.zeros_like(found.zeros, dtype=torch.int8) if symmetric else found.zeros.to(torch.int8) - 8
-            given = {"weight": w.bfloat16(), "weight_scale": found.scales, "weight_zero_point": zeros}
-            packed = packer(packing).compress(given, scheme)
+            codes = Codes.of(w)
+            zeros = torch.zeros_like(codes.zeros, dtype=torch.int8) if symmetric else codes.zeros.to(torch.int8) - 8
+            tensors = {"weight": w.bfloat16(), "weight_scale": codes.scales, "weight_zero_point": zeros}
+            packed = packer(packing).compress(tensors, scheme)
             stored |= {f"{name}.{leaf}": t for leaf, t in packed.items()}
-            wanted[name] = packer(packing).decompress(packed | {"weight_scale": found.scales.float()}, scheme)["weight"]
-        return folder_pairs(folder, compressed_config(packing, facts), stored, wanted)
+            unpacked = packer(packing).decompress(packed | {"weight_scale": codes.scales.float()}, scheme)
+            expected[name] = unpacked["weight"]
+        return folder_pairs(folder, compressed_config(packing, facts), stored, expected)
 
     return pairs
 
@@ -51,7 +52,7 @@ class Floats(NamedTuple):
     """A weight in 4-bit floats as compressed-tensors packs it, and as it dequantizes it in float32."""
 
     stored: Weights
-    wanted: torch.Tensor
+    expected: torch.Tensor
 
 
 def compressed_float(w: torch.Tensor, mx: bool) -> Floats:
@@ -66,8 +67,8 @@ def compressed_float(w: torch.Tensor, mx: bool) -> Floats:
     stored = compressor.compress({"weight": w, "weight_scale": scales} | factor, scheme)
     numbers = unpack_fp4_from_uint8(stored["weight_packed"], *w.shape).float()
     scales = compressor._decompress_scale(stored["weight_scale"], torch.float32)
-    given = {} if mx else {"global_scale": factor["weight_global_scale"]}
-    return Floats(stored, dequantize(numbers, scales, args=scheme.weights, dtype=torch.float32, **given))
+    options = {} if mx else {"global_scale": factor["weight_global_scale"]}
+    return Floats(stored, dequantize(numbers, scales, args=scheme.weights, dtype=torch.float32, **options))
 
 
 def float_facts(mx: bool) -> dict[str, Any]:
@@ -78,10 +79,10 @@ def float_facts(mx: bool) -> dict[str, Any]:
 
 def compressed_floats(mx: bool) -> Callable[[Path, Weights], Pairs]:
     def pairs(folder: Path, weights: Weights) -> Pairs:
-        found = {name: compressed_float(w, mx) for name, w in weights.items()}
-        stored = {f"{name}.{leaf}": t for name, floats in found.items() for leaf, t in floats.stored.items()}
+        made = {name: compressed_float(w, mx) for name, w in weights.items()}
+        stored = {f"{name}.{leaf}": t for name, floats in made.items() for leaf, t in floats.stored.items()}
         config = compressed_config("mxfp4-pack-quantized" if mx else "nvfp4-pack-quantized", float_facts(mx))
-        return folder_pairs(folder, config, stored, {name: floats.wanted for name, floats in found.items()})
+        return folder_pairs(folder, config, stored, {name: floats.expected for name, floats in made.items()})
 
     return pairs
 
@@ -90,21 +91,21 @@ def awq(folder: Path, weights: Weights) -> Pairs:
     from compressed_tensors.entrypoints.convert.converters import AutoAWQConverter
 
     facts = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP, "symmetric": False}
-    scheme, stored, wanted = scheme_of(**facts), {}, {}
+    scheme, stored, expected = scheme_of(**facts), {}, {}
     for name, w in weights.items():
-        found = Codes.of(w)
+        codes = Codes.of(w)
         own = {
-            f"{name}.qweight": in_words(found.codes.T.contiguous(), AWQ_ORDER),
-            f"{name}.qzeros": in_words(found.zeros.T.contiguous(), AWQ_ORDER),
-            f"{name}.scales": found.scales.half().T.contiguous(),
+            f"{name}.qweight": in_words(codes.codes.T.contiguous(), AWQ_ORDER),
+            f"{name}.qzeros": in_words(codes.zeros.T.contiguous(), AWQ_ORDER),
+            f"{name}.scales": codes.scales.half().T.contiguous(),
         }
         stored |= own
         converted = AutoAWQConverter(group_size=GROUP, targets=["re:.*"]).process(dict(own))
         leaves = {key.removeprefix(f"{name}."): t for key, t in converted.items()}
         leaves["weight_scale"] = leaves["weight_scale"].float()
-        wanted[name] = packer("pack-quantized").decompress(leaves, scheme)["weight"]
+        expected[name] = packer("pack-quantized").decompress(leaves, scheme)["weight"]
     config = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}
-    return folder_pairs(folder, config, stored, wanted)
+    return folder_pairs(folder, config, stored, expected)
 
 
 def nibbles(method: str) -> Callable[[Path, Weights], Pairs]:
@@ -113,17 +114,17 @@ def nibbles(method: str) -> Callable[[Path, Weights], Pairs]:
     rows = method == "modelopt"
 
     def pairs(folder: Path, weights: Weights) -> Pairs:
-        scheme, stored, wanted = scheme_of(**facts), {}, {}
+        scheme, stored, expected = scheme_of(**facts), {}, {}
         for name, w in weights.items():
-            found = Codes.of(w)
-            q = found.codes.to(torch.int8) - 8
+            codes = Codes.of(w)
+            q = codes.codes.to(torch.int8) - 8
             low, high = (q[0::2], q[1::2]) if rows else (q[:, 0::2], q[:, 1::2])
             packed = (low & 15) | (high << 4)
             stored[f"{name}.weight"] = packed.view(torch.uint8) if rows else packed
-            stored[f"{name}.{'weight_scale' if rows else 'weight_scale_inv'}"] = found.scales
-            whole = {"weight": q, "weight_scale": found.scales.float()}
-            wanted[name] = packer("int-quantized").decompress(whole, scheme)["weight"]
+            stored[f"{name}.{'weight_scale' if rows else 'weight_scale_inv'}"] = codes.scales
+            whole = {"weight": q, "weight_scale": codes.scales.float()}
+            expected[name] = packer("int-quantized").decompress(whole, scheme)["weight"]
         algorithm = {"quant_algo": "W4A16_AWQ"} if rows else {}
-        return folder_pairs(folder, {"quant_method": method, "group_size": GROUP} | algorithm, stored, wanted)
+        return folder_pairs(folder, {"quant_method": method, "group_size": GROUP} | algorithm, stored, expected)
 
     return pairs

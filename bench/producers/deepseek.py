@@ -34,15 +34,15 @@ def deepseek_v4(folder: Path, weights: Weights) -> Pairs:
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
     dequantize = Fp8Dequantize(None)._dequantize_one
-    stored, wanted, dense = {}, {}, {}
+    stored, expected, dense = {}, {}, {}
     for name, w in weights.items():
         if "down_proj" not in name:
             continue
-        found = compressed_float(w, mx=True).stored
-        packed, scales = found["weight_packed"].view(torch.int8), found["weight_scale"].view(torch.float8_e8m0fnu)
-        expert, other = f"layers.0.ffn.experts.{len(wanted)}.w2", f"layers.{len(wanted)}.attn.wo_b"
+        floats = compressed_float(w, mx=True).stored
+        packed, scales = floats["weight_packed"].view(torch.int8), floats["weight_scale"].view(torch.float8_e8m0fnu)
+        expert, other = f"layers.0.ffn.experts.{len(expected)}.w2", f"layers.{len(expected)}.attn.wo_b"
         stored |= {f"{expert}.weight": packed, f"{expert}.scale": scales}
-        wanted[expert] = dequantize(packed, scales, torch.float32)
+        expected[expert] = dequantize(packed, scales, torch.float32)
         fp8 = in_fp8(w, 64, 128)
         stored |= {f"{other}.weight": fp8.weight, f"{other}.scale": fp8.scales.to(torch.float8_e8m0fnu)}
         dense[other] = dequantize(fp8.weight, fp8.scales, torch.float32)
@@ -51,6 +51,6 @@ def deepseek_v4(folder: Path, weights: Weights) -> Pairs:
     (folder / "config.json").write_text(json.dumps({"quantization_config": config}))
     checkpoint = open_checkpoint(folder)
     experts = checkpoint.weight("layers.0.ffn.experts.down_proj").dequantize()
-    yield from zip(experts, wanted.values(), strict=True)
+    yield from zip(experts, expected.values(), strict=True)
     for name, weight in dense.items():
         yield checkpoint.dense(f"{name}.weight"), weight

@@ -28,14 +28,14 @@ def gguf_type(type: str) -> Callable[[Path, Weights], Pairs]:
         if type in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "TQ2_0"):
             return gguf.quants.quantize(w.numpy(), number)
         rng = np.random.default_rng(0)
-        found = rng.integers(0, 256, (len(w), w.shape[1] // elements, size), np.uint8)
+        blocks_of_bytes = rng.integers(0, 256, (len(w), w.shape[1] // elements, size), np.uint8)
         if type in ("MXFP4", "NVFP4"):
             heads = 1 if type == "MXFP4" else 4
-            found[..., :heads] = rng.integers(60, 120, (*found.shape[:2], heads))
+            blocks_of_bytes[..., :heads] = rng.integers(60, 120, (*blocks_of_bytes.shape[:2], heads))
         for at in () if type in ("MXFP4", "NVFP4") else _FACTORS.get(type, (0,)):
-            factors = (rng.standard_normal((*found.shape[:2], 1)) / 64).astype(np.float16)
-            found[..., at : at + 2] = factors.view(np.uint8)
-        return found.reshape(len(w), -1)
+            factors = (rng.standard_normal((*blocks_of_bytes.shape[:2], 1)) / 64).astype(np.float16)
+            blocks_of_bytes[..., at : at + 2] = factors.view(np.uint8)
+        return blocks_of_bytes.reshape(len(w), -1)
 
     def pairs(folder: Path, weights: Weights) -> Pairs:
         weights = {name: w for name, w in weights.items() if w.shape[1] % elements == 0}

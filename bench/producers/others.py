@@ -25,15 +25,15 @@ def auto_round(
         from auto_round_extension.torch import qlinear_torch, qlinear_torch_zp
 
         module = qlinear_torch_zp if stored_zero else qlinear_torch
-        stored, wanted, g = {}, {}, torch.Generator().manual_seed(0)
+        stored, expected, g = {}, {}, torch.Generator().manual_seed(0)
         for name, w in weights.items():
             n, k = w.shape
             if act_order and n > k:
                 continue  # its layer takes the first k rows only
             layer, linear = module.QuantLinear(4, GROUP, k, n, bias=False), torch.nn.Linear(k, n, bias=False)
-            found, linear.weight.data, layer.device = Codes.of(w), w, "cpu"
+            codes, linear.weight.data, layer.device = Codes.of(w), w, "cpu"
             layer.pack(
-                linear, found.scales.half().float(), 8 if sym else found.zeros.float().clamp(min=1), device="cpu"
+                linear, codes.scales.half().float(), 8 if sym else codes.zeros.float().clamp(min=1), device="cpu"
             )
             groups = torch.arange(k, dtype=torch.int32) // GROUP
             if act_order:
@@ -44,9 +44,9 @@ def auto_round(
             stored |= {f"{name}.{leaf}": getattr(layer, leaf).clone() for leaf in leaves}
             stored[f"{name}.g_idx"] = layer.g_idx if act_order else groups
             layer.scales = layer.scales.float()
-            wanted[name] = layer(torch.eye(k)).T.contiguous()
+            expected[name] = layer(torch.eye(k)).T.contiguous()
         return folder_pairs(
-            folder, {"bits": 4, "group_size": GROUP, "sym": sym, "desc_act": act_order} | config, stored, wanted
+            folder, {"bits": 4, "group_size": GROUP, "sym": sym, "desc_act": act_order} | config, stored, expected
         )
 
     return pairs
@@ -58,51 +58,51 @@ def gptqmodel(folder: Path, weights: Weights) -> Pairs:
     from gptqmodel.quantization import QuantizeConfig
     from gptqmodel.utils.model import convert_gptq_v1_to_v2_format_module, convert_gptq_v2_to_v1_format_module
 
-    settings, stored, wanted = {"bits": 4, "group_size": GROUP, "sym": False, "desc_act": False}, {}, {}
+    settings, stored, expected = {"bits": 4, "group_size": GROUP, "sym": False, "desc_act": False}, {}, {}
     for name, w in weights.items():
         n, k = w.shape
         layer, linear = TorchLinear(4, GROUP, False, False, k, n), torch.nn.Linear(k, n, bias=False)
         linear.weight.data = w = torch.where(torch.arange(n)[:, None] % 8 == 3, w.abs(), w)
-        found = Codes.of(w)
-        layer.pack_original(linear, found.scales.half().float(), found.zeros.float())
+        codes = Codes.of(w)
+        layer.pack_original(linear, codes.scales.half().float(), codes.zeros.float())
         convert_gptq_v2_to_v1_format_module(layer, QuantizeConfig(**settings))
         stored |= {f"{name}.{leaf}": getattr(layer, leaf).clone() for leaf in ("qweight", "qzeros", "scales", "g_idx")}
         convert_gptq_v1_to_v2_format_module(layer, 4, torch.int32)
         layer.post_init()
         layer.scales = layer.scales.float()
-        wanted[name] = layer.dequantize_weight().T.contiguous()
+        expected[name] = layer.dequantize_weight().T.contiguous()
     config = {"quant_method": "gptq", "checkpoint_format": "gptq", "meta": {"quantizer": ["gptqmodel:7.7.0"]}}
-    return folder_pairs(folder, settings | config, stored, wanted)
+    return folder_pairs(folder, settings | config, stored, expected)
 
 
 def modelopt(folder: Path, weights: Weights) -> Pairs:
     """NVFP4, as ModelOpt packs it and dequantizes it."""
     from modelopt.torch.quantization.qtensor import NVFP4QTensor
 
-    stored, wanted = {}, {}
+    stored, expected = {}, {}
     for name, w in weights.items():
         packed, scales, factor = NVFP4QTensor.quantize(w, 16)
         stored |= {f"{name}.weight": packed._quantized_data, f"{name}.weight_scale": scales}
         stored[f"{name}.weight_scale_2"] = factor
-        wanted[name] = packed.dequantize(torch.float32, scale=scales, double_scale=factor, block_sizes={-1: 16})
-    return folder_pairs(folder, {"quant_method": "modelopt", "quant_algo": "NVFP4"}, stored, wanted)
+        expected[name] = packed.dequantize(torch.float32, scale=scales, double_scale=factor, block_sizes={-1: 16})
+    return folder_pairs(folder, {"quant_method": "modelopt", "quant_algo": "NVFP4"}, stored, expected)
 
 
 def modelopt_mxfp4(folder: Path, weights: Weights) -> Pairs:
     from modelopt.torch.quantization.qtensor import MXFP4QTensor
 
-    stored, wanted = {}, {}
+    stored, expected = {}, {}
     for name, w in weights.items():
         packed, scales = MXFP4QTensor.quantize(w, 32)
         stored |= {f"{name}.weight": packed._quantized_data, f"{name}.weight_scale": scales.reshape(len(w), -1)}
-        wanted[name] = packed.dequantize(torch.float32, scale=scales, block_sizes={-1: 32})
-    return folder_pairs(folder, {"quant_method": "modelopt", "quant_algo": "mxfp4"}, stored, wanted)
+        expected[name] = packed.dequantize(torch.float32, scale=scales, block_sizes={-1: 32})
+    return folder_pairs(folder, {"quant_method": "modelopt", "quant_algo": "mxfp4"}, stored, expected)
 
 
 def gpt_oss(folder: Path, weights: Weights) -> Pairs:
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-    stored, wanted = {}, {}
+    stored, expected = {}, {}
     rng = torch.Generator().manual_seed(0)
     for layer in range(4):
         for role, n, k in (("gate_up_proj", 192, 96), ("down_proj", 96, 96)):
@@ -110,8 +110,8 @@ def gpt_oss(folder: Path, weights: Weights) -> Pairs:
             blocks = torch.randint(0, 256, (8, n, k // 32, 16), dtype=torch.uint8, generator=rng)
             scales = torch.randint(100, 130, (8, n, k // 32), dtype=torch.uint8, generator=rng)
             stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-            wanted[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).transpose(1, 2)
-    return folder_pairs(folder, {"quant_method": "mxfp4"}, stored, wanted)
+            expected[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).transpose(1, 2)
+    return folder_pairs(folder, {"quant_method": "mxfp4"}, stored, expected)
 
 
 def hqq(folder: Path, weights: Weights) -> Pairs:
@@ -119,27 +119,27 @@ def hqq(folder: Path, weights: Weights) -> Pairs:
     os.environ.setdefault("DISABLE_CUDA", "1")
     from hqq.core.quantize import BaseQuantizeConfig, HQQLinear, Quantizer
 
-    stored, wanted = {}, {}
+    stored, expected = {}, {}
     for name, w in weights.items():
         linear = torch.nn.Linear(w.shape[1], w.shape[0], bias=False)
         linear.weight.data = w
         config = BaseQuantizeConfig(nbits=4, group_size=64, axis=1)
         layer = HQQLinear(linear, config, compute_dtype=torch.float16, device="cpu")
         stored |= {f"{name}.{leaf}": t for leaf, t in layer.state_dict().items()}
-        wanted[name] = Quantizer.dequantize(layer.W_q, layer.meta | {"compute_dtype": torch.float32})
-    return folder_pairs(folder, {"quant_method": "hqq"}, stored, wanted)
+        expected[name] = Quantizer.dequantize(layer.W_q, layer.meta | {"compute_dtype": torch.float32})
+    return folder_pairs(folder, {"quant_method": "hqq"}, stored, expected)
 
 
 def bitsandbytes(kind: str, nested: bool) -> Callable[[Path, Weights], Pairs]:
     def pairs(folder: Path, weights: Weights) -> Pairs:
         from bitsandbytes import functional
 
-        stored, wanted = {}, {}
+        stored, expected = {}, {}
         for name, w in weights.items():
             packed, state = functional.quantize_4bit(w, compress_statistics=nested, quant_type=kind)
             stored |= {f"{name}.weight.{leaf}": t for leaf, t in state.as_dict(packed=True).items()}
             stored[f"{name}.weight"] = packed
-            wanted[name] = functional.dequantize_4bit(packed, state)
-        return folder_pairs(folder, {"quant_method": "bitsandbytes", "load_in_4bit": True}, stored, wanted)
+            expected[name] = functional.dequantize_4bit(packed, state)
+        return folder_pairs(folder, {"quant_method": "bitsandbytes", "load_in_4bit": True}, stored, expected)
 
     return pairs

@@ -30,7 +30,7 @@ def quark(scheme: str, method: str = "reorder") -> Callable[[Path, Weights], Pai
         settings = QuantizationSchemeCollection().get_scheme(scheme).config
         settings.input_tensors = None  # or its layers quantize the identity, too
         config = QConfig(global_quant_config=settings)
-        stored, wanted = {}, {}
+        stored, expected = {}, {}
         for name, w in weights.items():
             model = torch.nn.Sequential(torch.nn.Linear(w.shape[1], w.shape[0], bias=False))
             model[0].weight.data = w.clone()
@@ -39,8 +39,8 @@ def quark(scheme: str, method: str = "reorder") -> Callable[[Path, Weights], Pai
             layer = QParamsLinear.from_module(model[0], "quark", method)
             stored |= {f"{name}.{_LEAVES[leaf]}": t.clone() for leaf, t in layer.state_dict().items()}
             with torch.no_grad():
-                wanted[name] = layer(torch.eye(w.shape[1])).T.contiguous()
+                expected[name] = layer(torch.eye(w.shape[1])).T.contiguous()
         export = {"pack_method": method, "weight_format": "real_quantized", "kv_cache_group": []}
-        return folder_pairs(folder, config.to_dict() | {"export": export}, stored, wanted)
+        return folder_pairs(folder, config.to_dict() | {"export": export}, stored, expected)
 
     return pairs

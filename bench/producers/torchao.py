@@ -19,8 +19,8 @@ def folder_of(make: Callable[[torch.Tensor], Made]) -> Callable[[Path, Weights],
 
         made = {name: make(w) for name, w in weights.items()}
         stored, metadata = flatten_tensor_state_dict({f"{name}.weight": t for name, (t, _) in made.items()})
-        wanted = {name: numbers for name, (_, numbers) in made.items()}
-        return folder_pairs(folder, {"quant_method": "torchao"}, stored, wanted, metadata)
+        expected = {name: numbers for name, (_, numbers) in made.items()}
+        return folder_pairs(folder, {"quant_method": "torchao"}, stored, expected, metadata)
 
     return pairs
 

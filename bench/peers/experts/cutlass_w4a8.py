@@ -20,8 +20,8 @@ class CutlassW4A8(vllm_ops.VllmAdapter):
     operator = "cutlass_w4a8_moe_mm"
 
     def supports(self, n: int, k: int, format: WeightFormat, dtype: torch.dtype) -> str:
-        wanted = format.element == "int4" and format.has_channels and format.group_size == 128 and not format.has_zero
-        return "" if wanted and dtype == FP8 else "e4m3 x and int4_g128_e4m3 only"
+        fits = format.element == "int4" and format.has_channels and format.group_size == 128 and not format.has_zero
+        return "" if fits and dtype == FP8 else "e4m3 x and int4_g128_e4m3 only"
 
     def prepare(self, experts: Experts, dtype: torch.dtype) -> Prepared:
         ops, n, k, count = vllm_ops.operators(), experts.n, experts.k, len(experts.words)

@@ -44,13 +44,13 @@ class Humming(PackageAdapter):
         from humming.forward import humming_forward
         from humming.layer import HummingLayer
 
-        weights, given = tensors_of(experts)
+        weights, tensors = tensors_of(experts)
         # W4A8: x is bf16, and quantized within the call
         inputs = {"dtype": "float8e4m3"} if dtype == FP8 else None
         options = {"num_experts": len(experts.words), "torch_dtype": torch.bfloat16}
         with torch.device(experts.words.device):
             layer = HummingLayer(experts.n, experts.k, weights, inputs, pad_n_to_multiple=_TILE_N, **options)
-        layer.load_from_tensors(given)
+        layer.load_from_tensors(tensors)
         layer.transform()
         config, second = layer.humming_config, getattr(layer, "weight_scale_2", None)
 
@@ -77,11 +77,11 @@ def tensors_of(experts: Experts) -> tuple[dict[str, object], dict[str, torch.Ten
     if name := fp4_name(experts.format):
         scale = "float8e8m0" if name == "mxfp4" else "float8e4m3"
         weights: dict[str, object] = {"dtype": "float4e2m1", "group_size": group, "scale_dtype": scale}
-        given = {"weight": experts.words, "weight_scale": experts.scales}
+        tensors = {"weight": experts.words, "weight_scale": experts.scales}
         if name == "nvfp4":
             weights["scale_2_type"] = "tensor"
-            given["weight_scale_2"] = experts.factors()
-        return weights, given
+            tensors["weight_scale_2"] = experts.factors()
+        return weights, tensors
     scales = experts.scales
     if experts.channels is not None:
         scales = scales.float() * experts.channels[..., None]

@@ -38,8 +38,8 @@ def blocks_of(counts: Sequence[int], size: int, device: torch.device | str) -> B
         block, row = block + blocks, row + count
     experts = torch.zeros(most, dtype=torch.int32)
     experts[: len(owners)] = torch.tensor(owners, dtype=torch.int32)
-    found = (ids.view(-1), experts, torch.tensor([used], dtype=torch.int32))
-    return Blocks(size, *(t.to(device) for t in found))
+    parts = (ids.view(-1), experts, torch.tensor([used], dtype=torch.int32))
+    return Blocks(size, *(t.to(device) for t in parts))
 
 
 def block_size(counts: Sequence[int]) -> int:
