@@ -82,9 +82,9 @@ FAULTS = (
     ),
     Fault(
         "scales of channels are cut where a shard has as many columns as the weight has rows",
-        "src/w4gemm/weights/weight.py",
-        "part._replace(channels=channels[rows].clone())",
-        "part._replace(channels=channels[elements if len(channels) == size else rows].clone())",
+        "src/w4gemm/weights/shards.py",
+        "channels[rows].clone()",
+        "channels[columns if len(channels) == columns.stop - columns.start else rows].clone()",
         "tests/test_weight.py -k channels_stay",
     ),
     Fault(

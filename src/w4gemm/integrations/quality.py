@@ -71,8 +71,8 @@ def score(model: PreTrainedModel, parts: list[torch.Tensor], progress: Callable[
         ids = ids.to(model.device)
         with torch.inference_mode():
             logits = model(ids, use_cache=False).logits[0, :-1]
-            for rows, wanted in zip(logits.split(_ROWS), ids[0, 1:].split(_ROWS), strict=True):
-                nats += torch.nn.functional.cross_entropy(rows.float(), wanted, reduction="sum").item()
+            for rows, tokens in zip(logits.split(_ROWS), ids[0, 1:].split(_ROWS), strict=True):
+                nats += torch.nn.functional.cross_entropy(rows.float(), tokens, reduction="sum").item()
             choices.append(logits.argmax(-1).cpu())
         progress()
     return Score(nats, torch.cat(choices))

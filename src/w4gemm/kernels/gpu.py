@@ -149,8 +149,8 @@ class GpuKernel(ABC):
         from w4gemm.kernels.device.launch import FlatEntry
 
         variant = self.variant.of(problem, config)
-        given = arguments.stand_ins(variant, workspace=self.workspace_bytes(problem, config) > 0)
-        values = (*arguments.flat(*given), make_fake_stream(use_tvm_ffi_env_stream=True))
+        launched = arguments.stand_ins(variant, workspace=self.workspace_bytes(problem, config) > 0)
+        values = (*arguments.flat(*launched), make_fake_stream(use_tvm_ffi_env_stream=True))
         return Program(FlatEntry(self.entry()(variant)), values)
 
     def launcher(self, compiled: Any, problem: GemmProblem, config: GemmConfig) -> Callable[[Operands], None]:
@@ -159,14 +159,14 @@ class GpuKernel(ABC):
         size, grouped = self.workspace_bytes(problem, config), problem.experts > 0
 
         def launch(operands: Operands) -> None:
-            x, weight, out, epilogue, rows, given = operands
+            x, weight, out, epilogue, rows, buffer = operands
             blocks, memory = weight[0], arguments.NO_WORKSPACE
             if grouped:
                 blocks = blocks.flatten(0, 1)
             if len(weight) > 1:
                 epilogue = epilogue.with_channel_scale(weight[1])
             if size:
-                memory = workspace.allocated(x.device, size) if given is None else workspace.divided(given)
+                memory = workspace.allocated(x.device, size) if buffer is None else workspace.divided(buffer)
             if epilogue.block_scale is not None:
                 epilogue = epilogue._replace(block_scale=_by_columns(epilogue.block_scale))
             residual = epilogue.residual

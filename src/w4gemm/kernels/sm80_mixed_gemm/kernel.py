@@ -474,11 +474,11 @@ class Sm80MixedGemmKernel:
 
     def read_x(self, address: Int32, step: int) -> list[tuple[Int32, ...]]:
         """Fragments, two registers each: of a step's token blocks or, if a warp has one block, of two steps."""
-        found: list = []
+        fragments: list = []
         for pair in range(max(1, self.variant.token_blocks // 2)):
             r = load_matrix((address ^ (step * 32)) + pair * 2048)
-            found += [(r[0], r[1]), (r[2], r[3])]
-        return found
+            fragments += [(r[0], r[1]), (r[2], r[3])]
+        return fragments
 
     # -------------------------------------------------------------------------------------------------- epilogue
 

@@ -608,15 +608,15 @@ class Sm90DecodeKernel:
     ) -> list[LoadedQuad]:
         """The operands of each of a thread's quads, requested before the reduction."""
         config, math = self.variant.config, self.epilogue_math
-        alpha, found = math.load_alpha(operands), []
+        alpha, loaded = math.load_alpha(operands), []
         for i in range(self.quads_per_thread):
             token, feature = self.quad(i, rank, thread)
             row, feature = token0 + token, n_tile * config.tile_n + feature
             biases = [math.load_bias(operands, feature + j) for j in range(4)]
             channels = [math.load_channel_scale(operands, feature + j) for j in range(4)]
             quad = QuadOperands(alpha, biases, math.load_residual(operands, row, feature))
-            found.append(LoadedQuad(quad, channels))
-        return found
+            loaded.append(LoadedQuad(quad, channels))
+        return loaded
 
     @cute.jit
     def store_tile(

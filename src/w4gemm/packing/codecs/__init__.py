@@ -27,8 +27,8 @@ _SCALE_KIND = _KIND | {torch.float8_e8m0fnu: "e8m0", torch.float32: "f32", torch
 
 def codec_for(format: WeightFormat, fragment: Fragment) -> Codec | None:
     """The codec that holds the format in a fragment's order; None if there is none, see :func:`refusal`."""
-    found = next((codec for codec in CODECS if codec.fragment is fragment and codec.holds(format)), None)
-    return codec_of_codebook(format) if found is None and fragment is MMA16 else found
+    listed = next((codec for codec in CODECS if codec.fragment is fragment and codec.holds(format)), None)
+    return codec_of_codebook(format) if listed is None and fragment is MMA16 else listed
 
 
 def scales_on_sums(format: WeightFormat) -> bool:
@@ -55,12 +55,12 @@ def refusal(format: WeightFormat, fragment: Fragment) -> str:
 
 def _held_scales(format: WeightFormat, fragment: Fragment) -> list[str]:
     """Return the scale rules with which a codec would hold the format."""
-    found = []
+    rules = []
     for scale in SCALES:
         with contextlib.suppress(ValueError):  # no format with this rule
             if codec_for(replace(format, scale=scale), fragment):
-                found.append(scale)
-    return found
+                rules.append(scale)
+    return rules
 
 
 def weight_operand(format: WeightFormat, dtype: torch.dtype) -> WeightOperand:

@@ -88,8 +88,8 @@ class MmaLayout:
         scales = codec.scales_from(fields[0], format, channels)
         factors = None
         if format.has_factors:
-            found = _from_scale_words(words[:, :, count:], columns.of_factors(format), n)
-            factors = torch.stack([t.view(torch.float16) for t in found], dim=-1)
+            each = _from_scale_words(words[:, :, count:], columns.of_factors(format), n)
+            factors = torch.stack([t.view(torch.float16) for t in each], dim=-1)
         return WeightComponents(codes, scales, zeros, channels if format.has_channels else None, factors)
 
 
@@ -141,8 +141,8 @@ def _from_scale_words(words: torch.Tensor, columns: _Columns, n: int) -> list[to
         rows = [pair[0], pair[1]] if wide else [pair[0], pair[0] >> 16]
         shifts = [block.scale_bits * group for group in range(block.groups_per_word)]
         bits = [torch.stack([(row >> shift) & block.field_mask for shift in shifts], dim=-1) for row in rows]
-        found = torch.stack(bits, dim=2).reshape(n_blocks * BLOCK_N, k_blocks, -1)  # nb strip row8 g kb run group
-        found = found[:, :, : block.groups].flatten(1)
+        field = torch.stack(bits, dim=2).reshape(n_blocks * BLOCK_N, k_blocks, -1)  # nb strip row8 g kb run group
+        field = field[:, :, : block.groups].flatten(1)
         first = torch.arange(columns.groups, device=words.device) * (columns.length // block.scale_group)
-        fields.append(found[:n, first].to(torch.int32 if wide else torch.int16).contiguous())
+        fields.append(field[:n, first].to(torch.int32 if wide else torch.int16).contiguous())
     return fields
