@@ -41,6 +41,7 @@ class Numbers:
         zeros: tuple[int, int] = (8, 8),
         act_order: bool = False,
         dtype: torch.dtype = torch.float16,
+        bits: int = 4,
     ) -> Numbers:
         """``zeros`` is the range of the zero points, both ends included."""
         rng = np.random.default_rng(n + k)
@@ -49,13 +50,23 @@ class Numbers:
         shape = n, -(-k // length)
         scales = torch.from_numpy(rng.uniform(0.005, 0.02, shape)).to(dtype)
         z = rng.integers(zeros[0], zeros[1] + 1, shape)
-        return cls(rng.integers(0, 16, (n, k)), scales, z, rng.permutation(groups) if act_order else groups)
+        return cls(rng.integers(0, 2**bits, (n, k)), scales, z, rng.permutation(groups) if act_order else groups)
 
     @property
     def weight(self) -> torch.Tensor:
         """float32 (n, k): (u - z) * s."""
         difference = torch.from_numpy(self.codes - self.zeros[:, self.groups]).float()
         return difference * self.scales[:, self.groups].float()
+
+
+def stream(numbers: np.ndarray, axis: int, bits: int) -> torch.Tensor:
+    """int32: numbers of ``bits`` bits along ``axis`` one after the other, the first in the lowest bits of the first
+    word."""
+    moved = np.moveaxis(numbers, axis, -1)
+    string = (moved[..., None] >> np.arange(bits) & 1).reshape(*moved.shape[:-1], -1)
+    padded = np.pad(string, [*[(0, 0)] * (string.ndim - 1), (0, -string.shape[-1] % 32)]).astype(np.uint8)
+    words = np.packbits(padded, -1, "little").view(np.int32)
+    return torch.from_numpy(np.ascontiguousarray(np.moveaxis(words, -1, axis)))
 
 
 def pack(numbers: np.ndarray, axis: int, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:

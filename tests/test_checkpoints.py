@@ -19,6 +19,7 @@ from w4gemm.checkpoints import experts, find_checkpoint, open_checkpoint
 from w4gemm.checkpoints.base import Module
 from w4gemm.cli import problems
 from w4gemm.cli.__main__ import main
+from w4gemm.core.problem import Device
 from w4gemm.integrations.transformers import dequantize_layers, load, summarize
 
 
@@ -65,7 +66,7 @@ def test_the_commands_know_its_layers(toy: tuple[Path, dict[str, torch.Tensor]],
     folder, _ = toy
     monkeypatch.setenv("W4GEMM_CACHE_DIR", str(folder / "cache"))
     args = problems.argparse.Namespace(model=str(folder), shapes=None, format=None)
-    layers = problems.parse_layers(args)
+    layers = problems.parse_layers(args, Device("cpu"))
     has_bias = json.loads((folder / "config.json").read_text())["model_type"] == "qwen2"
     assert {(layer.n, layer.k, layer.bias) for layer in layers} == {
         (128, 64, has_bias),

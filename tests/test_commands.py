@@ -25,7 +25,7 @@ from w4gemm.console.progress import counted
 from w4gemm.console.values import parse_tokens
 from w4gemm.core import trust
 from w4gemm.core.epilogue import Epilogue
-from w4gemm.core.problem import GPUS, gpu_named
+from w4gemm.core.problem import GPUS, Device, gpu_named
 from w4gemm.jit import is_ready
 from w4gemm.kernels import KERNELS, kernel_named
 from w4gemm.kernels.activation_quantize.spec import ActivationQuantize
@@ -490,7 +490,7 @@ def test_many_sizes_are_longer_than_a_path_may_be():
     sizes = ",".join(f"{64 * i}x64" for i in range(1, 65))
     assert len(sizes) > 255
     args = problems.argparse.Namespace(model=None, shapes=sizes, format=None)
-    assert [layer.n for layer in problems.parse_layers(args)] == [64 * i for i in range(1, 65)]
+    assert [layer.n for layer in problems.parse_layers(args, Device("cpu"))] == [64 * i for i in range(1, 65)]
 
 
 def test_files_may_be_pipes(capsys, folder):
@@ -512,7 +512,7 @@ def test_layers_of_a_gguf_file(tmp_path):
     from tiny_model import write_gguf
 
     args = problems.argparse.Namespace(model=str(write_gguf(tmp_path / "tiny.gguf")), shapes=None, format=None)
-    layers = problems.parse_layers(args)
+    layers = problems.parse_layers(args, Device("cpu"))
     assert len(layers) == len(set(layers)) > 1
     assert {str(layer.format) for layer in layers} == {"int4_g32_zfloat_fp16", "int8_g32_fp16"}
 
@@ -522,7 +522,7 @@ def test_layers_of_a_hugging_face_folder(tmp_path):
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
     transformers.Qwen2Config(**sizes, num_key_value_heads=2, vocab_size=32).save_pretrained(tmp_path)
     args = problems.argparse.Namespace(model=str(tmp_path), shapes=None, format=None)
-    found = {(layer.n, layer.k, str(layer.format), layer.bias) for layer in problems.parse_layers(args)}
+    found = {(layer.n, layer.k, str(layer.format), layer.bias) for layer in problems.parse_layers(args, Device("cpu"))}
     g64, g32 = "int4_g64", "int4_g32"
     assert found == {
         (64, 64, g64, True),
@@ -540,14 +540,14 @@ def test_a_format_for_a_model_that_has_none(tmp_path):
     transformers.LlamaConfig(**sizes, vocab_size=32).save_pretrained(tmp_path)
     for format in ("int4_g32", "int4_g64_zint", "nf4_g32"):
         args = problems.argparse.Namespace(model=str(tmp_path), shapes=None, format=format)
-        assert {str(layer.format) for layer in problems.parse_layers(args)} == {format}
+        assert {str(layer.format) for layer in problems.parse_layers(args, Device("cpu"))} == {format}
 
 
 def test_layers_of_experts_and_of_fp8_activations(tmp_path, capsys):
     (tmp_path / "s.txt").write_text("8 96 64 int4_g32 bias\n96 64\n")
     for shapes, wanted in ((str(tmp_path / "s.txt"), (8, 96, 64)), ("4x64x32,64x64", (4, 64, 32))):
         args = problems.argparse.Namespace(model=None, shapes=shapes, format=None)
-        experts, dense = problems.parse_layers(args)
+        experts, dense = problems.parse_layers(args, Device("cpu"))
         assert (experts.experts, experts.n, experts.k) == wanted and not dense.experts
         grouped, plain = problems.problems([experts, dense], [16], GPUS["sm_90a"], torch.bfloat16)
         assert (grouped.m, grouped.experts) == (16 * wanted[0], wanted[0]) and (plain.m, plain.experts) == (16, 0)

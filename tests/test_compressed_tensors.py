@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,7 +15,7 @@ pytest.importorskip("transformers")
 
 from safetensors.torch import save_file
 
-from quantized_model import Numbers, Writer, assert_loads, change, configure, pack, refusals, write_model
+from quantized_model import Numbers, Writer, assert_loads, change, configure, refusals, stream, write_model
 from tiny_model import LAYERS
 from w4gemm import FormatError, WeightFormat
 from w4gemm.checkpoints import open_checkpoint
@@ -40,30 +42,76 @@ def config(
 
 
 def writer(
-    group_size: int = 32, packed: bool = True, zero_point: bool = False, g_idx: Any = None, **numbers: Any
+    group_size: int = 32,
+    packed: bool = True,
+    zero_point: bool = False,
+    g_idx: Any = None,
+    put: Callable[[np.ndarray, int, int], torch.Tensor] = stream,
+    **numbers: Any,
 ) -> Writer:
     """Pack modules as compressed-tensors does.
 
     Args:
         zero_point: whether zero points are stored.
+        put: packs numbers along an axis.
         g_idx: "groups" to store the group of each column, "unused" to store -1.
     """
 
     def write(name: str, n: int, k: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         found = Numbers.random(n, k, group_size, **{"dtype": torch.bfloat16} | numbers)
         parts = {"weight_scale": found.scales}
+        bits = numbers.get("bits", 4)
         if packed:
-            parts |= {"weight_packed": pack(found.codes, 1), "weight_shape": torch.tensor([n, k])}
+            parts |= {"weight_packed": put(found.codes, 1, bits), "weight_shape": torch.tensor([n, k])}
         else:
-            parts["weight"] = torch.from_numpy(found.codes - 8).to(torch.int8)
+            parts["weight"] = torch.from_numpy(found.codes - 2 ** (bits - 1)).to(torch.int8)
         if zero_point:
-            q = torch.from_numpy(found.zeros - 8).to(torch.int8)
-            parts["weight_zero_point"] = pack(found.zeros, 0) if packed else q
+            q = torch.from_numpy(found.zeros - 2 ** (bits - 1)).to(torch.int8)
+            parts["weight_zero_point"] = put(found.zeros, 0, bits) if packed else q
         if g_idx is not None:
             parts["weight_g_idx"] = torch.from_numpy(found.groups).int() if g_idx == "groups" else -torch.ones(k).int()
         return parts, found.weight
 
     return write
+
+
+def whole(numbers: np.ndarray, axis: int, bits: int) -> torch.Tensor:
+    """As many numbers a word as fit."""
+    moved = np.moveaxis(numbers, axis, -1).astype(np.int64)
+    padded = np.pad(moved, [(0, 0), (0, -moved.shape[-1] % (32 // bits))]).reshape(len(moved), -1, 32 // bits)
+    words = (padded << np.arange(32 // bits) * bits).sum(-1).astype(np.uint32).view(np.int32)
+    return torch.from_numpy(np.ascontiguousarray(np.moveaxis(words, -1, axis)))
+
+
+@pytest.mark.parametrize("put", [stream, whole])
+@pytest.mark.parametrize("bits", [2, 3, 5, 6, 8])
+def test_other_bits(tmp_path: Path, bits: int, put: Any) -> None:
+    """Codes of 3, 5 and 6 bits straddle words since 2026-06; before, a word had 10, 6 and 5 of them."""
+    middle = 2 ** (bits - 1)
+    wanted = write_model(
+        tmp_path, config({"num_bits": bits}), writer(bits=bits, put=put, zeros=(middle, middle), zero_point=True)
+    )
+    assert_loads(tmp_path, wanted, {f"int{bits}_g32": 7 * LAYERS})
+    numbers: dict[str, Any] = {"bits": bits, "put": put, "zeros": (0, 2**bits - 1), "zero_point": True}
+    wanted = write_model(tmp_path, config({"num_bits": bits, "symmetric": False}), writer(**numbers, g_idx="groups"))
+    assert_loads(tmp_path, wanted, {f"int{bits}_g32_zint": 7 * LAYERS})
+
+
+def test_words_of_neither_packing(tmp_path: Path) -> None:
+    write_model(tmp_path, config({"num_bits": 3}), writer(bits=3, zeros=(4, 4)))
+    change(tmp_path, lambda t: t.update({f"{DOWN}.weight_packed": t[f"{DOWN}.weight_packed"][:, 1:].contiguous()}))
+    with pytest.raises(FormatError, match=r"has 8 words a row, wanted 9 of 96 codes of 3 bits, or 10 if no code"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("strategy", ["group", "channel"])
+def test_int8(tmp_path: Path, strategy: str) -> None:
+    """W8A8, whose x stays in 16 bits."""
+    activations = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
+    settings = config({"num_bits": 8, "strategy": strategy}, "int-quantized", activations)
+    group_size = 32 if strategy == "group" else -1
+    wanted = write_model(tmp_path, settings, writer(group_size, packed=False, bits=8, zeros=(128, 128)))
+    assert_loads(tmp_path, wanted, {"int8_g32" if strategy == "group" else "int8_col": 7 * LAYERS})
 
 
 ASYMMETRIC: dict[str, Any] = {"zero_point": True, "zeros": (0, 15)}
@@ -239,8 +287,8 @@ def test_targets_choose_the_group(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (config({"num_bits": 3}), "its weight has 3 bits, wanted 4"),
-        (config({"num_bits": 8}), "its weight has 8 bits, wanted 4"),
+        (config({"num_bits": 7}), "its weight has 7 bits, wanted 4 or 8 or 6"),
+        (config({"num_bits": 8}), "groups of 32 do not divide its 48 input features"),
         (config({"strategy": "tensor"}), "int with a scale for each tensor, wanted int with a scale for each group or"),
         (config({"group_size": 64}), "groups of 64 do not divide its 96 input features"),
         (

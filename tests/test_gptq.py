@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("transformers")
 
 import test_awq
-from quantized_model import Numbers, Writer, assert_loads, change, configure, pack, refusals, write_model
+from quantized_model import Numbers, Writer, assert_loads, change, configure, refusals, stream, write_model
 from tiny_model import LAYERS
 from w4gemm import FormatError
 from w4gemm.checkpoints import gptq, open_checkpoint
@@ -28,9 +28,10 @@ def writer(added: int, group_size: int = 32, g_idx: bool = True, **numbers: Any)
 
     def write(name: str, n: int, k: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         found = Numbers.random(n, k, group_size, **numbers)
+        bits = numbers.get("bits", 4)
         parts = {
-            "qweight": pack(found.codes.T, axis=0),
-            "qzeros": pack(found.zeros.T + added, axis=1),
+            "qweight": stream(found.codes.T, 0, bits),
+            "qzeros": stream(found.zeros.T + added & 2**bits - 1, 1, bits),
             "scales": found.scales.T,
         }
         return parts | ({"g_idx": torch.from_numpy(found.groups).int()} if g_idx else {}), found.weight
@@ -77,6 +78,31 @@ def test_weights_and_logits(tmp_path: Path, config: dict[str, Any], write: Write
     assert all(bias is not None and bias.any() for bias in biases)
     scattered = config.get("desc_act", False)
     assert (model.model.layers[0].mlp.down_proj.weight.perm is not None) == scattered
+
+
+@pytest.mark.parametrize("bits", [2, 3, 8])
+def test_other_bits(tmp_path: Path, bits: int) -> None:
+    """Of 3 bits codes and zero points straddle words. GPTQModel's zero points of 0 come back, other files' are asked
+    for."""
+    middle, key = 2 ** (bits - 1), f"zero_stored_as_{2**bits - 1}"
+    wanted = write_model(tmp_path, CONFIG | {"bits": bits}, writer(-1, bits=bits, zeros=(middle, middle)))
+    assert_loads(tmp_path, wanted, {f"int{bits}_g32_fp16": 7 * LAYERS})
+    v2 = CONFIG | {"bits": bits, "sym": False, "checkpoint_format": "gptq_v2", "desc_act": True}
+    wanted = write_model(tmp_path, v2, writer(0, bits=bits, zeros=(0, 2**bits - 1), act_order=True))
+    assert_loads(tmp_path, wanted, {f"int{bits}_g32_zint_fp16": 7 * LAYERS})
+    wanted = write_model(tmp_path, CONFIG | {"bits": bits, "sym": False}, writer(-1, bits=bits, zeros=(1, 2**bits - 1)))
+    assert_loads(tmp_path, wanted, {f"int{bits}_g32_zint_fp16": 7 * LAYERS})
+    wanted = write_model(tmp_path, CONFIG | {"bits": bits, "sym": False}, writer(-1, bits=bits, zeros=(0, 1)))
+    with pytest.raises(FormatError, match=rf"stored as {2**bits - 1}, .* say which by {key}: 0 or {2**bits} in"):
+        load(tmp_path)
+    configure(tmp_path, **{key: 0})
+    assert_loads(tmp_path, wanted, {f"int{bits}_g32_zint_fp16": 7 * LAYERS})
+    configure(tmp_path, **{key: 2**bits})
+    layer = open_checkpoint(tmp_path).weight(DOWN)
+    assert layer.format.zero == "float" and layer.dequantize().min() < wanted[DOWN].min()
+    configure(tmp_path, **{key: 3})
+    with pytest.raises(FormatError, match=f"{key} is 3, wanted 0 or {2**bits}" if bits != 2 else "holds no|wanted"):
+        open_checkpoint(tmp_path)
 
 
 def test_lm_head_and_layers_that_were_not_converted(tmp_path: Path) -> None:
@@ -156,8 +182,8 @@ def test_a_folder_whose_config_is_in_a_file_of_its_own(method: str, tmp_path: Pa
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"bits": 3}, "its weight has 3 bits, wanted 4"),
-        ({"bits": 8}, "its weight has 8 bits, wanted 4"),
+        ({"bits": 5}, "its weight has 5 bits, wanted 2 or 3 or 4 or 8"),
+        ({"bits": 8}, r"scales has shape \(3, 64\), wanted \(2, 64\)"),
         ({"group_size": 20}, "group_size: wanted a positive multiple of 16"),
         ({"group_size": 64}, r"scales has shape \(\d, \d+\), wanted \(\d, \d+\)"),
         ({"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin', whose packing is not known; wanted gptq or"),

@@ -1,10 +1,12 @@
-"""Folders in compressed-tensors (llm-compressor): 4-bit integers in the formats pack-quantized and int-quantized, 4-bit
-floats in mxfp4-pack-quantized and nvfp4-pack-quantized.
+"""Folders in compressed-tensors (llm-compressor): integers of b = 2, 3, 4, 5, 6 or 8 bits in the formats pack-quantized
+and int-quantized, 4-bit floats in mxfp4-pack-quantized and nvfp4-pack-quantized.
 
-A module of pack-quantized is ``weight_packed`` int32 (n, k / 8), eight codes of a row a word, with q + 8 as code of q;
-one of int-quantized is ``weight`` int8 (n, k), which holds q itself. Both have ``weight_scale`` (n, groups). Asymmetric
-ones have ``weight_zero_point``, q's zero point, int32 (n / 8, groups) with eight of a column a word, or int8 (n,
-groups). Older files in act-order have ``weight_g_idx`` int32 (k), the group of each column. w = (q - z) * s.
+A module of pack-quantized is ``weight_packed`` int32 (n, ceil(k b / 32)), the codes of a row one after the other, with
+q + 2**(b - 1) as code of q; one of int-quantized is ``weight`` int8 (n, k), which holds q itself. Both have
+``weight_scale`` (n, groups). Asymmetric ones have ``weight_zero_point``, q's zero point, int32 (ceil(n b / 32), groups)
+packed along n, or int8 (n, groups). Older files in act-order have ``weight_g_idx`` int32 (k), the group of each column.
+w = (q - z) * s. Until 2026-06 a word held 32 // b whole codes of 3, 5 and 6 bits: words (n, ceil(k / (32 // b))). Its
+number of words says which of both a file has.
 
 A module of 4-bit floats is ``weight_packed`` uint8 (n, k / 2), the even column in the low nibble, and ``weight_scale``
 (n, groups): the exponents of powers of two as uint8 (mxfp4), or e4m3 with a float32 ``weight_global_scale`` (1) that
@@ -31,7 +33,6 @@ from w4gemm.checkpoints.hugging_face import TensorInfo
 from w4gemm.checkpoints.methods import check_not_rotated
 from w4gemm.checkpoints.module_tensors import (
     SCALES,
-    SYMMETRIC,
     check_bits,
     check_symmetric,
     check_tensor,
@@ -40,6 +41,7 @@ from w4gemm.checkpoints.module_tensors import (
 from w4gemm.checkpoints.named_modules import Named, Patterns
 from w4gemm.checkpoints.numbers import Numbers, PackedMatrix
 from w4gemm.checkpoints.quantized_folder import folder_format
+from w4gemm.core.elements import INTEGERS
 from w4gemm.core.formats import PER_COLUMN, WeightFormat
 from w4gemm.weights.weight import QuantizedWeight
 
@@ -52,17 +54,31 @@ _FIRST_OF_BIAS_127, _FIRST_NIGHTLY = (0, 13, 1), "20260109"
 that does."""
 
 
-def numbers(tensors: Mapping[str, torch.Tensor], format: WeightFormat) -> Numbers:
+def numbers(tensors: Mapping[str, torch.Tensor], format: WeightFormat, k: int = 0) -> Numbers:
     """Return the numbers of integers, ``weight_packed`` or ``weight`` and what is beside it, which may have a dimension
-    of experts in front. Words may be of any integers but int8, which holds one number each."""
+    of experts in front. Words may be of any integers but int8, which holds one number each.
+
+    Args:
+        k: input features; 0 if they fill all words.
+    """
     zeros, z, g_idx = tensors.get("weight_zero_point"), None, tensors.get("weight_g_idx")
+    packed, bits = tensors.get("weight_packed"), format.bits
+    if packed is None:
+        codes, whole = _codes("weight", tensors["weight"], bits), False
+    else:
+        k = k or packed.shape[-1] * packed.element_size() * 8 // bits
+        whole = packed.shape[-1] != -(-k * bits // (8 * packed.element_size()))
+        codes = PackedMatrix(packed, along="k", bits=bits, size=k, whole=whole)
+    n = codes.shape[-2]
     if zeros is not None:
         signed = zeros.dtype == torch.int8
-        z = _codes("weight_zero_point", zeros) if signed else PackedMatrix(zeros, along="n")
-    packed = tensors.get("weight_packed")
-    codes = _codes("weight", tensors["weight"]) if packed is None else PackedMatrix(packed, along="k")
+        z = (
+            _codes("weight_zero_point", zeros, bits)
+            if signed
+            else PackedMatrix(zeros, along="n", bits=bits, size=n, whole=whole)
+        )
     if z is not None and not format.has_zero:
-        check_symmetric(z.rows(0, codes.shape[0]))
+        check_symmetric(z.rows(0, n), bits)
         z = None
     if g_idx is not None and (g_idx == -1).any():
         g_idx = None  # it was allocated, and not used
@@ -102,15 +118,17 @@ class CompressedTensors:
         weights, packing = scheme["weights"], scheme.get("format") or self.config.get("format")
         if packing not in FORMATS:
             raise ValueError(f"its format is {packing!r}, wanted {' or '.join(FORMATS)}")
-        check_bits(weights.get("num_bits"))
+        bits = weights.get("num_bits")
         if packing in FLOATS:
+            check_bits(bits)
             return _float_module(FLOATS[packing], scheme, stored)
         if weights.get("type", "int") != "int" or weights.get("strategy") not in ("group", "channel"):
             kind = f"{weights.get('type')} with a scale for each {weights.get('strategy')}"
             raise ValueError(f"its weight is {kind}, wanted int with a scale for each group or channel")
+        check_bits(bits, tuple(INTEGERS))
         if packing == "pack-quantized":
             n, words = check_tensor(stored, "weight_packed", ("I32",))
-            k = 8 * words
+            k = _columns(stored, words, bits)
         else:
             n, k = check_tensor(stored, "weight", ("I8",))
         if more := stored.keys() & {
@@ -122,12 +140,15 @@ class CompressedTensors:
         check_tensor(stored, "weight_scale", SCALES)
         zero = "none" if weights.get("symmetric", True) else "int"
         group_size = weights["group_size"] if weights["strategy"] == "group" else PER_COLUMN
-        format = WeightFormat(group_size, zero, SCALES[stored["weight_scale"].dtype])
+        format = WeightFormat(group_size, zero, SCALES[stored["weight_scale"].dtype], INTEGERS[bits].name)
         groups = whole_groups(format, k)
         check_tensor(stored, "weight_scale", SCALES, (n, groups))
         if "weight_zero_point" in stored or format.has_zero:
-            packed = "weight_zero_point" in stored and stored["weight_zero_point"].dtype == "I32"
-            check_tensor(stored, "weight_zero_point", ("I32", "I8"), (-(-n // 8) if packed else n, groups))
+            rows = n
+            if "weight_zero_point" in stored and stored["weight_zero_point"].dtype == "I32":
+                whole = packing == "pack-quantized" and words != -(-k * bits // 32)
+                rows = -(-n // (32 // bits)) if whole else -(-n * bits // 32)
+            check_tensor(stored, "weight_zero_point", ("I32", "I8"), (rows, groups))
         if "weight_g_idx" in stored:
             check_tensor(stored, "weight_g_idx", ("I32", "I64"), (k,))
         return Module(n, k, format, "bias" in stored, activations=_activations(scheme))
@@ -139,7 +160,7 @@ class CompressedTensors:
         if module.format.element == "e2m1":
             held = _float_numbers(tensors, module.format, 2 if self._bias_125 else 0)
         else:
-            held = numbers(tensors, module.format)
+            held = numbers(tensors, module.format, module.k)
         return held.weight(module.activations)
 
     @property
@@ -223,11 +244,27 @@ def _activations(scheme: Mapping[str, Any]) -> str | None:
     return "fp8" if (bits, kind) == (8, "float") else None
 
 
-def _codes(name: str, q: torch.Tensor) -> PackedMatrix:
+def _columns(stored: Mapping[str, TensorInfo], words: int, bits: int) -> int:
+    """Return the input features of a row of words: those of ``weight_shape``, or as many as fill the words."""
+    if 32 % bits == 0:
+        return 32 // bits * words
+    check_tensor(stored, "weight_shape", ("I64", "I32"), (2,))
+    _, k = stored["weight_shape"].read().tolist()
+    dense, whole = -(-k * bits // 32), -(-k // (32 // bits))
+    if words not in (dense, whole) or dense == whole:
+        raise ValueError(
+            f"weight_packed has {words} words a row, wanted {dense} of {k} codes of {bits} bits, or {whole} if no code "
+            "straddles words, and not both"
+        )
+    return k
+
+
+def _codes(name: str, q: torch.Tensor, bits: int) -> PackedMatrix:
     """Return the codes of int8 numbers q."""
-    if int(q.min()) < -SYMMETRIC or int(q.max()) >= SYMMETRIC:
-        raise ValueError(f"{name}: wanted -8 to 7, got {int(q.min())} to {int(q.max())}")
-    return PackedMatrix((q + SYMMETRIC).to(torch.uint8))
+    middle = 1 << bits - 1
+    if int(q.min()) < -middle or int(q.max()) >= middle:
+        raise ValueError(f"{name}: wanted {-middle} to {middle - 1}, got {int(q.min())} to {int(q.max())}")
+    return PackedMatrix(q.view(torch.uint8) + middle)  # modulo 256
 
 
 def _in_targets(config: Mapping[str, Any]) -> Iterator[Named]:
@@ -246,7 +283,7 @@ def _in_targets(config: Mapping[str, Any]) -> Iterator[Named]:
 
 FORMAT = folder_format(
     "compressed-tensors",
-    "a folder with a model in compressed-tensors (pack-, int-, mxfp4-pack- or nvfp4-pack-quantized, 4 bits)",
+    "a folder with a model in compressed-tensors (pack-, int-, mxfp4-pack- or nvfp4-pack-quantized)",
     CompressedTensors.of,
     named=_in_targets,
 )

@@ -1,20 +1,22 @@
 """Folders quantized by GPTQ, in either version of the format, or by AutoRound in GPTQ's packing.
 
-A module is ``qweight`` int32 (k / 8, n), eight codes of a column a word; ``qzeros`` int32 (groups, n / 8), eight zero
-points of a row a word; ``scales`` (groups, n); ``g_idx`` int32 (k), the group of each column, which is in act-order if
-groups are scattered. w = (u - z) * s.
+A module of b = 2, 3, 4 or 8 bits is ``qweight`` int32 (k b / 32, n), codes of a column one after the other, the first
+in the lowest bits; ``qzeros`` int32 (groups, n b / 32), zero points of a row; ``scales`` (groups, n); ``g_idx`` int32
+(k), the group of each column, which is in act-order if groups are scattered. w = (u - z) * s.
 
-Version 1 stores z - 1, and so has no place for z = 0. GPTQModel subtracts 1 from each of the eight in one word, where 0
-borrows from the zero point above it; adding 1 to each in one word gives every z back, so files that name it in ``meta``
-are exact. Of other files a stored 15 is refused: AutoGPTQ wrote it for 0, and into all zero points above that one in
-the word as well; and readers disagree whether it means 0 (exllamav2) or 16 (AutoGPTQ's own layers, AutoRound, vLLM).
-``zero_stored_as_15`` in quantization_config says which. With 16 all zero points are floats, -z * s, which is exact.
+Version 1 stores z - 1, and so has no place for z = 0. GPTQModel subtracts 1 from all zero points of a word at once (of
+3 bits one by one), where 0 borrows from the zero point above it; adding 1 to all of a word gives every z back, so files
+that name it in ``meta`` are exact. Of other files the largest code, such as 15, is refused: AutoGPTQ wrote it for 0,
+and into all zero points above that one in the word as well; and readers disagree whether it means 0 (exllamav2) or 16
+(AutoGPTQ's own layers, AutoRound, vLLM). ``zero_stored_as_15`` (or 255, 7, 3) in quantization_config says which. With
+16 all zero points are floats, -z * s, which is exact.
 
 Symmetric files of either version are known by their numbers, since some are labelled with the other version.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -26,19 +28,20 @@ import torch
 from w4gemm.checkpoints.base import Module
 from w4gemm.checkpoints.hugging_face import TensorInfo
 from w4gemm.checkpoints.methods import GPTQ_ZEROS, auto_round_packing, check_not_rotated
-from w4gemm.checkpoints.module_tensors import SCALES, SYMMETRIC, check_bits, check_symmetric, check_tensor
+from w4gemm.checkpoints.module_tensors import SCALES, check_bits, check_symmetric, check_tensor
 from w4gemm.checkpoints.named_modules import ExtraConfig, Named, Patterns
 from w4gemm.checkpoints.numbers import Numbers, PackedMatrix
 from w4gemm.checkpoints.quantized_folder import folder_format
+from w4gemm.core.elements import INTEGERS
 from w4gemm.core.formats import WeightFormat
 from w4gemm.packing.bits import unpack
 from w4gemm.weights.weight import QuantizedWeight
 
 _STORED_ZERO = {"gptq": -1, "gptq_v2": 0}
 """The number that is added to a zero point before it is stored, by ``checkpoint_format``."""
-_ONES = 0x11111111
-"""A word of eight ones."""
-_OF_15 = "zero_stored_as_15"
+_BITS = (2, 3, 4, 8)
+_ONES = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}
+"""A word of ones, by their bits. Zero points of 3 bits straddle words; GPTQModel subtracts 1 from each of them."""
 
 
 def numbers(tensors: Mapping[str, torch.Tensor], format: WeightFormat, zeros: torch.Tensor | None = None) -> Numbers:
@@ -47,15 +50,19 @@ def numbers(tensors: Mapping[str, torch.Tensor], format: WeightFormat, zeros: to
     Args:
         zeros: zero points (groups, n), unpacked; None if the weight is symmetric.
     """
-    codes, scales = PackedMatrix(tensors["qweight"], True, "k"), PackedMatrix(tensors["scales"], True)
+    codes = PackedMatrix(tensors["qweight"], True, "k", bits=format.bits)
+    scales = PackedMatrix(tensors["scales"], True)
+    if zeros is not None and not zeros.is_floating_point():
+        zeros = zeros.to(torch.uint8)
     z = None if zeros is None else PackedMatrix(zeros, True)
     return Numbers(format, codes, scales, z, g_idx=tensors.get("g_idx"), names=("qweight", "scales", "qzeros"))
 
 
-def check_unused_zeros(qzeros: torch.Tensor) -> None:
-    """Raise ValueError unless the zero points of a symmetric weight are 8, as either version of the format has them."""
-    stored = unpack(qzeros, 4)
-    check_symmetric(stored + 1 if (stored == SYMMETRIC - 1).all() else stored)
+def check_unused_zeros(qzeros: torch.Tensor, bits: int = 4) -> None:
+    """Raise ValueError unless the zero points of a symmetric weight are the middle of the codes, as either version of
+    the format has them."""
+    stored = unpack(qzeros, bits)
+    check_symmetric(stored + 1 if (stored == (1 << bits - 1) - 1).all() else stored, bits)
 
 
 @dataclass(frozen=True)
@@ -74,8 +81,9 @@ class GPTQPacking:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> GPTQPacking:
-        if (of_15 := config.get(_OF_15)) not in (None, 0, 16):
-            raise ValueError(f"{_OF_15} is {of_15!r}, wanted 0 or 16")
+        for bits in _BITS:
+            if (meaning := config.get(_largest_key(bits))) not in (None, 0, 1 << bits):
+                raise ValueError(f"{_largest_key(bits)} is {meaning!r}, wanted 0 or {1 << bits}")
         check_not_rotated(config)
         if (added := GPTQ_ZEROS.get(auto_round_packing(config) or "")) is not None:
             return cls(config, added)
@@ -91,28 +99,32 @@ class GPTQPacking:
 
     def module(self, name: str, stored: Mapping[str, TensorInfo]) -> Module:
         settings = self._settings(name)
-        check_bits(settings.get("bits"))
+        bits: Any = settings.get("bits")
+        check_bits(bits, _BITS)
         words, n = check_tensor(stored, "qweight", ("I32",))
         check_tensor(stored, "scales", SCALES)
         zero, scale = "none" if settings.get("sym") else "int", SCALES[stored["scales"].dtype]
-        if zero == "int" and self.stored_zero and self.config.get(_OF_15) == 16:
+        if zero == "int" and self.stored_zero and self.config.get(_largest_key(bits)) == 1 << bits:
             zero, scale = "float", "fp32"
-        k, format = 8 * words, WeightFormat(settings.get("group_size", 128), zero, scale)
-        groups = format.groups(k)
-        if n % 8:
-            raise ValueError(f"it has {n} output features, wanted a multiple of 8")
+        k, rest = divmod(32 * words, bits)
+        if rest:
+            raise ValueError(f"its qweight has {words} rows, wanted a multiple of {bits}, so that no column is cut")
+        format = WeightFormat(settings.get("group_size", 128), zero, scale, INTEGERS[bits].name)
+        groups, unit = format.groups(k), 32 // math.gcd(32, bits)
+        if n % unit:
+            raise ValueError(f"it has {n} output features, wanted a multiple of {unit}")
         check_tensor(stored, "scales", SCALES, (groups, n))
-        check_tensor(stored, "qzeros", ("I32",), (groups, n // 8))
+        check_tensor(stored, "qzeros", ("I32",), (groups, n * bits // 32))
         if "g_idx" in stored:
             check_tensor(stored, "g_idx", ("I32", "I64"), (k,))
         return Module(n, k, format, "bias" in stored, activations=self._activations)
 
     def weight(self, module: Module, tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
-        zeros = None
+        zeros, bits = None, module.format.bits
         if module.format.has_zero:
-            zeros = self._zeros(tensors["qzeros"])
+            zeros = self._zeros(tensors["qzeros"], bits)
         else:
-            check_unused_zeros(tensors["qzeros"])
+            check_unused_zeros(tensors["qzeros"], bits)
         if zeros is not None and module.format.zero == "float":
             zeros = -(zeros * tensors["scales"].float())
         return numbers(tensors, module.format, zeros).weight(module.activations)
@@ -125,20 +137,21 @@ class GPTQPacking:
         mode = setting.get("mode") if isinstance(setting, Mapping) else setting
         return "fp8" if mode == "w4afp8" else None
 
-    def _zeros(self, words: torch.Tensor) -> torch.Tensor:
+    def _zeros(self, words: torch.Tensor, bits: int) -> torch.Tensor:
         """Zero points (groups, n) of an asymmetric module."""
-        if self.stored_zero and self._by_gptqmodel:
-            return unpack(words + _ONES, 4)
-        zeros = unpack(words, 4) - self.stored_zero
-        if not (zeros == 16).any() or (of_15 := self.config.get(_OF_15)) == 16:
+        beyond, key = 1 << bits, _largest_key(bits)
+        if self.stored_zero and self._by_gptqmodel and bits in _ONES:
+            return unpack(words + _ONES[bits], bits)
+        zeros = unpack(words, bits).int() - self.stored_zero
+        if not (zeros == beyond).any() or (meaning := self.config.get(key)) == beyond:
             return zeros
-        if of_15 is None:
+        if meaning is None and not self._by_gptqmodel:
             raise ValueError(
-                f"{int((zeros == 16).sum())} of its zero points are stored as 15, which in version 1 of the format "
-                f"means 0 to some readers and 16 to others; say which by {_OF_15}: 0 or 16 in quantization_config of "
-                "config.json, or save the model as gptq_v2"
+                f"{int((zeros == beyond).sum())} of its zero points are stored as {beyond - 1}, which in version 1 of "
+                f"the format means 0 to some readers and {beyond} to others; say which by {key}: 0 or {beyond} in "
+                "quantization_config of config.json, or save the model as gptq_v2"
             )
-        return zeros & 15
+        return zeros & beyond - 1
 
     @property
     def _by_gptqmodel(self) -> bool:
@@ -164,6 +177,11 @@ class GPTQPacking:
     @cached_property
     def _extra(self) -> ExtraConfig:
         return ExtraConfig(self.config)
+
+
+def _largest_key(bits: int) -> str:
+    """Return the setting that says what the largest code means as a zero point."""
+    return f"zero_stored_as_{(1 << bits) - 1}"
 
 
 def _dynamic(config: Mapping[str, Any]) -> Patterns:

@@ -1,12 +1,14 @@
 """Folders quantized by HQQ with groups along k (axis 1), as transformers and ``HQQLinear.state_dict`` save them.
 
-With the matrix as rows of one group each, a module is ``W_q`` uint8 (rows / 2, group_size), the codes of the first half
-of the rows in high nibbles, of the second half in low ones; ``scale`` and ``zero`` (rows, 1); and its settings as small
+With the matrix as rows of one group each, a module is ``W_q`` uint8 (rows * bits / 8, group_size), of 4 bits the codes
+of the first half of the rows in high nibbles, of the second half in low ones, and of 2 bits of quarters alike; codes of
+8, 6 and 5 bits are bytes. Of 3 bits it is int32 (ceil(rows / 10), group_size) with tenths of the rows, the first one in
+bits 27 to 29. ``scale`` and ``zero`` (rows, 1); and its settings as small
 tensors: ``shape``, ``nbits``, ``group_size``, ``axis``, ``packing``, ... w = (u - zero) * scale.
 
 That is scale * u + z with z = -zero * scale, which float32 holds exactly for scales and zeros of 16 bits. Of float32
-ones the scale is rounded to 20 significant bits, and z to float32, which changes a weight by at most 2**-19 of its
-group's range.
+ones the scale is rounded to 24 - bits significant bits, and z to float32, which changes a weight of 4 bits by at most
+2**-19 of its group's range.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from w4gemm.checkpoints.base import Module
 from w4gemm.checkpoints.hugging_face import TensorInfo
 from w4gemm.checkpoints.module_tensors import check_bits, check_tensor
 from w4gemm.checkpoints.quantized_folder import folder_format
+from w4gemm.core.elements import INTEGERS
 from w4gemm.core.formats import PER_COLUMN, WeightFormat
 from w4gemm.packing.bits import fields
 from w4gemm.weights.weight import QuantizedWeight
@@ -32,8 +35,11 @@ _NOTES = (
 )
 """Small tensors of a module that say nothing of its numbers."""
 _SCALES = ("F16", "BF16", "F32")
-_WORDS = {"U8": 1, "F16": 2, "BF16": 2, "F32": 4}
+_WORDS = {"U8": 1, "I32": 4, "F16": 2, "BF16": 2, "F32": 4}
 """Bytes of an element of ``W_q``, which may be stored as floats, by safetensors' name of its dtype."""
+
+_PACKINGS = {8: "8bit_u8", 6: "8bit_u8", 5: "8bit_u8", 4: "4bit_u8", 3: "3bit_32", 2: "2bit_u8"}
+"""HQQ's name of how codes of so many bits lie."""
 
 
 @dataclass(frozen=True)
@@ -45,14 +51,15 @@ class HQQPacking:
 
     def module(self, name: str, stored: Mapping[str, TensorInfo]) -> Module:
         settings: dict[str, Any] = {leaf: stored[leaf].read().tolist() for leaf in _SETTINGS if leaf in stored}
-        check_bits(settings.get("nbits"))
+        bits: Any = settings.get("nbits")
+        check_bits(bits, tuple(_PACKINGS))
         if (axis := settings.get("axis")) != 1:
             raise ValueError(
                 f"axis is {axis!r}: its groups run along the output features, so that sums along k share no scale; "
                 "wanted 1: quantize the dense model again with axis=1"
             )
-        if (packing := "".join(map(chr, settings.get("packing", [])))) != "4bit_u8":
-            raise ValueError(f"packing is {packing!r}, wanted '4bit_u8'")
+        if (packing := "".join(map(chr, settings.get("packing", [])))) != _PACKINGS[bits]:
+            raise ValueError(f"packing is {packing!r}, wanted {_PACKINGS[bits]!r}")
         if settings.get("quant_scale") or settings.get("quant_zero") or not settings.get("channel_wise", 1):
             raise ValueError("its scales are quantized, or one for the whole matrix; quantize without these options")
         n, k = settings.get("shape", [0, 0])
@@ -60,18 +67,30 @@ class HQQPacking:
         if not all(isinstance(size, int) and size > 0 for size in (n, k, group)) or k % group:
             raise ValueError(f"shape is {(n, k)}, wanted rows of whole groups of {group}")
         rows, words = n * (k // group), check_tensor(stored, "W_q", tuple(_WORDS))
-        if 2 * words[0] * words[1] * _WORDS[stored["W_q"].dtype] != n * k:
-            raise ValueError(f"W_q has shape {words}, wanted the {n * k / 2:g} bytes of {(n, k)}")
+        size = -(-rows // 10) * group * 4 if bits == 3 else rows * group * _stored_bits(bits) / 8
+        if words[0] * words[1] * _WORDS[stored["W_q"].dtype] != size:
+            raise ValueError(f"W_q has shape {words}, wanted the {size:g} bytes of {(n, k)}")
+        format = WeightFormat(PER_COLUMN if group == k else group, "float", "fp32", INTEGERS[bits].name)
         for leaf in ("scale", "zero"):
             check_tensor(stored, leaf, _SCALES, (rows, 1))
-        return Module(n, k, WeightFormat(PER_COLUMN if group == k else group, "float", "fp32"), "bias" in stored)
+        return Module(n, k, format, "bias" in stored)
 
     def weight(self, module: Module, tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
         format, groups = module.format, (module.n, module.format.groups(module.k))
-        packed = tensors["W_q"].view(torch.uint8).flatten()
-        codes = torch.cat(fields(packed, format.bits)[::-1]).view(module.n, module.k)
+        packed, count = tensors["W_q"], module.n * module.k
+        if format.bits == 3:
+            words = packed.view(torch.int32).flatten()
+            parts = [(words >> shift & 7).to(torch.uint8) for shift in range(27, -3, -3)]
+        else:
+            parts = fields(packed.view(torch.uint8).flatten(), _stored_bits(format.bits))[::-1]
+        codes = torch.cat(parts)[:count].view(module.n, module.k)
         scales = format.stored_scales(tensors["scale"].float()).view(groups)
         return QuantizedWeight.from_codes(format, codes, scales, -tensors["zero"].float().view(groups) * scales)
+
+
+def _stored_bits(bits: int) -> int:
+    """Return the bits that a code takes in bytes."""
+    return bits if 8 % bits == 0 else 8
 
 
 FORMAT = folder_format("hqq", "a folder with a model quantized by HQQ (axis 1)", lambda config: HQQPacking())

@@ -14,7 +14,7 @@ SCALES = {"F16": "fp16", "BF16": "bf16"}
 """Scale rules by safetensors' name of the scales' dtype."""
 WIDE_SCALES = SCALES | {"F32": "fp32"}
 SYMMETRIC = 8
-"""Integer zero point of a symmetric weight."""
+"""Integer zero point of a symmetric weight of 4 bits."""
 
 
 def check_tensor(
@@ -48,16 +48,17 @@ def whole_groups(format: WeightFormat, k: int) -> int:
     return format.groups(k)
 
 
-def check_bits(bits: Any) -> None:
-    """Raise ValueError unless integers of so many bits are read."""
-    if bits != 4:
-        raise ValueError(f"its weight has {bits!r} bits, wanted 4")
+def check_bits(bits: Any, legal: Collection[int] = (4,)) -> None:
+    """Raise ValueError unless a packing has integers of so many bits."""
+    if type(bits) is not int or bits not in legal:
+        raise ValueError(f"its weight has {bits!r} bits, wanted {' or '.join(map(str, legal))}")
 
 
-def check_symmetric(zeros: torch.Tensor) -> None:
-    """Raise ValueError unless all integer zero points are :data:`SYMMETRIC`."""
-    if not (zeros == SYMMETRIC).all():
+def check_symmetric(zeros: torch.Tensor, bits: int = 4) -> None:
+    """Raise ValueError unless all integer zero points are the middle of the codes, such as :data:`SYMMETRIC`."""
+    middle = 1 << bits - 1
+    if not (zeros == middle).all():
         raise ValueError(
             f"config.json says that it is symmetric, but its zero points are {int(zeros.min())} to "
-            f"{int(zeros.max())} instead of {SYMMETRIC}"
+            f"{int(zeros.max())} instead of {middle}"
         )

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import torch
 
-from w4gemm.checkpoints.module_tensors import SYMMETRIC
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import Device
 from w4gemm.packing.bits import unpack
@@ -24,7 +23,7 @@ from w4gemm.weights.quantize import with_e4m3_scales
 from w4gemm.weights.weight import QuantizedWeight
 
 _WORDS = (torch.int32, torch.uint8, torch.int8)
-"""dtypes of integers that hold several 4-bit numbers."""
+"""dtypes of integers that hold packed numbers."""
 _ELEMENTS = 2**24
 """Elements of experts packed at a time: enough to keep a GPU busy, few beside a layer's experts. A layer has hundreds,
 and a GPU takes longer to be asked for one than to do it."""
@@ -36,9 +35,12 @@ class PackedMatrix:
 
     Attributes:
         tensor: (n, columns), or (columns, n) if ``transposed``, with a dimension of experts in front if there are some.
-        along: of integers that hold several 4-bit numbers each: "n" or "k", the dimension of which they do.
+        along: of integers that hold packed numbers: "n" or "k", the dimension that they are packed along.
         order: as for :func:`w4gemm.packing.bits.unpack`.
-        signed: True if the 4-bit numbers are q in two's complement, in place of q + 8.
+        signed: True if packed numbers are q in two's complement, in place of q + 2**(bits - 1).
+        bits: of a packed number. If they do not divide a word's, numbers straddle words.
+        size: of the packed dimension, if the last word is filled up; 0 if all words are full.
+        whole: True if no number straddles words: each has as many as fit, and the rest of its bits is not used.
     """
 
     tensor: torch.Tensor
@@ -46,20 +48,37 @@ class PackedMatrix:
     along: str = ""
     order: tuple[int, ...] | None = None
     signed: bool = False
+    bits: int = 4
+    size: int = 0
+    whole: bool = False
+
+    @property
+    def _word_bits(self) -> int:
+        return 8 * self.tensor.element_size()
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the numbers: (n, columns), or (experts, n, columns)."""
         *experts, n, columns = self._rows_first.shape
-        each = 2 * self.tensor.element_size()
-        return (*experts, n * each if self.along == "n" else n, columns * each if self.along == "k" else columns)
+        n, columns = (self._count(words) if self.along == d else words for d, words in (("n", n), ("k", columns)))
+        return (*experts, n, columns)
+
+    def _count(self, words: int) -> int:
+        """Return how many numbers so many words hold."""
+        each = self._word_bits // self.bits
+        most = words * each if self.whole else words * self._word_bits // self.bits
+        least = most - each if self.whole else -(-(words - 1) * self._word_bits // self.bits)
+        return self.size if least < self.size <= most else most  # words that are too many or few keep their own shape
 
     def rows(self, start: int, stop: int) -> torch.Tensor:
         """Return the numbers of some rows of a matrix; ``start`` is a multiple of 8."""
         if self.along != "n":
             return self._unpacked(self._rows_first[start:stop])
-        each = 2 * self.tensor.element_size()
-        return self._unpacked(self._rows_first[start // each : -(-stop // each)])[: stop - start]
+        if self._word_bits % self.bits:
+            return self._unpacked(self._rows_first)[start:stop]
+        each = self._word_bits // self.bits
+        first = start // each
+        return self._unpacked(self._rows_first[first : -(-stop // each)])[start - first * each : stop - first * each]
 
     def experts(self, some: slice) -> torch.Tensor:
         """Return the numbers (experts, n, columns) of some experts."""
@@ -72,10 +91,15 @@ class PackedMatrix:
     def _unpacked(self, part: torch.Tensor) -> torch.Tensor:
         if not self.along:
             return part
-        numbers = unpack(part if self.along == "k" else part.mT, 4, self.order)
+        words = part if self.along == "k" else part.mT
+        if self.whole:
+            shifts = torch.arange(self._word_bits // self.bits, device=words.device, dtype=words.dtype) * self.bits
+            numbers = (words[..., None] >> shifts & (1 << self.bits) - 1).flatten(-2).to(torch.uint8)
+        else:
+            numbers = unpack(words, self.bits, self.order)
         if self.signed:
-            numbers = numbers ^ SYMMETRIC
-        return numbers if self.along == "k" else numbers.mT
+            numbers = numbers ^ 1 << self.bits - 1
+        return numbers[..., : self.shape[-1]] if self.along == "k" else numbers.mT
 
 
 @dataclass(frozen=True)
@@ -110,8 +134,7 @@ class Numbers:
         for name, stored in zip(self.names[1:], (self.scales, self.zeros), strict=True):
             if stored is None:
                 continue
-            words = 2 * stored.tensor.element_size() if stored.along == "n" else 1  # the last one is filled up
-            shape = (*experts, -(-n // words) * words, format.groups(k))
+            shape = (*experts, n, format.groups(k))
             if stored.shape != shape:  # one group of scales would serve for all of them
                 raise ValueError(f"{name}: wanted shape {shape} for {format} of k {k}, got {stored.shape}")
         if self.factors is not None and (n % self.factors.shape[-1] or self.factors.shape[:-1] != experts):
@@ -143,12 +166,13 @@ class Numbers:
         Raises:
             TypeError, ValueError: for numbers that :meth:`w4gemm.QuantizedWeight.from_codes` refuses.
         """
-        codes = self.codes
-        if self.g_idx is not None or codes.along != "k" or codes.transposed or codes.order is not None:
+        codes, row_bits = self.codes, self.k * self.format.bits
+        as_canonical = codes.along == "k" and not codes.transposed and codes.order is None and not codes.whole
+        if self.g_idx is not None or not as_canonical or row_bits % 8:
             return self._by_rows("canonical", self.format, activations)
-        packed = codes.tensor.contiguous().view(torch.uint8)  # lies as the canonical layout has it
+        packed = codes.tensor.contiguous().view(torch.uint8)[..., : row_bits // 8].contiguous()
         if codes.signed:
-            packed = packed ^ (SYMMETRIC << 4 | SYMMETRIC)
+            packed = packed ^ {4: 0x88, 8: 0x80}[codes.bits]
         tensors = (packed, *(t.contiguous() for t in self._scales() if t is not None))
         w = QuantizedWeight(
             self.format, self.n, self.k, "canonical", tensors, experts=self.experts, activations=activations

@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
         raise UnsupportedError(f"compile {reason}")
     require_folder("--output", args.output)
     device = target_device(args.arch, args.gpu, args.sms)
-    task = _task_of_vllm(args) if args.vllm is not None else _task_of_layers(args)
+    task = _task_of_vllm(args) if args.vllm is not None else _task_of_layers(args, device)
     layers, tokens = task.layers, parse_tokens(task.m)
     uses = [
         Use(
@@ -145,11 +145,11 @@ class _Task(NamedTuple):
     top_k: int = 0
 
 
-def _task_of_layers(args: argparse.Namespace) -> _Task:
+def _task_of_layers(args: argparse.Namespace, device: Device) -> _Task:
     if args.tensor_parallel != 1:
         raise ValueError("--tensor-parallel: wanted it with --vllm only; --shapes can say the sizes of one GPU")
     dtype = args.dtype or "bfloat16"
-    return _Task(parse_layers(args), _HALVES if dtype == "float8_e4m3fn" else (DTYPES[dtype],), args.m)
+    return _Task(parse_layers(args, device), _HALVES if dtype == "float8_e4m3fn" else (DTYPES[dtype],), args.m)
 
 
 def _task_of_vllm(args: argparse.Namespace) -> _Task:

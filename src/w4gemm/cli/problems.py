@@ -17,6 +17,7 @@ from w4gemm.core.epilogue import Epilogue
 from w4gemm.core.errors import LARGEST_SIZE, FormatError
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import Device, GemmProblem
+from w4gemm.kernels import runs_on
 from w4gemm.packing.layouts import layout_for
 
 _FP8 = torch.float8_e4m3fn
@@ -59,15 +60,16 @@ def problems(
     return made
 
 
-def parse_layers(args: argparse.Namespace) -> list[Layer]:
-    """Return the layers of ``--model`` or ``--shapes``, each once.
+def parse_layers(args: argparse.Namespace, device: Device) -> list[Layer]:
+    """Return the layers of ``--model`` or ``--shapes``, each once; of a model those that stay packed on the device.
 
     Raises:
         FileNotFoundError, FormatError, ValueError: if they cannot be read.
     """
     format = WeightFormat() if args.format is None else WeightFormat.parse(args.format)
     if args.model is not None:
-        layers = layers_of(open_checkpoint(args.model, args.format).modules.values())
+        modules = open_checkpoint(args.model, args.format).modules.values()
+        layers = layers_of(m for m in modules if runs_on(device, m.format, m.n, m.k, m.experts))
     elif _is_file(args.shapes):
         layers = [
             _parse_line(line, f"{args.shapes}:{number}", format)
@@ -77,7 +79,7 @@ def parse_layers(args: argparse.Namespace) -> list[Layer]:
     else:
         layers = [_parse_size(part, format) for part in args.shapes.split(",")]
     if not layers:
-        raise FormatError(f"{args.model or args.shapes}: no 4-bit layers")
+        raise FormatError(f"{args.model or args.shapes}: no layers that a kernel of the device takes")
     return list(dict.fromkeys(layers))
 
 

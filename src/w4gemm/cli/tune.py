@@ -22,7 +22,7 @@ from w4gemm.tuning.tuner import TOP, Outcome, tune
 def run(args: argparse.Namespace) -> int:
     device, where = chosen_device(args.device)
     dtype = chosen_dtype(args.dtype, device)
-    layers = parse_layers(args)
+    layers = parse_layers(args, device)
     dense = [layer for layer in layers if not layer.experts]
     name, value = ("--shapes", args.shapes) if args.model is None else ("--model", args.model)
     if not dense:

@@ -95,6 +95,8 @@ def read_model(path: str, tensor_parallel: int = 1, dtype: torch.dtype | None = 
         format, activations = module.format, module.activations
         if module.k % format.group_length(module.k):
             continue  # left to vLLM
+        if format.bits != 4:
+            continue  # which our plugin does not take over
         if source == quark.FORMAT and activations and not module.experts:
             continue  # for which vLLM has no list of kernels
         if source == auto_round.FORMAT and format.scale != "e8m0":
