@@ -63,30 +63,32 @@ def scatter(path: Path, title: str, series: Mapping[str, Sequence[tuple[int, flo
 
 
 class Mark(NamedTuple):
-    """A named point; filled or hollow."""
+    """A percent in the row of its name; filled or hollow."""
 
-    x: float
-    y: float
     name: str
+    percent: float
     filled: bool
 
 
 def marks(path: Path, title: str, series: Mapping[str, Sequence[Mark]]) -> None:
-    """Write a panel for each series of marks of 1 to 9 bits and percents, the hollow ones with their names."""
+    """Write a panel of rows for each series, in the order of the first one's names."""
     plt = _pyplot()
-    figure, panels = plt.subplots(1, len(series), figsize=(4.2 * len(series), 4), squeeze=False, layout="constrained")
-    for panel, (name, points) in zip(panels.flat, series.items(), strict=True):
+    names = list(dict.fromkeys(mark.name for marks in series.values() for mark in marks))
+    size = (1.6 + 2.2 * len(series), 0.9 + 0.22 * len(names))
+    figure, panels = plt.subplots(1, len(series), figsize=size, sharey=True, squeeze=False, layout="constrained")
+    for panel, (name, own) in zip(panels.flat, series.items(), strict=True):
         for filled in (False, True):
-            own = [point for point in points if point.filled == filled]
-            face = "tab:blue" if filled else "none"
-            panel.scatter([p.x for p in own], [p.y for p in own], s=18, facecolors=face, edgecolors="tab:blue")
-        for point in points:
-            if not point.filled:
-                panel.annotate(point.name, (point.x, point.y), (4, 2), textcoords="offset points", fontsize=6.5)
+            some = [mark for mark in own if mark.filled == filled]
+            x, y = [mark.percent for mark in some], [names.index(mark.name) for mark in some]
+            panel.scatter(x, y, s=20, facecolors="tab:blue" if filled else "white", edgecolors="tab:blue", zorder=2)
         panel.set_title(name, fontsize=9)
-        panel.set(yscale="symlog", xlabel="bits of a weight, scales included")
-        panel.grid(axis="y", linewidth=0.3)
-    figure.suptitle(title, fontsize=10)
+        panel.set(xscale="log")
+        panel.set_xticks([1, 3, 10, 30, 100], ["1 %", "3 %", "10 %", "30 %", "100 %"], fontsize=8)
+        panel.minorticks_off()
+        panel.set_yticks(range(len(names)), names, fontsize=8)
+        panel.grid(linewidth=0.3, zorder=0)
+    panels.flat[0].invert_yaxis()
+    figure.suptitle(title, fontsize=9)
     _save(figure, path)
 
 

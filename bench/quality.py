@@ -92,14 +92,13 @@ def _name(model: str) -> str:
 
 
 def plot(rows: list[Row]) -> None:
-    """Write a panel for each model: bits of a weight, and the increase of perplexity, in percent."""
+    """Write a panel for each model with the increase of perplexity in each format."""
     series: dict[str, list[plots.Mark]] = {}
-    for row in rows:
-        if row["bits"]:
-            name = _SHORT.get(row["format"], row["format"])
-            mark = plots.Mark(row["bits"], 100 * row["above_dense"], name, row["search"])
+    for format, bits in _by_bits(rows):
+        for row in (row for row in rows if row["format"] == format):
+            mark = plots.Mark(f"{_SHORT.get(format, format)}, {bits:.2f} bits", 100 * row["above_dense"], row["search"])
             series.setdefault(_name(row["model"]), []).append(mark)
-    plots.marks(PLOT, "Perplexity above the dense numbers, %: hollow nearest, filled with search", series)
+    plots.marks(PLOT, "Perplexity above the dense numbers: \u25cb nearest, \u25cf search", series)
 
 
 if __name__ == "__main__":
