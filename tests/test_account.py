@@ -351,27 +351,43 @@ def test_experts_of_a_dense_mixture(tmp_path: Path, architecture: str, caplog: p
 
 OPENED = """
 import sys
+import torch
+from safetensors.torch import save_file
 from transformers import AutoModel, AutoModelForCausalLM
 for folder in sys.argv[1:]:
   for cls in (AutoModel, AutoModelForCausalLM):
     try:
-        cls.from_pretrained(folder)
+        model = cls.from_pretrained(folder, dtype=torch.float32)
     except RuntimeError as e:
         print("refused", e)
+with torch.inference_mode():
+    save_file({"logits": model(torch.tensor([[3, 5, 7, 11]])).logits}, "logits.safetensors")
 """
 
 
-def test_our_own_folders_without_w4gemm_are_refused(tmp_path: Path) -> None:
+def test_folders_without_w4gemm_are_refused_or_right(tmp_path: Path) -> None:
     """transformers warns of an unknown method, and drew every 4-bit weight at random."""
-    write(tmp_path / "linear", "llama", {r"proj\.weight$": int4})
+    pytest.importorskip("compressed_tensors")
+    write(tmp_path / "int4", "llama", {r"proj\.weight$": int4})
     write_gpt_oss(tmp_path / "experts")  # which alone are in 4 bits, with biases that compressed-tensors does not hold
+    (tmp_path / "int4" / "dense" / "tokenizer.json").write_bytes((tmp_path / "int4/tokenizer.json").read_bytes())
     folders = []
-    for folder in (tmp_path / "linear", tmp_path / "experts"):
-        model = AutoModelForCausalLM.from_pretrained(folder, **OURS)
+    for folder, config in (
+        (tmp_path / "int4" / "dense", W4GemmConfig("nf4_g32")),  # which compressed-tensors does not hold
+        (tmp_path / "experts", W4GemmConfig()),
+        (tmp_path / "int4", W4GemmConfig()),
+    ):
+        model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=torch.float32)
         model.save_pretrained(folder / "saved")
-        assert main(["convert", str(folder), str(folder / "converted"), "--to", "w4gemm"]) == 0
-        folders += [folder / "saved", folder / "converted"]
-        for other in folders[-2:]:
-            assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(other, dtype=torch.float32)), logits(model))
-    process = subprocess.run([sys.executable, "-c", OPENED, *folders], capture_output=True, text=True, check=True)
-    assert process.stdout.count("refused You set `ignore_mismatched_sizes` to `False`") == 8, process.stderr
+        folders.append(folder / "saved")
+        assert torch.equal(
+            logits(AutoModelForCausalLM.from_pretrained(folders[-1], dtype=torch.float32)), logits(model)
+        )
+    assert main(["convert", str(tmp_path / "experts"), str(tmp_path / "converted")]) == 0
+    names = [tmp_path / "converted", *folders]
+    process = subprocess.run(
+        [sys.executable, "-c", OPENED, *names], capture_output=True, text=True, check=True, cwd=tmp_path
+    )
+    assert process.stdout.count("refused You set `ignore_mismatched_sizes` to `False`") == 6, process.stderr
+    theirs = load_file(tmp_path / "logits.safetensors")["logits"]
+    torch.testing.assert_close(theirs, logits(model), rtol=1e-4, atol=1e-4)

@@ -15,6 +15,9 @@ from safetensors.torch import load_file, save_file
 pytest.importorskip("transformers")
 pytest.importorskip("gguf")
 
+from transformers import CompressedTensorsConfig
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+
 import test_awq
 import test_compressed_tensors
 import test_gptq
@@ -40,6 +43,12 @@ SOURCES: dict[str, tuple[dict[str, Any], Writer]] = {
         test_compressed_tensors.writer(-1, packed=False),
     ),
 }
+
+
+@pytest.fixture
+def their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let transformers open folders of compressed-tensors by that package, also those that w4gemm wrote."""
+    monkeypatch.setitem(AUTO_QUANTIZATION_CONFIG_MAPPING, "compressed-tensors", CompressedTensorsConfig)
 
 
 def convert(*args: object) -> int:
@@ -113,7 +122,7 @@ def test_the_package_reads_what_is_written(tmp_path: Path) -> None:
     assert torch.equal((codes.float() - zeros.float().repeat_interleave(32, 1)) * scales, wanted)
 
 
-def test_a_head_that_is_tied_is_none_of_the_4_bit_layers(tmp_path: Path) -> None:
+def test_a_head_that_is_tied_is_none_of_the_4_bit_layers(their_own: None, tmp_path: Path) -> None:
     """compressed-tensors takes every linear layer that its config does not leave out, and a tied head is one."""
     pytest.importorskip("compressed_tensors")
     from transformers import AutoModelForCausalLM
@@ -134,7 +143,7 @@ def test_a_head_that_is_tied_is_none_of_the_4_bit_layers(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("architecture", ["mixtral", "qwen3_moe", "deepseek_v3"])
-def test_experts_have_the_names_of_published_files(architecture: str, tmp_path: Path) -> None:
+def test_experts_have_the_names_of_published_files(their_own: None, architecture: str, tmp_path: Path) -> None:
     """transformers, which has other names for Mixtral's, finds them under these, and so do engines."""
     pytest.importorskip("compressed_tensors")
     from transformers import AutoModelForCausalLM

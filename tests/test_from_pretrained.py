@@ -396,17 +396,17 @@ def test_a_variant_in_shards(tmp_path: Path, enabled: None) -> None:
 
 
 def test_layers_that_changed_are_described_before_they_are_saved(tmp_path: Path) -> None:
-    model = from_pretrained(write_dense(tmp_path), quantization_config=W4GemmConfig("int4_g32"))
+    model = from_pretrained(write_dense(tmp_path), quantization_config=W4GemmConfig("nf4_g32"))
     layer = model.model.layers[0].mlp.up_proj
-    layer.weight = quantize(layer.weight.dequantize(), "int4_g64")
+    layer.weight = quantize(layer.weight.dequantize(), "nf4_g64")
     with pytest.raises(ValueError, match=r"describe\(model\)"):
         model.save_pretrained(tmp_path / "saved")
     describe(model)
     model.save_pretrained(tmp_path / "saved")
     config = json.loads((tmp_path / "saved" / "config.json").read_text())["quantization_config"]
-    assert (config["format"], config["modules"]) == ("int4_g32", {"model.layers.0.mlp.up_proj": "int4_g64"})
+    assert (config["format"], config["modules"]) == ("nf4_g32", {"model.layers.0.mlp.up_proj": "nf4_g64"})
     assert torch.equal(logits(from_pretrained(tmp_path / "saved")), logits(model))
-    in_place = quantize_layers(from_pretrained(tmp_path), "int4_g32")
+    in_place = quantize_layers(from_pretrained(tmp_path), "nf4_g32")
     with pytest.raises(ValueError, match=r"call w4gemm.integrations.transformers.describe\(model\)"):
         in_place.save_pretrained(tmp_path / "in_place")
     describe(in_place)

@@ -17,6 +17,10 @@ from w4gemm.weights.weight import QuantizedWeight
 
 _MXFP4 = WeightFormat.parse("mxfp4")
 _HEAD = "lm_head"
+METHOD = "compressed-tensors"
+"""``quant_method`` of these folders."""
+WRITER = "written_by"
+"""Key of the quantization_config by which a program that has w4gemm opens the folder with it, unasked."""
 
 
 class CompressedTensorsWriter:
@@ -24,7 +28,7 @@ class CompressedTensorsWriter:
     names of the model's published files. What compressed-tensors cannot hold is refused: biases of experts, float zero
     points, codebooks, float32 scales of channels, act-order, k that is no multiple of 8."""
 
-    name = "compressed-tensors"
+    name = METHOD
     marks = CompressedTensors.marks
 
     def check(self, module: Module, act_order: bool) -> None:
@@ -88,7 +92,8 @@ class CompressedTensorsWriter:
         if _HEAD not in checkpoint.modules and _HEAD not in dense:
             dense.append(_HEAD)  # tied to the embedding, so without a tensor; a linear layer to compressed-tensors
         return {
-            "quant_method": self.name,
+            "quant_method": METHOD,
+            WRITER: "w4gemm",
             "format": formats.pop() if len(formats) == 1 else "mixed-precision",
             "quantization_status": "compressed",
             "config_groups": groups,

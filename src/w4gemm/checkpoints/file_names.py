@@ -26,14 +26,17 @@ _EXPERT = re.compile(r"(?P<owner>.+)\.\d+\.(?P<role>\w+)\.weight")
 class FileNames:
     """A checkpoint whose modules and tensors have the names of its model's published files.
 
+    Args:
+        model: the checkpoint's model, without numbers; None to make it of the checkpoint's config.
+
     Attributes:
         source: the checkpoint, whose names may be those of the model in transformers.
         own: name in ``source`` of each module and tensor.
     """
 
-    def __init__(self, source: Checkpoint) -> None:
+    def __init__(self, source: Checkpoint, model: nn.Module | None = None) -> None:
         self.path, self.source = source.path, source
-        model = _model(source)
+        model = _model(source) if model is None else model
         state = {} if model is None else model.state_dict()
 
         def in_files(name: str) -> list[str]:

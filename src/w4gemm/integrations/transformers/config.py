@@ -13,6 +13,8 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AutoH
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from w4gemm.checkpoints import METHODS
+from w4gemm.checkpoints.compressed_tensors_writer import METHOD as COMPRESSED_TENSORS
+from w4gemm.checkpoints.compressed_tensors_writer import WRITER
 from w4gemm.checkpoints.dense import SKIP, checked_skip
 from w4gemm.checkpoints.w4gemm import METHOD
 from w4gemm.core.formats import WeightFormat
@@ -52,6 +54,13 @@ class W4GemmConfig(QuantizationConfigMixin):
         self.quant_method = METHOD
         self.format = None if format is None else in_words(*of_words(str(format)))
         self.activations, self.skip, self.modules = activations, list(checked_skip(skip)), dict(modules or {})
+        self.stored: dict[str, Any] | None = None
+        """The quantization_config of the folder that ``save_pretrained`` writes, if it is none of w4gemm's own."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what config.json says."""
+        own = super().to_dict()
+        return own.pop("stored") or own
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
@@ -78,6 +87,18 @@ def disable() -> None:
         else:
             AUTO_QUANTIZATION_CONFIG_MAPPING[method] = config
     _before.clear()
+
+
+class _CompressedTensors:
+    """The config of the method compressed-tensors: ours for folders that w4gemm wrote, else transformers' own."""
+
+    @staticmethod
+    def from_dict(config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        return (W4GemmConfig if WRITER in config_dict else _THEIRS).from_dict(config_dict, **kwargs)
+
+
+_THEIRS = AUTO_QUANTIZATION_CONFIG_MAPPING[COMPRESSED_TENSORS]
+AUTO_QUANTIZATION_CONFIG_MAPPING[COMPRESSED_TENSORS] = _CompressedTensors
 
 
 class _FP8:

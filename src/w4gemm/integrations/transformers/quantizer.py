@@ -46,6 +46,7 @@ from w4gemm.integrations.transformers.awaited import (
 from w4gemm.integrations.transformers.config import W4GemmConfig
 from w4gemm.integrations.transformers.dequantize import dequantize_layers
 from w4gemm.integrations.transformers.places import Placement, dtype_of
+from w4gemm.integrations.transformers.saving import compressed_tensors
 from w4gemm.integrations.transformers.sharding import Local, fill
 from w4gemm.weights.file import of_words
 from w4gemm.weights.weight import QuantizedWeight
@@ -282,7 +283,9 @@ class W4GemmQuantizer(HfQuantizer):
                 "the model's 4-bit layers are not those of its config: call "
                 "w4gemm.integrations.transformers.describe(model), then save"
             )
-        return model.state_dict() | _alarm_of(model), {}
+        found = compressed_tensors(model)
+        config.stored = None if found is None else found[1]
+        return (model.state_dict() | _alarm_of(model)) if found is None else found[0], {}
 
     @property
     def is_trainable(self) -> bool:
