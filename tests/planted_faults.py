@@ -338,6 +338,27 @@ FAULTS = (
         "tests/test_decode_integers.py",
     ),
     Fault(
+        "bytes of both rows are those of rows g",
+        _CODECS + "integers_decode.py",
+        "number = biased_byte(fields[position % 2], position // 4 * 2 + position // 2 % 2)",
+        "number = biased_byte(fields[0], position // 4 * 2 + position // 2 % 2)",
+        "tests/test_decode_integers.py",
+    ),
+    Fault(
+        "signed levels are subtracted as unsigned ones",
+        _CODECS + "integers_decode_wide.py",
+        "_BYTE_BIAS, _SIGNED_BIAS = 2.0**23, 2.0**15 + 128",
+        "_BYTE_BIAS, _SIGNED_BIAS = 2.0**23, 2.0**15",
+        "tests/test_emulated_kernels.py -k dequantized",
+    ),
+    Fault(
+        "copies of cp.async are whole blocks or parts of one",
+        "src/w4gemm/kernels/sm80_mixed_gemm/kernel.py",
+        "if const_expr(threads % count and count % threads):  # or parts of several",
+        "if const_expr(False):",
+        "tests/test_emulated_kernels.py -k 64x128x128",
+    ),
+    Fault(
         "zero points of rows g + 8 are those of rows g",
         _CODECS + "integers_decode.py",
         'return self._pairwise("sub", _twice(self.kind, -bias), broadcast_half(word, high))',

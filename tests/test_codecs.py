@@ -330,19 +330,21 @@ def test_codebook_beside_fp8_activations_is_refused():
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 def test_codes_are_lossless(codec):
-    codes = torch.arange(64 * 128, dtype=torch.int64).mul(7).add(3).remainder(16).to(torch.uint8).view(64, 128)
+    codes = torch.arange(64 * 128).mul(7).add(3).remainder(2**codec.bits).to(torch.uint8).view(64, 128)
     words = codec.code_words(codes)
-    assert words.shape == (1, 1, 1024) and torch.equal(codec.codes_of(words), codes)
-    masks = [bits.mask << bits.shift for bits in codec.places]
-    assert sum(masks) == 2**32 - 1, "each bit of a word once"
+    assert words.shape == (1, 1, 256 * codec.bits) and torch.equal(codec.codes_of(words), codes)
+    masks = [bits.mask << bits.shift + 32 * bits.word + 32 >> 32 for bits in codec.places]
+    assert sum(masks) == 2 ** (32 * (1 + max(bits.word for bits in codec.places))) - 1, "each bit of a word once"
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 def test_each_codec_is_tested(codec):
-    """By a format in the conformance suite, one for each scale rule, and by one whose machine code is looked at, where
-    there is a compiler."""
-    untested = {*codec.scales} - {format.scale for format in FORMATS if codec.holds(format)}
+    """By a format in the conformance suite, and by one whose machine code is looked at, where there is a compiler. Each
+    scale rule by a format of this codec, or of one that differs in the element alone."""
+    alike = [other for other in CODECS if type(other) is type(codec) and other.fragment is codec.fragment]
+    untested = {*codec.scales} - {format.scale for format in FORMATS for other in alike if other.holds(format)}
     assert not untested, f"add a format with {untested} scales to FORMATS in conformance/cases.py"
+    assert any(map(codec.holds, FORMATS)), "add a format to FORMATS in conformance/cases.py"
     pytest.importorskip("cutlass")
     from test_sass import INSTRUCTION, formats_of
 

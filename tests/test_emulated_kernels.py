@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from conformance.cases import FP8, assert_close, random_weight
+from conformance.cases import FP8, WIDTHS, assert_close, random_weight
 from emulator.kernel import Emulator
 from emulator.machine import TensorMap
 from emulator.ptx import Program, ptx_of
@@ -23,7 +23,7 @@ from w4gemm import QuantizedWeight, WeightFormat
 from w4gemm.core.activation import ACTIVATIONS, is_gated, parse
 from w4gemm.core.epilogue import PLAIN, SCALE_BLOCK, Epilogue, EpilogueOperands, default_out_dtype
 from w4gemm.core.problem import H200, GemmProblem
-from w4gemm.kernels import config_named
+from w4gemm.kernels import config_named, kernel_named
 from w4gemm.kernels.activation_quantize.spec import ActivationQuantize
 from w4gemm.kernels.arguments import NO_ROWS, Arguments, ExpertRows, nested
 from w4gemm.kernels.base import Operands
@@ -91,6 +91,13 @@ PRODUCTS = [
     Product("sm90_mixed_gemm/24x64x256_1x1x1_coop_k2", "int4_g128", Epilogue("gelu_tanh"), 27, 64, 512, 4),
     Product("sm90_mixed_gemm/128x64x128_1x1x1_coop", "int4_g128", PLAIN, 3, 128, 256, 2, (5, 130, 0, 37)),
     Product("sm90_fp8_gemm/16x64x256_1x1x1_pingpong", "int4_g128", BLOCKS, 1, 64, 1152, 2, (5, 0, 17)),
+    # a step's words in two segments; copies of cp.async that cover parts of several blocks; scales that lie elsewhere
+    Product("sm80_mixed_gemm/64x128x128_1x1x1_coop", "int6_g64_zint", PLAIN, 9, 128, 384, 1),
+    Product("sm80_mixed_gemm/8x64x128_1x1x1_coop", "q2_k", PLAIN, 5, 64, 768, 1),
+    Product("sm90_decode/8x32x128_1x1x1_coop_k2", "q6_k", PLAIN, 5, 96, 1280, 4),
+    Product("sm90_decode/8x64x128_1x1x1_coop", "int8_g32_zfloat_fp16", PLAIN, 5, 128, 1280, 2),
+    Product("sm90_mixed_gemm/16x64x256_1x1x1_coop", "int5_g128", PLAIN, 11, 64, 768, 1),
+    Product("sm90_mixed_gemm/128x64x128_1x1x1_coop", "int8_g128", PLAIN, 3, 64, 256, 2, (5, 130)),
 ]
 
 
@@ -188,6 +195,17 @@ def test_products(case: Product) -> None:
         check(d[own], x[sources], w.expert(e), bias, residual=residual, token_scale=token_scale, **fused)
         d[own] = torch.nan
     assert d.isnan().all(), "rows that no expert has were written"
+
+
+@pytest.mark.parametrize("name", ["int4_g32_zint", *WIDTHS])
+def test_dequantized_weights(name: str) -> None:
+    """Every bit is that of dequantize. A lane decodes one step of a half, so it turns words by what a register says."""
+    kernel, dtype, w = kernel_named("dequantize_gemm"), torch.bfloat16, random_weight(WeightFormat.parse(name), 64, 256)
+    problem = GemmProblem(4096, 2048, 256, dtype, w.format, "mma16", device=H200)
+    dense = torch.full((64, 256), torch.nan, dtype=dtype)
+    program = program_of(kernel.unit(problem, kernel.configs(problem)[0]))
+    Emulator(program, 1).run(w.repack("mma16").tensors[0], dense.view(torch.int32))
+    assert torch.equal(dense, w.dequantize(dtype))
 
 
 def check(d: torch.Tensor, x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None, **fused: Any) -> None:

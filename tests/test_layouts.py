@@ -182,25 +182,31 @@ def test_transposed_codes_and_scales(format, n, k):
 
 @pytest.mark.parametrize(
     "name, bits",
-    [("int4_g128", 4.125), ("int4_g32_zint", 5.0), ("int4_g16", 5.0), ("mxfp4", 4.25), ("nvfp4", 4.5), ("q4_k", 4.75)],
+    [
+        *(("int4_g128", 4.125), ("int4_g32_zint", 5.0), ("int4_g16", 5.0), ("mxfp4", 4.25), ("nvfp4", 4.5)),
+        *(("q4_k", 4.75), ("q6_k", 6.625), ("q5_k", 5.75), ("q3_k", 3.625), ("q2_k", 2.75), ("int8_g128", 8.125)),
+    ],
 )
 def test_bits_of_a_weight(name, bits):
     """MXFP4's e8m0 for each 32 takes 4.25 bits a weight, NVFP4's e4m3 for each 16 takes 4.5, Q4_K's two levels 4.75."""
     format = WeightFormat.parse(name)
     block = codecs.codec_for(format, codecs.MMA16).block(format)
     assert block.bytes * 8 / (BLOCK_N * BLOCK_K) == bits
-    assert block.words * 4 == block.bytes and block.code_bytes == 4 * CODE_WORDS
+    assert block.words * 4 == block.bytes and block.code_bytes == CODE_WORDS * format.bits
 
 
 @pytest.mark.parametrize("group", [16, 32, 64, 128])
 @pytest.mark.parametrize(
-    "scale_bits, zero, factors",
-    [(16, False, False), (16, True, False), (8, False, False), (8, True, True), (32, True, False), (32, False, False)],
+    "bits, scale_bits, zero, factors",
+    [
+        *((4, 16, False, 0), (8, 16, True, 0), (4, 8, False, 0), (5, 8, True, 2), (4, 32, True, 0), (2, 32, False, 0)),
+        *((6, 8, False, 1), (3, 8, False, 2)),
+    ],
 )
 @pytest.mark.parametrize("rows, columns", [(64, 128), (64, 64), (32, 128), (16, 128)])
-def test_a_part_of_a_block_has_what_its_rows_and_columns_need(group, scale_bits, zero, factors, rows, columns):
+def test_a_part_of_a_block_has_what_its_rows_and_columns_need(group, bits, scale_bits, zero, factors, rows, columns):
     """Each lane's codes and each pair of rows' scales and factors, found in the part, are those found in the whole."""
-    whole = Block(4, group, zero, scale_bits, factors)
+    whole = Block(bits, group, zero, scale_bits, factors)
     part, strips = whole.sub_block(rows, columns), range(rows // STRIP_N)
     for half, row in itertools.product(range(2 * HALF_K // columns), range(0, BLOCK_N, rows)):
         source_of = {}
@@ -217,8 +223,8 @@ def test_a_part_of_a_block_has_what_its_rows_and_columns_need(group, scale_bits,
                 of_whole = whole.scales_at((half * HALF_K + column) // group)
                 assert found == of_whole + own * 8 * whole.pair_bytes
             if factors:
-                found = source_of[part.factors_at + strip * 8 * part.pair_bytes]
-                assert found == whole.factors_at + own * 8 * whole.pair_bytes
+                found = source_of[part.factors_at + strip * 8 * part.factor_pair_bytes]
+                assert found == whole.factors_at + own * 8 * part.factor_pair_bytes
 
 
 @pytest.mark.parametrize("name", ["int4_g16_e4m3_row", "int4_g32_e8m0", "int4_g128_e8m0", "int4_col_e8m0"])

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from conformance.cases import WIDTHS as OTHER_WIDTHS
 from sass import SPILLED_ONCE, Sass, check, disassemble, facts_of, local_memory, main_loops, scan, spills_in_main_loops
 from tiny_kernel import tiny
 from w4gemm import GemmConfig, WeightFormat
@@ -54,6 +55,7 @@ OTHER_DTYPES = [("int4_g128_fp16", torch.float16), ("int4_g32_zfloat_fp16", torc
 WIDE = [(name, torch.bfloat16) for name in ("q4_k", "int4_g64_zfloat_fp32")] + [("q4_k", torch.float16)]
 CODEBOOKS = [("iq4_g32_fp16", torch.float16), ("iq4_g32_fp16", torch.bfloat16), ("iq4_g128", torch.bfloat16)]
 CODEBOOKS += [("nf4", torch.bfloat16), ("nf4", torch.float16), ("iq4_g32_fp32", torch.bfloat16)]
+WIDTHS = [(name, (torch.bfloat16, torch.bfloat16, torch.float16)[i % 3]) for i, name in enumerate(OTHER_WIDTHS)]
 NEEDY = {
     "sm90_fp8_gemm": ("int4_g32_zint", "int4_g128", "int4_g128_e4m3"),
     "sm89_fp8_gemm": ("int4_g32_zint", "int4_g128_e4m3"),
@@ -231,7 +233,8 @@ def formats_of(kernel: str) -> list[tuple[str, torch.dtype]]:
     floats = [(name, dtype) for name in ("mxfp4", "nvfp4") for dtype in (torch.bfloat16, torch.float16)]
     if kernel == "dequantize_gemm":
         floats = [(name, dtype) for name, dtype in floats if name == "mxfp4"]
-    return [(name, torch.bfloat16) for name in FORMATS] + OTHER_DTYPES + WIDE + CODEBOOKS + floats + extra
+    widths = WIDTHS[[name for name in INSTRUCTION if name not in FP8_KERNELS].index(kernel) % 2 :: 2]
+    return [(name, torch.bfloat16) for name in FORMATS] + OTHER_DTYPES + WIDE + CODEBOOKS + floats + extra + widths
 
 
 @pytest.mark.sampled(0.25)

@@ -39,6 +39,17 @@ FORMATS += [WeightFormat(96, element=codebook([-(1 + i / 99) for i in range(8)] 
 FORMATS += [WeightFormat.parse(f"int4_{rest}") for rest in ("g32_zfloat_fp32", "g96_zint_fp32", "col_fp32")]
 FORMATS += [WeightFormat.parse(name) for name in ("q4_k", "int4_g64_zfloat_u8x128")]
 FORMATS += [WeightFormat.parse(name) for name in ("mxfp4", "nvfp4", "e2m1_g96_e8m0", "e2m1_col_e4m3_row")]
+WIDTHS = (
+    *("int8_g128", "int8_g32_zint_fp16", "int8_g64_zfloat", "int8_col_fp32", "int8_g16_s8x256"),
+    *("int8_g32_zfloat_u4x256", "int6_g128_zint", "int6_g96_fp16", "int6_g32_zfloat_fp32", "q6_k"),
+    *("int6_g64_zfloat_u4x256", "int5_g32_fp16", "int5_g64_zfloat", "int5_col_fp32", "q5_k", "int5_g32_s8x128"),
+    *("int5_g16_zfloat_u4x256", "int4_g16_s8x256", "int4_g32_zfloat_u4x256", "int3_g128", "int3_g32_zint_fp16"),
+    *("int3_g64_fp32", "q3_k", "int3_g64_zfloat_u8x128", "int3_g16_zfloat_u4x256", "int2_g128", "int2_g64_zint"),
+    *("int2_g32_zfloat_fp32", "q2_k", "int2_g32_zfloat_u8x256", "int2_g16_s8x128"),
+)
+"""Integers of other widths than four bits, and scales of two levels with signs or of four bits: each codec, and each
+scale rule of each kind of codec."""
+FORMATS += [WeightFormat.parse(name) for name in WIDTHS]
 FORMATS += [
     WeightFormat.parse(name)
     for name in (
@@ -51,7 +62,7 @@ FEW_FORMATS = [
     WeightFormat.parse(name)
     for name in ("int4_g32_zfloat_fp16", "int4_g128", "int4_g96_zint", "int4_col_zfloat", "int4_g64_e4m3", "mxfp4")
 ]
-FEW_FORMATS += [WeightFormat.parse(name) for name in ("nvfp4", "q4_k")]
+FEW_FORMATS += [WeightFormat.parse(name) for name in ("nvfp4", "q4_k", "int8_g128", "q6_k", "int3_g64_zint")]
 CONFIG_FORMATS = [WeightFormat.parse(name) for name in ("int4_g64_zint_fp16", "int4_g64_e4m3")]
 """Every config runs with the first of these that it is legal for."""
 FP8 = torch.float8_e4m3fn

@@ -294,8 +294,9 @@ class Machine:
 
 
 def _struct(tensor: torch.Tensor, start: int, size: int) -> bytes:
-    """A tensor as the DSL passes it: its address, int32 sizes and, of two and more, int64 strides but the last."""
-    dimensions = (size - 8) // 4 if size <= 16 else {24: 2, 40: 3}[size]
+    """A tensor as the DSL passes it: its address, int32 sizes and, of two and more, int64 strides but the last. Of a
+    tensor map, which has 128 bytes, only the place matters."""
+    dimensions = min(tensor.dim(), (size - 8) // 4) if size <= 16 else {40: 3}.get(size, 2)
     words = struct.pack(f"<q{dimensions}i", start, *tensor.shape[:dimensions])
     strides = tensor.stride()[: dimensions - 1] if size > 16 else ()
     words = words.ljust(-(-len(words) // 8) * 8, b"\xee") + struct.pack(f"<{len(strides)}q", *strides)

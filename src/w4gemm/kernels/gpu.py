@@ -24,8 +24,8 @@ from w4gemm.packing.layouts import layout_named
 
 _MIN_SCALE_GROUP = 32
 """The smallest scale group that GPU kernels decode: one step along k of an fp8 matrix instruction, or two of a 16-bit
-one. Beside 8-bit scales it is one step of a 16-bit one, 16; for 16-bit scales of so small groups there are no
-registers."""
+one. Beside 8-bit scales, of one level or two, it is one step of a 16-bit one, 16; for 16-bit scales of so small groups
+there are no registers."""
 MIN_DRIVER = (12, 0)
 """CUDA version that the driver must support."""
 
@@ -34,7 +34,7 @@ def refused_groups(problem: GemmProblem) -> str:
     """Return why no GPU kernel decodes the groups of the problem's format, of which there is a codec; the empty string
     if one does."""
     weight = weight_operand(problem.format, problem.dtype)
-    block, short = weight.block, weight.kind != "e4m3" and weight.block.scale_bits == 8 and not weight.block.factors
+    block, short = weight.block, weight.kind != "e4m3" and weight.block.scale_bits == 8
     group = block.scale_group
     least = _MIN_SCALE_GROUP // 2 if short else _MIN_SCALE_GROUP
     if group % least == 0:

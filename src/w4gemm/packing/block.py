@@ -4,7 +4,7 @@ A block holds 64 rows x 128 columns of a weight: the codes of its two halves of 
 
     codes    [half: 2][strip of 16 rows: 4][segment][lane: 32][word of the segment]
     scales   [run: 128 / scale_group / groups per word][strip: 4][row pair: 8][scale word, zero word if any]
-    factors  [strip: 4][row pair: 8][word of scales' factors, of zero points'], if any
+    factors  [strip: 4][row pair: 8][word of scales' factors, of zero points' if any], if any
 
 A lane has 32 codes of a strip and half, which are as many words as a code has bits: a segment is what it loads at once,
 at most four words. A matrix instruction takes its part of the words of each segment; a segment of fewer words than
@@ -73,7 +73,7 @@ class Block:
         scale_group: columns that share a scale inside the block: 16, 32, 64 or 128.
         has_zero: True if a zero word follows each scale word.
         scale_bits: bits of a scale or zero point: 32, 16 or 8.
-        factors: True if all columns share a pair of factors, of their scales and of their zero points.
+        factors: 1 if the scales of all columns share a factor, 2 if their zero points share another one, else 0.
         rows: 64, or another multiple of 16 for a sub-block.
         columns: 128, or 64 for half a block.
     """
@@ -82,7 +82,7 @@ class Block:
     scale_group: int = BLOCK_K
     has_zero: bool = False
     scale_bits: int = 16
-    factors: bool = False
+    factors: int = 0
     rows: int = BLOCK_N
     columns: int = BLOCK_K
 
@@ -90,7 +90,7 @@ class Block:
     def of(cls, format: WeightFormat, scale_bits: int = 16) -> Block:
         """The block of a format. A group of more than 128 columns, or all of k, repeats its scale in each block."""
         group = BLOCK_K if format.group_size == PER_COLUMN else math.gcd(format.group_size, BLOCK_K)
-        return cls(format.bits, group, format.has_zero, scale_bits, format.has_factors)
+        return cls(format.bits, group, format.has_zero, scale_bits, format.factors)
 
     def sub_block(self, rows: int = BLOCK_N, columns: int = BLOCK_K) -> Block:
         """The sub-block of so many rows and columns, packed without gaps."""
@@ -183,7 +183,12 @@ class Block:
     @property
     def factor_bytes(self) -> int:
         """Bytes of the factors, behind the scales; 0 if there are none."""
-        return self.run_bytes if self.factors else 0
+        return self.rows // 2 * self.factor_pair_bytes
+
+    @property
+    def factor_pair_bytes(self) -> int:
+        """Bytes from the factors of one pair of rows to those of the next."""
+        return 4 * self.factors
 
     @property
     def scale_bytes(self) -> int:
@@ -247,18 +252,18 @@ class Block:
         """The runs of bytes that bring ``rows`` rows of a whole block, from ``row`` on, to this sub-block's rows from
         ``at`` on: all three multiples of 16."""
         assert self.columns == BLOCK_K, "other rows have all columns"
-        whole, row_bytes, scale_row_bytes = self.sub_block(), self.row_bytes, self.pair_bytes // 2
+        whole, row_bytes = self.sub_block(), self.row_bytes
         codes = [
             Copy(h * self.half_bytes + at * row_bytes, h * whole.half_bytes, row * row_bytes, rows * row_bytes)
             for h in range(self.columns // HALF_K)
         ]
-        scales = [
-            Copy(
-                self.code_bytes + r * self.run_bytes + at * scale_row_bytes,
-                whole.code_bytes + r * whole.run_bytes,
-                row * scale_row_bytes,
-                rows * scale_row_bytes,
-            )
-            for r in range(self.runs + self.factors)
+        runs = [
+            (self.code_bytes + r * self.run_bytes, whole.code_bytes + r * whole.run_bytes, self.pair_bytes // 2)
+            for r in range(self.runs)
         ]
-        return codes + scales
+        if self.factors:
+            runs.append((self.factors_at, whole.factors_at, self.factor_pair_bytes // 2))
+        return codes + [
+            Copy(target + at * row_bytes, source, row * row_bytes, rows * row_bytes)
+            for target, source, row_bytes in runs
+        ]

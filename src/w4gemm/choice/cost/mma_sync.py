@@ -1,7 +1,8 @@
 """Model of sm80_mixed_gemm and sm89_fp8_gemm: the multiprocessor with the most output tiles.
 
 It takes them one after the other, also if it holds two CTAs. With stream-k all have equal work, and a CTA that has only
-a k-range of a tile hands its sums to another one. No launch takes less than the bytes that it moves.
+a k-range of a tile hands its sums to another one. A launch takes no less than it takes to begin and to move its
+bytes.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ def timers(kernel: Any, problem: GemmProblem) -> Callable[[GemmConfig], Timer]:
         def of_tiles(m: int, m_tiles: float) -> float:
             waves = m_tiles * n_tiles / sms
             waves, stored = (waves, max(1.0, 2 / waves)) if stream else (math.ceil(waves), math.ceil(waves))
-            busy = us_of.launch + waves * slices * slice_us + us_of.sums * stored * tile / 8192 * clock
-            return float((busy**SHARPNESS + moved(m) ** SHARPNESS) ** (1 / SHARPNESS))
+            busy = waves * slices * slice_us + us_of.sums * stored * tile / 8192 * clock
+            return float(us_of.launch + (busy**SHARPNESS + moved(m) ** SHARPNESS) ** (1 / SHARPNESS))
 
         if not problem.experts:
             return lambda m: of_tiles(m, -(-m // config.tile_m))

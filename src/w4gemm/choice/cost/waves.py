@@ -252,6 +252,8 @@ def _tile_overhead(facts: LaunchFacts, problem: GemmProblem, config: GemmConfig)
         else:
             overhead = decode_overhead(model, facts.kernel.name, variant.weight, variant.pairs)
             overhead *= min(1, _DECODE_BOUND_TOKENS / config.tile_m)
+            if variant.block.bits > 4 and facts.kernel.name != "sm90_decode" and variant.num_stages == 2:
+                overhead += model["two_stages"]  # the measured format has three there
         facts.decode_overheads[form] = overhead
     return overhead
 

@@ -89,8 +89,8 @@ class DequantizeKernel:
             if const_expr(variant.block.groups_per_word == 2):  # which of the two depends on the lane
                 loaded = [word >> (group % 2 * variant.block.scale_bits) for word in loaded]
             if const_expr(variant.block.factors):
-                at = source + variant.block.factors_at + (warp * 8 + g) * variant.block.pair_bytes
-                loaded = [*loaded, *load_global(at, variant.block.words_per_scale, exists)]
+                at = source + variant.block.factors_at + (warp * 8 + g) * variant.block.factor_pair_bytes
+                loaded = [*loaded, *load_global(at, variant.block.factors, exists)]
             scales.append(loaded)
         for chunk in cutlass.range_constexpr(self.k_chunks):
             prepared = self.decoder.prepare(tuple(scales[chunk]), table)

@@ -56,5 +56,5 @@ class BlockReader:
         block = self.block
         if not block.factors:
             return ()
-        at = address + block.group_bytes + (strip * (STRIP_N // 2) + pair) * block.pair_bytes
-        return load_shared(at, block.words_per_scale)
+        at = address + block.group_bytes + (strip * (STRIP_N // 2) + pair) * block.factor_pair_bytes
+        return load_shared(at, block.factors)

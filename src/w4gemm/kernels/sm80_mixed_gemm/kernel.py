@@ -364,6 +364,8 @@ class Sm80MixedGemmKernel:
         first, vector = (thread // count, thread % count) if const_expr(count < threads) else (0, thread)
         for i in cutlass.range_constexpr(-(-total // threads)):
             block, at = i * threads // count + first, (i * threads % count + vector) * 16
+            if const_expr(threads % count and count % threads):  # or parts of several
+                block, at = (i * threads + thread) // count, (i * threads + thread) % count * 16
             # past the last block: that block again, whose rows are not stored, or which meets zeros of x
             row = cutlass.min(n_tile * variant.blocks_n + block // variant.blocks_k, weight.shape[0] - 1)
             if const_expr(variant.half_block_stages):
@@ -402,8 +404,9 @@ class Sm80MixedGemmKernel:
         codes = base + half * held.half_bytes + first_atom % 4 * held.strip_bytes
         atoms = range(variant.m16_atoms_per_warp)
         words = [sum((self.reader.codes(codes, i, atom, coord.lane) for i in range(halves)), ()) for atom in atoms]
-        scales = base + held.code_bytes + (first_atom % 4 * 8 + coord.lane // 4) * held.pair_bytes
-        factors = scales
+        pair = first_atom % 4 * 8 + coord.lane // 4
+        scales = base + held.code_bytes + pair * held.pair_bytes
+        factors = base + held.code_bytes + pair * held.factor_pair_bytes
         if variant.block.scale_group < BLOCK_K:
             scales += held.run(half * self.groups_per_chunk) * held.pair_bytes
 

@@ -91,9 +91,10 @@ class Sm80MixedGemm(GpuKernel):
     space = space_of(
         TILES,
         Rule(
-            "gathered rows and wide scales",
-            "indices of rows take registers: beside 128 sums a thread, weights formed in float32 would spill",
-            lambda v: v.gathered and v.weight.codec.in_float32 and v.accumulators >= 128,
+            "wide scales",
+            "weights formed in float32 take registers: beside 128 sums a thread they would spill if rows are gathered, "
+            "whose indices take some too, and those of other widths than four bits everywhere",
+            lambda v: v.weight.in_float32 and v.accumulators >= 128 and (v.gathered or v.block.bits != 4),
         ),
     )
     least = (8, 0)

@@ -132,7 +132,7 @@ class Mainloop:
     @property
     def packed_words(self) -> int:
         """Words of a packed block that a thread holds."""
-        return self.code_words + (self.block.runs + self.block.factors) * self.block.words_per_scale
+        return self.code_words + self.block.runs * self.block.words_per_scale + self.block.factors
 
     def operands(
         self, mma: cute.TiledMma, thr_mma: Any, acc: cute.Tensor, s_x: cute.Tensor, decode_table: Int32
@@ -180,16 +180,16 @@ class Mainloop:
         row = (consumer.warpgroup * variant.m64_atoms + atom) * variant.blocks_k
         index = row + consumer.k_set * (variant.blocks_k // variant.k_sets) + block
         address = pipeline.weights + stage * variant.weight_bytes + index * self.block.bytes
-        pair_offset = (thread // 32 * 8 + thread % 32 // 4) * self.block.pair_bytes
+        pair = thread // 32 * 8 + thread % 32 // 4
         words: list[Int32] = []
         halves = self.chunks_per_load * variant.chunk_k // HALF_K
         for half in range(part * halves, (part + 1) * halves):
             words += self.reader.codes(address, half, lane=thread)
         for run in range(self.block.runs if part == 0 else 0):
             first = self.block.scales_at(run * self.block.groups_per_word)
-            words += self.reader.scales(address + first + pair_offset)
+            words += self.reader.scales(address + first, pair=pair)
         if part == 0:
-            words += self.reader.factors(address + self.block.code_bytes + pair_offset)
+            words += self.reader.factors(address + self.block.code_bytes, pair=pair)
         for i, word in enumerate(words):
             packed[i] = word
 

@@ -21,7 +21,7 @@ from w4gemm.packing.codecs.integers import INT4_MMA16, INTEGERS
 CODECS: tuple[Codec, ...] = (*INTEGERS, *INT4_FP8, *CODEBOOKS, *E2M1)
 
 _KIND = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float8_e4m3fn: "e4m3"}
-_SCALE_KIND = _KIND | {torch.float8_e8m0fnu: "e8m0", torch.float32: "f32", torch.uint8: "u8"}
+_SCALE_KIND = _KIND | {torch.float8_e8m0fnu: "e8m0", torch.float32: "f32", torch.uint8: "u8", torch.int8: "s8"}
 """Names, by the dtype of a format's scales, that decoders know them by."""
 
 

@@ -125,7 +125,8 @@ class WeightOperand:
     Args:
         codec: how codes and scales lie.
         kind: dtype of x, "f16", "bf16" or "e4m3", which is also what is decoded to, unless the codec says otherwise.
-        scale: what a decoder takes the stored scales for, "f16", "bf16", "f32", "e4m3", "e8m0" or "u8".
+        scale: what a decoder takes the stored scales for, "f16", "bf16", "f32", "e4m3", "e8m0", "u8" or
+            "s8".
         zero: "none", "int" or "float".
         block: sizes and offsets of one packed block.
         channels: True if a float32 factor for each output channel multiplies the sums.
@@ -147,6 +148,11 @@ class WeightOperand:
     def mixed(self) -> bool:
         """True if scales have another dtype than x."""
         return self.kind != self.scale
+
+    @property
+    def in_float32(self) -> bool:
+        """True if a weight is computed in float32: beside wide scales, and a byte beside scales of another dtype."""
+        return self.codec.in_float32 or (self.mixed and self.block.bits > 4)
 
     def decoder(self, **decoding: Any) -> Any:
         """The decoder for a kernel, of which ``decoding`` are the fields of :class:`Decoding`."""
@@ -297,6 +303,21 @@ class Codec:
         return codes
 
     # --- fields of scales and zero points, and scales of output channels
+
+    def stored_fields(
+        self, scales: torch.Tensor, zeros: torch.Tensor | None, format: WeightFormat
+    ) -> list[torch.Tensor]:
+        """The fields (n, groups) of a scale word and, with zero points, of a zero word."""
+        fields = [self.stored_scales(scales)]
+        return fields if zeros is None else [*fields, self.stored_zeros(zeros, format)]
+
+    def from_fields(
+        self, fields: list[torch.Tensor], format: WeightFormat, channels: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The inverse of :meth:`stored_fields`: scales, and zero points if there are any. channels: what
+        :meth:`stored_channels` gave."""
+        zeros = self.zeros_from(fields[1], format) if format.has_zero else None
+        return self.scales_from(fields[0], format, channels), zeros
 
     def has_channels(self, format: WeightFormat) -> bool:
         """True if a float32 scale for each output channel lies beside the blocks."""

@@ -17,9 +17,13 @@ Words of several steps are turned for each (:attr:`Codec.turns`).
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
+import torch
+
 from w4gemm.core.formats import WeightFormat
+from w4gemm.packing.block import Block
 from w4gemm.packing.codecs.base import MMA16, Bits, Codec, Decoding, Pairs, WeightOperand
 
 _TURNS: dict[int, tuple[tuple[int, ...], ...]] = {
@@ -86,6 +90,10 @@ class HalfCodec(Codec):
         decoder = SinglesDecoder if SinglesDecoder.decodes(*form, bits) else Decoder
         return decoder(*form, decoding.only_fma, bits=bits)
 
+    def costs(self, weight: WeightOperand, pairs: Pairs | None, few: bool) -> tuple[str, ...]:
+        costs = super().costs(weight, pairs, few)
+        return (*costs, "two_segments") if self.bits in (3, 5, 6) and not few else costs
+
 
 class WideCodec(Codec):
     """For scales of float32."""
@@ -119,19 +127,60 @@ class TwoLevelCodec(WideCodec):
         return ("two_levels_few" if few else "two_levels",)
 
 
-def _codecs(bits: int) -> tuple[Codec, Codec, Codec]:
+class SignedLevelCodec(TwoLevelCodec):
+    """For scales that are bytes with a sign, stored as byte + 128."""
+
+    def stored_scales(self, scales: torch.Tensor) -> torch.Tensor:
+        return scales.short() + 128
+
+    def scales_from(self, fields: torch.Tensor, format: WeightFormat, channels: torch.Tensor | None) -> torch.Tensor:
+        return (fields - 128).to(format.scale_dtype)
+
+
+class NibbleLevelCodec(TwoLevelCodec):
+    """For scales and zero points of four bits: a byte has a scale in its low half and a zero point in its high one."""
+
+    def decoder(self, weight: WeightOperand, decoding: Decoding) -> Any:
+        from w4gemm.packing.codecs.integers_decode_wide import NibbleLevelDecoder
+
+        form = weight.kind, weight.scale, weight.zero
+        return NibbleLevelDecoder(*form, decoding.only_fma, decoding.allow_sum_scale, bits=self.bits)
+
+    def pairs(self, weight: WeightOperand, on_sums: bool) -> Pairs | None:
+        return None
+
+    def block(self, format: WeightFormat) -> Block:
+        return replace(super().block(format), has_zero=False)
+
+    def stored_fields(
+        self, scales: torch.Tensor, zeros: torch.Tensor | None, format: WeightFormat
+    ) -> list[torch.Tensor]:
+        assert zeros is not None
+        return [(scales | zeros << 4).short()]
+
+    def from_fields(
+        self, fields: list[torch.Tensor], format: WeightFormat, channels: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return (fields[0] & 15).to(format.scale_dtype), (fields[0] >> 4 & 15).to(format.scale_dtype)
+
+
+def _codecs(bits: int) -> tuple[Codec, ...]:
     """The codecs of integers of so many bits. Beside 16-bit scales a zero point is a number of the scales' dtype, in
     which codes are exact."""
     name, codes = f"int{bits}", (tuple(range(2**bits)), _places(bits), _TURNS.get(bits, ()))
-    wide: dict[str, Any] = {"registers": 3, "in_float32": True}
-    return (
+    wide: dict[str, Any] = {"scale_bits": 32, "registers": 3, "in_float32": True}
+    levels = wide | {"scale_bits": 8}
+    codecs: list[Codec] = [
         HalfCodec(f"{name}_mma16", MMA16, name, ("bf16", "fp16"), ("none", "int", "float"), *codes, registers=3),
-        WideCodec(f"{name}_wide_mma16", MMA16, name, ("fp32",), ("none", "float"), *codes, scale_bits=32, **wide),
-        TwoLevelCodec(
-            f"{name}_two_levels_mma16", MMA16, name, ("u8x256", "u8x128"), ("float",), *codes, scale_bits=8, **wide
-        ),
-    )
+        WideCodec(f"{name}_wide_mma16", MMA16, name, ("fp32",), ("none", "float"), *codes, **wide),
+        SignedLevelCodec(f"{name}_signed_levels_mma16", MMA16, name, ("s8x256", "s8x128"), ("none",), *codes, **levels),
+        NibbleLevelCodec(f"{name}_nibble_levels_mma16", MMA16, name, ("u4x256",), ("float",), *codes, **levels),
+    ]
+    if bits <= 5:  # of six bits there is no such format
+        unsigned = "u8x256", "u8x128"
+        codecs.append(TwoLevelCodec(f"{name}_two_levels_mma16", MMA16, name, unsigned, ("float",), *codes, **levels))
+    return tuple(codecs)
 
 
-INTEGERS = tuple(codec for bits in (4,) for codec in _codecs(bits))
+INTEGERS = tuple(codec for bits in (4, 8, 6, 5, 3, 2) for codec in _codecs(bits))
 INT4_MMA16 = INTEGERS[0]

@@ -149,3 +149,14 @@ class TwoLevelDecoder(WideDecoder):
         text = f"prmt.b32 $0, $1, $2, {0x7440 + 2 * row + field:#x};"
         biased = asm(text, [Int32], [words[level], hidden_constant(0x4B000000)], pure=True)[0]
         return fma(to_float("f32", biased), factor, factor * Float32(-_BYTE_BIAS))
+
+
+class NibbleLevelDecoder(TwoLevelDecoder):
+    """The same with scales and zero points of four bits, the halves of the bytes of one word."""
+
+    def _rows(
+        self, words: tuple[Int32, ...], field: int, of_scales: tuple[float, ...], of_zeros: float
+    ) -> tuple[WideRow, ...]:
+        levels, *factors = words
+        scales, zeros = levels & 0x0F0F0F0F, levels >> 4 & 0x0F0F0F0F
+        return super()._rows((scales, zeros, *factors), field, of_scales, of_zeros)

@@ -65,9 +65,7 @@ class MmaLayout:
         codes = codec.codes_beside(parts.codes, parts.scales, format)
         codes = torch.nn.functional.pad(codes, pad, value=format.element_rule.padding_code)
         blocks[:, :, : block.code_words] = codec.code_words(codes)
-        fields = [codec.stored_scales(parts.scales)]
-        if parts.zeros is not None:
-            fields.append(codec.stored_zeros(parts.zeros, format))
+        fields = codec.stored_fields(parts.scales, parts.zeros, format)
         columns = _Columns(block, format.group_length(k), k)
         scales = _scale_words(fields, columns, shape[0], shape[1])
         if parts.factors is not None:
@@ -84,8 +82,7 @@ class MmaLayout:
         words, count = blocks[:, :, block.code_words :], block.group_bytes // 4
         columns = _Columns(block, format.group_length(k), k)
         fields = _from_scale_words(words[:, :, :count], columns, n)
-        zeros = codec.zeros_from(fields[1], format) if format.has_zero else None
-        scales = codec.scales_from(fields[0], format, channels)
+        scales, zeros = codec.from_fields(fields, format, channels)
         factors = None
         if format.has_factors:
             each = _from_scale_words(words[:, :, count:], columns.of_factors(format), n)
@@ -103,7 +100,7 @@ class _Columns(NamedTuple):
 
     def of_factors(self, format: WeightFormat) -> _Columns:
         """The same of factors."""
-        return _Columns(Block(self.block.bits, has_zero=True), format.scale_rule.factor_columns, self.k)
+        return _Columns(Block(self.block.bits, has_zero=format.has_zero), format.scale_rule.factor_columns, self.k)
 
     @property
     def groups(self) -> int:
@@ -112,8 +109,8 @@ class _Columns(NamedTuple):
 
 
 def _scale_words(fields: list[torch.Tensor], columns: _Columns, n_blocks: int, k_blocks: int) -> torch.Tensor:
-    """Words (n_blocks, k_blocks, all scale words) of fields (n, groups), of scales and, if there are any, zero points:
-    int16, or int32 if they have 32 bits."""
+    """Words (n_blocks, k_blocks, all scale words) of fields (n, groups), of scales and, if they have words of their
+    own, of zero points: int16, or int32 if they have 32 bits."""
     block, shared = columns.block, columns.block.groups_per_word
     first = torch.arange(0, k_blocks * BLOCK_K, block.scale_group, device=fields[0].device)
     source = (first // columns.length).clamp(max=fields[0].shape[1] - 1)
