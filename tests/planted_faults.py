@@ -110,9 +110,9 @@ FAULTS = (
     ),
     Fault(
         "a shard's groups take the scales of groups counted from the shard's own first column",
-        "src/w4gemm/weights/weight.py",
-        "starts = columns.start + torch.arange(format.groups(width)",
-        "starts = torch.arange(format.groups(width)",
+        "src/w4gemm/weights/shards.py",
+        "return columns.start + torch.arange(count, device=device) * length",
+        "return torch.arange(count, device=device) * length",
         "tests/test_weight.py",
     ),
     Fault(
@@ -282,9 +282,9 @@ FAULTS = (
     ),
     Fault(
         "GGUF's high nibbles first",
-        "src/w4gemm/checkpoints/gguf_file.py",
-        "return torch.cat(fields(bytes, 4), dim=-1).view(-1, k)",
-        "return torch.cat(fields(bytes, 4)[::-1], dim=-1).view(-1, k)",
+        "src/w4gemm/checkpoints/gguf_blocks.py",
+        "return torch.cat(fields(bytes, bits), dim=-1).flatten(1)",
+        "return torch.cat(fields(bytes, bits)[::-1], dim=-1).flatten(1)",
         "tests/test_gguf.py",
     ),
     Fault(
