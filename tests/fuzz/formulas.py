@@ -92,12 +92,6 @@ def finite(element: str) -> list[float]:
     return [number for number in codebook(element) if math.isfinite(number)]
 
 
-def finite_codes(codes: torch.Tensor, element: str) -> torch.Tensor:
-    """Return codes with 0 in the place of those of NaN and infinity."""
-    numbers = torch.tensor(codebook(element), dtype=torch.float64, device=codes.device)
-    return torch.where(numbers[codes.long()].isfinite(), codes, 0)
-
-
 class Weight(NamedTuple):
     """Exact numbers (n, k) in float64."""
 

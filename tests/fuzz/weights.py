@@ -47,8 +47,8 @@ def _weight(case: Case, source: Source) -> tuple[w4gemm.QuantizedWeight, formula
     group = torch.arange(k, device=source.device) // length
     if case.act_order:
         group = group[torch.argsort(source.uniform(k))]
-    codes, channels = source.integers(0, 2**f.bits - 1, n, k), None
-    codes = formulas.finite_codes(codes, f.element)
+    usable = torch.tensor(_usable_codes(case, f), device=source.device)
+    codes, channels = usable[source.integers(0, len(usable) - 1, n, k)], None
     stored = (_two_levels if f.scale_rule.factor_columns else _one_level)(case, f, source, n, groups)
     if f.scale_rule.per_channel:
         channels = source.powers(-2, 1, n) if exact else source.uniform(n) / 16 + 0.01
@@ -57,6 +57,19 @@ def _weight(case: Case, source: Source) -> tuple[w4gemm.QuantizedWeight, formula
     numbers = str(case.variant.dtype).removeprefix("torch.") if case.variant.dtype.itemsize == 2 else "float32"
     scales, zeros, rounded = stored.scale_numbers, stored.zero_numbers, f.scale_rule.rounded_to is not None
     return w, formulas.weight(codes, scales, zeros, channels, group, f.zero, f.element, rounded, numbers)
+
+
+def _usable_codes(case: Case, f: w4gemm.WeightFormat) -> list[int]:
+    """Codes that stand for numbers; if sums are to be exact, of more than four bits only those whose weights have few
+    digits."""
+    numbers = list(enumerate(formulas.codebook(f.element)))
+    if case.numbers != "exact" or f.bits == 4:
+        return [u for u, number in numbers if math.isfinite(number)]
+    if f.element.startswith("int"):
+        if f.has_factors or f.zero == "float":
+            numbers = numbers[:16] if f.has_zero else [(u, number) for u, number in numbers if -16 <= number < 16]
+        return [u for u, _ in numbers]
+    return [u for u, number in numbers if abs(number) <= 8 and (8 * number).is_integer()]
 
 
 def _one_level(case: Case, f: w4gemm.WeightFormat, source: Source, n: int, groups: int) -> Stored:
@@ -85,7 +98,7 @@ def _two_levels(case: Case, f: w4gemm.WeightFormat, source: Source, n: int, grou
         factors = source.powers(-5, -4, *shape)
     else:
         spread = source.powers(-6, 3, *shape) if case.numbers == "extreme" else 1
-        factors = (source.uniform(*shape) + 0.1) * spread / (30 * case.k**0.5)
+        factors = (source.uniform(*shape) + 0.1) * spread / (30 * case.k**0.5 * _size(f))
     factors = (factors * (source.integers(0, 1, *shape) * 2 - 1)).half()
     numbers = [t * factors[:, of_group, i].float() for i, t in enumerate(levels)]
     stored = levels.to(f.scale_dtype).unbind()
@@ -105,8 +118,12 @@ def _scales(case: Case, f: w4gemm.WeightFormat, source: Source, n: int, groups: 
     else:
         scales = sign * (source.uniform(n, groups) + 0.1) * (16 if e4m3 else 1 / case.k**0.5)
         scales *= (source.uniform(n, groups) > 0.05) | unsigned
-    # 1/16 for iq4, whose numbers are about 16 times int4's
-    return scales / 2.0 ** max(0, math.ceil(math.log2(max(map(abs, formulas.finite(f.element))) / 8)))
+    return scales / _size(f)
+
+
+def _size(f: w4gemm.WeightFormat) -> float:
+    """Power of two by which the element's numbers are larger than int4's: 16 for iq4."""
+    return 2.0 ** max(0, math.ceil(math.log2(max(map(abs, formulas.finite(f.element))) / 8)))
 
 
 def _short(scales: torch.Tensor, bits: int) -> torch.Tensor:
