@@ -18,9 +18,9 @@ from torch.overrides import TorchFunctionMode
 
 from w4gemm.checkpoints import Checkpoint, open_checkpoint
 from w4gemm.checkpoints.account import Recipe
+from w4gemm.checkpoints.base import Module, Pretrained
 from w4gemm.checkpoints.gguf_fields import quick_reader, tokenizer_of
 from w4gemm.checkpoints.hugging_face import AS_IT_IS, is_model, model_class, transformers_errors
-from w4gemm.checkpoints.text_part import PREFIX, TextPart
 from w4gemm.core.errors import device_here
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import Device
@@ -28,6 +28,7 @@ from w4gemm.integrations.decoder import decode_by_graph
 from w4gemm.integrations.transformers.awaited import finish
 from w4gemm.integrations.transformers.layers import Progress
 from w4gemm.integrations.transformers.places import Placement
+from w4gemm.weights.weight import QuantizedWeight
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -73,7 +74,7 @@ def load(
     checkpoint = open_checkpoint(path, format)
     model, tokenizer, alone = _empty_model(checkpoint, dtype)
     if not alone:
-        checkpoint = TextPart(checkpoint)
+        checkpoint = _TextPart(checkpoint)
     unsaved = _fill(model, Placement(model, checkpoint, Device.of(device)), device, activations, progress)
     describe(model).unsaved = tuple(unsaved)
     return decode_by_graph(model.to(device).eval()), tokenizer
@@ -85,6 +86,37 @@ class ParametersOnMeta(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         return func(*args, **(kwargs | {"device": "meta"} if func is torch.empty else kwargs))
+
+
+_PREFIX = "language_model."
+"""Begin of the names of a language model inside another model, in Kimi-K2.5's folders and other ones of their time."""
+
+
+class _TextPart:
+    """The modules and tensors under :data:`_PREFIX` of a checkpoint, without it: themselves a checkpoint."""
+
+    def __init__(self, whole: Checkpoint) -> None:
+        self.path, self._whole = whole.path, whole
+
+    @property
+    def modules(self) -> Mapping[str, Module]:
+        return {name[len(_PREFIX) :]: m for name, m in self._whole.modules.items() if name.startswith(_PREFIX)}
+
+    @property
+    def tensors(self) -> Mapping[str, tuple[int, ...]]:
+        return {name[len(_PREFIX) :]: s for name, s in self._whole.tensors.items() if name.startswith(_PREFIX)}
+
+    def stored_type(self, name: str) -> str:
+        return self._whole.stored_type(_PREFIX + name)
+
+    def weight(self, name: str, device: torch.device | str = "cpu") -> QuantizedWeight:
+        return self._whole.weight(_PREFIX + name, device)
+
+    def dense(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return self._whole.dense(_PREFIX + name, dtype)
+
+    def pretrained(self) -> Pretrained:
+        return self._whole.pretrained()
 
 
 class _Empty(NamedTuple):
@@ -113,8 +145,8 @@ def _empty_model(checkpoint: Checkpoint, dtype: torch.dtype) -> _Empty:
 
 def _model_of(whole: PretrainedConfig, checkpoint: Checkpoint, dtype: torch.dtype) -> tuple[PreTrainedModel, bool]:
     """Return the model of a config, and :attr:`_Empty.alone`. It is the language model inside a larger one if names of
-    the checkpoint begin with :data:`PREFIX`, and transformers makes no model of the larger one."""
-    inside = any(name.startswith(PREFIX) for name in (*checkpoint.modules, *checkpoint.tensors))
+    the checkpoint begin with :data:`_PREFIX`, and transformers makes no model of the larger one."""
+    inside = any(name.startswith(_PREFIX) for name in (*checkpoint.modules, *checkpoint.tensors))
     alone = not inside or not hasattr(whole, "text_config") or is_model(whole)
     config = whole if alone else whole.get_text_config()
     with ParametersOnMeta():
