@@ -333,6 +333,13 @@ class WeightFormat:
         pairs = scales.unflatten(0, (-1, 1, 2))
         return pairs.expand(-1, self.scale_rule.block_rows // 2, -1, -1).flatten(0, 2)[:n]
 
+    def scales_of_blocks(self, scales: torch.Tensor) -> torch.Tensor:
+        """Return the scales of each row, of an even number of rows, as they are stored: the inverse of
+        :meth:`scales_of_rows`."""
+        if not (rows := self.scale_rule.block_rows):
+            return scales
+        return torch.stack((scales[::rows], scales[1::rows]), 1).flatten(0, 1)
+
     def spread(self, of_groups: torch.Tensor, k: int) -> torch.Tensor:
         """Return a tensor (n, groups) with each number repeated for the columns of its group: (n, k)."""
         return of_groups.repeat_interleave(min(self.group_length(k), k), dim=1)[:, :k]

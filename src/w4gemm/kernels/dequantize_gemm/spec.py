@@ -28,6 +28,7 @@ from w4gemm.kernels.sm80_mixed_gemm.spec import Sm80MixedGemm
 from w4gemm.kernels.space import Exclusion
 from w4gemm.kernels.variant import GpuVariant
 from w4gemm.packing.block import BLOCK_K, BLOCK_N
+from w4gemm.packing.codecs import weight_operand
 from w4gemm.packing.layouts import layout_named
 
 _FP8 = torch.float8_e4m3fn
@@ -61,7 +62,7 @@ class DequantizeGemm:
             return Status.no("takes a single weight; how many tokens an expert has, only the device knows")
         if reason := _refused_fp8(problem) if problem.dtype == _FP8 else "":
             return Status.no(reason)
-        if problem.dtype != _FP8 and problem.format.has_channels:
+        if problem.dtype != _FP8 and weight_operand(problem.format, problem.dtype).channels:
             return Status.no(f"cannot take {problem.format}: cuBLAS has scales of output channels beside fp8 only")
         stored = Epilogue(bias=problem.epilogue.bias, token_scale=problem.epilogue.token_scale)
         if problem.epilogue != stored:

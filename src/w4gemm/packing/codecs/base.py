@@ -152,7 +152,8 @@ class WeightOperand:
     @property
     def in_float32(self) -> bool:
         """True if a weight is computed in float32: beside wide scales, and a byte beside scales of another dtype."""
-        return self.codec.in_float32 or (self.mixed and self.block.bits > 4)
+        other = self.mixed and self.scale in ("f16", "bf16")
+        return self.codec.in_float32 or (other and self.block.bits > 4)
 
     def decoder(self, **decoding: Any) -> Any:
         """The decoder for a kernel, of which ``decoding`` are the fields of :class:`Decoding`."""

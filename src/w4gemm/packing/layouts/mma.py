@@ -65,7 +65,8 @@ class MmaLayout:
         codes = codec.codes_beside(parts.codes, parts.scales, format)
         codes = torch.nn.functional.pad(codes, pad, value=format.element_rule.padding_code)
         blocks[:, :, : block.code_words] = codec.code_words(codes)
-        fields = codec.stored_fields(parts.scales, parts.zeros, format)
+        scales = format.scales_of_rows(parts.scales, shape[0] * BLOCK_N)
+        fields = codec.stored_fields(scales, parts.zeros, format)
         columns = _Columns(block, format.group_length(k), k)
         scales = _scale_words(fields, columns, shape[0], shape[1])
         if parts.factors is not None:
@@ -81,8 +82,10 @@ class MmaLayout:
         codes = codec.codes_of(blocks[:, :, : block.code_words])[:n, :k].contiguous()
         words, count = blocks[:, :, block.code_words :], block.group_bytes // 4
         columns = _Columns(block, format.group_length(k), k)
-        fields = _from_scale_words(words[:, :, :count], columns, n)
+        rows = len(blocks) * BLOCK_N if format.scale_rule.block_rows else n
+        fields = _from_scale_words(words[:, :, :count], columns, rows)
         scales, zeros = codec.from_fields(fields, format, channels)
+        scales = format.scales_of_blocks(scales)
         factors = None
         if format.has_factors:
             each = _from_scale_words(words[:, :, count:], columns.of_factors(format), n)

@@ -1,0 +1,106 @@
+"""Codecs of e4m3, the 8-bit float, for 16-bit x.
+
+The seven lower bits of a code at bits 10 to 4 of a bf16, and its sign at bit 15, are its number times 2**-120: the
+smallest exponents of both are subnormals. So rows g lie in code words at the places of a bf16's bits. Rows g + 8 have
+the others: exponent bits at 14 to 11 and mantissa bits at 2 to 0 of each half, and signs at bit 3 of the other half. A
+rotation by four and a shift bring them to the same places.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from w4gemm.core.formats import PER_COLUMN, WeightFormat
+from w4gemm.packing.codecs.base import MMA16, Bits, Codec, Decoding, Pairs, WeightOperand
+from w4gemm.packing.codecs.e2m1 import PowerCodec
+
+
+def _places() -> tuple[Bits, ...]:
+    """A word of the first segment has both rows of col8 0, of the second one those of col8 1."""
+    places = []
+    for step in range(4):
+        for p in range(8):
+            row8, col8, element = p % 2, p // 2 % 2, p // 4
+            up = 16 * element
+            parts = (
+                ((7, up), (0x78, up + 8), (0x80, -4 if element else 12)) if row8 else ((0x7F, up + 4), (0x80, up + 8))
+            )
+            places += [Bits(8 * step + p, mask, shift, 4 * col8 + step) for mask, shift in parts]
+    return tuple(places)
+
+
+class _E4m3Codec(Codec):
+    """What all have in common."""
+
+    def costs(self, weight: WeightOperand, pairs: Pairs | None, few: bool) -> tuple[str, ...]:
+        if few:
+            return ()
+        return ("e4m3_half",) if weight.kind == "f16" else ("e4m3",)
+
+
+class ChannelCodec(_E4m3Codec):
+    """For one float32 scale a row, which multiplies its sums. Blocks have the fields of 16-bit scales all the same, 1.5
+    % of their bytes, which nothing reads: so kernels need no other geometry."""
+
+    def holds(self, format: WeightFormat) -> bool:
+        return super().holds(format) and format.group_size == PER_COLUMN
+
+    def decoder(self, weight: WeightOperand, decoding: Decoding) -> Any:
+        from w4gemm.packing.codecs.e4m3_decode import E4m3Decoder
+
+        return E4m3Decoder(weight.kind, weight.scale, weight.zero, decoding.only_fma, decoding.allow_sum_scale)
+
+    def has_channels(self, format: WeightFormat) -> bool:
+        return True
+
+    def stored_channels(self, scales: torch.Tensor, channels: torch.Tensor | None) -> torch.Tensor:
+        return scales[:, 0]
+
+    def stored_scales(self, scales: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(scales.shape, dtype=torch.int16, device=scales.device)
+
+    def scales_from(self, fields: torch.Tensor, format: WeightFormat, channels: torch.Tensor | None) -> torch.Tensor:
+        assert channels is not None
+        return channels[:, None].clone()
+
+
+class MicroscalingCodec(PowerCodec, _E4m3Codec):
+    """For e8m0 scales."""
+
+    def decoder(self, weight: WeightOperand, decoding: Decoding) -> Any:
+        from w4gemm.packing.codecs.e4m3_decode import E4m3Decoder
+
+        return E4m3Decoder(weight.kind, weight.scale, weight.zero, decoding.only_fma, decoding.allow_sum_scale)
+
+    def costs(self, weight: WeightOperand, pairs: Pairs | None, few: bool) -> tuple[str, ...]:
+        return _E4m3Codec.costs(self, weight, pairs, few)
+
+
+class WideE4m3Codec(_E4m3Codec):
+    """For float32 scales of groups of columns, of each row or of blocks of rows."""
+
+    def holds(self, format: WeightFormat) -> bool:
+        return super().holds(format) and (format.group_size != PER_COLUMN or format.scale_rule.block_rows > 0)
+
+    def decoder(self, weight: WeightOperand, decoding: Decoding) -> Any:
+        from w4gemm.packing.codecs.e4m3_decode import WideE4m3Decoder
+
+        return WideE4m3Decoder(weight.kind, weight.scale, weight.zero, decoding.only_fma, decoding.allow_sum_scale)
+
+    def costs(self, weight: WeightOperand, pairs: Pairs | None, few: bool) -> tuple[str, ...]:
+        return ("two_levels_few" if few else "two_levels",)
+
+
+_CODES = tuple(range(256)), _places()
+E4M3 = (
+    ChannelCodec("e4m3_channel_mma16", MMA16, "e4m3", ("fp32",), ("none",), *_CODES, registers=4),
+    MicroscalingCodec("mxfp8_mma16", MMA16, "e4m3", ("e8m0",), ("none",), *_CODES, scale_bits=8, registers=4),
+    WideE4m3Codec(
+        *("e4m3_wide_mma16", MMA16, "e4m3", ("fp32", "b128"), ("none",), *_CODES),
+        scale_bits=32,
+        registers=4,
+        in_float32=True,
+    ),
+)
