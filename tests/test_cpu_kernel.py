@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import platform
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -14,7 +17,7 @@ from w4gemm import choice
 from w4gemm.choice.model import ranked
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import Device, GemmProblem
-from w4gemm.kernels.cpu import kernel, matmul
+from w4gemm.kernels.cpu import compiled, kernel, matmul
 from w4gemm.kernels.cpu.spec import CpuMixedGemm
 from w4gemm.packing.layouts import layout_named
 
@@ -23,9 +26,41 @@ CPU = Device("cpu")
 
 @pytest.fixture
 def without_code_sums(monkeypatch):
-    """Simulate a build of PyTorch without FBGEMM."""
+    """Simulate a build of PyTorch without FBGEMM, beside which llvmlite is missing."""
     monkeypatch.setattr(kernel, "has_code_sums", lambda bits: False)
-    monkeypatch.setattr(choice.plan_cache, "_plans", {})
+    monkeypatch.setattr(compiled, "is_available", lambda: False)
+    with other_configs():
+        yield
+
+
+@pytest.fixture
+def without_llvmlite(monkeypatch):
+    monkeypatch.setattr(compiled, "is_available", lambda: False)
+    with other_configs():
+        yield
+
+
+@pytest.fixture(params=["llvmlite", "without_llvmlite"])
+def both(request):
+    """Run a test with and without the compiled method."""
+    if request.param == "without_llvmlite":
+        request.getfixturevalue("without_llvmlite")
+    elif not compiled.is_available():
+        pytest.skip(f"needs {compiled.NEEDS}")
+
+
+@contextlib.contextmanager
+def other_configs():
+    """Choose anew, here and afterwards."""
+    forget_choices()
+    yield
+    forget_choices()
+
+
+def forget_choices() -> None:
+    choice.model._of_kernel.cache_clear()
+    choice.model._invariant_order.cache_clear()
+    choice.plan_cache.forget()
 
 
 def problem(m: int, layout: str = "cpu", k: int = 576, format: WeightFormat = FEW_FORMATS[0]) -> GemmProblem:
@@ -37,7 +72,7 @@ def in_order(p: GemmProblem) -> list[str]:
 
 
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="FBGEMM is certain on x86 only")
-def test_few_tokens_read_the_codes_themselves():
+def test_few_tokens_read_the_codes_themselves(without_llvmlite):
     assert kernel.has_code_sums(4)
     assert in_order(problem(1))[0] == "1x128x32_1x1x1_coop"
     assert in_order(problem(4)) == in_order(problem(8))[::-1]
@@ -69,7 +104,7 @@ def products_by_every_function(w: w4gemm.QuantizedWeight, x: torch.Tensor) -> di
     }
 
 
-def test_groups_of_more_than_256_columns_that_32_does_not_divide():
+def test_groups_of_more_than_256_columns_that_32_does_not_divide(both):
     """Their parts have a multiple of 16 columns."""
     w = random_weight(WeightFormat(272), 64, 544).repack()
     x = torch.randn(1, 544, generator=torch.Generator().manual_seed(0))
@@ -79,7 +114,7 @@ def test_groups_of_more_than_256_columns_that_32_does_not_divide():
 @pytest.mark.parametrize("zero", ["none", "int", "float"])
 @pytest.mark.parametrize("m", [1, 3])
 @pytest.mark.parametrize("n", [129, 700])
-def test_a_single_column(n, m, zero):
+def test_a_single_column(both, n, m, zero):
     """x repeated for each chunk of features is memory of its own, though one element with a stride of 0 would do."""
     w = random_weight(WeightFormat(32, zero), n, 1).repack()
     x = torch.randn(m, 1, generator=torch.Generator().manual_seed(n))
@@ -92,14 +127,14 @@ def test_a_zero_point_far_below_its_scale_is_not_lost():
     format, codes = WeightFormat(32, "float"), torch.arange(128 * 64).view(128, 64) % 16
     scales, zeros = torch.full((128, 2), 7424.0).bfloat16(), torch.full((128, 2), 0.01).bfloat16()
     w = w4gemm.QuantizedWeight.from_codes(format, codes, scales, zeros).repack()
-    for config in ("1x128x32", "2048x16384x64"):  # sums of codes, and a matmul
-        d = w4gemm.linear(torch.eye(64), w, config=f"cpu_mixed_gemm/{config}_1x1x1_coop")
+    for config in CpuMixedGemm().configs(problem(1, k=64, format=format)):
+        d = w4gemm.linear(torch.eye(64), w, config=str(config))
         assert torch.equal(d.T, w.dequantize()), config
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["int4_g32", "int4_g32_zint", "int4_g32_zfloat"])
-def test_infinities_are_those_of_a_matmul(name, dtype):
+def test_infinities_are_those_of_a_matmul(both, name, dtype):
     """In sums of codes they would meet infinities of the other sign: x times the zero points."""
     w = w4gemm.quantize(torch.randn(130, 64), name).repack()
     x = torch.randn(3, 64)
@@ -111,7 +146,7 @@ def test_infinities_are_those_of_a_matmul(name, dtype):
             assert torch.equal(row.nan_to_num(0, 1, -1), expected.nan_to_num(0, 1, -1))
 
 
-def test_sums_that_overflow_before_the_scale():
+def test_sums_that_overflow_before_the_scale(both):
     codes, zeros = torch.full((130, 64), 15, dtype=torch.uint8), torch.full((130, 2), 14, dtype=torch.uint8)
     w = w4gemm.QuantizedWeight.from_codes("int4_g32_zint", codes, torch.full((130, 2), 1e-3).bfloat16(), zeros)
     x = torch.full((1, 64), 3e37)
@@ -119,12 +154,12 @@ def test_sums_that_overflow_before_the_scale():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_products_do_not_depend_on_the_default_dtype(monkeypatch, dtype):
+def test_products_do_not_depend_on_the_default_dtype(both, monkeypatch, dtype):
     w = random_weight(FEW_FORMATS[0], 200, 96).repack()
     x = torch.randn(2, 96, generator=torch.Generator().manual_seed(0))
     wanted, before = products_by_every_function(w, x), torch.get_default_dtype()
     kernel.has_code_sums.cache_clear()
-    monkeypatch.setattr(choice.plan_cache, "_plans", {})
+    forget_choices()
     try:
         torch.set_default_dtype(dtype)
         got = products_by_every_function(w, x)
@@ -154,13 +189,13 @@ def test_without_fbgemm(without_code_sums, format, layout, dtype):
     assert_close(w4gemm.linear(x, w), x, w)
 
 
-def test_many_tokens_run_in_blocks():
+def test_many_tokens_run_in_blocks(both):
     w, x = random_weight(FEW_FORMATS[0], 130, 64).repack(), torch.randn(5000, 64)
     assert_close(w4gemm.linear(x, w, torch.ones(130)), x, w, torch.ones(130))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_zero_points_far_below_the_scales_are_rounded_once(dtype):
+def test_zero_points_far_below_the_scales_are_rounded_once(without_llvmlite, dtype):
     """Sums that float32 cannot hold, in the method that dequantizes."""
     n, k, format = 130, 64, WeightFormat(32, "float", "bf16")
     scales = torch.full((n, 2), 2.0**-3).bfloat16()
@@ -173,6 +208,92 @@ def test_zero_points_far_below_the_scales_are_rounded_once(dtype):
     assert dtype == torch.float16 or not torch.equal(got.T, w.dequantize(torch.float32).to(dtype))
 
 
+# --- the compiled method ---------------------------------------------------------------------------------------------
+
+needs_llvmlite = pytest.mark.skipif(not compiled.is_available(), reason=f"needs {compiled.NEEDS}")
+
+
+def compiled_config(w: w4gemm.QuantizedWeight) -> str:
+    return str(CpuMixedGemm().configs(problem(1, k=w.k, format=w.format))[-1])
+
+
+@needs_llvmlite
+def test_the_compiled_method_is_first():
+    for m in (1, 4, 64, 3000):
+        assert in_order(problem(m))[0] == "512x128x192_1x1x1_coop"
+    assert all(not c.startswith("512x") for c in in_order(problem(1, "canonical")))
+
+
+@needs_llvmlite
+@pytest.mark.parametrize("n, k", [(300, 333), (64, 640), (129, 16)])
+@pytest.mark.parametrize(
+    "format",
+    [
+        "int8_g128",
+        "int8_g32_zint",
+        "int6_g16_s8x256",
+        "int5_g32",
+        "int3_g32_zint_fp32",
+        "int2_g64",
+        "q2_k",
+        "q4_k",
+        "int4_col",
+        "int4_g320_zfloat_fp16",
+        "int4_g32_zint_fp32",
+        "int4_g32_zfloat_fp32",
+    ],
+)
+def test_compiled_numbers_are_those_of_dequantize(format, n, k):
+    w = random_weight(WeightFormat.parse(format), n, k).repack("cpu")
+    config = compiled_config(w)
+    for x in (torch.eye(k), torch.eye(k)[k - 1 :]):  # several tiles; one token
+        assert torch.equal(w4gemm.linear(x, w, config=config), x @ w.dequantize(torch.float32).T)
+    x = torch.randn(20, k, generator=torch.Generator().manual_seed(0))
+    assert_close(w4gemm.linear(x, w, config=config), x, w)
+
+
+@needs_llvmlite
+@pytest.mark.parametrize("format", ["int4_g32_zfloat", "int4_col", "int8_g64", "int2_g16"])
+def test_bits_of_a_row_do_not_depend_on_the_number_of_rows(format):
+    w = random_weight(WeightFormat.parse(format), 200, 600).repack("cpu")
+    x, config = torch.randn(600, 600, generator=torch.Generator().manual_seed(1)), compiled_config(w)
+    every = w4gemm.linear(x, w, config=config)
+    for m in (*range(1, 15), 31, 512, 513):
+        assert torch.equal(w4gemm.linear(x[:m], w, config=config), every[:m]), m
+
+
+@needs_llvmlite
+@pytest.mark.parametrize("lanes", [8, 16])
+def test_tiles_of_both_widths_of_vectors(monkeypatch, lanes):
+    """Vectors of 16 numbers are two registers here, or one with AVX-512."""
+    monkeypatch.setattr(compiled, "_lanes", lambda: lanes)
+    w = random_weight(FEW_FORMATS[0], 200, 333).repack("cpu")
+    method, x = compiled.Method(w.format, 200, 333), torch.eye(333)
+    for m in (1, 2, 5, 12, 333):
+        assert torch.equal(method(x[:m], w.tensors, x.new_empty(m, 200)), w.dequantize(torch.float32).T[:m])
+
+
+@needs_llvmlite
+def test_a_child_process_has_threads_of_its_own():
+    """Those of the parent are gone after a fork."""
+    script = """
+import os, torch, w4gemm
+torch.set_num_threads(2)
+w, x = w4gemm.quantize(torch.randn(1024, 512)).repack(), torch.randn(8, 512)
+d = w4gemm.linear(x, w)
+if child := os.fork():
+    assert os.waitpid(child, 0)[1] == 0
+else:
+    os._exit(0 if torch.equal(w4gemm.linear(x, w), d) else 1)
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=True, timeout=120)
+
+
+def test_what_the_compiled_method_needs_is_said(without_llvmlite):
+    with pytest.raises(ValueError, match="llvmlite"):
+        choice.choose(problem(1), "cpu_mixed_gemm/512x128x192_1x1x1_coop")
+
+
 def test_says_what_it_does_not_do():
     cpu = CpuMixedGemm()
     assert "not on cuda" in cpu.supports(GemmProblem(1, 1, 1, torch.float32, FEW_FORMATS[0], "cpu")).reason
@@ -182,7 +303,7 @@ def test_says_what_it_does_not_do():
 
 @pytest.mark.parametrize("m", [1, 5])
 @pytest.mark.parametrize("threads", [1, 2, 3])
-def test_as_many_threads_as_torch_is_told_and_the_same_bits(m, threads):
+def test_as_many_threads_as_torch_is_told_and_the_same_bits(both, m, threads):
     """The number of threads is torch's business: neither changed by a call nor seen in the result."""
     w, before = random_weight(FEW_FORMATS[0], 640, 768).repack(), torch.get_num_threads()
     x = torch.randn(m, 768, generator=torch.Generator().manual_seed(m))
@@ -199,7 +320,7 @@ def test_as_many_threads_as_torch_is_told_and_the_same_bits(m, threads):
 @pytest.mark.parametrize("has_bf16", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("layout", ["cpu", "canonical"])
-def test_16_bits_are_multiplied_in_the_dtype_that_is_fast(monkeypatch, has_bf16, dtype, layout):
+def test_16_bits_are_multiplied_in_the_dtype_that_is_fast(without_llvmlite, monkeypatch, has_bf16, dtype, layout):
     """Without AVX-512, AMX or the like PyTorch's bfloat16 matmul takes 40 times as long as float32's. Gradients too."""
     dtypes = set()
 

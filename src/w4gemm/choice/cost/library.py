@@ -5,9 +5,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
+
 from w4gemm.choice.cost.constants import constants_for, scale_of
 from w4gemm.core.config import GemmConfig
+from w4gemm.core.epilogue import PLAIN
 from w4gemm.core.problem import GemmProblem
+from w4gemm.kernels.cpu.matmul import fast_dtype
+from w4gemm.kernels.cpu.spec import COMPILED_TOKENS
 from w4gemm.kernels.dequantize_gemm.spec import dense_bytes
 
 _TILES = ((128, 256), (256, 128), (128, 128))
@@ -18,10 +23,21 @@ of layers, float32 and bfloat16, one and two cores of an EPYC with AVX-512 (2026
 at 8."""
 
 
+_NATIVE_TOKENS = 64
+"""Largest m that "compiled" is ranked first for where PyTorch multiplies bfloat16 faster than float32. A guess: it is
+about 100 tokens by the rates of AVX-512 with bf16 instructions, not measured, and fewer with AMX."""
+
+
 def cpu_order(kernel: Any, problem: GemmProblem, config: GemmConfig) -> float:
-    """Return 1 for the faster method of the CPU kernel and 2 for the other one. Only this order holds on every CPU."""
+    """Return 1 for the CPU kernel's compiled method, 2 for the faster of the other two and 3 for the last; 0.5 where
+    PyTorch's bfloat16 matmul is faster. Only this order holds on every CPU."""
+    is_native = problem.dtype == fast_dtype(problem.dtype) == torch.bfloat16 and problem.epilogue == PLAIN
+    if is_native and problem.m > _NATIVE_TOKENS and config.tile_m > COMPILED_TOKENS:
+        return 0.5
+    if config.tile_m == COMPILED_TOKENS:
+        return 1.0
     few = problem.m <= _SUM_TOKENS
-    return 1.0 if (config.tile_m == 1) == few else 2.0
+    return 2.0 if (config.tile_m == 1) == few else 3.0
 
 
 def dequantize_gemm_us(kernel: Any, problem: GemmProblem, config: GemmConfig) -> float:

@@ -1,8 +1,11 @@
-"""``cpu_mixed_gemm``: quantized weights on the CPU with PyTorch's own operators. Two configs, two methods:
+"""``cpu_mixed_gemm``: quantized weights on the CPU . Up to three configs, three methods:
 
 tile_m = 1     "sum": each token is a weighted sum of code columns, read straight from the table
                (``cpu`` layout only). Best for a few tokens, where memory traffic is the time.
-tile_m > 1     "dense": tile_n output features at a time are dequantized and multiplied with up to tile_m tokens.
+tile_m = 512   "compiled": machine code that llvmlite (extra ``cpu``) makes for this processor decodes the table and
+               multiplies up to tile_m tokens (``cpu`` layout only). Fastest for any number of tokens.
+tile_m = 2048  "dense": tile_n output features at a time are dequantized and multiplied with up to tile_m tokens by
+               PyTorch's matmul.
 
 PyTorch's ``_weight_int4pack_mm_for_cpu`` was tried first: its float32 and float16 versions are scalar loops (PyTorch
 2.13, AVX-512, two cores: 12.7 ms for m 1, n = k = 4096, where a dense float32 matmul takes 2.7 ms and "sum" 0.7 to
@@ -19,10 +22,11 @@ from typing import Any
 import torch
 
 from w4gemm.core.config import GemmConfig
+from w4gemm.core.epilogue import PLAIN, Epilogue, EpilogueOperands
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import GemmProblem
 from w4gemm.kernels.base import OK, Operands, Resources, Status
-from w4gemm.kernels.cpu import kernel
+from w4gemm.kernels.cpu import compiled, kernel
 from w4gemm.kernels.space import Exclusion
 from w4gemm.packing.layouts import layout_named
 from w4gemm.packing.layouts.cpu import TABLE_N, table_bits
@@ -30,6 +34,7 @@ from w4gemm.packing.layouts.cpu import TABLE_N, table_bits
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn)
 _LAYOUTS = ("cpu", "canonical")
 
+COMPILED_TOKENS = 512
 _DENSE_TOKENS = 2048
 _DENSE_ELEMENTS = 2**20
 """Weights dequantized at a time: 4 MiB of float32, near the size of a core's caches."""
@@ -37,7 +42,7 @@ _DENSE_ELEMENTS = 2**20
 
 class CpuMixedGemm:
     name = "cpu_mixed_gemm"
-    revision = 2
+    revision = 3
 
     def supports(self, problem: GemmProblem) -> Status:
         if problem.device.kind != "cpu":
@@ -55,25 +60,31 @@ class CpuMixedGemm:
         configs = [GemmConfig(_DENSE_TOKENS, dense_n, problem.k)]
         if problem.layout == "cpu" and kernel.has_code_sums(table_bits(problem.format)):
             configs.append(GemmConfig(1, TABLE_N, _summed_together(problem.format, problem.k)))
+        if problem.layout == "cpu" and compiled.is_available():
+            panel = compiled.panel_columns(problem.format.group_length(problem.k), problem.k)
+            configs.append(GemmConfig(COMPILED_TOKENS, TABLE_N, panel))
         return configs
 
     def exclusions(self, problem: GemmProblem, config: GemmConfig) -> list[Exclusion]:
         legal = self.configs(problem)
         if config in legal:
             return []
-        if config.tile_m == 1 and len(legal) == 1:
-            reason = "sums of code columns need a weight in the cpu layout, and a PyTorch with FBGEMM"
-            return [Exclusion("impossible", "sum", reason)]
-        sizes = f"not one of the two methods' own sizes, {', '.join(map(str, legal))}"
+        if config.tile_m in (1, COMPILED_TOKENS) and config.tile_m not in (c.tile_m for c in legal):
+            method, needs = ("sum", "a PyTorch with FBGEMM") if config.tile_m == 1 else ("compiled", compiled.NEEDS)
+            return [Exclusion("impossible", method, f"needs a weight in the cpu layout, and {needs}")]
+        sizes = f"not one of the methods' own sizes, {', '.join(map(str, legal))}"
         return [Exclusion("unlisted", "sizes", sizes)]
 
     def reduction_order(self, problem: GemmProblem, config: GemmConfig) -> Hashable | None:
-        """The method "sum" takes token by token; in a matmul a row's bits depend on where among how many it is."""
-        return (self.name, config.tile_k) if config.tile_m == 1 else None
+        """The methods "sum" and "compiled" have an order of their own; in a matmul a row's bits depend on where among
+        how many it is."""
+        return (self.name, config.tile_m, config.tile_k) if config.tile_m <= COMPILED_TOKENS else None
 
     def workspace_bytes(self, problem: GemmProblem, config: GemmConfig) -> int:
         if config.tile_m == 1:
             return 4 * problem.n * -(-problem.k // config.tile_k) + 8 * problem.k * -(-problem.n // TABLE_N)
+        if config.tile_m == COMPILED_TOKENS:
+            return 4 * min(problem.m, config.tile_m) * (problem.n + problem.k)
         return 8 * min(problem.n, config.tile_n) * problem.k
 
     def resources(self, problem: GemmProblem, config: GemmConfig) -> Resources:
@@ -82,34 +93,66 @@ class CpuMixedGemm:
     def unit(self, problem: GemmProblem, config: GemmConfig) -> None:
         return None
 
-    def launcher(self, compiled: Any, problem: GemmProblem, config: GemmConfig) -> Callable[[Operands], None]:
-        return functools.partial(self._launch, problem, config)
+    def launcher(self, _: Any, problem: GemmProblem, config: GemmConfig) -> Callable[[Operands], None]:
+        return _Launch(problem, config)
 
-    def _launch(self, problem: GemmProblem, config: GemmConfig, operands: Operands) -> None:
+
+class _Launch:
+    """The launch of a problem by one method."""
+
+    def __init__(self, problem: GemmProblem, config: GemmConfig) -> None:
+        self.tokens, self.epilogue = config.tile_m, problem.epilogue
+        self.is_plain, self.is_bias = self.epilogue == PLAIN, self.epilogue == Epilogue(bias=True)
+        self.method: Callable[[torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor], torch.Tensor]
+        if config.tile_m == COMPILED_TOKENS:
+            self.method = compiled.Method(problem.format, problem.n, problem.k)
+        else:
+            self.method = functools.partial(_by_pytorch, problem, config)
+
+    def __call__(self, operands: Operands) -> None:
         if torch.is_autocast_enabled("cpu"):  # which would cast what is computed in float32 here
             with torch.autocast("cpu", enabled=False):
-                return self._launch(problem, config, operands)
-        x, weight, out, epilogue, rows, _ = operands.gathered_first()
+                return self(operands)
+        x, weight, out, epilogue, rows, _ = operands
         if rows.starts is None:
-            return self._multiply(problem, config, operands)
+            return self.multiply(x, weight, out, epilogue)
+        x, weight, out, epilogue, rows, _ = operands.gathered_first()
         bounds = zip(rows.starts.tolist(), rows.ends.tolist(), strict=True)
         for e, (first, last) in enumerate(bounds):
             r = slice(first, last)
             own = epilogue.of_rows(r).of_expert(operator.itemgetter(e))
-            self._multiply(problem, config, Operands(x[r], tuple(t[e] for t in weight), out[r], own))
+            self.multiply(x[r], tuple(t[e] for t in weight), out[r], own)
 
-    def _multiply(self, problem: GemmProblem, config: GemmConfig, operands: Operands) -> None:
-        method = kernel.sum_linear if config.tile_m == 1 else kernel.dense_linear
-        for first in range(0, operands.x.shape[0], config.tile_m):
-            tokens = slice(first, first + config.tile_m)
-            x = operands.x[tokens]
-            epilogue = operands.epilogue.of_rows(tokens)
-            if x.dtype == torch.float8_e4m3fn:
-                x = epilogue.scaled_blocks(x.float())
-            d = method(x, operands.weight, problem, config)
-            if config.tile_m == 1 and not d.isfinite().all():  # its sums may be infinite where no result is
-                d = kernel.dense_linear(x, operands.weight, problem, config)
-            operands.out[tokens] = problem.epilogue.apply(d, epilogue)
+    def multiply(
+        self, x: torch.Tensor, weight: tuple[torch.Tensor, ...], out: torch.Tensor, epilogue: EpilogueOperands
+    ) -> None:
+        """Compute one weight's product, at most ``tokens`` tokens at a time."""
+        m = x.shape[0]
+        if m == 0:
+            return
+        if m > self.tokens:
+            for first in range(0, m, self.tokens):
+                tokens = slice(first, first + self.tokens)
+                self.multiply(x[tokens], weight, out[tokens], epilogue.of_rows(tokens))
+            return
+        if x.dtype is torch.float8_e4m3fn:
+            x = epilogue.scaled_blocks(x.float())
+        d = self.method(x, weight, out)
+        if self.is_bias:  # in one operation of PyTorch's
+            torch.add(d, epilogue.bias, out=out)
+        elif not self.is_plain:
+            out.copy_(self.epilogue.apply(d, epilogue))
+        elif d is not out:
+            out.copy_(d)
+
+
+def _by_pytorch(
+    problem: GemmProblem, config: GemmConfig, x: torch.Tensor, weight: tuple[torch.Tensor, ...], out: torch.Tensor
+) -> torch.Tensor:
+    """Return x @ w.T by "dense", or by "sum", unless its sums are infinite, which they may be where no result is."""
+    if config.tile_m == 1 and (d := kernel.sum_linear(x, weight, problem, config)).isfinite().all():
+        return d
+    return kernel.dense_linear(x, weight, problem, config)
 
 
 def _summed_together(format: WeightFormat, k: int) -> int:

@@ -1,0 +1,230 @@
+"""The method "compiled" of ``cpu_mixed_gemm``: the package llvmlite (extra ``cpu``) makes machine code for this
+processor, in some 0.1 s at the first call of each :class:`Code`. ``program.py`` has the loops.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+import math
+import os
+import struct
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import torch
+
+from w4gemm.core.formats import WeightFormat
+from w4gemm.packing.layouts.cpu import TABLE_N, CpuLayout, table_bits
+
+
+class Code(NamedTuple):
+    """Compile-time parameters."""
+
+    bits: int
+    """Bits of a code in the table."""
+    row_bytes: int
+    """Bytes of a row of the table: 128 codes and what the other methods read behind them."""
+    middle: int
+    """What is subtracted from a code without integer zero point: 2**(bits of the format - 1)."""
+    zero: str
+    scale_dtype: torch.dtype
+    factors: int
+    """Factors of a superblock, 0 to 2."""
+    tokens: int
+    """Tokens of a tile."""
+    tiled: bool
+    """True if there are several tiles."""
+    lanes: int
+    """float32 numbers of a vector register."""
+
+    @property
+    def fields(self) -> int:
+        """Codes of a byte."""
+        return 8 // self.bits
+
+    @property
+    def subtracts_first(self) -> bool:
+        """True if (u - z) * s is rounded where it is written so. Else s * z is exact, so that a fused u * s - (s * z)
+        is exact too."""
+        return self.scale_dtype == torch.float32 and self.zero != "float"
+
+
+class Arguments(NamedTuple):
+    """What compiled code reads, as int64 in a row: addresses, and numbers of elements."""
+
+    x: Any
+    """float32 (panels, m, columns), or (m, k)."""
+    x_panel: Any
+    """Numbers from one panel to the next."""
+    x_row: Any
+    """Numbers from one token to the next."""
+    table: Any
+    scales: Any
+    zeros: Any
+    factors: Any
+    out: Any
+    """float32 (m, columns), contiguous."""
+    first_chunk: Any
+    last_chunk: Any
+    """The first chunk that this call does not compute."""
+    m: Any
+    columns: Any
+    """Features, a multiple of a block."""
+    k: Any
+    panel: Any
+    """Columns of a panel: at most :data:`PANEL`, and in whole groups or a part of one."""
+    groups: Any
+    group: Any
+    """Columns of a group, at most a panel."""
+    whole_group: Any
+    """Columns that share a scale."""
+    superblocks: Any
+    superblock: Any
+    """Columns of a superblock; 1 without factors."""
+
+
+_packed = struct.Struct(f"={len(Arguments._fields)}q").pack
+PANEL = 256
+"""Columns of a panel, at most."""
+MOST_FEATURES = 64
+"""Features of a block, at most."""
+_MOST_CODES = 1024
+NEEDS = "llvmlite (pip install '.[cpu]') on a processor with AVX2 or of 64-bit Arm"
+
+
+@functools.cache
+def is_available() -> bool:
+    """True if llvmlite is installed, and this processor has the vectors that make it worth while."""
+    try:
+        from llvmlite import binding
+    except ImportError:
+        return False
+    machine, features = binding.get_process_triple().split("-")[0], binding.get_host_cpu_features()
+    return machine == "aarch64" or (machine == "x86_64" and all(features.get(f) for f in ("avx2", "fma", "f16c")))
+
+
+@functools.cache
+def _lanes() -> int:
+    from llvmlite import binding
+
+    return 16 if binding.get_host_cpu_features().get("avx512f") else 8
+
+
+class Method:
+    """x (m, k) @ w.T (m, n) in float32 for every weight of one format, n and k in the ``cpu`` layout.
+
+    The chunks are divided over as many threads as PyTorch uses, if each has enough to do.
+    """
+
+    def __init__(self, format: WeightFormat, n: int, k: int) -> None:
+        self.format, self.n, self.k = format, n, k
+        self.columns, self.chunks = -(-n // MOST_FEATURES) * MOST_FEATURES, -(-n // TABLE_N)
+        self.has_zero, self.has_factors = format.has_zero, format.has_factors
+        group = format.group_length(k)
+        self.panel = panel_columns(group, k)
+        superblock = format.scale_rule.factor_columns if format.has_factors else k
+        groups, superblocks = format.groups(k), -(-k // superblock)
+        self.sizes = self.columns, k, self.panel, groups, min(group, self.panel), group, superblocks, superblock
+        self.codes: dict[int, tuple[Code, Callable[[bytes], None]]] = {}
+
+    def __call__(self, x: torch.Tensor, weight: tuple[torch.Tensor, ...], out: torch.Tensor) -> torch.Tensor:
+        """Return x @ w.T, which is ``out`` itself where that can be written to.
+
+        Args:
+            x: any floating-point dtype.
+            weight: packed tensors of the layout.
+            out: (m, n), contiguous.
+        """
+        m, panel = x.shape[0], self.panel
+        code, run = self.codes.get(m) or self._code(m)
+        if x.dtype is not torch.float32:
+            x = x.float()
+        rows, x_panel, x_row = m, panel, self.k
+        if code.tiled:  # a panel's rows side by side, because rows at multiples of 4 KiB would displace each other
+            rows = -(-m // code.tokens) * code.tokens
+            if self.k % panel:
+                x = torch.nn.functional.pad(x, (0, -self.k % panel))
+            source = x.contiguous().view(m, -1, panel).transpose(0, 1)
+            x = x.new_zeros(source.shape[0], rows, panel)
+            x[:, :m] = source
+            x_panel, x_row = rows * panel, panel
+        x = x.contiguous()
+        if rows != m or self.columns != self.n or out.dtype is not torch.float32:
+            out = x.new_empty(rows, self.columns)
+        pointers = [t.data_ptr() for t in weight]
+        if not self.has_zero:
+            pointers.insert(2, 0)
+        if not self.has_factors:
+            pointers.append(0)
+        first, last = (x.data_ptr(), x_panel, x_row, *pointers, out.data_ptr()), (rows, *self.sizes)
+        threads = min(torch.get_num_threads(), self.chunks, m * self.chunks * self.k // _THREAD_COLUMNS)
+        if threads > 1:
+            bounds = [self.chunks * i // threads for i in range(threads + 1)]
+            own, *rest = (_packed(*first, *ends, *last) for ends in itertools.pairwise(bounds))
+            futures = [_pool(threads - 1).submit(run, arguments) for arguments in rest]
+            run(own)
+            for future in futures:
+                future.result()
+        else:
+            run(_packed(*first, 0, self.chunks, *last))
+        return out if rows == m and self.columns == self.n else out[:m, : self.n]
+
+    def _code(self, m: int) -> tuple[Code, Callable[[bytes], None]]:
+        """Return the code for m tokens, in tiles as large as registers allow and of about one size."""
+        format, bits, lanes = self.format, table_bits(self.format), _lanes()
+        most = 3 * lanes // 2 // max(2, 8 // bits)  # sums take three quarters of the registers: 16, or 32 of AVX-512
+        tokens = -(-m // -(-m // most))
+        middle, row_bytes = format.element_rule.padding_code, CpuLayout().shapes(format, 1, 1)[0][1][2]
+        code = Code(bits, row_bytes, middle, format.zero, format.scale_dtype, format.factors, tokens, m > tokens, lanes)
+        if len(self.codes) > _MOST_CODES:
+            self.codes.clear()
+        self.codes[m] = code, _compiled(code)
+        return self.codes[m]
+
+
+def panel_columns(group: int, k: int) -> int:
+    """Columns of a panel: whole groups of ``group`` columns, or an equal share of a longer one."""
+    if group <= PANEL:
+        groups, most = -(-k // group), PANEL // group
+        panels = -(-groups // most)
+        return -(-groups // panels) * group  # of about one size
+    if group >= k:
+        return PANEL
+    step = math.gcd(group, 32)
+    return next(part for part in range(PANEL, 0, -step) if group % part == 0)
+
+
+_THREAD_COLUMNS = 2**14
+"""Columns of chunks, times tokens, that are worth a thread: about 100 us."""
+
+
+@functools.cache
+def _pool(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads, "w4gemm")
+
+
+os.register_at_fork(after_in_child=_pool.cache_clear)  # a child has none of its parent's threads
+
+
+@functools.cache
+def _compiled(code: Code) -> Callable[[bytes], None]:
+    """Return the function of packed :class:`Arguments` for ``code``. Other Python threads run meanwhile."""
+    from llvmlite import binding
+
+    from w4gemm.kernels.cpu.program import NAME, program
+
+    binding.initialize_native_target()
+    binding.initialize_native_asmprinter()
+    features = binding.get_host_cpu_features().flatten() + ",-prefer-256-bit"
+    machine = binding.Target.from_default_triple().create_target_machine(binding.get_host_cpu_name(), features, opt=3)
+    module = binding.parse_assembly(program(code))
+    passes = binding.create_pass_builder(machine, binding.create_pipeline_tuning_options(speed_level=2))
+    passes.getModulePassManager().run(module, passes)
+    engine = binding.create_mcjit_compiler(module, machine)
+    engine.finalize_object()
+    function = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(engine.get_function_address(NAME))
+    function.engine = engine  # type: ignore[attr-defined]  # it owns the code
+    return function
