@@ -153,6 +153,34 @@ def in_symmetric_bytes(name: str, n: int, k: int) -> Any:
     return {"_weight_qdata": qdata, "_weight_scale": numbers.scales, "_weight_zero_point": zeros}, numbers.weight
 
 
+@pytest.mark.parametrize("bits", [8, 6, 5, 3, 2])
+def test_integers_of_other_widths_in_bytes(tmp_path: Path, bits: int) -> None:
+    def attributes(n: int, k: int) -> dict[str, Any]:
+        return int8(n, k) | {"target_dtype": dtype(f"int{bits}")}
+
+    def write(name: str, n: int, k: int) -> Any:
+        numbers = Numbers.random(n, k, 32, dtype=torch.bfloat16, bits=bits, zeros=(0, 2**bits - 1))
+        qdata, zeros = (torch.from_numpy(t - 2 ** (bits - 1)).to(torch.int8) for t in (numbers.codes, numbers.zeros))
+        return {"_weight_qdata": qdata, "_weight_scale": numbers.scales, "_weight_zero_point": zeros}, numbers.weight
+
+    wanted = write_torchao(tmp_path, "IntxUnpackedToInt8Tensor", attributes, write)
+    assert_loads(tmp_path, wanted, {f"int{bits}_g32_zint": 7 * LAYERS})
+
+
+@pytest.mark.parametrize("zeros", [True, False])
+def test_int8_tensor(tmp_path: Path, zeros: bool) -> None:
+    """Scales of rows, as Int8WeightOnlyConfig has them."""
+
+    def write(name: str, n: int, k: int) -> Any:
+        numbers = Numbers.random(n, k, -1, dtype=torch.bfloat16, bits=8, zeros=(0, 255) if zeros else (128, 128))
+        qdata, zero = (torch.from_numpy(t - 128).to(torch.int8) for t in (numbers.codes, numbers.zeros))
+        stored = {"_weight_qdata": qdata, "_weight_scale": numbers.scales}
+        return stored | ({"_weight_zero_point": zero} if zeros else {}), numbers.weight
+
+    wanted = write_torchao(tmp_path, "Int8Tensor", lambda n, k: {"block_size": [1, k]}, write)
+    assert_loads(tmp_path, wanted, {"int8_col_zint" if zeros else "int8_col": 7 * LAYERS})
+
+
 def test_integers_in_bytes_without_zero_points(tmp_path: Path) -> None:
     """If the config maps weights symmetrically they have none; a file that has some nevertheless is refused."""
     wanted = write_torchao(tmp_path, "IntxUnpackedToInt8Tensor", int8, in_symmetric_bytes)
@@ -209,7 +237,7 @@ def test_tiles_are_those_of_pytorch() -> None:
             {"activation_dtype": dtype("float8_e4m3fn")},
             r"its zero points are up to .*, wanted 0 beside x",
         ),
-        ("IntxUnpackedToInt8Tensor", {"target_dtype": dtype("int8")}, "has the numbers of int8, wanted int4"),
+        ("IntxUnpackedToInt8Tensor", {"target_dtype": dtype("int7")}, "has the numbers of int7, wanted int4 or int8"),
         ("MXTensor", {"elem_dtype": dtype("float8_e4m3fn")}, "elements of float8_e4m3fn, wanted float4_e2m1fn_x2"),
         ("NVFP4Tensor", {"block_size": 32}, "its block_size is 32, wanted 16"),
         ("MXTensor", {}, "_weight_qdata is I8, wanted U8"),

@@ -1,4 +1,4 @@
-"""Folders quantized by torchao and saved as safetensors: int4, MXFP4 and NVFP4.
+"""Folders quantized by torchao and saved as safetensors: integers, MXFP4 and NVFP4.
 
 A weight is a tensor subclass, whose parts lie in the files as ``_weight_qdata`` and so on; the files' metadata has its
 class and attributes under its name, as JSON:
@@ -8,9 +8,10 @@ class and attributes under its name, as JSON:
   0, x is quantized to e4m3.
 - ``Int4TilePackedTo4dTensor``: ``qdata`` int32 (n / 8, k / 128, 32, 4) in the order of tensor cores, n filled up to a
   multiple of 8 and k to one of 1024; ``scale_and_zero`` (groups, n, 2). w = (u - 8) * scale + zero.
-- ``IntxUnpackedToInt8Tensor``: ``qdata`` int8 (n, k), -8 to 7; ``scale`` and int8 ``zero_point`` (n, groups), 0 if the
-  config maps weights symmetrically. w = (q - zero_point) * scale. x that is quantized to 8-bit integers there is
-  multiplied as it comes.
+- ``IntxUnpackedToInt8Tensor``: ``qdata`` int8 (n, k), of int4 -8 to 7, or of int2 to int8; ``scale`` and int8
+  ``zero_point`` (n, groups), 0 if the config maps weights symmetrically. w = (q - zero_point) * scale. x that is
+  quantized to 8-bit integers there is multiplied as it comes.
+- ``Int8Tensor``: the same of int8, maybe without ``zero_point``.
 - ``MXTensor`` of 4-bit floats and ``NVFP4Tensor``: ``qdata`` uint8 (n, k / 2), the even column in the low nibble,
   ``scale`` e8m0 (n, k / 32) or e4m3 (n, k / 16), maybe in the blocks that cuBLAS takes, and ``per_tensor_scale``
   float32 (), which multiplies. x that is quantized to 4-bit floats there is multiplied as it comes.
@@ -43,7 +44,8 @@ from w4gemm.checkpoints.module_tensors import (
 )
 from w4gemm.checkpoints.packed_floats import MXFP4, NVFP4, numbers
 from w4gemm.checkpoints.quantized_folder import folder_format
-from w4gemm.core.formats import WeightFormat
+from w4gemm.core.elements import INTEGERS
+from w4gemm.core.formats import PER_COLUMN, WeightFormat
 from w4gemm.packing.bits import unpack
 from w4gemm.weights.weight import QuantizedWeight
 
@@ -105,10 +107,12 @@ class TorchAoPacking:
             scales, zeros = tensors[SCALE_AND_ZERO][: format.groups(k), :n].permute(2, 1, 0)
             return _offset(module, _untiled(qdata)[:n, :k], scales, zeros)
         if qdata.shape[1] == k:
-            codes, zeros = (tensors[leaf].int() + SYMMETRIC for leaf in (QDATA, ZERO))
-            if format.has_zero:
+            middle = 1 << format.bits - 1
+            codes, zeros = qdata.int() + middle, tensors[ZERO].int() + middle if ZERO in tensors else None
+            if zeros is not None and format.has_zero:
                 return QuantizedWeight.from_codes(format, codes, tensors[SCALE], zeros.to(format.zero_dtype))
-            check_symmetric(zeros)
+            if zeros is not None:
+                check_symmetric(zeros, format.bits)
             return QuantizedWeight.from_codes(format, codes, tensors[SCALE])
         codes = unpack(qdata, module.format.bits) ^ 8  # a two's complement q is the code q + 8
         return _offset(module, codes, tensors[SCALE].T, tensors[ZERO].T)
@@ -162,14 +166,20 @@ def _tiles(stored: Mapping[str, TensorInfo], settings: _Settings) -> Module:
 
 
 def _bytes(stored: Mapping[str, TensorInfo], settings: _Settings) -> Module:
-    if (bits := settings.name("target_dtype")) != "int4":
-        raise ValueError(f"its weight has the numbers of {bits}, wanted int4")
+    element, legal = settings.name("target_dtype"), [element.name for element in INTEGERS.values()]
+    if settings.kind == "Int8Tensor":
+        element = "int8"
+    if element not in legal:
+        raise ValueError(f"its weight has the numbers of {element}, wanted {' or '.join(legal)}")
     n, k = check_tensor(stored, QDATA, ("I8",))
     check_tensor(stored, SCALE, WIDE_SCALES)
-    format = WeightFormat(settings.group_size(), "int", WIDE_SCALES[stored[SCALE].dtype])
+    group = settings.group_size()
+    zero = "int" if ZERO in stored or settings.kind != "Int8Tensor" else "none"
+    format = WeightFormat(PER_COLUMN if group == k else group, zero, WIDE_SCALES[stored[SCALE].dtype], element)
     groups = n, whole_groups(format, k)
     check_tensor(stored, SCALE, WIDE_SCALES, groups)
-    check_tensor(stored, ZERO, ("I8",), groups)
+    if zero == "int":
+        check_tensor(stored, ZERO, ("I8",), groups)
     return Module(n, k, format)
 
 
@@ -199,6 +209,7 @@ _KINDS: dict[str, Callable[[Mapping[str, TensorInfo], _Settings], Module]] = {
     "Int4Tensor": _pairs,
     "Int4TilePackedTo4dTensor": _tiles,
     "IntxUnpackedToInt8Tensor": _bytes,
+    "Int8Tensor": _bytes,
     "MXTensor": _mx,
     "NVFP4Tensor": _nvfp4,
 }
@@ -238,7 +249,7 @@ def _unswizzled(scales: torch.Tensor, n: int, groups: int) -> torch.Tensor:
 
 FORMAT = folder_format(
     "torchao",
-    "a folder with a model quantized by torchao (int4, MXFP4, NVFP4)",
+    "a folder with a model quantized by torchao (integers, MXFP4, NVFP4)",
     lambda config: TorchAoPacking(_is_symmetric(config)),
     renamed=lambda name: name.replace("._weight_act_pre_scale", ".pre_quant_scale"),
 )
