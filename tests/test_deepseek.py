@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.quantizers.auto import AutoQuantizationConfig
 
-from quantized_model import Numbers, change, configure, convert
+from quantized_model import Numbers, assert_loads, change, configure, convert, write_model
 from tiny_model import EXPERTS, LAYERS, write_dense
 from w4gemm import FormatError, W4Experts
 from w4gemm.checkpoints import find_checkpoint, open_checkpoint
@@ -108,7 +108,7 @@ def write_v4(folder: Path) -> dict[str, torch.Tensor]:
     """A tiny DeepSeek-V4 under the names of the published one; return its quantized weights by these."""
     write_dense(folder, "deepseek_v4")
     config = json.loads((folder / "config.json").read_text())
-    config |= {"expert_dtype": "fp4", "quantization_config": V4 | {"weight_block_size": [16, 32]}}
+    config |= {"expert_dtype": "fp4", "quantization_config": V4 | {"weight_block_size": [128, 128]}}
     (folder / "config.json").write_text(json.dumps(config))
     stored, wanted = {}, {}
     for name, tensor in load_file(folder / "model.safetensors").items():
@@ -122,7 +122,7 @@ def write_v4(folder: Path) -> dict[str, torch.Tensor]:
         if EXPERT.fullmatch(owner):
             stored[name], stored[f"{owner}.scale"], wanted[owner] = mxfp4(n, k)
         else:
-            stored[name], scale, wanted[owner] = fp8(n, k, (16, 32), powers=True)
+            stored[name], scale, wanted[owner] = fp8(n, k, (128, 128), powers=True)
             stored[f"{owner}.scale"] = scale.to(torch.float8_e8m0fnu)
     stored |= {f"mtp.0.ffn.experts.0.w1.{leaf}": t for leaf, t in zip(("weight", "scale"), mxfp4(32, 64), strict=False)}
     stored |= {f"mtp.0.ffn.experts.0.w3.{leaf}": t for leaf, t in zip(("weight", "scale"), mxfp4(32, 64), strict=False)}
@@ -135,15 +135,16 @@ def assert_weights(folder: Path, wanted: dict[str, torch.Tensor], roles: dict[st
     checkpoint = open_checkpoint(folder)
     for name, module in checkpoint.modules.items():
         owner, _, product = name.rpartition(".")
+        if name in wanted:
+            assert module.format.element == "e4m3" and torch.equal(checkpoint.weight(name).dequantize(), wanted[name])
+            continue
         if not any(expert.startswith(owner) for expert in wanted):
             continue  # of a layer for further tokens
         each = [[wanted[f"{owner}.{e}.{role}"] for role in roles[product]] for e in range(EXPERTS)]
         rows = torch.stack([torch.stack(parts, 1).flatten(0, 1) for parts in each])
         assert module.experts == EXPERTS
         assert torch.equal(checkpoint.weight(name).dequantize(), rows), name
-    dense = [name for name in wanted if not EXPERT.fullmatch(name)]
-    assert dense
-    for name in dense:
+    for name in [name for name in wanted if not EXPERT.fullmatch(name) and name not in checkpoint.modules]:
         assert torch.equal(checkpoint.dense(f"{name}.weight"), wanted[name]), name
         assert checkpoint.stored_type(f"{name}.weight") == "F8_E4M3"
 
@@ -183,15 +184,16 @@ def test_groups_and_blocks_of_128(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "w4afp8"}}))
     checkpoint = open_checkpoint(tmp_path)
     assert str(checkpoint.modules["a"].format) == "int4_g128"
-    assert list(checkpoint.tensors) == ["b.weight", "c.weight", "d.weight"]
+    formats = {name: str(checkpoint.modules[name].format) for name in "bcd"}
+    assert formats == {"b": "e4m3_g128_b128", "c": "e4m3_col_fp32", "d": "e4m3_col_fp32"} and not checkpoint.tensors
     found = checkpoint.weight("a").dequantize()
     assert torch.equal(found, weight)
     lossless = weight / blocks(scales.bfloat16().float(), 64, 256, (1, 128)) * blocks(scales, 64, 256, (1, 128))
     assert not torch.equal(found, lossless) and ((found - lossless).abs() <= 2**-8 * lossless.abs()).all()
-    assert torch.equal(checkpoint.dense("b.weight"), dense)
-    assert torch.equal(checkpoint.dense("b.weight", torch.bfloat16), dense.bfloat16())
-    assert torch.equal(checkpoint.dense("c.weight"), wide.float() * row)
-    assert torch.equal(checkpoint.dense("d.weight"), wide.float() * 0.5)
+    assert torch.equal(checkpoint.weight("b").dequantize(), dense)
+    assert torch.equal(checkpoint.weight("b").dequantize(torch.bfloat16), dense.bfloat16())
+    assert torch.equal(checkpoint.weight("c").dequantize(), wide.float() * row)
+    assert torch.equal(checkpoint.weight("d").dequantize(), wide.float() * 0.5)
 
 
 @knows_v4
@@ -252,7 +254,8 @@ def test_convert(tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]) 
     capsys.readouterr()
     assert main(["inspect", str(folder), "--device", "h200"]) == 0
     shown = capsys.readouterr().out
-    assert ("int4_g32 fp8" if kind == "w4afp8" else "e2m1_g32_e8m0") in shown and "F8_E4M3" in shown
+    for words in ("int4_g32 fp8", "F8_E4M3") if kind == "w4afp8" else ("e2m1_g32_e8m0", "e4m3_col_fp32"):
+        assert words in shown
 
 
 Q_A = "model.layers.0.self_attn.q_a_proj"
@@ -298,10 +301,39 @@ def test_what_is_refused(tmp_path: Path, settings: dict[str, Any], changed: dict
         open_checkpoint(tmp_path)
 
 
-def test_fp8_alone_is_no_4_bit_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize("block", [(128, 128), (32, 64), None])
+def test_fp8_alone(tmp_path: Path, block: tuple[int, int] | None) -> None:
+    """As DeepSeek-V3 and Qwen are published; MXFP8 without blocks. A single block is of all rows."""
+
+    def write(name: str, n: int, k: int) -> Any:
+        weight, scale, numbers = fp8(n, k, block or (1, 32), powers=block is None)
+        scales = {"weight_scale_inv": scale} if block else {"weight_scale": scale.to(torch.float8_e8m0fnu)}
+        return {"weight": weight} | scales, numbers
+
+    scheme = {"quant_method": "fp8", "weight_block_size": list(block or (128, 128))}
+    wanted = write_model(tmp_path, scheme, write)
+    formats = {
+        (128, 128): {"e4m3_col_fp32": 7 * LAYERS},
+        (32, 64): {"e4m3_g64_fp32": 5 * LAYERS, "e4m3_col_fp32": 2 * LAYERS},
+        None: {"e4m3_g32_e8m0": 7 * LAYERS},
+    }
+    assert_loads(tmp_path, wanted, formats[block])
+
+
+def test_codes_that_are_no_numbers(tmp_path: Path) -> None:
+    weight, scale, _ = fp8(64, 64, (128, 128))
+    weight.view(torch.uint8)[3, 5] = 0x7F
+    save_file({"a.weight": weight, "a.weight_scale_inv": scale}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "fp8"}}))
+    with pytest.raises(FormatError, match=r"a\.weight: .*codes"):
+        open_checkpoint(tmp_path).weight("a")
+
+
+def test_fp8_in_blocks_that_no_format_has(tmp_path: Path) -> None:
     weight, scale, _ = fp8(64, 64)
     save_file({"a.weight": weight, "a.weight_scale_inv": scale}, tmp_path / "model.safetensors")
-    for method, message in (("w4afp8", "all its quantized weights are in fp8"), ("fp8", "quantized by 'fp8', which")):
+    message = "all its quantized weights are in fp8 with blocks of 40 x 24, which no format has"
+    for method in ("w4afp8", "fp8"):
         scheme = {"quant_method": method, "weight_block_size": list(BLOCK)}
         (tmp_path / "config.json").write_text(json.dumps({"quantization_config": scheme}))
         with pytest.raises(FormatError, match=message):

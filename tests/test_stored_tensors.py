@@ -90,9 +90,14 @@ def test_weights_in_fp8_have_their_scales(
     weight = "model.c.weight" if matrix else f"{EXPERTS}.down_proj"
     for end in ("_scale_inv", "_scale", *(() if matrix else ("_weight_scale",))):
         checkpoint = open_checkpoint(compressed(tmp_path, **{weight: w, weight + end: scale}))
-        assert checkpoint.tensors.keys() == {weight, "model.a.bias", "model.norm.weight"}
-        assert checkpoint.stored_type(weight).startswith("F8_")
-        assert torch.equal(checkpoint.dense(weight), w.float() * factors)
+        if matrix:
+            assert checkpoint.modules["model.c"].format.element == ("e4m3" if dtype == E4M3 else "e5m2")
+            assert torch.equal(checkpoint.weight("model.c").dequantize(), w.float() * factors)
+        else:
+            assert checkpoint.stored_type(weight).startswith("F8_")
+            assert torch.equal(checkpoint.dense(weight), w.float() * factors)
+        dense = {"model.a.bias", "model.norm.weight", *([] if matrix else [weight])}
+        assert checkpoint.tensors.keys() == dense
         assert checkpoint.left_out[weight + end] == f"the scale of {weight}, which is read with it"
 
 

@@ -47,6 +47,7 @@ FORMATS: tuple[CheckpointFormat, ...] = (
     torchao.FORMAT,
     w4afp8.FORMAT,
     deepseek_v4.FORMAT,
+    deepseek_v4.FP8,
     w4gemm.FORMAT,
     dense.FORMAT,
 )

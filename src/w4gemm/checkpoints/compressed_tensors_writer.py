@@ -1,4 +1,4 @@
-"""4-bit weights as compressed-tensors stores them: pack-quantized integers, and MXFP4."""
+"""Weights as compressed-tensors stores them: pack-quantized integers of 4 bits, MXFP4, and e4m3."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from w4gemm.core.formats import PER_COLUMN, WeightFormat
 from w4gemm.weights.weight import QuantizedWeight
 
 _MXFP4 = WeightFormat.parse("mxfp4")
+_FP8 = {WeightFormat.parse("e4m3_col_fp32"): "channel", WeightFormat.parse("e4m3_g128_b128"): "block"}
+"""Strategy of compressed-tensors by a format in fp8."""
 _HEAD = "lm_head"
 METHOD = "compressed-tensors"
 """``quant_method`` of these folders."""
@@ -36,7 +38,9 @@ class CompressedTensorsWriter:
             raise ValueError("compressed-tensors from 0.20 on does not hold weights in act-order; --to w4gemm does")
         if module.experts and module.bias:
             raise ValueError("compressed-tensors has no biases of experts; --to w4gemm has")
-        if module.format != _MXFP4 and (
+        if module.format in _FP8 and module.experts:
+            raise ValueError("experts in fp8 are not written in compressed-tensors; --to w4gemm holds them")
+        if module.format not in (_MXFP4, *_FP8) and (
             module.format.element != "int4" or module.format.zero == "float" or module.format.scale_dtype.itemsize != 2
         ):
             raise ValueError(f"compressed-tensors does not hold {module.format}; --to w4gemm does")
@@ -64,6 +68,9 @@ class CompressedTensorsWriter:
         packed, scales, *zeros = w.tensors
         if w.format == _MXFP4:
             return {"weight_packed": packed, "weight_scale": scales.view(torch.uint8)}
+        if w.format in _FP8:
+            rows = scales if w.format.group_size == PER_COLUMN else scales[::2].contiguous()  # even and odd rows' alike
+            return {"weight": packed.view(torch.float8_e4m3fn), "weight_scale": rows}
         leaves = {
             "weight_packed": packed.contiguous().view(torch.int32),  # little-endian: the canonical order
             "weight_scale": scales,
@@ -110,23 +117,25 @@ def _target(checkpoint: Checkpoint, name: str) -> str:
 
 
 def _group(format: WeightFormat, activations: str | None, targets: list[str]) -> dict[str, Any]:
-    floats = format == _MXFP4
+    strategy = _FP8.get(format, "channel" if format.group_size == PER_COLUMN else "group")
     weights = {
-        "num_bits": 4,
-        "type": "float" if floats else "int",
+        "num_bits": format.bits,
+        "type": "int" if format.element == "int4" else "float",
         "symmetric": not format.has_zero,
-        "strategy": "channel" if format.group_size == PER_COLUMN else "group",
-        "group_size": None if format.group_size == PER_COLUMN else format.group_size,
+        "strategy": strategy,
+        "group_size": format.group_size if strategy == "group" else None,
         "dynamic": False,
-        **({"scale_dtype": "torch.uint8"} if floats else {}),
+        **({"scale_dtype": "torch.uint8"} if format == _MXFP4 else {}),
+        **({"block_structure": [128, 128]} if strategy == "block" else {}),
     }
+    packing = "float-quantized" if format in _FP8 else "mxfp4-pack-quantized" if format == _MXFP4 else "pack-quantized"
     fp8 = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
     return {
         "targets": targets,
         "weights": weights,
         "input_activations": fp8 if activations == "fp8" else None,
         "output_activations": None,
-        "format": "mxfp4-pack-quantized" if floats else "pack-quantized",
+        "format": packing,
     }
 
 

@@ -1,5 +1,5 @@
-"""DeepSeek-V4 as it is published: the routed experts in MXFP4, other linear layers in fp8 with scales of blocks, which
-are read as dense.
+"""Folders of the method fp8: DeepSeek-V3 and Qwen as they are published, with linear layers in fp8 and scales of
+blocks; and DeepSeek-V4, whose routed experts are in MXFP4.
 
 A module of one expert is ``weight`` int8 (n, k / 2), two codes of e2m1 a byte, the even column in the low nibble, and
 ``scale`` e8m0 (n, k / 32). Names are those of DeepSeek's own code, ``layers.0.ffn.experts.0.w1``; transformers knows
@@ -48,3 +48,4 @@ class DeepSeekV4Packing:
 FORMAT = folder_format(
     "deepseek-v4", "a folder with DeepSeek-V4 as published (experts in MXFP4, the rest in fp8)", DeepSeekV4Packing
 )
+FP8 = folder_format("fp8", "a folder in fp8 as DeepSeek and Qwen publish it", DeepSeekV4Packing)

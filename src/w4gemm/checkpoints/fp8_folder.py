@@ -1,4 +1,4 @@
-"""Weights in 8-bit floats of a folder that has others in 4 bits: :class:`Fp8Folder` reads them as dense tensors.
+"""Weights in 8-bit floats of a folder: :class:`Fp8Folder` reads matrices packed, others as dense tensors.
 
 Such a weight is e4m3 or e5m2: a matrix (n, k), or those of all experts (experts, n, k). Its scale lies beside it:
 ``weight_scale_inv``, ``weight_scale`` or ``scale`` beside ``weight``; ``down_proj_scale_inv``, ``down_proj_scale`` or
@@ -6,6 +6,9 @@ Such a weight is e4m3 or e5m2: a matrix (n, k), or those of all experts (experts
 one for each row (of experts also for each column, because some models keep theirs transposed); one for each block of a
 grid, whose last row and column of blocks may be cut off; or, of MXFP8, e8m0 (..., n, k / 32), one for each 32 columns.
 The weight is stored * scale, in float32. The scale of its activations is not used, because x stays in 16 bits.
+
+A matrix becomes ``e4m3_col_fp32``, ``e4m3_g128_b128`` for blocks of 128 x 128, ``e4m3_g*_fp32`` for others of a
+multiple of 16 columns, whose scales are repeated for each row, or ``mxfp8``; or the same of e5m2.
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ import torch
 from w4gemm.checkpoints.hugging_face import SafetensorsFolder, TensorInfo
 from w4gemm.checkpoints.stored import FP8
 from w4gemm.core.errors import FormatError
+from w4gemm.core.formats import PER_COLUMN, SMALLEST_GROUP, WeightFormat
+from w4gemm.weights.weight import QuantizedWeight
 
 _ENDS = ("_scale_inv", "_scale", "_weight_scale_inv", "_weight_scale")
 """What is added to a weight's name to make that of its scale."""
@@ -26,6 +31,7 @@ _SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0")
 _E8M0 = ("F8_E8M0", "U8")
 """safetensors' names of the dtypes of scales of MXFP8."""
 _MX_GROUP = 32
+_ELEMENTS = {"F8_E4M3": "e4m3", "F8_E5M2": "e5m2"}
 
 
 class ScaleBlock(NamedTuple):
@@ -60,6 +66,42 @@ class Fp8Folder(SafetensorsFolder):
             for scale in scales:
                 self.scales[name] = self.tensors.pop(scale)
                 self._check(name)
+
+    def format(self, name: str) -> WeightFormat | None:
+        """Return the format of a matrix in fp8; None for any other tensor, and for blocks that no group fits."""
+        if name not in self.scales or len(shape := self.tensors[name].shape) != 2:
+            return None
+        element, scale = _ELEMENTS[self.tensors[name].dtype], self.scales[name]
+        if self._is_mx(shape, scale):
+            return WeightFormat(_MX_GROUP, "none", "e8m0", element)
+        if math.prod(scale.shape) == 1 or scale.shape in (shape[:1], (shape[0], 1)):
+            return WeightFormat(PER_COLUMN, "none", "fp32", element)
+        if self._block.columns % SMALLEST_GROUP:
+            return None
+        return WeightFormat(self._block.columns, "none", "b128" if self._block == ScaleBlock() else "fp32", element)
+
+    def weight(self, name: str, device: torch.device | str = "cpu") -> QuantizedWeight:
+        """Return the weight of a matrix that has a :meth:`format`.
+
+        Raises:
+            FormatError: for codes that are no numbers, and scales that are not finite.
+        """
+        format = self.format(name)
+        assert format is not None
+        codes, scale = super().tensor(name).to(device), self.scales[name].read().to(device)
+        n = len(codes)
+        if format.scale == "e8m0":
+            scales = scale.view(torch.float8_e8m0fnu)
+        elif format.group_size == PER_COLUMN:
+            scales = scale.float().view(-1, 1).expand(n, 1)
+        elif format.scale == "b128":
+            scales = scale.float().repeat_interleave(2, 0)  # of even rows and of odd ones
+        else:
+            scales = scale.float().repeat_interleave(self._block.rows, 0)[:n]
+        try:
+            return QuantizedWeight.from_codes(format, codes.view(torch.uint8), scales.contiguous())
+        except ValueError as e:
+            raise FormatError(f"{self.path}: {name}: {e}") from e
 
     def tensor(self, name: str) -> torch.Tensor:
         stored = super().tensor(name)

@@ -1,4 +1,4 @@
-"""Hugging Face folders whose 4-bit modules are several tensors each: what GPTQ, AWQ and the other methods share.
+"""Hugging Face folders whose packed modules are several tensors each: what GPTQ, AWQ and the other methods share.
 
 :class:`QuantizedFolder` finds the modules. What their tensors mean is a :class:`Packing`, one for each method, and
 :func:`folder_format` makes a format of it. tests/test_quantized_folder.py has a short one.
@@ -91,12 +91,16 @@ class QuantizedFolder:
         self.left_out = {scale.name: f"the scale of {weight}, which is read with it" for weight, scale in scaled}
         self._files: dict[str, str] = {}
         self._parts: dict[str, dict[str, TensorInfo]] = {}
+        self._fp8: dict[str, WeightFormat] = {}
         self.tensors: dict[str, tuple[int, ...]] = {}
         self._sort(renamed)
         if not self._parts:
-            held = "all its quantized weights are in fp8" if self._stored.scales else "all its weights are dense"
+            held = "all its weights are dense"
+            if self._stored.scales:
+                size = f"{block.rows} x {block.columns}"
+                held = f"all its quantized weights are in fp8 with blocks of {size}, which no format has"
             raise FormatError(
-                f"{path}: {held}, wanted some of them in 4 bits, with {' or '.join(packing.marks)}, as its "
+                f"{path}: {held}, wanted some of them quantized, with {' or '.join(packing.marks)}, as its "
                 "quantization_config says; a dense model has no quantization_config in config.json"
             )
         self._own = {name: self._module(name, parts) for name, parts in sorted(self._parts.items())}
@@ -119,11 +123,21 @@ class QuantizedFolder:
         names = {stored: _Name.of(renamed(stored)) for stored in self._stored.tensors}
         marks, known = self._packing.marks, {*self._packing.marks, *self._packing.others}
         self._parts |= {name.owner: {} for name in names.values() if name.leaf in marks}
+        infos = self._stored.tensors
+        biases = {name.owner: infos[stored].shape for stored, name in names.items() if name.leaf == "bias"}
+        for stored, name in names.items():
+            if name.leaf != "weight" or name.owner in self._parts or (format := self._stored.format(stored)) is None:
+                continue
+            rows = infos[stored].shape[:1]
+            if biases.get(name.owner, rows) == rows:  # GPT-2's weights are (k, n)
+                self._fp8[name.owner] = format
+        self._parts |= {owner: {} for owner in self._fp8}
         for stored, name in names.items():
             if (other := self._files.setdefault(str(name), stored)) != stored:
                 raise FormatError(f"{self.path}: {other!r} and {stored!r} are both {str(name)!r}, wanted one of them")
             info, parts = self._stored.tensors[stored], self._parts.get(name.owner)
-            if parts is not None and (name.leaf in known or name.leaf in BESIDE):
+            own = ("weight",) if name.owner in self._fp8 else known
+            if parts is not None and (name.leaf in own or name.leaf in BESIDE):
                 parts[name.leaf] = info
                 if name.leaf in BESIDE:
                     self.tensors[str(name)] = info.shape
@@ -174,6 +188,8 @@ class QuantizedFolder:
             raise FormatError(f"{self.path}: {name}: {e}") from e
 
     def _weight(self, name: str, device: torch.device | str) -> QuantizedWeight:
+        if name in self._fp8:
+            return self._stored.weight(self._files[f"{name}.weight"], device)
         leaves = (leaf for leaf in self._parts[name] if leaf not in BESIDE)
         tensors = {leaf: self._tensor(f"{name}.{leaf}").to(device) for leaf in leaves}
         return self._packing.weight(self._own[name], tensors)
@@ -238,7 +254,11 @@ class QuantizedFolder:
 
     def _module(self, name: str, parts: Mapping[str, TensorInfo]) -> Module:
         try:
-            module = self._packing.module(name, parts)
+            if (format := self._fp8.get(name)) is not None:
+                n, k = parts["weight"].shape
+                module = Module(n, k, format, "bias" in parts, pre_quant_scale="pre_quant_scale" in parts)
+            else:
+                module = self._packing.module(name, parts)
             _check_beside(module, parts)
             return module
         except KeyError as e:

@@ -218,7 +218,8 @@ class Placement:
             raise FormatError(
                 f"{self._checkpoint.path}: {name} has a pre_quant_scale, which no Embedding multiplies by"
             )
-        transposed = layer is not None and _is_transposed(layer)
+        # packings keep a weight as (n, k), but fp8 beside a scale lies as the model has it
+        transposed = layer is not None and _is_transposed(layer) and module.format.element not in ("e4m3", "e5m2")
         self._add(f"{name}.weight", (module.n, module.k), lambda w: w.T.contiguous() if transposed else w, name, "")
         return True
 
