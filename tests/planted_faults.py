@@ -262,8 +262,8 @@ FAULTS = (
     Fault(
         "GPTQ's zero points without the stored 1",
         "src/w4gemm/checkpoints/gptq.py",
-        "zeros = unpack(words, 4) - self.stored_zero",
-        "zeros = unpack(words, 4)",
+        "zeros = unpack(words, bits).int() - self.stored_zero",
+        "zeros = unpack(words, bits).int()",
         "tests/test_gptq.py",
     ),
     Fault(
