@@ -1,13 +1,16 @@
 """The CPU kernel beside torch.nn.functional.linear on the same weight in 16 and 32 bits: ``python -m bench.cpu``.
 
-Calls rotate over copies of the weight that together exceed any cache. Times are medians by the clock. Rows go to
-bench/results/cpu.jsonl.
+Calls rotate over copies of the weight that together exceed any cache. Times are medians of the processor time of one
+thread, which other programs disturb less than the clock. Rows go to bench/results/cpu.jsonl; those without "clock" were
+measured by the clock, with the threads that they name.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import statistics
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +22,6 @@ from w4gemm import choice, linear, quantize
 from w4gemm.choice.records import device_facts
 from w4gemm.core.problem import Device
 from w4gemm.tuning import record
-from w4gemm.tuning.timing import time_calls
 
 RESULTS = Path(__file__).parent / "results/cpu.jsonl"
 _ROTATED_BYTES = 300e6
@@ -36,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--format", default="int4_g128", help="of the weights (default: %(default)s)")
     args = parser.parse_args(argv)
+    torch.set_num_threads(1)
     processor, threads = device_facts(Device("cpu"))
     facts = record.facts() | {"processor": processor, "threads": threads}
     print(f"{processor}, {threads} threads; microseconds a call, and the speed over the dense weight in x's dtype")
@@ -52,16 +55,27 @@ def main(argv: Sequence[str] | None = None) -> None:
                 x = torch.randn(m, k).to(dtype)
                 calls = [functools.partial(linear, x, w) for w in copies]
                 calls_dense = [functools.partial(torch.nn.functional.linear, x, w) for w in plains]
-                ours, theirs = (t.p50 for t in time_calls([calls, calls_dense]))
+                ours, theirs = medians_us([calls, calls_dense])
                 plan = choice.plan_for(choice.PlanKey.of(weight, m, dtype))
                 row = {"kind": "cpu", "run": record.run_name(facts), "m": m, "n": n, "k": k, "format": args.format}
                 row |= {"dtype": str(dtype).removeprefix("torch."), "config": str(plan)}
-                row |= {"us": round(ours, 1), "dense_us": round(theirs, 1)}
+                row |= {"us": round(ours, 1), "dense_us": round(theirs, 1), "clock": "processor"}
                 record.append(RESULTS, row | facts)
                 print(
                     f"{n}x{k}, m {m}, {row['dtype']}: {ours:.0f}, dense {theirs:.0f} us: {theirs / ours:.2f}",
                     flush=True,
                 )
+
+
+def medians_us(variants: Sequence[Sequence[Callable[[], object]]]) -> list[float]:
+    """Return the processor time of a call of each variant, measured in turn. Each has calls of equal work."""
+    times: list[list[float]] = [[] for _ in variants]
+    for i in range(22):
+        for calls, samples in zip(variants, times, strict=True):
+            started = time.process_time()
+            calls[i % len(calls)]()
+            samples.append(1e6 * (time.process_time() - started))
+    return [statistics.median(samples[1:]) for samples in times]  # the first call chooses and compiles
 
 
 def _copies(size: int) -> int:
