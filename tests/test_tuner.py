@@ -16,7 +16,7 @@ from w4gemm.choice import store
 from w4gemm.core.epilogue import Epilogue
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import H200, Device, GemmProblem
-from w4gemm.kernels import kernel_named
+from w4gemm.kernels.cpu import spec
 from w4gemm.tuning import tuner
 from w4gemm.tuning.roofline import Roofline, Work
 from w4gemm.tuning.timing import Timing
@@ -37,13 +37,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def favourite(monkeypatch: pytest.MonkeyPatch) -> str:
     """The second guess, which the clock is made to find ten times as fast."""
-    _, second = choice.configs(CPU)
+    _, second, *_ = choice.configs(CPU)
 
     def time(self, launches, operands, replays):
         found = []
         for launch in launches:
             launch(operands[0])
-            us = 10.0 if second.endswith(f"/{launch.args[1]}") else 100.0
+            us = 10.0 if second.endswith(f"/{launch.config}") else 100.0
             found.append(Timing(us, us, us))
         return found
 
@@ -58,7 +58,8 @@ def test_the_fastest_is_kept_and_chosen(favourite, folder):
     (outcome,) = outcomes
     assert outcome.record.choice == favourite != outcome.first_guess
     assert outcome.gain == 10 and outcome.record.m == (5, 8) and not outcome.failed
-    assert steps == [(1, 2, "m 8, n 96, k 64"), (2, 2, "m 8, n 96, k 64")]
+    count = len(choice.configs(CPU))
+    assert steps == [(i, count, "m 8, n 96, k 64") for i in range(1, count + 1)]
     assert (folder / store.USER_FILE).read_text() == outcome.record.line()
     assert str(choice.choose(CPU).plan()) == favourite and choice.choose(CPU).plan().source == "tuned"
     assert not list(tuner.tune([CPU], "cpu")), "it has a record"
@@ -80,15 +81,14 @@ def test_an_interrupted_run_goes_on_where_it_stopped(favourite):
 
 
 def test_a_wrong_or_broken_config_is_left_out(favourite, monkeypatch, caplog):
-    kernel = kernel_named("cpu_mixed_gemm")
-    launch = type(kernel)._launch
+    launch = spec._Launch.__call__
 
-    def broken(self, problem, config, operands):
-        launch(self, problem, config, operands)
-        if f"{kernel.name}/{config}" == favourite:
+    def broken(self, operands):
+        launch(self, operands)
+        if f"cpu_mixed_gemm/{self.config}" == favourite:
             operands.out[0, 0] += 1000
 
-    monkeypatch.setattr(type(kernel), "_launch", broken)
+    monkeypatch.setattr(spec._Launch, "__call__", broken)
     with caplog.at_level(logging.WARNING, "w4gemm"):
         (outcome,) = tuner.tune([CPU], "cpu")
     assert outcome.record.choice == outcome.first_guess and list(outcome.failed) == [favourite]
@@ -247,7 +247,7 @@ def test_a_choice_must_also_win_inside_its_interval(monkeypatch):
     def time(self, launches, operands, replays):
         m = operands[0].x.shape[0]
         fast = {8: 50.0, 7: 400.0}[m]
-        return [Timing(0, fast if second.endswith(f"/{launch.args[1]}") else 100.0, 0) for launch in launches]
+        return [Timing(0, fast if second.endswith(f"/{launch.config}") else 100.0, 0) for launch in launches]
 
     monkeypatch.setattr(Workload, "time", time)
     (outcome,) = tuner.tune([CPU], "cpu")
@@ -261,7 +261,7 @@ def test_a_cliff_inside_the_interval_is_avoided(monkeypatch):
 
     def time(self, launches, operands, replays):
         us = {8: 98.0, 7: 200.0}[operands[0].x.shape[0]]
-        return [Timing(0, us if first.endswith(f"/{launch.args[1]}") else 100.0, 0) for launch in launches]
+        return [Timing(0, us if first.endswith(f"/{launch.config}") else 100.0, 0) for launch in launches]
 
     monkeypatch.setattr(Workload, "time", time)
     (outcome,) = tuner.tune([CPU], "cpu")

@@ -101,7 +101,7 @@ class _Launch:
     """The launch of a problem by one method."""
 
     def __init__(self, problem: GemmProblem, config: GemmConfig) -> None:
-        self.tokens, self.epilogue = config.tile_m, problem.epilogue
+        self.config, self.tokens, self.epilogue = config, config.tile_m, problem.epilogue
         self.is_plain, self.is_bias = self.epilogue == PLAIN, self.epilogue == Epilogue(bias=True)
         self.method: Callable[[torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor], torch.Tensor]
         if config.tile_m == COMPILED_TOKENS:
