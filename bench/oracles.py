@@ -11,6 +11,7 @@ import importlib.metadata
 import json
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +30,7 @@ from w4gemm.checkpoints import open_checkpoint
 from w4gemm.integrations.generation import default_model
 from w4gemm.tuning import record
 
+PACKED = "pack-quantized"
 RESULTS = Path(__file__).parent / "results/oracles.jsonl"
 PAGE = Path(__file__).parent.parent / "docs/formats.md"
 BEGIN, END = "<!-- made by python -m bench.oracles -->\n", "<!-- end -->\n"
@@ -55,6 +57,15 @@ CASES = (
     Case("compressed-tensors pack-quantized", "compressed-tensors", compressed_integers("pack-quantized", True)),
     Case("compressed-tensors pack-quantized, asym", "compressed-tensors", compressed_integers("pack-quantized", False)),
     Case("compressed-tensors int-quantized", "compressed-tensors", compressed_integers("int-quantized", True)),
+    *(
+        Case(
+            f"compressed-tensors pack-quantized, {b} bits", "compressed-tensors", compressed_integers(PACKED, False, b)
+        )
+        for b in (8, 6, 5, 3, 2)
+    ),
+    Case(
+        "compressed-tensors int-quantized, 8 bits", "compressed-tensors", compressed_integers("int-quantized", True, 8)
+    ),
     Case("compressed-tensors mxfp4-pack-quantized", "compressed-tensors", compressed_floats(mx=True)),
     Case("compressed-tensors nvfp4-pack-quantized", "compressed-tensors", compressed_floats(mx=False)),
     Case("GPTQ, version 1", "auto-round", auto_round(-1, {"quant_method": "gptq"})),
@@ -76,6 +87,7 @@ CASES = (
     Case("ModelOpt INT4", "compressed-tensors", nibbles("modelopt")),
     Case("DeepSeek W4AFP8", "compressed-tensors", nibbles("w4afp8")),
     Case("HQQ axis 1", "hqq", hqq),
+    *(Case(f"HQQ axis 1, {b} bits", "hqq", partial(hqq, bits=b)) for b in (8, 3, 2)),
     Case("bitsandbytes NF4", "bitsandbytes", bitsandbytes("nf4", False)),
     Case("bitsandbytes NF4, double quantization", "bitsandbytes", bitsandbytes("nf4", True)),
     Case("bitsandbytes FP4, double quantization", "bitsandbytes", bitsandbytes("fp4", True)),
@@ -94,12 +106,20 @@ CASES = (
     Case("torchao Int4TilePackedTo4dTensor", "torchao", torchao.folder_of(torchao.in_tiles)),
     Case("torchao IntxUnpackedToInt8Tensor", "torchao", torchao.folder_of(torchao.in_bytes)),
     *(
+        Case(
+            f"torchao IntxUnpackedToInt8Tensor, {dtype}",
+            "torchao",
+            torchao.folder_of(partial(torchao.in_bytes, dtype=getattr(torch, dtype))),
+        )
+        for dtype in ("int8", "int6", "int3", "int2")
+    ),
+    *(
         Case(f"torchao {name}{', swizzled scales' if swizzled else ''}", "torchao", torchao.folder_of(make(swizzled)))
         for name, make in (("MXTensor", torchao.mxfp4), ("NVFP4Tensor", torchao.nvfp4))
         for swizzled in (False, True)
     ),
     Case("gpt-oss MXFP4", "transformers", gpt_oss),
-    Case("DeepSeek-V4: experts in MXFP4, fp8 as dense", "transformers", deepseek_v4),
+    Case("DeepSeek-V4: experts in MXFP4, the rest in fp8", "transformers", deepseek_v4),
 )
 
 

@@ -26,12 +26,13 @@ class Codes(NamedTuple):
     zeros: torch.Tensor
 
     @classmethod
-    def of(cls, w: torch.Tensor) -> Codes:
+    def of(cls, w: torch.Tensor, bits: int = 4) -> Codes:
+        largest = 2**bits - 1
         groups = w.view(len(w), -1, GROUP)
         low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
-        scales = ((high - low) / 15).clamp(min=1e-6).bfloat16()
-        zeros = (-low / scales.float()).round().clamp(0, 15)
-        codes = (groups / scales.float()[..., None] + zeros[..., None]).round().clamp(0, 15)
+        scales = ((high - low) / largest).clamp(min=1e-6).bfloat16()
+        zeros = (-low / scales.float()).round().clamp(0, largest)
+        codes = (groups / scales.float()[..., None] + zeros[..., None]).round().clamp(0, largest)
         return cls(codes.view(w.shape).to(torch.uint8), scales, zeros.to(torch.uint8))
 
 

@@ -25,14 +25,15 @@ def packer(name: str) -> Any:
     return BaseCompressor.get_value_from_registry(name)
 
 
-def compressed_integers(packing: str, symmetric: bool) -> Callable[[Path, Weights], Pairs]:
-    facts = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP, "symmetric": symmetric}
+def compressed_integers(packing: str, symmetric: bool, bits: int = 4) -> Callable[[Path, Weights], Pairs]:
+    facts = {"num_bits": bits, "type": "int", "strategy": "group", "group_size": GROUP, "symmetric": symmetric}
 
     def pairs(folder: Path, weights: Weights) -> Pairs:
         scheme, stored, expected = scheme_of(**facts), {}, {}
         for name, w in weights.items():
-            codes = Codes.of(w)
-            zeros = torch.zeros_like(codes.zeros, dtype=torch.int8) if symmetric else codes.zeros.to(torch.int8) - 8
+            codes = Codes.of(w, bits)
+            middle = codes.zeros.int() if symmetric else 2 ** (bits - 1)
+            zeros = (codes.zeros.int() - middle).to(torch.int8)
             tensors = {"weight": w.bfloat16(), "weight_scale": codes.scales, "weight_zero_point": zeros}
             packed = packer(packing).compress(tensors, scheme)
             stored |= {f"{name}.{leaf}": t for leaf, t in packed.items()}

@@ -34,7 +34,7 @@ def deepseek_v4(folder: Path, weights: Weights) -> Pairs:
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
     dequantize = Fp8Dequantize(None)._dequantize_one
-    stored, expected, dense = {}, {}, {}
+    stored, expected, fp8_weights = {}, {}, {}
     for name, w in weights.items():
         if "down_proj" not in name:
             continue
@@ -45,12 +45,12 @@ def deepseek_v4(folder: Path, weights: Weights) -> Pairs:
         expected[expert] = dequantize(packed, scales, torch.float32)
         fp8 = in_fp8(w, 64, 128)
         stored |= {f"{other}.weight": fp8.weight, f"{other}.scale": fp8.scales.to(torch.float8_e8m0fnu)}
-        dense[other] = dequantize(fp8.weight, fp8.scales, torch.float32)
+        fp8_weights[other] = dequantize(fp8.weight, fp8.scales, torch.float32)
     save_file({name: t.contiguous() for name, t in stored.items()}, folder / "model.safetensors")
     config = {"quant_method": "fp8", "expert_dtype": "fp4", "weight_block_size": [64, 128]}
     (folder / "config.json").write_text(json.dumps({"quantization_config": config}))
     checkpoint = open_checkpoint(folder)
     experts = checkpoint.weight("layers.0.ffn.experts.down_proj").dequantize()
     yield from zip(experts, expected.values(), strict=True)
-    for name, weight in dense.items():
-        yield checkpoint.dense(f"{name}.weight"), weight
+    for name, weight in fp8_weights.items():
+        yield checkpoint.weight(name).dequantize(), weight

@@ -114,7 +114,7 @@ def gpt_oss(folder: Path, weights: Weights) -> Pairs:
     return folder_pairs(folder, {"quant_method": "mxfp4"}, stored, expected)
 
 
-def hqq(folder: Path, weights: Weights) -> Pairs:
+def hqq(folder: Path, weights: Weights, bits: int = 4) -> Pairs:
     """In float32, of the scales and zero points in fp16 that are saved."""
     os.environ.setdefault("DISABLE_CUDA", "1")
     from hqq.core.quantize import BaseQuantizeConfig, HQQLinear, Quantizer
@@ -123,7 +123,7 @@ def hqq(folder: Path, weights: Weights) -> Pairs:
     for name, w in weights.items():
         linear = torch.nn.Linear(w.shape[1], w.shape[0], bias=False)
         linear.weight.data = w
-        config = BaseQuantizeConfig(nbits=4, group_size=64, axis=1)
+        config = BaseQuantizeConfig(nbits=bits, group_size=64, axis=1)
         layer = HQQLinear(linear, config, compute_dtype=torch.float16, device="cpu")
         stored |= {f"{name}.{leaf}": t for leaf, t in layer.state_dict().items()}
         expected[name] = Quantizer.dequantize(layer.W_q, layer.meta | {"compute_dtype": torch.float32})

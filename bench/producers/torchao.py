@@ -48,11 +48,11 @@ def nvfp4(swizzled: bool) -> Callable[[torch.Tensor], Made]:
     return make
 
 
-def in_bytes(w: torch.Tensor) -> Made:
+def in_bytes(w: torch.Tensor, dtype: torch.dtype = torch.int4) -> Made:
     """IntxUnpackedToInt8Tensor, with zero points."""
     from torchao.quantization import IntxUnpackedToInt8Tensor, MappingType
 
-    t = IntxUnpackedToInt8Tensor.from_hp(w, (1, GROUP), torch.int4, mapping_type=MappingType.ASYMMETRIC)
+    t = IntxUnpackedToInt8Tensor.from_hp(w, (1, GROUP), dtype, mapping_type=MappingType.ASYMMETRIC)
     return t, t.dequantize()
 
 
