@@ -136,7 +136,7 @@ class Method:
         Args:
             x: any floating-point dtype.
             weight: packed tensors of the layout.
-            out: (m, n), contiguous.
+            out: (m, n), or (m, n / 2) if gates are applied later; contiguous.
         """
         m, panel = x.shape[0], self.panel
         code, run = self.codes.get(m) or self._code(m)
@@ -152,7 +152,7 @@ class Method:
             x[:, :m] = source
             x_panel, x_row = rows * panel, panel
         x = x.contiguous()
-        if rows != m or self.columns != self.n or out.dtype is not torch.float32:
+        if rows != m or self.columns != self.n or out.shape != (m, self.n) or out.dtype is not torch.float32:
             out = x.new_empty(rows, self.columns)
         pointers = [t.data_ptr() for t in weight]
         if not self.has_zero:
