@@ -47,7 +47,7 @@ class ToyCheckpoint:
 
 
 def _module(fact: dict[str, Any]) -> Module:
-    return Module(**(fact | {"format": WeightFormat.parse(fact["format"]), "fused": tuple(fact["fused"])}))
+    return Module(**(fact | {"format": WeightFormat.parse(fact["format"])}))
 
 
 FORMAT = CheckpointFormat(
@@ -72,30 +72,19 @@ def convert(folder: Path) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = {}
     wanted: dict[str, torch.Tensor] = {}
 
-    def add(name: str, fused: tuple[str, ...] = (), interleaved: bool = False) -> None:
-        owner = name.rpartition(".")[0]
-        names = [f"{owner}.{part}" for part in fused] or [name]
-        stacked = {}
-        for leaf in ("weight", "bias"):
-            found = [dense.pop(f"{n}.{leaf}") for n in names if f"{n}.{leaf}" in dense]
-            if found:
-                stacked[leaf] = torch.stack(found, 1).flatten(0, 1) if interleaved else torch.cat(found)
-                sizes = [len(t) for t in found]
-        w = quantize(stacked["weight"], FORMAT_NAME)
-        rows = w.dequantize()
-        pieces = [rows[i :: len(names)] for i in range(len(names))] if interleaved else list(rows.split(sizes))
-        wanted.update({f"{n}.weight": piece for n, piece in zip(names, pieces, strict=True)})
+    def add(name: str) -> None:
+        w = quantize(dense.pop(f"{name}.weight"), FORMAT_NAME)
+        wanted[f"{name}.weight"] = w.dequantize()
         tensors.update({f"{name}.{part}": t for part, t in w.named_tensors().items()})
-        if "bias" in stacked:
-            tensors[f"{name}.bias"] = stacked["bias"]
-        facts[name] = {"n": w.n, "k": w.k, "format": FORMAT_NAME, "bias": "bias" in stacked, "fused": fused}
-        facts[name] |= {"interleaved": interleaved}
+        if has_bias := f"{name}.bias" in dense:
+            tensors[f"{name}.bias"] = dense.pop(f"{name}.bias")
+        facts[name] = {"n": w.n, "k": w.k, "format": FORMAT_NAME, "bias": has_bias}
 
     for i in range(config["num_hidden_layers"]):
-        add(f"model.layers.{i}.self_attn.qkv_proj", ("q_proj", "k_proj", "v_proj"))
-        add(f"model.layers.{i}.self_attn.o_proj")
-        add(f"model.layers.{i}.mlp.gate_up_proj", ("gate_proj", "up_proj"), interleaved=True)
-        add(f"model.layers.{i}.mlp.down_proj")
+        for part in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            add(f"model.layers.{i}.self_attn.{part}")
+        for part in ("gate_proj", "up_proj", "down_proj"):
+            add(f"model.layers.{i}.mlp.{part}")
     save_file(tensors | dense, folder / "toy.safetensors")
     (folder / "toy.json").write_text(json.dumps(facts))
     return wanted
