@@ -213,6 +213,20 @@ class Made(NamedTuple):
         sums = w4gemm.combine(d, rows, weights), w4gemm.combine(d, rows, weights, settled=True)
         return routing.m_offsets, rows, *sums
 
+    def layer(self, tokens: int, format: str, activation: str, biased: bool) -> torch.Tensor:
+        """A layer of six experts, on the GPU in one launch."""
+        experts, hidden, features = 6, 480, 320
+        several = []
+        for n, k in ((2 * hidden, features), (features, hidden)):
+            w = random_weight(WeightFormat.parse(format), n, k, 1)
+            stack = w4gemm.QuantizedWeight.stack([w] * experts, layout="canonical").to(self.device)
+            bias = self.half(experts, n) if biased else None
+            several.append(w4gemm.W4GroupedLinear.from_weight(stack.repack(), bias, dtype=torch.bfloat16))
+        layer = w4gemm.W4Experts(*several, activation=activation)
+        layer.one_launch = True if self.device == "cuda" else None
+        ids = self.integers(-1, experts, tokens, 3)
+        return layer(self.half(tokens, features), ids, torch.rand(tokens, 3, generator=self.g).to(self.device))
+
     def added(self, k: int, function: Callable[..., tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
         *found, total = function(self.half(5, k), self.half(5, k), self.half(k), 1e-5)
         return *([found[0].float() * found[1][:, None]] if len(found) > 1 else found), total
@@ -242,6 +256,9 @@ HELPER_CALLS: dict[str, Callable[[Made], Any]] = {
     "step_attention alone": lambda made: made.attention(3, 2, 7, 64, 200, 130, EVERYTHING),
     "step_attention in a cluster": lambda made: made.attention(2, 1, 8, 128, 2048, 1900, 300),
     "step_attention of 256": lambda made: made.attention(1, 2, 4, 256, 1024, 1023, EVERYTHING),
+    "expert_layer of one token": lambda made: made.layer(1, "int4_g128", "silu_mul", False),
+    "expert_layer of five tokens": lambda made: made.layer(5, "mxfp4", "swiglu_oai", True),
+    "expert_layer of eight tokens": lambda made: made.layer(8, "int4_g32_zfloat", "silu_mul", True),
     "route and combine": lambda made: made.routed(37, 4, 32, False, torch.int64),
     "route by a map": lambda made: made.routed(700, 8, 257, True, torch.int32),
     **{

@@ -68,8 +68,8 @@ class SharedRange(NamedTuple):
 class AsynchronousMachine(Machine):
     """Adds what goes on while its thread goes on."""
 
-    def __init__(self, ptx: str | Program, grid: int, cluster: int = 1):
-        super().__init__(ptx, grid, cluster)
+    def __init__(self, ptx: str | Program, grid: int, cluster: int = 1, resident: int = 0):
+        super().__init__(ptx, grid, cluster, resident)
         self.mbarriers: dict[tuple[int, int], MBarrier] = {}
         """By CTA and address."""
         self.copies: list[AsyncCopies] = []

@@ -4,8 +4,8 @@
 
 x, weight and out are tensors on the CPU, and out holds afterwards what the kernel stored.
 
-All threads of all CTAs are resident at once, and every register is an array over them. Threads at the same instruction
-execute it together, those furthest behind first, so that warps converge.
+All threads of all CTAs are resident at once, unless fewer CTAs are asked for. Every register is an array over threads.
+Threads at the same instruction execute it together, those furthest behind first, so that warps converge.
 
 What another order on a GPU may show, an emulated one shall show too. So each 128 threads run ahead of all others until
 they wait. An asynchronous copy destroys its target when it is issued and writes it only when it is waited for; a store
@@ -172,6 +172,9 @@ class Emulator(AsynchronousMachine):
     def _exit(self, i: Instruction, on: Array) -> bool:
         assert not any(store.thread in on for store in self.stores), "a thread ends before TMA has read what it stores"
         self.state[on] = DONE
+        for cta in np.unique(self.cta[on]):
+            if (self.state[self.cta == cta] == DONE).all():
+                self.start_another()
         return True
 
     def _convert_address(self, i: Instruction, on: Array) -> None:

@@ -53,9 +53,10 @@ class Machine:
         ptx: a file with one kernel.
         grid: the number of CTAs.
         cluster: CTAs of a cluster.
+        resident: CTAs that run at once, the first ones first; each of the others begins when one ends. 0 for all.
     """
 
-    def __init__(self, ptx: str | Program, grid: int, cluster: int = 1):
+    def __init__(self, ptx: str | Program, grid: int, cluster: int = 1, resident: int = 0):
         self.program = parse(ptx) if isinstance(ptx, str) else ptx
         self.grid, self.cluster, self.threads = grid, cluster, self.program.threads
         count = grid * self.threads
@@ -68,6 +69,8 @@ class Machine:
         self.age = np.zeros(count, np.int64)
         """By thread, its place in the queue: the lowest runs first."""
         self.state = np.full(count, RUNNING)
+        self.started = resident or grid
+        self.state[self.started * self.threads :] = BLOCKED
         self.shared = np.full(grid * SHARED_BYTES, 0xFF, np.uint8)
         self.written = np.zeros(len(self.shared), np.bool_)
         """By byte of shared memory, True if something was written there."""
@@ -168,6 +171,11 @@ class Machine:
             pc += 1
             if pc >= limit:
                 return
+
+    def start_another(self) -> None:
+        """Let the next CTA begin, because one has ended."""
+        self.state[self.started * self.threads : (self.started + 1) * self.threads] = RUNNING
+        self.started += 1
 
     def _where(self) -> str:
         waiting = np.unique(self.pc[self.state != DONE])
@@ -296,7 +304,7 @@ class Machine:
 def _struct(tensor: torch.Tensor, start: int, size: int) -> bytes:
     """A tensor as the DSL passes it: its address, int32 sizes and, of two and more, int64 strides but the last. Of a
     tensor map, which has 128 bytes, only the place matters."""
-    dimensions = min(tensor.dim(), (size - 8) // 4) if size <= 16 else {40: 3}.get(size, 2)
+    dimensions = min(tensor.dim(), (size - 8) // 4 if size <= 16 else {40: 3}.get(size, 2))
     words = struct.pack(f"<q{dimensions}i", start, *tensor.shape[:dimensions])
     strides = tensor.stride()[: dimensions - 1] if size > 16 else ()
     words = words.ljust(-(-len(words) // 8) * 8, b"\xee") + struct.pack(f"<{len(strides)}q", *strides)

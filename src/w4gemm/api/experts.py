@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from w4gemm.api.arguments import checked_activation
+from w4gemm.api.expert_layer import Experts, LayerKey, expert_layer, one_launch
 from w4gemm.api.grouped import grouped_linear
-from w4gemm.api.modes import autocast, layer_dtype
+from w4gemm.api.modes import autocast, is_eager, layer_dtype
 from w4gemm.api.packed_module import PackedModule, moved_only
-from w4gemm.api.routing import combined, route
+from w4gemm.api.routing import check_ids, combined, route
 from w4gemm.core.activation import is_gated
-from w4gemm.core.errors import kind_of
+from w4gemm.core.errors import UnsupportedError, kind_of
+from w4gemm.core.problem import Device
 from w4gemm.weights.weight import QuantizedWeight
 
 
@@ -89,6 +91,17 @@ class W4GroupedLinear(PackedModule):
         bias = None if bias is None else bias.to(dtype)
         return grouped_linear(x.to(dtype), self.weight, m_offsets, bias, indices=indices, **fused).to(x.dtype)
 
+    def as_it_is(self, x: torch.Tensor) -> Experts | None:
+        """Return the operands of a product beside x of x's dtype, if neither it nor the bias is cast, scaled or
+        quantized first and the bias needs no gradient; else None."""
+        bias, w = self._parameters["bias"], self.weight
+        cast = autocast(x, bias)[0] is not x or layer_dtype(x, bias, self.dtype) is not None
+        scaled = self._buffers.get("pre_quant_scale") is not None or w.activations is not None or w.perm is not None
+        wrong_bias = bias is not None and bias.dtype != x.dtype
+        if cast or scaled or wrong_bias or (torch.is_grad_enabled() and bias is not None and bias.requires_grad):
+            return None
+        return Experts(w, bias, self.expert_scale)
+
     def extra_repr(self) -> str:
         return super().extra_repr() + ("" if self.expert_scale is None else ", expert_scale=True")
 
@@ -140,6 +153,10 @@ class W4Experts(torch.nn.Module):
 
     if TYPE_CHECKING:  # torch.nn.Module's returns Any
         __call__: Callable[..., torch.Tensor]
+
+    one_launch: bool | None = None
+    """Whether a call of at most eight tokens runs in one launch on Hopper: None if that is predicted to be faster than
+    four, True always, so that a call that cannot is refused, False never. Sums are rounded otherwise."""
 
     def __init__(
         self,
@@ -224,7 +241,7 @@ class W4Experts(torch.nn.Module):
         Raises:
             TypeError, ValueError: for another dtype or shape; the message names the argument.
         """
-        routing = route(expert_ids, self.gate_up.weight.experts)
+        check_ids(expert_ids)
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"x: wanted a tensor (tokens, features), got {type(x).__name__}")
         if x.dim() != 2:
@@ -241,6 +258,51 @@ class W4Experts(torch.nn.Module):
             raise ValueError(f"expert_weights: wanted {expected}, got {kind_of(expert_weights)}")
         if expert_weights.device != x.device:
             raise ValueError(f"expert_weights: wanted x's device {x.device}, got {expert_weights.device}")
+        if (out := self._in_one_launch(x, expert_ids, expert_weights)) is not None:
+            return out
+        routing = route(expert_ids, self.gate_up.weight.experts)
         hidden = self.gate_up(x, routing.m_offsets, routing.tokens)
         d = self.down(hidden, routing.m_offsets, settled=True)
         return combined(d, routing.row_of_choice, expert_weights, None, settled=True)
+
+    def explain(self, tokens: int, top_k: int, dtype: torch.dtype = torch.bfloat16) -> str:
+        """Return in how many launches a call on the weights' device runs, and why.
+
+        Args:
+            tokens: rows of x, of ``dtype``.
+            top_k: experts of a token; their ids are int64.
+        """
+        ids = torch.empty((tokens, top_k), dtype=torch.int64, device="meta")
+        x = torch.empty((tokens, self.gate_up.weight.k), dtype=dtype, device="meta")
+        reason = self._four_launches(x, ids)
+        return f"four launches: {reason}" if reason else "one launch (expert_layer)"
+
+    def _four_launches(self, x: torch.Tensor, expert_ids: torch.Tensor) -> str:
+        """Return why a call runs in four launches; the empty string if it runs in one.
+
+        Raises:
+            UnsupportedError: if ``one_launch`` is True and the layer cannot.
+        """
+        if self.one_launch is False:
+            return "one_launch is False"
+        products = self.gate_up.as_it_is(x), self.down.as_it_is(x)
+        if None in products:
+            refusal, slower = "x or a bias is cast, scaled or quantized before a product, or needs a gradient", ""
+        else:
+            key = LayerKey.of(x, expert_ids, *products, self.activation)  # type: ignore[arg-type]
+            _, refusal, slower = one_launch(key, Device.of(self.gate_up.weight.device))
+        if self.one_launch and refusal:
+            raise UnsupportedError(f"one_launch: wanted a layer and call that run in one launch, but {refusal}")
+        return refusal or ("" if self.one_launch else slower)
+
+    def _in_one_launch(
+        self, x: torch.Tensor, expert_ids: torch.Tensor, expert_weights: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Return the result of a checked call if it runs in one launch, else None."""
+        w = self.gate_up.weight
+        if not is_eager(x, expert_weights) or x.shape[1] != w.k or not x.device == expert_ids.device == w.device:
+            return None
+        if self._four_launches(x, expert_ids):
+            return None
+        products = self.gate_up.as_it_is(x), self.down.as_it_is(x)
+        return expert_layer(x, expert_ids, expert_weights, *products, self.activation)  # type: ignore[arg-type]

@@ -55,11 +55,7 @@ def route(expert_ids: torch.Tensor, experts: int, expert_map: torch.Tensor | Non
         >>> routing.m_offsets.tolist(), routing.tokens.tolist()
         ([0, 1, 2, 4], [0, 1, 0, 1])
     """
-    if not isinstance(expert_ids, torch.Tensor) or expert_ids.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"expert_ids: wanted int32 or int64 (tokens, top k), got {kind_of(expert_ids)}")
-    if expert_ids.dim() != 2:
-        raise ValueError(f"expert_ids: wanted shape (tokens, top k), got {tuple(expert_ids.shape)}")
-    require_dense("expert_ids", expert_ids)
+    check_ids(expert_ids)
     require_int("experts", experts, 1, _MOST_EXPERTS)
     if expert_map is not None:
         if not isinstance(expert_map, torch.Tensor) or expert_map.dtype != torch.int32 or expert_map.dim() != 1:
@@ -74,6 +70,15 @@ def route(expert_ids: torch.Tensor, experts: int, expert_map: torch.Tensor | Non
         if sort is not None:
             return sorted_by(sort, expert_ids, experts, None if expert_map is None else expert_map.contiguous())
     return in_pytorch(expert_ids, experts, expert_map)
+
+
+def check_ids(expert_ids: torch.Tensor) -> None:
+    """Raise TypeError or ValueError unless ``expert_ids`` are int32 or int64 (tokens, top k)."""
+    if not isinstance(expert_ids, torch.Tensor) or expert_ids.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"expert_ids: wanted int32 or int64 (tokens, top k), got {kind_of(expert_ids)}")
+    if expert_ids.dim() != 2:
+        raise ValueError(f"expert_ids: wanted shape (tokens, top k), got {tuple(expert_ids.shape)}")
+    require_dense("expert_ids", expert_ids)
 
 
 def in_pytorch(expert_ids: torch.Tensor, experts: int, expert_map: torch.Tensor | None) -> Routing:

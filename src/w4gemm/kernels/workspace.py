@@ -26,7 +26,7 @@ _LEAST = _POOL // 2
 """Number of flags below which a launch outside of a capture fills the pool up. So many graphs may be captured in a row;
 an engine captures one for each piece of a model, some hundred at most."""
 
-_flags: dict[tuple[int, int, int], torch.Tensor] = {}
+_flags: dict[tuple[int, int, int, str], torch.Tensor] = {}
 _pools: dict[int, list[torch.Tensor]] = {}
 _allocations: list[torch.Tensor] = []
 """All that flags and pools are parts of."""
@@ -42,16 +42,21 @@ def divided(workspace: torch.Tensor) -> StreamWorkspace:
 def allocated(device: torch.device, size: int) -> StreamWorkspace:
     """Return partials (uninitialized) and flags (0), together ``size`` bytes, for a launch on the current stream of the
     current CUDA device."""
+    flags = flags_for(device, "stream-k")
+    return StreamWorkspace(torch.empty((size - FLAG_BYTES) // 4, dtype=torch.float32, device=device), flags)
+
+
+def flags_for(device: torch.device, purpose: str) -> torch.Tensor:
+    """Return int32 flags for a launch on the current stream of the current CUDA device: those of the stream's, or the
+    graph's, other launches for the same purpose; 0 for the first of them."""
     stream = torch.cuda.current_stream(device).cuda_stream
     capture = _capture(stream) if torch.cuda.is_current_stream_capturing() else 0
-    key = device.index or 0, stream, capture
+    key = device.index or 0, stream, capture, purpose
     pool = _pools.setdefault(key[0], [])
     if not capture and len(pool) < _LEAST:
         _fill(device, pool)
     flags = _flags.get(key)
-    if flags is None:
-        flags = _take(device, key, pool)
-    return StreamWorkspace(torch.empty((size - FLAG_BYTES) // 4, dtype=torch.float32, device=device), flags)
+    return _take(device, key, pool) if flags is None else flags
 
 
 def clear() -> None:
@@ -73,7 +78,7 @@ def _fill(device: torch.device, pool: list[torch.Tensor]) -> None:
             torch.cuda.current_stream(device).synchronize()  # other streams take from it too
 
 
-def _take(device: torch.device, key: tuple[int, int, int], pool: list[torch.Tensor]) -> torch.Tensor:
+def _take(device: torch.device, key: tuple[int, int, int, str], pool: list[torch.Tensor]) -> torch.Tensor:
     """Return permanent flags; without any left, flags for one launch that its stream, or its graph, zeroes."""
     with _lock:
         if not pool:

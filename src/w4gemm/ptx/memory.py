@@ -34,6 +34,11 @@ def load_shared_half(address: Int32) -> Int32:
     return asm("{ .reg .b16 h; ld.shared.b16 h, [$1]; cvt.u32.u16 $0, h; }", [Int32], [address])[0]
 
 
+def load_shared_f32x4(address: Int32) -> tuple[Float32, ...]:
+    """Load four consecutive float32."""
+    return asm("ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];", [Float32] * 4, [address])
+
+
 def store_shared(address: Int32, word: Int32) -> None:
     asm("st.shared.b32 [$0], $1;", [], [address, word])
 
@@ -85,14 +90,19 @@ def load_shared_cluster_i32(address: Int32) -> Int32:
 # --- global memory
 
 
-def load_global(address: Int64, count: int, exists: Boolean) -> list[Int32]:
+def load_global(address: Int64, count: int, exists: Boolean, cache: str = "") -> list[Int32]:
     """Load 1, 2 or 4 consecutive 32-bit words; 0, without an access, if they do not exist."""
     vector = "" if count == 1 else f".v{count}"
     registers = [f"${i}" for i in range(count)]
     zeros = " ".join(f"mov.b32 {r}, 0;" for r in registers)
     target = registers[0] if count == 1 else f"{{{', '.join(registers)}}}"
-    text = f"setp.ne.b32 p, ${count + 1}, 0; {zeros} @p ld.global{vector}.b32 {target}, [${count}];"
+    text = f"setp.ne.b32 p, ${count + 1}, 0; {zeros} @p ld.global{cache}{vector}.b32 {target}, [${count}];"
     return list(asm(f"{{ .reg .pred p; {text} }}", [Int32] * count, [address, Int32(exists)], early=True))
+
+
+def load_l2(address: Int64, count: int, exists: Boolean) -> list[Int32]:
+    """The same from L2, because another CTA or an earlier launch may have written there."""
+    return load_global(address, count, exists, ".cg")
 
 
 def load_global_half(address: Int64, exists: Boolean) -> Int32:

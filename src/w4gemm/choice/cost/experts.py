@@ -15,10 +15,23 @@ import math
 from collections.abc import Callable
 
 from w4gemm.core.config import GemmConfig
-from w4gemm.core.problem import GemmProblem
+from w4gemm.core.problem import Device, GemmProblem
 from w4gemm.kernels import gpu
+from w4gemm.kernels.expert_layer.spec import ExpertLayer
 from w4gemm.packing.block import BLOCK_N
 from w4gemm.packing.codecs import MMA16, codec_for
+
+_SAVED_US = 3.3
+"""Microseconds that a layer in one launch saves because three launches are gone: of four layers with 1 to 8 tokens, 3
+to 9 on an H100, 2 to 7 on an H200 (2026-11-28, bench/results/expert_layer.jsonl)."""
+_FASTER = 0.02
+"""Part of the time of the weights' bytes by which one launch streams them faster, if all CTAs have equally many."""
+_MOST_US = 70.0
+"""Time of the weights' bytes up to which a layer was seen to be faster in one launch."""
+_ONE_LAUNCH_ELEMENTS = ("int4", "e2m1")
+"""Elements of weights of which layers in one launch were timed."""
+_BYTES_PER_US = 0.9
+"""Part of the data sheet's bandwidth that weights are streamed with."""
 
 Division = Callable[[GemmProblem, int, Callable[[float], float]], float]
 """How rows are divided among experts: gives the microseconds of a launch, from those by its number of m tiles."""
@@ -101,6 +114,24 @@ def _many_rows_of_floats(problem: GemmProblem) -> bool:
     many = problem.experts > 0 and problem.m > _MANY * problem.experts
     codec = codec_for(problem.format, MMA16) if many and problem.dtype.itemsize == 2 else None
     return codec is not None and codec.uneven_rows
+
+
+def one_launch_is_slower(layer: ExpertLayer, tokens: int, element: str, device: Device) -> str:
+    """Return why a layer of experts is predicted to be faster in four launches; the empty string if it is faster in
+    one."""
+    if element not in _ONE_LAUNCH_ELEMENTS:
+        return f"{element} weights were not timed in one launch"
+    if not device.bandwidth:
+        return f"the bandwidth of {device.name} is not known"
+    chosen = layer.experts * (1 - (1 - min(1.0, layer.top_k / layer.experts)) ** tokens)
+    us = chosen * layer.expert_bytes / (_BYTES_PER_US * device.bandwidth)
+    if us > _MOST_US:
+        return f"the weights alone take {us:.0f} us, above {_MOST_US:.0f} four launches were not slower"
+    uneven = layer.columns_per_cta * layer.ctas / layer.columns - 1
+    lost = us * (uneven / 3 - _FASTER)  # a third of the weights are those of down
+    if lost >= _SAVED_US:
+        return f"uneven strips of down would take {lost:.1f} us, and three launches fewer save {_SAVED_US}"
+    return ""
 
 
 @functools.cache

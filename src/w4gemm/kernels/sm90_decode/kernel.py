@@ -37,9 +37,7 @@ Barriers:
 
     There is no empty barrier: the warp that refills a stage is the only one that reads it.
 
-The codes are multiplied as exact integers u - z; a group's products meet its scale in float32 (acc += scale * sum), so
-scales of either 16-bit dtype lose nothing. A float zero point needs the sum of x over the group, which takes one more
-matrix instruction with A = 1.
+What a warp computes of a k block is in device/warp_product.py.
 
 Schedules: ``coop`` has one CTA per SM; ``pingpong`` has two, so that one streams while the other reduces.
 
@@ -58,7 +56,6 @@ they take at most 256 bytes.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -83,10 +80,10 @@ from w4gemm.kernels.device.launch import memory_of_launch
 from w4gemm.kernels.device.pipeline import PipelineState
 from w4gemm.kernels.device.row_gather import RowGather
 from w4gemm.kernels.device.scheduler import tile_coordinates
+from w4gemm.kernels.device.warp_product import WarpProduct
 from w4gemm.kernels.sm90_decode.variant import ReductionRound, Sm90DecodeVariant
 from w4gemm.packing.block import BLOCK_N, STRIP_N, Copy
 from w4gemm.packing.codecs.pairs_decode import own_pairs
-from w4gemm.ptx.arithmetic import mma_sync
 from w4gemm.ptx.memory import (
     bulk_copy,
     cluster_address,
@@ -98,7 +95,6 @@ from w4gemm.ptx.memory import (
 )
 
 _DTYPES = {"f16": cutlass.Float16, "bf16": cutlass.BFloat16}
-_ONES = {"f16": 0x3C003C00, "bf16": 0x3F803F80}
 
 
 class WarpPipeline(NamedTuple):
@@ -173,6 +169,7 @@ class Sm90DecodeKernel:
         self.variant = variant
         self.dtype = _DTYPES[variant.kind]
         self.decoder = variant.weight.decoder(allow_sum_scale=True, pairs=variant.pairs)
+        self.product = WarpProduct(variant.weight, self.decoder, variant.token_blocks)
         self.reader = BlockReader(variant.stage_block, variant.weight.codec.turns)
         self.expert_tile_map = ExpertTileMap(variant.config.tile_m)
         self.row_gather = RowGather(variant.config.tile_m, 2, variant.itemsize, warps=1)
@@ -303,7 +300,7 @@ class Sm90DecodeKernel:
                     words, scales = self.read_weight(pipeline, state.stage, batch, thread % 32)
                     if const_expr(variant.scales_in_registers and batch == variant.batches - 1):
                         cursor, left = self.refill(weight, x_source, pipeline, params, cursor, left, state.stage)
-                    self.multiply(acc, batch, words, scales, x_fragments, table)
+                    self.product.multiply(acc, variant.strips_of(batch).start, words, scales, x_fragments, table)
                 if const_expr(not variant.scales_in_registers):
                     cursor, left = self.refill(weight, x_source, pipeline, params, cursor, left, state.stage)
                 state = state.after(variant.num_stages)
@@ -491,72 +488,6 @@ class Sm90DecodeKernel:
                 steps += [(r[0], r[1]), (r[2], r[3])]
             fragments.append(steps)
         return fragments
-
-    # ------------------------------------------------------------- arithmetic: plain Python, no device control flow
-
-    def multiply(
-        self,
-        acc: cute.Tensor,
-        batch: int,
-        words: list[list[tuple[Int32, ...]]],
-        scales: Callable[[int, int], tuple[Int32, ...]],
-        x_fragments: list[list[tuple[Int32, Int32]]],
-        table: Int32,
-    ) -> None:
-        """acc += the weights of the rows of a batch of the tile @ x.T, group by group. table: see own_pairs."""
-        if not self.decoder.separate_scales:
-            self.multiply_scaled(acc, batch, words, scales, x_fragments)
-            return
-        variant, first_atom = self.variant, self.variant.strips_of(batch).start
-        steps = variant.block.scale_group // 16
-        for g in range(variant.block.groups):
-            x_sums = [self.sum_x(x_fragments[tb], g * steps, steps) for tb in range(variant.token_blocks)]
-            for atom in range(len(words)):
-                scale_words = scales(atom, g)
-                offsets = self.decoder.offsets(scale_words, table)
-                sums = [[Float32(0.0)] * 4 for _ in range(variant.token_blocks)]
-                for step in range(g * steps, (g + 1) * steps):
-                    a = self.decoder.decode_exact(words[atom][step], offsets)
-                    for tb in range(variant.token_blocks):
-                        sums[tb] = mma_sync(variant.kind, sums[tb], a, x_fragments[tb][step])
-                values = self.decoder.scales_and_zeros(scale_words, g % variant.block.groups_per_word)
-                for tb in range(variant.token_blocks):
-                    for i in range(4):
-                        scale, zero = values[i // 2]
-                        total = acc[i, tb, first_atom + atom] + scale * sums[tb][i]
-                        acc[i, tb, first_atom + atom] = total if zero is None else total + zero * x_sums[tb][i]
-
-    def multiply_scaled(
-        self,
-        acc: cute.Tensor,
-        batch: int,
-        words: list[list[tuple[Int32, ...]]],
-        scales: Callable[[int, int], tuple[Int32, ...]],
-        x_fragments: list[list[tuple[Int32, Int32]]],
-    ) -> None:
-        """The same with weights that are decoded together with their scales."""
-        geometry, together = self.variant.block, self.variant.block.groups_per_word
-        first_atom = self.variant.strips_of(batch).start
-        steps = geometry.scale_group // 16
-        for first, atom in itertools.product(range(0, geometry.groups, together), range(len(words))):
-            scale_words = scales(atom, first)
-            for field in range(min(together, geometry.groups)):
-                prepared = self.decoder.prepare(scale_words, Int32(0), field)
-                for step in range((first + field) * steps, (first + field + 1) * steps):
-                    a = self.decoder.decode(words[atom][step], prepared)
-                    for tb in range(self.variant.token_blocks):
-                        sums = [acc[i, tb, first_atom + atom] for i in range(4)]
-                        for i, y in enumerate(mma_sync(self.variant.kind, sums, a, x_fragments[tb][step])):
-                            acc[i, tb, first_atom + atom] = y
-
-    def sum_x(self, fragments: list[tuple[Int32, Int32]], first: int, count: int) -> list[Float32]:
-        """The sum of x over ``count`` steps, those of a group, for float zero points: a product with ones."""
-        sums = [Float32(0.0)] * 4
-        if self.variant.weight.zero == "float":
-            ones = [Int32(_ONES[self.variant.kind])] * 4
-            for step in range(first, first + count):
-                sums = mma_sync(self.variant.kind, sums, ones, fragments[step])
-        return sums
 
     # ----------------------------------------------------------------------------------- reduction and epilogue
 

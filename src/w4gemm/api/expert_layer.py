@@ -1,0 +1,114 @@
+"""A layer of experts in one launch, for few tokens: :func:`expert_layer`; whether it is chosen: :func:`one_launch`."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+
+from w4gemm.choice.cost.experts import one_launch_is_slower
+from w4gemm.core.problem import Device
+from w4gemm.kernels import launcher, workspace
+from w4gemm.kernels.expert_layer.spec import MOST_TOKENS, ExpertLayer
+from w4gemm.packing.codecs import weight_operand
+from w4gemm.packing.packed_shape import PackedShape
+from w4gemm.weights.weight import QuantizedWeight
+
+
+class Experts(NamedTuple):
+    """One of the two products of a layer."""
+
+    weight: QuantizedWeight
+    bias: torch.Tensor | None = None
+    """(experts, n) of x's dtype."""
+    scale: torch.Tensor | None = None
+    """float32 (experts,)."""
+
+
+class OneLaunch(NamedTuple):
+    """Whether a layer runs in one launch."""
+
+    layer: ExpertLayer | None
+    """Parameters of the kernel; None if there are none."""
+    refusal: str
+    """Why it cannot; the empty string if it can."""
+    slower: str
+    """Why four launches are predicted to be faster; the empty string if they are not."""
+
+
+class LayerKey(NamedTuple):
+    """Facts of a layer and call that decide how it runs."""
+
+    tokens: int
+    gate_up: PackedShape
+    down: PackedShape
+    dtype: torch.dtype
+    activation: str
+    top_k: int
+    ids: torch.dtype
+    mapped: bool = False
+    operands: tuple[bool, ...] = (False,) * 4
+    """Whether there are biases of gate_up and down, and scales of both."""
+
+    @classmethod
+    def of(cls, x: torch.Tensor, ids: torch.Tensor, gate_up: Experts, down: Experts, activation: str) -> LayerKey:
+        """Return the key of a call without an expert map."""
+        operands = gate_up.bias, down.bias, gate_up.scale, down.scale
+        shapes, has = (gate_up.weight.packed, down.weight.packed), tuple(t is not None for t in operands)
+        return cls(len(x), *shapes, x.dtype, activation, ids.shape[1], ids.dtype, False, has)
+
+    def parameters(self) -> tuple[Any, ...]:
+        """Return what :meth:`ExpertLayer.of` takes behind the device."""
+        first, weight = self.gate_up, weight_operand(self.gate_up.format, self.dtype)
+        sizes = first.experts, first.k, self.down.k, self.top_k
+        return self.tokens, weight, self.activation, *sizes, self.ids, self.mapped, *self.operands
+
+
+@functools.lru_cache(maxsize=4096)
+def one_launch(key: LayerKey, device: Device) -> OneLaunch:
+    """Return whether a layer can run in one launch on a device, and whether that is predicted to be faster."""
+    if not 0 < key.tokens <= MOST_TOKENS:
+        return OneLaunch(None, f"takes 1 to {MOST_TOKENS} tokens, got {key.tokens}", "")
+    if key.dtype not in (torch.float16, torch.bfloat16):
+        return OneLaunch(None, f"takes 16-bit x, got {key.dtype}", "")
+    if key.gate_up.format != key.down.format:
+        return OneLaunch(None, f"takes one format, got {key.gate_up.format} and {key.down.format}", "")
+    layer = ExpertLayer.form(device, *key.parameters())
+    if reason := layer.refusal(device):
+        return OneLaunch(layer, reason, "")
+    if not key.gate_up.layout == key.down.layout == "mma16":
+        return OneLaunch(layer, f"reads the mma16 layout, got {key.gate_up.layout} and {key.down.layout}", "")
+    return OneLaunch(layer, "", one_launch_is_slower(layer, key.tokens, key.gate_up.format.element, device))
+
+
+def expert_layer(
+    x: torch.Tensor,
+    expert_ids: torch.Tensor,
+    expert_weights: torch.Tensor,
+    gate_up: Experts,
+    down: Experts,
+    activation: str,
+    expert_map: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return the weighted sum of each token's experts by one launch, where :func:`one_launch` refuses nothing.
+
+    Args:
+        x: 16-bit (tokens, features) on a GPU.
+        expert_ids: int32 or int64 (tokens, top k). One outside 0 .. experts - 1 adds nothing.
+        expert_weights: floating point (tokens, top k).
+        expert_map: as for :func:`w4gemm.route`.
+    """
+    key = LayerKey.of(x, expert_ids, gate_up, down, activation)._replace(mapped=expert_map is not None)
+    layer = one_launch(key, Device.of(x.device)).layer
+    run = launcher(ExpertLayer.of, x.device, *key.parameters())
+    assert layer is not None and run is not None, "a layer that cannot run in one launch"
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    run(
+        *(x.contiguous(), expert_ids.contiguous().view(-1), expert_weights.float().contiguous().view(-1), expert_map),
+        *(gate_up.weight.tensors[0].view(-1), down.weight.tensors[0].view(-1)),
+        *(gate_up.bias, down.bias, gate_up.scale, down.scale),
+        x.new_empty(layer.hidden_bytes // 4, dtype=torch.int32),
+        *(workspace.flags_for(x.device, ExpertLayer.name), out),
+    )
+    return out

@@ -1,0 +1,109 @@
+"""Products of one warp by mma.sync m16n8k16: strips of 16 rows of the weight, decoded in registers, times x."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from w4gemm.packing.codecs import WeightOperand
+from w4gemm.ptx.arithmetic import mma_sync
+
+_ONES = {"f16": 0x3C003C00, "bf16": 0x3F803F80}
+
+Words = tuple[Int32, ...]
+
+
+@dataclass(frozen=True)
+class WarpProduct:
+    """Adds the products of a packed block's columns to accumulators. No control flow of the device: plain Python.
+
+    Codes are multiplied as exact integers u - z if the decoder can do so; a group's products then meet its scale in
+    float32, so scales of either 16-bit dtype lose nothing. A float zero point needs the sum of x over the group, which
+    takes one more matrix instruction with A = 1.
+
+    Args:
+        weight: facts of the weight's format.
+        decoder: its decoder, made with ``allow_sum_scale``.
+        token_blocks: blocks of eight tokens.
+    """
+
+    weight: WeightOperand
+    decoder: Any
+    token_blocks: int
+
+    def multiply(
+        self,
+        acc: cute.Tensor,
+        first: int,
+        words: Sequence[Sequence[Words]],
+        scales: Callable[[int, int], Words],
+        x_fragments: Sequence[Sequence[tuple[Int32, Int32]]],
+        table: Int32,
+    ) -> None:
+        """acc += the weights of some strips @ x.T, group by group.
+
+        Args:
+            acc: float32 (4, token blocks, strips).
+            first: the strip of acc that the first strip of ``words`` is.
+            words: code words [strip][8 steps][words of a step].
+            scales: function of strip and group that gives the scale words.
+            x_fragments: registers [token block][8 steps][2].
+            table: address of the thread's copies of the decoder's table, see own_pairs.
+        """
+        if not self.decoder.separate_scales:
+            self._multiply_scaled(acc, first, words, scales, x_fragments)
+            return
+        block = self.weight.block
+        steps = block.scale_group // 16
+        for g in range(block.groups):
+            x_sums = [self._sum_x(x_fragments[tb], g * steps, steps) for tb in range(self.token_blocks)]
+            for strip in range(len(words)):
+                scale_words = scales(strip, g)
+                offsets = self.decoder.offsets(scale_words, table)
+                sums = [[Float32(0.0)] * 4 for _ in range(self.token_blocks)]
+                for step in range(g * steps, (g + 1) * steps):
+                    a = self.decoder.decode_exact(words[strip][step], offsets)
+                    for tb in range(self.token_blocks):
+                        sums[tb] = mma_sync(self.weight.kind, sums[tb], a, x_fragments[tb][step])
+                values = self.decoder.scales_and_zeros(scale_words, g % block.groups_per_word)
+                for tb in range(self.token_blocks):
+                    for i in range(4):
+                        scale, zero = values[i // 2]
+                        total = acc[i, tb, first + strip] + scale * sums[tb][i]
+                        acc[i, tb, first + strip] = total if zero is None else total + zero * x_sums[tb][i]
+
+    def _multiply_scaled(
+        self,
+        acc: cute.Tensor,
+        first: int,
+        words: Sequence[Sequence[Words]],
+        scales: Callable[[int, int], Words],
+        x_fragments: Sequence[Sequence[tuple[Int32, Int32]]],
+    ) -> None:
+        """The same with weights that are decoded together with their scales."""
+        block, together = self.weight.block, self.weight.block.groups_per_word
+        steps = block.scale_group // 16
+        for group, strip in itertools.product(range(0, block.groups, together), range(len(words))):
+            scale_words = scales(strip, group)
+            for field in range(min(together, block.groups)):
+                prepared = self.decoder.prepare(scale_words, Int32(0), field)
+                for step in range((group + field) * steps, (group + field + 1) * steps):
+                    a = self.decoder.decode(words[strip][step], prepared)
+                    for tb in range(self.token_blocks):
+                        sums = [acc[i, tb, first + strip] for i in range(4)]
+                        for i, y in enumerate(mma_sync(self.weight.kind, sums, a, x_fragments[tb][step])):
+                            acc[i, tb, first + strip] = y
+
+    def _sum_x(self, fragments: Sequence[tuple[Int32, Int32]], first: int, count: int) -> Sequence[Float32]:
+        """The sum of x over ``count`` steps, those of a group, for float zero points: a product with ones."""
+        sums: Sequence[Float32] = [Float32(0.0)] * 4
+        if self.weight.zero == "float":
+            ones = [Int32(_ONES[self.weight.kind])] * 4
+            for step in range(first, first + count):
+                sums = mma_sync(self.weight.kind, sums, ones, fragments[step])
+        return sums

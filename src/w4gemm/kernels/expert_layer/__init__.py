@@ -1,0 +1,1 @@
+"""A layer of experts for few tokens in one launch."""

@@ -1,0 +1,768 @@
+"""out[t] = sum over the experts e of token t of weight[t, e] * (down[e] @ act(gate_up[e] @ x[t])), for at most eight
+tokens, in one launch.
+
+The weights of the chosen experts are nearly all that moves, so the launch is built around their stream. A CTA for each
+multiprocessor requests its first weights as soon as it has read the choices, and requests weights of down while it
+still multiplies those of gate_up.
+
+Units. A step is a strip of 16 rows times 128 columns of a weight, which one warp multiplies by mma.sync with the weight
+as operand A and all tokens as the eight columns of operand B. So nothing is sorted: an expert has a mask of its tokens,
+and what it computes for the others is dropped. A unit is a strip of gate_up of one expert (all of its k blocks), or a
+strip of down of all experts (all of their k blocks): its sum over experts never leaves the CTA. A CTA has consecutive
+units of gate_up (:meth:`share_of`) and every C-th strip of down, C being the number of CTAs. The CTAs that have a strip
+of down more than others have fewer units of gate_up, by at most what their stages hold, because that many weights of
+down are on their way before gate_up is done.
+
+The CTA's units are divided into rounds of at most 16. The steps of a round follow one another, and each warp has
+equally many, consecutive. Where a warp's unit or range ends, it stores its partial sums; when all have, each thread
+adds those of some rows and tokens in the order of warps.
+
+Shared memory, in this order:
+
+    what       bytes                            written by                            read by
+    x          tokens * x_row_bytes             all threads: cp.async                 all warps: ldmatrix
+    partials   2 * partial_slots * slot_bytes   each warp: a slot for each unit,      all threads
+               (two rounds)                     at unit + warp: the first is reached
+                                                before the second on any path of
+                                                warps through units
+    stages     warps * num_stages *             their warp: cp.async of 16 bytes a    their warp
+               stage_bytes                      lane
+    table      decode_table_bytes               all threads, before the first step    all warps
+    choices    see Choices                      all threads, before the first step    all threads
+
+No mbarriers: each warp commits a group of cp.async a step, and waits for the oldest of ``num_stages``. Barriers of the
+CTA: three in :meth:`tally`, one before the first step (x is there), one a round (partials are stored), two around the
+wait for other CTAs.
+
+From gate_up to down. The activated rows go through global memory (``hidden``), in the order of down's fragments. CTA c
+stores them, meets its threads, and stores 2 * epoch + 1 to flag c (release). A warp of each CTA waits until all flags
+hold that (acquire), and then the CTA reads. The epoch is one more than the last launch's with these flags, which CTA c
+itself keeps beside its flag; so nothing is cleared, and a graph's replays need nothing from the host. Flags belong to
+one stream or graph, whose launches do not overlap: ``griddepcontrol.wait`` comes before the first access.
+
+No two CTAs need to run at once. At its start CTA c stores 2 * epoch to flag c. A CTA that waits for a share which no
+CTA has begun computes it itself: it drops the weights of down that it has requested, and goes through its loop once
+more. Whoever computes a share writes the same bits, so it does no harm if several do. So CTAs wait only for work that a
+running CTA has begun, on a GPU of which other kernels or processes hold a part too.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
+
+from w4gemm.core.activation import parse
+from w4gemm.core.epilogue import Epilogue
+from w4gemm.kernels.device.activation import activated
+from w4gemm.kernels.device.block import BlockReader
+from w4gemm.kernels.device.epilogue_math import EpilogueMath
+from w4gemm.kernels.device.warp_product import WarpProduct
+from w4gemm.kernels.expert_layer.spec import EPOCHS_AT, ROUND, SLOT_ROW, ExpertLayer
+from w4gemm.packing.block import BLOCK_N, STRIP_N
+from w4gemm.packing.codecs.pairs_decode import own_pairs
+from w4gemm.ptx.arithmetic import fma, pack_half2, to_float, warp_maximum
+from w4gemm.ptx.memory import (
+    copies_wait,
+    copy_async,
+    copy_async_if,
+    load_acquire,
+    load_global,
+    load_l2,
+    load_matrix,
+    load_shared,
+    load_shared_f32x4,
+    shared_address,
+    store_global,
+    store_relaxed,
+    store_release,
+    store_shared_f32,
+)
+
+_STRIPS = BLOCK_N // STRIP_N
+"""Strips of a packed block."""
+_QUADS = STRIP_N // 4
+"""Fours of consecutive rows of a strip."""
+
+
+class Tensors(NamedTuple):
+    """What a launch reads and writes."""
+
+    x: cute.Tensor
+    """(m, features), m at most ``tokens``."""
+    ids: cute.Tensor
+    """int32 or int64 (m * top k,)."""
+    weights: cute.Tensor
+    """float32 (m * top k,)."""
+    expert_map: cute.Tensor | None
+    """int32 (global experts,): the expert here; None if ids are those of experts here."""
+    gate_up: cute.Tensor
+    down: cute.Tensor
+    """int32, the packed blocks of all experts."""
+    gate_up_bias: cute.Tensor | None
+    down_bias: cute.Tensor | None
+    """(experts, n), or None."""
+    gate_up_scale: cute.Tensor | None
+    down_scale: cute.Tensor | None
+    """float32 (experts,), or None."""
+    hidden: cute.Tensor
+    """int32 (hidden_bytes / 4,): activated rows, see :meth:`ExpertLayerKernel.hidden_at`."""
+    flags: cute.Tensor
+    """int32: a flag for each CTA and, from ``EPOCHS_AT`` on, its epoch."""
+    out: cute.Tensor
+    """(m, features)."""
+
+
+class Choices(NamedTuple):
+    """The chosen experts, in ascending order, in shared memory. A slot is an expert's place among them."""
+
+    ids: cute.Tensor
+    """int32 (choices, up to a multiple of 4): the expert of each choice; -1 if it is elsewhere or there is none."""
+    weights: cute.Tensor
+    """float32 (choices,)."""
+    present: cute.Tensor
+    """int32 (experts / 32,): a bit for each expert, 1 if it was chosen."""
+    experts: cute.Tensor
+    """int32 (choices,): the expert of each slot."""
+    masks: cute.Tensor
+    """int32 (choices,): bit t is 1 if token t chose the slot's expert."""
+    factors: cute.Tensor
+    """float32 (choices * tokens,): the sum of a token's weights for a slot's expert."""
+    scaled: cute.Tensor
+    """The same times the expert's scale of down; the same memory if there is none."""
+    biases: cute.Tensor
+    """float32 (columns_per_cta * tokens * 16,): weighted sums of down's biases."""
+    share: cute.Tensor
+    """int32 (1,): the share that the CTA computes next, -1 for none."""
+
+
+class Memory(NamedTuple):
+    """Shared memory of a thread's warp and CTA."""
+
+    x: Int32
+    partials: Int32
+    stages: Int32
+    """Of this warp."""
+    table: Int32
+    """This thread's copies of the decoder's table."""
+    choices: Choices
+
+
+class Share(NamedTuple):
+    """What a CTA computes: consecutive units of gate_up, and its strips of down."""
+
+    first: Int32
+    units: Int32
+    chunk: Int32
+    """Units of a round."""
+    rounds: Int32
+    """Rounds of gate_up; that of down follows."""
+    cta: Int32
+    """The first strip of down."""
+    columns: Int32
+    """Strips of down."""
+    active: Int32
+    """Chosen experts."""
+
+
+class Steps(NamedTuple):
+    """The steps of one warp in a round."""
+
+    first: Int32
+    count: Int32
+    each: Int32
+    """Steps of every warp but the last."""
+
+
+class Cursor(NamedTuple):
+    """The step that a warp requests next."""
+
+    codes: Int64
+    """Address of the first 16 bytes of codes that this lane copies."""
+    scales: Int64
+    """Address of the 16 bytes of scales that this lane copies, if it does."""
+    k_left: Int32
+    """k blocks left of the expert's strip, this one included."""
+    slot: Int32
+    strip: Int32
+    left: Int32
+    """Steps left of the warp's in this round, this one included; 0 if there is none in any round."""
+    round: Int32
+
+
+class ExpertLayerKernel:
+    """The kernel of one :class:`ExpertLayer`; an instance is what ``cute.compile`` is given."""
+
+    def __init__(self, layer: ExpertLayer) -> None:
+        self.layer = layer
+        weight = layer.weight
+        self.decoder = weight.decoder(allow_sum_scale=True, pairs=layer.pairs)
+        self.reader = BlockReader(layer.stage_block, weight.codec.turns)
+        self.product = WarpProduct(weight, self.decoder, 1)
+        scale = self.decoder.exact_scale if self.decoder.separate_scales else self.decoder.sum_scale
+        self.sum_scale = scale
+        self.epilogue = EpilogueMath(Epilogue(layer.activation), weight.kind, weight.kind, False, False, scale)
+
+    @cute.jit
+    def __call__(self, *values: Any) -> None:
+        """Launch. values: the fields of :class:`Tensors`, then the stream."""
+        layer = self.layer
+        self.kernel(Tensors(*values[:-1])).launch(
+            grid=[layer.ctas, 1, 1],
+            block=[layer.threads, 1, 1],
+            smem=layer.shared_bytes,
+            min_blocks_per_mp=1,
+            stream=values[-1],
+            use_pdl=True,
+        )
+
+    @cute.kernel
+    def kernel(self, t: Tensors) -> None:
+        layer = self.layer
+        thread, cta = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
+        warp, lane = cute.arch.make_warp_uniform(thread // 32), thread % 32
+        memory = self.allocate(thread, warp)
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        flags = t.flags.iterator.toint()
+        epoch = Int32(0)
+        if warp == 0:
+            epoch = load_l2(flags + Int64(EPOCHS_AT + cta) * 4, 1, Boolean(True))[0] + 1
+        self.copy_x(t, memory.x, thread)
+        active = self.tally(t, memory.choices, thread)
+        share = self.share_of(cta, cta, active)
+        cursor = self.start(t, memory, share, warp)
+        for stage in cutlass.range(layer.num_stages, unroll=1):
+            cursor = self.request(t, memory, share, cursor, stage, warp)
+        if thread == 0:
+            store_relaxed(flags + Int64(EPOCHS_AT + cta) * 4, epoch)
+            store_relaxed(flags + Int64(cta) * 4, epoch * 2)
+        cute.arch.cp_async_wait_group(layer.num_stages)
+        cute.arch.sync_threads()  # x of all threads is there
+
+        stage, own = Int32(0), cta
+        while own >= 0:
+            cursor, stage = self.multiply_up(t, memory, share, cursor, stage, warp)
+            cute.arch.sync_threads()  # the rows of all threads are stored
+            if warp == 0:
+                if lane == 0:
+                    store_release(flags + Int64(own) * 4, epoch * 2 + 1)
+                memory.choices.share[0] = self.await_flags(flags, cta, epoch, lane)
+            else:
+                if own == cta:
+                    self.add_biases(t, memory.choices, share, thread - 32)
+            cute.arch.sync_threads()
+            own = memory.choices.share[0]
+            if own >= 0:
+                copies_wait()
+                cute.arch.sync_threads()
+                share = self.share_of(own, cta, active)
+                cursor, stage = self.start(t, memory, share, warp), Int32(0)
+                for at in cutlass.range(layer.num_stages, unroll=1):
+                    cursor = self.request(t, memory, share, cursor, at, warp)
+        self.multiply_down(t, memory, share, cursor, stage, warp)
+
+    def allocate(self, thread: Int32, warp: Int32) -> Memory:
+        """Divide shared memory, and fill the decoder's table."""
+        layer, smem = self.layer, cutlass.memory.SmemAllocator()
+
+        def bytes_of(count: int) -> Int32:
+            return shared_address(smem.allocate_array(Int32, count // 4, byte_alignment=128))
+
+        def tensor(dtype: Any, count: int) -> cute.Tensor:
+            return smem.allocate_tensor(dtype, cute.make_layout(count))
+
+        x, partials = bytes_of(layer.tokens * layer.x_row_bytes), bytes_of(2 * layer.partial_slots * layer.slot_bytes)
+        stages = bytes_of(layer.warps * layer.num_stages * layer.stage_bytes)
+        table = Int32(0)
+        if layer.pairs is not None:
+            table = bytes_of(layer.decode_table_bytes)
+            self.decoder.fill_table(table, thread, layer.threads)
+            table = own_pairs(table, thread, layer.pairs)
+        count = layer.choices
+        factors = tensor(Float32, count * layer.tokens)
+        choices = Choices(
+            smem.allocate_tensor(Int32, cute.make_layout(-(-count // 4) * 4), byte_alignment=16),
+            tensor(Float32, count),
+            tensor(Int32, -(-layer.experts // 32)),
+            tensor(Int32, count),
+            tensor(Int32, count),
+            factors,
+            tensor(Float32, count * layer.tokens) if layer.down_scale else factors,
+            tensor(Float32, layer.columns_per_cta * layer.tokens * STRIP_N),
+            tensor(Int32, 1),
+        )
+        return Memory(x, partials, stages + warp * (layer.num_stages * layer.stage_bytes), table, choices)
+
+    # -------------------------------------------------------------------------------------------- choices and shares
+
+    @cute.jit
+    def copy_x(self, t: Tensors, target: Int32, thread: Int32) -> None:
+        """Request x, with zeros past the last feature, as one group of cp.async."""
+        layer = self.layer
+        vectors = layer.k_blocks_up * 16  # of a row, 16 bytes each
+        source, row_bytes = t.x.iterator.toint(), layer.features * 2
+        for i in cutlass.range(thread, t.x.shape[0] * vectors, layer.threads, unroll=1):
+            row, vector = i // vectors, i % vectors
+            exists = vector * 8 < layer.features
+            at = Int64(row) * row_bytes + vector * 16
+            copy_async_if(target + row * layer.x_row_bytes + vector * 16, source + at, exists)
+        cute.arch.cp_async_commit_group()
+
+    @cute.jit
+    def tally(self, t: Tensors, c: Choices, thread: Int32) -> Int32:
+        """Fill ``c`` and return the number of chosen experts."""
+        layer, lane = self.layer, thread % 32
+        for i in cutlass.range(thread, layer.choices * layer.tokens, layer.threads, unroll=1):
+            c.factors[i] = Float32(0.0)
+            if const_expr(layer.down_scale):
+                c.scaled[i] = Float32(0.0)
+        if thread < -(-layer.choices // 4) * 4:
+            expert, weight = Int32(-1), Float32(0.0)
+            if thread < t.ids.shape[0]:
+                expert, weight = self.expert_of(t, thread), t.weights[thread]
+            c.ids[thread] = expert
+            if thread < layer.choices:
+                c.weights[thread] = weight
+        cute.arch.sync_threads()
+        masks = []
+        for first in cutlass.range_constexpr(0, layer.experts, layer.threads):
+            expert, mask = first + thread, Int32(0)
+            if first + thread // 32 * 32 < layer.experts:
+                mask = self.mask_of(shared_address(c.ids.iterator), expert)
+                bits = cute.arch.vote_ballot_sync(mask != 0)
+                if lane == 0:
+                    c.present[expert // 32] = bits
+            masks.append(mask)
+        cute.arch.sync_threads()
+        present = Int32(0)
+        if lane < -(-layer.experts // 32):
+            present = c.present[lane]
+        count = Int32(cute.arch.popc(present))
+        scanned = count
+        for step in cutlass.range_constexpr(5):
+            before = cute.arch.shuffle_sync_up(scanned, 1 << step)
+            if lane >= 1 << step:
+                scanned += before
+        active, before = cute.arch.shuffle_sync(scanned, 31), scanned - count
+        for i in cutlass.range_constexpr(len(masks)):
+            expert = i * layer.threads + thread
+            slot = self.slot_of(expert, present, before)
+            if masks[i] != 0:
+                c.experts[slot] = expert
+                c.masks[slot] = masks[i]
+        choice = cutlass.min(thread, layer.choices - 1)
+        expert, token = c.ids[choice], choice // layer.top_k
+        slot = self.slot_of(cutlass.max(expert, 0), present, before)
+        if thread < layer.choices and expert >= 0:
+            factor = Float32(0.0)
+            for j in cutlass.range_constexpr(layer.top_k):
+                other = token * layer.top_k + j
+                factor += Float32(cutlass.select_(c.ids[other] == expert, c.weights[other], Float32(0.0)))
+            c.factors[slot * layer.tokens + token] = factor
+            if const_expr(layer.down_scale):
+                c.scaled[slot * layer.tokens + token] = factor * t.down_scale[expert]
+        cute.arch.sync_threads()
+        return active
+
+    def mask_of(self, ids: Int32, expert: Int32) -> Int32:
+        """The tokens that chose an expert, one a bit."""
+        mask = Int32(0)
+        for first in range(0, self.layer.choices, 4):
+            for choice, other in enumerate(load_shared(ids + first * 4, 4), first):
+                if choice < self.layer.choices:
+                    bit = Int32(1 << choice // self.layer.top_k)
+                    mask = mask | Int32(cutlass.select_(other == expert, bit, Int32(0)))
+        return mask
+
+    def slot_of(self, expert: Int32, present: Int32, before: Int32) -> Int32:
+        """The number of chosen experts below one; called by a whole warp, whose lane i holds the bits of experts 32 i
+        and on, and the number of chosen ones below them."""
+        bits = cute.arch.shuffle_sync(present, expert // 32) & ((1 << expert % 32) - 1)
+        return cute.arch.shuffle_sync(before, expert // 32) + Int32(cute.arch.popc(bits))
+
+    @cute.jit
+    def expert_of(self, t: Tensors, choice: Int32) -> Int32:
+        """The expert of a choice; -1 if it is elsewhere."""
+        number, expert = Int64(t.ids[choice]), Int32(-1)
+        if const_expr(self.layer.mapped):
+            if number >= 0 and number < t.expert_map.shape[0]:
+                number = Int64(t.expert_map[Int32(number)])
+            else:
+                number = Int64(-1)
+        if number >= 0 and number < self.layer.experts:
+            expert = Int32(number)
+        return expert
+
+    @cute.jit
+    def share_of(self, index: Int32, cta: Int32, active: Int32) -> Share:
+        """The units of share ``index``, and the strips of down of CTA ``cta``."""
+        layer = self.layer
+        more = layer.columns % layer.ctas  # CTAs with a strip of down more than the others
+        steps = active * (layer.strips_up * layer.k_blocks_up)
+        less = Int32(0)
+        if const_expr(more > 0):
+            less = cutlass.min(active * layer.k_blocks_down, layer.warps * layer.num_stages)
+            less = cutlass.min(less, steps // layer.ctas)
+        bounds = []
+        for c in (index, index + 1):
+            begin = c * (steps + more * less) // layer.ctas - cutlass.min(c, more) * less
+            bounds.append((begin + layer.k_blocks_up // 2) // layer.k_blocks_up)
+        units = bounds[1] - bounds[0]
+        rounds = (units + ROUND - 1) // ROUND
+        chunk = (units + rounds - 1) // cutlass.max(rounds, 1)
+        columns = (layer.columns - cta + layer.ctas - 1) // layer.ctas
+        return Share(bounds[0], units, chunk, rounds, cta, cutlass.max(columns, 0), active)
+
+    @cute.jit
+    def steps_of(self, share: Share, round: Int32, warp: Int32) -> Steps:
+        """A warp's steps of a round."""
+        layer = self.layer
+        units = cutlass.max(cutlass.min(share.units - round * share.chunk, share.chunk), 0)
+        steps = units * layer.k_blocks_up
+        if round == share.rounds:
+            steps = share.columns * share.active * layer.k_blocks_down
+        each = (steps + layer.warps - 1) // layer.warps
+        first = warp * each
+        return Steps(first, cutlass.max(cutlass.min(steps - first, each), 0), each)
+
+    # ------------------------------------------------------------------------------------------------------- weights
+
+    def start(self, t: Tensors, memory: Memory, share: Share, warp: Int32) -> Cursor:
+        """The cursor at the first step of a warp."""
+        none = Cursor(Int64(0), Int64(0), Int32(0), Int32(0), Int32(0), Int32(0), Int32(-1))
+        return self.next_round(t, memory, share, none, warp)
+
+    @cute.jit
+    def next_round(self, t: Tensors, memory: Memory, share: Share, cursor: Cursor, warp: Int32) -> Cursor:
+        """The cursor at the warp's first step of the next round that has any."""
+        layer = self.layer
+        round, left, first = cursor.round, Int32(0), Int32(0)
+        while left == 0 and round < share.rounds:
+            round += 1
+            steps = self.steps_of(share, round, warp)
+            left, first = steps.count, steps.first
+        slot, strip, k_block = Int32(0), Int32(0), Int32(0)
+        if left > 0:
+            if round < share.rounds:
+                unit = share.first + round * share.chunk + first // layer.k_blocks_up
+                slot, strip, k_block = unit // layer.strips_up, unit % layer.strips_up, first % layer.k_blocks_up
+            else:
+                per_column = share.active * layer.k_blocks_down
+                column = first // per_column
+                rest = first - column * per_column
+                slot, k_block = rest // layer.k_blocks_down, rest % layer.k_blocks_down
+                strip = share.cta + column * layer.ctas
+        after = Cursor(Int64(0), Int64(0), k_block, slot, strip, left, round)
+        return self.at_row(t, memory, share, after, k_block)
+
+    @cute.jit
+    def at_row(self, t: Tensors, memory: Memory, share: Share, cursor: Cursor, k_block: Int32) -> Cursor:
+        """The cursor with the addresses of a k block of its expert's strip."""
+        layer, block, lane = self.layer, self.layer.weight.block, cute.arch.lane_idx()
+        codes, k_left = Int64(0), Int32(0)
+        if cursor.left > 0:
+            expert = memory.choices.experts[cursor.slot]
+            if cursor.round < share.rounds:
+                index = (expert * layer.blocks_up + cursor.strip // _STRIPS) * layer.k_blocks_up + k_block
+                codes = t.gate_up.iterator.toint() + Int64(index) * block.bytes
+                k_left = layer.k_blocks_up - k_block
+            else:
+                index = (expert * layer.blocks_down + cursor.strip // _STRIPS) * layer.k_blocks_down + k_block
+                codes = t.down.iterator.toint() + Int64(index) * block.bytes
+                k_left = layer.k_blocks_down - k_block
+        strip, pair = cursor.strip % _STRIPS, block.pair_bytes // 2 * STRIP_N
+        per_run = pair // 16
+        of_scales = block.code_bytes + strip * pair + lane // per_run * block.run_bytes + lane % per_run * 16
+        scales = codes + Int64(of_scales)
+        codes = codes + Int64(strip * block.strip_bytes + lane * 16)
+        return cursor._replace(codes=codes, scales=scales, k_left=k_left)
+
+    @cute.jit
+    def request(self, t: Tensors, memory: Memory, share: Share, cursor: Cursor, stage: Int32, warp: Int32) -> Cursor:
+        """Request a step's weights into a stage that all lanes have read, as a group of cp.async, which is empty if no
+        step is left. Return the cursor one step on."""
+        block, lane, vectors = self.layer.weight.block, cute.arch.lane_idx(), self.layer.stage_block.strip_bytes // 16
+        if cursor.left > 0:
+            target = memory.stages + stage * self.layer.stage_bytes + lane * 16
+            for half in cutlass.range_constexpr(2):
+                for first in cutlass.range_constexpr(0, vectors, 32):
+                    to = target + half * block.strip_bytes + first * 16
+                    source = cursor.codes + (half * block.half_bytes + first * 16)
+                    if const_expr(first + 32 <= vectors):
+                        copy_async(to, source, Int32(16))
+                    else:
+                        if lane < vectors - first:
+                            copy_async(to, source, Int32(16))
+            if lane < self.layer.stage_block.scale_bytes // 16:
+                copy_async(target + self.layer.stage_block.code_bytes, cursor.scales, Int32(16))
+            cursor = self.after(t, memory, share, cursor, warp)
+        cute.arch.cp_async_commit_group()
+        return cursor
+
+    @cute.jit
+    def after(self, t: Tensors, memory: Memory, share: Share, cursor: Cursor, warp: Int32) -> Cursor:
+        """The cursor one step on."""
+        size = self.layer.weight.block.bytes
+        cursor = cursor._replace(
+            left=cursor.left - 1, k_left=cursor.k_left - 1, codes=cursor.codes + size, scales=cursor.scales + size
+        )
+        if cursor.left == 0:
+            cursor = self.next_round(t, memory, share, cursor, warp)
+        elif cursor.k_left == 0:
+            slot, strip = cursor.slot, cursor.strip
+            if cursor.round < share.rounds:
+                strip += 1
+                if strip == self.layer.strips_up:
+                    strip, slot = Int32(0), slot + 1
+            else:
+                slot += 1
+                if slot == share.active:
+                    slot, strip = Int32(0), strip + self.layer.ctas
+            cursor = self.at_row(t, memory, share, cursor._replace(slot=slot, strip=strip), Int32(0))
+        return cursor
+
+    def read_weight(self, memory: Memory, stage: Int32, lane: Int32) -> tuple[Any, Any]:
+        """The code words of a stage, and a function of strip and group that gives the scale words."""
+        block, address = self.layer.stage_block, memory.stages + stage * self.layer.stage_bytes
+        halves = [self.reader.codes(address, half, 0, lane) for half in range(2)]
+        words = [self.reader.words_of_step(codes, step) for codes in halves for step in range(4)]
+        scales, together = address + block.code_bytes, block.groups_per_word
+        factors = self.reader.factors(scales, 0, lane // 4)
+        loaded = [self.reader.scales(scales, g, 0, lane // 4) + factors for g in range(0, block.groups, together)]
+        return [words], lambda _, group: loaded[group // together]
+
+    # ------------------------------------------------------------------------------------------------------- gate_up
+
+    @cute.jit
+    def multiply_up(
+        self, t: Tensors, memory: Memory, share: Share, cursor: Cursor, stage: Int32, warp: Int32
+    ) -> tuple[Cursor, Int32]:
+        """Multiply the share's units of gate_up, and store their activated rows."""
+        layer, lane = self.layer, cute.arch.lane_idx()
+        acc = cute.make_rmem_tensor((4, 1, 1), Float32)
+        acc.fill(0.0)
+        row = cutlass.min(lane % 8, t.x.shape[0] - 1)
+        x = memory.x + row * layer.x_row_bytes + lane // 8 * 16
+        for round in cutlass.range(share.rounds, unroll=1):
+            steps = self.steps_of(share, round, warp)
+            partials = memory.partials + round % 2 * (layer.partial_slots * layer.slot_bytes)
+            unit, k_block = steps.first // layer.k_blocks_up, steps.first % layer.k_blocks_up
+            for i in cutlass.range(steps.count, unroll=1):
+                cute.arch.cp_async_wait_group(layer.num_stages - 1)
+                cute.arch.sync_warp()
+                words, scales = self.read_weight(memory, stage, lane)
+                fragments = self.read_x(x + k_block * 256)
+                cute.arch.sync_warp()
+                cursor = self.request(t, memory, share, cursor, stage, warp)
+                self.product.multiply(acc, 0, words, scales, [fragments], memory.table)
+                stage = self.next_stage(stage)
+                k_block += 1
+                if k_block == layer.k_blocks_up or i == steps.count - 1:
+                    self.store_partial(acc, partials + (unit + warp) * layer.slot_bytes, lane)
+                    acc.fill(0.0)
+                    unit, k_block = unit + 1, Int32(0)
+            cute.arch.sync_threads()
+            self.store_rows(t, memory.choices, share, round, partials, steps.each)
+        return cursor, stage
+
+    @cute.jit
+    def next_stage(self, stage: Int32) -> Int32:
+        stage += 1
+        if stage == self.layer.num_stages:
+            stage = Int32(0)
+        return stage
+
+    def read_x(self, address: Int32) -> list[tuple[Int32, Int32]]:
+        """The x fragments of 128 columns: two registers for each of eight steps. address: of this lane's row."""
+        steps: list = []
+        for quarter in range(4):  # of 32 columns: four 8 x 8 matrices, the fragments of two steps
+            r = load_matrix(address + quarter * 64)
+            steps += [(r[0], r[1]), (r[2], r[3])]
+        return steps
+
+    @cute.jit
+    def store_partial(self, acc: cute.Tensor, slot: Int32, lane: Int32) -> None:
+        """Store this warp's sums of a unit: float32 [token][row], with a gap behind each token's."""
+        for i in cutlass.range_constexpr(4):
+            token, row = lane % 4 * 2 + i % 2, lane // 4 + i // 2 * 8
+            if token < self.layer.tokens:
+                store_shared_f32(slot + (token * SLOT_ROW + row) * 4, acc[i])
+
+    @cute.jit
+    def sum_of(
+        self, partials: Int32, unit: Int32, per_unit: Int32, each: Int32, token: Int32, quad: Int32
+    ) -> list[Float32]:
+        """Add the partial sums of four rows of a unit and token over the warps that have steps of it."""
+        layer = self.layer
+        first, last = unit * per_unit // each, ((unit + 1) * per_unit - 1) // each
+        address = partials + unit * layer.slot_bytes + (token * SLOT_ROW + quad * 4) * 4
+        sums = cute.make_rmem_tensor((4,), Float32)
+        sums.fill(0.0)
+        for warp in cutlass.range(first, last + 1, unroll=1):
+            partial = load_shared_f32x4(address + warp * layer.slot_bytes)
+            for i in cutlass.range_constexpr(4):
+                sums[i] = sums[i] + partial[i]
+        return [sums[i] for i in range(4)]
+
+    @cute.jit
+    def store_rows(self, t: Tensors, c: Choices, share: Share, round: Int32, partials: Int32, each: Int32) -> None:
+        """Activate the sums of a round and store them to ``hidden``, for the tokens that chose the expert."""
+        layer, thread = self.layer, cute.arch.thread_idx()[0]
+        units = cutlass.min(share.units - round * share.chunk, share.chunk)
+        for i in cutlass.range(thread, units * (_QUADS * layer.tokens), layer.threads, unroll=1):
+            unit, rest = i // (_QUADS * layer.tokens), i % (_QUADS * layer.tokens)
+            quad, token = rest % _QUADS, rest // _QUADS
+            number = share.first + round * share.chunk + unit
+            slot, strip = number // layer.strips_up, number % layer.strips_up
+            if (c.masks[slot] >> token) & 1 != 0:
+                sums = self.sum_of(partials, unit, Int32(layer.k_blocks_up), each, token, quad)
+                expert, row = c.experts[slot], strip * STRIP_N + quad * 4
+                alpha = t.gate_up_scale[expert] if const_expr(layer.gate_up_scale) else None
+                biases = [None] * 4
+                if const_expr(layer.gate_up_bias):
+                    at = t.gate_up_bias.iterator.toint() + (Int64(expert) * (2 * layer.width) + row) * 2
+                    words = load_global(at, 2, Boolean(True))
+                    biases = [to_float(layer.kind, word, high) for word in words for high in (False, True)]
+                y = [self.epilogue.affine(v, alpha, b) for v, b in zip(sums, biases, strict=True)]
+                values = [activated(parse(layer.activation), y[j], y[j + 1]) for j in (0, 2)]
+                step, half = strip % 8 // 2, strip % 2  # of 16 columns, and which half of them
+                at = self.hidden_at(t, slot, strip // 16, strip // 8 % 2, token)
+                at = at + Int64(quad * 32 + step * 8 + half * 4)
+                store_global(at, [pack_half2(layer.kind, *values)], Boolean(True))
+
+    def hidden_at(self, t: Tensors, slot: Int32, k_block: Int32, half: Int32, token: Int32) -> Int64:
+        """The address of 64 columns of a slot's row of a token: 32 bytes for each lane of a quarter warp, of four
+        steps the two fragment registers."""
+        layer = self.layer
+        row = ((slot * layer.k_blocks_down + k_block) * 2 + half) * layer.tokens + token
+        return t.hidden.iterator.toint() + Int64(row) * 128
+
+    # ---------------------------------------------------------------------------------------------------------- flags
+
+    @cute.jit
+    def await_flags(self, flags: Int64, cta: Int32, epoch: Int32, lane: Int32) -> Int32:
+        """Wait, as one warp, until all shares are computed, and return -1; or return a share that no CTA has begun, and
+        claim it. CTAs that look at the same time prefer different ones."""
+        ctas = self.layer.ctas
+        share = Int32(-2)
+        while share == -2:
+            missing, preferred = Int32(0), Int32(0)
+            for first in cutlass.range_constexpr(0, ctas, 32):
+                other = cutlass.min(first + lane, ctas - 1)
+                flag = load_acquire(flags + Int64(other) * 4)
+                if flag != epoch * 2 + 1:
+                    missing = Int32(1)
+                    if flag != epoch * 2:
+                        preferred = cutlass.max(preferred, (other + cta) % ctas + 1)
+            preferred = warp_maximum(preferred)
+            if cute.arch.vote_ballot_sync(missing != 0) == 0:
+                share = Int32(-1)
+            elif preferred > 0:
+                share = (preferred - 1 - cta + ctas) % ctas
+        if share >= 0 and lane == 0:
+            store_relaxed(flags + Int64(share) * 4, epoch * 2)
+        return share
+
+    # ----------------------------------------------------------------------------------------------------------- down
+
+    @cute.jit
+    def add_biases(self, t: Tensors, c: Choices, share: Share, thread: Int32) -> None:
+        """Add up the weighted biases of the CTA's strips; by all warps but the first."""
+        layer = self.layer
+        if const_expr(layer.down_bias):
+            count = share.columns * (layer.tokens * STRIP_N)
+            for i in cutlass.range(thread, count, layer.threads - 32, unroll=1):
+                column, token, row = i // (layer.tokens * STRIP_N), i // STRIP_N % layer.tokens, i % STRIP_N
+                feature = (share.cta + column * layer.ctas) * STRIP_N + row
+                total = Float32(0.0)
+                for slot in cutlass.range(share.active, unroll=4):
+                    if (c.masks[slot] >> token) & 1 != 0:
+                        bias = t.down_bias[c.experts[slot], feature]
+                        total += c.factors[slot * layer.tokens + token] * Float32(bias)
+                c.biases[i] = total
+
+    @cute.jit
+    def multiply_down(
+        self, t: Tensors, memory: Memory, share: Share, cursor: Cursor, stage: Int32, warp: Int32
+    ) -> None:
+        """Multiply the CTA's strips of down, add up over experts, and store the sums."""
+        layer, lane, c = self.layer, cute.arch.lane_idx(), memory.choices
+        steps = self.steps_of(share, share.rounds, warp)
+        per_column = share.active * layer.k_blocks_down
+        column = steps.first // cutlass.max(per_column, 1)
+        rest = steps.first - column * per_column
+        slot, k_block = rest // layer.k_blocks_down, rest % layer.k_blocks_down
+        acc, totals = (cute.make_rmem_tensor((4, 1, 1), Float32) for _ in range(2))
+        ahead = cute.make_rmem_tensor((16,), Int32)
+        acc.fill(0.0)
+        totals.fill(0.0)
+        partials = memory.partials + share.rounds % 2 * (layer.partial_slots * layer.slot_bytes)
+        if steps.count > 0:
+            self.load_hidden(t, c, slot, k_block, ahead)
+        for i in cutlass.range(steps.count, unroll=1):
+            cute.arch.cp_async_wait_group(layer.num_stages - 1)
+            cute.arch.sync_warp()
+            words, scales = self.read_weight(memory, stage, lane)
+            fragments = [(ahead[2 * j] + 0, ahead[2 * j + 1] + 0) for j in range(8)]
+            expert_done, was, last = k_block == layer.k_blocks_down - 1, slot, i == steps.count - 1
+            k_block += 1
+            if expert_done:
+                slot, k_block = slot + 1, Int32(0)
+            column_done = slot == share.active
+            if column_done:
+                slot = Int32(0)
+            if i < steps.count - 1:
+                self.load_hidden(t, c, slot, k_block, ahead)
+            cute.arch.sync_warp()
+            cursor = self.request(t, memory, share, cursor, stage, warp)
+            self.product.multiply(acc, 0, words, scales, [fragments], memory.table)
+            stage = self.next_stage(stage)
+            if expert_done or last:
+                for j in cutlass.range_constexpr(4):
+                    token = lane % 4 * 2 + j % 2
+                    if token < layer.tokens and (c.masks[was] >> token) & 1 != 0:
+                        totals[j] = fma(c.scaled[was * layer.tokens + token], acc[j], totals[j])
+                acc.fill(0.0)
+            if column_done or last:
+                self.store_partial(totals, partials + (column + warp) * layer.slot_bytes, lane)
+                totals.fill(0.0)
+                column += 1
+        cute.arch.sync_threads()
+        self.store_sums(t, c, share, partials, per_column, steps.each)
+
+    @cute.jit
+    def load_hidden(self, t: Tensors, c: Choices, slot: Int32, k_block: Int32, ahead: cute.Tensor) -> None:
+        """Load the fragments of a k block of a slot's rows, zeros for tokens that did not choose its expert."""
+        layer, lane = self.layer, cute.arch.lane_idx()
+        token, quarter = lane // 4, lane % 4
+        chosen = (c.masks[slot] >> token) & 1 != 0
+        for piece in cutlass.range_constexpr(4):  # of 32 columns
+            half, part = piece // 2, piece % 2
+            exists = chosen & (k_block * 128 + piece * 32 < layer.width)
+            at = self.hidden_at(t, slot, k_block, Int32(half), token) + Int64(quarter * 32 + part * 16)
+            words = load_l2(at, 4, exists)
+            for j in cutlass.range_constexpr(4):
+                ahead[piece * 4 + j] = words[j]
+
+    @cute.jit
+    def store_sums(self, t: Tensors, c: Choices, share: Share, partials: Int32, per_column: Int32, each: Int32) -> None:
+        """Add the warps' sums and biases, round them, and store them."""
+        layer, thread = self.layer, cute.arch.thread_idx()[0]
+        for i in cutlass.range(thread, share.columns * (_QUADS * layer.tokens), layer.threads, unroll=1):
+            column, rest = i // (_QUADS * layer.tokens), i % (_QUADS * layer.tokens)
+            quad, token = rest % _QUADS, rest // _QUADS
+            if token < t.out.shape[0]:
+                sums = [Float32(0.0)] * 4
+                if share.active > 0:
+                    sums = self.sum_of(partials, column, per_column, each, token, quad)
+                sums = [self.epilogue.affine(value, None, None) for value in sums]
+                if const_expr(layer.down_bias):
+                    at = (column * layer.tokens + token) * STRIP_N + quad * 4
+                    sums = [value + c.biases[at + j] for j, value in enumerate(sums)]
+                feature = (share.cta + column * layer.ctas) * STRIP_N + quad * 4
+                at = t.out.iterator.toint() + (Int64(token) * layer.features + feature) * 2
+                words = [pack_half2(layer.kind, sums[j], sums[j + 1]) for j in (0, 2)]
+                store_global(at, words, Boolean(True))

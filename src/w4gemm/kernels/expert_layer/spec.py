@@ -1,0 +1,271 @@
+"""Host side of the layer of experts in one launch; ``w4gemm.api.experts`` is its only caller."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from w4gemm.core.activation import is_gated
+from w4gemm.core.problem import Device
+from w4gemm.jit import Program
+from w4gemm.kernels import hopper
+from w4gemm.kernels.gpu import MIN_DRIVER
+from w4gemm.kernels.helper import Sm90Helper, half_dtype, half_rows
+from w4gemm.kernels.requirements import missing_for_dsl
+from w4gemm.kernels.variant import HOPPER_SHARED_MEMORY
+from w4gemm.kernels.workspace import MOST_SMS
+from w4gemm.packing.block import BLOCK_K, BLOCK_N, STRIP_N, Block
+from w4gemm.packing.codecs import PAIR_TABLE_BYTES, Pairs, WeightOperand
+
+MOST_TOKENS = 8
+"""Columns of operand B of the matrix instruction: a token each."""
+MOST_CHOICES = 128
+"""Choices of all tokens."""
+ROUND = 16
+"""Most units that a CTA multiplies before it adds up."""
+SLOT_ROW = STRIP_N + 4
+"""Floats of a token's partial sums in a slot: with a gap, so that a warp's stores fall into different banks."""
+EPOCHS_AT = MOST_SMS
+"""Index of the first epoch behind the flags."""
+_TOKENS = (1, 2, 4, MOST_TOKENS)
+"""Tokens that kernels are compiled for."""
+_MOST_EXPERTS = 1024
+_MOST_STAGES = 3
+"""Stages of a warp. With 13, 200 KB of a multiprocessor's weights on their way, launches took up to 25 % longer (H100,
+2026-11-28): requests for down then delay those for gate_up of other CTAs, which all wait for."""
+_WARPS = 16
+"""Warps of a CTA. Eight were as fast for small int4 layers, and up to 14 % slower for MXFP4 and for large layers (H100,
+2026-11-28)."""
+_ALIGNMENT = 2048
+"""Bytes that alignment of the parts of shared memory takes at most."""
+
+
+@dataclass(frozen=True)
+class ExpertLayer(Sm90Helper):
+    """A layer of experts for at most ``tokens`` tokens, on SM90: both products, the activation and the weighted sum.
+
+    Args:
+        weight: facts of the format of both weights, beside 16-bit x.
+        activation: a gated one.
+        experts: number of experts here.
+        features: features of x and of the result.
+        width: features of an expert's activated row.
+        top_k: choices of a token.
+        tokens: of ``_TOKENS``.
+        ids: dtype of the choices.
+        mapped: True if ids name global experts, of which a map says which are here.
+        gate_up_bias, down_bias: True if there is a bias for each expert.
+        gate_up_scale, down_scale: True if there is a scale for each expert.
+        ctas: number of multiprocessors.
+        warps: of a CTA.
+        most_stages: of a warp, if there is room for so many.
+    """
+
+    weight: WeightOperand
+    activation: str
+    experts: int
+    features: int
+    width: int
+    top_k: int
+    tokens: int
+    ids: torch.dtype
+    mapped: bool
+    gate_up_bias: bool
+    down_bias: bool
+    gate_up_scale: bool
+    down_scale: bool
+    ctas: int
+    warps: int = _WARPS
+    most_stages: int = _MOST_STAGES
+
+    name: ClassVar[str] = "expert_layer"
+
+    @classmethod
+    def of(cls, device: Device, tokens: int, weight: WeightOperand, *parameters: Any) -> ExpertLayer | None:
+        """Return the kernel for a number of tokens; None where it does not run. parameters: from ``activation`` to
+        ``down_scale``, without ``tokens``."""
+        if not 0 < tokens <= MOST_TOKENS:
+            return None
+        layer = cls.form(device, tokens, weight, *parameters)
+        return None if layer.refusal(device) else layer
+
+    @classmethod
+    def form(cls, device: Device, tokens: int, weight: WeightOperand, *parameters: Any) -> ExpertLayer:
+        """Return the parameters of the kernel for 1 to ``MOST_TOKENS`` tokens, also where it does not run."""
+        most = next(count for count in _TOKENS if tokens <= count)
+        return cls(*(weight, *parameters[:5], most, *parameters[5:], device.sms))
+
+    # --- sizes
+
+    @property
+    def kind(self) -> str:
+        """dtype of x and of the result: "f16" or "bf16"."""
+        return self.weight.kind
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    @property
+    def choices(self) -> int:
+        """Most choices of a launch."""
+        return self.tokens * self.top_k
+
+    @property
+    def k_blocks_up(self) -> int:
+        """128-column blocks of gate_up."""
+        return -(-self.features // BLOCK_K)
+
+    @property
+    def k_blocks_down(self) -> int:
+        """128-column blocks of down."""
+        return -(-self.width // BLOCK_K)
+
+    @property
+    def blocks_up(self) -> int:
+        """64-row blocks of one expert's gate_up."""
+        return -(-2 * self.width // BLOCK_N)
+
+    @property
+    def blocks_down(self) -> int:
+        """64-row blocks of one expert's down."""
+        return -(-self.features // BLOCK_N)
+
+    @property
+    def strips_up(self) -> int:
+        """16-row strips of one expert's gate_up."""
+        return 2 * self.width // STRIP_N
+
+    @property
+    def columns(self) -> int:
+        """16-row strips of down, that is, of 16 columns of the result."""
+        return self.features // STRIP_N
+
+    @property
+    def columns_per_cta(self) -> int:
+        """Most strips of down that a CTA has."""
+        return -(-self.columns // self.ctas)
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of both weights of an expert."""
+        blocks = self.blocks_up * self.k_blocks_up + self.blocks_down * self.k_blocks_down
+        return blocks * self.weight.block.bytes
+
+    @property
+    def pairs(self) -> Pairs | None:
+        """The table of numbers without scales, because scales multiply sums."""
+        return self.weight.codec.pairs(self.weight, on_sums=True)
+
+    # --- shared memory
+
+    @property
+    def stage_block(self) -> Block:
+        """A strip of a packed block, as a stage holds it."""
+        return self.weight.block.sub_block(rows=STRIP_N)
+
+    @property
+    def stage_bytes(self) -> int:
+        return self.stage_block.bytes
+
+    @property
+    def x_row_bytes(self) -> int:
+        """Bytes from one token's x to the next one's: 16 more than x has, so that ldmatrix meets all banks."""
+        return self.k_blocks_up * BLOCK_K * 2 + 16
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a warp's partial sums of a unit."""
+        return self.tokens * SLOT_ROW * 4
+
+    @property
+    def partial_slots(self) -> int:
+        """Slots of partial sums of a round."""
+        return ROUND + self.warps
+
+    @property
+    def decode_table_bytes(self) -> int:
+        return PAIR_TABLE_BYTES if self.pairs is not None else self.weight.codec.table_bytes
+
+    @property
+    def _bytes_but_stages(self) -> int:
+        tables = self.experts // 8 + 4 + self.choices * (16 + 8 * self.tokens) + 4
+        biases = self.columns_per_cta * self.tokens * STRIP_N * 4
+        partials = 2 * self.partial_slots * self.slot_bytes
+        return self.tokens * self.x_row_bytes + partials + self.decode_table_bytes + tables + biases + _ALIGNMENT
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of each warp: at most ``most_stages``, as many as there is room for."""
+        return min(self.most_stages, (HOPPER_SHARED_MEMORY - self._bytes_but_stages) // (self.warps * self.stage_bytes))
+
+    @property
+    def shared_bytes(self) -> int:
+        return self._bytes_but_stages + self.warps * self.num_stages * self.stage_bytes
+
+    @property
+    def hidden_bytes(self) -> int:
+        """Bytes of the activated rows in global memory."""
+        return min(self.choices, self.experts) * self.k_blocks_down * BLOCK_K * 2 * self.tokens
+
+    # --- what is compiled
+
+    def refusal(self, device: Device) -> str:
+        """Return why the kernel does not run on a device; the empty string if it does."""
+        if reason := hopper.refusal(device) or missing_for_dsl(MIN_DRIVER):
+            return reason
+        if not is_gated(self.activation):
+            return f"the activation {self.activation} has no gate"
+        if self.features % BLOCK_N or self.width % 32:
+            return f"features are a multiple of {BLOCK_N} and width is one of 32, got {self.features}, {self.width}"
+        if self.weight.channels:
+            return "scales of output channels are for the other kernels"
+        if self.experts > _MOST_EXPERTS or not 0 < self.choices <= MOST_CHOICES:
+            return f"takes {_MOST_EXPERTS} experts and {MOST_CHOICES} choices, got {self.experts}, {self.choices}"
+        if self.columns_per_cta > ROUND or self.ctas > MOST_SMS:
+            return f"takes {ROUND} strips of down a CTA and {MOST_SMS} CTAs"
+        if self.stage_block.scale_bytes > 512:
+            return "a warp copies at most 512 bytes of scales a step"
+        if self.num_stages < 3:
+            return "there is no room for three stages"
+        steps = self.choices * self.strips_up * self.k_blocks_up
+        return "the layer is too large" if self.ctas * (steps + 2 * self.columns) >= 2**31 else ""
+
+    def program(self) -> Program:
+        import cutlass
+        import cutlass.cute as cute
+        from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
+
+        from w4gemm.kernels.expert_layer.kernel import ExpertLayerKernel
+
+        m, choices, half = cute.sym_int(), cute.sym_int(), half_dtype(self.kind)
+
+        def compact(dtype: type, *shape: object, align: int = 0) -> cute.Tensor:
+            order, align = tuple(reversed(range(len(shape)))), align or dtype.width // 8  # type: ignore[attr-defined]
+            return make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=align)
+
+        def biases(has: bool, n: int) -> cute.Tensor | None:
+            return compact(half, self.experts, n, align=8) if has else None
+
+        def scales(has: bool) -> cute.Tensor | None:
+            return compact(cutlass.Float32, self.experts) if has else None
+
+        blocks = [compact(cutlass.Int32, cute.sym_int(), align=16) for _ in range(2)]
+        arguments = (
+            half_rows(self.kind, m, self.features),
+            compact(cutlass.Int32 if self.ids == torch.int32 else cutlass.Int64, choices),
+            compact(cutlass.Float32, choices),
+            compact(cutlass.Int32, cute.sym_int()) if self.mapped else None,
+            *blocks,
+            biases(self.gate_up_bias, 2 * self.width),
+            biases(self.down_bias, self.features),
+            scales(self.gate_up_scale),
+            scales(self.down_scale),
+            compact(cutlass.Int32, cute.sym_int(), align=16),
+            compact(cutlass.Int32, cute.sym_int()),
+            half_rows(self.kind, m, self.features),
+            make_fake_stream(use_tvm_ffi_env_stream=True),
+        )
+        return Program(ExpertLayerKernel(self), arguments)

@@ -1,0 +1,362 @@
+"""The layer of experts in one launch: the compiled kernel, run by the emulator, beside a reference in float64."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from conformance.cases import random_weight
+from emulator.kernel import Emulator
+from emulator.ptx import Program, parse, ptx_of
+from w4gemm import QuantizedWeight, UnsupportedError, W4Experts, W4GroupedLinear, WeightFormat
+from w4gemm.api.expert_layer import Experts, LayerKey, expert_layer, one_launch
+from w4gemm.core import activation
+from w4gemm.core.problem import H100, H200, Device
+from w4gemm.kernels.expert_layer.spec import EPOCHS_AT, ExpertLayer
+from w4gemm.packing.codecs import weight_operand
+from w4gemm.packing.packed_shape import packed_shape
+
+pytest.importorskip("cutlass")
+
+CTAS = 3
+
+
+class Layer(NamedTuple):
+    """Weights of a layer, and what is compiled for it."""
+
+    spec: ExpertLayer
+    gate_up: QuantizedWeight
+    down: QuantizedWeight
+    gate_up_bias: torch.Tensor | None
+    down_bias: torch.Tensor | None
+    gate_up_scale: torch.Tensor | None
+    down_scale: torch.Tensor | None
+
+
+@functools.cache
+def program_of(spec: ExpertLayer) -> Program:
+    return parse(ptx_of(spec.unit()))
+
+
+def spec_of(tokens: int, **changes: Any) -> ExpertLayer:
+    format = WeightFormat.parse(changes.pop("format", "int4_g128"))
+    weight = weight_operand(format, changes.pop("dtype", torch.bfloat16))
+    return replace(
+        ExpertLayer(
+            weight=weight,
+            activation="silu_mul",
+            experts=5,
+            features=192,
+            width=160,
+            top_k=2,
+            tokens=tokens,
+            ids=torch.int64,
+            mapped=False,
+            gate_up_bias=False,
+            down_bias=False,
+            gate_up_scale=False,
+            down_scale=False,
+            ctas=CTAS,
+            warps=4,
+        ),
+        **changes,
+    )
+
+
+def layer_of(spec: ExpertLayer, format: str = "int4_g128") -> Layer:
+    def weights(n: int, k: int) -> QuantizedWeight:
+        each = (random_weight(WeightFormat.parse(format), n, k, seed) for seed in range(spec.experts))
+        return QuantizedWeight.stack(each, spec.experts, "mma16")
+
+    def drawn(has: bool, *shape: int) -> torch.Tensor | None:
+        return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))) if has else None
+
+    dtype = torch.float16 if spec.kind == "f16" else torch.bfloat16
+    biases = (
+        drawn(spec.gate_up_bias, spec.experts, 2 * spec.width),
+        drawn(spec.down_bias, spec.experts, spec.features),
+    )
+    return Layer(
+        spec,
+        weights(2 * spec.width, spec.features),
+        weights(spec.features, spec.width),
+        *(None if bias is None else bias.to(dtype) for bias in biases),
+        drawn(spec.gate_up_scale, spec.experts),
+        drawn(spec.down_scale, spec.experts),
+    )
+
+
+def fresh_flags() -> torch.Tensor:
+    return torch.zeros(2 * EPOCHS_AT, dtype=torch.int32)
+
+
+def computed(
+    layer: Layer,
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    expert_map: torch.Tensor | None = None,
+    flags: torch.Tensor | None = None,
+    resident: int = 0,
+) -> torch.Tensor:
+    spec = layer.spec
+    out = torch.full_like(x, torch.nan)
+    hidden = torch.full((spec.hidden_bytes // 4,), -1, dtype=torch.int32)  # NaN
+    given = (
+        *(x, ids.flatten(), weights.flatten(), expert_map),
+        *(w.tensors[0].flatten() for w in (layer.gate_up, layer.down)),
+        *(layer.gate_up_bias, layer.down_bias, layer.gate_up_scale, layer.down_scale),
+        *(hidden, fresh_flags() if flags is None else flags, out),
+    )
+    Emulator(program_of(spec), spec.ctas, resident=resident).run(*(t for t in given if t is not None))
+    return out
+
+
+def reference(layer: Layer, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    out = torch.zeros(x.shape, dtype=torch.float64)
+    for t in range(len(x)):
+        for e, weight in zip(ids[t].tolist(), weights[t].tolist(), strict=True):
+            if not 0 <= e < layer.spec.experts:
+                continue
+            y = layer.gate_up.expert(e).dequantize(torch.float64) @ x[t].double()
+            y = y if layer.gate_up_scale is None else y * layer.gate_up_scale[e]
+            y = y if layer.gate_up_bias is None else y + layer.gate_up_bias[e].double()
+            y = activation.parse(layer.spec.activation).apply(y[None])[0].to(x.dtype).double()
+            d = layer.down.expert(e).dequantize(torch.float64) @ y
+            d = d if layer.down_scale is None else d * layer.down_scale[e]
+            d = d if layer.down_bias is None else d + layer.down_bias[e].double()
+            out[t] += weight * d
+    return out
+
+
+def check(out: torch.Tensor, wanted: torch.Tensor) -> None:
+    error = (out.double() - wanted).abs().amax(1) / wanted.abs().amax(1).clamp(min=1e-9)
+    assert (error < 0.01).all(), error
+
+
+def inputs(spec: ExpertLayer, m: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(m, spec.features, generator=g).to(torch.float16 if spec.kind == "f16" else torch.bfloat16)
+    ids = torch.stack([torch.randperm(spec.experts, generator=g)[: spec.top_k] for _ in range(m)])
+    return x, ids.to(spec.ids), torch.rand(m, spec.top_k, generator=g)
+
+
+CASES = {
+    "one token": (spec_of(1), 1, "int4_g128"),
+    "three of four tokens, biases, MXFP4": (
+        spec_of(4, format="mxfp4", activation="swiglu_oai", gate_up_bias=True, down_bias=True),
+        3,
+        "mxfp4",
+    ),
+    "eight tokens, scales, fp16": (
+        spec_of(8, dtype=torch.float16, gate_up_scale=True, down_scale=True, ids=torch.int32, top_k=3),
+        8,
+        "int4_g128",
+    ),
+    "small groups, float zeros": (spec_of(2, format="int4_g32_zfloat"), 2, "int4_g32_zfloat"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_layers(name: str) -> None:
+    spec, m, format = CASES[name]
+    layer = layer_of(spec, format)
+    x, ids, weights = inputs(spec, m)
+    check(computed(layer, x, ids, weights), reference(layer, x, ids, weights))
+
+
+def test_routings() -> None:
+    """Experts elsewhere, one expert for all, the same one twice, none at all; NaN of a token or a weight elsewhere."""
+    layer = layer_of(spec_of(4))
+    x, _, weights = inputs(layer.spec, 4)
+    routings = [
+        [[1, 7], [-1, 2], [0, 4], [9, 9]],
+        [[3, 3], [3, 3], [3, 3], [3, 3]],
+        [[5, 5], [-1, 8], [7, 6], [5, -9]],
+        [[0, 1], [1, 2], [2, 3], [3, 4]],
+    ]
+    flags = fresh_flags()
+    for number, routing in enumerate(routings):
+        ids = torch.tensor(routing)
+        out = computed(layer, x, ids, weights, flags=flags)
+        check(out, reference(layer, x, ids, weights))
+        assert flags[:CTAS].tolist() == [2 * number + 3] * CTAS
+    x[1] = torch.nan
+    weights[0, 1] = torch.nan
+    ids = torch.tensor([[1, 7], [3, 2], [0, 4], [3, 1]])
+    out = computed(layer, x, ids, weights, flags=flags)
+    assert out.isnan().all(1).tolist() == [False, True, False, False]
+    assert out.isnan().any(1).tolist() == [False, True, False, False]
+
+
+def test_expert_map() -> None:
+    layer = layer_of(spec_of(2, mapped=True))
+    x, _, weights = inputs(layer.spec, 2)
+    expert_map = torch.tensor([-1, 3, 0, -1, 1, 9], dtype=torch.int32)
+    ids = torch.tensor([[1, 6], [4, 0]])
+    out = computed(layer, x, ids, weights, expert_map)
+    check(out, reference(layer, x, torch.tensor([[3, -1], [1, -1]]), weights))
+
+
+@pytest.mark.parametrize("resident", [1, 2])
+def test_few_ctas_at_once(resident: int) -> None:
+    """A CTA that waits computes what no CTA has begun; then one that begins late computes it once more."""
+    layer, flags = layer_of(spec_of(4)), fresh_flags()
+    for seed in range(2):
+        x, ids, weights = inputs(layer.spec, 3, seed)
+        out = computed(layer, x, ids, weights, flags=flags, resident=resident)
+        check(out, reference(layer, x, ids, weights))
+        assert torch.equal(out, computed(layer, x, ids, weights))
+
+
+# --- whether it is chosen
+
+
+def key_of(tokens: int, format: str, experts: int, features: int, width: int, top_k: int, **others: Any) -> LayerKey:
+    shapes = (
+        packed_shape(WeightFormat.parse(format), "mma16", n, k, experts)
+        for n, k in ((2 * width, features), (features, width))
+    )
+    return LayerKey(tokens, *shapes, torch.bfloat16, "silu_mul", top_k, torch.int32)._replace(**others)
+
+
+QWEN, GPT_OSS, KIMI = (
+    ("int4_g128", 128, 2048, 768, 8),
+    ("mxfp4", 128, 2880, 2880, 4),
+    ("int4_g32", 384, 7168, 2048, 8),
+)
+
+
+@pytest.mark.parametrize("device", [H100, H200], ids=lambda device: device.name)
+@pytest.mark.parametrize(
+    "layer, chosen",
+    [
+        (QWEN, {1: True, 2: True, 4: True, 8: True}),
+        (GPT_OSS, {1: True, 2: False, 4: False, 8: False}),
+        (KIMI, {1: True, 2: False, 4: False}),
+    ],
+)
+def test_one_launch_where_it_was_faster(layer: tuple[Any, ...], chosen: dict[int, bool], device: Device) -> None:
+    """As measured (bench/results/expert_layer.jsonl)."""
+    decisions = {tokens: one_launch(key_of(tokens, *layer), device) for tokens in chosen}
+    assert {tokens: not decision.slower for tokens, decision in decisions.items()} == chosen
+    assert not any(decision.refusal for decision in decisions.values())
+
+
+@pytest.mark.parametrize(
+    "key, reason",
+    [
+        (key_of(9, *QWEN), "takes 1 to 8 tokens, got 9"),
+        (key_of(1, *QWEN, dtype=torch.float8_e4m3fn), "16-bit x"),
+        (key_of(1, *QWEN, activation="relu2"), "no gate"),
+        (key_of(8, *QWEN[:4], 17), "128 choices"),
+        (key_of(1, "int4_g128", 8, 2080, 768, 2), "features are a multiple of 64"),
+        (key_of(8, "int4_g128", 8, 14336, 768, 2), "no room for three stages"),
+    ],
+)
+def test_what_it_cannot(key: LayerKey, reason: str) -> None:
+    assert reason in one_launch(key, H100).refusal
+
+
+def test_devices() -> None:
+    assert "compute capability 9.0" in one_launch(key_of(1, *QWEN), Device("cuda", "NVIDIA A100", (8, 0), 108)).refusal
+    assert "a cpu device" in one_launch(key_of(1, *QWEN), Device("cpu")).refusal
+
+
+def test_w4_experts_say_how_they_run() -> None:
+    layer = layer_of(spec_of(2))
+    experts = W4Experts(layer.gate_up, layer.down)
+    assert experts.explain(2, 2).startswith("four launches: needs an NVIDIA GPU")
+    experts.one_launch = True
+    with pytest.raises(UnsupportedError, match="one_launch: wanted a layer and call that run in one launch, but needs"):
+        experts(torch.randn(2, 192).bfloat16(), torch.zeros(2, 2, dtype=torch.int64), torch.ones(2, 2))
+    experts.one_launch = False
+    assert experts.explain(2, 2) == "four launches: one_launch is False"
+
+
+# --- on a GPU
+
+
+def experts_on_gpu(format: str, gated: str = "silu_mul", biased: bool = False) -> W4Experts:
+    """A layer of 16 experts with ragged k blocks."""
+    products = []
+    for n, k in ((2 * 416, 704), (704, 416)):
+        weights = (random_weight(WeightFormat.parse(format), n, k, seed) for seed in range(16))
+        bias = torch.randn(16, n).bfloat16().cuda() if biased else None
+        stack = QuantizedWeight.stack(weights, 16, "mma16").to("cuda")
+        products.append(W4GroupedLinear.from_weight(stack, bias, dtype=torch.bfloat16))
+    return W4Experts(*products, activation=gated)
+
+
+def both_ways(experts: W4Experts, *call: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    outs = []
+    for experts.one_launch in (True, False):
+        outs.append(experts(*call))
+    return outs[0], outs[1]
+
+
+def drawn_call(tokens: int, top_k: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Random experts, some elsewhere, some twice; of some seeds one for all, or none."""
+    g = torch.Generator().manual_seed(seed)
+    ids = torch.randint(-2, 18, (tokens, top_k), generator=g)
+    if seed % 5 == 0:
+        ids.fill_(seed % 17)
+    x = torch.randn(tokens, 704, generator=g).bfloat16()
+    return x.cuda(), ids.cuda(), torch.rand(tokens, top_k, generator=g).cuda()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "format, gated, biased",
+    [
+        ("int4_g128", "silu_mul", False),
+        ("mxfp4", "swiglu_oai", True),
+        ("int4_g32_zfloat", "gelu_mul", True),
+        ("nf4", "silu_mul", False),
+        ("int4_g64_zint_fp16", "silu_mul", True),
+    ],
+)
+def test_random_routings(format: str, gated: str, biased: bool) -> None:
+    experts = experts_on_gpu(format, gated, biased)
+    for seed in range(60):
+        call = drawn_call(1 + seed % 8, 1 + seed % 7, seed)
+        ours, four = both_ways(experts, *call)
+        error = (ours.float() - four.float()).norm() / four.float().norm().clamp(min=1e-6)
+        assert error < 0.01, (seed, error)
+        assert torch.equal(ours, both_ways(experts, *call)[0]), f"{seed}: other bits"
+
+
+@pytest.mark.gpu
+def test_graphs_streams_and_maps() -> None:
+    """A graph that is replayed with other routings, while other streams launch the same layer."""
+    experts = experts_on_gpu("int4_g128")
+    calls = [drawn_call(4, 4, seed) for seed in range(40)]
+    wanted = [both_ways(experts, *call)[0] for call in calls]
+    experts.one_launch = True
+    static = [t.clone() for t in calls[0]]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = [experts(*static) for _ in range(3)]
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    for call, one in zip(calls, wanted, strict=True):
+        for to, t in zip(static, call, strict=True):
+            to.copy_(t)
+        torch.cuda.synchronize()
+        graph.replay()
+        others = []
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                others += [experts(*call) for _ in range(4)]
+        torch.cuda.synchronize()
+        assert all(torch.equal(out, one) for out in (*replayed, *others))
+    expert_map = torch.randperm(20, dtype=torch.int32).cuda() - 4
+    x, _, weights = calls[1]
+    ids = torch.randint(-1, 21, (4, 4)).cuda()
+    here = torch.where((ids >= 0) & (ids < 20), expert_map[ids.clamp(0, 19)], -1).int()
+    products = Experts(experts.gate_up.weight), Experts(experts.down.weight)
+    mapped = expert_layer(x, ids, weights, *products, "silu_mul", expert_map)
+    assert torch.equal(mapped, experts(x, here, weights))
