@@ -274,6 +274,21 @@ def test_tiles_of_both_widths_of_vectors(monkeypatch, lanes):
 
 
 @needs_llvmlite
+@pytest.mark.parametrize("m", [1, 5, 40])
+def test_sums_are_not_written_to_out_before_the_epilogue(m):
+    """``out`` may be the residual, and has half of the columns after gates."""
+    w = random_weight(FEW_FORMATS[0], 256, 96).repack("cpu")
+    x, config = torch.randn(m, 96, generator=torch.Generator().manual_seed(m)), compiled_config(w)
+    residual = torch.randn(m, 256, generator=torch.Generator().manual_seed(0))
+    wanted = w4gemm.linear(x, w, residual=residual, config=config)
+    assert torch.equal(w4gemm.linear(x, w, residual=residual, out=residual, config=config), wanted)
+    memory = torch.full((3 * m, 128), 7.0)
+    w4gemm.linear(x, w, activation="silu_mul", out=memory[m : 2 * m], config=config)
+    assert torch.equal(memory[m : 2 * m], w4gemm.linear(x, w, activation="silu_mul", config=config))
+    assert (memory[:m] == 7).all() and (memory[2 * m :] == 7).all()
+
+
+@needs_llvmlite
 def test_a_child_process_has_threads_of_its_own():
     """Those of the parent are gone after a fork."""
     script = """

@@ -130,13 +130,13 @@ class Method:
         self.sizes = self.columns, k, self.panel, groups, min(group, self.panel), group, superblocks, superblock
         self.codes: dict[int, tuple[Code, Callable[[bytes], None]]] = {}
 
-    def __call__(self, x: torch.Tensor, weight: tuple[torch.Tensor, ...], out: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, weight: tuple[torch.Tensor, ...], out: torch.Tensor | None) -> torch.Tensor:
         """Return x @ w.T, which is ``out`` itself where that can be written to.
 
         Args:
             x: any floating-point dtype.
             weight: packed tensors of the layout.
-            out: (m, n), or (m, n / 2) if gates are applied later; contiguous.
+            out: (m, n), contiguous; None if no sums may be written to it.
         """
         m, panel = x.shape[0], self.panel
         code, run = self.codes.get(m) or self._code(m)
@@ -152,7 +152,7 @@ class Method:
             x[:, :m] = source
             x_panel, x_row = rows * panel, panel
         x = x.contiguous()
-        if rows != m or self.columns != self.n or out.shape != (m, self.n) or out.dtype is not torch.float32:
+        if out is None or rows != m or self.columns != self.n or out.dtype is not torch.float32:
             out = x.new_empty(rows, self.columns)
         pointers = [t.data_ptr() for t in weight]
         if not self.has_zero:

@@ -103,7 +103,7 @@ class _Launch:
     def __init__(self, problem: GemmProblem, config: GemmConfig) -> None:
         self.config, self.tokens, self.epilogue = config, config.tile_m, problem.epilogue
         self.is_plain, self.is_bias = self.epilogue == PLAIN, self.epilogue == Epilogue(bias=True)
-        self.method: Callable[[torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor], torch.Tensor]
+        self.method: Callable[[torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor | None], torch.Tensor]
         if config.tile_m == COMPILED_TOKENS:
             self.method = compiled.Method(problem.format, problem.n, problem.k)
         else:
@@ -137,7 +137,8 @@ class _Launch:
             return
         if x.dtype is torch.float8_e4m3fn:
             x = epilogue.scaled_blocks(x.float())
-        d = self.method(x, weight, out)
+        # no sums in out where a residual may share its memory, or gates halve its columns
+        d = self.method(x, weight, out if self.is_plain or self.is_bias else None)
         if self.is_bias:  # in one operation of PyTorch's
             torch.add(d, epilogue.bias, out=out)
         elif not self.is_plain:
@@ -147,7 +148,11 @@ class _Launch:
 
 
 def _by_pytorch(
-    problem: GemmProblem, config: GemmConfig, x: torch.Tensor, weight: tuple[torch.Tensor, ...], out: torch.Tensor
+    problem: GemmProblem,
+    config: GemmConfig,
+    x: torch.Tensor,
+    weight: tuple[torch.Tensor, ...],
+    out: torch.Tensor | None,
 ) -> torch.Tensor:
     """Return x @ w.T by "dense", or by "sum", unless its sums are infinite, which they may be where no result is."""
     if config.tile_m == 1 and (d := kernel.sum_linear(x, weight, problem, config)).isfinite().all():
