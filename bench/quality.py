@@ -40,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--format", type=typed(formats), default=FORMATS, help="comma-separated (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=4096, help="tokens of the text (default: %(default)s)")
     parser.add_argument("--length", type=int, default=512, help="tokens that are read at once (default: %(default)s)")
+    parser.add_argument("--search", action="store_true", help="round with search instead of to the nearest")
     parser.add_argument("--report", action="store_true", help="write the page's table and the plot")
     args = parser.parse_args(argv)
     if args.report:
@@ -53,13 +54,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     for model in args.models:
         dense, tokenizer = load_dense(model, torch.device("cpu"), torch.float32)
         parts = windows(tokenizer, shipped_text(), args.tokens, args.length)
-        for search in (False, True):
-            for row in compare(dense, parts, args.format, search, lambda *step: None):
-                if search and row["format"] == "dense":
-                    continue
-                row = {"kind": "quality", "run": record.run_name(facts), "model": model.name, "search": search} | row
-                record.append(RESULTS, row | facts)
-                print(f"{model.name} {row['format']}{' searched' * search}: {row['perplexity']:.3f}", flush=True)
+        for row in compare(dense, parts, args.format, args.search, lambda *step: None):
+            if args.search and row["format"] == "dense":
+                continue
+            own = {"kind": "quality", "run": record.run_name(facts), "model": model.name, "search": args.search}
+            record.append(RESULTS, own | row | facts)
+            print(f"{model.name} {row['format']}{' searched' * args.search}: {row['perplexity']:.3f}", flush=True)
 
 
 def with_table(page: str, rows: list[Row]) -> str:
