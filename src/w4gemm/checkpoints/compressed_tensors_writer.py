@@ -41,7 +41,9 @@ class CompressedTensorsWriter:
         if module.format in _FP8 and module.experts:
             raise ValueError("experts in fp8 are not written in compressed-tensors; --to w4gemm holds them")
         if module.format not in (_MXFP4, *_FP8) and (
-            module.format.element != "int4" or module.format.zero == "float" or module.format.scale_dtype.itemsize != 2
+            module.format.element != "int4"
+            or module.format.zero == "float"
+            or module.format.scale not in ("bf16", "fp16")
         ):
             raise ValueError(f"compressed-tensors does not hold {module.format}; --to w4gemm does")
         if module.pre_quant_scale:
