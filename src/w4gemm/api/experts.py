@@ -13,6 +13,7 @@ from w4gemm.api.grouped import grouped_linear
 from w4gemm.api.modes import autocast, is_eager, layer_dtype
 from w4gemm.api.packed_module import PackedModule, moved_only
 from w4gemm.api.routing import check_ids, combined, route
+from w4gemm.core import environment
 from w4gemm.core.activation import is_gated
 from w4gemm.core.errors import UnsupportedError, kind_of
 from w4gemm.core.problem import Device
@@ -285,6 +286,8 @@ class W4Experts(torch.nn.Module):
         """
         if self.one_launch is False:
             return "one_launch is False"
+        if self.one_launch is None and not environment.may_compile():
+            return "W4GEMM_COMPILE=off forbids compiling, and `w4gemm compile` does not make its kernel"
         products = self.gate_up.as_it_is(x), self.down.as_it_is(x)
         if None in products:
             refusal, slower = "x or a bias is cast, scaled or quantized before a product, or needs a gradient", ""
