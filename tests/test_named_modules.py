@@ -117,7 +117,7 @@ def test_our_own_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize("method", MAKERS)
 def test_a_folder_without_4_bit_modules(tmp_path: Path, method: str) -> None:
     write_model(tmp_path, *MAKERS[method], dense=("",))
-    with pytest.raises(FormatError, match="all its weights are dense, wanted some of them in 4 bits, with .*a dense"):
+    with pytest.raises(FormatError, match="all its weights are dense, wanted some of them quantized, with .*a dense"):
         open_checkpoint(tmp_path)
 
 
