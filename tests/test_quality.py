@@ -65,6 +65,9 @@ def test_eval_of_a_file_in_4_bits_and_of_a_text(tmp_path: Path, capsys: pytest.C
     text.write_text("")
     assert main(["eval", str(path), "--text", str(text), "--device", "cpu"]) == 2
     assert "--text: wanted a text of at least 2 tokens, got 0" in capsys.readouterr().err
+    text.write_text("words of a text")
+    assert main(["eval", str(path), "--text", str(text), "--length", "1", "--device", "cpu"]) == 2
+    assert "--length: wanted at least 2 tokens, got 1" in capsys.readouterr().err
 
 
 def test_search_rounds_otherwise(tmp_path: Path) -> None:

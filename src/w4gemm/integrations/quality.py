@@ -52,13 +52,15 @@ def windows(tokenizer: PreTrainedTokenizerBase, text: str, tokens: int, length: 
     the start, behind the token that begins a text if the tokenizer puts one there.
 
     Raises:
-        ValueError: if the text has fewer than two tokens.
+        ValueError: if the text has fewer than two tokens, or a window no token that is predicted.
     """
     ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids[:tokens]
     if len(ids) < 2:
         raise ValueError(f"--text: wanted a text of at least 2 tokens, got {len(ids)}")
     first = tokenizer("a").input_ids[:1]
     begin = first if first == [tokenizer.bos_token_id] else []
+    if length < 2:  # a window's first token is not predicted
+        raise ValueError(f"--length: wanted at least 2 tokens, got {length}")
     parts = (begin + ids[i : i + length - len(begin)] for i in range(0, len(ids), length - len(begin)))
     return [torch.tensor([part]) for part in parts if len(part) > 1]
 
