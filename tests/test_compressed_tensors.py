@@ -226,6 +226,63 @@ def test_the_package_that_defines_the_format(
     assert torch.equal(open_checkpoint(tmp_path).weight("linear").dequantize(), wanted)
 
 
+@pytest.mark.parametrize("bits", [3, 5, 6])
+@pytest.mark.parametrize("n", [7, 13, 19])
+def test_zero_points_whose_last_one_begins_a_word(tmp_path: Path, bits: int, n: int) -> None:
+    """The package's zero points of 7 rows in 5 bits: the seventh begins in one word and ends in the next."""
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    changes = {"num_bits": bits, "symmetric": False}
+    scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**WEIGHTS | changes))
+    compressor = BaseCompressor.get_value_from_registry("pack-quantized")
+    torch.manual_seed(0)
+    half, shape = 2 ** (bits - 1), (n, 12)
+    stored = compressor.compress(
+        {
+            "weight": (torch.randn(n, 384) * 0.05).bfloat16(),
+            "weight_scale": (torch.rand(shape) / 50 + 0.005).bfloat16(),
+            "weight_zero_point": torch.randint(-half, half, shape).to(torch.int8),
+        },
+        scheme,
+    )
+    save_file({f"linear.{leaf}": t.contiguous() for leaf, t in stored.items()}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config(changes)}))
+    wanted = compressor.decompress(stored | {"weight_scale": stored["weight_scale"].float()}, scheme)["weight"]
+    assert torch.equal(open_checkpoint(tmp_path).weight("linear").dequantize(), wanted)
+
+
+@pytest.mark.parametrize("structure", [[112, 96], [64, 64], "64x64", "128x128", None])
+def test_fp8_in_the_blocks_of_the_config(tmp_path: Path, structure: Any) -> None:
+    """A grid of 112 x 96 has as many blocks as one of 128 x 128 here."""
+    n, k = 200, 190
+    rows, columns = map(int, structure.split("x")) if isinstance(structure, str) else structure or (128, 128)
+    torch.manual_seed(0)
+    weight, scale = torch.randn(n, k).to(torch.float8_e4m3fn), torch.rand(-(-n // rows), -(-k // columns))
+    save_file({"linear.weight": weight, "linear.weight_scale": scale}, tmp_path / "model.safetensors")
+    settings = config({"num_bits": 8, "type": "float", "strategy": "block"}, "float-quantized")
+    weights = settings["config_groups"]["group_0"]["weights"]
+    weights["block_structure"] = structure
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": settings}))
+    wanted = weight.float() * scale.repeat_interleave(rows, 0)[:n].repeat_interleave(columns, 1)[:, :k]
+    assert torch.equal(open_checkpoint(tmp_path).weight("linear").dequantize(), wanted)
+
+
+def test_blocks_of_two_sizes_are_refused(tmp_path: Path) -> None:
+    settings = config({"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [64, 64]})
+    other = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128]}
+    settings["config_groups"]["group_1"] = {"targets": ["re:.*down_proj"], "weights": other}
+    save_file({"linear.weight": torch.ones(64, 64)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": settings}))
+    with pytest.raises(FormatError, match=r"blocks of one size .*group_0.*\[64, 64\].*group_1.*\[128, 128\]"):
+        open_checkpoint(tmp_path)
+    other["block_structure"] = [64]
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": settings}))
+    with pytest.raises(FormatError, match=r"group_1\.weights\.block_structure is \[64\], wanted two positive integers"):
+        open_checkpoint(tmp_path)
+
+
 @pytest.mark.parametrize("packing", ["mxfp4-pack-quantized", "nvfp4-pack-quantized"])
 def test_4_bit_floats_of_the_package(tmp_path: Path, packing: str) -> None:
     """MXFP4 bit for bit in float32; NVFP4 within its roundings, because the package divides scales by the tensor's

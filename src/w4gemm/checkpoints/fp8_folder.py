@@ -14,8 +14,10 @@ multiple of 16 columns, whose scales are repeated for each row, or ``mxfp8``; or
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -153,15 +155,33 @@ def _broadcast(shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     return (rows, (*experts, 1, k), (*experts, 1, 1)) if experts else (rows,)
 
 
-def block_of(weight_block_size: object) -> ScaleBlock:
-    """Return the blocks of a config's ``weight_block_size``, 128 x 128 without one; raise ValueError for no pair of
-    positive integers."""
-    if weight_block_size is None:
-        return ScaleBlock()
+def block_of(config: Mapping[str, Any]) -> ScaleBlock:
+    """Return the blocks of a quantization_config, 128 x 128 without a setting: those of ``weight_block_size`` or, in
+    config groups of compressed-tensors, ``block_structure``, which older files have as "128x128".
+
+    Raises:
+        ValueError: for no pair of positive integers, and for config groups that differ.
+    """
+    settings = [("weight_block_size", config.get("weight_block_size"))]
+    groups = config.get("config_groups")
+    for key, group in groups.items() if isinstance(groups, Mapping) else ():
+        weights = group.get("weights") if isinstance(group, Mapping) else None
+        if isinstance(weights, Mapping) and weights.get("strategy") == "block":
+            settings.append((f"config_groups.{key}.weights.block_structure", weights.get("block_structure")))
+    blocks = {name: _block(name, sizes) for name, sizes in settings if sizes is not None}
+    if len({*blocks.values()}) > 1:
+        sizes = ", ".join(f"{name} {list(block)}" for name, block in blocks.items())
+        raise ValueError(f"wanted blocks of one size for all weights in fp8, got {sizes}")
+    return next(iter(blocks.values()), ScaleBlock())
+
+
+def _block(name: str, sizes: object) -> ScaleBlock:
+    if isinstance(sizes, str) and re.fullmatch(r"\d+x\d+", sizes, re.ASCII):
+        sizes = [int(size) for size in sizes.split("x")]
     if (
-        not isinstance(weight_block_size, (list, tuple))
-        or len(weight_block_size) != 2
-        or not all(type(size) is int and size > 0 for size in weight_block_size)
+        not isinstance(sizes, (list, tuple))
+        or len(sizes) != 2
+        or not all(type(size) is int and size > 0 for size in sizes)
     ):
-        raise ValueError(f"weight_block_size is {weight_block_size!r}, wanted two positive integers")
-    return ScaleBlock(*weight_block_size)
+        raise ValueError(f"{name} is {sizes!r}, wanted two positive integers")
+    return ScaleBlock(*sizes)

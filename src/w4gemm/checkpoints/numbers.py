@@ -67,7 +67,7 @@ class PackedMatrix:
         """Return how many numbers so many words hold."""
         each = self._word_bits // self.bits
         most = words * each if self.whole else words * self._word_bits // self.bits
-        least = most - each if self.whole else -(-(words - 1) * self._word_bits // self.bits)
+        least = most - each if self.whole else (words - 1) * self._word_bits // self.bits
         return self.size if least < self.size <= most else most  # words that are too many or few keep their own shape
 
     def rows(self, start: int, stop: int) -> torch.Tensor:

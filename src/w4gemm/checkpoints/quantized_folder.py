@@ -317,7 +317,7 @@ def folder_format(
     def open(path: Path, format: WeightFormat | None) -> QuantizedFolder:
         config = quantization_config(path) or {}
         try:
-            meaning, block, names = packing(config), block_of(config.get("weight_block_size")), [*named(config)]
+            meaning, block, names = packing(config), block_of(config), [*named(config)]
         except KeyError as e:
             raise FormatError(f"{path}: quantization_config of config.json has no {e}") from e
         except (TypeError, ValueError, AttributeError) as e:
