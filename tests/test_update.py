@@ -73,6 +73,20 @@ def test_what_is_refused() -> None:
         update_(torch.ones(6, 64), torch.ones(6, 64))
 
 
+def test_without_a_compiled_kernel_pytorch_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def none_there(*parameters: object) -> None:
+        asked.append(parameters)
+        raise w4gemm.UnsupportedError("W4GEMM_COMPILE=off forbids compiling")
+
+    monkeypatch.setattr("w4gemm.api.update.launcher", none_there)
+    new = numbers(70, 512, torch.bfloat16)[0]
+    w = quantize(torch.zeros(70, 512), "int4_g128").repack("mma16")
+    update_(w, new)
+    assert asked and torch.equal(w.dequantize(), quantize(new, "int4_g128").dequantize())
+
+
 @pytest.mark.parametrize(
     "format, dtype, pairs, n, k",
     [

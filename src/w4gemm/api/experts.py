@@ -118,14 +118,14 @@ class W4GroupedLinear(PackedModule):
 
 
 class W4Experts(torch.nn.Module):
-    """The experts of a mixture, with 4-bit weights: each computes down @ act(gate @ x, up @ x), or down @ act(up @ x)
-    with an activation without gates, and a token's results are weighted by the router and added.
+    """The experts of a mixture, with quantized weights. Each computes down @ act(gate @ x, up @ x) or, with an
+    activation without gates, down @ act(up @ x). A token's results are weighted by the router and added.
 
     All data stays on the device, and the launches are the same whatever the router chose, so that a CUDA graph can
     capture them. A token's results are added in the order of its choices. Gradients flow to x, to the router's weights
     and to biases, as from :func:`w4gemm.grouped_linear`; the weights are frozen. x of another dtype is cast as by
-    :class:`W4Linear`. If the ``activations`` of gate_up or
-    of down is "fp8", that product quantizes its input. A state dict keeps it.
+    :class:`W4Linear`. If the ``activations`` of gate_up or of down is "fp8", that product quantizes its input. A state
+    dict keeps it.
 
     Args:
         gate_up: a weight (experts, 2 * hidden, features), gates and ups in pairs: :meth:`QuantizedWeight.interleave`,
@@ -156,8 +156,9 @@ class W4Experts(torch.nn.Module):
         __call__: Callable[..., torch.Tensor]
 
     one_launch: bool | None = None
-    """Whether a call of at most eight tokens runs in one launch on Hopper: None if that is predicted to be faster than
-    four, True always, so that a call that cannot is refused, False never. Sums are rounded otherwise."""
+    """Whether an eager call of at most eight tokens runs in one launch on Hopper. None: if that is predicted to be
+    faster than four. True: always; a call that cannot is refused. False: never. Both ways round sums differently. Calls
+    that are traced run in four."""
 
     def __init__(
         self,
@@ -275,11 +276,18 @@ class W4Experts(torch.nn.Module):
         """
         ids = torch.empty((tokens, top_k), dtype=torch.int64, device="meta")
         x = torch.empty((tokens, self.gate_up.weight.k), dtype=dtype, device="meta")
-        reason = self._four_launches(x, ids)
+        reason = self._why_four_launches(self._operands(x), x, ids)
         return f"four launches: {reason}" if reason else "one launch (expert_layer)"
 
-    def _four_launches(self, x: torch.Tensor, expert_ids: torch.Tensor) -> str:
-        """Return why a call runs in four launches; the empty string if it runs in one.
+    def _operands(self, x: torch.Tensor) -> tuple[Experts, Experts] | None:
+        """Return the operands of both products, if nothing is done to them or to x first; else None."""
+        first, second = self.gate_up.as_it_is(x), self.down.as_it_is(x)
+        return None if first is None or second is None else (first, second)
+
+    def _why_four_launches(
+        self, operands: tuple[Experts, Experts] | None, x: torch.Tensor, expert_ids: torch.Tensor
+    ) -> str:
+        """Return why a call runs in four launches; the empty string if it runs in one. operands: :meth:`_operands`.
 
         Raises:
             UnsupportedError: if ``one_launch`` is True and the layer cannot.
@@ -288,11 +296,10 @@ class W4Experts(torch.nn.Module):
             return "one_launch is False"
         if self.one_launch is None and not environment.may_compile():
             return "W4GEMM_COMPILE=off forbids compiling, and `w4gemm compile` does not make its kernel"
-        products = self.gate_up.as_it_is(x), self.down.as_it_is(x)
-        if None in products:
+        if operands is None:
             refusal, slower = "x or a bias is cast, scaled or quantized before a product, or needs a gradient", ""
         else:
-            key = LayerKey.of(x, expert_ids, *products, self.activation)  # type: ignore[arg-type]
+            key = LayerKey.of(x, expert_ids, *operands, self.activation)
             _, refusal, slower = one_launch(key, Device.of(self.gate_up.weight.device))
         if self.one_launch and refusal:
             raise UnsupportedError(f"one_launch: wanted a layer and call that run in one launch, but {refusal}")
@@ -305,7 +312,7 @@ class W4Experts(torch.nn.Module):
         w = self.gate_up.weight
         if not is_eager(x, expert_weights) or x.shape[1] != w.k or not x.device == expert_ids.device == w.device:
             return None
-        if self._four_launches(x, expert_ids):
+        operands = self._operands(x)
+        if self._why_four_launches(operands, x, expert_ids) or operands is None:
             return None
-        products = self.gate_up.as_it_is(x), self.down.as_it_is(x)
-        return expert_layer(x, expert_ids, expert_weights, *products, self.activation)  # type: ignore[arg-type]
+        return expert_layer(x, expert_ids, expert_weights, *operands, self.activation)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from w4gemm.core.autocast import without_autocast
-from w4gemm.core.errors import kind_of, require_dense
+from w4gemm.core.errors import UnsupportedError, kind_of, require_dense
 from w4gemm.kernels import launcher
 from w4gemm.kernels.weight_quantize.spec import WeightQuantize
-from w4gemm.weights.quantize import channel_scales, largest_quantized, quantize
+from w4gemm.weights.quantize import channel_scales_of_rows, largest_quantized, quantize
 from w4gemm.weights.weight import QuantizedWeight
 
 Dense = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -27,7 +27,8 @@ def update_(w: QuantizedWeight, weight: Dense) -> None:
     Args:
         w: the weight to overwrite, of any layout; also one of several experts, or in act-order.
         weight: floating point (n, k), or (experts, n, k), on w's device. Or a pair of tensors, gates and ups, (n / 2,
-            k) or (experts, n / 2, k) each, for a weight of :meth:`QuantizedWeight.interleave`.
+            k) or (experts, n / 2, k) each, for a weight of :meth:`QuantizedWeight.interleave`. Both are quantized as
+            one matrix, so that in blocks of 128 rows gates and ups share scales.
 
     Raises:
         TypeError, ValueError: if ``weight`` is no such tensor, or has a number that is not finite or too large for the
@@ -67,19 +68,20 @@ def _check(w: QuantizedWeight, sources: tuple[torch.Tensor, ...]) -> None:
 
 def _by_kernel(w: QuantizedWeight, sources: tuple[torch.Tensor, ...]) -> bool:
     """Quantize by the kernel; False where it does not run."""
-    takes = w.layout == "mma16" and w.perm is None and all(WeightQuantize.takes(source) for source in sources)
-    if not takes or w.device.type != "cuda":
+    if w.layout != "mma16" or w.perm is not None or not all(WeightQuantize.takes(source) for source in sources):
         return False
     limit = largest_quantized(w.format)
-    run = launcher(WeightQuantize.of, w.device, sources[0].dtype, w.format, len(sources) == 2, limit)
+    try:
+        run = launcher(WeightQuantize.of, w.device, sources[0].dtype, w.format, len(sources) == 2, limit)
+    except UnsupportedError:  # W4GEMM_COMPILE=off, and nobody compiled it
+        run = None
     if run is None:
         return False
     experts = max(w.experts, 1)
     blocks, *channels = (t if w.experts else t[None] for t in w.tensors)
     if channels:
-        largest = torch.stack([s.abs().amax(-1).float() for s in sources], -1).view(experts * w.n, 1)
-        scales = (largest / torch.full_like(largest, w.format.element_rule.largest_value)).bfloat16().float()
-        channels[0].copy_(channel_scales(scales, w.format).view(experts, w.n))
+        of_rows = [channel_scales_of_rows(source, w.format) for source in sources]
+        channels[0].copy_(torch.stack(of_rows, -1).view(experts, w.n))
     refused = torch.zeros(1, dtype=torch.int32, device=w.device)
     even, odd = (sources[0], None) if len(sources) == 1 else sources
     rows = [None if s is None else s.view(experts, -1, w.k) for s in (even, odd)]

@@ -106,6 +106,14 @@ def channel_scales(scales: torch.Tensor, format: WeightFormat) -> torch.Tensor:
     return torch.where(largest > 0, _over(largest, top), 1.0)
 
 
+def channel_scales_of_rows(rows: torch.Tensor, format: WeightFormat) -> torch.Tensor:
+    """Return :func:`channel_scales` of dense rows (..., n, k) of an element whose largest values are of both signs:
+    float32 (..., n)."""
+    largest = rows.abs().amax(-1).float()
+    scales = _over(largest, format.element_rule.largest_value).to(_plain(format).scale_dtype).float()
+    return channel_scales(scales.view(-1, 1), format).view_as(largest)
+
+
 def _over(t: torch.Tensor, number: float) -> torch.Tensor:
     """Return t / number, rounded once: on GPUs PyTorch multiplies by the reciprocal of a number."""
     return t / torch.full_like(t, number)

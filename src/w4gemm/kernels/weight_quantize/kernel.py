@@ -220,8 +220,7 @@ class WeightQuantizeKernel:
         self, rows: list[Rows], ends: list[tuple[Float32, Float32]], group: int, there: Boolean
     ) -> tuple[dict[tuple[int, int], Int32], list[Int32]]:
         """The codes of a group by half and position, and its words: the fields of both rows' scales and zero points."""
-        halves = [self.scale(row, *end) for row, end in zip(rows, ends, strict=True)]
-        words, factors = self.stored([scale for scale, _ in halves], rows)
+        words, factors = self.stored([self.scale(*end) for end in ends], rows)
         zeros = [Float32(0.0)] * 2
         if self.format.has_zero:
             zeros = [self.integer_zero(end[0], factor) for end, factor in zip(ends, factors, strict=True)]
@@ -254,26 +253,25 @@ class WeightQuantizeKernel:
         """Kind of a 16-bit scale."""
         return {"bf16": "bf16", "fp16": "f16"}.get(self.format.scale, "bf16")
 
-    def scale(self, row: Rows, low: Float32, high: Float32) -> tuple[Float32, Float32]:
-        """The scale of a row's group before it is rounded, and its sign."""
-        element = self.format.element_rule
-        zero, one = Float32(0.0), Float32(1.0)
+    def scale(self, low: Float32, high: Float32) -> Float32:
+        """The scale of a group, by its ends, before it is rounded to what is stored."""
+        element, zero = self.format.element_rule, Float32(0.0)
         if self.format.has_zero:
             least, most = minimum(low, zero), maximum(high, zero)
-            return divide(most - least, Float32(float(element.largest_code))), one
+            return divide(most - least, Float32(float(element.largest_code)))
         small, large = sorted((min(element.values), max(element.values)), key=abs)
         below, above = magnitude(low), magnitude(high)
         if not self.format.scale_rule.signed:
             ends = divide(low, Float32(min(element.values))), divide(high, Float32(max(element.values)))
-            return maximum(*ends), one
+            return maximum(*ends)
         extreme = Float32(cutlass.select_(below >= above, low, high))
         size = divide(extreme, Float32(large))
         size = maximum(magnitude(size), divide(minimum(below, above), Float32(abs(small))))
         size = to_float(self.scale_kind, pack_half2(self.scale_kind, size, size))
         if element.symmetric:
-            return size, one
+            return size
         opposite = extreme * Float32(large) < zero
-        return Float32(cutlass.select_(opposite, -size, size)), one
+        return Float32(cutlass.select_(opposite, -size, size))
 
     def stored(self, scales: list[Float32], rows: list[Rows]) -> tuple[list[Int32], list[Float32]]:
         """The words of both rows' scales, and the numbers by which the rows are divided."""
