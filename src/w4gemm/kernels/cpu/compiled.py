@@ -11,7 +11,7 @@ import math
 import os
 import struct
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
 import torch
@@ -165,7 +165,10 @@ class Method:
             bounds = [self.chunks * i // threads for i in range(threads + 1)]
             own, *rest = (_packed(*first, *ends, *last) for ends in itertools.pairwise(bounds))
             futures = [_pool(threads - 1).submit(run, arguments) for arguments in rest]
-            run(own)
+            try:
+                run(own)
+            finally:  # after Ctrl-C too the threads write to ``out``, which must outlive them
+                wait(futures)
             for future in futures:
                 future.result()
         else:
