@@ -317,6 +317,7 @@ def test_a_folder_that_this_user_may_not_enter():
     script = f"""
 import sys; sys.path[:] = {sys.path!r}
 import os
+from w4gemm.cli import cache, info, tune  # with Python's own modules, which this user may not read in root's home
 from w4gemm.cli.__main__ import main
 from w4gemm.jit import disk
 os.setgroups([]); os.setgid({NOBODY}); os.setuid({NOBODY})

@@ -15,7 +15,7 @@ from w4gemm.api.packed_module import PackedModule, moved_only
 from w4gemm.api.routing import check_ids, combined, route
 from w4gemm.core import environment
 from w4gemm.core.activation import is_gated
-from w4gemm.core.errors import UnsupportedError, kind_of
+from w4gemm.core.errors import UnsupportedError, kind_of, require_dense
 from w4gemm.core.problem import Device
 from w4gemm.weights.weight import QuantizedWeight
 
@@ -258,6 +258,7 @@ class W4Experts(torch.nn.Module):
         ):
             expected = f"floating point {tuple(shape)} like expert_ids"
             raise ValueError(f"expert_weights: wanted {expected}, got {kind_of(expert_weights)}")
+        require_dense("expert_weights", expert_weights)
         if expert_weights.device != x.device:
             raise ValueError(f"expert_weights: wanted x's device {x.device}, got {expert_weights.device}")
         if (out := self._in_one_launch(x, expert_ids, expert_weights)) is not None:

@@ -139,8 +139,8 @@ class _Launch:
             x = epilogue.scaled_blocks(x.float())
         # no sums in out where a residual may share its memory, or gates halve its columns
         d = self.method(x, weight, out if self.is_plain or self.is_bias else None)
-        if self.is_bias:  # in one operation of PyTorch's
-            torch.add(d, epilogue.bias, out=out)
+        if self.is_bias:  # in one operation of PyTorch's, which takes no parameter of an engine's layer as it is
+            torch.add(d, epilogue.bias.detach(), out=out)
         elif not self.is_plain:
             out.copy_(self.epilogue.apply(d, epilogue))
         elif d is not out:
