@@ -7,13 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("transformers")
 
 import test_awq
-from quantized_model import Numbers, Writer, assert_loads, change, configure, refusals, stream, write_model
+from quantized_model import Numbers, Writer, assert_loads, change, configure, put, refusals, stream, write_model
 from tiny_model import LAYERS
 from w4gemm import FormatError
 from w4gemm.checkpoints import gptq, open_checkpoint
@@ -105,6 +106,67 @@ def test_other_bits(tmp_path: Path, bits: int) -> None:
         open_checkpoint(tmp_path)
 
 
+def planes(numbers: np.ndarray, axis: int, bits: int) -> torch.Tensor:
+    """int32: numbers along ``axis`` as planar_pack_rows and planar_pack_cols of GPTQModel 8b1fa41 pack them
+    (utils/planar_packing.py): of 32 numbers the words of the lowest 8, 4, 2 or 1 bits, then of the next ones."""
+    moved = np.moveaxis(numbers, axis, 0)
+    blocks = moved.reshape(-1, 32, moved.shape[1])
+    words, offset = [], 0
+    for width in {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (8,)}[bits]:
+        plane = (blocks >> offset & (1 << width) - 1).reshape(len(blocks), width, 32 // width, -1)
+        words.append((plane << (np.arange(32 // width) * width)[:, None]).sum(2))
+        offset += width
+    rows = np.concatenate(words, 1).reshape(-1, moved.shape[1]).astype(np.uint32).view(np.int32)
+    return torch.from_numpy(np.ascontiguousarray(np.moveaxis(rows, 0, axis)))
+
+
+@pytest.mark.parametrize("bits", [3, 5, 6, 7])
+def test_codes_in_planes(tmp_path: Path, bits: int) -> None:
+    """gptq_p stores z itself. No integer of 7 bits is a format's, so that int8 holds them."""
+
+    def write(sym: bool) -> Writer:
+        def module(name: str, n: int, k: int) -> Any:
+            middle = 2 ** (bits - 1)
+            numbers = Numbers.random(
+                n, k, 32, zeros=(middle, middle) if sym else (0, 2**bits - 1), act_order=not sym, bits=bits
+            )
+            parts = {
+                "qweight": planes(numbers.codes.T, 0, bits),
+                "qzeros": planes(numbers.zeros.T, 1, bits),
+                "scales": numbers.scales.T,
+            }
+            return {**parts, "g_idx": torch.from_numpy(numbers.groups).int()}, numbers.weight
+
+        return module
+
+    config, element = CONFIG | {"bits": bits, "checkpoint_format": "gptq_p"}, f"int{8 if bits == 7 else bits}"
+    sym = write_model(tmp_path / "sym", config, write(True))
+    asym = write_model(tmp_path / "asym", config | {"sym": False, "desc_act": True}, write(False))
+    for folder, wanted, zero in (("sym", sym, ""), ("asym", asym, "_zint")):
+        checkpoint = open_checkpoint(tmp_path / folder)
+        assert {str(module.format) for module in checkpoint.modules.values()} == {f"{element}_g32{zero}_fp16"}
+        assert all(torch.equal(checkpoint.weight(name).dequantize(), weight) for name, weight in wanted.items())
+    if bits != 3:
+        configure(tmp_path / "sym", checkpoint_format="gptq_v2")
+        with pytest.raises(
+            FormatError, match=f"{bits} bits, which checkpoint_format 'gptq_p' alone has, got 'gptq_v2'"
+        ):
+            open_checkpoint(tmp_path / "sym")
+    put(tmp_path / "asym", f"{DOWN}.qweight", torch.zeros(bits + 1, 64).int())
+    with pytest.raises(FormatError, match=f"{DOWN}: its qweight has {bits + 1} rows, wanted a multiple of {bits}"):
+        open_checkpoint(tmp_path / "asym")
+
+
+def test_planes_of_codes_that_fill_words(tmp_path: Path) -> None:
+    """Of 2, 4 and 8 bits there is one plane, so that gptq_p is gptq_v2."""
+    config = CONFIG | {"sym": False, "checkpoint_format": "gptq_p"}
+    for bits in (2, 4, 8):
+        write = writer(0, bits=bits, zeros=(0, 2**bits - 1))
+        wanted = write_model(tmp_path / str(bits), config | {"bits": bits}, write)
+        checkpoint = open_checkpoint(tmp_path / str(bits))
+        assert torch.equal(checkpoint.weight(DOWN).dequantize(), wanted[DOWN])
+
+
 def test_lm_head_and_layers_that_were_not_converted(tmp_path: Path) -> None:
     wanted = write_model(tmp_path, CONFIG, writer(-1), dense=("k_proj", "0.mlp.up_proj"))
     assert "lm_head" in wanted
@@ -182,12 +244,15 @@ def test_a_folder_whose_config_is_in_a_file_of_its_own(method: str, tmp_path: Pa
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"bits": 5}, "its weight has 5 bits, wanted 2 or 3 or 4 or 8"),
+        (
+            {"bits": 5},
+            "its weight has 5 bits, which checkpoint_format 'gptq_p' alone has, got 'gptq'; wanted 2 or 3 or",
+        ),
+        ({"bits": 9}, "its weight has 9 bits, wanted 2 or 3 or 4 or 8"),
         ({"bits": 8}, r"scales has shape \(3, 64\), wanted \(2, 64\)"),
         ({"group_size": 20}, "group_size: wanted a positive multiple of 16"),
         ({"group_size": 64}, r"scales has shape \(\d, \d+\), wanted \(\d, \d+\)"),
         ({"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin', whose packing is not known; wanted gptq or"),
-        ({"checkpoint_format": "gptq_p"}, "checkpoint_format is 'gptq_p', whose packing is not known"),
         ({"rotation": "hadamard"}, "rotation rotates activations while the model runs, which cannot"),
         ({"spinquant_config": {"r4": True}}, "spinquant_config rotates activations while the model runs"),
         ({"pack_dtype": "int16"}, "pack_dtype is 'int16', wanted 'int32'"),

@@ -11,6 +11,10 @@ and into all zero points above that one in the word as well; and readers disagre
 (AutoGPTQ's own layers, AutoRound, vLLM). ``zero_stored_as_15`` (or 255, 7, 3) in quantization_config says which. With
 16 all zero points are floats, -z * s, which is exact.
 
+``checkpoint_format`` gptq_p, of 2 to 8 bits, stores z. Each 32 codes, and each 32 zero points, lie in planes of 4, 2
+and 1 bits (:func:`w4gemm.packing.bits.unpack_planes`); those of 2, 4 and 8 bits are in order. 7 bits become int8.
+Source: GPTQModel 8b1fa41, utils/planar_packing.py; models/writer.py lowers the zero points of gptq alone.
+
 Symmetric files of either version are known by their numbers, since some are labelled with the other version.
 """
 
@@ -34,23 +38,35 @@ from w4gemm.checkpoints.numbers import Numbers, PackedMatrix
 from w4gemm.checkpoints.quantized_folder import folder_format
 from w4gemm.core.elements import INTEGERS
 from w4gemm.core.formats import WeightFormat
-from w4gemm.packing.bits import unpack
+from w4gemm.packing.bits import unpack, unpack_planes
 from w4gemm.weights.weight import QuantizedWeight
 
-_STORED_ZERO = {"gptq": -1, "gptq_v2": 0}
+_PLANES = "gptq_p"
+_STORED_ZERO = {"gptq": -1, "gptq_v2": 0, _PLANES: 0}
 """The number that is added to a zero point before it is stored, by ``checkpoint_format``."""
 _BITS = (2, 3, 4, 8)
+_BITS_IN_PLANES = (2, 3, 4, 5, 6, 7, 8)
 _ONES = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}
 """A word of ones, by their bits. Zero points of 3 bits straddle words; GPTQModel subtracts 1 from each of them."""
 
 
-def numbers(tensors: Mapping[str, torch.Tensor], format: WeightFormat, zeros: torch.Tensor | None = None) -> Numbers:
+def numbers(
+    tensors: Mapping[str, torch.Tensor],
+    format: WeightFormat,
+    zeros: torch.Tensor | None = None,
+    bits: int = 0,
+    planes: bool = False,
+) -> Numbers:
     """Return the numbers of ``qweight``, ``scales`` and ``g_idx``, which may have a dimension of experts in front.
 
     Args:
         zeros: zero points (groups, n), unpacked; None if the weight is symmetric.
+        bits: of a stored code; 0 for as many as the format has.
+        planes: True for the layout of gptq_p.
     """
-    codes = PackedMatrix(tensors["qweight"], True, "k", bits=format.bits)
+    bits = bits or format.bits
+    added = 0 if format.has_zero else (1 << format.bits - 1) - (1 << bits - 1)
+    codes = PackedMatrix(tensors["qweight"], True, "k", bits=bits, planes=planes, added=added)
     scales = PackedMatrix(tensors["scales"], True)
     if zeros is not None and not zeros.is_floating_point():
         zeros = zeros.to(torch.uint8)
@@ -58,10 +74,10 @@ def numbers(tensors: Mapping[str, torch.Tensor], format: WeightFormat, zeros: to
     return Numbers(format, codes, scales, z, g_idx=tensors.get("g_idx"), names=("qweight", "scales", "qzeros"))
 
 
-def check_unused_zeros(qzeros: torch.Tensor, bits: int = 4) -> None:
+def check_unused_zeros(qzeros: torch.Tensor, bits: int = 4, planes: bool = False) -> None:
     """Raise ValueError unless the zero points of a symmetric weight are the middle of the codes, as either version of
     the format has them."""
-    stored = unpack(qzeros, bits)
+    stored = unpack_planes(qzeros, bits) if planes else unpack(qzeros, bits)
     check_symmetric(stored + 1 if (stored == (1 << bits - 1) - 1).all() else stored, bits)
 
 
@@ -72,10 +88,12 @@ class GPTQPacking:
     Attributes:
         config: quantization_config.
         stored_zero: what the file's version adds to a zero point, 0 or -1.
+        planes: True for gptq_p.
     """
 
     config: Mapping[str, Any]
     stored_zero: int
+    planes: bool = False
     marks = ("qweight", "qzeros", "scales", "g_idx")
     others = ()
 
@@ -87,7 +105,7 @@ class GPTQPacking:
         check_not_rotated(config)
         if (added := GPTQ_ZEROS.get(auto_round_packing(config) or "")) is not None:
             return cls(config, added)
-        version = config.get("checkpoint_format", config.get("format")) or "gptq"
+        version = _version(config)
         if version not in _STORED_ZERO:
             raise ValueError(
                 f"checkpoint_format is {version!r}, whose packing is not known; wanted {' or '.join(_STORED_ZERO)}: "
@@ -95,22 +113,29 @@ class GPTQPacking:
             )
         if (word := config.get("pack_dtype", "int32")) != "int32":
             raise ValueError(f"pack_dtype is {word!r}, wanted 'int32'")
-        return cls(config, _STORED_ZERO[version])
+        return cls(config, _STORED_ZERO[version], version == _PLANES)
 
     def module(self, name: str, stored: Mapping[str, TensorInfo]) -> Module:
         settings = self._settings(name)
         bits: Any = settings.get("bits")
-        check_bits(bits, _BITS)
+        if bits in _BITS_IN_PLANES and bits not in _BITS and not self.planes:
+            legal = " or ".join(map(str, _BITS))
+            raise ValueError(
+                f"its weight has {bits} bits, which checkpoint_format {_PLANES!r} alone has, got "
+                f"{_version(self.config)!r}; wanted {legal}"
+            )
+        check_bits(bits, _BITS_IN_PLANES if self.planes else _BITS)
         words, n = check_tensor(stored, "qweight", ("I32",))
         check_tensor(stored, "scales", SCALES)
         zero, scale = "none" if settings.get("sym") else "int", SCALES[stored["scales"].dtype]
         if zero == "int" and self.stored_zero and self.config.get(_largest_key(bits)) == 1 << bits:
             zero, scale = "float", "fp32"
         k, rest = divmod(32 * words, bits)
-        if rest:
+        if rest or (self.planes and words % bits):
             raise ValueError(f"its qweight has {words} rows, wanted a multiple of {bits}, so that no column is cut")
-        format = WeightFormat(settings.get("group_size", 128), zero, scale, INTEGERS[bits].name)
-        groups, unit = format.groups(k), 32 // math.gcd(32, bits)
+        element = INTEGERS[8 if bits == 7 else bits]
+        format = WeightFormat(settings.get("group_size", 128), zero, scale, element.name)
+        groups, unit = format.groups(k), 32 // (1 if self.planes else math.gcd(32, bits))
         if n % unit:
             raise ValueError(f"it has {n} output features, wanted a multiple of {unit}")
         check_tensor(stored, "scales", SCALES, (groups, n))
@@ -120,14 +145,14 @@ class GPTQPacking:
         return Module(n, k, format, "bias" in stored, activations=self._activations)
 
     def weight(self, module: Module, tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
-        zeros, bits = None, module.format.bits
+        zeros, bits = None, 32 * len(tensors["qweight"]) // module.k
         if module.format.has_zero:
             zeros = self._zeros(tensors["qzeros"], bits)
         else:
-            check_unused_zeros(tensors["qzeros"], bits)
+            check_unused_zeros(tensors["qzeros"], bits, self.planes)
         if zeros is not None and module.format.zero == "float":
             zeros = -(zeros * tensors["scales"].float())
-        return numbers(tensors, module.format, zeros).weight(module.activations)
+        return numbers(tensors, module.format, zeros, bits, self.planes).weight(module.activations)
 
     @property
     def _activations(self) -> str | None:
@@ -142,6 +167,8 @@ class GPTQPacking:
         beyond, key = 1 << bits, _largest_key(bits)
         if self.stored_zero and self._by_gptqmodel and bits in _ONES:
             return unpack(words + _ONES[bits], bits)
+        if self.planes:
+            return unpack_planes(words, bits)
         zeros = unpack(words, bits).int() - self.stored_zero
         if not (zeros == beyond).any() or (meaning := self.config.get(key)) == beyond:
             return zeros
@@ -177,6 +204,11 @@ class GPTQPacking:
     @cached_property
     def _extra(self) -> ExtraConfig:
         return ExtraConfig(self.config)
+
+
+def _version(config: Mapping[str, Any]) -> Any:
+    """Return the version of the format that a config names."""
+    return config.get("checkpoint_format", config.get("format")) or "gptq"
 
 
 def _largest_key(bits: int) -> str:

@@ -14,7 +14,7 @@ import torch
 
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import Device
-from w4gemm.packing.bits import unpack
+from w4gemm.packing.bits import unpack, unpack_planes
 from w4gemm.packing.layouts import WeightComponents, layout_for, layout_named
 from w4gemm.packing.packed_shape import packed_shape
 from w4gemm.packing.repack import ROWS, Matrix, pack_rows
@@ -41,6 +41,8 @@ class PackedMatrix:
         bits: of a packed number. If they do not divide a word's, numbers straddle words.
         size: of the packed dimension, if the last word is filled up; 0 if all words are full.
         whole: True if no number straddles words: each has as many as fit, and the rest of its bits is not used.
+        planes: True if numbers lie as :func:`w4gemm.packing.bits.unpack_planes` takes them.
+        added: what is added to a packed number to make the code of an element of more bits.
     """
 
     tensor: torch.Tensor
@@ -51,6 +53,8 @@ class PackedMatrix:
     bits: int = 4
     size: int = 0
     whole: bool = False
+    planes: bool = False
+    added: int = 0
 
     @property
     def _word_bits(self) -> int:
@@ -95,8 +99,12 @@ class PackedMatrix:
         if self.whole:
             shifts = torch.arange(self._word_bits // self.bits, device=words.device, dtype=words.dtype) * self.bits
             numbers = (words[..., None] >> shifts & (1 << self.bits) - 1).flatten(-2).to(torch.uint8)
+        elif self.planes:
+            numbers = unpack_planes(words, self.bits)
         else:
             numbers = unpack(words, self.bits, self.order)
+        if self.added:
+            numbers = numbers + self.added
         if self.signed:
             numbers = numbers ^ 1 << self.bits - 1
         return numbers[..., : self.shape[-1]] if self.along == "k" else numbers.mT

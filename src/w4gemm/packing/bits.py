@@ -1,4 +1,4 @@
-"""Codes of a few bits in bytes and words: :func:`pack` and :func:`unpack`."""
+"""Codes of a few bits in bytes and words: :func:`pack` and :func:`unpack`; in planes, :func:`unpack_planes`."""
 
 from __future__ import annotations
 
@@ -76,3 +76,19 @@ def unpack(packed: torch.Tensor, bits: int, order: tuple[int, ...] | None = None
     places = fields(stream, bits)
     codes = torch.stack(places, -1).flatten(-2)[..., :count] if len(places) > 1 else places[0]
     return codes if order is None else codes.unflatten(-1, (-1, len(order)))[..., list(order)].flatten(-2)
+
+
+def unpack_planes(packed: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return the codes of planes, as uint8 (..., codes). Of 32 codes come first words with the lowest bits of each,
+    then words with the next ones: 4, 2 and 1 bits at a time, those of which ``bits`` is the sum.
+
+    Args:
+        packed: int32 (..., words), a multiple of ``bits``.
+        bits: bits of a code, 1 to 8.
+    """
+    widths = [width for width in (8, 4, 2, 1) if bits & width]
+    codes, shift = [], 0
+    for width, plane in zip(widths, packed.unflatten(-1, (-1, bits)).split(widths, -1), strict=True):
+        codes.append(unpack(plane, width) << shift)
+        shift += width
+    return functools.reduce(operator.or_, codes).flatten(-2)
