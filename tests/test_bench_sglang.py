@@ -23,7 +23,7 @@ class Engine:
         self.ours = os.environ["W4GEMM_SGLANG"] == "auto"
         assert others["log_level"] == "info"  # SGLang logs errors alone otherwise
         if self.ours and not SILENT:
-            print("[2026] w4gemm runs 8 4-bit linear layers; 3 kernels ready")
+            print("[2026] w4gemm runs 8 linear layers; 3 kernels ready")
 
     def generate(self, input_ids, sampling_params):
         count = sampling_params["max_new_tokens"]

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, make_dataclass, replace
+from fractions import Fraction
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -26,7 +27,7 @@ from w4gemm.integrations import vllm as plugin
 from w4gemm.integrations.engines.warmup import Warmup
 from w4gemm.integrations.vllm import takeover
 from w4gemm.kernels import workspace
-from w4gemm.packing.bits import unpack
+from w4gemm.packing.bits import pack, unpack
 from w4gemm.weights.random import random_components
 
 STUB = Path(__file__).parent / "vllm_stub"
@@ -72,12 +73,12 @@ class Case(NamedTuple):
     asymmetric: bool = False
     act_order: bool = False
     fp8: bool = False
+    bits: int = 4
 
     @property
     def format(self) -> WeightFormat:
-        return WeightFormat(
-            self.group_size, "int" if self.asymmetric else "none", {torch.float16: "fp16"}.get(self.dtype, "bf16")
-        )
+        scale = {torch.float16: "fp16"}.get(self.dtype, "bf16")
+        return WeightFormat(self.group_size, "int" if self.asymmetric else "none", scale, f"int{self.bits}")
 
 
 CASES = [
@@ -93,14 +94,22 @@ CASES = [
     Case("ct", -1, asymmetric=True),
     Case("ct", fp8=True),
     Case("ct", dtype=torch.float16, fp8=True),
+    Case("gptq", bits=8),
+    Case("gptq", 32, torch.float16, act_order=True, bits=8),
+    Case("ct", -1, bits=8),
+    Case("ct", 64, torch.float16, asymmetric=True, bits=8),
+    *(Case("ct", 32, bits=bits) for bits in (2, 3, 5, 6)),
+    Case("ct", 64, asymmetric=True, bits=3),
 ]
 
 
 def config_of(case: Case, n: int = N, k: int = K) -> Any:
     from vllm.model_executor.kernels.linear import MPLinearLayerConfig
-    from vllm.scalar_type import scalar_types
+    from vllm.scalar_type import ScalarType, scalar_types
 
-    kind = scalar_types.int4 if case.fp8 else scalar_types.uint4 if case.asymmetric else scalar_types.uint4b8
+    kind = (
+        scalar_types.int4 if case.fp8 else ScalarType(0, case.bits, False, 0 if case.asymmetric else 2**case.bits // 2)
+    )
     act_type = torch.float8_e4m3fn if case.fp8 else case.dtype
     out_type = case.dtype if case.fp8 else None
     return MPLinearLayerConfig(
@@ -141,34 +150,34 @@ def load(layer: torch.nn.Module, case: Case, names: tuple[str, ...], n: int, k: 
     if case.act_order:
         g_idx = g_idx[torch.randperm(k, generator=torch.Generator().manual_seed(1))]
     first = 0 if case.method == "ct" else 1
-    words: dict[str, Any] = {"packed_factor": 8, "weight_loader": print}
+    words: dict[str, Any] = {"packed_factor": Fraction(32, case.bits), "weight_loader": print}
 
     def placed(t: torch.Tensor, at: int) -> torch.Tensor:
         return t.contiguous() if at == 0 else t.t().contiguous()
 
     dims = {"output_dim": first, "input_dim": 1 - first}
     w_q, w_s, w_zp, *w_g = names
-    parameter = PackedvLLMParameter(data=placed(in_words(codes), first), packed_dim=1 - first, **dims, **words)
+    parameter = PackedvLLMParameter(
+        data=placed(in_words(codes, case.bits), first), packed_dim=1 - first, **dims, **words
+    )
     layer.register_parameter(w_q, parameter)
     layer.register_parameter(w_s, GroupQuantScaleParameter(data=placed(scales, first), weight_loader=print, **dims))
     if zeros is not None:  # AWQ's are brought to this order too
-        stored = in_words(zeros.t().contiguous()).t()
+        stored = in_words(zeros.t().contiguous(), case.bits).t()
         zero_dims = {"output_dim": 0, "input_dim": 1, "packed_dim": 0}
         layer.register_parameter(w_zp, PackedvLLMParameter(data=stored.contiguous(), **zero_dims, **words))
     elif case.method == "gptq":  # allocated, and not used
-        layer.register_parameter(
-            w_zp, PackedvLLMParameter(data=torch.full((1, n // 8), 0x77777777).int(), packed_dim=1, **dims, **words)
-        )
+        unused = torch.full((1, n * case.bits // 32), 0x77777777 if case.bits == 4 else 0x7F7F7F7F).int()
+        layer.register_parameter(w_zp, PackedvLLMParameter(data=unused, packed_dim=1, **dims, **words))
     if case.method == "gptq":
         layer.register_parameter(w_g[0], RowvLLMParameter(data=g_idx, input_dim=0, weight_loader=print))
     w = w4gemm.QuantizedWeight.from_codes(case.format, codes, scales, zeros, g_idx if case.act_order else None)
     return w4gemm.fold_scales(w)[0].repack(activations="fp8") if case.fp8 else w.repack()
 
 
-def in_words(codes: torch.Tensor) -> torch.Tensor:
-    """int32 (n, k / 8), eight neighbouring columns a word."""
-    pairs = codes[:, 0::2] | codes[:, 1::2] << 4
-    return pairs.clone(memory_format=torch.contiguous_format).view(torch.int32)
+def in_words(codes: torch.Tensor, bits: int = 4) -> torch.Tensor:
+    """int32 (n, k * bits / 32), neighbouring columns in a word."""
+    return pack(codes, bits).clone(memory_format=torch.contiguous_format).view(torch.int32)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -497,14 +506,15 @@ def test_what_is_left_to_vllm(dense: ModuleType, caplog: pytest.LogCaptureFixtur
     assert not refused(replace(plain, full_weight_shape=rows))  # shards of whole groups
     assert not refused(replace(plain, group_size=-1, full_weight_shape=rows))
     with caplog.at_level(logging.INFO, "vllm.w4gemm"):
-        assert "uint8b128" in refused(replace(plain, weight_type=scalar_types.uint8b128))
+        assert "uint7b64" in refused(replace(plain, weight_type=scalar_types.uint7b64))
     assert "w4gemm leaves linear layers of GPTQ, AWQ and compressed-tensors to vLLM's own kernels" in caplog.text
-    assert "kernels: their weights are uint8b128" in caplog.text
+    assert "kernels: their weights are uint7b64, wanted integers of 2, 3, 4, 5, 6, 8 bits" in caplog.text
     assert "int4" in refused(replace(fp8, weight_type=scalar_types.uint4b8))
     assert "activations are torch.int8" in refused(replace(plain, act_type=torch.int8))
     assert "results torch.float32" in refused(replace(plain, act_type=torch.float32))
     assert "zero points beside" in refused(replace(fp8, zero_points=True))
-    assert "zero points beside" in refused(replace(plain, zero_points=True))
+    assert "have zero points beside uint4b8" in refused(replace(plain, zero_points=True))
+    assert "have no zero points beside uint4 " in refused(replace(plain, weight_type=scalar_types.uint4))
     assert "groups are 16 columns" in refused(replace(plain, group_size=16))
     assert "their 192 input features on this GPU are not whole groups of 128" in refused(
         replace(plain, partition_weight_shape=(192, N), full_weight_shape=(384, N))
@@ -600,7 +610,7 @@ def test_plans_are_ready_when_the_last_layer_is_loaded(
         assert not caplog.records
         made[2].kernel.process_weights_after_loading(made[2].layer)
     (record,) = caplog.records
-    assert "w4gemm runs 3 4-bit linear layers" in record.message
+    assert "w4gemm runs 3 linear layers" in record.message
     monkeypatch.setattr("w4gemm.choice.plan_cache.choose", lambda *a: pytest.fail("a plan was chosen"))
     for kernel, layer, _ in made:
         for m in (1, 2, 3, 7, 8, 9, 33, 40):
@@ -613,7 +623,7 @@ def test_a_layer_that_is_dropped_is_not_waited_for(dense: ModuleType, caplog: py
     del dropped
     with caplog.at_level(logging.INFO, "vllm.w4gemm"):
         kept.kernel.process_weights_after_loading(kept.layer)
-    assert "w4gemm runs 1 4-bit linear layers" in caplog.text
+    assert "w4gemm runs 1 linear layers" in caplog.text
 
 
 def test_a_layer_that_is_kept_and_never_loaded_is_not_waited_for(
@@ -633,7 +643,7 @@ def test_a_layer_that_is_kept_and_never_loaded_is_not_waited_for(
         kept.append(never)
         with caplog.at_level(logging.INFO, "vllm.w4gemm"):
             assert package.base_loader.process_weights_after_loading(loaded) == "processed"
-    assert [record.message[:33] for record in caplog.records] == ["w4gemm runs 1 4-bit linear layers"] * 2
+    assert [record.message[:27] for record in caplog.records] == ["w4gemm runs 1 linear layers"] * 2
 
 
 def test_a_kernel_that_cannot_be_compiled_ends_the_start_not_a_request(

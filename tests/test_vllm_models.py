@@ -31,16 +31,18 @@ from w4gemm.packing.layouts import layout_for
 HIDDEN, INNER, HEADS, KV_HEADS, VOCABULARY = 256, 384, 8, 2, 1000
 
 
-def write(folder: Path, modules: dict[str, tuple[int, int, bool]], group: int = 64, **config: Any) -> Path:
+def write(
+    folder: Path, modules: dict[str, tuple[int, int, bool]], group: int = 64, bits: int = 4, **config: Any
+) -> Path:
     """A GPTQ folder of modules (n, k, with a bias); its scales are float16."""
     folder.mkdir(exist_ok=True)
-    scheme = {"quant_method": "gptq", "bits": 4, "group_size": group, "sym": True, "desc_act": False}
+    scheme = {"quant_method": "gptq", "bits": bits, "group_size": group, "sym": True, "desc_act": False}
     settings = {"num_key_value_heads": KV_HEADS, "dtype": "bfloat16", "quantization_config": scheme} | config
     (folder / "config.json").write_text(json.dumps(settings))
     tensors: dict[str, torch.Tensor] = {"model.norm.weight": torch.ones(HIDDEN)}
     for name, (n, k, bias) in modules.items():
-        tensors[f"{name}.qweight"] = torch.zeros(k // 8, n, dtype=torch.int32)
-        tensors[f"{name}.qzeros"] = torch.zeros(k // group, n // 8, dtype=torch.int32)
+        tensors[f"{name}.qweight"] = torch.zeros(k * bits // 32, n, dtype=torch.int32)
+        tensors[f"{name}.qzeros"] = torch.zeros(k // group, n * bits // 32, dtype=torch.int32)
         tensors[f"{name}.scales"] = torch.zeros(k // group, n, dtype=torch.float16)
         if bias:
             tensors[f"{name}.bias"] = torch.zeros(n, dtype=torch.float16)
@@ -81,6 +83,11 @@ def test_neighbours_are_fused(tmp_path: Path) -> None:
     assert {str(layer.format) for layer in model.layers} == {"int4_g64"}  # scales in the model's dtype
     half = read_model(str(tmp_path / "m"), dtype=torch.float16)
     assert half.dtype == torch.float16 and {str(layer.format) for layer in half.layers} == {"int4_g64_fp16"}
+
+
+def test_other_widths(tmp_path: Path) -> None:
+    model = read_model(str(write(tmp_path / "m", {"lm_head": (VOCABULARY, HIDDEN, False)}, bits=8)))
+    assert [str(layer.format) for layer in model.layers] == ["int8_g64"]
 
 
 def test_parts_of_linear_attention_are_fused(tmp_path: Path) -> None:
@@ -216,7 +223,7 @@ def test_what_vllm_does_not_load_is_left_out(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors")
     scheme = {"quant_method": "modelopt", "quant_algo": "W4A16_AWQ", "group_size": 128}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "quantization_config": scheme}))
-    with pytest.raises(FormatError, match="its 4-bit layers are left to vLLM's own kernels"):
+    with pytest.raises(FormatError, match="its quantized layers are left to vLLM's own kernels"):
         read_model(str(tmp_path))
 
 

@@ -1,4 +1,4 @@
-"""The formats in which engines hold 4-bit weights. Their numbers are the checkpoint's: w4gemm/checkpoints unpacks them.
+"""The formats in which engines hold packed weights. Their numbers are the checkpoint's, as w4gemm/checkpoints has them.
 
 A layer of experts has parameters ``w13_*``, gates before ups, and ``w2_*``, with a dimension of experts in front. The
 plugin of each engine has a table of the engine's methods for experts.
@@ -14,6 +14,7 @@ import torch
 from w4gemm.checkpoints import awq, compressed_tensors, gptq, packed_floats, w4afp8
 from w4gemm.checkpoints.module_tensors import whole_groups
 from w4gemm.checkpoints.numbers import Numbers
+from w4gemm.core.elements import INTEGERS
 from w4gemm.core.formats import WeightFormat
 from w4gemm.integrations.engines.loading import unloaded
 
@@ -23,7 +24,7 @@ _HELD = {**SCALES, torch.float32: "bf16"}
 """Scale rules of the scales that engines hold. float32 is rounded to bf16, as engines' own W4A8 kernels do."""
 
 
-def int4_format(group_size: int, asymmetric: bool, scales: torch.dtype) -> WeightFormat:
+def integer_format(group_size: int, asymmetric: bool, scales: torch.dtype, bits: int = 4) -> WeightFormat:
     """Return the format of integers that an engine holds.
 
     Args:
@@ -34,13 +35,16 @@ def int4_format(group_size: int, asymmetric: bool, scales: torch.dtype) -> Weigh
     """
     if scales not in _HELD:
         raise TypeError(f"scales: wanted one of {', '.join(map(str, _HELD))}, got {scales}")
-    return WeightFormat(group_size, "int" if asymmetric else "none", _HELD[scales])
+    if bits not in INTEGERS:
+        raise ValueError(f"they have {bits} bits, wanted one of {', '.join(map(str, sorted(INTEGERS)))}")
+    return WeightFormat(group_size, "int" if asymmetric else "none", _HELD[scales], INTEGERS[bits].name)
 
 
-def check_unused_zeros(qzeros: torch.Tensor) -> None:
-    """Raise ValueError unless GPTQ's zero points of a symmetric weight are 8, or the engine has loaded none."""
+def check_unused_zeros(qzeros: torch.Tensor, bits: int = 4) -> None:
+    """Raise ValueError unless GPTQ's zero points of a symmetric weight are the middle of the codes, or the engine has
+    loaded none."""
     if qzeros.dtype == torch.int32 and unloaded(qzeros) < 1:
-        gptq.check_unused_zeros(qzeros.data)
+        gptq.check_unused_zeros(qzeros.data, bits)
 
 
 # --- experts ---------------------------------------------------------------------------------------------------------
@@ -80,7 +84,9 @@ class ExpertsSettings(NamedTuple):
         Raises:
             TypeError, ValueError: if there is none.
         """
-        return WeightFormat.parse(self.named) if self.named else int4_format(self.group_size, self.asymmetric, scales)
+        return (
+            WeightFormat.parse(self.named) if self.named else integer_format(self.group_size, self.asymmetric, scales)
+        )
 
 
 @dataclass(frozen=True)

@@ -179,7 +179,7 @@ def linear_need(w: QuantizedWeight, bias: torch.Tensor | None, use: LinearUse) -
             for one in (None, bias)[: len(epilogues)]:
                 call(x[:m], one)
 
-    return Need("4-bit linear layers", keys, tuple(helper.unit() for helper in helpers), run)
+    return Need("linear layers", keys, tuple(helper.unit() for helper in helpers), run)
 
 
 def _linear(w: QuantizedWeight, batch_invariant: bool, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -20,7 +20,7 @@ from w4gemm.checkpoints import awq, compressed_tensors, gptq, packed_floats
 from w4gemm.checkpoints.module_tensors import whole_groups
 from w4gemm.checkpoints.numbers import Numbers
 from w4gemm.integrations.engines.engine import layer_product, why_no_kernel
-from w4gemm.integrations.engines.formats import SCALES, check_unused_zeros, int4_format
+from w4gemm.integrations.engines.formats import SCALES, check_unused_zeros, integer_format
 from w4gemm.integrations.engines.loading import NOTHING_LOADED, check_known, check_loaded, mark
 from w4gemm.integrations.engines.warmup import LinearUse, linear_need
 from w4gemm.integrations.sglang.takeover import (
@@ -207,7 +207,7 @@ def _gptq(self: Any, layer: Any) -> LayerNumbers:
     config = self.quant_config
     _check_order(config.desc_act, self.kernel.kernel_config)
     tensors = {name: getattr(layer, name).data for name in ("qweight", "scales", *(["g_idx"] * config.desc_act))}
-    format = int4_format(config.group_size, False, layer.scales.dtype)  # SGLang takes symmetric GPTQ only
+    format = integer_format(config.group_size, False, layer.scales.dtype)  # SGLang takes symmetric GPTQ only
     numbers = gptq.numbers(tensors, format)
     return LayerNumbers(config.weight_bits, numbers)
 
@@ -215,7 +215,7 @@ def _gptq(self: Any, layer: Any) -> LayerNumbers:
 def _awq(self: Any, layer: Any) -> LayerNumbers:
     config = self.quant_config
     tensors = {name: getattr(layer, name).data for name in ("qweight", "scales", "qzeros")}
-    numbers = awq.numbers(tensors, int4_format(config.group_size, True, layer.scales.dtype))
+    numbers = awq.numbers(tensors, integer_format(config.group_size, True, layer.scales.dtype))
     return LayerNumbers(config.weight_bits, numbers)
 
 
@@ -223,7 +223,7 @@ def _compressed_tensors(self: Any, layer: Any) -> LayerNumbers:
     _check_order(self.has_g_idx, self.kernel_config)
     names = ["weight_packed", "weight_scale"] + ["weight_g_idx"] * self.has_g_idx
     names += [] if self.symmetric else ["weight_zero_point"]
-    format = int4_format(self.group_size, not self.symmetric, layer.weight_scale.dtype)
+    format = integer_format(self.group_size, not self.symmetric, layer.weight_scale.dtype)
     numbers = compressed_tensors.numbers({name: getattr(layer, name).data for name in names}, format)
     return LayerNumbers(32 // self.pack_factor, numbers)
 

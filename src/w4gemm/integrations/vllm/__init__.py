@@ -16,7 +16,7 @@ from __future__ import annotations
 from w4gemm.integrations.vllm.takeover import VLLM, enter_compile_key
 
 PARTS = {
-    "dense": "4-bit linear layers of GPTQ, AWQ and compressed-tensors",
+    "dense": "linear layers of GPTQ, AWQ and compressed-tensors, of 2 to 8 bits",
     "floats": "linear layers in NVFP4 and MXFP4",
     "experts": "mixtures of 4-bit experts (GPTQ, AWQ, compressed-tensors W4A16 and W4AFP8, NVFP4, MXFP4)",
 }

@@ -12,14 +12,15 @@ from vllm.model_executor.kernels.linear import (
     MPLinearLayerConfig,
 )
 from vllm.platforms import PlatformEnum
-from vllm.scalar_type import scalar_types
+from vllm.scalar_type import ScalarType, scalar_types
 
 from w4gemm.checkpoints import compressed_tensors
 from w4gemm.checkpoints.numbers import Numbers
-from w4gemm.core.formats import PER_COLUMN, WeightFormat
+from w4gemm.core.elements import INTEGERS
+from w4gemm.core.formats import PER_COLUMN
 from w4gemm.core.problem import GemmProblem
 from w4gemm.integrations.engines.engine import LEAST, layer_product, why_no_kernel
-from w4gemm.integrations.engines.formats import SCALES, check_unused_zeros, int4_format
+from w4gemm.integrations.engines.formats import SCALES, check_unused_zeros, integer_format
 from w4gemm.integrations.engines.loading import check_known
 from w4gemm.integrations.vllm import takeover
 from w4gemm.integrations.vllm.configs import take_configs
@@ -49,14 +50,14 @@ def why_not(c: MPLinearLayerConfig) -> str:
     fp8 = c.act_type == _FP8
     if reason := takeover.why_not_here(capability(), fp8):
         return reason
-    types = (scalar_types.int4,) if fp8 else (scalar_types.uint4b8, scalar_types.uint4)
-    if c.weight_type not in types:
-        return f"their weights are {c.weight_type}, wanted {' or '.join(map(str, types))} beside {c.act_type}"
+    if not (c.weight_type == scalar_types.int4 if fp8 else _is_integer(c.weight_type)):
+        legal = str(scalar_types.int4) if fp8 else f"integers of {', '.join(map(str, sorted(INTEGERS)))} bits"
+        return f"their weights are {c.weight_type}, wanted {legal} beside {c.act_type}"
     dtype = out_dtype(c)
     if dtype not in SCALES or (not fp8 and c.act_type != dtype):
         return f"their activations are {c.act_type} and results {dtype}, wanted float16, bfloat16, or float8_e4m3fn"
-    if c.zero_points and (fp8 or c.weight_type != scalar_types.uint4):
-        return f"they have zero points beside {c.weight_type} weights and {c.act_type} activations"
+    if c.zero_points == (fp8 or c.weight_type.bias > 0):
+        return f"they have {'' if c.zero_points else 'no '}zero points beside {c.weight_type} and {c.act_type}"
     if c.group_size != PER_COLUMN and (c.group_size < 32 or c.group_size % 32):
         return f"their groups are {c.group_size} columns, wanted a multiple of 32 or one group a row"
     k, full_k = c.partition_weight_shape[0], c.full_weight_shape[0]
@@ -67,6 +68,12 @@ def why_not(c: MPLinearLayerConfig) -> str:
     return why_no_kernel(problem_of(c))
 
 
+def _is_integer(kind: ScalarType) -> bool:
+    """True for codes of an integer, which stand for u - 2**(bits - 1), or for u beside zero points."""
+    legal = (0, 1 << kind.size_bits - 1)
+    return kind.is_integer() and not kind.is_signed() and kind.size_bits in INTEGERS and kind.bias in legal
+
+
 def out_dtype(c: MPLinearLayerConfig) -> torch.dtype:
     """Return the dtype of the results, which is the model's."""
     return c.out_type or (torch.bfloat16 if c.act_type == _FP8 else c.act_type)
@@ -75,7 +82,7 @@ def out_dtype(c: MPLinearLayerConfig) -> torch.dtype:
 def problem_of(c: MPLinearLayerConfig) -> GemmProblem:
     """Return the product of a layer that is loaded with scales of the model's dtype, with some m."""
     fp8, dtype, (k, n) = c.act_type == _FP8, out_dtype(c), c.partition_weight_shape
-    loaded = WeightFormat(c.group_size, "int" if c.zero_points else "none", SCALES[dtype])
+    loaded = integer_format(c.group_size, c.zero_points, dtype, c.weight_type.size_bits)
     format = takeover.VLLM.multiplied(loaded, "fp8" if fp8 else None)
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     return layer_product(device, format, n, k, dtype, fp8)
@@ -126,21 +133,21 @@ class W4GemmLinearKernel(LinearKernel, MPLinearKernel):
         raise ValueError(f"no kernel of vLLM runs these {self.kind}")
 
     def numbers(self, layer: torch.nn.Module) -> Numbers:
-        """Return the numbers that the layer has loaded. They lie as in compressed-tensors: a word has eight
-        neighbouring columns (input features) of a row, a word of zero points eight rows."""
+        """Return the numbers that the layer has loaded. They lie as in compressed-tensors: words hold neighbouring
+        columns (input features) of a row, words of zero points neighbouring rows."""
         c = self.config
         check_known(layer, {*self.parameters(layer), "bias", *_UNUSED})
         unused = layer._parameters.get("qzeros")
         if unused is not None and not c.zero_points:
-            check_unused_zeros(unused)
+            check_unused_zeros(unused, c.weight_type.size_bits)
         held = {"weight_packed": self.w_q_name, "weight_scale": self.w_s_name}
         if c.zero_points and self.w_zp_name:
             held["weight_zero_point"] = self.w_zp_name
         if getattr(c, "has_g_idx", False):
             held["weight_g_idx"] = self.w_gidx_name
         tensors = {name: _rows_first(layer, each) for name, each in held.items()}
-        format = int4_format(c.group_size, c.zero_points, tensors["weight_scale"].dtype)
-        return compressed_tensors.numbers(tensors, format)
+        format = integer_format(c.group_size, c.zero_points, tensors["weight_scale"].dtype, c.weight_type.size_bits)
+        return compressed_tensors.numbers(tensors, format, c.partition_weight_shape[0])
 
 
 def _rows_first(layer: torch.nn.Module, name: str) -> torch.Tensor:

@@ -72,7 +72,7 @@ class Model(NamedTuple):
 
 
 def read_model(path: str, tensor_parallel: int = 1, dtype: torch.dtype | None = None) -> Model:
-    """Return what a checkpoint's headers say of its 4-bit layers; nothing else is read.
+    """Return what a checkpoint's headers say of its quantized layers; nothing else is read.
 
     Args:
         tensor_parallel: number of GPUs that share each layer.
@@ -95,13 +95,14 @@ def read_model(path: str, tensor_parallel: int = 1, dtype: torch.dtype | None = 
         format, activations = module.format, module.activations
         if module.k % format.group_length(module.k):
             continue  # left to vLLM
-        if format.bits != 4:
+        integers = format.element_rule.counts
+        if format.bits != 4 and (module.experts or not integers):
             continue  # which our plugin does not take over
         if source == quark.FORMAT and activations and not module.experts:
             continue  # for which vLLM has no list of kernels
         if source == auto_round.FORMAT and format.scale != "e8m0":
             continue  # which vLLM does not load
-        if format.element == "int4":
+        if integers:
             if source == modelopt.FORMAT:
                 continue  # which vLLM does not load
             format = VLLM.multiplied(replace(format, scale=SCALES[model_dtype]), activations)
@@ -110,7 +111,7 @@ def read_model(path: str, tensor_parallel: int = 1, dtype: torch.dtype | None = 
         each = replace(module, format=format, activations=activations, fused=())
         layers |= dict.fromkeys((each,) if each.experts else (replace(each, bias=False), each))
     if not layers:
-        raise FormatError(f"{path}: its 4-bit layers are left to vLLM's own kernels")
+        raise FormatError(f"{path}: its quantized layers are left to vLLM's own kernels")
     act_order = _in_act_order(quantization_config(folder) or {})
     if not any(layer.experts for layer in layers):
         return Model(tuple(layers), model_dtype, act_order)
