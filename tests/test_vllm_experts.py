@@ -87,7 +87,7 @@ class Case(NamedTuple):
             return cls(4, self.group_size, True)
         if self.name == "moe_wna16":
             return cls("awq" if self.asymmetric else "gptq", 4, self.group_size, self.asymmetric, {})
-        if self.name in ("gpt_oss_mxfp4", "modelopt_fp4"):
+        if self.name in ("mxfp4", "gpt_oss_mxfp4", "modelopt_fp4"):
             return cls()
         grouped = self.group_size != -1
         weights = SimpleNamespace(
@@ -118,6 +118,8 @@ CASES = [
     Case("compressed-tensors", 32, element="mxfp4"),
     Case("modelopt_fp4", 16, torch.float16, element="nvfp4"),
     Case("compressed-tensors", -1, torch.float16),
+    Case("mxfp4", 32, element="mxfp4"),
+    Case("compressed-tensors", 32, element="mxfp4", fp8=True),
     Case("compressed-tensors", fp8=True),
     Case("compressed-tensors", 32, torch.float16, fp8=True),
 ]
@@ -185,15 +187,17 @@ def mixture(case: Case, seed: int = 0, packed: bool = True, **settings: Any) -> 
     """
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
-    whole = case.name == "gpt_oss_mxfp4"
-    if whole:
+    if case.name == "gpt_oss_mxfp4":
         settings |= {"has_bias": True, "activation": "SWIGLUOAI"}
+    with_bias, activation = settings.get("has_bias", False), settings.get("activation", "SILU")
+    gated = not activation.endswith("NO_MUL")
     layer = RoutedExperts(*layer_arguments(case, settings), **settings)
     weights, biases = {}, []
-    for product, n, k in (("w13", 2 * WIDTH, HIDDEN), ("w2", HIDDEN, WIDTH)):
+    for product, n, k in (("w13", (1 + gated) * WIDTH, HIDDEN), ("w2", HIDDEN, WIDTH)):
         each = [random_components(case.format, n, k, seed=seed + 31 * e + n) for e in range(EXPERTS)]
         if case.element == "nvfp4":  # factors of an expert's gates, ups and downs
-            factors = 2.0 ** -(8 + (torch.arange(EXPERTS)[:, None] + torch.arange(2 if product == "w13" else 1)) % 3)
+            parts_of_rows = 1 + gated if product == "w13" else 1
+            factors = 2.0 ** -(8 + (torch.arange(EXPERTS)[:, None] + torch.arange(parts_of_rows)) % 3)
             each = [
                 parts._replace(channels=factor.repeat_interleave(n // len(factor)))
                 for parts, factor in zip(each, factors, strict=True)
@@ -216,8 +220,8 @@ def mixture(case: Case, seed: int = 0, packed: bool = True, **settings: Any) -> 
             parameter = torch.nn.Parameter((t.mT if case.transposed else t).contiguous(), requires_grad=False)
             parameter.is_transposed = case.transposed
             layer.register_parameter(f"{product}_{name}", parameter)
-        biases.append(torch.randn(EXPERTS, n).to(case.dtype) if whole else None)
-        if whole:
+        biases.append(torch.randn(EXPERTS, n).to(case.dtype) if with_bias else None)
+        if with_bias:
             here = torch.nn.Parameter(biases[-1][-layer.local_num_experts :].clone(), requires_grad=False)
             layer.register_parameter(f"{product}_bias", here)
         for unused in ("g_idx", "weight_shape"):
@@ -225,10 +229,12 @@ def mixture(case: Case, seed: int = 0, packed: bool = True, **settings: Any) -> 
     if packed:
         layer.quant_method.process_weights_after_loading(layer)
     down = QuantizedWeight.stack(weights["w2"])
-    if whole:
+    if activation == "SWIGLUOAI" or not gated:
         return Mixture(layer, QuantizedWeight.stack(weights["w13"]), down, tuple(biases))
     pairs = [QuantizedWeight.interleave(*(half(w, rows) for rows in HALVES)) for w in weights["w13"]]
-    return Mixture(layer, QuantizedWeight.stack(pairs), down)
+    if with_bias:
+        biases[0] = biases[0].unflatten(1, (2, -1)).mT.flatten(1)
+    return Mixture(layer, QuantizedWeight.stack(pairs), down, tuple(biases))
 
 
 HALVES = (slice(WIDTH), slice(WIDTH, None))
@@ -293,6 +299,96 @@ def test_gpt_oss(experts: ModuleType) -> None:
     assert {name for name, _ in made.layer.named_parameters()} >= {"w13_bias", "w2_bias", "w13_weight", "w2_weight"}
     got = made.layer.forward_modular(x, weights, ids)
     assert_near(got, made.expected(x, weights, ids, activation="swiglu_oai"), GPT_OSS)
+
+
+MXFP4, NVFP4 = Case("mxfp4", 32, element="mxfp4"), Case("modelopt_fp4", 16, element="nvfp4")
+ACTIVATIONS = [
+    (MXFP4, {"swiglu_limit": 1.5}, "silu_mul(limit=1.5)"),  # DeepSeek-V4
+    (MXFP4, {"has_bias": True}, "silu_mul"),
+    (
+        Case("compressed-tensors", 32, element="mxfp4"),  # Kimi-K3
+        {"activation": "SITU", "activation_situ_beta": 4.0, "activation_situ_linear_beta": 25.0},
+        "situ_mul",
+    ),
+    (
+        MXFP4,
+        {"activation": "SITU", "activation_situ_beta": 1.5, "activation_situ_linear_beta": None},
+        "situ_mul(beta=1.5,linear_beta=none)",
+    ),
+    (
+        NVFP4,  # MiniMax-M3
+        {"activation": "SWIGLUOAI_UNINTERLEAVE", "swiglu_limit": 7.0, "swiglu_alpha": 1.702, "swiglu_beta": 1.0},
+        "swiglu_oai",
+    ),
+    (
+        MXFP4,
+        {"activation": "SWIGLUOAI_UNINTERLEAVE", "swiglu_limit": 2.0, "has_bias": True},
+        "swiglu_oai(alpha=1,beta=none,limit=2)",
+    ),
+    (NVFP4, {"activation": "RELU2_NO_MUL"}, "relu2"),  # Nemotron 3
+    (Case("compressed-tensors", 32), {"activation": "RELU2_NO_MUL"}, "relu2"),
+    (Case("awq", 64, asymmetric=True, transposed=True), {"activation": "SILU_NO_MUL"}, "silu"),
+    (Case("compressed-tensors", fp8=True), {"activation": "GELU_TANH_NO_MUL"}, "gelu_tanh"),
+]
+
+
+@pytest.mark.parametrize(("case", "settings", "activation"), ACTIVATIONS, ids=str)
+def test_activations_of_models(experts: ModuleType, case: Case, settings: dict[str, Any], activation: str) -> None:
+    made = mixture(case, **settings)
+    x, weights, ids = inputs(case.dtype)
+    assert made.layer.quant_method.moe_kernel.fused_experts.products[0].epilogue.activation == activation
+    got = made.layer.forward_modular(x, weights, ids)
+    assert_near(got, made.expected(x, weights, ids, activation=activation), case)
+
+
+def test_features_that_a_model_adds(experts: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kimi-K3 has vLLM make wider experts for many GPUs, says so afterwards, and loads nothing into the rest."""
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+    from vllm.model_executor.layers.quantization.mxfp4 import Mxfp4MoEMethod
+
+    made, loaded = mixture(MXFP4, packed=False), WIDTH - 32
+    stored = {name: p.data for name, p in made.layer.named_parameters() if name.endswith(("weight", "scale"))}
+
+    def create_weights(self: Any, layer: Any) -> None:
+        for name, t in stored.items():
+            layer.register_parameter(name, torch.nn.Parameter(torch.empty_like(t), requires_grad=False))
+
+    monkeypatch.setattr(Mxfp4MoEMethod, "create_weights", create_weights, raising=False)
+    layer = RoutedExperts(*layer_arguments(MXFP4, {}))
+    layer.quant_method.create_weights(layer)
+    layer.moe_config.intermediate_size_per_partition_unpadded = loaded
+    for name, t in stored.items():
+        pair = t, getattr(layer, name).data
+        parts, held = (each.unflatten(1, (2, -1)) if name.startswith("w13") else each for each in pair)
+        size = parts.shape[2] * loaded // WIDTH
+        held.narrow(2, 0, size).copy_(parts.narrow(2, 0, size))
+    layer.quant_method.process_weights_after_loading(layer)
+    x, weights, ids = inputs(MXFP4.dtype)
+    gate_up, down = made.gate_up.dequantize(), made.down.dequantize()
+    wanted = torch.zeros(x.shape, dtype=torch.float64)
+    for t, j in torch.nonzero(ids >= 0).tolist():
+        gate, up = (gate_up[ids[t, j], : 2 * loaded].double() @ x[t].double()).view(-1, 2).T
+        hidden = torch.nn.functional.silu(gate) * up
+        wanted[t] += weights[t, j].double() * (down[ids[t, j], :, :loaded].double() @ hidden)
+    assert_near(layer.forward_modular(x, weights, ids), wanted, MXFP4)
+
+
+@pytest.mark.parametrize(("format", "case"), [("MXFP4", MXFP4), ("MXFP4", GPT_OSS)], ids=str)
+def test_floats_beside_fp8_x_by_choice(
+    experts: ModuleType, monkeypatch: pytest.MonkeyPatch, format: str, case: Case
+) -> None:
+    monkeypatch.setenv(f"W4GEMM_{format}", "fp8")
+    made = mixture(case)
+    x, weights, ids = inputs(case.dtype)
+    kernel = made.layer.quant_method.moe_kernel.fused_experts
+    assert all(product.epilogue.token_scale for product in kernel.products)
+    activation = "swiglu_oai" if case is GPT_OSS else "silu_mul"
+    got = made.layer.forward_modular(x, weights, ids)
+    assert_near(got, made.expected(x, weights, ids, activation=activation), case._replace(fp8=True))
+    monkeypatch.setenv(f"W4GEMM_{format}", "16bit")
+    made = mixture(case)
+    got = made.layer.forward_modular(x, weights, ids)
+    assert_near(got, made.expected(x, weights, ids, activation=activation), case)
 
 
 @pytest.mark.parametrize("case", [CASES[0], CASES[-2]], ids=str)
@@ -465,6 +561,12 @@ REFUSED = [
         "80 features of this GPU are not whole groups",
     ),
     (Case("gptq"), {"activation": "RELU2"}, "activation is relu2"),
+    (MXFP4, {"activation": "SWIGLUSTEP"}, "activation is swiglustep"),
+    (MXFP4, {"activation": "SWIGLUOAI_UNINTERLEAVE"}, "activation is swigluoai_uninterleave"),
+    (MXFP4, {"activation": "SWIGLUOAI"}, "the order of their gates and ups is not known"),
+    (GPT_OSS, {"activation": "SWIGLUOAI", "swiglu_beta": 0.0}, "activation is swigluoai"),
+    (MXFP4, {"swiglu_limit": -1.0}, "limit: wanted a number above 0"),
+    (MXFP4, {"all2all_backend": "moonep"}, "tokens come in the form of moonep"),
     (Case("gptq"), {"activation": "GELU", "swiglu_limit": 7.0}, "activation is gelu with limit 7"),
     (Case("gptq"), {"all2all_backend": "flashinfer_nvlink_one_sided"}, "tokens come in the form of flashinfer"),
     (Case("gptq"), {"all2all_backend": "deepep_high_throughput", "hidden_dim": 320}, "padded to (512, 128)"),

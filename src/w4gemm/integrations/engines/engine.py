@@ -80,7 +80,8 @@ class Engine:
             loaded: format in which the engine loads the weight.
             activations: as of :class:`w4gemm.QuantizedWeight`.
         """
-        return replace(loaded, scale="e4m3") if activations == "fp8" and self.folds_scales else loaded
+        folded = loaded.element == "int4" and self.folds_scales
+        return replace(loaded, scale="e4m3") if activations == "fp8" and folded else loaded
 
     def packed(self, numbers: Numbers, activations: str | None, gated: bool = False) -> QuantizedWeight:
         """Return the weight of numbers that a layer holds, in the format in which it is multiplied.

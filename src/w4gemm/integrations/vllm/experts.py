@@ -18,6 +18,7 @@ from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepar
 from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 
+from w4gemm.core.activation import is_gated
 from w4gemm.core.epilogue import Epilogue
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import Device, GemmProblem
@@ -26,7 +27,7 @@ from w4gemm.integrations.engines.formats import PRODUCTS, ExpertsFormat, Experts
 from w4gemm.integrations.engines.loading import NOTHING_LOADED, check_known, check_loaded, mark
 from w4gemm.integrations.vllm import takeover
 from w4gemm.integrations.vllm.configs import add_hook
-from w4gemm.integrations.vllm.experts_formats import FORMATS, fused_activation, in_pairs
+from w4gemm.integrations.vllm.experts_formats import FORMATS, LEFT, fused_activation, in_pairs
 from w4gemm.integrations.vllm.experts_kernel import BatchedW4gemmExperts, ExpertsProduct, W4gemmExperts
 from w4gemm.integrations.vllm.linear_kernel import capability
 from w4gemm.packing.layouts import layout_for
@@ -35,9 +36,16 @@ from w4gemm.weights.weight import QuantizedWeight
 CONFIGS = (
     *("gptq", "gptq_marlin", "auto_gptq", "awq", "awq_marlin", "auto_awq"),
     *("compressed-tensors", "moe_wna16", "inc", "mxfp4", "gpt_oss_mxfp4"),
-    *("modelopt_fp4", "modelopt_mixed", "quark"),
+    *("modelopt_fp4", "modelopt_mixed", "quark", "deepseek_v4_fp8", "fp8"),
 )
 """Names of vLLM's quantization configs whose experts may have 4 bits."""
+
+
+_OTHER_EXCHANGES = (
+    *("fi_nvl_two_sided_kernels", "fi_nvl_one_sided_kernels"),
+    *("moonep_kernels", "passthrough_all2all"),  # from 0.33 on
+)
+"""Ways to exchange tokens in forms of their own."""
 
 
 def install() -> None:
@@ -50,9 +58,13 @@ def taken_over(method: Any, layer: Any) -> Any:
     logging why, and for other layers."""
     if not isinstance(layer, RoutedExperts):
         return method
-    if type(method).__name__ not in FORMATS:
+    name = type(method).__name__
+    if name not in FORMATS:
+        own = [base.__name__ for base in type(method).__mro__ if base.__name__ in FORMATS]
+        if reason := LEFT.get(name) or (own and f"they are a model's own kind of {own[0]}"):
+            takeover.refuse(f"experts of {name}", str(reason))
         return method
-    if takeover.VLLM.asked(f"experts of {type(method).__name__}", lambda: why_not(method, layer)):
+    if takeover.VLLM.asked(f"experts of {name}", lambda: why_not(method, layer)):
         return method
     base: type = type(method)
     cls: Any = _method_class(base)
@@ -85,10 +97,10 @@ def why_not(method: Any, layer: Any) -> str:
         return "LoRA is on"
     if takeover.is_elastic():  # vLLM then makes each layer's experts anew, of what its own are made of
         return "the number of their GPUs may change (--enable-elastic-ep)"
-    if moe.has_bias and not (format.biases and in_pairs(moe)):  # our rows are in pairs, vLLM's biases lie as it loads
+    if moe.has_bias and not format.biases:
         return "they have biases"
     parallel = moe.moe_parallel_config
-    if parallel.use_fi_nvl_two_sided_kernels or parallel.use_fi_nvl_one_sided_kernels:
+    if any(getattr(parallel, f"use_{exchange}", False) for exchange in _OTHER_EXCHANGES):
         return f"tokens come in the form of {parallel.all2all_backend}"
     sizes = layer.hidden_size, moe.intermediate_size_per_partition
     padded = FusedMoEMethodBase.maybe_roundup_sizes(method, *sizes, moe.in_dtype, parallel)
@@ -115,10 +127,12 @@ def _no_kernel(moe: Any, hidden: int, width: int, format: WeightFormat, fp8: boo
     dtype = torch.float8_e4m3fn if fp8 else moe.in_dtype
     layout = layout_for(device, format, dtype)
     plain = Epilogue(token_scale=fp8, out_dtype=moe.in_dtype if fp8 else None, bias=moe.has_bias)
-    gated = plain._replace(activation=fused_activation(moe))
+    activation = fused_activation(moe)
+    first = plain._replace(activation=activation)
     if block_scale:
-        gated = gated._replace(token_scale=False, block_scale=True)
-    for n, k, epilogue, gathered in ((2 * width, hidden, gated, not block_scale), (hidden, width, plain, False)):
+        first = first._replace(token_scale=False, block_scale=True)
+    rows = 2 * width if is_gated(activation) else width
+    for n, k, epilogue, gathered in ((rows, hidden, first, not block_scale), (hidden, width, plain, False)):
         problem = GemmProblem(
             experts, n, k, dtype, format, layout, epilogue, device, experts=experts, gathered=gathered
         )
@@ -175,6 +189,7 @@ class _Method:
         kernel, CUDA graphs and vLLM hold these: others would be a second copy of all experts, which EPLB does not move.
         """
         settings, format = _read(self, layer)
+        _clear_padding(layer, self.moe, format)
         loaded_any = check_loaded(layer, format.parameters(settings, self.moe.has_bias), layer.layer_name)
         try:
             if not loaded_any:
@@ -184,8 +199,8 @@ class _Method:
                 raise ValueError("they have biases")
             numbers = format.checked_numbers(layer, settings)
         except (TypeError, ValueError) as e:
-            if self.moe.moe_parallel_config.enable_eplb or format.biases:
-                raise  # vLLM's own method may not support EPLB, and pads MXFP4
+            if self.moe.moe_parallel_config.enable_eplb or self._vllm_pads(layer):
+                raise  # vLLM's own method may not support EPLB, and needs the sizes that it asks for
             takeover.refuse(f"experts of {type(self).__name__}", str(e))
             vars(self.vllm_method).update((name, value) for name, value in vars(self).items() if name != "experts_cls")
             layer.quant_method = self.vllm_method
@@ -195,8 +210,11 @@ class _Method:
         weights = []
         earlier = self.products or (None, None)
         for product, held in zip(PRODUCTS, earlier, strict=True):
-            gated = product == "w13" and not in_pairs(self.moe)
+            gated = product == "w13" and is_gated(fused_activation(self.moe)) and not in_pairs(self.moe)
             packed = takeover.VLLM.packed(numbers.pop(product), settings.activations, gated)
+            if gated and format.biases and self.moe.has_bias:
+                bias = getattr(layer, f"{product}_bias")
+                bias.data = bias.data.unflatten(1, (2, -1)).mT.flatten(1)
             for name in [name for name in layer._parameters if name.startswith(f"{product}_")]:
                 if name != f"{product}_bias" or not format.biases:  # GPTQ's may have biases that nobody has loaded
                     delattr(layer, name)
@@ -204,6 +222,12 @@ class _Method:
         if self.products is None:
             self._make_kernel(layer, *weights)
         takeover.WARMUP.loaded(self, self.moe_kernel.fused_experts.need(self.most_tokens))
+
+    def _vllm_pads(self, layer: Any) -> bool:
+        """True if vLLM's own method wants other sizes than the layer's parameters have."""
+        sizes = layer.hidden_size, self.moe.intermediate_size_per_partition
+        parallel = self.moe.moe_parallel_config
+        return bool(self.vllm_method.maybe_roundup_sizes(*sizes, self.moe.in_dtype, parallel) != sizes)
 
     def _make_kernel(self, layer: Any, gate_up: QuantizedWeight, down: QuantizedWeight) -> None:
         self.moe_quant_config = self.get_fused_moe_quant_config(layer)
@@ -258,6 +282,25 @@ class _Method:
             shared_experts=shared_experts,
             shared_experts_input=shared_experts_input,
         )
+
+
+def _clear_padding(layer: torch.nn.Module, moe: Any, format: ExpertsFormat) -> None:
+    """Make the features zero that a model of vLLM's (Kimi-K3) adds to the checkpoint's, and loads nothing into.
+
+    Raises:
+        RuntimeError: for numbers that are not floats, whose features no model of vLLM's pads.
+    """
+    width = moe.intermediate_size_per_partition
+    loaded = getattr(moe, "intermediate_size_per_partition_unpadded", None) or width
+    if loaded == width:
+        return
+    if format.packing != "floats":
+        raise RuntimeError(f"the experts' {loaded} features are padded to {width}, wanted that of 4-bit floats alone")
+    for product, dim, shards in (("w13", 1, 2 if is_gated(fused_activation(moe)) else 1), ("w2", 2, 1)):
+        for leaf in (format.codes, format.scales):
+            parts = getattr(layer, f"{product}_{leaf}").data.unflatten(dim, (shards, -1))
+            size = parts.shape[dim + 1]
+            parts.narrow(dim + 1, size * loaded // width, size - size * loaded // width).zero_()
 
 
 def _as_parameters(

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from w4gemm.core import environment
+from w4gemm.core.activation import Activation, canonical
 from w4gemm.core.formats import PER_COLUMN, WeightFormat
 from w4gemm.integrations.engines.formats import ExpertsFormat, ExpertsSettings
 
@@ -27,15 +29,43 @@ def in_pairs(moe: Any) -> bool:
     return moe.activation.value == _IN_PAIRS
 
 
+_PLAIN = {
+    "gelu": "gelu_mul",
+    "gelu_tanh": "gelu_tanh_mul",
+    "silu_no_mul": "silu",
+    "gelu_no_mul": "gelu",
+    "gelu_tanh_no_mul": "gelu_tanh",
+    "relu2_no_mul": "relu2",
+}
+"""Activations without constants, by vLLM's names."""
+
+
 def fused_activation(moe: Any) -> str:
     """Return the activation between the products of a layer, by FusedMoEConfig, as :func:`w4gemm.linear` names it; the
-    empty string if it has none."""
+    empty string if it has none.
+
+    Raises:
+        ValueError: for constants that no activation may have.
+    """
     name, limit = moe.activation.value, moe.swiglu_limit
-    if name == _IN_PAIRS:  # with its own limit, whatever the layer says
-        return "swiglu_oai" if limit in (None, 7) else ""
+    alpha, beta = (getattr(moe, f"swiglu_{constant}", None) for constant in ("alpha", "beta"))
+    if name == _IN_PAIRS:  # with its own constants, whatever the layer says
+        own = limit in (None, 7) and alpha in (None, 1.702) and beta in (None, 1)
+        return "swiglu_oai" if own else ""
+    if name == "swigluoai_uninterleave":  # MiniMax-M3
+        return "" if limit is None else _text("swiglu_oai", alpha=alpha or 1.0, beta=beta or None, limit=limit)
+    if name == "situ":  # Kimi-K3
+        linear = moe.activation_situ_linear_beta
+        linear = linear if linear is not None and linear > 0 else None  # else vLLM's kernels take the ups as they are
+        return _text("situ_mul", beta=moe.activation_situ_beta, linear_beta=linear)
     if name == "silu":
-        return "silu_mul" if limit is None else f"silu_mul(limit={limit:g})"
-    return {"gelu": "gelu_mul", "gelu_tanh": "gelu_tanh_mul"}.get(name, "") if limit is None else ""
+        return "silu_mul" if limit is None else _text("silu_mul", limit=limit)
+    return _PLAIN.get(name, "") if limit is None else ""
+
+
+def _text(name: str, **constants: float | None) -> str:
+    text = str(Activation(name, tuple(constants.items())))
+    return canonical(text) or text
 
 
 def _gptq(method: Any, layer: Any) -> ExpertsSettings:
@@ -83,17 +113,23 @@ def _nvfp4(method: Any, layer: Any) -> ExpertsSettings:
     return _floats("nvfp4", layer)
 
 
-def _floats(named: str, layer: Any) -> ExpertsSettings:
+def _floats(named: str, layer: Any, fp8: bool = False) -> ExpertsSettings:
+    """Return the settings of 4-bit floats. fp8: True if the checkpoint wants x in fp8."""
     width, group_size = layer.moe_config.intermediate_size_per_partition, WeightFormat.parse(named).group_size
     straddle = f"{width} features of this GPU are not whole groups of {group_size}" if width % group_size else ""
-    return ExpertsSettings(4, group_size, refused=straddle, named=named)
+    activations = "fp8" if environment.takes_fp8(named, fp8) else None
+    return ExpertsSettings(4, group_size, activations=activations, refused=straddle, named=named)
 
 
-def _mxfp4_in_halves(method: Any, layer: Any) -> ExpertsSettings:
-    settings = _mxfp4(method, layer)
+def _mxfp4_in_halves(method: Any, layer: Any, fp8: bool = False) -> ExpertsSettings:
+    settings = _floats("mxfp4", layer, fp8)
     if in_pairs(layer.moe_config):
         return settings._replace(refused="the order of their gates and ups is not known")
     return settings
+
+
+def _mxfp4_fp8(method: Any, layer: Any) -> ExpertsSettings:
+    return _mxfp4_in_halves(method, layer, fp8=True)
 
 
 def _quark_mx(method: Any, layer: Any) -> ExpertsSettings:
@@ -123,6 +159,8 @@ FORMATS: Mapping[str, tuple[Callable[[Any, Any], ExpertsSettings], ExpertsFormat
     "GptOssMxfp4MoEMethod": (_mxfp4, replace(_FLOATS, biases="bias")),
     "CompressedTensorsW4A4Mxfp4MoEMethod": (_mxfp4, _COMPRESSED_FLOATS),
     "INCMxfp4MoEMethod": (_mxfp4_in_halves, _COMPRESSED_FLOATS),  # of AutoRound
+    "Mxfp4MoEMethod": (_mxfp4_in_halves, replace(_FLOATS, biases="bias")),  # DeepSeek-V4
+    "CompressedTensorsW4A8Mxfp4MoEMethod": (_mxfp4_fp8, replace(_COMPRESSED_FLOATS, biases="bias")),
     "CompressedTensorsW4A4Nvfp4MoEMethod": (
         _nvfp4,
         replace(_COMPRESSED_FLOATS, factors="weight_global_scale", divides=True),
@@ -133,3 +171,9 @@ FORMATS: Mapping[str, tuple[Callable[[Any, Any], ExpertsSettings], ExpertsFormat
     "QuarkW4A16Int4MoEMethod": (_quark_integers, replace(_COMPRESSED, codes="weight")),
 }
 """For the name of a method of vLLM's, what reads it and its layer for the settings, and how its layers hold numbers."""
+
+LEFT = {
+    "CompressedTensorsW4A8Int8MoEMethod": "their activations are 8-bit integers",
+    "QuarkW4A8Fp8MoEMethod": "their integers were made of e4m3 weights, whose scales multiply them",
+}
+"""Methods of vLLM's for other 4-bit experts, and why they are left to vLLM."""

@@ -81,7 +81,7 @@ class _Experts(mk.FusedMoEExpertsModular):  # type: ignore[misc, unused-ignore]
     """Common base of both formats.
 
     Args:
-        gate_up: its rows are pairs of a gate and an up.
+        gate_up: its rows are pairs of a gate and an up or, if the activation has no gates, ups.
         others: arguments of vLLM's base.
     """
 
@@ -133,7 +133,7 @@ class _Experts(mk.FusedMoEExpertsModular):  # type: ignore[misc, unused-ignore]
 
     @staticmethod
     def _supports_no_act_and_mul() -> bool:
-        return False
+        return True
 
     @staticmethod
     def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:

@@ -34,6 +34,14 @@ class FusedMoEParallelConfig:
         return self.all2all_backend == "deepep_v2"
 
     @property
+    def use_moonep_kernels(self):
+        return self.all2all_backend == "moonep"
+
+    @property
+    def use_passthrough_all2all(self):
+        return self.all2all_backend == "passthrough"
+
+    @property
     def use_fi_nvl_two_sided_kernels(self):
         return self.all2all_backend == "flashinfer_nvlink_two_sided"
 
@@ -56,6 +64,11 @@ class FusedMoEConfig:
     has_bias: bool = False
     is_lora_enabled: bool = False
     swiglu_limit: float | None = None
+    swiglu_alpha: float | None = None
+    swiglu_beta: float | None = None
+    activation_situ_beta: float | None = None
+    activation_situ_linear_beta: float | None = None
+    intermediate_size_per_partition_unpadded: int | None = None
 
 
 @dataclass

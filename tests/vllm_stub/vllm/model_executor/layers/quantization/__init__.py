@@ -17,7 +17,7 @@ def get_quantization_config(quantization: str) -> type:
     from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
     from vllm.model_executor.layers.quantization.modelopt import ModelOptNvFp4Config
     from vllm.model_executor.layers.quantization.moe_wna16 import MoeWNA16Config
-    from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config
+    from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config, Mxfp4Config
 
     method_to_config: dict[str, type] = {
         "awq": AutoAWQConfig,
@@ -25,6 +25,7 @@ def get_quantization_config(quantization: str) -> type:
         "compressed-tensors": CompressedTensorsConfig,
         "modelopt_fp4": ModelOptNvFp4Config,
         "moe_wna16": MoeWNA16Config,
+        "mxfp4": Mxfp4Config,
         "gpt_oss_mxfp4": GptOssMxfp4Config,
     }
     method_to_config.update(_CUSTOMIZED_METHOD_TO_QUANT_CONFIG)

@@ -6,11 +6,19 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 
 class Mxfp4Config(QuantizationConfig):
     def get_quant_method(self, layer, prefix):
-        return GptOssMxfp4MoEMethod(layer.moe_config)
+        cls = GptOssMxfp4MoEMethod if isinstance(self, GptOssMxfp4Config) else Mxfp4MoEMethod
+        return cls(layer.moe_config)
 
 
 class GptOssMxfp4Config(Mxfp4Config):
     pass
+
+
+class Mxfp4MoEMethod(FusedMoEMethodBase):
+    def maybe_roundup_sizes(
+        self, hidden_size, intermediate_size_per_partition, act_dtype, moe_parallel_config
+    ) -> tuple[int, int]:
+        return -(-hidden_size // 256) * 256, -(-intermediate_size_per_partition // 256) * 256
 
 
 class GptOssMxfp4MoEMethod(FusedMoEMethodBase):
