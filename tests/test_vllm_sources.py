@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -360,8 +360,14 @@ def test_vllm_reloads_the_weights_of_experts(format: str, tmp_path: Path) -> Non
         check_experts(layer, tmp_path, prefix.format(i), EXPERTS[format])
 
 
-def routed_experts(config: Mapping[str, Any], quantization: Any, prefix: str) -> Any:
-    """vLLM's layer of experts, on one GPU."""
+def routed_experts(
+    config: Mapping[str, Any],
+    quantization: Any,
+    prefix: str,
+    moe_settings: Mapping[str, Any] = MappingProxyType({}),
+    layer_settings: Mapping[str, Any] = MappingProxyType({}),
+) -> Any:
+    """vLLM's layer of experts, on one GPU, with settings of FusedMoEConfig and of the layer."""
     from vllm.model_executor.layers.fused_moe import config as moe_config
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
     from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapManager
@@ -371,22 +377,23 @@ def routed_experts(config: Mapping[str, Any], quantization: Any, prefix: str) ->
     sizes = {f"{name}_size": 1 for name in ("tp", "pcp", "dp", "ep", "sp")}
     ranks = {f"{name}_rank": 0 for name in ("tp", "pcp", "dp", "ep")}
     parallel = moe_config.FusedMoEParallelConfig(**sizes, **ranks, use_ep=False, all2all_backend="", enable_eplb=False)
-    moe = moe_config.FusedMoEConfig(
-        num_experts=count,
-        experts_per_token=top_k,
-        hidden_dim=config["hidden_size"],
-        intermediate_size=config["moe_intermediate_size"],
-        num_local_experts=count,
-        num_logical_experts=count,
-        activation=MoEActivation.SILU,
-        device="cpu",
-        routing_method=moe_config.RoutingMethodType.Renormalize,
-        moe_parallel_config=parallel,
-        in_dtype=torch.bfloat16,
-        max_num_tokens=8,
-    )
+    settings: dict[str, Any] = {
+        "num_experts": count,
+        "experts_per_token": top_k,
+        "hidden_dim": config["hidden_size"],
+        "intermediate_size": config["moe_intermediate_size"],
+        "num_local_experts": count,
+        "num_logical_experts": count,
+        "activation": MoEActivation.SILU,
+        "device": "cpu",
+        "routing_method": moe_config.RoutingMethodType.Renormalize,
+        "moe_parallel_config": parallel,
+        "in_dtype": torch.bfloat16,
+        "max_num_tokens": 8,
+    }
+    moe = moe_config.FusedMoEConfig(**settings | dict(moe_settings))
     manager = ExpertMapManager(8, top_k, count, 0, None, parallel, "linear", False)
-    return RoutedExperts(prefix, torch.bfloat16, moe, quantization, manager)
+    return RoutedExperts(prefix, torch.bfloat16, moe, quantization, manager, **layer_settings)
 
 
 def test_experts_are_in_no_cache_of_weights(tmp_path: Path) -> None:

@@ -1,0 +1,203 @@
+"""Experts of the newest models in vLLM's own methods, each with its model's format, activation and names: with
+``VLLM_SOURCES``, see vllm_sources.py."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+if "VLLM_SOURCES" not in os.environ:
+    pytest.skip("VLLM_SOURCES does not name vLLM's sources", allow_module_level=True)
+
+from reference import linear_reference
+from test_vllm_sources import plugin, routed_experts  # noqa: F401 (plugin is a fixture)
+from w4gemm import QuantizedWeight
+from w4gemm.core.activation import is_gated
+from w4gemm.core.formats import WeightFormat
+from w4gemm.weights.random import random_components
+
+TOKENS = 5
+PREFIX = "model.layers.1.mlp.experts"
+
+
+class Experts(NamedTuple):
+    """A layer of experts as a model of vLLM's makes it and a checkpoint stores it."""
+
+    quantization: str
+    """vLLM's name of the config."""
+    config: dict[str, Any]
+    """quantization_config."""
+    format: str
+    moe: dict[str, Any] = {}  # noqa: RUF012
+    """Settings of vLLM's FusedMoEConfig."""
+    activation: str = "silu_mul"
+    names: tuple[str, str, str | None] = ("gate_proj", "down_proj", "up_proj")
+    """Projections in the checkpoint: gate, down and up; without gates the first is the up."""
+    count: int = 4
+    sizes: tuple[int, int] = (256, 256)
+    """Features of tokens, and between the products."""
+    fp8: bool = False
+    since: str = ""
+    """A method of vLLM's that its version must have."""
+
+
+def compressed(kind: str, group_size: int, activations: dict[str, Any] | None = None) -> dict[str, Any]:
+    """A config of compressed-tensors. kind: int, or the format of 4-bit floats."""
+    weights = {"num_bits": 4, "type": "int" if kind == "int" else "float", "symmetric": True, "group_size": group_size}
+    weights |= {"strategy": "tensor_group" if kind == "nvfp4" else "group", "dynamic": False}
+    format = "pack-quantized" if kind == "int" else f"{kind}-pack-quantized"
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations, "format": format}
+    return {"quant_method": "compressed-tensors", "format": format, "config_groups": {"group_0": group}, "ignore": []}
+
+
+TOKEN_FP8 = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
+DEEPSEEK = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+MIXED = {
+    "quant_method": "modelopt",
+    "quant_algo": "MIXED_PRECISION",
+    "kv_cache_quant_algo": None,
+    "exclude_modules": [],
+    "quantized_layers": {
+        "model.layers.1.self_attn.q_proj": {"quant_algo": "FP8"},
+        PREFIX: {"quant_algo": "NVFP4", "group_size": 16},
+    },
+}
+RELU2: dict[str, Any] = {"activation": "relu2_no_mul"}
+UPS = ("up_proj", "down_proj", None)
+
+MODELS = {
+    "DeepSeek-V4": Experts(
+        "deepseek_v4_fp8", DEEPSEEK, "mxfp4", {"swiglu_limit": 10.0}, "silu_mul(limit=10)", ("w1", "w2", "w3")
+    ),
+    "Kimi-K2": Experts("compressed-tensors", compressed("int", 32), "int4_g32", count=384, sizes=(128, 32)),
+    "Kimi-K3": Experts(
+        "compressed-tensors",
+        compressed("mxfp4", 32),
+        "mxfp4",
+        {"activation": "situ", "activation_situ_beta": 4.0, "activation_situ_linear_beta": 25.0},
+        "situ_mul",
+        ("w1", "w2", "w3"),
+        since="CompressedTensorsW4A8Mxfp4MoEMethod",
+    ),
+    "Kimi-K3 with fp8 activations": Experts(
+        "compressed-tensors",
+        compressed("mxfp4", 32, TOKEN_FP8),
+        "mxfp4",
+        {"activation": "situ", "activation_situ_beta": 4.0, "activation_situ_linear_beta": 25.0},
+        "situ_mul",
+        ("w1", "w2", "w3"),
+        fp8=True,
+        since="CompressedTensorsW4A8Mxfp4MoEMethod",
+    ),
+    "MiniMax-M3": Experts(
+        "compressed-tensors",
+        compressed("int", 32),
+        "int4_g32",
+        {"activation": "swigluoai_uninterleave", "swiglu_limit": 7.0, "swiglu_alpha": 1.702, "swiglu_beta": 1.0},
+        "swiglu_oai",
+        ("w1", "w2", "w3"),
+    ),
+    "Nemotron 3": Experts("modelopt_mixed", MIXED, "nvfp4", RELU2, "relu2", UPS),
+    "Nemotron 3 in int4": Experts("compressed-tensors", compressed("int", 32), "int4_g32", RELU2, "relu2", UPS),
+    "Qwen3.5-MoE": Experts("modelopt_mixed", MIXED, "nvfp4"),
+    "GLM-5": Experts("compressed-tensors", compressed("int", 128, TOKEN_FP8), "int4_g128", fp8=True),
+}
+
+
+@pytest.fixture(autouse=True)
+def deepseek(plugin: None) -> Iterator[None]:  # noqa: F811
+    """DeepSeek-V4's config looks at the model's."""
+    import vllm.config.vllm
+
+    config = vllm.config.vllm._current_vllm_config
+    hf_config, before = SimpleNamespace(expert_dtype="fp4", quantization_config={}), config.model_config
+    config.model_config = SimpleNamespace(hf_config=hf_config, dtype=torch.bfloat16)
+    yield
+    config.model_config = before
+
+
+def made(model: Experts) -> Any:
+    """vLLM's layer, before it is loaded."""
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+    from vllm.model_executor.layers.quantization import get_quantization_config
+
+    quantization = get_quantization_config(model.quantization).from_config(model.config)
+    moe = dict(model.moe)
+    if "activation" in moe:
+        moe["activation"] = MoEActivation(moe["activation"])
+    hidden, width = model.sizes
+    sizes = {
+        "num_experts": model.count,
+        "num_experts_per_tok": 2,
+        "hidden_size": hidden,
+        "moe_intermediate_size": width,
+    }
+    gate, down, up = model.names
+    names = {"ckpt_gate_proj_name": gate, "ckpt_down_proj_name": down, "ckpt_up_proj_name": up}
+    return routed_experts(sizes, quantization, PREFIX, moe, names)
+
+
+def stored(model: Experts, n: int, k: int, seed: int) -> tuple[QuantizedWeight, dict[str, torch.Tensor]]:
+    """Random numbers of a projection, and the checkpoint's tensors of them."""
+    format = WeightFormat.parse(model.format)
+    parts = random_components(format, n, k, seed=seed)
+    pairs = (parts.codes[:, 0::2] | parts.codes[:, 1::2] << 4).to(torch.uint8)
+    if format.element == "int4":
+        tensors = {"weight_packed": pairs.view(torch.int32), "weight_scale": parts.scales}
+        return QuantizedWeight.from_codes(format, *parts[:2]), tensors | {"weight_shape": torch.tensor((n, k))}
+    if model.format == "mxfp4":
+        named = "weight" if model.quantization == "deepseek_v4_fp8" else "weight_packed"
+        codes = pairs.view(torch.int8) if named == "weight" else pairs
+        tensors = {named: codes, "weight_scale": parts.scales.view(torch.uint8)}  # as DeepSeek-V4's loader views them
+        return QuantizedWeight.from_codes(format, *parts[:2]), tensors
+    factor = torch.tensor(2.0 ** -(seed % 3), dtype=torch.float32)
+    tensors = {
+        "weight": pairs,
+        "weight_scale": parts.scales,
+        "weight_scale_2": factor,
+        "input_scale": torch.ones((), dtype=torch.float32),
+    }
+    w = QuantizedWeight.from_codes(format, *parts[:2], channels=factor.expand(n).contiguous())
+    return w, tensors
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_experts_of_a_model(name: str) -> None:
+    model = MODELS[name]
+    if model.since:
+        module = "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe"
+        pytest.importorskip(f"{module}.compressed_tensors_moe_w4a8_mxfp4", reason=f"no {model.since}")
+    (hidden, width), layer, weights = model.sizes, made(model), {}
+    tensors = []
+    for e in range(model.count):
+        for i, projection in enumerate(filter(None, model.names)):
+            n, k = (hidden, width) if projection == model.names[1] else (width, hidden)
+            weights[e, projection], each = stored(model, n, k, 7 * e + i)
+            tensors += [(f"{e}.{projection}.{leaf}", t) for leaf, t in each.items()]
+    loaded = set(layer.load_weights(tensors))
+    made_by_vllm = ("g_idx", "g_idx_sort_indices", "chan_scale")
+    assert {name for name, _ in layer.named_parameters() if not name.endswith(made_by_vllm)} == loaded
+    layer.quant_method.process_weights_after_loading(layer)
+    kernel = layer.quant_method.moe_kernel.fused_experts
+    assert type(kernel).__name__ == "W4gemmExperts"
+    assert kernel.products[0].epilogue.activation == model.activation
+    assert {product.epilogue.token_scale for product in kernel.products} == {model.fp8}
+    x, scores = torch.randn(TOKENS, hidden, dtype=torch.bfloat16), torch.rand(TOKENS, 2)
+    ids = torch.stack([torch.randperm(model.count)[:2] for _ in range(TOKENS)]).int()
+    with torch.inference_mode():
+        d = layer.quant_method.apply(layer, x, scores, ids, None, None)
+    wanted = torch.zeros(TOKENS, hidden, dtype=torch.float64)
+    gate, down, up = model.names
+    for t, j in torch.cartesian_prod(torch.arange(TOKENS), torch.arange(2)).tolist():
+        e = int(ids[t, j])
+        first = weights[e, gate]
+        if is_gated(model.activation):
+            first = QuantizedWeight.interleave(first, weights[e, up])
+        between = linear_reference(x[t : t + 1].double(), first, activation=model.activation)
+        wanted[t] += scores[t, j].double() * linear_reference(between, weights[e, down])[0]
+    assert (d.double() - wanted).norm() < (0.1 if model.fp8 else 0.008) * wanted.norm()
