@@ -20,7 +20,9 @@ class Fault(NamedTuple):
 _SM90 = "src/w4gemm/kernels/sm90_mixed_gemm/"
 _DEVICE = "src/w4gemm/kernels/device/"
 _CODECS = "src/w4gemm/packing/codecs/"
+_EXPERT_LAYER = "src/w4gemm/kernels/expert_layer/kernel.py"
 _EMULATED = "tests/test_emulated_kernels.py -k "
+_ONE_LAUNCH = "tests/test_expert_layer.py -k "
 
 FAULTS = (
     # --- packing and formats
@@ -698,5 +700,125 @@ FAULTS = (
         "square_root(mean + eps)",
         "square_root(mean)",
         _EMULATED + "rms_norm",
+    ),
+    # --- the layer of experts in one launch: handoffs between its warps, CTAs and launches
+    Fault(
+        "rows are published while threads still store them",
+        _EXPERT_LAYER,
+        "            cute.arch.sync_threads()  # the rows of all threads are stored\n",
+        "",
+        _ONE_LAUNCH + "routings",
+    ),
+    Fault(
+        "a flag is stored without release",
+        "src/w4gemm/ptx/memory.py",
+        "st.release.gpu.global.b32 [$0], $1;",
+        "st.relaxed.gpu.global.b32 [$0], $1;",
+        _ONE_LAUNCH + "routings",
+    ),
+    Fault(
+        "a flag is read without acquire",
+        "src/w4gemm/ptx/memory.py",
+        "ld.acquire.gpu.global.b32 $0, [$1];",
+        "ld.relaxed.gpu.global.b32 $0, [$1];",
+        _ONE_LAUNCH + "routings",
+    ),
+    Fault(
+        "a share that a CTA has begun counts as computed",
+        _EXPERT_LAYER,
+        "if flag != epoch * 2 + 1:",
+        "if flag != epoch * 2 + 1 and flag != epoch * 2:",
+        _ONE_LAUNCH + "at_once",
+    ),
+    Fault(
+        "flags of the last launch are taken for this one's",
+        _EXPERT_LAYER,
+        "* 4, 1, Boolean(True))[0] + 1",
+        "* 4, 1, Boolean(True))[0]",
+        _ONE_LAUNCH + "routings",
+    ),
+    Fault(
+        "all CTAs take the first one's epoch",
+        _EXPERT_LAYER,
+        "epoch = load_l2(flags + Int64(EPOCHS_AT + cta) * 4",
+        "epoch = load_l2(flags + Int64(EPOCHS_AT) * 4",
+        _ONE_LAUNCH + "routings",
+    ),
+    Fault(
+        "copies for down still arrive when a CTA computes another one's share",
+        _EXPERT_LAYER,
+        "                copies_wait()\n",
+        "",
+        _ONE_LAUNCH + "at_once",
+    ),
+    Fault(
+        "the stages of another CTA's share begin where those of the own one ended",
+        _EXPERT_LAYER,
+        "cursor, stage = self.start(t, memory, share, warp), Int32(0)\n                for",
+        "cursor = self.start(t, memory, share, warp)\n                for",
+        _ONE_LAUNCH + "at_once",
+    ),
+    Fault(
+        "a CTA computes its own share in the place of another one's",
+        _EXPERT_LAYER,
+        "for c in (index, index + 1):",
+        "for c in (cta, cta + 1):",
+        _ONE_LAUNCH + "at_once",
+    ),
+    Fault(
+        "gate_up is requested into a stage that lanes still read",
+        _EXPERT_LAYER,
+        "fragments = self.read_x(x + k_block * 256)\n                cute.arch.sync_warp()\n",
+        "fragments = self.read_x(x + k_block * 256)\n",
+        _ONE_LAUNCH + "routings",
+    ),
+    Fault(
+        "down is requested into a stage that lanes still read",
+        _EXPERT_LAYER,
+        "self.load_hidden(t, c, slot, k_block, ahead)\n            cute.arch.sync_warp()\n",
+        "self.load_hidden(t, c, slot, k_block, ahead)\n",
+        _ONE_LAUNCH + "routings",
+    ),
+    Fault(
+        "weights of gate_up are read a step too early",
+        _EXPERT_LAYER,
+        "                cute.arch.cp_async_wait_group(layer.num_stages - 1)\n                cute.arch.sync_warp()",
+        "                cute.arch.cp_async_wait_group(layer.num_stages)\n                cute.arch.sync_warp()",
+        _ONE_LAUNCH + "routings",
+    ),
+    Fault(
+        "a round stores its partial sums over those of the round before",
+        _EXPERT_LAYER,
+        "memory.partials + round % 2 * (",
+        "memory.partials + 0 * (",
+        _ONE_LAUNCH + "routings",
+    ),
+    Fault(
+        "partial sums are added from the last warp on",
+        _EXPERT_LAYER,
+        "partial = load_shared_f32x4(address + warp * layer.slot_bytes)",
+        "partial = load_shared_f32x4(address + (first + last - warp) * layer.slot_bytes)",
+        _ONE_LAUNCH + "ascending",
+    ),
+    Fault(
+        "rows of tokens that did not choose an expert are read",
+        _EXPERT_LAYER,
+        "chosen = (c.masks[slot] >> token) & 1 != 0",
+        "chosen = c.masks[slot] != 0",
+        _ONE_LAUNCH + "routings",
+    ),
+    Fault(
+        "an expert that a token chose twice has one of both weights",
+        _EXPERT_LAYER,
+        "cutlass.select_(c.ids[other] == expert, c.weights[other]",
+        "cutlass.select_(other == choice, c.weights[other]",
+        _ONE_LAUNCH + "routings",
+    ),
+    Fault(
+        "a launch reads what the launch in front may still write",
+        _EXPERT_LAYER,
+        "        cute.arch.griddepcontrol_wait()\n        cute.arch.griddepcontrol_launch_dependents()\n",
+        "        cute.arch.griddepcontrol_launch_dependents()\n        cute.arch.griddepcontrol_wait()\n",
+        _ONE_LAUNCH + "in_front",
     ),
 )

@@ -19,6 +19,7 @@ from emulator.kernel import Emulator
 from emulator.machine import TensorMap
 from emulator.ptx import Program, ptx_of
 from emulator.ptx import parse as parse_ptx
+from emulator.races import RaceChecker
 from w4gemm import QuantizedWeight, WeightFormat
 from w4gemm.core.activation import ACTIVATIONS, is_gated, parse
 from w4gemm.core.epilogue import PLAIN, SCALE_BLOCK, Epilogue, EpilogueOperands, default_out_dtype
@@ -363,3 +364,42 @@ def test_copies_arrive_when_they_are_waited_for() -> None:
     assert out.tolist() == [7] * 64
     with pytest.raises(RuntimeError, match="nothing was written there"):
         Emulator(PTX.format(body=body.format(wait="cp.async.wait_group 1")), 1).run(out)
+
+
+@pytest.mark.parametrize(
+    "body, error",
+    [
+        ("ld.global.b32 %r1, [%rd0]; bar.sync 0", ""),
+        ("ld.global.b32 %r1, [%rd0]; bar.warp.sync -1", "a race: thread 0 writes"),
+        ("st.relaxed.gpu.global.b32 [%rd0], %r0; bar.sync 0", ""),
+        ("st.global.b32 [%rd2], 7; bar.warp.sync -1; ld.global.b32 %r1, [%rd0]", "a race: thread 32 reads"),
+        ("st.global.b32 [%rd2], 7; bar.sync 0; ld.global.b32 %r1, [%rd0]; bar.sync 0", ""),
+        ("st.global.b32 [%rd0], %r0", "a race: threads write different numbers"),
+        ("st.global.b32 [%rd0], 7; bar.sync 0", ""),
+        ("ld.global.b32 %r1, [%rd2]; bar.sync 0", "has not written what it reads"),
+    ],
+)
+def test_what_races(body: str, error: str) -> None:
+    out = torch.full((64,), 9, dtype=torch.int32)
+    launch = RaceChecker(PTX.format(body=body), 1, [out] if "has not" in error else [])
+    if error:
+        with pytest.raises(RuntimeError, match=error):
+            launch.run(out)
+    else:
+        launch.run(out)
+
+
+@pytest.mark.parametrize("stored", ["release", "relaxed"])
+def test_a_release_publishes_what_lies_before_it(stored: str) -> None:
+    """Warp 0 writes word 1, and warp 1 reads it once word 0 is 7. What is acquired counts where lanes meet."""
+    body = (
+        "setp.lt.u32 %p0, %r0, 32; @%p0 bra $L__1; $L__2: ld.acquire.gpu.global.b32 %r1, [%rd0]; "
+        "setp.ne.b32 %p0, %r1, 7; @%p0 bra $L__2; bar.warp.sync -1; ld.global.b32 %r1, [%rd0+4]; ret; "
+        f"$L__1: st.global.b32 [%rd0+4], 5; bar.warp.sync -1; st.{stored}.gpu.global.b32 [%rd0], 7; ret"
+    )
+    launch = RaceChecker(PTX.format(body=body), 1)
+    if stored == "release":
+        launch.run(torch.zeros(64, dtype=torch.int32))
+        return
+    with pytest.raises(RuntimeError, match="a race: thread 32 reads word"):
+        launch.run(torch.zeros(64, dtype=torch.int32))

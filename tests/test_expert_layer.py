@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from conformance.cases import random_weight
-from emulator.kernel import Emulator
 from emulator.ptx import Program, parse, ptx_of
+from emulator.races import RaceChecker
 from w4gemm import QuantizedWeight, UnsupportedError, W4Experts, W4GroupedLinear, WeightFormat
 from w4gemm.api.expert_layer import Experts, LayerKey, expert_layer, one_launch
 from w4gemm.core import activation
@@ -101,18 +101,21 @@ def computed(
     weights: torch.Tensor,
     expert_map: torch.Tensor | None = None,
     flags: torch.Tensor | None = None,
-    resident: int = 0,
+    hidden: torch.Tensor | None = None,
+    **order: Any,
 ) -> torch.Tensor:
+    """The result of an emulated launch. order: which CTAs run at once, as :class:`RaceChecker` takes it."""
     spec = layer.spec
     out = torch.full_like(x, torch.nan)
-    hidden = torch.full((spec.hidden_bytes // 4,), -1, dtype=torch.int32)  # NaN
-    given = (
+    hidden = torch.full((spec.hidden_bytes // 4,), -1, dtype=torch.int32) if hidden is None else hidden  # NaN
+    operands = (
         *(x, ids.flatten(), weights.flatten(), expert_map),
         *(w.tensors[0].flatten() for w in (layer.gate_up, layer.down)),
         *(layer.gate_up_bias, layer.down_bias, layer.gate_up_scale, layer.down_scale),
         *(hidden, fresh_flags() if flags is None else flags, out),
     )
-    Emulator(program_of(spec), spec.ctas, resident=resident).run(*(t for t in given if t is not None))
+    launch = RaceChecker(program_of(spec), spec.ctas, [hidden], **order)
+    launch.run(*(t for t in operands if t is not None))
     return out
 
 
@@ -145,19 +148,27 @@ def inputs(spec: ExpertLayer, m: int, seed: int = 0) -> tuple[torch.Tensor, torc
     return x, ids.to(spec.ids), torch.rand(m, spec.top_k, generator=g)
 
 
+SMALL = spec_of(4, experts=8, width=64)
+"""Two rounds of gate_up, if eight experts are chosen."""
+TINY = spec_of(4, features=64, width=32, top_k=3, ctas=4)
+"""Each CTA has one strip of down."""
 CASES = {
     "one token": (spec_of(1), 1, "int4_g128"),
     "three of four tokens, biases, MXFP4": (
-        spec_of(4, format="mxfp4", activation="swiglu_oai", gate_up_bias=True, down_bias=True),
+        spec_of(4, width=96, format="mxfp4", activation="swiglu_oai", gate_up_bias=True, down_bias=True),
         3,
         "mxfp4",
     ),
     "eight tokens, scales, fp16": (
-        spec_of(8, dtype=torch.float16, gate_up_scale=True, down_scale=True, ids=torch.int32, top_k=3),
+        spec_of(8, width=96, dtype=torch.float16, gate_up_scale=True, down_scale=True, ids=torch.int32, top_k=3),
         8,
         "int4_g128",
     ),
-    "small groups, float zeros": (spec_of(2, format="int4_g32_zfloat"), 2, "int4_g32_zfloat"),
+    "small groups, float zeros, a map": (
+        spec_of(2, width=96, format="int4_g32_zfloat", mapped=True),
+        2,
+        "int4_g32_zfloat",
+    ),
 }
 
 
@@ -166,51 +177,84 @@ def test_layers(name: str) -> None:
     spec, m, format = CASES[name]
     layer = layer_of(spec, format)
     x, ids, weights = inputs(spec, m)
-    check(computed(layer, x, ids, weights), reference(layer, x, ids, weights))
+    expert_map = None
+    if spec.mapped:
+        expert_map, ids = torch.tensor([-1, 3, 0, -1, 1, 9], dtype=torch.int32), torch.tensor([[1, 6], [4, 0]])
+        out, ids = computed(layer, x, ids, weights, expert_map), torch.tensor([[3, -1], [1, -1]])
+    else:
+        out = computed(layer, x, ids, weights)
+    check(out, reference(layer, x, ids, weights))
 
 
 def test_routings() -> None:
-    """Experts elsewhere, one expert for all, the same one twice, none at all; NaN of a token or a weight elsewhere."""
-    layer = layer_of(spec_of(4))
+    """Experts elsewhere, one expert for all, the same one twice, none at all; NaN of a token or a weight elsewhere.
+    Each launch finds the flags and the rows that the last one left."""
+    layer = layer_of(SMALL)
     x, _, weights = inputs(layer.spec, 4)
     routings = [
-        [[1, 7], [-1, 2], [0, 4], [9, 9]],
+        [[1, 10], [-1, 2], [0, 4], [9, 9]],
         [[3, 3], [3, 3], [3, 3], [3, 3]],
-        [[5, 5], [-1, 8], [7, 6], [5, -9]],
-        [[0, 1], [1, 2], [2, 3], [3, 4]],
+        [[8, 8], [-1, 8], [10, 9], [8, -9]],
+        [[0, 1], [6, 7], [2, 3], [4, 5]],
     ]
-    flags = fresh_flags()
+    flags, hidden = fresh_flags(), torch.full((layer.spec.hidden_bytes // 4,), -1, dtype=torch.int32)
     for number, routing in enumerate(routings):
         ids = torch.tensor(routing)
-        out = computed(layer, x, ids, weights, flags=flags)
+        out = computed(layer, x, ids, weights, flags=flags, hidden=hidden)
         check(out, reference(layer, x, ids, weights))
         assert flags[:CTAS].tolist() == [2 * number + 3] * CTAS
     x[1] = torch.nan
     weights[0, 1] = torch.nan
-    ids = torch.tensor([[1, 7], [3, 2], [0, 4], [3, 1]])
-    out = computed(layer, x, ids, weights, flags=flags)
+    ids = torch.tensor([[1, 10], [3, 2], [0, 4], [3, 1]])
+    out = computed(layer, x, ids, weights, flags=flags, hidden=hidden)
     assert out.isnan().all(1).tolist() == [False, True, False, False]
     assert out.isnan().any(1).tolist() == [False, True, False, False]
 
 
-def test_expert_map() -> None:
-    layer = layer_of(spec_of(2, mapped=True))
-    x, _, weights = inputs(layer.spec, 2)
-    expert_map = torch.tensor([-1, 3, 0, -1, 1, 9], dtype=torch.int32)
-    ids = torch.tensor([[1, 6], [4, 0]])
-    out = computed(layer, x, ids, weights, expert_map)
-    check(out, reference(layer, x, torch.tensor([[3, -1], [1, -1]]), weights))
+# --- from gate_up to down
 
 
-@pytest.mark.parametrize("resident", [1, 2])
-def test_few_ctas_at_once(resident: int) -> None:
-    """A CTA that waits computes what no CTA has begun; then one that begins late computes it once more."""
-    layer, flags = layer_of(spec_of(4)), fresh_flags()
-    for seed in range(2):
-        x, ids, weights = inputs(layer.spec, 3, seed)
-        out = computed(layer, x, ids, weights, flags=flags, resident=resident)
-        check(out, reference(layer, x, ids, weights))
-        assert torch.equal(out, computed(layer, x, ids, weights))
+@functools.cache
+def all_at_once() -> torch.Tensor:
+    return computed(layer_of(SMALL), *inputs(SMALL, 4))
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        {"seed": 1},
+        {"resident": 1},
+        {"resident": 1, "order": (2, 0, 1)},
+        {"resident": 2, "order": (2, 1, 0), "seed": 2},
+    ],
+    ids=str,
+)
+def test_ctas_that_do_not_run_at_once(order: dict[str, Any]) -> None:
+    """A CTA that waits computes what no CTA has begun; one that begins late computes it once more. The bits are those
+    of CTAs that run side by side."""
+    layer = layer_of(SMALL)
+    x, ids, weights = inputs(SMALL, 4)
+    check(all_at_once(), reference(layer, x, ids, weights))
+    assert torch.equal(computed(layer, x, ids, weights, **order), all_at_once())
+
+
+def test_experts_are_added_in_ascending_order() -> None:
+    """(y + 2^25 y) - 2^25 y is 0 in float32, and y in any other order. Each expert's y comes from another warp."""
+    layer = layer_of(TINY)
+    alike = ([w.expert(0)] * TINY.experts for w in (layer.gate_up, layer.down))
+    layer = Layer(TINY, *(QuantizedWeight.stack(w, TINY.experts, "mma16") for w in alike), None, None, None, None)
+    x, ids = inputs(TINY, 1)[0], torch.tensor([[4, 0, 2]])
+    one = computed(layer, x, ids, torch.tensor([[0.0, 1.0, 0.0]]))
+    assert (one != 0).float().mean() > 0.5
+    out = computed(layer, x, ids, torch.tensor([[-(2.0**25), 1.0, 2.0**25]]))
+    assert (out == 0).all()
+
+
+def test_nothing_is_accessed_before_the_launch_in_front_has_ended() -> None:
+    """Behind it the next launch may begin at once: it waits too."""
+    code = [".".join(i.opcode) for i in program_of(SMALL).code]
+    wait = code.index("griddepcontrol.wait")
+    assert not any("global" in name for name in code[:wait]) and "griddepcontrol.launch_dependents" not in code[:wait]
 
 
 # --- whether it is chosen

@@ -68,11 +68,13 @@ class SharedRange(NamedTuple):
 class AsynchronousMachine(Machine):
     """Adds what goes on while its thread goes on."""
 
-    def __init__(self, ptx: str | Program, grid: int, cluster: int = 1, resident: int = 0):
-        super().__init__(ptx, grid, cluster, resident)
+    def __init__(self, ptx: str | Program, grid: int, cluster: int = 1, **options: Any):
+        super().__init__(ptx, grid, cluster, **options)
         self.mbarriers: dict[tuple[int, int], MBarrier] = {}
         """By CTA and address."""
         self.copies: list[AsyncCopies] = []
+        self.copied = np.zeros(len(self.shared) // 16, np.bool_)
+        """By 16 bytes of shared memory, True while cp.async writes there."""
         self.commits = np.zeros(len(self.pc), np.int64)
         """By thread, the groups of cp.async that it has committed."""
         self.stores: list[BoxStore] = []
@@ -130,6 +132,9 @@ class AsynchronousMachine(Machine):
             size = np.broadcast_to(self.get(i.operands[3], "s32", on), on.shape)
         assert i.operands[2] == "16" and ((size == 16) | (size == 0) | (size % 2 == 0)).all(), i.text
         cta, offset = self.owner(target, on)
+        at = cta * SHARED_BYTES + offset
+        assert not self.copied[at // 16].any(), "cp.async writes where an earlier one still writes"
+        self.copied[at // 16] = True
         self._destroy(cta, offset, offset[:, None] + np.arange(16))
         self.copies.append(AsyncCopies(on, self.commits[on], target, source, size))
 
@@ -161,6 +166,7 @@ class AsynchronousMachine(Machine):
                         ]
                         words[:, :bytes] = np.concatenate(parts, 1)
                     self.store("shared", target[chosen], threads[chosen], words)
+                    self.copied[self.located("shared", target[chosen], threads[chosen], 16)[1] // 16] = False
             if not due.all():
                 left.append(AsyncCopies(*(field[~due] for field in copy)))
         self.copies = left

@@ -201,7 +201,7 @@ class Emulator(AsynchronousMachine):
         values = self.load(space, address, on, size, len(names))
         for j, name in enumerate(names):
             self.put(name, values[:, j].view(DTYPES[kind]), on)
-        return self.fail(on) if "acquire" in i.opcode else None
+        return self.fail(on) if {"acquire", "relaxed"} & set(i.opcode) else None
 
     def _store(self, i: Instruction, on: Array) -> None:
         target, source = i.operands

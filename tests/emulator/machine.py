@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import struct
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -53,10 +54,20 @@ class Machine:
         ptx: a file with one kernel.
         grid: the number of CTAs.
         cluster: CTAs of a cluster.
-        resident: CTAs that run at once, the first ones first; each of the others begins when one ends. 0 for all.
+        resident: CTAs that run at once; each of the others begins when one ends. 0 for all.
+        order: the order in which CTAs begin; that of their numbers if it is empty.
+        seed: if not None, whose turn it is is drawn at random.
     """
 
-    def __init__(self, ptx: str | Program, grid: int, cluster: int = 1, resident: int = 0):
+    def __init__(
+        self,
+        ptx: str | Program,
+        grid: int,
+        cluster: int = 1,
+        resident: int = 0,
+        order: Sequence[int] = (),
+        seed: int | None = None,
+    ):
         self.program = parse(ptx) if isinstance(ptx, str) else ptx
         self.grid, self.cluster, self.threads = grid, cluster, self.program.threads
         count = grid * self.threads
@@ -69,8 +80,12 @@ class Machine:
         self.age = np.zeros(count, np.int64)
         """By thread, its place in the queue: the lowest runs first."""
         self.state = np.full(count, RUNNING)
-        self.started = resident or grid
-        self.state[self.started * self.threads :] = BLOCKED
+        self.random = None if seed is None else random.Random(seed)
+        self.waiting = [*(order or range(grid))]
+        """CTAs that have not begun, in order."""
+        self.state[:] = BLOCKED
+        for _ in range(resident or grid):
+            self.start_another()
         self.shared = np.full(grid * SHARED_BYTES, 0xFF, np.uint8)
         self.written = np.zeros(len(self.shared), np.bool_)
         """By byte of shared memory, True if something was written there."""
@@ -151,7 +166,8 @@ class Machine:
     def _advance(self, live: Array) -> None:
         """Run the threads whose turn it is until they wait, branch, or meet others."""
         group = live // _TOGETHER
-        live = live[group == group[np.argmin(self.age[live])]]
+        at = int(np.argmin(self.age[live])) if self.random is None else self.random.randrange(len(live))
+        live = live[group == group[at]]
         ages, pcs = self.age[live], self.pc[live]
         pc = int(pcs[ages == ages.min()].min())
         threads, others = live[pcs == pc], pcs[pcs > pc]
@@ -173,9 +189,9 @@ class Machine:
                 return
 
     def start_another(self) -> None:
-        """Let the next CTA begin, because one has ended."""
-        self.state[self.started * self.threads : (self.started + 1) * self.threads] = RUNNING
-        self.started += 1
+        """Let the next CTA begin."""
+        if self.waiting:
+            self.state[self.cta == self.waiting.pop(0)] = RUNNING
 
     def _where(self) -> str:
         waiting = np.unique(self.pc[self.state != DONE])

@@ -41,9 +41,11 @@ itself keeps beside its flag; so nothing is cleared, and a graph's replays need 
 one stream or graph, whose launches do not overlap: ``griddepcontrol.wait`` comes before the first access.
 
 No two CTAs need to run at once. At its start CTA c stores 2 * epoch to flag c. A CTA that waits for a share which no
-CTA has begun computes it itself: it drops the weights of down that it has requested, and goes through its loop once
-more. Whoever computes a share writes the same bits, so it does no harm if several do. So CTAs wait only for work that a
-running CTA has begun, on a GPU of which other kernels or processes hold a part too.
+CTA has begun claims it by the same store and computes it itself: it drops the weights of down that it has requested,
+and goes through its loop once more. Whoever computes a share writes the same bits, so it does no harm if several do.
+Computing a share waits for nothing, so whoever stores 2 * epoch to a flag stores 2 * epoch + 1 to it later, in the same
+thread. A CTA thus waits only for work that a running CTA has begun. So all CTAs end in whatever order they run, even
+one after another, on a GPU of which other kernels or processes hold a part.
 """
 
 from __future__ import annotations
