@@ -8,8 +8,12 @@ import torch
 import w4gemm
 from w4gemm import QuantizedWeight, WeightFormat, quantize, update_
 from w4gemm.kernels.weight_quantize.spec import WeightQuantize
+from w4gemm.weights.quantize import channel_scales_of_rows, group_ends
 
-FORMATS = ("int4_g128", "int4_g32_fp16", "int4_g64_zint", "int4_g16_zint_fp16", "mxfp4", "nvfp4")
+FORMATS = (
+    *("int4_g128", "int4_g32_fp16", "int4_g64_zint", "int4_g16_zint_fp16", "mxfp4", "nvfp4", "int4_col"),
+    *("int8_g96", "int8_col_zint", "int8_g512_fp32", "e4m3_col_fp32", "e4m3_g32_fp32", "e4m3_g128_b128", "mxfp8"),
+)
 E = 2
 
 
@@ -26,7 +30,7 @@ def packed(w: torch.Tensor, format: str, layout: str | None = None) -> Quantized
     return QuantizedWeight.stack([quantize(one, format) for one in w], layout=layout)
 
 
-@pytest.mark.parametrize("format", [*FORMATS, "int4_col", "q4_k", "nf4_g64"])
+@pytest.mark.parametrize("format", [*FORMATS, "q4_k", "nf4_g64"])
 @pytest.mark.parametrize("pairs", [False, True])
 def test_the_bits_of_a_new_weight(format: str, pairs: bool, device: str) -> None:
     old, new = (numbers(70, 512, torch.bfloat16, seed) for seed in (1, 2))
@@ -88,37 +92,51 @@ def test_without_a_compiled_kernel_pytorch_does_it(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
-    "format, dtype, pairs, n, k",
+    "format, dtype, pairs, n, k, refused_number",
     [
-        ("int4_g128", torch.bfloat16, False, 70, 150),
-        ("int4_g16_fp16", torch.float16, True, 66, 130),
-        ("int4_g64_zint", torch.bfloat16, True, 2, 2),
-        ("mxfp4", torch.float16, False, 130, 200),
-        ("nvfp4", torch.bfloat16, True, 70, 150),
+        ("int4_g128", torch.bfloat16, False, 66, 150, torch.nan),
+        ("int4_g16_fp16", torch.float16, True, 34, 130, -torch.inf),
+        ("int4_g64_zint", torch.bfloat16, True, 2, 2, 1100.0),
+        ("mxfp4", torch.float16, False, 20, 200, -1100.0),
+        ("nvfp4", torch.bfloat16, True, 20, 150, torch.nan),
+        ("int3_g96", torch.bfloat16, False, 18, 200, torch.nan),
+        ("int8_g32_zint", torch.bfloat16, False, 20, 150, torch.inf),
+        ("int8_col_zint_fp16", torch.float16, True, 20, 150, torch.nan),
+        ("int8_g256_fp32", torch.bfloat16, False, 10, 260, 1100.0),
+        ("e4m3_col_fp32", torch.bfloat16, True, 20, 150, torch.nan),
+        ("e4m3_g64_fp32", torch.float16, False, 20, 150, -1100.0),
+        ("e4m3_g128_b128", torch.bfloat16, True, 130, 130, torch.nan),
+        ("mxfp8", torch.float16, False, 20, 150, torch.inf),
     ],
 )
-def test_the_kernel_on_an_emulated_gpu(format: str, dtype: torch.dtype, pairs: bool, n: int, k: int) -> None:
+def test_the_kernel_on_an_emulated_gpu(
+    format: str, dtype: torch.dtype, pairs: bool, n: int, k: int, refused_number: float
+) -> None:
     """The bits that PyTorch's operators make on the CPU."""
     pytest.importorskip("cutlass")
     from emulator.kernel import Emulator
     from emulator.ptx import parse, ptx_of
 
     w, limit = numbers(n, k, dtype).clamp(-900, 900), 1000.0
-    made = packed(w, format, "mma16")
-    program = parse(ptx_of(WeightQuantize(dtype, str(WeightFormat.of(format)), pairs, limit).unit()))
+    made, parsed = packed(w, format, "mma16"), WeightFormat.of(format)
+    program = parse(ptx_of(WeightQuantize(dtype, str(parsed), pairs, limit).unit()))
 
-    def run(w: torch.Tensor) -> tuple[torch.Tensor, int]:
+    def run(w: torch.Tensor) -> tuple[list[torch.Tensor], int]:
         dense = [w[:, 0::2].contiguous(), w[:, 1::2].contiguous()] if pairs else [w]
-        blocks, refused = torch.full_like(made.tensors[0], 0x55555555), torch.zeros(1, dtype=torch.int32)
-        count = E * blocks.shape[1] * blocks.shape[2]
-        Emulator(program, count).run(*dense, *made.tensors[1:], blocks, refused, n)
-        return blocks, int(refused)
+        blocks, refused = torch.full_like(made.tensors[0][: len(w)], 0x55555555), torch.zeros(1, dtype=torch.int32)
+        scales = [
+            torch.stack([channel_scales_of_rows(rows, parsed) for rows in dense], -1).flatten(1)
+            for _ in made.tensors[1:]
+        ]
+        ends = [group_ends(dense, parsed)] if WeightQuantize.needs_ends(parsed) else []
+        count = len(w) * blocks.shape[1] * blocks.shape[2]
+        Emulator(program, count).run(*dense, *scales, *ends, blocks, refused, n)
+        return [blocks, *scales], int(refused)
 
-    blocks, refused = run(w)
-    assert torch.equal(blocks, made.tensors[0]) and not refused
-    for number in (torch.nan, -torch.inf, 1100.0):
-        w[1, n - 1, k - 1] = number
-        assert run(w)[1] == 1
+    tensors, refused = run(w)
+    assert all(torch.equal(a, b) for a, b in zip(tensors, made.tensors, strict=True)) and not refused
+    w[1, n - 1, k - 1] = refused_number
+    assert run(w[1:])[1] == 1
 
 
 @pytest.mark.gpu

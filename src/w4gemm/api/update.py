@@ -8,7 +8,7 @@ from w4gemm.core.autocast import without_autocast
 from w4gemm.core.errors import UnsupportedError, kind_of, require_dense
 from w4gemm.kernels import launcher
 from w4gemm.kernels.weight_quantize.spec import WeightQuantize
-from w4gemm.weights.quantize import channel_scales_of_rows, largest_quantized, quantize
+from w4gemm.weights.quantize import channel_scales_of_rows, group_ends, largest_quantized, quantize
 from w4gemm.weights.weight import QuantizedWeight
 
 Dense = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -21,8 +21,10 @@ def update_(w: QuantizedWeight, weight: Dense) -> None:
 
     The addresses stay, so layers, engines and CUDA graphs that hold the weight multiply by the new numbers from their
     next launch on. The bits are those of ``w4gemm.quantize(weight, w.format).repack(w.layout)``. On Hopper one kernel
-    does it without further memory, for int4 and e2m1 in groups of at most 128 columns, without zero points or with
-    integer ones, and ``weight`` in 16 bits; elsewhere PyTorch's operators do, expert by expert.
+    does it for ``weight`` in 16 bits and integers, e2m1 and e4m3 as the layout ``mma16`` holds them: with one scale for
+    each group of columns, row, or block of 128 x 128, without zero points or with integer ones. It needs no further
+    memory but for scales that reach beyond 128 columns or one row, whose ranges PyTorch finds first (8 bytes each of a
+    row's). Elsewhere PyTorch's operators do it, expert by expert.
 
     Args:
         w: the weight to overwrite, of any layout; also one of several experts, or in act-order.
@@ -79,13 +81,14 @@ def _by_kernel(w: QuantizedWeight, sources: tuple[torch.Tensor, ...]) -> bool:
         return False
     experts = max(w.experts, 1)
     blocks, *channels = (t if w.experts else t[None] for t in w.tensors)
+    rows = [source.view(experts, -1, w.k) for source in sources]
     if channels:
-        of_rows = [channel_scales_of_rows(source, w.format) for source in sources]
-        channels[0].copy_(torch.stack(of_rows, -1).view(experts, w.n))
+        of_rows = [channel_scales_of_rows(source, w.format) for source in rows]
+        channels[0].copy_(torch.stack(of_rows, -1).flatten(1))
+    ends = group_ends(rows, w.format) if WeightQuantize.needs_ends(w.format) else None
     refused = torch.zeros(1, dtype=torch.int32, device=w.device)
-    even, odd = (sources[0], None) if len(sources) == 1 else sources
-    rows = [None if s is None else s.view(experts, -1, w.k) for s in (even, odd)]
-    run(*rows, channels[0] if channels else None, blocks, refused, w.n)
+    even, odd = (*rows, None)[:2]
+    run(even, odd, channels[0] if channels else None, ends, blocks, refused, w.n)
     if refused.item():
         raise ValueError(
             f"weight: wanted finite values of at most {limit:g} for {w.format}; w holds nothing of use now"

@@ -3,7 +3,7 @@ weights that are multiplied: :func:`fold_scales`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -107,11 +107,40 @@ def channel_scales(scales: torch.Tensor, format: WeightFormat) -> torch.Tensor:
 
 
 def channel_scales_of_rows(rows: torch.Tensor, format: WeightFormat) -> torch.Tensor:
-    """Return :func:`channel_scales` of dense rows (..., n, k) of an element whose largest values are of both signs:
-    float32 (..., n)."""
-    largest = rows.abs().amax(-1).float()
-    scales = _over(largest, format.element_rule.largest_value).to(_plain(format).scale_dtype).float()
-    return channel_scales(scales.view(-1, 1), format).view_as(largest)
+    """Return the float32 scales (..., n) of dense rows (..., n, k) of an element whose largest values are of both
+    signs: :func:`channel_scales` or, in a format without, the one scale of each row."""
+    least, most = rows.aminmax(dim=-1)
+    scales = _over(torch.maximum(-least, most).float(), format.element_rule.largest_value)
+    if not format.has_channels:
+        return scales
+    scales = scales.to(_plain(format).scale_dtype).float()
+    return channel_scales(scales.view(-1, 1), format).view_as(scales)
+
+
+def group_ends(sources: Sequence[torch.Tensor], format: WeightFormat) -> torch.Tensor:
+    """Return the least and the largest number of each row's groups, or of those of its block of rows: float32 (experts,
+    n, groups, 2).
+
+    Args:
+        sources: floating point (experts, n, k); or several (experts, n / count, k), whose rows take turns.
+    """
+    k = sources[0].shape[-1]
+    length = min(format.group_length(k), k)
+    whole = k // length * length
+    of_sources = []
+    for dense in sources:
+        groups = [dense[..., :whole].unflatten(-1, (-1, length)), dense[..., None, whole:]]
+        ends = [torch.stack((part.amin(-1), part.amax(-1)), -1) for part in groups if part.shape[-1]]
+        of_sources.append(torch.cat(ends, -2).float())
+    ends_of_rows = torch.stack(of_sources, 2).flatten(1, 2)
+    if rows := format.scale_rule.block_rows:
+        full = ends_of_rows.shape[1] // rows * rows
+        for blocks in (ends_of_rows[:, :full].unflatten(1, (-1, rows)), ends_of_rows[:, None, full:]):
+            if blocks.numel():
+                least, most = blocks[..., 0], blocks[..., 1]
+                least.copy_(least.amin(2, keepdim=True).expand_as(least))
+                most.copy_(most.amax(2, keepdim=True).expand_as(most))
+    return ends_of_rows
 
 
 def _over(t: torch.Tensor, number: float) -> torch.Tensor:
@@ -194,13 +223,13 @@ class _Rounded(NamedTuple):
 def _quantize_rows(w: torch.Tensor, format: WeightFormat, search: bool) -> WeightComponents:
     n, k = w.shape
     length, groups = min(format.group_length(k), k), format.groups(k)
-    # a short last group is filled with its own first element, which keeps its range, and does not count as an error
+    low, high = group_ends((w[None],), format)[0].unbind(-1)
+    # a short last group is filled with its own first element, which does not count as an error
     tail = groups * length - k
     if tail:
         w = torch.cat((w, w[:, (groups - 1) * length :][:, :1].expand(n, tail)), dim=1)
     w = w.view(n, groups, length)
     is_column = (torch.arange(groups * length, device=w.device) < k).view(groups, length)
-    low, high = _shared(w.amin(-1), torch.amin, format), _shared(w.amax(-1), torch.amax, format)
     channels: torch.Tensor | None = None
     factors: torch.Tensor | None = None
 
@@ -229,7 +258,9 @@ def _quantize_rows(w: torch.Tensor, format: WeightFormat, search: bool) -> Weigh
     def judged(values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, codes: torch.Tensor) -> _Rounded:
         """Return rounded weights with their error. Groups whose scale was rounded to 0 beside a zero point that was not
         are all zeros if that is nearer."""
-        error = _shared(((values - w) * is_column).square().sum(-1), torch.sum, format)
+        error = ((values - w) * is_column).square().sum(-1)
+        if rows := format.scale_rule.block_rows:
+            error = torch.cat([block.sum(0, keepdim=True).expand_as(block) for block in error.split(rows)])
         if format.zero == "float":
             nothing = (w * is_column).square().sum(-1)
             worse = error > nothing
@@ -248,15 +279,6 @@ def _quantize_rows(w: torch.Tensor, format: WeightFormat, search: bool) -> Weigh
     if rows := format.scale_rule.block_rows:  # twice, for even and for odd rows
         scales = scales[::rows].repeat_interleave(2, dim=0)
     return WeightComponents(codes, format.stored_scales(scales), zeros, channels, factors)
-
-
-def _shared(of_rows: torch.Tensor, reduce: Callable[..., torch.Tensor], format: WeightFormat) -> torch.Tensor:
-    """Return numbers (n, groups) reduced over the rows that share scales, in the place of each row's; as they are if
-    none do."""
-    if not format.scale_rule.block_rows:
-        return of_rows
-    blocks = of_rows.split(format.scale_rule.block_rows)
-    return torch.cat([reduce(block, 0, keepdim=True).expand_as(block) for block in blocks])
 
 
 def _round_groups(

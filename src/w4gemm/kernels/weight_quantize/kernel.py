@@ -2,7 +2,7 @@
 
 A CTA makes one block of 64 rows x 128 columns, a warp one strip of 16 rows. A lane loads the numbers whose codes it
 has in the block, so that codes are put into words where they are made. The four lanes of a row agree on the ends of a
-group by two shuffles.
+group by two shuffles. The ends of groups that reach beyond a block, in columns or rows, are an operand.
 
 The arithmetic is that of :func:`w4gemm.quantize`, each operation rounded once, so that bits are equal.
 """
@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
+import torch
 from cutlass import Boolean, Float32, Int32, Int64
 
-from w4gemm.core.formats import WeightFormat
+from w4gemm.core.formats import PER_COLUMN, WeightFormat
 from w4gemm.packing.block import BLOCK_K, BLOCK_N, HALF_K, LANE_CODES, Block
 from w4gemm.packing.codecs.base import Bits, Codec
 from w4gemm.packing.codecs.e2m1 import POWER_BIAS
@@ -49,7 +50,10 @@ class Dense(NamedTuple):
     odd: cute.Tensor | None
     """Like ``even``: rows 1, 3, 5, ..."""
     channels: cute.Tensor | None
-    """float32 (experts, n): the scale of each row, if the format has them."""
+    """float32 (experts, n): the scale of each row, if the codec has them."""
+    ends: cute.Tensor | None
+    """float32 (experts, n, groups, 2): the least and the largest number of each group, if groups reach beyond a
+    block."""
     blocks: cute.Tensor
     """int32 (experts, n blocks, k blocks, words)."""
     refused: cute.Tensor
@@ -71,6 +75,8 @@ class Rows(NamedTuple):
     values: list[list[Float32]]
     """By half, from left to right."""
     exists: Boolean
+    scaled: Boolean
+    """Whether it has scales."""
     scale: Float32 | None
     """The scale of the whole row."""
 
@@ -79,12 +85,13 @@ class Rows(NamedTuple):
 
 
 class WeightQuantizeKernel:
-    """The kernel for dense numbers of ``kind`` "f16" or "bf16", of a magnitude of at most ``limit``, and a format whose
-    groups are parts of 128 columns."""
+    """The kernel for dense numbers of ``kind`` "f16" or "bf16", of a magnitude of at most ``limit``."""
 
     def __init__(self, kind: str, format: WeightFormat, codec: Codec, limit: float) -> None:
         self.kind, self.format, self.codec, self.limit = kind, format, codec, limit
         self.block: Block = codec.block(format)
+        self.channels = codec.has_channels(format)
+        """True if each row has a float32 scale."""
 
     @cute.jit
     def __call__(
@@ -92,6 +99,7 @@ class WeightQuantizeKernel:
         even: cute.Tensor,
         odd: cute.Tensor | None,
         channels: cute.Tensor | None,
+        ends: cute.Tensor | None,
         blocks: cute.Tensor,
         refused: cute.Tensor,
         n: Int32,
@@ -99,7 +107,7 @@ class WeightQuantizeKernel:
     ) -> None:
         """Launch; tensors as in :class:`Dense`."""
         count = blocks.shape[0] * blocks.shape[1] * blocks.shape[2]
-        self.kernel(Dense(even, odd, channels, blocks, refused), n).launch(
+        self.kernel(Dense(even, odd, channels, ends, blocks, refused), n).launch(
             grid=[count, 1, 1], block=[THREADS, 1, 1], stream=stream
         )
 
@@ -116,12 +124,20 @@ class WeightQuantizeKernel:
         first_row = index // k_blocks % n_blocks * BLOCK_N + strip * 16 + lane // 4
         expert = index // k_blocks // n_blocks
         rows = [self.load(t, expert, first_row + 8 * row8, first_column + lane % 4 * 2, n) for row8 in (0, 1)]
+        if self.format.scale_rule.block_rows:  # rows past n have the scales of their block, as those before
+            rows = [row._replace(scaled=Boolean(True)) for row in rows]
         block = self.block
         target = t.blocks.iterator.toint() + Int64(index) * block.bytes
         words = [[Int32(0)] * (block.bits * LANE_CODES // 32) for _ in range(2)]
         fields: list[list[Int32]] = []
         for group in range(block.groups):
-            ends = [self.ends(t, row, group, first_column + lane % 4 * 2, k) for row in rows]
+            if t.ends is None:
+                ends = [self.checked(t, row, self.ends(row, group, first_column + lane % 4 * 2, k)) for row in rows]
+            else:
+                column = first_column + group * block.scale_group
+                places = [cutlass.min(first_row + 8 * row8, n - 1) + Int64(expert) * n for row8 in (0, 1)]
+                beyond = [self.ends_beyond(t.ends, place, column, k) for place in places]
+                ends = [self.checked(t, *both) for both in zip(rows, beyond, strict=True)]
             there = first_column + group * block.scale_group < k
             codes, stored = self.quantized(rows, ends, group, there)
             fields.append(stored)
@@ -192,7 +208,7 @@ class WeightQuantizeKernel:
         if t.channels is not None:
             address = t.channels.iterator.toint() + (Int64(expert) * n + row) * 4
             scale = to_float("f32", load_global(address, 1, exists)[0])
-        return Rows(values, exists, scale)
+        return Rows(values, exists, exists, scale)
 
     def columns(self, group: int) -> list[Column]:
         """The lane's columns of a row in a group, in order."""
@@ -200,8 +216,23 @@ class WeightQuantizeKernel:
         own = [s for s in steps if (s[0] * HALF_K + s[1] * _STEP_K) // self.block.scale_group == group]
         return [Column(*s, col8, i) for s in own for col8 in (0, 1) for i in (0, 1)]
 
-    def ends(self, t: Dense, row: Rows, group: int, first: Int32, k: Int32) -> tuple[Float32, Float32]:
-        """The least and the largest number of a row's group, over its four lanes. Raises the flag of the refused."""
+    def checked(self, t: Dense, row: Rows, ends: tuple[Float32, Float32]) -> tuple[Float32, Float32]:
+        """The ends of a group. Raises the flag of the refused."""
+        low, high = ends
+        # of a group without columns low is above high; a NaN is in both
+        legal = (low >= Float32(-self.limit)) & (high <= Float32(self.limit))
+        store_global(t.refused.iterator.toint(), [Int32(1)], (legal == Boolean(False)) & row.exists)
+        return ends
+
+    def ends_beyond(self, ends: cute.Tensor, row: Int64, column: Int32, k: Int32) -> tuple[Float32, Float32]:
+        """The least and the largest number of the group of a column, of one of the rows of all experts; 0 past k."""
+        size = self.format.group_size
+        group = Int32(0) if size == PER_COLUMN else column // size
+        words = load_global(ends.iterator.toint() + (row * ends.shape[2] + group) * 8, 2, column < k)
+        return to_float("f32", words[0]), to_float("f32", words[1])
+
+    def ends(self, row: Rows, group: int, first: Int32, k: Int32) -> tuple[Float32, Float32]:
+        """The least and the largest number of a row's group, over its four lanes."""
         low, high = Float32(float("inf")), Float32(float("-inf"))
         for column in self.columns(group):
             value = row.value(column)
@@ -211,9 +242,6 @@ class WeightQuantizeKernel:
         for offset in (1, 2):
             low = minimum(low, cute.arch.shuffle_sync_bfly(low, offset))
             high = maximum(high, cute.arch.shuffle_sync_bfly(high, offset))
-        # of a group without columns low is above high; a NaN is in both
-        legal = (low >= Float32(-self.limit)) & (high <= Float32(self.limit))
-        store_global(t.refused.iterator.toint(), [Int32(1)], (legal == Boolean(False)) & row.exists)
         return low, high
 
     def quantized(
@@ -226,10 +254,13 @@ class WeightQuantizeKernel:
             zeros = [self.integer_zero(end[0], factor) for end, factor in zip(ends, factors, strict=True)]
             words.append(pack_half2(self.scale_kind, *zeros))
         masked = []
-        for word in words:
+        for i, word in enumerate(words):
+            if self.block.scale_bits == 32:  # a word of each row
+                masked.append(Int32(cutlass.select_(there & rows[i].scaled, word, Int32(0))))
+                continue
             for row8, shift in ((0, 0), (1, 16)):
                 own = word >> shift & 0xFFFF
-                word = word ^ (own ^ Int32(cutlass.select_(there & rows[row8].exists, own, Int32(0)))) << shift
+                word = word ^ (own ^ Int32(cutlass.select_(there & rows[row8].scaled, own, Int32(0)))) << shift
             masked.append(word)
         codes = {}
         for row8, row in enumerate(rows):
@@ -250,8 +281,8 @@ class WeightQuantizeKernel:
 
     @property
     def scale_kind(self) -> str:
-        """Kind of a 16-bit scale."""
-        return {"bf16": "bf16", "fp16": "f16"}.get(self.format.scale, "bf16")
+        """Kind of a scale of 16 or 32 bits, and of the one that is found first beside scales of rows."""
+        return {torch.float16: "f16", torch.float32: "f32"}.get(self.format.scale_dtype, "bf16")
 
     def scale(self, low: Float32, high: Float32) -> Float32:
         """The scale of a group, by its ends, before it is rounded to what is stored."""
@@ -259,15 +290,15 @@ class WeightQuantizeKernel:
         if self.format.has_zero:
             least, most = minimum(low, zero), maximum(high, zero)
             return divide(most - least, Float32(float(element.largest_code)))
-        small, large = sorted((min(element.values), max(element.values)), key=abs)
+        small, large = sorted((element.least, element.most), key=abs)
         below, above = magnitude(low), magnitude(high)
         if not self.format.scale_rule.signed:
-            ends = divide(low, Float32(min(element.values))), divide(high, Float32(max(element.values)))
-            return maximum(*ends)
+            return maximum(divide(low, Float32(element.least)), divide(high, Float32(element.most)))
         extreme = Float32(cutlass.select_(below >= above, low, high))
         size = divide(extreme, Float32(large))
         size = maximum(magnitude(size), divide(minimum(below, above), Float32(abs(small))))
-        size = to_float(self.scale_kind, pack_half2(self.scale_kind, size, size))
+        if self.scale_kind != "f32":
+            size = to_float(self.scale_kind, pack_half2(self.scale_kind, size, size))
         if element.symmetric:
             return size
         opposite = extreme * Float32(large) < zero
@@ -275,6 +306,10 @@ class WeightQuantizeKernel:
 
     def stored(self, scales: list[Float32], rows: list[Rows]) -> tuple[list[Int32], list[Float32]]:
         """The words of both rows' scales, and the numbers by which the rows are divided."""
+        if self.channels and not self.format.has_channels:  # of all columns, and beside the blocks
+            return [Int32(0)], [row.scale for row in rows]
+        if self.scale_kind == "f32":
+            return [float_word(scale) for scale in scales], scales
         if self.format.scale == "e8m0":
             powers = []
             for scale in scales:  # the least power of two that is no less
@@ -312,6 +347,9 @@ class WeightQuantizeKernel:
         if element.counts:
             addend = zero if self.format.has_zero else Float32(float(element.padding_code))
             return self.rounded(ratio + addend)[0]
+        if element.bits == 8:  # e4m3, whose -0 no weight has
+            code = pack_e4m3([ratio, *[Float32(0.0)] * 3]) & 0xFF
+            return Int32(cutlass.select_(code == 0x80, Int32(0), code))
         size, code = magnitude(ratio), Int32(0)  # of e2m1: its codes count magnitudes
         numbers = element.values[: len(element.values) // 2]
         for i, (lower, upper) in enumerate(itertools.pairwise(numbers)):

@@ -14,8 +14,8 @@ from w4gemm.kernels.helper import HALF_KINDS, Sm90Helper, half_dtype
 from w4gemm.packing.block import BLOCK_K
 from w4gemm.packing.codecs import MMA16, codec_for
 
-_SCALES = {"none": ("bf16", "fp16", "e8m0", "e4m3_row"), "int": ("bf16", "fp16")}
-_ELEMENTS = ("int4", "e2m1")
+_SCALES = {"none": ("bf16", "fp16", "fp32", "b128", "e8m0", "e4m3_row"), "int": ("bf16", "fp16")}
+_FLOATS = ("e2m1", "e4m3")
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,23 @@ class WeightQuantize(Sm90Helper):
         cls, device: Device, dtype: torch.dtype, format: WeightFormat, pairs: bool, limit: float
     ) -> WeightQuantize | None:
         """Return the kernel; None where it does not run."""
-        known = format.element in _ELEMENTS and format.scale in _SCALES.get(format.zero, ())
-        grouped = 0 < format.group_size <= BLOCK_K and BLOCK_K % format.group_size == 0
-        if dtype not in HALF_KINDS or not known or not grouped or not cls.runs(device):
+        known = format.element_rule.counts or format.element in _FLOATS
+        known &= format.scale in _SCALES.get(format.zero, ()) and codec_for(format, MMA16) is not None
+        if dtype not in HALF_KINDS or not known or not cls.runs(device):
             return None
         return cls(dtype, str(format), pairs, limit)
+
+    @classmethod
+    def needs_ends(cls, format: WeightFormat) -> bool:
+        """True if groups reach beyond a block, whose ends the kernel then takes."""
+        inside = format.group_size > 0 and BLOCK_K % format.group_size == 0 and not format.scale_rule.block_rows
+        return not inside and not cls.needs_row_scales(format)
+
+    @staticmethod
+    def needs_row_scales(format: WeightFormat) -> bool:
+        """True if the one scale of a row lies beside the blocks, and the kernel takes it."""
+        codec = codec_for(format, MMA16)
+        return codec is not None and codec.has_channels(format) and not format.has_channels
 
     @staticmethod
     def takes(weight: torch.Tensor) -> bool:
@@ -70,9 +82,10 @@ class WeightQuantize(Sm90Helper):
             return make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=align)
 
         dense = [fake(half_dtype(kernel.kind), experts, rows, k, align=4) for _ in range(1 + self.pairs)]
-        channels = fake(cutlass.Float32, experts, n, align=4) if format.has_channels else None
+        channels = fake(cutlass.Float32, experts, n, align=4) if kernel.channels else None
+        ends = fake(cutlass.Float32, experts, n, cute.sym_int(), 2, align=8) if self.needs_ends(format) else None
         blocks = fake(cutlass.Int32, experts, n_blocks, k_blocks, kernel.block.words, align=16)
         refused = fake(cutlass.Int32, 1, align=4)
         stream = make_fake_stream(use_tvm_ffi_env_stream=True)
         odd = dense[1] if self.pairs else None
-        return Program(kernel, (dense[0], odd, channels, blocks, refused, 0, stream))
+        return Program(kernel, (dense[0], odd, channels, ends, blocks, refused, 0, stream))
