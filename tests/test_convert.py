@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import resource
 from pathlib import Path
@@ -140,6 +141,46 @@ def test_a_head_that_is_tied_is_none_of_the_4_bit_layers(their_own: None, tmp_pa
     ids = tokenizer("hello there", return_tensors="pt").input_ids
     with torch.inference_mode():
         assert theirs(ids).logits.isclose(ours(ids).logits, rtol=1e-4, atol=1e-5).all()
+
+
+@pytest.mark.parametrize("format", ["int4_g32_zint", "int8_g32", "int6_col_zint", "int3_g32"])
+def test_transformers_reads_every_width_and_zero_points(their_own: None, format: str, tmp_path: Path) -> None:
+    """By default it allocates zero points unpacked, so the folder asks it to make layers dense while it loads them."""
+    pytest.importorskip("compressed_tensors")
+    from transformers import AutoModelForCausalLM
+
+    folder = write_dense(tmp_path / "in")
+    assert convert(folder, tmp_path / "out", "--format", format, "--dtype", "float32") == 0
+    assert find_checkpoint(tmp_path / "out").format.name == "compressed-tensors"
+    ours, rounded = open_checkpoint(tmp_path / "out"), open_checkpoint(folder, format)
+    assert ours.modules == rounded.modules
+    assert all(torch.equal(ours.weight(n).dequantize(), rounded.weight(n).dequantize()) for n in ours.modules)
+    ids = torch.arange(1, 8)[None]
+    with torch.inference_mode():
+        theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out")(ids).logits
+        assert theirs.isclose(load(tmp_path / "out")[0](ids).logits, rtol=0.05, atol=0.02).all()  # dense ones are bf16
+
+
+def test_zero_points_that_transformers_does_not_read_are_said(their_own: None, tmp_path: Path, capsys: Any) -> None:
+    pytest.importorskip("compressed_tensors")
+    from transformers import AutoModelForCausalLM
+
+    one, two = (test_compressed_tensors.config({"symmetric": symmetric}) for symmetric in (True, False))
+    two["config_groups"] |= {"group_1": one["config_groups"]["group_0"] | {"targets": ["re:.*q_proj"]}}
+    plain, shifted = test_compressed_tensors.writer(), test_compressed_tensors.writer(zero_point=True, zeros=(0, 15))
+    write_model(tmp_path / "mixed", two, lambda name, *nk: (plain if "q_proj" in name else shifted)(name, *nk))
+    write_model(tmp_path / "gptq", *SOURCES["gptq"])
+    for folder, why, error in (
+        (write_dense(tmp_path / "experts", "qwen3_moe"), "it reads no zero points of experts", "conversion"),
+        (tmp_path / "mixed", "it reads zero points only if all layers have one format", "mismatched"),
+        (tmp_path / "gptq", "", ""),
+    ):
+        out, format = tmp_path / f"{folder.name}_out", ("--format", "int4_g32_zint") if folder.name == "experts" else ()
+        assert convert(folder, out, *format) == 0
+        said = capsys.readouterr().err
+        assert ("transformers reads it with w4gemm alone" in said) == bool(why) and why in said
+        with pytest.raises(RuntimeError, match=error) if why else contextlib.nullcontext():
+            AutoModelForCausalLM.from_pretrained(out)
 
 
 @pytest.mark.parametrize("architecture", ["mixtral", "qwen3_moe", "deepseek_v3"])

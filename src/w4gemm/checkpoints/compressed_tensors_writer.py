@@ -1,7 +1,8 @@
-"""Weights as compressed-tensors stores them: pack-quantized integers of 4 bits, MXFP4, and e4m3."""
+"""Weights as compressed-tensors stores them: pack-quantized integers of 2 to 6 and 8 bits, MXFP4, and e4m3."""
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,7 @@ from w4gemm.checkpoints.compressed_tensors import CompressedTensors
 from w4gemm.checkpoints.experts import roles_of
 from w4gemm.checkpoints.file_names import FileNames
 from w4gemm.core.formats import PER_COLUMN, WeightFormat
+from w4gemm.packing.bits import pack
 from w4gemm.weights.weight import QuantizedWeight
 
 _MXFP4 = WeightFormat.parse("mxfp4")
@@ -40,16 +42,14 @@ class CompressedTensorsWriter:
             raise ValueError("compressed-tensors has no biases of experts; --to w4gemm has")
         if module.format in _FP8 and module.experts:
             raise ValueError("experts in fp8 are not written in compressed-tensors; --to w4gemm holds them")
-        if module.format not in (_MXFP4, *_FP8) and (
-            module.format.element != "int4"
-            or module.format.zero == "float"
-            or module.format.scale not in ("bf16", "fp16")
-        ):
-            raise ValueError(f"compressed-tensors does not hold {module.format}; --to w4gemm does")
+        format = module.format
+        integers = format.element_rule.counts and format.zero != "float" and format.scale in ("bf16", "fp16")
+        if format not in (_MXFP4, *_FP8) and not integers:
+            raise ValueError(f"compressed-tensors does not hold {format}; --to w4gemm does")
         if module.pre_quant_scale:
             raise ValueError("compressed-tensors has no factors of x (pre_quant_scale); --to w4gemm has")
-        if module.k % 8:
-            raise ValueError(f"compressed-tensors wants k to be a multiple of 8, got {module.k}")
+        if module.k % (whole := 32 // math.gcd(32, format.bits)):
+            raise ValueError(f"compressed-tensors wants k to be a multiple of {whole} in {format}, got {module.k}")
 
     def tensors(self, checkpoint: Checkpoint, name: str, w: QuantizedWeight) -> dict[str, torch.Tensor]:
         if not w.experts:
@@ -74,12 +74,12 @@ class CompressedTensorsWriter:
             rows = scales if w.format.group_size == PER_COLUMN else scales[::2].contiguous()  # even and odd rows' alike
             return {"weight": packed.view(torch.float8_e4m3fn), "weight_scale": rows}
         leaves = {
-            "weight_packed": packed.contiguous().view(torch.int32),  # little-endian: the canonical order
+            "weight_packed": _words(packed),  # little-endian: the canonical order
             "weight_scale": scales,
             "weight_shape": torch.tensor([w.n, w.k], device="cpu"),
         }
         if zeros:
-            leaves["weight_zero_point"] = _along_rows(zeros[0])
+            leaves["weight_zero_point"] = _words(pack(zeros[0].mT.contiguous(), w.format.bits)).mT.contiguous()
         return leaves
 
     def named(self, checkpoint: Checkpoint) -> Checkpoint:
@@ -95,6 +95,7 @@ class CompressedTensorsWriter:
             f"group_{i}": _group(*kind, ["Linear"] if i == 0 else names) for i, (kind, names) in enumerate(ordered)
         }
         formats = {group["format"] for group in groups.values()}
+        has_zero = any(module.format.has_zero for module in checkpoint.modules.values())
         matrices = [name for name, shape in checkpoint.tensors.items() if len(shape) == 2]
         both = [each for name in matrices for each in (name, checkpoint.own[name])]  # readers ask for either
         dense = list(dict.fromkeys(name.removesuffix(".weight") for name in both))
@@ -107,7 +108,22 @@ class CompressedTensorsWriter:
             "quantization_status": "compressed",
             "config_groups": groups,
             "ignore": dense,
+            # by default transformers allocates zero points unpacked, and refuses the packed ones by their size
+            **({"dequantize": True} if has_zero and not transformers_refusal(checkpoint) else {}),
         }
+
+
+def transformers_refusal(checkpoint: Checkpoint) -> str:
+    """Return why transformers 5.24 with compressed-tensors 0.20 refuses a folder of :class:`CompressedTensorsWriter`;
+    the empty string if it loads it."""
+    modules = checkpoint.modules.values()
+    if any(module.experts and module.format.has_zero for module in modules):
+        return "it reads no zero points of experts"
+    if len({(module.format, module.activations) for module in modules}) > 1 and any(m.format.has_zero for m in modules):
+        return (
+            "it reads zero points only if all layers have one format"  # with dequantize it reads the first group alone
+        )
+    return ""
 
 
 def _target(checkpoint: Checkpoint, name: str) -> str:
@@ -122,7 +138,7 @@ def _group(format: WeightFormat, activations: str | None, targets: list[str]) ->
     strategy = _FP8.get(format, "channel" if format.group_size == PER_COLUMN else "group")
     weights = {
         "num_bits": format.bits,
-        "type": "int" if format.element == "int4" else "float",
+        "type": "int" if format.element_rule.counts else "float",
         "symmetric": not format.has_zero,
         "strategy": strategy,
         "group_size": format.group_size if strategy == "group" else None,
@@ -141,9 +157,6 @@ def _group(format: WeightFormat, activations: str | None, targets: list[str]) ->
     }
 
 
-def _along_rows(zeros: torch.Tensor) -> torch.Tensor:
-    """Pack codes uint8 (n, groups) as int32 (ceil(n / 8), groups), the first row of eight lowest."""
-    n, groups = zeros.shape
-    padded = torch.nn.functional.pad(zeros, (0, 0, 0, -n % 8)).view(-1, 4, 2, groups)
-    bytes = padded[:, :, 0] | (padded[:, :, 1] << 4)
-    return bytes.transpose(1, 2).contiguous().view(torch.int32).squeeze(-1)
+def _words(packed: torch.Tensor) -> torch.Tensor:
+    """Return bytes (..., bytes) as int32 (..., ceil(bytes / 4)), the last word filled up with zeros."""
+    return torch.nn.functional.pad(packed, (0, -packed.shape[-1] % 4)).contiguous().view(torch.int32)

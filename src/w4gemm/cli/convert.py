@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from w4gemm.checkpoints import Checkpoint, open_checkpoint
-from w4gemm.checkpoints.compressed_tensors_writer import CompressedTensorsWriter
+from w4gemm.checkpoints.compressed_tensors_writer import CompressedTensorsWriter, transformers_refusal
 from w4gemm.checkpoints.dense import DenseCheckpoint
 from w4gemm.checkpoints.hugging_face import read_config
 from w4gemm.checkpoints.w4gemm import OwnWriter
@@ -40,6 +40,7 @@ def run(args: argparse.Namespace) -> int:
     if not checkpoint.modules:
         raise ValueError(f"PATH: {args.path} holds no 4-bit modules, and none that could be quantized")
     writer, why = _writer_of(checkpoint) if args.to is None else (WRITERS[args.to], "")
+    unread = "" if isinstance(writer, OwnWriter) else transformers_refusal(checkpoint)
     dtype = DTYPES[args.dtype or _dtype_of(checkpoint.path)]
     with progress_bar() as progress:
         resumed = write_folder(
@@ -67,6 +68,8 @@ def run(args: argparse.Namespace) -> int:
     )
     if why:
         say(f"only w4gemm reads it: {why}")
+    elif unread:
+        say(f"transformers reads it with w4gemm alone: without, {unread}")
     return 0
 
 

@@ -13,7 +13,7 @@ import torch
 from w4gemm.api.nn import W4Linear
 from w4gemm.api.packed_module import PackedModule
 from w4gemm.checkpoints.base import Module, Pretrained
-from w4gemm.checkpoints.compressed_tensors_writer import CompressedTensorsWriter
+from w4gemm.checkpoints.compressed_tensors_writer import CompressedTensorsWriter, transformers_refusal
 from w4gemm.checkpoints.file_names import FileNames
 from w4gemm.checkpoints.w4gemm import OwnPacking
 from w4gemm.checkpoints.writing import refusal
@@ -59,16 +59,21 @@ def compressed_tensors(model: PreTrainedModel) -> tuple[dict[str, torch.Tensor],
     """Return a model's state dict and quantization_config as compressed-tensors has them; None if that does not hold
     every bit, of which the log then has the reason."""
     layers = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, PackedModule)]
+    if not layers:
+        return None
     why = next((f"{name}: it has experts" for name, layer in layers if not isinstance(layer, W4Linear)), "")
     why = why or next((f"{name}: an adapter is beside it" for name, _ in layers if ".base_layer" in name), "")
     why = why or next((f"{name}: it is in act-order" for name, layer in layers if layer.weight.perm is not None), "")
-    writer = CompressedTensorsWriter()
-    checkpoint = None if why or not layers else _LoadedModel(model)
-    why = why or ("" if checkpoint is None else refusal(checkpoint, writer).partition("; --to")[0])
-    if checkpoint is None or why:
-        _log.info("save_pretrained writes w4gemm's own format, which w4gemm alone reads: %s", why or "no 4-bit layers")
+    writer, checkpoint = CompressedTensorsWriter(), _LoadedModel(model)
+    if why := why or refusal(checkpoint, writer).partition("; --to")[0]:
+        _log.warning("save_pretrained writes w4gemm's own format, which w4gemm alone reads: %s", why)
         return None
-    _log.info("save_pretrained writes compressed-tensors, which transformers and engines read too")
+    unread = transformers_refusal(checkpoint)
+    readers = f"engines read too; transformers reads it with w4gemm alone: without, {unread}"
+    _log.info(
+        "save_pretrained writes compressed-tensors, which %s",
+        readers if unread else "transformers and engines read too",
+    )
     state = dict(checkpoint.state)
     for name in checkpoint.modules:
         state |= writer.tensors(checkpoint, name, checkpoint.weight(name))
