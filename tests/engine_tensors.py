@@ -1,4 +1,4 @@
-"""4-bit numbers in the words that engines hold, for tests of their plugins."""
+"""Integers in the words that engines hold, for tests of their plugins."""
 
 from __future__ import annotations
 
@@ -7,8 +7,13 @@ import torch
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
-def words(codes: torch.Tensor, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
-    """int32 (..., columns / 8): nibble order[i] of a word is its number i."""
+def words(codes: torch.Tensor, order: tuple[int, ...] = tuple(range(8)), bits: int = 4) -> torch.Tensor:
+    """int32 (..., ceil(columns * bits / 32)): a stream of codes, lowest bits first. Of 4 bits, nibble order[i] of a
+    word is its number i."""
+    if bits != 4:
+        stream = (codes.long()[..., None] >> torch.arange(bits) & 1).flatten(-2)
+        stream = torch.nn.functional.pad(stream, (0, -stream.shape[-1] % 32)).unflatten(-1, (-1, 32))
+        return (stream << torch.arange(32)).sum(-1).int()
     eights = codes.long().unflatten(-1, (-1, 8))
     total = sum(eights[..., i] << 4 * place for i, place in enumerate(order))
     return (total - (total >= 2**31) * 2**32).int()

@@ -129,13 +129,16 @@ def config(**facts: Any) -> SimpleNamespace:
 class Drawn:
     """Random numbers of a weight (n, k), and their meaning."""
 
-    def __init__(self, seed: int, n: int, k: int, zero: bool, group: int = GROUP, act_order: bool = False) -> None:
+    def __init__(
+        self, seed: int, n: int, k: int, zero: bool, group: int = GROUP, act_order: bool = False, bits: int = 4
+    ) -> None:
         g = torch.Generator().manual_seed(seed)
         group = k if group == -1 else group
-        self.codes = torch.randint(0, 16, (n, k), generator=g, dtype=torch.uint8)
+        self.bits = bits
+        self.codes = torch.randint(0, 2**bits, (n, k), generator=g, dtype=torch.uint8)
         self.scales = (torch.rand(n, k // group, generator=g) / 50 + 0.001).bfloat16()
-        self.zeros = torch.randint(1, 16, (n, k // group), generator=g, dtype=torch.uint8)
-        self.zeros = self.zeros if zero else torch.full_like(self.zeros, 8)
+        self.zeros = torch.randint(1, 2**bits, (n, k // group), generator=g, dtype=torch.uint8)
+        self.zeros = self.zeros if zero else torch.full_like(self.zeros, 2**bits // 2)
         order = torch.randperm(k, generator=g) if act_order else torch.arange(k)
         self.g_idx = (torch.arange(k) // group)[order]
         s, z = (t.double()[:, self.g_idx] for t in (self.scales, self.zeros))
@@ -143,9 +146,9 @@ class Drawn:
 
     def gptq(self) -> dict[str, torch.Tensor]:
         return {
-            "qweight": words(self.codes).T,
+            "qweight": words(self.codes, bits=self.bits).T,
             "scales": self.scales.T,
-            "qzeros": words(self.zeros.T - 1),
+            "qzeros": words(self.zeros.T - 1, bits=self.bits),
             "g_idx": self.g_idx.int(),
         }
 
@@ -158,10 +161,10 @@ class Drawn:
 
     def compressed(self) -> dict[str, torch.Tensor]:
         return {
-            "weight_packed": words(self.codes),
+            "weight_packed": words(self.codes, bits=self.bits),
             "weight_scale": self.scales,
             "weight_shape": torch.tensor(self.codes.shape),
-            "weight_zero_point": words(self.zeros.T).T,
+            "weight_zero_point": words(self.zeros.T, bits=self.bits).T,
             "weight_g_idx": self.g_idx.int(),
         }
 

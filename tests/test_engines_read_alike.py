@@ -185,7 +185,7 @@ def by_vllm(case: Case, kernels: Any, quantization: dict[str, Any], tensors: Ten
     kernel.next_kernel = lambda: refuses("vLLM")
     layer = layer_of(made, {"output_dim": int("qweight" in made)})
     kernel.process_weights_after_loading(layer)
-    packed, shapes = kernel.packed.packed, kernel.packed.names
+    packed, shapes = kernel.packed[0].packed, kernel.packed[0].names
     held = tuple(getattr(layer, name) for name in shapes)
     w = QuantizedWeight(packed.format, packed.n, packed.k, packed.layout, held, getattr(layer, "w4gemm_perm", None))
     return w.dequantize(torch.float64)

@@ -271,8 +271,8 @@ def test_w4a8_has_the_numbers_of_vllms_own_kernel(dense: ModuleType) -> None:
     in_fp8 = ((scales / channels).to(torch.float8_e4m3fn).float() / 8).to(torch.float8_e4m3fn).float()
     products = (codes * in_fp8.repeat_interleave(128, 1)).to(torch.float8_e4m3fn).double()
     kernel.process_weights_after_loading(layer)
-    tensors = tuple(getattr(layer, name) for name in kernel.packed.names)
-    w = w4gemm.QuantizedWeight(WeightFormat.parse("int4_g128_e4m3"), 64, 1024, kernel.packed.packed.layout, tensors)
+    tensors = tuple(getattr(layer, name) for name in kernel.packed[0].names)
+    w = w4gemm.QuantizedWeight(WeightFormat.parse("int4_g128_e4m3"), 64, 1024, kernel.packed[0].packed.layout, tensors)
     assert torch.allclose(w.dequantize().double(), products * (8 * channels).double(), rtol=1e-6, atol=0)
 
 

@@ -185,7 +185,7 @@ def test_small_kernels_that_are_compiled_are_those_that_the_plugin_prepares(
     )
     monkeypatch.setattr("w4gemm.kernels.helper.missing_for_dsl", lambda driver: "")
     w = quantize(torch.randn(64, 256), "int4_g128").repack(activations="fp8" if fp8 else None)
-    prepared = linear_need(w, None, LinearUse(torch.bfloat16, most_tokens=1, fused=True)).helpers
+    prepared = linear_need([w], None, LinearUse(torch.bfloat16, most_tokens=1, fused=True)).helpers
     (layer,) = layers_of([Module(64, 256, w.format, activations=w.activations)])
     compiled = set(helpers_of(layer, Use(H200, torch.bfloat16, fused=True)))
     assert set(prepared) == compiled and len(prepared) == (4 if fp8 else 2)

@@ -44,7 +44,13 @@ import torch
 from w4gemm.checkpoints.gguf_header import gguf_package
 from w4gemm.core.elements import codebook
 from w4gemm.core.formats import WeightFormat
+from w4gemm.core.problem import Device
 from w4gemm.packing.bits import fields, unpack
+from w4gemm.packing.layouts import WeightComponents, layout_for, layout_named
+from w4gemm.packing.packed_shape import packed_shape
+from w4gemm.packing.repack import Matrix, pack_rows
+from w4gemm.weights.checks import check_range
+from w4gemm.weights.weight import QuantizedWeight
 
 _ELEMENTS = 2**22
 """Elements of a lattice looked up at a time, because the package gives them in float32."""
@@ -205,7 +211,7 @@ def _lattice(type: str, lattice: _Lattice, blocks: torch.Tensor) -> Parts:
     bytes = blocks[..., lattice.levels]
     levels = bytes >> 4 if lattice.above_signs else torch.stack(fields(bytes, 4), -1).flatten(-2)
     scales = _fp16(blocks[..., :2]).float()[..., None] * (2 * levels.float() + 1) / lattice.unit
-    plain = blocks.cpu()
+    plain = blocks.to("cpu", copy=True)
     plain[..., :2] = torch.tensor([lattice.unit], device="cpu").half().view(torch.uint8)
     plain[..., lattice.levels] = plain[..., lattice.levels] & 15 if lattice.above_signs else 0
     gguf, element = gguf_package(), lattice.format.element_rule
@@ -248,3 +254,28 @@ TYPES = {
     **{name: BlockType(lattice.format, partial(_lattice, name, lattice)) for name, lattice in _LATTICES.items()},
 }
 """By name of the type. Matrices of other types stay dense."""
+
+
+def pack_blocks(type: str, blocks: torch.Tensor) -> QuantizedWeight:
+    """Return a matrix in the layout that its device's fastest kernel for 16-bit x reads. Memory holds the result and a
+    few MiB beside the blocks.
+
+    Args:
+        type: one of :data:`TYPES` without a factor of the matrix.
+        blocks: rows of blocks, uint8 (n, blocks, bytes).
+
+    Raises:
+        ValueError: for scales that are not finite, or too large.
+    """
+    format, parts = TYPES[type]
+
+    def rows(start: int, stop: int) -> WeightComponents:
+        codes, scales, zeros, factors = parts(blocks[start:stop])
+        check_range(format, scales, zeros, None, factors)
+        return WeightComponents(codes, scales, zeros, None, factors)
+
+    n, k = len(blocks), rows(0, 1).codes.shape[1]
+    layout = layout_for(Device.of(blocks.device), format)
+    tensors = packed_shape(format, layout, n, k).empty(blocks.device)
+    pack_rows(layout_named(layout), tensors, rows, Matrix(format, n, k))
+    return QuantizedWeight(format, n, k, layout, tensors)

@@ -148,33 +148,42 @@ class LinearUse(NamedTuple):
     dtype: torch.dtype
     """16-bit dtype of the model."""
     call: Callable[[torch.Tensor, torch.Tensor | None], object] | None = None
-    """Called with x of this dtype and a bias or None; None for :func:`w4gemm.linear`."""
+    """Called with x of this dtype and a bias or None; None for :func:`w4gemm.linear` with one weight."""
     most_tokens: int = BOUNDS[-1] + 1
     batch_invariant: bool = False
     fused: bool = False
     """True if compiled graphs have what lies between products in w4gemm's kernels."""
 
 
-def linear_need(w: QuantizedWeight, bias: torch.Tensor | None, use: LinearUse) -> Need:
+def linear_need(weights: Sequence[QuantizedWeight], bias: torch.Tensor | None, use: LinearUse) -> Need:
     """Return what is launched for a layer with 1 to ``use.most_tokens`` tokens, without and with its bias if it has
-    one."""
-    fp8, device = w.activations == "fp8", w.device
+    one.
+
+    Args:
+        weights: one, or several with the same x whose results ``use.call`` joins.
+    """
+    first = weights[0]
+    fp8, device = first.activations == "fp8", first.device
     plain = [Epilogue(bias=biased) for biased in ((False,) if bias is None else (False, True))]
     epilogues = [epilogue.of_quantized(use.dtype) if fp8 else epilogue for epilogue in plain]
     taken = torch.float8_e4m3fn if fp8 else use.dtype
-    kinds = [PlanKey.of(w.packed, 1, taken, epilogue, use.batch_invariant, device=device) for epilogue in epilogues]
+    kinds = [
+        PlanKey.of(w.packed, 1, taken, epilogue, use.batch_invariant, device=device)
+        for w in weights
+        for epilogue in epilogues
+    ]
     tokens = sorted({m for kind in kinds for m in tokens_of_all_plans(kind, use.most_tokens)})
     keys = tuple(kind._replace(m=plan_m(m)) for kind in kinds for m in tokens)
-    facts = LayerFacts(w.k, use.dtype, fp8, act_order=w.perm is not None)
+    facts = LayerFacts(first.k, use.dtype, fp8, act_order=first.perm is not None)
     described = Device.of(device)
     helpers = [helper for kind in HELPERS for helper in kind.needed(described, facts)]
     if use.fused:
-        helpers += filter(None, between_products(described, use.dtype, w.k, fp8))
-    call = use.call or functools.partial(_linear, w, use.batch_invariant)
+        helpers += filter(None, between_products(described, use.dtype, first.k, fp8))
+    call = use.call or functools.partial(_linear, first, use.batch_invariant)
 
     @torch.inference_mode()
     def run() -> None:
-        x = torch.zeros(tokens[-1], w.k, dtype=use.dtype, device=device)
+        x = torch.zeros(tokens[-1], first.k, dtype=use.dtype, device=device)
         for m in tokens:
             for one in (None, bias)[: len(epilogues)]:
                 call(x[:m], one)

@@ -150,7 +150,7 @@ def _pack(scheme: Scheme, self: Any, layer: Any, fp8: bool) -> str:
     setattr(layer, _WEIGHT, w)
     setattr(layer, _INVARIANT, use.batch_invariant)
     setattr(layer, _DTYPE, dtype)
-    WARMUP.loaded(layer, linear_need(w, getattr(layer, "bias", None), use))
+    WARMUP.loaded(layer, linear_need([w], getattr(layer, "bias", None), use))
     return ""
 
 

@@ -13,6 +13,8 @@ and the GPU, and :func:`w4gemm.integrations.vllm.takeover.refuse` logs the reaso
 
 from __future__ import annotations
 
+import importlib.util
+
 from w4gemm.integrations.vllm.takeover import VLLM, enter_compile_key
 
 PARTS = {
@@ -22,6 +24,8 @@ PARTS = {
 }
 """Modules of this package in the order in which they are installed, and the layers that they take over."""
 
+GGUF_PLUGIN, GGUF = "vllm_gguf_plugin", {"gguf": "linear layers of GGUF"}
+"""The package with vLLM's GGUF layers, and the part that takes them over where it is installed."""
 _installed: list[str] = []
 """Parts that this process has installed."""
 
@@ -29,7 +33,8 @@ _installed: list[str] = []
 def register() -> None:
     """Install every part that ``W4GEMM_VLLM`` and this vLLM allow, once in each process. Called by vLLM."""
     before = len(_installed)
-    VLLM.register(__name__, PARTS, _installed)
+    parts = PARTS | (GGUF if importlib.util.find_spec(GGUF_PLUGIN) else {})
+    VLLM.register(__name__, parts, _installed)
     if len(_installed) > before:
         try:
             enter_compile_key()

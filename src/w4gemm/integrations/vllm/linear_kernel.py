@@ -32,8 +32,7 @@ class PackedLayer:
 
     Args:
         layer: gets the tensors as parameters, in act-order also ``w4gemm_perm``.
-        first: name of the first of them, under which vLLM looks for a weight.
-        replaced: names of the parameters that held the same numbers and go, as far as there are any.
+        names: of the parameters; vLLM looks for a layer's weight under the first one.
         epilogue: of the product without a bias.
     """
 
@@ -41,19 +40,14 @@ class PackedLayer:
         self,
         layer: torch.nn.Module,
         w: QuantizedWeight,
-        first: str,
-        replaced: Iterable[str],
+        names: Iterable[str],
         epilogue: Epilogue,
         batch_invariant: bool,
     ) -> None:
-        self.packed = w.packed
-        self.names = (first, *(f"w4gemm_packed{i}" for i in range(1, len(w.tensors))))
+        self.packed, self.names = w.packed, tuple(names)
         self.plain, self.biased = (
             PackedLinear(w.packed, epilogue._replace(bias=bias), batch_invariant) for bias in (False, True)
         )
-        for name in (first, *replaced):
-            if hasattr(layer, name):
-                delattr(layer, name)
         named = dict(zip(self.names, w.tensors, strict=True)) | ({} if w.perm is None else {_PERM: w.perm})
         for name, t in named.items():
             layer.register_parameter(name, torch.nn.Parameter(t, requires_grad=False))
@@ -83,7 +77,8 @@ class LinearKernel:
     """vLLM's own, for a layer that was left to it."""
     is_loaded = True
     """False if vLLM has loaded nothing of the layer."""
-    packed: PackedLayer
+    packed: tuple[PackedLayer, ...]
+    """One, or several whose rows follow one another."""
 
     def expect(self) -> None:
         """Announce a kernel that vLLM has made for a layer."""
@@ -107,23 +102,25 @@ class LinearKernel:
         try:
             if not self.is_loaded:
                 raise ValueError(NOTHING_LOADED)
-            numbers = self.numbers(layer)
-            format = takeover.VLLM.multiplied(numbers.format, self.activations)
-            if reason := why_no_kernel(layer_product(numbers.device, format, numbers.n, numbers.k, dtype, fp8)):
-                raise ValueError(reason)
-            w = takeover.VLLM.packed(numbers, self.activations)
+            weights = self.weights(layer)
         except (TypeError, ValueError) as e:
             takeover.refuse(self.kind, str(e))
             self.vllm_kernel = self.next_kernel()
             self.vllm_kernel.process_weights_after_loading(layer)
             takeover.WARMUP.settle(self)
             return
-        first, *replaced = self.weight_names(layer)
+        names = self.weight_names(layer)
+        for name in names:
+            if hasattr(layer, name):
+                delattr(layer, name)
         epilogue = PLAIN.of_quantized(dtype) if fp8 else PLAIN
-        self.packed = PackedLayer(layer, w, first, replaced, epilogue, self.batch_invariant)
+        self.packed = tuple(
+            PackedLayer(layer, w, _names(names[0], i, len(w.tensors)), epilogue, self.batch_invariant)
+            for i, w in enumerate(weights)
+        )
         call = functools.partial(self.apply_weights, layer)
         use = LinearUse(dtype, call, self.most_tokens, self.batch_invariant, fused=True)
-        takeover.WARMUP.loaded(self, linear_need(w, getattr(layer, "bias", None), use))
+        takeover.WARMUP.loaded(self, linear_need(weights, getattr(layer, "bias", None), use))
 
     def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Return x (..., k) @ w.T + bias; traced by torch.compile."""
@@ -134,7 +131,13 @@ class LinearKernel:
         rows, token_scale = x if x.dim() == 2 else x.reshape(-1, x.shape[-1]), None
         if self.activations == "fp8":
             rows, token_scale = quantized(rows)
-        d = self.packed(layer, rows, bias, token_scale)
+        if len(self.packed) == 1:
+            d = self.packed[0](layer, rows, bias, token_scale)
+        else:
+            sizes = [part.packed.n for part in self.packed]
+            biases = [None] * len(sizes) if bias is None else bias.split(sizes)
+            parts = zip(self.packed, biases, strict=True)
+            d = torch.cat([part(layer, rows, of_part, token_scale) for part, of_part in parts], 1)
         return d.view(*x.shape[:-1], d.shape[-1])
 
     # --- what a subclass says of its layers ---------------------------------------------------------------------------
@@ -147,6 +150,18 @@ class LinearKernel:
         """Return the names of the parameters, as vLLM's method makes them, whose numbers are packed."""
         raise NotImplementedError
 
+    def weights(self, layer: torch.nn.Module) -> list[QuantizedWeight]:
+        """Return what a layer has loaded, packed: one weight, or several whose rows follow one another.
+
+        Raises:
+            TypeError, ValueError: if it cannot be packed, or no kernel runs the product.
+        """
+        numbers, dtype, fp8 = self.numbers(layer), self.model_dtype(layer), self.activations == "fp8"
+        format = takeover.VLLM.multiplied(numbers.format, self.activations)
+        if reason := why_no_kernel(layer_product(numbers.device, format, numbers.n, numbers.k, dtype, fp8)):
+            raise ValueError(reason)
+        return [takeover.VLLM.packed(numbers, self.activations)]
+
     def numbers(self, layer: torch.nn.Module) -> Numbers:
         """Return the numbers that a layer has loaded.
 
@@ -156,13 +171,19 @@ class LinearKernel:
         raise NotImplementedError
 
     def weight_names(self, layer: torch.nn.Module) -> list[str]:
-        """Return the name under which vLLM looks for the layer's weight, and the names of the other parameters that go
-        when it is packed."""
+        """Return the name under which vLLM looks for the layer's weight, and the names of the other parameters that
+        held the same numbers, as far as there are any; all go when it is packed."""
         raise NotImplementedError
 
     def next_kernel(self) -> Any:
         """Return the kernel that vLLM would have made without ours; raises ValueError if there is none."""
         raise NotImplementedError
+
+
+def _names(first: str, part: int, tensors: int) -> list[str]:
+    """Return the names of the tensors of a layer's weight, or of its part of that number."""
+    begin = f"w4gemm_part{part}_" if part else "w4gemm_packed"
+    return [f"{begin}0" if part else first, *(f"{begin}{i}" for i in range(1, tensors))]
 
 
 def capability() -> Capability | None:

@@ -1,0 +1,161 @@
+"""The vLLM plugin's layers of GGUF files, against stubs of vLLM and of its GGUF plugin, on the CPU."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from test_vllm_dense import vllm_stub
+from w4gemm.checkpoints.gguf_blocks import TYPES, pack_blocks
+from w4gemm.integrations.engines import engine
+
+gguf = pytest.importorskip("gguf")
+
+K = 256
+FACTORS = {"Q6_K": (208,), "Q4_K": (0, 2), "Q8_0": (0,), "IQ3_S": (0,), "MXFP4": (), "IQ1_S": ()}
+"""Where a block has fp16 numbers, which must be finite."""
+
+
+@pytest.fixture(autouse=True)
+def part(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """vLLM and its GGUF plugin are stubs, in which the entry point has installed ours."""
+    monkeypatch.syspath_prepend(Path(__file__).parent / "vllm_gguf_stub")
+    engine._refuse.cache_clear()
+    with vllm_stub(monkeypatch, "gguf"):
+        yield
+    for name in [name for name in sys.modules if name.startswith("vllm_gguf_plugin")]:
+        del sys.modules[name]
+
+
+def blocks_of(type: str, n: int, seed: int = 0) -> torch.Tensor:
+    """Rows of random blocks, uint8 (n, bytes)."""
+    elements, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[type]]
+    rng = np.random.default_rng(seed)
+    blocks = rng.integers(0, 256, (n * K // elements, size), dtype=np.uint8)
+    for at in FACTORS[type]:
+        blocks[:, at : at + 2] = (rng.random((len(blocks), 1)) / 50).astype(np.float16).view(np.uint8)
+    if type == "MXFP4":
+        blocks[:, 0] = rng.integers(110, 130, len(blocks))
+    return torch.from_numpy(blocks.reshape(n, -1))
+
+
+def dense(type: str, blocks: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(gguf.quants.dequantize(blocks.numpy(), gguf.GGMLQuantizationType[type])).double()
+
+
+def made(sizes: list[int], layer: Any = None, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """A layer that vLLM has made, with a method of its GGUF plugin's."""
+    layer = torch.nn.Module() if layer is None else layer
+    config = importlib.import_module("vllm_gguf_plugin.quantization").GGUFConfig()
+    layer.quant_method = config.get_quant_method(layer, "model.layers.0.qkv_proj")
+    layer.quant_method.create_weights(layer, K, sizes, K, sum(sizes), dtype)
+    return layer
+
+
+def load(layer: Any, parts: dict[Any, tuple[str, torch.Tensor]]) -> Any:
+    for shard, (type, blocks) in parts.items():
+        number = torch.tensor(int(gguf.GGMLQuantizationType[type]))
+        layer.qweight_type.weight_loader(layer.qweight_type, number, shard)
+        layer.qweight.weight_loader(layer.qweight, blocks, shard)
+    layer.quant_method.process_weights_after_loading(layer)
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("types", "products"),
+    [(("Q4_K", "Q4_K", "Q4_K"), 1), (("Q4_K", "Q4_K", "Q6_K"), 2), (("Q8_0", "MXFP4", "Q8_0"), 3)],
+    ids=str,
+)
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+def test_a_merged_layer_is_a_product_for_each_run_of_types(types: tuple[str, ...], products: int, bias: bool) -> None:
+    """Shards come in any order."""
+    sizes, layer = [96, 32, 32], made([96, 32, 32])
+    stored = {shard: (type, blocks_of(type, n, n)) for shard, type, n in zip("qkv", types, sizes, strict=True)}
+    layer.bias = torch.nn.Parameter(torch.randn(160).bfloat16()) if bias else None
+    load(layer, {shard: stored[shard] for shard in "vqk"})
+    assert "qweight" in layer._parameters and not {"qweight_type", "processed"} & vars(layer).keys()
+    x = torch.randn(3, 5, K, dtype=torch.bfloat16)
+    product = x.double() @ torch.cat([dense(*each) for each in stored.values()]).T
+    product = product + layer.bias.double() if bias else product
+    d = layer.quant_method.apply(layer, x, layer.bias)
+    assert d.shape == (3, 5, 160) and (d.double() - product).norm() < 0.004 * product.norm()
+    torch._dynamo.reset()
+    called: list[Any] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        called.extend(node.target for node in graph.graph.nodes)
+        return graph
+
+    with torch.inference_mode():
+        compiled = torch.compile(layer.quant_method.apply, fullgraph=True, dynamic=True, backend=backend)
+        assert torch.equal(compiled(layer, x, layer.bias), d)
+    assert called.count(torch.ops.w4gemm.packed_linear) == products
+
+
+@pytest.mark.parametrize("type", sorted(FACTORS.keys() & TYPES.keys()))
+def test_blocks_are_packed_as_they_are(type: str) -> None:
+    blocks = blocks_of(type, 300)
+    w = pack_blocks(type, blocks.view(300, -1, gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[type]][1]))
+    assert torch.equal(w.dequantize(torch.float64), dense(type, blocks))
+
+
+def test_what_is_left_to_vllm(caplog: pytest.LogCaptureFixture) -> None:
+    def left(parts: dict[Any, tuple[str, torch.Tensor]], dtype: torch.dtype = torch.bfloat16) -> str:
+        caplog.clear()
+        engine._refuse.cache_clear()
+        with caplog.at_level(logging.INFO, "vllm.w4gemm"):
+            layer = load(made([32, 32], dtype=dtype), parts)
+        assert layer.processed and torch.equal(layer.quant_method.apply(layer, torch.ones(2)), torch.full((2,), 2.0))
+        return caplog.text
+
+    q4, q6 = (("Q4_K", blocks_of("Q4_K", 32)), ("Q6_K", blocks_of("Q6_K", 32)))
+    assert "leaves linear layers of GGUF to vLLM's own kernels: they are in IQ1_S, wanted one of Q8_0," in left(
+        {0: q4, 1: ("IQ1_S", blocks_of("IQ1_S", 32))}
+    )
+    assert "their 256 input features on this GPU are not whole blocks of Q6_K" in left(
+        {0: q4, 1: (q6[0], q6[1][:, :-2])}
+    )
+    assert "nothing of them was loaded" in left({})
+    assert "their activations are torch.float32" in left({0: q4, 1: q6}, torch.float32)
+    spoiled = q4[1].clone()
+    spoiled[:, :2] = 255
+    assert "groups would not be finite" in left({0: q4, 1: ("Q4_K", spoiled)})
+
+
+def test_a_part_of_a_layer_ends_the_start() -> None:
+    with pytest.raises(RuntimeError, match="layers.0.qkv_proj: 32 of its 64 output features were loaded, wanted all"):
+        load(made([32, 32]), {0: ("Q4_K", blocks_of("Q4_K", 32))})
+
+
+def test_heads_are_taken_and_tables_of_embeddings_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+    parts = {None: ("Q6_K", blocks_of("Q6_K", 64))}
+    head = load(made([64], ParallelLMHead()), parts)
+    x = torch.randn(5, K, dtype=torch.bfloat16)
+    product = x.double() @ dense(*parts[None]).T
+    assert (head.quant_method.apply(head, x).double() - product).norm() < 0.004 * product.norm()
+    assert load(made([64], VocabParallelEmbedding()), parts).processed
+    monkeypatch.setenv("W4GEMM_VLLM", "off")
+    assert load(made([64], ParallelLMHead()), parts).processed
+
+
+def test_layers_are_counted_and_prepared(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    layers = [made([32, 32]) for _ in range(2)]
+    with caplog.at_level(logging.INFO, "vllm.w4gemm"):
+        for layer in layers:
+            load(layer, {0: ("Q4_K", blocks_of("Q4_K", 32)), 1: ("Q6_K", blocks_of("Q6_K", 32))})
+    assert "w4gemm runs 2 linear layers" in caplog.text
+    monkeypatch.setattr("w4gemm.choice.plan_cache.choose", lambda *a: pytest.fail("a plan was chosen"))
+    for m in (1, 8):
+        layer = SimpleNamespace(**layers[0]._parameters)
+        layers[0].quant_method.apply(layer, torch.randn(m, K, dtype=torch.bfloat16))

@@ -1,0 +1,202 @@
+"""Layers of other widths than 4 bits, and of GGUF files, in vLLM's own classes: with ``VLLM_SOURCES``, see
+vllm_sources.py. GGUF's need the package vllm-gguf-plugin, unpacked, among these folders."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from sglang_sources import Mock
+from test_vllm_sources import fill, kernel_of, loaded, plugin, quantization  # noqa: F401 (a fixture)
+
+from sglang_layers import Drawn  # isort: skip (of a stub of SGLang, which is installed on import)
+from w4gemm.checkpoints import open_checkpoint
+from w4gemm.checkpoints.gguf_file import GGUFFile
+
+K, SIZES = 256, (192, 64)
+PARENT, SHARDS = "model.layers.0.mlp", {"gate_proj": 0, "up_proj": 1}
+NAMES = [f"{PARENT}.{shard}" for shard in SHARDS]
+
+
+def compressed(bits: int, symmetric: bool) -> dict[str, Any]:
+    weights = {"num_bits": bits, "type": "int", "strategy": "group", "group_size": 64, "symmetric": symmetric}
+    group = {"targets": ["Linear"], "weights": weights}
+    return {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": group}}
+
+
+def gptq(bits: int, **settings: Any) -> dict[str, Any]:
+    return {"quant_method": "gptq", "bits": bits, "group_size": 64, "sym": True, "desc_act": False, **settings}
+
+
+def auto_round(bits: int, **extra: Any) -> dict[str, Any]:
+    config = {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "data_type": "int", "bits": bits}
+    return {**config, "group_size": 64, "sym": True, "extra_config": extra}
+
+
+CASES = {
+    "GPTQ of 8 bits": (gptq(8), (8, 8)),
+    "GPTQ, 8 bits by dynamic": (gptq(4, dynamic={r"+:.*\.0\.mlp\..*": {"bits": 8}}), (8, 8)),
+    "AutoRound of 8 bits": (auto_round(8), (8, 8)),
+    "AutoRound, 8 bits by extra_config": (auto_round(4, **{name: {"bits": 8} for name in NAMES}), (8, 8)),
+    **{f"W{bits}A16": (compressed(bits, True), (bits, bits)) for bits in (2, 3, 5, 6, 8)},
+    "asymmetric W8A16": (compressed(8, False), (8, 8)),
+}
+
+
+def write(folder: Path, quantization_config: dict[str, Any], bits: tuple[int, ...]) -> None:
+    """A folder with a gate and an up of these bits."""
+    tensors = {}
+    by_gptq = quantization_config["quant_method"] != "compressed-tensors"
+    symmetric = by_gptq or quantization_config["config_groups"]["group_0"]["weights"]["symmetric"]
+    for i, (name, n, width) in enumerate(zip(NAMES, SIZES, bits, strict=True)):
+        drawn = Drawn(i, n, K, not symmetric, bits=width)
+        unused = {"weight_g_idx"} | ({"weight_zero_point"} if symmetric else set())
+        parts = drawn.gptq() if by_gptq else {k: t for k, t in drawn.compressed().items() if k not in unused}
+        tensors |= {f"{name}.{leaf}": t.contiguous() for leaf, t in parts.items()}
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"quantization_config": quantization_config}))
+
+
+def merged(quant_config: Any) -> Any:
+    from vllm.model_executor.layers.linear import MergedColumnParallelLinear
+
+    return MergedColumnParallelLinear(
+        K, list(SIZES), bias=False, quant_config=quant_config, prefix=f"{PARENT}.gate_up_proj"
+    )
+
+
+def check(layer: Any, weights: list[torch.Tensor]) -> None:
+    """Hold a layer's product to dense weights, float64."""
+    w = torch.cat(weights)
+    x = torch.randn(5, K, dtype=torch.bfloat16)
+    product = x.double() @ w.T
+    assert (layer(x)[0].double() - product).norm() < 0.004 * product.norm()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_merged_layer_of_another_width(name: str, tmp_path: Path) -> None:
+    config, bits = CASES[name]
+    write(tmp_path, config, bits)
+    layer = loaded(merged(quantization(tmp_path)), tmp_path, PARENT, SHARDS)
+    assert kernel_of(layer) == "W4GemmLinearKernel"
+    folder = open_checkpoint(tmp_path)
+    check(layer, [folder.weight(each).dequantize(torch.float64) for each in NAMES])
+
+
+# --- GGUF ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gguf_plugin(plugin: None, monkeypatch: pytest.MonkeyPatch) -> Any:  # noqa: F811
+    if importlib.util.find_spec("vllm_gguf_plugin") is None:
+        pytest.skip("VLLM_SOURCES does not name the package vllm-gguf-plugin")
+    for name in ("triton", "triton.language"):
+        monkeypatch.setitem(sys.modules, name, Mock(name))
+    importlib.import_module("w4gemm.integrations.vllm.gguf").install()
+    return importlib.import_module("vllm_gguf_plugin.quantization").GGUFConfig()
+
+
+def write_gguf(path: Path, tensors: dict[str, tuple[str, int]]) -> GGUFFile:
+    """A file of matrices (n, K) with random blocks of a type each."""
+    gguf = pytest.importorskip("gguf")
+    writer, rng = gguf.GGUFWriter(path, "llama"), np.random.default_rng(0)
+    for name, (type, n) in tensors.items():
+        kind = gguf.GGMLQuantizationType[type]
+        elements, size = gguf.GGML_QUANT_SIZES[kind]
+        blocks = rng.integers(0, 256, (n * K // elements, size), dtype=np.uint8)
+        factors = {"Q6_K": (208,), "Q4_K": (0, 2), "Q8_0": (0,), "IQ1_S": (0,), "Q5_K": (0, 2)}[type]
+        for at in factors:
+            blocks[:, at : at + 2] = (rng.random((len(blocks), 1)) / 50).astype(np.float16).view(np.uint8)
+        writer.add_tensor(name, blocks.reshape(n, -1), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return GGUFFile(path)
+
+
+def load_gguf(layer: Any, path: Path, shards: dict[str, Any]) -> None:
+    """Have the plugin's reader and loaders fill a layer with tensors of a file, by their names."""
+    from vllm_gguf_plugin.weight_utils import gguf_quant_weights_iterator
+
+    parameters = dict(layer.named_parameters())
+    for name, tensor in gguf_quant_weights_iterator(path, None):
+        owner, leaf = name.rsplit(".", 1)
+        if owner in shards:
+            shard = () if shards[owner] is None else (shards[owner],)
+            parameters[leaf].weight_loader(parameters[leaf], tensor, *shard)
+    layer.quant_method.process_weights_after_loading(layer)
+
+
+@pytest.mark.parametrize("types", [("Q4_K", "Q4_K"), ("Q4_K", "Q6_K"), ("Q8_0", "Q5_K")], ids=str)
+def test_a_merged_layer_of_gguf(types: tuple[str, str], gguf_plugin: Any, tmp_path: Path) -> None:
+    stored = zip(("ffn_gate", "ffn_up"), types, SIZES, strict=True)
+    file = write_gguf(tmp_path / "a.gguf", {f"{name}.weight": (type, n) for name, type, n in stored})
+    layer = merged(gguf_plugin)
+    load_gguf(layer, file.path, {"ffn_gate": 0, "ffn_up": 1})
+    assert {"qweight", "qweight_type"} & dict(layer.named_parameters()).keys() == {"qweight"}
+    check(layer, [file.weight(f"{name}.weight").dequantize(torch.float64) for name in ("ffn_gate", "ffn_up")])
+
+
+def test_queries_keys_and_values_of_gguf(gguf_plugin: Any, tmp_path: Path) -> None:
+    """As Q4_K_M has them, in the order of the layer, not of the file."""
+    from vllm.model_executor.layers.linear import QKVParallelLinear
+
+    sizes = {"v": ("Q6_K", 64), "k": ("Q4_K", 64), "q": ("Q4_K", 128)}
+    file = write_gguf(tmp_path / "a.gguf", {f"{name}.weight": size for name, size in sizes.items()})
+    layer = QKVParallelLinear(K, 32, 4, 2, bias=True, quant_config=gguf_plugin, prefix="model.layers.0.qkv_proj")
+    load_gguf(layer, file.path, {name: name for name in sizes})
+    layer.bias.data.normal_()
+    w = torch.cat([file.weight(f"{name}.weight").dequantize(torch.float64) for name in "qkv"])
+    x = torch.randn(5, K, dtype=torch.bfloat16)
+    product = x.double() @ w.T + layer.bias.double()
+    assert (layer(x)[0].double() - product).norm() < 0.004 * product.norm()
+
+
+def test_a_head_of_gguf(gguf_plugin: Any, tmp_path: Path) -> None:
+    """Whose rows are filled up. A table of embeddings stays vLLM's."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+    file = write_gguf(tmp_path / "a.gguf", {"output.weight": ("Q6_K", 100)})
+    head = ParallelLMHead(100, K, quant_config=gguf_plugin, prefix="lm_head")
+    load_gguf(head, file.path, {"output": None})
+    x = torch.randn(5, K, dtype=torch.bfloat16)
+    product, logits = (
+        x.double() @ file.weight("output.weight").dequantize(torch.float64).T,
+        head.quant_method.apply(head, x),
+    )
+    assert logits.shape[1] == 128 and not logits[:, 100:].any()
+    assert (logits[:, :100].double() - product).norm() < 0.004 * product.norm()
+    table = VocabParallelEmbedding(100, K, quant_config=gguf_plugin, prefix="model.embed_tokens")
+    load_gguf(table, file.path, {"output": None})
+    assert table.qweight.dtype == torch.uint8 and table.qweight.shape == (128, 210)
+
+
+def test_gguf_that_is_left_to_vllm(gguf_plugin: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    from w4gemm.integrations.engines import engine
+
+    engine._refuse.cache_clear()
+    file = write_gguf(
+        tmp_path / "a.gguf", {"ffn_gate.weight": ("IQ1_S", SIZES[0]), "ffn_up.weight": ("Q4_K", SIZES[1])}
+    )
+    layer = merged(gguf_plugin)
+    with caplog.at_level(logging.INFO, "vllm.w4gemm"):
+        load_gguf(layer, file.path, {"ffn_gate": 0, "ffn_up": 1})
+    assert "w4gemm leaves linear layers of GGUF to vLLM's own kernels: they are in IQ1_S, wanted one of" in caplog.text
+    assert layer.qweight.shape == (sum(SIZES), K // 256 * 144) and layer.qweight.shard_offset_map[0][1] == SIZES[0]
+
+
+def test_gguf_of_which_a_part_is_loaded(gguf_plugin: Any, tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "a.gguf", {"ffn_gate.weight": ("Q4_K", SIZES[0])})
+    with pytest.raises(RuntimeError, match="gate_up_proj: 192 of its 256 output features were loaded, wanted all"):
+        load_gguf(merged(gguf_plugin), file.path, {"ffn_gate": 0})
