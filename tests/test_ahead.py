@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from w4gemm import QuantizedWeight, UnsupportedError, W4Experts, W4Linear, WeightFormat, choice, masked_linear, quantize
-from w4gemm.api import gather
+from w4gemm.api import expert_layer, gather
+from w4gemm.api.expert_layer import is_compiled
 from w4gemm.choice.plan import Plan
 from w4gemm.cli.__main__ import main
 from w4gemm.cli.compile import target_device
-from w4gemm.cli.needs import Use, chosen, problems_of
+from w4gemm.cli.needs import Use, chosen, one_launches_of, problems_of
 from w4gemm.cli.problems import Layer
 from w4gemm.core.gpu_rates import capability_of, known_names
 from w4gemm.core.problem import H100, H200, Device
@@ -28,17 +29,19 @@ from w4gemm.kernels.row_combine.spec import RowCombine
 
 pytest.importorskip("cutlass")
 
-EXPERTS, TOP_K, FEATURES, HIDDEN = 8, 2, 128, 192
+EXPERTS, TOP_K, HIDDEN = 8, 2, 192
+FOUR_LAUNCHES, ONE_LAUNCH = 96, 128
+"""Features of a mixture of experts that cannot, or does, run in one launch."""
 N, K = 512, 128
 TOKENS = (1, 2, 3, 7)
 FORMAT = "int4_g64"
 
 
-def fill(tmp_path: Path, device: Device, activations: str | None) -> Path:
+def fill(tmp_path: Path, device: Device, activations: str | None, features: int) -> Path:
     """Compile a mixture of experts and a layer in act-order beside it, for all numbers of tokens up to TOKENS."""
     shapes, folder = tmp_path / "shapes.txt", tmp_path / "kernels"
     shapes.write_text(
-        f"{EXPERTS} {2 * HIDDEN} {FEATURES} {FORMAT}\n{EXPERTS} {FEATURES} {HIDDEN} {FORMAT}\n{N} {K} {FORMAT} bias\n"
+        f"{EXPERTS} {2 * HIDDEN} {features} {FORMAT}\n{EXPERTS} {features} {HIDDEN} {FORMAT}\n{N} {K} {FORMAT} bias\n"
     )
     given = ["--shapes", str(shapes), "--m", f"1..{max(TOKENS)}", "--act-order", "--top-k", str(TOP_K)]
     given += [] if activations is None else ["--activations", activations]
@@ -54,6 +57,7 @@ def forget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
         choice.forget()
         launcher.cache_clear()
         gather._gather_on.cache_clear()
+        is_compiled.cache_clear()
         jit._memory.clear()
 
     monkeypatch.setenv("W4GEMM_CACHE_DIR", str(tmp_path / "before"))  # the command sets another one
@@ -86,15 +90,15 @@ def test_a_gpu_that_is_not_known_is_described():
     assert all(capability_of(f"NVIDIA {name}") for name in known_names())
 
 
-def model(device: str, activations: str | None) -> tuple[W4Experts, W4Linear]:
+def model(device: str, activations: str | None, features: int) -> tuple[W4Experts, W4Linear]:
     """The layers that :func:`fill` compiles for."""
     torch.manual_seed(0)
 
     def weight(n: int, k: int) -> QuantizedWeight:
         return quantize(torch.randn(n, k) / k**0.5, FORMAT).to(device).repack(activations=activations)
 
-    gate_up = QuantizedWeight.stack([weight(2 * HIDDEN, FEATURES) for _ in range(EXPERTS)])
-    down = QuantizedWeight.stack([weight(FEATURES, HIDDEN) for _ in range(EXPERTS)])
+    gate_up = QuantizedWeight.stack([weight(2 * HIDDEN, features) for _ in range(EXPERTS)])
+    down = QuantizedWeight.stack([weight(features, HIDDEN) for _ in range(EXPERTS)])
     acted = weight(N, K)
     acted = replace(acted, perm=torch.randperm(K, dtype=torch.int32).to(acted.device))
     mixture = W4Experts(gate_up, down, dtype=torch.bfloat16)
@@ -104,11 +108,12 @@ def model(device: str, activations: str | None) -> tuple[W4Experts, W4Linear]:
 def run(mixture: W4Experts, layer: W4Linear, tokens: int, device: str) -> list[torch.Tensor]:
     """One result of everything that launches."""
     r = torch.Generator().manual_seed(tokens)
+    features = mixture.gate_up.weight.k
     ids = torch.rand(tokens, EXPERTS, generator=r).argsort(1)[:, :TOP_K].to(device)
-    x, weights = torch.randn(tokens, FEATURES, generator=r), torch.rand(tokens, TOP_K, generator=r).to(device)
+    x, weights = torch.randn(tokens, features, generator=r), torch.rand(tokens, TOP_K, generator=r).to(device)
     results = [mixture(x.to(device, torch.bfloat16), ids, weights)]
     counts = torch.full((EXPERTS,), tokens, dtype=torch.int32, device=device)
-    padded = x.expand(EXPERTS, tokens, FEATURES).to(device, torch.bfloat16).contiguous()
+    padded = x.expand(EXPERTS, tokens, features).to(device, torch.bfloat16).contiguous()
     results.append(masked_linear(padded, mixture.gate_up.weight, counts, activation="silu_mul"))
     results.append(layer(torch.randn(tokens, K, generator=r).to(device, torch.bfloat16)))
     return results
@@ -117,14 +122,14 @@ def run(mixture: W4Experts, layer: W4Linear, tokens: int, device: str) -> list[t
 @pytest.mark.parametrize("activations", [None, "fp8"])
 def test_all_that_a_mixture_of_experts_launches_is_there(tmp_path, monkeypatch, forget, activations):
     """Its layers run here as if the CPU were an H200, up to the launches: every plan is made of what was compiled."""
-    monkeypatch.setenv("W4GEMM_CACHE_DIR", str(fill(tmp_path, H200, activations)))
+    monkeypatch.setenv("W4GEMM_CACHE_DIR", str(fill(tmp_path, H200, activations, FOUR_LAUNCHES)))
     monkeypatch.setenv("W4GEMM_COMPILE", "off")
     monkeypatch.setattr(Device, "of", classmethod(lambda cls, device: H200))
     launched: list[Plan] = []
     launch = functools.cached_property(lambda plan: lambda operands: launched.append(plan))
     launch.__set_name__(Plan, "launch")
     monkeypatch.setattr(Plan, "launch", launch)
-    mixture, layer = model("cpu", activations)
+    mixture, layer = model("cpu", activations, FOUR_LAUNCHES)
     for tokens in TOKENS:
         run(mixture, layer, tokens, "cpu")
     assert len(launched) == 4 * len(TOKENS)
@@ -138,7 +143,7 @@ def test_all_that_a_mixture_of_experts_launches_is_there(tmp_path, monkeypatch, 
         assert launcher(ColumnGather.of, here, torch.bfloat16, K) is not None
     else:
         for front in FRONTS:
-            for k in {FEATURES, HIDDEN, K}:
+            for k in {FOUR_LAUNCHES, HIDDEN, K}:
                 assert launcher(ActivationQuantize.of, here, torch.bfloat16, k, front, True) is not None
     with pytest.raises(UnsupportedError, match="W4GEMM_COMPILE=off forbids compiling"):
         launcher(RowCombine.of, here, torch.bfloat16, TOP_K + 1)
@@ -150,13 +155,15 @@ def test_a_mixture_of_experts_serves_where_compiling_is_forbidden(tmp_path, monk
     here = Device.of("cuda")
     if here.capability != H200.capability:
         pytest.skip("compiles for the default target")
-    mixture, layer = model("cuda", activations)
+    mixture, layer = model("cuda", activations, ONE_LAUNCH)
     wanted = [run(mixture, layer, tokens, "cuda") for tokens in TOKENS]
-    folder = fill(tmp_path, here, activations)
+    folder = fill(tmp_path, here, activations, ONE_LAUNCH)
     before = sorted(path.name for path in folder.iterdir())
     forget()
     monkeypatch.setenv("W4GEMM_CACHE_DIR", str(folder))
     monkeypatch.setenv("W4GEMM_COMPILE", "off")
+    launches = {mixture.explain(tokens, TOP_K).partition(":")[0] for tokens in TOKENS}
+    assert launches == {"four launches" if activations else "one launch (expert_layer)"}
     for tokens, expected in zip(TOKENS, wanted, strict=True):
         for got, want in zip(run(mixture, layer, tokens, "cuda"), expected, strict=True):
             assert torch.equal(got, want)
@@ -172,6 +179,30 @@ def test_scales_of_experts_are_compiled_where_they_are_asked_for():
         assert {p.epilogue.expert_scale for p in found} == wanted
     units, _ = chosen(problems_of(experts, [4], use._replace(expert_scale=True)))
     assert len(units) == 2 * len(chosen(problems_of(experts, [4], use))[0])
+
+
+def test_layers_of_experts_in_one_launch_are_compiled_where_they_are_chosen(monkeypatch, forget):
+    format = WeightFormat.parse(FORMAT)
+    gate_up, down = (Layer(n, k, format, experts=EXPERTS) for n, k in ((2 * HIDDEN, ONE_LAUNCH), (ONE_LAUNCH, HIDDEN)))
+    layers, use = [Layer(N, K, format), down, gate_up], Use(H200, torch.bfloat16, top_k=TOP_K)
+    units = set(one_launches_of(layers, [1, 2], use))
+    assert len(units) == 8 and {unit.name for unit in units} == {"expert_layer"}, (
+        "of four numbers of tokens, two dtypes"
+    )
+    with_scales = use._replace(expert_scale=True, epilogue_activations=("relu2", "gelu_mul"))
+    assert len(set(one_launches_of(layers, [1], with_scales))) == 4 * len(units)
+    assert not list(one_launches_of(layers, [2], use)), "more rows than eight tokens have"
+    assert not list(one_launches_of([gate_up, replace(down, n=2 * ONE_LAUNCH)], [1], use))
+    assert not list(one_launches_of(layers, [1], use._replace(fp8=True)))
+    assert not list(one_launches_of(layers, [1], use._replace(top_k=0)))
+    assert not list(one_launches_of([replace(gate_up, activations="fp8"), down], [1], use))
+    assert not list(one_launches_of(layers, [1], use._replace(device=Device("cpu"))))
+    monkeypatch.setattr(Device, "of", classmethod(lambda cls, device: H200))
+    monkeypatch.setattr(expert_layer, "is_ready", units.__contains__)
+    monkeypatch.setenv("W4GEMM_COMPILE", "off")
+    mixture, _ = model("cpu", None, ONE_LAUNCH)
+    assert {mixture.explain(tokens, TOP_K) for tokens in range(1, 9)} == {"one launch (expert_layer)"}
+    assert mixture.explain(1, TOP_K + 1).endswith("its kernel was not compiled ahead")
 
 
 def test_a_helper_says_what_a_layer_needs():

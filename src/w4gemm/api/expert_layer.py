@@ -9,6 +9,7 @@ import torch
 
 from w4gemm.choice.cost.experts import one_launch_is_slower
 from w4gemm.core.problem import Device
+from w4gemm.jit import is_ready
 from w4gemm.kernels import launcher, workspace
 from w4gemm.kernels.expert_layer.spec import MOST_TOKENS, ExpertLayer
 from w4gemm.packing.codecs import weight_operand
@@ -80,6 +81,12 @@ def one_launch(key: LayerKey, device: Device) -> OneLaunch:
     if not key.gate_up.layout == key.down.layout == "mma16":
         return OneLaunch(layer, f"reads the mma16 layout, got {key.gate_up.layout} and {key.down.layout}", "")
     return OneLaunch(layer, "", one_launch_is_slower(layer, key.tokens, key.gate_up.format.element, device))
+
+
+@functools.lru_cache(maxsize=4096)
+def is_compiled(layer: ExpertLayer) -> bool:
+    """True if the first call in this process found the kernel compiled."""
+    return is_ready(layer.unit())
 
 
 def expert_layer(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from w4gemm.api.arguments import checked_activation
-from w4gemm.api.expert_layer import Experts, LayerKey, expert_layer, one_launch
+from w4gemm.api.expert_layer import Experts, LayerKey, expert_layer, is_compiled, one_launch
 from w4gemm.api.grouped import grouped_linear
 from w4gemm.api.modes import autocast, is_eager, layer_dtype
 from w4gemm.api.packed_module import PackedModule, moved_only
@@ -295,13 +295,13 @@ class W4Experts(torch.nn.Module):
         """
         if self.one_launch is False:
             return "one_launch is False"
-        if self.one_launch is None and not environment.may_compile():
-            return "W4GEMM_COMPILE=off forbids compiling, and `w4gemm compile` does not make its kernel"
         if operands is None:
             refusal, slower = "x or a bias is cast, scaled or quantized before a product, or needs a gradient", ""
         else:
             key = LayerKey.of(x, expert_ids, *operands, self.activation)
-            _, refusal, slower = one_launch(key, Device.of(self.gate_up.weight.device))
+            layer, refusal, slower = one_launch(key, Device.of(self.gate_up.weight.device))
+            if layer is not None and not refusal and not environment.may_compile() and not is_compiled(layer):
+                slower = "W4GEMM_COMPILE=off forbids compiling, and its kernel was not compiled ahead"
         if self.one_launch and refusal:
             raise UnsupportedError(f"one_launch: wanted a layer and call that run in one launch, but {refusal}")
         return refusal or ("" if self.one_launch else slower)

@@ -15,7 +15,7 @@ import torch
 
 from w4gemm.choice import store
 from w4gemm.choice.records import Record
-from w4gemm.cli.needs import Use, chosen, helpers_of, problems_of
+from w4gemm.cli.needs import Use, chosen, helpers_of, one_launches_of, problems_of
 from w4gemm.cli.parser import ALL_TOKENS
 from w4gemm.cli.problems import Layer, layers_of, parse_layers
 from w4gemm.console.devices import device_line, nearest_gpu
@@ -71,6 +71,7 @@ def run(args: argparse.Namespace) -> int:
     units, records = chosen(needed, args.top)
     for use in uses:
         units |= dict.fromkeys(unit for layer in layers for unit in helpers_of(layer, use))
+        units |= dict.fromkeys(one_launches_of(layers, tokens, use))
     started = time.perf_counter()
     size = fill(args.output, units, args.workers)
     if records:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from itertools import product
+from itertools import permutations, product
 from typing import NamedTuple
 
 import torch
 
 from w4gemm import choice
+from w4gemm.api.expert_layer import LayerKey, one_launch
 from w4gemm.api.step import between_products
 from w4gemm.choice.records import Record
 from w4gemm.cli.problems import Layer, problems
@@ -18,7 +19,10 @@ from w4gemm.core.errors import UnsupportedError
 from w4gemm.core.problem import Device, GemmProblem
 from w4gemm.jit import Unit
 from w4gemm.kernels import HELPERS, kernel_named
+from w4gemm.kernels.expert_layer.spec import IDS, MOST_TOKENS
 from w4gemm.kernels.helper import LayerFacts
+from w4gemm.packing.layouts import layout_for
+from w4gemm.packing.packed_shape import packed_shape
 
 
 class Use(NamedTuple):
@@ -89,6 +93,33 @@ def helpers_of(layer: Layer, use: Use) -> Iterator[Unit]:
     if use.fused and not layer.experts:
         helpers += filter(None, between_products(use.device, use.dtype, layer.k, fp8))
     return (helper.unit() for helper in helpers)
+
+
+def one_launches_of(layers: list[Layer], tokens: list[int], use: Use) -> Iterator[Unit]:
+    """Yield the unit of every layer of experts that would run in one launch. Two layers, gate_up and down, are one of
+    experts if their sizes match each other.
+
+    Args:
+        tokens: as for :func:`problems_of`.
+    """
+    if use.fp8 or not use.top_k or 1 not in tokens:
+        return
+    activations = dict.fromkeys(("silu_mul", *filter(is_gated, use.epilogue_activations)))
+    scales = (False, True) if use.expert_scale else (False,)
+    for pair in permutations((layer for layer in layers if layer.experts and layer.activations != "fp8"), 2):
+        gate_up, down = pair
+        if (gate_up.experts, gate_up.n, gate_up.k) != (down.experts, 2 * down.k, down.n):
+            continue
+        first, second = (
+            packed_shape(e.format, layout_for(use.device, e.format, use.dtype), e.n, e.k, e.experts) for e in pair
+        )
+        key = LayerKey(0, first, second, use.dtype, "", use.top_k, torch.int64)
+        for m, name, ids, scale in product(range(1, MOST_TOKENS + 1), activations, IDS, scales):
+            operands = gate_up.bias, down.bias, scale, scale
+            call = key._replace(tokens=m, activation=name, ids=ids, operands=operands)
+            layer, refusal, slower = one_launch(call, use.device)
+            if layer is not None and not refusal and not slower:
+                yield layer.unit()
 
 
 def chosen(needed: Iterable[GemmProblem], top: int = 1) -> tuple[dict[Unit, None], list[Record]]:

@@ -21,6 +21,8 @@ from w4gemm.packing.codecs import PAIR_TABLE_BYTES, Pairs, WeightOperand
 
 MOST_TOKENS = 8
 """Columns of operand B of the matrix instruction: a token each."""
+IDS = (torch.int32, torch.int64)
+"""Dtypes of choices."""
 MOST_CHOICES = 128
 """Choices of all tokens."""
 ROUND = 16
@@ -54,7 +56,7 @@ class ExpertLayer(Sm90Helper):
         width: features of an expert's activated row.
         top_k: choices of a token.
         tokens: of ``_TOKENS``.
-        ids: dtype of the choices.
+        ids: of ``IDS``.
         mapped: True if ids name global experts, of which a map says which are here.
         gate_up_bias, down_bias: True if there is a bias for each expert.
         gate_up_scale, down_scale: True if there is a scale for each expert.
