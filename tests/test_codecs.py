@@ -87,8 +87,8 @@ def test_padding_is_the_code_of_zero(squares):
 def test_another_element_has_no_zero_points(squares):
     with pytest.raises(ValueError, match="zero: wanted 'none' beside squares elements, got 'int'"):
         WeightFormat(32, "int", element="squares")
-    assert "no decoder of squares with bf16 scales" in refusal(squares, MMA8)
-    with pytest.raises(ValueError, match="format: there is no decoder of squares"):
+    assert "fp8 activations would round squares" in refusal(squares, MMA8)
+    with pytest.raises(ValueError, match="format: fp8 activations would round squares"):
         weight_operand(squares, torch.float8_e4m3fn)
 
 
@@ -322,7 +322,7 @@ def _signed(word: int) -> int:
 
 def test_codebook_beside_fp8_activations_is_refused():
     w = quantize(torch.randn(8, 64), "iq4_g32")
-    with pytest.raises(ValueError, match="no decoder of iq4 with bf16 scales for mma8"):
+    with pytest.raises(ValueError, match="fp8 activations would round iq4: e4m3 holds not all"):
         w.repack("mma8")
     with pytest.raises(ValueError, match="w: wanted int4 elements, got iq4_g32: no kernel decodes"):
         fold_scales(w)
@@ -376,7 +376,7 @@ def test_each_codec_has_a_decoder(codec):
 def test_stored_scales_are_what_a_decoder_reads(codec):
     """Scales that are stored bit for bit fill their field. Bits of an 8-bit scale in one of 16 bits would still be
     lossless, and a decoder would take them for another number."""
-    if type(codec).stored_scales is Codec.stored_scales and codec.scale_step == 1:
+    if codec.scale_bits and type(codec).stored_scales is Codec.stored_scales and codec.scale_step == 1:
         bits = {scale: 8 * formats.SCALES[scale].dtype.itemsize for scale in codec.scales}
         assert {*bits.values()} == {codec.scale_bits}, f"override stored_scales and scales_from: {bits}"
 
@@ -387,16 +387,31 @@ def test_each_scale_dtype_has_a_name_that_decoders_know(codec):
         assert dtype in codecs._SCALE_KIND, "a line of _SCALE_KIND in packing/codecs/__init__.py"
 
 
-def test_a_refusal_says_which_scales_or_elements_there_are(squares):
+def test_a_refusal_says_which_scales_or_elements_there_are():
     assert refusal(WeightFormat.parse("iq4_g32_e8m0"), MMA16) == (
         "there is no decoder of iq4 with e8m0 scales for mma16; scales may be fp16, bf16, fp32"
     )
     assert refusal(WeightFormat(32, scale="e8m0", element=BOOKS["table"]), MMA16).endswith(
         "with e8m0 scales for mma16; scales may be fp16, bf16, fp32"
     )
-    assert refusal(squares, MMA8) == (
-        "there is no decoder of squares with bf16 scales for mma8; elements may be e2m1, int4"
+    assert refusal(WeightFormat.parse("e2m3_g32_e8m0"), MMA8) == (
+        "there is no decoder of e2m3 with e8m0 scales for mma8; elements may be e2m1, e4m3, int4"
     )
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("int8_g128", "fp8 activations would round int8"),
+        ("int6_g32_zint", "fp8 activations would round int6"),
+        ("e5m2_g32_e8m0", "fp8 activations would round e5m2"),
+        ("e4m3_g64_fp32", "float32 scales of groups of a multiple of 128 columns"),
+        ("mxfp8", "float32 scales of groups of a multiple of 128 columns"),
+        ("e4m3_g128", "fp8 activations take e4m3 with one float32 scale a row"),
+    ],
+)
+def test_fp8_activations_refuse_what_e4m3_or_sums_cannot_hold(name, message):
+    assert message in refusal(WeightFormat.parse(name), MMA8)
 
 
 def test_each_format_has_one_codec():

@@ -100,6 +100,12 @@ PRODUCTS = [
     Product("sm90_mixed_gemm/16x64x256_1x1x1_coop", "int5_g128", PLAIN, 11, 64, 768, 1),
     Product("sm90_mixed_gemm/128x64x128_1x1x1_coop", "int8_g128", PLAIN, 3, 64, 256, 2, (5, 130)),
     Product("sm90_decode/8x64x128_1x1x1_coop", "e4m3_col_fp32", PLAIN, 5, 128, 1280, 2),
+    Product("sm80_mixed_gemm/16x64x256_1x1x1_pingpong", "e4m3_col_fp32", PLAIN, 5, 64, 768, 1),
+    # codes that are multiplied as they are stored
+    Product("sm90_fp8_gemm/128x64x128_1x1x1_coop", "e4m3_col_fp32", SCALED, 3, 64, 256, 2, (5, 130)),
+    Product("sm90_fp8_gemm/24x64x256_1x1x1_coop_k2", "e4m3_col_fp32", BLOCKS, 27, 64, 768, 4),
+    Product("sm90_fp8_gemm/16x64x256_1x1x1_pingpong", "e4m3_g128_b128", BLOCKS, 1, 192, 768, 2, (5, 0, 17)),
+    Product("sm89_fp8_gemm/16x64x256_1x1x1_pingpong", "e4m3_g128_b128", SCALED, 8, 64, 768, 8, (3, 0, 41), True),
 ]
 
 
@@ -168,7 +174,7 @@ def computed(
         Emulator(program, case.ctas, cluster).run(*parameters(case, arguments))
         assert arguments.workspace.flags is None or not arguments.workspace.flags.any(), "flags stay set"
 
-    out = torch.full((case.rows, case.epilogue.columns(case.n)), torch.nan, dtype=default_out_dtype(case.dtype))
+    out = torch.full((case.rows, case.epilogue.columns(case.n)), torch.nan, dtype=case.problem.out_dtype)
     workspace = torch.zeros(
         kernel.workspace_bytes(replace(case.problem, device=replace(H200, sms=case.ctas)), config), dtype=torch.uint8
     )
@@ -197,6 +203,16 @@ def test_products(case: Product) -> None:
         check(d[own], x[sources], w.expert(e), bias, residual=residual, token_scale=token_scale, **fused)
         d[own] = torch.nan
     assert d.isnan().all(), "rows that no expert has were written"
+
+
+@pytest.mark.parametrize("config", ["sm90_fp8_gemm/64x64x256_1x1x1_coop", "sm89_fp8_gemm/16x64x256_1x1x1_pingpong"])
+@pytest.mark.parametrize("name", ["e4m3_col_fp32", "e4m3_g128_b128"])
+def test_one_hot_x_in_fp8_gives_the_dequantized_weight(config: str, name: str) -> None:
+    """Every bit: a code is multiplied as it is stored, and the sum of one product by its scale in float32."""
+    case = Product(config, name, Epilogue(out_dtype=torch.float32), 256, 64, 256, 2 if "sm90" in config else 16)
+    w = experts_of(case)
+    d = computed(case, torch.eye(case.k).to(FP8), w, operands_of(case, case.k, w), NO_ROWS)
+    assert torch.equal(d.T, w.dequantize())
 
 
 @pytest.mark.parametrize("name", ["int4_g32_zint", *(name for name in WIDTHS if name != "e4m3_col_fp32")])

@@ -169,7 +169,7 @@ def test_nothing_but_codes_scales_and_zero_points_is_stored():
         assert 4 * math.prod(shape[1]) == n * k // 2 + scales, format
 
 
-@pytest.mark.parametrize("format", ["int4_g32", "int4_g32_zint", "int4_g32_e4m3"])
+@pytest.mark.parametrize("format", ["int4_g32", "int4_g32_zint", "int4_g32_e4m3", "e4m3_col_fp32", "e4m3_g128_b128"])
 @pytest.mark.parametrize("n, k", [(6, 64), (6, 63), (1, 32), (64, 1)])
 def test_transposed_codes_and_scales(format, n, k):
     """Checkpoints may hold them along n first."""
@@ -185,6 +185,7 @@ def test_transposed_codes_and_scales(format, n, k):
     [
         *(("int4_g128", 4.125), ("int4_g32_zint", 5.0), ("int4_g16", 5.0), ("mxfp4", 4.25), ("nvfp4", 4.5)),
         *(("q4_k", 4.75), ("q6_k", 6.625), ("q5_k", 5.75), ("q3_k", 3.625), ("q2_k", 2.75), ("int8_g128", 8.125)),
+        *(("e4m3_col_fp32", 8.0), ("e4m3_g128_b128", 8.25)),
     ],
 )
 def test_bits_of_a_weight(name, bits):
@@ -200,7 +201,7 @@ def test_bits_of_a_weight(name, bits):
     "bits, scale_bits, zero, factors",
     [
         *((4, 16, False, 0), (8, 16, True, 0), (4, 8, False, 0), (5, 8, True, 2), (4, 32, True, 0), (2, 32, False, 0)),
-        *((6, 8, False, 1), (3, 8, False, 2)),
+        *((6, 8, False, 1), (3, 8, False, 2), (8, 0, False, 0)),
     ],
 )
 @pytest.mark.parametrize("rows, columns", [(64, 128), (64, 64), (32, 128), (16, 128)])
@@ -218,7 +219,7 @@ def test_a_part_of_a_block_has_what_its_rows_and_columns_need(group, bits, scale
             own, other = row // STRIP_N + strip, half + h
             found = source_of[h * part.half_bytes + strip * part.strip_bytes]
             assert found == other * whole.half_bytes + own * part.strip_bytes
-            for column in range(h * HALF_K, (h + 1) * HALF_K, 16):
+            for column in range(h * HALF_K, (h + 1) * HALF_K, 16) if scale_bits else ():
                 found = source_of[part.scales_at(column // group) + strip * 8 * part.pair_bytes]
                 of_whole = whole.scales_at((half * HALF_K + column) // group)
                 assert found == of_whole + own * 8 * whole.pair_bytes

@@ -50,7 +50,7 @@ FP8 = torch.float8_e4m3fn
 # a scale group of 32, 64 and 128 inside a block, larger ones and per column
 FORMATS = [f"int4_{group}{zero}" for group in ("g32", "g64", "g128", "col") for zero in ("", "_zint", "_zfloat")]
 FP8_FORMATS = [name for name in FORMATS if "zfloat" not in name] + ["int4_g128_e4m3", "int4_g32_e4m3", "mxfp4"]
-FP8_FORMATS += ["int4_g32_fp16"]
+FP8_FORMATS += ["int4_g32_fp16", "e4m3_col_fp32", "e4m3_g128_b128"]
 OTHER_DTYPES = [("int4_g128_fp16", torch.float16), ("int4_g32_zfloat_fp16", torch.bfloat16)]
 WIDE = [(name, torch.bfloat16) for name in ("q4_k", "int4_g64_zfloat_fp32")] + [("q4_k", torch.float16)]
 CODEBOOKS = [("iq4_g32_fp16", torch.float16), ("iq4_g32_fp16", torch.bfloat16), ("iq4_g128", torch.bfloat16)]

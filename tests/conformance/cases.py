@@ -54,9 +54,8 @@ FORMATS += [WeightFormat.parse(name) for name in WIDTHS]
 FORMATS += [
     WeightFormat.parse(name)
     for name in (
-        *("int8_g128", "int8_g64_zint_fp16", "int8_col_fp32", "int6_g32_zfloat_fp16", "int5_g32_fp16"),
-        *("int3_g128_zint", "int2_g64_fp16", "q6_k", "q5_k", "q3_k", "q2_k", "e4m3_col_fp32", "e4m3_g128_b128"),
-        *("e4m3_g128", "mxfp8", "e5m2_g32_e8m0", "e2m3_g32_e8m0", "e3m2_g32_e8m0", "int6_g32_s8x128"),
+        *("int8_g64_zint_fp16", "int6_g32_zfloat_fp16", "int3_g128_zint", "int2_g64_fp16", "int6_g32_s8x128"),
+        *("e4m3_g128", "e4m3_g128_fp32", "e4m3_col_b128", "e5m2_g32_e8m0", "e2m3_g32_e8m0", "e3m2_g32_e8m0"),
     )
 ]
 FEW_FORMATS = [

@@ -8,10 +8,11 @@ A block holds 64 rows x 128 columns of a weight: the codes of its two halves of 
 
 A lane has 32 codes of a strip and half, which are as many words as a code has bits: a segment is what it loads at once,
 at most four words. A matrix instruction takes its part of the words of each segment; a segment of fewer words than
-instructions has bits of several in each word. The codec says which bits of the words a code has. A scale word holds the
-fields of rows g and g + 8 of a strip: of one group of columns if a field has 16 bits, of two if it has 8 (group 2 i in
-the low byte of each half, group 2 i + 1 in the high byte). Fields of 32 bits are a word each, row g before row g + 8.
-Factors are fp16, of rows g and g + 8 in a word.
+instructions has bits of several in each word. If codes of 8 bits are the registers of operand A, a segment has those of
+one instruction. The codec says which bits of the words a code has. A scale word holds the fields of rows g and g + 8 of
+a strip: of one group of columns if a field has 16 bits, of two if it has 8 (group 2 i in the low byte of each half,
+group 2 i + 1 in the high byte). Fields of 32 bits are a word each, row g before row g + 8. Factors are fp16, of rows g
+and g + 8 in a word.
 
 An offset is plain arithmetic, so a row, half or group may be a Python int or an Int32 of device code.
 """
@@ -72,7 +73,7 @@ class Block:
         bits: bits of a code.
         scale_group: columns that share a scale inside the block: 16, 32, 64 or 128.
         has_zero: True if a zero word follows each scale word.
-        scale_bits: bits of a scale or zero point: 32, 16 or 8.
+        scale_bits: bits of a scale or zero point: 32, 16 or 8; 0 if scales lie beside the blocks.
         factors: 1 if the scales of all columns share a factor, 2 if their zero points share another one, else 0.
         rows: 64, or another multiple of 16 for a sub-block.
         columns: 128, or 64 for half a block.
@@ -152,8 +153,9 @@ class Block:
 
     @property
     def words_per_scale(self) -> int:
-        """Words that one load brings: the scale word and, with zero points, the zero word; of 32 bits two each."""
-        return (2 if self.has_zero else 1) * (2 if self.scale_bits == 32 else 1)
+        """Words that one load brings: the scale word and, with zero points, the zero word; of 32 bits two each. 0 if
+        there are no scales."""
+        return (2 if self.has_zero else 1) * {0: 0, 32: 2}.get(self.scale_bits, 1)
 
     @property
     def field_mask(self) -> int:
@@ -239,14 +241,14 @@ class Block:
         """The same as :meth:`copies`, but codes and scales always in runs of their own, the codes first."""
         whole = self.sub_block()
         half_of_scales = half * self.group_bytes if self.runs < whole.runs else 0
-        if self.rows == BLOCK_N:
-            factors = [Copy(self.factors_at, whole.factors_at, 0, self.factor_bytes)] if self.factors else []
-            return [
-                Copy(0, 0, half * whole.half_bytes, self.code_bytes),
-                Copy(self.code_bytes, whole.code_bytes, half_of_scales, self.group_bytes),
-                *factors,
-            ]
-        return self.row_copies(row, self.rows, 0)
+        if self.rows < BLOCK_N:
+            return self.row_copies(row, self.rows, 0)
+        copies = [
+            Copy(0, 0, half * whole.half_bytes, self.code_bytes),
+            Copy(self.code_bytes, whole.code_bytes, half_of_scales, self.group_bytes),
+            Copy(self.factors_at, whole.factors_at, 0, self.factor_bytes),
+        ]
+        return [copy for copy in copies if copy.size]
 
     def row_copies(self, row: Any, rows: Any, at: Any) -> list[Copy]:
         """The runs of bytes that bring ``rows`` rows of a whole block, from ``row`` on, to this sub-block's rows from
@@ -259,7 +261,7 @@ class Block:
         ]
         runs = [
             (self.code_bytes + r * self.run_bytes, whole.code_bytes + r * whole.run_bytes, self.pair_bytes // 2)
-            for r in range(self.runs)
+            for r in range(self.runs if self.pair_bytes else 0)
         ]
         if self.factors:
             runs.append((self.factors_at, whole.factors_at, self.factor_pair_bytes // 2))

@@ -37,6 +37,8 @@ class BlockReader:
         steps = 4 * self.block.bits // len(words)
         half, step = divmod(step, steps)
         taken, at = [], half * self.block.bits
+        if self.block.bits == 4 * steps:  # they are the registers of operand A, a segment of each step
+            return tuple(words[at + 4 * step : at + 4 * step + 4])
         for i, segment in enumerate(self.block.segments):
             first, count = self.block.words_of_step(segment, step, steps)
             turn = self.turns[i][step] if self.turns else 0
@@ -45,9 +47,11 @@ class BlockReader:
         return tuple(taken)
 
     def scales(self, address: Int32, group: int = 0, strip: int = 0, pair: Int32 | int = 0) -> tuple[Int32, ...]:
-        """The scale word, and zero word if any, of a group of columns. address: of the first scale. pair: lane // 4,
-        from 8 on of a strip further on."""
+        """The scale word, and zero word if any, of a group of columns, or none. address: of the first scale. pair:
+        lane // 4, from 8 on of a strip further on."""
         block = self.block
+        if not block.words_per_scale:
+            return ()
         at = address + (strip * (STRIP_N // 2) + pair + block.run(group)) * block.pair_bytes
         return load_shared(at, block.words_per_scale)
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import torch
 
+from w4gemm.core.elements import element_named
 from w4gemm.core.formats import SCALES, WeightFormat
 from w4gemm.packing.codecs.base import MMA8, MMA16, PAIR_TABLE_BYTES, Bits, Codec, Fragment, Pairs, WeightOperand
 from w4gemm.packing.codecs.codebook import CODEBOOKS, codec_of_codebook
@@ -47,11 +48,21 @@ def refusal(format: WeightFormat, fragment: Fragment) -> str:
     own = (codec for codec in CODECS if codec.fragment is fragment and codec.element == format.element)
     if reason := next(filter(None, (codec.refusal(format) for codec in own)), ""):
         return reason
+    if fragment is MMA8 and not _exact_in_e4m3(format.element):
+        return f"fp8 activations would round {format.element}: e4m3 holds not all of its numbers; 16-bit ones take it"
     lacking = f"there is no decoder of {format.element} with {format.scale} scales for {fragment.name}"
     if scales := _held_scales(format, fragment):
         return f"{lacking}; scales may be {', '.join(scales)}"
     elements = sorted({codec.element for codec in CODECS if codec.fragment is fragment})
     return f"{lacking}; elements may be {', '.join(elements)}"
+
+
+def _exact_in_e4m3(element: str) -> bool:
+    """True if e4m3 holds every number of an element."""
+    rule = element_named(element)
+    assert rule is not None
+    values = torch.tensor(rule.values, device="cpu").nan_to_num()
+    return torch.equal(values.to(torch.float8_e4m3fn).float(), values)
 
 
 def _held_scales(format: WeightFormat, fragment: Fragment) -> list[str]:

@@ -172,7 +172,7 @@ class Codec:
         places: where it lies.
         turns: by segment and matrix instruction of a half, by how many bits its words are rotated to the right before
             they are decoded; none if the codes of every instruction lie alike.
-        scale_bits: bits of a stored scale.
+        scale_bits: bits of a stored scale; 0 if scales lie beside the blocks alone, as those of output channels.
         scale_step, zero_step: what the bits of a scale, and a zero point, are multiplied by when they are stored: the
             bytes of a row of the decoder's table. zero_step 0: a zero point is stored as a number of the scale dtype.
         table_rows: rows of the decoder's table in shared memory; 0 without one.
@@ -308,7 +308,7 @@ class Codec:
     def stored_fields(
         self, scales: torch.Tensor, zeros: torch.Tensor | None, format: WeightFormat
     ) -> list[torch.Tensor]:
-        """The fields (n, groups) of a scale word and, with zero points, of a zero word."""
+        """The fields (n, groups) of a scale word and, with zero points, of a zero word; none if scale_bits is 0."""
         fields = [self.stored_scales(scales)]
         return fields if zeros is None else [*fields, self.stored_zeros(zeros, format)]
 

@@ -1,9 +1,12 @@
-"""Codecs of e4m3, the 8-bit float, for 16-bit x.
+"""Codecs of e4m3, the 8-bit float.
 
-The seven lower bits of a code at bits 10 to 4 of a bf16, and its sign at bit 15, are its number times 2**-120: the
-smallest exponents of both are subnormals. So rows g lie in code words at the places of a bf16's bits. Rows g + 8 have
-the others: exponent bits at 14 to 11 and mantissa bits at 2 to 0 of each half, and signs at bit 3 of the other half. A
-rotation by four and a shift bring them to the same places.
+Beside e4m3 x a code word is a register of operand A as it is stored. Scales multiply sums: one scale a row the sums of
+all columns, scales of groups those of 128 columns.
+
+For 16-bit x words are decoded. The seven lower bits of a code at bits 10 to 4 of a bf16, and its sign at bit 15, are
+its number times 2**-120: the smallest exponents of both are subnormals. So rows g lie in code words at the places of a
+bf16's bits. Rows g + 8 have the others: exponent bits at 14 to 11 and mantissa bits at 2 to 0 of each half, and signs
+at bit 3 of the other half. A rotation by four and a shift bring them to the same places.
 """
 
 from __future__ import annotations
@@ -13,7 +16,8 @@ from typing import Any
 import torch
 
 from w4gemm.core.formats import PER_COLUMN, WeightFormat
-from w4gemm.packing.codecs.base import MMA16, Bits, Codec, Decoding, Pairs, WeightOperand
+from w4gemm.packing.block import BLOCK_K
+from w4gemm.packing.codecs.base import MMA8, MMA16, Bits, Codec, Decoding, Pairs, WeightOperand
 from w4gemm.packing.codecs.e2m1 import PowerCodec
 
 
@@ -34,23 +38,32 @@ def _places() -> tuple[Bits, ...]:
 class _E4m3Codec(Codec):
     """What all have in common."""
 
+    def refusal(self, format: WeightFormat) -> str:
+        if self.fragment is MMA16:
+            return ""
+        return (
+            "fp8 activations take e4m3 with one float32 scale a row, or float32 scales of groups of a multiple of "
+            f"{BLOCK_K} columns, which multiply sums; 16-bit activations take others too, in the mma16 layout"
+        )
+
+    def decoder(self, weight: WeightOperand, decoding: Decoding) -> Any:
+        from w4gemm.packing.codecs.e4m3_decode import E4m3Decoder, StoredDecoder
+
+        if self.fragment is MMA8:
+            return StoredDecoder()
+        return E4m3Decoder(weight.kind, weight.scale, weight.zero, decoding.only_fma, decoding.allow_sum_scale)
+
     def costs(self, weight: WeightOperand, pairs: Pairs | None, few: bool) -> tuple[str, ...]:
-        if few:
+        if few or weight.kind == "e4m3":
             return ()
         return ("e4m3_half",) if weight.kind == "f16" else ("e4m3",)
 
 
 class ChannelCodec(_E4m3Codec):
-    """For one float32 scale a row, which multiplies its sums. Blocks have the fields of 16-bit scales all the same, 1.5
-    % of their bytes, which nothing reads: so kernels need no other geometry."""
+    """For one float32 scale a row, which multiplies its sums: a scale of the output channel."""
 
     def holds(self, format: WeightFormat) -> bool:
         return super().holds(format) and format.group_size == PER_COLUMN
-
-    def decoder(self, weight: WeightOperand, decoding: Decoding) -> Any:
-        from w4gemm.packing.codecs.e4m3_decode import E4m3Decoder
-
-        return E4m3Decoder(weight.kind, weight.scale, weight.zero, decoding.only_fma, decoding.allow_sum_scale)
 
     def has_channels(self, format: WeightFormat) -> bool:
         return True
@@ -58,12 +71,16 @@ class ChannelCodec(_E4m3Codec):
     def stored_channels(self, scales: torch.Tensor, channels: torch.Tensor | None) -> torch.Tensor:
         return scales[:, 0]
 
-    def stored_scales(self, scales: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(scales.shape, dtype=torch.int16, device=scales.device)
+    def stored_fields(
+        self, scales: torch.Tensor, zeros: torch.Tensor | None, format: WeightFormat
+    ) -> list[torch.Tensor]:
+        return []
 
-    def scales_from(self, fields: torch.Tensor, format: WeightFormat, channels: torch.Tensor | None) -> torch.Tensor:
+    def from_fields(
+        self, fields: list[torch.Tensor], format: WeightFormat, channels: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         assert channels is not None
-        return channels[:, None].clone()
+        return channels[:, None].clone(), None
 
 
 class MicroscalingCodec(PowerCodec, _E4m3Codec):
@@ -78,11 +95,22 @@ class MicroscalingCodec(PowerCodec, _E4m3Codec):
         return _E4m3Codec.costs(self, weight, pairs, few)
 
 
-class WideE4m3Codec(_E4m3Codec):
+class GroupCodec(_E4m3Codec):
     """For float32 scales of groups of columns, of each row or of blocks of rows."""
 
     def holds(self, format: WeightFormat) -> bool:
         return super().holds(format) and (format.group_size != PER_COLUMN or format.scale_rule.block_rows > 0)
+
+
+class SumScaleCodec(GroupCodec):
+    """For e4m3 x, of groups that fill blocks."""
+
+    def holds(self, format: WeightFormat) -> bool:
+        return super().holds(format) and (format.group_size == PER_COLUMN or format.group_size % BLOCK_K == 0)
+
+
+class WideE4m3Codec(GroupCodec):
+    """For 16-bit x."""
 
     def decoder(self, weight: WeightOperand, decoding: Decoding) -> Any:
         from w4gemm.packing.codecs.e4m3_decode import WideE4m3Decoder
@@ -94,13 +122,28 @@ class WideE4m3Codec(_E4m3Codec):
 
 
 _CODES = tuple(range(256)), _places()
+_STORED = (
+    tuple(range(256)),
+    tuple(
+        Bits(16 * step + 8 * row8 + 4 * col16 + i, 255, 8 * i, 4 * step + 2 * col16 + row8)
+        for step in range(2)
+        for row8 in range(2)
+        for col16 in range(2)
+        for i in range(4)
+    ),
+)
+"""For e4m3 x: a segment has the four registers of a step, a lane's load of 16 bytes."""
 E4M3 = (
-    ChannelCodec("e4m3_channel_mma16", MMA16, "e4m3", ("fp32",), ("none",), *_CODES, registers=4),
+    ChannelCodec("e4m3_channel_mma16", MMA16, "e4m3", ("fp32",), ("none",), *_CODES, scale_bits=0, registers=4),
     MicroscalingCodec("mxfp8_mma16", MMA16, "e4m3", ("e8m0",), ("none",), *_CODES, scale_bits=8, registers=4),
     WideE4m3Codec(
         *("e4m3_wide_mma16", MMA16, "e4m3", ("fp32", "b128"), ("none",), *_CODES),
         scale_bits=32,
         registers=4,
         in_float32=True,
+    ),
+    ChannelCodec("e4m3_channel_mma8", MMA8, "e4m3", ("fp32",), ("none",), *_STORED, scale_bits=0),
+    SumScaleCodec(
+        *("e4m3_sums_mma8", MMA8, "e4m3", ("fp32", "b128"), ("none",), *_STORED), scale_bits=32, scales_on_sums=True
     ),
 )

@@ -18,6 +18,7 @@ moves them. Beside float32 scales each is multiplied in float32, which is rounde
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from cutlass import Float32, Int32
 
@@ -95,3 +96,21 @@ class WideE4m3Decoder(Decoder):
             rest = 1.0 if self.sum_scale != 1.0 else 1 / _SCALE_DOWN
             registers.append(pack_half2(self.kind, *(times(weight, rest) for weight in weights)))
         return tuple(registers)
+
+
+class StoredDecoder:
+    """Beside e4m3 x: registers are code words as they are stored. Scales, if there are any, multiply sums."""
+
+    sum_scale: ClassVar = 1.0
+
+    def prepare(self, words: tuple[Int32, ...], _table: Int32, _field: int = 0) -> tuple[()]:
+        """Nothing is prepared."""
+        return ()
+
+    def scales(self, words: tuple[Int32, ...]) -> tuple[Float32, ...]:
+        """Factors for the sums of a group, of rows g and g + 8."""
+        return tuple(to_float("f32", word) for word in words)
+
+    def decode(self, words: tuple[Int32, ...], _prepared: tuple[()]) -> tuple[Int32, ...]:
+        """The four fragment registers of one instruction."""
+        return words

@@ -68,11 +68,12 @@ class MmaLayout:
         scales = format.scales_of_rows(parts.scales, shape[0] * BLOCK_N)
         fields = codec.stored_fields(scales, parts.zeros, format)
         columns = _Columns(block, format.group_length(k), k)
-        scales = _scale_words(fields, columns, shape[0], shape[1])
+        words = [_scale_words(fields, columns, shape[0], shape[1])] if fields else []
         if parts.factors is not None:
             fields = [t.contiguous().view(torch.int16) for t in parts.factors.unbind(-1)]
-            scales = torch.cat((scales, _scale_words(fields, columns.of_factors(format), shape[0], shape[1])), dim=2)
-        blocks[:, :, block.code_words :] = scales
+            words.append(_scale_words(fields, columns.of_factors(format), shape[0], shape[1]))
+        if words:
+            blocks[:, :, block.code_words :] = torch.cat(words, dim=2)
         channels = codec.stored_channels(parts.scales, parts.channels)
         return (blocks,) if channels is None else (blocks, channels.contiguous())
 
@@ -83,7 +84,7 @@ class MmaLayout:
         words, count = blocks[:, :, block.code_words :], block.group_bytes // 4
         columns = _Columns(block, format.group_length(k), k)
         rows = len(blocks) * BLOCK_N if format.scale_rule.block_rows else n
-        fields = _from_scale_words(words[:, :, :count], columns, rows)
+        fields = _from_scale_words(words[:, :, :count], columns, rows) if count else []
         scales, zeros = codec.from_fields(fields, format, channels)
         scales = format.scales_of_blocks(scales)
         factors = None
