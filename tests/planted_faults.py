@@ -808,6 +808,13 @@ FAULTS = (
         _ONE_LAUNCH + "routings",
     ),
     Fault(
+        "columns of experts without gates change places",
+        _EXPERT_LAYER,
+        "quad % 2 * 64 + strip % 4 * 8 + quad // 2 * 4",
+        "quad // 2 * 64 + strip % 4 * 8 + quad % 2 * 4",
+        _ONE_LAUNCH + "gates",
+    ),
+    Fault(
         "an expert that a token chose twice has one of both weights",
         _EXPERT_LAYER,
         "cutlass.select_(c.ids[other] == expert, c.weights[other]",

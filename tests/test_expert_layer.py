@@ -77,12 +77,12 @@ def layer_of(spec: ExpertLayer, format: str = "int4_g128") -> Layer:
 
     dtype = torch.float16 if spec.kind == "f16" else torch.bfloat16
     biases = (
-        drawn(spec.gate_up_bias, spec.experts, 2 * spec.width),
+        drawn(spec.gate_up_bias, spec.experts, spec.rows_up),
         drawn(spec.down_bias, spec.experts, spec.features),
     )
     return Layer(
         spec,
-        weights(2 * spec.width, spec.features),
+        weights(spec.rows_up, spec.features),
         weights(spec.features, spec.width),
         *(None if bias is None else bias.to(dtype) for bias in biases),
         drawn(spec.gate_up_scale, spec.experts),
@@ -164,6 +164,7 @@ CASES = {
         8,
         "int4_g128",
     ),
+    "no gates": (spec_of(2, activation="relu2", width=160, gate_up_bias=True), 2, "int4_g128"),
     "small groups, float zeros, a map": (
         spec_of(2, width=96, format="int4_g32_zfloat", mapped=True),
         2,
@@ -261,9 +262,10 @@ def test_nothing_is_accessed_before_the_launch_in_front_has_ended() -> None:
 
 
 def key_of(tokens: int, format: str, experts: int, features: int, width: int, top_k: int, **others: Any) -> LayerKey:
+    rows = (1 + activation.is_gated(others.get("activation", "silu_mul"))) * width
     shapes = (
         packed_shape(WeightFormat.parse(format), "mma16", n, k, experts)
-        for n, k in ((2 * width, features), (features, width))
+        for n, k in ((rows, features), (features, width))
     )
     return LayerKey(tokens, *shapes, torch.bfloat16, "silu_mul", top_k, torch.int32)._replace(**others)
 
@@ -291,12 +293,17 @@ def test_one_launch_where_it_was_faster(layer: tuple[Any, ...], chosen: dict[int
     assert not any(decision.refusal for decision in decisions.values())
 
 
+def test_experts_without_gates_are_not_chosen() -> None:
+    """They were not timed."""
+    _, refusal, slower = one_launch(key_of(1, *QWEN, activation="relu2"), H100)
+    assert not refusal and slower == "experts without gates were not timed in one launch"
+
+
 @pytest.mark.parametrize(
     "key, reason",
     [
         (key_of(9, *QWEN), "takes 1 to 8 tokens, got 9"),
         (key_of(1, *QWEN, dtype=torch.float8_e4m3fn), "16-bit x"),
-        (key_of(1, *QWEN, activation="relu2"), "no gate"),
         (key_of(8, *QWEN[:4], 17), "128 choices"),
         (key_of(1, "int4_g128", 8, 2080, 768, 2), "features are a multiple of 64"),
         (key_of(8, "int4_g128", 8, 14336, 768, 2), "no room for three stages"),

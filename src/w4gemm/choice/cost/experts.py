@@ -121,6 +121,8 @@ def one_launch_is_slower(layer: ExpertLayer, tokens: int, element: str, device: 
     one."""
     if element not in _ONE_LAUNCH_ELEMENTS:
         return f"{element} weights were not timed in one launch"
+    if not layer.gated:
+        return "experts without gates were not timed in one launch"
     if not device.bandwidth:
         return f"the bandwidth of {device.name} is not known"
     chosen = layer.experts * (1 - (1 - min(1.0, layer.top_k / layer.experts)) ** tokens)

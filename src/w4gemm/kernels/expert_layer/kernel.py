@@ -625,15 +625,24 @@ class ExpertLayerKernel:
                 alpha = t.gate_up_scale[expert] if const_expr(layer.gate_up_scale) else None
                 biases = [None] * 4
                 if const_expr(layer.gate_up_bias):
-                    at = t.gate_up_bias.iterator.toint() + (Int64(expert) * (2 * layer.width) + row) * 2
+                    at = t.gate_up_bias.iterator.toint() + (Int64(expert) * layer.rows_up + row) * 2
                     words = load_global(at, 2, Boolean(True))
                     biases = [to_float(layer.kind, word, high) for word in words for high in (False, True)]
                 y = [self.epilogue.affine(v, alpha, b) for v, b in zip(sums, biases, strict=True)]
-                values = [activated(parse(layer.activation), y[j], y[j + 1]) for j in (0, 2)]
-                step, half = strip % 8 // 2, strip % 2  # of 16 columns, and which half of them
-                at = self.hidden_at(t, slot, strip // 16, strip // 8 % 2, token)
-                at = at + Int64(quad * 32 + step * 8 + half * 4)
-                store_global(at, [pack_half2(layer.kind, *values)], Boolean(True))
+                activation = parse(layer.activation)
+                if const_expr(layer.gated):  # two columns
+                    values = [activated(activation, y[j], y[j + 1]) for j in (0, 2)]
+                    step, half = strip % 8 // 2, strip % 2  # of 16 columns, and which half of them
+                    at = self.hidden_at(t, slot, strip // 16, strip // 8 % 2, token)
+                    at = at + Int64(quad * 32 + step * 8 + half * 4)
+                    store_global(at, [pack_half2(layer.kind, *values)], Boolean(True))
+                else:  # four columns, of two lanes
+                    values = [activated(activation, value) for value in y]
+                    at = self.hidden_at(t, slot, strip // 8, strip // 4 % 2, token)
+                    at = at + Int64(quad % 2 * 64 + strip % 4 * 8 + quad // 2 * 4)
+                    for j in cutlass.range_constexpr(2):
+                        words = [pack_half2(layer.kind, values[2 * j], values[2 * j + 1])]
+                        store_global(at + j * 32, words, Boolean(True))
 
     def hidden_at(self, t: Tensors, slot: Int32, k_block: Int32, half: Int32, token: Int32) -> Int64:
         """The address of 64 columns of a slot's row of a token: 32 bytes for each lane of a quarter warp, of four

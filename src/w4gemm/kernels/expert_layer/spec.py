@@ -50,7 +50,7 @@ class ExpertLayer(Sm90Helper):
 
     Args:
         weight: facts of the format of both weights, beside 16-bit x.
-        activation: a gated one.
+        activation: with gates, gate_up has a gate and an up for each column of the activated row; else one row.
         experts: number of experts here.
         features: features of x and of the result.
         width: features of an expert's activated row.
@@ -116,6 +116,15 @@ class ExpertLayer(Sm90Helper):
         return self.tokens * self.top_k
 
     @property
+    def gated(self) -> bool:
+        return is_gated(self.activation)
+
+    @property
+    def rows_up(self) -> int:
+        """Rows of one expert's gate_up."""
+        return 2 * self.width if self.gated else self.width
+
+    @property
     def k_blocks_up(self) -> int:
         """128-column blocks of gate_up."""
         return -(-self.features // BLOCK_K)
@@ -128,7 +137,7 @@ class ExpertLayer(Sm90Helper):
     @property
     def blocks_up(self) -> int:
         """64-row blocks of one expert's gate_up."""
-        return -(-2 * self.width // BLOCK_N)
+        return -(-self.rows_up // BLOCK_N)
 
     @property
     def blocks_down(self) -> int:
@@ -138,7 +147,7 @@ class ExpertLayer(Sm90Helper):
     @property
     def strips_up(self) -> int:
         """16-row strips of one expert's gate_up."""
-        return 2 * self.width // STRIP_N
+        return self.rows_up // STRIP_N
 
     @property
     def columns(self) -> int:
@@ -218,8 +227,6 @@ class ExpertLayer(Sm90Helper):
         """Return why the kernel does not run on a device; the empty string if it does."""
         if reason := hopper.refusal(device) or missing_for_dsl(MIN_DRIVER):
             return reason
-        if not is_gated(self.activation):
-            return f"the activation {self.activation} has no gate"
         if self.features % BLOCK_N or self.width % 32:
             return f"features are a multiple of {BLOCK_N} and width is one of 32, got {self.features}, {self.width}"
         if self.weight.channels:
@@ -261,7 +268,7 @@ class ExpertLayer(Sm90Helper):
             compact(cutlass.Float32, choices),
             compact(cutlass.Int32, cute.sym_int()) if self.mapped else None,
             *blocks,
-            biases(self.gate_up_bias, 2 * self.width),
+            biases(self.gate_up_bias, self.rows_up),
             biases(self.down_bias, self.features),
             scales(self.gate_up_scale),
             scales(self.down_scale),
