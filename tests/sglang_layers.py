@@ -10,6 +10,7 @@ import os
 import pkgutil
 import sys
 from collections.abc import Iterator
+from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,6 +35,7 @@ from w4gemm.integrations.sglang import dense, experts, takeover  # noqa: E402
 QUANTIZATION = "sglang.srt.layers.quantization"
 SCHEMES = {
     "gptq": f"{QUANTIZATION}.gptq.schemes.GPTQMarlinLinearScheme",
+    "gptq other": f"{QUANTIZATION}.gptq.schemes.GPTQLinearScheme",
     "awq": f"{QUANTIZATION}.awq.schemes.AWQMarlinLinearScheme",
     "awq other": f"{QUANTIZATION}.awq.schemes.AWQLinearScheme",
     "ct": f"{QUANTIZATION}.compressed_tensors.schemes.CompressedTensorsWNA16",
@@ -118,10 +120,11 @@ def config(**facts: Any) -> SimpleNamespace:
         "weight_bits": 4,
         "group_size": GROUP,
         "desc_act": False,
-        "pack_factor": 8,
+        "pack_factor": Fraction(32, facts.get("weight_bits", 4)),
         "quant_type": None,
         "quant_format": "pack-quantized",
         "zero_point": True,
+        "checkpoint_format": "",
     }
     return SimpleNamespace(**{**defaults, **facts})
 
@@ -181,10 +184,11 @@ def fill(layer: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:
             parameter.data.copy_(tensors[name])
 
 
-def created(scheme: Any, full_k: int = K, head: bool = False) -> torch.nn.Module:
+def created(scheme: Any, full_k: int = K, kind: str = "") -> torch.nn.Module:
+    """A layer with a scheme's parameters. kind: "ParallelLMHead" or "VocabParallelEmbedding"."""
     layer = torch.nn.Module()
-    if head:
-        cls = resolved("sglang.srt.layers.vocab_parallel_embedding.VocabParallelEmbedding")
+    if kind:
+        cls = resolved(f"sglang.srt.layers.vocab_parallel_embedding.{kind}")
         layer = cls.__new__(cls)
         torch.nn.Module.__init__(layer)
     layer.scheme = scheme

@@ -161,16 +161,51 @@ class GPTQMarlinLinearScheme:
         self.kernel.kernel_config = Shapes((input_size, output_size), (k, n))
         group = input_size if config.group_size == -1 else config.group_size
         groups = (input_size if config.desc_act else k) // group if config.group_size != -1 else 1
-        layer.register_parameter("qweight", parameter(k // 8, n, dtype=torch.int32))
-        layer.register_parameter("g_idx", parameter(k, dtype=torch.int32))
-        layer.register_parameter("scales", parameter(groups, n, dtype=params_dtype))
-        layer.register_parameter("qzeros", parameter(groups, n // 8, dtype=torch.int32))
+        _gptq_parameters(layer, config, groups, n, params_dtype, k)
 
     def process_weights_after_loading(self, layer):
         self.asked.append("process")
 
     def apply_weights(self, layer, x, bias):
         self.asked.append("apply")
+
+
+def _gptq_parameters(layer, config, groups, n, dtype, k):
+    layer.register_parameter("qweight", parameter(k * config.weight_bits // 32, n, dtype=torch.int32))
+    layer.register_parameter("g_idx", parameter(k, dtype=torch.int32))
+    layer.register_parameter("scales", parameter(groups, n, dtype=dtype))
+    layer.register_parameter("qzeros", parameter(groups, n * config.weight_bits // 32, dtype=torch.int32))
+
+
+@at("layers.quantization.gptq.schemes")
+class GPTQLinearScheme:
+    def __init__(self, quant_config):
+        self.quant_config, self.asked = quant_config, []
+        self.use_v2_format = quant_config.checkpoint_format == "gptq_v2"
+        self.kernel = self._init_kernel(quant_config)
+
+    def _init_kernel(self, quant_config):
+        raise RuntimeError("The non-Marlin GPTQ CUDA kernel has been removed.")
+
+    def create_weights(
+        self,
+        layer,
+        input_size_per_partition,
+        output_partition_sizes,
+        input_size,
+        params_dtype,
+        weight_loader,
+        **kwargs,
+    ):
+        k, n, config = input_size_per_partition, sum(output_partition_sizes), self.quant_config
+        self.kernel.use_shuffle = True
+        _gptq_parameters(layer, config, k // config.group_size, n, params_dtype, k)
+
+    def process_weights_after_loading(self, layer):
+        self.kernel.process_weights_after_loading(layer)
+
+    def apply_weights(self, layer, x, bias):
+        return self.kernel.apply(layer, x, bias)
 
 
 class _AWQ:
@@ -317,6 +352,37 @@ class ModelOptNvFp4A16LinearMethod(_ModelOptNvFp4):
     pass
 
 
+@at("layers.quantization.gguf")
+class GGUFLinearMethod:
+    def __init__(self, quant_config):
+        self.asked = []
+
+    def create_weights(
+        self,
+        layer,
+        input_size_per_partition,
+        output_partition_sizes,
+        input_size,
+        output_size,
+        params_dtype,
+        **extra_weight_attrs,
+    ):
+        self.params_dtype = params_dtype
+        blocks = torch.nn.parameter.UninitializedParameter(requires_grad=False)
+        blocks.tensor_shape = sum(output_partition_sizes), input_size_per_partition
+        blocks.data_container, blocks.shard_id, blocks.shard_id_map = [], [], {}
+        types = parameter(len(output_partition_sizes), dtype=torch.uint8)
+        types.weight_type, types.shard_weight_type = 0, {}
+        layer.register_parameter("qweight", blocks)
+        layer.register_parameter("qweight_type", types)
+
+    def process_weights_after_loading(self, layer):
+        self.asked.append("process")
+
+    def apply(self, layer, x, bias=None):
+        self.asked.append("apply")
+
+
 @at("layers.quantization.fp4_utils")
 def get_fp4_gemm_runner_backend():
     return _Named("marlin")
@@ -353,6 +419,11 @@ def get_parallel():
 
 @at("layers.vocab_parallel_embedding")
 class VocabParallelEmbedding(torch.nn.Module):
+    pass
+
+
+@at("layers.vocab_parallel_embedding")
+class ParallelLMHead(VocabParallelEmbedding):
     pass
 
 

@@ -69,11 +69,12 @@ def group_size(quantization: dict[str, Any]) -> int:
 def with_int4(kernels: Any, tensors: Tensors, quantization: dict[str, Any], k: int = K) -> tuple[Any, Tensors]:
     """vLLM's kernel for integers. compressed-tensors' parameters say that rows come first, GPTQ's that they do not."""
     from vllm.model_executor.kernels.linear import MPLinearLayerConfig
-    from vllm.scalar_type import scalar_types
+    from vllm.scalar_type import ScalarType
 
     by_gptq = quantization["quant_method"] == "gptq"
-    asymmetric = not by_gptq and not quantization["config_groups"]["group_0"]["weights"]["symmetric"]
-    kind = scalar_types.uint4 if asymmetric else scalar_types.uint4b8
+    settings = quantization if by_gptq else quantization["config_groups"]["group_0"]["weights"]
+    asymmetric, bits = not by_gptq and not settings["symmetric"], settings["bits" if by_gptq else "num_bits"]
+    kind = ScalarType(0, bits, False, 0 if asymmetric else 2**bits // 2)
     size, act_order = group_size(quantization), bool(quantization.get("desc_act"))
     c = MPLinearLayerConfig((k, N), (k, N), kind, torch.bfloat16, size, asymmetric, act_order)
     leaves = ("qweight", "scales", "qzeros", "g_idx") if by_gptq else tuple(f"weight_{leaf}" for leaf in COMPRESSED)
@@ -103,7 +104,7 @@ def with_floats(kernels: Any, tensors: Tensors, quantization: dict[str, Any]) ->
 def sglang_compressed(quantization: dict[str, Any]) -> Any:
     weights = quantization["config_groups"]["group_0"]["weights"]
     actorder = weights.get("actorder")
-    return resolved(SCHEMES["ct"])("group", 4, weights["group_size"], weights["symmetric"], actorder)
+    return resolved(SCHEMES["ct"])("group", weights["num_bits"], weights["group_size"], weights["symmetric"], actorder)
 
 
 def with_zeros(drawn: Drawn, symmetric: bool, act_order: bool = False) -> Tensors:
@@ -114,13 +115,26 @@ def with_zeros(drawn: Drawn, symmetric: bool, act_order: bool = False) -> Tensor
 
 
 def sglang_gptq(quantization: dict[str, Any]) -> Any:
-    return resolved(SCHEMES["gptq"])(config(group_size=quantization["group_size"], desc_act=quantization["desc_act"]))
+    marlin = quantization["sym"] and quantization["bits"] in (4, 8)
+    settings = {key: quantization[key] for key in ("group_size", "desc_act")}
+    return resolved(SCHEMES["gptq" if marlin else "gptq other"])(config(weight_bits=quantization["bits"], **settings))
 
 
 CASES = {
     "GPTQ": Case(gptq(), lambda: Drawn(1, N, K, False).gptq(), with_int4, sglang_gptq),
     "GPTQ in act-order": Case(
         gptq(desc_act=True), lambda: Drawn(2, N, K, False, act_order=True).gptq(), with_int4, sglang_gptq
+    ),
+    "GPTQ of 8 bits": Case(gptq(bits=8), lambda: Drawn(9, N, K, False, bits=8).gptq(), with_int4, sglang_gptq),
+    "GPTQ of 3 bits": Case(gptq(bits=3), lambda: Drawn(10, N, K, False, bits=3).gptq(), None, sglang_gptq),
+    "asymmetric GPTQ of 2 bits": Case(
+        gptq(bits=2, sym=False, zero_stored_as_3=4), lambda: Drawn(11, N, K, True, bits=2).gptq(), None, sglang_gptq
+    ),
+    "int8": Case(
+        compressed(num_bits=8), lambda: with_zeros(Drawn(12, N, K, False, bits=8), True), with_int4, sglang_compressed
+    ),
+    "asymmetric int3": Case(
+        compressed(False, num_bits=3), lambda: with_zeros(Drawn(13, N, K, True, bits=3), False), with_int4
     ),
     "AWQ": Case(
         awq(),
@@ -198,7 +212,7 @@ def by_sglang(case: Case, quantization: dict[str, Any], tensors: Tensors) -> tor
     scheme.process_weights_after_loading(layer)
     if not hasattr(layer, "w4gemm_weight"):
         refuses("SGLang")
-    return layer.w4gemm_weight.dequantize(torch.float64)
+    return layer.w4gemm_weight[0].dequantize(torch.float64)
 
 
 def refuses(engine: str) -> Any:
@@ -273,7 +287,7 @@ def far_group(tensors: Tensors, quantization: Any) -> None:
     tensors[name] = tensors[name] + 1
 
 
-INTEGERS = ("GPTQ", "GPTQ in act-order", "AWQ", "int4", "asymmetric int4")
+INTEGERS = ("GPTQ", "GPTQ in act-order", "GPTQ of 8 bits", "GPTQ of 3 bits", "AWQ", "int4", "asymmetric int4", "int8")
 EVERY = tuple(CASES)
 MUTATIONS: dict[str, tuple[tuple[str, ...], Callable[[Tensors, Any], None]]] = {
     "scales of half of the rows": (EVERY, fewer(_scales, 0)),
@@ -286,7 +300,7 @@ MUTATIONS: dict[str, tuple[tuple[str, ...], Callable[[Tensors, Any], None]]] = {
     "a scale that is not a number": (EVERY, not_a_number),
     "no scales": (EVERY, without(_scales)),
     "no codes": (EVERY, without(_codes)),
-    "zero points of a symmetric weight": (("GPTQ",), odd_zeros),
+    "zero points of a symmetric weight": (("GPTQ", "GPTQ of 8 bits"), odd_zeros),
     "a group that is not there": (("GPTQ in act-order",), far_group),
 }
 

@@ -114,7 +114,7 @@ def test_a_linear_layer_is_the_weight(name: str) -> None:
     scheme, layer, drawn = loaded(name)
     scheme.process_weights_after_loading(layer)
     scheme.process_weights_after_loading(layer)  # SGLang may ask again
-    w = layer.w4gemm_weight
+    w = layer.w4gemm_weight[0]
     assert w.format == WeightFormat.parse("nvfp4") and torch.equal(w.dequantize(torch.float64), drawn.dense)
     assert {n.rsplit("_", 1)[0] for n, _ in layer.named_parameters()} == {"w4gemm_weight"}
     x, bias = torch.randn(2, 3, K).bfloat16(), torch.randn(N).bfloat16()

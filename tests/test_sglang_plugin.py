@@ -10,6 +10,7 @@ import json
 import logging
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 import torch
 
 import sglang_stub
+from engine_tensors import words
 from sglang_layers import (  # noqa: F401 (two are fixtures)
     GROUP,
     MIXTURES,
@@ -48,6 +50,14 @@ def compressed(**facts: Any) -> Any:
     return resolved(SCHEMES["ct"])(**{"strategy": "group", "num_bits": 4, "group_size": GROUP, **facts})
 
 
+def of_gptq(bits: int, form: str) -> Any:
+    return config(weight_bits=bits, checkpoint_format=form)
+
+
+def second_version(drawn: Drawn) -> dict[str, torch.Tensor]:
+    return {**drawn.gptq(), "qzeros": words(drawn.zeros.T, bits=drawn.bits)}
+
+
 DENSE = {
     "gptq": (lambda: resolved(SCHEMES["gptq"])(config()), Drawn(1, N, K, False), Drawn.gptq),
     "gptq desc_act": (
@@ -55,9 +65,31 @@ DENSE = {
         Drawn(2, N, K, False, act_order=True),
         Drawn.gptq,
     ),
+    "gptq of 8 bits": (
+        lambda: resolved(SCHEMES["gptq"])(config(weight_bits=8)),
+        Drawn(9, N, K, False, bits=8),
+        Drawn.gptq,
+    ),
+    **{
+        f"gptq other of {bits} bits{' asymmetric' if zero else ''}": (
+            partial(lambda bits, form: resolved(SCHEMES["gptq other"])(of_gptq(bits, form)), bits, form),
+            Drawn(10 + bits, N, K, zero, bits=bits),
+            Drawn.gptq if form == "gptq" else second_version,
+        )
+        for bits, zero, form in (
+            *((2, False, "gptq"), (3, False, "gptq"), (3, True, "gptq"), (8, True, "gptq_v2")),
+            *((4, True, "gptq_v2"), (3, False, "gptq_v2")),
+        )
+    },
     "awq": (lambda: resolved(SCHEMES["awq"])(config()), Drawn(3, N, K, True), Drawn.awq),
     "awq other": (lambda: resolved(SCHEMES["awq other"])(config()), Drawn(4, N, K, True), Drawn.awq),
     "ct": (compressed, Drawn(5, N, K, False), Drawn.compressed),
+    "ct of 8 bits": (lambda: compressed(num_bits=8), Drawn(21, N, K, False, bits=8), Drawn.compressed),
+    "ct asymmetric of 8 bits": (
+        lambda: compressed(num_bits=8, symmetric=False),
+        Drawn(22, N, K, True, bits=8),
+        Drawn.compressed,
+    ),
     "ct asymmetric": (lambda: compressed(symmetric=False), Drawn(6, N, K, True), Drawn.compressed),
     "ct channel": (
         lambda: compressed(strategy="channel", group_size=None),
@@ -94,7 +126,7 @@ def test_linear_layers(name: str) -> None:
     fill(layer, stored(drawn))
     scheme.process_weights_after_loading(layer)
     scheme.process_weights_after_loading(layer)  # SGLang may ask again
-    w = layer.w4gemm_weight
+    w = layer.w4gemm_weight[0]
     assert torch.equal(w.dequantize(torch.float64), drawn.dense)
     assert {n.rsplit("_", 1)[0] for n, _ in layer.named_parameters()} == {"w4gemm_weight"}
     assert all(t is p for t, p in zip(w.tensors, layer.parameters(), strict=True))
@@ -170,7 +202,7 @@ def test_a_head_that_a_draft_model_shares(
 ) -> None:
     started_with(monkeypatch, speculative_algorithm=algorithm)
     for head in (False, True):
-        scheme, layer = filled(head=head)
+        scheme, layer = filled(kind="ParallelLMHead" if head else "")
         if head and algorithm:
             assert "draft models read and replace" in refused(scheme, layer, caplog, dense)
         else:
@@ -190,13 +222,13 @@ def test_experts_that_gpus_fetch_from_one_another(
 
 def test_a_head_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang hands lm_head float32 then, which no kernel takes."""
-    scheme, layer = filled(head=True)
+    scheme, layer = filled(kind="ParallelLMHead")
     scheme.process_weights_after_loading(layer)
     x, asked, own = torch.randn(2, K).bfloat16(), [], dense.linear
     monkeypatch.setattr(dense, "linear", lambda x, *given, **named: (asked.append(x.dtype), own(x, *given, **named))[1])
     got = scheme.apply_weights(layer, x.float(), None)
     assert got.dtype == torch.float32 and asked == [torch.bfloat16]
-    assert torch.equal(got, own(x, layer.w4gemm_weight, None).float())
+    assert torch.equal(got, own(x, layer.w4gemm_weight[0], None).float())
 
 
 def test_a_parameter_with_two_names_is_not_kept_under_the_other() -> None:
@@ -255,7 +287,11 @@ def test_all_that_is_packed_was_loaded(name: str, caplog: pytest.LogCaptureFixtu
         with pytest.raises(RuntimeError, match=f": {lacking}: 100.00% of its shape"):
             scheme.process_weights_after_loading(layer)
     scheme = make()
-    assert "nothing of them was loaded" in refused(scheme, created(scheme), caplog)
+    if name.startswith("gptq other"):  # which SGLang cannot run
+        with pytest.raises(ValueError, match="neither can SGLang: nothing of them was loaded"):
+            scheme.process_weights_after_loading(created(scheme))
+    else:
+        assert "nothing of them was loaded" in refused(scheme, created(scheme), caplog)
 
 
 @pytest.mark.parametrize("name", ["awq", "ct", "w4afp8"])
@@ -325,7 +361,6 @@ def test_parameters_that_are_not_understood(caplog: pytest.LogCaptureFixture) ->
 @pytest.mark.parametrize(
     ("facts", "full_k", "reason"),
     [
-        ({"weight_bits": 8}, K, "they have 8 bits"),
         ({"desc_act": True}, 2 * K, "divided among GPUs"),
         ({"group_size": 8}, K, "multiple of 16"),
     ],
@@ -338,6 +373,28 @@ def test_layers_that_are_left_to_sglang(
     for p in layer.parameters():
         p.data.zero_()
     assert reason in refused(scheme, layer, caplog)
+
+
+def test_gptq_that_neither_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang has no kernel for it: without ours, or if numbers cannot be packed, the start ends."""
+    make, drawn, stored = DENSE["gptq other of 3 bits asymmetric"]
+    scheme = make()
+    layer = created(scheme)
+    fill(layer, stored(drawn))
+    layer.scales.data[0, 0] = float("inf")
+    with pytest.raises(ValueError, match=r"cannot run GPTQ's linear layers .* neither can SGLang: .*not be finite"):
+        scheme.process_weights_after_loading(layer)
+    monkeypatch.setenv("W4GEMM_SGLANG", "off")
+    with pytest.raises(RuntimeError, match="kernel has been removed"):
+        make()
+
+
+def test_zero_points_that_readers_take_for_different_ones() -> None:
+    scheme, layer = (made := DENSE["gptq other of 3 bits asymmetric"])[0](), None
+    layer = created(scheme)
+    fill(layer, {**made[2](made[1]), "qzeros": words(torch.arange(N).expand(K // GROUP, N) % 8, bits=3)})
+    with pytest.raises(ValueError, match="are stored as 7, which in version 1"):
+        scheme.process_weights_after_loading(layer)
 
 
 def test_a_layer_whose_scales_are_not_finite_is_left_to_sglang(caplog: pytest.LogCaptureFixture) -> None:
@@ -410,7 +467,7 @@ def test_dense_w4afp8_gets_a_scheme() -> None:
     layer = created(scheme)
     fill(layer, drawn.compressed())
     scheme.process_weights_after_loading(layer)
-    assert layer.w4gemm_weight.activations == "fp8"
+    assert layer.w4gemm_weight[0].activations == "fp8"
     x = torch.randn(4, K).bfloat16()
     same = QuantizedWeight.from_codes("int4_g64", drawn.codes, drawn.scales).repack("canonical", activations="fp8")
     torch.testing.assert_close(scheme.apply_weights(layer, x, None), linear(x, same))

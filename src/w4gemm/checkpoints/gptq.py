@@ -147,7 +147,7 @@ class GPTQPacking:
     def weight(self, module: Module, tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
         zeros, bits = None, 32 * len(tensors["qweight"]) // module.k
         if module.format.has_zero:
-            zeros = self._zeros(tensors["qzeros"], bits)
+            zeros = self.zeros(tensors["qzeros"], bits)
         else:
             check_unused_zeros(tensors["qzeros"], bits, self.planes)
         if zeros is not None and module.format.zero == "float":
@@ -162,8 +162,8 @@ class GPTQPacking:
         mode = setting.get("mode") if isinstance(setting, Mapping) else setting
         return "fp8" if mode == "w4afp8" else None
 
-    def _zeros(self, words: torch.Tensor, bits: int) -> torch.Tensor:
-        """Zero points (groups, n) of an asymmetric module."""
+    def zeros(self, words: torch.Tensor, bits: int) -> torch.Tensor:
+        """Return the zero points (groups, n) of an asymmetric module's ``qzeros``."""
         beyond, key = 1 << bits, _largest_key(bits)
         if self.stored_zero and self._by_gptqmodel and bits in _ONES:
             return unpack(words + _ONES[bits], bits)

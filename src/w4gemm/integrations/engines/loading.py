@@ -16,7 +16,7 @@ NOTHING_LOADED = "nothing of them was loaded"
 """Reason to leave layers to an engine, which may never run them."""
 _PATTERN = (0x5A17C3E9_0F2D86B4, 0x3BD4716E_C8950A1F)
 """Random words."""
-_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """dtypes of integers by their bytes."""
 _UNITS = 2**22
 """Units that are compared at a time."""

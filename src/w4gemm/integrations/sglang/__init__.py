@@ -14,7 +14,7 @@ from __future__ import annotations
 from w4gemm.integrations.sglang.takeover import SGLANG
 
 PARTS = {
-    "dense": "4-bit linear layers of GPTQ, AWQ and compressed-tensors (W4A16, W4AFP8), and NVFP4",
+    "dense": "linear layers of GPTQ, AWQ, compressed-tensors (weight-only, W4AFP8), NVFP4 and GGUF",
     "experts": "mixtures of 4-bit experts (GPTQ, AWQ, compressed-tensors W4A16 and W4AFP8, W4AFP8, NVFP4, gpt-oss)",
 }
 """Modules of this package in the order in which they are installed, and the layers that they take over."""

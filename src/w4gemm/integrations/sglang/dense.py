@@ -1,19 +1,22 @@
-"""Linear layers of GPTQ, AWQ, compressed-tensors and ModelOpt (NVFP4) models, and 4-bit ``lm_head``s of those.
+"""Linear layers and quantized ``lm_head``s of GPTQ, AWQ, compressed-tensors, ModelOpt (NVFP4) and GGUF models.
 
 A scheme of SGLang's makes a layer's parameters and loads them. When it would repack them for Marlin, :func:`convert`
-packs them for our kernels, and :func:`apply` multiplies. compressed-tensors' W4AFP8 has no dense scheme in SGLang:
-:func:`fp8_scheme` gives it one. NVFP4 layers are those that SGLang multiplies by 16-bit activations, as it does on
-Hopper.
+packs them for our kernels, and :func:`apply` multiplies. NVFP4 layers are those that SGLang multiplies by 16-bit
+activations, as it does on Hopper.
+
+SGLang has no kernel for some of these layers: compressed-tensors' W4AFP8, to which :func:`fp8_scheme` gives a scheme,
+and GPTQ of 2 and 3 bits or with zero points, whose scheme asks :func:`kernel_of_gptq` for one.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 from w4gemm.api.ops import linear
 from w4gemm.checkpoints import awq, compressed_tensors, gptq, packed_floats
@@ -21,6 +24,7 @@ from w4gemm.checkpoints.module_tensors import whole_groups
 from w4gemm.checkpoints.numbers import Numbers
 from w4gemm.integrations.engines.engine import layer_product, why_no_kernel
 from w4gemm.integrations.engines.formats import SCALES, check_unused_zeros, integer_format
+from w4gemm.integrations.engines.gguf import PARAMETERS, gguf_weights
 from w4gemm.integrations.engines.loading import NOTHING_LOADED, check_known, check_loaded, mark
 from w4gemm.integrations.engines.warmup import LinearUse, linear_need
 from w4gemm.integrations.sglang.takeover import (
@@ -37,9 +41,11 @@ from w4gemm.integrations.sglang.takeover import (
     speculative,
     why_not_here,
 )
+from w4gemm.packing.bits import unpack
+from w4gemm.weights.weight import QuantizedWeight
 
 _WEIGHT = "w4gemm_weight"
-"""Attribute of a layer that was taken over."""
+"""Attribute of a layer that was taken over: its weights, whose rows follow one another."""
 _INVARIANT = "w4gemm_batch_invariant"
 """Attribute of such a layer: whether a row's result must not depend on the other rows."""
 _DTYPE = "w4gemm_dtype"
@@ -48,15 +54,11 @@ _MODELS = {rule: dtype for dtype, rule in SCALES.items()}
 """dtype of a model's activations, by the scale rule of a weight that is loaded with scales in it."""
 _FP8 = "w4gemm_fp8"
 """Attribute of a scheme that :func:`fp8_scheme` made."""
-
-
-class LayerNumbers(NamedTuple):
-    """Facts that a scheme says of a layer, and its numbers."""
-
-    bits: int
-    numbers: Numbers
-    refused: str = ""
-    """Why the layer cannot be taken, or the empty string."""
+_ALONE = "w4gemm_alone"
+"""Attribute of a scheme that SGLang has no kernel for."""
+_DIVIDED = "they are in act-order (desc_act), and their input features are divided among GPUs"
+_GGUF = f"{QUANTIZATION}.gguf.GGUFLinearMethod"
+_OF_GGUF = "linear layers of GGUF"
 
 
 class Scheme(NamedTuple):
@@ -70,8 +72,8 @@ class Scheme(NamedTuple):
     """Parameters whose numbers are packed, as far as it makes them; the first holds the codes."""
     others: tuple[str, ...]
     """Other parameters that it may make."""
-    facts: Callable[[Any, Any], LayerNumbers]
-    """Reads the scheme and a layer that it has loaded."""
+    numbers: Callable[[Any, Any], Numbers]
+    """Reads the scheme and a layer that it has loaded. A ValueError says why the layer cannot be taken."""
     apply: str = "apply_weights"
     """Name of the method that multiplies."""
 
@@ -92,6 +94,10 @@ def install() -> None:
         hooks.append(Hook(f"{scheme.target}.create_weights", ("self", "layer"), made))
         hooks.append(Hook(f"{scheme.target}.process_weights_after_loading", ("self", "layer"), converted))
         hooks.append(Hook(f"{scheme.target}.{scheme.apply}", ("self", "layer", "x", "bias"), apply))
+    other = f"{QUANTIZATION}.gptq.schemes.GPTQLinearScheme._init_kernel"
+    hooks.append(Hook(other, ("self", "quant_config"), kernel_of_gptq))
+    hooks.append(Hook(f"{_GGUF}.process_weights_after_loading", ("self", "layer"), convert_gguf))
+    hooks.append(Hook(f"{_GGUF}.apply", ("self", "layer", "x", "bias"), apply))
     parts = "self", "weight_quant", "input_quant", "format"
     config = f"{QUANTIZATION}.compressed_tensors.compressed_tensors.CompressedTensorsConfig"
     hook([*hooks, Hook(f"{config}._get_scheme_from_parts", parts, fp8_scheme), *LOADING])
@@ -115,55 +121,100 @@ def convert(scheme: Scheme, own: Callable[..., None], self: Any, layer: Any) -> 
         return
     fp8 = hasattr(self, _FP8)
     reason = SGLANG.asked(scheme.kind, lambda: _pack(scheme, self, layer, fp8))
-    if reason and fp8:
-        raise ValueError(f"w4gemm cannot run {scheme.kind} with fp8 activations, and neither can SGLang: {reason}")
+    if reason and (fp8 or hasattr(self, _ALONE)):
+        with_fp8 = " with fp8 activations" if fp8 else ""
+        raise ValueError(f"w4gemm cannot run {scheme.kind}{with_fp8}, and neither can SGLang: {reason}")
     if reason:
         own(self, layer)
+
+
+def convert_gguf(own: Callable[..., None], self: Any, layer: Any) -> None:
+    """Pack the blocks that a layer of GGUF has loaded; or let SGLang's own method do its work, and log why. A table of
+    token embeddings, whose rows are looked up, is SGLang's."""
+    if hasattr(layer, _WEIGHT):
+        return
+    embedding = isinstance(layer, VocabParallelEmbedding) and not isinstance(layer, ParallelLMHead)
+    if embedding or SGLANG.asked(_OF_GGUF, lambda: _pack_gguf(self, layer)):
+        own(self, layer)
+
+
+def _pack_gguf(self: Any, layer: Any) -> str:
+    if reason := _why_not(layer, layer.qweight.device):
+        return reason
+    weights = gguf_weights(layer, self.params_dtype, f"{_OF_GGUF} {tuple(layer.qweight.tensor_shape)}")
+    _take(layer, PARAMETERS, weights, self.params_dtype)
+    return ""
+
+
+def _why_not(layer: Any, device: torch.device, fp8: bool = False) -> str:
+    """Return why no layer is taken over here, or not a head, or the empty string."""
+    if reason := why_not_here(capability(device), fp8):
+        return reason
+    if isinstance(layer, VocabParallelEmbedding) and speculative():
+        return "draft models read and replace the parameter of lm_head (--speculative-algorithm)"
+    return ""
 
 
 def _pack(scheme: Scheme, self: Any, layer: Any, fp8: bool) -> str:
     """Return why a layer is not taken over, or the empty string: then it is."""
     names = scheme.parameters(layer)
     device = getattr(layer, names[0]).device
-    if reason := why_not_here(capability(device), fp8):
+    if reason := _why_not(layer, device, fp8):
         return reason
-    if isinstance(layer, VocabParallelEmbedding) and speculative():
-        return "draft models read and replace the parameter of lm_head (--speculative-algorithm)"
-    bits, numbers, refused = scheme.facts(self, layer)
-    if refused:
-        return refused
-    if bits != 4:
-        return f"they have {bits} bits"
+    if not check_loaded(layer, names, scheme.kind):
+        return NOTHING_LOADED
+    numbers = scheme.numbers(self, layer)
     whole_groups(numbers.format, numbers.k)
     dtype = _MODELS.get(numbers.format.scale) or layer.params_dtype
     activations = "fp8" if fp8 else None
     format = SGLANG.multiplied(numbers.format, activations)
     if reason := why_no_kernel(layer_product(device, format, numbers.n, numbers.k, dtype, fp8)):
         return reason
-    if not check_loaded(layer, names, f"{scheme.kind} ({numbers.n} x {numbers.k})"):
-        return NOTHING_LOADED
     check_known(layer, {*scheme.read, *scheme.others, "bias"})
     if "qzeros" in scheme.others:
-        check_unused_zeros(layer.qzeros)
-    w = exchange(layer, (*scheme.read, *scheme.others), _WEIGHT, SGLANG.packed(numbers, activations))
+        check_unused_zeros(layer.qzeros, numbers.format.bits)
+    _take(layer, (*scheme.read, *scheme.others), [SGLANG.packed(numbers, activations)], dtype)
+    return ""
+
+
+def _take(layer: Any, old: Sequence[str], weights: Sequence[QuantizedWeight], dtype: torch.dtype) -> None:
+    """Replace parameters of a layer by weights whose rows follow one another, and announce what they launch."""
+    held = tuple(exchange(layer, old, f"{_WEIGHT}{i or ''}", w) for i, w in enumerate(weights))
     use = LinearUse(dtype, batch_invariant=deterministic())
-    setattr(layer, _WEIGHT, w)
+    if len(held) > 1:
+        use = use._replace(call=lambda x, bias: apply(_no_kernel, None, layer, x, bias))
+    setattr(layer, _WEIGHT, held)
     setattr(layer, _INVARIANT, use.batch_invariant)
     setattr(layer, _DTYPE, dtype)
-    WARMUP.loaded(layer, linear_need([w], getattr(layer, "bias", None), use))
-    return ""
+    WARMUP.loaded(layer, linear_need(held, getattr(layer, "bias", None), use))
 
 
 def apply(
     own: Callable[..., torch.Tensor], self: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Return x (..., k) @ w.T + bias of a layer that was taken over; else what SGLang's own method does."""
-    w = getattr(layer, _WEIGHT, None)
-    if w is None:
+    weights = getattr(layer, _WEIGHT, None)
+    if weights is None:
         return own(self, layer, x, bias)
-    if x.dtype == torch.float32:  # lm_head's, with --enable-fp32-lm-head
-        return linear(x.to(getattr(layer, _DTYPE)), w, bias, batch_invariant=getattr(layer, _INVARIANT)).float()
-    return linear(x, w, bias, batch_invariant=getattr(layer, _INVARIANT))
+    rows = x.to(getattr(layer, _DTYPE)) if x.dtype == torch.float32 else x  # lm_head's, with --enable-fp32-lm-head
+    biases = [None] * len(weights) if bias is None else bias.split([w.n for w in weights])
+    invariant = getattr(layer, _INVARIANT)
+    parts = [linear(rows, w, each, batch_invariant=invariant) for w, each in zip(weights, biases, strict=True)]
+    d = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+    return d.float() if x.dtype == torch.float32 else d
+
+
+def _no_kernel(*given: Any) -> Any:
+    raise AssertionError("the layer was taken over")
+
+
+def kernel_of_gptq(own: Callable[..., Any], self: Any, quant_config: Any) -> Any:
+    """Return a place for what a scheme of GPTQ says of its kernel, where ours will run the layer; SGLang's own method
+    refuses."""
+    if SGLANG.asked("GPTQ's linear layers that Marlin does not take", lambda: why_not_here(capability())):
+        return own(self, quant_config)
+    setattr(self, _ALONE, True)
+    return SimpleNamespace()
 
 
 def fp8_scheme(
@@ -200,56 +251,77 @@ def _is_w4afp8(weight: Any, activations: Any, packing: str) -> bool:
 def _check_order(act_order: bool, shapes: Any) -> None:
     """Raise ValueError if other GPUs have other columns of a weight in act-order."""
     if act_order and shapes.partition_weight_shape[0] != shapes.full_weight_shape[0]:
-        raise ValueError("they are in act-order (desc_act), and their input features are divided among GPUs")
+        raise ValueError(_DIVIDED)
 
 
-def _gptq(self: Any, layer: Any) -> LayerNumbers:
+def _gptq(self: Any, layer: Any) -> Numbers:
     config = self.quant_config
-    _check_order(config.desc_act, self.kernel.kernel_config)
-    tensors = {name: getattr(layer, name).data for name in ("qweight", "scales", *(["g_idx"] * config.desc_act))}
-    format = integer_format(config.group_size, False, layer.scales.dtype)  # SGLang takes symmetric GPTQ only
-    numbers = gptq.numbers(tensors, format)
-    return LayerNumbers(config.weight_bits, numbers)
+    _check_order(config.desc_act, self.kernel.kernel_config)  # symmetric, as Marlin wants it
+    format = integer_format(config.group_size, False, layer.scales.dtype, config.weight_bits)
+    return gptq.numbers(_gptq_tensors(config, layer), format)
 
 
-def _awq(self: Any, layer: Any) -> LayerNumbers:
+def _gptq_tensors(config: Any, layer: Any) -> dict[str, torch.Tensor]:
+    return {name: getattr(layer, name).data for name in ("qweight", "scales", *(["g_idx"] * config.desc_act))}
+
+
+def _gptq_without_marlin(self: Any, layer: Any) -> Numbers:
+    """SGLang does not keep whether a model is symmetric. It is if its zero points say so in either version of the
+    format, as for ``load``."""
+    config, zeros = self.quant_config, layer.qzeros.data
+    k = layer.g_idx.shape[0]
+    if config.desc_act and getattr(layer, "input_size", k) != k:
+        raise ValueError(_DIVIDED)
+    stored = unpack(zeros, config.weight_bits)
+    middle = 1 << config.weight_bits - 1
+    symmetric = bool((stored == stored[0, 0]).all()) and int(stored[0, 0]) in (middle - 1, middle)
+    packing = gptq.GPTQPacking({}, 0 if self.use_v2_format else -1)
+    format = integer_format(config.group_size, not symmetric, layer.scales.dtype, config.weight_bits)
+    return gptq.numbers(
+        _gptq_tensors(config, layer), format, None if symmetric else packing.zeros(zeros, config.weight_bits)
+    )
+
+
+def _awq(self: Any, layer: Any) -> Numbers:
     config = self.quant_config
+    if config.weight_bits != 4:
+        raise ValueError(f"they have {config.weight_bits} bits, wanted 4")
     tensors = {name: getattr(layer, name).data for name in ("qweight", "scales", "qzeros")}
-    numbers = awq.numbers(tensors, integer_format(config.group_size, True, layer.scales.dtype))
-    return LayerNumbers(config.weight_bits, numbers)
+    return awq.numbers(tensors, integer_format(config.group_size, True, layer.scales.dtype))
 
 
-def _compressed_tensors(self: Any, layer: Any) -> LayerNumbers:
+def _compressed_tensors(self: Any, layer: Any) -> Numbers:
     _check_order(self.has_g_idx, self.kernel_config)
     names = ["weight_packed", "weight_scale"] + ["weight_g_idx"] * self.has_g_idx
     names += [] if self.symmetric else ["weight_zero_point"]
-    format = integer_format(self.group_size, not self.symmetric, layer.weight_scale.dtype)
-    numbers = compressed_tensors.numbers({name: getattr(layer, name).data for name in names}, format)
-    return LayerNumbers(32 // self.pack_factor, numbers)
+    format = integer_format(self.group_size, not self.symmetric, layer.weight_scale.dtype, 32 // self.pack_factor)
+    return compressed_tensors.numbers({name: getattr(layer, name).data for name in names}, format)
 
 
-def _nvfp4_compressed_tensors(self: Any, layer: Any) -> LayerNumbers:
+def _nvfp4_compressed_tensors(self: Any, layer: Any) -> Numbers:
     return _nvfp4(layer, layer.weight_packed, 1 / layer.weight_global_scale.data)
 
 
-def _nvfp4_modelopt(self: Any, layer: Any) -> LayerNumbers:
+def _nvfp4_modelopt(self: Any, layer: Any) -> Numbers:
     from sglang.srt.layers.quantization.fp4_utils import get_fp4_gemm_runner_backend
 
-    facts, backend = _nvfp4(layer, layer.weight, layer.weight_scale_2.data), get_fp4_gemm_runner_backend()
+    backend = get_fp4_gemm_runner_backend()
     if not backend.is_marlin():
-        return facts._replace(refused=f"--fp4-gemm-backend is {backend.value}, wanted marlin or auto on Hopper")
-    return facts._replace(refused="they scale activations first (NVFP4_AWQ)" if self.quant_config.is_awq else "")
-
-
-def _nvfp4_modelopt_16_bit(self: Any, layer: Any) -> LayerNumbers:
+        raise ValueError(f"--fp4-gemm-backend is {backend.value}, wanted marlin or auto on Hopper")
+    if self.quant_config.is_awq:
+        raise ValueError("they scale activations first (NVFP4_AWQ)")
     return _nvfp4(layer, layer.weight, layer.weight_scale_2.data)
 
 
-def _nvfp4(layer: Any, codes: torch.Tensor, factors: torch.Tensor) -> LayerNumbers:
-    """Return what holds for a layer with a factor for each of its fused parts."""
+def _nvfp4_modelopt_16_bit(self: Any, layer: Any) -> Numbers:
+    return _nvfp4(layer, layer.weight, layer.weight_scale_2.data)
+
+
+def _nvfp4(layer: Any, codes: torch.Tensor, factors: torch.Tensor) -> Numbers:
+    """Return the numbers of a layer with a factor for each of its fused parts."""
     widths = torch.tensor(layer.logical_widths, device=factors.device)
     each_row = factors.repeat_interleave(widths)
-    return LayerNumbers(4, packed_floats.numbers(codes.data, layer.weight_scale.data, packed_floats.NVFP4, each_row))
+    return packed_floats.numbers(codes.data, layer.weight_scale.data, packed_floats.NVFP4, each_row)
 
 
 SCHEMES = (
@@ -259,6 +331,13 @@ SCHEMES = (
         ("qweight", "scales"),
         ("qzeros", "g_idx"),
         _gptq,
+    ),
+    Scheme(
+        "GPTQ's linear layers that Marlin does not take",
+        f"{QUANTIZATION}.gptq.schemes.GPTQLinearScheme",
+        ("qweight", "scales", "qzeros"),
+        ("g_idx",),
+        _gptq_without_marlin,
     ),
     Scheme(
         "AWQ's linear layers",
