@@ -23,7 +23,16 @@ from bench.producers.common import Pairs, Weights
 from bench.producers.compressed import awq, compressed_floats, compressed_integers, nibbles
 from bench.producers.deepseek import deepseek_v4
 from bench.producers.gguf_types import gemma3, gguf_type, smollm2
-from bench.producers.others import auto_round, bitsandbytes, gpt_oss, gptqmodel, hqq, modelopt, modelopt_mxfp4
+from bench.producers.others import (
+    auto_round,
+    bitsandbytes,
+    gpt_oss,
+    gptqmodel,
+    hqq,
+    llm_int8,
+    modelopt,
+    modelopt_mxfp4,
+)
 from bench.producers.quark import quark
 
 from w4gemm.checkpoints import open_checkpoint
@@ -91,6 +100,7 @@ CASES = (
     Case("bitsandbytes NF4", "bitsandbytes", bitsandbytes("nf4", False)),
     Case("bitsandbytes NF4, double quantization", "bitsandbytes", bitsandbytes("nf4", True)),
     Case("bitsandbytes FP4, double quantization", "bitsandbytes", bitsandbytes("fp4", True)),
+    Case("bitsandbytes int8", "bitsandbytes", llm_int8),
     *(
         Case(f"Quark {name}", "amd-quark", quark(scheme, method))
         for name, scheme, method in (
@@ -100,6 +110,7 @@ CASES = (
             ("uint4", "uint4_wo_32", "reorder"),
             ("uint4, in order", "uint4_wo_32", "order"),
             ("uint4 per channel", "uint4_wo_per_channel", "reorder"),
+            ("int8 per tensor", "int8", "reorder"),
         )
     ),
     Case("torchao Int4Tensor", "torchao", torchao.folder_of(torchao.in_pairs)),
@@ -113,6 +124,7 @@ CASES = (
         )
         for dtype in ("int8", "int6", "int3", "int2")
     ),
+    Case("torchao Float8Tensor", "torchao", torchao.folder_of(torchao.fp8)),
     *(
         Case(f"torchao {name}{', swizzled scales' if swizzled else ''}", "torchao", torchao.folder_of(make(swizzled)))
         for name, make in (("MXTensor", torchao.mxfp4), ("NVFP4Tensor", torchao.nvfp4))

@@ -14,8 +14,8 @@ pytest.importorskip("transformers")
 
 from quantized_model import Writer, assert_loads, put, write_model
 from tiny_model import LAYERS
-from w4gemm import FormatError
-from w4gemm.checkpoints import open_checkpoint
+from w4gemm import FormatError, WeightFormat
+from w4gemm.checkpoints import Module, bitsandbytes, open_checkpoint
 from w4gemm.core.elements import ELEMENTS
 
 CONFIG = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
@@ -125,7 +125,63 @@ def test_what_is_refused(tmp_path: Path, leaf: str, tensor: torch.Tensor | None,
         open_checkpoint(tmp_path)
 
 
-def test_8_bits_are_refused(tmp_path: Path) -> None:
-    write_model(tmp_path, CONFIG | {"load_in_4bit": False, "load_in_8bit": True}, writer(block=32))
-    with pytest.raises(FormatError, match="quantization_config of config.json: it is not in 4 bits"):
+INT8 = {"quant_method": "bitsandbytes", "load_in_4bit": False, "load_in_8bit": True, "llm_int8_threshold": 6.0}
+
+
+def in_int8(name: str, n: int, k: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Weights by the definition of LLM.int8, with float16's largest magnitudes."""
+    random = torch.Generator().manual_seed(n + k)
+    codes = torch.randint(-127, 128, (n, k), generator=random).to(torch.int8)
+    most = (torch.rand(n, generator=random) + 0.1).half().float()
+    parts = {"weight": codes, "SCB": most, "weight_format": torch.tensor(0, dtype=torch.uint8)}
+    return parts, codes * (most * 7.874015718698502e-3)[:, None]
+
+
+def test_8_bits(tmp_path: Path) -> None:
+    assert_loads(tmp_path, write_model(tmp_path, INT8, in_int8), {"int8_col_fp32": 7 * LAYERS})
+
+
+def test_8_bits_of_the_package(tmp_path: Path) -> None:
+    """It multiplies codes by the largest magnitude first, so that the last bit of a weight may be another."""
+    functional = pytest.importorskip("bitsandbytes.functional")
+    for n, k in ((64, 96), (3, 32)):
+        codes, most, _ = functional.int8_vectorwise_quant(torch.randn(n, k).half())
+        expected = functional.int8_vectorwise_dequant(codes, most)
+        packing = bitsandbytes.Int8Packing()
+        module = Module(n, k, WeightFormat.of("int8_col_fp32"))
+        w = packing.weight(module, {"weight": codes, "SCB": most}).dequantize()
+        torch.testing.assert_close(w, expected, rtol=2**-23, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("leaf", "tensor", "message"),
+    [
+        ("weight", torch.zeros(64, 96), "weight is F32, wanted I8"),
+        ("weight", torch.zeros(32, 64, 96, dtype=torch.int8), r"weight has shape \(32, 64, 96\), wanted a matrix"),
+        ("weight", None, "there is no weight beside its SCB, weight_format"),
+        ("SCB", torch.ones(96), r"SCB has shape \(96,\), wanted \(64,\)"),
+        ("SCB", torch.ones(64).half(), "SCB is F16, wanted F32"),
+        ("SCB", None, "there is no SCB beside its weight, weight_format"),
+        ("weight_format", torch.tensor(2, dtype=torch.uint8), r"weight_format is \[2\], an order of a GPU's"),
+    ],
+    ids=str,
+)
+def test_8_bits_that_are_refused(tmp_path: Path, leaf: str, tensor: torch.Tensor | None, message: str) -> None:
+    write_model(tmp_path, INT8, in_int8)
+    put(tmp_path, f"{DOWN}.{leaf}", tensor)
+    with pytest.raises(FormatError, match=f"{DOWN}: {message}"):
+        open_checkpoint(tmp_path)
+
+
+def test_numbers_in_8_bits_that_are_refused(tmp_path: Path) -> None:
+    write_model(tmp_path, INT8, in_int8)
+    put(tmp_path, f"{DOWN}.SCB", torch.full((64,), math.nan))
+    with pytest.raises(FormatError, match=f"{DOWN}: scales: the weights of 64 groups would not be finite"):
+        open_checkpoint(tmp_path).weight(DOWN)
+
+
+@pytest.mark.parametrize("wrong", [True, False])
+def test_both_or_none_of_4_and_8_bits(tmp_path: Path, wrong: bool) -> None:
+    write_model(tmp_path, CONFIG | {"load_in_4bit": wrong, "load_in_8bit": wrong}, writer(block=32))
+    with pytest.raises(FormatError, match=f"load_in_4bit and load_in_8bit are {'both' if wrong else 'not'} true"):
         open_checkpoint(tmp_path)

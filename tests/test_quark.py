@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("transformers")
 
-from quantized_model import Numbers, Writer, assert_loads, change, configure, pack, write_model
+from quantized_model import Numbers, Writer, assert_loads, change, configure, pack, refusals, write_model
 from test_modelopt import mxfp4, nvfp4
 from tiny_model import LAYERS
 from w4gemm import FormatError, WeightFormat
@@ -73,6 +75,65 @@ def test_weights(tmp_path: Path, weight: Any, method: str, write: Writer | None,
     assert_loads(tmp_path, wanted, {str(WeightFormat.parse(format)): 7 * LAYERS})
 
 
+INT8, UINT8 = {"dtype": "int8", "symmetric": True}, {"dtype": "uint8", "symmetric": False}
+TENSOR = GROUPS | {"qscheme": "per_tensor", "ch_axis": None, "group_size": None}
+
+
+def in_bytes(weight: dict[str, Any], dtype: torch.dtype = torch.bfloat16) -> Writer:
+    """Quark's tensors of random numbers in 8 bits (utils/pack.py of amd-quark 0.13, Pack_8_bits): groups lie along the
+    first dimension."""
+    signed = weight["dtype"] == "int8"
+
+    def write(name: str, n: int, k: int) -> Any:
+        zeros = (128, 128) if weight["symmetric"] else (0, 255)
+        numbers = Numbers.random(n, k, weight["group_size"] or -1, zeros, dtype=dtype, bits=8)
+        if weight["qscheme"] == "per_tensor":
+            numbers = replace(numbers, scales=numbers.scales[:1].expand(n, 1), zeros=numbers.zeros[:1].repeat(n, 0))
+        parts = [torch.from_numpy(t.astype(np.uint8)) for t in (numbers.codes, numbers.zeros)]
+        codes, zeros_of = [(t ^ 128).view(torch.int8) if signed else t for t in parts]
+        scales = numbers.scales
+        if weight["qscheme"] == "per_group":
+            codes, zeros_of, scales = codes.T, zeros_of.T, scales.T
+        elif weight["qscheme"] == "per_channel":
+            zeros_of, scales = zeros_of[:, 0], scales[:, 0]
+        else:
+            zeros_of, scales = zeros_of[0, 0], scales[0, 0]
+        stored = {"weight": codes, "weight_scale": scales, "weight_zero_point": zeros_of}
+        return {leaf: t.clone() for leaf, t in stored.items()}, numbers.weight
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("weight", "dtype", "format"),
+    [
+        (INT8 | TENSOR, torch.float32, "int8_col_fp32"),
+        (INT8 | CHANNELS, torch.bfloat16, "int8_col"),
+        (INT8 | CHANNELS | {"symmetric": False}, torch.float16, "int8_col_zint_fp16"),
+        (INT8 | GROUPS, torch.bfloat16, "int8_g32"),
+        (UINT8 | GROUPS, torch.bfloat16, "int8_g32_zint"),
+        (UINT8 | TENSOR, torch.bfloat16, "int8_col_zint"),
+    ],
+)
+def test_8_bits(tmp_path: Path, weight: Any, dtype: torch.dtype, format: str) -> None:
+    wanted = write_model(tmp_path, config(weight), in_bytes(weight, dtype))
+    checkpoint = open_checkpoint(tmp_path)
+    assert {str(module.format) for module in checkpoint.modules.values()} == {format}
+    assert all(torch.equal(checkpoint.weight(name).dequantize(), w) for name, w in wanted.items())
+    refused = refusals(tmp_path)
+    refused(f"{DOWN}: weight is F32, wanted {'I8' if 'u' not in weight['dtype'] else 'U8'}", as_floats)
+    refused(f"{DOWN}: there is no weight_scale beside", lambda t: t.pop(f"{DOWN}.weight_scale"))
+    refused(f"{DOWN}: weight_zero_point has shape", lambda t: t.update({f"{DOWN}.weight_zero_point": codes_of(weight)}))
+
+
+def as_floats(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[f"{DOWN}.weight"] = tensors[f"{DOWN}.weight"].float()
+
+
+def codes_of(weight: dict[str, Any]) -> torch.Tensor:
+    return torch.zeros(7, 7, dtype=getattr(torch, weight["dtype"]))
+
+
 def test_a_last_word_that_is_not_full(tmp_path: Path) -> None:
     """Zero points of 66 rows lie in nine words."""
     wanted = write_model(tmp_path, config(UINT4 | CHANNELS), integers(UINT4 | CHANNELS))
@@ -124,7 +185,9 @@ def test_experts(tmp_path: Path, write: Writer) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (config(MXFP4 | {"dtype": "int8"}), "its weight is int8 per_group 32 e8m0; wanted fp4 with e8m0"),
+        (config(MXFP4 | {"dtype": "int8", "symmetric": True}), "weight is I32, wanted I8"),
+        (config(MXFP4 | {"dtype": "int2"}), "its weight is int2 per_group 32 e8m0; wanted fp4 with e8m0"),
+        (config(UINT4 | TENSOR), "its qscheme is 'per_tensor' along axis None, wanted 'per_group' along -1 or"),
         (config(MXFP4 | {"scale_format": "e4m3"}), "its weight is fp4 per_group 32 e4m3; wanted"),
         (config([{"dtype": "fp8_e4m3", "qscheme": "per_tensor"}, INT4 | CHANNELS]), "fp8_e4m3 per_tensor of int4 per_"),
         (config(INT4 | GROUPS | {"symmetric": False}), "symmetric is False beside int4, wanted True"),

@@ -181,6 +181,80 @@ def test_int8_tensor(tmp_path: Path, zeros: bool) -> None:
     assert_loads(tmp_path, wanted, {"int8_col_zint" if zeros else "int8_col": 7 * LAYERS})
 
 
+def in_fp8(rows: int, columns: int, element: torch.dtype = torch.float8_e4m3fn) -> Writer:
+    """Float8Tensor with a scale for each block; 0 for all rows or columns. w = qdata * scale in float32, as torchao's
+    _dequantize_affine_float8 computes."""
+
+    def write(name: str, n: int, k: int) -> Any:
+        random = torch.Generator().manual_seed(n + k)
+        block = rows or n, columns or k
+        codes = torch.randn(n, k, generator=random).to(element)
+        scales = torch.rand(-(-n // block[0]), -(-k // block[1]), generator=random) + 0.1
+        expanded = scales.repeat_interleave(block[0], 0)[:n].repeat_interleave(block[1], 1)[:, :k]
+        return {"_weight_qdata": codes, "_weight_scale": scales}, codes.float() * expanded
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "element", "format"),
+    [
+        (1, 0, torch.float8_e4m3fn, "e4m3_col_fp32"),
+        (0, 0, torch.float8_e5m2, "e5m2_col_fp32"),
+        (1, 32, torch.float8_e4m3fn, "e4m3_g32_fp32"),
+        (32, 32, torch.float8_e4m3fn, "e4m3_g32_fp32"),
+    ],
+)
+def test_fp8(tmp_path: Path, rows: int, columns: int, element: torch.dtype, format: str) -> None:
+    def attributes(n: int, k: int) -> dict[str, Any]:
+        return {"block_size": [rows or n, columns or k], "act_quant_kwargs": None}
+
+    wanted = write_torchao(tmp_path, "Float8Tensor", attributes, in_fp8(rows, columns, element))
+    checkpoint = open_checkpoint(tmp_path)
+    assert {str(module.format) for module in checkpoint.modules.values()} == {format}
+    assert all(torch.equal(checkpoint.weight(name).dequantize(), weight) for name, weight in wanted.items())
+
+
+def test_fp8_of_the_package(tmp_path: Path) -> None:
+    torchao = pytest.importorskip("torchao.quantization")
+    from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
+
+    random = torch.Generator().manual_seed(0)
+    grains = (torchao.PerRow(), torchao.PerTensor(), torchao.PerBlock([128, 128]))
+    made = {
+        f"{i}.weight": torchao.Float8Tensor.from_hp(torch.randn(256, 384, generator=random), granularity=grain)
+        for i, grain in enumerate(grains)
+    }
+    stored, metadata = flatten_tensor_state_dict(made)
+    save_file(stored, tmp_path / "model.safetensors", metadata)
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": CONFIG}))
+    checkpoint = open_checkpoint(tmp_path)
+    for name, t in made.items():
+        w = checkpoint.weight(name.removesuffix(".weight"))
+        assert torch.equal(w.dequantize(), t.dequantize(torch.float32))
+    assert str(checkpoint.modules["2"].format) == "e4m3_g128_b128"
+
+
+@pytest.mark.parametrize(
+    ("attributes", "changed", "message"),
+    [
+        ({"block_size": [1, 24]}, None, r"_weight_scale has shape \(64, 1\), wanted \(64, 4\)"),
+        ({"block_size": [1, 24]}, torch.ones(64, 4), r"its block_size is \[1, 24\], wanted a multiple of 16 columns"),
+        ({"block_size": [1, 64]}, torch.ones(64, 2), "groups of 64 do not divide its 96 input features"),
+        ({"block_size": [5, 96]}, None, "blocks of 5 rows do not divide its 64 output features"),
+        ({"block_size": 96}, None, "its block_size is 96, wanted two positive integers"),
+        ({}, None, "the metadata of its file have no block_size of its weight"),
+        ({"block_size": [1, 96]}, torch.ones(64, 1).int(), "_weight_scale is I32, wanted F16 or BF16 or F32"),
+    ],
+)
+def test_fp8_that_is_refused(tmp_path: Path, attributes: Any, changed: torch.Tensor | None, message: str) -> None:
+    write_torchao(tmp_path, "Float8Tensor", lambda n, k: {"block_size": [1, k]}, in_fp8(1, 0))
+    tensors = {} if changed is None else {f"{DOWN}._weight_scale": changed}
+    describe(tmp_path, {DOWN: {"_type": "Float8Tensor", "_data": attributes}}, **tensors)
+    with pytest.raises(FormatError, match=f"{DOWN}: {message}"):
+        open_checkpoint(tmp_path)
+
+
 def test_integers_in_bytes_without_zero_points(tmp_path: Path) -> None:
     """If the config maps weights symmetrically they have none; a file that has some nevertheless is refused."""
     wanted = write_torchao(tmp_path, "IntxUnpackedToInt8Tensor", int8, in_symmetric_bytes)
@@ -229,7 +303,8 @@ def test_tiles_are_those_of_pytorch() -> None:
 @pytest.mark.parametrize(
     ("kind", "changed", "message"),
     [
-        ("Float8Tensor", {}, "its weight is of Float8Tensor, wanted Int4Tensor, Int4TilePackedTo4dTensor,"),
+        ("Float8Tensor", {}, "_weight_qdata is I8, wanted F8_E4M3 or F8_E5M2"),
+        ("UIntxTensor", {}, "its weight is of UIntxTensor, wanted Int4Tensor, Int4TilePackedTo4dTensor,"),
         ("Int4Tensor", {"block_size": [64, 64]}, r"its block_size is \[64, 64\], wanted \[1, columns\]"),
         ("Int4Tensor", {"block_size": [1, 64]}, "groups of 64 do not divide its 96 input features"),
         (

@@ -143,3 +143,15 @@ def bitsandbytes(kind: str, nested: bool) -> Callable[[Path, Weights], Pairs]:
         return folder_pairs(folder, {"quant_method": "bitsandbytes", "load_in_4bit": True}, stored, expected)
 
     return pairs
+
+
+def llm_int8(folder: Path, weights: Weights) -> Pairs:
+    from bitsandbytes import functional
+
+    stored, expected = {}, {}
+    for name, w in weights.items():
+        codes, most, _ = functional.int8_vectorwise_quant(w.half())
+        stored |= {f"{name}.weight": codes, f"{name}.SCB": most}
+        stored[f"{name}.weight_format"] = torch.tensor(0, dtype=torch.uint8)
+        expected[name] = functional.int8_vectorwise_dequant(codes, most)
+    return folder_pairs(folder, {"quant_method": "bitsandbytes", "load_in_8bit": True}, stored, expected)

@@ -56,6 +56,13 @@ def in_bytes(w: torch.Tensor, dtype: torch.dtype = torch.int4) -> Made:
     return t, t.dequantize()
 
 
+def fp8(w: torch.Tensor) -> Made:
+    from torchao.quantization import Float8Tensor, PerRow
+
+    t = Float8Tensor.from_hp(w, granularity=PerRow())
+    return t, t.dequantize(torch.float32)
+
+
 def in_pairs(w: torch.Tensor) -> Made:
     """Int4Tensor of the numbers of tinygemm; packed by the definition, since torchao packs by mslk's kernels."""
     from torchao.quantization import Int4Tensor

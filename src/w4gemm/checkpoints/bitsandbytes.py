@@ -1,4 +1,4 @@
-"""Folders quantized by bitsandbytes to NF4 or FP4, as transformers saves them.
+"""Folders quantized by bitsandbytes to NF4, FP4 or int8, as transformers saves them.
 
 A module's ``weight`` is uint8 (n * k / 2, 1), or the same bytes as floats: codes row after row, the even element in the
 high nibble. ``weight.quant_map`` float32 (16) are the numbers of the codes. ``weight.absmax`` has the scale of each
@@ -7,6 +7,10 @@ or, doubly quantized, uint8 indices into ``weight.nested_quant_map``, whose numb
 for each 256, and plus an offset are the scales.
 
 Blocks run on over the ends of rows. Where k is no multiple of them, groups are their common divisor with k.
+
+A module in 8 bits (LLM.int8) is ``weight`` int8 (n, k), ``SCB`` float32 (n), the largest magnitude of each row, and
+``weight_format`` uint8 (), 0 for rows in order. w = weight * SCB / 127. x stays in 16 bits, while LLM.int8 quantizes
+all of it but outliers.
 """
 
 from __future__ import annotations
@@ -22,9 +26,10 @@ import torch
 
 from w4gemm.checkpoints.base import Module
 from w4gemm.checkpoints.hugging_face import TensorInfo
+from w4gemm.checkpoints.module_tensors import check_tensor
 from w4gemm.checkpoints.quantized_folder import Packing, folder_format
 from w4gemm.core.elements import codebook
-from w4gemm.core.formats import SMALLEST_GROUP, WeightFormat
+from w4gemm.core.formats import PER_COLUMN, SMALLEST_GROUP, WeightFormat
 from w4gemm.packing.bits import unpack
 from w4gemm.weights.weight import QuantizedWeight
 
@@ -32,6 +37,8 @@ _STATES = ("weight_bitsandbytes__nf4", "weight_bitsandbytes__fp4")
 _NESTED = ("weight_nested_absmax", "weight_nested_quant_map")
 _BYTES = {"U8": 1, "I8": 1, "F16": 2, "BF16": 2, "F32": 4}
 """Bytes of an element of ``weight``, by safetensors' name of its dtype."""
+_OF_127 = 7.874015718698502e-3
+"""float32 of 1 / 127, which bitsandbytes multiplies by."""
 _PART = re.compile(
     r"(.+\.weight)\.(?:quant_state\.)?(absmax|quant_map|nested_absmax|nested_quant_map|bitsandbytes__\w+)"
 )
@@ -84,6 +91,28 @@ class BitsAndBytesPacking:
         )
 
 
+class Int8Packing:
+    """A :class:`w4gemm.checkpoints.quantized_folder.Packing` of 8 bits."""
+
+    marks = ("SCB", "weight_format")
+    others = ("weight",)
+
+    def module(self, name: str, stored: Mapping[str, TensorInfo]) -> Module:
+        n, k = check_tensor(stored, "weight", ("I8",))
+        check_tensor(stored, "SCB", ("F32",), (n,))
+        order = stored["weight_format"].read().flatten().tolist() if "weight_format" in stored else [0]
+        if order != [0]:
+            raise ValueError(
+                f"weight_format is {order}, an order of a GPU's matrix instructions, wanted 0, rows in order: save the "
+                "model again by bitsandbytes 0.45 or newer"
+            )
+        return Module(n, k, WeightFormat(PER_COLUMN, scale="fp32", element="int8"), "bias" in stored)
+
+    def weight(self, module: Module, tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
+        codes = tensors["weight"].view(torch.uint8) ^ 0x80
+        return QuantizedWeight.from_codes(module.format, codes, tensors["SCB"][:, None] * _OF_127)
+
+
 def _state(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """The settings of a module."""
     states = [tensors[leaf] for leaf in _STATES if leaf in tensors]
@@ -117,10 +146,11 @@ def _check(stored: Mapping[str, TensorInfo], leaf: str, dtypes: tuple[str, ...],
 
 
 def _packing(config: Mapping[str, Any]) -> Packing:
-    """Return the packing of a quantization_config. 8 bits are refused."""
-    if not config.get("load_in_4bit", config.get("_load_in_4bit")):
-        raise ValueError("it is not in 4 bits (load_in_4bit); models in 8 bits (LLM.int8) are not read")
-    return BitsAndBytesPacking()
+    """Return the packing of a quantization_config."""
+    bits = [bits for bits in (4, 8) if config.get(f"load_in_{bits}bit", config.get(f"_load_in_{bits}bit"))]
+    if len(bits) != 1:
+        raise ValueError(f"load_in_4bit and load_in_8bit are {'both' if bits else 'not'} true, wanted one of them")
+    return BitsAndBytesPacking() if bits == [4] else Int8Packing()
 
 
 def _renamed(name: str) -> str:
@@ -130,5 +160,5 @@ def _renamed(name: str) -> str:
 
 
 FORMAT = folder_format(
-    "bitsandbytes", "a folder with a model quantized by bitsandbytes to 4 bits (NF4, FP4)", _packing, _renamed
+    "bitsandbytes", "a folder with a model quantized by bitsandbytes (NF4, FP4, int8)", _packing, _renamed
 )

@@ -71,16 +71,9 @@ class Fp8Folder(SafetensorsFolder):
 
     def format(self, name: str) -> WeightFormat | None:
         """Return the format of a matrix in fp8; None for any other tensor, and for blocks that no group fits."""
-        if name not in self.scales or len(shape := self.tensors[name].shape) != 2:
+        if name not in self.scales or len(self.tensors[name].shape) != 2:
             return None
-        element, scale = _ELEMENTS[self.tensors[name].dtype], self.scales[name]
-        if self._is_mx(shape, scale):
-            return WeightFormat(_MX_GROUP, "none", "e8m0", element)
-        if math.prod(scale.shape) == 1 or scale.shape in (shape[:1], (shape[0], 1)):
-            return WeightFormat(PER_COLUMN, "none", "fp32", element)
-        if self._block.columns % SMALLEST_GROUP:
-            return None
-        return WeightFormat(self._block.columns, "none", "b128" if self._block == ScaleBlock() else "fp32", element)
+        return format_of(self.tensors[name], self.scales[name], self._block)
 
     def weight(self, name: str, device: torch.device | str = "cpu") -> QuantizedWeight:
         """Return the weight of a matrix that has a :meth:`format`.
@@ -91,17 +84,8 @@ class Fp8Folder(SafetensorsFolder):
         format = self.format(name)
         assert format is not None
         codes, scale = super().tensor(name).to(device), self.scales[name].read().to(device)
-        n = len(codes)
-        if format.scale == "e8m0":
-            scales = scale.view(torch.float8_e8m0fnu)
-        elif format.group_size == PER_COLUMN:
-            scales = scale.float().view(-1, 1).expand(n, 1)
-        elif format.scale == "b128":
-            scales = scale.float().repeat_interleave(2, 0)  # of even rows and of odd ones
-        else:
-            scales = scale.float().repeat_interleave(self._block.rows, 0)[:n]
         try:
-            return QuantizedWeight.from_codes(format, codes.view(torch.uint8), scales.contiguous())
+            return weight_of(format, codes, scale, self._block)
         except ValueError as e:
             raise FormatError(f"{self.path}: {name}: {e}") from e
 
@@ -110,7 +94,7 @@ class Fp8Folder(SafetensorsFolder):
         if name not in self.scales:
             return stored
         w, scale = stored.float(), self.scales[name].read()
-        if self._is_mx(w.shape, self.scales[name]):
+        if _is_mx(w.shape, self.scales[name]):
             factors = scale.view(torch.float8_e8m0fnu).float()[..., None]
             return w.unflatten(-1, (-1, _MX_GROUP)).mul_(factors).flatten(-2)
         scale = scale.float()
@@ -126,16 +110,11 @@ class Fp8Folder(SafetensorsFolder):
             rows.mul_(columns.unsqueeze(-2))
         return w
 
-    @staticmethod
-    def _is_mx(shape: tuple[int, ...], scale: TensorInfo) -> bool:
-        *rows, k = shape
-        return scale.dtype in _E8M0 and k % _MX_GROUP == 0 and scale.shape == (*rows, k // _MX_GROUP)
-
     def _check(self, name: str) -> None:
         shape, scale = self.tensors[name].shape, self.scales[name]
         if len(shape) not in (2, 3) or 0 in shape:
             raise FormatError(f"{self.path}: {name} is in fp8 and has shape {shape}, wanted (n, k) or (experts, n, k)")
-        if self._is_mx(shape, scale):
+        if _is_mx(shape, scale):
             return
         *experts, n, k = shape
         grid = (*experts, -(-n // self._block.rows), -(-k // self._block.columns))
@@ -146,6 +125,41 @@ class Fp8Folder(SafetensorsFolder):
                 f"wanted one number, {(*experts, n, 1)}, or {grid} for blocks of {self._block.rows} x "
                 f"{self._block.columns}"
             )
+
+
+def format_of(codes: TensorInfo, scale: TensorInfo, block: ScaleBlock) -> WeightFormat | None:
+    """Return the format of a matrix in fp8 with a scale of a legal shape; None for blocks that no group fits."""
+    element, shape = _ELEMENTS[codes.dtype], codes.shape
+    if _is_mx(shape, scale):
+        return WeightFormat(_MX_GROUP, "none", "e8m0", element)
+    if math.prod(scale.shape) == 1 or scale.shape in (shape[:1], (shape[0], 1)):
+        return WeightFormat(PER_COLUMN, "none", "fp32", element)
+    if block.columns % SMALLEST_GROUP:
+        return None
+    return WeightFormat(block.columns, "none", "b128" if block == ScaleBlock() else "fp32", element)
+
+
+def weight_of(format: WeightFormat, codes: torch.Tensor, scale: torch.Tensor, block: ScaleBlock) -> QuantizedWeight:
+    """Return the weight of a matrix in fp8 and its scale.
+
+    Raises:
+        ValueError: for codes that are no numbers, and scales that are not finite.
+    """
+    n = len(codes)
+    if format.scale == "e8m0":
+        scales = scale.view(torch.float8_e8m0fnu)
+    elif format.group_size == PER_COLUMN:
+        scales = scale.float().view(-1, 1).expand(n, 1)
+    elif format.scale == "b128":
+        scales = scale.float().repeat_interleave(2, 0)  # of even rows and of odd ones
+    else:
+        scales = scale.float().repeat_interleave(block.rows, 0)[:n]
+    return QuantizedWeight.from_codes(format, codes.view(torch.uint8), scales.contiguous())
+
+
+def _is_mx(shape: tuple[int, ...], scale: TensorInfo) -> bool:
+    *rows, k = shape
+    return scale.dtype in _E8M0 and k % _MX_GROUP == 0 and scale.shape == (*rows, k // _MX_GROUP)
 
 
 def _broadcast(shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:

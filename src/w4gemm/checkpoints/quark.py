@@ -4,10 +4,11 @@ A module of MXFP4 or NVFP4 is as in :mod:`w4gemm.checkpoints.packed_floats`. One
 ``weight`` int32 (k, n / 8), ``weight_scale`` (groups, n) and ``weight_zero_point`` int32 (groups, n / 8); per channel
 it is ``weight`` (n, k / 8), ``weight_scale`` (n) and ``weight_zero_point`` (n / 8). Words of a last part of n are
 filled up. The numbers of a word lie in AWQ's order if ``pack_method`` is "reorder", lowest first if it is "order", and
-are two's complements if dtype is int4. w = (u - zero_point) * weight_scale.
+are two's complements if dtype is int4. In 8 bits ``weight`` and ``weight_zero_point`` have a number in each element,
+int8 or uint8, and one ``weight_scale`` () may serve the whole matrix. w = (u - zero_point) * weight_scale.
 
-x that the config wants in 4 bits is multiplied as it comes. x in e4m3 beside MXFP4 gets a scale for each token instead
-of ``input_scale`` for all.
+x that the config wants in 4 bits or in int8 is multiplied as it comes. x in e4m3 beside MXFP4 gets a scale for each
+token instead of ``input_scale`` for all.
 """
 
 from __future__ import annotations
@@ -30,14 +31,15 @@ from w4gemm.core.formats import PER_COLUMN, WeightFormat
 from w4gemm.packing.bits import unpack
 from w4gemm.weights.weight import QuantizedWeight
 
-_INTEGERS = ("int4", "uint4")
-_FOUR_BITS = ("fp4", *_INTEGERS)
+_INTEGERS = {"int4": "I32", "uint4": "I32", "int8": "I8", "uint8": "U8"}
+"""safetensors' name of the dtype of ``weight`` and ``weight_zero_point``, by Quark's name of the numbers."""
+_FOUR_BITS = ("fp4", "int4", "uint4")
 _ORDERS = {"reorder": awq.ORDER, "order": None}
 _PARTS = ("weight", "weight_scale", "weight_zero_point")
 _ROTATIONS = ("r4", "online_r1_rotation")
 """Settings of Quark's rotations that have x rotated while the model runs. r1 and r2 are part of the weights, and r3
 turns queries and keys alike, which changes no product of them."""
-_READ = "fp4 with e8m0 scales in groups of 32 (MXFP4) or with two scales (NVFP4), int4 or uint4"
+_READ = "fp4 with e8m0 scales in groups of 32 (MXFP4) or with two scales (NVFP4), int4, uint4, int8 or uint8"
 
 
 @dataclass(frozen=True)
@@ -107,19 +109,27 @@ class QuarkPacking:
             return weight_of(module, tensors)
         rows = {leaf: self._rows(module, tensors[leaf]) for leaf in _PARTS if leaf in tensors}
         codes, scales, zeros = rows["weight"], rows["weight_scale"], rows.get("weight_zero_point")
-        if not module.format.has_zero:  # two's complements: the code q + 8 with its highest bit turned over
-            if zeros is not None:
-                check_symmetric(zeros ^ 8)
-            codes, zeros = codes ^ 8, None
+        bits = module.format.bits
+        middle = 1 << bits - 1
+        if (
+            tensors["weight"].dtype == torch.int8 or not module.format.has_zero
+        ):  # two's complements of codes less middle
+            codes, zeros = codes ^ middle, None if zeros is None else zeros ^ middle
+        if zeros is not None and not module.format.has_zero:
+            check_symmetric(zeros, bits)
+            zeros = None
         return QuantizedWeight.from_codes(module.format, codes, scales, zeros)
 
     def _rows(self, module: Module, t: torch.Tensor) -> torch.Tensor:
         """Return one of a module's tensors, unpacked, as n rows."""
         if t.dtype == torch.int32:
             t = unpack(t, module.format.bits, _ORDERS[self.config["export"]["pack_method"]])
+        elif t.dtype == torch.int8:
+            t = t.view(torch.uint8)
         if module.format.group_size != PER_COLUMN:
             t = t.T
-        return t[: module.n].contiguous().view(module.n, -1)
+        rows = t.expand(module.n) if t.dim() < 2 and t.numel() == 1 else t[: module.n]
+        return rows.contiguous().view(module.n, -1)
 
 
 def _stages(weight: Any) -> list[Mapping[str, Any]]:
@@ -139,32 +149,38 @@ def _float_format(weight: Any) -> WeightFormat | None:
 
 
 def _integers(stored: Mapping[str, TensorInfo], weight: Mapping[str, Any]) -> Shape:
-    scheme, axis, symmetric = (weight.get(key) for key in ("qscheme", "ch_axis", "symmetric"))
-    signed = weight["dtype"] == "int4"
-    if signed and not symmetric:
-        raise ValueError(f"symmetric is {symmetric!r} beside int4, wanted True; uint4 has zero points")
+    scheme, axis, symmetric, name = (weight.get(key) for key in ("qscheme", "ch_axis", "symmetric", "dtype"))
+    dtype, signed = _INTEGERS[name], name.startswith("int")
+    if name == "int4" and not symmetric:
+        raise ValueError(f"symmetric is {symmetric!r} beside {name}, wanted True; u{name} has zero points")
     if weight.get("zero_point_type", "int32") != "int32":
         raise ValueError(f"zero_point_type is {weight['zero_point_type']!r}, wanted 'int32'")
-    rows, columns = check_tensor(stored, "weight", ("I32",))
-    if scheme == "per_group" and axis in (-1, 1):
+    rows, columns = check_tensor(stored, "weight", (dtype,))
+    each = 8 if dtype == "I32" else 1  # numbers of an element
+    whole = scheme == "per_tensor" and each == 1
+    per_group = scheme == "per_group" and axis in (-1, 1)
+    if per_group:
         _, n = check_tensor(stored, "weight_scale", WIDE_SCALES)
         k, group = rows, weight["group_size"]
-    elif scheme == "per_channel" and axis == 0:
-        check_tensor(stored, "weight_scale", WIDE_SCALES, (rows,))
-        n, k, group = rows, 8 * columns, PER_COLUMN
+    elif whole or (scheme == "per_channel" and axis == 0):
+        one = "weight_scale" in stored and stored["weight_scale"].shape == (1,)
+        check_tensor(stored, "weight_scale", WIDE_SCALES, () if whole and not one else (1,) if whole else (rows,))
+        n, k, group = rows, each * columns, PER_COLUMN
     else:
         raise ValueError(
-            f"its qscheme is {scheme!r} along axis {axis!r}, wanted 'per_group' along -1 or 'per_channel' along 0"
+            f"its qscheme is {scheme!r} along axis {axis!r}, wanted 'per_group' along -1 or 'per_channel' along 0, "
+            "or in 8 bits 'per_tensor'"
         )
-    words = -(-n // 8)
-    format = WeightFormat(group, "none" if signed else "int", WIDE_SCALES[stored["weight_scale"].dtype])
+    words = -(-n // each)
+    scale = WIDE_SCALES[stored["weight_scale"].dtype]
+    format = WeightFormat(group, "none" if signed and symmetric else "int", scale, "int4" if each > 1 else "int8")
     groups = whole_groups(format, k)
-    per_group = group != PER_COLUMN
     if per_group:
-        check_tensor(stored, "weight", ("I32",), (k, words))
+        check_tensor(stored, "weight", (dtype,), (k, words))
         check_tensor(stored, "weight_scale", WIDE_SCALES, (groups, n))
-    if "weight_zero_point" in stored or not signed:
-        check_tensor(stored, "weight_zero_point", ("I32",), (groups, words) if per_group else (words,))
+    if "weight_zero_point" in stored or format.has_zero:
+        zeros = (groups, words) if per_group else stored["weight_scale"].shape if whole else (words,)
+        check_tensor(stored, "weight_zero_point", (dtype,), zeros)
     return Shape(n, k, format)
 
 
@@ -184,5 +200,8 @@ def _named(config: Mapping[str, Any]) -> list[Named]:
 
 
 FORMAT = folder_format(
-    "quark", "a folder with a model quantized by Quark (MXFP4, NVFP4, int4, uint4)", QuarkPacking.of, named=_named
+    "quark",
+    "a folder with a model quantized by Quark (MXFP4, NVFP4, int4, uint4, int8, uint8)",
+    QuarkPacking.of,
+    named=_named,
 )

@@ -1,4 +1,4 @@
-"""Folders quantized by torchao and saved as safetensors: integers, MXFP4 and NVFP4.
+"""Folders quantized by torchao and saved as safetensors: integers, fp8, MXFP4 and NVFP4.
 
 A weight is a tensor subclass, whose parts lie in the files as ``_weight_qdata`` and so on; the files' metadata has its
 class and attributes under its name, as JSON:
@@ -12,6 +12,8 @@ class and attributes under its name, as JSON:
   ``zero_point`` (n, groups), 0 if the config maps weights symmetrically. w = (q - zero_point) * scale. x that is
   quantized to 8-bit integers there is multiplied as it comes.
 - ``Int8Tensor``: the same of int8, maybe without ``zero_point``.
+- ``Float8Tensor``: ``qdata`` e4m3 or e5m2 (n, k), ``scale`` float32 for each block of ``block_size``: a row, the whole
+  matrix, or 128 x 128 of it. w = qdata * scale in float32. x that is quantized to fp8 there is multiplied as it comes.
 - ``MXTensor`` of 4-bit floats and ``NVFP4Tensor``: ``qdata`` uint8 (n, k / 2), the even column in the low nibble,
   ``scale`` e8m0 (n, k / 32) or e4m3 (n, k / 16), maybe in the blocks that cuBLAS takes, and ``per_tensor_scale``
   float32 (), which multiplies. x that is quantized to 4-bit floats there is multiplied as it comes.
@@ -33,6 +35,7 @@ import torch
 
 from w4gemm.checkpoints.awq import ORDER
 from w4gemm.checkpoints.base import Module
+from w4gemm.checkpoints.fp8_folder import ScaleBlock, format_of, weight_of
 from w4gemm.checkpoints.hugging_face import TensorInfo, metadata
 from w4gemm.checkpoints.module_tensors import (
     SCALES,
@@ -44,8 +47,9 @@ from w4gemm.checkpoints.module_tensors import (
 )
 from w4gemm.checkpoints.packed_floats import MXFP4, NVFP4, numbers
 from w4gemm.checkpoints.quantized_folder import folder_format
+from w4gemm.checkpoints.stored import FP8
 from w4gemm.core.elements import INTEGERS
-from w4gemm.core.formats import PER_COLUMN, WeightFormat
+from w4gemm.core.formats import PER_COLUMN, SMALLEST_GROUP, WeightFormat
 from w4gemm.packing.bits import unpack
 from w4gemm.weights.weight import QuantizedWeight
 
@@ -99,6 +103,9 @@ class TorchAoPacking:
 
     def weight(self, module: Module, tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
         n, k, format, qdata = module.n, module.k, module.format, tensors[QDATA]
+        if qdata.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+            block = ScaleBlock() if format.scale == "b128" else ScaleBlock(n // len(tensors[SCALE]), format.group_size)
+            return weight_of(format, qdata, tensors[SCALE], block)
         if format in (MXFP4, NVFP4):
             scales = _unswizzled(tensors[SCALE], n, format.groups(k))
             factor = tensors.get(TENSOR_SCALE, torch.ones((), device=qdata.device)) if format == NVFP4 else None
@@ -183,6 +190,21 @@ def _bytes(stored: Mapping[str, TensorInfo], settings: _Settings) -> Module:
     return Module(n, k, format)
 
 
+def _fp8(stored: Mapping[str, TensorInfo], settings: _Settings) -> Module:
+    n, k = check_tensor(stored, QDATA, FP8)
+    block = settings.attribute("block_size")
+    if not isinstance(block, list) or len(block) != 2 or not all(type(size) is int and size > 0 for size in block):
+        raise ValueError(f"its block_size is {block!r}, wanted two positive integers")
+    rows, columns = block
+    if n % rows and block != [128, 128]:
+        raise ValueError(f"blocks of {rows} rows do not divide its {n} output features")
+    check_tensor(stored, SCALE, WIDE_SCALES, (-(-n // rows), -(-k // columns)))
+    format = format_of(stored[QDATA], stored[SCALE], ScaleBlock(rows, columns))
+    if format is None or whole_groups(format, k) != stored[SCALE].shape[1]:
+        raise ValueError(f"its block_size is {block}, wanted a multiple of {SMALLEST_GROUP} columns, or all {k}")
+    return Module(n, k, format)
+
+
 def _mx(stored: Mapping[str, TensorInfo], settings: _Settings) -> Module:
     if (element := settings.name("elem_dtype")) != "float4_e2m1fn_x2":
         raise ValueError(f"its weight has elements of {element}, wanted float4_e2m1fn_x2")
@@ -210,6 +232,7 @@ _KINDS: dict[str, Callable[[Mapping[str, TensorInfo], _Settings], Module]] = {
     "Int4TilePackedTo4dTensor": _tiles,
     "IntxUnpackedToInt8Tensor": _bytes,
     "Int8Tensor": _bytes,
+    "Float8Tensor": _fp8,
     "MXTensor": _mx,
     "NVFP4Tensor": _nvfp4,
 }
@@ -249,7 +272,7 @@ def _unswizzled(scales: torch.Tensor, n: int, groups: int) -> torch.Tensor:
 
 FORMAT = folder_format(
     "torchao",
-    "a folder with a model quantized by torchao (integers, MXFP4, NVFP4)",
+    "a folder with a model quantized by torchao (integers, fp8, MXFP4, NVFP4)",
     lambda config: TorchAoPacking(_is_symmetric(config)),
     renamed=lambda name: name.replace("._weight_act_pre_scale", ".pre_quant_scale"),
 )
