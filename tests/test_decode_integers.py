@@ -11,10 +11,12 @@ import pytest
 import torch
 
 from ptx_interpreter import HALVES, run_ptx
+from w4gemm.core.formats import WeightFormat
 from w4gemm.packing.block import LANES, Block
 from w4gemm.packing.codecs import Codec
 from w4gemm.packing.codecs.base import MMA16, Decoding, WeightOperand
 from w4gemm.packing.codecs.integers import INTEGERS, HalfCodec
+from w4gemm.weights.checks import check_range
 
 CODECS = [codec for codec in INTEGERS if type(codec) is HalfCodec]
 FORMS = list(itertools.product(("bf16", "f16"), ("bf16", "f16"), ("none", "int", "float")))
@@ -120,3 +122,30 @@ def test_weights_are_rounded_once(
             own_scale, of_sums = values[row8]
             assert own_scale == scale
             assert of_sums is None if zero != "float" else of_sums * decoder.exact_scale == own_zero
+
+
+@pytest.mark.parametrize("kind", ["bf16", "f16"])
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_the_largest_scales_without_zero_points(decode: Any, codec: HalfCodec, kind: str) -> None:
+    """Up to 65504 / 2**(bits - 1), of fp16 scales: with u as factor they would be half of it."""
+    bits = codec.bits
+    middle = 2 ** (bits - 1)
+    scale = torch.tensor(65504 / middle).half()
+    scale = scale if scale * middle <= 65504 else torch.nextafter(scale, torch.zeros(()).half())
+    check_range(WeightFormat(32, "none", "fp16", f"int{bits}"), scale.view(1, 1), None, None)
+    with pytest.raises(ValueError, match=rf"not be finite \({middle} \* \|scale\|"):
+        too_large = torch.nextafter(scale, torch.full((), torch.inf).half())
+        check_range(WeightFormat(32, "none", "fp16", f"int{bits}"), too_large.view(1, 1), None, None)
+    weight = WeightOperand(codec, kind, "f16", "none", Block(bits))
+    decoder = codec.decoder(weight, Decoding(False, True))
+    codes = torch.zeros(64, 128, dtype=torch.uint8)
+    codes[:, 1::2] = 2**bits - 1
+    words = words_of_step(codec, lane_words(codec, codes)[0], 0)
+    both = (scale.view(torch.int16).item() & 0xFFFF) * 0x10001
+    numbers = {
+        float(HALVES[kind].number(register >> 16 * element & 0xFFFF)) * decoder.sum_scale
+        for register in decoder.decode(words, decoder.prepare((both,), 0))
+        for element in range(2)
+    }
+    dtype = torch.bfloat16 if kind == "bf16" else torch.float16
+    assert numbers == {float((q * scale.float()).to(dtype)) for q in (-middle, middle - 1)}

@@ -282,6 +282,14 @@ class WeightFormat:
         return min(2.0**31, torch.finfo(self.scale_rule.range_dtype).max)
 
     @property
+    def largest_factor(self) -> float:
+        """Largest magnitude that a scale is multiplied by: that of a value or, with zero points, of u - z or u. Scales
+        of bf16 without zero points keep to that of u, because SubnormalDecoder multiplies them by 2**100."""
+        element = self.element_rule
+        alone = self.zero == "none" and self.scale_rule.range_dtype == torch.float16
+        return element.largest_value if alone else element.largest_factor
+
+    @property
     def has_channels(self) -> bool:
         """True if there is a float32 scale for each output channel."""
         return self.scale_rule.per_channel

@@ -123,9 +123,9 @@ def check_range(
                 f"{rounded[row, group].item()!r}"
             )
     offsets, limit = zeros if format.zero == "float" else None, format.largest_weight
-    most = _largest(scales) * element.largest_factor + (0.0 if offsets is None else _largest(offsets))
+    most = _largest(scales) * format.largest_factor + (0.0 if offsets is None else _largest(offsets))
     if not most <= limit:  # also for NaN; else each group is within it
-        largest = scales.float().abs() * element.largest_factor
+        largest = scales.float().abs() * format.largest_factor
         if offsets is not None:
             largest = largest + offsets.float().abs()
         _refuse_groups(format, ~(largest <= limit), scales, zeros)
@@ -146,9 +146,9 @@ def _refuse_groups(format: WeightFormat, bad: torch.Tensor, scales: torch.Tensor
         zero = "" if zeros is None else f", zero point {zeros[row, group].item()}"
         if block := format.scale_rule.block_rows:  # the first row that has the scale
             row = row // 2 * block + row % 2
-        element, limit = format.element_rule, format.largest_weight
+        limit = format.largest_weight
         raise ValueError(
-            f"scales: the weights of {int(bad.sum())} groups would not be finite ({element.largest_factor:g} * |scale| "
+            f"scales: the weights of {int(bad.sum())} groups would not be finite ({format.largest_factor:g} * |scale| "
             f"and |zero point| together must be at most {limit:g}); "
             f"first in row {row}, group {group}: scale {scale}{zero}"
         )
