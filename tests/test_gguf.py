@@ -256,7 +256,9 @@ def test_every_tensor_of_smollm2() -> None:
     path = smollm2()
     assert path is not None
     checkpoint = GGUFCheckpoint(path)
-    assert len(checkpoint.modules) == 210 and len(checkpoint.tensors) == 62
+    assert len(checkpoint.modules) == 211 and len(checkpoint.tensors) == 62
+    head = checkpoint.weight("lm_head").dequantize()
+    assert torch.equal(head, checkpoint.dense("model.embed_tokens.weight"))
     assert checkpoint.file.metadata["general.architecture"] == "llama"
     file = checkpoint.file
     for name in file.tensors:

@@ -66,8 +66,9 @@ def test_gguf_equals_from_pretrained(tmp_path: Path, architecture: str, type: st
     assert (tokenizer("hello").input_ids[0] == tokenizer.bos_token_id) == (architecture == "gemma3")
     summary = summarize(model)
     format = "int4_g32_fp16" if type == "Q4_0" else "int4_g32_zfloat_fp16"
-    assert summary.formats == {format: 6 * LAYERS + (not tied), "int8_g32_fp16": LAYERS}  # attn_v is Q8_0
-    assert len(summary.dense) == tied
+    # attn_v and the embedding, which a tied output layer shares, are Q8_0
+    assert summary.formats == {format: 6 * LAYERS + (not tied), "int8_g32_fp16": LAYERS + tied}
+    assert not summary.dense
     assert f"{summary.quantized} of {7 * LAYERS + 1} linear layers quantized" in str(summary)
     wanted = from_pretrained(path)
     ids = tokenizer("hello there", return_tensors="pt").input_ids
@@ -82,6 +83,7 @@ def test_layers_without_a_kernel_become_dense(tmp_path: Path, monkeypatch: pytes
     with caplog.at_level("WARNING", "w4gemm"):
         model, _ = load(path)
     assert summarize(model).formats == {"int4_g32_fp16": 6 * LAYERS}
+    assert model.lm_head.weight is model.model.embed_tokens.weight and "lm_head" not in caplog.text
     assert "dense, because no kernel of the device takes int8_g32_fp16: model.layers.0.self_attn.v_proj" in caplog.text
     assert_same_numbers(model, from_pretrained(path))
 
@@ -263,8 +265,8 @@ def test_smollm2() -> None:
     except FileNotFoundError as e:
         pytest.skip(str(e))
     model, _ = load(path)
-    assert summarize(model).quantized == 210
-    assert summarize(model).dense == ("lm_head",)
+    assert summarize(model).formats == {"int4_g32_zfloat_fp16": 210, "int8_g32_fp16": 1}
+    assert model.lm_head.weight.n == 49152 and not model.config.tie_word_embeddings
     # a layer that llama.cpp does not permute, directly from the file
     assert torch.equal(
         model.model.layers[3].mlp.down_proj.weight.dequantize(), GGUFFile(path).dense("blk.3.ffn_down.weight")

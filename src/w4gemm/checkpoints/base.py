@@ -38,6 +38,9 @@ class Module:
     """See :attr:`w4gemm.QuantizedWeight.activations`: "fp8" if x is quantized before it is multiplied."""
     pre_quant_scale: bool = False
     """True if ``<name>.pre_quant_scale`` (k), which x is multiplied by first, is among the checkpoint's tensors."""
+    shared: bool = False
+    """True for an output layer whose weight is the embedding, which is among the checkpoint's dense tensors. A model
+    may tie both instead."""
 
 
 class Pretrained(NamedTuple):

@@ -38,6 +38,7 @@ from w4gemm.weights.weight import QuantizedWeight
 
 _BLOCK = re.compile(r"blk\.(\d+)\.(\w+)")
 _EMBEDDING = "token_embd.weight"
+_HEAD = "lm_head"
 _KEYS = "blk.0.attn_k.weight"
 _ROPE_FACTORS = "rope_freqs.weight"
 _ROPE_TABLES = ("model.rotary_emb.inv_freq", "model.rotary_emb.original_inv_freq")
@@ -82,6 +83,10 @@ class GGUFCheckpoint:
             if leaf == "weight" and format is not None and stored != _EMBEDDING:
                 n, k = self.file.info(stored).shape
                 by_name[owner] = Module(n, k, format, bias=f"{owner}.bias" in self._stored)
+        is_tied = self._known and f"{_HEAD}.weight" not in self._stored and _EMBEDDING in self.file.tensors
+        if is_tied and (format := self.file.format(_EMBEDDING)) is not None:
+            n, k = self.file.info(_EMBEDDING).shape
+            by_name[_HEAD] = Module(n, k, format, shared=True)
         return by_name | {
             name: module for experts in self._experts.values() for name, module in experts.modules.items()
         }
@@ -111,6 +116,8 @@ class GGUFCheckpoint:
             return experts.stored_names(name)
         if name in _ROPE_TABLES:
             return [_ROPE_FACTORS]
+        if name in self.modules and self.modules[name].shared:
+            return [_EMBEDDING]
         names = [f"{name}.weight", f"{name}.bias"] if name in self.modules else [name]
         return [self._stored[each] for each in names if each in self._stored]
 
@@ -126,7 +133,7 @@ class GGUFCheckpoint:
             raise not_among(self.path, "4-bit module", name, self.modules)
         if (experts := self._experts_with(name)) is not None:
             return experts.weight(name, device)
-        stored = self._stored[f"{name}.weight"]
+        stored = _EMBEDDING if self.modules[name].shared else self._stored[f"{name}.weight"]
         return self.file.weight(stored, self._rows(stored), device)
 
     def dense(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -149,7 +149,8 @@ def _float_format(weight: Any) -> WeightFormat | None:
 
 
 def _integers(stored: Mapping[str, TensorInfo], weight: Mapping[str, Any]) -> Shape:
-    scheme, axis, symmetric, name = (weight.get(key) for key in ("qscheme", "ch_axis", "symmetric", "dtype"))
+    scheme, axis, symmetric = (weight.get(key) for key in ("qscheme", "ch_axis", "symmetric"))
+    name = str(weight["dtype"])
     dtype, signed = _INTEGERS[name], name.startswith("int")
     if name == "int4" and not symmetric:
         raise ValueError(f"symmetric is {symmetric!r} beside {name}, wanted True; u{name} has zero points")

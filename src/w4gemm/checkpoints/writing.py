@@ -7,6 +7,7 @@ without it is not taken for a model.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import itertools
 import json
@@ -110,6 +111,7 @@ def write_folder(
         FileExistsError: if the folder holds what the same run did not write.
         FormatError: if a module cannot be stored, or no model can be made of the checkpoint.
     """
+    checkpoint = tied(checkpoint)
     _require_writable(checkpoint, writer)
     keeps_floats = isinstance(checkpoint, QuantizedFolder) and not convert_floats
     checkpoint = writer.named(checkpoint)
@@ -137,6 +139,16 @@ def write_folder(
         _write_json(folder / _INDEX, {"metadata": {}, "weight_map": dict(sorted(places.items()))})
     _write_config(checkpoint, folder, writer.config(checkpoint), dtype)
     return whole
+
+
+def tied(checkpoint: Checkpoint) -> Checkpoint:
+    """Return a checkpoint without an output layer that shares its embedding, because a folder's config ties both."""
+    modules = {name: module for name, module in checkpoint.modules.items() if not module.shared}
+    if len(modules) == len(checkpoint.modules):
+        return checkpoint
+    same = copy.copy(checkpoint)
+    vars(same)["modules"] = modules
+    return same
 
 
 def _require_writable(checkpoint: Checkpoint, writer: WeightWriter) -> None:

@@ -12,7 +12,7 @@ from w4gemm.checkpoints.compressed_tensors_writer import CompressedTensorsWriter
 from w4gemm.checkpoints.dense import DenseCheckpoint
 from w4gemm.checkpoints.hugging_face import read_config
 from w4gemm.checkpoints.w4gemm import OwnWriter
-from w4gemm.checkpoints.writing import WeightWriter, refusal, write_folder
+from w4gemm.checkpoints.writing import WeightWriter, refusal, tied, write_folder
 from w4gemm.console.devices import choose_device
 from w4gemm.console.errors import require_folder
 from w4gemm.console.options import WIDE_DTYPES
@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
     require_folder("OUTPUT", args.output)
     if args.output.exists() and Path(args.path).expanduser().resolve() == args.output.resolve():
         raise ValueError(f"OUTPUT: wanted another folder than PATH, got {str(args.output)!r} for both")
-    checkpoint = open_checkpoint(args.path, args.format)
+    checkpoint = tied(open_checkpoint(args.path, args.format))
     how = ""
     if isinstance(checkpoint, DenseCheckpoint):
         checkpoint.search, (checkpoint.device, _) = args.search, choose_device(args.device)

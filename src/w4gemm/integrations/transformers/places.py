@@ -91,12 +91,14 @@ class Placement:
         self._weight = functools.lru_cache(maxsize=1)(checkpoint.weight)
         modules = checkpoint.modules.items()
         run = {name: m for name, m in modules if runs_on(device, m.format, m.n, m.k, m.experts)}
-        self._without_kernel = checkpoint.modules.keys() - run.keys()
+        self._without_kernel = {name for name, m in modules if name not in run and not m.shared}
         partners = {self._name_of(name): module for name, module in run.items() if module.experts}
         strangers: dict[str, str] = {}
         for name, module in modules:
             if name in run and (place := self._reserved(name, module, partners)):
                 self.packed[name] = place
+            elif module.shared:
+                continue  # it stays tied to the embedding
             elif not self._make_dense(name, module):
                 strangers[name] = f"{name} ({module.experts} experts)" if module.experts else name
         for name, shape in checkpoint.tensors.items():
