@@ -15,9 +15,9 @@ pytest.importorskip("transformers")
 
 from safetensors.torch import save_file
 
-from quantized_model import Numbers, Writer, assert_loads, change, configure, refusals, stream, write_model
+from quantized_model import Numbers, Writer, assert_loads, change, configure, put, refusals, stream, write_model
 from tiny_model import LAYERS
-from w4gemm import FormatError, WeightFormat
+from w4gemm import FormatError, WeightFormat, linear
 from w4gemm.checkpoints import open_checkpoint
 from w4gemm.integrations.transformers import load
 
@@ -95,6 +95,31 @@ def test_other_bits(tmp_path: Path, bits: int, put: Any) -> None:
     numbers: dict[str, Any] = {"bits": bits, "put": put, "zeros": (0, 2**bits - 1), "zero_point": True}
     wanted = write_model(tmp_path, config({"num_bits": bits, "symmetric": False}), writer(**numbers, g_idx="groups"))
     assert_loads(tmp_path, wanted, {f"int{bits}_g32_zint": 7 * LAYERS})
+
+
+@pytest.mark.parametrize(("bits", "k"), [(2, 72), (8, 33), (4, 44), (3, 7), (5, 61), (6, 5)])
+def test_a_last_word_that_is_not_full(tmp_path: Path, bits: int, k: int) -> None:
+    """Of channels: groups of multiples of 16 fill words of 2, 4 and 8 bits. In one word both packings are the same."""
+    parts, expected = writer(-1, bits=bits, zeros=(0, 2**bits - 1), zero_point=True)("", 24, k)
+    save_file({f"layer.{leaf}": t.contiguous() for leaf, t in parts.items()}, tmp_path / "model.safetensors")
+    settings = config({"num_bits": bits, "strategy": "channel", "symmetric": False})
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": settings}))
+    w = open_checkpoint(tmp_path).weight("layer")
+    assert (w.n, w.k) == (24, k) and torch.equal(w.dequantize(), expected)
+    x = torch.randn(3, k)
+    torch.testing.assert_close(linear(x, w.repack()), x @ expected.T, rtol=1e-4, atol=1e-5)
+    put(tmp_path, "layer.weight_shape", torch.tensor([24, k + 40]))
+    with pytest.raises(FormatError, match=f"layer: weight_packed has .* words a row, wanted .* of {k + 40} codes of"):
+        open_checkpoint(tmp_path)
+
+
+def test_words_of_both_packings(tmp_path: Path) -> None:
+    parts, _ = writer(16, bits=5, zeros=(16, 16))("", 24, 48)
+    save_file({f"layer.{leaf}": t.contiguous() for leaf, t in parts.items()}, tmp_path / "model.safetensors")
+    settings = config({"num_bits": 5, "group_size": 16})
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": settings}))
+    with pytest.raises(FormatError, match="8 words a row for 48 codes of 5 bits, as many if codes straddle"):
+        open_checkpoint(tmp_path)
 
 
 def test_words_of_neither_packing(tmp_path: Path) -> None:

@@ -128,7 +128,7 @@ class CompressedTensors:
         check_bits(bits, tuple(INTEGERS))
         if packing == "pack-quantized":
             n, words = check_tensor(stored, "weight_packed", ("I32",))
-            k = _columns(stored, words, bits)
+            k = _columns(stored, words, bits, weights["strategy"] == "channel")
         else:
             n, k = check_tensor(stored, "weight", ("I8",))
         if more := stored.keys() & {
@@ -244,17 +244,22 @@ def _activations(scheme: Mapping[str, Any]) -> str | None:
     return "fp8" if (bits, kind) == (8, "float") else None
 
 
-def _columns(stored: Mapping[str, TensorInfo], words: int, bits: int) -> int:
-    """Return the input features of a row of words: those of ``weight_shape``, or as many as fill the words."""
-    if 32 % bits == 0:
-        return 32 // bits * words
+def _columns(stored: Mapping[str, TensorInfo], words: int, bits: int, channels: bool) -> int:
+    """Return the input features of a row of words: those of ``weight_shape`` or, in groups, which are multiples of 16,
+    as many as fill the words if no code straddles them."""
+    filled = 32 // bits * words
+    if 32 % bits == 0 and (not channels or "weight_shape" not in stored):
+        return filled
     check_tensor(stored, "weight_shape", ("I64", "I32"), (2,))
     _, k = stored["weight_shape"].read().tolist()
     dense, whole = -(-k * bits // 32), -(-k // (32 // bits))
-    if words not in (dense, whole) or dense == whole:
+    if k < 1 or words not in (dense, whole):
+        other = "" if 32 % bits == 0 else f", or {whole} if no code straddles words"
+        raise ValueError(f"weight_packed has {words} words a row, wanted {dense} of {k} codes of {bits} bits{other}")
+    if 32 % bits and dense == whole > 1:
         raise ValueError(
-            f"weight_packed has {words} words a row, wanted {dense} of {k} codes of {bits} bits, or {whole} if no code "
-            "straddles words, and not both"
+            f"weight_packed has {words} words a row for {k} codes of {bits} bits, as many if codes straddle words as "
+            "if none does (before 2026-06), so that nothing tells which; wanted another number of input features"
         )
     return k
 
