@@ -1,5 +1,5 @@
-"""MXFP4 beside fp8 activations: e2m1 in e5m2, relative to a row's largest scale. What can be run on the CPU, and every
-code with every scale on a GPU; the kernels are in conformance/."""
+"""4-bit floats beside fp8 activations: MXFP4 in e5m2, relative to a row's largest scale, and NVFP4 rounded to e4m3.
+What can be run on the CPU, and every code of MXFP4 with every scale on a GPU; the kernels are in conformance/."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from w4gemm.core.elements import ELEMENTS
 from w4gemm.packing.codecs import E2M1_MMA8, EXACT_BINADES, weight_operand
 from w4gemm.packing.layouts import WeightComponents, layout_named
 
-MXFP4 = WeightFormat.parse("mxfp4")
+MXFP4, FOLDED = WeightFormat.parse("mxfp4"), WeightFormat.parse("e2m1_g16_e4m3")
 FP8, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
 LARGEST = 140
 """Exponent of the largest scale of ``spread``."""
@@ -153,8 +153,95 @@ def test_what_a_kernel_is_compiled_for():
     assert operand.block.words * 32 / (64 * 128) == 4.25
 
 
-@pytest.mark.parametrize("name", ["nvfp4", "e2m1_g32", "e2m1_g32_e4m3"])
+@pytest.mark.parametrize("name", ["nvfp4", "e2m1_g32"])
 def test_other_scales_are_refused(name):
     w = quantize(torch.randn(8, 64), name)
     with pytest.raises(ValueError, match=r"fp8 activations take e2m1 beside e8m0 scales.*16-bit activations"):
         w.repack("mma8")
+
+
+# --- NVFP4 -----------------------------------------------------------------------------------------------------------
+
+
+def every_scale() -> QuantizedWeight:
+    """NVFP4 whose rows have every code beside every scale that is finite, in an order of its own."""
+    scales = torch.arange(256, dtype=torch.uint8).view(FP8)
+    scales = scales[scales.float().isfinite()]
+    order = torch.rand(16, len(scales), generator=torch.Generator().manual_seed(0)).argsort(1)
+    codes = torch.arange(16, dtype=torch.uint8).repeat(16, len(scales))
+    channels = torch.exp2(torch.arange(16) - 8.0)
+    return QuantizedWeight.from_codes(WeightFormat.parse("nvfp4"), codes, scales[order], channels=channels)
+
+
+def test_products_of_nvfp4_are_rounded_once():
+    """Each product of a scale and a number is the nearest e4m3 of 8 times that, or half of the least one away."""
+    w = every_scale()
+    folded, error = fold_scales(w)
+    assert folded.format == FOLDED and 0.015 < error < 0.025
+    parts, before = folded.parts(), w.parts()
+    assert torch.equal(parts.codes, before.codes) and torch.equal(parts.channels, 8 * before.channels)
+    products = before.scales.float().repeat_interleave(16, 1) * MXFP4.element_rule.numbers(before.codes)
+    found = folded.dequantize() / parts.channels[:, None]
+    assert torch.equal(found, found.to(FP8).float())
+    nearest, wanted = (products / 8).to(FP8).float(), products / 8
+    small = before.scales.float().repeat_interleave(16, 1).abs() < 8 * 2.0**-6  # whose eighths are subnormal
+    assert torch.equal(found[~small], nearest[~small])
+    assert (found - wanted)[small].abs().max() <= 2.0**-10 * 6
+
+
+@pytest.mark.parametrize("largest", [448.0, 74.0, 2.0**-7])
+def test_rows_of_any_scales_use_the_range_of_e4m3(largest):
+    w = quantize(torch.randn(8, 256), "nvfp4")
+    parts = w.parts()
+    scales = (parts.scales.float() * (largest / 448)).to(FP8)
+    w = QuantizedWeight.from_codes(w.format, parts.codes, scales, channels=parts.channels)
+    folded, error = fold_scales(w)
+    assert error < 0.03 and torch.log2(folded.parts().channels / parts.channels).frac().eq(0).all()
+    most = (folded.dequantize().abs() / folded.parts().channels[:, None]).max().item()
+    assert 112 < most <= 448
+
+
+def test_folded_nvfp4_is_packed_without_loss():
+    folded, _ = fold_scales(every_scale())
+    packed = folded.repack("mma8")
+    assert torch.equal(packed.dequantize(), folded.dequantize())
+    assert torch.equal(packed.repack("canonical").dequantize(), folded.dequantize())
+    operand = weight_operand(FOLDED, FP8)
+    assert (operand.decoded, operand.channels, operand.block.words * 32 / (64 * 128)) == ("e4m3", True, 4.5)
+    experts, error = fold_scales(QuantizedWeight.stack([quantize(torch.randn(64, 128), "nvfp4")] * 2))
+    assert str(experts.format) == "e2m1_g16_e4m3" and error < 0.03
+
+
+def test_the_steps_of_the_folded_decoder(monkeypatch):
+    """Its instructions, run here on words of the layout."""
+    decode = pytest.importorskip("w4gemm.packing.codecs.e2m1_decode_fp8")
+    monkeypatch.setattr(decode, "asm", lambda text, outputs, inputs, **_: run_ptx(text, len(outputs), inputs))
+    values = torch.tensor(ELEMENTS["e2m1"].values[:8]) * torch.arange(128, dtype=torch.uint8).view(FP8).float()[:, None]
+    rows = [int.from_bytes(bytes(row), "little") for row in values.clamp(max=448).to(FP8).view(torch.uint8).tolist()]
+    monkeypatch.setattr(
+        decode, "load_shared", lambda address, count: (rows[address // 8] & 0xFFFFFFFF, rows[address // 8] >> 32)
+    )
+    g = torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 16, (64, 128), generator=g).to(torch.uint8)
+    scales = (torch.rand(64, 8, generator=g) * 60 - 30).to(FP8)
+    w = QuantizedWeight.from_codes(FOLDED, codes, scales, channels=torch.ones(64)).repack("mma8")
+    wanted, decoder = w.dequantize().to(FP8).view(torch.uint8), decode.E2m1FoldedDecoder(halves=True)
+    words = (w.tensors[0][0, 0].long() & 0xFFFFFFFF).tolist()
+    for strip, lane, step in ((s, i, t) for s in range(4) for i in range(0, 32, 3) for t in range(4)):
+        row8s, q = divmod(lane, 4)
+        first = ((step // 2 * 4 + strip) * 32 + lane) * 4 + step % 2 * 2
+        scale_word = words[1024 + (step * 4 + strip) * 8 + row8s]
+        found = decoder.decode(tuple(words[first : first + 2]), decoder.prepare((scale_word,), 0))
+        for register, (col16, row8) in zip(found, ((0, 0), (0, 1), (1, 0), (1, 1)), strict=True):
+            row, column = 16 * strip + 8 * row8 + row8s, 32 * step + 16 * col16 + 4 * q
+            bits = torch.tensor(list(register.to_bytes(4, "little")), dtype=torch.uint8)
+            assert torch.equal(bits.view(FP8).float(), wanted[row, column : column + 4].view(FP8).float())
+
+
+def test_products_of_folded_nvfp4_on_the_cpu():
+    x = torch.randn(9, 320)
+    folded, _ = fold_scales(quantize(torch.randn(72, 320), "nvfp4"))
+    x8, scale = quantized(x)
+    wanted = linear_reference(x8, folded, token_scale=scale)
+    d = linear(x8, folded.repack(), token_scale=scale)
+    assert (d.double() - wanted).norm() < 4e-3 * wanted.norm()

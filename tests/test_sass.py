@@ -51,6 +51,8 @@ FP8 = torch.float8_e4m3fn
 FORMATS = [f"int4_{group}{zero}" for group in ("g32", "g64", "g128", "col") for zero in ("", "_zint", "_zfloat")]
 FP8_FORMATS = [name for name in FORMATS if "zfloat" not in name] + ["int4_g128_e4m3", "int4_g32_e4m3", "mxfp4"]
 FP8_FORMATS += ["int4_g32_fp16", "e4m3_col_fp32", "e4m3_g128_b128"]
+FOLDED_FLOATS = ("e2m1_g16_e4m3", FP8)
+"""Of sm90_fp8_gemm alone."""
 OTHER_DTYPES = [("int4_g128_fp16", torch.float16), ("int4_g32_zfloat_fp16", torch.bfloat16)]
 WIDE = [(name, torch.bfloat16) for name in ("q4_k", "int4_g64_zfloat_fp32")] + [("q4_k", torch.float16)]
 CODEBOOKS = [("iq4_g32_fp16", torch.float16), ("iq4_g32_fp16", torch.bfloat16), ("iq4_g128", torch.bfloat16)]
@@ -228,7 +230,7 @@ def test_config(case):
 
 def formats_of(kernel: str) -> list[tuple[str, torch.dtype]]:
     if kernel in FP8_KERNELS:
-        return [(name, FP8) for name in FP8_FORMATS]
+        return [(name, FP8) for name in FP8_FORMATS] + [FOLDED_FLOATS] * (kernel == "sm90_fp8_gemm")
     extra = [("int4_g128_e4m3", FP8)] if kernel == "dequantize_gemm" else []
     floats = [(name, dtype) for name in ("mxfp4", "nvfp4") for dtype in (torch.bfloat16, torch.float16)]
     if kernel == "dequantize_gemm":

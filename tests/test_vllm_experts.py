@@ -373,7 +373,7 @@ def test_features_that_a_model_adds(experts: ModuleType, monkeypatch: pytest.Mon
     assert_near(layer.forward_modular(x, weights, ids), wanted, MXFP4)
 
 
-@pytest.mark.parametrize(("format", "case"), [("MXFP4", MXFP4), ("MXFP4", GPT_OSS)], ids=str)
+@pytest.mark.parametrize(("format", "case"), [("MXFP4", MXFP4), ("MXFP4", GPT_OSS), ("NVFP4", NVFP4)], ids=str)
 def test_floats_beside_fp8_x_by_choice(
     experts: ModuleType, monkeypatch: pytest.MonkeyPatch, format: str, case: Case
 ) -> None:

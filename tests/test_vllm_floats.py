@@ -76,6 +76,24 @@ def test_a_layer_is_the_weight(floats: ModuleType, format: str, dtype: torch.dty
     assert held == {"weight", "w4gemm_packed1", *(["w4gemm_packed2"] * (format == "nvfp4")), *(["bias"] * bias)}
 
 
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
+def test_fp8_activations_by_choice(
+    floats: ModuleType, format: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(f"W4GEMM_{format.upper()}", "fp8")
+    kernel, layer, w = made(format, bias=True)
+    kernel.process_weights_after_loading(layer)
+    x = torch.randn(7, K, dtype=torch.bfloat16)
+    x8, scale = w4gemm.quantize_activations(x)
+    folded, _ = w4gemm.fold_scales(w)
+    d = kernel.apply_weights(layer, x, layer.bias)
+    assert torch.equal(d, w4gemm.linear(x8, folded, layer.bias.detach(), token_scale=scale, out_dtype=x.dtype))
+    monkeypatch.setenv(f"W4GEMM_{format.upper()}", "int8")
+    with caplog.at_level(logging.INFO, "vllm.w4gemm"):
+        assert not type(kernel).is_supported()[0]
+    assert f"W4GEMM_{format.upper()}: wanted auto, fp8 or 16bit, got 'int8'" in caplog.text
+
+
 def test_a_layer_is_traced_whole(floats: ModuleType) -> None:
     kernel, layer, _ = made("nvfp4")
     kernel.process_weights_after_loading(layer)

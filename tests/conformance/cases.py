@@ -39,6 +39,7 @@ FORMATS += [WeightFormat(96, element=codebook([-(1 + i / 99) for i in range(8)] 
 FORMATS += [WeightFormat.parse(f"int4_{rest}") for rest in ("g32_zfloat_fp32", "g96_zint_fp32", "col_fp32")]
 FORMATS += [WeightFormat.parse(name) for name in ("q4_k", "int4_g64_zfloat_u8x128")]
 FORMATS += [WeightFormat.parse(name) for name in ("mxfp4", "nvfp4", "e2m1_g96_e8m0", "e2m1_col_e4m3_row")]
+FORMATS += [WeightFormat.parse(name) for name in ("e2m1_g16_e4m3", "e2m1_g96_e4m3")]
 WIDTHS = (
     *("int8_g128", "int8_g32_zint_fp16", "int8_g64_zfloat", "int8_col_fp32", "int8_g16_s8x256"),
     *("int8_g32_zfloat_u4x256", "int6_g128_zint", "int6_g96_fp16", "int6_g32_zfloat_fp32", "q6_k"),

@@ -105,12 +105,23 @@ def _fma(x: Array, y: Array, z: Array) -> Array:
     return (x.astype(np.float64) * y + z).astype(x.dtype)
 
 
+def _dot_product(a: Array, b: Array, c: Array, parts: int) -> Array:
+    """c + the products of a's parts, 2 or 4, with as many low bytes of b: modulo 2**32."""
+    bits, total = np.uint32(32 // parts), c.astype(np.uint32)
+    for i in range(parts):
+        part = a >> np.uint32(i) * bits & np.uint32((1 << int(bits)) - 1)
+        total = total + part * (b >> np.uint32(8 * i) & np.uint32(255))
+    return total
+
+
 ARITHMETIC: dict[str, Callable[..., Any]] = {
     "add": lambda x, y: x + y,
     "sub": lambda x, y: x - y,
     "mul": lambda x, y: x * y,
     "mad": lambda x, y, z: x * y + z,
     "fma": _fma,
+    "dp2a": functools.partial(_dot_product, parts=2),
+    "dp4a": functools.partial(_dot_product, parts=4),
     "div": lambda x, y: x / y if x.dtype.kind == "f" else _quotient(x, y),
     "rem": lambda x, y: x - y * _quotient(x, y),
     "neg": lambda x: -x,

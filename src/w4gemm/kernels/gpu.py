@@ -30,11 +30,16 @@ MIN_DRIVER = (12, 0)
 """CUDA version that the driver must support."""
 
 
-def refused_groups(problem: GemmProblem) -> str:
-    """Return why no GPU kernel decodes the groups of the problem's format, of which there is a codec; the empty string
-    if one does."""
+def refused_groups(problem: GemmProblem, half_steps: bool = False) -> str:
+    """Return why a GPU kernel does not decode the groups of the problem's format, of which there is a codec; the empty
+    string if it does.
+
+    Args:
+        half_steps: as of :class:`GpuKernel`.
+    """
     weight = weight_operand(problem.format, problem.dtype)
-    block, short = weight.block, weight.kind != "e4m3" and weight.block.scale_bits == 8
+    halves = half_steps and weight.codec.half_steps
+    block, short = weight.block, halves or (weight.kind != "e4m3" and weight.block.scale_bits == 8)
     group = block.scale_group
     least = _MIN_SCALE_GROUP // 2 if short else _MIN_SCALE_GROUP
     if group % least == 0:
@@ -58,6 +63,8 @@ class GpuKernel(ABC):
     """dtypes of x."""
     block_scales = False
     """True if it takes a scale for each 128 columns of a row of x."""
+    half_steps = False
+    """True if it decodes groups of half a step along k of an fp8 matrix instruction, where the codec does."""
     variant: type[GpuVariant]
     space: Space
     """Which configs are legal, and why others are not."""
@@ -81,7 +88,7 @@ class GpuKernel(ABC):
             return Status.no(f"needs {' or '.join(map(str, self.dtypes))} activations, got {problem.dtype}")
         if reason := layout_named(self.layout).supports(problem.format):
             return Status.no(f"cannot take {problem.format}: {reason}")
-        if reason := refused_groups(problem):
+        if reason := refused_groups(problem, self.half_steps):
             return Status.no(reason)
         if problem.layout != self.layout:
             return Status.no(

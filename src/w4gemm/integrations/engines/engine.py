@@ -73,14 +73,15 @@ class Engine:
     def multiplied(self, loaded: WeightFormat, activations: str | None) -> WeightFormat:
         """Return the format in which a weight is multiplied.
 
-        In W4A8 it is the one of the engine's own kernels, so that a layer's numbers do not depend on which kernel runs
-        it. Folded scales take two thirds of the time for many tokens, and a twentieth more for few.
+        In W4A8 integers are in the one of the engine's own kernels, so that a layer's numbers do not depend on which
+        kernel runs it. Folded scales take two thirds of the time for many tokens, and a twentieth more for few. NVFP4
+        has no other format than the folded one.
 
         Args:
             loaded: format in which the engine loads the weight.
             activations: as of :class:`w4gemm.QuantizedWeight`.
         """
-        folded = loaded.element == "int4" and self.folds_scales
+        folded = loaded.scale == "e4m3_row" or (loaded.element == "int4" and self.folds_scales)
         return replace(loaded, scale="e4m3") if activations == "fp8" and folded else loaded
 
     def packed(self, numbers: Numbers, activations: str | None, gated: bool = False) -> QuantizedWeight:

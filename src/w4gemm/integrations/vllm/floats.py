@@ -1,8 +1,8 @@
 """Linear layers with 4-bit floats, NVFP4 and MXFP4, whichever producer packed them: kernels in vLLM's lists.
 
-They multiply 16-bit activations, as vLLM's Marlin does on Hopper, also where a checkpoint wants them in 4 bits. vLLM
-chooses a kernel before it says a layer's sizes: a layer that none of ours runs gets vLLM's next kernel when its weights
-are loaded.
+They multiply 16-bit activations, as vLLM's Marlin does on Hopper, also where a checkpoint wants them in 4 bits; or fp8
+ones by choice (``W4GEMM_NVFP4``, ``W4GEMM_MXFP4``). vLLM chooses a kernel before it says a layer's sizes: a layer that
+none of ours runs gets vLLM's next kernel when its weights are loaded.
 
 vLLM asks no list for two kinds of layers. For NVFP4 checkpoints of 16-bit activations (NVFP4A16, W4A16_NVFP4) it names
 Marlin, in whose place :func:`replace_named_kernel` puts ours. vLLM 0.26 emulates Quark's MXFP4 with amd-quark, where
@@ -23,6 +23,7 @@ from vllm.platforms import PlatformEnum
 from w4gemm.checkpoints import packed_floats
 from w4gemm.checkpoints.numbers import Numbers
 from w4gemm.checkpoints.packed_floats import MXFP4, NVFP4
+from w4gemm.core import environment
 from w4gemm.integrations.engines.loading import check_known
 from w4gemm.integrations.vllm import takeover
 from w4gemm.integrations.vllm.configs import add_hook
@@ -109,10 +110,15 @@ class _Floats(LinearKernel):
     """vLLM's list of kernels for such layers."""
     names: tuple[str, ...]
     """Parameters of a layer that go when it is packed; the first holds the codes."""
+    format: str
+    """Name of the format."""
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
-        reason = takeover.VLLM.asked(cls.kind, lambda: takeover.why_not_here(capability()))
+        def why_not() -> str:
+            return takeover.why_not_here(capability(), environment.takes_fp8(cls.format, False))
+
+        reason = takeover.VLLM.asked(cls.kind, why_not)
         return not reason, reason or None
 
     @classmethod
@@ -123,6 +129,7 @@ class _Floats(LinearKernel):
         super().__init__(config)  # type: ignore[call-arg]
         self.named = named
         """The kernel that vLLM named for the layer; None if it asked its list."""
+        self.activations = "fp8" if environment.takes_fp8(self.format, False) else None
         self.expect()
 
     def model_dtype(self, layer: Any) -> Any:
@@ -159,7 +166,7 @@ class _Floats(LinearKernel):
 class W4GemmNvFp4LinearKernel(_Floats, NvFp4LinearKernel):
     """e2m1 weights with e4m3 scales of 16 columns and a float32 one that multiplies all."""
 
-    possible = _POSSIBLE_NVFP4_KERNELS[PlatformEnum.CUDA]
+    possible, format = _POSSIBLE_NVFP4_KERNELS[PlatformEnum.CUDA], "nvfp4"
     names = (
         *("weight", "weight_scale", "weight_global_scale", "alpha"),
         *("input_global_scale", "input_global_scale_inv"),
@@ -172,7 +179,7 @@ class W4GemmNvFp4LinearKernel(_Floats, NvFp4LinearKernel):
 class W4GemmMxFp4LinearKernel(_Floats, MxFp4LinearKernel):
     """e2m1 weights with a power of two for each 32 columns."""
 
-    possible = _POSSIBLE_MXFP4_KERNELS[PlatformEnum.CUDA]
+    possible, format = _POSSIBLE_MXFP4_KERNELS[PlatformEnum.CUDA], "mxfp4"
     names = ("weight", "weight_scale")
 
     def floats(self, layer: Any) -> Numbers:

@@ -99,7 +99,8 @@ def enter_compile_key() -> None:
     """
     from vllm import envs
 
-    key = f"{environment.vllm()}, w4gemm {disk.source_hash('integrations', 'api', 'core', 'packing')}"
+    fp8 = [format for format in ("mxfp4", "nvfp4") if environment.takes_fp8(format, False)]
+    key = f"{environment.vllm()}, fp8 beside {fp8}, w4gemm {disk.source_hash('integrations', 'api', 'core', 'packing')}"
     envs.environment_variables[VLLM.variable] = lambda: key
 
 

@@ -181,6 +181,11 @@ SPACE = Space(
             ),
         ),
         Rule(
+            "two groups in a step",
+            "the decoder's rows for two groups spill beside the accumulators of two row blocks of more than 144 tokens",
+            lambda v: v.block.scale_group == 16 and v.m64_atoms > 1 and v.config.tile_m > 144,
+        ),
+        Rule(
             "256 features, many tokens and a residual",
             "beside the accumulators of two row blocks of more than 144 tokens a residual would spill",
             lambda v: v.m64_atoms > 1 and v.config.tile_m > 144 and v.epilogue.residual,

@@ -19,6 +19,7 @@ class Sm90Fp8Gemm(Sm90MixedGemm):
     revision = 2
     space = SPACE
     block_scales = True
+    half_steps = True
     launch_pairs = (
         *(f"{m}x256x256_1x1x1_coop+{m}x192x256_1x1x1_coop" for m in (24, 32, 40, 48, 64)),
         *(f"{m}x128x256_1x1x1_coop+{m}x64x512_1x1x1_coop" for m in (40, 48, 56, 64)),

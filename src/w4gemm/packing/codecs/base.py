@@ -177,6 +177,7 @@ class Codec:
             bytes of a row of the decoder's table. zero_step 0: a zero point is stored as a number of the scale dtype.
         table_rows: rows of the decoder's table in shared memory; 0 without one.
         table_row_bytes: bytes of such a row.
+        half_steps: True if groups may have half the columns that a matrix instruction beside fp8 x takes.
         scales_on_sums: True if the decoded numbers are without their scale, which multiplies the sums of each group.
         decoded: what codes are decoded to, "e5m2", if that is not the dtype of x.
         registers: registers that the instructions of a step take beside its code words and fragments.
@@ -197,6 +198,7 @@ class Codec:
     zero_step: int = 0
     table_rows: int = 0
     table_row_bytes: int = 0
+    half_steps: bool = False
     scales_on_sums: bool = False
     decoded: str = ""
     registers: int = 0

@@ -11,6 +11,9 @@ Beside e4m3 x, weights with e8m0 scales are e5m2. An e5m2 holds v * 2**j of ever
 to 13, its subnormals included. So a row's largest scale goes into a float32 factor of the row, in which it is 2**13 of
 the decoded numbers, and the field of a group is by how many binades its scale lies below: exact up to 28, rounded to
 nearest even beyond. What is stored is lossless.
+
+Weights with e4m3 scales are e4m3 beside e4m3 x: a scale is the row of a table that has its products with the eight
+magnitudes, rounded.
 """
 
 from __future__ import annotations
@@ -107,7 +110,7 @@ class RowScaleCodec(Codec):
     def refusal(self, format: WeightFormat) -> str:
         return (
             f"fp8 activations take e2m1 beside e8m0 scales, whose products are exact in e5m2, and {format.scale} ones "
-            "would be rounded; 16-bit activations take them in the mma16 layout"
+            "would be rounded; 16-bit activations take them in the mma16 layout, and fold_scales rounds nvfp4"
         )
 
     def decoder(self, weight: WeightOperand, decoding: Decoding) -> Any:
@@ -151,4 +154,38 @@ E2M1_MMA8 = RowScaleCodec(
 """A magnitude is an index into a row of eight bytes, one row for each distance: the low three bits of the code as a
 selector of prmt in nibble p. Its sign is at bit 7 of byte i for col16 0 and at bit 3 for col16 1."""
 
-E2M1 = (MXFP4_MMA16, NVFP4_MMA16, E2M1_MMA8)
+
+class FoldedCodec(UnsignedCodec):
+    """Stores an e4m3 scale's magnitude as its seven bits."""
+
+    def decoder(self, weight: WeightOperand, decoding: Decoding) -> Any:
+        from w4gemm.packing.codecs.e2m1_decode_fp8 import E2m1FoldedDecoder
+
+        return E2m1FoldedDecoder(halves=weight.block.scale_group == 16)
+
+    def costs(self, weight: WeightOperand, pairs: Pairs | None, few: bool) -> tuple[str, ...]:
+        return ()
+
+    def stored_scales(self, scales: torch.Tensor) -> torch.Tensor:
+        return (scales.contiguous().view(torch.uint8) & 0x7F).short()
+
+    def scales_from(self, fields: torch.Tensor, format: WeightFormat, channels: torch.Tensor | None) -> torch.Tensor:
+        return fields.to(torch.uint8).view(format.scale_dtype)
+
+
+NVFP4_MMA8 = FoldedCodec(
+    "nvfp4_mma8",
+    MMA8,
+    "e2m1",
+    ("e4m3",),
+    ("none",),
+    E2M1_MMA8.stored,
+    E2M1_MMA8.places,
+    scale_bits=8,
+    table_rows=128,
+    table_row_bytes=8,
+    half_steps=True,
+)
+"""Codes as in E2M1_MMA8."""
+
+E2M1 = (MXFP4_MMA16, NVFP4_MMA16, E2M1_MMA8, NVFP4_MMA8)
