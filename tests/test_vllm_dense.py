@@ -41,7 +41,7 @@ def vllm_stub(monkeypatch: pytest.MonkeyPatch, part: str) -> Iterator[None]:
     def forget() -> None:
         for name in [name for name in sys.modules if name.split(".")[0] == "vllm"]:
             del sys.modules[name]
-        for name in (part, "configs", "linear_kernel", "fusion"):
+        for name in (part, "dense", "configs", "linear_kernel", "fusion", "shards"):
             sys.modules.pop(f"{plugin.__name__}.{name}", None)
 
     forget()

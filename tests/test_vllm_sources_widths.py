@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from sglang_sources import Mock
 from test_vllm_sources import fill, kernel_of, loaded, plugin, quantization  # noqa: F401 (a fixture)
@@ -51,15 +51,23 @@ CASES = {
     **{f"W{bits}A16": (compressed(bits, True), (bits, bits)) for bits in (2, 3, 5, 6, 8)},
     "asymmetric W8A16": (compressed(8, False), (8, 8)),
 }
+OTHER_GPTQ = {
+    "2 bits": (gptq(2), (2, 2)),
+    "3 bits": (gptq(3), (3, 3)),
+    "rows as groups": (gptq(3, group_size=-1), (3, 3)),
+    **{f"{bits} bits with zero points": (gptq(bits, sym=False), (bits, bits)) for bits in (3, 4, 8)},
+    "3 bits by dynamic, of one": (gptq(4, dynamic={r"+:.*\.up_proj": {"bits": 3}}), (4, 3)),
+}
 
 
 def write(folder: Path, quantization_config: dict[str, Any], bits: tuple[int, ...]) -> None:
     """A folder with a gate and an up of these bits."""
     tensors = {}
     by_gptq = quantization_config["quant_method"] != "compressed-tensors"
-    symmetric = by_gptq or quantization_config["config_groups"]["group_0"]["weights"]["symmetric"]
+    groups = quantization_config.get("config_groups", {"": {"weights": {"symmetric": quantization_config.get("sym")}}})
+    symmetric = all(group["weights"]["symmetric"] for group in groups.values())
     for i, (name, n, width) in enumerate(zip(NAMES, SIZES, bits, strict=True)):
-        drawn = Drawn(i, n, K, not symmetric, bits=width)
+        drawn = Drawn(i, n, K, not symmetric, quantization_config.get("group_size", 64), bits=width)
         unused = {"weight_g_idx"} | ({"weight_zero_point"} if symmetric else set())
         parts = drawn.gptq() if by_gptq else {k: t for k, t in drawn.compressed().items() if k not in unused}
         tensors |= {f"{name}.{leaf}": t.contiguous() for leaf, t in parts.items()}
@@ -67,19 +75,22 @@ def write(folder: Path, quantization_config: dict[str, Any], bits: tuple[int, ..
     (folder / "config.json").write_text(json.dumps({"quantization_config": quantization_config}))
 
 
-def merged(quant_config: Any) -> Any:
+def merged(quant_config: Any, bias: bool = False) -> Any:
     from vllm.model_executor.layers.linear import MergedColumnParallelLinear
 
-    return MergedColumnParallelLinear(
-        K, list(SIZES), bias=False, quant_config=quant_config, prefix=f"{PARENT}.gate_up_proj"
+    layer = MergedColumnParallelLinear(
+        K, list(SIZES), bias=bias, quant_config=quant_config, prefix=f"{PARENT}.gate_up_proj"
     )
+    if bias:
+        layer.bias.data.normal_()
+    return layer
 
 
 def check(layer: Any, weights: list[torch.Tensor]) -> None:
     """Hold a layer's product to dense weights, float64."""
     w = torch.cat(weights)
     x = torch.randn(5, K, dtype=torch.bfloat16)
-    product = x.double() @ w.T
+    product = x.double() @ w.T + (0 if layer.bias is None else layer.bias.double())
     assert (layer(x)[0].double() - product).norm() < 0.004 * product.norm()
 
 
@@ -91,6 +102,80 @@ def test_a_merged_layer_of_another_width(name: str, tmp_path: Path) -> None:
     assert kernel_of(layer) == "W4GemmLinearKernel"
     folder = open_checkpoint(tmp_path)
     check(layer, [folder.weight(each).dequantize(torch.float64) for each in NAMES])
+
+
+@pytest.mark.parametrize("name", OTHER_GPTQ)
+def test_gptq_that_vllm_has_no_method_for(name: str, tmp_path: Path) -> None:
+    config, bits = OTHER_GPTQ[name]
+    write(tmp_path, config, bits)
+    layer = merged(quantization(tmp_path))
+    fill(layer, tmp_path, PARENT, SHARDS)
+    process(layer)
+    shard = layer.w4gemm_shards[1] if hasattr(layer, "w4gemm_shards") else layer
+    assert kernel_of(shard) == "GptqKernel" and not {"scales", "qzeros"} & set(shard._parameters)
+    folder = open_checkpoint(tmp_path)
+    check(layer, [folder.weight(each).dequantize(torch.float64) for each in NAMES])
+
+
+def test_gptq_that_nobody_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, gptq(3), (3, 3))
+    config = quantization(tmp_path)
+    layer = merged(config)
+    fill(layer, tmp_path, PARENT, SHARDS)
+    layer.scales.data[0, 0] = float("nan")
+    with pytest.raises(ValueError, match="gate_up_proj: vLLM has no kernel for GPTQ of these bits"):
+        process(layer)
+    monkeypatch.setenv("W4GEMM_VLLM", "off")
+    with pytest.raises(ValueError, match=r"bits=3, sym=True: vLLM has no kernel .* W4GEMM_VLLM is off"):
+        merged(config)
+
+
+MIXES = {
+    "GPTQ by dynamic": (gptq(4, dynamic={r"+:.*\.up_proj": {"bits": 8}}), (4, 8)),
+    "config groups": (
+        {
+            **compressed(4, True),
+            "config_groups": {
+                f"group_{bits}": {**compressed(bits, True)["config_groups"]["group_0"], "targets": [f"re:.*{shard}"]}
+                for bits, shard in ((8, "gate_proj"), (3, "up_proj"))
+            },
+        },
+        (8, 3),
+    ),
+    "AutoRound by extra_config": (auto_round(4, **{NAMES[0]: {"bits": 8}}), (8, 4)),
+}
+
+
+@pytest.mark.parametrize("name", MIXES)
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+def test_a_merged_layer_of_several_widths(name: str, bias: bool, tmp_path: Path) -> None:
+    config, bits = MIXES[name]
+    write(tmp_path, config, bits)
+    layer = merged(quantization(tmp_path), bias)
+    fill(layer, tmp_path, PARENT, SHARDS)
+    process(layer)
+    assert [kernel_of(shard) for shard in layer.w4gemm_shards] == ["W4GemmLinearKernel"] * 2
+    folder = open_checkpoint(tmp_path)
+    check(layer, [folder.weight(each).dequantize(torch.float64) for each in NAMES])
+
+
+def test_a_merged_layer_that_is_dense_in_part(tmp_path: Path) -> None:
+    write(tmp_path, {**compressed(8, True), "ignore": [NAMES[1]]}, (8, 8))
+    tensors = load_file(tmp_path / "model.safetensors")
+    dense = torch.randn(SIZES[1], K, dtype=torch.bfloat16)
+    kept = {name: t for name, t in tensors.items() if not name.startswith(NAMES[1])}
+    save_file({**kept, f"{NAMES[1]}.weight": dense}, tmp_path / "model.safetensors")
+    layer = merged(quantization(tmp_path))
+    fill(layer, tmp_path, PARENT, SHARDS)
+    process(layer)
+    check(layer, [open_checkpoint(tmp_path).weight(NAMES[0]).dequantize(torch.float64), dense.double()])
+
+
+def process(layer: Any) -> None:
+    """Ask all methods of a layer's modules, as vLLM's loader does."""
+    for module in layer.modules():
+        if (method := getattr(module, "quant_method", None)) is not None:
+            method.process_weights_after_loading(module)
 
 
 # --- GGUF ------------------------------------------------------------------------------------------------------------

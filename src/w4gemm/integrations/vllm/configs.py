@@ -15,6 +15,7 @@ from vllm.model_executor.layers.linear import LinearMethodBase
 from vllm.model_executor.layers.quantization import get_quantization_config, register_quantization_config
 
 from w4gemm.integrations.vllm.linear_kernel import kernels_made, watch
+from w4gemm.integrations.vllm.shards import method_of
 
 Hook = Callable[[Any, torch.nn.Module], Any]
 """Called with what vLLM made for a layer, which may be None, and the layer; returns the method that the layer gets."""
@@ -51,7 +52,7 @@ class _Config:
         return method
 
     def _hooked_method(self, layer: torch.nn.Module, prefix: str) -> Any:
-        method = super().get_quant_method(layer, prefix)  # type: ignore[misc]
+        method = method_of(super().get_quant_method, self, layer, prefix)  # type: ignore[misc]
         for hook in _hooks:
             method = hook(method, layer)
         return method

@@ -47,6 +47,12 @@ class ChannelQuantScaleParameter(_ColumnvLLMParameter):
     pass
 
 
+class PackedColumnParameter(_ColumnvLLMParameter):
+    def __init__(self, packed_factor: int | Fraction, packed_dim: int, marlin_tile_size: int | None = None, **kwargs):
+        self._packed_dim = packed_dim
+        super().__init__(**kwargs)
+
+
 class PackedvLLMParameter(ModelWeightParameter):
     def __init__(self, packed_factor: int | Fraction, packed_dim: int, marlin_tile_size: int | None = None, **kwargs):
         self._packed_dim = packed_dim
