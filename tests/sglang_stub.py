@@ -703,6 +703,34 @@ class Mxfp4MoEMethod:
         self.asked.append("apply")
 
 
+@at("layers.quantization.mxfp4_marlin_moe")
+class Mxfp4MarlinMoEMethod:
+    def __init__(self, fp8_method, prefix):
+        self._fp8, self.asked = fp8_method, []
+
+    def create_weights(
+        self, layer, num_experts, hidden_size, intermediate_size_per_partition, params_dtype, **extra_weight_attrs
+    ):
+        padded = -(-hidden_size // 256) * 256
+        self.hidden_pad = padded - layer.hidden_size
+        for product, k, n in products(padded, intermediate_size_per_partition):
+            layer.register_parameter(f"{product}_weight", parameter(num_experts, n, k // 2, dtype=torch.int8))
+            scales = parameter(num_experts, n, k // 32, dtype=torch.float8_e8m0fnu)
+            layer.register_parameter(f"{product}_weight_scale_inv", scales)
+
+    def create_moe_runner(self, layer, moe_runner_config):
+        self.moe_runner_config = moe_runner_config
+
+    def get_moe_runner_backend(self, layer):
+        return _Named("marlin")
+
+    def process_weights_after_loading(self, layer):
+        self.asked.append("process")
+
+    def apply(self, layer, dispatch_output):
+        self.asked.append("apply")
+
+
 def products(hidden: int, width: int) -> tuple[tuple[str, int, int], ...]:
     """Name, k and n of both products."""
     return ("w13", hidden, 2 * width), ("w2", width, hidden)

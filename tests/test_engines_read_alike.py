@@ -351,7 +351,7 @@ MIXTURES: dict[str, tuple[dict[str, Any], Callable[[int], Tensors], str, str]] =
         "ModelOpt's experts of NVFP4",
     ),
     "W4AFP8": ({"quant_method": "w4afp8"}, pairs, "", "W4AFP8's experts"),
-    "gpt-oss": ({"quant_method": "mxfp4"}, lambda e: mxfp4(e), "GptOssMxfp4MoEMethod", "gpt-oss' experts of MXFP4"),
+    "gpt-oss": ({"quant_method": "mxfp4"}, lambda e: mxfp4(e), "GptOssMxfp4MoEMethod", "experts of MXFP4"),
 }
 """quantization_config, the tensors of an expert, and the methods of vLLM and SGLang that hold them stacked."""
 

@@ -61,8 +61,15 @@ def test_experts(name: str, factor: float | None) -> None:
         ({}, "silu_mul"),
         ({"swiglu_limit": 10.0}, "silu_mul(limit=10)"),
         ({"gemm1_alpha": 1.702, "gemm1_clamp_limit": 7.0}, "swiglu_oai"),
-        ({"activation": "gelu"}, ""),
-        ({"is_gated": False}, ""),
+        ({"gemm1_alpha": 1.702, "gemm1_clamp_limit": 7.0, "gemm1_beta": 0.0}, ""),
+        ({"gemm1_clamp_limit": 7.0}, ""),  # SGLang cuts silu(gate) then
+        ({"activation": "situ", "gemm1_alpha": 2.0, "gemm1_clamp_limit": None}, "situ_mul(beta=2,linear_beta=none)"),
+        ({"activation": "gelu"}, "gelu_mul"),
+        ({"activation": "gelu_tanh"}, "gelu_tanh_mul"),
+        ({"activation": "silu_rounded"}, ""),
+        ({"is_gated": False}, "silu"),
+        ({"is_gated": False, "activation": "relu2"}, "relu2"),
+        ({"is_gated": False, "activation": "relu2", "swiglu_limit": 7.0}, ""),
     ],
 )
 def test_activations_of_experts(facts: dict[str, Any], named: str) -> None:
@@ -103,8 +110,8 @@ def test_moved_rows_of_experts_are_what_is_run() -> None:
 @pytest.mark.parametrize(
     ("facts", "reason"),
     [
-        ({"activation": "gelu"}, "their activation is gelu"),
-        ({"is_gated": False}, "without gates"),
+        ({"activation": "silu_rounded"}, "their activation is silu_rounded"),
+        ({"activation": "gelu_tanh", "is_gated": False}, "without gates"),
         ({"no_combine": True}, "sum is left to others"),
     ],
 )

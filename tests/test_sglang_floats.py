@@ -27,6 +27,7 @@ from sglang_layers import (  # noqa: F401 (two are fixtures)
     resolved,
 )
 from w4gemm import QuantizedWeight, linear
+from w4gemm.core.activation import parse
 from w4gemm.core.formats import WeightFormat
 from w4gemm.integrations.sglang import experts
 from w4gemm.weights.random import random_components
@@ -268,6 +269,81 @@ def test_gpt_oss_that_cannot_be_packed_is_an_error(monkeypatch: pytest.MonkeyPat
 def test_other_mxfp4_keeps_sglangs_runner(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", "sglang.srt.w4gemm"):
         of, layer = gpt_oss(monkeypatch)
-    assert "not in pairs" in caplog.text
+    assert "they have biases" in caplog.text
     assert of.get_moe_runner_backend(layer).value == "triton_kernel"
     refused(of, layer, caplog, experts)
+
+
+SITU = {"activation": "situ", "gemm1_alpha": 4.0, "gemm1_clamp_limit": 25.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "facts", "activation", "fp8"),
+    [
+        ("mxfp4.Mxfp4MoEMethod", SITU, "situ_mul", False),  # Kimi-K3
+        ("mxfp4_marlin_moe.Mxfp4MarlinMoEMethod", {"swiglu_limit": 10.0}, "silu_mul(limit=10)", False),  # DeepSeek-V4
+        ("mxfp4_marlin_moe.Mxfp4MarlinMoEMethod", {"swiglu_limit": 10.0}, "silu_mul(limit=10)", True),
+    ],
+)
+def test_experts_of_mxfp4_in_halves(
+    name: str, facts: dict[str, Any], activation: str, fp8: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("W4GEMM_MXFP4", "fp8" if fp8 else "auto")
+    runs(monkeypatch, "triton_kernel")
+    deepseek = name.startswith("mxfp4_marlin")
+    of = method(name, *([SimpleNamespace(process_weights_after_loading=None)] if deepseek else []), "model.layers.0")
+    monkeypatch.setattr("sglang_layers.HIDDEN", 256)  # SGLang pads DeepSeek-V4's to 256
+    layer = experts_layer(of, 128, **facts)
+    of.create_moe_runner(layer, layer.moe_runner_config)
+    drawn = [(Floats("mxfp4", 20 + e, 256, 256), Floats("mxfp4", 40 + e, 256, 128)) for e in range(EXPERTS)]
+    for e, pair in enumerate(drawn):
+        for product, numbers in zip(("w13", "w2"), pair, strict=True):
+            codes, scales = getattr(layer, f"{product}_weight"), f"{product}_weight_scale{'_inv' * deepseek}"
+            codes.data[e] = numbers.codes.view(codes.dtype)
+            getattr(layer, scales).data.view(torch.uint8)[e] = numbers.scales.view(torch.uint8)
+    of.process_weights_after_loading(layer)
+    held = layer.w4gemm_experts.experts
+    assert held.activation == activation and (held.activations == "fp8") == fp8
+    _, ids, router = routed()
+    x = torch.randn(4, 256).bfloat16() / 4
+    got = of.apply(layer, dispatched(x, ids, router)).hidden_states
+    wanted = torch.zeros(x.shape, dtype=torch.float64)
+    for t, j in torch.cartesian_prod(torch.arange(4), torch.arange(2)):
+        if ids[t, j] >= 0:
+            w13, w2 = drawn[ids[t, j]]
+            pairs = (w13.dense @ x[t].double()).view(2, -1).T.flatten()
+            wanted[t] += router[t, j] * (w2.dense @ parse(activation).apply(pairs))
+    assert (got.double() - wanted).norm() < (0.06 if fp8 else 0.01) * wanted.norm()
+
+
+def test_experts_of_nvfp4_without_gates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nemotron 3's, beside fp8 x by choice."""
+    monkeypatch.setenv("W4GEMM_NVFP4", "fp8")
+    of = method("modelopt_quant.ModelOptNvFp4FusedMoEMethod", config())
+    layer = experts_layer(of, activation="relu2", is_gated=False)
+    width = layer.intermediate_size_per_partition
+    for leaf in ("weight", "weight_scale"):  # as SGLang makes them without gates
+        held = getattr(layer, f"w13_{leaf}")
+        held.data = held.data[:, :width].clone()
+    layer.w13_weight_scale_2.data = layer.w13_weight_scale_2.data.reshape(EXPERTS, -1)[:, 0].clone()
+    of.create_moe_runner(layer, layer.moe_runner_config)
+    drawn = [
+        (Floats("nvfp4", 20 + e, width, HIDDEN, (width,)), Floats("nvfp4", 40 + e, HIDDEN, width, (HIDDEN,)))
+        for e in range(EXPERTS)
+    ]
+    for e, pair in enumerate(drawn):
+        for product, numbers in zip(("w13", "w2"), pair, strict=True):
+            for key, tensor in numbers.modelopt().items():
+                into = layer._parameters[f"{product}_{key}"].data[e]
+                into.copy_(tensor.view(into.shape))
+    of.process_weights_after_loading(layer)
+    held = layer.w4gemm_experts.experts
+    assert held.activation == "relu2" and str(held.gate_up.weight.format) == "e2m1_g16_e4m3"
+    x, ids, router = routed()
+    got = of.apply(layer, dispatched(x, ids, router)).hidden_states
+    wanted = torch.zeros(x.shape, dtype=torch.float64)
+    for t, j in torch.cartesian_prod(torch.arange(4), torch.arange(2)):
+        if ids[t, j] >= 0:
+            w13, w2 = drawn[ids[t, j]]
+            wanted[t] += router[t, j] * (w2.dense @ (w13.dense @ x[t].double()).clamp(min=0).square())
+    assert (got.double() - wanted).norm() < 0.08 * wanted.norm()

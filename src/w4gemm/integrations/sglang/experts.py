@@ -25,7 +25,7 @@ from w4gemm.integrations.engines.engine import layer_product, why_no_kernel
 from w4gemm.integrations.engines.formats import PRODUCTS, ExpertsSettings
 from w4gemm.integrations.engines.loading import NOTHING_LOADED, check_known, check_loaded, mark
 from w4gemm.integrations.engines.warmup import ExpertsCall, Need, experts_need, token_counts
-from w4gemm.integrations.sglang.experts_formats import METHODS, Method
+from w4gemm.integrations.sglang.experts_formats import METHODS, Method, fused_activation, in_pairs
 from w4gemm.integrations.sglang.takeover import (
     SGLANG,
     WARMUP,
@@ -124,7 +124,7 @@ def _why_not(method: Method, self: Any, layer: Any, config: Any) -> str:
         return f"their activation is {config.activation}{'' if config.is_gated else ' without gates'}"
     if config.apply_router_weight_on_input or config.no_combine:
         return "the router's weights are applied on the input, or the sum is left to others"
-    if layer.with_bias and not method.format.biases:
+    if layer.with_bias and not (method.format.biases and in_pairs(config)):  # our rows are in pairs
         return "they have biases"
     if getattr(layer, "inference_moe_w13_interleaved", False) or getattr(self, "load_up_proj_weight_first", False):
         return "their ups do not lie behind their gates"
@@ -141,16 +141,6 @@ def _no_kernel(method: Method, layer: Any, settings: ExpertsSettings, config: An
         if reason := why_no_kernel(product):
             return reason
     return ""
-
-
-def fused_activation(config: Any) -> str:
-    """Return the activation between the products, by MoeRunnerConfig, as :func:`w4gemm.linear` names it; the empty
-    string if it has none."""
-    if config.activation != "silu" or not config.is_gated:
-        return ""
-    if config.gemm1_alpha is not None:  # gpt-oss
-        return f"swiglu_oai(alpha={config.gemm1_alpha:g}, limit={config.gemm1_clamp_limit:g})"
-    return "silu_mul" if config.swiglu_limit is None else f"silu_mul(limit={config.swiglu_limit:g})"
 
 
 def convert(method: Method, own: Callable[..., None], self: Any, layer: Any) -> None:
@@ -198,7 +188,8 @@ def _pack(method: Method, self: Any, layer: Any) -> None:
         bias = method.bias(layer, name)
         if bias is not None:  # one that is copied would not be moved with its expert
             bias.data = bias.data.to(config.params_dtype)
-        packed = SGLANG.packed(numbers.pop(name), settings.activations, name == "w13" and not method.in_pairs)
+        gated = name == "w13" and config.is_gated and not in_pairs(config)
+        packed = SGLANG.packed(numbers.pop(name), settings.activations, gated)
         old = [each for each, p in layer._parameters.items() if each.startswith(f"{name}_") and p is not bias]
         w = exchange(layer, old, f"{name}_w4gemm", packed)
         products.append(W4GroupedLinear.from_weight(w, bias, dtype=config.params_dtype))

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from w4gemm.core import environment
+from w4gemm.core.activation import Activation, canonical
 from w4gemm.core.formats import PER_COLUMN
 from w4gemm.integrations.engines.formats import ExpertsFormat, ExpertsSettings
 from w4gemm.integrations.sglang.takeover import QUANTIZATION
@@ -24,8 +26,6 @@ class Method(NamedTuple):
     format: ExpertsFormat
     apply: str = "apply_weights"
     """Name of the method that multiplies."""
-    in_pairs: bool = False
-    """True if rows of ``w13_*`` are pairs of a gate and an up, as our epilogue wants them."""
     padded: bool = False
     """True if its parameters are zeros that a checkpoint fills only in part."""
     routes: bool = False
@@ -67,7 +67,12 @@ def _w4afp8(self: Any) -> ExpertsSettings:
 
 
 def _nvfp4(self: Any) -> ExpertsSettings:
-    return ExpertsSettings(4, 16, named="nvfp4")
+    return _floats("nvfp4", 16)
+
+
+def _floats(named: str, group_size: int, refused: str = "") -> ExpertsSettings:
+    activations = "fp8" if environment.takes_fp8(named, False) else None
+    return ExpertsSettings(4, group_size, activations=activations, refused=refused, named=named)
 
 
 def _nvfp4_modelopt(self: Any) -> ExpertsSettings:
@@ -80,12 +85,57 @@ def _nvfp4_modelopt(self: Any) -> ExpertsSettings:
 
 
 def _mxfp4(self: Any) -> ExpertsSettings:
-    config, refused = self.moe_runner_config, ""
+    refused = ""
     if self.use_marlin or self.use_flashinfer or self.use_deep_gemm or self.use_mega_moe:  # which pad them
         refused = "--moe-runner-backend names another one than triton_kernel"
-    elif config.gemm1_alpha is None or not config.gate_up_interleaved:
-        refused = "their gates and ups are not in pairs, as those of gpt-oss are"
-    return ExpertsSettings(4, 32, refused=refused, named="mxfp4")
+    return _floats("mxfp4", 32, refused)
+
+
+def _mxfp4_deepseek(self: Any) -> ExpertsSettings:
+    pad = getattr(self, "hidden_pad", 0)
+    return _floats("mxfp4", 32, f"their {pad} last features of a token are padding" if pad else "")
+
+
+_PLAIN = {
+    ("gelu", True): "gelu_mul",
+    ("gelu_tanh", True): "gelu_tanh_mul",
+    ("silu", False): "silu",
+    ("gelu", False): "gelu",
+    ("relu2", False): "relu2",
+}
+"""Activations without constants, by SGLang's names and whether they have gates."""
+
+
+def fused_activation(config: Any) -> str:
+    """Return the activation between the products, by MoeRunnerConfig, as :func:`w4gemm.linear` names it; the empty
+    string if it has none.
+
+    Raises:
+        ValueError: for constants that no activation may have.
+    """
+    name, limit = config.activation, config.swiglu_limit
+    alpha, beta, clamp = config.gemm1_alpha, getattr(config, "gemm1_beta", None), config.gemm1_clamp_limit
+    if name == "situ" and config.is_gated:  # Kimi-K3
+        return _text("situ_mul", beta=4.0 if alpha is None else alpha, linear_beta=clamp)
+    if name == "silu" and config.is_gated and alpha is not None:  # gpt-oss, MiniMax-M3
+        known = clamp is not None and beta in (None, 1)
+        return _text("swiglu_oai", alpha=alpha, beta=1.0, limit=clamp) if known else ""
+    if alpha is not None or clamp is not None:  # without an alpha SGLang cuts silu(gate), not the gate
+        return ""
+    if name == "silu" and config.is_gated:
+        return "silu_mul" if limit is None else _text("silu_mul", limit=limit)
+    return _PLAIN.get((name, config.is_gated), "") if limit is None else ""
+
+
+def _text(name: str, **constants: float | None) -> str:
+    text = str(Activation(name, tuple(constants.items())))
+    return canonical(text) or text
+
+
+def in_pairs(config: Any) -> bool:
+    """True if rows of ``w13_*`` are pairs of a gate and an up, as our epilogue wants them; else all gates come
+    first."""
+    return bool(config.activation == "silu" and config.gemm1_alpha is not None and config.gate_up_interleaved)
 
 
 _COMPRESSED = ExpertsFormat("weight_packed", "weight_scale", "weight_zero_point")
@@ -137,13 +187,19 @@ METHODS = (
         apply="apply",
     ),
     Method(
-        "gpt-oss' experts of MXFP4",
+        "experts of MXFP4",  # gpt-oss, Kimi-K3
         f"{QUANTIZATION}.mxfp4.Mxfp4MoEMethod",
         _mxfp4,
         replace(_FLOATS, biases="weight_bias"),
         apply="apply",
-        in_pairs=True,
         padded=True,
         routes=True,
+    ),
+    Method(
+        "DeepSeek-V4's experts of MXFP4",
+        f"{QUANTIZATION}.mxfp4_marlin_moe.Mxfp4MarlinMoEMethod",
+        _mxfp4_deepseek,
+        replace(_FLOATS, scales="weight_scale_inv"),
+        apply="apply",
     ),
 )
