@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import logging
@@ -29,6 +30,8 @@ from w4gemm.checkpoints.hugging_face import SafetensorsFolder
 from w4gemm.cli.__main__ import main
 from w4gemm.integrations.engines.warmup import Warmup
 from w4gemm.integrations.vllm import takeover
+from w4gemm.weights.quantize import quantize
+from w4gemm.weights.weight import QuantizedWeight
 
 vllm_sources.install(os.environ["VLLM_SOURCES"].split(os.pathsep))
 
@@ -140,11 +143,16 @@ def check_layers(c: Mapping[str, Any], folder: Path, format: str) -> None:
 
 def kernel_of(layer: Any) -> str:
     """Name of the kernel that vLLM chose for a layer."""
+    return type(kernel_in(layer)).__name__
+
+
+def kernel_in(layer: Any) -> Any:
+    """The kernel that vLLM chose for a layer."""
     holders = [getattr(layer, name, None) for name in ("quant_method", "scheme")]
     scheme = getattr(holders[0], "scheme", None)  # of AutoRound, whose method of integers has another name in 0.33
     holders += [scheme, *(getattr(scheme, name, None) for name in ("inner_method", "linear_method"))]
     found = (getattr(holder, name, None) for name in ("kernel", "ocp_mx_linear") for holder in holders)
-    return type(next(filter(None, found))).__name__
+    return next(filter(None, found))
 
 
 def quantization(folder: Path) -> Any:
@@ -161,7 +169,7 @@ def quantization(folder: Path) -> Any:
 def loaded(layer: Any, folder: Path, parent: str, shards: dict[str, Any]) -> Any:
     """Have vLLM's loaders fill a layer from the tensors of its modules, and the plugin pack it."""
     parameters, filled = fill(layer, folder, parent, shards)
-    assert parameters - filled <= {"input_scale"}  # which vLLM makes for W4A16_NVFP4 too
+    assert parameters - filled <= {"input_scale", "bias"}  # vLLM makes the first for W4A16_NVFP4 too
     layer.quant_method.process_weights_after_loading(layer)
     return layer
 
@@ -177,7 +185,7 @@ def fill(layer: Any, folder: Path, parent: str, shards: dict[str, Any]) -> tuple
             parameter = parameters[name.removeprefix(prefix)]
             parameter.weight_loader(parameter, stored.tensor(name), *(() if position is None else (position,)))
             filled.add(name.removeprefix(prefix))
-    return set(parameters), filled
+    return {name for name, p in parameters.items() if p.numel()}, filled
 
 
 def _is_unused(name: str, parameters: Mapping[str, Any]) -> bool:
@@ -214,6 +222,78 @@ def test_vllm_reloads_the_weights_of_a_layer(format: str, tmp_path: Path) -> Non
         again(lambda i=i: fill(layer, tmp_path, f"model.layers.{i}.mlp", shards))
         assert {name: p.data_ptr() for name, p in layer.named_parameters()} == before
         check(tmp_path, format, kernel_of(layer), [f"model.layers.{i}.mlp.{shard}" for shard in shards], layer)
+
+
+DENSE = (
+    "gptq-int4-g64",
+    "gptq-int4-g64-act",
+    "awq-int4-g64",
+    "ct-int4-g128-fp8",
+    "ct-nvfp4",
+    "ct-mxfp4",
+    "quark-mxfp4",
+)
+
+
+@pytest.mark.parametrize("format", DENSE)
+def test_dense_weights_come_for_a_layer_in_use(format: str, tmp_path: Path) -> None:
+    """By turns in a session of vLLM's reloading and without, in one format 200 times; then a part of a layer alone."""
+    from vllm.model_executor.kernels.linear import MPLinearLayerConfig
+    from vllm.model_executor.layers.linear import MergedColumnParallelLinear
+
+    if format.endswith("-act") and "has_g_idx" not in MPLinearLayerConfig.__dataclass_fields__:
+        pytest.skip("this vLLM has no act-order")
+    model, shards = tiny(model_named("llama-3-8b")), {"gate_proj": 0, "up_proj": 1}
+    write(model, Packing.parse(format), tmp_path)
+    hidden, width = model.config["hidden_size"], model.config["intermediate_size"]
+    layer = MergedColumnParallelLinear(
+        hidden, [width] * 2, bias=True, quant_config=quantization(tmp_path), prefix="model.layers.0.mlp.gate_up_proj"
+    )
+    layer.bias.data.zero_()
+    again = reloading(layer)
+    loaded(layer, tmp_path, "model.layers.0.mlp", shards)
+    before = {name: p.data_ptr() for name, p in layer.named_parameters()}
+    kernel, x = kernel_in(layer), torch.randn(5, hidden, dtype=torch.bfloat16)
+    for i in range(200 if format == DENSE[0] else 6):
+        dense = torch.randn(2, width, hidden, dtype=torch.bfloat16)
+
+        def send(*parts: int, dense: torch.Tensor = dense) -> None:
+            held = dict(layer.named_parameters())["weight"]
+            for part in parts:
+                held.weight_loader(held, dense[part], part)
+
+        if i % 2:
+            again(functools.partial(send, 1, 0))
+        else:
+            send(0)
+            send(1)
+        assert {name: p.data_ptr() for name, p in layer.named_parameters()} == before
+        w = kernel.weight(layer._parameters | layer._buffers)
+        assert_fresh(w, dense.flatten(0, 1))
+
+    bias = torch.randn(2, width, dtype=torch.bfloat16)
+
+    def send_all() -> None:
+        held = dict(layer.named_parameters())["bias"]
+        held.weight_loader(held, bias[0], 0)
+        send(0, 1)
+        held.weight_loader(held, bias[1], 1)
+
+    again(send_all)
+    assert {name: p.data_ptr() for name, p in layer.named_parameters()} == before
+    product = bias.flatten() + x.double() @ dense.flatten(0, 1).double().T
+    assert (layer(x)[0].double() - product).norm() < 0.2 * product.norm()
+    with pytest.raises(RuntimeError, match=r"gate_up_proj: weight: 50.00% of its shape .* was not loaded"):
+        again(functools.partial(send, 0))
+    assert {name: p.data_ptr() for name, p in layer.named_parameters()} == before
+    assert_fresh(w, dense.flatten(0, 1))
+
+
+def assert_fresh(w: QuantizedWeight, dense: torch.Tensor) -> None:
+    """Hold the bits of a weight to those of its dense numbers quantized anew."""
+    fresh = quantize(dense if w.perm is None else dense[:, w.perm], w.format).repack(w.layout)
+    pairs = zip(w.tensors, fresh.tensors, strict=True)
+    assert all(torch.equal(a.data.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
 
 
 def test_layers_that_vllm_keeps_and_never_loads(
@@ -358,6 +438,43 @@ def test_vllm_reloads_the_weights_of_experts(format: str, tmp_path: Path) -> Non
         assert layer.quant_method.moe_kernel.fused_experts is kernel
         assert kernel.gate_up.tensors[0] is layer.w13_weight
         check_experts(layer, tmp_path, prefix.format(i), EXPERTS[format])
+
+
+@pytest.mark.parametrize("format", ["gptq-int4-g64", "ct-int4-g64", "ct-nvfp4", "modelopt-nvfp4", "ct-mxfp4"])
+def test_dense_experts_come_for_experts_in_use(format: str, tmp_path: Path) -> None:
+    """In a session of vLLM's reloading and without, of one product or of both."""
+    model, prefix = tiny(model_named("qwen3-30b-a3b")), "model.layers.0.mlp.experts"
+    write(model, Packing.parse(format), tmp_path)
+    layer = routed_experts(model.config, quantization(tmp_path), prefix)
+    again = reloading(layer)
+    fill_experts(layer, tmp_path, prefix)
+    layer.quant_method.process_weights_after_loading(layer)
+    before = {name: p.data_ptr() for name, p in layer.named_parameters()}
+    products = layer.quant_method.products
+    hidden, width, count = (model.config[name] for name in ("hidden_size", "moe_intermediate_size", "num_experts"))
+    for i in range(4):
+        gates, ups, downs = (torch.randn(count, *size) for size in ((width, hidden), (width, hidden), (hidden, width)))
+        dense = {"w1": gates.bfloat16(), "w3": ups.bfloat16(), "w2": downs.bfloat16()}
+        sent = ("w3", "w1") if i % 2 else ("w1", "w3", "w2")
+        old = [t.data.clone() for t in products[1].weight.tensors]
+
+        def send(dense: Mapping[str, torch.Tensor] = dense, sent: Any = sent) -> None:
+            parameters = dict(layer.named_parameters())
+            for shard in sent:
+                name = "w2_weight" if shard == "w2" else "w13_weight"
+                for e in range(count):
+                    held = parameters[name]
+                    options = {"shard_id": shard, "expert_id": e, "return_success": True}
+                    assert held.weight_loader(held, dense[shard][e], f"{prefix}.{name}", **options)
+
+        again(send) if i < 2 else send()
+        assert {name: p.data_ptr() for name, p in layer.named_parameters()} == before
+        for e in range(count):
+            both = torch.stack((dense["w1"][e], dense["w3"][e]), 1).flatten(0, 1)
+            assert_fresh(products[0].weight.expert(e), both)
+            if "w2" in sent:
+                assert_fresh(products[1].weight.expert(e), dense["w2"][e])
+        assert "w2" in sent or all(map(torch.equal, old, (t.data for t in products[1].weight.tensors)))
 
 
 def routed_experts(

@@ -7,6 +7,7 @@ allow. A method that is taken over loads a checkpoint as before, packs the exper
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,6 +31,7 @@ from w4gemm.integrations.vllm.configs import add_hook
 from w4gemm.integrations.vllm.experts_formats import FORMATS, LEFT, fused_activation, in_pairs
 from w4gemm.integrations.vllm.experts_kernel import BatchedW4gemmExperts, ExpertsProduct, W4gemmExperts
 from w4gemm.integrations.vllm.linear_kernel import capability
+from w4gemm.integrations.vllm.updates import DenseUpdate, end_reload
 from w4gemm.packing.layouts import layout_for
 from w4gemm.weights.weight import QuantizedWeight
 
@@ -159,6 +161,8 @@ class _Method:
     """Most tokens of a step, from all ranks that send theirs here."""
     products: tuple[ExpertsProduct, ExpertsProduct] | None = None
     """The products of ``moe_kernel``; None until weights are loaded."""
+    updates: Sequence[DenseUpdate] = ()
+    """Of dense numbers for ``products``."""
     supports_pre_processed_weights = False
     """Whether vLLM's cache of weights (--load-format ipc_cache) may hand in experts as they were packed; it refuses
     the model then."""
@@ -178,9 +182,30 @@ class _Method:
 
     def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
         super().create_weights(layer, *args, **kwargs)  # type: ignore[misc]
+        settings, format = _read(self, layer)
         if not takeover.is_dummy():
-            settings, format = _read(self, layer)
             mark(layer, format.parameters(settings, self.moe.has_bias))
+        weights = [(product, functools.partial(self._weight, i)) for i, product in enumerate(PRODUCTS)]
+        self.updates = [
+            DenseUpdate(f"{product}_weight", layer.layer_name, weight, self._in_halves(product))
+            for product, weight in weights
+        ]
+        for update in self.updates:
+            update.open(layer)
+
+    def _in_halves(self, product: str) -> bool:
+        """True if vLLM's rows of a product are all gates and then all ups, which are pairs in ours."""
+        return product == "w13" and is_gated(fused_activation(self.moe)) and not in_pairs(self.moe)
+
+    def _weight(self, index: int, tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
+        """Return the packed weight of a product; raises ValueError if dense numbers cannot take its place."""
+        if self.products is None:
+            raise ValueError("it holds no packed weight")
+        if self.moe.has_bias or in_pairs(self.moe):
+            raise ValueError("its experts have biases, or rows in pairs: they are loaded quantized alone")
+        if _unpadded(self.moe) != self.moe.intermediate_size_per_partition:
+            raise ValueError("its experts have padded features: they are loaded quantized alone")
+        return self.products[index].weight
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Pack the experts. If they cannot be packed, vLLM's own method goes on with them.
@@ -189,6 +214,10 @@ class _Method:
         kernel, CUDA graphs and vLLM hold these: others would be a second copy of all experts, which EPLB does not move.
         """
         settings, format = _read(self, layer)
+        if end_reload(layer, self.updates, format.parameters(settings, False)):
+            return
+        for update in self.updates:
+            update.close(layer)
         _clear_padding(layer, self.moe, format)
         loaded_any = check_loaded(layer, format.parameters(settings, self.moe.has_bias), layer.layer_name)
         try:
@@ -210,7 +239,7 @@ class _Method:
         weights = []
         earlier = self.products or (None, None)
         for product, held in zip(PRODUCTS, earlier, strict=True):
-            gated = product == "w13" and is_gated(fused_activation(self.moe)) and not in_pairs(self.moe)
+            gated = self._in_halves(product)
             packed = takeover.VLLM.packed(numbers.pop(product), settings.activations, gated)
             if gated and format.biases and self.moe.has_bias:
                 bias = getattr(layer, f"{product}_bias")
@@ -221,6 +250,8 @@ class _Method:
             weights.append(_as_parameters(layer, product, packed, held))
         if self.products is None:
             self._make_kernel(layer, *weights)
+        for update in self.updates:
+            update.open(layer)
         takeover.WARMUP.loaded(self, self.moe_kernel.fused_experts.need(self.most_tokens))
 
     def _vllm_pads(self, layer: Any) -> bool:
@@ -284,14 +315,19 @@ class _Method:
         )
 
 
+def _unpadded(moe: Any) -> int:
+    """Return how many of a GPU's intermediate features the checkpoint has."""
+    unpadded: int | None = getattr(moe, "intermediate_size_per_partition_unpadded", None)
+    return unpadded or int(moe.intermediate_size_per_partition)
+
+
 def _clear_padding(layer: torch.nn.Module, moe: Any, format: ExpertsFormat) -> None:
     """Make the features zero that a model of vLLM's (Kimi-K3) adds to the checkpoint's, and loads nothing into.
 
     Raises:
         RuntimeError: for numbers that are not floats, whose features no model of vLLM's pads.
     """
-    width = moe.intermediate_size_per_partition
-    loaded = getattr(moe, "intermediate_size_per_partition_unpadded", None) or width
+    width, loaded = moe.intermediate_size_per_partition, _unpadded(moe)
     if loaded == width:
         return
     if format.packing != "floats":

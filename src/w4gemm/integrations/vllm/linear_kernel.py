@@ -4,7 +4,7 @@ vLLM's own kernel after all."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextvars import ContextVar
 from typing import Any, ClassVar
 
@@ -20,6 +20,7 @@ from w4gemm.integrations.engines.engine import Capability, layer_product, why_no
 from w4gemm.integrations.engines.loading import NOTHING_LOADED, check_loaded, mark
 from w4gemm.integrations.engines.warmup import LinearUse, linear_need
 from w4gemm.integrations.vllm import fusion, takeover
+from w4gemm.integrations.vllm.updates import DenseUpdate, end_reload
 from w4gemm.weights.weight import QuantizedWeight
 
 _made: ContextVar[list[LinearKernel] | None] = ContextVar("w4gemm_made", default=None)
@@ -31,7 +32,7 @@ class PackedLayer:
     """x @ w.T + bias of a layer whose parameters are a weight's packed tensors, and which is passed with each call.
 
     Args:
-        layer: gets the tensors as parameters, in act-order also ``w4gemm_perm``.
+        layer: gets the tensors as parameters, in act-order also the buffer ``w4gemm_perm``.
         names: of the parameters; vLLM looks for a layer's weight under the first one.
         epilogue: of the product without a bias.
     """
@@ -44,13 +45,19 @@ class PackedLayer:
         epilogue: Epilogue,
         batch_invariant: bool,
     ) -> None:
-        self.packed, self.names = w.packed, tuple(names)
+        self.packed, self.activations, self.names = w.packed, w.activations, tuple(names)
         self.plain, self.biased = (
             PackedLinear(w.packed, epilogue._replace(bias=bias), batch_invariant) for bias in (False, True)
         )
-        named = dict(zip(self.names, w.tensors, strict=True)) | ({} if w.perm is None else {_PERM: w.perm})
-        for name, t in named.items():
+        for name, t in zip(self.names, w.tensors, strict=True):
             layer.register_parameter(name, torch.nn.Parameter(t, requires_grad=False))
+        if w.perm is not None:  # which sleep mode keeps, unlike weights
+            layer.register_buffer(_PERM, w.perm)
+
+    def weight(self, tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
+        """Return the weight that a layer's tensors are."""
+        p, own = self.packed, tuple(tensors[name] for name in self.names)
+        return QuantizedWeight(p.format, p.n, p.k, p.layout, own, tensors.get(_PERM), activations=self.activations)
 
     def __call__(
         self,
@@ -140,6 +147,13 @@ class LinearKernel:
             d = torch.cat([part(layer, rows, of_part, token_scale) for part, of_part in parts], 1)
         return d.view(*x.shape[:-1], d.shape[-1])
 
+    def weight(self, tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
+        """Return the packed weight that a layer's tensors are; raises ValueError if that is none, or not one."""
+        packed: tuple[PackedLayer, ...] = getattr(self, "packed", ())
+        if len(packed) != 1:
+            raise ValueError(f"it holds {len(packed)} packed weights, wanted one")
+        return packed[0].weight(tensors)
+
     # --- what a subclass says of its layers ---------------------------------------------------------------------------
 
     def model_dtype(self, layer: torch.nn.Module) -> torch.dtype:
@@ -204,23 +218,34 @@ def kernels_made(make: Callable[[], Any]) -> tuple[Any, list[LinearKernel]]:
 
 def watch(method: Any, kernels: list[LinearKernel], name: str) -> None:
     """Have a method of vLLM's for a linear layer mark the parameters that a kernel of ours packs, and see afterwards
-    that vLLM has loaded them, before the method brings them into another order.
+    that vLLM has loaded them, before the method brings them into another order. Then the layer takes dense numbers too.
 
     Args:
         kernels: our kernels that were made together with the method.
         name: of the layer.
     """
     make, process = method.create_weights, method.process_weights_after_loading
+    updates: list[DenseUpdate] = []
 
     def create_weights(layer: Any, *args: Any, **kwargs: Any) -> None:
         kernels.extend(kernels_made(lambda: make(layer, *args, **kwargs))[1])
         if kernels and not takeover.is_dummy():
             mark(layer, {*kernels[-1].parameters(layer), "qzeros"})
+        if kernels and not hasattr(layer, "num_embeddings"):  # vLLM compares weights of heads, and would find two empty
+            updates.append(DenseUpdate("weight", name, kernels[-1].weight))
+            updates[-1].open(layer)
 
     def process_weights_after_loading(layer: Any) -> None:
+        if kernels and end_reload(layer, updates, kernels[-1].parameters(layer)):
+            return
+        for update in updates:
+            update.close(layer)
         if kernels and kernels[-1].vllm_kernel is None:
             kernels[-1].is_loaded = check_loaded(layer, kernels[-1].parameters(layer), name)
         process(layer)
+        for update in updates:
+            if kernels[-1].vllm_kernel is None:
+                update.open(layer)
 
     method.create_weights, method.process_weights_after_loading = create_weights, process_weights_after_loading
 
