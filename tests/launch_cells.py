@@ -213,17 +213,21 @@ class Made(NamedTuple):
         sums = w4gemm.combine(d, rows, weights), w4gemm.combine(d, rows, weights, settled=True)
         return routing.m_offsets, rows, *sums
 
-    def layer(self, tokens: int, format: str, activation: str, biased: bool) -> torch.Tensor:
-        """A layer of six experts, on the GPU in one launch."""
+    def layer(
+        self, tokens: int, format: str, activation: str, biased: bool, router: w4gemm.Router | None = None
+    ) -> torch.Tensor:
+        """A layer of six experts, on the GPU in one launch; with a router, which chooses by logits."""
         experts, hidden, features = 6, 480, 320
         several = []
-        for n, k in ((2 * hidden, features), (features, hidden)):
+        for n, k in ((hidden if activation == "relu2" else 2 * hidden, features), (features, hidden)):
             w = random_weight(WeightFormat.parse(format), n, k, 1)
             stack = w4gemm.QuantizedWeight.stack([w] * experts, layout="canonical").to(self.device)
             bias = self.half(experts, n) if biased else None
             several.append(w4gemm.W4GroupedLinear.from_weight(stack.repack(), bias, dtype=torch.bfloat16))
         layer = w4gemm.W4Experts(*several, activation=activation)
         layer.one_launch = True if self.device == "cuda" else None
+        if router is not None:
+            return layer.of_logits(self.half(tokens, features), self.half(tokens, experts), router)
         ids = self.integers(-1, experts, tokens, 3)
         return layer(self.half(tokens, features), ids, torch.rand(tokens, 3, generator=self.g).to(self.device))
 
@@ -259,6 +263,11 @@ HELPER_CALLS: dict[str, Callable[[Made], Any]] = {
     "expert_layer of one token": lambda made: made.layer(1, "int4_g128", "silu_mul", False),
     "expert_layer of five tokens": lambda made: made.layer(5, "mxfp4", "swiglu_oai", True),
     "expert_layer of eight tokens": lambda made: made.layer(8, "int4_g32_zfloat", "silu_mul", True),
+    "expert_layer without gates": lambda made: made.layer(2, "int4_g128", "relu2", True),
+    "expert_layer by logits": lambda made: made.layer(3, "int4_g128", "silu_mul", False, w4gemm.Router(2, groups=3)),
+    "expert_choice": lambda made: w4gemm.choose_experts(
+        made.half(9, 160).float(), w4gemm.Router(6, "sigmoid", groups=8, top_groups=3), made.half(160).float()
+    ),
     "route and combine": lambda made: made.routed(37, 4, 32, False, torch.int64),
     "route by a map": lambda made: made.routed(700, 8, 257, True, torch.int32),
     **{

@@ -822,6 +822,27 @@ FAULTS = (
         _ONE_LAUNCH + "routings",
     ),
     Fault(
+        "of equal experts the higher number is chosen",
+        "src/w4gemm/kernels/device/router.py",
+        "_BEYOND - warp_maximum(_where(key == top, _BEYOND - number, 0))",
+        "warp_maximum(_where(key == top, number, 0))",
+        "tests/test_router.py -k compiled",
+    ),
+    Fault(
+        "a group with a bias has the value of one expert",
+        "src/w4gemm/kernels/device/router.py",
+        "        if const_expr(router.groups > 1):\n            size",
+        "        if const_expr(router.groups > 1):\n            bias = None\n            size",
+        "tests/test_router.py -k compiled",
+    ),
+    Fault(
+        "the router's bias is in the weights",
+        "src/w4gemm/kernels/device/router.py",
+        "for e, other in zip(experts, scores, strict=True):",
+        "for e, other in zip(experts, values, strict=True):",
+        "tests/test_router.py -k compiled",
+    ),
+    Fault(
         "a launch reads what the launch in front may still write",
         _EXPERT_LAYER,
         "        cute.arch.griddepcontrol_wait()\n        cute.arch.griddepcontrol_launch_dependents()\n",

@@ -12,10 +12,19 @@ import torch
 from conformance.cases import random_weight
 from emulator.ptx import Program, parse, ptx_of
 from emulator.races import RaceChecker
-from w4gemm import QuantizedWeight, UnsupportedError, W4Experts, W4GroupedLinear, WeightFormat
-from w4gemm.api.expert_layer import Experts, LayerKey, expert_layer, one_launch
+from w4gemm import (
+    QuantizedWeight,
+    Router,
+    UnsupportedError,
+    W4Experts,
+    W4GroupedLinear,
+    WeightFormat,
+    choose_experts,
+)
+from w4gemm.api.expert_layer import Experts, Given, LayerKey, expert_layer, one_launch
 from w4gemm.core import activation
 from w4gemm.core.problem import H100, H200, Device
+from w4gemm.kernels.expert_choice.spec import ExpertChoice
 from w4gemm.kernels.expert_layer.spec import EPOCHS_AT, ExpertLayer
 from w4gemm.packing.codecs import weight_operand
 from w4gemm.packing.packed_shape import packed_shape
@@ -38,7 +47,7 @@ class Layer(NamedTuple):
 
 
 @functools.cache
-def program_of(spec: ExpertLayer) -> Program:
+def program_of(spec: ExpertLayer | ExpertChoice) -> Program:
     return parse(ptx_of(spec.unit()))
 
 
@@ -60,6 +69,7 @@ def spec_of(tokens: int, **changes: Any) -> ExpertLayer:
             down_bias=False,
             gate_up_scale=False,
             down_scale=False,
+            choice=None,
             ctas=CTAS,
             warps=4,
         ),
@@ -98,18 +108,19 @@ def computed(
     layer: Layer,
     x: torch.Tensor,
     ids: torch.Tensor,
-    weights: torch.Tensor,
+    weights: torch.Tensor | None,
     expert_map: torch.Tensor | None = None,
     flags: torch.Tensor | None = None,
     hidden: torch.Tensor | None = None,
     **order: Any,
 ) -> torch.Tensor:
-    """The result of an emulated launch. order: which CTAs run at once, as :class:`RaceChecker` takes it."""
+    """The result of an emulated launch. ids and weights: logits and bias of a layer that chooses. order: which CTAs run
+    at once, as :class:`RaceChecker` takes it."""
     spec = layer.spec
     out = torch.full_like(x, torch.nan)
     hidden = torch.full((spec.hidden_bytes // 4,), -1, dtype=torch.int32) if hidden is None else hidden  # NaN
     operands = (
-        *(x, ids.flatten(), weights.flatten(), expert_map),
+        *(x, ids if spec.choice else ids.flatten(), weights, expert_map),
         *(w.tensors[0].flatten() for w in (layer.gate_up, layer.down)),
         *(layer.gate_up_bias, layer.down_bias, layer.gate_up_scale, layer.down_scale),
         *(hidden, fresh_flags() if flags is None else flags, out),
@@ -212,6 +223,20 @@ def test_routings() -> None:
     assert out.isnan().any(1).tolist() == [False, True, False, False]
 
 
+def test_choices_by_logits() -> None:
+    """The bits of a launch that is given the same experts and weights."""
+    choice = ExpertChoice(Router(3, "sigmoid", groups=4, top_groups=2, scale=2.5), 12, torch.bfloat16, True)
+    spec = replace(TINY, mapped=True, choice=choice)
+    x = inputs(spec, 3)[0]
+    logits, bias = torch.randn(3, 12).bfloat16(), torch.randn(12)
+    expert_map = torch.tensor([4, -1, 0, -1, 1, 9, 2, -1, -1, 3, -1, -1], dtype=torch.int32)
+    out = computed(layer_of(TINY)._replace(spec=spec), x, logits, bias, expert_map)
+    ids, weights = torch.zeros(3, 3, dtype=torch.int32), torch.zeros(3, 3)
+    RaceChecker(program_of(choice), 1).run(logits, bias, ids, weights)
+    assert torch.equal(ids, choice.router.choose(logits, bias)[0])
+    assert torch.equal(out, computed(layer_of(TINY), x, expert_map[ids].long(), weights))
+
+
 # --- from gate_up to down
 
 
@@ -305,6 +330,8 @@ def test_experts_without_gates_are_not_chosen() -> None:
         (key_of(9, *QWEN), "takes 1 to 8 tokens, got 9"),
         (key_of(1, *QWEN, dtype=torch.float8_e4m3fn), "16-bit x"),
         (key_of(8, *QWEN[:4], 17), "128 choices"),
+        (key_of(1, *QWEN, choice=ExpertChoice(Router(8), 256, torch.float32, False)), "a logit for each expert here"),
+        (key_of(1, *QWEN, choice=ExpertChoice(Router(8, groups=5), 128, torch.float32, False)), "a multiple of 5"),
         (key_of(1, "int4_g128", 8, 2080, 768, 2), "features are a multiple of 64"),
         (key_of(8, "int4_g128", 8, 14336, 768, 2), "no room for three stages"),
     ],
@@ -409,5 +436,19 @@ def test_graphs_streams_and_maps() -> None:
     ids = torch.randint(-1, 21, (4, 4)).cuda()
     here = torch.where((ids >= 0) & (ids < 20), expert_map[ids.clamp(0, 19)], -1).int()
     products = Experts(experts.gate_up.weight), Experts(experts.down.weight)
-    mapped = expert_layer(x, ids, weights, *products, "silu_mul", expert_map)
+    mapped = expert_layer(x, Given(ids, weights), *products, "silu_mul", expert_map)
     assert torch.equal(mapped, experts(x, here, weights))
+
+
+@pytest.mark.gpu
+def test_logits_on_the_gpu() -> None:
+    """A launch that chooses gives the bits of one that is given the choices."""
+    experts, router = experts_on_gpu("int4_g128"), Router(4, "sigmoid", groups=4, top_groups=2, scale=2.5)
+    experts.one_launch = True
+    for seed in range(20):
+        g = torch.Generator().manual_seed(seed)
+        x, logits = torch.randn(4, 704, generator=g).bfloat16().cuda(), torch.randn(4, 16, generator=g).cuda()
+        bias = torch.randn(16, generator=g).cuda()
+        ids, weights = choose_experts(logits, router, bias)
+        assert torch.equal(ids.cpu(), router.choose(logits.cpu(), bias.cpu())[0])
+        assert torch.equal(experts.of_logits(x, logits, router, bias), experts(x, ids, weights))

@@ -145,6 +145,8 @@ COMPARISONS: dict[str, Callable[..., Any]] = {
     "le": np.less_equal,
     "gt": np.greater,
     "ge": np.greater_equal,
+    "num": lambda x, y: (x == x) & (y == y),
+    "nan": lambda x, y: (x != x) | (y != y),
     # true too if either is NaN
     "equ": lambda x, y: ~((x < y) | (x > y)),
     "neu": np.not_equal,

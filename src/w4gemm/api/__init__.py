@@ -5,7 +5,7 @@ from w4gemm.api.experts import W4Experts, W4GroupedLinear
 from w4gemm.api.grouped import grouped_linear, masked_linear
 from w4gemm.api.nn import W4Linear
 from w4gemm.api.ops import linear
-from w4gemm.api.routing import Routing, combine, route
+from w4gemm.api.routing import Routing, choose_experts, combine, route
 from w4gemm.api.runner import MixedGemm
 from w4gemm.api.update import update_
 from w4gemm.choice import configs, explain
@@ -15,6 +15,7 @@ from w4gemm.core.epilogue import Epilogue
 from w4gemm.core.errors import FormatError, UnsupportedError
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import Device, GemmProblem
+from w4gemm.core.router import Router
 from w4gemm.tuning.tuner import autotune
 from w4gemm.weights.quantize import fold_scales, quantize
 from w4gemm.weights.weight import QuantizedWeight
@@ -27,6 +28,7 @@ __all__ = [
     "GemmProblem",
     "MixedGemm",
     "QuantizedWeight",
+    "Router",
     "Routing",
     "UnsupportedError",
     "W4Experts",
@@ -34,6 +36,7 @@ __all__ = [
     "W4Linear",
     "WeightFormat",
     "autotune",
+    "choose_experts",
     "codebook",
     "combine",
     "configs",

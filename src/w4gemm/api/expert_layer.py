@@ -9,8 +9,10 @@ import torch
 
 from w4gemm.choice.cost.experts import one_launch_is_slower
 from w4gemm.core.problem import Device
+from w4gemm.core.router import Router
 from w4gemm.jit import is_ready
 from w4gemm.kernels import launcher, workspace
+from w4gemm.kernels.expert_choice.spec import ExpertChoice
 from w4gemm.kernels.expert_layer.spec import MOST_TOKENS, ExpertLayer
 from w4gemm.packing.codecs import weight_operand
 from w4gemm.packing.packed_shape import PackedShape
@@ -25,6 +27,28 @@ class Experts(NamedTuple):
     """(experts, n) of x's dtype."""
     scale: torch.Tensor | None = None
     """float32 (experts,)."""
+
+
+class Given(NamedTuple):
+    """Choices that were made before."""
+
+    expert_ids: torch.Tensor
+    """int32 or int64 (tokens, top k). One outside 0 .. experts - 1 adds nothing."""
+    expert_weights: torch.Tensor
+    """Floating point (tokens, top k)."""
+
+
+class ByLogits(NamedTuple):
+    """Choices that follow from the logits of a router."""
+
+    logits: torch.Tensor
+    """float32, float16 or bfloat16 (tokens, experts)."""
+    router: Router
+    bias: torch.Tensor | None = None
+    """float32 (experts,)."""
+
+    def choice(self) -> ExpertChoice:
+        return ExpertChoice(self.router, self.logits.shape[1], self.logits.dtype, self.bias is not None)
 
 
 class OneLaunch(NamedTuple):
@@ -51,19 +75,27 @@ class LayerKey(NamedTuple):
     mapped: bool = False
     operands: tuple[bool, ...] = (False,) * 4
     """Whether there are biases of gate_up and down, and scales of both."""
+    choice: ExpertChoice | None = None
+    """How the launch chooses experts by logits; None if it is given ids and weights."""
 
     @classmethod
-    def of(cls, x: torch.Tensor, ids: torch.Tensor, gate_up: Experts, down: Experts, activation: str) -> LayerKey:
+    def of(
+        cls, x: torch.Tensor, choices: Given | ByLogits, gate_up: Experts, down: Experts, activation: str
+    ) -> LayerKey:
         """Return the key of a call without an expert map."""
         operands = gate_up.bias, down.bias, gate_up.scale, down.scale
         shapes, has = (gate_up.weight.packed, down.weight.packed), tuple(t is not None for t in operands)
-        return cls(len(x), *shapes, x.dtype, activation, ids.shape[1], ids.dtype, False, has)
+        if isinstance(choices, Given):
+            top_k, ids, choice = choices.expert_ids.shape[1], choices.expert_ids.dtype, None
+        else:
+            top_k, ids, choice = choices.router.top_k, torch.int32, choices.choice()
+        return cls(len(x), *shapes, x.dtype, activation, top_k, ids, False, has, choice)
 
     def parameters(self) -> tuple[Any, ...]:
         """Return what :meth:`ExpertLayer.of` takes behind the device."""
         first, weight = self.gate_up, weight_operand(self.gate_up.format, self.dtype)
         sizes = first.experts, first.k, self.down.k, self.top_k
-        return self.tokens, weight, self.activation, *sizes, self.ids, self.mapped, *self.operands
+        return self.tokens, weight, self.activation, *sizes, self.ids, self.mapped, *self.operands, self.choice
 
 
 @functools.lru_cache(maxsize=4096)
@@ -91,8 +123,7 @@ def is_compiled(layer: ExpertLayer) -> bool:
 
 def expert_layer(
     x: torch.Tensor,
-    expert_ids: torch.Tensor,
-    expert_weights: torch.Tensor,
+    choices: Given | ByLogits,
     gate_up: Experts,
     down: Experts,
     activation: str,
@@ -102,17 +133,20 @@ def expert_layer(
 
     Args:
         x: 16-bit (tokens, features) on a GPU.
-        expert_ids: int32 or int64 (tokens, top k). One outside 0 .. experts - 1 adds nothing.
-        expert_weights: floating point (tokens, top k).
         expert_map: as for :func:`w4gemm.route`.
     """
-    key = LayerKey.of(x, expert_ids, gate_up, down, activation)._replace(mapped=expert_map is not None)
+    key = LayerKey.of(x, choices, gate_up, down, activation)._replace(mapped=expert_map is not None)
     layer = one_launch(key, Device.of(x.device)).layer
     run = launcher(ExpertLayer.of, x.device, *key.parameters())
     assert layer is not None and run is not None, "a layer that cannot run in one launch"
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if isinstance(choices, Given):
+        ids, weights = choices.expert_ids.contiguous(), choices.expert_weights.float().contiguous()
+        chosen: tuple[torch.Tensor | None, ...] = ids.view(-1), weights.view(-1), None, None
+    else:
+        chosen = None, None, choices.logits.contiguous(), choices.bias
     run(
-        *(x.contiguous(), expert_ids.contiguous().view(-1), expert_weights.float().contiguous().view(-1), expert_map),
+        *(x.contiguous(), *chosen, expert_map),
         *(gate_up.weight.tensors[0].view(-1), down.weight.tensors[0].view(-1)),
         *(gate_up.bias, down.bias, gate_up.scale, down.scale),
         x.new_empty(layer.hidden_bytes // 4, dtype=torch.int32),

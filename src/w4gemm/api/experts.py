@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from w4gemm.api.arguments import checked_activation
-from w4gemm.api.expert_layer import Experts, LayerKey, expert_layer, is_compiled, one_launch
+from w4gemm.api.expert_layer import ByLogits, Experts, Given, LayerKey, expert_layer, is_compiled, one_launch
 from w4gemm.api.grouped import grouped_linear
 from w4gemm.api.modes import autocast, is_eager, layer_dtype
 from w4gemm.api.packed_module import PackedModule, moved_only
-from w4gemm.api.routing import check_ids, combined, route
+from w4gemm.api.routing import check_ids, check_logits, choose_experts, combined, route
 from w4gemm.core import environment
 from w4gemm.core.activation import is_gated
 from w4gemm.core.errors import UnsupportedError, kind_of, require_dense
 from w4gemm.core.problem import Device
+from w4gemm.core.router import Router
 from w4gemm.weights.weight import QuantizedWeight
 
 
@@ -261,12 +262,34 @@ class W4Experts(torch.nn.Module):
         require_dense("expert_weights", expert_weights)
         if expert_weights.device != x.device:
             raise ValueError(f"expert_weights: wanted x's device {x.device}, got {expert_weights.device}")
-        if (out := self._in_one_launch(x, expert_ids, expert_weights)) is not None:
+        if (out := self._in_one_launch(x, Given(expert_ids, expert_weights))) is not None:
             return out
         routing = route(expert_ids, self.gate_up.weight.experts)
         hidden = self.gate_up(x, routing.m_offsets, routing.tokens)
         d = self.down(hidden, routing.m_offsets, settled=True)
         return combined(d, routing.row_of_choice, expert_weights, None, settled=True)
+
+    def of_logits(
+        self, x: torch.Tensor, logits: torch.Tensor, router: Router, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return :meth:`forward` with the choices of :func:`w4gemm.choose_experts`, whose arguments these are. A call
+        that runs in one launch chooses in it, the same experts and weights.
+
+        Args:
+            x: (tokens, features).
+            logits: (tokens, experts).
+
+        Raises:
+            TypeError, ValueError: for another dtype, shape or device; the message names the argument.
+        """
+        check_logits(logits, router, bias)
+        if not isinstance(x, torch.Tensor) or x.dim() != 2 or (len(x), x.device) != (len(logits), logits.device):
+            expected = f"a tensor ({len(logits)}, features) on logits' device {logits.device}"
+            raise ValueError(f"x: wanted {expected}, got {kind_of(x)}")
+        if (out := self._in_one_launch(x, ByLogits(logits, router, bias))) is not None:
+            return out
+        expert_ids, expert_weights = choose_experts(logits, router, bias)
+        return self(x, expert_ids, expert_weights)
 
     def explain(self, tokens: int, top_k: int, dtype: torch.dtype = torch.bfloat16) -> str:
         """Return in how many launches a call on the weights' device runs, and why.
@@ -277,7 +300,7 @@ class W4Experts(torch.nn.Module):
         """
         ids = torch.empty((tokens, top_k), dtype=torch.int64, device="meta")
         x = torch.empty((tokens, self.gate_up.weight.k), dtype=dtype, device="meta")
-        reason = self._why_four_launches(self._operands(x), x, ids)
+        reason = self._why_four_launches(self._operands(x), x, Given(ids, x.new_empty(ids.shape)))
         return f"four launches: {reason}" if reason else "one launch (expert_layer)"
 
     def _operands(self, x: torch.Tensor) -> tuple[Experts, Experts] | None:
@@ -286,7 +309,7 @@ class W4Experts(torch.nn.Module):
         return None if first is None or second is None else (first, second)
 
     def _why_four_launches(
-        self, operands: tuple[Experts, Experts] | None, x: torch.Tensor, expert_ids: torch.Tensor
+        self, operands: tuple[Experts, Experts] | None, x: torch.Tensor, choices: Given | ByLogits
     ) -> str:
         """Return why a call runs in four launches; the empty string if it runs in one. operands: :meth:`_operands`.
 
@@ -298,7 +321,7 @@ class W4Experts(torch.nn.Module):
         if operands is None:
             refusal, slower = "x or a bias is cast, scaled or quantized before a product, or needs a gradient", ""
         else:
-            key = LayerKey.of(x, expert_ids, *operands, self.activation)
+            key = LayerKey.of(x, choices, *operands, self.activation)
             layer, refusal, slower = one_launch(key, Device.of(self.gate_up.weight.device))
             if layer is not None and not refusal and not environment.may_compile() and not is_compiled(layer):
                 slower = "W4GEMM_COMPILE=off forbids compiling, and its kernel was not compiled ahead"
@@ -306,14 +329,16 @@ class W4Experts(torch.nn.Module):
             raise UnsupportedError(f"one_launch: wanted a layer and call that run in one launch, but {refusal}")
         return refusal or ("" if self.one_launch else slower)
 
-    def _in_one_launch(
-        self, x: torch.Tensor, expert_ids: torch.Tensor, expert_weights: torch.Tensor
-    ) -> torch.Tensor | None:
+    def _in_one_launch(self, x: torch.Tensor, choices: Given | ByLogits) -> torch.Tensor | None:
         """Return the result of a checked call if it runs in one launch, else None."""
+        if isinstance(choices, Given):
+            chosen, scores = choices
+        else:
+            chosen = scores = choices.logits
         w = self.gate_up.weight
-        if not is_eager(x, expert_weights) or x.shape[1] != w.k or not x.device == expert_ids.device == w.device:
+        if not is_eager(x, scores) or x.shape[1] != w.k or not x.device == chosen.device == w.device:
             return None
         operands = self._operands(x)
-        if self._why_four_launches(operands, x, expert_ids) or operands is None:
+        if self._why_four_launches(operands, x, choices) or operands is None:
             return None
-        return expert_layer(x, expert_ids, expert_weights, *operands, self.activation)
+        return expert_layer(x, choices, *operands, self.activation)

@@ -10,7 +10,9 @@ import torch
 from w4gemm.api.arguments import check_own_memory, check_rows, require_tensor
 from w4gemm.api.modes import is_plain, is_watched
 from w4gemm.core.errors import LARGEST_SIZE, kind_of, require_bool, require_dense, require_int
+from w4gemm.core.router import Router
 from w4gemm.kernels import launcher
+from w4gemm.kernels.expert_choice.spec import ExpertChoice
 from w4gemm.kernels.expert_route.spec import ExpertRoute
 from w4gemm.kernels.row_combine.spec import RowCombine
 
@@ -70,6 +72,60 @@ def route(expert_ids: torch.Tensor, experts: int, expert_map: torch.Tensor | Non
         if sort is not None:
             return sorted_by(sort, expert_ids, experts, None if expert_map is None else expert_map.contiguous())
     return in_pytorch(expert_ids, experts, expert_map)
+
+
+def choose_experts(
+    logits: torch.Tensor, router: Router, bias: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose each token's experts by the logits of a router.
+
+    On Hopper a kernel of our own does it in one launch, elsewhere PyTorch's operators; scores of both differ in their
+    last bits.
+
+    Args:
+        logits: float32, float16 or bfloat16 (tokens, experts).
+        router: the rule.
+        bias: float32 (experts,) on the logits' device, or None: added to the scores that are compared, not to weights
+            (``e_score_correction_bias``).
+
+    Returns:
+        Experts int32 and weights float32, both (tokens, top k). Gradients flow from weights to logits.
+
+    Raises:
+        TypeError, ValueError: for another dtype, shape or device; the message names the argument.
+
+    Examples:
+        >>> ids, weights = w4gemm.choose_experts(torch.tensor([[0.0, 2.0, 1.0, 2.0]]), w4gemm.Router(2))
+        >>> ids.tolist(), weights.tolist()
+        ([[1, 3]], [[0.5, 0.5]])
+    """
+    check_logits(logits, router, bias)
+    plain = is_plain(logits) and (bias is None or is_plain(bias)) and not is_watched()
+    if logits.is_cuda and plain and not (torch.is_grad_enabled() and logits.requires_grad):
+        choose = launcher(ExpertChoice.of, logits.device, router, logits.shape[1], logits.dtype, bias is not None)
+        if choose is not None:
+            shape = len(logits), router.top_k
+            ids, weights = (logits.new_empty(shape, dtype=dtype) for dtype in (torch.int32, torch.float32))
+            if len(logits):
+                choose(logits.contiguous(), bias, ids, weights)
+            return ids, weights
+    return router.choose(logits, bias)
+
+
+def check_logits(logits: torch.Tensor, router: Router, bias: torch.Tensor | None) -> None:
+    """Raise TypeError or ValueError unless :func:`choose_experts` takes these."""
+    dtypes = (torch.float32, torch.float16, torch.bfloat16)
+    if not isinstance(logits, torch.Tensor) or logits.dtype not in dtypes or logits.dim() != 2:
+        raise TypeError(f"logits: wanted float32, float16 or bfloat16 (tokens, experts), got {kind_of(logits)}")
+    require_dense("logits", logits)
+    if not isinstance(router, Router):
+        raise TypeError(f"router: wanted a Router, got {kind_of(router)}")
+    if bias is not None:
+        if not isinstance(bias, torch.Tensor) or bias.dtype != torch.float32:
+            raise TypeError(f"bias: wanted torch.float32 (experts,) or None, got {kind_of(bias)}")
+        require_tensor("bias", bias, torch.float32, (logits.shape[1],), logits.device)
+    if reason := router.refusal(logits.shape[1], bias is not None):
+        raise ValueError(f"logits: {reason}")
 
 
 def check_ids(expert_ids: torch.Tensor) -> None:

@@ -15,6 +15,7 @@ from w4gemm.kernels.base import Kernel, Operands, Resources, Status
 from w4gemm.kernels.column_gather.spec import ColumnGather
 from w4gemm.kernels.cpu.spec import CpuMixedGemm
 from w4gemm.kernels.dequantize_gemm.spec import DequantizeGemm
+from w4gemm.kernels.expert_choice.spec import ExpertChoice
 from w4gemm.kernels.expert_layer.spec import ExpertLayer
 from w4gemm.kernels.expert_route.spec import ExpertRoute
 from w4gemm.kernels.gate_halves.spec import GateHalves
@@ -41,7 +42,7 @@ KERNELS: tuple[Kernel, ...] = (
 
 HELPERS: tuple[type[Helper], ...] = (
     *(ColumnGather, ExpertRoute, RowCombine, ActivationQuantize),
-    *(RmsNorm, GateHalves, StepAttention, ExpertLayer),
+    *(RmsNorm, GateHalves, StepAttention, ExpertLayer, ExpertChoice),
 )
 """The small kernels beside the products."""
 

@@ -1,6 +1,9 @@
 """out[t] = sum over the experts e of token t of weight[t, e] * (down[e] @ act(gate_up[e] @ x[t])), for at most eight
 tokens, in one launch.
 
+The experts of a token and their weights are given, or every CTA chooses them by a router's logits, a warp for each
+token (:class:`w4gemm.kernels.device.router.RouterMath`).
+
 The weights of the chosen experts are nearly all that moves, so the launch is built around their stream. A CTA for each
 multiprocessor requests its first weights as soon as it has read the choices, and requests weights of down while it
 still multiplies those of gate_up.
@@ -94,10 +97,14 @@ class Tensors(NamedTuple):
 
     x: cute.Tensor
     """(m, features), m at most ``tokens``."""
-    ids: cute.Tensor
-    """int32 or int64 (m * top k,)."""
-    weights: cute.Tensor
-    """float32 (m * top k,)."""
+    ids: cute.Tensor | None
+    """int32 or int64 (m * top k,), or None if the launch chooses."""
+    weights: cute.Tensor | None
+    """float32 (m * top k,), or None."""
+    logits: cute.Tensor | None
+    """(m, global experts), or None if it is given ids and weights."""
+    router_bias: cute.Tensor | None
+    """float32 (global experts,), or None."""
     expert_map: cute.Tensor | None
     """int32 (global experts,): the expert here; None if ids are those of experts here."""
     gate_up: cute.Tensor
@@ -203,6 +210,7 @@ class ExpertLayerKernel:
         self.decoder = weight.decoder(allow_sum_scale=True, pairs=layer.pairs)
         self.reader = BlockReader(layer.stage_block, weight.codec.turns)
         self.product = WarpProduct(weight, self.decoder, 1)
+        self.router = None if layer.choice is None else layer.choice.math()
         scale = self.decoder.exact_scale if self.decoder.separate_scales else self.decoder.sum_scale
         self.sum_scale = scale
         self.epilogue = EpilogueMath(Epilogue(layer.activation), weight.kind, weight.kind, False, False, scale)
@@ -321,13 +329,16 @@ class ExpertLayerKernel:
             c.factors[i] = Float32(0.0)
             if const_expr(layer.down_scale):
                 c.scaled[i] = Float32(0.0)
-        if thread < -(-layer.choices // 4) * 4:
-            expert, weight = Int32(-1), Float32(0.0)
-            if thread < t.ids.shape[0]:
-                expert, weight = self.expert_of(t, thread), t.weights[thread]
-            c.ids[thread] = expert
-            if thread < layer.choices:
-                c.weights[thread] = weight
+        if const_expr(layer.choice is not None):
+            self.choose(t, c, thread)
+        else:
+            if thread < -(-layer.choices // 4) * 4:
+                expert, weight = Int32(-1), Float32(0.0)
+                if thread < t.ids.shape[0]:
+                    expert, weight = self.expert_of(t, Int64(t.ids[thread])), t.weights[thread]
+                c.ids[thread] = expert
+                if thread < layer.choices:
+                    c.weights[thread] = weight
         cute.arch.sync_threads()
         masks = []
         for first in cutlass.range_constexpr(0, layer.experts, layer.threads):
@@ -386,9 +397,24 @@ class ExpertLayerKernel:
         return cute.arch.shuffle_sync(before, expert // 32) + Int32(cute.arch.popc(bits))
 
     @cute.jit
-    def expert_of(self, t: Tensors, choice: Int32) -> Int32:
-        """The expert of a choice; -1 if it is elsewhere."""
-        number, expert = Int64(t.ids[choice]), Int32(-1)
+    def choose(self, t: Tensors, c: Choices, thread: Int32) -> None:
+        """Choose each token's experts by its logits, a warp for each token: as the launch of expert_choice does."""
+        layer, lane = self.layer, thread % 32
+        for token in cutlass.range(cute.arch.make_warp_uniform(thread // 32), layer.tokens, layer.warps, unroll=1):
+            expert, weight = Int32(-1), Float32(0.0)
+            if token < t.logits.shape[0]:
+                expert, weight = self.router.choose(t.logits, t.router_bias, token)
+            if lane < layer.top_k:
+                c.ids[token * layer.top_k + lane] = self.expert_of(t, Int64(expert))
+                c.weights[token * layer.top_k + lane] = weight
+        if const_expr(layer.choices % 4 != 0):
+            if thread < 4 - layer.choices % 4:
+                c.ids[layer.choices + thread] = Int32(-1)
+
+    @cute.jit
+    def expert_of(self, t: Tensors, number: Int64) -> Int32:
+        """The expert here of the number that was chosen; -1 if it is elsewhere."""
+        expert = Int32(-1)
         if const_expr(self.layer.mapped):
             if number >= 0 and number < t.expert_map.shape[0]:
                 number = Int64(t.expert_map[Int32(number)])

@@ -11,6 +11,7 @@ from w4gemm.core.activation import is_gated
 from w4gemm.core.problem import Device
 from w4gemm.jit import Program
 from w4gemm.kernels import hopper
+from w4gemm.kernels.expert_choice.spec import ExpertChoice
 from w4gemm.kernels.gpu import MIN_DRIVER
 from w4gemm.kernels.helper import Sm90Helper, half_dtype, half_rows
 from w4gemm.kernels.requirements import missing_for_dsl
@@ -60,6 +61,7 @@ class ExpertLayer(Sm90Helper):
         mapped: True if ids name global experts, of which a map says which are here.
         gate_up_bias, down_bias: True if there is a bias for each expert.
         gate_up_scale, down_scale: True if there is a scale for each expert.
+        choice: how the launch chooses experts by logits; None if it is given ids and weights.
         ctas: number of multiprocessors.
         warps: of a CTA.
         most_stages: of a warp, if there is room for so many.
@@ -78,6 +80,7 @@ class ExpertLayer(Sm90Helper):
     down_bias: bool
     gate_up_scale: bool
     down_scale: bool
+    choice: ExpertChoice | None
     ctas: int
     warps: int = _WARPS
     most_stages: int = _MOST_STAGES
@@ -87,7 +90,7 @@ class ExpertLayer(Sm90Helper):
     @classmethod
     def of(cls, device: Device, tokens: int, weight: WeightOperand, *parameters: Any) -> ExpertLayer | None:
         """Return the kernel for a number of tokens; None where it does not run. parameters: from ``activation`` to
-        ``down_scale``, without ``tokens``."""
+        ``choice``, without ``tokens``."""
         if not 0 < tokens <= MOST_TOKENS:
             return None
         layer = cls.form(device, tokens, weight, *parameters)
@@ -233,6 +236,10 @@ class ExpertLayer(Sm90Helper):
             return "scales of output channels are for the other kernels"
         if self.experts > _MOST_EXPERTS or not 0 < self.choices <= MOST_CHOICES:
             return f"takes {_MOST_EXPERTS} experts and {MOST_CHOICES} choices, got {self.experts}, {self.choices}"
+        if self.choice is not None and (reason := self.choice.refusal()):
+            return reason
+        if self.choice is not None and not self.mapped and self.choice.experts != self.experts:
+            return f"takes a logit for each expert here, {self.experts}, or a map, got {self.choice.experts}"
         if self.columns_per_cta > ROUND or self.ctas > MOST_SMS:
             return f"takes {ROUND} strips of down a CTA and {MOST_SMS} CTAs"
         if self.stage_block.scale_bytes > 512:
@@ -262,10 +269,11 @@ class ExpertLayer(Sm90Helper):
             return compact(cutlass.Float32, self.experts) if has else None
 
         blocks = [compact(cutlass.Int32, cute.sym_int(), align=16) for _ in range(2)]
+        ids = compact(cutlass.Int32 if self.ids == torch.int32 else cutlass.Int64, choices)
+        given = (ids, compact(cutlass.Float32, choices), None, None)
         arguments = (
             half_rows(self.kind, m, self.features),
-            compact(cutlass.Int32 if self.ids == torch.int32 else cutlass.Int64, choices),
-            compact(cutlass.Float32, choices),
+            *(given if self.choice is None else (None, None, *self.choice.logits_and_bias(m))),
             compact(cutlass.Int32, cute.sym_int()) if self.mapped else None,
             *blocks,
             biases(self.gate_up_bias, self.rows_up),

@@ -1,0 +1,1 @@
+"""Experts by the logits of a router."""
