@@ -72,7 +72,7 @@ SINCE_0_33 = ("quark-int4-g64", "auto-round-mxfp4")
 @pytest.fixture(autouse=True)
 def plugin(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("W4GEMM_VLLM", "on")
-    for part in ("dense", "gptq", "floats", "experts"):
+    for part in ("dense", "gptq", "floats", "fp8", "experts"):
         importlib.import_module(f"w4gemm.integrations.vllm.{part}").install()
     torch.set_default_dtype(torch.bfloat16)
     yield

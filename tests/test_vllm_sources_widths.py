@@ -75,11 +75,11 @@ def write(folder: Path, quantization_config: dict[str, Any], bits: tuple[int, ..
     (folder / "config.json").write_text(json.dumps({"quantization_config": quantization_config}))
 
 
-def merged(quant_config: Any, bias: bool = False) -> Any:
+def merged(quant_config: Any, bias: bool = False, sizes: tuple[int, int] = SIZES) -> Any:
     from vllm.model_executor.layers.linear import MergedColumnParallelLinear
 
     layer = MergedColumnParallelLinear(
-        K, list(SIZES), bias=bias, quant_config=quant_config, prefix=f"{PARENT}.gate_up_proj"
+        K, list(sizes), bias=bias, quant_config=quant_config, prefix=f"{PARENT}.gate_up_proj"
     )
     if bias:
         layer.bias.data.normal_()
@@ -176,6 +176,39 @@ def process(layer: Any) -> None:
     for module in layer.modules():
         if (method := getattr(module, "quant_method", None)) is not None:
             method.process_weights_after_loading(module)
+
+
+def fp8(strategy: str, **settings: Any) -> dict[str, Any]:
+    weights = {"num_bits": 8, "type": "float", "strategy": strategy, "symmetric": True, **settings}
+    group = {"targets": ["Linear"], "weights": weights}
+    return {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": group}}
+
+
+MXFP8 = {**fp8("group", group_size=32, scale_dtype="torch.uint8"), "format": "mxfp8-quantized"}
+
+
+@pytest.mark.parametrize("kind", ["tensor", "channel", "block", "mxfp8"])
+def test_a_merged_layer_in_fp8(kind: str, tmp_path: Path) -> None:
+    """vLLM merges whole blocks only."""
+    sizes, tensors = (256, 128), {}
+    for name, n in zip(NAMES, sizes, strict=True):
+        shape = {"tensor": (1,), "channel": (n, 1), "block": (n // 128, K // 128), "mxfp8": (n, K // 32)}[kind]
+        scales = torch.randint(118, 124, shape).to(torch.uint8) if kind == "mxfp8" else torch.rand(shape) / 50
+        scales = scales.bfloat16() if kind in ("tensor", "channel") else scales
+        tensors |= {f"{name}.weight": torch.randn(n, K).to(torch.float8_e4m3fn), f"{name}.weight_scale": scales}
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = MXFP8 if kind == "mxfp8" else fp8(kind, **({"block_structure": [128, 128]} if kind == "block" else {}))
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
+    layer = merged(quantization(tmp_path), sizes=sizes)
+    fill(layer, tmp_path, PARENT, SHARDS)
+    scheme = layer.scheme
+    scheme.is_static_input_scheme = False  # vLLM asserts that it is, and makes it None
+    process(layer)
+    kernel = getattr(scheme, "linear_kernel", None) or scheme.kernel
+    assert type(kernel).__name__ == ("W4GemmMxFp8LinearKernel" if kind == "mxfp8" else "W4GemmFp8LinearKernel")
+    assert kernel.vllm_kernel is None
+    folder = open_checkpoint(tmp_path)
+    check(layer, [folder.weight(each).dequantize(torch.float64) for each in NAMES])
 
 
 # --- GGUF ------------------------------------------------------------------------------------------------------------

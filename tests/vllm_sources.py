@@ -57,6 +57,7 @@ def _pretend_hopper() -> None:
 
 def _pretend_one_process() -> None:
     import vllm.config.vllm
+    from vllm import distributed
     from vllm.config import OffloadConfig
     from vllm.model_executor import parameter
     from vllm.model_executor.layers import linear, vocab_parallel_embedding
@@ -67,7 +68,7 @@ def _pretend_one_process() -> None:
     torch.accelerator.empty_cache = lambda: None
     init_workspace_manager(torch.device("cpu"))
 
-    for module in (parameter, linear, vocab_parallel_embedding):
+    for module in (distributed, parameter, linear, vocab_parallel_embedding):
         for name, value in (("rank", 0), ("world_size", 1)):
             setattr(module, f"get_tensor_model_parallel_{name}", lambda value=value: value)
     config = MagicMock(lora_config=None)

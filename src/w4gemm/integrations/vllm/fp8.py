@@ -1,0 +1,127 @@
+"""Linear layers with 8-bit floats that vLLM multiplies by 16-bit activations: kernels in vLLM's lists.
+
+On Hopper these are compressed-tensors' fp8 without activations in its config (W8A16) and MXFP8, for which Hopper has no
+products of its own. Layers that vLLM multiplies by activations in fp8 are in other lists, and stay vLLM's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm import envs
+from vllm.model_executor.kernels.linear import (
+    _POSSIBLE_MXFP8_KERNELS,
+    _POSSIBLE_WFP8A16_KERNELS,
+    FP8ScaledMMLinearKernel,
+    Mxfp8LinearKernel,
+)
+from vllm.platforms import PlatformEnum
+
+from w4gemm.checkpoints.fp8_folder import ScaleBlock, weight_of
+from w4gemm.core.formats import WeightFormat
+from w4gemm.integrations.engines.engine import layer_product, why_no_kernel
+from w4gemm.integrations.engines.loading import check_known
+from w4gemm.integrations.vllm import takeover
+from w4gemm.integrations.vllm.configs import take_configs
+from w4gemm.integrations.vllm.linear_kernel import LinearKernel, capability, own_kernels
+from w4gemm.weights.weight import QuantizedWeight
+
+CONFIGS = ("compressed-tensors", "modelopt_mxfp8", "modelopt_mixed", "inc", "quark")
+"""Names of vLLM's quantization configs that may have such layers."""
+_ROWS, _BLOCKS, _MX = (WeightFormat.parse(name) for name in ("e4m3_col_fp32", "e4m3_g128_b128", "mxfp8"))
+
+
+def install() -> None:
+    """Put our kernels first in vLLM's lists for NVIDIA GPUs, and watch what their layers load."""
+    take_configs(CONFIGS)
+    possible: list[Any]
+    for possible, ours in (
+        (_POSSIBLE_WFP8A16_KERNELS[PlatformEnum.CUDA], W4GemmFp8LinearKernel),
+        (_POSSIBLE_MXFP8_KERNELS[PlatformEnum.CUDA], W4GemmMxFp8LinearKernel),
+    ):
+        if ours not in possible:
+            possible.insert(0, ours)
+
+
+class _Fp8(LinearKernel):
+    """What both kernels have in common."""
+
+    kind = "linear layers of 8-bit floats with 16-bit activations"
+    possible: list[Any]
+    """vLLM's list of kernels for such layers."""
+
+    @classmethod
+    def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
+        reason = takeover.VLLM.asked(cls.kind, lambda: takeover.why_not_here(capability()))
+        return not reason, reason or None
+
+    @classmethod
+    def can_implement(cls, c: Any) -> tuple[bool, str | None]:
+        return True, None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.arguments = args, kwargs
+        """Arguments of the class of every kernel."""
+        self.expect()
+
+    def model_dtype(self, layer: Any) -> torch.dtype:
+        dtype: torch.dtype = layer.params_dtype
+        return dtype
+
+    def parameters(self, layer: torch.nn.Module) -> list[str]:
+        return ["weight", "weight_scale"]
+
+    def weight_names(self, layer: torch.nn.Module) -> list[str]:
+        return ["weight", "weight_scale", "weight_scale_inv", "input_scale"]
+
+    def next_kernel(self) -> Any:
+        config: Any = self.config  # type: ignore[attr-defined]
+        for cls in own_kernels(self.possible, envs.VLLM_DISABLED_KERNELS):
+            if cls.is_supported()[0] and cls.can_implement(config)[0]:
+                args, kwargs = self.arguments
+                return cls(*args, **kwargs)
+        raise ValueError(f"no kernel of vLLM runs these {self.kind}")
+
+    def weights(self, layer: Any) -> list[QuantizedWeight]:
+        check_known(layer, {"bias", *self.weight_names(layer)})
+        format, codes, scale = self.tensors(layer)
+        (n, k), dtype = codes.shape, self.model_dtype(layer)
+        if reason := why_no_kernel(layer_product(codes.device, format, n, k, dtype)):
+            raise ValueError(reason)
+        return [weight_of(format, codes, scale, ScaleBlock()).repack()]
+
+    def tensors(self, layer: Any) -> tuple[WeightFormat, torch.Tensor, torch.Tensor]:
+        """Return format, codes (n, k) and scales of a layer whose parameters are known.
+
+        Raises:
+            ValueError: if there is no such format.
+        """
+        raise NotImplementedError
+
+
+class W4GemmFp8LinearKernel(_Fp8, FP8ScaledMMLinearKernel):
+    """e4m3 with a scale for each row, or for each block of 128 x 128."""
+
+    possible = _POSSIBLE_WFP8A16_KERNELS[PlatformEnum.CUDA]
+
+    def tensors(self, layer: Any) -> tuple[WeightFormat, torch.Tensor, torch.Tensor]:
+        if hasattr(layer, "weight_scale_inv"):
+            *merged, _ = layer.logical_widths
+            if [*layer.weight_block_size] != [128, 128] or any(width % 128 for width in merged):
+                raise ValueError(f"their blocks are {layer.weight_block_size} of parts {layer.logical_widths}")
+            return _BLOCKS, layer.weight.data, layer.weight_scale_inv.data
+        return _ROWS, layer.weight.data.t().contiguous(), layer.weight_scale.data  # vLLM has turned it
+
+    def apply_scaled_mm(self, **given: Any) -> torch.Tensor:
+        raise NotImplementedError("vLLM's base class calls it, which multiplies activations in fp8")
+
+
+class W4GemmMxFp8LinearKernel(_Fp8, Mxfp8LinearKernel):
+    """e4m3 with a power of two for each 32 columns."""
+
+    possible = _POSSIBLE_MXFP8_KERNELS[PlatformEnum.CUDA]
+
+    def tensors(self, layer: Any) -> tuple[WeightFormat, torch.Tensor, torch.Tensor]:
+        return _MX, layer.weight.data, layer.weight_scale.data
