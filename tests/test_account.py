@@ -141,11 +141,18 @@ WITHOUT_GATES = {
 
 @pytest.mark.parametrize(("config", "pack"), WITHOUT_GATES.values(), ids=WITHOUT_GATES)
 def test_experts_without_gates(tmp_path: Path, config: Any, pack: Packer, caplog: pytest.LogCaptureFixture) -> None:
-    """transformers drew them at random: their packed tensors had no place."""
+    """transformers drew them at random, and later they were dense."""
     dense = write(tmp_path, "without gates", {r"proj\.weight$": pack}, config)
-    for model in assert_equal_to(dense, tmp_path):
-        assert sum(isinstance(m, W4Linear) for m in model.modules()) >= 5
-    assert caplog.text.count("dense with the numbers of 4-bit weights") == 2 and "experts.up_proj" in caplog.text
+    models = assert_equal_to(dense, tmp_path)
+    for model in models:
+        (experts,) = (m for m in model.modules() if isinstance(m, W4Experts))
+        assert experts.activation == "relu2" and experts.gate_up.weight.n == experts.down.weight.k
+    assert "dense" not in caplog.text
+    models[1].save_pretrained(tmp_path / "saved")
+    assert main(["convert", str(tmp_path), str(tmp_path / "converted")]) == 0
+    for folder in ("saved", "converted"):
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / folder, dtype=torch.float32)
+        assert torch.equal(logits(again), logits(models[1])) and summarize(again) == summarize(models[1])
 
 
 EXPERTS = {
@@ -344,8 +351,8 @@ def test_experts_of_a_dense_mixture(tmp_path: Path, architecture: str, caplog: p
     made = both_ways(tmp_path / "dense")
     assert torch.equal(*map(logits, made)) and summarize(made[0]) == summarize(made[1])
     packed = sum(isinstance(m, W4Experts) for m in made[1].modules())
-    assert packed == (2 if architecture == "mixture" else 0)
-    assert ("experts stay dense" in caplog.text) == (architecture != "mixture")
+    assert packed == (2 if architecture == "mixture" else 1)
+    assert "experts stay dense" not in caplog.text
     made[1].save_pretrained(tmp_path / "saved")
     assert torch.equal(
         logits(AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)), logits(made[0])

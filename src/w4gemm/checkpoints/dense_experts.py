@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from w4gemm.checkpoints.base import Module
-from w4gemm.checkpoints.experts import DOWN, GATE_UP
-from w4gemm.checkpoints.gates import activation_of, is_gated
+from w4gemm.checkpoints.experts import GATE_UP
+from w4gemm.checkpoints.gates import activation_of, products_of
 from w4gemm.core.formats import WeightFormat
 
 
@@ -55,11 +55,12 @@ def dense_products(model: nn.Module) -> dict[str, DenseProduct]:
     """Return the products of a model's experts, by the names of their parameters: of experts that w4gemm computes."""
     products = {}
     for owner, experts in model.named_modules():
-        if not is_gated(experts) or not _has_known_activation(experts):
+        leaves = products_of(experts)
+        if leaves is None or not _has_known_activation(experts):
             continue
         transposed, has_bias = (bool(getattr(experts, name, False)) for name in ("is_transposed", "has_bias"))
         concatenated = bool(getattr(experts, "is_concatenated", True))
-        for leaf in (GATE_UP, DOWN):
+        for leaf in leaves:
             name, shape = f"{owner}.{leaf}", tuple(experts.get_parameter(leaf).shape)
             products[name] = DenseProduct(name, shape, transposed, concatenated and leaf == GATE_UP, has_bias)
     return products

@@ -1,7 +1,8 @@
 """Experts that a checkpoint holds one by one, put together as models have them: :func:`stacks`.
 
 ``model.layers.0.mlp.experts.3.up_proj`` is one of the modules of ``model.layers.0.mlp.experts.gate_up_proj``, which
-holds gates and ups of all experts, their rows in pairs. ``down_proj`` is the other product of the experts.
+holds gates and ups of all experts, their rows in pairs. ``down_proj`` is the other product of the experts. Experts
+without gates (NemotronH) have ``up_proj`` in the place of ``gate_up_proj``.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from w4gemm.checkpoints.base import Module
 from w4gemm.weights.weight import QuantizedWeight
 
-GATE_UP, DOWN = "gate_up_proj", "down_proj"
+GATE_UP, UP, DOWN = "gate_up_proj", "up_proj", "down_proj"
 _ROLES = {
     "gate_proj": (GATE_UP, 0),
     "up_proj": (GATE_UP, 1),
@@ -26,7 +27,7 @@ _ROLES = {
 }
 """By the last part of an expert's module: its product, and where it stands among that product's modules."""
 _NAME = re.compile(rf"(?P<owner>(?:.+\.)?experts)\.(?P<index>\d+)\.(?P<role>{'|'.join(_ROLES)})")
-_MODULES = {GATE_UP: 2, DOWN: 1}
+_MODULES = {GATE_UP: 2, UP: 1, DOWN: 1}
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,7 @@ class Stack:
 
 
 def stacks(modules: Mapping[str, Module]) -> dict[str, Stack]:
-    """Return the modules of all experts that a checkpoint's modules make, by name. Experts without a gate (NemotronH)
-    make none.
+    """Return the modules of all experts that a checkpoint's modules make, by name.
 
     Raises:
         ValueError: if an expert is missing, or experts of a layer are not alike.
@@ -84,15 +84,16 @@ def stacks(modules: Mapping[str, Module]) -> dict[str, Stack]:
             product, position = _ROLES[match["role"]]
             sources_of.setdefault(f"{match['owner']}.{product}", {})[int(match["index"]), position] = name
     for name in [name for name, sources in sources_of.items() if name.endswith(GATE_UP)]:
-        if all(position == 1 for _, position in sources_of[name]):
-            del sources_of[name]
-            sources_of.pop(f"{name.rpartition('.')[0]}.{DOWN}", None)
+        if all(source.endswith(f".{UP}") for source in sources_of[name].values()):
+            ups = {(expert, 0): source for (expert, _), source in sources_of.pop(name).items()}
+            sources_of[f"{name.rpartition('.')[0]}.{UP}"] = ups
     made = {name: _stack(name, sources, modules) for name, sources in sources_of.items()}
     for name, stack in made.items():
         owner = name.rpartition(".")[0]
-        other = made.get(f"{owner}.{GATE_UP}")
+        first = f"{owner}.{GATE_UP if f'{owner}.{GATE_UP}' in made else UP}"
+        other = made.get(first)
         if other is not None and other.module.experts != stack.module.experts:
-            has = f"{owner}.{GATE_UP} has {other.module.experts}"
+            has = f"{first} has {other.module.experts}"
             raise ValueError(f"{name} has {stack.module.experts} experts in 4 bits, {has}")
     return made
 
@@ -103,6 +104,8 @@ def roles_of(modules: Mapping[str, Module], name: str) -> tuple[str, ...]:
     owner, _, product = name.rpartition(".")
     gate_up = modules.get(f"{owner}.{GATE_UP}")
     fused = gate_up.fused if gate_up is not None and gate_up.fused else ("gate_proj", "up_proj")
+    if product == UP:
+        return (UP,)
     if product == GATE_UP:
         return fused
     return ("w2",) if fused == ("w1", "w3") else (DOWN,)

@@ -1,7 +1,7 @@
 """The activation between both products of a model's experts: :func:`activation_of`.
 
 A model's code says it by a method, not by a name. So the method is called with numbers, and its result held against
-every gated activation, with the constants that the module has. A model whose formula is none of them is refused.
+every activation, with the constants that the module has. A model whose formula is none of them is refused.
 """
 
 from __future__ import annotations
@@ -12,26 +12,28 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from w4gemm.checkpoints.experts import DOWN, GATE_UP
+from w4gemm.checkpoints.experts import DOWN, GATE_UP, UP
 from w4gemm.core.activation import ACTIVATIONS, canonical, parse
 
 _LIMITS = ("limit", "swiglu_limit")
 _ALPHAS = ("alpha", "swiglu_alpha")
 """Attributes of experts in transformers, by the constant of :mod:`w4gemm.core.activation`."""
+_PLAIN = tuple(name for name, formula in ACTIVATIONS.items() if not formula.gated)
 _SAMPLES = 4096
 _ROUNDED = 1e-4
 """Most that float32 may round off: the tail of a gelu, up to 1.5e-7, is multiplied by ups of up to 300."""
 
 
-def is_gated(experts: nn.Module | None) -> bool:
-    """True for experts of transformers' interface that multiply gates and ups: w4gemm computes them, if it has their
-    activation."""
-    products = [getattr(experts, name, None) for name in (GATE_UP, DOWN)]
-    return (
-        all(isinstance(p, torch.Tensor) and p.dim() == 3 for p in products)
-        and hasattr(experts, "_apply_gate")
-        and not getattr(experts, "has_post_expert_norm", False)
-    )
+def products_of(experts: nn.Module | None) -> tuple[str, str] | None:
+    """Return the names of the parameters of both products, the first of gates and ups or of ups alone, of experts of
+    transformers' interface. w4gemm computes them, if it has their activation; None for other modules."""
+    names = GATE_UP if getattr(experts, "has_gate", True) else UP, DOWN
+    products = [getattr(experts, name, None) for name in names]
+    if not all(isinstance(p, torch.Tensor) and p.dim() == 3 for p in products):
+        return None
+    if not hasattr(experts, "_apply_gate") or getattr(experts, "has_post_expert_norm", False):
+        return None
+    return names
 
 
 def activation_of(experts: nn.Module) -> str:
@@ -41,16 +43,16 @@ def activation_of(experts: nn.Module) -> str:
         ValueError: if it is none of w4gemm's, or has another limit than the model's config says.
     """
     with torch.no_grad(), torch.device("cpu"):  # while transformers makes models on the meta device
-        both = _samples()
+        both, gated = _samples(), bool(getattr(experts, "has_gate", True))
         gate, up = both[0::2], both[1::2]
         rows = torch.cat((gate, up)) if getattr(experts, "is_concatenated", True) else both
-        expected = experts._apply_gate(rows[None])[0]  # type: ignore[operator]
-        for candidate in _candidates(experts):
+        expected = experts._apply_gate(rows[None])[0] if gated else experts.act_fn(both)  # type: ignore[operator]
+        for candidate in _candidates(experts) if gated else _PLAIN:
             result = parse(candidate).apply(both)
             if result.shape == expected.shape and torch.allclose(result, expected, rtol=1e-5, atol=_ROUNDED):
                 _check_limit(experts, candidate)
                 return candidate
-    known = ", ".join(name for name, formula in ACTIVATIONS.items() if formula.gated)
+    known = ", ".join(name for name, formula in ACTIVATIONS.items() if formula.gated == gated)
     raise ValueError(f"its {type(experts).__name__} compute another activation than {known}")
 
 

@@ -159,7 +159,9 @@ class QuantizedFolder:
 
     def _is_alarm(self, name: str, info: TensorInfo) -> bool:
         """True for the tensor of one number that keeps other programs from taking experts for missing ones."""
-        return self._alarms and info.shape == (1,) and not self._parts.keys().isdisjoint((name, name[: -len("_proj")]))
+        # of experts without gates transformers may save it as the first one's
+        layers = name, name.removesuffix("_proj"), re.sub(r"(?:\.\d+)?\.up_proj(?:\.weight)?$", ".gate_up", name)
+        return self._alarms and info.shape in ((1,), ()) and not self._parts.keys().isdisjoint(layers)
 
     @property
     def files(self) -> set[str]:

@@ -17,8 +17,8 @@ from w4gemm.api.nn import W4Linear
 from w4gemm.api.packed_module import PackedModule
 from w4gemm.checkpoints.dense import default_format
 from w4gemm.checkpoints.dense_experts import DenseProduct
-from w4gemm.checkpoints.experts import DOWN, GATE_UP
-from w4gemm.checkpoints.gates import activation_of
+from w4gemm.checkpoints.experts import DOWN
+from w4gemm.checkpoints.gates import activation_of, products_of
 from w4gemm.core.formats import WeightFormat
 from w4gemm.integrations.transformers.sharding import Local
 from w4gemm.packing.packed_shape import packed_shape
@@ -137,6 +137,9 @@ class AwaitedExperts(W4Experts):
         experts: the dense experts that were here.
         config: the model's, which says by the time that it is asked for whether each process is to hold some of them.
 
+    Attributes:
+        leaves: names of the dense parameters of both products.
+
     Raises:
         ValueError: if w4gemm computes no such experts.
     """
@@ -147,10 +150,12 @@ class AwaitedExperts(W4Experts):
     def __init__(self, experts: nn.Module, config: Any) -> None:
         nn.Module.__init__(self)
         transposed, has_bias = (bool(getattr(experts, name, False)) for name in ("is_transposed", "has_bias"))
-        up, down = experts.get_parameter(GATE_UP), experts.get_parameter(DOWN)
+        leaves = products_of(experts)
+        assert leaves is not None
+        up, down = map(experts.get_parameter, leaves)
         self.gate_up = AwaitedGrouped(up, transposed, has_bias, activation_of(experts))
         self.down = AwaitedGrouped(down, transposed, has_bias)
-        self.config = config
+        self.config, self.leaves = config, leaves
 
     @property
     def num_experts(self) -> int:
@@ -192,8 +197,7 @@ class AwaitedDenseExperts(AwaitedExperts):
 
     def awaited(self, leaf: str) -> AwaitedGrouped:
         """The layer that the parameter of a product becomes."""
-        layer: AwaitedGrouped = getattr(self, leaf.removesuffix("_proj"))
-        return layer
+        return self.down if leaf == DOWN else self.gate_up
 
     def take(self, leaf: str, weight: torch.Tensor) -> None:
         """Round one product's weights that were loaded."""
@@ -215,5 +219,5 @@ def finish(model: nn.Module) -> None:
     """Let the experts whose products were filled be a :class:`W4Experts`."""
     for module in model.modules():
         if isinstance(module, AwaitedExperts):
-            del module.config
+            del module.config, module.leaves
             module.__class__ = W4Experts  # type: ignore[assignment]

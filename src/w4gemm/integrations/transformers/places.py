@@ -16,7 +16,7 @@ from w4gemm.checkpoints.account import Account, Naming, Recipe, Stored, listed
 from w4gemm.checkpoints.base import finite_dense
 from w4gemm.checkpoints.dense import linear_layers
 from w4gemm.checkpoints.experts import DOWN, GATE_UP, roles_of
-from w4gemm.checkpoints.gates import is_gated
+from w4gemm.checkpoints.gates import products_of
 from w4gemm.core.errors import FormatError
 from w4gemm.core.problem import Device
 from w4gemm.integrations.transformers.awaited import AwaitedExperts, AwaitedLinear
@@ -46,10 +46,6 @@ class Place(NamedTuple):
     def bias_name(self) -> str:
         """Name of the bias that is or was here, if there is one."""
         return f"{self.dense}_bias" if self.dense else f"{self.layer}.bias"
-
-
-_PRODUCTS = {GATE_UP: GATE_UP, DOWN: DOWN, "gate_up": GATE_UP, "down": DOWN}
-"""The model's parameter by the last part of the name of a module of experts, in folders of others and of our own."""
 
 
 class Placement:
@@ -140,19 +136,19 @@ class Placement:
         the model's experts."""
         owner, _, leaf = target.rpartition(".")
         experts = submodule(self._model, owner)
-        others = {_PRODUCTS.get(n.rpartition(".")[2]) for n in partners if n.rpartition(".")[0] == owner}
-        if leaf not in _PRODUCTS or others != {GATE_UP, DOWN} or (module.fused and not module.interleaved):
+        parameters = _parameters(experts)
+        both = {parameters.get(n.rpartition(".")[2]) for n in partners if n.rpartition(".")[0] == owner}
+        if leaf not in parameters or both != {*parameters.values()} or (module.fused and not module.interleaved):
             return None
         if not isinstance(experts, AwaitedExperts):
-            if experts is None or not is_gated(experts):
-                return None
+            assert experts is not None
             try:
                 experts = AwaitedExperts(experts, getattr(self._model, "config", None))
             except ValueError as e:
                 raise FormatError(f"{self._checkpoint.path}: {owner}: {e}") from e
             self._model.set_submodule(owner, experts)
-        dense = _PRODUCTS[leaf]
-        product = dense.removesuffix("_proj")
+        dense = parameters[leaf]
+        product = "down" if dense == DOWN else "gate_up"
         layer = getattr(experts, product)
         own_shape = layer.experts, layer.out_features, layer.in_features
         self._check_shape(target, (module.experts, module.n, module.k), own_shape)
@@ -228,13 +224,14 @@ class Placement:
     def _make_dense_experts(self, name: str, module: Module) -> bool:
         owner, _, leaf = self._name_of(name).rpartition(".")
         experts = submodule(self._model, owner)
-        dense = f"{owner}.{_PRODUCTS.get(leaf, leaf)}"
+        parameter = _parameters(experts).get(leaf, leaf)
+        dense = f"{owner}.{parameter}"
         if dense in self._naming.known and experts is not None and hasattr(experts, "is_transposed"):
-            layout = functools.partial(_as_parameter, experts, module, _PRODUCTS[leaf] == GATE_UP)
+            layout = functools.partial(_as_parameter, experts, module, parameter == GATE_UP)
             self._add(dense, (module.experts, module.n, module.k), layout, name, dense)
             if module.bias:
                 self._with_modules.add(f"{name}.bias")
-                rows = functools.partial(_in_order, experts, module, _PRODUCTS[leaf] == GATE_UP)
+                rows = functools.partial(_in_order, experts, module, parameter == GATE_UP)
                 self._made[f"{dense}_bias"] = lambda dtype, device: rows(
                     finite_dense(self._checkpoint, f"{name}.bias", dtype).to(device)
                 )
@@ -353,6 +350,16 @@ class Placement:
             reasons.setdefault(reason, []).append(name)
         for reason, names in reasons.items():
             _log.info("%s: left out: %s: %s", self._checkpoint.path, listed(names), reason)
+
+
+def _parameters(experts: nn.Module | None) -> dict[str, str]:
+    """The parameters of a model's experts by the last part of the name of a module of theirs, in folders of others and
+    of our own; empty for what are no experts that :class:`W4Experts` computes."""
+    leaves = experts.leaves if isinstance(experts, AwaitedExperts) else products_of(experts)
+    if leaves is None:
+        return {}
+    first, down = leaves
+    return {first: first, down: down, "gate_up": first, "down": down}
 
 
 def _as_parameter(experts: nn.Module, module: Module, pairs: bool, w: torch.Tensor) -> torch.Tensor:

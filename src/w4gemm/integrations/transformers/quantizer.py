@@ -30,10 +30,11 @@ from w4gemm.checkpoints import Checkpoint, open_checkpoint
 from w4gemm.checkpoints.account import Account, Naming, Stored, folder_model, listed
 from w4gemm.checkpoints.dense import SKIP, check_dense, default_format, layers_to_quantize
 from w4gemm.checkpoints.dense_experts import DenseProduct, dense_products
-from w4gemm.checkpoints.experts import DOWN, GATE_UP
+from w4gemm.checkpoints.experts import DOWN, GATE_UP, UP
 from w4gemm.checkpoints.hugging_face import check_layers, quantization_config, read_header
 from w4gemm.checkpoints.quantized_folder import QuantizedFolder
 from w4gemm.checkpoints.w4gemm import METHOD, alarm, alarm_name, settings
+from w4gemm.core.activation import is_gated
 from w4gemm.core.errors import FormatError
 from w4gemm.core.problem import Device
 from w4gemm.integrations.decoder import decode_by_graph
@@ -69,7 +70,7 @@ class _Quantize(ConversionOps):
             owner, _, leaf = name.rpartition(".")
             layer = facts["model"].get_submodule(owner)
             tensor = loaded[0] if isinstance(loaded, list) else loaded
-            if isinstance(layer, (AwaitedDense, AwaitedDenseExperts)) and leaf in ("weight", GATE_UP, DOWN):
+            if isinstance(layer, (AwaitedDense, AwaitedDenseExperts)) and leaf in ("weight", GATE_UP, UP, DOWN):
                 layer.take(leaf, tensor)
                 facts["missing_keys"].discard(name)
             elif name not in self._filled_later:
@@ -181,7 +182,7 @@ class W4GemmQuantizer(HfQuantizer):
     def update_parallel_plan(self, model: PreTrainedModel, plan: dict[str, str]) -> None:
         """Leave out the rules of experts' dense parameters, which are not there: what their module's rule says holds
         for what stands in their place."""
-        for name in [name for name in plan if name.endswith((f".{GATE_UP}", f".{DOWN}")) and "experts" in name]:
+        for name in [name for name in plan if name.rpartition(".")[2] in (GATE_UP, UP, DOWN) and "experts" in name]:
             experts = name.rpartition(".")[0].replace("*", r"\d+")
             if any(re.fullmatch(experts, n) for n, m in model.named_modules() if isinstance(m, W4Experts)):
                 del plan[name]
@@ -363,7 +364,10 @@ def _alarm_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     owners = [name.removesuffix(".codes") for name in model.state_dict() if name.endswith(".codes")]
     linear = {name for name, layer in model.named_modules() if isinstance(layer, W4Linear)}
     for owner in owners:
-        tensors = {alarm_name(owner, experts=owner not in linear): alarm()}
+        experts = owner not in linear
+        if experts and not is_gated(str(model.get_submodule(owner.rpartition(".")[0]).activation)):
+            owner = owner.replace(".gate_up", ".up")
+        tensors = {alarm_name(owner, experts): alarm()}
         try:
             if len(revert_weight_conversion(model, dict(tensors))) == 1:
                 return tensors
