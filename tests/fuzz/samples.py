@@ -77,6 +77,23 @@ def _gptq(folder: Path) -> Path:
     return _folder(folder, config, _modules(stored))
 
 
+def _gptq_planes(folder: Path) -> Path:
+    """Of 6 bits: words of four, then of two, for each 32 codes."""
+
+    def planes(codes: torch.Tensor) -> torch.Tensor:
+        low = words((codes & 15).view(len(codes), -1, 32)).view(len(codes), -1, 4)
+        twos = (codes >> 4).view(len(codes), -1, 2, 16).long() << torch.arange(0, 32, 2)
+        high = torch.where((sums := twos.sum(-1)) >= 2**31, sums - 2**32, sums).int()
+        return torch.cat((low, high), -1).flatten(1)
+
+    def stored(m: Numbers) -> dict[str, torch.Tensor]:
+        codes, zeros = m.codes | m.codes.flip(0) << 4 & 48, m.zeros.T | 16
+        return {"qweight": planes(codes).T, "qzeros": planes(zeros), "scales": m.scales.T}
+
+    config = {"quant_method": "gptq", "bits": 6, "group_size": GROUP, "sym": False, "checkpoint_format": "gptq_p"}
+    return _folder(folder, config, _modules(stored))
+
+
 def _awq(folder: Path) -> Path:
     def stored(m: Numbers) -> dict[str, torch.Tensor]:
         codes, zeros = (words(t.T, AWQ_ORDER) for t in (m.codes, m.zeros))
@@ -255,6 +272,24 @@ def _torchao(folder: Path) -> Path:
     return _folder(folder, {"quant_method": "torchao"}, _modules(stored), texts)
 
 
+def _quark_int8(folder: Path) -> Path:
+    def stored(m: Numbers) -> dict[str, torch.Tensor]:
+        return {"weight": m.codes.to(torch.int8) * 16, "weight_scale": m.scales[:, 0].clone()}
+
+    weight = {"dtype": "int8", "qscheme": "per_channel", "ch_axis": 0, "symmetric": True}
+    config = {"quant_method": "quark", "global_quant_config": {"weight": weight}, "exclude": []}
+    return _folder(folder, config | {"export": {"pack_method": "reorder"}}, _modules(stored))
+
+
+def _torchao_fp8(folder: Path) -> Path:
+    def stored(m: Numbers) -> dict[str, torch.Tensor]:
+        return {"_weight_qdata": m.codes.float().to(torch.float8_e4m3fn), "_weight_scale": m.scales[:, :1].float()}
+
+    texts = {f"model.{name}.weight": {"_type": "Float8Tensor", "_data": {"block_size": [1, K]}} for name in ("a", "b")}
+    about = {name: json.dumps(text) for name, text in texts.items()}
+    return _folder(folder, {"quant_method": "torchao"}, _modules(stored), about)
+
+
 def _auto_round(folder: Path) -> Path:
     """MXINT4: signs and numbers of quarters."""
 
@@ -273,6 +308,14 @@ def _bitsandbytes(folder: Path) -> Path:
         }
 
     return _folder(folder, {"quant_method": "bitsandbytes", "load_in_4bit": True}, _modules(stored))
+
+
+def _llm_int8(folder: Path) -> Path:
+    def stored(m: Numbers) -> dict[str, torch.Tensor]:
+        format = torch.tensor(0, dtype=torch.uint8)
+        return {"weight": m.codes.to(torch.int8), "SCB": m.scales[:, 0].float(), "weight_format": format}
+
+    return _folder(folder, {"quant_method": "bitsandbytes", "load_in_8bit": True}, _modules(stored))
 
 
 def _weights() -> dict[str, QuantizedWeight]:
@@ -294,6 +337,7 @@ def _weight_file(folder: Path) -> Path:
 
 FORMATS: dict[str, Callable[[Path], Path]] = {
     "gptq": _gptq,
+    "gptq-planes": _gptq_planes,
     "awq": _awq,
     "auto-round": _auto_round,
     "compressed-tensors": _compressed,
@@ -308,8 +352,11 @@ FORMATS: dict[str, Callable[[Path], Path]] = {
     "kimi": _kimi,
     "hqq": _hqq,
     "quark": _quark,
+    "quark-int8": _quark_int8,
     "torchao": _torchao,
+    "torchao-fp8": _torchao_fp8,
     "bitsandbytes": _bitsandbytes,
+    "llm-int8": _llm_int8,
     "w4gemm": _own,
     "gguf": gguf_samples.tensors,
     "gguf-experts": gguf_samples.experts,
