@@ -422,7 +422,7 @@ def split(folder: Path, name: str, parts: list[list[str]], **changes: int) -> li
         paths.append(folder / name.format(i + 1, len(parts)))
         writer = gguf.GGUFWriter(paths[-1], "llama")
         writer.add_uint16("split.no", changes.get("no", i))
-        writer.add_uint16("split.count", len(parts))
+        writer.add_uint64("split.count", changes.get("count", len(parts)))
         writer.add_int32("split.tensors.count", changes.get("tensors", sum(map(len, parts))))
         for tensor in names:
             values = np.full((32, 32), 127 * next(numbers), np.float32)
@@ -457,10 +457,28 @@ def test_parts_that_are_no_whole(tmp_path: Path) -> None:
         (SPLIT, [one, other], {"no": 0}, r"00002\.gguf: wanted part 1 of 2 .* got split\.no 0 and split\.count 2"),
         (SPLIT, [one, other], {"tensors": 3}, r"split\.tensors\.count is 3, its parts have 2 tensors"),
         (SPLIT, [one, one], {}, r"'blk\.0\.ffn_down\.weight' is in an earlier part, too"),
+        (SPLIT, [one, other], {"count": 1}, "name says that it is a part of 2, its split.count 1; if it is whole, wa"),
+        (SPLIT, [one, other], {"count": 3}, "name says that it is a part of 2, its split.count 3"),
+        (SPLIT, [one, other], {"count": 0}, "split.count: wanted 1 to 99999, got 0"),
+        (SPLIT, [one, other], {"count": 2**40}, f"split.count: wanted 1 to 99999, got {2**40}"),
     ):
         paths = split(tmp_path, name, parts, **changes)
         with pytest.raises(FormatError, match=message):
             open_checkpoint(paths[0])
+
+
+def test_parts_of_two_split_files(tmp_path: Path) -> None:
+    """Of an earlier save, with other numbers of parts; the first by name was opened."""
+    one, other = ["blk.0.ffn_down.weight"], ["blk.1.ffn_down.weight"]
+    split(tmp_path, SPLIT, [one, other])
+    assert len(open_checkpoint(tmp_path).modules) == 2
+    split(tmp_path, SPLIT, [one, [], other])
+    with pytest.raises(FormatError, match="holds 5 GGUF files"):
+        open_checkpoint(tmp_path)
+    cut = tmp_path / "a-00002-of-00002.gguf"
+    cut.write_bytes(cut.read_bytes()[:-40])
+    with pytest.raises(FormatError, match=r"a-00002-of-00002\.gguf is cut short"):
+        open_checkpoint(tmp_path / "a-00001-of-00002.gguf")
 
 
 def test_two_names_of_one_tensor(tmp_path: Path) -> None:

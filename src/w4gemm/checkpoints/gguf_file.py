@@ -22,8 +22,9 @@ from w4gemm.core.errors import FormatError, not_among
 from w4gemm.core.formats import WeightFormat
 from w4gemm.weights.weight import QuantizedWeight
 
-_PART = re.compile(r"(.+)-\d{5}-of-\d{5}\.gguf")
+_PART = re.compile(r"(?P<whole>.+)-\d{5}-of-(?P<count>\d{5})\.gguf", re.ASCII)
 """File name of a part of a split file."""
+_MOST_PARTS = 99_999
 
 _COMPANIONS = (".scale", ".input_scale")
 """Ends of the names of what lies beside a tensor in NVFP4: the factor of each of its matrices, and that of x for
@@ -34,8 +35,8 @@ _ELEMENTS = 2**22
 
 
 def name_of_whole(path: Path) -> str:
-    """Return what the names of all parts of a split file begin with, or the name of another file."""
-    return match[1] if (match := _PART.fullmatch(path.name)) else path.name
+    """Return what the names of all parts of a split file have in common, or the name of another file."""
+    return f"{match['whole']}-of-{match['count']}" if (match := _PART.fullmatch(path.name)) else path.name
 
 
 class GGUFFile:
@@ -59,19 +60,27 @@ class GGUFFile:
             raise FileNotFoundError(f"path: no file {str(path)!r}")
         self.metadata, self.tensors = read_header(self.path)
         parts = [self.path]
-        if isinstance(count := self.metadata.get("split.count"), int) and count > 1:
+        count, named = self.metadata.get("split.count", 1), _PART.fullmatch(self.path.name)
+        if count != 1 or (named and int(named["count"]) != 1):
             parts = self._parts(count)
             self._join(parts)
         self._bytes = [np.memmap(part, np.uint8, mode="r") for part in parts]
 
-    def _parts(self, count: int) -> list[Path]:
+    def _parts(self, count: Any) -> list[Path]:
         """Return the parts of a split file of ``count``, and make the first one :attr:`path`."""
+        if type(count) is not int or not 1 <= count <= _MOST_PARTS:
+            raise FormatError(f"{self.path}: split.count: wanted 1 to {_MOST_PARTS}, got {count!r:.80}")
         if (match := _PART.fullmatch(self.path.name)) is None:
             raise FormatError(
                 f"{self.path} is a part of {count} of a split file; wanted its name to end in "
                 f"-00001-of-{count:05}.gguf, as llama.cpp names the first one, to find the others by"
             )
-        parts = [self.path.with_name(f"{match[1]}-{i:05}-of-{count:05}.gguf") for i in range(1, count + 1)]
+        if int(match["count"]) != count:
+            raise FormatError(
+                f"{self.path}: its name says that it is a part of {int(match['count'])}, its split.count {count}; if "
+                "it is whole, wanted another name"
+            )
+        parts = [self.path.with_name(f"{match['whole']}-{i:05}-of-{count:05}.gguf") for i in range(1, count + 1)]
         if missing := [part.name for part in parts if not part.is_file()]:
             raise FormatError(
                 f"{self.path} is a part of {count} of a split file, of which {', '.join(missing)} is not beside it"
