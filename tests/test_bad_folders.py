@@ -223,7 +223,7 @@ BITS = {"gptq": "bits", "awq": "bits", "compressed-tensors": "num_bits", "compre
 
 
 @pytest.mark.parametrize("kind", BITS)
-@pytest.mark.parametrize("bits", [7, "four", None])
+@pytest.mark.parametrize("bits", [9, "four", None])
 def test_bits(kind: str, bits: Any, tmp_path: Path) -> None:
     folder = samples.FORMATS[kind](tmp_path)
 

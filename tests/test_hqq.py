@@ -107,7 +107,7 @@ def test_a_matrix_of_half_bytes_is_refused(tmp_path: Path) -> None:
     tensors = {f"model.a.{leaf}": t for leaf, t in (stored | {"packing": text("4bit_u8")}).items()}
     save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "quantization_config": CONFIG}))
-    with pytest.raises(FormatError, match=r"model\.a: W_q has shape \(1, 16\), wanted the 16\.5 bytes of \(1, 33\)"):
+    with pytest.raises(FormatError, match=r"model\.a: W_q has shape \(1, 16\), wanted 0.5 rows of 33 bytes for \(1, 33\)"):
         open_checkpoint(tmp_path)
 
 
@@ -119,7 +119,8 @@ def test_a_matrix_of_half_bytes_is_refused(tmp_path: Path) -> None:
         ("packing", text("2bit_u8"), "packing is '2bit_u8', wanted '4bit_u8'"),
         ("quant_scale", torch.tensor(1), "its scales are quantized"),
         ("shape", torch.tensor([64, 97]), r"shape is \(64, 97\), wanted rows of whole groups of 32"),
-        ("shape", torch.tensor([32, 96]), "W_q has shape .* wanted the 1536 bytes"),
+        ("W_q", torch.zeros(32, 96, dtype=torch.uint8), "W_q has shape .* wanted 96 rows of 32 bytes"),
+        ("shape", torch.tensor([32, 96]), "W_q has shape .* wanted 48 rows of 32 bytes"),
         ("group_size", torch.tensor(24), "W_q|scale has shape|group_size: wanted"),
         ("scale", torch.ones(5, 1), r"scale has shape \(5, 1\), wanted"),
         ("zero", None, "there is no zero beside"),

@@ -67,9 +67,10 @@ class HQQPacking:
         if not all(isinstance(size, int) and size > 0 for size in (n, k, group)) or k % group:
             raise ValueError(f"shape is {(n, k)}, wanted rows of whole groups of {group}")
         rows, words = n * (k // group), check_tensor(stored, "W_q", tuple(_WORDS))
-        size = -(-rows // 10) * group * 4 if bits == 3 else rows * group * _stored_bits(bits) / 8
-        if words[0] * words[1] * _WORDS[stored["W_q"].dtype] != size:
-            raise ValueError(f"W_q has shape {words}, wanted the {size:g} bytes of {(n, k)}")
+        lines = -(-rows // 10) if bits == 3 else rows * _stored_bits(bits) / 8
+        line = 4 * group if bits == 3 else group
+        if (words[0], words[1] * _WORDS[stored["W_q"].dtype]) != (lines, line):
+            raise ValueError(f"W_q has shape {words}, wanted {lines:g} rows of {line} bytes for {(n, k)}")
         format = WeightFormat(PER_COLUMN if group == k else group, "float", "fp32", INTEGERS[bits].name)
         for leaf in ("scale", "zero"):
             check_tensor(stored, leaf, _SCALES, (rows, 1))
