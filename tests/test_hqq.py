@@ -107,7 +107,7 @@ def test_a_matrix_of_half_bytes_is_refused(tmp_path: Path) -> None:
     tensors = {f"model.a.{leaf}": t for leaf, t in (stored | {"packing": text("4bit_u8")}).items()}
     save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "quantization_config": CONFIG}))
-    with pytest.raises(FormatError, match=r"model\.a: W_q has shape \(1, 16\), wanted 0.5 rows of 33 bytes for \(1, 33\)"):
+    with pytest.raises(FormatError, match=r"model\.a: W_q has shape \(1, 16\), wanted 0.5 rows of 33 bytes"):
         open_checkpoint(tmp_path)
 
 

@@ -19,7 +19,7 @@ import test_compressed_tensors
 from fuzz import samples
 from quantized_model import change, configure, convert, put, write_model
 from tiny_model import LAYERS, write_dense
-from w4gemm import FormatError
+from w4gemm import FormatError, QuantizedWeight
 from w4gemm.checkpoints import open_checkpoint
 from w4gemm.checkpoints.gguf import GGUFCheckpoint
 from w4gemm.checkpoints.quantized_folder import BESIDE, QuantizedFolder
@@ -167,9 +167,71 @@ def test_experts_in_one_fp8_tensor(tmp_path: Path, capsys: pytest.CaptureFixture
     assert main(["convert", str(folder), str(tmp_path / "out"), "--dtype", "float32"]) == 0
     written = load_file(tmp_path / "out" / "model.safetensors")
     for name, weight in experts.items():
-        assert torch.equal(model.get_parameter(name), weight) and torch.equal(other.get_parameter(name), weight)
+        for made in (model, other):
+            w = made.get_submodule(name.removesuffix("_proj")).weight
+            assert str(w.format) == "e4m3_col_fp32" and torch.equal(in_order(w, name), weight)
         assert torch.equal(written[name], weight)
     assert not any("scale" in name for name in written if "experts" in name)
+
+
+def in_order(w: QuantizedWeight, name: str) -> torch.Tensor:
+    """Gates before ups, as the model's own parameter has them."""
+    rows = w.dequantize()
+    return torch.cat((rows[:, 0::2], rows[:, 1::2]), 1) if "gate_up" in name else rows
+
+
+@pytest.mark.parametrize(
+    ("scales", "block", "format"),
+    [
+        (lambda e, n, k: (e, n, 1), None, "e4m3_col_fp32"),
+        (lambda e, n, k: (e,), None, "e4m3_col_fp32"),
+        (lambda e, n, k: (1,), None, "e4m3_col_fp32"),
+        (lambda e, n, k: (e, -(-n // 128), -(-k // 128)), [128, 128], "e4m3_g128_b128"),
+        (lambda e, n, k: (e, n // 16, k // 32), [16, 32], "e4m3_g32_fp32"),
+    ],
+    ids=["rows", "experts", "one", "128 x 128", "16 x 32"],
+)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_experts_in_one_fp8_tensor_stay_packed(
+    tmp_path: Path, scales: Any, block: list[int] | None, format: str, transposed: bool
+) -> None:
+    torch.manual_seed(0)
+    count, hidden, features = 2, 128, 256
+    tensors, expected = {}, {}
+    sizes = {"gate_up_proj": (2 * hidden, features), "down_proj": (features, hidden)}
+    for leaf, (n, k) in sizes.items():
+        w, scale = torch.randn(count, n, k).to(E4M3), torch.rand(scales(count, n, k)) + 0.5
+        rows, columns = block or [1, k]
+        whole = scale.view(-1, 1, 1) if scale.dim() == 1 else scale.repeat_interleave(rows, 1)[:, :n]
+        expected[leaf] = w.float() * (whole.repeat_interleave(columns, 2)[..., :k] if scale.dim() == 3 else whole)
+        w, scale = (w.mT, scale.mT if scale.dim() == 3 else scale) if transposed else (w, scale)
+        tensors |= {f"{EXPERTS}.{leaf}": w.contiguous(), f"{EXPERTS}.{leaf}_scale_inv": scale.contiguous()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    block = block and (block[::-1] if transposed else block)
+    settings = {"quant_method": "fp8", "weight_block_size": block}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": settings}))
+    checkpoint = open_checkpoint(tmp_path)
+    for leaf, weight in expected.items():
+        w = checkpoint.weight(f"{EXPERTS}.{leaf}")
+        assert str(w.format) == str(checkpoint.modules[f"{EXPERTS}.{leaf}"].format) == format
+        assert torch.equal(in_order(w, leaf), weight)
+        assert torch.equal(checkpoint.dense(f"{EXPERTS}.{leaf}"), weight.mT if transposed else weight)
+
+
+def test_experts_in_one_fp8_tensor_that_stay_dense(tmp_path: Path) -> None:
+    """Biases are gpt-oss' alone, whose gates and ups are in pairs; and a block may have gates and ups."""
+    for features, more in ((64, {"gate_up_proj_bias": torch.zeros(2, 128)}), (72, {})):
+        tensors = {
+            "gate_up_proj": torch.ones(2, 2 * features, 128).to(E4M3),
+            "gate_up_proj_scale": torch.ones(2, 1 if features == 64 else 2, 1),
+            "down_proj": torch.ones(2, 128, features).to(E4M3),
+            "down_proj_scale": torch.ones(2, 1, 1),
+        }
+        parts = {f"{EXPERTS}.{leaf}": t for leaf, t in (tensors | more).items()}
+        folder = compressed(tmp_path, **parts)
+        configure(folder, weight_block_size=[128, 128])
+        checkpoint = open_checkpoint(folder)
+        assert f"{EXPERTS}.down_proj" not in checkpoint.modules and f"{EXPERTS}.down_proj" in checkpoint.tensors
 
 
 SKIPPED = (

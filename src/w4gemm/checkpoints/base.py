@@ -39,8 +39,8 @@ class Module:
     pre_quant_scale: bool = False
     """True if ``<name>.pre_quant_scale`` (k), which x is multiplied by first, is among the checkpoint's tensors."""
     shared: bool = False
-    """True for an output layer whose weight is the embedding, which is among the checkpoint's dense tensors. A model
-    may tie both instead."""
+    """True for a weight that is among the checkpoint's dense tensors too, which a model may take instead: an output
+    layer that is its embedding, or experts in one tensor of fp8."""
 
 
 class Pretrained(NamedTuple):

@@ -8,19 +8,22 @@ grid, whose last row and column of blocks may be cut off; or, of MXFP8, e8m0 (..
 The weight is stored * scale, in float32. The scale of its activations is not used, because x stays in 16 bits.
 
 A matrix becomes ``e4m3_col_fp32``, ``e4m3_g128_b128`` for blocks of 128 x 128, ``e4m3_g*_fp32`` for others of a
-multiple of 16 columns, whose scales are repeated for each row, or ``mxfp8``; or the same of e5m2.
+multiple of 16 columns, whose scales are repeated for each row, or ``mxfp8``; or the same of e5m2. So does each matrix
+of experts that are two tensors, ``gate_up_proj``, gates before ups, and ``down_proj``.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from w4gemm.checkpoints.base import Module
+from w4gemm.checkpoints.experts import DOWN, GATE_UP
 from w4gemm.checkpoints.hugging_face import SafetensorsFolder, TensorInfo
 from w4gemm.checkpoints.stored import FP8
 from w4gemm.core.errors import FormatError
@@ -88,6 +91,77 @@ class Fp8Folder(SafetensorsFolder):
             return weight_of(format, codes, scale, self._block)
         except ValueError as e:
             raise FormatError(f"{self.path}: {name}: {e}") from e
+
+    def experts(self) -> dict[str, Module]:
+        """Return the products of experts that a format holds, by the names of their tensors. Shapes tell whether each
+        matrix is (n, k) or (k, n). Those with biases stay dense, because gpt-oss has its gates and ups in pairs."""
+        made: dict[str, Module] = {}
+        for down in [name for name in self.scales if name.endswith(f"experts.{DOWN}")]:
+            first = f"{down.removesuffix(DOWN)}{GATE_UP}"
+            if first in self.scales and self.tensors.keys().isdisjoint((f"{first}_bias", f"{down}_bias")):
+                both = {name: self._module(name, self._is_transposed(first, down)) for name in (first, down)}
+                made |= {name: module for name, module in both.items() if module} if all(both.values()) else {}
+        return made
+
+    def expert_weight(self, name: str, device: torch.device | str = "cpu") -> QuantizedWeight:
+        """Return the weight (experts, n, k) of one of :meth:`experts`, gates and ups in pairs.
+
+        Raises:
+            FormatError: as :meth:`weight`.
+        """
+        owner = name.rpartition(".")[0]
+        transposed = self._is_transposed(f"{owner}.{GATE_UP}", f"{owner}.{DOWN}")
+        module = self._module(name, transposed)
+        assert module is not None and transposed is not None
+        block, parts = self._block_of(transposed), max(1, len(module.fused))
+        codes, scale = super().tensor(name).to(device), self.scales[name].read().to(device)
+
+        def each() -> Iterator[QuantizedWeight]:
+            for e in range(module.experts):
+                own = scale if scale.numel() == 1 else scale[e]
+                own = own.reshape(1, 1) if own.numel() == 1 else own
+                matrix, factors = (codes[e].T, own.T) if transposed else (codes[e], own)
+                halves = factors.chunk(parts) if len(factors) > 1 else [factors] * parts
+                pairs = zip(matrix.chunk(parts), halves, strict=True)
+                weights = [weight_of(module.format, c.contiguous(), f.contiguous(), block) for c, f in pairs]
+                yield weights[0] if parts == 1 else QuantizedWeight.interleave(*weights)
+
+        try:
+            return QuantizedWeight.stack(each(), module.experts, "canonical")
+        except ValueError as e:
+            raise FormatError(f"{self.path}: {name}: {e}") from e
+
+    def _is_transposed(self, gate_up: str, down: str) -> bool | None:
+        """True if experts' matrices are (k, n), None if their shapes do not fit one another."""
+        first, second = self.tensors[gate_up].shape, self.tensors[down].shape
+        if len(first) != 3 or len(second) != 3 or first[0] != second[0]:
+            return None
+        (_, a, b), (_, c, d) = first, second
+        return False if (a, b) == (2 * d, c) else True if (a, b) == (d, 2 * c) else None
+
+    def _block_of(self, transposed: bool) -> ScaleBlock:
+        return ScaleBlock(*reversed(self._block)) if transposed else self._block
+
+    def _module(self, name: str, transposed: bool | None) -> Module | None:
+        """Return one product of experts, or None if no format holds it."""
+        codes, scale = self.tensors[name], self.scales[name]
+        if transposed is None:
+            return None
+        experts, *sizes = codes.shape
+        alone = math.prod(scale.shape) == 1 or scale.shape == (experts,)
+        own = (1, 1) if alone else scale.shape[1:]
+        (n, k), own = (sizes[::-1], own[::-1]) if transposed else (sizes, own)
+        block, fused = self._block_of(transposed), ("gate_proj", "up_proj") if name.endswith(GATE_UP) else ()
+        matrix, factors = codes._replace(shape=(n, k)), scale._replace(shape=own)
+        grid = -(-n // block.rows), -(-k // block.columns)
+        mx = _is_mx((n, k), factors) and not transposed
+        if not (mx or own in ((1, 1), (n, 1), grid)):
+            return None
+        if fused and own == grid and grid[0] > 1 and n // 2 % block.rows and not mx:
+            return None  # a block has gates and ups
+        if (format := format_of(matrix, factors, block)) is None:
+            return None
+        return Module(n, k, format, False, experts, fused, interleaved=bool(fused), shared=True)
 
     def tensor(self, name: str) -> torch.Tensor:
         stored = super().tensor(name)

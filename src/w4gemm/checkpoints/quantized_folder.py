@@ -94,7 +94,8 @@ class QuantizedFolder:
         self._fp8: dict[str, WeightFormat] = {}
         self.tensors: dict[str, tuple[int, ...]] = {}
         self._sort(renamed)
-        if not self._parts:
+        whole = {name: m for name, m in self._stored.experts().items() if self._files.get(name) == name}
+        if not self._parts and not whole:
             held = "all its weights are dense"
             if self._stored.scales:
                 size = f"{block.rows} x {block.columns}"
@@ -105,7 +106,7 @@ class QuantizedFolder:
             )
         self._own = {name: self._module(name, parts) for name, parts in sorted(self._parts.items())}
         self._stacks = self._stacked()
-        self.modules = dict(self._own)
+        self.modules = self._own | whole
         for name, stack in self._stacks.items():
             for source in (source for expert in stack.sources for source in expert):
                 del self.modules[source]
@@ -190,6 +191,8 @@ class QuantizedFolder:
             raise FormatError(f"{self.path}: {name}: {e}") from e
 
     def _weight(self, name: str, device: torch.device | str) -> QuantizedWeight:
+        if name in self._stored.scales:
+            return self._stored.expert_weight(name, device)
         if name in self._fp8:
             return self._stored.weight(self._files[f"{name}.weight"], device)
         leaves = (leaf for leaf in self._parts[name] if leaf not in BESIDE)
@@ -223,7 +226,7 @@ class QuantizedFolder:
         """Names in the folder's files of the tensors of a module, its bias too, or of one of ``tensors``."""
         owner, _, leaf = name.rpartition(".")
         leaves = None
-        if name not in self.modules:
+        if name not in self.modules or self.modules[name].shared:
             name, leaves = owner, [leaf]
         stack = self._stacks.get(name)
         owners = [name] if stack is None else [source for expert in stack.sources for source in expert]

@@ -142,7 +142,7 @@ def write_folder(
 
 
 def tied(checkpoint: Checkpoint) -> Checkpoint:
-    """Return a checkpoint without an output layer that shares its embedding, because a folder's config ties both."""
+    """Return a checkpoint without the modules that its dense tensors hold too, because a folder has one of both."""
     modules = {name: module for name, module in checkpoint.modules.items() if not module.shared}
     if len(modules) == len(checkpoint.modules):
         return checkpoint

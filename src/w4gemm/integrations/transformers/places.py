@@ -94,11 +94,11 @@ class Placement:
             if name in run and (place := self._reserved(name, module, partners)):
                 self.packed[name] = place
             elif module.shared:
-                continue  # it stays tied to the embedding
+                continue  # the model takes the dense tensor
             elif not self._make_dense(name, module):
                 strangers[name] = f"{name} ({module.experts} experts)" if module.experts else name
         for name, shape in checkpoint.tensors.items():
-            if name not in self._with_modules:
+            if name not in self._with_modules and name not in self.packed:
                 self._stored[name] = Stored(shape, checkpoint.stored_type(name), self._buffer(name))
         filled = {place.weight_name for place in self.packed.values()}
         filled |= {place.bias_name for name, place in self.packed.items() if f"{name}.bias" in self._with_modules}
