@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -137,6 +138,46 @@ def test_layers_are_divided_among_gpus(tmp_path: Path) -> None:
         ValueError, match=r"--tensor-parallel: lm_head has 1024 output features, which do not divide by 3"
     ):
         read_model(str(tmp_path / "m"), tensor_parallel=3)
+
+
+@pytest.mark.parametrize(
+    ("config", "activation"),
+    [
+        ({"hidden_act": "silu"}, ""),
+        ({"hidden_act": "silu", "swiglu_limit": 10.0}, "silu_mul(limit=10)"),
+        ({"hidden_act": "swigluoai", "swiglu_alpha": 1.702, "swiglu_limit": 7.0}, "swiglu_oai"),
+        (
+            {"hidden_act": "situ", "activation_situ_beta": 4.0, "activation_situ_linear_beta": 20.0},
+            "situ_mul(linear_beta=20)",
+        ),
+        ({"hidden_act": "silu", "mlp_hidden_act": "relu2"}, "relu2"),
+    ],
+)
+def test_activations_of_experts(config: dict[str, Any], activation: str, tmp_path: Path) -> None:
+    gates = () if activation == "relu2" else ("gate_proj",)
+    shapes = dict.fromkeys((*gates, "up_proj"), (128, HIDDEN, False)) | {"down_proj": (HIDDEN, 128, False)}
+    named = {f"model.layers.0.mlp.experts.{e}.{name}": shape for e in range(4) for name, shape in shapes.items()}
+    model = read_model(str(write(tmp_path / "m", named, num_experts_per_tok=2, **config)))
+    assert model.activation == activation
+    assert {(m.experts, m.n, m.k) for m in model.layers} == {(4, 128 * (1 + len(gates)), HIDDEN), (4, HIDDEN, 128)}
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_experts_of_deepseek_v4(fp8: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("W4GEMM_MXFP4", "fp8" if fp8 else "auto")
+    tensors = {"embed.weight": torch.ones(8, HIDDEN)}
+    for e, (name, n, k) in itertools.product(range(2), (("w1", 128, HIDDEN), ("w3", 128, HIDDEN), ("w2", HIDDEN, 128))):
+        tensors[f"layers.0.ffn.experts.{e}.{name}.weight"] = torch.zeros(n, k // 2, dtype=torch.int8)
+        tensors[f"layers.0.ffn.experts.{e}.{name}.scale"] = torch.full((n, k // 32), 127, dtype=torch.uint8)
+    save_file(tensors, tmp_path / "model.safetensors")
+    quantization = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    config = {"expert_dtype": "fp4", "hidden_act": "silu", "swiglu_limit": 10.0, "num_experts_per_tok": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
+    model = read_model(str(tmp_path))
+    assert model.activation == "silu_mul(limit=10)" and model.top_k == 2
+    assert {(m.experts, m.n, m.k, str(m.format), m.activations) for m in model.layers} == {
+        (2, n, k, "e2m1_g32_e8m0", "fp8" if fp8 else None) for n, k in ((256, HIDDEN), (HIDDEN, 128))
+    }
 
 
 def test_experts_are_layers_of_several(tmp_path: Path) -> None:

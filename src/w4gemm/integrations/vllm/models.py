@@ -17,6 +17,7 @@ from w4gemm.checkpoints import (
     auto_round,
     awq,
     compressed_tensors,
+    deepseek_v4,
     find_checkpoint,
     gptq,
     modelopt,
@@ -24,6 +25,8 @@ from w4gemm.checkpoints import (
     quark,
 )
 from w4gemm.checkpoints.hugging_face import quantization_config, read_config
+from w4gemm.core import environment
+from w4gemm.core.activation import canonical
 from w4gemm.core.errors import FormatError
 from w4gemm.integrations.engines.formats import SCALES
 from w4gemm.integrations.vllm.experts_formats import ACT_ORDERS
@@ -31,7 +34,7 @@ from w4gemm.integrations.vllm.takeover import VLLM
 
 FORMATS = (
     *(gptq.FORMAT, awq.FORMAT, compressed_tensors.FORMAT, modelopt.FORMAT, mxfp4.FORMAT, quark.FORMAT),
-    auto_round.FORMAT,
+    *(auto_round.FORMAT, deepseek_v4.FORMAT),
 )
 """Checkpoints whose layers are taken over; of ModelOpt's those in NVFP4, of AutoRound's floats those in MXFP4."""
 FUSED = (
@@ -107,7 +110,8 @@ def read_model(path: str, tensor_parallel: int = 1, dtype: torch.dtype | None = 
                 continue  # which vLLM does not load
             format = VLLM.multiplied(replace(format, scale=SCALES[model_dtype]), activations)
         else:
-            activations = None  # whatever a checkpoint of 4-bit floats wants
+            activations = _beside_floats(module, source == compressed_tensors.FORMAT)
+            format = VLLM.multiplied(format, activations)
         each = replace(module, format=format, activations=activations, fused=())
         layers |= dict.fromkeys((each,) if each.experts else (replace(each, bias=False), each))
     if not layers:
@@ -115,9 +119,32 @@ def read_model(path: str, tensor_parallel: int = 1, dtype: torch.dtype | None = 
     act_order = _in_act_order(quantization_config(folder) or {})
     if not any(layer.experts for layer in layers):
         return Model(tuple(layers), model_dtype, act_order)
-    activation = "swiglu_oai" if source == mxfp4.FORMAT else _GATED.get(str(text.get("hidden_act")), "")
+    activation = "swiglu_oai" if source == mxfp4.FORMAT else _activation(text)
     top_k = text.get("num_experts_per_tok")  # a list of one for each layer would be none
     return Model(tuple(layers), model_dtype, act_order, activation, top_k if isinstance(top_k, int) else 0)
+
+
+def _beside_floats(module: Module, asks: bool) -> str | None:
+    """Return the activations of a module in 4-bit floats. asks: True if vLLM's experts heed that it asks for fp8."""
+    named = "mxfp4" if module.format.scale == "e8m0" else "nvfp4"
+    asked = asks and named == "mxfp4" and module.experts > 0 and module.activations == "fp8"
+    return "fp8" if environment.takes_fp8(named, asked) else None
+
+
+def _activation(config: Mapping[str, Any]) -> str:
+    """Return the activation between the products of a model's experts, if not silu_mul, or the empty string. config: of
+    the language model."""
+    name, limit = str(config.get("mlp_hidden_act") or config.get("hidden_act")), config.get("swiglu_limit")
+    if name == "swigluoai":  # MiniMax-M3
+        constants = {"alpha": config.get("swiglu_alpha"), "beta": config.get("swiglu_beta"), "limit": limit}
+    elif name == "situ":  # Kimi-K3
+        constants = {part: config.get(f"activation_situ_{part}") for part in ("beta", "linear_beta")}
+    else:
+        constants = {"limit": limit} if name == "silu" else {}
+    named = {"swigluoai": "swiglu_oai", "situ": "situ_mul", "silu": "silu_mul", "relu2": "relu2"} | _GATED
+    given = ",".join(f"{part}={value!r}" for part, value in constants.items() if isinstance(value, (int, float)))
+    activation = canonical(f"{named[name]}({given})" if given else named[name]) if name in named else ""
+    return "" if activation in (None, "silu_mul") else str(activation)
 
 
 def _in_act_order(config: Mapping[str, Any]) -> bool:
