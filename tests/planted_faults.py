@@ -341,14 +341,14 @@ FAULTS = (
     # --- device code that the CPU can run or read
     Fault(
         "signed codes as two's complements in the fp8 decoder",
-        _CODECS + "int4_decode_fp8.py",
+        _CODECS + "integers_decode_fp8.py",
         "mad.lo.u32 {1}, s, 129, c; ",
         "mad.lo.u32 {1}, s, 128, c; ",
         "tests/test_decode_fp8.py",
     ),
     Fault(
         "the fp8 table's bytes above 16 without their exponent",
-        _CODECS + "int4_decode_fp8.py",
+        _CODECS + "integers_decode_fp8.py",
         "byte = cutlass.min(2 * size, size + 8)  # above 16 there is every second number",
         "byte = 2 * size",
         "tests/test_decode_fp8.py",

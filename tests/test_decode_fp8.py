@@ -1,4 +1,4 @@
-"""The decoders of int4 to e4m3, run here: their instructions on words of the layout, and the rows of their tables."""
+"""The decoders of integers to e4m3, run here: their instructions on words of the layout, the rows of their tables."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from ptx_interpreter import run_ptx
-from w4gemm.packing.codecs import INT4_MMA8, INT4_MMA8_FOLDED, INT4_MMA8_ZEROS, Codec
+from w4gemm.packing.block import Block
+from w4gemm.packing.codecs import CODECS, INT4_MMA8, INT4_MMA8_FOLDED, INT4_MMA8_ZEROS, Codec
 from w4gemm.packing.codecs.base import MMA8
 
 E4M3 = torch.float8_e4m3fn
@@ -24,7 +25,7 @@ def e4m3(numbers: torch.Tensor) -> torch.Tensor:
 @pytest.fixture
 def decode(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The decoders' module, with Python's integers and floats in the place of the device's."""
-    module = pytest.importorskip("w4gemm.packing.codecs.int4_decode_fp8")
+    module = pytest.importorskip("w4gemm.packing.codecs.integers_decode_fp8")
     monkeypatch.setattr(module, "asm", lambda text, outputs, inputs, **_: run_ptx(text, len(outputs), inputs))
     monkeypatch.setattr(module, "Int32", int)
     monkeypatch.setattr(module, "Float32", float)
@@ -62,6 +63,27 @@ def test_signed_codes(decode: Any) -> None:
     decoder = decode.Fp8Decoder("bf16")
     found = decoded(INT4_MMA8, lambda w: decoder._row(w, None))
     assert torch.equal(found, e4m3((codes_of_words() - 8) * 2.0**-8))
+
+
+@pytest.mark.parametrize("bits", [2, 3])
+def test_signed_codes_of_fewer_bits(decode: Any, bits: int) -> None:
+    """The words of each step, turned as a kernel turns them."""
+    (codec,) = (codec for codec in CODECS if codec.fragment is MMA8 and codec.element == f"int{bits}")
+    codes = CODES % 2**bits
+    strips = codec.code_words(codes).view(-1, 32 * bits)
+    sizes = [segment.words for segment in Block(bits).segments]
+    parts = [
+        part.view(-1, 32, size) for part, size in zip(strips.split([32 * n for n in sizes], 1), sizes, strict=True)
+    ]
+    decoder, lanes = decode.NarrowDecoder("bf16", bits), MMA8.split(codes).view(-1, 32, 2, 2, 2, 4)
+    for strip, lane, step in ((0, 0, 0), (1, 31, 1), (5, 17, 0), (7, 6, 1)):
+        words = [int(part[strip, lane, min(step, part.shape[2] - 1)]) & 0xFFFFFFFF for part in parts]
+        turns = [turn[step] for turn in codec.turns] or [0]
+        turned = [(w >> turn | w << 32 - turn) & 0xFFFFFFFF for w, turn in zip(words, turns, strict=True)]
+        registers = [list(r.to_bytes(4, "little")) for r in decoder.decode(tuple(turned), (None, None))]
+        of_registers = lanes[strip, lane, step].transpose(0, 1).reshape(4, 4).int()  # row8 + 2 * col16, i
+        wanted = e4m3((of_registers - 2 ** (bits - 1)) * 2.0**-8)
+        assert torch.equal(torch.tensor(registers, dtype=torch.uint8), wanted)
 
 
 @pytest.mark.parametrize("zero", range(16))

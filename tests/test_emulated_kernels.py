@@ -208,9 +208,9 @@ def test_products(case: Product) -> None:
 
 
 @pytest.mark.parametrize("config", ["sm90_fp8_gemm/64x64x256_1x1x1_coop", "sm89_fp8_gemm/16x64x256_1x1x1_pingpong"])
-@pytest.mark.parametrize("name", ["e4m3_col_fp32", "e4m3_g128_b128"])
+@pytest.mark.parametrize("name", ["e4m3_col_fp32", "e4m3_g128_b128", "int3_g32", "int2_g128_fp16"])
 def test_one_hot_x_in_fp8_gives_the_dequantized_weight(config: str, name: str) -> None:
-    """Every bit: a code is multiplied as it is stored, and the sum of one product by its scale in float32."""
+    """Every bit: a code is multiplied exactly, and the sum of one product by its scale in float32."""
     case = Product(config, name, Epilogue(out_dtype=torch.float32), 256, 64, 256, 2 if "sm90" in config else 16)
     w = experts_of(case)
     d = computed(case, torch.eye(case.k).to(FP8), w, operands_of(case, case.k, w), NO_ROWS)

@@ -160,8 +160,8 @@ def every_scale() -> torch.Tensor:
 
 
 def test_of_two_codes_that_share_a_selector_one_is_a_sum():
-    """Premise of packing/codecs/int4_decode_fp8.py: each byte of the second is not less than that of the first, and the
-    difference not more than 127, so that sums of four bytes at once carry nothing and its sign is 0."""
+    """Premise of packing/codecs/integers_decode_fp8.py: each byte of the second is not less than that of the first, and
+    the difference not more than 127, so that sums of four bytes at once carry nothing and its sign is 0."""
     scale = every_scale().float()[:, None]
     for first, second in ((-4, -8), (0, 4)):
         bytes = [(scale * torch.arange(v, v + 4)).to(FP8).view(torch.uint8).int() for v in (first, second)]
@@ -189,7 +189,7 @@ def prmt(low: torch.Tensor, high: torch.Tensor, selector: torch.Tensor) -> torch
 
 
 def test_every_code_with_every_scale_in_the_steps_of_the_decoder():
-    """The steps of packing/codecs/int4_decode_fp8.py on words of the layout, on the CPU."""
+    """The steps of packing/codecs/integers_decode_fp8.py on words of the layout, on the CPU."""
     one, wanted = every_number()
     blocks = one.repack("mma8").tensors[0]
     words = blocks[:, 0, :1024].view(-1, 2, 4, 8, 4, 2, 2).long() & 0xFFFFFFFF  # half warp g q step row8

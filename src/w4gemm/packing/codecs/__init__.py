@@ -17,10 +17,10 @@ from w4gemm.packing.codecs.base import MMA8, MMA16, PAIR_TABLE_BYTES, Bits, Code
 from w4gemm.packing.codecs.codebook import CODEBOOKS, codec_of_codebook
 from w4gemm.packing.codecs.e2m1 import E2M1, E2M1_MMA8, EXACT_BINADES, MXFP4_MMA16
 from w4gemm.packing.codecs.e4m3 import E4M3
-from w4gemm.packing.codecs.int4 import INT4_FP8, INT4_MMA8, INT4_MMA8_FOLDED, INT4_MMA8_ZEROS
 from w4gemm.packing.codecs.integers import INT4_MMA16, INTEGERS
+from w4gemm.packing.codecs.integers_fp8 import INT4_MMA8, INT4_MMA8_FOLDED, INT4_MMA8_ZEROS, INTEGERS_FP8
 
-CODECS: tuple[Codec, ...] = (*INTEGERS, *INT4_FP8, *CODEBOOKS, *E2M1, *E4M3)
+CODECS: tuple[Codec, ...] = (*INTEGERS, *INTEGERS_FP8, *CODEBOOKS, *E2M1, *E4M3)
 
 _KIND = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float8_e4m3fn: "e4m3"}
 _SCALE_KIND = _KIND | {torch.float8_e8m0fnu: "e8m0", torch.float32: "f32", torch.uint8: "u8", torch.int8: "s8"}

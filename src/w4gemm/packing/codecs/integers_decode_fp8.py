@@ -12,7 +12,7 @@ the products.
                          to 3, the lower half what is to be added for v from -8 to -5 and from 4 to 7. prmt replaces a
                          byte by its sign, here 0, where a selector's high bit is set, and no sum of bytes carries
 
-One code word (packing/codecs/int4.py) becomes two registers: columns 0 .. 3 and 16 .. 19 of a lane's row.
+One code word of int4 (packing/codecs/integers_fp8.py) becomes two registers: columns 0 .. 3 and 16 .. 19 of a row.
 """
 
 # mypy: ignore-errors
@@ -59,6 +59,18 @@ class Fp8Decoder:
     def _row(self, word: Int32, table_row: tuple[Int32, ...] | None) -> tuple[Int32, ...]:
         """The two registers of a word."""
         return _signed(word)
+
+
+@dataclass(frozen=True)
+class NarrowDecoder(Fp8Decoder):
+    """Decodes symmetric codes of ``bits`` 3 or 2 in the same way: a word of two bits for each code and, of 3 bits, the
+    word of the third ones."""
+
+    bits: int
+
+    def decode(self, words: tuple[Int32, ...], prepared: tuple[None, None]) -> tuple[Int32, ...]:
+        """The four fragment registers of one instruction."""
+        return _narrow(words)
 
 
 class TableDecoder(Fp8Decoder):
@@ -143,6 +155,20 @@ def _signed(word: Int32) -> tuple[Int32, ...]:
     pick = "and.b32 c, {0}, 0x0F0F0F0F; and.b32 s, {0}, 0x01010101; mad.lo.u32 {1}, s, 129, c; "
     text = pick.format("$2", "$0") + "shr.u32 t, $2, 4; " + pick.format("t", "$1")
     return asm(f"{{ .reg .b32 c, s, t; {text}}}", [Int32] * 2, [word], pure=True, early=True)
+
+
+def _narrow(words: tuple[Int32, ...]) -> tuple[Int32, ...]:
+    """Four registers of the words of a step. Byte i of register r has the code at bit 2 * r of byte i of the first
+    word, and at bit r of the second."""
+    code, third = "$4", "$5"
+    text = ""
+    for r in range(4):
+        text += f"shr.u32 t, {code}, {2 * r}; and.b32 s, t, 0x01010101; and.b32 c, t, 0x03030303; "
+        if len(words) > 1:
+            move = f"shl.b32 t, {third}, {2 - r}; " if r < 3 else f"shr.u32 t, {third}, 1; "
+            text += move + "lop3.b32 c, t, 0x04040404, c, 0xEA; "
+        text += f"mad.lo.u32 ${r}, s, 129, c; "
+    return asm(f"{{ .reg .b32 c, s, t; {text}}}", [Int32] * 4, list(words), pure=True, early=True)
 
 
 def _picked(word: Int32, row: tuple[Int32, ...]) -> tuple[Int32, ...]:
