@@ -100,12 +100,11 @@ PRODUCTS = [
     Product("sm90_mixed_gemm/16x64x256_1x1x1_coop", "int5_g128", PLAIN, 11, 64, 768, 1),
     Product("sm90_mixed_gemm/128x64x128_1x1x1_coop", "int8_g128", PLAIN, 3, 64, 256, 2, (5, 130)),
     Product("sm90_decode/8x64x128_1x1x1_coop", "e4m3_col_fp32", PLAIN, 5, 128, 1280, 2),
-    Product("sm80_mixed_gemm/16x64x256_1x1x1_pingpong", "e4m3_col_fp32", PLAIN, 5, 64, 768, 1),
     # codes that are multiplied as they are stored
     Product("sm90_fp8_gemm/128x64x128_1x1x1_coop", "e4m3_col_fp32", SCALED, 3, 64, 256, 2, (5, 130)),
     Product("sm90_fp8_gemm/24x64x256_1x1x1_coop_k2", "e4m3_col_fp32", BLOCKS, 27, 64, 768, 4),
     Product("sm90_fp8_gemm/16x64x256_1x1x1_pingpong", "e4m3_g128_b128", BLOCKS, 1, 192, 768, 2, (5, 0, 17)),
-    Product("sm89_fp8_gemm/16x64x256_1x1x1_pingpong", "e4m3_g128_b128", SCALED, 8, 64, 768, 8, (3, 0, 41), True),
+    Product("sm89_fp8_gemm/16x64x256_1x1x1_pingpong", "e4m3_col_fp32", SCALED, 8, 64, 768, 8, (3, 0, 41), True),
     Product("sm90_fp8_gemm/16x64x256_1x1x1_coop", "e2m1_g16_e4m3", SCALED, 11, 64, 512, 1),
     Product("sm89_fp8_gemm/16x64x256_1x1x1_pingpong", "e2m1_g32_e4m3", SCALED, 8, 64, 512, 1),
 ]
@@ -207,6 +206,7 @@ def test_products(case: Product) -> None:
     assert d.isnan().all(), "rows that no expert has were written"
 
 
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("config", ["sm90_fp8_gemm/64x64x256_1x1x1_coop", "sm89_fp8_gemm/16x64x256_1x1x1_pingpong"])
 @pytest.mark.parametrize("name", ["e4m3_col_fp32", "e4m3_g128_b128", "int3_g32", "int2_g128_fp16"])
 def test_one_hot_x_in_fp8_gives_the_dequantized_weight(config: str, name: str) -> None:

@@ -337,6 +337,34 @@ def test_instructions_that_decode(decoding):
     assert {opcode: count / decoding.words for opcode, count in found.items()} == decoding.counts
 
 
+EIGHT_WEIGHTS = {"int8_g128": 8, "int6_g128": 11.5, "int5_g128": 11.75, "int4_g128": 9, "int3_g128": 11.25}
+EIGHT_WEIGHTS |= {"int2_g128": 9.5, "e4m3_col_fp32": 14, "e4m3_g128_b128": 30}
+EIGHT_WEIGHTS |= {"q6_k": 30, "q5_k": 29, "q3_k": 32, "q2_k": 34.5}
+"""By format, the instructions that decode eight weights beside bf16 x, by the decoders' sequences."""
+EIGHT_WEIGHTS_FP8 = {"e4m3_g128_b128": 0, "int4_g128": 7, "int3_g128": 11, "int2_g128": 7.25}
+"""Beside e4m3 x, where scales multiply sums."""
+_DECODING = r"PRMT|LOP3|SHF|HFMA2|HMUL2|HADD2|IMAD R|IMAD\.(SHL|U32)"
+
+
+@pytest.mark.sampled(0.25)
+@pytest.mark.parametrize(
+    "kernel, name, instructions",
+    [("sm90_mixed_gemm", *pair) for pair in EIGHT_WEIGHTS.items()]
+    + [("sm90_fp8_gemm", *pair) for pair in EIGHT_WEIGHTS_FP8.items()],
+)
+def test_decoding_takes_the_instructions_of_its_sequence(kernel, name, instructions):
+    """A group's scales and the loop itself take at most 1.5 more for eight weights. Nothing is spilled."""
+    fp8 = kernel in FP8_KERNELS
+    p = problem(name, FP8 if fp8 else torch.bfloat16, 128)
+    unit = kernel_named(kernel).unit(p, GemmConfig.parse("128x64x256_1x1x1_coop" if fp8 else "32x64x256_1x1x1_coop"))
+    sass = disassemble(object_code(unit))
+    check(sass, INSTRUCTION[kernel])
+    (loop,) = main_loops(sass, INSTRUCTION[kernel])
+    opcodes = _DECODING if fp8 else f"{_DECODING}|FFMA|FMUL|F2FP"
+    count = sum(bool(re.match(opcodes, line)) for line in loop) / (16 if fp8 else 8)
+    assert instructions <= count <= instructions + 1.5
+
+
 def test_with_one_set_of_sums_a_chunk_is_decoded_before_the_wait_for_the_one_before():
     """Behind the wait the tensor cores would have nothing to do meanwhile: ptxas moves it there without a branch."""
     p = problem("int4_g128", FP8, 512, epilogue=Epilogue(token_scale=True))

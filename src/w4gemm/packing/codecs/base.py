@@ -242,7 +242,8 @@ class Codec:
 
     def costs(self, weight: WeightOperand, pairs: Pairs | None, few: bool) -> tuple[str, ...]:
         """Names of the cost model's constants whose sum is by which part decoding takes longer than that of int4 with
-        scales of x's dtype, bf16. pairs: the table, if there is one. few: True for sm90_decode."""
+        scales of x's dtype, bf16. pairs: the table, if there is one. few: True for sm90_decode. The constants' line
+        says which are measured and which are counted instructions."""
         if few or weight.kind == "e4m3":
             return ()
         if weight.kind == "f16":
