@@ -7,21 +7,28 @@ go to bench/results/quality.jsonl.
 
 from __future__ import annotations
 
+import copy
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from bench import plots
+from bench.gptq import gptq_layers
 from bench.options import command, formats, typed
 from bench.rows import Row, read
 
+from w4gemm.checkpoints.dense import linear_layers
 from w4gemm.choice.records import device_facts
 from w4gemm.core.formats import ALIASES, WeightFormat
 from w4gemm.core.problem import Device
 from w4gemm.integrations.generation import quiet_transformers
-from w4gemm.integrations.quality import TEXT, compare, load_dense, shipped_text, windows
+from w4gemm.integrations.quality import TEXT, compare, load_dense, score, shipped_text, windows
 from w4gemm.tuning import record
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 ROOT = Path(__file__).parent.parent
 RESULTS, PAGE, PLOT = ROOT / "bench/results/quality.jsonl", ROOT / "docs/quality.md", ROOT / "docs/plots/quality.svg"
@@ -29,6 +36,7 @@ FORMATS = (
     "int8_g128,int4_g32,int4_g64,int4_g128,int4_col,int4_g32_zint,int4_g128_zint,int4_g128_zfloat,q4_k,mxfp4,"
     "nvfp4,nf4,int3_g32,int3_g128"
 )
+METHODS = ("nearest", "search", "gptq")
 _SHORT = {str(WeightFormat.parse(alias)): alias for alias in ALIASES}
 """Aliases by format."""
 _MARKED = re.compile(r"(<!-- made by python -m bench\.quality -->\n).*?(<!-- end -->\n)", re.DOTALL)
@@ -41,6 +49,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=4096, help="tokens of the text (default: %(default)s)")
     parser.add_argument("--length", type=int, default=512, help="tokens that are read at once (default: %(default)s)")
     parser.add_argument("--search", action="store_true", help="round with search instead of to the nearest")
+    parser.add_argument("--gptq", action="store_true", help="round by GPTQ, calibrated on as many tokens that follow")
     parser.add_argument("--report", action="store_true", help="write the page's table and the plot")
     args = parser.parse_args(argv)
     if args.report:
@@ -54,27 +63,60 @@ def main(argv: Sequence[str] | None = None) -> None:
     for model in args.models:
         dense, tokenizer = load_dense(model, torch.device("cpu"), torch.float32)
         parts = windows(tokenizer, shipped_text(), args.tokens, args.length)
-        for row in compare(dense, parts, args.format, args.search, lambda *step: None):
-            if args.search and row["format"] == "dense":
+        method = "gptq" if args.gptq else "search" if args.search else "nearest"
+        if args.gptq:
+            after = windows(tokenizer, shipped_text(), 2 * args.tokens, args.length)[len(parts) :]
+            rows = _by_gptq(dense, parts, after, args.format)
+        else:
+            rows = compare(dense, parts, args.format, args.search, lambda *step: None)
+        for row in rows:
+            if method != "nearest" and row["format"] == "dense":
                 continue
-            own = {"kind": "quality", "run": record.run_name(facts), "model": model.name, "search": args.search}
+            own = {"kind": "quality", "run": record.run_name(facts), "model": model.name, "method": method}
             record.append(RESULTS, own | row | facts)
-            print(f"{model.name} {row['format']}{' searched' * args.search}: {row['perplexity']:.3f}", flush=True)
+            print(f"{model.name} {row['format']} {method}: {row['perplexity']:.3f}", flush=True)
+
+
+def _by_gptq(
+    dense: PreTrainedModel, parts: list[torch.Tensor], after: list[torch.Tensor], formats: list[WeightFormat]
+) -> Iterator[Row]:
+    """Yield rows as of :func:`compare`, of a dense model's copies that GPTQ calibrated on the windows ``after``."""
+    reference = score(dense, parts, lambda: None)
+    for format in formats:
+        model = copy.deepcopy(dense)
+        layers = [layer for block in model.model.layers for layer in linear_layers(block).values()]
+        bits = 8 * gptq_layers(model, after, format) / sum(layer.weight.numel() for layer in layers)
+        own = score(model, parts, lambda: None)
+        yield {
+            "format": str(format),
+            "layers": len(layers),
+            "bits": bits,
+            "tokens": len(own.choices),
+            "calibration_tokens": sum(ids.numel() for ids in after),
+            "perplexity": own.perplexity,
+            "above_dense": own.perplexity / reference.perplexity - 1,
+            "agreement": (own.choices == reference.choices).float().mean().item(),
+        }
 
 
 def with_table(page: str, rows: list[Row]) -> str:
     """Return the page with the table of ``rows``: increases of perplexity, and next tokens that stay the same, by
-    rounding to the nearest and with search."""
+    each of :data:`METHODS`."""
     models = list(dict.fromkeys(row["model"] for row in rows))
-    lines = ["| format | bits |" + "".join(f" {_name(model)}: nearest | search |" for model in models)]
-    lines += ["|---|--:|" + "--:|" * (2 * len(models))]
-    by_key = {(row["model"], row["format"], row["search"]): row for row in rows}
+    lines = ["| format | bits |" + "".join(f" {_name(model)}: nearest | search | GPTQ |" for model in models)]
+    lines += ["|---|--:|" + "--:|" * (len(METHODS) * len(models))]
+    by_key = {(row["model"], row["format"], _method(row)): row for row in rows}
     for format, bits in _by_bits(rows):
-        cells = [_cell(by_key.get((model, format, search))) for model in models for search in (False, True)]
+        cells = [_cell(by_key.get((model, format, method))) for model in models for method in METHODS]
         lines.append(f"| `{_SHORT.get(format, format)}` | {bits:.2f} | {' | '.join(cells)} |")
-    dense = " and ".join(f"{by_key[model, 'dense', False]['perplexity']:.2f} ({_name(model)})" for model in models)
+    dense = " and ".join(f"{by_key[model, 'dense', 'nearest']['perplexity']:.2f} ({_name(model)})" for model in models)
     lines += ["", f"Perplexity of the dense numbers: {dense}."]
     return _MARKED.sub(lambda match: match[1] + "\n".join(lines) + "\n" + match[2], page)
+
+
+def _method(row: Row) -> str:
+    """Return how a row's weights were rounded. Rows of 2026-11-28 had ``search`` alone."""
+    return row.get("method") or ("search" if row["search"] else "nearest")
 
 
 def _cell(row: Row | None) -> str:
@@ -95,8 +137,9 @@ def plot(rows: list[Row]) -> None:
     """Write a panel for each model with the increase of perplexity in each format."""
     series: dict[str, list[plots.Mark]] = {}
     for format, bits in _by_bits(rows):
-        for row in (row for row in rows if row["format"] == format):
-            mark = plots.Mark(f"{_SHORT.get(format, format)}, {bits:.2f} bits", 100 * row["above_dense"], row["search"])
+        for row in (row for row in rows if row["format"] == format and _method(row) != "gptq"):
+            name, searched = f"{_SHORT.get(format, format)}, {bits:.2f} bits", _method(row) == "search"
+            mark = plots.Mark(name, 100 * row["above_dense"], searched)
             series.setdefault(_name(row["model"]), []).append(mark)
     plots.marks(PLOT, "Perplexity above the dense numbers: \u25cb nearest, \u25cf search", series)
 

@@ -14,6 +14,7 @@ pytest.importorskip("transformers")
 from transformers import AutoModelForCausalLM
 
 from tiny_model import write_dense, write_gguf
+from w4gemm import quantize
 from w4gemm.cli.__main__ import main
 from w4gemm.core.formats import WeightFormat
 from w4gemm.integrations.quality import compare, load_dense, shipped_text, windows
@@ -88,3 +89,31 @@ def test_the_page_has_the_stored_rows() -> None:
 
     page = (ROOT / "docs/quality.md").read_text()
     assert quality.with_table(page, read(quality.RESULTS)) == page and "| `int4_g128` |" in page
+
+
+@pytest.mark.parametrize("format", ["int4_g32", "int4_g64_zint", "int3_col"])
+def test_gptq_minds_what_the_layer_reads(format: str) -> None:
+    """Inputs that are independent leave nothing to spread: then it rounds to the nearest."""
+    sys.path.insert(0, str(ROOT))
+    from bench.gptq import gptq
+
+    torch.manual_seed(0)
+    weight, rule = torch.randn(32, 128), WeightFormat.parse(format)
+    nearest = quantize(weight, rule).dequantize()
+    assert torch.equal(gptq(weight, torch.eye(128), rule), nearest)
+    x = torch.randn(500, 8) @ torch.randn(8, 128) + 0.3 * torch.randn(500, 128)
+    ours, theirs = (((w - weight) @ x.T).norm() for w in (gptq(weight, x.T @ x, rule), nearest))
+    assert ours < 0.5 * theirs
+
+
+def test_gptq_rounds_a_models_layers(tmp_path: Path) -> None:
+    sys.path.insert(0, str(ROOT))
+    from bench.gptq import gptq_layers
+
+    dense, tokenizer = load_dense(write_dense(tmp_path, "qwen2"), torch.device("cpu"), torch.float32)
+    parts, format = windows(tokenizer, shipped_text(), 64, 64), WeightFormat.parse("int4_g32")
+    layers = [layer for block in dense.model.layers for layer in block.modules() if isinstance(layer, torch.nn.Linear)]
+    before = [layer.weight.clone() for layer in layers]
+    assert 8 * gptq_layers(dense, parts, format) / sum(w.numel() for w in before) == 4.5
+    for layer, weight in zip(layers, before, strict=True):
+        assert 0 < (layer.weight - weight).norm() / weight.norm() < 0.2

@@ -1,0 +1,96 @@
+"""GPTQ as in E. Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers",
+2023 (arXiv:2210.17323), without act-order, for :mod:`bench.quality`: what a calibrated checkpoint costs a model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from w4gemm import quantize
+from w4gemm.checkpoints.dense import linear_layers
+from w4gemm.core.formats import WeightFormat
+
+_DAMPING = 0.01
+"""What is added to the Hessian's diagonal, as a part of its mean (the paper's section 3.3)."""
+
+
+@torch.no_grad()
+def gptq_layers(model: Any, parts: list[torch.Tensor], format: WeightFormat) -> int:
+    """Round the linear layers of a decoder in place, layer by layer, each on what the rounded layers before it make of
+    windows of token ids; return the bytes of the layers' weights in ``format``."""
+    blocks, nbytes = model.model.layers, 0
+    hidden, options = _inputs(model, parts)
+    for block, own_options in zip(blocks, options, strict=True):
+        hessians, hooks = {}, []
+        for name, layer in linear_layers(block).items():
+            hessians[name] = torch.zeros(layer.in_features, layer.in_features)
+
+            def add(layer: nn.Module, args: tuple[torch.Tensor], name: str = name, sums: Any = hessians) -> None:
+                x = args[0].flatten(0, -2)
+                sums[name].addmm_(x.T, x)
+
+            hooks.append(layer.register_forward_pre_hook(add))
+        for x, own in zip(hidden, own_options, strict=True):
+            block(x, **own)
+        for hook in hooks:
+            hook.remove()
+        for name, layer in linear_layers(block).items():
+            layer.weight.data = gptq(layer.weight.data, hessians[name], format)
+            nbytes += quantize(layer.weight, format).nbytes
+        hidden = [block(x, **own) for x, own in zip(hidden, own_options, strict=True)]
+    return nbytes
+
+
+def _inputs(model: Any, parts: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[list[dict[str, Any]]]]:
+    """Return what the first block reads for each window, and each block's other arguments."""
+    hidden: list[torch.Tensor] = []
+    options: list[list[dict[str, Any]]] = [[] for _ in model.model.layers]
+
+    def keep(i: int, args: tuple[torch.Tensor, ...], named: dict[str, Any]) -> None:
+        if i == 0:
+            hidden.append(args[0] if args else named["hidden_states"])
+        options[i].append({key: value for key, value in named.items() if key != "hidden_states"})
+
+    hooks = [
+        block.register_forward_pre_hook(lambda _, args, named, i=i: keep(i, args, named), with_kwargs=True)
+        for i, block in enumerate(model.model.layers)
+    ]
+    for ids in parts:
+        model.model(ids, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return hidden, options
+
+
+def gptq(weight: torch.Tensor, hessian: torch.Tensor, format: WeightFormat) -> torch.Tensor:
+    """Return the numbers of a weight (n, k) rounded to integers of ``format``: columns in turn, each one's error spread
+    over those after it as the Hessian (k, k) of the inputs asks. A group's scale is that of the nearest rounding of
+    what its numbers have become by then.
+
+    Raises:
+        ValueError: for a format without consecutive integers.
+    """
+    if not format.element_rule.counts:
+        raise ValueError(f"format: wanted integers, got {format}")
+    w, (n, k) = weight.clone(), weight.shape
+    unused = hessian.diagonal() == 0
+    hessian = hessian + torch.diag(unused + _DAMPING * hessian.diagonal().mean())
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(hessian))
+    factor = torch.linalg.cholesky(inverse, upper=True)
+    length, largest = format.group_length(k), format.element_rule.largest_code
+    for start in range(0, k, length):
+        stop = start + length
+        block, errors = w[:, start:stop].clone(), torch.empty(n, length)
+        parts = quantize(block, WeightFormat(length, format.zero, format.scale, format.element)).parts()
+        scales = parts.scales.float()[:, 0]
+        zeros = largest // 2 + 1 if parts.zeros is None else parts.zeros.float()[:, 0]
+        for i in range(length):
+            row = factor[start + i, start + i : stop]
+            codes = (block[:, i] / scales.where(scales != 0, 1) + zeros).round().clamp(0, largest)
+            w[:, start + i] = (codes - zeros) * scales
+            errors[:, i] = (block[:, i] - w[:, start + i]) / row[0]
+            block[:, i:] -= errors[:, i, None] * row
+        w[:, stop:] -= errors @ factor[start:stop, stop:]
+    return w
