@@ -74,19 +74,20 @@ def gptq(weight: torch.Tensor, hessian: torch.Tensor, format: WeightFormat) -> t
     """
     if not format.element_rule.counts:
         raise ValueError(f"format: wanted integers, got {format}")
-    w, (n, k) = weight.clone(), weight.shape
+    w, k = weight.clone(), weight.shape[1]
     unused = hessian.diagonal() == 0
     hessian = hessian + torch.diag(unused + _DAMPING * hessian.diagonal().mean())
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(hessian))
     factor = torch.linalg.cholesky(inverse, upper=True)
     length, largest = format.group_length(k), format.element_rule.largest_code
     for start in range(0, k, length):
-        stop = start + length
-        block, errors = w[:, start:stop].clone(), torch.empty(n, length)
-        parts = quantize(block, WeightFormat(length, format.zero, format.scale, format.element)).parts()
+        stop = min(start + length, k)
+        block = w[:, start:stop].clone()
+        errors = torch.empty_like(block)
+        parts = quantize(block, WeightFormat(stop - start, format.zero, format.scale, format.element)).parts()
         scales = parts.scales.float()[:, 0]
         zeros = largest // 2 + 1 if parts.zeros is None else parts.zeros.float()[:, 0]
-        for i in range(length):
+        for i in range(stop - start):
             row = factor[start + i, start + i : stop]
             codes = (block[:, i] / scales.where(scales != 0, 1) + zeros).round().clamp(0, largest)
             w[:, start + i] = (codes - zeros) * scales
