@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ import w4gemm
 from w4gemm.cli import convert, parser
 from w4gemm.cli.__main__ import main
 from w4gemm.cli.parser import COMMANDS, make_parser
-from w4gemm.console import options, progress, values
+from w4gemm.console import devices, options, progress, values
 from w4gemm.console.devices import choose_device
 from w4gemm.core.problem import GPUS, Device
 from w4gemm.integrations.generation import default_model
@@ -305,6 +306,32 @@ def test_unsupported_gpu_falls_back_to_the_cpu_and_says_so(monkeypatch: pytest.M
     assert device.type == "cpu"
     assert "no kernel runs on Old GPU" in note
     assert "needs compute capability 9.0" in note
+
+
+@pytest.mark.parametrize(("others", "threads"), [(0, 4), (1, 3), (9, 1)])
+def test_the_cpu_is_shared(others: int, threads: int, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """Two threads beside a busy process took ten times as long as one."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    monkeypatch.setattr(devices, "_running_elsewhere", lambda: others)
+    chosen: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    devices.use_idle_cores(torch.device("cpu"))
+    assert (chosen or [4]) == [threads]
+    assert (f"{threads} of 4 threads" in capsys.readouterr().err) == bool(others)
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    devices.use_idle_cores(torch.device("cpu"))
+    assert len(chosen) == bool(others)
+
+
+@pytest.mark.skipif(not Path("/proc/stat").exists(), reason="of Linux")
+def test_processes_that_run_beside_this_one() -> None:
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:
+        try:
+            assert devices._running_elsewhere() >= 1
+        finally:
+            busy.kill()
 
 
 def test_info(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ from w4gemm.checkpoints.dense import DenseCheckpoint
 from w4gemm.checkpoints.hugging_face import read_config
 from w4gemm.checkpoints.w4gemm import OwnWriter
 from w4gemm.checkpoints.writing import WeightWriter, refusal, tied, write_folder
-from w4gemm.console.devices import choose_device
+from w4gemm.console.devices import choose_device, use_idle_cores
 from w4gemm.console.errors import require_folder
 from w4gemm.console.options import WIDE_DTYPES
 from w4gemm.console.progress import counted, progress_bar, say
@@ -32,6 +32,7 @@ def run(args: argparse.Namespace) -> int:
     how = ""
     if isinstance(checkpoint, DenseCheckpoint):
         checkpoint.search, (checkpoint.device, _) = args.search, choose_device(args.device)
+        use_idle_cores(checkpoint.device)
         how = "search" if args.search else "nearest"
     elif args.format or args.search:
         raise ValueError(f"--format, --search: {args.path} is quantized already, and keeps its formats")

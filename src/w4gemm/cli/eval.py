@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from w4gemm.console.devices import choose_device, device_name
+from w4gemm.console.devices import choose_device, device_name, use_idle_cores
 from w4gemm.console.errors import read_text
 from w4gemm.console.progress import counted, progress_bar, progress_line, say
 from w4gemm.console.values import DTYPES
@@ -26,6 +26,7 @@ def run(args: argparse.Namespace) -> int:
     device, note = choose_device(args.device)
     if note:
         say(note)
+    use_idle_cores(device)
     dtype = DTYPES[args.dtype] if args.dtype else torch.float32 if device.type == "cpu" else torch.bfloat16
     quiet_transformers()
     with progress_line() as line:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+import statistics
+import time
+from pathlib import Path
 
 import torch
 
@@ -34,6 +38,28 @@ def choose_device(name: str | None) -> tuple[torch.device, str]:
     if not reasons:
         return torch.device("cuda"), ""
     return torch.device("cpu"), f"using the CPU, since no kernel runs on {device_name('cuda')}: {reasons}"
+
+
+def use_idle_cores(device: torch.device) -> None:
+    """On a CPU, let PyTorch use the cores that other processes leave, at least one; as many as ``OMP_NUM_THREADS`` says
+    if it is set. Threads that wait for one another on busy cores take several times as long as one alone."""
+    if device.type != "cpu" or "OMP_NUM_THREADS" in os.environ:
+        return
+    threads = torch.get_num_threads()
+    idle = max(1, (os.cpu_count() or threads) - _running_elsewhere())  # both of the machine, also in a container
+    if idle < threads:
+        torch.set_num_threads(idle)
+        say(f"{idle} of {threads} threads, because other processes run too; OMP_NUM_THREADS sets another number")
+
+
+def _running_elsewhere() -> int:
+    """Return how many threads of other processes run or wait for a core, the median of 100 ms."""
+    counts = []
+    for _ in range(5):
+        time.sleep(0.02)
+        match = re.search(r"^procs_running (\d+)$", Path("/proc/stat").read_text(), re.MULTILINE)
+        counts.append(int(match[1]) - 1 if match else 0)
+    return int(statistics.median(counts))
 
 
 def _parsed(name: str) -> torch.device | None:
