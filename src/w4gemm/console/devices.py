@@ -12,6 +12,7 @@ import torch
 
 from w4gemm import choice
 from w4gemm.console.progress import say
+from w4gemm.core.environment import names_threads
 from w4gemm.core.errors import nearest, require_gpu
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.gpu_rates import known_names
@@ -43,7 +44,7 @@ def choose_device(name: str | None) -> tuple[torch.device, str]:
 def use_idle_cores(device: torch.device) -> None:
     """On a CPU, let PyTorch use the cores that other processes leave, at least one; as many as ``OMP_NUM_THREADS`` says
     if it is set. Threads that wait for one another on busy cores take several times as long as one alone."""
-    if device.type != "cpu" or "OMP_NUM_THREADS" in os.environ:
+    if device.type != "cpu" or names_threads():
         return
     threads = torch.get_num_threads()
     idle = max(1, (os.cpu_count() or threads) - _running_elsewhere())  # both of the machine, also in a container

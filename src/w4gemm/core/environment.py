@@ -16,6 +16,7 @@
 - ``W4GEMM_MXFP4``, ``W4GEMM_NVFP4``: activations of engines' layers in these formats: ``auto`` (default): fp8 where the
   checkpoint asks for it, else 16 bits; ``fp8``; ``16bit``.
 - ``W4GEMM_COMMIT``: the commit to record with results if git cannot be asked; ``-dirty`` at its end for a changed tree.
+- ``OMP_NUM_THREADS``: PyTorch's; if it is set, commands take no other number of threads.
 
 Variables of CuTe DSL (``CUTE_DSL_*``) change what it compiles, so they are part of the cache's fingerprint.
 """
@@ -50,6 +51,11 @@ def cache_dir() -> Path | None:
         return _absolute(Path(base).expanduser()) / "w4gemm"
     except RuntimeError:  # no home directory
         return None
+
+
+def names_threads() -> bool:
+    """True if the number of PyTorch's threads is chosen from outside."""
+    return "OMP_NUM_THREADS" in os.environ
 
 
 @functools.cache
