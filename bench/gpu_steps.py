@@ -84,6 +84,7 @@ STEPS = (
         320,
         "fuzz.jsonl",
     ),
+    Step("fuzz-experts", "python -m fuzz.experts --device cuda --count 20000 --json {rows}", 900, "fuzz.jsonl"),
     Step("repeat", "python tests/repeat.py --processes 14 --seconds 280 --json {rows}", 320, "fuzz.jsonl"),
     Step("load", "python tests/load.py --device cuda --seconds 60 --json {rows}", 240, "fuzz.jsonl"),
     Step(
