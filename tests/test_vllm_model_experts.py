@@ -15,6 +15,7 @@ if "VLLM_SOURCES" not in os.environ:
     pytest.skip("VLLM_SOURCES does not name vLLM's sources", allow_module_level=True)
 
 from reference import linear_reference
+from test_vllm_experts import context_of
 from test_vllm_sources import plugin, routed_experts  # noqa: F401 (plugin is a fixture)
 from w4gemm import QuantizedWeight
 from w4gemm.core.activation import is_gated
@@ -201,3 +202,49 @@ def test_experts_of_a_model(name: str) -> None:
         between = linear_reference(x[t : t + 1].double(), first, activation=model.activation)
         wanted[t] += scores[t, j].double() * linear_reference(between, weights[e, down])[0]
     assert (d.double() - wanted).norm() < (0.1 if model.fp8 else 0.008) * wanted.norm()
+
+
+@pytest.mark.parametrize("name", ["DeepSeek-V4", "Nemotron 3 in int4"])
+def test_adapters_beside_experts(name: str) -> None:
+    """vLLM's own context, mixin and method for adapters; its GPU kernels in PyTorch."""
+    from vllm.model_executor.layers.fused_moe.experts.lora_context import MoELoRAContext
+    from vllm.model_executor.layers.fused_moe.fused_moe_modular_method import FusedMoEModularMethod
+
+    model = MODELS[name]._replace(sizes=(128, 128))
+    model = model._replace(moe=model.moe | {"is_lora_enabled": True})
+    layer, (hidden, width) = made(model), model.sizes
+    tensors = [
+        (f"{e}.{projection}.{leaf}", t)
+        for e in range(model.count)
+        for i, projection in enumerate(filter(None, model.names))
+        for leaf, t in stored(model, hidden, width, 7 * e + i)[1].items()
+    ]
+    list(layer.load_weights(tensors))
+    layer.quant_method.process_weights_after_loading(layer)
+    kernel = layer.quant_method.moe_kernel
+    assert kernel.supports_lora()
+    slices, adapters = 1 + is_gated(model.activation), torch.tensor([1, -1, 0, -1, 1])
+    shapes = [(model.count, slices * width, hidden), (model.count, hidden, width)]
+    matrices = context_of(adapters, slices == 2, shapes, model.count)
+    context = MoELoRAContext(
+        **vars(matrices),
+        adapter_enabled=torch.ones(3, dtype=torch.int32),
+        max_loras=2,
+        top_k=2,
+        w13_num_slices=slices,
+        fully_sharded=False,
+        tp_rank=0,
+        tp_size=1,
+        local_num_experts=model.count,
+        use_tuned_config=False,
+    )
+    x, scores = torch.randn(TOKENS, hidden, dtype=torch.bfloat16), torch.rand(TOKENS, 2)
+    ids = torch.stack([torch.randperm(model.count)[:2] for _ in range(TOKENS)]).int()
+    method = FusedMoEModularMethod(layer.quant_method, kernel)
+    with torch.inference_mode():
+        plain = method.apply(layer, x, scores, ids, None, None)
+        kernel.fused_experts.set_lora_context(context)
+        d = method.apply(layer, x, scores, ids, None, None)
+    assert torch.equal(d[adapters < 0], plain[adapters < 0])
+    assert (d - plain)[adapters >= 0].norm() > 0.05 * plain.norm()
+    assert context.original_hidden_states is None

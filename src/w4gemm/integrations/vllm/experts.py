@@ -95,8 +95,8 @@ def why_not(method: Any, layer: Any) -> str:
         return f"their activation is {moe.activation.value}{limit}"
     if envs.VLLM_BATCH_INVARIANT:
         return "VLLM_BATCH_INVARIANT is on"
-    if moe.is_lora_enabled:
-        return "LoRA is on"
+    if moe.is_lora_enabled and (reason := _no_lora(moe, layer, fp8)):
+        return reason
     if takeover.is_elastic():  # vLLM then makes each layer's experts anew, of what its own are made of
         return "the number of their GPUs may change (--enable-elastic-ep)"
     if moe.has_bias and not format.biases:
@@ -109,6 +109,18 @@ def why_not(method: Any, layer: Any) -> str:
     if padded != sizes:
         return f"their sizes {sizes} are padded to {padded}"
     return _no_kernel(moe, *sizes, _multiplied(settings, layer), fp8)
+
+
+def _no_lora(moe: Any, layer: Any, fp8: bool) -> str:
+    """Return why experts beside LoRA adapters cannot be taken over, or the empty string."""
+    parallel = moe.moe_parallel_config
+    if takeover.VLLM.switch() != "on":
+        return f"LoRA is on, beside which w4gemm was not timed; {takeover.VLLM.variable}=on takes over"
+    if layer.apply_router_weight_on_input:
+        return "LoRA is on, and the router's weights are applied on the input"
+    if parallel.use_deepep_ll_kernels or (fp8 and (parallel.dp_size > 1 or parallel.use_all2all_kernels)):
+        return "LoRA is on, and tokens come in fp8 or in rows of experts"
+    return ""
 
 
 def _read(method: Any, layer: Any) -> tuple[ExpertsSettings, ExpertsFormat]:
@@ -266,6 +278,10 @@ class _Method:
         prepare = maybe_make_prepare_finalize(self.moe, self.moe_quant_config, tables, allow_new_interface=True)
         options: dict[str, Any] = {"moe_config": self.moe, "quant_config": self.moe_quant_config}
         self.experts_cls: type = W4gemmExperts
+        if self.moe.is_lora_enabled:
+            from w4gemm.integrations.vllm.experts_lora import LoraExperts
+
+            self.experts_cls = LoraExperts
         if prepare.activation_format == mk.FusedMoEActivationFormat.BatchedExperts:
             self.experts_cls = BatchedW4gemmExperts
             options["max_num_tokens"] = prepare.max_num_tokens_per_rank()

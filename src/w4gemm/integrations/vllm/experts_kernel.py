@@ -154,6 +154,11 @@ class W4gemmExperts(_Experts):
     _routing: Routing | None = None
     """Of the newest call."""
 
+    @property
+    def columns_between(self) -> int:
+        """Columns of the rows between the products, as the first one writes them."""
+        return self.down.k
+
     @staticmethod
     def activation_format() -> mk.FusedMoEActivationFormat:
         return mk.FusedMoEActivationFormat.Standard
@@ -162,7 +167,7 @@ class W4gemmExperts(_Experts):
         """Return what vLLM allocates: nothing, the rows between the products, and the rows behind them. These have
         three dimensions, lest vLLM takes its output for them where each token has one expert: they are in another
         order."""
-        return (0,), (M * topk, self.down.k), (M, topk, self.down.n)
+        return (0,), (M * topk, self.columns_between), (M, topk, self.down.n)
 
     def apply(  # vLLM names every argument
         self,
@@ -182,7 +187,7 @@ class W4gemmExperts(_Experts):
         down.write(workspace2, output.view(-1, self.down.n), ExpertRows(first, end, settled=1), None)
 
     def finalize_weight_and_reduce_impl(self) -> mk.TopKWeightAndReduce:
-        return _Combine(self._routing)
+        return Combine(self._routing)
 
     def need(self, most_tokens: int) -> Need:
         """Return what is launched for 1 to ``most_tokens`` tokens."""
@@ -195,17 +200,30 @@ class W4gemmExperts(_Experts):
         x = torch.zeros(count, self.gate_up.k, dtype=dtype, device=device)
         ids = torch.arange(count * top_k, dtype=torch.int32, device=device).view(count, top_k)
         weights = torch.zeros(count, top_k, dtype=torch.float32, device=device)
-        hidden, output = (torch.empty(count * top_k, n, dtype=dtype, device=device) for n in (self.down.k, self.down.n))
+        columns = self.columns_between, self.down.n
+        hidden, output = (torch.empty(count * top_k, n, dtype=dtype, device=device) for n in columns)
         ids %= self.gate_up.experts
-        self.apply(output=output, hidden_states=x, topk_ids=ids, expert_map=None, a1q_scale=None, workspace2=hidden)
+        self.apply(
+            output=output,
+            hidden_states=x,
+            topk_weights=weights,
+            topk_ids=ids,
+            expert_map=None,
+            a1q_scale=None,
+            workspace2=hidden,
+        )
         self.finalize_weight_and_reduce_impl().apply(None, output, weights, ids, False)
 
 
-class _Combine(mk.TopKWeightAndReduce):  # type: ignore[misc, unused-ignore]
-    """The weighted sum of each token's rows, in one launch, into vLLM's own output."""
+class Combine(mk.TopKWeightAndReduce):  # type: ignore[misc, unused-ignore]
+    """The weighted sum of each token's rows, in one launch, into vLLM's own output.
 
-    def __init__(self, routing: Routing | None) -> None:
-        self.routing = routing
+    Args:
+        contributions: (tokens, top k, features) to add, or None.
+    """
+
+    def __init__(self, routing: Routing | None, contributions: torch.Tensor | None = None) -> None:
+        self.routing, self.contributions = routing, contributions
 
     def apply(
         self,
@@ -221,7 +239,8 @@ class _Combine(mk.TopKWeightAndReduce):  # type: ignore[misc, unused-ignore]
         assert self.routing is not None and self.routing.row_of_choice.shape == topk_ids.shape
         weights = torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights
         d, rows = fused_expert_output.flatten(0, -2), self.routing.row_of_choice
-        return combined(d, rows, weights, output, settled=weights is topk_weights)
+        total = combined(d, rows, weights, output, settled=weights is topk_weights)
+        return total if self.contributions is None else total.add_(self.contributions.sum(1))
 
 
 class BatchedW4gemmExperts(_Experts):
