@@ -153,7 +153,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def measure(layers: int, out: Path, only: str = "") -> None:
     """Compare the cases with ``only`` in their names and replace their stored rows."""
     checkpoint, facts = open_checkpoint(default_model()), record.facts()
-    names = [name for name in checkpoint.modules if int(name.split(".")[2]) < layers]
+    names = [name for name, m in checkpoint.modules.items() if not m.shared and int(name.split(".")[2]) < layers]
     weights = {name: checkpoint.weight(name).dequantize() for name in names}
     cases = [case for case in CASES if only in case.format]
     renewed = {case.format for case in cases}
