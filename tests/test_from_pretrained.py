@@ -50,6 +50,7 @@ FOLDERS = {
         test_gptq.writer(-1),
     ),
     "bitsandbytes": (test_bitsandbytes.CONFIG, test_bitsandbytes.writer(nested=True)),
+    "llm-int8": (test_bitsandbytes.INT8, test_bitsandbytes.in_int8),
     "awq": (test_awq.CONFIG, test_awq.writer(**ASYMMETRIC)),
     "compressed-tensors": (test_compressed_tensors.config(), test_compressed_tensors.writer()),
     "compressed-tensors-fp8": (

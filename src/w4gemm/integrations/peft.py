@@ -174,7 +174,7 @@ def _with_dense_parameters(prepare: Callable[..., None]) -> Callable[..., None]:
     return prepare_model
 
 
-_PACKED_PARAMETERS = {W4Experts: ("gate_up_proj", "down_proj"), PackedModule: ("weight",)}
+_PACKED_PARAMETERS = {W4Experts: ("gate_up_proj", "up_proj", "down_proj"), PackedModule: ("weight",)}
 """The parameters of dense modules that their 4-bit ones hold packed, by transformers' names."""
 
 

@@ -72,11 +72,11 @@ class W4GemmConfig(QuantizationConfigMixin):
 
 
 def enable() -> None:
-    """Let ``from_pretrained`` open folders of every 4-bit method that w4gemm reads with w4gemm, instead of the method's
+    """Let ``from_pretrained`` open folders of every method that w4gemm reads with w4gemm, instead of the method's
     own package, unasked. :func:`disable` undoes it."""
-    for method in (_KEYS.get(method, method) for method in METHODS):
-        _before.setdefault(method, AUTO_QUANTIZATION_CONFIG_MAPPING.get(method))
-        AUTO_QUANTIZATION_CONFIG_MAPPING[method] = _FP8 if method == "fp8" else W4GemmConfig
+    for key in (key for method in METHODS for key in _KEYS.get(method, (method,))):
+        _before.setdefault(key, AUTO_QUANTIZATION_CONFIG_MAPPING.get(key))
+        AUTO_QUANTIZATION_CONFIG_MAPPING[key] = _FP8 if key == "fp8" else W4GemmConfig
 
 
 def disable() -> None:
@@ -110,7 +110,7 @@ class _FP8:
         return (W4GemmConfig if ours else _before["fp8"]).from_dict(config_dict, **kwargs)
 
 
-_KEYS = {"bitsandbytes": "bitsandbytes_4bit", "deepseek-v4": "fp8"}
+_KEYS = {"bitsandbytes": ("bitsandbytes_4bit", "bitsandbytes_8bit"), "deepseek-v4": ("fp8",)}
 """Keys of transformers' table of config classes that are not the method's name."""
 _before: dict[str, Any] = {}
 """The config classes that transformers had for the methods that were enabled."""
