@@ -12,6 +12,7 @@ from conformance.cases import random_weight
 from emulator.races import RaceChecker
 from expert_layers import CTAS, Layer, emulated, faults, fresh_flags, inputs, layer_of, program_of, reference, spec_of
 from fuzz.experts import CHOOSING, FORMS, GROUPED, TINY, WIDE, fuzz
+from sass import disassemble
 from w4gemm import (
     QuantizedWeight,
     Router,
@@ -24,7 +25,9 @@ from w4gemm import (
 from w4gemm.api.expert_layer import ByLogits, Experts, Given, LayerKey, expert_layer, one_launch
 from w4gemm.core import activation
 from w4gemm.core.problem import H100, H200, Device
+from w4gemm.jit import object_code
 from w4gemm.kernels.expert_choice.spec import ExpertChoice
+from w4gemm.kernels.expert_layer.spec import ExpertLayer
 from w4gemm.packing.packed_shape import packed_shape
 
 pytest.importorskip("cutlass")
@@ -104,6 +107,13 @@ def test_choices_by_logits() -> None:
 
 def test_a_slice_of_the_fuzzer() -> None:
     assert not fuzz(range(8), "emulator", ((TINY, "int4_g128"), (CHOOSING, "int4_g128")))
+
+
+def test_the_largest_router_spills_no_registers() -> None:
+    """A CTA of 512 threads has 128 for each."""
+    choice = ExpertChoice(Router(8, "sigmoid", scale=2.5), 384, torch.bfloat16, True)
+    layer = ExpertLayer.of(H100, *key_of(2, *KIMI, choice=choice).parameters())
+    assert layer is not None and disassemble(object_code(layer.unit())).stack == 0
 
 
 # --- from gate_up to down

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -75,6 +76,15 @@ def test_the_compiled_kernel(name: str) -> None:
     RaceChecker(program, 3).run(*(t for t in (logits, bias, ids, found) if t is not None))
     assert torch.equal(ids, expected)
     torch.testing.assert_close(found, weights, rtol=1e-6, atol=0, equal_nan=True)
+
+
+@pytest.mark.gpu
+def test_pytorch_chooses_where_compiling_is_forbidden(tmp_path, monkeypatch) -> None:
+    router, logits, _ = drawn("Mixtral")
+    router = dataclasses.replace(router, scale=1.25)  # of which no kernel is in memory
+    monkeypatch.setenv("W4GEMM_COMPILE", "off")
+    monkeypatch.setenv("W4GEMM_CACHE_DIR", str(tmp_path))
+    assert torch.equal(choose_experts(logits.cuda(), router)[0].cpu(), router.choose(logits, None)[0])
 
 
 def test_gradients_flow_to_logits() -> None:

@@ -9,7 +9,7 @@ import torch
 
 from w4gemm.api.arguments import check_own_memory, check_rows, require_tensor
 from w4gemm.api.modes import is_plain, is_watched
-from w4gemm.core.errors import LARGEST_SIZE, kind_of, require_bool, require_dense, require_int
+from w4gemm.core.errors import LARGEST_SIZE, UnsupportedError, kind_of, require_bool, require_dense, require_int
 from w4gemm.core.router import Router
 from w4gemm.kernels import launcher
 from w4gemm.kernels.expert_choice.spec import ExpertChoice
@@ -79,8 +79,8 @@ def choose_experts(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose each token's experts by the logits of a router.
 
-    On Hopper a kernel of our own does it in one launch, elsewhere PyTorch's operators; scores of both differ in their
-    last bits.
+    On Hopper a kernel of our own does it in one launch. Elsewhere PyTorch's operators do it, and where
+    ``W4GEMM_COMPILE=off`` forbids to compile it; scores of both differ in their last bits.
 
     Args:
         logits: float32, float16 or bfloat16 (tokens, experts).
@@ -102,7 +102,10 @@ def choose_experts(
     check_logits(logits, router, bias)
     plain = is_plain(logits) and (bias is None or is_plain(bias)) and not is_watched()
     if logits.is_cuda and plain and not (torch.is_grad_enabled() and logits.requires_grad):
-        choose = launcher(ExpertChoice.of, logits.device, router, logits.shape[1], logits.dtype, bias is not None)
+        try:
+            choose = launcher(ExpertChoice.of, logits.device, router, logits.shape[1], logits.dtype, bias is not None)
+        except UnsupportedError:  # W4GEMM_COMPILE=off, and nobody compiled it
+            choose = None
         if choose is not None:
             shape = len(logits), router.top_k
             ids, weights = (logits.new_empty(shape, dtype=dtype) for dtype in (torch.int32, torch.float32))
