@@ -24,7 +24,7 @@ from w4gemm.checkpoints import open_checkpoint
 from w4gemm.checkpoints.gguf import GGUFCheckpoint
 from w4gemm.checkpoints.quantized_folder import BESIDE, QuantizedFolder
 from w4gemm.cli.__main__ import main
-from w4gemm.integrations.transformers import W4GemmConfig, load
+from w4gemm.integrations.transformers import W4GemmConfig, load, places
 
 E4M3 = torch.float8_e4m3fn
 EXPERTS = "model.layers.0.mlp.experts"
@@ -219,7 +219,7 @@ def test_experts_in_one_fp8_tensor_stay_packed(
 
 
 def test_experts_in_one_fp8_tensor_that_stay_dense(tmp_path: Path) -> None:
-    """Biases are gpt-oss' alone, whose gates and ups are in pairs; and a block may have gates and ups."""
+    """One of both products has a bias, or a block has gates and ups."""
     for features, more in ((64, {"gate_up_proj_bias": torch.zeros(2, 128)}), (72, {})):
         tensors = {
             "gate_up_proj": torch.ones(2, 2 * features, 128).to(E4M3),
@@ -232,6 +232,50 @@ def test_experts_in_one_fp8_tensor_that_stay_dense(tmp_path: Path) -> None:
         configure(folder, weight_block_size=[128, 128])
         checkpoint = open_checkpoint(folder)
         assert f"{EXPERTS}.down_proj" not in checkpoint.modules and f"{EXPERTS}.down_proj" in checkpoint.tensors
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_gpt_oss_in_fp8(tmp_path: Path, blocks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its gates and ups are in pairs, with biases, and its matrices transposed. Of a model whose code says that gates
+    come before ups, experts are dense."""
+    folder = write_dense(tmp_path, "gpt_oss")
+    expected = {}
+
+    def in_fp8(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+            w = tensors[name]
+            scale = torch.rand(len(w), *((-(-w.shape[1] // 16), -(-w.shape[2] // 32)) if blocks else (1, w.shape[2])))
+            tensors[name], tensors[f"{name}_scale_inv"] = w.to(E4M3), scale
+            whole = scale.repeat_interleave(16, 1).repeat_interleave(32, 2) if blocks else scale
+            expected[name] = w.to(E4M3).float() * whole[:, : w.shape[1] if blocks else 1, : w.shape[2]]
+
+    change(folder, in_fp8)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [16, 32]}
+    (folder / "config.json").write_text(json.dumps(config))
+    packed = (
+        load(folder)[0],
+        AutoModelForCausalLM.from_pretrained(folder, quantization_config=W4GemmConfig(), dtype=torch.float32),
+    )
+    submodule = places.submodule
+
+    def concatenated(model: torch.nn.Module, name: str) -> Any:
+        if hasattr(module := submodule(model, name), "is_concatenated"):
+            module.is_concatenated = True
+        return module
+
+    with monkeypatch.context() as patch:
+        patch.setattr(places, "submodule", concatenated)
+        dense = load(folder)[0]
+    for layer in dense.model.layers:
+        layer.mlp.experts.is_concatenated = False
+    assert all(torch.equal(dense.get_parameter(name), weight) for name, weight in expected.items())
+    for model in packed:
+        for name, weight in expected.items():
+            assert torch.equal(model.get_submodule(name.removesuffix("_proj")).weight.dequantize().mT, weight)
+        with torch.inference_mode():
+            ids = torch.tensor([[3, 5, 7, 11]])
+            torch.testing.assert_close(model(ids).logits, dense(ids).logits, rtol=1e-4, atol=1e-5)
 
 
 SKIPPED = (

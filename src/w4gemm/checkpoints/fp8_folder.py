@@ -94,12 +94,13 @@ class Fp8Folder(SafetensorsFolder):
 
     def experts(self) -> dict[str, Module]:
         """Return the products of experts that a format holds, by the names of their tensors. Shapes tell whether each
-        matrix is (n, k) or (k, n). Those with biases stay dense, because gpt-oss has its gates and ups in pairs."""
+        matrix is (n, k) or (k, n). Gates and ups are taken to be in pairs beside biases, as gpt-oss has them, else one
+        after the other: it is for the model's code to say whether they are."""
         made: dict[str, Module] = {}
         for down in [name for name in self.scales if name.endswith(f"experts.{DOWN}")]:
-            first = f"{down.removesuffix(DOWN)}{GATE_UP}"
-            if first in self.scales and self.tensors.keys().isdisjoint((f"{first}_bias", f"{down}_bias")):
-                both = {name: self._module(name, self._is_transposed(first, down)) for name in (first, down)}
+            names = f"{down.removesuffix(DOWN)}{GATE_UP}", down
+            if names[0] in self.scales and len({f"{name}_bias" in self.tensors for name in names}) == 1:
+                both = {name: self._module(name) for name in names}
                 made |= {name: module for name, module in both.items() if module} if all(both.values()) else {}
         return made
 
@@ -109,11 +110,9 @@ class Fp8Folder(SafetensorsFolder):
         Raises:
             FormatError: as :meth:`weight`.
         """
-        owner = name.rpartition(".")[0]
-        transposed = self._is_transposed(f"{owner}.{GATE_UP}", f"{owner}.{DOWN}")
-        module = self._module(name, transposed)
+        module, transposed = self._module(name), self._is_transposed(name)
         assert module is not None and transposed is not None
-        block, parts = self._block_of(transposed), max(1, len(module.fused))
+        block, parts = self._block_of(transposed), 2 if module.fused and not module.bias else 1
         codes, scale = super().tensor(name).to(device), self.scales[name].read().to(device)
 
         def each() -> Iterator[QuantizedWeight]:
@@ -131,9 +130,10 @@ class Fp8Folder(SafetensorsFolder):
         except ValueError as e:
             raise FormatError(f"{self.path}: {name}: {e}") from e
 
-    def _is_transposed(self, gate_up: str, down: str) -> bool | None:
-        """True if experts' matrices are (k, n), None if their shapes do not fit one another."""
-        first, second = self.tensors[gate_up].shape, self.tensors[down].shape
+    def _is_transposed(self, name: str) -> bool | None:
+        """True if the matrices of experts are (k, n), None if those of both products do not fit one another."""
+        owner = name.rpartition(".")[0]
+        first, second = (self.tensors[f"{owner}.{leaf}"].shape for leaf in (GATE_UP, DOWN))
         if len(first) != 3 or len(second) != 3 or first[0] != second[0]:
             return None
         (_, a, b), (_, c, d) = first, second
@@ -142,9 +142,9 @@ class Fp8Folder(SafetensorsFolder):
     def _block_of(self, transposed: bool) -> ScaleBlock:
         return ScaleBlock(*reversed(self._block)) if transposed else self._block
 
-    def _module(self, name: str, transposed: bool | None) -> Module | None:
+    def _module(self, name: str) -> Module | None:
         """Return one product of experts, or None if no format holds it."""
-        codes, scale = self.tensors[name], self.scales[name]
+        codes, scale, transposed = self.tensors[name], self.scales[name], self._is_transposed(name)
         if transposed is None:
             return None
         experts, *sizes = codes.shape
@@ -157,11 +157,12 @@ class Fp8Folder(SafetensorsFolder):
         mx = _is_mx((n, k), factors) and not transposed
         if not (mx or own in ((1, 1), (n, 1), grid)):
             return None
-        if fused and own == grid and grid[0] > 1 and n // 2 % block.rows and not mx:
+        biased = f"{name}_bias" in self.tensors
+        if fused and not biased and own == grid and grid[0] > 1 and n // 2 % block.rows and not mx:
             return None  # a block has gates and ups
         if (format := format_of(matrix, factors, block)) is None:
             return None
-        return Module(n, k, format, False, experts, fused, interleaved=bool(fused), shared=True)
+        return Module(n, k, format, biased, experts, fused, interleaved=bool(fused), shared=True)
 
     def tensor(self, name: str) -> torch.Tensor:
         stored = super().tensor(name)

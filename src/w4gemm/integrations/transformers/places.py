@@ -101,7 +101,7 @@ class Placement:
             if name not in self._with_modules and name not in self.packed:
                 self._stored[name] = Stored(shape, checkpoint.stored_type(name), self._buffer(name))
         filled = {place.weight_name for place in self.packed.values()}
-        filled |= {place.bias_name for name, place in self.packed.items() if f"{name}.bias" in self._with_modules}
+        filled |= {place.bias_name for name, place in self.packed.items() if self._bias(name) in self._with_modules}
         filled &= naming.known.keys()
         self._untie(filled)
         self.account = Account(checkpoint.path, model, naming, self._stored, filled, strangers, folder_model)
@@ -142,6 +142,8 @@ class Placement:
             return None
         if not isinstance(experts, AwaitedExperts):
             assert experts is not None
+            if module.shared and module.bias == getattr(experts, "is_concatenated", True):
+                return None  # its reader took the gates and ups for others
             try:
                 experts = AwaitedExperts(experts, getattr(self._model, "config", None))
             except ValueError as e:
@@ -154,8 +156,13 @@ class Placement:
         self._check_shape(target, (module.experts, module.n, module.k), own_shape)
         layer.format = module.format
         self._check_bias(name, module, layer.has_bias)
-        self._with_modules |= {f"{name}.bias", f"{name}.pre_quant_scale"}
+        self._with_modules |= {self._bias(name), f"{name}.pre_quant_scale"}
         return Place(f"{owner}.{product}", dense=f"{owner}.{dense}")
+
+    def _bias(self, name: str) -> str:
+        """Name in the checkpoint of a module's bias: that of a parameter beside the module's own, or its own."""
+        module = self._checkpoint.modules[name]
+        return f"{name}_bias" if module.shared and module.experts else f"{name}.bias"
 
     def _check_shape(self, target: str, stored: tuple[int, ...], own: tuple[int, ...]) -> None:
         """Raise FormatError unless the weight of ``target`` has the shape that the model has."""
@@ -167,7 +174,7 @@ class Placement:
     def _check_bias(self, name: str, module: Module, has_bias: bool) -> None:
         """Raise FormatError unless a module has a bias if its layer has one. A bias of zeros may be there without a
         place: old GPTQ files have such a bias for every layer."""
-        stored, checkpoint = f"{name}.bias", self._checkpoint
+        stored, checkpoint = self._bias(name), self._checkpoint
         if module.bias == has_bias:
             return
         if stored in checkpoint.tensors and not checkpoint.dense(stored).any():
@@ -190,7 +197,7 @@ class Placement:
         device = layer.place.device if device is None else device
         whole = Local(
             self._checkpoint.weight(name, device),
-            self._dense(f"{name}.bias", layer) if module.experts and module.bias and layer.has_bias else None,
+            self._dense(self._bias(name), layer) if module.experts and module.bias and layer.has_bias else None,
             self._dense(f"{name}.pre_quant_scale", layer) if module.experts and module.pre_quant_scale else None,
         )
         layer.fill(local_part(self._model, target, whole).to(device), activations)
