@@ -386,7 +386,21 @@ FAULTS = (
         _CODECS + "e4m3_decode.py",
         "and.b32 a, a, 0x87808780; ",
         "and.b32 a, a, 0x07800780; ",
-        "tests/test_emulated_kernels.py -k dequantized",
+        "tests/test_emulated_kernels.py -k dequantized_weights",
+    ),
+    Fault(
+        "e4m3 beside fp8 x: columns from 16 on are those of rows g + 8",
+        _CODECS + "e4m3.py",
+        "8 * i, 4 * step + 2 * col16 + row8)",
+        "8 * i, 4 * step + 2 * row8 + col16)",
+        "tests/test_emulated_kernels.py -k one_hot",
+    ),
+    Fault(
+        "int3 beside fp8 x: a step's third bits are the other step's",
+        _CODECS + "integers_fp8.py",
+        "turns = ((0, 0), (0, 4)) if bits == 3",
+        "turns = ((0, 0), (4, 0)) if bits == 3",
+        "tests/test_emulated_kernels.py -k one_hot",
     ),
     Fault(
         "zero points of rows g + 8 are those of rows g",

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from reference import grouped_reference, linear_reference
-from w4gemm import QuantizedWeight, WeightFormat, grouped_linear, linear, masked_linear
+from w4gemm import GemmConfig, QuantizedWeight, WeightFormat, grouped_linear, linear, masked_linear
 from w4gemm.choice.model import ranked
 from w4gemm.core.epilogue import Epilogue
 from w4gemm.core.problem import GPUS, H200, GemmProblem
@@ -18,7 +18,7 @@ from w4gemm.kernels.gpu import _by_columns
 from w4gemm.weights.random import random_weight
 
 FP8 = torch.float8_e4m3fn
-FORMATS = ("int4_g128", "int4_g32_zint", "int4_col", "int4_g128_e4m3", "mxfp4")
+FORMATS = ("int4_g128", "int4_g32_zint", "int4_col", "int4_g128_e4m3", "mxfp4", "e4m3_g128_b128")
 TOLERANCE = {"cpu": 4e-3, "cuda": 5e-3}
 """Relative errors: roundings to bf16, on a GPU also of sums of fp8 products."""
 
@@ -56,7 +56,7 @@ def test_products_with_block_scales(device, format, m, n, k):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("format", ["int4_g128", "mxfp4"])
+@pytest.mark.parametrize("format", ["int4_g128", "mxfp4", "e4m3_g128_b128"])
 def test_configs_of_experts_on_a_gpu(format):
     """One-hot x: the weights of an expert's rows, which begin anywhere, times the scale of each block."""
     experts, n, k = 4, 328, 1024
@@ -76,7 +76,7 @@ def test_configs_of_experts_on_a_gpu(format):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("format", ["int4_g128", "mxfp4"])
+@pytest.mark.parametrize("format", ["int4_g128", "mxfp4", "e4m3_g128_b128"])
 def test_every_config_on_a_gpu(format):
     """One-hot x times a power of two: the weights, bit for bit, and another scale for each block."""
     m, n, k = 140, 328, 2048
@@ -93,7 +93,7 @@ def test_every_config_on_a_gpu(format):
         assert torch.equal(d, exact), str(config)
 
 
-@pytest.mark.parametrize("format", ["int4_g128", "mxfp4"])
+@pytest.mark.parametrize("format", ["int4_g128", "mxfp4", "e4m3_g128_b128"])
 def test_products_of_experts_with_block_scales(device, format):
     """Contiguous, gathered and padded rows."""
     w = made(format, 136, 512, device, experts=3)
@@ -160,11 +160,15 @@ def test_what_can_be_chosen_depends_on_it():
     assert max(c.tile_m * c.tile_n for c in kernel.configs(blocks)) < 256 * 128
     exact = replace(blocks, format=WeightFormat())
     assert set(kernel.configs(exact)) <= set(kernel.configs(blocks))
+    experts = replace(blocks, experts=8)
+    stored = replace(experts, format=WeightFormat.parse("e4m3_col_fp32"))  # which spills 40 bytes behind swiglu_oai
+    legal = [GemmConfig(64, 192, 256) in kernel.configs(p) for p in (experts, stored)]
+    assert legal == [True, False]
 
 
 @pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("experts", [0, 8])
-@pytest.mark.parametrize("format, m", [("int4_g128", 16), ("mxfp4", 512), ("int4_g32_zint", 64)])
+@pytest.mark.parametrize("format, m", [("int4_g128", 16), ("e4m3_g128_b128", 512), ("int4_g32_zint", 64)])
 def test_machine_code(format, m, experts):
     """The config that is ranked first: nothing spills, WGMMAs are in flight, and TMA brings the scales besides x."""
     sass, kernel = pytest.importorskip("sass"), kernel_named("sm90_fp8_gemm")

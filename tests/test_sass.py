@@ -470,7 +470,7 @@ def test_other_gpus(arch, kernel, config, name, dtype):
     "arch, instruction",
     [("sm_89", "QMMA.16832"), ("sm_100a", "HMMA.16816"), ("sm_120a", "QMMA.16832")],
 )
-@pytest.mark.parametrize("name", ["int4_g32_zint", "int4_g128", "int4_g128_e4m3", "mxfp4"])
+@pytest.mark.parametrize("name", ["int4_g32_zint", "int4_g128", "int4_g128_e4m3", "mxfp4", "e4m3_g128_b128"])
 def test_fp8_on_other_gpus(arch, instruction, name):
     """One config; on sm_89, which has the least shared memory, the largest of each schedule."""
     kernel, p = kernel_named("sm89_fp8_gemm"), problem(name, FP8, device=OTHER_GPUS[arch])

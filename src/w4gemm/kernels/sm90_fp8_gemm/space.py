@@ -82,7 +82,8 @@ def _spills_with_block_scales(v: Sm90MixedVariant) -> bool:
     several = v.scales_on_sums and v.block.scale_bytes > ONE_GROUP and (v.warpgroups > 2 or v.config.tile_m > 64)
     tokens = 32 if v.config.tile_n == 192 else 64
     experts = v.scales_on_sums and v.grouped and v.warpgroups > 1 and v.config.tile_m > tokens
-    return v.block_scales and (several or experts or (v.warpgroups == 4 and v.config.tile_m > 32))
+    bytes_of_experts = v.block.bits == 8 and v.grouped and (v.config.tile_m, v.config.tile_n) == (64, 192)
+    return v.block_scales and (several or experts or bytes_of_experts or (v.warpgroups == 4 and v.config.tile_m > 32))
 
 
 def _spills_with_activation(v: Sm90MixedVariant) -> bool:
@@ -147,7 +148,8 @@ SPACE = Space(
         Rule(
             "scales of x",
             "they take registers, which four warpgroups lack for 64 tokens, and scales of several groups, or experts, "
-            "leave none for more than 64 or to more than two warpgroups",
+            "leave none for more than 64 or to more than two warpgroups; beside codes of 8 bits experts leave none for "
+            "64 tokens of 192 features",
             _spills_with_block_scales,
         ),
         Rule(
