@@ -285,6 +285,34 @@ class CompressedTensorsWNA16:
 
 
 @at("layers.quantization.compressed_tensors.schemes")
+class CompressedTensorsW8A16Fp8:
+    def __init__(self, strategy, is_static_input_scheme):
+        self.strategy, self.is_static_input_scheme, self.asked = strategy, is_static_input_scheme, []
+
+    def create_weights(
+        self,
+        layer,
+        input_size,
+        output_partition_sizes,
+        input_size_per_partition,
+        params_dtype,
+        weight_loader,
+        **kwargs,
+    ):
+        n, k, parts = sum(output_partition_sizes), input_size_per_partition, len(output_partition_sizes)
+        layer.logical_widths = output_partition_sizes
+        layer.register_parameter("weight", parameter(n, k, dtype=torch.float8_e4m3fn))
+        shape = (n, 1) if self.strategy == "channel" else (parts,)
+        layer.register_parameter("weight_scale", parameter(*shape, dtype=torch.float32))
+
+    def process_weights_after_loading(self, layer):
+        self.asked.append("process")
+
+    def apply_weights(self, layer, x, bias=None):
+        self.asked.append("apply")
+
+
+@at("layers.quantization.compressed_tensors.schemes")
 class CompressedTensorsW4A16Fp4:
     def __init__(self, has_input_global_scale=False):
         self.has_input_global_scale, self.asked = has_input_global_scale, []

@@ -347,3 +347,33 @@ def test_experts_of_nvfp4_without_gates(monkeypatch: pytest.MonkeyPatch) -> None
             w13, w2 = drawn[ids[t, j]]
             wanted[t] += router[t, j] * (w2.dense @ (w13.dense @ x[t].double()).clamp(min=0).square())
     assert (got.double() - wanted).norm() < 0.08 * wanted.norm()
+
+
+@pytest.mark.parametrize("strategy", ["channel", "tensor"])
+def test_fp8_beside_16_bit_activations(strategy: str) -> None:
+    """With a scale for each row, or for each part of a merged layer."""
+    scheme = resolved(f"{QUANTIZATION}.compressed_tensors.schemes.CompressedTensorsW8A16Fp8")(strategy, False)
+    layer: Any = created(scheme)
+    layer.params_dtype = torch.bfloat16
+    layer.weight.data.copy_(torch.randn(N, K))
+    layer.weight_scale.data.uniform_(0.01, 0.02)
+    each_row = layer.weight_scale.data.view(-1, 1)
+    if strategy == "tensor":
+        each_row = each_row.repeat_interleave(torch.tensor(layer.logical_widths), 0)
+    dense = layer.weight.data.double() * each_row
+    scheme.process_weights_after_loading(layer)
+    assert not {"weight", "weight_scale"} & layer._parameters.keys()
+    x, bias = torch.randn(5, K).bfloat16(), torch.randn(N).bfloat16()
+    product = x.double() @ dense.T + bias.double()
+    assert (scheme.apply_weights(layer, x, bias).double() - product).norm() < 0.004 * product.norm()
+
+
+def test_fp8_that_is_left_to_sglang(caplog: pytest.LogCaptureFixture) -> None:
+    """Codes that are no numbers."""
+    scheme = resolved(f"{QUANTIZATION}.compressed_tensors.schemes.CompressedTensorsW8A16Fp8")("channel", False)
+    layer: Any = created(scheme)
+    layer.params_dtype = torch.bfloat16
+    layer.weight.data.copy_(torch.randn(N, K))
+    layer.weight.data.view(torch.uint8)[3, 3] = 0x7F
+    layer.weight_scale.data.fill_(0.01)
+    assert "codes: " in refused(scheme, layer, caplog)

@@ -91,6 +91,23 @@ def test_other_widths(tmp_path: Path) -> None:
     assert [str(layer.format) for layer in model.layers] == ["int8_g64"]
 
 
+@pytest.mark.parametrize("activations", [None, {"num_bits": 8, "type": "float", "dynamic": True}])
+def test_fp8(activations: dict[str, Any] | None, tmp_path: Path) -> None:
+    """With activations in fp8 vLLM's own kernels run it."""
+    weights = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
+    scheme = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"group_0": group}}
+    (tmp_path / "config.json").write_text(json.dumps({"dtype": "bfloat16", "quantization_config": scheme}))
+    name = "model.layers.0.mlp.down_proj.weight"
+    tensors = {name: torch.zeros(64, 256).to(torch.float8_e4m3fn), f"{name}_scale": torch.ones(64, 1)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    if activations:
+        with pytest.raises(FormatError, match="left to vLLM's own kernels"):
+            read_model(str(tmp_path))
+    else:
+        assert [str(layer.format) for layer in read_model(str(tmp_path)).layers] == ["e4m3_col_fp32"]
+
+
 def test_parts_of_linear_attention_are_fused(tmp_path: Path) -> None:
     """Qwen 3.5's, as vLLM's packed_modules_mapping has them."""
     shapes = {"in_proj_qkv": 384, "in_proj_z": 128, "in_proj_b": 16, "in_proj_a": 16, "out_proj": HIDDEN}

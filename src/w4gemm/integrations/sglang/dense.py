@@ -13,20 +13,20 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 from w4gemm.api.ops import linear
-from w4gemm.checkpoints import awq, compressed_tensors, gptq, packed_floats
 from w4gemm.checkpoints.module_tensors import whole_groups
 from w4gemm.checkpoints.numbers import Numbers
 from w4gemm.integrations.engines.engine import layer_product, why_no_kernel
-from w4gemm.integrations.engines.formats import SCALES, check_unused_zeros, integer_format
+from w4gemm.integrations.engines.formats import SCALES, check_unused_zeros
 from w4gemm.integrations.engines.gguf import PARAMETERS, gguf_weights
 from w4gemm.integrations.engines.loading import NOTHING_LOADED, check_known, check_loaded, mark
 from w4gemm.integrations.engines.warmup import LinearUse, linear_need
+from w4gemm.integrations.sglang.dense_formats import SCHEMES, Scheme
 from w4gemm.integrations.sglang.takeover import (
     LOADING,
     QUANTIZATION,
@@ -41,7 +41,6 @@ from w4gemm.integrations.sglang.takeover import (
     speculative,
     why_not_here,
 )
-from w4gemm.packing.bits import unpack
 from w4gemm.weights.weight import QuantizedWeight
 
 _WEIGHT = "w4gemm_weight"
@@ -56,30 +55,8 @@ _FP8 = "w4gemm_fp8"
 """Attribute of a scheme that :func:`fp8_scheme` made."""
 _ALONE = "w4gemm_alone"
 """Attribute of a scheme that SGLang has no kernel for."""
-_DIVIDED = "they are in act-order (desc_act), and their input features are divided among GPUs"
 _GGUF = f"{QUANTIZATION}.gguf.GGUFLinearMethod"
 _OF_GGUF = "linear layers of GGUF"
-
-
-class Scheme(NamedTuple):
-    """A scheme of SGLang's for linear layers."""
-
-    kind: str
-    """Its layers, in sentences."""
-    target: str
-    """Dotted name of the class."""
-    read: tuple[str, ...]
-    """Parameters whose numbers are packed, as far as it makes them; the first holds the codes."""
-    others: tuple[str, ...]
-    """Other parameters that it may make."""
-    numbers: Callable[[Any, Any], Numbers]
-    """Reads the scheme and a layer that it has loaded. A ValueError says why the layer cannot be taken."""
-    apply: str = "apply_weights"
-    """Name of the method that multiplies."""
-
-    def parameters(self, layer: torch.nn.Module) -> list[str]:
-        """Return the names of a layer's parameters whose numbers are packed."""
-        return [name for name in self.read if name in layer._parameters]
 
 
 def install() -> None:
@@ -163,17 +140,18 @@ def _pack(scheme: Scheme, self: Any, layer: Any, fp8: bool) -> str:
         return reason
     if not check_loaded(layer, names, scheme.kind):
         return NOTHING_LOADED
-    numbers = scheme.numbers(self, layer)
-    whole_groups(numbers.format, numbers.k)
-    dtype = _MODELS.get(numbers.format.scale) or layer.params_dtype
+    weight = scheme.weight(self, layer)
+    whole_groups(weight.format, weight.k)
+    dtype = _MODELS.get(weight.format.scale) or layer.params_dtype
     activations = "fp8" if fp8 else None
-    format = SGLANG.multiplied(numbers.format, activations)
-    if reason := why_no_kernel(layer_product(device, format, numbers.n, numbers.k, dtype, fp8)):
+    format = SGLANG.multiplied(weight.format, activations)
+    if reason := why_no_kernel(layer_product(device, format, weight.n, weight.k, dtype, fp8)):
         return reason
     check_known(layer, {*scheme.read, *scheme.others, "bias"})
     if "qzeros" in scheme.others:
-        check_unused_zeros(layer.qzeros, numbers.format.bits)
-    _take(layer, (*scheme.read, *scheme.others), [SGLANG.packed(numbers, activations)], dtype)
+        check_unused_zeros(layer.qzeros, weight.format.bits)
+    w = SGLANG.packed(weight, activations) if isinstance(weight, Numbers) else weight.repack()
+    _take(layer, (*scheme.read, *scheme.others), [w], dtype)
     return ""
 
 
@@ -246,141 +224,3 @@ def _is_w4afp8(weight: Any, activations: Any, packing: str) -> bool:
     ours = weight.num_bits == 4 and weight.type == "int" and weight.symmetric and not weight.dynamic
     theirs = activations.num_bits == 8 and activations.type == "float" and activations.dynamic is True
     return ours and weight.strategy in ("group", "channel") and theirs and activations.strategy == "token"
-
-
-def _check_order(act_order: bool, shapes: Any) -> None:
-    """Raise ValueError if other GPUs have other columns of a weight in act-order."""
-    if act_order and shapes.partition_weight_shape[0] != shapes.full_weight_shape[0]:
-        raise ValueError(_DIVIDED)
-
-
-def _gptq(self: Any, layer: Any) -> Numbers:
-    config = self.quant_config
-    _check_order(config.desc_act, self.kernel.kernel_config)  # symmetric, as Marlin wants it
-    format = integer_format(config.group_size, False, layer.scales.dtype, config.weight_bits)
-    return gptq.numbers(_gptq_tensors(config, layer), format)
-
-
-def _gptq_tensors(config: Any, layer: Any) -> dict[str, torch.Tensor]:
-    return {name: getattr(layer, name).data for name in ("qweight", "scales", *(["g_idx"] * config.desc_act))}
-
-
-def _gptq_without_marlin(self: Any, layer: Any) -> Numbers:
-    """SGLang does not keep whether a model is symmetric. It is if its zero points say so in either version of the
-    format, as for ``load``."""
-    config, zeros = self.quant_config, layer.qzeros.data
-    k = layer.g_idx.shape[0]
-    if config.desc_act and getattr(layer, "input_size", k) != k:
-        raise ValueError(_DIVIDED)
-    stored = unpack(zeros, config.weight_bits)
-    middle = 1 << config.weight_bits - 1
-    symmetric = bool((stored == stored[0, 0]).all()) and int(stored[0, 0]) in (middle - 1, middle)
-    packing = gptq.GPTQPacking({}, 0 if self.use_v2_format else -1)
-    format = integer_format(config.group_size, not symmetric, layer.scales.dtype, config.weight_bits)
-    return gptq.numbers(
-        _gptq_tensors(config, layer), format, None if symmetric else packing.zeros(zeros, config.weight_bits)
-    )
-
-
-def _awq(self: Any, layer: Any) -> Numbers:
-    config = self.quant_config
-    if config.weight_bits != 4:
-        raise ValueError(f"they have {config.weight_bits} bits, wanted 4")
-    tensors = {name: getattr(layer, name).data for name in ("qweight", "scales", "qzeros")}
-    return awq.numbers(tensors, integer_format(config.group_size, True, layer.scales.dtype))
-
-
-def _compressed_tensors(self: Any, layer: Any) -> Numbers:
-    _check_order(self.has_g_idx, self.kernel_config)
-    names = ["weight_packed", "weight_scale"] + ["weight_g_idx"] * self.has_g_idx
-    names += [] if self.symmetric else ["weight_zero_point"]
-    format = integer_format(self.group_size, not self.symmetric, layer.weight_scale.dtype, 32 // self.pack_factor)
-    return compressed_tensors.numbers({name: getattr(layer, name).data for name in names}, format)
-
-
-def _nvfp4_compressed_tensors(self: Any, layer: Any) -> Numbers:
-    return _nvfp4(layer, layer.weight_packed, 1 / layer.weight_global_scale.data)
-
-
-def _nvfp4_modelopt(self: Any, layer: Any) -> Numbers:
-    from sglang.srt.layers.quantization.fp4_utils import get_fp4_gemm_runner_backend
-
-    backend = get_fp4_gemm_runner_backend()
-    if not backend.is_marlin():
-        raise ValueError(f"--fp4-gemm-backend is {backend.value}, wanted marlin or auto on Hopper")
-    if self.quant_config.is_awq:
-        raise ValueError("they scale activations first (NVFP4_AWQ)")
-    return _nvfp4(layer, layer.weight, layer.weight_scale_2.data)
-
-
-def _nvfp4_modelopt_16_bit(self: Any, layer: Any) -> Numbers:
-    return _nvfp4(layer, layer.weight, layer.weight_scale_2.data)
-
-
-def _nvfp4(layer: Any, codes: torch.Tensor, factors: torch.Tensor) -> Numbers:
-    """Return the numbers of a layer with a factor for each of its fused parts."""
-    widths = torch.tensor(layer.logical_widths, device=factors.device)
-    each_row = factors.repeat_interleave(widths)
-    return packed_floats.numbers(codes.data, layer.weight_scale.data, packed_floats.NVFP4, each_row)
-
-
-SCHEMES = (
-    Scheme(
-        "GPTQ's linear layers",
-        f"{QUANTIZATION}.gptq.schemes.GPTQMarlinLinearScheme",
-        ("qweight", "scales"),
-        ("qzeros", "g_idx"),
-        _gptq,
-    ),
-    Scheme(
-        "GPTQ's linear layers that Marlin does not take",
-        f"{QUANTIZATION}.gptq.schemes.GPTQLinearScheme",
-        ("qweight", "scales", "qzeros"),
-        ("g_idx",),
-        _gptq_without_marlin,
-    ),
-    Scheme(
-        "AWQ's linear layers",
-        f"{QUANTIZATION}.awq.schemes.AWQMarlinLinearScheme",
-        ("qweight", "scales", "qzeros"),
-        (),
-        _awq,
-    ),
-    Scheme(
-        "AWQ's linear layers that Marlin does not take",
-        f"{QUANTIZATION}.awq.schemes.AWQLinearScheme",
-        ("qweight", "scales", "qzeros"),
-        (),
-        _awq,
-    ),
-    Scheme(
-        "compressed-tensors' linear layers",
-        f"{QUANTIZATION}.compressed_tensors.schemes.CompressedTensorsWNA16",
-        ("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx"),
-        ("weight_shape",),
-        _compressed_tensors,
-    ),
-    Scheme(
-        "compressed-tensors' linear layers of NVFP4",
-        f"{QUANTIZATION}.compressed_tensors.schemes.CompressedTensorsW4A16Fp4",
-        ("weight_packed", "weight_scale", "weight_global_scale"),
-        ("input_global_scale",),
-        _nvfp4_compressed_tensors,
-    ),
-    Scheme(
-        "ModelOpt's linear layers of NVFP4",
-        f"{QUANTIZATION}.modelopt_quant.ModelOptFp4LinearMethod",
-        ("weight", "weight_scale", "weight_scale_2"),
-        ("input_scale",),
-        _nvfp4_modelopt,
-        apply="apply",
-    ),
-    Scheme(
-        "ModelOpt's linear layers of NVFP4 beside 16-bit activations",
-        f"{QUANTIZATION}.modelopt_quant.ModelOptNvFp4A16LinearMethod",
-        ("weight", "weight_scale", "weight_scale_2"),
-        ("input_scale",),
-        _nvfp4_modelopt_16_bit,
-        apply="apply",
-    ),
-)

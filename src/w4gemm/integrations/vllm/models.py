@@ -13,6 +13,7 @@ import torch
 
 from w4gemm.checkpoints import (
     Checkpoint,
+    CheckpointFormat,
     Module,
     auto_round,
     awq,
@@ -28,6 +29,7 @@ from w4gemm.checkpoints.hugging_face import quantization_config, read_config
 from w4gemm.core import environment
 from w4gemm.core.activation import canonical
 from w4gemm.core.errors import FormatError
+from w4gemm.core.formats import WeightFormat
 from w4gemm.integrations.engines.formats import SCALES
 from w4gemm.integrations.vllm.experts_formats import ACT_ORDERS
 from w4gemm.integrations.vllm.takeover import VLLM
@@ -93,13 +95,14 @@ def read_model(path: str, tensor_parallel: int = 1, dtype: torch.dtype | None = 
     text = config.get("text_config") or config
     named = str(text.get("dtype") or text.get("torch_dtype") or config.get("torch_dtype") or "bfloat16")
     model_dtype = dtype or {"float16": torch.float16}.get(named, torch.bfloat16)
+    quantization = quantization_config(folder) or {}
     layers: dict[Module, None] = {}
     for module in _fused(checkpoint, text, tensor_parallel):
         format, activations = module.format, module.activations
         if module.k % format.group_length(module.k):
             continue  # left to vLLM
         integers = format.element_rule.counts
-        if format.bits != 4 and (module.experts or not integers):
+        if format.bits != 4 and (module.experts or not (integers or _in_16_bits(source, format, quantization))):
             continue  # which our plugin does not take over
         if source == quark.FORMAT and activations and not module.experts:
             continue  # for which vLLM has no list of kernels
@@ -110,13 +113,13 @@ def read_model(path: str, tensor_parallel: int = 1, dtype: torch.dtype | None = 
                 continue  # which vLLM does not load
             format = VLLM.multiplied(replace(format, scale=SCALES[model_dtype]), activations)
         else:
-            activations = _beside_floats(module, source == compressed_tensors.FORMAT)
+            activations = _beside_floats(module, source == compressed_tensors.FORMAT) if format.bits == 4 else None
             format = VLLM.multiplied(format, activations)
         each = replace(module, format=format, activations=activations, fused=())
         layers |= dict.fromkeys((each,) if each.experts else (replace(each, bias=False), each))
     if not layers:
         raise FormatError(f"{path}: its quantized layers are left to vLLM's own kernels")
-    act_order = _in_act_order(quantization_config(folder) or {})
+    act_order = _in_act_order(quantization)
     if not any(layer.experts for layer in layers):
         return Model(tuple(layers), model_dtype, act_order)
     activation = "swiglu_oai" if source == mxfp4.FORMAT else _activation(text)
@@ -145,6 +148,14 @@ def _activation(config: Mapping[str, Any]) -> str:
     given = ",".join(f"{part}={value!r}" for part, value in constants.items() if isinstance(value, (int, float)))
     activation = canonical(f"{named[name]}({given})" if given else named[name]) if name in named else ""
     return "" if activation in (None, "silu_mul") else str(activation)
+
+
+def _in_16_bits(source: CheckpointFormat, format: WeightFormat, config: Mapping[str, Any]) -> bool:
+    """True if vLLM multiplies weights in fp8 by activations in 16 bits on Hopper."""
+    if format.scale == "e8m0":
+        return True
+    groups = (config.get("config_groups") or {}).values()
+    return source == compressed_tensors.FORMAT and not any(group.get("input_activations") for group in groups)
 
 
 def _in_act_order(config: Mapping[str, Any]) -> bool:
