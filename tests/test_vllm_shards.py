@@ -6,6 +6,7 @@ import importlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -126,7 +127,7 @@ def test_what_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM has no kernel in the place of ours: for numbers that cannot be packed, and where ours runs nothing."""
     tensors = [stored(n, 3) for n in SIZES]
     tensors[0]["scales"][0, 0] = float("inf")
-    with pytest.raises(ValueError, match="gate_up_proj: vLLM has no kernel for GPTQ of these bits and zero points"):
+    with pytest.raises(ValueError, match="gate_up_proj: w4gemm cannot run it, and vLLM has no kernel"):
         load(merged(settings_of(3)), tensors)
     layer: Any = torch.nn.Module()
     layer.moe_config = None
@@ -137,3 +138,27 @@ def test_what_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
         merged(settings_of(3))
     with pytest.raises(ValueError, match="no kernel: .'W4GEMM_VLLM is off'"):  # of the stub, which has none
         merged(CASES["4 and 8 bits"][0])
+
+
+def test_auto_round(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """vLLM's own methods stay those of 4 and 8 symmetric bits, of AWQ's packing, and of all where ours run nothing."""
+    from vllm.model_executor.layers.quantization.inc.schemes.inc_wna16_scheme import INCWna16Scheme
+
+    def method(bits: int, symmetric: bool, is_gptq: bool = True) -> Any:
+        of_layer = SimpleNamespace(bits=bits, sym=symmetric, group_size=64, is_gptq=is_gptq)
+        config = SimpleNamespace(packing_format="auto_round:auto_gptq")
+        return INCWna16Scheme().get_linear_method(config, torch.nn.Module(), f"{PARENT}.gate_up_proj", of_layer)
+
+    for bits, symmetric, is_gptq in ((4, True, True), (8, True, True), (5, True, True), (3, True, False)):
+        assert method(bits, symmetric, is_gptq) == "vLLM's own"
+    layer: Any = torch.nn.Module()
+    layer.quant_method = method(3, False)
+    layer.quant_method.create_weights(layer, K, list(SIZES), K, sum(SIZES), torch.bfloat16)
+    shards = [stored(n, 3, False) for n in SIZES]
+    load(layer, shards)
+    settings = settings_of(3, False, quant_method="auto-round", packing_format="auto_round:auto_gptq")
+    x = torch.randn(5, K, dtype=torch.bfloat16)
+    product = x.double() @ by_load(tmp_path, settings, shards).T
+    assert (layer.quant_method.apply(layer, x).double() - product).norm() < 0.004 * product.norm()
+    monkeypatch.setenv("W4GEMM_VLLM", "off")
+    assert method(3, False) == "vLLM's own"

@@ -56,6 +56,9 @@ OTHER_GPTQ = {
     "3 bits": (gptq(3), (3, 3)),
     "rows as groups": (gptq(3, group_size=-1), (3, 3)),
     **{f"{bits} bits with zero points": (gptq(bits, sym=False), (bits, bits)) for bits in (3, 4, 8)},
+    "AutoRound of 3 bits": (auto_round(3), (3, 3)),
+    "AutoRound of 8 bits with zero points": ({**auto_round(8), "sym": False}, (8, 8)),
+    "AutoRound, 2 bits of one": (auto_round(4, **{NAMES[1]: {"bits": 2}}), (4, 2)),
     "3 bits by dynamic, of one": (gptq(4, dynamic={r"+:.*\.up_proj": {"bits": 3}}), (4, 3)),
 }
 
@@ -123,7 +126,7 @@ def test_gptq_that_nobody_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     layer = merged(config)
     fill(layer, tmp_path, PARENT, SHARDS)
     layer.scales.data[0, 0] = float("nan")
-    with pytest.raises(ValueError, match="gate_up_proj: vLLM has no kernel for GPTQ of these bits"):
+    with pytest.raises(ValueError, match="gate_up_proj: w4gemm cannot run it, and vLLM has no kernel"):
         process(layer)
     monkeypatch.setenv("W4GEMM_VLLM", "off")
     with pytest.raises(ValueError, match=r"bits=3, sym=True: vLLM has no kernel .* W4GEMM_VLLM is off"):

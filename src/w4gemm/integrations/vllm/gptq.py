@@ -2,18 +2,21 @@
 
 vLLM's config refuses such models. It takes them here, gives each layer that vLLM knows its own method, and others
 :class:`GptqLinearMethod`, whose tensors the reader of GPTQ's folders reads. Experts of such formats are refused as
-before, when their layer is made.
+before, when their layer is made. AutoRound's layers of 2 and 3 bits or with zero points, which vLLM gives to Humming or
+refuses, get that method too.
 """
 
 from __future__ import annotations
 
 from fractions import Fraction
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from vllm.model_executor.kernels.linear import MPLinearLayerConfig
 from vllm.model_executor.layers.linear import LinearMethodBase, register_weight_loader_v2_supported_method
 from vllm.model_executor.layers.quantization import auto_gptq
+from vllm.model_executor.layers.quantization.inc.schemes.inc_wna16_scheme import INCWna16Scheme
 from vllm.model_executor.parameter import (
     ChannelQuantScaleParameter,
     GroupQuantScaleParameter,
@@ -29,6 +32,8 @@ from w4gemm.integrations.vllm.linear_kernel import LinearKernel, capability
 from w4gemm.weights.weight import QuantizedWeight
 
 _BITS = range(2, 9)
+_STREAMS = (2, 3, 4, 8)
+"""Bits of codes that are not in planes."""
 _OWN: dict[tuple[int, bool], Any] = {}
 """vLLM's own types, by bits and whether they are symmetric."""
 _LABELS = {torch.float16: "F16", torch.bfloat16: "BF16", torch.int32: "I32"}
@@ -71,6 +76,18 @@ def install() -> None:
         return experts(given, layer, prefix, make)
 
     auto_gptq.get_linear_quant_method, auto_gptq.get_moe_quant_method = get_linear_quant_method, get_moe_quant_method
+    of_auto_round = INCWna16Scheme.get_linear_method
+
+    def get_linear_method(self: Any, config: Any, layer: torch.nn.Module, prefix: str, layer_config: Any) -> Any:
+        bits, symmetric = layer_config.bits, layer_config.sym
+        ours = layer_config.is_gptq and bits in _STREAMS and (bits, symmetric) not in _OWN
+        if not ours or takeover.why_not_here(capability()):
+            return of_auto_round(self, config, layer, prefix, layer_config)
+        settings = {"weight_bits": bits, "group_size": layer_config.group_size, "is_sym": symmetric, "desc_act": False}
+        packing = {"quant_method": "auto-round", "packing_format": config.packing_format}
+        return GptqLinearMethod(SimpleNamespace(**settings, full_config=packing), prefix)
+
+    INCWna16Scheme.get_linear_method = get_linear_method
 
 
 def _is_vllms(config: Any) -> bool:
@@ -148,7 +165,8 @@ class GptqKernel(LinearKernel):
 
     def __init__(self, config: Any, prefix: str, dtype: torch.dtype) -> None:
         self.prefix, self.dtype, self.in_order = prefix, dtype, not config.desc_act
-        keys = ("checkpoint_format", "format", "meta", *(f"zero_stored_as_{2**bits - 1}" for bits in _BITS))
+        largest = (f"zero_stored_as_{2**bits - 1}" for bits in _BITS)
+        keys = ("quant_method", "packing_format", "checkpoint_format", "format", "meta", *largest)
         self.packing = GPTQPacking.of(
             {
                 **{key: config.full_config[key] for key in keys if key in config.full_config},
@@ -178,4 +196,4 @@ class GptqKernel(LinearKernel):
         return [self.packing.weight(module, tensors).repack()]
 
     def next_kernel(self) -> Any:
-        raise ValueError(f"{self.prefix}: vLLM has no kernel for GPTQ of these bits and zero points")
+        raise ValueError(f"{self.prefix}: w4gemm cannot run it, and vLLM has no kernel for such tensors of GPTQ")
