@@ -88,6 +88,8 @@ def test_a_merged_layer_is_a_product_for_each_run_of_types(types: tuple[str, ...
     product = product + layer.bias.double() if bias else product
     d = layer.quant_method.apply(layer, x, layer.bias)
     assert d.shape == (3, 5, 160) and (d.double() - product).norm() < 0.004 * product.norm()
+    if not bias:
+        return
     torch._dynamo.reset()
     called: list[Any] = []
 

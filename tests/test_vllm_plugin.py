@@ -135,11 +135,11 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_what_info_says(installed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert installed("").answer((9, 0)) == "vLLM: not installed"
     vllm = installed("0.26.0", "w4gemm", "other")
-    assert vllm.answer((9, 0)) == "vLLM 0.26.0: w4gemm runs its 4-bit layers; W4GEMM_VLLM=off switches it off"
-    assert vllm.answer((9, 0), "needs CuTe DSL").endswith("its own kernels run 4-bit layers: needs CuTe DSL")
+    assert vllm.answer((9, 0)) == "vLLM 0.26.0: w4gemm runs its quantized layers; W4GEMM_VLLM=off switches it off"
+    assert vllm.answer((9, 0), "needs CuTe DSL").endswith("its own kernels run quantized layers: needs CuTe DSL")
     assert vllm.answer((8, 0)) == (
-        "vLLM 0.26.0: its own kernels run 4-bit layers: w4gemm is measured to be faster on Hopper (9.0) only, and this "
-        "GPU has 8.0; W4GEMM_VLLM=on takes over"
+        "vLLM 0.26.0: its own kernels run quantized layers: w4gemm is measured to be faster on Hopper (9.0) only, and "
+        "this GPU has 8.0; W4GEMM_VLLM=on takes over"
     )
     monkeypatch.setenv("W4GEMM_VLLM", "maybe")
     assert "wanted auto, on or off, got 'maybe'" in vllm.answer((9, 0))
@@ -153,9 +153,9 @@ def test_info_says_why_vllm_does_not_load_the_plugin(installed: Any, monkeypatch
     assert "no installed package has w4gemm's entry point" in installed("0.33.0", "other").answer((9, 0))
     vllm = installed("0.33.0", "other", "w4gemm")
     monkeypatch.setenv("VLLM_PLUGINS", "other")
-    assert vllm.answer((9, 0)).endswith("its own kernels run 4-bit layers: VLLM_PLUGINS does not name w4gemm")
+    assert vllm.answer((9, 0)).endswith("its own kernels run quantized layers: VLLM_PLUGINS does not name w4gemm")
     monkeypatch.setenv("VLLM_PLUGINS", "other, w4gemm")
-    assert "w4gemm runs its 4-bit layers" in vllm.answer((9, 0))
+    assert "w4gemm runs its quantized layers" in vllm.answer((9, 0))
 
 
 @pytest.mark.parametrize(("value", "switch"), [("1", "on"), ("0", "off"), ("ON", "on"), ("", "auto")])

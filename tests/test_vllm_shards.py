@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from engine_tensors import words
 from test_vllm_dense import vllm_stub
 from w4gemm.checkpoints import open_checkpoint
+from w4gemm.integrations.vllm import takeover
 
 K, SIZES = 128, (64, 96)
 PARENT, SHARDS = "model.layers.0.mlp", ("gate_proj", "up_proj")
@@ -160,5 +161,8 @@ def test_auto_round(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     x = torch.randn(5, K, dtype=torch.bfloat16)
     product = x.double() @ by_load(tmp_path, settings, shards).T
     assert (layer.quant_method.apply(layer, x).double() - product).norm() < 0.004 * product.norm()
+    with monkeypatch.context() as asked:
+        asked.setattr(takeover, "linear_backend", lambda quantization: "humming")
+        assert method(3, False) == "vLLM's own"
     monkeypatch.setenv("W4GEMM_VLLM", "off")
     assert method(3, False) == "vLLM's own"

@@ -99,7 +99,7 @@ def _cache() -> dict[str, Any]:
 
 
 def _engine(engine: Engine) -> str:
-    """Return in words what runs an engine's 4-bit layers on the first GPU."""
+    """Return in words what runs an engine's quantized layers on the first GPU."""
     capability = torch.cuda.get_device_capability(0) if torch.cuda.is_available() else None
     return engine.answer(capability, missing_for_dsl(MIN_DRIVER))
 

@@ -10,9 +10,9 @@
 - ``W4GEMM_NVTX``: ``1`` shows each launch in a profiler as an NVTX range, named by its config.
 - ``W4GEMM_WORKSPACE_MIB``: the most GPU memory, in MiB, that a launch may decode a weight into for very many tokens;
   default 256. 0 forbids it.
-- ``W4GEMM_VLLM``: whether vLLM's 4-bit layers run on w4gemm: ``auto`` (default): where they were measured to be faster,
-  on Hopper; ``on``; ``off``.
-- ``W4GEMM_SGLANG``: the same for SGLang's 4-bit layers.
+- ``W4GEMM_VLLM``: whether vLLM's quantized layers run on w4gemm: ``auto`` (default): on Hopper, where they were
+  measured to be faster; ``on``; ``off``.
+- ``W4GEMM_SGLANG``: the same for SGLang's quantized layers.
 - ``W4GEMM_MXFP4``, ``W4GEMM_NVFP4``: activations of engines' layers in these formats: ``auto`` (default): fp8 where the
   checkpoint asks for it, else 16 bits; ``fp8``; ``16bit``.
 - ``W4GEMM_COMMIT``: the commit to record with results if git cannot be asked; ``-dirty`` at its end for a changed tree.

@@ -169,7 +169,7 @@ class Engine:
         return ""
 
     def answer(self, capability: Capability | None, needs: str = "") -> str:
-        """Return in words what runs the engine's 4-bit layers on a GPU.
+        """Return in words what runs the engine's quantized layers on a GPU.
 
         Args:
             capability: as for :meth:`why_not_here`.
@@ -182,9 +182,9 @@ class Engine:
         except ValueError as e:
             reason = str(e)
         if reason:
-            return f"{self.name} {version}: its own kernels run 4-bit layers: {reason}"
+            return f"{self.name} {version}: its own kernels run quantized layers: {reason}"
         known = "" if version in self.tested else f" (tested with {self._versions})"
-        return f"{self.name} {version}{known}: w4gemm runs its 4-bit layers; {self.variable}=off switches it off"
+        return f"{self.name} {version}{known}: w4gemm runs its quantized layers; {self.variable}=off switches it off"
 
     def announce(self, taken: Sequence[str]) -> None:
         """Log once an engine what can be taken over; the processes that it starts say nothing."""

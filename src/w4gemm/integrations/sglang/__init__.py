@@ -1,9 +1,9 @@
-"""SGLang plugin: the 4-bit layers of SGLang's models on w4gemm's kernels.
+"""SGLang plugin: the quantized layers of SGLang's models on w4gemm's kernels.
 
 SGLang calls :func:`register`, an entry point of ``sglang.srt.plugins``, in each of its processes before it builds a
 model. Nothing here imports SGLang earlier, so the package costs nothing where SGLang is not.
 
-SGLang has a class for each 4-bit scheme, which makes a layer's parameters, changes them after loading, and multiplies.
+SGLang has a class for each scheme, which makes a layer's parameters, changes them after loading, and multiplies.
 ``PARTS`` are modules of this package that put hooks around the last two: what a scheme has loaded becomes a packed
 weight, and SGLang's own kernels run what they leave. :mod:`w4gemm.integrations.engines.engine` says how parts are
 installed.

@@ -32,8 +32,7 @@ WARMUP = Warmup(SGLANG)
 QUANTIZATION = "sglang.srt.layers.quantization"
 """SGLang's package of quantization methods."""
 _UPDATES = (
-    f"w4gemm has packed 4-bit weights, and holds SGLang's parameters no longer; {SGLANG.variable}=off lets weights be "
-    "updated"
+    f"w4gemm has packed weights, and holds SGLang's parameters no longer; {SGLANG.variable}=off lets weights be updated"
 )
 """Why weights of a loaded model cannot be updated: what SGLang answers then."""
 _REFUSES_UPDATES = "_derived_weight_cache_error"

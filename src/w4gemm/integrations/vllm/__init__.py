@@ -1,4 +1,4 @@
-"""vLLM plugin: the 4-bit layers of vLLM's models on w4gemm's kernels.
+"""vLLM plugin: the quantized layers of vLLM's models on w4gemm's kernels.
 
 vLLM calls :func:`register`, an entry point of ``vllm.general_plugins``, in each of its processes before it builds a
 model. Nothing here imports vLLM earlier, so the package costs nothing where vLLM is not.

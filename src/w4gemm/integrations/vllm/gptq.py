@@ -81,7 +81,7 @@ def install() -> None:
     def get_linear_method(self: Any, config: Any, layer: torch.nn.Module, prefix: str, layer_config: Any) -> Any:
         bits, symmetric = layer_config.bits, layer_config.sym
         ours = layer_config.is_gptq and bits in _STREAMS and (bits, symmetric) not in _OWN
-        if not ours or takeover.why_not_here(capability()):
+        if not ours or takeover.linear_backend("mixed_precision") or takeover.why_not_here(capability()):
             return of_auto_round(self, config, layer, prefix, layer_config)
         settings = {"weight_bits": bits, "group_size": layer_config.group_size, "is_sym": symmetric, "desc_act": False}
         packing = {"quant_method": "auto-round", "packing_format": config.packing_format}
