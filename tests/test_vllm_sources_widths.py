@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sglang_sources import Mock
-from test_vllm_sources import fill, kernel_of, loaded, plugin, quantization  # noqa: F401 (a fixture)
+from test_vllm_sources import fill, kernel_of, loaded, plugin, quantization, reloading  # noqa: F401 (a fixture)
 
 from sglang_layers import Drawn  # isort: skip (of a stub of SGLang, which is installed on import)
 from w4gemm.checkpoints import open_checkpoint
@@ -172,6 +172,36 @@ def test_a_merged_layer_that_is_dense_in_part(tmp_path: Path) -> None:
     fill(layer, tmp_path, PARENT, SHARDS)
     process(layer)
     check(layer, [open_checkpoint(tmp_path).weight(NAMES[0]).dequantize(torch.float64), dense.double()])
+
+
+@pytest.mark.parametrize("name", ["3 bits", "AutoRound of 8 bits with zero points"])
+def test_vllm_reloads_gptq_of_other_widths(name: str, tmp_path: Path) -> None:
+    from vllm.model_executor.kernels.linear import MPLinearLayerConfig
+
+    if "has_g_idx" in MPLinearLayerConfig.__dataclass_fields__:
+        pytest.skip("this vLLM counts the order of columns once for each part, and processes the layer too early")
+    config, bits = OTHER_GPTQ[name]
+    write(tmp_path, config, bits)
+    layer = merged(quantization(tmp_path))
+    again = reloading(layer)
+    fill(layer, tmp_path, PARENT, SHARDS)
+    process(layer)
+    before = {name: p.data_ptr() for name, p in layer.named_parameters()}
+    again(lambda: fill(layer, tmp_path, PARENT, SHARDS))
+    assert {name: p.data_ptr() for name, p in layer.named_parameters()} == before
+    folder = open_checkpoint(tmp_path)
+    check(layer, [folder.weight(each).dequantize(torch.float64) for each in NAMES])
+
+
+def test_a_merged_layer_of_several_widths_is_not_loaded_anew(tmp_path: Path) -> None:
+    config, bits = MIXES["GPTQ by dynamic"]
+    write(tmp_path, config, bits)
+    layer = merged(quantization(tmp_path))
+    again = reloading(layer)
+    fill(layer, tmp_path, PARENT, SHARDS)
+    process(layer)
+    with pytest.raises(ValueError, match="gate_up_proj: its parts have different formats; such a layer cannot be"):
+        again(lambda: fill(layer, tmp_path, PARENT, SHARDS))
 
 
 def process(layer: Any) -> None:

@@ -99,7 +99,7 @@ class ShardsMethod(LinearMethodBase):
         layer.w4gemm_shards = torch.nn.ModuleList(shards)
         for name in dict.fromkeys(name for shard in shards for name in shard._parameters if name != "bias"):
             place: Any = torch.nn.Parameter(torch.empty(0, dtype=params_dtype), requires_grad=False)
-            place.weight_loader = _Loader(layer, name)
+            place.weight_loader = _loader(layer, name)
             layer.register_parameter(name, place)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
@@ -113,15 +113,20 @@ class ShardsMethod(LinearMethodBase):
         return torch.cat([shard.quant_method.apply(shard, x, of_shard) for shard, of_shard in parts], -1)
 
 
-class _Loader:
-    """Loads tensors of one name into the shards of a layer."""
+def _loader(layer: Any, name: str) -> Callable[..., Any]:
+    """Return a loader that gives tensors of one name to the shards of a layer."""
 
-    def __init__(self, layer: Any, name: str) -> None:
-        self.layer, self.name = layer, name
-
-    def __call__(self, parameter: torch.Tensor, loaded_weight: torch.Tensor, shard_id: int | str | None = None) -> None:
+    def load_shard(parameter: torch.Tensor, loaded_weight: torch.Tensor, shard_id: int | str | None = None) -> Any:
         if not isinstance(shard_id, (int, str)):
-            raise ValueError(f"{self.layer.prefix}.{self.name}: wanted a tensor of each shard, got one of {shard_id}")
+            raise ValueError(f"{layer.prefix}.{name}: wanted a tensor of each shard, got one of {shard_id}")
         shard = _OF_QKV[shard_id] if isinstance(shard_id, str) else shard_id
-        own = getattr(self.layer.w4gemm_shards[shard], self.name)
-        own.weight_loader(own, loaded_weight)
+        own = getattr(layer.w4gemm_shards[shard], name)
+        load = own.weight_loader
+        if getattr(load, "__name__", "") == "online_process_loader":  # which would count each tensor twice
+            raise ValueError(
+                f"{layer.prefix}: its parts have different formats; such a layer cannot be loaded anew while vLLM runs "
+                "(reload_weights)"
+            )
+        return load(own, loaded_weight)
+
+    return load_shard
