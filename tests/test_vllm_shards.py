@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from engine_tensors import words
+from test_gptq import planes
 from test_vllm_dense import vllm_stub
 from w4gemm.checkpoints import open_checkpoint
 from w4gemm.integrations.vllm import takeover
@@ -29,16 +30,20 @@ def part(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def stored(n: int, bits: int, symmetric: bool = True, second: bool = False) -> dict[str, torch.Tensor]:
-    """Random tensors of a module of GPTQ in groups of 64."""
+def stored(n: int, bits: int, symmetric: bool = True, form: str = "gptq") -> dict[str, torch.Tensor]:
+    """Random tensors of a module of GPTQ in groups of 64. form: the checkpoint_format."""
     g = torch.Generator().manual_seed(n + bits)
     codes = torch.randint(0, 2**bits, (n, K), generator=g)
     zeros = torch.randint(1, 2**bits, (n, K // 64), generator=g)
     zeros = torch.full_like(zeros, 2**bits // 2) if symmetric else zeros
+    scales = (torch.rand(K // 64, n, generator=g) / 50 + 0.001).bfloat16()
+    if form == "gptq_p":
+        parts = {"qweight": planes(codes.numpy().T, 0, bits), "qzeros": planes(zeros.numpy().T, 1, bits)}
+        return {**parts, "scales": scales}
     return {
         "qweight": words(codes, bits=bits).T.contiguous(),
-        "scales": (torch.rand(K // 64, n, generator=g) / 50 + 0.001).bfloat16(),
-        "qzeros": words(zeros.T if second else zeros.T - 1, bits=bits),
+        "scales": scales,
+        "qzeros": words(zeros.T if form == "gptq_v2" else zeros.T - 1, bits=bits),
     }
 
 
@@ -90,6 +95,7 @@ CASES = {
     "3 bits": (settings_of(3), (3, 3)),
     "2 bits with zero points": (settings_of(2, False, zero_stored_as_3=4), (2, 2)),
     "8 bits with zero points, version 2": (settings_of(8, False, checkpoint_format="gptq_v2"), (8, 8)),
+    "5 bits in planes": (settings_of(5, False, checkpoint_format="gptq_p"), (5, 5)),
     "4 and 8 bits": (settings_of(4, dynamic={r"+:.*\.up_proj": {"bits": 8}}), (4, 8)),
     "3 and 4 bits": (settings_of(3, dynamic={r"+:.*\.up_proj": {"bits": 4}}), (3, 4)),
 }
@@ -99,8 +105,8 @@ CASES = {
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 def test_a_merged_layer_has_the_numbers_of_load(name: str, bias: bool, tmp_path: Path) -> None:
     settings, bits = CASES[name]
-    second = settings.get("checkpoint_format") == "gptq_v2"
-    shards = [stored(n, width, settings["sym"], second) for n, width in zip(SIZES, bits, strict=True)]
+    form = settings.get("checkpoint_format", "gptq")
+    shards = [stored(n, width, settings["sym"], form) for n, width in zip(SIZES, bits, strict=True)]
     layer = merged(settings, bias)
     assert hasattr(layer, "w4gemm_shards") == (len({*bits}) == 2)
     load(layer, shards)
