@@ -75,7 +75,8 @@ def marks(path: Path, title: str, series: Mapping[str, Sequence[Mark]]) -> None:
     plt = _pyplot()
     names = list(dict.fromkeys(mark.name for marks in series.values() for mark in marks))
     size = (1.6 + 2.2 * len(series), 0.9 + 0.22 * len(names))
-    figure, panels = plt.subplots(1, len(series), figsize=size, sharey=True, squeeze=False, layout="constrained")
+    shared = {"sharex": True, "sharey": True, "squeeze": False}
+    figure, panels = plt.subplots(1, len(series), figsize=size, layout="constrained", **shared)
     for panel, (name, own) in zip(panels.flat, series.items(), strict=True):
         for filled in (False, True):
             some = [mark for mark in own if mark.filled == filled]
@@ -83,7 +84,7 @@ def marks(path: Path, title: str, series: Mapping[str, Sequence[Mark]]) -> None:
             panel.scatter(x, y, s=20, facecolors="tab:blue" if filled else "white", edgecolors="tab:blue", zorder=2)
         panel.set_title(name, fontsize=9)
         panel.set(xscale="log")
-        panel.set_xticks([1, 3, 10, 30, 100], ["1 %", "3 %", "10 %", "30 %", "100 %"], fontsize=8)
+        panel.set_xticks([1, 10, 100, 1000], ["1 %", "10 %", "100 %", "1000 %"], fontsize=8)
         panel.minorticks_off()
         panel.set_yticks(range(len(names)), names, fontsize=8)
         panel.grid(linewidth=0.3, zorder=0)
