@@ -23,13 +23,13 @@ class Accesses(NamedTuple):
     and 0 without an access."""
 
     writer: Array
-    """(warps, words): the thread that wrote what the word holds."""
+    """(words, warps): the thread that wrote what the word holds."""
     written: Array
-    """(warps, words): the clock of that."""
+    """(words, warps): the clock of that."""
     reader: Array
-    """(warps, words): the thread that read it last, -1 for several at once."""
+    """(words, warps): the thread that read it last, -1 for several at once."""
     read: Array
-    """(warps, words): the clock of that."""
+    """(words, warps): the clock of that."""
     stale: Array
     """(words,): True if no thread may read it before one writes it."""
 
@@ -65,7 +65,7 @@ class RaceChecker(Emulator):
         super()._place(arguments)
         words = {"global": len(self.memory) // 4 + 1, "shared": len(self.shared) // 4}
         self.accesses = {
-            space: Accesses(*(np.zeros((self.warps, n), np.int32) for _ in range(4)), np.zeros(n, np.bool_))
+            space: Accesses(*(np.zeros((n, self.warps), np.int32) for _ in range(4)), np.zeros(n, np.bool_))
             for space, n in words.items()
         }
         for start, tensor in self.tensors:
@@ -154,29 +154,29 @@ class RaceChecker(Emulator):
         """Refuse accesses (threads, words) that race with earlier ones, and note the reads."""
         past, threads, words = self.accesses[space], on.repeat(words.shape[1]), words.reshape(-1)
         warps = threads // 32
-        known, mine = self.known[warps].T, np.arange(self.warps)[:, None] == warps
-        written, read = past.written[:, words], past.read[:, words]
-        before = (written < known) | (mine & (past.writer[:, words] == threads))
+        known, mine = self.known[warps], np.arange(self.warps) == warps[:, None]
+        written, read = past.written[words], past.read[words]
+        before = (written < known) | (mine & (past.writer[words] == threads[:, None]))
         if writes:
-            ordered = (before & ((read < known) | (mine & (past.reader[:, words] == threads)))).all(0)
+            ordered = (before & ((read < known) | (mine & (past.reader[words] == threads[:, None])))).all(1)
         else:
             assert self.strong or not past.stale[words].any(), "this launch has not written what it reads"
-            ordered = (before & (written > 0)).any(0) | (written == 0).all(0)
+            ordered = (before & (written > 0)).any(1) | (written == 0).all(1)
         if not self.strong and not ordered.all():
             at = int(np.argmin(ordered))
-            by = [np.flatnonzero(clocks[:, at]).tolist() for clocks in (written, read)]
+            by = [np.flatnonzero(clocks[at]).tolist() for clocks in (written, read)]
             raise AssertionError(
                 f"a race: thread {threads[at]} {'writes' if writes else 'reads'} word {words[at]}, which warps {by[0]} "
                 f"wrote and warps {by[1]} read, and nothing orders them"
             )
         if writes:
-            past.written[:, words] = 0
+            past.written[words] = 0
         else:
             clock = self.known[warps, warps]
-            others = (past.read[warps, words] == clock) & (past.reader[warps, words] != threads)
-            past.reader[warps, words], past.read[warps, words] = np.where(others, -1, threads), clock
+            others = (past.read[words, warps] == clock) & (past.reader[words, warps] != threads)
+            past.reader[words, warps], past.read[words, warps] = np.where(others, -1, threads), clock
 
     def _note_writes(self, past: Accesses, words: Array, threads: Array) -> None:
         warps = threads // 32
-        past.writer[warps, words], past.written[warps, words] = threads, self.known[warps, warps]
+        past.writer[words, warps], past.written[words, warps] = threads, self.known[warps, warps]
         past.stale[words] = False
