@@ -55,9 +55,9 @@ class Pretrained(NamedTuple):
 class Checkpoint(Protocol):
     """An open checkpoint. Opening reads headers only; tensors are read one at a time, when asked for.
 
-    ``modules`` and ``tensors`` together are all that the checkpoint holds, each tensor in one of them, but for what a
-    reader of quantized files leaves out with a reason (``left_out``). That includes what no model has a place for, so
-    that :func:`w4gemm.integrations.transformers.load` refuses it.
+    ``modules`` and ``tensors`` together are all that the checkpoint holds, each tensor in one of them, but for modules
+    that are ``shared``, and for what a reader of quantized files leaves out with a reason (``left_out``). That includes
+    what no model has a place for, so that :func:`w4gemm.integrations.transformers.load` refuses it.
     """
 
     path: Path
