@@ -172,3 +172,11 @@ def test_auto_round(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         assert method(3, False) == "vLLM's own"
     monkeypatch.setenv("W4GEMM_VLLM", "off")
     assert method(3, False) == "vLLM's own"
+
+
+def test_vllms_reloading_puts_no_loader_around_a_place() -> None:
+    """It tells its own by their name, and takes the inner one out of them."""
+    for place in merged(CASES["4 and 8 bits"][0])._parameters.values():
+        if place is not None:
+            loader: Any = place.weight_loader
+            assert loader.__name__ == "online_process_loader" != loader.__wrapped__.__name__

@@ -289,6 +289,43 @@ def test_dense_weights_come_for_a_layer_in_use(format: str, tmp_path: Path) -> N
     assert_fresh(w, dense.flatten(0, 1))
 
 
+def test_new_weights_for_a_layer_whose_parts_have_different_formats(tmp_path: Path) -> None:
+    """A gate in 4 bits and a dense up: both come dense in a session of vLLM's reloading, and then without."""
+    from vllm.model_executor.layers.linear import MergedColumnParallelLinear
+
+    model = tiny(model_named("llama-3-8b"))
+    write(model, Packing.parse("gptq-int4-g64"), tmp_path)
+    hidden, width = model.config["hidden_size"], model.config["intermediate_size"]
+    config, prefix = quantization(tmp_path), "model.layers.0.mlp.gate_up_proj"
+    config.dynamic = {r"-:.*up_proj": {}}
+    layer = MergedColumnParallelLinear(hidden, [width] * 2, bias=False, quant_config=config, prefix=prefix)
+    again, dense = reloading(layer), torch.randn(3, 2, width, hidden, dtype=torch.bfloat16)
+
+    def send(name: str, t: torch.Tensor, part: int) -> None:
+        held = dict(layer.named_parameters())[name]
+        held.weight_loader(held, t, part)
+
+    def send_both(i: int) -> None:
+        for part in (0, 1):
+            send("weight", dense[i, part], part)
+
+    stored, module = SafetensorsFolder(tmp_path), "model.layers.0.mlp.gate_proj."
+    for name in ("qweight", "scales", "qzeros", "g_idx"):
+        if name in dict(layer.named_parameters()):
+            send(name, stored.tensor(module + name), 0)
+    send("weight", dense[0, 1], 1)
+    for shard in layer.w4gemm_shards:
+        shard.quant_method.process_weights_after_loading(shard)
+    before, x = [p.data_ptr() for p in layer.parameters()], torch.randn(5, hidden, dtype=torch.bfloat16)
+    for i in (1, 2):
+        again(functools.partial(send_both, i)) if i == 1 else send_both(i)
+        assert [p.data_ptr() for p in layer.parameters()] == before
+        gate = layer.w4gemm_shards[0]
+        assert_fresh(kernel_in(gate).weight(gate._parameters | gate._buffers), dense[i, 0])
+        product = x.double() @ dense[i, 1].double().T
+        assert (layer(x)[0][:, width:].double() - product).norm() < 0.01 * product.norm()
+
+
 def assert_fresh(w: QuantizedWeight, dense: torch.Tensor) -> None:
     """Hold the bits of a weight to those of its dense numbers quantized anew."""
     fresh = quantize(dense if w.perm is None else dense[:, w.perm], w.format).repack(w.layout)

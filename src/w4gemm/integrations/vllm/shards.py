@@ -114,19 +114,21 @@ class ShardsMethod(LinearMethodBase):
 
 
 def _loader(layer: Any, name: str) -> Callable[..., Any]:
-    """Return a loader that gives tensors of one name to the shards of a layer."""
+    """Return a loader that gives tensors of one name to the shards of a layer.
+
+    vLLM's reloading would put a loader of its own around it, and take the empty parameter for loaded after the first
+    tensor. It lets those alone that have its own loader's name. The shards are layers that it reloads themselves.
+    """
 
     def load_shard(parameter: torch.Tensor, loaded_weight: torch.Tensor, shard_id: int | str | None = None) -> Any:
         if not isinstance(shard_id, (int, str)):
             raise ValueError(f"{layer.prefix}.{name}: wanted a tensor of each shard, got one of {shard_id}")
         shard = _OF_QKV[shard_id] if isinstance(shard_id, str) else shard_id
         own = getattr(layer.w4gemm_shards[shard], name)
-        load = own.weight_loader
-        if getattr(load, "__name__", "") == "online_process_loader":  # which would count each tensor twice
-            raise ValueError(
-                f"{layer.prefix}: its parts have different formats; such a layer cannot be loaded anew while vLLM runs "
-                "(reload_weights)"
-            )
-        return load(own, loaded_weight)
+        return own.weight_loader(own, loaded_weight)
 
-    return load_shard
+    def online_process_loader(*args: Any, **kwargs: Any) -> Any:
+        return load_shard(*args, **kwargs)
+
+    online_process_loader.__wrapped__ = load_shard  # type: ignore[attr-defined]
+    return online_process_loader
