@@ -40,7 +40,8 @@ def experts(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 
     def forget() -> None:
         names = [name for name in sys.modules if name.split(".")[0] in ("vllm", "stub_dispatch")]
-        ours = [f"{plugin.__name__}.{name}" for name in ("configs", "experts", "experts_kernel", "experts_lora")]
+        parts = ("configs", "experts", "experts_kernel", "experts_lora", "experts_support")
+        ours = [f"{plugin.__name__}.{name}" for name in parts]
         for name in [*names, *ours]:
             sys.modules.pop(name, None)
 
