@@ -193,17 +193,6 @@ def test_vllm_reloads_gptq_of_other_widths(name: str, tmp_path: Path) -> None:
     check(layer, [folder.weight(each).dequantize(torch.float64) for each in NAMES])
 
 
-def test_a_merged_layer_of_several_widths_is_not_loaded_anew(tmp_path: Path) -> None:
-    config, bits = MIXES["GPTQ by dynamic"]
-    write(tmp_path, config, bits)
-    layer = merged(quantization(tmp_path))
-    again = reloading(layer)
-    fill(layer, tmp_path, PARENT, SHARDS)
-    process(layer)
-    with pytest.raises(ValueError, match="gate_up_proj: its parts have different formats; such a layer cannot be"):
-        again(lambda: fill(layer, tmp_path, PARENT, SHARDS))
-
-
 def process(layer: Any) -> None:
     """Ask all methods of a layer's modules, as vLLM's loader does."""
     for module in layer.modules():
