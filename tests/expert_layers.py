@@ -12,7 +12,7 @@ from conformance.cases import random_weight
 from emulator.ptx import Program, parse, ptx_of
 from emulator.races import RaceChecker
 from w4gemm import QuantizedWeight, WeightFormat
-from w4gemm.api.expert_layer import ByLogits, Experts, Given, LayerKey, expert_layer
+from w4gemm.api.expert_layer import ByIds, ByLogits, Experts, LayerKey, expert_layer
 from w4gemm.core import activation
 from w4gemm.core.problem import Device
 from w4gemm.kernels.expert_choice.spec import ExpertChoice
@@ -109,7 +109,7 @@ def fresh_flags() -> torch.Tensor:
 def emulated(
     layer: Layer,
     x: torch.Tensor,
-    choices: Given | ByLogits,
+    choices: ByIds | ByLogits,
     expert_map: torch.Tensor | None = None,
     flags: torch.Tensor | None = None,
     hidden: torch.Tensor | None = None,
@@ -119,7 +119,7 @@ def emulated(
     spec = layer.spec
     out = torch.full_like(x, torch.nan)
     hidden = torch.full((spec.hidden_bytes // 4,), -1, dtype=torch.int32) if hidden is None else hidden  # NaN
-    chosen = (t.flatten() for t in choices) if isinstance(choices, Given) else (choices.logits, choices.bias)
+    chosen = (t.flatten() for t in choices) if isinstance(choices, ByIds) else (choices.logits, choices.bias)
     operands = (
         *(x, *chosen, expert_map),
         *(w.tensors[0].flatten() for w in (layer.gate_up, layer.down)),
@@ -131,7 +131,7 @@ def emulated(
     return out
 
 
-def forms_on(device: torch.device, layer: Layer, x: torch.Tensor, choices: Given | ByLogits) -> set[ExpertLayer]:
+def forms_on(device: torch.device, layer: Layer, x: torch.Tensor, choices: ByIds | ByLogits) -> set[ExpertLayer]:
     """The kernels that :func:`launched` takes for calls like this of 1 to ``layer.spec.tokens`` tokens."""
     key = LayerKey.of(x, choices, *layer.products, layer.spec.activation)._replace(mapped=layer.spec.mapped)
     each = (key._replace(tokens=m).parameters() for m in range(1, layer.spec.tokens + 1))
@@ -139,7 +139,7 @@ def forms_on(device: torch.device, layer: Layer, x: torch.Tensor, choices: Given
 
 
 def launched(
-    layer: Layer, x: torch.Tensor, choices: Given | ByLogits, expert_map: torch.Tensor | None = None
+    layer: Layer, x: torch.Tensor, choices: ByIds | ByLogits, expert_map: torch.Tensor | None = None
 ) -> torch.Tensor:
     """The result of a launch on the GPU of the layer and of all tensors."""
     return expert_layer(x, choices, *layer.products, layer.spec.activation, expert_map)
@@ -154,7 +154,7 @@ class Sums(NamedTuple):
     """float64 (tokens,): the largest sum of the terms' magnitudes."""
 
 
-def reference(layer: Layer, x: torch.Tensor, choices: Given) -> Sums:
+def reference(layer: Layer, x: torch.Tensor, choices: ByIds) -> Sums:
     """The sums over experts in float64, of activated rows that are rounded to x's dtype; tensors on the CPU."""
     out = torch.zeros(x.shape, dtype=torch.float64)
     sizes, formula = torch.zeros_like(out), activation.parse(layer.spec.activation)
@@ -191,9 +191,9 @@ def faults(out: torch.Tensor, sums: Sums) -> str:
     return "" if (error < 0.01).all() else f"errors {error.tolist()}"
 
 
-def inputs(spec: ExpertLayer, m: int, seed: int = 0) -> tuple[torch.Tensor, Given]:
+def inputs(spec: ExpertLayer, m: int, seed: int = 0) -> tuple[torch.Tensor, ByIds]:
     """Random x, and different experts for each token."""
     g = torch.Generator().manual_seed(seed)
     x = torch.randn(m, spec.features, generator=g).to(dtype_of(spec))
     ids = torch.stack([torch.randperm(spec.experts, generator=g)[: spec.top_k] for _ in range(m)])
-    return x, Given(ids.to(spec.ids), torch.rand(m, spec.top_k, generator=g))
+    return x, ByIds(ids.to(spec.ids), torch.rand(m, spec.top_k, generator=g))

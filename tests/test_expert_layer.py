@@ -22,7 +22,7 @@ from w4gemm import (
     WeightFormat,
     choose_experts,
 )
-from w4gemm.api.expert_layer import ByLogits, Experts, Given, LayerKey, expert_layer, one_launch
+from w4gemm.api.expert_layer import ByIds, ByLogits, Experts, LayerKey, expert_layer, one_launch
 from w4gemm.core import activation
 from w4gemm.core.problem import H100, H200, Device
 from w4gemm.jit import object_code
@@ -58,14 +58,14 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_layers(name: str) -> None:
     spec, m, format = CASES[name]
-    layer, (x, given) = layer_of(spec, format), inputs(spec, m)
+    layer, (x, chosen) = layer_of(spec, format), inputs(spec, m)
     if spec.mapped:
         expert_map, ids = torch.tensor([-1, 3, 0, -1, 1, 9], dtype=torch.int32), torch.tensor([[1, 6], [4, 0]])
-        out = emulated(layer, x, given._replace(expert_ids=ids), expert_map)
-        given = given._replace(expert_ids=torch.tensor([[3, -1], [1, -1]]))
+        out = emulated(layer, x, chosen._replace(expert_ids=ids), expert_map)
+        chosen = chosen._replace(expert_ids=torch.tensor([[3, -1], [1, -1]]))
     else:
-        out = emulated(layer, x, given)
-    assert not faults(out, reference(layer, x, given))
+        out = emulated(layer, x, chosen)
+    assert not faults(out, reference(layer, x, chosen))
 
 
 def test_routings() -> None:
@@ -81,14 +81,14 @@ def test_routings() -> None:
     ]
     flags, hidden = fresh_flags(), torch.full((layer.spec.hidden_bytes // 4,), -1, dtype=torch.int32)
     for number, routing in enumerate(routings):
-        given = Given(torch.tensor(routing), weights)
-        out = emulated(layer, x, given, flags=flags, hidden=hidden)
-        assert not faults(out, reference(layer, x, given))
+        chosen = ByIds(torch.tensor(routing), weights)
+        out = emulated(layer, x, chosen, flags=flags, hidden=hidden)
+        assert not faults(out, reference(layer, x, chosen))
         assert flags[:CTAS].tolist() == [2 * number + 3] * CTAS
     x[1] = torch.nan
     weights[0, 1] = torch.nan
-    given = Given(torch.tensor([[1, 10], [3, 2], [0, 4], [3, 1]]), weights)
-    out = emulated(layer, x, given, flags=flags, hidden=hidden)
+    chosen = ByIds(torch.tensor([[1, 10], [3, 2], [0, 4], [3, 1]]), weights)
+    out = emulated(layer, x, chosen, flags=flags, hidden=hidden)
     assert out.isnan().all(1).tolist() == [False, True, False, False]
     assert out.isnan().any(1).tolist() == [False, True, False, False]
 
@@ -102,7 +102,7 @@ def test_choices_by_logits() -> None:
     ids, weights = torch.zeros(3, 3, dtype=torch.int32), torch.zeros(3, 3)
     RaceChecker(program_of(GROUPED), 1).run(logits, bias, ids, weights)
     assert torch.equal(ids, GROUPED.router.choose(logits, bias)[0])
-    assert torch.equal(out, emulated(layer_of(TINY), x, Given(expert_map[ids].long(), weights)))
+    assert torch.equal(out, emulated(layer_of(TINY), x, ByIds(expert_map[ids].long(), weights)))
 
 
 def test_a_slice_of_the_fuzzer() -> None:
@@ -137,9 +137,9 @@ def all_at_once() -> torch.Tensor:
 def test_ctas_that_do_not_run_at_once(order: dict[str, Any]) -> None:
     """A CTA that waits computes what no CTA has begun; one that begins late computes it once more. The bits are those
     of CTAs that run side by side."""
-    layer, (x, given) = layer_of(SMALL), inputs(SMALL, 4)
-    assert not faults(all_at_once(), reference(layer, x, given))
-    assert torch.equal(emulated(layer, x, given, **order), all_at_once())
+    layer, (x, chosen) = layer_of(SMALL), inputs(SMALL, 4)
+    assert not faults(all_at_once(), reference(layer, x, chosen))
+    assert torch.equal(emulated(layer, x, chosen, **order), all_at_once())
 
 
 def test_experts_are_added_in_ascending_order() -> None:
@@ -148,9 +148,9 @@ def test_experts_are_added_in_ascending_order() -> None:
     alike = ([w.expert(0)] * TINY.experts for w in (layer.gate_up, layer.down))
     layer = Layer(TINY, *(QuantizedWeight.stack(w, TINY.experts, "mma16") for w in alike), None, None, None, None)
     x, ids = inputs(TINY, 1)[0], torch.tensor([[4, 0, 2]])
-    one = emulated(layer, x, Given(ids, torch.tensor([[0.0, 1.0, 0.0]])))
+    one = emulated(layer, x, ByIds(ids, torch.tensor([[0.0, 1.0, 0.0]])))
     assert (one != 0).float().mean() > 0.5
-    out = emulated(layer, x, Given(ids, torch.tensor([[-(2.0**25), 1.0, 2.0**25]])))
+    out = emulated(layer, x, ByIds(ids, torch.tensor([[-(2.0**25), 1.0, 2.0**25]])))
     assert (out == 0).all()
 
 
@@ -292,7 +292,7 @@ def test_graphs_streams_and_maps() -> None:
     ids = torch.randint(-1, 21, (4, 4)).cuda()
     here = torch.where((ids >= 0) & (ids < 20), expert_map[ids.clamp(0, 19)], -1).int()
     products = Experts(experts.gate_up.weight), Experts(experts.down.weight)
-    mapped = expert_layer(x, Given(ids, weights), *products, "silu_mul", expert_map)
+    mapped = expert_layer(x, ByIds(ids, weights), *products, "silu_mul", expert_map)
     assert torch.equal(mapped, experts(x, here, weights))
 
 

@@ -40,7 +40,7 @@ from expert_layers import (
     spec_of,
 )
 from w4gemm import Router
-from w4gemm.api.expert_layer import ByLogits, Given
+from w4gemm.api.expert_layer import ByIds, ByLogits
 from w4gemm.choice import prepare
 from w4gemm.jit import Unit
 from w4gemm.kernels.expert_choice.spec import ExpertChoice
@@ -118,7 +118,7 @@ class Problem(NamedTuple):
     """A call."""
 
     x: torch.Tensor
-    choices: Given | ByLogits
+    choices: ByIds | ByLogits
     expert_map: torch.Tensor | None
 
     def to(self, device: str) -> Problem:
@@ -129,14 +129,14 @@ class Problem(NamedTuple):
     def sums(self, layer: Layer) -> Sums:
         """What the call is to give."""
         if isinstance(self.choices, ByLogits):
-            given = Given(*self.choices.router.choose(self.choices.logits, self.choices.bias))
+            chosen = ByIds(*self.choices.router.choose(self.choices.logits, self.choices.bias))
         else:
-            given = self.choices
-        ids = given.expert_ids.long()
+            chosen = self.choices
+        ids = chosen.expert_ids.long()
         if self.expert_map is not None:
             here = (ids >= 0) & (ids < len(self.expert_map))
             ids = torch.where(here, self.expert_map[ids.clamp(0, len(self.expert_map) - 1)].long(), -1)
-        return reference(layer, self.x, Given(ids, given.expert_weights))
+        return reference(layer, self.x, ByIds(ids, chosen.expert_weights))
 
 
 def draw(spec: ExpertLayer, number: int) -> Problem:
@@ -168,7 +168,7 @@ def draw(spec: ExpertLayer, number: int) -> Problem:
         weights[(ids < 0) | (ids >= names)] = torch.nan
     if r.random() < 0.1:
         x[r.randrange(m), r.randrange(spec.features)] = torch.nan
-    return Problem(x, Given(ids.to(spec.ids), weights), expert_map)
+    return Problem(x, ByIds(ids.to(spec.ids), weights), expert_map)
 
 
 class Emulated:

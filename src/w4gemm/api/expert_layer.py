@@ -29,7 +29,7 @@ class Experts(NamedTuple):
     """float32 (experts,)."""
 
 
-class Given(NamedTuple):
+class ByIds(NamedTuple):
     """Choices that were made before."""
 
     expert_ids: torch.Tensor
@@ -80,12 +80,12 @@ class LayerKey(NamedTuple):
 
     @classmethod
     def of(
-        cls, x: torch.Tensor, choices: Given | ByLogits, gate_up: Experts, down: Experts, activation: str
+        cls, x: torch.Tensor, choices: ByIds | ByLogits, gate_up: Experts, down: Experts, activation: str
     ) -> LayerKey:
         """Return the key of a call without an expert map."""
         operands = gate_up.bias, down.bias, gate_up.scale, down.scale
         shapes, has = (gate_up.weight.packed, down.weight.packed), tuple(t is not None for t in operands)
-        if isinstance(choices, Given):
+        if isinstance(choices, ByIds):
             top_k, ids, choice = choices.expert_ids.shape[1], choices.expert_ids.dtype, None
         else:
             top_k, ids, choice = choices.router.top_k, torch.int32, choices.choice()
@@ -123,7 +123,7 @@ def is_compiled(layer: ExpertLayer) -> bool:
 
 def expert_layer(
     x: torch.Tensor,
-    choices: Given | ByLogits,
+    choices: ByIds | ByLogits,
     gate_up: Experts,
     down: Experts,
     activation: str,
@@ -140,7 +140,7 @@ def expert_layer(
     run = launcher(ExpertLayer.of, x.device, *key.parameters())
     assert layer is not None and run is not None, "a layer that cannot run in one launch"
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if isinstance(choices, Given):
+    if isinstance(choices, ByIds):
         ids, weights = choices.expert_ids.contiguous(), choices.expert_weights.float().contiguous()
         chosen: tuple[torch.Tensor | None, ...] = ids.view(-1), weights.view(-1), None, None
     else:

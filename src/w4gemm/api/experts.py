@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from w4gemm.api.arguments import checked_activation
-from w4gemm.api.expert_layer import ByLogits, Experts, Given, LayerKey, expert_layer, is_compiled, one_launch
+from w4gemm.api.expert_layer import ByIds, ByLogits, Experts, LayerKey, expert_layer, is_compiled, one_launch
 from w4gemm.api.grouped import grouped_linear
 from w4gemm.api.modes import autocast, is_eager, layer_dtype
 from w4gemm.api.packed_module import PackedModule, moved_only
@@ -262,7 +262,7 @@ class W4Experts(torch.nn.Module):
         require_dense("expert_weights", expert_weights)
         if expert_weights.device != x.device:
             raise ValueError(f"expert_weights: wanted x's device {x.device}, got {expert_weights.device}")
-        if (out := self._in_one_launch(x, Given(expert_ids, expert_weights))) is not None:
+        if (out := self._in_one_launch(x, ByIds(expert_ids, expert_weights))) is not None:
             return out
         routing = route(expert_ids, self.gate_up.weight.experts)
         hidden = self.gate_up(x, routing.m_offsets, routing.tokens)
@@ -300,7 +300,7 @@ class W4Experts(torch.nn.Module):
         """
         ids = torch.empty((tokens, top_k), dtype=torch.int64, device="meta")
         x = torch.empty((tokens, self.gate_up.weight.k), dtype=dtype, device="meta")
-        reason = self._why_four_launches(self._operands(x), x, Given(ids, x.new_empty(ids.shape)))
+        reason = self._why_four_launches(self._operands(x), x, ByIds(ids, x.new_empty(ids.shape)))
         return f"four launches: {reason}" if reason else "one launch (expert_layer)"
 
     def _operands(self, x: torch.Tensor) -> tuple[Experts, Experts] | None:
@@ -309,7 +309,7 @@ class W4Experts(torch.nn.Module):
         return None if first is None or second is None else (first, second)
 
     def _why_four_launches(
-        self, operands: tuple[Experts, Experts] | None, x: torch.Tensor, choices: Given | ByLogits
+        self, operands: tuple[Experts, Experts] | None, x: torch.Tensor, choices: ByIds | ByLogits
     ) -> str:
         """Return why a call runs in four launches; the empty string if it runs in one. operands: :meth:`_operands`.
 
@@ -329,9 +329,9 @@ class W4Experts(torch.nn.Module):
             raise UnsupportedError(f"one_launch: wanted a layer and call that run in one launch, but {refusal}")
         return refusal or ("" if self.one_launch else slower)
 
-    def _in_one_launch(self, x: torch.Tensor, choices: Given | ByLogits) -> torch.Tensor | None:
+    def _in_one_launch(self, x: torch.Tensor, choices: ByIds | ByLogits) -> torch.Tensor | None:
         """Return the result of a checked call if it runs in one launch, else None."""
-        if isinstance(choices, Given):
+        if isinstance(choices, ByIds):
             chosen, scores = choices
         else:
             chosen = scores = choices.logits

@@ -182,7 +182,7 @@ def apply(
     return d.float() if x.dtype == torch.float32 else d
 
 
-def _no_kernel(*given: Any) -> Any:
+def _no_kernel(*arguments: Any) -> Any:
     raise AssertionError("the layer was taken over")
 
 

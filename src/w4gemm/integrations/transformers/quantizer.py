@@ -284,9 +284,9 @@ class W4GemmQuantizer(HfQuantizer):
                 "the model's 4-bit layers are not those of its config: call "
                 "w4gemm.integrations.transformers.describe(model), then save"
             )
-        found = compressed_tensors(model)
-        config.stored = None if found is None else found[1]
-        return (model.state_dict() | _alarm_of(model)) if found is None else found[0], {}
+        packed = compressed_tensors(model)
+        config.stored = None if packed is None else packed[1]
+        return (model.state_dict() | _alarm_of(model)) if packed is None else packed[0], {}
 
     @property
     def is_trainable(self) -> bool:

@@ -114,7 +114,7 @@ class W4GemmFp8LinearKernel(_Fp8, FP8ScaledMMLinearKernel):
             return _BLOCKS, layer.weight.data, layer.weight_scale_inv.data
         return _ROWS, layer.weight.data.t().contiguous(), layer.weight_scale.data  # vLLM has turned it
 
-    def apply_scaled_mm(self, **given: Any) -> torch.Tensor:
+    def apply_scaled_mm(self, **arguments: Any) -> torch.Tensor:
         raise NotImplementedError("vLLM's base class calls it, which multiplies activations in fp8")
 
 

@@ -59,13 +59,13 @@ def install() -> None:
     _OWN.update(config.TYPE_MAP)
     config.TYPE_MAP = {(bits, symmetric): None for bits in _BITS for symmetric in (True, False)} | _OWN
 
-    def get_linear_quant_method(given: Any, layer: torch.nn.Module, prefix: str, linear_method_cls: Any) -> Any:
+    def get_linear_quant_method(settings: Any, layer: torch.nn.Module, prefix: str, linear_method_cls: Any) -> Any:
         def make(own: Any) -> Any:
             return linear_method_cls(own) if _is_vllms(own) else GptqLinearMethod(own, prefix)
 
-        return dense(given, layer, prefix, make)
+        return dense(settings, layer, prefix, make)
 
-    def get_moe_quant_method(given: Any, layer: Any, prefix: str, moe_method_cls: Any) -> Any:
+    def get_moe_quant_method(settings: Any, layer: Any, prefix: str, moe_method_cls: Any) -> Any:
         def make(own: Any, moe: Any) -> Any:
             if not _is_vllms(own):
                 raise ValueError(
@@ -73,7 +73,7 @@ def install() -> None:
                 )
             return moe_method_cls(own, moe)
 
-        return experts(given, layer, prefix, make)
+        return experts(settings, layer, prefix, make)
 
     auto_gptq.get_linear_quant_method, auto_gptq.get_moe_quant_method = get_linear_quant_method, get_moe_quant_method
     of_auto_round = INCWna16Scheme.get_linear_method

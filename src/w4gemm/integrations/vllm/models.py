@@ -145,8 +145,8 @@ def _activation(config: Mapping[str, Any]) -> str:
     else:
         constants = {"limit": limit} if name == "silu" else {}
     named = {"swigluoai": "swiglu_oai", "situ": "situ_mul", "silu": "silu_mul", "relu2": "relu2"} | _GATED
-    given = ",".join(f"{part}={value!r}" for part, value in constants.items() if isinstance(value, (int, float)))
-    activation = canonical(f"{named[name]}({given})" if given else named[name]) if name in named else ""
+    arguments = ",".join(f"{part}={value!r}" for part, value in constants.items() if isinstance(value, (int, float)))
+    activation = canonical(f"{named[name]}({arguments})" if arguments else named[name]) if name in named else ""
     return "" if activation in (None, "silu_mul") else str(activation)
 
 

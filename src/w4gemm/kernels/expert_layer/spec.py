@@ -270,10 +270,10 @@ class ExpertLayer(Sm90Helper):
 
         blocks = [compact(cutlass.Int32, cute.sym_int(), align=16) for _ in range(2)]
         ids = compact(cutlass.Int32 if self.ids == torch.int32 else cutlass.Int64, choices)
-        given = (ids, compact(cutlass.Float32, choices), None, None)
+        by_ids = (ids, compact(cutlass.Float32, choices), None, None)
         arguments = (
             half_rows(self.kind, m, self.features),
-            *(given if self.choice is None else (None, None, *self.choice.logits_and_bias(m))),
+            *(by_ids if self.choice is None else (None, None, *self.choice.logits_and_bias(m))),
             compact(cutlass.Int32, cute.sym_int()) if self.mapped else None,
             *blocks,
             biases(self.gate_up_bias, self.rows_up),
