@@ -153,11 +153,13 @@ def test_a_folder_of_mlx_is_refused_by_its_name(tmp_path: Path, keys: tuple[str,
         open_checkpoint(folder)
 
 
-def test_experts_without_a_gate_stay_modules_of_their_own() -> None:
+def test_experts_are_stacked_with_gates_and_without() -> None:
     module = Module(64, 64, WeightFormat())
     names = [f"mixer.experts.{e}.{part}" for e in range(3) for part in ("up_proj", "down_proj")]
-    assert experts.stacks(dict.fromkeys(names, module)) == {}
+    without = {"mixer.experts.up_proj", "mixer.experts.down_proj"}
+    assert experts.stacks(dict.fromkeys(names, module)).keys() == without
     names += [f"mlp.experts.{e}.{part}" for e in range(3) for part in ("gate_proj", "up_proj", "down_proj")]
-    assert experts.stacks(dict.fromkeys(names, module)).keys() == {"mlp.experts.gate_up_proj", "mlp.experts.down_proj"}
+    with_gates = {"mlp.experts.gate_up_proj", "mlp.experts.down_proj"}
+    assert experts.stacks(dict.fromkeys(names, module)).keys() == without | with_gates
     with pytest.raises(ValueError, match="expert 1 of 3 lacks a 4-bit module"):
         experts.stacks(dict.fromkeys([name for name in names if name != "mlp.experts.1.gate_proj"], module))

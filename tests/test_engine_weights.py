@@ -16,7 +16,7 @@ from w4gemm.checkpoints.numbers import Numbers, PackedMatrix
 from w4gemm.core.formats import WeightFormat
 from w4gemm.integrations.engines import loading
 from w4gemm.integrations.engines.engine import Engine
-from w4gemm.integrations.engines.formats import int4_format
+from w4gemm.integrations.engines.formats import integer_format
 from w4gemm.integrations.sglang.takeover import SGLANG
 from w4gemm.integrations.vllm.takeover import VLLM
 from w4gemm.packing import repack
@@ -102,7 +102,7 @@ def pairs(drawn: Drawn) -> torch.Tensor:
 
 def test_signed_pairs_with_float32_scales_are_rounded_once() -> None:
     drawn = Drawn("none", torch.float32)
-    format = int4_format(GROUP, False, torch.float32)
+    format = integer_format(GROUP, False, torch.float32)
     drawn.check(w4afp8.numbers({"weight": pairs(drawn), "weight_scale_inv": drawn.scales}, format))
 
 

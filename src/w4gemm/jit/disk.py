@@ -32,7 +32,7 @@ from w4gemm.jit.unit import Unit
 
 _log = logging.getLogger("w4gemm.jit")
 _PACKAGE = Path(__file__).resolve().parent.parent
-_CORE = ("elements.py", "formats.py", "epilogue.py", "activation.py")
+_CORE = ("elements.py", "formats.py", "epilogue.py", "activation.py", "router.py")
 _SOURCES = ("kernels", "packing", "ptx", "jit/compile.py", "jit/library.py", *(f"core/{name}" for name in _CORE))
 """Files and folders of this package that decide the code of an object or a library."""
 _DIGEST = hashlib.sha256().digest_size

@@ -157,7 +157,7 @@ class WeightQuantizeKernel:
                 store_global(base + segment.offset + Int64(lane) * segment.lane_bytes, part, Boolean(True))
                 start += segment.words
         scales = target + block.code_bytes + Int64(strip * 8 + lane // 4) * block.pair_bytes
-        for run in range(block.runs):
+        for run in range(block.runs if block.scale_bits else 0):
             parts = fields[run * block.groups_per_word : (run + 1) * block.groups_per_word]
             together = [self.joined([part[i] for part in parts]) for i in range(len(parts[0]))]
             store_global(scales + run * block.run_bytes, together, lane % 4 == 0)
@@ -307,7 +307,7 @@ class WeightQuantizeKernel:
     def stored(self, scales: list[Float32], rows: list[Rows]) -> tuple[list[Int32], list[Float32]]:
         """The words of both rows' scales, and the numbers by which the rows are divided."""
         if self.channels and not self.format.has_channels:  # of all columns, and beside the blocks
-            return [Int32(0)], [row.scale for row in rows]
+            return [], [row.scale for row in rows]
         if self.scale_kind == "f32":
             return [float_word(scale) for scale in scales], scales
         if self.format.scale == "e8m0":
