@@ -223,7 +223,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("case", dict.fromkeys([*largest(), *more]), ids=str)
 
 
-@pytest.mark.sampled(0.25)
+@pytest.mark.sampled(0.2)
 def test_config(case):
     check_variant(kernel_named(case.kernel), case.problem, case.config)
 
@@ -239,7 +239,7 @@ def formats_of(kernel: str) -> list[tuple[str, torch.dtype]]:
     return [(name, torch.bfloat16) for name in FORMATS] + OTHER_DTYPES + WIDE + CODEBOOKS + floats + extra + widths
 
 
-@pytest.mark.sampled(0.25)
+@pytest.mark.sampled(0.2)
 @pytest.mark.parametrize(
     "kernel, name, dtype, m",
     [

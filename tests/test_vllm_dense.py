@@ -24,6 +24,7 @@ import w4gemm
 from w4gemm.choice import plan_cache
 from w4gemm.core.formats import WeightFormat
 from w4gemm.integrations import vllm as plugin
+from w4gemm.integrations.engines import engine
 from w4gemm.integrations.engines.warmup import Warmup
 from w4gemm.integrations.vllm import takeover
 from w4gemm.kernels import workspace
@@ -43,6 +44,7 @@ def vllm_stub(monkeypatch: pytest.MonkeyPatch, part: str) -> Iterator[None]:
             del sys.modules[name]
         for name in (part, "dense", "configs", "linear_kernel", "fusion", "shards"):
             sys.modules.pop(f"{plugin.__name__}.{name}", None)
+        engine._refuse.cache_clear()
 
     forget()
     monkeypatch.syspath_prepend(STUB)

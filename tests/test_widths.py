@@ -319,7 +319,7 @@ def test_gpus_run_a_format_or_say_why_not(format):
         reason = layout_named(layout).supports(format)
         assert bool(kernels) != bool(reason or refused_groups(problem))
         if reason:
-            assert re.search(rf"{format.element}|{format.scale}", reason)
+            assert re.search(rf"{format.element}|{format.scale}|zero points", reason)
             with pytest.raises(ValueError, match=re.escape(f"layout: {layout} cannot hold {format}: {reason}")):
                 random_weight(format, 64, 128).repack(layout)
 
