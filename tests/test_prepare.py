@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,7 @@ def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> type[Pool]:
     monkeypatch.setattr("w4gemm.choice.plan_cache.usable_processors", lambda: 8)
     adopted: dict[Unit, Any] = {}
     monkeypatch.setattr("w4gemm.choice.plan_cache.adopt", adopted.setdefault)
+    monkeypatch.setattr(sys.modules["w4gemm.jit.compile"], "_memory", {})  # what other tests compiled
     monkeypatch.setattr("w4gemm.choice.plan.compiled", adopted.__getitem__)
     return mine
 
