@@ -218,9 +218,8 @@ def assert_close(
             tensor_cores = FP8_SUM * max(8, length / 32) * size
     else:
         plain = torch.nn.functional.linear(x.contiguous(), w.dequantize(x.dtype), bias)  # see cpu/kernel.py on AMX
-        if dtype == torch.float32:  # of a few outputs plain's may happen to be exact
-            size = size + rms(exact)
-    times, part = (4, 4) if dtype == torch.float32 else (2, 0.25)
+    # of a few results plain's may happen to be exact, and others' errors add up to more than those of many in the mean
+    times, part = (4, 4 + 8 / d.numel() ** 0.5) if dtype == torch.float32 else (2, 0.25)
     bound = times * rms(plain - exact) + part * torch.finfo(dtype).eps * size + tensor_cores
     assert rms(d - exact) <= bound, f"errs {rms(d - exact):.3g}, bound {bound:.3g}, plain {rms(plain - exact):.3g}"
 
