@@ -22,9 +22,21 @@ from w4gemm.ptx.arithmetic import e4m3_to_halves, half_to_float, pack_e4m3, pack
 from w4gemm.ptx.asm import asm
 from w4gemm.ptx.memory import load_shared, store_shared
 
-_ROWS, _FOLDED_ROWS, _ROW_BYTES = 256, 128, 8
+_ROW_BYTES = 8
 _MAGNITUDES = ((0, 0.5, 1, 1.5), (2, 3, 4, 6))
 _LARGEST = 127 + LARGEST_EXPONENT  # exponent field of the float32 that the first row's numbers are multiplied by
+
+
+@cute.jit
+def _power(row: Int32) -> Float32:
+    """The power of two of a row; 0 below float32's."""
+    return to_float("f32", cutlass.max(_LARGEST - row, 0) << 23)
+
+
+@cute.jit
+def _scale(row: Int32) -> Float32:
+    """The e4m3 scale whose code is the row's number."""
+    return half_to_float("f16", e4m3_to_halves(row)[0], False)
 
 
 @dataclass(frozen=True)
@@ -33,46 +45,28 @@ class E2m1Fp8Decoder:
 
     sum_scale: ClassVar = 1.0
     """See Decoder."""
+    rows: ClassVar = 256
+    """Of the table."""
+    halves: ClassVar = False
+    """True if the first and the last 16 columns of a step have a scale each."""
+
+    def entry(self, row: Int32) -> tuple[Int32, Int32]:
+        """Both words of a row of the table: its factor times the eight magnitudes."""
+        power = _power(row)
+        return tuple(pack_e5m2([Float32(v) * power for v in values]) for values in _MAGNITUDES)
 
     @cute.jit
     def fill_table(self, table: Int32, thread: Int32, threads: int):
         """Words of the table, four bytes each, by all threads; a barrier must follow."""
-        words = _ROWS * _ROW_BYTES // 4
+        words = self.rows * _ROW_BYTES // 4
         for first in cutlass.range_constexpr(0, words, threads):
             index = first + thread
             if index < words:
-                store_shared(table + index * 4, _entry(index // 2, index % 2 == 1))
-
-    def prepare(self, words: tuple[Int32, ...], table: Int32, field: int = 0) -> tuple[tuple[Int32, ...], ...]:
-        """Once a group: the table's rows for rows g and g + 8. field: which of a scale word's groups."""
-        return tuple(load_shared(_row_address(words[0], 2 * row8 + field, table), 2) for row8 in range(2))
-
-    def decode(self, words: tuple[Int32, ...], prepared: tuple[tuple[Int32, ...], ...]) -> tuple[Int32, ...]:
-        """The four fragment registers of one instruction."""
-        rows = [_picked(w, row) for w, row in zip(words, prepared, strict=True)]
-        return rows[0][0], rows[1][0], rows[0][1], rows[1][1]
-
-
-@dataclass(frozen=True)
-class E2m1FoldedDecoder:
-    """Decodes to scale * v, rounded to e4m3.
-
-    Args:
-        halves: True if the first and the last 16 columns of a step have a scale each.
-    """
-
-    halves: bool
-    sum_scale: ClassVar = 1.0
-    """See Decoder."""
-
-    @cute.jit
-    def fill_table(self, table: Int32, thread: Int32, threads: int):
-        """As :meth:`E2m1Fp8Decoder.fill_table`."""
-        words = _FOLDED_ROWS * _ROW_BYTES // 4
-        for first in cutlass.range_constexpr(0, words, threads):
-            index = first + thread
-            if index < words:
-                store_shared(table + index * 4, _folded_entry(index // 2, index % 2 == 1))
+                lower_half, upper_half = self.entry(index // 2)
+                word = lower_half
+                if index % 2 == 1:
+                    word = upper_half
+                store_shared(table + index * 4, word)
 
     def prepare(self, words: tuple[Int32, ...], table: Int32, field: int = 0) -> tuple[tuple[Int32, ...], ...]:
         """Once a group, or a step if it has two of them: the table's rows for rows g and g + 8, each for the step's
@@ -88,26 +82,16 @@ class E2m1FoldedDecoder:
         return first[0], second[0], first[1], second[1]
 
 
-@cute.jit
-def _folded_entry(scale: Int32, upper: cutlass.Boolean):
-    """The products of an e4m3 scale with four magnitudes."""
-    factor = half_to_float("f16", e4m3_to_halves(scale)[0], False)
-    lower_half, upper_half = (pack_e4m3([Float32(v) * factor for v in values]) for values in _MAGNITUDES)
-    word = lower_half
-    if upper:
-        word = upper_half
-    return word
+@dataclass(frozen=True)
+class E2m1FoldedDecoder(E2m1Fp8Decoder):
+    """Decodes to scale * v, rounded to e4m3."""
 
+    rows: ClassVar = 128
+    halves: bool
 
-@cute.jit
-def _entry(row: Int32, upper: cutlass.Boolean):
-    """Four magnitudes of a row, 0, 0.5, 1, 1.5 or 2, 3, 4, 6, times the row's power of two; 0 below float32's."""
-    power = to_float("f32", cutlass.max(_LARGEST - row, 0) << 23)
-    lower_half, upper_half = (pack_e5m2([Float32(v) * power for v in values]) for values in _MAGNITUDES)
-    word = lower_half
-    if upper:
-        word = upper_half
-    return word
+    def entry(self, row: Int32) -> tuple[Int32, Int32]:
+        factor = _scale(row)
+        return tuple(pack_e4m3([Float32(v) * factor for v in values]) for values in _MAGNITUDES)
 
 
 def _row_address(word: Int32, byte: int, table: Int32) -> Int32:
