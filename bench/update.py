@@ -1,32 +1,40 @@
 """Measure :func:`w4gemm.update_` on the layers of Llama-3-8B: ``python -m bench.update``. It needs a Hopper GPU.
 
 Each layer's bits are held against those of ``quantize``. A time is of a call with its check of the numbers, which waits
-for the GPU: the mean of ``--calls`` calls. One row of JSON a layer and format.
+for the GPU: the mean of ``--calls`` calls. Rows go to bench/results/update.jsonl, one a layer and format; each format
+ends with a line of the time of all layers of the model.
 """
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
-from bench.options import command
+from bench.options import add_formats, add_out, command
 
 from w4gemm import quantize, update_
 from w4gemm.tuning import record
 
+RESULTS = Path(__file__).parent / "results/update.jsonl"
 LAYERS = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
-FORMATS = ("int4_g128", "int4_g32", "int4_g128_zint", "mxfp4", "nvfp4")
+BLOCKS = 32
+"""Llama-3-8B has each of ``LAYERS`` so often."""
+FORMATS = "int4_g128,int4_g32,int4_g128_zint,mxfp4,nvfp4,int8_g128,int8_col,e4m3_col_fp32,e4m3_g128_b128,mxfp8"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = command("bench.update", __doc__)
+    add_formats(parser)
+    parser.set_defaults(format=FORMATS)
     parser.add_argument("--calls", type=int, default=32, help="of each layer (default: %(default)s)")
+    add_out(parser, RESULTS)
     args = parser.parse_args(argv)
     facts = record.facts()
     same = {"kind": "update", "run": record.run_name(facts), "dtype": "bfloat16", "calls": args.calls}
-    for format in FORMATS:
+    for format in args.format:
+        total, all_equal = 0.0, True
         for n, k in LAYERS:
             dense = (torch.randn(n, k, device="cuda") / 50).bfloat16()
             made = quantize(dense, format).repack()
@@ -38,7 +46,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             for _ in range(args.calls):
                 update_(w, dense)
             us = 1e6 * (time.perf_counter() - start) / args.calls
-            print(json.dumps(same | {"format": format, "n": n, "k": k, "equal": equal, "us": round(us, 1)} | facts))
+            total, all_equal = total + us, all_equal and equal
+            own = {"format": str(format), "n": n, "k": k, "equal": equal, "us": round(us, 1)}
+            record.append(args.out, same | own | facts)
+        print(f"{format}: {BLOCKS * total / 1e3:.1f} ms, bits {'equal' if all_equal else 'DIFFER'}", flush=True)
 
 
 if __name__ == "__main__":
