@@ -399,7 +399,7 @@ def test_the_engine_runs_the_pass_and_a_user_s_own_stays(dense: ModuleType, monk
     make(Case("gptq"))
     ((key, first),) = passes.items()
     assert (
-        key == "post_grad_custom_post_pass" and first.callable is sys.modules[dense.LinearKernel.__module__].fusion.fuse
+        key == "post_grad_custom_post_pass" and first.callable is sys.modules[dense.ListedKernel.__module__].fusion.fuse
     )
     make(Case("ct", fp8=True))
     assert passes[key] is first and config.compile_ranges_endpoints == [64, 100, 8192]
@@ -561,8 +561,7 @@ def test_a_config_that_is_not_known_is_left_to_vllm(dense: ModuleType) -> None:
 def test_a_layer_that_cannot_be_packed_runs_on_vllms_kernel(
     dense: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, spoiled: str
 ) -> None:
-    from vllm.model_executor.kernels.linear import _POSSIBLE_KERNELS, MPLinearKernel
-    from vllm.platforms import PlatformEnum
+    from vllm.model_executor.kernels.linear import MPLinearKernel
 
     class Other(MPLinearKernel):
         get_min_capability = classmethod(lambda cls: 80)
@@ -580,7 +579,7 @@ def test_a_layer_that_cannot_be_packed_runs_on_vllms_kernel(
     class Blackwell(Marlin):
         get_min_capability = classmethod(lambda cls: 100)
 
-    monkeypatch.setitem(_POSSIBLE_KERNELS, PlatformEnum.CUDA, [dense.W4GemmLinearKernel, Other, Blackwell, Marlin])
+    monkeypatch.setattr(dense.W4GemmLinearKernel, "possible", [dense.W4GemmLinearKernel, Other, Blackwell, Marlin])
     kernel, layer, _ = make(Case("gptq"))
     codes, scales = getattr(layer, kernel.w_q_name), getattr(layer, kernel.w_s_name)
     if spoiled == "scales":

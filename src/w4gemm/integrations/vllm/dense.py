@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from vllm import envs
 from vllm.model_executor.kernels.linear import (
     _POSSIBLE_KERNELS,
     MPLinearKernel,
@@ -24,7 +23,7 @@ from w4gemm.integrations.engines.formats import SCALES, check_unused_zeros, inte
 from w4gemm.integrations.engines.loading import check_known
 from w4gemm.integrations.vllm import takeover
 from w4gemm.integrations.vllm.configs import take_configs
-from w4gemm.integrations.vllm.linear_kernel import LinearKernel, capability, own_kernels
+from w4gemm.integrations.vllm.linear_kernel import ListedKernel, capability
 
 CONFIGS = (
     *("gptq", "gptq_marlin", "auto_gptq", "awq", "awq_marlin", "auto_awq"),
@@ -40,9 +39,7 @@ _UNUSED = ("weight_shape", "qzeros", "g_idx", "weight_g_idx", "weight_zero_point
 def install() -> None:
     """Put :class:`W4GemmLinearKernel` first in vLLM's list for NVIDIA GPUs, and watch what its layers load."""
     take_configs(CONFIGS)
-    kernels = _POSSIBLE_KERNELS[PlatformEnum.CUDA]
-    if W4GemmLinearKernel not in kernels:
-        kernels.insert(0, W4GemmLinearKernel)
+    W4GemmLinearKernel.put_first()
 
 
 def why_not(c: MPLinearLayerConfig) -> str:
@@ -88,11 +85,12 @@ def problem_of(c: MPLinearLayerConfig) -> GemmProblem:
     return layer_product(device, format, n, k, dtype, fp8)
 
 
-class W4GemmLinearKernel(LinearKernel, MPLinearKernel):
+class W4GemmLinearKernel(ListedKernel, MPLinearKernel):
     """x @ w.T + bias. The packed weight takes the place of the layer's parameter of codes. The parameters of scales,
     zero points and groups are removed, because the packed weight holds these numbers."""
 
     kind = "linear layers of GPTQ, AWQ and compressed-tensors"
+    possible = _POSSIBLE_KERNELS[PlatformEnum.CUDA]
 
     @classmethod
     def get_min_capability(cls) -> int:
@@ -105,10 +103,7 @@ class W4GemmLinearKernel(LinearKernel, MPLinearKernel):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.arguments = args, kwargs
-        """Arguments of the class of every kernel."""
         self.activations = "fp8" if self.config.act_type == _FP8 else None
-        self.expect()
 
     def model_dtype(self, layer: torch.nn.Module) -> torch.dtype:
         return out_dtype(self.config)
@@ -123,14 +118,10 @@ class W4GemmLinearKernel(LinearKernel, MPLinearKernel):
         others = self.w_s_name, self.w_zp_name, getattr(self, "w_gidx_name", None)
         return [self.w_q_name, *filter(None, others)]
 
-    def next_kernel(self) -> Any:
+    def may_run(self, cls: Any) -> bool:
         here = capability()
-        for cls in own_kernels(_POSSIBLE_KERNELS[PlatformEnum.CUDA], envs.VLLM_DISABLED_KERNELS):
-            runs = here is None or cls.get_min_capability() <= 10 * here[0] + here[1]
-            if runs and cls.can_implement(self.config)[0]:
-                args, kwargs = self.arguments
-                return cls(*args, **kwargs)
-        raise ValueError(f"no kernel of vLLM runs these {self.kind}")
+        runs = here is None or cls.get_min_capability() <= 10 * here[0] + here[1]
+        return bool(runs and cls.can_implement(self.config)[0])
 
     def numbers(self, layer: torch.nn.Module) -> Numbers:
         """Return the numbers that the layer has loaded. They lie as in compressed-tensors: words hold neighbouring

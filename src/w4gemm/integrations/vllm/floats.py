@@ -27,7 +27,7 @@ from w4gemm.core import environment
 from w4gemm.integrations.engines.loading import check_known
 from w4gemm.integrations.vllm import takeover
 from w4gemm.integrations.vllm.configs import add_hook
-from w4gemm.integrations.vllm.linear_kernel import LinearKernel, capability, own_kernels
+from w4gemm.integrations.vllm.linear_kernel import FloatsKernel
 
 CONFIGS = ("compressed-tensors", "modelopt_fp4", "modelopt_mixed")
 """Names of vLLM's quantization configs for which it may name a kernel of NVFP4."""
@@ -42,12 +42,8 @@ _WEIGHT_ONLY = ("MarlinNvFp4LinearKernel", "HummingNvFp4LinearKernel")
 
 def install() -> None:
     """Put our kernels first in vLLM's lists for NVIDIA GPUs, and in the place of kernels that it names."""
-    for possible, ours in (
-        (_POSSIBLE_NVFP4_KERNELS[PlatformEnum.CUDA], W4GemmNvFp4LinearKernel),
-        (_POSSIBLE_MXFP4_KERNELS[PlatformEnum.CUDA], W4GemmMxFp4LinearKernel),
-    ):
-        if ours not in possible:
-            possible.insert(0, ours)
+    W4GemmNvFp4LinearKernel.put_first()
+    W4GemmMxFp4LinearKernel.put_first()
     add_hook(replace_named_kernel, CONFIGS)
     add_hook(replace_emulation, EMULATED)
 
@@ -102,38 +98,24 @@ class _PackedScheme:
         self.apply_weights = kernel.apply_weights
 
 
-class _Floats(LinearKernel):
+class _Floats(FloatsKernel):
     """What the kernels of both formats have in common."""
 
     kind = "linear layers of 4-bit floats"
-    possible: list[Any]
-    """vLLM's list of kernels for such layers."""
     names: tuple[str, ...]
     """Parameters of a layer that go when it is packed; the first holds the codes."""
     format: str
     """Name of the format."""
 
     @classmethod
-    def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
-        def why_not() -> str:
-            return takeover.why_not_here(capability(), environment.takes_fp8(cls.format, False))
-
-        reason = takeover.VLLM.asked(cls.kind, why_not)
-        return not reason, reason or None
-
-    @classmethod
-    def can_implement(cls, config: Any) -> tuple[bool, str | None]:
-        return True, None
+    def takes_fp8(cls) -> bool:
+        return environment.takes_fp8(cls.format, False)
 
     def __init__(self, config: Any, named: Any = None) -> None:
-        super().__init__(config)  # type: ignore[call-arg]
+        super().__init__(config)
         self.named = named
         """The kernel that vLLM named for the layer; None if it asked its list."""
-        self.activations = "fp8" if environment.takes_fp8(self.format, False) else None
-        self.expect()
-
-    def model_dtype(self, layer: Any) -> Any:
-        return layer.params_dtype
+        self.activations = "fp8" if self.takes_fp8() else None
 
     def parameters(self, layer: Any) -> list[str]:
         return [name for name in _PARTS if name in layer._parameters]
@@ -150,17 +132,7 @@ class _Floats(LinearKernel):
         raise NotImplementedError
 
     def next_kernel(self) -> Any:
-        if self.named is not None:
-            return self.named
-        config: Any = self.config  # type: ignore[attr-defined]
-        for cls in own_kernels(self.possible, envs.VLLM_DISABLED_KERNELS):
-            if cls.is_supported()[0] and self.takes_activations(cls) and cls.can_implement(config)[0]:
-                return cls(config)
-        raise ValueError(f"no kernel of vLLM runs these {self.kind}")
-
-    def takes_activations(self, cls: Any) -> bool:
-        """True if one of vLLM's kernels is for activations as the layer's config wants them."""
-        return True
+        return super().next_kernel() if self.named is None else self.named
 
 
 class W4GemmNvFp4LinearKernel(_Floats, NvFp4LinearKernel):
@@ -185,7 +157,11 @@ class W4GemmMxFp4LinearKernel(_Floats, MxFp4LinearKernel):
     def floats(self, layer: Any) -> Numbers:
         return packed_floats.numbers(layer.weight.data, layer.weight_scale.data, MXFP4)
 
-    def takes_activations(self, cls: Any) -> bool:
+    def may_run(self, cls: Any) -> bool:
+        return super().may_run(cls) and self._takes_activations(cls)
+
+    def _takes_activations(self, cls: Any) -> bool:
+        """True if a kernel of vLLM's is for activations as the layer's config wants them."""
         supports = getattr(cls, "_supports_quant_scheme", None)
         if supports is None:  # of a vLLM in which all take the same
             return True

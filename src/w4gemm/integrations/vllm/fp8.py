@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from vllm import envs
 from vllm.model_executor.kernels.linear import (
     _POSSIBLE_MXFP8_KERNELS,
     _POSSIBLE_WFP8A16_KERNELS,
@@ -22,9 +21,8 @@ from w4gemm.checkpoints.fp8_folder import ScaleBlock, weight_of
 from w4gemm.core.formats import WeightFormat
 from w4gemm.integrations.engines.engine import layer_product, why_no_kernel
 from w4gemm.integrations.engines.loading import check_known
-from w4gemm.integrations.vllm import takeover
 from w4gemm.integrations.vllm.configs import take_configs
-from w4gemm.integrations.vllm.linear_kernel import LinearKernel, capability, own_kernels
+from w4gemm.integrations.vllm.linear_kernel import FloatsKernel
 from w4gemm.weights.weight import QuantizedWeight
 
 CONFIGS = ("compressed-tensors", "modelopt_mxfp8", "modelopt_mixed", "inc", "quark")
@@ -35,54 +33,20 @@ _ROWS, _BLOCKS, _MX = (WeightFormat.parse(name) for name in ("e4m3_col_fp32", "e
 def install() -> None:
     """Put our kernels first in vLLM's lists for NVIDIA GPUs, and watch what their layers load."""
     take_configs(CONFIGS)
-    possible: list[Any]
-    for possible, ours in (
-        (_POSSIBLE_WFP8A16_KERNELS[PlatformEnum.CUDA], W4GemmFp8LinearKernel),
-        (_POSSIBLE_MXFP8_KERNELS[PlatformEnum.CUDA], W4GemmMxFp8LinearKernel),
-    ):
-        if ours not in possible:
-            possible.insert(0, ours)
+    W4GemmFp8LinearKernel.put_first()
+    W4GemmMxFp8LinearKernel.put_first()
 
 
-class _Fp8(LinearKernel):
+class _Fp8(FloatsKernel):
     """What both kernels have in common."""
 
     kind = "linear layers of 8-bit floats with 16-bit activations"
-    possible: list[Any]
-    """vLLM's list of kernels for such layers."""
-
-    @classmethod
-    def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
-        reason = takeover.VLLM.asked(cls.kind, lambda: takeover.why_not_here(capability()))
-        return not reason, reason or None
-
-    @classmethod
-    def can_implement(cls, c: Any) -> tuple[bool, str | None]:
-        return True, None
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.arguments = args, kwargs
-        """Arguments of the class of every kernel."""
-        self.expect()
-
-    def model_dtype(self, layer: Any) -> torch.dtype:
-        dtype: torch.dtype = layer.params_dtype
-        return dtype
 
     def parameters(self, layer: torch.nn.Module) -> list[str]:
         return ["weight", "weight_scale"]
 
     def weight_names(self, layer: torch.nn.Module) -> list[str]:
         return ["weight", "weight_scale", "weight_scale_inv", "input_scale"]
-
-    def next_kernel(self) -> Any:
-        config: Any = self.config  # type: ignore[attr-defined]
-        for cls in own_kernels(self.possible, envs.VLLM_DISABLED_KERNELS):
-            if cls.is_supported()[0] and cls.can_implement(config)[0]:
-                args, kwargs = self.arguments
-                return cls(*args, **kwargs)
-        raise ValueError(f"no kernel of vLLM runs these {self.kind}")
 
     def weights(self, layer: Any) -> list[QuantizedWeight]:
         check_known(layer, {"bias", *self.weight_names(layer)})

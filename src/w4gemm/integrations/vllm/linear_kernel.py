@@ -1,10 +1,10 @@
 """The kernel of a linear layer of vLLM: :class:`LinearKernel` multiplies by a packed weight, or leaves the layer to
-vLLM's own kernel after all."""
+vLLM's own kernel after all. :class:`ListedKernel` is one that vLLM finds in a list of its own."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from typing import Any, ClassVar
 
@@ -194,6 +194,60 @@ class LinearKernel:
         raise NotImplementedError
 
 
+class ListedKernel(LinearKernel):
+    """A kernel of ours in one of vLLM's lists, of which vLLM takes the first that runs a layer."""
+
+    possible: list[Any]
+    """The list."""
+
+    @classmethod
+    def put_first(cls) -> None:
+        """Put the kernel first in its list, once."""
+        if cls not in cls.possible:
+            cls.possible.insert(0, cls)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.arguments = args, kwargs
+        """Arguments of the class of every kernel in the list."""
+        self.expect()
+
+    def may_run(self, cls: Any) -> bool:
+        """True if a kernel of vLLM's runs the layer."""
+        config: Any = self.config  # type: ignore[attr-defined]
+        return bool(cls.is_supported()[0] and cls.can_implement(config)[0])
+
+    def next_kernel(self) -> Any:
+        args, kwargs = self.arguments
+        for cls in self.possible:
+            own = not issubclass(cls, LinearKernel) and cls.__name__ not in envs.VLLM_DISABLED_KERNELS
+            if own and self.may_run(cls):
+                return cls(*args, **kwargs)
+        raise ValueError(f"no kernel of vLLM runs these {self.kind}")
+
+
+class FloatsKernel(ListedKernel):
+    """A kernel in a list of vLLM's for floats, whose kernels are chosen before the sizes of a layer are known."""
+
+    @classmethod
+    def takes_fp8(cls) -> bool:
+        """True if x is quantized to fp8 by choice."""
+        return False
+
+    @classmethod
+    def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
+        reason = takeover.VLLM.asked(cls.kind, lambda: takeover.why_not_here(capability(), cls.takes_fp8()))
+        return not reason, reason or None
+
+    @classmethod
+    def can_implement(cls, config: Any) -> tuple[bool, str | None]:
+        return True, None
+
+    def model_dtype(self, layer: Any) -> torch.dtype:
+        dtype: torch.dtype = layer.params_dtype
+        return dtype
+
+
 def _names(first: str, part: int, tensors: int) -> list[str]:
     """Return the names of the tensors of a layer's weight, or of its part of that number."""
     begin = f"w4gemm_part{part}_" if part else "w4gemm_packed"
@@ -248,8 +302,3 @@ def watch(method: Any, kernels: list[LinearKernel], name: str) -> None:
                 update.open(layer)
 
     method.create_weights, method.process_weights_after_loading = create_weights, process_weights_after_loading
-
-
-def own_kernels(listed: Iterable[Any], disabled: Collection[str]) -> list[Any]:
-    """Return vLLM's own kernels of a list, without those that ``VLLM_DISABLED_KERNELS`` names."""
-    return [cls for cls in listed if not issubclass(cls, LinearKernel) and cls.__name__ not in disabled]
