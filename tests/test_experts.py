@@ -360,8 +360,8 @@ def test_a_layer_with_scales_of_experts():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("activations", [None, "fp8"])
-def test_a_graph_of_layers_serves_other_choices(activations):
+@pytest.mark.parametrize("activations, one_launch", [(None, False), (None, True), ("fp8", False)])
+def test_a_graph_of_layers_serves_other_choices(activations, one_launch):
     """Kernels that request weights and read rows before the launch before them has ended see the newest ones."""
     experts, top_k, hidden, width, tokens = 64, 4, 512, 256, 6
     layers = []
@@ -372,7 +372,7 @@ def test_a_graph_of_layers_serves_other_choices(activations):
             for size in ((2 * width, hidden), (hidden, width))
         )
         repacked = [w.repack(activations=activations) if activations else w.repack() for w in stacks]
-        layers.append(W4Experts(*repacked, dtype=torch.bfloat16))
+        layers.append(W4Experts(*repacked, dtype=torch.bfloat16, one_launch=one_launch))
     x = torch.randn(tokens, hidden, device="cuda").bfloat16()
     ids = torch.zeros(tokens, top_k, dtype=torch.int32, device="cuda")
     weights = torch.rand(tokens, top_k, device="cuda")
@@ -386,6 +386,10 @@ def test_a_graph_of_layers_serves_other_choices(activations):
     def one_by_one():
         y = x
         for layer in layers:
+            torch.cuda.synchronize()
+            if one_launch:
+                y = layer(y, ids, weights) / 16
+                continue
             routing = route(ids, experts)
             torch.cuda.synchronize()
             d = layer.down(layer.gate_up(y, routing.m_offsets, routing.tokens), routing.m_offsets)

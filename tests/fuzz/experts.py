@@ -221,7 +221,9 @@ def fuzz(numbers: Sequence[int], device: str, forms: Sequence[tuple[ExpertLayer,
     if device == "cuda":
         prepare((), [unit for each in made if isinstance(each, OnGpu) for unit in each.units()])
     wrong = []
-    for number in numbers:
+    for done, number in enumerate(numbers, 1):
+        if done % 1000 == 0:
+            print(f"{done} of {len(numbers)} problems", flush=True)
         if text := made[number % len(made)].check(number):
             wrong.append(f"{number}: {text}")
             print(wrong[-1], flush=True)
