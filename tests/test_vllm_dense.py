@@ -40,9 +40,10 @@ def vllm_stub(monkeypatch: pytest.MonkeyPatch, part: str) -> Iterator[None]:
     """Have the stub be vLLM, and one part of the plugin installed in it by the entry point."""
 
     def forget() -> None:
-        for name in [name for name in sys.modules if name.split(".")[0] == "vllm"]:
+        for name in [name for name in sys.modules if name.split(".")[0] in ("vllm", "stub_dispatch")]:
             del sys.modules[name]
-        for name in (part, "dense", "configs", "linear_kernel", "fusion", "shards"):
+        names = part, "dense", "configs", "linear_kernel", "fusion", "shards"
+        for name in (*names, "experts", "experts_kernel", "experts_lora", "experts_support"):
             sys.modules.pop(f"{plugin.__name__}.{name}", None)
         engine._refuse.cache_clear()
 

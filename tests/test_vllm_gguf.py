@@ -1,4 +1,4 @@
-"""The vLLM plugin's layers of GGUF files, against stubs of vLLM and of its GGUF plugin, on the CPU."""
+"""The vLLM plugin's layers and experts of GGUF files, against stubs of vLLM and of its GGUF plugin, on the CPU."""
 
 from __future__ import annotations
 
@@ -161,3 +161,99 @@ def test_layers_are_counted_and_prepared(monkeypatch: pytest.MonkeyPatch, caplog
     for m in (1, 8):
         layer = SimpleNamespace(**layers[0]._parameters)
         layers[0].quant_method.apply(layer, torch.randn(m, K, dtype=torch.bfloat16))
+
+
+EXPERTS, TOKENS = 3, 4
+
+
+def experts(width: int = K, **settings: Any) -> Any:
+    """A layer of experts that vLLM has made."""
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+    if "activation" in settings:
+        settings["activation"] = MoEActivation[settings["activation"]]
+    moe = FusedMoEConfig(EXPERTS, 2, K, width, EXPERTS, torch.bfloat16, **settings)
+    config = importlib.import_module("vllm_gguf_plugin.quantization").GGUFConfig()
+    layer = RoutedExperts("model.layers.0.mlp.experts", torch.bfloat16, moe, config, SimpleNamespace(expert_map=None))
+    layer.quant_method.create_weights(layer, EXPERTS, K, width, torch.bfloat16)
+    return layer
+
+
+def load_experts(layer: Any, parts: dict[str, tuple[str, torch.Tensor]]) -> Any:
+    """Have a layer hold the blocks (experts, n, bytes) of its shards w1, w2 and w3, gates before ups."""
+    for shard, (type, _) in parts.items():
+        product = "w2" if shard == "w2" else "w13"
+        number = int(gguf.GGMLQuantizationType[type])
+        getattr(layer, f"{product}_qweight_type").shard_weight_type[shard] = number
+    for product, shards in (("w13", ("w1", "w3")), ("w2", ("w2",))):
+        blocks = [parts[shard][1] for shard in shards if shard in parts]
+        if blocks:
+            stored = getattr(layer, f"{product}_qweight")
+            stored.materialize(torch.cat(blocks, 1).shape, dtype=torch.uint8)
+            stored.data.copy_(torch.cat(blocks, 1))
+    layer.quant_method.process_weights_after_loading(layer)
+    return layer
+
+
+def blocks_of_experts(type: str, seed: int = 0) -> torch.Tensor:
+    return blocks_of(type, EXPERTS * K, seed).unflatten(0, (EXPERTS, K))
+
+
+@pytest.mark.parametrize("types", [("Q4_K", "Q6_K"), ("Q8_0", "Q4_K"), ("MXFP4", "IQ3_S")], ids=str)
+def test_experts_with_a_type_for_each_product(types: tuple[str, str]) -> None:
+    parts = {
+        shard: (types[shard == "w2"], blocks_of_experts(types[shard == "w2"], i)) for i, shard in enumerate(SHARDS)
+    }
+    layer = load_experts(experts(), parts)
+    assert not {"w13_qweight", "w2_qweight", "w2_qweight_type"} & layer._parameters.keys()
+    assert layer.get_expert_weights()
+    x, ids = torch.randn(TOKENS, K).bfloat16(), torch.tensor([[0, 1], [2, 0], [1, 2], [0, 2]], dtype=torch.int32)
+    router = torch.rand(TOKENS, 2)
+    d = layer.forward_modular(x, router, ids)
+    product = torch.zeros(TOKENS, K, dtype=torch.float64)
+    for t, j in np.ndindex(TOKENS, 2):
+        gate, down, up = (dense(type, blocks[ids[t, j]]) for type, blocks in parts.values())
+        rows = torch.nn.functional.silu(gate @ x[t].double()) * (up @ x[t].double())
+        product[t] += router[t, j].double() * (down @ rows)
+    assert (d.double() - product).norm() < 0.01 * product.norm()
+
+
+SHARDS = ("w1", "w2", "w3")
+
+
+def test_experts_that_are_left_to_vllm(caplog: pytest.LogCaptureFixture) -> None:
+    def left(layer: Any, types: tuple[str, str, str] = ("Q4_K", "Q4_K", "Q4_K"), k: int = K) -> str:
+        parts = {s: (type, blocks_of_experts(type)) for s, type in zip(SHARDS, types, strict=True)}
+        parts["w2"] = parts["w2"][0], parts["w2"][1][..., : parts["w2"][1].shape[-1] * k // K]
+        caplog.clear()
+        engine._refuse.cache_clear()
+        with caplog.at_level(logging.INFO, "vllm.w4gemm"):
+            assert load_experts(layer, parts).processed
+        return caplog.text
+
+    assert "experts of GGUFMoEMethod to vLLM's own kernels: they are in IQ1_S, wanted one of Q8_0," in left(
+        experts(), ("Q4_K", "IQ1_S", "Q4_K")
+    )
+    assert "their 128 input features on this GPU are not whole blocks of Q4_K" in left(experts(128), k=128)
+    with caplog.at_level(logging.INFO, "vllm.w4gemm"):
+        engine._refuse.cache_clear()
+        experts(has_bias=True)
+        experts(activation="RELU2_NO_MUL")
+    assert "they have biases" in caplog.text and "they have no gates" in caplog.text
+
+
+def test_parts_of_experts_end_the_start() -> None:
+    q4, q6 = (("Q4_K", blocks_of_experts("Q4_K")), ("Q6_K", blocks_of_experts("Q6_K")))
+    with pytest.raises(RuntimeError, match=r"experts: w2_qweight: 100.00% was not loaded"):
+        load_experts(experts(), {"w1": q4, "w3": q4})
+    with pytest.raises(RuntimeError, match="experts: w13_qweight: w3 was not loaded"):
+        load_experts(experts(), {"w1": q4, "w2": q6})
+    narrow = ("Q4_K", torch.nn.functional.pad(q4[1], (0, 210 - 144)))  # as vLLM's loader puts it in the place of Q6_K
+    with pytest.raises(RuntimeError, match="experts: gates are in Q6_K and ups in Q4_K, wanted one type for both"):
+        load_experts(experts(), {"w1": q6, "w2": q6, "w3": narrow})
+    spoiled = q4[1].clone()
+    spoiled[0, 0, :2] = 255
+    with pytest.raises(ValueError, match="would not be finite"):
+        load_experts(experts(), {"w1": q4, "w2": ("Q4_K", spoiled), "w3": q4})

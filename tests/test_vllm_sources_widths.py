@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sglang_sources import Mock
-from test_vllm_sources import fill, kernel_of, loaded, plugin, quantization, reloading  # noqa: F401 (a fixture)
+from test_vllm_sources import fill, kernel_of, loaded, plugin, quantization, reloading, routed_experts  # noqa: F401
 
 from sglang_layers import Drawn  # isort: skip (of a stub of SGLang, which is installed on import)
 from w4gemm.checkpoints import open_checkpoint
@@ -246,18 +246,19 @@ def gguf_plugin(plugin: None, monkeypatch: pytest.MonkeyPatch) -> Any:  # noqa: 
     return importlib.import_module("vllm_gguf_plugin.quantization").GGUFConfig()
 
 
-def write_gguf(path: Path, tensors: dict[str, tuple[str, int]]) -> GGUFFile:
-    """A file of matrices (n, K) with random blocks of a type each."""
+def write_gguf(path: Path, tensors: dict[str, tuple[str, int | tuple[int, int]]]) -> GGUFFile:
+    """A file of matrices (n, K), or (experts, n, K), with random blocks of a type each."""
     gguf = pytest.importorskip("gguf")
     writer, rng = gguf.GGUFWriter(path, "llama"), np.random.default_rng(0)
     for name, (type, n) in tensors.items():
         kind = gguf.GGMLQuantizationType[type]
         elements, size = gguf.GGML_QUANT_SIZES[kind]
-        blocks = rng.integers(0, 256, (n * K // elements, size), dtype=np.uint8)
+        rows = np.prod(n)
+        blocks = rng.integers(0, 256, (rows * K // elements, size), dtype=np.uint8)
         factors = {"Q6_K": (208,), "Q4_K": (0, 2), "Q8_0": (0,), "IQ1_S": (0,), "Q5_K": (0, 2)}[type]
         for at in factors:
             blocks[:, at : at + 2] = (rng.random((len(blocks), 1)) / 50).astype(np.float16).view(np.uint8)
-        writer.add_tensor(name, blocks.reshape(n, -1), raw_dtype=kind)
+        writer.add_tensor(name, blocks.reshape(*np.atleast_1d(n), -1), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -340,3 +341,36 @@ def test_gguf_of_which_a_part_is_loaded(gguf_plugin: Any, tmp_path: Path) -> Non
     file = write_gguf(tmp_path / "a.gguf", {"ffn_gate.weight": ("Q4_K", SIZES[0])})
     with pytest.raises(RuntimeError, match="gate_up_proj: 192 of its 256 output features were loaded, wanted all"):
         load_gguf(merged(gguf_plugin), file.path, {"ffn_gate": 0})
+
+
+@pytest.mark.parametrize("types", [("Q4_K", "Q4_K", "Q6_K"), ("Q8_0", "Q8_0", "Q5_K")], ids=str)
+def test_experts_of_gguf(types: tuple[str, str, str], gguf_plugin: Any, tmp_path: Path) -> None:
+    """As Q4_K_M has them in half of the layers: the plugin's reader divides a file's tensors among vLLM's experts."""
+    from vllm_gguf_plugin.weight_utils import gguf_quant_weights_iterator
+    from vllm_gguf_plugin.weights_adapter.default import GGUFWeightsAdapter
+
+    count, prefix = 4, "model.layers.1.mlp.experts"
+    names = dict(zip(("gate", "up", "down"), types, strict=True))
+    stored: dict[str, Any] = {f"blk.1.ffn_{role}_exps.weight": (type, (count, K)) for role, type in names.items()}
+    file = write_gguf(tmp_path / "a.gguf", stored)
+    sizes = {"num_experts_per_tok": 2, "hidden_size": K, "moe_intermediate_size": K}
+    layer = routed_experts({"num_experts": count, **sizes}, gguf_plugin, prefix)
+    in_vllm = {f"blk.1.ffn_{role}_exps.weight": f"{prefix}.0.{role}_proj.weight" for role in names}
+    tensors = GGUFWeightsAdapter(None).map_weights(gguf_quant_weights_iterator(file.path, in_vllm))
+    loaded = layer.load_weights((name.removeprefix(f"{prefix}."), tensor) for name, tensor in tensors)
+    assert set(loaded) == {f"{product}_{leaf}" for product in ("w13", "w2") for leaf in ("qweight", "qweight_type")}
+    layer.quant_method.process_weights_after_loading(layer)
+    assert type(layer.quant_method.moe_kernel.fused_experts).__name__ == "W4gemmExperts"
+    assert all(p.shape[0] == count for p in layer.parameters())
+    x, router = torch.randn(5, K, dtype=torch.bfloat16), torch.rand(5, 2)
+    ids = torch.stack([torch.randperm(count)[:2] for _ in range(5)]).int()
+    d = layer.forward_modular(x, router, ids)
+    product = torch.zeros(5, K, dtype=torch.float64)
+    for t, j in np.ndindex(5, 2):
+        gate, up, down = (
+            file.weight(f"blk.1.ffn_{role}_exps.weight", expert=int(ids[t, j])).dequantize(torch.float64)
+            for role in names
+        )
+        rows = torch.nn.functional.silu(gate @ x[t].double()) * (up @ x[t].double())
+        product[t] += router[t, j].double() * (down @ rows)
+    assert (d.double() - product).norm() < 0.01 * product.norm()

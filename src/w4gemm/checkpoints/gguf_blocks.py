@@ -48,7 +48,7 @@ from w4gemm.core.problem import Device
 from w4gemm.packing.bits import fields, unpack
 from w4gemm.packing.layouts import WeightComponents, layout_for, layout_named
 from w4gemm.packing.packed_shape import packed_shape
-from w4gemm.packing.repack import Matrix, pack_rows
+from w4gemm.packing.repack import Matrix, pack_experts, pack_rows, rows_in_pairs
 from w4gemm.weights.checks import check_range
 from w4gemm.weights.weight import QuantizedWeight
 
@@ -256,26 +256,37 @@ TYPES = {
 """By name of the type. Matrices of other types stay dense."""
 
 
-def pack_blocks(type: str, blocks: torch.Tensor) -> QuantizedWeight:
-    """Return a matrix in the layout that its device's fastest kernel for 16-bit x reads. Memory holds the result and a
-    few MiB beside the blocks.
+def pack_blocks(type: str, blocks: torch.Tensor, gated: bool = False) -> QuantizedWeight:
+    """Return a matrix, or one of each expert, in the layout that its device's fastest kernel for 16-bit x reads. Memory
+    holds the result and a few MiB beside the blocks; of experts, a few tens.
 
     Args:
         type: one of :data:`TYPES` without a factor of the matrix.
-        blocks: rows of blocks, uint8 (n, blocks, bytes).
+        blocks: rows of blocks, uint8 (n, blocks, bytes) or (experts, n, blocks, bytes).
+        gated: True for experts whose gates come before their ups; they become pairs.
 
     Raises:
         ValueError: for scales that are not finite, or too large.
     """
+    format, n = TYPES[type].format, blocks.shape[-3]
+    experts, k = len(blocks) if blocks.dim() == 4 else 0, _components(type, blocks.flatten(0, -3)[:1]).codes.shape[1]
+    layout, matrix = layout_for(Device.of(blocks.device), format), Matrix(format, n, k)
+    tensors = packed_shape(format, layout, n, k, experts).empty(blocks.device)
+    if experts:
+
+        def tall(some: slice) -> WeightComponents:
+            rows = rows_in_pairs(blocks[some]) if gated else blocks[some]
+            return _components(type, rows.flatten(0, 1))
+
+        pack_experts(layout_named(layout), tensors, tall, matrix)
+    else:
+        pack_rows(layout_named(layout), tensors, lambda first, last: _components(type, blocks[first:last]), matrix)
+    return QuantizedWeight(format, n, k, layout, tensors, experts=experts)
+
+
+def _components(type: str, blocks: torch.Tensor) -> WeightComponents:
+    """Return the numbers of rows of blocks, (n, blocks, bytes), after a check of their scales."""
     format, parts = TYPES[type]
-
-    def rows(start: int, stop: int) -> WeightComponents:
-        codes, scales, zeros, factors = parts(blocks[start:stop])
-        check_range(format, scales, zeros, None, factors)
-        return WeightComponents(codes, scales, zeros, None, factors)
-
-    n, k = len(blocks), rows(0, 1).codes.shape[1]
-    layout = layout_for(Device.of(blocks.device), format)
-    tensors = packed_shape(format, layout, n, k).empty(blocks.device)
-    pack_rows(layout_named(layout), tensors, rows, Matrix(format, n, k))
-    return QuantizedWeight(format, n, k, layout, tensors)
+    codes, scales, zeros, factors = parts(blocks)
+    check_range(format, scales, zeros, None, factors)
+    return WeightComponents(codes, scales, zeros, None, factors)

@@ -17,16 +17,13 @@ from w4gemm.core.problem import Device
 from w4gemm.packing.bits import unpack, unpack_planes
 from w4gemm.packing.layouts import WeightComponents, layout_for, layout_named
 from w4gemm.packing.packed_shape import packed_shape
-from w4gemm.packing.repack import ROWS, Matrix, pack_rows
+from w4gemm.packing.repack import Matrix, pack_experts, pack_rows, rows_in_pairs
 from w4gemm.weights.checks import check_range, sorting_perm
 from w4gemm.weights.quantize import with_e4m3_scales
 from w4gemm.weights.weight import QuantizedWeight
 
 _WORDS = (torch.int32, torch.uint8, torch.int8)
 """dtypes of integers that hold packed numbers."""
-_ELEMENTS = 2**24
-"""Elements of experts packed at a time: enough to keep a GPU busy, few beside a layer's experts. A layer has hundreds,
-and a GPU takes longer to be asked for one than to do it."""
 
 
 @dataclass(frozen=True)
@@ -247,26 +244,17 @@ class Numbers:
         return QuantizedWeight(format, n, k, layout, tensors, perm, activations=activations)
 
     def _by_experts(self, name: str, format: WeightFormat, activations: str | None, gated: bool) -> QuantizedWeight:
-        n, k = self.n, self.k
-        shape, layout = packed_shape(format, name, n, k, self.experts), layout_named(name)
-        tensors = shape.empty(self.device)
-        # experts that are a whole number of a layout's entries are packed as one tall matrix
-        step = max(1, _ELEMENTS // (n * k)) if n % ROWS == 0 else 1
-        for first in range(0, self.experts, step):
-            some = slice(first, min(first + step, self.experts))
+        def tall(some: slice) -> WeightComponents:
             scales, zeros, channels = self._scales(some)
             rows = (self.codes.experts(some), scales, zeros, None if channels is None else channels[..., None])
-            parts = WeightComponents.of(None if t is None else _tall(t, gated) for t in rows)
+            parts = WeightComponents.of(
+                None if t is None else (rows_in_pairs(t) if gated else t).flatten(0, 1) for t in rows
+            )
             if parts.channels is not None:
                 parts = parts._replace(channels=parts.channels.flatten())
-            parts = with_e4m3_scales(parts, format) if format != self.format else parts
-            for into, packed in zip(tensors, layout.pack(parts, format), strict=True):
-                into[some] = packed.view(into[some].shape)
+            return with_e4m3_scales(parts, format) if format != self.format else parts
+
+        n, k = self.n, self.k
+        tensors = packed_shape(format, name, n, k, self.experts).empty(self.device)
+        pack_experts(layout_named(name), tensors, tall, Matrix(format, n, k))
         return QuantizedWeight(format, n, k, name, tensors, experts=self.experts, activations=activations)
-
-
-def _tall(t: torch.Tensor, gated: bool) -> torch.Tensor:
-    """Return (experts, n, columns) as (experts * n, columns), with its rows in pairs if ``gated``."""
-    if gated:
-        t = t.unflatten(1, (2, -1)).transpose(1, 2)
-    return t.reshape(-1, t.shape[-1])

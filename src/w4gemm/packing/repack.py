@@ -15,6 +15,9 @@ ROWS = 128
 dimension."""
 _ELEMENTS = 2**22
 """Elements repacked at a time, so that temporary memory stays small beside the result."""
+_ELEMENTS_OF_EXPERTS = 2**24
+"""The same of experts: enough to keep a GPU busy, few beside a layer's experts. A layer has hundreds, and a GPU takes
+longer to be asked for one than to do it."""
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -64,6 +67,31 @@ def pack_rows(
         packed = target.pack(rows(first, last), format)
         for i, (t, part) in enumerate(zip(into, packed, strict=True)):
             entries_of_rows(t, i, target, matrix, first, last).copy_(part)
+
+
+def pack_experts(
+    target: PackLayout,
+    into: Tensors,
+    tall: Callable[[slice], WeightComponents],
+    matrix: Matrix,
+) -> None:
+    """Fill ``into``, tensors of the target layout with a dimension of experts in front, with a weight for each expert.
+
+    Args:
+        tall: return the rows of some experts as one matrix, an expert's after the other's.
+        matrix: format and size of one expert's weight.
+    """
+    # experts that are a whole number of a layout's entries are packed as one tall matrix
+    step = max(1, _ELEMENTS_OF_EXPERTS // (matrix.n * matrix.k)) if matrix.n % ROWS == 0 else 1
+    for first in range(0, len(into[0]), step):
+        some = slice(first, min(first + step, len(into[0])))
+        for t, packed in zip(into, target.pack(tall(some), matrix.format), strict=True):
+            t[some] = packed.view(t[some].shape)
+
+
+def rows_in_pairs(rows: torch.Tensor) -> torch.Tensor:
+    """Return rows (experts, n, ...), of which each expert's gates come before its ups, as pairs of a gate and an up."""
+    return rows.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
 
 
 def entries_of_rows(

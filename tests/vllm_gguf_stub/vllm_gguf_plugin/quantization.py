@@ -1,6 +1,8 @@
 """Methods of layers: parameters that hold raw blocks, those of a merged layer apart."""
 
 from torch.nn.parameter import UninitializedParameter
+from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.linear import LinearMethodBase
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
@@ -8,6 +10,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 
 class GGUFConfig(QuantizationConfig):
     def get_quant_method(self, layer, prefix):
+        if isinstance(layer, RoutedExperts):
+            return GGUFMoEMethod(self, layer.moe_config)
         return GGUFEmbeddingMethod() if isinstance(layer, VocabParallelEmbedding) else GGUFLinearMethod()
 
 
@@ -36,6 +40,26 @@ class GGUFLinearMethod(LinearMethodBase):
 
     def apply(self, layer, x, bias=None):
         return x + 1
+
+
+class GGUFMoEMethod(FusedMoEMethodBase):
+    """Without the loader, which is vLLM's."""
+
+    def __init__(self, quant_config, moe):
+        super().__init__(moe)
+        self.quant_config = quant_config
+
+    def create_weights(
+        self, layer, num_experts, hidden_size, intermediate_size_per_partition, params_dtype, **extra_weight_attrs
+    ):
+        for product in ("w13", "w2"):
+            blocks, types = (UninitializedParameter(requires_grad=False) for _ in range(2))
+            types.shard_weight_type = {}
+            layer.register_parameter(f"{product}_qweight", blocks)
+            layer.register_parameter(f"{product}_qweight_type", types)
+
+    def process_weights_after_loading(self, layer):
+        layer.processed = True
 
 
 class GGUFEmbeddingMethod(GGUFLinearMethod):

@@ -6,6 +6,8 @@ plugin of each engine has a table of the engine's methods for experts.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,7 +18,9 @@ from w4gemm.checkpoints.module_tensors import whole_groups
 from w4gemm.checkpoints.numbers import Numbers
 from w4gemm.core.elements import INTEGERS
 from w4gemm.core.formats import WeightFormat
+from w4gemm.integrations.engines.engine import Engine
 from w4gemm.integrations.engines.loading import unloaded
+from w4gemm.weights.weight import QuantizedWeight
 
 SCALES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 """Scale rules of 16-bit scales by their dtype."""
@@ -50,6 +54,9 @@ def check_unused_zeros(qzeros: torch.Tensor, bits: int = 4) -> None:
 # --- experts ---------------------------------------------------------------------------------------------------------
 
 PRODUCTS = ("w13", "w2")
+Packers = dict[str, Callable[[bool], QuantizedWeight]]
+"""For each product, what packs it. The argument is True if all gates lie before all ups, which become pairs. The
+numbers that it holds are let go with it."""
 _UNUSED = (
     *("g_idx", "weight_g_idx", "g_idx_sort_indices", "weight_shape", "qzeros", "weight_zero_point"),
     *("input_scale", "input_scale_2", "input_global_scale", "input_zero_point", "blockscale_swizzled"),
@@ -62,6 +69,7 @@ class ExpertsSettings(NamedTuple):
     """The settings of a layer's experts, which its parameters do not say."""
 
     bits: int
+    """0 for GGUF's, of which each product has a type of its own; its tensors say which."""
     group_size: int
     asymmetric: bool = False
     activations: str | None = None
@@ -76,7 +84,7 @@ class ExpertsSettings(NamedTuple):
     @property
     def why_refused(self) -> str:
         """Why these experts cannot be taken, or the empty string."""
-        return self.refused if self.bits == 4 else f"they have {self.bits} bits"
+        return self.refused if self.bits in (0, 4) else f"they have {self.bits} bits"
 
     def loaded(self, scales: torch.dtype) -> WeightFormat:
         """Return the format that is loaded, with scales of a dtype.
@@ -152,8 +160,8 @@ class ExpertsFormat:
         whole_groups(numbers.format, numbers.k)
         return numbers
 
-    def checked_numbers(self, layer: torch.nn.Module, settings: ExpertsSettings) -> dict[str, Numbers]:
-        """Return the numbers of both products, once all of them are in range.
+    def packers(self, layer: torch.nn.Module, settings: ExpertsSettings, engine: Engine) -> Packers:
+        """Return what packs each product, once all numbers are in range.
 
         Raises:
             TypeError, ValueError: as from :meth:`numbers`, and for numbers that cannot be packed.
@@ -161,7 +169,10 @@ class ExpertsFormat:
         products = {product: self.numbers(layer, product, settings) for product in PRODUCTS}
         for numbers in products.values():
             numbers.check_range()
-        return products
+        return {
+            product: functools.partial(engine.packed, numbers, settings.activations)
+            for product, numbers in products.items()
+        }
 
     def _factors(self, layer: torch.nn.Module, product: str) -> torch.Tensor | None:
         if not self.factors:

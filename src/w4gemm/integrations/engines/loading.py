@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 import torch
+from torch.nn.parameter import is_lazy
 
 NOTHING_LOADED = "nothing of them was loaded"
 """Reason to leave layers to an engine, which may never run them."""
@@ -23,16 +24,19 @@ _UNITS = 2**22
 
 
 def mark(layer: torch.nn.Module, names: Iterable[str]) -> None:
-    """Fill those parameters of a layer that an engine has made, and has not loaded yet, with marks."""
+    """Fill those parameters of a layer that an engine has made, and has not loaded yet, with marks. Those without a
+    shape, which the first tensor gives them, need none."""
     for name in names:
         parameter = layer._parameters.get(name)
-        if parameter is not None and not parameter.is_meta:
+        if parameter is not None and not is_lazy(parameter) and not parameter.is_meta:
             units, marks = _units(parameter)
             units.copy_(marks)
 
 
 def unloaded(parameter: torch.Tensor) -> float:
     """Return the share of a parameter that still holds marks: 0 if all of it was loaded."""
+    if is_lazy(parameter):
+        return 1.0
     units, marks = _units(parameter)
     counts = [(each == marks).all(1).count_nonzero() for each in units.split(_UNITS)]
     return int(sum(counts)) / len(units) if len(units) else 0.0
@@ -53,10 +57,11 @@ def check_loaded(layer: torch.nn.Module, names: Iterable[str], what: str) -> boo
         return False
     for name, share in shares.items():
         if share:
-            shape = tuple(getattr(layer, name).shape)
+            parameter = getattr(layer, name)
+            shape = "" if is_lazy(parameter) else f" of its shape {tuple(parameter.shape)}"
             raise RuntimeError(
-                f"{what}: {name}: {share:.2%} of its shape {shape} was not loaded, wanted all of it: the checkpoint "
-                "lacks a tensor, or the engine has loaded it in another's place"
+                f"{what}: {name}: {share:.2%}{shape} was not loaded, wanted all of it: the checkpoint lacks a tensor, "
+                "or the engine has loaded it in another's place"
             )
     return True
 

@@ -183,13 +183,13 @@ def _pack(method: Method, self: Any, layer: Any) -> None:
             if (empty := getattr(layer, name).flatten(1).any(1) == 0).any():
                 raise RuntimeError(f"{name}: expert {int(empty.nonzero()[0])} of layer {layer.layer_id} was not loaded")
     check_known(layer, method.format.known(settings))
-    numbers, products = method.format.checked_numbers(layer, settings), []
+    packers, products = method.format.packers(layer, settings, SGLANG), []
     for name in PRODUCTS:
         bias = method.bias(layer, name)
         if bias is not None:  # one that is copied would not be moved with its expert
             bias.data = bias.data.to(config.params_dtype)
         gated = name == "w13" and config.is_gated and not in_pairs(config)
-        packed = SGLANG.packed(numbers.pop(name), settings.activations, gated)
+        packed = packers.pop(name)(gated)
         old = [each for each, p in layer._parameters.items() if each.startswith(f"{name}_") and p is not bias]
         w = exchange(layer, old, f"{name}_w4gemm", packed)
         products.append(W4GroupedLinear.from_weight(w, bias, dtype=config.params_dtype))

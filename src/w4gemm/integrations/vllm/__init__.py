@@ -26,7 +26,7 @@ PARTS = {
 }
 """Modules of this package in the order in which they are installed, and the layers that they take over."""
 
-GGUF_PLUGIN, GGUF = "vllm_gguf_plugin", {"gguf": "linear layers of GGUF"}
+GGUF_PLUGIN, GGUF = "vllm_gguf_plugin", {"gguf": "linear layers and experts of GGUF"}
 """The package with vLLM's GGUF layers, and the part that takes them over where it is installed."""
 _installed: list[str] = []
 """Parts that this process has installed."""

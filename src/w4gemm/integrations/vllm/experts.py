@@ -112,6 +112,7 @@ class _Method:
         self.updates = [
             DenseUpdate(f"{product}_weight", layer.layer_name, weight, self._in_halves(product))
             for product, weight in weights
+            if settings.bits  # GGUF's, of which some models have rows in another order, take none
         ]
         for update in self.updates:
             update.open(layer)
@@ -149,7 +150,7 @@ class _Method:
             check_known(layer, format.known(settings))
             if not format.biases and getattr(layer, "_loaded_expert_biases", None):  # whatever the model's config says
                 raise ValueError("they have biases")
-            numbers = format.checked_numbers(layer, settings)
+            packers = format.packers(layer, settings, takeover.VLLM)
         except (TypeError, ValueError) as e:
             if self.moe.moe_parallel_config.enable_eplb or self._vllm_pads(layer):
                 raise  # vLLM's own method may not support EPLB, and needs the sizes that it asks for
@@ -163,7 +164,7 @@ class _Method:
         earlier = self.products or (None, None)
         for product, held in zip(PRODUCTS, earlier, strict=True):
             gated = self._in_halves(product)
-            packed = takeover.VLLM.packed(numbers.pop(product), settings.activations, gated)
+            packed = packers.pop(product)(gated)
             if gated and format.biases and self.moe.has_bias:
                 bias = getattr(layer, f"{product}_bias")
                 bias.data = bias.data.unflatten(1, (2, -1)).mT.flatten(1)

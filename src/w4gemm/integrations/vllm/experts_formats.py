@@ -12,9 +12,10 @@ from dataclasses import replace
 from typing import Any
 
 from w4gemm.core import environment
-from w4gemm.core.activation import Activation, canonical
+from w4gemm.core.activation import Activation, canonical, is_gated
 from w4gemm.core.formats import PER_COLUMN, WeightFormat
 from w4gemm.integrations.engines.formats import ExpertsFormat, ExpertsSettings
+from w4gemm.integrations.engines.gguf import GGUFExperts
 
 ACT_ORDERS = ("group", "dynamic", True)
 """Values of compressed-tensors' ``actorder`` by which columns are in another order; by others their scales fit them."""
@@ -143,6 +144,11 @@ def _quark_integers(method: Any, layer: Any) -> ExpertsSettings:
     return ExpertsSettings(4, getattr(layer, "group_size", method.group_size), not method.is_symmetric)  # as _moe_wna16
 
 
+def _gguf(method: Any, layer: Any) -> ExpertsSettings:
+    refused = "" if is_gated(fused_activation(layer.moe_config)) else "they have no gates, which vLLM's plugin wants"
+    return ExpertsSettings(0, 0, refused=refused)
+
+
 _AUTO = ExpertsFormat("qweight", "scales", "qzeros")
 _COMPRESSED = ExpertsFormat("weight_packed", "weight_scale", "weight_zero_point")
 _FLOATS = ExpertsFormat("weight", "weight_scale", packing="floats")
@@ -168,6 +174,7 @@ FORMATS: Mapping[str, tuple[Callable[[Any, Any], ExpertsSettings], ExpertsFormat
     "ModelOptNvFp4FusedMoE": (_nvfp4, _TWO_SCALES),
     "QuarkNvfp4MoEMethod": (_nvfp4, _TWO_SCALES),
     "QuarkOCP_MX_MoEMethod": (_quark_mx, _FLOATS),
+    "GGUFMoEMethod": (_gguf, GGUFExperts("qweight", "qweight_type")),
     "QuarkW4A16Int4MoEMethod": (_quark_integers, replace(_COMPRESSED, codes="weight")),
 }
 """For the name of a method of vLLM's, what reads it and its layer for the settings, and how its layers hold numbers."""

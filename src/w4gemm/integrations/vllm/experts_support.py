@@ -55,6 +55,8 @@ def why_not(method: Any, layer: Any) -> str:
     padded = FusedMoEMethodBase.maybe_roundup_sizes(method, *sizes, moe.in_dtype, parallel)
     if padded != sizes:
         return f"their sizes {sizes} are padded to {padded}"
+    if not settings.bits:  # their formats are looked at when they are loaded
+        return ""
     return no_kernel(moe, *sizes, multiplied(settings, layer), fp8)
 
 

@@ -1,4 +1,4 @@
-"""Linear layers and heads of GGUF files: the blocks that vLLM's GGUF plugin loads, packed by w4gemm's own codecs.
+"""Layers, heads and experts of GGUF files: the blocks that vLLM's GGUF plugin loads, packed by w4gemm's own codecs.
 
 That plugin, the package ``vllm_gguf_plugin``, reads the file. A table of token embeddings stays as it is, because its
 rows are looked up, also where the model has no other head.
@@ -15,12 +15,14 @@ from vllm_gguf_plugin.quantization import GGUFConfig, GGUFLinearMethod
 
 from w4gemm.integrations.engines.gguf import PARAMETERS, gguf_weights
 from w4gemm.integrations.vllm import takeover
+from w4gemm.integrations.vllm.experts import taken_over
 from w4gemm.integrations.vllm.linear_kernel import LinearKernel, capability
 from w4gemm.weights.weight import QuantizedWeight
 
 
 def install() -> None:
-    """Have the config of vLLM's GGUF plugin give each linear layer and head its method with our kernel."""
+    """Have the config of vLLM's GGUF plugin give each linear layer and head its method with our kernel, and experts
+    ours."""
     own = GGUFConfig.get_quant_method
     if own.__module__ == __name__:
         return
@@ -32,7 +34,7 @@ def install() -> None:
             reason = takeover.VLLM.asked(GGUFKernel.kind, lambda: takeover.why_not_here(capability()))
             if not reason:
                 GGUFKernel(method, prefix)
-        return method
+        return taken_over(method, layer)
 
     GGUFConfig.get_quant_method = get_quant_method
 
