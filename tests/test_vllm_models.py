@@ -294,3 +294,83 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert main(["compile", "--vllm", folder, "--tensor-parallel", "2", "--m", "1,64", "-o", str(tmp_path / "o")]) == 0
     assert asked and asked[0] >= 2
     assert "12 problems" in capsys.readouterr().err  # six layers, two numbers of tokens
+
+
+# --- GGUF -------------------------------------------------------------------------------------------------------------
+
+
+def gguf_file(path: Path, architecture: str, tensors: dict[str, tuple[str, tuple[int, ...]]], **counts: int) -> Path:
+    """A GGUF file of zeros. tensors: type and shape of a weight by the name of its tensor."""
+    gguf, np = pytest.importorskip("gguf"), pytest.importorskip("numpy")
+    writer = gguf.GGUFWriter(path, architecture)
+    for key, count in counts.items():
+        writer.add_uint32(f"{architecture}.{key.replace('__', '.')}", count)
+    for name, (type, (*rows, k)) in tensors.items():
+        kind = gguf.GGMLQuantizationType[type]
+        elements, size = gguf.GGML_QUANT_SIZES[kind]
+        blocks = np.zeros((*rows, k // elements * size), dtype=np.uint8)
+        writer.add_tensor(f"{name}.weight", blocks, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+QWEN3_MOE = {
+    "token_embd": ("Q4_K", (VOCABULARY, HIDDEN)),
+    "output": ("Q6_K", (VOCABULARY, HIDDEN)),
+    "blk.0.attn_q": ("Q4_K", (512, HIDDEN)),
+    "blk.0.attn_k": ("Q4_K", (128, HIDDEN)),
+    "blk.0.attn_v": ("Q6_K", (128, HIDDEN)),
+    "blk.0.attn_output": ("Q4_K", (HIDDEN, 512)),
+    "blk.0.ffn_gate_exps": ("Q4_K", (4, INNER * 2, HIDDEN)),
+    "blk.0.ffn_up_exps": ("Q4_K", (4, INNER * 2, HIDDEN)),
+    "blk.0.ffn_down_exps": ("Q6_K", (4, HIDDEN, INNER * 2)),
+}
+
+
+def test_a_gguf_file(tmp_path: Path) -> None:
+    """As Q4_K_M has them: neighbours of one type are one product."""
+    counts = {"attention__head_count_kv": 2, "expert_used_count": 2}
+    file = gguf_file(tmp_path / "a.gguf", "qwen3moe", QWEN3_MOE, **counts)
+    model = read_model(str(file))
+    q4, q6 = (str(WeightFormat.parse(name)) for name in ("q4_k", "q6_k"))
+    alone = {
+        (1024, HIDDEN, 0, q6),  # the head
+        (640, HIDDEN, 0, q4),
+        (128, HIDDEN, 0, q6),
+        (HIDDEN, 512, 0, q4),
+        (4 * INNER, HIDDEN, 4, q4),
+        (HIDDEN, 2 * INNER, 4, q6),
+    }
+    assert {(m.n, m.k, m.experts, str(m.format)) for m in model.layers} == alone
+    assert (model.dtype, model.activation, model.top_k) == (torch.bfloat16, "", 2)
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"dtype": "float16"}}))
+    two = read_model(str(file), tensor_parallel=4)
+    assert two.dtype == torch.float16 and two.top_k == 2
+    # heads of keys and values are copied; 128 and 192 columns are no whole blocks
+    assert {(m.n, m.k, m.experts, str(m.format)) for m in two.layers} == {
+        (256, HIDDEN, 0, q6),
+        (192, HIDDEN, 0, q4),
+        (64, HIDDEN, 0, q6),
+        (INNER, HIDDEN, 4, q4),
+    }
+
+
+def test_gguf_files_that_are_not_compiled_for(tmp_path: Path) -> None:
+    tied = {"token_embd": ("Q4_K", (VOCABULARY, HIDDEN))}
+    with pytest.raises(FormatError, match="left to vLLM's own kernels"):
+        read_model(str(gguf_file(tmp_path / "tied.gguf", "llama", tied)))
+    with pytest.raises(FormatError, match="architecture: wanted one of llama, .*, got 'deepseek2'"):
+        read_model(str(gguf_file(tmp_path / "other.gguf", "deepseek2", tied)))
+
+
+def test_the_command_of_a_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("cutlass")
+    asked: list[int] = []
+    monkeypatch.setattr("w4gemm.cli.compile.fill", lambda folder, units, workers: asked.append(len(units)) or 0)
+    monkeypatch.setenv("W4GEMM_CACHE_DIR", str(tmp_path / "c"))
+    file = gguf_file(tmp_path / "a.gguf", "qwen3moe", QWEN3_MOE, expert_used_count=2)
+    assert main(["compile", "--vllm", str(file), "--m", "1,64", "-o", str(tmp_path / "o")]) == 0
+    assert asked and asked[0] >= 8

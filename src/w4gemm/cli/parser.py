@@ -235,8 +235,8 @@ def _compile(parser: argparse.ArgumentParser) -> None:
     add_layer_arguments(
         parser,
         vllm="the layers that vLLM makes of a folder quantized by GPTQ, AWQ, AutoRound, compressed-tensors, ModelOpt "
-        "(NVFP4) or Quark, or of gpt-oss in MXFP4, some fused: in the dtype of its config.json, unless --dtype says "
-        "another, and for any number of tokens",
+        "(NVFP4) or Quark, of gpt-oss in MXFP4, or of a GGUF file, some fused: in the dtype of its config.json, unless "
+        "--dtype says another, and for any number of tokens",
     )
     parser.add_argument(
         "--tensor-parallel", type=positive, default=1, metavar="N", help="with --vllm: GPUs that share each layer"

@@ -3,6 +3,7 @@ vLLM."""
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import defaultdict
 from collections.abc import Mapping
@@ -20,11 +21,13 @@ from w4gemm.checkpoints import (
     compressed_tensors,
     deepseek_v4,
     find_checkpoint,
+    gguf,
     gptq,
     modelopt,
     mxfp4,
     quark,
 )
+from w4gemm.checkpoints.gguf_architectures import ARCHITECTURES
 from w4gemm.checkpoints.hugging_face import quantization_config, read_config
 from w4gemm.core import environment
 from w4gemm.core.activation import canonical
@@ -36,7 +39,7 @@ from w4gemm.integrations.vllm.takeover import VLLM
 
 FORMATS = (
     *(gptq.FORMAT, awq.FORMAT, compressed_tensors.FORMAT, modelopt.FORMAT, mxfp4.FORMAT, quark.FORMAT),
-    *(auto_round.FORMAT, deepseek_v4.FORMAT),
+    *(auto_round.FORMAT, deepseek_v4.FORMAT, gguf.FORMAT),
 )
 """Checkpoints whose layers are taken over; of ModelOpt's those in NVFP4, of AutoRound's floats those in MXFP4."""
 FUSED = (
@@ -91,32 +94,17 @@ def read_model(path: str, tensor_parallel: int = 1, dtype: torch.dtype | None = 
     if source not in FORMATS:
         raise FormatError(f"{path}: wanted {' or '.join(f.contents for f in FORMATS)}, got {source.contents}")
     checkpoint = source.open(folder, None)
-    config = read_config(folder)
+    config = _config_of_gguf(checkpoint) if isinstance(checkpoint, gguf.GGUFCheckpoint) else read_config(folder)
     text = config.get("text_config") or config
     named = str(text.get("dtype") or text.get("torch_dtype") or config.get("torch_dtype") or "bfloat16")
     model_dtype = dtype or {"float16": torch.float16}.get(named, torch.bfloat16)
     quantization = quantization_config(folder) or {}
     layers: dict[Module, None] = {}
     for module in _fused(checkpoint, text, tensor_parallel):
-        format, activations = module.format, module.activations
-        if module.k % format.group_length(module.k):
-            continue  # left to vLLM
-        integers = format.element_rule.counts
-        if format.bits != 4 and (module.experts or not (integers or _in_16_bits(source, format, quantization))):
-            continue  # which our plugin does not take over
-        if source == quark.FORMAT and activations and not module.experts:
-            continue  # for which vLLM has no list of kernels
-        if source == auto_round.FORMAT and format.scale != "e8m0":
-            continue  # which vLLM does not load
-        if integers:
-            if source == modelopt.FORMAT:
-                continue  # which vLLM does not load
-            format = VLLM.multiplied(replace(format, scale=SCALES[model_dtype]), activations)
-        else:
-            activations = _beside_floats(module, source == compressed_tensors.FORMAT) if format.bits == 4 else None
-            format = VLLM.multiplied(format, activations)
-        each = replace(module, format=format, activations=activations, fused=())
-        layers |= dict.fromkeys((each,) if each.experts else (replace(each, bias=False), each))
+        taken = _of_gguf(module) if source == gguf.FORMAT else _of_folder(source, module, model_dtype, quantization)
+        if taken is not None:
+            each = replace(taken, fused=(), interleaved=False)
+            layers |= dict.fromkeys((each,) if each.experts else (replace(each, bias=False), each))
     if not layers:
         raise FormatError(f"{path}: its quantized layers are left to vLLM's own kernels")
     act_order = _in_act_order(quantization)
@@ -125,6 +113,60 @@ def read_model(path: str, tensor_parallel: int = 1, dtype: torch.dtype | None = 
     activation = "swiglu_oai" if source == mxfp4.FORMAT else _activation(text)
     top_k = text.get("num_experts_per_tok")  # a list of one for each layer would be none
     return Model(tuple(layers), model_dtype, act_order, activation, top_k if isinstance(top_k, int) else 0)
+
+
+def _of_folder(
+    source: CheckpointFormat, module: Module, dtype: torch.dtype, quantization: Mapping[str, Any]
+) -> Module | None:
+    """Return a fused module of a quantized folder as it is multiplied; None if it is left to vLLM.
+
+    Args:
+        dtype: of the model.
+        quantization: the folder's quantization_config.
+    """
+    format, activations = module.format, module.activations
+    if module.k % format.group_length(module.k):
+        return None
+    integers = format.element_rule.counts
+    if format.bits != 4 and (module.experts or not (integers or _in_16_bits(source, format, quantization))):
+        return None  # which our plugin does not take over
+    if source == quark.FORMAT and activations and not module.experts:
+        return None  # for which vLLM has no list of kernels
+    if source == auto_round.FORMAT and format.scale != "e8m0":
+        return None  # which vLLM does not load
+    if integers and source == modelopt.FORMAT:
+        return None  # which vLLM does not load
+    if integers:
+        format = replace(format, scale=SCALES[dtype])
+    else:
+        activations = _beside_floats(module, source == compressed_tensors.FORMAT) if format.bits == 4 else None
+    return replace(module, format=VLLM.multiplied(format, activations), activations=activations)
+
+
+def _of_gguf(module: Module) -> Module | None:
+    """Return a fused module of a GGUF file, or None if it is left to vLLM: a head that is the table of embeddings,
+    NVFP4, experts with biases, and blocks that are divided between two GPUs."""
+    format = module.format
+    block = 256 if format.scale_rule.factor_columns or format.scale == "fp32" else format.group_size
+    left = module.shared or format.has_channels or (module.experts and module.bias) or module.k % block
+    return None if left else module
+
+
+def _config_of_gguf(checkpoint: gguf.GGUFCheckpoint) -> dict[str, Any]:
+    """Return the config.json beside a GGUF file, which vLLM reads, with counts that the file's header has in its place.
+
+    Raises:
+        FormatError: for an architecture whose names of tensors are not known.
+    """
+    if checkpoint.architecture not in ARCHITECTURES:
+        legal = ", ".join(ARCHITECTURES)
+        raise FormatError(f"{checkpoint.path}: architecture: wanted one of {legal}, got {checkpoint.architecture!r}")
+    beside = checkpoint.path.parent
+    config = read_config(beside) if (beside / "config.json").is_file() else {}
+    text = config.pop("text_config", None) or {}
+    keys = {"num_key_value_heads": "attention.head_count_kv", "num_experts_per_tok": "expert_used_count"}
+    counts = {name: checkpoint.file.metadata.get(f"{checkpoint.architecture}.{key}") for name, key in keys.items()}
+    return {name: count for name, count in counts.items() if isinstance(count, int)} | config | text
 
 
 def _beside_floats(module: Module, asks: bool) -> str | None:
@@ -179,11 +221,13 @@ def _fused(checkpoint: Checkpoint, config: Mapping[str, Any], gpus: int) -> list
     for parent, family in families.items():
         for names in FUSED:
             together = [family[name] for name in names if name in family]
-            alike = {(m.k, m.format, m.activations) for m in together}
-            if len(together) == len(names) and len(alike) == 1:
-                family[names[0]] = replace(together[0], n=sum(m.n for m in together))
-                for name in names[1:]:
-                    del family[name]
+            runs = [list(run) for _, run in itertools.groupby(together, lambda m: (m.k, m.format, m.activations))]
+            if len(together) != len(names) or (len(runs) > 1 and not isinstance(checkpoint, gguf.GGUFCheckpoint)):
+                continue
+            for name in names:  # GGUF's neighbours of one type are a product, others one each
+                del family[name]
+            for name, run in zip(names, runs, strict=False):
+                family[name] = replace(run[0], n=sum(m.n for m in run))
         layers += [replace(m, experts=m.experts or experts[parent, last]) for last, m in family.items()]
     return layers
 
