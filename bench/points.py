@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from bench.peers.base import fp4_name
+from bench.peers.base import float_name
 from bench.rows import Row
 
 from w4gemm.core.formats import WeightFormat
@@ -104,7 +104,7 @@ def kind_of(row: Row) -> Kind:
     return Kind(
         row.get("set") or ("experts" if row["experts"] else "tuned"),
         work,
-        fp4_name(WeightFormat.parse(row["format"])) or "int4",
+        float_name(WeightFormat.parse(row["format"])) or "int4",
     )
 
 

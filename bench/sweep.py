@@ -19,9 +19,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from bench.drawn.points import MOST_TOKENS, draw
 from bench.options import command, typed
+from bench.peers.base import epilogue_of
 from bench.rows import FACTS, read
 from bench.shapes import parse_layers
 from bench.timings import by_problem
@@ -31,7 +31,6 @@ from w4gemm.console.devices import chosen_device, described_device
 from w4gemm.console.options import positive
 from w4gemm.console.progress import progress_bar
 from w4gemm.console.values import DTYPES, chosen_dtype, parse_tokens
-from w4gemm.core.epilogue import Epilogue
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import H100, H200, Device, GemmProblem
 from w4gemm.jit import Unit, adopt
@@ -141,7 +140,7 @@ def token_range(text: str) -> tuple[int, int]:
 def products(args: argparse.Namespace, device: Device) -> dict[GemmProblem, list[str]]:
     """The products to time, those of one weight in a row, with their configs as ``"<kernel>/<config>"``."""
     format, dtype = WeightFormat.parse(args.format), chosen_dtype(args.dtype, device)
-    rest = format, layout_for(device, format, dtype), Epilogue(token_scale=dtype == torch.float8_e4m3fn), device
+    rest = format, layout_for(device, format, dtype), epilogue_of(format, dtype), device
     if args.drawn:
         points = [(layer.n, layer.k, m) for layer in draw(args.seed, args.drawn, *args.drawn_m) for m in layer.tokens]
     else:

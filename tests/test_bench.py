@@ -14,6 +14,7 @@ import torch
 from bench import rows as bench_rows
 from bench import support, timings
 from bench.peers import PEERS, bitsandbytes
+from bench.peers.base import FP8, group_scales, unsupported, words_of
 from bench.peers.w4gemm import W4gemm
 from bench.shapes import (
     LAYERS,
@@ -30,6 +31,7 @@ from w4gemm.core.elements import ELEMENTS
 from w4gemm.core.problem import GemmProblem
 from w4gemm.kernels import KERNELS
 from w4gemm.packing.layouts import native_layout
+from w4gemm.weights.random import random_weight
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench/results"
@@ -86,6 +88,37 @@ def test_bitsandbytes_gets_the_bytes_that_it_writes_itself(monkeypatch):
     assert not peer.supports(48, 128, w.format, torch.float16)
     assert "float32 scales" in peer.supports(48, 128, WeightFormat.parse("nf4_g64"), torch.float16)
     assert "divide k" in peer.supports(48, 96, w.format, torch.float16)
+
+
+@pytest.mark.parametrize("format", ["int2_g32", "int3_g32", "int4_g32", "int5_g32", "int6_g32", "int8_g32", "mxfp8"])
+def test_peers_get_codes_as_streams_of_bits(format):
+    w = random_weight(WeightFormat.parse(format), 4, 64)
+    bits, codes = w.format.bits, w.parts().codes
+    for words, row in zip(words_of(w), codes, strict=True):
+        stream = sum((word & 0xFFFFFFFF) << (32 * i) for i, word in enumerate(words.tolist()))
+        assert [stream >> (bits * i) & (2**bits - 1) for i in range(64)] == row.tolist()
+
+
+def test_peers_get_the_scales_of_blocks_for_each_row():
+    w = random_weight(WeightFormat.parse("e4m3_g128_b128"), 256, 256)
+    numbers = w.parts().codes.view(FP8).float().view(256, 2, 128) * group_scales(w, torch.float32)[..., None]
+    assert torch.equal(numbers.view(256, 256), w.dequantize())
+
+
+def test_what_other_libraries_multiply():
+    """Symmetric integers of the widths and the floats that an adapter names, and no scales of two levels."""
+
+    def reason(format: str, **limits: object) -> str:
+        return unsupported(256, 512, WeightFormat.parse(format), torch.bfloat16, groups=(-1, 128), **limits)
+
+    assert not reason("int4_g128") and "does not cover int8_g128" in reason("int8_g128")
+    assert not reason("int8_col_fp32", bits=(4, 8)) and not reason("int3_g128", bits=(3,))
+    assert "does not cover int6_g16_s8x256" in reason("q6_k", bits=(6,))
+    assert "symmetric" in reason("int8_g128_zint", bits=(8,)) and "output channels" in reason("int4_g128_e4m3")
+    assert not reason("mxfp8", floats=("mxfp8",)) and "does not cover e4m3_col_fp32" in reason(
+        "e4m3_col_fp32", floats=("mxfp8",)
+    )
+    assert "no partial group" in unsupported(256, 448, WeightFormat(), torch.bfloat16, groups=(128,))
 
 
 @pytest.mark.parametrize("m, experts", [(1, 128), (16, 8), (1024, 32)])

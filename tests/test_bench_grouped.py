@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from bench import grouped, run
+from bench import grouped
 from bench.mixtures import points, weights
 from bench.peers import vllm_ops
-from bench.peers.base import FP8, fp4_name
+from bench.peers.base import FP8, float_name
 from bench.peers.experts import PEERS, Experts, Prepared, humming, marlin
 from bench.peers.experts.base import rotate
 from bench.peers.experts.rows import block_size, blocks_of
@@ -26,7 +26,7 @@ E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -
 def on_cpu(n: int, k: int, format: str) -> QuantizedWeight:
     """A random weight; of NVFP4 with one factor, as peers take it."""
     w = random_weight(WeightFormat.parse(format), n, k)
-    if fp4_name(w.format) != "nvfp4":
+    if float_name(w.format) != "nvfp4":
         return w
     codes, scales, _, channels, *_ = w.parts()
     return QuantizedWeight.from_codes(w.format, codes, scales, channels=channels.mean().expand(n).contiguous())
@@ -207,4 +207,3 @@ def test_a_run_on_the_cpu_goes_from_the_command_to_rows(cpu_weights, tmp_path, m
     ]
     grouped.main([*options, "--seconds", "0", "--out", str(tmp_path / "none.jsonl")])
     assert not (tmp_path / "none.jsonl").exists() and "0 s are over" in capsys.readouterr().out
-    assert run.MAX_ERROR < run.MAX_QUANTIZED_ERROR

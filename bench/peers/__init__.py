@@ -5,7 +5,9 @@ from __future__ import annotations
 from bench.peers import (
     bitsandbytes,
     cublas,
+    cutlass_fp8,
     cutlass_w4a8,
+    deep_gemm,
     humming,
     machete,
     marlin,
@@ -27,6 +29,8 @@ PEERS: tuple[Peer, ...] = tuple(
         torch_int4,
         bitsandbytes,
         cutlass_w4a8,
+        cutlass_fp8,
+        deep_gemm,
         cublas,
         sm80_mixed_gemm,
     )

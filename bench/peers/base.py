@@ -11,7 +11,8 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from w4gemm.core.formats import ALIASES, WeightFormat
+from w4gemm.core.epilogue import PLAIN, Epilogue
+from w4gemm.core.formats import ALIASES, PER_COLUMN, WeightFormat
 from w4gemm.jit.toolchain import installed_version
 from w4gemm.weights.weight import QuantizedWeight
 
@@ -31,8 +32,6 @@ class Prepared:
     runs what users get by default, and works in a CUDA graph."""
     chosen: Callable[[int], str] = lambda m: ""
     """The config that runs for m tokens, or the empty string if the implementation does not say."""
-    activations: torch.dtype | None = None
-    """dtype of x that ``run`` takes, if the implementation quantizes x itself; else None."""
     most_tokens: int = 2**31
     """Most tokens that are measured: for more it takes so much longer than others that the GPU cools down meanwhile."""
     weight_of: Callable[[Tensors], Any] = lambda tensors: tensors
@@ -77,7 +76,9 @@ def available(adapters: Iterable[AnyAdapter]) -> list[AnyAdapter]:
 
 
 class Peer(Adapter, Protocol):
-    """An implementation of d = x @ w.T with a 4-bit weight (or, for comparison, the same weight in 16 bits)."""
+    """An implementation of d = x @ w.T with a quantized weight (or, for comparison, the same weight in 16 bits).
+
+    fp8 x is quantized beforehand, with the scales that :func:`epilogue_of` says."""
 
     def prepare(self, weight: QuantizedWeight, dtype: torch.dtype) -> Prepared:
         """Repack the weight's codes and scales, bit for bit, for activations of ``dtype``."""
@@ -120,17 +121,22 @@ def unsupported(
     dtypes: Sequence[torch.dtype] = (torch.bfloat16, torch.float16),
     n_multiple: int = 1,
     k_multiple: int = 1,
-    fp4: Sequence[str] = (),
+    bits: Sequence[int] = (4,),
+    floats: Sequence[str] = (),
 ) -> str:
-    """Return the usual limit of a symmetric 4-bit kernel that is exceeded, or the empty string. Group -1: per row.
-    fp4: which of mxfp4 and nvfp4 it takes."""
+    """Return the usual limit of a symmetric kernel that is exceeded, or the empty string. Group -1: per row.
+
+    Args:
+        bits: widths of the integers that it takes.
+        floats: names of the formats in ``FLOATS`` that it takes.
+    """
     if dtype not in dtypes:
         return f"no activations of {dtype}"
-    if format.element != "int4":
-        if fp4_name(format) not in fp4:
-            return f"this adapter does not cover {format}"
+    if name := float_name(format):
         groups = (format.group_size,)
-    elif format.has_channels:
+    if name not in floats if name else format.element not in {f"int{each}" for each in bits} or format.has_factors:
+        return f"this adapter does not cover {format}"
+    if format.has_channels and not name:
         return "no scales of output channels"
     if format.has_zero:
         return "this adapter covers symmetric formats"
@@ -143,40 +149,67 @@ def unsupported(
     return ""
 
 
-def fp4_name(format: WeightFormat) -> str:
-    """Return "mxfp4" or "nvfp4", or the empty string for other formats."""
-    names = (name for name, text in ALIASES.items() if text == str(format))
-    return next(names, "") if format.element == "e2m1" else ""
+FLOATS = {
+    **{name: ALIASES[name] for name in ("mxfp4", "nvfp4", "mxfp8")},
+    "fp8": "e4m3_col_fp32",
+    "fp8_block": "e4m3_g128_b128",
+}
+"""Formats of floats that other libraries take, by name."""
+
+
+def float_name(format: WeightFormat) -> str:
+    """Return the name of a format in ``FLOATS``, or the empty string for other formats."""
+    return next((name for name, text in FLOATS.items() if text == str(format)), "")
 
 
 def tensor_scale(weight: QuantizedWeight) -> float:
-    """Return the factor of all rows of an NVFP4 weight; 1 for a weight without.
+    """Return the factor of all rows of an NVFP4 weight, or of a weight with one scale for each row; 1 for others.
 
     Raises:
-        ValueError: if rows have different ones, which no other library takes.
+        ValueError: if rows have different ones, which the library does not take.
     """
-    channels = weight.parts().channels
-    if channels is None:
+    _, scales, _, channels, *_ = weight.parts()
+    if channels is None and weight.format.group_size != PER_COLUMN:
         return 1.0
-    if not bool((channels == channels[0]).all()):
+    factors = scales[:, 0] if channels is None else channels
+    if not bool((factors == factors[0]).all()):
         raise ValueError("one factor for all rows only")
-    return float(channels[0])
+    return float(factors[0])
 
 
 FP8 = torch.float8_e4m3fn
-_MOST_TOKENS = 2**18
+_ONES = 2**21
 
 
 @functools.cache
 def token_scales() -> torch.Tensor:
-    """Ones, float32 (2**18); a call takes the first m."""
-    return torch.ones(_MOST_TOKENS, device="cuda")
+    """Ones, float32 (2**21), the scales of fp8 x; a call takes as many as it needs."""
+    return torch.ones(_ONES, device="cuda")
 
 
-def gptq_words(codes: torch.Tensor) -> torch.Tensor:
-    """Pack codes (n, k) into int32 (n, k / 8): eight along k in a word, the first in the lowest bits."""
-    n, k = codes.shape
-    words = torch.zeros((n, k // 8), dtype=torch.int32, device=codes.device)
-    for i in range(8):
-        words |= codes[:, i::8].int() << (4 * i)
-    return words
+def epilogue_of(format: WeightFormat, dtype: torch.dtype) -> Epilogue:
+    """Return w4gemm's epilogue: fp8 x has a scale for each row or, beside weights with scales of blocks, for each 128
+    columns of it."""
+    in_blocks = format.scale_rule.block_rows > 0
+    return PLAIN._replace(token_scale=dtype == FP8 and not in_blocks, block_scale=dtype == FP8 and in_blocks)
+
+
+def block_scales(m: int, k: int, row_multiple: int = 1) -> torch.Tensor:
+    """Ones for each 128 columns of x (m, k): float32 (m, k / 128), those of a block of columns side by side.
+
+    Args:
+        row_multiple: the stride between blocks of columns is its next multiple from m on.
+    """
+    rows, blocks = -(-m // row_multiple) * row_multiple, -(-k // 128)
+    return token_scales()[: rows * blocks].view(blocks, rows)[:, :m].T
+
+
+def words_of(weight: QuantizedWeight) -> torch.Tensor:
+    """Return the codes of a weight as int32 (n, k * bits / 32): each row a stream of bits, the first code in the lowest
+    ones."""
+    return weight.repack("canonical").tensors[0].view(torch.int32)
+
+
+def group_scales(weight: QuantizedWeight, dtype: torch.dtype) -> torch.Tensor:
+    """Return the scales of each row and group (n, groups) in ``dtype``."""
+    return weight.format.scales_of_rows(weight.parts().scales, weight.n).to(dtype)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 from bench.peers import vllm_ops
-from bench.peers.base import FP8, Prepared, Tensors, gptq_words, token_scales, unsupported
+from bench.peers.base import FP8, Prepared, Tensors, token_scales, unsupported, words_of
 
 from w4gemm.core.formats import WeightFormat
 from w4gemm.weights.weight import QuantizedWeight
@@ -24,10 +24,10 @@ class CutlassW4A8(vllm_ops.VllmAdapter):
 
     def prepare(self, weight: QuantizedWeight, dtype: torch.dtype) -> Prepared:
         ops = vllm_ops.operators()
-        codes, scales, _, channels, *_ = weight.parts()
+        _, scales, _, channels, *_ = weight.parts()
         assert channels is not None
-        words = gptq_words((codes.int() - 8) & 0xF).t()  # (k / 8, n), its columns contiguous
-        encoded = ops.cutlass_encode_and_reorder_int4b(words)
+        words = words_of(weight) ^ -0x77777778  # of each code the highest bit: two's complements
+        encoded = ops.cutlass_encode_and_reorder_int4b(words.t())  # (k / 8, n), its columns contiguous
         group_scales = ops.cutlass_pack_scale_fp8(scales.t().contiguous())
 
         def run(tensors: Tensors, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import torch
 from bench.peers import vllm_ops
-from bench.peers.base import Prepared, Tensors, fp4_name, gptq_words, tensor_scale, unsupported
+from bench.peers.base import Prepared, Tensors, float_name, group_scales, tensor_scale, unsupported, words_of
 
 from w4gemm.core.formats import WeightFormat
 from w4gemm.weights.weight import QuantizedWeight
+
+_FP8_POWER = {torch.bfloat16: 2.0**120, torch.float16: 2.0**8}
+"""By dtype of x, what scales of e4m3 are multiplied by: its threads put a code's bits into that dtype's exponent."""
 
 
 class Marlin(vllm_ops.VllmAdapter):
@@ -15,22 +18,28 @@ class Marlin(vllm_ops.VllmAdapter):
     operator = "marlin_gemm"
 
     def supports(self, n: int, k: int, format: WeightFormat, dtype: torch.dtype) -> str:
-        fp4 = ("mxfp4", "nvfp4") if dtype == torch.bfloat16 else ()
-        return unsupported(n, k, format, dtype, groups=(-1, 32, 64, 128), n_multiple=64, k_multiple=128, fp4=fp4)
+        micro = ("mxfp4", "nvfp4", "mxfp8") if dtype == torch.bfloat16 else ()
+        limits = {"groups": (-1, 32, 64, 128), "n_multiple": 64, "k_multiple": 128}
+        return unsupported(n, k, format, dtype, bits=(4, 8), floats=("fp8", "fp8_block", *micro), **limits)
 
     def prepare(self, weight: QuantizedWeight, dtype: torch.dtype) -> Prepared:
-        ops, kind = vllm_ops.operators(), vllm_ops.UINT4_MINUS_8
-        codes, scales, *_ = weight.parts()
-        n, k = weight.n, weight.k
-        no_perm = torch.empty(0, dtype=torch.int32, device=codes.device)
-        packed = ops.gptq_marlin_repack(gptq_words(codes).t().contiguous(), no_perm, k, n, 4, False)
-        sms = torch.cuda.get_device_properties(codes.device).multi_processor_count
-        locks = torch.zeros(sms, dtype=torch.int32, device=codes.device)
-        group_scales, factor = permuted(scales.to(dtype).t().contiguous(), scales.shape[1] > 1), None
-        if name := fp4_name(weight.format):
-            kind = vllm_ops.E2M1
-            group_scales, power = fp4_scales(group_scales, name)
-            factor = torch.full((1,), tensor_scale(weight) * power, device=codes.device) if name == "nvfp4" else None
+        ops, bits, name = vllm_ops.operators(), weight.format.bits, float_name(weight.format)
+        n, k, device = weight.n, weight.k, weight.device
+        no_perm = torch.empty(0, dtype=torch.int32, device=device)
+        packed = ops.gptq_marlin_repack(words_of(weight).t().contiguous(), no_perm, k, n, bits, False)
+        sms = torch.cuda.get_device_properties(device).multi_processor_count
+        locks = torch.zeros(sms, dtype=torch.int32, device=device)
+        scales, factor = group_scales(weight, dtype), None
+        scales = permuted(scales.t().contiguous(), scales.shape[1] > 1)
+        if name:
+            kind = vllm_ops.E2M1 if bits == 4 else vllm_ops.E4M3
+        else:
+            kind = vllm_ops.UINT4_MINUS_8 if bits == 4 else vllm_ops.UINT8_MINUS_128
+        if name in ("mxfp4", "nvfp4", "mxfp8"):
+            scales, power = microscales(scales, name)
+            factor = torch.full((1,), tensor_scale(weight) * power, device=device) if name == "nvfp4" else None
+        elif name:
+            scales *= _FP8_POWER[dtype]
 
         def run(tensors: Tensors, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
             b, s, workspace = tensors
@@ -39,15 +48,15 @@ class Marlin(vllm_ops.VllmAdapter):
             flags = (True, False, True, False)
             return ops.marlin_gemm(x, out, b, None, s, None, factor, None, None, None, workspace, kind, *shape, *flags)
 
-        return Prepared((packed, group_scales, locks), run, most_tokens=256)
+        return Prepared((packed, scales, locks), run, most_tokens=256)
 
 
-def fp4_scales(scales: torch.Tensor, name: str) -> tuple[torch.Tensor, float]:
+def microscales(scales: torch.Tensor, name: str) -> tuple[torch.Tensor, float]:
     """Return scales for bf16 x in 8 bits, and what the factors of NVFP4 are multiplied by. scales: bf16 (rows, n), in
-    the order of :func:`permuted`. They become e8m0, or, times a power of two that makes the top bit of the least one 1,
-    unsigned numbers of five bits of exponent and three of mantissa."""
+    the order of :func:`permuted`. Those of MXFP4 and MXFP8 become e8m0. Those of NVFP4, times a power of two that makes
+    the top bit of the least one 1, become unsigned numbers of five bits of exponent and three of mantissa."""
     scales = scales.view(-1, 4)[:, [0, 2, 1, 3]].view(scales.shape[0], -1)  # as its threads decode bytes
-    if name == "mxfp4":
+    if name != "nvfp4":
         return scales.to(torch.float8_e8m0fnu), 1.0
     least = scales[scales > 0].float().min() * 2**7
     power = (2 / least).log2().ceil().exp2().clamp(min=1)

@@ -1,4 +1,4 @@
-"""Quack's W4A16 and W4A8 GEMMs, CuTe DSL too; its configs as its own rules choose them."""
+"""Quack's W4A16, W8A16 and W4A8 GEMMs, CuTe DSL too; its configs as its own rules choose them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from bench.peers.base import (
     PackageAdapter,
     Prepared,
     Tensors,
-    fp4_name,
+    float_name,
     tensor_scale,
     token_scales,
     unsupported,
@@ -18,6 +18,9 @@ from bench.peers.base import (
 
 from w4gemm.core.formats import WeightFormat
 from w4gemm.weights.weight import QuantizedWeight
+
+_BYTES = {"fp8": FP8, "mxfp8": FP8}
+"""dtypes of codes of 8 bits that are no integers."""
 
 
 class Quack(PackageAdapter):
@@ -29,7 +32,9 @@ class Quack(PackageAdapter):
             plain = replace(format, scale="bf16") if format.has_channels else format
             return unsupported(n, k, plain, dtype, groups=(128,), dtypes=(FP8,), n_multiple=128, k_multiple=128)
         limits = {"groups": (32, 64, 128), "dtypes": (torch.bfloat16,), "n_multiple": 128, "k_multiple": 64}
-        limits["fp4"] = ("mxfp4", "nvfp4")
+        limits["floats"] = ("mxfp4", "nvfp4")
+        if format.bits == 8:
+            limits |= {"groups": (-1,), "bits": (8,), "floats": tuple(_BYTES)}
         return unsupported(n, k, format, dtype, **limits)  # other n it pads, and then it cannot write to an ``out``
 
     def prepare(self, weight: QuantizedWeight, dtype: torch.dtype) -> Prepared:
@@ -38,9 +43,13 @@ class Quack(PackageAdapter):
         if dtype == FP8:
             return prepare_fp8(weight)
         group = weight.format.group_size
-        name = fp4_name(weight.format) or ("int4" if group == 128 else f"int4_g{group}")
+        name = float_name(weight.format) or ("int4" if group == 128 else f"int4_g{group}")
         codes, scales, *_ = weight.repack("canonical").tensors  # two codes a byte, the even column low: as Quack wants
         scales = scales.to(dtype) if scales.itemsize == 2 else scales
+        if weight.format.element == "int8":
+            name, codes = "int8", codes ^ 128
+        if weight.format.bits == 8:
+            codes = codes.view(_BYTES.get(name, torch.int8))
         blob, strip = prepare_w4_weight(codes, scales, wformat=name)
         factor = tensor_scale(weight)
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from bench.peers.base import FP8, Prepared, Tensors, missing_gpu, token_scales
+from bench.peers.base import Prepared, Tensors, block_scales, epilogue_of, missing_gpu, token_scales
 
 import w4gemm
 from w4gemm import choice
-from w4gemm.core.epilogue import PLAIN
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import Device, GemmProblem
 from w4gemm.packing.layouts import layout_for
@@ -36,14 +35,14 @@ class W4gemm:
     def prepare(self, weight: QuantizedWeight, dtype: torch.dtype) -> Prepared:
         device = Device.of(weight.device)
         packed = weight.repack(layout_for(device, weight.format, dtype))
-        scaled = dtype == FP8
-        epilogue = PLAIN._replace(token_scale=scaled)
+        epilogue = epilogue_of(weight.format, dtype)
 
         def weight_of(tensors: Tensors) -> QuantizedWeight:
             return replace(packed, tensors=tensors)  # launches something small on a GPU, which a call must not
 
         def run(w: QuantizedWeight, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-            scales = token_scales()[: len(x)] if scaled else None
+            scales = block_scales(*x.shape) if epilogue.block_scale else None
+            scales = token_scales()[: len(x)] if epilogue.token_scale else scales
             config = chosen(len(x)) if self._kernel else None
             return w4gemm.linear(x, w, token_scale=scales, out=out, config=config)
 

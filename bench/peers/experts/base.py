@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
-from bench.peers.base import Adapter, Tensors, gptq_words
+from bench.peers.base import Adapter, Tensors, words_of
 
 from w4gemm.core.formats import WeightFormat
 from w4gemm.weights.weight import QuantizedWeight
@@ -39,9 +39,8 @@ class Experts(NamedTuple):
     @classmethod
     def rotated(cls, weight: QuantizedWeight, experts: int) -> Experts:
         """Return experts whose rows are those of ``weight``, moved down by the expert's number."""
-        codes, scales, _, channels, *_ = weight.parts()
-        words = gptq_words(codes)
-        moved = (torch.stack([rotate(t, e) for e in range(experts)]) for t in (words, _bytes(scales)))
+        _, scales, _, channels, *_ = weight.parts()
+        moved = (torch.stack([rotate(t, e) for e in range(experts)]) for t in (words_of(weight), _bytes(scales)))
         own = None if channels is None else torch.stack([channels.roll(e) for e in range(experts)])
         words, stored = moved
         return cls(weight.format, words, stored.view(scales.dtype), own)

@@ -12,7 +12,7 @@ from bench.peers.base import (
     FP8,
     PackageAdapter,
     Tensors,
-    fp4_name,
+    float_name,
     unsupported,
 )
 from bench.peers.experts.base import Experts, Prepared, Run
@@ -38,7 +38,7 @@ class Humming(PackageAdapter):
         limits = {"groups": (-1, 32, 64, 128, 256), "n_multiple": 64, "k_multiple": 64}
         if format.element == "int4" and format.has_channels:  # prepare joins both kinds of scales
             format = replace(format, scale="bf16")
-        return unsupported(n, k, format, dtype, dtypes=dtypes, fp4=fp4, **limits)
+        return unsupported(n, k, format, dtype, dtypes=dtypes, floats=fp4, **limits)
 
     def prepare(self, experts: Experts, dtype: torch.dtype) -> Prepared:
         from humming.forward import humming_forward
@@ -74,7 +74,7 @@ class Humming(PackageAdapter):
 def tensors_of(experts: Experts) -> tuple[dict[str, object], dict[str, torch.Tensor]]:
     """Return the weight's part of a layer's config, and the layer's tensors as Humming's own checkpoints have them."""
     group = max(0, experts.format.group_size)
-    if name := fp4_name(experts.format):
+    if name := float_name(experts.format):
         scale = "float8e8m0" if name == "mxfp4" else "float8e4m3"
         weights: dict[str, object] = {"dtype": "float4e2m1", "group_size": group, "scale_dtype": scale}
         tensors = {"weight": experts.words, "weight_scale": experts.scales}

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import torch
 from bench.peers import vllm_ops
-from bench.peers.base import Tensors, fp4_name, unsupported
+from bench.peers.base import Tensors, float_name, unsupported
 from bench.peers.experts.base import Experts, Prepared, Run
 from bench.peers.experts.rows import block_size, blocks_of
-from bench.peers.marlin import fp4_scales, permuted
+from bench.peers.marlin import microscales, permuted
 from torch.nn.functional import pad
 
 from w4gemm.core.formats import WeightFormat
@@ -27,13 +27,13 @@ class Marlin(vllm_ops.VllmAdapter):
 
     def supports(self, n: int, k: int, format: WeightFormat, dtype: torch.dtype) -> str:
         limits = {"groups": (-1, 32, 64, 128), "n_multiple": 64, "k_multiple": 64}
-        return unsupported(n, k, format, dtype, dtypes=(torch.bfloat16,), fp4=("mxfp4", "nvfp4"), **limits)
+        return unsupported(n, k, format, dtype, dtypes=(torch.bfloat16,), floats=("mxfp4", "nvfp4"), **limits)
 
     def prepare(self, experts: Experts, dtype: torch.dtype) -> Prepared:
         device, k, kind = experts.words.device, experts.k, vllm_ops.UINT4_MINUS_8
         n = padded_n(experts.n, k)
         scales, factors = marlin_scales(experts, dtype)
-        if factors is not None or fp4_name(experts.format):
+        if factors is not None or float_name(experts.format):
             kind = vllm_ops.E2M1
         locks = torch.zeros(_LOCKS, dtype=torch.int32, device=device)
         gemm = vllm_ops.operators(vllm_ops.EXPERTS).moe_wna16_marlin_gemm
@@ -80,8 +80,8 @@ def marlin_scales(experts: Experts, dtype: torch.dtype) -> tuple[torch.Tensor, t
     n = padded_n(experts.n, experts.k)
     wide = pad(experts.scales.to(dtype).transpose(1, 2), (0, n - experts.n), value=1.0)
     scales, factors = permuted(wide.reshape(count * groups, n), groups > 1), None
-    if name := fp4_name(experts.format):
-        scales, power = fp4_scales(scales, name)
+    if name := float_name(experts.format):
+        scales, power = microscales(scales, name)
         factors = experts.factors() * power if name == "nvfp4" else None
     return scales.view(count, groups, n), factors
 
