@@ -54,9 +54,10 @@ class Quack(PackageAdapter):
         factor = tensor_scale(weight)
 
         def run(tensors: Tensors, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-            return gemm_w4a16(x, tensors[0], tensors[1], tensor_scale=factor, out=out, wformat=name)
+            b, *s = tensors
+            return gemm_w4a16(x, b, s[0] if s else None, tensor_scale=factor, out=out, wformat=name)
 
-        return Prepared((blob, strip), run)
+        return Prepared((blob,) if strip is None else (blob, strip), run)
 
 
 def prepare_fp8(weight: QuantizedWeight) -> Prepared:
