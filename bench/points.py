@@ -7,15 +7,20 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from bench.peers.base import float_name
 from bench.rows import Row
 
 from w4gemm.core.formats import WeightFormat
+from w4gemm.core.problem import GemmProblem, gpu_named
+from w4gemm.tuning.roofline import Roofline
 
 RANGES = ((1, 16), (17, 64), (65, 333), (334, 8192))
 """Numbers of tokens, first and last, that means are taken over."""
 STEPS = (1, 4, 16, 32, 64, 128, 256, 512, 1024, 8192)
 """Last number of tokens of each column of a heatmap."""
+LAUNCH_US = 2.0
+"""Time of a launch in a CUDA graph besides that of its bytes and operations."""
 BEHIND = 0.97
 """A smaller ratio counts as behind, because machines of one kind differ by as much."""
 
@@ -72,6 +77,16 @@ class Point(NamedTuple):
     def ratio(self) -> float:
         """Time of the fastest other implementation / w4gemm's."""
         return min(self.peers.values()) / self.us["w4gemm"]
+
+    @property
+    def over_limit(self) -> float:
+        """w4gemm's time / the limit: the roofline of a single weight's product, and a launch."""
+        device, format = gpu_named(self.run["gpu"]), WeightFormat.parse(self.run["format"])
+        assert device is not None
+        dtype = getattr(torch, self.run["dtype"])
+        roofline = Roofline.of(GemmProblem(self.m, self.n, self.k, dtype, format, "canonical", device=device))
+        assert roofline is not None
+        return self.us["w4gemm"] / (roofline.us + LAUNCH_US)
 
 
 def points_of(rows: Iterable[Row]) -> list[Point]:

@@ -7,6 +7,7 @@ They are made of the rows in bench/results. ``--points FILE`` prints every point
 from __future__ import annotations
 
 import re
+import statistics
 import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from bench.engine import summary
 from bench.options import command
 from bench.points import (
     BEHIND,
+    LAUNCH_US,
     RANGES,
     STEP_NAMES,
     Kind,
@@ -28,6 +30,8 @@ from bench.points import (
     within,
 )
 from bench.rows import Row, read
+
+from w4gemm.tuning.roofline import RATES
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "bench/results"
@@ -151,21 +155,44 @@ def text(page: Page, points: Sequence[Point], engines: Sequence[Row]) -> str:
             lines += ["", f"## {title}", "", *_wrapped(_WHAT[name]), ""]
             plot = {"unknown": "untuned", "experts": "experts"}.get(name)
             lines += [_image(page.plot(plot), title), ""] if plot else []
-            lines += _ratios(own, page)
+            lines += _ratios(own)
+            lines += _limits(own) if name == "unknown" else []
     lines += ["", "## Where w4gemm is behind", "", *_behind(points)]
     lines += _engines(page, engines)
     lines += ["", "## Versions", "", *_versions(points, engines)]
     return "\n".join(lines) + "\n"
 
 
-def _ratios(points: Sequence[Point], page: Page) -> list[str]:
-    ranges = [(first, last) for first, last in RANGES if within(points, first, last)]
-    names = [f"{first} to {last}" if last != RANGES[-1][1] else f"from {first}" for first, last in ranges]
+def _ranges(points: Sequence[Point]) -> dict[str, tuple[int, int]]:
+    """The ranges of tokens that have points, by name."""
+    ranges = {f"{first} to {last}": (first, last) for first, last in RANGES[:-1]}
+    ranges[f"from {RANGES[-1][0]}"] = RANGES[-1]
+    return {name: ends for name, ends in ranges.items() if within(points, *ends)}
+
+
+def _limits(points: Sequence[Point]) -> list[str]:
+    rates, ranges = RATES[points[0].run["gpu"]], _ranges(points)
+    sentence = (
+        f"w4gemm's time / the limit, mean and worst. The limit is {LAUNCH_US:.0f} us for a launch and the longer of "
+        f"two times: of all bytes at {rates.bytes / 1e6:.2f} TB/s, of all operations at {rates.operations / 1e6:.0f} "
+        f"TFLOP/s (fp8 {rates.fp8_operations / 1e6:.0f}), rates that large library calls reach:"
+    )
+    lines = ["", *_wrapped(sentence), "", f"| x, weight | {' | '.join(ranges)} |", "|---" * (len(ranges) + 1) + "|"]
+    for kind, own in by_kind(points):
+        over = [[point.over_limit for point in within(own, *ends)] for ends in ranges.values()]
+        cells = [f"{statistics.geometric_mean(each):.2f}, {max(each):.2f}" if each else "" for each in over]
+        lines.append(f"| {kind} | {' | '.join(cells)} |")
+    return lines
+
+
+def _ratios(points: Sequence[Point]) -> list[str]:
+    ranges = _ranges(points)
     guessed = any(point.regret for point in points)
-    head = ["x, weight", "points", *names, "worst", f"below {BEHIND}", *(["first / fastest guess"] if guessed else [])]
+    tail = ["worst", f"below {BEHIND}", *(["first / fastest guess"] if guessed else [])]
+    head = ["x, weight", "points", *ranges, *tail]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for kind, own in by_kind(points):
-        means = [mean(within(own, first, last)) for first, last in ranges]
+        means = [mean(within(own, *ends)) for ends in ranges.values()]
         regrets = [point.regret for point in own if point.regret]
         worst, behind = min(point.ratio for point in own), sum(point.ratio < BEHIND for point in own)
         cells = [str(kind), str(len(own)), *("" if m is None else f"{m:.2f}" for m in means), f"{worst:.2f}"]

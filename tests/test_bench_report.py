@@ -54,6 +54,15 @@ def test_what_counts_as_another_library():
     assert str(point.kind) == "W4A8, int4" and str(Kind("unknown", "w4a8_exact", "int4")).endswith("scales on sums")
 
 
+def test_the_limit_is_a_launch_and_bytes_or_operations():
+    facts = {"gpu": "NVIDIA H100 80GB HBM3", "dtype": "bfloat16"}
+    rows = [row(impl, 10.0, m, **facts) for impl in ("w4gemm", "cublas") for m in (3, 4096)]
+    few, many = points_of(rows)
+    moved = 512 * 1024 / 2 + 512 * 1024 // 128 * 2 + 3 * 2 * (512 + 1024)
+    assert few.over_limit == pytest.approx(10 / (moved / 3.07e6 + 2))
+    assert many.over_limit == pytest.approx(10 / (2 * 4096 * 512 * 1024 / 790e6 + 2))
+
+
 def test_every_point_is_printed(capsys):
     file = report.RESULTS / "fp4.jsonl"
     report.main(["--points", str(file)])
