@@ -28,10 +28,17 @@ def linear_reference(
         token_scale: float32 (m,) or, one for each 128 columns of x, (m, ceil(k / 128)).
     """
     given = EpilogueOperands(alpha, bias, residual, token_scale)
-    if token_scale is not None and token_scale.dim() == 2:
-        given = given._replace(token_scale=None, block_scale=token_scale)
-    d = given.scaled_blocks(x.double()) @ w.dequantize(torch.float32).double().T
-    return Epilogue(activation).apply(d, given)
+    return dense_reference(x, w.dequantize(torch.float32).double(), activation, given)
+
+
+def dense_reference(
+    x: torch.Tensor, weight: torch.Tensor, activation: str | None, operands: EpilogueOperands
+) -> torch.Tensor:
+    """Return what :func:`linear_reference` does for a weight that is float64 (n, k)."""
+    scale = operands.token_scale
+    if scale is not None and scale.dim() == 2:
+        operands = operands._replace(token_scale=None, block_scale=scale)
+    return Epilogue(activation).apply(operands.scaled_blocks(x.double()) @ weight.T, operands)
 
 
 def grouped_reference(

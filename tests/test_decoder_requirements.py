@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
+import importlib
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, cac
 from transformers.generation import EosTokenCriteria, GenerationMixin
 from transformers.models.llama import modeling_llama
 
+from w4gemm import integrations
+from w4gemm.integrations import decoder
 from w4gemm.integrations.decoder import decode_by_graph, loop
 from w4gemm.integrations.decoder.requirements import REQUIREMENTS, Otherwise, Requirement, broken, holds, log_once
 
@@ -40,16 +42,13 @@ def test_transformers_is_what_the_decoder_relies_on(model: Any, requirement: Req
     )
 
 
-def test_a_graph_needs_nothing_of_fused_attention() -> None:
+def test_a_graph_needs_nothing_of_fused_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     """A release without AttentionInterface captures the model's own attention."""
-    script = f"""
-import sys; sys.path[:] = {sys.path!r}
-import transformers.modeling_utils
-del transformers.modeling_utils.AttentionInterface
-import w4gemm.integrations.decoder.loop
-"""
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
+    monkeypatch.setattr(integrations, "decoder", integrations.decoder)
+    for name in [name for name in sys.modules if name.startswith(decoder.__name__)]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delattr("transformers.modeling_utils.AttentionInterface")
+    assert importlib.import_module(f"{decoder.__name__}.loop") is not loop
 
 
 def nothing(self: Any, *_: Any, **__: Any) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import w4gemm
-from reference import linear_reference
+from reference import dense_reference
 from w4gemm.choice.model import ranked
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.elements import codebook
@@ -186,43 +186,67 @@ def random_weight(format: WeightFormat, n: int, k: int, seed: int = 0) -> Quanti
     return random_numbers.random_weight(format, n, k, seed, signed=True)
 
 
-def assert_close(
-    d: torch.Tensor,
-    x: torch.Tensor,
-    w: QuantizedWeight,
-    bias: torch.Tensor | None = None,
-    *,
-    out_dtype: torch.dtype | None = None,
-    **fused,
-) -> None:
-    """Assert that d's error is at most twice that of a plain matmul of the dequantized weights in x's dtype (float32:
-    four times, because only the order of additions differs), plus a margin for small numbers of results.
+class Expected:
+    """The result of a product in float64, and the bound on a kernel's error: twice that of a plain matmul of the
+    dequantized weights in x's dtype (float32: four times, because only the order of additions differs), plus a margin
+    for small numbers of results.
 
     ``fused``: alpha, activation and residual. With them or an out_dtype the plain matmul is one in float32, and its
     result is rounded once.
     """
-    dtype = out_dtype or default_out_dtype(x.dtype)
-    assert d.dtype == dtype and torch.isfinite(d).all()
-    if d.numel() == 0:
-        return
-    exact = linear_reference(x, w, bias, **fused)
-    size = (x.double().square() @ w.dequantize().double().square().T).mean().sqrt()
-    tensor_cores = 0.0
-    if fused or out_dtype or x.dtype == FP8:
-        weight = w.dequantize(torch.float32 if x.dtype == FP8 else x.dtype)
+
+    def __init__(
+        self,
+        x: torch.Tensor,
+        w: QuantizedWeight,
+        bias: torch.Tensor | None = None,
+        *,
+        out_dtype: torch.dtype | None = None,
+        **fused,
+    ) -> None:
+        self.dtype = out_dtype or default_out_dtype(x.dtype)
         alpha, residual, scale = (fused.get(name) for name in ("alpha", "residual", "token_scale"))
-        sums = torch.nn.functional.linear(x.float(), weight.float())
-        plain = Epilogue(fused.get("activation")).apply(sums, EpilogueOperands(alpha, bias, residual, scale)).to(dtype)
-        size = size * (1 if alpha is None else float(alpha)) + rms(exact)
-        if x.dtype == FP8:  # scales that are applied to sums start anew with each group
-            length = min(w.k, 128) if scales_on_sums(w.format) else w.k
-            tensor_cores = FP8_SUM * max(8, length / 32) * size
-    else:
-        plain = torch.nn.functional.linear(x.contiguous(), w.dequantize(x.dtype), bias)  # see cpu/kernel.py on AMX
-    # of a few results plain's may happen to be exact, and others' errors add up to more than those of many in the mean
-    times, part = (4, 4 + 8 / d.numel() ** 0.5) if dtype == torch.float32 else (2, 0.25)
-    bound = times * rms(plain - exact) + part * torch.finfo(dtype).eps * size + tensor_cores
-    assert rms(d - exact) <= bound, f"errs {rms(d - exact):.3g}, bound {bound:.3g}, plain {rms(plain - exact):.3g}"
+        operands, activation = EpilogueOperands(alpha, bias, residual, scale), fused.get("activation")
+        weight = dense(w, torch.float64)
+        self.exact = dense_reference(x, weight, activation, operands)
+        size = (x.double().square() @ weight.square().T).mean().sqrt()
+        tensor_cores = 0.0
+        if fused or out_dtype or x.dtype == FP8:
+            rounded = dense(w, torch.float32 if x.dtype == FP8 else x.dtype)
+            sums = torch.nn.functional.linear(x.float(), rounded.float())
+            plain = Epilogue(activation).apply(sums, operands).to(self.dtype)
+            size = size * (1 if alpha is None else float(alpha)) + rms(self.exact)
+            if x.dtype == FP8:  # scales that are applied to sums start anew with each group
+                length = min(w.k, 128) if scales_on_sums(w.format) else w.k
+                tensor_cores = FP8_SUM * max(8, length / 32) * size
+        else:
+            plain = torch.nn.functional.linear(x.contiguous(), dense(w, x.dtype), bias)  # see cpu/kernel.py on AMX
+        # of a few results plain's may happen to be exact, and others' errors add up to more than those of many in the
+        # mean
+        several = 4 + 8 / max(plain.numel(), 1) ** 0.5
+        times, part = (4, several) if self.dtype == torch.float32 else (2, 0.25)
+        self.plain = rms(plain - self.exact)
+        self.bound = times * self.plain + part * torch.finfo(self.dtype).eps * size + tensor_cores
+
+    def check(self, d: torch.Tensor) -> None:
+        """Assert that a kernel's result has the dtype, is finite, and errs within the bound."""
+        assert d.dtype == self.dtype and torch.isfinite(d).all()
+        if d.numel():
+            error = rms(d - self.exact)
+            assert error <= self.bound, f"errs {error:.3g}, bound {self.bound:.3g}, plain {self.plain:.3g}"
+
+
+def assert_close(
+    d: torch.Tensor, x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None = None, **options
+) -> None:
+    """Check a kernel's result against what :class:`Expected` makes of the other arguments."""
+    Expected(x, w, bias, **options).check(d)
+
+
+@functools.lru_cache(maxsize=4)
+def dense(w: QuantizedWeight, dtype: torch.dtype) -> torch.Tensor:
+    """Return the numbers of a weight, in float64 those of float32."""
+    return w.dequantize(torch.float32).double() if dtype == torch.float64 else w.dequantize(dtype)
 
 
 def rms(t: torch.Tensor) -> float:

@@ -13,6 +13,7 @@ from conformance.cases import (
     FEW_FORMATS,
     FORMATS,
     FP8,
+    Expected,
     Target,
     assert_close,
     compile_ahead,
@@ -163,9 +164,10 @@ def test_one_hot_ragged(target, format, n, k):
 @all_formats
 def test_random(target, format):
     w, x = target.weight(format, N, K), target.randn(64, K)
+    expected = Expected(x, w)
     for config in target.few_configs(N, K, format):
         got = linear_poisoned(x, w, None, config)
-        assert_close(got, x, w)
+        expected.check(got)
         for _ in range(2):
             assert torch.equal(linear_poisoned(x, w, None, config), got), "another run gave other bits"
 
@@ -180,9 +182,10 @@ def test_ragged(target, format, n, k):
         beside = torch.full((m + 1, k + line + -k % line), float("nan"), device=target.device).to(target.dtype)
         x = beside[:m, :k]
         x.copy_(target.randn(m, k))
+        plain, biased = Expected(x, w), Expected(x, w, bias)
         for config in target.few_configs(n, k, format):
-            assert_close(linear_poisoned(x, w, None, config), x, w)
-            assert_close(linear_poisoned(x, w, bias, config), x, w, bias)
+            plain.check(linear_poisoned(x, w, None, config))
+            biased.check(linear_poisoned(x, w, bias, config))
 
 
 @pytest.mark.parametrize("m", TOKENS)
@@ -220,6 +223,8 @@ def test_every_config(target, config, format):
     for name, (m, n, k) in SHAPES.items():
         if not legal[name]:
             continue
+        if name == "many" and target.device == "cpu":
+            n = 4296  # more than the largest tile has
         w, x = target.weight(format, n, k), target.randn(m, k)
         got = linear_poisoned(x, w, None, config)
         assert_close(got, x, w)
