@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add_out(parser, RESULTS)
     args = parser.parse_args(argv)
     quiet_transformers()
-    settings = MODELS[args.model] | ({} if args.layers is None else {"num_hidden_layers": args.layers})
+    settings = dict(MODELS[args.model]) | ({} if args.layers is None else {"num_hidden_layers": args.layers})
     if args.folder is not None:
         print(json.dumps(start(args.folder, args)), flush=True)
         return

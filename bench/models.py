@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
+from bench.engine.models import model_named, tiny
 from torch import nn
 
 from w4gemm import QuantizedWeight, W4Experts, W4GroupedLinear, W4Linear, WeightFormat
@@ -14,72 +16,16 @@ from w4gemm.checkpoints.gates import activation_of
 from w4gemm.integrations.transformers.loading import ParametersOnMeta
 from w4gemm.weights.random import random_weight
 
-MODELS: dict[str, dict[str, Any]] = {
-    "llama-3-8b": {
-        "model_type": "llama",
-        "vocab_size": 128256,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "rope_theta": 500000.0,
-        "max_position_embeddings": 8192,
-    },
-    "qwen3-30b-a3b": {
-        "model_type": "qwen3_moe",
-        "vocab_size": 151936,
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "moe_intermediate_size": 768,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "norm_topk_prob": True,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-    },
-    "gpt-oss-20b": {
-        "model_type": "gpt_oss",
-        "vocab_size": 201088,
-        "hidden_size": 2880,
-        "intermediate_size": 2880,
-        "num_local_experts": 32,
-        "num_experts_per_tok": 4,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-    },
-    "tiny": {
-        "model_type": "llama",
-        "vocab_size": 512,
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    },
-    "tiny-mixture": {
-        "model_type": "qwen3_moe",
-        "vocab_size": 512,
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "moe_intermediate_size": 128,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-    },
+MODELS: dict[str, Mapping[str, Any]] = {
+    name: model_named(name).config for name in ("llama-3-8b", "qwen3-30b-a3b", "gpt-oss-20b")
 }
+MODELS |= {"tiny": tiny(model_named("llama-3-8b")).config, "tiny-mixture": tiny(model_named("qwen3-30b-a3b")).config}
+"""Settings of config.json by name."""
 DENSE_ATTENTION = ("gpt_oss",)
 """Kinds of models whose checkpoints have their experts alone in 4 bits."""
 
 
-def drawn_model(settings: dict[str, Any], format: str) -> Any:
+def drawn_model(settings: Mapping[str, Any], format: str) -> Any:
     """A model of random weights: in bf16, or with its linear layers and experts in a 4-bit format, but for its head."""
     from transformers import AutoConfig, AutoModelForCausalLM
 

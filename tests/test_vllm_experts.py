@@ -7,9 +7,7 @@ import importlib
 import logging
 import math
 import pickle
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -17,18 +15,16 @@ import pytest
 import torch
 
 from reference import linear_reference
+from test_vllm_dense import vllm_stub
 from w4gemm import QuantizedWeight, fold_scales
 from w4gemm.api.product import Product
 from w4gemm.checkpoints.awq import ORDER
 from w4gemm.core.activation import parse
 from w4gemm.core.formats import WeightFormat
 from w4gemm.integrations import vllm as plugin
-from w4gemm.integrations.engines.warmup import Warmup
-from w4gemm.integrations.vllm import takeover
 from w4gemm.kernels.base import selected
 from w4gemm.weights.random import random_components
 
-STUB = Path(__file__).parent / "vllm_stub"
 EXPERTS, TOP_K, HIDDEN, WIDTH = 5, 2, 128, 128
 FP8_ERROR = 0.06
 """Relative error of two products that round their activations to e4m3."""
@@ -37,24 +33,8 @@ FP8_ERROR = 0.06
 @pytest.fixture
 def experts(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """The module, imported beside the stub and installed by the entry point."""
-
-    def forget() -> None:
-        names = [name for name in sys.modules if name.split(".")[0] in ("vllm", "stub_dispatch")]
-        parts = ("configs", "experts", "experts_kernel", "experts_lora", "experts_support")
-        ours = [f"{plugin.__name__}.{name}" for name in parts]
-        for name in [*names, *ours]:
-            sys.modules.pop(name, None)
-
-    forget()
-    monkeypatch.syspath_prepend(STUB)
-    monkeypatch.setattr(plugin, "_installed", [])
-    monkeypatch.setattr(plugin, "PARTS", {"experts": "layers"})
-    monkeypatch.setattr(takeover, "WARMUP", Warmup(takeover.VLLM))
-    monkeypatch.setattr(takeover, "_MOST_TOKENS", 8)
-    monkeypatch.delenv("W4GEMM_VLLM", raising=False)
-    plugin.register()
-    yield importlib.import_module(f"{plugin.__name__}.experts")
-    forget()
+    with vllm_stub(monkeypatch, "experts"):
+        yield importlib.import_module(f"{plugin.__name__}.experts")
 
 
 class Case(NamedTuple):

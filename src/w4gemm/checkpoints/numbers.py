@@ -19,7 +19,7 @@ from w4gemm.packing.layouts import WeightComponents, layout_for, layout_named
 from w4gemm.packing.packed_shape import packed_shape
 from w4gemm.packing.repack import Matrix, pack_experts, pack_rows, rows_in_pairs
 from w4gemm.weights.checks import check_range, sorting_perm
-from w4gemm.weights.quantize import with_e4m3_scales
+from w4gemm.weights.fold import with_e4m3_scales
 from w4gemm.weights.weight import QuantizedWeight
 
 _WORDS = (torch.int32, torch.uint8, torch.int8)

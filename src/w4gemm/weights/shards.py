@@ -1,16 +1,23 @@
-"""Shards of a weight for tensor parallelism: which there are, their format and their components."""
+"""Rows and columns of weights: shards for tensor parallelism, with their format and components; rows of several weights
+in one, below one another (:func:`joined`) or in turn (:func:`alternating_scales`)."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
+from w4gemm.core.autocast import without_autocast
 from w4gemm.core.errors import is_int
 from w4gemm.core.formats import SCALES, SMALLEST_GROUP, WeightFormat
 from w4gemm.packing.layouts import WeightComponents
 from w4gemm.weights.dequantize import with_plain_scales
+
+if TYPE_CHECKING:
+    from w4gemm.weights.weight import QuantizedWeight
 
 
 def check_shards(format: WeightFormat, n: int, k: int, dim: int, index: int, count: int) -> None:
@@ -97,3 +104,47 @@ def _fitting(size: int, unit: int, count: int) -> str:
         return f"counts that fit: {fits}"
     nearest = sorted(sorted(fits, key=lambda c: abs(c - count))[:_MOST_LISTED])
     return f"the nearest of {len(fits)} counts that fit: {nearest}"
+
+
+def alternating_scales(gate: torch.Tensor, up: torch.Tensor, format: WeightFormat, n: int) -> torch.Tensor:
+    """Return the scales of a weight whose rows are those of two weights (n, k) in turn, where blocks of rows share
+    scales. A block of the result has half the rows of a block of either.
+
+    Raises:
+        ValueError: if even and odd rows of either already have scales of their own.
+    """
+    pairs = torch.stack((gate, up), dim=1).unflatten(0, (-1, 2))  # block, even or odd, gate or up, group
+    if not torch.equal(pairs[:, 0], pairs[:, 1]):
+        raise ValueError(f"gate, up: wanted the same {format.scale} scales for even and odd rows")
+    return pairs[:, 0].repeat_interleave(2, 0).flatten(0, 1)[: format.scale_rows(2 * n)].contiguous()
+
+
+@without_autocast
+def joined(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
+    """Return one weight whose rows are those of ``weights``, one below the other, bit for bit.
+
+    Raises:
+        ValueError: if they differ in anything but n, have experts, or their layout pads n.
+    """
+    first = weights[0]
+    facts = [(w.format, w.k, w.layout, w.device, w.activations) for w in weights]
+    perms = [w.perm for w in weights]
+    equal = all(p is perms[0] or (p is not None and perms[0] is not None and torch.equal(p, perms[0])) for p in perms)
+    if any(w.experts for w in weights) or len(set(facts)) > 1 or not equal:
+        raise ValueError(f"weights: wanted the same format, k, layout, device, activations and perm, got {weights}")
+    if any(w.is_padded for w in weights):
+        raise ValueError(f"weights: wanted n without padding in the layout {first.layout}, got {weights}")
+    tensors = tuple(torch.cat(ts) for ts in zip(*(w.tensors for w in weights), strict=True))
+    return replace(first, n=sum(w.n for w in weights), tensors=tensors)
+
+
+def parts(w: QuantizedWeight, sizes: Sequence[int]) -> list[QuantizedWeight]:
+    """Return the weights of the first ``sizes[0]`` rows of w, of the next ``sizes[1]``, and so on, which share w's
+    memory. ``sizes`` are the n of weights that :func:`joined` put together."""
+    weights, start = [], 0
+    for size in sizes:
+        cut = [len(t) * start // w.n for t in w.tensors], [len(t) * (start + size) // w.n for t in w.tensors]
+        tensors = tuple(t[a:b] for t, a, b in zip(w.tensors, *cut, strict=True))
+        weights.append(replace(w, n=size, tensors=tensors))
+        start += size
+    return weights

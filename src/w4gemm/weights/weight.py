@@ -19,7 +19,7 @@ from w4gemm.packing.repack import Matrix, repack_rows
 from w4gemm.weights.checks import check_codes, check_perm, check_range, checked, is_permutation, sorting_perm
 from w4gemm.weights.dequantize import dequantize_parts
 from w4gemm.weights.file import check_path, read, unfit, write
-from w4gemm.weights.shards import check_shards, cut, shard_format
+from w4gemm.weights.shards import alternating_scales, check_shards, cut, shard_format
 
 ACTIVATIONS = ("fp8", None)
 """Values of :attr:`QuantizedWeight.activations`."""
@@ -167,7 +167,7 @@ class QuantizedWeight:
             name: torch.stack((t, both[1][name]), dim=1).flatten(0, 1) for name, t in both[0].items() if t is not None
         }
         if gate.format.scale_rule.block_rows:
-            rows["scales"] = _alternating_scales(both[0]["scales"], both[1]["scales"], gate.format, gate.n)
+            rows["scales"] = alternating_scales(both[0]["scales"], both[1]["scales"], gate.format, gate.n)
         if packed:
             return replace(gate, n=2 * gate.n, tensors=tuple(rows[name] for name in gate.format.part_names))
         pairs = WeightComponents.of(rows.get(name) for name in WeightComponents._fields)
@@ -201,26 +201,22 @@ class QuantizedWeight:
         weights = tuple(weights) if isinstance(weights, Sequence) else weights
         if isinstance(weights, tuple) and len(weights) != count:
             raise ValueError(f"weights: wanted {count}, got {len(weights)}")
-        stacked, first, common = 0, None, None
+        stacked, first = 0, None
         for w in weights:
             if not isinstance(w, cls) or w.experts or w.perm is not None:
                 came = w if isinstance(w, cls) else kind_of(w)
                 raise TypeError(f"weights: wanted QuantizedWeights without experts and perm, got {came}")
-            facts = {name: getattr(w, name) for name in ("format", "n", "k", "device", "activations")}
-            if first is None or common is None:
-                first, common = w, facts
-                target = packed_shape(w.format, w._target_layout(layout, w.activations), w.n, w.k, count)
-                tensors = target.empty(w.device)
             if stacked == count:
                 raise ValueError(f"weights: wanted {count}, got more")
-            if facts != common:
-                expected, came = (
-                    ", ".join(f"{name} {value}" for name, value in of.items() if facts[name] != common[name])
-                    for of in (common, facts)
-                )
-                raise ValueError(
-                    f"weights: wanted {expected} like the first, got {came} as number {stacked + 1} of {count}"
-                )
+            if first is None:
+                first = w
+                target = packed_shape(w.format, w._target_layout(layout, w.activations), w.n, w.k, count)
+                tensors = target.empty(w.device)
+            shared = ("format", "n", "k", "device", "activations")
+            if other := [name for name in shared if getattr(w, name) != getattr(first, name)]:
+                expected, got = (", ".join(f"{name} {getattr(of, name)}" for name in other) for of in (first, w))
+                number = f"number {stacked + 1} of {count}"
+                raise ValueError(f"weights: wanted {expected} like the first, got {got} as {number}")
             w._repack_into(target.layout, tuple(t[stacked] for t in tensors))
             stacked += 1
         if first is None or stacked < count:
@@ -242,13 +238,13 @@ class QuantizedWeight:
     def as_one(self, first: int = 0, last: int | None = None) -> QuantizedWeight | None:
         """Return the weight (count * n, k) of the experts first .. last - 1, one below the other, sharing this weight's
         memory; None if the layout pads n, because the padding lies between the experts."""
-        if self._padded:
+        if self.is_padded:
             return None
         tensors = tuple(t[first:last].flatten(0, 1) for t in self.tensors)
         return replace(self, n=self.n * len(self.tensors[0][first:last]), tensors=tensors, experts=0)
 
     @property
-    def _padded(self) -> bool:
+    def is_padded(self) -> bool:
         """True if the layout pads rows, so that it has room for another one."""
         own, more = (packed_shape(self.format, self.layout, n, self.k).tensors for n in (self.n, self.n + 1))
         return any(shape[0] == larger[0] for (_, shape), (_, larger) in zip(own, more, strict=True))
@@ -479,47 +475,3 @@ def _launch_behind(tensors: tuple[torch.Tensor, ...]) -> None:
     follow their writer: on Hopper a product requests weights while the launch before it may still run, when what that
     one writes is not visible yet (programmatic dependent launch)."""
     tensors[0].new_zeros(1)
-
-
-@without_autocast
-def joined(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
-    """Return one weight whose rows are those of ``weights``, one below the other, bit for bit.
-
-    Raises:
-        ValueError: if they differ in anything but n, have experts, or their layout pads n.
-    """
-    first = weights[0]
-    facts = [(w.format, w.k, w.layout, w.device, w.activations) for w in weights]
-    perms = [w.perm for w in weights]
-    equal = all(p is perms[0] or (p is not None and perms[0] is not None and torch.equal(p, perms[0])) for p in perms)
-    if any(w.experts for w in weights) or len(set(facts)) > 1 or not equal:
-        raise ValueError(f"weights: wanted the same format, k, layout, device, activations and perm, got {weights}")
-    if any(w._padded for w in weights):
-        raise ValueError(f"weights: wanted n without padding in the layout {first.layout}, got {weights}")
-    tensors = tuple(torch.cat(ts) for ts in zip(*(w.tensors for w in weights), strict=True))
-    return replace(first, n=sum(w.n for w in weights), tensors=tensors)
-
-
-def parts(w: QuantizedWeight, sizes: Sequence[int]) -> list[QuantizedWeight]:
-    """Return the weights of the first ``sizes[0]`` rows of w, of the next ``sizes[1]``, and so on, which share w's
-    memory. ``sizes`` are the n of weights that :func:`joined` put together."""
-    weights, start = [], 0
-    for size in sizes:
-        cut = [len(t) * start // w.n for t in w.tensors], [len(t) * (start + size) // w.n for t in w.tensors]
-        tensors = tuple(t[a:b] for t, a, b in zip(w.tensors, *cut, strict=True))
-        weights.append(replace(w, n=size, tensors=tensors))
-        start += size
-    return weights
-
-
-def _alternating_scales(gate: torch.Tensor, up: torch.Tensor, format: WeightFormat, n: int) -> torch.Tensor:
-    """Return the scales of a weight whose rows are those of two weights (n, k) in turn, where blocks of rows share
-    scales. A block of the result has half the rows of a block of either.
-
-    Raises:
-        ValueError: if even and odd rows of either already have scales of their own.
-    """
-    pairs = torch.stack((gate, up), dim=1).unflatten(0, (-1, 2))  # block, even or odd, gate or up, group
-    if not torch.equal(pairs[:, 0], pairs[:, 1]):
-        raise ValueError(f"gate, up: wanted the same {format.scale} scales for even and odd rows")
-    return pairs[:, 0].repeat_interleave(2, 0).flatten(0, 1)[: format.scale_rows(2 * n)].contiguous()

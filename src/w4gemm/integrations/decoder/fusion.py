@@ -34,7 +34,8 @@ from w4gemm.kernels.gate_halves.spec import GateHalves
 from w4gemm.kernels.helper import Helper
 from w4gemm.kernels.rms_norm.spec import RmsNorm
 from w4gemm.kernels.step_attention.spec import StepAttention
-from w4gemm.weights.weight import QuantizedWeight, joined, parts
+from w4gemm.weights.shards import joined, parts
+from w4gemm.weights.weight import QuantizedWeight
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -1,6 +1,7 @@
-"""The consumers, from a filled stage to d: :class:`Mainloop` decodes and multiplies the stages of a tile,
-:class:`Consumer` adds up and stores the tile, :class:`StreamFlags` handles the flags of stream-k. kernel.py has the
-facts: memory, barriers, registers, the order of MMA batches.
+"""The consumers, from a filled stage to d, in the order of the data: :class:`Mainloop` decodes and multiplies the
+stages of a tile, :class:`SplitKReduction` and :class:`StreamFlags` bring sums of other CTAs, :class:`Consumer` takes a
+warpgroup through its tiles and stores them. kernel.py has the facts: memory, barriers, registers, the order of MMA
+batches.
 """
 
 from __future__ import annotations
@@ -96,6 +97,34 @@ class GroupSums(NamedTuple):
     def batch(self, index: int) -> tuple[cute.Tensor, cute.Tensor]:
         """The set that an MMA batch adds into; batches alternate if there are two sets."""
         return self.sets[index % len(self.sets)]
+
+
+class ConsumerMemory(NamedTuple):
+    """What the consumers read and write besides the pipeline."""
+
+    staging: Int32
+    """Address of all staging buffers."""
+    store: TmaStore | None
+    k_sets: cute.Pointer
+    """Shared memory in which k sets reduce."""
+    decode_table: Int32
+    """Address of the decoder's table, if it has one."""
+    workspace: StreamWorkspace
+    """Global memory of stream-k."""
+    expert_tiles: ExpertTiles | None
+    """None unless grouped."""
+    d: cute.Tensor
+    operands: EpilogueOperands
+
+
+class OutputTile(NamedTuple):
+    """A warpgroup's part of an output tile."""
+
+    d: cute.Tensor
+    """If grouped, cut off behind the expert's last row."""
+    operands: EpilogueOperands
+    """If grouped, the expert's."""
+    coord: OutputCoord
 
 
 def flattened(registers: cute.Tensor) -> cute.Tensor:
@@ -291,13 +320,8 @@ class Mainloop:
             for step in cutlass.range_constexpr(4):
                 for tokens in cutlass.range_constexpr(variant.token_splits):
                     acc = operands.accumulators[atom * variant.token_splits + tokens]
-                    cute.gemm(
-                        mma,
-                        acc,
-                        operands.fragment[(None, None, buffer * 4 + step)],
-                        operands.x[tokens][(None, None, step, x_chunk + block * self.chunks_per_block + chunk)],
-                        acc,
-                    )
+                    x = operands.x[tokens][(None, None, step, x_chunk + block * self.chunks_per_block + chunk)]
+                    cute.gemm(mma, acc, operands.fragment[(None, None, buffer * 4 + step)], x, acc)
             warpgroup.commit_group()
             if const_expr(batch == batches - 1):
                 if state.has_next:  # its latency passes while the tensor cores work
@@ -326,7 +350,7 @@ class Mainloop:
         at the end, because ptxas would serialize all of them.
         """
         variant = self.variant
-        acc, fragment = operands.accumulators, operands.fragment
+        acc = operands.accumulators
         chunks, steps = self.k_chunks // variant.k_sets, 4 // variant.promotions
         x_chunk = state.stage * self.k_chunks + consumer.k_set * chunks
         batches_per_chunk = variant.batches_per_chunk
@@ -335,17 +359,8 @@ class Mainloop:
             chunk, batch_in_chunk = divmod(batch, batches_per_chunk)
             group, tokens = divmod(batch_in_chunk, variant.token_splits)
             batch_sums, batch_scales = sums.batch(batch)
-            warpgroup.fence()
-            for step in cutlass.range_constexpr(group * steps, (group + 1) * steps):
-                mma.set(warpgroup.Field.ACCUMULATE, step > group * steps)
-                cute.gemm(
-                    mma,
-                    batch_sums,
-                    fragment[(None, None, chunk % 2 * 4 + step)],
-                    operands.x[tokens][(None, None, step, x_chunk + chunk)],
-                    batch_sums,
-                )
-            warpgroup.commit_group()
+            own = range(group * steps, (group + 1) * steps)
+            self.multiply_group(mma, batch_sums, operands, chunk % 2, own, tokens, x_chunk + chunk)
             if const_expr(batch > 0):
                 warpgroup.wait_group(1)
                 block = consumer.k_set * chunks + (batch - 1) // batches_per_chunk
@@ -387,17 +402,7 @@ class Mainloop:
         """
         buffer = stage_in_iteration % 2
         batch_sums, batch_scales = sums.batch(0)
-        warpgroup.fence()
-        for step in cutlass.range_constexpr(4):
-            mma.set(warpgroup.Field.ACCUMULATE, step > 0)
-            cute.gemm(
-                mma,
-                batch_sums,
-                operands.fragment[(None, None, buffer * 4 + step)],
-                operands.x[0][(None, None, step, state.stage)],
-                batch_sums,
-            )
-        warpgroup.commit_group()
+        self.multiply_group(mma, batch_sums, operands, buffer, range(4), 0, state.stage)
         for row in cutlass.range_constexpr(2):
             batch_scales[row] = sums.scales[row]
         if state.has_next:
@@ -407,6 +412,24 @@ class Mainloop:
         warpgroup.wait_group(0)
         self.release(pipeline, state.stage, consumer)
         self.add_scaled_sums(operands.accumulators, sums, 0, [])
+
+    def multiply_group(
+        self,
+        mma: cute.TiledMma,
+        sums: cute.Tensor,
+        operands: MmaOperands,
+        buffer: int,
+        steps: range,
+        tokens: int,
+        chunk: Int32,
+    ) -> None:
+        """Issue the MMA batch of a scale group, which begins new sums. steps: of the k chunk. tokens: their range."""
+        warpgroup.fence()
+        for step in steps:
+            mma.set(warpgroup.Field.ACCUMULATE, step > steps.start)
+            weight, x = operands.fragment[(None, None, buffer * 4 + step)], operands.x[tokens]
+            cute.gemm(mma, sums, weight, x[(None, None, step, chunk)], sums)
+        warpgroup.commit_group()
 
     @cute.jit
     def begin_groups(
@@ -474,32 +497,95 @@ class Mainloop:
                 cute.arch.mbarrier_arrive(empty, Int32(other * config.cluster_n + coord.n))
 
 
-class ConsumerMemory(NamedTuple):
-    """What the consumers read and write besides the pipeline."""
+@dataclass(frozen=True)
+class SplitKReduction:
+    """Sum over a cluster, through distributed shared memory: of the accumulators of ``ranks`` CTAs with ``threads``
+    consumer threads each, for a tile of ``tokens`` tokens.
 
-    staging: Int32
-    """Address of all staging buffers."""
-    store: TmaStore | None
-    k_sets: cute.Pointer
-    """Shared memory in which k sets reduce."""
-    decode_table: Int32
-    """Address of the decoder's table, if it has one."""
-    workspace: StreamWorkspace
-    """Global memory of stream-k."""
-    expert_tiles: ExpertTiles | None
-    """None unless grouped."""
-    d: cute.Tensor
-    operands: EpilogueOperands
+    Each rank sums ``share`` blocks of eight tokens over all ranks, in rank order, so that the result does not depend on
+    timing. If the first ranks' shares cover the tile, the last ranks have none. A share that reaches past the tile
+    repeats the tile's last block.
+    """
+
+    tokens: int
+    share: int
+    ranks: int
+    threads: int
+
+    @cute.jit
+    def store_partials(self, acc: cute.Tensor, own: Int32):
+        """Store all accumulators to this CTA's shared memory. ``own``: address of this thread's first 16 bytes.
+
+        A cluster barrier must follow before :meth:`sum`.
+        """
+        for i in cutlass.range_constexpr(self.tokens // 8):
+            store_shared_f32x4(own + i * self.line, [acc[4 * i + j] for j in range(4)])
+
+    @cute.jit
+    def sum(self, acc: cute.Tensor, own: Int32, rank: Int32) -> tuple[Int32, Boolean]:
+        """Sum this rank's share into the first 4 * share accumulators; return (its first token, True if it has one).
+
+        A cluster barrier must follow before any CTA overwrites its partials or exits.
+        """
+        first, blocks = rank * self.share, self.tokens // 8
+        mine = first < blocks
+        if mine:
+            for i in cutlass.range_constexpr(4 * self.share):
+                acc[i] = Float32(0.0)
+            for r in cutlass.range_constexpr(self.ranks):
+                other = cluster_address(own, Int32(r))
+                for i in cutlass.range_constexpr(self.share):
+                    block = first + i
+                    if const_expr(blocks % self.share > 0):
+                        block = cutlass.min(block, blocks - 1)
+                    values = load_shared_cluster(other + block * self.line)
+                    for j in cutlass.range_constexpr(4):
+                        acc[4 * i + j] = acc[4 * i + j] + values[j]
+        return first * 8, mine
+
+    @property
+    def line(self) -> int:
+        """Bytes that all threads store for one block of eight tokens: four accumulators each."""
+        return self.threads * 16
 
 
-class OutputTile(NamedTuple):
-    """A warpgroup's part of an output tile."""
+class StreamFlags:
+    """Handles the flags for the consumers of one CTA. A consumer warpgroup arrives at a barrier behind its stores, and
+    goes on while they reach L2. It meets its warp at another barrier in front of its loads; the warp is there first if
+    the other CTA was in time, so no consumer waits for a flag to arrive from L2."""
 
-    d: cute.Tensor
-    """If grouped, cut off behind the expert's last row."""
-    operands: EpilogueOperands
-    """If grouped, the expert's."""
-    coord: OutputCoord
+    def __init__(self, scheduler: TileScheduler, stream_sum: StreamSum):
+        self.scheduler, self.stream_sum = scheduler, stream_sum
+
+    @cute.jit
+    def run(self, workspace: StreamWorkspace, params: SchedulerParams, warpgroup: Int32):
+        """Serve all work tiles of a consumer warpgroup. Run by one warp."""
+        lane = cute.arch.lane_idx()
+        cute.arch.griddepcontrol_wait()  # the launch before may still use the workspace
+        count, share = self.scheduler.work_tiles(params)
+        for index in cutlass.range(count, unroll=1):
+            work_tile = self.scheduler.work_tile(index, params, share)
+            if work_tile.first_k_slice > 0:
+                cute.arch.barrier(barrier_id=_STORED_BARRIER + warpgroup, number_of_threads=_FLAG_THREADS)
+                if lane == 0:
+                    self.stream_sum.raise_flag(workspace, params.cluster, warpgroup)
+            elif work_tile.k_slices < params.k_slices:
+                other = params.cluster + 1
+                while other < self.scheduler.end_of_sharers(work_tile, params, share):
+                    if lane == 0:
+                        self.stream_sum.await_flag(workspace, other, warpgroup)
+                    cute.arch.sync_warp()
+                    self.partials_ready(warpgroup)
+                    other += 1
+
+    def partials_stored(self, warpgroup: Int32) -> None:
+        """Tell the warp that this consumer thread has stored its partials."""
+        cute.arch.barrier_arrive(barrier_id=_STORED_BARRIER + warpgroup, number_of_threads=_FLAG_THREADS)
+
+    def partials_ready(self, warpgroup: Int32) -> None:
+        """Meet the other side, behind which the next CTA's partials may be read: called by the warp when their flag is
+        up, and by the consumers in front of their loads."""
+        barrier_of_roles(_READY_BARRIER + warpgroup, _FLAG_THREADS)
 
 
 class Consumer:
@@ -712,94 +798,3 @@ class Consumer:
     @cute.jit
     def consumer_barrier(self):
         cute.arch.barrier(barrier_id=_CONSUMER_BARRIER, number_of_threads=128 * self.variant.warpgroups)
-
-
-@dataclass(frozen=True)
-class SplitKReduction:
-    """Sum over a cluster, through distributed shared memory: of the accumulators of ``ranks`` CTAs with ``threads``
-    consumer threads each, for a tile of ``tokens`` tokens.
-
-    Each rank sums ``share`` blocks of eight tokens over all ranks, in rank order, so that the result does not depend on
-    timing. If the first ranks' shares cover the tile, the last ranks have none. A share that reaches past the tile
-    repeats the tile's last block.
-    """
-
-    tokens: int
-    share: int
-    ranks: int
-    threads: int
-
-    @cute.jit
-    def store_partials(self, acc: cute.Tensor, own: Int32):
-        """Store all accumulators to this CTA's shared memory. ``own``: address of this thread's first 16 bytes.
-
-        A cluster barrier must follow before :meth:`sum`.
-        """
-        for i in cutlass.range_constexpr(self.tokens // 8):
-            store_shared_f32x4(own + i * self.line, [acc[4 * i + j] for j in range(4)])
-
-    @cute.jit
-    def sum(self, acc: cute.Tensor, own: Int32, rank: Int32) -> tuple[Int32, Boolean]:
-        """Sum this rank's share into the first 4 * share accumulators; return (its first token, True if it has one).
-
-        A cluster barrier must follow before any CTA overwrites its partials or exits.
-        """
-        first, blocks = rank * self.share, self.tokens // 8
-        mine = first < blocks
-        if mine:
-            for i in cutlass.range_constexpr(4 * self.share):
-                acc[i] = Float32(0.0)
-            for r in cutlass.range_constexpr(self.ranks):
-                other = cluster_address(own, Int32(r))
-                for i in cutlass.range_constexpr(self.share):
-                    block = first + i
-                    if const_expr(blocks % self.share > 0):
-                        block = cutlass.min(block, blocks - 1)
-                    values = load_shared_cluster(other + block * self.line)
-                    for j in cutlass.range_constexpr(4):
-                        acc[4 * i + j] = acc[4 * i + j] + values[j]
-        return first * 8, mine
-
-    @property
-    def line(self) -> int:
-        """Bytes that all threads store for one block of eight tokens: four accumulators each."""
-        return self.threads * 16
-
-
-class StreamFlags:
-    """Handles the flags for the consumers of one CTA. A consumer warpgroup arrives at a barrier behind its stores, and
-    goes on while they reach L2. It meets its warp at another barrier in front of its loads; the warp is there first if
-    the other CTA was in time, so no consumer waits for a flag to arrive from L2."""
-
-    def __init__(self, scheduler: TileScheduler, stream_sum: StreamSum):
-        self.scheduler, self.stream_sum = scheduler, stream_sum
-
-    @cute.jit
-    def run(self, workspace: StreamWorkspace, params: SchedulerParams, warpgroup: Int32):
-        """Serve all work tiles of a consumer warpgroup. Run by one warp."""
-        lane = cute.arch.lane_idx()
-        cute.arch.griddepcontrol_wait()  # the launch before may still use the workspace
-        count, share = self.scheduler.work_tiles(params)
-        for index in cutlass.range(count, unroll=1):
-            work_tile = self.scheduler.work_tile(index, params, share)
-            if work_tile.first_k_slice > 0:
-                cute.arch.barrier(barrier_id=_STORED_BARRIER + warpgroup, number_of_threads=_FLAG_THREADS)
-                if lane == 0:
-                    self.stream_sum.raise_flag(workspace, params.cluster, warpgroup)
-            elif work_tile.k_slices < params.k_slices:
-                other = params.cluster + 1
-                while other < self.scheduler.end_of_sharers(work_tile, params, share):
-                    if lane == 0:
-                        self.stream_sum.await_flag(workspace, other, warpgroup)
-                    cute.arch.sync_warp()
-                    self.partials_ready(warpgroup)
-                    other += 1
-
-    def partials_stored(self, warpgroup: Int32) -> None:
-        """Tell the warp that this consumer thread has stored its partials."""
-        cute.arch.barrier_arrive(barrier_id=_STORED_BARRIER + warpgroup, number_of_threads=_FLAG_THREADS)
-
-    def partials_ready(self, warpgroup: Int32) -> None:
-        """Meet the other side, behind which the next CTA's partials may be read: called by the warp when their flag is
-        up, and by the consumers in front of their loads."""
-        barrier_of_roles(_READY_BARRIER + warpgroup, _FLAG_THREADS)
