@@ -15,8 +15,8 @@ from w4gemm import QuantizedWeight, WeightFormat
 from w4gemm.api.expert_layer import ByIds, ByLogits, Experts, LayerKey, expert_layer
 from w4gemm.core import activation
 from w4gemm.core.problem import Device
-from w4gemm.kernels.expert_choice.spec import ExpertChoice
 from w4gemm.kernels.expert_layer.spec import EPOCHS_AT, ExpertLayer
+from w4gemm.kernels.helpers.expert_choice.spec import ExpertChoice
 from w4gemm.packing.codecs import weight_operand
 
 CTAS = 3

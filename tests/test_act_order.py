@@ -17,7 +17,7 @@ from w4gemm import FormatError, QuantizedWeight, W4Linear, WeightFormat, linear
 from w4gemm.api.gather import gather_columns
 from w4gemm.core.problem import H200
 from w4gemm.jit import object_code
-from w4gemm.kernels.column_gather.spec import ColumnGather
+from w4gemm.kernels.helpers.column_gather.spec import ColumnGather
 from w4gemm.packing.layouts import LAYOUTS
 
 N, K = 130, 576

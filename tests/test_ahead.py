@@ -24,10 +24,10 @@ from w4gemm.core.problem import H100, H200, Device
 from w4gemm.jit import Unit
 from w4gemm.jit import compile as jit
 from w4gemm.kernels import HELPERS, launcher
-from w4gemm.kernels.activation_quantize.spec import FRONTS, ActivationQuantize
-from w4gemm.kernels.column_gather.spec import ColumnGather
-from w4gemm.kernels.helper import LayerFacts
-from w4gemm.kernels.row_combine.spec import RowCombine
+from w4gemm.kernels.helpers.activation_quantize.spec import FRONTS, ActivationQuantize
+from w4gemm.kernels.helpers.base import LayerFacts
+from w4gemm.kernels.helpers.column_gather.spec import ColumnGather
+from w4gemm.kernels.helpers.row_combine.spec import RowCombine
 
 pytest.importorskip("cutlass")
 

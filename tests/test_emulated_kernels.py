@@ -25,12 +25,12 @@ from w4gemm.core.activation import ACTIVATIONS, is_gated, parse
 from w4gemm.core.epilogue import PLAIN, SCALE_BLOCK, Epilogue, EpilogueOperands, default_out_dtype
 from w4gemm.core.problem import H200, GemmProblem
 from w4gemm.kernels import config_named, kernel_named
-from w4gemm.kernels.activation_quantize.spec import ActivationQuantize
 from w4gemm.kernels.arguments import NO_ROWS, Arguments, ExpertRows, nested
 from w4gemm.kernels.base import Operands
-from w4gemm.kernels.gate_halves.spec import GateHalves
-from w4gemm.kernels.rms_norm.spec import RmsNorm
-from w4gemm.kernels.row_combine.spec import RowCombine
+from w4gemm.kernels.helpers.activation_quantize.spec import ActivationQuantize
+from w4gemm.kernels.helpers.gate_halves.spec import GateHalves
+from w4gemm.kernels.helpers.rms_norm.spec import RmsNorm
+from w4gemm.kernels.helpers.row_combine.spec import RowCombine
 
 pytest.importorskip("cutlass")
 

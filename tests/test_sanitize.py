@@ -14,8 +14,8 @@ from w4gemm import GemmProblem, WeightFormat
 from w4gemm.core.problem import H200
 from w4gemm.jit import object_code
 from w4gemm.kernels import HELPERS, KERNELS
-from w4gemm.kernels.helper import LayerFacts
-from w4gemm.kernels.rms_norm.spec import RmsNorm
+from w4gemm.kernels.helpers.base import LayerFacts
+from w4gemm.kernels.helpers.rms_norm.spec import RmsNorm
 
 GPU_KERNELS = {kernel.name for kernel in KERNELS} - {"cpu_mixed_gemm"}
 

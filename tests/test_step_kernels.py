@@ -14,10 +14,10 @@ from w4gemm.api.step import add_rms_norm, add_rms_norm_quantize, between_product
 from w4gemm.core.problem import H200, Device
 from w4gemm.integrations.decoder.attention import CachedLayer, attention_in_torch, step_attention
 from w4gemm.jit import object_code
-from w4gemm.kernels.gate_halves.spec import GateHalves
-from w4gemm.kernels.helper import Helper, launcher
-from w4gemm.kernels.rms_norm.spec import RmsNorm
-from w4gemm.kernels.step_attention.spec import StepAttention
+from w4gemm.kernels.helpers.base import Helper, launcher
+from w4gemm.kernels.helpers.gate_halves.spec import GateHalves
+from w4gemm.kernels.helpers.rms_norm.spec import RmsNorm
+from w4gemm.kernels.helpers.step_attention.spec import StepAttention
 
 
 @pytest.mark.gpu
@@ -175,7 +175,9 @@ def test_helpers_launch_on_the_gpu_of_their_tensors(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
     monkeypatch.setattr(Device, "of", lambda _: H200)
-    monkeypatch.setattr("w4gemm.kernels.helper.compiled", lambda _: lambda *given: seen.append((current[0], given)))
+    monkeypatch.setattr(
+        "w4gemm.kernels.helpers.base.compiled", lambda _: lambda *given: seen.append((current[0], given))
+    )
     for index in (1, 0):
         run = launcher.__wrapped__(RmsNorm.of, torch.device("cuda", index), torch.bfloat16, 4096)
         assert run is not None

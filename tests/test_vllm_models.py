@@ -241,7 +241,7 @@ def test_small_kernels_that_are_compiled_are_those_that_the_plugin_prepares(
     monkeypatch.setattr(
         "w4gemm.integrations.engines.warmup.Device", type("OnH200", (), {"of": staticmethod(lambda device: H200)})
     )
-    monkeypatch.setattr("w4gemm.kernels.helper.missing_for_dsl", lambda driver: "")
+    monkeypatch.setattr("w4gemm.kernels.helpers.base.missing_for_dsl", lambda driver: "")
     w = quantize(torch.randn(64, 256), "int4_g128").repack(activations="fp8" if fp8 else None)
     prepared = linear_need([w], None, LinearUse(torch.bfloat16, most_tokens=1, fused=True)).helpers
     (layer,) = layers_of([Module(64, 256, w.format, activations=w.activations)])

@@ -11,7 +11,7 @@ import torch
 from w4gemm.core.problem import Device
 from w4gemm.kernels import launcher
 from w4gemm.kernels.base import selected
-from w4gemm.kernels.column_gather.spec import ColumnGather
+from w4gemm.kernels.helpers.column_gather.spec import ColumnGather
 
 
 def gather_columns(x: torch.Tensor, perm: torch.Tensor) -> torch.Tensor:

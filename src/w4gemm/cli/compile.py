@@ -29,8 +29,8 @@ from w4gemm.core.problem import GPUS, Device, gpu_named
 from w4gemm.integrations.vllm.models import read_model
 from w4gemm.jit import Unit, disk
 from w4gemm.jit.pool import CompilePool
+from w4gemm.kernels.helpers.row_combine.spec import MOST_TERMS
 from w4gemm.kernels.requirements import missing_to_compile
-from w4gemm.kernels.row_combine.spec import MOST_TERMS
 
 _ARCH = "sm_90a"
 """The target unless one is named."""

@@ -1,7 +1,7 @@
 """The attention of a step in one kernel, inside a model's own code: :func:`fuse_attention`, :func:`step_attention`.
 
 The model calls three things in turn: the rotation, the cache's update, the attention function. The first two keep what
-they get, and the third launches ``kernels/step_attention`` with the unrotated q, k and v.
+they get, and the third launches ``kernels/helpers/step_attention`` with the unrotated q, k and v.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import nn
 from w4gemm.core.problem import Device
 from w4gemm.integrations.decoder.requirements import Otherwise, attention_files, broken, rotated
 from w4gemm.kernels import launcher
-from w4gemm.kernels.step_attention.spec import StepAttention
+from w4gemm.kernels.helpers.step_attention.spec import StepAttention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -5,7 +5,7 @@ graph, together more than the products with 4-bit weights. While :func:`fused` l
 
 - q, k and v in one product, gate and up in another: their weights lie one below the other in memory;
 - gate and up's activation in one kernel, a norm in one, what is added behind o and down in their epilogues;
-- rotation, cache and attention of the new token in one kernel (``kernels/step_attention``).
+- rotation, cache and attention of the new token in one kernel (``kernels/helpers/step_attention``).
 
 Nothing of it outlasts the step but where the weights lie. Modules are known by the names of their children. Whether all
 this computes the model is not taken on trust: ``step.py`` compares the logits of a first step.
@@ -30,10 +30,10 @@ from w4gemm.core.epilogue import Epilogue
 from w4gemm.core.problem import Device
 from w4gemm.integrations.decoder.attention import NotFusable, Patches, StepPlace, fuse_attention
 from w4gemm.integrations.decoder.requirements import GATE_UP, LAYER, QKV, norm_eps
-from w4gemm.kernels.gate_halves.spec import GateHalves
-from w4gemm.kernels.helper import Helper
-from w4gemm.kernels.rms_norm.spec import RmsNorm
-from w4gemm.kernels.step_attention.spec import StepAttention
+from w4gemm.kernels.helpers.base import Helper
+from w4gemm.kernels.helpers.gate_halves.spec import GateHalves
+from w4gemm.kernels.helpers.rms_norm.spec import RmsNorm
+from w4gemm.kernels.helpers.step_attention.spec import StepAttention
 from w4gemm.weights.shards import joined, parts
 from w4gemm.weights.weight import QuantizedWeight
 

@@ -19,7 +19,7 @@ from w4gemm.core.problem import Device
 from w4gemm.integrations.engines.engine import Engine
 from w4gemm.jit import Unit
 from w4gemm.kernels import HELPERS, workspace
-from w4gemm.kernels.helper import LayerFacts
+from w4gemm.kernels.helpers.base import LayerFacts
 from w4gemm.weights.weight import QuantizedWeight
 
 

@@ -11,9 +11,9 @@ from w4gemm.core.activation import is_gated
 from w4gemm.core.problem import Device
 from w4gemm.jit import Program
 from w4gemm.kernels import hopper
-from w4gemm.kernels.expert_choice.spec import ExpertChoice
 from w4gemm.kernels.gpu import MIN_DRIVER
-from w4gemm.kernels.helper import Sm90Helper, half_dtype, half_rows
+from w4gemm.kernels.helpers.base import Sm90Helper, half_dtype, half_rows
+from w4gemm.kernels.helpers.expert_choice.spec import ExpertChoice
 from w4gemm.kernels.requirements import missing_for_dsl
 from w4gemm.kernels.variant import HOPPER_SHARED_MEMORY
 from w4gemm.kernels.workspace import MOST_SMS

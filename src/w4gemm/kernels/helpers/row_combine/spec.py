@@ -10,7 +10,7 @@ import torch
 
 from w4gemm.core.problem import Device
 from w4gemm.jit import Program
-from w4gemm.kernels.helper import HALF_KINDS, LayerFacts, Sm90Helper, half_rows
+from w4gemm.kernels.helpers.base import HALF_KINDS, LayerFacts, Sm90Helper, half_rows
 
 MOST_TERMS = 16
 """Terms whose rows fit the registers of a thread."""
@@ -47,7 +47,7 @@ class RowCombine(Sm90Helper):
         import cutlass.cute as cute
         from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 
-        from w4gemm.kernels.row_combine.kernel import RowCombineKernel
+        from w4gemm.kernels.helpers.row_combine.kernel import RowCombineKernel
 
         kind = HALF_KINDS[self.dtype]
         n, tokens = cute.sym_int(divisibility=8), cute.sym_int()

@@ -11,7 +11,7 @@ import torch
 
 from w4gemm.core.problem import Device
 from w4gemm.jit import Program
-from w4gemm.kernels.helper import LayerFacts, Sm90Helper
+from w4gemm.kernels.helpers.base import LayerFacts, Sm90Helper
 
 _MOST_EXPERTS = 1024
 """A thread for each."""
@@ -62,7 +62,7 @@ class ExpertRoute(Sm90Helper):
         import cutlass.cute as cute
         from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 
-        from w4gemm.kernels.expert_route.kernel import ExpertRouteKernel
+        from w4gemm.kernels.helpers.expert_route.kernel import ExpertRouteKernel
 
         choices = cute.sym_int()
 

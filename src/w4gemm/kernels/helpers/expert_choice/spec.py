@@ -10,7 +10,7 @@ import torch
 from w4gemm.core.problem import Device
 from w4gemm.core.router import Router
 from w4gemm.jit import Program
-from w4gemm.kernels.helper import HALF_KINDS, Sm90Helper
+from w4gemm.kernels.helpers.base import HALF_KINDS, Sm90Helper
 
 _KINDS = HALF_KINDS | {torch.float32: "f32"}
 _MOST_EXPERTS = 1024
@@ -68,7 +68,7 @@ class ExpertChoice(Sm90Helper):
         import cutlass.cute as cute
         from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 
-        from w4gemm.kernels.expert_choice.kernel import ExpertChoiceKernel
+        from w4gemm.kernels.helpers.expert_choice.kernel import ExpertChoiceKernel
 
         tokens = cute.sym_int()
         ids, weights = (

@@ -10,7 +10,7 @@ import torch
 from w4gemm.core.activation import parse
 from w4gemm.core.problem import Device
 from w4gemm.jit import Program
-from w4gemm.kernels.helper import HALF_KINDS, Sm90Helper, half_rows
+from w4gemm.kernels.helpers.base import HALF_KINDS, Sm90Helper, half_rows
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class GateHalves(Sm90Helper):
         import cutlass.cute as cute
         from cutlass.cute.runtime import make_fake_stream
 
-        from w4gemm.kernels.gate_halves.kernel import GateHalvesKernel
+        from w4gemm.kernels.helpers.gate_halves.kernel import GateHalvesKernel
 
         kind = HALF_KINDS[self.dtype]
         m, n, both = cute.sym_int(), cute.sym_int(divisibility=8), cute.sym_int(divisibility=16)

@@ -9,7 +9,7 @@ import torch
 
 from w4gemm.core.problem import Device
 from w4gemm.jit import Program
-from w4gemm.kernels.helper import HALF_KINDS, Sm90Helper, half_dtype
+from w4gemm.kernels.helpers.base import HALF_KINDS, Sm90Helper, half_dtype
 
 DIMS = (64, 128, 256)
 _MOST_HEADS = {64: 8, 128: 8, 256: 4}
@@ -52,7 +52,7 @@ class StepAttention(Sm90Helper):
         import cutlass.cute as cute
         from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
-        from w4gemm.kernels.step_attention.kernel import StepAttentionKernel
+        from w4gemm.kernels.helpers.step_attention.kernel import StepAttentionKernel
 
         kind = HALF_KINDS[self.dtype]
         dtype = half_dtype(kind)

@@ -10,7 +10,7 @@ import torch
 
 from w4gemm.core.problem import Device
 from w4gemm.jit import Program
-from w4gemm.kernels.helper import HALF_KINDS, LayerFacts, Sm90Helper, half_dtype
+from w4gemm.kernels.helpers.base import HALF_KINDS, LayerFacts, Sm90Helper, half_dtype
 from w4gemm.kernels.variant import HOPPER_SHARED_MEMORY
 
 _BARRIER_BYTES = 64
@@ -64,7 +64,7 @@ class ColumnGather(Sm90Helper):
         import cutlass.cute as cute
         from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
-        from w4gemm.kernels.column_gather.kernel import ColumnGatherKernel
+        from w4gemm.kernels.helpers.column_gather.kernel import ColumnGatherKernel
 
         dtype = half_dtype(HALF_KINDS[self.dtype])
         m, k = cute.sym_int(), cute.sym_int()

@@ -10,7 +10,7 @@ import torch
 
 from w4gemm.core.problem import Device
 from w4gemm.jit import Program, Unit
-from w4gemm.kernels.helper import HALF_KINDS, LayerFacts, can_run, half_dtype, half_rows
+from w4gemm.kernels.helpers.base import HALF_KINDS, LayerFacts, can_run, half_dtype, half_rows
 from w4gemm.kernels.sm80_mixed_gemm.spec import TARGETS
 from w4gemm.kernels.sm89_fp8_gemm.spec import Sm89Fp8Gemm
 
@@ -114,7 +114,7 @@ class ActivationQuantize:
         import cutlass.cute as cute
         from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
-        from w4gemm.kernels.activation_quantize.kernel import ActivationQuantizeKernel
+        from w4gemm.kernels.helpers.activation_quantize.kernel import ActivationQuantizeKernel
 
         kind = HALF_KINDS[self.dtype]
         dtype = half_dtype(kind)

@@ -9,7 +9,7 @@ import torch
 
 from w4gemm.core.problem import Device
 from w4gemm.jit import Program
-from w4gemm.kernels.helper import HALF_KINDS, Sm90Helper, half_dtype, half_rows
+from w4gemm.kernels.helpers.base import HALF_KINDS, Sm90Helper, half_dtype, half_rows
 
 _VECTOR = 8
 _MOST_THREADS = 512
@@ -47,7 +47,7 @@ class RmsNorm(Sm90Helper):
         import cutlass.cute as cute
         from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 
-        from w4gemm.kernels.rms_norm.kernel import RmsNormKernel
+        from w4gemm.kernels.helpers.rms_norm.kernel import RmsNormKernel
 
         kind = HALF_KINDS[self.dtype]
         m, k = cute.sym_int(), cute.sym_int(divisibility=_VECTOR)

@@ -10,7 +10,7 @@ import torch
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import Device
 from w4gemm.jit import Program
-from w4gemm.kernels.helper import HALF_KINDS, Sm90Helper, half_dtype
+from w4gemm.kernels.helpers.base import HALF_KINDS, Sm90Helper, half_dtype
 from w4gemm.packing.block import BLOCK_K
 from w4gemm.packing.codecs import MMA16, codec_for
 
@@ -69,7 +69,7 @@ class WeightQuantize(Sm90Helper):
         import cutlass.cute as cute
         from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 
-        from w4gemm.kernels.weight_quantize.kernel import WeightQuantizeKernel
+        from w4gemm.kernels.helpers.weight_quantize.kernel import WeightQuantizeKernel
 
         format = WeightFormat.parse(self.format)
         codec = codec_for(format, MMA16)
