@@ -32,6 +32,12 @@ CHECKPOINTS = [
     ("qwen2.5-32b", "quark-mxfp4"),
     ("llama-3-8b", "auto-round-int4-g128"),
     ("qwen3-30b-a3b", "auto-round-mxfp4"),
+    ("llama-3-8b", "gptq-int8-g128"),
+    ("llama-3-8b", "gptq-int4-g128-dynamic"),
+    ("llama-3-8b", "ct-int3-g128"),
+    ("llama-3-8b", "ct-int8-g64"),
+    ("llama-3-8b", "ct-e4m3"),
+    ("llama-3-8b", "ct-mxfp8"),
 ]
 
 
@@ -45,6 +51,8 @@ def test_a_tiny_checkpoint_opens_and_keeps_the_size_of_activations(name, format,
     wanted = {"ct-int4-g128-fp8": "int4_g128_e4m3", "ct-nvfp4": "e2m1_g16_e4m3_row", "ct-mxfp4": "e2m1_g32_e8m0"}
     wanted |= {"quark-mxfp4": "e2m1_g32_e8m0", "quark-int4-g128": "int4_g128"}
     wanted |= {"auto-round-mxfp4": "e2m1_g32_e8m0", "auto-round-int4-g128": "int4_g128"}
+    wanted |= {"gptq-int8-g128": "int8_g128", "ct-int3-g128": "int3_g128", "ct-int8-g64": "int8_g64"}
+    wanted |= {"ct-e4m3": "e4m3_col_fp32", "ct-mxfp8": "e4m3_g32_e8m0"}
     if format in wanted:  # as the plugin packs it
         assert {str(layer.format) for layer in read_model(str(tmp_path)).layers} == {wanted[format]}
     for module_name, module in checkpoint.modules.items():
@@ -52,7 +60,7 @@ def test_a_tiny_checkpoint_opens_and_keeps_the_size_of_activations(name, format,
         assert (module.format.group_size, module.activations) == (packing.group_size, activations)
         gain = 4.0 if module_name == "lm_head" else 0.5 if module_name.endswith(("o_proj", "down_proj", "w2")) else 1.0
         w = checkpoint.weight(module_name).dequantize()
-        assert w.std().item() * module.k**0.5 == pytest.approx(gain, rel=0.4 if "mxfp4" in format else 0.1), module_name
+        assert w.std().item() * module.k**0.5 == pytest.approx(gain, rel=0.4 if "mxfp" in format else 0.1), module_name
 
 
 def test_fused_modules_have_their_columns_in_one_order(tmp_path):

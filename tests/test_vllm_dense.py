@@ -7,7 +7,7 @@ import importlib
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields, make_dataclass, replace
 from fractions import Fraction
 from pathlib import Path
@@ -307,8 +307,9 @@ def test_a_layer_is_traced_whole_with_any_number_of_tokens(dense: ModuleType, ca
 OPERATORS = ("add_rms_norm", "add_rms_norm_quantize", "gate_halves", "quantize_activations", "packed_linear")
 
 
-def fused(function: Callable[..., Any], *inputs: torch.Tensor, most: int = 64) -> tuple[Any, list[str]]:
-    """Results of the function compiled for up to ``most`` rows, with the pass, and the names of operators it calls."""
+def fused(function: Callable[..., Any], *inputs: torch.Tensor, most: int | None = 64) -> tuple[Any, list[str]]:
+    """Results of the function compiled for up to ``most`` rows, with the pass, and the names of operators it calls.
+    most: None where vLLM leaves the compilation to PyTorch."""
     from vllm.compilation.passes.inductor_pass import Range, pass_context
 
     from w4gemm.integrations.vllm import fusion
@@ -329,13 +330,17 @@ def fused(function: Callable[..., Any], *inputs: torch.Tensor, most: int = 64) -
     for x in inputs:
         torch._dynamo.mark_dynamic(x, 0) if x.dim() > 1 else None
     backend = aot_autograd(fw_compiler=compiler, decompositions=select_decomp_table())
-    with torch.inference_mode(), pass_context(Range(1, most)):
+    with torch.inference_mode(), nullcontext() if most is None else pass_context(Range(1, most)):
         return torch.compile(function, backend=backend, fullgraph=True)(*inputs), called
 
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["W4A16", "W4A8"])
-@pytest.mark.parametrize(("dtype", "most"), [(torch.bfloat16, 64), (torch.float16, 64), (torch.bfloat16, 8192)])
-def test_what_lies_between_products_is_fused(dense: ModuleType, dtype: torch.dtype, most: int, fp8: bool) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "most"), [(torch.bfloat16, 64), (torch.float16, 64), (torch.bfloat16, 8192), (torch.bfloat16, None)]
+)
+def test_what_lies_between_products_is_fused(
+    dense: ModuleType, dtype: torch.dtype, most: int | None, fp8: bool
+) -> None:
     kernel, layer, _ = make(Case("ct" if fp8 else "gptq", fp8=fp8, dtype=dtype))
     kernel.process_weights_after_loading(layer)
 
@@ -353,7 +358,7 @@ def test_what_lies_between_products_is_fused(dense: ModuleType, dtype: torch.dty
     small = ("quantize_activations", "add_rms_norm_quantize", "quantize_activations")
     if not fp8:
         small = ("", "add_rms_norm", "gate_halves")
-    if most > 64:
+    if most is None or most > 64:
         small = ("quantize_activations", "", "quantize_activations") if fp8 else ("", "", "")
     assert called == [name for each in small for name in (each, "packed_linear") if name]
     for d, wanted in zip(found, piece(*inputs), strict=True):

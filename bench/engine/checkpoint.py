@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from bench.engine.gguf import write_gguf
 from bench.engine.models import Model
 from bench.engine.packing import DTYPE, Numbers, Packing, Tensor
 from safetensors.torch import save_file
@@ -167,6 +168,10 @@ def write_once(model: Model, packing: Packing, folder: Path) -> None:
     """Write a checkpoint, if it is not there."""
     done = folder / "complete"
     if done.exists():
+        return
+    if packing.method == "gguf-q4_k_m":
+        write_gguf(model, folder)
+        done.touch()
         return
     start, size = time.monotonic(), sum(tensor.nbytes for tensor in tensors_of(model, packing))
     write(model, packing, folder)

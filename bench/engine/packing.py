@@ -1,4 +1,4 @@
-"""Formats of 4-bit checkpoints: :class:`Packing`, the tensors and the config that a format's producers write."""
+"""Formats of quantized checkpoints: :class:`Packing`, the tensors and the config that a format's producers write."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from typing import Any, Literal, NamedTuple
 import torch
 from bench.engine.models import Matrix, Model, Module, Stack
 
+from w4gemm.core.formats import PER_COLUMN
+
 DTYPE = torch.bfloat16
 """That of models."""
-SYMMETRIC_WORD = 0x77777777
-"""GPTQ stores the zero point of symmetric codes, 8, as 7."""
-_RMS = {"symmetric": 4.18, "asymmetric": 6.52, "signed": 4.64, "e2m1": 2.93}
+ZERO_WORDS = {4: 0x77777777, 8: 0x7F7F7F7F}
+"""Zero points of symmetric codes by bits: GPTQ stores 8 as 7, and 128 as 127."""
+_RMS = {"symmetric": 4.18, "asymmetric": 6.52, "signed": 4.64, "e2m1": 2.93, "e4m3": 16.0, "int3": 2.35, "int8": 73.9}
 """Root mean square of random codes: u - 8, where a u of 0 became 8; u - z; two's complements; the 16 numbers of
-e2m1."""
+e2m1; normal numbers that are rounded to e4m3; u - 4 and u - 128."""
 
 
 _NVFP4_SCALE = 64.0
@@ -46,17 +48,20 @@ class Tensor(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-_OPTIONS = {"fp8": "ct", "act": "gptq", "head": "gptq"}
+_OPTIONS = {"fp8": "ct", "act": "gptq", "head": "gptq", "dynamic": "gptq"}
 """The method of int4 that may be followed by each option."""
+_WIDE = ("q_proj", "down_proj")
+"""Modules of 8 bits where the others have 4: a part of a merged layer, and a whole one."""
 _FLOATS = {
     f"{method}-{element}{f'-{option}' if option else ''}": (method, element, option)
     for method, element, option in (
-        *(("ct", "nvfp4", ""), ("ct", "nvfp4", "a16"), ("ct", "mxfp4", "")),
+        *(("ct", "nvfp4", ""), ("ct", "nvfp4", "a16"), ("ct", "mxfp4", ""), ("ct", "e4m3", ""), ("ct", "mxfp8", "")),
         *(("modelopt", "nvfp4", ""), ("modelopt", "nvfp4", "a16")),
         *(("quark", "nvfp4", ""), ("quark", "mxfp4", ""), ("auto-round", "mxfp4", "")),
     )
 }
-"""Method, element and option of formats of 4-bit floats, by name."""
+"""Method, element and option of formats of floats, by name."""
+_GROUPS = {"nvfp4": 16, "mxfp4": 32, "mxfp8": 32, "e4m3": PER_COLUMN}
 
 
 @dataclass(frozen=True)
@@ -64,16 +69,16 @@ class Packing:
     """Format of a checkpoint.
 
     Attributes:
-        element: of the weights; 4-bit floats have a group size of their own.
+        element: of the weights; floats have a group size of their own.
         option: "fp8" if the engine quantizes activations to e4m3 for each token, as compressed-tensors' W4AFP8 wants;
-            "act" for columns in act-order (desc_act); "head" for an lm_head in 4 bits; "a16" for NVFP4 whose config
-            wants 16-bit activations.
+            "act" for columns in act-order (desc_act); "head" for an lm_head in 4 bits; "dynamic" for 8 bits of some
+            modules; "a16" for NVFP4 whose config wants 16-bit activations.
     """
 
-    method: Literal["gptq", "auto-round", "awq", "ct", "modelopt", "quark", "mxfp4", "bf16"]
+    method: Literal["gptq", "auto-round", "awq", "ct", "modelopt", "quark", "mxfp4", "gguf-q4_k_m", "bf16"]
     group_size: int = 0
-    element: Literal["int4", "nvfp4", "mxfp4"] = "int4"
-    option: Literal["", "fp8", "act", "head", "a16"] = ""
+    element: Literal["int3", "int4", "int8", "nvfp4", "mxfp4", "e4m3", "mxfp8"] = "int4"
+    option: Literal["", "fp8", "act", "head", "dynamic", "a16"] = ""
 
     @classmethod
     def parse(cls, text: str) -> Packing:
@@ -82,25 +87,33 @@ class Packing:
         Raises:
             ValueError: if there is none.
         """
-        if text in ("mxfp4", "bf16"):
+        if text in ("mxfp4", "gguf-q4_k_m", "bf16"):
             return cls(text)  # type: ignore[arg-type]
         if text in _FLOATS:
             method, element, option = _FLOATS[text]
-            return cls(method, 16 if element == "nvfp4" else 32, element, option)  # type: ignore[arg-type]
+            return cls(method, _GROUPS[element], element, option)  # type: ignore[arg-type]
+        if match := re.fullmatch(r"(gptq(?=-int8)|ct)-(int[38])-g(32|64|128)", text):
+            return cls(match[1], int(match[3]), match[2])  # type: ignore[arg-type]
         match = re.fullmatch(rf"(gptq|auto-round|awq|ct|quark)-int4-g(32|64|128)(?:-({'|'.join(_OPTIONS)}))?", text)
         if not match or (match[3] and match[1] != _OPTIONS[match[3]]):
             options = ", ".join(f"{method}-int4-g128-{option}" for option, method in _OPTIONS.items())
             raise ValueError(
                 "format: wanted gptq-int4-g128, auto-round-int4-g128, awq-int4-g128, ct-int4-g128, quark-int4-g128, "
-                f"{options} (or g32, g64), {', '.join(_FLOATS)}, mxfp4 or bf16, got {text!r}"
+                f"gptq-int8-g128, ct-int3-g128, {options} (or g32, g64), {', '.join(_FLOATS)}, mxfp4, gguf-q4_k_m "
+                f"or bf16, got {text!r}"
             )
         return cls(match[1], int(match[2]), option=match[3] or "")  # type: ignore[arg-type]
 
     def __str__(self) -> str:
         if not self.group_size:
             return self.method
-        numbers = f"int4-g{self.group_size}" if self.element == "int4" else self.element
+        numbers = f"{self.element}-g{self.group_size}" if self.bits else self.element
         return f"{self.method}-{numbers}" + (f"-{self.option}" if self.option else "")
+
+    @property
+    def bits(self) -> int:
+        """Bits of integers; 0 for floats."""
+        return int(self.element.removeprefix("int")) if self.element.startswith("int") else 0
 
     def refusal(self, model: Model) -> str:
         """Return why there are no such checkpoints of a model, or the empty string."""
@@ -120,8 +133,10 @@ class Packing:
         if self.method == "gptq":
             quantized = [re.sub(r"experts\.\d+\.", "experts.0.", m.name) for m in inner if m.quantized]
             quantized += ["lm_head"] if self.option == "head" else []
-            config = {"quant_method": "gptq", "bits": 4, "group_size": self.group_size, "sym": True}
+            config = {"quant_method": "gptq", "bits": self.bits, "group_size": self.group_size, "sym": True}
             config |= {"desc_act": self.option == "act", "lm_head": self.option == "head"}
+            if self.option == "dynamic":
+                config["dynamic"] = {rf"+:.*\.({'|'.join(_WIDE)})$": {"bits": 8}}
             return {**config, "modules_in_block_to_quantize": [list(dict.fromkeys(quantized))]}
         if self.method == "awq":
             config = {"quant_method": "awq", "bits": 4, "group_size": self.group_size, "zero_point": True}
@@ -163,9 +178,15 @@ class Packing:
         }
 
     def _compressed_tensors(self, dense: list[str]) -> dict[str, Any]:
-        format = "pack-quantized" if self.element == "int4" else f"{self.element}-pack-quantized"
-        kind = {"num_bits": 4, "type": "int" if self.element == "int4" else "float", "symmetric": True}
+        format = {"e4m3": "float-quantized", "mxfp8": "mxfp8-quantized"}.get(self.element)
+        format = format or ("pack-quantized" if self.bits else f"{self.element}-pack-quantized")
+        bits = self.bits or (8 if self.element in ("e4m3", "mxfp8") else 4)
+        kind = {"num_bits": bits, "type": "int" if self.bits else "float", "symmetric": True}
         kind |= {"strategy": "tensor_group" if self.element == "nvfp4" else "group", "group_size": self.group_size}
+        if self.element == "e4m3":
+            kind |= {"strategy": "channel", "group_size": None}
+        if self.element == "mxfp8":
+            kind["scale_dtype"] = "torch.uint8"
         activations: dict[str, Any] | None = None
         if self.option == "fp8":
             activations = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
@@ -198,24 +219,34 @@ class Packing:
             yield Tensor(module.name, dtype, module.shape, numbers)
 
     def _quantized(self, module: Matrix) -> Iterator[Tensor]:
-        if self.method == "gptq" or (self.method == "auto-round" and self.element == "int4"):
-            return _gptq(module, self.group_size, act_order=self.option == "act")
+        if self.method == "gptq" or (self.method == "auto-round" and self.bits):
+            wide = self.option == "dynamic" and module.name.endswith(_WIDE)
+            return _gptq(module, self.group_size, 8 if wide else self.bits, act_order=self.option == "act")
         if self.method == "awq":
             return _awq(module, self.group_size)
         if self.method == "quark" and self.element == "int4":
             return _quark_integers(module, self.group_size)
-        return _compressed(module, self.group_size) if self.element == "int4" else _floats(module, self)
+        if self.bits:
+            return _compressed(module, self.group_size, self.bits)
+        return (_bytes if self.element in ("e4m3", "mxfp8") else _floats)(module, self)
 
 
 def _scale(module: Matrix, codes: str) -> Numbers:
     return Numbers("uniform", module.gain * module.k**-0.5 / _RMS[codes])
 
 
-def _gptq(module: Matrix, group_size: int, act_order: bool) -> Iterator[Tensor]:
+def _codes(bits: int) -> tuple[Numbers, str]:
+    """Return how codes of symmetric integers are drawn, and the name of what they stand for."""
+    return (Numbers("balanced"), "symmetric") if bits == 4 else (Numbers("codes"), f"int{bits}")
+
+
+def _gptq(module: Matrix, group_size: int, bits: int, act_order: bool) -> Iterator[Tensor]:
     name, n, k = module.name, module.n, module.k
-    yield Tensor(f"{name}.qweight", torch.int32, (k // 8, n), Numbers("balanced"))
-    yield Tensor(f"{name}.qzeros", torch.int32, (k // group_size, n // 8), Numbers("constant", SYMMETRIC_WORD))
-    yield Tensor(f"{name}.scales", DTYPE, (k // group_size, n), _scale(module, "symmetric"))
+    codes, numbers = _codes(bits)
+    zero = Numbers("constant", ZERO_WORDS[bits])
+    yield Tensor(f"{name}.qweight", torch.int32, (k * bits // 32, n), codes)
+    yield Tensor(f"{name}.qzeros", torch.int32, (k // group_size, n * bits // 32), zero)
+    yield Tensor(f"{name}.scales", DTYPE, (k // group_size, n), _scale(module, numbers))
     yield Tensor(f"{name}.g_idx", torch.int32, (k,), Numbers("shuffled" if act_order else "groups", group_size))
 
 
@@ -226,11 +257,23 @@ def _awq(module: Matrix, group_size: int) -> Iterator[Tensor]:
     yield Tensor(f"{name}.scales", DTYPE, (k // group_size, n), _scale(module, "asymmetric"))
 
 
-def _compressed(module: Matrix, group_size: int) -> Iterator[Tensor]:
+def _compressed(module: Matrix, group_size: int, bits: int) -> Iterator[Tensor]:
     name, n, k = module.name, module.n, module.k
-    yield Tensor(f"{name}.weight_packed", torch.int32, (n, k // 8), Numbers("balanced"))
-    yield Tensor(f"{name}.weight_scale", DTYPE, (n, k // group_size), _scale(module, "symmetric"))
+    codes, numbers = _codes(bits)
+    yield Tensor(f"{name}.weight_packed", torch.int32, (n, k * bits // 32), codes)
+    yield Tensor(f"{name}.weight_scale", DTYPE, (n, k // group_size), _scale(module, numbers))
     yield Tensor(f"{name}.weight_shape", torch.int64, (2,), Numbers("numbers", numbers=(n, k)))
+
+
+def _bytes(module: Matrix, packing: Packing) -> Iterator[Tensor]:
+    """e4m3 with a scale for each row, or a power of two for 32 columns."""
+    name, n, k = module.name, module.n, module.k
+    yield Tensor(f"{name}.weight", torch.float8_e4m3fn, (n, k), Numbers("normal", _RMS["e4m3"]))
+    if packing.element == "e4m3":
+        yield Tensor(f"{name}.weight_scale", DTYPE, (n, 1), _scale(module, "e4m3"))
+    else:
+        exponent = 127 + round(math.log2(module.gain * k**-0.5 / _RMS["e4m3"]))
+        yield Tensor(f"{name}.weight_scale", torch.uint8, (n, k // 32), Numbers("exponents", exponent))
 
 
 def _quark_integers(module: Matrix, group_size: int) -> Iterator[Tensor]:

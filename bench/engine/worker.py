@@ -77,6 +77,8 @@ def kernels_of(model: Any) -> dict[str, dict[str, int]]:
         method = getattr(module, "quant_method", None)
         if method is None or type(method).__name__.startswith("Unquantized") or "KVCache" in type(method).__name__:
             continue
+        if type(module).__name__ == "VocabParallelEmbedding":  # of GGUF: its rows are looked up
+            continue
         experts = type(module).__name__ == "RoutedExperts" or "MoE" in type(method).__name__
         counts["experts" if experts else "linear"][_qualified(_multiplier(module, method))] += 1
     return {kind: dict(classes) for kind, classes in counts.items()}
@@ -84,15 +86,16 @@ def kernels_of(model: Any) -> dict[str, dict[str, int]]:
 
 def _multiplier(module: Any, method: Any) -> Any:
     """Return the object that multiplies: of experts the modular kernel's, of a linear layer the scheme's or method's
-    kernel; the method itself if it has none."""
+    kernel; if it has none, the object whose method ``apply`` is, which is the layer's method itself by default."""
     kernel = getattr(method, "moe_kernel", None)
     if kernel is not None:
         kernel = getattr(kernel, "impl", kernel)
         return getattr(kernel, "fused_experts", kernel)
     for owner in (method, getattr(module, "scheme", None)):
-        if (kernel := getattr(owner, "kernel", None)) is not None:
-            return kernel
-    return method
+        for name in ("kernel", "linear_kernel"):
+            if (kernel := getattr(owner, name, None)) is not None:
+                return kernel
+    return getattr(getattr(method, "apply", None), "__self__", method)
 
 
 def _qualified(thing: Any) -> str:

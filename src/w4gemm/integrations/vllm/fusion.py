@@ -71,10 +71,14 @@ def install() -> None:
 
 
 def fuse(graph: fx.Graph) -> int:
-    """Make the replacements in a graph of ATen operators and of vLLM's own; return how many."""
+    """Make the replacements in a graph of ATen operators and of vLLM's own; return how many. In the modes in which
+    PyTorch compiles one graph for all numbers of tokens, vLLM says none: then those for many."""
     from vllm.compilation.passes.inductor_pass import get_pass_context
 
-    few = get_pass_context().compile_range.end <= _FEW
+    try:
+        few = get_pass_context().compile_range.end <= _FEW
+    except AssertionError:
+        few = False
     return sum(each.apply(graph) for each in _passes()[few])
 
 

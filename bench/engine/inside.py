@@ -1,0 +1,203 @@
+"""Layers of a vLLM engine in this process: their errors, new weights for them, and their times. See pair.py."""
+
+from __future__ import annotations
+
+import functools
+import re
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench.engine.models import Matrix, Model
+from bench.rows import Row
+
+import w4gemm
+from w4gemm.checkpoints import open_checkpoint
+from w4gemm.tuning.timing import time_graphs
+from w4gemm.weights.weight import QuantizedWeight
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+_STACKS = ("gate_up_proj", "down_proj")
+Layers = dict[int, list[tuple[str, Any]]]
+"""Names and modules by the number of their decoder layer."""
+Products = Callable[[Layers, int], list[Callable[[], object]]]
+"""Calls, each of the products of a decoder layer, for a number of tokens."""
+
+
+def layers_of(model: torch.nn.Module) -> tuple[Layers, Layers]:
+    """Return a model's linear layers between attention and norms, and its layers of experts."""
+    linear, experts = defaultdict(list), defaultdict(list)
+    for name, module in model.named_modules():
+        number = re.search(r"layers\.(\d+)\.", name)
+        if number is None or not hasattr(module, "quant_method") or "w4gemm_shards" in name:
+            continue
+        if type(module).__name__ == "RoutedExperts":
+            experts[int(number[1])].append((name, module))
+        elif name.endswith("_proj"):
+            linear[int(number[1])].append((name, module))
+    return linear, experts
+
+
+def quantized(model: Model) -> dict[str, Matrix]:
+    """Return a model's quantized matrices by their whole names."""
+    matrices = ((i, m) for i in range(model.layers) for m in model.layer(i) if isinstance(m, Matrix) and m.quantized)
+    return {f"model.layers.{i}.{m.name}": m for i, m in matrices}
+
+
+def _all(layers: Layers) -> Iterator[tuple[str, Any]]:
+    return (pair for of_layer in layers.values() for pair in of_layer)
+
+
+def _parts(name: str) -> list[str]:
+    """Return the checkpoint's names of the modules of a linear layer."""
+    parent, _, last = name.rpartition(".")
+    return [f"{parent}.{part}" for part in _FUSED.get(last, (last,))]
+
+
+def _prefix(name: str) -> str:
+    """Return the checkpoint's name of a layer of experts."""
+    return name.removesuffix(".routed_experts")
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+def errors(model: torch.nn.Module, folder: Path) -> Row:
+    """Return the largest relative error of linear layers' products, and of expert layers' results, beside those of the
+    checkpoint's numbers in float32."""
+    checkpoint, largest = open_checkpoint(folder), dict[str, float]()
+    linear, experts = layers_of(model)
+    for kind, layers, results in (("linear_error", linear, _linear), ("experts_error", experts, _experts)):
+        for name, module in _all(layers):
+            parts = _parts(name) if kind == "linear_error" else [f"{_prefix(name)}.{leaf}" for leaf in _STACKS]
+            other = kind == "experts_error" and module.activation.value != "silu"
+            if checkpoint.modules.keys() >= set(parts) and not other:
+                weights = [checkpoint.weight(part).to(DEVICE) for part in parts]
+                result, exact = results(module, weights)
+                error = ((result.float() - exact).norm() / exact.norm()).item()
+                largest[kind] = max(largest.get(kind, 0.0), round(error, 5))
+    return dict(largest)
+
+
+def _linear(module: Any, weights: list[QuantizedWeight]) -> tuple[torch.Tensor, torch.Tensor]:
+    w = torch.cat([part.dequantize(torch.float32) for part in weights])
+    x = torch.randn(16, w.shape[1], device=DEVICE).bfloat16()
+    return module.quant_method.apply(module, x), x.float() @ w.T
+
+
+def _experts(module: Any, weights: list[QuantizedWeight]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of two tokens with two experts each."""
+    gate_up, down = weights
+    x = torch.randn(2, module.hidden_size, device=DEVICE).bfloat16()
+    ids = torch.tensor([[0, 3], [gate_up.experts - 1, 3]], dtype=torch.int32, device=DEVICE)
+    scores = torch.tensor([[0.75, 0.25], [0.5, 0.5]], device=DEVICE)
+    exact = torch.zeros(x.shape, device=DEVICE)
+    for token, choice in ((token, choice) for token in range(2) for choice in range(2)):
+        first, last = (w.expert(int(ids[token, choice])).dequantize(torch.float32) for w in (gate_up, down))
+        gate, up = (first @ x[token].float()).view(-1, 2).T
+        exact[token] += scores[token, choice] * (last @ (torch.nn.functional.silu(gate) * up))
+    return module.forward_modular(x, scores, ids), exact
+
+
+# --- new weights for the engine in use --------------------------------------------------------------------------------
+
+
+def update(llm: Any, model: torch.nn.Module, matrices: dict[str, Matrix], by_reload: bool, seed: int) -> Row:
+    """Send dense weights of all quantized matrices to the running engine, by ``load_weights`` or ``reload_weights``;
+    return the seconds, and whether the packed bits are those of ``quantize``."""
+    g = torch.Generator(DEVICE).manual_seed(seed)
+    dense = {
+        name: (torch.randn(m.n, m.k, device=DEVICE, generator=g) * m.gain * m.k**-0.5).bfloat16()
+        for name, m in matrices.items()
+    }
+    send = ((f"{name}.weight", t) for name, t in dense.items())
+    _wait()
+    start = time.perf_counter()
+    if by_reload:
+        llm.collective_rpc("reload_weights", kwargs={"weights_iterator": send})
+    else:
+        model.load_weights(send)  # type: ignore[operator]
+    _wait()
+    seconds = time.perf_counter() - start
+    return {"seconds": seconds, "equal": all(_is_fresh(w, rows) for w, rows in _packed(model, dense))}
+
+
+def _wait() -> None:
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
+def _packed(model: torch.nn.Module, dense: dict[str, torch.Tensor]) -> Iterator[tuple[QuantizedWeight, torch.Tensor]]:
+    """Generate packed weights, and what they were made of; of experts three."""
+    from w4gemm.integrations.vllm.linear_kernel import LinearKernel
+
+    linear, experts = layers_of(model)
+    for name, module in _all(linear):
+        if name.endswith("_proj") and (parts := _parts(name))[0] in dense:
+            owners = filter(None, (module.quant_method, getattr(module, "scheme", None)))
+            values = (value for owner in owners for value in vars(owner).values())
+            kernel = next(value for value in values if isinstance(value, LinearKernel))
+            tensors = module._parameters | module._buffers
+            yield kernel.weight(tensors), torch.cat([dense[part] for part in parts])
+    for name, module in _all(experts):
+        gate_up, down = (product.weight for product in module.quant_method.products)
+        for e in (0, 1, gate_up.experts - 1):
+            gate, up, last = (dense[f"{_prefix(name)}.{e}.{leaf}_proj"] for leaf in ("gate", "up", "down"))
+            yield gate_up.expert(e), torch.stack((gate, up), 1).flatten(0, 1)
+            yield down.expert(e), last
+
+
+def _is_fresh(w: QuantizedWeight, dense: torch.Tensor) -> bool:
+    made = w4gemm.quantize(dense if w.perm is None else dense[:, w.perm], w.format).repack(w.layout)
+    pairs = zip(w.tensors, made.tensors, strict=True)
+    return all(torch.equal(a.data.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
+
+
+# --- times ------------------------------------------------------------------------------------------------------------
+
+
+def timed(models: dict[str, torch.nn.Module], tokens: Sequence[int]) -> Iterator[Row]:
+    """Time the layers of several models by turns; generate a row for each kind of layer, number of tokens and model."""
+    from vllm.v1.worker import workspace
+
+    if workspace.is_workspace_manager_initialized():
+        workspace.unlock_workspace()
+    kinds = [layers_of(model) for model in models.values()]
+    products: Products
+    for kind, (phase, products) in enumerate((("linear", _linear_products), ("experts", _expert_products))):
+        for m in tokens if kinds[0][kind] else ():
+            times = time_graphs([products(layers[kind], m) for layers in kinds], replays=15)
+            for name, t in zip(models, times, strict=True):
+                us = {"us": t.p50, "us_p20": t.p20, "us_p80": t.p80}
+                yield {"phase": phase, "batch": m, "impl": name, **{p: round(each, 2) for p, each in us.items()}}
+
+
+def _linear_products(layers: Layers, m: int) -> list[Callable[[], object]]:
+    columns = {module.input_size for _, module in _all(layers)}
+    xs = {k: torch.randn(m, k, device=DEVICE).bfloat16() for k in columns}
+
+    def call(modules: list[tuple[str, Any]]) -> None:
+        for _, module in modules:
+            module.quant_method.apply(module, xs[module.input_size])
+
+    return [lambda modules=modules: call(modules) for modules in layers.values()]  # type: ignore[misc]
+
+
+def _expert_products(layers: Layers, m: int) -> list[Callable[[], object]]:
+    """Several calls of each layer: few tokens choose few experts, whose weights would stay in L2."""
+    calls: list[Callable[[], object]] = []
+    for draw in range(24 if m <= 4 else 12 if m <= 16 else 4):
+        for _, module in _all(layers):
+            g = torch.Generator(DEVICE).manual_seed(draw)
+            x = torch.randn(m, module.hidden_size, device=DEVICE, generator=g).bfloat16()
+            scores = torch.rand(m, module.global_num_experts, device=DEVICE, generator=g)
+            weights, ids = scores.topk(module.top_k)
+            call = functools.partial(module.forward_modular, x, weights, ids.int())
+            if module.quant_method.is_monolithic:
+                call = functools.partial(module.forward_monolithic, x, scores.bfloat16())
+            calls.append(call)
+    return calls

@@ -1,0 +1,285 @@
+"""vLLM with w4gemm and without, in one process: ``python -m bench.engine.pair --model llama-3-8b=ct-e4m3 --layers 2``.
+
+A checkpoint of random numbers is served twice. The answers of both engines to the same prompts are compared, and each
+layer's product with the checkpoint's numbers. Then the layers of both, as vLLM calls them, are timed by turns in CUDA
+graphs, without attention, norms and the host. ``--updates`` first sends dense weights to the running engine.
+
+Rows go to bench/results/engine.jsonl, with ``phase`` "start", "updates", "answers", and "linear" or "experts", whose
+``us`` is the time of a decoder layer's products for ``batch`` tokens. Needs vLLM and a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import random
+import shutil
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from bench.engine import inside
+from bench.engine.checkpoint import write_once
+from bench.engine.gguf import FILE
+from bench.engine.implementations import DEFAULT, OURS, Implementation, known_as
+from bench.engine.launch import RESULTS, plugin_metadata, work_folder
+from bench.engine.models import Model
+from bench.engine.options import add_models, pairs_of
+from bench.engine.rows import equal_prefix
+from bench.engine.worker import kernels_of
+from bench.options import add_out, counts, typed
+from bench.rows import Row
+from safetensors.torch import save_file
+
+import w4gemm
+from w4gemm.checkpoints import open_checkpoint
+from w4gemm.checkpoints.hugging_face import SafetensorsFolder
+from w4gemm.console.progress import say
+from w4gemm.tuning import record
+
+DENSE = "dense"
+"""Stands for an engine that serves the checkpoint's numbers in bf16."""
+_PROMPTS, _TOKENS_IN, _TOKENS_OUT, _LONGEST = 8, 64, 32, 2304
+
+
+class Answers(NamedTuple):
+    """Greedy tokens of each prompt, their log probabilities and, without an adapter, those of the prompt's tokens."""
+
+    tokens: list[list[int]]
+    logprobs: list[list[float]]
+    prompts: list[list[float]]
+
+
+class Engine:
+    """vLLM in this process.
+
+    Args:
+        kernels: a name of an :class:`Implementation`, or "dense" for none.
+    """
+
+    def __init__(self, model: Model, folder: Path, kernels: str, args: argparse.Namespace) -> None:
+        from vllm import LLM
+
+        os.environ["W4GEMM_VLLM"] = "on" if kernels == OURS else "off"
+        own = {} if kernels == DENSE else Implementation.parse(kernels).engine_arguments(model)
+        if (folder / FILE).exists():
+            own = {**own, "hf_config_path": str(folder)}
+        graphs: Row = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]}
+        if not (kernels == OURS and args.compile):
+            graphs |= {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+        lora = {"enable_lora": True, "max_lora_rank": 8} if args.lora else {}
+        begun = time.perf_counter()
+        self.llm = LLM(
+            model=str(dense_folder(folder) if kernels == DENSE else served(folder)),
+            dtype="bfloat16",
+            max_model_len=_LONGEST,
+            max_num_batched_tokens=_LONGEST,
+            max_num_seqs=64,
+            kv_cache_memory_bytes=1 << 28,
+            gpu_memory_utilization=0.02,  # other engines may share the GPU
+            enable_prefix_caching=False,
+            skip_tokenizer_init=True,
+            seed=0,
+            compilation_config=graphs,
+            **own,
+            **lora,
+        )
+        self.seconds = time.perf_counter() - begun
+        self.model: Any = self.llm.collective_rpc(lambda worker: worker.model_runner.get_model())[0]
+        names = {known_as(cls) for classes in kernels_of(self.model).values() for cls in classes}
+        self.name = "+".join(sorted(names)) or DENSE
+
+    def answer(self, prompts: list[list[int]], adapter: Any = None) -> Answers:
+        """Return greedy answers; every other request has the adapter, if there is one."""
+        from vllm import SamplingParams
+
+        asked: Row = {"temperature": 0.0, "max_tokens": _TOKENS_OUT, "ignore_eos": True, "detokenize": False}
+        params = SamplingParams(**asked, logprobs=1, prompt_logprobs=1 if adapter is None else None)
+        adapters = None if adapter is None else [adapter if i % 2 else None for i in range(len(prompts))]
+        requests = [{"prompt_token_ids": prompt} for prompt in prompts]
+        done = self.llm.generate(requests, params, use_tqdm=False, lora_request=adapters)
+        answers = Answers([], [], [])
+        for prompt, request in zip(prompts, done, strict=True):
+            out: Any = request.outputs[0]
+            answers.tokens.append(list(out.token_ids))
+            answers.logprobs.append([at[t].logprob for t, at in zip(out.token_ids, out.logprobs, strict=True)])
+            if adapter is None:
+                behind_first: Any = zip(prompt[1:], request.prompt_logprobs[1:], strict=True)
+                answers.prompts.append([at[t].logprob for t, at in behind_first])
+        return answers
+
+
+def served(folder: Path) -> Path:
+    """Return the file or folder that an engine loads."""
+    return file if (file := folder / FILE).exists() else folder
+
+
+def dense_folder(folder: Path) -> Path:
+    """Write a checkpoint's numbers in bf16, and return the folder."""
+    dense = folder.with_name(f"{folder.name}-dense")
+    if dense.exists():
+        return dense
+    checkpoint, stored, tensors = open_checkpoint(folder), SafetensorsFolder(folder), dict[str, torch.Tensor]()
+    for name, module in checkpoint.modules.items():
+        w = checkpoint.weight(name).dequantize(torch.bfloat16)
+        parent, _, last = name.rpartition(".")
+        halves = {"gate_proj": w[..., ::2, :], "up_proj": w[..., 1::2, :]} if module.interleaved else {last: w}
+        for leaf, each in halves.items():
+            places = [f"{parent}.{e}" for e in range(module.experts)] or [parent]
+            for place, rows in zip(places, each.view(-1, *each.shape[-2:]), strict=True):
+                tensors[f"{place}.{leaf}.weight"] = rows.contiguous()
+    own = {name.rpartition(".")[0] for name in tensors}
+    kept = (name for name in stored.tensors if name.rpartition(".")[0] not in own)
+    tensors |= {name: stored.tensor(name) for name in kept}
+    shutil.copytree(folder, dense, ignore=shutil.ignore_patterns("*.safetensors*", "complete", "config.json"))
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("quantization_config")
+    (dense / "config.json").write_text(json.dumps(config))
+    save_file(tensors, dense / "model.safetensors", metadata={"format": "pt"})
+    return dense
+
+
+def adapter_for(model: Model, folder: Path) -> Any:
+    """Write a LoRA adapter of random numbers for all quantized matrices, and return vLLM's request for it."""
+    from vllm.lora.request import LoRARequest
+
+    g, rank, tensors, matrices = torch.Generator().manual_seed(3), 8, {}, inside.quantized(model)
+    for name, m in matrices.items():
+        a, b = torch.randn(rank, m.k, generator=g) * m.k**-0.5, torch.randn(m.n, rank, generator=g) * rank**-0.5
+        tensors |= {f"base_model.model.{name}.lora_A.weight": a.bfloat16()}
+        tensors |= {f"base_model.model.{name}.lora_B.weight": (b * 0.3 * m.gain).bfloat16()}
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    leaves = sorted({name.rpartition(".")[2] for name in matrices})
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": model.name, "bias": "none"}
+    config |= {"r": rank, "lora_alpha": rank, "target_modules": leaves}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return LoRARequest("adapter", 1, str(folder))
+
+
+def compared(ours: Answers, others: Answers) -> Row:
+    """Return how far two engines' answers agree. ``logprobs``: mean difference of the log probabilities of greedy
+    tokens, up to the first token that differs; ``prompt_logprobs``: of the prompts' tokens."""
+    prefixes = [equal_prefix(a, b) for a, b in zip(ours.tokens, others.tokens, strict=True)]
+    pairs = zip(ours.logprobs, others.logprobs, prefixes, strict=True)
+    greedy = [abs(x - y) for a, b, end in pairs for x, y in zip(a[:end], b[:end], strict=True)]
+    prompt = [abs(x - y) for a, b in zip(ours.prompts, others.prompts, strict=True) for x, y in zip(a, b, strict=True)]
+    numbers = {"logprobs": statistics.mean(greedy or [0.0])}
+    if prompt:
+        numbers |= {"prompt_logprobs": statistics.mean(prompt), "prompt_logprobs_most": max(prompt)}
+        numbers |= {"prompt_logprobs_spread": statistics.pstdev([x for a in others.prompts for x in a])}
+    rounded = {name: round(number, 5) for name, number in numbers.items()}
+    return {"equal_prefix": statistics.mean(prefixes), "equal_first": sum(map(bool, prefixes)), **rounded}
+
+
+def updated(engine: Engine, model: Model, folder: Path, prompts: list[list[int]], count: int) -> Row:
+    """Return what ``count`` updates with dense weights took, by ``load_weights`` and ``reload_weights`` by turns, and
+    whether bits, addresses and answers are as they must be, also with the checkpoint's weights at the end."""
+
+    def addresses() -> list[int]:
+        return [p.data_ptr() for p in engine.model.parameters() if p.numel()]
+
+    before, places, matrices = engine.answer(prompts), addresses(), inside.quantized(model)
+    rows, change = [], True
+    for i in range(count):
+        rows.append(inside.update(engine.llm, engine.model, matrices, i % 2 == 1, i))
+        change &= engine.answer(prompts).tokens != before.tokens
+    engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
+    row = {"seconds": [round(row["seconds"], 4) for row in rows], "bits_equal": all(row["equal"] for row in rows)}
+    row |= {"same_addresses": places == addresses(), "answers_change": change}
+    return {"phase": "updates", "tensors": len(matrices), **row, "answers_back": engine.answer(prompts) == before}
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser("python -m bench.engine.pair", description=(__doc__ or "").partition("\n\n")[0])
+    add_models(p)
+    p.add_argument("--against", nargs="+", default=[DEFAULT, DENSE], metavar="IMPL", help="the first that starts of "
+                   "implementations of bench.engine, and dense (default: %(default)s)")  # fmt: skip
+    p.add_argument("--vocabulary", type=int, default=4096, metavar="N", help="words of each model (%(default)s)")
+    p.add_argument("--tokens", type=typed(counts), default="1,8,64,2048", help="of timed products (%(default)s)")
+    p.add_argument("--fp8", action="store_true", help="w4gemm multiplies 4-bit floats by fp8")
+    p.add_argument("--compile", action="store_true", help="the engine with w4gemm compiles, as vLLM does by default")
+    p.add_argument("--updates", type=int, default=0, metavar="N", help="updates of all weights")
+    p.add_argument("--lora", action="store_true", help="every other request has a LoRA adapter; nothing is timed")
+    p.add_argument("--hold", type=Path, metavar="FILE", help="time layers only when this file appears")
+    p.add_argument("--work", type=Path, metavar="DIR", help="models, kept (default: a temporary folder)")
+    add_out(p, RESULTS)
+    return p
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parser().parse_args(argv)
+    (model, packing), *more = (pair for text in args.model for pair in pairs_of(text, [], args))
+    if more:
+        parser().error(f"--model: wanted one, got {args.model}")
+    model = replace(model, config={**model.config, "vocab_size": args.vocabulary})
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    if args.fp8:
+        os.environ |= {"W4GEMM_NVFP4": "fp8", "W4GEMM_MXFP4": "fp8"}
+    facts, mode = record.facts(), "layer" + "+fp8" * args.fp8 + "+lora" * args.lora
+    common = {"kind": "engine", "run": record.run_name(facts), "engine": "vllm", "model": model.name}
+    common |= {"format": str(packing), "dtype": "bfloat16", "gpus": 1, "mode": mode}
+    with work_folder(args.work) as work:
+        if plugin := plugin_metadata(work / "plugin"):
+            sys.path.insert(0, str(plugin))
+        folder = work / "models" / f"{model.name}-{packing}"
+        write_once(model, packing, folder)
+        for row in rows_of(model, folder, args):
+            say(f"{folder.name}: {row}")
+            record.append(args.out, common | row | facts)
+
+
+def rows_of(model: Model, folder: Path, args: argparse.Namespace) -> Iterator[Row]:
+    """Serve a checkpoint with w4gemm and without; generate the rows of what was seen.
+
+    Raises:
+        ValueError: if w4gemm did not take over the layers.
+    """
+    import vllm
+
+    adapter = adapter_for(model, folder.with_name(f"{folder.name}-lora")) if args.lora else None
+    rng = random.Random(1)
+    prompts = [rng.choices(range(4, model.vocabulary), k=_TOKENS_IN) for _ in range(_PROMPTS)]
+    ours = Engine(model, folder, OURS, args)
+    if ours.name != OURS:
+        raise ValueError(f"asked for {OURS}, but the layers got {ours.name}")
+    version = {"engine_version": vllm.__version__, "impl_version": w4gemm.__version__}
+    own = {"impl": OURS, **version, "chosen": False}
+    answers = ours.answer(prompts, adapter)
+    errors = {} if args.lora else inside.errors(ours.model, served(folder))
+    yield own | {"phase": "start", "seconds": round(ours.seconds, 1), **errors}
+    if args.updates:
+        yield own | updated(ours, model, folder, prompts, args.updates)
+    torch.cuda.empty_cache()
+    others: Engine | None = None
+    for kernels in args.against:
+        try:
+            others = Engine(model, folder, kernels, args)
+            row = compared(answers, others.answer(prompts, adapter))
+            row |= {"phase": "answers", "same_tokens_as": others.name, "tokens_out": _TOKENS_OUT}
+        except Exception as e:  # whatever vLLM's own kernels lack here
+            others, row = None, {"phase": "failed", "reason": f"{kernels}: {type(e).__name__}: {e}"[:400]}
+        gc.collect()  # an engine that failed ends vLLM's process groups when it goes
+        yield own | row
+        if others is not None:
+            break
+    if args.lora:
+        return
+    if args.hold:
+        say(f"waits for {args.hold}")
+        while not args.hold.exists():
+            time.sleep(0.1)
+    models = {engine.name: engine.model for engine in (ours, others) if engine is not None}
+    for row in inside.timed(models, args.tokens):
+        yield own | row | {"chosen": row["impl"] != OURS and kernels == DEFAULT}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""What bench.engine.pair holds an engine with w4gemm to. Needs no vLLM."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from bench.engine import inside, pair
+from bench.engine.checkpoint import tensors_of, write
+from bench.engine.models import Model, model_named, tiny
+from bench.engine.packing import Packing
+
+from w4gemm.checkpoints import open_checkpoint
+from w4gemm.checkpoints.hugging_face import SafetensorsFolder
+
+
+def written(name: str, format: str, folder) -> Model:
+    model = tiny(model_named(name))
+    write(model, Packing.parse(format), folder)
+    return model
+
+
+def test_a_dense_folder_has_the_numbers_of_a_quantized_one(tmp_path):
+    model = written("qwen3-30b-a3b", "ct-mxfp4", tmp_path / "packed")
+    dense, checkpoint = SafetensorsFolder(pair.dense_folder(tmp_path / "packed")), open_checkpoint(tmp_path / "packed")
+    shapes = {t.name: t.shape for t in tensors_of(model, Packing("bf16"))}
+    assert {name: info.shape for name, info in dense.tensors.items()} == shapes
+    for layer, expert in ((0, 0), (1, 7)):
+        prefix = f"model.layers.{layer}.mlp.experts"
+        w = checkpoint.weight(f"{prefix}.gate_up_proj").expert(expert).dequantize(torch.bfloat16)
+        for half, leaf in enumerate(("gate", "up")):
+            assert torch.equal(dense.tensor(f"{prefix}.{expert}.{leaf}_proj.weight"), w[half::2])
+
+
+class Layer(torch.nn.Module):
+    """A linear layer of vLLM's with a bf16 weight."""
+
+    def __init__(self, w: torch.Tensor) -> None:
+        super().__init__()
+        self.quant_method = SimpleNamespace(apply=lambda layer, x: x @ w.bfloat16().T)
+
+
+def test_errors_are_those_of_the_largest_layer(tmp_path):
+    written("llama-3-8b", "ct-e4m3", tmp_path)
+    checkpoint, model = open_checkpoint(tmp_path), torch.nn.Module()
+    names = [f"model.layers.1.mlp.{leaf}_proj" for leaf in ("gate", "up", "down")]
+    gate, up, down = (checkpoint.weight(name).dequantize() for name in names)
+    model.model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([torch.nn.Module(), torch.nn.Module()])})
+    model.model["layers"][1].mlp = torch.nn.ModuleDict({"gate_up_proj": Layer(torch.cat((gate, up)))})
+    assert 0 < inside.errors(model, tmp_path)["linear_error"] < 0.004
+    model.model["layers"][1].mlp["down_proj"] = Layer(down * 1.1)
+    assert inside.errors(model, tmp_path) == {"linear_error": pytest.approx(0.1, rel=0.05)}
+
+
+def test_answers_are_compared_up_to_the_first_other_token():
+    ours = pair.Answers([[1, 2, 3], [4, 5, 6]], [[-1.0, -2.0, -9.0], [-3.0, 0.0, 0.0]], [[-1.0], [-2.0]])
+    others = pair.Answers([[1, 2, 4], [5, 5, 6]], [[-1.5, -2.5, -1.0], [-4.0, 0.0, 0.0]], [[-1.25], [-2.75]])
+    row = pair.compared(ours, others)
+    assert (row["equal_prefix"], row["equal_first"], row["logprobs"]) == (1.0, 1, 0.5)
+    assert (row["prompt_logprobs"], row["prompt_logprobs_most"]) == (0.5, 0.75)
