@@ -291,7 +291,7 @@ FAULTS = (
     ),
     Fault(
         "a GGUF file may go on behind its tensors",
-        "src/w4gemm/checkpoints/gguf_header.py",
+        "src/w4gemm/checkpoints/gguf/header.py",
         "if file_size > at and tensors:",
         "if False:",
         "tests/test_hostile_folders.py -k goes_on",
@@ -305,14 +305,14 @@ FAULTS = (
     ),
     Fault(
         "GGUF's high nibbles first",
-        "src/w4gemm/checkpoints/gguf_blocks.py",
+        "src/w4gemm/checkpoints/gguf/blocks.py",
         "return torch.cat(fields(bytes, bits), dim=-1).flatten(1)",
         "return torch.cat(fields(bytes, bits)[::-1], dim=-1).flatten(1)",
         "tests/test_gguf.py",
     ),
     Fault(
         "GGUF's rows of q and k stay in llama.cpp's order",
-        "src/w4gemm/checkpoints/gguf.py",
+        "src/w4gemm/checkpoints/gguf/__init__.py",
         'return torch.arange(n, device="cpu").view(heads, -1, 2).transpose(1, 2).reshape(n)',
         'return torch.arange(n, device="cpu").view(heads, 2, -1).transpose(1, 2).reshape(n)',
         "tests/test_transformers.py -k gguf_equals",

@@ -11,7 +11,7 @@ import torch
 
 import w4gemm
 from tiny_model import write_gguf
-from w4gemm.checkpoints.gguf_file import GGUFFile
+from w4gemm.checkpoints.gguf.file import GGUFFile
 from w4gemm.kernels.cpu import kernel
 from w4gemm.weights.random import random_weight
 

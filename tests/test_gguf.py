@@ -13,12 +13,12 @@ import torch
 gguf = pytest.importorskip("gguf")
 
 from w4gemm import FormatError, QuantizedWeight, WeightFormat  # noqa: E402
-from w4gemm.checkpoints import find_checkpoint, gguf_file, open_checkpoint  # noqa: E402
+from w4gemm.checkpoints import find_checkpoint, open_checkpoint  # noqa: E402
 from w4gemm.checkpoints.gguf import GGUFCheckpoint  # noqa: E402
-from w4gemm.checkpoints.gguf_blocks import TYPES as BLOCK_TYPES  # noqa: E402
-from w4gemm.checkpoints.gguf_fields import quick_reader  # noqa: E402
-from w4gemm.checkpoints.gguf_file import GGUFFile  # noqa: E402
-from w4gemm.checkpoints.gguf_header import Array  # noqa: E402
+from w4gemm.checkpoints.gguf.blocks import TYPES as BLOCK_TYPES  # noqa: E402
+from w4gemm.checkpoints.gguf.fields import quick_reader  # noqa: E402
+from w4gemm.checkpoints.gguf.file import GGUFFile  # noqa: E402
+from w4gemm.checkpoints.gguf.header import Array  # noqa: E402
 
 TYPES = {name: BLOCK_TYPES[name].format for name in ("Q4_0", "Q4_1", "Q8_0")}
 
@@ -206,7 +206,7 @@ def test_dense_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, type: st
     file = write_blocks(tmp_path / "a.gguf", number, blocks)
     wanted = torch.from_numpy(gguf.quants.dequantize(blocks.reshape(7, -1), number).copy())
     assert wanted.isfinite().all()
-    monkeypatch.setattr(gguf_file, "_ELEMENTS", 3 * wanted.shape[1])
+    monkeypatch.setattr("w4gemm.checkpoints.gguf.file._ELEMENTS", 3 * wanted.shape[1])
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         assert torch.equal(file.dense("a", dtype), wanted.to(dtype))
 

@@ -22,8 +22,8 @@ from tiny_model import EXPERTS, HEADS, LAYERS, add_metadata, write_dense, write_
 from w4gemm import FormatError, WeightFormat  # noqa: E402
 from w4gemm.checkpoints import open_checkpoint  # noqa: E402
 from w4gemm.checkpoints.experts import GATE_UP  # noqa: E402
-from w4gemm.checkpoints.gguf_architectures import ARCHITECTURES as KNOWN  # noqa: E402
-from w4gemm.checkpoints.gguf_architectures import llama3_parameters  # noqa: E402
+from w4gemm.checkpoints.gguf.architectures import ARCHITECTURES as KNOWN  # noqa: E402
+from w4gemm.checkpoints.gguf.architectures import llama3_parameters  # noqa: E402
 from w4gemm.checkpoints.w4gemm import OwnWriter  # noqa: E402
 from w4gemm.checkpoints.writing import write_folder  # noqa: E402
 from w4gemm.integrations.transformers import dequantize_layers, load, summarize  # noqa: E402

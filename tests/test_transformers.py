@@ -22,7 +22,7 @@ import transformers
 from tiny_model import FFN, HEAD_DIM, HIDDEN, LAYERS, write_dense, write_gguf
 from w4gemm import FormatError, W4Linear, WeightFormat, quantize
 from w4gemm.checkpoints import open_checkpoint
-from w4gemm.checkpoints.gguf_file import GGUFFile
+from w4gemm.checkpoints.gguf.file import GGUFFile
 from w4gemm.core.problem import H200, Device
 from w4gemm.integrations.transformers import dequantize_layers, load, places, quantize_layers, summarize
 from w4gemm.kernels import runs_on

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from test_vllm_dense import vllm_stub
-from w4gemm.checkpoints.gguf_blocks import TYPES, pack_blocks
+from w4gemm.checkpoints.gguf.blocks import TYPES, pack_blocks
 from w4gemm.integrations.engines import engine
 
 gguf = pytest.importorskip("gguf")

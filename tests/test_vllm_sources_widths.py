@@ -21,7 +21,7 @@ from test_vllm_sources import fill, kernel_of, loaded, plugin, quantization, rel
 
 from sglang_layers import Drawn  # isort: skip (of a stub of SGLang, which is installed on import)
 from w4gemm.checkpoints import open_checkpoint
-from w4gemm.checkpoints.gguf_file import GGUFFile
+from w4gemm.checkpoints.gguf.file import GGUFFile
 
 K, SIZES = 256, (192, 64)
 PARENT, SHARDS = "model.layers.0.mlp", {"gate_proj": 0, "up_proj": 1}

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from bench.producers.common import Pairs, Weights
 
-from w4gemm.checkpoints.gguf_file import GGUFFile
+from w4gemm.checkpoints.gguf.file import GGUFFile
 from w4gemm.integrations.generation import default_model
 
 _FACTORS = {"Q6_K": (208,), "Q5_K": (0, 2), "Q4_K": (0, 2), "Q3_K": (108,), "Q2_K": (80, 82)}

@@ -36,7 +36,7 @@ import torch
 from fuzz.samples import FORMATS, Sample, samples
 from w4gemm import FormatError, QuantizedWeight
 from w4gemm.checkpoints import open_checkpoint
-from w4gemm.checkpoints.gguf_file import GGUFFile
+from w4gemm.checkpoints.gguf.file import GGUFFile
 
 SECONDS = 20
 """The longest that reading a file of a few KiB may take."""

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.parameter import UninitializedParameter
 
-from w4gemm.checkpoints.gguf_blocks import TYPES, pack_blocks
-from w4gemm.checkpoints.gguf_header import type_sizes
+from w4gemm.checkpoints.gguf.blocks import TYPES, pack_blocks
+from w4gemm.checkpoints.gguf.header import type_sizes
 from w4gemm.integrations.engines.engine import Engine, layer_product, why_no_kernel
 from w4gemm.integrations.engines.formats import PRODUCTS, SCALES, ExpertsFormat, ExpertsSettings, Packers
 from w4gemm.integrations.engines.loading import NOTHING_LOADED

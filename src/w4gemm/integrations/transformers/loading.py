@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from w4gemm.checkpoints import Checkpoint, open_checkpoint
 from w4gemm.checkpoints.account import Recipe
 from w4gemm.checkpoints.base import Module, Pretrained
-from w4gemm.checkpoints.gguf_fields import quick_reader, tokenizer_of
+from w4gemm.checkpoints.gguf.fields import quick_reader, tokenizer_of
 from w4gemm.checkpoints.hugging_face import AS_IT_IS, is_model, model_class, transformers_errors
 from w4gemm.core.errors import device_here
 from w4gemm.core.formats import WeightFormat

@@ -27,7 +27,7 @@ from w4gemm.checkpoints import (
     mxfp4,
     quark,
 )
-from w4gemm.checkpoints.gguf_architectures import ARCHITECTURES
+from w4gemm.checkpoints.gguf.architectures import ARCHITECTURES
 from w4gemm.checkpoints.hugging_face import quantization_config, read_config
 from w4gemm.core import environment
 from w4gemm.core.activation import canonical

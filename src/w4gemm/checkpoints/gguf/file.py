@@ -1,8 +1,8 @@
 """The container of GGUF (llama.cpp): metadata and tensors under the file's own names.
 
-Matrices of the types of gguf_blocks.py are read losslessly. Others stay dense, 16 bits or more.
+Matrices of the types of blocks.py are read losslessly. Others stay dense, 16 bits or more.
 
-The header is read by gguf_header.py. The ``gguf`` package dequantizes the types that stay dense.
+The header is read by header.py. The ``gguf`` package dequantizes the types that stay dense.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from w4gemm.checkpoints.gguf_blocks import TYPES
-from w4gemm.checkpoints.gguf_header import Array, GGUFTensor, elements, gguf_package, read_header, type_sizes
+from w4gemm.checkpoints.gguf.blocks import TYPES
+from w4gemm.checkpoints.gguf.header import Array, GGUFTensor, elements, gguf_package, read_header, type_sizes
 from w4gemm.core.errors import FormatError, not_among
 from w4gemm.core.formats import WeightFormat
 from w4gemm.weights.weight import QuantizedWeight
@@ -45,7 +45,7 @@ class GGUFFile:
 
     Attributes:
         path: the file; of a split one the first part, which has the metadata.
-        metadata: value by key; an array is an :class:`~w4gemm.checkpoints.gguf_header.Array`.
+        metadata: value by key; an array is an :class:`~w4gemm.checkpoints.gguf.header.Array`.
         tensors: place of each tensor, by name.
 
     Raises:

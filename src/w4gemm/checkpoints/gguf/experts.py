@@ -12,8 +12,8 @@ import torch
 
 from w4gemm.checkpoints.base import Module
 from w4gemm.checkpoints.experts import DOWN, GATE_UP
-from w4gemm.checkpoints.gguf_architectures import Architecture
-from w4gemm.checkpoints.gguf_file import GGUFFile
+from w4gemm.checkpoints.gguf.architectures import Architecture
+from w4gemm.checkpoints.gguf.file import GGUFFile
 from w4gemm.core.errors import FormatError
 from w4gemm.weights.weight import QuantizedWeight
 
@@ -29,7 +29,7 @@ class BlockExperts:
     Attributes:
         owner: their name in the model, such as "model.layers.0.mlp.experts".
         block: number of the block.
-        transposed: see :class:`~w4gemm.checkpoints.gguf_architectures.Architecture`.
+        transposed: see :class:`~w4gemm.checkpoints.gguf.architectures.Architecture`.
     """
 
     file: GGUFFile

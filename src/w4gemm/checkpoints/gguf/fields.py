@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from w4gemm.checkpoints.gguf_architectures import ARCHITECTURES
-from w4gemm.checkpoints.gguf_file import GGUFFile
-from w4gemm.checkpoints.gguf_header import Array, gguf_package
+from w4gemm.checkpoints.gguf.architectures import ARCHITECTURES
+from w4gemm.checkpoints.gguf.file import GGUFFile
+from w4gemm.checkpoints.gguf.header import Array, gguf_package
 from w4gemm.checkpoints.hugging_face import transformers_errors
 
 if TYPE_CHECKING:

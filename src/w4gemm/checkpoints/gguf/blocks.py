@@ -41,7 +41,7 @@ from typing import NamedTuple
 
 import torch
 
-from w4gemm.checkpoints.gguf_header import gguf_package
+from w4gemm.checkpoints.gguf.header import gguf_package
 from w4gemm.core.elements import codebook
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import Device

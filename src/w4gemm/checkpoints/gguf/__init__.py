@@ -1,9 +1,9 @@
 """GGUF files (llama.cpp): matrices of most quantized types become :class:`QuantizedWeight` bit for bit, others stay
 dense.
 
-What only GGUF knows is here and in the modules beside this one: llama.cpp's names (gguf_architectures.py), and its
-order of the rows of attn_q and attn_k. It pairs the two halves of each rotary head, so row (head, half, i) of the model
-is stored as row (head, i, half). Whole rows move, so nothing is quantized again.
+What only GGUF knows is in this folder: llama.cpp's names (architectures.py), and its order of the rows of attn_q and
+attn_k. It pairs the two halves of each rotary head, so row (head, half, i) of the model is stored as row (head, i,
+half). Whole rows move, so nothing is quantized again.
 
 Experts of a block are three tensors, gates, ups and downs, (experts, n, k) each. If gates and ups are of one type, they
 become the two modules that other checkpoints' experts become. Otherwise, or if one of the types stays dense, they
@@ -23,16 +23,16 @@ from typing import Any
 import torch
 
 from w4gemm.checkpoints.base import CheckpointFormat, Module, Pretrained
-from w4gemm.checkpoints.gguf_architectures import (
+from w4gemm.checkpoints.gguf.architectures import (
     ARCHITECTURES,
     BLOCK_NAMES,
     NAMES,
     llama3_parameters,
     rope_base,
 )
-from w4gemm.checkpoints.gguf_experts import BlockExperts
-from w4gemm.checkpoints.gguf_file import GGUFFile, name_of_whole
-from w4gemm.checkpoints.gguf_header import MAGIC
+from w4gemm.checkpoints.gguf.experts import BlockExperts
+from w4gemm.checkpoints.gguf.file import GGUFFile, name_of_whole
+from w4gemm.checkpoints.gguf.header import MAGIC
 from w4gemm.core.errors import FormatError, not_among
 from w4gemm.weights.weight import QuantizedWeight
 
