@@ -184,6 +184,11 @@ def fill(layer: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:
             parameter.data.copy_(tensors[name])
 
 
+def packed(layer: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """A layer's parameters without the empty ones, which new weights are loaded through."""
+    return {name: parameter for name, parameter in layer.named_parameters() if parameter.numel()}
+
+
 def created(scheme: Any, full_k: int = K, kind: str = "") -> torch.nn.Module:
     """A layer with a scheme's parameters. kind: "ParallelLMHead" or "VocabParallelEmbedding"."""
     layer = torch.nn.Module()

@@ -52,6 +52,15 @@ def parameter(*shape: int, dtype: torch.dtype) -> torch.nn.Parameter:
     return torch.nn.Parameter(torch.empty(*shape, dtype=dtype), requires_grad=False)
 
 
+@at("layers.parameter")
+class ModelWeightParameter(torch.nn.Parameter):
+    def __new__(cls, **kwargs):
+        return super().__new__(cls, kwargs["data"], requires_grad=False)
+
+    def __init__(self, output_dim, **kwargs):
+        self.output_dim, self.weight_loader = output_dim, kwargs["weight_loader"]
+
+
 # --- plugins ---------------------------------------------------------------------------------------------------------
 
 

@@ -16,6 +16,7 @@ from sglang_layers import (  # noqa: F401 (two are fixtures)
     loaded,
     moe_config,
     on_hopper,
+    packed,
     refused,
     registered,
 )
@@ -31,7 +32,7 @@ def test_experts(name: str, factor: float | None) -> None:
     method, layer, drawn = loaded(name, routed_scaling_factor=factor)
     method.process_weights_after_loading(layer)
     method.process_weights_after_loading(layer)
-    kept = dict(layer.named_parameters())
+    kept = packed(layer)
     assert {n.rsplit("_", 1)[0] for n in kept} == {"w13_w4gemm", "w2_w4gemm"}
     assert all(len(p) == EXPERTS for p in kept.values())
     held = layer.w4gemm_experts.experts
@@ -102,7 +103,7 @@ def test_moved_rows_of_experts_are_what_is_run() -> None:
     method.process_weights_after_loading(layer)
     x, router = torch.randn(1, HIDDEN).bfloat16(), torch.ones(1, 1)
     third = method.apply_weights(layer, dispatched(x, torch.tensor([[3]]), router)).hidden_states
-    for p in layer.parameters():
+    for p in packed(layer).values():
         p.data[0].copy_(p.data[3])
     assert torch.equal(method.apply_weights(layer, dispatched(x, torch.tensor([[0]]), router)).hidden_states, third)
 

@@ -22,6 +22,7 @@ from sglang_layers import (  # noqa: F401 (two are fixtures)
     experts_layer,
     fill,
     on_hopper,
+    packed,
     refused,
     registered,
     resolved,
@@ -83,7 +84,11 @@ def method(name: str, *given: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def as_on_hopper(on_hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    """SGLang's own sources choose kernels as they do on Hopper."""
+    choose_marlin(monkeypatch)
+
+
+def choose_marlin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have SGLang's own sources choose kernels as they do on Hopper."""
     if SOURCES:
         backends = resolved(f"{QUANTIZATION}.fp4_utils.Fp4GemmRunnerBackend")
         everywhere(monkeypatch, "get_fp4_gemm_runner_backend", lambda: backends("marlin"))
@@ -117,7 +122,7 @@ def test_a_linear_layer_is_the_weight(name: str) -> None:
     scheme.process_weights_after_loading(layer)  # SGLang may ask again
     w = layer.w4gemm_weight[0]
     assert w.format == WeightFormat.parse("nvfp4") and torch.equal(w.dequantize(torch.float64), drawn.dense)
-    assert {n.rsplit("_", 1)[0] for n, _ in layer.named_parameters()} == {"w4gemm_weight"}
+    assert {n.rsplit("_", 1)[0] for n in packed(layer)} == {"w4gemm_weight"}
     x, bias = torch.randn(2, 3, K).bfloat16(), torch.randn(N).bfloat16()
     call = scheme.apply if name.startswith("modelopt") else scheme.apply_weights
     for b in (None, bias):
@@ -182,7 +187,7 @@ def nvfp4_experts(name: str) -> tuple[Any, torch.nn.Module, list[tuple[Floats, F
 def test_experts_of_nvfp4(name: str) -> None:
     of, layer, drawn = nvfp4_experts(name)
     of.process_weights_after_loading(layer)
-    assert {n.rsplit("_", 1)[0] for n, _ in layer.named_parameters()} == {"w13_w4gemm", "w2_w4gemm"}
+    assert {n.rsplit("_", 1)[0] for n in packed(layer)} == {"w13_w4gemm", "w2_w4gemm"}
     x, ids, router = routed()
     call = of.apply if name == "modelopt" else of.apply_weights
     got = call(layer, dispatched(x, ids, router)).hidden_states
@@ -231,8 +236,12 @@ def test_experts_of_gpt_oss(monkeypatch: pytest.MonkeyPatch) -> None:
             getattr(layer, f"{product}_weight_bias").data[e, :n] = bias
         drawn.append((*pair, *(b.double() for b in biases)))
     of.process_weights_after_loading(layer)
-    packed = {n.rsplit("_", 1)[0] for n, _ in layer.named_parameters()}
-    assert packed == {"w13_w4gemm", "w2_w4gemm", "w13_weight", "w2_weight"}  # the last two: *_weight_bias
+    assert {n.rsplit("_", 1)[0] for n in packed(layer)} == {
+        "w13_w4gemm",
+        "w2_w4gemm",
+        "w13_weight",
+        "w2_weight",
+    }  # the last two: *_weight_bias
     x, ids, router = routed()
     got = of.apply(layer, dispatched(x, ids, router)).hidden_states
     wanted = torch.zeros(x.shape, dtype=torch.float64)
@@ -362,7 +371,7 @@ def test_fp8_beside_16_bit_activations(strategy: str) -> None:
         each_row = each_row.repeat_interleave(torch.tensor(layer.logical_widths), 0)
     dense = layer.weight.data.double() * each_row
     scheme.process_weights_after_loading(layer)
-    assert not {"weight", "weight_scale"} & layer._parameters.keys()
+    assert not {"weight", "weight_scale"} & packed(layer).keys()
     x, bias = torch.randn(5, K).bfloat16(), torch.randn(N).bfloat16()
     product = x.double() @ dense.T + bias.double()
     assert (scheme.apply_weights(layer, x, bias).double() - product).norm() < 0.004 * product.norm()

@@ -34,6 +34,7 @@ from sglang_layers import (  # noqa: F401 (two are fixtures)
     fill,
     loaded,
     on_hopper,
+    packed,
     quantized,
     refused,
     registered,
@@ -128,8 +129,8 @@ def test_linear_layers(name: str) -> None:
     scheme.process_weights_after_loading(layer)  # SGLang may ask again
     w = layer.w4gemm_weight[0]
     assert torch.equal(w.dequantize(torch.float64), drawn.dense)
-    assert {n.rsplit("_", 1)[0] for n, _ in layer.named_parameters()} == {"w4gemm_weight"}
-    assert all(t is p for t, p in zip(w.tensors, layer.parameters(), strict=True))
+    assert {n.rsplit("_", 1)[0] for n in packed(layer)} == {"w4gemm_weight"}
+    assert all(t is p for t, p in zip(w.tensors, packed(layer).values(), strict=True))
     x, bias = torch.randn(2, 3, K).bfloat16(), torch.randn(N).bfloat16()
     for b in (None, bias):
         assert torch.equal(scheme.apply_weights(layer, x, b), linear(x, w, b))
@@ -239,25 +240,7 @@ def test_a_parameter_with_two_names_is_not_kept_under_the_other() -> None:
     fill(layer, stored(drawn))
     layer.weight = layer.weight_packed
     scheme.process_weights_after_loading(layer)
-    assert not hasattr(layer, "weight") and not hasattr(layer, "weight_packed")
-
-
-def test_weights_of_a_running_engine_are_not_updated_in_part() -> None:
-    """SGLang's models pass over names of which they have no parameters, and would answer that all went well."""
-    make, drawn, stored = DENSE["awq"]
-    scheme, model = make(), torch.nn.Module()
-    model.dense = created(scheme)
-    fill(model.dense, stored(drawn))
-    scheme.process_weights_after_loading(model.dense)
-    method, model.experts, _ = loaded("awq")
-    method.process_weights_after_loading(model.experts)
-    for layer in (model.dense, model.experts):
-        assert "W4GEMM_SGLANG=off" in layer._derived_weight_cache_error
-    if SOURCES:
-        refuses = resolved(
-            "sglang.srt.model_executor.model_runner_components.weight_updater._unsupported_derived_weight_cache_error"
-        )
-        assert refuses(model) == model.dense._derived_weight_cache_error
+    assert not {"weight", "weight_packed"} & packed(layer).keys()
 
 
 def test_a_taken_layer_is_traced_without_a_break() -> None:
@@ -434,6 +417,7 @@ def test_a_model_is_prepared_when_all_its_layers_are_loaded(
     monkeypatch.setattr(warmup, "linear", lambda x, w, bias, batch_invariant: ran.append(len(x)))
     runner_class = resolved("sglang.srt.model_executor.model_runner.ModelRunner")
     runner = runner_class.__new__(runner_class)
+    runner.model = torch.nn.Module()
 
     def load(self: Any) -> None:
         for name in names:

@@ -20,7 +20,7 @@ from test_vllm_dense import Case, in_words, make, vllm_stub
 from test_vllm_experts import CASES, EXPERTS, HIDDEN, WIDTH, inputs, mixture
 from w4gemm import QuantizedWeight, quantize
 from w4gemm.integrations import vllm as plugin
-from w4gemm.integrations.vllm.updates import DenseUpdate
+from w4gemm.integrations.vllm.updates import ReloadedUpdate
 from w4gemm.weights.random import random_components
 
 N, K = 64, 128
@@ -213,7 +213,7 @@ def test_act_order_after_a_sleep_that_kept_no_weights(dense: ModuleType) -> None
     kernel, layer, w = make(Case("gptq", 64, act_order=True))
     kernel.process_weights_after_loading(layer)
     layer.weight_loader = lambda param, loaded: param.data.copy_(loaded)
-    DenseUpdate("weight", "proj", kernel.weight).open(layer)
+    ReloadedUpdate("weight", "proj", kernel.weight).open(layer)
     for parameter in layer.parameters():
         parameter.data.fill_(-1)
     dense_numbers = torch.randn(w.shape, dtype=BFLOAT16)
@@ -230,7 +230,7 @@ def test_experts_of_this_gpu(experts: ModuleType) -> None:
     layer = mixture(CASES[0], num_local_experts=here, expert_map=expert_map).layer
     method = layer.quant_method
     updates = [
-        DenseUpdate(f"{product}_weight", "experts", functools.partial(method._weight, i), method._in_halves(product))
+        ReloadedUpdate(f"{product}_weight", "experts", functools.partial(method._weight, i), method._in_halves(product))
         for i, product in enumerate(("w13", "w2"))
     ]
 

@@ -41,6 +41,7 @@ from w4gemm.integrations.sglang.takeover import (
     speculative,
     why_not_here,
 )
+from w4gemm.integrations.sglang.updates import QuantizedUpdate, end_updates, open_updates
 from w4gemm.weights.weight import QuantizedWeight
 
 _WEIGHT = "w4gemm_weight"
@@ -94,7 +95,8 @@ def convert(scheme: Scheme, own: Callable[..., None], self: Any, layer: Any) -> 
     Raises:
         ValueError: for a layer that SGLang's own kernels cannot run, and for one that SGLang has loaded in part.
     """
-    if hasattr(layer, _WEIGHT):  # called again
+    if hasattr(layer, _WEIGHT):  # called again, at the end of an update
+        end_updates(layer)
         return
     fp8 = hasattr(self, _FP8)
     reason = SGLANG.asked(scheme.kind, lambda: _pack(scheme, self, layer, fp8))
@@ -150,13 +152,25 @@ def _pack(scheme: Scheme, self: Any, layer: Any, fp8: bool) -> str:
     check_known(layer, {*scheme.read, *scheme.others, "bias"})
     if "qzeros" in scheme.others:
         check_unused_zeros(layer.qzeros, weight.format.bits)
-    w = SGLANG.packed(weight, activations) if isinstance(weight, Numbers) else weight.repack()
-    _take(layer, (*scheme.read, *scheme.others), [w], dtype)
+
+    def pack() -> list[QuantizedWeight]:
+        weight = scheme.weight(self, layer)
+        return [SGLANG.packed(weight, activations) if isinstance(weight, Numbers) else weight.repack()]
+
+    made = pack()
+    order = [name for name in ("g_idx",) if made[0].perm is not None and name in layer._parameters]
+    update = QuantizedUpdate(scheme.kind, layer, [*names, *order], scheme.others, pack)
+    (w,) = _take(layer, (*scheme.read, *scheme.others), made, dtype)
+    if not isinstance(layer, VocabParallelEmbedding):  # SGLang multiplies by the weight of a head that has one
+        open_updates(layer, update, {"weight": w})
     return ""
 
 
-def _take(layer: Any, old: Sequence[str], weights: Sequence[QuantizedWeight], dtype: torch.dtype) -> None:
-    """Replace parameters of a layer by weights whose rows follow one another, and announce what they launch."""
+def _take(
+    layer: Any, old: Sequence[str], weights: Sequence[QuantizedWeight], dtype: torch.dtype
+) -> tuple[QuantizedWeight, ...]:
+    """Replace parameters of a layer by weights whose rows follow one another, and announce what they launch; return
+    these weights as the layer holds them."""
     held = tuple(exchange(layer, old, f"{_WEIGHT}{i or ''}", w) for i, w in enumerate(weights))
     use = LinearUse(dtype, batch_invariant=deterministic())
     if len(held) > 1:
@@ -165,6 +179,7 @@ def _take(layer: Any, old: Sequence[str], weights: Sequence[QuantizedWeight], dt
     setattr(layer, _INVARIANT, use.batch_invariant)
     setattr(layer, _DTYPE, dtype)
     WARMUP.loaded(layer, linear_need(held, getattr(layer, "bias", None), use))
+    return held
 
 
 def apply(

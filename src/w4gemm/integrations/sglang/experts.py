@@ -40,6 +40,8 @@ from w4gemm.integrations.sglang.takeover import (
     packed_before,
     why_not_here,
 )
+from w4gemm.integrations.sglang.updates import QuantizedUpdate, end_updates, open_updates
+from w4gemm.weights.weight import QuantizedWeight
 
 RUNNER = "w4gemm"
 """Our name among SGLang's runners."""
@@ -149,7 +151,8 @@ def convert(method: Method, own: Callable[..., None], self: Any, layer: Any) -> 
     Raises:
         ValueError: for a layer that SGLang's own kernels can no longer run.
     """
-    if hasattr(layer, _EXPERTS):  # called again
+    if hasattr(layer, _EXPERTS):  # called again, at the end of an update
+        end_updates(layer)
         return
     if not hasattr(layer, _RUNNER):
         own(self, layer)
@@ -183,21 +186,29 @@ def _pack(method: Method, self: Any, layer: Any) -> None:
             if (empty := getattr(layer, name).flatten(1).any(1) == 0).any():
                 raise RuntimeError(f"{name}: expert {int(empty.nonzero()[0])} of layer {layer.layer_id} was not loaded")
     check_known(layer, method.format.known(settings))
-    packers, products = method.format.packers(layer, settings, SGLANG), []
+    gated = {name: name == "w13" and config.is_gated and not in_pairs(config) for name in PRODUCTS}
+
+    def pack() -> list[QuantizedWeight]:
+        packers = method.format.packers(layer, settings, SGLANG)
+        return [packers.pop(name)(gated[name]) for name in PRODUCTS]
+
+    update = QuantizedUpdate(f"{method.kind} of layer {layer.layer_id}", layer, names, (), pack)
+    packers, products, held = method.format.packers(layer, settings, SGLANG), [], {}
     for name in PRODUCTS:
         bias = method.bias(layer, name)
         if bias is not None:  # one that is copied would not be moved with its expert
             bias.data = bias.data.to(config.params_dtype)
-        gated = name == "w13" and config.is_gated and not in_pairs(config)
-        packed = packers.pop(name)(gated)
+        packed = packers.pop(name)(gated[name])
         old = [each for each, p in layer._parameters.items() if each.startswith(f"{name}_") and p is not bias]
-        w = exchange(layer, old, f"{name}_w4gemm", packed)
+        held[f"{name}_weight"] = w = exchange(layer, old, f"{name}_w4gemm", packed)
         products.append(W4GroupedLinear.from_weight(w, bias, dtype=config.params_dtype))
     activation = fused_activation(config)
     experts = W4Experts(*products, activation=activation)
     # beside the module, so that its buffers are not listed twice
     object.__setattr__(layer, _EXPERTS, W4gemmQuantInfo(experts))
     WARMUP.loaded(layer, _need(experts, activation, config))
+    if not (layer.with_bias or method.padded or in_pairs(config)):
+        open_updates(layer, update, held, [f"{name}_weight" for name in PRODUCTS if gated[name]], method.flips)
 
 
 def _need(experts: W4Experts, activation: str, config: Any) -> Need:

@@ -31,6 +31,9 @@ class Method(NamedTuple):
     routes: bool = False
     """True if tokens are routed in a form that only SGLang's own runner reads, unless the method names another."""
 
+    flips: bool = False
+    """True if SGLang transposes each matrix that it loads, also a dense one."""
+
     def bias(self, layer: Any, product: str) -> torch.nn.Parameter | None:
         """Return the biases (experts, n) of a product, or None if there are none."""
         biases = self.format.biases
@@ -159,6 +162,7 @@ METHODS = (
         f"{QUANTIZATION}.compressed_tensors.schemes.CompressedTensorsWNA16MoE",
         _compressed_tensors,
         replace(_COMPRESSED, transposed=True),
+        flips=True,
     ),
     Method(
         "compressed-tensors' experts with fp8 activations",

@@ -35,7 +35,10 @@ _UPDATES = (
     f"w4gemm has packed weights, and holds SGLang's parameters no longer; {SGLANG.variable}=off lets weights be updated"
 )
 """Why weights of a loaded model cannot be updated: what SGLang answers then."""
-_REFUSES_UPDATES = "_derived_weight_cache_error"
+_DERIVED = (
+    f"w4gemm has packed kv_b_proj, of which SGLang derived other weights; {SGLANG.variable}=off lets weights be updated"
+)
+REFUSES_UPDATES = "_derived_weight_cache_error"
 """Attribute of a module that has SGLang refuse an update, in place of one that passes parameters over it lacks."""
 _dummy = contextvars.ContextVar("w4gemm_dummy", default=False)
 """True while SGLang makes up weights."""
@@ -141,8 +144,17 @@ def load_model(own: Callable[..., Any], self: Any) -> Any:
     """
     WARMUP.expect(self)
     result = own(self)
+    refuse_derived(self.model)
     WARMUP.settle(self)
     return result
+
+
+def refuse_derived(model: torch.nn.Module) -> None:
+    """Have SGLang refuse updates of a model of which it keeps weights that were derived from packed ones."""
+    for module in model.modules():
+        projection = getattr(module, "kv_b_proj", None)
+        if hasattr(projection, "w4gemm_weight"):
+            setattr(projection, REFUSES_UPDATES, _DERIVED)
 
 
 def load_packed(own: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -187,5 +199,5 @@ def exchange(layer: torch.nn.Module, old: Sequence[str], name: str, w: Quantized
     parameters = tuple(torch.nn.Parameter(t, requires_grad=False) for t in w.tensors)
     for i, parameter in enumerate(parameters):
         layer.register_parameter(f"{name}_{i}", parameter)
-    setattr(layer, _REFUSES_UPDATES, _UPDATES)
+    setattr(layer, REFUSES_UPDATES, _UPDATES)
     return replace(w, tensors=parameters)

@@ -26,7 +26,7 @@ from w4gemm.integrations.vllm.configs import add_hook
 from w4gemm.integrations.vllm.experts_formats import FORMATS, LEFT, fused_activation, in_pairs
 from w4gemm.integrations.vllm.experts_kernel import BatchedW4gemmExperts, ExpertsProduct, W4gemmExperts
 from w4gemm.integrations.vllm.experts_support import multiplied, no_kernel, read, why_not
-from w4gemm.integrations.vllm.updates import DenseUpdate, end_reload
+from w4gemm.integrations.vllm.updates import ReloadedUpdate, end_reload
 from w4gemm.weights.weight import QuantizedWeight
 
 CONFIGS = (
@@ -84,7 +84,7 @@ class _Method:
     """Most tokens of a step, from all ranks that send theirs here."""
     products: tuple[ExpertsProduct, ExpertsProduct] | None = None
     """The products of ``moe_kernel``; None until weights are loaded."""
-    updates: Sequence[DenseUpdate] = ()
+    updates: Sequence[ReloadedUpdate] = ()
     """Of dense numbers for ``products``."""
     supports_pre_processed_weights = False
     """Whether vLLM's cache of weights (--load-format ipc_cache) may hand in experts as they were packed; it refuses
@@ -110,7 +110,7 @@ class _Method:
             mark(layer, format.parameters(settings, self.moe.has_bias))
         weights = [(product, functools.partial(self._weight, i)) for i, product in enumerate(PRODUCTS)]
         self.updates = [
-            DenseUpdate(f"{product}_weight", layer.layer_name, weight, self._in_halves(product))
+            ReloadedUpdate(f"{product}_weight", layer.layer_name, weight, self._in_halves(product))
             for product, weight in weights
             if settings.bits  # GGUF's, of which some models have rows in another order, take none
         ]

@@ -20,7 +20,7 @@ from w4gemm.integrations.engines.engine import Capability, layer_product, why_no
 from w4gemm.integrations.engines.loading import NOTHING_LOADED, check_loaded, mark
 from w4gemm.integrations.engines.warmup import LinearUse, linear_need
 from w4gemm.integrations.vllm import fusion, takeover
-from w4gemm.integrations.vllm.updates import DenseUpdate, end_reload
+from w4gemm.integrations.vllm.updates import ReloadedUpdate, end_reload
 from w4gemm.weights.weight import QuantizedWeight
 
 _made: ContextVar[list[LinearKernel] | None] = ContextVar("w4gemm_made", default=None)
@@ -279,14 +279,14 @@ def watch(method: Any, kernels: list[LinearKernel], name: str) -> None:
         name: of the layer.
     """
     make, process = method.create_weights, method.process_weights_after_loading
-    updates: list[DenseUpdate] = []
+    updates: list[ReloadedUpdate] = []
 
     def create_weights(layer: Any, *args: Any, **kwargs: Any) -> None:
         kernels.extend(kernels_made(lambda: make(layer, *args, **kwargs))[1])
         if kernels and not takeover.is_dummy():
             mark(layer, {*kernels[-1].parameters(layer), "qzeros"})
         if kernels and not hasattr(layer, "num_embeddings"):  # vLLM compares weights of heads, and would find two empty
-            updates.append(DenseUpdate("weight", name, kernels[-1].weight))
+            updates.append(ReloadedUpdate("weight", name, kernels[-1].weight))
             updates[-1].open(layer)
 
     def process_weights_after_loading(layer: Any) -> None:

@@ -1,0 +1,157 @@
+"""Weights that come for packed layers of a running SGLang, dense or quantized as the checkpoint is.
+
+SGLang restores all layers, loads what comes, and then has every layer processed once more (``begin_weight_update`` to
+``end_weight_update``, ``update_weights_from_disk``). A packed layer needs no more than the loaders of its parameters.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+
+from w4gemm.integrations.engines.updates import DenseUpdate, Update
+from w4gemm.integrations.sglang.takeover import REFUSES_UPDATES
+from w4gemm.weights.weight import QuantizedWeight
+
+_UPDATES = "w4gemm_updates"
+"""Attribute of a packed layer that takes new weights: its updates."""
+_DERIVED = (
+    "w4gemm has packed kv_b_proj, of which SGLang has derived other weights; W4GEMM_SGLANG=off lets them be updated"
+)
+
+
+class QuantizedUpdate(Update):
+    """Quantized numbers of a layer on their way into its packed weights.
+
+    Args:
+        what: the layer, for errors.
+        layer: as SGLang has loaded it.
+        names: of the parameters whose numbers are packed.
+        others: parameters that need not come anew.
+        pack: returns the packed weights of the layer, whose parameters hold what has come.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        layer: torch.nn.Module,
+        names: Collection[str],
+        others: Collection[str],
+        pack: Callable[[], list[QuantizedWeight]],
+    ) -> None:
+        super().__init__(what)
+        held: dict[str, Any] = {name: p for name, p in layer._parameters.items() if p is not None}
+        self.pack, self.device = pack, held[next(iter(names))].device
+        self.forms = {name: _like(held[name], held[name].data.to("meta")) for name in names}
+        self.others = {name: held[name] for name in others if name in held and name not in names}
+
+    def open(self, layer: torch.nn.Module, weights: list[QuantizedWeight]) -> None:
+        """Give a packed layer an empty parameter for each name.
+
+        Args:
+            weights: those that it holds, which get the new numbers.
+        """
+        for name in (*self.forms, *self.others):
+            empty: Any = torch.nn.Parameter(torch.empty(0, dtype=torch.int32, device=self.device), requires_grad=False)
+            empty.weight_loader = functools.partial(self.load, layer, weights, name)
+            layer.register_parameter(name, empty)
+
+    def load(
+        self,
+        layer: torch.nn.Module,
+        weights: list[QuantizedWeight],
+        name: str,
+        param: Any,
+        loaded_weight: torch.Tensor,
+        *args: Any,
+        **options: Any,
+    ) -> None:
+        """Load quantized numbers by SGLang's own loader; pack them if they are the last ones."""
+        with self.lock:
+            if name in self.forms and not self.coming._parameters:
+                parts = {
+                    each: _like(form, torch.empty_like(form.data, device=self.device))
+                    for each, form in self.forms.items()
+                }
+                self.expect(parts)
+            own: Any = self.coming._parameters[name] if name in self.forms else self.others[name]
+            own.weight_loader(own, loaded_weight, *args, **options)
+            if whole := self.taken_if_whole():
+                self._pack(layer, weights, whole)
+
+    def _pack(
+        self, layer: torch.nn.Module, weights: list[QuantizedWeight], whole: Mapping[str, torch.nn.Parameter]
+    ) -> None:
+        names = (*self.forms, *self.others)
+        packed = {name: layer._parameters[name] for name in names}
+        try:
+            layer._parameters.update({**whole, **self.others})
+            made = self.pack()
+        except (TypeError, ValueError) as e:
+            raise ValueError(f"{self.what}: {e}") from e
+        finally:
+            layer._parameters.update(packed)
+        for held, new in zip(weights, made, strict=True):
+            for t, numbers in zip(held.tensors, new.tensors, strict=True):
+                t.data.copy_(numbers)
+            if held.perm is not None and new.perm is not None:
+                held.perm.copy_(new.perm)
+
+
+def _like(parameter: Any, data: torch.Tensor) -> Any:
+    """Return a parameter with all that SGLang's loaders know of another one, and other data."""
+    made: Any = torch.nn.Parameter(data, requires_grad=False)
+    made.__class__ = type(parameter)
+    vars(made).update(vars(parameter))
+    return made
+
+
+class _TransposedUpdate(DenseUpdate):
+    """Dense numbers that SGLang's loader transposes, as it does with the quantized ones of some methods."""
+
+    def load(self, layer: Any, loaded: torch.Tensor, *args: Any, **options: Any) -> Any:
+        return super().load(layer, loaded.mT, *args, **options)
+
+
+def open_updates(
+    layer: Any,
+    quantized: QuantizedUpdate,
+    dense: Mapping[str, QuantizedWeight],
+    gated: Collection[str] = (),
+    transposed: bool = False,
+) -> None:
+    """Have a packed layer take new weights.
+
+    Args:
+        dense: the packed weights, by the names of the parameters that an unquantized layer would have.
+        gated: names among them of which all gates lie before all ups, where packed rows are pairs of them.
+        transposed: True if SGLang's loader transposes what it loads.
+    """
+    quantized.open(layer, list(dense.values()))
+    updates: list[Update] = [quantized]
+    kind = _TransposedUpdate if transposed else DenseUpdate
+    for name, w in dense.items():
+        update = kind(name, quantized.what, functools.partial(_same, w), name in gated, _parameter)
+        update.open(layer)
+        updates.append(update)
+    setattr(layer, _UPDATES, updates)
+    delattr(layer, REFUSES_UPDATES)
+
+
+def _same(w: QuantizedWeight, tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
+    return w
+
+
+def end_updates(layer: Any) -> None:
+    """Raise RuntimeError if only a part of a layer's new weights has come."""
+    for update in getattr(layer, _UPDATES, ()):
+        update.end()
+
+
+def _parameter() -> Any:
+    from sglang.srt.layers.parameter import ModelWeightParameter
+
+    return ModelWeightParameter

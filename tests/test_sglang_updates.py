@@ -1,0 +1,290 @@
+"""SGLang's plugin: new weights of a running engine. As test_sglang_plugin.py."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_layers import (  # noqa: F401 (two are fixtures)
+    EXPERTS,
+    HIDDEN,
+    MIXTURES,
+    QUANTIZATION,
+    SOURCES,
+    WIDTH,
+    Drawn,
+    K,
+    N,
+    created,
+    experts_layer,
+    fill,
+    on_hopper,
+    packed,
+    registered,
+    resolved,
+)
+from test_sglang_floats import LINEAR, PARTS, Floats, choose_marlin
+from test_sglang_plugin import DENSE
+from w4gemm import QuantizedWeight, quantize
+from w4gemm.integrations.sglang import takeover
+
+ROWS = slice(PARTS[0]), slice(PARTS[0], None)
+
+
+class Layer(torch.nn.Module):
+    """A merged linear layer's loader of an unquantized weight."""
+
+    def weight_loader(self, param: Any, loaded_weight: torch.Tensor, shard: int) -> None:
+        param.data[ROWS[shard]].copy_(loaded_weight)
+
+
+def with_loaders(layer: Any, loader: Any) -> Any:
+    """Give a layer's parameters a loader, as SGLang's own layers do."""
+    for parameter in layer.parameters():
+        vars(parameter)["_weight_loader"] = loader
+        if not isinstance(getattr(type(parameter), "weight_loader", None), property):
+            parameter.weight_loader = loader
+    return layer
+
+
+def whole(param: Any, loaded_weight: torch.Tensor) -> None:
+    param.data.copy_(loaded_weight)
+
+
+def send(layer: torch.nn.Module, tensors: dict[str, Any]) -> None:
+    """Load tensors as SGLang's models do; of a weight's name a part for each shard."""
+    for name, loaded in tensors.items():
+        parameter: Any = dict(layer.named_parameters()).get(name)
+        if parameter is not None:
+            for shard in loaded if isinstance(loaded, dict) else ():
+                parameter.weight_loader(parameter, loaded[shard], shard)
+            if not isinstance(loaded, dict):
+                parameter.weight_loader(parameter, loaded)
+
+
+def linear(name: str, seed: int) -> tuple[Any, Any, Any]:
+    """A scheme of SGLang's, its stored numbers, and what of them are its tensors."""
+    if name in LINEAR:
+        make, stored = LINEAR[name]
+        return make(), Floats("nvfp4", seed, N, K, PARTS), stored
+    make, drawn, stored = DENSE[name]
+    facts = {"zero": bool((drawn.zeros != drawn.zeros[0, 0]).any()), "bits": drawn.bits}
+    group = K // drawn.scales.shape[1]
+    facts |= {"group": group, "act_order": not torch.equal(drawn.g_idx, torch.arange(K) // group)}
+    return make(), Drawn(seed, N, K, **facts), stored
+
+
+@pytest.mark.parametrize("name", [*DENSE, *LINEAR])
+def test_linear_layers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name in LINEAR:
+        choose_marlin(monkeypatch)
+    scheme, drawn, stored = linear(name, 50)
+    layer = with_loaders(created(scheme), whole)
+    layer.__class__ = Layer
+    fill(layer, stored(drawn))
+    scheme.process_weights_after_loading(layer)
+    assert not hasattr(layer, takeover.REFUSES_UPDATES)
+    (w,) = layer.w4gemm_weight
+    places = {each: p.data_ptr() for each, p in packed(layer).items()}
+    for i in range(2):
+        dense = torch.randn(N, K, generator=torch.Generator().manual_seed(i)).bfloat16()
+        send(layer, {"weight": {i: dense[ROWS[i]]}})
+        assert torch.equal(w.dequantize(torch.float64), drawn.dense)  # until all of it has come
+        send(layer, {"weight": {1 - i: dense[ROWS[1 - i]]}})
+        scheme.process_weights_after_loading(layer)
+        in_order = dense if w.perm is None else dense[:, w.perm]
+        fresh = quantize(in_order, w.format).repack(w.layout)
+        assert all(torch.equal(*pair) for pair in zip(w.tensors, fresh.tensors, strict=True))
+        _, drawn, _ = linear(name, 60 + i)
+        send(layer, stored(drawn))
+        scheme.process_weights_after_loading(layer)
+        assert torch.equal(w.dequantize(torch.float64), drawn.dense)
+    assert places == {each: p.data_ptr() for each, p in packed(layer).items()}
+
+
+def test_parts_and_numbers_that_are_not_taken() -> None:
+    scheme, drawn, stored = linear("awq", 50)
+    layer = with_loaders(created(scheme), whole)
+    layer.__class__ = Layer
+    fill(layer, stored(drawn))
+    scheme.process_weights_after_loading(layer)
+    send(layer, {"weight": {0: torch.zeros(PARTS[0], K).bfloat16()}})
+    with pytest.raises(RuntimeError, match=r"AWQ's linear layers: weight: 66.67% of its shape \(192, 256\) was not"):
+        scheme.process_weights_after_loading(layer)
+    scheme.process_weights_after_loading(layer)
+    send(layer, {"qweight": stored(drawn)["qweight"]})
+    with pytest.raises(RuntimeError, match="AWQ's linear layers: scales: 100.00% of its shape"):
+        scheme.process_weights_after_loading(layer)
+    with pytest.raises(ValueError, match="linear layers: weight: wanted dense numbers, got torch.int32: the layer is"):
+        send(layer, {"weight": {0: torch.zeros(PARTS[0], K, dtype=torch.int32)}})
+    with pytest.raises(ValueError, match="AWQ's linear layers: scales"):
+        send(layer, stored(drawn) | {"scales": torch.full_like(stored(drawn)["scales"], torch.inf)})
+    assert torch.equal(layer.w4gemm_weight[0].dequantize(torch.float64), drawn.dense)
+
+
+def test_models_that_take_none() -> None:
+    """Of heads SGLang reads the weight itself, and of kv_b_proj it has made others."""
+    scheme, drawn, stored = linear("awq", 50)
+    head = created(scheme, kind="ParallelLMHead")
+    fill(head, stored(drawn))
+    scheme.process_weights_after_loading(head)
+    assert "W4GEMM_SGLANG=off" in getattr(head, takeover.REFUSES_UPDATES)
+    model, layer = torch.nn.Module(), with_loaders(created(scheme), whole)
+    fill(layer, stored(drawn))
+    scheme.process_weights_after_loading(layer)
+    model.attention = torch.nn.Module()
+    model.attention.kv_b_proj = layer
+    takeover.refuse_derived(model)
+    assert "SGLang derived other weights" in getattr(layer, takeover.REFUSES_UPDATES)
+
+
+class Experts(torch.nn.Module):
+    """SGLang's loader of experts, of which each GPU has all."""
+
+    flips = False
+    """Whether it transposes what it loads."""
+
+    def weight_loader(self, param: Any, loaded_weight: Any, weight_name: str, shard_id: str, expert_id: int) -> None:
+        rows = param.data[expert_id]
+        loaded = loaded_weight.t() if self.flips else loaded_weight
+        (rows if shard_id == "w2" else rows.chunk(2)[shard_id == "w3"]).copy_(loaded)
+
+
+SIZES = {"w13": (2 * WIDTH, HIDDEN), "w2": (HIDDEN, WIDTH)}
+
+
+def load_experts(layer: Any, drawn: dict[str, list[Drawn]], stored: Any) -> None:
+    """Load experts under the names of the checkpoint's tensors, both shards of a product at once."""
+    for product, each in drawn.items():
+        for e, numbers in enumerate(each):
+            for key, tensor in stored(numbers).items():
+                parameter: Any = layer._parameters.get(f"{product}_{key}")
+                if parameter is not None and (not parameter.numel() or parameter[e].shape == tensor.shape):
+                    parameter.weight_loader(parameter, tensor, f"{product}_{key}", shard_id="w1", expert_id=e)
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_experts(name: str) -> None:
+    make, zero, stored, _ = MIXTURES[name]
+    method = make()
+    layer = experts_layer(method)
+    layer.__class__, layer.flips = Experts, name.startswith("ct") and name != "ct fp8"
+    with_loaders(layer, lambda param, loaded, weight_name, shard_id, expert_id: param.data[expert_id].copy_(loaded))
+    method.create_moe_runner(layer, layer.moe_runner_config)
+
+    def quantized(seed: int) -> dict[str, list[Drawn]]:
+        drawn = {p: [Drawn(seed + e, *shape, zero) for e in range(EXPERTS)] for p, shape in SIZES.items()}
+        load_experts(layer, drawn, stored)
+        return drawn
+
+    def check(drawn: dict[str, list[Drawn]]) -> None:
+        for held, each in ((experts.gate_up.weight, drawn["w13"]), (experts.down.weight, drawn["w2"])):
+            for e, numbers in enumerate(each):
+                dense = numbers.dense if held is experts.down.weight else in_pairs(numbers.dense)
+                assert torch.equal(held.expert(e).dequantize(torch.float64), dense)
+
+    first = quantized(20)
+    method.process_weights_after_loading(layer)
+    experts = layer.w4gemm_experts.experts
+    check(first)
+    places = {each: p.data_ptr() for each, p in packed(layer).items()}
+    dense = {p: torch.randn(EXPERTS, *shape).bfloat16() for p, shape in SIZES.items()}
+    for e in range(EXPERTS):
+        gate, up = dense["w13"][e].chunk(2)
+        for product, shard, loaded in (("w13", "w1", gate), ("w2", "w2", dense["w2"][e]), ("w13", "w3", up)):
+            parameter: Any = layer._parameters[f"{product}_weight"]
+            parameter.weight_loader(parameter, loaded, f"{product}_weight", shard_id=shard, expert_id=e)
+    method.process_weights_after_loading(layer)
+    for held, rows in ((experts.gate_up.weight, in_pairs(dense["w13"])), (experts.down.weight, dense["w2"])):
+        fresh = QuantizedWeight.stack([quantize(each, held.format) for each in rows])
+        assert torch.equal(held.dequantize(), dataclasses.replace(fresh, activations=held.activations).dequantize())
+    check(quantized(80))
+    method.process_weights_after_loading(layer)
+    assert places == {each: p.data_ptr() for each, p in packed(layer).items()}
+
+
+def in_pairs(rows: torch.Tensor) -> torch.Tensor:
+    return rows.unflatten(-2, (2, -1)).transpose(-3, -2).flatten(-3, -2)
+
+
+COMPRESSED = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 64, "symmetric": True},
+        }
+    },
+}
+
+
+@pytest.mark.skipif(not SOURCES, reason="SGLANG_SOURCES names no sources of SGLang")
+def test_sglangs_own_layers_load_new_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A merged layer and its loaders, dense and quantized, in the order in which SGLang's models call them."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    config = resolved(f"{QUANTIZATION}.compressed_tensors.compressed_tensors.CompressedTensorsConfig")
+    layer = resolved("sglang.srt.layers.linear.MergedColumnParallelLinear")(
+        K,
+        list(PARTS),
+        bias=False,
+        params_dtype=torch.bfloat16,
+        quant_config=config.from_config(COMPRESSED),
+        prefix="model.layers.0.mlp.gate_up_proj",
+        parallel_group="replicated",
+    )
+
+    def load(seed: int) -> torch.Tensor:
+        """Send both shards quantized; return their numbers."""
+        drawn = [Drawn(seed + i, n, K, False) for i, n in enumerate(PARTS)]
+        for i, each in enumerate(drawn):
+            for name, t in each.compressed().items():
+                parameter: Any = dict(layer.named_parameters()).get(name)
+                if parameter is not None:
+                    parameter.weight_loader(parameter, t, i)
+        layer.quant_method.process_weights_after_loading(layer)
+        return torch.cat([each.dense for each in drawn])
+
+    first, (w,) = load(0), layer.w4gemm_weight
+    assert torch.equal(w.dequantize(torch.float64), first)
+    dense = torch.randn(N, K).bfloat16()
+    for i, rows in enumerate(ROWS):
+        parameter: Any = dict(layer.named_parameters())["weight"]
+        parameter.weight_loader(parameter, dense[rows], i)
+    layer.quant_method.process_weights_after_loading(layer)
+    assert torch.equal(w.dequantize(), quantize(dense, w.format).dequantize())
+    assert torch.equal(load(5), w.dequantize(torch.float64))
+
+
+@pytest.mark.skipif(not SOURCES, reason="SGLANG_SOURCES names no sources of SGLang")
+@pytest.mark.parametrize("name", ["ct", "gptq", "w4afp8"])
+def test_sglangs_own_loader_of_experts(name: str) -> None:
+    """It transposes each matrix of some methods, also dense ones."""
+    make, zero, stored, _ = MIXTURES[name]
+    method = make()
+    layer: Any = experts_layer(method)
+    layer.__class__ = resolved("sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE")
+    layer.quant_method = method if name == "w4afp8" else resolved(f"{QUANTIZATION}.base_config.FusedMoEMethodBase")
+    layer.quant_config, layer.uses_expert_location, layer._expert_storage_rank = None, False, 0
+    layer._num_local_routed = layer._num_global_routed = EXPERTS
+    layer._has_fused_shared, layer.use_flashinfer_trtllm_moe, layer.use_triton_kernels = False, False, False
+    layer.moe_tp_rank, layer.use_presharded_weights = 0, False
+    layer.num_fused_shared_experts = 0
+    with_loaders(layer, lambda param, loaded, weight_name, shard_id, expert_id: param.data[expert_id].copy_(loaded))
+    method.create_moe_runner(layer, layer.moe_runner_config)
+    load_experts(layer, {p: [Drawn(e, *s, zero) for e in range(EXPERTS)] for p, s in SIZES.items()}, stored)
+    method.process_weights_after_loading(layer)
+    dense = {p: torch.randn(EXPERTS, *shape).bfloat16() for p, shape in SIZES.items()}
+    for e in range(EXPERTS):
+        gate, up = dense["w13"][e].chunk(2)
+        for product, shard, loaded in (("w13", "w1", gate), ("w2", "w2", dense["w2"][e]), ("w13", "w3", up)):
+            parameter: Any = dict(layer.named_parameters())[f"{product}_weight"]
+            parameter.weight_loader(parameter, loaded, f"{product}_weight", shard_id=shard, expert_id=e)
+    method.process_weights_after_loading(layer)
+    held = layer.w4gemm_experts.experts
+    for w, rows in ((held.gate_up.weight, in_pairs(dense["w13"])), (held.down.weight, dense["w2"])):
+        for e in range(EXPERTS):
+            assert torch.equal(w.expert(e).dequantize(), quantize(rows[e], w.format).dequantize())
