@@ -46,12 +46,13 @@ class PackedLayer:
         batch_invariant: bool,
     ) -> None:
         self.packed, self.activations, self.names = w.packed, w.activations, tuple(names)
+        self.in_act_order = w.perm is not None
         self.plain, self.biased = (
             PackedLinear(w.packed, epilogue._replace(bias=bias), batch_invariant) for bias in (False, True)
         )
         for name, t in zip(self.names, w.tensors, strict=True):
             layer.register_parameter(name, torch.nn.Parameter(t, requires_grad=False))
-        if w.perm is not None:  # which sleep mode keeps, unlike weights
+        if self.in_act_order:  # which sleep mode keeps, unlike weights
             layer.register_buffer(_PERM, w.perm)
 
     def weight(self, tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
@@ -69,7 +70,9 @@ class PackedLayer:
         """Return the product for rows (m, k); traced by torch.compile."""
         product = self.plain if bias is None else self.biased
         tensors = [getattr(layer, name) for name in self.names]
-        return product(rows, tensors, bias, token_scale, getattr(layer, _PERM, None))
+        # a module takes 2 us to say that it has no such attribute
+        perm = getattr(layer, _PERM) if self.in_act_order else None
+        return product(rows, tensors, bias, token_scale, perm)
 
 
 class LinearKernel:
