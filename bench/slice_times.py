@@ -67,12 +67,12 @@ class Weighted(NamedTuple):
     """Time of the fastest config of the point."""
 
     def squared_error(self, times: SliceTimes) -> float:
-        """That of the logarithm, times ``weight`` and the less, the slower the config is, both as timed and as
-        predicted: the fit must rank the fast configs of a point correctly, and errors on slow ones hardly matter unless
-        they make them look fast."""
-        told = self.launch.us(times)
-        slower = max(min(told, self.us) / self.fastest_us, _TOO_FAST)
-        return self.weight * weight_of(slower) * math.log(told / self.us) ** 2
+        """Squared error of the logarithm, times ``weight``. It weighs less the slower the config is, as timed and as
+        predicted, because the fit must rank the fast configs of a point; errors on slow ones matter if they make them
+        look fast."""
+        predicted = self.launch.us(times)
+        slower = max(min(predicted, self.us) / self.fastest_us, _TOO_FAST)
+        return self.weight * weight_of(slower) * math.log(predicted / self.us) ** 2
 
 
 def plausible(times: dict[str, SliceTimes]) -> dict[str, SliceTimes]:

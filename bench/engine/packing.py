@@ -14,7 +14,7 @@ from bench.engine.models import Matrix, Model, Module, Stack
 from w4gemm.core.formats import PER_COLUMN
 
 DTYPE = torch.bfloat16
-"""That of models."""
+"""dtype of models."""
 ZERO_WORDS = {4: 0x77777777, 8: 0x7F7F7F7F}
 """Zero points of symmetric codes by bits: GPTQ stores 8 as 7, and 128 as 127."""
 _RMS = {"symmetric": 4.18, "asymmetric": 6.52, "signed": 4.64, "e2m1": 2.93, "e4m3": 16.0, "int3": 2.35, "int8": 73.9}

@@ -56,8 +56,8 @@ def this_device() -> Device:
 def units_of(product: Product, extra: Extra) -> list[Unit]:
     """Return the kernels of the chosen configs and of those that ``extra`` asks for."""
     problem = problem_of(product, this_device())
-    stands = replace(problem, m=plan_rows(problem.m, problem.experts))
-    units = [choice.choose(p).unit for p in (stands, *([replace(stands, gathered=True)] if extra.top_k else []))]
+    planned = replace(problem, m=plan_rows(problem.m, problem.experts))
+    units = [choice.choose(p).unit for p in (planned, *([replace(planned, gathered=True)] if extra.top_k else []))]
     asked = replace(problem, gathered=extra.top_k > 0)
     for name in best_of(asked, max(extra.configs, int(asked.gathered))):
         kernel, config = config_named(name)

@@ -16,8 +16,8 @@ dimension."""
 _ELEMENTS = 2**22
 """Elements repacked at a time, so that temporary memory stays small beside the result."""
 _ELEMENTS_OF_EXPERTS = 2**24
-"""The same of experts: enough to keep a GPU busy, few beside a layer's experts. A layer has hundreds, and a GPU takes
-longer to be asked for one than to do it."""
+"""Elements of experts repacked at a time. A launch for a single expert takes longer on the host than on the GPU, and a
+layer has hundreds of experts."""
 
 Tensors = tuple[torch.Tensor, ...]
 

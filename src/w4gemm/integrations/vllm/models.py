@@ -161,8 +161,8 @@ def _config_of_gguf(checkpoint: gguf.GGUFCheckpoint) -> dict[str, Any]:
     if checkpoint.architecture not in ARCHITECTURES:
         legal = ", ".join(ARCHITECTURES)
         raise FormatError(f"{checkpoint.path}: architecture: wanted one of {legal}, got {checkpoint.architecture!r}")
-    beside = checkpoint.path.parent
-    config = read_config(beside) if (beside / "config.json").is_file() else {}
+    folder = checkpoint.path.parent
+    config = read_config(folder) if (folder / "config.json").is_file() else {}
     text = config.pop("text_config", None) or {}
     keys = {"num_key_value_heads": "attention.head_count_kv", "num_experts_per_tok": "expert_used_count"}
     counts = {name: checkpoint.file.metadata.get(f"{checkpoint.architecture}.{key}") for name, key in keys.items()}

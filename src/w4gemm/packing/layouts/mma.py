@@ -103,7 +103,7 @@ class _Columns(NamedTuple):
     k: int
 
     def of_factors(self, format: WeightFormat) -> _Columns:
-        """The same of factors."""
+        """Return the columns that share factors."""
         return _Columns(Block(self.block.bits, has_zero=format.has_zero), format.scale_rule.factor_columns, self.k)
 
     @property
