@@ -65,7 +65,11 @@ class Half(NamedTuple):
         return Fraction(2) ** (max(exponent, 1) - 1 + self.least) * (-significand if bits >> 15 else significand)
 
     def bits(self, value: Fraction) -> int:
-        """The bits of the nearest number, ties to even; ``value`` does not overflow. 0 has no sign."""
+        """The bits of the nearest number, ties to even. 0 has no sign.
+
+        Raises:
+            OverflowError: if that is infinite.
+        """
         if value == 0:
             return 0
         top = abs(value).numerator.bit_length() - value.denominator.bit_length()
@@ -73,7 +77,10 @@ class Half(NamedTuple):
         step = max(top - self.digits + 1, self.least)
         significand = round(abs(value) / Fraction(2) ** step)
         # a significand that was rounded up to the next power of two carries into the exponent
-        return (value < 0) << 15 | ((step - self.least) << self.digits - 1) + significand
+        size = ((step - self.least) << self.digits - 1) + significand
+        if size >> self.digits - 1 >= (1 << 16 - self.digits) - 1:
+            raise OverflowError(f"{float(value):g} is infinite")
+        return (value < 0) << 15 | size
 
 
 HALVES = {"f16": Half(11, -24), "bf16": Half(8, -133)}

@@ -149,3 +149,27 @@ def test_the_largest_scales_without_zero_points(decode: Any, codec: HalfCodec, k
     }
     dtype = torch.bfloat16 if kind == "bf16" else torch.float16
     assert numbers == {float((q * scale.float()).to(dtype)) for q in (-middle, middle - 1)}
+
+
+@pytest.mark.parametrize("zero", ["none", "int", "float"])
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_the_largest_bf16_scales(decode: Any, codec: HalfCodec, zero: str) -> None:
+    """Up to the largest that a weight may have, none becomes infinite when it is multiplied by 2**100."""
+    bits = codec.bits
+    format = WeightFormat(32, zero, "bf16", f"int{bits}")
+    largest = torch.tensor(format.largest_weight / format.largest_factor).bfloat16()
+    within = largest.double() * format.largest_factor <= format.largest_weight
+    scale = largest if within else torch.nextafter(largest, torch.zeros(()).bfloat16())
+    zeros = {"int": torch.zeros(1, 1, dtype=torch.uint8), "float": torch.zeros(1, 1).bfloat16()}.get(zero)
+    check_range(format, scale.view(1, 1), zeros, None)
+    weight = WeightOperand(codec, "bf16", "bf16", zero, Block(bits))
+    decoder = codec.decoder(weight, Decoding(False, True))
+    codes = torch.full((64, 128), 2**bits - 1, dtype=torch.uint8)
+    words = words_of_step(codec, lane_words(codec, codes)[0], 0)
+    scale_word = (scale.view(torch.int16).item() & 0xFFFF) * 0x10001
+    both = (scale_word,) if zero == "none" else (scale_word, 0)
+    value = exact(bits, 2**bits - 1, Fraction(scale.item()), Fraction(0), zero)
+    for register in decoder.decode(words, decoder.prepare(both, 0)):
+        for element in range(2):
+            number = torch.tensor(register >> 16 * element & 0xFFFF).to(torch.int16).view(torch.bfloat16)
+            assert number.double() * decoder.sum_scale == torch.tensor(float(value)).bfloat16().double()

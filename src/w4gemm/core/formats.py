@@ -277,14 +277,14 @@ class WeightFormat:
     @property
     def largest_weight(self) -> float:
         """Magnitude up to which weights are finite in every kernel that takes bf16 activations: SubnormalDecoder of
-        packing/codecs/integers_decode.py multiplies bf16 scales by 2**100. In kernels that decode to fp16 the limit is
-        65504; whether one of those runs depends on m."""
+        packing/codecs/integers_decode.py multiplies bf16 scales by up to 2**100. In kernels that decode to fp16 the
+        limit is 65504; whether one of those runs depends on m."""
         return min(2.0**31, torch.finfo(self.scale_rule.range_dtype).max)
 
     @property
     def largest_factor(self) -> float:
         """Largest magnitude that a scale is multiplied by: that of a value or, with zero points, of u - z or u. Scales
-        of bf16 without zero points keep to that of u, because SubnormalDecoder multiplies them by 2**100."""
+        of bf16 without zero points keep to that of u, because SubnormalDecoder multiplies them by up to 2**100."""
         element = self.element_rule
         alone = self.zero == "none" and self.scale_rule.range_dtype == torch.float16
         return element.largest_value if alone else element.largest_factor

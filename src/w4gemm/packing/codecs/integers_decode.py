@@ -25,8 +25,7 @@ from w4gemm.ptx.arithmetic import broadcast_half, fma, half_to_float, hidden_con
 from w4gemm.ptx.asm import asm
 
 _BIAS = {"f16": 1024.0, "bf16": 128.0}
-_SUBNORMAL, _SCALE_UP = 2.0**-133, 2.0**100  # the smallest bf16, and what scales are multiplied by beside it
-_SUM_SCALE = 1 / (_SUBNORMAL * _SCALE_UP)
+_SUBNORMAL = 2.0**-133  # the smallest bf16
 _UNIT = 64.0  # what a decoded 1.0 without its scale stands for, if codes are subnormals
 _BYTE_BIAS = 2.0**15  # of a byte at bits 8 to 15 of a float32
 
@@ -211,16 +210,26 @@ class SubnormalDecoder(Decoder):
     exact: with integer zero points u - z comes first. A scale of fp16 is the sum of two bf16, of 8 and 3 bits; (u - z)
     times the lesser is exact if u has four bits.
 
-    Scales are multiplied by 2**100, so that scale * (u * 2**-133) stays in the range of bf16. A decoded value is thus
-    the weight times 2**-33, and the epilogue multiplies the sums by ``sum_scale`` = 2**33; if it does not, one more
-    multiplication of the weight does. Limits: |scale| >= 2**28 gives infinite weights; |scale| < 2**-93 loses bits.
+    Scales are multiplied by 2**100, so that scale * (u * 2**-133) stays in the range of bf16; those of three and two
+    bits, which may be twice and four times as large, by 2**99 and 2**98. A decoded value is thus the weight times
+    2**-33, and the epilogue multiplies the sums by ``sum_scale`` = 2**33; if it does not, one more multiplication of
+    the weight does. Limits of four bits and more: |scale| >= 2**28 gives infinite weights; |scale| < 2**-93 loses bits.
     """
 
     allow_sum_scale: bool = field(default=True, kw_only=True)
 
     @property
     def sum_scale(self) -> float:  # type: ignore[override]
-        return _SUM_SCALE if self.allow_sum_scale else 1.0
+        return self._weight_of_one if self.allow_sum_scale else 1.0
+
+    @property
+    def _scale_up(self) -> float:
+        return 2.0 ** (96 + min(self.bits, 4))
+
+    @property
+    def _weight_of_one(self) -> float:
+        """The weight whose product of scale and subnormal is 1."""
+        return 1 / (_SUBNORMAL * self._scale_up)
 
     @staticmethod
     def decodes(kind: str, scale_kind: str, zero: str, bits: int = 4) -> bool:
@@ -232,11 +241,11 @@ class SubnormalDecoder(Decoder):
             zeros = pack_half2("bf16", *self._floats(words[1])) if self.mixed else words[1]
             addends = self._pairwise("mul", zeros, pair(-_SUBNORMAL, -self.upper * _SUBNORMAL))
         elif self.zero == "float":
-            addends = self._pairwise("mul", words[1], pair(1 / _SUM_SCALE, 1 / _SUM_SCALE))
+            addends = self._pairwise("mul", words[1], _twice("bf16", 1 / self._weight_of_one))
         elif self.mixed:
             addends = pair(-self.middle * _SUBNORMAL, -self.middle * self.upper * _SUBNORMAL)
         else:
-            addends = self._pairwise("mul", words[0], pair(*[-self.middle / _SUM_SCALE] * 2))
+            addends = self._pairwise("mul", words[0], _twice("bf16", -self.middle / self._weight_of_one))
         scales = self._scaled_up(words[0])
         return tuple(
             SubnormalRow([broadcast_half(both, high) for both in scales], broadcast_half(addends, high))
@@ -249,7 +258,7 @@ class SubnormalDecoder(Decoder):
     def _scaled_up(self, word: Int32) -> list[Int32]:
         """One or two bf16 pairs that add up to the scales of rows g and g + 8, whose codes are one and ``upper`` times
         as large."""
-        factors = _SCALE_UP, _SCALE_UP / self.upper
+        factors = self._scale_up, self._scale_up / self.upper
         if not self.mixed:
             return [self._pairwise("mul", word, pair(*factors))]
         values = [value * Float32(factor) for value, factor in zip(self._floats(word), factors, strict=True)]
@@ -263,7 +272,7 @@ class SubnormalDecoder(Decoder):
         weights = tuple(self._weight(code, prepared[i % 2]) for i, code in enumerate(codes))
         if self.allow_sum_scale:
             return weights
-        return tuple(self._pairwise("mul", weight, _twice("bf16", _SUM_SCALE)) for weight in weights)
+        return tuple(self._pairwise("mul", weight, _twice("bf16", self._weight_of_one)) for weight in weights)
 
     def _weight(self, code: Int32, row: SubnormalRow) -> Int32:
         if not self.mixed and self.zero != "int":
