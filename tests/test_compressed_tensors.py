@@ -97,6 +97,21 @@ def test_other_bits(tmp_path: Path, bits: int, put: Any) -> None:
     assert_loads(tmp_path, wanted, {f"int{bits}_g32_zint": 7 * LAYERS})
 
 
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "int8"])
+def test_7_bits_become_8(tmp_path: Path, packed: bool) -> None:
+    packing = "pack-quantized" if packed else "int-quantized"
+    symmetric: dict[str, Any] = {"bits": 7, "packed": packed, "zeros": (64, 64), "zero_point": True}
+    wanted = write_model(tmp_path, config({"num_bits": 7}, packing), writer(**symmetric))
+    assert_loads(tmp_path, wanted, {"int8_g32": 7 * LAYERS})
+    numbers = symmetric | {"zeros": (0, 127)}
+    wanted = write_model(tmp_path, config({"num_bits": 7, "symmetric": False}, packing), writer(**numbers))
+    assert_loads(tmp_path, wanted, {"int8_g32_zint": 7 * LAYERS})
+    if packed:
+        write_model(tmp_path, config({"num_bits": 7}), writer(**symmetric, put=whole))
+        with pytest.raises(FormatError, match="four codes of 7 bits a word, as before 2026-06"):
+            open_checkpoint(tmp_path)
+
+
 @pytest.mark.parametrize(("bits", "k"), [(2, 72), (8, 33), (4, 44), (3, 7), (5, 61), (6, 5)])
 def test_a_last_word_that_is_not_full(tmp_path: Path, bits: int, k: int) -> None:
     """Of channels: groups of multiples of 16 fill words of 2, 4 and 8 bits. In one word both packings are the same."""
@@ -251,7 +266,7 @@ def test_the_package_that_defines_the_format(
     assert torch.equal(open_checkpoint(tmp_path).weight("linear").dequantize(), wanted)
 
 
-@pytest.mark.parametrize("bits", [3, 5, 6])
+@pytest.mark.parametrize("bits", [3, 5, 6, 7])
 @pytest.mark.parametrize("n", [7, 13, 19])
 def test_zero_points_whose_last_one_begins_a_word(tmp_path: Path, bits: int, n: int) -> None:
     """The package's zero points of 7 rows in 5 bits: the seventh begins in one word and ends in the next."""
@@ -369,7 +384,7 @@ def test_targets_choose_the_group(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (config({"num_bits": 7}), "its weight has 7 bits, wanted 4 or 8 or 6"),
+        (config({"num_bits": 9}), "its weight has 9 bits, wanted 4 or 8 or 6"),
         (config({"num_bits": 8}), "groups of 32 do not divide its 48 input features"),
         (config({"strategy": "tensor"}), "int with a scale for each tensor, wanted int with a scale for each group or"),
         (config({"group_size": 64}), "groups of 64 do not divide its 96 input features"),

@@ -1,12 +1,13 @@
-"""Folders in compressed-tensors (llm-compressor): integers of b = 2, 3, 4, 5, 6 or 8 bits in the formats pack-quantized
-and int-quantized, 4-bit floats in mxfp4-pack-quantized and nvfp4-pack-quantized.
+"""Folders in compressed-tensors (llm-compressor): integers of b = 2 to 8 bits in the formats pack-quantized and
+int-quantized, 4-bit floats in mxfp4-pack-quantized and nvfp4-pack-quantized. Those of 7 bits become int8.
 
 A module of pack-quantized is ``weight_packed`` int32 (n, ceil(k b / 32)), the codes of a row one after the other, with
 q + 2**(b - 1) as code of q; one of int-quantized is ``weight`` int8 (n, k), which holds q itself. Both have
 ``weight_scale`` (n, groups). Asymmetric ones have ``weight_zero_point``, q's zero point, int32 (ceil(n b / 32), groups)
 packed along n, or int8 (n, groups). Older files in act-order have ``weight_g_idx`` int32 (k), the group of each column.
 w = (q - z) * s. Until 2026-06 a word held 32 // b whole codes of 3, 5 and 6 bits: words (n, ceil(k / (32 // b))). Its
-number of words says which of both a file has.
+number of words says which of both a file has; of 7 bits only the newer packing is read, because the older one has as
+many words as 8 bits.
 
 A module of 4-bit floats is ``weight_packed`` uint8 (n, k / 2), the even column in the low nibble, and ``weight_scale``
 (n, groups): the exponents of powers of two as uint8 (mxfp4), or e4m3 with a float32 ``weight_global_scale`` (1) that
@@ -54,21 +55,23 @@ _FIRST_OF_BIAS_127, _FIRST_NIGHTLY = (0, 13, 1), "20260109"
 that does."""
 
 
-def numbers(tensors: Mapping[str, torch.Tensor], format: WeightFormat, k: int = 0) -> Numbers:
+def numbers(tensors: Mapping[str, torch.Tensor], format: WeightFormat, k: int = 0, bits: int = 0) -> Numbers:
     """Return the numbers of integers, ``weight_packed`` or ``weight`` and what is beside it, which may have a dimension
     of experts in front. Words may be of any integers but int8, which holds one number each.
 
     Args:
         k: input features; 0 if they fill all words.
+        bits: of a packed number; 0 for as many as the format has.
     """
     zeros, z, g_idx = tensors.get("weight_zero_point"), None, tensors.get("weight_g_idx")
-    packed, bits = tensors.get("weight_packed"), format.bits
+    packed, bits = tensors.get("weight_packed"), bits or format.bits
+    added = 0 if format.has_zero else (1 << format.bits - 1) - (1 << bits - 1)
     if packed is None:
         codes, whole = _codes("weight", tensors["weight"], bits), False
     else:
         k = k or packed.shape[-1] * packed.element_size() * 8 // bits
         whole = packed.shape[-1] != -(-k * bits // (8 * packed.element_size()))
-        codes = PackedMatrix(packed, along="k", bits=bits, size=k, whole=whole)
+        codes = PackedMatrix(packed, along="k", bits=bits, size=k, whole=whole, added=added)
     n = codes.shape[-2]
     if zeros is not None:
         signed = zeros.dtype == torch.int8
@@ -125,10 +128,12 @@ class CompressedTensors:
         if weights.get("type", "int") != "int" or weights.get("strategy") not in ("group", "channel"):
             kind = f"{weights.get('type')} with a scale for each {weights.get('strategy')}"
             raise ValueError(f"its weight is {kind}, wanted int with a scale for each group or channel")
-        check_bits(bits, tuple(INTEGERS))
+        check_bits(bits, (*INTEGERS, 7))
         if packing == "pack-quantized":
             n, words = check_tensor(stored, "weight_packed", ("I32",))
             k = _columns(stored, words, bits, weights["strategy"] == "channel")
+            if bits == 7 and words != -(-k * bits // 32):
+                raise ValueError("its weight has four codes of 7 bits a word, as before 2026-06; save the model anew")
         else:
             n, k = check_tensor(stored, "weight", ("I8",))
         if more := stored.keys() & {
@@ -140,7 +145,7 @@ class CompressedTensors:
         check_tensor(stored, "weight_scale", SCALES)
         zero = "none" if weights.get("symmetric", True) else "int"
         group_size = weights["group_size"] if weights["strategy"] == "group" else PER_COLUMN
-        format = WeightFormat(group_size, zero, SCALES[stored["weight_scale"].dtype], INTEGERS[bits].name)
+        format = WeightFormat(group_size, zero, SCALES[stored["weight_scale"].dtype], f"int{8 if bits == 7 else bits}")
         groups = whole_groups(format, k)
         check_tensor(stored, "weight_scale", SCALES, (n, groups))
         if "weight_zero_point" in stored or format.has_zero:
@@ -160,8 +165,15 @@ class CompressedTensors:
         if module.format.element == "e2m1":
             held = _float_numbers(tensors, module.format, 2 if self._bias_125 else 0)
         else:
-            held = numbers(tensors, module.format, module.k)
+            held = numbers(tensors, module.format, module.k, self._stored_bits(module, tensors))
         return held.weight(module.activations)
+
+    @staticmethod
+    def _stored_bits(module: Module, tensors: Mapping[str, torch.Tensor]) -> int:
+        """Return 7 for packed codes of 7 bits in int8; else 0."""
+        if module.format.bits != 8 or "weight_packed" not in tensors:
+            return 0
+        return 7 if tensors["weight_packed"].shape[-1] < -(-module.k // 4) else 0
 
     @property
     def _bias_125(self) -> bool:

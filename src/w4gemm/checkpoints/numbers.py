@@ -172,7 +172,8 @@ class Numbers:
             TypeError, ValueError: for numbers that :meth:`w4gemm.QuantizedWeight.from_codes` refuses.
         """
         codes, row_bits = self.codes, self.k * self.format.bits
-        as_canonical = codes.along == "k" and not codes.transposed and codes.order is None and not codes.whole
+        in_order = codes.along == "k" and not codes.transposed and codes.order is None and not codes.whole
+        as_canonical = in_order and codes.bits == self.format.bits
         if self.g_idx is not None or not as_canonical or row_bits % 8:
             return self._by_rows("canonical", self.format, activations)
         packed = codes.tensor.contiguous().view(torch.uint8)[..., : row_bits // 8].contiguous()
