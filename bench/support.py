@@ -4,6 +4,7 @@ They are made of what every kernel's ``supports`` says."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -123,11 +124,7 @@ def _taken(device: Device, formats: list[WeightFormat]) -> str:
         runs = [
             format.group_size
             for format in formats
-            if all(
-                any(kernel.supports(problem(device, format, dtype, experts)) for kernel in KERNELS)
-                for dtype in dtypes
-                for experts in (0, 8)
-            )
+            if all(_runs(device, format, dtype, experts) for dtype in dtypes for experts in (0, 8))
         ]
         if runs:
             least[name] = min(size for size in runs if size != PER_COLUMN)
@@ -178,13 +175,18 @@ def features_by_kernel() -> str:
     )
 
 
-def _features(kernel: Kernel) -> tuple[str, ...]:
+@functools.cache
+def _problems() -> list[GemmProblem]:
+    """A product of each family on each device, with each dtype of x and layout."""
     formats = [formats[len(formats) // 2] for formats in families().values()]  # a group size of each
-    runs = [
-        replace(problem(device, format, dtype), layout=layout)
+    return [
+        GemmProblem(64, 4096, 4096, dtype, format, layout, device=device)
         for device, format, dtype, layout in itertools.product(DEVICES.values(), formats, DTYPES.values(), LAYOUTS)
-        if kernel.supports(GemmProblem(64, 4096, 4096, dtype, format, layout, device=device))
     ]
+
+
+def _features(kernel: Kernel) -> tuple[str, ...]:
+    runs = [p for p in _problems() if kernel.supports(p)]
     one = runs[0]
     blocks = Epilogue(block_scale=True)
     taken = {p.dtype for p in runs}
@@ -223,8 +225,9 @@ def engines_by_device() -> str:
     return markdown(("device", "`auto`", "`on`"), rows)
 
 
-def _runs(device: Device, format: WeightFormat, dtype: torch.dtype) -> bool:
-    return any(kernel.supports(problem(device, format, dtype)) for kernel in KERNELS)
+def _runs(device: Device, format: WeightFormat, dtype: torch.dtype, experts: int = 0) -> bool:
+    product = problem(device, format, dtype, experts)
+    return any(kernel.supports(product) for kernel in KERNELS)
 
 
 TABLES: dict[str, Callable[[], str]] = {
