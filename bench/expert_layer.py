@@ -1,7 +1,9 @@
 """Time layers of experts for few tokens in one launch beside four: ``python -m bench.expert_layer``. On Hopper.
 
 Cold weights: a CUDA graph of 16 calls, each with other tokens and experts. The result of one launch is held against
-that of four. One row of JSON a layer and number of tokens: the medians of a call's microseconds.
+that of four. One row of JSON a layer and number of tokens: the medians of a call's microseconds, with the experts given
+(``four_us``, ``one_us``) and with the choice by a router's logits, in a launch in front (``choose_four_us``,
+``choose_one_us``) or inside (``logits_us``).
 """
 
 from __future__ import annotations
@@ -14,8 +16,15 @@ from typing import NamedTuple
 import torch
 from bench.options import command
 
-from w4gemm import QuantizedWeight, W4Experts, WeightFormat
+from w4gemm import QuantizedWeight, Router, W4Experts, WeightFormat, choose_experts
+from w4gemm.api.expert_layer import ByIds, ByLogits, Experts, LayerKey
 from w4gemm.api.experts import W4GroupedLinear
+from w4gemm.choice import prepare
+from w4gemm.core.activation import is_gated
+from w4gemm.core.problem import Device
+from w4gemm.integrations.engines.warmup import ExpertsCall, experts_need
+from w4gemm.jit import Unit
+from w4gemm.kernels.expert_layer.spec import ExpertLayer
 from w4gemm.tuning import record
 from w4gemm.tuning.timing import time_graphs
 from w4gemm.weights.random import random_weight
@@ -25,17 +34,26 @@ class Layer(NamedTuple):
     experts: int
     width: int
     features: int
-    top_k: int
     format: str
+    router: Router
     activation: str = "silu_mul"
     biased: bool = False
 
+    def choices(self, x: torch.Tensor, g: torch.Generator) -> tuple[ByLogits, ByIds]:
+        """Random logits, and what follows from them."""
+        logits = torch.randn(len(x), self.experts, device=x.device, generator=g).to(x.dtype)
+        bias = torch.zeros(self.experts, device=x.device) if self.router.scoring == "sigmoid" else None
+        return ByLogits(logits, self.router, bias), ByIds(*choose_experts(logits, self.router, bias))
 
+
+_DEEPSEEK = Router(8, "sigmoid", groups=8, top_groups=4, scale=2.5)
 LAYERS = {
-    "qwen3-30b": Layer(128, 768, 2048, 8, "int4_g128"),
-    "e256": Layer(256, 512, 2048, 8, "int4_g128"),
-    "gpt-oss-120b": Layer(128, 2880, 2880, 4, "mxfp4", "swiglu_oai", True),
-    "kimi-k2": Layer(384, 2048, 7168, 8, "int4_g32"),
+    "qwen3-30b": Layer(128, 768, 2048, "int4_g128", Router(8)),
+    "gpt-oss-120b": Layer(128, 2880, 2880, "mxfp4", Router(4), "swiglu_oai", True),
+    "e256": Layer(256, 512, 2048, "int4_g128", _DEEPSEEK),
+    "e256-mxfp4": Layer(256, 512, 2048, "mxfp4", _DEEPSEEK),
+    "nemotron-3-nano": Layer(128, 1856, 2688, "int4_g128", Router(6, "sigmoid", scale=2.5), "relu2"),
+    "kimi-k2": Layer(384, 2048, 7168, "int4_g32", Router(8, "sigmoid", scale=2.827)),
 }
 CALLS, DISTINCT = 16, 4
 
@@ -43,26 +61,47 @@ CALLS, DISTINCT = 16, 4
 def main(argv: Sequence[str] | None = None) -> None:
     parser = command("bench.expert_layer", __doc__)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 2, 4, 8], help="of a call (default: 1 2 4 8)")
+    parser.add_argument("--layers", nargs="+", choices=LAYERS, default=list(LAYERS), help="(default: all)")
     args = parser.parse_args(argv)
     facts = record.facts()
-    for name, layer in LAYERS.items():
+    for name in args.layers:
+        layer = LAYERS[name]
         experts = made(layer)
+        compile_all(layer, experts, args.tokens)
         for tokens in args.tokens:
             row = {"kind": "expert_layer", "run": record.run_name(facts), "model": name, "tokens": tokens}
             print(json.dumps(row | measured(layer, experts, tokens) | facts), flush=True)
+        del experts
 
 
 def made(layer: Layer) -> W4Experts:
     """The layer with random weights, of which few experts are distinct."""
-    products = []
-    for n, k in ((2 * layer.width, layer.features), (layer.features, layer.width)):
+    products, rows = [], (1 + is_gated(layer.activation)) * layer.width
+    for n, k in ((rows, layer.features), (layer.features, layer.width)):
         format = WeightFormat.of(layer.format)
         few = QuantizedWeight.stack([random_weight(format, n, k, seed) for seed in range(DISTINCT)], layout="mma16")
-        several = torch.arange(layer.experts) % DISTINCT
-        w = replace(few, tensors=tuple(t[several].cuda() for t in few.tensors), experts=layer.experts)
+        several = torch.arange(layer.experts, device="cuda") % DISTINCT
+        w = replace(few, tensors=tuple(t.cuda()[several] for t in few.tensors), experts=layer.experts)
         bias = torch.randn(layer.experts, n, device="cuda").bfloat16() if layer.biased else None
         products.append(W4GroupedLinear.from_weight(w, bias, dtype=torch.bfloat16))
     return W4Experts(products[0], products[1], activation=layer.activation)
+
+
+def compile_all(layer: Layer, experts: W4Experts, counts: list[int]) -> None:
+    """Compile what is launched, side by side."""
+    gate_up, down = (Experts(each.weight, each.bias) for each in (experts.gate_up, experts.down))
+    x = torch.zeros(1, layer.features, dtype=torch.bfloat16, device="cuda")
+    units: dict[Unit, None] = {}
+    for choices in layer.choices(x, torch.Generator("cuda")):
+        if isinstance(choices, ByLogits):
+            units[choices.choice().unit()] = None
+        key = LayerKey.of(x, choices, gate_up, down, layer.activation)
+        for tokens in counts:
+            units[ExpertLayer.form(Device.of(x.device), *key._replace(tokens=tokens).parameters()).unit()] = None
+    rows = [tokens * layer.router.top_k for tokens in counts]
+    call = ExpertsCall(x.dtype, [layer.router.top_k], rows, bias=layer.biased)
+    need = experts_need(gate_up.weight, down.weight, layer.activation, call, None)
+    prepare(need.keys, [*need.helpers, *units])
 
 
 def measured(layer: Layer, experts: W4Experts, tokens: int) -> dict[str, float]:
@@ -70,18 +109,37 @@ def measured(layer: Layer, experts: W4Experts, tokens: int) -> dict[str, float]:
     for seed in range(CALLS):
         g = torch.Generator("cuda").manual_seed(seed)
         x = torch.randn(tokens, layer.features, device="cuda", generator=g).bfloat16()
-        ids = torch.rand(tokens, layer.experts, device="cuda", generator=g).topk(layer.top_k).indices
-        calls.append((x, ids, torch.rand(tokens, layer.top_k, device="cuda", generator=g)))
+        calls.append((x, *layer.choices(x, g)))
+    Call = tuple[torch.Tensor, ByLogits, ByIds]
 
-    def run(one_launch: bool, call: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    def run(one_launch: bool, call: Call) -> torch.Tensor:
         experts.one_launch = one_launch
-        out: torch.Tensor = experts(*call)
-        return out
+        return experts(call[0], *call[2])
 
-    ours, four = (torch.stack([run(way, call) for call in calls]).float() for way in (True, False))
-    times = time_graphs([[lambda c=c, way=way: run(way, c) for c in calls] for way in (False, True)], replays=15)
-    error = ((ours - four).norm() / four.norm()).item()
-    return {"four_us": round(times[0].p50, 2), "one_us": round(times[1].p50, 2), "error": round(error, 4)}
+    def chosen_before(one_launch: bool, call: Call) -> torch.Tensor:
+        experts.one_launch = one_launch
+        x, (logits, router, bias), _ = call
+        return experts(x, *choose_experts(logits, router, bias))
+
+    def chosen_inside(one_launch: bool, call: Call) -> torch.Tensor:
+        experts.one_launch = one_launch
+        return experts.of_logits(call[0], *call[1])
+
+    ours, four, inside = (
+        torch.stack([way(one, call) for call in calls]).float()
+        for way, one in ((run, True), (run, False), (chosen_inside, True))
+    )
+    ways = {
+        "four_us": (run, False),
+        "one_us": (run, True),
+        "choose_four_us": (chosen_before, False),
+        "choose_one_us": (chosen_before, True),
+        "logits_us": (chosen_inside, True),
+    }
+    times = time_graphs([[lambda c=c, w=w, one=one: w(one, c) for c in calls] for w, one in ways.values()], replays=15)
+    row = {name: round(time.p50, 2) for name, time in zip(ways, times, strict=True)}
+    errors = {"error": ours, "logits_error": inside}
+    return row | {name: round(((y - four).norm() / four.norm()).item(), 4) for name, y in errors.items()}
 
 
 if __name__ == "__main__":

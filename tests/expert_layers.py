@@ -67,6 +67,7 @@ def spec_of(tokens: int, **changes: Any) -> ExpertLayer:
         gate_up_scale=False,
         down_scale=False,
         choice=None,
+        split=False,
         ctas=CTAS,
         warps=4,
     )
@@ -103,7 +104,7 @@ def dtype_of(spec: ExpertLayer) -> torch.dtype:
 
 
 def fresh_flags() -> torch.Tensor:
-    return torch.zeros(2 * EPOCHS_AT, dtype=torch.int32)
+    return torch.zeros(3 * EPOCHS_AT, dtype=torch.int32)
 
 
 def emulated(
@@ -118,7 +119,7 @@ def emulated(
     """The result of an emulated launch. order: which CTAs run at once, as :class:`RaceChecker` takes it."""
     spec = layer.spec
     out = torch.full_like(x, torch.nan)
-    hidden = torch.full((spec.hidden_bytes // 4,), -1, dtype=torch.int32) if hidden is None else hidden  # NaN
+    hidden = torch.full((spec.scratch_bytes // 4,), -1, dtype=torch.int32) if hidden is None else hidden  # NaN
     chosen = (t.flatten() for t in choices) if isinstance(choices, ByIds) else (choices.logits, choices.bias)
     operands = (
         *(x, *chosen, expert_map),

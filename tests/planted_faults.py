@@ -740,8 +740,8 @@ FAULTS = (
     Fault(
         "a share that a CTA has begun counts as computed",
         _EXPERT_LAYER,
-        "if flag != epoch * 2 + 1:",
-        "if flag != epoch * 2 + 1 and flag != epoch * 2:",
+        "vote_ballot_sync(flag != epoch * 2 + 1) == 0",
+        "vote_ballot_sync(flag != epoch * 2 + 1 and flag != epoch * 2) == 0",
         _ONE_LAUNCH + "at_once",
     ),
     Fault(
@@ -750,6 +750,27 @@ FAULTS = (
         "* 4, 1, Boolean(True))[0] + 1",
         "* 4, 1, Boolean(True))[0]",
         _ONE_LAUNCH + "routings",
+    ),
+    Fault(
+        "parts of strips of down are counted before all threads have stored theirs",
+        _EXPERT_LAYER,
+        "        cute.arch.sync_threads()  # the parts of all threads are stored\n",
+        "",
+        _ONE_LAUNCH + "divided",
+    ),
+    Fault(
+        "the counter of a strip's parts is not set back",
+        _EXPERT_LAYER,
+        "                    store_relaxed(counter, Int32(0))\n",
+        "                    store_relaxed(counter, Int32(1))\n",
+        _ONE_LAUNCH + "divided",
+    ),
+    Fault(
+        "who adds up the parts of a strip takes the first part of each CTA",
+        _EXPERT_LAYER,
+        "is_later = Int32(strip > other * each // per_column)",
+        "is_later = Int32(0)",
+        _ONE_LAUNCH + "divided",
     ),
     Fault(
         "all CTAs take the first one's epoch",

@@ -11,7 +11,7 @@ import torch
 from conformance.cases import random_weight
 from emulator.races import RaceChecker
 from expert_layers import CTAS, Layer, emulated, faults, fresh_flags, inputs, layer_of, program_of, reference, spec_of
-from fuzz.experts import CHOOSING, FORMS, GROUPED, TINY, WIDE, fuzz
+from fuzz.experts import CHOOSING, FORMS, GROUPED, SPLIT, TINY, WIDE, fuzz
 from sass import disassemble
 from w4gemm import (
     QuantizedWeight,
@@ -26,7 +26,7 @@ from w4gemm.api.expert_layer import ByIds, ByLogits, Experts, LayerKey, expert_l
 from w4gemm.core import activation
 from w4gemm.core.problem import H100, H200, Device
 from w4gemm.jit import object_code
-from w4gemm.kernels.expert_layer.spec import ExpertLayer
+from w4gemm.kernels.expert_layer.spec import COUNTERS_AT, ExpertLayer
 from w4gemm.kernels.helpers.expert_choice.spec import ExpertChoice
 from w4gemm.packing.packed_shape import packed_shape
 
@@ -79,7 +79,7 @@ def test_routings() -> None:
         [[8, 8], [-1, 8], [10, 9], [8, -9]],
         [[0, 1], [6, 7], [2, 3], [4, 5]],
     ]
-    flags, hidden = fresh_flags(), torch.full((layer.spec.hidden_bytes // 4,), -1, dtype=torch.int32)
+    flags, hidden = fresh_flags(), torch.full((layer.spec.scratch_bytes // 4,), -1, dtype=torch.int32)
     for number, routing in enumerate(routings):
         chosen = ByIds(torch.tensor(routing), weights)
         out = emulated(layer, x, chosen, flags=flags, hidden=hidden)
@@ -106,7 +106,7 @@ def test_choices_by_logits() -> None:
 
 
 def test_a_slice_of_the_fuzzer() -> None:
-    assert not fuzz(range(8), "emulator", ((TINY, "int4_g128"), (CHOOSING, "int4_g128")))
+    assert not fuzz(range(9), "emulator", ((TINY, "int4_g128"), (CHOOSING, "int4_g128"), (SPLIT, "int4_g128")))
 
 
 def test_the_largest_router_spills_no_registers() -> None:
@@ -140,6 +140,21 @@ def test_ctas_that_do_not_run_at_once(order: dict[str, Any]) -> None:
     layer, (x, chosen) = layer_of(SMALL), inputs(SMALL, 4)
     assert not faults(all_at_once(), reference(layer, x, chosen))
     assert torch.equal(emulated(layer, x, chosen, **order), all_at_once())
+
+
+def test_strips_of_down_that_are_divided() -> None:
+    """Each is of two or three CTAs. Whoever comes last adds up, and the bits are the same."""
+    layer, (x, chosen) = layer_of(SPLIT), inputs(SPLIT, 2)
+    flags, scratch = fresh_flags(), torch.full((SPLIT.scratch_bytes // 4,), -1, dtype=torch.int32)
+    orders: tuple[dict[str, Any], ...] = (
+        {},
+        {"resident": 1},
+        {"resident": 2, "order": (6, 2, 0, 1, 5, 4, 3), "seed": 2},
+    )
+    outs = [emulated(layer, x, chosen, flags=flags, hidden=scratch, **order) for order in orders]
+    assert not faults(outs[0], reference(layer, x, chosen))
+    assert all(torch.equal(out, outs[0]) for out in outs)
+    assert not flags[COUNTERS_AT:].any()
 
 
 def test_experts_are_added_in_ascending_order() -> None:

@@ -20,8 +20,10 @@ from sglang_layers import (  # noqa: F401 (two are fixtures)
     refused,
     registered,
 )
+from w4gemm.api.expert_layer import OneLaunch
 from w4gemm.choice import plan_cache
 from w4gemm.core.activation import canonical
+from w4gemm.core.problem import H100
 from w4gemm.integrations.engines import warmup
 from w4gemm.integrations.sglang import experts, takeover
 
@@ -95,6 +97,32 @@ def test_a_model_of_experts_is_prepared_when_it_is_loaded(monkeypatch: pytest.Mo
     plans = len(after)
     method.apply_weights(layer, dispatched(x, torch.tensor([[0, 1], [2, 3], [0, 2]]), torch.ones(3, 2)))
     assert len(after) == plans >= len(before)
+
+
+def test_few_tokens_run_in_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a captured step all that may be launched is prepared: products, and the kernels for 1 to 8 tokens."""
+    pytest.importorskip("cutlass")
+    method, layer, _ = loaded("ct")
+    method.process_weights_after_loading(layer)
+    held, calls = layer.w4gemm_experts.experts, []
+    x, ids, router = torch.randn(3, HIDDEN).bfloat16(), torch.tensor([[0, 1], [2, -1], [0, 2]]), torch.rand(3, 2)
+    wanted = method.apply_weights(layer, dispatched(x, ids, router)).hidden_states
+
+    def launched(x: Any, choices: Any, *others: Any) -> torch.Tensor:
+        calls.append((choices.expert_ids.dtype, choices.expert_weights))
+        return wanted
+
+    packed = [each.weight.repack("mma16") for each in (held.gate_up, held.down)]
+    monkeypatch.setattr(warmup.Device, "of", lambda device: H100)
+    need = warmup.experts_need(*packed, "silu_mul", warmup.ExpertsCall(torch.bfloat16, [2], []), None)
+    names = [unit.name for unit in need.helpers]
+    assert names.count("expert_layer") == 4
+    need = warmup.experts_need(*packed, "silu_mul", warmup.ExpertsCall(torch.bfloat16, [2], [], gathered=False), None)
+    assert "expert_layer" not in [unit.name for unit in need.helpers]
+    monkeypatch.setattr("w4gemm.api.experts.one_launch_now", lambda key, device: OneLaunch(None, "", ""))
+    monkeypatch.setattr("w4gemm.api.experts.expert_layer", launched)
+    assert method.apply_weights(layer, dispatched(x, ids, router)).hidden_states is wanted
+    assert len(calls) == 1 and calls[0][0] is torch.int32 and calls[0][1] is router
 
 
 def test_moved_rows_of_experts_are_what_is_run() -> None:

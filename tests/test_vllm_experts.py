@@ -14,9 +14,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from expert_layers import Layer, emulated, spec_of
 from reference import linear_reference
 from test_vllm_dense import vllm_stub
 from w4gemm import QuantizedWeight, fold_scales
+from w4gemm.api.expert_layer import LayerKey, OneLaunch
 from w4gemm.api.product import Product
 from w4gemm.checkpoints.awq import ORDER
 from w4gemm.core.activation import parse
@@ -383,6 +385,51 @@ def test_experts_of_other_ranks_add_nothing(experts: ModuleType, case: Case) -> 
     assert not made.layer.quant_method.moe_kernel.fused_experts.expects_unquantized_inputs
     got = made.layer.forward_modular(x, weights, ids)
     assert_near(got, made.expected(x, weights, torch.where(ids >= here, ids, -1)), case)
+
+
+def test_few_tokens_run_in_one_launch(experts: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of the work is then vLLM's last step, into vLLM's own output; the kernel is emulated. A map may say which
+    experts are here. Weights on the input, and more tokens, run in four launches."""
+    pytest.importorskip("cutlass")
+    from w4gemm.integrations.vllm import experts_kernel
+
+    case, calls = CASES[7], []
+    sizes = {"experts": EXPERTS, "features": HIDDEN, "width": WIDTH, "ids": torch.int32, "mapped": True}
+    spec = spec_of(8, format=case.format.name, **sizes)
+
+    def chosen(key: LayerKey, device: Any) -> OneLaunch:
+        fits = key.choice is None and key.ids is torch.int32 and not any(key.operands) and key.tokens <= spec.tokens
+        return OneLaunch(spec, "", "") if fits else OneLaunch(None, "too many tokens", "")
+
+    def launched(x: Any, choices: Any, gate_up: Any, down: Any, activation: str, expert_map: Any, out: Any) -> Any:
+        calls.append((len(x), expert_map is not None, out))
+        layer = Layer(spec, gate_up.weight.repack("mma16"), down.weight.repack("mma16"), None, None, None, None)
+        every = torch.arange(EXPERTS, dtype=torch.int32) if expert_map is None else expert_map
+        return out.copy_(emulated(layer, x, choices, every))
+
+    made = mixture(case)
+    monkeypatch.setattr(experts_kernel, "one_launch_now", chosen)
+    monkeypatch.setattr(experts_kernel, "expert_layer", launched)
+    for tokens in (3, 8, 9):
+        x, weights, ids = inputs(case.dtype, tokens)
+        for choices in (ids, ids.long()):
+            got = made.layer.forward_modular(x, weights, choices)
+            assert_near(got, made.expected(x, weights, ids), case)
+        if tokens <= 8:
+            assert [call[:2] for call in calls] == 2 * [(tokens, False)] and calls[-1][2] is got
+        calls.clear()
+    made.layer.forward_modular(x[:3], weights[:3], ids[:3])
+    assert made.layer.forward_modular(x[:0], weights[:0], ids[:0]).shape == (0, HIDDEN) and len(calls) == 1
+    made.layer.apply_router_weight_on_input = True
+    x, weights, ids = inputs(case.dtype, 3)
+    one = weights[:, :1], ids[:, :1]
+    assert_near(made.layer.forward_modular(x, *one), made.expected(x, *one, on_input=True), case)
+    made.layer.apply_router_weight_on_input = False
+    monkeypatch.setattr(type(made.layer), "expert_map", torch.tensor([0, -1, 2, 3, -1], dtype=torch.int32))
+    got = made.layer.forward_modular(x, weights, ids)
+    here = torch.where((ids == 1) | (ids == 4), -1, ids)
+    assert_near(got, made.expected(x, weights, here), case)
+    assert [call[:2] for call in calls] == [(3, False), (3, True)]
 
 
 @pytest.mark.parametrize("case", [CASES[0], CASES[-2]], ids=str)

@@ -114,6 +114,9 @@ class Emulator(AsynchronousMachine):
         self.put(to, self._operation(head, modifiers)(*values), on)
 
     def _operation(self, head: str, modifiers: Sequence[str]) -> Callable[..., Any]:
+        if "relu" in modifiers:
+            operation = self._operation(head, [m for m in modifiers if m != "relu"])
+            return lambda *values: np.maximum(operation(*values), 0)
         if head == "min":
             return np.minimum if "NaN" in modifiers else np.fmin
         if head == "max":
@@ -211,6 +214,16 @@ class Emulator(AsynchronousMachine):
         self.store(space, self.address(target, on, "u32" if space == "shared" else "u64"), on, np.stack(values, -1))
         self.idle = 0
 
+    def _atomic_add(self, i: Instruction, on: Array) -> None:
+        to, target, source = i.operands
+        addresses, values = self.address(target, on, "u64"), np.broadcast_to(self.get(source, "s32", on), on.shape)
+        for j in range(len(on)):  # one thread after another
+            one = slice(j, j + 1)
+            old = self.load("global", addresses[one], on[one], 4).view(np.int32)
+            self.store("global", addresses[one], on[one], old + values[one, None])
+            self.put(to, old[:, 0], on[one])
+        self.idle = 0
+
     def _load_matrices(self, i: Instruction, on: Array) -> None:
         names, source = i.operands
         rows = self.load("shared", self.address(source, on, "u32"), on, 4, 4).reshape(-1, 32, 4)  # by warp, row, word
@@ -285,6 +298,7 @@ class Emulator(AsynchronousMachine):
 _METHODS: tuple[tuple[str, Callable[..., Any]], ...] = (
     ("ld.", Emulator._load),
     ("st.", Emulator._store),
+    ("atom.acq_rel.gpu.global.add", Emulator._atomic_add),
     ("ldmatrix", Emulator._load_matrices),
     ("stmatrix", Emulator._store_matrices),
     ("cvta", Emulator._convert_address),

@@ -14,8 +14,8 @@ from emulator.machine import SHARED_BYTES
 from emulator.numbers import Array
 from emulator.ptx import Instruction, Program
 
-_STRONG = {"acquire", "release", "relaxed"}
-"""Qualifiers of loads and stores that may meet others without being ordered."""
+_STRONG = {"acquire", "release", "acq_rel", "relaxed"}
+"""Qualifiers of loads, stores and atomic operations that may meet others without being ordered."""
 
 
 class Accesses(NamedTuple):
@@ -40,9 +40,10 @@ class RaceChecker(Emulator):
     A warp's clock goes on where its lanes meet, and at a barrier. ``known[w, v]`` is the clock of warp v before which
     all accesses of v's threads are ordered before those that w makes now. Barriers pass it on between the warps that
     meet. A store with release publishes its warp's row at its address. A load with acquire fetches the row of the store
-    that it reads, and it counts from the next meeting of the warp's lanes on. Accesses that are relaxed, acquire or
-    release may race; all others are weak. Two CTAs may write the same to a word of global memory, and who reads it must
-    be behind one of them. No mbarriers, WGMMAs, clusters and stores below four bytes.
+    that it reads, and it counts from the next meeting of the warp's lanes on. An atomic operation does both, and adds
+    to what is published there. Accesses that are relaxed, acquire or release may race; all others are weak. Two CTAs
+    may write the same to a word of global memory, and who reads it must be behind one of them. No mbarriers, WGMMAs,
+    clusters and stores below four bytes.
 
     Args:
         scratch: tensors of which a launch may read only what it wrote itself.
@@ -104,11 +105,15 @@ class RaceChecker(Emulator):
                 self.known[together] = self.known[together].max(0)
 
     def _strong(self, i: Instruction, step: Callable[[Array], Any], on: Array) -> Any:
-        acquires = "acquire" in i.opcode
-        addresses = self.address(i.operands[1 if i.opcode[0] == "ld" else 0], on)
+        both = "acq_rel" in i.opcode
+        acquires = both or "acquire" in i.opcode
+        addresses = self.address(i.operands[0 if i.opcode[0] == "st" else 1], on)
         for thread, address in zip(on.tolist(), addresses.tolist(), strict=True):
             if acquires and address in self.published:
                 self.fetched[thread // 32] = np.maximum(self.fetched[thread // 32], self.published[address])
+            if both:
+                known = self.known[thread // 32]
+                self.published[address] = np.maximum(known, self.published.get(address, known))
             elif i.opcode[0] == "st":
                 self.published.pop(address, None)
                 if "release" in i.opcode:

@@ -51,6 +51,8 @@ TINY = spec_of(4, features=64, width=32, top_k=3, ctas=4)
 """Each CTA has one strip of down."""
 GROUPED = ExpertChoice(Router(3, "sigmoid", groups=4, top_groups=2, scale=2.5), 12, torch.bfloat16, True)
 CHOOSING = replace(TINY, mapped=True, choice=GROUPED)
+SPLIT = spec_of(2, features=64, width=96, top_k=3, ctas=7, split=True, down_bias=True, down_scale=True)
+"""Each strip of down is divided among two or three CTAs."""
 FORMS: tuple[tuple[ExpertLayer, str], ...] = (
     (TINY, "int4_g128"),
     (CHOOSING, "int4_g128"),
@@ -91,10 +93,25 @@ FORMS: tuple[tuple[ExpertLayer, str], ...] = (
         ),
         "int4_g128",
     ),
+    (SPLIT, "int4_g128"),
+    (
+        spec_of(
+            4,
+            format="mxfp4",
+            activation="swiglu_oai",
+            features=320,
+            width=160,
+            split=True,
+            gate_up_bias=True,
+            down_bias=True,
+        ),
+        "mxfp4",
+    ),
 )
 """Forms of the kernel, with the formats of their weights. On a GPU each has as many CTAs and warps as there are."""
 _SIZES = {"experts": 16, "features": 704, "width": 416, "top_k": 4}
 WIDE: tuple[tuple[ExpertLayer, str], ...] = (
+    (spec_of(4, experts=16, features=2048, width=96, top_k=4), "int4_g128"),
     (spec_of(8, **_SIZES), "int4_g128"),
     (spec_of(4, format="nf4", **_SIZES), "nf4"),
     (
@@ -111,7 +128,7 @@ WIDE: tuple[tuple[ExpertLayer, str], ...] = (
     ),
     (spec_of(2, format="int4_g64_zint_fp16", dtype=torch.float16, **_SIZES), "int4_g64_zint_fp16"),
 )
-"""Larger forms, for a GPU."""
+"""Larger forms, for a GPU. The first has whole strips of down for each CTA of an H100, the others parts."""
 
 
 class Problem(NamedTuple):
@@ -176,7 +193,7 @@ class Emulated:
 
     def __init__(self, spec: ExpertLayer, format: str) -> None:
         self.layer, self.flags = layer_of(spec, format), fresh_flags()
-        self.hidden = torch.full((spec.hidden_bytes // 4,), -1, dtype=torch.int32)
+        self.hidden = torch.full((spec.scratch_bytes // 4,), -1, dtype=torch.int32)
 
     def check(self, number: int) -> str:
         """Say what is wrong in a problem; the empty string if nothing is."""

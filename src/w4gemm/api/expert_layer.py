@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 import torch
 
 from w4gemm.choice.cost.experts import one_launch_is_slower
+from w4gemm.core import environment
 from w4gemm.core.problem import Device
 from w4gemm.core.router import Router
 from w4gemm.jit import is_ready
-from w4gemm.kernels import launcher, workspace
+from w4gemm.kernels import hopper, launcher, workspace
 from w4gemm.kernels.expert_layer.spec import MOST_TOKENS, ExpertLayer
 from w4gemm.kernels.helpers.expert_choice.spec import ExpertChoice
 from w4gemm.packing.codecs import weight_operand
@@ -55,11 +56,16 @@ class OneLaunch(NamedTuple):
     """Whether a layer runs in one launch."""
 
     layer: ExpertLayer | None
-    """Parameters of the kernel; None if there are none."""
+    """Parameters of the kernel; None if it does not run."""
     refusal: str
     """Why it cannot; the empty string if it can."""
     slower: str
     """Why four launches are predicted to be faster; the empty string if they are not."""
+
+    @property
+    def chosen(self) -> ExpertLayer | None:
+        """The kernel, if it runs and is predicted to be the faster; else None."""
+        return None if self.slower else self.layer
 
 
 class LayerKey(NamedTuple):
@@ -107,12 +113,22 @@ def one_launch(key: LayerKey, device: Device) -> OneLaunch:
         return OneLaunch(None, f"takes 16-bit x, got {key.dtype}", "")
     if key.gate_up.format != key.down.format:
         return OneLaunch(None, f"takes one format, got {key.gate_up.format} and {key.down.format}", "")
+    if reason := hopper.refusal(device):
+        return OneLaunch(None, reason, "")
+    if not key.gate_up.layout == key.down.layout == "mma16":
+        return OneLaunch(None, f"reads the mma16 layout, got {key.gate_up.layout} and {key.down.layout}", "")
     layer = ExpertLayer.form(device, *key.parameters())
     if reason := layer.refusal(device):
-        return OneLaunch(layer, reason, "")
-    if not key.gate_up.layout == key.down.layout == "mma16":
-        return OneLaunch(layer, f"reads the mma16 layout, got {key.gate_up.layout} and {key.down.layout}", "")
+        return OneLaunch(None, reason, "")
     return OneLaunch(layer, "", one_launch_is_slower(layer, key.tokens, key.gate_up.format.element, device))
+
+
+def one_launch_now(key: LayerKey, device: Device) -> OneLaunch:
+    """Return :func:`one_launch`, where ``W4GEMM_COMPILE=off`` counts: a kernel that is not compiled is no faster."""
+    decision = one_launch(key, device)
+    if decision.layer is None or environment.may_compile() or is_compiled(decision.layer):
+        return decision
+    return decision._replace(slower="W4GEMM_COMPILE=off forbids compiling, and its kernel was not compiled ahead")
 
 
 @functools.lru_cache(maxsize=4096)
@@ -128,28 +144,31 @@ def expert_layer(
     down: Experts,
     activation: str,
     expert_map: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the weighted sum of each token's experts by one launch, where :func:`one_launch` refuses nothing.
 
     Args:
         x: 16-bit (tokens, features) on a GPU.
         expert_map: as for :func:`w4gemm.route`.
+        out: tensor for the result, contiguous and aligned to 16 bytes, in memory of its own, because CTAs that begin
+            late read x when others have stored theirs; or None.
     """
     key = LayerKey.of(x, choices, gate_up, down, activation)._replace(mapped=expert_map is not None)
     layer = one_launch(key, Device.of(x.device)).layer
     run = launcher(ExpertLayer.of, x.device, *key.parameters())
     assert layer is not None and run is not None, "a layer that cannot run in one launch"
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     if isinstance(choices, ByIds):
         ids, weights = choices.expert_ids.contiguous(), choices.expert_weights.float().contiguous()
         chosen: tuple[torch.Tensor | None, ...] = ids.view(-1), weights.view(-1), None, None
     else:
         chosen = None, None, choices.logits.contiguous(), choices.bias
     run(
-        *(x.contiguous(), *chosen, expert_map),
+        *(x.contiguous() if x.data_ptr() % 16 == 0 else x.clone(), *chosen, expert_map),
         *(gate_up.weight.tensors[0].view(-1), down.weight.tensors[0].view(-1)),
         *(gate_up.bias, down.bias, gate_up.scale, down.scale),
-        x.new_empty(layer.hidden_bytes // 4, dtype=torch.int32),
+        x.new_empty(layer.scratch_bytes // 4, dtype=torch.int32),
         *(workspace.flags_for(x.device, ExpertLayer.name), out),
     )
     return out

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from w4gemm.api.arguments import checked_activation
-from w4gemm.api.expert_layer import ByIds, ByLogits, Experts, LayerKey, expert_layer, is_compiled, one_launch
+from w4gemm.api.expert_layer import ByIds, ByLogits, Experts, LayerKey, expert_layer, one_launch_now
 from w4gemm.api.grouped import grouped_linear
 from w4gemm.api.modes import autocast, is_eager, layer_dtype
 from w4gemm.api.packed_module import PackedModule, moved_only
 from w4gemm.api.routing import check_ids, check_logits, choose_experts, combined, route
-from w4gemm.core import environment
 from w4gemm.core.activation import is_gated
 from w4gemm.core.errors import UnsupportedError, kind_of, require_dense
 from w4gemm.core.problem import Device
@@ -322,9 +321,7 @@ class W4Experts(torch.nn.Module):
             refusal, slower = "x or a bias is cast, scaled or quantized before a product, or needs a gradient", ""
         else:
             key = LayerKey.of(x, choices, *operands, self.activation)
-            layer, refusal, slower = one_launch(key, Device.of(self.gate_up.weight.device))
-            if layer is not None and not refusal and not environment.may_compile() and not is_compiled(layer):
-                slower = "W4GEMM_COMPILE=off forbids compiling, and its kernel was not compiled ahead"
+            _, refusal, slower = one_launch_now(key, Device.of(self.gate_up.weight.device))
         if self.one_launch and refusal:
             raise UnsupportedError(f"one_launch: wanted a layer and call that run in one launch, but {refusal}")
         return refusal or ("" if self.one_launch else slower)

@@ -117,9 +117,8 @@ def one_launches_of(layers: list[Layer], tokens: list[int], use: Use) -> Iterato
         for m, name, ids, scale in product(range(1, MOST_TOKENS + 1), activations, IDS, scales):
             operands = gate_up.bias, down.bias, scale, scale
             call = key._replace(tokens=m, activation=name, ids=ids, operands=operands)
-            layer, refusal, slower = one_launch(call, use.device)
-            if layer is not None and not refusal and not slower:
-                yield layer.unit()
+            if (chosen_layer := one_launch(call, use.device).chosen) is not None:
+                yield chosen_layer.unit()
 
 
 def chosen(needed: Iterable[GemmProblem], top: int = 1) -> tuple[dict[Unit, None], list[Record]]:

@@ -171,6 +171,12 @@ def store_relaxed(address: Int64, value: Int32) -> None:
     asm("st.relaxed.gpu.global.b32 [$0], $1;", [], [address, value])
 
 
+def add_acquire_release(address: Int64, value: int) -> Int32:
+    """Add to a word, after all writes of this thread and of the threads that it met at a barrier, and return what it
+    was; writes before the additions that came first are then visible."""
+    return asm(f"atom.acq_rel.gpu.global.add.s32 $0, [$1], {value};", [Int32], [address])[0]
+
+
 def barrier_of_roles(barrier: Int32, threads: int) -> None:
     """Wait at a named barrier whose ``threads`` come from several places of the code. ``bar.sync`` promises that all
     that wait execute the same instruction; this is ``barrier.sync``, which does not."""

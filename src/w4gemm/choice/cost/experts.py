@@ -129,7 +129,7 @@ def one_launch_is_slower(layer: ExpertLayer, tokens: int, element: str, device: 
     us = chosen * layer.expert_bytes / (_BYTES_PER_US * device.bandwidth)
     if us > _MOST_US:
         return f"the weights alone take {us:.0f} us, above {_MOST_US:.0f} four launches were not slower"
-    uneven = layer.columns_per_cta * layer.ctas / layer.columns - 1
+    uneven = -(-layer.columns // layer.ctas) * layer.ctas / layer.columns - 1
     lost = us * (uneven / 3 - _FASTER)  # a third of the weights are those of down
     if lost >= _SAVED_US:
         return f"uneven strips of down would take {lost:.1f} us, and three launches fewer save {_SAVED_US}"

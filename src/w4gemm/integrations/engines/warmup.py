@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
 import torch
 
+from w4gemm.api.expert_layer import LayerKey, one_launch_now
 from w4gemm.api.ops import linear
 from w4gemm.api.step import between_products
 from w4gemm.choice import BOUNDS, PlanKey, first_rows, plan_m, prepare, tokens_of_all_plans
@@ -19,6 +21,7 @@ from w4gemm.core.problem import Device
 from w4gemm.integrations.engines.engine import Engine
 from w4gemm.jit import Unit
 from w4gemm.kernels import HELPERS, workspace
+from w4gemm.kernels.expert_layer.spec import MOST_TOKENS, TOKENS
 from w4gemm.kernels.helpers.base import LayerFacts
 from w4gemm.weights.weight import QuantizedWeight
 
@@ -55,6 +58,8 @@ class ExpertsCall(NamedTuple):
     """True if both products have one."""
     block_scale: bool = False
     """True if rows of x come in fp8 with a scale for each 128 columns."""
+    mapped: bool = False
+    """True if ids name global experts, of which a map says which are here."""
 
 
 class Warmup:
@@ -216,12 +221,21 @@ def experts_need(
         for top_k in call.top_k:
             facts = LayerFacts(w.k, call.dtype, fp8, top_k=top_k, experts=w.experts)
             helpers |= {helper.unit(): None for kind in HELPERS for helper in kind.needed(device, facts)}
+    if call.gathered and activation is not None:
+        operands = call.bias, call.bias, False, False
+        for top_k, tokens in itertools.product(call.top_k, range(1, MOST_TOKENS + 1)):
+            call_facts = call.dtype, activation, top_k, torch.int32, call.mapped, operands
+            key = LayerKey(tokens, gate_up.packed, down.packed, *call_facts)
+            if (layer := one_launch_now(key, device).chosen) is not None:
+                helpers[layer.unit()] = None
     return Need("layers of 4-bit experts", tuple(keys), tuple(helpers), run)
 
 
 def token_counts(most: int, top_k: int, experts: int) -> list[int]:
-    """Return numbers of tokens within 1 .. most whose rows, ``top_k`` each, meet every interval that such rows can."""
-    return list(dict.fromkeys(-(-rows // top_k) for rows in first_rows(most * top_k, experts)))
+    """Return numbers of tokens within 1 .. most whose rows, ``top_k`` each, meet every interval that such rows can, and
+    which meet every kernel of a layer in one launch."""
+    tokens = {-(-rows // top_k) for rows in first_rows(most * top_k, experts)}
+    return sorted(tokens | {m for m in TOKENS if m <= most})
 
 
 def _rank() -> tuple[int, int]:

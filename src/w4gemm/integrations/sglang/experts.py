@@ -73,7 +73,7 @@ class W4gemmRunner(DispatchMoeRunnerCore):  # type: ignore[misc, unused-ignore]
             return StandardCombineInput(hidden_states=x)
         factor = runner_config.routed_scaling_factor
         expert_weights = chosen.topk_weights if factor in (None, 1.0) else chosen.topk_weights * factor
-        return StandardCombineInput(hidden_states=quant_info.experts(x, chosen.topk_ids, expert_weights))
+        return StandardCombineInput(hidden_states=quant_info.experts(x, chosen.topk_ids.int(), expert_weights))
 
 
 def install() -> None:
@@ -219,10 +219,11 @@ def _need(experts: W4Experts, activation: str, config: Any) -> Need:
 
     @torch.inference_mode()
     def run() -> None:
-        for tokens in each:
-            x = torch.zeros(tokens, gate_up.k, dtype=config.params_dtype, device=gate_up.device)
-            ids = torch.arange(tokens * top_k, dtype=torch.int32, device=gate_up.device).view(tokens, top_k)
-            experts(x, ids % count, torch.zeros(tokens, top_k, dtype=torch.float32, device=gate_up.device))
+        for experts.one_launch in (False, None):
+            for tokens in each:
+                x = torch.zeros(tokens, gate_up.k, dtype=config.params_dtype, device=gate_up.device)
+                ids = torch.arange(tokens * top_k, dtype=torch.int32, device=gate_up.device).view(tokens, top_k)
+                experts(x, ids % count, torch.zeros(tokens, top_k, dtype=torch.float32, device=gate_up.device))
 
     rows = [tokens * top_k for tokens in each]
     call = ExpertsCall(config.params_dtype, [top_k], rows, bias=experts.gate_up.bias is not None)

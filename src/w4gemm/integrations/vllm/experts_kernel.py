@@ -7,7 +7,8 @@ CUDA graph can capture it. The weights are the layer's parameters: whoever moves
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,13 +17,16 @@ from vllm.forward_context import get_forward_context, is_forward_context_availab
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceDelegate
 
 from w4gemm.api.activations import quantize_rows
+from w4gemm.api.expert_layer import ByIds, Experts, LayerKey, expert_layer, one_launch_now
 from w4gemm.api.product import launch
 from w4gemm.api.routing import Routing, combined, route
 from w4gemm.choice import first_rows
 from w4gemm.core.epilogue import Epilogue, EpilogueOperands
+from w4gemm.core.problem import Device
 from w4gemm.integrations.engines.warmup import ExpertsCall, Need, experts_need, token_counts
 from w4gemm.kernels import Operands
 from w4gemm.kernels.arguments import ExpertRows
+from w4gemm.kernels.expert_layer.spec import MOST_TOKENS
 from w4gemm.weights.weight import QuantizedWeight
 
 Shapes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
@@ -113,7 +117,8 @@ class _Experts(mk.FusedMoEExpertsModular):  # type: ignore[misc, unused-ignore]
         if self.moe_config.moe_parallel_config.use_deepep_v2_kernels:
             top_k.append(1)  # it may send a token once for each of its experts
         rows = [count * rows_each for count in counts]
-        call = ExpertsCall(self.moe_config.in_dtype, top_k, rows, gathered, fused.bias, fused.block_scale)
+        mapped = self.moe_config.moe_parallel_config.use_ep
+        call = ExpertsCall(self.moe_config.in_dtype, top_k, rows, gathered, fused.bias, fused.block_scale, mapped)
 
         @torch.inference_mode()
         def run() -> None:
@@ -153,6 +158,8 @@ class W4gemmExperts(_Experts):
 
     _routing: Routing | None = None
     """Of the newest call."""
+    _whole: Callable[..., torch.Tensor] | None = None
+    """The newest call's layer in one launch, which writes its result to ``out``; None if it runs in four."""
 
     @property
     def columns_between(self) -> int:
@@ -174,20 +181,39 @@ class W4gemmExperts(_Experts):
         *,
         output: torch.Tensor,
         hidden_states: torch.Tensor,
+        topk_weights: torch.Tensor,
         topk_ids: torch.Tensor,
         expert_map: torch.Tensor | None,
         a1q_scale: torch.Tensor | None,
         workspace2: torch.Tensor,
+        apply_router_weight_on_input: bool,
         **unused: Any,
     ) -> None:
+        self._whole = None
+        if len(hidden_states) <= MOST_TOKENS and not apply_router_weight_on_input:
+            self._whole = self._in_one_launch(hidden_states, ByIds(topk_ids.int(), topk_weights), expert_map)
+        if self._whole is not None:
+            return
         self._routing = routing = route(topk_ids, self.gate_up.experts, expert_map)
         gate_up, down = self.products
         first, end = routing.m_offsets[:-1], routing.m_offsets[1:]
         gate_up.write(hidden_states, workspace2, ExpertRows(first, end, routing.tokens), a1q_scale)
         down.write(workspace2, output.view(-1, self.down.n), ExpertRows(first, end, settled=1), None)
 
+    def _in_one_launch(
+        self, x: torch.Tensor, choices: ByIds, expert_map: torch.Tensor | None
+    ) -> Callable[..., torch.Tensor] | None:
+        """Return the layer of a call in one launch; None if it cannot or is predicted to be slower."""
+        gate_up, down = (Experts(product.weight, product.bias) for product in self.products)
+        activation = self.products[0].epilogue.activation
+        assert activation is not None
+        key = LayerKey.of(x, choices, gate_up, down, activation)._replace(mapped=expert_map is not None)
+        if one_launch_now(key, Device.of(x.device)).chosen is None:
+            return None
+        return functools.partial(expert_layer, x, choices, gate_up, down, activation, expert_map)
+
     def finalize_weight_and_reduce_impl(self) -> mk.TopKWeightAndReduce:
-        return Combine(self._routing)
+        return Combine(self._routing) if self._whole is None else OneLaunch(self._whole)
 
     def need(self, most_tokens: int) -> Need:
         """Return what is launched for 1 to ``most_tokens`` tokens."""
@@ -195,7 +221,8 @@ class W4gemmExperts(_Experts):
         return self._need(token_counts(most_tokens, top_k, self.gate_up.experts), top_k, True)
 
     def _run_once(self, count: int) -> None:
-        """Launch everything for so many tokens of zeros, evenly divided among experts."""
+        """Launch everything for so many tokens of zeros, evenly divided among experts, in four launches and, if that is
+        chosen, in one."""
         dtype, device, top_k = self.moe_config.in_dtype, self.gate_up.device, self.moe_config.experts_per_token
         x = torch.zeros(count, self.gate_up.k, dtype=dtype, device=device)
         ids = torch.arange(count * top_k, dtype=torch.int32, device=device).view(count, top_k)
@@ -203,16 +230,20 @@ class W4gemmExperts(_Experts):
         columns = self.columns_between, self.down.n
         hidden, output = (torch.empty(count * top_k, n, dtype=dtype, device=device) for n in columns)
         ids %= self.gate_up.experts
-        self.apply(
-            output=output,
-            hidden_states=x,
-            topk_weights=weights,
-            topk_ids=ids,
-            expert_map=None,
-            a1q_scale=None,
-            workspace2=hidden,
-        )
-        self.finalize_weight_and_reduce_impl().apply(None, output, weights, ids, False)
+        use_map = self.moe_config.moe_parallel_config.use_ep
+        every = torch.arange(self.gate_up.experts, dtype=torch.int32, device=device) if use_map else None
+        for on_input in (True, False):  # weights on the input: in four launches
+            self.apply(
+                output=output,
+                hidden_states=x,
+                topk_weights=weights,
+                topk_ids=ids,
+                expert_map=every,
+                a1q_scale=None,
+                workspace2=hidden,
+                apply_router_weight_on_input=on_input,
+            )
+            self.finalize_weight_and_reduce_impl().apply(None, output, weights, ids, False)
 
 
 class Combine(mk.TopKWeightAndReduce):  # type: ignore[misc, unused-ignore]
@@ -241,6 +272,30 @@ class Combine(mk.TopKWeightAndReduce):  # type: ignore[misc, unused-ignore]
         d, rows = fused_expert_output.flatten(0, -2), self.routing.row_of_choice
         total = combined(d, rows, weights, output, settled=weights is topk_weights)
         return total if self.contributions is None else total.add_(self.contributions.sum(1))
+
+
+class OneLaunch(mk.TopKWeightAndReduce):  # type: ignore[misc, unused-ignore]
+    """A layer's whole work, as its last step, because vLLM hands in its output only then.
+
+    Args:
+        layer: writes the result to its argument ``out``, or to a new tensor if that is None, and returns it.
+    """
+
+    def __init__(self, layer: Callable[..., torch.Tensor]) -> None:
+        self.layer = layer
+
+    def apply(
+        self,
+        output: torch.Tensor | None,
+        fused_expert_output: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        apply_router_weight_on_input: bool,
+    ) -> torch.Tensor:
+        """Return ``output``, or a new tensor."""
+        if not len(topk_ids):  # then the experts were not called, and the layer's call is an older one
+            return fused_expert_output if output is None else output
+        return self.layer(out=output)
 
 
 class BatchedW4gemmExperts(_Experts):

@@ -41,7 +41,7 @@ class LoraExperts(LoRAExpertsMixin, W4gemmExperts):  # type: ignore[misc, unused
     def columns_between(self) -> int:
         return self.gate_up.n
 
-    def apply(  # type: ignore[override]  # vLLM names every argument
+    def apply(  # vLLM names every argument
         self,
         *,
         output: torch.Tensor,

@@ -11,10 +11,14 @@ still multiplies those of gate_up.
 Units. A step is a strip of 16 rows times 128 columns of a weight, which one warp multiplies by mma.sync with the weight
 as operand A and all tokens as the eight columns of operand B. So nothing is sorted: an expert has a mask of its tokens,
 and what it computes for the others is dropped. A unit is a strip of gate_up of one expert (all of its k blocks), or a
-strip of down of all experts (all of their k blocks): its sum over experts never leaves the CTA. A CTA has consecutive
-units of gate_up (:meth:`share_of`) and every C-th strip of down, C being the number of CTAs. The CTAs that have a strip
-of down more than others have fewer units of gate_up, by at most what their stages hold, because that many weights of
-down are on their way before gate_up is done.
+strip of down of all experts (all of their k blocks). A CTA has consecutive units of gate_up (:meth:`share_of`).
+
+Strips of down. If they divide among the C CTAs about evenly, a CTA has every C-th one, whose sum over experts never
+leaves it. The CTAs that have a strip more than others have fewer units of gate_up, by at most what their stages hold,
+because that many weights of down are on their way before gate_up is done. Else (``split``) the steps of all strips, in
+a row, are divided evenly, so that a CTA has parts of its first and of its last strip. It stores the sums of such a part
+to global memory, meets its threads, and adds 1 to the strip's counter (acquire, release). Who adds the last 1 sets the
+counter back to 0, and adds up the parts in the order of CTAs. So nobody waits, and the order of sums is one.
 
 The CTA's units are divided into rounds of at most 16. The steps of a round follow one another, and each warp has
 equally many, consecutive. Where a warp's unit or range ends, it stores its partial sums; when all have, each thread
@@ -37,11 +41,12 @@ No mbarriers: each warp commits a group of cp.async a step, and waits for the ol
 CTA: three in :meth:`tally`, one before the first step (x is there), one a round (partials are stored), two around the
 wait for other CTAs.
 
-From gate_up to down. The activated rows go through global memory (``hidden``), in the order of down's fragments. CTA c
-stores them, meets its threads, and stores 2 * epoch + 1 to flag c (release). A warp of each CTA waits until all flags
-hold that (acquire), and then the CTA reads. The epoch is one more than the last launch's with these flags, which CTA c
-itself keeps beside its flag; so nothing is cleared, and a graph's replays need nothing from the host. Flags belong to
-one stream or graph, whose launches do not overlap: ``griddepcontrol.wait`` comes before the first access.
+From gate_up to down. The activated rows go through global memory (``scratch``), in the order of down's fragments. CTA c
+stores them, meets its threads, and stores 2 * epoch + 1 to flag c (release). Warps of each CTA wait until all flags
+hold that (acquire), a flag for each lane, and then the CTA reads. The epoch is one more than the last launch's with
+these flags, which CTA c itself keeps beside its flag; so nothing is cleared, and a graph's replays need nothing from
+the host. Flags belong to one stream or graph, whose launches do not overlap: ``griddepcontrol.wait`` comes before the
+first access.
 
 No two CTAs need to run at once. At its start CTA c stores 2 * epoch to flag c. A CTA that waits for a share which no
 CTA has begun claims it by the same store and computes it itself: it drops the weights of down that it has requested,
@@ -65,22 +70,25 @@ from w4gemm.kernels.device.activation import activated
 from w4gemm.kernels.device.block import BlockReader
 from w4gemm.kernels.device.epilogue_math import EpilogueMath
 from w4gemm.kernels.device.warp_product import WarpProduct
-from w4gemm.kernels.expert_layer.spec import EPOCHS_AT, ROUND, SLOT_ROW, ExpertLayer
+from w4gemm.kernels.expert_layer.spec import COUNTERS_AT, EPOCHS_AT, ROUND, SLOT_ROW, ExpertLayer
 from w4gemm.packing.block import BLOCK_N, STRIP_N
 from w4gemm.packing.codecs.pairs_decode import own_pairs
 from w4gemm.ptx.arithmetic import fma, pack_half2, to_float, warp_maximum
 from w4gemm.ptx.memory import (
+    add_acquire_release,
     copies_wait,
     copy_async,
     copy_async_if,
     load_acquire,
     load_global,
+    load_global_f32x4,
     load_l2,
     load_matrix,
     load_shared,
     load_shared_f32x4,
     shared_address,
     store_global,
+    store_global_f32x4,
     store_relaxed,
     store_release,
     store_shared_f32,
@@ -116,10 +124,12 @@ class Tensors(NamedTuple):
     gate_up_scale: cute.Tensor | None
     down_scale: cute.Tensor | None
     """float32 (experts,), or None."""
-    hidden: cute.Tensor
-    """int32 (hidden_bytes / 4,): activated rows, see :meth:`ExpertLayerKernel.hidden_at`."""
+    scratch: cute.Tensor
+    """int32 (scratch_bytes / 4,): activated rows, see :meth:`ExpertLayerKernel.hidden_at`, and parts of strips, see
+    :meth:`ExpertLayerKernel.part_at`."""
     flags: cute.Tensor
-    """int32: a flag for each CTA and, from ``EPOCHS_AT`` on, its epoch."""
+    """int32: a flag for each CTA; from ``EPOCHS_AT`` on its epoch; from ``COUNTERS_AT`` on, for the strip of down of
+    which it has the first part but not all, how many parts are stored."""
     out: cute.Tensor
     """(m, features)."""
 
@@ -143,8 +153,9 @@ class Choices(NamedTuple):
     """The same times the expert's scale of down; the same memory if there is none."""
     biases: cute.Tensor
     """float32 (columns_per_cta * tokens * 16,): weighted sums of down's biases."""
-    share: cute.Tensor
-    """int32 (1,): the share that the CTA computes next, -1 for none."""
+    shares: cute.Tensor
+    """int32 (pollers,): what each warp that waits prefers to compute next, see :meth:`ExpertLayerKernel.await_flags`.
+    At the end, the first word says which of the first (1) and the last (2) of its strips of down the CTA adds up."""
 
 
 class Memory(NamedTuple):
@@ -168,10 +179,14 @@ class Share(NamedTuple):
     """Units of a round."""
     rounds: Int32
     """Rounds of gate_up; that of down follows."""
-    cta: Int32
-    """The first strip of down."""
+    column: Int32
+    """The first strip of down; the others follow at distances of ``column_stride``."""
     columns: Int32
-    """Strips of down."""
+    """Strips of down, whole or in part."""
+    skipped: Int32
+    """Steps of the first strip that other CTAs have."""
+    steps: Int32
+    """Steps of down, or of nothing if no expert was chosen."""
     active: Int32
     """Chosen experts."""
 
@@ -213,6 +228,7 @@ class ExpertLayerKernel:
         self.router = None if layer.choice is None else layer.choice.math()
         scale = self.decoder.exact_scale if self.decoder.separate_scales else self.decoder.sum_scale
         self.sum_scale = scale
+        self.column_stride = 1 if layer.split else layer.ctas
         self.epilogue = EpilogueMath(Epilogue(layer.activation), weight.kind, weight.kind, False, False, scale)
 
     @cute.jit
@@ -238,7 +254,7 @@ class ExpertLayerKernel:
         cute.arch.griddepcontrol_launch_dependents()
         flags = t.flags.iterator.toint()
         epoch = Int32(0)
-        if warp == 0:
+        if warp < layer.pollers:
             epoch = load_l2(flags + Int64(EPOCHS_AT + cta) * 4, 1, Boolean(True))[0] + 1
         self.copy_x(t, memory.x, thread)
         active = self.tally(t, memory.choices, thread)
@@ -256,16 +272,18 @@ class ExpertLayerKernel:
         while own >= 0:
             cursor, stage = self.multiply_up(t, memory, share, cursor, stage, warp)
             cute.arch.sync_threads()  # the rows of all threads are stored
-            if warp == 0:
-                if lane == 0:
-                    store_release(flags + Int64(own) * 4, epoch * 2 + 1)
-                memory.choices.share[0] = self.await_flags(flags, cta, epoch, lane)
+            if thread == 0:
+                store_release(flags + Int64(own) * 4, epoch * 2 + 1)
+            if warp < layer.pollers:
+                memory.choices.shares[warp] = self.await_flags(flags, cta, epoch, warp, lane)
             else:
                 if own == cta:
-                    self.add_biases(t, memory.choices, share, thread - 32)
+                    self.add_biases(t, memory.choices, share, thread - 32 * layer.pollers)
             cute.arch.sync_threads()
-            own = memory.choices.share[0]
+            own = self.share_to_claim(memory.choices, cta)
             if own >= 0:
+                if thread == 0:
+                    store_relaxed(flags + Int64(own) * 4, epoch * 2)
                 copies_wait()
                 cute.arch.sync_threads()
                 share = self.share_of(own, cta, active)
@@ -273,6 +291,8 @@ class ExpertLayerKernel:
                 for at in cutlass.range(layer.num_stages, unroll=1):
                     cursor = self.request(t, memory, share, cursor, at, warp)
         self.multiply_down(t, memory, share, cursor, stage, warp)
+        if const_expr(layer.split):
+            self.add_parts(t, memory.choices, share, cta, flags)
 
     def allocate(self, thread: Int32, warp: Int32) -> Memory:
         """Divide shared memory, and fill the decoder's table."""
@@ -281,8 +301,8 @@ class ExpertLayerKernel:
         def bytes_of(count: int) -> Int32:
             return shared_address(smem.allocate_array(Int32, count // 4, byte_alignment=128))
 
-        def tensor(dtype: Any, count: int) -> cute.Tensor:
-            return smem.allocate_tensor(dtype, cute.make_layout(count))
+        def tensor(dtype: Any, count: int, align: int = 4) -> cute.Tensor:
+            return smem.allocate_tensor(dtype, cute.make_layout(count), byte_alignment=align)
 
         x, partials = bytes_of(layer.tokens * layer.x_row_bytes), bytes_of(2 * layer.partial_slots * layer.slot_bytes)
         stages = bytes_of(layer.warps * layer.num_stages * layer.stage_bytes)
@@ -294,15 +314,15 @@ class ExpertLayerKernel:
         count = layer.choices
         factors = tensor(Float32, count * layer.tokens)
         choices = Choices(
-            smem.allocate_tensor(Int32, cute.make_layout(-(-count // 4) * 4), byte_alignment=16),
+            tensor(Int32, -(-count // 4) * 4, 16),
             tensor(Float32, count),
             tensor(Int32, -(-layer.experts // 32)),
             tensor(Int32, count),
             tensor(Int32, count),
             factors,
             tensor(Float32, count * layer.tokens) if layer.down_scale else factors,
-            tensor(Float32, layer.columns_per_cta * layer.tokens * STRIP_N),
-            tensor(Int32, 1),
+            tensor(Float32, layer.columns_per_cta * layer.tokens * STRIP_N, 16),
+            tensor(Int32, layer.pollers),
         )
         return Memory(x, partials, stages + warp * (layer.num_stages * layer.stage_bytes), table, choices)
 
@@ -428,7 +448,7 @@ class ExpertLayerKernel:
     def share_of(self, index: Int32, cta: Int32, active: Int32) -> Share:
         """The units of share ``index``, and the strips of down of CTA ``cta``."""
         layer = self.layer
-        more = layer.columns % layer.ctas  # CTAs with a strip of down more than the others
+        more = 0 if layer.split else layer.columns % layer.ctas  # CTAs with a strip of down more than the others
         steps = active * (layer.strips_up * layer.k_blocks_up)
         less = Int32(0)
         if const_expr(more > 0):
@@ -441,8 +461,24 @@ class ExpertLayerKernel:
         units = bounds[1] - bounds[0]
         rounds = (units + ROUND - 1) // ROUND
         chunk = (units + rounds - 1) // cutlass.max(rounds, 1)
-        columns = (layer.columns - cta + layer.ctas - 1) // layer.ctas
-        return Share(bounds[0], units, chunk, rounds, cta, cutlass.max(columns, 0), active)
+        per_column, column, skipped = self.steps_of_column(active), cta, Int32(0)
+        columns = cutlass.max((layer.columns - cta + layer.ctas - 1) // layer.ctas, 0)
+        steps = columns * per_column
+        if const_expr(layer.split):
+            each = self.down_steps_of_cta(active)
+            steps = cutlass.max(cutlass.min(layer.columns * per_column - cta * each, each), 0)
+            column, skipped = cta * each // per_column, cta * each % per_column
+            columns = cutlass.select_(steps > 0, (skipped + steps + per_column - 1) // per_column, Int32(0))
+        return Share(bounds[0], units, chunk, rounds, column, columns, skipped, steps, active)
+
+    def steps_of_column(self, active: Int32) -> Int32:
+        """Steps of a strip of down; 1 if no expert was chosen."""
+        return cutlass.max(active * self.layer.k_blocks_down, 1)
+
+    def down_steps_of_cta(self, active: Int32) -> Int32:
+        """Steps of down of every CTA but the last, if strips are split."""
+        ctas = self.layer.ctas
+        return (self.layer.columns * self.steps_of_column(active) + ctas - 1) // ctas
 
     @cute.jit
     def steps_of(self, share: Share, round: Int32, warp: Int32) -> Steps:
@@ -451,7 +487,7 @@ class ExpertLayerKernel:
         units = cutlass.max(cutlass.min(share.units - round * share.chunk, share.chunk), 0)
         steps = units * layer.k_blocks_up
         if round == share.rounds:
-            steps = share.columns * share.active * layer.k_blocks_down
+            steps = cutlass.select_(share.active > 0, share.steps, Int32(0))
         each = (steps + layer.warps - 1) // layer.warps
         first = warp * each
         return Steps(first, cutlass.max(cutlass.min(steps - first, each), 0), each)
@@ -478,11 +514,11 @@ class ExpertLayerKernel:
                 unit = share.first + round * share.chunk + first // layer.k_blocks_up
                 slot, strip, k_block = unit // layer.strips_up, unit % layer.strips_up, first % layer.k_blocks_up
             else:
-                per_column = share.active * layer.k_blocks_down
-                column = first // per_column
-                rest = first - column * per_column
+                per_column = self.steps_of_column(share.active)
+                column = (share.skipped + first) // per_column
+                rest = share.skipped + first - column * per_column
                 slot, k_block = rest // layer.k_blocks_down, rest % layer.k_blocks_down
-                strip = share.cta + column * layer.ctas
+                strip = share.column + column * self.column_stride
         after = Cursor(Int64(0), Int64(0), k_block, slot, strip, left, round)
         return self.at_row(t, memory, share, after, k_block)
 
@@ -548,7 +584,7 @@ class ExpertLayerKernel:
             else:
                 slot += 1
                 if slot == share.active:
-                    slot, strip = Int32(0), strip + self.layer.ctas
+                    slot, strip = Int32(0), strip + self.column_stride
             cursor = self.at_row(t, memory, share, cursor._replace(slot=slot, strip=strip), Int32(0))
         return cursor
 
@@ -621,11 +657,12 @@ class ExpertLayerKernel:
 
     @cute.jit
     def sum_of(
-        self, partials: Int32, unit: Int32, per_unit: Int32, each: Int32, token: Int32, quad: Int32
+        self, partials: Int32, unit: Int32, begin: Int32, end: Int32, each: Int32, token: Int32, quad: Int32
     ) -> list[Float32]:
-        """Add the partial sums of four rows of a unit and token over the warps that have steps of it."""
+        """Add the partial sums of four rows of a unit and token over the warps that have steps of it: those from
+        ``begin`` to ``end`` - 1 of the round, of which each warp has ``each``."""
         layer = self.layer
-        first, last = unit * per_unit // each, ((unit + 1) * per_unit - 1) // each
+        first, last = begin // each, (end - 1) // each
         address = partials + unit * layer.slot_bytes + (token * SLOT_ROW + quad * 4) * 4
         sums = cute.make_rmem_tensor((4,), Float32)
         sums.fill(0.0)
@@ -637,7 +674,7 @@ class ExpertLayerKernel:
 
     @cute.jit
     def store_rows(self, t: Tensors, c: Choices, share: Share, round: Int32, partials: Int32, each: Int32) -> None:
-        """Activate the sums of a round and store them to ``hidden``, for the tokens that chose the expert."""
+        """Activate the sums of a round and store them, for the tokens that chose the expert."""
         layer, thread = self.layer, cute.arch.thread_idx()[0]
         units = cutlass.min(share.units - round * share.chunk, share.chunk)
         for i in cutlass.range(thread, units * (_QUADS * layer.tokens), layer.threads, unroll=1):
@@ -646,7 +683,8 @@ class ExpertLayerKernel:
             number = share.first + round * share.chunk + unit
             slot, strip = number // layer.strips_up, number % layer.strips_up
             if (c.masks[slot] >> token) & 1 != 0:
-                sums = self.sum_of(partials, unit, Int32(layer.k_blocks_up), each, token, quad)
+                begin = unit * layer.k_blocks_up
+                sums = self.sum_of(partials, unit, begin, begin + layer.k_blocks_up, each, token, quad)
                 expert, row = c.experts[slot], strip * STRIP_N + quad * 4
                 alpha = t.gate_up_scale[expert] if const_expr(layer.gate_up_scale) else None
                 biases = [None] * 4
@@ -675,48 +713,51 @@ class ExpertLayerKernel:
         steps the two fragment registers."""
         layer = self.layer
         row = ((slot * layer.k_blocks_down + k_block) * 2 + half) * layer.tokens + token
-        return t.hidden.iterator.toint() + Int64(row) * 128
+        return t.scratch.iterator.toint() + Int64(row) * 128
 
     # ---------------------------------------------------------------------------------------------------------- flags
 
     @cute.jit
-    def await_flags(self, flags: Int64, cta: Int32, epoch: Int32, lane: Int32) -> Int32:
-        """Wait, as one warp, until all shares are computed, and return -1; or return a share that no CTA has begun, and
-        claim it. CTAs that look at the same time prefer different ones."""
+    def await_flags(self, flags: Int64, cta: Int32, epoch: Int32, warp: Int32, lane: Int32) -> Int32:
+        """Wait, as one warp, until the shares of 32 CTAs, from ``32 * warp`` on, are computed, and return 0; or return
+        the preference for one that no CTA has begun. CTAs that look at the same time prefer different ones. A lane has
+        one flag, because a load with acquire waits for the one before it: five take microseconds."""
         ctas = self.layer.ctas
-        share = Int32(-2)
-        while share == -2:
-            missing, preferred = Int32(0), Int32(0)
-            for first in cutlass.range_constexpr(0, ctas, 32):
-                other = cutlass.min(first + lane, ctas - 1)
-                flag = load_acquire(flags + Int64(other) * 4)
-                if flag != epoch * 2 + 1:
-                    missing = Int32(1)
-                    if flag != epoch * 2:
-                        preferred = cutlass.max(preferred, (other + cta) % ctas + 1)
-            preferred = warp_maximum(preferred)
-            if cute.arch.vote_ballot_sync(missing != 0) == 0:
-                share = Int32(-1)
-            elif preferred > 0:
-                share = (preferred - 1 - cta + ctas) % ctas
-        if share >= 0 and lane == 0:
-            store_relaxed(flags + Int64(share) * 4, epoch * 2)
-        return share
+        other, preferred = cutlass.min(warp * 32 + lane, ctas - 1), Int32(-1)
+        while preferred < 0:
+            flag, preference = load_acquire(flags + Int64(other) * 4), Int32(0)
+            if flag != epoch * 2 + 1 and flag != epoch * 2:
+                preference = (other + cta) % ctas + 1
+            preference = warp_maximum(preference)
+            if cute.arch.vote_ballot_sync(flag != epoch * 2 + 1) == 0:
+                preferred = Int32(0)
+            elif preference > 0:
+                preferred = preference
+        return preferred
+
+    def share_to_claim(self, c: Choices, cta: Int32) -> Int32:
+        """The preferred of the shares that no CTA has begun; -1 if all are computed."""
+        preferred = c.shares[0]
+        for warp in range(1, self.layer.pollers):
+            preferred = cutlass.max(preferred, c.shares[warp])
+        share = (preferred - 1 - cta + self.layer.ctas) % self.layer.ctas
+        return Int32(cutlass.select_(preferred > 0, share, Int32(-1)))
 
     # ----------------------------------------------------------------------------------------------------------- down
 
     @cute.jit
     def add_biases(self, t: Tensors, c: Choices, share: Share, thread: Int32) -> None:
-        """Add up the weighted biases of the CTA's strips; by all warps but the first."""
+        """Add up the weighted biases of the strips that begin in this CTA; by all warps that do not wait for flags."""
         layer = self.layer
         if const_expr(layer.down_bias):
             count = share.columns * (layer.tokens * STRIP_N)
-            for i in cutlass.range(thread, count, layer.threads - 32, unroll=1):
+            for i in cutlass.range(thread, count, layer.threads - 32 * layer.pollers, unroll=1):
                 column, token, row = i // (layer.tokens * STRIP_N), i // STRIP_N % layer.tokens, i % STRIP_N
-                feature = (share.cta + column * layer.ctas) * STRIP_N + row
+                feature = (share.column + column * self.column_stride) * STRIP_N + row
                 total = Float32(0.0)
+                begins = (column > 0) | (share.skipped == 0)
                 for slot in cutlass.range(share.active, unroll=4):
-                    if (c.masks[slot] >> token) & 1 != 0:
+                    if begins & ((c.masks[slot] >> token) & 1 != 0):
                         bias = t.down_bias[c.experts[slot], feature]
                         total += c.factors[slot * layer.tokens + token] * Float32(bias)
                 c.biases[i] = total
@@ -728,9 +769,9 @@ class ExpertLayerKernel:
         """Multiply the CTA's strips of down, add up over experts, and store the sums."""
         layer, lane, c = self.layer, cute.arch.lane_idx(), memory.choices
         steps = self.steps_of(share, share.rounds, warp)
-        per_column = share.active * layer.k_blocks_down
-        column = steps.first // cutlass.max(per_column, 1)
-        rest = steps.first - column * per_column
+        per_column = self.steps_of_column(share.active)
+        column = (share.skipped + steps.first) // per_column
+        rest = share.skipped + steps.first - column * per_column
         slot, k_block = rest // layer.k_blocks_down, rest % layer.k_blocks_down
         acc, totals = (cute.make_rmem_tensor((4, 1, 1), Float32) for _ in range(2))
         ahead = cute.make_rmem_tensor((16,), Int32)
@@ -768,7 +809,7 @@ class ExpertLayerKernel:
                 totals.fill(0.0)
                 column += 1
         cute.arch.sync_threads()
-        self.store_sums(t, c, share, partials, per_column, steps.each)
+        self.store_sums(t, c, share, partials, steps.each)
 
     @cute.jit
     def load_hidden(self, t: Tensors, c: Choices, slot: Int32, k_block: Int32, ahead: cute.Tensor) -> None:
@@ -785,21 +826,75 @@ class ExpertLayerKernel:
                 ahead[piece * 4 + j] = words[j]
 
     @cute.jit
-    def store_sums(self, t: Tensors, c: Choices, share: Share, partials: Int32, per_column: Int32, each: Int32) -> None:
-        """Add the warps' sums and biases, round them, and store them."""
-        layer, thread = self.layer, cute.arch.thread_idx()[0]
+    def store_sums(self, t: Tensors, c: Choices, share: Share, partials: Int32, each: Int32) -> None:
+        """Add the warps' sums and biases, and store them: rounded to the result, or as parts of strips."""
+        layer, thread, per_column = self.layer, cute.arch.thread_idx()[0], self.steps_of_column(share.active)
         for i in cutlass.range(thread, share.columns * (_QUADS * layer.tokens), layer.threads, unroll=1):
             column, rest = i // (_QUADS * layer.tokens), i % (_QUADS * layer.tokens)
             quad, token = rest % _QUADS, rest // _QUADS
             if token < t.out.shape[0]:
+                begin, end = column * per_column - share.skipped, (column + 1) * per_column - share.skipped
                 sums = [Float32(0.0)] * 4
                 if share.active > 0:
-                    sums = self.sum_of(partials, column, per_column, each, token, quad)
+                    own = cutlass.max(begin, 0), cutlass.min(end, share.steps)
+                    sums = self.sum_of(partials, column, *own, each, token, quad)
                 sums = [self.epilogue.affine(value, None, None) for value in sums]
                 if const_expr(layer.down_bias):
                     at = (column * layer.tokens + token) * STRIP_N + quad * 4
                     sums = [value + c.biases[at + j] for j, value in enumerate(sums)]
-                feature = (share.cta + column * layer.ctas) * STRIP_N + quad * 4
-                at = t.out.iterator.toint() + (Int64(token) * layer.features + feature) * 2
-                words = [pack_half2(layer.kind, sums[j], sums[j + 1]) for j in (0, 2)]
-                store_global(at, words, Boolean(True))
+                strip = share.column + column * self.column_stride
+                if const_expr(not layer.split) or ((begin >= 0) & (end <= share.steps)):
+                    self.store_result(t, strip, token, quad, sums)
+                else:
+                    part = self.part_at(t, cute.arch.block_idx()[0], cutlass.min(column, 1), token, quad)
+                    store_global_f32x4(part, sums)
+
+    @cute.jit
+    def store_result(self, t: Tensors, strip: Int32, token: Int32, quad: Int32, sums: list[Float32]) -> None:
+        """Round four sums of a strip of down and store them."""
+        feature = strip * STRIP_N + quad * 4
+        at = t.out.iterator.toint() + (Int64(token) * self.layer.features + feature) * 2
+        words = [pack_half2(self.layer.kind, sums[j], sums[j + 1]) for j in (0, 2)]
+        store_global(at, words, Boolean(True))
+
+    def part_at(self, t: Tensors, cta: Int32, last: Int32, token: Int32, quad: Int32) -> Int64:
+        """The address of a CTA's four sums of its first strip (last = 0) or of its last one (1)."""
+        layer = self.layer
+        offset = (cta * 2 + last) * layer.part_bytes + (token * STRIP_N + quad * 4) * 4
+        return t.scratch.iterator.toint() + Int64(layer.hidden_bytes + offset)
+
+    @cute.jit
+    def add_parts(self, t: Tensors, c: Choices, share: Share, cta: Int32, flags: Int64) -> None:
+        """Count the parts of strips that this CTA has stored. Add up the strips of which all parts are."""
+        layer, thread = self.layer, cute.arch.thread_idx()[0]
+        per_column, each = self.steps_of_column(share.active), self.down_steps_of_cta(share.active)
+        cute.arch.sync_threads()  # the parts of all threads are stored
+        if thread < 32:
+            complete = Boolean(False)
+            strip = share.column + cutlass.min(thread, 1) * (share.columns - 1)
+            first, last = self.ctas_of(strip, per_column, each)
+            if (thread < cutlass.min(share.columns, 2)) & (first < last):
+                counter = flags + Int64(COUNTERS_AT + first) * 4
+                complete = add_acquire_release(counter, 1) == last - first
+                if complete:
+                    store_relaxed(counter, Int32(0))
+            c.shares[0] = cute.arch.vote_ballot_sync(complete)
+        cute.arch.sync_threads()
+        for i in cutlass.range(thread, 2 * _QUADS * layer.tokens, layer.threads, unroll=1):
+            is_last, rest = i // (_QUADS * layer.tokens), i % (_QUADS * layer.tokens)
+            quad, token = rest % _QUADS, rest // _QUADS
+            if ((c.shares[0] >> is_last) & 1 != 0) & (token < t.out.shape[0]):
+                strip = share.column + is_last * (share.columns - 1)
+                first, last = self.ctas_of(strip, per_column, each)
+                sums = cute.make_rmem_tensor((4,), Float32)
+                sums.fill(0.0)
+                for other in cutlass.range(first, last + 1, unroll=1):
+                    is_later = Int32(strip > other * each // per_column)
+                    part = load_global_f32x4(self.part_at(t, other, is_later, token, quad))
+                    for j in cutlass.range_constexpr(4):
+                        sums[j] = sums[j] + part[j]
+                self.store_result(t, strip, token, quad, [sums[j] for j in range(4)])
+
+    def ctas_of(self, strip: Int32, per_column: Int32, each: Int32) -> tuple[Int32, Int32]:
+        """The first and the last CTA that have steps of a strip of down, if strips are split."""
+        return strip * per_column // each, ((strip + 1) * per_column - 1) // each

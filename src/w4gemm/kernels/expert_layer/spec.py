@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -16,12 +16,14 @@ from w4gemm.kernels.helpers.base import Sm90Helper, half_dtype, half_rows
 from w4gemm.kernels.helpers.expert_choice.spec import ExpertChoice
 from w4gemm.kernels.requirements import missing_for_dsl
 from w4gemm.kernels.variant import HOPPER_SHARED_MEMORY
-from w4gemm.kernels.workspace import MOST_SMS
+from w4gemm.kernels.workspace import FLAG_BYTES
 from w4gemm.packing.block import BLOCK_K, BLOCK_N, STRIP_N, Block
 from w4gemm.packing.codecs import PAIR_TABLE_BYTES, Pairs, WeightOperand
 
 MOST_TOKENS = 8
 """Columns of operand B of the matrix instruction: a token each."""
+TOKENS = (1, 2, 4, MOST_TOKENS)
+"""Tokens that kernels are compiled for."""
 IDS = (torch.int32, torch.int64)
 """Dtypes of choices."""
 MOST_CHOICES = 128
@@ -30,10 +32,12 @@ ROUND = 16
 """Most units that a CTA multiplies before it adds up."""
 SLOT_ROW = STRIP_N + 4
 """Floats of a token's partial sums in a slot: with a gap, so that a warp's stores fall into different banks."""
-EPOCHS_AT = MOST_SMS
-"""Index of the first epoch behind the flags."""
-_TOKENS = (1, 2, 4, MOST_TOKENS)
-"""Tokens that kernels are compiled for."""
+_MOST_CTAS = FLAG_BYTES // 4 // 3
+"""A flag, an epoch and a counter of each, 4 bytes each."""
+EPOCHS_AT, COUNTERS_AT = _MOST_CTAS, 2 * _MOST_CTAS
+"""Indices of the first epoch and of the first counter behind the flags."""
+_UNEVEN = 0.1
+"""Part by which the largest share of whole strips of down may exceed the mean one."""
 _MOST_EXPERTS = 1024
 _MOST_STAGES = 3
 """Stages of a warp. With 13, 200 KB of a multiprocessor's weights on their way, launches took up to 25 % longer (H100,
@@ -56,12 +60,13 @@ class ExpertLayer(Sm90Helper):
         features: features of x and of the result.
         width: features of an expert's activated row.
         top_k: choices of a token.
-        tokens: of ``_TOKENS``.
+        tokens: of ``TOKENS``.
         ids: of ``IDS``.
         mapped: True if ids name global experts, of which a map says which are here.
         gate_up_bias, down_bias: True if there is a bias for each expert.
         gate_up_scale, down_scale: True if there is a scale for each expert.
         choice: how the launch chooses experts by logits; None if it is given ids and weights.
+        split: True if strips of down are divided among CTAs, which then have equally many steps of down.
         ctas: number of multiprocessors.
         warps: of a CTA.
         most_stages: of a warp, if there is room for so many.
@@ -81,6 +86,7 @@ class ExpertLayer(Sm90Helper):
     gate_up_scale: bool
     down_scale: bool
     choice: ExpertChoice | None
+    split: bool
     ctas: int
     warps: int = _WARPS
     most_stages: int = _MOST_STAGES
@@ -99,8 +105,9 @@ class ExpertLayer(Sm90Helper):
     @classmethod
     def form(cls, device: Device, tokens: int, weight: WeightOperand, *parameters: Any) -> ExpertLayer:
         """Return the parameters of the kernel for 1 to ``MOST_TOKENS`` tokens, also where it does not run."""
-        most = next(count for count in _TOKENS if tokens <= count)
-        return cls(*(weight, *parameters[:5], most, *parameters[5:], device.sms))
+        most = next(count for count in TOKENS if tokens <= count)
+        whole = cls(*(weight, *parameters[:5], most, *parameters[5:], False, device.sms))
+        return replace(whole, split=whole.columns_per_cta * whole.ctas > (1 + _UNEVEN) * whole.columns)
 
     # --- sizes
 
@@ -117,6 +124,11 @@ class ExpertLayer(Sm90Helper):
     def choices(self) -> int:
         """Most choices of a launch."""
         return self.tokens * self.top_k
+
+    @property
+    def pollers(self) -> int:
+        """Warps that wait for the flags of all CTAs."""
+        return -(-self.ctas // 32)
 
     @property
     def gated(self) -> bool:
@@ -159,8 +171,8 @@ class ExpertLayer(Sm90Helper):
 
     @property
     def columns_per_cta(self) -> int:
-        """Most strips of down that a CTA has."""
-        return -(-self.columns // self.ctas)
+        """Most strips of down that a CTA has, whole or in part."""
+        return -(-self.columns // self.ctas) + self.split
 
     @property
     def expert_bytes(self) -> int:
@@ -205,7 +217,7 @@ class ExpertLayer(Sm90Helper):
 
     @property
     def _bytes_but_stages(self) -> int:
-        tables = self.experts // 8 + 4 + self.choices * (16 + 8 * self.tokens) + 4
+        tables = self.experts // 8 + 4 + self.choices * (16 + 8 * self.tokens) + 4 * self.pollers
         biases = self.columns_per_cta * self.tokens * STRIP_N * 4
         partials = 2 * self.partial_slots * self.slot_bytes
         return self.tokens * self.x_row_bytes + partials + self.decode_table_bytes + tables + biases + _ALIGNMENT
@@ -219,10 +231,22 @@ class ExpertLayer(Sm90Helper):
     def shared_bytes(self) -> int:
         return self._bytes_but_stages + self.warps * self.num_stages * self.stage_bytes
 
+    # --- global memory
+
     @property
     def hidden_bytes(self) -> int:
-        """Bytes of the activated rows in global memory."""
+        """Bytes of the activated rows."""
         return min(self.choices, self.experts) * self.k_blocks_down * BLOCK_K * 2 * self.tokens
+
+    @property
+    def part_bytes(self) -> int:
+        """Bytes of a CTA's sums of a part of a strip: float32 [token][row]."""
+        return self.tokens * STRIP_N * 4
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes of the activated rows and, behind them, of two parts of strips for each CTA."""
+        return self.hidden_bytes + (2 * self.ctas * self.part_bytes if self.split else 0)
 
     # --- what is compiled
 
@@ -240,13 +264,13 @@ class ExpertLayer(Sm90Helper):
             return reason
         if self.choice is not None and not self.mapped and self.choice.experts != self.experts:
             return f"takes a logit for each expert here, {self.experts}, or a map, got {self.choice.experts}"
-        if self.columns_per_cta > ROUND or self.ctas > MOST_SMS:
-            return f"takes {ROUND} strips of down a CTA and {MOST_SMS} CTAs"
+        if self.columns_per_cta > ROUND or self.ctas > _MOST_CTAS:
+            return f"takes {ROUND} strips of down a CTA and {_MOST_CTAS} CTAs"
         if self.stage_block.scale_bytes > 512:
             return "a warp copies at most 512 bytes of scales a step"
         if self.num_stages < 3:
             return "there is no room for three stages"
-        steps = self.choices * self.strips_up * self.k_blocks_up
+        steps = self.choices * max(self.strips_up * self.k_blocks_up, self.columns * self.k_blocks_down)
         return "the layer is too large" if self.ctas * (steps + 2 * self.columns) >= 2**31 else ""
 
     def program(self) -> Program:
