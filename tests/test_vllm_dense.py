@@ -678,3 +678,14 @@ def test_no_tuple_is_indexed_by_a_comparison() -> None:
         if isinstance(node, ast.Subscript) and isinstance(node.slice, (ast.Compare, ast.BoolOp))
     ]
     assert not found
+
+
+@pytest.mark.parametrize("scheme, left", [("W8A8Int8", True), ("W8A8Fp8", True), ("WNA16", False)])
+def test_schemes_that_are_left_are_logged(
+    scheme: str, left: bool, dense: ModuleType, caplog: pytest.LogCaptureFixture
+) -> None:
+    layer = torch.nn.Module()
+    layer.scheme = type(f"CompressedTensors{scheme}", (), {})()
+    with caplog.at_level(logging.INFO, "vllm.w4gemm"):
+        assert dense.log_left("method", layer) == "method"
+    assert ("w4gemm leaves linear layers of compressed-tensors to vLLM's own kernels" in caplog.text) == left

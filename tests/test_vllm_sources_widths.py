@@ -233,6 +233,23 @@ def test_a_merged_layer_in_fp8(kind: str, tmp_path: Path) -> None:
     check(layer, [folder.weight(each).dequantize(torch.float64) for each in NAMES])
 
 
+def test_activations_of_8_bits_are_left_to_vllm(caplog: pytest.LogCaptureFixture) -> None:
+    from vllm.model_executor.layers.quantization import get_quantization_config
+
+    from w4gemm.integrations.engines import engine
+
+    engine._refuse.cache_clear()
+    weights = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": weights | {"strategy": "token"}}
+    group["input_activations"]["dynamic"] = True
+    config = {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": {"group_0": group}}
+    with caplog.at_level(logging.INFO, "vllm.w4gemm"):
+        merged(get_quantization_config("compressed-tensors").from_config(config))
+    assert "linear layers of compressed-tensors to vLLM's own kernels: their activations are 8-bit integers" in (
+        caplog.text
+    )
+
+
 # --- GGUF ------------------------------------------------------------------------------------------------------------
 
 

@@ -22,7 +22,7 @@ from w4gemm.integrations.engines.engine import LEAST, layer_product, why_no_kern
 from w4gemm.integrations.engines.formats import SCALES, check_unused_zeros, integer_format
 from w4gemm.integrations.engines.loading import check_known
 from w4gemm.integrations.vllm import takeover
-from w4gemm.integrations.vllm.configs import take_configs
+from w4gemm.integrations.vllm.configs import add_hook, take_configs
 from w4gemm.integrations.vllm.linear_kernel import ListedKernel, capability
 
 CONFIGS = (
@@ -36,10 +36,25 @@ _UNUSED = ("weight_shape", "qzeros", "g_idx", "weight_g_idx", "weight_zero_point
 """Parameters that vLLM's methods make and that the numbers do not need, of symmetric layers and of columns in order."""
 
 
+LEFT = {
+    **dict.fromkeys(("CompressedTensorsW8A8Int8", "CompressedTensorsW4A8Int"), "their activations are 8-bit integers"),
+    "CompressedTensorsW8A8Fp8": "their activations are in fp8, as their weights are",
+}
+"""Schemes of compressed-tensors that vLLM's own kernels run, and why: their checkpoints ask for other activations."""
+
+
 def install() -> None:
     """Put :class:`W4GemmLinearKernel` first in vLLM's list for NVIDIA GPUs, and watch what its layers load."""
     take_configs(CONFIGS)
+    add_hook(log_left, ("compressed-tensors",))
     W4GemmLinearKernel.put_first()
+
+
+def log_left(method: Any, layer: torch.nn.Module) -> Any:
+    """Return vLLM's method for a layer, after logging why layers of its scheme are left to vLLM, if they are."""
+    if reason := LEFT.get(type(getattr(layer, "scheme", None)).__name__):
+        takeover.refuse("linear layers of compressed-tensors", reason)
+    return method
 
 
 def why_not(c: MPLinearLayerConfig) -> str:

@@ -181,6 +181,7 @@ FORMATS: Mapping[str, tuple[Callable[[Any, Any], ExpertsSettings], ExpertsFormat
 
 LEFT = {
     "CompressedTensorsW4A8Int8MoEMethod": "their activations are 8-bit integers",
+    "CompressedTensorsW8A8Int8MoEMethod": "they and their activations are 8-bit integers",
     "QuarkW4A8Fp8MoEMethod": "their integers were made of e4m3 weights, whose scales multiply them",
 }
-"""Methods of vLLM's for other 4-bit experts, and why they are left to vLLM."""
+"""Methods of vLLM's for other experts, and why they are left to vLLM."""
