@@ -4,8 +4,8 @@ A checkpoint of random numbers is served twice. The answers of both engines to t
 layer's product with the checkpoint's numbers. Then the layers of both, as vLLM calls them, are timed by turns in CUDA
 graphs, without attention, norms and the host. ``--updates`` first sends dense weights to the running engine.
 
-Rows go to bench/results/engine.jsonl, with ``phase`` "start", "updates", "answers", and "linear" or "experts", whose
-``us`` is the time of a decoder layer's products for ``batch`` tokens. Needs vLLM and a GPU.
+Needs vLLM and a GPU. Rows go to bench/results/engine_pair.jsonl, with ``phase`` "start", "updates", "answers", and
+"linear" or "experts", whose ``us`` is the time of a decoder layer's products for ``batch`` tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from bench.engine import inside
 from bench.engine.checkpoint import write_once
 from bench.engine.gguf import FILE
 from bench.engine.implementations import DEFAULT, OURS, Implementation, known_as
-from bench.engine.launch import RESULTS, plugin_metadata, work_folder
+from bench.engine.launch import ROOT, plugin_metadata, work_folder
 from bench.engine.models import Model
 from bench.engine.options import add_models, pairs_of
 from bench.engine.rows import equal_prefix
@@ -44,6 +44,7 @@ from w4gemm.checkpoints.hugging_face import SafetensorsFolder
 from w4gemm.console.progress import say
 from w4gemm.tuning import record
 
+RESULTS = ROOT / "bench/results/engine_pair.jsonl"
 DENSE = "dense"
 """Stands for an engine that serves the checkpoint's numbers in bf16."""
 _PROMPTS, _TOKENS_IN, _TOKENS_OUT, _LONGEST = 8, 64, 32, 2304
@@ -224,7 +225,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.fp8:
         os.environ |= {"W4GEMM_NVFP4": "fp8", "W4GEMM_MXFP4": "fp8"}
     facts, mode = record.facts(), "layer" + "+fp8" * args.fp8 + "+lora" * args.lora
-    common = {"kind": "engine", "run": record.run_name(facts), "engine": "vllm", "model": model.name}
+    common = {"kind": "engine_pair", "run": record.run_name(facts), "engine": "vllm", "model": model.name}
     common |= {"format": str(packing), "dtype": "bfloat16", "gpus": 1, "mode": mode}
     with work_folder(args.work) as work:
         if plugin := plugin_metadata(work / "plugin"):
