@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,15 +11,26 @@ from pathlib import Path
 import pytest
 import torch
 
-from w4gemm import QuantizedWeight, UnsupportedError, W4Experts, W4Linear, WeightFormat, choice, masked_linear, quantize
+from w4gemm import (
+    QuantizedWeight,
+    Router,
+    UnsupportedError,
+    W4Experts,
+    W4Linear,
+    WeightFormat,
+    choice,
+    masked_linear,
+    quantize,
+)
 from w4gemm.api import expert_layer, gather
 from w4gemm.api.expert_layer import is_compiled
 from w4gemm.choice.plan import Plan
 from w4gemm.cli import compile
 from w4gemm.cli.__main__ import main
 from w4gemm.cli.compile import target_device
-from w4gemm.cli.needs import Use, chosen, one_launches_of, problems_of
+from w4gemm.cli.needs import Use, chosen, helpers_of, one_launches_of, problems_of
 from w4gemm.cli.problems import Layer
+from w4gemm.console.values import parse_router
 from w4gemm.core.gpu_rates import capability_of, known_names
 from w4gemm.core.problem import H100, H200, Device
 from w4gemm.jit import Unit
@@ -27,7 +39,9 @@ from w4gemm.kernels import HELPERS, launcher
 from w4gemm.kernels.helpers.activation_quantize.spec import FRONTS, ActivationQuantize
 from w4gemm.kernels.helpers.base import LayerFacts
 from w4gemm.kernels.helpers.column_gather.spec import ColumnGather
+from w4gemm.kernels.helpers.expert_choice.spec import ExpertChoice
 from w4gemm.kernels.helpers.row_combine.spec import RowCombine
+from w4gemm.packing.packed_shape import packed_shape
 
 pytest.importorskip("cutlass")
 
@@ -214,6 +228,39 @@ def test_layers_of_experts_in_one_launch_are_compiled_where_they_are_chosen(monk
     mixture, _ = model("cpu", None, ONE_LAUNCH)
     assert {mixture.explain(tokens, TOP_K) for tokens in range(1, 9)} == {"one launch (expert_layer)"}
     assert mixture.explain(1, TOP_K + 1).endswith("its kernel was not compiled ahead")
+
+
+def test_routers_are_compiled_where_they_are_asked_for():
+    format = WeightFormat.parse(FORMAT)
+    layers = [
+        Layer(n, k, format, experts=EXPERTS) for n, k in ((2 * HIDDEN, ONE_LAUNCH), (ONE_LAUNCH, HIDDEN), (64, 64))
+    ]
+    use = Use(H200, torch.bfloat16, top_k=2, router=parse_router("sigmoid,groups=2,scale=2.5,bias", 2))
+    helpers = [unit for unit in helpers_of(layers[0], use) if unit.name == "expert_choice"]
+    assert {(unit.key[2], unit.key[3]) for unit in helpers} == {("torch.bfloat16", True), ("torch.float32", True)}
+    assert len(set(one_launches_of(layers, [1], use))) == 4 * 4, "ids of two dtypes, logits of two"
+    shapes = (packed_shape(format, "mma16", layer.n, layer.k, EXPERTS) for layer in layers[:2])
+    by_logits = ExpertChoice(parse_router("sigmoid,groups=2,scale=2.5", 2)[0], EXPERTS, torch.float32, True)
+    key = expert_layer.LayerKey(1, *shapes, torch.bfloat16, "silu_mul", 2, torch.int32, choice=by_logits)
+    assert expert_layer.one_launch(key, H200).chosen.unit() in set(one_launches_of(layers, [1], use))
+    assert not [unit for unit in helpers_of(Layer(64, 64, format), use) if unit.name == "expert_choice"]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("softmix", "scoring: wanted one of"),
+        ("softmax,group=2", "wanted a scoring, then any of groups=..."),
+        ("softmax,scale=much", "got 'scale=much'"),
+        ("sigmoid,renormalize=maybe", "got 'renormalize=maybe'"),
+        ("softmax,groups=64", "groups: wanted"),
+    ],
+)
+def test_routers_that_are_none(text, reason):
+    with pytest.raises(ValueError, match=f"^--router: .*{re.escape(reason)}"):
+        parse_router(text, 2)
+    assert parse_router("softmax", 4) == (Router(4), False)
+    assert parse_router("softmax,renormalize=off", 4) == (Router(4, renormalize=False), False)
 
 
 def test_a_helper_says_what_a_layer_needs():

@@ -21,11 +21,12 @@ from w4gemm.cli.problems import Layer, layers_of, parse_layers
 from w4gemm.console.devices import device_line, nearest_gpu
 from w4gemm.console.errors import require_folder
 from w4gemm.console.progress import counted, progress_bar, say
-from w4gemm.console.values import DTYPES, parse_tokens
+from w4gemm.console.values import DTYPES, parse_router, parse_tokens
 from w4gemm.core import environment, trust
 from w4gemm.core.activation import canonical
 from w4gemm.core.errors import UnsupportedError
 from w4gemm.core.problem import GPUS, Device, gpu_named
+from w4gemm.core.router import Router
 from w4gemm.integrations.vllm.models import read_model
 from w4gemm.jit import Unit, disk
 from w4gemm.jit.pool import CompilePool
@@ -55,6 +56,7 @@ def run(args: argparse.Namespace) -> int:
             expert_scale=args.expert_scale,
             act_order=args.act_order or task.act_order,
             top_k=args.top_k or task.top_k,
+            router=_router(args, task),
             batch_invariant=args.batch_invariant,
             fused=args.vllm is not None,
         )
@@ -97,6 +99,14 @@ def _add_records(path: Path, records: list[Record]) -> None:
     store.add_missing(path, records)
     with contextlib.suppress(PermissionError):  # it was there before, and is root's
         path.chmod(0o644)
+
+
+def _router(args: argparse.Namespace, task: _Task) -> tuple[Router, bool] | None:
+    if args.router is None:
+        return None
+    if not (top_k := args.top_k or task.top_k):
+        raise ValueError("--router: wanted --top-k beside it, got none")
+    return parse_router(args.router, top_k)
 
 
 def _say_of_sums(top_k: int) -> None:

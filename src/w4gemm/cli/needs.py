@@ -17,10 +17,12 @@ from w4gemm.cli.problems import Layer, problems
 from w4gemm.core.activation import is_gated
 from w4gemm.core.errors import UnsupportedError
 from w4gemm.core.problem import Device, GemmProblem
+from w4gemm.core.router import Router
 from w4gemm.jit import Unit
 from w4gemm.kernels import HELPERS, kernel_named
 from w4gemm.kernels.expert_layer.spec import IDS, MOST_TOKENS
 from w4gemm.kernels.helpers.base import LayerFacts
+from w4gemm.kernels.helpers.expert_choice.spec import ExpertChoice
 from w4gemm.packing.layouts import layout_for
 from w4gemm.packing.packed_shape import packed_shape
 
@@ -43,6 +45,8 @@ class Use(NamedTuple):
     """True if weights may have a perm."""
     top_k: int = 0
     """Number of experts of a token; 0 if the sum over their results is not needed."""
+    router: tuple[Router, bool] | None = None
+    """Rule of a router whose logits choose experts, and whether it has a bias."""
     batch_invariant: bool = False
     fused: bool = False
     """True if w4gemm's kernels also compute the operations between linear layers."""
@@ -92,7 +96,23 @@ def helpers_of(layer: Layer, use: Use) -> Iterator[Unit]:
     helpers = [helper for kind in HELPERS for helper in kind.needed(use.device, facts)]
     if use.fused and not layer.experts:
         helpers += filter(None, between_products(use.device, use.dtype, layer.k, fp8))
+    helpers += choices_of(layer, use)
     return (helper.unit() for helper in helpers)
+
+
+def choices_of(layer: Layer, use: Use) -> list[ExpertChoice]:
+    """Return the kernels that choose a layer's experts by logits of the model's dtype or float32.
+
+    Raises:
+        ValueError: if the rule does not fit the number of experts.
+    """
+    if use.router is None or not layer.experts:
+        return []
+    router, biased = use.router
+    if reason := router.refusal(layer.experts, biased):
+        raise ValueError(f"--router: {reason}")
+    choices = (ExpertChoice.of(use.device, router, layer.experts, t, biased) for t in (use.dtype, torch.float32))
+    return [choice for choice in choices if choice is not None]
 
 
 def one_launches_of(layers: list[Layer], tokens: list[int], use: Use) -> Iterator[Unit]:
@@ -114,9 +134,10 @@ def one_launches_of(layers: list[Layer], tokens: list[int], use: Use) -> Iterato
             packed_shape(e.format, layout_for(use.device, e.format, use.dtype), e.n, e.k, e.experts) for e in pair
         )
         key = LayerKey(0, first, second, use.dtype, "", use.top_k, torch.int64)
-        for m, name, ids, scale in product(range(1, MOST_TOKENS + 1), activations, IDS, scales):
+        ways = [*((ids, None) for ids in IDS), *((torch.int32, by_logits) for by_logits in choices_of(gate_up, use))]
+        for m, name, (ids, by_logits), scale in product(range(1, MOST_TOKENS + 1), activations, ways, scales):
             operands = gate_up.bias, down.bias, scale, scale
-            call = key._replace(tokens=m, activation=name, ids=ids, operands=operands)
+            call = key._replace(tokens=m, activation=name, ids=ids, operands=operands, choice=by_logits)
             if (chosen_layer := one_launch(call, use.device).chosen) is not None:
                 yield chosen_layer.unit()
 

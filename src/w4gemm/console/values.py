@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -11,6 +13,7 @@ from w4gemm import choice
 from w4gemm.console import options
 from w4gemm.core.errors import LARGEST_SIZE
 from w4gemm.core.problem import Device
+from w4gemm.core.router import Router
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in options.DTYPES}
 """The dtypes that activations may have, by name."""
@@ -37,6 +40,36 @@ def sizes_of(args: argparse.Namespace) -> tuple[int, int, int]:
 def chosen_dtype(name: str | None, device: Device) -> torch.dtype:
     """Return the dtype called ``name``; for None, float32 on the CPU and bfloat16 on a GPU."""
     return DTYPES[name or ("float32" if device.kind == "cpu" else "bfloat16")]
+
+
+_ROUTER_VALUES: dict[str, Callable[[str], Any]] = {
+    "groups": int,
+    "top_groups": int,
+    "scale": float,
+    "renormalize": {"on": True, "off": False}.__getitem__,
+}
+"""How the fields of a :class:`Router` are read."""
+
+
+def parse_router(text: str, top_k: int) -> tuple[Router, bool]:
+    """Return the router of a text such as ``sigmoid,groups=8,top_groups=4,scale=2.5,bias``, and whether it has a bias.
+
+    Raises:
+        ValueError: for any other text.
+    """
+    scoring, *others = text.split(",")
+    fields: dict[str, Any] = {}
+    for other in (other for other in others if other != "bias"):
+        name, _, value = other.partition("=")
+        try:
+            fields[name] = _ROUTER_VALUES[name](value)
+        except (KeyError, ValueError):
+            expected = ", ".join(f"{name}=..." for name in _ROUTER_VALUES)
+            raise ValueError(f"--router: wanted a scoring, then any of {expected}, bias, got {other!r:.80}") from None
+    try:
+        return Router(top_k, scoring, **fields), "bias" in others
+    except ValueError as e:
+        raise ValueError(f"--router: {e}") from None
 
 
 def parse_tokens(text: str) -> list[int]:
