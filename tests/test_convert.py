@@ -498,3 +498,41 @@ def test_dense_matrices_are_listed_with_their_type_in_the_file(
     assert main(["inspect", str(write_dense(tmp_path, "qwen2")), "--device", "h100"]) == 0
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("model.embed_tokens.weight"))
     assert line.split()[1] == "F32"
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_experts_in_one_fp8_tensor_stay_packed(known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the model's code says that all gates come before all ups; else they become dense, as the model takes them."""
+    folder = write_dense(tmp_path / "in", "qwen3_moe")
+    tensors = load_file(folder / "model.safetensors")
+    for i in range(LAYERS):
+        owner = f"model.layers.{i}.mlp.experts"
+        each = {
+            role: [tensors.pop(f"{owner}.{e}.{role}_proj.weight") for e in range(4)] for role in ("gate", "up", "down")
+        }
+        rows = {
+            "gate_up": [torch.cat(pair) for pair in zip(each["gate"], each["up"], strict=True)],
+            "down": each["down"],
+        }
+        for role, weights in rows.items():
+            tensors[f"{owner}.{role}_proj"] = torch.stack(weights).to(torch.float8_e4m3fn)
+            tensors[f"{owner}.{role}_proj_scale_inv"] = torch.rand(4, len(weights[0]), 1) + 0.5
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": None}
+    (folder / "config.json").write_text(json.dumps(config))
+    if not known:
+        monkeypatch.setattr("w4gemm.checkpoints.dense_experts.dense_products", lambda model: {})
+    made = main(["convert", str(folder), str(tmp_path / "out")])
+    if not known:
+        assert made == 2  # nothing else is quantized
+        return
+    assert made == 0
+    checkpoint = open_checkpoint(tmp_path / "out")
+    assert {str(m.format) for m in checkpoint.modules.values()} == {"e4m3_col_fp32"} and len(checkpoint.modules) == 4
+    assert not any(".experts." in name for name in checkpoint.tensors)
+    models = [load(path)[0] for path in (folder, tmp_path / "out")]
+    tokens = torch.arange(8)[None]
+    with torch.inference_mode():
+        logits = [model(tokens).logits for model in models]
+    assert torch.equal(*logits)

@@ -8,10 +8,15 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from w4gemm.checkpoints.base import Module
+from w4gemm.checkpoints.base import Checkpoint, Module
 from w4gemm.checkpoints.experts import GATE_UP
 from w4gemm.checkpoints.gates import activation_of, products_of
+from w4gemm.checkpoints.hugging_face import outline
+from w4gemm.core.errors import FormatError
 from w4gemm.core.formats import WeightFormat
+
+_PRODUCTS = 2
+"""Products of a layer's experts with gates."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,29 @@ def dense_products(model: nn.Module) -> dict[str, DenseProduct]:
             name, shape = f"{owner}.{leaf}", tuple(experts.get_parameter(leaf).shape)
             products[name] = DenseProduct(name, shape, transposed, concatenated and leaf == GATE_UP, has_bias)
     return products
+
+
+def packed_experts(checkpoint: Checkpoint) -> set[str]:
+    """Return the names of experts that a folder holds in one fp8 tensor each, and whose rows the model's code takes in
+    the order in which their reader packs them: without biases, all gates before all ups."""
+    modules, path = checkpoint.modules, checkpoint.path
+    stacked = {name: m for name, m in modules.items() if m.shared and m.experts and name in checkpoint.tensors}
+    if not stacked:
+        return set()
+    try:
+        products = dense_products(outline(path))
+    except FormatError:  # no model of transformers'
+        return set()
+    fitting = {
+        name
+        for name, m in stacked.items()
+        if (product := products.get(name)) is not None
+        and product.sizes == (m.experts, m.n, m.k)
+        and not m.bias
+        and product.concatenated == name.endswith(GATE_UP)
+    }
+    owners = [name.rpartition(".")[0] for name in fitting]
+    return {name for name in fitting if owners.count(name.rpartition(".")[0]) == _PRODUCTS}
 
 
 def _has_known_activation(experts: nn.Module) -> bool:

@@ -23,6 +23,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from w4gemm.checkpoints.base import Checkpoint, Module, finite_dense
+from w4gemm.checkpoints.dense_experts import packed_experts
 from w4gemm.checkpoints.gguf.fields import quick_reader, tokenizer_of
 from w4gemm.checkpoints.hugging_face import AS_IT_IS, read_config, transformers_errors
 from w4gemm.checkpoints.quantized_folder import QuantizedFolder
@@ -142,12 +143,17 @@ def write_folder(
 
 
 def tied(checkpoint: Checkpoint) -> Checkpoint:
-    """Return a checkpoint without the modules that its dense tensors hold too, because a folder has one of both."""
-    modules = {name: module for name, module in checkpoint.modules.items() if not module.shared}
-    if len(modules) == len(checkpoint.modules):
+    """Return a checkpoint without the modules that its dense tensors hold too, because a folder has one of both; of
+    experts in fp8 without the dense tensors, if the model's code lets them be packed."""
+    packed = packed_experts(checkpoint)
+    dense = {
+        name for name, m in checkpoint.modules.items() if m.shared and (not m.experts or name in checkpoint.tensors)
+    }
+    if not dense:
         return checkpoint
     same = copy.copy(checkpoint)
-    vars(same)["modules"] = modules
+    vars(same)["modules"] = {name: m for name, m in checkpoint.modules.items() if name not in dense - packed}
+    vars(same)["tensors"] = {name: shape for name, shape in checkpoint.tensors.items() if name not in packed}
     return same
 
 
