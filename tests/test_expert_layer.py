@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import functools
+import os
+import subprocess
+import sys
+import time
 from typing import Any
 
 import pytest
@@ -322,3 +326,30 @@ def test_logits_on_the_gpu() -> None:
         ids, weights = choose_experts(logits, router, bias)
         assert torch.equal(ids.cpu(), router.choose(logits.cpu(), bias.cpu())[0])
         assert torch.equal(experts.of_logits(x, logits, router, bias), experts(x, ids, weights))
+
+
+_FOREVER = """
+from test_expert_layer import drawn_call, experts_on_gpu
+experts, call = experts_on_gpu(), drawn_call(1)
+while True:
+    print(int(experts(*call).view(torch.int16).long().sum()), flush=True)
+"""
+
+
+@pytest.mark.gpu
+def test_a_process_that_is_killed_leaves_nothing_to_others() -> None:
+    """Flags and scratch memory are a process's own: it starts anew with zeros, whatever another one left half done."""
+    experts, call = experts_on_gpu(), drawn_call(1)
+    wanted = experts(*call)
+    bits = int(wanted.view(torch.int16).long().sum())
+    for seconds in (0.0, 0.3):
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+        command = sys.executable, "-c", _FOREVER
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+        try:
+            assert process.stdout is not None and int(process.stdout.readline()) == bits
+            time.sleep(seconds)
+        finally:
+            process.kill()
+            process.wait()
+        assert torch.equal(experts(*call), wanted)
