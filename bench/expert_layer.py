@@ -64,14 +64,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--layers", nargs="+", choices=LAYERS, default=list(LAYERS), help="(default: all)")
     args = parser.parse_args(argv)
     facts = record.facts()
-    for name in args.layers:
-        layer = LAYERS[name]
-        experts = made(layer)
-        compile_all(layer, experts, args.tokens)
+    layers = {name: made(LAYERS[name]) for name in args.layers}
+    compile_all([(LAYERS[name], experts) for name, experts in layers.items()], args.tokens)
+    for name, experts in layers.items():
         for tokens in args.tokens:
             row = {"kind": "expert_layer", "run": record.run_name(facts), "model": name, "tokens": tokens}
-            print(json.dumps(row | measured(layer, experts, tokens) | facts), flush=True)
-        del experts
+            print(json.dumps(row | measured(LAYERS[name], experts, tokens) | facts), flush=True)
 
 
 def made(layer: Layer) -> W4Experts:
@@ -87,21 +85,24 @@ def made(layer: Layer) -> W4Experts:
     return W4Experts(products[0], products[1], activation=layer.activation)
 
 
-def compile_all(layer: Layer, experts: W4Experts, counts: list[int]) -> None:
+def compile_all(layers: Sequence[tuple[Layer, W4Experts]], counts: list[int]) -> None:
     """Compile what is launched, side by side."""
-    gate_up, down = (Experts(each.weight, each.bias) for each in (experts.gate_up, experts.down))
-    x = torch.zeros(1, layer.features, dtype=torch.bfloat16, device="cuda")
-    units: dict[Unit, None] = {}
-    for choices in layer.choices(x, torch.Generator("cuda")):
-        if isinstance(choices, ByLogits):
-            units[choices.choice().unit()] = None
-        key = LayerKey.of(x, choices, gate_up, down, layer.activation)
-        for tokens in counts:
-            units[ExpertLayer.form(Device.of(x.device), *key._replace(tokens=tokens).parameters()).unit()] = None
-    rows = [tokens * layer.router.top_k for tokens in counts]
-    call = ExpertsCall(x.dtype, [layer.router.top_k], rows, bias=layer.biased)
-    need = experts_need(gate_up.weight, down.weight, layer.activation, call, None)
-    prepare(need.keys, [*need.helpers, *units])
+    keys, units = [], dict[Unit, None]()
+    for layer, experts in layers:
+        gate_up, down = (Experts(each.weight, each.bias) for each in (experts.gate_up, experts.down))
+        x = torch.zeros(1, layer.features, dtype=torch.bfloat16, device="cuda")
+        for choices in layer.choices(x, torch.Generator("cuda")):
+            if isinstance(choices, ByLogits):
+                units[choices.choice().unit()] = None
+            key = LayerKey.of(x, choices, gate_up, down, layer.activation)
+            for tokens in counts:
+                units[ExpertLayer.form(Device.of(x.device), *key._replace(tokens=tokens).parameters()).unit()] = None
+        rows = [tokens * layer.router.top_k for tokens in counts]
+        call = ExpertsCall(x.dtype, [layer.router.top_k], rows, bias=layer.biased)
+        need = experts_need(gate_up.weight, down.weight, layer.activation, call, None)
+        keys += need.keys
+        units |= dict.fromkeys(need.helpers)
+    prepare(keys, units)
 
 
 def measured(layer: Layer, experts: W4Experts, tokens: int) -> dict[str, float]:

@@ -112,6 +112,7 @@ FORMS: tuple[tuple[ExpertLayer, str], ...] = (
 _SIZES = {"experts": 16, "features": 704, "width": 416, "top_k": 4}
 WIDE: tuple[tuple[ExpertLayer, str], ...] = (
     (spec_of(4, experts=16, features=2048, width=96, top_k=4), "int4_g128"),
+    (spec_of(4, experts=8, features=704, width=1216, top_k=4, down_bias=True), "int4_g128"),
     (spec_of(8, **_SIZES), "int4_g128"),
     (spec_of(4, format="nf4", **_SIZES), "nf4"),
     (
@@ -128,7 +129,7 @@ WIDE: tuple[tuple[ExpertLayer, str], ...] = (
     ),
     (spec_of(2, format="int4_g64_zint_fp16", dtype=torch.float16, **_SIZES), "int4_g64_zint_fp16"),
 )
-"""Larger forms, for a GPU. The first has whole strips of down for each CTA of an H100, the others parts."""
+"""Larger forms, for a GPU. The first has a strip of down for each CTA of an H100, the second parts of strips."""
 
 
 class Problem(NamedTuple):

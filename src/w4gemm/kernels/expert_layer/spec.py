@@ -36,8 +36,9 @@ _MOST_CTAS = FLAG_BYTES // 4 // 3
 """A flag, an epoch and a counter of each, 4 bytes each."""
 EPOCHS_AT, COUNTERS_AT = _MOST_CTAS, 2 * _MOST_CTAS
 """Indices of the first epoch and of the first counter behind the flags."""
-_UNEVEN = 0.1
-"""Part by which the largest share of whole strips of down may exceed the mean one."""
+_SPLIT_BYTES = 32 * 1024
+"""Bytes of down by which the largest share of whole strips exceeds the mean one, from which on strips are split. Adding
+up parts takes 0.8 to 1.7 us, in which a multiprocessor of an H200 reads 30 to 60 KB (2026-11-28)."""
 _MOST_EXPERTS = 1024
 _MOST_STAGES = 3
 """Stages of a warp. With 13, 200 KB of a multiprocessor's weights on their way, launches took up to 25 % longer (H100,
@@ -107,7 +108,10 @@ class ExpertLayer(Sm90Helper):
         """Return the parameters of the kernel for 1 to ``MOST_TOKENS`` tokens, also where it does not run."""
         most = next(count for count in TOKENS if tokens <= count)
         whole = cls(*(weight, *parameters[:5], most, *parameters[5:], False, device.sms))
-        return replace(whole, split=whole.columns_per_cta * whole.ctas > (1 + _UNEVEN) * whole.columns)
+        active = min(whole.choices, whole.experts)
+        strips = whole.columns_per_cta - whole.columns / whole.ctas
+        more = strips * active * whole.k_blocks_down * whole.stage_bytes
+        return replace(whole, split=more > _SPLIT_BYTES)
 
     # --- sizes
 
