@@ -134,21 +134,24 @@ SPILLED_ONCE = 32
 
 
 def check(sass: Sass | Scanned, instruction: str, *, asynchronous: bool = True) -> None:
-    """Assert what must hold of every kernel: it uses the matrix instruction that it was written for, spills nothing in
-    its main loop and little elsewhere, and runs its WGMMAs, if any, asynchronously. asynchronous: False if each WGMMA
-    is waited for on purpose."""
-    matrix = sass.count(instruction)
-    assert matrix, f"no {instruction}"
+    """Assert what must hold of every kernel: it uses the matrix instruction that it was written for, and ptxas compiled
+    it cleanly. asynchronous: False if each WGMMA is waited for on purpose."""
+    assert sass.count(instruction), f"no {instruction}"
+    assert not (seen := flaw(sass, instruction, asynchronous=asynchronous)), seen
+
+
+def flaw(sass: Sass | Scanned, instruction: str, *, asynchronous: bool = True) -> str:
+    """Return what ptxas did badly: it spilled in the main loop, or much elsewhere, or makes each WGMMA wait for the one
+    before. The empty string if it did not. Arguments are those of :func:`check`."""
     spilled = f"{sass.stack} bytes of local memory"
-    if isinstance(sass, Scanned):  # disassembled if it has any, see facts_of
-        assert sass.stack == 0, spilled
-    else:
-        assert sass.stack <= SPILLED_ONCE, spilled
-        assert not (found := spills_in_main_loops(sass, instruction)), f"{spilled}: {found}"
-    if instruction.endswith("GMMA") and asynchronous:
-        # where ptxas cannot keep accumulators in flight ("wgmma serialized"), it waits after each instruction
-        waits = sass.count("WARPGROUP.DEPBAR")
-        assert waits < matrix, f"serialized: {waits} waits for {matrix} {instruction}"
+    if isinstance(sass, Sass) and spills_in_main_loops(sass, instruction):
+        return f"{spilled}, used in the main loop"
+    if sass.stack > (SPILLED_ONCE if isinstance(sass, Sass) else 0):  # disassembled if it has any, see facts_of
+        return spilled
+    # where ptxas cannot keep accumulators in flight ("wgmma serialized"), it waits after each instruction
+    waits, matrix = sass.count("WARPGROUP.DEPBAR"), sass.count(instruction)
+    serialized = instruction.endswith("GMMA") and asynchronous and waits >= matrix
+    return f"serialized, {waits} waits for {matrix} {instruction}" if serialized else ""
 
 
 def facts_of(code: bytes) -> Sass | Scanned:

@@ -450,7 +450,7 @@ def test_every_gpu_kernel_gathers_rows_of_experts():
         for kernel in (k for k in KERNELS if k.supports(grouped)):
             on_load = replace(grouped, gathered=True)
             found = kernel.configs(on_load)
-            assert kernel.supports(on_load) and found and set(found) <= set(kernel.configs(grouped))
+            assert kernel.supports(on_load) and found
             assert all(c.cluster_m * c.cluster_n == 1 for c in found)
             assert kernel.unit(on_load, found[0]) != kernel.unit(grouped, found[0])
             assert "several experts only" in kernel.supports(replace(base, gathered=True)).reason

@@ -20,7 +20,7 @@ RECORDED = next(record for record in store.read(store.shipped_path(H200.name)) i
 
 
 def forget() -> None:
-    of_space = (space._legal, space._legal_if_plain)
+    of_space = (space._legal, space._not_excluded)
     for cached in (*of_space, model._shortlist, plan._is_legal, model._of_kernel, store._of_layer):
         cached.cache_clear()
 

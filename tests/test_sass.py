@@ -531,13 +531,13 @@ def test_spills_are_told_by_the_loop_that_they_are_in():
 @pytest.mark.parametrize(
     "lines, stack, message",
     [
-        (["HGMMA.64x16x16.F32 R24, R4, gdesc[UR8], R24", "WARPGROUP.DEPBAR.LE gsb0, 0x0"], 0, "serialized: 1 waits"),
+        (["HGMMA.64x16x16.F32 R24, R4, gdesc[UR8], R24", "WARPGROUP.DEPBAR.LE gsb0, 0x0"], 0, "serialized, 1 waits"),
         (
             ["HGMMA.64x16x16.F32 R24, R4, gdesc[UR8], R24", "@!P0 LDL.64 R2, [R1+0x8]"],
             8,
-            r"8 bytes of local memory: \['LDL",
+            "8 bytes of local memory, used in the main loop",
         ),
-        (["HGMMA.64x16x16.F32 R24, R4, gdesc[UR8], R24", "@UP1 STL [R1], R2"], 8, "8 bytes of .*STL"),
+        (["HGMMA.64x16x16.F32 R24, R4, gdesc[UR8], R24", "@UP1 STL [R1], R2"], 8, "8 bytes of .*main loop"),
         (["HGMMA.64x16x16.F32 R24, R4, gdesc[UR8], R24"], SPILLED_ONCE + 8, "40 bytes of local memory"),
         (["HGMMAX R1"], 0, "no HGMMA"),
     ],

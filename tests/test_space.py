@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 from dataclasses import astuple, replace
@@ -9,16 +10,18 @@ from dataclasses import astuple, replace
 import pytest
 import torch
 
+import legality
 from w4gemm import choice
 from w4gemm.choice.intervals import WAVES_FROM
 from w4gemm.cli.__main__ import main
 from w4gemm.core.config import GemmConfig
+from w4gemm.core.elements import ELEMENTS
 from w4gemm.core.epilogue import Epilogue
-from w4gemm.core.formats import WeightFormat
+from w4gemm.core.formats import SCALES, WeightFormat
 from w4gemm.core.problem import GPUS, H200, Device, GemmProblem
 from w4gemm.kernels import KERNELS, kernel_named
 from w4gemm.kernels.gpu import GpuKernel
-from w4gemm.kernels.space import KINDS
+from w4gemm.kernels.space import KINDS, NOT_COMPILED, Finding, Pressure
 
 GPU_KERNELS = [kernel for kernel in KERNELS if isinstance(kernel, GpuKernel)]
 PROBLEM = GemmProblem(64, 4096, 4096, torch.bfloat16, WeightFormat(), "mma16", device=H200)
@@ -32,8 +35,8 @@ EPILOGUES = (
 # (dense, of experts, gathered rows of experts) on an H200, by format
 COUNTS = {
     "sm90_decode": {"int4_g128": (42, 42, 42), "int4_g32": (40, 40, 40)},
-    "sm90_mixed_gemm": {"int4_g128": (290, 147, 105), "int4_g32": (288, 138, 101), "int4_g32_zfloat": (288, 138, 101)},
-    "sm90_fp8_gemm": {"int4_g128": (152, 80, 58), "int4_g32_zint": (134, 73, 53), "int4_g128_e4m3": (269, 149, 105)},
+    "sm90_mixed_gemm": {"int4_g128": (290, 147, 105), "int4_g32": (290, 143, 103), "int4_g32_zfloat": (290, 143, 103)},
+    "sm90_fp8_gemm": {"int4_g128": (194, 106, 77), "int4_g32_zint": (156, 81, 59), "int4_g128_e4m3": (269, 150, 108)},
     "sm89_fp8_gemm": {"int4_g128": (21, 16, 16), "int4_g32": (15, 12, 12), "int4_g128_e4m3": (21, 16, 16)},
     "sm80_mixed_gemm": {"int4_g128": (31, 22, 22), "int4_g32": (31, 22, 19)},
 }
@@ -122,7 +125,7 @@ def pairs_of(legal: set[GemmConfig]) -> list[GemmConfig]:
 def test_rules_have_names_of_their_own_and_exclude_something(kernel):
     """A rule that excludes nothing of any format, dense or of experts, is dead; rules may concern sizes that are listed
     in other combinations only."""
-    rules = [rule for _, rule in kernel.space.rules()]
+    rules = kernel.space.impossible + kernel.space.held_back
     assert len({rule.name for rule in rules}) == len(rules)
     formats = ("int4_g128", "int4_g32", "int4_g32_zint", "int4_g128_e4m3", "e2m1_g16_e4m3", "nvfp4", "q4_k", "nf4")
     forms = ({}, {"experts": 8}, {"experts": 8, "gathered": True})
@@ -147,41 +150,65 @@ def test_every_listed_config_can_run(kernel):
     assert set(kernel.space.configs) <= legal
 
 
-SPILLING_EPILOGUES = [
-    ("sm90_mixed_gemm", {"n": 4092, "epilogue": Epilogue(residual=True)}, (0, 13, 7)),
-    ("sm90_mixed_gemm", {"epilogue": Epilogue(residual=True, out_dtype=torch.float32)}, (0, 5, 0)),
-    ("sm90_mixed_gemm", {"n": 4092, "epilogue": Epilogue("gelu", "device", bias=True)}, (0, 0, 0)),
-    ("sm90_mixed_gemm", {"epilogue": Epilogue("silu_mul", "device", True, True)}, (0, 0, 0)),
-    ("sm90_fp8_gemm", {"n": 4092, "epilogue": Epilogue(residual=True, token_scale=True)}, (2, 11, 6)),
-    ("sm90_fp8_gemm", {"epilogue": Epilogue("gelu", token_scale=True)}, (0, 4, 0)),
-    ("sm90_fp8_gemm", {"epilogue": Epilogue("silu_mul", bias=True, token_scale=True)}, (0, 0, 0)),
-]
-"""(kernel, problem, configs that it loses against a plain one: dense, of experts, of gathered rows)."""
+@pytest.mark.parametrize("kernel", GPU_KERNELS, ids=lambda kernel: kernel.name)
+def test_every_decoder_and_tile_has_its_rows(kernel):
+    """`python tests/legality.py` compiles what is new."""
+    compiled = kernel.space.compiled
+    assert compiled.tiles == kernel.space.tiles
+    assert compiled.decoders == legality.sizes_of(kernel)
+    assert compiled.text() == kernel.space.table.read_text()
+    for finding in compiled.findings:
+        tiles = set(map(int, kernel.space.tiles[finding.tiles].split()))
+        assert finding.tile_m and tiles.issuperset(finding.tile_m), finding
+        assert finding.pressure.decoder in compiled.decoders, finding
 
 
-@pytest.mark.parametrize("name, changes, counts", SPILLING_EPILOGUES)
-def test_epilogues_that_spill_lose_large_tiles(name, changes, counts):
-    kernel = kernel_named(name)
-    format = "int4_g128_e4m3" if name == "sm90_fp8_gemm" else "int4_g128"
-    forms: tuple[dict, ...] = ({}, {"experts": 8}, {"experts": 8, "gathered": True})
-    for form, wanted in zip(forms, counts, strict=True):
-        asked = problem_of(kernel, format, **form, **changes)
-        plain = kernel.configs(replace(asked, n=4096, epilogue=Epilogue()))
-        legal = kernel.configs(asked)
-        lost = [c for c in plain if c not in legal]
-        assert (len(lost), len(plain) - len(legal)) == (wanted, wanted)
-        assert all(c.tile_m == 256 or (c.tile_m > 128 and c.tile_n == 256) for c in lost)
+@pytest.mark.parametrize("kernel", GPU_KERNELS, ids=lambda kernel: kernel.name)
+def test_every_format_has_a_decoder_of_the_file(kernel):
+    compiled = kernel.space.compiled
+    for element, scale, zero, group_size in itertools.product(
+        ELEMENTS, SCALES, ("none", "int", "float"), (-1, 16, 32, 96)
+    ):
+        with contextlib.suppress(ValueError):  # elements without zero points, scales that take other groups
+            problem = replace(problem_of(kernel, "int4"), format=WeightFormat(group_size, zero, scale, element))
+            if kernel.supports(problem):
+                assert compiled.badly(Pressure.of(kernel.any_variant(problem))) is not None
+    unknown = Pressure("another", "dense", 128, 0)
+    with pytest.raises(AssertionError, match="another, .* was not compiled; python tests/legality.py does that"):
+        compiled.badly(unknown)
 
 
-def test_a_problem_with_a_spilling_epilogue_takes_the_next_best_tile():
-    """Experts with many tokens: the tile that a plain problem takes is refused with the reason, the next is run."""
-    kernel = kernel_named("sm90_fp8_gemm")
-    asked = problem_of(kernel, "int4_g128_e4m3", experts=8, m=16384, epilogue=Epilogue(token_scale=True))
-    spilling = replace(asked, n=4092, epilogue=Epilogue(residual=True, token_scale=True))
-    ranking = choice.configs(replace(asked, n=4092))
-    refused = [name for name in ranking if "experts, many tokens and a residual" in str(choice.why(spilling, name)[0])]
-    assert refused and all("/256x" in name or "x256x" in name for name in refused)
-    assert choice.configs(spilling)[0] == next(name for name in ranking if name not in refused)
+def test_what_the_file_says_of_a_config_is_so():
+    pytest.importorskip("cutlass")
+    finding = next(f for f in kernel_named("sm90_fp8_gemm").space.compiled.findings if f.seen)
+    cell = legality.Cell("sm90_fp8_gemm", finding.tiles, finding.pressure.rows, finding.pressure.decoder)
+    assert cell.variants(finding.tile_m[0], finding.pressure)[0].flaw() == finding.seen
+
+
+def test_why_a_config_that_compiles_badly_is_not_legal(tmp_path):
+    """A finding excludes its configs under its pressure and under each that covers it, with what ptxas did."""
+    kernel, tiles = kernel_named("sm90_fp8_gemm"), "128x128_1x1x1_coop"
+    asked = problem_of(kernel, "int4_g128", epilogue=Epilogue("gelu", token_scale=True))
+    pressure = Pressure.of(kernel.any_variant(asked))
+    findings = (
+        Finding(tiles, (144, 160), pressure._replace(epilogue=0), "24 bytes of local memory"),
+        Finding(tiles, (168,), pressure, NOT_COMPILED),
+        Finding(tiles, (128,), pressure._replace(epilogue=3), "8 bytes of local memory"),
+    )
+    table = tmp_path / "legality.jsonl"
+    table.write_text(kernel.space.compiled._replace(findings=findings).text())
+    space = replace(kernel.space, table=table)
+    variant = kernel.any_variant(asked)
+    configs = {m: GemmConfig.parse(f"{m}x{tiles}") for m in (128, 144, 160, 168)}
+    assert [m for m in configs if configs[m] in space.legal(variant)] == [128]
+    assert str(space.exclusions(variant, configs[160])[0]) == (
+        "compiles badly: 144x128x128_1x1x1_coop: 24 bytes of local memory, with CuTe DSL 4.8.1, ptxas of CUDA 12.9 "
+        "(dense, plain, up to 4 bits, 0 registers, scales on sums, 128 bytes of scales)"
+    )
+    assert str(space.exclusions(variant, configs[168])[0]).startswith(
+        "not compiled: python tests/legality.py does that (dense, activation, up to 4 bits"
+    )
+    assert not space.exclusions(variant, configs[128])
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Hashable
+from pathlib import Path
 from typing import Any
 
 from w4gemm.core.config import GemmConfig
@@ -33,7 +34,7 @@ TARGETS = {
 SHARED_MEMORY = 101376
 """Bytes that one CTA may use on SM86, SM89 and SM120, the least of these."""
 
-TILES = {
+_TILES = {
     "64x256_1x1x1_coop": "8 16 32 64",
     "128x128_1x1x1_coop": "64 128",
     "256x64_1x1x1_coop": "64 128",
@@ -54,32 +55,25 @@ smaller ones for the shared memory of other GPUs, and those between. Others comp
 features and at most 128 accumulators; with stream-k, 128 spill."""
 
 
-def space_of(tiles: dict[str, str], *slow: Rule) -> Space:
-    """Configs with these tiles, whose accumulators fit the registers, and whose pipeline, at least two stages, and
-    epilogue fit shared memory."""
-    return Space(
-        tiles,
-        impossible=(
-            Rule(
-                "experts and stream-k",
-                "stream-k wants to know the number of tiles beforehand",
-                lambda v: v.grouped and v.stream,
-            ),
-            Rule(
-                "shared memory",
-                "there is no room for two stages, or for the sums of all sets of warps in the drained ones",
-                lambda v: v.num_stages < 2 or v.sums_bytes > v.num_stages * v.stage_bytes,
-            ),
-        ),
-        slow=(
-            *slow,
-            Rule(
-                "gathered rows and several groups",
-                "indices of rows take registers: beside the sums of 128 tokens scales of several groups would spill",
-                lambda v: v.gathered and v.block.scale_group < 128 and v.config.tile_m == 128 == v.config.tile_n,
-            ),
-        ),
-    )
+IMPOSSIBLE = (
+    Rule(
+        "experts and stream-k",
+        "stream-k wants to know the number of tiles beforehand",
+        lambda v: v.grouped and v.stream,
+    ),
+    Rule(
+        "shared memory",
+        "there is no room for two stages, or for the sums of all sets of warps in the drained ones",
+        lambda v: v.num_stages < 2 or v.sums_bytes > v.num_stages * v.stage_bytes,
+    ),
+)
+HELD_BACK = (
+    Rule(
+        "gathered rows and several groups",
+        "128 x 128 was not timed, and is not predicted to be faster",
+        lambda v: v.gathered and v.block.scale_group < 128 and v.config.tile_m == 128 == v.config.tile_n,
+    ),
+)
 
 
 class Sm80MixedGemm(GpuKernel):
@@ -88,15 +82,7 @@ class Sm80MixedGemm(GpuKernel):
     name = "sm80_mixed_gemm"
     revision = 2
     variant = Sm80MixedVariant
-    space = space_of(
-        TILES,
-        Rule(
-            "wide scales",
-            "weights formed in float32 take registers: beside 128 sums a thread they would spill if rows are gathered, "
-            "whose indices take some too, and those of other widths than four bits everywhere",
-            lambda v: v.weight.in_float32 and v.accumulators >= 128 and (v.gathered or v.block.bits != 4),
-        ),
-    )
+    space = Space(_TILES, Path(__file__).with_name("legality.jsonl"), IMPOSSIBLE, HELD_BACK)
     least = (8, 0)
     """The compute capability from which on there is all that it takes."""
     since = "A100, RTX 30 and later"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
-from w4gemm.kernels.sm80_mixed_gemm.spec import Sm80MixedGemm, space_of
-from w4gemm.kernels.space import Rule
+from w4gemm.kernels.sm80_mixed_gemm.spec import HELD_BACK, IMPOSSIBLE, Sm80MixedGemm
+from w4gemm.kernels.space import Space
 
 _TILES = {
     "64x512_1x1x1_coop": "8 16 32",
@@ -27,13 +29,6 @@ _TILES = {
 because 128 spill on GPUs that multiply e4m3 as fp16."""
 
 
-_SUMS_OF_GROUPS = Rule(
-    "sums of groups",
-    "ptxas multiplies all groups of a k-slice at once: their sums take registers beside the accumulators",
-    lambda v: v.scales_on_sums and v.accumulators * v.k_chunks_per_warp > (64 if v.block.scale_group == 128 else 32),
-)
-
-
 class Sm89Fp8Gemm(Sm80MixedGemm):
     """W4A8 with cp.async and mma.sync, e4m3 activations, on any GPU from SM89 on: any m, n, k, every format without
     float zero points. Scales are applied to the float32 sums of a group; e4m3 ones to the weights, which are then
@@ -43,7 +38,7 @@ class Sm89Fp8Gemm(Sm80MixedGemm):
     layout = "mma8"
     dtypes = (torch.float8_e4m3fn,)
     revision = 1
-    space = space_of(_TILES, _SUMS_OF_GROUPS)
+    space = Space(_TILES, Path(__file__).with_name("legality.jsonl"), IMPOSSIBLE, HELD_BACK)
     least = (8, 9)
     since = "RTX 40, L4, L40S and later, whose tensor cores take e4m3"
     otherwise = "w.repack('mma16') takes 16-bit activations from 8.0 on, w.to('cpu') runs on the CPU"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from w4gemm.core.config import GemmConfig
@@ -40,6 +41,7 @@ or 32 features leave a third of the SMs without work: 6144 / 48, 10240 / 80 and 
 are 64, of two CTAs each. 96 features by two CTAs were always slower than 80."""
 SPACE = Space(
     _TILES,
+    Path(__file__).with_name("legality.jsonl"),
     impossible=(Rule("shared memory", "there is no room for the pipelines of four warps", lambda v: not v.warps),),
 )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from w4gemm.kernels.sm90_mixed_gemm.variant import ONE_GROUP, WGMMA_TOKENS, Sm90MixedVariant
 from w4gemm.kernels.space import Rule, Space
 
@@ -59,9 +61,6 @@ the fastest somewhere or lies beside one that was:
   of the variant): no 88, 104 or 136. 272, of two WGMMAs, is for a few tokens more than tiles of 256 hold in a wave.
 * tile_k 64 where x fills the stages: many tokens, or two row blocks. tile_k 512 where four k sets divide it.
 * Two CTAs share weights (cluster_m) where many tokens meet them, and x (cluster_n) if tile_m is a power of two."""
-
-_REGISTERS_OF_FLOATS, _REGISTERS_OF_TABLES = 4, 16
-"""From so many registers of a codec on, rules exclude some configs: 4-bit floats, and codebooks."""
 
 
 def fits(v: Sm90MixedVariant) -> bool:
@@ -125,36 +124,23 @@ SHARED_MEMORY = Rule(
     "there is no room for two stages, or for the sums that warpgroups and CTAs hand over in the drained stages",
     lambda v: not fits(v),
 )
-GROUPED_WIDE = Rule(
-    "experts and 192 features of many tokens",
-    "looking for an expert's rows takes registers, which three warpgroups of more than 128 tokens lack",
+WIDE_TILES_OF_EXPERTS = Rule(
+    "wide tiles of experts",
+    "192 features of more than 128 tokens were not timed beside experts' rows",
     lambda v: v.grouped and v.config.tile_n == 192 and v.config.tile_m > 128,
 )
-GROUPED_RESIDUAL = Rule(
-    "experts, many tokens and a residual",
-    "looking for an expert's rows takes registers: with 256 tokens, or over 128 and 256 features, a residual in rows "
-    "that are no multiple of 16 bytes would spill, and in a cluster along n one in float32",
-    lambda v: (
-        v.grouped
-        and (v.config.tile_m == 256 or (v.m64_atoms > 1 and v.config.tile_m > 128))
-        and v.epilogue.residual
-        and (not v.vector or (v.out_kind == "f32" and v.config.cluster_n > 1))
-    ),
-    of="epilogue",
-)
-
-
-def _many_groups(v: Sm90MixedVariant) -> bool:
-    return v.block.scale_bytes > ONE_GROUP
 
 
 def _large(v: Sm90MixedVariant) -> bool:
-    c = v.config
-    return (c.tile_m, c.schedule) == (128, "pingpong") or (c.tile_m, c.tile_n) == (256, 128)
+    """True for tiles whose registers scales of several groups and an expert's rows fill."""
+    several = v.block.scale_bytes > ONE_GROUP and (v.config.tile_m, v.config.tile_n) == (256, 128)
+    wide = v.weight.in_float32 and v.block.scale_bytes > 8 * ONE_GROUP and v.config.tile_m >= 192
+    return v.config.tile_m > WGMMA_TOKENS or several or wide
 
 
 SPACE = Space(
     _TILES,
+    Path(__file__).with_name("legality.jsonl"),
     impossible=(
         GROUPED_STREAM,
         GROUPED_CLUSTER,
@@ -166,77 +152,12 @@ SPACE = Space(
         stream_sums(128),
         SHARED_MEMORY,
     ),
-    slow=(
+    held_back=(
+        WIDE_TILES_OF_EXPERTS,
         Rule(
-            "experts, many groups, large tiles",
-            "looking for an expert's rows takes registers: the scales of several groups would spill",
-            lambda v: (
-                v.grouped and _many_groups(v) and (_large(v) or (v.config.tile_k, v.config.cluster_n) == (512, 2))
-            ),
-        ),
-        Rule(
-            "floats, codebooks and a residual",
-            "the bits of a word and tables take registers: a residual in rows that are no multiple of 16 bytes would "
-            "spill in pingpong of 128 tokens and streams of 256; beside experts' rows any would in pingpong of 256",
-            lambda v: (
-                v.weight.codec.registers >= _REGISTERS_OF_FLOATS
-                and v.epilogue.residual
-                and (
-                    (not v.vector and (v.config.tile_m, v.config.schedule) in ((128, "pingpong"), (256, "stream")))
-                    or (v.grouped and (v.config.tile_m, v.config.schedule) == (256, "pingpong"))
-                )
-            ),
-            of="epilogue",
-        ),
-        Rule(
-            "codebooks of experts",
-            "tables take registers beside those for an expert's rows: pingpong of 192 tokens and more would spill, "
-            "beside float32 scales of 64 tokens and 128 features, and where rows are gathered the largest tiles of "
-            "long slices",
-            lambda v: (
-                v.grouped
-                and v.weight.codec.registers >= _REGISTERS_OF_TABLES
-                and (
-                    (v.config.schedule == "pingpong" and v.config.tile_m > 128)
-                    or (v.block.scale_bits == 32 and v.config.schedule == "pingpong" and v.config.tile_n == 128)
-                    or (v.gathered and v.config.tile_k > 128 and v.config.tile_m * v.config.tile_n >= 8192)
-                    or (v.gathered and (v.config.tile_m, v.config.tile_k) == (32, 512))
-                )
-            ),
-        ),
-        Rule(
-            "wide scales",
-            "weights that are formed in float32 take registers: two CTAs of 128 tokens would spill, and of two levels "
-            "64 tokens of four warpgroups with split_k, and 192 tokens of three; beside float32 scales and zero points "
-            "for each 32 columns 192 tokens, and long slices of gathered rows",
-            lambda v: (
-                v.weight.codec.in_float32
-                and (
-                    (v.config.tile_m, v.config.schedule) == (128, "pingpong")
-                    or (v.config.tile_m, v.config.tile_n) == (192, 192)
-                    or (
-                        v.block.factors
-                        and (v.config.tile_m, v.config.split_k) == (64, 2)
-                        and v.warpgroups * v.occupancy == 4
-                    )
-                    or (
-                        v.block.scale_bytes > 1024
-                        and (v.config.tile_m >= 192 or (v.gathered and v.config.tile_k == 512))
-                    )
-                )
-            ),
-        ),
-        GROUPED_WIDE,
-        GROUPED_RESIDUAL,
-        Rule(
-            "experts and more than 256 tokens",
-            "looking for an expert's rows takes registers: beside so many accumulators a residual would spill",
-            lambda v: v.grouped and v.config.tile_m > WGMMA_TOKENS,
-        ),
-        Rule(
-            "pingpong, many groups, two k sets",
-            "the scales of several groups spill where two sets share half a multiprocessor",
-            lambda v: v.config.schedule == "pingpong" and v.k_sets > 1 and v.config.tile_m > 32 and _many_groups(v),
+            "large tiles of experts",
+            "not timed beside experts' rows, where smaller tiles were compared with other libraries",
+            lambda v: v.grouped and _large(v),
         ),
     ),
 )

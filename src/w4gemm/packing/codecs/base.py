@@ -155,6 +155,20 @@ class WeightOperand:
         other = self.mixed and self.scale in ("f16", "bf16")
         return self.codec.in_float32 or (other and self.block.bits > 4)
 
+    @property
+    def register_class(self) -> str:
+        """Facts that decide, beside the bytes of scales, how many registers decoding takes; equal for formats of which
+        a kernel's machine code keeps as much in registers."""
+        facts = {
+            "up to 4 bits" if self.codec.bits <= 4 else "5 to 8 bits": True,
+            f"{self.codec.registers} registers": True,
+            "in float32": self.in_float32,
+            "factors": self.block.factors,
+            "scales on sums": self.codec.scales_on_sums,
+            f"table rows of {self.codec.table_row_bytes} bytes": self.codec.table_bytes > 0,
+        }
+        return ", ".join(fact for fact, holds in facts.items() if holds)
+
     def decoder(self, **decoding: Any) -> Any:
         """The decoder for a kernel, of which ``decoding`` are the fields of :class:`Decoding`."""
         return self.codec.decoder(self, Decoding(**decoding))
