@@ -52,6 +52,7 @@ _OPCODES = {
     "STG.E.128": Opcode(0x986, 0xE00, 0xC00),
 }
 """By name; ``test_sass.py`` compares what :func:`scan` counts with the disassembled text."""
+_LDS = 0x984
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,26 @@ def scan(code: bytes) -> Scanned:
     low, high = words[:, 0] & 0xFFF, words[:, 1]
     counts = {name: int(((low == o.low) & (high & o.mask == o.high)).sum()) for name, o in _OPCODES.items()}
     return Scanned(counts, local_memory(code))
+
+
+def loads_into_flight(code: bytes) -> list[int]:
+    """Registers of operands A that are loaded anew while a WGMMA that reads them may be in flight."""
+    loaded = []
+    for section in _text_sections(_cubin(code)):
+        groups: list[set[int]] = [set()]  # registers that the WGMMAs of each group read; the last one is open
+        for low, high in np.frombuffer(section, "<u8").reshape(-1, 2).tolist():
+            opcode, first = low & 0xFFF, low >> 16 & 0xFF
+            if opcode in (_OPCODES["HGMMA"].low, _OPCODES["QGMMA"].low):
+                a = low >> 24 & 0xFF
+                groups[-1] |= set(range(a, a + 4))
+                if high >> 20 & 7 == 0:  # gsb0: the last of its group
+                    groups.append(set())
+            elif opcode == _OPCODES["WARPGROUP.DEPBAR"].low and high & 0x10000:
+                groups = groups[-1 - (high >> 8 & 7) :]
+            elif opcode == _LDS:
+                words = {5: 2, 6: 4}.get(high >> 9 & 7, 1)
+                loaded += sorted(set().union(*groups) & set(range(first, first + words)))
+    return loaded
 
 
 def _text_sections(cubin: bytes) -> Iterator[bytes]:

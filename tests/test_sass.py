@@ -21,7 +21,18 @@ import pytest
 import torch
 
 from conformance.cases import WIDTHS as OTHER_WIDTHS
-from sass import SPILLED_ONCE, Sass, check, disassemble, facts_of, local_memory, main_loops, scan, spills_in_main_loops
+from sass import (
+    SPILLED_ONCE,
+    Sass,
+    check,
+    disassemble,
+    facts_of,
+    loads_into_flight,
+    local_memory,
+    main_loops,
+    scan,
+    spills_in_main_loops,
+)
 from tiny_kernel import tiny
 from w4gemm import GemmConfig, WeightFormat
 from w4gemm.choice.model import ranked
@@ -133,6 +144,7 @@ def check_variant(kernel: Kernel, p: GemmProblem, config: GemmConfig, instructio
     # a WGMMA along k is as long as a group of 32, whose sums are waited for
     asynchronous = not (p.dtype == FP8 and p.format.group_size == 32)
     check(facts_of(code), instruction or INSTRUCTION[kernel.name], asynchronous=asynchronous)
+    assert not (registers := loads_into_flight(code)), f"loaded while an MMA in flight may read them: {registers}"
     if p.gathered:
         check_gathered(disassemble(code), by_wgmma=INSTRUCTION[kernel.name].endswith("GMMA"))
 
@@ -341,7 +353,7 @@ EIGHT_WEIGHTS = {"int8_g128": 8, "int6_g128": 11.5, "int5_g128": 11.75, "int4_g1
 EIGHT_WEIGHTS |= {"int2_g128": 9.5, "e4m3_col_fp32": 14, "e4m3_g128_b128": 30}
 EIGHT_WEIGHTS |= {"q6_k": 30, "q5_k": 29, "q3_k": 32, "q2_k": 34.5}
 """By format, the instructions that decode eight weights beside bf16 x, by the decoders' sequences."""
-EIGHT_WEIGHTS_FP8 = {"e4m3_g128_b128": 0, "int4_g128": 7, "int3_g128": 11, "int2_g128": 7.25}
+EIGHT_WEIGHTS_FP8 = {"e4m3_g128_b128": 2, "int4_g128": 7, "int3_g128": 11, "int2_g128": 7.25}
 """Beside e4m3 x, where scales multiply sums."""
 _DECODING = r"PRMT|LOP3|SHF|HFMA2|HMUL2|HADD2|IMAD R|IMAD\.(SHL|U32)"
 

@@ -99,18 +99,23 @@ class WideE4m3Decoder(Decoder):
 
 
 class StoredDecoder:
-    """Beside e4m3 x: registers are code words as they are stored. Scales, if there are any, multiply sums."""
+    """Beside e4m3 x: registers are code words as they are stored. Scales, if there are any, multiply sums.
+
+    They are copies, because an asynchronous MMA may still read its registers when the next code words are loaded, and
+    on the way around the main loop these come into the registers of the last ones. A move would not do: ptxas drops it.
+    """
 
     sum_scale: ClassVar = 1.0
 
-    def prepare(self, words: tuple[Int32, ...], _table: Int32, _field: int = 0) -> tuple[()]:
-        """Nothing is prepared."""
-        return ()
+    def prepare(self, words: tuple[Int32, ...], _table: Int32, _field: int = 0) -> tuple[Int32]:
+        """A zero that ptxas does not know to be one: no GPU has 2**31 multiprocessors."""
+        return asm("mov.u32 $0, %smid; shr.u32 $0, $0, 31;", [Int32], pure=True)
 
     def scales(self, words: tuple[Int32, ...]) -> tuple[Float32, ...]:
         """Factors for the sums of a group, of rows g and g + 8."""
         return tuple(to_float("f32", word) for word in words)
 
-    def decode(self, words: tuple[Int32, ...], _prepared: tuple[()]) -> tuple[Int32, ...]:
+    def decode(self, words: tuple[Int32, ...], prepared: tuple[Int32]) -> tuple[Int32, ...]:
         """The four fragment registers of one instruction."""
-        return words
+        (zero,) = prepared
+        return tuple(word ^ zero for word in words)
