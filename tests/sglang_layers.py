@@ -196,7 +196,7 @@ def created(scheme: Any, full_k: int = K, kind: str = "") -> torch.nn.Module:
         cls = resolved(f"sglang.srt.layers.vocab_parallel_embedding.{kind}")
         layer = cls.__new__(cls)
         torch.nn.Module.__init__(layer)
-    layer.scheme = scheme
+    layer.scheme, layer.tp_group = scheme, None
     scheme.create_weights(
         layer=layer,
         input_size_per_partition=K,

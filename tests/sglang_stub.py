@@ -321,6 +321,75 @@ class CompressedTensorsW8A16Fp8:
         self.asked.append("apply")
 
 
+class _Mxfp8Backend(Enum):
+    UNSUPPORTED = "unsupported"
+
+    def is_unsupported(self):
+        return True
+
+
+@at("layers.quantization.fp8")
+class Fp8Config:
+    def __init__(
+        self,
+        is_checkpoint_fp8_serialized=False,
+        activation_scheme=None,
+        ignored_layers=None,
+        weight_block_size=None,
+        packed_modules_mapping=None,
+        use_mxfp8=False,
+        is_fp4_experts=None,
+        kv_cache_quant_algo=None,
+        scale_fmt=None,
+    ):
+        self.is_checkpoint_fp8_serialized, self.use_mxfp8 = is_checkpoint_fp8_serialized, use_mxfp8
+
+    def get_min_capability(self):
+        return 100 if self.use_mxfp8 else 80
+
+    def get_quant_method(self, layer, prefix):
+        return Fp8MoEMethod(self)
+
+
+@at("layers.quantization.fp8")
+class Fp8MoEMethod:
+    def __init__(self, quant_config):
+        self.quant_config = quant_config
+
+
+@at("layers.quantization.fp8")
+class Fp8LinearMethod:
+    def __init__(self, quant_config):
+        self.quant_config, self.use_mxfp8, self.asked = quant_config, quant_config.use_mxfp8, []
+        self.is_checkpoint_fp8_serialized = quant_config.is_checkpoint_fp8_serialized
+        self.mxfp8_dense_backend = _Mxfp8Backend.UNSUPPORTED if self.use_mxfp8 else None
+
+    def create_weights(
+        self,
+        layer,
+        input_size_per_partition,
+        output_partition_sizes,
+        input_size,
+        output_size,
+        params_dtype,
+        skip_block_quant_check=False,
+        **extra_weight_attrs,
+    ):
+        n, k = sum(output_partition_sizes), input_size_per_partition
+        layer.register_parameter("weight", parameter(n, k, dtype=torch.float8_e4m3fn))
+        if self.use_mxfp8:
+            layer.register_parameter("weight_scale_inv", parameter(n, k // 32, dtype=torch.uint8))
+        else:
+            layer.register_parameter("weight_scale", parameter(len(output_partition_sizes), dtype=torch.float32))
+        layer.register_parameter("input_scale", None)
+
+    def process_weights_after_loading(self, layer):
+        self.asked.append("process")
+
+    def apply(self, layer, x, bias=None):
+        self.asked.append("apply")
+
+
 @at("layers.quantization.compressed_tensors.schemes")
 class CompressedTensorsW4A16Fp4:
     def __init__(self, has_input_global_scale=False):

@@ -386,3 +386,54 @@ def test_fp8_that_is_left_to_sglang(caplog: pytest.LogCaptureFixture) -> None:
     layer.weight.data.view(torch.uint8)[3, 3] = 0x7F
     layer.weight_scale.data.fill_(0.01)
     assert "codes: " in refused(scheme, layer, caplog)
+
+
+# --- MXFP8 -----------------------------------------------------------------------------------------------------------
+
+
+def mxfp8(monkeypatch: pytest.MonkeyPatch, **facts: Any) -> Any:
+    """SGLang's config of MXFP8, as on Hopper."""
+    if SOURCES:
+        backend = resolved(f"{QUANTIZATION}.fp8_utils.Mxfp8DenseGemmBackend").UNSUPPORTED
+        monkeypatch.setattr(f"{QUANTIZATION}.fp8.resolve_mxfp8_dense_gemm_backend", lambda: backend)
+        everywhere(monkeypatch, "dispatch_w8a8_mxfp8_linear", lambda: None)
+    settings = {"is_checkpoint_fp8_serialized": True, "use_mxfp8": True} | facts
+    return resolved(f"{QUANTIZATION}.fp8.Fp8Config")(**settings)
+
+
+def test_mxfp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang refuses such a model on Hopper, by the config's compute capability."""
+    quantization = mxfp8(monkeypatch)
+    assert quantization.get_min_capability() == 80
+    of = resolved(f"{QUANTIZATION}.fp8.Fp8LinearMethod")(quantization)
+    layer: Any = created(of)
+    layer.params_dtype = torch.bfloat16
+    codes, exponents, *_ = random_components(WeightFormat.parse("mxfp8"), N, K, 3)
+    layer.weight.data.copy_(codes.view(torch.float8_e4m3fn))
+    layer.weight_scale_inv.data.copy_(exponents.view(torch.uint8))
+    of.process_weights_after_loading(layer)
+    (w,) = layer.w4gemm_weight
+    assert torch.equal(w.dequantize(), QuantizedWeight.from_codes("mxfp8", codes, exponents).dequantize())
+    x, bias = torch.randn(5, K).bfloat16(), torch.randn(N).bfloat16()
+    assert torch.equal(of.apply(layer, x, bias), linear(x, w, bias))
+    never: Any = created(of)
+    never.params_dtype = torch.bfloat16
+    never.weight.data.copy_(torch.full((N, K), torch.nan))
+    never.weight_scale_inv.data.copy_(exponents.view(torch.uint8))
+    with pytest.raises(ValueError, match="w4gemm cannot run linear layers in MXFP8, and neither can SGLang: codes"):
+        of.process_weights_after_loading(never)
+
+
+def test_fp8_and_experts_are_sglangs(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    online = mxfp8(monkeypatch, is_checkpoint_fp8_serialized=False)
+    assert online.get_min_capability() == 100
+    if not SOURCES:
+        with pytest.raises(
+            ValueError, match="mlp.experts: experts in MXFP8 need compute capability 10.0, and this GPU"
+        ):
+            mxfp8(monkeypatch).get_quant_method(torch.nn.Module(), "mlp.experts")
+        fp8 = resolved(f"{QUANTIZATION}.fp8.Fp8Config")(True)
+        of = resolved(f"{QUANTIZATION}.fp8.Fp8LinearMethod")(fp8)
+        of.process_weights_after_loading(layer := created(of))
+        of.apply(layer, torch.zeros(1, K))
+        assert of.asked == ["process", "apply"] and not caplog.text

@@ -105,6 +105,25 @@ def test_linear_layers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert places == {each: p.data_ptr() for each, p in packed(layer).items()}
 
 
+@pytest.mark.parametrize("strategy", ["channel", "tensor"])
+def test_fp8(strategy: str) -> None:
+    """Its codes have the name of a dense weight."""
+    scheme = resolved(f"{QUANTIZATION}.compressed_tensors.schemes.CompressedTensorsW8A16Fp8")(strategy, False)
+    layer: Any = with_loaders(created(scheme), whole)
+    layer.__class__, layer.params_dtype = Layer, torch.bfloat16
+    codes, scales = torch.randn(N, K).to(torch.float8_e4m3fn), layer.weight_scale.data.uniform_(0.01, 0.02).clone()
+    layer.weight.data.copy_(codes)
+    scheme.process_weights_after_loading(layer)
+    (w,) = layer.w4gemm_weight
+    first, dense = w.dequantize(), torch.randn(N, K).bfloat16()
+    for i, rows in enumerate(ROWS):
+        send(layer, {"weight": {i: dense[rows]}})
+    assert torch.equal(w.dequantize(), quantize(dense, w.format).dequantize())
+    send(layer, {"weight": codes, "weight_scale": scales})
+    scheme.process_weights_after_loading(layer)
+    assert torch.equal(w.dequantize(), first)
+
+
 def test_parts_and_numbers_that_are_not_taken() -> None:
     scheme, drawn, stored = linear("awq", 50)
     layer = with_loaders(created(scheme), whole)

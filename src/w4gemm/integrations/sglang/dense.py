@@ -5,7 +5,8 @@ packs them for our kernels, and :func:`apply` multiplies. NVFP4 layers are those
 activations, as it does on Hopper.
 
 SGLang has no kernel for some of these layers: compressed-tensors' W4AFP8, to which :func:`fp8_scheme` gives a scheme,
-and GPTQ of 2 and 3 bits or with zero points, whose scheme asks :func:`kernel_of_gptq` for one.
+GPTQ of 2 and 3 bits or with zero points, whose scheme asks :func:`kernel_of_gptq` for one, and MXFP8 on Hopper, which
+:func:`mxfp8_capability` lets SGLang load.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabPara
 from w4gemm.api.ops import linear
 from w4gemm.checkpoints.module_tensors import whole_groups
 from w4gemm.checkpoints.numbers import Numbers
-from w4gemm.integrations.engines.engine import layer_product, why_no_kernel
+from w4gemm.integrations.engines.engine import LEAST, layer_product, why_no_kernel
 from w4gemm.integrations.engines.formats import SCALES, check_unused_zeros
 from w4gemm.integrations.engines.gguf import PARAMETERS, gguf_weights
 from w4gemm.integrations.engines.loading import NOTHING_LOADED, check_known, check_loaded, mark
 from w4gemm.integrations.engines.warmup import LinearUse, linear_need
-from w4gemm.integrations.sglang.dense_formats import SCHEMES, Scheme
+from w4gemm.integrations.sglang.dense_formats import FP8, SCHEMES, Scheme
 from w4gemm.integrations.sglang.takeover import (
     LOADING,
     QUANTIZATION,
@@ -54,6 +55,8 @@ _MODELS = {rule: dtype for dtype, rule in SCALES.items()}
 """dtype of a model's activations, by the scale rule of a weight that is loaded with scales in it."""
 _FP8 = "w4gemm_fp8"
 """Attribute of a scheme that :func:`fp8_scheme` made."""
+_MXFP8_SINCE = (10, 0)
+"""Compute capability from which on SGLang has kernels for MXFP8."""
 _ALONE = "w4gemm_alone"
 """Attribute of a scheme that SGLang has no kernel for."""
 _GGUF = f"{QUANTIZATION}.gguf.GGUFLinearMethod"
@@ -76,6 +79,8 @@ def install() -> None:
     hooks.append(Hook(other, ("self", "quant_config"), kernel_of_gptq))
     hooks.append(Hook(f"{_GGUF}.process_weights_after_loading", ("self", "layer"), convert_gguf))
     hooks.append(Hook(f"{_GGUF}.apply", ("self", "layer", "x", "bias"), apply))
+    hooks.append(Hook(f"{FP8}.Fp8Config.get_min_capability", ("self",), mxfp8_capability))
+    hooks.append(Hook(f"{FP8}.Fp8Config.get_quant_method", ("self", "layer", "prefix"), mxfp8_method))
     parts = "self", "weight_quant", "input_quant", "format"
     config = f"{QUANTIZATION}.compressed_tensors.compressed_tensors.CompressedTensorsConfig"
     hook([*hooks, Hook(f"{config}._get_scheme_from_parts", parts, fp8_scheme), *LOADING])
@@ -85,7 +90,11 @@ def create(scheme: Scheme, own: Callable[..., None], self: Any, layer: Any, *arg
     """Make a layer's parameters as SGLang does, and mark those that are packed."""
     own(self, layer, *args, **kwargs)
     names = scheme.parameters(layer)
-    if not dummy() and not why_not_here(capability(getattr(layer, names[0]).device), hasattr(self, _FP8)):
+    if (
+        scheme.takes(self)
+        and not dummy()
+        and not why_not_here(capability(getattr(layer, names[0]).device), hasattr(self, _FP8))
+    ):
         mark(layer, [*names, "g_idx", "qzeros"])
 
 
@@ -98,9 +107,12 @@ def convert(scheme: Scheme, own: Callable[..., None], self: Any, layer: Any) -> 
     if hasattr(layer, _WEIGHT):  # called again, at the end of an update
         end_updates(layer)
         return
+    if not scheme.takes(self):
+        own(self, layer)
+        return
     fp8 = hasattr(self, _FP8)
     reason = SGLANG.asked(scheme.kind, lambda: _pack(scheme, self, layer, fp8))
-    if reason and (fp8 or hasattr(self, _ALONE)):
+    if reason and (fp8 or scheme.alone or hasattr(self, _ALONE)):
         with_fp8 = " with fp8 activations" if fp8 else ""
         raise ValueError(f"w4gemm cannot run {scheme.kind}{with_fp8}, and neither can SGLang: {reason}")
     if reason:
@@ -231,6 +243,27 @@ def fp8_scheme(
     )
     setattr(scheme, _FP8, True)
     return scheme
+
+
+def mxfp8_capability(own: Callable[..., int], self: Any) -> int:
+    """Return the compute capability that a model in fp8 needs, ten times: our kernels' for MXFP8, of which SGLang has
+    none before Blackwell's."""
+    ours = self.use_mxfp8 and self.is_checkpoint_fp8_serialized and not why_not_here(capability())
+    return LEAST[0] * 10 + LEAST[1] if ours else own(self)
+
+
+def mxfp8_method(own: Callable[..., Any], self: Any, layer: Any, prefix: str) -> Any:
+    """Return SGLang's method for a layer.
+
+    Raises:
+        ValueError: for experts in MXFP8 on a GPU that has no products of it, which ours do not run.
+    """
+    method, here = own(self, layer, prefix), capability()
+    if self.use_mxfp8 and type(method).__name__ == "Fp8MoEMethod" and here is not None and here < _MXFP8_SINCE:
+        raise ValueError(
+            f"{prefix}: experts in MXFP8 need compute capability 10.0, and this GPU has {here[0]}.{here[1]}"
+        )
+    return method
 
 
 def _is_w4afp8(weight: Any, activations: Any, packing: str) -> bool:

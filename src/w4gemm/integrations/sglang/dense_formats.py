@@ -17,7 +17,9 @@ from w4gemm.packing.bits import unpack
 from w4gemm.weights.weight import QuantizedWeight
 
 _DIVIDED = "they are in act-order (desc_act), and their input features are divided among GPUs"
-_FP8 = WeightFormat.parse("e4m3_col_fp32")
+_FP8, _MXFP8 = WeightFormat.parse("e4m3_col_fp32"), WeightFormat.parse("mxfp8")
+FP8 = f"{QUANTIZATION}.fp8"
+"""SGLang's module of 8-bit floats."""
 
 
 class Scheme(NamedTuple):
@@ -35,6 +37,10 @@ class Scheme(NamedTuple):
     """Reads the scheme and a layer that it has loaded. A ValueError says why the layer cannot be taken."""
     apply: str = "apply_weights"
     """Name of the method that multiplies."""
+    takes: Callable[[Any], bool] = lambda self: True
+    """Says of an instance whether its layers are of this kind; others are SGLang's without a word."""
+    alone: bool = False
+    """True if SGLang itself has no kernel for them."""
 
     def parameters(self, layer: torch.nn.Module) -> list[str]:
         """Return the names of a layer's parameters whose numbers are packed."""
@@ -124,6 +130,15 @@ def _fp8(self: Any, layer: Any) -> QuantizedWeight:
     return weight_of(_FP8, codes, scales, ScaleBlock())
 
 
+def _is_mxfp8(self: Any) -> bool:
+    """True for a checkpoint in MXFP8 on a GPU that has no products of it."""
+    return bool(self.use_mxfp8 and self.is_checkpoint_fp8_serialized and self.mxfp8_dense_backend.is_unsupported())
+
+
+def _mxfp8(self: Any, layer: Any) -> QuantizedWeight:
+    return weight_of(_MXFP8, layer.weight.data, layer.weight_scale_inv.data, ScaleBlock())
+
+
 SCHEMES = (
     Scheme(
         "GPTQ's linear layers",
@@ -189,5 +204,15 @@ SCHEMES = (
         ("weight", "weight_scale"),
         ("input_scale",),
         _fp8,
+    ),
+    Scheme(
+        "linear layers in MXFP8",
+        f"{FP8}.Fp8LinearMethod",
+        ("weight", "weight_scale_inv"),
+        ("input_scale",),
+        _mxfp8,
+        apply="apply",
+        takes=_is_mxfp8,
+        alone=True,
     ),
 )
