@@ -57,12 +57,13 @@ class BoxStore(NamedTuple):
     source: Array
 
 
-class SharedRange(NamedTuple):
-    """Bytes of a CTA's shared memory."""
+class WgmmaReads(NamedTuple):
+    """Bytes of a CTA's shared memory, and registers, that a WGMMA reads."""
 
     cta: int
     start: int
     end: int
+    registers: tuple[str, ...]
 
 
 class AsynchronousMachine(Machine):
@@ -80,8 +81,10 @@ class AsynchronousMachine(Machine):
         self.stores: list[BoxStore] = []
         self.bulk_commits = np.zeros(len(self.pc), np.int64)
         """By thread, the groups of stores by TMA that it has committed."""
-        self.reads: dict[int, list[list[SharedRange]]] = {}
+        self.reads: dict[int, list[list[WgmmaReads]]] = {}
         """By a warpgroup's first thread, what its WGMMAs in flight read, by group; the last group is not committed."""
+        self.held: dict[int, set[str]] = {}
+        """By a warpgroup's first thread, the registers that they read."""
 
     # --- mbarriers
 
@@ -272,7 +275,9 @@ class AsynchronousMachine(Machine):
             rows = np.arange(n)[:, None]
             at = _swizzled(start + rows // 8 * stride + rows % 8 * 128 + np.arange(32))
             cta = int(self.cta[own[0]])
-            self.reads.setdefault(int(own[0]), [[]])[-1].append(SharedRange(cta, int(at.min()), int(at.max()) + 1))
+            read = WgmmaReads(cta, int(at.min()), int(at.max()) + 1, a)
+            self.reads.setdefault(int(own[0]), [[]])[-1].append(read)
+            self.held.setdefault(int(own[0]), set()).update(a)
             raw = self.shared[cta * SHARED_BYTES + at]
             right = unpacked(kinds[1], np.ascontiguousarray(raw).view(np.uint32)).reshape(n, 32 // size)
             product = np.matmul(left[4 * group : 4 * group + 4], right.T).reshape(4, 2, 8, n // 8, 4, 2)
@@ -289,7 +294,15 @@ class AsynchronousMachine(Machine):
     def _wgmma_wait(self, i: Instruction, on: Array) -> None:
         for first in np.unique(on // 128) * 128:
             groups = self.reads.setdefault(int(first), [[]])
-            self.reads[int(first)] = groups[max(0, len(groups) - 1 - int(i.operands[0])) :]
+            self.reads[int(first)] = left = groups[max(0, len(groups) - 1 - int(i.operands[0])) :]
+            self.held[int(first)] = {register for group in left for read in group for register in read.registers}
+
+    def put(self, operand: str, values: Any, on: Array) -> None:
+        for first, held in self.held.items():
+            if operand in held:
+                other = (on < first) | (on >= first + 128)
+                assert other.all(), f"{operand} is written while WGMMAs may still read it"
+        super().put(operand, values, on)
 
 
 def _swizzled(address: Array) -> Array:
