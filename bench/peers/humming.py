@@ -70,7 +70,7 @@ class Humming(PackageAdapter):
         @functools.cache
         def tuning(m: int) -> str:
             """The config of m tokens alone, because Humming compiles all of the table that it is passed."""
-            return json.dumps([each for each in get_heuristics_config(config) if each[0] < m <= each[1]])
+            return json.dumps(next(each for after, last, each in get_heuristics_config(config) if after < m <= last))
 
         def run(tensors: Tensors, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
             w, s, locks = tensors

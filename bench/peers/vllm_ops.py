@@ -35,8 +35,8 @@ UINT4_MINUS_8, UINT8_MINUS_128 = (bits << 8 | 1 << (bits - 1) << 17 | 1 << 50 fo
 """``vllm.scalar_type.scalar_types.uint4b8.id``: 4 bits of mantissa, a bias of 8; ``uint8b128.id``."""
 E2M1 = 2 | 1 << 8 | 1 << 16 | 1 << 49
 """``scalar_types.float4_e2m1f.id``: 2 bits of exponent, 1 of mantissa, signed, finite."""
-E4M3 = 4 | 3 << 8 | 1 << 16 | 2 << 50
-"""``scalar_types.float8_e4m3fn.id``: 4 bits of exponent, 3 of mantissa, signed, NaN where all bits are 1."""
+E4M3 = 4 | 3 << 8 | 1 << 16 | 1 << 49 | 2 << 50
+"""``scalar_types.float8_e4m3fn.id``: 4 bits of exponent, 3 of mantissa, signed, finite, NaN where all bits are 1."""
 
 
 def missing(operator: str, library: Library = OTHERS) -> str:
