@@ -105,6 +105,7 @@ class Machine:
             "%tid.x": self.thread,
             "%ntid.x": np.full_like(self.thread, self.threads),
             "%ctaid.x": self.cta,
+            "%smid": self.cta,
             "%nctaid.x": np.full_like(self.thread, self.grid),
             "%laneid": lane,
             "%lanemask_eq": np.uint32(1) << lane,
