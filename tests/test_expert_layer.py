@@ -30,7 +30,7 @@ from w4gemm.api.expert_layer import ByIds, ByLogits, Experts, LayerKey, expert_l
 from w4gemm.core import activation
 from w4gemm.core.problem import H100, H200, Device
 from w4gemm.jit import object_code
-from w4gemm.kernels.expert_layer.spec import COUNTERS_AT, ExpertLayer
+from w4gemm.kernels.expert_layer.spec import COUNTERS_AT, EPOCHS_AT, ExpertLayer
 from w4gemm.kernels.helpers.expert_choice.spec import ExpertChoice
 from w4gemm.packing.packed_shape import packed_shape
 
@@ -144,6 +144,16 @@ def test_ctas_that_do_not_run_at_once(order: dict[str, Any]) -> None:
     layer, (x, chosen) = layer_of(SMALL), inputs(SMALL, 4)
     assert not faults(all_at_once(), reference(layer, x, chosen))
     assert torch.equal(emulated(layer, x, chosen, **order), all_at_once())
+
+
+@pytest.mark.parametrize("epoch", [2**30 - 1, 2**31 - 1])
+def test_epochs_that_wrap(epoch: int) -> None:
+    """A stream of 5000 launches a second is there after three days: numbers are compared for equality alone."""
+    flags = fresh_flags()
+    last = torch.tensor([2 * epoch + 1]).to(torch.int32)  # cut to 32 bits
+    flags[:CTAS], flags[EPOCHS_AT : EPOCHS_AT + CTAS] = last, epoch
+    out = emulated(layer_of(SMALL), *inputs(SMALL, 4), flags=flags)
+    assert torch.equal(out, all_at_once()) and torch.equal(flags[:CTAS], (last + 2).expand(CTAS))
 
 
 def test_strips_of_down_that_are_divided() -> None:
