@@ -42,7 +42,13 @@ UNSORTABLE = codebook([-(1 + i / 100) for i in range(8)] + [2.0**-i for i in ran
 """Numbers that have no order in which a prmt's signs are zeros."""
 FLOATS = codebook(ELEMENTS["e2m1"].values)
 """The numbers of e2m1, whose own codecs take scales in 8 bits only."""
-BOOKS = {"iq4": "iq4", "nf4": "nf4", "table": codebook([v / 3 for v in range(-9, 7)]), "unsortable": UNSORTABLE}
+BOOKS = {
+    "iq4": "iq4",
+    "nf4": "nf4",
+    "e2m1": "e2m1",
+    "table": codebook([v / 3 for v in range(-9, 7)]),
+    "unsortable": UNSORTABLE,
+}
 
 
 @pytest.fixture

@@ -120,7 +120,7 @@ def one_launch(key: LayerKey, device: Device) -> OneLaunch:
     layer = ExpertLayer.form(device, *key.parameters())
     if reason := layer.refusal(device):
         return OneLaunch(None, reason, "")
-    return OneLaunch(layer, "", one_launch_is_slower(layer, key.tokens, key.gate_up.format.element, device))
+    return OneLaunch(layer, "", one_launch_is_slower(layer, key.tokens, device))
 
 
 def one_launch_now(key: LayerKey, device: Device) -> OneLaunch:

@@ -159,8 +159,7 @@ def codebook(values: Iterable[float]) -> str:
             float32.
 
     Returns:
-        The name, for ``WeightFormat(..., element=name)``. The numbers of int4, iq4 and nf4 have these names. The
-        numbers of e2m1 stay a codebook, because GPUs take e2m1 with 8-bit scales only.
+        The name, for ``WeightFormat(..., element=name)``. The numbers of int4, iq4, nf4 and e2m1 have these names.
 
     Raises:
         TypeError, ValueError: for other values.
@@ -187,7 +186,7 @@ def codebook(values: Iterable[float]) -> str:
         raise ValueError(f"values: wanted a largest magnitude of {_LEAST:g} to {_MOST:g}, got {largest:g}")
     if not min(numbers) < 0 < max(numbers):
         raise ValueError(f"values: wanted numbers of both signs, got {list(numbers)}")
-    name = next((e.name for e in ELEMENTS.values() if e.values == numbers and e.name != "e2m1"), None)
+    name = next((e.name for e in ELEMENTS.values() if e.values == numbers), None)
     digits = 4 if all(word.endswith(bytes(2)) for word in words) else 8
     return name or "codebook" + "".join(word.hex()[:digits] for word in words)
 

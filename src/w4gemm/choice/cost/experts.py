@@ -19,13 +19,13 @@ from w4gemm.core.problem import Device, GemmProblem
 from w4gemm.kernels import gpu
 from w4gemm.kernels.expert_layer.spec import ExpertLayer
 from w4gemm.packing.block import BLOCK_N
-from w4gemm.packing.codecs import MMA16, codec_for
+from w4gemm.packing.codecs import INT4_MMA16, MMA16, MXFP4_MMA16, codec_for
 
 _MOST_US = 90.0
 """Time of the weights' bytes up to which layers were timed in one launch. All were faster than in four: of four layers
 with 1 to 8 tokens, by 2 to 9 us on an H200 (2026-11-28, bench/results/expert_layer.jsonl)."""
-_ONE_LAUNCH_ELEMENTS = ("int4", "e2m1")
-"""Elements of weights of which layers in one launch were timed."""
+_ONE_LAUNCH_CODECS = (INT4_MMA16, MXFP4_MMA16)
+"""Codecs of weights of which layers in one launch were timed."""
 _BYTES_PER_US = 0.9
 """Part of the data sheet's bandwidth that weights are streamed with."""
 
@@ -112,11 +112,11 @@ def _many_rows_of_floats(problem: GemmProblem) -> bool:
     return codec is not None and codec.uneven_rows
 
 
-def one_launch_is_slower(layer: ExpertLayer, tokens: int, element: str, device: Device) -> str:
+def one_launch_is_slower(layer: ExpertLayer, tokens: int, device: Device) -> str:
     """Return why a layer of experts is predicted to be faster in four launches; the empty string if it is faster in
     one."""
-    if element not in _ONE_LAUNCH_ELEMENTS:
-        return f"{element} weights were not timed in one launch"
+    if layer.weight.codec not in _ONE_LAUNCH_CODECS:
+        return f"{layer.weight.codec} weights were not timed in one launch"
     if not layer.gated:
         return "experts without gates were not timed in one launch"
     if not device.bandwidth:
