@@ -626,17 +626,16 @@ FAULTS = (
     Fault(
         "the last CTA's part of a split k is lost",
         _SM90 + "consumer.py",
-        "for r in cutlass.range_constexpr(self.ranks):",
-        "for r in cutlass.range_constexpr(self.ranks - 1):",
+        "for r, place in enumerate(places):",
+        "for r, place in enumerate(places[:-1]):",
         _EMULATED + "sm90_mixed_gemm/24x64",
     ),
     Fault(
-        "a CTA stages results over sums that another still reads",
+        "a CTA hands over sums in the memory of stages that another still multiplies",
         _SM90 + "consumer.py",
-        "            if const_expr(variant.sums_reach_staging):\n"
-        "                self.scheduler.cluster_barrier()  # no CTA reads what the epilogue writes over\n",
-        "",
-        "tests/test_sass.py -k no_epilogue_writes_over",
+        "cute.arch.cluster_arrive()",
+        "pass",
+        _EMULATED + "sm90_mixed_gemm/128x64x128_1x1x1_pingpong",
     ),
     Fault(
         "k blocks that do not divide among the warps are lost",
@@ -704,8 +703,8 @@ FAULTS = (
     Fault(
         "a share of a split k reaches past the tile's last block",
         _SM90 + "consumer.py",
-        "block = cutlass.min(block, blocks - 1)",
-        "block = cutlass.min(block, blocks)",
+        "block = cutlass.min(block, self.blocks - 1 - rank * self.share)",
+        "block = cutlass.min(block, self.blocks - rank * self.share)",
         _EMULATED + "sm90_mixed_gemm/24x64",
     ),
     Fault(

@@ -90,6 +90,8 @@ PRODUCTS = [
     Product("sm90_decode/8x32x128_1x1x1_coop_k2", "int4_g128", Epilogue("relu", bias=True), 5, 160, 2432, 4),
     Product("sm90_mixed_gemm/16x128x128_1x1x1_stream", "int4_g32", ALL, 11, 256, 2048, 3),
     Product("sm90_mixed_gemm/24x64x256_1x1x1_coop_k2", "int4_g128", Epilogue("gelu_tanh"), 27, 64, 512, 4),
+    Product("sm90_mixed_gemm/24x64x128_1x1x1_coop_k4", "int4_g128", PLAIN, 27, 64, 768, 8),
+    Product("sm90_mixed_gemm/128x64x128_1x1x1_pingpong_k2", "int4_g128", PLAIN, 50, 64, 896, 2),
     Product("sm90_mixed_gemm/128x64x128_1x1x1_coop", "int4_g128", PLAIN, 3, 128, 256, 2, (5, 130, 0, 37)),
     Product("sm90_fp8_gemm/16x64x256_1x1x1_pingpong", "int4_g128", BLOCKS, 1, 64, 1152, 2, (5, 0, 17)),
     # a step's words in two segments; copies of cp.async that cover parts of several blocks; scales that lie elsewhere

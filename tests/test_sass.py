@@ -408,24 +408,19 @@ def test_loads_from_a_table_are_spread_over_the_main_loop():
     assert max(sum(loads[i : i + 16]) for i in range(len(loads))) <= 8
 
 
-def test_no_epilogue_writes_over_sums_that_other_ctas_read():
-    """Sums of a split lie over the staging buffers if they fill more than x's stages. Two configs were wrong at times:
-    a CTA staged its results while another still read its sums. So all wait between reading and staging there, and at
-    the end elsewhere."""
-    kernel, p = kernel_named("sm90_fp8_gemm"), problem("int4_g128_e4m3", FP8, 512, epilogue=Epilogue(token_scale=True))
-    split = [config for config in kernel.configs(p) if config.split_k > 1 and config.tail is None]
-    reach = [config for config in split if replace(kernel.any_variant(p), config=config).sums_reach_staging]
-    assert sorted(map(str, reach)) == ["168x192x128_1x1x1_coop_k2", "192x192x128_1x1x1_coop_k2"]
-    for config in (*reach, GemmConfig(160, 192, 128, split_k=2)):
-        text = disassemble(object_code(kernel.unit(p, config))).text
-        reads, waits, stages = (
-            [m.start() for m in re.finditer(name, text)] for name in ("LD.E.128 ", "UCGABAR_WAIT", "STSM")
+def test_ctas_of_a_split_wait_once_for_each_other():
+    """In front of the sums that they hand over: for the mbarrier alone, or until the memory of stages is free."""
+    kernel, p = kernel_named("sm90_mixed_gemm"), problem("int4_g128", torch.bfloat16, 128)
+    for name, apart in (("64x64x128_1x1x1_coop_k2", True), ("128x64x256_1x1x1_coop_k2", False)):
+        unit = kernel.unit(p, config := GemmConfig.parse(name))
+        assert (replace(kernel.any_variant(p), config=config).handover_bytes > 0) == apart
+        text = disassemble(object_code(unit)).text
+        arrives, waits, sums, products = (
+            [m.start() for m in re.finditer(name, text)] for name in ("UCGABAR_ARV", "UCGABAR_WAIT", "STAS", "HGMMA")
         )
-        assert max(reads) < min(stages)
-        if config in reach:
-            assert max(reads) < max(waits) < min(stages)
-        else:
-            assert max(waits) > max(stages)
+        assert len(arrives) == (1 if apart else 2) and len(waits) == 2, "of consumers and of the producer"
+        assert max(waits) < min(sums)
+        assert max(arrives) < min(products) if apart else max(products) < max(arrives)
 
 
 @pytest.mark.parametrize(

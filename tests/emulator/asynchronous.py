@@ -258,6 +258,21 @@ class AsynchronousMachine(Machine):
             meets = (cta == read.cta) & (start < read.end) & (start + offsets.shape[1] > read.start)
             assert not meets.any(), "a copy writes what WGMMAs may still read"
 
+    def _store_async(self, i: Instruction, on: Array) -> None:
+        """st.async of 16 bytes, to any CTA of the cluster."""
+        target, source, at = i.operands
+        for barrier, own in self._mbarriers(at, on):
+            to = self.address(target, own, "u32")
+            cta, offset = self.owner(to, own)
+            self._destroy(cta, offset, offset[:, None] + np.arange(16))
+            values = np.stack([np.broadcast_to(self.get(name, "f32", own), own.shape) for name in source], -1)
+
+            def arrive(barrier=barrier, to=to, own=own, values=values) -> None:
+                self.store("shared", to, own, values)
+                barrier.bytes -= values.nbytes
+
+            barrier.copies.append(arrive)
+
     # --- wgmma
 
     def _wgmma(self, i: Instruction, on: Array) -> None:

@@ -277,10 +277,16 @@ class Emulator(AsynchronousMachine):
         return True
 
     def _cluster_barrier(self, i: Instruction, on: Array) -> bool:
+        """A thread arrives, and goes on behind its wait when all threads of the cluster have arrived as often."""
         if "arrive" in i.opcode:
+            self.cluster_arrivals[on] += 1
+            self.idle = 0
             return False
-        self.meet(-1 - self.cta[on] // self.cluster, self.cluster * self.threads, on, blocks=True)
-        return True
+        threads = self.cluster * self.threads
+        arrivals = self.cluster_arrivals.reshape(-1, threads).min(1)[on // threads]
+        early = on[arrivals < self.cluster_arrivals[on]]
+        self.pc[early] -= 1
+        return early.size > 0 and self.fail(early)
 
     # --- matrices
 
@@ -297,6 +303,7 @@ class Emulator(AsynchronousMachine):
 
 _METHODS: tuple[tuple[str, Callable[..., Any]], ...] = (
     ("ld.", Emulator._load),
+    ("st.async", Emulator._store_async),
     ("st.", Emulator._store),
     ("atom.acq_rel.gpu.global.add", Emulator._atomic_add),
     ("ldmatrix", Emulator._load_matrices),

@@ -96,6 +96,8 @@ class Machine:
         self.arrived: dict[int, int] = {}
         self.blocked: dict[int, list[Array]] = {}
         """By barrier, the number of threads that are there, and those of them that wait."""
+        self.cluster_arrivals = np.zeros(count, np.int64)
+        """By thread, how often it has arrived at its cluster's barrier."""
         self.idle = 0
         self.steps = [self.step(i) for i in self.program.code]
 

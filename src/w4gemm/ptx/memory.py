@@ -72,6 +72,12 @@ def cluster_address(address: Int32, rank: Int32) -> Int32:
     return asm("mapa.shared::cluster.u32 $0, $1, $2;", [Int32], [address, rank], pure=True)[0]
 
 
+def store_async_f32x4(address: Int32, values: Sequence[Float32], barrier: Int32) -> None:
+    """Store four consecutive float32 in a CTA of the cluster, completing 16 bytes on an mbarrier of that CTA."""
+    text = "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [$0], {$1, $2, $3, $4}, [$5];"
+    asm(text, [], [address, *values, barrier])
+
+
 def load_shared_cluster(address: Int32) -> tuple[Float32, ...]:
     """Load four consecutive float32 from an address of any CTA of the cluster."""
     return asm("ld.shared::cluster.v4.f32 {$0, $1, $2, $3}, [$4];", [Float32] * 4, [address])

@@ -33,7 +33,9 @@ from w4gemm.ptx.memory import (
     fence_proxy_async,
     load_shared,
     load_shared_cluster,
+    load_shared_f32x4,
     shared_address,
+    store_async_f32x4,
     store_shared_f32x4,
 )
 
@@ -99,6 +101,15 @@ class GroupSums(NamedTuple):
         return self.sets[index % len(self.sets)]
 
 
+class Handover(NamedTuple):
+    """Where the other CTAs of a split store their sums of the tokens that this CTA stores."""
+
+    barrier: cute.Pointer
+    """mbarrier on which these stores complete."""
+    sums: Int32
+    """Address of the sums, by CTA."""
+
+
 class ConsumerMemory(NamedTuple):
     """What the consumers read and write besides the pipeline."""
 
@@ -107,6 +118,8 @@ class ConsumerMemory(NamedTuple):
     store: TmaStore | None
     k_sets: cute.Pointer
     """Shared memory in which k sets reduce."""
+    handover: Handover | None
+    """None without split_k."""
     decode_table: Int32
     """Address of the decoder's table, if it has one."""
     workspace: StreamWorkspace
@@ -499,54 +512,66 @@ class Mainloop:
 
 @dataclass(frozen=True)
 class SplitKReduction:
-    """Sum over a cluster, through distributed shared memory: of the accumulators of ``ranks`` CTAs with ``threads``
-    consumer threads each, for a tile of ``tokens`` tokens.
+    """Sum over the CTAs of a cluster (``ranks``) of the accumulators of ``threads`` consumer threads each, for a tile
+    of ``blocks`` blocks of eight tokens.
 
-    Each rank sums ``share`` blocks of eight tokens over all ranks, in rank order, so that the result does not depend on
-    timing. If the first ranks' shares cover the tile, the last ranks have none. A share that reaches past the tile
-    repeats the tile's last block.
+    Each rank stores ``share`` blocks of the tile; the last ranks may have fewer, or none. The others store their sums
+    of these blocks in its shared memory. It adds up in rank order, so that the result depends neither on timing nor on
+    the rank.
     """
 
-    tokens: int
+    blocks: int
     share: int
     ranks: int
     threads: int
 
-    @cute.jit
-    def store_partials(self, acc: cute.Tensor, own: Int32):
-        """Store all accumulators to this CTA's shared memory. ``own``: address of this thread's first 16 bytes.
-
-        A cluster barrier must follow before :meth:`sum`.
-        """
-        for i in cutlass.range_constexpr(self.tokens // 8):
-            store_shared_f32x4(own + i * self.line, [acc[4 * i + j] for j in range(4)])
-
-    @cute.jit
-    def sum(self, acc: cute.Tensor, own: Int32, rank: Int32) -> tuple[Int32, Boolean]:
-        """Sum this rank's share into the first 4 * share accumulators; return (its first token, True if it has one).
-
-        A cluster barrier must follow before any CTA overwrites its partials or exits.
-        """
-        first, blocks = rank * self.share, self.tokens // 8
-        mine = first < blocks
-        if mine:
-            for i in cutlass.range_constexpr(4 * self.share):
-                acc[i] = Float32(0.0)
-            for r in cutlass.range_constexpr(self.ranks):
-                other = cluster_address(own, Int32(r))
-                for i in cutlass.range_constexpr(self.share):
-                    block = first + i
-                    if const_expr(blocks % self.share > 0):
-                        block = cutlass.min(block, blocks - 1)
-                    values = load_shared_cluster(other + block * self.line)
-                    for j in cutlass.range_constexpr(4):
-                        acc[4 * i + j] = acc[4 * i + j] + values[j]
-        return first * 8, mine
-
     @property
     def line(self) -> int:
-        """Bytes that all threads store for one block of eight tokens: four accumulators each."""
+        """Bytes of one block of eight tokens: four accumulators of each thread."""
         return self.threads * 16
+
+    def first(self, rank: Int32) -> Int32:
+        """The first token of a rank's share."""
+        return rank * (8 * self.share)
+
+    def bytes_for(self, rank: Int32) -> Int32:
+        """Bytes that the other ranks store in the memory of this one."""
+        blocks = cutlass.min(cutlass.max(self.blocks - rank * self.share, 0), self.share)
+        return blocks * (self.line * (self.ranks - 1))
+
+    @cute.jit
+    def hand_over(self, acc: cute.Tensor, sums: Int32, barrier: Int32, rank: Int32):
+        """Store the other ranks' shares in their memory, and move this one's into the first accumulators. sums: address
+        of this thread's first 16 bytes, in each CTA."""
+        for r in cutlass.range_constexpr(self.ranks):
+            share = min(self.share, self.blocks - r * self.share)
+            if rank != r:
+                place = rank - Int32(rank > r)
+                to = cluster_address(sums + place * (self.share * self.line), Int32(r))
+                signal = cluster_address(barrier, Int32(r))
+                for i in cutlass.range_constexpr(share):
+                    first = 4 * (r * self.share + i)
+                    store_async_f32x4(to + i * self.line, [acc[first + j] for j in range(4)], signal)
+            elif const_expr(r > 0):
+                for i in cutlass.range_constexpr(share):
+                    for j in range(4):
+                        acc[4 * i + j] = acc[4 * (r * self.share + i) + j]
+
+    def add(self, acc: cute.Tensor, sums: Int32, rank: Int32) -> None:
+        """Add the other ranks' sums of this rank's share to the first 4 * share accumulators. A share that reaches past
+        the tile repeats the tile's last block."""
+        places = [cutlass.min(r - Int32(rank < r), self.ranks - 2) for r in range(self.ranks)]
+        for i in range(self.share):
+            block = Int32(i)
+            if self.blocks % self.share > 0:
+                block = cutlass.min(block, self.blocks - 1 - rank * self.share)
+            own, total = [acc[4 * i + j] for j in range(4)], [Float32(0.0)] * 4
+            for r, place in enumerate(places):
+                other = load_shared_f32x4(sums + (place * self.share + block) * self.line)
+                values = [cutlass.select_(rank == r, *pair) for pair in zip(own, other, strict=True)]
+                total = [t + value for t, value in zip(total, values, strict=True)] if r > 0 else values
+            for j in range(4):
+                acc[4 * i + j] = total[j]
 
 
 class StreamFlags:
@@ -598,6 +623,12 @@ class Consumer:
         self.mainloop, self.epilogue = mainloop, epilogue
         self.stream_sum = StreamSum(variant.config.tile_m * variant.m64_atoms, variant.warpgroups_n)
         self.stream_flags = StreamFlags(scheduler, self.stream_sum)
+        self.reduction = SplitKReduction(
+            variant.config.tile_m // 8,
+            variant.stored_tokens // 8,
+            variant.config.split_k,
+            variant.warpgroups_n * 128,
+        )
 
     @cute.jit
     def run(
@@ -672,7 +703,7 @@ class Consumer:
             if const_expr(variant.k_sets > 1):
                 self.reduce_k_sets(flat, shared_address(memory.k_sets), k_set, thread)
             if const_expr(config.split_k > 1):
-                self.reduce_split_k(flat, own, pipeline, consumer, thread, memory)
+                self.reduce_split_k(flat, own, consumer, thread, memory)
             elif const_expr(variant.stream_k):
                 warpgroup_thread = WarpgroupThread(wg, t)
                 if work_tile.first_k_slice > 0:
@@ -734,39 +765,27 @@ class Consumer:
 
     @cute.jit
     def reduce_split_k(
-        self,
-        flat: cute.Tensor,
-        own: OutputTile,
-        pipeline: Pipeline,
-        consumer: ConsumerCoord,
-        thread: Int32,
-        memory: ConsumerMemory,
+        self, flat: cute.Tensor, own: OutputTile, consumer: ConsumerCoord, thread: Int32, memory: ConsumerMemory
     ):
         """Sum over the cluster and store this CTA's share of the tokens. thread: number in the k set."""
         variant, config, coord = self.variant, self.variant.config, own.coord
-        d, operands, k_set = own.d, own.operands, consumer.k_set
-        reduction = SplitKReduction(
-            config.tile_m, variant.stored_tokens // 8, config.split_k, variant.warpgroups_n * 128
-        )
-        if const_expr(variant.k_sets == 1):
-            self.consumer_barrier()  # the pipeline is drained
-        partials = shared_address(pipeline.x.iterator) + (variant.k_sets - 1) * variant.accumulator_bytes + thread * 16
-        if k_set == 0:
-            reduction.store_partials(flat, partials)
-        self.scheduler.cluster_barrier()
+        d, operands, reduction = own.d, own.operands, self.reduction
+        if const_expr(variant.handover_bytes == 0):
+            cute.arch.cluster_arrive()  # this CTA's pipeline is drained, and sums of its k sets have been read
+        cute.arch.cluster_wait()
         if const_expr(variant.stored_tokens * config.split_k > config.tile_m):  # the last share reaches past the tile
             end = cutlass.min(coord.token + config.tile_m, d.shape[0])
             d, operands = first_rows(d, end), operands_until(operands, end)
-        if k_set == 0:
-            first, mine = reduction.sum(flat, partials, consumer.cta_rank)
-            if const_expr(variant.sums_reach_staging):
-                self.scheduler.cluster_barrier()  # no CTA reads what the epilogue writes over
-            if mine:
+        if consumer.k_set == 0:
+            barrier = shared_address(memory.handover.barrier)
+            sums, rank = memory.handover.sums + thread * 16, consumer.cta_rank
+            reduction.hand_over(flat, sums, barrier, rank)
+            if reduction.first(rank) < config.tile_m:
+                cute.arch.mbarrier_wait(memory.handover.barrier, 0)
+                reduction.add(flat, sums, rank)
                 share = cute.make_tensor(flat.iterator, cute.make_layout(variant.stored_tokens // 2))
-                tile = OutputTile(d, operands, coord._replace(token=coord.token + first))
+                tile = OutputTile(d, operands, coord._replace(token=coord.token + reduction.first(rank)))
                 self.store_tile(share, tile, memory, consumer.warpgroup)
-        if const_expr(not variant.sums_reach_staging):
-            self.scheduler.cluster_barrier()  # the other CTAs have read this CTA's partials
 
     @cute.jit
     def store_tile(

@@ -32,10 +32,12 @@ Shared memory, in this order:
     full, empty   8 * num_stages each               see below
     expert map    expert_map_bytes                  warp 1, before the roles begin  all roles
     k sets        k_set_bytes                       consumers of all k sets but 0   consumers of k set 0
+    handover      handover_bytes                    consumers of the cluster's      consumers of k set 0
+                                                    other CTAs: sums of a split
     decode table  decode_table_bytes                consumers, before their tiles   consumers, to decode
 
-    Sums of k sets in a grid that is not persistent, and those that split-k hands over, lie from x on over the drained
-    pipeline, and over staging if sums_reach_staging.
+    Sums of k sets in a grid that is not persistent lie from x on over the drained pipeline. So do, behind them, those
+    that split-k hands over if handover_bytes is 0.
 
 Barriers:
 
@@ -47,6 +49,8 @@ Barriers:
                                                       the block scales
     empty[stage]     stage_readers * multicast_peers  each consumer thread that reads the stage, in     producer
                                                       every CTA that shares its x or weights
+    handover         1                                a thread at the start, which expects the bytes    consumers of
+                                                      that the other CTAs of a split store here         k set 0
     named 1          128 * W                          all consumers: the table is filled; the pipeline  the same
                                                       is drained; sums of k sets are stored
     named 2 .. 5     128                              a consumer warpgroup: its staging buffer is       the same
@@ -55,8 +59,8 @@ Barriers:
                                                       stages of its tile
     named 8, 9       160                              a consumer warpgroup: its partials are stored     its flag warp
     named 10, 11     160                              a flag warp: another CTA's partials are there     its warpgroup
-    cluster barrier  all threads of the cluster       mbarriers are initialized; with split_k: sums     the same
-                                                      are stored, and have been read
+    cluster barrier  all threads of the cluster       mbarriers are initialized; with split_k and       the same
+                                                      without handover_bytes: pipelines are drained
 
 Timeline of a consumer warpgroup, by MMA batch: one k chunk (128 bytes of x) of one 64-row block. f0 and f1 are the two
 fragment buffers:
@@ -72,8 +76,8 @@ that its last WGMMA has completed. The last stage of a tile, and every stage in 
 
 With cluster_n > 1 the CTAs of a cluster compute neighbouring features of the same tokens; each fetches a part of x and
 multicasts it. With cluster_m > 1 they compute neighbouring tokens of the same features and share the weights alike.
-With split_k > 1 they divide k of one tile, store their accumulators to shared memory over the drained pipeline, and
-each sums a share of the tokens over all CTAs in rank order, so that the result does not depend on timing.
+With split_k > 1 they divide k of one tile, and each stores a share of its tokens. It gets the others' sums of them by
+st.async into its shared memory, and adds up in rank order, so that the result does not depend on timing.
 
 Schedules: ``coop``, all consumers on one tile; ``pingpong``, two tiles at a time, so that one is multiplied while the
 other is stored: two CTAs per multiprocessor or, if tile_m > 128, two consumer warpgroups of one CTA that alternate;
@@ -132,7 +136,7 @@ from w4gemm.kernels.device.launch import memory_of_launch
 from w4gemm.kernels.device.pipeline import PipelineState
 from w4gemm.kernels.device.row_gather import RowGather
 from w4gemm.kernels.device.scheduler import tile_coordinates
-from w4gemm.kernels.sm90_mixed_gemm.consumer import Consumer, ConsumerMemory, Mainloop
+from w4gemm.kernels.sm90_mixed_gemm.consumer import Consumer, ConsumerMemory, Handover, Mainloop
 from w4gemm.kernels.sm90_mixed_gemm.epilogue import EpilogueStore, TmaStore
 from w4gemm.kernels.sm90_mixed_gemm.tile_scheduler import (
     ClusterCoord,
@@ -326,6 +330,12 @@ class Sm90MixedGemmKernel:
                 self.scheduler.expert_tile_map.fill(expert_tiles)
         if const_expr(variant.k_set_bytes > 0):
             s_k_sets = smem.allocate_array(Int32, variant.k_set_bytes // 4, byte_alignment=128)
+        handover = None
+        if const_expr(config.split_k > 1):
+            sums = s_x.iterator
+            if const_expr(variant.handover_bytes > 0):
+                sums = smem.allocate_array(Int32, variant.handover_bytes // 4, byte_alignment=128)
+            handover = Handover(smem.allocate_array(Int64, 1, byte_alignment=8), shared_address(sums))
         decode_table = Int32(0)
         if const_expr(variant.decode_table_bytes > 0):
             decode_table = shared_address(
@@ -336,10 +346,16 @@ class Sm90MixedGemmKernel:
                 for i in cutlass.range_constexpr(variant.num_stages):
                     cute.arch.mbarrier_init(full + i, 1 + variant.gather_threads)
                     cute.arch.mbarrier_init(empty + i, variant.stage_readers * variant.multicast_peers)
+                if const_expr(config.split_k > 1):
+                    cute.arch.mbarrier_init(handover.barrier, 1)
+                    rank = cute.arch.block_idx()[0] % self.scheduler.cluster_size
+                    expected = self.consumer.reduction.bytes_for(rank)
+                    cute.arch.mbarrier_arrive_and_expect_tx(handover.barrier, expected)
             cute.arch.mbarrier_init_fence()
-        if const_expr(self.scheduler.cluster_size > 1):
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
+        if const_expr(variant.handover_bytes > 0):
+            cute.arch.cluster_arrive()  # who stores here waits
+        if const_expr(variant.multicast_peers > 1):
+            self.scheduler.cluster_barrier()
         else:
             cute.arch.sync_threads()
 
@@ -376,14 +392,17 @@ class Sm90MixedGemmKernel:
                 warpgroup = warp - 4 * variant.warpgroups - 1
                 if warpgroup < variant.warpgroups:
                     self.consumer.stream_flags.run(args.workspace, params, warpgroup)
-            if const_expr(config.split_k > 1):  # every thread of the cluster takes part in its barriers
-                self.scheduler.cluster_barrier()
-                self.scheduler.cluster_barrier()
+            if const_expr(config.split_k > 1):  # every thread of the cluster takes part in its barrier
+                if const_expr(variant.handover_bytes == 0):
+                    cute.arch.cluster_arrive()
+                cute.arch.cluster_wait()
         else:
             if const_expr(variant.consumer_registers > 0):
                 cute.arch.setmaxregister_increase(variant.consumer_registers)
             operands = with_indexed_scales(args.epilogue, rows.indices)
-            memory = ConsumerMemory(staging, store, s_k_sets, decode_table, args.workspace, expert_tiles, out, operands)
+            memory = ConsumerMemory(
+                staging, store, s_k_sets, handover, decode_table, args.workspace, expert_tiles, out, operands
+            )
             self.consumer.run(mma, pipeline, params, rank, memory)
 
 

@@ -64,10 +64,9 @@ the fastest somewhere or lies beside one that was:
 
 
 def fits(v: Sm90MixedVariant) -> bool:
-    """True if shared memory holds two stages, and the sums that lie over the drained pipeline. Those of several k sets
-    must not lie over the staging buffers, which the first warps of the first set write to while others read sums."""
-    over_staging = v.k_sets > 1 and v.sums_reach_staging
-    return v.num_stages >= 2 and v.reduction_bytes <= v.num_stages * v.stage_bytes and not over_staging
+    """True if shared memory holds two stages, and the drained pipeline's memory of x the sums that lie over it. The
+    staging buffers, which come next, are written by the first warps while others still read sums."""
+    return v.num_stages >= 2 and v.reduction_bytes <= v.num_stages * v.x_bytes
 
 
 def stream_sums(largest_tile_k: int) -> Rule:

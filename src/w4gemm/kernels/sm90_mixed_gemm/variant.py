@@ -34,6 +34,8 @@ _OTHER_REGISTERS = 77
 """Registers besides the accumulators: fragments, packed words, addresses."""
 _ENOUGH_STAGES = 3
 """With two, nothing is loaded while one is multiplied and the other decoded."""
+_STAGES_OF_SPLITS, _LEAST_STAGING = 4, 16
+"""Stages, and tokens of a staging buffer, that memory for the sums of a split must leave."""
 _TOKENS_OF_PAIRS = {Pairs.HALVES: 96, Pairs.FLOATS: 64}
 """The largest tile_m of which decoding decides the time, by what a table holds."""
 _SMALL_X, _SMALL_WEIGHTS = 8 * 1024, 19 * 1024
@@ -355,18 +357,27 @@ class Sm90MixedVariant(KSliceVariant):
         return (self.k_sets - 1) * self.accumulator_bytes if self.persistent else 0
 
     @property
-    def reduction_bytes(self) -> int:
-        """Accumulators in the drained pipeline's memory: those of all k sets but the first, and with split_k those that
-        a CTA stores for its cluster."""
-        if self.persistent:
-            return 0
-        return (self.k_sets - 1 + (self.config.split_k > 1)) * self.accumulator_bytes
+    def share_bytes(self) -> int:
+        """The sums that another CTA of a split hands over: float32, of the tokens that a CTA stores."""
+        return self.stored_tokens * self.config.tile_n * 4 if self.config.split_k > 1 else 0
+
+    @functools.cached_property
+    def handover_bytes(self) -> int:
+        """Memory besides the pipeline in which the other CTAs of a split store their sums. 0 if it would cost one of
+        four stages: they then store over the drained pipeline, for which they wait."""
+        size = (self.config.split_k - 1) * self.share_bytes
+        beside = self._memory - self.staging_buffers * self._staging_bytes(_LEAST_STAGING)
+        enough = min(_STAGES_OF_SPLITS, beside // self.stage_bytes)
+        return size if (beside - size) // self.stage_bytes >= enough else 0
 
     @property
-    def sums_reach_staging(self) -> bool:
-        """True if these accumulators fill more than the drained pipeline's memory of x: they lie over the epilogue's
-        staging buffers too, which come next, and over weights behind them."""
-        return self.reduction_bytes > self.num_stages * self.x_bytes
+    def reduction_bytes(self) -> int:
+        """Accumulators in the drained pipeline's memory: those of all k sets but the first and, when these have been
+        read, those that the other CTAs of a split store."""
+        if self.persistent:
+            return 0
+        of_splits = 0 if self.handover_bytes else (self.config.split_k - 1) * self.share_bytes
+        return max((self.k_sets - 1) * self.accumulator_bytes, of_splits)
 
     @functools.cached_property
     def num_stages(self) -> int:
@@ -392,6 +403,11 @@ class Sm90MixedVariant(KSliceVariant):
     @functools.cached_property
     def _room(self) -> int:
         """Bytes for stages and staging buffers."""
+        return self._memory - self.handover_bytes
+
+    @functools.cached_property
+    def _memory(self) -> int:
+        """Bytes for those and what the CTAs of a split hand over."""
         room = shared_memory_of_each(HOPPER_SHARED_MEMORY, self.occupancy) - _BARRIERS_AND_ALIGNMENT
         return room - self.k_set_bytes - self.expert_map_bytes - self.decode_table_bytes
 
@@ -400,4 +416,5 @@ class Sm90MixedVariant(KSliceVariant):
         """Shared memory per CTA, alignment included."""
         staging = self.staging_buffers * self.staging_bytes
         tables = self.expert_map_bytes + self.decode_table_bytes
-        return self.num_stages * self.stage_bytes + staging + self.k_set_bytes + tables + _BARRIERS_AND_ALIGNMENT
+        sums = self.k_set_bytes + self.handover_bytes
+        return self.num_stages * self.stage_bytes + staging + sums + tables + _BARRIERS_AND_ALIGNMENT
