@@ -343,6 +343,7 @@ class Fp8Config:
         scale_fmt=None,
     ):
         self.is_checkpoint_fp8_serialized, self.use_mxfp8 = is_checkpoint_fp8_serialized, use_mxfp8
+        self.convert_mxfp8_to_block_fp8 = None
 
     def get_min_capability(self):
         return 100 if self.use_mxfp8 else 80
@@ -355,6 +356,7 @@ class Fp8Config:
 class Fp8MoEMethod:
     def __init__(self, quant_config):
         self.quant_config = quant_config
+        self.convert_mxfp8_to_block = bool(quant_config.convert_mxfp8_to_block_fp8)
 
 
 @at("layers.quantization.fp8")
@@ -362,7 +364,9 @@ class Fp8LinearMethod:
     def __init__(self, quant_config):
         self.quant_config, self.use_mxfp8, self.asked = quant_config, quant_config.use_mxfp8, []
         self.is_checkpoint_fp8_serialized = quant_config.is_checkpoint_fp8_serialized
-        self.mxfp8_dense_backend = _Mxfp8Backend.UNSUPPORTED if self.use_mxfp8 else None
+        self.convert_mxfp8_to_block = bool(quant_config.convert_mxfp8_to_block_fp8)
+        own = self.use_mxfp8 and not self.convert_mxfp8_to_block
+        self.mxfp8_dense_backend = _Mxfp8Backend.UNSUPPORTED if own else None
 
     def create_weights(
         self,

@@ -30,7 +30,7 @@ from sglang_layers import (  # noqa: F401 (two are fixtures)
 from w4gemm import QuantizedWeight, linear
 from w4gemm.core.activation import parse
 from w4gemm.core.formats import WeightFormat
-from w4gemm.integrations.sglang import experts
+from w4gemm.integrations.sglang import dense, experts
 from w4gemm.weights.random import random_components
 
 PARTS = N // 3, N - N // 3
@@ -437,3 +437,17 @@ def test_fp8_and_experts_are_sglangs(monkeypatch: pytest.MonkeyPatch, caplog: py
         of.process_weights_after_loading(layer := created(of))
         of.apply(layer, torch.zeros(1, K))
         assert of.asked == ["process", "apply"] and not caplog.text
+
+
+def test_mxfp8_that_sglang_converts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To blocks of fp8, which it multiplies on Hopper: MiniMax-M3's."""
+    quantization = mxfp8(monkeypatch)
+    quantization.convert_mxfp8_to_block_fp8 = True
+    of = resolved(f"{QUANTIZATION}.fp8.Fp8LinearMethod")(quantization)
+    layer = created(of)
+    (scheme,) = (scheme for scheme in dense.SCHEMES if scheme.kind == "linear layers in MXFP8")
+    asked: list[Any] = []
+    dense.convert(scheme, lambda *given: asked.append(given), of, layer)
+    assert asked == [(of, layer)] and not scheme.takes(of)
+    if not SOURCES:
+        quantization.get_quant_method(torch.nn.Module(), "mlp.experts")

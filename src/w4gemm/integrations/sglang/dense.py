@@ -259,7 +259,8 @@ def mxfp8_method(own: Callable[..., Any], self: Any, layer: Any, prefix: str) ->
         ValueError: for experts in MXFP8 on a GPU that has no products of it, which ours do not run.
     """
     method, here = own(self, layer, prefix), capability()
-    if self.use_mxfp8 and type(method).__name__ == "Fp8MoEMethod" and here is not None and here < _MXFP8_SINCE:
+    stays = self.use_mxfp8 and type(method).__name__ == "Fp8MoEMethod" and not method.convert_mxfp8_to_block
+    if stays and here is not None and here < _MXFP8_SINCE:
         raise ValueError(
             f"{prefix}: experts in MXFP8 need compute capability 10.0, and this GPU has {here[0]}.{here[1]}"
         )

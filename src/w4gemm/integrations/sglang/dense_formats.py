@@ -131,8 +131,10 @@ def _fp8(self: Any, layer: Any) -> QuantizedWeight:
 
 
 def _is_mxfp8(self: Any) -> bool:
-    """True for a checkpoint in MXFP8 on a GPU that has no products of it."""
-    return bool(self.use_mxfp8 and self.is_checkpoint_fp8_serialized and self.mxfp8_dense_backend.is_unsupported())
+    """True for a checkpoint in MXFP8 on a GPU that has no products of it, unless SGLang makes blocks of fp8 of it."""
+    if not self.use_mxfp8 or self.convert_mxfp8_to_block or not self.is_checkpoint_fp8_serialized:
+        return False
+    return bool(self.mxfp8_dense_backend.is_unsupported())
 
 
 def _mxfp8(self: Any, layer: Any) -> QuantizedWeight:
