@@ -356,8 +356,8 @@ FAULTS = (
     Fault(
         "the decoder subtracts 8 of every width",
         _CODECS + "integers_decode.py",
-        'addends = self._pairwise("mul", words[0], pair(*[-self.middle / _SUM_SCALE] * 2))',
-        'addends = self._pairwise("mul", words[0], pair(*[-8 / _SUM_SCALE] * 2))',
+        'addends = self._pairwise("mul", words[0], _twice("bf16", -self.middle / self._weight_of_one))',
+        'addends = self._pairwise("mul", words[0], _twice("bf16", -8 / self._weight_of_one))',
         "tests/test_decode_integers.py",
     ),
     Fault(
