@@ -16,6 +16,7 @@ import torch
 from w4gemm.checkpoints import awq, compressed_tensors, gptq, packed_floats, w4afp8
 from w4gemm.checkpoints.module_tensors import whole_groups
 from w4gemm.checkpoints.numbers import Numbers
+from w4gemm.core.activation import Activation, canonical
 from w4gemm.core.elements import INTEGERS
 from w4gemm.core.formats import WeightFormat
 from w4gemm.integrations.engines.engine import Engine
@@ -63,6 +64,16 @@ _UNUSED = (
 )
 """Ends of the names of parameters that the numbers do not need: of columns in order, of symmetric weights, and of how
 an engine's own kernels would quantize activations and read scales."""
+
+
+def activation_text(name: str, **constants: float | None) -> str:
+    """Return an activation and its constants as :func:`w4gemm.linear` names it.
+
+    Raises:
+        ValueError: for constants that no activation may have.
+    """
+    text = str(Activation(name, tuple(constants.items())))
+    return canonical(text) or text
 
 
 class ExpertsSettings(NamedTuple):

@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from w4gemm.core import environment
-from w4gemm.core.activation import Activation, canonical
 from w4gemm.core.formats import PER_COLUMN
-from w4gemm.integrations.engines.formats import ExpertsFormat, ExpertsSettings
+from w4gemm.integrations.engines.formats import ExpertsFormat, ExpertsSettings, activation_text
 from w4gemm.integrations.sglang.takeover import QUANTIZATION
 
 
@@ -119,20 +118,15 @@ def fused_activation(config: Any) -> str:
     name, limit = config.activation, config.swiglu_limit
     alpha, beta, clamp = config.gemm1_alpha, getattr(config, "gemm1_beta", None), config.gemm1_clamp_limit
     if name == "situ" and config.is_gated:  # Kimi-K3
-        return _text("situ_mul", beta=4.0 if alpha is None else alpha, linear_beta=clamp)
+        return activation_text("situ_mul", beta=4.0 if alpha is None else alpha, linear_beta=clamp)
     if name == "silu" and config.is_gated and alpha is not None:  # gpt-oss, MiniMax-M3
         known = clamp is not None and beta in (None, 1)
-        return _text("swiglu_oai", alpha=alpha, beta=1.0, limit=clamp) if known else ""
+        return activation_text("swiglu_oai", alpha=alpha, beta=1.0, limit=clamp) if known else ""
     if alpha is not None or clamp is not None:  # without an alpha SGLang cuts silu(gate), not the gate
         return ""
     if name == "silu" and config.is_gated:
-        return "silu_mul" if limit is None else _text("silu_mul", limit=limit)
+        return "silu_mul" if limit is None else activation_text("silu_mul", limit=limit)
     return _PLAIN.get((name, config.is_gated), "") if limit is None else ""
-
-
-def _text(name: str, **constants: float | None) -> str:
-    text = str(Activation(name, tuple(constants.items())))
-    return canonical(text) or text
 
 
 def in_pairs(config: Any) -> bool:

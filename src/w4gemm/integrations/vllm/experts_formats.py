@@ -12,9 +12,9 @@ from dataclasses import replace
 from typing import Any
 
 from w4gemm.core import environment
-from w4gemm.core.activation import Activation, canonical, is_gated
+from w4gemm.core.activation import is_gated
 from w4gemm.core.formats import PER_COLUMN, WeightFormat
-from w4gemm.integrations.engines.formats import ExpertsFormat, ExpertsSettings
+from w4gemm.integrations.engines.formats import ExpertsFormat, ExpertsSettings, activation_text
 from w4gemm.integrations.engines.gguf import GGUFExperts
 
 ACT_ORDERS = ("group", "dynamic", True)
@@ -54,19 +54,16 @@ def fused_activation(moe: Any) -> str:
         own = limit in (None, 7) and alpha in (None, 1.702) and beta in (None, 1)
         return "swiglu_oai" if own else ""
     if name == "swigluoai_uninterleave":  # MiniMax-M3
-        return "" if limit is None else _text("swiglu_oai", alpha=alpha or 1.0, beta=beta or None, limit=limit)
+        return (
+            "" if limit is None else activation_text("swiglu_oai", alpha=alpha or 1.0, beta=beta or None, limit=limit)
+        )
     if name == "situ":  # Kimi-K3
         linear = moe.activation_situ_linear_beta
         linear = linear if linear is not None and linear > 0 else None  # else vLLM's kernels take the ups as they are
-        return _text("situ_mul", beta=moe.activation_situ_beta, linear_beta=linear)
+        return activation_text("situ_mul", beta=moe.activation_situ_beta, linear_beta=linear)
     if name == "silu":
-        return "silu_mul" if limit is None else _text("silu_mul", limit=limit)
+        return "silu_mul" if limit is None else activation_text("silu_mul", limit=limit)
     return _PLAIN.get(name, "") if limit is None else ""
-
-
-def _text(name: str, **constants: float | None) -> str:
-    text = str(Activation(name, tuple(constants.items())))
-    return canonical(text) or text
 
 
 def _gptq(method: Any, layer: Any) -> ExpertsSettings:
