@@ -11,7 +11,7 @@ import torch
 from bench.peers.base import float_name
 from bench.rows import Row
 
-from w4gemm.core.formats import WeightFormat
+from w4gemm.core.formats import ALIASES, WeightFormat
 from w4gemm.core.problem import GemmProblem, gpu_named
 from w4gemm.tuning.roofline import Roofline
 
@@ -29,14 +29,15 @@ class Kind(NamedTuple):
     """Work whose times may be compared with each other."""
 
     set: str
-    """"unknown" for layers that nobody tuned, "experts", or "tuned" for layers of the shipped tables."""
+    """"unknown" for layers that nobody tuned, "experts", "tuned" for layers of the shipped tables, or "widths" for
+    these with weights of other widths than four bits."""
     work: str
-    """"w4a16", "w4a8", "w4a8_exact" (scales on sums) or "w4a8_folded" (scales in e4m3 weights)."""
+    """"w4a16", "w8a8" and the like; "w4a8_exact" has scales on sums, "w4a8_folded" in e4m3 weights."""
     format: str
-    """"int4", "mxfp4" or "nvfp4"."""
+    """"int4", "mxfp4" or "nvfp4"; of other widths the format."""
 
     def __str__(self) -> str:
-        name = {"int4": "int4"}.get(self.format, self.format.upper())
+        name = self.format if self.format.startswith("int") else self.format.upper()
         work, _, how = self.work.partition("_")
         return f"{work.upper()}, {name}" + {"": "", "exact": ", scales on sums", "folded": ", folded scales"}[how]
 
@@ -68,9 +69,9 @@ class Point(NamedTuple):
 
     @property
     def peers(self) -> dict[str, float]:
-        """Times of the other implementations. cuBLAS multiplies dense weights; with fp8 x these are of another format
-        and of twice the bytes, so it does not count."""
-        left_out = {"w4gemm"} if self.kind.work == "w4a16" else {"w4gemm", "cublas"}
+        """Times of the other implementations. cuBLAS does not count in W4A8, because its e4m3 weights are of another
+        format and of twice the bytes."""
+        left_out = {"w4gemm", "cublas"} if self.kind.work.startswith("w4a8") else {"w4gemm"}
         return {name: us for name, us in self.us.items() if name not in left_out}
 
     @property
@@ -115,12 +116,12 @@ def points_of(rows: Iterable[Row]) -> list[Point]:
 
 
 def kind_of(row: Row) -> Kind:
-    work = row["work"].removesuffix("_grouped")
-    return Kind(
-        row.get("set") or ("experts" if row["experts"] else "tuned"),
-        work,
-        float_name(WeightFormat.parse(row["format"])) or "int4",
-    )
+    work, format = row["work"].removesuffix("_grouped"), WeightFormat.parse(row["format"])
+    name, layers = float_name(format) or "int4", "tuned"
+    if format.bits != 4:
+        aliases = (alias for alias, text in ALIASES.items() if text == str(format))
+        name, layers = float_name(format) or next(aliases, str(format)), "widths"
+    return Kind(row.get("set") or ("experts" if row["experts"] else layers), work, name)
 
 
 def by_kind(points: Sequence[Point]) -> list[tuple[Kind, list[Point]]]:

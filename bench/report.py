@@ -35,11 +35,15 @@ from w4gemm.tuning.roofline import RATES
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "bench/results"
-PRODUCTS = ("times", "w4a8", "fp4", "fp4_h100", "grouped", "grouped_fp4", "grouped_fp4_h100", "unknown", "unknown_h100")
+PRODUCTS = (
+    *("times", "w4a8", "fp4", "fp4_h100", "widths", "unknown", "unknown_h100"),
+    *("grouped", "grouped_fp4", "grouped_fp4_h100"),
+)
 """Files of timed products."""
 TITLES = {
     "unknown": "Untuned layers",
     "tuned": "Layers of the shipped tables",
+    "widths": "Other widths",
     "experts": "Mixtures of experts",
 }
 _WHAT = {
@@ -47,6 +51,10 @@ _WHAT = {
     "of tokens (`bench/drawn/points.py`). No shipped table has them and no constant was fitted to them, so every "
     "config is the cost model's first guess.",
     "tuned": "6144 x 4096, 28672 x 4096, 8192 x 8192 and 8192 x 28672 (n x k).",
+    "widths": "The second and third of these layers, or all, with weights of other widths than four bits; all configs "
+    "are the cost model's. FP8: e4m3 with a scale for each row; FP8_BLOCK: one for each 128 x 128, as DeepSeek has it, "
+    "and then fp8 x has one for each 128 columns. Integers are symmetric, with a scale for 128 columns or, `_col`, for "
+    "each row. No other library here multiplies GGUF's K-quants, so cuBLAS with dense weights stands beside them.",
     "experts": "Layers of published models; tokens are the mean for each expert, divided evenly, at random, or by "
     "Zipf's law (expert e in proportion to 1 / (1 + e)).",
 }
@@ -113,11 +121,13 @@ def heatmaps(points: Sequence[Point], engines: Sequence[Row]) -> dict[str, Heatm
         name: [gains[column].over_choice if column in gains else None for column in summary.COLUMNS]
         for name, gains in cases.items()
     }
-    return {
+    maps: dict[str, Heatmap] = {
         "products": (STEP_NAMES, products),
+        "widths": (STEP_NAMES, {str(kind): by_step(own) for kind, own in _of_sets(points, "widths")}),
         "experts": (STEP_NAMES[:-1], experts),
         "vllm": (summary.COLUMNS, vllm),
     }
+    return {what: heatmap for what, heatmap in maps.items() if heatmap[1]}
 
 
 def draw(page: Page, points: Sequence[Point], engines: Sequence[Row]) -> None:
@@ -125,6 +135,7 @@ def draw(page: Page, points: Sequence[Point], engines: Sequence[Row]) -> None:
     gpu = f"{page.gpu.removesuffix(' 80GB HBM3')}: speed-up"
     titles = {
         "products": f"{gpu} over the fastest other library, by tokens",
+        "widths": f"{gpu} over the fastest other library, other widths, by tokens",
         "experts": f"{gpu} by tokens of an expert",
         "vllm": f"{gpu} over vLLM's kernels",
     }
@@ -145,7 +156,8 @@ def text(page: Page, points: Sequence[Point], engines: Sequence[Row]) -> str:
         "A ratio is the time of the fastest other library / w4gemm's time, so above 1 w4gemm is faster; means are "
         "geometric. All implementations of a point ran interleaved in one process, with w4gemm's default choice of "
         "config. Times are medians in a CUDA graph over copies of the weight that together exceed L2. cuBLAS "
-        "multiplies dense bf16 weights; with fp8 x it is left out, because its weights have twice the bytes. `python "
+        "multiplies dense bf16 weights, or beside fp8 x e4m3 ones; in W4A8 it is left out, because these have twice "
+        "the bytes. `python "
         "-m bench.report --points bench/results/FILE` prints every point."
     )
     lines += ["", _image(page.plot("products"), "Speed-up by tokens and format"), ""]
@@ -153,7 +165,7 @@ def text(page: Page, points: Sequence[Point], engines: Sequence[Row]) -> str:
     for name, title in TITLES.items():
         if own := [point for point in points if point.kind.set == name]:
             lines += ["", f"## {title}", "", *_wrapped(_WHAT[name]), ""]
-            plot = {"unknown": "untuned", "experts": "experts"}.get(name)
+            plot = {"unknown": "untuned", "widths": "widths", "experts": "experts"}.get(name)
             lines += [_image(page.plot(plot), title), ""] if plot else []
             lines += _ratios(own)
             lines += _limits(own) if name == "unknown" else []
