@@ -1,14 +1,16 @@
 """Compile the configs of the GPU kernels, without a GPU, and write what ptxas does badly: kernels/*/legality.jsonl.
 
-    python tests/legality.py                      what the files lack: new tiles, new decoders
+    python tests/legality.py                      what the files lack or call not compiled: new tiles, new decoders
     python tests/legality.py --all sm90_fp8_gemm  one kernel anew, after its device code or the compiler changed
     python tests/legality.py --results FILE       takes up where a run with this file was stopped
 
 A cell is all tile_m of one form of a config, with one decoder, dense, grouped or gathered. Registers grow with the
-bytes of scales and with the epilogue (``space.Pressure``): each tile_m is compiled with the most first. If it is clean,
-so it is with fewer; else the least that compile badly are found by bisection. Registers need not grow with tile_m: 80
+bytes of scales and with the epilogue (``space.Pressure``): each tile_m is compiled with the most, and with the fewest.
+What is clean is so with fewer; what compiles badly does so with more. Beside block scales of x each pressure is
+compiled, because there a config may spill that is clean with more registers. Registers need not grow with tile_m: 80
 and 96 tokens may spill where 112 do not. Only of small tiles the largest stands for the others. Then ``--checks``
 configs are drawn at random, of other formats and epilogues too. One that is worse than the file says is added to it.
+What was not compiled when the time is up stays as the file has it, or is not legal if the file lacks it.
 """
 
 from __future__ import annotations
