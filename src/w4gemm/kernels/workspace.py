@@ -59,6 +59,7 @@ def flags_for(device: torch.device, purpose: str) -> torch.Tensor:
     return _take(device, key, pool) if flags is None else flags
 
 
+@torch.inference_mode()  # because flags that an engine's inference mode made may be written in that mode alone
 def clear() -> None:
     """Zero all flags anew, also those of captured graphs, while nothing is launched: for an engine that had the memory
     of a loaded model taken away and given back as it happened to be, as vLLM's sleep mode of level 2 does."""
