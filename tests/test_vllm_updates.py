@@ -21,6 +21,7 @@ from test_vllm_experts import CASES, EXPERTS, HIDDEN, WIDTH, inputs, mixture
 from w4gemm import QuantizedWeight, quantize
 from w4gemm.integrations import vllm as plugin
 from w4gemm.integrations.vllm.updates import ReloadedUpdate
+from w4gemm.kernels import workspace
 from w4gemm.weights.random import random_components
 
 N, K = 64, 128
@@ -259,3 +260,11 @@ def test_experts_of_this_gpu(experts: ModuleType) -> None:
             assert torch.equal(product.weight.expert(e).dequantize(), wanted)
     x, weights, ids = inputs(BFLOAT16)
     assert layer.forward_modular(x, weights, ids).isfinite().all()
+
+
+def test_flags_of_either_mode_are_cleared(monkeypatch):
+    with torch.inference_mode():
+        made = torch.ones(4, dtype=torch.int32)
+    monkeypatch.setattr(workspace, "_allocations", [made, torch.ones(4, dtype=torch.int32)])
+    workspace.clear()
+    assert not any(flags.any() for flags in workspace._allocations)

@@ -112,14 +112,6 @@ def test_graphs_at_the_same_time(product, config):
         assert all(torch.equal(d, wanted) for d in ds)
 
 
-def test_flags_of_either_mode_are_cleared(monkeypatch):
-    with torch.inference_mode():
-        made = torch.ones(4, dtype=torch.int32)
-    monkeypatch.setattr(workspace, "_allocations", [made, torch.ones(4, dtype=torch.int32)])
-    workspace.clear()
-    assert not any(flags.any() for flags in workspace._allocations)
-
-
 def test_flags_that_hold_anything_are_cleared(product):
     """An engine may give the memory of a model away, and get it back as it happens to be."""
     wanted = product(0).d
