@@ -20,6 +20,7 @@ from test_vllm_dense import Case, in_words, make, vllm_stub
 from test_vllm_experts import CASES, EXPERTS, HIDDEN, WIDTH, inputs, mixture
 from w4gemm import QuantizedWeight, quantize
 from w4gemm.integrations import vllm as plugin
+from w4gemm.integrations.engines import updates as updating
 from w4gemm.integrations.vllm.updates import ReloadedUpdate
 from w4gemm.kernels import workspace
 from w4gemm.weights.random import random_components
@@ -224,8 +225,12 @@ def test_act_order_after_a_sleep_that_kept_no_weights(dense: ModuleType) -> None
     assert torch.equal(now.dequantize()[:, w.perm], quantize(dense_numbers[:, w.perm], "int4_g64").dequantize())
 
 
-def test_experts_of_this_gpu(experts: ModuleType) -> None:
-    """Every expert comes, one part at a time; vLLM's loader takes those that are here."""
+def test_experts_of_this_gpu(experts: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every expert comes, one part at a time; vLLM's loader takes those that are here. What was loaded is looked at
+    when as many numbers have come, because each look waits for the GPU."""
+    looks: list[torch.Tensor] = []
+    own = updating.unloaded
+    monkeypatch.setattr(updating, "unloaded", lambda parameter: looks.append(parameter) or own(parameter))
     here = EXPERTS // 2
     expert_map = torch.tensor([-1] * (EXPERTS - here) + list(range(here)), dtype=torch.int32)
     layer = mixture(CASES[0], num_local_experts=here, expert_map=expert_map).layer
@@ -253,6 +258,7 @@ def test_experts_of_this_gpu(experts: ModuleType) -> None:
             parameter = getattr(layer, name)
             took = parameter.weight_loader(parameter, parts[shard][e], name, shard_id=shard, expert_id=e)
             assert took == (e >= EXPERTS - here)
+    assert len(looks) == 2 * len(updates)
     pairs = torch.stack((parts["w1"], parts["w3"]), 2).flatten(1, 2)
     for product, rows in zip(method.products, (pairs, parts["w2"]), strict=True):
         for e in range(here):

@@ -91,6 +91,8 @@ class DenseUpdate(Update):
     ) -> None:
         super().__init__(what)
         self.name, self.weight, self.gated, self.parameter = name, weight, gated, parameter
+        self.numbers = 0
+        """Numbers that have come, on all GPUs."""
 
     def open(self, layer: torch.nn.Module) -> None:
         """Have the layer's parameter take dense numbers; make an empty one if there is none."""
@@ -152,10 +154,14 @@ class DenseUpdate(Update):
                     if hasattr(dense, name) and hasattr(layer, name):
                         setattr(dense, name, getattr(layer, name))
                 self.expect({self.name: dense})
-            result = loader(self.coming.get_parameter(self.name), loaded, *args, **options)
+                self.numbers = 0
+            held = self.coming.get_parameter(self.name)
+            result = loader(held, loaded, *args, **options)
+            self.numbers += 0 if result is False else loaded.numel()
             if result is False and is_new:  # an expert of other GPUs
                 self.coming = torch.nn.Module()
-            self._quantize(w)
+            elif self.numbers >= held.numel():  # else a part is not there, without asking the GPU, which takes a while
+                self._quantize(w)
         return result
 
     def _quantize(self, w: QuantizedWeight) -> None:
