@@ -195,8 +195,10 @@ def mixture(case: Case, seed: int = 0, packed: bool = True, **settings: Any) -> 
         weights[product] = [
             QuantizedWeight.from_codes(case.format, *parts[:3], channels=parts.channels) for parts in each
         ]
-        if case.fp8:  # as vLLM's own kernel rounds them
+        if case.fp8:  # as vLLM's own kernel rounds them; vLLM 0.26 has factors of rows for it that no file holds
             weights[product] = [fold_scales(w)[0] for w in weights[product]]
+            ones = torch.nn.Parameter(torch.ones(layer.local_num_experts, n), requires_grad=False)
+            layer.register_parameter(f"{product}_weight_chan_scale", ones)
         here = each[-layer.local_num_experts :]
         codes, scales = (torch.stack([parts[i] for parts in here]) for i in range(2))
         zeros = torch.stack([parts.zeros for parts in here]) if case.asymmetric else None

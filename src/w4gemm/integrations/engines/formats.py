@@ -61,6 +61,7 @@ numbers that it holds are let go with it."""
 _UNUSED = (
     *("g_idx", "weight_g_idx", "g_idx_sort_indices", "weight_shape", "qzeros", "weight_zero_point"),
     *("input_scale", "input_scale_2", "input_global_scale", "input_zero_point", "blockscale_swizzled"),
+    "weight_chan_scale",
 )
 """Ends of the names of parameters that the numbers do not need: of columns in order, of symmetric weights, and of how
 an engine's own kernels would quantize activations and read scales."""
