@@ -52,6 +52,9 @@ _MEMORY_OF_SM = HOPPER_SHARED_MEMORY + RESERVED_SHARED_MEMORY
 _FEW_TOKENS, _MOST_FEW, _MOST = 16, 3, 2
 """CTAs with one consumer warpgroup that the registers of a multiprocessor are enough for: three with 67 a thread, as
 tiles of 16 tokens take, two with 89, as tiles of 32 do."""
+_SMS_OF_SPLITS = {3: 117 / 132, 4: 120 / 132, 8: 120 / 132}
+"""Part of a GPU's multiprocessors that clusters of a split reach at once, if not all (H200): a cluster lies in one of
+the GPU's processing clusters, of 16 or 18 multiprocessors."""
 _COOL = 2
 """How much slower than the clock says a GPU's tensor cores are if it never reaches its power limit."""
 _NEEDLESS_US = 1e3
@@ -164,7 +167,8 @@ def launch_timer(
     least = mma_us(problem, config, facts.kernel.name != "sm90_decode") * ctas_per_sm
     cluster = config.cluster_m * config.cluster_n * config.split_k
     n_tiles = -(-problem.n // (config.tile_n * config.cluster_n))
-    held = max(1, problem.device.sms // cluster) * ctas_per_sm  # a device described with fewer SMs than a cluster
+    sms = problem.device.sms * _SMS_OF_SPLITS.get(config.split_k, 1.0)
+    held = max(1, int(sms) // cluster) * ctas_per_sm  # a device described with fewer SMs than a cluster
     slices, rows = -(-problem.k // (config.tile_k * config.split_k)), config.tile_m * config.cluster_m
     stream, experts = config.schedule == "stream", problem.experts
     box = 0 if problem.gathered else _first_box(facts, config)
