@@ -68,7 +68,7 @@ def test_every_kernels_configs_round_trip():
 
     for kernel, name, m in itertools.product(KERNELS, ("int4_g128", "int4_g32_zfloat", "int4_col"), (1, 64, 4096)):
         problem = GemmProblem(m, 4096, 4096, torch.bfloat16, WeightFormat.parse(name), "mma16")
-        configs = kernel.configs(problem)
+        configs = kernel.configs(problem) if kernel.supports(problem) else []
         assert [GemmConfig.parse(str(c)) for c in configs] == configs
         assert len(set(configs)) == len(configs), f"{kernel.name}: a config twice"
 
