@@ -22,7 +22,7 @@ def heatmap(path: Path, title: str, columns: Sequence[str], rows: Mapping[str, S
     plt = _pyplot()
     used = [x for x in range(len(columns)) if any(row[x] is not None for row in rows.values())]
     columns, rows = [columns[x] for x in used], {name: [row[x] for x in used] for name, row in rows.items()}
-    width = 0.085 * max(map(len, rows)) + 0.74 * len(columns)
+    width = max(0.085 * max(map(len, rows)) + 0.74 * len(columns), 0.075 * len(title))
     figure, axes = plt.subplots(figsize=(width, 0.8 + 0.36 * len(rows)), layout="constrained")
     cells = [[math.nan if ratio is None else math.log(ratio) for ratio in row] for row in rows.values()]
     limit = math.log(_MOST)
