@@ -339,6 +339,7 @@ def test_logits_on_the_gpu() -> None:
 
 
 _FOREVER = """
+import torch
 from test_expert_layer import drawn_call, experts_on_gpu
 experts, call = experts_on_gpu(), drawn_call(1)
 while True:

@@ -372,7 +372,9 @@ def test_a_graph_of_layers_serves_other_choices(activations, one_launch):
             for size in ((2 * width, hidden), (hidden, width))
         )
         repacked = [w.repack(activations=activations) if activations else w.repack() for w in stacks]
-        layers.append(W4Experts(*repacked, dtype=torch.bfloat16, one_launch=one_launch))
+        layer = W4Experts(*repacked, dtype=torch.bfloat16)
+        layer.one_launch = one_launch
+        layers.append(layer)
     x = torch.randn(tokens, hidden, device="cuda").bfloat16()
     ids = torch.zeros(tokens, top_k, dtype=torch.int32, device="cuda")
     weights = torch.rand(tokens, top_k, device="cuda")

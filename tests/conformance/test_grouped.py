@@ -185,7 +185,14 @@ def gathered(
     copied = x.float()[indices.long()].to(x.dtype)
     scale = fused.get("token_scale")
     of_copy = fused if scale is None else fused | {"token_scale": scale[indices.long()]}
-    wanted = w4gemm.grouped_linear(copied, w, offsets, config=config, **of_copy)
+    try:
+        wanted = w4gemm.grouped_linear(copied, w, offsets, config=config, **of_copy)
+    except ValueError as e:
+        if "is not legal" not in str(e):
+            raise
+        # legal for rows by their indices alone: those of the copy in order
+        in_order = torch.arange(len(copied), dtype=torch.int32, device=x.device)
+        wanted = w4gemm.grouped_linear(copied, w, offsets, indices=in_order, config=config, **of_copy)
     on_load = x.device.type == "cuda" and takes_rows(x)
     more = torch.full((GUARD,), 2**30 if on_load else 0, dtype=torch.int32, device=x.device)
     out = torch.full((len(indices) + GUARD, wanted.shape[1]), torch.nan, dtype=wanted.dtype, device=x.device)
