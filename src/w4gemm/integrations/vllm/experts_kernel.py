@@ -19,7 +19,7 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeig
 from w4gemm.api.activations import quantize_rows
 from w4gemm.api.expert_layer import ByIds, Experts, LayerKey, expert_layer, one_launch_now
 from w4gemm.api.product import launch
-from w4gemm.api.routing import Routing, combined, route
+from w4gemm.api.routing import combined, route
 from w4gemm.choice import first_rows
 from w4gemm.core.epilogue import Epilogue, EpilogueOperands
 from w4gemm.core.problem import Device
@@ -156,10 +156,8 @@ class _Experts(mk.FusedMoEExpertsModular):  # type: ignore[misc, unused-ignore]
 class W4gemmExperts(_Experts):
     """Tokens as they are: x (tokens, features). Each choice of an expert that is here becomes a row."""
 
-    _routing: Routing | None = None
-    """Of the newest call."""
-    _whole: Callable[..., torch.Tensor] | None = None
-    """The newest call's layer in one launch, which writes its result to ``out``; None if it runs in four."""
+    _last_step: LastStep | None = None
+    """The last step of the newest call."""
 
     @property
     def columns_between(self) -> int:
@@ -189,21 +187,24 @@ class W4gemmExperts(_Experts):
         apply_router_weight_on_input: bool,
         **unused: Any,
     ) -> None:
-        self._whole = None
         if len(hidden_states) <= MOST_TOKENS and not apply_router_weight_on_input:
-            self._whole = self._in_one_launch(hidden_states, ByIds(topk_ids.int(), topk_weights), expert_map)
-        if self._whole is not None:
-            return
-        self._routing = routing = route(topk_ids, self.gate_up.experts, expert_map)
+            layer = self._in_one_launch(hidden_states, ByIds(topk_ids.int(), topk_weights), expert_map)
+            if layer is not None:
+                self._last_step = LastStep(lambda d, weights, out: layer(out=out))
+                return
+        routing = route(topk_ids, self.gate_up.experts, expert_map)
         gate_up, down = self.products
         first, end = routing.m_offsets[:-1], routing.m_offsets[1:]
         gate_up.write(hidden_states, workspace2, ExpertRows(first, end, routing.tokens), a1q_scale)
         down.write(workspace2, output.view(-1, self.down.n), ExpertRows(first, end, settled=1), None)
+        settled = not apply_router_weight_on_input  # else the weights are new
+        self._last_step = LastStep(lambda d, weights, out: combined(d, routing.row_of_choice, weights, out, settled))
 
     def _in_one_launch(
         self, x: torch.Tensor, choices: ByIds, expert_map: torch.Tensor | None
     ) -> Callable[..., torch.Tensor] | None:
-        """Return the layer of a call in one launch; None if it cannot or is predicted to be slower."""
+        """Return the layer of a call in one launch, which writes its result to ``out``; None if it cannot or is
+        predicted to be slower."""
         gate_up, down = (Experts(product.weight, product.bias) for product in self.products)
         activation = self.products[0].epilogue.activation
         assert activation is not None
@@ -213,7 +214,7 @@ class W4gemmExperts(_Experts):
         return functools.partial(expert_layer, x, choices, gate_up, down, activation, expert_map)
 
     def finalize_weight_and_reduce_impl(self) -> mk.TopKWeightAndReduce:
-        return Combine(self._routing) if self._whole is None else OneLaunch(self._whole)
+        return LastStep() if self._last_step is None else self._last_step
 
     def need(self, most_tokens: int) -> Need:
         """Return what is launched for 1 to ``most_tokens`` tokens."""
@@ -246,15 +247,17 @@ class W4gemmExperts(_Experts):
             self.finalize_weight_and_reduce_impl().apply(None, output, weights, ids, False)
 
 
-class Combine(mk.TopKWeightAndReduce):  # type: ignore[misc, unused-ignore]
-    """The weighted sum of each token's rows, in one launch, into vLLM's own output.
+class LastStep(mk.TopKWeightAndReduce):  # type: ignore[misc, unused-ignore]
+    """The launch that writes a layer's result: the weighted sum of each token's rows or, if one launch runs the whole
+    layer, that one, because vLLM hands in its output only here.
 
     Args:
-        contributions: (tokens, top k, features) to add, or None.
+        launch: from rows d (tokens * top k, features), weights (tokens, top k), and the output, or None for a new
+            tensor, to the result; None before the first call with tokens.
     """
 
-    def __init__(self, routing: Routing | None, contributions: torch.Tensor | None = None) -> None:
-        self.routing, self.contributions = routing, contributions
+    def __init__(self, launch: Callable[..., torch.Tensor] | None = None) -> None:
+        self.launch = launch
 
     def apply(
         self,
@@ -265,37 +268,11 @@ class Combine(mk.TopKWeightAndReduce):  # type: ignore[misc, unused-ignore]
         apply_router_weight_on_input: bool,
     ) -> torch.Tensor:
         """Return ``output``, or a new tensor. If the weights were applied on the input, rows are added as they are."""
-        if not len(topk_ids):  # then the experts were not called, and the routing is an older one
+        if not len(topk_ids):  # then the experts were not called, and the launch is an older call's
             return fused_expert_output if output is None else output
-        assert self.routing is not None and self.routing.row_of_choice.shape == topk_ids.shape
+        assert self.launch is not None
         weights = torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights
-        d, rows = fused_expert_output.flatten(0, -2), self.routing.row_of_choice
-        total = combined(d, rows, weights, output, settled=weights is topk_weights)
-        return total if self.contributions is None else total.add_(self.contributions.sum(1))
-
-
-class OneLaunch(mk.TopKWeightAndReduce):  # type: ignore[misc, unused-ignore]
-    """A layer's whole work, as its last step, because vLLM hands in its output only then.
-
-    Args:
-        layer: writes the result to its argument ``out``, or to a new tensor if that is None, and returns it.
-    """
-
-    def __init__(self, layer: Callable[..., torch.Tensor]) -> None:
-        self.layer = layer
-
-    def apply(
-        self,
-        output: torch.Tensor | None,
-        fused_expert_output: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        apply_router_weight_on_input: bool,
-    ) -> torch.Tensor:
-        """Return ``output``, or a new tensor."""
-        if not len(topk_ids):  # then the experts were not called, and the layer's call is an older one
-            return fused_expert_output if output is None else output
-        return self.layer(out=output)
+        return self.launch(fused_expert_output.flatten(0, -2), weights, output)
 
 
 class BatchedW4gemmExperts(_Experts):

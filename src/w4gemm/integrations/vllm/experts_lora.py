@@ -10,13 +10,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from vllm.model_executor.layers.fused_moe.experts.lora_experts_mixin import LoRAExpertsMixin
 
-from w4gemm.api.routing import route
+from w4gemm.api.routing import combined, route
 from w4gemm.core.activation import parse
 from w4gemm.integrations.vllm.experts_formats import in_pairs
-from w4gemm.integrations.vllm.experts_kernel import Combine, ExpertsProduct, W4gemmExperts
+from w4gemm.integrations.vllm.experts_kernel import ExpertsProduct, LastStep, W4gemmExperts
 from w4gemm.kernels.arguments import ExpertRows
 
 
@@ -26,9 +25,6 @@ class LoraExperts(LoRAExpertsMixin, W4gemmExperts):  # type: ignore[misc, unused
     Args:
         gate_up, down, others: as for :class:`W4gemmExperts`.
     """
-
-    _contributions: torch.Tensor | None = None
-    """(tokens, top k, features) of the newest call: what adapters add to each choice's result, times its weight."""
 
     def __init__(self, gate_up: ExpertsProduct, down: ExpertsProduct, **others: Any) -> None:
         assert gate_up.epilogue.activation is not None
@@ -53,7 +49,7 @@ class LoraExperts(LoRAExpertsMixin, W4gemmExperts):  # type: ignore[misc, unused
         workspace2: torch.Tensor,
         **unused: Any,
     ) -> None:
-        self._routing = routing = route(topk_ids, self.gate_up.experts, expert_map)
+        routing = route(topk_ids, self.gate_up.experts, expert_map)
         gate_up, down = self.products
         first, end = routing.m_offsets[:-1], routing.m_offsets[1:]
         gate_up.write(hidden_states, workspace2, ExpertRows(first, end, routing.tokens), a1q_scale)
@@ -65,12 +61,12 @@ class LoraExperts(LoRAExpertsMixin, W4gemmExperts):  # type: ignore[misc, unused
         by_expert = hidden.new_empty(len(hidden) + 1, hidden.shape[1])
         by_expert[torch.where(row_of_choice < 0, len(hidden), row_of_choice)] = hidden
         down.write(by_expert[:-1], output.view(-1, self.down.n), ExpertRows(first, end), None)
-        self._contributions = None
-        if sorting is not None:
-            self._contributions = torch.zeros(*topk_ids.shape, self.down.n, dtype=rows.dtype, device=rows.device)
+        contributions: torch.Tensor | None = None
+        if sorting is not None:  # times the weights
+            contributions = torch.zeros(*topk_ids.shape, self.down.n, dtype=rows.dtype, device=rows.device)
             self.apply_w2_lora(
                 self._lora_context,
-                y=self._contributions,
+                y=contributions,
                 x=hidden,
                 topk_weights=topk_weights,
                 **sorting,
@@ -79,6 +75,12 @@ class LoraExperts(LoRAExpertsMixin, W4gemmExperts):  # type: ignore[misc, unused
                 w2=self._unpacked[1],
                 top_k_num=topk_ids.shape[1],
             )
+
+        def add_up(d: torch.Tensor, weights: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+            total = combined(d, routing.row_of_choice, weights, out, settled=True)
+            return total if contributions is None else total.add_(contributions.sum(1))
+
+        self._last_step = LastStep(add_up)
 
     def _first_contributions(
         self,
@@ -110,6 +112,3 @@ class LoraExperts(LoRAExpertsMixin, W4gemmExperts):  # type: ignore[misc, unused
             added = added.unflatten(1, (2, -1)).mT.flatten(1)
         names = ("sorted_token_ids_lora", "expert_ids_lora", "num_tokens_post_padded_lora", "token_lora_mapping")
         return added, dict(zip(names, sorting, strict=True))
-
-    def finalize_weight_and_reduce_impl(self) -> mk.TopKWeightAndReduce:
-        return Combine(self._routing, self._contributions)
