@@ -268,7 +268,7 @@ def test_tiles_of_both_widths_of_vectors(monkeypatch, lanes):
     """Vectors of 16 numbers are two registers here, or one with AVX-512."""
     monkeypatch.setattr(compiled, "_lanes", lambda: lanes)
     w = random_weight(FEW_FORMATS[0], 200, 333).repack("cpu")
-    method, x = compiled.Method(w.format, 200, 333), torch.eye(333)
+    method, x = compiled.CompiledProduct(w.format, 200, 333), torch.eye(333)
     for m in (1, 2, 5, 12, 333):
         assert torch.equal(method(x[:m], w.tensors, x.new_empty(m, 200)), w.dequantize(torch.float32).T[:m])
 

@@ -52,7 +52,7 @@ class Code(NamedTuple):
         return self.scale_dtype == torch.float32 and self.zero != "float"
 
 
-class Arguments(NamedTuple):
+class CodeArguments(NamedTuple):
     """What compiled code reads, as int64 in a row: addresses, and numbers of elements."""
 
     x: Any
@@ -86,7 +86,7 @@ class Arguments(NamedTuple):
     """Columns of a superblock; 1 without factors."""
 
 
-_packed = struct.Struct(f"={len(Arguments._fields)}q").pack
+_packed = struct.Struct(f"={len(CodeArguments._fields)}q").pack
 PANEL = 256
 """Columns of a panel, at most."""
 MOST_FEATURES = 64
@@ -113,7 +113,7 @@ def _lanes() -> int:
     return 16 if binding.get_host_cpu_features().get("avx512f") else 8
 
 
-class Method:
+class CompiledProduct:
     """x (m, k) @ w.T (m, n) in float32 for every weight of one format, n and k in the ``cpu`` layout.
 
     The chunks are divided over as many threads as PyTorch uses, if each has enough to do.
@@ -214,7 +214,7 @@ os.register_at_fork(after_in_child=_pool.cache_clear)  # a child has none of its
 
 @functools.cache
 def _compiled(code: Code) -> Callable[[bytes], None]:
-    """Return the function of packed :class:`Arguments` for ``code``. Other Python threads run meanwhile."""
+    """Return the function of packed :class:`CodeArguments` for ``code``. Other Python threads run meanwhile."""
     from llvmlite import binding
 
     from w4gemm.kernels.cpu.program import NAME, program

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from llvmlite import ir
 
-from w4gemm.kernels.cpu.compiled import MOST_FEATURES, PANEL, Arguments, Code
+from w4gemm.kernels.cpu.compiled import MOST_FEATURES, PANEL, Code, CodeArguments
 from w4gemm.packing.layouts.cpu import TABLE_N
 
 NAME = "sums"
@@ -43,7 +43,7 @@ _STORED = {
 
 
 def program(code: Code) -> str:
-    """Return the text of a module with the function :data:`NAME` of :class:`Arguments`."""
+    """Return the text of a module with the function :data:`NAME` of :class:`CodeArguments`."""
     module = ir.Module()
     function = ir.Function(module, ir.FunctionType(ir.VoidType(), [ir.PointerType()]), NAME)
     _Sums(code, _Builder(function.append_basic_block())).write()
@@ -164,7 +164,7 @@ class _Sums:
     def __init__(self, code: Code, b: _Builder) -> None:
         self.code, self.b = code, b
         arguments = _Int(b, b.ptrtoint(b.function.args[0], _I64))
-        self.a = Arguments(*(_Int(b, b.read(arguments + 8 * i, _I64)) for i in range(len(Arguments._fields))))
+        self.a = CodeArguments(*(_Int(b, b.read(arguments + 8 * i, _I64)) for i in range(len(CodeArguments._fields))))
         vectors = max(4 if code.tokens <= 2 else 2, code.fields)
         self.features = vectors * code.lanes
         """Features of a block."""

@@ -105,7 +105,7 @@ class _Launch:
         self.is_plain, self.is_bias = self.epilogue == PLAIN, self.epilogue == Epilogue(bias=True)
         self.method: Callable[[torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor | None], torch.Tensor]
         if config.tile_m == COMPILED_TOKENS:
-            self.method = compiled.Method(problem.format, problem.n, problem.k)
+            self.method = compiled.CompiledProduct(problem.format, problem.n, problem.k)
         else:
             self.method = functools.partial(_by_pytorch, problem, config)
 

@@ -138,7 +138,7 @@ class LoopParams(NamedTuple):
     """int32 (m,): row of x by row of d; None unless gathered."""
 
 
-class Cursor(NamedTuple):
+class NextBlock(NamedTuple):
     """The k block that a warp requests next, as many stages ahead of the multiplication as the pipeline has. It is
     stepped, not computed, because integer divisions in the loop would cost a tenth of its instructions."""
 
@@ -335,7 +335,7 @@ class Sm90DecodeKernel:
     # -------------------------------------------------------------------------------------------------- pipeline
 
     @cute.jit
-    def start_tile(self, tile: Int32, params: LoopParams, early: bool = False) -> Cursor:
+    def start_tile(self, tile: Int32, params: LoopParams, early: bool = False) -> NextBlock:
         """The cursor at this warp's first k block of a tile. early: of weights only, see
         :meth:`ExpertTileMap.rows_of`."""
         m_coord, n_tile = tile_coordinates(tile, params.m_tiles, params.n_tiles, 1)
@@ -345,10 +345,10 @@ class Sm90DecodeKernel:
             expert, m_coord = rows.expert, rows.first
             if const_expr(self.variant.gathered and not early):
                 row = self.row_gather.indices(params.indices, m_coord, rows.end, 0)[0]
-        return Cursor(tile, m_coord, n_tile, params.first_k_block, params.k_blocks_per_warp, expert, row)
+        return NextBlock(tile, m_coord, n_tile, params.first_k_block, params.k_blocks_per_warp, expert, row)
 
     @cute.jit
-    def step(self, cursor: Cursor, params: LoopParams, early: bool = False) -> Cursor:
+    def step(self, cursor: NextBlock, params: LoopParams, early: bool = False) -> NextBlock:
         """The cursor one k block on, in the next tile if this one is done."""
         after = cursor._replace(k_block=cursor.k_block + self.variant.warps, k_blocks_left=cursor.k_blocks_left - 1)
         if after.k_blocks_left == 0:
@@ -362,10 +362,10 @@ class Sm90DecodeKernel:
         x_source: XCopy,
         pipeline: WarpPipeline,
         params: LoopParams,
-        cursor: Cursor,
+        cursor: NextBlock,
         left: Int32,
         stage: Int32,
-    ) -> tuple[Cursor, Int32]:
+    ) -> tuple[NextBlock, Int32]:
         """Request the next k block, if any is left, into a stage that all lanes have read."""
         cute.arch.sync_warp()
         if left > 0:
@@ -376,7 +376,9 @@ class Sm90DecodeKernel:
         return cursor, left
 
     @cute.jit
-    def load_weight(self, weight: cute.Tensor, blocks_n: Int32, pipeline: WarpPipeline, cursor: Cursor, stage: Int32):
+    def load_weight(
+        self, weight: cute.Tensor, blocks_n: Int32, pipeline: WarpPipeline, cursor: NextBlock, stage: Int32
+    ):
         """Request a stage's weights, and announce its bytes, those of x included, to the full barrier."""
         variant, rows = self.variant, self.variant.config.tile_n
         own = weight_of_expert(weight, cursor.expert, blocks_n) if const_expr(variant.grouped) else weight
@@ -414,7 +416,7 @@ class Sm90DecodeKernel:
             bulk_copy(target + copy.target, source + copy.source + copy.offset, Int32(copy.size), barrier)
 
     @cute.jit
-    def load_x(self, x_source: XCopy, pipeline: WarpPipeline, cursor: Cursor, stage: Int32):
+    def load_x(self, x_source: XCopy, pipeline: WarpPipeline, cursor: NextBlock, stage: Int32):
         """Request a stage's x."""
         variant, m_tile = self.variant, cursor.m_coord
         if const_expr(variant.gathered):

@@ -22,7 +22,7 @@ from w4gemm.kernels.device.pipeline import PipelineState
 from w4gemm.kernels.device.scheduler import TileCoord
 from w4gemm.kernels.device.stream_k import StreamSum, WarpgroupThread
 from w4gemm.kernels.sm90_mixed_gemm.epilogue import EpilogueStore, LoadedOperands, OutputCoord, Staging, TmaStore
-from w4gemm.kernels.sm90_mixed_gemm.tile_scheduler import Pipeline, SchedulerParams, TileScheduler
+from w4gemm.kernels.sm90_mixed_gemm.tile_scheduler import Pipeline, SchedulerParams, TileScheduler, WorkTile
 from w4gemm.kernels.sm90_mixed_gemm.variant import Sm90MixedVariant
 from w4gemm.packing.block import HALF_K
 from w4gemm.packing.codecs.pairs_decode import own_pairs
@@ -705,18 +705,7 @@ class Consumer:
             if const_expr(config.split_k > 1):
                 self.reduce_split_k(flat, own, consumer, thread, memory)
             elif const_expr(variant.stream_k):
-                warpgroup_thread = WarpgroupThread(wg, t)
-                if work_tile.first_k_slice > 0:
-                    self.stream_sum.store_partials(flat, memory.workspace, params.cluster, warpgroup_thread)
-                    self.stream_flags.partials_stored(wg)
-                else:
-                    if k_slices < params.k_slices:
-                        other = params.cluster + 1
-                        while other < self.scheduler.end_of_sharers(work_tile, params, share):
-                            self.stream_flags.partials_ready(wg)
-                            self.stream_sum.add_partials(flat, memory.workspace, other, warpgroup_thread)
-                            other += 1
-                    self.store_tile(flat, own, memory, wg)
+                self.reduce_stream_k(flat, own, work_tile, params, share, consumer, memory)
             elif const_expr(variant.k_sets == 1):
                 self.store_tile(flat, own, memory, wg + pingpong, loaded)
                 if const_expr(variant.pingpong_warpgroups > 1):
@@ -786,6 +775,31 @@ class Consumer:
                 share = cute.make_tensor(flat.iterator, cute.make_layout(variant.stored_tokens // 2))
                 tile = OutputTile(d, operands, coord._replace(token=coord.token + reduction.first(rank)))
                 self.store_tile(share, tile, memory, consumer.warpgroup)
+
+    @cute.jit
+    def reduce_stream_k(
+        self,
+        flat: cute.Tensor,
+        own: OutputTile,
+        work_tile: WorkTile,
+        params: SchedulerParams,
+        share: Int32,
+        consumer: ConsumerCoord,
+        memory: ConsumerMemory,
+    ):
+        """Store the partials of a tile that another CTA owns; or add those of other CTAs to a tile, and store it."""
+        thread = WarpgroupThread(consumer.warpgroup, consumer.thread)
+        if work_tile.first_k_slice > 0:
+            self.stream_sum.store_partials(flat, memory.workspace, params.cluster, thread)
+            self.stream_flags.partials_stored(consumer.warpgroup)
+        else:
+            if work_tile.k_slices < params.k_slices:
+                other = params.cluster + 1
+                while other < self.scheduler.end_of_sharers(work_tile, params, share):
+                    self.stream_flags.partials_ready(consumer.warpgroup)
+                    self.stream_sum.add_partials(flat, memory.workspace, other, thread)
+                    other += 1
+            self.store_tile(flat, own, memory, consumer.warpgroup)
 
     @cute.jit
     def store_tile(

@@ -296,27 +296,67 @@ class Sm90MixedGemmKernel:
 
     @cute.kernel
     def kernel(self, x_source: XSource, mma: cute.TiledMma, out_target: OutTarget, args: Arguments):
-        variant, config = self.variant, self.variant.config
-        blocks, out, rows = args.weight, args.out, args.rows
+        """One CTA: shared memory and barriers, then the roles, by warp."""
+        variant, rows = self.variant, args.rows
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        pipeline, memory = self.allocate(x_source, out_target, args, warp)
+        self.init_barriers(pipeline, memory.handover, warp)
+        cta = cute.arch.block_idx()[0]
+        rank = cta % self.scheduler.cluster_size
+        first_k_slice, k_slices = self.k_range(args.weight.shape[1], rank)
+        n_blocks, expert_tiles = args.weight.shape[0], memory.expert_tiles
+        if const_expr(variant.grouped):
+            n_blocks = n_blocks // expert_tiles.experts
+        tiles = self.scheduler.tiles(args.out.shape[0], n_blocks)
+        m_tiles = expert_tiles.m_tiles if const_expr(variant.grouped) else tiles.m_tile
+        cluster, clusters = cta // self.scheduler.cluster_size, cute.arch.grid_dim()[0] // self.scheduler.cluster_size
+        if const_expr(variant.stream_k):
+            # backwards: CTAs that others wait for have the lower numbers of the grid, which start first
+            cluster = clusters - 1 - cluster
+        params = SchedulerParams(cluster, clusters, m_tiles, tiles.n_tile, first_k_slice, k_slices)
+        if warp >= 4 * variant.warpgroups:
+            if const_expr(variant.consumer_registers > 0):
+                cute.arch.setmaxregister_decrease(variant.producer_registers)
+            inputs = Inputs(x_source, args.weight, n_blocks, rows.indices, args.out.shape[0], expert_tiles)
+            if const_expr(variant.gathered):
+                self.producer.run(inputs, pipeline, params, rank)
+            elif warp == 4 * variant.warpgroups:
+                self.producer.run(inputs, pipeline, params, rank)
+            elif const_expr(variant.stream_k):
+                warpgroup = warp - 4 * variant.warpgroups - 1
+                if warpgroup < variant.warpgroups:
+                    self.consumer.stream_flags.run(args.workspace, params, warpgroup)
+            if const_expr(variant.config.split_k > 1):  # every thread of the cluster takes part in its barrier
+                if const_expr(variant.handover_bytes == 0):
+                    cute.arch.cluster_arrive()
+                cute.arch.cluster_wait()
+        else:
+            if const_expr(variant.consumer_registers > 0):
+                cute.arch.setmaxregister_increase(variant.consumer_registers)
+            operands = with_indexed_scales(args.epilogue, rows.indices)
+            self.consumer.run(mma, pipeline, params, rank, memory._replace(operands=operands))
+
+    @cute.jit
+    def allocate(
+        self, x_source: XSource, out_target: OutTarget, args: Arguments, warp: Int32
+    ) -> tuple[Pipeline, ConsumerMemory]:
+        """Divide shared memory in the order of the table above. If grouped, a warp counts the tiles of experts, which
+        the barrier at the end of :meth:`init_barriers` makes visible."""
+        variant, rows = self.variant, args.rows
         smem = cutlass.memory.SmemAllocator()
         x_layout = x_source.operand_layout
         s_x = smem.allocate_tensor(self.dtype, x_layout.outer, byte_alignment=1024, swizzle=x_layout.inner)
         store = None
         if const_expr(variant.boxed):
             outer, inner = out_target.staging_layout.outer, out_target.staging_layout.inner
-            halves = smem.allocate_tensor(out.element_type, outer, byte_alignment=1024, swizzle=inner)
+            halves = smem.allocate_tensor(args.out.element_type, outer, byte_alignment=1024, swizzle=inner)
             staging, store = shared_address(halves.iterator), TmaStore(out_target.tma, out_target.d, halves)
         else:
-            staging = smem.allocate_array(
-                Int32, variant.staging_buffers * variant.staging_bytes // 4, byte_alignment=128
-            )
-            staging = shared_address(staging)
-        s_weight = smem.allocate_array(Int32, variant.num_stages * variant.weight_bytes // 4, byte_alignment=128)
+            staging = shared_address(allocate_words(smem, variant.staging_buffers * variant.staging_bytes))
+        s_weight = shared_address(allocate_words(smem, variant.num_stages * variant.weight_bytes))
         s_scales = Int32(0)
         if const_expr(variant.block_scales):
-            words = variant.num_stages * variant.block_scale_bytes // 4
-            s_scales = shared_address(smem.allocate_array(Int32, words, byte_alignment=128))
+            s_scales = shared_address(allocate_words(smem, variant.num_stages * variant.block_scale_bytes))
         full = smem.allocate_array(Int64, variant.num_stages, byte_alignment=8)
         empty = smem.allocate_array(Int64, variant.num_stages, byte_alignment=8)
         expert_tiles, s_k_sets = None, s_x.iterator
@@ -324,29 +364,37 @@ class Sm90MixedGemmKernel:
             expert_tiles = ExpertTiles(smem.allocate_tensor(Int32, cute.make_layout(variant.expert_map)), rows)
             if rows.settled == 0:
                 if warp == 4 * variant.warpgroups:
-                    self.producer.prefetch_first(blocks, expert_tiles.experts, cute.arch.block_idx()[0])
+                    self.producer.prefetch_first(args.weight, expert_tiles.experts, cute.arch.block_idx()[0])
                 cute.arch.griddepcontrol_wait()
             if warp == 1:
                 self.scheduler.expert_tile_map.fill(expert_tiles)
         if const_expr(variant.k_set_bytes > 0):
-            s_k_sets = smem.allocate_array(Int32, variant.k_set_bytes // 4, byte_alignment=128)
+            s_k_sets = allocate_words(smem, variant.k_set_bytes)
         handover = None
-        if const_expr(config.split_k > 1):
+        if const_expr(variant.config.split_k > 1):
             sums = s_x.iterator
             if const_expr(variant.handover_bytes > 0):
-                sums = smem.allocate_array(Int32, variant.handover_bytes // 4, byte_alignment=128)
+                sums = allocate_words(smem, variant.handover_bytes)
             handover = Handover(smem.allocate_array(Int64, 1, byte_alignment=8), shared_address(sums))
-        decode_table = Int32(0)
+        table = Int32(0)
         if const_expr(variant.decode_table_bytes > 0):
-            decode_table = shared_address(
-                smem.allocate_array(Int32, variant.decode_table_bytes // 4, byte_alignment=16)
-            )
+            table = shared_address(allocate_words(smem, variant.decode_table_bytes, byte_alignment=16))
+        pipeline = Pipeline(full, empty, s_x, s_weight, s_scales)
+        memory = ConsumerMemory(
+            staging, store, s_k_sets, handover, table, args.workspace, expert_tiles, args.out, args.epilogue
+        )
+        return pipeline, memory
+
+    @cute.jit
+    def init_barriers(self, pipeline: Pipeline, handover: Handover | None, warp: Int32):
+        """Initialize the mbarriers, and make them visible to the CTAs that arrive at them."""
+        variant = self.variant
         if warp == 0:
             with cute.arch.elect_one():
                 for i in cutlass.range_constexpr(variant.num_stages):
-                    cute.arch.mbarrier_init(full + i, 1 + variant.gather_threads)
-                    cute.arch.mbarrier_init(empty + i, variant.stage_readers * variant.multicast_peers)
-                if const_expr(config.split_k > 1):
+                    cute.arch.mbarrier_init(pipeline.full + i, 1 + variant.gather_threads)
+                    cute.arch.mbarrier_init(pipeline.empty + i, variant.stage_readers * variant.multicast_peers)
+                if const_expr(variant.config.split_k > 1):
                     cute.arch.mbarrier_init(handover.barrier, 1)
                     rank = cute.arch.block_idx()[0] % self.scheduler.cluster_size
                     expected = self.consumer.reduction.bytes_for(rank)
@@ -359,51 +407,22 @@ class Sm90MixedGemmKernel:
         else:
             cute.arch.sync_threads()
 
-        cta = cute.arch.block_idx()[0]
-        rank = cta % self.scheduler.cluster_size
-        # the main-loop iterations of this CTA along k, all or its share; then in k-slices
-        iterations = cute.ceil_div(blocks.shape[1], variant.blocks_k_per_iteration)
-        first_iteration = Int32(0)
-        if const_expr(config.split_k > 1):
-            share = iterations // config.split_k
-            remainder = iterations - share * config.split_k
-            first_iteration = rank * share + cutlass.min(rank, remainder)
-            iterations = share + (1 if rank < remainder else 0)
-        first_k_slice = first_iteration * variant.stages_per_iteration
-        k_slices = iterations * variant.stages_per_iteration
-        n_blocks = blocks.shape[0] // expert_tiles.experts if const_expr(variant.grouped) else blocks.shape[0]
-        tiles = self.scheduler.tiles(out.shape[0], n_blocks)
-        m_tiles = expert_tiles.m_tiles if const_expr(variant.grouped) else tiles.m_tile
-        cluster, clusters = cta // self.scheduler.cluster_size, cute.arch.grid_dim()[0] // self.scheduler.cluster_size
-        if const_expr(variant.stream_k):
-            # backwards: CTAs that others wait for have the lower numbers of the grid, which start first
-            cluster = clusters - 1 - cluster
-        params = SchedulerParams(cluster, clusters, m_tiles, tiles.n_tile, first_k_slice, k_slices)
-        pipeline = Pipeline(full, empty, s_x, shared_address(s_weight), s_scales)
-        if warp >= 4 * variant.warpgroups:
-            if const_expr(variant.consumer_registers > 0):
-                cute.arch.setmaxregister_decrease(variant.producer_registers)
-            inputs = Inputs(x_source, blocks, n_blocks, rows.indices, out.shape[0], expert_tiles)
-            if const_expr(variant.gathered):
-                self.producer.run(inputs, pipeline, params, rank)
-            elif warp == 4 * variant.warpgroups:
-                self.producer.run(inputs, pipeline, params, rank)
-            elif const_expr(variant.stream_k):
-                warpgroup = warp - 4 * variant.warpgroups - 1
-                if warpgroup < variant.warpgroups:
-                    self.consumer.stream_flags.run(args.workspace, params, warpgroup)
-            if const_expr(config.split_k > 1):  # every thread of the cluster takes part in its barrier
-                if const_expr(variant.handover_bytes == 0):
-                    cute.arch.cluster_arrive()
-                cute.arch.cluster_wait()
-        else:
-            if const_expr(variant.consumer_registers > 0):
-                cute.arch.setmaxregister_increase(variant.consumer_registers)
-            operands = with_indexed_scales(args.epilogue, rows.indices)
-            memory = ConsumerMemory(
-                staging, store, s_k_sets, handover, decode_table, args.workspace, expert_tiles, out, operands
-            )
-            self.consumer.run(mma, pipeline, params, rank, memory)
+    def k_range(self, k_blocks: Int32, rank: Int32) -> tuple[Int32, Int32]:
+        """The first k-slice of this CTA and their number: all, or its share of a split, in whole main-loop
+        iterations."""
+        variant, split_k = self.variant, self.variant.config.split_k
+        first, count = Int32(0), cute.ceil_div(k_blocks, variant.blocks_k_per_iteration)
+        if split_k > 1:
+            share = count // split_k
+            remainder = count - share * split_k
+            first = rank * share + cutlass.min(rank, remainder)
+            count = share + cutlass.select_(rank < remainder, Int32(1), Int32(0))
+        return first * variant.stages_per_iteration, count * variant.stages_per_iteration
+
+
+def allocate_words(smem: Any, size: int, byte_alignment: int = 128) -> cute.Pointer:
+    """Allocate ``size`` bytes of 32-bit words."""
+    return smem.allocate_array(Int32, size // 4, byte_alignment=byte_alignment)
 
 
 class Inputs(NamedTuple):

@@ -68,7 +68,7 @@ class CodebookDecoder(Decoder):
     def decode_exact(self, words: tuple[Int32, ...], offsets: tuple[Any, ...]) -> tuple[Int32, ...]:
         """The four fragment registers of one instruction, without their scales."""
         bits = bits_in(self.kind, self.values)
-        finder = _Finder([b.to_bytes(2, "little") for b in bits])
+        finder = _ByteLookup([b.to_bytes(2, "little") for b in bits])
         text = ""
         for half in range(2):
             text += finder.find("l", 0, half) + finder.find("h", 1, half)
@@ -146,11 +146,11 @@ class IntegerDecoder(CodebookDecoder):
 
     def _bytes(self, word: Int32, then: str, outputs: int) -> tuple[Int32, ...]:
         """Outputs of PTX that begins with the bytes of four numbers each in l0 and l1."""
-        finder = _Finder([bytes([int(value) + _BIAS]) for value in self.values])
+        finder = _ByteLookup([bytes([int(value) + _BIAS]) for value in self.values])
         return finder.run(finder.find("l0", 0, 0) + finder.find("l1", 0, 1) + then, outputs, word)
 
 
-class _Finder:
+class _ByteLookup:
     """PTX that finds bytes of numbers by a word of eight indices.
 
     Args:

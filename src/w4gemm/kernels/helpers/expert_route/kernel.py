@@ -32,7 +32,7 @@ _WARPS = THREADS // 32
 _ALL = 0xFFFFFFFF
 
 
-class Tensors(NamedTuple):
+class RoutingTensors(NamedTuple):
     """Inputs and results of a sort of choices."""
 
     ids: cute.Tensor
@@ -78,8 +78,8 @@ class ExpertRouteKernel:
         top_k: Int32,
         stream: Any,
     ) -> None:
-        """Launch; tensors as in :class:`Tensors`. top_k: choices of a token."""
-        self.kernel(Tensors(ids, expert_map, m_offsets, tokens, row_of_choice), top_k).launch(
+        """Launch; tensors as in :class:`RoutingTensors`. top_k: choices of a token."""
+        self.kernel(RoutingTensors(ids, expert_map, m_offsets, tokens, row_of_choice), top_k).launch(
             grid=[self.ctas, 1, 1],
             block=[THREADS, 1, 1],
             cluster=[self.ctas, 1, 1],
@@ -88,7 +88,7 @@ class ExpertRouteKernel:
         )
 
     @cute.kernel
-    def kernel(self, tensors: Tensors, top_k: Int32) -> None:
+    def kernel(self, tensors: RoutingTensors, top_k: Int32) -> None:
         tokens, row_of_choice = tensors.tokens, tensors.row_of_choice
         thread, rank = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
         lane, warp = thread % 32, thread // 32
@@ -156,7 +156,7 @@ class ExpertRouteKernel:
         return peers
 
     @cute.jit
-    def expert(self, tensors: Tensors, choice: Int32) -> Int32:
+    def expert(self, tensors: RoutingTensors, choice: Int32) -> Int32:
         """Return the expert of a choice; -1 if it is elsewhere, or past the last choice."""
         ids, expert_map = tensors.ids, tensors.expert_map
         expert = Int32(-1)

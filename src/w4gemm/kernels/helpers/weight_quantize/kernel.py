@@ -69,7 +69,7 @@ class Column(NamedTuple):
     element: int
 
 
-class Rows(NamedTuple):
+class LaneRow(NamedTuple):
     """One of a lane's two rows: its numbers of the block, and what is known of them."""
 
     values: list[list[Float32]]
@@ -187,7 +187,7 @@ class WeightQuantizeKernel:
 
     # --- numbers
 
-    def load(self, t: Dense, expert: Int32, row: Int32, first: Int32, n: Int32) -> Rows:
+    def load(self, t: Dense, expert: Int32, row: Int32, first: Int32, n: Int32) -> LaneRow:
         """Load the lane's numbers of a row, 0 where there are none."""
         k, exists = t.even.shape[2], row < n
         if t.odd is None:
@@ -208,7 +208,7 @@ class WeightQuantizeKernel:
         if t.channels is not None:
             address = t.channels.iterator.toint() + (Int64(expert) * n + row) * 4
             scale = to_float("f32", load_global(address, 1, exists)[0])
-        return Rows(values, exists, exists, scale)
+        return LaneRow(values, exists, exists, scale)
 
     def columns(self, group: int) -> list[Column]:
         """The lane's columns of a row in a group, in order."""
@@ -216,7 +216,7 @@ class WeightQuantizeKernel:
         own = [s for s in steps if (s[0] * HALF_K + s[1] * _STEP_K) // self.block.scale_group == group]
         return [Column(*s, col8, i) for s in own for col8 in (0, 1) for i in (0, 1)]
 
-    def checked(self, t: Dense, row: Rows, ends: tuple[Float32, Float32]) -> tuple[Float32, Float32]:
+    def checked(self, t: Dense, row: LaneRow, ends: tuple[Float32, Float32]) -> tuple[Float32, Float32]:
         """The ends of a group. Raises the flag of the refused."""
         low, high = ends
         # of a group without columns low is above high; a NaN is in both
@@ -231,7 +231,7 @@ class WeightQuantizeKernel:
         words = load_global(ends.iterator.toint() + (row * ends.shape[2] + group) * 8, 2, column < k)
         return to_float("f32", words[0]), to_float("f32", words[1])
 
-    def ends(self, row: Rows, group: int, first: Int32, k: Int32) -> tuple[Float32, Float32]:
+    def ends(self, row: LaneRow, group: int, first: Int32, k: Int32) -> tuple[Float32, Float32]:
         """The least and the largest number of a row's group, over its four lanes."""
         low, high = Float32(float("inf")), Float32(float("-inf"))
         for column in self.columns(group):
@@ -245,7 +245,7 @@ class WeightQuantizeKernel:
         return low, high
 
     def quantized(
-        self, rows: list[Rows], ends: list[tuple[Float32, Float32]], group: int, there: Boolean
+        self, rows: list[LaneRow], ends: list[tuple[Float32, Float32]], group: int, there: Boolean
     ) -> tuple[dict[tuple[int, int], Int32], list[Int32]]:
         """The codes of a group by half and position, and its words: the fields of both rows' scales and zero points."""
         words, factors = self.stored([self.scale(*end) for end in ends], rows)
@@ -304,7 +304,7 @@ class WeightQuantizeKernel:
         opposite = extreme * Float32(large) < zero
         return Float32(cutlass.select_(opposite, -size, size))
 
-    def stored(self, scales: list[Float32], rows: list[Rows]) -> tuple[list[Int32], list[Float32]]:
+    def stored(self, scales: list[Float32], rows: list[LaneRow]) -> tuple[list[Int32], list[Float32]]:
         """The words of both rows' scales, and the numbers by which the rows are divided."""
         if self.channels and not self.format.has_channels:  # of all columns, and beside the blocks
             return [], [row.scale for row in rows]
