@@ -177,13 +177,20 @@ def measure(layers: int, out: Path, only: str = "") -> None:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Return a line for each oracle and worst difference, with all of their formats."""
     lines = [
-        "| format | held against | tensors | bits equal in float32 | worst relative difference |",
+        "| held against | formats | tensors | bits equal in float32 | worst relative difference |",
         "|---|---|---|---|---|",
     ]
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in rows:
-        worst = f"{row['worst']:.1e}" if row["worst"] else "0"
-        lines.append(f"| {row['format']} | {row['oracle']} | {row['tensors']} | {row['equal']} | {worst} |")
+        groups.setdefault((row["oracle"], f"{row['worst']:.1e}" if row["worst"] else "0"), []).append(row)
+    for (oracle, worst), same in groups.items():
+        first, *others = (row["format"] for row in same)
+        kind = first.partition(" ")[0] + " "
+        formats = "; ".join((first, *(other.removeprefix(kind) for other in others)))
+        tensors, equal = (sum(row[name] for row in same) for name in ("tensors", "equal"))
+        lines.append(f"| {oracle} | {formats} | {tensors} | {equal} | {worst} |")
     return "\n".join(lines) + "\n"
 
 
