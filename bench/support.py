@@ -129,7 +129,7 @@ def _taken(device: Device, formats: list[WeightFormat]) -> str:
         if runs:
             least[name] = min(size for size in runs if size != PER_COLUMN)
             sizes = [f.group_size for f in formats if f.group_size == PER_COLUMN or f.group_size >= least[name]]
-            assert runs == sizes, f"{formats[0]} beside {name}: the table must say which groups"
+            assert runs == sizes, f"{formats[0]} with {name}: the table must say which groups"
     return ", ".join(f"{name} ({size})" for name, size in least.items()) or "-"
 
 

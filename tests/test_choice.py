@@ -251,7 +251,7 @@ def test_dequantize_gemm_keeps_to_its_workspace(monkeypatch):
     [
         ({"experts": 8}, "takes a single weight"),
         ({"epilogue": Epilogue("gelu", bias=True)}, "stores x @ w.T + bias alone"),
-        ({"layout": "canonical"}, "beside mma16"),
+        ({"layout": "canonical"}, "with mma16"),
         ({"dtype": torch.float8_e4m3fn, "layout": "mma8"}, "want e4m3 group scales"),
     ],
 )

@@ -91,7 +91,7 @@ def test_padding_is_the_code_of_zero(squares):
 
 
 def test_another_element_has_no_zero_points(squares):
-    with pytest.raises(ValueError, match="zero: wanted 'none' beside squares elements, got 'int'"):
+    with pytest.raises(ValueError, match="zero: wanted 'none' with squares elements, got 'int'"):
         WeightFormat(32, "int", element="squares")
     assert "fp8 activations would round squares" in refusal(squares, MMA8)
     with pytest.raises(ValueError, match="format: fp8 activations would round squares"):
@@ -410,7 +410,7 @@ def test_a_refusal_says_which_scales_or_elements_there_are():
     [
         ("int8_g128", "fp8 activations would round int8"),
         ("int6_g32_zint", "fp8 activations would round int6"),
-        ("int3_g128_zint", "fp8 activations take zero points beside int4 alone"),
+        ("int3_g128_zint", "fp8 activations take zero points with int4 alone"),
         ("int2_g32_zfloat", "float zero points are not multiples of the scale"),
         ("e5m2_g32_e8m0", "fp8 activations would round e5m2"),
         ("e4m3_g64_fp32", "float32 scales of groups of a multiple of 128 columns"),

@@ -103,7 +103,7 @@ def test_an_e4m3_scale_is_an_e4m3_scale():
 @pytest.mark.parametrize("scale", ["e4m3", "e4m3_row", "e8m0"])
 @pytest.mark.parametrize("zero", ["int", "float"])
 def test_scales_of_8_bits_go_without_zero_points(scale, zero):
-    with pytest.raises(ValueError, match=f"zero: wanted 'none' beside {scale} scales, got '{zero}'"):
+    with pytest.raises(ValueError, match=f"zero: wanted 'none' with {scale} scales, got '{zero}'"):
         WeightFormat(32, zero, scale)
 
 

@@ -44,7 +44,7 @@ def test_dtypes_of_the_result_and_the_bias(w, x):
     assert linear(x8, w, bias.bfloat16()).dtype == torch.bfloat16
     assert linear(x8, w, bias.half(), out_dtype=torch.float16).dtype == torch.float16
     assert linear(x8, w, bias.bfloat16(), out_dtype=torch.float32).dtype == torch.float32
-    with pytest.raises(TypeError, match=r"bias: wanted torch.bfloat16 beside fp8 x, got torch.float32"):
+    with pytest.raises(TypeError, match=r"bias: wanted torch.bfloat16 with fp8 x, got torch.float32"):
         linear(x8, w, bias)
     with pytest.raises(TypeError, match=r"out: wanted torch.bfloat16"):
         linear(x8, w, out=torch.empty(2, 3, N))
@@ -93,7 +93,7 @@ def test_scales_that_are_a_column_of_others(w, x, device):
 
 
 def test_no_gradients_to_scales(w, x):
-    with pytest.raises(NotImplementedError, match="token_scale: requires grad, but gradients beside fp8 act"):
+    with pytest.raises(NotImplementedError, match="token_scale: requires grad, but gradients with fp8 act"):
         linear(x.to(FP8), w, token_scale=torch.ones(2, 3, requires_grad=True))
     layer = w4gemm.W4Linear.from_linear(torch.nn.Linear(64, 8), activations="fp8")
     with pytest.raises(NotImplementedError, match="^x and bias: requires grad, .* or train with activations None"):
@@ -237,7 +237,7 @@ def test_e4m3_parts_are_checked():
         make(WeightFormat(), codes, scales.bfloat16(), channels=channels)
     with pytest.raises(ValueError, match="scales: wanted at most 56 in magnitude"):
         make(format, codes, (100 * torch.ones(4, 1)).to(FP8), channels=channels)
-    with pytest.raises(ValueError, match="zero: wanted 'none' beside e4m3 scales"):
+    with pytest.raises(ValueError, match="zero: wanted 'none' with e4m3 scales"):
         WeightFormat(128, "int", "e4m3")
 
 

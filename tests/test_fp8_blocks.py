@@ -139,9 +139,7 @@ def test_block_scales_of_other_shapes_are_refused():
     with pytest.raises(ValueError, match=r"each row of x, or \(5, 4\), one for each 128 columns of it.*got \(5, 3\)"):
         linear(x, w, token_scale=scales[:, :3])
     perm = torch.randperm(512).int()
-    with pytest.raises(
-        ValueError, match="token_scale: wanted one number for each row of x beside a weight in act-order"
-    ):
+    with pytest.raises(ValueError, match="token_scale: wanted one number for each row of x with a weight in act-order"):
         linear(x, replace(w.repack("canonical"), perm=perm), token_scale=scales)
     problem = GemmProblem(5, 64, 512, FP8, w.format, "mma8", Epilogue(block_scale=True), GPUS["sm_89"])
     reason = kernel_named("sm89_fp8_gemm").supports(problem).reason

@@ -204,7 +204,7 @@ def test_gradients_beside_fp8_activations_are_refused():
         w4gemm.grouped_linear(x.clone().requires_grad_(), w.repack(activations="fp8"), offsets)
     x8, token_scale = w4gemm.quantize_activations(x)
     bias = torch.zeros(E, N, dtype=torch.bfloat16, requires_grad=True)
-    with pytest.raises(NotImplementedError, match="^bias: requires grad, but gradients beside fp8"):
+    with pytest.raises(NotImplementedError, match="^bias: requires grad, but gradients with fp8"):
         w4gemm.grouped_linear(x8, w, offsets, bias, token_scale=token_scale)
 
 

@@ -522,9 +522,9 @@ def test_what_is_left_to_vllm(dense: ModuleType, caplog: pytest.LogCaptureFixtur
     assert "int4" in refused(replace(fp8, weight_type=scalar_types.uint4b8))
     assert "activations are torch.int8" in refused(replace(plain, act_type=torch.int8))
     assert "results torch.float32" in refused(replace(plain, act_type=torch.float32))
-    assert "zero points beside" in refused(replace(fp8, zero_points=True))
-    assert "have zero points beside uint4b8" in refused(replace(plain, zero_points=True))
-    assert "have no zero points beside uint4 " in refused(replace(plain, weight_type=scalar_types.uint4))
+    assert "zero points with" in refused(replace(fp8, zero_points=True))
+    assert "have zero points with uint4b8" in refused(replace(plain, zero_points=True))
+    assert "have no zero points with uint4 " in refused(replace(plain, weight_type=scalar_types.uint4))
     assert "groups are 16 columns" in refused(replace(plain, group_size=16))
     assert "their 192 input features on this GPU are not whole groups of 128" in refused(
         replace(plain, partition_weight_shape=(192, N), full_weight_shape=(384, N))

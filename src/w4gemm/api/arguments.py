@@ -156,7 +156,7 @@ def checked_epilogue(
     token_scale, block_scale = (None, None) if scale is None else _checked_token_scale(scale, x)
     if block_scale is not None and w.perm is not None:
         raise ValueError(
-            "token_scale: wanted one number for each row of x beside a weight in act-order, which takes "
+            "token_scale: wanted one number for each row of x with a weight in act-order, which takes "
             f"x's columns in another order, got one for each {SCALE_BLOCK} columns"
         )
     if out_dtype == default_out_dtype(x.dtype):
@@ -181,7 +181,7 @@ def _check_bias(bias: torch.Tensor, x: torch.Tensor, w: QuantizedWeight, out_dty
     if x.device.type == "cpu" and out_dtype == torch.float32 and getattr(bias, "dtype", None) == torch.float32:
         dtype = torch.float32  # there the epilogue is computed in float32 whatever the bias is
     shape, size = ((w.experts, w.n), ", (experts, n) of w") if w.experts else ((w.n,), ", n of w")
-    like = "like x" if x.dtype != FP8 else "beside fp8 x"
+    like = "like x" if x.dtype != FP8 else "with fp8 x"
     require_tensor("bias", bias, dtype, shape, x.device, like=like, size=size)
 
 

@@ -93,7 +93,7 @@ class W4GroupedLinear(PackedModule):
         return grouped_linear(x.to(dtype), self.weight, m_offsets, bias, indices=indices, **fused).to(x.dtype)
 
     def as_it_is(self, x: torch.Tensor) -> Experts | None:
-        """Return the operands of a product beside x of x's dtype, if neither it nor the bias is cast, scaled or
+        """Return the operands of a product with x of x's dtype, if neither it nor the bias is cast, scaled or
         quantized first and the bias needs no gradient; else None."""
         bias, w = self._parameters["bias"], self.weight
         cast = autocast(x, bias)[0] is not x or layer_dtype(x, bias, self.dtype) is not None

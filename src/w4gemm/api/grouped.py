@@ -68,7 +68,7 @@ def grouped_linear(
     Raises:
         TypeError, ValueError: for a bad argument; the message names it, what was wanted and what came.
         UnsupportedError: if no kernel can run this here; the message has each kernel's reason.
-        NotImplementedError: if forward-mode derivatives, or gradients beside fp8 activations, would be needed.
+        NotImplementedError: if forward-mode derivatives, or gradients with fp8 activations, would be needed.
 
     Examples:
         >>> stack = w4gemm.QuantizedWeight.stack([w4gemm.quantize(torch.randn(256, 64)) for _ in range(4)])

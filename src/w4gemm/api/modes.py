@@ -87,7 +87,7 @@ def refuse_fp8_gradients(x: torch.Tensor, operands: EpilogueOperands) -> None:
     tensors = {"x": x, **operands._asdict()}
     names = [name for name, t in tensors.items() if isinstance(t, torch.Tensor) and t.requires_grad]
     raise NotImplementedError(
-        f"{' and '.join(names)}: requires grad, but gradients beside fp8 activations are not implemented; call this "
+        f"{' and '.join(names)}: requires grad, but gradients with fp8 activations are not implemented; call this "
         "under torch.no_grad(), pass it detached, or train with activations None, which keeps x in 16 bits"
     )
 

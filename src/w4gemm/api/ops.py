@@ -100,7 +100,7 @@ def linear(
     Raises:
         TypeError, ValueError: for a bad argument; the message names it, what was wanted and what came.
         UnsupportedError: if no kernel can run this here; the message has each kernel's reason.
-        NotImplementedError: if derivatives beside fp8 activations would be needed.
+        NotImplementedError: if derivatives with fp8 activations would be needed.
 
     Examples:
         >>> w = w4gemm.quantize(torch.randn(512, 1024)).repack()

@@ -120,7 +120,7 @@ class MixedGemm:
             UnsupportedError, ValueError: if nothing runs these sizes, or the config is not legal.
         """
         problem = self.problem(m, n, k)
-        problem.check()  # of an odd n beside a gated activation
+        problem.check()  # of an odd n with a gated activation
         chosen = choice.choose(problem, None if config is None else checked_config(config))
         return chosen.kernel.workspace_bytes(chosen.problem, chosen.config)
 

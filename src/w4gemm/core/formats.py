@@ -210,7 +210,7 @@ class WeightFormat:
             raise ValueError(f"element: wanted one of {', '.join(ELEMENTS)} or a codebook's, got {self.element!r}")
         object.__setattr__(self, "element", self.element_rule.name)  # one name for one set of numbers
         if self.has_zero and not self.element_rule.counts:
-            raise ValueError(f"zero: wanted 'none' beside {self.element} elements, got {self.zero!r}")
+            raise ValueError(f"zero: wanted 'none' with {self.element} elements, got {self.zero!r}")
         rule = self.scale_rule
         if (columns := rule.factor_columns) and (self.zero not in rule.zeros or g < 1 or columns % g):
             raise ValueError(
@@ -220,11 +220,11 @@ class WeightFormat:
         if self.has_factors and self.has_zero and _FACTOR_BITS + rule.level_bits + self.bits > _FLOAT32_BITS:
             most = _FLOAT32_BITS - _FACTOR_BITS - rule.level_bits
             raise ValueError(
-                f"element: wanted at most {most} bits beside {self.scale} scales, so that products of a factor, a "
+                f"element: wanted at most {most} bits with {self.scale} scales, so that products of a factor, a "
                 f"scale and a code are exact in float32, got {self.element}"
             )
         if self.zero not in rule.zeros:
-            raise ValueError(f"zero: wanted 'none' beside {self.scale} scales, got {self.zero!r}; bf16 scales take it")
+            raise ValueError(f"zero: wanted 'none' with {self.scale} scales, got {self.zero!r}; bf16 scales take it")
         group = "col" if g == PER_COLUMN else f"g{g}"
         zero = f"_z{self.zero}" if self.has_zero else ""
         scale = "" if self.scale == "bf16" else f"_{self.scale}"

@@ -24,7 +24,7 @@ from w4gemm.packing.layouts import layout_named
 
 _MIN_SCALE_GROUP = 32
 """The smallest scale group that GPU kernels decode: one step along k of an fp8 matrix instruction, or two of a 16-bit
-one. Beside 8-bit scales, of one level or two, it is one step of a 16-bit one, 16; for 16-bit scales of so small groups
+one. With 8-bit scales, of one level or two, it is one step of a 16-bit one, 16; for 16-bit scales of so small groups
 there are no registers."""
 MIN_DRIVER = (12, 0)
 """CUDA version that the driver must support."""

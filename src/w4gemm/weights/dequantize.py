@@ -11,7 +11,7 @@ from w4gemm.packing.layouts import WeightComponents
 def dequantize_parts(parts: WeightComponents, format: WeightFormat, dtype: torch.dtype) -> torch.Tensor:
     """Return w (n, k) in ``dtype``, as :mod:`w4gemm.core.formats` defines it.
 
-    - float32: the product of scale and number, which is exact but beside float32 scales and factors, plus a float zero
+    - float32: the product of scale and number, which is exact except with float32 scales and factors, plus a float zero
       point, rounded. With scales of channels: the product, rounded to e4m3 if the scale rule says so, times the
       channel's scale, rounded.
     - 16-bit dtypes: the exact value rounded once, as a fused multiply-add in that dtype rounds it. With scales of

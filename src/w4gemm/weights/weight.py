@@ -84,7 +84,7 @@ class QuantizedWeight:
             raise ValueError(f"activations: wanted one of {ACTIVATIONS}, got {self.activations!r}")
         if self.perm is not None:
             if self.experts:
-                raise ValueError(f"perm: wanted None beside {self.experts} experts")
+                raise ValueError(f"perm: wanted None with {self.experts} experts")
             check_perm(self.perm, self.k, self.device)
         if self.device.type == "cuda":
             _launch_behind(self.tensors)

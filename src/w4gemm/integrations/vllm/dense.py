@@ -64,12 +64,12 @@ def why_not(c: MPLinearLayerConfig) -> str:
         return reason
     if not (c.weight_type == scalar_types.int4 if fp8 else _is_integer(c.weight_type)):
         legal = str(scalar_types.int4) if fp8 else f"integers of {', '.join(map(str, sorted(INTEGERS)))} bits"
-        return f"their weights are {c.weight_type}, wanted {legal} beside {c.act_type}"
+        return f"their weights are {c.weight_type}, wanted {legal} with {c.act_type}"
     dtype = out_dtype(c)
     if dtype not in SCALES or (not fp8 and c.act_type != dtype):
         return f"their activations are {c.act_type} and results {dtype}, wanted float16, bfloat16, or float8_e4m3fn"
     if c.zero_points == (fp8 or c.weight_type.bias > 0):
-        return f"they have {'' if c.zero_points else 'no '}zero points beside {c.weight_type} and {c.act_type}"
+        return f"they have {'' if c.zero_points else 'no '}zero points with {c.weight_type} and {c.act_type}"
     if c.group_size != PER_COLUMN and (c.group_size < 32 or c.group_size % 32):
         return f"their groups are {c.group_size} columns, wanted a multiple of 32 or one group a row"
     k, full_k = c.partition_weight_shape[0], c.full_weight_shape[0]
@@ -81,7 +81,7 @@ def why_not(c: MPLinearLayerConfig) -> str:
 
 
 def _is_integer(kind: ScalarType) -> bool:
-    """True for codes of an integer, which stand for u - 2**(bits - 1), or for u beside zero points."""
+    """True for codes of an integer, which stand for u - 2**(bits - 1), or for u with zero points."""
     legal = (0, 1 << kind.size_bits - 1)
     return kind.is_integer() and not kind.is_signed() and kind.size_bits in INTEGERS and kind.bias in legal
 

@@ -44,13 +44,13 @@ class ExpertsProduct(NamedTuple):
     def of(
         cls, weight: QuantizedWeight, bias: torch.Tensor | None, dtype: torch.dtype, activation: str | None
     ) -> ExpertsProduct:
-        """Return the product beside x of ``dtype``, which is quantized if the weight says so."""
+        """Return the product with x of ``dtype``, which is quantized if the weight says so."""
         plain = Epilogue(bias=bias is not None)
         epilogue = plain if weight.activations is None else plain.of_quantized(dtype)
         return cls(weight, bias, epilogue._replace(activation=activation))
 
     def with_block_scales(self) -> ExpertsProduct:
-        """Return the product beside x that comes in fp8 with a scale for each 128 columns of a row."""
+        """Return the product with x that comes in fp8 with a scale for each 128 columns of a row."""
         return self._replace(epilogue=self.epilogue._replace(token_scale=False, block_scale=True))
 
     def write(

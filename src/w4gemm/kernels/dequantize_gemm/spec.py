@@ -52,8 +52,8 @@ class DequantizeGemm:
         if reason := _ANYWHERE.refusal(problem.device):
             return Status.no(reason)
         if problem.layout != _LAYOUTS.get(problem.dtype):
-            taken = ", ".join(f"{dtype} beside {layout}" for dtype, layout in _LAYOUTS.items())
-            return Status.no(f"takes {taken}, got {problem.dtype} beside {problem.layout}")
+            taken = ", ".join(f"{dtype} with {layout}" for dtype, layout in _LAYOUTS.items())
+            return Status.no(f"takes {taken}, got {problem.dtype} with {problem.layout}")
         if reason := layout_named(problem.layout).supports(problem.format):
             return Status.no(f"cannot take {problem.format}: {reason}")
         if reason := refused_groups(problem):
@@ -63,7 +63,7 @@ class DequantizeGemm:
         if reason := _refused_fp8(problem) if problem.dtype == _FP8 else "":
             return Status.no(reason)
         if problem.dtype != _FP8 and weight_operand(problem.format, problem.dtype).channels:
-            return Status.no(f"cannot take {problem.format}: cuBLAS has scales of output channels beside fp8 only")
+            return Status.no(f"cannot take {problem.format}: cuBLAS has scales of output channels with fp8 only")
         stored = Epilogue(bias=problem.epilogue.bias, token_scale=problem.epilogue.token_scale)
         if problem.epilogue != stored:
             return Status.no(f"stores {stored} alone, in {stored.result_dtype(problem.dtype)}")

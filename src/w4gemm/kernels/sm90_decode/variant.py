@@ -115,7 +115,7 @@ class Sm90DecodeVariant(GpuVariant):
     @property
     def scales_in_registers(self) -> bool:
         """True if a stage's scales are read together with its codes, so that the stage can be refilled before it is
-        multiplied. More than 256 bytes per packed block (8 tokens beside 8-bit scales: 512) take too many registers."""
+        multiplied. More than 256 bytes per packed block (8 tokens with 8-bit scales: 512) take too many registers."""
         return self.block.scale_bytes <= (512 if self.config.tile_m == 8 and self.block.scale_bits == 8 else 256)
 
     @staticmethod

@@ -34,7 +34,7 @@ def codec_for(format: WeightFormat, fragment: Fragment) -> Codec | None:
 
 
 def scales_on_sums(format: WeightFormat) -> bool:
-    """True if, beside fp8 activations, scales multiply the sums of each group instead of its weights."""
+    """True if, with fp8 activations, scales multiply the sums of each group instead of its weights."""
     codec = codec_for(format, MMA8)
     return codec is not None and codec.scales_on_sums
 

@@ -151,7 +151,7 @@ class WeightOperand:
 
     @property
     def in_float32(self) -> bool:
-        """True if a weight is computed in float32: beside wide scales, and a byte beside scales of another dtype."""
+        """True if a weight is computed in float32: with wide scales, and a byte with scales of another dtype."""
         other = self.mixed and self.scale in ("f16", "bf16")
         return self.codec.in_float32 or (other and self.block.bits > 4)
 
@@ -191,7 +191,7 @@ class Codec:
             bytes of a row of the decoder's table. zero_step 0: a zero point is stored as a number of the scale dtype.
         table_rows: rows of the decoder's table in shared memory; 0 without one.
         table_row_bytes: bytes of such a row.
-        half_steps: True if groups may have half the columns that a matrix instruction beside fp8 x takes.
+        half_steps: True if groups may have half the columns that a matrix instruction with fp8 x takes.
         scales_on_sums: True if the decoded numbers are without their scale, which multiplies the sums of each group.
         decoded: what codes are decoded to, "e5m2", if that is not the dtype of x.
         registers: registers that the instructions of a step take beside its code words and fragments.
@@ -316,7 +316,7 @@ class Codec:
         return 1 + max(place.position for place in self.places), 1 + max(place.word for place in self.places)
 
     def codes_beside(self, codes: torch.Tensor, scales: torch.Tensor, format: WeightFormat) -> torch.Tensor:
-        """The codes (n, k) to store beside these scales (n, groups): others where the scales are stored without a fact
+        """The codes (n, k) to store with these scales (n, groups): others where the scales are stored without a fact
         that codes can hold, such as their sign."""
         return codes
 

@@ -131,5 +131,5 @@ def codec_of_codebook(format: WeightFormat) -> Codec | None:
 
 IQ4_MMA16, NF4_MMA16 = codebook_codec("iq4"), codebook_codec("nf4")
 _E2M1 = codebook_codec("e2m1")
-"""Beside scales of 16 and 32 bits; e2m1.py has the codecs beside those of 8."""
+"""With scales of 16 and 32 bits; e2m1.py has the codecs with those of 8."""
 CODEBOOKS = (IQ4_MMA16, NF4_MMA16, _E2M1)

@@ -7,12 +7,12 @@ the fourth register lie in two parts.
 
 8-bit scales are stored as what one shift makes a 16-bit number of.
 
-Beside e4m3 x, weights with e8m0 scales are e5m2. An e5m2 holds v * 2**j of every e2m1 number v exactly for j from -15
+With e4m3 x, weights with e8m0 scales are e5m2. An e5m2 holds v * 2**j of every e2m1 number v exactly for j from -15
 to 13, its subnormals included. So a row's largest scale goes into a float32 factor of the row, in which it is 2**13 of
 the decoded numbers, and the field of a group is by how many binades its scale lies below: exact up to 28, rounded to
 nearest even beyond. What is stored is lossless.
 
-Weights with e4m3 scales are e4m3 beside e4m3 x: a scale is the row of a table that has its products with the eight
+Weights with e4m3 scales are e4m3 with e4m3 x: a scale is the row of a table that has its products with the eight
 magnitudes, rounded.
 """
 
@@ -109,7 +109,7 @@ class RowScaleCodec(Codec):
 
     def refusal(self, format: WeightFormat) -> str:
         return (
-            f"fp8 activations take e2m1 beside e8m0 scales, whose products are exact in e5m2, and {format.scale} ones "
+            f"fp8 activations take e2m1 with e8m0 scales, whose products are exact in e5m2, and {format.scale} ones "
             "would be rounded; 16-bit activations take them in the mma16 layout, and fold_scales rounds nvfp4"
         )
 

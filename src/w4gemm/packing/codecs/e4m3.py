@@ -1,6 +1,6 @@
 """Codecs of e4m3, the 8-bit float.
 
-Beside e4m3 x a code word is a register of operand A as it is stored. Scales multiply sums: one scale a row the sums of
+With e4m3 x a code word is a register of operand A as it is stored. Scales multiply sums: one scale a row the sums of
 all columns, scales of groups those of 128 columns.
 
 For 16-bit x words are decoded. The seven lower bits of a code at bits 10 to 4 of a bf16, and its sign at bit 15, are

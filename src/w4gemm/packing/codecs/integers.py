@@ -1,5 +1,5 @@
 """Codecs of int2, int3, int4, int5, int6 and int8 for 16-bit x: a code u of b bits stands for u - 2**(b - 1), or for
-u - z beside zero points.
+u - z with zero points.
 
 Where position p = row8 + 2 * col8 + 4 * element of a step lies, by bits:
 
@@ -78,7 +78,7 @@ class HalfCodec(Codec):
 
     def refusal(self, format: WeightFormat) -> str:
         if format.scale == "fp32" and format.zero == "int":
-            return "beside float32 scales zero points are float32 too: -s * z, which is exact for scales of 20 bits"
+            return "with float32 scales zero points are float32 too: -s * z, which is exact for scales of 20 bits"
         return ""
 
     def decoder(self, weight: WeightOperand, decoding: Decoding) -> Any:
@@ -165,7 +165,7 @@ class NibbleLevelCodec(TwoLevelCodec):
 
 
 def _codecs(bits: int) -> tuple[Codec, ...]:
-    """The codecs of integers of so many bits. Beside 16-bit scales a zero point is a number of the scales' dtype, in
+    """The codecs of integers of so many bits. With 16-bit scales a zero point is a number of the scales' dtype, in
     which codes are exact."""
     name, codes = f"int{bits}", (tuple(range(2**bits)), _places(bits), _TURNS.get(bits, ()))
     wide: dict[str, Any] = {"scale_bits": 32, "registers": 3, "in_float32": True}

@@ -30,7 +30,7 @@ class Fp8Codec(Codec):
                 "them in the mma16 layout"
             )
         if format.zero == "int" and self.bits < 4:
-            return f"fp8 activations take zero points beside int4 alone, 16-bit ones beside {format.element} too"
+            return f"fp8 activations take zero points with int4 alone, 16-bit ones with {format.element} too"
         return ""
 
     def decoder(self, weight: WeightOperand, decoding: Decoding) -> Any:

@@ -281,7 +281,7 @@ class WeightQuantizeKernel:
 
     @property
     def scale_kind(self) -> str:
-        """Kind of a scale of 16 or 32 bits, and of the one that is found first beside scales of rows."""
+        """Kind of a scale of 16 or 32 bits, and of the one that is found first with scales of rows."""
         return {torch.float16: "f16", torch.float32: "f32"}.get(self.format.scale_dtype, "bf16")
 
     def scale(self, low: Float32, high: Float32) -> Float32:
