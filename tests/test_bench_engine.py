@@ -6,6 +6,7 @@ import json
 import random
 import re
 import statistics
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from bench.engine import __main__ as program
-from bench.engine import launch, offline, rows, serve, worker
+from bench.engine import launch, offline, rows, serve, turns, worker
 from bench.engine.implementations import Implementation
 from bench.engine.models import model_named
 from bench.engine.offline import Result, Task
@@ -179,6 +180,31 @@ def test_all_runs_of_a_point_come_to_its_row(monkeypatch):
     assert [decode[f"first_tokens_s{end}"] for end in ("", "_least", "_most")] == [1.0, 1.0, 1.2]
     assert (decode["runs"], decode["tokens_s"], prefill["runs"]) == (4, 2.0, 3)
     assert [prefill[f"seconds{end}"] for end in ("", "_least", "_most")] == [0.26, 0.25, 0.5]
+
+
+def test_engines_are_timed_by_turns_in_both_orders(monkeypatch):
+    clock, order = [0.0], []
+
+    class Llm:
+        def __init__(self, name, ms_step):
+            self.name, self.ms_step = name, ms_step
+
+        def generate(self, requests, params, use_tqdm):
+            clock[0] += len(requests[0]["prompt_token_ids"]) * 1e-4 + (params["max_tokens"] - 1) * self.ms_step * 1e-3
+            order.append(self.name)
+
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=dict))
+    monkeypatch.setattr(turns.time, "perf_counter", lambda: clock[0])
+    engines = {"a": Llm("a", 2.0), "b": Llm("b", 3.0)}
+    a, b, long_a, _ = turns.timed(engines, 100, [4], 2000, rounds=2)
+    assert [(row["impl"], row["batch"], row["ms_step"], row["tokens_s"]) for row in (a, b)] == [
+        ("a", 4, pytest.approx(2.0), 2000.0),
+        ("b", 4, pytest.approx(3.0), pytest.approx(1333.3)),
+    ]
+    assert (long_a["phase"], long_a["impl"], long_a["tokens_in"]) == ("prefill", "a", 2000)
+    assert long_a["seconds"] == pytest.approx(0.2)
+    warm_up, timed = order[:8], order[8:16]  # a step is the difference of two runs
+    assert warm_up == [*"aaaabbbb"] and timed == [*"aabbbbaa"]
 
 
 def test_answers_are_compared_up_to_the_first_token_that_differs():

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from bench.engine.models import Matrix, Model
+from bench.engine.rows import spread
 from bench.rows import Row
 
 import w4gemm
@@ -22,6 +23,7 @@ from w4gemm.weights.weight import QuantizedWeight
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _STACKS = ("gate_up_proj", "down_proj")
+_ROUNDS = 3
 Layers = dict[int, list[tuple[str, Any]]]
 """Names and modules by the number of their decoder layer."""
 Products = Callable[[Layers, int], list[Callable[[], object]]]
@@ -161,7 +163,8 @@ def _is_fresh(w: QuantizedWeight, dense: torch.Tensor) -> bool:
 
 
 def timed(models: dict[str, torch.nn.Module], tokens: Sequence[int]) -> Iterator[Row]:
-    """Time the layers of several models by turns; generate a row for each kind of layer, number of tokens and model."""
+    """Time the layers of several models by turns, in three rounds; generate a row for each kind of layer, number of
+    tokens and model."""
     from vllm.v1.worker import workspace
 
     if workspace.is_workspace_manager_initialized():
@@ -170,10 +173,10 @@ def timed(models: dict[str, torch.nn.Module], tokens: Sequence[int]) -> Iterator
     products: Products
     for kind, (phase, products) in enumerate((("linear", _linear_products), ("experts", _expert_products))):
         for m in tokens if kinds[0][kind] else ():
-            times = time_graphs([products(layers[kind], m) for layers in kinds], replays=15)
-            for name, t in zip(models, times, strict=True):
-                us = {"us": t.p50, "us_p20": t.p20, "us_p80": t.p80}
-                yield {"phase": phase, "batch": m, "impl": name, **{p: round(each, 2) for p, each in us.items()}}
+            calls = [products(layers[kind], m) for layers in kinds]
+            rounds = [[t.p50 for t in time_graphs(calls, replays=7)] for _ in range(_ROUNDS)]
+            for name, times in zip(models, zip(*rounds, strict=True), strict=True):
+                yield {"phase": phase, "batch": m, "impl": name, **spread("us", times)}
 
 
 def _linear_products(layers: Layers, m: int) -> list[Callable[[], object]]:

@@ -1,17 +1,20 @@
 """vLLM with w4gemm and without, in one process: ``python -m bench.engine.pair --model llama-3-8b=ct-e4m3 --layers 2``.
 
-A checkpoint of random numbers is served twice. The answers of both engines to the same prompts are compared, and each
-layer's product with the checkpoint's numbers. Then the layers of both, as vLLM calls them, are timed by turns in CUDA
-graphs, without attention, norms and the host. ``--updates`` first sends dense weights to the running engine.
+A checkpoint of random numbers is served twice or more often. The engines' answers to the same prompts are compared, and
+each layer's product with the checkpoint's numbers. Then the layers of all, as vLLM calls them, are timed by turns in
+CUDA graphs, without attention, norms and the host; with ``--decode``, whole engines too. ``--updates`` first sends
+dense weights to the running engine.
 
-Needs vLLM and a GPU. Rows go to bench/results/engine_pair.jsonl, with ``phase`` "start", "updates", "answers", and
-"linear" or "experts", whose ``us`` is the time of a decoder layer's products for ``batch`` tokens.
+Needs vLLM and a GPU. Rows go to bench/results/engine_pair.jsonl, with ``phase`` "start", "updates", "answers"; "linear"
+or "experts", whose ``us`` is the time of a decoder layer's products for ``batch`` tokens, the median of three rounds;
+"decode" and "prefill" of whole engines. ``_least`` and ``_most`` are the extremes of the rounds.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import os
 import random
@@ -25,7 +28,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from bench.engine import inside
+from bench.engine import inside, turns
 from bench.engine.checkpoint import write_once
 from bench.engine.gguf import FILE
 from bench.engine.implementations import DEFAULT, OURS, Implementation, known_as
@@ -41,13 +44,16 @@ from safetensors.torch import save_file
 import w4gemm
 from w4gemm.checkpoints import open_checkpoint
 from w4gemm.checkpoints.hugging_face import SafetensorsFolder
+from w4gemm.console.options import positive
 from w4gemm.console.progress import say
 from w4gemm.tuning import record
 
 RESULTS = ROOT / "bench/results/engine_pair.jsonl"
 DENSE = "dense"
 """Stands for an engine that serves the checkpoint's numbers in bf16."""
-_PROMPTS, _TOKENS_IN, _TOKENS_OUT, _LONGEST = 8, 64, 32, 2304
+_PROMPTS, _TOKENS_IN, _TOKENS_OUT = 8, 64, 32
+_CACHE_BYTES = 1 << 26
+"""Of keys and values, for a decoder layer."""
 
 
 class Answers(NamedTuple):
@@ -68,22 +74,24 @@ class Engine:
     def __init__(self, model: Model, folder: Path, kernels: str, args: argparse.Namespace) -> None:
         from vllm import LLM
 
+        self.kernels = kernels
         os.environ["W4GEMM_VLLM"] = "on" if kernels == OURS else "off"
         own = {} if kernels == DENSE else Implementation.parse(kernels).engine_arguments(model)
         if (folder / FILE).exists():
             own = {**own, "hf_config_path": str(folder)}
-        graphs: Row = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]}
-        if not (kernels == OURS and args.compile):
+        graphs: Row = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64], "mode": args.compile}
+        if not args.compile or kernels == DENSE:  # mode 0 alone would drop the CUDA graphs
             graphs |= {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+        longest = max(512, *args.tokens, args.prefill + 1)
         lora = {"enable_lora": True, "max_lora_rank": 8} if args.lora else {}
         begun = time.perf_counter()
         self.llm = LLM(
             model=str(dense_folder(folder) if kernels == DENSE else served(folder)),
             dtype="bfloat16",
-            max_model_len=_LONGEST,
-            max_num_batched_tokens=_LONGEST,
+            max_model_len=longest,
+            max_num_batched_tokens=longest,
             max_num_seqs=64,
-            kv_cache_memory_bytes=1 << 28,
+            kv_cache_memory_bytes=_CACHE_BYTES * model.layers,
             gpu_memory_utilization=0.02,  # other engines may share the GPU
             enable_prefix_caching=False,
             skip_tokenizer_init=True,
@@ -201,12 +209,18 @@ def updated(engine: Engine, model: Model, folder: Path, prompts: list[list[int]]
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser("python -m bench.engine.pair", description=(__doc__ or "").partition("\n\n")[0])
     add_models(p)
-    p.add_argument("--against", nargs="+", default=[DEFAULT, DENSE], metavar="IMPL", help="the first that starts of "
+    p.add_argument("--against", nargs="*", default=[DEFAULT, DENSE], metavar="IMPL", help="the first that start of "
                    "implementations of bench.engine, and dense (default: %(default)s)")  # fmt: skip
+    p.add_argument("--others", type=positive, default=1, metavar="N", help="how many of them (%(default)s)")
     p.add_argument("--vocabulary", type=int, default=4096, metavar="N", help="words of each model (%(default)s)")
     p.add_argument("--tokens", type=typed(counts), default="1,8,64,2048", help="of timed products (%(default)s)")
+    p.add_argument("--decode", type=typed(counts), default=(), metavar="N", help="requests at once of whole engines' "
+                   "timed decode steps (default: none)")  # fmt: skip
+    p.add_argument("--prefill", type=int, default=0, metavar="N", help="tokens of a prompt that whole engines read")
+    p.add_argument("--rounds", type=positive, default=4, metavar="N", help="times of whole engines (%(default)s)")
     p.add_argument("--fp8", action="store_true", help="w4gemm multiplies 4-bit floats by fp8")
-    p.add_argument("--compile", action="store_true", help="the engine with w4gemm compiles, as vLLM does by default")
+    p.add_argument("--compile", type=int, nargs="?", default=0, const=3, choices=(1, 2, 3), metavar="MODE",
+                   help="engines of 4-bit layers compile; 3, if no mode is named, is vLLM's default")  # fmt: skip
     p.add_argument("--updates", type=int, default=0, metavar="N", help="updates of all weights")
     p.add_argument("--lora", action="store_true", help="every other request has a LoRA adapter; nothing is timed")
     p.add_argument("--hold", type=Path, metavar="FILE", help="time layers only when this file appears")
@@ -225,6 +239,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.fp8:
         os.environ |= {"W4GEMM_NVFP4": "fp8", "W4GEMM_MXFP4": "fp8"}
     facts, mode = record.facts(), "layer" + "+fp8" * args.fp8 + "+lora" * args.lora
+    mode += f"+compile{args.compile}" if args.compile else ""
     common = {"kind": "engine_pair", "run": record.run_name(facts), "engine": "vllm", "model": model.name}
     common |= {"format": str(packing), "dtype": "bfloat16", "gpus": 1, "mode": mode}
     with work_folder(args.work) as work:
@@ -259,27 +274,31 @@ def rows_of(model: Model, folder: Path, args: argparse.Namespace) -> Iterator[Ro
     if args.updates:
         yield own | updated(ours, model, folder, prompts, args.updates)
     torch.cuda.empty_cache()
-    others: Engine | None = None
+    engines = [ours]
     for kernels in args.against:
+        if len(engines) > args.others:
+            break
         try:
-            others = Engine(model, folder, kernels, args)
-            row = compared(answers, others.answer(prompts, adapter))
-            row |= {"phase": "answers", "same_tokens_as": others.name, "tokens_out": _TOKENS_OUT}
+            engines.append(Engine(model, folder, kernels, args))
+            row = compared(answers, engines[-1].answer(prompts, adapter))
+            row |= {"phase": "answers", "same_tokens_as": engines[-1].name, "tokens_out": _TOKENS_OUT}
         except Exception as e:  # whatever vLLM's own kernels lack here
-            others, row = None, {"phase": "failed", "reason": f"{kernels}: {type(e).__name__}: {e}"[:400]}
+            row = {"phase": "failed", "reason": f"{kernels}: {type(e).__name__}: {e}"[:400]}
         gc.collect()  # an engine that failed ends vLLM's process groups when it goes
         yield own | row
-        if others is not None:
-            break
     if args.lora:
         return
     if args.hold:
         say(f"waits for {args.hold}")
         while not args.hold.exists():
             time.sleep(0.1)
-    models = {engine.name: engine.model for engine in (ours, others) if engine is not None}
-    for row in inside.timed(models, args.tokens):
-        yield own | row | {"chosen": row["impl"] != OURS and kernels == DEFAULT}
+    by_name = {engine.name: engine for engine in engines}
+    chosen = {engine.name for engine in engines if engine.kernels == DEFAULT}
+    layers = inside.timed({name: engine.model for name, engine in by_name.items()}, args.tokens)
+    llms = {name: engine.llm for name, engine in by_name.items()}
+    whole = turns.timed(llms, model.vocabulary, args.decode, args.prefill, args.rounds)
+    for row in itertools.chain(layers, whole):
+        yield own | row | {"chosen": row["impl"] in chosen}
 
 
 if __name__ == "__main__":
