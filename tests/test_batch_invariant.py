@@ -1,9 +1,9 @@
-"""batch_invariant=True: a row's bits depend on that row alone. And what it rests on: configs whose kernel declares one
-reduction order give equal bits."""
+"""batch_invariant=True: a row's bits depend on that row alone, and on its expert. And what it rests on: configs whose
+kernel declares one reduction order give equal bits."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -22,10 +22,12 @@ from conformance.cases import (
     supported_here,
     targets,
 )
-from w4gemm import UnsupportedError, W4Linear, WeightFormat, choice
+from w4gemm import QuantizedWeight, UnsupportedError, W4Experts, W4Linear, WeightFormat, choice
+from w4gemm.choice import plan
 from w4gemm.core.epilogue import Epilogue
 from w4gemm.core.problem import H200, Device, GemmProblem
 from w4gemm.kernels import KERNELS, config_named
+from w4gemm.packing.layouts import layout_for
 
 H200_PROBLEM = GemmProblem(16, 8192, 8192, torch.bfloat16, WeightFormat(), "mma16", device=H200, batch_invariant=True)
 CPU_PROBLEM = replace(H200_PROBLEM, n=130, k=576, dtype=torch.float32, layout="cpu", device=Device("cpu"))
@@ -243,3 +245,128 @@ def test_layer(w):
     assert torch.equal(layer(x)[7:8], layer(x[7:8])) and torch.equal(layer(x), invariant(x, w))
     assert "batch_invariant=True" in repr(layer)
     assert W4Linear(64, 64, batch_invariant=True).batch_invariant
+
+
+# --- experts ---------------------------------------------------------------------------------------------------------
+
+E, HIDDEN, WIDTH, TOP_K = 6, 256, 128, 2
+
+
+def products_of(format: str) -> list[QuantizedWeight]:
+    """gate_up and down."""
+    kind, sizes = WeightFormat.parse(format), ((2 * WIDTH, HIDDEN), (HIDDEN, WIDTH))
+    return [QuantizedWeight.stack([random_weight(kind, n, k, seed) for seed in range(E)]) for n, k in sizes]
+
+
+@pytest.fixture(params=["int4_g64_zint", "mxfp4", "int4_g128-fp8"])
+def experts(request, device) -> W4Experts:
+    format, _, activations = request.param.partition("-")
+    products = (w.to(device) for w in products_of(format))
+    made = W4Experts(*products, activations=activations or None, batch_invariant=True)
+    if made.gate_up.weight.layout == "canonical":
+        pytest.skip("multiplied in the canonical layout here, where nothing is batch invariant")
+    return made
+
+
+def tokens_of(experts: W4Experts, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x, expert ids and weights; every third token has an expert that is elsewhere."""
+    g, device = torch.Generator().manual_seed(count), experts.gate_up.weight.device
+    ids = torch.stack([torch.randperm(E, generator=g)[:TOP_K] for _ in range(count)])
+    ids[::3, 1] = -1
+    x = torch.randn(count, HIDDEN, generator=g)
+    return x.to(device, torch.bfloat16), ids.int().to(device), torch.rand(count, TOP_K, generator=g).to(device)
+
+
+@pytest.fixture(params=["gathered", "copied", "any choice"])
+def way(request, monkeypatch) -> Iterator[str]:
+    """How rows come to a product. With "any choice" a plan is the best or the worst candidate, by the interval of m."""
+    if request.param == "any choice":
+        ranked = plan.ranked
+        step = {0: 1, 1: -1}
+        monkeypatch.setattr(plan, "ranked", lambda among, p: ranked(among, p)[:: step[choice.interval(p.m) % 2]])
+        choice.forget()
+    yield request.param
+    choice.forget()
+
+
+def test_a_token_alone_and_among_others(experts, way):
+    """At any number of tokens, whatever the others hold, and whichever experts they chose. x whose rows are no multiple
+    of 16 bytes apart is copied on a GPU, not gathered by the kernel."""
+    x, ids, weights = tokens_of(experts, 600)
+    if way == "copied":
+        x = torch.cat((x, x[:, :1]), 1)[:, :HIDDEN]
+    whole = experts(x, ids, weights)
+    assert whole.isfinite().all() and whole.abs().sum() > 0
+    for i in (0, 1, 7, 64, 599):
+        assert torch.equal(experts(x[i : i + 1], ids[i : i + 1], weights[i : i + 1])[0], whole[i]), i
+    for m in (2, 4, 8, 9, 33, 64, 130, 300):
+        assert torch.equal(experts(x[:m], ids[:m], weights[:m]), whole[:m]), m
+        assert torch.equal(experts(x[-m:], ids[-m:], weights[-m:]), whole[-m:]), m
+    order = torch.randperm(600, generator=torch.Generator().manual_seed(0)).to(x.device)
+    assert torch.equal(experts(x[order], ids[order], weights[order]), whole[order])
+    others = torch.arange(600, device=x.device) % 7 > 0
+    for expert in (0, E - 1, E):
+        chosen, values = ids.clone(), x.clone()
+        chosen[others], values[others] = expert, float("nan")
+        assert torch.equal(experts(values, chosen, weights)[~others], whole[~others]), expert
+
+
+def test_sorted_gathered_and_padded_rows_have_equal_bits(experts):
+    """So training, which may pad rows, and serving, which gathers them, compute the same."""
+    w = experts.gate_up.weight
+    x, _, _ = tokens_of(experts, 50)
+    counts = torch.tensor([0, 20, 1, 0, 26, 3], dtype=torch.int32, device=x.device)
+    offsets = torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
+    indices = torch.randperm(50, generator=torch.Generator().manual_seed(1)).to(x.device)
+    fused = {"activation": "silu_mul", "batch_invariant": True}
+    rows = w4gemm.grouped_linear(x[indices], w, offsets, **fused)
+    assert torch.equal(w4gemm.grouped_linear(x, w, offsets, indices=indices, **fused), rows)
+    for expected in (None, 1, 13):
+        padded = x.new_zeros(E, 26, HIDDEN)
+        for e, (first, last) in enumerate(zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)):
+            padded[e, : last - first] = x[indices[first:last]]
+        d = w4gemm.masked_linear(padded, w, counts, expected_m=expected, **fused)
+        assert torch.equal(torch.cat([d[e, :count] for e, count in enumerate(counts.tolist())]), rows)
+    if x.device.type == "cpu":
+        torch.compiler.reset()
+        call = torch.compile(
+            lambda x: w4gemm.grouped_linear(x, w, offsets, **fused), fullgraph=True, backend="aot_eager"
+        )
+        assert torch.equal(call(x[indices]), rows)
+    if w.activations is None:
+        plain = w4gemm.grouped_linear(x[indices], w, offsets, batch_invariant=True)
+        tracked = x[indices].requires_grad_()
+        assert torch.equal(w4gemm.grouped_linear(tracked, w, offsets, batch_invariant=True), plain)
+
+
+@pytest.mark.parametrize(
+    "experts, n, k, format, fp8",
+    [(128, 1536, 2048, "int4_g128", False), (8, 256, 2048, "mxfp4", False), (128, 1536, 2048, "int4_g128", True)],
+    ids=str,
+)
+def test_experts_have_one_order(experts, n, k, format, fp8):
+    """For any number of rows, gathered or not. Of the second layer the kernels that gather would prefer another one."""
+    format, dtype = WeightFormat.parse(format), FP8 if fp8 else torch.bfloat16
+    epilogue = Epilogue(token_scale=fp8, out_dtype=torch.bfloat16 if fp8 else None)
+    problem = GemmProblem(1, n, k, dtype, format, layout_for(H200, format, dtype), epilogue, H200, True, experts)
+    kernels, orders = {kernel.name: kernel for kernel in KERNELS}, set()
+    for gathered in (False, True):
+        for m in (1, 4, experts, 8 * experts, 100 * experts, 5000 * experts):
+            one = replace(problem, m=m, gathered=gathered)
+            orders |= {kernels[c.kernel].reduction_order(one, c.config) for c in choice.explain(one).candidates}
+    assert len(orders) == 1 and None not in orders
+
+
+def test_invariant_experts_are_no_one_launch():
+    """Its sums are divided by the routing of all tokens."""
+    experts = W4Experts(*products_of("int4_g128"))
+    assert not experts.batch_invariant and "batch_invariant" not in experts.explain(4, TOP_K)
+    experts.batch_invariant = True
+    assert experts.gate_up.batch_invariant and experts.down.batch_invariant
+    assert experts.explain(4, TOP_K).startswith("four launches: batch_invariant is True")
+    assert "batch_invariant=True" in repr(experts)
+    experts.one_launch = True
+    with pytest.raises(UnsupportedError, match="run in one launch, but batch_invariant is True"):
+        experts.explain(4, TOP_K)
+    with pytest.raises(TypeError, match="batch_invariant: wanted a bool, got int 1"):
+        experts.batch_invariant = 1

@@ -23,7 +23,7 @@ import test_compressed_tensors
 import test_gptq
 from quantized_model import Writer, change, configure, convert
 from tiny_model import EXPERTS, LAYERS, write_dense
-from w4gemm import FormatError, W4Experts, W4GroupedLinear, WeightFormat, quantize
+from w4gemm import FormatError, W4Experts, W4GroupedLinear, W4Linear, WeightFormat, quantize
 from w4gemm.checkpoints import dense, open_checkpoint
 from w4gemm.checkpoints.gates import activation_of
 from w4gemm.cli.__main__ import main
@@ -98,6 +98,25 @@ def test_experts_of_their_own(tmp_path: Path, kind: str, capsys: pytest.CaptureF
     torch.testing.assert_close(logits(model), logits(plain), rtol=1e-4, atol=1e-4)
     assert main(["generate", "hello", "--model", str(folder), "--max-new-tokens", "2", "--device", "cpu"]) == 0
     assert "layers quantized" in capsys.readouterr().err
+
+
+def test_a_mixture_whose_tokens_do_not_depend_on_the_batch(tmp_path: Path) -> None:
+    """All 4-bit layers of a model made batch invariant: each gives rows of its input the bits that it gave among
+    others."""
+    quantized(tmp_path / "model", "qwen3_moe-gptq")
+    model, _ = load(tmp_path / "model")
+    layers = [module for module in model.modules() if isinstance(module, (W4Linear, W4Experts))]
+    assert {type(layer) for layer in layers} == {W4Linear, W4Experts}
+    calls: list[tuple[torch.nn.Module, tuple[torch.Tensor, ...], torch.Tensor]] = []
+    for layer in layers:
+        layer.batch_invariant = True
+        layer.register_forward_hook(lambda *call: calls.append(call))
+    logits(model)
+    for layer, args, out in calls[:]:
+        flat, rows = [t.flatten(0, -2) for t in args], out.flatten(0, -2)
+        with torch.inference_mode():
+            for some in (slice(1), slice(4, 11)):
+                assert torch.equal(layer(*(t[some] for t in flat)), rows[some])
 
 
 def write_gpt_oss(folder: Path, **settings: Any) -> dict[str, torch.Tensor]:

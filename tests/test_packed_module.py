@@ -241,8 +241,8 @@ def test_a_scale_of_x_broadcasts_nothing(x: torch.Tensor) -> None:
 def test_settings_of_experts_do_something_or_are_refused() -> None:
     stack = QuantizedWeight.stack([quantize(torch.randn(64, 64)) for _ in range(3)])
     layer = W4GroupedLinear.from_weight(stack)
-    with pytest.raises(ValueError, match="batch_invariant: wanted False for experts"):
-        layer.batch_invariant = True
+    with pytest.raises(TypeError, match="batch_invariant: wanted a bool, got str 'yes'"):
+        layer.batch_invariant = "yes"
     mixture = W4Experts(stack, QuantizedWeight.stack([quantize(torch.randn(64, 32)) for _ in range(3)]))
     assert mixture.activations is None
     mixture.activations = "fp8"

@@ -138,10 +138,8 @@ def test_linear_layers(name: str) -> None:
     torch.testing.assert_close(scheme.apply_weights(layer, x, bias).double(), wanted, rtol=2e-2, atol=2e-2)
 
 
-def test_where_answers_must_not_depend_on_the_batch(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Linear layers are batch-invariant, experts are SGLang's."""
+def test_where_answers_must_not_depend_on_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linear layers and experts are batch-invariant."""
     started_with(monkeypatch, enable_deterministic_inference=True)
     called: list[bool] = []
     monkeypatch.setattr(dense, "linear", lambda *given, batch_invariant: called.append(batch_invariant))
@@ -149,7 +147,9 @@ def test_where_answers_must_not_depend_on_the_batch(
     scheme.process_weights_after_loading(layer)
     scheme.apply_weights(layer, torch.randn(2, K).bfloat16(), None)
     assert called == [True]
-    experts_left(caplog, "--enable-deterministic-inference is on")
+    method, layer, _ = loaded("awq")
+    method.process_weights_after_loading(layer)
+    assert layer.w4gemm_experts.experts.batch_invariant
 
 
 def test_where_adapters_may_be_loaded(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -17,10 +17,11 @@ import torch
 from expert_layers import Layer, emulated, spec_of
 from reference import linear_reference
 from test_vllm_dense import vllm_stub
-from w4gemm import QuantizedWeight, fold_scales
+from w4gemm import QuantizedWeight, choice, fold_scales
 from w4gemm.api.expert_layer import LayerKey, OneLaunch
 from w4gemm.api.product import Product
 from w4gemm.checkpoints.awq import ORDER
+from w4gemm.choice import plan
 from w4gemm.core.activation import parse
 from w4gemm.core.formats import WeightFormat
 from w4gemm.integrations import vllm as plugin
@@ -261,6 +262,26 @@ def inputs(dtype: torch.dtype, tokens: int = 4) -> tuple[torch.Tensor, torch.Ten
 def assert_near(got: torch.Tensor, wanted: torch.Tensor, case: Case) -> None:
     bound = FP8_ERROR if case.fp8 else 4 * torch.finfo(case.dtype).eps
     assert ((got.double() - wanted).norm() / wanted.norm()).item() < bound
+
+
+def test_results_that_must_not_depend_on_the_batch(experts: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With VLLM_BATCH_INVARIANT every product has one order of sums, whichever of its configs is chosen for a number of
+    rows, and no layer runs in one launch."""
+    from w4gemm.integrations.vllm import experts_kernel
+
+    monkeypatch.setattr("vllm.envs.VLLM_BATCH_INVARIANT", True)
+    monkeypatch.setattr(experts_kernel, "one_launch_now", None)
+    ranked = plan.ranked
+    monkeypatch.setattr(plan, "ranked", lambda among, problem: ranked(among, problem)[:: -1 if problem.m % 2 else 1])
+    choice.forget()
+    made = mixture(CASES[0])
+    need = made.layer.quant_method.moe_kernel.fused_experts.need(64)
+    assert need.keys and all(key.batch_invariant for key in need.keys)
+    x, weights, ids = inputs(CASES[0].dtype, 40)
+    whole = made.layer.forward_modular(x, weights, ids)
+    for rows in (slice(1), slice(3, 8), slice(39, 40), slice(33)):
+        assert torch.equal(made.layer.forward_modular(x[rows], weights[rows], ids[rows]), whole[rows])
+    choice.forget()
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -707,6 +728,8 @@ def test_adapters_that_are_left_to_vllm(experts: ModuleType, monkeypatch: pytest
         layer.apply_router_weight_on_input = on_input
         method = type(case.config()).__mro__[2].get_quant_method(case.config(), layer, "")
         assert reason in experts.why_not(method, layer)
+    monkeypatch.setattr("vllm.envs.VLLM_BATCH_INVARIANT", True)
+    assert "may depend on the batch" in experts.why_not(method, layer)
 
 
 def test_names_that_vllm_and_pickle_look_for(experts: ModuleType) -> None:

@@ -100,9 +100,9 @@ def call_of(
         "token_scale": given.stored_scale,
         "config": config,
     }
+    if v.batch_invariant:
+        fused["batch_invariant"] = True
     if v.kind == "dense":
-        if v.batch_invariant:
-            fused["batch_invariant"] = True
         return lambda out: w4gemm.linear(
             given.x, w, residual=out if over_residual(case) else given.residual, out=out, **fused
         )

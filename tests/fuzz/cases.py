@@ -157,7 +157,7 @@ def drawn_variant(seed: int, device: str, config: str = "") -> Variant:
         expert_scale=kind != "dense" and v.random() < 0.3,
         forced=forced,
         config=config,
-        batch_invariant=kind == "dense" and not forced and v.random() < 0.3,
+        batch_invariant=not forced and v.random() < 0.3,
     )
 
 

@@ -22,7 +22,8 @@ from w4gemm.weights.weight import QuantizedWeight
 
 class W4GroupedLinear(PackedModule):
     """The layer of :func:`w4gemm.grouped_linear`: x (total_m, k), sorted by expert, and m_offsets (experts + 1,) to
-    (total_m, n). Tensors, dtypes, attributes and state dict are as of :class:`W4Linear`.
+    (total_m, n). Tensors, dtypes, attributes, such as ``batch_invariant``, and state dict are as of
+    :class:`W4Linear`.
 
     Args:
         w: the weight (experts, n, k).
@@ -87,6 +88,7 @@ class W4GroupedLinear(PackedModule):
         or, with ``indices`` (total_m,), has any number of rows."""
         x, bias = autocast(self._scaled(x), self._parameters["bias"])
         fused: dict[str, Any] = {"activation": self.activation, "expert_scale": self.expert_scale, "settled": settled}
+        fused["batch_invariant"] = self.batch_invariant
         if (dtype := layer_dtype(x, bias, self.dtype)) is None:
             return grouped_linear(x, self.weight, m_offsets, bias, indices=indices, **fused)
         bias = None if bias is None else bias.to(dtype)
@@ -139,6 +141,9 @@ class W4Experts(torch.nn.Module):
             an attribute and may be set later.
         dtype: dtype to advertise, as for :meth:`W4Linear.from_weight`; for weights that are not layers yet.
         activations: "fp8" or None for both products; "same" keeps each weight's.
+        batch_invariant: True if the bits of a token's result must not depend on the other tokens, their experts or
+            their number. It is an attribute of the layer and of both products, and may be set later. Such a layer runs
+            in four launches, because the one launch divides its sums by the routing.
 
     Raises:
         TypeError, ValueError: for weights without experts, or sizes that do not match each other and the activation.
@@ -168,6 +173,7 @@ class W4Experts(torch.nn.Module):
         activation: str = "silu_mul",
         dtype: torch.dtype | None = None,
         activations: str | None = "same",
+        batch_invariant: bool = False,
     ) -> None:
         super().__init__()
         for name, weight in (("gate_up", gate_up), ("down", down)):
@@ -193,6 +199,8 @@ class W4Experts(torch.nn.Module):
         self.activation = activation
         if activations != "same":
             self.activations = activations
+        if batch_invariant is not False:
+            self.batch_invariant = batch_invariant
 
     @property
     def activations(self) -> str | None:
@@ -210,6 +218,16 @@ class W4Experts(torch.nn.Module):
     def activations(self, activations: str | None) -> None:
         self.gate_up.activations = activations
         self.down.activations = activations
+
+    @property
+    def batch_invariant(self) -> bool:
+        """True if a token's result depends on that token and its experts alone. Setting it sets both products'."""
+        return self.gate_up.batch_invariant and self.down.batch_invariant
+
+    @batch_invariant.setter
+    def batch_invariant(self, batch_invariant: bool) -> None:
+        self.gate_up.batch_invariant = batch_invariant
+        self.down.batch_invariant = batch_invariant
 
     @property
     def activation(self) -> str:
@@ -317,7 +335,9 @@ class W4Experts(torch.nn.Module):
         """
         if self.one_launch is False:
             return "one_launch is False"
-        if operands is None:
+        if self.gate_up.batch_invariant or self.down.batch_invariant:
+            refusal, slower = "batch_invariant is True, and its sums are divided by the routing", ""
+        elif operands is None:
             refusal, slower = "x or a bias is cast, scaled or quantized before a product, or needs a gradient", ""
         else:
             key = LayerKey.of(x, choices, *operands, self.activation)

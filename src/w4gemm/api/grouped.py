@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from w4gemm.api import arguments
@@ -31,6 +33,7 @@ def grouped_linear(
     out: torch.Tensor | None = None,
     config: GemmConfig | str | None = None,
     settled: bool = False,
+    batch_invariant: bool = False,
 ) -> torch.Tensor:
     """Multiply each expert's rows of x by the expert's weight, in one launch.
 
@@ -60,6 +63,8 @@ def grouped_linear(
             it reads them and requests weights while the launch before it still runs. That launch is a product of
             w4gemm's, or its ``quantize_activations``, or one without programmatic dependent launch, or one that calls
             ``griddepcontrol.launch_dependents`` only after its own ``griddepcontrol.wait``.
+        batch_invariant: True if the bits of a row of the result must depend on that row and its expert alone: neither
+            on the other rows and their experts, nor on total_m or how x is laid out.
 
     Returns:
         (total_m, n), or (total_m, n / 2) with a gated activation; ``out`` if given. Rows that no expert has are not
@@ -86,7 +91,8 @@ def grouped_linear(
     require_bool("settled", settled)
     rows = ExpertRows(m_offsets[:-1], m_offsets[1:], indices, int(settled))
     operands = EpilogueOperands(alpha, bias, residual, token_scale, expert_scale)
-    return _computed(checked(x, w, operands, activation, out_dtype, config, rows=rows), out)
+    call = checked(x, w, operands, activation, out_dtype, config, batch_invariant=batch_invariant, rows=rows)
+    return _computed(call, out)
 
 
 def masked_linear(
@@ -104,6 +110,7 @@ def masked_linear(
     out: torch.Tensor | None = None,
     config: GemmConfig | str | None = None,
     expected_m: int | None = None,
+    batch_invariant: bool = False,
 ) -> torch.Tensor:
     """Multiply each expert's rows of x by the expert's weight, in one launch, if the rows are padded: expert e has the
     first counts[e] rows of x[e].
@@ -118,6 +125,7 @@ def masked_linear(
             (experts, max_m) rows.
         expected_m: rows that an expert will have on average, at least 1. The config is chosen for them; None for max_m.
             It changes no result but by rounding.
+        batch_invariant: as for :func:`grouped_linear`, which then gives a row of an expert the same bits.
 
     Returns:
         (experts, max_m, n), or (experts, max_m, n / 2) with a gated activation; ``out`` if given. Rows from counts[e]
@@ -146,7 +154,8 @@ def masked_linear(
     starts = torch.arange(0, w.experts * rows, rows, dtype=torch.int32, device=x.device)
     operands = EpilogueOperands(alpha, bias, residual, token_scale, expert_scale)
     apart = ExpertRows(starts, starts + counts)
-    return _computed(checked(x, w, operands, activation, out_dtype, config, rows=apart, expected=expected), out)
+    options: dict[str, Any] = {"batch_invariant": batch_invariant, "rows": apart, "expected": expected}
+    return _computed(checked(x, w, operands, activation, out_dtype, config, **options), out)
 
 
 def _computed(call: Call, out: torch.Tensor | None) -> torch.Tensor:

@@ -47,7 +47,8 @@ _FLOAT32 = Epilogue(out_dtype=torch.float32)
 
 _ROWS = {"starts": "Tensor", "ends": "Tensor"}
 _OF_ROWS = {**_ROWS, "indices": "Tensor?", "settled": "int"}
-_GROUPED = {"x": "Tensor", **_OF_ROWS, **WEIGHT, **EPILOGUE, "config": "str", "expected": "int"}
+_PLAN = {"config": "str", "expected": "int", "batch_invariant": "bool"}
+_GROUPED = {"x": "Tensor", **_OF_ROWS, **WEIGHT, **EPILOGUE, **_PLAN}
 _GROUPED_DX = {"grad": "Tensor", **_ROWS, **WEIGHT}
 _Grouped, _GroupedDx = named(_GROUPED), named(_GROUPED_DX)
 
@@ -57,7 +58,8 @@ def product(call: Call, epilogue: Epilogue, operands: EpilogueOperands) -> torch
     flat = _Grouped(
         call.x.reshape(-1, call.w.k), *call.rows, **flat_weight(call.w), **flat_epilogue(epilogue, operands)
     )
-    return torch.ops.w4gemm.grouped_linear(*replaced(flat, config=call.config, expected=call.expected))
+    plan = {"config": call.config, "expected": call.expected, "batch_invariant": call.batch_invariant}
+    return torch.ops.w4gemm.grouped_linear(*replaced(flat, **plan))
 
 
 def differentiable(call: Call) -> torch.Tensor:
@@ -110,7 +112,7 @@ def _grouped_op(*flat: Any) -> torch.Tensor:
     out, rows = empty_result(args, epilogue), ExpertRows(args.starts, args.ends, args.indices, args.settled)
     weight = nested_weight(args, len(args.starts))
     launched = Operands(args.x, tuple(args.weight), out, operands, rows)
-    launch(weight, launched, epilogue, args.config, expected=args.expected)
+    launch(weight, launched, epilogue, args.config, args.batch_invariant, args.expected)
     return out
 
 
@@ -193,9 +195,8 @@ def _grouped_dx_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 
     def product(rows: torch.Tensor) -> torch.Tensor:
         epilogue = PLAIN if rows.dtype == grad.dtype else _FLOAT32
-        flat = _Grouped(
-            rows, starts, ends, settled=0, **weight, **flat_epilogue(epilogue, NO_OPERANDS), config="", expected=0
-        )
+        plan = {"settled": 0, "config": "", "expected": 0, "batch_invariant": False}
+        flat = _Grouped(rows, starts, ends, **weight, **flat_epilogue(epilogue, NO_OPERANDS), **plan)
         return torch.where(owned, torch.ops.w4gemm.grouped_linear(*flat), 0.0)
 
     d = product_of(grad, product)

@@ -85,7 +85,6 @@ class W4Linear(PackedModule):
         if isinstance(bias, (str, WeightFormat)):
             raise TypeError(f"bias: wanted a bool, got {str(bias)!r}; format is the fourth argument")
         require_bool("bias", bias)
-        require_bool("batch_invariant", batch_invariant)
         format = WeightFormat.of(format)
         dtype = torch.get_default_dtype() if dtype is None else dtype
         check_dtype(dtype)

@@ -12,7 +12,7 @@ import torch
 from w4gemm.api.arguments import check
 from w4gemm.api.modes import is_watched
 from w4gemm.api.product import BoundLinear
-from w4gemm.core.errors import kind_of, require_int
+from w4gemm.core.errors import kind_of, require_bool, require_int
 from w4gemm.core.formats import WeightFormat
 from w4gemm.packing.packed_shape import packed_shape
 from w4gemm.weights.checks import PERM_DTYPE, is_permutation
@@ -94,8 +94,8 @@ class PackedModule(torch.nn.Module):
         buffers, even if the value is a parameter."""
         if name == "dtype":
             check_dtype(value)
-        elif name == "batch_invariant" and self.grouped and value:
-            raise ValueError("batch_invariant: wanted False for experts, whose products depend on the batch, got True")
+        elif name == "batch_invariant":
+            require_bool(name, value)
         elif name in _OF_WEIGHT and (w := self.__dict__.get("_weight")) is not None:
             _check_attribute(name, value, w)
         if name in self.scale_names and isinstance(value, torch.nn.Parameter):

@@ -52,7 +52,7 @@ def candidates(kernels: Iterable[Kernel], problem: GemmProblem) -> list[Candidat
     legal = _legal(kernels, problem)
     if not problem.batch_invariant:
         return legal
-    order = _invariant_order(replace(problem, m=0))
+    order = _invariant_order(replace(problem, m=0, gathered=False))
     return [c for c in legal if order is not None and c.kernel.reduction_order(problem, c.config) == order]
 
 
@@ -108,10 +108,12 @@ def _in_order(unordered: Iterable[Candidate], problem: GemmProblem) -> list[Rank
 def _invariant_order(problem: GemmProblem) -> Hashable | None:
     """Return the reduction order with the least geometric mean of predicted times over the intervals of m, among those
     that do not depend on other rows; None if there is none. Intervals of up to 8 tokens count as one, because they
-    share tiles."""
+    share tiles. Rows of experts have one order, whether or not the kernel gathers them."""
     times: dict[Hashable | None, list[float]] = {}
     legal = _legal(KERNELS, replace(problem, m=LARGEST))
-    for m in (*BOUNDS[len(FEW) :], LARGEST):
+    bounds = (*BOUNDS[len(FEW) :], LARGEST)
+    few = (m for m in bounds if m < problem.experts)  # rows that most experts have none of
+    for m in (*few, *(m * max(1, problem.experts) for m in bounds)):
         best: dict[Hashable | None, float] = {}
         for us, kernel, config in _in_order(legal, replace(problem, m=m)):
             best.setdefault(kernel.reduction_order(problem, config), us)

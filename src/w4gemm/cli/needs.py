@@ -68,9 +68,9 @@ def problems_of(layer: Layer, tokens: list[int], use: Use) -> Iterator[GemmProbl
     activations = [name for name in fused if layer.n % 2 == 0 or not is_gated(name)]
     if odd := [name for name in use.epilogue_activations if name not in activations]:
         raise ValueError(f"--activation: {odd[0]} wants an even number of features, got {layer.n}")
-    plain = problems([layer], tokens, use.device, use.dtype, use.batch_invariant and not grouped)
+    plain = problems([layer], tokens, use.device, use.dtype, use.batch_invariant)
     if grouped and 1 in tokens:
-        (one,) = problems([layer], [1], use.device, use.dtype)
+        (one,) = problems([layer], [1], use.device, use.dtype, use.batch_invariant)
         firsts = choice.first_rows(layer.experts - 1, layer.experts)
         few = (choice.plan_rows(m, layer.experts) for m in firsts)
         plain += [replace(one, m=m) for m in few if m < layer.experts]
@@ -122,7 +122,7 @@ def one_launches_of(layers: list[Layer], tokens: list[int], use: Use) -> Iterato
     Args:
         tokens: as for :func:`problems_of`.
     """
-    if use.fp8 or not use.top_k or 1 not in tokens:
+    if use.fp8 or use.batch_invariant or not use.top_k or 1 not in tokens:
         return
     activations = dict.fromkeys(("silu_mul", *filter(is_gated, use.epilogue_activations)))
     scales = (False, True) if use.expert_scale else (False,)

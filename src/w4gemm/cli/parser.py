@@ -291,7 +291,9 @@ def _add_call_arguments(group: argparse._ArgumentGroup) -> None:
         help="also kernels that choose --top-k experts by a router's logits: softmax or sigmoid, and what else differs "
         "from Router's defaults, as in sigmoid,groups=8,top_groups=4,scale=2.5,bias",
     )
-    group.add_argument("--batch-invariant", action="store_true", help="compile linear(..., batch_invariant=True)")
+    group.add_argument(
+        "--batch-invariant", action="store_true", help="compile batch-invariant products, also of experts"
+    )
     group.add_argument(
         "--top",
         type=positive,

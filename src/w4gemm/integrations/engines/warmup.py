@@ -6,7 +6,7 @@ import functools
 import itertools
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -60,6 +60,7 @@ class ExpertsCall(NamedTuple):
     """True if rows of x come in fp8 with a scale for each 128 columns."""
     mapped: bool = False
     """True if ids name global experts, of which a map says which are here."""
+    batch_invariant: bool = False
 
 
 class Warmup:
@@ -217,11 +218,12 @@ def experts_need(
         if call.block_scale and w is gate_up:
             epilogue = epilogue._replace(token_scale=False, block_scale=True)
         x, gathered = torch.float8_e4m3fn if fp8 else call.dtype, call.gathered and w is gate_up
-        keys += [PlanKey.of(w, rows, x, epilogue, gathered=gathered, device=w.device) for rows in call.rows]
+        options: dict[str, Any] = {"batch_invariant": call.batch_invariant, "gathered": gathered, "device": w.device}
+        keys += [PlanKey.of(w, rows, x, epilogue, **options) for rows in call.rows]
         for top_k in call.top_k:
             facts = LayerFacts(w.k, call.dtype, fp8, top_k=top_k, experts=w.experts)
             helpers |= {helper.unit(): None for kind in HELPERS for helper in kind.needed(device, facts)}
-    if call.gathered and activation is not None:
+    if call.gathered and activation is not None and not call.batch_invariant:
         operands = call.bias, call.bias, False, False
         for top_k, tokens in itertools.product(call.top_k, range(1, MOST_TOKENS + 1)):
             call_facts = call.dtype, activation, top_k, torch.int32, call.mapped, operands

@@ -114,8 +114,6 @@ def _why_not(method: Method, self: Any, layer: Any, config: Any) -> str:
     settings = method.settings(self)
     if reason := why_not_here(capability(), settings.activations == "fp8") or settings.why_refused:
         return reason
-    if deterministic():
-        return "--enable-deterministic-inference is on"
     if adapters():
         return "--enable-lora is on"  # SGLang adds adapters between its own kernels for experts
     if fetches_experts():
@@ -203,7 +201,7 @@ def _pack(method: Method, self: Any, layer: Any) -> None:
         held[f"{name}_weight"] = w = exchange(layer, old, f"{name}_w4gemm", packed)
         products.append(W4GroupedLinear.from_weight(w, bias, dtype=config.params_dtype))
     activation = fused_activation(config)
-    experts = W4Experts(*products, activation=activation)
+    experts = W4Experts(*products, activation=activation, batch_invariant=deterministic())
     # beside the module, so that its buffers are not listed twice
     object.__setattr__(layer, _EXPERTS, W4gemmQuantInfo(experts))
     WARMUP.loaded(layer, _need(experts, activation, config))
@@ -226,7 +224,8 @@ def _need(experts: W4Experts, activation: str, config: Any) -> Need:
                 experts(x, ids % count, torch.zeros(tokens, top_k, dtype=torch.float32, device=gate_up.device))
 
     rows = [tokens * top_k for tokens in each]
-    call = ExpertsCall(config.params_dtype, [top_k], rows, bias=experts.gate_up.bias is not None)
+    facts = {"bias": experts.gate_up.bias is not None, "batch_invariant": experts.batch_invariant}
+    call = ExpertsCall(config.params_dtype, [top_k], rows, **facts)
     return experts_need(gate_up, down, activation, call, run)
 
 

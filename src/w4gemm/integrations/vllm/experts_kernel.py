@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+from vllm import envs
 from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceDelegate
 
@@ -39,6 +40,7 @@ class ExpertsProduct(NamedTuple):
     bias: torch.Tensor | None
     """(experts, n), or None."""
     epilogue: Epilogue
+    batch_invariant: bool = False
 
     @classmethod
     def of(
@@ -47,7 +49,7 @@ class ExpertsProduct(NamedTuple):
         """Return the product with x of ``dtype``, which is quantized if the weight says so."""
         plain = Epilogue(bias=bias is not None)
         epilogue = plain if weight.activations is None else plain.of_quantized(dtype)
-        return cls(weight, bias, epilogue._replace(activation=activation))
+        return cls(weight, bias, epilogue._replace(activation=activation), bool(envs.VLLM_BATCH_INVARIANT))
 
     def with_block_scales(self) -> ExpertsProduct:
         """Return the product with x that comes in fp8 with a scale for each 128 columns of a row."""
@@ -78,7 +80,8 @@ class ExpertsProduct(NamedTuple):
         elif scale is not None:
             operands = operands._replace(token_scale=scale.reshape(-1))
         launched = Operands(x, self.weight.tensors, out, operands, rows)
-        launch(self.weight.packed, launched, self.epilogue, expected=expected)
+        invariant = self.batch_invariant
+        launch(self.weight.packed, launched, self.epilogue, batch_invariant=invariant, expected=expected)
 
 
 class _Experts(mk.FusedMoEExpertsModular):  # type: ignore[misc, unused-ignore]
@@ -118,7 +121,8 @@ class _Experts(mk.FusedMoEExpertsModular):  # type: ignore[misc, unused-ignore]
             top_k.append(1)  # it may send a token once for each of its experts
         rows = [count * rows_each for count in counts]
         mapped = self.moe_config.moe_parallel_config.use_ep
-        call = ExpertsCall(self.moe_config.in_dtype, top_k, rows, gathered, fused.bias, fused.block_scale, mapped)
+        facts = gathered, fused.bias, fused.block_scale, mapped, self.products[0].batch_invariant
+        call = ExpertsCall(self.moe_config.in_dtype, top_k, rows, *facts)
 
         @torch.inference_mode()
         def run() -> None:
@@ -203,8 +207,10 @@ class W4gemmExperts(_Experts):
     def _in_one_launch(
         self, x: torch.Tensor, choices: ByIds, expert_map: torch.Tensor | None
     ) -> Callable[..., torch.Tensor] | None:
-        """Return the layer of a call in one launch, which writes its result to ``out``; None if it cannot or is
-        predicted to be slower."""
+        """Return the layer of a call in one launch, which writes its result to ``out``; None if it cannot, is predicted
+        to be slower, or must be batch invariant, which its sums are not."""
+        if self.products[0].batch_invariant:
+            return None
         gate_up, down = (Experts(product.weight, product.bias) for product in self.products)
         activation = self.products[0].epilogue.activation
         assert activation is not None

@@ -40,8 +40,6 @@ def why_not(method: Any, layer: Any) -> str:
     if not fused_activation(moe):
         limit = "" if moe.swiglu_limit is None else f" with limit {moe.swiglu_limit:g}"
         return f"their activation is {moe.activation.value}{limit}"
-    if envs.VLLM_BATCH_INVARIANT:
-        return "VLLM_BATCH_INVARIANT is on"
     if moe.is_lora_enabled and (reason := _no_lora(moe, layer, fp8)):
         return reason
     if takeover.is_elastic():  # vLLM then makes each layer's experts anew, of what its own are made of
@@ -65,6 +63,8 @@ def _no_lora(moe: Any, layer: Any, fp8: bool) -> str:
     parallel = moe.moe_parallel_config
     if takeover.VLLM.switch() != "on":
         return f"LoRA is on, beside which w4gemm was not timed; {takeover.VLLM.variable}=on takes over"
+    if envs.VLLM_BATCH_INVARIANT:
+        return "LoRA is on, whose sums may depend on the batch, and VLLM_BATCH_INVARIANT"
     if layer.apply_router_weight_on_input:
         return "LoRA is on, and the router's weights are applied on the input"
     if parallel.use_deepep_ll_kernels or (fp8 and (parallel.dp_size > 1 or parallel.use_all2all_kernels)):
