@@ -304,13 +304,14 @@ def _layers_of_experts(rows: Sequence[Row]) -> list[str]:
 
 def _versions(points: Sequence[Point], engines: Sequence[Row]) -> list[str]:
     lines = ["| rows | w4gemm | date, commit | other libraries |", "|---|---|---|---|"]
-    for kind, own in by_kind(points):
-        runs = list({point.run["run"]: point.run for point in own}.values())
-        versions = {row["impl"]: row["impl_version"] for point in own for row in point.others}
-        others = ", ".join(f"{name} {version}".strip() for name, version in sorted(versions.items()))
-        when = ", ".join(sorted({f"{_date(run)} {run['commit'][:7]}" for run in runs}))
-        ours = ", ".join(sorted({run["impl_version"] for run in runs}))
-        lines.append(f"| {TITLES[kind.set]}: {kind} | {ours} | {when} | {others} |")
+    for name, title in TITLES.items():
+        own = [point for point in points if point.kind.set == name]
+        runs = {point.run["run"]: point.run for point in own}.values()
+        peers = {f"{row['impl']} {row['impl_version']}".strip() for point in own for row in point.others}
+        when, ours = ({word(run) for run in runs} for word in (_date_and_commit, lambda run: run["impl_version"]))
+        lines += (
+            [f"| {title} | {' | '.join(', '.join(sorted(words)) for words in (ours, when, peers))} |"] if own else []
+        )
     shown = [gain.row for gains in summary.cases_of(engines).values() for gain in gains.values()]
     facts = {f"{row['engine']} {row['engine_version']}" for row in shown}
     torch, driver = ({row[name] for row in [*shown, *(p.run for p in points)]} for name in ("torch", "driver"))
@@ -322,10 +323,10 @@ def _versions(points: Sequence[Point], engines: Sequence[Row]) -> list[str]:
     return [*lines, "", *_wrapped(sentence)]
 
 
-def _date(run: Row) -> str:
-    """The date in a run's name, such as 20261127T1037-b6090d5."""
+def _date_and_commit(run: Row) -> str:
+    """The date in a run's name, such as 20261127T1037-b6090d5, and the commit."""
     day = run["run"][:8]
-    return f"{day[:4]}-{day[4:6]}-{day[6:]}"
+    return f"{day[:4]}-{day[4:6]}-{day[6:]} {run['commit'][:7]}"
 
 
 def every_point(points: Sequence[Point]) -> Iterator[str]:
