@@ -150,9 +150,9 @@ def formats_by_device() -> str:
     for label, *cells in zip(labels, *columns, strict=True):
         names = rows.setdefault(tuple(cells), [])
         if any(cell != "-" for head, cell in zip(heads, cells, strict=True) if head != "CPU"):
-            names.append(f"`{label}`{_alias(label)}")
+            names.append(label)
     in_order = sorted(rows.items(), key=lambda row: not row[1])
-    return markdown(("format", *heads), ((", ".join(names) or "all others", *cells) for cells, names in in_order))
+    return markdown(("format", *heads), ((_names(labels), *cells) for cells, labels in in_order))
 
 
 def _capabilities(devices: Iterable[Device]) -> str:
@@ -161,10 +161,18 @@ def _capabilities(devices: Iterable[Device]) -> str:
     return ", ".join(f"{major}.{minor}" for major, minor in capabilities) or "CPU"
 
 
-def _alias(label: str) -> str:
-    """Name in use for a format of the family, in brackets."""
-    names = (name for name, string in ALIASES.items() if re.sub(r"_g\d+", "_g*", string) == label)
-    return "".join(f" (`{name}`)" for name in names)
+def _names(labels: list[str]) -> str:
+    """Words for families of formats: elements with the same zero and scale rules together, then names in use."""
+    rules: dict[str, list[str]] = {}
+    for label in labels:
+        element, rest = label.split("_", 1)
+        rules.setdefault(element, []).append(f"`_{rest}`")
+    alike: dict[str, list[str]] = {}
+    for element, own in rules.items():
+        alike.setdefault(", ".join(own), []).append(f"`{element}`")
+    words = "; ".join(f"{', '.join(elements)}: {own}" for own, elements in alike.items()) or "all others"
+    aliases = [f"`{name}`" for name, string in ALIASES.items() if re.sub(r"_g\d+", "_g*", string) in labels]
+    return words + (f" (among them {', '.join(aliases)})" if aliases else "")
 
 
 def features_by_kernel() -> str:
