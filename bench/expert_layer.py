@@ -3,7 +3,8 @@
 Cold weights: a CUDA graph of 16 calls, each with other tokens and experts. The result of one launch is held against
 that of four. One row of JSON a layer and number of tokens: the medians of a call's microseconds, with the experts given
 (``four_us``, ``one_us``) and with the choice by a router's logits, in a launch in front (``choose_four_us``,
-``choose_one_us``) or inside (``logits_us``).
+``choose_one_us``) or inside (``logits_us``). With ``--invariant`` those of the layer as it runs by itself (``free_us``)
+and if it is batch invariant (``invariant_us``).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from w4gemm.core.activation import is_gated
 from w4gemm.core.problem import Device
 from w4gemm.integrations.engines.warmup import ExpertsCall, experts_need
 from w4gemm.jit import Unit
-from w4gemm.kernels.expert_layer.spec import ExpertLayer
+from w4gemm.kernels.expert_layer.spec import MOST_TOKENS, ExpertLayer
 from w4gemm.tuning import record
 from w4gemm.tuning.timing import time_graphs
 from w4gemm.weights.random import random_weight
@@ -62,14 +63,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = command("bench.expert_layer", __doc__)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 2, 4, 8], help="of a call (default: 1 2 4 8)")
     parser.add_argument("--layers", nargs="+", choices=LAYERS, default=list(LAYERS), help="(default: all)")
+    parser.add_argument(
+        "--invariant", action="store_true", help="time batch-invariant layers, for any number of tokens"
+    )
     args = parser.parse_args(argv)
     facts = record.facts()
     layers = {name: made(LAYERS[name]) for name in args.layers}
-    compile_all([(LAYERS[name], experts) for name, experts in layers.items()], args.tokens)
+    compile_all([(LAYERS[name], experts) for name, experts in layers.items()], args.tokens, args.invariant)
     for name, experts in layers.items():
         for tokens in args.tokens:
-            row = {"kind": "expert_layer", "run": record.run_name(facts), "model": name, "tokens": tokens}
-            print(json.dumps(row | measured(LAYERS[name], experts, tokens) | facts), flush=True)
+            kind = "invariant_experts" if args.invariant else "expert_layer"
+            row = {"kind": kind, "run": record.run_name(facts), "model": name, "tokens": tokens}
+            times = (invariant if args.invariant else measured)(LAYERS[name], experts, tokens)
+            print(json.dumps(row | times | facts), flush=True)
 
 
 def made(layer: Layer) -> W4Experts:
@@ -85,8 +91,8 @@ def made(layer: Layer) -> W4Experts:
     return W4Experts(products[0], products[1], activation=layer.activation)
 
 
-def compile_all(layers: Sequence[tuple[Layer, W4Experts]], counts: list[int]) -> None:
-    """Compile what is launched, side by side."""
+def compile_all(layers: Sequence[tuple[Layer, W4Experts]], counts: list[int], invariant: bool) -> None:
+    """Compile what is launched, side by side; invariant: batch-invariant products too."""
     keys, units = [], dict[Unit, None]()
     for layer, experts in layers:
         gate_up, down = (Experts(each.weight, each.bias) for each in (experts.gate_up, experts.down))
@@ -95,23 +101,45 @@ def compile_all(layers: Sequence[tuple[Layer, W4Experts]], counts: list[int]) ->
             if isinstance(choices, ByLogits):
                 units[choices.choice().unit()] = None
             key = LayerKey.of(x, choices, gate_up, down, layer.activation)
-            for tokens in counts:
+            for tokens in (count for count in counts if count <= MOST_TOKENS):
                 units[ExpertLayer.form(Device.of(x.device), *key._replace(tokens=tokens).parameters()).unit()] = None
         rows = [tokens * layer.router.top_k for tokens in counts]
-        call = ExpertsCall(x.dtype, [layer.router.top_k], rows, bias=layer.biased)
-        need = experts_need(gate_up.weight, down.weight, layer.activation, call, None)
-        keys += need.keys
-        units |= dict.fromkeys(need.helpers)
+        for batch_invariant in (False, True)[: 1 + invariant]:
+            options = {"bias": layer.biased, "batch_invariant": batch_invariant}
+            call = ExpertsCall(x.dtype, [layer.router.top_k], rows, **options)
+            need = experts_need(gate_up.weight, down.weight, layer.activation, call, None)
+            keys += need.keys
+            units |= dict.fromkeys(need.helpers)
     prepare(keys, units)
 
 
-def measured(layer: Layer, experts: W4Experts, tokens: int) -> dict[str, float]:
+Call = tuple[torch.Tensor, ByLogits, ByIds]
+
+
+def calls_of(layer: Layer, tokens: int) -> list[Call]:
     calls = []
     for seed in range(CALLS):
         g = torch.Generator("cuda").manual_seed(seed)
         x = torch.randn(tokens, layer.features, device="cuda", generator=g).bfloat16()
         calls.append((x, *layer.choices(x, g)))
-    Call = tuple[torch.Tensor, ByLogits, ByIds]
+    return calls
+
+
+def invariant(layer: Layer, experts: W4Experts, tokens: int) -> dict[str, float]:
+    def run(batch_invariant: bool, call: Call) -> torch.Tensor:
+        experts.batch_invariant = batch_invariant
+        return experts(call[0], *call[2])
+
+    calls = calls_of(layer, tokens)
+    for x, _, (ids, weights) in calls:
+        alone = run(True, (x[:1], calls[0][1], ByIds(ids[:1], weights[:1])))
+        assert torch.equal(run(True, (x, calls[0][1], ByIds(ids, weights)))[:1], alone)
+    free, bound = time_graphs([[lambda c=c, b=b: run(b, c) for c in calls] for b in (False, True)], replays=15)
+    return {"free_us": round(free.p50, 2), "invariant_us": round(bound.p50, 2)}
+
+
+def measured(layer: Layer, experts: W4Experts, tokens: int) -> dict[str, float]:
+    calls = calls_of(layer, tokens)
 
     def run(one_launch: bool, call: Call) -> torch.Tensor:
         experts.one_launch = one_launch

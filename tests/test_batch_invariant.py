@@ -26,6 +26,7 @@ from w4gemm import QuantizedWeight, UnsupportedError, W4Experts, W4Linear, Weigh
 from w4gemm.choice import plan
 from w4gemm.core.epilogue import Epilogue
 from w4gemm.core.problem import H200, Device, GemmProblem
+from w4gemm.integrations.engines.warmup import ExpertsCall, experts_need
 from w4gemm.kernels import KERNELS, config_named
 from w4gemm.packing.layouts import layout_for
 
@@ -292,6 +293,11 @@ def way(request, monkeypatch) -> Iterator[str]:
 def test_a_token_alone_and_among_others(experts, way):
     """At any number of tokens, whatever the others hold, and whichever experts they chose. x whose rows are no multiple
     of 16 bytes apart is copied on a GPU, not gathered by the kernel."""
+    counts = (2, 4, 8, 9, 33, 64, 130, 300)
+    if experts.gate_up.weight.device.type == "cuda":  # compiled side by side
+        rows = [TOP_K * m for m in (1, *counts, 600)]
+        call = ExpertsCall(torch.bfloat16, [TOP_K], rows, way != "copied", batch_invariant=True)
+        choice.prepare(experts_need(experts.gate_up.weight, experts.down.weight, "silu_mul", call, None).keys)
     x, ids, weights = tokens_of(experts, 600)
     if way == "copied":
         x = torch.cat((x, x[:, :1]), 1)[:, :HIDDEN]
@@ -299,7 +305,7 @@ def test_a_token_alone_and_among_others(experts, way):
     assert whole.isfinite().all() and whole.abs().sum() > 0
     for i in (0, 1, 7, 64, 599):
         assert torch.equal(experts(x[i : i + 1], ids[i : i + 1], weights[i : i + 1])[0], whole[i]), i
-    for m in (2, 4, 8, 9, 33, 64, 130, 300):
+    for m in counts:
         assert torch.equal(experts(x[:m], ids[:m], weights[:m]), whole[:m]), m
         assert torch.equal(experts(x[-m:], ids[-m:], weights[-m:]), whole[-m:]), m
     order = torch.randperm(600, generator=torch.Generator().manual_seed(0)).to(x.device)
