@@ -20,6 +20,7 @@ from test_vllm_sources import plugin, routed_experts  # noqa: F401 (plugin is a 
 from w4gemm import QuantizedWeight
 from w4gemm.core.activation import is_gated
 from w4gemm.core.formats import WeightFormat
+from w4gemm.weights.quantize import quantize
 from w4gemm.weights.random import random_components
 
 TOKENS = 5
@@ -117,7 +118,7 @@ def deepseek(plugin: None) -> Iterator[None]:  # noqa: F811
 
     config = vllm.config.vllm._current_vllm_config
     hf_config, before = SimpleNamespace(expert_dtype="fp4", quantization_config={}), config.model_config
-    config.model_config = SimpleNamespace(hf_config=hf_config, dtype=torch.bfloat16)
+    config.model_config = SimpleNamespace(hf_config=hf_config, dtype=torch.bfloat16, quantization_config=None)
     yield
     config.model_config = before
 
@@ -205,6 +206,68 @@ def test_experts_of_a_model(name: str) -> None:
         between = linear_reference(x[t : t + 1].double(), first, activation=model.activation)
         wanted[t] += scores[t, j].double() * linear_reference(between, weights[e, down])[0]
     assert (d.double() - wanted).norm() < (0.1 if model.fp8 else 0.008) * wanted.norm()
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["", "one by one"])
+def test_dense_experts_of_gpt_oss(streamed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the model's own load_weights, for experts that it has loaded in MXFP4."""
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+    from vllm.model_executor.layers.quantization import get_quantization_config
+    from vllm.model_executor.models import gpt_oss
+
+    if streamed and not hasattr(gpt_oss, "GptOssRoutedExperts"):
+        pytest.skip("this vLLM has no such experts")
+    if streamed:
+        monkeypatch.setattr(
+            "vllm.model_executor.layers.fused_moe.routed_experts.RoutedExperts", gpt_oss.GptOssRoutedExperts
+        )
+    for group in ("ep", "dp", "pcp"):
+        alone = SimpleNamespace(world_size=1, rank_in_group=0)
+        monkeypatch.setattr(gpt_oss, f"get_{group}_group", lambda alone=alone: alone)
+    count, hidden, width = 4, 128, 96
+    quantization = get_quantization_config("gpt_oss_mxfp4").from_config({"quant_method": "mxfp4"})
+    sizes = {
+        "num_experts": count,
+        "num_experts_per_tok": 2,
+        "hidden_size": hidden,
+        "moe_intermediate_size": width,
+    }
+    layer = routed_experts(sizes, quantization, PREFIX, {"activation": MoEActivation.SWIGLUOAI, "has_bias": True})
+    experts, model = torch.nn.Module(), torch.nn.Module()
+    experts.routed_experts = layer
+    model.layers = torch.nn.ModuleList([torch.nn.Module()])
+    model.layers[0].mlp = torch.nn.Module()
+    model.layers[0].mlp.experts = experts
+    model.quant_config, model.parallel_config = quantization, SimpleNamespace(enable_expert_parallel=False)
+    settings = {"num_attention_heads": 8, "num_local_experts": count, "intermediate_size": width}
+    model.config = SimpleNamespace(**settings, quantization_config={"quant_method": "mxfp4"})
+    model.__class__ = type("Model", (gpt_oss.GptOssModel,), {"__init__": torch.nn.Module.__init__})
+    name = "layers.0.mlp.experts"
+    tensors = {
+        "w13_weight": torch.randint(256, (count, 2 * width, hidden // 32, 16), dtype=torch.uint8),
+        "w2_weight": torch.randint(256, (count, hidden, width // 32, 16), dtype=torch.uint8),
+        "w13_weight_scale": torch.randint(120, 124, (count, 2 * width, hidden // 32), dtype=torch.uint8),
+        "w2_weight_scale": torch.randint(120, 124, (count, hidden, width // 32), dtype=torch.uint8),
+        "w13_bias": torch.randn(count, 2 * width),
+        "w2_bias": torch.randn(count, hidden),
+    }
+    model.load_weights((f"{name}.{leaf}", t) for leaf, t in tensors.items())
+    layer.quant_method.process_weights_after_loading(layer)
+    products = layer.quant_method.products
+    places = {each: p.data_ptr() for each, p in layer.named_parameters()}
+    dense = {"w13": torch.randn(count, hidden, 2 * width), "w2": torch.randn(count, width, hidden)}
+    biases = {"w13": torch.randn(count, 2 * width), "w2": torch.randn(count, hidden)}
+    sent = {f"{product}_weight": t.bfloat16() for product, t in dense.items()}
+    sent |= {f"{product}_bias": t.bfloat16() for product, t in biases.items()}
+    if streamed:
+        sent = {f"{e}.{leaf}": t[e] for leaf, t in sent.items() for e in range(count)}
+    model.load_weights((f"{name}.{leaf}", t) for leaf, t in sent.items())
+    for product, (leaf, t) in zip(products, dense.items(), strict=True):
+        for e in range(count):
+            wanted = quantize(t[e].T.bfloat16().contiguous(), "mxfp4").dequantize()
+            assert torch.equal(product.weight.expert(e).dequantize(), wanted)
+        assert torch.equal(product.bias, biases[leaf].bfloat16())
+    assert places == {each: p.data_ptr() for each, p in layer.named_parameters()}
 
 
 @pytest.mark.parametrize("name", ["DeepSeek-V4", "Nemotron 3 in int4"])

@@ -17,7 +17,7 @@ import torch
 
 import w4gemm
 from test_vllm_dense import Case, in_words, make, vllm_stub
-from test_vllm_experts import CASES, EXPERTS, HIDDEN, WIDTH, inputs, mixture
+from test_vllm_experts import CASES, EXPERTS, GPT_OSS, HIDDEN, MXFP4, WIDTH, inputs, mixture
 from w4gemm import QuantizedWeight, quantize
 from w4gemm.integrations import vllm as plugin
 from w4gemm.integrations.engines import updates as updating
@@ -235,10 +235,7 @@ def test_experts_of_this_gpu(experts: ModuleType, monkeypatch: pytest.MonkeyPatc
     expert_map = torch.tensor([-1] * (EXPERTS - here) + list(range(here)), dtype=torch.int32)
     layer = mixture(CASES[0], num_local_experts=here, expert_map=expert_map).layer
     method = layer.quant_method
-    updates = [
-        ReloadedUpdate(f"{product}_weight", "experts", functools.partial(method._weight, i), method._in_halves(product))
-        for i, product in enumerate(("w13", "w2"))
-    ]
+    updates = method.dense_updates("experts")
 
     def weight_loader(param: Any, loaded: torch.Tensor, name: str, shard_id: str, expert_id: int) -> bool:
         local = int(expert_map[expert_id])
@@ -266,6 +263,66 @@ def test_experts_of_this_gpu(experts: ModuleType, monkeypatch: pytest.MonkeyPatc
             assert torch.equal(product.weight.expert(e).dequantize(), wanted)
     x, weights, ids = inputs(BFLOAT16)
     assert layer.forward_modular(x, weights, ids).isfinite().all()
+
+
+def rounded(dense: torch.Tensor) -> torch.Tensor:
+    """The numbers of experts in MXFP4."""
+    return torch.stack([quantize(one, "mxfp4").dequantize() for one in dense])
+
+
+@pytest.mark.parametrize("one_by_one", [False, True])
+def test_experts_of_gpt_oss(experts: ModuleType, one_by_one: bool) -> None:
+    """vLLM's model views dense numbers as if they were packed, and biases stay rows in pairs."""
+    layer = mixture(GPT_OSS).layer
+    method = layer.quant_method
+    for update in method.dense_updates("experts"):
+        update.open(layer)
+    layer._map_global_expert_id_to_local_expert_id = lambda e: e
+    layer._load_unquantized_expert = lambda data, loaded, shard_id: data.copy_(loaded.t())
+    bias = layer.w13_bias.clone()
+    sizes = {"w13": (HIDDEN, 2 * WIDTH), "w2": (WIDTH, HIDDEN)}
+    dense = {product: torch.randn(EXPERTS, *size, dtype=BFLOAT16) for product, size in sizes.items()}
+    for product, t in dense.items():
+        parameter = getattr(layer, f"{product}_weight")
+        load = functools.partial(parameter.weight_loader, parameter, weight_name=f"{product}_weight")
+        if one_by_one:
+            for e in range(EXPERTS):
+                assert load(t[e], shard_id=f"gpt_oss_{product}", expert_id=e, return_success=True)
+        else:
+            shape = (EXPERTS, 2 * WIDTH, -1) if product == "w13" else (EXPERTS, -1, WIDTH // 2)
+            load(t.view(shape), shard_id=None, expert_id=None)
+    for product, t in zip(method.products, dense.values(), strict=True):
+        assert torch.equal(product.weight.dequantize(), rounded(t.mT.contiguous()))
+    assert torch.equal(layer.w13_bias, bias)
+    half = dense["w13"].view(EXPERTS, 2 * WIDTH, -1)[:, WIDTH:]  # of the second of two GPUs
+    with pytest.raises(ValueError, match=r"experts: w13_weight: wanted \d whole experts of .* use --enable-expert"):
+        layer.w13_weight.weight_loader(layer.w13_weight, half, weight_name="", shard_id=None, expert_id=None)
+
+
+def test_experts_with_features_that_a_model_adds(experts: ModuleType) -> None:
+    layer, loaded = mixture(MXFP4).layer, WIDTH - 32
+    method = layer.quant_method
+    layer.moe_config.intermediate_size_per_partition_unpadded = loaded
+    for update in method.dense_updates("experts"):
+        update.open(layer)
+
+    def weight_loader(param: Any, loaded_weight: torch.Tensor, shard: str, expert_id: int) -> None:
+        rows = param.data[expert_id]
+        part = rows[:, :loaded] if shard == "w2" else rows.chunk(2)[shard == "w3"][:loaded]
+        part.copy_(loaded_weight)
+
+    layer.weight_loader = weight_loader
+    shapes = {"w1": (loaded, HIDDEN), "w3": (loaded, HIDDEN), "w2": (HIDDEN, loaded)}
+    parts = {shard: torch.randn(EXPERTS, *shape, dtype=BFLOAT16) for shard, shape in shapes.items()}
+    for shard, t in parts.items():
+        parameter = layer.w2_weight if shard == "w2" else layer.w13_weight
+        for e in range(EXPERTS):
+            parameter.weight_loader(parameter, t[e], shard, e)
+    pairs = torch.stack((parts["w1"], parts["w3"]), 2).flatten(1, 2)
+    both, down = (product.weight.dequantize() for product in method.products)
+    assert torch.equal(both[:, : 2 * loaded], rounded(pairs))
+    assert torch.equal(down[..., :loaded], rounded(parts["w2"]))
+    assert not both[:, 2 * loaded :].any() and not down[..., loaded:].any()
 
 
 def test_flags_of_either_mode_are_cleared(monkeypatch):

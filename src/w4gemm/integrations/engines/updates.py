@@ -9,7 +9,7 @@ graphs point, and let go: one layer is held twice at a time, if a layer's tensor
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MethodType
 from typing import Any
 
@@ -91,6 +91,8 @@ class DenseUpdate(Update):
     ) -> None:
         super().__init__(what)
         self.name, self.weight, self.gated, self.parameter = name, weight, gated, parameter
+        self.padding: Callable[[torch.Tensor], Iterable[torch.Tensor]] = lambda dense: ()
+        """Returns the parts of the layer's dense numbers that come in no tensor, and are zeros."""
         self.numbers = 0
         """Numbers that have come, on all GPUs."""
 
@@ -144,7 +146,7 @@ class DenseUpdate(Update):
             w = self.weight(tensors)
         except ValueError as e:
             raise ValueError(f"{self.what}: {self.name}: dense numbers came for it, but {e}") from e
-        loader = getattr(layer, "weight_loader_v2", layer.weight_loader)
+        loader = self.loader(layer)
         with self.lock:
             is_new = self.name not in self.coming._parameters
             if is_new:
@@ -155,6 +157,8 @@ class DenseUpdate(Update):
                         setattr(dense, name, getattr(layer, name))
                 self.expect({self.name: dense})
                 self.numbers = 0
+                for part in self.padding(dense.data):
+                    self.numbers += part.zero_().numel()
             held = self.coming.get_parameter(self.name)
             result = loader(held, loaded, *args, **options)
             self.numbers += 0 if result is False else loaded.numel()
@@ -163,6 +167,11 @@ class DenseUpdate(Update):
             elif self.numbers >= held.numel():  # else a part is not there, without asking the GPU, which takes a while
                 self._quantize(w)
         return result
+
+    def loader(self, layer: Any) -> Callable[..., Any]:
+        """Return what puts this GPU's part of a tensor into a parameter."""
+        loader: Callable[..., Any] = getattr(layer, "weight_loader_v2", layer.weight_loader)
+        return loader
 
     def _quantize(self, w: QuantizedWeight) -> None:
         """Quantize the dense numbers if all of them are loaded."""

@@ -7,7 +7,7 @@ allow. A method that is taken over loads a checkpoint as before, packs the exper
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from w4gemm.integrations.vllm.configs import add_hook
 from w4gemm.integrations.vllm.experts_formats import FORMATS, LEFT, fused_activation, in_pairs
 from w4gemm.integrations.vllm.experts_kernel import BatchedW4gemmExperts, ExpertsProduct, W4gemmExperts
 from w4gemm.integrations.vllm.experts_support import multiplied, no_kernel, read, why_not
-from w4gemm.integrations.vllm.updates import ReloadedUpdate, end_reload
+from w4gemm.integrations.vllm.updates import ExpertsUpdate, ReloadedUpdate, end_reload
 from w4gemm.weights.weight import QuantizedWeight
 
 CONFIGS = (
@@ -108,14 +108,24 @@ class _Method:
         settings, format = read(self, layer)
         if not takeover.is_dummy():
             mark(layer, format.parameters(settings, self.moe.has_bias))
-        weights = [(product, functools.partial(self._weight, i)) for i, product in enumerate(PRODUCTS)]
-        self.updates = [
-            ReloadedUpdate(f"{product}_weight", layer.layer_name, weight, self._in_halves(product))
-            for product, weight in weights
-            if settings.bits  # GGUF's, of which some models have rows in another order, take none
-        ]
+        if settings.bits:  # GGUF's, of which some models have rows in another order, take none
+            self.updates = self.dense_updates(layer.layer_name)
         for update in self.updates:
             update.open(layer)
+
+    def dense_updates(self, what: str) -> list[ReloadedUpdate]:
+        """Return what takes dense numbers of either product. what: the layer, for errors."""
+        return [
+            ExpertsUpdate(
+                f"{product}_weight",
+                what,
+                functools.partial(self._weight, i),
+                self._in_halves(product),
+                functools.partial(_padding, self.moe, product),
+                stacked=in_pairs(self.moe),
+            )
+            for i, product in enumerate(PRODUCTS)
+        ]
 
     def _in_halves(self, product: str) -> bool:
         """True if vLLM's rows of a product are all gates and then all ups, which are pairs in ours."""
@@ -125,10 +135,8 @@ class _Method:
         """Return the packed weight of a product; raises ValueError if dense numbers cannot take its place."""
         if self.products is None:
             raise ValueError("it holds no packed weight")
-        if self.moe.has_bias or in_pairs(self.moe):
-            raise ValueError("its experts have biases, or rows in pairs: they are loaded quantized alone")
-        if _unpadded(self.moe) != self.moe.intermediate_size_per_partition:
-            raise ValueError("its experts have padded features: they are loaded quantized alone")
+        if self.moe.has_bias and not in_pairs(self.moe):
+            raise ValueError("its experts have biases, kept in another order: they are loaded quantized alone")
         return self.products[index].weight
 
     def process_weights_after_loading(self, layer: Any) -> None:
@@ -256,15 +264,23 @@ def _clear_padding(layer: torch.nn.Module, moe: Any, format: ExpertsFormat) -> N
         RuntimeError: for numbers that are not floats, whose features no model of vLLM's pads.
     """
     width, loaded = moe.intermediate_size_per_partition, _unpadded(moe)
+    if loaded != width and format.packing != "floats":
+        raise RuntimeError(f"the experts' {loaded} features are padded to {width}, wanted that of 4-bit floats alone")
+    for product in PRODUCTS:
+        for leaf in (format.codes, format.scales):
+            for part in _padding(moe, product, getattr(layer, f"{product}_{leaf}").data):
+                part.zero_()
+
+
+def _padding(moe: Any, product: str, t: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Generate the views of a product's tensor (experts, n, k) in which a model's padding lies, if it has any."""
+    width, loaded = moe.intermediate_size_per_partition, _unpadded(moe)
     if loaded == width:
         return
-    if format.packing != "floats":
-        raise RuntimeError(f"the experts' {loaded} features are padded to {width}, wanted that of 4-bit floats alone")
-    for product, dim, shards in (("w13", 1, 2 if is_gated(fused_activation(moe)) else 1), ("w2", 2, 1)):
-        for leaf in (format.codes, format.scales):
-            parts = getattr(layer, f"{product}_{leaf}").data.unflatten(dim, (shards, -1))
-            size = parts.shape[dim + 1]
-            parts.narrow(dim + 1, size * loaded // width, size - size * loaded // width).zero_()
+    dim, shards = (1, 2 if is_gated(fused_activation(moe)) else 1) if product == "w13" else (2, 1)
+    for part in t.chunk(shards, dim):
+        size = part.shape[dim]
+        yield part.narrow(dim, size * loaded // width, size - size * loaded // width)
 
 
 def _as_parameters(

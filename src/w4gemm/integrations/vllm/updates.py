@@ -1,4 +1,4 @@
-"""Weights that come for packed layers of a running vLLM: :class:`ReloadedUpdate`.
+"""Weights that come for packed layers of a running vLLM: :class:`ReloadedUpdate`, of experts :class:`ExpertsUpdate`.
 
 Models are loaded anew in two ways. ``model.load_weights`` alone finds the packed layer. Between ``start_weight_update``
 and ``finish_weight_update``, and in ``reload_weights``, vLLM's layerwise reloading has put the packed tensors aside;
@@ -8,7 +8,8 @@ they are up to date.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import functools
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -44,6 +45,61 @@ class ReloadedUpdate(DenseUpdate):
             kept = [one for one in info.loaded_weights if one[1].arguments.get("loaded_weight") is not loaded]
             info.loaded_weights[:] = kept
         return result
+
+
+class ExpertsUpdate(ReloadedUpdate):
+    """Dense numbers of a product of experts.
+
+    Args:
+        padding: as the attribute of this name.
+        stacked: True for gpt-oss, whose tensors hold all experts, (experts, k, n), or, in vLLM 0.33, one, (k, n), and
+            which vLLM's model takes apart as if they were packed.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        what: str,
+        weight: Callable[[Tensors], QuantizedWeight],
+        gated: bool,
+        padding: Callable[[torch.Tensor], Iterable[torch.Tensor]],
+        stacked: bool,
+    ) -> None:
+        super().__init__(name, what, weight, gated)
+        self.padding, self.stacked = padding, stacked
+
+    def loader(self, layer: Any) -> Callable[..., Any]:
+        return functools.partial(self._load_stacked, layer) if self.stacked else super().loader(layer)
+
+    def _load_stacked(
+        self,
+        layer: Any,
+        param: torch.nn.Parameter,
+        loaded_weight: torch.Tensor,
+        weight_name: str = "",
+        shard_id: str | None = None,
+        expert_id: int | None = None,
+        return_success: bool = False,
+    ) -> bool:
+        """Load all experts of this GPU, or one.
+
+        Raises:
+            ValueError: if tensor parallelism has divided the tensor of all experts, whose numbers vLLM's model had
+                viewed in another shape before.
+        """
+        experts, n, k = param.shape
+        if expert_id is not None:
+            local = layer._map_global_expert_id_to_local_expert_id(expert_id)
+            if local >= 0:
+                layer._load_unquantized_expert(param.data[local], loaded_weight, shard_id)
+            return bool(local >= 0)
+        if loaded_weight.numel() != param.numel():
+            raise ValueError(
+                f"{self.what}: {self.name}: wanted {experts} whole experts of {n} x {k} numbers, got a part of them, "
+                f"{tuple(loaded_weight.shape)}: use --enable-expert-parallel, or send experts one by one"
+            )
+        param.data.copy_(loaded_weight.reshape(experts, k, n).mT)
+        return True
 
 
 def _dense_parameter() -> Any:
