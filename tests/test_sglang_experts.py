@@ -12,7 +12,11 @@ from sglang_layers import (  # noqa: F401 (two are fixtures)
     EXPERTS,
     HIDDEN,
     MIXTURES,
+    WIDTH,
+    Drawn,
+    compressed_experts,
     dispatched,
+    experts_layer,
     loaded,
     moe_config,
     on_hopper,
@@ -22,7 +26,7 @@ from sglang_layers import (  # noqa: F401 (two are fixtures)
 )
 from w4gemm.api.expert_layer import OneLaunch
 from w4gemm.choice import plan_cache
-from w4gemm.core.activation import canonical
+from w4gemm.core.activation import canonical, parse
 from w4gemm.core.problem import H100
 from w4gemm.integrations.engines import warmup
 from w4gemm.integrations.sglang import experts, takeover
@@ -78,6 +82,41 @@ def test_experts(name: str, factor: float | None) -> None:
 def test_activations_of_experts(facts: dict[str, Any], named: str) -> None:
     found = experts.fused_activation(moe_config(**facts))
     assert bool(found) == bool(named) and (not found or canonical(found) == canonical(named))
+
+
+MODELS = {
+    "MiniMax-M3": (
+        {"gemm1_alpha": 1.702, "gemm1_beta": 1.0, "gemm1_clamp_limit": 7.0, "gate_up_interleaved": False},
+        "swiglu_oai",
+    ),
+    "Nemotron 3": ({"activation": "relu2", "is_gated": False}, "relu2"),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_experts_of_a_model_in_int4(name: str) -> None:
+    """compressed-tensors' in groups of 32; for Nemotron 3's SGLang makes rows for gates, which they have not."""
+    facts, activation = MODELS[name]
+    gated, method = facts.get("is_gated", True), compressed_experts(group_size=32)
+    layer = experts_layer(method, **facts)
+    method.create_moe_runner(layer, layer.moe_runner_config)
+    rows = WIDTH * (1 + gated)
+    drawn = [(Drawn(20 + e, rows, HIDDEN, False, 32), Drawn(40 + e, HIDDEN, WIDTH, False, 32)) for e in range(EXPERTS)]
+    for e, pair in enumerate(drawn):
+        for product, numbers in zip(("w13", "w2"), pair, strict=True):
+            for key in ("weight_packed", "weight_scale"):
+                layer._parameters[f"{product}_{key}"].data[e] = numbers.compressed()[key].T
+    method.process_weights_after_loading(layer)
+    assert layer.w4gemm_experts.experts.activation == activation
+    x, ids, router = torch.randn(3, HIDDEN).bfloat16(), torch.tensor([[0, 1], [2, 3], [3, 0]]), torch.rand(3, 2)
+    got = method.apply_weights(layer, dispatched(x, ids, router)).hidden_states
+    wanted = torch.zeros(3, HIDDEN, dtype=torch.float64)
+    for t, j in torch.cartesian_prod(torch.arange(3), torch.arange(2)):
+        w13, w2 = drawn[ids[t, j]]
+        first = w13.dense @ x[t].double()
+        first = first.view(2, -1).T.flatten() if gated else first  # pairs of a gate and an up
+        wanted[t] += router[t, j] * (w2.dense @ parse(activation).apply(first))
+    assert (got.double() - wanted).norm() < 0.01 * wanted.norm()
 
 
 def test_a_model_of_experts_is_prepared_when_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,9 +99,23 @@ def choose(method: Method, own: Callable[..., Any], self: Any, layer: Any, moe_r
     made = own(self, layer, moe_runner_config)
     if not SGLANG.asked(method.kind, lambda: _why_not(method, self, layer, moe_runner_config)):
         setattr(layer, _RUNNER, MoeRunner(resolve_moe_runner_backend(RUNNER), moe_runner_config))
+        if not moe_runner_config.is_gated:
+            _leave_out_gates(method, self, layer)
         if not method.padded and not packed_before() and not dummy():
             mark(layer, method.format.parameters(method.settings(self), layer.with_bias))
     return made
+
+
+def _leave_out_gates(method: Method, self: Any, layer: Any) -> None:
+    """Halve the rows of ``w13``, where SGLang has made them for gates too: its loader could not fill them, as in
+    Nemotron 3 with experts of integers."""
+    settings, dim = method.settings(self), 2 if method.format.transposed else 1
+    if method.format.numbers(layer, "w13", settings).n != 2 * layer.intermediate_size_per_partition:
+        return
+    for name in method.format.parameters(settings, False):
+        if name.startswith("w13_"):
+            parameter = getattr(layer, name)
+            parameter.data = parameter.data.chunk(2, dim)[0].clone()
 
 
 def runner_backend(own: Callable[..., Any], self: Any, layer: Any) -> Any:
