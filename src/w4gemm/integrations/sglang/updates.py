@@ -18,9 +18,6 @@ from w4gemm.weights.weight import QuantizedWeight
 
 _UPDATES = "w4gemm_updates"
 """Attribute of a packed layer that takes new weights: its updates."""
-_DERIVED = (
-    "w4gemm has packed kv_b_proj, of which SGLang has derived other weights; W4GEMM_SGLANG=off lets them be updated"
-)
 
 
 class QuantizedUpdate(Update):

@@ -40,26 +40,27 @@ def why_not_here(capability: Capability | None, fp8: bool = False) -> str:
     return VLLM.why_not_here(capability, fp8) or (OFFLOADED if _offloads() else "")
 
 
-def _offloads() -> bool:
+def current_config() -> Any:
+    """Return vLLM's config of the engine that makes layers now; None if there is none."""
     from vllm.config import get_current_vllm_config_or_none
 
-    settings = getattr(get_current_vllm_config_or_none(), "offload_config", None)
+    return get_current_vllm_config_or_none()
+
+
+def _offloads() -> bool:
+    settings = getattr(current_config(), "offload_config", None)
     return settings is not None and (settings.uva.cpu_offload_gb > 0 or settings.prefetch.offload_group_size > 0)
 
 
 def is_dummy() -> bool:
     """Return whether vLLM fills weights with random numbers (--load-format dummy), of integers only some."""
-    from vllm.config import get_current_vllm_config_or_none
-
-    settings = getattr(get_current_vllm_config_or_none(), "load_config", None)
+    settings = getattr(current_config(), "load_config", None)
     return getattr(settings, "load_format", None) == "dummy"
 
 
 def is_elastic() -> bool:
     """Return whether vLLM may divide the experts among other numbers of GPUs while it serves (--enable-elastic-ep)."""
-    from vllm.config import get_current_vllm_config_or_none
-
-    settings = getattr(get_current_vllm_config_or_none(), "parallel_config", None)
+    settings = getattr(current_config(), "parallel_config", None)
     return bool(getattr(settings, "enable_elastic_ep", False))
 
 
@@ -100,7 +101,7 @@ def enter_compile_key() -> None:
     from vllm import envs
 
     fp8 = [format for format in ("mxfp4", "nvfp4") if environment.takes_fp8(format, False)]
-    key = f"{environment.vllm()}, fp8 beside {fp8}, w4gemm {disk.source_hash('integrations', 'api', 'core', 'packing')}"
+    key = f"{environment.vllm()}, fp8 x with {fp8}, w4gemm {disk.source_hash('integrations', 'api', 'core', 'packing')}"
     envs.environment_variables[VLLM.variable] = lambda: key
 
 
@@ -110,9 +111,7 @@ def linear_backend(quantization: str) -> str:
     Args:
         quantization: prefix of vLLM's names of such layers; each name may have a choice of its own.
     """
-    from vllm.config import get_current_vllm_config_or_none
-
-    engine = get_current_vllm_config_or_none()
+    engine = current_config()
     if engine is None:
         return ""
     settings = engine.kernel_config
@@ -123,7 +122,5 @@ def linear_backend(quantization: str) -> str:
 
 def most_tokens() -> int:
     """Return the most tokens of a step of the engine whose layers are being made."""
-    from vllm.config import get_current_vllm_config_or_none
-
-    engine = get_current_vllm_config_or_none()
+    engine = current_config()
     return engine.scheduler_config.max_num_batched_tokens if engine else _MOST_TOKENS
