@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.problem import H200, Device
+from w4gemm.packing.codecs import Pairs, WeightOperand
 
 FOLDER = Path(__file__).resolve().parent
 _REFERENCE = H200.name
@@ -72,6 +73,16 @@ class Constants:
         sms = device.sms / ours.sms
         mma = _ratio(ours.operations, device.operations) * sms if device.operations else clock
         return Scale(clock, memory, memory * sms, mma)
+
+    def decode_overhead(self, kernel: str, weight: WeightOperand, pairs: Pairs | None) -> float:
+        """Return the part by which decoding a weight takes longer than int4 with bf16 scales and bf16 x.
+
+        Args:
+            pairs: the contents of the kernel's table of pairs; None if it decodes without one. Codes take about as long
+                either way.
+        """
+        model = self.models["decoding"]
+        return float(sum(model[name] for name in weight.codec.costs(weight, pairs, kernel == "sm90_decode")))
 
     def times(self, kernel: str, config: GemmConfig) -> SliceTimes | None:
         """Return the times of a config. A config without measurements gets times between those of the configs with a

@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from w4gemm.choice.cost.constants import constants_for, scale_of
-from w4gemm.choice.cost.decoding import decode_overhead
 from w4gemm.choice.cost.experts import random_and_zipf_rows
 from w4gemm.choice.cost.traffic import SHARPNESS, Timer, mma_us, moved_us
 from w4gemm.core.config import GemmConfig
@@ -73,10 +72,11 @@ def _terms(kernel: Any, v: Any, problem: GemmProblem, config: GemmConfig) -> Ter
     """Return the constants of a config. e4m3 x has the constants of 16-bit x with twice the operations per us. If e4m3
     are widened, the rate of operations stays and codes take half as many instructions again. Scales on sums take
     operations of their own."""
-    models = constants_for(problem.device).models
+    constants = constants_for(problem.device)
+    models = constants.models
     model = models[f"mma_sync/{config.schedule}"]
     terms = Terms(**{name: us for name, us in model.items() if name in Terms._fields})
-    slower = 1 + decode_overhead(models["decoding"], kernel.name, v.weight, v.pairs)
+    slower = 1 + constants.decode_overhead(kernel.name, v.weight, v.pairs)
     terms = terms._replace(decode=terms.decode * slower)
     if kernel.name != "sm89_fp8_gemm":
         return terms

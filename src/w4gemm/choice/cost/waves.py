@@ -29,7 +29,6 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from w4gemm.choice.cost.constants import Constants, Scale, SliceTimes, constants_for, scale_of
-from w4gemm.choice.cost.decoding import decode_overhead, sums_overhead
 from w4gemm.choice.cost.experts import Division, of_tile, random_and_zipf_rows, unevenness
 from w4gemm.choice.cost.traffic import SHARPNESS, Timer, mma_us, moved_us, roofline_us
 from w4gemm.core.config import GemmConfig
@@ -252,9 +251,9 @@ def _tile_overhead(facts: LaunchFacts, problem: GemmProblem, config: GemmConfig)
     if overhead is None:
         model, variant = facts.constants.models["decoding"], replace(facts.any_variant, config=config)
         if variant.scales_on_sums and problem.dtype.itemsize == 2:  # fp8's times are measured so
-            overhead = sums_overhead(model, config.tile_m, variant.batches_per_chunk)
+            overhead = float(variant.batches_per_chunk * (model["sums"] + model["sums_token"] * config.tile_m))
         else:
-            overhead = decode_overhead(model, facts.kernel.name, variant.weight, variant.pairs)
+            overhead = facts.constants.decode_overhead(facts.kernel.name, variant.weight, variant.pairs)
             overhead *= min(1, _DECODE_BOUND_TOKENS / config.tile_m)
             if variant.block.bits > 4 and facts.kernel.name != "sm90_decode" and variant.num_stages == 2:
                 overhead += model["two_stages"]  # the measured format has three there
