@@ -1,4 +1,4 @@
-"""What users call. These names are the package's own, :mod:`w4gemm`."""
+"""The public functions and classes, which :mod:`w4gemm` exports."""
 
 from w4gemm.api.activations import quantize_activations
 from w4gemm.api.experts import W4Experts, W4GroupedLinear

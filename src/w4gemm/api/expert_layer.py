@@ -98,7 +98,7 @@ class LayerKey(NamedTuple):
         return cls(len(x), *shapes, x.dtype, activation, top_k, ids, False, has, choice)
 
     def parameters(self) -> tuple[Any, ...]:
-        """Return what :meth:`ExpertLayer.of` takes behind the device."""
+        """Return the arguments of :meth:`ExpertLayer.of` behind the device."""
         first, weight = self.gate_up, weight_operand(self.gate_up.format, self.dtype)
         sizes = first.experts, first.k, self.down.k, self.top_k
         return self.tokens, weight, self.activation, *sizes, self.ids, self.mapped, *self.operands, self.choice

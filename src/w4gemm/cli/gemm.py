@@ -92,7 +92,7 @@ def _speed(problem: GemmProblem, us: float) -> dict[str, float]:
 
 
 def _facts_of(outcome: Outcome) -> dict[str, Any]:
-    """Return what :func:`profile_text` says, of every config."""
+    """Return the facts of :func:`profile_text`, for every config."""
     record = outcome.record
     return _facts(outcome.problem) | {
         "configs": [{"config": name, **_speed(outcome.problem, t.p50)} for name, t in outcome.times.items()],

@@ -26,7 +26,7 @@ ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a")
 
 
 class Command(NamedTuple):
-    """What the help says of a command, and a function that adds its arguments to a parser."""
+    """The help of a command, and a function that adds its arguments to a parser."""
 
     help: str
     description: str

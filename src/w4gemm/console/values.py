@@ -1,4 +1,4 @@
-"""What options mean: sizes, dtypes and numbers of tokens of their texts."""
+"""Values of options: sizes, dtypes and numbers of tokens from their texts."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def not_among(path: object, kind: str, name: str, names: Collection[str]) -> For
 
 
 def kind_of(value: object) -> str:
-    """Return what a message says came instead: dtype and shape of a tensor, else the name of the type."""
+    """Return in words the value that came instead: dtype and shape of a tensor, else the name of the type."""
     if not isinstance(value, torch.Tensor):
         return type(value).__name__
     return f"nested {value.dtype}" if value.is_nested else f"{value.dtype} {tuple(value.shape)}"

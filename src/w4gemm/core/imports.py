@@ -1,4 +1,4 @@
-"""What is done when the program imports a package that w4gemm does not import itself: :func:`when_imported`."""
+"""Calls that follow the program's import of a package that w4gemm does not import itself: :func:`when_imported`."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ _TARGET = TargetSm("90a")
 _DTYPES = {torch.bfloat16: cutlass.BFloat16, torch.float16: cutlass.Float16}
 _OUT_DTYPES = _DTYPES | {torch.float32: cutlass.Float32}
 _DIVISIBILITY = 8
-"""Of rows, so that they begin at 16 bytes."""
+"""Divisor of the elements of a row, so that rows begin at 16 bytes."""
 
 
 @dataclass

@@ -17,7 +17,7 @@ from pathlib import Path
 import w4gemm
 
 VERSION = 1
-"""Of the names that :mod:`w4gemm` exports; it is raised when one of them breaks."""
+"""Version of the names that :mod:`w4gemm` exports; it is raised when one of them breaks."""
 PACKAGES: dict[str, list[str]] = {"cuda": ["nvidia-cutlass-dsl", "tvm-ffi"], "cpu": []}
 """By the hub's name of a device: the packages that are needed beside PyTorch, as the hub names them."""
 

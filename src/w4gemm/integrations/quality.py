@@ -1,4 +1,4 @@
-"""What rounding costs a causal language model: perplexity, and how often it chooses another next token."""
+"""The cost of rounding a causal language model: perplexity, and how often it chooses another next token."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _ROWS = 64
 
 
 class Score(NamedTuple):
-    """What a model made of a text's tokens."""
+    """Figures of a model that has read a text."""
 
     nats: float
     """Sum over the tokens of -log(probability)."""
@@ -66,8 +66,8 @@ def windows(tokenizer: PreTrainedTokenizerBase, text: str, tokens: int, length: 
 
 
 def score(model: PreTrainedModel, parts: list[torch.Tensor], progress: Callable[[], None]) -> Score:
-    """Return what a model makes of windows of token ids; call ``progress`` after each. The first token of a window is
-    not predicted."""
+    """Return the figures of a model for windows of token ids; call ``progress`` after each. The first token of a window
+    is not predicted."""
     nats, choices = 0.0, []
     for ids in parts:
         ids = ids.to(model.device)
@@ -101,7 +101,8 @@ def compare(
     search: bool,
     progress: Callable[[int, int, str], None],
 ) -> Iterator[dict[str, Any]]:
-    """Yield what a dense model makes of windows of token ids, and what a copy with its linear layers in each format.
+    """Yield the figures of a dense model for windows of token ids, then of a copy with its linear layers in each
+    format.
 
     Args:
         search: as for :func:`w4gemm.quantize`.

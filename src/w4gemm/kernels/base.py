@@ -130,7 +130,7 @@ class Kernel(Protocol):
         ...
 
     def unit(self, problem: GemmProblem, config: GemmConfig) -> Unit | None:
-        """Return what is compiled for ``launcher``; None if nothing is. Valid for all m, n and k."""
+        """Return the unit that ``launcher`` launches; None if nothing is compiled. Valid for all m, n and k."""
         ...
 
     def launcher(self, compiled: Any, problem: GemmProblem, config: GemmConfig) -> Callable[[Operands], None]:

@@ -55,8 +55,8 @@ activation, another activation, a residual; a residual in float32 or in rows tha
 
 
 class Pressure(NamedTuple):
-    """What decides, beside a config, how many registers its code takes. Classes, so that a few compiled variants speak
-    for all."""
+    """Facts that decide, with a config, how many registers its code takes. They are classes, so that a few compiled
+    variants speak for all."""
 
     decoder: str
     """:attr:`WeightOperand.register_class`, and whether x has a scale for each 128 columns."""
@@ -96,7 +96,7 @@ def _class_of(v: Any) -> int:
 
 
 NOT_COMPILED = ""
-"""What was seen of a config that is not legal until it is compiled."""
+"""``Finding.seen`` of a config that is not legal until it is compiled."""
 
 
 class Finding(NamedTuple):
@@ -107,12 +107,12 @@ class Finding(NamedTuple):
     tile_m: tuple[int, ...]
     pressure: Pressure
     seen: str
-    """What ptxas did, to the config of the least tile_m; or :data:`NOT_COMPILED`."""
+    """The fault of ptxas' code for the config of the least tile_m; or :data:`NOT_COMPILED`."""
 
 
 class Compiled(NamedTuple):
-    """What is known of a kernel's machine code: a file of JSON lines beside the kernel, of which the first says what
-    was compiled, and the others are findings."""
+    """The file of JSON lines about a kernel's machine code: the first line counts what was compiled, the others are
+    findings."""
 
     compiler: str
     """Versions of CuTe DSL and ptxas."""
@@ -183,7 +183,7 @@ class Space:
 
     @functools.cached_property
     def compiled(self) -> Compiled:
-        """What is known of the machine code."""
+        """The findings about the machine code."""
         return Compiled.read(self.table)
 
     def legal(self, variant: Any) -> tuple[GemmConfig, ...]:
@@ -209,7 +209,7 @@ class Space:
         return excluded
 
     def _offered(self, config: GemmConfig) -> str:
-        """Return what the kernel offers in place of a config that it does not list."""
+        """Return in words the configs that the kernel lists in place of one that it does not."""
         others = str(config).partition("x")[2]
         if others in self.tiles:
             return f"of {others} the kernel offers tile_m {', '.join(self.tiles[others].split())}"

@@ -238,7 +238,7 @@ class Block:
         return [Copy(0, 0, 0, self.bytes)] if self == self.sub_block() else self.separate_copies(half, row)
 
     def separate_copies(self, half: Any = 0, row: Any = 0) -> list[Copy]:
-        """The same as :meth:`copies`, but codes and scales always in runs of their own, the codes first."""
+        """Like :meth:`copies`, with codes and scales in runs of their own, the codes first."""
         whole = self.sub_block()
         half_of_scales = half * self.group_bytes if self.runs < whole.runs else 0
         if self.rows < BLOCK_N:

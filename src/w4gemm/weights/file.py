@@ -1,4 +1,4 @@
-"""What files keep of a weight: tensors and facts in a safetensors file; its format and activations in words, such as
+"""A weight in files: tensors and facts in a safetensors file; its format and activations in words, such as
 ``int4_g128 fp8``, which state dicts keep as a tensor."""
 
 from __future__ import annotations

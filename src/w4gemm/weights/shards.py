@@ -96,7 +96,7 @@ _MOST_LISTED = 32
 
 
 def _fitting(size: int, unit: int, count: int) -> str:
-    """Return what a message says of the counts that split ``size`` into equal parts of whole units."""
+    """Return in words the counts that split ``size`` into equal parts of whole units."""
     units = size // unit if size % unit == 0 else 1
     small = [c for c in range(1, math.isqrt(units) + 1) if units % c == 0]
     fits = sorted({*small, *(units // c for c in small)})

@@ -46,8 +46,9 @@ in 4-bit floats and 16-bit x: two warpgroups decode two blocks of rows each, whe
 H200 (2026-11-24, bench/results/grouped_configs_2.jsonl) 0.97 to 1.05 with 512 rows of an expert, 1.02 in the mean of 16
 points. First choice over fastest there: 1.018 without this factor, 1.006 with it."""
 _NEVER_FASTEST = 1.25
-"""The same of 48, 80 and 96 features, and of 64 where tile_m lies between the powers of two. Times of one weight say
-that they would be up to 14 % faster than what is chosen for experts; none was ever the fastest (H200, 2026-11-24)."""
+"""The same factor for 48, 80 and 96 features, and of 64 where tile_m lies between the powers of two. Times of one
+weight say that they would be up to 14 % faster than what is chosen for experts; none was ever the fastest (H200,
+2026-11-24)."""
 
 
 def random_and_zipf_rows(problem: GemmProblem, tile_m: int, us: Callable[[float], float]) -> float:

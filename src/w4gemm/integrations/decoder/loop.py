@@ -247,7 +247,7 @@ def _drawn(scores: torch.Tensor) -> torch.Tensor:
 
 
 class _Copies(NamedTuple):
-    """What the host reads of a step, and the event behind its copies; no event if the host reads it at once."""
+    """Results of a step that the host reads, and the event behind their copies; no event if it reads them at once."""
 
     finished: torch.Tensor
     token: torch.Tensor

@@ -28,7 +28,7 @@ LEFT_TO_TRANSFORMERS = ("disable_compile", "return_dict_in_generate", "cache_imp
 
 
 class Otherwise(enum.Enum):
-    """What runs where a requirement does not hold."""
+    """The code that runs where a requirement does not hold."""
 
     GENERATE = "the model's own generate"
     CALL = "the model's own generate, because of the model: each call asks"
@@ -41,9 +41,9 @@ class Requirement(NamedTuple):
 
     name: str
     fact: str
-    """What is true of it."""
+    """The statement about it that must hold."""
     why: str
-    """What the decoder does with it."""
+    """The decoder's use of it."""
     otherwise: Otherwise
     holds: Callable[[Any], bool]
     """Whether the fact is true, of a model; an exception says no."""
@@ -204,7 +204,7 @@ def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 
 
 def norm_eps(norm: nn.Module) -> float | None:
-    """What an RMSNorm adds to the mean of squares."""
+    """The number that an RMSNorm adds to the mean of squares."""
     return getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
 
 

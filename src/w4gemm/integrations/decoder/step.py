@@ -167,8 +167,8 @@ class DecodeStep:
             return self._run(model)
 
     def choose(self, model: PreTrainedModel) -> Callable[[PreTrainedModel], torch.Tensor]:
-        """Return what to capture: the first of the fused steps whose logits are those of the model's own code. All of
-        them run here; of the step's tensors they change only what the next token writes over."""
+        """Return the step to capture: the first of the fused ones whose logits are those of the model's own code. All
+        of them run here; of the step's tensors they change only what the next token writes over."""
         counters = [self.position, self.slot, *(layer.cumulative_length for layer in self.cache.layers)]
         before = [t.clone() for t in counters]
 

@@ -173,7 +173,7 @@ class ExpertsFormat:
         return numbers
 
     def packers(self, layer: torch.nn.Module, settings: ExpertsSettings, engine: Engine) -> Packers:
-        """Return what packs each product, once all numbers are in range.
+        """Return the packers of both products, once all numbers are in range.
 
         Raises:
             TypeError, ValueError: as from :meth:`numbers`, and for numbers that cannot be packed.

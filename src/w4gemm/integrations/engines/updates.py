@@ -141,7 +141,7 @@ class DenseUpdate(Update):
         return self.fill(layer, layer._parameters | layer._buffers, loaded, *args, **options)
 
     def fill(self, layer: Any, tensors: Tensors, loaded: torch.Tensor, *args: Any, **options: Any) -> Any:
-        """As :meth:`load`, for a layer whose packed tensors are ``tensors``."""
+        """Do as :meth:`load`, for a layer whose packed tensors are ``tensors``."""
         try:
             w = self.weight(tensors)
         except ValueError as e:

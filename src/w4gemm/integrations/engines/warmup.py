@@ -27,13 +27,13 @@ from w4gemm.weights.weight import QuantizedWeight
 
 
 class Need(NamedTuple):
-    """What layers of one kind and shape may launch."""
+    """Launches of layers of one kind and shape."""
 
     what: str
     """The kind, for the log."""
     keys: tuple[PlanKey, ...]
     helpers: tuple[Unit, ...]
-    """Small kernels beside the products."""
+    """Small kernels around the products."""
     run: Callable[[], None] | None
     """Launches each plan once."""
 
@@ -162,7 +162,7 @@ class LinearUse(NamedTuple):
 
 
 def linear_need(weights: Sequence[QuantizedWeight], bias: torch.Tensor | None, use: LinearUse) -> Need:
-    """Return what is launched for a layer with 1 to ``use.most_tokens`` tokens, without and with its bias if it has
+    """Return the launches of a layer with 1 to ``use.most_tokens`` tokens, without and with its bias if it has
     one.
 
     Args:
@@ -208,7 +208,7 @@ def experts_need(
     call: ExpertsCall,
     run: Callable[[], None] | None,
 ) -> Need:
-    """Return what the products of experts launch, and the small kernels beside them."""
+    """Return the launches of the products of experts, and of the small kernels around them."""
     device, plain = Device.of(gate_up.device), Epilogue(bias=call.bias)
     keys: list[PlanKey] = []
     helpers: dict[Unit, None] = {}

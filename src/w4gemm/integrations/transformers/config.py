@@ -58,7 +58,7 @@ class W4GemmConfig(QuantizationConfigMixin):
         """The quantization_config of the folder that ``save_pretrained`` writes, if it is none of w4gemm's own."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what config.json says."""
+        """Return the quantization_config of config.json."""
         own = super().to_dict()
         return own.pop("stored") or own
 

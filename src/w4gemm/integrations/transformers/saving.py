@@ -1,4 +1,4 @@
-"""What ``save_pretrained`` writes of a model with 4-bit layers: compressed-tensors if that holds every bit, else
+"""``save_pretrained`` of a model with 4-bit layers: it writes compressed-tensors if that holds every bit, else
 w4gemm's own format, as for every model with experts in 4 bits, because transformers renames what it splits."""
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ class _Method:
     products: tuple[ExpertsProduct, ExpertsProduct] | None = None
     """The products of ``moe_kernel``; None until weights are loaded."""
     updates: Sequence[ReloadedUpdate] = ()
-    """Of dense numbers for ``products``."""
+    """Updates of ``products`` with dense numbers."""
     supports_pre_processed_weights = False
     """Whether vLLM's cache of weights (--load-format ipc_cache) may hand in experts as they were packed; it refuses
     the model then."""
@@ -216,8 +216,8 @@ class _Method:
         self.moe_kernel = mk.FusedMoEKernel(prepare, experts)
 
     def get_fused_moe_quant_config(self, layer: Any) -> FusedMoEQuantConfig:
-        """Return what vLLM's prepare step does to activations; it asks for nothing else. DeepEP's low latency sends fp8
-        with a scale for each 128 columns, where others are quantized with one for each token."""
+        """Return how vLLM's prepare step quantizes activations; it asks for nothing else. DeepEP's low latency sends
+        fp8 with a scale for each 128 columns, where others are quantized with one for each token."""
         settings, _ = read(self, layer)
         if settings.activations != "fp8":
             return FusedMoEQuantConfig.make(None, weight_dtype="int4")

@@ -113,7 +113,7 @@ class _Experts(mk.FusedMoEExpertsModular):  # type: ignore[misc, unused-ignore]
         return self.gate_up.experts, a1.shape[-2], self.gate_up.n, self.gate_up.k, topk_ids.shape[1]
 
     def _need(self, counts: Sequence[int], rows_each: int, gathered: bool) -> Need:
-        """Return what is launched for these numbers of tokens, or of an expert's rows, of ``rows_each`` rows of all
+        """Return the launches for these numbers of tokens, or of an expert's rows, of ``rows_each`` rows of all
         experts."""
         fused = self.products[0].epilogue
         top_k = [self.moe_config.experts_per_token]
@@ -173,9 +173,9 @@ class W4gemmExperts(_Experts):
         return mk.FusedMoEActivationFormat.Standard
 
     def workspace_shapes(self, M: int, N: int, K: int, topk: int, *others: Any) -> Shapes:
-        """Return what vLLM allocates: nothing, the rows between the products, and the rows behind them. These have
-        three dimensions, lest vLLM takes its output for them where each token has one expert: they are in another
-        order."""
+        """Return the shapes that vLLM allocates: nothing, the rows between the products, and the rows behind them.
+        These have three dimensions, lest vLLM takes its output for them where each token has one expert: they are in
+        another order."""
         return (0,), (M * topk, self.columns_between), (M, topk, self.down.n)
 
     def apply(  # vLLM names every argument
@@ -223,7 +223,7 @@ class W4gemmExperts(_Experts):
         return LastStep() if self._last_step is None else self._last_step
 
     def need(self, most_tokens: int) -> Need:
-        """Return what is launched for 1 to ``most_tokens`` tokens."""
+        """Return the launches for 1 to ``most_tokens`` tokens."""
         top_k = self.moe_config.experts_per_token
         return self._need(token_counts(most_tokens, top_k, self.gate_up.experts), top_k, True)
 
@@ -289,7 +289,7 @@ class BatchedW4gemmExperts(_Experts):
         return mk.FusedMoEActivationFormat.BatchedExperts
 
     def workspace_shapes(self, M: int, N: int, K: int, topk: int, *others: Any) -> Shapes:
-        """Return what vLLM allocates, as :meth:`W4gemmExperts.workspace_shapes` does."""
+        """Return the shapes that vLLM allocates, as :meth:`W4gemmExperts.workspace_shapes` does."""
         rows = self.max_num_tokens * self.num_dispatchers
         return (0,), (self.gate_up.experts, rows, self.down.k), (self.gate_up.experts, rows, self.down.n)
 
@@ -318,7 +318,7 @@ class BatchedW4gemmExperts(_Experts):
         return TopKWeightAndReduceDelegate()
 
     def need(self, most_tokens: int) -> Need:
-        """Return what is launched for 1 to as many rows of an expert as there is room for."""
+        """Return the launches for 1 to as many rows of an expert as there is room for."""
         return self._need(first_rows(self.max_num_tokens * self.num_dispatchers), self.gate_up.experts, False)
 
     def _run_once(self, count: int) -> None:

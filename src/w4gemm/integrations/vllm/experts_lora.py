@@ -90,8 +90,8 @@ class LoraExperts(LoRAExpertsMixin, W4gemmExperts):  # type: ignore[misc, unused
         topk_ids: torch.Tensor,
         expert_map: torch.Tensor | None,
     ) -> tuple[torch.Tensor, dict[str, Any] | None]:
-        """Return what adapters add to the rows of choices, and how vLLM has sorted these; zeros and None for a layer
-        without adapters."""
+        """Return the contributions of adapters to the rows of choices, and how vLLM has sorted these; zeros and None
+        for a layer without adapters."""
         added, context = torch.zeros_like(rows), self._lora_context
         if context is None:
             return added, None

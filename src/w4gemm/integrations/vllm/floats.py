@@ -99,7 +99,7 @@ class _PackedScheme:
 
 
 class _Floats(FloatsKernel):
-    """What the kernels of both formats have in common."""
+    """Base of the kernels of both formats."""
 
     kind = "linear layers of 4-bit floats"
     names: tuple[str, ...]

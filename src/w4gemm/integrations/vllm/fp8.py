@@ -38,7 +38,7 @@ def install() -> None:
 
 
 class _Fp8(FloatsKernel):
-    """What both kernels have in common."""
+    """Base of both kernels."""
 
     kind = "linear layers of 8-bit floats with 16-bit activations"
 

@@ -41,7 +41,7 @@ _LABELS = {torch.float16: "F16", torch.bfloat16: "BF16", torch.int32: "I32"}
 
 
 class _Stored(NamedTuple):
-    """What a packing asks of a tensor."""
+    """dtype and shape of a tensor of a packing."""
 
     dtype: str
     shape: tuple[int, ...]

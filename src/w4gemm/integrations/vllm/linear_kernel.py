@@ -168,7 +168,7 @@ class LinearKernel:
         raise NotImplementedError
 
     def weights(self, layer: torch.nn.Module) -> list[QuantizedWeight]:
-        """Return what a layer has loaded, packed: one weight, or several whose rows follow one another.
+        """Return the packed weights of a layer that is loaded: one, or several whose rows follow one another.
 
         Raises:
             TypeError, ValueError: if it cannot be packed, or no kernel runs the product.
@@ -264,7 +264,7 @@ def capability() -> Capability | None:
 
 
 def kernels_made(make: Callable[[], Any]) -> tuple[Any, list[LinearKernel]]:
-    """Return what a function of vLLM's returns, and the kernels of ours that it has made."""
+    """Return the result of a function of vLLM's, and the kernels of ours that it has made."""
     made: list[LinearKernel] = []
     token = _made.set(made)
     try:

@@ -80,7 +80,7 @@ class Model(NamedTuple):
 
 
 def read_model(path: str, tensor_parallel: int = 1, dtype: torch.dtype | None = None) -> Model:
-    """Return what a checkpoint's headers say of its quantized layers; nothing else is read.
+    """Return the quantized layers of a checkpoint by its headers; nothing else is read.
 
     Args:
         tensor_parallel: number of GPUs that share each layer.

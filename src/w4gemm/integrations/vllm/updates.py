@@ -135,7 +135,7 @@ def end_reload(layer: Any, updates: Collection[ReloadedUpdate], packed: Collecti
 
 
 def _reloading(layer: torch.nn.Module) -> Any:
-    """Return what vLLM knows of a layer that it is loading anew; None if it is not, or this version cannot."""
+    """Return vLLM's record of a layer that it is loading anew; None if it is not, or this version cannot."""
     try:
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
     except ImportError:

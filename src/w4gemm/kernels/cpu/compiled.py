@@ -28,7 +28,7 @@ class Code(NamedTuple):
     row_bytes: int
     """Bytes of a row of the table: 128 codes and what the other methods read behind them."""
     middle: int
-    """What is subtracted from a code without integer zero point: 2**(bits of the format - 1)."""
+    """Number that is subtracted from a code without integer zero point: 2**(bits of the format - 1)."""
     zero: str
     scale_dtype: torch.dtype
     factors: int
@@ -53,7 +53,7 @@ class Code(NamedTuple):
 
 
 class CodeArguments(NamedTuple):
-    """What compiled code reads, as int64 in a row: addresses, and numbers of elements."""
+    """Arguments of compiled code, int64 in a row: addresses, and numbers of elements."""
 
     x: Any
     """float32 (panels, m, columns), or (m, k)."""

@@ -128,14 +128,14 @@ def operands_of_expert(operands: EpilogueOperands, expert: Int32, end: Int32) ->
 
 
 def operands_until(operands: EpilogueOperands, end: Int32) -> EpilogueOperands:
-    """The same with the residual cut off at row ``end``."""
+    """``operands`` with the residual cut off at row ``end``."""
     if operands.residual is None:
         return operands
     return operands._replace(residual=first_rows(operands.residual, end))
 
 
 def with_indexed_scales(operands: EpilogueOperands, indices: cute.Tensor | None) -> EpilogueOperands:
-    """The same with token scales that are read through ``indices``, if rows of x are gathered."""
+    """``operands`` with token scales that are read through ``indices``, if rows of x are gathered."""
     if operands.token_scale is None or indices is None:
         return operands
     return operands._replace(token_scale=IndexedScales(operands.token_scale, indices))

@@ -1,5 +1,5 @@
-"""What kernels that take :class:`w4gemm.kernels.arguments.Arguments` launch with: the ``cute.compile`` entry, and the
-shared memory that a launch asks for."""
+"""Launches of kernels that take :class:`w4gemm.kernels.arguments.Arguments`: the ``cute.compile`` entry, and the shared
+memory of a launch."""
 
 from __future__ import annotations
 

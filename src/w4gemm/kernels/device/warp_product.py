@@ -85,7 +85,7 @@ class WarpProduct:
         scales: Callable[[int, int], Words],
         x_fragments: Sequence[Sequence[tuple[Int32, Int32]]],
     ) -> None:
-        """The same with weights that are decoded together with their scales."""
+        """Multiply weights that are decoded together with their scales."""
         block, together = self.weight.block, self.weight.block.groups_per_word
         steps = block.scale_group // 16
         for group, strip in itertools.product(range(0, block.groups, together), range(len(words))):

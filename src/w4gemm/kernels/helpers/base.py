@@ -1,4 +1,4 @@
-"""The small kernels beside the products: :class:`Helper`, :func:`launcher`.
+"""The small kernels around the products: :class:`Helper`, :func:`launcher`.
 
 A helper is a frozen dataclass of its compile-time parameters, and no ``Kernel``, because it computes no product. Its
 classmethod ``of(device, ...)`` gives the one for a call, or None where the kernel does not run.
@@ -49,7 +49,7 @@ class Helper(Protocol):
     name: ClassVar[str]
 
     def unit(self) -> Unit:
-        """Return what is compiled."""
+        """Return the unit to compile."""
         ...
 
     @classmethod

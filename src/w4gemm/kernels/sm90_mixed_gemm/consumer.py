@@ -111,7 +111,7 @@ class Handover(NamedTuple):
 
 
 class ConsumerMemory(NamedTuple):
-    """What the consumers read and write besides the pipeline."""
+    """Memory of the consumers besides the pipeline."""
 
     staging: Int32
     """Address of all staging buffers."""
@@ -141,7 +141,7 @@ class OutputTile(NamedTuple):
 
 
 def flattened(registers: cute.Tensor) -> cute.Tensor:
-    """The same registers with one index, in the order in which WGMMA has them."""
+    """``registers`` with one index, in the order in which WGMMA has them."""
     return cute.make_tensor(registers.iterator, cute.make_layout(cute.size(registers)))
 
 

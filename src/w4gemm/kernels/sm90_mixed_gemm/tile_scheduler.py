@@ -1,5 +1,5 @@
-"""What the producer and the consumers of a CTA agree on: the pipeline between them, and the work tiles, which are
-output tiles or, under stream-k, k-ranges of them."""
+"""The pipeline between the producer and the consumers of a CTA, and the work tiles that both go through: output tiles
+or, under stream-k, k-ranges of them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What follows from the compile-time parameters of the kernel: warps and registers, work tiles, stages, the buffers
-through which it stores d, and shared memory."""
+"""Numbers that follow from the compile-time parameters of the kernel: warps and registers, work tiles, stages, the
+buffers through which it stores d, and shared memory."""
 
 from __future__ import annotations
 

@@ -106,14 +106,14 @@ class Pairs(Enum):
 
 
 class Decoding(NamedTuple):
-    """What a kernel says of its decoding."""
+    """The way in which a kernel decodes."""
 
     only_fma: bool = False
     """True for GPUs before SM90, which have no other arithmetic on pairs of bf16."""
     allow_sum_scale: bool = False
     """True if the kernel multiplies its sums by the decoder's ``sum_scale``, which may then be other than 1."""
     pairs: Pairs | None = None
-    """What the kernel's table in shared memory holds, if it decodes pairs of codes by one."""
+    """Contents of the kernel's table in shared memory, if it decodes pairs of codes by one."""
     on_sums: bool = False
     """True if the kernel applies scales to sums though the codec does not ask for it."""
 

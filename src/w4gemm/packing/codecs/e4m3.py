@@ -36,7 +36,7 @@ def _places() -> tuple[Bits, ...]:
 
 
 class _E4m3Codec(Codec):
-    """What all have in common."""
+    """Base of the codecs of e4m3."""
 
     def refusal(self, format: WeightFormat) -> str:
         if self.fragment is MMA16:

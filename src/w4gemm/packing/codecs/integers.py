@@ -38,7 +38,7 @@ _POSITIONS = [(p, p % 2, p // 4 * 2 + p // 2 % 2) for p in range(8)]
 
 
 def upper_factor(bits: int) -> int:
-    """Return what the codes of rows g + 8 are multiplied by where they lie in a nibble's or byte's place."""
+    """Return the factor of codes of rows g + 8 where they lie in a nibble's or byte's place."""
     return 16 if bits <= 4 else 2 ** (8 - bits)
 
 

@@ -15,7 +15,7 @@ _ROW_BYTES = 16  # of the decoder's table: the 16 codes of a scale or zero point
 
 
 def _sign_magnitude(bits: int) -> tuple[int, ...]:
-    """What is stored for each code: 2 * v for v = u - 2**(bits - 1) >= 0, else 2 * (-1 - v) + 1."""
+    """The stored number of each code: 2 * v for v = u - 2**(bits - 1) >= 0, else 2 * (-1 - v) + 1."""
     half = 2 ** (bits - 1)
     return tuple(2 * (u - half) if u >= half else 2 * (half - 1 - u) + 1 for u in range(2 * half))
 

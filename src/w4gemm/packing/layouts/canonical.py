@@ -47,7 +47,7 @@ class CanonicalLayout:
         return parts._replace(codes=unpack(parts.codes, format.bits)[:, :k].contiguous())
 
     def unpack_scales(self, tensors: tuple[torch.Tensor, ...], format: WeightFormat, k: int) -> WeightComponents:
-        """The same as :meth:`unpack`, but with the codes as they are packed."""
+        """Like :meth:`unpack`, but with the codes as they are packed."""
         named = dict(zip(format.part_names, tensors, strict=True))
         if _level_bits(format) < 8:
             groups = format.groups(k)

@@ -43,7 +43,7 @@ _LEAST_POWER = 2.0**-126
 
 
 class Dense(NamedTuple):
-    """What is quantized, and where to: tensors of the device."""
+    """Tensors on the device: the dense numbers, and the blocks that they are quantized into."""
 
     even: cute.Tensor
     """(experts, rows, k), contiguous, k even. The rows of the weight or, with ``odd``, its rows 0, 2, 4, ..."""
