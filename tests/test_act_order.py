@@ -11,9 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import w4gemm
 from conformance.cases import assert_close, random_weight
+from reference import grouped_reference
 from sass import disassemble
-from w4gemm import FormatError, QuantizedWeight, W4Linear, WeightFormat, linear
+from w4gemm import FormatError, QuantizedWeight, W4Experts, W4GroupedLinear, W4Linear, WeightFormat, linear
+from w4gemm.api import gather
 from w4gemm.api.gather import gather_columns
 from w4gemm.core.problem import H200
 from w4gemm.jit import object_code
@@ -354,3 +357,94 @@ def test_gate_and_up_in_pairs_have_one_order_of_columns():
     for up in (other, w):
         with pytest.raises(ValueError, match="up: wanted format, n, k, device, activations and perm of gate"):
             QuantizedWeight.interleave(first, up)
+
+
+# --- experts ---------------------------------------------------------------------------------------------------------
+
+E = 4
+
+
+def experts(name: str = "int4_g32", n: int = N, k: int = K) -> QuantizedWeight:
+    """Experts whose columns are in different orders; the first one's are in order."""
+    format, each = WeightFormat.parse(name), []
+    for e in range(E):
+        codes, scales, zeros, *_ = random_weight(format, n, k, e).parts()
+        groups = torch.arange(k) // format.group_length(k)
+        order = torch.randperm(k, generator=torch.Generator().manual_seed(e)) if e else torch.arange(k)
+        each.append(QuantizedWeight.from_codes(format, codes, scales, zeros, groups[order]))
+    return QuantizedWeight.stack(each)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_experts_are_a_stack_of_weights(name, tmp_path, device):
+    w = experts(name)
+    assert w.perm is not None and w.perm.shape == (E, K) and torch.equal(w.perm[0], torch.arange(K, dtype=torch.int32))
+    each = torch.stack([w.expert(e).dequantize() for e in range(E)])
+    assert torch.equal(w.dequantize(), each) and torch.equal(w.repack("mma16").dequantize(), each)
+    assert torch.equal(w.shard(0, 1, 2).dequantize(), each[:, N // 2 :])
+    w.save(tmp_path / "w.safetensors")
+    assert torch.equal(QuantizedWeight.load(tmp_path / "w.safetensors").dequantize(), each)
+    assert torch.equal(w.to(device).repack().dequantize().cpu(), each)
+    with pytest.raises(ValueError, match=r"perm: wanted torch.int32 \(4, 576\) or None, got torch.int32 \(576,\)"):
+        replace(w, perm=w.perm[0])
+
+
+@pytest.mark.parametrize("activations", [None, "fp8"])
+@pytest.mark.parametrize("indexed", [False, True])
+def test_products_of_experts(indexed, activations, device, monkeypatch):
+    """A few rows at a time, sorted, by their indices and padded, also traced."""
+    monkeypatch.setattr(gather, "_INDICES", 5 * K)
+    w = experts("int4_g64_zint").to(device).repack(activations=activations)
+    offsets = torch.tensor([0, 3, 3, 9, 13], dtype=torch.int32, device=device)
+    indices = torch.randperm(20, device=device)[:13] if indexed else None
+    x = tokens(w, torch.bfloat16, 20 if indexed else 13)
+    sorted_x = x if indices is None else x[indices]
+    fused = {"bias": torch.linspace(-1, 1, E * N, device=device).view(E, N).bfloat16(), "activation": "silu_mul"}
+    expected = grouped_reference(sorted_x, w, offsets, **fused).double()
+
+    def product(x: torch.Tensor) -> torch.Tensor:
+        return w4gemm.grouped_linear(x, w, offsets, indices=indices, **fused)
+
+    d = product(x)
+    error = (d.double() - expected).norm() / expected.norm()
+    assert error < (0.05 if activations else 0.01)
+    padded, counts = x.new_zeros(E, 6, K), offsets.diff()
+    for e in range(E):
+        padded[e, : counts[e]] = sorted_x[offsets[e] : offsets[e + 1]]
+    apart = w4gemm.masked_linear(padded, w, counts, **fused)
+    torch.testing.assert_close(torch.cat([apart[e, : counts[e]] for e in range(E)]), d)
+    assert w4gemm.grouped_linear(x[:0], w, torch.zeros_like(offsets)).shape == (0, N)
+    if device == "cpu" and indexed:
+        torch.compiler.reset()
+        assert torch.equal(torch.compile(product, fullgraph=True, backend="aot_eager")(x), d)
+
+
+def test_layers_of_experts(device):
+    """W4Experts: gradients, a state dict, and new numbers in place."""
+    up, down = experts("int4_g32", 2 * 96, 64), experts("int4_g32", 64, 96)
+    made = W4Experts(up.to(device), down.to(device), dtype=torch.float32 if device == "cpu" else torch.bfloat16)
+    x = torch.randn(7, 64, device=device).to(made.gate_up.dtype).requires_grad_()
+    weights, ids = torch.rand(7, E, device=device).topk(2)
+    y = made(x, ids, weights)
+    exact = torch.zeros(7, 64, dtype=torch.float64, device=device)
+    dense = x.detach().double().requires_grad_()
+    for t, j in [(t, j) for t in range(7) for j in range(2)]:
+        gate, up_ = (up.dequantize()[ids[t, j]].double().to(device) @ dense[t]).view(-1, 2).T
+        hidden = torch.nn.functional.silu(gate) * up_
+        row = weights[t, j].double() * (down.dequantize()[ids[t, j]].double().to(device) @ hidden)
+        exact = exact + torch.nn.functional.one_hot(torch.tensor(t, device=device), 7)[:, None] * row
+    bound = {"rtol": 1e-4, "atol": 1e-4} if device == "cpu" else {"rtol": 0.05, "atol": 0.3}
+    torch.testing.assert_close(y.double(), exact, **bound)
+    (grad,), (expected,) = torch.autograd.grad(y.sum(), x), torch.autograd.grad(exact.sum(), dense)
+    assert (grad.double() - expected).norm() / expected.norm() < (1e-4 if device == "cpu" else 0.05)
+    again = copy.deepcopy(made)
+    again.gate_up.weight = experts("int4_g32", 2 * 96, 64).to(device)
+    again.gate_up.weight.perm.copy_(again.gate_up.weight.perm.flip(0))
+    again.load_state_dict(made.state_dict())
+    assert torch.equal(again(x, ids, weights), y)
+    stacked = made.gate_up.weight
+    w4gemm.update_(stacked, up.dequantize().to(device, torch.bfloat16))
+    error = (stacked.dequantize() - up.dequantize().to(device)).norm() / up.dequantize().norm()
+    assert error < 0.15
+    with pytest.raises(RuntimeError, match=r"perm: wanted torch.int32 \(4, 64\)"):
+        W4GroupedLinear(up).load_state_dict(W4GroupedLinear(up).state_dict() | {"perm": up.perm[0]})

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,7 +24,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 import test_awq
 import test_compressed_tensors
 import test_gptq
-from quantized_model import Writer, change, configure, convert
+from quantized_model import Numbers, Writer, change, configure, convert
 from tiny_model import EXPERTS, LAYERS, write_dense
 from w4gemm import FormatError, W4Experts, W4GroupedLinear, W4Linear, WeightFormat, quantize
 from w4gemm.checkpoints import dense, open_checkpoint
@@ -98,6 +101,36 @@ def test_experts_of_their_own(tmp_path: Path, kind: str, capsys: pytest.CaptureF
     torch.testing.assert_close(logits(model), logits(plain), rtol=1e-4, atol=1e-4)
     assert main(["generate", "hello", "--model", str(folder), "--max-new-tokens", "2", "--device", "cpu"]) == 0
     assert "layers quantized" in capsys.readouterr().err
+
+
+def test_experts_in_act_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each expert in its own order, which its gate and up share because they have one input. compressed-tensors no
+    longer holds such weights, our own folder does."""
+    folder, saved, config = tmp_path / "model", tmp_path / "saved", test_gptq.CONFIG | {"desc_act": True}
+
+    def write(name: str, n: int, k: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        numbers = Numbers.random(n, k, 32)
+        order = np.random.default_rng(len(name) if by_module else int(re.findall(r"\d+", name)[-1])).permutation(k)
+        numbers = replace(numbers, groups=numbers.groups[order])
+        parts, _ = test_gptq.writer(-1)(name, n, k)
+        return parts | {"g_idx": torch.from_numpy(numbers.groups).int()}, numbers.weight
+
+    by_module = False
+    wanted = convert(write_dense(folder, "qwen3_moe"), config, write, ROUTERS)
+    model, _ = load(folder)
+    experts = next(module for module in model.modules() if isinstance(module, W4Experts))
+    perm = experts.gate_up.weight.perm  # down has one group
+    assert perm is not None and perm.shape == (EXPERTS, 64) and len(perm.unique(dim=0)) == EXPERTS
+    plain = dense_model(folder, {f"{name}.weight": t for name, t in wanted.items()}, MARKS)
+    torch.testing.assert_close(logits(model), logits(plain), rtol=1e-4, atol=1e-4)
+    model.save_pretrained(saved)
+    assert torch.equal(logits(load_beside(saved)), logits(model))
+    assert main(["convert", str(folder), str(tmp_path / "other"), "--to", "compressed-tensors"]) == 1
+    assert "does not hold weights in act-order" in capsys.readouterr().err
+    by_module = True
+    convert(write_dense(tmp_path / "odd", "qwen3_moe"), config, write, ROUTERS)
+    with pytest.raises(FormatError, match="wanted format, n, k, device, activations and perm of gate"):
+        load(tmp_path / "odd")
 
 
 def test_a_mixture_whose_tokens_do_not_depend_on_the_batch(tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def compute(call: Call, out: torch.Tensor | None = None) -> torch.Tensor:
         call.check_out(out)
     flat = len(call.shape) == 2
     rows, d = (x, out) if flat else (x.reshape(-1, w.k), out.view(-1, call.shape[-1]))
-    if w.perm is not None:
+    if w.perm is not None and not w.experts:  # of experts, grouped_linear has gathered them
         rows = gather_columns(rows, w.perm)
     launched = Operands(rows, w.tensors, d, call.operands, call.rows)
     launch(w.packed, launched, call.epilogue, call.config, call.batch_invariant, call.expected)

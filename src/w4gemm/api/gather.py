@@ -1,4 +1,5 @@
-"""The columns of x in the order of a weight's ``perm`` (act-order): :func:`gather_columns`."""
+"""The columns of x in the order of a weight's ``perm`` (act-order): :func:`gather_columns`, of experts
+:func:`gather_columns_of_experts`."""
 
 from __future__ import annotations
 
@@ -12,6 +13,9 @@ from w4gemm.core.problem import Device
 from w4gemm.kernels import launcher
 from w4gemm.kernels.base import selected
 from w4gemm.kernels.helpers.column_gather.spec import ColumnGather
+
+_INDICES = 2**24
+"""Most columns that are gathered together with an index each, which takes 12 bytes."""
 
 
 def gather_columns(x: torch.Tensor, perm: torch.Tensor) -> torch.Tensor:
@@ -30,6 +34,29 @@ def gather_columns(x: torch.Tensor, perm: torch.Tensor) -> torch.Tensor:
             gather(x, perm, out, ColumnGather.ctas_per_row(m, k, sms))
             return out
     return selected(x, 1, perm)
+
+
+def gather_columns_of_experts(
+    x: torch.Tensor, perm: torch.Tensor, owner: torch.Tensor, indices: torch.Tensor | None
+) -> torch.Tensor:
+    """Return, for each i, row indices[i] of x (rows, k) with its columns in the order perm[owner[i]].
+
+    PyTorch's operators do it, some rows at a time. Gradients to x are added in the order of rows.
+
+    Args:
+        perm: int32 (experts, k).
+        owner: int64 (m,).
+        indices: int32 or int64 (m,); None for row i.
+    """
+    some = max(1, _INDICES // x.shape[1])
+    bits = x.view(torch.uint8) if x.element_size() == 1 else x  # PyTorch gathers no fp8
+    parts = []
+    for i in range(0, max(1, len(owner)), some):
+        rows = slice(i, i + some)
+        part = bits[rows] if indices is None else bits[indices[rows]]
+        parts.append(part.gather(1, perm[owner[rows]].long()))
+    d = torch.cat(parts)
+    return d if bits is x else d.view(x.dtype)  # a view of a dtype has no gradient
 
 
 @functools.cache

@@ -8,10 +8,11 @@ import torch
 
 from w4gemm.api import arguments
 from w4gemm.api.call import Call, checked, compute
-from w4gemm.api.grouped_operators import differentiable, owned_rows, product
+from w4gemm.api.gather import gather_columns_of_experts
+from w4gemm.api.grouped_operators import differentiable, owned_rows, owners, product
 from w4gemm.api.modes import needs_dispatcher, refuse_duals, refuse_transforms, requires_grad
 from w4gemm.core.config import GemmConfig
-from w4gemm.core.epilogue import EpilogueOperands
+from w4gemm.core.epilogue import EpilogueOperands, replaced
 from w4gemm.core.errors import is_int, require_bool
 from w4gemm.kernels.arguments import ExpertRows
 from w4gemm.weights.weight import QuantizedWeight
@@ -158,9 +159,25 @@ def masked_linear(
     return _computed(checked(x, w, operands, activation, out_dtype, config, **options), out)
 
 
+def _in_packed_order(call: Call) -> Call:
+    """Return the call of a weight in act-order with rows of x in the order of the result, each row's columns in the
+    order of its expert."""
+    w, rows, operands = call.w, call.rows, call.operands
+    assert w.perm is not None
+    x, indices, scale = call.x.reshape(-1, w.k), rows.indices, operands.token_scale
+    if indices is not None and scale is not None:
+        operands = replaced(operands, token_scale=scale.index_select(0, indices))
+    owner, _ = owners(rows.starts, rows.ends, len(x if indices is None else indices))
+    x = gather_columns_of_experts(x, w.perm, owner, indices)
+    return call._replace(x=x, operands=operands, rows=rows._replace(indices=None))
+
+
 def _computed(call: Call, out: torch.Tensor | None) -> torch.Tensor:
     x, operands = call.x, call.operands
     refuse_duals(x, operands, "experts")
+    if call.w.perm is not None:
+        call = _in_packed_order(call)
+        x, operands = call.x, call.operands
     if not needs_dispatcher(x, operands):
         return compute(call, out)
     refuse_transforms("experts")

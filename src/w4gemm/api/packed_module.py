@@ -300,7 +300,8 @@ class PackedModule(torch.nn.Module):
         shapes = packed_shape(self.format, "canonical", w.n, w.k, w.experts).tensors
         keys = [prefix + name for name in self.format.part_names]
         if prefix + "perm" in state_dict:  # only a weight in act-order has one
-            shapes, keys = (*shapes, (PERM_DTYPE, (w.k,))), [*keys, prefix + "perm"]
+            perms = w.shape[::2] if w.experts else (w.k,)
+            shapes, keys = (*shapes, (PERM_DTYPE, tuple(perms))), [*keys, prefix + "perm"]
         unexpected_keys[:] = [key for key in unexpected_keys if key not in keys]
         absent = [key for key in keys if key not in state_dict]
         if absent:

@@ -102,7 +102,7 @@ def _in_pytorch(w: QuantizedWeight, sources: tuple[torch.Tensor, ...]) -> None:
         own = [source[e] if w.experts else source for source in sources]
         dense = own[0] if len(own) == 1 else torch.stack(own, 1).flatten(0, 1)
         if w.perm is not None:
-            dense = dense[:, w.perm]
+            dense = dense[:, target.perm]
         made = quantize(dense, w.format).repack(w.layout)
         for t, new in zip(target.tensors, made.tensors, strict=True):
             t.copy_(new)

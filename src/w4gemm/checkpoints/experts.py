@@ -42,15 +42,13 @@ class Stack:
         """Return the weight (experts, n, k); ``read`` gives that of one of the ``sources``.
 
         Raises:
-            ValueError: if an expert's columns are in act-order.
+            ValueError: if columns of an expert's gate and up are in different orders.
         """
         return QuantizedWeight.stack(self._experts(read), self.module.experts, "canonical")
 
     def _experts(self, read: Callable[[str], QuantizedWeight]) -> Iterator[QuantizedWeight]:
         for names in self.sources:
             weights = [read(name) for name in names]
-            if any(w.perm is not None for w in weights):
-                raise ValueError(f"{names[0]} is in act-order, which experts cannot be; wanted desc_act false")
             yield weights[0] if len(weights) == 1 else QuantizedWeight.interleave(*weights)
 
     def pre_quant_scale(self, read: Callable[[str], torch.Tensor]) -> torch.Tensor:

@@ -234,6 +234,8 @@ class QuantizedFolder:
 
     def in_act_order(self, name: str) -> bool:
         """True if a module's columns are in act-order. Only its index tensor is read."""
+        if stack := self._stacks.get(name):
+            return any(self.in_act_order(source) for expert in stack.sources for source in expert)
         parts = self._parts.get(name, {})
         index = next((leaf for leaf in ("g_idx", "weight_g_idx") if leaf in parts), None)
         if index is None:

@@ -98,7 +98,7 @@ class OwnPacking:
         format, activations = of_words(text)
         experts = stored["codes"].shape[0] if "codes" in stored and len(stored["codes"].shape) == 3 else 0
         *_, n, row_bytes = check_tensor(stored, "codes", ("U8",), stored["codes"].shape if experts else None)
-        k = stored["perm"].shape[0] if "perm" in stored else 8 * row_bytes // format.bits
+        k = stored["perm"].shape[-1] if "perm" in stored else 8 * row_bytes // format.bits
         packed = packed_shape(format, "canonical", n, k, experts)
         for leaf, (dtype, shape) in zip(format.part_names, packed.tensors, strict=True):
             check_tensor(stored, leaf, (_DTYPES[dtype],), shape)

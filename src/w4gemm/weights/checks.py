@@ -203,15 +203,16 @@ def sorting_perm(g_idx: torch.Tensor, format: WeightFormat, k: int, device: torc
     return None if torch.equal(perm, columns) else perm.to(PERM_DTYPE)
 
 
-def check_perm(perm: torch.Tensor, k: int, device: torch.device) -> None:
+def check_perm(perm: torch.Tensor, shape: tuple[int, ...], device: torch.device) -> None:
     """Raise ValueError if perm has a wrong dtype, shape or device. :func:`is_permutation` checks its numbers."""
-    if not isinstance(perm, torch.Tensor) or perm.dtype != PERM_DTYPE or tuple(perm.shape) != (k,):
+    if not isinstance(perm, torch.Tensor) or perm.dtype != PERM_DTYPE or tuple(perm.shape) != shape:
         came = f"{perm.dtype} {tuple(perm.shape)}" if isinstance(perm, torch.Tensor) else type(perm).__name__
-        raise ValueError(f"perm: wanted {PERM_DTYPE} ({k},) or None, got {came}")
+        raise ValueError(f"perm: wanted {PERM_DTYPE} {shape} or None, got {came}")
     if perm.device != device or not perm.is_contiguous():
         raise ValueError(f"perm: wanted it contiguous on {device}, got it on {perm.device}, stride {perm.stride(0)}")
 
 
 def is_permutation(perm: torch.Tensor) -> bool:
-    """True if perm (k,) holds each of 0 .. k - 1 once. Synchronizes on a GPU."""
-    return torch.equal(perm.sort().values, torch.arange(len(perm), dtype=perm.dtype, device=perm.device))
+    """True if each row of perm (..., k) holds each of 0 .. k - 1 once. Synchronizes on a GPU."""
+    columns = torch.arange(perm.shape[-1], dtype=perm.dtype, device=perm.device)
+    return torch.equal(perm.sort(-1).values, columns.expand_as(perm))

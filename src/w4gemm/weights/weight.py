@@ -16,7 +16,15 @@ from w4gemm.core.problem import Device
 from w4gemm.packing.layouts import CanonicalLayout, WeightComponents, layout_for, layout_named
 from w4gemm.packing.packed_shape import PackedShape, packed_shape
 from w4gemm.packing.repack import Matrix, repack_rows
-from w4gemm.weights.checks import check_codes, check_perm, check_range, checked, is_permutation, sorting_perm
+from w4gemm.weights.checks import (
+    PERM_DTYPE,
+    check_codes,
+    check_perm,
+    check_range,
+    checked,
+    is_permutation,
+    sorting_perm,
+)
 from w4gemm.weights.dequantize import dequantize_parts
 from w4gemm.weights.file import check_path, read, unfit, write
 from w4gemm.weights.shards import alternating_scales, check_shards, cut, shard_format
@@ -38,9 +46,9 @@ class QuantizedWeight:
             read: "cpu", "mma16" or, for fp8 x, "mma8". :meth:`repack` changes it.
         tensors: the packed tensors, with the dtypes and shapes of ``packed.tensors``.
         experts: 0 for a single weight; else the number of weights of this format, n and k, along a leading dimension of
-            each tensor, as :meth:`stack` makes them for :func:`w4gemm.grouped_linear`. Such a weight has no perm.
-        perm: int32 (k,), the order in which w's columns are packed (act-order): packed column j is column perm[j] of
-            w. None if they are packed in w's order.
+            each tensor, as :meth:`stack` makes them for :func:`w4gemm.grouped_linear`.
+        perm: int32 (k,) or (experts, k), the order in which w's columns are packed (act-order): packed column j is
+            column perm[j] of w. None if they are packed in w's order.
         activations: "fp8" if :func:`w4gemm.linear` first quantizes x to float8_e4m3fn, with a scale for each token
             (W4A8), on every device; None if it multiplies x as it is. :meth:`repack` sets it. A file and a layer's
             state dict keep it.
@@ -83,9 +91,7 @@ class QuantizedWeight:
         ) or self.activations not in ACTIVATIONS:
             raise ValueError(f"activations: wanted one of {ACTIVATIONS}, got {self.activations!r}")
         if self.perm is not None:
-            if self.experts:
-                raise ValueError(f"perm: wanted None with {self.experts} experts")
-            check_perm(self.perm, self.k, self.device)
+            check_perm(self.perm, (self.experts, self.k) if self.experts else (self.k,), self.device)
         if self.device.type == "cuda":
             _launch_behind(self.tensors)
 
@@ -182,7 +188,7 @@ class QuantizedWeight:
         makes, loads or moves one after the other, memory holds only the result and one expert.
 
         Args:
-            weights: of equal format, n, k, device and activations, without perm and experts.
+            weights: of equal format, n, k, device and activations, without experts. Each may be in act-order.
             count: number of weights; may be omitted if ``weights`` has a length.
             layout: as for :meth:`repack`.
 
@@ -201,11 +207,11 @@ class QuantizedWeight:
         weights = tuple(weights) if isinstance(weights, Sequence) else weights
         if isinstance(weights, tuple) and len(weights) != count:
             raise ValueError(f"weights: wanted {count}, got {len(weights)}")
-        stacked, first = 0, None
+        stacked, first, perm = 0, None, None
         for w in weights:
-            if not isinstance(w, cls) or w.experts or w.perm is not None:
+            if not isinstance(w, cls) or w.experts:
                 came = w if isinstance(w, cls) else kind_of(w)
-                raise TypeError(f"weights: wanted QuantizedWeights without experts and perm, got {came}")
+                raise TypeError(f"weights: wanted QuantizedWeights without experts, got {came}")
             if stacked == count:
                 raise ValueError(f"weights: wanted {count}, got more")
             if first is None:
@@ -218,10 +224,14 @@ class QuantizedWeight:
                 number = f"number {stacked + 1} of {count}"
                 raise ValueError(f"weights: wanted {expected} like the first, got {got} as {number}")
             w._repack_into(target.layout, tuple(t[stacked] for t in tensors))
+            if w.perm is not None:
+                if perm is None:  # the others' columns are in order
+                    perm = torch.arange(w.k, dtype=PERM_DTYPE, device=w.device).repeat(count, 1)
+                perm[stacked] = w.perm
             stacked += 1
         if first is None or stacked < count:
             raise ValueError(f"weights: wanted {count}, got {stacked}")
-        return replace(first, layout=target.layout, tensors=tensors, experts=count)
+        return replace(first, layout=target.layout, tensors=tensors, perm=perm, experts=count)
 
     def expert(self, index: int) -> QuantizedWeight:
         """Return the weight of one expert, which shares this weight's memory.
@@ -233,12 +243,14 @@ class QuantizedWeight:
             raise ValueError(f"expert: wanted a weight of several experts, got a single one, {self!r}")
         if not is_int(index) or not 0 <= index < self.experts:
             raise ValueError(f"index: wanted an expert 0 .. {self.experts - 1}, got {index!r}")
-        return replace(self, tensors=tuple(t[index] for t in self.tensors), experts=0)
+        perm = None if self.perm is None else self.perm[index]
+        return replace(self, tensors=tuple(t[index] for t in self.tensors), perm=perm, experts=0)
 
     def as_one(self, first: int = 0, last: int | None = None) -> QuantizedWeight | None:
         """Return the weight (count * n, k) of the experts first .. last - 1, one below the other, sharing this weight's
-        memory; None if the layout pads n, because the padding lies between the experts."""
-        if self.is_padded:
+        memory; None if the layout pads n, because the padding lies between the experts, or if they are in act-order,
+        each in its own."""
+        if self.is_padded or self.perm is not None:
             return None
         tensors = tuple(t[first:last].flatten(0, 1) for t in self.tensors)
         return replace(self, n=self.n * len(self.tensors[0][first:last]), tensors=tensors, experts=0)
