@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,11 @@ pytest.importorskip("transformers")
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from many_models import Base, base
 from quantized_model import Numbers, Writer, assert_loads, configure, write_model
 from test_modelopt import mxfp4, nvfp4
 from tiny_model import LAYERS
-from w4gemm import FormatError, W4Linear, WeightFormat
+from w4gemm import FormatError, W4GroupedLinear, W4Linear, WeightFormat
 from w4gemm.checkpoints import open_checkpoint
 from w4gemm.checkpoints.torchao import _untiled
 from w4gemm.integrations.transformers import load
@@ -153,8 +155,10 @@ def in_symmetric_bytes(name: str, n: int, k: int) -> Any:
     return {"_weight_qdata": qdata, "_weight_scale": numbers.scales, "_weight_zero_point": zeros}, numbers.weight
 
 
-@pytest.mark.parametrize("bits", [8, 6, 5, 3, 2])
-def test_integers_of_other_widths_in_bytes(tmp_path: Path, bits: int) -> None:
+@pytest.mark.parametrize(
+    ("bits", "element"), [*((bits, f"int{bits}") for bits in (8, 6, 5, 3, 2)), (7, "int8"), (1, "int2")]
+)
+def test_integers_of_other_widths_in_bytes(tmp_path: Path, bits: int, element: str) -> None:
     def attributes(n: int, k: int) -> dict[str, Any]:
         return int8(n, k) | {"target_dtype": dtype(f"int{bits}")}
 
@@ -164,7 +168,7 @@ def test_integers_of_other_widths_in_bytes(tmp_path: Path, bits: int) -> None:
         return {"_weight_qdata": qdata, "_weight_scale": numbers.scales, "_weight_zero_point": zeros}, numbers.weight
 
     wanted = write_torchao(tmp_path, "IntxUnpackedToInt8Tensor", attributes, write)
-    assert_loads(tmp_path, wanted, {f"int{bits}_g32_zint": 7 * LAYERS})
+    assert_loads(tmp_path, wanted, {f"{element}_g32_zint": 7 * LAYERS})
 
 
 @pytest.mark.parametrize("zeros", [True, False])
@@ -179,6 +183,104 @@ def test_int8_tensor(tmp_path: Path, zeros: bool) -> None:
 
     wanted = write_torchao(tmp_path, "Int8Tensor", lambda n, k: {"block_size": [1, k]}, write)
     assert_loads(tmp_path, wanted, {"int8_col_zint" if zeros else "int8_col": 7 * LAYERS})
+
+
+@pytest.mark.parametrize("kind", ["Int8WeightOnlyConfig", "Int4WeightOnlyConfig"])
+def test_int8_tensor_with_a_scale_of_the_matrix(tmp_path: Path, kind: str) -> None:
+    """Configs of int8 weights have zero points, all of them 0; scales of static activations are not used."""
+
+    def write(name: str, n: int, k: int) -> Any:
+        q = torch.randint(-127, 128, (n, k), generator=torch.Generator().manual_seed(n), dtype=torch.int8)
+        scale, zero = torch.full((1, 1), 0.013), torch.zeros(1, 1, dtype=torch.int8)
+        stored = {"_weight_qdata": q, "_weight_scale": scale, "_weight_zero_point": zero}
+        return stored | {"_weight_act_quant_scale": torch.ones(1, 1)}, q.float() * scale
+
+    wanted = write_torchao(tmp_path, "Int8Tensor", lambda n, k: {"block_size": [n, k]}, write)
+    configure(tmp_path, quant_type={"default": {"_type": kind, "_data": {}}})
+    format = "int8_col_fp32" if kind.startswith("Int8") else "int8_col_zint_fp32"
+    assert_loads(tmp_path, wanted, {format: 7 * LAYERS})
+
+
+@pytest.mark.parametrize("swizzled", [False, True])
+@pytest.mark.parametrize(("element", "format"), [("float8_e4m3fn", "mxfp8"), ("float8_e5m2", "e5m2_g32_e8m0")])
+def test_mxfp8(tmp_path: Path, element: str, format: str, swizzled: bool) -> None:
+    def write(name: str, n: int, k: int) -> Any:
+        random = torch.Generator().manual_seed(n + k)
+        codes = torch.randn(n, k, generator=random).to(getattr(torch, element))
+        powers = torch.randint(110, 130, (n, k // 32), generator=random, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+        weight = codes.float() * powers.float().repeat_interleave(32, 1)
+        return {"_weight_qdata": codes, "_weight_scale": blocked(powers) if swizzled else powers}, weight
+
+    attributes = {"elem_dtype": dtype(element), "block_size": 32, "is_swizzled_scales": swizzled}
+    wanted = write_torchao(tmp_path, "MXTensor", lambda n, k: attributes, write)
+    checkpoint = open_checkpoint(tmp_path)
+    assert {module.format for module in checkpoint.modules.values()} == {WeightFormat.parse(format)}
+    assert all(torch.equal(checkpoint.weight(name).dequantize(), weight) for name, weight in wanted.items())
+
+
+def with_experts(folder: Path, model: Base, kind: str) -> dict[str, torch.Tensor]:
+    """Write a tiny Qwen3-MoE whose experts are one tensor of torchao's for each product; return their dense numbers."""
+    stored, kept, wanted = dict(model.tensors), {}, {}
+    for layer in range(2):
+        owner = f"model.layers.{layer}.mlp.experts"
+        for leaf in ("gate_up_proj", "down_proj"):
+            roles = [f"{role}_proj" for role in leaf.removesuffix("_proj").split("_")]
+            each = [[stored.pop(f"{owner}.{e}.{role}.weight") for role in roles] for e in range(4)]
+            w = torch.stack([torch.cat(parts) for parts in each]).float()
+            block = [1, 1, w.shape[-1]]
+            if kind == "Float8Tensor":
+                scale = w.abs().amax(-1, True) / 448
+                codes, parts = (w / scale).to(torch.float8_e4m3fn), {}
+            else:  # one scale of all experts
+                block, scale = [*w.shape], w.abs().max().reshape(1, 1, 1) / 127
+                codes = (w / scale).round().to(torch.int8)
+                parts = {"zero_point": torch.zeros(1, 1, 1, dtype=torch.int8)}
+            parts |= {"qdata": codes, "scale": scale}
+            stored |= {f"{owner}._{leaf}_{part}": t for part, t in parts.items()}
+            kept[f"{owner}.{leaf}"] = json.dumps({"_type": kind, "_data": {"block_size": block}})
+            wanted[f"{owner}.{leaf}"] = codes.float() * scale
+    shutil.copytree(model.folder, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": CONFIG}))
+    save_file(stored, folder / "model.safetensors", {"format": "pt"} | kept)
+    return wanted
+
+
+@pytest.mark.parametrize("kind", ["Float8Tensor", "Int8Tensor"])
+def test_experts_in_one_tensor(tmp_path: Path, kind: str) -> None:
+    dense = base("qwen3_moe", tmp_path)
+    wanted = with_experts(tmp_path / "torchao", dense, kind)
+    checkpoint = open_checkpoint(tmp_path / "torchao")
+    assert checkpoint.modules.keys() == wanted.keys()
+    for name, weight in wanted.items():
+        assert torch.equal(checkpoint.dense(name), weight)
+        pairs = torch.stack(weight.chunk(2, 1), 2).flatten(1, 2) if name.endswith("gate_up_proj") else weight
+        assert torch.equal(checkpoint.weight(name).dequantize(), pairs)
+    model, _ = load(tmp_path / "torchao", dtype=torch.float32)
+    assert sum(isinstance(m, W4GroupedLinear) for m in model.modules()) == 4
+    save_file(dense.tensors, dense.folder / "model.safetensors", {"format": "pt"})
+    ids = torch.tensor([[3, 55, 17, 23, 8]])
+    reference = dense.cls.from_pretrained(dense.folder, dtype=torch.float32)
+    for name, weight in wanted.items():
+        reference.get_parameter(name).data = weight
+    with torch.inference_mode():
+        torch.testing.assert_close(model(ids).logits, reference(ids).logits, rtol=1e-3, atol=1e-3)
+
+
+def test_experts_that_do_not_fit_become_dense(tmp_path: Path) -> None:
+    """Matrices (k, n), as gpt-oss keeps them, have scales along n, which no format has."""
+    qdata, scale = torch.randn(3, 64, 128).to(torch.float8_e4m3fn), torch.rand(3, 64, 1) + 0.5
+    owner, other = "model.layers.0.mlp.experts", torch.randn(3, 64, 64).to(torch.float8_e4m3fn)
+    parts = {f"{owner}._gate_up_proj_qdata": qdata, f"{owner}._gate_up_proj_scale": scale}
+    parts |= {f"{owner}._down_proj_qdata": other, f"{owner}._down_proj_scale": scale + 1}
+    described = {"_type": "Float8Tensor", "_data": {"block_size": [1, 1, 128]}}
+    down = {"_type": "Float8Tensor", "_data": {"block_size": [1, 1, 64]}}
+    metadata = {f"{owner}.gate_up_proj": json.dumps(described), f"{owner}.down_proj": json.dumps(down)}
+    save_file(parts, tmp_path / "model.safetensors", metadata)
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": CONFIG}))
+    checkpoint = open_checkpoint(tmp_path)
+    assert not checkpoint.modules
+    assert torch.equal(checkpoint.dense(f"{owner}.gate_up_proj"), qdata.float() * scale)
 
 
 def in_fp8(rows: int, columns: int, element: torch.dtype = torch.float8_e4m3fn) -> Writer:
@@ -312,8 +414,8 @@ def test_tiles_are_those_of_pytorch() -> None:
             {"activation_dtype": dtype("float8_e4m3fn")},
             r"its zero points are up to .*, wanted 0 beside x",
         ),
-        ("IntxUnpackedToInt8Tensor", {"target_dtype": dtype("int7")}, "has the numbers of int7, wanted int4 or int8"),
-        ("MXTensor", {"elem_dtype": dtype("float8_e4m3fn")}, "elements of float8_e4m3fn, wanted float4_e2m1fn_x2"),
+        ("IntxUnpackedToInt8Tensor", {"target_dtype": dtype("uint7")}, "has the numbers of uint7, wanted int4 or int8"),
+        ("MXTensor", {"elem_dtype": "fp6_e2m3"}, "elements of fp6_e2m3, wanted float4_e2m1fn_x2 or float8_e4m3fn"),
         ("NVFP4Tensor", {"block_size": 32}, "its block_size is 32, wanted 16"),
         ("MXTensor", {}, "_weight_qdata is I8, wanted U8"),
         (None, {}, "the metadata of its file are no weight of torchao: KeyError"),

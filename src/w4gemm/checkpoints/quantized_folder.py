@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from w4gemm.checkpoints.base import CheckpointFormat, Module, Pretrained
-from w4gemm.checkpoints.experts import Stack, stacks
+from w4gemm.checkpoints.experts import DOWN, GATE_UP, Stack, stacks
 from w4gemm.checkpoints.fp8_folder import Fp8Folder, ScaleBlock, block_of
 from w4gemm.checkpoints.hugging_face import TensorInfo, quantization_config
 from w4gemm.checkpoints.methods import method_of
@@ -106,7 +106,9 @@ class QuantizedFolder:
             )
         self._own = {name: self._module(name, parts) for name, parts in sorted(self._parts.items())}
         self._stacks = self._stacked()
-        self.modules = self._own | whole
+        together = {name: m for name, m in self._own.items() if m.experts}
+        self.tensors |= {name: (m.experts, m.n, m.k) for name, m in together.items()}
+        self.modules = {name: m for name, m in self._own.items() if not m.experts or self._packs(name)} | whole
         for name, stack in self._stacks.items():
             for source in (source for expert in stack.sources for source in expert):
                 del self.modules[source]
@@ -175,6 +177,8 @@ class QuantizedFolder:
         owner, leaf = _Name.of(name)
         stack = self._stacks.get(owner)
         source = name if stack is None else f"{stack.sources[0][0]}.{leaf}"
+        if name in self._own:  # experts in one tensor
+            return self._parts[name][next(leaf for leaf in self._packing.marks if leaf in self._parts[name])].dtype
         return self._stored.tensors[self._files[source]].dtype
 
     def weight(self, name: str, device: torch.device | str = "cpu") -> QuantizedWeight:
@@ -182,9 +186,12 @@ class QuantizedFolder:
             raise not_among(self.path, "4-bit module", name, self.modules)
         stack = self._stacks.get(name)
         try:
-            if stack is None:
-                return self._weight(name, device)
-            return stack.weight(lambda source: self._weight(source, device))
+            if stack is not None:
+                return stack.weight(lambda source: self._weight(source, device))
+            w = self._weight(name, device)
+            if name in self._own and self._own[name].experts and self._own[name].interleaved:
+                return QuantizedWeight.interleave(*(w.shard(0, half, 2) for half in range(2)))
+            return w
         except FormatError:
             raise
         except (TypeError, ValueError) as e:
@@ -209,6 +216,11 @@ class QuantizedFolder:
                 return together(lambda source: self._tensor(f"{source}.{leaf}")).to(dtype)
             except ValueError as e:
                 raise FormatError(f"{self.path}: {e}") from e
+        if name in self._own:
+            try:
+                return self._weight(name, "cpu").dequantize().to(dtype)
+            except ValueError as e:
+                raise FormatError(f"{self.path}: {name}: {e}") from e
         t = self._tensor(name)
         return t.to(dtype) if t.is_floating_point() else t
 
@@ -226,7 +238,7 @@ class QuantizedFolder:
         """Names in the folder's files of the tensors of a module, its bias too, or of one of ``tensors``."""
         owner, _, leaf = name.rpartition(".")
         leaves = None
-        if name not in self.modules or self.modules[name].shared:
+        if name not in self._own and (name not in self.modules or self.modules[name].shared):
             name, leaves = owner, [leaf]
         stack = self._stacks.get(name)
         owners = [name] if stack is None else [source for expert in stack.sources for source in expert]
@@ -245,6 +257,18 @@ class QuantizedFolder:
 
     def _tensor(self, name: str) -> torch.Tensor:
         return self._stored.tensor(self._files[name])
+
+    def _packs(self, name: str) -> bool:
+        """True if experts in one tensor can stay packed: both products are there, their matrices are (n, k), they have
+        no biases (whose models have gates and ups in pairs), and gates and ups share no scale of a block of rows."""
+        owner = name.rpartition(".")[0]
+        gate_up, down = (self._own.get(f"{owner}.{leaf}") for leaf in (GATE_UP, DOWN))
+        if gate_up is None or down is None or gate_up.experts != down.experts or not gate_up.experts:
+            return False
+        if (gate_up.n, gate_up.k) != (2 * down.k, down.n) or f"{owner}.{GATE_UP}_bias" in self.tensors:
+            return False
+        rows = gate_up.format.scale_rule.block_rows
+        return not rows or down.k % rows == 0
 
     def _stacked(self) -> dict[str, Stack]:
         try:

@@ -8,17 +8,21 @@ class and attributes under its name, as JSON:
   0, x is quantized to e4m3.
 - ``Int4TilePackedTo4dTensor``: ``qdata`` int32 (n / 8, k / 128, 32, 4) in the order of tensor cores, n filled up to a
   multiple of 8 and k to one of 1024; ``scale_and_zero`` (groups, n, 2). w = (u - 8) * scale + zero.
-- ``IntxUnpackedToInt8Tensor``: ``qdata`` int8 (n, k), of int4 -8 to 7, or of int2 to int8; ``scale`` and int8
+- ``IntxUnpackedToInt8Tensor``: ``qdata`` int8 (n, k), of int4 -8 to 7, or of int1 to int8; ``scale`` and int8
   ``zero_point`` (n, groups), 0 if the config maps weights symmetrically. w = (q - zero_point) * scale. x that is
-  quantized to 8-bit integers there is multiplied as it comes.
-- ``Int8Tensor``: the same of int8, maybe without ``zero_point``.
+  quantized to 8-bit integers there is multiplied as it comes. int1 becomes int2, and int7 int8.
+- ``Int8Tensor``: the same of int8, maybe without ``zero_point``, or with one of both for the whole matrix.
 - ``Float8Tensor``: ``qdata`` e4m3 or e5m2 (n, k), ``scale`` float32 for each block of ``block_size``: a row, the whole
   matrix, or 128 x 128 of it. w = qdata * scale in float32. x that is quantized to fp8 there is multiplied as it comes.
 - ``MXTensor`` of 4-bit floats and ``NVFP4Tensor``: ``qdata`` uint8 (n, k / 2), the even column in the low nibble,
   ``scale`` e8m0 (n, k / 32) or e4m3 (n, k / 16), maybe in the blocks that cuBLAS takes, and ``per_tensor_scale``
   float32 (), which multiplies. x that is quantized to 4-bit floats there is multiplied as it comes.
+- ``MXTensor`` of 8-bit floats: ``qdata`` e4m3 or e5m2 (n, k), ``scale`` as of 4-bit floats.
 
 ``act_pre_scale`` (k), of a model that was smoothed by AWQ, multiplies x.
+
+Experts of a layer may be one tensor, ``experts.gate_up_proj`` (experts, n, k), gates before ups. Its parts,
+``experts._gate_up_proj_qdata`` and so on, have the experts in front. A scale of the whole tensor serves all of them.
 
 The first two are s * u + z with z = zero_point - 8 * s: s as it is, z rounded to float32. Sources: torchao 0.18,
 quantization/quantize_/workflows and prototype/safetensors; matrix_to_m16n8k16_Bint4_layout of PyTorch's int4mm.cu.
@@ -27,6 +31,7 @@ quantization/quantize_/workflows and prototype/safetensors; matrix_to_m16n8k16_B
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -35,6 +40,7 @@ import torch
 
 from w4gemm.checkpoints.awq import ORDER
 from w4gemm.checkpoints.base import Module
+from w4gemm.checkpoints.experts import GATE_UP
 from w4gemm.checkpoints.fp8_folder import ScaleBlock, format_of, weight_of
 from w4gemm.checkpoints.hugging_face import TensorInfo, metadata
 from w4gemm.checkpoints.module_tensors import (
@@ -55,6 +61,19 @@ from w4gemm.weights.weight import QuantizedWeight
 
 QDATA, SCALE, ZERO, SCALE_AND_ZERO = (f"_weight_{part}" for part in ("qdata", "scale", "zero_point", "scale_and_zero"))
 TENSOR_SCALE = "_weight_per_tensor_scale"
+_EXPERTS = re.compile(r"(.*\bexperts)\._(gate_up_proj|up_proj|down_proj)(_\w+)")
+_INT8 = ("Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig", "Int8StaticActivationInt8WeightConfig")
+"""Configs that make Int8Tensor, whose zero points of weights are all 0."""
+_WIDENED = {"int1": "int2", "int7": "int8"}
+"""Elements that hold the integers of dtypes without an element of their own."""
+_MX = {
+    "float4_e2m1fn_x2": MXFP4,
+    "float8_e4m3fn": WeightFormat.parse("mxfp8"),
+    "float8_e5m2": WeightFormat.parse("e5m2_g32_e8m0"),
+}
+"""Formats of MXTensor by its elements."""
+_CODES = {"e4m3": "F8_E4M3", "e5m2": "F8_E5M2"}
+"""safetensors' name of the dtype of codes, by element; of 4-bit floats U8."""
 _TILE_N, _TILE_K = 8, 128
 """Rows and columns of a tile of Int4TilePackedTo4dTensor."""
 
@@ -77,6 +96,16 @@ class _Settings(NamedTuple):
             raise ValueError(f"its block_size is {block}, wanted [1, columns]: scales of groups of columns")
         return columns
 
+    def of_an_expert(self, experts: int) -> _Settings:
+        """Return the settings of one of so many experts in one tensor."""
+        own = {key: self.attributes[key] for key in ("block_size", "shape") if key in self.attributes}
+        for key, sizes in own.items():
+            if isinstance(sizes, list):
+                if len(sizes) != 3 or sizes[0] not in (1, experts):
+                    raise ValueError(f"its {key} is {sizes}, wanted three numbers, the first 1 or {experts}")
+                own[key] = sizes[1:]
+        return self._replace(attributes={**self.attributes, **own})
+
     def name(self, key: str) -> Any:
         """Return an attribute that is a dtype or of an enumeration, by its name."""
         value = self.attributes.get(key)
@@ -90,19 +119,36 @@ class TorchAoPacking:
     symmetric: bool
     """True if the config says that the zero points of integers in bytes are 0."""
     marks = (QDATA, SCALE, ZERO, SCALE_AND_ZERO, TENSOR_SCALE)
-    others = ("_weight_act_per_tensor_scale",)
+    others = tuple(f"_weight_act_{part}" for part in ("per_tensor_scale", "quant_scale", "quant_zero_point"))
 
     def module(self, name: str, stored: Mapping[str, TensorInfo]) -> Module:
-        settings = _settings(name, stored)
+        settings, scaled, experts = _settings(name, stored), "pre_quant_scale" in stored, 0
         if settings.kind not in _KINDS:
             raise ValueError(f"its weight is of {settings.kind}, wanted {', '.join(_KINDS)}")
+        if QDATA in stored and len(stored[QDATA].shape) == 3:
+            experts = stored[QDATA].shape[0]
+            settings, stored = settings.of_an_expert(experts), _of_an_expert(stored, experts)
         module = _KINDS[settings.kind](stored, settings)
         if self.symmetric and module.format.zero == "int":
             module = replace(module, format=replace(module.format, zero="none"))
-        return replace(module, bias="bias" in stored, pre_quant_scale="pre_quant_scale" in stored)
+        module = replace(module, bias="bias" in stored, pre_quant_scale=scaled)
+        if not experts:
+            return module
+        pairs = name.endswith(GATE_UP)
+        fused = ("gate_proj", "up_proj") if pairs else ()
+        return replace(module, experts=experts, fused=fused, interleaved=pairs, shared=True)
 
     def weight(self, module: Module, tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
+        if not module.experts:
+            return self._weight(module, tensors)
+        one = replace(module, experts=0)
+        each = ({leaf: _expert(t, e) for leaf, t in tensors.items()} for e in range(module.experts))
+        return QuantizedWeight.stack((self._weight(one, parts) for parts in each), module.experts, "canonical")
+
+    def _weight(self, module: Module, tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
         n, k, format, qdata = module.n, module.k, module.format, tensors[QDATA]
+        if format.scale == "e8m0" and qdata.dtype != torch.uint8:
+            return weight_of(format, qdata, _unswizzled(tensors[SCALE], n, format.groups(k)), ScaleBlock())
         if qdata.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
             block = ScaleBlock() if format.scale == "b128" else ScaleBlock(n // len(tensors[SCALE]), format.group_size)
             return weight_of(format, qdata, tensors[SCALE], block)
@@ -114,13 +160,15 @@ class TorchAoPacking:
             scales, zeros = tensors[SCALE_AND_ZERO][: format.groups(k), :n].permute(2, 1, 0)
             return _offset(module, _untiled(qdata)[:n, :k], scales, zeros)
         if qdata.shape[1] == k:
-            middle = 1 << format.bits - 1
+            middle, groups = 1 << format.bits - 1, (n, format.groups(k))
             codes, zeros = qdata.int() + middle, tensors[ZERO].int() + middle if ZERO in tensors else None
+            scales = tensors[SCALE].expand(groups).contiguous()
             if zeros is not None and format.has_zero:
-                return QuantizedWeight.from_codes(format, codes, tensors[SCALE], zeros.to(format.zero_dtype))
+                zeros = zeros.to(format.zero_dtype).expand(groups).contiguous()
+                return QuantizedWeight.from_codes(format, codes, scales, zeros)
             if zeros is not None:
                 check_symmetric(zeros, format.bits)
-            return QuantizedWeight.from_codes(format, codes, tensors[SCALE])
+            return QuantizedWeight.from_codes(format, codes, scales)
         codes = unpack(qdata, module.format.bits) ^ 8  # a two's complement q is the code q + 8
         return _offset(module, codes, tensors[SCALE].T, tensors[ZERO].T)
 
@@ -130,6 +178,8 @@ def _mappings(config: Any) -> Iterator[Any]:
     for key, value in config.items() if isinstance(config, Mapping) else ():
         if key in ("mapping_type", "weight_mapping_type"):
             yield value["_data"]
+        elif key == "_type" and value in _INT8:
+            yield "SYMMETRIC"
         else:
             yield from _mappings(value)
 
@@ -140,7 +190,8 @@ def _is_symmetric(config: Mapping[str, Any]) -> bool:
 
 
 def _settings(name: str, stored: Mapping[str, TensorInfo]) -> _Settings:
-    texts = (metadata(file).get(f"{name}.weight") for file in {info.file: None for info in stored.values()})
+    files = {info.file: None for info in stored.values()}
+    texts = (metadata(file).get(key) for file in files for key in (f"{name}.weight", name))
     if (text := next(filter(None, texts), None)) is None:
         raise ValueError("the metadata of its file say nothing of its weight")
     try:
@@ -148,6 +199,23 @@ def _settings(name: str, stored: Mapping[str, TensorInfo]) -> _Settings:
         return _Settings(str(parsed["_type"]), {**parsed["_data"]})
     except (ValueError, TypeError, KeyError, RecursionError) as e:
         raise ValueError(f"the metadata of its file are no weight of torchao: {type(e).__name__}: {e}") from e
+
+
+def _of_an_expert(stored: Mapping[str, TensorInfo], experts: int) -> dict[str, TensorInfo]:
+    """Return what headers say of the parts of one of so many experts."""
+    own = {}
+    for leaf, info in stored.items():
+        if info.shape and leaf != "pre_quant_scale":
+            if len(info.shape) != 3 or info.shape[0] not in (1, experts):
+                raise ValueError(f"{leaf} has shape {info.shape}, wanted that of {experts} experts")
+            info = info._replace(shape=info.shape[1:])
+        own[leaf] = info
+    return own
+
+
+def _expert(t: torch.Tensor, index: int) -> torch.Tensor:
+    """Return the part of one expert, or the one that all experts share."""
+    return t[index if len(t) > 1 else 0] if t.dim() == 3 else t
 
 
 def _pairs(stored: Mapping[str, TensorInfo], settings: _Settings) -> Module:
@@ -173,17 +241,18 @@ def _tiles(stored: Mapping[str, TensorInfo], settings: _Settings) -> Module:
 
 
 def _bytes(stored: Mapping[str, TensorInfo], settings: _Settings) -> Module:
-    element, legal = settings.name("target_dtype"), [element.name for element in INTEGERS.values()]
-    if settings.kind == "Int8Tensor":
-        element = "int8"
+    legal = [*(element.name for element in INTEGERS.values()), *_WIDENED]
+    element = "int8" if settings.kind == "Int8Tensor" else settings.name("target_dtype")
     if element not in legal:
         raise ValueError(f"its weight has the numbers of {element}, wanted {' or '.join(legal)}")
     n, k = check_tensor(stored, QDATA, ("I8",))
     check_tensor(stored, SCALE, WIDE_SCALES)
-    group = settings.group_size()
-    zero = "int" if ZERO in stored or settings.kind != "Int8Tensor" else "none"
-    format = WeightFormat(PER_COLUMN if group == k else group, zero, WIDE_SCALES[stored[SCALE].dtype], element)
-    groups = n, whole_groups(format, k)
+    whole = settings.attributes.get("block_size") == [n, k]
+    group = k if whole else settings.group_size()
+    zero, scale = "int" if ZERO in stored or settings.kind != "Int8Tensor" else "none", stored[SCALE].dtype
+    element = _WIDENED.get(element, element)
+    format = WeightFormat(PER_COLUMN if group == k else group, zero, WIDE_SCALES[scale], element)
+    groups = 1 if whole else n, whole_groups(format, k)
     check_tensor(stored, SCALE, WIDE_SCALES, groups)
     if zero == "int":
         check_tensor(stored, ZERO, ("I8",), groups)
@@ -206,9 +275,10 @@ def _fp8(stored: Mapping[str, TensorInfo], settings: _Settings) -> Module:
 
 
 def _mx(stored: Mapping[str, TensorInfo], settings: _Settings) -> Module:
-    if (element := settings.name("elem_dtype")) != "float4_e2m1fn_x2":
-        raise ValueError(f"its weight has elements of {element}, wanted float4_e2m1fn_x2")
-    return _floats(stored, settings, MXFP4, "F8_E8M0")
+    element = settings.name("elem_dtype")
+    if element not in _MX:
+        raise ValueError(f"its weight has elements of {element}, wanted {' or '.join(_MX)}")
+    return _floats(stored, settings, _MX[element], "F8_E8M0")
 
 
 def _nvfp4(stored: Mapping[str, TensorInfo], settings: _Settings) -> Module:
@@ -220,11 +290,12 @@ def _nvfp4(stored: Mapping[str, TensorInfo], settings: _Settings) -> Module:
 def _floats(stored: Mapping[str, TensorInfo], settings: _Settings, format: WeightFormat, scales: str) -> Module:
     if (group := settings.group_size()) != format.group_size:
         raise ValueError(f"its block_size is {group}, wanted {format.group_size}")
-    n, half = check_tensor(stored, QDATA, ("U8",))
-    groups = whole_groups(format, 2 * half)
+    n, k = check_tensor(stored, QDATA, (_CODES.get(format.element, "U8"),))
+    k *= 8 // format.bits
+    groups = whole_groups(format, k)
     swizzled = -(-n // 128) * 32, -(-groups // 4) * 16
     check_tensor(stored, SCALE, (scales,), swizzled if settings.attributes.get("is_swizzled_scales") else (n, groups))
-    return Module(n, 2 * half, format)
+    return Module(n, k, format)
 
 
 _KINDS: dict[str, Callable[[Mapping[str, TensorInfo], _Settings], Module]] = {
@@ -270,9 +341,16 @@ def _unswizzled(scales: torch.Tensor, n: int, groups: int) -> torch.Tensor:
     return rows[:n, :groups].contiguous().view(scales.dtype)
 
 
+def _renamed(name: str) -> str:
+    """``module.part`` for a tensor's name: parts of experts in one tensor are those of a module."""
+    if match := _EXPERTS.fullmatch(name):
+        name = f"{match[1]}.{match[2]}._weight{match[3]}"
+    return name.replace("._weight_act_pre_scale", ".pre_quant_scale")
+
+
 FORMAT = folder_format(
     "torchao",
     "a folder with a model quantized by torchao (integers, fp8, MXFP4, NVFP4)",
     lambda config: TorchAoPacking(_is_symmetric(config)),
-    renamed=lambda name: name.replace("._weight_act_pre_scale", ".pre_quant_scale"),
+    renamed=_renamed,
 )
