@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import itertools
 import re
 from pathlib import Path
 
@@ -53,6 +55,20 @@ def test_architecture_names_what_exists() -> None:
     parts = [p.name for p in package.iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()]
     missing = [name for name in parts if not name.startswith("__") and name not in text]
     assert not missing
+
+
+def test_attributes_that_the_architecture_names_exist() -> None:
+    """`Class.attribute` is defined in a class of that name."""
+    sources = [ast.parse(path.read_text()) for path in (ROOT / "src").rglob("*.py")]
+    attributes: dict[str, set[str]] = {}
+    for node in itertools.chain.from_iterable(map(ast.walk, sources)):
+        if isinstance(node, ast.ClassDef):
+            own = attributes.setdefault(node.name, set())
+            own |= {each.name for each in node.body if isinstance(each, ast.FunctionDef)}
+            own |= {ast.unparse(each.target) for each in node.body if isinstance(each, ast.AnnAssign)}
+    named = re.findall(r"`([A-Z]\w+)\.(\w+)`", (ROOT / "docs/architecture.md").read_text())
+    assert named
+    assert not [f"{cls}.{name}" for cls, name in named if name not in attributes.get(cls, ())]
 
 
 def test_every_page_is_on_the_site() -> None:

@@ -49,7 +49,7 @@ class EpilogueOperands(NamedTuple):
     bias: Any = None
     """(n,), or (experts, n)."""
     residual: Any = None
-    """(m, columns), contiguous; the same memory as d, or none of it."""
+    """(m, columns), contiguous; may be d itself, and must not overlap it otherwise."""
     token_scale: Any = None
     """float32 (m,): the factor of each row of x; (rows of x,) if rows of x are gathered."""
     expert_scale: Any = None
