@@ -191,6 +191,20 @@ class WeightFormat:
     """The string form."""
 
     def __post_init__(self) -> None:
+        self._check_fields()
+        object.__setattr__(self, "element", self.element_rule.name)  # one name for one set of numbers
+        self._check_combination()
+        group = "col" if self.group_size == PER_COLUMN else f"g{self.group_size}"
+        zero = f"_z{self.zero}" if self.has_zero else ""
+        scale = "" if self.scale == "bf16" else f"_{self.scale}"
+        # plans are looked up by it; of small integers, so that it is the same in every process
+        element = tuple(ELEMENTS).index(self.element) if self.element in ELEMENTS else zlib.crc32(self.element.encode())
+        kinds = ZEROS.index(self.zero), tuple(SCALES).index(self.scale), element
+        object.__setattr__(self, "_hash", hash((self.group_size, *kinds)))
+        # kept, since torch.compile cannot always build a string from g, which it may take for a symbol
+        object.__setattr__(self, "name", f"{self.element}_{group}{zero}{scale}")
+
+    def _check_fields(self) -> None:
         g = self.group_size
         if not isinstance(g, int) or isinstance(g, bool):
             raise TypeError(f"group_size: wanted an int, got {type(g).__name__} {g!r}")
@@ -208,10 +222,12 @@ class WeightFormat:
                 raise ValueError(f"{argument}: wanted one of {', '.join(legal)}, got {value!r}{nearest(value, legal)}")
         if not isinstance(self.element, str) or element_named(self.element) is None:
             raise ValueError(f"element: wanted one of {', '.join(ELEMENTS)} or a codebook's, got {self.element!r}")
-        object.__setattr__(self, "element", self.element_rule.name)  # one name for one set of numbers
+
+    def _check_combination(self) -> None:
+        """Raise ValueError unless the element, the scale rule, the zero rule and the group size fit one another."""
+        rule, g = self.scale_rule, self.group_size
         if self.has_zero and not self.element_rule.counts:
             raise ValueError(f"zero: wanted 'none' with {self.element} elements, got {self.zero!r}")
-        rule = self.scale_rule
         if (columns := rule.factor_columns) and (self.zero not in rule.zeros or g < 1 or columns % g):
             raise ValueError(
                 f"scale: {self.scale} has factors of {columns} columns: wanted zero {rule.zeros[0]!r} and a group_size "
@@ -225,15 +241,6 @@ class WeightFormat:
             )
         if self.zero not in rule.zeros:
             raise ValueError(f"zero: wanted 'none' with {self.scale} scales, got {self.zero!r}; bf16 scales take it")
-        group = "col" if g == PER_COLUMN else f"g{g}"
-        zero = f"_z{self.zero}" if self.has_zero else ""
-        scale = "" if self.scale == "bf16" else f"_{self.scale}"
-        # plans are looked up by it; of small integers, so that it is the same in every process
-        element = tuple(ELEMENTS).index(self.element) if self.element in ELEMENTS else zlib.crc32(self.element.encode())
-        kinds = ZEROS.index(self.zero), tuple(SCALES).index(self.scale), element
-        object.__setattr__(self, "_hash", hash((g, *kinds)))
-        # kept, since torch.compile cannot always build a string from g, which it may take for a symbol
-        object.__setattr__(self, "name", f"{self.element}_{group}{zero}{scale}")
 
     def __hash__(self) -> int:
         return self._hash  # type: ignore[attr-defined]
