@@ -9,10 +9,6 @@ bench/results/grouped.jsonl.
 All shapes are measured with one number of tokens before the next, so that a run that ``--seconds`` ends has covered
 them alike. Kernels are compiled on all cores meanwhile; ``--compile-only`` fills w4gemm's cache folder and needs no
 GPU.
-
-With ``--top-k K`` each row of x is multiplied by K experts. ``w4gemm``: rows already in order of experts.
-``w4gemm_gathered``: rows that the kernel reads through indices. ``w4gemm_copied``: rows that PyTorch copies first.
-``w4gemm_indexed``: whichever of the last two is chosen.
 """
 
 from __future__ import annotations
@@ -67,7 +63,7 @@ class Means(NamedTuple):
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parsed(argv)
-    started, facts, extra = time.monotonic(), record.facts(), Extra(args.configs, args.top_k, args.replays)
+    started, facts, extra = time.monotonic(), record.facts(), Extra(args.configs, args.replays)
     formats = {dtype: usable(args.format, args.shapes[0], dtype) for dtype in args.dtype}
     places = list(in_order(args))
     products = (Product(p.sizes, p.m, format, p.dtype) for p in places for format in formats[p.dtype])
@@ -76,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if args.compile_only:
             print(f"{kernels.wait_for_all()} kernels, {time.monotonic() - started:.0f} s")
             return
-        peers = [] if args.top_k else available(peer for peer in PEERS if peer.name in args.impl)
+        peers = available(peer for peer in PEERS if peer.name in args.impl)
         drawn = Drawn(peers, args.tokens, compilers)
         means = Means(formats, drawn, kernels, extra, args.out, facts)
         begun: set[torch.dtype] = set()
@@ -121,13 +117,6 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     names = [peer.name for peer in PEERS]
     parser.add_argument(
         "--impl", type=typed(some_of(*names)), default=",".join(names), help="peers, some of %(default)s (default: all)"
-    )
-    parser.add_argument(
-        "--top-k",
-        metavar="K",
-        type=int,
-        default=0,
-        help="experts of each row of x, read through indices, without peers (default: one)",
     )
     parser.add_argument(
         "--configs", metavar="N", type=int, default=0, help="also time the N best-ranked configs (default: none)"

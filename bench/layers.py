@@ -1,10 +1,10 @@
 """Time whole layers of experts with configs forced: ``python -m bench.layers --model qwen3-30b-a3b --tokens 1,8,64``.
 
 What a product takes alone does not say which config is best in a layer, whose launches start early, each while the one
-before still runs, and whose router divides rows unevenly. So the whole layer behind the router is timed, with the
-launches of bench.engine.layer: as w4gemm chooses; with each of the likeliest configs of gate_up, which gathers the rows
-of x or takes a copy of them; and with each of the likeliest of down. All experts are equally likely. Kernels are
-compiled first, on all cores.
+before still runs, and whose router divides rows unevenly. So the whole layer behind the router is timed: as w4gemm
+chooses; with each of the likeliest configs of gate_up, which gathers the rows of x or takes a copy of them; and with
+each of the likeliest of down. All experts are equally likely. Several draws of tokens alternate in a CUDA graph, over
+two layers of weights, which are larger than L2. Kernels are compiled first, on all cores.
 
 Rows go to bench/results/layers.jsonl: microseconds of the layer as ``chosen``, and by the config of gate_up, which has
 ``gathered`` or ``copied`` rows, beside the first config of ``down``; and by that of ``down``, beside the first of
@@ -14,31 +14,127 @@ Rows go to bench/results/layers.jsonl: microseconds of the layer as ``chosen``, 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from bench.engine.layer import Forced, Ours, Sizes, drawn, draws_of
-from bench.engine.models import model_named
+from bench.engine.models import Model, model_named
 from bench.mixtures.points import best_of
 from bench.options import add_out, command, counts, some_of, typed
 
-from w4gemm import WeightFormat, choice
+from w4gemm import QuantizedWeight, WeightFormat, choice, combine, route
+from w4gemm.api.product import launch
 from w4gemm.choice.intervals import plan_rows
 from w4gemm.choice.plan import resolve_gather
 from w4gemm.console.options import positive
-from w4gemm.core.epilogue import PLAIN, Epilogue
+from w4gemm.core.epilogue import PLAIN, Epilogue, EpilogueOperands
 from w4gemm.core.problem import Device, GemmProblem
 from w4gemm.jit import Unit
 from w4gemm.jit.pool import CompilePool
-from w4gemm.kernels import config_named
+from w4gemm.kernels import Operands, config_named
+from w4gemm.kernels.arguments import ExpertRows
 from w4gemm.packing.layouts import layout_for
 from w4gemm.tuning import record
 from w4gemm.tuning.timing import time_graphs
 
 RESULTS = Path(__file__).parent / "results/layers.jsonl"
+_LAYERS = 2
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Names that models' configs have for the number of experts."""
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of a layer."""
+
+    experts: int
+    top_k: int
+    hidden: int
+    width: int
+
+    @classmethod
+    def of(cls, model: Model) -> Sizes:
+        """Return those of a model's mixture; KeyError if it has none."""
+        c = model.config
+        experts = next((name for name in _EXPERTS if name in c), _EXPERTS[0])
+        width = c.get("moe_intermediate_size", c["intermediate_size"])
+        return cls(c[experts], c["num_experts_per_tok"], c["hidden_size"], width)
+
+
+class Forced(NamedTuple):
+    """Configs of a layer's products, and where the rows of x come from, in place of what is chosen."""
+
+    gate_up: str = ""
+    """Config as :func:`w4gemm.linear` takes it, or the empty string for the choice."""
+    down: str = ""
+    copied: bool = False
+    """True to copy the rows of x before gate_up."""
+
+
+class Draw(NamedTuple):
+    """Tokens and what a router chose for them."""
+
+    x: torch.Tensor
+    ids: torch.Tensor
+    scores: torch.Tensor
+
+
+def drawn(sizes: Sizes, tokens: int, seed: int, device: str) -> Draw:
+    """Draw tokens whose experts are all equally likely."""
+    g = torch.Generator(device).manual_seed(seed)
+    x = torch.randn(tokens, sizes.hidden, device=device, generator=g).bfloat16()
+    ids = torch.rand(tokens, sizes.experts, device=device, generator=g).topk(sizes.top_k).indices.int()
+    return Draw(x, ids, torch.rand(tokens, sizes.top_k, device=device, generator=g))
+
+
+def draws_of(tokens: int) -> int:
+    """Return how many draws alternate; few tokens choose few experts, so that more draws are needed to leave L2."""
+    return 24 if tokens <= 4 else 12 if tokens <= 16 else 6
+
+
+class Ours:
+    """w4gemm's layers, as the plugin launches them."""
+
+    def __init__(self, sizes: Sizes, device: str, format: str = "int4_g128", activation: str = "silu_mul") -> None:
+        self.sizes, self.device, self.gated = sizes, device, Epilogue(activation=activation)
+        shapes = (2 * sizes.width, sizes.hidden), (sizes.hidden, sizes.width)
+        self.layers = [
+            [self._stack(*shape, WeightFormat.parse(format), device) for shape in shapes] for _ in range(_LAYERS)
+        ]
+
+    def _stack(self, n: int, k: int, format: WeightFormat, device: str) -> QuantizedWeight:
+        codes = torch.randint(0, 16, (n, k), dtype=torch.uint8)
+        if format.scale == "e8m0":
+            scales = torch.randint(118, 124, (n, k // format.group_size), dtype=torch.uint8).view(torch.float8_e8m0fnu)
+        else:
+            scales = (torch.rand(n, k // format.group_size) * 0.01 + 0.002).bfloat16()
+        one = QuantizedWeight.from_codes(format, codes, scales).to(device).repack()
+        each = self.sizes.experts
+        tensors = tuple(t.unsqueeze(0).repeat(each, *[1] * t.dim()) for t in one.tensors)
+        return replace(one, experts=each, tensors=tensors)
+
+    def call(self, draw: Draw, layer: int, forced: Forced = Forced()) -> Call:
+        (gate_up, down), (x, ids, scores) = self.layers[layer], draw
+        rows = ids.numel()
+        hidden, d = (x.new_empty(rows, columns) for columns in (self.sizes.width, self.sizes.hidden))
+        y = torch.empty_like(x)
+
+        def run() -> torch.Tensor:
+            routing = route(ids, self.sizes.experts)
+            first, end = routing.m_offsets[:-1], routing.m_offsets[1:]
+            operands = Operands(x, gate_up.tensors, hidden, rows=ExpertRows(first, end, routing.tokens))
+            if forced.copied:
+                operands = operands.gathered_first()
+            launch(gate_up.packed, operands, self.gated, forced.gate_up)
+            settled = ExpertRows(first, end, settled=1)
+            operands = Operands(hidden, down.tensors, d, EpilogueOperands(), settled)
+            launch(down.packed, operands, PLAIN, forced.down)
+            return combine(d, routing.row_of_choice, scores, out=y, settled=True)
+
+        return run
 
 
 class Layer(NamedTuple):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from bench import layers
-from bench.engine.layer import Forced, Ours, Sizes
+from bench.layers import Forced, Ours, Sizes
 
 from w4gemm import choice
 from w4gemm.core.problem import H100, Device

@@ -33,10 +33,10 @@ class Product(NamedTuple):
     dtype: torch.dtype
 
 
-def problem_of(product: Product, device: Device, gathered: bool = False) -> GemmProblem:
+def problem_of(product: Product, device: Device) -> GemmProblem:
     (experts, n, k), m, format, dtype = product
     layout, epilogue = layout_for(device, format, dtype), Epilogue(token_scale=dtype == FP8)
-    return GemmProblem(m * experts, n, k, dtype, format, layout, epilogue, device, experts=experts, gathered=gathered)
+    return GemmProblem(m * experts, n, k, dtype, format, layout, epilogue, device, experts=experts)
 
 
 def unsupported(product: Product) -> str:
@@ -57,11 +57,10 @@ def units_of(product: Product, extra: Extra) -> list[Unit]:
     """Return the kernels of the chosen configs and of those that ``extra`` asks for."""
     problem = problem_of(product, this_device())
     planned = replace(problem, m=plan_rows(problem.m, problem.experts))
-    units = [choice.choose(p).unit for p in (planned, *([replace(planned, gathered=True)] if extra.top_k else []))]
-    asked = replace(problem, gathered=extra.top_k > 0)
-    for name in best_of(asked, max(extra.configs, int(asked.gathered))):
+    units = [choice.choose(planned).unit]
+    for name in best_of(problem, extra.configs):
         kernel, config = config_named(name)
-        units.append(kernel.unit(asked, config))
+        units.append(kernel.unit(problem, config))
     return [unit for unit in units if unit is not None]
 
 

@@ -19,7 +19,6 @@ from w4gemm import QuantizedWeight, choice
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.epilogue import Epilogue
 from w4gemm.core.problem import Device, GemmProblem
-from w4gemm.kernels.base import selected
 from w4gemm.tuning.timing import time_graphs
 
 MAX_QUANTIZED_ERROR = 5e-2
@@ -35,8 +34,6 @@ class Extra(NamedTuple):
 
     configs: int = 0
     """Number of best-ranked configs."""
-    top_k: int = 0
-    """Experts of each row of x, read through indices; 0 for rows in order of experts."""
     replays: int = 9
     """Timed replays of each graph; five at most of more than 128 tokens per expert."""
 
@@ -60,7 +57,7 @@ def measure(
     rows: list[dict[str, Any]] = []
     graphs: list[Sequence[Callable[[], object]]] = []
     for mixture in mixtures:
-        point = Point(mixture.weight, divide(routing, m, mixture.weight.experts), dtype, extra.top_k)
+        point = Point(mixture.weight, divide(routing, m, mixture.weight.experts), dtype)
         for candidate in candidates(point, mixture, extra):
             if (row := point.checked(candidate)) is not None:
                 rows.append(row)
@@ -77,24 +74,15 @@ class Point:
     Attributes:
         xs: two (rows, k) in the products' dtype, which calls alternate.
         wide: the same in bf16.
-        some: with top_k the rows that indices select from, else ``xs``.
-        indices: int32 (rows), numbers of rows of ``some``.
         out: bf16 (rows, n).
     """
 
-    def __init__(self, w: QuantizedWeight, counts: list[int], dtype: torch.dtype, top_k: int) -> None:
+    def __init__(self, w: QuantizedWeight, counts: list[int], dtype: torch.dtype) -> None:
         self.w, self.counts, self.dtype, self.total = w, counts, dtype, sum(counts)
         device = w.device
-        tokens = self.total // top_k if top_k else self.total
         self.xs = [torch.randn(self.total, w.k, device=device).to(dtype) for _ in range(2)]
-        self.some = [x[:tokens] for x in self.xs]
-        chosen = [r.sort().values for r in (torch.randperm(self.total, device=device) % tokens).split(counts)]
-        self.indices = torch.cat(chosen).int()
-        if top_k:
-            self.xs = [selected(x, 0, self.indices) for x in self.some]
         self.wide = [x.bfloat16() for x in self.xs]
         self.scale = token_scales()[: self.total] if dtype == FP8 else None
-        self.scale_of_some = None if self.scale is None else self.scale[:tokens]
         self.offsets = ends_of(counts, torch.int32, device)
         self.out = torch.empty(self.total, w.n, device=device, dtype=torch.bfloat16)
 
@@ -152,7 +140,7 @@ def of_peer(point: Point, contender: Contender) -> Candidate:
 
 
 def of_w4gemm(point: Point, copies: list[QuantizedWeight], extra: Extra) -> Iterator[Candidate]:
-    """Yield the default; with top_k also ``w4gemm_gathered``, ``w4gemm_indexed`` and ``w4gemm_copied``; and configs."""
+    """Yield the default, and the configs asked for."""
     w, total, dtype, numbers = point.w, point.total, point.dtype, range(max(2, len(copies)))
 
     def ours(i: int, config: str | None) -> Call:
@@ -165,52 +153,26 @@ def of_w4gemm(point: Point, copies: list[QuantizedWeight], extra: Extra) -> Iter
             config=config,
         )
 
-    def gathered(i: int, config: str | None) -> Call:
-        return lambda: w4gemm.grouped_linear(
-            point.some[i % 2],
-            copies[i % len(copies)],
-            point.offsets,
-            indices=point.indices,
-            token_scale=point.scale_of_some,
-            out=point.out,
-            config=config,
-        )
-
-    def copied(i: int) -> Call:
-        def call() -> torch.Tensor:
-            of_some, w = point.scale_of_some, copies[i % len(copies)]
-            scale = None if of_some is None else of_some.index_select(0, point.indices)
-            x = selected(point.some[i % 2], 0, point.indices)
-            return w4gemm.grouped_linear(x, w, point.offsets, token_scale=scale, out=point.out)
-
-        return call
-
     def candidate(name: str, config: str, calls: list[Call]) -> Candidate:
         return Candidate(name, w4gemm.__version__, config, calls, MAX_ERROR)
 
     plan = str(choice.plan_for(key_of(w, total, dtype)))
     yield candidate("w4gemm", plan, [ours(i, None) for i in numbers])
-    if extra.top_k:
-        (on_load,) = best(w, total, dtype, 1, True)
-        chosen = str(choice.plan_for(key_of(w, total, dtype, gathered=True)))
-        yield candidate("w4gemm_gathered", on_load, [gathered(i, on_load) for i in numbers])
-        yield candidate("w4gemm_indexed", chosen, [gathered(i, None) for i in numbers])
-        yield candidate("w4gemm_copied", plan, [copied(i) for i in numbers])
-    for config in best(w, total, dtype, extra.configs, extra.top_k > 0):
-        yield candidate("w4gemm_config", config, [(gathered if extra.top_k else ours)(i, config) for i in numbers])
+    for config in best(w, total, dtype, extra.configs):
+        yield candidate("w4gemm_config", config, [ours(i, config) for i in numbers])
 
 
-def key_of(w: QuantizedWeight, total: int, dtype: torch.dtype, gathered: bool = False) -> choice.PlanKey:
-    return choice.PlanKey.of(w, total, dtype, Epilogue(token_scale=dtype == FP8), gathered=gathered)
+def key_of(w: QuantizedWeight, total: int, dtype: torch.dtype) -> choice.PlanKey:
+    return choice.PlanKey.of(w, total, dtype, Epilogue(token_scale=dtype == FP8))
 
 
-def best(w: QuantizedWeight, total: int, dtype: torch.dtype, count: int, gathered: bool) -> list[str]:
+def best(w: QuantizedWeight, total: int, dtype: torch.dtype, count: int) -> list[str]:
     """Return the ``count`` best-ranked configs, at most three per kernel and tile_m."""
     if not count:
         return []
     epilogue, device = Epilogue(token_scale=dtype == FP8), Device.of(w.device)
     shape = (total, w.n, w.k, dtype, w.format, w.layout)
-    return best_of(GemmProblem(*shape, epilogue, device, experts=w.experts, gathered=gathered), count)
+    return best_of(GemmProblem(*shape, epilogue, device, experts=w.experts), count)
 
 
 def best_of(problem: GemmProblem, count: int) -> list[str]:
