@@ -14,8 +14,7 @@ With ``--start`` a row of kind "start" says how long a process of its own takes 
 was just written, to the first token, compiling apart, and to a second answer: with an empty cache of kernels (cold) and
 with that of the run before.
 
-Rows of kind "profile" say how long the kernels of one step take, by what they do. Rows go to
-bench/results/generation.jsonl.
+Rows go to bench/results/generation.jsonl; those of kind "profile" are of a command that is cut.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -51,14 +49,6 @@ from w4gemm.tuning.roofline import RATES
 
 RESULTS = Path(__file__).parent / "results/generation.jsonl"
 WAYS = ("eager", "compiled", "graph", "fused")
-KINDS = (
-    ("attention", ("StepAttention", "fmha", "flash", "attention", "softmax")),
-    ("norms", ("RmsNorm",)),
-    ("gates", ("GateHalves",)),
-    ("4-bit products", ("w4gemm", "sm90_decode", "sm90_mixed")),
-    ("dense products", ("gemm", "gemv", "nvjet", "cublas", "cutlass", "splitK", "dot_kernel")),
-)
-"""Work of a kernel, by a part of its name; the first that fits."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -82,7 +72,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--start", action="store_true", help="measure loading and the first token instead")
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)  # of the process that --start times
-    parser.add_argument("--names", action="store_true", help="also print the kernels of a step by name")
     add_out(parser, RESULTS)
     args = parser.parse_args(argv)
     quiet_transformers()
@@ -103,17 +92,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         model = drawn_model(settings, weights)
         say(f"{args.model} in {weights}: made in {time.perf_counter() - began:.1f} s")
         for batch, way in itertools.product(args.batch, args.ways):
-            row = {"batch": batch, "weights": weights, "way": way}
+            row: dict[str, Any] = {"kind": "generation", "batch": batch, "weights": weights, "way": way}
             try:
-                rows = [{"kind": "generation", **row, **measured(model, way, batch, args)}]
-                if way in ("graph", "fused"):
-                    rows.append({"kind": "profile", **row, **profile(model, args.names)})
+                row |= measured(model, way, batch, args)
             except Exception as e:  # a way that fails is a result, not the end of the run
                 say(f"  {weights} {way} batch {batch}: {e!r:.300}")
                 continue
-            record.append(args.out, *(common | r | {"w4gemm": w4gemm.__version__} | facts for r in rows))
-            for r in rows:
-                say(str(r))
+            record.append(args.out, common | row | {"w4gemm": w4gemm.__version__} | facts)
+            say(str(row))
         del model
         gc.collect()
         torch.cuda.empty_cache()
@@ -229,45 +215,6 @@ def step_bytes(model: Any, batch: int, length: int) -> int:
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     cache = 2 * config.num_hidden_layers * config.num_key_value_heads * head * 2
     return round(dense + packed) + batch * length * cache
-
-
-@torch.inference_mode()
-def profile(model: Any, names: bool) -> dict[str, Any]:
-    """Microseconds of the kernels of one replayed step, by what they do, and of the replay from end to end."""
-    step = step_of(model)
-    token = torch.ones(step.batch, dtype=torch.int64, device=model.device)
-    step.cache.reset()
-    for counter in (step.position, step.slot, *(layer.cumulative_length for layer in step.cache.layers)):
-        counter.fill_(step.length // 2)
-    for _ in range(3):
-        step(model, token)
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    for _ in range(10):
-        step(model, token)
-    end.record()
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        for _ in range(3):
-            step(model, token)
-        torch.cuda.synchronize()
-    times: dict[str, list[float]] = defaultdict(list)
-    for event in profiler.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            times[event.name].append(event.device_time if hasattr(event, "device_time") else event.cuda_time)
-    kinds: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
-    for name, each in times.items():
-        kind = next((kind for kind, parts in KINDS if any(part in name for part in parts)), "rest")
-        kinds[kind][0] += len(each) / 3
-        kinds[kind][1] += sum(each) / 3
-    if names:
-        for name, each in sorted(times.items(), key=lambda item: -sum(item[1]))[:40]:
-            print(f"  {sum(each) / 3:9.1f} us {len(each) / 3:6.0f} x {name[:150]}")
-    return {
-        "fused_error": step.fused_error,
-        "replay_us": round(start.elapsed_time(end) * 100, 1),
-        "kernels": {kind: {"launches": round(n), "us": round(us, 1)} for kind, (n, us) in kinds.items()},
-    }
 
 
 def seconds(call: Callable[[], object]) -> float:
