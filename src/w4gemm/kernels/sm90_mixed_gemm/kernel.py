@@ -396,6 +396,9 @@ class Sm90MixedGemmKernel:
                     cute.arch.mbarrier_init(pipeline.empty + i, variant.stage_readers * variant.multicast_peers)
                 if const_expr(variant.config.split_k > 1):
                     cute.arch.mbarrier_init(handover.barrier, 1)
+            if const_expr(variant.config.split_k > 1):
+                cute.arch.sync_warp()  # for racecheck, which takes an elected lane's uniform instruction for all lanes'
+                with cute.arch.elect_one():
                     rank = cute.arch.block_idx()[0] % self.scheduler.cluster_size
                     expected = self.consumer.reduction.bytes_for(rank)
                     cute.arch.mbarrier_arrive_and_expect_tx(handover.barrier, expected)
