@@ -9,6 +9,7 @@ from w4gemm.core.config import GemmConfig
 from w4gemm.core.problem import Device, GemmProblem
 from w4gemm.kernels.base import Resources
 from w4gemm.kernels.gpu import GpuKernel
+from w4gemm.kernels.requirements import no_nvidia_gpu
 from w4gemm.kernels.variant import HOPPER_SHARED_MEMORY
 
 
@@ -41,9 +42,8 @@ def launches(problem: GemmProblem, config: GemmConfig) -> list[tuple[GemmProblem
 
 def refusal(device: Device) -> str:
     """Return why code for SM90 cannot run on a device; the empty string if it can."""
-    if device.kind != "cuda" or device.rocm:
-        have = "an AMD GPU" if device.rocm else f"a {device.kind} device"
-        return f"needs an NVIDIA GPU of compute capability 9.0, this is {have}"
+    if reason := no_nvidia_gpu(device, "9.0"):
+        return reason
     if device.capability != (9, 0):
         have = ".".join(map(str, device.capability))
         return f"needs compute capability 9.0 (H100, H200, H800, H20), {device.name or 'this GPU'} has {have}"

@@ -1,4 +1,5 @@
-"""Requirements of the kernels in CuTe DSL: the DSL itself, our sources, and a driver that is new enough."""
+"""Requirements of the kernels in CuTe DSL: an NVIDIA GPU, the DSL itself, our sources, and a driver that is new
+enough."""
 
 from __future__ import annotations
 
@@ -7,13 +8,64 @@ import importlib.util
 import logging
 from pathlib import Path
 
+from w4gemm.core.problem import Device
 from w4gemm.jit.toolchain import driver_cuda_version, installed_version
 
 DSL = "4.8.1"
 """Version of CuTe DSL that the kernels are written for, and pyproject.toml pins. Older minor versions are refused,
 newer ones run after a warning."""
+TARGETS = {
+    (8, 0): "sm_80",
+    (8, 6): "sm_86",
+    (8, 7): "sm_87",
+    (8, 9): "sm_89",
+    (9, 0): "sm_90a",
+    (10, 0): "sm_100a",
+    (10, 3): "sm_103a",
+    (11, 0): "sm_110a",
+    (12, 0): "sm_120a",
+    (12, 1): "sm_121a",
+}
+"""Targets of CuTe DSL by compute capability."""
+SHARED_MEMORY = 101376
+"""Bytes that one CTA may use on SM86, SM89 and SM120, the least of these."""
 
 _log = logging.getLogger("w4gemm.kernels")
+
+
+def no_nvidia_gpu(device: Device, capability: str) -> str:
+    """Return why kernels that need an NVIDIA GPU of a compute capability cannot run on a device of another kind, or the
+    empty string."""
+    if device.kind == "cuda" and not device.rocm:
+        return ""
+    have = "an AMD GPU" if device.rocm else f"a {device.kind} device"
+    return f"needs an NVIDIA GPU of compute capability {capability}, this is {have}"
+
+
+def refusal(
+    device: Device,
+    least: tuple[int, int] = (8, 0),
+    since: str = "A100, RTX 30 and later",
+    otherwise: str = "w.to('cpu') runs on the CPU",
+) -> str:
+    """Return why code for every GPU from a compute capability on cannot run on a device; the empty string if it can.
+
+    Args:
+        since: names of the first GPUs with this capability.
+        otherwise: what a user with an older GPU can do.
+    """
+    needs = f"{_dotted(least)} or newer"
+    if reason := no_nvidia_gpu(device, needs):
+        return reason
+    have = f"{device.name or 'this GPU'} has {_dotted(device.capability)}"
+    if device.capability < least:
+        return f"needs compute capability {needs} ({since}), {have}; {otherwise}"
+    if device.capability not in TARGETS:
+        known = ", ".join(_dotted(c) for c in TARGETS if c >= least)
+        return f"needs a compute capability that it has a target for ({known}), {have}; a newer w4gemm may have it"
+    if device.shared_memory < SHARED_MEMORY:
+        return f"needs {SHARED_MEMORY} bytes of shared memory a CTA, the GPU has {device.shared_memory}"
+    return ""
 
 
 @functools.cache
@@ -75,6 +127,11 @@ def _minor(version: str) -> tuple[int, ...]:
 def _old_driver(minimum: tuple[int, int]) -> str:
     have = driver_cuda_version()
     if have is not None and have < minimum:
-        least = ".".join(map(str, minimum))
-        return f"needs a driver for CUDA {least} or newer, this one supports {have[0]}.{have[1]}; update the driver"
+        return (
+            f"needs a driver for CUDA {_dotted(minimum)} or newer, this one supports {_dotted(have)}; update the driver"
+        )
     return ""
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))

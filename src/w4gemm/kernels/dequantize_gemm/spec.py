@@ -23,8 +23,7 @@ from w4gemm.jit.unit import Program, Unit
 from w4gemm.kernels import workspace
 from w4gemm.kernels.base import OK, Operands, Resources, Status
 from w4gemm.kernels.gpu import MIN_DRIVER, refused_groups
-from w4gemm.kernels.requirements import missing_for_dsl
-from w4gemm.kernels.sm80_mixed_gemm.spec import Sm80MixedGemm
+from w4gemm.kernels.requirements import TARGETS, missing_for_dsl, refusal
 from w4gemm.kernels.space import Exclusion
 from w4gemm.kernels.variant import GpuVariant
 from w4gemm.packing.block import BLOCK_K, BLOCK_N
@@ -38,8 +37,6 @@ _TOKENS, _CHUNK_K = 256, 128
 """tile_m and tile_k of its config, which stand for the tiles that cuBLAS chooses."""
 _LEAST_FEATURES = 2048
 _CTAS_PER_SM = 16
-_ANYWHERE = Sm80MixedGemm()
-"""The kernel with the same GPUs and targets."""
 
 
 class DequantizeGemm:
@@ -49,7 +46,7 @@ class DequantizeGemm:
     revision = 1
 
     def supports(self, problem: GemmProblem) -> Status:
-        if reason := _ANYWHERE.refusal(problem.device):
+        if reason := refusal(problem.device):
             return Status.no(reason)
         if problem.layout != _LAYOUTS.get(problem.dtype):
             taken = ", ".join(f"{dtype} with {layout}" for dtype, layout in _LAYOUTS.items())
@@ -109,7 +106,7 @@ class DequantizeGemm:
         return replace(v, epilogue=PLAIN, vector=True)
 
     def unit(self, problem: GemmProblem, config: GemmConfig) -> Unit:
-        arch = _ANYWHERE.arch(problem.device)
+        arch = TARGETS[problem.device.capability]
         return Unit(self.name, self._variant(problem), arch, functools.partial(self._program, problem))
 
     def _program(self, problem: GemmProblem) -> Program:

@@ -12,27 +12,11 @@ from w4gemm.core.config import GemmConfig
 from w4gemm.core.problem import Device, GemmProblem
 from w4gemm.jit.unit import Unit
 from w4gemm.kernels.gpu import GpuKernel
+from w4gemm.kernels.requirements import TARGETS, refusal
 from w4gemm.kernels.sm80_mixed_gemm.variant import Sm80MixedVariant
 from w4gemm.kernels.space import Rule, Space
 
 _log = logging.getLogger("w4gemm")
-
-TARGETS = {
-    (8, 0): "sm_80",
-    (8, 6): "sm_86",
-    (8, 7): "sm_87",
-    (8, 9): "sm_89",
-    (9, 0): "sm_90a",
-    (10, 0): "sm_100a",
-    (10, 3): "sm_103a",
-    (11, 0): "sm_110a",
-    (12, 0): "sm_120a",
-    (12, 1): "sm_121a",
-}
-"""Targets of CuTe DSL by compute capability."""
-
-SHARED_MEMORY = 101376
-"""Bytes that one CTA may use on SM86, SM89 and SM120, the least of these."""
 
 _TILES = {
     "64x256_1x1x1_coop": "8 16 32 64",
@@ -94,19 +78,7 @@ class Sm80MixedGemm(GpuKernel):
         return Sm80MixedGemmKernel
 
     def refusal(self, device: Device) -> str:
-        least = ".".join(map(str, self.least))
-        if device.kind != "cuda" or device.rocm:
-            have = "an AMD GPU" if device.rocm else f"a {device.kind} device"
-            return f"needs an NVIDIA GPU of compute capability {least} or newer, this is {have}"
-        have = f"{device.name or 'this GPU'} has {'.'.join(map(str, device.capability))}"
-        if device.capability < self.least:
-            return f"needs compute capability {least} or newer ({self.since}), {have}; {self.otherwise}"
-        if device.capability not in TARGETS:
-            known = ", ".join(".".join(map(str, c)) for c in TARGETS if c >= self.least)
-            return f"needs a compute capability that it has a target for ({known}), {have}; a newer w4gemm may have it"
-        if device.shared_memory < SHARED_MEMORY:
-            return f"needs {SHARED_MEMORY} bytes of shared memory a CTA, the GPU has {device.shared_memory}"
-        return ""
+        return refusal(device, self.least, self.since, self.otherwise)
 
     def arch(self, device: Device) -> str:
         return TARGETS[device.capability]

@@ -11,8 +11,7 @@ import torch
 from w4gemm.core.problem import Device
 from w4gemm.jit import Program, Unit
 from w4gemm.kernels.helpers.base import HALF_KINDS, LayerFacts, can_run, half_dtype, half_rows
-from w4gemm.kernels.sm80_mixed_gemm.spec import TARGETS
-from w4gemm.kernels.sm89_fp8_gemm.spec import Sm89Fp8Gemm
+from w4gemm.kernels.requirements import TARGETS, refusal
 
 LARGEST = 448.0
 """Largest number of float8_e4m3fn."""
@@ -77,7 +76,7 @@ class ActivationQuantize:
         """Return the kernel for rows of k columns; None where it does not run, or if a row does not fit the
         registers of a CTA or the shared memory in which silu_mul stages gates and ups. ``chunks``: see
         :func:`shape_of`."""
-        if dtype not in HALF_KINDS or not can_run(Sm89Fp8Gemm().refusal(device)) or (front == ADD_RMS and not wide):
+        if dtype not in HALF_KINDS or not can_run(refusal(device, (8, 9))) or (front == ADD_RMS and not wide):
             return None
         helper = cls(dtype, front, wide, shape_of(k, chunks), TARGETS[device.capability], device.capability >= (9, 0))
         most = _MOST_CHUNKS if wide and front not in NORMS else _MOST_CHUNKS // 2
