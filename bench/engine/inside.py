@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 import time
 from collections import defaultdict
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench.engine.models import Matrix, Model
+from bench.engine.models import Matrix, Model, Stack
 from bench.engine.rows import spread
 from bench.rows import Row
 
@@ -26,28 +27,33 @@ _STACKS = ("gate_up_proj", "down_proj")
 _ROUNDS = 3
 Layers = dict[int, list[tuple[str, Any]]]
 """Names and modules by the number of their decoder layer."""
-Products = Callable[[Layers, int], list[Callable[[], object]]]
+Calls = list[Callable[[], object]]
+Products = Callable[[Layers, int], Calls]
 """Calls, each of the products of a decoder layer, for a number of tokens."""
 
 
 def layers_of(model: torch.nn.Module) -> tuple[Layers, Layers]:
-    """Return a model's linear layers between attention and norms, and its layers of experts."""
+    """Return a model's quantized linear layers between attention and norms, and its layers of experts."""
     linear, experts = defaultdict(list), defaultdict(list)
     for name, module in model.named_modules():
         number = re.search(r"layers\.(\d+)\.", name)
         if number is None or not hasattr(module, "quant_method") or "w4gemm_shards" in name:
             continue
-        if type(module).__name__ == "RoutedExperts":
+        if type(module).__name__.endswith("RoutedExperts"):  # gpt-oss has a class of its own
             experts[int(number[1])].append((name, module))
-        elif name.endswith("_proj"):
+        elif name.endswith("_proj") and not type(module.quant_method).__name__.startswith("Unquantized"):
             linear[int(number[1])].append((name, module))
     return linear, experts
 
 
-def quantized(model: Model) -> dict[str, Matrix]:
+def quantized(model: Model) -> dict[str, Matrix | Stack]:
     """Return a model's quantized matrices by their whole names."""
-    matrices = ((i, m) for i in range(model.layers) for m in model.layer(i) if isinstance(m, Matrix) and m.quantized)
-    return {f"model.layers.{i}.{m.name}": m for i, m in matrices}
+    return {
+        f"model.layers.{i}.{m.name}": m
+        for i in range(model.layers)
+        for m in model.layer(i)
+        if isinstance(m, Stack) or (isinstance(m, Matrix) and m.quantized)
+    }
 
 
 def _all(layers: Layers) -> Iterator[tuple[str, Any]]:
@@ -69,12 +75,14 @@ def _prefix(name: str) -> str:
 
 
 def errors(model: torch.nn.Module, folder: Path) -> Row:
-    """Return the largest relative error of linear layers' products, and of expert layers' results, beside those of the
-    checkpoint's numbers in float32."""
+    """Return the largest relative error of linear layers' products, and of expert layers' results, in the first two
+    decoder layers, beside those of the checkpoint's numbers in float32."""
     checkpoint, largest = open_checkpoint(folder), dict[str, float]()
     linear, experts = layers_of(model)
     for kind, layers, results in (("linear_error", linear, _linear), ("experts_error", experts, _experts)):
-        for name, module in _all(layers):
+        for name, module in _all({i: layers[i] for i in sorted(layers)[:2]}):
+            if folder.is_file() and name.endswith("qkv_proj"):  # vLLM keeps GGUF's order of rows
+                continue
             parts = _parts(name) if kind == "linear_error" else [f"{_prefix(name)}.{leaf}" for leaf in _STACKS]
             other = kind == "experts_error" and module.activation.value != "silu"
             if checkpoint.modules.keys() >= set(parts) and not other:
@@ -108,15 +116,15 @@ def _experts(module: Any, weights: list[QuantizedWeight]) -> tuple[torch.Tensor,
 # --- new weights for the engine in use --------------------------------------------------------------------------------
 
 
-def update(llm: Any, model: torch.nn.Module, matrices: dict[str, Matrix], by_reload: bool, seed: int) -> Row:
+def update(llm: Any, model: torch.nn.Module, matrices: dict[str, Matrix | Stack], by_reload: bool, seed: int) -> Row:
     """Send dense weights of all quantized matrices to the running engine, by ``load_weights`` or ``reload_weights``;
     return the seconds, and whether the packed bits are those of ``quantize``."""
     g = torch.Generator(DEVICE).manual_seed(seed)
-    dense = {
-        name: (torch.randn(m.n, m.k, device=DEVICE, generator=g) * m.gain * m.k**-0.5).bfloat16()
-        for name, m in matrices.items()
-    }
-    send = ((f"{name}.weight", t) for name, t in dense.items())
+    dense = {}
+    for name, m in matrices.items():
+        shape = (m.experts, m.k, m.n) if isinstance(m, Stack) else (m.n, m.k)
+        dense[name] = (torch.randn(shape, device=DEVICE, generator=g) * m.gain * m.k**-0.5).bfloat16()
+    send = ((name if t.dim() == 3 else f"{name}.weight", t) for name, t in dense.items())
     _wait()
     start = time.perf_counter()
     if by_reload:
@@ -148,12 +156,17 @@ def _packed(model: torch.nn.Module, dense: dict[str, torch.Tensor]) -> Iterator[
     for name, module in _all(experts):
         gate_up, down = (product.weight for product in module.quant_method.products)
         for e in (0, 1, gate_up.experts - 1):
+            if (stack := dense.get(f"{_prefix(name)}.gate_up_proj")) is not None:
+                yield gate_up.expert(e), stack[e].T
+                yield down.expert(e), dense[f"{_prefix(name)}.down_proj"][e].T
+                continue
             gate, up, last = (dense[f"{_prefix(name)}.{e}.{leaf}_proj"] for leaf in ("gate", "up", "down"))
             yield gate_up.expert(e), torch.stack((gate, up), 1).flatten(0, 1)
             yield down.expert(e), last
 
 
 def _is_fresh(w: QuantizedWeight, dense: torch.Tensor) -> bool:
+    dense = dense.contiguous()
     made = w4gemm.quantize(dense if w.perm is None else dense[:, w.perm], w.format).repack(w.layout)
     pairs = zip(w.tensors, made.tensors, strict=True)
     return all(torch.equal(a.data.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
@@ -162,9 +175,26 @@ def _is_fresh(w: QuantizedWeight, dense: torch.Tensor) -> bool:
 # --- times ------------------------------------------------------------------------------------------------------------
 
 
-def timed(models: dict[str, torch.nn.Module], tokens: Sequence[int]) -> Iterator[Row]:
+def warm_up(models: dict[str, torch.nn.Module], tokens: Sequence[int], config: Any) -> None:
+    """Call what :func:`timed` times, which takes the same arguments: Humming compiles kernels when they are called."""
+    for _, m, variants in _points(models, tokens):
+        with _forward_context(config, m):
+            for call in itertools.chain.from_iterable(variants):
+                call()
+
+
+def timed(models: dict[str, torch.nn.Module], tokens: Sequence[int], config: Any) -> Iterator[Row]:
     """Time the layers of several models by turns, in three rounds; generate a row for each kind of layer, number of
-    tokens and model."""
+    tokens and model. config: one of the engines' VllmConfig."""
+    for phase, m, variants in _points(models, tokens):
+        with _forward_context(config, m):
+            rounds = [[t.p50 for t in time_graphs(variants, replays=7)] for _ in range(_ROUNDS)]
+        for name, times in zip(models, zip(*rounds, strict=True), strict=True):
+            yield {"phase": phase, "batch": m, "impl": name, **spread("us", times)}
+
+
+def _points(models: dict[str, torch.nn.Module], tokens: Sequence[int]) -> Iterator[tuple[str, int, list[Calls]]]:
+    """Generate each kind of layer, number of tokens, and the calls of each model."""
     from vllm.v1.worker import workspace
 
     if workspace.is_workspace_manager_initialized():
@@ -173,10 +203,14 @@ def timed(models: dict[str, torch.nn.Module], tokens: Sequence[int]) -> Iterator
     products: Products
     for kind, (phase, products) in enumerate((("linear", _linear_products), ("experts", _expert_products))):
         for m in tokens if kinds[0][kind] else ():
-            calls = [products(layers[kind], m) for layers in kinds]
-            rounds = [[t.p50 for t in time_graphs(calls, replays=7)] for _ in range(_ROUNDS)]
-            for name, times in zip(models, zip(*rounds, strict=True), strict=True):
-                yield {"phase": phase, "batch": m, "impl": name, **spread("us", times)}
+            yield phase, m, [products(layers[kind], m) for layers in kinds]
+
+
+def _forward_context(config: Any, m: int) -> Any:
+    """Return vLLM's context of a step of m tokens, which Humming's experts ask for."""
+    from vllm.forward_context import set_forward_context
+
+    return set_forward_context(None, config, num_tokens=m)
 
 
 def _linear_products(layers: Layers, m: int) -> list[Callable[[], object]]:

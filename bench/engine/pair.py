@@ -288,15 +288,18 @@ def rows_of(model: Model, folder: Path, args: argparse.Namespace) -> Iterator[Ro
         yield own | row
     if args.lora:
         return
+    models = {engine.name: engine.model for engine in engines}
+    config = ours.llm.llm_engine.vllm_config
+    inside.warm_up(models, args.tokens, config)
     if args.hold:
         say(f"waits for {args.hold}")
         while not args.hold.exists():
             time.sleep(0.1)
-    by_name = {engine.name: engine for engine in engines}
     chosen = {engine.name for engine in engines if engine.kernels == DEFAULT}
-    layers = inside.timed({name: engine.model for name, engine in by_name.items()}, args.tokens)
-    llms = {name: engine.llm for name, engine in by_name.items()}
-    whole = turns.timed(llms, model.vocabulary, args.decode, args.prefill, args.rounds)
+    layers = inside.timed(models, args.tokens, config)
+    whole = turns.timed(
+        {engine.name: engine.llm for engine in engines}, model.vocabulary, args.decode, args.prefill, args.rounds
+    )
     for row in itertools.chain(layers, whole):
         yield own | row | {"chosen": row["impl"] in chosen}
 
