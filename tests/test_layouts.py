@@ -257,7 +257,8 @@ def test_formats_without_a_decoder_say_so(name):
 
 
 def test_groups_of_16():
-    """In format and geometry, and on the CPU; GPU kernels refuse them with the reason."""
+    """In format and geometry, and on the CPU; GPU kernels take them with 16-bit scales alone, and refuse others with
+    the reason."""
     format = WeightFormat(16, "int")
     w = QuantizedWeight.from_codes(format, *random_parts(format, 40, 64)[:3])
     assert_same(w.repack("mma16").parts(), w.parts())
@@ -265,7 +266,10 @@ def test_groups_of_16():
     problem = GemmProblem(16, 128, 128, torch.bfloat16, format, "mma16", device=H200)
     reasons = [kernel.supports(problem).reason for kernel in KERNELS]
     assert all(reasons) and not configs(problem)
-    assert any("decodes groups of a multiple of 32 columns, not of 16" in reason for reason in reasons)
+    refused = "decodes groups of a multiple of 32 columns with zero points or scales of 32 bits, not of 16"
+    assert any(refused in reason for reason in reasons)
+    kernels = {name.partition("/")[0] for name in configs(dataclasses.replace(problem, format="int4_g16"))}
+    assert {"sm90_mixed_gemm", "sm90_decode", "sm80_mixed_gemm"} <= kernels
 
 
 @pytest.fixture

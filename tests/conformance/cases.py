@@ -34,7 +34,7 @@ FORMATS = [
 ]
 FORMATS += [WeightFormat(group_size, "none", "e4m3") for group_size in (32, 128, -1)]
 FORMATS += [WeightFormat.parse(name) for name in ("iq4_g32_fp16", "iq4_g128", "iq4_g32_fp32", "nf4", "nf4_col_fp16")]
-FORMATS += [WeightFormat.parse(name) for name in ("e2m1_g64", "e2m1_col_fp16")]
+FORMATS += [WeightFormat.parse(name) for name in ("e2m1_g64", "e2m1_col_fp16", "int4_g16", "nf4_g16_fp16")]
 FORMATS += [WeightFormat.parse("nf4_g64_fp32"), WeightFormat(256, element=codebook([*range(-9, 0), *range(1, 8)]))]
 FORMATS += [WeightFormat(96, element=codebook([-(1 + i / 99) for i in range(8)] + [2.0**-i for i in range(8)]))]
 FORMATS += [WeightFormat.parse(f"int4_{rest}") for rest in ("g32_zfloat_fp32", "g96_zint_fp32", "col_fp32")]

@@ -167,7 +167,7 @@ class WeightFormat:
 
     Args:
         group_size: elements of k that share a scale: a positive multiple of 16, or -1 for one scale per output channel.
-            GPU kernels take multiples of 32 and, with 8-bit scales as in nvfp4, of 16.
+            GPU kernels take multiples of 32 and, with 16-bit x, 8-bit or 16-bit scales and no zero points, of 16.
         zero: ``"none"``, ``"int"`` or ``"float"``; see the table in the module's docstring.
         scale: name of the scale rule, one of :data:`SCALES`; a float zero point has the dtype of the scales.
         element: name of the element, one of :data:`ELEMENTS` or what :func:`codebook` returns; only int8 to int2 take

@@ -11,6 +11,7 @@ import torch
 
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.epilogue import SCALE_BLOCK
+from w4gemm.core.formats import SMALLEST_GROUP
 from w4gemm.core.problem import Device, GemmProblem
 from w4gemm.jit.unit import Program, Unit
 from w4gemm.kernels import arguments, workspace
@@ -24,8 +25,8 @@ from w4gemm.packing.layouts import layout_named
 
 _MIN_SCALE_GROUP = 32
 """The smallest scale group that GPU kernels decode: one step along k of an fp8 matrix instruction, or two of a 16-bit
-one. With 8-bit scales, of one level or two, it is one step of a 16-bit one, 16; for 16-bit scales of so small groups
-there are no registers."""
+one. A thread that holds one word for each group, of 8-bit or 16-bit scales, decodes groups of one step of a 16-bit one,
+16; two words, of zero points or wide scales, would take more registers than were compiled."""
 MIN_DRIVER = (12, 0)
 """CUDA version that the driver must support."""
 
@@ -39,13 +40,13 @@ def refused_groups(problem: GemmProblem, half_steps: bool = False) -> str:
     """
     weight = weight_operand(problem.format, problem.dtype)
     halves = half_steps and weight.codec.half_steps
-    block, short = weight.block, halves or (weight.kind != "e4m3" and weight.block.scale_bits == 8)
-    group = block.scale_group
-    least = _MIN_SCALE_GROUP // 2 if short else _MIN_SCALE_GROUP
-    if group % least == 0:
+    block = weight.block
+    few_words = weight.kind != "e4m3" and (block.scale_bits == 8 or block.words_per_scale == 1)
+    if block.scale_group % _MIN_SCALE_GROUP == 0 or ((halves or few_words) and block.scale_group == SMALLEST_GROUP):
         return ""
-    columns = problem.format.group_size
-    return f"cannot take {problem.format}: decodes groups of a multiple of {least} columns, not of {columns}"
+    kinds = "fp8 x" if weight.kind == "e4m3" else "zero points or scales of 32 bits"
+    columns = f"a multiple of {_MIN_SCALE_GROUP} columns with {kinds}, not of {problem.format.group_size}"
+    return f"cannot take {problem.format}: decodes groups of {columns}"
 
 
 def m_tiles(problem: GemmProblem, tile_m: int) -> int:

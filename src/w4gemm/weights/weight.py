@@ -370,7 +370,7 @@ class QuantizedWeight:
         same numbers, bit for bit.
 
         If shards along k would divide a group, they have a smaller group size, the greatest common divisor of the group
-        size and the shard's k, and scales are repeated. GPU kernels take group sizes that are multiples of 32. Where
+        size and the shard's k, and scales are repeated. :class:`WeightFormat` says which sizes GPU kernels take. Where
         shards would divide columns that share factors, or rows that share scales, they get another scale rule, such as
         float32 scales.
 

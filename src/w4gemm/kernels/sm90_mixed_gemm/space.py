@@ -167,6 +167,15 @@ SPACE = Space(
             "not timed beside experts' rows, where smaller tiles were compared with other libraries",
             lambda v: v.grouped and _large(v),
         ),
+        Rule(
+            "groups of 16 of experts",
+            "tiles of 128 x 64 whose warpgroups alternate spill 8 to 24 bytes with 16-bit scales of so small groups",
+            lambda v: (
+                v.grouped
+                and (v.block.scale_group, v.block.scale_bits) == (16, 16)
+                and (v.config.tile_m, v.config.tile_n, v.config.schedule) == (128, 64, "pingpong")
+            ),
+        ),
     ),
 )
 """Configs of one launch."""
