@@ -17,7 +17,7 @@ from reference import grouped_reference
 from sass import disassemble
 from w4gemm import FormatError, QuantizedWeight, W4Experts, W4GroupedLinear, W4Linear, WeightFormat, linear
 from w4gemm.api import gather
-from w4gemm.api.gather import gather_columns
+from w4gemm.api.gather import gather_columns, gather_columns_of_experts
 from w4gemm.core.problem import H200
 from w4gemm.jit import object_code
 from w4gemm.kernels.helpers.column_gather.spec import ColumnGather
@@ -291,6 +291,39 @@ def test_gather_compiles():
     sass = disassemble(object_code(gather.unit()))
     assert sass.stack == 0 and sass.registers <= 64, "eight CTAs of 256 threads must fit a multiprocessor"
     assert sass.count("UBLKCP") == 1 and sass.count("LDS") >= 8
+
+
+@pytest.mark.parametrize("indexed", [False, True])
+def test_gather_columns_of_experts(indexed, device):
+    """Rows and columns; some experts have no rows, and the last rows have no expert."""
+    for k, dtype in ((8, torch.bfloat16), (136, torch.float16), (577, torch.bfloat16), (4104, torch.bfloat16)):
+        perm = torch.stack([torch.randperm(k) for _ in range(70)]).int().to(device)
+        starts = torch.arange(70, dtype=torch.int32, device=device).sub(3).clamp(0, 40) * 2
+        x, m = torch.randn(100, k, device=device).to(dtype), 90
+        rows = torch.randint(0, 100, (m,), device=device) if indexed else torch.arange(m, device=device)
+        got = gather_columns_of_experts(x if indexed else x[:m], perm, starts, rows if indexed else None)
+        owner = torch.searchsorted(starts, torch.arange(m, device=device).int(), right=True) - 1
+        assert torch.equal(got, x[rows[:, None], perm[owner].long()])
+
+
+@pytest.mark.parametrize("indexed", [False, True])
+def test_the_kernel_of_experts(indexed):
+    """Emulated."""
+    pytest.importorskip("cutlass")
+    from emulator.kernel import Emulator
+    from emulator.ptx import parse, ptx_of
+
+    gather = ColumnGather.of(H200, torch.bfloat16, 136, True, indexed)
+    assert gather is not None
+    perm = torch.stack([torch.randperm(136) for _ in range(40)]).int()
+    starts = torch.arange(40, dtype=torch.int32).sub(2).clamp(0, 30)
+    x = torch.randn(50, 136).bfloat16()
+    rows = torch.randint(0, 50, (33,), dtype=torch.int32) if indexed else torch.arange(33, dtype=torch.int32)
+    out = torch.zeros(33, 136).bfloat16()
+    given = x if indexed else x[:33]
+    Emulator(parse(ptx_of(gather.unit())), 2 * 33).run(given, perm, starts, *([rows] if indexed else []), out, 2)
+    owner = torch.searchsorted(starts, torch.arange(33).int(), right=True) - 1
+    assert torch.equal(out, x[rows[:, None].long(), perm[owner].long()])
 
 
 # --- the layer -------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from w4gemm.api.modes import is_eager
 from w4gemm.core.problem import Device
 from w4gemm.kernels import launcher
 from w4gemm.kernels.base import selected
@@ -31,27 +32,37 @@ def gather_columns(x: torch.Tensor, perm: torch.Tensor) -> torch.Tensor:
         gather, sms = _gather_on(device, x.dtype, k)
         if gather is not None:
             out = torch.empty((m, k), dtype=x.dtype, device=device)
-            gather(x, perm, out, ColumnGather.ctas_per_row(m, k, sms))
+            gather(x, perm, None, None, out, ColumnGather.ctas_per_row(m, k, sms))
             return out
     return selected(x, 1, perm)
 
 
 def gather_columns_of_experts(
-    x: torch.Tensor, perm: torch.Tensor, owner: torch.Tensor, indices: torch.Tensor | None
+    x: torch.Tensor, perm: torch.Tensor, starts: torch.Tensor, indices: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return, for each i, row indices[i] of x (rows, k) with its columns in the order perm[owner[i]].
-
-    PyTorch's operators do it, some rows at a time. Gradients to x are added in the order of rows.
+    """Return, for each i, row indices[i] of x (rows, k) with its columns in the order perm[e], where e is the expert of
+    row i. A kernel does it where one does it for a single weight; else PyTorch's operators do, some rows at a time, and
+    gradients to x are added in the order of rows.
 
     Args:
         perm: int32 (experts, k).
-        owner: int64 (m,).
+        starts: int32 (experts,), the first row of each expert, ascending.
         indices: int32 or int64 (m,); None for row i.
     """
-    some = max(1, _INDICES // x.shape[1])
+    m, k, device = len(x if indices is None else indices), x.shape[1], x.device
+    if device.type == "cuda" and m and is_eager(x) and ColumnGather.takes(x, perm):
+        gather, sms = _gather_on(device, x.dtype, k, True, indices is not None)
+        if gather is not None:
+            out = torch.empty((m, k), dtype=x.dtype, device=device)
+            sources = None if indices is None else indices.int().contiguous()
+            gather(x, perm, starts, sources, out, ColumnGather.ctas_per_row(m, k, sms))
+            return out
+    every = torch.arange(m, dtype=torch.int32, device=device)
+    owner = (torch.searchsorted(starts, every, right=True) - 1).clamp(min=0)
+    some = max(1, _INDICES // k)
     bits = x.view(torch.uint8) if x.element_size() == 1 else x  # PyTorch gathers no fp8
     parts = []
-    for i in range(0, max(1, len(owner)), some):
+    for i in range(0, max(1, m), some):
         rows = slice(i, i + some)
         part = bits[rows] if indices is None else bits[indices[rows]]
         parts.append(part.gather(1, perm[owner[rows]].long()))
@@ -60,7 +71,7 @@ def gather_columns_of_experts(
 
 
 @functools.cache
-def _gather_on(device: torch.device, dtype: torch.dtype, k: int) -> tuple[Callable[..., Any] | None, int]:
+def _gather_on(device: torch.device, *parameters: Any) -> tuple[Callable[..., Any] | None, int]:
     """Return the compiled gather, None if it does not run here, and the device's number of multiprocessors. One cache
     holds both, so that a call looks up once."""
-    return launcher(ColumnGather.of, device, dtype, k), Device.of(device).sms
+    return launcher(ColumnGather.of, device, *parameters), Device.of(device).sms

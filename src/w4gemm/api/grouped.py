@@ -9,7 +9,7 @@ import torch
 from w4gemm.api import arguments
 from w4gemm.api.call import Call, checked, compute
 from w4gemm.api.gather import gather_columns_of_experts
-from w4gemm.api.grouped_operators import differentiable, owned_rows, owners, product
+from w4gemm.api.grouped_operators import differentiable, owned_rows, product
 from w4gemm.api.modes import needs_dispatcher, refuse_duals, refuse_transforms, requires_grad
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.epilogue import EpilogueOperands, replaced
@@ -167,8 +167,7 @@ def _in_packed_order(call: Call) -> Call:
     x, indices, scale = call.x.reshape(-1, w.k), rows.indices, operands.token_scale
     if indices is not None and scale is not None:
         operands = replaced(operands, token_scale=scale.index_select(0, indices))
-    owner, _ = owners(rows.starts, rows.ends, len(x if indices is None else indices))
-    x = gather_columns_of_experts(x, w.perm, owner, indices)
+    x = gather_columns_of_experts(x, w.perm, rows.starts, indices)
     return call._replace(x=x, operands=operands, rows=rows._replace(indices=None))
 
 

@@ -74,7 +74,7 @@ def differentiable(call: Call) -> torch.Tensor:
     if _is_plain(call.epilogue):
         return product(call, call.epilogue, call.operands).view(call.shape)
     sums = product(call, _FLOAT32, NO_OPERANDS)
-    owner, owned = owners(call.rows.starts, call.rows.ends, sums.shape[0])
+    owner, owned = _owners(call.rows.starts, call.rows.ends, sums.shape[0])
     operands = call.operands.of_expert(lambda t: t[owner])
     if operands.expert_scale is not None:
         operands = replaced(operands, expert_scale=operands.expert_scale[:, None])
@@ -86,7 +86,7 @@ def _is_plain(epilogue: Epilogue) -> bool:
     return replaced(epilogue, out_dtype=None) == PLAIN
 
 
-def owners(starts: torch.Tensor, ends: torch.Tensor, m: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _owners(starts: torch.Tensor, ends: torch.Tensor, m: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the expert of each of m rows, int64 (m,), and bool (m, 1), True for rows of an expert."""
     rows = torch.arange(m, dtype=torch.int32, device=starts.device)
     owner = (torch.searchsorted(starts, rows, right=True) - 1).clamp(min=0)
@@ -95,7 +95,7 @@ def owners(starts: torch.Tensor, ends: torch.Tensor, m: int) -> tuple[torch.Tens
 
 def owned_rows(starts: torch.Tensor, ends: torch.Tensor, shape: torch.Size | tuple[int, ...]) -> torch.Tensor:
     """Return bool (*shape, 1), True for rows of an expert."""
-    return owners(starts, ends, math.prod(shape))[1].view(*shape, 1)
+    return _owners(starts, ends, math.prod(shape))[1].view(*shape, 1)
 
 
 # --- the operators ---------------------------------------------------------------------------------------------------
@@ -191,7 +191,7 @@ def _save_grouped_dx(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) ->
 
 def _grouped_dx_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     weight, (starts, ends) = kept_weight(ctx, 2)
-    _, owned = owners(starts, ends, grad.shape[0])
+    _, owned = _owners(starts, ends, grad.shape[0])
 
     def product(rows: torch.Tensor) -> torch.Tensor:
         epilogue = PLAIN if rows.dtype == grad.dtype else _FLOAT32

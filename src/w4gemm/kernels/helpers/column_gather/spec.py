@@ -28,25 +28,32 @@ class ColumnGather(Sm90Helper):
 
     Args:
         capacity: elements of a row that shared memory holds: a power of two, so that many k share a compiled object.
+        experts: True if each row has the perm of its expert.
+        indexed: True if rows of x are read through indices.
     """
 
     dtype: torch.dtype
     capacity: int
+    experts: bool = False
+    indexed: bool = False
 
     name: ClassVar[str] = "column_gather"
 
     @classmethod
-    def of(cls, device: Device, dtype: torch.dtype, k: int) -> ColumnGather | None:
+    def of(
+        cls, device: Device, dtype: torch.dtype, k: int, experts: bool = False, indexed: bool = False
+    ) -> ColumnGather | None:
         """Return the gather for rows of k elements; None where it does not run."""
         if dtype not in HALF_KINDS or k % 8 or k > _LARGEST or not cls.runs(device):
             return None
-        return cls(dtype, min(max(_SMALLEST, 1 << (k - 1).bit_length()), _LARGEST))
+        return cls(dtype, min(max(_SMALLEST, 1 << (k - 1).bit_length()), _LARGEST), experts, indexed)
 
     @classmethod
     def needed(cls, device: Device, layer: LayerFacts) -> Iterable[ColumnGather]:
         # columns of fp8 x are gathered by PyTorch
-        helper = cls.of(device, layer.dtype, layer.k) if layer.act_order and not layer.fp8 else None
-        return () if helper is None else (helper,)
+        ways = ((True, False), (True, True)) if layer.experts else ((False, False),)
+        helpers = (cls.of(device, layer.dtype, layer.k, *way) for way in ways if layer.act_order and not layer.fp8)
+        return tuple(helper for helper in helpers if helper is not None)
 
     @staticmethod
     def takes(x: torch.Tensor, perm: torch.Tensor) -> bool:
@@ -67,9 +74,13 @@ class ColumnGather(Sm90Helper):
         from w4gemm.kernels.helpers.column_gather.kernel import ColumnGatherKernel
 
         dtype = half_dtype(HALF_KINDS[self.dtype])
-        m, k = cute.sym_int(), cute.sym_int()
-        x = make_fake_tensor(dtype, (m, k), (cute.sym_int64(divisibility=8), 1), assumed_align=16)
-        perm = make_fake_compact_tensor(cutlass.Int32, (k,), assumed_align=16)
+        m, k, rows, experts = (cute.sym_int() for _ in range(4))
+        shape = rows if self.indexed else m, k
+        x = make_fake_tensor(dtype, shape, (cute.sym_int64(divisibility=8), 1), assumed_align=16)
+        perms, order = ((experts, k), (1, 0)) if self.experts else ((k,), (0,))
+        perm = make_fake_compact_tensor(cutlass.Int32, perms, stride_order=order, assumed_align=16)
+        starts = make_fake_compact_tensor(cutlass.Int32, (experts,)) if self.experts else None
+        indices = make_fake_compact_tensor(cutlass.Int32, (m,)) if self.indexed else None
         out = make_fake_tensor(dtype, (m, k), (cute.sym_int64(divisibility=8), 1), assumed_align=16)
         stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-        return Program(ColumnGatherKernel(self.capacity), (x, perm, out, 1, stream))
+        return Program(ColumnGatherKernel(self.capacity), (x, perm, starts, indices, out, 1, stream))
