@@ -105,6 +105,8 @@ CASES = (
         Case(f"Quark {name}", "amd-quark", quark(scheme, method))
         for name, scheme, method in (
             ("MXFP4", "mxfp4", "reorder"),
+            ("MXFP6 e2m3", "mxfp6_e2m3", "reorder"),
+            ("MXFP6 e3m2", "mxfp6_e3m2", "reorder"),
             ("NVFP4", "nvfp4", "reorder"),
             ("int4", "int4_wo_32", "reorder"),
             ("uint4", "uint4_wo_32", "reorder"),

@@ -75,11 +75,25 @@ def test_mxfp8_beside_mxfp4(tmp_path: Path) -> None:
     assert summarize(load(tmp_path)[0]).formats == {"e4m3_g32_e8m0": 4 * LAYERS, "e2m1_g32_e8m0": 3 * LAYERS}
 
 
+@pytest.mark.parametrize("packing", ["auto_round:fp8", "auto_round:fp8_static"])
+def test_fp8(tmp_path: Path, packing: str) -> None:
+    config = {"quant_method": "auto-round", "packing_format": packing, "bits": 8, "data_type": "fp"}
+
+    def write(name: str, n: int, k: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        codes, scale = torch.randn(n, k).to(torch.float8_e4m3fn), torch.rand(n, 1) + 0.5
+        return {"weight": codes, "weight_scale": scale, "input_scale": torch.ones(1)}, codes.float() * scale
+
+    wanted = write_model(tmp_path, config, write)
+    checkpoint = open_checkpoint(tmp_path)
+    assert {str(module.format) for module in checkpoint.modules.values()} == {"e4m3_col_fp32"}
+    assert all(torch.equal(checkpoint.weight(name).dequantize(), weight) for name, weight in wanted.items())
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"packing_format": ["auto_round"]}, r"packing_format is \['auto_round'\], wanted one of auto"),
-        ({"packing_format": "auto_round:fp8_static"}, "packing_format is 'auto_round:fp8_static', wanted one of auto"),
+        ({"packing_format": "auto_round:mlx"}, "packing_format is 'auto_round:mlx', wanted one of auto"),
         ({"data_type": "nvfp4_v2"}, "its format is 'nvfp4_v2', wanted"),
         ({"bits": 8}, "its weight has 8 bits, wanted 4"),
         ({"rotation_config": {"hadamard_type": "random"}}, "rotation_config rotates activations while the model runs"),

@@ -365,6 +365,44 @@ def test_4_bit_floats_of_the_package(tmp_path: Path, packing: str) -> None:
         open_checkpoint(tmp_path)
 
 
+def test_6_bit_floats_of_the_package(tmp_path: Path) -> None:
+    """They become MXFP8 with the same numbers."""
+    pytest.importorskip("compressed_tensors.compressors.mxfp6")
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    weights = {"num_bits": 6, "type": "float", "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
+    scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**weights))
+    compressor = BaseCompressor.get_value_from_registry("mxfp6-pack-quantized")
+    w, scales = torch.randn(20, 64) * 0.05, 2.0 ** torch.randint(-8, -2, (20, 2))
+    stored = compressor.compress({"weight": w, "weight_scale": scales}, scheme)
+    save_file({f"linear.{leaf}": t.contiguous() for leaf, t in stored.items()}, tmp_path / "model.safetensors")
+    x = {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 32, "dynamic": True}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": x}
+    settings = {"quant_method": "compressed-tensors", "format": "mxfp6-pack-quantized", "config_groups": {"0": group}}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": settings}))
+    weight = open_checkpoint(tmp_path).weight("linear")
+    assert (str(weight.format), weight.activations) == ("e4m3_g32_e8m0", None)
+    assert torch.equal(weight.dequantize(), compressor.decompress(stored, scheme)["weight"].float())
+    put(tmp_path, "linear.weight_packed", torch.zeros(20, 49, dtype=torch.uint8))
+    with pytest.raises(FormatError, match="linear: a row has 49 bytes, wanted a multiple of 3"):
+        open_checkpoint(tmp_path)
+
+
+def test_float32_scales_and_one_of_the_tensor(tmp_path: Path) -> None:
+    wanted = write_model(tmp_path, config(), writer(dtype=torch.float32))
+    assert torch.equal(open_checkpoint(tmp_path).weight(DOWN).dequantize(), wanted[DOWN])
+    whole = config({"num_bits": 8, "strategy": "tensor", "group_size": None}, "int-quantized")
+
+    def write(name: str, n: int, k: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        q = torch.randint(-127, 128, (n, k), dtype=torch.int8)
+        return {"weight": q, "weight_scale": torch.tensor([0.25]).bfloat16()}, q * 0.25
+
+    wanted = write_model(tmp_path, whole, write)
+    w = open_checkpoint(tmp_path).weight(DOWN)
+    assert str(w.format) == "int8_col" and torch.equal(w.dequantize(), wanted[DOWN])
+
+
 def test_targets_choose_the_group(tmp_path: Path) -> None:
     """A name goes before a pattern, a pattern before the class; what is ignored stays dense."""
     fine, coarse = writer(), writer(64)
@@ -386,7 +424,7 @@ def test_targets_choose_the_group(tmp_path: Path) -> None:
     [
         (config({"num_bits": 9}), "its weight has 9 bits, wanted 4 or 8 or 6"),
         (config({"num_bits": 8}), "groups of 32 do not divide its 48 input features"),
-        (config({"strategy": "tensor"}), "int with a scale for each tensor, wanted int with a scale for each group or"),
+        (config({"strategy": "block"}), "int with a scale for each block, wanted int with a scale for each group,"),
         (config({"group_size": 64}), "groups of 64 do not divide its 96 input features"),
         (
             config() | {"config_groups": {"W4A16": ["Linear"]}},

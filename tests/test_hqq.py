@@ -29,7 +29,7 @@ def packed_rows(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """Rows of codes: the first half, quarter or tenth of them in the highest bits."""
     if bits == 3:
         codes = torch.nn.functional.pad(codes, (0, 0, 0, -len(codes) % 10))
-    each = {2: 4, 3: 10, 4: 2}.get(bits, 1)
+    each = {1: 8, 2: 4, 3: 10, 4: 2}.get(bits, 1)
     parts = codes.int().view(each, -1, codes.shape[1])
     words = sum(part << bits * (each - 1 - i) for i, part in enumerate(parts))
     return words if bits == 3 else words.to(torch.uint8)
@@ -52,7 +52,7 @@ def writer(dtype: torch.dtype = torch.float16, group_size: int = 32, as_float: b
             "nbits": torch.tensor(bits, dtype=torch.int32),
             "group_size": torch.tensor(group, dtype=torch.int32),
             "axis": torch.tensor(1, dtype=torch.int32),
-            "packing": text({2: "2bit_u8", 3: "3bit_32", 4: "4bit_u8"}.get(bits, "8bit_u8")),
+            "packing": text({1: "1bit_u8", 2: "2bit_u8", 3: "3bit_32", 4: "4bit_u8"}.get(bits, "8bit_u8")),
             "view_as_float": torch.tensor(int(as_float), dtype=torch.uint8),
             "compute_dtype": text(str(dtype)),
             "quant_scale": torch.tensor(0, dtype=torch.uint8),
@@ -71,11 +71,18 @@ def writer(dtype: torch.dtype = torch.float16, group_size: int = 32, as_float: b
         (writer(bits=6), "int6_g32_zfloat_fp32"),
         (writer(torch.bfloat16, as_float=True, bits=3), "int3_g32_zfloat_fp32"),
         (writer(bits=2), "int2_g32_zfloat_fp32"),
+        (writer(bits=1), "int2_g32_zfloat_fp32"),
     ],
-    ids=["fp16", "bf16 as float", "col", "8 bits", "6 bits", "3 bits", "2 bits"],
+    ids=["fp16", "bf16 as float", "col", "8 bits", "6 bits", "3 bits", "2 bits", "1 bit"],
 )
 def test_weights_and_logits(tmp_path: Path, write: Writer, format: str) -> None:
     assert_loads(tmp_path, write_model(tmp_path, CONFIG, write), {format: 7 * LAYERS})
+
+
+def test_three_numbers_lie_as_2_bits(tmp_path: Path) -> None:
+    wanted = write_model(tmp_path, CONFIG, writer(bits=2))
+    put(tmp_path, f"{DOWN}.nbits", torch.tensor(1.58))
+    assert torch.equal(open_checkpoint(tmp_path).weight(DOWN).dequantize(), wanted[DOWN])
 
 
 def test_float32_scales_are_rounded(tmp_path: Path) -> None:
@@ -115,7 +122,7 @@ def test_a_matrix_of_half_bytes_is_refused(tmp_path: Path) -> None:
     ("leaf", "tensor", "message"),
     [
         ("axis", torch.tensor(0), "axis is 0: its groups run along the output features.*axis=1"),
-        ("nbits", torch.tensor(1), "its weight has 1 bits, wanted 8 or 6 or 5 or 4 or 3 or 2"),
+        ("nbits", torch.tensor(7), "its weight has 7 bits, wanted 8 or 6 or 5 or 4 or 3 or 2 or 1"),
         ("packing", text("2bit_u8"), "packing is '2bit_u8', wanted '4bit_u8'"),
         ("quant_scale", torch.tensor(1), "its scales are quantized"),
         ("shape", torch.tensor([64, 97]), r"shape is \(64, 97\), wanted rows of whole groups of 32"),

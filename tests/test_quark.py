@@ -18,6 +18,7 @@ from tiny_model import LAYERS
 from w4gemm import FormatError, WeightFormat
 from w4gemm.checkpoints import open_checkpoint
 from w4gemm.checkpoints.awq import ORDER
+from w4gemm.core.elements import ELEMENTS
 
 MXFP4 = {"dtype": "fp4", "qscheme": "per_group", "ch_axis": -1, "group_size": 32, "scale_format": "e8m0"}
 NVFP4 = [
@@ -73,6 +74,27 @@ def integers(weight: dict[str, Any], method: str = "reorder", dtype: torch.dtype
 def test_weights(tmp_path: Path, weight: Any, method: str, write: Writer | None, format: str) -> None:
     wanted = write_model(tmp_path, config(weight, method), write or integers(weight, method))
     assert_loads(tmp_path, wanted, {str(WeightFormat.parse(format)): 7 * LAYERS})
+
+
+@pytest.mark.parametrize("element", ["e2m3", "e3m2"])
+def test_mxfp6(tmp_path: Path, element: str) -> None:
+    """Four codes in three bytes (utils/pack.py of amd-quark 0.13, Pack_fp6) become MXFP8 with the same numbers."""
+
+    def write(name: str, n: int, k: int) -> Any:
+        random = torch.Generator().manual_seed(n + k)
+        codes = torch.randint(0, 64, (n, k), generator=random)
+        powers = torch.randint(110, 130, (n, k // 32), generator=random, dtype=torch.uint8)
+        a, b, c, d = codes.unflatten(1, (-1, 4)).unbind(-1)
+        words = a | b << 6 | c << 12 | d << 18
+        packed = torch.stack([words & 255, words >> 8 & 255, words >> 16], -1).flatten(1).to(torch.uint8)
+        numbers = torch.tensor(ELEMENTS[element].values)[codes]
+        weight = numbers * powers.view(torch.float8_e8m0fnu).float().repeat_interleave(32, 1)
+        return {"weight": packed, "weight_scale": powers}, weight
+
+    wanted = write_model(tmp_path, config(MXFP4 | {"dtype": f"fp6_{element}"}), write)
+    checkpoint = open_checkpoint(tmp_path)
+    assert {str(module.format) for module in checkpoint.modules.values()} == {"e4m3_g32_e8m0"}
+    assert all(torch.equal(checkpoint.weight(name).dequantize(), w) for name, w in wanted.items())
 
 
 INT8, UINT8 = {"dtype": "int8", "symmetric": True}, {"dtype": "uint8", "symmetric": False}
@@ -186,7 +208,7 @@ def test_experts(tmp_path: Path, write: Writer) -> None:
     ("settings", "message"),
     [
         (config(MXFP4 | {"dtype": "int8", "symmetric": True}), "weight is I32, wanted I8"),
-        (config(MXFP4 | {"dtype": "int2"}), "its weight is int2 per_group 32 e8m0; wanted fp4 with e8m0"),
+        (config(MXFP4 | {"dtype": "int2"}), "its weight is int2 per_group 32 e8m0; wanted fp4 or fp6 with e8m0"),
         (config(UINT4 | TENSOR), "its qscheme is 'per_tensor' along axis None, wanted 'per_group' along -1 or"),
         (config(MXFP4 | {"scale_format": "e4m3"}), "its weight is fp4 per_group 32 e4m3; wanted"),
         (config([{"dtype": "fp8_e4m3", "qscheme": "per_tensor"}, INT4 | CHANNELS]), "fp8_e4m3 per_tensor of int4 per_"),

@@ -28,6 +28,8 @@ from w4gemm.weights.weight import QuantizedWeight
 
 _PACKINGS = {"mx_fp": "mxfp4-pack-quantized", "nv_fp": "nvfp4-pack-quantized"}
 """Formats of compressed-tensors, by the begin of ``data_type``."""
+_FP8 = ("auto_round:fp8", "auto_round:fp8_static")
+"""Packings of fp8 weights with scales, which lie as those of other methods."""
 _MXINT4 = WeightFormat(32)
 
 
@@ -37,9 +39,9 @@ class AutoRoundPacking(CompressedTensors):
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> AutoRoundPacking:
-        if auto_round_packing(config) not in ("auto_round:llm_compressor", "auto_round"):
+        if auto_round_packing(config) not in ("auto_round:llm_compressor", "auto_round", *_FP8):
             key = "packing_format" if config.get("packing_format") else "backend"
-            legal = ", ".join((*GPTQ_ZEROS, "auto_round:auto_awq", "auto_round:llm_compressor"))
+            legal = ", ".join((*GPTQ_ZEROS, "auto_round:auto_awq", "auto_round:llm_compressor", *_FP8))
             raise ValueError(f"{key} is {config.get(key)!r}, wanted one of {legal}: export the model again in one")
         check_not_rotated(config)
         return cls(config)

@@ -1,20 +1,22 @@
 """Folders in compressed-tensors (llm-compressor): integers of b = 2 to 8 bits in the formats pack-quantized and
-int-quantized, 4-bit floats in mxfp4-pack-quantized and nvfp4-pack-quantized. Those of 7 bits become int8.
+int-quantized, floats of 4 and 6 bits in mxfp4-, mxfp6- and nvfp4-pack-quantized. Integers of 7 bits become int8.
 
 A module of pack-quantized is ``weight_packed`` int32 (n, ceil(k b / 32)), the codes of a row one after the other, with
 q + 2**(b - 1) as code of q; one of int-quantized is ``weight`` int8 (n, k), which holds q itself. Both have
-``weight_scale`` (n, groups). Asymmetric ones have ``weight_zero_point``, q's zero point, int32 (ceil(n b / 32), groups)
-packed along n, or int8 (n, groups). Older files in act-order have ``weight_g_idx`` int32 (k), the group of each column.
-w = (q - z) * s. Until 2026-06 a word held 32 // b whole codes of 3, 5 and 6 bits: words (n, ceil(k / (32 // b))). Its
-number of words says which of both a file has; of 7 bits only the newer packing is read, because the older one has as
-many words as 8 bits.
+``weight_scale`` (n, groups), or (1) of the whole matrix. Asymmetric ones have ``weight_zero_point``, q's zero point,
+int32 (ceil(n b / 32), groups) packed along n, or int8 (n, groups). Older files in act-order have ``weight_g_idx`` int32
+(k), the group of each column. w = (q - z) * s. Until 2026-06 a word held 32 // b whole codes of 3, 5 and 6 bits: words
+(n, ceil(k / (32 // b))). Its number of words says which of both a file has; of 7 bits only the newer packing is read,
+because the older one has as many words as 8 bits.
 
 A module of 4-bit floats is ``weight_packed`` uint8 (n, k / 2), the even column in the low nibble, and ``weight_scale``
 (n, groups): the exponents of powers of two as uint8 (mxfp4), or e4m3 with a float32 ``weight_global_scale`` (1) that
-divides (nvfp4). compressed-tensors up to 0.13.0 wrote exponents of mxfp4 that are 2 too small.
+divides (nvfp4). compressed-tensors up to 0.13.0 wrote exponents of mxfp4 that are 2 too small. Of mxfp6, e2m3, four
+codes are three bytes, the first one in the lowest bits; they become e4m3, which has all their numbers.
 
 Activations that the config wants in e4m3 get a scale for each token, whatever it says of their scales; those that it
-wants in int8 or 4 bits, and those beside nvfp4, are multiplied as they come, in 16 bits. ``input_scale`` is not used.
+wants in int8 or 4 bits, and those beside nvfp4 and mxfp6, are multiplied as they come, in 16 bits. ``input_scale`` is
+not used.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from w4gemm.checkpoints.base import Module
 from w4gemm.checkpoints.hugging_face import TensorInfo
 from w4gemm.checkpoints.methods import check_not_rotated
 from w4gemm.checkpoints.module_tensors import (
-    SCALES,
+    WIDE_SCALES,
     check_bits,
     check_symmetric,
     check_tensor,
@@ -41,12 +43,17 @@ from w4gemm.checkpoints.module_tensors import (
 )
 from w4gemm.checkpoints.named_modules import Named, Patterns
 from w4gemm.checkpoints.numbers import Numbers, PackedMatrix
+from w4gemm.checkpoints.packed_floats import MXFP8
 from w4gemm.checkpoints.quantized_folder import folder_format
 from w4gemm.core.elements import INTEGERS
 from w4gemm.core.formats import PER_COLUMN, WeightFormat
 from w4gemm.weights.weight import QuantizedWeight
 
-FLOATS = {"mxfp4-pack-quantized": WeightFormat.parse("mxfp4"), "nvfp4-pack-quantized": WeightFormat.parse("nvfp4")}
+FLOATS = {
+    "mxfp4-pack-quantized": WeightFormat.parse("mxfp4"),
+    "mxfp6-pack-quantized": MXFP8,
+    "nvfp4-pack-quantized": WeightFormat.parse("nvfp4"),
+}
 FORMATS = ("pack-quantized", "int-quantized", *FLOATS)
 _FLOAT_SCALES = {"e8m0": ("U8", "F8_E8M0"), "e4m3_row": ("F8_E4M3",)}
 """safetensors' names of the dtypes of scales of 4-bit floats, by scale rule."""
@@ -72,7 +79,9 @@ def numbers(tensors: Mapping[str, torch.Tensor], format: WeightFormat, k: int = 
         k = k or packed.shape[-1] * packed.element_size() * 8 // bits
         whole = packed.shape[-1] != -(-k * bits // (8 * packed.element_size()))
         codes = PackedMatrix(packed, along="k", bits=bits, size=k, whole=whole, added=added)
-    n = codes.shape[-2]
+    n, scales = codes.shape[-2], tensors["weight_scale"]
+    if scales.numel() == 1:  # of the whole matrix
+        scales = scales.expand(n, 1)
     if zeros is not None:
         signed = zeros.dtype == torch.int8
         z = (
@@ -86,7 +95,7 @@ def numbers(tensors: Mapping[str, torch.Tensor], format: WeightFormat, k: int = 
     if g_idx is not None and (g_idx == -1).any():
         g_idx = None  # it was allocated, and not used
     names = "weight" if packed is None else "weight_packed", "weight_scale", "weight_zero_point"
-    return Numbers(format, codes, PackedMatrix(tensors["weight_scale"]), z, g_idx=g_idx, names=names)
+    return Numbers(format, codes, PackedMatrix(scales), z, g_idx=g_idx, names=names)
 
 
 @dataclass(frozen=True)
@@ -123,15 +132,16 @@ class CompressedTensors:
             raise ValueError(f"its format is {packing!r}, wanted {' or '.join(FORMATS)}")
         bits = weights.get("num_bits")
         if packing in FLOATS:
-            check_bits(bits)
+            check_bits(bits, (6 if FLOATS[packing] == MXFP8 else 4,))
             return _float_module(FLOATS[packing], scheme, stored)
-        if weights.get("type", "int") != "int" or weights.get("strategy") not in ("group", "channel"):
-            kind = f"{weights.get('type')} with a scale for each {weights.get('strategy')}"
-            raise ValueError(f"its weight is {kind}, wanted int with a scale for each group or channel")
+        strategy = weights.get("strategy")
+        if weights.get("type", "int") != "int" or strategy not in ("group", "channel", "tensor"):
+            kind = f"{weights.get('type')} with a scale for each {strategy}"
+            raise ValueError(f"its weight is {kind}, wanted int with a scale for each group, channel or tensor")
         check_bits(bits, (*INTEGERS, 7))
         if packing == "pack-quantized":
             n, words = check_tensor(stored, "weight_packed", ("I32",))
-            k = _columns(stored, words, bits, weights["strategy"] == "channel")
+            k = _columns(stored, words, bits, strategy != "group")
             if bits == 7 and words != -(-k * bits // 32):
                 raise ValueError("its weight has four codes of 7 bits a word, as before 2026-06; save the model anew")
         else:
@@ -142,12 +152,16 @@ class CompressedTensors:
             "weight" if packing == "pack-quantized" else "weight_packed",
         }:
             raise ValueError(f"{min(more)} is no tensor of {packing}")
-        check_tensor(stored, "weight_scale", SCALES)
+        check_tensor(stored, "weight_scale", WIDE_SCALES, (1,) if strategy == "tensor" else None)
         zero = "none" if weights.get("symmetric", True) else "int"
-        group_size = weights["group_size"] if weights["strategy"] == "group" else PER_COLUMN
-        format = WeightFormat(group_size, zero, SCALES[stored["weight_scale"].dtype], f"int{8 if bits == 7 else bits}")
+        group_size = weights["group_size"] if strategy == "group" else PER_COLUMN
+        scale = WIDE_SCALES[stored["weight_scale"].dtype]
+        format = WeightFormat(group_size, zero, scale, f"int{8 if bits == 7 else bits}")
         groups = whole_groups(format, k)
-        check_tensor(stored, "weight_scale", SCALES, (n, groups))
+        if strategy != "tensor":
+            check_tensor(stored, "weight_scale", WIDE_SCALES, (n, groups))
+        elif zero == "int":
+            raise ValueError("it has a zero point of the whole tensor, wanted symmetric true")
         if "weight_zero_point" in stored or format.has_zero:
             rows = n
             if "weight_zero_point" in stored and stored["weight_zero_point"].dtype == "I32":
@@ -162,6 +176,8 @@ class CompressedTensors:
         expected = [module.n, module.k]
         if "weight_shape" in tensors and (shape := tensors["weight_shape"].tolist()) != expected:
             raise ValueError(f"weight_shape is {shape}, but its tensors have shape {expected}")
+        if module.codes:
+            return packed_floats.of_six_bits(module.codes, tensors["weight_packed"], tensors["weight_scale"])
         if module.format.element == "e2m1":
             held = _float_numbers(tensors, module.format, 2 if self._bias_125 else 0)
         else:
@@ -218,19 +234,20 @@ def _expressions(argument: str, names: Collection[str]) -> Patterns:
 
 
 def _float_module(format: WeightFormat, scheme: Mapping[str, Any], stored: Mapping[str, TensorInfo]) -> Module:
-    """Return a module of 4-bit floats."""
+    """Return a module of floats of 4 or 6 bits; those of 6 become ``format``, MXFP8."""
     if (kind := scheme["weights"].get("type")) != "float":
         raise ValueError(f"its weight is of type {kind!r}, wanted 'float'")
-    n, half = check_tensor(stored, "weight_packed", ("U8",))
-    check_tensor(stored, "weight_scale", _FLOAT_SCALES[format.scale], (n, whole_groups(format, 2 * half)))
+    n, columns = check_tensor(stored, "weight_packed", ("U8",))
+    k = packed_floats.six_bits(columns) if format == MXFP8 else 2 * columns
+    check_tensor(stored, "weight_scale", _FLOAT_SCALES[format.scale], (n, whole_groups(format, k)))
     known = {"weight_packed", "weight_scale", "weight_shape", "bias", "input_global_scale", "input_scale"}
     if format.has_channels:
         check_tensor(stored, "weight_global_scale", ("F32",), (1,))
         known.add("weight_global_scale")
     if more := stored.keys() - known:
         raise ValueError(f"{min(more)} is no tensor of {format}")
-    activations = _activations(scheme)
-    return Module(n, 2 * half, format, "bias" in stored, activations=None if format.has_channels else activations)
+    activations = _activations(scheme) if format == FLOATS["mxfp4-pack-quantized"] else None
+    return Module(n, k, format, "bias" in stored, activations=activations, codes="e2m3" if format == MXFP8 else "")
 
 
 def _float_numbers(tensors: Mapping[str, torch.Tensor], format: WeightFormat, shift: int) -> Numbers:

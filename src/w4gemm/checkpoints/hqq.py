@@ -1,8 +1,9 @@
 """Folders quantized by HQQ with groups along k (axis 1), as transformers and ``HQQLinear.state_dict`` save them.
 
 With the matrix as rows of one group each, a module is ``W_q`` uint8 (rows * bits / 8, group_size), of 4 bits the codes
-of the first half of the rows in high nibbles, of the second half in low ones, and of 2 bits of quarters alike; codes of
-8, 6 and 5 bits are bytes. Of 3 bits it is int32 (ceil(rows / 10), group_size) with tenths of the rows, the first one in
+of the first half of the rows in high nibbles, of the second half in low ones, of 2 bits of quarters alike, and of 1 bit
+of eighths; codes of 8, 6 and 5 bits are bytes. HQQ has no 7 bits. Three numbers (1.58 bits) lie as 2 bits; these and 1
+bit become int2. Of 3 bits it is int32 (ceil(rows / 10), group_size) with tenths of the rows, the first one in
 bits 27 to 29. ``scale`` and ``zero`` (rows, 1); and its settings as small
 tensors: ``shape``, ``nbits``, ``group_size``, ``axis``, ``packing``, ... w = (u - zero) * scale.
 
@@ -38,7 +39,7 @@ _SCALES = ("F16", "BF16", "F32")
 _WORDS = {"U8": 1, "I32": 4, "F16": 2, "BF16": 2, "F32": 4}
 """Bytes of an element of ``W_q``, which may be stored as floats, by safetensors' name of its dtype."""
 
-_PACKINGS = {8: "8bit_u8", 6: "8bit_u8", 5: "8bit_u8", 4: "4bit_u8", 3: "3bit_32", 2: "2bit_u8"}
+_PACKINGS = {8: "8bit_u8", 6: "8bit_u8", 5: "8bit_u8", 4: "4bit_u8", 3: "3bit_32", 2: "2bit_u8", 1: "1bit_u8"}
 """HQQ's name of how codes of so many bits lie."""
 
 
@@ -52,6 +53,7 @@ class HQQPacking:
     def module(self, name: str, stored: Mapping[str, TensorInfo]) -> Module:
         settings: dict[str, Any] = {leaf: stored[leaf].read().tolist() for leaf in _SETTINGS if leaf in stored}
         bits: Any = settings.get("nbits")
+        bits = 2 if isinstance(bits, float) and round(bits, 2) == 1.58 else bits
         check_bits(bits, tuple(_PACKINGS))
         if (axis := settings.get("axis")) != 1:
             raise ValueError(
@@ -67,11 +69,11 @@ class HQQPacking:
         if not all(isinstance(size, int) and size > 0 for size in (n, k, group)) or k % group:
             raise ValueError(f"shape is {(n, k)}, wanted rows of whole groups of {group}")
         rows, words = n * (k // group), check_tensor(stored, "W_q", tuple(_WORDS))
-        lines = -(-rows // 10) if bits == 3 else rows * _stored_bits(bits) / 8
+        lines = -(-rows // 10) if bits == 3 else rows * (bits if 8 % bits == 0 else 8) / 8
         line = 4 * group if bits == 3 else group
         if (words[0], words[1] * _WORDS[stored["W_q"].dtype]) != (lines, line):
             raise ValueError(f"W_q has shape {words}, wanted {lines:g} rows of {line} bytes for {(n, k)}")
-        format = WeightFormat(PER_COLUMN if group == k else group, "float", "fp32", INTEGERS[bits].name)
+        format = WeightFormat(PER_COLUMN if group == k else group, "float", "fp32", INTEGERS[max(bits, 2)].name)
         for leaf in ("scale", "zero"):
             check_tensor(stored, leaf, _SCALES, (rows, 1))
         return Module(n, k, format, "bias" in stored)
@@ -83,15 +85,10 @@ class HQQPacking:
             words = packed.view(torch.int32).flatten()
             parts = [(words >> shift & 7).to(torch.uint8) for shift in range(27, -3, -3)]
         else:
-            parts = fields(packed.view(torch.uint8).flatten(), _stored_bits(format.bits))[::-1]
+            parts = fields(packed.view(torch.uint8).flatten(), packed.nbytes * 8 // count)[::-1]
         codes = torch.cat(parts)[:count].view(module.n, module.k)
         scales = format.stored_scales(tensors["scale"].float()).view(groups)
         return QuantizedWeight.from_codes(format, codes, scales, -tensors["zero"].float().view(groups) * scales)
-
-
-def _stored_bits(bits: int) -> int:
-    """Return the bits that a code takes in bytes."""
-    return bits if 8 % bits == 0 else 8
 
 
 FORMAT = folder_format("hqq", "a folder with a model quantized by HQQ (axis 1)", lambda config: HQQPacking())

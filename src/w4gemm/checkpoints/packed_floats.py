@@ -1,4 +1,4 @@
-"""Modules in 4-bit floats as ModelOpt and Quark store them.
+"""Modules in floats of 4 bits as ModelOpt and Quark store them, and the numbers of 6 bits as MXFP8.
 
 One of NVFP4 is ``weight`` uint8 (n, k / 2), the even column in the low nibble, ``weight_scale`` e4m3 (n, k / 16), and
 ``weight_scale_2`` float32 (), which multiplies. One of MXFP4 has ``weight_scale`` e8m0, as uint8 (n, k / 32), and no
@@ -16,10 +16,12 @@ from w4gemm.checkpoints.base import Module
 from w4gemm.checkpoints.hugging_face import TensorInfo
 from w4gemm.checkpoints.module_tensors import check_tensor, whole_groups
 from w4gemm.checkpoints.numbers import Numbers, PackedMatrix
+from w4gemm.core.elements import ELEMENTS
 from w4gemm.core.formats import WeightFormat
+from w4gemm.packing.bits import unpack
 from w4gemm.weights.weight import QuantizedWeight
 
-NVFP4, MXFP4 = WeightFormat.parse("nvfp4"), WeightFormat.parse("mxfp4")
+NVFP4, MXFP4, MXFP8 = map(WeightFormat.parse, ("nvfp4", "mxfp4", "mxfp8"))
 
 
 class Shape(NamedTuple):
@@ -71,3 +73,23 @@ def numbers(
     stored = PackedMatrix(scales.view(format.scale_dtype))
     names = ("weight", "weight_scale", "")
     return Numbers(format, PackedMatrix(codes, along="k"), stored, factors=factors, names=names)
+
+
+def six_bits(columns: int) -> int:
+    """Return how many codes of 6 bits fill so many bytes; raise ValueError if they fill none in whole."""
+    if columns % 3:
+        raise ValueError(f"a row has {columns} bytes, wanted a multiple of 3, of four codes of 6 bits")
+    return columns // 3 * 4
+
+
+def of_six_bits(element: str, codes: torch.Tensor, scales: torch.Tensor) -> QuantizedWeight:
+    """Return a weight of MXFP6 as MXFP8, whose e4m3 has all numbers of e2m3 and e3m2.
+
+    Args:
+        element: "e2m3" or "e3m2".
+        codes: bytes (n, k * 3 / 4), the first code in the lowest bits.
+        scales: e8m0 as bytes (n, k / 32).
+    """
+    numbers = torch.tensor(ELEMENTS[element].values, device=codes.device)
+    wide = numbers.to(torch.float8_e4m3fn).view(torch.uint8)[unpack(codes, 6).int()]
+    return QuantizedWeight.from_codes(MXFP8, wide, scales.view(MXFP8.scale_dtype))

@@ -1,11 +1,13 @@
-"""Folders quantized by AMD's Quark: MXFP4, NVFP4 and integers.
+"""Folders quantized by AMD's Quark: MXFP4, MXFP6, NVFP4 and integers.
 
-A module of MXFP4 or NVFP4 is as in :mod:`w4gemm.checkpoints.packed_floats`. One of integers with scales per group is
-``weight`` int32 (k, n / 8), ``weight_scale`` (groups, n) and ``weight_zero_point`` int32 (groups, n / 8); per channel
-it is ``weight`` (n, k / 8), ``weight_scale`` (n) and ``weight_zero_point`` (n / 8). Words of a last part of n are
-filled up. The numbers of a word lie in AWQ's order if ``pack_method`` is "reorder", lowest first if it is "order", and
-are two's complements if dtype is int4. In 8 bits ``weight`` and ``weight_zero_point`` have a number in each element,
-int8 or uint8, and one ``weight_scale`` () may serve the whole matrix. w = (u - zero_point) * weight_scale.
+A module of MXFP4 or NVFP4 is as in :mod:`w4gemm.checkpoints.packed_floats`. One of MXFP6 is as one of MXFP4, but
+``weight`` uint8 (n, k * 3 / 4), four codes of e2m3 or e3m2 in three bytes; it becomes MXFP8 with the same numbers. One
+of integers with scales per group is ``weight`` int32 (k, n / 8), ``weight_scale`` (groups, n) and ``weight_zero_point``
+int32 (groups, n / 8); per channel it is ``weight`` (n, k / 8), ``weight_scale`` (n) and ``weight_zero_point`` (n / 8).
+Words of a last part of n are filled up. The numbers of a word lie in AWQ's order if ``pack_method`` is "reorder",
+lowest first if it is "order", and are two's complements if dtype is int4. In 8 bits ``weight`` and
+``weight_zero_point`` have a number in each element, int8 or uint8, and one ``weight_scale`` () may serve the whole
+matrix. w = (u - zero_point) * weight_scale.
 
 x that the config wants in 4 bits or in int8 is multiplied as it comes. x in e4m3 beside MXFP4 gets a scale for each
 token instead of ``input_scale`` for all.
@@ -25,7 +27,7 @@ from w4gemm.checkpoints.base import Module
 from w4gemm.checkpoints.hugging_face import TensorInfo
 from w4gemm.checkpoints.module_tensors import WIDE_SCALES, check_symmetric, check_tensor, whole_groups
 from w4gemm.checkpoints.named_modules import Named, Patterns, wildcards
-from w4gemm.checkpoints.packed_floats import MXFP4, NVFP4, Shape, shape_of, weight_of
+from w4gemm.checkpoints.packed_floats import MXFP4, MXFP8, NVFP4, Shape, of_six_bits, shape_of, six_bits, weight_of
 from w4gemm.checkpoints.quantized_folder import folder_format
 from w4gemm.core.formats import PER_COLUMN, WeightFormat
 from w4gemm.packing.bits import unpack
@@ -39,7 +41,12 @@ _PARTS = ("weight", "weight_scale", "weight_zero_point")
 _ROTATIONS = ("r4", "online_r1_rotation")
 """Settings of Quark's rotations that have x rotated while the model runs. r1 and r2 are part of the weights, and r3
 turns queries and keys alike, which changes no product of them."""
-_READ = "fp4 with e8m0 scales in groups of 32 (MXFP4) or with two scales (NVFP4), int4, uint4, int8 or uint8"
+_SIX_BITS = {"fp6_e2m3": "e2m3", "fp6_e3m2": "e3m2"}
+"""Elements of MXFP6 by Quark's name of the numbers."""
+_READ = (
+    "fp4 or fp6 with e8m0 scales in groups of 32 (MXFP4, MXFP6), fp4 with two scales (NVFP4), int4, uint4, int8 or "
+    "uint8"
+)
 
 
 @dataclass(frozen=True)
@@ -73,15 +80,17 @@ class QuarkPacking:
             raise ValueError("exclude of its config names it, but it has quantized tensors")
         settings = self._settings(name)
         weight = settings["weight"]
-        if format := _float_format(weight):
-            n, k, format = shape_of(stored, format)
+        if element := _six_bit_element(weight):
+            n, k, format = _mxfp6(stored)
+        elif (floats := _float_format(weight)) is not None:
+            n, k, format = shape_of(stored, floats)
         elif isinstance(weight, Mapping) and weight.get("dtype") in _INTEGERS:
             n, k, format = _integers(stored, weight)
         else:
             raise ValueError(f"its weight is {_described(weight)}; wanted {_READ}")
         x = settings.get("input_tensors")
         fp8 = format == MXFP4 and isinstance(x, Mapping) and x.get("dtype") == "fp8_e4m3"
-        return Module(n, k, format, "bias" in stored, activations="fp8" if fp8 else None)
+        return Module(n, k, format, "bias" in stored, activations="fp8" if fp8 else None, codes=element)
 
     def _settings(self, name: str) -> Mapping[str, Any]:
         """Settings of a module: those of its name, of the first pattern, of all linear layers, or of the model."""
@@ -107,6 +116,8 @@ class QuarkPacking:
     def weight(self, module: Module, tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
         if module.format in (NVFP4, MXFP4):
             return weight_of(module, tensors)
+        if module.codes:
+            return of_six_bits(module.codes, tensors["weight"], tensors["weight_scale"])
         rows = {leaf: self._rows(module, tensors[leaf]) for leaf in _PARTS if leaf in tensors}
         codes, scales, zeros = rows["weight"], rows["weight_scale"], rows.get("weight_zero_point")
         bits = module.format.bits
@@ -146,6 +157,20 @@ def _float_format(weight: Any) -> WeightFormat | None:
         return MXFP4
     scales = [(stage.get("dtype"), stage.get("qscheme"), stage.get("is_scale_quant")) for stage in more]
     return NVFP4 if first.get("group_size") == 16 and scales == [("fp8_e4m3", "per_tensor", True)] else None
+
+
+def _six_bit_element(weight: Any) -> str:
+    """Return the element of MXFP6 if the settings of a weight say so, else the empty string."""
+    first, *more = _stages(weight)
+    kind = tuple(first.get(key) for key in ("qscheme", "group_size", "scale_format"))
+    return _SIX_BITS.get(str(first.get("dtype")), "") if kind == ("per_group", 32, "e8m0") and not more else ""
+
+
+def _mxfp6(stored: Mapping[str, TensorInfo]) -> Shape:
+    n, columns = check_tensor(stored, "weight", ("U8",))
+    k = six_bits(columns)
+    check_tensor(stored, "weight_scale", ("U8", "F8_E8M0"), (n, whole_groups(MXFP8, k)))
+    return Shape(n, k, MXFP8)
 
 
 def _integers(stored: Mapping[str, TensorInfo], weight: Mapping[str, Any]) -> Shape:
@@ -202,7 +227,7 @@ def _named(config: Mapping[str, Any]) -> list[Named]:
 
 FORMAT = folder_format(
     "quark",
-    "a folder with a model quantized by Quark (MXFP4, NVFP4, int4, uint4, int8, uint8)",
+    "a folder with a model quantized by Quark (MXFP4, MXFP6, NVFP4, int4, uint4, int8, uint8)",
     QuarkPacking.of,
     named=_named,
 )
