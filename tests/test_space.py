@@ -127,7 +127,17 @@ def test_rules_have_names_of_their_own_and_exclude_something(kernel):
     in other combinations only."""
     rules = kernel.space.impossible + kernel.space.held_back
     assert len({rule.name for rule in rules}) == len(rules)
-    formats = ("int4_g128", "int4_g32", "int4_g32_zint", "int4_g128_e4m3", "e2m1_g16_e4m3", "nvfp4", "q4_k", "nf4")
+    formats = (
+        "int4_g128",
+        "int4_g32",
+        "int4_g32_zint",
+        "int4_g128_e4m3",
+        "e2m1_g16_e4m3",
+        "nvfp4",
+        "q4_k",
+        "nf4",
+        "int4_g16",
+    )
     forms = ({}, {"experts": 8}, {"experts": 8, "gathered": True})
     problems = [problem_of(kernel, format, **form) for format in formats for form in forms]
     problems += [replace(p, device=GPUS["sm_89"]) for p in problems]
