@@ -9,17 +9,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from bench.peers.base import epilogue_of
+
 from w4gemm.choice.cost import constants, waves
 from w4gemm.choice.cost.constants import Scale, SliceTimes
-from w4gemm.core.epilogue import PLAIN
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import H200, Device, GemmProblem
 from w4gemm.kernels import kernel_named
-from w4gemm.packing.layouts import FP8_LAYOUT, layout_named
+from w4gemm.packing.layouts import layout_named
 
 HOPPER = ("sm90_decode", "sm90_mixed_gemm", "sm90_fp8_gemm")
-FORMATS = tuple(
-    f"int4_{group}{rest}" for group in ("g32", "g64", "g128", "col") for rest in ("", "_zint", "_zfloat", "_e4m3")
+FORMATS = (
+    *(f"int4_{group}{rest}" for group in ("g32", "g64", "g128", "col") for rest in ("", "_zint", "_zfloat", "_e4m3")),
+    "e4m3_g128_b128",
 )
 
 
@@ -86,8 +88,8 @@ def legal_names() -> set[str]:
     for kernel in (kernel_named(name) for name in HOPPER):
         for format, experts in itertools.product(FORMATS, (0, 8)):
             of = kernel.dtypes[-1], WeightFormat.parse(format), kernel.layout
-            scaled_tokens = PLAIN._replace(token_scale=kernel.layout == FP8_LAYOUT)  # some tiles are legal only so
-            problem = GemmProblem(64, 4096, 4096, *of, scaled_tokens, H200, experts=experts)
+            scaled_x = epilogue_of(of[1], of[0])  # some tiles are legal only so
+            problem = GemmProblem(64, 4096, 4096, *of, scaled_x, H200, experts=experts)
             if kernel.refusal(H200) or layout_named(kernel.layout).supports(problem.format):
                 continue
             single = (c for config in kernel.configs(problem) for c in (replace(config, tail=None), config.tail) if c)

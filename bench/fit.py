@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from bench.constants_file import begin, write
 from bench.options import command
+from bench.peers.base import epilogue_of
 from bench.slice_times import Launch, Weighted, fit, plausible, weight_of
 from bench.sweep import gpu_of
 from bench.timings import rows_of
@@ -206,7 +207,7 @@ def collected(rows: list[dict[str, Any]]) -> Timings:
         experts = row.get("experts", 0)
         sizes = row["m"] * max(1, experts), row["n"], row["k"]
         of = kernel.dtypes[-1], format, kernel.layout
-        problem = GemmProblem(*sizes, *of, device=device, experts=experts)
+        problem = GemmProblem(*sizes, *of, epilogue_of(format, of[0]), device, experts=experts)
         launch = Launch.of(kernel, problem, config)
         named = f"{waves.timed_as(kernel, problem)}/{config}"
         point = Point(row["n"], row["k"], row["m"], experts, row["format"], row["file"])

@@ -107,6 +107,8 @@ PRODUCTS = [
     Product("sm90_fp8_gemm/24x64x256_1x1x1_coop_k2", "e4m3_col_fp32", BLOCKS, 27, 64, 768, 4),
     Product("sm90_fp8_gemm/16x64x256_1x1x1_pingpong", "e4m3_g128_b128", BLOCKS, 1, 192, 768, 2, (5, 0, 17)),
     Product("sm90_fp8_gemm/64x192x256_1x1x1_coop", "e4m3_g128_b128", BLOCKS, 40, 192, 512, 1),
+    Product("sm90_fp8_gemm/128x64x128_1x1x1_coop", "e4m3_g128_b128", BLOCKS, 3, 64, 384, 2, (5, 130)),
+    Product("sm90_fp8_gemm/160x128x128_1x1x1_stream", "e4m3_g128_b128", BLOCKS, 150, 256, 512, 3),
     Product("sm89_fp8_gemm/16x64x256_1x1x1_pingpong", "e4m3_col_fp32", SCALED, 8, 64, 768, 8, (3, 0, 41), True),
     Product("sm90_fp8_gemm/16x64x256_1x1x1_coop", "e2m1_g16_e4m3", SCALED, 11, 64, 512, 1),
     Product("sm89_fp8_gemm/16x64x256_1x1x1_pingpong", "e2m1_g32_e4m3", SCALED, 8, 64, 512, 1),

@@ -61,7 +61,7 @@ FP8 = torch.float8_e4m3fn
 # a scale group of 32, 64 and 128 inside a block, larger ones and per column
 FORMATS = [f"int4_{group}{zero}" for group in ("g32", "g64", "g128", "col") for zero in ("", "_zint", "_zfloat")]
 FP8_FORMATS = [name for name in FORMATS if "zfloat" not in name] + ["int4_g128_e4m3", "int4_g32_e4m3", "mxfp4"]
-FP8_FORMATS += ["int4_g32_fp16", "e4m3_col_fp32", "e4m3_g128_b128", "int3_g32", "int2_g128_fp16"]
+FP8_FORMATS += ["int4_g32_fp16", "e4m3_col_fp32", "e4m3_g128_b128", "int3_g32", "int2_g128_fp16", "e4m3_g128_fp32"]
 FOLDED_FLOATS = ("e2m1_g16_e4m3", FP8)
 """Of sm90_fp8_gemm alone."""
 OTHER_DTYPES = [("int4_g128_fp16", torch.float16), ("int4_g32_zfloat_fp16", torch.bfloat16)]
@@ -389,6 +389,19 @@ def test_with_one_set_of_sums_a_chunk_is_decoded_before_the_wait_for_the_one_bef
         issued = max(i for i in range(first, last) if loop[i].startswith("QGMMA"))
         assert sum(line.startswith("LOP3") for line in loop[issued:last]) >= 4 * 8  # a thread's eight code words
     assert sum(line.startswith("FFMA") for line in loop) == 2 * 160 // 2
+
+
+def test_scales_of_blocks_take_an_fma_for_each_sum():
+    """A thread's rows share a scale. Factors of its tokens are made before the wait, while the tensor cores work."""
+    p = problem("e4m3_g128_b128", FP8, 512, epilogue=Epilogue(block_scale=True))
+    unit = kernel_named("sm90_fp8_gemm").unit(p, GemmConfig.parse("128x128x128_1x1x1_coop"))
+    (loop,) = main_loops(disassemble(object_code(unit)), "QGMMA")
+    waits = [i for i, line in enumerate(loop) if line.startswith("WARPGROUP.DEPBAR")]
+    assert [loop[i] for i in waits] == ["WARPGROUP.DEPBAR.LE gsb0, 0x0"] * 2
+    for first, last in zip((0, waits[0]), waits, strict=True):
+        issued = max(i for i in range(first, last) if loop[i].startswith("QGMMA"))
+        assert sum(line.startswith("FMUL") for line in loop[issued:last]) == 128 // 4
+    assert [sum(line.startswith(name) for line in loop) for name in ("FFMA", "FMUL")] == [2 * 128 // 2, 2 * 128 // 4]
 
 
 @pytest.mark.parametrize("format, stages", [("int4_g128", 2), ("mxfp4", 2), ("nf4_g64", 2), ("q4_k", 1)])

@@ -134,9 +134,11 @@ def _two_launches_timer(facts: LaunchFacts, problem: GemmProblem, config: GemmCo
 
 
 def timed_as(kernel: Any, problem: GemmProblem) -> str:
-    """Name that the kernel's configs are measured under: either way to scale fp8 has times of its own."""
+    """Name that the kernel's configs are measured under: each way to scale fp8 has times of its own."""
     if kernel.name != "sm90_fp8_gemm":
         return str(kernel.name)
+    if problem.format.scale_rule.block_rows:
+        return f"{kernel.name} blocks"
     promoted = scales_on_sums(problem.format) or problem.epilogue.block_scale
     return str(kernel.name) if promoted else f"{kernel.name} folded"
 

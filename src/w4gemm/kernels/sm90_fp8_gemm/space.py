@@ -50,6 +50,7 @@ _TILES = {
     "64x512_1x1x1_pingpong_k2": "8 16 32 64",
     "128x256_1x1x1_pingpong": "8 16 32",
     "128x256_1x1x1_pingpong_k2": "8 16 32",
+    "128x128_1x1x1_stream": "96 112 128 144 160",
     "128x256_1x1x1_stream": "40 48 56 64 80 96 112 120 128 168",
 }
 """By a config's string without tile_m, each tile_m; see the W4A16 kernel's. tile_k 128 is for many tokens, and for sums
@@ -57,7 +58,7 @@ that have one set of registers."""
 
 
 def _held_back(v: Sm90MixedVariant) -> bool:
-    if not v.scales_on_sums or v.block.scale_bytes <= ONE_GROUP:
+    if not v.scales_on_sums or v.block.scale_bytes <= ONE_GROUP or v.one_factor_a_sum:
         return False
     slow = v.occupancy == 2 or (v.warpgroups == 4 and (v.grouped or v.block_scales))
     square = v.block_scales and (v.config.tile_m, v.config.tile_n, v.config.schedule) == (128, 128, "coop")
@@ -79,8 +80,12 @@ SPACE = Space(
         Rule(
             "one chunk for two sets of sums",
             "with scales on sums tile_k 128 leaves a warpgroup one set of registers for sums: of one row block, one "
-            "scale group, and rows of x without scales of their own; others take tile_k 256",
-            lambda v: v.one_set_of_sums and (v.m64_atoms > 1 or v.block.groups > 1 or v.block_scales),
+            "scale group, and rows of x without scales of their own unless rows of the weight share theirs; others "
+            "take tile_k 256",
+            lambda v: (
+                v.one_set_of_sums
+                and (v.m64_atoms > 1 or v.block.groups > 1 or (v.block_scales and not v.one_factor_a_sum))
+            ),
         ),
         Rule(
             "blocks for each k set",

@@ -377,7 +377,9 @@ class Mainloop:
             if const_expr(batch > 0):
                 warpgroup.wait_group(1)
                 block = consumer.k_set * chunks + (batch - 1) // batches_per_chunk
-                self.add_scaled_sums(acc, sums, batch - 1, self.block_scales(scales_of_x, block, batch - 1, consumer))
+                self.add_scaled_sums(
+                    acc, sums, batch - 1, self.token_factors(scales_of_x, block, batch - 1, sums, consumer)
+                )
             if const_expr(variant.scales_on_sums):
                 place = chunk % self.chunks_per_block * 4 + group * steps
                 for row in cutlass.range_constexpr(2):
@@ -393,7 +395,7 @@ class Mainloop:
         warpgroup.wait_group(0)
         last = chunks * batches_per_chunk - 1
         block = consumer.k_set * chunks + chunks - 1
-        self.add_scaled_sums(acc, sums, last, self.block_scales(scales_of_x, block, last, consumer))
+        self.add_scaled_sums(acc, sums, last, self.token_factors(scales_of_x, block, last, sums, consumer))
         self.release(pipeline, state.stage, consumer)
 
     @cute.jit
@@ -411,20 +413,26 @@ class Mainloop:
         ``begin_groups`` or the stage before has decoded it.
 
         The next chunk is decoded while this one is multiplied: in a branch, behind which ptxas leaves the wait. While
-        the sums are added, the tensor cores work for the other warpgroup.
+        the sums are added, the tensor cores work for the other warpgroup. Factors of tokens are loaded before the wait
+        if there are registers for them.
         """
-        buffer = stage_in_iteration % 2
+        variant, buffer = self.variant, stage_in_iteration % 2
         batch_sums, batch_scales = sums.batch(0)
         self.multiply_group(mma, batch_sums, operands, buffer, range(4), 0, state.stage)
         for row in cutlass.range_constexpr(2):
             batch_scales[row] = sums.scales[row]
+        scales_of_x, factors = pipeline.scales + state.stage * variant.block_scale_bytes, []
+        if const_expr(variant.early_factors):
+            factors = self.token_factors(scales_of_x, 0, 0, sums, consumer)
         if state.has_next:
             self.wait_full(pipeline, state.next)
             self.load_packed(operands.packed, pipeline, state.next.stage, 0, consumer)
             self.decode_group_chunk(operands, sums, 1 - buffer)
         warpgroup.wait_group(0)
+        if const_expr(not variant.early_factors):
+            factors = self.token_factors(scales_of_x, 0, 0, sums, consumer)
         self.release(pipeline, state.stage, consumer)
-        self.add_scaled_sums(operands.accumulators, sums, 0, [])
+        self.add_scaled_sums(operands.accumulators, sums, 0, factors)
 
     def multiply_group(
         self,
@@ -461,22 +469,29 @@ class Mainloop:
         if self.variant.scales_on_sums and number == 0:
             self.take_scales(operands.packed, sums.scales)
 
-    def add_scaled_sums(self, acc: cute.Tensor, sums: GroupSums, batch: int, of_x: list[Float32]) -> None:
-        """Add the sums of an MMA batch to acc, times the scales of rows g and g + 8 if they are applied to sums, and
-        those of x, if it has some."""
+    def add_scaled_sums(self, acc: cute.Tensor, sums: GroupSums, batch: int, of_tokens: list[Float32]) -> None:
+        """Add the sums of an MMA batch to acc, times the factors of tokens if there are any, and the scales of rows g
+        and g + 8 if they are applied to sums and are no part of these factors."""
         batch_sums, scales = sums.batch(batch)
         flat = flattened(batch_sums)
         first = batch % self.variant.token_splits * cute.size(flat)
         for i in range(cute.size(flat)):
-            factors = [of_x[i // 4 * 2 + i % 2]] if of_x else []
-            if self.variant.scales_on_sums:
+            factors = [of_tokens[i // 4 * 2 + i % 2]] if of_tokens else []
+            if self.variant.scales_on_sums and not self.variant.one_factor_a_sum:
                 factors.append(scales[i // 2 % 2])
             value = flat[i] if len(factors) == 1 else flat[i] * factors[0]
             acc[first + i] = fma(value, factors[-1], acc[first + i])
 
-    def block_scales(self, address: Int32, block: Int32 | int, batch: int, consumer: ConsumerCoord) -> list[Float32]:
-        """The scales of x for the sums of an MMA batch that a thread holds, two for each eight tokens; none if rows of
-        x have no scales of 128 columns. address: of the first token's scale in the stage. block: the k block in it."""
+    def token_factors(
+        self, address: Int32, block: Int32 | int, batch: int, sums: GroupSums, consumer: ConsumerCoord
+    ) -> list[Float32]:
+        """The scales of x for the sums of an MMA batch that a thread holds, two for each eight tokens, times that of
+        the weights if a thread's rows share it; none if rows of x have no scales of 128 columns.
+
+        Args:
+            address: of the first token's scale in the stage.
+            block: the k block in the stage.
+        """
         variant = self.variant
         if not variant.block_scales:
             return []
@@ -485,7 +500,11 @@ class Mainloop:
         at = address + (block * variant.scale_tokens + first) * 4
         together = 1 if variant.grouped else 2  # an expert's first scale may be at an odd place
         starts = [at + eight * 32 + word * 4 for eight in range(tokens // 8) for word in range(0, 2, together)]
-        return [to_float("f32", word) for start in starts for word in load_shared(start, together)]
+        factors = [to_float("f32", word) for start in starts for word in load_shared(start, together)]
+        if variant.one_factor_a_sum:
+            scale = sums.batch(batch)[1][0]
+            factors = [factor * scale for factor in factors]
+        return factors
 
     def wait_full(self, pipeline: Pipeline, state: PipelineState) -> None:
         """Wait until a stage is filled, and visible to WGMMA: what cp.async wrote needs a fence besides the barrier."""

@@ -103,9 +103,11 @@ the codes become e4m3. If variant.scales_on_sums, the scales multiply the float3
 ``multiply_groups`` then replaces ``multiply_stage``, with two sets of sums of a range of tokens beside the
 accumulators. It also does if each 128 columns of a row of x have a scale (variant.block_scales), because that scale
 multiplies the sums too: TMA brings a stage's scales, those of a tile's tokens for each weight block along k, with x
-and on the same barrier. Of more than 128 tokens the sums have one set (variant.one_set_of_sums): ``multiply_chunk``
-decodes the next stage while its own is multiplied, and adds the sums while the tensor cores work for the other
-warpgroup. With 16-bit x the scales of codebooks multiply sums too, if they have another dtype than x and tokens are
+and on the same barrier. If a stage is one k chunk, the sums have one set (variant.one_set_of_sums), for 128 tokens and
+more: ``multiply_chunk`` decodes the next stage while its own is multiplied, and adds the sums while the tensor cores
+work for the other warpgroup. If rows g and g + 8 of the weight share their scale, as those of e4m3 in blocks of 128
+rows, a sum takes one fma (variant.one_factor_a_sum): the factor of its token is made while it is multiplied. With
+16-bit x the scales of codebooks multiply sums too, if they have another dtype than x and tokens are
 few.
 
 If grouped (variant.grouped), there are several weights, experts, each for some rows of x that only the device knows: a

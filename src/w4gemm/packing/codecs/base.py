@@ -165,6 +165,7 @@ class WeightOperand:
             "in float32": self.in_float32,
             "factors": self.block.factors,
             "scales on sums": self.codec.scales_on_sums,
+            "rows share scales": self.codec.rows_share_scale,
             f"table rows of {self.codec.table_row_bytes} bytes": self.codec.table_bytes > 0,
         }
         return ", ".join(fact for fact, holds in facts.items() if holds)
@@ -193,6 +194,7 @@ class Codec:
         table_row_bytes: bytes of such a row.
         half_steps: True if groups may have half the columns that a matrix instruction with fp8 x takes.
         scales_on_sums: True if the decoded numbers are without their scale, which multiplies the sums of each group.
+        rows_share_scale: True if rows g and g + 8 of a strip have the same scales.
         decoded: what codes are decoded to, "e5m2", if that is not the dtype of x.
         registers: registers that the instructions of a step take beside its code words and fragments.
         in_float32: True if a weight is computed in float32, because scales have 32 bits or two levels.
@@ -214,6 +216,7 @@ class Codec:
     table_row_bytes: int = 0
     half_steps: bool = False
     scales_on_sums: bool = False
+    rows_share_scale: bool = False
     decoded: str = ""
     registers: int = 0
     in_float32: bool = False

@@ -144,6 +144,12 @@ E4M3 = (
     ),
     ChannelCodec("e4m3_channel_mma8", MMA8, "e4m3", ("fp32",), ("none",), *_STORED, scale_bits=0),
     SumScaleCodec(
-        *("e4m3_sums_mma8", MMA8, "e4m3", ("fp32", "b128"), ("none",), *_STORED), scale_bits=32, scales_on_sums=True
+        *("e4m3_sums_mma8", MMA8, "e4m3", ("fp32",), ("none",), *_STORED), scale_bits=32, scales_on_sums=True
+    ),
+    SumScaleCodec(
+        *("e4m3_blocks_mma8", MMA8, "e4m3", ("b128",), ("none",), *_STORED),
+        scale_bits=32,
+        scales_on_sums=True,
+        rows_share_scale=True,
     ),
 )
