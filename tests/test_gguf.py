@@ -16,6 +16,7 @@ from w4gemm import FormatError, QuantizedWeight, WeightFormat  # noqa: E402
 from w4gemm.checkpoints import find_checkpoint, open_checkpoint  # noqa: E402
 from w4gemm.checkpoints.gguf import GGUFCheckpoint  # noqa: E402
 from w4gemm.checkpoints.gguf.blocks import TYPES as BLOCK_TYPES  # noqa: E402
+from w4gemm.checkpoints.gguf.blocks import BlockType  # noqa: E402
 from w4gemm.checkpoints.gguf.fields import quick_reader  # noqa: E402
 from w4gemm.checkpoints.gguf.file import GGUFFile  # noqa: E402
 from w4gemm.checkpoints.gguf.header import Array  # noqa: E402
@@ -138,6 +139,20 @@ def test_random_blocks_of_types_that_gguf_does_not_make(tmp_path: Path, type: st
     assert torch.equal(weight.dequantize(), wanted)
     rows = torch.tensor([3, 1])
     assert torch.equal(file.weight("a", rows).dequantize(), wanted[rows])
+
+
+def test_a_matrix_is_unpacked_a_few_rows_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that memory holds no codes of the whole matrix, which take more than its blocks."""
+    n, k, (format, parts), rows = 300, 32768, BLOCK_TYPES["Q4_0"], []
+    file = write_blocks(tmp_path / "a.gguf", gguf.GGMLQuantizationType.Q4_0, np.zeros((n, k // 32, 18), np.uint8))
+
+    def counted(blocks: torch.Tensor) -> object:
+        rows.append(len(blocks))
+        return parts(blocks)
+
+    monkeypatch.setitem(BLOCK_TYPES, "Q4_0", BlockType(format, counted))
+    assert file.weight("a").shape == (n, k)
+    assert max(rows) <= 128 and sum(rows) <= n + 1  # one row tells how many columns there are
 
 
 def write_blocks(path: Path, number: int, blocks: np.ndarray, **beside: np.ndarray) -> GGUFFile:

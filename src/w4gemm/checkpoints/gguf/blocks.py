@@ -57,7 +57,7 @@ _ELEMENTS = 2**22
 
 
 class Parts(NamedTuple):
-    """Arguments of :meth:`w4gemm.QuantizedWeight.from_codes`."""
+    """Numbers of rows of blocks, as :meth:`w4gemm.QuantizedWeight.from_codes` takes them."""
 
     codes: torch.Tensor
     scales: torch.Tensor
@@ -256,37 +256,45 @@ TYPES = {
 """By name of the type. Matrices of other types stay dense."""
 
 
-def pack_blocks(type: str, blocks: torch.Tensor, gated: bool = False) -> QuantizedWeight:
-    """Return a matrix, or one of each expert, in the layout that its device's fastest kernel for 16-bit x reads. Memory
-    holds the result and a few MiB beside the blocks; of experts, a few tens.
+def pack_blocks(
+    type: str,
+    blocks: torch.Tensor,
+    gated: bool = False,
+    *,
+    layout: str | None = None,
+    factor: torch.Tensor | None = None,
+) -> QuantizedWeight:
+    """Return a matrix, or one of each expert. Memory holds the result and a few MiB beside the blocks; of experts, a
+    few tens.
 
     Args:
-        type: one of :data:`TYPES` without a factor of the matrix.
+        type: one of :data:`TYPES`.
         blocks: rows of blocks, uint8 (n, blocks, bytes) or (experts, n, blocks, bytes).
         gated: True for experts whose gates come before their ups; they become pairs.
+        layout: name of the result's layout; None for the one that its device's fastest kernel for 16-bit x reads.
+        factor: float32 (), f of a matrix in NVFP4; None for other types.
 
     Raises:
         ValueError: for scales that are not finite, or too large.
     """
     format, n = TYPES[type].format, blocks.shape[-3]
-    experts, k = len(blocks) if blocks.dim() == 4 else 0, _components(type, blocks.flatten(0, -3)[:1]).codes.shape[1]
-    layout, matrix = layout_for(Device.of(blocks.device), format), Matrix(format, n, k)
-    tensors = packed_shape(format, layout, n, k, experts).empty(blocks.device)
+
+    def components(rows: torch.Tensor) -> WeightComponents:
+        codes, scales, zeros, factors = TYPES[type].parts(rows)
+        channels = None if factor is None else factor.expand(len(rows)).contiguous()
+        check_range(format, scales, zeros, channels, factors)
+        return WeightComponents(codes, scales, zeros, channels, factors)
+
+    experts, k = len(blocks) if blocks.dim() == 4 else 0, TYPES[type].parts(blocks.flatten(0, -3)[:1]).codes.shape[1]
+    target = layout_named(layout or layout_for(Device.of(blocks.device), format))
+    matrix, tensors = Matrix(format, n, k), packed_shape(format, target.name, n, k, experts).empty(blocks.device)
     if experts:
 
         def tall(some: slice) -> WeightComponents:
             rows = rows_in_pairs(blocks[some]) if gated else blocks[some]
-            return _components(type, rows.flatten(0, 1))
+            return components(rows.flatten(0, 1))
 
-        pack_experts(layout_named(layout), tensors, tall, matrix)
+        pack_experts(target, tensors, tall, matrix)
     else:
-        pack_rows(layout_named(layout), tensors, lambda first, last: _components(type, blocks[first:last]), matrix)
-    return QuantizedWeight(format, n, k, layout, tensors, experts=experts)
-
-
-def _components(type: str, blocks: torch.Tensor) -> WeightComponents:
-    """Return the numbers of rows of blocks, (n, blocks, bytes), after a check of their scales."""
-    format, parts = TYPES[type]
-    codes, scales, zeros, factors = parts(blocks)
-    check_range(format, scales, zeros, None, factors)
-    return WeightComponents(codes, scales, zeros, None, factors)
+        pack_rows(target, tensors, lambda first, last: components(blocks[first:last]), matrix)
+    return QuantizedWeight(format, n, k, target.name, tensors, experts=experts)

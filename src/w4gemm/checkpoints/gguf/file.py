@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from w4gemm.checkpoints.gguf.blocks import TYPES
+from w4gemm.checkpoints.gguf.blocks import TYPES, pack_blocks
 from w4gemm.checkpoints.gguf.header import Array, GGUFTensor, elements, gguf_package, read_header, type_sizes
 from w4gemm.core.errors import FormatError, not_among
 from w4gemm.core.formats import WeightFormat
@@ -142,17 +142,14 @@ class GGUFFile:
         matrices = self._raw(info).reshape(-1, info.shape[-2], info.nbytes // math.prod(info.shape[:-1]))
         stored = torch.from_numpy(matrices[expert or 0].copy())
         stored = (stored if rows is None else stored[rows]).to(device)
-        factor = self._factors(info)[expert or 0] if TYPES[info.type].format.has_channels else None
+        factor = self._factors(info)[expert or 0].to(device) if TYPES[info.type].format.has_channels else None
         return self._weight(info, stored, factor)
 
     def _weight(self, info: GGUFTensor, rows: torch.Tensor, factor: torch.Tensor | None = None) -> QuantizedWeight:
         """Return rows, uint8 (n, bytes), of a matrix; ``factor`` is its f in NVFP4."""
-        format, parts = TYPES[info.type]
         size = next(size for name, _, size in type_sizes().values() if name == info.type)
-        codes, scales, zeros, factors = parts(rows.view(len(rows), -1, size))
-        channels = None if factor is None else factor.repeat(len(codes)).to(rows.device)
         try:
-            return QuantizedWeight.from_codes(format, codes, scales, zeros, channels=channels, factors=factors)
+            return pack_blocks(info.type, rows.view(len(rows), -1, size), layout="canonical", factor=factor)
         except ValueError as e:
             raise FormatError(f"{self.path}: tensor {info.name!r}: {e}") from e
 
