@@ -219,6 +219,20 @@ FAULTS = (
         "tests/test_batch_invariant.py",
     ),
     Fault(
+        "experts have one order for gathered rows and another for sorted ones",
+        "src/w4gemm/choice/model.py",
+        "order = _invariant_order(replace(problem, m=0, gathered=False))",
+        "order = _invariant_order(replace(problem, m=0))",
+        "tests/test_batch_invariant.py -k one_order",
+    ),
+    Fault(
+        "columns of an expert's rows are in another expert's order",
+        "src/w4gemm/api/gather.py",
+        "owner = (torch.searchsorted(starts, every, right=True) - 1).clamp(min=0)",
+        "owner = torch.searchsorted(starts, every, right=False).clamp(max=len(starts) - 1)",
+        "tests/test_act_order.py -k experts",
+    ),
+    Fault(
         "a bound launch outlives its plan",
         "src/w4gemm/api/product.py",
         "launches = self._launches if self._generation == plan_cache.generation else self._forget()",
