@@ -219,6 +219,9 @@ def test_layers_of_experts_in_one_launch_are_compiled_where_they_are_chosen(monk
     assert not list(one_launches_of(layers, [2], use)), "more rows than eight tokens have"
     assert not list(one_launches_of([gate_up, replace(down, n=2 * ONE_LAUNCH)], [1], use))
     assert not list(one_launches_of(layers, [1], use._replace(fp8=True)))
+    assert not list(one_launches_of(layers, [1], use._replace(batch_invariant=True)))
+    invariant = list(problems_of(down, [1, 4], use._replace(batch_invariant=True)))
+    assert {p.m < p.experts for p in invariant} == {True, False} and all(p.batch_invariant for p in invariant)
     assert not list(one_launches_of(layers, [1], use._replace(top_k=0)))
     assert not list(one_launches_of([replace(gate_up, activations="fp8"), down], [1], use))
     assert not list(one_launches_of(layers, [1], use._replace(device=Device("cpu"))))
