@@ -8,12 +8,10 @@ import math
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from w4gemm.console.devices import choose_device, device_name, use_idle_cores
+from w4gemm.console.devices import chosen_device, device_name, use_idle_cores
 from w4gemm.console.errors import read_text
-from w4gemm.console.progress import counted, progress_bar, progress_line, say
-from w4gemm.console.values import DTYPES
+from w4gemm.console.progress import counted, progress_bar, progress_line
+from w4gemm.console.values import chosen_dtype
 from w4gemm.core.formats import WeightFormat
 from w4gemm.integrations.generation import default_model, quiet_transformers
 from w4gemm.integrations.quality import TEXT, compare, load_dense, shipped_text, windows
@@ -23,11 +21,9 @@ def run(args: argparse.Namespace) -> int:
     formats = [WeightFormat.parse(format) for format in args.format or ["int4_g128"]]
     path = default_model() if args.model is None else args.model
     text = shipped_text() if args.text is None else read_text("--text", args.text)
-    device, note = choose_device(args.device)
-    if note:
-        say(note)
+    described, device = chosen_device(args.device)
     use_idle_cores(device)
-    dtype = DTYPES[args.dtype] if args.dtype else torch.float32 if device.type == "cpu" else torch.bfloat16
+    dtype = chosen_dtype(args.dtype, described)
     quiet_transformers()
     with progress_line() as line:
         line(0, 0, "reading the model")

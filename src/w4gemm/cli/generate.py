@@ -9,11 +9,9 @@ import math
 import time
 from pathlib import Path
 
-import torch
-
-from w4gemm.console.devices import choose_device, device_name, use_idle_cores
+from w4gemm.console.devices import chosen_device, device_name, use_idle_cores
 from w4gemm.console.progress import progress_line, say
-from w4gemm.console.values import DTYPES
+from w4gemm.console.values import chosen_dtype
 from w4gemm.integrations.generation import default_model, encode, generate, plans, quiet_transformers, timed_streamer
 from w4gemm.integrations.transformers import load, summarize
 
@@ -34,14 +32,9 @@ def run(args: argparse.Namespace) -> int:
     except UnicodeEncodeError as e:  # Python keeps bytes that are no text as surrogates, which no tokenizer takes
         raise ValueError(f"PROMPT: wanted text in UTF-8, got other bytes at character {e.start}") from None
     path = default_model() if args.model is None else args.model
-    device, note = choose_device(args.device)
-    if note:
-        say(note)
+    described, device = chosen_device(args.device)
     use_idle_cores(device)
-    # bfloat16 on the GPU: the range that models are trained in, where float16 can overflow. float32 on the CPU: exact,
-    # and no slower there (SmolLM2, 2 cores of an EPYC with AVX-512, 2026-11, tokens/s: prefill 250 against 174 in
-    # bfloat16, decode 32 against 35).
-    dtype = DTYPES[args.dtype] if args.dtype else torch.float32 if device.type == "cpu" else torch.bfloat16
+    dtype = chosen_dtype(args.dtype, described)
     quiet_transformers()
     start = time.perf_counter()
     with progress_line() as progress:
