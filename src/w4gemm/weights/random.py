@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from w4gemm.core.formats import WeightFormat
@@ -14,18 +16,9 @@ _E4M3_WEIGHT = 320
 """Unit of weights before a channel's factor: 1.1 times it, the largest, is still an e4m3."""
 
 
-def random_weight(
-    format: WeightFormat,
-    n: int,
-    k: int,
-    seed: int = 0,
-    *,
-    device: torch.device | str = "cpu",
-    signed: bool = False,
-    least_code: int = 0,
-) -> QuantizedWeight:
-    """Return a weight of :func:`random_components`, in the canonical layout."""
-    parts = random_components(format, n, k, seed, device=device, signed=signed, least_code=least_code)
+def random_weight(format: WeightFormat, n: int, k: int, seed: int = 0, **options: Any) -> QuantizedWeight:
+    """Return a weight of :func:`random_components`, which takes the same arguments, in the canonical layout."""
+    parts = random_components(format, n, k, seed, **options)
     return QuantizedWeight.from_codes(format, *parts[:3], channels=parts.channels, factors=parts.factors)
 
 
