@@ -487,7 +487,7 @@ def test_registering_again_changes_nothing() -> None:
     before = {target: len(hooks) for target, hooks in registry._hooks.items()}
     plugin.register()
     assert {target: len(hooks) for target, hooks in registry._hooks.items()} == before
-    assert plugin._installed == ["dense", "experts"]
+    assert plugin._installed == ["dense", "shards", "experts"]
 
 
 @pytest.mark.parametrize("change", ["missing", "other parameters"])
@@ -495,7 +495,7 @@ def test_an_unknown_version_goes_on_with_one_warning(
     change: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     registry = resolved("sglang.srt.plugins.hook_registry.HookRegistry")
-    monkeypatch.setattr(plugin, "_installed", ["experts"])
+    monkeypatch.setattr(plugin, "_installed", ["shards", "experts"])
     before = {target: len(hooks) for target, hooks in registry._hooks.items()}
     if change == "missing":
         monkeypatch.delattr(resolved(f"{QUANTIZATION}.gptq.schemes"), "GPTQMarlinLinearScheme")
@@ -533,6 +533,7 @@ METHODS = (
     *("create_moe_runner", "run_from_dispatch", "run", "register", "apply_hooks", "_get_scheme_from_parts"),
     "load_model",
     "get_moe_runner_backend",
+    "get_quant_method",
 )
 
 

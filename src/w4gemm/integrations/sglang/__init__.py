@@ -15,6 +15,7 @@ from w4gemm.integrations.sglang.takeover import SGLANG
 
 PARTS = {
     "dense": "linear layers of GPTQ, AWQ, compressed-tensors (weight-only, W4AFP8), NVFP4 and GGUF",
+    "shards": "merged linear layers whose parts have different formats (GPTQ's dynamic, config groups)",
     "experts": "mixtures of 4-bit experts (GPTQ, AWQ, compressed-tensors W4A16 and W4AFP8, W4AFP8, NVFP4, gpt-oss)",
 }
 """Modules of this package in the order in which they are installed, and the layers that they take over."""
