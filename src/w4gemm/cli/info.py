@@ -16,6 +16,7 @@ from w4gemm.choice.records import device_facts, effective
 from w4gemm.cli.cache import is_current
 from w4gemm.console.devices import typical_problem
 from w4gemm.core import environment, trust
+from w4gemm.core.errors import dotted
 from w4gemm.integrations.engines.engine import Engine
 from w4gemm.integrations.sglang.takeover import SGLANG
 from w4gemm.integrations.vllm.takeover import VLLM
@@ -48,7 +49,7 @@ def collect() -> dict[str, Any]:
         "platform": platform.platform(),
         "packages": {name: installed_version(name) for name in PACKAGES},
         "driver": machine["driver"],
-        "driver_cuda": ".".join(map(str, cuda)) if cuda else "",
+        "driver_cuda": dotted(cuda) if cuda else "",
         "torch_cuda": torch.version.cuda or "",
         "environment": environment.settings(),
         **_cache(),

@@ -13,7 +13,7 @@ import torch
 from w4gemm import choice
 from w4gemm.console.progress import say
 from w4gemm.core.environment import names_threads
-from w4gemm.core.errors import nearest, require_gpu
+from w4gemm.core.errors import dotted, nearest, require_gpu
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.gpu_rates import known_names
 from w4gemm.core.problem import Device, GemmProblem, gpu_named
@@ -115,7 +115,7 @@ def device_line(device: Device) -> str:
     """Return a GPU's name, compute capability and number of multiprocessors, or "the CPU"."""
     if device.kind != "cuda":
         return "the CPU" if device.kind == "cpu" else device.kind
-    capability = ".".join(map(str, device.capability))
+    capability = dotted(device.capability)
     return f"{device.name}, compute capability {capability}, {device.sms} multiprocessors"
 
 

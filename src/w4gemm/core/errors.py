@@ -94,6 +94,11 @@ def not_among(path: object, kind: str, name: str, names: Collection[str]) -> For
     return FormatError(f"{path}: no {kind} {name!r} among its {len(names)}{nearest(name, names)}")
 
 
+def dotted(version: Iterable[int]) -> str:
+    """Return a version or a compute capability as text, such as "9.0"."""
+    return ".".join(map(str, version))
+
+
 def kind_of(value: object) -> str:
     """Return in words the value that came instead: dtype and shape of a tensor, else the name of the type."""
     if not isinstance(value, torch.Tensor):

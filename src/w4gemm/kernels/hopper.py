@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from w4gemm.core.config import GemmConfig
+from w4gemm.core.errors import dotted
 from w4gemm.core.problem import Device, GemmProblem
 from w4gemm.kernels.base import Resources
 from w4gemm.kernels.gpu import GpuKernel
@@ -45,7 +46,7 @@ def refusal(device: Device) -> str:
     if reason := no_nvidia_gpu(device, "9.0"):
         return reason
     if device.capability != (9, 0):
-        have = ".".join(map(str, device.capability))
+        have = dotted(device.capability)
         return f"needs compute capability 9.0 (H100, H200, H800, H20), {device.name or 'this GPU'} has {have}"
     if device.shared_memory < HOPPER_SHARED_MEMORY:
         return f"needs {HOPPER_SHARED_MEMORY} bytes of shared memory a CTA, the GPU has {device.shared_memory}"

@@ -8,6 +8,7 @@ import importlib.util
 import logging
 from pathlib import Path
 
+from w4gemm.core.errors import dotted
 from w4gemm.core.problem import Device
 from w4gemm.jit.toolchain import driver_cuda_version, installed_version
 
@@ -54,14 +55,14 @@ def refusal(
         since: names of the first GPUs with this capability.
         otherwise: what a user with an older GPU can do.
     """
-    needs = f"{_dotted(least)} or newer"
+    needs = f"{dotted(least)} or newer"
     if reason := no_nvidia_gpu(device, needs):
         return reason
-    have = f"{device.name or 'this GPU'} has {_dotted(device.capability)}"
+    have = f"{device.name or 'this GPU'} has {dotted(device.capability)}"
     if device.capability < least:
         return f"needs compute capability {needs} ({since}), {have}; {otherwise}"
     if device.capability not in TARGETS:
-        known = ", ".join(_dotted(c) for c in TARGETS if c >= least)
+        known = ", ".join(dotted(c) for c in TARGETS if c >= least)
         return f"needs a compute capability that it has a target for ({known}), {have}; a newer w4gemm may have it"
     if device.shared_memory < SHARED_MEMORY:
         return f"needs {SHARED_MEMORY} bytes of shared memory a CTA, the GPU has {device.shared_memory}"
@@ -128,10 +129,6 @@ def _old_driver(minimum: tuple[int, int]) -> str:
     have = driver_cuda_version()
     if have is not None and have < minimum:
         return (
-            f"needs a driver for CUDA {_dotted(minimum)} or newer, this one supports {_dotted(have)}; update the driver"
+            f"needs a driver for CUDA {dotted(minimum)} or newer, this one supports {dotted(have)}; update the driver"
         )
     return ""
-
-
-def _dotted(version: tuple[int, ...]) -> str:
-    return ".".join(map(str, version))

@@ -17,6 +17,7 @@ import torch
 import w4gemm
 from w4gemm.core import environment
 from w4gemm.core.epilogue import PLAIN
+from w4gemm.core.errors import dotted
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import Device, GemmProblem
 from w4gemm.jit.toolchain import installed_version
@@ -150,10 +151,10 @@ class Engine:
             return "there is no NVIDIA GPU"
         least = LEAST_FP8 if fp8 else LEAST
         if capability < least:
-            return f"w4gemm needs compute capability {_dotted(least)}, and this GPU has {_dotted(capability)}"
+            return f"w4gemm needs compute capability {dotted(least)}, and this GPU has {dotted(capability)}"
         if self.switch() == "auto" and capability[0] != 9:
             return (
-                f"w4gemm is measured to be faster on Hopper (9.0) only, and this GPU has {_dotted(capability)}; "
+                f"w4gemm is measured to be faster on Hopper (9.0) only, and this GPU has {dotted(capability)}; "
                 f"{self.variable}=on takes over"
             )
         return ""
@@ -233,10 +234,6 @@ class Engine:
 @functools.cache
 def _refuse(engine: Engine, kind: str, reason: str) -> None:
     engine.log().info("w4gemm leaves %s to %s's own kernels: %s", kind, engine.name, reason)
-
-
-def _dotted(capability: Capability) -> str:
-    return ".".join(map(str, capability))
 
 
 def layer_product(
