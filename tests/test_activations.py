@@ -7,7 +7,7 @@ import torch
 
 from sass import disassemble
 from w4gemm import quantize_activations
-from w4gemm.api.activations import in_pytorch
+from w4gemm.api.activations import quantize_in_pytorch
 from w4gemm.core.problem import H200, Device
 from w4gemm.jit import object_code
 from w4gemm.kernels.helpers.activation_quantize.spec import ActivationQuantize
@@ -241,8 +241,8 @@ def test_kernel_has_the_bits_of_pytorch(m, k, dtype):
     x = random(m, k, dtype=dtype, device="cuda")
     x[m // 2] = 0
     got = quantize_activations(x)
-    assert_same(got, in_pytorch(x, None, 0.0, False))
-    assert_same(got, in_pytorch(x.cpu(), None, 0.0, False))
+    assert_same(got, quantize_in_pytorch(x, None, 0.0, False))
+    assert_same(got, quantize_in_pytorch(x.cpu(), None, 0.0, False))
 
 
 @pytest.mark.gpu
@@ -252,16 +252,16 @@ def test_kernel_rms_has_the_bits_of_pytorch(m, k, dtype):
     weight = random(k, dtype=dtype, device="cuda", seed=1)
     x = torch.randint(-8, 9, (m, k), device="cuda").to(dtype)
     got = quantize_activations(x, norm_weight=weight, eps=1e-5)
-    assert_same(got, in_pytorch(x, weight, 1e-5, False))
+    assert_same(got, quantize_in_pytorch(x, weight, 1e-5, False))
     x = torch.randn(m, k, device="cuda").to(dtype)
-    assert_mostly_same(quantize_activations(x, norm_weight=weight), in_pytorch(x, weight, 1e-6, False))
+    assert_mostly_same(quantize_activations(x, norm_weight=weight), quantize_in_pytorch(x, weight, 1e-6, False))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("m, k, dtype", SIZES)
 def test_kernel_silu_mul_is_close_to_pytorch(m, k, dtype):
     x = torch.randn(m, 2 * k, device="cuda").to(dtype)
-    assert_mostly_same(quantize_activations(x, silu_mul=True), in_pytorch(x, None, 0.0, True))
+    assert_mostly_same(quantize_activations(x, silu_mul=True), quantize_in_pytorch(x, None, 0.0, True))
 
 
 @pytest.mark.gpu

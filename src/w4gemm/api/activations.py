@@ -125,7 +125,7 @@ def quantize_rows(
     """Quantize x (m, columns) in plain eager mode, by the kernel if it runs here, else by PyTorch's operators."""
     (m, k), device = x.shape, x.device
     if device.type != "cuda":
-        return in_pytorch(x, norm_weight, eps, silu_mul)
+        return quantize_in_pytorch(x, norm_weight, eps, silu_mul)
     if silu_mul:
         k //= 2
     if x.stride(1) != 1:
@@ -134,7 +134,7 @@ def quantize_rows(
     wide = ActivationQuantize.aligned(x, norm_weight, k)
     quantize = launcher(ActivationQuantize.of, device, x.dtype, k, front, wide)
     if quantize is None:
-        return in_pytorch(x, norm_weight, eps, silu_mul)
+        return quantize_in_pytorch(x, norm_weight, eps, silu_mul)
     x8 = torch.empty((m, k), dtype=torch.uint8, device=device)
     scale = torch.empty(m, dtype=torch.float32, device=device)
     if m:
@@ -142,7 +142,7 @@ def quantize_rows(
     return x8.view(torch.float8_e4m3fn), scale
 
 
-def in_pytorch(x: torch.Tensor, norm_weight: torch.Tensor | None, eps: float, silu_mul: bool) -> _Quantized:
+def quantize_in_pytorch(x: torch.Tensor, norm_weight: torch.Tensor | None, eps: float, silu_mul: bool) -> _Quantized:
     """Quantize x (m, columns) by PyTorch's operators, with the roundings of the kernel in the same order.
 
     Divisors are tensors, because PyTorch multiplies by the reciprocal of a number.

@@ -71,7 +71,7 @@ def route(expert_ids: torch.Tensor, experts: int, expert_map: torch.Tensor | Non
         sort = launcher(ExpertRoute.of, device, *form)
         if sort is not None:
             return sorted_by(sort, expert_ids, experts, None if expert_map is None else expert_map.contiguous())
-    return in_pytorch(expert_ids, experts, expert_map)
+    return _route_in_pytorch(expert_ids, experts, expert_map)
 
 
 def choose_experts(
@@ -140,7 +140,7 @@ def check_ids(expert_ids: torch.Tensor) -> None:
     require_dense("expert_ids", expert_ids)
 
 
-def in_pytorch(expert_ids: torch.Tensor, experts: int, expert_map: torch.Tensor | None) -> Routing:
+def _route_in_pytorch(expert_ids: torch.Tensor, experts: int, expert_map: torch.Tensor | None) -> Routing:
     """Return the routing of contiguous ids, which PyTorch's operators compute."""
     if expert_map is not None:
         padded = torch.nn.functional.pad(expert_map, (1, 1), value=-1)  # what is outside takes the first or the last

@@ -49,7 +49,7 @@ def update_(w: QuantizedWeight, weight: Dense) -> None:
     sources = weight if isinstance(weight, tuple) else (weight,)
     _check(w, sources)
     if not _by_kernel(w, sources):
-        _in_pytorch(w, sources)
+        _update_in_pytorch(w, sources)
 
 
 def _check(w: QuantizedWeight, sources: tuple[torch.Tensor, ...]) -> None:
@@ -96,7 +96,7 @@ def _by_kernel(w: QuantizedWeight, sources: tuple[torch.Tensor, ...]) -> bool:
     return True
 
 
-def _in_pytorch(w: QuantizedWeight, sources: tuple[torch.Tensor, ...]) -> None:
+def _update_in_pytorch(w: QuantizedWeight, sources: tuple[torch.Tensor, ...]) -> None:
     for e in range(max(w.experts, 1)):
         target = w.expert(e) if w.experts else w
         own = [source[e] if w.experts else source for source in sources]

@@ -32,7 +32,7 @@ from torch.nn.functional import silu
 
 import w4gemm.api.packed  # defines an operator
 import w4gemm.api.step  # noqa: F401 (defines operators)
-from w4gemm.api.activations import in_pytorch
+from w4gemm.api.activations import quantize_in_pytorch
 from w4gemm.integrations.vllm import takeover
 
 _ops = torch.ops.w4gemm
@@ -163,7 +163,7 @@ def _quantize(x: torch.Tensor) -> Any:
 
 
 def _quantize_in_operators(x: torch.Tensor) -> Any:
-    return in_pytorch(x, None, _EPS, False)
+    return quantize_in_pytorch(x, None, _EPS, False)
 
 
 # --- where it is replaced --------------------------------------------------------------------------------------------
