@@ -329,6 +329,31 @@ def test_codes_that_are_no_numbers(tmp_path: Path) -> None:
         open_checkpoint(tmp_path).weight("a")
 
 
+@pytest.mark.parametrize("place", ["codes", "scale"])
+def test_dense_weights_that_are_no_numbers(tmp_path: Path, place: str) -> None:
+    """Experts whose other product is not there become dense."""
+    weight, scale, _ = fp8(64, 64, (128, 128))
+    if place == "codes":
+        weight.view(torch.uint8)[3, 5] = 0x7F
+    scale = torch.full_like(scale, float("nan")) if place == "scale" else scale
+    name, fine = "model.layers.0.mlp.experts.down_proj", fp8(64, 64, (128, 128))
+    stored = {name: weight[None], f"{name}_scale_inv": scale[None], "a.weight": fine[0], "a.weight_scale_inv": fine[1]}
+    save_file(stored, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "fp8"}}))
+    with pytest.raises(FormatError, match=rf"{name}: wanted finite numbers in fp8 and scales, got (1|4096) weights"):
+        open_checkpoint(tmp_path).dense(name)
+
+
+def test_scales_of_blocks_as_modelopt_has_them(tmp_path: Path) -> None:
+    """FP8_PB_WO has the grid of scales as (rows, 1, columns, 1)."""
+    weight, scale, wanted = fp8(192, 256, (128, 128))
+    save_file({"a.weight": weight, "a.weight_scale": scale[:, None, :, None]}, tmp_path / "model.safetensors")
+    scheme = {"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": scheme}))
+    w = open_checkpoint(tmp_path).weight("a")
+    assert str(w.format) == "e4m3_g128_b128" and torch.equal(w.dequantize(), wanted)
+
+
 def test_fp8_in_blocks_that_no_format_has(tmp_path: Path) -> None:
     weight, scale, _ = fp8(64, 64)
     save_file({"a.weight": weight, "a.weight_scale_inv": scale}, tmp_path / "model.safetensors")

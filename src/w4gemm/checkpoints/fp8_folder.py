@@ -4,8 +4,9 @@ Such a weight is e4m3 or e5m2: a matrix (n, k), or those of all experts (experts
 ``weight_scale_inv``, ``weight_scale`` or ``scale`` beside ``weight``; ``down_proj_scale_inv``, ``down_proj_scale`` or
 ``down_proj_weight_scale`` beside a parameter of experts, ``down_proj``. The scale is one number; one for each expert;
 one for each row (of experts also for each column, because some models keep theirs transposed); one for each block of a
-grid, whose last row and column of blocks may be cut off; or, of MXFP8, e8m0 (..., n, k / 32), one for each 32 columns.
-The weight is stored * scale, in float32. The scale of its activations is not used, because x stays in 16 bits.
+grid, whose last row and column of blocks may be cut off, and which ModelOpt has as (rows, 1, columns, 1); or, of MXFP8,
+e8m0 (..., n, k / 32), one for each 32 columns. The weight is stored * scale, in float32. The scale of its activations
+is not used, because x stays in 16 bits.
 
 A matrix becomes ``e4m3_col_fp32``, ``e4m3_g128_b128`` for blocks of 128 x 128, ``e4m3_g*_fp32`` for others of a
 multiple of 16 columns, whose scales are repeated for each row, or ``mxfp8``; or the same of e5m2. So does each matrix
@@ -69,7 +70,10 @@ class Fp8Folder(SafetensorsFolder):
             if len(scales) > 1:
                 raise FormatError(f"{path}: {name} is in fp8, wanted one scale beside it, got {', '.join(scales)}")
             for scale in scales:
-                self.scales[name] = self.tensors.pop(scale)
+                info = self.tensors.pop(scale)
+                if len(info.shape) == 4 and info.shape[1::2] == (1, 1):  # ModelOpt's, of blocks
+                    info = info._replace(shape=info.shape[::2])
+                self.scales[name] = info
                 self._check(name)
 
     def format(self, name: str) -> WeightFormat | None:
@@ -86,11 +90,15 @@ class Fp8Folder(SafetensorsFolder):
         """
         format = self.format(name)
         assert format is not None
-        codes, scale = super().tensor(name).to(device), self.scales[name].read().to(device)
+        codes, scale = super().tensor(name).to(device), self._scale(name).to(device)
         try:
             return weight_of(format, codes, scale, self._block)
         except ValueError as e:
             raise FormatError(f"{self.path}: {name}: {e}") from e
+
+    def _scale(self, name: str) -> torch.Tensor:
+        info = self.scales[name]
+        return info.read().reshape(info.shape)
 
     def experts(self) -> dict[str, Module]:
         """Return the products of experts that a format holds, by the names of their tensors. Shapes tell whether each
@@ -113,7 +121,7 @@ class Fp8Folder(SafetensorsFolder):
         module, transposed = self._module(name), self._is_transposed(name)
         assert module is not None and transposed is not None
         block, parts = self._block_of(transposed), 2 if module.fused and not module.bias else 1
-        codes, scale = super().tensor(name).to(device), self.scales[name].read().to(device)
+        codes, scale = super().tensor(name).to(device), self._scale(name).to(device)
 
         def each() -> Iterator[QuantizedWeight]:
             for e in range(module.experts):
@@ -165,10 +173,24 @@ class Fp8Folder(SafetensorsFolder):
         return Module(n, k, format, biased, experts, fused, interleaved=bool(fused), shared=True)
 
     def tensor(self, name: str) -> torch.Tensor:
+        """Return a tensor, of a weight in fp8 with a scale its numbers in float32.
+
+        Raises:
+            FormatError: if these are not all finite.
+        """
         stored = super().tensor(name)
         if name not in self.scales:
             return stored
-        w, scale = stored.float(), self.scales[name].read()
+        w = self._scaled(name, stored.float())
+        if not w.isfinite().all():
+            which = int((~w.isfinite()).sum())
+            raise FormatError(
+                f"{self.path}: {name}: wanted finite numbers in fp8 and scales, got {which} weights of NaN or infinity"
+            )
+        return w
+
+    def _scaled(self, name: str, w: torch.Tensor) -> torch.Tensor:
+        scale = self._scale(name)
         if _is_mx(w.shape, self.scales[name]):
             factors = scale.view(torch.float8_e8m0fnu).float()[..., None]
             return w.unflatten(-1, (-1, _MX_GROUP)).mul_(factors).flatten(-2)

@@ -106,9 +106,9 @@ class QuantizedFolder:
             )
         self._own = {name: self._module(name, parts) for name, parts in sorted(self._parts.items())}
         self._stacks = self._stacked()
-        together = {name: m for name, m in self._own.items() if m.experts}
-        self.tensors |= {name: (m.experts, m.n, m.k) for name, m in together.items()}
-        self.modules = {name: m for name, m in self._own.items() if not m.experts or self._packs(name)} | whole
+        shared = {name: m for name, m in self._own.items() if m.shared}  # experts in one tensor, as the model has them
+        self.tensors |= {name: (m.experts, m.n, m.k) for name, m in shared.items()}
+        self.modules = {name: m for name, m in self._own.items() if name not in shared or self._packs(name)} | whole
         for name, stack in self._stacks.items():
             for source in (source for expert in stack.sources for source in expert):
                 del self.modules[source]
@@ -189,7 +189,7 @@ class QuantizedFolder:
             if stack is not None:
                 return stack.weight(lambda source: self._weight(source, device))
             w = self._weight(name, device)
-            if name in self._own and self._own[name].experts and self._own[name].interleaved:
+            if name in self._own and self._own[name].shared and self._own[name].interleaved:
                 return QuantizedWeight.interleave(*(w.shard(0, half, 2) for half in range(2)))
             return w
         except FormatError:
