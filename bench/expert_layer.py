@@ -55,6 +55,9 @@ LAYERS = {
     "e256-mxfp4": Layer(256, 512, 2048, "mxfp4", _DEEPSEEK),
     "nemotron-3-nano": Layer(128, 1856, 2688, "int4_g128", Router(6, "sigmoid", scale=2.5), "relu2"),
     "kimi-k2": Layer(384, 2048, 7168, "int4_g32", Router(8, "sigmoid", scale=2.827)),
+    "deepseek-v3": Layer(256, 2048, 7168, "int4_g128", _DEEPSEEK),
+    "glm-4.5-air": Layer(128, 1408, 4096, "int4_g128", Router(8, "sigmoid")),
+    "gpt-oss-20b": Layer(32, 2880, 2880, "mxfp4", Router(4), "swiglu_oai", True),
 }
 CALLS, DISTINCT = 16, 4
 
@@ -83,9 +86,11 @@ def made(layer: Layer) -> W4Experts:
     products, rows = [], (1 + is_gated(layer.activation)) * layer.width
     for n, k in ((rows, layer.features), (layer.features, layer.width)):
         format = WeightFormat.of(layer.format)
-        few = QuantizedWeight.stack([random_weight(format, n, k, seed) for seed in range(DISTINCT)], layout="mma16")
+        few = QuantizedWeight.stack(
+            [random_weight(format, n, k, seed, device="cuda") for seed in range(DISTINCT)], layout="mma16"
+        )
         several = torch.arange(layer.experts, device="cuda") % DISTINCT
-        w = replace(few, tensors=tuple(t.cuda()[several] for t in few.tensors), experts=layer.experts)
+        w = replace(few, tensors=tuple(t[several] for t in few.tensors), experts=layer.experts)
         bias = torch.randn(layer.experts, n, device="cuda").bfloat16() if layer.biased else None
         products.append(W4GroupedLinear.from_weight(w, bias, dtype=torch.bfloat16))
     return W4Experts(products[0], products[1], activation=layer.activation)
