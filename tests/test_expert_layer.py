@@ -225,10 +225,12 @@ def test_one_launch_where_it_was_faster(layer: tuple[Any, ...], chosen: dict[int
     assert not any(decision.refusal for decision in decisions.values())
 
 
-def test_experts_without_gates_are_not_chosen() -> None:
-    """They were not timed."""
-    _, refusal, slower = one_launch(key_of(1, *QWEN, activation="relu2"), H100)
-    assert not refusal and slower == "experts without gates were not timed in one launch"
+def test_experts_without_gates_are_chosen_for_as_many_tokens_as_were_timed() -> None:
+    nemotron = ("int4_g128", 128, 2688, 1856, 6)
+    decisions = [one_launch(key_of(tokens, *nemotron, activation="relu2"), H200) for tokens in (1, 2, 3, 4)]
+    assert [d.slower for d in decisions[:2]] == ["", ""] and not any(d.refusal for d in decisions)
+    reason = "experts without gates were timed in one launch for up to 2 tokens"
+    assert [d.slower for d in decisions[2:]] == [reason, reason]
 
 
 @pytest.mark.parametrize(
