@@ -11,14 +11,14 @@ still multiplies those of gate_up.
 Units. A step is a strip of 16 rows times 128 columns of a weight, which one warp multiplies by mma.sync with the weight
 as operand A and all tokens as the eight columns of operand B. So nothing is sorted: an expert has a mask of its tokens,
 and what it computes for the others is dropped. A unit is a strip of gate_up of one expert (all of its k blocks), or a
-strip of down of all experts (all of their k blocks). A CTA has consecutive units of gate_up (:meth:`share_of`).
+strip of down of all experts (all of their k blocks). A CTA has consecutive units of gate_up (:meth:`share_of`), all
+CTAs about equally many, whatever they have of down, because all wait for the last one.
 
 Strips of down. If they divide among the C CTAs about evenly, a CTA has every C-th one, whose sum over experts never
-leaves it. The CTAs that have a strip more than others have fewer units of gate_up, by at most what their stages hold,
-because that many weights of down are on their way before gate_up is done. Else (``split``) the steps of all strips, in
-a row, are divided evenly, so that a CTA has parts of its first and of its last strip. It stores the sums of such a part
-to global memory, meets its threads, and adds 1 to the strip's counter (acquire, release). Who adds the last 1 sets the
-counter back to 0, and adds up the parts in the order of CTAs. So nobody waits, and the order of sums is one.
+leaves it. Else (``split``) the steps of all strips, in a row, are divided evenly, so that a CTA has parts of its first
+and of its last strip. It stores the sums of such a part to global memory, meets its threads, and adds 1 to the strip's
+counter (acquire, release). Who adds the last 1 sets the counter back to 0, and adds up the parts in the order of CTAs.
+So nobody waits, and the order of sums is one.
 
 The CTA's units are divided into rounds of at most 16. The steps of a round follow one another, and each warp has
 equally many, consecutive. Where a warp's unit or range ends, it stores its partial sums; when all have, each thread
@@ -448,15 +448,9 @@ class ExpertLayerKernel:
     def share_of(self, index: Int32, cta: Int32, active: Int32) -> Share:
         """The units of share ``index``, and the strips of down of CTA ``cta``."""
         layer = self.layer
-        more = 0 if layer.split else layer.columns % layer.ctas  # CTAs with a strip of down more than the others
-        steps = active * (layer.strips_up * layer.k_blocks_up)
-        less = Int32(0)
-        if const_expr(more > 0):
-            less = cutlass.min(active * layer.k_blocks_down, layer.warps * layer.num_stages)
-            less = cutlass.min(less, steps // layer.ctas)
-        bounds = []
+        steps, bounds = active * (layer.strips_up * layer.k_blocks_up), []
         for c in (index, index + 1):
-            begin = c * (steps + more * less) // layer.ctas - cutlass.min(c, more) * less
+            begin = c * steps // layer.ctas
             bounds.append((begin + layer.k_blocks_up // 2) // layer.k_blocks_up)
         units = bounds[1] - bounds[0]
         rounds = (units + ROUND - 1) // ROUND
@@ -666,7 +660,7 @@ class ExpertLayerKernel:
         address = partials + unit * layer.slot_bytes + (token * SLOT_ROW + quad * 4) * 4
         sums = cute.make_rmem_tensor((4,), Float32)
         sums.fill(0.0)
-        for warp in cutlass.range(first, last + 1, unroll=1):
+        for warp in cutlass.range(first, last + 1, unroll=4):
             partial = load_shared_f32x4(address + warp * layer.slot_bytes)
             for i in cutlass.range_constexpr(4):
                 sums[i] = sums[i] + partial[i]
