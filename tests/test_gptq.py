@@ -254,13 +254,14 @@ def test_a_folder_whose_config_is_in_a_file_of_its_own(method: str, tmp_path: Pa
         ({"group_size": 64}, r"scales has shape \(\d, \d+\), wanted \(\d, \d+\)"),
         ({"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin', whose packing is not known; wanted gptq or"),
         ({"rotation": "hadamard"}, "rotation rotates activations while the model runs, which cannot"),
+        ({"adapter": {"name": "lora", "path": "eora", "rank": 64}}, "adapter is 'eora', whose product of low rank"),
         ({"spinquant_config": {"r4": True}}, "spinquant_config rotates activations while the model runs"),
         ({"pack_dtype": "int16"}, "pack_dtype is 'int16', wanted 'int32'"),
         ({"dynamic": {"(": {}}}, r"dynamic: '\(' is no regular expression: .*unterminated"),
         ({"quant_method": "eetq"}, "quantized by 'eetq', which cannot be loaded yet; what can be loaded.*GPTQ"),
         (
-            {"quant_method": "auto-round", "packing_format": "auto_round:fp8"},
-            "packing_format is 'auto_round:fp8', wanted one of",
+            {"quant_method": "auto-round", "packing_format": "auto_round:mlx"},
+            "packing_format is 'auto_round:mlx', wanted one of",
         ),
     ],
 )

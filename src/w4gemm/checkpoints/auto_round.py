@@ -18,7 +18,7 @@ import torch
 from w4gemm.checkpoints.base import Module
 from w4gemm.checkpoints.compressed_tensors import CompressedTensors
 from w4gemm.checkpoints.hugging_face import TensorInfo
-from w4gemm.checkpoints.methods import GPTQ_ZEROS, auto_round_packing, check_not_rotated
+from w4gemm.checkpoints.methods import GPTQ_ZEROS, auto_round_packing, check_plain_products
 from w4gemm.checkpoints.module_tensors import SYMMETRIC, check_bits, check_tensor, whole_groups
 from w4gemm.checkpoints.named_modules import ExtraConfig
 from w4gemm.checkpoints.quantized_folder import folder_format
@@ -43,7 +43,7 @@ class AutoRoundPacking(CompressedTensors):
             key = "packing_format" if config.get("packing_format") else "backend"
             legal = ", ".join((*GPTQ_ZEROS, "auto_round:auto_awq", "auto_round:llm_compressor", *_FP8))
             raise ValueError(f"{key} is {config.get(key)!r}, wanted one of {legal}: export the model again in one")
-        check_not_rotated(config)
+        check_plain_products(config)
         return cls(config)
 
     def module(self, name: str, stored: Mapping[str, TensorInfo]) -> Module:

@@ -15,7 +15,7 @@ import torch
 
 from w4gemm.checkpoints.base import Module
 from w4gemm.checkpoints.hugging_face import TensorInfo
-from w4gemm.checkpoints.methods import check_not_rotated
+from w4gemm.checkpoints.methods import check_plain_products
 from w4gemm.checkpoints.module_tensors import (
     SCALES,
     check_bits,
@@ -52,7 +52,7 @@ class AWQPacking:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> AWQPacking:
-        check_not_rotated(config)
+        check_plain_products(config)
         keys = ("version", "checkpoint_format", "format")  # AutoAWQ's, and GPTQModel's
         if other := next((key for key in keys if str(config.get(key) or "gemm").lower() != "gemm"), None):
             raise ValueError(

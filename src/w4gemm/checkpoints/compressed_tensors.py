@@ -33,7 +33,7 @@ import torch
 from w4gemm.checkpoints import packed_floats
 from w4gemm.checkpoints.base import Module
 from w4gemm.checkpoints.hugging_face import TensorInfo
-from w4gemm.checkpoints.methods import check_not_rotated
+from w4gemm.checkpoints.methods import check_plain_products
 from w4gemm.checkpoints.module_tensors import (
     WIDE_SCALES,
     check_bits,
@@ -115,7 +115,7 @@ class CompressedTensors:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> CompressedTensors:
-        check_not_rotated(config)
+        check_plain_products(config)
         if (config.get("sparsity_config") or {}).get("format", "dense") != "dense":
             raise ValueError("sparsity_config says that weights are sparse, wanted dense ones")
         if preset := next((key for key, g in config["config_groups"].items() if not isinstance(g, Mapping)), None):

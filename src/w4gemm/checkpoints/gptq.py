@@ -31,7 +31,7 @@ import torch
 
 from w4gemm.checkpoints.base import Module
 from w4gemm.checkpoints.hugging_face import TensorInfo
-from w4gemm.checkpoints.methods import GPTQ_ZEROS, auto_round_packing, check_not_rotated
+from w4gemm.checkpoints.methods import GPTQ_ZEROS, auto_round_packing, check_plain_products
 from w4gemm.checkpoints.module_tensors import SCALES, check_bits, check_symmetric, check_tensor
 from w4gemm.checkpoints.named_modules import ExtraConfig, Named, Patterns
 from w4gemm.checkpoints.numbers import Numbers, PackedMatrix
@@ -102,7 +102,7 @@ class GPTQPacking:
         for bits in _BITS:
             if (meaning := config.get(_largest_key(bits))) not in (None, 0, 1 << bits):
                 raise ValueError(f"{_largest_key(bits)} is {meaning!r}, wanted 0 or {1 << bits}")
-        check_not_rotated(config)
+        check_plain_products(config)
         if (added := GPTQ_ZEROS.get(auto_round_packing(config) or "")) is not None:
             return cls(config, added)
         version = _version(config)

@@ -44,10 +44,17 @@ _ROTATIONS = ("transform_config", "rotation", "rotation_config", "spinquant_conf
 """Keys of compressed-tensors, of GPTQModel, and two of AutoRound."""
 
 
-def check_not_rotated(config: Mapping[str, Any]) -> None:
-    """Raise ValueError if activations have to be rotated (by a Hadamard matrix) in front of some modules."""
+def check_plain_products(config: Mapping[str, Any]) -> None:
+    """Raise ValueError if some products are more than x times the weight: if activations have to be rotated (by a
+    Hadamard matrix) in front of it, or an adapter's product of low rank is added."""
     if key := next((key for key in _ROTATIONS if config.get(key)), None):
         raise ValueError(
             f"{key} rotates activations while the model runs, which cannot be done; quantize the dense model again "
             "without it"
+        )
+    adapter = config.get("adapter")
+    if isinstance(adapter, Mapping) and adapter.get("path"):  # GPTQModel's EoRA
+        raise ValueError(
+            f"adapter is {adapter['path']!r}, whose product of low rank GPTQModel adds beside the weights, which is "
+            "not done here; take it out of the config to load the weights without it"
         )
