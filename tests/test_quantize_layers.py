@@ -177,3 +177,12 @@ def test_routers_stay_dense():
         wanted = {n for n, layer in made.named_modules() if type(layer) is nn.Linear} - {"lm_head"}
         found = set(layers_to_quantize(made))
         assert {n.rpartition(".")[2] for n in wanted - found} == set(routers) and len(found) > 3
+
+
+def test_a_model_without_dense_layers_is_refused():
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64))
+    with pytest.raises(ValueError, match="format"):
+        quantize_layers(torch.nn.Sequential(), "nonsense")
+    quantize_layers(model, "int4_g32")
+    with pytest.raises(ValueError, match=r"model: wanted one with dense linear layers to quantize, got 1 of 1 linear"):
+        quantize_layers(model, "nf4")

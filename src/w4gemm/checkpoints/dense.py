@@ -126,13 +126,14 @@ class DenseCheckpoint:
         device: where weights are quantized.
 
     Raises:
-        FormatError: as :func:`check_dense`.
+        FormatError: as :func:`check_dense`, and if the folder lacks a file that its index of tensors names.
     """
 
     def __init__(self, path: Path, format: WeightFormat | None = None) -> None:
         check_dense(path)
         self.path, self._format = path, format
         self.search, self.device = False, torch.device("cpu")
+        _ = self._safetensors  # a shard that is missing is named now, not when its first tensor is asked for
 
     @functools.cached_property
     def modules(self) -> dict[str, Module]:

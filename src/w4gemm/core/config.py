@@ -6,6 +6,8 @@ import functools
 import re
 from dataclasses import dataclass
 
+from w4gemm.core.errors import nearest
+
 _SCHEDULES = ("coop", "pingpong", "stream")
 _CONFIG = re.compile(
     r"(?P<tile_m>[0-9]+)x(?P<tile_n>[0-9]+)x(?P<tile_k>[0-9]+)_(?P<cluster_m>[0-9]+)x(?P<cluster_n>[0-9]+)x1_"
@@ -59,7 +61,8 @@ class GemmConfig:
         if self.tail is not None and (not isinstance(self.tail, GemmConfig) or self.tail.tail is not None):
             raise ValueError(f"config: tail wanted a config without a tail, got {str(self.tail)!r}")
         if not isinstance(self.schedule, str) or self.schedule not in _SCHEDULES:
-            raise ValueError(f"config: schedule wanted one of {', '.join(_SCHEDULES)}, got {self.schedule!r}")
+            close = nearest(self.schedule, _SCHEDULES)
+            raise ValueError(f"config: schedule wanted one of {', '.join(_SCHEDULES)}, got {self.schedule!r}{close}")
 
     def __str__(self) -> str:
         return self._text

@@ -209,9 +209,11 @@ class WeightFormat:
         if not isinstance(g, int) or isinstance(g, bool):
             raise TypeError(f"group_size: wanted an int, got {type(g).__name__} {g!r}")
         if g != PER_COLUMN and (g <= 0 or g % SMALLEST_GROUP or g > LARGEST_GROUP):
-            multiple = min(max(32, (g + 16) // 32 * 32), LARGEST_GROUP)
+            multiple = min(
+                max(SMALLEST_GROUP, (g + SMALLEST_GROUP // 2) // SMALLEST_GROUP * SMALLEST_GROUP), LARGEST_GROUP
+            )
             raise ValueError(
-                "group_size: wanted a positive multiple of 16 (on GPUs of 32, but for mxfp4 and nvfp4) up to "
+                "group_size: wanted a positive multiple of 16 (of 32, for all formats to run on GPUs) up to "
                 f"{LARGEST_GROUP}, or -1 for one scale per output channel, got {g}; nearest is {multiple}"
             )
         for argument, value, legal in (

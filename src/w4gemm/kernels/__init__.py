@@ -8,6 +8,7 @@ import torch
 
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.epilogue import Epilogue
+from w4gemm.core.errors import nearest
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import Device, GemmProblem
 from w4gemm.kernels.base import Kernel, Operands, Resources, Status
@@ -68,7 +69,8 @@ def kernel_named(name: str) -> Kernel:
     for kernel in KERNELS:
         if kernel.name == name:
             return kernel
-    raise ValueError(f"kernel: wanted one of {', '.join(k.name for k in KERNELS)}, got {name!r}")
+    names = [kernel.name for kernel in KERNELS]
+    raise ValueError(f"kernel: wanted one of {', '.join(names)}, got {name!r}{nearest(name, names)}")
 
 
 def config_named(name: str) -> tuple[Kernel, GemmConfig]:

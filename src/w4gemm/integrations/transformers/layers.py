@@ -79,16 +79,19 @@ def quantize_layers(
 
     Raises:
         TypeError, ValueError: for a model, format or ``skip`` that is none, for a name in ``skip`` that no layer has,
-            for a model with PEFT's adapters, and for a weight that is not finite or too large, naming its layer; layers
-            before it are in 4 bits then.
+            for a model without a layer to quantize or with PEFT's adapters, and for a weight that is not finite or too
+            large, naming its layer; layers before it are in 4 bits then.
     """
     names, skip = names_of(model), checked_skip(skip)
     _refuse_adapters(model)
+    one_format = None if format is None else WeightFormat.of(format)
     layers = layers_to_quantize(model, skip)
+    if not layers:
+        raise ValueError(f"model: wanted one with dense linear layers to quantize, got {summarize(model)}")
     for done, (name, layer) in enumerate(layers.items(), 1):
         _compute_weight(layer)
         try:
-            made = W4Linear.from_linear(layer, default_format(layer.in_features) if format is None else format, search)
+            made = W4Linear.from_linear(layer, one_format or default_format(layer.in_features), search)
         except ValueError as e:
             raise ValueError(f"{name}: {e}") from e
         _hand_over(layer, made)

@@ -14,10 +14,11 @@ features. The files, in the order in which a tile's data passes them:
 Warps, in warpgroups of 128 threads; W = warpgroups_n * k_sets * pingpong_warpgroups:
 
     warpgroup     role      registers per thread
-    0 .. W - 1    consumer  consumer_registers: 232 or 240 if W is 2, 160 if 3, 112 if 4; 0 is an equal share, without
-                            setmaxnreg. m64_atoms * tile_m / 2 are accumulators, 32 fragments, about 40 others. A
-                            consumer owns m64_atoms blocks of 64 features (2 if tile_n is 256 and tile_m > 64, because
-                            four consumers would have 112 registers) and all tile_m tokens of a tile
+    0 .. W - 1    consumer  consumer_registers: 232 or 240 if W is 2 (104 with two CTAs a multiprocessor), 160 if 3,
+                            112 if 4; 0 is an equal share, without setmaxnreg. m64_atoms * tile_m / 2 are
+                            accumulators, 32 fragments, about 40 others. A consumer owns m64_atoms blocks of 64 features
+                            (2 if tile_n is 256 and tile_m > 64, because four consumers would have 112 registers) and
+                            all tile_m tokens of a tile
     W             producer  producer_registers: 24, or 32 to 40 if gathered. Warp 0 issues all copies; if gathered, all
                             four warps copy x. Under stream-k warps 1 and 2 handle the flags of the consumer warpgroups
 
@@ -36,8 +37,8 @@ Shared memory, in this order:
                                                     other CTAs: sums of a split
     decode table  decode_table_bytes                consumers, before their tiles   consumers, to decode
 
-    Sums of k sets in a grid that is not persistent lie from x on over the drained pipeline. So do, behind them, those
-    that split-k hands over if handover_bytes is 0.
+    Sums of k sets in a grid that is not persistent lie from x on over the drained pipeline. So do those that split-k
+    hands over if handover_bytes is 0, at the same address, once the sums of k sets are read.
 
 Barriers:
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from w4gemm.core.errors import nearest
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import Device
 from w4gemm.packing.codecs import MMA8, MMA16
@@ -32,7 +33,8 @@ def layout_named(name: str) -> PackLayout:
         ValueError: if there is none.
     """
     if not isinstance(name, str) or name not in LAYOUTS:
-        hint = f", which is called {RENAMED[name]} now" if isinstance(name, str) and name in RENAMED else ""
+        renamed = isinstance(name, str) and name in RENAMED
+        hint = f", which is called {RENAMED[name]} now" if renamed else nearest(name, LAYOUTS)
         raise ValueError(f"layout: wanted one of {', '.join(LAYOUTS)}, got {name!r}{hint}")
     return LAYOUTS[name]
 
