@@ -96,7 +96,7 @@ CASES = (
     Case("ModelOpt INT4", "compressed-tensors", nibbles("modelopt")),
     Case("DeepSeek W4AFP8", "compressed-tensors", nibbles("w4afp8")),
     Case("HQQ axis 1", "hqq", hqq),
-    *(Case(f"HQQ axis 1, {b} bits", "hqq", partial(hqq, bits=b)) for b in (8, 3, 2)),
+    *(Case(f"HQQ axis 1, {b} bits", "hqq", partial(hqq, bits=b)) for b in (8, 3, 2, 1)),
     Case("bitsandbytes NF4", "bitsandbytes", bitsandbytes("nf4", False)),
     Case("bitsandbytes NF4, double quantization", "bitsandbytes", bitsandbytes("nf4", True)),
     Case("bitsandbytes FP4, double quantization", "bitsandbytes", bitsandbytes("fp4", True)),
@@ -126,7 +126,9 @@ CASES = (
         )
         for dtype in ("int8", "int6", "int3", "int2")
     ),
+    Case("torchao Int8Tensor, one scale", "torchao", torchao.folder_of(torchao.int8)),
     Case("torchao Float8Tensor", "torchao", torchao.folder_of(torchao.fp8)),
+    Case("torchao MXTensor, e4m3, swizzled scales", "torchao", torchao.folder_of(torchao.mxfp8)),
     *(
         Case(f"torchao {name}{', swizzled scales' if swizzled else ''}", "torchao", torchao.folder_of(make(swizzled)))
         for name, make in (("MXTensor", torchao.mxfp4), ("NVFP4Tensor", torchao.nvfp4))

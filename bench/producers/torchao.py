@@ -56,6 +56,21 @@ def in_bytes(w: torch.Tensor, dtype: torch.dtype = torch.int4) -> Made:
     return t, t.dequantize()
 
 
+def mxfp8(w: torch.Tensor) -> Made:
+    from torchao.prototype.mx_formats.mx_tensor import MXTensor
+
+    t = MXTensor.to_mx(w, torch.float8_e4m3fn, GROUP, is_swizzled_scales=True)
+    return t, t.dequantize(torch.float32)
+
+
+def int8(w: torch.Tensor) -> Made:
+    """Int8Tensor with one scale of the matrix."""
+    from torchao.quantization import Int8Tensor, PerTensor
+
+    t = Int8Tensor.from_hp(w, PerTensor())
+    return t, t.dequantize(torch.float32)
+
+
 def fp8(w: torch.Tensor) -> Made:
     from torchao.quantization import Float8Tensor, PerRow
 
