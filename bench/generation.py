@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench.models import MODELS, drawn_model
+from bench.models import MIXES, MODELS, drawn_model
 from bench.options import add_out, command, counts, some_of, typed
 
 import w4gemm
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--weights",
         type=typed(kinds_of_weights),
         default="int4_g128,bfloat16",
-        help="weight formats, or bfloat16 (default: %(default)s)",
+        help=f"weight formats, {', '.join(MIXES)}, or bfloat16 (default: %(default)s)",
     )
     parser.add_argument("--batch", type=typed(counts), default="1,64", help="sequences at once (default: %(default)s)")
     parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt (default: %(default)s)")
@@ -106,14 +106,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def kinds_of_weights(text: str) -> tuple[str, ...]:
-    """Return comma-separated names of weight formats, and ``bfloat16``.
+    """Return comma-separated names of weight formats, of mixes of them, and ``bfloat16``.
 
     Raises:
-        ValueError: for a name that is neither.
+        ValueError: for a name that is none of these.
     """
     names = tuple(text.split(","))
     for name in names:
-        if name != "bfloat16":
+        if name != "bfloat16" and name not in MIXES:
             w4gemm.WeightFormat.parse(name)
     return names
 

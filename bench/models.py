@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -21,12 +22,19 @@ MODELS: dict[str, Mapping[str, Any]] = {
 }
 MODELS |= {"tiny": tiny(model_named("llama-3-8b")).config, "tiny-mixture": tiny(model_named("qwen3-30b-a3b")).config}
 """Settings of config.json by name."""
+MIXES = {"q4_k_m": ("q4_k", "q6_k"), "q5_k_m": ("q5_k", "q6_k")}
+"""Formats of llama.cpp's mixes by name: of most layers; of the head and, in half of the decoder layers, of v_proj and
+down_proj."""
 DENSE_ATTENTION = ("gpt_oss",)
 """Kinds of models whose checkpoints have their experts alone in 4 bits."""
 
 
-def drawn_model(settings: Mapping[str, Any], format: str) -> Any:
-    """A model of random weights: in bf16, or with its linear layers and experts in a 4-bit format, but for its head."""
+def drawn_model(settings: Mapping[str, Any], kind: str) -> Any:
+    """A model of random weights.
+
+    Args:
+        kind: "bfloat16"; a format, that of all linear layers and experts, but not of the head; or one of :data:`MIXES`.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -34,8 +42,8 @@ def drawn_model(settings: Mapping[str, Any], format: str) -> Any:
     config = AutoConfig.for_model(**settings)
     with ParametersOnMeta():
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval().requires_grad_(False)
-    if format != "bfloat16":
-        _put_4_bits(model, WeightFormat.parse(format), device)
+    if kind != "bfloat16":
+        _pack(model, kind, device)
     for module in model.modules():
         for name, p in module._parameters.items():
             if p is not None and p.is_meta:
@@ -48,24 +56,38 @@ def drawn_model(settings: Mapping[str, Any], format: str) -> Any:
     return model
 
 
-def _put_4_bits(model: Any, format: WeightFormat, device: str) -> None:
-    drawn: dict[tuple[int, ...], QuantizedWeight] = {}
+def _pack(model: Any, kind: str, device: str) -> None:
+    drawn: dict[tuple[str, tuple[int, ...]], QuantizedWeight] = {}
 
-    def weight(*sizes: int) -> QuantizedWeight:
-        """The same numbers for all layers of these sizes, in memory of each layer's own."""
-        if sizes not in drawn:
+    def weight(format: str, *sizes: int) -> QuantizedWeight:
+        """The same numbers for all layers of this format and these sizes, in memory of each layer's own."""
+        if (format, sizes) not in drawn:
             *experts, n, k = sizes
-            w = random_weight(format, n, k, device=device).repack()
-            drawn[sizes] = QuantizedWeight.stack([w] * experts[0]) if experts else w
-        w = drawn[sizes]
+            w = random_weight(WeightFormat.parse(format), n, k, device=device).repack()
+            drawn[format, sizes] = QuantizedWeight.stack([w] * experts[0]) if experts else w
+        w = drawn[format, sizes]
         return replace(w, tensors=tuple(t.clone() for t in w.tensors))
 
     for name, module in list(model.named_modules()):
         if hasattr(module, "gate_up_proj") and hasattr(module, "_apply_gate"):
-            model.set_submodule(name, _experts(module, weight, device))
-    for name, linear in linear_layers(model, SKIP).items() if model.config.model_type not in DENSE_ATTENTION else ():
-        w = weight(linear.out_features, linear.in_features)
+            model.set_submodule(name, _experts(module, functools.partial(weight, kind), device))
+    layers = linear_layers(model, () if kind in MIXES else SKIP)
+    for name, linear in layers.items() if model.config.model_type not in DENSE_ATTENTION else ():
+        w = weight(_format_of(name, kind, model), linear.out_features, linear.in_features)
         model.set_submodule(name, W4Linear.from_weight(w, dtype=torch.bfloat16))
+
+
+def _format_of(name: str, kind: str, model: Any) -> str:
+    """The format of a linear layer of a kind of model."""
+    if kind not in MIXES:
+        return kind
+    most, larger = MIXES[kind]
+    leaf, numbers = name.split(".")[-1], [int(part) for part in name.split(".") if part.isdecimal()]
+    if leaf not in ("v_proj", "down_proj"):
+        return larger if leaf == "lm_head" else most
+    eighth, count = model.config.num_hidden_layers // 8, model.config.num_hidden_layers
+    within = eighth <= numbers[0] < 7 * count // 8
+    return most if within and (numbers[0] - eighth) % 3 < 2 else larger
 
 
 def _experts(dense: Any, weight: Any, device: str) -> W4Experts:

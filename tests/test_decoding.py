@@ -205,6 +205,19 @@ def test_a_fused_step_gives_the_logits_of_the_model(architecture: str, padded: b
     assert model.config._attn_implementation == attention in ("sdpa", "eager")
 
 
+@torch.inference_mode()
+def test_layers_of_equal_format_are_joined_in_a_model_of_several() -> None:
+    model = tiny("llama")
+    v = model.model.layers[0].self_attn.v_proj
+    v.weight = random_weight(WeightFormat.parse("int8_g32"), v.out_features, v.in_features, 5)
+    fusion = Fusion.of(model)
+    assert [len(joint.layers) for joint in fusion.attentions] == [2, 3]
+    step = DecodeStep(model, 3, 256, False, fusion)
+    step.prefill(model, ids_of(model), None)
+    assert step.choose(model).__name__ == "_run_fused"
+    assert step.fused_error is not None and step.fused_error < 1e-5
+
+
 @pytest.mark.parametrize("architecture", MIXTURES)
 def test_mixtures_of_experts_decode_step_by_step(architecture: str, on_cpus: None) -> None:
     model = tiny(architecture)

@@ -3,7 +3,8 @@
 A decoder layer of Llama launches about 45 kernels for one token, 38 of them small: each takes a microsecond or two in a
 graph, together more than the products with 4-bit weights. While :func:`fused` lasts, the model's modules compute
 
-- q, k and v in one product, gate and up in another: their weights lie one below the other in memory;
+- q, k and v in one product, or those of equal format, gate and up in another: their weights lie one below the other
+  in memory;
 - gate and up's activation in one kernel, a norm in one, what is added behind o and down in their epilogues;
 - rotation, cache and attention of the new token in one kernel (``kernels/helpers/step_attention``).
 
@@ -87,7 +88,7 @@ class Joint:
 class Fusion:
     """The joint products of a model, kept from step to step."""
 
-    attentions: dict[nn.Module, Joint] = field(default_factory=dict)
+    attentions: list[Joint] = field(default_factory=list)
     mlps: dict[nn.Module, tuple[Joint, str]] = field(default_factory=dict)
     norms: tuple[nn.Module, ...] = ()
     last: tuple[W4Linear, ...] = ()
@@ -100,8 +101,8 @@ class Fusion:
         for module in model.modules():
             last += last_products(module)
             children = dict(module.named_children())
-            if children.keys() >= set(QKV) and (joint := Joint.of([children[name] for name in QKV])) is not None:
-                fusion.attentions[module] = joint
+            if children.keys() >= set(QKV):
+                fusion.attentions += _joints_of_equal_format([children[name] for name in QKV])
             activation = _activation(module) if children.keys() >= {*GATE_UP, "down_proj"} else None
             if activation and (joint := Joint.of([children[name] for name in GATE_UP])) is not None:
                 fusion.mlps[module] = joint, activation
@@ -112,7 +113,7 @@ class Fusion:
 
     @property
     def joints(self) -> list[Joint]:
-        return [*self.attentions.values(), *(joint for joint, _ in self.mlps.values())]
+        return [*self.attentions, *(joint for joint, _ in self.mlps.values())]
 
     def plan_keys(self, m: int, dtype: torch.dtype) -> list[PlanKey]:
         """Keys of the plans of m tokens that a model's own layers do not have."""
@@ -152,9 +153,9 @@ def fused(model: PreTrainedModel, fusion: Fusion, place: StepPlace | None) -> It
     with patches.stack:
         for norm in fusion.norms:
             patches.set(norm, "forward", _fast_norm(norm))
-        for attention, joint in fusion.attentions.items():
-            for i, name in enumerate(QKV):
-                patches.set(attention.get_submodule(name), "forward", joint.result(i))
+        for joint in fusion.attentions:
+            for i, layer in enumerate(joint.layers):
+                patches.set(layer, "forward", joint.result(i))
             patches.stack.callback(_forget, joint)
         for mlp, (joint, activation) in fusion.mlps.items():
             patches.set(mlp, "forward", _gated(mlp, joint, activation))
@@ -163,6 +164,14 @@ def fused(model: PreTrainedModel, fusion: Fusion, place: StepPlace | None) -> It
         if place is not None:
             fuse_attention(patches, model, place)
         yield
+
+
+def _joints_of_equal_format(layers: Sequence[nn.Module]) -> list[Joint]:
+    """Joint products of those that are in one format: files of mixed types may have v in more bits than q and k."""
+    formats = [getattr(layer, "format", None) for layer in layers]
+    groups = [[m for m, own in zip(layers, formats, strict=True) if own == format] for format in dict.fromkeys(formats)]
+    joints = [Joint.of(group) for group in groups if len(group) > 1]
+    return [joint for joint in joints if joint is not None]
 
 
 def _forget(joint: Joint) -> None:
