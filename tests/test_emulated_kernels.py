@@ -8,6 +8,7 @@ the grid and the parameters of the kernel, which compiled host code works out, a
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -98,6 +99,10 @@ PRODUCTS = [
     Product("sm80_mixed_gemm/64x128x128_1x1x1_coop", "int6_g64_zint", PLAIN, 9, 128, 384, 1),
     Product("sm80_mixed_gemm/8x64x128_1x1x1_coop", "q2_k", PLAIN, 5, 64, 768, 1),
     Product("sm90_decode/8x32x128_1x1x1_coop_k2", "q6_k", PLAIN, 5, 96, 1280, 4),
+    Product("sm90_decode/8x64x128_1x1x1_coop", "q3_k", PLAIN, 5, 128, 1280, 2),
+    # one token: groups in columns
+    Product("sm90_decode/8x48x128_1x1x1_coop_k2", "q3_k", PLAIN, 1, 96, 1280, 4),
+    Product("sm90_decode/8x64x128_1x1x1_coop", "q5_k", PLAIN, 1, 128, 1280, 2),
     Product("sm90_decode/8x64x128_1x1x1_coop", "int8_g32_zfloat_fp16", PLAIN, 5, 128, 1280, 2),
     Product("sm90_mixed_gemm/16x64x256_1x1x1_coop", "int5_g128", PLAIN, 11, 64, 768, 1),
     Product("sm90_mixed_gemm/128x64x128_1x1x1_coop", "int8_g128", PLAIN, 3, 64, 256, 2, (5, 130)),
@@ -212,13 +217,21 @@ def test_products(case: Product) -> None:
 
 
 @pytest.mark.sampled(0.35)
-@pytest.mark.parametrize("config", ["sm90_fp8_gemm/64x64x256_1x1x1_coop", "sm89_fp8_gemm/16x64x256_1x1x1_pingpong"])
-@pytest.mark.parametrize("name", ["e4m3_col_fp32", "e4m3_g128_b128", "int3_g32", "int2_g128_fp16"])
-def test_one_hot_x_in_fp8_gives_the_dequantized_weight(config: str, name: str) -> None:
+@pytest.mark.parametrize(
+    "config, name",
+    [
+        *itertools.product(
+            ["sm90_fp8_gemm/64x64x256_1x1x1_coop", "sm89_fp8_gemm/16x64x256_1x1x1_pingpong"],
+            ["e4m3_col_fp32", "e4m3_g128_b128", "int3_g32", "int2_g128_fp16"],
+        ),
+        ("sm90_decode/16x64x128_1x1x1_coop", "q3_k"),
+    ],
+)
+def test_one_hot_x_gives_the_dequantized_weight_where_scales_multiply_sums(config: str, name: str) -> None:
     """Every bit: a code is multiplied exactly, and the sum of one product by its scale in float32."""
     case = Product(config, name, Epilogue(out_dtype=torch.float32), 256, 64, 256, 2 if "sm90" in config else 16)
     w = experts_of(case)
-    d = computed(case, torch.eye(case.k).to(FP8), w, operands_of(case, case.k, w), NO_ROWS)
+    d = computed(case, torch.eye(case.k).to(case.dtype), w, operands_of(case, case.k, w), NO_ROWS)
     assert torch.equal(d.T, w.dequantize())
 
 

@@ -48,7 +48,7 @@ WIDTHS = (
     *("int5_g16_zfloat_u4x256", "int4_g16_s8x256", "int4_g32_zfloat_u4x256", "int3_g128", "int3_g32_zint_fp16"),
     *("int3_g64_fp32", "q3_k", "int3_g64_zfloat_u8x128", "int3_g16_zfloat_u4x256", "int2_g128", "int2_g64_zint"),
     *("int2_g32_zfloat_fp32", "q2_k", "int2_g32_zfloat_u8x256", "int2_g16_s8x128", "e4m3_g64_fp32", "e4m3_col_fp32"),
-    *("e4m3_g128_b128", "mxfp8"),
+    *("e4m3_g128_b128", "mxfp8", "int3_g16_s8x256", "int3_g32_s6x128"),
 )
 """Other widths than four bits, and scales of two levels with signs or of four bits: each codec, and each scale rule of
 each kind of codec."""

@@ -97,6 +97,8 @@ SCALES = {
         ScaleRule("u8x128", torch.uint8, zeros=("float",), factor_columns=128, level_bits=8),
         ScaleRule("s8x256", torch.int8, factor_columns=256, level_bits=8),
         ScaleRule("s8x128", torch.int8, factor_columns=128, level_bits=8),
+        ScaleRule("s6x256", torch.int8, factor_columns=256, level_bits=6),
+        ScaleRule("s6x128", torch.int8, factor_columns=128, level_bits=6),
         ScaleRule("u4x256", torch.uint8, zeros=("float",), factor_columns=256, level_bits=4),
         ScaleRule("b128", torch.float32, block_rows=128),
     )
@@ -104,9 +106,9 @@ SCALES = {
 """By name, as in a format's string. ``e4m3``: for fp8 activations, W4A8 with group scales inside the e4m3 weights.
 ``fp32``: with float zero points, a scale has at most :attr:`WeightFormat.scale_bits` significant bits. One float32
 scale for each row is ``_col_fp32``; a tensor's single scale is that of each row. ``b128``: float32, for the columns of
-a group of 128 rows. ``u8x256``, ``s8x256``, ``u4x256``: two levels, unsigned bytes, signed bytes and four bits, and
-factors for each 256 columns; the unsigned ones have float zero points. ``u8x128``, ``s8x128``: the same for each 128
-columns, for shards along k."""
+a group of 128 rows. ``u8x256``, ``s8x256``, ``s6x256``, ``u4x256``: two levels, unsigned bytes, signed bytes, signed
+ones of six bits, and four bits, and factors for each 256 columns; the unsigned ones have float zero points. ``u8x128``,
+``s8x128``, ``s6x128``: the same for each 128 columns, for shards along k."""
 _FLOAT32_BITS, _FACTOR_BITS = 24, 11
 """Significant bits of a float32, and of a factor, which is an fp16."""
 ALIASES = {
@@ -117,7 +119,7 @@ ALIASES = {
     "mxfp8": "e4m3_g32_e8m0",
     "q6_k": "int6_g16_s8x256",
     "q5_k": "int5_g32_zfloat_u8x256",
-    "q3_k": "int3_g16_s8x256",
+    "q3_k": "int3_g16_s6x256",
     "q2_k": "int2_g16_zfloat_u4x256",
 }
 """Names that are in use for formats, and their strings."""

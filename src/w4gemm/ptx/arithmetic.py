@@ -118,7 +118,7 @@ def broadcast_half(word: Int32, high: bool) -> Int32:
 
 
 def repeat_half(word: Int32, high: bool) -> Int32:
-    """Like ``broadcast_half``, for the second factor of HMUL2 alone, because ptxas makes it a modifier of that."""
+    """Like ``broadcast_half``, for a factor or addend of HMUL2 and HFMA2, because ptxas makes it a modifier of that."""
     half = "{h, h}" if high else "{l, l}"
     text = f"{{ .reg .b16 l, h; mov.b32 {{l, h}}, $1; mov.b32 $0, {half}; }}"
     return asm(text, [Int32], [word], pure=True)[0]

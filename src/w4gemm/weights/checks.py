@@ -61,9 +61,10 @@ def checked(format: WeightFormat, parts: WeightComponents) -> WeightComponents:
     if factors is not None and format.has_factors:
         _check_part("factors", factors, torch.float16, (n, format.superblocks(k), format.factors), codes.device)
         for name, levels in (("scales", scales), ("zeros", zeros)):
-            if levels is not None and int(levels.max()) > format.scale_rule.levels[1]:
-                low, high = format.scale_rule.levels
-                raise ValueError(f"{name}: wanted {low}..{high} in {format}, got up to {int(levels.max())}")
+            low, high = format.scale_rule.levels
+            if levels is not None and not low <= int(levels.min()) <= int(levels.max()) <= high:
+                came = f"{int(levels.min())}..{int(levels.max())}"
+                raise ValueError(f"{name}: wanted {low}..{high} in {format}, got {came}")
     elif format.has_factors or factors is not None:
         shape = (n, format.superblocks(k), format.factors) if format.has_factors else ()
         expected = f"wants torch.float16 {shape}" if format.has_factors else "has none"

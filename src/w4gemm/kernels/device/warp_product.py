@@ -24,17 +24,20 @@ class WarpProduct:
 
     Codes are multiplied as exact integers u - z if the decoder can do so; a group's products then meet its scale in
     float32, so scales of either 16-bit dtype lose nothing. A float zero point needs the sum of x over the group, which
-    takes one more matrix instruction with A = 1.
+    takes one more matrix instruction with A = 1. Codes times small scales of two levels are exact too; a block's
+    products then meet its factor.
 
     Args:
         weight: facts of the weight's format.
         decoder: its decoder, made with ``allow_sum_scale``.
         token_blocks: blocks of eight tokens.
+        groups_in_columns: True if there is one token, and column j of x is its part that belongs to scale group j.
     """
 
     weight: WeightOperand
     decoder: Any
     token_blocks: int
+    groups_in_columns: bool = False
 
     def multiply(
         self,
@@ -57,6 +60,12 @@ class WarpProduct:
         """
         if not self.decoder.separate_scales:
             self._multiply_scaled(acc, first, words, scales, x_fragments)
+            return
+        if self.groups_in_columns:
+            self._multiply_columns(acc, first, words, scales, x_fragments, table)
+            return
+        if self.decoder.factors_on_sums:
+            self._multiply_levels(acc, first, words, scales, x_fragments)
             return
         block = self.weight.block
         steps = block.scale_group // 16
@@ -98,6 +107,58 @@ class WarpProduct:
                         sums = [acc[i, tb, first + strip] for i in range(4)]
                         for i, y in enumerate(mma_sync(self.weight.kind, sums, a, x_fragments[tb][step])):
                             acc[i, tb, first + strip] = y
+
+    def _multiply_columns(
+        self,
+        acc: cute.Tensor,
+        first: int,
+        words: Sequence[Sequence[Words]],
+        scales: Callable[[int, int], Words],
+        x_fragments: Sequence[Sequence[tuple[Int32, Int32]]],
+        table: Int32,
+    ) -> None:
+        """The same with sums of groups in columns. ``scales``: of strip and which of the lane's two columns."""
+        together, (fragments,) = self.weight.block.groups_per_word, x_fragments
+        x_sums = self._sum_x(fragments, 0, len(fragments))
+        for strip in range(len(words)):
+            of_column = [scales(strip, 0), scales(strip, 1)]
+            offsets = self.decoder.offsets(of_column[0], table)
+            sums: Sequence[Float32] = [Float32(0.0)] * 4
+            for step, x in enumerate(fragments):
+                a = self.decoder.decode_exact(words[strip][step], offsets)
+                sums = mma_sync(self.weight.kind, sums, a, x)
+            for column in range(2):
+                values = self.decoder.scales_and_zeros(of_column[column], column % together)
+                for i, (scale, zero) in zip((column, 2 + column), values, strict=True):
+                    total = acc[i, 0, first + strip] + scale * sums[i]
+                    acc[i, 0, first + strip] = total if zero is None else total + zero * x_sums[i]
+
+    def _multiply_levels(
+        self,
+        acc: cute.Tensor,
+        first: int,
+        words: Sequence[Sequence[Words]],
+        scales: Callable[[int, int], Words],
+        x_fragments: Sequence[Sequence[tuple[Int32, Int32]]],
+    ) -> None:
+        """The same with codes times their scales, whose sums over the block are multiplied by its factors."""
+        block, together = self.weight.block, self.weight.block.groups_per_word
+        steps = block.scale_group // 16
+        for strip in range(len(words)):
+            sums = [[Float32(0.0)] * 4 for _ in range(self.token_blocks)]
+            scale_words: Words = ()
+            for group in range(block.groups):
+                if group % together == 0:
+                    scale_words = scales(strip, group)
+                prepared = self.decoder.prepare_levels(scale_words, group % together)
+                for step in range(group * steps, (group + 1) * steps):
+                    a = self.decoder.decode_levels(words[strip][step], prepared)
+                    for tb in range(self.token_blocks):
+                        sums[tb] = mma_sync(self.weight.kind, sums[tb], a, x_fragments[tb][step])
+            factors = self.decoder.factors(scale_words)
+            for tb in range(self.token_blocks):
+                for i in range(4):
+                    acc[i, tb, first + strip] = acc[i, tb, first + strip] + factors[i // 2] * sums[tb][i]
 
     def _sum_x(self, fragments: Sequence[tuple[Int32, Int32]], first: int, count: int) -> Sequence[Float32]:
         """The sum of x over ``count`` steps, those of a group, for float zero points: a product with ones."""

@@ -37,7 +37,10 @@ Barriers:
 
     There is no empty barrier: the warp that refills a stage is the only one that reads it.
 
-What a warp computes of a k block is in device/warp_product.py.
+What a warp computes of a k block is in device/warp_product.py. Groups in columns: of one token, column j of operand B
+is x where it belongs to scale group j of the k block, and zeros elsewhere, which ldmatrix reads from row _ZEROS of a
+stage. So one chain of instructions adds up all groups' sums, and each lane scales those of its two columns; the columns
+are added at the end of a tile. Scales of two levels alone are multiplied so.
 
 Schedules: ``coop`` has one CTA per SM; ``pingpong`` has two, so that one streams while the other reduces.
 
@@ -56,6 +59,7 @@ they take at most 256 bytes.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -94,6 +98,8 @@ from w4gemm.ptx.memory import (
     store_shared_f32x4,
 )
 
+_ZEROS = 7
+"""Row of a stage of x that holds zeros, if groups are in columns."""
 _DTYPES = {"f16": cutlass.Float16, "bf16": cutlass.BFloat16}
 
 
@@ -169,7 +175,10 @@ class Sm90DecodeKernel:
         self.variant = variant
         self.dtype = _DTYPES[variant.kind]
         self.decoder = variant.weight.decoder(allow_sum_scale=True, pairs=variant.pairs)
-        self.product = WarpProduct(variant.weight, self.decoder, variant.token_blocks)
+        self.groups_in_columns = variant.alone and variant.block.factors > 0 and variant.block.groups > 1
+        """See the top of this file."""
+        self.scales_in_registers = variant.scales_in_registers or self.groups_in_columns
+        self.product = WarpProduct(variant.weight, self.decoder, variant.token_blocks, self.groups_in_columns)
         self.reader = BlockReader(variant.stage_block, variant.weight.codec.turns)
         self.expert_tile_map = ExpertTileMap(variant.config.tile_m)
         self.row_gather = RowGather(variant.config.tile_m, 2, variant.itemsize, warps=1)
@@ -277,6 +286,8 @@ class Sm90DecodeKernel:
             self.decoder.fill_table(table, thread, variant.threads)
             cute.arch.sync_threads()
             table = own_pairs(table, thread, variant.pairs)
+        if const_expr(self.groups_in_columns):
+            self.store_zeros(pipeline, thread % 32)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         x_source = XCopy(tma, tma_x, s_x)
@@ -298,10 +309,10 @@ class Sm90DecodeKernel:
                 x_fragments = self.read_x(pipeline, state.stage, thread % 32)
                 for batch in cutlass.range_constexpr(variant.batches):
                     words, scales = self.read_weight(pipeline, state.stage, batch, thread % 32)
-                    if const_expr(variant.scales_in_registers and batch == variant.batches - 1):
+                    if const_expr(self.scales_in_registers and batch == variant.batches - 1):
                         cursor, left = self.refill(weight, x_source, pipeline, params, cursor, left, state.stage)
                     self.product.multiply(acc, variant.strips_of(batch).start, words, scales, x_fragments, table)
-                if const_expr(not variant.scales_in_registers):
+                if const_expr(not self.scales_in_registers):
                     cursor, left = self.refill(weight, x_source, pipeline, params, cursor, left, state.stage)
                 state = state.after(variant.num_stages)
             m_tile, n_tile = tile_coordinates(tile, m_tiles, n_tiles, 1)
@@ -465,16 +476,31 @@ class Sm90DecodeKernel:
             halves = [self.reader.codes(address, half, first + atom, lane) for half in range(2)]
             words.append([self.reader.words_of_step(codes, step) for codes in halves for step in range(4)])
 
+        groups: int = variant.block.groups
+        if self.groups_in_columns:  # the lane's two, if there are as many
+            groups = 2
+
         def load_scale(atom: int, g: int) -> tuple[Int32, ...]:
             scales, strip = address + variant.stage_block.code_bytes, first + atom
+            if self.groups_in_columns:
+                g = (lane % 4 * 2 + g) % variant.block.groups
             return self.reader.scales(scales, g, strip, lane // 4) + self.reader.factors(scales, strip, lane // 4)
 
-        if not variant.scales_in_registers:
+        if not self.scales_in_registers:
             return words, load_scale
         together = variant.block.groups_per_word
-        firsts = range(0, variant.block.groups, together)
+        firsts = range(0, groups, together)
         loaded = [[load_scale(atom, g) for g in firsts] for atom in range(len(words))]
         return words, lambda atom, g: loaded[atom][g // together]
+
+    def store_zeros(self, pipeline: WarpPipeline, lane: Int32) -> None:
+        """Store a row of zeros behind the only token of each of the warp's stages."""
+        variant = self.variant
+        for stage in range(variant.num_stages):
+            x = shared_address(pipeline.x.iterator) + self.x_stage(pipeline, Int32(stage)) * variant.x_bytes
+            for half in range(2):
+                store_shared_f32(x + half * (variant.x_bytes // 2) + _ZEROS * 128 + lane * 4, Float32(0.0))
+        cute.arch.sync_warp()
 
     def read_x(self, pipeline: WarpPipeline, stage: Int32, lane: Int32) -> list[list[tuple[Int32, Int32]]]:
         """A stage's x fragments [token block][8 steps], two registers each."""
@@ -485,6 +511,9 @@ class Sm90DecodeKernel:
         for tb in range(variant.token_blocks):
             steps: list = []
             for quarter in range(4):  # of 32 columns: four 8 x 8 matrices, the fragments of two steps
+                if const_expr(self.groups_in_columns):
+                    own = (quarter * 32 + lane // 16 * 16) // variant.block.scale_group == lane % 8
+                    row = cutlass.select_(own, Int32(0), Int32(_ZEROS))
                 swizzled = (quarter % 2 * 4 + lane // 8) ^ row
                 r = load_matrix(base + quarter // 2 * (variant.x_bytes // 2) + tb * 1024 + row * 128 + swizzled * 16)
                 steps += [(r[0], r[1]), (r[2], r[3])]
@@ -516,6 +545,12 @@ class Sm90DecodeKernel:
     def store_partials(self, acc: cute.Tensor, s_sums: Int32, warp: Int32, lane: Int32) -> None:
         """Store this warp's accumulators to the reduction buffer [warp][token][feature]."""
         variant = self.variant
+        if self.groups_in_columns:
+            for atom, row in itertools.product(range(variant.m16_atoms), range(2)):
+                total = acc[2 * row, 0, atom] + acc[2 * row + 1, 0, atom]
+                for offset in (1, 2):
+                    total = total + cute.arch.shuffle_sync_bfly(total, offset)
+                acc[2 * row, 0, atom] = total
         for tb in range(variant.token_blocks):
             for atom in range(variant.m16_atoms):
                 for i in range(4):

@@ -47,11 +47,14 @@ class Sm90DecodeVariant(GpuVariant):
     (H200, 2026-11-22), so boxes have this many rows. The matrix instruction still takes tile_m rows: it multiplies
     whatever shared memory holds behind them, and those products are not stored. Always tile_m if grouped, where the
     next expert's rows follow."""
+    alone: bool = False
+    """True if there is one token, and its bits may differ from those of the same token among others."""
 
     @classmethod
     def of(cls, problem: GemmProblem, config: GemmConfig) -> Sm90DecodeVariant:
         tokens = config.tile_m if problem.experts else min(config.tile_m, problem.m)
-        return replace(super().of(problem, config), tokens=tokens)
+        alone = tokens == 1 and config.tile_m == 8 and not problem.batch_invariant
+        return replace(super().of(problem, config), tokens=tokens, alone=alone)
 
     @property
     def m16_atoms(self) -> int:

@@ -10,7 +10,9 @@ calls:
                           those of kernels/device/block.py's ``words_of_step``. ``sum_scale``: what a decoded 1.0 stands
                           for; the epilogue multiplies the sums by it, so without allow_sum_scale it must be 1
     sm90_decode           if ``separate_scales``, it multiplies numbers without scales: ``offsets(words, table)``,
-                          ``decode_exact(words, offsets)``, ``scales_and_zeros(words, field)``, ``exact_scale``
+                          ``decode_exact(words, offsets)``, ``scales_and_zeros(words, field)``, ``exact_scale``; if
+                          ``factors_on_sums``, numbers times scales: ``prepare_levels(words, field)``,
+                          ``decode_levels(words, prepared)``, ``factors(words)``
     scales on sums        ``scales(words)``: float32 factors of the sums of rows g and g + 8
     a table               ``fill_table(table, thread, threads)``, before a barrier
 

@@ -137,6 +137,25 @@ class SignedLevelCodec(TwoLevelCodec):
         return (fields - 128).to(format.scale_dtype)
 
 
+class SmallLevelCodec(TwoLevelCodec):
+    """For scales of six bits with a sign, stored as scale + 32."""
+
+    def decoder(self, weight: WeightOperand, decoding: Decoding) -> Any:
+        from w4gemm.packing.codecs.integers_decode_wide import SmallLevelDecoder
+
+        form = weight.kind, weight.scale, weight.zero
+        return SmallLevelDecoder(*form, decoding.only_fma, decoding.allow_sum_scale, bits=self.bits)
+
+    def pairs(self, weight: WeightOperand, on_sums: bool) -> Pairs | None:
+        return None
+
+    def stored_scales(self, scales: torch.Tensor) -> torch.Tensor:
+        return scales.short() + 32
+
+    def scales_from(self, fields: torch.Tensor, format: WeightFormat, channels: torch.Tensor | None) -> torch.Tensor:
+        return (fields - 32).to(format.scale_dtype)
+
+
 class NibbleLevelCodec(TwoLevelCodec):
     """For scales and zero points of four bits: a byte has a scale in its low half and a zero point in its high one."""
 
@@ -176,6 +195,9 @@ def _codecs(bits: int) -> tuple[Codec, ...]:
         SignedLevelCodec(f"{name}_signed_levels_mma16", MMA16, name, ("s8x256", "s8x128"), ("none",), *codes, **levels),
         NibbleLevelCodec(f"{name}_nibble_levels_mma16", MMA16, name, ("u4x256",), ("float",), *codes, **levels),
     ]
+    if bits == 3:
+        small = "s6x256", "s6x128"
+        codecs.append(SmallLevelCodec(f"{name}_small_levels_mma16", MMA16, name, small, ("none",), *codes, **levels))
     if bits <= 5:  # of six bits there is no such format
         unsigned = "u8x256", "u8x128"
         codecs.append(TwoLevelCodec(f"{name}_two_levels_mma16", MMA16, name, unsigned, ("float",), *codes, **levels))

@@ -60,6 +60,10 @@ class Decoder:
     separate_scales = True
     """True if :meth:`decode_exact` gives numbers without their scales, for a kernel that scales sums."""
 
+    factors_on_sums = False
+    """True if ``decode_levels`` gives numbers times their scales of two levels, for a kernel that multiplies sums by
+    ``factors``."""
+
     @property
     def exact_scale(self) -> float:
         """What a number stands for that is decoded to 1.0 without its scale."""
@@ -368,8 +372,13 @@ def bits_of(kind: str, value: float) -> int:
 
 def pair(low: float, high: float, kind: str = "bf16") -> Int32:
     """Two numbers that ``kind`` holds exactly, in the halves of a word."""
-    bits = bits_of(kind, low) | bits_of(kind, high) << 16
+    bits = pair_bits(low, high, kind)
     return Int32(bits - 2**32 if bits >= 2**31 else bits)
+
+
+def pair_bits(low: float, high: float, kind: str = "bf16") -> int:
+    """Bits of such a word."""
+    return bits_of(kind, low) | bits_of(kind, high) << 16
 
 
 def _twice(kind: str, value: float) -> Int32:

@@ -26,13 +26,25 @@ from typing import NamedTuple
 
 from cutlass import Float32, Int32
 
-from w4gemm.packing.codecs.integers_decode import Decoder, biased_byte, codes_of, fields_of, fma_pair, pair, times
-from w4gemm.ptx.arithmetic import fma, half_to_float, hidden_constant, pack_half2, to_float
+from w4gemm.packing.codecs.integers_decode import (
+    Decoder,
+    biased_byte,
+    codes_of,
+    fields_of,
+    fma_pair,
+    pair,
+    pair_bits,
+    times,
+)
+from w4gemm.ptx.arithmetic import fma, half_to_float, hidden_constant, pack_half2, repeat_half, to_float
 from w4gemm.ptx.asm import asm
 
 _SCALE_DOWN = 2.0**-48
 """Factor of decoded weights."""
 _BYTE_BIAS, _SIGNED_BIAS = 2.0**23, 2.0**15 + 128
+_SMALL_BIAS = 2.0**15 + 32
+_LEVEL_UNIT = 2.0**-13
+"""Number that a decoded 1.0 times the scale 1 stands for, without its factor."""
 _EXACT_UNIT = 2.0**6
 """Number that a decoded 1.0 without its scale stands for, in bf16."""
 
@@ -129,6 +141,9 @@ class TwoLevelDecoder(WideDecoder):
     words the fp16 factors of scales and of zero points. Without zero points there is one word of each, of bytes with
     signs."""
 
+    _bias = _SIGNED_BIAS
+    """What a byte with a sign is below the exponent of 2**15 for the scale 0."""
+
     def _rows(
         self, words: tuple[Int32, ...], field: int, of_scales: tuple[float, ...], of_zeros: float
     ) -> tuple[WideRow, ...]:
@@ -139,7 +154,7 @@ class TwoLevelDecoder(WideDecoder):
                 rows.append(WideRow(scale, self._product(words, 1, row, field, of_zeros)))
             else:
                 factor = times(half_to_float("f16", words[1], row == 1), of_scale)
-                scale = fma(biased_byte(words[0], 2 * row + field), factor, factor * Float32(-_SIGNED_BIAS))
+                scale = fma(biased_byte(words[0], 2 * row + field), factor, factor * Float32(-self._bias))
                 rows.append(WideRow(scale, scale * Float32(-self.middle * of_zeros / of_scale)))
         return tuple(rows)
 
@@ -149,6 +164,38 @@ class TwoLevelDecoder(WideDecoder):
         text = f"prmt.b32 $0, $1, $2, {0x7440 + 2 * row + field:#x};"
         biased = asm(text, [Int32], [words[level], hidden_constant(0x4B000000)], pure=True)[0]
         return fma(to_float("f32", biased), factor, factor * Float32(-_BYTE_BIAS))
+
+
+class SmallLevelDecoder(TwoLevelDecoder):
+    """The same with scales of six bits and a sign, stored as scale + 32. Times a code of up to four bits, minus the
+    middle one, a scale is at most 256 and exact in bf16: one fma makes it, and the factor alone multiplies sums.
+    """
+
+    _bias = _SMALL_BIAS
+
+    @property
+    def factors_on_sums(self) -> bool:
+        return self.kind == "bf16" and self.bits <= 4
+
+    def prepare_levels(self, words: tuple[Int32, ...], field: int) -> tuple[tuple[Int32, Int32], ...]:
+        """Once per group: factor and addend of the codes of rows g and g + 8, each in both halves of a word."""
+        text = f"prmt.b32 $0, $1, $2, {0x4240 + field * 0x101:#x};"
+        picked = asm(text, [Int32], [words[0], hidden_constant(0x43434343)], pure=True)[0]
+        units = [_LEVEL_UNIT * unit for unit in self._units]
+        factors = hidden_constant(pair_bits(*units))  # HFMA2 takes one constant
+        scales = fma_pair("bf16", picked, factors, pair(*[-160 * unit for unit in units]))
+        addends = self._pairwise("mul", scales, pair(*[-self.middle / unit for unit in self._units]))
+        return tuple((repeat_half(scales, high), repeat_half(addends, high)) for high in (False, True))
+
+    def decode_levels(self, words: tuple[Int32, ...], prepared: tuple[tuple[Int32, Int32], ...]) -> tuple[Int32, ...]:
+        """The four fragment registers of one instruction: numbers times their scales."""
+        codes = codes_of(words, self.bits)
+        return tuple(fma_pair("bf16", code, *prepared[i % 2]) for i, code in enumerate(codes))
+
+    def factors(self, words: tuple[Int32, ...]) -> tuple[Float32, Float32]:
+        """What multiplies the sums of rows g and g + 8."""
+        low, high = (times(half_to_float("f16", words[1], upper), 1 / _LEVEL_UNIT) for upper in (False, True))
+        return low, high
 
 
 class NibbleLevelDecoder(TwoLevelDecoder):

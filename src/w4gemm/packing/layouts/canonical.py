@@ -2,7 +2,8 @@
 
 codes uint8 (n, ceil(k * bits / 8)), a dense little-endian stream for each row: the first column in the lowest bits;
 scales (n, groups), of blocks of rows (2 * blocks, groups); zeros (n, groups) if any; channels float32 (n) if any;
-factors fp16 (n, superblocks, 1 or 2) if any. Scales and zero points of four bits are streams as codes are.
+factors fp16 (n, superblocks, 1 or 2) if any. Scales and zero points of four bits are streams as codes are, those of six
+bits bytes.
 """
 
 from __future__ import annotations
@@ -57,5 +58,5 @@ class CanonicalLayout:
 
 
 def _level_bits(format: WeightFormat) -> int:
-    """Bits of a scale that has a factor; 8 without factors, whose scales are stored as they are."""
-    return format.scale_rule.level_bits or 8
+    """Bits that a scale with a factor takes; 8 without factors, whose scales are stored as they are."""
+    return 4 if format.scale_rule.level_bits == 4 else 8
