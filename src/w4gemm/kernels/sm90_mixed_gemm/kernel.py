@@ -107,9 +107,8 @@ multiplies the sums too: TMA brings a stage's scales, those of a tile's tokens f
 and on the same barrier. If a stage is one k chunk, the sums have one set (variant.one_set_of_sums), for 128 tokens and
 more: ``multiply_chunk`` decodes the next stage while its own is multiplied, and adds the sums while the tensor cores
 work for the other warpgroup. If rows g and g + 8 of the weight share their scale, as those of e4m3 in blocks of 128
-rows, a sum takes one fma (variant.one_factor_a_sum): the factor of its token is made while it is multiplied. With
-16-bit x the scales of codebooks multiply sums too, if they have another dtype than x and tokens are
-few.
+rows, a sum takes one fma, by a factor of its token (variant.one_factor_a_sum). With 16-bit x the scales of codebooks
+multiply sums too, if they have another dtype than x and tokens are few.
 
 If grouped (variant.grouped), there are several weights, experts, each for some rows of x that only the device knows: a
 warp of each CTA counts all experts' tiles first (device/expert_tiles.py), after ``griddepcontrol.wait``, while L2

@@ -43,9 +43,6 @@ _SMALL_X, _SMALL_WEIGHTS = 8 * 1024, 19 * 1024
 _MOST_TOKENS_OF_SUMS = {1: 96, 2: 64}
 """The largest tile_m whose sums are faster to scale than a codebook's weights, by the scale groups of a k chunk."""
 
-_REGISTERS_BESIDE_FACTORS = 60
-"""Registers besides the accumulators, one set of sums, and a factor for each token of a thread."""
-
 
 class Prefetches(NamedTuple):
     """Operands of the epilogue that are brought into L2 when a tile begins."""
@@ -210,11 +207,6 @@ class Sm90MixedVariant(KSliceVariant):
         return self.block_scales and self.scales_on_sums and self.weight.codec.rows_share_scale
 
     @property
-    def early_factors(self) -> bool:
-        """True if one set of sums leaves registers for factors of tokens while it is multiplied."""
-        return not self.stream_k and self._registers - self.config.tile_m * 5 // 4 >= _REGISTERS_BESIDE_FACTORS
-
-    @property
     def token_splits(self) -> int:
         """Number of ranges of tokens, of a multiple of eight each, that are multiplied one after the other: two of a
         tile with more tokens than a WGMMA; and as many as leave room for both sets of sums of one range beside the
@@ -224,12 +216,9 @@ class Sm90MixedVariant(KSliceVariant):
         return 2 if self.config.tile_m > WGMMA_TOKENS else 1
 
     @property
-    def _registers(self) -> int:
-        return self.consumer_registers or min(255, 65536 // (self.threads * self.occupancy))
-
-    @property
     def _ranges_of_sums(self) -> int:
-        room = self._registers - _OTHER_REGISTERS - self.config.tile_m // 2
+        registers = self.consumer_registers or min(255, 65536 // (self.threads * self.occupancy))
+        room = registers - _OTHER_REGISTERS - self.config.tile_m // 2
         eights, most = self.config.tile_m // 8, max(room // 8, 1)
         return next(splits for splits in range(1, eights + 1) if eights % splits == 0 and eights // splits <= most)
 
