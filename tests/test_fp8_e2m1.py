@@ -156,7 +156,7 @@ def test_what_a_kernel_is_compiled_for():
 @pytest.mark.parametrize("name", ["nvfp4", "e2m1_g32"])
 def test_other_scales_are_refused(name):
     w = quantize(torch.randn(8, 64), name)
-    with pytest.raises(ValueError, match=r"fp8 activations take e2m1 beside e8m0 scales.*16-bit activations"):
+    with pytest.raises(ValueError, match=r"fp8 activations take e2m1 with e8m0 scales.*16-bit activations"):
         w.repack("mma8")
 
 

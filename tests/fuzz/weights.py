@@ -91,7 +91,7 @@ def _two_levels(case: Case, f: w4gemm.WeightFormat, source: Source, n: int, grou
     columns, kinds = f.scale_rule.factor_columns, 1 + f.has_zero
     of_group = torch.arange(groups, device=source.device) * f.group_size // columns
     shape = n, -(-case.k // columns), kinds
-    least, most = {"s8": (-128, 127), "u8": (0, 63), "u4": (0, 15)}[f.scale.partition("x")[0]]
+    least, most = {"s8": (-128, 127), "s6": (-32, 31), "u8": (0, 63), "u4": (0, 15)}[f.scale.partition("x")[0]]
     levels = source.integers(least, most, kinds, n, groups)
     if case.numbers == "exact":
         levels = source.integers(0, 8, kinds, n, groups)
