@@ -126,7 +126,7 @@ def test_a_shard_that_is_not_loaded_is_named() -> None:
     with pytest.raises(RuntimeError, match=r"mlp\.up_proj: scales: 100.00% of its shape"):
         load(layer, [stored(SIZES[0], 4), tensors])
     parameter = layer._parameters["qweight"]
-    with pytest.raises(ValueError, match="qweight: wanted a tensor of each shard, got one of None"):
+    with pytest.raises(ValueError, match="wanted a qweight of each, got one of None"):
         parameter.weight_loader(parameter, tensors["qweight"])
 
 
