@@ -115,10 +115,10 @@ def is_dual(t: object) -> bool:
 def autocast(x: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return x and the bias, in autocast's dtype if ``torch.autocast`` is on, as torch.nn.functional.linear sees
     them."""
-    if not isinstance(x, torch.Tensor) or x.dtype not in _CAST:
+    if not isinstance(x, torch.Tensor):
         return x, bias
     kind = "cuda" if x.is_cuda else "cpu" if x.is_cpu else ""  # x.device.type takes ten times as long
-    if not kind or not torch.is_autocast_enabled(kind):
+    if not kind or not torch.is_autocast_enabled(kind) or x.dtype not in _CAST:
         return x, bias
     dtype = torch.get_autocast_dtype(kind)
     return x.to(dtype), None if bias is None else bias.to(dtype)

@@ -55,7 +55,7 @@ class Product:
         self.device, self.epilogue, self.experts = device, epilogue, weight.experts
         self.columns, self.out_dtype = epilogue.columns(weight.n), epilogue.result_dtype(dtype)
         self._generation = -1
-        self._launches: dict[tuple[int, bool], Launch] = {}
+        self._launches: dict[int, Launch] = {}  # by m of the plan; by -m if the kernel gathers rows of x
 
     def plan(self, m: int) -> Plan:
         """Return the plan for m rows of x."""
@@ -70,13 +70,16 @@ class Product:
     def launch(self, operands: Operands, m: int) -> None:
         """Launch the plan for m rows of x, of all experts together; ``operands.out`` has at least one row. x's GPU need
         not be the current one."""
-        at, gathered = plan_m(m), False
+        at = plan_m(m)
         if self.experts:
-            at, gathered = plan_rows(m, self.experts), operands.rows.indices is not None
-            if gathered and self.device.type == "cuda" and not _is_gathered_in_place(operands):
-                operands, gathered = operands.gathered_first(), False
+            at = plan_rows(m, self.experts)
+            if operands.rows.indices is not None:
+                if self.device.type != "cuda" or _is_gathered_in_place(operands):
+                    at = -at
+                else:
+                    operands = operands.gathered_first()
         launches = self._launches if self._generation == plan_cache.generation else self._forget()
-        launch = launches.get((at, gathered)) or self._choose(at, gathered)
+        launch = launches.get(at) or self._choose(at)
         x = operands.x
         if not x.is_contiguous() and not _is_matrix(x):
             operands = operands._replace(x=torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x))
@@ -86,15 +89,15 @@ class Product:
         else:
             launch(operands)
 
-    def _forget(self) -> dict[tuple[int, bool], Launch]:
+    def _forget(self) -> dict[int, Launch]:
         self._launches, self._generation = {}, plan_cache.generation
         return self._launches
 
-    def _choose(self, at: int, gathered: bool) -> Launch:
-        key = self._key._replace(m=at, gathered=gathered)
+    def _choose(self, at: int) -> Launch:
+        key = self._key._replace(m=abs(at), gathered=at < 0)
         plan = plan_for(key)
         if plan_cache.is_kept(key, plan):
-            self._launches[at, gathered] = plan.launch
+            self._launches[at] = plan.launch
         return plan.launch
 
 

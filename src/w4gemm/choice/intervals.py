@@ -19,6 +19,8 @@ LARGEST = 16384
 """The m that stands for the last interval, which has no end."""
 WAVES_FROM = 256
 """Largest m for which the plan of a single weight is chosen by interval."""
+_PLAN_OF_FEW = tuple(BOUNDS[bisect.bisect_left(BOUNDS, m)] for m in range(WAVES_FROM + 1))
+"""The last m of m's interval, which every warm call asks for."""
 _STEP = 16
 """Smallest difference between two m above :data:`WAVES_FROM` that plans are chosen for."""
 
@@ -54,7 +56,7 @@ def ragged(m: int) -> int:
 def plan_m(m: int) -> int:
     """Return the m that the plan of a single weight is chosen for when it is called with m tokens."""
     if m <= WAVES_FROM:
-        return BOUNDS[bisect.bisect_left(BOUNDS, m)]
+        return _PLAN_OF_FEW[m]
     step = max(_STEP, 1 << ((m - 1).bit_length() - 7))
     return min(-(-m // step) * step, LARGEST)
 
