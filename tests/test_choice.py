@@ -5,6 +5,7 @@ import importlib.metadata
 import importlib.util
 import itertools
 import logging
+import math
 from dataclasses import replace
 
 import pytest
@@ -363,7 +364,8 @@ def test_the_kernel_protocol(kernel, problem):
         assert isinstance(hash(kernel.unit(problem, config)), int)
         assert kernel.unit(problem, config) == kernel.unit(replace(problem, m=77), config)
         assert kernel.workspace_bytes(problem, config) >= 0
-        assert 0 < predicted_us(kernel, problem, config) < float("inf")
+        us = predicted_us(kernel, problem, config)
+        assert us > 0 and (us < math.inf or config.tail), "only two launches may be needless"
         order = kernel.reduction_order(problem, config)
         assert isinstance(hash(order), int) and order == kernel.reduction_order(replace(problem, m=77), config)
 

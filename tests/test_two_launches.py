@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from sass import functions
-from w4gemm import GemmConfig, QuantizedWeight, WeightFormat, linear
+from w4gemm import GemmConfig, QuantizedWeight, WeightFormat, choice, linear
 from w4gemm.choice.cost import predicted_us
 from w4gemm.core.epilogue import Epilogue
 from w4gemm.core.problem import H200, GemmProblem
@@ -60,8 +61,21 @@ def test_predicted_as_the_sum_where_there_are_two(name, problem, text):
             us = predicted_us(kernel, waves, single) + predicted_us(kernel, rest, config.tail)
             assert found == pytest.approx(us, rel=0.02)
         else:
-            assert found > 500 + predicted_us(kernel, p, single)
+            assert found == math.inf
     assert two
+
+
+def test_a_needless_pair_is_ranked_last_and_has_no_time():
+    problem = replace(W4A16, n=2048)
+    pair = "sm90_mixed_gemm/128x192x128_1x1x1_coop+128x128x128_1x1x1_coop"
+    explanation = choice.explain(problem)
+    times = {str(each): each.us for each in explanation.candidates}
+    assert times[pair] == math.inf > times[pair.split("+")[0]]
+    assert all("+" in each for each in list(times)[-sum(map(math.isinf, times.values())) :])
+    rows = [line for line in explanation.table().splitlines() if pair in line]
+    assert len(rows) == 1 and rows[0].split()[1:3] == ["needless", "-"]
+    (verdict,) = choice.why(problem, pair)
+    assert str(verdict) == f"{pair}: legal, but needless: its first launch computes all features"
 
 
 def test_a_part_of_a_large_product_is_as_hot_as_the_whole():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -31,7 +32,8 @@ class PredictedConfig(NamedTuple):
     """A config that can run the problem, with its predicted time."""
 
     us: float
-    """Predicted microseconds per launch."""
+    """Predicted microseconds per launch; inf if the config is needless: it has two launches, and the first does
+    everything. Needless configs rank last."""
     kernel: str
     config: GemmConfig
     problem: GemmProblem
@@ -78,9 +80,10 @@ class Explanation:
     def table(self, rows: int | None = None) -> str:
         """Return a table of the configs, least predicted time first; ``*`` marks the chosen one.
 
-        The columns are the predicted microseconds, the score (least prediction / this prediction), the config, the
-        CTAs of a launch, the waves they make, threads per CTA, registers per thread of a consumer warpgroup, shared
-        memory per CTA and stages of the pipeline.
+        The columns are the predicted microseconds ("needless" for a config of two launches of which the first does
+        everything), the score (least prediction / this prediction), the config, the CTAs of a launch, the waves they
+        make, threads per CTA, registers per thread of a consumer warpgroup, shared memory per CTA and stages of the
+        pipeline.
 
         Args:
             rows: the largest number of configs, besides the chosen one; None for all.
@@ -145,8 +148,7 @@ def _aligned(line: tuple[str, ...], widths: list[int]) -> str:
 def _cells(candidate: PredictedConfig, best: float) -> tuple[str, ...]:
     use = candidate.resources
     return (
-        f"{candidate.us:.1f}",
-        f"{best / candidate.us:.2f}",
+        *((f"{candidate.us:.1f}", f"{best / candidate.us:.2f}") if math.isfinite(candidate.us) else ("needless", "-")),
         str(candidate),
         *("-" if value is None else str(value) for value in (use.ctas, use.waves, use.threads, use.registers)),
         f"{use.memory / 1024:.0f} KiB",
@@ -172,7 +174,7 @@ class Verdict:
     of: int = 0
     """Number of legal configs of all kernels."""
     us: float = 0.0
-    """Predicted microseconds per launch."""
+    """Predicted microseconds per launch; inf if the config is needless, see :attr:`PredictedConfig.us`."""
     best_us: float = 0.0
     """Predicted microseconds of the config of rank 1."""
 
@@ -189,6 +191,8 @@ class Verdict:
             return f"{name}: not legal\n" + "\n".join(f"  {exclusion}" for exclusion in self.exclusions)
         if not self.rank:
             return f"{name}: legal, but it adds up in another order than the one that serves every m"
+        if math.isinf(self.us):
+            return f"{name}: legal, but needless: its first launch computes all features"
         place = f"number {self.rank} of {self.of} by predicted time"
         return f"{name}: legal, {place}: {self.us:.1f} us, the first {self.best_us:.1f} us"
 

@@ -29,7 +29,6 @@ class Candidate(NamedTuple):
     """A config that may run a problem, and its predicted time."""
 
     us: Timer
-    """Microseconds of a launch by m."""
     kernel: Kernel
     config: GemmConfig
 
@@ -38,7 +37,7 @@ class Ranked(NamedTuple):
     """A config that may run a problem, with its prediction for one m."""
 
     us: float
-    """Predicted microseconds per launch."""
+    """Predicted microseconds per launch; inf if the config is needless, see :data:`Timer`."""
     kernel: Kernel
     config: GemmConfig
 

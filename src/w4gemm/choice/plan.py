@@ -199,20 +199,21 @@ def _ranking(problem: GemmProblem, measured: Choice | None) -> Callable[[int], C
     """Return the ranking function of the problem's interval: m -> the shortlist's config of least predicted time.
 
     ``measured``, the fastest at the interval's last m, is a candidate too. If the prediction contradicts the
-    measurement, predictions of ``measured`` are scaled so that it is the fastest at the last m.
+    measurement, predictions of ``measured`` are scaled so that it is the fastest at the last m. If it is predicted to
+    be needless there, it serves no other m.
     """
     candidates = shortlist(problem)
     if not candidates:
         return lambda m: None
-    scale, us = 1.0, None
+    scale, us, last = 1.0, None, interval_end(problem.m)
     if measured is not None:
-        last, us = interval_end(problem.m), timers(measured.kernel, problem)(measured.config)
+        us = timers(measured.kernel, problem)(measured.config)
         scale = min(1.0, min(candidate.us(last) for candidate in candidates) / us(last))
 
     def choice(m: int) -> Choice | None:
         times = [candidate.us(m) for candidate in candidates]
         least = min(times)
-        if us is not None and measured is not None and scale * us(m) <= least:
+        if us is not None and measured is not None and (m == last or 0 < scale * us(m) <= least):
             return measured._replace(problem=replace(problem, m=m))
         fastest = candidates[times.index(least)]
         return Choice(replace(problem, m=m), fastest.kernel, fastest.config, "heuristic")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from typing import Any
 
 from w4gemm import choice
@@ -71,13 +72,18 @@ def _verdict(verdict: choice.Verdict) -> dict[str, Any]:
         "legal": verdict.legal,
         "reasons": [verdict.unsupported] if verdict.unsupported else [str(each) for each in verdict.exclusions],
         "rank": verdict.rank or None,
-        "predicted_us": verdict.us or None,
+        "predicted_us": _finite(verdict.us) or None,
     }
+
+
+def _finite(us: float) -> float | None:
+    """The predicted time; None of a needless config, which JSON has no number for."""
+    return us if math.isfinite(us) else None
 
 
 def _limit(least: Roofline | None, explanation: choice.Explanation) -> dict[str, Any]:
     """The least time, and which part of the chosen config's predicted time it is."""
-    times = {str(each): each.us for each in explanation.candidates}
+    times = {str(each): _finite(each.us) for each in explanation.candidates}
     us = times.get(str(explanation.chosen))
     return {
         "roofline_us": None if least is None else least.us,
@@ -87,7 +93,7 @@ def _limit(least: Roofline | None, explanation: choice.Explanation) -> dict[str,
 
 
 def _facts(explanation: choice.Explanation, rows: int | None) -> dict[str, Any]:
-    configs = [{"config": str(each), "predicted_us": each.us} for each in explanation.candidates[:rows]]
+    configs = [{"config": str(each), "predicted_us": _finite(each.us)} for each in explanation.candidates[:rows]]
     return {
         "kernels": {name: status.reason for name, status in explanation.status.items()},
         "chosen": None if explanation.chosen is None else str(explanation.chosen),

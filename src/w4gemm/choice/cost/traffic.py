@@ -15,7 +15,8 @@ from w4gemm.packing.block import BLOCK_K, BLOCK_N, Block
 from w4gemm.packing.codecs import MMA8, MMA16, codec_for
 
 Timer = Callable[[int], float]
-"""Microseconds by m, of a problem that is fixed but for its m."""
+"""Microseconds by m, of a problem that is fixed but for its m. inf if the config is needless there: it has two
+launches, and the first does everything."""
 
 _MMA_SYNC = 0.625
 """Rate of mma.sync over that of WGMMA, on a Hopper GPU at best."""
