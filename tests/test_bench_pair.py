@@ -8,6 +8,7 @@ import pytest
 import torch
 from bench.engine import inside, pair
 from bench.engine.checkpoint import tensors_of, write
+from bench.engine.gguf import FILE, write_gguf
 from bench.engine.models import Model, model_named, tiny
 from bench.engine.packing import Packing
 
@@ -51,6 +52,49 @@ def test_errors_are_those_of_the_largest_layer(tmp_path):
     assert 0 < inside.errors(model, tmp_path)["linear_error"] < 0.004
     model.model["layers"][1].mlp["down_proj"] = Layer(down * 1.1)
     assert inside.errors(model, tmp_path) == {"linear_error": pytest.approx(0.1, rel=0.05)}
+
+
+def test_a_gguf_layer_is_compared_in_the_rows_of_the_file(tmp_path):
+    """A Llama's q and k lie there in another order than in the model, and vLLM's GGUF plugin does not change it."""
+    pytest.importorskip("gguf")
+    write_gguf(tiny(model_named("llama-3-8b")), tmp_path)
+    checkpoint, model, qkv = open_checkpoint(tmp_path / FILE), torch.nn.Module(), [f"attn_{leaf}" for leaf in "qkv"]
+    stored = [checkpoint.file.weight(f"blk.0.{leaf}.weight").dequantize() for leaf in qkv]
+    model.layers = torch.nn.ModuleList([torch.nn.ModuleDict({"self_attn": torch.nn.Module()})])
+    model.layers[0]["self_attn"].qkv_proj = Layer(torch.cat(stored))
+    model = torch.nn.ModuleDict({"model": model})
+    assert 0 < inside.errors(model, tmp_path / FILE)["linear_error"] < 0.004
+    ordered = [checkpoint.weight(f"model.layers.0.self_attn.{leaf}_proj").dequantize() for leaf in "qkv"]
+    model["model"].layers[0]["self_attn"].qkv_proj = Layer(torch.cat(ordered))
+    assert inside.errors(model, tmp_path / FILE)["linear_error"] > 1
+
+
+class Experts(torch.nn.Module):
+    """Experts of vLLM's: what they return is what they were called with."""
+
+    hidden_size, global_num_experts, top_k = 8, 4, 2
+
+    def __init__(self, monolithic: bool) -> None:
+        super().__init__()
+        self.quant_method = SimpleNamespace(is_monolithic=monolithic, topk_indices_dtype=torch.int64)
+
+    def forward_modular(self, x, weights, ids):
+        return "chosen", weights, ids
+
+    def forward_monolithic(self, x, logits):
+        return "logits", logits
+
+
+def test_experts_are_timed_from_the_logits_on_if_one_engine_routes_in_its_kernels():
+    runners = [torch.nn.Module(), torch.nn.Module()]
+    for runner, monolithic in zip(runners, (False, True), strict=True):
+        runner.routed_experts, runner.router = Experts(monolithic), torch.nn.Module()
+        runner.router.select_experts = lambda x, logits, topk_indices_dtype: ("weights", topk_indices_dtype)
+    modular, monolithic = (inside._expert_products([runner], 64, routes=True)[0]() for runner in runners)
+    assert modular == ("chosen", "weights", torch.int64)
+    assert monolithic[0] == "logits" and monolithic[1].shape == (64, 4)
+    _, weights, ids = inside._expert_products(runners[:1], 64, routes=False)[0]()
+    assert weights.shape == ids.shape == (64, 2) and ids.dtype == torch.int32
 
 
 def test_answers_are_compared_up_to_the_first_other_token():

@@ -17,7 +17,8 @@ from bench.engine.rows import spread
 from bench.rows import Row
 
 import w4gemm
-from w4gemm.checkpoints import open_checkpoint
+from w4gemm.checkpoints import Checkpoint, open_checkpoint
+from w4gemm.checkpoints.gguf import GGUFCheckpoint
 from w4gemm.tuning.timing import time_graphs
 from w4gemm.weights.weight import QuantizedWeight
 
@@ -28,8 +29,6 @@ _ROUNDS = 3
 Layers = dict[int, list[tuple[str, Any]]]
 """Names and modules by the number of their decoder layer."""
 Calls = list[Callable[[], object]]
-Products = Callable[[Layers, int], Calls]
-"""Calls, each of the products of a decoder layer, for a number of tokens."""
 
 
 def layers_of(model: torch.nn.Module) -> tuple[Layers, Layers]:
@@ -81,16 +80,22 @@ def errors(model: torch.nn.Module, folder: Path) -> Row:
     linear, experts = layers_of(model)
     for kind, layers, results in (("linear_error", linear, _linear), ("experts_error", experts, _experts)):
         for name, module in _all({i: layers[i] for i in sorted(layers)[:2]}):
-            if folder.is_file() and name.endswith("qkv_proj"):  # vLLM keeps GGUF's order of rows
-                continue
             parts = _parts(name) if kind == "linear_error" else [f"{_prefix(name)}.{leaf}" for leaf in _STACKS]
             other = kind == "experts_error" and module.activation.value != "silu"
             if checkpoint.modules.keys() >= set(parts) and not other:
-                weights = [checkpoint.weight(part).to(DEVICE) for part in parts]
+                weights = [_as_vllm_loads(checkpoint, part).to(DEVICE) for part in parts]
                 result, exact = results(module, weights)
                 error = ((result.float() - exact).norm() / exact.norm()).item()
                 largest[kind] = max(largest.get(kind, 0.0), round(error, 5))
     return dict(largest)
+
+
+def _as_vllm_loads(checkpoint: Checkpoint, name: str) -> QuantizedWeight:
+    """Return a module's weight. vLLM's GGUF plugin keeps the file's order of rows, in which q's and k's of a Llama are
+    not in the model's."""
+    if isinstance(checkpoint, GGUFCheckpoint):
+        return checkpoint.file.weight(checkpoint.stored_names(name)[0])
+    return checkpoint.weight(name)
 
 
 def _linear(module: Any, weights: list[QuantizedWeight]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -199,11 +204,14 @@ def _points(models: dict[str, torch.nn.Module], tokens: Sequence[int]) -> Iterat
 
     if workspace.is_workspace_manager_initialized():
         workspace.unlock_workspace()
-    kinds = [layers_of(model) for model in models.values()]
-    products: Products
-    for kind, (phase, products) in enumerate((("linear", _linear_products), ("experts", _expert_products))):
-        for m in tokens if kinds[0][kind] else ():
-            yield phase, m, [products(layers[kind], m) for layers in kinds]
+    linear, experts = zip(*(layers_of(model) for model in models.values()), strict=True)
+    for m in tokens if linear[0] else ():
+        yield "linear", m, [_linear_products(layers, m) for layers in linear]
+    modules = [[module for _, module in _all(layers)] for layers in experts]
+    runners = [_runners(model) for model in models.values()]
+    routes = any(module.quant_method.is_monolithic for module in itertools.chain.from_iterable(modules))
+    for m in tokens if experts[0] else ():
+        yield "experts", m, [_expert_products(own, m, routes) for own in runners]
 
 
 def _forward_context(config: Any, m: int) -> Any:
@@ -213,7 +221,7 @@ def _forward_context(config: Any, m: int) -> Any:
     return set_forward_context(None, config, num_tokens=m)
 
 
-def _linear_products(layers: Layers, m: int) -> list[Callable[[], object]]:
+def _linear_products(layers: Layers, m: int) -> Calls:
     columns = {module.input_size for _, module in _all(layers)}
     xs = {k: torch.randn(m, k, device=DEVICE).bfloat16() for k in columns}
 
@@ -224,17 +232,32 @@ def _linear_products(layers: Layers, m: int) -> list[Callable[[], object]]:
     return [lambda modules=modules: call(modules) for modules in layers.values()]  # type: ignore[misc]
 
 
-def _expert_products(layers: Layers, m: int) -> list[Callable[[], object]]:
-    """Several calls of each layer: few tokens choose few experts, whose weights would stay in L2."""
-    calls: list[Callable[[], object]] = []
+def _runners(model: torch.nn.Module) -> list[Any]:
+    """Return what calls the router and the experts, of each layer of experts."""
+    return [module for module in model.modules() if hasattr(module, "routed_experts") and hasattr(module, "router")]
+
+
+def _expert_products(runners: list[Any], m: int, routes: bool) -> Calls:
+    """Several calls of each layer: few tokens choose few experts, whose weights would stay in L2. routes: from the
+    router's logits on, because one of the compared engines has kernels that choose experts themselves."""
+    calls: Calls = []
     for draw in range(24 if m <= 4 else 12 if m <= 16 else 4):
-        for _, module in _all(layers):
+        for runner in runners:
+            module = runner.routed_experts
             g = torch.Generator(DEVICE).manual_seed(draw)
             x = torch.randn(m, module.hidden_size, device=DEVICE, generator=g).bfloat16()
             scores = torch.rand(m, module.global_num_experts, device=DEVICE, generator=g)
-            weights, ids = scores.topk(module.top_k)
-            call = functools.partial(module.forward_modular, x, weights, ids.int())
-            if module.quant_method.is_monolithic:
-                call = functools.partial(module.forward_monolithic, x, scores.bfloat16())
-            calls.append(call)
+            if routes:
+                calls.append(functools.partial(_routed, runner, x, scores.bfloat16()))
+            else:
+                weights, ids = scores.topk(module.top_k)
+                calls.append(functools.partial(module.forward_modular, x, weights, ids.int()))
     return calls
+
+
+def _routed(runner: Any, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    experts = runner.routed_experts
+    if experts.quant_method.is_monolithic:
+        return experts.forward_monolithic(x, logits)
+    dtype = experts.quant_method.topk_indices_dtype
+    return experts.forward_modular(x, *runner.router.select_experts(x, logits, topk_indices_dtype=dtype))
