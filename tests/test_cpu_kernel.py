@@ -266,7 +266,7 @@ def test_bits_of_a_row_do_not_depend_on_the_number_of_rows(format):
 @pytest.mark.parametrize("lanes", [8, 16])
 def test_tiles_of_both_widths_of_vectors(monkeypatch, lanes):
     """Vectors of 16 numbers are two registers here, or one with AVX-512."""
-    monkeypatch.setattr(compiled, "_lanes", lambda: lanes)
+    monkeypatch.setattr(compiled, "lanes", lambda: lanes)
     w = random_weight(FEW_FORMATS[0], 200, 333).repack("cpu")
     method, x = compiled.CompiledProduct(w.format, 200, 333), torch.eye(333)
     for m in (1, 2, 5, 12, 333):

@@ -106,7 +106,7 @@ class Fusion:
             activation = _activation(module) if children.keys() >= {*GATE_UP, "down_proj"} else None
             if activation and (joint := Joint.of([children[name] for name in GATE_UP])) is not None:
                 fusion.mlps[module] = joint, activation
-            if _is_rms_norm(module):
+            if is_rms_norm(module):
                 norms.append(module)
         fusion.norms, fusion.last = tuple(norms), tuple(last)
         return fusion
@@ -185,7 +185,7 @@ def _fast_norm(norm: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 @torch.no_grad()
-def _is_rms_norm(module: nn.Module) -> bool:
+def is_rms_norm(module: nn.Module) -> bool:
     weight = module._parameters.get("weight")
     if "RMSNorm" not in type(module).__name__ or weight is None or weight.dim() != 1:
         return False

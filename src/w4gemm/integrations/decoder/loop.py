@@ -6,9 +6,10 @@ import contextlib
 import functools
 import inspect
 import logging
+import threading
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -19,6 +20,8 @@ from w4gemm.api.experts import W4Experts
 from w4gemm.choice import PlanKey, Prepared, prepare
 from w4gemm.core.errors import UnsupportedError
 from w4gemm.core.problem import Device
+from w4gemm.integrations.decoder.attention import NotFusable
+from w4gemm.integrations.decoder.compiled_step import CompiledStep
 from w4gemm.integrations.decoder.fusion import Fusion
 from w4gemm.integrations.decoder.requirements import LEFT_TO_TRANSFORMERS, Otherwise, broken, cache_argument, log_once
 from w4gemm.integrations.decoder.step import DecodeStep, static_cache
@@ -32,7 +35,7 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel
 
 DEVICES = ("cuda",)
-"""Kinds of devices on which models decode step by step; elsewhere the host does not wait."""
+"""Kinds of devices that replay a CUDA graph; CPUs run a list of calls."""
 _ROUND = 256
 """Lengths of caches are multiples of it, so that calls of about the same length share a graph."""
 _HANDLED = {"attention_mask", "position_ids", "use_cache", "logits_to_keep"}
@@ -52,18 +55,33 @@ class _Kept:
     """The step that is kept of a model from call to call: one, since its cache and graph take memory."""
 
     fuse: bool
-    step: DecodeStep | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    """Held while a call decodes."""
+    step: DecodeStep | CompiledStep | None = None
 
 
 _steps: weakref.WeakKeyDictionary[nn.Module, _Kept] = weakref.WeakKeyDictionary()
-"""The models that decode by graph."""
+"""The models that decode step by step."""
 
 
-def step_for(model: PreTrainedModel, batch: int, length: int, padded: bool, planes: int = 0) -> DecodeStep:
-    """Return a step of a model for these sizes, the last one if it serves."""
+def step_for(
+    model: PreTrainedModel, batch: int, length: int, padded: bool, planes: int = 0
+) -> DecodeStep | CompiledStep:
+    """Return a step of a model for these sizes, the last one if it serves.
+
+    Raises:
+        NotFusable: on a CPU, if the model or the sizes have no compiled step.
+    """
     kept = _steps[model]
     if kept.step is None or not kept.step.serves(model, batch, length, padded, planes):
-        fusion = kept.step.fusion if kept.step is not None and kept.step.knows(model) else None
+        if model.device.type not in DEVICES:
+            kept.step = None
+            if (batch, padded, planes) != (1, False, 0):
+                raise NotFusable("a compiled step has one sequence, without padding")
+            kept.step = CompiledStep(model, -(-length // _ROUND) * _ROUND)
+            return kept.step
+        last = kept.step
+        fusion = last.fusion if isinstance(last, DecodeStep) and last.knows(model) else None
         kept.step = None  # its memory may be needed for the next
         if kept.fuse and fusion is None:
             fusion = Fusion.of(model)
@@ -71,8 +89,8 @@ def step_for(model: PreTrainedModel, batch: int, length: int, padded: bool, plan
     return kept.step
 
 
-def step_of(model: PreTrainedModel) -> DecodeStep | None:
-    """Return the step that a model keeps; None before its first call, and if it does not decode by graph."""
+def step_of(model: PreTrainedModel) -> DecodeStep | CompiledStep | None:
+    """Return the step that a model keeps; None before its first call, and if it does not decode step by step."""
     return _steps[model].step if model in _steps else None
 
 
@@ -87,21 +105,34 @@ def _by_steps(sample: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(sample)
     def wrapped(self: Any, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if self not in _steps or self.device.type not in DEVICES:
+        if self not in _steps or self.device.type not in (*DEVICES, "cpu"):
             return sample(self, input_ids, *args, **kwargs)
         arguments = signature.bind(self, input_ids, *args, **kwargs).arguments
         options = arguments.pop("model_kwargs", {})
-        if reason := refusal(self, arguments, options):
-            log_once(logging.INFO, f"{type(self).__name__}: generate replays no CUDA graph, because {reason}")
+
+        def left(reason: str) -> Any:
+            log_once(logging.INFO, f"{type(self).__name__}: generate runs transformers' own loop, because {reason}")
             return sample(self, input_ids, *args, **kwargs)
+
+        if reason := refusal(self, arguments, options):
+            return left(reason)
         mask = options.get("attention_mask")
         if mask is not None and bool((mask == 1).all()):  # which newer versions of transformers leave out themselves
             mask = None
         prompt = Prompt(input_ids, mask, options.get("position_ids"))
         processor, criteria = arguments["logits_processor"], arguments["stopping_criteria"]
         config, streamer = arguments["generation_config"], arguments.get("streamer")
-        with on_device(self.device):  # a graph captures streams of the current GPU alone
-            return sample_by_step(self, prompt, processor, criteria, config, streamer)
+        lock = _steps[self].lock
+        if not lock.acquire(blocking=False):
+            return left("another call decodes with this model")
+        try:
+            with on_device(self.device):  # a graph captures streams of the current GPU alone
+                step = step_for(self, len(input_ids), criteria.max_length, mask is not None, prompt.planes)
+                return sample_by_step(self, step, prompt, processor, criteria, config, streamer)
+        except NotFusable as e:  # of step_for, before the first token
+            return left(str(e))
+        finally:
+            lock.release()
 
     return wrapped
 
@@ -173,6 +204,7 @@ class Prompt(NamedTuple):
 
 def sample_by_step(
     model: PreTrainedModel,
+    step: DecodeStep | CompiledStep,
     prompt: Prompt,
     logits_processor: Callable[..., torch.Tensor],
     stopping_criteria: Any,
@@ -187,8 +219,8 @@ def sample_by_step(
     ids = prompt.ids
     batch, start = ids.shape
     end = stopping_criteria.max_length
-    step = step_for(model, batch, end, prompt.mask is not None, prompt.planes)
-    compile_ahead(model, step, batch * start)
+    if isinstance(step, DecodeStep):
+        compile_ahead(model, step, batch * start)
     pad = config._pad_token_tensor if any(hasattr(c, "eos_token_id") for c in stopping_criteria) else None
     tokens = torch.cat((ids, ids.new_zeros(batch, end - start)), dim=1)
     unfinished = torch.ones(batch, dtype=torch.bool, device=ids.device)

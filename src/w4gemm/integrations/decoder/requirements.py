@@ -33,6 +33,7 @@ class Otherwise(enum.Enum):
     GENERATE = "the model's own generate"
     CALL = "the model's own generate, because of the model: each call asks"
     ATTENTION = "the model's own rotation, cache and attention, in a captured step"
+    COMPILED = "the model's own generate, on a CPU"
     LAYERS = "the code of the layers that are built in another way, in a captured step"
 
 
@@ -223,6 +224,13 @@ def _norms_are_named(model: Any) -> bool:
     return bool(norms) and all(isinstance(norm_eps(norm), float) and norm.weight.dim() == 1 for norm in norms)
 
 
+def _prompts_are_cached(model: Any) -> bool:
+    from transformers.cache_utils import DynamicCache, DynamicLayer
+
+    kept = takes(DynamicCache, "config") and _mentions(DynamicLayer.update, "keys", "values", "cat")
+    return kept and takes(model.get_decoder().rotary_emb.forward, "x", "position_ids")
+
+
 REQUIREMENTS = (
     Requirement(
         "GenerationMixin._sample",
@@ -325,6 +333,14 @@ REQUIREMENTS = (
         "their forward is replaced while a fused step is computed: joint products, residuals in epilogues",
         Otherwise.LAYERS,
         _layers_are_named,
+    ),
+    Requirement(
+        "DynamicCache, rotary_emb",
+        "the cache is made of config, and its layers have keys and values (batch, heads, tokens, dim); rotary_emb "
+        "takes x and position_ids",
+        "read: the keys and values of a prompt; called: the angles of a token",
+        Otherwise.COMPILED,
+        _prompts_are_cached,
     ),
     Requirement(
         "RMSNorm",

@@ -62,7 +62,7 @@ class DecodeStep:
             fusion: products of the model to compute together; None to capture the model's own code.
         """
         self.batch, self.length, self.padded, self.fusion, self.planes = batch, length, padded, fusion, planes
-        self.facts = _facts(model)
+        self.facts = facts_of(model)
         self.fused_error: float | None = None
         self.prepared: dict[int, Prepared] = {}
         """Kernels compiled beforehand, by the number of tokens of prompts."""
@@ -86,7 +86,7 @@ class DecodeStep:
 
     def knows(self, model: PreTrainedModel) -> bool:
         """True if nothing of the model changed that a captured step depends on."""
-        return self.facts is not None and self.facts == _facts(model)
+        return self.facts is not None and self.facts == facts_of(model)
 
     @torch.inference_mode()
     def prefill(
@@ -214,7 +214,7 @@ def static_cache(model: PreTrainedModel, length: int) -> StaticCache | None:
     return cache
 
 
-def _facts(model: PreTrainedModel) -> tuple[Any, ...] | None:
+def facts_of(model: PreTrainedModel) -> tuple[Any, ...] | None:
     """Return all that a captured step depends on besides its own tensors. None if modules of other packages may depend
     on anything: then each call captures anew."""
     cast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None

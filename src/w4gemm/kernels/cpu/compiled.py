@@ -1,5 +1,6 @@
 """The method "compiled" of ``cpu_mixed_gemm``: the package llvmlite (extra ``cpu``) makes machine code for this
-processor, in some 0.1 s at the first call of each :class:`Code`. ``program.py`` has the loops.
+processor, in some 0.1 s at the first call of each :class:`Code`. ``program.py`` has its loops. Those between the
+products of a decoder layer (``step.py``) are compiled here too.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import itertools
 import math
 import os
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
@@ -86,7 +87,15 @@ class CodeArguments(NamedTuple):
     """Columns of a superblock; 1 without factors."""
 
 
-_packed = struct.Struct(f"={len(CodeArguments._fields)}q").pack
+@functools.cache
+def packing(arguments: type[NamedTuple]) -> Callable[..., bytes]:
+    """Return the function that makes int64 in a row of the arguments of compiled code."""
+    return struct.Struct(f"={len(arguments._fields)}q").pack
+
+
+_packed = packing(CodeArguments)
+Call = Callable[[], None]
+"""A compiled function with its arguments."""
 PANEL = 256
 """Columns of a panel, at most."""
 MOST_FEATURES = 64
@@ -107,7 +116,7 @@ def is_available() -> bool:
 
 
 @functools.cache
-def _lanes() -> int:
+def lanes() -> int:
     from llvmlite import binding
 
     return 16 if binding.get_host_cpu_features().get("avx512f") else 8
@@ -154,37 +163,52 @@ class CompiledProduct:
         x = x.contiguous()
         if out is None or rows != m or self.columns != self.n or out.dtype is not torch.float32:
             out = x.new_empty(rows, self.columns)
-        pointers = [t.data_ptr() for t in weight]
+        run_all(self._calls(run, x, (x_panel, x_row), weight, out))
+        return out if rows == m and self.columns == self.n else out[:m, : self.n]
+
+    def step(self, x: torch.Tensor, weight: tuple[torch.Tensor, ...], out: torch.Tensor) -> Call:
+        """Return a function that writes x @ w.T to ``out``, without checks and allocations.
+
+        Args:
+            x: float32 (1, k), contiguous. Like the other tensors it must not move.
+            out: float32 (1, ``columns``), contiguous.
+        """
+        calls = self._calls(self._code(1)[1], x, (self.panel, self.k), weight, out)
+        return calls[0] if len(calls) == 1 else functools.partial(run_all, calls)
+
+    def _calls(
+        self,
+        run: Callable[[bytes], None],
+        x: torch.Tensor,
+        x_strides: tuple[int, int],
+        weight: tuple[torch.Tensor, ...],
+        out: torch.Tensor,
+    ) -> list[Call]:
+        """Return the calls of a product, one a thread. x_strides: numbers from one panel and one token to the next."""
+        pointers, rows = [t.data_ptr() for t in weight], out.shape[0]
         if not self.has_zero:
             pointers.insert(2, 0)
         if not self.has_factors:
             pointers.append(0)
-        first, last = (x.data_ptr(), x_panel, x_row, *pointers, out.data_ptr()), (rows, *self.sizes)
-        threads = min(torch.get_num_threads(), self.chunks, m * self.chunks * self.k // _THREAD_COLUMNS)
-        if threads > 1:
-            bounds = [self.chunks * i // threads for i in range(threads + 1)]
-            own, *rest = (_packed(*first, *ends, *last) for ends in itertools.pairwise(bounds))
-            futures = [_pool(threads - 1).submit(run, arguments) for arguments in rest]
-            try:
-                run(own)
-            finally:  # after Ctrl-C too the threads write to ``out``, which must outlive them
-                wait(futures)
-            for future in futures:
-                future.result()
-        else:
-            run(_packed(*first, 0, self.chunks, *last))
-        return out if rows == m and self.columns == self.n else out[:m, : self.n]
+        first, last = (x.data_ptr(), *x_strides, *pointers, out.data_ptr()), (rows, *self.sizes)
+        threads = min(torch.get_num_threads(), self.chunks, rows * self.chunks * self.k // _THREAD_COLUMNS)
+        if threads <= 1:
+            return [functools.partial(run, _packed(*first, 0, self.chunks, *last))]
+        bounds = [self.chunks * i // threads for i in range(threads + 1)]
+        return [functools.partial(run, _packed(*first, *ends, *last)) for ends in itertools.pairwise(bounds)]
 
     def _code(self, m: int) -> tuple[Code, Callable[[bytes], None]]:
         """Return the code for m tokens, in tiles as large as registers allow and of about one size."""
-        format, bits, lanes = self.format, table_bits(self.format), _lanes()
-        most = 3 * lanes // 2 // max(2, 8 // bits)  # sums take three quarters of the registers: 16, or 32 of AVX-512
+        format, bits, width = self.format, table_bits(self.format), lanes()
+        most = 3 * width // 2 // max(2, 8 // bits)  # sums take three quarters of the registers: 16, or 32 of AVX-512
         tokens = -(-m // -(-m // most))
         middle, row_bytes = format.element_rule.padding_code, CpuLayout().shapes(format, 1, 1)[0][1][2]
-        code = Code(bits, row_bytes, middle, format.zero, format.scale_dtype, format.factors, tokens, m > tokens, lanes)
+        code = Code(bits, row_bytes, middle, format.zero, format.scale_dtype, format.factors, tokens, m > tokens, width)
         if len(self.codes) > _MOST_CODES:
             self.codes.clear()
-        self.codes[m] = code, _compiled(code)
+        from w4gemm.kernels.cpu.program import sums
+
+        self.codes[m] = code, machine_code(sums, code)
         return self.codes[m]
 
 
@@ -209,21 +233,35 @@ def _pool(threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, "w4gemm")
 
 
+def run_all(calls: Sequence[Call]) -> None:
+    """Run calls at once, each in a thread."""
+    if len(calls) == 1:
+        return calls[0]()
+    futures = [_pool(len(calls) - 1).submit(call) for call in calls[1:]]
+    try:
+        calls[0]()
+    finally:  # after Ctrl-C too the threads write to the result, which must outlive them
+        wait(futures)
+    for future in futures:
+        future.result()
+
+
 os.register_at_fork(after_in_child=_pool.cache_clear)  # a child has none of its parent's threads
 
 
 @functools.cache
-def _compiled(code: Code) -> Callable[[bytes], None]:
-    """Return the function of packed :class:`CodeArguments` for ``code``. Other Python threads run meanwhile."""
+def machine_code(program: Callable[..., str], *parameters: Hashable) -> Callable[[bytes], None]:
+    """Return the function of the module that ``program`` writes for the parameters. Its argument is int64 in a row, by
+    :func:`packing`. Other Python threads run meanwhile."""
     from llvmlite import binding
 
-    from w4gemm.kernels.cpu.program import NAME, program
+    from w4gemm.kernels.cpu.builder import NAME
 
     binding.initialize_native_target()
     binding.initialize_native_asmprinter()
     features = binding.get_host_cpu_features().flatten() + ",-prefer-256-bit"
     machine = binding.Target.from_default_triple().create_target_machine(binding.get_host_cpu_name(), features, opt=3)
-    module = binding.parse_assembly(program(code))
+    module = binding.parse_assembly(program(*parameters))
     passes = binding.create_pass_builder(machine, binding.create_pipeline_tuning_options(speed_level=2))
     passes.getModulePassManager().run(module, passes)
     engine = binding.create_mcjit_compiler(module, machine)
