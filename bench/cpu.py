@@ -19,7 +19,7 @@ from bench.options import command, typed
 from bench.shapes import parse_layers, parse_tokens
 
 from w4gemm import choice, linear, quantize
-from w4gemm.choice.records import device_facts
+from w4gemm.choice.table import device_facts
 from w4gemm.core.problem import Device
 from w4gemm.tuning import record
 

@@ -20,7 +20,7 @@ from bench.options import command, formats, typed
 from bench.rows import Row, read
 
 from w4gemm.checkpoints.dense import linear_layers
-from w4gemm.choice.records import device_facts
+from w4gemm.choice.table import device_facts
 from w4gemm.core.formats import ALIASES, WeightFormat
 from w4gemm.core.problem import Device
 from w4gemm.integrations.generation import quiet_transformers

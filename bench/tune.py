@@ -18,8 +18,8 @@ from bench.sweep import gpu_of
 from bench.timings import rows_of
 
 from w4gemm import choice
-from w4gemm.choice import store
-from w4gemm.choice.records import Record
+from w4gemm.choice import table
+from w4gemm.choice.table import Record
 from w4gemm.console.values import chosen_dtype
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import Device, GemmProblem
@@ -45,14 +45,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     timed_on = gpu_of([row for path in args.rows for row in rows_of(path)])
     records = from_rows(args.rows, args, timed_on)
-    replace(args.table or store.shipped_path(timed_on.name), records)
+    replace(args.table or table.shipped_path(timed_on.name), records)
     print(f"{len(records)} records of {len({r.key for r in records})} layers")
 
 
-def replace(table: Path, records: list[Record]) -> None:
-    """``records`` in the table, where those of other intervals and keys stay."""
+def replace(path: Path, records: list[Record]) -> None:
+    """``records`` in a table, where those of other intervals and keys stay."""
     new = {(r.key, r.m) for r in records}
-    store.replace_table(table, [*(r for r in store.read(table) if (r.key, r.m) not in new), *records])
+    table.replace_table(path, [*(r for r in table.read(path) if (r.key, r.m) not in new), *records])
 
 
 def from_rows(paths: Sequence[Path], args: argparse.Namespace, device: Device) -> list[Record]:

@@ -23,9 +23,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from test_store import record
-from w4gemm.choice import store
-from w4gemm.choice.records import parse_lines
+from test_table import record
+from w4gemm.choice import table
+from w4gemm.choice.table import parse_lines
 from w4gemm.jit import disk
 
 NAME = "toy-sm_90a-0123-4567.o"
@@ -65,14 +65,14 @@ def killed(write: Callable[[int], None], first: int, r: random.Random) -> int:
 
 def records(kills: int, seed: int) -> int:
     """Kill writers of tuning records; return how many records were written."""
-    path, made, done, first = store.user_path(), record(), list[int](), 1
+    path, made, done, first = table.user_path(), record(), list[int](), 1
     assert path is not None
     r = random.Random(seed)
     for _ in range(kills):
-        count = killed(lambda i: store.append(path, [replace(made, us=float(i))]), first, r)
+        count = killed(lambda i: table.append(path, [replace(made, us=float(i))]), first, r)
         done += range(first, first + count)
         first += count + 1  # the record that may be written, and was not told of, has a number of its own
-    store.append(path, [replace(made, us=0.5)])  # no lock is left
+    table.append(path, [replace(made, us=0.5)])  # no lock is left
     found, bad = parse_lines(path.read_text().splitlines())
     times = [one.us for one in found]
     if lost := {*map(float, done), 0.5} - set(times):

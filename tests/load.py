@@ -30,8 +30,8 @@ import torch
 import w4gemm
 from tiny_kernel import tiny
 from w4gemm import choice
-from w4gemm.choice import store
-from w4gemm.choice.records import parse_lines
+from w4gemm.choice import table
+from w4gemm.choice.table import parse_lines
 from w4gemm.jit import disk, object_code
 
 FORMATS = ("int4_g128", "int4_g32_zint", "int4_g64_zfloat_fp16")
@@ -84,7 +84,7 @@ def compile(r: random.Random, p: Product) -> str:
 
 
 def clear(r: random.Random, p: Product) -> str:
-    r.choice([store.clear, disk.clear, choice.forget])()
+    r.choice([table.clear, disk.clear, choice.forget])()
     return ""
 
 

@@ -265,7 +265,7 @@ FAULTS = (
         "src/w4gemm/choice/plan.py",
         "if legal and record.revision == kernel_named(record.kernel).revision:",
         "if legal:",
-        "tests/test_choice.py tests/test_store.py",
+        "tests/test_choice.py tests/test_table.py",
     ),
     Fault(
         "a folder that others may write is trusted",

@@ -13,9 +13,9 @@ import torch
 from bench import fit, slice_times, sweep, timings, tune
 
 from w4gemm import WeightFormat, choice
-from w4gemm.choice import store
+from w4gemm.choice import table
 from w4gemm.choice.cost.constants import SliceTimes
-from w4gemm.choice.records import Record, key_of
+from w4gemm.choice.table import Record, key_of
 from w4gemm.core.problem import H200, GemmProblem
 
 
@@ -31,36 +31,36 @@ def test_a_table_from_rows(tmp_path):
     inside an interval; records of other formats stay."""
     problem = GemmProblem(64, 8192, 8192, torch.bfloat16, WeightFormat(), "mma16", device=H200)
     guess, second, third = choice.configs(problem)[:3]
-    table, other = tmp_path / "table.jsonl", WeightFormat.parse("int4_g32")
+    file, other = tmp_path / "table.jsonl", WeightFormat.parse("int4_g32")
     kept = Record(key_of(replace(problem, format=other)), (57, 64), "k", "64x64x256_1x1x1_coop", 1.0, 1, "")
-    store.replace_table(table, [kept])
+    table.replace_table(file, [kept])
     points = {64: {guess: 10.05, second: 10.0}, 128: {second: 9.0, third: 8.0}, 100: {second: 1.0}}
     first = rows_file(tmp_path / "1", points)
-    tune.main(["--rows", str(first), "--table", str(table)])
-    assert store.read(table)[0] == kept
-    assert [(r.m, r.choice, r.us) for r in store.read(table)[1:]] == [
+    tune.main(["--rows", str(first), "--table", str(file)])
+    assert table.read(file)[0] == kept
+    assert [(r.m, r.choice, r.us) for r in table.read(file)[1:]] == [
         ((57, 64), guess, 10.05),
         ((121, 128), third, 8.0),
     ]
     again = rows_file(tmp_path / "2", {64: {guess: 20.5, second: 20.0}, 128: {second: 9.0}})
-    tune.main(["--rows", str(first), str(again), "--table", str(table)])
-    assert [(r.choice, r.us) for r in store.read(table)[1:]] == [(second, 20.0), (second, 9.0)]
+    tune.main(["--rows", str(first), str(again), "--table", str(file)])
+    assert [(r.choice, r.us) for r in table.read(file)[1:]] == [(second, 20.0), (second, 9.0)]
     with pytest.raises(
         SystemExit, match="--dtype: wanted that of the rows' activations, got torch.float8_e4m3fn, which"
     ):
-        tune.main(["--rows", str(first), "--dtype", "float8_e4m3fn", "--table", str(table)])
+        tune.main(["--rows", str(first), "--dtype", "float8_e4m3fn", "--table", str(file)])
 
 
 def test_a_sweep_writes_what_the_model_is_fitted_to(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("W4GEMM_COMMIT", "0123abc")  # where git cannot be asked, as in an unpacked sdist
-    rows, table = tmp_path / "rows.jsonl", tmp_path / "table.jsonl"
+    rows, file = tmp_path / "rows.jsonl", tmp_path / "table.jsonl"
     sweep.main(["--shapes", "96x128", "--m", "1,5..8", "--configs", "2", "--device", "cpu", "--out", str(rows)])
     found = list(timings.rows_of(rows))
     assert {row["m"] for row in found} == {1, 8} and all(row["us"] > 0 and row["commit"] for row in found)
     assert len({(row["m"], row["config"]) for row in found}) == len(found) >= 3
     assert "timings" in capsys.readouterr().out
-    tune.main(["--rows", str(rows), "--shapes", "layers", "--table", str(table)])
-    assert not table.exists() or not table.read_text()
+    tune.main(["--rows", str(rows), "--shapes", "layers", "--table", str(file)])
+    assert not file.exists() or not file.read_text()
 
     grouped = tmp_path / "grouped.jsonl"
     row = found[0] | {"impl": "w4gemm_config", "routing": "balanced", "experts": 8, "us_p50": 3.5}

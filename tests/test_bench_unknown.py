@@ -17,7 +17,7 @@ from bench.peers.base import Prepared
 
 import w4gemm
 from w4gemm import WeightFormat, choice
-from w4gemm.choice import store
+from w4gemm.choice import table
 from w4gemm.core.problem import H200, Device, GemmProblem
 from w4gemm.tuning.timing import time_calls
 from w4gemm.weights.random import random_weight
@@ -27,7 +27,7 @@ def test_a_seed_draws_the_same_points_and_no_layer_that_was_tuned_or_fitted():
     drawn = points.draw(7, 60)
     assert drawn[:20] == points.draw(7, 20) != points.draw(8, 20)
     assert not {layer[:2] for layer in points.draw(1, 60)} & {layer[:2] for layer in drawn[: points.UNKNOWN_LAYERS]}
-    tuned = {(r.key.n, r.key.k) for table in store.shipped_tables() for r in store.read(table)}
+    tuned = {(r.key.n, r.key.k) for path in table.shipped_tables() for r in table.read(path)}
     assert tuned and not {(layer.n, layer.k) for layer in drawn} & tuned
     assert (3584, 18944) in points.known() and not points.allowed(3584, 18944)
 

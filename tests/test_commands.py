@@ -16,8 +16,8 @@ import torch
 
 import w4gemm
 from w4gemm import choice
-from w4gemm.choice import store
-from w4gemm.choice.records import Record, key_of
+from w4gemm.choice import table
+from w4gemm.choice.table import Record, key_of
 from w4gemm.cli import problems
 from w4gemm.cli.__main__ import main
 from w4gemm.console.errors import memory_for, sentence
@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parent.parent
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("W4GEMM_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(store, "_session", [])
+    monkeypatch.setattr(table, "_session", [])
     monkeypatch.setattr(choice.plan_cache, "_plans", {})
     return tmp_path / "cache"
 
@@ -387,7 +387,7 @@ def test_gemm(capsys, folder):
     out, _ = run(capsys, "gemm", "4", "96", "64", "--device", "cpu", "--profile")
     assert f"{len(choice.configs(_cpu_problem()))} configs" in out
     assert "the heuristic's first guess" in out and "kept for m 3 to 4" in out
-    assert len((folder / store.USER_FILE).read_text().splitlines()) == 1
+    assert len((folder / table.USER_FILE).read_text().splitlines()) == 1
     out, _ = run(capsys, "gemm", "4", "96", "64", "--device", "cpu")
     assert "(tuned): " in out
     _, err = run(capsys, "gemm", "0", "96", "64", code=2)
@@ -416,20 +416,20 @@ def test_tune_and_cache(capsys, folder, tmp_path):
     more, _ = run(capsys, "cache", "list", "--all")
     assert out.splitlines()[-1].startswith("shipped: ") and len(more.splitlines()) > 100 + len(out.splitlines())
     exported, _ = run(capsys, "cache", "export")
-    assert exported == (folder / store.USER_FILE).read_text()
+    assert exported == (folder / table.USER_FILE).read_text()
     run(capsys, "cache", "export", str(tmp_path / "out.jsonl"))
     _, err = run(capsys, "cache", "clear")
-    assert "deleted 4 tuned configs" in err and not (folder / store.USER_FILE).exists()
+    assert "deleted 4 tuned configs" in err and not (folder / table.USER_FILE).exists()
     _, err = run(capsys, "cache", "import", str(tmp_path / "out.jsonl"))
-    assert "added 4 tuned configs" in err and store.read(folder / store.USER_FILE)
+    assert "added 4 tuned configs" in err and table.read(folder / table.USER_FILE)
     _, err = run(capsys, "cache", "import", str(tmp_path / "out.jsonl"))
     assert "added 0 tuned configs" in err and "(there already: 4)" in err
-    assert (folder / store.USER_FILE).read_text() == exported
+    assert (folder / table.USER_FILE).read_text() == exported
     (tmp_path / "out.jsonl").write_text("what\n" + exported)
     _, err = run(capsys, "cache", "import", str(tmp_path / "out.jsonl"), code=1)
     assert "skipped 1 unreadable line; line 1" in err
     stale = json.loads(exported.splitlines()[0]) | {"revision": 0}
-    (folder / store.USER_FILE).write_text(json.dumps(stale) + "\n")
+    (folder / table.USER_FILE).write_text(json.dumps(stale) + "\n")
     assert "(stale)" in run(capsys, "cache", "list")[0]
 
 
@@ -481,9 +481,9 @@ def test_a_full_disk_holds_no_tuned_configs(capsys, folder, monkeypatch):
         path.touch()
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(store, "append", full)
+    monkeypatch.setattr(table, "append", full)
     _, err = run(capsys, "tune", "--shapes", "64x64", "--m", "1", "--device", "cpu")
-    assert (folder / store.USER_FILE).exists() and "1 of 1 measured" in err and "kept in" not in err
+    assert (folder / table.USER_FILE).exists() and "1 of 1 measured" in err and "kept in" not in err
 
 
 def test_many_sizes_are_longer_than_a_path_may_be():
@@ -636,7 +636,7 @@ def test_compiled_ahead_of_time_and_loaded_where_compiling_is_forbidden(tmp_path
     kernel, _, config = choice.configs(problem)[3].rpartition("/")
     revision = kernel_named(kernel).revision
     tuned = Record(key_of(problem), (9, 16), kernel, config, 1.0, revision, "2026-11-21")
-    store.add([tuned])
+    table.add([tuned])
     out, _ = run(capsys, "compile", "--shapes", "1536x1024", "--m", "5..16", "--act-order", "-o", str(output))
     assert f"{output}: 3 kernels" in out and "1 tuned config\n" in out
     before = {path.name: path.read_bytes() for path in output.iterdir()}

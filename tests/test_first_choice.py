@@ -8,20 +8,20 @@ import pytest
 import torch
 
 from w4gemm import choice
-from w4gemm.choice import cost, model, plan, store
-from w4gemm.choice.records import Record
+from w4gemm.choice import cost, model, plan, table
+from w4gemm.choice.table import Record
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import H200, GemmProblem
 from w4gemm.kernels import space
 
 FEW = GemmProblem(16, 4864, 5120, torch.bfloat16, WeightFormat(), "mma16", device=H200)
 MANY = replace(FEW, m=1000)
-RECORDED = next(record for record in store.read(store.shipped_path(H200.name)) if record.key.dtype == "bfloat16")
+RECORDED = next(record for record in table.read(table.shipped_path(H200.name)) if record.key.dtype == "bfloat16")
 
 
 def forget() -> None:
     of_space = (space._legal, space._not_excluded)
-    for cached in (*of_space, model._shortlist, plan._is_legal, model._of_kernel, store._of_layer):
+    for cached in (*of_space, model._shortlist, plan._is_legal, model._of_kernel, table._read):
         cached.cache_clear()
 
 
@@ -50,7 +50,7 @@ def counted(monkeypatch):
 def test_what_was_measured_for_a_layer_is_found_without_costing_others(counted):
     """The records of other layers are not parsed either."""
     key = RECORDED.key
-    records = store.read(store.shipped_path(H200.name))
+    records = table.read(table.shipped_path(H200.name))
     problem = replace(FEW, m=RECORDED.m[1], n=key.n, k=key.k, format=WeightFormat.parse(key.format))
     parsed, timed = counted(Record, "parse"), counted(cost.waves, "launch_timer")
     assert choice.choose(problem).source == "shipped"
@@ -77,7 +77,7 @@ def test_a_new_m_of_many_tokens_makes_none_ready(counted):
 
 
 def test_records_of_a_layer_are_parsed_once_for_all_intervals(counted):
-    layer = [r for r in store.read(store.shipped_path(H200.name)) if (r.key.n, r.key.k) == RECORDED.key[5:7]]
+    layer = [r for r in table.read(table.shipped_path(H200.name)) if (r.key.n, r.key.k) == RECORDED.key[5:7]]
     format = WeightFormat.parse(RECORDED.key.format)
     parsed, sources = counted(Record, "parse"), set()
     for m in choice.BOUNDS:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import killed
-from w4gemm.choice import store
-from w4gemm.choice.records import Record
+from w4gemm.choice import table
+from w4gemm.choice.table import Record
 from w4gemm.jit import disk
 
 KILLS = 40
@@ -35,7 +35,7 @@ def test_records_that_are_written_anew_are_lost(folder: Path, monkeypatch: pytes
     def over(path: Path, records: list[Record]) -> None:
         path.write_text("".join(record.line() for record in records))
 
-    monkeypatch.setattr(store, "append", over)
+    monkeypatch.setattr(table, "append", over)
     with pytest.raises(killed.Lost, match="records are lost"):
         killed.records(5, 0)
 

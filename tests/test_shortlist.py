@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from w4gemm import WeightFormat, choice
-from w4gemm.choice import plan_cache, store
+from w4gemm.choice import plan_cache, table
 from w4gemm.choice.cost import predicted_us
 from w4gemm.choice.model import MOST, ranked, shortlist
-from w4gemm.choice.records import Record, key_of
+from w4gemm.choice.table import Record, key_of
 from w4gemm.cli.needs import chosen as units_of
 from w4gemm.core.problem import H200, GemmProblem
 from w4gemm.kernels import KERNELS
@@ -71,7 +71,7 @@ def record(problem: GemmProblem, config: str) -> Record:
 def test_what_was_measured_for_the_end_of_an_interval_is_best_there_and_weighed_inside():
     last = replace(FEW_FEATURES, m=8192)
     slow = choice.configs(last)[30]
-    store.add([record(last, slow)])
+    table.add([record(last, slow)])
     assert choice.choose(last)[1:] == (*choice.plan.forced(last, slow), "tuned")
     sources = {choice.choose(replace(last, m=m)).source for m in range(4160, 8193, 64)}
     assert sources == {"tuned", "heuristic"}
@@ -81,7 +81,7 @@ def test_what_was_measured_for_the_end_of_an_interval_is_best_there_and_weighed_
 @pytest.mark.parametrize("tuned", [False, True], ids=["heuristic", "tuned"])
 def test_all_that_can_be_met_is_known_beforehand(tuned):
     if tuned:
-        store.add([record(replace(FEW_FEATURES, m=8192), choice.configs(FEW_FEATURES)[9])])
+        table.add([record(replace(FEW_FEATURES, m=8192), choice.configs(FEW_FEATURES)[9])])
     every = range(choice.WAVES_FROM + 1, 16384, 97)
     met = {choice.choose(replace(FEW_FEATURES, m=choice.plan_m(m))).unit for m in every}
     intervals = [replace(FEW_FEATURES, m=choice.interval_end(m)) for m in (*choice.BOUNDS, 10**5) if m > 256]
@@ -92,7 +92,7 @@ def test_what_an_interval_can_meet_is_chosen_as_every_m_is():
     """Also with a record of an interval that began later once: it holds for some of its m."""
     last = replace(FEW_FEATURES, m=8192)
     whole, late = choice.configs(FEW_FEATURES)[0], choice.configs(last)[0]
-    store.add([record(last, whole), replace(record(last, late), m=(6001, 8192))])
+    table.add([record(last, whole), replace(record(last, late), m=(6001, 8192))])
     wanted = {}
     for m in choice.intervals.plan_ms(4097, 8192):
         decision = choice.choose(replace(last, m=m))

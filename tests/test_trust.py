@@ -14,7 +14,7 @@ import pytest
 
 from tiny_kernel import tiny
 from w4gemm import UnsupportedError
-from w4gemm.choice import store
+from w4gemm.choice import table
 from w4gemm.cli.__main__ import main
 from w4gemm.core import trust
 from w4gemm.jit import compile as jit
@@ -182,7 +182,7 @@ def test_a_planted_object_is_never_loaded(folder, monkeypatch, caplog):
     with caplog.at_level(logging.WARNING, "w4gemm"):
         assert callable(compiled(tiny()))
         assert callable(compiled(tiny(3.0)))
-        assert store.read(folder / store.USER_FILE) == ()
+        assert table.read(folder / table.USER_FILE) == ()
     assert b"code that another user wrote" not in loaded
     assert os.listdir(folder) == [planted.name], "nothing is written there either"
     (warning,) = caplog.messages
@@ -197,20 +197,20 @@ def test_folders_are_private_whoever_makes_them(tmp_path, monkeypatch):
     try:
         monkeypatch.setenv("W4GEMM_CACHE_DIR", str(tmp_path / "a" / "objects"))
         disk.write("x-sm_90a-1-2.o", b"code")
-        store.append(tmp_path / "b" / store.USER_FILE, [])
+        table.append(tmp_path / "b" / table.USER_FILE, [])
         trust.make_folder(tmp_path / "c/d", 0o755)
     finally:
         os.umask(before)
-    made = ("a", "a/objects", "a/objects/x-sm_90a-1-2.o", "b", f"b/{store.USER_FILE}", "c", "c/d")
+    made = ("a", "a/objects", "a/objects/x-sm_90a-1-2.o", "b", f"b/{table.USER_FILE}", "c", "c/d")
     modes = [oct((tmp_path / path).stat().st_mode & 0o777) for path in made]
     assert modes == ["0o700", "0o700", "0o600", "0o700", "0o600", "0o755", "0o755"]
 
 
 def test_the_lock_file_is_no_way_to_empty_another(folder):
     (folder.parent / "precious").write_text("kept")
-    (folder / f".{store.USER_FILE}.lock").symlink_to(folder.parent / "precious")
+    (folder / f".{table.USER_FILE}.lock").symlink_to(folder.parent / "precious")
     with pytest.raises(OSError, match="symbolic link"):
-        store.append(folder / store.USER_FILE, [])
+        table.append(folder / table.USER_FILE, [])
     assert (folder.parent / "precious").read_text() == "kept"
 
 

@@ -12,7 +12,7 @@ import torch
 
 import w4gemm
 from w4gemm import choice
-from w4gemm.choice import store
+from w4gemm.choice import table
 from w4gemm.core.epilogue import Epilogue
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import H200, Device, GemmProblem
@@ -28,8 +28,8 @@ CPU = GemmProblem(8, 96, 64, torch.float32, WeightFormat(32), "cpu", device=Devi
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("W4GEMM_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(store, "_TABLES", tmp_path / "tables")
-    monkeypatch.setattr(store, "_session", [])
+    monkeypatch.setattr(table, "_TABLES", tmp_path / "tables")
+    monkeypatch.setattr(table, "_session", [])
     monkeypatch.setattr(choice.plan_cache, "_plans", {})
     return tmp_path / "cache"
 
@@ -60,7 +60,7 @@ def test_the_fastest_is_kept_and_chosen(favourite, folder):
     assert outcome.gain == 10 and outcome.record.m == (5, 8) and not outcome.failed
     count = len(choice.configs(CPU))
     assert steps == [(i, count, "m 8, n 96, k 64") for i in range(1, count + 1)]
-    assert (folder / store.USER_FILE).read_text() == outcome.record.line()
+    assert (folder / table.USER_FILE).read_text() == outcome.record.line()
     assert str(choice.choose(CPU).plan()) == favourite and choice.choose(CPU).plan().source == "tuned"
     assert not list(tuner.tune([CPU], "cpu")), "it has a record"
     assert len(list(tuner.tune([CPU], "cpu", force=True))) == 1
@@ -131,13 +131,13 @@ def test_autotune_tunes_inside_and_only_there(favourite, folder):
     w = w4gemm.quantize(torch.randn(96, 64), CPU.format).repack()
     x = torch.randn(6, 64)
     before = w4gemm.linear(x, w)
-    assert not (folder / store.USER_FILE).exists(), "never by surprise"
+    assert not (folder / table.USER_FILE).exists(), "never by surprise"
     with w4gemm.autotune():
         inside = w4gemm.linear(x, w)
         w4gemm.linear(x[:5], w)
     after = w4gemm.linear(x, w)
     w4gemm.linear(torch.randn(9, 64), w)
-    (record,) = store.read(folder / store.USER_FILE)
+    (record,) = table.read(folder / table.USER_FILE)
     assert record.choice == favourite and record.m == (5, 8)
     assert torch.equal(inside, after)
     assert torch.allclose(before, after, atol=1e-4)
@@ -210,7 +210,7 @@ def test_a_warm_call_looks_nothing_up(monkeypatch):
     w = w4gemm.quantize(torch.randn(96, 64), CPU.format).repack()
     x = torch.randn(3, 64)
     w4gemm.linear(x, w)
-    monkeypatch.setattr(store, "find", lambda problem: pytest.fail("a warm call asked the tables"))
+    monkeypatch.setattr(table, "find", lambda problem: pytest.fail("a warm call asked the tables"))
     w4gemm.linear(x, w)
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from bench.rows import read
 from bench.shapes import SETS, Layer
 
-from w4gemm.choice import store
+from w4gemm.choice import table
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -118,6 +118,6 @@ def known() -> frozenset[Layer]:
     layers = {layer for layers in SETS.values() for layer in layers}
     for path in (ROOT / "bench/results").glob("*configs*.jsonl"):
         layers |= {(row["n"], row["k"]) for row in read(path)}
-    for table in store.shipped_tables():
-        layers |= {(record.key.n, record.key.k) for record in store.read(table)}
+    for path in table.shipped_tables():
+        layers |= {(record.key.n, record.key.k) for record in table.read(path)}
     return frozenset(layers)

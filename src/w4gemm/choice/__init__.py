@@ -1,6 +1,6 @@
 """The choice of a kernel and a config for a problem.
 
-- records.py, store.py: configs that were measured, in tables.
+- table.py: configs that were measured, in tables.
 - model.py, cost/: configs by predicted time.
 - plan.py: which of both runs a problem. plan_cache.py: the plans that are kept.
 

@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from w4gemm.choice import store
+from w4gemm.choice import table
 from w4gemm.choice.cost import timers
 from w4gemm.choice.cost.traffic import copy_us
 from w4gemm.choice.intervals import LARGEST, WAVES_FROM, interval_end, interval_of, plan_ms, span
 from w4gemm.choice.model import is_by_waves, ranked, shortlist, status_of
-from w4gemm.choice.records import Record
+from w4gemm.choice.table import Record
 from w4gemm.core import environment
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.errors import UnsupportedError
@@ -151,7 +151,7 @@ def check(problem: GemmProblem) -> None:
 def measured_record(problem: GemmProblem) -> tuple[str, Record] | None:
     """Return ``"tuned"`` or ``"shipped"`` and the record that was measured for the interval of ``problem``; None if
     nothing was measured, so that the heuristic decides."""
-    return _usable(store.find(problem), problem)
+    return _usable(table.find(problem), problem)
 
 
 def _usable(records: Iterable[tuple[str, Record]], problem: GemmProblem) -> tuple[str, Record] | None:
@@ -178,7 +178,7 @@ def _is_legal(problem: GemmProblem, choice: str) -> bool:
 
 def best(problem: GemmProblem) -> Choice | None:
     """Return the choice for ``problem`` as it is, whether or not rows are gathered; None if no kernel supports it."""
-    measured = _measured(problem, store.find(problem))
+    measured = _measured(problem, table.find(problem))
     if is_by_waves(problem):
         return _ranking(problem, measured)(problem.m)
     if measured is not None:
@@ -228,7 +228,7 @@ def problems_of_interval(problem: GemmProblem, most: int | None = None) -> list[
         return [problem]
     first, end = interval_of(problem.m)
     end = min(end or LARGEST, most or LARGEST)
-    records = store.find(problem)
+    records = table.find(problem)
     rankings: dict[str | None, Callable[[int], Choice | None]] = {}
     problems: dict[str | None, GemmProblem] = {}
     for m in plan_ms(first, max(first, end)):

@@ -7,8 +7,8 @@ import json
 import sys
 
 from w4gemm import choice
-from w4gemm.choice import store
-from w4gemm.choice.records import Record, effective, parse_lines
+from w4gemm.choice import table
+from w4gemm.choice.table import Record, effective, parse_lines
 from w4gemm.console.errors import read_text
 from w4gemm.console.progress import counted, say
 from w4gemm.core import environment, trust
@@ -36,15 +36,15 @@ def _path(args: argparse.Namespace) -> None:
 
 def _list(args: argparse.Namespace) -> None:
     if args.json:
-        tables = [*(path for path in (store.user_path(),) if path), *(store.shipped_tables() if args.all else ())]
-        records = [json.loads(record.line()) for path in tables for record in effective(store.read(path))]
+        tables = [*(path for path in (table.user_path(),) if path), *(table.shipped_tables() if args.all else ())]
+        records = [json.loads(record.line()) for path in tables for record in effective(table.read(path))]
         facts = {"folder": str(environment.cache_dir() or ""), "kernels": len(disk.stored()), "bytes": disk.size()}
         print(json.dumps(facts | {"tuned": records}, indent=2))
         return
     kernels = counted(len(disk.stored()), "compiled kernel")
     print(f"{environment.cache_dir() or 'nothing is kept'}: {kernels}, {disk.size() / 2**20:.1f} MiB")
-    for name, path in (("tuned", store.user_path()), *(("shipped", path) for path in store.shipped_tables())):
-        records = effective(store.read(path)) if path else []
+    for name, path in (("tuned", table.user_path()), *(("shipped", path) for path in table.shipped_tables())):
+        records = effective(table.read(path)) if path else []
         print(f"{name}: {path or 'no file'}, {counted(len(records), 'config')}")
         for record in records if name == "tuned" or args.all else ():
             print(f"  {_line(record)}")
@@ -71,15 +71,15 @@ def _clear(args: argparse.Namespace) -> None:
     if args.only != "tuned":
         say(f"deleted {counted(disk.clear(), 'compiled kernel')}")
     if args.only != "compiled":
-        say(f"deleted {counted(store.clear(), 'tuned config')}")
+        say(f"deleted {counted(table.clear(), 'tuned config')}")
 
 
 def _export(args: argparse.Namespace) -> None:
-    path = store.user_path()
+    path = table.user_path()
     if path and path.exists():
         with open(path, "rb", opener=trust.opener):  # one that is not read must not replace FILE by nothing
             pass
-    records = effective(store.read(path)) if path else []
+    records = effective(table.read(path)) if path else []
     text = "".join(record.line() for record in records)
     if args.file is None:
         sys.stdout.write(text)
@@ -90,17 +90,17 @@ def _export(args: argparse.Namespace) -> None:
         except OSError as e:  # which names no file if it is full
             raise OSError(e.errno, e.strerror, str(args.file)) from e
     else:
-        store.replace_table(args.file.resolve() if args.file.is_symlink() else args.file, records)
+        table.replace_table(args.file.resolve() if args.file.is_symlink() else args.file, records)
     say(f"wrote {counted(len(records), 'tuned config')} to {args.file}")
 
 
 def _import(args: argparse.Namespace) -> None:
-    path = store.user_path()
+    path = table.user_path()
     assert path is not None
     if not args.file.exists():  # it may be a pipe
         raise FileNotFoundError(f"FILE: no file {str(args.file)!r}")
     records, bad = parse_lines(read_text("FILE", args.file).splitlines())
-    added = store.add_missing(path, records)
+    added = table.add_missing(path, records)
     same = f" (there already: {len(records) - added})" if added < len(records) else ""
     say(f"added {counted(added, 'tuned config')} to {path}{same}")
     if bad:

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from w4gemm.choice import store
-from w4gemm.choice.records import Record
+from w4gemm.choice import table
+from w4gemm.choice.table import Record
 from w4gemm.cli.needs import Use, chosen, helpers_of, one_launches_of, problems_of
 from w4gemm.cli.parser import ALL_TOKENS
 from w4gemm.cli.problems import Layer, layers_of, parse_layers
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     started = time.perf_counter()
     size = fill(args.output, units, args.workers)
     if records:
-        _add_records(args.output / store.USER_FILE, records)
+        _add_records(args.output / table.USER_FILE, records)
     for path in (*disk.stored(), *disk.libraries()):  # for whoever runs them, who may be another user
         with contextlib.suppress(PermissionError):  # it was there before, and is root's
             path.chmod(0o644)
@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
 def _add_records(path: Path, records: list[Record]) -> None:
     """Add tuned configs to the folder's table. Its records of other layers stay, because the folder may hold several
     models, or be the cache folder itself."""
-    store.add_missing(path, records)
+    table.add_missing(path, records)
     with contextlib.suppress(PermissionError):  # it was there before, and is root's
         path.chmod(0o644)
 

@@ -11,8 +11,8 @@ import torch
 
 import w4gemm
 from w4gemm import choice
-from w4gemm.choice import store
-from w4gemm.choice.records import device_facts, effective
+from w4gemm.choice import table
+from w4gemm.choice.table import device_facts, effective
 from w4gemm.cli.cache import is_current
 from w4gemm.console.devices import typical_problem
 from w4gemm.core import environment, trust
@@ -84,10 +84,10 @@ def as_text(r: dict[str, Any]) -> str:
 
 def _cache() -> dict[str, Any]:
     """Return the cache folder, its compiled kernels and the tables of tuned configs."""
-    folder, user = environment.cache_dir(), store.user_path()
+    folder, user = environment.cache_dir(), table.user_path()
     tables = []
-    for path in (*((user,) if user else ()), *store.shipped_tables()):
-        records = effective(store.read(path))
+    for path in (*((user,) if user else ()), *table.shipped_tables()):
+        records = effective(table.read(path))
         stale = sum(not is_current(record) for record in records)
         name = "tuned" if path == user else f"shipped for {path.stem}"
         tables.append({"name": name, "file": str(path), "records": len(records), "stale": stale})

@@ -12,7 +12,7 @@ import torch
 from w4gemm import choice
 from w4gemm.api.expert_layer import LayerKey, one_launch
 from w4gemm.api.step import between_products
-from w4gemm.choice.records import Record
+from w4gemm.choice.table import Record
 from w4gemm.cli.problems import Layer, problems
 from w4gemm.core.activation import is_gated
 from w4gemm.core.errors import UnsupportedError

@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 from w4gemm import choice
-from w4gemm.choice import store
+from w4gemm.choice import table
 from w4gemm.cli.problems import parse_layers, problems
 from w4gemm.console.devices import chosen_device, device_line, device_name
 from w4gemm.console.errors import memory_for
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     finally:
         seconds = time.perf_counter() - started
         say(f"{len(outcomes)} of {len(needed)} measured in {seconds:.0f} s{summary(outcomes, tuned)}")
-        path = store.user_path()
+        path = table.user_path()
         if path is None:
             say(f"kept in no file: {environment.why_nothing_is_kept()}")
         elif (outcomes or tuned) and all(outcome.stored for outcome in outcomes):

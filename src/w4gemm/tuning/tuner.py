@@ -20,8 +20,8 @@ from typing import NamedTuple
 import torch
 
 from w4gemm import choice
-from w4gemm.choice import store
-from w4gemm.choice.records import Record, key_of
+from w4gemm.choice import table
+from w4gemm.choice.table import Record, key_of
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.errors import require_int
 from w4gemm.core.problem import GemmProblem
@@ -129,7 +129,7 @@ def tune(
                 workload = Workload(problem, device)
             outcome = _measure(problem, configs, objects, workload, step)
             if outcome is not None:
-                stored = store.add([outcome.record])
+                stored = table.add([outcome.record])
                 choice.forget(problem.n, problem.k)
                 yield replace(outcome, stored=stored)
 

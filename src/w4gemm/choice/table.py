@@ -1,20 +1,36 @@
-"""One measured choice as it is stored: :class:`Record`, a line of JSON."""
+"""The tables of measured configs: :class:`Record`, one choice as a line of JSON, and the files that keep them.
+
+There are two tables: the user's, ``tuned.jsonl`` in the cache folder, and the shipped one, ``tables/<device>.jsonl`` in
+this package. The user's goes before the shipped one and, in a table, later lines go before earlier ones. A line is
+appended in one write under a lock, so that many processes can tune at once and an interrupted one loses nothing. A line
+that cannot be read is skipped with a warning. :mod:`w4gemm.choice.plan` decides whether a record may still be used.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+import logging
+import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from w4gemm.core import environment, trust
 from w4gemm.core.config import GemmConfig
+from w4gemm.core.files import placed
 from w4gemm.core.problem import Device, GemmProblem
 from w4gemm.packing.layouts import RENAMED
+
+_log = logging.getLogger("w4gemm")
+_TABLES = Path(__file__).resolve().parent / "tables"
+USER_FILE = "tuned.jsonl"
+"""Name of the user's table in the cache folder."""
 
 
 class Key(NamedTuple):
@@ -176,9 +192,6 @@ def _processor() -> str:
     return match[1].strip() if match else "CPU"
 
 
-# --- tables ---------------------------------------------------------------------------------------------------------
-
-
 def parse_lines(lines: Iterable[str]) -> tuple[list[Record], list[tuple[int, str]]]:
     """Return the records of a table's lines, and (line number, reason) for each line that is no record."""
     records: list[Record] = []
@@ -199,3 +212,151 @@ def effective(records: Iterable[Record]) -> list[Record]:
         latest.pop(record.place, None)  # the place in the order changes as well
         latest[record.place] = record
     return list(latest.values())
+
+
+# --- looking up ------------------------------------------------------------------------------------------------------
+
+_session: list[Record] = []
+"""Records that this process tuned and could not write."""
+
+
+def find(problem: GemmProblem) -> list[tuple[str, Record]]:
+    """Return ``"tuned"`` or ``"shipped"`` and the record, for each record of ``problem`` with any m, the preferred ones
+    first. There are no records of grouped problems."""
+    if problem.experts:
+        return []
+    key, path = key_of(problem), user_path()
+    # only the lines of one layer are parsed, because parsing all takes as long as the rest of a process' first choice
+    shipped = read(shipped_path(key.device), f'"n": {key.n}, "k": {key.k},')
+    tables = (("tuned", (*(read(path) if path else ()), *_session)), ("shipped", shipped))
+    return [(source, record) for source, records in tables for record in reversed(records) if record.key == key]
+
+
+def user_path() -> Path | None:
+    """Return the path of the user's table, whether or not it exists; None if nothing is kept."""
+    folder = environment.cache_dir()
+    return None if folder is None else folder / USER_FILE
+
+
+def shipped_path(device: str) -> Path:
+    """Return the path of the shipped table of a device, whether or not there is one."""
+    return _TABLES / f"{re.sub('[^a-z0-9]+', '_', device.lower()).strip('_') or 'unknown'}.jsonl"
+
+
+def shipped_tables() -> list[Path]:
+    """Return the paths of all shipped tables."""
+    return sorted(_TABLES.glob("*.jsonl"))
+
+
+def read(path: Path, text: str = "") -> tuple[Record, ...]:
+    """Return a table's records in the order of their lines; none if there is no file, or if this user may not read it,
+    which the log then says once.
+
+    Args:
+        text: skip the lines without this text.
+    """
+    try:
+        about = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return ()
+    except OSError as e:
+        trust.warn(f"cannot read the tuned configs in {path} ({e.strerror}): going without")
+        return ()
+    return _read(path, about.st_mtime_ns, about.st_size, text)
+
+
+@functools.lru_cache(maxsize=64)
+def _read(path: Path, changed: int, size: int, text: str) -> tuple[Record, ...]:
+    """:func:`read` of a file whose time of change and size are these."""
+    opener = None if path.parent == _TABLES else trust.opener
+    try:
+        with open(path, encoding="utf-8", errors="replace", opener=opener) as f:
+            lines = f.read().removeprefix("\ufeff").splitlines()  # the mark that some editors begin a file with
+    except FileNotFoundError:  # another process has cleared it since it was looked at
+        return ()
+    except trust.Untrusted as e:
+        trust.warn(str(e))
+        return ()
+    except OSError as e:
+        _log.warning("cannot read the tuned configs in %s (%s): going without", path, e)
+        return ()
+    records, bad = parse_lines(line for line in lines if text in line)
+    if bad:
+        _log.warning("%s: skipped %d unreadable lines; line %d: %s", path, len(bad), *bad[0])
+    return tuple(records)
+
+
+# --- writing ---------------------------------------------------------------------------------------------------------
+
+
+def add(records: Iterable[Record]) -> bool:
+    """Use records from now on, and append them to the user's table; return whether they are in it. If it cannot be
+    written, the log says why, and only this process uses them."""
+    records = list(records)
+    path = user_path()
+    if path is None:
+        _session.extend(records)
+        return False
+    try:
+        append(path, records)
+        return True
+    except trust.Untrusted as e:
+        _session.extend(records)
+        trust.warn(str(e))
+    except OSError as e:
+        _session.extend(records)
+        _log.warning("cannot keep tuned configs in %s (%s); set W4GEMM_CACHE_DIR to a folder that can", path, e)
+    return False
+
+
+def append(path: Path, records: Iterable[Record]) -> None:
+    """Append records to a table, which is made if needed, in one write under a lock."""
+    text = "".join(record.line() for record in records)
+    trust.make_folder(path.parent)
+    with _lock(path), open(path, "a+b", opener=trust.opener) as f:
+        f.seek(0, os.SEEK_END)
+        if f.tell():
+            f.seek(-1, os.SEEK_END)
+            if f.read(1) != b"\n":  # a line that was cut short must not swallow ours
+                text = "\n" + text
+        f.write(text.encode())
+
+
+def add_missing(path: Path, records: Iterable[Record]) -> int:
+    """Append the records that a table does not have; return how many. Errors as :func:`append`."""
+    there = set(effective(read(path)))
+    new = [record for record in records if record not in there]
+    append(path, new)
+    return len(new)
+
+
+def replace_table(path: Path, records: Iterable[Record]) -> None:
+    """Write a table anew, so that readers see either the old one or the new one. Errors as :func:`placed`."""
+    with placed(path) as unfinished:
+        unfinished.write_text("".join(record.line() for record in records), encoding="utf-8")
+        unfinished.chmod(0o644)  # whatever the umask: other users may read it
+
+
+def clear() -> int:
+    """Delete every record of the user's table; return their number."""
+    _session.clear()
+    path = user_path()
+    if path is None or not path.exists():
+        return 0
+    with _lock(path):
+        count = len(read(path))
+        path.unlink(missing_ok=True)  # another process may have cleared it meanwhile
+    return count
+
+
+@contextlib.contextmanager
+def _lock(path: Path) -> Iterator[Any]:
+    """Let one writer at a time, of all processes, into the block."""
+    try:
+        import fcntl
+    except ImportError:  # not POSIX: a single write is all the care there is
+        yield None
+        return
+    with open(path.with_name(f".{path.name}.lock"), "a", opener=trust.opener) as f:
+        fcntl.flock(f, fcntl.LOCK_EX)
+        yield f

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from w4gemm import choice
-from w4gemm.choice import store
+from w4gemm.choice import table
 from w4gemm.choice.cost import constants
 from w4gemm.choice.intervals import interval_of
-from w4gemm.choice.records import Record, device_facts, effective, key_of, parse_lines
+from w4gemm.choice.table import Record, device_facts, effective, key_of, parse_lines
 from w4gemm.cli.__main__ import main
 from w4gemm.core.epilogue import Epilogue
 from w4gemm.core.formats import WeightFormat
@@ -36,8 +36,8 @@ its own."""
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty user's table and no shipped one."""
     monkeypatch.setenv("W4GEMM_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(store, "_TABLES", tmp_path / "tables")
-    monkeypatch.setattr(store, "_session", [])
+    monkeypatch.setattr(table, "_TABLES", tmp_path / "tables")
+    monkeypatch.setattr(table, "_session", [])
     return tmp_path / "cache"
 
 
@@ -79,14 +79,14 @@ def test_user_over_shipped_over_heuristic():
     first = choice.configs(PROBLEM)[0]
     assert chosen() == (first, "heuristic")
     shipped, tuned, later = record(nth=3), record(nth=5), record(nth=6)
-    store.append(store.shipped_path(H200.name), [shipped])
+    table.append(table.shipped_path(H200.name), [shipped])
     assert chosen() == (shipped.choice, "shipped")
-    store.add([tuned])
+    table.add([tuned])
     assert chosen() == (tuned.choice, "tuned")
-    store.add([later])
+    table.add([later])
     assert chosen() == (later.choice, "tuned"), "a later line replaces an earlier one"
     assert choice.explain(PROBLEM, first).source == "forced"
-    assert store.clear() == 2
+    assert table.clear() == 2
     assert chosen() == (shipped.choice, "shipped")
 
 
@@ -107,14 +107,14 @@ OTHERS = {
 
 @pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
 def test_what_a_record_does_not_hold_for(other):
-    store.add([record()])
+    table.add([record()])
     assert chosen(other)[1] == "heuristic"
 
 
 @pytest.mark.parametrize("m", [57, 60, 64])
 def test_what_a_record_holds_for(m):
     made = record()
-    store.add([made])
+    table.add([made])
     same = (PROBLEM, replace(PROBLEM, epilogue=Epilogue("gelu", alpha="host", bias=True)))
     for problem in same:
         assert chosen(replace(problem, m=m)) == (made.choice, "tuned")
@@ -123,14 +123,14 @@ def test_what_a_record_holds_for(m):
 def test_a_record_of_a_longer_interval_holds_where_that_ended():
     """Tables outlive the bounds of intervals; what was measured for 64 tokens is nothing for 40."""
     made = record(m=(33, 64))
-    store.add([made])
+    table.add([made])
     assert [chosen(replace(PROBLEM, m=m))[1] for m in (33, 56, 57, 64)] == ["heuristic"] * 2 + ["tuned"] * 2
 
 
 def test_the_last_interval_has_no_end():
     at = replace(PROBLEM, m=choice.interval_end(10**6))
     made = record(at)
-    store.add([made])
+    table.add([made])
     assert chosen(at)[1] == "tuned"
     found = [choice.measured_record(replace(at, m=m)) for m in (8192, 8193, 10**7)]
     assert found == [None, ("tuned", made), ("tuned", made)]
@@ -142,7 +142,7 @@ def test_the_last_interval_has_no_end():
     ids=["a config that is no longer legal", "older device code", "a kernel that is gone"],
 )
 def test_what_cannot_be_used_is_passed_over(change):
-    store.add([record(nth=4), record(**change)])
+    table.add([record(nth=4), record(**change)])
     assert chosen() == (record(nth=4).choice, "tuned"), "the one before still counts"
 
 
@@ -152,7 +152,7 @@ def test_batch_invariance_is_kept():
     legal = choice.configs(invariant)
     outside = next(c for c in choice.configs(PROBLEM) if c not in legal)
     kernel, _, config = outside.rpartition("/")
-    store.add([record(invariant, nth=1), record(invariant, nth=0, kernel=kernel, config=config)])
+    table.add([record(invariant, nth=1), record(invariant, nth=0, kernel=kernel, config=config)])
     assert chosen(invariant) == (legal[1], "tuned")
 
 
@@ -160,12 +160,12 @@ def test_unreadable_lines_are_skipped_with_one_warning(folder, caplog):
     good = record()
     folder.mkdir()
     lines = ["not json", good.line().strip()[:-20], '{"n": 1}', good.line().strip(), "[]", "\0\xff"]
-    (folder / store.USER_FILE).write_bytes("\n".join(lines).encode("latin-1"))
+    (folder / table.USER_FILE).write_bytes("\n".join(lines).encode("latin-1"))
     with caplog.at_level(logging.WARNING, "w4gemm"):
         assert chosen() == (good.choice, "tuned")
         chosen()
     assert caplog.text.count("skipped 5 unreadable lines; line 1") == 1
-    store.add([record(nth=2)])
+    table.add([record(nth=2)])
     assert chosen() == (record(nth=2).choice, "tuned"), "a line that was cut short does not swallow the next"
 
 
@@ -187,30 +187,30 @@ def test_no_line_breaks_more_than_itself(folder, caplog, capsys, bad):
     if bad.startswith('{"') and bad.endswith("}") and '"n"' not in bad:
         bad = json.dumps(json.loads(record().line()) | json.loads(bad))
     folder.mkdir(mode=0o700)
-    (folder / store.USER_FILE).write_text(f"{bad}\n{record().line()}")
-    (folder / store.USER_FILE).chmod(0o600)
+    (folder / table.USER_FILE).write_text(f"{bad}\n{record().line()}")
+    (folder / table.USER_FILE).chmod(0o600)
     assert chosen() == (record().choice, "tuned")
     assert main(["cache", "list"]) == main(["cache", "export"]) == main(["info"]) == 0
     capsys.readouterr().out.encode()
     assert caplog.text.count("skipped 1 unreadable lines; line 1") == 1
-    assert main(["cache", "clear", "--only", "tuned"]) == 0 and not (folder / store.USER_FILE).exists()
+    assert main(["cache", "clear", "--only", "tuned"]) == 0 and not (folder / table.USER_FILE).exists()
 
 
 def test_a_table_that_is_cleared_while_it_is_looked_for_is_empty(folder, caplog):
     """Without a warning: nothing is wrong with it."""
-    store.add([record()])
-    changed, size = store._state(store.user_path())
-    store.clear()
-    assert store._read(store.user_path(), changed + 1, size) == () and not caplog.records
+    table.add([record()])
+    about = table.user_path().stat()
+    table.clear()
+    assert table._read(table.user_path(), about.st_mtime_ns + 1, about.st_size, "") == () and not caplog.records
 
 
 def test_a_byte_order_mark_costs_no_record(folder, tmp_path, monkeypatch):
     """Editors of Windows put one at the begin of a file."""
     marked = tmp_path / "marked"
     marked.write_text(record().line(), encoding="utf-8-sig")
-    assert main(["cache", "import", str(marked)]) == 0 and store.read(store.user_path()) == (record(),)
-    store.user_path().write_bytes(marked.read_bytes())
-    assert store.read(store.user_path()) == (record(),)
+    assert main(["cache", "import", str(marked)]) == 0 and table.read(table.user_path()) == (record(),)
+    table.user_path().write_bytes(marked.read_bytes())
+    assert table.read(table.user_path()) == (record(),)
 
 
 def in_processes_at_once(work: str) -> None:
@@ -219,8 +219,8 @@ def in_processes_at_once(work: str) -> None:
     script = f"""
 import os, sys; sys.path[:] = {sys.path!r}
 from dataclasses import replace
-from test_store import record
-from w4gemm.choice import store
+from test_table import record
+from w4gemm.choice import table
 from w4gemm.choice.cost import constants
 from w4gemm.choice.intervals import interval_of
 one = record()
@@ -238,7 +238,7 @@ sys.exit(any([os.waitpid(child, 0)[1] for child in children]))
 
 
 def test_many_processes_clear_at_once(folder):
-    in_processes_at_once("for i in range(40): store.add([one]), store.clear()")
+    in_processes_at_once("for i in range(40): table.add([one]), table.clear()")
 
 
 @pytest.mark.parametrize(
@@ -265,16 +265,16 @@ def test_a_line_with_values_of_another_kind_is_none(change):
 def test_a_table_that_cannot_be_written(tmp_path, monkeypatch, caplog):
     (tmp_path / "file").touch()
     for value in (str(tmp_path / "file" / "cache"), "off"):
-        monkeypatch.setattr(store, "_session", [])
+        monkeypatch.setattr(table, "_session", [])
         monkeypatch.setenv("W4GEMM_CACHE_DIR", value)
-        store.add([record()])
+        table.add([record()])
         assert chosen()[1] == "tuned", "this process knows it all the same"
     assert caplog.text.count("cannot keep tuned configs") == 1
 
 
 def test_many_processes_append_whole_lines(folder):
-    in_processes_at_once("for i in range(60): store.add([replace(one, us=number * 1000.0 + i)])")
-    records, bad = parse_lines((folder / store.USER_FILE).read_text().splitlines())
+    in_processes_at_once("for i in range(60): table.add([replace(one, us=number * 1000.0 + i)])")
+    records, bad = parse_lines((folder / table.USER_FILE).read_text().splitlines())
     assert not bad and sorted(r.us for r in records) == sorted(i * 1000.0 + j for i in range(4) for j in range(60))
     assert len(effective(records)) == 1
 
@@ -286,10 +286,10 @@ def test_cpus_are_told_apart_by_model_and_threads():
 
 def test_the_shipped_tables_can_be_read(monkeypatch):
     monkeypatch.undo()
-    for path in store.shipped_tables():
+    for path in table.shipped_tables():
         records, bad = parse_lines(path.read_text().splitlines())
         assert records and not bad
-        assert {store.shipped_path(r.key.device) for r in records} == {path}
+        assert {table.shipped_path(r.key.device) for r in records} == {path}
         assert len(effective(records)) == len(records)
 
 
@@ -301,10 +301,10 @@ def problem_of(found: Record) -> GemmProblem:
     return GemmProblem(*sizes, dtype, WeightFormat.parse(found.key.format), found.key.layout, epilogue, device)
 
 
-@pytest.mark.parametrize("path", store.shipped_tables(), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", table.shipped_tables(), ids=lambda path: path.stem)
 def test_no_shipped_record_is_older_than_an_interval_or_a_much_faster_config(path):
     """After new tiles: measure such records again, or take them out, and the model chooses."""
-    for found in store.read(path):
+    for found in table.read(path):
         assert found.m == interval_of(found.m[1]), f"measured at m {found.m[1]} alone: {found.line()}"
         ranking = {str(c): c.us for c in choice.explain(problem_of(found)).candidates}
         best = min(ranking.values())
@@ -319,17 +319,17 @@ def test_compile_keeps_what_the_folder_has_of_other_layers(folder, monkeypatch):
     other, mine = record(replace(problem, n=2 * problem.n)), record(problem)
     monkeypatch.setattr(command, "chosen", lambda wanted, top: ({}, [mine]))
     monkeypatch.setattr(command, "fill", lambda folder, units, workers: 0)
-    store.append(folder / store.USER_FILE, [other])
+    table.append(folder / table.USER_FILE, [other])
     for _ in range(2):
         assert main(["compile", "--shapes", f"{problem.n}x{problem.k}", "--m", "1", "-o", str(folder)]) == 0
-        assert store.read(folder / store.USER_FILE) == (other, mine)
-    assert (folder / store.USER_FILE).stat().st_mode & 0o777 == 0o644
+        assert table.read(folder / table.USER_FILE) == (other, mine)
+    assert (folder / table.USER_FILE).stat().st_mode & 0o777 == 0o644
 
 
 def test_a_table_that_is_not_read_is_not_exported(folder, tmp_path, capsys):
     """A file of an earlier export stays as it is."""
-    path, exported = folder / store.USER_FILE, tmp_path / "exported"
-    store.append(path, [record()])
+    path, exported = folder / table.USER_FILE, tmp_path / "exported"
+    table.append(path, [record()])
     assert main(["cache", "export", str(exported)]) == 0
     before = exported.read_text()
     path.chmod(0o666)
@@ -341,23 +341,23 @@ def test_versions_that_share_a_table_leave_each_others_records(folder, tmp_path,
     """Each uses its own; a list shows both, and an export and its import lose none."""
     mine, again = record(nth=3), record(nth=4)
     newer = replace(record(nth=5), revision=mine.revision + 1)
-    store.add([mine, newer, again, replace(newer, us=8.0)])
+    table.add([mine, newer, again, replace(newer, us=8.0)])
     assert chosen() == (again.choice, "tuned")
-    assert effective(store.read(store.user_path())) == [again, replace(newer, us=8.0)]
+    assert effective(table.read(table.user_path())) == [again, replace(newer, us=8.0)]
     assert main(["cache", "list"]) == 0 and capsys.readouterr().out.count("(stale)") == 1
     exported = tmp_path / "exported"
     assert main(["cache", "export", str(exported)]) == main(["cache", "clear"]) == 0
     for _ in range(2):
         assert main(["cache", "import", str(exported)]) == 0
-        assert store.read(store.user_path()) == (again, replace(newer, us=8.0))
+        assert table.read(table.user_path()) == (again, replace(newer, us=8.0))
     assert chosen() == (again.choice, "tuned")
 
 
 def test_an_export_that_does_not_fit_on_the_disk_leaves_the_file_as_it_was(folder, tmp_path):
     exported = tmp_path / "exported"
     exported.write_text("of an earlier export")
-    store.append(folder / store.USER_FILE, [replace(record(), us=float(i)) for i in range(20)])
-    store.append(folder / store.USER_FILE, [record(replace(PROBLEM, n=64 * i)) for i in range(1, 10)])
+    table.append(folder / table.USER_FILE, [replace(record(), us=float(i)) for i in range(20)])
+    table.append(folder / table.USER_FILE, [record(replace(PROBLEM, n=64 * i)) for i in range(1, 10)])
     script = f"""
 import resource, signal, sys; sys.path[:] = {sys.path!r}
 from w4gemm.cli.__main__ import main
@@ -367,12 +367,12 @@ sys.exit(main(["cache", "export", {str(exported)!r}]))
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert run.returncode == 1 and run.stderr == f"w4gemm: error: {exported}: File too large\n"
     assert exported.read_text() == "of an earlier export" and set(tmp_path.iterdir()) == {folder, exported}
-    assert main(["cache", "export", str(exported)]) == 0 and len(store.read(exported)) == 10
+    assert main(["cache", "export", str(exported)]) == 0 and len(table.read(exported)) == 10
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="only Linux has it")
 def test_an_export_to_what_is_full_names_it(folder, capsys):
-    store.append(folder / store.USER_FILE, [record()])
+    table.append(folder / table.USER_FILE, [record()])
     assert main(["cache", "export", "/dev/full"]) == 1
     assert capsys.readouterr().err == "w4gemm: error: /dev/full: No space left on device\n"
 
