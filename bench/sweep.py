@@ -179,7 +179,7 @@ def measure(problem: GemmProblem, names: list[str], workload: Workload) -> dict[
     operands, launches = workload.operands(problem.m), dict[str, Launch]()
     for name in names:
         kernel, config = config_named(name)
-        launch = choice.Choice(problem, kernel, config, "forced").plan().launch
+        launch = choice.Plan(problem, kernel, config).launch
         if (error := workload.error(launch, operands[0])) < MAX_ERROR:
             launches[name] = launch
         else:

@@ -66,7 +66,7 @@ REFERENCE: dict[str, tuple[str, str, tuple[str, ...]]] = {
         (
             *("w4gemm.GemmProblem", "w4gemm.Device", "w4gemm.GemmConfig", "w4gemm.explain", "w4gemm.configs"),
             *("w4gemm.choice.Explanation", "w4gemm.choice.why", "w4gemm.choice.Verdict", "w4gemm.choice.choose"),
-            *("w4gemm.choice.Choice", "w4gemm.choice.Plan", "w4gemm.autotune"),
+            *("w4gemm.choice.Plan", "w4gemm.autotune"),
         ),
     ),
     "checkpoints": (

@@ -196,8 +196,9 @@ def code_of(case: dict[str, Any]) -> list[str]:
         else:
             chosen = _first("w4gemm.choice:plan", "w4gemm.dispatch:plan", "w4gemm.choice:choose")
             made = chosen(problem_of(case), case["config"])
-            if hasattr(made, "plan"):  # a Choice, which compiles nothing before
-                made.plan()
+            for name in ("ready", "plan"):  # nothing is compiled before; "plan" is the older name
+                if hasattr(made, name):
+                    getattr(made, name)()
         (file,) = Path(folder).glob("*.o")  # none, if a variant that was compiled before serves this case too
         return functions(file.read_bytes())
 

@@ -132,7 +132,7 @@ def test_what_a_plan_depends_on(change):
 
 
 def test_the_best_guess_of_all_kernels():
-    plan = choice.choose(PROBLEM).plan()
+    plan = choice.choose(PROBLEM)
     _, kernel, config = ranked(KERNELS, PROBLEM)[0]
     assert plan.kernel is kernel is kernel_named("cpu_mixed_gemm")
     assert plan.config == config
@@ -143,18 +143,18 @@ def test_the_best_guess_of_all_kernels():
 def test_a_config_can_be_forced():
     last = kernel_named("cpu_mixed_gemm").configs(PROBLEM)[-1]
     for config in (last, str(last), f"cpu_mixed_gemm/{last}"):
-        assert choice.choose(PROBLEM, config).plan().config == last
+        assert choice.choose(PROBLEM, config).config == last
 
 
 def test_an_illegal_config_is_named_with_legal_ones():
     with pytest.raises(ValueError, match=r"config: 1x128x64_1x1x1_coop is not legal .*1x128x32_1x1x1_coop"):
-        choice.choose(PROBLEM, GemmConfig(1, 128, 64)).plan()
+        choice.choose(PROBLEM, GemmConfig(1, 128, 64))
     with pytest.raises(ValueError, match="config: wanted <tile_m>x.*got '1x2'"):
-        choice.choose(PROBLEM, "1x2").plan()
+        choice.choose(PROBLEM, "1x2")
     with pytest.raises(ValueError, match="kernel: wanted one of .*cpu_mixed_gemm.*got 'nope'"):
-        choice.choose(PROBLEM, "nope/1x128x32_1x1x1_coop").plan()
+        choice.choose(PROBLEM, "nope/1x128x32_1x1x1_coop")
     with pytest.raises(UnsupportedError, match="sm90_mixed_gemm: needs"):
-        choice.choose(PROBLEM, "sm90_mixed_gemm/64x128x128_1x1x1_coop").plan()
+        choice.choose(PROBLEM, "sm90_mixed_gemm/64x128x128_1x1x1_coop")
 
 
 REFUSED = {
@@ -172,7 +172,7 @@ REFUSED = {
 @pytest.mark.parametrize("problem", REFUSED.values(), ids=REFUSED)
 def test_no_kernel(problem):
     with pytest.raises(UnsupportedError) as e:
-        choice.choose(problem).plan()
+        choice.choose(problem)
     for kernel in KERNELS:
         assert f"{kernel.name}: {kernel.supports(problem).reason}" in str(e.value)
     explanation = choice.explain(problem)
@@ -197,7 +197,7 @@ def test_gpus_without_hoppers_units(device, monkeypatch, caplog):
     kernel = kernel_named("sm80_mixed_gemm")
     for m in (1, 64, 4096):
         for invariant in (False, True):
-            plan = choice.choose(replace(H200_PROBLEM, m=m, device=device, batch_invariant=invariant)).plan()
+            plan = choice.choose(replace(H200_PROBLEM, m=m, device=device, batch_invariant=invariant)).ready()
             by_cublas = m == 4096 and not invariant and device.capability == (10, 0)
             assert plan.kernel is (kernel_named("dequantize_gemm") if by_cublas else kernel)
     for problem in (H200_PROBLEM, replace(H200_PROBLEM, experts=8)):
@@ -214,7 +214,7 @@ def test_fp8_without_hoppers_units(name, format, monkeypatch):
     kernel = kernel_named("sm89_fp8_gemm")
     for m in (1, 64, 4096):
         for invariant in (False, True):
-            assert choice.choose(replace(at, m=m, batch_invariant=invariant)).plan().kernel is kernel
+            assert choice.choose(replace(at, m=m, batch_invariant=invariant)).kernel is kernel
     for problem in (at, replace(at, experts=8)):
         assert all(kernel.resources(problem, c).memory <= at.device.shared_memory for c in kernel.configs(problem))
 
@@ -298,9 +298,9 @@ def test_what_is_compiled_for_hopper_runs_on_hopper_only():
 
 def test_repack_is_suggested_where_it_helps():
     with pytest.raises(UnsupportedError, match=r"w.repack\(\) gives cpu"):
-        choice.choose(replace(PROBLEM, layout="mma16")).plan()
+        choice.choose(replace(PROBLEM, layout="mma16"))
     with pytest.raises(UnsupportedError) as e:
-        choice.choose(replace(PROBLEM, device=Device("mps"))).plan()
+        choice.choose(replace(PROBLEM, device=Device("mps")))
     assert "w.repack()" not in str(e.value)
 
 
@@ -323,7 +323,7 @@ def test_launches_are_named_for_a_profiler_only_if_asked(monkeypatch):
     monkeypatch.setattr(torch.cuda.nvtx, "range", lambda name: names.append(name) or contextlib.nullcontext())
     for value in ("", "0", "1"):
         monkeypatch.setenv("W4GEMM_NVTX", value)
-        plan = choice.choose(H200_PROBLEM).plan()
+        plan = choice.choose(H200_PROBLEM)
         monkeypatch.setattr(plan.kernel.__class__, "launcher", lambda *a: lambda operands: names.append("launch"))
         plan.launch(None)
     assert names == ["launch", "launch", f"w4gemm {plan}", "launch"]
@@ -333,7 +333,7 @@ def test_explain():
     explanation = choice.explain(PROBLEM)
     assert list(explanation.status) == [kernel.name for kernel in KERNELS]
     _, kernel, config, _ = explanation.candidates[0]
-    assert (kernel, config) == ("cpu_mixed_gemm", choice.choose(PROBLEM).plan().config)
+    assert (kernel, config) == ("cpu_mixed_gemm", choice.choose(PROBLEM).config)
     assert {c.config for c in explanation.candidates} == set(kernel_named("cpu_mixed_gemm").configs(PROBLEM))
     assert f"chosen: cpu_mixed_gemm/{config}" in str(explanation)
     assert f"cpu_mixed_gemm: {len(explanation.candidates)} configs" in str(explanation)
@@ -399,7 +399,7 @@ def test_a_machine_without_what_a_kernel_needs_gets_a_sentence(asked_again, monk
         pytest.skip("needs CuTe DSL to be there, of whatever version")
     problem = GemmProblem(16, 512, 512, torch.bfloat16, WeightFormat(), "mma16")
     with pytest.raises(w4gemm.UnsupportedError) as e:
-        choice.choose(problem).plan()
+        choice.choose(problem)
     for name in ("sm90_mixed_gemm", "sm80_mixed_gemm"):
         assert f"{name}: {reason}" in str(e.value)
 
@@ -468,14 +468,14 @@ def test_rows_are_gathered_before_where_that_takes_less(monkeypatch):
         (gathered(1024, 1536, 2048, 128), True),
         (gathered(1024, 28672, 4096), True),
     ):
-        explanation, plan = choice.explain(problem), choice.choose(problem).plan()
+        explanation, plan = choice.explain(problem), choice.choose(problem)
         assert explanation.copied == copied == ("of a copy of the rows" in str(explanation))
         assert plan.problem.gathered == ("gathered rows" in str(explanation)) == (not copied)
         assert (plan.kernel.name, plan.config) == explanation.chosen
     forced = choice.configs(problem)[0]
-    assert choice.choose(problem, forced).plan().problem.gathered and not choice.explain(problem, forced).copied
+    assert choice.choose(problem, forced).problem.gathered and not choice.explain(problem, forced).copied
     with pytest.raises(ValueError, match="is not legal"):
-        choice.choose(problem, "sm90_mixed_gemm/128x128x128_1x2x1_coop").plan()
+        choice.choose(problem, "sm90_mixed_gemm/128x128x128_1x2x1_coop")
 
 
 def test_a_call_of_gathered_rows_has_a_plan_of_its_own():

@@ -650,11 +650,11 @@ import torch, w4gemm
 from w4gemm import choice
 problem = w4gemm.GemmProblem(16, 1536, 1024, torch.bfloat16, w4gemm.WeightFormat(), "mma16")
 for m in (8, 16):
-    plan = choice.choose(replace(problem, m=m)).plan()
+    plan = choice.choose(replace(problem, m=m))
     assert callable(plan.compiled)
     print(plan, plan.source)
 try:
-    choice.choose(replace(problem, m=4096)).plan()
+    choice.choose(replace(problem, m=4096)).ready()
 except w4gemm.UnsupportedError as e:
     print(e)
 """

@@ -72,7 +72,8 @@ def test_what_was_measured_for_the_end_of_an_interval_is_best_there_and_weighed_
     last = replace(FEW_FEATURES, m=8192)
     slow = choice.configs(last)[30]
     table.add([record(last, slow)])
-    assert choice.choose(last)[1:] == (*choice.plan.forced(last, slow), "tuned")
+    plan = choice.choose(last)
+    assert (str(plan), plan.source) == (slow, "tuned")
     sources = {choice.choose(replace(last, m=m)).source for m in range(4160, 8193, 64)}
     assert sources == {"tuned", "heuristic"}
     assert choice.choose(replace(last, m=4096)).source == "heuristic", "of another interval"
@@ -93,14 +94,12 @@ def test_what_an_interval_can_meet_is_chosen_as_every_m_is():
     last = replace(FEW_FEATURES, m=8192)
     whole, late = choice.configs(FEW_FEATURES)[0], choice.configs(last)[0]
     table.add([record(last, whole), replace(record(last, late), m=(6001, 8192))])
-    wanted = {}
+    last_m = {}
     for m in choice.intervals.plan_ms(4097, 8192):
-        decision = choice.choose(replace(last, m=m))
-        wanted[decision[1:]] = m
-    assert {problem.m for problem in choice.problems_of_interval(last)} == set(wanted.values())
-    assert {choice for choice in wanted if choice[-1] == "tuned"} == {
-        (*choice.plan.forced(last, config), "tuned") for config in (whole, late)
-    }
+        plan = choice.choose(replace(last, m=m))
+        last_m[str(plan), plan.source] = m
+    assert {problem.m for problem in choice.problems_of_interval(last)} == set(last_m.values())
+    assert {config for config, source in last_m if source == "tuned"} == {whole, late}
 
 
 @pytest.mark.parametrize("most", [1, 100, 3000, 9000])

@@ -268,7 +268,7 @@ def test_why_of_the_order_that_serves_every_m():
 
 def test_a_forced_config_that_is_not_legal_names_the_rule():
     with pytest.raises(ValueError, match="is not legal for .*offers tile_m 192, 256 .*; nearest are"):
-        choice.choose(PROBLEM, "sm90_mixed_gemm/64x64x64_1x1x1_coop").plan()
+        choice.choose(PROBLEM, "sm90_mixed_gemm/64x64x64_1x1x1_coop")
 
 
 def test_the_command_says_why(capsys):

@@ -61,7 +61,7 @@ def test_the_fastest_is_kept_and_chosen(favourite, folder):
     count = len(choice.configs(CPU))
     assert steps == [(i, count, "m 8, n 96, k 64") for i in range(1, count + 1)]
     assert (folder / table.USER_FILE).read_text() == outcome.record.line()
-    assert str(choice.choose(CPU).plan()) == favourite and choice.choose(CPU).plan().source == "tuned"
+    assert str(choice.choose(CPU).ready()) == favourite and choice.choose(CPU).ready().source == "tuned"
     assert not list(tuner.tune([CPU], "cpu")), "it has a record"
     assert len(list(tuner.tune([CPU], "cpu", force=True))) == 1
 
@@ -224,7 +224,7 @@ def test_the_workload_checks_what_it_times(epilogue):
     workload = Workload(problem, torch.device("cpu"))
     operands = workload.operands(3)
     assert len({id(o.weight) for o in operands}) == len(operands) > 1
-    plan = choice.choose(problem).plan()
+    plan = choice.choose(problem).ready()
     assert workload.error(plan.launch, operands[0]) < 1e-3
     assert workload.error(lambda o: o.out.zero_(), operands[0]) == pytest.approx(1, abs=0.2)
     assert workload.error(lambda o: None, operands[0]) != workload.error(plan.launch, operands[0]), "nothing ran"
@@ -285,4 +285,4 @@ def test_on_the_gpu(folder):
     outcomes = list(tuner.tune(problems, "cuda", top=4))
     assert len(outcomes) == 4 and not any(o.failed for o in outcomes)
     for outcome in outcomes:
-        assert len(outcome.times) == 4 and choice.choose(outcome.problem).plan().source == "tuned"
+        assert len(outcome.times) == 4 and choice.choose(outcome.problem).ready().source == "tuned"

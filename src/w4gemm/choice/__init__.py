@@ -22,13 +22,12 @@ from w4gemm.choice.intervals import (
     ragged,
     span,
 )
-from w4gemm.choice.plan import Choice, Plan, choose, configs, measured_record, problems_of_interval
+from w4gemm.choice.plan import Plan, choose, configs, measured_record, problems_of_interval
 from w4gemm.choice.plan_cache import PlanKey, Prepared, forget, plan_for, prepare, tokens_of_all_plans, tuning_with
 
 __all__ = [
     "BOUNDS",
     "WAVES_FROM",
-    "Choice",
     "Explanation",
     "Plan",
     "PlanKey",

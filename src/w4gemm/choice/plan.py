@@ -14,7 +14,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -35,16 +35,25 @@ from w4gemm.packing.layouts import layout_named, native_layout
 
 @dataclass(frozen=True)
 class Plan:
-    """A kernel, a config and its compiled function, which run every m of an interval."""
+    """A kernel and a config, which run every m of an interval. Nothing is compiled before :attr:`compiled` or
+    :attr:`launch` is asked for, or :meth:`ready` called."""
 
+    problem: GemmProblem
+    """The problem as it runs, at the interval's last m; ``gathered`` as :func:`resolve_gather` decides."""
     kernel: Kernel
     config: GemmConfig
-    compiled: Any
-    """The compiled function; None if the kernel has nothing to compile."""
-    problem: GemmProblem
-    """The problem at the interval's last m; ``gathered`` as :func:`resolve_gather` decides."""
     source: str = "forced"
     """Where the choice came from: forced, tuned, shipped or heuristic."""
+
+    @property
+    def unit(self) -> Unit | None:
+        """The unit to compile; None if the kernel has nothing to compile."""
+        return self.kernel.unit(self.problem, self.config)
+
+    @functools.cached_property
+    def compiled(self) -> Any:
+        """The compiled function, loaded from the cache or compiled; None if the kernel has nothing to compile."""
+        return None if self.unit is None else compiled(self.unit)
 
     @functools.cached_property
     def launch(self) -> Callable[[Operands], None]:
@@ -66,35 +75,16 @@ class Plan:
 
         return named
 
-    def __str__(self) -> str:
-        return f"{self.kernel.name}/{self.config}"
-
-
-class Choice(NamedTuple):
-    """A kernel and a config for a problem, not compiled yet."""
-
-    problem: GemmProblem
-    """The problem as it runs, see :func:`resolve_gather`."""
-    kernel: Kernel
-    config: GemmConfig
-    source: str
-    """Where the choice came from: forced, tuned, shipped or heuristic."""
-
-    @property
-    def unit(self) -> Unit | None:
-        """The unit to compile; None if the kernel has nothing to compile."""
-        return self.kernel.unit(self.problem, self.config)
+    def ready(self) -> Plan:
+        """Compile the function, or load it from the cache; return the plan."""
+        _ = self.compiled
+        return self
 
     def __str__(self) -> str:
         return f"{self.kernel.name}/{self.config}"
 
-    def plan(self) -> Plan:
-        """Return the plan, whose function is loaded from the cache or compiled now."""
-        function = None if self.unit is None else compiled(self.unit)
-        return Plan(self.kernel, self.config, function, self.problem, self.source)
 
-
-def choose(problem: GemmProblem, config: GemmConfig | str | None = None) -> Choice:
+def choose(problem: GemmProblem, config: GemmConfig | str | None = None) -> Plan:
     """Choose a kernel and a config for ``problem``, and compile nothing.
 
     Args:
@@ -106,12 +96,12 @@ def choose(problem: GemmProblem, config: GemmConfig | str | None = None) -> Choi
             order than the one for a batch-invariant problem.
     """
     if config is not None:
-        return Choice(problem, *forced(problem, config), "forced")
+        return Plan(problem, *forced(problem, config))
     problem = resolve_gather(problem)
     _require_support(problem, KERNELS)
-    choice = best(problem)
-    assert choice is not None
-    return choice
+    plan = best(problem)
+    assert plan is not None
+    return plan
 
 
 def resolve_gather(problem: GemmProblem) -> GemmProblem:
@@ -176,26 +166,26 @@ def _is_legal(problem: GemmProblem, choice: str) -> bool:
     return any(not kernel.exclusions(problem, GemmConfig.parse(text)) for kernel in kernels)
 
 
-def best(problem: GemmProblem) -> Choice | None:
-    """Return the choice for ``problem`` as it is, whether or not rows are gathered; None if no kernel supports it."""
+def best(problem: GemmProblem) -> Plan | None:
+    """Return the plan for ``problem`` as it is, whether or not rows are gathered; None if no kernel supports it."""
     measured = _measured(problem, table.find(problem))
     if is_by_waves(problem):
         return _ranking(problem, measured)(problem.m)
     if measured is not None:
         return measured
     ranking = ranked(KERNELS, problem)
-    return Choice(problem, ranking[0].kernel, ranking[0].config, "heuristic") if ranking else None
+    return Plan(problem, ranking[0].kernel, ranking[0].config, "heuristic") if ranking else None
 
 
-def _measured(problem: GemmProblem, records: Iterable[tuple[str, Record]]) -> Choice | None:
+def _measured(problem: GemmProblem, records: Iterable[tuple[str, Record]]) -> Plan | None:
     first = _usable(records, problem)
     if first is None:
         return None
     source, record = first
-    return Choice(problem, kernel_named(record.kernel), GemmConfig.parse(record.config), source)
+    return Plan(problem, kernel_named(record.kernel), GemmConfig.parse(record.config), source)
 
 
-def _ranking(problem: GemmProblem, measured: Choice | None) -> Callable[[int], Choice | None]:
+def _ranking(problem: GemmProblem, measured: Plan | None) -> Callable[[int], Plan | None]:
     """Return the ranking function of the problem's interval: m -> the shortlist's config of least predicted time.
 
     ``measured``, the fastest at the interval's last m, is a candidate too. If the prediction contradicts the
@@ -210,13 +200,13 @@ def _ranking(problem: GemmProblem, measured: Choice | None) -> Callable[[int], C
         us = timers(measured.kernel, problem)(measured.config)
         scale = min(1.0, min(candidate.us(last) for candidate in candidates) / us(last))
 
-    def choice(m: int) -> Choice | None:
+    def choice(m: int) -> Plan | None:
         times = [candidate.us(m) for candidate in candidates]
         least = min(times)
         if us is not None and measured is not None and (m == last or 0 < scale * us(m) <= least):
-            return measured._replace(problem=replace(problem, m=m))
+            return replace(measured, problem=replace(problem, m=m))
         fastest = candidates[times.index(least)]
-        return Choice(replace(problem, m=m), fastest.kernel, fastest.config, "heuristic")
+        return Plan(replace(problem, m=m), fastest.kernel, fastest.config, "heuristic")
 
     return choice
 
@@ -229,7 +219,7 @@ def problems_of_interval(problem: GemmProblem, most: int | None = None) -> list[
     first, end = interval_of(problem.m)
     end = min(end or LARGEST, most or LARGEST)
     records = table.find(problem)
-    rankings: dict[str | None, Callable[[int], Choice | None]] = {}
+    rankings: dict[str | None, Callable[[int], Plan | None]] = {}
     problems: dict[str | None, GemmProblem] = {}
     for m in plan_ms(first, max(first, end)):
         there = replace(problem, m=m)

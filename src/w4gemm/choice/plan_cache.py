@@ -118,7 +118,7 @@ def _new_plan(key: PlanKey) -> Plan:
     if tuners and not key.config and not key.weight.experts:
         tuners[-1](problem)
     started, seen = time.perf_counter(), generation
-    plan = choose(problem, key.config or None).plan()
+    plan = choose(problem, key.config or None).ready()
     with _lock:
         if not untuned:
             if seen == generation:  # else another thread tuned meanwhile, or began to: the next call chooses anew
@@ -178,15 +178,15 @@ def prepare(keys: Iterable[PlanKey], helpers: Collection[Unit] = (), rank: int =
         UnsupportedError: if no kernel runs one of the products, or a unit cannot be compiled; with the reason.
     """
     started = time.perf_counter()
-    choices = {key: choose(key.problem()) for key in dict.fromkeys(keys) if not is_kept(key)}
-    needed = (*(choice.unit for choice in choices.values()), *helpers)
+    plans = {key: choose(key.problem()) for key in dict.fromkeys(keys) if not is_kept(key)}
+    needed = (*(plan.unit for plan in plans.values()), *helpers)
     units = list(dict.fromkeys(unit for unit in needed if unit is not None))
     missing = [unit for unit in units if not is_ready(unit)]
     if missing and environment.may_compile():
         first = rank * len(missing) // ranks
         _compile([*missing[first:], *missing[:first]], max(1, usable_processors() // ranks))
-    for key, choice in choices.items():
-        _plans.setdefault(key, choice.plan())
+    for key, plan in plans.items():
+        _plans.setdefault(key, plan.ready())
     for helper in helpers:
         compiled(helper)
     return Prepared(len(units), len(missing), time.perf_counter() - started)

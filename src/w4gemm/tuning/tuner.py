@@ -267,7 +267,7 @@ def _launcher(kernel: Kernel, problem: GemmProblem, config: GemmConfig, objects:
     unit = kernel.unit(problem, config)
     if unit is not None and unit in objects:
         adopt(unit, objects[unit].result())
-    return choice.Choice(problem, kernel, config, "forced").plan().launch
+    return choice.Plan(problem, kernel, config).launch
 
 
 def _times(launches: dict[str, Launch], operands: list[Operands], workload: Workload, first: str) -> _Times:

@@ -41,11 +41,6 @@ def moved_us(problem: GemmProblem) -> Timer:
     return lambda m: weight_us * min(weights, m) + row_us * m
 
 
-def bytes_us(problem: GemmProblem) -> float:
-    """:func:`moved_us` of the problem's own m."""
-    return moved_us(problem)(problem.m)
-
-
 def copy_us(problem: GemmProblem) -> float:
     """Return the microseconds of a copy of x's rows, and of their scales if they have any, before a launch."""
     copy = constants_for(problem.device).models["copy"]
@@ -55,11 +50,12 @@ def copy_us(problem: GemmProblem) -> float:
     ).memory
 
 
-def roofline_us(problem: GemmProblem) -> float:
-    """The larger of the times of all bytes and of all operations, by the device's data sheet as far as it is known."""
+def unmeasured_us(problem: GemmProblem) -> float:
+    """Return the time that a kernel or config without measurements is ranked by: twice the larger of the times of all
+    bytes and of all operations, by the device's data sheet as far as it is known."""
     ours = constants_for(problem.device).device
     operations = 2 * problem.m * problem.n * problem.k
-    return max(bytes_us(problem), operations / (problem.device.operations or ours.operations))
+    return 2 * max(moved_us(problem)(problem.m), operations / (problem.device.operations or ours.operations))
 
 
 def mma_us(problem: GemmProblem, config: GemmConfig, wgmma: bool) -> float:

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 from w4gemm.choice.cost.constants import Constants, Scale, SliceTimes, constants_for, scale_of
 from w4gemm.choice.cost.experts import Division, of_tile, random_and_zipf_rows, unevenness
-from w4gemm.choice.cost.traffic import SHARPNESS, Timer, mma_us, moved_us, roofline_us
+from w4gemm.choice.cost.traffic import SHARPNESS, Timer, mma_us, moved_us, unmeasured_us
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.epilogue import PLAIN
 from w4gemm.core.problem import GemmProblem
@@ -102,7 +102,7 @@ def timers(kernel: Any, problem: GemmProblem) -> Callable[[GemmConfig], Timer]:
             return _two_launches_timer(facts, problem, config)
         of_launch = _launch_timer(facts, problem, config, moved)
         if of_launch is None:
-            return lambda m: 2 * roofline_us(replace(problem, m=m))
+            return lambda m: unmeasured_us(replace(problem, m=m))
         if kernel.name == "sm90_decode" and problem.experts:
             return lambda m: of_launch(m, m * per_flop) + _expert_tiles_us(facts, replace(problem, m=m), config)
         return lambda m: of_launch(m, m * per_flop)
@@ -119,7 +119,7 @@ def _two_launches_timer(facts: LaunchFacts, problem: GemmProblem, config: GemmCo
         if (n, config) not in timers_by_launch:
             part = replace(problem, n=n)
             timer_of_part = _launch_timer(facts, part, config, moved_us(part))
-            timers_by_launch[n, config] = timer_of_part or (lambda m, operations: 2 * roofline_us(replace(part, m=m)))
+            timers_by_launch[n, config] = timer_of_part or (lambda m, operations: unmeasured_us(replace(part, m=m)))
         return timers_by_launch[n, config](m, operations)
 
     def us(m: int) -> float:
