@@ -101,6 +101,9 @@ PANEL = 256
 MOST_FEATURES = 64
 """Features of a block, at most."""
 _MOST_CODES = 1024
+_DISPLACING = 512
+"""Rows of a multiple of this many columns lie at multiples of 2 KiB, so that those of a tile displace each other from
+the first cache."""
 NEEDS = "llvmlite (pip install '.[cpu]') on a processor with AVX2 or of 64-bit Arm"
 
 
@@ -151,14 +154,13 @@ class CompiledProduct:
         code, run = self.codes.get(m) or self._code(m)
         if x.dtype is not torch.float32:
             x = x.float()
-        rows, x_panel, x_row = m, panel, self.k
-        if code.tiled:  # a panel's rows side by side, because rows at multiples of 4 KiB would displace each other
-            rows = -(-m // code.tokens) * code.tokens
-            if self.k % panel:
-                x = torch.nn.functional.pad(x, (0, -self.k % panel))
-            source = x.contiguous().view(m, -1, panel).transpose(0, 1)
-            x = x.new_zeros(source.shape[0], rows, panel)
-            x[:, :m] = source
+        rows = -(-m // code.tokens) * code.tokens
+        x_panel, x_row = panel, self.k
+        if rows != m:
+            x = torch.nn.functional.pad(x, (0, 0, 0, rows - m))
+        if code.tiled and self.k % _DISPLACING == 0:  # a panel's rows side by side
+            padded = torch.nn.functional.pad(x, (0, -self.k % panel)) if self.k % panel else x.contiguous()
+            x = padded.view(rows, -1, panel).transpose(0, 1)
             x_panel, x_row = rows * panel, panel
         x = x.contiguous()
         if out is None or rows != m or self.columns != self.n or out.dtype is not torch.float32:
@@ -185,23 +187,22 @@ class CompiledProduct:
         out: torch.Tensor,
     ) -> list[Call]:
         """Return the calls of a product, one a thread. x_strides: numbers from one panel and one token to the next."""
-        pointers, rows = [t.data_ptr() for t in weight], out.shape[0]
-        if not self.has_zero:
-            pointers.insert(2, 0)
-        if not self.has_factors:
-            pointers.append(0)
-        first, last = (x.data_ptr(), *x_strides, *pointers, out.data_ptr()), (rows, *self.sizes)
+        rows, (table, scales, *others) = out.shape[0], weight
+        zeros = others[0].data_ptr() if self.has_zero else 0
+        factors = others[-1].data_ptr() if self.has_factors else 0
+        addresses = table.data_ptr(), scales.data_ptr(), zeros, factors, out.data_ptr()
         threads = min(torch.get_num_threads(), self.chunks, rows * self.chunks * self.k // _THREAD_COLUMNS)
-        if threads <= 1:
-            return [functools.partial(run, _packed(*first, 0, self.chunks, *last))]
-        bounds = [self.chunks * i // threads for i in range(threads + 1)]
-        return [functools.partial(run, _packed(*first, *ends, *last)) for ends in itertools.pairwise(bounds)]
+        bounds = [self.chunks * i // threads for i in range(threads)] if threads > 1 else [0]
+        return [
+            functools.partial(run, _packed(x.data_ptr(), *x_strides, *addresses, first, last, rows, *self.sizes))
+            for first, last in itertools.pairwise((*bounds, self.chunks))
+        ]
 
     def _code(self, m: int) -> tuple[Code, Callable[[bytes], None]]:
-        """Return the code for m tokens, in tiles as large as registers allow and of about one size."""
+        """Return the code for m tokens, in large tiles of which the last has few rows of padding."""
         format, bits, width = self.format, table_bits(self.format), lanes()
         most = 3 * width // 2 // max(2, 8 // bits)  # sums take three quarters of the registers: 16, or 32 of AVX-512
-        tokens = -(-m // -(-m // most))
+        tokens = m if m <= most else min(range(most, most - most // 3 - 1, -1), key=lambda size: -(-m // size) * size)
         middle, row_bytes = format.element_rule.padding_code, CpuLayout().shapes(format, 1, 1)[0][1][2]
         code = Code(bits, row_bytes, middle, format.zero, format.scale_dtype, format.factors, tokens, m > tokens, width)
         if len(self.codes) > _MOST_CODES:

@@ -9,8 +9,7 @@ Loops, outermost first:
     panel      at most 256 columns, and groups as a whole where that is less
     block      2 or 4 vectors of features. If m is at most ``tokens``, the columns of a panel are decoded, multiplied
                and added up in registers at once. Else they are decoded to memory, 16 or 32 KiB, and for each
-    tile       of ``tokens`` tokens they are multiplied and added up. The last tile ends at m, and computes some tokens
-               of the tile before it once more
+    tile       of ``tokens`` tokens they are multiplied and added up. m is a multiple of ``tokens``
 
 A byte has 8 / bits codes of neighbouring features, its fields. Vectors hold one field of neighbouring bytes: lane i of
 field f is feature i * fields + f. Sums are put in the order of features at the end of a panel. The products of a token
