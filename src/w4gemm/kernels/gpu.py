@@ -18,7 +18,7 @@ from w4gemm.kernels import arguments, workspace
 from w4gemm.kernels.base import OK, Operands, Resources, Status
 from w4gemm.kernels.requirements import missing_for_dsl
 from w4gemm.kernels.space import Exclusion, Space
-from w4gemm.kernels.variant import EXPERT_MAPS, GpuVariant
+from w4gemm.kernels.variant import MOST_EXPERTS, GpuVariant, registers_of
 from w4gemm.packing.block import BLOCK_K, BLOCK_N
 from w4gemm.packing.codecs import weight_operand
 from w4gemm.packing.layouts import layout_named
@@ -100,8 +100,8 @@ class GpuKernel(ABC):
             return Status.no(f"takes one scale for each row of x{which}, not one for each {SCALE_BLOCK} columns")
         if problem.gathered and not problem.experts:
             return Status.no("gathers rows of x for a weight of several experts only")
-        if problem.experts > EXPERT_MAPS[-1]:
-            return Status.no(f"takes at most {EXPERT_MAPS[-1]} experts, the weight has {problem.experts}")
+        if problem.experts > MOST_EXPERTS:
+            return Status.no(f"takes at most {MOST_EXPERTS} experts, the weight has {problem.experts}")
         reason = missing_for_dsl(MIN_DRIVER)
         return Status.no(reason) if reason else OK
 
@@ -137,7 +137,7 @@ class GpuKernel(ABC):
         ctas, per_sm = along_m * n_tiles * config.split_k, self.ctas_per_sm(config)
         if config.schedule == "stream":  # as many CTAs as the device holds, each with at least one block of k
             ctas = min(ctas * -(-problem.k // BLOCK_K), problem.device.sms * per_sm)
-        even = min(255, 65536 // (variant.threads * per_sm) // 8 * 8)
+        even = min(255, registers_of(variant.threads * per_sm) // 8 * 8)
         return Resources(
             variant.shared_bytes,
             ctas,

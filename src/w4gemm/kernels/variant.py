@@ -23,8 +23,15 @@ RESERVED_SHARED_MEMORY = 1024
 EXPERT_MAPS = (512, 1024)
 """Sizes of the expert map, in experts: a launch takes the smaller one that is enough, which leaves the pipeline more
 shared memory."""
+MOST_EXPERTS = EXPERT_MAPS[-1]
+"""Experts of a weight, of a layer in one launch, of a choice and of a routing, at most."""
 
 _OUT_KIND = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
+
+
+def registers_of(threads: int) -> int:
+    """Return the registers of a thread if so many share a multiprocessor evenly. A thread can use 255."""
+    return 65536 // threads
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from w4gemm.kernels.gpu import MIN_DRIVER
 from w4gemm.kernels.helpers.base import Sm90Helper, half_dtype, half_rows
 from w4gemm.kernels.helpers.expert_choice.spec import ExpertChoice
 from w4gemm.kernels.requirements import missing_for_dsl
-from w4gemm.kernels.variant import HOPPER_SHARED_MEMORY
+from w4gemm.kernels.variant import HOPPER_SHARED_MEMORY, MOST_EXPERTS
 from w4gemm.kernels.workspace import FLAG_BYTES
 from w4gemm.packing.block import BLOCK_K, BLOCK_N, STRIP_N, Block
 from w4gemm.packing.codecs import PAIR_TABLE_BYTES, Pairs, WeightOperand
@@ -39,7 +39,6 @@ EPOCHS_AT, COUNTERS_AT = _MOST_CTAS, 2 * _MOST_CTAS
 _SPLIT_BYTES = 32 * 1024
 """Bytes of down by which the largest share of whole strips exceeds the mean one, from which on strips are split. Adding
 up parts takes 0.8 to 1.7 us, in which a multiprocessor of an H200 reads 30 to 60 KB (2026-11-28)."""
-_MOST_EXPERTS = 1024
 _MOST_STAGES = 3
 """Stages of a warp. With 13, 200 KB of a multiprocessor's weights on their way, launches took up to 25 % longer (H100,
 2026-11-28): requests for down then delay those for gate_up of other CTAs, which all wait for."""
@@ -262,8 +261,8 @@ class ExpertLayer(Sm90Helper):
             return f"features are a multiple of {BLOCK_N} and width is one of 32, got {self.features}, {self.width}"
         if self.weight.channels:
             return "scales of output channels are for the other kernels"
-        if self.experts > _MOST_EXPERTS or not 0 < self.choices <= MOST_CHOICES:
-            return f"takes {_MOST_EXPERTS} experts and {MOST_CHOICES} choices, got {self.experts}, {self.choices}"
+        if self.experts > MOST_EXPERTS or not 0 < self.choices <= MOST_CHOICES:
+            return f"takes {MOST_EXPERTS} experts and {MOST_CHOICES} choices, got {self.experts}, {self.choices}"
         if self.choice is not None and (reason := self.choice.refusal()):
             return reason
         if self.choice is not None and not self.mapped and self.choice.experts != self.experts:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from w4gemm.core.config import GemmConfig
-from w4gemm.kernels.variant import HOPPER_SHARED_MEMORY, KSliceVariant, shared_memory_of_each
+from w4gemm.kernels.variant import HOPPER_SHARED_MEMORY, KSliceVariant, registers_of, shared_memory_of_each
 from w4gemm.packing.block import BLOCK_K, BLOCK_N
 from w4gemm.packing.codecs import Pairs
 
@@ -217,7 +217,7 @@ class Sm90MixedVariant(KSliceVariant):
 
     @property
     def _ranges_of_sums(self) -> int:
-        registers = self.consumer_registers or min(255, 65536 // (self.threads * self.occupancy))
+        registers = self.consumer_registers or min(255, registers_of(self.threads * self.occupancy))
         room = registers - _OTHER_REGISTERS - self.config.tile_m // 2
         eights, most = self.config.tile_m // 8, max(room // 8, 1)
         return next(splits for splits in range(1, eights + 1) if eights % splits == 0 and eights // splits <= most)
@@ -340,7 +340,7 @@ class Sm90MixedVariant(KSliceVariant):
         CTA or more warps hide the latency."""
         if self.m64_atoms > 1:
             return 2  # with more some formats spill
-        return 8 if 65536 // (self.threads * self.occupancy) > 128 else 1
+        return 8 if registers_of(self.threads * self.occupancy) > 128 else 1
 
     # --- shared memory, in bytes per CTA
 

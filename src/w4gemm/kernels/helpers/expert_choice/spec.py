@@ -11,9 +11,9 @@ from w4gemm.core.problem import Device
 from w4gemm.core.router import Router
 from w4gemm.jit import Program
 from w4gemm.kernels.helpers.base import HALF_KINDS, Sm90Helper
+from w4gemm.kernels.variant import MOST_EXPERTS
 
 _KINDS = HALF_KINDS | {torch.float32: "f32"}
-_MOST_EXPERTS = 1024
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class ExpertChoice(Sm90Helper):
 
     def refusal(self) -> str:
         """Return why no kernel takes such logits; the empty string if one does."""
-        if self.dtype not in _KINDS or not 0 < self.experts <= _MOST_EXPERTS:
-            return f"takes logits of 16 or 32 bits for {_MOST_EXPERTS} experts, got {self.dtype} for {self.experts}"
+        if self.dtype not in _KINDS or not 0 < self.experts <= MOST_EXPERTS:
+            return f"takes logits of 16 or 32 bits for {MOST_EXPERTS} experts, got {self.dtype} for {self.experts}"
         return self.router.refusal(self.experts, self.biased)
 
     def math(self) -> Any:

@@ -12,9 +12,8 @@ import torch
 from w4gemm.core.problem import Device
 from w4gemm.jit import Program
 from w4gemm.kernels.helpers.base import LayerFacts, Sm90Helper
+from w4gemm.kernels.variant import MOST_EXPERTS
 
-_MOST_EXPERTS = 1024
-"""A thread for each."""
 MOST_CHOICES = 2**18
 """Choices up to which it is faster than PyTorch's sort, which takes more than a dozen launches."""
 _CTAS = 8
@@ -44,7 +43,7 @@ class ExpertRoute(Sm90Helper):
     @classmethod
     def of(cls, device: Device, dtype: torch.dtype, experts: int, mapped: bool, choices: int) -> ExpertRoute | None:
         """Return the kernel for a number of choices; None where it does not run, or is slower than PyTorch."""
-        fits = dtype in _IDS and 0 < experts <= _MOST_EXPERTS and 0 < choices <= MOST_CHOICES
+        fits = dtype in _IDS and 0 < experts <= MOST_EXPERTS and 0 < choices <= MOST_CHOICES
         if not fits or not cls.runs(device):
             return None
         return cls(dtype, experts, mapped, 1 if choices <= _MOST_ALONE else _CTAS)
