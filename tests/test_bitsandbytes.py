@@ -149,7 +149,7 @@ def test_8_bits_of_the_package(tmp_path: Path) -> None:
         expected = functional.int8_vectorwise_dequant(codes, most)
         packing = bitsandbytes.Int8Packing()
         module = Module(n, k, WeightFormat.of("int8_col_fp32"))
-        w = packing.weight(module, {"weight": codes, "SCB": most}).dequantize()
+        w = packing.numbers(module, {"weight": codes, "SCB": most}).weight().dequantize()
         torch.testing.assert_close(w, expected, rtol=2**-23, atol=0)
 
 

@@ -251,15 +251,15 @@ def test_interrupted_runs_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     out, read = tmp_path / "out", []
     from w4gemm.checkpoints import gptq
 
-    weight = gptq.GPTQPacking.weight
+    numbers = gptq.GPTQPacking.numbers
 
     def counted(self: Any, module: Any, tensors: Any) -> Any:
         read.append(module)
         if len(read) == limit:
             raise KeyboardInterrupt
-        return weight(self, module, tensors)
+        return numbers(self, module, tensors)
 
-    monkeypatch.setattr(gptq.GPTQPacking, "weight", counted)
+    monkeypatch.setattr(gptq.GPTQPacking, "numbers", counted)
     sizes = ("--shard-size", 1)
     monkeypatch.setattr("w4gemm.cli.convert.MIB", 2**13)
     limit = 6

@@ -325,7 +325,7 @@ def test_codes_that_are_no_numbers(tmp_path: Path) -> None:
     weight.view(torch.uint8)[3, 5] = 0x7F
     save_file({"a.weight": weight, "a.weight_scale_inv": scale}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "fp8"}}))
-    with pytest.raises(FormatError, match=r"a\.weight: .*codes"):
+    with pytest.raises(FormatError, match="a: codes: wanted finite numbers"):
         open_checkpoint(tmp_path).weight("a")
 
 

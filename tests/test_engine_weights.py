@@ -12,7 +12,7 @@ import torch
 from engine_tensors import AWQ_ORDER, words
 from w4gemm import fold_scales
 from w4gemm.checkpoints import awq, compressed_tensors, gptq, packed_floats, w4afp8
-from w4gemm.checkpoints.numbers import Numbers, PackedMatrix
+from w4gemm.checkpoints.packed_numbers import PackedMatrix, PackedNumbers
 from w4gemm.core.formats import WeightFormat
 from w4gemm.integrations.engines import loading
 from w4gemm.integrations.engines.engine import Engine
@@ -41,7 +41,7 @@ class Drawn:
         kept = self.scales.to(torch.float16 if scale else torch.bfloat16)
         self.weight = QuantizedWeight.from_codes(name, self.codes, kept, self.zeros, self.g_idx)
 
-    def check(self, numbers: Numbers) -> None:
+    def check(self, numbers: PackedNumbers) -> None:
         for found, layout in ((numbers.packed(), "cpu"), (numbers.weight(), "canonical")):
             assert found.format == self.weight.format and found.layout == layout
             torch.testing.assert_close(found.dequantize(), self.weight.dequantize(), rtol=0, atol=0)
@@ -52,21 +52,21 @@ def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(repack, "_ELEMENTS", 128 * K)
 
 
-def in_gptq(drawn: Drawn) -> Numbers:
+def in_gptq(drawn: Drawn) -> PackedNumbers:
     tensors = {"qweight": words(drawn.codes).T, "scales": drawn.scales.T}
     if drawn.g_idx is not None:
         tensors["g_idx"] = drawn.g_idx
     return gptq.numbers(tensors, drawn.weight.format, None if drawn.zeros is None else drawn.zeros.T)
 
 
-def in_awq(drawn: Drawn) -> Numbers:
+def in_awq(drawn: Drawn) -> PackedNumbers:
     tensors = {"qweight": words(drawn.codes.T, AWQ_ORDER), "scales": drawn.scales.T}
     if drawn.zeros is not None:
         tensors["qzeros"] = words(drawn.zeros.T, AWQ_ORDER)
     return awq.numbers(tensors, drawn.weight.format)
 
 
-def in_rows(drawn: Drawn, stacked: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.clone) -> Numbers:
+def in_rows(drawn: Drawn, stacked: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.clone) -> PackedNumbers:
     """compressed-tensors' tensors; ``stacked`` makes experts of each."""
     tensors = {"weight_packed": stacked(words(drawn.codes)), "weight_scale": stacked(drawn.scales)}
     if drawn.zeros is not None:
@@ -166,11 +166,11 @@ def test_tensors_that_do_not_fit_are_refused_by_name() -> None:
     assert zeros is not None
     bytes, in_fp8, one = codes[:, : K // 2].contiguous(), torch.ones(N, K // 16).to(torch.float8_e4m3fn), torch.ones(1)
 
-    def rows(**changed: torch.Tensor) -> Numbers:
+    def rows(**changed: torch.Tensor) -> PackedNumbers:
         tensors = {"packed": words(codes), "scale": scales, "zero_point": words(zeros.T).T, **changed}
         return compressed_tensors.numbers({f"weight_{name}": t for name, t in tensors.items()}, format)
 
-    def columns(of: Any = gptq, **changed: torch.Tensor) -> Numbers:
+    def columns(of: Any = gptq, **changed: torch.Tensor) -> PackedNumbers:
         tensors = {"qweight": words(codes).T if of is gptq else words(codes.T), "scales": scales.T}
         if of is awq:
             tensors["qzeros"] = words(zeros.T)

@@ -129,7 +129,7 @@ def test_experts_in_act_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "does not hold weights in act-order" in capsys.readouterr().err
     by_module = True
     convert(write_dense(tmp_path / "odd", "qwen3_moe"), config, write, ROUTERS)
-    with pytest.raises(FormatError, match="wanted format, n, k, device, activations and perm of gate"):
+    with pytest.raises(FormatError, match="wanted the columns of an expert's gate and up in the same order"):
         load(tmp_path / "odd")
 
 

@@ -14,10 +14,11 @@ pytest.importorskip("transformers")
 
 from quantized_model import Numbers, Writer, assert_loads, write_model
 from tiny_model import LAYERS
-from w4gemm import FormatError, QuantizedWeight, WeightFormat, checkpoints
-from w4gemm.checkpoints import METHODS, Module, numbers, open_checkpoint
+from w4gemm import FormatError, WeightFormat, checkpoints
+from w4gemm.checkpoints import METHODS, Module, open_checkpoint
 from w4gemm.checkpoints.hugging_face import TensorInfo
 from w4gemm.checkpoints.module_tensors import SCALES, check_bits, check_tensor, whole_groups
+from w4gemm.checkpoints.packed_numbers import PackedMatrix, PackedNumbers
 from w4gemm.checkpoints.quantized_folder import folder_format
 from w4gemm.cli.__main__ import main
 
@@ -40,11 +41,11 @@ class ShortPacking:
         check_tensor(stored, "steps", SCALES, (whole_groups(format, 2 * half), n))
         return Module(n, 2 * half, format, "bias" in stored)
 
-    def weight(self, module: Module, tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
+    def numbers(self, module: Module, tensors: Mapping[str, torch.Tensor]) -> PackedNumbers:
         codes = tensors["codes4"]
-        swapped = numbers.PackedMatrix(codes << 4 | codes >> 4, along="k")
-        steps = numbers.PackedMatrix(tensors["steps"], transposed=True)
-        return numbers.Numbers(module.format, swapped, steps).weight()
+        swapped = PackedMatrix(codes << 4 | codes >> 4, along="k")
+        steps = PackedMatrix(tensors["steps"], transposed=True)
+        return PackedNumbers(module.format, swapped, steps)
 
 
 def write(name: str, n: int, k: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:

@@ -140,13 +140,14 @@ def moved(model: Any) -> None:
 def test_two_layers_in_one_weight(format: str) -> None:
     """transformers' packed_colwise: a process holds some rows of both. Scales of nvfp4 and mxfp4 are fp8."""
     pytest.importorskip("transformers")
+    from w4gemm.checkpoints.numbers import WeightNumbers
     from w4gemm.integrations.transformers.sharding import local_shard
 
     w = quantize(torch.randn(96, 64), format)
     for rank in range(PROCESSES):
         mesh = SimpleNamespace(ndim=1, get_group=lambda dim, rank=rank: SimpleNamespace(rank=lambda: rank))
         model: Any = SimpleNamespace(tp_size=PROCESSES, tp_plan={"up.*": "packed_colwise"}, _device_mesh=mesh)
-        got = local_shard(model, "up.3", w).dequantize()
+        got = local_shard(model, "up.3", WeightNumbers(w)).weight().dequantize()
         assert torch.equal(got, w.dequantize().view(2, PROCESSES, 24, 64)[:, rank].flatten(0, 1))
 
 
@@ -154,7 +155,8 @@ def test_two_layers_in_one_weight(format: str) -> None:
 def test_parts_of_experts_add_up_to_the_whole(of_experts: bool) -> None:
     """Also their biases, each once, and the factors of x."""
     pytest.importorskip("transformers")
-    from w4gemm.integrations.transformers.sharding import Local, Split, local_experts
+    from w4gemm.checkpoints.numbers import WeightNumbers
+    from w4gemm.integrations.transformers.sharding import Local, Split
 
     w = QuantizedWeight.stack([quantize(torch.randn(32, 64), "int4_g16") for _ in range(4)])
     bias, scale, x = torch.randn(4, 32), torch.rand(64) + 0.5, torch.randn(64)
@@ -164,7 +166,11 @@ def test_parts_of_experts_add_up_to_the_whole(of_experts: bool) -> None:
         return local.weight.dequantize() @ (x * local.pre_quant_scale) + local.bias
 
     wanted = products(Local(w, bias, scale), x)
-    parts = [local_experts(Local(w, bias, scale), Split(i, PROCESSES, of_experts), True) for i in range(PROCESSES)]
+    splits = [Split(i, PROCESSES, of_experts) for i in range(PROCESSES)]
+    parts = [
+        Local(split.numbers(WeightNumbers(w), True).packed(), split.bias(bias, True), split.factors(scale, True))
+        for split in splits
+    ]
     if of_experts:
         got = torch.cat([products(part, x) for part in parts])
     else:

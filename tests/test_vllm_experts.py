@@ -798,7 +798,7 @@ def test_models_that_ask_for_the_class_of_experts(experts: ModuleType, monkeypat
     """Some ask before weights are loaded, and let experts of certain classes leave the last step to them."""
     from vllm.model_executor.layers.quantization.auto_gptq import AutoGPTQMoEMethod
 
-    from w4gemm.checkpoints.numbers import Numbers
+    from w4gemm.checkpoints.packed_numbers import PackedNumbers
 
     make = AutoGPTQMoEMethod.__init__
     monkeypatch.setattr(
@@ -806,7 +806,7 @@ def test_models_that_ask_for_the_class_of_experts(experts: ModuleType, monkeypat
     )
     layer = mixture(CASES[0], packed=False).layer
     assert layer.quant_method.experts_cls is experts.W4gemmExperts
-    monkeypatch.setattr(Numbers, "check_range", lambda numbers: float("not a number"))
+    monkeypatch.setattr(PackedNumbers, "check_range", lambda numbers: float("not a number"))
     layer.quant_method.process_weights_after_loading(layer)
     assert layer.runs_on_vllm and layer.quant_method.experts_cls == "vLLM's"
 
@@ -900,12 +900,12 @@ def takeover_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_experts_that_cannot_be_packed_are_given_back(
     experts: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from w4gemm.checkpoints.numbers import Numbers
+    from w4gemm.checkpoints.packed_numbers import PackedNumbers
 
-    def refused(numbers: Numbers) -> None:
+    def refused(numbers: PackedNumbers) -> None:
         raise ValueError("scales: the weights of 1 groups would not be finite")
 
-    monkeypatch.setattr(Numbers, "check_range", refused)
+    monkeypatch.setattr(PackedNumbers, "check_range", refused)
     with caplog.at_level(logging.INFO, "vllm.w4gemm"):
         layer = mixture(CASES[0]).layer
     assert layer.runs_on_vllm and type(layer.quant_method).__mro__[1].__name__ == "FusedMoEMethodBase"

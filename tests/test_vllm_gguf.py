@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from test_vllm_dense import vllm_stub
-from w4gemm.checkpoints.gguf.blocks import TYPES, pack_blocks
+from w4gemm.checkpoints.gguf.blocks import TYPES, BlockNumbers
 from w4gemm.integrations.engines import engine
 
 gguf = pytest.importorskip("gguf")
@@ -106,7 +106,8 @@ def test_a_merged_layer_is_a_product_for_each_run_of_types(types: tuple[str, ...
 @pytest.mark.parametrize("type", sorted(FACTORS.keys() & TYPES.keys()))
 def test_blocks_are_packed_as_they_are(type: str) -> None:
     blocks = blocks_of(type, 300)
-    w = pack_blocks(type, blocks.view(300, -1, gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[type]][1]))
+    size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[type]][1]
+    w = BlockNumbers(type, blocks.view(300, -1, size)).packed()
     assert torch.equal(w.dequantize(torch.float64), dense(type, blocks))
 
 

@@ -12,6 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from w4gemm import FormatError, QuantizedWeight, WeightFormat, quantize
 from w4gemm.checkpoints import CheckpointFormat, Module, Pretrained
+from w4gemm.checkpoints.base import Pack
+from w4gemm.checkpoints.numbers import Numbers, WeightNumbers
 
 FORMAT_NAME = "int4_g32_zint"
 
@@ -30,11 +32,13 @@ class ToyCheckpoint:
     def stored_type(self, name: str) -> str:
         return self._file.get_slice(name).get_dtype()
 
-    def weight(self, name: str, device: torch.device | str = "cpu") -> QuantizedWeight:
+    def weight(self, name: str, device: torch.device | str = "cpu", pack: Pack = Numbers.weight) -> QuantizedWeight:
         self.read.append(name)
         module = self.modules[name]
         parts = [self._file.get_tensor(f"{name}.{part}") for part in module.format.part_names]
-        return QuantizedWeight(module.format, module.n, module.k, "canonical", tuple(part.to(device) for part in parts))
+        tensors = tuple(part.to(device) for part in parts)
+        w = QuantizedWeight(module.format, module.n, module.k, "canonical", tensors)
+        return pack(WeightNumbers(w), module.activations)
 
     def dense(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         if name not in self.tensors:

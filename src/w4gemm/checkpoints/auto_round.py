@@ -21,10 +21,11 @@ from w4gemm.checkpoints.hugging_face import TensorInfo
 from w4gemm.checkpoints.methods import GPTQ_ZEROS, auto_round_packing, check_plain_products
 from w4gemm.checkpoints.module_tensors import SYMMETRIC, check_bits, check_tensor, whole_groups
 from w4gemm.checkpoints.named_modules import ExtraConfig
+from w4gemm.checkpoints.numbers import Numbers
+from w4gemm.checkpoints.packed_numbers import PackedMatrix, PackedNumbers
 from w4gemm.checkpoints.quantized_folder import folder_format
 from w4gemm.core.formats import WeightFormat
 from w4gemm.packing.bits import unpack
-from w4gemm.weights.weight import QuantizedWeight
 
 _PACKINGS = {"mx_fp": "mxfp4-pack-quantized", "nv_fp": "nvfp4-pack-quantized"}
 """Formats of compressed-tensors, by the begin of ``data_type``."""
@@ -54,13 +55,14 @@ class AutoRoundPacking(CompressedTensors):
         check_tensor(stored, "weight_scale", ("U8",), (n, whole_groups(_MXINT4, 2 * half)))
         return Module(n, 2 * half, _MXINT4, "bias" in stored)
 
-    def weight(self, module: Module, tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
+    def numbers(self, module: Module, tensors: Mapping[str, torch.Tensor]) -> Numbers:
         if module.format != _MXINT4:
-            return super().weight(module, tensors)
+            return super().numbers(module, tensors)
         codes, exponents = unpack(tensors["weight_packed"], module.format.bits), tensors["weight_scale"].float() - 127
         quarters = (codes & 7).to(torch.int8)
         signed = torch.where(codes < SYMMETRIC, quarters, -quarters)
-        return QuantizedWeight.from_codes(_MXINT4, signed + SYMMETRIC, (torch.exp2(exponents) / 4).bfloat16())
+        numbers = PackedMatrix((signed + SYMMETRIC).to(torch.uint8)), PackedMatrix(torch.exp2(exponents) / 4)
+        return PackedNumbers(_MXINT4, *numbers)
 
     def _scheme(self, name: str) -> Mapping[str, Any]:
         settings, data_type = self._settings(name), self._data_type(name)

@@ -24,22 +24,22 @@ from w4gemm.checkpoints.module_tensors import (
     whole_groups,
 )
 from w4gemm.checkpoints.named_modules import ExtraConfig
-from w4gemm.checkpoints.numbers import Numbers, PackedMatrix
+from w4gemm.checkpoints.numbers import Numbers
+from w4gemm.checkpoints.packed_numbers import PackedMatrix, PackedNumbers
 from w4gemm.checkpoints.quantized_folder import folder_format
 from w4gemm.core.formats import WeightFormat
 from w4gemm.packing.bits import unpack
-from w4gemm.weights.weight import QuantizedWeight
 
 ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """The nibble of a word that holds its first, second, ... number."""
 
 
-def numbers(tensors: Mapping[str, torch.Tensor], format: WeightFormat) -> Numbers:
+def numbers(tensors: Mapping[str, torch.Tensor], format: WeightFormat) -> PackedNumbers:
     """Return the numbers of ``qweight``, ``scales`` and, if the format has zero points, ``qzeros``, which may have a
     dimension of experts in front."""
     codes, scales = PackedMatrix(tensors["qweight"], True, "n", ORDER), PackedMatrix(tensors["scales"], True)
     zeros = PackedMatrix(tensors["qzeros"], True, "n", ORDER) if format.has_zero else None
-    return Numbers(format, codes, scales, zeros, names=("qweight", "scales", "qzeros"))
+    return PackedNumbers(format, codes, scales, zeros, names=("qweight", "scales", "qzeros"))
 
 
 @dataclass(frozen=True)
@@ -81,10 +81,10 @@ class AWQPacking:
     def _extra(self) -> ExtraConfig:
         return ExtraConfig(self.config)
 
-    def weight(self, module: Module, tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
+    def numbers(self, module: Module, tensors: Mapping[str, torch.Tensor]) -> Numbers:
         if not module.format.has_zero and "qzeros" in tensors:
             check_symmetric(unpack(tensors["qzeros"], module.format.bits))
-        return numbers(tensors, module.format).weight()
+        return numbers(tensors, module.format)
 
 
 FORMAT = folder_format(

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from w4gemm.checkpoints.numbers import Numbers
 from w4gemm.core.errors import FormatError
 from w4gemm.core.formats import WeightFormat
 from w4gemm.weights.weight import QuantizedWeight
@@ -54,6 +55,10 @@ class Pretrained(NamedTuple):
     """Settings of the config that transformers does not take from there."""
 
 
+Pack = Callable[[Numbers, str | None], QuantizedWeight]
+"""Return the packed weight of a module's numbers and its :attr:`Module.activations`."""
+
+
 class Checkpoint(Protocol):
     """An open checkpoint. Opening reads headers only; tensors are read one at a time, when asked for.
 
@@ -82,11 +87,13 @@ class Checkpoint(Protocol):
         """
         ...
 
-    def weight(self, name: str, device: torch.device | str = "cpu") -> QuantizedWeight:
-        """Return the weight (n, k) or (experts, n, k) of a module, losslessly, in the canonical layout.
+    def weight(self, name: str, device: torch.device | str = "cpu", pack: Pack = Numbers.weight) -> QuantizedWeight:
+        """Return the weight (n, k) or (experts, n, k) of a module, losslessly.
 
         Args:
             device: where it is to lie; it is unpacked there, which a GPU does sooner.
+            pack: packs the module's numbers, by default in the canonical layout; ``Numbers.packed`` does in the one
+                that the device's kernels read. Its errors get the file's and the module's name.
 
         Raises:
             FormatError: if there is no such module, or its numbers are damaged.

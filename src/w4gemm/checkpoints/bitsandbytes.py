@@ -27,11 +27,12 @@ import torch
 from w4gemm.checkpoints.base import Module
 from w4gemm.checkpoints.hugging_face import TensorInfo
 from w4gemm.checkpoints.module_tensors import check_tensor
+from w4gemm.checkpoints.numbers import Numbers
+from w4gemm.checkpoints.packed_numbers import PackedMatrix, PackedNumbers
 from w4gemm.checkpoints.quantized_folder import Packing, folder_format
 from w4gemm.core.elements import codebook
 from w4gemm.core.formats import PER_COLUMN, SMALLEST_GROUP, WeightFormat
 from w4gemm.packing.bits import unpack
-from w4gemm.weights.weight import QuantizedWeight
 
 _STATES = ("weight_bitsandbytes__nf4", "weight_bitsandbytes__fp4")
 _NESTED = ("weight_nested_absmax", "weight_nested_quant_map")
@@ -73,7 +74,7 @@ class BitsAndBytesPacking:
         element = codebook(stored["weight_quant_map"].read().tolist())
         return Module(n, k, WeightFormat(group, scale="fp32", element=element), "bias" in stored)
 
-    def weight(self, module: Module, tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
+    def numbers(self, module: Module, tensors: Mapping[str, torch.Tensor]) -> Numbers:
         state, n, k = _state(tensors), module.n, module.k
         packed = tensors["weight"].contiguous().flatten().view(torch.uint8)
         codes = unpack(packed, module.format.bits, (1, 0))[: n * k].view(n, k)
@@ -86,9 +87,8 @@ class BitsAndBytesPacking:
             )
         group = module.format.group_size
         starts = torch.arange(0, n * k, group, device=packed.device)
-        return QuantizedWeight.from_codes(
-            module.format, codes, scales[starts // state["blocksize"]].view(n, k // group)
-        )
+        of_groups = scales[starts // state["blocksize"]].view(n, k // group)
+        return PackedNumbers(module.format, PackedMatrix(codes), PackedMatrix(of_groups))
 
 
 class Int8Packing:
@@ -108,9 +108,9 @@ class Int8Packing:
             )
         return Module(n, k, WeightFormat(PER_COLUMN, scale="fp32", element="int8"), "bias" in stored)
 
-    def weight(self, module: Module, tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
-        codes = tensors["weight"].view(torch.uint8) ^ 0x80
-        return QuantizedWeight.from_codes(module.format, codes, tensors["SCB"][:, None] * _OF_127)
+    def numbers(self, module: Module, tensors: Mapping[str, torch.Tensor]) -> Numbers:
+        codes = PackedMatrix.of_integers("weight", tensors["weight"], module.format.bits)
+        return PackedNumbers(module.format, codes, PackedMatrix(tensors["SCB"][:, None] * _OF_127))
 
 
 def _state(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:

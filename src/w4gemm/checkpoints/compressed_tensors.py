@@ -42,12 +42,12 @@ from w4gemm.checkpoints.module_tensors import (
     whole_groups,
 )
 from w4gemm.checkpoints.named_modules import Named, Patterns
-from w4gemm.checkpoints.numbers import Numbers, PackedMatrix
+from w4gemm.checkpoints.numbers import Numbers
 from w4gemm.checkpoints.packed_floats import MXFP8
+from w4gemm.checkpoints.packed_numbers import PackedMatrix, PackedNumbers
 from w4gemm.checkpoints.quantized_folder import folder_format
 from w4gemm.core.elements import INTEGERS
 from w4gemm.core.formats import PER_COLUMN, WeightFormat
-from w4gemm.weights.weight import QuantizedWeight
 
 FLOATS = {
     "mxfp4-pack-quantized": WeightFormat.parse("mxfp4"),
@@ -62,7 +62,7 @@ _FIRST_OF_BIAS_127, _FIRST_NIGHTLY = (0, 13, 1), "20260109"
 that does."""
 
 
-def numbers(tensors: Mapping[str, torch.Tensor], format: WeightFormat, k: int = 0, bits: int = 0) -> Numbers:
+def numbers(tensors: Mapping[str, torch.Tensor], format: WeightFormat, k: int = 0, bits: int = 0) -> PackedNumbers:
     """Return the numbers of integers, ``weight_packed`` or ``weight`` and what is beside it, which may have a dimension
     of experts in front. Words may be of any integers but int8, which holds one number each.
 
@@ -74,7 +74,7 @@ def numbers(tensors: Mapping[str, torch.Tensor], format: WeightFormat, k: int = 
     packed, bits = tensors.get("weight_packed"), bits or format.bits
     added = 0 if format.has_zero else (1 << format.bits - 1) - (1 << bits - 1)
     if packed is None:
-        codes, whole = _codes("weight", tensors["weight"], bits), False
+        codes, whole = PackedMatrix.of_integers("weight", tensors["weight"], bits), False
     else:
         k = k or packed.shape[-1] * packed.element_size() * 8 // bits
         whole = packed.shape[-1] != -(-k * bits // (8 * packed.element_size()))
@@ -85,7 +85,7 @@ def numbers(tensors: Mapping[str, torch.Tensor], format: WeightFormat, k: int = 
     if zeros is not None:
         signed = zeros.dtype == torch.int8
         z = (
-            _codes("weight_zero_point", zeros, bits)
+            PackedMatrix.of_integers("weight_zero_point", zeros, bits)
             if signed
             else PackedMatrix(zeros, along="n", bits=bits, size=n, whole=whole)
         )
@@ -95,7 +95,7 @@ def numbers(tensors: Mapping[str, torch.Tensor], format: WeightFormat, k: int = 
     if g_idx is not None and (g_idx == -1).any():
         g_idx = None  # it was allocated, and not used
     names = "weight" if packed is None else "weight_packed", "weight_scale", "weight_zero_point"
-    return Numbers(format, codes, PackedMatrix(scales), z, g_idx=g_idx, names=names)
+    return PackedNumbers(format, codes, PackedMatrix(scales), z, g_idx=g_idx, names=names)
 
 
 @dataclass(frozen=True)
@@ -172,17 +172,15 @@ class CompressedTensors:
             check_tensor(stored, "weight_g_idx", ("I32", "I64"), (k,))
         return Module(n, k, format, "bias" in stored, activations=_activations(scheme))
 
-    def weight(self, module: Module, tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
+    def numbers(self, module: Module, tensors: Mapping[str, torch.Tensor]) -> Numbers:
         expected = [module.n, module.k]
         if "weight_shape" in tensors and (shape := tensors["weight_shape"].tolist()) != expected:
             raise ValueError(f"weight_shape is {shape}, but its tensors have shape {expected}")
         if module.codes:
             return packed_floats.of_six_bits(module.codes, tensors["weight_packed"], tensors["weight_scale"])
         if module.format.element == "e2m1":
-            held = _float_numbers(tensors, module.format, 2 if self._bias_125 else 0)
-        else:
-            held = numbers(tensors, module.format, module.k, self._stored_bits(module, tensors))
-        return held.weight(module.activations)
+            return _float_numbers(tensors, module.format, 2 if self._bias_125 else 0)
+        return numbers(tensors, module.format, module.k, self._stored_bits(module, tensors))
 
     @staticmethod
     def _stored_bits(module: Module, tensors: Mapping[str, torch.Tensor]) -> int:
@@ -291,14 +289,6 @@ def _columns(stored: Mapping[str, TensorInfo], words: int, bits: int, channels: 
             "if none does (before 2026-06), so that nothing tells which; wanted another number of input features"
         )
     return k
-
-
-def _codes(name: str, q: torch.Tensor, bits: int) -> PackedMatrix:
-    """Return the codes of int8 numbers q."""
-    middle = 1 << bits - 1
-    if int(q.min()) < -middle or int(q.max()) >= middle:
-        raise ValueError(f"{name}: wanted {-middle} to {middle - 1}, got {int(q.min())} to {int(q.max())}")
-    return PackedMatrix(q.view(torch.uint8) + middle)  # modulo 256
 
 
 def _in_targets(config: Mapping[str, Any]) -> Iterator[Named]:

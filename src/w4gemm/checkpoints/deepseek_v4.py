@@ -20,10 +20,10 @@ import torch
 from w4gemm.checkpoints.base import Module
 from w4gemm.checkpoints.hugging_face import TensorInfo
 from w4gemm.checkpoints.module_tensors import check_tensor, whole_groups
+from w4gemm.checkpoints.numbers import Numbers
 from w4gemm.checkpoints.packed_floats import numbers
 from w4gemm.checkpoints.quantized_folder import folder_format
 from w4gemm.core.formats import WeightFormat
-from w4gemm.weights.weight import QuantizedWeight
 
 _FORMAT = WeightFormat.parse("mxfp4")
 
@@ -41,8 +41,8 @@ class DeepSeekV4Packing:
         check_tensor(stored, "scale", ("F8_E8M0", "U8"), (n, whole_groups(_FORMAT, 2 * half)))
         return Module(n, 2 * half, _FORMAT, "bias" in stored)
 
-    def weight(self, module: Module, tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
-        return numbers(tensors["weight"], tensors["scale"], module.format).weight()
+    def numbers(self, module: Module, tensors: Mapping[str, torch.Tensor]) -> Numbers:
+        return numbers(tensors["weight"], tensors["scale"], module.format)
 
 
 FORMAT = folder_format(

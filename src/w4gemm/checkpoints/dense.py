@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from w4gemm.checkpoints.account import Account, Naming, Stored
-from w4gemm.checkpoints.base import CheckpointFormat, Module, Pretrained
+from w4gemm.checkpoints.base import CheckpointFormat, Module, Pack, Pretrained
 from w4gemm.checkpoints.dense_experts import DenseProduct, dense_products
 from w4gemm.checkpoints.hugging_face import (
     AS_IT_IS,
@@ -25,6 +25,7 @@ from w4gemm.checkpoints.hugging_face import (
     read_header,
     transformers_errors,
 )
+from w4gemm.checkpoints.numbers import Numbers, WeightNumbers
 from w4gemm.checkpoints.stored import is_packed
 from w4gemm.core.errors import FormatError, nearest, not_among
 from w4gemm.core.formats import WeightFormat
@@ -170,14 +171,16 @@ class DenseCheckpoint:
     def _safetensors(self) -> SafetensorsFolder | None:
         return SafetensorsFolder(self.path) if any((self.path / file).is_file() for file in FILES) else None
 
-    def weight(self, name: str, device: torch.device | str = "cpu") -> QuantizedWeight:
+    def weight(self, name: str, device: torch.device | str = "cpu", pack: Pack = Numbers.weight) -> QuantizedWeight:
         if name not in self.modules:
             raise not_among(self.path, "linear layer", name, self.modules)
         product = self._products.get(name)
         if product is None:
-            return self._quantized(name, self._read(f"{name}.weight"), device)
-        each = (self._quantized(name, weight, device) for weight in product.weights(self._read(name)))
-        return QuantizedWeight.stack(each, product.shape[0], "canonical")
+            w = self._quantized(name, self._read(f"{name}.weight"), device)
+        else:
+            each = (self._quantized(name, weight, device) for weight in product.weights(self._read(name)))
+            w = QuantizedWeight.stack(each, product.shape[0], "canonical")
+        return pack(WeightNumbers(w), None)
 
     def _quantized(self, name: str, weight: torch.Tensor, device: torch.device | str) -> QuantizedWeight:
         return quantize(weight.to(self.device), self.modules[name].format, search=self.search).to(device)

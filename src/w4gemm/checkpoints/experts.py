@@ -8,13 +8,13 @@ without gates (NemotronH) have ``up_proj`` in the place of ``gate_up_proj``.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 
 from w4gemm.checkpoints.base import Module
-from w4gemm.weights.weight import QuantizedWeight
+from w4gemm.checkpoints.numbers import Experts, Numbers, Pairs
 
 GATE_UP, UP, DOWN = "gate_up_proj", "up_proj", "down_proj"
 _ROLES = {
@@ -38,18 +38,15 @@ class Stack:
     sources: tuple[tuple[str, ...], ...]
     """Names of each expert's modules: gate and up, or down."""
 
-    def weight(self, read: Callable[[str], QuantizedWeight]) -> QuantizedWeight:
-        """Return the weight (experts, n, k); ``read`` gives that of one of the ``sources``.
+    def numbers(self, read: Callable[[str], Numbers], device: torch.device) -> Numbers:
+        """Return the numbers (experts, n, k); ``read`` gives those of one of the ``sources``."""
 
-        Raises:
-            ValueError: if columns of an expert's gate and up are in different orders.
-        """
-        return QuantizedWeight.stack(self._experts(read), self.module.experts, "canonical")
+        def expert(index: int) -> Numbers:
+            each = [read(name) for name in self.sources[index]]
+            return each[0] if len(each) == 1 else Pairs(*each)
 
-    def _experts(self, read: Callable[[str], QuantizedWeight]) -> Iterator[QuantizedWeight]:
-        for names in self.sources:
-            weights = [read(name) for name in names]
-            yield weights[0] if len(weights) == 1 else QuantizedWeight.interleave(*weights)
+        m = self.module
+        return Experts(m.format, m.n, m.k, device, m.experts, expert)
 
     def pre_quant_scale(self, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
         """Return the factors of x (k), which all experts share; ``read`` gives those of one of the ``sources``.

@@ -13,9 +13,10 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from w4gemm.checkpoints.base import Checkpoint, Module, Pretrained
+from w4gemm.checkpoints.base import Checkpoint, Module, Pack, Pretrained
 from w4gemm.checkpoints.experts import GATE_UP
 from w4gemm.checkpoints.hugging_face import outline
+from w4gemm.checkpoints.numbers import Numbers
 from w4gemm.core.errors import FormatError
 from w4gemm.weights.weight import QuantizedWeight
 
@@ -59,8 +60,8 @@ class FileNames:
     def stored_type(self, name: str) -> str:
         return self.source.stored_type(self.own.get(name, name))
 
-    def weight(self, name: str, device: torch.device | str = "cpu") -> QuantizedWeight:
-        return self.source.weight(self.own.get(name, name), device)
+    def weight(self, name: str, device: torch.device | str = "cpu", pack: Pack = Numbers.weight) -> QuantizedWeight:
+        return self.source.weight(self.own.get(name, name), device, pack)
 
     def dense(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return self.source.dense(self.own.get(name, name), dtype)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,10 +26,11 @@ import torch
 from w4gemm.checkpoints.base import Module
 from w4gemm.checkpoints.experts import DOWN, GATE_UP
 from w4gemm.checkpoints.hugging_face import SafetensorsFolder, TensorInfo
+from w4gemm.checkpoints.numbers import Experts, Numbers, Pairs
+from w4gemm.checkpoints.packed_numbers import PackedMatrix, PackedNumbers
 from w4gemm.checkpoints.stored import FP8
 from w4gemm.core.errors import FormatError
 from w4gemm.core.formats import PER_COLUMN, SMALLEST_GROUP, WeightFormat
-from w4gemm.weights.weight import QuantizedWeight
 
 _ENDS = ("_scale_inv", "_scale", "_weight_scale_inv", "_weight_scale")
 """What is added to a weight's name to make that of its scale."""
@@ -82,19 +83,11 @@ class Fp8Folder(SafetensorsFolder):
             return None
         return format_of(self.tensors[name], self.scales[name], self._block)
 
-    def weight(self, name: str, device: torch.device | str = "cpu") -> QuantizedWeight:
-        """Return the weight of a matrix that has a :meth:`format`.
-
-        Raises:
-            FormatError: for codes that are no numbers, and scales that are not finite.
-        """
+    def numbers(self, name: str, device: torch.device) -> Numbers:
+        """Return the numbers of a matrix that has a :meth:`format`."""
         format = self.format(name)
         assert format is not None
-        codes, scale = super().tensor(name).to(device), self._scale(name).to(device)
-        try:
-            return weight_of(format, codes, scale, self._block)
-        except ValueError as e:
-            raise FormatError(f"{self.path}: {name}: {e}") from e
+        return numbers(format, super().tensor(name).to(device), self._scale(name).to(device), self._block)
 
     def _scale(self, name: str) -> torch.Tensor:
         info = self.scales[name]
@@ -112,31 +105,22 @@ class Fp8Folder(SafetensorsFolder):
                 made |= {name: module for name, module in both.items() if module} if all(both.values()) else {}
         return made
 
-    def expert_weight(self, name: str, device: torch.device | str = "cpu") -> QuantizedWeight:
-        """Return the weight (experts, n, k) of one of :meth:`experts`, gates and ups in pairs.
-
-        Raises:
-            FormatError: as :meth:`weight`.
-        """
+    def expert_numbers(self, name: str, device: torch.device) -> Numbers:
+        """Return the numbers (experts, n, k) of one of :meth:`experts`, gates and ups in pairs."""
         module, transposed = self._module(name), self._is_transposed(name)
         assert module is not None and transposed is not None
         block, parts = self._block_of(transposed), 2 if module.fused and not module.bias else 1
         codes, scale = super().tensor(name).to(device), self._scale(name).to(device)
 
-        def each() -> Iterator[QuantizedWeight]:
-            for e in range(module.experts):
-                own = scale if scale.numel() == 1 else scale[e]
-                own = own.reshape(1, 1) if own.numel() == 1 else own
-                matrix, factors = (codes[e].T, own.T) if transposed else (codes[e], own)
-                halves = factors.chunk(parts) if len(factors) > 1 else [factors] * parts
-                pairs = zip(matrix.chunk(parts), halves, strict=True)
-                weights = [weight_of(module.format, c.contiguous(), f.contiguous(), block) for c, f in pairs]
-                yield weights[0] if parts == 1 else QuantizedWeight.interleave(*weights)
+        def expert(e: int) -> Numbers:
+            own = scale if scale.numel() == 1 else scale[e]
+            own = own.reshape(1, 1) if own.numel() == 1 else own
+            matrix, factors = (codes[e].T, own.T) if transposed else (codes[e], own)
+            halves = factors.chunk(parts) if len(factors) > 1 else [factors] * parts
+            both = [numbers(module.format, c, f, block) for c, f in zip(matrix.chunk(parts), halves, strict=True)]
+            return both[0] if parts == 1 else Pairs(*both)
 
-        try:
-            return QuantizedWeight.stack(each(), module.experts, "canonical")
-        except ValueError as e:
-            raise FormatError(f"{self.path}: {name}: {e}") from e
+        return Experts(module.format, module.n, module.k, device, module.experts, expert)
 
     def _is_transposed(self, name: str) -> bool | None:
         """True if the matrices of experts are (k, n), None if those of both products do not fit one another."""
@@ -236,12 +220,8 @@ def format_of(codes: TensorInfo, scale: TensorInfo, block: ScaleBlock) -> Weight
     return WeightFormat(block.columns, "none", "b128" if block == ScaleBlock() else "fp32", element)
 
 
-def weight_of(format: WeightFormat, codes: torch.Tensor, scale: torch.Tensor, block: ScaleBlock) -> QuantizedWeight:
-    """Return the weight of a matrix in fp8 and its scale.
-
-    Raises:
-        ValueError: for codes that are no numbers, and scales that are not finite.
-    """
+def numbers(format: WeightFormat, codes: torch.Tensor, scale: torch.Tensor, block: ScaleBlock) -> Numbers:
+    """Return the numbers of a matrix in fp8 and its scale."""
     n = len(codes)
     if format.scale == "e8m0":
         scales = scale.view(torch.float8_e8m0fnu)
@@ -251,7 +231,7 @@ def weight_of(format: WeightFormat, codes: torch.Tensor, scale: torch.Tensor, bl
         scales = scale.float().repeat_interleave(2, 0)  # of even rows and of odd ones
     else:
         scales = scale.float().repeat_interleave(block.rows, 0)[:n]
-    return QuantizedWeight.from_codes(format, codes.view(torch.uint8), scales.contiguous())
+    return PackedNumbers(format, PackedMatrix(codes.view(torch.uint8)), PackedMatrix(scales))
 
 
 def _is_mx(shape: tuple[int, ...], scale: TensorInfo) -> bool:

@@ -34,12 +34,12 @@ from w4gemm.checkpoints.hugging_face import TensorInfo
 from w4gemm.checkpoints.methods import GPTQ_ZEROS, auto_round_packing, check_plain_products
 from w4gemm.checkpoints.module_tensors import SCALES, check_bits, check_symmetric, check_tensor
 from w4gemm.checkpoints.named_modules import ExtraConfig, Named, Patterns
-from w4gemm.checkpoints.numbers import Numbers, PackedMatrix
+from w4gemm.checkpoints.numbers import Numbers
+from w4gemm.checkpoints.packed_numbers import PackedMatrix, PackedNumbers
 from w4gemm.checkpoints.quantized_folder import folder_format
 from w4gemm.core.elements import INTEGERS
 from w4gemm.core.formats import WeightFormat
 from w4gemm.packing.bits import unpack, unpack_planes
-from w4gemm.weights.weight import QuantizedWeight
 
 _PLANES = "gptq_p"
 _STORED_ZERO = {"gptq": -1, "gptq_v2": 0, _PLANES: 0}
@@ -56,7 +56,7 @@ def numbers(
     zeros: torch.Tensor | None = None,
     bits: int = 0,
     planes: bool = False,
-) -> Numbers:
+) -> PackedNumbers:
     """Return the numbers of ``qweight``, ``scales`` and ``g_idx``, which may have a dimension of experts in front.
 
     Args:
@@ -71,7 +71,7 @@ def numbers(
     if zeros is not None and not zeros.is_floating_point():
         zeros = zeros.to(torch.uint8)
     z = None if zeros is None else PackedMatrix(zeros, True)
-    return Numbers(format, codes, scales, z, g_idx=tensors.get("g_idx"), names=("qweight", "scales", "qzeros"))
+    return PackedNumbers(format, codes, scales, z, g_idx=tensors.get("g_idx"), names=("qweight", "scales", "qzeros"))
 
 
 def check_unused_zeros(qzeros: torch.Tensor, bits: int = 4, planes: bool = False) -> None:
@@ -144,7 +144,7 @@ class GPTQPacking:
             check_tensor(stored, "g_idx", ("I32", "I64"), (k,))
         return Module(n, k, format, "bias" in stored, activations=self._activations)
 
-    def weight(self, module: Module, tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
+    def numbers(self, module: Module, tensors: Mapping[str, torch.Tensor]) -> Numbers:
         zeros, bits = None, 32 * len(tensors["qweight"]) // module.k
         if module.format.has_zero:
             zeros = self.zeros(tensors["qzeros"], bits)
@@ -152,7 +152,7 @@ class GPTQPacking:
             check_unused_zeros(tensors["qzeros"], bits, self.planes)
         if zeros is not None and module.format.zero == "float":
             zeros = -(zeros * tensors["scales"].float())
-        return numbers(tensors, module.format, zeros, bits, self.planes).weight(module.activations)
+        return numbers(tensors, module.format, zeros, bits, self.planes)
 
     @property
     def _activations(self) -> str | None:

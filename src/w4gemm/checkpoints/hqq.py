@@ -23,11 +23,12 @@ import torch
 from w4gemm.checkpoints.base import Module
 from w4gemm.checkpoints.hugging_face import TensorInfo
 from w4gemm.checkpoints.module_tensors import check_bits, check_tensor
+from w4gemm.checkpoints.numbers import Numbers
+from w4gemm.checkpoints.packed_numbers import PackedMatrix, PackedNumbers
 from w4gemm.checkpoints.quantized_folder import folder_format
 from w4gemm.core.elements import INTEGERS
 from w4gemm.core.formats import PER_COLUMN, WeightFormat
 from w4gemm.packing.bits import fields
-from w4gemm.weights.weight import QuantizedWeight
 
 _SETTINGS = ("shape", "nbits", "group_size", "axis", "packing", "channel_wise", "quant_scale", "quant_zero")
 _NOTES = (
@@ -78,7 +79,7 @@ class HQQPacking:
             check_tensor(stored, leaf, _SCALES, (rows, 1))
         return Module(n, k, format, "bias" in stored)
 
-    def weight(self, module: Module, tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
+    def numbers(self, module: Module, tensors: Mapping[str, torch.Tensor]) -> Numbers:
         format, groups = module.format, (module.n, module.format.groups(module.k))
         packed, count = tensors["W_q"], module.n * module.k
         if format.bits == 3:
@@ -88,7 +89,8 @@ class HQQPacking:
             parts = fields(packed.view(torch.uint8).flatten(), packed.nbytes * 8 // count)[::-1]
         codes = torch.cat(parts)[:count].view(module.n, module.k)
         scales = format.stored_scales(tensors["scale"].float()).view(groups)
-        return QuantizedWeight.from_codes(format, codes, scales, -tensors["zero"].float().view(groups) * scales)
+        zeros = -tensors["zero"].float().view(groups) * scales
+        return PackedNumbers(format, *map(PackedMatrix, (codes, scales, zeros)))
 
 
 FORMAT = folder_format("hqq", "a folder with a model quantized by HQQ (axis 1)", lambda config: HQQPacking())

@@ -26,11 +26,11 @@ from w4gemm.checkpoints.base import Module
 from w4gemm.checkpoints.hugging_face import TensorInfo
 from w4gemm.checkpoints.module_tensors import SCALES, check_tensor, whole_groups
 from w4gemm.checkpoints.named_modules import Named, Patterns, wildcards
-from w4gemm.checkpoints.numbers import Numbers, PackedMatrix
-from w4gemm.checkpoints.packed_floats import MXFP4, NVFP4, Shape, check_second_scale, shape_of, weight_of
+from w4gemm.checkpoints.numbers import Numbers
+from w4gemm.checkpoints.packed_floats import MXFP4, NVFP4, Shape, check_second_scale, numbers_of, shape_of
+from w4gemm.checkpoints.packed_numbers import PackedMatrix, PackedNumbers
 from w4gemm.checkpoints.quantized_folder import folder_format
 from w4gemm.core.formats import WeightFormat
-from w4gemm.weights.weight import QuantizedWeight
 
 _FLOATS = {
     **dict.fromkeys(("NVFP4", "NVFP4_AWQ", "W4A16_NVFP4", "W4A8_NVFP4_FP8"), NVFP4),
@@ -89,11 +89,11 @@ class ModelOptPacking:
             name = name.rpartition(".")[0]
         return layers.get(name, {})
 
-    def weight(self, module: Module, tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
+    def numbers(self, module: Module, tensors: Mapping[str, torch.Tensor]) -> Numbers:
         if module.format in (NVFP4, MXFP4):
-            return weight_of(module, tensors)
+            return numbers_of(module, tensors)
         codes = PackedMatrix(tensors["weight"], along="n", signed=True)
-        return Numbers(module.format, codes, PackedMatrix(tensors["weight_scale"])).weight(module.activations)
+        return PackedNumbers(module.format, codes, PackedMatrix(tensors["weight_scale"]))
 
 
 def _integers(stored: Mapping[str, TensorInfo], group_size: int, fp8: bool) -> Shape:

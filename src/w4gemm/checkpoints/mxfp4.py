@@ -17,10 +17,10 @@ import torch
 from w4gemm.checkpoints.base import Module
 from w4gemm.checkpoints.experts import GATE_UP
 from w4gemm.checkpoints.hugging_face import TensorInfo
+from w4gemm.checkpoints.numbers import Numbers
 from w4gemm.checkpoints.packed_floats import numbers
 from w4gemm.checkpoints.quantized_folder import folder_format
 from w4gemm.core.formats import WeightFormat
-from w4gemm.weights.weight import QuantizedWeight
 
 _FORMAT = WeightFormat.parse("mxfp4")
 _BLOCK_BYTES = _FORMAT.group_size // 2
@@ -51,8 +51,8 @@ class MXFP4Packing:
         fused = ("gate_proj", "up_proj") if pairs else ()
         return Module(n, k, _FORMAT, "bias" in stored, experts, fused, interleaved=pairs)
 
-    def weight(self, module: Module, tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
-        return numbers(tensors["blocks"].flatten(2), tensors["scales"], module.format).weight()
+    def numbers(self, module: Module, tensors: Mapping[str, torch.Tensor]) -> Numbers:
+        return numbers(tensors["blocks"].flatten(2), tensors["scales"], module.format)
 
 
 def _renamed(name: str) -> str:

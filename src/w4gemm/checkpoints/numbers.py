@@ -1,166 +1,68 @@
-"""The numbers of a weight in a checkpoint's tensors: :class:`Numbers`.
+"""The numbers of a weight that is not packed yet: :class:`Numbers`, its parts, and those of several matrices.
 
-Each packing says where its numbers lie (``numbers`` of gptq.py, awq.py, compressed_tensors.py, w4afp8.py and
-packed_floats.py). ``load`` and ``convert`` make a canonical weight of them, and plugins of serving engines, which hold
-the same tensors, pack them for a kernel: rows after rows, or experts after experts, so that little memory is needed
-beside both.
+A reader gives the numbers of each module: packed_numbers.py those of tensors in a folder, gguf/blocks.py those of
+blocks. ``load``, ``from_pretrained`` and the plugins of serving engines pack them once, for the kernels of a device;
+``convert`` packs them in the canonical layout. Rows are packed after rows, or experts after experts, so that little
+memory is needed beside the tensors and the result.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
 
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import Device
-from w4gemm.packing.bits import unpack, unpack_planes
 from w4gemm.packing.layouts import WeightComponents, layout_for, layout_named
 from w4gemm.packing.packed_shape import packed_shape
-from w4gemm.packing.repack import Matrix, pack_experts, pack_rows, rows_in_pairs
-from w4gemm.weights.checks import check_range, sorting_perm
+from w4gemm.packing.repack import ROWS, Matrix, pack_experts, pack_rows, rows_in_pairs, unpack_rows
+from w4gemm.weights.checks import check_codes, check_range
 from w4gemm.weights.fold import with_e4m3_scales
+from w4gemm.weights.shards import Shard, check_in_order, cut, in_pairs, shard_of
 from w4gemm.weights.weight import QuantizedWeight
 
-_WORDS = (torch.int32, torch.uint8, torch.int8)
-"""dtypes of integers that hold packed numbers."""
 
-
-@dataclass(frozen=True)
-class PackedMatrix:
-    """A matrix of numbers, or one for each expert, as it lies in a checkpoint's tensor.
-
-    Attributes:
-        tensor: (n, columns), or (columns, n) if ``transposed``, with a dimension of experts in front if there are some.
-        along: of integers that hold packed numbers: "n" or "k", the dimension that they are packed along.
-        order: as for :func:`w4gemm.packing.bits.unpack`.
-        signed: True if packed numbers are q in two's complement, in place of q + 2**(bits - 1).
-        bits: of a packed number. If they do not divide a word's, numbers straddle words.
-        size: of the packed dimension, if the last word is filled up; 0 if all words are full.
-        whole: True if no number straddles words: each has as many as fit, and the rest of its bits is not used.
-        planes: True if numbers lie as :func:`w4gemm.packing.bits.unpack_planes` takes them.
-        added: what is added to a packed number to make the code of an element of more bits.
-    """
-
-    tensor: torch.Tensor
-    transposed: bool = False
-    along: str = ""
-    order: tuple[int, ...] | None = None
-    signed: bool = False
-    bits: int = 4
-    size: int = 0
-    whole: bool = False
-    planes: bool = False
-    added: int = 0
-
-    @property
-    def _word_bits(self) -> int:
-        return 8 * self.tensor.element_size()
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the numbers: (n, columns), or (experts, n, columns)."""
-        *experts, n, columns = self._rows_first.shape
-        n, columns = (self._count(words) if self.along == d else words for d, words in (("n", n), ("k", columns)))
-        return (*experts, n, columns)
-
-    def _count(self, words: int) -> int:
-        """Return how many numbers so many words hold."""
-        each = self._word_bits // self.bits
-        most = words * each if self.whole else words * self._word_bits // self.bits
-        least = most - each if self.whole else (words - 1) * self._word_bits // self.bits
-        return self.size if least < self.size <= most else most  # words that are too many or few keep their own shape
-
-    def rows(self, start: int, stop: int) -> torch.Tensor:
-        """Return the numbers of some rows of a matrix; ``start`` is a multiple of 8."""
-        if self.along != "n":
-            return self._unpacked(self._rows_first[start:stop])
-        if self._word_bits % self.bits:
-            return self._unpacked(self._rows_first)[start:stop]
-        each = self._word_bits // self.bits
-        first = start // each
-        return self._unpacked(self._rows_first[first : -(-stop // each)])[start - first * each : stop - first * each]
-
-    def experts(self, some: slice) -> torch.Tensor:
-        """Return the numbers (experts, n, columns) of some experts."""
-        return self._unpacked(self._rows_first[some])
-
-    @property
-    def _rows_first(self) -> torch.Tensor:
-        return self.tensor.mT if self.transposed else self.tensor
-
-    def _unpacked(self, part: torch.Tensor) -> torch.Tensor:
-        if not self.along:
-            return part
-        words = part if self.along == "k" else part.mT
-        if self.whole:
-            shifts = torch.arange(self._word_bits // self.bits, device=words.device, dtype=words.dtype) * self.bits
-            numbers = (words[..., None] >> shifts & (1 << self.bits) - 1).flatten(-2).to(torch.uint8)
-        elif self.planes:
-            numbers = unpack_planes(words, self.bits)
-        else:
-            numbers = unpack(words, self.bits, self.order)
-        if self.added:
-            numbers = numbers + self.added
-        if self.signed:
-            numbers = numbers ^ 1 << self.bits - 1
-        return numbers[..., : self.shape[-1]] if self.along == "k" else numbers.mT
-
-
-@dataclass(frozen=True)
 class Numbers:
     """The numbers of a weight (n, k), or of one for each expert.
 
     Attributes:
-        scales: float32 ones become ``format.scale_dtype``.
-        factors: float32 (parts,), or (experts, parts), of NVFP4: what multiplies each of so many equal parts of the
-            rows.
-        g_idx: integers (k,), the group of each column; None if columns are in order.
-        names: of codes, scales and zero points in errors.
-
-    Raises:
-        TypeError, ValueError: if tensors do not fit one another, naming one.
+        format: of the weight.
+        n, k: its output and input features.
+        device: of the tensors, and of the packed weight.
+        experts: number of experts; 0 for one weight.
     """
 
-    format: WeightFormat
-    codes: PackedMatrix
-    scales: PackedMatrix
-    zeros: PackedMatrix | None = None
-    factors: torch.Tensor | None = None
-    g_idx: torch.Tensor | None = None
-    names: tuple[str, str, str] = ("codes", "scales", "zeros")
+    def __init__(self, format: WeightFormat, n: int, k: int, device: torch.device, experts: int = 0) -> None:
+        self.format, self.n, self.k, self.device, self.experts = format, n, k, device, experts
 
-    def __post_init__(self) -> None:
-        format, (*_, n, k) = self.format, self.codes.shape
-        for name, stored in zip(self.names, (self.codes, self.scales, self.zeros), strict=True):
-            if stored is not None and stored.along and stored.tensor.dtype not in _WORDS:
-                raise TypeError(f"{name}: wanted {' or '.join(map(str, _WORDS))}, got {stored.tensor.dtype}")
-        experts = self.codes.shape[:-2]
-        for name, stored in zip(self.names[1:], (self.scales, self.zeros), strict=True):
-            if stored is None:
-                continue
-            shape = (*experts, n, format.groups(k))
-            if stored.shape != shape:  # one group of scales would serve for all of them
-                raise ValueError(f"{name}: wanted shape {shape} for {format} of k {k}, got {stored.shape}")
-        if self.factors is not None and (n % self.factors.shape[-1] or self.factors.shape[:-1] != experts):
-            raise ValueError(f"factor: wanted one number, or one for each of {n} rows, got {tuple(self.factors.shape)}")
+    def components(self, some: slice) -> WeightComponents:
+        """Return the components of some rows, with columns in packed order; of experts, all rows of some experts, an
+        expert's after the other's. The first row is a multiple of 128."""
+        raise NotImplementedError
 
-    @property
-    def n(self) -> int:
-        return self.codes.shape[-2]
+    def column_order(self) -> torch.Tensor | None:
+        """Return :attr:`w4gemm.QuantizedWeight.perm`: None unless the weight is in act-order."""
+        return None
 
-    @property
-    def k(self) -> int:
-        return self.codes.shape[-1]
+    def expert(self, index: int) -> Numbers:
+        """Return the numbers of one expert's weight."""
+        raise NotImplementedError
 
-    @property
-    def experts(self) -> int:
-        """Number of experts; 0 for one weight."""
-        return self.codes.shape[0] if len(self.codes.shape) == 3 else 0
+    def some(self, first: int, count: int) -> Numbers:
+        """Return the numbers of ``count`` experts, from ``first`` on."""
+        return Experts(self.format, self.n, self.k, self.device, count, lambda e: self.expert(first + e))
 
-    @property
-    def device(self) -> torch.device:
-        return self.codes.tensor.device
+    def shard(self, dim: int, index: int, count: int) -> Numbers:
+        """Return the numbers of a shard. Arguments, errors and the shard's format as of
+        :meth:`w4gemm.QuantizedWeight.shard`."""
+        shard = shard_of(self.format, self.n, self.k, dim, index, count)
+        if self.experts:
+            sizes = shard.format, shard.n, shard.k, self.device, self.experts
+            return Experts(*sizes, lambda e: self.expert(e).shard(dim, index, count))
+        if dim == 1 and count > 1:
+            check_in_order(self.column_order())
+        return _Part(self, shard)
 
     def weight(self, activations: str | None = None) -> QuantizedWeight:
         """Return the weight in the canonical layout.
@@ -171,20 +73,7 @@ class Numbers:
         Raises:
             TypeError, ValueError: for numbers that :meth:`w4gemm.QuantizedWeight.from_codes` refuses.
         """
-        codes, row_bits = self.codes, self.k * self.format.bits
-        in_order = codes.along == "k" and not codes.transposed and codes.order is None and not codes.whole
-        as_canonical = in_order and codes.bits == self.format.bits
-        if self.g_idx is not None or not as_canonical or row_bits % 8:
-            return self._by_rows("canonical", self.format, activations)
-        packed = codes.tensor.contiguous().view(torch.uint8)[..., : row_bits // 8].contiguous()
-        if codes.signed:
-            packed = packed ^ {4: 0x88, 8: 0x80}[codes.bits]
-        tensors = (packed, *(t.contiguous() for t in self._scales() if t is not None))
-        w = QuantizedWeight(
-            self.format, self.n, self.k, "canonical", tensors, experts=self.experts, activations=activations
-        )
-        w.check_range()
-        return w
+        return self._packed("canonical", self.format, activations)
 
     def packed(
         self, activations: str | None = None, format: WeightFormat | None = None, *, gated: bool = False
@@ -204,58 +93,136 @@ class Numbers:
         """
         format = format or self.format
         layout = layout_for(Device.of(self.device), format, torch.float8_e4m3fn if activations == "fp8" else None)
-        if self.experts:
-            return self._by_experts(layout, format, activations, gated)
-        return self._by_rows(layout, format, activations)
+        return self._packed(layout, format, activations, gated)
 
-    def check_range(self) -> None:
-        """Raise ValueError if weights would not be finite."""
-        scales, zeros, channels = self._scales()
-        groups = scales.shape[-1]
-        check_range(self.format, scales.view(-1, groups), None if zeros is None else zeros.view(-1, groups), channels)
+    def _packed(
+        self, layout: str, format: WeightFormat, activations: str | None, gated: bool = False
+    ) -> QuantizedWeight:
+        n, k, each = self.n, self.k, self.n if self.experts else 1
+        tensors = packed_shape(format, layout, n, k, self.experts).empty(self.device)
 
-    def _scales(self, some: slice = slice(None)) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Return scales, zero points and channel scales of some rows, or of some experts."""
+        def checked(some: slice) -> WeightComponents:
+            parts, first_row = self.components(some), each * some.start
+            check_codes(format, parts.codes, first_row)
+            if format != self.format:
+                parts = with_e4m3_scales(parts, format)
+            check_range(format, *parts[1:], first_row=first_row)
+            return parts
 
-        def part(matrix: PackedMatrix) -> torch.Tensor:
-            if self.experts:
-                return matrix.experts(some)[:, : self.n].contiguous()
-            return matrix.rows(*some.indices(self.n)[:2]).contiguous()
-
-        zeros = None if self.zeros is None else part(self.zeros)
-        if self.factors is None:
-            return part(self.scales).to(self.format.scale_dtype), zeros, None
-        channels = self.factors.repeat_interleave(self.n // self.factors.shape[-1], -1)
-        return part(self.scales), zeros, channels[some].contiguous()
-
-    def _by_rows(self, layout: str, format: WeightFormat, activations: str | None) -> QuantizedWeight:
-        n, k, perm = self.n, self.k, None
-        if self.g_idx is not None:
-            perm = sorting_perm(self.g_idx, format, k, self.device)
-
-        def rows(start: int, stop: int) -> WeightComponents:
-            scales, zeros, channels = self._scales(slice(start, stop))
-            parts = WeightComponents(self.codes.rows(start, stop).contiguous(), scales, zeros, channels)
-            parts = with_e4m3_scales(parts, format) if format != self.format else parts
-            check_range(format, *parts[1:])
-            return parts if perm is None else parts._replace(codes=parts.codes[:, perm])
-
-        tensors = packed_shape(format, layout, n, k).empty(self.device)
-        pack_rows(layout_named(layout), tensors, rows, Matrix(format, n, k))
-        return QuantizedWeight(format, n, k, layout, tensors, perm, activations=activations)
-
-    def _by_experts(self, name: str, format: WeightFormat, activations: str | None, gated: bool) -> QuantizedWeight:
         def tall(some: slice) -> WeightComponents:
-            scales, zeros, channels = self._scales(some)
-            rows = (self.codes.experts(some), scales, zeros, None if channels is None else channels[..., None])
-            parts = WeightComponents.of(
-                None if t is None else (rows_in_pairs(t) if gated else t).flatten(0, 1) for t in rows
-            )
-            if parts.channels is not None:
-                parts = parts._replace(channels=parts.channels.flatten())
-            return with_e4m3_scales(parts, format) if format != self.format else parts
+            parts, count = checked(some), some.stop - some.start
+            if not gated:
+                return parts
+            pairs = (None if t is None else rows_in_pairs(t.unflatten(0, (count, -1))).flatten(0, 1) for t in parts)
+            return WeightComponents.of(pairs)
 
-        n, k = self.n, self.k
-        tensors = packed_shape(format, name, n, k, self.experts).empty(self.device)
-        pack_experts(layout_named(name), tensors, tall, Matrix(format, n, k))
-        return QuantizedWeight(format, n, k, name, tensors, experts=self.experts, activations=activations)
+        target, matrix = layout_named(layout), Matrix(format, n, k)
+        if self.experts:
+            pack_experts(target, tensors, tall, matrix)
+        else:
+            pack_rows(target, tensors, lambda first, last: checked(slice(first, last)), matrix)
+        return QuantizedWeight(format, n, k, layout, tensors, self.column_order(), self.experts, activations)
+
+
+class WeightNumbers(Numbers):
+    """The numbers of a weight in the canonical layout, which a file has in this layout or which was just quantized."""
+
+    def __init__(self, w: QuantizedWeight) -> None:
+        super().__init__(w.format, w.n, w.k, w.device, w.experts)
+        self._weight = w
+
+    def components(self, some: slice) -> WeightComponents:
+        matrix = Matrix(self.format, self.n, self.k)
+        return unpack_rows(layout_named(self._weight.layout), self._weight.tensors, matrix, some.start, some.stop)
+
+    def column_order(self) -> torch.Tensor | None:
+        return self._weight.perm
+
+    def expert(self, index: int) -> Numbers:
+        return WeightNumbers(self._weight.expert(index))
+
+    def _packed(
+        self, layout: str, format: WeightFormat, activations: str | None, gated: bool = False
+    ) -> QuantizedWeight:
+        assert format == self.format and not gated
+        return self._weight.repack(layout, activations=activations)
+
+
+class Experts(Numbers):
+    """The numbers of experts that are read one by one.
+
+    Args:
+        format, n, k, device: of each of them.
+        count: number of experts.
+        expert: returns the numbers of one of them. It is called once for each, when they are packed.
+    """
+
+    def __init__(
+        self, format: WeightFormat, n: int, k: int, device: torch.device, count: int, expert: Callable[[int], Numbers]
+    ) -> None:
+        super().__init__(format, n, k, device, count)
+        self._expert = expert
+
+    def expert(self, index: int) -> Numbers:
+        return self._expert(index)
+
+    def _packed(
+        self, layout: str, format: WeightFormat, activations: str | None, gated: bool = False
+    ) -> QuantizedWeight:
+        each = (self.expert(e)._packed(layout, format, activations, gated) for e in range(self.experts))
+        return QuantizedWeight.stack(each, self.experts, layout)
+
+
+class Pairs(Numbers):
+    """The numbers of a weight (2 n, k) with the rows of two in turn, as :meth:`w4gemm.QuantizedWeight.interleave` has
+    them.
+
+    Raises:
+        ValueError: if their columns are in different orders.
+    """
+
+    def __init__(self, gate: Numbers, up: Numbers) -> None:
+        super().__init__(gate.format, 2 * gate.n, gate.k, gate.device)
+        self._gate, self._up = gate, up
+        orders = [order for order in (gate.column_order(), up.column_order()) if order is not None]
+        if len(orders) == 1 or (orders and not torch.equal(*orders)):
+            raise ValueError("g_idx: wanted the columns of an expert's gate and up in the same order (act-order)")
+
+    def components(self, some: slice) -> WeightComponents:
+        last = some.stop // 2
+        first = some.start // 2 // ROWS * ROWS
+        rows = slice(first, last)
+        pairs = in_pairs(self._gate.components(rows), self._up.components(rows), self.format)
+        return cut(pairs, self.format, self.format, slice(some.start - 2 * first, some.stop - 2 * first))
+
+    def column_order(self) -> torch.Tensor | None:
+        return self._gate.column_order()
+
+
+def gates_before_ups(numbers: Numbers) -> Numbers:
+    """Return the numbers of experts, each of which has all rows of gates before those of ups, with their rows in
+    pairs."""
+
+    def expert(index: int) -> Numbers:
+        both = numbers.expert(index)
+        return Pairs(both.shard(0, 0, 2), both.shard(0, 1, 2))
+
+    return Experts(numbers.format, numbers.n, numbers.k, numbers.device, numbers.experts, expert)
+
+
+class _Part(Numbers):
+    """The numbers of a shard of a matrix."""
+
+    def __init__(self, whole: Numbers, shard: Shard) -> None:
+        super().__init__(shard.format, shard.n, shard.k, whole.device)
+        self._whole, self._shard = whole, shard
+
+    def components(self, some: slice) -> WeightComponents:
+        start = self._shard.rows.start
+        first = (start + some.start) // ROWS * ROWS
+        rows = slice(start + some.start - first, start + some.stop - first)
+        parts = self._whole.components(slice(first, start + some.stop))
+        return cut(parts, self._whole.format, self.format, rows, self._shard.columns)
+
+    def column_order(self) -> torch.Tensor | None:
+        return self._whole.column_order()

@@ -15,11 +15,11 @@ import torch
 from w4gemm.checkpoints.base import Module
 from w4gemm.checkpoints.hugging_face import TensorInfo
 from w4gemm.checkpoints.module_tensors import check_tensor, whole_groups
-from w4gemm.checkpoints.numbers import Numbers, PackedMatrix
+from w4gemm.checkpoints.numbers import Numbers
+from w4gemm.checkpoints.packed_numbers import PackedMatrix, PackedNumbers
 from w4gemm.core.elements import ELEMENTS
 from w4gemm.core.formats import WeightFormat
 from w4gemm.packing.bits import unpack
-from w4gemm.weights.weight import QuantizedWeight
 
 NVFP4, MXFP4, MXFP8 = map(WeightFormat.parse, ("nvfp4", "mxfp4", "mxfp8"))
 
@@ -48,15 +48,14 @@ def check_second_scale(stored: Mapping[str, TensorInfo]) -> None:
     check_tensor(stored, "weight_scale_2", ("F32",), (1,) if one else ())
 
 
-def weight_of(module: Module, tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
-    """Return the weight of a module whose shape :func:`shape_of` gave."""
-    factor = tensors.get("weight_scale_2")
-    return numbers(tensors["weight"], tensors["weight_scale"], module.format, factor).weight(module.activations)
+def numbers_of(module: Module, tensors: Mapping[str, torch.Tensor]) -> Numbers:
+    """Return the numbers of a module whose shape :func:`shape_of` gave."""
+    return numbers(tensors["weight"], tensors["weight_scale"], module.format, tensors.get("weight_scale_2"))
 
 
 def numbers(
     codes: torch.Tensor, scales: torch.Tensor, format: WeightFormat, factors: torch.Tensor | None = None
-) -> Numbers:
+) -> PackedNumbers:
     """Return the numbers of 4-bit floats, which may have a dimension of experts in front.
 
     Args:
@@ -72,7 +71,7 @@ def numbers(
         factors = factors.float().reshape(*codes.shape[:-2], -1)
     stored = PackedMatrix(scales.view(format.scale_dtype))
     names = ("weight", "weight_scale", "")
-    return Numbers(format, PackedMatrix(codes, along="k"), stored, factors=factors, names=names)
+    return PackedNumbers(format, PackedMatrix(codes, along="k"), stored, factors=factors, names=names)
 
 
 def six_bits(columns: int) -> int:
@@ -82,8 +81,8 @@ def six_bits(columns: int) -> int:
     return columns // 3 * 4
 
 
-def of_six_bits(element: str, codes: torch.Tensor, scales: torch.Tensor) -> QuantizedWeight:
-    """Return a weight of MXFP6 as MXFP8, whose e4m3 has all numbers of e2m3 and e3m2.
+def of_six_bits(element: str, codes: torch.Tensor, scales: torch.Tensor) -> Numbers:
+    """Return the numbers of a weight of MXFP6 as MXFP8, whose e4m3 has all numbers of e2m3 and e3m2.
 
     Args:
         element: "e2m3" or "e3m2".
@@ -92,4 +91,4 @@ def of_six_bits(element: str, codes: torch.Tensor, scales: torch.Tensor) -> Quan
     """
     numbers = torch.tensor(ELEMENTS[element].values, device=codes.device)
     wide = numbers.to(torch.float8_e4m3fn).view(torch.uint8)[unpack(codes, 6).int()]
-    return QuantizedWeight.from_codes(MXFP8, wide, scales.view(MXFP8.scale_dtype))
+    return PackedNumbers(MXFP8, PackedMatrix(wide), PackedMatrix(scales.view(MXFP8.scale_dtype)))

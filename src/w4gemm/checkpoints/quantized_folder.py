@@ -13,13 +13,14 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from w4gemm.checkpoints.base import CheckpointFormat, Module, Pretrained
+from w4gemm.checkpoints.base import CheckpointFormat, Module, Pack, Pretrained
 from w4gemm.checkpoints.experts import DOWN, GATE_UP, Stack, stacks
 from w4gemm.checkpoints.fp8_folder import Fp8Folder, ScaleBlock, block_of
 from w4gemm.checkpoints.hugging_face import TensorInfo, quantization_config
 from w4gemm.checkpoints.methods import method_of
 from w4gemm.checkpoints.module_tensors import check_tensor, missing
 from w4gemm.checkpoints.named_modules import Named, warn_of_missing
+from w4gemm.checkpoints.numbers import Numbers, gates_before_ups
 from w4gemm.checkpoints.stored import FP8, is_packed, reason_to_skip
 from w4gemm.core.errors import FormatError, not_among
 from w4gemm.core.formats import WeightFormat
@@ -54,8 +55,8 @@ class Packing(Protocol):
         """Return what headers say of a module: ``stored`` holds its tensors by the last parts of their names."""
         ...
 
-    def weight(self, module: Module, tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
-        """Return the weight of what :meth:`module` returned."""
+    def numbers(self, module: Module, tensors: Mapping[str, torch.Tensor]) -> Numbers:
+        """Return the numbers of what :meth:`module` returned."""
         ...
 
 
@@ -181,30 +182,31 @@ class QuantizedFolder:
             return self._parts[name][next(leaf for leaf in self._packing.marks if leaf in self._parts[name])].dtype
         return self._stored.tensors[self._files[source]].dtype
 
-    def weight(self, name: str, device: torch.device | str = "cpu") -> QuantizedWeight:
+    def weight(self, name: str, device: torch.device | str = "cpu", pack: Pack = Numbers.weight) -> QuantizedWeight:
         if name not in self.modules:
             raise not_among(self.path, "4-bit module", name, self.modules)
-        stack = self._stacks.get(name)
+        device, stack = torch.device(device), self._stacks.get(name)
         try:
             if stack is not None:
-                return stack.weight(lambda source: self._weight(source, device))
-            w = self._weight(name, device)
-            if name in self._own and self._own[name].shared and self._own[name].interleaved:
-                return QuantizedWeight.interleave(*(w.shard(0, half, 2) for half in range(2)))
-            return w
+                numbers = stack.numbers(lambda source: self._numbers(source, device), device)
+            else:
+                numbers = self._numbers(name, device)
+                if name in self._own and self._own[name].shared and self._own[name].interleaved:
+                    numbers = gates_before_ups(numbers)
+            return pack(numbers, self.modules[name].activations)
         except FormatError:
             raise
         except (TypeError, ValueError) as e:
             raise FormatError(f"{self.path}: {name}: {e}") from e
 
-    def _weight(self, name: str, device: torch.device | str) -> QuantizedWeight:
+    def _numbers(self, name: str, device: torch.device) -> Numbers:
         if name in self._stored.scales:
-            return self._stored.expert_weight(name, device)
+            return self._stored.expert_numbers(name, device)
         if name in self._fp8:
-            return self._stored.weight(self._files[f"{name}.weight"], device)
+            return self._stored.numbers(self._files[f"{name}.weight"], device)
         leaves = (leaf for leaf in self._parts[name] if leaf not in BESIDE)
         tensors = {leaf: self._tensor(f"{name}.{leaf}").to(device) for leaf in leaves}
-        return self._packing.weight(self._own[name], tensors)
+        return self._packing.numbers(self._own[name], tensors)
 
     def dense(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         if name not in self.tensors:
@@ -218,7 +220,7 @@ class QuantizedFolder:
                 raise FormatError(f"{self.path}: {e}") from e
         if name in self._own:
             try:
-                return self._weight(name, "cpu").dequantize().to(dtype)
+                return self._numbers(name, torch.device("cpu")).weight().dequantize().to(dtype)
             except ValueError as e:
                 raise FormatError(f"{self.path}: {name}: {e}") from e
         t = self._tensor(name)

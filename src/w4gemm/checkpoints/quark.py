@@ -27,11 +27,12 @@ from w4gemm.checkpoints.base import Module
 from w4gemm.checkpoints.hugging_face import TensorInfo
 from w4gemm.checkpoints.module_tensors import WIDE_SCALES, check_symmetric, check_tensor, whole_groups
 from w4gemm.checkpoints.named_modules import Named, Patterns, wildcards
-from w4gemm.checkpoints.packed_floats import MXFP4, MXFP8, NVFP4, Shape, of_six_bits, shape_of, six_bits, weight_of
+from w4gemm.checkpoints.numbers import Numbers
+from w4gemm.checkpoints.packed_floats import MXFP4, MXFP8, NVFP4, Shape, numbers_of, of_six_bits, shape_of, six_bits
+from w4gemm.checkpoints.packed_numbers import PackedMatrix, PackedNumbers
 from w4gemm.checkpoints.quantized_folder import folder_format
 from w4gemm.core.formats import PER_COLUMN, WeightFormat
 from w4gemm.packing.bits import unpack
-from w4gemm.weights.weight import QuantizedWeight
 
 _INTEGERS = {"int4": "I32", "uint4": "I32", "int8": "I8", "uint8": "U8"}
 """safetensors' name of the dtype of ``weight`` and ``weight_zero_point``, by Quark's name of the numbers."""
@@ -113,9 +114,9 @@ class QuarkPacking:
     def _layers(self) -> Patterns:
         return wildcards("layer_quant_config", self.config.get("layer_quant_config") or ())
 
-    def weight(self, module: Module, tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
+    def numbers(self, module: Module, tensors: Mapping[str, torch.Tensor]) -> Numbers:
         if module.format in (NVFP4, MXFP4):
-            return weight_of(module, tensors)
+            return numbers_of(module, tensors)
         if module.codes:
             return of_six_bits(module.codes, tensors["weight"], tensors["weight_scale"])
         rows = {leaf: self._rows(module, tensors[leaf]) for leaf in _PARTS if leaf in tensors}
@@ -129,7 +130,8 @@ class QuarkPacking:
         if zeros is not None and not module.format.has_zero:
             check_symmetric(zeros, bits)
             zeros = None
-        return QuantizedWeight.from_codes(module.format, codes, scales, zeros)
+        z = None if zeros is None else PackedMatrix(zeros)
+        return PackedNumbers(module.format, PackedMatrix(codes), PackedMatrix(scales), z)
 
     def _rows(self, module: Module, t: torch.Tensor) -> torch.Tensor:
         """Return one of a module's tensors, unpacked, as n rows."""

@@ -41,7 +41,8 @@ import torch
 from w4gemm.checkpoints.awq import ORDER
 from w4gemm.checkpoints.base import Module
 from w4gemm.checkpoints.experts import GATE_UP
-from w4gemm.checkpoints.fp8_folder import ScaleBlock, format_of, weight_of
+from w4gemm.checkpoints.fp8_folder import ScaleBlock, format_of
+from w4gemm.checkpoints.fp8_folder import numbers as fp8_numbers
 from w4gemm.checkpoints.hugging_face import TensorInfo, metadata
 from w4gemm.checkpoints.module_tensors import (
     SCALES,
@@ -51,13 +52,14 @@ from w4gemm.checkpoints.module_tensors import (
     check_tensor,
     whole_groups,
 )
+from w4gemm.checkpoints.numbers import Experts, Numbers
 from w4gemm.checkpoints.packed_floats import MXFP4, NVFP4, numbers
+from w4gemm.checkpoints.packed_numbers import PackedMatrix, PackedNumbers
 from w4gemm.checkpoints.quantized_folder import folder_format
 from w4gemm.checkpoints.stored import FP8
 from w4gemm.core.elements import INTEGERS
 from w4gemm.core.formats import PER_COLUMN, SMALLEST_GROUP, WeightFormat
 from w4gemm.packing.bits import unpack
-from w4gemm.weights.weight import QuantizedWeight
 
 QDATA, SCALE, ZERO, SCALE_AND_ZERO = (f"_weight_{part}" for part in ("qdata", "scale", "zero_point", "scale_and_zero"))
 TENSOR_SCALE = "_weight_per_tensor_scale"
@@ -138,39 +140,37 @@ class TorchAoPacking:
         fused = ("gate_proj", "up_proj") if pairs else ()
         return replace(module, experts=experts, fused=fused, interleaved=pairs, shared=True)
 
-    def weight(self, module: Module, tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
+    def numbers(self, module: Module, tensors: Mapping[str, torch.Tensor]) -> Numbers:
         if not module.experts:
-            return self._weight(module, tensors)
+            return self._numbers(module, tensors)
         one = replace(module, experts=0)
-        each = ({leaf: _expert(t, e) for leaf, t in tensors.items()} for e in range(module.experts))
-        return QuantizedWeight.stack((self._weight(one, parts) for parts in each), module.experts, "canonical")
+        sizes = module.format, module.n, module.k, tensors[QDATA].device, module.experts
+        return Experts(*sizes, lambda e: self._numbers(one, {leaf: _expert(t, e) for leaf, t in tensors.items()}))
 
-    def _weight(self, module: Module, tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
+    def _numbers(self, module: Module, tensors: Mapping[str, torch.Tensor]) -> Numbers:
         n, k, format, qdata = module.n, module.k, module.format, tensors[QDATA]
         if format.scale == "e8m0" and qdata.dtype != torch.uint8:
-            return weight_of(format, qdata, _unswizzled(tensors[SCALE], n, format.groups(k)), ScaleBlock())
+            return fp8_numbers(format, qdata, _unswizzled(tensors[SCALE], n, format.groups(k)), ScaleBlock())
         if qdata.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
             block = ScaleBlock() if format.scale == "b128" else ScaleBlock(n // len(tensors[SCALE]), format.group_size)
-            return weight_of(format, qdata, tensors[SCALE], block)
+            return fp8_numbers(format, qdata, tensors[SCALE], block)
         if format in (MXFP4, NVFP4):
             scales = _unswizzled(tensors[SCALE], n, format.groups(k))
             factor = tensors.get(TENSOR_SCALE, torch.ones((), device=qdata.device)) if format == NVFP4 else None
-            return numbers(qdata, scales, format, factor).weight(module.activations)
+            return numbers(qdata, scales, format, factor)
         if SCALE_AND_ZERO in tensors:
             scales, zeros = tensors[SCALE_AND_ZERO][: format.groups(k), :n].permute(2, 1, 0)
-            return _offset(module, _untiled(qdata)[:n, :k], scales, zeros)
+            return _offset(module, PackedMatrix(_untiled(qdata)[:n, :k]), scales, zeros)
         if qdata.shape[1] == k:
-            middle, groups = 1 << format.bits - 1, (n, format.groups(k))
-            codes, zeros = qdata.int() + middle, tensors[ZERO].int() + middle if ZERO in tensors else None
-            scales = tensors[SCALE].expand(groups).contiguous()
-            if zeros is not None and format.has_zero:
-                zeros = zeros.to(format.zero_dtype).expand(groups).contiguous()
-                return QuantizedWeight.from_codes(format, codes, scales, zeros)
-            if zeros is not None:
-                check_symmetric(zeros, format.bits)
-            return QuantizedWeight.from_codes(format, codes, scales)
-        codes = unpack(qdata, module.format.bits) ^ 8  # a two's complement q is the code q + 8
-        return _offset(module, codes, tensors[SCALE].T, tensors[ZERO].T)
+            bits, groups = format.bits, (n, format.groups(k))
+            zeros = tensors[ZERO].expand(groups) if ZERO in tensors else None
+            if zeros is not None and not format.has_zero:
+                check_symmetric(zeros.int() + (1 << bits - 1), bits)
+                zeros = None
+            codes = PackedMatrix.of_integers("qdata", qdata, bits)
+            z = None if zeros is None else PackedMatrix.of_integers("zero_point", zeros, bits)
+            return PackedNumbers(format, codes, PackedMatrix(tensors[SCALE].expand(groups)), z)
+        return _offset(module, PackedMatrix(qdata, along="k", signed=True), tensors[SCALE].T, tensors[ZERO].T)
 
 
 def _mappings(config: Any) -> Iterator[Any]:
@@ -310,15 +310,14 @@ _KINDS: dict[str, Callable[[Mapping[str, TensorInfo], _Settings], Module]] = {
 """Functions that make a module of the headers of a tensor subclass, by its name."""
 
 
-def _offset(module: Module, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> QuantizedWeight:
-    """Return the weight (u - 8) * scale + zero."""
+def _offset(module: Module, codes: PackedMatrix, scales: torch.Tensor, zeros: torch.Tensor) -> Numbers:
+    """Return the numbers of the weight (u - 8) * scale + zero."""
     if not module.format.has_zero:
         if zeros.any():
             raise ValueError(f"its zero points are up to {zeros.abs().max():g}, wanted 0 beside x in e4m3")
-        w = QuantizedWeight.from_codes(module.format, codes, scales.contiguous())
-        return replace(w, activations=module.activations)
-    scales, zeros = scales.float().contiguous(), zeros.float()
-    return QuantizedWeight.from_codes(module.format, codes, scales, zeros - SYMMETRIC * scales)
+        return PackedNumbers(module.format, codes, PackedMatrix(scales))
+    scales, zeros = scales.float(), zeros.float()
+    return PackedNumbers(module.format, codes, PackedMatrix(scales), PackedMatrix(zeros - SYMMETRIC * scales))
 
 
 def _untiled(words: torch.Tensor) -> torch.Tensor:

@@ -22,20 +22,20 @@ import torch
 from w4gemm.checkpoints.base import Module
 from w4gemm.checkpoints.hugging_face import TensorInfo
 from w4gemm.checkpoints.module_tensors import check_tensor, whole_groups
-from w4gemm.checkpoints.numbers import Numbers, PackedMatrix
+from w4gemm.checkpoints.numbers import Numbers
+from w4gemm.checkpoints.packed_numbers import PackedMatrix, PackedNumbers
 from w4gemm.checkpoints.quantized_folder import folder_format
 from w4gemm.core.formats import WeightFormat
-from w4gemm.weights.weight import QuantizedWeight
 
 _SCALES = ("F32", "BF16")
 _ROLES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _EXPERT = re.compile(rf"(.*\bexperts\.\d+)\.({'|'.join(_ROLES)})\.(\w+)")
 
 
-def numbers(tensors: Mapping[str, torch.Tensor], format: WeightFormat) -> Numbers:
+def numbers(tensors: Mapping[str, torch.Tensor], format: WeightFormat) -> PackedNumbers:
     """Return the numbers of ``weight`` and ``weight_scale_inv``, which may have a dimension of experts in front."""
     codes, scales = PackedMatrix(tensors["weight"], along="k", signed=True), PackedMatrix(tensors["weight_scale_inv"])
-    return Numbers(format, codes, scales, names=("weight", "weight_scale_inv", ""))
+    return PackedNumbers(format, codes, scales, names=("weight", "weight_scale_inv", ""))
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ class W4AFP8Packing:
         check_tensor(stored, "weight_scale_inv", _SCALES, (n, whole_groups(format, 2 * half)))
         return Module(n, 2 * half, format, "bias" in stored, activations="fp8")
 
-    def weight(self, module: Module, tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
-        return numbers(tensors, module.format).weight(module.activations)
+    def numbers(self, module: Module, tensors: Mapping[str, torch.Tensor]) -> Numbers:
+        return numbers(tensors, module.format)
 
 
 def _renamed(name: str) -> str:

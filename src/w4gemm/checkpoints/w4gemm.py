@@ -21,6 +21,7 @@ from w4gemm.checkpoints.base import Checkpoint, Module
 from w4gemm.checkpoints.hugging_face import TensorInfo
 from w4gemm.checkpoints.module_tensors import check_tensor
 from w4gemm.checkpoints.named_modules import Named
+from w4gemm.checkpoints.numbers import Numbers, WeightNumbers
 from w4gemm.checkpoints.quantized_folder import BESIDE, folder_format
 from w4gemm.packing.packed_shape import packed_shape
 from w4gemm.weights.file import as_tensor, in_words, mean_the_same, of_tensor, of_words
@@ -110,7 +111,7 @@ class OwnPacking:
         scaled = "pre_quant_scale" in stored
         return Module(n, k, format, "bias" in stored, experts, activations=activations, pre_quant_scale=scaled)
 
-    def weight(self, module: Module, tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
+    def numbers(self, module: Module, tensors: Mapping[str, torch.Tensor]) -> Numbers:
         text = in_words(module.format, module.activations)
         if STATE in tensors and not mean_the_same(stored := of_tensor(tensors[STATE]), text):
             raise ValueError(f"config.json says that it is {text}, {STATE} says {stored}")
@@ -118,7 +119,7 @@ class OwnPacking:
         facts = tensors.get("perm"), module.experts, module.activations
         w = QuantizedWeight(module.format, module.n, module.k, "canonical", parts, *facts)
         w.check_range()
-        return w
+        return WeightNumbers(w)
 
 
 class OwnWriter:

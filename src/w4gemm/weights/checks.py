@@ -73,8 +73,9 @@ def checked(format: WeightFormat, parts: WeightComponents) -> WeightComponents:
     return parts._replace(codes=codes)
 
 
-def check_codes(format: WeightFormat, codes: torch.Tensor) -> None:
-    """Raise ValueError for codes (n, k) that stand for no finite number."""
+def check_codes(format: WeightFormat, codes: torch.Tensor, first_row: int = 0) -> None:
+    """Raise ValueError for codes (n, k) that stand for no finite number. ``first_row`` is the number in the message of
+    their first row."""
     if not (refused := format.element_rule.refused_codes):
         return
     bad = functools.reduce(operator.or_, (codes == code for code in refused))
@@ -82,7 +83,7 @@ def check_codes(format: WeightFormat, codes: torch.Tensor) -> None:
         row, column = (int(i) for i in bad.nonzero()[0])
         raise ValueError(
             f"codes: wanted finite numbers, got {int(bad.sum())} codes of NaN or infinity in {format.element}; first "
-            f"{int(codes[row, column])} in row {row}, column {column}"
+            f"{int(codes[row, column])} in row {first_row + row}, column {column}"
         )
 
 
@@ -102,9 +103,10 @@ def check_range(
     zeros: torch.Tensor | None,
     channels: torch.Tensor | None,
     factors: torch.Tensor | None = None,
+    first_row: int = 0,
 ) -> None:
     """Raise ValueError for scales and zero points whose weights would be NaN, infinite in some kernel, or saturated
-    when they are rounded."""
+    when they are rounded. ``first_row`` is the number in messages of the first row of scales."""
     scales, zeros = times_factors(scales, zeros, factors, format)
     element, largest_scale = format.element_rule, torch.finfo(format.scale_rule.range_dtype).max
     if channels is not None:
@@ -123,7 +125,7 @@ def check_range(
             row, group = (int(i) for i in other.nonzero()[0])
             raise ValueError(
                 f"scales: wanted at most {format.scale_bits} significant bits, so that products with codes are exact "
-                f"in float32, got {scales[row, group].item()!r} in row {row}, group {group}; nearest is "
+                f"in float32, got {scales[row, group].item()!r} in row {first_row + row}, group {group}; nearest is "
                 f"{rounded[row, group].item()!r}"
             )
     offsets, limit = zeros if format.zero == "float" else None, format.largest_weight
@@ -132,7 +134,7 @@ def check_range(
         largest = scales.float().abs() * format.largest_factor
         if offsets is not None:
             largest = largest + offsets.float().abs()
-        _refuse_groups(format, ~(largest <= limit), scales, zeros)
+        _refuse_groups(format, ~(largest <= limit), scales, zeros, first_row)
     if format.zero == "int" and zeros is not None and int(zeros.max()) > element.largest_code:
         raise ValueError(f"zeros: wanted 0..{element.largest_code}, got up to {int(zeros.max())}")
 
@@ -142,7 +144,9 @@ def _largest(t: torch.Tensor) -> float:
     return float((t if t.dtype.itemsize > 1 else t.float()).detach().abs().max())
 
 
-def _refuse_groups(format: WeightFormat, bad: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> None:
+def _refuse_groups(
+    format: WeightFormat, bad: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, first_row: int
+) -> None:
     """Raise ValueError if a group is marked in ``bad`` (n, groups)."""
     if bad.any():
         row, group = (int(i) for i in bad.nonzero()[0])
@@ -154,7 +158,7 @@ def _refuse_groups(format: WeightFormat, bad: torch.Tensor, scales: torch.Tensor
         raise ValueError(
             f"scales: the weights of {int(bad.sum())} groups would not be finite ({format.largest_factor:g} * |scale| "
             f"and |zero point| together must be at most {limit:g}); "
-            f"first in row {row}, group {group}: scale {scale}{zero}"
+            f"first in row {first_row + row}, group {group}: scale {scale}{zero}"
         )
 
 

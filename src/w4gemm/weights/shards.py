@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -20,8 +20,35 @@ if TYPE_CHECKING:
     from w4gemm.weights.weight import QuantizedWeight
 
 
-def check_shards(format: WeightFormat, n: int, k: int, dim: int, index: int, count: int) -> None:
-    """Raise ValueError unless a weight (n, k) splits into ``count`` equal shards along dim 0 (n) or 1 (k)."""
+class Shard(NamedTuple):
+    """One of equal parts of a weight: its rows, its columns, and its format."""
+
+    rows: slice
+    columns: slice
+    format: WeightFormat
+
+    @property
+    def n(self) -> int:
+        return self.rows.stop - self.rows.start
+
+    @property
+    def k(self) -> int:
+        return self.columns.stop - self.columns.start
+
+
+def shard_of(format: WeightFormat, n: int, k: int, dim: int, index: int, count: int) -> Shard:
+    """Return shard ``index`` of ``count`` of a weight (n, k) along dim 0 (n) or 1 (k).
+
+    Its format is the weight's, with smaller groups where the shard divides a group of columns. Where it divides columns
+    that share factors, the scale rule is that of fewer columns or, if there is none, float32 scales, which hold the
+    products with factors exactly. Where it divides rows that share scales, it has float32 scales of its own for each
+    row.
+
+    Raises:
+        ValueError: if there is no such shard, or it is not one of equal parts of whole groups.
+    """
+    if not isinstance(dim, int) or isinstance(dim, bool) or dim not in (0, 1):
+        raise ValueError(f"dim: wanted 0 (n, output features) or 1 (k, input features), got {dim!r}")
     if not is_int(index) or not is_int(count) or count < 1 or not 0 <= index < count:
         raise ValueError(f"index, count: wanted 0 <= index < count, got index {index!r}, count {count!r}")
     size = (n, k)[dim]
@@ -29,16 +56,22 @@ def check_shards(format: WeightFormat, n: int, k: int, dim: int, index: int, cou
     if count > 1 and size % (count * unit):
         what = "equal parts" if unit == 1 else f"equal parts of whole groups of {unit}, the smallest"
         raise ValueError(f"count: {'nk'[dim]} {size} does not split into {count} {what}; {_fitting(size, unit, count)}")
+    own, every = slice(index * (size // count), (index + 1) * (size // count)), slice(0, (k, n)[dim])
+    rows, columns = (own, every) if dim == 0 else (every, own)
+    return Shard(rows, columns, _shard_format(format, n, k, rows, columns))
 
 
-def shard_format(format: WeightFormat, n: int, k: int, rows: slice, columns: slice) -> WeightFormat:
-    """Return the format of a shard of a weight (n, k): its own, with smaller groups where the shard divides a group of
-    columns.
+def check_in_order(perm: torch.Tensor | None) -> None:
+    """Raise ValueError for a weight in act-order that is to be split along k."""
+    if perm is not None:
+        raise ValueError(
+            "dim: this weight is in act-order (perm is not None), so its groups have columns in every part of k; "
+            "split dim 0, or let the layer before give its features in the order of w.perm and split "
+            "dataclasses.replace(w, perm=None)"
+        )
 
-    Where it divides columns that share factors, the scale rule is that of fewer columns or, if there is none, float32
-    scales, which hold the products with factors exactly. Where it divides rows that share scales, it has float32 scales
-    of its own for each row.
-    """
+
+def _shard_format(format: WeightFormat, n: int, k: int, rows: slice, columns: slice) -> WeightFormat:
     height, width = rows.stop - rows.start, columns.stop - columns.start
     rule, group_size = format.scale_rule, format.group_size
     if width < k and format.groups(k) > 1:
@@ -54,15 +87,17 @@ def shard_format(format: WeightFormat, n: int, k: int, rows: slice, columns: sli
 
 
 def cut(
-    parts: WeightComponents, format: WeightFormat, target: WeightFormat, rows: slice, columns: slice
+    parts: WeightComponents, format: WeightFormat, target: WeightFormat, rows: slice, columns: slice | None = None
 ) -> WeightComponents:
     """Return copies of the components of some rows and columns.
 
     Args:
         parts, format: components and format of the whole weight.
-        target: what :func:`shard_format` gave.
+        target: format of the result, that of a :class:`Shard`.
+        columns: None for all.
     """
     k = parts.codes.shape[1]
+    columns = slice(0, k) if columns is None else columns
     if target.scale != format.scale and target.scale == "fp32":
         parts = with_plain_scales(parts, format)
     device, width = parts.codes.device, columns.stop - columns.start
@@ -104,6 +139,21 @@ def _fitting(size: int, unit: int, count: int) -> str:
         return f"counts that fit: {fits}"
     nearest = sorted(sorted(fits, key=lambda c: abs(c - count))[:_MOST_LISTED])
     return f"the nearest of {len(fits)} counts that fit: {nearest}"
+
+
+def in_pairs(gate: WeightComponents, up: WeightComponents, format: WeightFormat) -> WeightComponents:
+    """Return the components of a weight whose rows are those of two in turn.
+
+    Raises:
+        ValueError: as :func:`alternating_scales`.
+    """
+    both = zip(gate, up, strict=True)
+    pairs = WeightComponents.of(
+        None if a is None or b is None else torch.stack((a, b), dim=1).flatten(0, 1) for a, b in both
+    )
+    if not format.scale_rule.block_rows:
+        return pairs
+    return pairs._replace(scales=alternating_scales(gate.scales, up.scales, format, len(gate.codes)))
 
 
 def alternating_scales(gate: torch.Tensor, up: torch.Tensor, format: WeightFormat, n: int) -> torch.Tensor:

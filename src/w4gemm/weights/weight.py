@@ -27,7 +27,7 @@ from w4gemm.weights.checks import (
 )
 from w4gemm.weights.dequantize import dequantize_parts
 from w4gemm.weights.file import check_path, read, unfit, write
-from w4gemm.weights.shards import alternating_scales, check_shards, cut, shard_format
+from w4gemm.weights.shards import alternating_scales, check_in_order, cut, in_pairs, shard_of
 
 ACTIVATIONS = ("fp8", None)
 """Values of :attr:`QuantizedWeight.activations`."""
@@ -167,17 +167,16 @@ class QuantizedWeight:
             each = (cls.interleave(gate.expert(e), up.expert(e)) for e in range(gate.experts))
             return cls.stack(each, gate.experts, gate.layout)
         up = up.repack(gate.layout)
-        packed = gate.layout == "canonical"  # where every tensor but scales of blocks has a row for each of w's
-        both = [w.named_tensors() if packed else w.parts()._asdict() for w in (gate, up)]
-        rows = {
-            name: torch.stack((t, both[1][name]), dim=1).flatten(0, 1) for name, t in both[0].items() if t is not None
-        }
+        if gate.layout != "canonical":
+            pairs = in_pairs(gate.parts(), up.parts(), gate.format)
+            tensors = layout_named(gate.layout).pack(pairs, gate.format)
+            return replace(gate, n=2 * gate.n, tensors=tensors)
+        # every tensor but scales of blocks has a row for each of w's
+        rows = [torch.stack(both, dim=1).flatten(0, 1) for both in zip(gate.tensors, up.tensors, strict=True)]
         if gate.format.scale_rule.block_rows:
-            rows["scales"] = alternating_scales(both[0]["scales"], both[1]["scales"], gate.format, gate.n)
-        if packed:
-            return replace(gate, n=2 * gate.n, tensors=tuple(rows[name] for name in gate.format.part_names))
-        pairs = WeightComponents.of(rows.get(name) for name in WeightComponents._fields)
-        return replace(gate, n=2 * gate.n, tensors=layout_named(gate.layout).pack(pairs, gate.format))
+            place = gate.format.part_names.index("scales")
+            rows[place] = alternating_scales(gate.tensors[place], up.tensors[place], gate.format, gate.n)
+        return replace(gate, n=2 * gate.n, tensors=tuple(rows))
 
     @classmethod
     @without_autocast
@@ -382,23 +381,13 @@ class QuantizedWeight:
             ValueError: if shards would not be equal, or their k not a multiple of 16; the message says which counts
                 fit. Also if dim is 1 and the weight has a ``perm``, because its groups have columns all over k.
         """
-        if not isinstance(dim, int) or isinstance(dim, bool) or dim not in (0, 1):
-            raise ValueError(f"dim: wanted 0 (n, output features) or 1 (k, input features), got {dim!r}")
         if self.experts:
             return self.stack(
                 (self.expert(e).shard(dim, index, count) for e in range(self.experts)), self.experts, self.layout
             )
-        check_shards(self.format, self.n, self.k, dim, index, count)
-        if dim == 1 and self.perm is not None and count > 1:
-            raise ValueError(
-                "dim: this weight is in act-order (perm is not None), so its groups have columns in every part of k; "
-                "split dim 0, or let the layer before give its features in the order of w.perm and split "
-                "dataclasses.replace(w, perm=None)"
-            )
-        size = (self.n, self.k)[dim] // count
-        own, every = slice(index * size, (index + 1) * size), slice(0, (self.k, self.n)[dim])
-        rows, columns = (own, every) if dim == 0 else (every, own)
-        format = shard_format(self.format, self.n, self.k, rows, columns)
+        rows, columns, format = shard_of(self.format, self.n, self.k, dim, index, count)
+        if dim == 1 and count > 1:
+            check_in_order(self.perm)
         part = cut(self.parts(), self.format, format, rows, columns)
         n, k = part.codes.shape
         layout = "canonical" if layout_named(self.layout).supports(format) else self.layout

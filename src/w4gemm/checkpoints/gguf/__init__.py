@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from w4gemm.checkpoints.base import CheckpointFormat, Module, Pretrained
+from w4gemm.checkpoints.base import CheckpointFormat, Module, Pack, Pretrained
 from w4gemm.checkpoints.gguf.architectures import (
     ARCHITECTURES,
     BLOCK_NAMES,
@@ -33,6 +33,7 @@ from w4gemm.checkpoints.gguf.architectures import (
 from w4gemm.checkpoints.gguf.experts import BlockExperts
 from w4gemm.checkpoints.gguf.file import GGUFFile, name_of_whole
 from w4gemm.checkpoints.gguf.header import MAGIC
+from w4gemm.checkpoints.numbers import Numbers
 from w4gemm.core.errors import FormatError, not_among
 from w4gemm.weights.weight import QuantizedWeight
 
@@ -128,13 +129,13 @@ class GGUFCheckpoint:
             return experts.stored_type(name)
         return self.file.info(_ROPE_FACTORS if name in _ROPE_TABLES else self._stored[name]).type
 
-    def weight(self, name: str, device: torch.device | str = "cpu") -> QuantizedWeight:
+    def weight(self, name: str, device: torch.device | str = "cpu", pack: Pack = Numbers.weight) -> QuantizedWeight:
         if name not in self.modules:
             raise not_among(self.path, "4-bit module", name, self.modules)
         if (experts := self._experts_with(name)) is not None:
-            return experts.weight(name, device)
+            return experts.weight(name, torch.device(device), pack)
         stored = _EMBEDDING if self.modules[name].shared else self._stored[f"{name}.weight"]
-        return self.file.weight(stored, self._rows(stored), device)
+        return self.file.weight(stored, self._rows(stored), device, pack)
 
     def dense(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         if name not in self.tensors:

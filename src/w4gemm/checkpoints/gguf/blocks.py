@@ -42,15 +42,11 @@ from typing import NamedTuple
 import torch
 
 from w4gemm.checkpoints.gguf.header import gguf_package
+from w4gemm.checkpoints.numbers import Numbers
 from w4gemm.core.elements import codebook
 from w4gemm.core.formats import WeightFormat
-from w4gemm.core.problem import Device
 from w4gemm.packing.bits import fields, unpack
-from w4gemm.packing.layouts import WeightComponents, layout_for, layout_named
-from w4gemm.packing.packed_shape import packed_shape
-from w4gemm.packing.repack import Matrix, pack_experts, pack_rows, rows_in_pairs
-from w4gemm.weights.checks import check_range
-from w4gemm.weights.weight import QuantizedWeight
+from w4gemm.packing.layouts import WeightComponents
 
 _ELEMENTS = 2**22
 """Elements of a lattice looked up at a time, because the package gives them in float32."""
@@ -256,45 +252,26 @@ TYPES = {
 """By name of the type. Matrices of other types stay dense."""
 
 
-def pack_blocks(
-    type: str,
-    blocks: torch.Tensor,
-    gated: bool = False,
-    *,
-    layout: str | None = None,
-    factor: torch.Tensor | None = None,
-) -> QuantizedWeight:
-    """Return a matrix, or one of each expert. Memory holds the result and a few MiB beside the blocks; of experts, a
-    few tens.
+class BlockNumbers(Numbers):
+    """The numbers of a matrix, or of one of each expert, in blocks.
 
     Args:
         type: one of :data:`TYPES`.
         blocks: rows of blocks, uint8 (n, blocks, bytes) or (experts, n, blocks, bytes).
-        gated: True for experts whose gates come before their ups; they become pairs.
-        layout: name of the result's layout; None for the one that its device's fastest kernel for 16-bit x reads.
         factor: float32 (), f of a matrix in NVFP4; None for other types.
-
-    Raises:
-        ValueError: for scales that are not finite, or too large.
     """
-    format, n = TYPES[type].format, blocks.shape[-3]
 
-    def components(rows: torch.Tensor) -> WeightComponents:
-        codes, scales, zeros, factors = TYPES[type].parts(rows)
-        channels = None if factor is None else factor.expand(len(rows)).contiguous()
-        check_range(format, scales, zeros, channels, factors)
+    def __init__(self, type: str, blocks: torch.Tensor, factor: torch.Tensor | None = None) -> None:
+        *experts, n, _, _ = blocks.shape
+        k = TYPES[type].parts(blocks.flatten(0, -3)[:1]).codes.shape[1]
+        super().__init__(TYPES[type].format, n, k, blocks.device, experts[0] if experts else 0)
+        self._type, self._blocks, self._factor = type, blocks, factor
+
+    def components(self, some: slice) -> WeightComponents:
+        rows = self._blocks[some].flatten(0, -3)
+        codes, scales, zeros, factors = TYPES[self._type].parts(rows)
+        channels = None if self._factor is None else self._factor.expand(len(rows)).contiguous()
         return WeightComponents(codes, scales, zeros, channels, factors)
 
-    experts, k = len(blocks) if blocks.dim() == 4 else 0, TYPES[type].parts(blocks.flatten(0, -3)[:1]).codes.shape[1]
-    target = layout_named(layout or layout_for(Device.of(blocks.device), format))
-    matrix, tensors = Matrix(format, n, k), packed_shape(format, target.name, n, k, experts).empty(blocks.device)
-    if experts:
-
-        def tall(some: slice) -> WeightComponents:
-            rows = rows_in_pairs(blocks[some]) if gated else blocks[some]
-            return components(rows.flatten(0, 1))
-
-        pack_experts(target, tensors, tall, matrix)
-    else:
-        pack_rows(target, tensors, lambda first, last: components(blocks[first:last]), matrix)
-    return QuantizedWeight(format, n, k, target.name, tensors, experts=experts)
+    def expert(self, index: int) -> Numbers:
+        return BlockNumbers(self._type, self._blocks[index], self._factor)

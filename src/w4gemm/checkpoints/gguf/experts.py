@@ -5,15 +5,15 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
-from w4gemm.checkpoints.base import Module
+from w4gemm.checkpoints.base import Module, Pack
 from w4gemm.checkpoints.experts import DOWN, GATE_UP
 from w4gemm.checkpoints.gguf.architectures import Architecture
 from w4gemm.checkpoints.gguf.file import GGUFFile
+from w4gemm.checkpoints.numbers import Experts, Numbers, Pairs
 from w4gemm.core.errors import FormatError
 from w4gemm.weights.weight import QuantizedWeight
 
@@ -97,16 +97,15 @@ class BlockExperts:
         product, leaf = self._parts(name)
         return self.file.info(self._stored(_PRODUCTS[product][0], leaf)).type
 
-    def weight(self, name: str, device: torch.device | str) -> QuantizedWeight:
+    def weight(self, name: str, device: torch.device, pack: Pack) -> QuantizedWeight:
         """Return the weight (experts, n, k) of one of :attr:`modules`."""
-        product, _ = self._parts(name)
+        m, stored = self.modules[name], [self._stored(role) for role in _PRODUCTS[self._parts(name)[0]]]
 
-        def each() -> Iterator[QuantizedWeight]:
-            for e in range(self.modules[name].experts):
-                weights = [self.file.weight(self._stored(r), device=device, expert=e) for r in _PRODUCTS[product]]
-                yield weights[0] if len(weights) == 1 else QuantizedWeight.interleave(*weights)
+        def expert(index: int) -> Numbers:
+            each = [self.file.numbers(one, device=device, expert=index) for one in stored]
+            return each[0] if len(each) == 1 else Pairs(*each)
 
-        return QuantizedWeight.stack(each(), self.modules[name].experts, "canonical")
+        return self.file.packed(stored, Experts(m.format, m.n, m.k, device, m.experts, expert), pack)
 
     def dense(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         """Return one of :attr:`tensors`. In biases gates and ups alternate."""

@@ -16,8 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from w4gemm.checkpoints.gguf.blocks import TYPES, pack_blocks
+from w4gemm.checkpoints.base import Pack
+from w4gemm.checkpoints.gguf.blocks import TYPES, BlockNumbers
 from w4gemm.checkpoints.gguf.header import Array, GGUFTensor, elements, gguf_package, read_header, type_sizes
+from w4gemm.checkpoints.numbers import Numbers
 from w4gemm.core.errors import FormatError, not_among
 from w4gemm.core.formats import WeightFormat
 from w4gemm.weights.weight import QuantizedWeight
@@ -115,22 +117,22 @@ class GGUFFile:
         info = self.info(name)
         return TYPES[info.type].format if info.type in TYPES and len(info.shape) == dimensions else None
 
-    def weight(
+    def numbers(
         self,
         name: str,
         rows: torch.Tensor | None = None,
         device: torch.device | str = "cpu",
         expert: int | None = None,
-    ) -> QuantizedWeight:
-        """Return a matrix losslessly, in the canonical layout.
+    ) -> Numbers:
+        """Return the numbers of a matrix.
 
         Args:
             rows: int64 indices (n): take these rows, in this order; None for all as stored.
-            device: device to unpack on, and of the result.
+            device: device to unpack on, and of the packed weight.
             expert: which matrix of a tensor (experts, n, k); None for a tensor that is a matrix.
 
         Raises:
-            FormatError: if the tensor is missing, no matrix or of a type that stays dense, or has infinite numbers.
+            FormatError: if the tensor is missing, no matrix or of a type that stays dense.
         """
         info = self.info(name)
         if info.type not in TYPES:
@@ -143,15 +145,41 @@ class GGUFFile:
         stored = torch.from_numpy(matrices[expert or 0].copy())
         stored = (stored if rows is None else stored[rows]).to(device)
         factor = self._factors(info)[expert or 0].to(device) if TYPES[info.type].format.has_channels else None
-        return self._weight(info, stored, factor)
+        return self._numbers(info, stored, factor)
 
-    def _weight(self, info: GGUFTensor, rows: torch.Tensor, factor: torch.Tensor | None = None) -> QuantizedWeight:
-        """Return rows, uint8 (n, bytes), of a matrix; ``factor`` is its f in NVFP4."""
-        size = next(size for name, _, size in type_sizes().values() if name == info.type)
+    def weight(
+        self,
+        name: str,
+        rows: torch.Tensor | None = None,
+        device: torch.device | str = "cpu",
+        pack: Pack = Numbers.weight,
+    ) -> QuantizedWeight:
+        """Return a matrix losslessly; arguments as of :meth:`numbers` and
+        :meth:`w4gemm.checkpoints.base.Checkpoint.weight`.
+
+        Raises:
+            FormatError: as from :meth:`numbers`, and for infinite numbers.
+        """
+        return self.packed([name], self.numbers(name, rows, device), pack)
+
+    def packed(self, names: Sequence[str], numbers: Numbers, pack: Pack) -> QuantizedWeight:
+        """Return the weight of numbers that tensors hold.
+
+        Raises:
+            FormatError: for infinite numbers, naming the tensors.
+        """
         try:
-            return pack_blocks(info.type, rows.view(len(rows), -1, size), layout="canonical", factor=factor)
+            return pack(numbers, None)
+        except FormatError:
+            raise
         except ValueError as e:
-            raise FormatError(f"{self.path}: tensor {info.name!r}: {e}") from e
+            raise FormatError(f"{self.path}: tensor {', '.join(map(repr, names))}: {e}") from e
+
+    @staticmethod
+    def _numbers(info: GGUFTensor, rows: torch.Tensor, factor: torch.Tensor | None = None) -> Numbers:
+        """Return the numbers of rows, uint8 (n, bytes), of a matrix; ``factor`` is its f in NVFP4."""
+        size = next(size for name, _, size in type_sizes().values() if name == info.type)
+        return BlockNumbers(info.type, rows.view(len(rows), -1, size), factor)
 
     def dense(self, name: str, dtype: torch.dtype = torch.float32, rows: torch.Tensor | None = None) -> torch.Tensor:
         """Return any tensor, dequantized in float32 and rounded once to ``dtype``, on the CPU.
@@ -204,7 +232,7 @@ class GGUFFile:
             return raw.view(np.float32 if info.type == "F32" else np.float16).astype(np.float32)
         gguf = gguf_package()
         if info.type not in gguf.GGMLQuantizationType.__members__:
-            return self._weight(info, torch.from_numpy(raw.copy())).dequantize().numpy()
+            return self._numbers(info, torch.from_numpy(raw.copy())).weight().dequantize().numpy()
         try:
             return gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[info.type])
         except NotImplementedError as e:

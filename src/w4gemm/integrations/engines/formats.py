@@ -15,7 +15,7 @@ import torch
 
 from w4gemm.checkpoints import awq, compressed_tensors, gptq, packed_floats, w4afp8
 from w4gemm.checkpoints.module_tensors import whole_groups
-from w4gemm.checkpoints.numbers import Numbers
+from w4gemm.checkpoints.packed_numbers import PackedNumbers
 from w4gemm.core.activation import Activation, canonical
 from w4gemm.core.elements import INTEGERS
 from w4gemm.core.formats import WeightFormat
@@ -141,7 +141,7 @@ class ExpertsFormat:
         unused = (f"{product}_{leaf}" for product in PRODUCTS for leaf in (*_UNUSED, "bias"))
         return {*self.parameters(settings, True), *unused}
 
-    def numbers(self, layer: torch.nn.Module, product: str, settings: ExpertsSettings) -> Numbers:
+    def numbers(self, layer: torch.nn.Module, product: str, settings: ExpertsSettings) -> PackedNumbers:
         """Return the numbers of a product, "w13" or "w2", that a layer holds.
 
         Raises:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.parameter import UninitializedParameter
 
-from w4gemm.checkpoints.gguf.blocks import TYPES, pack_blocks
+from w4gemm.checkpoints.gguf.blocks import TYPES, BlockNumbers
 from w4gemm.checkpoints.gguf.header import type_sizes
 from w4gemm.integrations.engines.engine import Engine, layer_product, why_no_kernel
 from w4gemm.integrations.engines.formats import PRODUCTS, SCALES, ExpertsFormat, ExpertsSettings, Packers
@@ -93,7 +93,7 @@ def _check(type: _Type, blocks: torch.Tensor, k: int, dtype: torch.dtype) -> Non
 
 def _packed(type: _Type, parts: list[torch.Tensor], device: torch.device) -> QuantizedWeight:
     rows = torch.cat(parts) if len(parts) > 1 else parts[0]
-    return pack_blocks(type.name, rows.to(device).view(len(rows), -1, type.bytes))
+    return BlockNumbers(type.name, rows.to(device).view(len(rows), -1, type.bytes)).packed()
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,9 @@ class GGUFExperts(ExpertsFormat):
         for product, type in types.items():
             _check(type, blocks[product], columns[product], moe.in_dtype)
         return {
-            product: functools.partial(pack_blocks, type.name, blocks[product].unflatten(-1, (-1, type.bytes)))
+            product: functools.partial(
+                engine.packed, BlockNumbers(type.name, blocks[product].unflatten(-1, (-1, type.bytes))), None
+            )
             for product, type in types.items()
         }
 

@@ -21,7 +21,6 @@ from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabPara
 
 from w4gemm.api.ops import linear
 from w4gemm.checkpoints.module_tensors import whole_groups
-from w4gemm.checkpoints.numbers import Numbers
 from w4gemm.integrations.engines.engine import LEAST, layer_product, why_no_kernel
 from w4gemm.integrations.engines.formats import SCALES, check_unused_zeros
 from w4gemm.integrations.engines.gguf import PARAMETERS, gguf_weights
@@ -166,8 +165,7 @@ def _pack(scheme: Scheme, self: Any, layer: Any, fp8: bool) -> str:
         check_unused_zeros(layer.qzeros, weight.format.bits)
 
     def pack() -> list[QuantizedWeight]:
-        weight = scheme.weight(self, layer)
-        return [SGLANG.packed(weight, activations) if isinstance(weight, Numbers) else weight.repack()]
+        return [SGLANG.packed(scheme.weight(self, layer), activations)]
 
     made = pack()
     order = [name for name in ("g_idx",) if made[0].perm is not None and name in layer._parameters]

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 import torch
 
 from w4gemm.checkpoints import awq, compressed_tensors, gptq, packed_floats
-from w4gemm.checkpoints.fp8_folder import ScaleBlock, weight_of
+from w4gemm.checkpoints.fp8_folder import ScaleBlock
+from w4gemm.checkpoints.fp8_folder import numbers as fp8_numbers
 from w4gemm.checkpoints.numbers import Numbers
 from w4gemm.core.formats import WeightFormat
 from w4gemm.integrations.engines.formats import integer_format
 from w4gemm.integrations.sglang.takeover import QUANTIZATION
 from w4gemm.packing.bits import unpack
-from w4gemm.weights.weight import QuantizedWeight
 
 _DIVIDED = "they are in act-order (desc_act), and their input features are divided among GPUs"
 _FP8, _MXFP8 = WeightFormat.parse("e4m3_col_fp32"), WeightFormat.parse("mxfp8")
@@ -33,7 +33,7 @@ class Scheme(NamedTuple):
     """Parameters whose numbers are packed, as far as it makes them; the first holds the codes."""
     others: tuple[str, ...]
     """Other parameters that it may make."""
-    weight: Callable[[Any, Any], Numbers | QuantizedWeight]
+    weight: Callable[[Any, Any], Numbers]
     """Reads the scheme and a layer that it has loaded. A ValueError says why the layer cannot be taken."""
     apply: str = "apply_weights"
     """Name of the method that multiplies."""
@@ -123,11 +123,11 @@ def _nvfp4(layer: Any, codes: torch.Tensor, factors: torch.Tensor) -> Numbers:
     return packed_floats.numbers(codes.data, layer.weight_scale.data, packed_floats.NVFP4, each_row)
 
 
-def _fp8(self: Any, layer: Any) -> QuantizedWeight:
+def _fp8(self: Any, layer: Any) -> Numbers:
     codes, scales = layer.weight.data, layer.weight_scale.data
     if self.strategy == "tensor":  # one for each of the parts
         scales = scales.repeat_interleave(torch.tensor(layer.logical_widths, device=scales.device))
-    return weight_of(_FP8, codes, scales, ScaleBlock())
+    return fp8_numbers(_FP8, codes, scales, ScaleBlock())
 
 
 def _is_mxfp8(self: Any) -> bool:
@@ -137,8 +137,8 @@ def _is_mxfp8(self: Any) -> bool:
     return bool(self.mxfp8_dense_backend.is_unsupported())
 
 
-def _mxfp8(self: Any, layer: Any) -> QuantizedWeight:
-    return weight_of(_MXFP8, layer.weight.data, layer.weight_scale_inv.data, ScaleBlock())
+def _mxfp8(self: Any, layer: Any) -> Numbers:
+    return fp8_numbers(_MXFP8, layer.weight.data, layer.weight_scale_inv.data, ScaleBlock())
 
 
 SCHEMES = (

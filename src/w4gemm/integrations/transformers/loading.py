@@ -18,9 +18,10 @@ from torch.overrides import TorchFunctionMode
 
 from w4gemm.checkpoints import Checkpoint, open_checkpoint
 from w4gemm.checkpoints.account import Recipe
-from w4gemm.checkpoints.base import Module, Pretrained
+from w4gemm.checkpoints.base import Module, Pack, Pretrained
 from w4gemm.checkpoints.gguf.fields import quick_reader, tokenizer_of
 from w4gemm.checkpoints.hugging_face import AS_IT_IS, is_model, model_class, transformers_errors
+from w4gemm.checkpoints.numbers import Numbers
 from w4gemm.core.errors import device_here
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import Device
@@ -109,8 +110,8 @@ class _TextPart:
     def stored_type(self, name: str) -> str:
         return self._whole.stored_type(_PREFIX + name)
 
-    def weight(self, name: str, device: torch.device | str = "cpu") -> QuantizedWeight:
-        return self._whole.weight(_PREFIX + name, device)
+    def weight(self, name: str, device: torch.device | str = "cpu", pack: Pack = Numbers.weight) -> QuantizedWeight:
+        return self._whole.weight(_PREFIX + name, device, pack)
 
     def dense(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return self._whole.dense(_PREFIX + name, dtype)

@@ -17,11 +17,13 @@ from w4gemm.checkpoints.base import finite_dense
 from w4gemm.checkpoints.dense import linear_layers
 from w4gemm.checkpoints.experts import DOWN, GATE_UP, roles_of
 from w4gemm.checkpoints.gates import products_of
+from w4gemm.checkpoints.numbers import Numbers
 from w4gemm.core.errors import FormatError
 from w4gemm.core.problem import Device
 from w4gemm.integrations.transformers.awaited import AwaitedExperts, AwaitedLinear
-from w4gemm.integrations.transformers.sharding import Local, local_part
+from w4gemm.integrations.transformers.sharding import Local, Split, local_numbers
 from w4gemm.kernels import runs_on
+from w4gemm.weights.weight import QuantizedWeight
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -195,15 +197,21 @@ class Placement:
         layer = self._model.get_submodule(target)
         assert isinstance(layer, AwaitedLinear)
         device = layer.place.device if device is None else device
-        whole = Local(
-            self._checkpoint.weight(name, device),
-            self._dense(self._bias(name), layer) if module.experts and module.bias and layer.has_bias else None,
-            self._dense(f"{name}.pre_quant_scale", layer) if module.experts and module.pre_quant_scale else None,
-        )
-        layer.fill(local_part(self._model, target, whole).to(device), activations)
 
-    def _dense(self, stored: str, layer: AwaitedLinear) -> torch.Tensor:
-        return finite_dense(self._checkpoint, stored, layer.dtype)
+        def pack(numbers: Numbers, own: str | None) -> QuantizedWeight:
+            return local_numbers(self._model, target, numbers).packed(activations or own)
+
+        w, bias, scale = self._checkpoint.weight(name, device, pack), None, None
+        if module.experts:
+            owner, _, product = target.rpartition(".")
+            split, down = Split.of(self._model, owner), product == "down"
+            if module.bias and layer.has_bias:
+                bias = finite_dense(self._checkpoint, self._bias(name), layer.dtype).to(device)
+                bias = bias if split is None else split.bias(bias, down)
+            if module.pre_quant_scale:
+                scale = finite_dense(self._checkpoint, f"{name}.pre_quant_scale", layer.dtype).to(device)
+                scale = scale if split is None else split.factors(scale, down)
+        layer.fill(Local(w, bias, scale), activations)
 
     # --- modules that become dense ----------------------------------------------------------------------------------
 

@@ -12,9 +12,10 @@ import torch
 
 from w4gemm.api.nn import W4Linear
 from w4gemm.api.packed_module import PackedModule
-from w4gemm.checkpoints.base import Module, Pretrained
+from w4gemm.checkpoints.base import Module, Pack, Pretrained
 from w4gemm.checkpoints.compressed_tensors_writer import CompressedTensorsWriter, transformers_refusal
 from w4gemm.checkpoints.file_names import FileNames
+from w4gemm.checkpoints.numbers import Numbers, WeightNumbers
 from w4gemm.checkpoints.w4gemm import OwnPacking
 from w4gemm.checkpoints.writing import refusal
 from w4gemm.weights.weight import QuantizedWeight
@@ -40,8 +41,9 @@ class _LoadedModel:
     def stored_type(self, name: str) -> str:
         return ""
 
-    def weight(self, name: str, device: torch.device | str | None = None) -> QuantizedWeight:
-        return self._layers[name].weight.repack("canonical")
+    def weight(self, name: str, device: torch.device | str = "cpu", pack: Pack = Numbers.weight) -> QuantizedWeight:
+        w = self._layers[name].weight
+        return pack(WeightNumbers(w.repack("canonical")), w.activations)
 
     def dense(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return self.state[name].to(dtype)

@@ -3,7 +3,7 @@
 transformers wraps a layer's forward by the style that the model's ``tp_plan`` names, and leaves its tensors to us: a
 colwise layer holds some of the rows (output features), a rowwise layer some of the columns, and adds up afterwards.
 Experts, of which transformers wraps the forward too, are split alike, or each process holds some of them.
-:func:`local_part` does both.
+:func:`local_numbers` and :class:`Split` do both.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
+from w4gemm.checkpoints.numbers import Numbers, WeightNumbers
 from w4gemm.integrations.tensor_parallel import SumResults
 from w4gemm.kernels.base import selected
 from w4gemm.weights.weight import QuantizedWeight
@@ -38,30 +39,27 @@ class Local(NamedTuple):
     bias: torch.Tensor | None = None
     pre_quant_scale: torch.Tensor | None = None
 
-    def to(self, device: torch.device) -> Local:
-        bias, scale = (None if t is None else t.to(device) for t in (self.bias, self.pre_quant_scale))
-        return Local(self.weight.to(device), bias, scale)
 
-
-def local_part(model: PreTrainedModel, name: str, whole: Local) -> Local:
-    """Return this process's part of the layer ``name``, lossless; all of it without parallelism.
+def local_numbers(model: PreTrainedModel, name: str, w: Numbers) -> Numbers:
+    """Return this process's part of the weight of the layer ``name``, lossless; all of it without parallelism.
 
     Raises:
         ValueError: if it does not split into equal parts, or the style is unknown.
     """
-    if not whole.weight.experts:
-        return whole._replace(weight=local_shard(model, name, whole.weight))
+    if not w.experts:
+        return local_shard(model, name, w)
     owner, _, product = name.rpartition(".")
-    split = Split.of(model, owner)
-    if split is not None and product == "down":
+    if (split := Split.of(model, owner)) is None:
+        return w
+    if product == "down":
         add_up(model, model.get_submodule(owner))
     try:
-        return local_experts(whole, split, product == "down")
+        return split.numbers(w, product == "down")
     except ValueError as e:
         raise ValueError(f"{name}: {e}") from e
 
 
-def local_shard(model: PreTrainedModel, name: str, w: QuantizedWeight) -> QuantizedWeight:
+def local_shard(model: PreTrainedModel, name: str, w: Numbers) -> Numbers:
     """Return this process's shard of the weight of a layer, lossless; the whole weight without tensor parallelism. If
     columns are split, the layer keeps its factors of x for them.
 
@@ -81,7 +79,8 @@ def local_shard(model: PreTrainedModel, name: str, w: QuantizedWeight) -> Quanti
                 layer.pre_quant_scale = scale[index * part.k : (index + 1) * part.k].clone()
             return part
         if style == _FUSED_ROWS:
-            return _rows(w, torch.arange(w.n, device="cpu").view(2, count, -1)[:, index].flatten())
+            rows = torch.arange(w.n, device="cpu").view(2, count, -1)[:, index].flatten()
+            return WeightNumbers(_rows(w.weight(), rows))
     except (ValueError, RuntimeError) as e:
         raise ValueError(f"{name}: cannot be split over {count} processes ({style}): {e}") from e
     if style in _WHOLE:
@@ -110,36 +109,33 @@ class Split:
         # transformers 5.17: the plan of experts goes over the processes of tensor parallelism
         return cls(_tp_group(model).rank(), count, bool(getattr(config, "enable_expert_parallel", False)))
 
+    def numbers(self, w: Numbers, down: bool) -> Numbers:
+        """Return this process's part of one product of experts.
 
-def local_experts(whole: Local, split: Split | None, down: bool) -> Local:
-    """Return this process's part of one product of experts, lossless, its bias (experts, n) and factors of x (k).
+        Args:
+            down: True for the second product, whose results are added up over processes that hold some features of
+                each expert.
 
-    Args:
-        down: True for the second product, whose results are added up over processes that hold some features of each
-            expert; so the first process alone has the bias.
+        Raises:
+            ValueError: if there are no equal parts.
+        """
+        if not self.of_experts:
+            return w.shard(int(down), self.index, self.count)
+        if w.experts % self.count:
+            raise ValueError(f"{w.experts} experts cannot be split evenly over {self.count} processes")
+        each = w.experts // self.count
+        return w.some(self.index * each, each)
 
-    Raises:
-        ValueError: if there are no equal parts.
-    """
-    if split is None:
-        return whole
-    w, bias, scale = whole
-    index, count = split.index, split.count
-    if split.of_experts:
-        if w.experts % count:
-            raise ValueError(f"{w.experts} experts cannot be split evenly over {count} processes")
-        each = w.experts // count
-        own = slice(index * each, (index + 1) * each)
-        tensors = tuple(t[own].clone() for t in w.tensors)  # a view would keep the memory of all
-        return Local(replace(w, experts=each, tensors=tensors), None if bias is None else bias[own].clone(), scale)
-    part = w.shard(int(down), index, count)
-    if bias is not None and down:
-        bias = bias if index == 0 else torch.zeros_like(bias)
-    elif bias is not None:
-        bias = bias[:, index * part.n : (index + 1) * part.n].clone()
-    if scale is not None and down:
-        scale = scale[index * part.k : (index + 1) * part.k].clone()
-    return Local(part, bias, scale)
+    def bias(self, whole: torch.Tensor, down: bool) -> torch.Tensor:
+        """Return this process's part of a bias (experts, n). If results of a product are added up over processes, the
+        first one alone has its bias."""
+        if down and not self.of_experts:
+            return whole if self.index == 0 else torch.zeros_like(whole)
+        return whole.chunk(self.count, 0 if self.of_experts else 1)[self.index].clone()
+
+    def factors(self, whole: torch.Tensor, down: bool) -> torch.Tensor:
+        """Return this process's part of the factors of x (k)."""
+        return whole.chunk(self.count)[self.index].clone() if down and not self.of_experts else whole
 
 
 @torch.no_grad()

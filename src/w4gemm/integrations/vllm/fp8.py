@@ -17,7 +17,7 @@ from vllm.model_executor.kernels.linear import (
 )
 from vllm.platforms import PlatformEnum
 
-from w4gemm.checkpoints.fp8_folder import ScaleBlock, weight_of
+from w4gemm.checkpoints.fp8_folder import ScaleBlock, numbers
 from w4gemm.core.formats import WeightFormat
 from w4gemm.integrations.engines.engine import layer_product, why_no_kernel
 from w4gemm.integrations.engines.loading import check_known
@@ -54,7 +54,7 @@ class _Fp8(FloatsKernel):
         (n, k), dtype = codes.shape, self.model_dtype(layer)
         if reason := why_no_kernel(layer_product(codes.device, format, n, k, dtype)):
             raise ValueError(reason)
-        return [weight_of(format, codes, scale, ScaleBlock()).repack()]
+        return [numbers(format, codes, scale, ScaleBlock()).packed()]
 
     def tensors(self, layer: Any) -> tuple[WeightFormat, torch.Tensor, torch.Tensor]:
         """Return format, codes (n, k) and scales of a layer whose parameters are known.

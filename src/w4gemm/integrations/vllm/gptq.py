@@ -193,7 +193,7 @@ class GptqKernel(LinearKernel):
         device = tensors["qweight"].device
         if reason := why_no_kernel(layer_product(device, module.format, module.n, module.k, self.dtype)):
             raise ValueError(reason)
-        return [self.packing.weight(module, tensors).repack()]
+        return [self.packing.numbers(module, tensors).packed()]
 
     def next_kernel(self) -> Any:
         raise ValueError(f"{self.prefix}: w4gemm cannot run it, and vLLM has no kernel for such tensors of GPTQ")
