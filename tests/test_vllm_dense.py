@@ -248,6 +248,19 @@ def test_random_weights_of_the_dummy_loader(dense: ModuleType, monkeypatch: pyte
     assert hasattr(method.kernel, "packed")
 
 
+@pytest.mark.parametrize("load_format", ["sharded_state", "runai_streamer_sharded"])
+def test_what_an_engine_had_packed_is_left_to_vllm(
+    load_format: str, dense: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM reads such a file over the parameters that it finds by name."""
+    engine = SimpleNamespace(load_config=SimpleNamespace(load_format="auto"))
+    monkeypatch.setattr("vllm.config.get_current_vllm_config_or_none", lambda: engine)
+    monkeypatch.setenv("W4GEMM_VLLM", "on")
+    assert takeover.why_not_here((9, 0)) == ""
+    engine.load_config.load_format = load_format
+    assert "as another engine had packed them" in takeover.why_not_here((9, 0))
+
+
 def test_parameters_that_are_not_understood(dense: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
     """One more may change what the numbers mean; zero points of a symmetric layer must be what it says."""
     own = SimpleNamespace(process_weights_after_loading=lambda layer: None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 import re
 import time
@@ -144,6 +145,12 @@ def update(llm: Any, model: torch.nn.Module, matrices: dict[str, Matrix | Stack]
 def _wait() -> None:
     if DEVICE == "cuda":
         torch.cuda.synchronize()
+
+
+def allocated() -> int:
+    """Return the bytes of the GPU's memory that PyTorch's tensors hold."""
+    gc.collect()
+    return torch.cuda.memory_allocated() if DEVICE == "cuda" else 0
 
 
 def _packed(model: torch.nn.Module, dense: dict[str, torch.Tensor]) -> Iterator[tuple[QuantizedWeight, torch.Tensor]]:

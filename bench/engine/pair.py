@@ -35,7 +35,7 @@ from bench.engine.implementations import DEFAULT, OURS, Implementation, known_as
 from bench.engine.launch import ROOT, plugin_metadata, work_folder
 from bench.engine.models import Model
 from bench.engine.options import add_models, pairs_of
-from bench.engine.rows import equal_prefix
+from bench.engine.rows import equal_prefix, spread
 from bench.engine.worker import kernels_of
 from bench.options import add_out, counts, typed
 from bench.rows import Row
@@ -57,7 +57,7 @@ _CACHE_BYTES = 1 << 26
 
 
 class Answers(NamedTuple):
-    """Greedy tokens of each prompt, their log probabilities and, without an adapter, those of the prompt's tokens."""
+    """Greedy tokens of each prompt, their log probabilities and, if they were asked for, those of the prompt's."""
 
     tokens: list[list[int]]
     logprobs: list[list[float]]
@@ -69,9 +69,12 @@ class Engine:
 
     Args:
         kernels: a name of an :class:`Implementation`, or "dense" for none.
+        feature: further arguments of ``vllm.LLM``.
     """
 
-    def __init__(self, model: Model, folder: Path, kernels: str, args: argparse.Namespace) -> None:
+    def __init__(
+        self, model: Model, folder: Path, kernels: str, args: argparse.Namespace, feature: Row | None = None
+    ) -> None:
         from vllm import LLM
 
         self.kernels = kernels
@@ -99,18 +102,20 @@ class Engine:
             compilation_config=graphs,
             **own,
             **lora,
+            **(feature or {}),
         )
         self.seconds = time.perf_counter() - begun
         self.model: Any = self.llm.collective_rpc(lambda worker: worker.model_runner.get_model())[0]
         names = {known_as(cls) for classes in kernels_of(self.model).values() for cls in classes}
         self.name = "+".join(sorted(names)) or DENSE
 
-    def answer(self, prompts: list[list[int]], adapter: Any = None) -> Answers:
-        """Return greedy answers; every other request has the adapter, if there is one."""
+    def answer(self, prompts: list[list[int]], adapter: Any = None, whole: bool = True) -> Answers:
+        """Return greedy answers; every other request has the adapter, if there is one. whole: with the prompts' log
+        probabilities."""
         from vllm import SamplingParams
 
         asked: Row = {"temperature": 0.0, "max_tokens": _TOKENS_OUT, "ignore_eos": True, "detokenize": False}
-        params = SamplingParams(**asked, logprobs=1, prompt_logprobs=1 if adapter is None else None)
+        params = SamplingParams(**asked, logprobs=1, prompt_logprobs=1 if whole else None)
         adapters = None if adapter is None else [adapter if i % 2 else None for i in range(len(prompts))]
         requests = [{"prompt_token_ids": prompt} for prompt in prompts]
         done = self.llm.generate(requests, params, use_tqdm=False, lora_request=adapters)
@@ -119,7 +124,7 @@ class Engine:
             out: Any = request.outputs[0]
             answers.tokens.append(list(out.token_ids))
             answers.logprobs.append([at[t].logprob for t, at in zip(out.token_ids, out.logprobs, strict=True)])
-            if adapter is None:
+            if whole:
                 behind_first: Any = zip(prompt[1:], request.prompt_logprobs[1:], strict=True)
                 answers.prompts.append([at[t].logprob for t, at in behind_first])
         return answers
@@ -189,21 +194,25 @@ def compared(ours: Answers, others: Answers) -> Row:
 
 
 def updated(engine: Engine, model: Model, folder: Path, prompts: list[list[int]], count: int) -> Row:
-    """Return what ``count`` updates with dense weights took, by ``load_weights`` and ``reload_weights`` by turns, and
-    whether bits, addresses and answers are as they must be, also with the checkpoint's weights at the end."""
+    """Return what ``count`` updates with dense weights took, by ``load_weights`` and ``reload_weights`` by turns, each
+    followed by answers, and whether bits, addresses and answers are as they must be, also with the checkpoint's weights
+    at the end. The first update compiles. ``grown_bytes``: of the GPU's memory, from the first update to the most."""
 
     def addresses() -> list[int]:
         return [p.data_ptr() for p in engine.model.parameters() if p.numel()]
 
     before, places, matrices = engine.answer(prompts), addresses(), inside.quantized(model)
-    rows, change = [], True
+    rows, change, allocated = [], True, []
     for i in range(count):
         rows.append(inside.update(engine.llm, engine.model, matrices, i % 2 == 1, i))
         change &= engine.answer(prompts).tokens != before.tokens
+        allocated.append(inside.allocated())
     engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
-    row = {"seconds": [round(row["seconds"], 4) for row in rows], "bits_equal": all(row["equal"] for row in rows)}
-    row |= {"same_addresses": places == addresses(), "answers_change": change}
-    return {"phase": "updates", "tensors": len(matrices), **row, "answers_back": engine.answer(prompts) == before}
+    first, *later = [row["seconds"] for row in rows]
+    row = {"phase": "updates", "updates": count, "tensors": len(matrices), "first_seconds": round(first, 4)}
+    row |= spread("seconds", later or [first]) | {"grown_bytes": max(allocated) - allocated[0]}
+    row |= {"bits_equal": all(row["equal"] for row in rows), "same_addresses": places == addresses()}
+    return row | {"answers_change": change, "answers_back": engine.answer(prompts) == before}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -223,7 +232,9 @@ def parser() -> argparse.ArgumentParser:
                    help="engines of 4-bit layers compile; 3, if no mode is named, is vLLM's default")  # fmt: skip
     p.add_argument("--updates", type=int, default=0, metavar="N", help="updates of all weights")
     p.add_argument("--lora", action="store_true", help="every other request has a LoRA adapter; nothing is timed")
-    p.add_argument("--hold", type=Path, metavar="FILE", help="time layers only when this file appears")
+    p.add_argument("--feature", default="", metavar="JSON", help="arguments of vllm.LLM for the engine with w4gemm, "
+                   "in which FOLDER is the checkpoint; nothing is timed, and its layers may be vLLM's")  # fmt: skip
+    p.add_argument("--hold", type=Path, metavar="FILE", help="time only when this file appears")
     p.add_argument("--work", type=Path, metavar="DIR", help="models, kept (default: a temporary folder)")
     add_out(p, RESULTS)
     return p
@@ -240,6 +251,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         os.environ |= {"W4GEMM_NVFP4": "fp8", "W4GEMM_MXFP4": "fp8"}
     facts, mode = record.facts(), "layer" + "+fp8" * args.fp8 + "+lora" * args.lora
     mode += f"+compile{args.compile}" if args.compile else ""
+    mode += "".join(f"+{name}" for name in json.loads(args.feature or "{}"))
     common = {"kind": "engine_pair", "run": record.run_name(facts), "engine": "vllm", "model": model.name}
     common |= {"format": str(packing), "dtype": "bfloat16", "gpus": 1, "mode": mode}
     with work_folder(args.work) as work:
@@ -263,15 +275,17 @@ def rows_of(model: Model, folder: Path, args: argparse.Namespace) -> Iterator[Ro
     adapter = adapter_for(model, folder.with_name(f"{folder.name}-lora")) if args.lora else None
     rng = random.Random(1)
     prompts = [rng.choices(range(4, model.vocabulary), k=_TOKENS_IN) for _ in range(_PROMPTS)]
-    ours = Engine(model, folder, OURS, args)
-    if ours.name != OURS:
+    feature = json.loads(args.feature.replace("FOLDER", str(folder)) or "{}")
+    ours = Engine(model, folder, OURS, args, feature)
+    if ours.name != OURS and not feature:
         raise ValueError(f"asked for {OURS}, but the layers got {ours.name}")
     version = {"engine_version": vllm.__version__, "impl_version": w4gemm.__version__}
-    own = {"impl": OURS, **version, "chosen": False}
-    answers = ours.answer(prompts, adapter)
-    errors = {} if args.lora else inside.errors(ours.model, served(folder))
+    own, only_answers = {"impl": ours.name, **version, "chosen": False}, bool(args.lora or feature)
+    answers = ours.answer(prompts, adapter, not only_answers)
+    errors = {} if only_answers else inside.errors(ours.model, served(folder))
     yield own | {"phase": "start", "seconds": round(ours.seconds, 1), **errors}
     if args.updates:
+        _hold(args.hold)
         yield own | updated(ours, model, folder, prompts, args.updates)
     torch.cuda.empty_cache()
     engines = [ours]
@@ -280,21 +294,18 @@ def rows_of(model: Model, folder: Path, args: argparse.Namespace) -> Iterator[Ro
             break
         try:
             engines.append(Engine(model, folder, kernels, args))
-            row = compared(answers, engines[-1].answer(prompts, adapter))
+            row = compared(answers, engines[-1].answer(prompts, adapter, not only_answers))
             row |= {"phase": "answers", "same_tokens_as": engines[-1].name, "tokens_out": _TOKENS_OUT}
         except Exception as e:  # whatever vLLM's own kernels lack here
             row = {"phase": "failed", "reason": f"{kernels}: {type(e).__name__}: {e}"[:400]}
         gc.collect()  # an engine that failed ends vLLM's process groups when it goes
         yield own | row
-    if args.lora:
+    if only_answers:
         return
     models = {engine.name: engine.model for engine in engines}
     config = ours.llm.llm_engine.vllm_config
     inside.warm_up(models, args.tokens, config)
-    if args.hold:
-        say(f"waits for {args.hold}")
-        while not args.hold.exists():
-            time.sleep(0.1)
+    _hold(args.hold)
     chosen = {engine.name for engine in engines if engine.kernels == DEFAULT}
     layers = inside.timed(models, args.tokens, config)
     whole = turns.timed(
@@ -302,6 +313,15 @@ def rows_of(model: Model, folder: Path, args: argparse.Namespace) -> Iterator[Ro
     )
     for row in itertools.chain(layers, whole):
         yield own | row | {"chosen": row["impl"] in chosen}
+
+
+def _hold(file: Path | None) -> None:
+    """Wait until a file appears."""
+    if file is None:
+        return
+    say(f"waits for {file}")
+    while not file.exists():
+        time.sleep(0.1)
 
 
 if __name__ == "__main__":

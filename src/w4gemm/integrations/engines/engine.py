@@ -38,7 +38,8 @@ LEAST_FP8: Capability = (8, 9)
 """Compute capability from which on they take fp8 activations."""
 OFFLOADED = "the engine keeps weights in the host's memory (--cpu-offload-gb or --offload-group-size)"
 """Reason to leave layers to an engine: it moves parameters that it knows by name, and packed ones have other names."""
-
+PACKED_BEFORE = "they are read as another engine had packed them, and in its names"
+"""Reason to leave layers to an engine that loads what it or another has written while it served."""
 
 _TOKENS = 16
 """m of the question whether a kernel runs a product; the answer does not depend on it."""

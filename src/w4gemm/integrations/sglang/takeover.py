@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from w4gemm.core import environment
-from w4gemm.integrations.engines.engine import OFFLOADED, Capability, Engine
+from w4gemm.integrations.engines.engine import OFFLOADED, PACKED_BEFORE, Capability, Engine
 from w4gemm.integrations.engines.warmup import Warmup
 from w4gemm.weights.weight import QuantizedWeight
 
@@ -85,7 +85,7 @@ def why_not_here(capability: Capability | None, fp8: bool = False) -> str:
 
 def packed_before() -> str:
     """Return why the weights that are loaded now cannot be packed, or the empty string."""
-    return "they are read as another engine had packed them, and in its names" if _packed_before.get() else ""
+    return PACKED_BEFORE if _packed_before.get() else ""
 
 
 def dummy() -> bool:

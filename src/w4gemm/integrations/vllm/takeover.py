@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from w4gemm.core import environment
-from w4gemm.integrations.engines.engine import OFFLOADED, Capability, Engine
+from w4gemm.integrations.engines.engine import OFFLOADED, PACKED_BEFORE, Capability, Engine
 from w4gemm.integrations.engines.warmup import Warmup
 from w4gemm.jit import disk
 
@@ -37,7 +37,11 @@ def why_not_here(capability: Capability | None, fp8: bool = False) -> str:
     Args:
         capability, fp8: as for :meth:`w4gemm.integrations.engines.engine.Engine.why_not_here`.
     """
-    return VLLM.why_not_here(capability, fp8) or (OFFLOADED if _offloads() else "")
+    if reason := VLLM.why_not_here(capability, fp8):
+        return reason
+    if _offloads():
+        return OFFLOADED
+    return PACKED_BEFORE if _load_format() in ("sharded_state", "runai_streamer_sharded") else ""
 
 
 def current_config() -> Any:
@@ -54,8 +58,12 @@ def _offloads() -> bool:
 
 def is_dummy() -> bool:
     """Return whether vLLM fills weights with random numbers (--load-format dummy), of integers only some."""
+    return _load_format() == "dummy"
+
+
+def _load_format() -> str:
     settings = getattr(current_config(), "load_config", None)
-    return getattr(settings, "load_format", None) == "dummy"
+    return getattr(settings, "load_format", "auto")
 
 
 def is_elastic() -> bool:
