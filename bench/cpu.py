@@ -1,31 +1,50 @@
-"""The CPU kernel beside torch.nn.functional.linear on the same weight in 16 and 32 bits: ``python -m bench.cpu``.
+"""The CPU kernel beside PyTorch's: ``python -m bench.cpu``.
 
-Calls rotate over copies of the weight that together exceed any cache. Times are medians of the processor time of one
-thread, which other programs disturb less than the clock. Rows go to bench/results/cpu.jsonl; those without "clock" were
-measured by the clock, with the threads that they name.
+Each point is a layer, a dtype of x and m tokens: the config that is chosen, the methods of the kernel (``--methods``),
+torch.nn.functional.linear with the weight in x's dtype, and PyTorch's ``_weight_int4pack_mm_for_cpu`` for bf16 x where
+it holds the format exactly. Every result is compared with float64. Calls rotate over copies of the weight, where these
+exceed the caches. Times are the least of many, of the processor time of one thread, which other programs disturb less
+than the clock. Rows go to bench/results/cpu.jsonl; ``--report`` writes the tables of docs/cpu.md.
 """
 
 from __future__ import annotations
 
 import functools
-import statistics
+import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
-from bench.options import command, typed
+from bench.options import add_formats, add_out, command, typed
+from bench.rows import Row, read
 from bench.shapes import parse_layers, parse_tokens
 
-from w4gemm import choice, linear, quantize
+from w4gemm import QuantizedWeight, WeightFormat, choice, linear, quantize
 from w4gemm.choice.table import device_facts
-from w4gemm.core.problem import Device
+from w4gemm.core.problem import Device, GemmProblem
+from w4gemm.kernels.cpu.spec import COMPILED_TOKENS, CpuMixedGemm
+from w4gemm.packing.layouts import layout_named
 from w4gemm.tuning import record
 
 RESULTS = Path(__file__).parent / "results/cpu.jsonl"
-_ROTATED_BYTES = 300e6
+PAGE = Path(__file__).parents[1] / "docs/cpu.md"
 DTYPES = (torch.float32, torch.bfloat16)
+_MARKED = re.compile(r"(<!-- made by python -m bench\.cpu -->\n).*?(<!-- end -->\n)", re.DOTALL)
+_ROTATED_BYTES = 200e6
+_MOST_COPIES = 8
+_SUM_TOKENS = 4
+"""Largest m for which the method "sum" is timed."""
+_CALLS = 400
+_LEAST_CALLS = 5
+_SECONDS = 0.06
+"""Time of a point's calls, between these numbers of them."""
+_MOST_ERROR = {torch.float32: 2e-6, torch.bfloat16: 6e-3}
+"""Relative errors: of sums in float32, and of results rounded to bf16."""
+
+Calls = Sequence[Callable[[], torch.Tensor]]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -36,50 +55,134 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--m", type=typed(parse_tokens), default="1,16,256", help="as of bench.run (default: %(default)s)"
     )
-    parser.add_argument("--format", default="int4_g128", help="of the weights (default: %(default)s)")
+    add_formats(parser)
+    parser.add_argument("--methods", action="store_true", help="time each method, not only the one that is chosen")
+    parser.add_argument("--report", action="store_true", help="write the page's tables from the rows, and time nothing")
+    add_out(parser, RESULTS)
     args = parser.parse_args(argv)
+    if args.report:
+        PAGE.write_text(with_tables(PAGE.read_text(), read(args.out)))
+        return
     torch.set_num_threads(1)
     processor, threads = device_facts(Device("cpu"))
-    facts = record.facts() | {"processor": processor, "threads": threads}
-    print(f"{processor}, {threads} threads; microseconds a call, and the speed over the dense weight in x's dtype")
+    facts = record.facts() | {"processor": processor, "threads": threads, "instructions": instructions()}
+    print(f"{processor}, {facts['instructions']}; microseconds of a call")
     for n, k in args.shapes:
-        dense = torch.randn(n, k) * 0.02
-        weight = quantize(dense, args.format).repack()
-        copies = [
-            replace(weight, tensors=tuple(t.clone() for t in weight.tensors)) for _ in range(_copies(weight.nbytes))
-        ]
-        for dtype in DTYPES:
-            plain = dense.to(dtype)
-            plains = [plain.clone() for _ in range(_copies(plain.nbytes))]
-            for m in args.m:
-                x = torch.randn(m, k).to(dtype)
-                calls = [functools.partial(linear, x, w) for w in copies]
-                calls_dense = [functools.partial(torch.nn.functional.linear, x, w) for w in plains]
-                ours, theirs = medians_us([calls, calls_dense])
-                plan = choice.plan_for(choice.PlanKey.of(weight, m, dtype))
-                row = {"kind": "cpu", "run": record.run_name(facts), "m": m, "n": n, "k": k, "format": args.format}
-                row |= {"dtype": str(dtype).removeprefix("torch."), "config": str(plan)}
-                row |= {"us": round(ours, 1), "dense_us": round(theirs, 1), "clock": "processor"}
-                record.append(RESULTS, row | facts)
-                print(
-                    f"{n}x{k}, m {m}, {row['dtype']}: {ours:.0f}, dense {theirs:.0f} us: {theirs / ours:.2f}",
-                    flush=True,
+        for format in args.format:
+            for row in points(n, k, format, args.m, args.methods):
+                record.append(args.out, {"kind": "cpu", "run": record.run_name(facts)} | row | facts)
+                times = ", ".join(
+                    f"{name.removesuffix('_us')} {us:.0f}" for name, us in row.items() if name.endswith("us")
                 )
+                print(f"{n}x{k} {format}, m {row['m']}, {row['dtype']}: {times}", flush=True)
 
 
-def medians_us(variants: Sequence[Sequence[Callable[[], object]]]) -> list[float]:
-    """Return the processor time of a call of each variant, measured in turn. Each has calls of equal work."""
-    times: list[list[float]] = [[] for _ in variants]
-    for i in range(22):
-        for calls, samples in zip(variants, times, strict=True):
-            started = time.process_time()
-            calls[i % len(calls)]()
-            samples.append(1e6 * (time.process_time() - started))
-    return [statistics.median(samples[1:]) for samples in times]  # the first call chooses and compiles
+def instructions() -> str:
+    """Return the widest vectors that PyTorch uses here, and AMX if the processor has it."""
+    has_amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
+    return torch.backends.cpu.get_cpu_capability() + ", AMX" * has_amx
 
 
-def _copies(size: int) -> int:
-    return max(2, int(_ROTATED_BYTES // size))
+def points(n: int, k: int, format: WeightFormat, tokens: Sequence[int], methods: bool) -> Iterator[Row]:
+    """Yield a row of times for each dtype and number of tokens."""
+    weight = quantize(torch.randn(n, k) * 0.02, format)
+    numbers = weight.dequantize(torch.float32)
+    packed = weight.repack()
+    copies = [replace(packed, tensors=tuple(t.clone() for t in packed.tensors)) for _ in _copies(packed.nbytes)]
+    for dtype in DTYPES:
+        plains = [numbers.to(dtype).clone() for _ in _copies(n * k * dtype.itemsize)]
+        int4pack = [_int4pack(weight) for _ in _copies(packed.nbytes)] if _has_int4pack(format, dtype, k) else []
+        for m in tokens:
+            x = torch.randn(m, k).to(dtype)
+            exact = x.double() @ numbers.double().T
+            variants: dict[str, Calls] = {
+                "us": [functools.partial(linear, x, w) for w in copies],
+                "dense_us": [functools.partial(torch.nn.functional.linear, x, w) for w in plains],
+            }
+            if int4pack:
+                product = torch.ops.aten._weight_int4pack_mm_for_cpu
+                variants["int4pack_us"] = [functools.partial(product, x, *operands) for operands in int4pack]
+            for name, config in (
+                _methods(GemmProblem(m, n, k, dtype, format, "cpu", device=Device("cpu"))) if methods else ()
+            ):
+                variants[f"{name}_us"] = [functools.partial(linear, x, w, config=config) for w in copies]
+            plan = choice.plan_for(choice.PlanKey.of(packed, m, dtype))
+            row: Row = {"m": m, "n": n, "k": k, "format": str(format), "dtype": str(dtype).removeprefix("torch.")}
+            row |= {"config": str(plan), "clock": "processor"}
+            yield row | {name: round(least_us(calls, exact, dtype), 1) for name, calls in variants.items()}
+
+
+def _methods(problem: GemmProblem) -> Iterator[tuple[str, str]]:
+    """Yield the methods that are timed, and the config of each."""
+    for config in CpuMixedGemm().configs(problem):
+        name = {1: "sum", COMPILED_TOKENS: "compiled"}.get(config.tile_m, "dequantized")
+        if name != "sum" or problem.m <= _SUM_TOKENS:
+            yield name, f"{CpuMixedGemm.name}/{config}"
+
+
+def _has_int4pack(format: WeightFormat, dtype: torch.dtype, k: int) -> bool:
+    plain = format.element == "int4" and format.zero == "none" and format.scale_dtype == torch.bfloat16
+    return plain and dtype == torch.bfloat16 and format.group_size in (32, 64, 128, 256) and k % format.group_size == 0
+
+
+def _int4pack(weight: QuantizedWeight) -> tuple[torch.Tensor, int, torch.Tensor]:
+    """Return a symmetric weight as PyTorch's operator takes it: codes, group, and scales with zero points of 0."""
+    parts = layout_named("canonical").unpack(weight.tensors, weight.format, weight.n, weight.k)
+    codes = torch.ops.aten._convert_weight_to_int4pack_for_cpu(parts.codes.int(), 8)
+    scales = parts.scales.T
+    return codes, weight.format.group_size, torch.stack((scales, torch.zeros_like(scales)), -1).contiguous()
+
+
+def least_us(calls: Calls, exact: torch.Tensor, dtype: torch.dtype) -> float:
+    """Return the least processor time of calls of equal work.
+
+    Raises:
+        RuntimeError: if a result is wrong.
+    """
+    error = (calls[0]().double() - exact).norm() / exact.norm()
+    if not error < _MOST_ERROR[dtype]:
+        raise RuntimeError(f"a result of {tuple(exact.shape)} in {dtype} is off by {error:.2g}")
+    times: list[float] = []
+    end = time.process_time() + _SECONDS
+    while len(times) < _LEAST_CALLS or (len(times) < _CALLS and time.process_time() < end):
+        started = time.process_time()
+        calls[len(times) % len(calls)]()
+        times.append(1e6 * (time.process_time() - started))
+    return min(times)
+
+
+def _copies(size: int) -> range:
+    return range(max(2, min(_MOST_COPIES, int(_ROTATED_BYTES // size))))
+
+
+def with_tables(page: str, rows: list[Row]) -> str:
+    """Return the page with a table for each processor and layer: w4gemm's time of a call in the newest rows, and the
+    times of PyTorch's as multiples of it."""
+    newest: dict[tuple[Any, ...], dict[tuple[str, int], Row]] = {}
+    for row in rows:
+        if "instructions" in row:
+            key = row["processor"], row["instructions"], row["n"], row["k"], row["format"]
+            newest.setdefault(key, {})[row["dtype"], row["m"]] = row
+    lines: list[str] = []
+    for (processor, kind, n, k, format), points_of in newest.items():
+        tokens = sorted({m for _, m in points_of})
+        dates = sorted({row["utc"][:10] for row in points_of.values()})
+        lines += [f"{n} x {k}, `{format}`, {processor} ({kind}), {' and '.join(dates)}:", ""]
+        lines += ["| tokens | " + " | ".join(map(str, tokens)) + " |", "|---|" + "--:|" * len(tokens)]
+        for dtype in (str(dtype).removeprefix("torch.") for dtype in DTYPES):
+            own = [points_of.get((dtype, m), {}) for m in tokens]
+            for label, name in (("w4gemm, us", "us"), ("dense", "dense_us"), ("int4pack", "int4pack_us")):
+                cells = [_cell(row, name) for row in own]
+                if set(cells) != {"-"}:
+                    lines.append(f"| {label}, {dtype} | " + " | ".join(cells) + " |")
+        lines.append("")
+    return _MARKED.sub(lambda match: match[1] + "\n".join(lines) + match[2], page)
+
+
+def _cell(row: Row, name: str) -> str:
+    if name not in row:
+        return "-"
+    return f"{row['us']:,.0f}" if name == "us" else f"{row[name] / row['us']:.2f}"
 
 
 if __name__ == "__main__":

@@ -149,8 +149,7 @@ class CompiledStep:
         if model.dtype != torch.float32 or _is_observed():
             raise NotFusable("a compiled step computes in float32, and no mode sees its operators")
         for module in model.modules():
-            changed = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module) or module.training
-            _require(not changed, module)
+            _require(not (module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)), module)
         if any(type(layer) is not DynamicLayer for layer in _cache(model).layers):
             raise NotFusable("its cache is not one of keys and values of all tokens")
         decoder = model.get_decoder()
@@ -215,7 +214,7 @@ class CompiledStep:
         from w4gemm.kernels.cpu.step import AttentionArguments
         from w4gemm.kernels.cpu.step import attention as program
 
-        _require(_names(attention) - set(_HEAD_NORMS) == {*QKV, "o_proj"}, attention)
+        _require(_names(attention) - set(_HEAD_NORMS) == {*QKV, "o_proj"} and not attention.training, attention)
         _require(_words(type(attention).forward) <= _words(LlamaAttention.forward) | _BEYOND_LLAMA, attention)
         dim, scale = getattr(attention, "head_dim", 0), getattr(attention, "scaling", None)
         _require(dim > 0 and dim % _WIDTH == 0 and isinstance(scale, float), attention)
