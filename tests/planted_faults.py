@@ -659,6 +659,13 @@ FAULTS = (
         _EMULATED + "sm90_decode",
     ),
     Fault(
+        "the second of two blocks that share factors takes those of the pair behind",
+        "src/w4gemm/packing/block.py",
+        "return at - k_block % 2 * (at + self.lead) if self.lead else at",
+        "return at",
+        _EMULATED + "dequantized",
+    ),
+    Fault(
         "scales of six bits are as much too large as those of eight would be",
         _CODECS + "integers_decode_wide.py",
         "_SMALL_BIAS = 2.0**15 + 32",

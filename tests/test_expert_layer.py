@@ -56,6 +56,7 @@ CASES = {
         2,
         "int4_g32_zfloat",
     ),
+    "factors of pairs of blocks": (spec_of(2, features=448, format="q4_k"), 2, "q4_k"),
 }
 
 

@@ -184,16 +184,16 @@ def test_transposed_codes_and_scales(format, n, k):
     "name, bits",
     [
         *(("int4_g128", 4.125), ("int4_g32_zint", 5.0), ("int4_g16", 5.0), ("mxfp4", 4.25), ("nvfp4", 4.5)),
-        *(("q4_k", 4.75), ("q6_k", 6.625), ("q5_k", 5.75), ("q3_k", 3.625), ("q2_k", 2.75), ("int8_g128", 8.125)),
+        *(("q4_k", 4.625), ("q6_k", 6.5625), ("q5_k", 5.625), ("q3_k", 3.5625), ("q2_k", 2.625), ("int8_g128", 8.125)),
         *(("e4m3_col_fp32", 8.0), ("e4m3_g128_b128", 8.25)),
     ],
 )
 def test_bits_of_a_weight(name, bits):
-    """MXFP4's e8m0 for each 32 takes 4.25 bits a weight, NVFP4's e4m3 for each 16 takes 4.5, Q4_K's two levels 4.75."""
+    """MXFP4's e8m0 for each 32 takes 4.25 bits a weight, NVFP4's e4m3 for each 16 takes 4.5, Q4_K's levels 4.625."""
     format = WeightFormat.parse(name)
     block = codecs.codec_for(format, codecs.MMA16).block(format)
-    assert block.bytes * 8 / (BLOCK_N * BLOCK_K) == bits
-    assert block.words * 4 == block.bytes and block.code_bytes == CODE_WORDS * format.bits
+    assert block.stride * 8 / (BLOCK_N * BLOCK_K) == bits
+    assert block.words * 4 == block.stride and block.code_bytes == CODE_WORDS * format.bits
 
 
 @pytest.mark.parametrize("group", [16, 32, 64, 128])

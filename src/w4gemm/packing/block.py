@@ -6,6 +6,9 @@ A block holds 64 rows x 128 columns of a weight: the codes of its two halves of 
     scales   [run: 128 / scale_group / groups per word][strip: 4][row pair: 8][scale word, zero word if any]
     factors  [strip: 4][row pair: 8][word of scales' factors, of zero points' if any], if any
 
+If factors are for 256 columns, two blocks along k share them: they lie between, behind the scales of the first block
+and before the codes of the second. Each block's share of them is counted to it, so blocks still lie at equal distances.
+
 A lane has 32 codes of a strip and half, which are as many words as a code has bits: a segment is what it loads at once,
 at most four words. A matrix instruction takes its part of the words of each segment; a segment of fewer words than
 instructions has bits of several in each word. If codes of 8 bits are the registers of operand A, a segment has those of
@@ -75,6 +78,7 @@ class Block:
         has_zero: True if a zero word follows each scale word.
         scale_bits: bits of a scale or zero point: 32, 16 or 8; 0 if scales lie beside the blocks.
         factors: 1 if the scales of all columns share a factor, 2 if their zero points share another one, else 0.
+        factor_blocks: blocks along k that share factors, 1 or 2.
         rows: 64, or another multiple of 16 for a sub-block.
         columns: 128, or 64 for half a block.
     """
@@ -84,6 +88,7 @@ class Block:
     has_zero: bool = False
     scale_bits: int = 16
     factors: int = 0
+    factor_blocks: int = 1
     rows: int = BLOCK_N
     columns: int = BLOCK_K
 
@@ -91,7 +96,8 @@ class Block:
     def of(cls, format: WeightFormat, scale_bits: int = 16) -> Block:
         """The block of a format. A group of more than 128 columns, or all of k, repeats its scale in each block."""
         group = BLOCK_K if format.group_size == PER_COLUMN else math.gcd(format.group_size, BLOCK_K)
-        return cls(format.bits, group, format.has_zero, scale_bits, format.factors)
+        factor_blocks = format.scale_rule.factor_columns // BLOCK_K if format.factors else 1
+        return cls(format.bits, group, format.has_zero, scale_bits, format.factors, factor_blocks)
 
     def sub_block(self, rows: int = BLOCK_N, columns: int = BLOCK_K) -> Block:
         """The sub-block of so many rows and columns, packed without gaps."""
@@ -217,7 +223,7 @@ class Block:
 
     @property
     def factors_at(self) -> int:
-        """Offset of the factors from the first code."""
+        """Offset of the factors from the first code, in a block that shares them with none or the next."""
         return self.code_bytes + self.group_bytes
 
     # --- the whole
@@ -228,44 +234,73 @@ class Block:
         return self.code_bytes + self.scale_bytes
 
     @property
+    def stride(self) -> int:
+        """Bytes from a whole block to the next one along k: without the other block's share of factors."""
+        return self.bytes - self.lead
+
+    @property
     def words(self) -> int:
-        """int32 words of codes and scales."""
-        return self.bytes // 4
+        """int32 words from a whole block to the next."""
+        return self.stride // 4
 
-    def copies(self, half: Any = 0, row: Any = 0) -> list[Copy]:
+    @property
+    def lead(self) -> int:
+        """Bytes before the codes of every second block, the latter half of the factors that it shares."""
+        return self.sub_block().factor_bytes // 2 if self.factor_blocks == 2 else 0
+
+    def codes_from(self, k_block: Any) -> Any:
+        """Offset of the first code of a block, by its number along k."""
+        return k_block % 2 * self.lead if self.lead else 0
+
+    def factors_from(self, k_block: Any) -> Any:
+        """Offset of the factors of a whole block from where the block starts."""
+        at = self.factors_at
+        return at - k_block % 2 * (at + self.lead) if self.lead else at
+
+    def copies(self, half: Any = 0, row: Any = 0, k_block: Any = 0) -> list[Copy]:
         """The fewest runs of bytes of a whole block that make this sub-block, of at most 64 rows. half: the half of the
-        block that a sub-block of 64 columns is. row: the first of fewer than 64 rows, a multiple of 16."""
-        return [Copy(0, 0, 0, self.bytes)] if self == self.sub_block() else self.separate_copies(half, row)
+        block that a sub-block of 64 columns is. row: the first of fewer than 64 rows, a multiple of 16. k_block: the
+        block's number along k."""
+        if self != self.sub_block():
+            return self.separate_copies(half, row, k_block)
+        if not self.lead:
+            return [Copy(0, 0, 0, self.bytes)]
+        others = Copy(0, 0, self.codes_from(k_block), self.factors_at)
+        return [others, Copy(self.factors_at, 0, self.factors_from(k_block), self.factor_bytes)]
 
-    def separate_copies(self, half: Any = 0, row: Any = 0) -> list[Copy]:
+    def separate_copies(self, half: Any = 0, row: Any = 0, k_block: Any = 0) -> list[Copy]:
         """Like :meth:`copies`, with codes and scales in runs of their own, the codes first."""
         whole = self.sub_block()
         half_of_scales = half * self.group_bytes if self.runs < whole.runs else 0
         if self.rows < BLOCK_N:
-            return self.row_copies(row, self.rows, 0)
+            return self.row_copies(row, self.rows, 0, k_block)
+        start = self.codes_from(k_block)
         copies = [
-            Copy(0, 0, half * whole.half_bytes, self.code_bytes),
-            Copy(self.code_bytes, whole.code_bytes, half_of_scales, self.group_bytes),
-            Copy(self.factors_at, whole.factors_at, 0, self.factor_bytes),
+            Copy(0, 0, start + half * whole.half_bytes, self.code_bytes),
+            Copy(self.code_bytes, whole.code_bytes, start + half_of_scales, self.group_bytes),
+            Copy(self.factors_at, 0, whole.factors_from(k_block), self.factor_bytes),
         ]
         return [copy for copy in copies if copy.size]
 
-    def row_copies(self, row: Any, rows: Any, at: Any) -> list[Copy]:
+    def row_copies(self, row: Any, rows: Any, at: Any, k_block: Any = 0) -> list[Copy]:
         """The runs of bytes that bring ``rows`` rows of a whole block, from ``row`` on, to this sub-block's rows from
         ``at`` on: all three multiples of 16."""
         assert self.columns == BLOCK_K, "other rows have all columns"
-        whole, row_bytes = self.sub_block(), self.row_bytes
-        codes = [
-            Copy(h * self.half_bytes + at * row_bytes, h * whole.half_bytes, row * row_bytes, rows * row_bytes)
-            for h in range(self.columns // HALF_K)
-        ]
+        whole, start = self.sub_block(), self.codes_from(k_block)
         runs = [
-            (self.code_bytes + r * self.run_bytes, whole.code_bytes + r * whole.run_bytes, self.pair_bytes // 2)
+            (h * self.half_bytes, h * whole.half_bytes, start, self.row_bytes) for h in range(self.columns // HALF_K)
+        ]
+        runs += [
+            (self.code_bytes + r * self.run_bytes, whole.code_bytes + r * whole.run_bytes, start, self.pair_bytes // 2)
             for r in range(self.runs if self.pair_bytes else 0)
         ]
         if self.factors:
-            runs.append((self.factors_at, whole.factors_at, self.factor_pair_bytes // 2))
-        return codes + [
-            Copy(target + at * row_bytes, source, row * row_bytes, rows * row_bytes)
-            for target, source, row_bytes in runs
+            runs.append((self.factors_at, 0, whole.factors_from(k_block), self.factor_pair_bytes // 2))
+        return [
+            Copy(target + at * row_bytes, source, from_start + row * row_bytes, rows * row_bytes)
+            for target, source, from_start, row_bytes in runs
         ]
+
+    def blocks_along(self, k: int) -> int:
+        """Blocks along k columns: an even number if two share factors."""
+        return -(-k // (BLOCK_K * self.factor_blocks)) * self.factor_blocks

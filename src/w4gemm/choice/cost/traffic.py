@@ -27,7 +27,7 @@ SHARPNESS = 8
 @functools.cache
 def _block_bytes(format: WeightFormat, fp8: bool) -> int:
     codec = codec_for(format, MMA8 if fp8 else MMA16)
-    return (Block.of(format) if codec is None else codec.block(format)).bytes
+    return (Block.of(format) if codec is None else codec.block(format)).stride
 
 
 def moved_us(problem: GemmProblem) -> Timer:

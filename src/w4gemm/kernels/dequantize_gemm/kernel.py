@@ -72,8 +72,9 @@ class DequantizeKernel:
         variant, exists = self.variant, Boolean(True)
         warp, lane = thread // 32, thread % 32
         g, q = lane // 4, lane % 4
-        source = weight.iterator.toint() + Int64(block) * variant.block.bytes
         n_block, k_block = block // weight.shape[1], block % weight.shape[1]
+        start = weight.iterator.toint() + Int64(block) * variant.block.stride
+        source = start + variant.block.codes_from(k_block)
         row_bytes = dense.shape[1] * 4
         row = Int64(n_block * BLOCK_N + warp * 16 + g)
         target = dense.iterator.toint() + row * row_bytes + k_block * (BLOCK_K * variant.itemsize)
@@ -89,7 +90,7 @@ class DequantizeKernel:
             if const_expr(variant.block.groups_per_word == 2):  # which of the two depends on the lane
                 loaded = [word >> (group % 2 * variant.block.scale_bits) for word in loaded]
             if const_expr(variant.block.factors):
-                at = source + variant.block.factors_at + (warp * 8 + g) * variant.block.factor_pair_bytes
+                at = start + variant.block.factors_from(k_block) + (warp * 8 + g) * variant.block.factor_pair_bytes
                 loaded = [*loaded, *load_global(at, variant.block.factors, exists)]
             scales.append(loaded)
         for chunk in cutlass.range_constexpr(self.k_chunks):

@@ -187,4 +187,5 @@ def _limit() -> int:
 def dense_bytes(problem: GemmProblem, features: int) -> int:
     """Bytes of the dense weight of ``features`` features, at most of all, in whole blocks."""
     rows = -(-min(features, problem.n) // BLOCK_N) * BLOCK_N
-    return rows * -(-problem.k // BLOCK_K) * BLOCK_K * problem.dtype.itemsize
+    k_blocks = weight_operand(problem.format, problem.dtype).block.blocks_along(problem.k)
+    return rows * k_blocks * BLOCK_K * problem.dtype.itemsize

@@ -525,17 +525,23 @@ class ExpertLayerKernel:
             expert = memory.choices.experts[cursor.slot]
             if cursor.round < share.rounds:
                 index = (expert * layer.blocks_up + cursor.strip // _STRIPS) * layer.k_blocks_up + k_block
-                codes = t.gate_up.iterator.toint() + Int64(index) * block.bytes
+                codes = t.gate_up.iterator.toint() + Int64(index) * block.stride
                 k_left = layer.k_blocks_up - k_block
             else:
                 index = (expert * layer.blocks_down + cursor.strip // _STRIPS) * layer.k_blocks_down + k_block
-                codes = t.down.iterator.toint() + Int64(index) * block.bytes
+                codes = t.down.iterator.toint() + Int64(index) * block.stride
                 k_left = layer.k_blocks_down - k_block
         strip, pair = cursor.strip % _STRIPS, block.pair_bytes // 2 * STRIP_N
         per_run = pair // 16
         of_scales = block.code_bytes + strip * pair + lane // per_run * block.run_bytes + lane % per_run * 16
-        scales = codes + Int64(of_scales)
-        codes = codes + Int64(strip * block.strip_bytes + lane * 16)
+        start = block.codes_from(k_block)
+        scales = codes + Int64(of_scales + start)
+        if const_expr(block.lead):  # the last lanes copy factors
+            shift = cutlass.select_(
+                lane // per_run == block.runs, block.factors_from(k_block) - block.factors_at, start
+            )
+            scales = codes + Int64(of_scales + shift)
+        codes = codes + Int64(strip * block.strip_bytes + lane * 16 + start)
         return cursor._replace(codes=codes, scales=scales, k_left=k_left)
 
     @cute.jit
@@ -563,9 +569,16 @@ class ExpertLayerKernel:
     @cute.jit
     def after(self, t: Tensors, memory: Memory, share: Share, cursor: Cursor, warp: Int32) -> Cursor:
         """The cursor one step on."""
-        size = self.layer.weight.block.bytes
+        block, lane = self.layer.weight.block, cute.arch.lane_idx()
+        size: Int32 | int = block.stride
+        of_scales = size
+        if const_expr(block.lead):  # from one block of a pair to the other, which share factors, or to the next pair
+            odd = cursor.k_left % 2
+            size = block.stride + block.lead - odd * (2 * block.lead)
+            per_run = block.pair_bytes // 2 * STRIP_N // 16
+            of_scales = cutlass.select_(lane // per_run == block.runs, odd * (2 * block.stride), size)
         cursor = cursor._replace(
-            left=cursor.left - 1, k_left=cursor.k_left - 1, codes=cursor.codes + size, scales=cursor.scales + size
+            left=cursor.left - 1, k_left=cursor.k_left - 1, codes=cursor.codes + size, scales=cursor.scales + of_scales
         )
         if cursor.left == 0:
             cursor = self.next_round(t, memory, share, cursor, warp)

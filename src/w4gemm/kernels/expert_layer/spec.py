@@ -181,7 +181,7 @@ class ExpertLayer(Sm90Helper):
     def expert_bytes(self) -> int:
         """Bytes of both weights of an expert."""
         blocks = self.blocks_up * self.k_blocks_up + self.blocks_down * self.k_blocks_down
-        return blocks * self.weight.block.bytes
+        return blocks * self.weight.block.stride
 
     @property
     def pairs(self) -> Pairs | None:
@@ -269,6 +269,8 @@ class ExpertLayer(Sm90Helper):
             return f"takes a logit for each expert here, {self.experts}, or a map, got {self.choice.experts}"
         if self.columns_per_cta > ROUND or self.ctas > _MOST_CTAS:
             return f"takes {ROUND} strips of down a CTA and {_MOST_CTAS} CTAs"
+        if any(count % self.weight.block.factor_blocks for count in (self.k_blocks_up, self.k_blocks_down)):
+            return "takes whole pairs of blocks along k, if two share factors"
         if self.stage_block.scale_bytes > 512:
             return "a warp copies at most 512 bytes of scales a step"
         if self.num_stages < 3:

@@ -350,14 +350,21 @@ class Sm80MixedGemmKernel:
         variant = self.variant
         half = k_slice % 2 if const_expr(variant.half_block_stages) else 0
         target = pipeline + stage * variant.stage_bytes + variant.x_bytes
-        for run in variant.stage_block.separate_copies(half):
-            self.load_runs(weight, n_tile, k_slice, target + run.target, run.source + run.offset, run.size // 16)
+        for i, run in enumerate(variant.stage_block.separate_copies(half)):
+            self.load_runs(weight, n_tile, k_slice, half, target + run.target, i, run.size // 16)
 
     @cute.jit
     def load_runs(
-        self, weight: cute.Tensor, n_tile: Int32, k_slice: Int32, target: Int32, start: Int32, count: cutlass.Constexpr
+        self,
+        weight: cute.Tensor,
+        n_tile: Int32,
+        k_slice: Int32,
+        half: Int32,
+        target: Int32,
+        run: cutlass.Constexpr,
+        count: cutlass.Constexpr,
     ):
-        """Request ``count`` times 16 bytes of each block of a k-slice, from byte ``start`` of the block on."""
+        """Request a run of ``count`` times 16 bytes of each block of a k-slice. run: its number among the copies."""
         variant, threads = self.variant, self.variant.threads
         thread, total = cute.arch.thread_idx()[0], variant.blocks_n * variant.blocks_k * count
         # a round of copies, one of each thread, covers several blocks, or some vectors of one block
@@ -372,8 +379,10 @@ class Sm80MixedGemmKernel:
                 k_block = k_slice // 2
             else:
                 k_block = k_slice * variant.blocks_k + block % variant.blocks_k
-            index = row * weight.shape[1] + cutlass.min(k_block, weight.shape[1] - 1)
-            source = weight.iterator.toint() + Int64(index) * variant.block.bytes + (start + at)
+            k_block = cutlass.min(k_block, weight.shape[1] - 1)
+            copy = variant.stage_block.separate_copies(half, k_block=k_block)[run]
+            block_at = Int64(row * weight.shape[1] + k_block) * variant.block.stride
+            source = weight.iterator.toint() + block_at + (copy.source + copy.offset + at)
             to = target + block * variant.stage_block.bytes + at
             if const_expr((i + 1) * threads <= total):
                 copy_async(to, source, Int32(16))

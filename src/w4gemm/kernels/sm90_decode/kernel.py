@@ -400,14 +400,15 @@ class Sm90DecodeKernel:
             if const_expr(variant.whole_blocks):
                 for i in cutlass.range_constexpr(rows // BLOCK_N):
                     source = self.source(own, cursor.n_tile * rows // BLOCK_N + i, cursor.k_block)
-                    self.copy(variant.stage_block.copies(), source, target + i * variant.stage_block.bytes, barrier)
+                    copies = variant.stage_block.copies(k_block=cursor.k_block)
+                    self.copy(copies, source, target + i * variant.stage_block.bytes, barrier)
             else:
                 row, at, blocks = cursor.n_tile * rows, 0, variant.blocks_of_tile
                 for i in cutlass.range_constexpr(blocks.most):
                     source, count = self.source(own, row // BLOCK_N, cursor.k_block), rows
                     if const_expr(blocks.most > 1):
                         count = cutlass.min(BLOCK_N - row % BLOCK_N, rows - at)
-                    copies = variant.stage_block.row_copies(row % BLOCK_N, count, at)
+                    copies = variant.stage_block.row_copies(row % BLOCK_N, count, at, cursor.k_block)
                     if const_expr(i < blocks.fewest):
                         self.copy(copies, source, target, barrier)
                     else:
@@ -419,7 +420,7 @@ class Sm90DecodeKernel:
         """The address of a packed block. A tile may reach past the last one along n: it takes that one again, and rows
         past n are not stored."""
         block = cutlass.min(block, weight.shape[0] - 1)
-        return weight.iterator.toint() + (Int64(block) * weight.shape[1] + k_block) * self.variant.block.bytes
+        return weight.iterator.toint() + (Int64(block) * weight.shape[1] + k_block) * self.variant.block.stride
 
     def copy(self, copies: list[Copy], source: Int64, target: Int32, barrier: Int32) -> None:
         """Request runs of bytes of a packed block."""

@@ -564,12 +564,12 @@ class Producer:
         tile = tile_coordinates(cta // scheduler.cluster_size, experts, n_tiles, scheduler.band, variant.short)
         expert, n_tile = tile.m_tile, tile.n_tile
         first = expert * n_blocks + (n_tile * config.cluster_n + coord.n) * variant.blocks_n
-        size = cutlass.min(_PREFETCHED_STAGES * variant.blocks_k, k_blocks) * variant.block.bytes
+        size = cutlass.min(_PREFETCHED_STAGES * variant.blocks_k, k_blocks) * variant.block.stride
         if coord.m == 0:
             with cute.arch.elect_one():
                 for r in cutlass.range_constexpr(variant.blocks_n):
                     row = cutlass.min(first + r, weight.shape[0] - 1)
-                    bulk_prefetch(weight.iterator.toint() + Int64(row) * k_blocks * variant.block.bytes, size)
+                    bulk_prefetch(weight.iterator.toint() + Int64(row) * k_blocks * variant.block.stride, size)
 
     def boxes_of(self, rows: TileRows) -> Int32 | int:
         """The number of boxes of a tile that hold a token; the others keep old data, which reaches no stored result."""
@@ -641,19 +641,21 @@ class Producer:
                         k_block = k_slice // 2
                     if const_expr(variant.blocks_k_per_iteration > 1):
                         k_block = cutlass.min(k_block, weight.shape[1] - 1)
-                    block = (Int64(row) * weight.shape[1] + k_block) * variant.block.bytes
+                    block = (Int64(row) * weight.shape[1] + k_block) * variant.block.stride
                     source = weight.iterator.toint() + block
                     index = r * variant.blocks_k + b
                     target = pipeline.weights + stage * variant.weight_bytes + index * variant.stage_block.bytes
                     if const_expr(variant.config.cluster_m == 1):
-                        self.load_block(target, source, k_slice, barrier, None)
+                        self.load_block(target, source, k_slice, k_block, barrier, None)
                     else:
                         if r % variant.config.cluster_m == coord.m:
-                            self.load_block(target, source, k_slice, barrier, coord.weight_mask)
+                            self.load_block(target, source, k_slice, k_block, barrier, coord.weight_mask)
 
-    def load_block(self, target: Int32, source: Int64, k_slice: Int32, barrier: Int32, mask: Int16 | None) -> None:
+    def load_block(
+        self, target: Int32, source: Int64, k_slice: Int32, k_block: Int32, barrier: Int32, mask: Int16 | None
+    ) -> None:
         """Request a block, or half of it. mask: the CTAs that get it; None for this CTA alone."""
-        for copy in self.variant.stage_block.copies(half=k_slice % 2):
+        for copy in self.variant.stage_block.copies(half=k_slice % 2, k_block=k_block):
             to, start, size = target + copy.target, source + copy.source + copy.offset, Int32(copy.size)
             if mask is None:
                 bulk_copy(to, start, size, barrier)

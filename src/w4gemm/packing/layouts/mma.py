@@ -1,6 +1,7 @@
 """The layouts of the GPU kernels, ``mma16`` and ``mma8``: one contiguous block for each 64 rows x 128 columns.
 
-blocks int32 (ceil(n / 64), ceil(k / 128), words): see :mod:`w4gemm.packing.block` for the parts of a block. Scales of
+blocks int32 (ceil(n / 64), ceil(k / 128), words), an even number along k if two share factors: see
+:mod:`w4gemm.packing.block` for the parts of a block, and where they lie. Scales of
 output channels, if the format has any or the codec takes them out of the groups' scales, are a second tensor, float32
 (n).
 
@@ -52,44 +53,54 @@ class MmaLayout:
         return codec
 
     def shapes(self, format: WeightFormat, n: int, k: int) -> tuple[tuple[torch.dtype, tuple[int, ...]], ...]:
-        blocks = (-(-n // BLOCK_N), -(-k // BLOCK_K), self.codec(format).block(format).words)
+        block = self.codec(format).block(format)
+        blocks = (-(-n // BLOCK_N), block.blocks_along(k), block.words)
         channels = ((torch.float32, (n,)),) if self.codec(format).has_channels(format) else ()
         return ((torch.int32, blocks), *channels)
 
     def pack(self, parts: WeightComponents, format: WeightFormat) -> tuple[torch.Tensor, ...]:
         n, k = parts.codes.shape
         codec, block = self.codec(format), self.codec(format).block(format)
-        (dtype, shape), *_ = self.shapes(format, n, k)
-        blocks = torch.empty(shape, dtype=dtype, device=parts.codes.device)
+        (_, shape), *_ = self.shapes(format, n, k)
         pad = (0, shape[1] * BLOCK_K - k, 0, shape[0] * BLOCK_N - n)
         codes = codec.codes_beside(parts.codes, parts.scales, format)
         codes = torch.nn.functional.pad(codes, pad, value=format.element_rule.padding_code)
-        blocks[:, :, : block.code_words] = codec.code_words(codes)
+        words = [codec.code_words(codes)]
         scales = format.scales_of_rows(parts.scales, shape[0] * BLOCK_N)
         fields = codec.stored_fields(scales, parts.zeros, format)
         columns = _Columns(block, format.group_length(k), k)
-        words = [_scale_words(fields, columns, shape[0], shape[1])] if fields else []
+        words += [_scale_words(fields, columns, shape[0], shape[1])] if fields else []
         if parts.factors is not None:
             fields = [t.contiguous().view(torch.int16) for t in parts.factors.unbind(-1)]
-            words.append(_scale_words(fields, columns.of_factors(format), shape[0], shape[1]))
-        if words:
-            blocks[:, :, block.code_words :] = torch.cat(words, dim=2)
+            factors = _scale_words(fields, columns.of_factors(format), shape[0], shape[1])
+            if block.factor_blocks == 2:  # first block, factors, second block
+                own = torch.cat(words, dim=2)
+                words = [own[:, ::2], factors[:, ::2], own[:, 1::2]]
+            else:
+                words.append(factors)
+        blocks = torch.cat(words, dim=2).view(shape)
         channels = codec.stored_channels(parts.scales, parts.channels)
         return (blocks,) if channels is None else (blocks, channels.contiguous())
 
     def unpack(self, tensors: tuple[torch.Tensor, ...], format: WeightFormat, n: int, k: int) -> WeightComponents:
         blocks, channels = tensors[0], tensors[1] if len(tensors) > 1 else None
         codec, block = self.codec(format), self.codec(format).block(format)
+        factors, count = None, block.group_bytes // 4
+        if block.factor_blocks == 2:
+            sizes = block.code_words + count, block.factor_bytes // 4, block.code_words + count
+            first, words, second = blocks.view(len(blocks), -1, 2 * block.words).split(sizes, 2)
+            blocks, factors = torch.stack([first, second], 2).flatten(1, 2), words.repeat_interleave(2, 1)
+        elif format.has_factors:
+            factors = blocks[:, :, block.code_words + count :]
         codes = codec.codes_of(blocks[:, :, : block.code_words])[:n, :k].contiguous()
-        words, count = blocks[:, :, block.code_words :], block.group_bytes // 4
+        words = blocks[:, :, block.code_words : block.code_words + count]
         columns = _Columns(block, format.group_length(k), k)
         rows = len(blocks) * BLOCK_N if format.scale_rule.block_rows else n
-        fields = _from_scale_words(words[:, :, :count], columns, rows) if count else []
+        fields = _from_scale_words(words, columns, rows) if count else []
         scales, zeros = codec.from_fields(fields, format, channels)
         scales = format.scales_of_blocks(scales)
-        factors = None
-        if format.has_factors:
-            each = _from_scale_words(words[:, :, count:], columns.of_factors(format), n)
+        if factors is not None:
+            each = _from_scale_words(factors, columns.of_factors(format), n)
             factors = torch.stack([t.view(torch.float16) for t in each], dim=-1)
         return WeightComponents(codes, scales, zeros, channels if format.has_channels else None, factors)
 
