@@ -27,8 +27,8 @@ from w4gemm.integrations.engines.warmup import ExpertsCall, experts_need
 from w4gemm.jit import Unit
 from w4gemm.kernels.expert_layer.spec import MOST_TOKENS, ExpertLayer
 from w4gemm.tuning import record
+from w4gemm.tuning.random_weight import random_weight
 from w4gemm.tuning.timing import time_graphs
-from w4gemm.weights.random import random_weight
 
 
 class Layer(NamedTuple):

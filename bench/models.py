@@ -15,7 +15,7 @@ from w4gemm import QuantizedWeight, W4Experts, W4GroupedLinear, W4Linear, Weight
 from w4gemm.checkpoints.dense import SKIP, linear_layers
 from w4gemm.checkpoints.gates import activation_of
 from w4gemm.integrations.transformers.loading import ParametersOnMeta
-from w4gemm.weights.random import random_weight
+from w4gemm.tuning.random_weight import random_weight
 
 MODELS: dict[str, Mapping[str, Any]] = {
     name: model_named(name).config for name in ("llama-3-8b", "qwen3-30b-a3b", "gpt-oss-20b")

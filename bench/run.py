@@ -26,9 +26,9 @@ from bench.shapes import parse_layers, parse_tokens
 from w4gemm import QuantizedWeight, WeightFormat
 from w4gemm.core.epilogue import default_out_dtype
 from w4gemm.core.formats import PER_COLUMN
+from w4gemm.tuning import random_weight as random_numbers
 from w4gemm.tuning import record
 from w4gemm.tuning.timing import Timing, time_graphs
-from w4gemm.weights import random as random_numbers
 
 RESULTS = Path(__file__).parent / "results/times.jsonl"
 MAX_ERROR = 1e-2

@@ -19,7 +19,7 @@ from w4gemm.api.step import add_rms_norm, add_rms_norm_quantize, gate_halves, rm
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import H200, Device, GemmProblem
 from w4gemm.integrations.decoder.attention import CachedLayer, step_attention
-from w4gemm.weights.random import random_weight
+from w4gemm.tuning.random_weight import random_weight
 
 FP8 = torch.float8_e4m3fn
 COUNTS = (5, 0, 38, 1, 20)

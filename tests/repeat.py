@@ -26,7 +26,7 @@ import w4gemm
 from launch_cells import COUNTS, NUMBERS, Cell, cells
 from reference import grouped_reference, linear_reference
 from w4gemm.core.formats import WeightFormat
-from w4gemm.weights.random import random_weight
+from w4gemm.tuning.random_weight import random_weight
 
 K = 4112
 TOLERANCE = 6e-3

@@ -31,7 +31,7 @@ from w4gemm.core.elements import ELEMENTS
 from w4gemm.core.problem import GemmProblem
 from w4gemm.kernels import KERNELS
 from w4gemm.packing.layouts import native_layout
-from w4gemm.weights.random import random_weight
+from w4gemm.tuning.random_weight import random_weight
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench/results"

@@ -18,7 +18,7 @@ from bench.shapes import FP4_EXPERTS
 
 from w4gemm import QuantizedWeight, WeightFormat
 from w4gemm.tuning import timing
-from w4gemm.weights.random import random_weight
+from w4gemm.tuning.random_weight import random_weight
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 

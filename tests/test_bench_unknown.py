@@ -19,8 +19,8 @@ import w4gemm
 from w4gemm import WeightFormat, choice
 from w4gemm.choice import table
 from w4gemm.core.problem import H200, Device, GemmProblem
+from w4gemm.tuning.random_weight import random_weight
 from w4gemm.tuning.timing import time_calls
-from w4gemm.weights.random import random_weight
 
 
 def test_a_seed_draws_the_same_points_and_no_layer_that_was_tuned_or_fitted():

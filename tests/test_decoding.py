@@ -24,7 +24,7 @@ from w4gemm.integrations.decoder.loop import step_of
 from w4gemm.integrations.decoder.requirements import attention_files, log_once
 from w4gemm.integrations.decoder.step import DecodeStep
 from w4gemm.integrations.transformers import quantize_layers
-from w4gemm.weights.random import random_weight
+from w4gemm.tuning.random_weight import random_weight
 from w4gemm.weights.shards import joined, parts
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {

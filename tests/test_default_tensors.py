@@ -13,7 +13,7 @@ import w4gemm
 from tiny_model import write_gguf
 from w4gemm.checkpoints.gguf.file import GGUFFile
 from w4gemm.kernels.cpu import kernel
-from w4gemm.weights.random import random_weight
+from w4gemm.tuning.random_weight import random_weight
 
 FORMATS = ("int4_g32", "int4_g32_zint", "int4_g64_zfloat_fp32", "int4_g128_e4m3", "mxfp4", "nvfp4", "nf4", "q4_k")
 

@@ -10,7 +10,7 @@ from test_layouts import assert_same
 from w4gemm import QuantizedWeight, WeightFormat, grouped_linear, linear, quantize
 from w4gemm.core.elements import ELEMENTS
 from w4gemm.packing.codecs import MMA16, MXFP4_MMA16, codec_for
-from w4gemm.weights.random import random_weight
+from w4gemm.tuning.random_weight import random_weight
 
 NAMES = ("mxfp4", "nvfp4")
 E2M1 = ELEMENTS["e2m1"]

@@ -15,7 +15,7 @@ from w4gemm.core.problem import GPUS, H200, GemmProblem
 from w4gemm.jit import object_code
 from w4gemm.kernels import kernel_named
 from w4gemm.kernels.gpu import _by_columns
-from w4gemm.weights.random import random_weight
+from w4gemm.tuning.random_weight import random_weight
 
 FP8 = torch.float8_e4m3fn
 FORMATS = ("int4_g128", "int4_g32_zint", "int4_col", "int4_g128_e4m3", "mxfp4", "e4m3_g128_b128")

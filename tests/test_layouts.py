@@ -19,7 +19,7 @@ from w4gemm.packing.bits import pack, unpack
 from w4gemm.packing.block import BLOCK_K, BLOCK_N, HALF_K, STRIP_N, Block
 from w4gemm.packing.codecs import INT4_MMA16, Bits
 from w4gemm.packing.layouts import LAYOUTS, WeightComponents, layout_for, layout_named, native_layout
-from w4gemm.weights.random import random_components
+from w4gemm.tuning.random_weight import random_components
 
 CODE_WORDS = 64 * 128 * 4 // 32
 """Words of the codes of a block, of 4 bits."""

@@ -31,7 +31,7 @@ from w4gemm.checkpoints import dense, open_checkpoint
 from w4gemm.checkpoints.gates import activation_of
 from w4gemm.cli.__main__ import main
 from w4gemm.integrations.transformers import W4GemmConfig, dequantize_layers, load
-from w4gemm.weights.random import random_weight
+from w4gemm.tuning.random_weight import random_weight
 
 ROUTERS = ("lm_head", "mlp.gate", "block_sparse_moe.gate", "mlp.router")
 FOLDERS: dict[str, tuple[str, dict[str, Any], Writer]] = {

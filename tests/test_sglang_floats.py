@@ -31,7 +31,7 @@ from w4gemm import QuantizedWeight, linear
 from w4gemm.core.activation import parse
 from w4gemm.core.formats import WeightFormat
 from w4gemm.integrations.sglang import dense, experts
-from w4gemm.weights.random import random_components
+from w4gemm.tuning.random_weight import random_components
 
 PARTS = N // 3, N - N // 3
 WIDTH = 96  # SGLang pads gpt-oss' to 128

@@ -11,8 +11,8 @@ from test_layouts import assert_same, random_parts
 from w4gemm import QuantizedWeight, WeightFormat, grouped_linear, linear, quantize
 from w4gemm.packing.codecs import MMA16, Pairs, codec_for, weight_operand
 from w4gemm.packing.codecs.base import PAIR_ROW_BYTES
+from w4gemm.tuning.random_weight import random_components
 from w4gemm.weights.dequantize import with_plain_scales
-from w4gemm.weights.random import random_components
 
 Q4_K = WeightFormat.parse("q4_k")
 

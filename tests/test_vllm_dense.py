@@ -29,7 +29,7 @@ from w4gemm.integrations.engines.warmup import Warmup
 from w4gemm.integrations.vllm import takeover
 from w4gemm.kernels import workspace
 from w4gemm.packing.bits import pack, unpack
-from w4gemm.weights.random import random_components
+from w4gemm.tuning.random_weight import random_components
 
 STUB = Path(__file__).parent / "vllm_stub"
 N, K = 96, 256

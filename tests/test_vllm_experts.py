@@ -26,7 +26,7 @@ from w4gemm.core.activation import parse
 from w4gemm.core.formats import WeightFormat
 from w4gemm.integrations import vllm as plugin
 from w4gemm.kernels.base import selected
-from w4gemm.weights.random import random_components
+from w4gemm.tuning.random_weight import random_components
 
 EXPERTS, TOP_K, HIDDEN, WIDTH = 5, 2, 128, 128
 FP8_ERROR = 0.06

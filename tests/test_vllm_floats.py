@@ -16,7 +16,7 @@ from test_vllm_dense import vllm_stub
 from w4gemm.core.formats import WeightFormat
 from w4gemm.integrations import vllm as plugin
 from w4gemm.integrations.engines import engine
-from w4gemm.weights.random import random_components
+from w4gemm.tuning.random_weight import random_components
 
 N, K = 96, 256
 FACTOR = 1 / 3072

@@ -20,8 +20,8 @@ from test_vllm_sources import plugin, routed_experts  # noqa: F401 (plugin is a 
 from w4gemm import QuantizedWeight
 from w4gemm.core.activation import is_gated
 from w4gemm.core.formats import WeightFormat
+from w4gemm.tuning.random_weight import random_components
 from w4gemm.weights.quantize import quantize
-from w4gemm.weights.random import random_components
 
 TOKENS = 5
 PREFIX = "model.layers.1.mlp.experts"

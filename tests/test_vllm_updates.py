@@ -23,7 +23,7 @@ from w4gemm.integrations import vllm as plugin
 from w4gemm.integrations.engines import updates as updating
 from w4gemm.integrations.vllm.updates import ReloadedUpdate
 from w4gemm.kernels import workspace
-from w4gemm.weights.random import random_components
+from w4gemm.tuning.random_weight import random_components
 
 N, K = 64, 128
 BFLOAT16 = torch.bfloat16

@@ -18,7 +18,7 @@ from test_formats import ALL, FOLDED
 from test_layouts import assert_same, random_parts
 from w4gemm import FormatError, QuantizedWeight, W4Linear, WeightFormat, quantize
 from w4gemm.packing.layouts import LAYOUTS
-from w4gemm.weights.random import random_weight as random_weight_of
+from w4gemm.tuning.random_weight import random_weight as random_weight_of
 
 
 def weight(name: str | WeightFormat = "int4_g128", n: int = 96, k: int = 512, seed: int = 0) -> QuantizedWeight:
@@ -327,7 +327,7 @@ SCALES = torch.ones(4, 1, dtype=torch.bfloat16)
         ("none", CODES + 16, SCALES, None, ValueError, r"codes: wanted 0..15, got 16..16"),
         ("none", CODES.int() - 1, SCALES, None, ValueError, r"codes: wanted 0..15, got -1..-1"),
         ("none", CODES, SCALES.float(), None, TypeError, "scales: wanted torch.bfloat16, got torch.float32"),
-        ("none", CODES, None, None, TypeError, "scales: wanted torch.bfloat16, got NoneType"),
+        ("none", CODES, None, None, ValueError, "scales: int4_g128 wants torch.bfloat16 .*, got NoneType"),
         ("none", CODES, SCALES.T, None, ValueError, r"scales: wanted shape \(4, 1\), got \(1, 4\)"),
         ("none", CODES, SCALES.to("meta"), None, ValueError, "scales: wanted device cpu like codes, got meta"),
         ("none", CODES, SCALES, SCALES, ValueError, "zeros: int4_g128 has none, got torch.bfloat16"),

@@ -19,7 +19,7 @@ from w4gemm.core.problem import H200, GemmProblem
 from w4gemm.kernels import KERNELS
 from w4gemm.kernels.gpu import refused_groups
 from w4gemm.packing.layouts import WeightComponents, layout_for, layout_named
-from w4gemm.weights.random import random_components, random_weight
+from w4gemm.tuning.random_weight import random_components, random_weight
 
 N, K = 200, 560
 """Rows that no table is full of; columns with a short last group of 128 and a short last superblock of 256."""

@@ -23,7 +23,7 @@ from w4gemm.jit import object_code
 from w4gemm.kernels import KERNELS, Kernel, config_named
 from w4gemm.packing.codecs import scales_on_sums
 from w4gemm.packing.layouts import LAYOUTS, layout_named
-from w4gemm.weights import random as random_numbers
+from w4gemm.tuning import random_weight as random_numbers
 from w4gemm.weights.weight import QuantizedWeight
 
 FORMATS = [

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 import w4gemm
-from w4gemm.weights.random import random_weight
+from w4gemm.tuning.random_weight import random_weight
 
 MEMORY = 2**34
 """Bytes of address space that all calls have."""

@@ -14,7 +14,7 @@ from engine_tensors import AWQ_ORDER, words
 from fuzz import gguf_samples
 from w4gemm import QuantizedWeight, WeightFormat
 from w4gemm.checkpoints.w4gemm import settings
-from w4gemm.weights.random import random_weight
+from w4gemm.tuning.random_weight import random_weight
 
 N, K, GROUP = 32, 64, 32
 BLOCK = [2, 2]

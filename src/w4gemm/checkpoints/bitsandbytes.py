@@ -26,18 +26,19 @@ import torch
 
 from w4gemm.checkpoints.base import Module
 from w4gemm.checkpoints.hugging_face import TensorInfo
-from w4gemm.checkpoints.module_tensors import check_tensor
+from w4gemm.checkpoints.module_tensors import WIDE_SCALES, check_tensor
 from w4gemm.checkpoints.numbers import Numbers
 from w4gemm.checkpoints.packed_numbers import PackedMatrix, PackedNumbers
 from w4gemm.checkpoints.quantized_folder import Packing, folder_format
+from w4gemm.checkpoints.stored import DTYPES
 from w4gemm.core.elements import codebook
 from w4gemm.core.formats import PER_COLUMN, SMALLEST_GROUP, WeightFormat
 from w4gemm.packing.bits import unpack
 
 _STATES = ("weight_bitsandbytes__nf4", "weight_bitsandbytes__fp4")
 _NESTED = ("weight_nested_absmax", "weight_nested_quant_map")
-_BYTES = {"U8": 1, "I8": 1, "F16": 2, "BF16": 2, "F32": 4}
-"""Bytes of an element of ``weight``, by safetensors' name of its dtype."""
+_WORDS = ("U8", "I8", *WIDE_SCALES)
+"""safetensors' names of the dtypes of ``weight``, which may be stored as floats."""
 _OF_127 = 7.874015718698502e-3
 """float32 of 1 / 127, which bitsandbytes multiplies by."""
 _PART = re.compile(
@@ -64,7 +65,8 @@ class BitsAndBytesPacking:
         for leaf, (dtype, count) in expected.items():
             _check(stored, leaf, (dtype,), count)
         stored_bytes = -(-n * k // 2)
-        _check(stored, "weight", tuple(_BYTES), stored_bytes // _BYTES.get(stored["weight"].dtype, 1))
+        word = DTYPES.get(stored["weight"].dtype, torch.uint8)
+        _check(stored, "weight", _WORDS, stored_bytes // word.itemsize)
         group = math.gcd(k, state["blocksize"])
         if group % SMALLEST_GROUP:
             raise ValueError(

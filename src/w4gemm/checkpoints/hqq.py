@@ -22,10 +22,11 @@ import torch
 
 from w4gemm.checkpoints.base import Module
 from w4gemm.checkpoints.hugging_face import TensorInfo
-from w4gemm.checkpoints.module_tensors import check_bits, check_tensor
+from w4gemm.checkpoints.module_tensors import WIDE_SCALES, check_bits, check_tensor
 from w4gemm.checkpoints.numbers import Numbers
 from w4gemm.checkpoints.packed_numbers import PackedMatrix, PackedNumbers
 from w4gemm.checkpoints.quantized_folder import folder_format
+from w4gemm.checkpoints.stored import DTYPES
 from w4gemm.core.elements import INTEGERS
 from w4gemm.core.formats import PER_COLUMN, WeightFormat
 from w4gemm.packing.bits import fields
@@ -36,9 +37,8 @@ _NOTES = (
     *("encoded_state_dict", "stores_quant_config"),
 )
 """Small tensors of a module that say nothing of its numbers."""
-_SCALES = ("F16", "BF16", "F32")
-_WORDS = {"U8": 1, "I32": 4, "F16": 2, "BF16": 2, "F32": 4}
-"""Bytes of an element of ``W_q``, which may be stored as floats, by safetensors' name of its dtype."""
+_WORDS = ("U8", "I32", *WIDE_SCALES)
+"""safetensors' names of the dtypes of ``W_q``, which may be stored as floats."""
 
 _PACKINGS = {8: "8bit_u8", 6: "8bit_u8", 5: "8bit_u8", 4: "4bit_u8", 3: "3bit_32", 2: "2bit_u8", 1: "1bit_u8"}
 """HQQ's name of how codes of so many bits lie."""
@@ -69,14 +69,14 @@ class HQQPacking:
         group = settings.get("group_size") or k
         if not all(isinstance(size, int) and size > 0 for size in (n, k, group)) or k % group:
             raise ValueError(f"shape is {(n, k)}, wanted rows of whole groups of {group}")
-        rows, words = n * (k // group), check_tensor(stored, "W_q", tuple(_WORDS))
+        rows, words = n * (k // group), check_tensor(stored, "W_q", _WORDS)
         lines = -(-rows // 10) if bits == 3 else rows * (bits if 8 % bits == 0 else 8) / 8
         line = 4 * group if bits == 3 else group
-        if (words[0], words[1] * _WORDS[stored["W_q"].dtype]) != (lines, line):
+        if (words[0], words[1] * DTYPES[stored["W_q"].dtype].itemsize) != (lines, line):
             raise ValueError(f"W_q has shape {words}, wanted {lines:g} rows of {line} bytes for {(n, k)}")
         format = WeightFormat(PER_COLUMN if group == k else group, "float", "fp32", INTEGERS[max(bits, 2)].name)
         for leaf in ("scale", "zero"):
-            check_tensor(stored, leaf, _SCALES, (rows, 1))
+            check_tensor(stored, leaf, WIDE_SCALES, (rows, 1))
         return Module(n, k, format, "bias" in stored)
 
     def numbers(self, module: Module, tensors: Mapping[str, torch.Tensor]) -> Numbers:

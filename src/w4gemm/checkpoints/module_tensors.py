@@ -8,11 +8,13 @@ from typing import Any
 import torch
 
 from w4gemm.checkpoints.hugging_face import TensorInfo
-from w4gemm.core.formats import PER_COLUMN, WeightFormat
+from w4gemm.checkpoints.stored import NAMES
+from w4gemm.core.formats import PER_COLUMN, SCALE_OF, WeightFormat
 
-SCALES = {"F16": "fp16", "BF16": "bf16"}
+WIDE_SCALES = {NAMES[dtype]: rule for dtype, rule in SCALE_OF.items()}
 """Scale rules by safetensors' name of the scales' dtype."""
-WIDE_SCALES = SCALES | {"F32": "fp32"}
+SCALES = {name: rule for name, rule in WIDE_SCALES.items() if rule != "fp32"}
+"""Those of 16 bits."""
 SYMMETRIC = 8
 """Integer zero point of a symmetric weight of 4 bits."""
 

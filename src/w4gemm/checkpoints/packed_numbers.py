@@ -150,11 +150,10 @@ class PackedNumbers(Numbers):
             if stored is not None and stored.along and stored.tensor.dtype not in _WORDS:
                 raise TypeError(f"{name}: wanted {' or '.join(map(str, _WORDS))}, got {stored.tensor.dtype}")
         *experts, n, k = codes.shape
-        for name, stored, rows in zip(names[1:], (scales, zeros), (format.scale_rows(n), n), strict=True):
-            if stored is None:
-                continue
-            shape = (*experts, rows, format.groups(k))
-            if stored.shape != shape:  # one group of scales would serve for all of them
+        parts = format.parts(n, k)
+        for name, part, stored in zip(names[1:], ("scales", "zeros"), (scales, zeros), strict=True):
+            if stored is not None and stored.shape != (shape := (*experts, *parts[part][1])):
+                # one group of scales would serve for all of them
                 raise ValueError(f"{name}: wanted shape {shape} for {format} of k {k}, got {stored.shape}")
         if factors is not None and (n % factors.shape[-1] or [*factors.shape[:-1]] != experts):
             raise ValueError(f"factor: wanted one number, or one for each of {n} rows, got {tuple(factors.shape)}")

@@ -1,9 +1,25 @@
-"""What name and dtype say of a tensor in a Hugging Face folder: :func:`is_packed`, :func:`reason_to_skip`."""
+"""dtypes of tensors in a Hugging Face folder (:data:`DTYPES`), and what dtype and name say of a tensor:
+:func:`is_packed`, :func:`reason_to_skip`."""
 
 from __future__ import annotations
 
 import re
 
+import torch
+
+DTYPES = {
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I32": torch.int32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+}
+"""dtypes of packed tensors by safetensors' names of them."""
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+"""safetensors' names of dtypes."""
 FP8 = ("F8_E4M3", "F8_E5M2")
 """safetensors' names of the dtypes of dense weights in 8 bits, which have scales."""
 _CODES = ("I8", "U8", "I32")

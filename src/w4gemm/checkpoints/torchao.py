@@ -265,7 +265,7 @@ def _fp8(stored: Mapping[str, TensorInfo], settings: _Settings) -> Module:
     if not isinstance(block, list) or len(block) != 2 or not all(type(size) is int and size > 0 for size in block):
         raise ValueError(f"its block_size is {block!r}, wanted two positive integers")
     rows, columns = block
-    if n % rows and block != [128, 128]:
+    if n % rows and ScaleBlock(*block) != ScaleBlock():
         raise ValueError(f"blocks of {rows} rows do not divide its {n} output features")
     check_tensor(stored, SCALE, WIDE_SCALES, (-(-n // rows), -(-k // columns)))
     format = format_of(stored[QDATA], stored[SCALE], ScaleBlock(rows, columns))

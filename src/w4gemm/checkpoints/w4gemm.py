@@ -23,6 +23,7 @@ from w4gemm.checkpoints.module_tensors import check_tensor
 from w4gemm.checkpoints.named_modules import Named
 from w4gemm.checkpoints.numbers import Numbers, WeightNumbers
 from w4gemm.checkpoints.quantized_folder import BESIDE, folder_format
+from w4gemm.checkpoints.stored import NAMES
 from w4gemm.packing.packed_shape import packed_shape
 from w4gemm.weights.file import as_tensor, in_words, mean_the_same, of_tensor, of_words
 from w4gemm.weights.weight import QuantizedWeight
@@ -35,16 +36,6 @@ ALARM = "weight"
 """Last part of the name of a tensor of one number beside the tensors of a linear layer; of experts that tensor has the
 name of their dense parameter. It is not read. Without w4gemm, transformers would draw a weight at random, and refuses
 one of another shape."""
-_DTYPES = {
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float32: "F32",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e8m0fnu: "F8_E8M0",
-}
-"""safetensors' name of each dtype of a canonical tensor, scales of every rule included."""
 
 
 def alarm() -> torch.Tensor:
@@ -102,7 +93,7 @@ class OwnPacking:
         k = stored["perm"].shape[-1] if "perm" in stored else 8 * row_bytes // format.bits
         packed = packed_shape(format, "canonical", n, k, experts)
         for leaf, (dtype, shape) in zip(format.part_names, packed.tensors, strict=True):
-            check_tensor(stored, leaf, (_DTYPES[dtype],), shape)
+            check_tensor(stored, leaf, (NAMES[dtype],), shape)
         if ALARM in stored and stored[ALARM].shape != alarm().shape:
             raise ValueError("it has a dense weight beside its quantized one, wanted one of them")
         unknown = stored.keys() - {*format.part_names, "perm", *BESIDE, STATE, ALARM}

@@ -26,7 +26,9 @@ from w4gemm.checkpoints.base import Checkpoint, Module, finite_dense
 from w4gemm.checkpoints.dense_experts import packed_experts
 from w4gemm.checkpoints.gguf.fields import quick_reader, tokenizer_of
 from w4gemm.checkpoints.hugging_face import AS_IT_IS, read_config, transformers_errors
+from w4gemm.checkpoints.module_tensors import WIDE_SCALES
 from w4gemm.checkpoints.quantized_folder import QuantizedFolder
+from w4gemm.checkpoints.stored import DTYPES
 from w4gemm.core.errors import FormatError
 from w4gemm.core.files import UNFINISHED, placed
 from w4gemm.packing.packed_shape import packed_shape
@@ -44,8 +46,6 @@ _OF_THE_SOURCE = ("config.json", "hf_quant_config.json", "quant_cfg.json", "quan
 """Files that say how the source is quantized, which are not copied."""
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 """The number of a layer in a tensor's name."""
-_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""Dtypes by the names that safetensors has for them."""
 
 
 class WeightWriter(Protocol):
@@ -202,7 +202,8 @@ def _require_layers(checkpoint: Checkpoint) -> None:
 def _dtype_of(checkpoint: Checkpoint, name: str, dtype: torch.dtype, kept: bool) -> torch.dtype:
     """Return the dtype that a dense tensor is written in. If ``kept``, it is the tensor's own, because a router with a
     bias in float32 decides in float32."""
-    return _FLOATS.get(checkpoint.stored_type(name), dtype) if kept else dtype
+    stored = checkpoint.stored_type(name)
+    return DTYPES[stored] if kept and stored in WIDE_SCALES else dtype
 
 
 def _plan(

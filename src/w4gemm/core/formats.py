@@ -109,6 +109,8 @@ scale for each row is ``_col_fp32``; a tensor's single scale is that of each row
 a group of 128 rows. ``u8x256``, ``s8x256``, ``s6x256``, ``u4x256``: two levels, unsigned bytes, signed bytes, signed
 ones of six bits, and four bits, and factors for each 256 columns; the unsigned ones have float zero points. ``u8x128``,
 ``s8x128``, ``s6x128``: the same for each 128 columns, for shards along k."""
+SCALE_OF = {SCALES[name].dtype: name for name in ("fp16", "bf16", "fp32")}
+"""The plain scale rule of each dtype: one scale for each row and group, which multiplies as it is."""
 _FLOAT32_BITS, _FACTOR_BITS = 24, 11
 """Significant bits of a float32, and of a factor, which is an fp16."""
 ALIASES = {
@@ -320,11 +322,26 @@ class WeightFormat:
         """True if scale * number is rounded to e4m3: group scales are part of the weights that are multiplied."""
         return self.scale_rule.rounded_to is not None
 
+    def parts(self, n: int, k: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """dtype and shape of the :class:`w4gemm.packing.layouts.WeightComponents` of a weight (n, k) that there are, by
+        name."""
+        groups = self.groups(k)
+        parts: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
+            "codes": (torch.uint8, (n, k)),
+            "scales": (self.scale_dtype, (self.scale_rows(n), groups)),
+        }
+        if self.zero_dtype is not None:
+            parts["zeros"] = self.zero_dtype, (n, groups)
+        if self.has_channels:
+            parts["channels"] = torch.float32, (n,)
+        if self.has_factors:
+            parts["factors"] = torch.float16, (n, self.superblocks(k), self.factors)
+        return parts
+
     @property
     def part_names(self) -> tuple[str, ...]:
-        """The names of the :class:`w4gemm.packing.layouts.WeightComponents` that there are."""
-        optional = {"zeros": self.has_zero, "channels": self.has_channels, "factors": self.has_factors}
-        return ("codes", "scales", *(name for name, has in optional.items() if has))
+        """The names of :meth:`parts`."""
+        return tuple(self.parts(1, 1))
 
     @property
     def has_zero(self) -> bool:

@@ -12,8 +12,8 @@ import torch
 from w4gemm.core.epilogue import SCALE_BLOCK, EpilogueOperands, bias_dtype
 from w4gemm.core.problem import GemmProblem
 from w4gemm.kernels import Operands
+from w4gemm.tuning.random_weight import random_weight
 from w4gemm.tuning.timing import Timing, time_calls, time_graphs
-from w4gemm.weights.random import random_weight
 
 _ROTATED_BYTES = {"cuda": 400e6, "cpu": 64e6}
 """Bytes that all copies of the weight have together at least, so that no cache holds one when its turn comes."""

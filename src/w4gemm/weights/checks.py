@@ -30,7 +30,7 @@ def checked(format: WeightFormat, parts: WeightComponents) -> WeightComponents:
     Raises:
         TypeError, ValueError: naming the component, what was wanted and what came.
     """
-    codes, scales, zeros, channels, factors = parts
+    codes, scales, zeros, _, factors = parts
     if not isinstance(codes, torch.Tensor) or codes.dtype not in _INTEGERS + _WIDE or codes.dim() != 2:
         raise TypeError(f"codes: wanted integers (n, k), got {kind_of(codes)}")
     require_dense("codes", codes)
@@ -45,30 +45,19 @@ def checked(format: WeightFormat, parts: WeightComponents) -> WeightComponents:
     if int(codes.min()) < 0 or int(codes.max()) > largest_code:
         raise ValueError(f"codes: wanted 0..{largest_code}, got {int(codes.min())}..{int(codes.max())}")
     check_codes(format, codes)
-    _check_part("scales", scales, format.scale_dtype, (format.scale_rows(n), format.groups(k)), codes.device)
-    if format.zero_dtype is None:
-        if zeros is not None:
-            raise ValueError(f"zeros: {format} has none, got {kind_of(zeros)}")
-    elif zeros is None:
-        raise ValueError(f"zeros: {format} wants {format.zero_dtype} {(n, format.groups(k))}, got None")
-    else:
-        _check_part("zeros", zeros, format.zero_dtype, (n, format.groups(k)), codes.device)
-    if channels is not None and format.has_channels:
-        _check_part("channels", channels, torch.float32, (n,), codes.device)
-    elif format.has_channels or channels is not None:
-        expected = f"wants torch.float32 {(n,)}" if format.has_channels else "has none"
-        raise ValueError(f"channels: {format} {expected}, got {kind_of(channels)}")
-    if factors is not None and format.has_factors:
-        _check_part("factors", factors, torch.float16, (n, format.superblocks(k), format.factors), codes.device)
+    stored = format.parts(n, k)
+    for name, part in zip(parts._fields[1:], parts[1:], strict=True):
+        if (part is None) == (name in stored):
+            expected = "wants {} {}".format(*stored[name]) if name in stored else "has none"
+            raise ValueError(f"{name}: {format} {expected}, got {kind_of(part)}")
+        if part is not None:
+            _check_part(name, part, *stored[name], codes.device)
+    if factors is not None:
         for name, levels in (("scales", scales), ("zeros", zeros)):
             low, high = format.scale_rule.levels
             if levels is not None and not low <= int(levels.min()) <= int(levels.max()) <= high:
                 came = f"{int(levels.min())}..{int(levels.max())}"
                 raise ValueError(f"{name}: wanted {low}..{high} in {format}, got {came}")
-    elif format.has_factors or factors is not None:
-        shape = (n, format.superblocks(k), format.factors) if format.has_factors else ()
-        expected = f"wants torch.float16 {shape}" if format.has_factors else "has none"
-        raise ValueError(f"factors: {format} {expected}, got {kind_of(factors)}")
     check_range(format, *parts[1:])
     return parts._replace(codes=codes)
 

@@ -18,12 +18,12 @@ from w4gemm.checkpoints.module_tensors import whole_groups
 from w4gemm.checkpoints.packed_numbers import PackedNumbers
 from w4gemm.core.activation import Activation, canonical
 from w4gemm.core.elements import INTEGERS
-from w4gemm.core.formats import WeightFormat
+from w4gemm.core.formats import SCALE_OF, WeightFormat
 from w4gemm.integrations.engines.engine import Engine
 from w4gemm.integrations.engines.loading import unloaded
 from w4gemm.weights.weight import QuantizedWeight
 
-SCALES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+SCALES = {dtype: rule for dtype, rule in SCALE_OF.items() if rule != "fp32"}
 """Scale rules of 16-bit scales by their dtype."""
 _HELD = {**SCALES, torch.float32: "bf16"}
 """Scale rules of the scales that engines hold. float32 is rounded to bf16, as engines' own W4A8 kernels do."""

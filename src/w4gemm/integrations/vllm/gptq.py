@@ -26,6 +26,7 @@ from vllm.model_executor.parameter import (
 )
 
 from w4gemm.checkpoints.gptq import GPTQPacking
+from w4gemm.checkpoints.stored import NAMES
 from w4gemm.integrations.engines.engine import layer_product, why_no_kernel
 from w4gemm.integrations.vllm import takeover
 from w4gemm.integrations.vllm.linear_kernel import LinearKernel, capability
@@ -36,8 +37,6 @@ _STREAMS = (2, 3, 4, 8)
 """Bits of codes that are not in planes."""
 _OWN: dict[tuple[int, bool], Any] = {}
 """vLLM's own types, by bits and whether they are symmetric."""
-_LABELS = {torch.float16: "F16", torch.bfloat16: "BF16", torch.int32: "I32"}
-"""safetensors' names of the dtypes of a layer's parameters."""
 
 
 class _Stored(NamedTuple):
@@ -188,7 +187,7 @@ class GptqKernel(LinearKernel):
 
     def weights(self, layer: torch.nn.Module) -> list[QuantizedWeight]:
         tensors = {name: getattr(layer, name).data for name in self.parameters(layer)}
-        stored: Any = {name: _Stored(_LABELS[t.dtype], tuple(t.shape)) for name, t in tensors.items()}
+        stored: Any = {name: _Stored(NAMES[t.dtype], tuple(t.shape)) for name, t in tensors.items()}
         module = self.packing.module(self.prefix, stored)
         device = tensors["qweight"].device
         if reason := why_no_kernel(layer_product(device, module.format, module.n, module.k, self.dtype)):

@@ -22,18 +22,12 @@ class CanonicalLayout:
         return ""
 
     def shapes(self, format: WeightFormat, n: int, k: int) -> tuple[tuple[torch.dtype, tuple[int, ...]], ...]:
-        groups = (format.scale_rows(n), -(-format.groups(k) * _level_bits(format) // 8))
-        shapes: list[tuple[torch.dtype, tuple[int, ...]]] = [
-            (torch.uint8, (n, -(-k * format.bits // 8))),
-            (format.scale_dtype, groups),
-        ]
-        if format.zero_dtype is not None:
-            shapes.append((format.zero_dtype, groups))
-        if format.has_channels:
-            shapes.append((torch.float32, (n,)))
-        if format.has_factors:
-            shapes.append((torch.float16, (n, format.superblocks(k), format.factors)))
-        return tuple(shapes)
+        bits = {"codes": format.bits, **dict.fromkeys(("scales", "zeros"), _level_bits(format))}
+        parts = {
+            name: (dtype, (shape[0], -(-shape[1] * bits[name] // 8)) if name in bits else shape)
+            for name, (dtype, shape) in format.parts(n, k).items()
+        }
+        return tuple(parts.values())
 
     def pack(self, parts: WeightComponents, format: WeightFormat) -> tuple[torch.Tensor, ...]:
         if _level_bits(format) < 8:
