@@ -27,7 +27,8 @@ from quantized_model import Writer, write_model
 from tiny_model import LAYERS, write_dense, write_gguf
 from w4gemm import FormatError, quantize
 from w4gemm.checkpoints import find_checkpoint, open_checkpoint
-from w4gemm.checkpoints.w4gemm import _DTYPES, OwnPacking
+from w4gemm.checkpoints.stored import NAMES
+from w4gemm.checkpoints.w4gemm import OwnPacking
 from w4gemm.checkpoints.writing import tied
 from w4gemm.cli.__main__ import main
 from w4gemm.core.formats import SCALES, ScaleRule
@@ -410,7 +411,7 @@ def test_config_and_tensors_that_disagree_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rule", SCALES.values(), ids=lambda rule: rule.name)
 def test_a_folder_can_hold_every_scale_rule(rule: ScaleRule) -> None:
-    assert rule.dtype in _DTYPES, "a line of _DTYPES in checkpoints/w4gemm.py"
+    assert rule.dtype in NAMES, "a line of DTYPES in checkpoints/stored.py"
 
 
 def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
