@@ -63,25 +63,34 @@ def scatter(path: Path, title: str, series: Mapping[str, Sequence[tuple[int, flo
 
 
 class Mark(NamedTuple):
-    """A percent in the row of its name; filled or hollow."""
+    """A percent in the row of its name, and the number of its kind."""
 
     name: str
     percent: float
-    filled: bool
+    kind: int
 
 
-def marks(path: Path, title: str, series: Mapping[str, Sequence[Mark]]) -> None:
-    """Write a panel of rows for each series, in the order of the first one's names."""
+_SYMBOLS = (
+    ("o", "white", "tab:blue"),
+    ("o", "tab:blue", "tab:blue"),
+    ("^", "tab:red", "tab:red"),
+    ("D", "tab:green", "tab:green"),
+)
+"""Markers of kinds, and their colours inside and outside."""
+
+
+def marks(path: Path, title: str, kinds: Sequence[str], series: Mapping[str, Sequence[Mark]]) -> None:
+    """Write a panel of rows for each series, in the order of the first one's names. kinds: names, at most four."""
     plt = _pyplot()
     names = list(dict.fromkeys(mark.name for marks in series.values() for mark in marks))
     size = (1.6 + 2.2 * len(series), 0.9 + 0.22 * len(names))
     shared = {"sharex": True, "sharey": True, "squeeze": False}
     figure, panels = plt.subplots(1, len(series), figsize=size, layout="constrained", **shared)
     for panel, (name, own) in zip(panels.flat, series.items(), strict=True):
-        for filled in (False, True):
-            some = [mark for mark in own if mark.filled == filled]
+        for i, (kind, (symbol, inside, edge)) in enumerate(zip(kinds, _SYMBOLS, strict=False)):
+            some = [mark for mark in own if mark.kind == i]
             x, y = [mark.percent for mark in some], [names.index(mark.name) for mark in some]
-            panel.scatter(x, y, s=20, facecolors="tab:blue" if filled else "white", edgecolors="tab:blue", zorder=2)
+            panel.scatter(x, y, s=20, marker=symbol, facecolors=inside, edgecolors=edge, zorder=2, label=kind)
         panel.set_title(name, fontsize=9)
         panel.set(xscale="log")
         panel.set_xticks([1, 10, 100, 1000], ["1 %", "10 %", "100 %", "1000 %"], fontsize=8)
@@ -89,6 +98,7 @@ def marks(path: Path, title: str, series: Mapping[str, Sequence[Mark]]) -> None:
         panel.set_yticks(range(len(names)), names, fontsize=8)
         panel.grid(linewidth=0.3, zorder=0)
     panels.flat[0].invert_yaxis()
+    panels.flat[0].legend(fontsize=7)
     figure.suptitle(title, fontsize=9)
     _save(figure, path)
 

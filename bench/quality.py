@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from bench import plots
-from bench.gptq import gptq_layers
+from bench.calibrated import awq, gptq, round_layers
 from bench.options import command, formats, typed
 from bench.rows import Row, read
 
@@ -36,7 +36,8 @@ FORMATS = (
     "int8_g128,int4_g32,int4_g64,int4_g128,int4_col,int4_g32_zint,int4_g128_zint,int4_g128_zfloat,q4_k,mxfp4,"
     "nvfp4,nf4,int3_g32,int3_g128"
 )
-METHODS = ("nearest", "search", "gptq")
+CALIBRATED = {"gptq": gptq, "awq": awq}
+METHODS = ("nearest", "search", *CALIBRATED)
 _SHORT = {str(WeightFormat.parse(alias)): alias for alias in ALIASES}
 """Aliases by format."""
 _MARKED = re.compile(r"(<!-- made by python -m bench\.quality -->\n).*?(<!-- end -->\n)", re.DOTALL)
@@ -48,8 +49,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--format", type=typed(formats), default=FORMATS, help="comma-separated (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=4096, help="tokens of the text (default: %(default)s)")
     parser.add_argument("--length", type=int, default=512, help="tokens that are read at once (default: %(default)s)")
-    parser.add_argument("--search", action="store_true", help="round with search instead of to the nearest")
-    parser.add_argument("--gptq", action="store_true", help="round by GPTQ, calibrated on as many tokens that follow")
+    parser.add_argument(
+        "--method",
+        choices=METHODS,
+        default="nearest",
+        help="of rounding; GPTQ and AWQ are calibrated on as many tokens that follow (default: %(default)s)",
+    )
     parser.add_argument("--report", action="store_true", help="write the page's table and the plot")
     args = parser.parse_args(argv)
     if args.report:
@@ -63,29 +68,34 @@ def main(argv: Sequence[str] | None = None) -> None:
     for model in args.models:
         dense, tokenizer = load_dense(model, torch.device("cpu"), torch.float32)
         parts = windows(tokenizer, shipped_text(), args.tokens, args.length)
-        method = "gptq" if args.gptq else "search" if args.search else "nearest"
-        if args.gptq:
+        if args.method in CALIBRATED:
             after = windows(tokenizer, shipped_text(), 2 * args.tokens, args.length)[len(parts) :]
-            rows = _by_gptq(dense, parts, after, args.format)
+            rows = _calibrated(dense, parts, after, args.format, args.method)
         else:
-            rows = compare(dense, parts, args.format, args.search, lambda *step: None)
+            rows = compare(dense, parts, args.format, args.method == "search", lambda *step: None)
         for row in rows:
-            if method != "nearest" and row["format"] == "dense":
+            if args.method != "nearest" and row["format"] == "dense":
                 continue
-            own = {"kind": "quality", "run": record.run_name(facts), "model": model.name, "method": method}
+            own = {"kind": "quality", "run": record.run_name(facts), "model": model.name, "method": args.method}
             record.append(RESULTS, own | row | facts)
-            print(f"{model.name} {row['format']} {method}: {row['perplexity']:.3f}", flush=True)
+            print(f"{model.name} {row['format']} {args.method}: {row['perplexity']:.3f}", flush=True)
 
 
-def _by_gptq(
-    dense: PreTrainedModel, parts: list[torch.Tensor], after: list[torch.Tensor], formats: list[WeightFormat]
+def _calibrated(
+    dense: PreTrainedModel,
+    parts: list[torch.Tensor],
+    after: list[torch.Tensor],
+    formats: Sequence[WeightFormat],
+    method: str,
 ) -> Iterator[Row]:
-    """Yield rows as of :func:`compare`, of a dense model's copies that GPTQ calibrated on the windows ``after``."""
+    """Yield rows as of :func:`compare`, of a dense model's copies that are calibrated on the windows ``after``."""
     reference = score(dense, parts, lambda: None)
     for format in formats:
         model = copy.deepcopy(dense)
         layers = [layer for block in model.model.layers for layer in linear_layers(block).values()]
-        bits = 8 * gptq_layers(model, after, format) / sum(layer.weight.numel() for layer in layers)
+        bits = (
+            8 * round_layers(model, after, format, CALIBRATED[method]) / sum(layer.weight.numel() for layer in layers)
+        )
         own = score(model, parts, lambda: None)
         yield {
             "format": str(format),
@@ -103,7 +113,7 @@ def with_table(page: str, rows: list[Row]) -> str:
     """Return the page with the table of ``rows``: increases of perplexity, and next tokens that stay the same, by
     each of :data:`METHODS`."""
     models = list(dict.fromkeys(row["model"] for row in rows))
-    lines = ["| format | bits |" + "".join(f" {_name(model)}: nearest | search | GPTQ |" for model in models)]
+    lines = ["| format | bits |" + "".join(f" {_name(model)}: nearest | search | GPTQ | AWQ |" for model in models)]
     lines += ["|---|--:|" + "--:|" * (len(METHODS) * len(models))]
     by_key = {(row["model"], row["format"], _method(row)): row for row in rows}
     for format, bits in _by_bits(rows):
@@ -137,11 +147,11 @@ def plot(rows: list[Row]) -> None:
     """Write a panel for each model with the increase of perplexity in each format."""
     series: dict[str, list[plots.Mark]] = {}
     for format, bits in _by_bits(rows):
-        for row in (row for row in rows if row["format"] == format and _method(row) != "gptq"):
-            name, searched = f"{_SHORT.get(format, format)}, {bits:.2f} bits", _method(row) == "search"
-            mark = plots.Mark(name, 100 * row["above_dense"], searched)
+        for row in (row for row in rows if row["format"] == format):
+            name = f"{_SHORT.get(format, format)}, {bits:.2f} bits"
+            mark = plots.Mark(name, 100 * row["above_dense"], METHODS.index(_method(row)))
             series.setdefault(_name(row["model"]), []).append(mark)
-    plots.marks(PLOT, "Perplexity above the dense numbers: \u25cb nearest, \u25cf search", series)
+    plots.marks(PLOT, "Perplexity above the dense numbers", ("nearest", "search", "GPTQ", "AWQ"), series)
 
 
 if __name__ == "__main__":

@@ -95,7 +95,7 @@ def test_the_page_has_the_stored_rows() -> None:
 def test_gptq_minds_what_the_layer_reads(format: str) -> None:
     """Inputs that are independent leave nothing to spread: then it rounds to the nearest."""
     sys.path.insert(0, str(ROOT))
-    from bench.gptq import gptq
+    from bench.calibrated import gptq
 
     torch.manual_seed(0)
     weight, rule = torch.randn(32, 128), WeightFormat.parse(format)
@@ -106,14 +106,29 @@ def test_gptq_minds_what_the_layer_reads(format: str) -> None:
     assert ours < 0.5 * theirs
 
 
+@pytest.mark.parametrize("format", ["int4_g32", "mxfp4", "nf4"])
+def test_awq_minds_columns_that_are_large(format: str) -> None:
+    """Where all columns of x are of one size, it rounds to the nearest."""
+    sys.path.insert(0, str(ROOT))
+    from bench.calibrated import awq
+
+    torch.manual_seed(0)
+    weight, rule = torch.randn(32, 128), WeightFormat.parse(format)
+    nearest = quantize(weight, rule).dequantize()
+    assert torch.equal(awq(weight, torch.eye(128), rule), nearest)
+    x = torch.randn(500, 128) * torch.where(torch.arange(128) % 16 == 0, 20, 1)
+    ours, theirs = (((w - weight) @ x.T).norm() for w in (awq(weight, x.T @ x, rule), nearest))
+    assert ours < 0.85 * theirs
+
+
 def test_gptq_rounds_a_models_layers(tmp_path: Path) -> None:
     sys.path.insert(0, str(ROOT))
-    from bench.gptq import gptq_layers
+    from bench.calibrated import gptq, round_layers
 
     dense, tokenizer = load_dense(write_dense(tmp_path, "qwen2"), torch.device("cpu"), torch.float32)
     parts, format = windows(tokenizer, shipped_text(), 64, 64), WeightFormat.parse("int4_g32")
     layers = [layer for block in dense.model.layers for layer in block.modules() if isinstance(layer, torch.nn.Linear)]
     before = [layer.weight.clone() for layer in layers]
-    assert 8 * gptq_layers(dense, parts, format) / sum(w.numel() for w in before) == 4.5
+    assert 8 * round_layers(dense, parts, format, gptq) / sum(w.numel() for w in before) == 4.5
     for layer, weight in zip(layers, before, strict=True):
         assert 0 < (layer.weight - weight).norm() / weight.norm() < 0.2

@@ -1,8 +1,15 @@
-"""GPTQ as in E. Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers",
-2023 (arXiv:2210.17323), without act-order, for :mod:`bench.quality`: what a calibrated checkpoint costs a model."""
+"""Rounding that looks at what a model reads, for :mod:`bench.quality`: what a calibrated checkpoint costs a model.
+
+GPTQ: E. Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers", 2023
+(arXiv:2210.17323), without act-order. AWQ: J. Lin et al., "AWQ: Activation-aware Weight Quantization for LLM
+Compression and Acceleration", 2024 (arXiv:2306.00978), with factors of x for each layer, and without its search of
+ranges.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,12 +19,16 @@ from w4gemm import quantize
 from w4gemm.checkpoints.dense import linear_layers
 from w4gemm.core.formats import WeightFormat
 
+Round = Callable[[torch.Tensor, torch.Tensor, WeightFormat], torch.Tensor]
+"""Returns the rounded numbers of a weight (n, k), from it, the sum of x.T @ x over the tokens, and a format."""
 _DAMPING = 0.01
-"""What is added to the Hessian's diagonal, as a part of its mean (the paper's section 3.3)."""
+"""What GPTQ adds to the Hessian's diagonal, as a part of its mean (the paper's section 3.3)."""
+_STEPS = 20
+"""Exponents from 0 to 1 that AWQ tries."""
 
 
 @torch.no_grad()
-def gptq_layers(model: Any, parts: list[torch.Tensor], format: WeightFormat) -> int:
+def round_layers(model: Any, parts: list[torch.Tensor], format: WeightFormat, rounded: Round) -> int:
     """Round the linear layers of a decoder in place, layer by layer, each on what the rounded layers before it make of
     windows of token ids; return the bytes of the layers' weights in ``format``."""
     blocks, nbytes = model.model.layers, 0
@@ -37,7 +48,7 @@ def gptq_layers(model: Any, parts: list[torch.Tensor], format: WeightFormat) -> 
         for hook in hooks:
             hook.remove()
         for name, layer in linear_layers(block).items():
-            layer.weight.data = gptq(layer.weight.data, hessians[name], format)
+            layer.weight.data = rounded(layer.weight.data, hessians[name], format)
             nbytes += quantize(layer.weight, format).nbytes
         hidden = [block(x, **own) for x, own in zip(hidden, own_options, strict=True)]
     return nbytes
@@ -95,3 +106,20 @@ def gptq(weight: torch.Tensor, hessian: torch.Tensor, format: WeightFormat) -> t
             block[:, i:] -= errors[:, i, None] * row
         w[:, stop:] -= errors @ factor[start:stop, stop:]
     return w
+
+
+def awq(weight: torch.Tensor, hessian: torch.Tensor, format: WeightFormat) -> torch.Tensor:
+    """Return the numbers of a weight (n, k) whose columns are rounded times factors s, and divided by them again: s is
+    a power of the size of x in the column, its root mean square, whose exponent makes the error of x @ w.T least.
+    """
+    size = hessian.diagonal().sqrt().clamp(min=1e-4)
+    least, best = math.inf, weight
+    for step in range(_STEPS):
+        factors = size ** (step / _STEPS)
+        factors = factors / (factors.max() * factors.min()).sqrt()
+        numbers = quantize(weight * factors, format).dequantize(torch.float32) / factors
+        error = weight - numbers
+        loss = float(((error @ hessian) * error).sum())
+        if loss < least:
+            least, best = loss, numbers
+    return best
