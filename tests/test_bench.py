@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from bench import cpu, support, timings
 from bench import rows as bench_rows
-from bench import support, timings
 from bench.peers import PEERS, bitsandbytes
 from bench.peers.base import FP8, group_scales, unsupported, words_of
 from bench.peers.w4gemm import W4gemm
@@ -228,3 +228,18 @@ def test_timings_of_configs_are_a_line_for_each_problem(tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert list(timings.rows_of(file)) == rows
+
+
+def test_the_page_of_cpus_has_the_stored_rows():
+    page = cpu.PAGE.read_text()
+    assert cpu.with_tables(page, bench_rows.read(cpu.RESULTS)) == page and "| int4pack, bfloat16 |" in page
+
+
+def test_a_point_of_a_cpu_has_checked_times(monkeypatch):
+    monkeypatch.setattr(cpu, "_SECONDS", 0)
+    rows = list(cpu.points(64, 64, WeightFormat(32), (1, 5), True))
+    assert [(row["dtype"], row["m"]) for row in rows] == [(d, m) for d in ("float32", "bfloat16") for m in (1, 5)]
+    assert all(row["us"] > 0 < row["dense_us"] and "dequantized_us" in row for row in rows)
+    assert ["int4pack_us" in row for row in rows] == [False, False, True, True]
+    with pytest.raises(RuntimeError, match="a result of"):
+        cpu.least_us([lambda: torch.ones(2, 2)], torch.zeros(2, 2).double() + 1.1, torch.float32)

@@ -204,6 +204,11 @@ def test_gpus_by_name(capsys, name, exact, capability, sms):
     assert out.startswith(f"{exact}, compute capability") and "chosen: sm" in out
 
 
+def test_a_gpu_without_kernels_is_known_too(capsys):
+    out, _ = run(capsys, "explain", "16", "512", "512", "--device", "t4", code=1)
+    assert out.startswith("NVIDIA T4, compute capability 7.5") and "needs compute capability 8.0 or newer" in out
+
+
 def test_every_gpu_of_the_support_page_is_known():
     cells = re.findall(
         r"^\| ((?:[HABLR][^|]*\(\d+\.\d\);? ?)+)\|", (ROOT / "docs/support.md").read_text(), re.MULTILINE

@@ -32,6 +32,7 @@ _KNOWN: dict[tuple[int, int], dict[str, GpuRates]] = {
         "H[18]00": GpuRates(1980, 3.35e6, 989.5e6, 132),
         "H20": GpuRates(1980, 4.0e6, 148e6, 78),
     },
+    (7, 5): {"T4": GpuRates(1590, 0.32e6, 65e6, 40)},  # which no kernel supports: `explain` says so
     (8, 0): {
         "A[18]00.*40GB": GpuRates(1410, 1.555e6, 312e6, 108),
         "A[18]00": GpuRates(1410, 2.0e6, 312e6, 108),

@@ -114,7 +114,7 @@ GPUS = {
 _SHORT = {"H100": H100, "H200": H200, "A100": GPUS["sm_80"], "RTX 3090": GPUS["sm_86"]}
 _SHORT |= {"RTX 4090": GPUS["sm_89"], "B200": GPUS["sm_100a"], "RTX 5090": GPUS["sm_120a"]}
 """GPUs whose exact names are known, by which measured choices are found."""
-_SHARED_MEMORY = {gpu.capability: gpu.shared_memory for gpu in GPUS.values()} | {(10, 3): 232448}
+_SHARED_MEMORY = {gpu.capability: gpu.shared_memory for gpu in GPUS.values()} | {(10, 3): 232448, (7, 5): 65536}
 
 
 def gpu_named(name: str) -> Device | None:
