@@ -73,8 +73,8 @@ def records(kills: int, seed: int) -> int:
         done += range(first, first + count)
         first += count + 1  # the record that may be written, and was not told of, has a number of its own
     table.append(path, [replace(made, us=0.5)])  # no lock is left
-    found, bad = parse_lines(path.read_text().splitlines())
-    times = [one.us for one in found]
+    actual, bad = parse_lines(path.read_text().splitlines())
+    times = [one.us for one in actual]
     if lost := {*map(float, done), 0.5} - set(times):
         raise Lost(f"{len(lost)} of {len(done)} records are lost, the first {min(lost):g}")
     if len(bad) > kills or len(times) != len(set(times)):
@@ -87,13 +87,13 @@ def objects(kills: int, seed: int) -> int:
     r, total = random.Random(seed), 0
     for _ in range(kills):
         count = killed(lambda i: disk.write(NAME, struct.pack("<i", i) * 50_000), total + 1, r)
-        found = disk.read(NAME)
-        if found is None:
+        actual = disk.read(NAME)
+        if actual is None:
             if total + count:
                 raise Lost(f"object {total + count} is lost")
             continue
-        number = struct.unpack("<i", found[:4])[0]
-        if found != struct.pack("<i", number) * 50_000:
+        number = struct.unpack("<i", actual[:4])[0]
+        if actual != struct.pack("<i", number) * 50_000:
             raise Lost(f"a damaged object was read, by its first bytes {number}")
         if number not in (total + count, total + count + 1):
             raise Lost(f"object {number} came back, {total + count} were written")

@@ -80,7 +80,7 @@ class Cell(NamedTuple):
 def cells(every: Sequence[Numbers] = NUMBERS) -> list[Cell]:
     """Return one cell for each kernel, schedule, way to sum, to divide k and clusters, for each kind and numbers."""
     device = Device.of(torch.device("cuda")) if torch.cuda.is_available() else H200
-    found: dict[tuple[object, ...], Cell] = {}
+    by_facts: dict[tuple[object, ...], Cell] = {}
     for kind in ("dense", "experts", "gathered"):
         for numbers in every:
             for m, n, k in SHAPES:
@@ -95,8 +95,8 @@ def cells(every: Sequence[Numbers] = NUMBERS) -> list[Cell]:
                     if numbers.every_way:
                         way += c.split_k > 1, c.cluster_m > 1, c.cluster_n > 1
                     cell = Cell(kind, numbers.dtype == FP8, numbers.format, numbers.epilogue, m, n, k, config)
-                    found.setdefault((kind, numbers, *way), cell)
-    return list(found.values())
+                    by_facts.setdefault((kind, numbers, *way), cell)
+    return list(by_facts.values())
 
 
 def _configs(kind: str, numbers: Numbers, shape: tuple[int, int, int], device: Device) -> list[str]:
@@ -118,7 +118,7 @@ class Launch(NamedTuple):
     """A product of tensors on the GPU."""
 
     run: Callable[[], torch.Tensor]
-    wanted: torch.Tensor
+    expected: torch.Tensor
     """d in float64, on the CPU."""
 
 
@@ -132,51 +132,51 @@ def launch_of(cell: Cell, given_out: bool = False) -> Launch:
     n, k, g = cell.n, cell.k, torch.Generator().manual_seed(1)
     w = random_weight(WeightFormat.of(cell.format), n, k, seed=1)
     x = torch.randn(m, k, generator=g).to(cell.dtype)
-    given = _operands(cell, m, g)
+    options = _operands(cell, m, g)
     if cell.kind == "dense":
-        on_gpu, packed = _moved(given), w.repack(cell.layout).to("cuda")
-        x_gpu, wanted = x.cuda(), linear_reference(x, w, **given)
-        out = _nan_like(wanted) if given_out else None
-        return Launch(lambda: w4gemm.linear(x_gpu, packed, config=cell.config, out=out, **on_gpu), wanted)
-    if "bias" in given:
-        given["bias"] = given["bias"].repeat(len(COUNTS), 1)
+        on_gpu, packed = _moved(options), w.repack(cell.layout).to("cuda")
+        x_gpu, expected = x.cuda(), linear_reference(x, w, **options)
+        out = _nan_like(expected) if given_out else None
+        return Launch(lambda: w4gemm.linear(x_gpu, packed, config=cell.config, out=out, **on_gpu), expected)
+    if "bias" in options:
+        options["bias"] = options["bias"].repeat(len(COUNTS), 1)
     several = w4gemm.QuantizedWeight.stack([w] * len(COUNTS), layout=cell.layout).to("cuda")
-    offsets, on_gpu, x_gpu = torch.tensor((0, *COUNTS)).cumsum(0).int(), _moved(given), x.cuda()
+    offsets, on_gpu, x_gpu = torch.tensor((0, *COUNTS)).cumsum(0).int(), _moved(options), x.cuda()
     ends = offsets.cuda()
     if cell.kind == "gathered":
         rows = torch.randperm(m, generator=g)
         on_gpu["indices"] = rows.cuda()
         x = x.view(torch.uint8).view(m, -1)[rows].view(cell.dtype)
-        given |= {"token_scale": given["token_scale"][rows]} if cell.fp8 else {}
+        options |= {"token_scale": options["token_scale"][rows]} if cell.fp8 else {}
     canonical = w4gemm.QuantizedWeight.stack([w] * len(COUNTS), layout="canonical")
-    wanted = grouped_reference(x, canonical, offsets, **given)
-    out = _nan_like(wanted) if given_out else None
+    expected = grouped_reference(x, canonical, offsets, **options)
+    out = _nan_like(expected) if given_out else None
     return Launch(
         lambda: w4gemm.grouped_linear(x_gpu, several, ends, config=cell.config, out=out, **on_gpu),
-        wanted,
+        expected,
     )
 
 
-def _nan_like(wanted: torch.Tensor) -> torch.Tensor:
-    return torch.full(wanted.shape, float("nan"), dtype=torch.bfloat16).cuda()
+def _nan_like(expected: torch.Tensor) -> torch.Tensor:
+    return torch.full(expected.shape, float("nan"), dtype=torch.bfloat16).cuda()
 
 
 def _operands(cell: Cell, m: int, g: torch.Generator) -> dict[str, Any]:
     """Return what a cell's epilogue takes, on the CPU."""
-    given: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     if cell.epilogue == "biased":
         bias = torch.randn(cell.n, generator=g).bfloat16()
-        given = {"bias": bias, "alpha": torch.tensor([1.5]), "activation": "gelu"}
+        options = {"bias": bias, "alpha": torch.tensor([1.5]), "activation": "gelu"}
     elif cell.epilogue == "gated":
-        given = {"activation": "silu_mul", "residual": torch.randn(m, cell.n // 2, generator=g).bfloat16()}
+        options = {"activation": "silu_mul", "residual": torch.randn(m, cell.n // 2, generator=g).bfloat16()}
     if cell.fp8:
         shape = (m, -(-cell.k // 128)) if cell.epilogue == "blocks" else (m,)
-        given["token_scale"] = torch.rand(shape, generator=g) + 0.5
-    return given
+        options["token_scale"] = torch.rand(shape, generator=g) + 0.5
+    return options
 
 
-def _moved(given: dict[str, Any]) -> dict[str, Any]:
-    return {name: t.cuda() if isinstance(t, torch.Tensor) else t for name, t in given.items()}
+def _moved(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: t.cuda() if isinstance(t, torch.Tensor) else t for name, t in options.items()}
 
 
 class Made(NamedTuple):
@@ -232,8 +232,8 @@ class Made(NamedTuple):
         return layer(self.half(tokens, features), ids, torch.rand(tokens, 3, generator=self.g).to(self.device))
 
     def added(self, k: int, function: Callable[..., tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
-        *found, total = function(self.half(5, k), self.half(5, k), self.half(k), 1e-5)
-        return *([found[0].float() * found[1][:, None]] if len(found) > 1 else found), total
+        *results, total = function(self.half(5, k), self.half(5, k), self.half(k), 1e-5)
+        return *([results[0].float() * results[1][:, None]] if len(results) > 1 else results), total
 
     def quantized(self, k: int, front: str, padded: int) -> Any:
         columns = 2 * k if front == "silu_mul" else k
@@ -286,17 +286,17 @@ HELPER_CALLS: dict[str, Callable[[Made], Any]] = {
 
 def run_helper(name: str) -> None:
     """Call a helper on the GPU and hold it to PyTorch's operators on the CPU."""
-    ours, wanted = [], []
-    for device, into in (("cpu", wanted), ("cuda", ours)):
+    ours, expected = [], []
+    for device, into in (("cpu", expected), ("cuda", ours)):
         torch.manual_seed(1)
-        found = HELPER_CALLS[name](Made.on(device))
-        into += [t.cpu().double() for t in (found if isinstance(found, tuple) else (found,))]
-    for a, b in zip(ours, wanted, strict=True):
+        results = HELPER_CALLS[name](Made.on(device))
+        into += [t.cpu().double() for t in (results if isinstance(results, tuple) else (results,))]
+    for a, b in zip(ours, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=0.07 if "quantize" in name else 0.02, atol=0.02, msg=name)
 
 
 def run_cell(cell: Cell) -> None:
     """Launch a cell and hold it to the reference."""
     launch = launch_of(cell, given_out=True)  # initcheck does not see what TMA writes, and would report our reading it
-    error = ((launch.run().cpu().double() - launch.wanted).norm() / launch.wanted.norm()).item()
+    error = ((launch.run().cpu().double() - launch.expected).norm() / launch.expected.norm()).item()
     assert error < 4e-3, f"{cell}: relative error {error}"

@@ -46,7 +46,7 @@ GRACE_S = 240.0
 class Product(NamedTuple):
     w: w4gemm.QuantizedWeight
     x: torch.Tensor
-    wanted: torch.Tensor
+    expected: torch.Tensor
     """x @ w.T in float64."""
 
 
@@ -56,20 +56,20 @@ class Outcome(NamedTuple):
 
 
 def products(device: str) -> list[Product]:
-    found = []
+    loaded = []
     for i, (name, (n, k)) in enumerate((f, size) for f in FORMATS for size in SIZES):
         g = torch.Generator().manual_seed(i)
         w = w4gemm.quantize(torch.randn(n, k, generator=g), name)
         x = torch.randn(max(TOKENS), k, generator=g).bfloat16()
-        wanted = x.double() @ w.dequantize(torch.bfloat16).double().T
-        found.append(Product(w.to(device).repack(), x.to(device), wanted.to(device)))
-    return found
+        expected = x.double() @ w.dequantize(torch.bfloat16).double().T
+        loaded.append(Product(w.to(device).repack(), x.to(device), expected.to(device)))
+    return loaded
 
 
 def linear(r: random.Random, p: Product) -> str:
     m = r.choice(TOKENS)
-    d, wanted = w4gemm.linear(p.x[:m], p.w), p.wanted[:m]
-    error = ((d.double() - wanted).norm() / wanted.norm()).item()
+    d, expected = w4gemm.linear(p.x[:m], p.w), p.expected[:m]
+    error = ((d.double() - expected).norm() / expected.norm()).item()
     return "" if error < TOLERANCE else f"{p.w!r}, m {m}: relative error {error:.3g}"
 
 
@@ -92,7 +92,7 @@ CALLS: dict[Callable[[random.Random, Product], str], int] = {linear: 30, tune: 3
 """Calls, and how often each is made beside the others."""
 
 
-def work(seed: str, device: str, end: float, given: list[Product], outcome: Outcome) -> None:
+def work(seed: str, device: str, end: float, loaded: list[Product], outcome: Outcome) -> None:
     """One thread. end: by the clock of the machine."""
     r = random.Random(seed)
     stream = torch.cuda.stream(torch.cuda.Stream()) if device == "cuda" else torch.no_grad()
@@ -100,7 +100,7 @@ def work(seed: str, device: str, end: float, given: list[Product], outcome: Outc
         while time.time() < end and len(outcome.problems) < 10:
             (call,) = r.choices(list(CALLS), list(CALLS.values()))
             try:
-                problem = call(r, r.choice(given))
+                problem = call(r, r.choice(loaded))
             except Exception:
                 problem = traceback.format_exc(limit=-4)
             outcome.calls[call.__name__] += 1
@@ -111,12 +111,14 @@ def work(seed: str, device: str, end: float, given: list[Product], outcome: Outc
 def process(seed: str, threads: int, device: str, seconds: float, start: Any, results: Any) -> None:
     """One process, which begins when all of them have imported what they need."""
     torch.set_num_threads(1)
-    outcome, given = Outcome(Counter(), []), products(device)
+    outcome, loaded = Outcome(Counter(), []), products(device)
     if device == "cuda":
         torch.cuda.synchronize()
     start.wait(GRACE_S)
     end = time.time() + seconds
-    workers = [threading.Thread(target=work, args=(f"{seed} {i}", device, end, given, outcome)) for i in range(threads)]
+    workers = [
+        threading.Thread(target=work, args=(f"{seed} {i}", device, end, loaded, outcome)) for i in range(threads)
+    ]
     for worker in workers:
         worker.start()
     for worker in workers:
@@ -128,9 +130,9 @@ def left_behind(folder: Path) -> list[str]:
     """Return a line for each damaged record and object in the cache folder."""
     table = folder / "tuned.jsonl"
     _, bad = parse_lines(table.read_text().splitlines()) if table.exists() else ([], [])
-    found = [f"tuned.jsonl, line {number}: {reason}" for number, reason in bad]
-    found += [f"{path.name} is not whole" for path in folder.glob("*.o") if disk.read(path.name) is None]
-    return found + [f"{path.name} was left" for path in folder.glob(".*.o.*")]
+    faults = [f"tuned.jsonl, line {number}: {reason}" for number, reason in bad]
+    faults += [f"{path.name} is not whole" for path in folder.glob("*.o") if disk.read(path.name) is None]
+    return faults + [f"{path.name} was left" for path in folder.glob(".*.o.*")]
 
 
 def run(seed: str, threads: int, processes: int, seconds: float, device: str, folder: Path) -> Outcome:

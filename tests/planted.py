@@ -109,8 +109,8 @@ def run(by: str, fault: Fault | None, seconds: float) -> Outcome:
 
 def reason(output: str) -> str:
     """Return the line of an output that says what failed; the empty string if there is none."""
-    found = re.search(r"^(FAILED .*|ERROR .*|\d+:\d+:\d+.*|\d+:\d+: .*)$", output, re.MULTILINE)
-    return found[1][:240] if found else ""
+    match = re.search(r"^(FAILED .*|ERROR .*|\d+:\d+:\d+.*|\d+:\d+: .*)$", output, re.MULTILINE)
+    return match[1][:240] if match else ""
 
 
 def main() -> int:
@@ -120,12 +120,12 @@ def main() -> int:
     parser.add_argument("--only", metavar="NAME", action="append", help="a fault by its name")
     parser.add_argument("--no-whole", action="store_true", help="do not run the commands without a fault first")
     parser.add_argument("--json", type=Path, metavar="FILE", help="append a JSON line for each fault")
-    given = parser.parse_args()
-    faults = [fault for fault in FAULTS if not given.only or fault.name in given.only]
+    args = parser.parse_args()
+    faults = [fault for fault in FAULTS if not args.only or fault.name in args.only]
     right, words = True, Counter[str]()
-    with ThreadPoolExecutor(given.jobs) as pool:
-        commands = [] if given.no_whole else sorted({fault.by for fault in faults})
-        whole = pool.map(lambda by: run(by, None, given.seconds), commands)
+    with ThreadPoolExecutor(args.jobs) as pool:
+        commands = [] if args.no_whole else sorted({fault.by for fault in faults})
+        whole = pool.map(lambda by: run(by, None, args.seconds), commands)
         for by, outcome in zip(commands, whole, strict=True):
             if not outcome.passed:
                 right = False
@@ -133,15 +133,15 @@ def main() -> int:
                     f"{'late' if outcome.passed is None else 'fails'} without a fault: {by}: {outcome.said}", flush=True
                 )
         facts = record.facts()
-        outcomes = pool.map(lambda f: run(f.by, f, given.seconds), faults)
+        outcomes = pool.map(lambda f: run(f.by, f, args.seconds), faults)
         for fault, outcome in zip(faults, outcomes, strict=True):
             word = {False: "caught", True: "NOT CAUGHT", None: "LATE"}[outcome.passed]
             words[word] += 1
             print(f"{word:10} {outcome.seconds:4.0f} s  {fault.name}: {fault.by}: {outcome.said}", flush=True)
-            if given.json:
+            if args.json:
                 caught = None if outcome.passed is None else not outcome.passed
                 row = {"kind": "planted", "fault": fault.name, "file": fault.file, "by": fault.by}
-                record.append(given.json, row | {"caught": caught, "said": outcome.said[:160]} | facts)
+                record.append(args.json, row | {"caught": caught, "said": outcome.said[:160]} | facts)
     print(f"{len(faults)} faults: {words['caught']} caught, {words['NOT CAUGHT']} not caught, {words['LATE']} late")
     return 0 if right and words["caught"] == len(faults) else 1
 

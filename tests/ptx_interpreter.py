@@ -27,12 +27,12 @@ def run_ptx(text: str, outputs: int, inputs: Sequence[int]) -> list[int]:
 
 def prmt(a: int, b: int, selector: int) -> int:
     """Four bytes of eight, by the low bits of four nibbles, or eight times their sign if the high bit is set."""
-    both, found = (a | b << 32).to_bytes(8, "little"), []
+    both, actual = (a | b << 32).to_bytes(8, "little"), []
     for i in range(4):
         nibble = selector >> 4 * i & 15
         byte = both[nibble & 7]
-        found.append((byte >> 7) * 255 if nibble >= 8 else byte)
-    return int.from_bytes(bytes(found), "little")
+        actual.append((byte >> 7) * 255 if nibble >= 8 else byte)
+    return int.from_bytes(bytes(actual), "little")
 
 
 def lop3(a: int, b: int, c: int, table: int) -> int:

@@ -101,15 +101,15 @@ def convert(
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         padding = torch.zeros(VOCABULARY - len(tensors[name]), tensors[name].shape[1])
         tensors[name] = torch.cat((tensors[name], padding))
-    wanted = {}
+    expected = {}
     for key in list(tensors):
         name = key.removesuffix(".weight")
         if tensors[key].dim() == 2 and "embed" not in key and not name.endswith(dense):
             n, k = tensors.pop(key).shape
-            parts, wanted[name] = write(name, n, k)
+            parts, expected[name] = write(name, n, k)
             tensors |= {f"{name}.{leaf}": tensor for leaf, tensor in parts.items()}
     save_file({name: t.contiguous() for name, t in tensors.items()}, folder / "model.safetensors")
-    return wanted
+    return expected
 
 
 def write_model(
@@ -125,9 +125,9 @@ def write_model(
 
 def change(folder: Path, tensors: Callable[[dict[str, torch.Tensor]], Any]) -> None:
     """Let a function change the tensors of a folder, in place."""
-    found = load_file(folder / "model.safetensors")
-    tensors(found)
-    save_file(found, folder / "model.safetensors")
+    stored = load_file(folder / "model.safetensors")
+    tensors(stored)
+    save_file(stored, folder / "model.safetensors")
 
 
 def refusals(folder: Path) -> Callable[[str, Callable[[dict[str, torch.Tensor]], Any]], None]:
@@ -156,15 +156,15 @@ def configure(folder: Path, **settings: Any) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def assert_loads(folder: Path, wanted: Mapping[str, torch.Tensor], formats: Mapping[str, int]) -> torch.nn.Module:
+def assert_loads(folder: Path, expected: Mapping[str, torch.Tensor], formats: Mapping[str, int]) -> torch.nn.Module:
     """Load the folder; its weights must be ``wanted`` bit for bit, and its logits those of the same dense model.
 
     Returns:
         The model, before its 4-bit layers were made dense for comparing.
     """
     checkpoint = open_checkpoint(folder)
-    assert checkpoint.modules.keys() == wanted.keys()
-    for name, weight in wanted.items():
+    assert checkpoint.modules.keys() == expected.keys()
+    for name, weight in expected.items():
         with torch.device("meta"):  # where a tensor lands that is made without its device
             w = checkpoint.weight(name, "cpu")
         if torch.cuda.is_available():
@@ -177,7 +177,7 @@ def assert_loads(folder: Path, wanted: Mapping[str, torch.Tensor], formats: Mapp
     ids = tokenizer("hello there", return_tensors="pt").input_ids
     dense = dequantize_layers(copy.deepcopy(model), torch.float32)
     with torch.inference_mode():
-        for name, weight in wanted.items():
+        for name, weight in expected.items():
             assert torch.equal(dense.get_submodule(name).weight, weight), name
         torch.testing.assert_close(model(ids).logits, dense(ids).logits, rtol=1e-4, atol=1e-5)
         assert model.generate(ids, max_new_tokens=2, do_sample=False).shape[1] > ids.shape[1]

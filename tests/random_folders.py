@@ -176,10 +176,10 @@ def write(base: Base, folder: Path, tensors: Tensors, quantization: dict[str, An
 
 def _owners(f: Folder) -> dict[str, list[str]]:
     """Tensors of each module."""
-    found: dict[str, list[str]] = {}
+    by_module: dict[str, list[str]] = {}
     for name in f.stored:
-        found.setdefault(name.rpartition(".")[0], []).append(name)
-    return found
+        by_module.setdefault(name.rpartition(".")[0], []).append(name)
+    return by_module
 
 
 def drop(f: Folder, r: random.Random) -> None:

@@ -27,8 +27,8 @@ def linear_reference(
         x: (m, k) of any floating dtype.
         token_scale: float32 (m,) or, one for each 128 columns of x, (m, ceil(k / 128)).
     """
-    given = EpilogueOperands(alpha, bias, residual, token_scale)
-    return dense_reference(x, w.dequantize(torch.float32).double(), activation, given)
+    operands = EpilogueOperands(alpha, bias, residual, token_scale)
+    return dense_reference(x, w.dequantize(torch.float32).double(), activation, operands)
 
 
 def dense_reference(
@@ -61,7 +61,7 @@ def grouped_reference(
         added, scale = (None if t is None else t[rows] for t in (residual, token_scale))
         is_block = scale is not None and scale.dim() == 2
         sums = linear_reference(x[rows], w.expert(e), token_scale=scale if is_block else None)
-        given = EpilogueOperands(alpha, own, added, None if is_block else scale)
-        given = given._replace(expert_scale=None if expert_scale is None else expert_scale[e])
-        d[rows] = Epilogue(activation).apply(sums, given)
+        operands = EpilogueOperands(alpha, own, added, None if is_block else scale)
+        operands = operands._replace(expert_scale=None if expert_scale is None else expert_scale[e])
+        d[rows] = Epilogue(activation).apply(sums, operands)
     return d

@@ -57,7 +57,7 @@ class Job(NamedTuple):
 
     launch: Callable[[torch.Tensor], torch.Tensor]
     """Computes d into its argument."""
-    wanted: torch.Tensor
+    expected: torch.Tensor
     """d in float64."""
 
 
@@ -83,17 +83,17 @@ def job(cell: Cell, seed: int) -> Job:
         fused["indices"] = order
         rows = x.view(torch.uint8).view(m, -1)[order].view(x.dtype)
         own = {name: t[order] for name, t in scales.items()}
-    wanted = grouped_reference(rows, w, ends, **own)
-    return Job(lambda out: w4gemm.grouped_linear(x, w, ends, out=out, **fused), wanted)
+    expected = grouped_reference(rows, w, ends, **own)
+    return Job(lambda out: w4gemm.grouped_linear(x, w, ends, out=out, **fused), expected)
 
 
 def repeated(cell: Cell, repetitions: int) -> Outcome:
     """Launch a cell on two streams, many times."""
     jobs = [job(cell, seed) for seed in (1, 2)]
-    outs = [torch.full(j.wanted.shape, torch.nan, dtype=torch.bfloat16, device="cuda") for j in jobs]
+    outs = [torch.full(j.expected.shape, torch.nan, dtype=torch.bfloat16, device="cuda") for j in jobs]
     firsts = [j.launch(out.clone()) for j, out in zip(jobs, outs, strict=True)]
     for j, first in zip(jobs, firsts, strict=True):
-        error = float((first.double() - j.wanted).norm() / j.wanted.norm())
+        error = float((first.double() - j.expected).norm() / j.expected.norm())
         if not error < TOLERANCE:
             return Outcome(cell, 1, 0, f"relative error {error:.3g}")
     traffic = torch.empty(2, 2**25, dtype=torch.uint8, device="cuda")
@@ -113,10 +113,10 @@ def repeated(cell: Cell, repetitions: int) -> Outcome:
     return Outcome(cell, 2 * repetitions, int(bad[0] + bad[1]))
 
 
-def _child(given: argparse.Namespace, process: int, results: Any) -> None:
-    for cell in chosen(given.cells)[process :: given.processes]:
+def _child(args: argparse.Namespace, process: int, results: Any) -> None:
+    for cell in chosen(args.cells)[process :: args.processes]:
         try:
-            outcome = repeated(cell, given.repetitions)
+            outcome = repeated(cell, args.repetitions)
         except Exception:
             outcome = Outcome(cell, 0, 0, traceback.format_exc(limit=-3))
         results.put(outcome)
@@ -129,15 +129,15 @@ def main() -> int:
     parser.add_argument("--cells", default=":", metavar="FIRST:END", help="only these, as they are numbered")
     parser.add_argument("--seconds", type=float, default=600, help="at most so long (600)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="append the counts to FILE as a JSON line")
-    given = parser.parse_args()
-    started, every = time.monotonic(), chosen(given.cells)
+    args = parser.parse_args()
+    started, every = time.monotonic(), chosen(args.cells)
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
-    children = [context.Process(target=_child, args=(given, i, results)) for i in range(given.processes)]
+    children = [context.Process(target=_child, args=(args, i, results)) for i in range(args.processes)]
     for child in children:
         child.start()
     outcomes: list[Outcome] = []
-    while len(outcomes) < len(every) and time.monotonic() - started < given.seconds:
+    while len(outcomes) < len(every) and time.monotonic() - started < args.seconds:
         if not results.empty():
             outcomes.append(results.get())
         elif not any(child.is_alive() for child in children) and results.empty():
@@ -150,17 +150,17 @@ def main() -> int:
     for o in wrong:
         print(f"{o.cell}: {o.other_bits} of {o.launches} launches gave other bits {o.problem}")
     for cell in sorted(set(every) - {o.cell for o in outcomes}):
-        print(f"not done: {every.index(cell)} of {given.cells}: {cell}")
+        print(f"not done: {every.index(cell)} of {args.cells}: {cell}")
     launches = sum(o.launches for o in outcomes)
     print(f"{len(outcomes)} of {len(every)} cells, {launches} launches, {len(wrong)} cells wrong")
-    if given.json:
+    if args.json:
         from w4gemm.tuning import record
 
         facts = record.facts()
         row = {"kind": "repeat", "run": record.run_name(facts), "cells": len(outcomes), "of": len(every)}
         row |= {"launches": launches, "wrong": len(wrong), "seconds": round(time.monotonic() - started)}
-        row |= {"processes": given.processes, "kernels": record.kernels_hash()}
-        record.append(given.json, row | facts)
+        row |= {"processes": args.processes, "kernels": record.kernels_hash()}
+        record.append(args.json, row | facts)
     return 1 if wrong or len(outcomes) < len(every) else 0
 
 

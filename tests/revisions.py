@@ -36,25 +36,25 @@ def sources(kernel: str) -> list[Path]:
     folder = _KERNELS / _DEVICE_CODE_OF.get(kernel, kernel)
     todo = [path for path in sorted(folder.rglob("*.py")) if path.name not in _HOST]
     todo += _DECODERS if kernel != "cpu_mixed_gemm" else []
-    found: set[Path] = set()
+    paths: set[Path] = set()
     while todo:
         path = todo.pop()
-        if path not in found:
-            found.add(path)
+        if path not in paths:
+            paths.add(path)
             todo += [p for p in imported(path) if any(p.is_relative_to(folder) for folder in _SHARED)]
-    return sorted(found)
+    return sorted(paths)
 
 
 def imported(path: Path) -> list[Path]:
     """Files of the package that a file imports by ``from w4gemm... import``."""
-    found = []
+    paths = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("w4gemm"):
             module = _SOURCE / Path(*(node.module or "").split("."))
             for place in (module.with_suffix(".py"), *(module / f"{alias.name}.py" for alias in node.names)):
                 if place.is_file():
-                    found.append(place)
-    return found
+                    paths.append(place)
+    return paths
 
 
 def code(path: Path) -> str:

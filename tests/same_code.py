@@ -168,8 +168,8 @@ def helpers_by_name() -> dict[str, Any]:
 def helper_cases(only: str) -> list[dict[str, Any]]:
     """The cases of the helpers that this tree has."""
     known = helpers_by_name()
-    named = [(name, given) for name, several in HELPERS.items() for given in several]
-    return [{"helper": name, "given": given} for name, given in named if name in known and only in name]
+    named = [(name, options) for name, several in HELPERS.items() for options in several]
+    return [{"helper": name, "given": options} for name, options in named if name in known and only in name]
 
 
 def compile_helper(case: dict[str, Any]) -> None:
@@ -228,7 +228,7 @@ def _child(command: str, *arguments: str) -> None:
 # --- the comparison ---
 
 
-def run_in(tree: Path, *arguments: str, given: Any = None) -> Iterator[Any]:
+def run_in(tree: Path, *arguments: str, stdin: Any = None) -> Iterator[Any]:
     """The JSON lines that this file prints as a child whose ``w4gemm`` is that of ``tree``."""
     env = dict(os.environ, PYTHONPATH=f"{tree / 'src'}:{ROOT / 'tests'}", CUDA_VISIBLE_DEVICES="")
     command = [sys.executable, __file__, "--child", *arguments]
@@ -239,7 +239,7 @@ def run_in(tree: Path, *arguments: str, given: Any = None) -> Iterator[Any]:
         ) as child,
     ):
         assert child.stdin and child.stdout
-        json.dump(given, child.stdin)
+        json.dump(stdin, child.stdin)
         child.stdin.close()
         for line in child.stdout:
             yield json.loads(line)
@@ -258,18 +258,18 @@ def compiled_by(tree: Path, cases: list[dict[str, Any]], jobs: int, kept: Path |
     """The result of each case; those in the folder ``kept`` from there."""
     texts = [json.dumps(case, sort_keys=True) for case in cases]
     files = [kept / f"{hashlib.sha256(t.encode()).hexdigest()[:24]}.json" if kept else None for t in texts]
-    found = [json.loads(file.read_text()) if file and file.exists() else None for file in files]
-    missing = [i for i, result in enumerate(found) if result is None]
-    results = run_in(tree, "code", str(jobs), given=[cases[i] for i in missing]) if missing else iter(())
+    outcomes = [json.loads(file.read_text()) if file and file.exists() else None for file in files]
+    missing = [i for i, result in enumerate(outcomes) if result is None]
+    results = run_in(tree, "code", str(jobs), stdin=[cases[i] for i in missing]) if missing else iter(())
     for done, (i, result) in enumerate(zip(missing, results, strict=True), 1):
         print(f"\r{tree.name}: {done}/{len(missing)} compiled", end="", file=sys.stderr)
-        found[i], file = result, files[i]
+        outcomes[i], file = result, files[i]
         if file and "code" in result:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(json.dumps(result))
     if missing:
         print(file=sys.stderr)
-    return [result for result in found if result is not None]
+    return [result for result in outcomes if result is not None]
 
 
 def append_row(out: Path, cases: list[dict[str, Any]], counts: Counter[str], commit: str, seed: int) -> None:

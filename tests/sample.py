@@ -37,10 +37,10 @@ class Shard(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Shard:
-        found = re.fullmatch(r"(\d+)/(\d+)", text)
-        if not found or not 1 <= int(found[1]) <= int(found[2]):
+        match = re.fullmatch(r"(\d+)/(\d+)", text)
+        if not match or not 1 <= int(match[1]) <= int(match[2]):
             raise argparse.ArgumentTypeError(f"wanted I/N with I from 1 to N, like 1/12, got {text!r}")
-        return cls(int(found[1]), int(found[2]))
+        return cls(int(match[1]), int(match[2]))
 
     def of(self, items: Sequence[Any]) -> list[Any]:
         """Return the items of this shard: the conformance suite's last, so that if time runs out among its thousands,
@@ -63,10 +63,10 @@ def is_conformance(item: pytest.Item) -> bool:
 @functools.cache
 def seed() -> str:
     """The checkout's commit, in short; where there is no git, the date."""
-    found = subprocess.run(
+    match = subprocess.run(
         ["git", "rev-parse", "--short=12", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True
     )
-    return found.stdout.strip() if found.returncode == 0 else time.strftime("%Y-%m-%d", time.gmtime())
+    return match.stdout.strip() if match.returncode == 0 else time.strftime("%Y-%m-%d", time.gmtime())
 
 
 def chosen(cases: list[dict[str, Any]], share: float, seed: str, pairs: bool = False) -> list[int]:

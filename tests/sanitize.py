@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -97,14 +98,14 @@ def grouped(format: WeightFormat) -> None:
         w = w4gemm.QuantizedWeight.stack(each)
         x = torch.randn(sum(COUNTS), k, device="cuda", dtype=torch.bfloat16)
         problem = w4gemm.GemmProblem(len(x), n, k, x.dtype, format, w.layout, experts=w.experts)
-        for given in ({}, fused(i, len(x), n)):
-            if not legal(config, problem, given):  # with many groups some have no room for several experts
+        for options in ({}, fused(i, len(x), n)):
+            if not legal(config, problem, options):  # with many groups some have no room for several experts
                 continue
-            got = w4gemm.grouped_linear(x, w, offsets, config=config, **given).double()
-            given.pop("out_dtype", None)
-            wanted = grouped_reference(x, w, offsets, **given)
-            error = ((got - wanted).norm() / wanted.norm()).item()
-            assert error < 4e-3, f"{config} {format} {given}: {error}"
+            got = w4gemm.grouped_linear(x, w, offsets, config=config, **options).double()
+            options.pop("out_dtype", None)
+            expected = grouped_reference(x, w, offsets, **options)
+            error = ((got - expected).norm() / expected.norm()).item()
+            assert error < 4e-3, f"{config} {format} {options}: {error}"
 
 
 def gathered(format: WeightFormat, fp8: bool) -> int:
@@ -119,15 +120,15 @@ def gathered(format: WeightFormat, fp8: bool) -> int:
         x = torch.randn(100, k, device="cuda").to(torch.float8_e4m3fn if fp8 else torch.bfloat16)
         problem = w4gemm.GemmProblem(m, n, k, x.dtype, format, layout, experts=w.experts, gathered=True)
         indices, scale = torch.randint(100, (m,), device="cuda"), torch.rand(100, device="cuda") + 0.5
-        given = fused(i, m, n) if i % 2 else {}  # in turn: most of the time goes into compiling
-        if not legal(config, problem, given | ({"token_scale": scale} if fp8 else {})):
+        options = fused(i, m, n) if i % 2 else {}  # in turn: most of the time goes into compiling
+        if not legal(config, problem, options | ({"token_scale": scale} if fp8 else {})):
             continue
         scales = ({"token_scale": scale}, {"token_scale": scale[indices]}) if fp8 else ({}, {})
-        got = w4gemm.grouped_linear(x, w, offsets, indices=indices, config=config, **given, **scales[0]).double()
-        given.pop("out_dtype", None)
-        wanted = grouped_reference(x.float()[indices].to(x.dtype), w, offsets, **given, **scales[1])
-        error = ((got - wanted).norm() / wanted.norm()).item()
-        assert error < 4e-3, f"{config} {format} {given}: {error}"
+        got = w4gemm.grouped_linear(x, w, offsets, indices=indices, config=config, **options, **scales[0]).double()
+        options.pop("out_dtype", None)
+        expected = grouped_reference(x.float()[indices].to(x.dtype), w, offsets, **options, **scales[1])
+        error = ((got - expected).norm() / expected.norm()).item()
+        assert error < 4e-3, f"{config} {format} {options}: {error}"
         count += 1
     return count
 
@@ -141,26 +142,28 @@ def fp8(format: WeightFormat) -> int:
         scale, several = torch.rand(m, device="cuda") + 0.5, w4gemm.QuantizedWeight.stack([w] * 3, layout="mma8")
         offsets = torch.tensor([0, m // 3, m // 3, m], dtype=torch.int32, device="cuda")
         problem = w4gemm.GemmProblem(m, n, k, x.dtype, format, w.layout)
-        for given in ({}, fused(i, m, n)):
-            given["token_scale"] = scale
-            wanted = linear_reference(x, w, **{name: t for name, t in given.items() if name != "out_dtype"})
+        for options in ({}, fused(i, m, n)):
+            options["token_scale"] = scale
+            expected = linear_reference(x, w, **{name: t for name, t in options.items() if name != "out_dtype"})
             calls = {
-                problem: lambda: w4gemm.linear(x, w, config=config, **given),  # noqa: B023
-                replace(problem, experts=3): lambda: w4gemm.grouped_linear(x, several, offsets, config=config, **given),  # noqa: B023
+                problem: partial(w4gemm.linear, x, w, config=config, **options),
+                replace(problem, experts=3): partial(
+                    w4gemm.grouped_linear, x, several, offsets, config=config, **options
+                ),
             }
             for which, call in calls.items():
-                if not legal(config, which, given):
+                if not legal(config, which, options):
                     continue
-                error = ((call().double() - wanted).norm() / wanted.norm()).item()
-                assert error < 4e-3, f"{config} {which} {given}: {error}"
+                error = ((call().double() - expected).norm() / expected.norm()).item()
+                assert error < 4e-3, f"{config} {which} {options}: {error}"
                 count += 1
     return count
 
 
-def legal(config: str, problem: w4gemm.GemmProblem, given: dict) -> bool:
+def legal(config: str, problem: w4gemm.GemmProblem, arguments: dict) -> bool:
     """True if a config is legal for a problem with the epilogue of these operands: some have no registers for it."""
-    operands = EpilogueOperands(**{name: given[name] for name in EpilogueOperands._fields if name in given})
-    epilogue = Epilogue.of(operands, given.get("activation"), given.get("out_dtype"))
+    operands = EpilogueOperands(**{name: arguments[name] for name in EpilogueOperands._fields if name in arguments})
+    epilogue = Epilogue.of(operands, arguments.get("activation"), arguments.get("out_dtype"))
     return config in w4gemm.configs(replace(problem, epilogue=epilogue))
 
 
@@ -184,8 +187,8 @@ def activations() -> None:
         weight = torch.randn(k, device="cuda").to(dtype)
         for start in (0, 3):
             x = memory[:, start : start + 2 * k]
-            for rows, given in ((x[:, :k], {}), (x[:, :k], {"norm_weight": weight}), (x, {"silu_mul": True})):
-                x8, scale = w4gemm.quantize_activations(rows, **given)
+            for rows, options in ((x[:, :k], {}), (x[:, :k], {"norm_weight": weight}), (x, {"silu_mul": True})):
+                x8, scale = w4gemm.quantize_activations(rows, **options)
                 assert x8.shape == (5, k) and (x8.float().abs().amax(1) == 448).all() and scale.isfinite().all()
 
 
@@ -209,12 +212,12 @@ def dense() -> None:
         for i, (config, (m, n, k)) in enumerate(CASES.items()):
             w = w4gemm.quantize(torch.randn(n, k), format).to("cuda").repack()
             x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
-            for given in ({}, fused(i, m, n)):
-                got = w4gemm.linear(x, w, config=config, **given).double()
-                given.pop("out_dtype", None)
-                wanted = linear_reference(x, w, **given)
-                error = ((got - wanted).norm() / wanted.norm()).item()
-                assert error < 4e-3, f"{config} {format} {given}: {error}"
+            for options in ({}, fused(i, m, n)):
+                got = w4gemm.linear(x, w, config=config, **options).double()
+                options.pop("out_dtype", None)
+                expected = linear_reference(x, w, **options)
+                error = ((got - expected).norm() / expected.norm()).item()
+                assert error < 4e-3, f"{config} {format} {options}: {error}"
         grouped(format)
     activations()
     torch.cuda.synchronize()

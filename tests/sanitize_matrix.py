@@ -132,34 +132,34 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("sanitizer"))
     parser.add_argument("--run", help=argparse.SUPPRESS)
     parser.add_argument("--list", action="store_true", help="print the cells and end")
-    given = parser.parse_args()
-    if given.run is not None:
-        run_cells(*map(int, given.run.split(":")))
+    args = parser.parse_args()
+    if args.run is not None:
+        run_cells(*map(int, args.run.split(":")))
         return 0
     every = every_cell()
-    if given.list:
+    if args.list:
         for number, cell in enumerate(every):
             print(number, cell)
         return 0
     if not Path(_sanitizer()).exists():
         parser.error("there is no compute-sanitizer in PATH or /usr/local/cuda/bin")
-    start, _, stop = given.cells.partition(":")
+    start, _, stop = args.cells.partition(":")
     first, end = int(start or 0), min(int(stop or len(every)), len(every))
-    given.out.mkdir(parents=True, exist_ok=True)
-    until = time.monotonic() + given.seconds
+    args.out.mkdir(parents=True, exist_ok=True)
+    until = time.monotonic() + args.seconds
     right = True
-    for tools in ([] if given.compiled else ["none"], given.tools.split(",")):
+    for tools in ([] if args.compiled else ["none"], args.tools.split(",")):
         pieces = list(slices(tools, first, end))
         if "memcheck" in tools:
             pieces.insert(0, Slice("memcheck", FAULT, 0))
-        with ThreadPoolExecutor(given.jobs) as pool:
+        with ThreadPoolExecutor(args.jobs) as pool:
             outcomes = []
-            for outcome in pool.map(lambda piece: run(piece, until - time.monotonic(), given.out), pieces):
+            for outcome in pool.map(lambda piece: run(piece, until - time.monotonic(), args.out), pieces):
                 outcomes.append(outcome)
-                with (given.out / "outcomes.txt").open("a") as file:
+                with (args.out / "outcomes.txt").open("a") as file:
                     print(outcome, file=file)
         for tool in tools:
-            right &= report([o for o in outcomes if o.slice.tool == tool and o.slice.first != FAULT], tool, given.out)
+            right &= report([o for o in outcomes if o.slice.tool == tool and o.slice.first != FAULT], tool, args.out)
         for o in outcomes:
             if o.slice.first == FAULT:
                 print(f"the planted fault: {o.errors} findings")
@@ -169,22 +169,22 @@ def main() -> int:
 
 def report(outcomes: list[Outcome], tool: str, out: Path) -> bool:
     """Print a tool's line, and write its row; True if all cells ran and nothing was found."""
-    wanted, done = sum(o.slice.cells for o in outcomes), sum(o.done for o in outcomes)
+    expected, done = sum(o.slice.cells for o in outcomes), sum(o.done for o in outcomes)
     errors = sum(o.errors or 0 for o in outcomes)
     unfinished = 0 if tool == "none" else sum(o.errors is None for o in outcomes)
     cut = f"{unfinished} of {len(outcomes)} processes without a summary"
     longest = max((o.seconds for o in outcomes), default=0.0)
-    print(f"{tool:10} {done:4} of {wanted} cells right, {errors} findings, {cut}, longest process {longest:.0f} s")
+    print(f"{tool:10} {done:4} of {expected} cells right, {errors} findings, {cut}, longest process {longest:.0f} s")
     for o in outcomes:
         if o.errors or o.done < o.slice.cells:
             last = o.slice.first + o.slice.cells
-            found = f"{o.done} of {o.slice.cells} cells, {o.errors} findings, {o.seconds:.0f} s"
-            print(f"   cells {o.slice.first}:{last}, {tool}-{o.slice.first}.log: {found}")
+            summary = f"{o.done} of {o.slice.cells} cells, {o.errors} findings, {o.seconds:.0f} s"
+            print(f"   cells {o.slice.first}:{last}, {tool}-{o.slice.first}.log: {summary}")
     if tool != "none":
         facts = {"kind": "sanitizer", "tool": tool, "part": "tests/sanitize_matrix.py", "products": done}
-        row = {**facts, "of": wanted, "kernel_errors": errors, "without_summary": unfinished, **record.facts()}
+        row = {**facts, "of": expected, "kernel_errors": errors, "without_summary": unfinished, **record.facts()}
         record.append(out / "sanitizers.jsonl", row)
-    return not errors and not unfinished and done == wanted
+    return not errors and not unfinished and done == expected
 
 
 if __name__ == "__main__":

@@ -204,7 +204,7 @@ def created(scheme: Any, full_k: int = K, kind: str = "") -> torch.nn.Module:
         input_size=full_k,
         output_size=N,
         params_dtype=torch.bfloat16,
-        weight_loader=lambda *given: None,
+        weight_loader=lambda *args: None,
     )
     return layer
 
@@ -217,7 +217,7 @@ def refused(scheme: Any, layer: Any, caplog: pytest.LogCaptureFixture, part: Any
     engine.why_no_kernel.cache_clear()
     engine._refuse.cache_clear()
     with caplog.at_level(logging.INFO, "sglang.srt.w4gemm"):
-        part.convert(which, lambda *given: asked.append(given), scheme, layer)
+        part.convert(which, lambda *args: asked.append(args), scheme, layer)
     assert asked == [(scheme, layer)] and layer._parameters == before
     return caplog.text
 

@@ -320,8 +320,8 @@ def test_the_kernel_of_experts(indexed):
     x = torch.randn(50, 136).bfloat16()
     rows = torch.randint(0, 50, (33,), dtype=torch.int32) if indexed else torch.arange(33, dtype=torch.int32)
     out = torch.zeros(33, 136).bfloat16()
-    given = x if indexed else x[:33]
-    Emulator(parse(ptx_of(gather.unit())), 2 * 33).run(given, perm, starts, *([rows] if indexed else []), out, 2)
+    rows_in = x if indexed else x[:33]
+    Emulator(parse(ptx_of(gather.unit())), 2 * 33).run(rows_in, perm, starts, *([rows] if indexed else []), out, 2)
     owner = torch.searchsorted(starts, torch.arange(33).int(), right=True) - 1
     assert torch.equal(out, x[rows[:, None].long(), perm[owner].long()])
 

@@ -10,7 +10,7 @@ from w4gemm.core.activation import ACTIVATIONS, canonical, is_gated, parse
 
 
 @pytest.mark.parametrize(
-    "text, wanted",
+    "text, expected",
     [
         (None, None),
         ("gelu", "gelu"),
@@ -24,8 +24,8 @@ from w4gemm.core.activation import ACTIVATIONS, canonical, is_gated, parse
         ("situ_mul(linear_beta=25,beta=0.1)", "situ_mul(beta=0.1)"),
     ],
 )
-def test_one_text_of_each(text, wanted):
-    assert canonical(text) == wanted == canonical(wanted)
+def test_one_text_of_each(text, expected):
+    assert canonical(text) == expected == canonical(expected)
 
 
 @pytest.mark.parametrize(
@@ -89,8 +89,8 @@ def test_device_code_is_the_formula(text, monkeypatch):
     activation = parse(text)
     y = torch.linspace(-12, 12, 4001, dtype=torch.float64)
     both = torch.stack((y, y.flip(0) * 0.7 + 0.1), -1)  # gates and ups
-    found = (
+    actual = (
         device.activated(activation, *both.unbind(-1)) if activation.formula.gated else device.activated(activation, y)
     )
-    wanted = activation.apply(both.flatten() if activation.formula.gated else y)
-    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-7)
+    expected = activation.apply(both.flatten() if activation.formula.gated else y)
+    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-7)

@@ -35,14 +35,14 @@ def columns(front: str, k: int) -> int:
 
 def bits(x8: torch.Tensor) -> torch.Tensor:
     """The bits, of NaN without its sign."""
-    found = x8.view(torch.uint8)
-    return torch.where((found & 0x7F) == 0x7F, 0x7F, found)
+    actual = x8.view(torch.uint8)
+    return torch.where((actual & 0x7F) == 0x7F, 0x7F, actual)
 
 
-def assert_same(got: tuple[torch.Tensor, torch.Tensor], wanted: tuple[torch.Tensor, torch.Tensor]) -> None:
+def assert_same(got: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Tensor, torch.Tensor]) -> None:
     assert got[0].dtype == E4M3 and got[1].dtype == torch.float32 and got[0].is_contiguous()
-    assert torch.equal(bits(got[0]).cpu(), bits(wanted[0]).cpu())
-    torch.testing.assert_close(got[1].cpu(), wanted[1].cpu(), rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(bits(got[0]).cpu(), bits(expected[0]).cpu())
+    torch.testing.assert_close(got[1].cpu(), expected[1].cpu(), rtol=0, atol=0, equal_nan=True)
 
 
 def nearest_e4m3(values: torch.Tensor) -> torch.Tensor:
@@ -112,13 +112,13 @@ def test_silu_mul(device):
     assert_mostly_same(quantize_activations(x, silu_mul=True), quantize_activations(y.bfloat16()))
 
 
-def assert_mostly_same(got: tuple[torch.Tensor, torch.Tensor], wanted: tuple[torch.Tensor, torch.Tensor]) -> None:
+def assert_mostly_same(got: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Tensor, torch.Tensor]) -> None:
     """But for what one unit of x's dtype in y can change: rarely a scale, and then all of the row a little."""
-    torch.testing.assert_close(got[1], wanted[1], rtol=2**-7, atol=0)
-    same = got[1] == wanted[1]
+    torch.testing.assert_close(got[1], expected[1], rtol=2**-7, atol=0)
+    same = got[1] == expected[1]
     assert same.float().mean() >= min(0.97, 1 - 1 / len(same))
-    assert (bits(got[0]) != bits(wanted[0]))[same].float().mean() < 2e-3
-    values, exact = got[0].float() * got[1][:, None], wanted[0].float() * wanted[1][:, None]
+    assert (bits(got[0]) != bits(expected[0]))[same].float().mean() < 2e-3
+    values, exact = got[0].float() * got[1][:, None], expected[0].float() * expected[1][:, None]
     assert ((values - exact).norm() / exact.norm()).item() < 1e-2
 
 
@@ -128,35 +128,35 @@ def assert_mostly_same(got: tuple[torch.Tensor, torch.Tensor], wanted: tuple[tor
 @pytest.mark.parametrize("front", FRONTS)
 @pytest.mark.parametrize("k", [128, 133])
 def test_shapes_and_strides(device, dtype, front, k):
-    given, c = arguments(front, k, dtype, device), columns(front, k)
+    options, c = arguments(front, k, dtype, device), columns(front, k)
     x = random(2, 3, c, dtype=dtype, device=device)
-    x8, scale = quantize_activations(x, **given)
+    x8, scale = quantize_activations(x, **options)
     assert x8.shape == (2, 3, k) and scale.shape == (2, 3)
     for strided in (x, x.transpose(0, 1), x[0, 0], x[..., :1, :].expand(2, 3, c), x.mT.contiguous().mT, x[:0]):
-        assert_same(quantize_activations(strided, **given), quantize_activations(strided.contiguous(), **given))
+        assert_same(quantize_activations(strided, **options), quantize_activations(strided.contiguous(), **options))
     wide = torch.full((6, c + 24), torch.nan, dtype=dtype, device=device)
     for start in (0, 8, 5):
         part = wide[:, start : start + c].copy_(x.view(6, c))
-        assert_same(quantize_activations(part, **given), (x8.view(6, k), scale.view(6)))
+        assert_same(quantize_activations(part, **options), (x8.view(6, k), scale.view(6)))
 
 
 @pytest.mark.parametrize("front", FRONTS)
 def test_a_row_does_not_depend_on_others(device, dtype, front):
-    given = arguments(front, 1000, dtype, device)
+    options = arguments(front, 1000, dtype, device)
     x = random(40, columns(front, 1000), dtype=dtype, device=device)
-    x8, scale = quantize_activations(x, **given)
+    x8, scale = quantize_activations(x, **options)
     for i in (0, 17):
-        assert_same(quantize_activations(x[i : i + 1], **given), (x8[i : i + 1], scale[i : i + 1]))
+        assert_same(quantize_activations(x[i : i + 1], **options), (x8[i : i + 1], scale[i : i + 1]))
 
 
 @pytest.mark.parametrize("front", FRONTS)
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_a_compiled_graph_gives_the_same_numbers(device, dtype, front, dynamic):
     torch.compiler.reset()
-    given = arguments(front, 64, dtype, device)
+    options = arguments(front, 64, dtype, device)
 
     def f(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        x8, scale = quantize_activations(x * 2, **given)
+        x8, scale = quantize_activations(x * 2, **options)
         return x8, scale + 1
 
     compiled = torch.compile(f, fullgraph=True, backend="aot_eager", dynamic=dynamic)
@@ -167,9 +167,9 @@ def test_a_compiled_graph_gives_the_same_numbers(device, dtype, front, dynamic):
 
 @pytest.mark.parametrize("front", FRONTS)
 def test_the_operator_passes_opcheck(device, dtype, front):
-    given = arguments(front, 64, dtype, device)
+    options = arguments(front, 64, dtype, device)
     x = random(5, columns(front, 64), dtype=dtype, device=device)
-    torch.library.opcheck(torch.ops.w4gemm.quantize_activations, (x, *given.values()))
+    torch.library.opcheck(torch.ops.w4gemm.quantize_activations, (x, *options.values()))
 
 
 def test_no_gradients(device, dtype):
@@ -193,7 +193,7 @@ X = torch.zeros(2, 6)
 
 
 @pytest.mark.parametrize(
-    "x, given, error, message",
+    "x, options, error, message",
     [
         ([1.0], {}, TypeError, r"x: wanted a tensor \(..., k\), got list"),
         (X.double(), {}, TypeError, "x: wanted torch.float16 or .* on cpu, got torch.float64"),
@@ -213,9 +213,9 @@ X = torch.zeros(2, 6)
         (X, {"eps": float("nan")}, ValueError, "eps: wanted a finite number"),
     ],
 )
-def test_bad_arguments_are_named(x, given, error, message):
+def test_bad_arguments_are_named(x, options, error, message):
     with pytest.raises(error, match=message):
-        quantize_activations(x, **given)
+        quantize_activations(x, **options)
 
 
 # --- the kernel beside PyTorch ---------------------------------------------------------------------------------------
@@ -268,21 +268,21 @@ def test_kernel_silu_mul_is_close_to_pytorch(m, k, dtype):
 @pytest.mark.parametrize("front", FRONTS)
 @pytest.mark.parametrize("m", [1, 4096])
 def test_cuda_graph_and_another_stream(front, m):
-    given = arguments(front, 4096, torch.bfloat16, "cuda")
+    options = arguments(front, 4096, torch.bfloat16, "cuda")
     x = random(m, columns(front, 4096), dtype=torch.bfloat16, device="cuda")
-    quantize_activations(x, **given)
+    quantize_activations(x, **options)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        x8, scale = quantize_activations(x, **given)
+        x8, scale = quantize_activations(x, **options)
     for seed in range(3):
         x.copy_(random(m, columns(front, 4096), seed=seed))
         scale.fill_(torch.nan)
         graph.replay()
-        assert_same((x8, scale), quantize_activations(x, **given))
+        assert_same((x8, scale), quantize_activations(x, **options))
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        other = quantize_activations(x, **given)
+        other = quantize_activations(x, **options)
     stream.synchronize()
     assert_same(other, (x8, scale))
 

@@ -59,9 +59,9 @@ def fill(tmp_path: Path, device: Device, activations: str | None, features: int)
     shapes.write_text(
         f"{EXPERTS} {2 * HIDDEN} {features} {FORMAT}\n{EXPERTS} {features} {HIDDEN} {FORMAT}\n{N} {K} {FORMAT} bias\n"
     )
-    given = ["--shapes", str(shapes), "--m", f"1..{max(TOKENS)}", "--act-order", "--top-k", str(TOP_K)]
-    given += [] if activations is None else ["--activations", activations]
-    assert main(["compile", *given, "--gpu", device.name, "--sms", str(device.sms), "-o", str(folder)]) == 0
+    arguments = ["--shapes", str(shapes), "--m", f"1..{max(TOKENS)}", "--act-order", "--top-k", str(TOP_K)]
+    arguments += [] if activations is None else ["--activations", activations]
+    assert main(["compile", *arguments, "--gpu", device.name, "--sms", str(device.sms), "-o", str(folder)]) == 0
     return folder
 
 
@@ -101,8 +101,8 @@ def test_short_names_find_the_measured_choices_of_the_gpu(name, exact):
 
 def test_a_gpu_that_is_not_known_is_described():
     """Once it was taken for an H200 of another name."""
-    found = target_device("sm_89", "NVIDIA GeForce RTX 4080", 76)
-    assert (found.name, found.capability, found.sms) == ("NVIDIA GeForce RTX 4080", (8, 9), 76)
+    actual = target_device("sm_89", "NVIDIA GeForce RTX 4080", 76)
+    assert (actual.name, actual.capability, actual.sms) == ("NVIDIA GeForce RTX 4080", (8, 9), 76)
     assert all(capability_of(f"NVIDIA {name}") for name in known_names())
 
 
@@ -181,7 +181,7 @@ def test_a_mixture_of_experts_serves_where_compiling_is_forbidden(tmp_path, monk
     if here.capability != H200.capability:
         pytest.skip("compiles for the default target")
     mixture, layer = model("cuda", activations, ONE_LAUNCH)
-    wanted = [run(mixture, layer, tokens, "cuda") for tokens in TOKENS]
+    whole = [run(mixture, layer, tokens, "cuda") for tokens in TOKENS]
     folder = fill(tmp_path, here, activations, ONE_LAUNCH)
     before = sorted(path.name for path in folder.iterdir())
     forget()
@@ -189,7 +189,7 @@ def test_a_mixture_of_experts_serves_where_compiling_is_forbidden(tmp_path, monk
     monkeypatch.setenv("W4GEMM_COMPILE", "off")
     launches = {mixture.explain(tokens, TOP_K).partition(":")[0] for tokens in TOKENS}
     assert launches == {"four launches" if activations else "one launch (expert_layer)"}
-    for tokens, expected in zip(TOKENS, wanted, strict=True):
+    for tokens, expected in zip(TOKENS, whole, strict=True):
         for got, want in zip(run(mixture, layer, tokens, "cuda"), expected, strict=True):
             assert torch.equal(got, want)
     assert sorted(path.name for path in folder.iterdir()) == before
@@ -198,10 +198,10 @@ def test_a_mixture_of_experts_serves_where_compiling_is_forbidden(tmp_path, monk
 def test_scales_of_experts_are_compiled_where_they_are_asked_for():
     experts, single = Layer(128, 256, WeightFormat(64), experts=EXPERTS), Layer(128, 256, WeightFormat(64))
     use = Use(H200, torch.bfloat16)
-    for layer, wanted in ((experts, {False, True}), (single, {False})):
+    for layer, expected in ((experts, {False, True}), (single, {False})):
         assert {p.epilogue.expert_scale for p in problems_of(layer, [4], use)} == {False}
-        found = list(problems_of(layer, [4], use._replace(expert_scale=True)))
-        assert {p.epilogue.expert_scale for p in found} == wanted
+        actual = list(problems_of(layer, [4], use._replace(expert_scale=True)))
+        assert {p.epilogue.expert_scale for p in actual} == expected
     units, _ = chosen(problems_of(experts, [4], use._replace(expert_scale=True)))
     assert len(units) == 2 * len(chosen(problems_of(experts, [4], use))[0])
 

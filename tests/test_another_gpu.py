@@ -68,8 +68,8 @@ SMALL_KERNELS: dict[str, Callable[[torch.device], torch.Tensor]] = {
 @pytest.mark.parametrize("kernel", SMALL_KERNELS)
 def test_small_kernels(kernel: str) -> None:
     run = SMALL_KERNELS[kernel]
-    found, wanted = run(THERE), run(HERE)
-    assert found.device == THERE and torch.equal(found.cpu(), wanted.cpu())
+    actual, expected = run(THERE), run(HERE)
+    assert actual.device == THERE and torch.equal(actual.cpu(), expected.cpu())
 
 
 def test_a_runner_and_streams() -> None:
@@ -77,13 +77,13 @@ def test_a_runner_and_streams() -> None:
     w = w4gemm.quantize(drawn(THERE, n, k)).repack()
     x, out = drawn(THERE, 24, k), torch.empty(24, n, dtype=torch.bfloat16, device=THERE)
     gemm = MixedGemm("int4_g128", torch.bfloat16, THERE)
-    wanted = linear(x, w)
+    expected = linear(x, w)
     stream = torch.cuda.Stream(THERE)
     torch.cuda.synchronize(THERE)
-    for given in (None, stream, stream.cuda_stream):
-        gemm.run(x, w.tensors, out.zero_(), stream=given)
+    for handle in (None, stream, stream.cuda_stream):
+        gemm.run(x, w.tensors, out.zero_(), stream=handle)
         torch.cuda.synchronize(THERE)
-        assert torch.equal(out, wanted)
+        assert torch.equal(out, expected)
     with pytest.raises(ValueError, match="stream: wanted one of cuda:1, where the tensors are, got one of cuda:0"):
         gemm.run(x, w.tensors, out, stream=torch.cuda.Stream(HERE))
 

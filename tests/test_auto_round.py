@@ -59,18 +59,18 @@ def writer(values: torch.Tensor = E2M1, nv: bool = False, fp8: str = " ") -> Wri
     ids=["mxfp4", "nvfp4", "mxint4"],
 )
 def test_weights_and_logits(tmp_path: Path, config: dict[str, Any], write: Writer, format: str) -> None:
-    wanted = write_model(tmp_path, config, write)
-    assert_loads(tmp_path, wanted, {str(WeightFormat.parse(format)): 7 * LAYERS})
+    expected = write_model(tmp_path, config, write)
+    assert_loads(tmp_path, expected, {str(WeightFormat.parse(format)): 7 * LAYERS})
     assert {module.activations for module in open_checkpoint(tmp_path).modules.values()} == {None}
 
 
 def test_mxfp8_beside_mxfp4(tmp_path: Path) -> None:
-    wanted = write_model(tmp_path, MX, writer(fp8="self_attn"))
+    expected = write_model(tmp_path, MX, writer(fp8="self_attn"))
     configure(tmp_path, extra_config={".*self_attn.*": {"bits": 8}}, act_bits=8)
     checkpoint = open_checkpoint(tmp_path)
-    assert checkpoint.modules.keys() == wanted.keys()
+    assert checkpoint.modules.keys() == expected.keys()
     assert {module.activations for name, module in checkpoint.modules.items() if "mlp" in name} == {"fp8"}
-    for name, weight in wanted.items():
+    for name, weight in expected.items():
         assert torch.equal(checkpoint.weight(name).dequantize(), weight), name
     assert summarize(load(tmp_path)[0]).formats == {"e4m3_g32_e8m0": 4 * LAYERS, "e2m1_g32_e8m0": 3 * LAYERS}
 
@@ -83,10 +83,10 @@ def test_fp8(tmp_path: Path, packing: str) -> None:
         codes, scale = torch.randn(n, k).to(torch.float8_e4m3fn), torch.rand(n, 1) + 0.5
         return {"weight": codes, "weight_scale": scale, "input_scale": torch.ones(1)}, codes.float() * scale
 
-    wanted = write_model(tmp_path, config, write)
+    expected = write_model(tmp_path, config, write)
     checkpoint = open_checkpoint(tmp_path)
     assert {str(module.format) for module in checkpoint.modules.values()} == {"e4m3_col_fp32"}
-    assert all(torch.equal(checkpoint.weight(name).dequantize(), weight) for name, weight in wanted.items())
+    assert all(torch.equal(checkpoint.weight(name).dequantize(), weight) for name, weight in expected.items())
 
 
 @pytest.mark.parametrize(

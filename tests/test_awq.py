@@ -24,12 +24,12 @@ ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 def writer(group_size: int = 32, **numbers: Any) -> Writer:
     def write(name: str, n: int, k: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        found = Numbers.random(n, k, group_size, **numbers)
+        actual = Numbers.random(n, k, group_size, **numbers)
         return {
-            "qweight": pack(found.codes.T, 1, ORDER),
-            "qzeros": pack(found.zeros.T, 1, ORDER),
-            "scales": found.scales.T,
-        }, found.weight
+            "qweight": pack(actual.codes.T, 1, ORDER),
+            "qzeros": pack(actual.zeros.T, 1, ORDER),
+            "scales": actual.scales.T,
+        }, actual.weight
 
     return write
 
@@ -53,9 +53,9 @@ def test_weights_and_logits(tmp_path: Path, config: dict[str, Any], write: Write
 
 def test_lm_head_and_layers_that_were_not_converted(tmp_path: Path) -> None:
     config = CONFIG | {"modules_to_not_convert": ["k_proj"]}
-    wanted = write_model(tmp_path, config, writer(zeros=(0, 15)), dense=("k_proj",), architecture="llama")
-    assert "lm_head" in wanted
-    assert_loads(tmp_path, wanted, {"int4_g32_zint_fp16": 6 * LAYERS + 1})
+    expected = write_model(tmp_path, config, writer(zeros=(0, 15)), dense=("k_proj",), architecture="llama")
+    assert "lm_head" in expected
+    assert_loads(tmp_path, expected, {"int4_g32_zint_fp16": 6 * LAYERS + 1})
 
 
 @pytest.mark.parametrize(

@@ -41,8 +41,8 @@ NOT_NEEDED = ("input_scale", "weight_shape", "g_idx", "pre_quant_scale", "bias",
 
 def read(folder: Path) -> dict[str, torch.Tensor]:
     checkpoint = open_checkpoint(folder)
-    found = {name: checkpoint.weight(name).dequantize() for name in checkpoint.modules}
-    return found | {name: checkpoint.dense(name) for name in checkpoint.tensors}
+    actual = {name: checkpoint.weight(name).dequantize() for name in checkpoint.modules}
+    return actual | {name: checkpoint.dense(name) for name in checkpoint.tensors}
 
 
 def refused(folder: Path, message: str) -> None:
@@ -135,11 +135,11 @@ def test_each_tensor(kind: str, damage: str, tmp_path: Path) -> None:
         save_file(others, file, texts)
         owner = re.split(r"\.(experts|weight\b|\w+$)", name)[0]
         try:
-            found = read(folder)
+            actual = read(folder)
         except FormatError as e:
             assert owner in str(e) and str(folder) in str(e) and "\n" not in str(e), (name, str(e))
         else:
-            assert all(torch.equal(found[n], t) for n, t in whole.items()), name
+            assert all(torch.equal(actual[n], t) for n, t in whole.items()), name
 
 
 @pytest.mark.parametrize("kind", ["gptq", "awq", "compressed-tensors", "modelopt-integers"])

@@ -148,7 +148,7 @@ def test_every_stored_row_can_be_read():
 def test_a_file_of_rows_is_stored_compactly(tmp_path):
     """A line a run, a line a point; a benchmark appends whole rows."""
     common = {"kind": "time", "run": "a", "gpu": "G", "work": "w4a16"}
-    wanted = [
+    expected = [
         common | {"m": m, "impl": impl, "impl_version": version, "us_p50": us} | ours
         for m, impl, version, us, ours in (
             (1, "w4gemm", "2", 1.5, {"configs": 8, "best_config_us": 1.0}),
@@ -158,12 +158,12 @@ def test_a_file_of_rows_is_stored_compactly(tmp_path):
     ]
     path = tmp_path / "rows.jsonl"
     more = {"us_p20": 1.0, "us_p80": 2.0, "rel_error": 1e-3, "config": "c"}
-    forced = wanted[0] | {"impl": "w4gemm_config"}
-    path.write_text("".join(json.dumps(row | more) + "\n" for row in (*wanted[:2], forced, wanted[2])))
+    forced = expected[0] | {"impl": "w4gemm_config"}
+    path.write_text("".join(json.dumps(row | more) + "\n" for row in (*expected[:2], forced, expected[2])))
     bench_rows.main([str(path)])
-    assert len(path.read_text().splitlines()) == 1 + 2 and bench_rows.read(path) == wanted
+    assert len(path.read_text().splitlines()) == 1 + 2 and bench_rows.read(path) == expected
     with open(path, "a") as file:
-        file.write(json.dumps(wanted[2] | {"m": 3}) + "\n")
+        file.write(json.dumps(expected[2] | {"m": 3}) + "\n")
     bench_rows.main([str(path)])
     assert len(path.read_text().splitlines()) == 1 + 3 and len(bench_rows.read(path)) == 4
 
@@ -196,8 +196,8 @@ def test_the_table_of_oracles_has_all_stored_rows():
 def test_the_table_of_checkpoints_has_every_format():
     table = (ROOT / "docs/support.md").read_text().rpartition("\n\n|")[2].split("\n\n")[0]
     rows = [line.strip("| ").partition("|")[0].lower() for line in table.splitlines()]
-    wanted = {*(format.name for format in FORMATS), *METHODS} - {"w4gemm"}
-    missing = [name for name in wanted if not any(name.replace("-", "") in row.replace("-", "") for row in rows)]
+    expected = {*(format.name for format in FORMATS), *METHODS} - {"w4gemm"}
+    missing = [name for name in expected if not any(name.replace("-", "") in row.replace("-", "") for row in rows)]
     assert not missing, f"add a row for each of {missing} to the last table of docs/support.md"
 
 

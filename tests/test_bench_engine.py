@@ -105,8 +105,8 @@ def test_kernels_are_found_where_vllm_keeps_them():
     method.moe_kernel = SimpleNamespace(impl=SimpleNamespace(fused_experts=marlin))
     experts.quant_method = method
     model.add_module("e", experts)
-    wanted = {"linear": {"vllm.machete.MacheteLinearKernel": 3}, "experts": {"vllm.marlin_moe.MarlinExperts": 1}}
-    assert worker.kernels_of(model) == wanted
+    expected = {"linear": {"vllm.machete.MacheteLinearKernel": 3}, "experts": {"vllm.marlin_moe.MarlinExperts": 1}}
+    assert worker.kernels_of(model) == expected
 
 
 OPTIONS = launch.EngineOptions("bfloat16", compiled=True, eager=False, gpus=2, memory=0.8, max_len=8448)
@@ -137,12 +137,12 @@ def test_a_batch_that_was_still_compiled_is_no_measurement():
 
 
 def test_a_batch_without_room_in_the_cache_is_no_measurement():
-    found = rows.rows_of(result(2.5, [[1, 2, 3, 4, 5]] * 2), Task({}, 512, (2,), 16, 5, prefill=8192))
-    assert rows.with_room(found, 2 * (16 + 5)) == rows.with_room(found, None) == found
+    actual = rows.rows_of(result(2.5, [[1, 2, 3, 4, 5]] * 2), Task({}, 512, (2,), 16, 5, prefill=8192))
+    assert rows.with_room(actual, 2 * (16 + 5)) == rows.with_room(actual, None) == actual
     assert rows.cache_tokens("a\nINFO GPU KV cache size: 49,984 tokens\n") == 49_984 and rows.cache_tokens("") is None
-    start, failed, prefill = rows.with_room(found, 41)
+    start, failed, prefill = rows.with_room(actual, 41)
     assert failed["phase"] == "failed" and failed["reason"].startswith("batch 2: 42 tokens, and the KV cache holds 41;")
-    assert [start, prefill] == [found[0], found[2]]
+    assert [start, prefill] == [actual[0], actual[2]]
 
 
 def engine_of(monkeypatch: pytest.MonkeyPatch, seconds: list[float], repeat: int = 1) -> offline.Engine:
@@ -171,10 +171,10 @@ def test_one_disturbed_run_is_no_measurement(monkeypatch, seconds, repeat, kept)
 
 def test_all_runs_of_a_point_come_to_its_row(monkeypatch):
     engine = engine_of(monkeypatch, [4.0, 4.1, 7.0, 4.0, 1.0, 1.0, 1.2, 1.0])
-    found = engine.decode(2)
-    assert (found["total_s"], found["first_token_s"]) == ([4.0, 4.1, 7.0, 4.0], [1.0, 1.0, 1.2, 1.0])
+    actual = engine.decode(2)
+    assert (actual["total_s"], actual["first_token_s"]) == ([4.0, 4.1, 7.0, 4.0], [1.0, 1.0, 1.2, 1.0])
     _, decode, prefill = rows.rows_of(
-        Result(decode=[found], prefill_s=[0.25, 0.26, 0.5]), Task({}, 512, (2,), 16, 4, prefill=8192)
+        Result(decode=[actual], prefill_s=[0.25, 0.26, 0.5]), Task({}, 512, (2,), 16, 4, prefill=8192)
     )
     assert (decode["ms_step"], decode["ms_step_least"], decode["ms_step_most"]) == (1016.6667, 1000.0, 2000.0)
     assert [decode[f"first_tokens_s{end}"] for end in ("", "_least", "_most")] == [1.0, 1.0, 1.2]
@@ -209,9 +209,9 @@ def test_engines_are_timed_by_turns_in_both_orders(monkeypatch):
 
 def test_answers_are_compared_up_to_the_first_token_that_differs():
     marlin, ours = [[1, 2, 3, 4, 5], [1, 2, 3, 4, 5]], [[1, 2, 3, 4, 5], [9, 2, 3, 4, 5]]
-    found = rows.rows_of(result(2.5, ours), Task({}, 512, (2,), 16, 5))
-    rows.add_agreement(found, {2: ours}, "marlin", {2: marlin})
-    (decode,) = [row for row in found if row["phase"] == "decode"]
+    actual = rows.rows_of(result(2.5, ours), Task({}, 512, (2,), 16, 5))
+    rows.add_agreement(actual, {2: ours}, "marlin", {2: marlin})
+    (decode,) = [row for row in actual if row["phase"] == "decode"]
     assert (decode["same_tokens_as"], decode["equal_prefix"]) == ("marlin", 2.5)
 
 
@@ -222,9 +222,9 @@ def test_experts_that_moved_are_counted_and_compared():
     assert offline.moves(before, after) == {"places": 4, "moved": 2, "intact": True}
     after[0][0][0] = [2, 70]  # said to be expert 2, with the weights of 0
     assert offline.moves(before, after) == {"places": 4, "moved": 2, "intact": False}
-    found = result(2.5, [[1, 2, 3]])
-    found.moves = offline.moves(before, after)
-    assert rows.rows_of(found, Task({}, 512, (1,), 16, 3))[-1] == {"phase": "moves", **found.moves}
+    actual = result(2.5, [[1, 2, 3]])
+    actual.moves = offline.moves(before, after)
+    assert rows.rows_of(actual, Task({}, 512, (1,), 16, 3))[-1] == {"phase": "moves", **actual.moves}
 
 
 def test_a_checksum_tells_bytes_and_their_order():
@@ -243,21 +243,21 @@ def test_a_run_goes_on_when_one_implementation_fails(tmp_path, monkeypatch, caps
         name = Path(variables["VLLM_CACHE_ROOT"]).parent.name.rpartition("-")[2]
         if name == "humming":
             raise launch.EngineError("ended with 1: out of memory")
-        found = result(3.0, [[1] * task.tokens_out] * 2)
-        found.failure = "not done in 300 s, its limit: batch 2" if name == "w4gemm" else ""
-        return replace(found, kernels={"linear": {kernels[name]: 14}, "experts": {}})
+        actual = result(3.0, [[1] * task.tokens_out] * 2)
+        actual.failure = "not done in 300 s, its limit: batch 2" if name == "w4gemm" else ""
+        return replace(actual, kernels={"linear": {kernels[name]: 14}, "experts": {}})
 
     monkeypatch.setattr(program, "run_offline", run_offline)
     out = tmp_path / "rows.jsonl"
     options = ["--tiny", "--batch", "2", "--work", str(tmp_path / "work"), "--out", str(out), "--in-order"]
     program.main([*options, "--impl", "default", "marlin", "humming", "w4gemm"])
-    found = read(out)
-    assert {row["kind"] for row in found} == {"engine"} and {row["format"] for row in found} == {"gptq-int4-g128"}
-    decode = {row["impl"]: row for row in found if row["phase"] == "decode"}
+    actual = read(out)
+    assert {row["kind"] for row in actual} == {"engine"} and {row["format"] for row in actual} == {"gptq-int4-g128"}
+    decode = {row["impl"]: row for row in actual if row["phase"] == "decode"}
     assert decode.keys() == {"machete", "w4gemm"} and decode["machete"]["chosen"]
     assert decode["w4gemm"]["same_tokens_as"] == "machete" and decode["w4gemm"]["partial"]
     assert decode["machete"]["kernels"] == {"MacheteLinearKernel": 14} and "partial" not in decode["machete"]
-    reasons = {row["impl"]: row["reason"] for row in found if row["phase"] == "failed"}
+    reasons = {row["impl"]: row["reason"] for row in actual if row["phase"] == "failed"}
     assert reasons["humming"] == "ended with 1: out of memory" and "its limit: batch 2" in reasons["w4gemm"]
     assert "asked for marlin, but its linear layers got 14 x" in reasons["marlin"]
     shown = capsys.readouterr().err
@@ -295,13 +295,13 @@ def test_an_engine_that_ends_early_keeps_the_points_before(end, tmp_path, monkey
     options += [word for name, to in folders.items() for word in (name, str(tmp_path / to))]
     for seconds in (4, 20, 100):  # a busy machine may not come so far
         program.main([*options, "--seconds", str(seconds)])
-        *found, failed = read(tmp_path / "rows.jsonl")[-3:]
+        *actual, failed = read(tmp_path / "rows.jsonl")[-3:]
         if re.search("hanging|no more memory", failed["reason"]):
             break
-    assert [(row["phase"], row.get("batch")) for row in found] == [("start", None), ("decode", 2)]
+    assert [(row["phase"], row.get("batch")) for row in actual] == [("start", None), ("decode", 2)]
     assert failed["phase"] == "failed" and "partial" not in failed
-    assert all(row["partial"] and row["kernels"] == {"MacheteLinearKernel": 14} for row in found)
-    for row in (*found, failed):
+    assert all(row["partial"] and row["kernels"] == {"MacheteLinearKernel": 14} for row in actual)
+    for row in (*actual, failed):
         assert (row["impl"], row["chosen"], row["engine_version"]) == ("machete", True, "0.26.0")
     ended = r"ended with 1 after \d+ s: ValueError: no more memory"
     assert re.fullmatch(ended if end == "crash" else f"not done in {seconds} s, its limit: hanging", failed["reason"])

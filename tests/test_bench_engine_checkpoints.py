@@ -48,13 +48,13 @@ def test_a_tiny_checkpoint_opens_and_keeps_the_size_of_activations(name, format,
     assert size == sum(t.nbytes for t in tensors_of(model, packing))
     checkpoint = open_checkpoint(tmp_path)
     assert ("lm_head" in checkpoint.modules) == (packing.option == "head") and checkpoint.modules
-    wanted = {"ct-int4-g128-fp8": "int4_g128_e4m3", "ct-nvfp4": "e2m1_g16_e4m3_row", "ct-mxfp4": "e2m1_g32_e8m0"}
-    wanted |= {"quark-mxfp4": "e2m1_g32_e8m0", "quark-int4-g128": "int4_g128"}
-    wanted |= {"auto-round-mxfp4": "e2m1_g32_e8m0", "auto-round-int4-g128": "int4_g128"}
-    wanted |= {"gptq-int8-g128": "int8_g128", "ct-int3-g128": "int3_g128", "ct-int8-g64": "int8_g64"}
-    wanted |= {"ct-e4m3": "e4m3_col_fp32", "ct-mxfp8": "e4m3_g32_e8m0"}
-    if format in wanted:  # as the plugin packs it
-        assert {str(layer.format) for layer in read_model(str(tmp_path)).layers} == {wanted[format]}
+    expected = {"ct-int4-g128-fp8": "int4_g128_e4m3", "ct-nvfp4": "e2m1_g16_e4m3_row", "ct-mxfp4": "e2m1_g32_e8m0"}
+    expected |= {"quark-mxfp4": "e2m1_g32_e8m0", "quark-int4-g128": "int4_g128"}
+    expected |= {"auto-round-mxfp4": "e2m1_g32_e8m0", "auto-round-int4-g128": "int4_g128"}
+    expected |= {"gptq-int8-g128": "int8_g128", "ct-int3-g128": "int3_g128", "ct-int8-g64": "int8_g64"}
+    expected |= {"ct-e4m3": "e4m3_col_fp32", "ct-mxfp8": "e4m3_g32_e8m0"}
+    if format in expected:  # as the plugin packs it
+        assert {str(layer.format) for layer in read_model(str(tmp_path)).layers} == {expected[format]}
     for module_name, module in checkpoint.modules.items():
         activations = "fp8" if packing.option == "fp8" else None
         assert (module.format.group_size, module.activations) == (packing.group_size, activations)
@@ -82,9 +82,9 @@ def test_transformers_makes_the_same_dense_model(name, tmp_path):
     config = transformers.AutoConfig.from_pretrained(tmp_path)
     with torch.device("meta"):
         made = transformers.AutoModelForCausalLM.from_config(config)
-    wanted = {name: tuple(p.shape) for name, p in made.state_dict().items() if "experts." not in name}
+    expected = {name: tuple(p.shape) for name, p in made.state_dict().items() if "experts." not in name}
     stored = {name: info.shape for name, info in SafetensorsFolder(tmp_path).tensors.items() if "experts." not in name}
-    assert stored == {name: shape for name, shape in wanted.items() if not name.endswith("inv_freq")}
+    assert stored == {name: shape for name, shape in expected.items() if not name.endswith("inv_freq")}
 
 
 @pytest.mark.parametrize(

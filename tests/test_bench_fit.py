@@ -55,15 +55,15 @@ def test_a_sweep_writes_what_the_model_is_fitted_to(tmp_path, monkeypatch, capsy
     monkeypatch.setenv("W4GEMM_COMMIT", "0123abc")  # where git cannot be asked, as in an unpacked sdist
     rows, file = tmp_path / "rows.jsonl", tmp_path / "table.jsonl"
     sweep.main(["--shapes", "96x128", "--m", "1,5..8", "--configs", "2", "--device", "cpu", "--out", str(rows)])
-    found = list(timings.rows_of(rows))
-    assert {row["m"] for row in found} == {1, 8} and all(row["us"] > 0 and row["commit"] for row in found)
-    assert len({(row["m"], row["config"]) for row in found}) == len(found) >= 3
+    actual = list(timings.rows_of(rows))
+    assert {row["m"] for row in actual} == {1, 8} and all(row["us"] > 0 and row["commit"] for row in actual)
+    assert len({(row["m"], row["config"]) for row in actual}) == len(actual) >= 3
     assert "timings" in capsys.readouterr().out
     tune.main(["--rows", str(rows), "--shapes", "layers", "--table", str(file)])
     assert not file.exists() or not file.read_text()
 
     grouped = tmp_path / "grouped.jsonl"
-    row = found[0] | {"impl": "w4gemm_config", "routing": "balanced", "experts": 8, "us_p50": 3.5}
+    row = actual[0] | {"impl": "w4gemm_config", "routing": "balanced", "experts": 8, "us_p50": 3.5}
     grouped.write_text("\n".join(json.dumps(row | other) for other in ({}, {"impl": "w4gemm"}, {"routing": "hot"})))
     sweep.main(["--grouped", str(grouped), "--out", str(tmp_path / "experts.jsonl")])
     (kept,) = timings.rows_of(tmp_path / "experts.jsonl")
@@ -71,11 +71,11 @@ def test_a_sweep_writes_what_the_model_is_fitted_to(tmp_path, monkeypatch, capsy
 
 
 def test_a_sweep_may_compile_alone_and_for_a_gpu_that_is_not_there(tmp_path, monkeypatch, capsys):
-    wanted = []
-    monkeypatch.setattr(sweep, "prepared", lambda found: wanted.append(found) or found)
+    expected = []
+    monkeypatch.setattr(sweep, "prepared", lambda actual: expected.append(actual) or actual)
     arguments = ["--shapes", "4096x4096", "--m", "16", "--configs", "2", "--compile-only", "--device", "h200"]
     sweep.main([*arguments, "--out", str(tmp_path / "rows.jsonl")])
-    ((problem,),) = wanted
+    ((problem,),) = expected
     assert problem.device == H200 and capsys.readouterr().out == "2 kernels\n"
     assert not (tmp_path / "rows.jsonl").exists()
 
@@ -94,9 +94,9 @@ def test_constants_without_new_timings_change_with_those_of_as_many_tokens():
     before = {"a/64x64x128_1x1x1_coop": (1.0, 2.0, 4.0), "a/64x128x128_1x1x1_coop": (2.0, 2.0, 0.0)}
     before |= {"a/256x128x64_1x1x1_coop": (5.0, 5.0, 5.0), "b/64x64x128_1x1x1_coop": (3.0, 3.0, 3.0)}
     now = {"a/64x64x128_1x1x1_coop": (0.9, 1.0, 4.0), "a/256x128x64_1x1x1_coop": (6.0, 5.0, 5.0)}
-    found = fit.carried(before, now)
-    assert {c: found[c] for c in now} == now and found["b/64x64x128_1x1x1_coop"] == (3.0, 3.0, 3.0)
-    assert found["a/64x128x128_1x1x1_coop"] == pytest.approx((1.8, 1.0, 0.0))
+    actual = fit.carried(before, now)
+    assert {c: actual[c] for c in now} == now and actual["b/64x64x128_1x1x1_coop"] == (3.0, 3.0, 3.0)
+    assert actual["a/64x128x128_1x1x1_coop"] == pytest.approx((1.8, 1.0, 0.0))
 
 
 def test_what_was_not_measured_may_stay(tmp_path, monkeypatch, capsys):
@@ -140,10 +140,10 @@ def test_a_slow_config_counts_in_a_fit_if_it_is_predicted_to_be_fast(monkeypatch
 def test_a_cta_alone_takes_at_least_as_long_for_more_columns():
     name, wide, split = (f"a/64x64x{rest}" for rest in ("256_1x1x1_coop", "512_1x1x1_coop", "256_1x1x1_coop_k2"))
     times = {wide: SliceTimes(0.1, 0.6, 1.0), name: SliceTimes(0.4, 0.0, 1.0), split: SliceTimes(0.01, 0.1, 2.0)}
-    found = slice_times.plausible({**times, "b/64x64x512_1x1x1_coop": times[wide]})
-    assert found[name] == times[name] and found["b/64x64x512_1x1x1_coop"] == pytest.approx(times[wide])
-    assert found[wide] == pytest.approx((0.4, 0.3, 1.0)), "and both together as long as before"
-    assert found[split] == pytest.approx((0.11, 0.0, 2.0)), "at most both together"
+    actual = slice_times.plausible({**times, "b/64x64x512_1x1x1_coop": times[wide]})
+    assert actual[name] == times[name] and actual["b/64x64x512_1x1x1_coop"] == pytest.approx(times[wide])
+    assert actual[wide] == pytest.approx((0.4, 0.3, 1.0)), "and both together as long as before"
+    assert actual[split] == pytest.approx((0.11, 0.0, 2.0)), "at most both together"
 
 
 def test_an_adjustment_finds_what_a_cta_takes_alone():
@@ -158,9 +158,9 @@ def test_an_adjustment_finds_what_a_cta_takes_alone():
     ((name, samples),) = timings.configs.items()
     weighted = [slice_times.Weighted(launch, us, 1.0, us) for launch, _, us in samples]
     known = SliceTimes(0.16, 0.5, 1.0)
-    found = slice_times.fit(weighted, known)
-    assert found.alone > 2 * known.alone
-    before, after = (sum(each.squared_error(times) for each in weighted) for times in (known, found))
+    actual = slice_times.fit(weighted, known)
+    assert actual.alone > 2 * known.alone
+    before, after = (sum(each.squared_error(times) for each in weighted) for times in (known, actual))
     assert after < before / 3, name
 
 

@@ -73,9 +73,9 @@ class FakeOperators:
         if s.dtype.itemsize == 1:
             numbers = numbers.view(-1, 4)[:, [0, 2, 1, 3]].view(s.shape)
         grouped_order = [i + 8 * j for i in range(8) for j in range(8)]
-        found = torch.empty_like(numbers).view(-1, 64)
-        found[:, grouped_order] = numbers.reshape(-1, 64)
-        return found.view(s.shape)
+        actual = torch.empty_like(numbers).view(-1, 64)
+        actual[:, grouped_order] = numbers.reshape(-1, 64)
+        return actual.view(s.shape)
 
 
 @pytest.mark.parametrize("format", ["mxfp4", "nvfp4", "int4_g32"])
@@ -89,8 +89,8 @@ def test_marlin_gets_the_numbers_of_every_expert(format, n, k, note, monkeypatch
     x = torch.randn(sum(counts), k).bfloat16()
     d = prepared.routed(counts)(prepared.tensors, x, torch.full((len(x), n), torch.nan).bfloat16())
     each = [one.dequantize().roll(e, 0) for e in range(4)]
-    wanted = torch.cat([rows.float() @ w.T for rows, w in zip(x.split(counts), each, strict=True)])
-    assert d.shape == wanted.shape and ((d.float() - wanted).norm() / wanted.norm()) < 3e-3
+    expected = torch.cat([rows.float() @ w.T for rows, w in zip(x.split(counts), each, strict=True)])
+    assert d.shape == expected.shape and ((d.float() - expected).norm() / expected.norm()) < 3e-3
 
 
 def test_rows_in_blocks_of_one_expert():
@@ -104,17 +104,17 @@ def test_rows_in_blocks_of_one_expert():
 def test_humming_gets_the_numbers_of_every_expert(format):
     """Codes times scales, times the second scale of an expert; int4_g128_e4m3 rounds the product, Humming does not."""
     one = on_cpu(64, 256, format)
-    config, given = humming.tensors_of(Experts.rotated(one, 3))
-    words, scales = given["weight"], given["weight_scale"].float()
+    config, tensors = humming.tensors_of(Experts.rotated(one, 3))
+    words, scales = tensors["weight"], tensors["weight_scale"].float()
     codes = torch.stack([(words >> (4 * i)) & 15 for i in range(8)], -1).flatten(-2).long()
     table = E2M1 if config["dtype"] == "float4e2m1" else torch.arange(-8.0, 8.0)
     w = table[codes] * scales.repeat_interleave(config["group_size"], -1)
-    if "weight_scale_2" in given:
-        assert given["weight_scale_2"].shape == (3,)
-        w *= given["weight_scale_2"][:, None, None]
+    if "weight_scale_2" in tensors:
+        assert tensors["weight_scale_2"].shape == (3,)
+        w *= tensors["weight_scale_2"][:, None, None]
     for e in range(3):
-        wanted = one.dequantize().roll(e, 0).float()
-        assert (w[e] - wanted).norm() / wanted.norm() < (3e-2 if "int4" in format else 1e-6)
+        expected = one.dequantize().roll(e, 0).float()
+        assert (w[e] - expected).norm() / expected.norm() < (3e-2 if "int4" in format else 1e-6)
 
 
 def test_peers_say_what_they_do_not_take():
@@ -174,8 +174,8 @@ def test_a_point_on_the_cpu(cpu_weights, monkeypatch, capsys):
     assert len(mixtures[0].copies) == 3 == len(mixtures[0].contenders[0].copies)
     rows = points.measure(mixtures, 3, "zipf", torch.bfloat16, points.Extra(replays=1))
     said = capsys.readouterr().out
-    found = [(row["impl"], row["config"] == "dense", WeightFormat.parse(row["format"]).group_size) for row in rows]
-    assert found == [("w4gemm", False, 32), ("dense", True, 32), ("w4gemm", False, 16), ("dense", True, 16)]
+    actual = [(row["impl"], row["config"] == "dense", WeightFormat.parse(row["format"]).group_size) for row in rows]
+    assert actual == [("w4gemm", False, 32), ("dense", True, 32), ("w4gemm", False, 16), ("dense", True, 16)]
     assert all(row["us_p50"] > 0 and row["rel_error"] < 1e-2 for row in rows)
     for words in ("wrong e2m1_g32_e8m0 dense, 12 rows: relative error", "cannot route", "cannot pack", "no such size"):
         assert words in said
@@ -194,7 +194,7 @@ def test_a_run_on_the_cpu_goes_from_the_command_to_rows(cpu_weights, tmp_path, m
     """All but what only a GPU has: peers, compiled kernels, graphs, the amount of free memory."""
     monkeypatch.setattr(points, "time_graphs", timing.time_calls)
     monkeypatch.setattr(grouped, "available", lambda names: [Dense("dense"), Dense("broken")])
-    monkeypatch.setattr(grouped, "Kernels", lambda *given: SimpleNamespace(wait=lambda products: list(products)))
+    monkeypatch.setattr(grouped, "Kernels", lambda *tensors: SimpleNamespace(wait=lambda products: list(products)))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10**12, 10**12))
     shapes, formats = ["--shapes", "2x64x128,3x64x64"], ["--format", "mxfp4,nvfp4"]
     options = [*shapes, *formats, "--tokens", "1,2", "--routing", "balanced,zipf", "--replays", "1"]

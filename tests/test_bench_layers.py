@@ -18,14 +18,14 @@ SMALL = layers.Layer(Sizes(experts=4, top_k=2, hidden=256, width=128), "int4_g12
 @pytest.mark.parametrize("name", layers.LAYERS)
 def test_the_likeliest_configs_are_timed(name):
     gate_up, down = layers.problems(layers.LAYERS[name], 64, H100)
-    found = layers.candidates(gate_up, down, 4)
-    assert found.gathered == choice.configs(gate_up)[:1] + found.gathered[1:] and len(found.gathered) == 4
-    assert len(found.copied) == len(found.down) == 2 and found.down[0] == choice.configs(down)[0]
-    combinations = found.combinations()
+    actual = layers.candidates(gate_up, down, 4)
+    assert actual.gathered == choice.configs(gate_up)[:1] + actual.gathered[1:] and len(actual.gathered) == 4
+    assert len(actual.copied) == len(actual.down) == 2 and actual.down[0] == choice.configs(down)[0]
+    combinations = actual.combinations()
     assert [len(group) for group in combinations.values()] == [4, 2, 2]
-    assert combinations["copied"][found.copied[1]] == Forced(found.copied[1], found.down[0], copied=True)
-    assert combinations["down"][found.down[1]] == Forced(found.gathered[0], found.down[1])
-    assert len(set(layers.units_of(gate_up, down, found))) >= 4
+    assert combinations["copied"][actual.copied[1]] == Forced(actual.copied[1], actual.down[0], copied=True)
+    assert combinations["down"][actual.down[1]] == Forced(actual.gathered[0], actual.down[1])
+    assert len(set(layers.units_of(gate_up, down, actual))) >= 4
 
 
 @pytest.mark.parametrize("format, activation", [("int4_g128", "silu_mul"), ("mxfp4", "swiglu_oai(limit=7)")])
@@ -39,9 +39,9 @@ def test_each_combination_computes_the_layer(format, activation, monkeypatch):
         return [SimpleNamespace(p50=float(i)) for i, _ in enumerate(graphs)]
 
     monkeypatch.setattr(layers, "time_graphs", time_graphs)
-    found = layers.candidates(*layers.problems(layers.Layer(SMALL.sizes, format, activation), 3, Device.of("cpu")), 1)
-    us = layers.times(ours, found, 3)
-    (gathered,), (copied,), (down,) = found
+    actual = layers.candidates(*layers.problems(layers.Layer(SMALL.sizes, format, activation), 3, Device.of("cpu")), 1)
+    us = layers.times(ours, actual, 3)
+    (gathered,), (copied,), (down,) = actual
     assert us == {"chosen": 0.0, "gathered": {gathered: 1.0}, "copied": {copied: 2.0}, "down": {down: 1.0}}
     for each in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], each, strict=True)) and each[0].any()

@@ -136,15 +136,15 @@ def test_a_server_that_refuses_or_answers_too_little_fails_with_its_words(tmp_pa
 def test_a_server_that_is_stopped_by_its_limit_keeps_the_loads_before(tmp_path, monkeypatch):
     """It answers both loads of one request at a time, and hangs in those of three."""
     for seconds in (4, 20, 100):  # a busy machine may not come so far
-        found = rows(tmp_path / str(seconds), monkeypatch, 16, Server(requests=10, seconds=seconds))
-        if len(found) == 4:
+        actual = rows(tmp_path / str(seconds), monkeypatch, 16, Server(requests=10, seconds=seconds))
+        if len(actual) == 4:
             break
-    *measured, failed = found
+    *measured, failed = actual
     assert [(row["phase"], row.get("streamed")) for row in measured] == [
         ("start", None),
         ("serve", True),
         ("serve", False),
     ]
     assert all(row["partial"] and row["impl"] == failed["impl"] == "machete" for row in measured)
-    wanted = r"ended after \d+ s: 3 requests at a time, streamed: not done at the server's limit"
-    assert re.fullmatch(wanted, str(failed["reason"]))
+    expected = r"ended after \d+ s: 3 requests at a time, streamed: not done at the server's limit"
+    assert re.fullmatch(expected, str(failed["reason"]))

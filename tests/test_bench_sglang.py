@@ -61,8 +61,8 @@ def test_a_step_is_what_more_tokens_take(engine, tmp_path, capsys):
     ]
     decode = {(row["impl"], row["batch"]): row for row in rows if row["phase"] == "decode"}
     for (impl, _), row in decode.items():
-        wanted = 2.0 if impl == "w4gemm" else 4.0
-        assert row["ms_step_least"] == row["ms_step"] == row["ms_step_most"] == wanted
+        expected = 2.0 if impl == "w4gemm" else 4.0
+        assert row["ms_step_least"] == row["ms_step"] == row["ms_step_most"] == expected
         assert row["runs"] == 3 and row["repeats_itself"] and "tokens" not in row
         assert row["took_over"].startswith("w4gemm runs 8" if impl == "w4gemm" else "")
     ours = decode["w4gemm", 3]

@@ -46,9 +46,9 @@ def test_points_cover_the_sizes_of_models_and_every_number_of_tokens():
 
 
 def test_what_a_layer_compiles_is_its_choices_and_the_best_guesses():
-    given = WeightFormat.parse("int4_g128"), torch.bfloat16, H200
+    arguments = WeightFormat.parse("int4_g128"), torch.bfloat16, H200
     layer = points.Drawn(1280, 2560, (2, 1048))
-    alone, compared = (unknown.work_of(layer, asked, 6, *given) for asked in (False, True))
+    alone, compared = (unknown.work_of(layer, asked, 6, *arguments) for asked in (False, True))
     assert [len(alone.configs[m]) for m in layer.tokens] == [1, 1] and 1 <= len(alone.units) <= 2
     assert all(compared.configs[m][0] == alone.configs[m][0] for m in layer.tokens)
     assert alone.units < compared.units and len(compared.configs[1048]) in (6, 7)
@@ -130,7 +130,7 @@ def test_a_run_writes_rows_and_the_next_one_goes_on(on_the_cpu, monkeypatch, tmp
 
 
 def row(impl: str, us: float, m: int = 3, **more: object) -> dict:
-    found = {
+    actual = {
         "work": "w4a16",
         "n": 512,
         "k": 1024,
@@ -140,7 +140,7 @@ def row(impl: str, us: float, m: int = 3, **more: object) -> dict:
         "torch": "2",
         "commit": "c0ffee11",
     }
-    return found | {"impl": impl, "impl_version": "1", "config": "a", "us_p50": us, "seed": 7, "run": "r1"} | more
+    return actual | {"impl": impl, "impl_version": "1", "config": "a", "us_p50": us, "seed": 7, "run": "r1"} | more
 
 
 def test_points_that_a_file_has_are_not_measured_again(tmp_path):

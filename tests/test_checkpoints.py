@@ -45,7 +45,7 @@ def test_opens_without_reading_tensors(toy: tuple[Path, dict[str, torch.Tensor]]
 
 
 def test_loads_a_model(toy: tuple[Path, dict[str, torch.Tensor]]) -> None:
-    folder, wanted = toy
+    folder, expected = toy
     model, tokenizer = load(folder)
     assert summarize(model).formats == {toy_checkpoint.FORMAT_NAME: 7 * LAYERS}
     ids = tokenizer("hello", return_tensors="pt").input_ids
@@ -55,7 +55,7 @@ def test_loads_a_model(toy: tuple[Path, dict[str, torch.Tensor]]) -> None:
     biases = {n: p for n, p in model.named_parameters() if n.endswith("_proj.bias")}
     assert bool(biases) == (model.config.model_type == "qwen2") and all(p.any() for p in biases.values())
     dequantize_layers(model, torch.float32)
-    for name, weight in wanted.items():
+    for name, weight in expected.items():
         assert torch.equal(model.get_parameter(name), weight), name
     with torch.inference_mode():
         torch.testing.assert_close(logits, model(ids).logits, rtol=1e-4, atol=1e-5)

@@ -72,8 +72,8 @@ def test_a_problem_takes_a_formats_string_and_no_device_that_there_is_not():
 
 def test_intervals_of_m():
     last = len(choice.BOUNDS)
-    found = [choice.interval(m) for m in (1, 2, 3, 4, 5, 8, 9, 16, 17, 8192, 8193, 10**6)]
-    assert found == [0, 1, 2, 2, 3, 3, 4, 4, 5, last - 1, last, last]
+    actual = [choice.interval(m) for m in (1, 2, 3, 4, 5, 8, 9, 16, 17, 8192, 8193, 10**6)]
+    assert actual == [0, 1, 2, 2, 3, 3, 4, 4, 5, last - 1, last, last]
     assert list(choice.BOUNDS) == sorted(choice.BOUNDS)
 
 
@@ -106,10 +106,10 @@ def test_many_tokens_are_planned_for_as_they_come():
 
 
 @pytest.mark.parametrize(
-    ("m", "wanted"), [(1, "m 1"), (3, "m 3 to 4"), (8192, "m 4097 to 8192"), (9999, "m from 8193")]
+    ("m", "expected"), [(1, "m 1"), (3, "m 3 to 4"), (8192, "m 4097 to 8192"), (9999, "m from 8193")]
 )
-def test_intervals_in_words(m, wanted):
-    assert choice.span(*choice.interval_of(m)) == wanted
+def test_intervals_in_words(m, expected):
+    assert choice.span(*choice.interval_of(m)) == expected
 
 
 def test_a_plan_is_resolved_once_an_interval(monkeypatch, caplog):
@@ -407,8 +407,8 @@ def test_a_machine_without_what_a_kernel_needs_gets_a_sentence(asked_again, monk
 def test_without_a_gpu_configs_are_chosen_without_cute_dsl(asked_again, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(requirements, "_missing_dsl", lambda: "needs CuTe DSL")
-    found = choice.explain(GemmProblem(16, 512, 512, torch.bfloat16, WeightFormat(), "mma16"))
-    assert found.chosen is not None and found.status["sm90_decode"]
+    actual = choice.explain(GemmProblem(16, 512, 512, torch.bfloat16, WeightFormat(), "mma16"))
+    assert actual.chosen is not None and actual.status["sm90_decode"]
     assert requirements.missing_to_compile() == "needs CuTe DSL"
 
 
@@ -451,10 +451,10 @@ def test_every_gpu_kernel_gathers_rows_of_experts():
         grouped = replace(base, experts=8)
         for kernel in (k for k in KERNELS if k.supports(grouped)):
             on_load = replace(grouped, gathered=True)
-            found = kernel.configs(on_load)
-            assert kernel.supports(on_load) and found
-            assert all(c.cluster_m * c.cluster_n == 1 for c in found)
-            assert kernel.unit(on_load, found[0]) != kernel.unit(grouped, found[0])
+            actual = kernel.configs(on_load)
+            assert kernel.supports(on_load) and actual
+            assert all(c.cluster_m * c.cluster_n == 1 for c in actual)
+            assert kernel.unit(on_load, actual[0]) != kernel.unit(grouped, actual[0])
             assert "several experts only" in kernel.supports(replace(base, gathered=True)).reason
 
 

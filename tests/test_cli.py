@@ -171,14 +171,14 @@ def test_streams_that_are_closed(tmp_path: Path) -> None:
 
 def test_every_option_says_what_it_is() -> None:
     def undescribed(parser: argparse.ArgumentParser, name: str) -> list[str]:
-        found = []
+        report = []
         for action in parser._actions:
             if isinstance(action, argparse._SubParsersAction):
                 for command, sub in action.choices.items():
-                    found += undescribed(sub, f"{name} {command}")
+                    report += undescribed(sub, f"{name} {command}")
             elif not (action.help or "").partition("(default")[0].strip():
-                found.append(f"{name} {'/'.join(action.option_strings) or action.metavar or action.dest}")
-        return found
+                report.append(f"{name} {'/'.join(action.option_strings) or action.metavar or action.dest}")
+        return report
 
     assert not undescribed(make_parser(), "w4gemm")
 
@@ -340,13 +340,13 @@ def test_info(capsys: pytest.CaptureFixture[str]) -> None:
     assert f"torch {torch.__version__.partition('+')[0]}" in text  # PyPI's packages do not name the build
     assert "cpu_mixed_gemm: runs here" in text
     assert main(["info", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["w4gemm"] == w4gemm.__version__
-    assert found["devices"][0]["kernels"]["cpu_mixed_gemm"] == ""
-    assert found["devices"][0]["config"].startswith("cpu_mixed_gemm/") and found["devices"][0]["source"]
-    assert {"cache", "objects", "tables", "environment", "platform", "driver_cuda"} <= set(found)
-    assert [line.split()[0].rstrip(":") for line in found["engines"]] == ["vLLM", "SGLang"]
-    assert "sm90_mixed_gemm" in found["devices"][0]["kernels"]
+    report = json.loads(capsys.readouterr().out)
+    assert report["w4gemm"] == w4gemm.__version__
+    assert report["devices"][0]["kernels"]["cpu_mixed_gemm"] == ""
+    assert report["devices"][0]["config"].startswith("cpu_mixed_gemm/") and report["devices"][0]["source"]
+    assert {"cache", "objects", "tables", "environment", "platform", "driver_cuda"} <= set(report)
+    assert [line.split()[0].rstrip(":") for line in report["engines"]] == ["vLLM", "SGLang"]
+    assert "sm90_mixed_gemm" in report["devices"][0]["kernels"]
 
 
 def test_progress_bar_says_how_long_it_will_take(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:

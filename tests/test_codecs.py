@@ -152,21 +152,21 @@ def test_codebook_nearest():
 @pytest.mark.parametrize("kind, dtype", [("bf16", torch.bfloat16), ("f16", torch.float16)])
 def test_codebook_decoder(monkeypatch, kind, dtype, name):
     """The decoder's instructions, run here, give each element of a word its number, as the dtype holds it."""
-    found, element = _decoder(monkeypatch, kind, BOOKS[name]), element_named(BOOKS[name])
+    actual, element = _decoder(monkeypatch, kind, BOOKS[name]), element_named(BOOKS[name])
     unit = 64 if (name, kind) == ("iq4", "bf16") else 1
     for registers, codes in _words(BOOKS[name]):
-        got = found.decode_exact((registers,), found.offsets((), 0))
+        got = actual.decode_exact((registers,), actual.offsets((), 0))
         numbers = element.numbers(codes, dtype).permute(1, 2, 0).reshape(4, 2)
         assert torch.equal(_halves(got, dtype) * unit, numbers)
 
 
 def test_integers_as_subnormals(monkeypatch):
     """Bytes in bf16 and in float32, of which one fma makes a weight."""
-    found = _decoder(monkeypatch, "bf16", "iq4")
+    actual = _decoder(monkeypatch, "bf16", "iq4")
     for registers, codes in _words("iq4"):
         numbers = ELEMENTS["iq4"].numbers(codes).permute(1, 2, 0).reshape(4, 2)
-        assert torch.equal(_halves(found._spread(registers, 0), torch.bfloat16).double() * 2.0**133 - 128, numbers)
-        singles = torch.tensor(found._singles(registers), dtype=torch.int32).view(torch.float32).view(4, 2)
+        assert torch.equal(_halves(actual._spread(registers, 0), torch.bfloat16).double() * 2.0**133 - 128, numbers)
+        singles = torch.tensor(actual._singles(registers), dtype=torch.int32).view(torch.float32).view(4, 2)
         assert torch.equal(singles.double() * 2.0**133 - 128, numbers)
 
 
@@ -176,16 +176,16 @@ def test_integers_as_subnormals(monkeypatch):
 def test_codebook_table(monkeypatch, kind, dtype, name, pairs):
     """A table of pairs: each lane finds every number in its copy, and no two lanes of a load want the same bank."""
     decode_pairs = pytest.importorskip("w4gemm.packing.codecs.pairs_decode")
-    found, element = _decoder(monkeypatch, kind, BOOKS[name], pairs), element_named(BOOKS[name])
+    actual, element = _decoder(monkeypatch, kind, BOOKS[name], pairs), element_named(BOOKS[name])
     words, loaded = 1 if pairs is Pairs.HALVES else 2, list[int]()
-    _table_in_memory(monkeypatch, found, loaded)
+    _table_in_memory(monkeypatch, actual, loaded)
     for i, (word, codes) in enumerate(_words(BOOKS[name])):
         table = decode_pairs.own_pairs(4096, i % 32, pairs)
         numbers = element.numbers(codes, dtype).permute(1, 2, 0).reshape(4, 2)
         if pairs is Pairs.HALVES:
-            got = _halves(found.decode_exact((word,), found.offsets((), table)), dtype)
+            got = _halves(actual.decode_exact((word,), actual.offsets((), table)), dtype)
         else:
-            bits = torch.tensor([_signed(n) for n in found.floats(word, table)], dtype=torch.int32)
+            bits = torch.tensor([_signed(n) for n in actual.floats(word, table)], dtype=torch.int32)
             got = bits.view(torch.float32).view(4, 2)
         assert torch.equal(got.float(), numbers.float())
     banks = [{(decode_pairs.own_pairs(0, lane, pairs) // 4 + i) % 32 for i in range(words)} for lane in range(32)]
@@ -198,8 +198,8 @@ def test_codebook_table(monkeypatch, kind, dtype, name, pairs):
 def test_codebook_weights_have_the_scale_of_their_row(monkeypatch, pairs):
     """Rows g and g + 8, which alternate in the registers of a code word."""
     decode, decode_pairs = (pytest.importorskip(f"w4gemm.kernels.device.{name}") for name in ("decode", "decode_pairs"))
-    found, element, scales = _decoder(monkeypatch, "bf16", "nf4", pairs), ELEMENTS["nf4"], (3.0, 5.0)
-    _table_in_memory(monkeypatch, found, [])
+    actual, element, scales = _decoder(monkeypatch, "bf16", "nf4", pairs), ELEMENTS["nf4"], (3.0, 5.0)
+    _table_in_memory(monkeypatch, actual, [])
 
     def scaled(decoder, numbers, scale, zero):
         return _halves([numbers], torch.bfloat16).double() * scale
@@ -213,21 +213,21 @@ def test_codebook_weights_have_the_scale_of_their_row(monkeypatch, pairs):
     for i, (word, codes) in enumerate(_words("nf4")):
         prepared = scales if pairs is None else (*scales, decode_pairs.own_pairs(4096, i % 32, pairs))
         numbers = element.numbers(codes, torch.bfloat16).double()  # element, col8, row8
-        wanted = (numbers * torch.tensor(scales)).permute(1, 2, 0).reshape(4, 2)
-        assert torch.equal(torch.cat(found.decode((word,), prepared)), wanted)
+        expected = (numbers * torch.tensor(scales)).permute(1, 2, 0).reshape(4, 2)
+        assert torch.equal(torch.cat(actual.decode((word,), prepared)), expected)
 
 
 @pytest.mark.parametrize("element", ["iq4", "nf4"])
 def test_codebook_numbers_whose_scales_multiply_sums(monkeypatch, element):
     """The numbers alone, and both rows' scales."""
     decode_pairs = pytest.importorskip("w4gemm.packing.codecs.pairs_decode")
-    found = _decoder(monkeypatch, "bf16", element, Pairs.HALVES, scale="fp32", on_sums=True)
-    _table_in_memory(monkeypatch, found, [])
-    assert found.scales((3, 5)) == (3, 5)
+    actual = _decoder(monkeypatch, "bf16", element, Pairs.HALVES, scale="fp32", on_sums=True)
+    _table_in_memory(monkeypatch, actual, [])
+    assert actual.scales((3, 5)) == (3, 5)
     for i, (word, codes) in enumerate(_words(element)):
-        prepared = found.prepare((3, 5), decode_pairs.own_pairs(4096, i % 32, Pairs.HALVES))
+        prepared = actual.prepare((3, 5), decode_pairs.own_pairs(4096, i % 32, Pairs.HALVES))
         numbers = ELEMENTS[element].numbers(codes, torch.bfloat16).permute(1, 2, 0).reshape(4, 2)
-        assert torch.equal(_halves(found.decode((word,), prepared), torch.bfloat16), numbers)
+        assert torch.equal(_halves(actual.decode((word,), prepared), torch.bfloat16), numbers)
 
 
 @pytest.mark.parametrize(

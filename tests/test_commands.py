@@ -51,8 +51,8 @@ def test_explain_a_gpu_that_is_not_there(capsys):
     problem = w4gemm.GemmProblem(512, 1024, 1024, torch.bfloat16, w4gemm.WeightFormat(), "mma16")
     assert out.startswith("NVIDIA H200, compute capability 9.0, 132 multiprocessors\nm 512, n 1024, k 1024")
     assert "chosen for m 512, of the few configs that serve more than 256 tokens" in out and "roofline: 1.4 us" in out
-    found = w4gemm.explain(problem)
-    assert f"chosen: {found.chosen[0]}/{found.chosen[1]} ({found.source})" in out
+    actual = w4gemm.explain(problem)
+    assert f"chosen: {actual.chosen[0]}/{actual.chosen[1]} ({actual.source})" in out
     rows = out.split("\n\n")[1].splitlines()
     assert len(rows) == 1 + len(w4gemm.configs(problem)) and sum(row.lstrip().startswith("*") for row in rows) == 1
     for kernel in KERNELS:
@@ -154,11 +154,13 @@ def test_mistakes_are_sentences(capsys, tmp_path, arguments, message):
     assert last.startswith("w4gemm: error: ") and message in last and "Errno" not in last and "codec" not in last
 
 
-@pytest.mark.parametrize("value, wanted", [("off", "to compile; got off"), ("maybe", "wanted on or off, got 'maybe'")])
-def test_compile_where_compiling_is_forbidden(capsys, monkeypatch, tmp_path, value, wanted):
+@pytest.mark.parametrize(
+    "value, expected", [("off", "to compile; got off"), ("maybe", "wanted on or off, got 'maybe'")]
+)
+def test_compile_where_compiling_is_forbidden(capsys, monkeypatch, tmp_path, value, expected):
     monkeypatch.setenv("W4GEMM_COMPILE", value)
     _, err = run(capsys, "compile", "--shapes", "256x256", "--m", "1", "-o", str(tmp_path / "new"), code=2)
-    assert "W4GEMM_COMPILE: " in err and err.rstrip().endswith(wanted) and not (tmp_path / "new").exists()
+    assert "W4GEMM_COMPILE: " in err and err.rstrip().endswith(expected) and not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize(
@@ -363,7 +365,7 @@ def test_resources_are_found_when_they_are_asked_for(monkeypatch):
     """They take nine tenths of the time of an explanation, which compiling and tuning want without them."""
     asked = []
     of_config = type(kernel_named("sm90_decode")).resources
-    monkeypatch.setattr(HopperKernel, "resources", lambda *given: asked.append(given) or of_config(*given))
+    monkeypatch.setattr(HopperKernel, "resources", lambda *args: asked.append(args) or of_config(*args))
     problem = w4gemm.GemmProblem(1, 6144, 4096, torch.bfloat16, w4gemm.WeightFormat(), "mma16")
     first = w4gemm.explain(problem).candidates[0]
     assert not asked and first.resources.stages and len(asked) == 1
@@ -373,14 +375,14 @@ def test_resources_fit_the_device():
     for m in (1, 64, 4096):
         problem = w4gemm.GemmProblem(m, 6144, 4096, torch.bfloat16, w4gemm.WeightFormat(), "mma16")
         for candidate in w4gemm.explain(problem).candidates:
-            found = candidate.resources
+            actual = candidate.resources
             if candidate.kernel == "dequantize_gemm":  # the launch is cuBLAS's
-                assert found == (0, None, None, None, None, None)
+                assert actual == (0, None, None, None, None, None)
                 continue
-            assert 0 < found.memory <= problem.device.shared_memory
-            assert found.threads <= 1024 and found.threads % 32 == 0 and found.registers <= 255
-            assert found.stages >= 1 and found.ctas >= 1
-            assert any(found.waves == pytest.approx(found.ctas / (132 * per_sm), abs=0.01) for per_sm in (1, 2))
+            assert 0 < actual.memory <= problem.device.shared_memory
+            assert actual.threads <= 1024 and actual.threads % 32 == 0 and actual.registers <= 255
+            assert actual.stages >= 1 and actual.ctas >= 1
+            assert any(actual.waves == pytest.approx(actual.ctas / (132 * per_sm), abs=0.01) for per_sm in (1, 2))
 
 
 def test_gemm(capsys, folder):
@@ -527,9 +529,9 @@ def test_layers_of_a_hugging_face_folder(tmp_path):
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
     transformers.Qwen2Config(**sizes, num_key_value_heads=2, vocab_size=32).save_pretrained(tmp_path)
     args = problems.argparse.Namespace(model=str(tmp_path), shapes=None, format=None)
-    found = {(layer.n, layer.k, str(layer.format), layer.bias) for layer in problems.parse_layers(args, Device("cpu"))}
+    actual = {(layer.n, layer.k, str(layer.format), layer.bias) for layer in problems.parse_layers(args, Device("cpu"))}
     g64, g32 = "int4_g64", "int4_g32"
-    assert found == {
+    assert actual == {
         (64, 64, g64, True),
         (32, 64, g64, True),
         (64, 64, g64, False),
@@ -550,16 +552,16 @@ def test_a_format_for_a_model_that_has_none(tmp_path):
 
 def test_layers_of_experts_and_of_fp8_activations(tmp_path, capsys):
     (tmp_path / "s.txt").write_text("8 96 64 int4_g32 bias\n96 64\n")
-    for shapes, wanted in ((str(tmp_path / "s.txt"), (8, 96, 64)), ("4x64x32,64x64", (4, 64, 32))):
+    for shapes, expected in ((str(tmp_path / "s.txt"), (8, 96, 64)), ("4x64x32,64x64", (4, 64, 32))):
         args = problems.argparse.Namespace(model=None, shapes=shapes, format=None)
         experts, dense = problems.parse_layers(args, Device("cpu"))
-        assert (experts.experts, experts.n, experts.k) == wanted and not dense.experts
+        assert (experts.experts, experts.n, experts.k) == expected and not dense.experts
         grouped, plain = problems.problems([experts, dense], [16], GPUS["sm_90a"], torch.bfloat16)
-        assert (grouped.m, grouped.experts) == (16 * wanted[0], wanted[0]) and (plain.m, plain.experts) == (16, 0)
+        assert (grouped.m, grouped.experts) == (16 * expected[0], expected[0]) and (plain.m, plain.experts) == (16, 0)
     assert experts != dense
     fp8 = replace(dense, activations="fp8")
-    (found,) = problems.problems([fp8], [16], GPUS["sm_90a"], torch.bfloat16)
-    assert (found.dtype, found.layout, found.epilogue.token_scale) == (torch.float8_e4m3fn, "mma8", True)
+    (actual,) = problems.problems([fp8], [16], GPUS["sm_90a"], torch.bfloat16)
+    assert (actual.dtype, actual.layout, actual.epilogue.token_scale) == (torch.float8_e4m3fn, "mma8", True)
     out, err = run(capsys, "tune", "--shapes", str(tmp_path / "s.txt"), "--m", "4", "--device", "cpu")
     assert "experts are not tuned: 1 layer of experts" in err and len(out.splitlines()) == 1
     assert "1 of 1 measured" in err and "the CPU; 1 problem\n" in err and "record already" not in err
@@ -568,11 +570,11 @@ def test_layers_of_experts_and_of_fp8_activations(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("text", "wanted"),
+    ("text", "expected"),
     [("1..8192", choice.BOUNDS), ("1..", (*choice.BOUNDS, 16384)), ("3,5,20", (4, 8, 24)), ("9..17", (16, 24))],
 )
-def test_tokens(text, wanted):
-    assert parse_tokens(text) == list(wanted)
+def test_tokens(text, expected):
+    assert parse_tokens(text) == list(expected)
 
 
 @pytest.mark.parametrize(
@@ -622,13 +624,13 @@ def test_fp8_is_compiled_ahead_of_time_for_other_gpus_with_what_quantizes(tmp_pa
     problem = w4gemm.GemmProblem(
         8, 512, 768, torch.float8_e4m3fn, w4gemm.WeightFormat(), "mma8", Epilogue(token_scale=True), device
     )
-    found = choice.explain(problem).chosen
-    assert found is not None and found[0] == {"sm_89": "sm89_fp8_gemm", "sm_90a": "sm90_fp8_gemm"}[arch]
-    assert kernel_named(found[0]).unit(problem, found[1]) in units
+    actual = choice.explain(problem).chosen
+    assert actual is not None and actual[0] == {"sm_89": "sm89_fp8_gemm", "sm_90a": "sm90_fp8_gemm"}[arch]
+    assert kernel_named(actual[0]).unit(problem, actual[1]) in units
     for dtype in (torch.float16, torch.bfloat16):
         assert ActivationQuantize.of(device, dtype, 768, "", True).unit() in units
         as_dtype = replace(problem, epilogue=problem.epilogue._replace(out_dtype=dtype))
-        assert kernel_named(found[0]).unit(as_dtype, found[1]) in units
+        assert kernel_named(actual[0]).unit(as_dtype, actual[1]) in units
     assert {unit.arch for unit in units} == {arch} and len(set(units)) == len(units) == 8
 
 

@@ -58,19 +58,19 @@ def writer(
     """
 
     def write(name: str, n: int, k: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        found = Numbers.random(n, k, group_size, **{"dtype": torch.bfloat16} | numbers)
-        parts = {"weight_scale": found.scales}
+        actual = Numbers.random(n, k, group_size, **{"dtype": torch.bfloat16} | numbers)
+        parts = {"weight_scale": actual.scales}
         bits = numbers.get("bits", 4)
         if packed:
-            parts |= {"weight_packed": put(found.codes, 1, bits), "weight_shape": torch.tensor([n, k])}
+            parts |= {"weight_packed": put(actual.codes, 1, bits), "weight_shape": torch.tensor([n, k])}
         else:
-            parts["weight"] = torch.from_numpy(found.codes - 2 ** (bits - 1)).to(torch.int8)
+            parts["weight"] = torch.from_numpy(actual.codes - 2 ** (bits - 1)).to(torch.int8)
         if zero_point:
-            q = torch.from_numpy(found.zeros - 2 ** (bits - 1)).to(torch.int8)
-            parts["weight_zero_point"] = put(found.zeros, 0, bits) if packed else q
+            q = torch.from_numpy(actual.zeros - 2 ** (bits - 1)).to(torch.int8)
+            parts["weight_zero_point"] = put(actual.zeros, 0, bits) if packed else q
         if g_idx is not None:
-            parts["weight_g_idx"] = torch.from_numpy(found.groups).int() if g_idx == "groups" else -torch.ones(k).int()
-        return parts, found.weight
+            parts["weight_g_idx"] = torch.from_numpy(actual.groups).int() if g_idx == "groups" else -torch.ones(k).int()
+        return parts, actual.weight
 
     return write
 
@@ -88,24 +88,24 @@ def whole(numbers: np.ndarray, axis: int, bits: int) -> torch.Tensor:
 def test_other_bits(tmp_path: Path, bits: int, put: Any) -> None:
     """Codes of 3, 5 and 6 bits straddle words since 2026-06; before, a word had 10, 6 and 5 of them."""
     middle = 2 ** (bits - 1)
-    wanted = write_model(
+    expected = write_model(
         tmp_path, config({"num_bits": bits}), writer(bits=bits, put=put, zeros=(middle, middle), zero_point=True)
     )
-    assert_loads(tmp_path, wanted, {f"int{bits}_g32": 7 * LAYERS})
+    assert_loads(tmp_path, expected, {f"int{bits}_g32": 7 * LAYERS})
     numbers: dict[str, Any] = {"bits": bits, "put": put, "zeros": (0, 2**bits - 1), "zero_point": True}
-    wanted = write_model(tmp_path, config({"num_bits": bits, "symmetric": False}), writer(**numbers, g_idx="groups"))
-    assert_loads(tmp_path, wanted, {f"int{bits}_g32_zint": 7 * LAYERS})
+    expected = write_model(tmp_path, config({"num_bits": bits, "symmetric": False}), writer(**numbers, g_idx="groups"))
+    assert_loads(tmp_path, expected, {f"int{bits}_g32_zint": 7 * LAYERS})
 
 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "int8"])
 def test_7_bits_become_8(tmp_path: Path, packed: bool) -> None:
     packing = "pack-quantized" if packed else "int-quantized"
     symmetric: dict[str, Any] = {"bits": 7, "packed": packed, "zeros": (64, 64), "zero_point": True}
-    wanted = write_model(tmp_path, config({"num_bits": 7}, packing), writer(**symmetric))
-    assert_loads(tmp_path, wanted, {"int8_g32": 7 * LAYERS})
+    expected = write_model(tmp_path, config({"num_bits": 7}, packing), writer(**symmetric))
+    assert_loads(tmp_path, expected, {"int8_g32": 7 * LAYERS})
     numbers = symmetric | {"zeros": (0, 127)}
-    wanted = write_model(tmp_path, config({"num_bits": 7, "symmetric": False}, packing), writer(**numbers))
-    assert_loads(tmp_path, wanted, {"int8_g32_zint": 7 * LAYERS})
+    expected = write_model(tmp_path, config({"num_bits": 7, "symmetric": False}, packing), writer(**numbers))
+    assert_loads(tmp_path, expected, {"int8_g32_zint": 7 * LAYERS})
     if packed:
         write_model(tmp_path, config({"num_bits": 7}), writer(**symmetric, put=whole))
         with pytest.raises(FormatError, match="four codes of 7 bits a word, as before 2026-06"):
@@ -150,8 +150,8 @@ def test_int8(tmp_path: Path, strategy: str) -> None:
     activations = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
     settings = config({"num_bits": 8, "strategy": strategy}, "int-quantized", activations)
     group_size = 32 if strategy == "group" else -1
-    wanted = write_model(tmp_path, settings, writer(group_size, packed=False, bits=8, zeros=(128, 128)))
-    assert_loads(tmp_path, wanted, {"int8_g32" if strategy == "group" else "int8_col": 7 * LAYERS})
+    expected = write_model(tmp_path, settings, writer(group_size, packed=False, bits=8, zeros=(128, 128)))
+    assert_loads(tmp_path, expected, {"int8_g32" if strategy == "group" else "int8_col": 7 * LAYERS})
 
 
 ASYMMETRIC: dict[str, Any] = {"zero_point": True, "zeros": (0, 15)}
@@ -179,10 +179,10 @@ def test_weights_and_logits(tmp_path: Path, config: dict[str, Any], write: Write
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "int8"])
 def test_w4afp8_quantizes_activations(tmp_path: Path, packed: bool) -> None:
     packing = "pack-quantized" if packed else "int-quantized"
-    wanted = write_model(tmp_path, config(packing=packing, input_activations=FP8), writer(packed=packed))
+    expected = write_model(tmp_path, config(packing=packing, input_activations=FP8), writer(packed=packed))
     checkpoint = open_checkpoint(tmp_path)
     assert {module.activations for module in checkpoint.modules.values()} == {"fp8"}
-    for name, weight in wanted.items():
+    for name, weight in expected.items():
         assert torch.equal(checkpoint.weight(name).dequantize(), weight), name
     model, tokenizer = load(tmp_path)
     layer = model.get_submodule(DOWN)
@@ -193,7 +193,7 @@ def test_w4afp8_quantizes_activations(tmp_path: Path, packed: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("activations", "wanted"),
+    ("activations", "expected"),
     [
         (FP8 | {"dynamic": False, "strategy": "tensor"}, "fp8"),
         (FP8 | {"strategy": "group", "group_size": 128}, "fp8"),
@@ -202,7 +202,7 @@ def test_w4afp8_quantizes_activations(tmp_path: Path, packed: bool) -> None:
     ],
     ids=["static", "groups", "int8", "int4"],
 )
-def test_activations_of_other_kinds(tmp_path: Path, activations: dict[str, Any], wanted: str | None) -> None:
+def test_activations_of_other_kinds(tmp_path: Path, activations: dict[str, Any], expected: str | None) -> None:
     """Activations in e4m3 get a scale for each token, all others stay in 16 bits. A cache's scales are not used."""
     weights = write_model(
         tmp_path, config(packing="int-quantized", input_activations=activations), writer(packed=False)
@@ -211,7 +211,7 @@ def test_activations_of_other_kinds(tmp_path: Path, activations: dict[str, Any],
     change(tmp_path, lambda t: t.update(scales))
     checkpoint = open_checkpoint(tmp_path)
     w = checkpoint.weight(DOWN)
-    assert checkpoint.modules[DOWN].activations == w.activations == wanted
+    assert checkpoint.modules[DOWN].activations == w.activations == expected
     assert torch.equal(w.dequantize(), weights[DOWN])
     load(tmp_path)
 
@@ -224,13 +224,13 @@ def test_exponents_of_older_mxfp4(tmp_path: Path) -> None:
     save_file({f"linear.{leaf}": t for leaf, t in stored.items()}, tmp_path / "model.safetensors")
     weights = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}
     numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])[codes % 8] * (1 - codes // 8 * 2)
-    wanted = numbers * (2.0**exponents).repeat_interleave(32, 1)
+    expected = numbers * (2.0**exponents).repeat_interleave(32, 1)
     older = ("0.12.3.a20251114", "0.13.0", "0.13.0.post1", "0.13.1.a20251218", "0.13.1a20260108")
     newer = ("0.13.1.a20260109", "0.13.1", "0.14.0.a20251231", "0.14.0", None)
     for version, factor in (*((v, 1) for v in older), *((v, 1 / 4) for v in newer)):
         settings = config(weights, "mxfp4-pack-quantized") | {"version": version}
         (tmp_path / "config.json").write_text(json.dumps({"quantization_config": settings}))
-        assert torch.equal(open_checkpoint(tmp_path).weight("linear").dequantize(), wanted * factor), version
+        assert torch.equal(open_checkpoint(tmp_path).weight("linear").dequantize(), expected * factor), version
 
 
 @pytest.mark.parametrize("symmetric", [True, False], ids=["sym", "asym"])
@@ -262,8 +262,8 @@ def test_the_package_that_defines_the_format(
     save_file({f"linear.{leaf}": t.contiguous() for leaf, t in stored.items()}, tmp_path / "model.safetensors")
     settings = {"quantization_config": config(changes, packing)}
     (tmp_path / "config.json").write_text(json.dumps(settings))
-    wanted = compressor.decompress(stored | {"weight_scale": stored["weight_scale"].float()}, scheme)["weight"]
-    assert torch.equal(open_checkpoint(tmp_path).weight("linear").dequantize(), wanted)
+    expected = compressor.decompress(stored | {"weight_scale": stored["weight_scale"].float()}, scheme)["weight"]
+    assert torch.equal(open_checkpoint(tmp_path).weight("linear").dequantize(), expected)
 
 
 @pytest.mark.parametrize("bits", [3, 5, 6, 7])
@@ -289,8 +289,8 @@ def test_zero_points_whose_last_one_begins_a_word(tmp_path: Path, bits: int, n: 
     )
     save_file({f"linear.{leaf}": t.contiguous() for leaf, t in stored.items()}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config(changes)}))
-    wanted = compressor.decompress(stored | {"weight_scale": stored["weight_scale"].float()}, scheme)["weight"]
-    assert torch.equal(open_checkpoint(tmp_path).weight("linear").dequantize(), wanted)
+    expected = compressor.decompress(stored | {"weight_scale": stored["weight_scale"].float()}, scheme)["weight"]
+    assert torch.equal(open_checkpoint(tmp_path).weight("linear").dequantize(), expected)
 
 
 @pytest.mark.parametrize("structure", [[112, 96], [64, 64], "64x64", "128x128", None])
@@ -305,8 +305,8 @@ def test_fp8_in_the_blocks_of_the_config(tmp_path: Path, structure: Any) -> None
     weights = settings["config_groups"]["group_0"]["weights"]
     weights["block_structure"] = structure
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": settings}))
-    wanted = weight.float() * scale.repeat_interleave(rows, 0)[:n].repeat_interleave(columns, 1)[:, :k]
-    assert torch.equal(open_checkpoint(tmp_path).weight("linear").dequantize(), wanted)
+    expected = weight.float() * scale.repeat_interleave(rows, 0)[:n].repeat_interleave(columns, 1)[:, :k]
+    assert torch.equal(open_checkpoint(tmp_path).weight("linear").dequantize(), expected)
 
 
 def test_blocks_of_two_sizes_are_refused(tmp_path: Path) -> None:
@@ -341,13 +341,13 @@ def test_4_bit_floats_of_the_package(tmp_path: Path, packing: str) -> None:
     scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**weights))
     compressor = BaseCompressor.get_value_from_registry(packing)
     exponents = torch.randint(-8, -2, (n, k // group))
-    given = {
+    tensors = {
         "weight": torch.randn(n, k) * 0.05,
         "weight_scale": 2.0**exponents if mx else torch.rand(n, k // group) * 400,
     }
     if not mx:
-        given["weight_global_scale"] = torch.tensor([3000.0])
-    stored = compressor.compress(given, scheme)
+        tensors["weight_global_scale"] = torch.tensor([3000.0])
+    stored = compressor.compress(tensors, scheme)
     save_file({f"linear.{leaf}": t.contiguous() for leaf, t in stored.items()}, tmp_path / "model.safetensors")
     group_0 = {"targets": ["Linear"], "weights": weights, "input_activations": {"num_bits": 4, "type": "float"}}
     settings = {"quant_method": "compressed-tensors", "format": packing, "config_groups": {"group_0": group_0}}
@@ -358,8 +358,8 @@ def test_4_bit_floats_of_the_package(tmp_path: Path, packing: str) -> None:
     numbers = unpack_fp4_from_uint8(stored["weight_packed"], n, k).float()
     scales = compressor._decompress_scale(stored["weight_scale"], torch.float32)
     factor = {} if mx else {"global_scale": stored["weight_global_scale"]}
-    wanted = dequantize(numbers, scales, args=scheme.weights, dtype=torch.float32, **factor)
-    torch.testing.assert_close(weight.dequantize(), wanted, rtol=0 if mx else 2**-22, atol=0)
+    expected = dequantize(numbers, scales, args=scheme.weights, dtype=torch.float32, **factor)
+    torch.testing.assert_close(weight.dequantize(), expected, rtol=0 if mx else 2**-22, atol=0)
     configure(tmp_path, config_groups={"group_0": {"targets": ["Linear"], "weights": weights | {"type": "int"}}})
     with pytest.raises(FormatError, match="its weight is of type 'int', wanted 'float'"):
         open_checkpoint(tmp_path)
@@ -390,17 +390,17 @@ def test_6_bit_floats_of_the_package(tmp_path: Path) -> None:
 
 
 def test_float32_scales_and_one_of_the_tensor(tmp_path: Path) -> None:
-    wanted = write_model(tmp_path, config(), writer(dtype=torch.float32))
-    assert torch.equal(open_checkpoint(tmp_path).weight(DOWN).dequantize(), wanted[DOWN])
+    expected = write_model(tmp_path, config(), writer(dtype=torch.float32))
+    assert torch.equal(open_checkpoint(tmp_path).weight(DOWN).dequantize(), expected[DOWN])
     whole = config({"num_bits": 8, "strategy": "tensor", "group_size": None}, "int-quantized")
 
     def write(name: str, n: int, k: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         q = torch.randint(-127, 128, (n, k), dtype=torch.int8)
         return {"weight": q, "weight_scale": torch.tensor([0.25]).bfloat16()}, q * 0.25
 
-    wanted = write_model(tmp_path, whole, write)
+    expected = write_model(tmp_path, whole, write)
     w = open_checkpoint(tmp_path).weight(DOWN)
-    assert str(w.format) == "int8_col" and torch.equal(w.dequantize(), wanted[DOWN])
+    assert str(w.format) == "int8_col" and torch.equal(w.dequantize(), expected[DOWN])
 
 
 def test_targets_choose_the_group(tmp_path: Path) -> None:
@@ -414,9 +414,9 @@ def test_targets_choose_the_group(tmp_path: Path) -> None:
     groups = settings["config_groups"]
     groups["group_1"] = {"targets": ["re:.*q_proj"], "weights": WEIGHTS | {"group_size": 64}}
     groups["group_2"] = {"targets": ["model.layers.0.self_attn.q_proj"], "weights": WEIGHTS}
-    wanted = write_model(tmp_path, settings, write, dense=("k_proj",), architecture="llama")
-    assert "lm_head" in wanted
-    assert_loads(tmp_path, wanted, {"int4_g32": 6 * LAYERS, "int4_g64": 1})
+    expected = write_model(tmp_path, settings, write, dense=("k_proj",), architecture="llama")
+    assert "lm_head" in expected
+    assert_loads(tmp_path, expected, {"int4_g32": 6 * LAYERS, "int4_g64": 1})
 
 
 @pytest.mark.parametrize(

@@ -111,8 +111,8 @@ def test_a_config_between_measured_ones_has_times_between_theirs():
     all_known, names = constants.reference(), [f"sm90_mixed_gemm/{m}x128x128_1x1x1_coop" for m in (112, 128)]
     below, above = (all_known.configs[name] for name in names)
     known = replace(all_known, configs={names[0]: below, names[1]: above}, _estimated={})
-    found = known.times("sm90_mixed_gemm", GemmConfig(120, 128, 128))
-    assert found == pytest.approx([(a + b) / 2 for a, b in zip(below, above, strict=True)])
+    actual = known.times("sm90_mixed_gemm", GemmConfig(120, 128, 128))
+    assert actual == pytest.approx([(a + b) / 2 for a, b in zip(below, above, strict=True)])
     assert known.times("sm90_mixed_gemm", GemmConfig(112, 128, 128)) == below
 
 
@@ -194,7 +194,7 @@ def test_rates_of_a_gpu_that_is_not_known():
 
 def points(path: Path) -> dict[GemmProblem, dict[str, float]]:
     """Times of the legal configs of each problem in a file of bench/sweep.py."""
-    found: dict[GemmProblem, dict[str, float]] = defaultdict(dict)
+    actual: dict[GemmProblem, dict[str, float]] = defaultdict(dict)
     legal = functools.cache(lambda name, problem: frozenset(map(str, kernel_named(name).configs(problem))))
     for row in rows_of(path):
         name, _, text = row["config"].partition("/")
@@ -204,8 +204,8 @@ def points(path: Path) -> dict[GemmProblem, dict[str, float]]:
         m = row["m"] * max(1, experts)
         problem = problem_of(name, m, row["format"], n=row["n"], k=row["k"], experts=experts)
         if text in legal(name, problem):
-            found[problem][row["config"]] = row["us"]
-    return {problem: times for problem, times in found.items() if len(times) >= 4}
+            actual[problem][row["config"]] = row["us"]
+    return {problem: times for problem, times in actual.items() if len(times) >= 4}
 
 
 def predicted(problem: GemmProblem, name: str) -> float:
@@ -241,8 +241,8 @@ def test_decoding_once_is_predicted_for_small_k_too():
             if decoded:
                 assert not min(us, key=us.__getitem__).startswith("dequantize_gemm"), (path.name, str(problem))
     assert sum(map(len, ratios.values())) == 53
-    for found in ratios.values():
-        assert abs(sum(found) / len(found) - 1) < 0.01
+    for actual in ratios.values():
+        assert abs(sum(actual) / len(actual) - 1) < 0.01
 
 
 def test_rows_of_experts_at_random_make_more_tiles_than_even_ones():

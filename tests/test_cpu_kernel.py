@@ -139,9 +139,9 @@ def test_infinities_are_those_of_a_matmul(both, name, dtype):
     w = w4gemm.quantize(torch.randn(130, 64), name).repack()
     x = torch.randn(3, 64)
     x[0, 3], x[1, 40], x[2, 5] = torch.inf, -torch.inf, torch.nan
-    wanted = (x.to(dtype).double() @ w.dequantize(dtype).double().T).to(dtype)
+    product = (x.to(dtype).double() @ w.dequantize(dtype).double().T).to(dtype)
     for got in (w4gemm.linear(x.to(dtype), w), w4gemm.linear(x[:1].to(dtype), w)):
-        for row, expected in zip(got, wanted, strict=False):
+        for row, expected in zip(got, product, strict=False):
             assert torch.equal(row.isnan(), expected.isnan())
             assert torch.equal(row.nan_to_num(0, 1, -1), expected.nan_to_num(0, 1, -1))
 
@@ -157,7 +157,7 @@ def test_sums_that_overflow_before_the_scale(both):
 def test_products_do_not_depend_on_the_default_dtype(both, monkeypatch, dtype):
     w = random_weight(FEW_FORMATS[0], 200, 96).repack()
     x = torch.randn(2, 96, generator=torch.Generator().manual_seed(0))
-    wanted, before = products_by_every_function(w, x), torch.get_default_dtype()
+    expected, before = products_by_every_function(w, x), torch.get_default_dtype()
     kernel.has_code_sums.cache_clear()
     forget_choices()
     try:
@@ -166,8 +166,8 @@ def test_products_do_not_depend_on_the_default_dtype(both, monkeypatch, dtype):
         invariant = w4gemm.linear(x, w, batch_invariant=True)
     finally:
         torch.set_default_dtype(before)
-    assert all(torch.equal(got[name], wanted[name]) for name in wanted)
-    assert torch.equal(invariant, wanted["linear"])
+    assert all(torch.equal(got[name], expected[name]) for name in expected)
+    assert torch.equal(invariant, expected["linear"])
 
 
 @pytest.mark.parametrize("group_size, k, together", [(32, 576, 32), (96, 100, 96), (512, 1024, 256), (320, 640, 160)])
@@ -280,8 +280,8 @@ def test_sums_are_not_written_to_out_before_the_epilogue(m):
     w = random_weight(FEW_FORMATS[0], 256, 96).repack("cpu")
     x, config = torch.randn(m, 96, generator=torch.Generator().manual_seed(m)), compiled_config(w)
     residual = torch.randn(m, 256, generator=torch.Generator().manual_seed(0))
-    wanted = w4gemm.linear(x, w, residual=residual, config=config)
-    assert torch.equal(w4gemm.linear(x, w, residual=residual, out=residual, config=config), wanted)
+    expected = w4gemm.linear(x, w, residual=residual, config=config)
+    assert torch.equal(w4gemm.linear(x, w, residual=residual, out=residual, config=config), expected)
     memory = torch.full((3 * m, 128), 7.0)
     w4gemm.linear(x, w, activation="silu_mul", out=memory[m : 2 * m], config=config)
     assert torch.equal(memory[m : 2 * m], w4gemm.linear(x, w, activation="silu_mul", config=config))
@@ -353,13 +353,13 @@ def test_16_bits_are_multiplied_in_the_dtype_that_is_fast(without_llvmlite, monk
     monkeypatch.setattr(kernel, "fast_dtype", matmul.fast_dtype)
     w = random_weight(WeightFormat.parse("int4_g32"), 130, 96).repack(layout)
     x, m_offsets = torch.randn(64, 96).to(dtype).requires_grad_(), torch.tensor([0, 64], dtype=torch.int32)
-    wanted = {dtype if has_bf16 and dtype == torch.bfloat16 else torch.float32}
+    expected = {dtype if has_bf16 and dtype == torch.bfloat16 else torch.float32}
     d = w4gemm.linear(x, w)
-    assert dtypes == wanted
+    assert dtypes == expected
     for result in (d, w4gemm.grouped_linear(x, w4gemm.QuantizedWeight.stack([w]), m_offsets)):
         dtypes.clear()
         (dx,) = torch.autograd.grad(result, x, d)
-        assert dtypes == wanted and dx.dtype == dtype
+        assert dtypes == expected and dx.dtype == dtype
         torch.testing.assert_close(dx.float(), d.float() @ w.dequantize(), rtol=0.02, atol=0.02 * dx.abs().max().item())
     assert_close(d, x, w)
 

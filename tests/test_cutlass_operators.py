@@ -27,31 +27,31 @@ def arguments(
     return GemmArguments(x, PackedOperand(w), d, accumulator_type=torch.float32)
 
 
-def found(args: GemmArguments, **options: Any) -> list[Any]:
+def operators_for(args: GemmArguments, **options: Any) -> list[Any]:
     return Manifest.get_operators(args, providers=[W4gemmProvider], **options)
 
 
 def test_operators_of_arguments() -> None:
     assert available_providers["w4gemm"] is W4gemmProvider
     args = arguments()
-    operators = found(args, target_sm="90a")
+    operators = operators_for(args, target_sm="90a")
     chosen = w4gemm.explain(w4gemm.GemmProblem(M, N, K, torch.bfloat16, "int4_g128", "mma16")).chosen
     assert chosen is not None and operators[0].config == f"{chosen.kernel}/{chosen.config}"
     assert len({operator.metadata.operator_name for operator in operators}) == len(operators) > 10
     assert all(
         operator.supports(args, "90a") and operator.metadata.provider is W4gemmProvider for operator in operators
     )
-    wide = found(args, target_sm="90a", metadata_filter=lambda metadata: metadata.design.tile_shape[0] == 64)
+    wide = operators_for(args, target_sm="90a", metadata_filter=lambda metadata: metadata.design.tile_shape[0] == 64)
     assert 0 < len(wide) < len(operators)
-    assert found(arguments(out=torch.float32), target_sm="90a")
+    assert operators_for(arguments(out=torch.float32), target_sm="90a")
 
 
 def test_arguments_that_are_not_taken() -> None:
     args = arguments()
-    operator = found(args, target_sm="90a")[0]
-    assert not found(args, target_sm="100a") and not found(args, target_sm="80")
+    operator = operators_for(args, target_sm="90a")[0]
+    assert not operators_for(args, target_sm="100a") and not operators_for(args, target_sm="80")
     dense = GemmArguments(*(torch.zeros(8, 8).bfloat16() for _ in range(3)), accumulator_type=torch.float32)
-    assert not found(dense) and "PackedOperand" in str(operator.supports(dense).error)
+    assert not operators_for(dense) and "PackedOperand" in str(operator.supports(dense).error)
     half = arguments(dtype=torch.float16)
     assert "Expected element type BFloat16" in str(operator.supports(half).error)
     other = w4gemm.quantize(torch.randn(N, K), "int4_g64").repack("mma16")
@@ -66,7 +66,7 @@ def test_arguments_that_are_not_taken() -> None:
 def test_compile_without_a_gpu(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("W4GEMM_CACHE_DIR", str(tmp_path))
     args = arguments(m=8)
-    operator = found(args, target_sm="90a")[0]
+    operator = operators_for(args, target_sm="90a")[0]
     artifact = operator.compile(args, "90a")
     assert artifact.compiled_obj is not None and str(artifact.compiled_for) == "90a"
     assert isinstance(artifact.operator_obj, W4gemmOperator)
@@ -76,9 +76,9 @@ def test_compile_without_a_gpu(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -
 def test_the_product() -> None:
     args = arguments(device="cuda")
     x, out = args.A.tensor.runtime_tensor, args.out.tensor.runtime_tensor
-    for operator in found(args, target_sm="90a")[:4]:
+    for operator in operators_for(args, target_sm="90a")[:4]:
         out.zero_()
         operator.run(args)
         torch.cuda.synchronize()
-        wanted = w4gemm.linear(x, args.B.weight, config=operator.config)
-        assert torch.equal(out, wanted)
+        expected = w4gemm.linear(x, args.B.weight, config=operator.config)
+        assert torch.equal(out, expected)

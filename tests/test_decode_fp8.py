@@ -61,8 +61,8 @@ def codes_of_words() -> torch.Tensor:
 
 def test_signed_codes(decode: Any) -> None:
     decoder = decode.Fp8Decoder("bf16")
-    found = decoded(INT4_MMA8, lambda w: decoder._row(w, None))
-    assert torch.equal(found, e4m3((codes_of_words() - 8) * 2.0**-8))
+    actual = decoded(INT4_MMA8, lambda w: decoder._row(w, None))
+    assert torch.equal(actual, e4m3((codes_of_words() - 8) * 2.0**-8))
 
 
 @pytest.mark.parametrize("bits", [2, 3])
@@ -82,17 +82,17 @@ def test_signed_codes_of_fewer_bits(decode: Any, bits: int) -> None:
         turned = [(w >> turn | w << 32 - turn) & 0xFFFFFFFF for w, turn in zip(words, turns, strict=True)]
         registers = [list(r.to_bytes(4, "little")) for r in decoder.decode(tuple(turned), (None, None))]
         of_registers = lanes[strip, lane, step].transpose(0, 1).reshape(4, 4).int()  # row8 + 2 * col16, i
-        wanted = e4m3((of_registers - 2 ** (bits - 1)) * 2.0**-8)
-        assert torch.equal(torch.tensor(registers, dtype=torch.uint8), wanted)
+        expected = e4m3((of_registers - 2 ** (bits - 1)) * 2.0**-8)
+        assert torch.equal(torch.tensor(registers, dtype=torch.uint8), expected)
 
 
 @pytest.mark.parametrize("zero", range(16))
 def test_codes_beside_zero_points(decode: Any, zero: int) -> None:
     decoder = decode.TableDecoder("bf16")
     table_row = [decoder._entry(zero, i) for i in range(4)]
-    found = decoded(INT4_MMA8_ZEROS, lambda w: decoder._row(w, table_row))
-    wanted = e4m3((codes_of_words() - zero) * 2.0**-8)
-    assert torch.equal(found.view(E4M3).float(), wanted.view(E4M3).float())
+    actual = decoded(INT4_MMA8_ZEROS, lambda w: decoder._row(w, table_row))
+    expected = e4m3((codes_of_words() - zero) * 2.0**-8)
+    assert torch.equal(actual.view(E4M3).float(), expected.view(E4M3).float())
 
 
 @pytest.mark.parametrize("scale", [0.5, -0.75, 0.001953125, 56.0, -56.0, 0.02, 0.0])
@@ -100,7 +100,7 @@ def test_codes_times_e4m3_scales(decode: Any, scale: float) -> None:
     bits = int(e4m3(torch.tensor([scale]))[0])
     decoder = decode.FoldedDecoder("e4m3")
     table_row = [decoder._entry(bits, i) & 0xFFFFFFFF for i in range(4)]
-    found = decoded(INT4_MMA8_FOLDED, lambda w: decoder._row(w, table_row))
+    actual = decoded(INT4_MMA8_FOLDED, lambda w: decoder._row(w, table_row))
     own = torch.tensor(bits).byte().view(E4M3).float()
-    wanted = e4m3((codes_of_words() - 8) * own)
-    assert torch.equal(found.view(E4M3).float(), wanted.view(E4M3).float())
+    expected = e4m3((codes_of_words() - 8) * own)
+    assert torch.equal(actual.view(E4M3).float(), expected.view(E4M3).float())

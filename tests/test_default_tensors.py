@@ -43,10 +43,10 @@ assert not torch.cuda.is_initialized()
 @pytest.mark.parametrize("format", [*FORMATS, w4gemm.WeightFormat(64, element=w4gemm.codebook(range(-120, 136, 16)))])
 def test_the_default_dtype_changes_no_code(format, bf16):
     dense = torch.randn(256, 256, dtype=torch.float32)
-    found = w4gemm.quantize(dense, format)
+    actual = w4gemm.quantize(dense, format)
     torch.set_default_dtype(torch.float32)
-    wanted = w4gemm.quantize(dense, format)
-    assert all(torch.equal(a, b) for a, b in zip(found.tensors, wanted.tensors, strict=True))
+    expected = w4gemm.quantize(dense, format)
+    assert all(torch.equal(a, b) for a, b in zip(actual.tensors, expected.tensors, strict=True))
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -73,16 +73,16 @@ def test_a_gguf_file_is_read_to_the_device_that_is_named(tmp_path: Path):
 
     path = write_gguf(tmp_path / "tiny.gguf")
     name = "model.layers.0.self_attn.q_proj"
-    wanted, dense = open_checkpoint(path).weight(name), GGUFFile(path).dense("token_embd.weight")
+    expected, dense = open_checkpoint(path).weight(name), GGUFFile(path).dense("token_embd.weight")
     with torch.device("meta"):
-        found, other = open_checkpoint(path).weight(name), GGUFFile(path).dense("token_embd.weight")
-    assert torch.equal(found.dequantize(), wanted.dequantize()) and torch.equal(other, dense)
+        actual, other = open_checkpoint(path).weight(name), GGUFFile(path).dense("token_embd.weight")
+    assert torch.equal(actual.dequantize(), expected.dequantize()) and torch.equal(other, dense)
 
 
 def test_the_default_device_does_not_hide_fbgemm():
     """The first call's finding is kept."""
     kernel.has_code_sums.cache_clear()
-    wanted = kernel.has_code_sums(8)
+    expected = kernel.has_code_sums(8)
     kernel.has_code_sums.cache_clear()
     with torch.device("meta"):
-        assert kernel.has_code_sums(8) == wanted
+        assert kernel.has_code_sums(8) == expected

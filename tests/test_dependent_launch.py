@@ -85,9 +85,9 @@ def test_a_norms_weight_is_loaded_behind_the_wait(helper: Any) -> None:
     """Before it the weight is at most brought into L2, where what is written later arrives too."""
     pytest.importorskip("cutlass")
     text = disassemble(object_code(helper.unit())).text
-    before, found, behind = text.partition("ACQBULK")
+    before, instruction, behind = text.partition("ACQBULK")
     chunks = helper.chunks if isinstance(helper, RmsNorm) else helper.shape.chunks
-    assert found and "LDG" not in before and before.count("CCTL.E.PF2") == chunks
+    assert instruction and "LDG" not in before and before.count("CCTL.E.PF2") == chunks
     added = helper.add if isinstance(helper, RmsNorm) else helper.front == "add_rms"
     assert behind.count("LDG") == (3 if added else 2) * chunks, "of x, of the residual and of the weight"
 
@@ -143,18 +143,18 @@ def test_a_weight_that_was_just_made(config: str, normed: bool, size: int) -> No
     factors = torch.ones(size, device="cuda").to(dtype)
 
     def product(w: w4gemm.QuantizedWeight, out: torch.Tensor | None = None) -> torch.Tensor:
-        given = rms_norm(x, factors, 1e-6) if normed else x
-        return w4gemm.linear(given, w, token_scale=scale, config=config, out=out)
+        rows = rms_norm(x, factors, 1e-6) if normed else x
+        return w4gemm.linear(rows, w, token_scale=scale, config=config, out=out)
 
-    wanted = [product(w) for w in made]
-    assert not torch.equal(*wanted)
+    expected = [product(w) for w in made]
+    assert not torch.equal(*expected)
     packed = made[0].tensors[0].clone()
-    outs = torch.full((ROUNDS, *wanted[0].shape), torch.nan, dtype=wanted[0].dtype, device="cuda")
+    outs = torch.full((ROUNDS, *expected[0].shape), torch.nan, dtype=expected[0].dtype, device="cuda")
     for i, out in enumerate(outs):
         queue_up(i)
         torch.add(made[i % 2].tensors[0], 0, out=packed)
         product(replace(made[0], tensors=(packed,)), out)
-    assert all(torch.equal(out, wanted[i % 2]) for i, out in enumerate(outs))
+    assert all(torch.equal(out, expected[i % 2]) for i, out in enumerate(outs))
 
 
 @pytest.mark.gpu
@@ -209,6 +209,6 @@ def test_products_with_kernels_between_them(fp8: bool, m: int) -> None:
                 d, total = x, x
         return steps
 
-    wanted, got = layers(pause=True), layers(pause=False)
+    expected, got = layers(pause=True), layers(pause=False)
     for i, step in enumerate(got):
-        assert torch.equal(step.view(torch.uint8), wanted[i % len(wanted)].view(torch.uint8))
+        assert torch.equal(step.view(torch.uint8), expected[i % len(expected)].view(torch.uint8))

@@ -110,11 +110,11 @@ def test_every_rule_is_its_formula(element, zero, scale):
     rounded_products = format.scale == "e4m3"
     exact = formulas.weight(codes, scales, zeros, channels, group, format.zero, format.element, rounded_products)
     got = dequantize_parts(parts, format, torch.float32)
-    wanted = formulas.rounded(exact.value, formulas.TYPES["float32"])
+    expected = formulas.rounded(exact.value, formulas.TYPES["float32"])
     if element == "nf4" and channels is not None:  # the product with the scale is rounded too
-        assert ((got - wanted).abs() <= 2.0**-23 * wanted.abs()).all()
+        assert ((got - expected).abs() <= 2.0**-23 * expected.abs()).all()
     else:
-        assert torch.equal(got.double(), wanted)
+        assert torch.equal(got.double(), expected)
 
 
 def test_the_formulas_have_every_element():

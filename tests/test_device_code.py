@@ -81,11 +81,11 @@ def _of_function(function: ast.FunctionDef) -> Iterator[str]:
 
 def _own_nodes(function: ast.FunctionDef) -> Iterator[ast.AST]:
     """Nodes of a function, without those of functions inside it."""
-    found: list[ast.AST] = list(function.body)
-    while found:
-        node = found.pop()
+    actual: list[ast.AST] = list(function.body)
+    while actual:
+        node = actual.pop()
         yield node
-        found += [n for n in ast.iter_child_nodes(node) if not isinstance(n, ast.FunctionDef)]
+        actual += [n for n in ast.iter_child_nodes(node) if not isinstance(n, ast.FunctionDef)]
 
 
 def _is_sequence(annotation: ast.expr) -> bool:
@@ -126,8 +126,8 @@ def _is_name_of(node: ast.expr, names: set[str]) -> bool:
 
 @pytest.mark.parametrize("file", device_files(), ids=lambda file: file.relative_to(PACKAGE).as_posix())
 def test_values_have_names(file):
-    found = list(complaints(ast.parse(file.read_text())))
-    assert not found, "\n".join(found)
+    actual = list(complaints(ast.parse(file.read_text())))
+    assert not actual, "\n".join(actual)
 
 
 def test_each_activation_has_device_code():
@@ -150,8 +150,8 @@ def test_each_activation_has_device_code():
     ],
 )
 def test_the_checks_refuse(code, message):
-    (found,) = complaints(ast.parse(code))
-    assert message in found
+    (actual,) = complaints(ast.parse(code))
+    assert message in actual
 
 
 @pytest.mark.parametrize(

@@ -36,8 +36,8 @@ def test_files_that_documents_name_exist(document: Path) -> None:
 
 def headings(document: Path) -> list[str]:
     """The names by which links lead to headings."""
-    found = re.findall(r"^#+ (.*)$", document.read_text(), re.MULTILINE)
-    return [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in found]
+    headings = re.findall(r"^#+ (.*)$", document.read_text(), re.MULTILINE)
+    return [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
 
 
 def test_the_version_of_the_dsl_is_said_alike() -> None:

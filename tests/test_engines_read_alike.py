@@ -222,21 +222,21 @@ def refuses(engine: str) -> Any:
 @pytest.mark.parametrize("name", CASES)
 def test_numbers_are_those_of_load(name: str, kernels: dict[str, Any], tmp_path: Path) -> None:
     case = CASES[name]
-    wanted = by_load(tmp_path / "folder", case.quantization, case.tensors())
+    expected = by_load(tmp_path / "folder", case.quantization, case.tensors())
     for got in readers(case, kernels, case.quantization, case.tensors()):
-        assert torch.equal(got(), wanted)
+        assert torch.equal(got(), expected)
 
 
 def readers(
     case: Case, kernels: Any, quantization: dict[str, Any], tensors: Tensors
 ) -> list[Callable[[], torch.Tensor]]:
-    found: list[Callable[[], torch.Tensor]] = []
+    actual: list[Callable[[], torch.Tensor]] = []
     if case.vllm is not None:
-        found.append(lambda: by_vllm(case, kernels, quantization, dict(tensors)))
+        actual.append(lambda: by_vllm(case, kernels, quantization, dict(tensors)))
     if case.sglang is not None:
-        found.append(lambda: by_sglang(case, quantization, dict(tensors)))
-    assert found
-    return found
+        actual.append(lambda: by_sglang(case, quantization, dict(tensors)))
+    assert actual
+    return actual
 
 
 def _scales(tensors: Tensors) -> str:
@@ -369,7 +369,7 @@ def test_numbers_of_experts_are_those_of_load(name: str, tmp_path: Path) -> None
         stacked = {"weight": stacked["weight_packed"], "weight_scale": stacked["weight_scale"]}
     save_file({key: t.contiguous() for key, t in stored.items()}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": quantization}))
-    wanted = open_checkpoint(tmp_path).weight(DOWN).dequantize()
+    expected = open_checkpoint(tmp_path).weight(DOWN).dequantize()
     asymmetric = name in ("AWQ", "int4")
     named = {"ModelOpt's NVFP4": "nvfp4", "gpt-oss": "mxfp4"}.get(name, "")
     settings = ExpertsSettings(4, 128 if name == "W4AFP8" else GROUP, asymmetric, named=named)
@@ -382,4 +382,4 @@ def test_numbers_of_experts_are_those_of_load(name: str, tmp_path: Path) -> None
             if format is not by_sglang:
                 parameter.is_transposed = "qweight" in stacked  # as vLLM marks GPTQ's and AWQ's
             layer.register_parameter(f"w2_{leaf}", parameter)
-        assert torch.equal(format.numbers(layer, "w2", settings).packed().dequantize(), wanted)
+        assert torch.equal(format.numbers(layer, "w2", settings).packed().dequantize(), expected)

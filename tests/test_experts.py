@@ -92,8 +92,8 @@ def test_a_scale_for_each_expert(fused):
     offsets, scale = torch.tensor([0, 1, 1, 3, 6], dtype=torch.int32), torch.tensor([2.0, -1.0, 0.5, 3.0])
     fused = fused | ({"bias": torch.randn(4, 32)} if fused else {})
     d = w4gemm.grouped_linear(x, w, offsets, expert_scale=scale, **fused)
-    wanted = grouped_reference(x, w, offsets, expert_scale=scale, **fused)
-    torch.testing.assert_close(d.double(), wanted, rtol=1e-5, atol=1e-5 * max(1.0, wanted.abs().max().item()))
+    expected = grouped_reference(x, w, offsets, expert_scale=scale, **fused)
+    torch.testing.assert_close(d.double(), expected, rtol=1e-5, atol=1e-5 * max(1.0, expected.abs().max().item()))
     function = torch.compile(
         lambda x, s: w4gemm.grouped_linear(x, w, offsets, expert_scale=s, **fused), fullgraph=True, backend="aot_eager"
     )
@@ -125,9 +125,9 @@ def test_x_is_cast_to_the_dtype_of_layers_of_16_bits(monkeypatch):
     experts = W4Experts(gate_up, down, dtype=torch.bfloat16)
     x, (weights, ids) = torch.randn(6, 64, requires_grad=True), torch.rand(6, 4).topk(2)
     y = experts(x, ids, weights)
-    wanted = experts(x.bfloat16(), ids, weights)
-    assert y.dtype == torch.float32 and wanted.dtype == torch.bfloat16
-    torch.testing.assert_close(y.bfloat16(), wanted)
+    expected = experts(x.bfloat16(), ids, weights)
+    assert y.dtype == torch.float32 and expected.dtype == torch.bfloat16
+    torch.testing.assert_close(y.bfloat16(), expected)
     (grad,) = torch.autograd.grad(y.sum(), x)
     assert grad.dtype == torch.float32 and grad.abs().sum() > 0
 
@@ -166,11 +166,11 @@ def test_rows_of_no_expert_stay_as_they_are_in_out(backend):
         w4gemm.masked_linear(padded, w, counts, out=outs[1])
 
     torch.compiler.reset()
-    wanted, found = ([torch.full(shape, 7.0) for shape in ((12, 48), (4, 5, 48))] for _ in range(2))
-    call(x, padded, wanted)
-    torch.compile(call, fullgraph=True, backend=backend)(x, padded, found)
-    assert all(map(torch.equal, wanted, found))
-    assert (found[0][:2] == 7).all() and (found[0][10:] == 7).all() and (found[1][1] == 7).all()
+    expected, actual = ([torch.full(shape, 7.0) for shape in ((12, 48), (4, 5, 48))] for _ in range(2))
+    call(x, padded, expected)
+    torch.compile(call, fullgraph=True, backend=backend)(x, padded, actual)
+    assert all(map(torch.equal, expected, actual))
+    assert (actual[0][:2] == 7).all() and (actual[0][10:] == 7).all() and (actual[1][1] == 7).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -204,8 +204,8 @@ def test_combine_adds_in_order():
     places = torch.tensor([[5, 0], [-1, 2], [-1, -1]], dtype=torch.int32)
     d[1] = torch.nan  # no token has it
     got = combine(d, places, weights)
-    wanted = torch.stack((weights[0, 0] * d[5] + weights[0, 1] * d[0], weights[1, 1] * d[2], torch.zeros(8)))
-    assert torch.equal(got, wanted)
+    expected = torch.stack((weights[0, 0] * d[5] + weights[0, 1] * d[0], weights[1, 1] * d[2], torch.zeros(8)))
+    assert torch.equal(got, expected)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -214,11 +214,11 @@ def test_an_absent_row_adds_nothing_whatever_its_weight(device, weight):
     """A router that is computed for this rank's experts alone may give any number for others."""
     d, weights = torch.randn(4, 8, device=device).bfloat16(), torch.rand(2, 2, device=device)
     places = torch.tensor([[3, -1], [-1, 2]], dtype=torch.int32, device=device)
-    wanted = combine(d, places, weights)
+    expected = combine(d, places, weights)
     weights[places < 0] = weight
-    assert torch.equal(combine(d, places, weights), wanted)  # on a GPU by the kernel
+    assert torch.equal(combine(d, places, weights), expected)  # on a GPU by the kernel
     got = combine(d.requires_grad_(), places, weights.requires_grad_())
-    assert torch.equal(got, wanted)
+    assert torch.equal(got, expected)
     got.sum().backward()
     assert d.grad.isfinite().all()
     assert not weights.grad[places < 0].any()
@@ -252,8 +252,8 @@ def test_combine_gives_gradients_to_both(device):
     d, weights = torch.randn(6, 8, device=device).bfloat16(), torch.rand(3, 2, device=device, requires_grad=True)
     places = torch.tensor([[5, 0], [1, 2], [-1, 3]], dtype=torch.int32, device=device)
     combine(d, places, weights).sum().backward()
-    wanted = torch.where(places >= 0, d.float().sum(1)[places.clamp(min=0).long()], 0.0)
-    torch.testing.assert_close(weights.grad, wanted)
+    expected = torch.where(places >= 0, d.float().sum(1)[places.clamp(min=0).long()], 0.0)
+    torch.testing.assert_close(weights.grad, expected)
     d.requires_grad_()
     assert combine(d, places, weights.detach()).requires_grad
 
@@ -320,13 +320,13 @@ def test_a_whole_layer(device, routing):
     if routing == "elsewhere":
         ids = torch.randint(-2, E + 2, (50, 2), generator=g)
     x = x.to(dtype).float()
-    wanted = torch.zeros(50, FEATURES)
+    expected = torch.zeros(50, FEATURES)
     for t, j in torch.cartesian_prod(torch.arange(50), torch.arange(2)).tolist():
         if 0 <= (e := int(ids[t, j])) < E:
             a, b, c = (m[e].dequantize() for m in (gate, up, down))
-            wanted[t] += weights[t, j] * (c @ (torch.nn.functional.silu(a @ x[t]) * (b @ x[t])))
+            expected[t] += weights[t, j] * (c @ (torch.nn.functional.silu(a @ x[t]) * (b @ x[t])))
     got = layer(x.to(device, dtype), ids.to(device), weights.to(device)).float().cpu()
-    assert (got - wanted).norm() < (1e-5 if device == "cpu" else 1e-2) * wanted.norm()
+    assert (got - expected).norm() < (1e-5 if device == "cpu" else 1e-2) * expected.norm()
     again = W4Experts(QuantizedWeight.stack(down_like(pairs)), QuantizedWeight.stack(down_like(down)), dtype=dtype)
     again.load_state_dict(layer.state_dict())
     assert torch.equal(again.to(device).down.weight.dequantize(), layer.down.weight.dequantize())
@@ -344,12 +344,12 @@ def test_a_layer_with_scales_of_experts():
     x, offsets = torch.randn(9, FEATURES), torch.tensor([0, 2, 2, 5, 9], dtype=torch.int32)
     hidden = layer.gate_up(x, offsets)
     fused = {"activation": "silu_mul", "expert_scale": first}
-    wanted = grouped_reference(x, layer.gate_up.weight, offsets, **fused)
+    expected = grouped_reference(x, layer.gate_up.weight, offsets, **fused)
     # float32 sums cancel, so an error is small beside the largest result
-    torch.testing.assert_close(hidden.double(), wanted, rtol=1e-4, atol=1e-5 * wanted.abs().max().item())
-    wanted = grouped_reference(hidden, layer.down.weight, offsets, expert_scale=second)
+    torch.testing.assert_close(hidden.double(), expected, rtol=1e-4, atol=1e-5 * expected.abs().max().item())
+    expected = grouped_reference(hidden, layer.down.weight, offsets, expert_scale=second)
     d = layer.down(hidden, offsets).double()
-    torch.testing.assert_close(d, wanted, rtol=1e-4, atol=1e-5 * wanted.abs().max().item())
+    torch.testing.assert_close(d, expected, rtol=1e-4, atol=1e-5 * expected.abs().max().item())
     assert "expert_scale=True" in repr(layer.down)
     function = torch.compile(layer.down, fullgraph=True, backend="aot_eager")
     assert torch.equal(function(hidden, offsets), layer.down(hidden, offsets))
@@ -478,13 +478,15 @@ def test_experts_without_gates(activation):
     ups, downs = several(64, 96), several(96, 64)
     layer = W4Experts(QuantizedWeight.stack(ups), QuantizedWeight.stack(downs), activation=activation)
     x, ids, scores = torch.randn(5, 96), torch.randint(0, E, (5, 2)), torch.rand(5, 2)
-    wanted = torch.zeros(5, 96, dtype=torch.float64)
+    expected = torch.zeros(5, 96, dtype=torch.float64)
     for choice in range(2):
         for token, e in enumerate(ids[:, choice].tolist()):
             y = ups[e].dequantize().double() @ x[token].double()
             y = torch.relu(y) ** 2 if activation == "relu2" else y * torch.sigmoid(y)
-            wanted[token] += scores[token, choice] * (downs[e].dequantize().double() @ y)
-    torch.testing.assert_close(layer(x, ids, scores).double(), wanted, rtol=0, atol=1e-6 * wanted.abs().max().item())
+            expected[token] += scores[token, choice] * (downs[e].dequantize().double() @ y)
+    torch.testing.assert_close(
+        layer(x, ids, scores).double(), expected, rtol=0, atol=1e-6 * expected.abs().max().item()
+    )
     with pytest.raises(ValueError, match="activation: wanted one without gates, such as relu2, between n 64"):
         layer.activation = "silu_mul"
     with pytest.raises(ValueError, match="down: wanted 4 experts with n 96 and k 32, or 64 without gates, for"):
@@ -501,10 +503,10 @@ def test_route_passes_over_experts_without_tokens():
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_route_takes_ids_of_any_strides(dtype):
     ids = torch.tensor([[3, 1], [3, 7], [1, -1]], dtype=dtype)
-    wanted = route(ids, 4)
+    reference = route(ids, 4)
     for same in (ids.t().contiguous().t(), ids.repeat(1, 2)[:, :2], ids.repeat_interleave(2, 0)[::2]):
         assert not same.is_contiguous()
-        for got, expected in zip(route(same, 4), wanted, strict=True):
+        for got, expected in zip(route(same, 4), reference, strict=True):
             assert got.is_contiguous() and torch.equal(got, expected)
     assert route(ids[:, :1].expand(3, 2), 4).row_of_choice.shape == (3, 2)
     assert route(torch.zeros(2, 0, dtype=dtype).t(), 4).tokens.shape == (0,)
@@ -527,12 +529,12 @@ def test_a_plan_of_padded_rows_is_for_as_many_as_are_expected(monkeypatch):
     counts, asked = torch.tensor([1, 0, 3, 16], dtype=torch.int32), []
     launch = Product.launch
     monkeypatch.setattr(Product, "launch", lambda self, operands, m: asked.append(m) or launch(self, operands, m))
-    wanted = w4gemm.masked_linear(x, w, counts)
+    reference = w4gemm.masked_linear(x, w, counts)
     for expected, rows in ((1, 4), (3, 12), (np.int64(3), 12), (16, 64), (99, 64)):
         d = w4gemm.masked_linear(x, w, counts, expected_m=expected)
         assert asked[-1] == rows
         for e, count in enumerate(counts.tolist()):
-            torch.testing.assert_close(d[e, :count], wanted[e, :count], rtol=1e-4, atol=1e-3)
+            torch.testing.assert_close(d[e, :count], reference[e, :count], rtol=1e-4, atol=1e-3)
     for expected in (0, True, 1.5):
         with pytest.raises(ValueError, match="expected_m: wanted an int from 1 on or None, got"):
             w4gemm.masked_linear(x, w, counts, expected_m=expected)

@@ -82,7 +82,7 @@ def test_records_of_a_layer_are_parsed_once_for_all_intervals(counted):
     parsed, sources = counted(Record, "parse"), set()
     for m in choice.BOUNDS:
         problem = replace(FEW, m=m, n=RECORDED.key.n, k=RECORDED.key.k, format=format)
-        sources |= {choice.choose(met).source for met in choice.problems_of_interval(problem)}
+        sources |= {choice.choose(seen).source for seen in choice.problems_of_interval(problem)}
     assert "shipped" in sources and parsed[0] == len(layer)
 
 

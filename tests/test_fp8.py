@@ -24,8 +24,8 @@ def x() -> torch.Tensor:
     return torch.randn(2, 3, K, generator=torch.Generator().manual_seed(1))
 
 
-def close(d: torch.Tensor, wanted: torch.Tensor) -> None:
-    assert (d.double() - wanted).norm() < 4e-3 * wanted.norm()
+def close(d: torch.Tensor, expected: torch.Tensor) -> None:
+    assert (d.double() - expected).norm() < 4e-3 * expected.norm()
 
 
 def test_quantized_and_multiplied(w, x):
@@ -33,8 +33,8 @@ def test_quantized_and_multiplied(w, x):
     for one in (w, w.repack(), w4gemm.fold_scales(w)[0]):
         d = linear(x8, one, token_scale=scale)
         assert d.dtype == torch.bfloat16 and d.shape == (2, 3, N)
-        wanted = linear_reference(x8.view(-1, K), one, token_scale=scale.view(-1)).view(2, 3, N)
-        close(d, wanted)
+        expected = linear_reference(x8.view(-1, K), one, token_scale=scale.view(-1)).view(2, 3, N)
+        close(d, expected)
         assert torch.equal(linear(x8, one, token_scale=scale[..., None]), d)
     assert (linear(x8, w, token_scale=scale).float() - linear(x, w)).norm() < 0.04 * linear(x, w).norm()
 
@@ -121,14 +121,14 @@ def test_experts(format):
     each = [w4gemm.quantize(torch.randn(N, K), format) for _ in range(3)]
     several, offsets = QuantizedWeight.stack(each), torch.tensor([0, 4, 4, 9], dtype=torch.int32)
     x8, scale = w4gemm.quantize_activations(torch.randn(9, K))
-    wanted = grouped_reference(x8, several, offsets, token_scale=scale)
-    close(w4gemm.grouped_linear(x8, several, offsets, token_scale=scale), wanted)
+    expected = grouped_reference(x8, several, offsets, token_scale=scale)
+    close(w4gemm.grouped_linear(x8, several, offsets, token_scale=scale), expected)
     order = torch.randperm(9)
     back = torch.argsort(order)
     gathered = w4gemm.grouped_linear(
         x8.view(torch.uint8)[order].view(FP8), several, offsets, indices=back, token_scale=scale[order]
     )
-    close(gathered, wanted)
+    close(gathered, expected)
 
 
 # --- e4m3 scales -----------------------------------------------------------------------------------------------------
@@ -190,7 +190,7 @@ def prmt(low: torch.Tensor, high: torch.Tensor, selector: torch.Tensor) -> torch
 
 def test_every_code_with_every_scale_in_the_steps_of_the_decoder():
     """The steps of packing/codecs/integers_decode_fp8.py on words of the layout, on the CPU."""
-    one, wanted = every_number()
+    one, expected = every_number()
     blocks = one.repack("mma8").tensors[0]
     words = blocks[:, 0, :1024].view(-1, 2, 4, 8, 4, 2, 2).long() & 0xFFFFFFFF  # half warp g q step row8
     numbers = every_scale().float()[:, None, None] * torch.arange(-8, 8).view(4, 4)
@@ -198,23 +198,23 @@ def test_every_code_with_every_scale_in_the_steps_of_the_decoder():
     halves = torch.stack((a - b, d - c, b, c))
     rows = torch.nn.functional.pad(halves, (0, -halves.shape[1] % 64)).view(4, -1, 4, 2, 8)  # block warp row8 g
     lower0, lower1, upper0, upper1 = rows.permute(0, 1, 2, 4, 3)[:, :, None, :, :, None, None].expand(-1, *words.shape)
-    found = []
+    columns = []
     for selectors in (words, words >> 16):
         low = prmt(lower0, lower1, selectors & 0xFFFF)
-        found.append(low + prmt(upper0, upper1, selectors & 0x7777))
-    registers = torch.stack(found, -1)  # block half warp g q step row8 col16
+        columns.append(low + prmt(upper0, upper1, selectors & 0x7777))
+    registers = torch.stack(columns, -1)  # block half warp g q step row8 col16
     bytes = (registers[..., None] >> 8 * torch.arange(4) & 255).permute(0, 2, 6, 3, 1, 5, 7, 4, 8)
-    decoded = bytes.reshape(-1, 128)[: len(wanted)].to(torch.uint8).view(FP8)
-    assert (registers < 2**32).all() and torch.equal(decoded.float(), wanted.float())
+    decoded = bytes.reshape(-1, 128)[: len(expected)].to(torch.uint8).view(FP8)
+    assert (registers < 2**32).all() and torch.equal(decoded.float(), expected.float())
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("m", [128, 200])
 def test_every_code_with_every_scale_on_a_gpu(m):
     """The 16 numbers of each scale, read off one by one."""
-    one, wanted = every_number()
+    one, expected = every_number()
     x = torch.eye(m, 128).to("cuda", FP8)
-    assert torch.equal(linear(x, one.to("cuda").repack("mma8"))[:128].cpu().float(), wanted.float().T)
+    assert torch.equal(linear(x, one.to("cuda").repack("mma8"))[:128].cpu().float(), expected.float().T)
 
 
 def test_folding_refuses(w):
@@ -289,9 +289,9 @@ def test_wide_activations_on_a_gpu(w, x, format):
     one = w if format == "int4_g128" else w4gemm.fold_scales(w)[0]
     packed, x = one.to("cuda").repack(activations="fp8"), x.to("cuda", torch.bfloat16)
     x8, scale = w4gemm.quantize_activations(x)
-    wanted = linear(x8, packed, token_scale=scale)
-    assert torch.equal(linear(x, packed), wanted)
-    assert torch.equal(W4Linear.from_weight(packed)(x), wanted)
+    expected = linear(x8, packed, token_scale=scale)
+    assert torch.equal(linear(x, packed), expected)
+    assert torch.equal(W4Linear.from_weight(packed)(x), expected)
     several, offsets = QuantizedWeight.stack([packed] * 2), torch.tensor([0, 2, 6], dtype=torch.int32, device="cuda")
     assert several.layout == "mma8"
     rows, scales = x8.view(-1, K), scale.view(-1)

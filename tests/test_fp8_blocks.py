@@ -39,9 +39,9 @@ def activations(*shape: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(shape, generator=g).to(device, FP8), scales.to(device).transpose(-1, -2)
 
 
-def close(d: torch.Tensor, wanted: torch.Tensor) -> None:
+def close(d: torch.Tensor, expected: torch.Tensor) -> None:
     assert torch.isfinite(d).all()
-    assert (d.double() - wanted).norm() <= TOLERANCE[d.device.type] * wanted.norm()
+    assert (d.double() - expected).norm() <= TOLERANCE[d.device.type] * expected.norm()
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -71,8 +71,8 @@ def test_configs_of_experts_on_a_gpu(format):
     problem = GemmProblem(m, n, k, FP8, w.format, "mma8", epilogue, experts=experts)
     configs, offsets = kernel_named("sm90_fp8_gemm").configs(problem), torch.tensor(ends).int().cuda()
     for config in configs[:: max(1, len(configs) // 12)]:
-        given = {"token_scale": scales, "out_dtype": torch.float32, "config": f"sm90_fp8_gemm/{config}"}
-        assert torch.equal(grouped_linear(x.to(FP8), w, offsets, **given), exact), str(config)
+        options = {"token_scale": scales, "out_dtype": torch.float32, "config": f"sm90_fp8_gemm/{config}"}
+        assert torch.equal(grouped_linear(x.to(FP8), w, offsets, **options), exact), str(config)
 
 
 @pytest.mark.gpu
@@ -100,12 +100,12 @@ def test_products_of_experts_with_block_scales(device, format):
     x, scales = activations(41, 512, device=device)
     for rows in ([0, 5, 5, 41], [0, 3, 10, 41]):  # at all places among four scales
         offsets = torch.tensor(rows, dtype=torch.int32, device=device)
-        wanted = grouped_reference(x, w, offsets, token_scale=scales)
-        close(grouped_linear(x, w, offsets, token_scale=scales), wanted)
+        expected = grouped_reference(x, w, offsets, token_scale=scales)
+        close(grouped_linear(x, w, offsets, token_scale=scales), expected)
     order = torch.randperm(41, generator=torch.Generator().manual_seed(0)).to(device)
     mixed = x.view(torch.uint8)[order].view(FP8)
     gathered = grouped_linear(mixed, w, offsets, indices=torch.argsort(order), token_scale=scales[order])
-    close(gathered, wanted)
+    close(gathered, expected)
     x, scales = activations(3, 20, 512, device=device)
     counts = torch.tensor([20, 0, 7], dtype=torch.int32, device=device)
     d = masked_linear(x, w, counts, token_scale=scales)

@@ -76,16 +76,16 @@ def test_the_steps_of_the_decoder(monkeypatch):
     (blocks, _), decoder = layout_named("mma8").pack(parts, MXFP4), decode.E2m1Fp8Decoder()
     words = (blocks[0, 0].long() & 0xFFFFFFFF).tolist()
     numbers = (254 - exponents.repeat_interleave(32, 1) - 127).double().exp2() * MXFP4.element_rule.numbers(parts.codes)
-    wanted = (numbers * 2.0 ** (127 + 13 - 254)).to(torch.float32).to(E5M2).view(torch.uint8)
+    expected = (numbers * 2.0 ** (127 + 13 - 254)).to(torch.float32).to(E5M2).view(torch.uint8)
     for strip, lane, step in ((s, i, t) for s in range(4) for i in range(0, 32, 3) for t in range(4)):
         g, q = divmod(lane, 4)
         first = ((step // 2 * 4 + strip) * 32 + lane) * 4 + step % 2 * 2
         scale_word = words[1024 + (step // 2 * 4 + strip) * 8 + g]
         prepared = decoder.prepare((scale_word,), 0, step % 2)
-        found = decoder.decode(tuple(words[first : first + 2]), prepared)
-        for register, (col16, row8) in zip(found, ((0, 0), (0, 1), (1, 0), (1, 1)), strict=True):
+        actual = decoder.decode(tuple(words[first : first + 2]), prepared)
+        for register, (col16, row8) in zip(actual, ((0, 0), (0, 1), (1, 0), (1, 1)), strict=True):
             row, column = 16 * strip + 8 * row8 + g, 32 * step + 16 * col16 + 4 * q
-            assert list(register.to_bytes(4, "little")) == wanted[row, column : column + 4].tolist()
+            assert list(register.to_bytes(4, "little")) == expected[row, column : column + 4].tolist()
     assert {0, 1, 28, 29, 254} <= set(seen)
 
 
@@ -106,9 +106,9 @@ def test_folding_says_what_fp8_rounds():
     for one in (w, w.repack("mma8", activations="fp8"), QuantizedWeight.stack([w, w], layout="canonical")):
         folded, error = fold_scales(one)
         assert (folded.layout, folded.activations) == (one.layout, one.activations)
-        wanted = rounded_to_e5m2(w)
-        assert torch.equal(folded.dequantize(), wanted.expand(folded.shape))
-        measured = (wanted.double() - w.dequantize().double()).norm() / w.dequantize().double().norm()
+        expected = rounded_to_e5m2(w)
+        assert torch.equal(folded.dequantize(), expected.expand(folded.shape))
+        measured = (expected.double() - w.dequantize().double()).norm() / w.dequantize().double().norm()
         assert 0 < error < 2**-28 and error == pytest.approx(measured.item(), rel=1e-3)
     assert fold_scales(folded)[1] == 0
 
@@ -129,13 +129,13 @@ def test_products_on_the_cpu():
     w = quantize(dense, "mxfp4")
     x8, scale = quantized(x)
     d = linear(x8, w.repack(), token_scale=scale)
-    wanted = linear_reference(x8, w, token_scale=scale)
-    assert (d.double() - wanted).norm() < 4e-3 * wanted.norm()
+    expected = linear_reference(x8, w, token_scale=scale)
+    assert (d.double() - expected).norm() < 4e-3 * expected.norm()
     layer = W4Linear.from_weight(w.repack(activations="fp8"))
     assert torch.equal(layer(x), linear(x8, w, token_scale=scale, out_dtype=torch.float32))
     several, offsets = QuantizedWeight.stack([w, w.repack()]), torch.tensor([0, 4, 9], dtype=torch.int32)
-    wanted = grouped_reference(x8, several, offsets, token_scale=scale)
-    assert (grouped_linear(x8, several, offsets, token_scale=scale) - wanted).norm() < 4e-3 * wanted.norm()
+    expected = grouped_reference(x8, several, offsets, token_scale=scale)
+    assert (grouped_linear(x8, several, offsets, token_scale=scale) - expected).norm() < 4e-3 * expected.norm()
 
 
 def test_one_packed_weight_splits_and_joins():
@@ -181,12 +181,12 @@ def test_products_of_nvfp4_are_rounded_once():
     parts, before = folded.parts(), w.parts()
     assert torch.equal(parts.codes, before.codes) and torch.equal(parts.channels, 8 * before.channels)
     products = before.scales.float().repeat_interleave(16, 1) * MXFP4.element_rule.numbers(before.codes)
-    found = folded.dequantize() / parts.channels[:, None]
-    assert torch.equal(found, found.to(FP8).float())
-    nearest, wanted = (products / 8).to(FP8).float(), products / 8
+    actual = folded.dequantize() / parts.channels[:, None]
+    assert torch.equal(actual, actual.to(FP8).float())
+    nearest, expected = (products / 8).to(FP8).float(), products / 8
     small = before.scales.float().repeat_interleave(16, 1).abs() < 8 * 2.0**-6  # whose eighths are subnormal
-    assert torch.equal(found[~small], nearest[~small])
-    assert (found - wanted)[small].abs().max() <= 2.0**-10 * 6
+    assert torch.equal(actual[~small], nearest[~small])
+    assert (actual - expected)[small].abs().max() <= 2.0**-10 * 6
 
 
 @pytest.mark.parametrize("largest", [448.0, 74.0, 2.0**-7])
@@ -225,23 +225,23 @@ def test_the_steps_of_the_folded_decoder(monkeypatch):
     codes = torch.randint(0, 16, (64, 128), generator=g).to(torch.uint8)
     scales = (torch.rand(64, 8, generator=g) * 60 - 30).to(FP8)
     w = QuantizedWeight.from_codes(FOLDED, codes, scales, channels=torch.ones(64)).repack("mma8")
-    wanted, decoder = w.dequantize().to(FP8).view(torch.uint8), decode.E2m1FoldedDecoder(halves=True)
+    expected, decoder = w.dequantize().to(FP8).view(torch.uint8), decode.E2m1FoldedDecoder(halves=True)
     words = (w.tensors[0][0, 0].long() & 0xFFFFFFFF).tolist()
     for strip, lane, step in ((s, i, t) for s in range(4) for i in range(0, 32, 3) for t in range(4)):
         row8s, q = divmod(lane, 4)
         first = ((step // 2 * 4 + strip) * 32 + lane) * 4 + step % 2 * 2
         scale_word = words[1024 + (step * 4 + strip) * 8 + row8s]
-        found = decoder.decode(tuple(words[first : first + 2]), decoder.prepare((scale_word,), 0))
-        for register, (col16, row8) in zip(found, ((0, 0), (0, 1), (1, 0), (1, 1)), strict=True):
+        actual = decoder.decode(tuple(words[first : first + 2]), decoder.prepare((scale_word,), 0))
+        for register, (col16, row8) in zip(actual, ((0, 0), (0, 1), (1, 0), (1, 1)), strict=True):
             row, column = 16 * strip + 8 * row8 + row8s, 32 * step + 16 * col16 + 4 * q
             bits = torch.tensor(list(register.to_bytes(4, "little")), dtype=torch.uint8)
-            assert torch.equal(bits.view(FP8).float(), wanted[row, column : column + 4].view(FP8).float())
+            assert torch.equal(bits.view(FP8).float(), expected[row, column : column + 4].view(FP8).float())
 
 
 def test_products_of_folded_nvfp4_on_the_cpu():
     x = torch.randn(9, 320)
     folded, _ = fold_scales(quantize(torch.randn(72, 320), "nvfp4"))
     x8, scale = quantized(x)
-    wanted = linear_reference(x8, folded, token_scale=scale)
+    expected = linear_reference(x8, folded, token_scale=scale)
     d = linear(x8, folded.repack(), token_scale=scale)
-    assert (d.double() - wanted).norm() < 4e-3 * wanted.norm()
+    assert (d.double() - expected).norm() < 4e-3 * expected.norm()

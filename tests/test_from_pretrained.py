@@ -83,9 +83,9 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
 
 @pytest.mark.parametrize(("config", "write"), FOLDERS.values(), ids=FOLDERS)
 def test_quantized_folders(tmp_path: Path, config: dict[str, Any], write: Writer, enabled: None) -> None:
-    wanted = write_model(tmp_path, config, write)
+    expected = write_model(tmp_path, config, write)
     model, loaded = from_pretrained(tmp_path), load(tmp_path)[0]
-    for name, weight in wanted.items():
+    for name, weight in expected.items():
         assert torch.equal(model.get_submodule(name).weight.dequantize(), weight), name
     assert summarize(model) == summarize(loaded)
     assert summarize(model).quantized == 7 * LAYERS
@@ -103,19 +103,19 @@ def test_quantized_folders(tmp_path: Path, config: dict[str, Any], write: Writer
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize(("config", "write"), FOLDERS.values(), ids=FOLDERS)
 def test_on_a_gpu(tmp_path: Path, config: dict[str, Any], write: Writer, dtype: torch.dtype, enabled: None) -> None:
-    wanted = write_model(tmp_path, config, write)
+    expected = write_model(tmp_path, config, write)
     options: dict[str, Any] = {"dtype": dtype, "device_map": "cuda"}
     model = from_pretrained(tmp_path, **options)
     assert {t.device.type for t in (*model.parameters(), *model.buffers())} == {"cuda"}
-    for name, weight in wanted.items():
+    for name, weight in expected.items():
         assert torch.equal(model.get_submodule(name).weight.dequantize().cpu(), weight), name
     ids = IDS.cuda()
     with torch.inference_mode():
-        found = model(ids).logits.float()
+        actual = model(ids).logits.float()
         model.save_pretrained(tmp_path / "saved")
-        assert torch.equal(from_pretrained(tmp_path / "saved", **options)(ids).logits.float(), found)
+        assert torch.equal(from_pretrained(tmp_path / "saved", **options)(ids).logits.float(), actual)
         dense = dequantize_layers(model, dtype)(ids).logits.float()
-    assert (found - dense).norm() / dense.norm() < (0.1 if "input_activations" in str(config) else 0.03)
+    assert (actual - dense).norm() / dense.norm() < (0.1 if "input_activations" in str(config) else 0.03)
 
 
 @pytest.mark.gpu
@@ -145,8 +145,8 @@ def test_the_config_alone_is_enough_and_enable_is_undone(tmp_path: Path) -> None
 
 def test_a_format_that_a_packed_folder_does_not_take_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_model(tmp_path, *FOLDERS["awq"])
-    found = summarize(from_pretrained(tmp_path, quantization_config=W4GemmConfig("mxfp4"))).formats
-    assert len(found) == 1 and f"its layers stay in {next(iter(found))}; the format e2m1_g32_e8m0 of" in caplog.text
+    actual = summarize(from_pretrained(tmp_path, quantization_config=W4GemmConfig("mxfp4"))).formats
+    assert len(actual) == 1 and f"its layers stay in {next(iter(actual))}; the format e2m1_g32_e8m0 of" in caplog.text
     caplog.clear()
     from_pretrained(tmp_path, quantization_config=W4GemmConfig())
     assert not caplog.text
@@ -194,8 +194,8 @@ def test_the_base_model_of_a_language_model(tmp_path: Path, enabled: None) -> No
     write_model(tmp_path, *FOLDERS["awq"])
     base = AutoModel.from_pretrained(tmp_path, dtype=torch.float32)
     with torch.inference_mode():
-        wanted = from_pretrained(tmp_path).model(IDS).last_hidden_state
-        assert torch.equal(base(IDS).last_hidden_state, wanted)
+        expected = from_pretrained(tmp_path).model(IDS).last_hidden_state
+        assert torch.equal(base(IDS).last_hidden_state, expected)
     base.save_pretrained(tmp_path / "base")
     assert torch.equal(logits(load_with_head(tmp_path)), logits(from_pretrained(tmp_path)))
 
@@ -230,8 +230,8 @@ def test_routers_and_embeddings_in_4_bits(
         for key in {"num_experts", "num_local_experts", "n_routed_experts"} & settings.keys():
             monkeypatch.setitem(settings, key, 8)
     folder = write_dense(tmp_path, architecture)
-    wanted = convert(folder, *FOLDERS["gptq"])
-    parts, wanted[EMBEDDING] = FOLDERS["gptq"][1](EMBEDDING, VOCABULARY, HIDDEN)
+    expected = convert(folder, *FOLDERS["gptq"])
+    parts, expected[EMBEDDING] = FOLDERS["gptq"][1](EMBEDDING, VOCABULARY, HIDDEN)
     change(folder, lambda t: t.pop(f"{EMBEDDING}.weight"))
     change(folder, lambda t: t.update({f"{EMBEDDING}.{leaf}": part.contiguous() for leaf, part in parts.items()}))
     if tied:
@@ -241,13 +241,13 @@ def test_routers_and_embeddings_in_4_bits(
     for dtype in (torch.float32, torch.bfloat16):
         models = both_ways(folder, dtype)
         for model in models:
-            unpacked = {n: w for n, w in wanted.items() if n == EMBEDDING or n.endswith(".gate")}
+            unpacked = {n: w for n, w in expected.items() if n == EMBEDDING or n.endswith(".gate")}
             assert len(unpacked) == {"qwen2": 1, "deepseek_v3": 2}.get(architecture, 3)
             for name, weight in unpacked.items():
-                found = model.get_submodule(name.replace("block_sparse_moe", "mlp")).weight
+                actual = model.get_submodule(name.replace("block_sparse_moe", "mlp")).weight
                 whole = model._keep_in_fp32_modules_strict or ()  # DeepSeek's routers, in newer transformers
                 kept = any(re.search(part, f"{name}.weight") for part in whole)
-                assert torch.equal(found, weight.to(torch.float32 if kept else dtype)), name
+                assert torch.equal(actual, weight.to(torch.float32 if kept else dtype)), name
             assert (model.lm_head.weight is model.get_input_embeddings().weight) == tied
         assert torch.equal(*map(logits, models))
     models[0].save_pretrained(tmp_path / "saved")
@@ -256,10 +256,10 @@ def test_routers_and_embeddings_in_4_bits(
 
 def test_a_router_of_bitsandbytes(tmp_path: Path) -> None:
     """Its bytes have the name that the dense weight has in the model."""
-    wanted = convert(write_dense(tmp_path, "qwen3_moe"), *FOLDERS["bitsandbytes"])
+    expected = convert(write_dense(tmp_path, "qwen3_moe"), *FOLDERS["bitsandbytes"])
     models = both_ways(tmp_path)
-    for model, name in itertools.product(models, [name for name in wanted if name.endswith(".gate")]):
-        assert torch.equal(model.get_submodule(name).weight, wanted[name]), name
+    for model, name in itertools.product(models, [name for name in expected if name.endswith(".gate")]):
+        assert torch.equal(model.get_submodule(name).weight, expected[name]), name
     assert torch.equal(*map(logits, models))
 
 
@@ -269,22 +269,22 @@ def test_a_gpt2(tmp_path: Path) -> None:
     config = GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)
     AutoModelForCausalLM.from_config(config).save_pretrained(write_dense(tmp_path))
     tensors = load_file(tmp_path / "model.safetensors")
-    wanted = {}
+    expected = {}
     for name in [key.removesuffix(".weight") for key in tensors if re.search(r"\.c_\w+\.weight$", key)]:
-        parts, wanted[name] = FOLDERS["gptq"][1](name, *reversed(tensors.pop(f"{name}.weight").shape))
+        parts, expected[name] = FOLDERS["gptq"][1](name, *reversed(tensors.pop(f"{name}.weight").shape))
         tensors |= {f"{name}.{leaf}": t.contiguous() for leaf, t in parts.items()}
     save_file(tensors, tmp_path / "model.safetensors")
     settings = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": FOLDERS["gptq"][0]}
     (tmp_path / "config.json").write_text(json.dumps(settings))
     models = both_ways(tmp_path)
-    for model, name in itertools.product(models, wanted):
-        assert torch.equal(model.get_submodule(name).weight, wanted[name].T), name
-    assert len(wanted) == 4 and torch.equal(*map(logits, models))
+    for model, name in itertools.product(models, expected):
+        assert torch.equal(model.get_submodule(name).weight, expected[name].T), name
+    assert len(expected) == 4 and torch.equal(*map(logits, models))
 
 
 def test_a_router_of_another_shape(tmp_path: Path) -> None:
-    wanted = convert(write_dense(tmp_path, "qwen3_moe"), *FOLDERS["bitsandbytes"])
-    gate = next(name for name in wanted if name.endswith(".gate"))
+    expected = convert(write_dense(tmp_path, "qwen3_moe"), *FOLDERS["bitsandbytes"])
+    gate = next(name for name in expected if name.endswith(".gate"))
     parts = {f"{gate}.{leaf}": t for leaf, t in FOLDERS["bitsandbytes"][1](gate, 16, HIDDEN)[0].items()}
     change(tmp_path, lambda t: t.update({key: part.contiguous() for key, part in parts.items()}))
     for way in (load, both_ways):
@@ -296,12 +296,12 @@ def test_an_embedding_in_4_bits_beside_a_head_that_the_config_ties(tmp_path: Pat
     """Both keep their own numbers, as transformers keeps those of dense ones."""
     convert(write_dense(tmp_path), *FOLDERS["bitsandbytes"])
     head = load_file(tmp_path / "model.safetensors")["lm_head.weight"]
-    parts, wanted = FOLDERS["bitsandbytes"][1](EMBEDDING, VOCABULARY, HIDDEN)
+    parts, expected = FOLDERS["bitsandbytes"][1](EMBEDDING, VOCABULARY, HIDDEN)
     change(tmp_path, lambda t: t.update({f"{EMBEDDING}.{leaf}": part.contiguous() for leaf, part in parts.items()}))
     config = json.loads((tmp_path / "config.json").read_text()) | {"tie_word_embeddings": True}
     (tmp_path / "config.json").write_text(json.dumps(config))
     for model in both_ways(tmp_path):
-        assert torch.equal(model.lm_head.weight, head) and torch.equal(model.get_input_embeddings().weight, wanted)
+        assert torch.equal(model.lm_head.weight, head) and torch.equal(model.get_input_embeddings().weight, expected)
 
 
 def test_a_model_whose_layers_are_saved_by_other_names(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
@@ -338,12 +338,12 @@ def test_a_model_is_saved_in_one_file_where_it_was_in_shards(tmp_path: Path, ena
 def test_dequantize(tmp_path: Path) -> None:
     write_model(tmp_path, *FOLDERS["awq"])
     model = from_pretrained(tmp_path, quantization_config=W4GemmConfig())
-    wanted = dequantize_layers(load(tmp_path)[0], torch.float32)
+    expected = dequantize_layers(load(tmp_path)[0], torch.float32)
     dense = model.dequantize()
     assert not summarize(dense).quantized
-    assert torch.equal(logits(dense), logits(wanted))
+    assert torch.equal(logits(dense), logits(expected))
     dense.save_pretrained(tmp_path / "dense")
-    assert torch.equal(logits(from_pretrained(tmp_path / "dense")), logits(wanted))
+    assert torch.equal(logits(from_pretrained(tmp_path / "dense")), logits(expected))
 
 
 def test_models_that_initialize_weights_of_layers_by_name(tmp_path: Path) -> None:
@@ -353,19 +353,19 @@ def test_models_that_initialize_weights_of_layers_by_name(tmp_path: Path) -> Non
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "image_size": 28, "patch_size": 14}
     SiglipVisionModel(SiglipVisionConfig(num_hidden_layers=1, **sizes)).save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
-    wanted = {}
+    expected = {}
     for key in [key for key in tensors if re.search(r"encoder.*(proj|fc\d)\.weight", key)]:
         name = key.removesuffix(".weight")
-        parts, wanted[name] = test_bitsandbytes.writer(block=32)(name, *tensors.pop(key).shape)
+        parts, expected[name] = test_bitsandbytes.writer(block=32)(name, *tensors.pop(key).shape)
         tensors |= {f"{name}.{leaf}": t.contiguous() for leaf, t in parts.items()}
     save_file(tensors, tmp_path / "model.safetensors")
     config = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": test_bitsandbytes.CONFIG}
     (tmp_path / "config.json").write_text(json.dumps(config))
     model = SiglipVisionModel.from_pretrained(tmp_path, quantization_config=W4GemmConfig(), dtype=torch.float32)
-    found = {name: layer.weight for name, layer in model.named_modules() if isinstance(layer, W4Linear)}
-    assert len(found) == len(wanted) == 6
-    for name, weight in found.items():
-        (same,) = (w for stored, w in wanted.items() if stored.endswith(name) or name.endswith(stored))
+    actual = {name: layer.weight for name, layer in model.named_modules() if isinstance(layer, W4Linear)}
+    assert len(actual) == len(expected) == 6
+    for name, weight in actual.items():
+        (same,) = (w for stored, w in expected.items() if stored.endswith(name) or name.endswith(stored))
         assert torch.equal(weight.dequantize(), same), name
 
 
@@ -377,13 +377,13 @@ def test_a_variant_is_not_mixed_with_another(tmp_path: Path, enabled: None) -> N
         options: dict[str, Any] = {"variant": "x"} if call is from_pretrained else {}
         with pytest.raises(FormatError, match=r"no model.safetensors; variants .* rename 'model.x.safetensors' to"):
             call(tmp_path / "4bit", **options)
-    wanted = logits(model)
+    expected = logits(model)
     model.save_pretrained(tmp_path / "4bit")
     with pytest.raises(ValueError, match=r"^variant, .* read from model.safetensors; got files .* model.x.safetensors"):
         from_pretrained(tmp_path / "4bit", variant="x")
-    assert torch.equal(logits(from_pretrained(tmp_path / "4bit")), wanted)
+    assert torch.equal(logits(from_pretrained(tmp_path / "4bit")), expected)
     (tmp_path / "4bit" / "model.x.safetensors").rename(tmp_path / "4bit" / "model.safetensors")  # as the message says
-    assert torch.equal(logits(from_pretrained(tmp_path / "4bit")), wanted)
+    assert torch.equal(logits(from_pretrained(tmp_path / "4bit")), expected)
 
 
 def test_a_variant_in_shards(tmp_path: Path, enabled: None) -> None:

@@ -76,12 +76,12 @@ def test_what_fp8_tensor_cores_cut_off_is_allowed(format, block_scale, columns):
     assert calls.columns_at_a_time(dataclasses.replace(case, variant=variant, k=4096)) == columns
     x, w = torch.randn(64, 4096).to(cases.FP8).double(), torch.randint(-8, 8, (64, 4096)).double()
     w[:, 32:] *= 2.0**-6
-    found = cut_sums(x, w, columns)
+    actual = cut_sums(x, w, columns)
 
     def used(columns):
-        given = {"w_may_be_rounded": False, "columns_at_a_time": columns}
-        sums = formulas.product(x, formulas.Weight(w, w.abs()), "float8_e4m3fn", **given)
-        return float(((found - sums.value).abs() / sums.error).max())
+        options = {"w_may_be_rounded": False, "columns_at_a_time": columns}
+        sums = formulas.product(x, formulas.Weight(w, w.abs()), "float8_e4m3fn", **options)
+        return float(((actual - sums.value).abs() / sums.error).max())
 
     assert 0.01 < used(columns) < 0.7
     assert columns == 128 or used(128) > 1
@@ -104,12 +104,12 @@ def faults():
         value[:, -1] = 0
         return product(x, formulas.Weight(value, w.terms), *rest, **others)
 
-    def residual_lost(*given, **others):
-        return epilogue(*given, **(others | {"residual": None}))
+    def residual_lost(*args, **others):
+        return epilogue(*args, **(others | {"residual": None}))
 
-    def bias_after(*given, **others):
+    def bias_after(*args, **others):
         bias = others["bias"]
-        return epilogue(*given, **(others | {"bias": None if bias is None else bias.roll(1, -1)}))
+        return epilogue(*args, **(others | {"bias": None if bias is None else bias.roll(1, -1)}))
 
     yield "weight", one_code
     yield "weight", groups_shifted
@@ -162,15 +162,15 @@ def faults_of_helpers():
         cached.values[0, 0, 0] += 1
         return attend(q, k, v, angles, cached, *rest)
 
-    def last_token(*given):
-        routed = route(*given)
+    def last_token(*args):
+        routed = route(*args)
         return routed._replace(tokens=routed.tokens.flip(0))
 
-    def one_sum(*given, **others):
-        return one_number(combine(*given, **others))
+    def one_sum(*args, **others):
+        return one_number(combine(*args, **others))
 
-    def scale_of_another_row(*given, **others):
-        x8, scale = quantize(*given, **others)
+    def scale_of_another_row(*args, **others):
+        x8, scale = quantize(*args, **others)
         return x8, scale.roll(1, 0)
 
     yield "rms_norm", helpers, "rms_norm", half_the_epsilon

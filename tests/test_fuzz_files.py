@@ -34,11 +34,11 @@ def other_error(path: Path) -> Any:
 
 @pytest.mark.parametrize(("reader", "said"), [(other_numbers, "other numbers"), (other_error, "KeyError")])
 def test_a_wrong_reader_is_found(reader: Any, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    right, found = files.prepared(tmp_path), files.Found()
+    right, actual = files.prepared(tmp_path), files.Found()
     monkeypatch.setattr(files, "read", reader)
     for seed in range(20):
-        files.one("awq", seed, tmp_path, right, found)
-    assert found.wrong and all(said in text for text in found.wrong)
+        files.one("awq", seed, tmp_path, right, actual)
+    assert actual.wrong and all(said in text for text in actual.wrong)
 
 
 @pytest.mark.parametrize(("damage", "wrong"), [("swap", False), ("flip", True)])
@@ -46,13 +46,13 @@ def test_a_swap_of_two_names_is_no_damage(
     damage: str, wrong: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The file is whole: no reader can know which name was meant."""
-    right, found = files.prepared(tmp_path), files.Found()
+    right, actual = files.prepared(tmp_path), files.Found()
     a, f = (b"%s\x02\0\0\0" % name for name in (b"a", b"f"))  # a name, and that its tensor has two dimensions
     swapped = {a: f, f: a}
     monkeypatch.setattr(files, "DAMAGES", (damage,))
     monkeypatch.setattr(files, "damaged", lambda whole, *_: re.sub(b"[af]\x02\0{3}", lambda m: swapped[m[0]], whole))
-    files.one("gguf", 0, tmp_path, right, found)
-    assert bool(found.wrong) == wrong
+    files.one("gguf", 0, tmp_path, right, actual)
+    assert bool(actual.wrong) == wrong
 
 
 def test_every_damage_changes_the_file() -> None:
@@ -67,10 +67,10 @@ def test_no_tensor_of_a_weight_lies_on_the_default_device(name: str, tmp_path: P
     """A weight is unpacked where it is to lie. A tensor that is made without its device would be on meta here."""
     checkpoint = open_checkpoint(samples.FORMATS[name](tmp_path))
     for module in checkpoint.modules:
-        wanted = checkpoint.weight(module)
+        expected = checkpoint.weight(module)
         with torch.device("meta"):
-            found = checkpoint.weight(module, "cpu")
-        assert torch.equal(found.dequantize(), wanted.dequantize())
+            actual = checkpoint.weight(module, "cpu")
+        assert torch.equal(actual.dequantize(), expected.dequantize())
 
 
 def test_a_dense_folder_that_lacks_a_tensor_is_refused(tmp_path: Path) -> None:

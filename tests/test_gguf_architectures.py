@@ -253,7 +253,7 @@ def test_scaled_positions(
 
 
 @pytest.mark.parametrize(
-    ("metadata", "wanted"),
+    ("metadata", "expected"),
     [
         ({}, "default"),
         ({"rope.scaling.factor": 4.0}, "linear"),
@@ -264,10 +264,10 @@ def test_scaled_positions(
         ({"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}, "yarn"),
     ],
 )
-def test_what_llama_cpp_takes_for_scaling(metadata: dict[str, Any], wanted: str) -> None:
+def test_what_llama_cpp_takes_for_scaling(metadata: dict[str, Any], expected: str) -> None:
     sizes = {"context_length": 128, "embedding_length": 64, "attention.head_count": 4}
     rope = KNOWN["llama"].settings((sizes | metadata).get)["rope_parameters"]
-    assert (rope["rope_type"], rope["rope_theta"], rope.get("factor", 4.0)) == (wanted, 10000.0, 4.0)
+    assert (rope["rope_type"], rope["rope_theta"], rope.get("factor", 4.0)) == (expected, 10000.0, 4.0)
     assert rope.get("original_max_position_embeddings", 128) == 128
 
 
@@ -288,7 +288,7 @@ def test_heads_of_another_size_than_hidden_per_head(
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "wanted"),
+    ("key", "value", "expected"),
     [
         ("type", "longrope", "none, linear, yarn or no such key, got 'longrope'"),
         ("factor", float("nan"), "a positive number, got nan"),
@@ -297,10 +297,10 @@ def test_heads_of_another_size_than_hidden_per_head(
     ],
 )
 @pytest.mark.parametrize("architecture", ["llama", "gemma3"])
-def test_other_scaling_is_refused(tmp_path: Path, architecture: str, key: str, value: Any, wanted: str) -> None:
+def test_other_scaling_is_refused(tmp_path: Path, architecture: str, key: str, value: Any, expected: str) -> None:
     checkpoint = open_checkpoint(write_gguf(tmp_path / "tiny.gguf", architecture))
     checkpoint.file.metadata[f"{architecture}.rope.scaling.{key}"] = value
-    with pytest.raises(FormatError, match=rf"tiny\.gguf: {architecture}\.rope\.scaling\.{key}: wanted {wanted}"):
+    with pytest.raises(FormatError, match=rf"tiny\.gguf: {architecture}\.rope\.scaling\.{key}: wanted {expected}"):
         checkpoint.pretrained()
 
 
@@ -323,16 +323,16 @@ def test_settings_of_gemma_3() -> None:
         "rope.scaling.factor": 8.0,
     }
     plain = {"rope_type": "default", "rope_theta": 10000.0}
-    found = KNOWN["gemma3"].settings(small.get)
-    assert found["query_pre_attn_scalar"] is found["final_logit_softcapping"] is None
-    assert found["rope_parameters"] == {
+    actual = KNOWN["gemma3"].settings(small.get)
+    assert actual["query_pre_attn_scalar"] is actual["final_logit_softcapping"] is None
+    assert actual["rope_parameters"] == {
         "full_attention": plain | {"rope_theta": 1e6},
         "sliding_attention": plain,
     }
-    assert [i for i, type in enumerate(found["layer_types"]) if type == "full_attention"] == [5, 11, 17, 23]
-    found = KNOWN["gemma3"].settings((small | large).get)
-    assert found["query_pre_attn_scalar"] == 168
-    assert found["rope_parameters"] == {
+    assert [i for i, type in enumerate(actual["layer_types"]) if type == "full_attention"] == [5, 11, 17, 23]
+    actual = KNOWN["gemma3"].settings((small | large).get)
+    assert actual["query_pre_attn_scalar"] == 168
+    assert actual["rope_parameters"] == {
         "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
         "sliding_attention": plain,
     }
@@ -358,8 +358,8 @@ def test_a_llama_3_is_saved_with_its_positions(tmp_path: Path, factor: float) ->
     model, tokenizer = load(path)
     assert model.config.rope_parameters["rope_type"] == "llama3" and model.config.rope_parameters["factor"] == factor
     plain = 1.0 / 10000.0 ** (torch.arange(0, 16, 2) / 16)
-    wanted = plain / torch.from_numpy(llama3_factors(10000.0, factor))
-    torch.testing.assert_close(model.model.rotary_emb.inv_freq, wanted, rtol=1e-6, atol=0)
+    expected = plain / torch.from_numpy(llama3_factors(10000.0, factor))
+    torch.testing.assert_close(model.model.rotary_emb.inv_freq, expected, rtol=1e-6, atol=0)
     model.save_pretrained(tmp_path / "saved")
     tokenizer.save_pretrained(tmp_path / "saved")
     write_folder(open_checkpoint(path), tmp_path / "converted", OwnWriter(), dtype=torch.float32)
@@ -372,8 +372,8 @@ def test_a_llama_3_is_saved_with_its_positions(tmp_path: Path, factor: float) ->
 def test_tables_of_llama_3(factor: float, head_size: int) -> None:
     """The tables of 3.1 8B, 3.2 1B and 3.2 3B; with another base they are none."""
     factors = torch.from_numpy(llama3_factors(500000.0, factor, head_size))
-    found = llama3_parameters(factors, 500000.0)
-    assert found is not None and (found["factor"], found["original_max_position_embeddings"]) == (factor, 8192)
+    actual = llama3_parameters(factors, 500000.0)
+    assert actual is not None and (actual["factor"], actual["original_max_position_embeddings"]) == (factor, 8192)
     assert llama3_parameters(factors, 400000.0) is None
 
 

@@ -28,14 +28,14 @@ def writer(added: int, group_size: int = 32, g_idx: bool = True, **numbers: Any)
     """Pack modules as GPTQ does; ``added`` to a zero point before it is stored."""
 
     def write(name: str, n: int, k: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        found = Numbers.random(n, k, group_size, **numbers)
+        actual = Numbers.random(n, k, group_size, **numbers)
         bits = numbers.get("bits", 4)
         parts = {
-            "qweight": stream(found.codes.T, 0, bits),
-            "qzeros": stream(found.zeros.T + added & 2**bits - 1, 1, bits),
-            "scales": found.scales.T,
+            "qweight": stream(actual.codes.T, 0, bits),
+            "qzeros": stream(actual.zeros.T + added & 2**bits - 1, 1, bits),
+            "scales": actual.scales.T,
         }
-        return parts | ({"g_idx": torch.from_numpy(found.groups).int()} if g_idx else {}), found.weight
+        return parts | ({"g_idx": torch.from_numpy(actual.groups).int()} if g_idx else {}), actual.weight
 
     return write
 
@@ -73,8 +73,8 @@ def writer(added: int, group_size: int = 32, g_idx: bool = True, **numbers: Any)
     ],
 )
 def test_weights_and_logits(tmp_path: Path, config: dict[str, Any], write: Writer, format: str) -> None:
-    wanted = write_model(tmp_path, CONFIG | config, write)
-    model = assert_loads(tmp_path, wanted, {format: 7 * LAYERS})
+    expected = write_model(tmp_path, CONFIG | config, write)
+    model = assert_loads(tmp_path, expected, {format: 7 * LAYERS})
     biases = [layer.self_attn.q_proj.bias for layer in model.model.layers]
     assert all(bias is not None and bias.any() for bias in biases)
     scattered = config.get("desc_act", False)
@@ -86,21 +86,23 @@ def test_other_bits(tmp_path: Path, bits: int) -> None:
     """Of 3 bits codes and zero points straddle words. GPTQModel's zero points of 0 come back, other files' are asked
     for."""
     middle, key = 2 ** (bits - 1), f"zero_stored_as_{2**bits - 1}"
-    wanted = write_model(tmp_path, CONFIG | {"bits": bits}, writer(-1, bits=bits, zeros=(middle, middle)))
-    assert_loads(tmp_path, wanted, {f"int{bits}_g32_fp16": 7 * LAYERS})
+    expected = write_model(tmp_path, CONFIG | {"bits": bits}, writer(-1, bits=bits, zeros=(middle, middle)))
+    assert_loads(tmp_path, expected, {f"int{bits}_g32_fp16": 7 * LAYERS})
     v2 = CONFIG | {"bits": bits, "sym": False, "checkpoint_format": "gptq_v2", "desc_act": True}
-    wanted = write_model(tmp_path, v2, writer(0, bits=bits, zeros=(0, 2**bits - 1), act_order=True))
-    assert_loads(tmp_path, wanted, {f"int{bits}_g32_zint_fp16": 7 * LAYERS})
-    wanted = write_model(tmp_path, CONFIG | {"bits": bits, "sym": False}, writer(-1, bits=bits, zeros=(1, 2**bits - 1)))
-    assert_loads(tmp_path, wanted, {f"int{bits}_g32_zint_fp16": 7 * LAYERS})
-    wanted = write_model(tmp_path, CONFIG | {"bits": bits, "sym": False}, writer(-1, bits=bits, zeros=(0, 1)))
+    expected = write_model(tmp_path, v2, writer(0, bits=bits, zeros=(0, 2**bits - 1), act_order=True))
+    assert_loads(tmp_path, expected, {f"int{bits}_g32_zint_fp16": 7 * LAYERS})
+    expected = write_model(
+        tmp_path, CONFIG | {"bits": bits, "sym": False}, writer(-1, bits=bits, zeros=(1, 2**bits - 1))
+    )
+    assert_loads(tmp_path, expected, {f"int{bits}_g32_zint_fp16": 7 * LAYERS})
+    expected = write_model(tmp_path, CONFIG | {"bits": bits, "sym": False}, writer(-1, bits=bits, zeros=(0, 1)))
     with pytest.raises(FormatError, match=rf"stored as {2**bits - 1}, .* say which by {key}: 0 or {2**bits} in"):
         load(tmp_path)
     configure(tmp_path, **{key: 0})
-    assert_loads(tmp_path, wanted, {f"int{bits}_g32_zint_fp16": 7 * LAYERS})
+    assert_loads(tmp_path, expected, {f"int{bits}_g32_zint_fp16": 7 * LAYERS})
     configure(tmp_path, **{key: 2**bits})
     layer = open_checkpoint(tmp_path).weight(DOWN)
-    assert layer.format.zero == "float" and layer.dequantize().min() < wanted[DOWN].min()
+    assert layer.format.zero == "float" and layer.dequantize().min() < expected[DOWN].min()
     configure(tmp_path, **{key: 3})
     with pytest.raises(FormatError, match=f"{key} is 3, wanted 0 or {2**bits}" if bits != 2 else "holds no|wanted"):
         open_checkpoint(tmp_path)
@@ -142,10 +144,10 @@ def test_codes_in_planes(tmp_path: Path, bits: int) -> None:
     config, element = CONFIG | {"bits": bits, "checkpoint_format": "gptq_p"}, f"int{8 if bits == 7 else bits}"
     sym = write_model(tmp_path / "sym", config, write(True))
     asym = write_model(tmp_path / "asym", config | {"sym": False, "desc_act": True}, write(False))
-    for folder, wanted, zero in (("sym", sym, ""), ("asym", asym, "_zint")):
+    for folder, expected, zero in (("sym", sym, ""), ("asym", asym, "_zint")):
         checkpoint = open_checkpoint(tmp_path / folder)
         assert {str(module.format) for module in checkpoint.modules.values()} == {f"{element}_g32{zero}_fp16"}
-        assert all(torch.equal(checkpoint.weight(name).dequantize(), weight) for name, weight in wanted.items())
+        assert all(torch.equal(checkpoint.weight(name).dequantize(), weight) for name, weight in expected.items())
     if bits != 3:
         configure(tmp_path / "sym", checkpoint_format="gptq_v2")
         with pytest.raises(
@@ -162,15 +164,15 @@ def test_planes_of_codes_that_fill_words(tmp_path: Path) -> None:
     config = CONFIG | {"sym": False, "checkpoint_format": "gptq_p"}
     for bits in (2, 4, 8):
         write = writer(0, bits=bits, zeros=(0, 2**bits - 1))
-        wanted = write_model(tmp_path / str(bits), config | {"bits": bits}, write)
+        expected = write_model(tmp_path / str(bits), config | {"bits": bits}, write)
         checkpoint = open_checkpoint(tmp_path / str(bits))
-        assert torch.equal(checkpoint.weight(DOWN).dequantize(), wanted[DOWN])
+        assert torch.equal(checkpoint.weight(DOWN).dequantize(), expected[DOWN])
 
 
 def test_lm_head_and_layers_that_were_not_converted(tmp_path: Path) -> None:
-    wanted = write_model(tmp_path, CONFIG, writer(-1), dense=("k_proj", "0.mlp.up_proj"))
-    assert "lm_head" in wanted
-    assert_loads(tmp_path, wanted, {"int4_g32_fp16": 7 * LAYERS + 1 - 3})
+    expected = write_model(tmp_path, CONFIG, writer(-1), dense=("k_proj", "0.mlp.up_proj"))
+    assert "lm_head" in expected
+    assert_loads(tmp_path, expected, {"int4_g32_fp16": 7 * LAYERS + 1 - 3})
 
 
 def test_layers_with_their_own_settings(tmp_path: Path) -> None:
@@ -179,22 +181,22 @@ def test_layers_with_their_own_settings(tmp_path: Path) -> None:
     def write(name: str, n: int, k: int) -> Any:
         return (coarse if name.endswith("q_proj") else writer(-1))(name, n, k)
 
-    wanted = write_model(
+    expected = write_model(
         tmp_path, CONFIG | {"dynamic": {"-:.*lm_head": {}, r"+:.*\.q_proj$": {"group_size": 64}}}, write
     )
     formats = {"int4_g32_fp16": 6 * LAYERS, "int4_g64_fp16": LAYERS}
-    assert_loads(tmp_path, wanted, dict(sorted(formats.items(), reverse=True)))
+    assert_loads(tmp_path, expected, dict(sorted(formats.items(), reverse=True)))
     configure(tmp_path, dynamic=None, extra_config={".*q_proj": {"group_size": 64}, DOWN: {"sym": True}})
-    assert_loads(tmp_path, wanted, formats)
+    assert_loads(tmp_path, expected, formats)
     configure(tmp_path, dynamic={f"-:{DOWN}": {}})
     with pytest.raises(FormatError, match=f"{DOWN}: config.json says by '-:{DOWN}' that it is dense"):
         open_checkpoint(tmp_path)
 
 
 def test_a_bias_of_zeros_that_the_model_does_not_have(tmp_path: Path) -> None:
-    wanted = write_model(tmp_path, CONFIG, writer(-1))
+    expected = write_model(tmp_path, CONFIG, writer(-1))
     change(tmp_path, lambda tensors: tensors.update({f"{DOWN}.bias": torch.zeros(64)}))
-    model = assert_loads(tmp_path, wanted, {"int4_g32_fp16": 7 * LAYERS})
+    model = assert_loads(tmp_path, expected, {"int4_g32_fp16": 7 * LAYERS})
     assert model.get_submodule(DOWN).bias is None
     change(tmp_path, lambda tensors: tensors.update({f"{DOWN}.bias": torch.ones(64)}))
     with pytest.raises(FormatError, match="down_proj has a bias, its config wants none"):
@@ -224,7 +226,7 @@ def test_a_folder_whose_config_is_in_a_file_of_its_own(method: str, tmp_path: Pa
         "gptq": ((CONFIG, writer(-1)), "quantize_config.json"),
         "awq": ((test_awq.CONFIG, test_awq.writer()), "quant_config.json"),
     }[method]
-    wanted = write_model(tmp_path, *source)
+    expected = write_model(tmp_path, *source)
     config = json.loads((tmp_path / "config.json").read_text())
     own = {key: value for key, value in config.pop("quantization_config").items() if key != "quant_method"}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -238,7 +240,7 @@ def test_a_folder_whose_config_is_in_a_file_of_its_own(method: str, tmp_path: Pa
     quantization = {**json.loads((tmp_path / file).read_text()), "quant_method": method}
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
     checkpoint = open_checkpoint(tmp_path)
-    assert all(torch.equal(checkpoint.weight(name).dequantize(), weight) for name, weight in wanted.items())
+    assert all(torch.equal(checkpoint.weight(name).dequantize(), weight) for name, weight in expected.items())
 
 
 @pytest.mark.parametrize(
@@ -308,19 +310,19 @@ def test_damaged_folders(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("activation", "wanted"), [("w4afp8", "fp8"), ({"mode": "w4afp8"}, "fp8"), ("w4a_nvfp4", None), (None, None)]
+    ("activation", "expected"), [("w4afp8", "fp8"), ({"mode": "w4afp8"}, "fp8"), ("w4a_nvfp4", None), (None, None)]
 )
-def test_activations_that_gptqmodel_wants(tmp_path: Path, activation: Any, wanted: str | None) -> None:
+def test_activations_that_gptqmodel_wants(tmp_path: Path, activation: Any, expected: str | None) -> None:
     weights = write_model(tmp_path, CONFIG | {"activation": activation}, writer(-1))
     checkpoint = open_checkpoint(tmp_path)
     w = checkpoint.weight(DOWN)
-    assert checkpoint.modules[DOWN].activations == w.activations == wanted
+    assert checkpoint.modules[DOWN].activations == w.activations == expected
     assert torch.equal(w.dequantize(), weights[DOWN])
 
 
 def test_zero_points_stored_as_15(tmp_path: Path) -> None:
     """They are 0 or 16, as the config says; without its word they are refused."""
-    wanted = write_model(tmp_path, CONFIG | {"sym": False}, writer(-1, zeros=(13, 16)))
+    expected = write_model(tmp_path, CONFIG | {"sym": False}, writer(-1, zeros=(13, 16)))
     with pytest.raises(
         FormatError,
         match=f"{DOWN}: .* of its zero points are stored as 15, which in version 1 of the format means 0 to some "
@@ -328,7 +330,7 @@ def test_zero_points_stored_as_15(tmp_path: Path) -> None:
     ):
         open_checkpoint(tmp_path).weight(DOWN)
     configure(tmp_path, zero_stored_as_15=16)
-    assert_loads(tmp_path, wanted, {"int4_g32_zfloat_fp32": 7 * LAYERS})
+    assert_loads(tmp_path, expected, {"int4_g32_zfloat_fp32": 7 * LAYERS})
     configure(tmp_path, zero_stored_as_15=15)
     with pytest.raises(FormatError, match="zero_stored_as_15 is 15, wanted 0 or 16"):
         open_checkpoint(tmp_path)
@@ -345,12 +347,12 @@ def test_zero_points_of_0_that_gptqmodel_wrote(tmp_path: Path, meta: dict[str, A
     """It subtracts 1 from each of eight zero points in one word, so that 0 borrows from the one above."""
 
     def write(name: str, n: int, k: int) -> Any:
-        parts, wanted = writer(0, zeros=(0, 15))(name, n, k)
+        parts, expected = writer(0, zeros=(0, 15))(name, n, k)
         words = parts["qzeros"].long() - 0x11111111
-        return {**parts, "qzeros": torch.where(words < -(2**31), words + 2**32, words).int()}, wanted
+        return {**parts, "qzeros": torch.where(words < -(2**31), words + 2**32, words).int()}, expected
 
-    wanted = write_model(tmp_path, CONFIG | {"sym": False, "meta": meta}, write)
-    assert_loads(tmp_path, wanted, {"int4_g32_zint_fp16": 7 * LAYERS})
+    expected = write_model(tmp_path, CONFIG | {"sym": False, "meta": meta}, write)
+    assert_loads(tmp_path, expected, {"int4_g32_zint_fp16": 7 * LAYERS})
     # "meta" is free for whatever tools note
     for noted in ({"quantizer": ["auto_gptq:0.7"]}, "mine", ["mine"], {"quantizer": 7}, {"quantizer": [7, None]}):
         configure(tmp_path, meta=noted)

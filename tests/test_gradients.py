@@ -22,19 +22,19 @@ def inputs() -> torch.Tensor:
     return torch.randn(M, K, generator=torch.Generator().manual_seed(3)).half().requires_grad_()
 
 
-def assert_near(found: torch.Tensor | None, wanted: torch.Tensor) -> None:
-    assert found is not None and found.dtype == torch.float16
-    assert (found.double() - wanted).norm() < 1e-3 * wanted.norm()
+def assert_near(actual: torch.Tensor | None, expected: torch.Tensor) -> None:
+    assert actual is not None and actual.dtype == torch.float16
+    assert (actual.double() - expected).norm() < 1e-3 * expected.norm()
 
 
 @pytest.mark.parametrize("alpha", [1e-6, 3e-5, 1.0, 3e4])
 def test_through_alpha(alpha: float) -> None:
     x, w = inputs(), weight(1 / alpha)
-    wanted = alpha * G.double() @ w.dequantize(torch.float64)
+    expected = alpha * G.double() @ w.dequantize(torch.float64)
     linear(x, w, alpha=alpha).backward(G)
-    assert_near(x.grad, wanted)
+    assert_near(x.grad, expected)
     of_transform = torch.func.grad(lambda x: (linear(x, w, alpha=alpha).double() * G.double()).sum())(x.detach())
-    assert_near(of_transform, wanted)
+    assert_near(of_transform, expected)
 
 
 def test_through_experts_scales() -> None:
@@ -44,8 +44,8 @@ def test_through_experts_scales() -> None:
     layer(x, OFFSETS).backward(G)
     for e in (0, 2):
         rows = slice(int(OFFSETS[e]), int(OFFSETS[e + 1]))
-        wanted = float(scales[e]) * G[rows].double() @ ws[e].dequantize(torch.float64)
-        assert_near(None if x.grad is None else x.grad[rows], wanted)
+        expected = float(scales[e]) * G[rows].double() @ ws[e].dequantize(torch.float64)
+        assert_near(None if x.grad is None else x.grad[rows], expected)
 
 
 def test_of_a_float32_bias_beyond_float16() -> None:

@@ -28,11 +28,11 @@ def stacked(n: int = N, k: int = K, layout: str | None = None) -> QuantizedWeigh
 
 def dense(x: torch.Tensor, w: QuantizedWeight, operands: EpilogueOperands, activation: str | None) -> torch.Tensor:
     """The formula, expert by expert, in x's dtype; only the rows of experts."""
-    found, weights = [], w.dequantize().to(x.dtype)
+    products, weights = [], w.dequantize().to(x.dtype)
     for e, (first, last) in enumerate(itertools.pairwise(OFFSETS)):
         own = operands.of_expert(lambda t, e=e: t[e]).of_rows(slice(first, last))
-        found.append(Epilogue(activation).apply(x[first:last] @ weights[e].T, own))
-    return torch.cat(found)
+        products.append(Epilogue(activation).apply(x[first:last] @ weights[e].T, own))
+    return torch.cat(products)
 
 
 @pytest.mark.parametrize("layout", ["cpu", "canonical"])
@@ -66,8 +66,8 @@ def test_every_operand(activation, compiled):
     tracked = {name: t.clone().requires_grad_() for name, t in names.items()}
     reference = {name: t.double().requires_grad_() for name, t in names.items()}
 
-    def call(given):
-        x, rest = given["x"], {name: t for name, t in given.items() if name != "x"}
+    def call(tensors):
+        x, rest = tensors["x"], {name: t for name, t in tensors.items() if name != "x"}
         return w4gemm.grouped_linear(x, w, offsets, activation=activation, **rest)
 
     if compiled:
@@ -78,9 +78,9 @@ def test_every_operand(activation, compiled):
         torch.testing.assert_close(d[OWNED], call(names)[OWNED], rtol=1e-5, atol=1e-4)
     g = randn(ROWS, columns, seed=6)
     x = reference.pop("x")
-    wanted = dense(x, w, EpilogueOperands(**reference), activation)
-    torch.testing.assert_close(d[OWNED].double(), wanted, rtol=1e-4, atol=1e-4)
-    expected = torch.autograd.grad(wanted, [x, *reference.values()], g[OWNED].double())
+    gradients = dense(x, w, EpilogueOperands(**reference), activation)
+    torch.testing.assert_close(d[OWNED].double(), gradients, rtol=1e-4, atol=1e-4)
+    expected = torch.autograd.grad(gradients, [x, *reference.values()], g[OWNED].double())
     for name, got, want in zip(tracked, torch.autograd.grad(d, list(tracked.values()), g), expected, strict=True):
         assert (got - want).norm() < 1e-4 * want.norm(), name
 
@@ -98,8 +98,8 @@ def test_rows_by_their_indices(compiled):
         torch.compiler.reset()
     function = torch.compile(call, fullgraph=True, backend="aot_eager") if compiled else call
     (got,) = torch.autograd.grad(function(x), x, g)
-    (wanted,) = torch.autograd.grad(w4gemm.grouped_linear(x[indices], w, offsets), x, g)
-    torch.testing.assert_close(got, wanted)
+    (expected,) = torch.autograd.grad(w4gemm.grouped_linear(x[indices], w, offsets), x, g)
+    torch.testing.assert_close(got, expected)
 
 
 def test_padded_rows():
@@ -108,8 +108,8 @@ def test_padded_rows():
     g = randn(E, 4, N, seed=1)
     got = torch.autograd.grad(w4gemm.masked_linear(x, w, counts, bias), (x, bias), g)
     here = (torch.arange(4) < counts[:, None])[..., None]
-    wanted = torch.autograd.grad(torch.einsum("emk,enk->emn", x, w.dequantize()) + bias[:, None], (x, bias), g * here)
-    for a, b in zip(got, wanted, strict=True):
+    expected = torch.autograd.grad(torch.einsum("emk,enk->emn", x, w.dequantize()) + bias[:, None], (x, bias), g * here)
+    for a, b in zip(got, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
@@ -118,9 +118,9 @@ def test_the_second_derivative():
     g = randn(ROWS, N, seed=1).requires_grad_()
     (dx,) = torch.autograd.grad(w4gemm.grouped_linear(x, w, offsets), x, g, create_graph=True)
     (dg,) = torch.autograd.grad(dx, g, torch.ones_like(dx))
-    wanted = torch.zeros(ROWS, N)
-    wanted[OWNED] = dense(torch.ones(ROWS, K), w, EpilogueOperands(), None)
-    torch.testing.assert_close(dg, wanted, rtol=1e-4, atol=1e-4)
+    expected = torch.zeros(ROWS, N)
+    expected[OWNED] = dense(torch.ones(ROWS, K), w, EpilogueOperands(), None)
+    torch.testing.assert_close(dg, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_memory_is_bounded(monkeypatch):
@@ -153,26 +153,26 @@ def test_a_whole_layer(device):
     for product in (layer.gate_up, layer.down):
         product.bias.requires_grad_()
     ids = torch.randint(-1, E + 1, (tokens, top), generator=torch.Generator().manual_seed(3))
-    given = [randn(tokens, features, seed=4).to(dtype), torch.rand(tokens, top).softmax(-1)]
-    x, scores = (t.to(device).requires_grad_() for t in given)
+    tensors = [randn(tokens, features, seed=4).to(dtype), torch.rand(tokens, top).softmax(-1)]
+    x, scores = (t.to(device).requires_grad_() for t in tensors)
     y = layer(x, ids.to(device), scores)
     g = randn(tokens, features, seed=5)
     got = torch.autograd.grad(y, (x, scores, layer.gate_up.bias, layer.down.bias), g.to(device, dtype))
 
-    reference = [t.double().requires_grad_() for t in (*given, *biases)]
+    reference = [t.double().requires_grad_() for t in (*tensors, *biases)]
     rx, rscores, first, second = reference
     a, b = (w.dequantize().double() for w in weights)
-    wanted = torch.zeros(tokens, features, dtype=torch.float64)
+    expected = torch.zeros(tokens, features, dtype=torch.float64)
     for j in range(top):
         e, here = ids[:, j].clamp(0, E - 1), ((ids[:, j] >= 0) & (ids[:, j] < E))[:, None]
         both = torch.einsum("tk,tnk->tn", rx, a[e]) + first[e]
         gate, up = both[:, ::2].clamp(max=7), both[:, 1::2].clamp(-7, 7)
         inner = gate * torch.sigmoid(1.702 * gate) * (up + 1)
         outer = torch.einsum("tk,tnk->tn", inner, b[e]) + second[e]
-        wanted = wanted + torch.where(here, rscores[:, j, None] * outer, 0.0)
+        expected = expected + torch.where(here, rscores[:, j, None] * outer, 0.0)
     tolerance = 1e-5 if device == "cpu" else 2e-2
-    assert (y.detach().cpu() - wanted).norm() < tolerance * wanted.norm()
-    for i, (t, w) in enumerate(zip(got, torch.autograd.grad(wanted, reference, g), strict=True)):
+    assert (y.detach().cpu() - expected).norm() < tolerance * expected.norm()
+    for i, (t, w) in enumerate(zip(got, torch.autograd.grad(expected, reference, g), strict=True)):
         assert (t.cpu() - w).norm() < 2 * tolerance * w.norm(), i
 
 

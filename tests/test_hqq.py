@@ -80,15 +80,15 @@ def test_weights_and_logits(tmp_path: Path, write: Writer, format: str) -> None:
 
 
 def test_three_numbers_lie_as_2_bits(tmp_path: Path) -> None:
-    wanted = write_model(tmp_path, CONFIG, writer(bits=2))
+    expected = write_model(tmp_path, CONFIG, writer(bits=2))
     put(tmp_path, f"{DOWN}.nbits", torch.tensor(1.58))
-    assert torch.equal(open_checkpoint(tmp_path).weight(DOWN).dequantize(), wanted[DOWN])
+    assert torch.equal(open_checkpoint(tmp_path).weight(DOWN).dequantize(), expected[DOWN])
 
 
 def test_float32_scales_are_rounded(tmp_path: Path) -> None:
-    wanted = write_model(tmp_path, CONFIG, writer(torch.float32))
+    expected = write_model(tmp_path, CONFIG, writer(torch.float32))
     checkpoint = open_checkpoint(tmp_path)
-    for name, weight in wanted.items():
+    for name, weight in expected.items():
         error = (checkpoint.weight(name).dequantize() - weight).abs().max()
         assert 0 < error <= 2**-19 * 15 * 0.025
 

@@ -46,11 +46,11 @@ def write(folder: Path, name: str) -> Any:
     """Write a dense model with random weights and a tokenizer."""
     torch.manual_seed(0)
     try:
-        given = AutoConfig.for_model(name)
+        default = AutoConfig.for_model(name)
     except ValueError:
         pytest.skip(f"this transformers has no {name}")
-    text = type(given.text_config)(**TEXT, **MODELS[name])
-    config = type(given)(text_config=text, vision_config=type(given.vision_config)(**VISION))
+    text = type(default.text_config)(**TEXT, **MODELS[name])
+    config = type(default)(text_config=text, vision_config=type(default.vision_config)(**VISION))
     config.mm_tokens_per_image = PICTURE_TOKENS
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
     model.save_pretrained(folder)
@@ -73,24 +73,24 @@ def images_of(model: Any) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("name", MODELS)
 def test_every_way_to_a_model_gives_the_same(name: str, tmp_path: Path) -> None:
     dense = write(tmp_path / "dense", name)
-    wanted = AutoModelForImageTextToText.from_pretrained(
+    expected = AutoModelForImageTextToText.from_pretrained(
         tmp_path / "dense", quantization_config=W4GemmConfig("int4_g32"), dtype=torch.float32
     ).eval()
-    found = [load(tmp_path / "dense", format="int4_g32")[0]]
+    actual = [load(tmp_path / "dense", format="int4_g32")[0]]
     for to in ("w4gemm", "compressed-tensors"):
         out = str(tmp_path / to)
         assert main(["convert", str(tmp_path / "dense"), out, "--format", "int4_g32", "--to", to]) == 0
-        found.append(load(out)[0])
-    for model in found:
+        actual.append(load(out)[0])
+    for model in actual:
         assert type(model) is type(dense)
-        assert torch.equal(logits(model), logits(wanted))
+        assert torch.equal(logits(model), logits(expected))
         layers = [n for n, m in model.named_modules() if isinstance(m, W4Linear)]
         assert layers and all("language_model" in n for n in layers)
         there, here = images_of(model), images_of(dense)
         assert there and there.keys() == here.keys() and all(torch.equal(there[n], here[n]) for n in here)
     theirs = AutoModelForImageTextToText.from_pretrained(tmp_path / "compressed-tensors", dtype=torch.float32).eval()
     torch.nn.Module.float(theirs)  # older versions of transformers have the weights in bfloat16
-    torch.testing.assert_close(logits(theirs), logits(wanted), rtol=0.05, atol=0.02)
+    torch.testing.assert_close(logits(theirs), logits(expected), rtol=0.05, atol=0.02)
 
 
 def test_the_language_model_alone_beside_the_config_of_the_whole(tmp_path: Path) -> None:
@@ -102,12 +102,12 @@ def test_the_language_model_alone_beside_the_config_of_the_whole(tmp_path: Path)
     whole.save_pretrained(tmp_path / "text")
     for file in (tmp_path / "whole").glob("tokenizer*"):
         shutil.copy(file, tmp_path / "text")
-    wanted = AutoModelForCausalLM.from_pretrained(
+    expected = AutoModelForCausalLM.from_pretrained(
         tmp_path / "text", quantization_config=W4GemmConfig("int4_g32"), dtype=torch.float32
     ).eval()
     model = load(tmp_path / "text", format="int4_g32")[0]
     assert type(model) is type(dense) and type(model.config) is not type(whole)
-    assert torch.equal(logits(model), logits(wanted))
+    assert torch.equal(logits(model), logits(expected))
 
 
 @pytest.mark.parametrize("name", ["gemma3", "mistral3", "llava", "qwen3_vl"])
@@ -137,5 +137,5 @@ def test_images_are_left_to_transformers(tmp_path: Path, monkeypatch: pytest.Mon
     model, _ = load(tmp_path, format="int4_g32")
     pixels, picture = torch.randn(1, 3, 28, 28), [model.config.image_token_id] * PICTURE_TOKENS
     ids = torch.tensor([[5, *picture, 6]])
-    found = model.generate(input_ids=ids, pixel_values=pixels, max_new_tokens=3, do_sample=False)
-    assert loop.step_of(model) is None and found.shape == (1, ids.shape[1] + 3)
+    actual = model.generate(input_ids=ids, pixel_values=pixels, max_new_tokens=3, do_sample=False)
+    assert loop.step_of(model) is None and actual.shape == (1, ids.shape[1] + 3)

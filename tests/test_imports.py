@@ -27,7 +27,7 @@ def room_of(file: Path) -> str:
 
 def imported_rooms(file: Path) -> set[str]:
     """Rooms that a file imports, anywhere in it. ``from w4gemm import x`` counts as the room that x comes from."""
-    found = set()
+    rooms = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -42,8 +42,8 @@ def imported_rooms(file: Path) -> set[str]:
             if package != "w4gemm" or not parts:
                 continue
             source = getattr(getattr(w4gemm, parts[0], None), "__module__", f"w4gemm.{parts[0]}")
-            found.add(parts[0] if parts[0] in ROOMS else source.split(".")[1])
-    return found
+            rooms.add(parts[0] if parts[0] in ROOMS else source.split(".")[1])
+    return rooms
 
 
 FILES = [f for f in sorted(PACKAGE.rglob("*.py")) if f != PACKAGE / "__init__.py"]

@@ -152,13 +152,13 @@ def test_off_keeps_nothing(folder, builds, monkeypatch):
 
 
 def test_threads_compile_once(folder, builds):
-    unit, found = tiny(), []
-    threads = [threading.Thread(target=lambda: found.append(compiled(unit))) for _ in range(8)]
+    unit, functions = tiny(), []
+    threads = [threading.Thread(target=lambda: functions.append(compiled(unit))) for _ in range(8)]
     for t in threads:
         t.start()
     for t in threads:
         t.join()
-    assert len(builds) == 1 and len(found) == 8 and len(set(map(id, found))) == 1
+    assert len(builds) == 1 and len(functions) == 8 and len(set(map(id, functions))) == 1
 
 
 def test_name_depends_on_all_that_the_code_depends_on(monkeypatch):
@@ -186,17 +186,17 @@ def test_the_fingerprint_has_all_sources_of_device_code():
     """Else an object of an older version would be run after its source has changed."""
     package = Path(w4gemm.__file__).parent
     todo = [f for f in (package / "kernels").rglob("*.py") if "cutlass" in f.read_text()]
-    found: set[Path] = set()
+    functions: set[Path] = set()
     while todo:
         file = todo.pop()
-        if file in found:
+        if file in functions:
             continue
-        found.add(file)
+        functions.add(file)
         for line in re.findall(r"^\s*from w4gemm\.([\w.]+) import", file.read_text(), re.MULTILINE):
             path = package / line.replace(".", "/")
             if line.partition(".")[0] != "jit":
                 todo.append(path / "__init__.py" if path.is_dir() else path.with_suffix(".py"))
-    names = {file.relative_to(package).as_posix() for file in found}
+    names = {file.relative_to(package).as_posix() for file in functions}
     others = {name for name in names if not name.startswith(disk._SOURCES) and not name.endswith("__init__.py")}
     assert others == set(BESIDE_THE_SOURCES)
 
@@ -364,9 +364,9 @@ def test_why_an_object_of_a_richer_processor_is_missing(folder, monkeypatch):
     name = disk.entry_name(tiny())
     assert disk.write(name, b"code")
     monkeypatch.setattr(disk, "processor", lambda: ("another machine",))
-    wanted = disk.entry_name(tiny())
-    assert wanted != name and disk.read(wanted) is None
-    assert f"{name}, which is damaged or was compiled on a machine whose CPU" in disk.why_missing(wanted)
+    expected = disk.entry_name(tiny())
+    assert expected != name and disk.read(expected) is None
+    assert f"{name}, which is damaged or was compiled on a machine whose CPU" in disk.why_missing(expected)
 
 
 def test_why_a_whole_object_is_not_loaded(folder):

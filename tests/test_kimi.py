@@ -54,15 +54,15 @@ def floats(name: str, n: int, k: int) -> Any:
 def write_k2(folder: Path, **settings: Any) -> dict[str, torch.Tensor]:
     """Write a tiny Kimi-K2; return its experts' weights. Its model type is none of transformers'."""
     write_dense(folder, "deepseek_v3")
-    wanted = convert(folder, INT4, of_experts(test_compressed_tensors.writer()), ("lm_head", "mlp.gate"))
+    expected = convert(folder, INT4, of_experts(test_compressed_tensors.writer()), ("lm_head", "mlp.gate"))
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"model_type": "kimi_k2"} | settings))
-    return {name: w for name, w in wanted.items() if EXPERT.fullmatch(name)}
+    return {name: w for name, w in expected.items() if EXPERT.fullmatch(name)}
 
 
 def write_k25(folder: Path) -> dict[str, torch.Tensor]:
     """Write a tiny Kimi-K2.5, whose language model is a Kimi-K2; return its experts' weights."""
-    wanted = write_k2(folder)
+    expected = write_k2(folder)
     text = json.loads((folder / "config.json").read_text())
     whole = {"architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25", "text_config": text}
     whole |= {"vision_config": VISION, "projection_hidden_size": 32, "tie_word_embeddings": False}
@@ -71,48 +71,50 @@ def write_k25(folder: Path) -> dict[str, torch.Tensor]:
     AutoModelForImageTextToText.from_config(config).save_pretrained(folder / "vision")
     others = load_file(folder / "vision" / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(whole))
-    return as_part(folder, wanted, {n: t for n, t in others.items() if not n.startswith("language_model.")})
+    return as_part(folder, expected, {n: t for n, t in others.items() if not n.startswith("language_model.")})
 
 
 def write_k3(folder: Path) -> dict[str, torch.Tensor]:
     """Write what Kimi-K3 keeps in 4 bits, and a little of the rest; return its experts' weights. The model is none of
     transformers'."""
     folder.mkdir()
-    tensors, wanted = {}, {}
+    tensors, expected = {}, {}
     for expert in range(EXPERTS):
         for role, n, k in (("w1", 48, 64), ("w2", 64, 64), ("w3", 48, 64)):
             name = f"model.layers.1.block_sparse_moe.experts.{expert}.{role}"
-            parts, wanted[name] = floats(name, n, k)
+            parts, expected[name] = floats(name, n, k)
             tensors |= {f"{name}.{leaf}": t for leaf, t in parts.items()}
     save_file(tensors | {"lm_head.weight": dense(8, 64).bfloat16()}, folder / "model.safetensors")
     text = {"model_type": "kimi_k3_text", "quantization_config": MXFP4, "dtype": "bfloat16"}
     config = {"architectures": ["KimiK3ForConditionalGeneration"], "model_type": "kimi_k3", "text_config": text}
     (folder / "config.json").write_text(json.dumps(config))
-    return as_part(folder, wanted, {"vision_tower.norm.weight": torch.ones(8)})
+    return as_part(folder, expected, {"vision_tower.norm.weight": torch.ones(8)})
 
 
-def as_part(folder: Path, wanted: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def as_part(
+    folder: Path, expected: dict[str, torch.Tensor], others: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
     """Rename a folder's tensors to those of the language model of another model, and add others."""
     tensors = {f"language_model.{name}": t for name, t in load_file(folder / "model.safetensors").items()}
     save_file(tensors | others, folder / "model.safetensors")
-    return {f"language_model.{name}": t for name, t in wanted.items()}
+    return {f"language_model.{name}": t for name, t in expected.items()}
 
 
 def write_linear(folder: Path) -> dict[str, torch.Tensor]:
     """Write a tiny Kimi-Linear with experts in MXFP4 and under the names of Kimi-K3; return their weights."""
     write_dense(folder, "kimi_linear")
-    wanted = convert(folder, MXFP4, of_experts(floats), ("lm_head", "gate"))
-    return {name: w for name, w in wanted.items() if EXPERT.fullmatch(name)}
+    expected = convert(folder, MXFP4, of_experts(floats), ("lm_head", "gate"))
+    return {name: w for name, w in expected.items() if EXPERT.fullmatch(name)}
 
 
-def assert_experts(folder: Path, wanted: dict[str, torch.Tensor]) -> None:
+def assert_experts(folder: Path, expected: dict[str, torch.Tensor]) -> None:
     checkpoint = open_checkpoint(folder)
     assert checkpoint.modules
     for name, module in checkpoint.modules.items():
         owner, _, product = name.rpartition(".")
         roles = (("gate_proj", "up_proj"), ("w1", "w3")) if product == "gate_up_proj" else (("down_proj",), ("w2",))
-        used = next(r for r in roles if f"{owner}.0.{r[0]}" in wanted)
-        each = [[wanted[f"{owner}.{e}.{role}"] for role in used] for e in range(EXPERTS)]
+        used = next(r for r in roles if f"{owner}.0.{r[0]}" in expected)
+        each = [[expected[f"{owner}.{e}.{role}"] for role in used] for e in range(EXPERTS)]
         assert module.experts == EXPERTS
         rows = torch.stack([torch.stack(parts, 1).flatten(0, 1) for parts in each])
         assert torch.equal(checkpoint.weight(name).dequantize(), rows), name
@@ -120,8 +122,8 @@ def assert_experts(folder: Path, wanted: dict[str, torch.Tensor]) -> None:
 
 def test_k2(tmp_path: Path) -> None:
     """A DeepSeek-V3 by another name."""
-    wanted = write_k2(tmp_path)
-    assert_experts(tmp_path, wanted)
+    expected = write_k2(tmp_path)
+    assert_experts(tmp_path, expected)
     model, _ = load(tmp_path)
     assert type(model).__name__ == "DeepseekV3ForCausalLM"
     assert sum(isinstance(module, W4Experts) for module in model.modules()) == 1
@@ -146,9 +148,9 @@ def test_k25(tmp_path: Path) -> None:
 def test_experts_in_mxfp4(tmp_path: Path) -> None:
     """The names of experts are not those of the model, and transformers merges some of its dense tensors."""
     folder = tmp_path / "model"
-    wanted = write_linear(folder)
-    assert_experts(folder, wanted)
-    own = dense_model(folder, {f"{name}.weight": w for name, w in wanted.items()}, ("weight_packed", "weight_scale"))
+    expected = write_linear(folder)
+    assert_experts(folder, expected)
+    own = dense_model(folder, {f"{name}.weight": w for name, w in expected.items()}, ("weight_packed", "weight_scale"))
     model = AutoModelForCausalLM.from_pretrained(folder, **OURS)
     assert sum(isinstance(module, W4Experts) for module in model.modules()) == 1
     with torch.inference_mode():
@@ -159,8 +161,8 @@ def test_experts_in_mxfp4(tmp_path: Path) -> None:
 def test_k3(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A model that transformers does not know is read, shown and converted; its own code may then load it."""
     folder, converted = tmp_path / "model", tmp_path / "converted"
-    wanted = write_k3(folder)
-    assert_experts(folder, wanted)
+    expected = write_k3(folder)
+    assert_experts(folder, expected)
     assert main(["inspect", str(folder), "--device", "h200"]) == 0
     shown = capsys.readouterr().out
     assert (

@@ -57,8 +57,8 @@ def test_what_spills_is_said_and_nothing_else(monkeypatch, spilling, possible_el
     for task in tasks_of(CELL, everything=False):
         search(task)
     for pressure in CELL.pressures:
-        wanted = {m for m in CELL.possible(pressure) if m in spilling and pressure.epilogue >= epilogue}
-        assert wanted == set(excluded(pressure)) & set(CELL.possible(pressure)), pressure
+        expected = {m for m in CELL.possible(pressure) if m in spilling and pressure.epilogue >= epilogue}
+        assert expected == set(excluded(pressure)) & set(CELL.possible(pressure)), pressure
 
 
 def test_what_no_file_has_is_not_legal_until_it_is_compiled(compiled):

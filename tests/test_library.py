@@ -133,7 +133,7 @@ def test_the_toolkit_is_the_one_that_the_dsl_chooses(monkeypatch):
     toolchain.versions.cache_clear()
     assert toolchain.versions()[0] == cutlass.__version__
     assert toolchain.versions()[-1] == f"cu{cutlass.CUDA_VERSION.major}"
-    for installed, driver, wanted in (
+    for installed, driver, expected in (
         ({12}, (12, 4), 12),
         ({12}, (11, 8), 12),  # refused elsewhere, with the reason
         ({12, 13}, (12, 9), 12),
@@ -142,7 +142,9 @@ def test_the_toolkit_is_the_one_that_the_dsl_chooses(monkeypatch):
         (set(), (13, 0), None),
     ):
         monkeypatch.setattr(
-            toolchain, "installed_version", lambda name, found=installed: "4.8.1" if int(name[-2:]) in found else None
+            toolchain,
+            "installed_version",
+            lambda name, versions=installed: "4.8.1" if int(name[-2:]) in versions else None,
         )
         monkeypatch.setattr(toolchain, "driver_cuda_version", lambda driver=driver: driver)
-        assert toolchain._toolkit.__wrapped__() == wanted
+        assert toolchain._toolkit.__wrapped__() == expected

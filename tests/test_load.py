@@ -22,8 +22,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def of_threads(count: int, seconds: float) -> load.Outcome:
-    given, outcome, end = load.products("cpu"), load.Outcome(Counter(), []), time.time() + seconds
-    workers = [threading.Thread(target=load.work, args=(str(i), "cpu", end, given, outcome)) for i in range(count)]
+    arguments, outcome, end = load.products("cpu"), load.Outcome(Counter(), []), time.time() + seconds
+    workers = [threading.Thread(target=load.work, args=(str(i), "cpu", end, arguments, outcome)) for i in range(count)]
     for worker in workers:
         worker.start()
     for worker in workers:

@@ -78,14 +78,14 @@ def int4(smooth: tuple[str, ...] = (), dtype: torch.dtype = torch.bfloat16, w4a8
 )
 @pytest.mark.parametrize("own_file", [False, True], ids=["config", "hf_quant_config"])
 def test_weights(tmp_path: Path, config: dict[str, Any], write: Writer, format: str, own_file: bool) -> None:
-    wanted = write_model(tmp_path, config, write)
+    expected = write_model(tmp_path, config, write)
     if own_file:
         whole = json.loads((tmp_path / "config.json").read_text())
         quantization = whole.pop("quantization_config")
         (tmp_path / "config.json").write_text(json.dumps(whole))
         (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": quantization}))
     checkpoint = open_checkpoint(tmp_path)
-    for name, weight in wanted.items():
+    for name, weight in expected.items():
         w = checkpoint.weight(name)
         assert torch.equal(w.dequantize(), weight), name
         assert (
@@ -102,7 +102,7 @@ def test_weights(tmp_path: Path, config: dict[str, Any], write: Writer, format: 
 @pytest.mark.parametrize("lost", ["group_size", "quantized_layers"])
 def test_settings_that_are_in_modelopts_own_file_alone(tmp_path: Path, lost: str) -> None:
     """ModelOpt's config.json lacks the group size of AWQ, and lacked the layers of a mix."""
-    wanted = write_model(tmp_path, INT4, int4()) if lost == "group_size" else write_mix(tmp_path)
+    expected = write_model(tmp_path, INT4, int4()) if lost == "group_size" else write_mix(tmp_path)
     whole = json.loads((tmp_path / "config.json").read_text())
     quantization = dict(whole["quantization_config"])
     del whole["quantization_config"][lost]
@@ -110,8 +110,8 @@ def test_settings_that_are_in_modelopts_own_file_alone(tmp_path: Path, lost: str
     (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": quantization}))
     checkpoint = open_checkpoint(tmp_path)
     for name in checkpoint.modules:
-        assert torch.equal(checkpoint.weight(name).dequantize(), wanted[name])
-    assert checkpoint.modules.keys() == wanted.keys()
+        assert torch.equal(checkpoint.weight(name).dequantize(), expected[name])
+    assert checkpoint.modules.keys() == expected.keys()
 
 
 @pytest.mark.parametrize("dense", [(), ("q_proj", "k_proj", "v_proj", "o_proj")], ids=["4-bit", "dense"])
@@ -121,14 +121,14 @@ def test_scales_of_a_quantized_cache_are_left_out(tmp_path: Path, leaf: str, den
     write_model(tmp_path, config, nvfp4, ("lm_head", *dense))
     ids = torch.arange(1, 8)[None]
     with torch.inference_mode():
-        wanted = load(tmp_path)[0](ids).logits
+        expected = load(tmp_path)[0](ids).logits
         scales = {f"model.layers.{i}.self_attn.{leaf}": torch.tensor(1.0) for i in range(LAYERS)}
         change(tmp_path, lambda tensors: tensors.update(scales))
-        assert torch.equal(load(tmp_path)[0](ids).logits, wanted)
+        assert torch.equal(load(tmp_path)[0](ids).logits, expected)
 
 
 def test_x_is_scaled_before_the_product(tmp_path: Path) -> None:
-    wanted = write_model(tmp_path, INT4, int4(("o_proj", "down_proj")))
+    expected = write_model(tmp_path, INT4, int4(("o_proj", "down_proj")))
     model, _ = load(tmp_path)
     layers = {name: m for name, m in model.named_modules() if isinstance(m, W4Linear)}
     scaled = {name for name, m in layers.items() if m.pre_quant_scale is not None}
@@ -136,7 +136,7 @@ def test_x_is_scaled_before_the_product(tmp_path: Path) -> None:
     down, ids = layers[DOWN], torch.arange(1, 8)[None]
     x, scale = torch.randn(3, down.in_features), torch.rand(96, generator=torch.Generator().manual_seed(96)) + 0.5
     assert torch.equal(down.pre_quant_scale, scale) and "pre_quant_scale=True" in repr(down)
-    torch.testing.assert_close(down(x), (x * scale) @ wanted[DOWN].T)
+    torch.testing.assert_close(down(x), (x * scale) @ expected[DOWN].T)
     with torch.inference_mode():
         logits = model(ids).logits
         model.save_pretrained(tmp_path / "saved")
@@ -161,10 +161,10 @@ def write_mix(folder: Path) -> dict[str, torch.Tensor]:
         return {"weight": weight} | scales, weight.float() * 0.03
 
     config = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "exclude_modules": ["lm_head"]}
-    wanted = write_model(folder, config, write)
-    layers = {name: {"quant_algo": "FP8" if "self_attn" in name else "NVFP4", "group_size": 16} for name in wanted}
+    expected = write_model(folder, config, write)
+    layers = {name: {"quant_algo": "FP8" if "self_attn" in name else "NVFP4", "group_size": 16} for name in expected}
     configure(folder, quantized_layers=layers)
-    return wanted
+    return expected
 
 
 def test_a_mix_with_fp8(tmp_path: Path) -> None:
@@ -174,11 +174,11 @@ def test_a_mix_with_fp8(tmp_path: Path) -> None:
 
 
 def test_w4a8_scales_and_then_quantizes_x(tmp_path: Path) -> None:
-    wanted = write_model(tmp_path, W4A8, int4(("down_proj",), torch.float32, w4a8=True))
+    expected = write_model(tmp_path, W4A8, int4(("down_proj",), torch.float32, w4a8=True))
     down = load(tmp_path)[0].get_submodule(DOWN)
     x, scale = torch.randn(3, 96), torch.rand(96, generator=torch.Generator().manual_seed(96)) + 0.5
     x8, token_scale = quantize_activations(x * scale)
-    torch.testing.assert_close(down(x), (x8.float() * token_scale[:, None]) @ wanted[DOWN].T)
+    torch.testing.assert_close(down(x), (x8.float() * token_scale[:, None]) @ expected[DOWN].T)
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_what_is_refused(tmp_path: Path, settings: dict[str, Any], changed: Any,
 
 def test_experts_whose_x_is_scaled(tmp_path: Path) -> None:
     """All experts of a layer share the factors of x, as ModelOpt exports them; others are refused."""
-    wanted = write_model(tmp_path, INT4, int4(("w1", "w2", "w3")), ("lm_head", "gate"), architecture="mixtral")
+    expected = write_model(tmp_path, INT4, int4(("w1", "w2", "w3")), ("lm_head", "gate"), architecture="mixtral")
     owner = "model.layers.1.block_sparse_moe.experts"
     checkpoint = open_checkpoint(tmp_path)
     assert checkpoint.modules[f"{owner}.down_proj"].pre_quant_scale
@@ -215,7 +215,7 @@ def test_experts_whose_x_is_scaled(tmp_path: Path) -> None:
     assert torch.equal(experts.down.pre_quant_scale, factors[96])
     x, choice = torch.randn(3, 64), torch.tensor([[0], [3], [0]])
     for row, (e,) in enumerate(choice.tolist()):
-        gate, up, down = (wanted[f"{owner}.{e}.{role}"] for role in ("w1", "w3", "w2"))
+        gate, up, down = (expected[f"{owner}.{e}.{role}"] for role in ("w1", "w3", "w2"))
         scaled = x[row] * factors[64]
         hidden = torch.nn.functional.silu(gate @ scaled) * (up @ scaled)
         y = experts(x, choice, torch.ones(3, 1))[row]
@@ -236,10 +236,10 @@ def test_experts_whose_x_is_scaled(tmp_path: Path) -> None:
 
 
 def test_settings_of_all_experts_of_a_layer(tmp_path: Path) -> None:
-    wanted = write_model(tmp_path, INT4, int4(), ("lm_head", "gate"), architecture="qwen3_moe")
-    layers = {name.partition(".experts.")[0] for name in wanted if ".experts." in name}
+    expected = write_model(tmp_path, INT4, int4(), ("lm_head", "gate"), architecture="qwen3_moe")
+    layers = {name.partition(".experts.")[0] for name in expected if ".experts." in name}
     experts = {f"{name}.experts": {"quant_algo": "W4A16_AWQ", "group_size": 32} for name in layers}
-    others = {name: {"quant_algo": "W4A16_AWQ", "group_size": 32} for name in wanted if ".experts." not in name}
+    others = {name: {"quant_algo": "W4A16_AWQ", "group_size": 32} for name in expected if ".experts." not in name}
     configure(tmp_path, quant_algo="MIXED_PRECISION", group_size=None, quantized_layers=experts | others)
     checkpoint = open_checkpoint(tmp_path)
     assert checkpoint.modules["model.layers.1.mlp.experts.gate_up_proj"].format == WeightFormat(32)

@@ -41,10 +41,10 @@ def groups(*targets: str, bits: int = 4) -> dict[str, Any]:
 
 
 def opened(folder: Path) -> list[str]:
-    with warnings.catch_warnings(record=True) as found:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         open_checkpoint(folder)
-    return [str(w.message) for w in found]
+    return [str(w.message) for w in caught]
 
 
 @pytest.mark.parametrize(

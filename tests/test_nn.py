@@ -271,20 +271,20 @@ def test_x_is_cast_to_the_dtype_of_a_layer_of_16_bits(monkeypatch, dtype, scaled
     if scaled:
         layer.pre_quant_scale = torch.full((64,), 2.0)
     x = torch.randn(3, 64)
-    wanted = layer(x.to(dtype))
+    expected = layer(x.to(dtype))
     if bias:
         layer.bias.data = layer.bias.data.float()
         layer.bias.requires_grad_()
     for function in (layer, torch.compile(layer, backend="aot_eager", fullgraph=True)):
         tracked = x.clone().requires_grad_()
         y = function(tracked)
-        assert y.dtype == torch.float32 and torch.equal(y, wanted.float())
+        assert y.dtype == torch.float32 and torch.equal(y, expected.float())
         y.sum().backward()
         assert tracked.grad.dtype == torch.float32 and tracked.grad.abs().sum() > 0
         assert not bias or torch.equal(layer.bias.grad, torch.full((32,), 3.0))
         layer.zero_grad()
     with torch.no_grad():
-        assert torch.equal(layer(x), wanted.float())
+        assert torch.equal(layer(x), expected.float())
         assert layer(x.to(dtype)).dtype == dtype
         with torch.autocast("cpu", torch.bfloat16):
             assert layer(x).dtype == torch.bfloat16
@@ -297,9 +297,9 @@ def test_another_weight_stays(tmp_path):
     w = quantize(torch.randn(32, 96), "int4_g32_zint")
     layer.weight = w
     x = torch.randn(3, 96)
-    wanted = linear(x, w.repack())
+    expected = linear(x, w.repack())
     for moved in (layer, layer.to("cpu"), layer.half().float(), copy.deepcopy(layer)):
-        assert torch.equal(moved(x), wanted)
+        assert torch.equal(moved(x), expected)
     assert (layer.in_features, layer.out_features, str(layer.format)) == (96, 32, "int4_g32_zint")
     assert bytes(layer.state_dict()["_extra_state"].tolist()).decode() == "int4_g32_zint"
     for other in (torch.zeros(3), QuantizedWeight.stack([w])):
@@ -340,27 +340,27 @@ def test_a_layer_says_how_x_is_taken(device, bias):
     b = torch.randn(OUT, dtype=torch.bfloat16, device=device) if bias else None
     layer, x = W4Linear.from_weight(w, b), torch.randn(5, 384, device=device, dtype=torch.bfloat16)
     x8, scale = w4gemm.quantize_activations(x)
-    wanted = linear(x8, w, b, token_scale=scale)
+    expected = linear(x8, w, b, token_scale=scale)
     for same in (layer, copy.deepcopy(layer), layer.cpu().to(device)):
         assert same.activations == "fp8" and "activations=fp8" in repr(same)
-        assert torch.equal(same(x), wanted) and torch.equal(linear(x, w, b), wanted)
-    assert not torch.equal(linear(x, w.repack(activations=None), b), wanted)
+        assert torch.equal(same(x), expected) and torch.equal(linear(x, w, b), expected)
+    assert not torch.equal(linear(x, w.repack(activations=None), b), expected)
     layer.activations = None
     assert torch.equal(layer(x), linear(x, w.repack(activations=None), b)) and layer.weight.activations is None
     layer.weight = w
-    assert layer.activations == "fp8" and torch.equal(layer(x), wanted)
+    assert layer.activations == "fp8" and torch.equal(layer(x), expected)
 
 
 def test_a_saved_layer_for_fp8_loads_as_one(device):
     dense = torch.nn.Linear(384, OUT, dtype=torch.bfloat16, device=device).requires_grad_(False)
     layer, x = W4Linear.from_linear(dense, activations="fp8"), torch.randn(5, 384, dtype=torch.bfloat16, device=device)
-    state, wanted = layer.state_dict(), layer(x)
+    state, expected = layer.state_dict(), layer(x)
     plain = W4Linear(384, OUT, dtype=torch.bfloat16, device=device)
     plain.load_state_dict(state)
-    assert plain.activations == "fp8" and torch.equal(plain(x), wanted)
+    assert plain.activations == "fp8" and torch.equal(plain(x), expected)
     other = W4Linear(384, OUT, dtype=torch.bfloat16, device=device, activations="fp8")
     other.load_state_dict(W4Linear.from_linear(dense).state_dict())
-    assert other.activations is None and not torch.equal(other(x), wanted)
+    assert other.activations is None and not torch.equal(other(x), expected)
     experts = QuantizedWeight.stack([quantize(torch.randn(64, 64)) for _ in range(2)]).repack(activations="fp8")
     model = w4gemm.W4Experts(experts, QuantizedWeight.stack([quantize(torch.randn(64, 32))] * 2))
     assert model.gate_up.activations == "fp8" and model.down.activations is None
@@ -462,19 +462,19 @@ def test_a_backward_pass_under_autocast(dtype):
     """linear takes x as it is there, and its gradient is that of x's dtype, with the same bits."""
     w = quantize(torch.randn(32, 64), "int4_g32")
     stack = w4gemm.QuantizedWeight.stack([w, w])
-    given, offsets = torch.randn(5, 64), torch.tensor([0, 2, 5], dtype=torch.int32)
+    rows, offsets = torch.randn(5, 64), torch.tensor([0, 2, 5], dtype=torch.int32)
 
     def gradients() -> list[torch.Tensor]:
-        found = []
+        outcomes = []
         for product in (lambda x: linear(x, w.repack()), lambda x: w4gemm.grouped_linear(x, stack, offsets)):
-            x = given.clone().requires_grad_()
+            x = rows.clone().requires_grad_()
             product(x).square().sum().backward()
-            found.append(x.grad)
-        return found
+            outcomes.append(x.grad)
+        return outcomes
 
-    wanted = gradients()
+    expected = gradients()
     with torch.autocast("cpu", dtype):
-        assert all(map(torch.equal, gradients(), wanted))
+        assert all(map(torch.equal, gradients(), expected))
 
 
 def test_the_activation_can_be_changed():
@@ -516,5 +516,5 @@ def test_pytorchs_encoder_layers_in_eval_mode(whole):
     x = torch.randn(2, 5, 64)
     with torch.inference_mode():
         got = model(x)
-        wanted = dequantize_layers(model, torch.float32)(x)
-    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+        expected = dequantize_layers(model, torch.float32)(x)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)

@@ -22,7 +22,7 @@ def test_a_function_that_takes_nonsense_is_found(monkeypatch):
     call = nonsense.Call(lambda most: int(most) if most != "nonsense" else most.missing, {"most": 1})
     monkeypatch.setattr(nonsense, "calls", lambda: {"a function": call})
     _, wrong = nonsense.find()
-    came = {found.came: found.what for found in wrong}
+    came = {actual.came: actual.what for actual in wrong}
     assert came["text"].startswith("AttributeError")
     assert came["true"].startswith("taken") and came["fraction"].startswith("taken")
     assert came["None"].startswith("no argument is named")

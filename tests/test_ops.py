@@ -93,7 +93,7 @@ def test_the_formula(w, x, activation):
     functional = torch.nn.functional
     y = 1.5 * (x.double() @ w.dequantize().double().T) - 1
     gate, up = y[..., ::2], y[..., 1::2]
-    wanted = {
+    expected = {
         None: y,
         "relu": functional.relu(y),
         "relu2": functional.relu(y) ** 2,
@@ -106,26 +106,26 @@ def test_the_formula(w, x, activation):
         "swiglu_oai": gate.clamp(max=7) * torch.sigmoid(1.702 * gate.clamp(max=7)) * (up.clamp(-7, 7) + 1),
         "situ_mul": 100 * torch.tanh(gate / 4) * torch.sigmoid(gate) * torch.tanh(up / 25),
     }[activation]
-    given = fused(x, w, activation)
-    got = linear(x, w, -torch.ones(N, dtype=x.dtype, device=x.device), **given)
+    options = fused(x, w, activation)
+    got = linear(x, w, -torch.ones(N, dtype=x.dtype, device=x.device), **options)
     # a GPU may round the weights to x's dtype
     tolerance = 1e-5 if x.dtype == torch.float32 else 2e-2
-    torch.testing.assert_close(got.double(), wanted + given["residual"], atol=tolerance, rtol=0)
+    torch.testing.assert_close(got.double(), expected + options["residual"], atol=tolerance, rtol=0)
 
 
 def test_neutral_epilogue(w, x, bias):
     expected = linear(x, w, bias)
     zeros, one = torch.zeros_like(expected), torch.ones(1, device=x.device)
-    for given in ({"alpha": 1}, {"alpha": one}, {"alpha": one[0]}, {"residual": zeros}, {"out_dtype": x.dtype}):
-        assert torch.equal(linear(x, w, bias, **given), expected)
+    for options in ({"alpha": 1}, {"alpha": one}, {"alpha": one[0]}, {"residual": zeros}, {"out_dtype": x.dtype}):
+        assert torch.equal(linear(x, w, bias, **options), expected)
 
 
 def test_over_the_residual(w, x, bias):
-    given = fused(x, w)
-    expected, out = linear(x, w, bias, **given), given["residual"]
-    assert linear(x, w, bias, out=out, **given) is out
+    options = fused(x, w)
+    expected, out = linear(x, w, bias, **options), options["residual"]
+    assert linear(x, w, bias, out=out, **options) is out
     assert torch.equal(out, expected)
-    empty = linear(x[:0], w, **(given | {"residual": out[:0]}))
+    empty = linear(x[:0], w, **(options | {"residual": out[:0]}))
     assert empty.shape == (0, 3, N) and empty.dtype == torch.float32
 
 
@@ -140,8 +140,8 @@ def test_config_as_object_and_string(w, x):
     problem = GemmProblem(6, N, K, x.dtype, FORMAT, w.layout, device=Device.of(x.device))
     _, kernel, config, _ = choice.explain(problem).candidates[0]
     expected = linear(x, w)
-    for given in (config, str(config), f"{kernel}/{config}"):
-        assert torch.equal(linear(x, w, config=given), expected)
+    for options in (config, str(config), f"{kernel}/{config}"):
+        assert torch.equal(linear(x, w, config=options), expected)
 
 
 # --- what it refuses -------------------------------------------------------------------------------------------------
@@ -232,8 +232,8 @@ def test_bad_epilogue(w, x, bias):
     refused(TypeError, "out: wanted torch.float16 as out_dtype", x=x, w=w, **half)
     refused(ValueError, "out: wanted shape (2, 3, 65)", x=x, w=w, out=residual, activation="silu_mul")
     memory = x.new_empty(12 * N)
-    given = {"residual": memory[: 6 * N].view(2, 3, N), "out": memory[4 * N : 10 * N].view(2, 3, N)}
-    refused(ValueError, "out: wanted memory of its own or all of the residual's", x=x, w=w, **given)
+    options = {"residual": memory[: 6 * N].view(2, 3, N), "out": memory[4 * N : 10 * N].view(2, 3, N)}
+    refused(ValueError, "out: wanted memory of its own or all of the residual's", x=x, w=w, **options)
 
 
 def test_gate_and_up_come_in_pairs(x):
@@ -291,8 +291,8 @@ def test_opcheck(w, x, bias):
 
 @pytest.mark.parametrize("activation", ["gelu", "silu_mul"])
 def test_opcheck_fused(w, x, bias, activation):
-    rows, given = x.view(-1, K), fused(x, w, activation)
-    residual = given["residual"].flatten(0, 1)
+    rows, options = x.view(-1, K), fused(x, w, activation)
+    residual = options["residual"].flatten(0, 1)
     for alpha in (1.5, torch.ones(1, device=x.device)):
         fused_args = flat(rows, w, bias, activation, torch.float32, alpha=alpha, residual=residual)
         torch.library.opcheck(torch.ops.w4gemm.linear.default, fused_args)
@@ -308,17 +308,17 @@ def test_the_operator_alone_has_no_fused_gradients(w, x):
 @pytest.mark.parametrize("activation", ["gelu", "silu_mul"])
 def test_compile_fused(w, x, bias, activation):
     torch.compiler.reset()
-    given = fused(x, w, activation)
+    options = fused(x, w, activation)
 
     def f(x, residual, alpha):
-        return linear(x.relu(), w, bias, **(given | {"residual": residual, "alpha": alpha})) * 2
+        return linear(x.relu(), w, bias, **(options | {"residual": residual, "alpha": alpha})) * 2
 
     compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
     for alpha in (1.5, torch.full((), 1.5, device=x.device)):
-        assert torch.equal(compiled(x, given["residual"], alpha), f(x, given["residual"], alpha))
+        assert torch.equal(compiled(x, options["residual"], alpha), f(x, options["residual"], alpha))
     tracked = x.clone().requires_grad_()
-    (expected,) = torch.autograd.grad(f(tracked, given["residual"], 1.5).sum(), tracked)
-    (got,) = torch.autograd.grad(compiled(tracked, given["residual"], 1.5).sum(), tracked)
+    (expected,) = torch.autograd.grad(f(tracked, options["residual"], 1.5).sum(), tracked)
+    (got,) = torch.autograd.grad(compiled(tracked, options["residual"], 1.5).sum(), tracked)
     torch.testing.assert_close(got, expected)
 
 
@@ -390,21 +390,23 @@ def test_gradients_flow_to_x_and_bias(w, x, bias):
 @pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
 def test_gradients_of_every_argument(w, x, bias, activation):
     """The same as of the formula on a dense weight, and the same result as without gradients."""
-    given = fused(x, w, activation) | {"alpha": torch.full((), 1.5, device=x.device)}
-    wanted_from = [t.float().requires_grad_() for t in (x, bias, given["alpha"], given["residual"])]
-    tracked = [t.clone().requires_grad_() for t in (x, bias, given["alpha"], given["residual"])]
-    d = linear(tracked[0], w, tracked[1], **(given | {"alpha": tracked[2], "residual": tracked[3]}))
+    options = fused(x, w, activation) | {"alpha": torch.full((), 1.5, device=x.device)}
+    wanted_from = [t.float().requires_grad_() for t in (x, bias, options["alpha"], options["residual"])]
+    tracked = [t.clone().requires_grad_() for t in (x, bias, options["alpha"], options["residual"])]
+    d = linear(tracked[0], w, tracked[1], **(options | {"alpha": tracked[2], "residual": tracked[3]}))
     sums = wanted_from[0] @ w.dequantize(x.dtype).float().T
     dense = Epilogue(activation).apply(sums, EpilogueOperands(wanted_from[2], wanted_from[1], wanted_from[3]))
     g = torch.randn_like(dense)
     if activation == "relu":  # a rounding may change the side of its edge
         g[(1.5 * sums + bias).abs() < 0.1] = 0
     tolerance = 1e-5 if x.dtype == torch.float32 else 5e-2
-    for got, wanted in zip(torch.autograd.grad(d, tracked, g), torch.autograd.grad(dense, wanted_from, g), strict=True):
+    for got, expected in zip(
+        torch.autograd.grad(d, tracked, g), torch.autograd.grad(dense, wanted_from, g), strict=True
+    ):
         # alpha's gradient is a sum of terms as large as g that may cancel
-        assert (got.float() - wanted).norm() <= tolerance * max(wanted.norm(), g.norm())
+        assert (got.float() - expected).norm() <= tolerance * max(expected.norm(), g.norm())
     with torch.no_grad():
-        torch.testing.assert_close(linear(x, w, bias, **given), d.detach())
+        torch.testing.assert_close(linear(x, w, bias, **options), d.detach())
 
 
 def test_second_derivative(w, x):
@@ -429,10 +431,10 @@ def test_out_and_gradients_do_not_mix(w, x):
 
 
 def test_a_forward_derivative_by_the_residual(w, x):
-    given = fused(x, w)
-    residual, tangent = given["residual"], torch.randn_like(given["residual"])
-    d, got = torch.func.jvp(lambda r: linear(x, w, **(given | {"residual": r})), (residual,), (tangent,))
-    torch.testing.assert_close(d, linear(x, w, **given))
+    options = fused(x, w)
+    residual, tangent = options["residual"], torch.randn_like(options["residual"])
+    d, got = torch.func.jvp(lambda r: linear(x, w, **(options | {"residual": r})), (residual,), (tangent,))
+    torch.testing.assert_close(d, linear(x, w, **options))
     assert torch.equal(got, tangent.to(got.dtype))
 
 

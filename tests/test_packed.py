@@ -20,11 +20,11 @@ def test_it_is_linear(activation, biased):
     w, x = w4gemm.quantize(torch.randn(N, K), "int4_g32_zint"), torch.randn(5, K)
     bias = torch.randn(N) if biased else None
     epilogue = Epilogue(w4gemm.core.activation.canonical(activation), bias=biased)
-    product, wanted = PackedLinear(w.packed, epilogue), w4gemm.linear(x, w, bias, activation=activation)
-    assert torch.equal(product(x, w.tensors, bias), wanted)
-    assert product(x[:0], w.tensors, bias).shape == (0, wanted.shape[1])
+    product, expected = PackedLinear(w.packed, epilogue), w4gemm.linear(x, w, bias, activation=activation)
+    assert torch.equal(product(x, w.tensors, bias), expected)
+    assert product(x[:0], w.tensors, bias).shape == (0, expected.shape[1])
     compiled = torch.compile(lambda x: product(x, w.tensors, bias), fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(x), wanted)
+    assert torch.equal(compiled(x), expected)
     again = PackedLinear.named(product.name)
     assert (again.packed, again.epilogue, again.name) == (product.packed, product.epilogue, product.name)
 
@@ -66,5 +66,7 @@ def test_plans_that_are_forgotten_are_chosen_anew(monkeypatch):
 def test_the_operator():
     w, x, bias = w4gemm.quantize(torch.randn(N, K)), torch.randn(3, K), torch.randn(N)
     name = PackedLinear(w.packed, Epilogue(bias=True)).name
-    given = (x, list(w.tensors), bias, None, name)
-    torch.library.opcheck(torch.ops.w4gemm.packed_linear.default, given, test_utils=("test_schema", "test_faketensor"))
+    arguments = (x, list(w.tensors), bias, None, name)
+    torch.library.opcheck(
+        torch.ops.w4gemm.packed_linear.default, arguments, test_utils=("test_schema", "test_faketensor")
+    )

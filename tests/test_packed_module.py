@@ -38,7 +38,7 @@ def test_type_converts_what_half_does(name):
 
 def test_what_cannot_be_converted_stays_as_it_was():
     one = layer()
-    wanted = one(X)
+    expected = one(X)
 
     def refused(t: torch.Tensor) -> torch.Tensor:
         if isinstance(t, torch.nn.Parameter):
@@ -49,36 +49,36 @@ def test_what_cannot_be_converted_stays_as_it_was():
         one.type(torch.int32)
     with pytest.raises(RuntimeError, match="no memory"):
         one._apply(refused)
-    assert one.dtype == torch.float32 and torch.equal(one(X), wanted)
+    assert one.dtype == torch.float32 and torch.equal(one(X), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float8_e4m3fn])
 def test_a_dtype_that_no_product_takes_beside_a_bias(dtype):
     """Once the layer took it, and then refused every x."""
     one, close = layer(), "; nearest is torch.float32" if dtype == torch.float64 else ""
-    wanted, model = one(X), torch.nn.Sequential(one)
+    expected, model = one(X), torch.nn.Sequential(one)
     message = f"dtype: wanted torch.float32 or torch.float16 or torch.bfloat16, got {dtype}{close}$"
     for convert in (one.to, model.to, one.type, lambda dtype: setattr(one, "dtype", dtype)):
         with pytest.raises(TypeError, match=message):
             convert(dtype)
     with pytest.raises(TypeError, match=message):
         W4Linear.from_weight(one.weight, one.bias, dtype=dtype)
-    assert one.dtype == one.bias.dtype == torch.float32 and torch.equal(one(X), wanted)
+    assert one.dtype == one.bias.dtype == torch.float32 and torch.equal(one(X), expected)
 
 
 @pytest.mark.parametrize("perm", [False, True])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_functional_call_multiplies_the_buffers_it_is_given(perm, compiled):
     one, other = layer(perm=perm), layer(seed=7, perm=perm)
-    own, wanted = one(X), other(X)
+    own, expected = one(X), other(X)
 
     def call(x: torch.Tensor) -> torch.Tensor:
-        return torch.func.functional_call(one, given, (x,))
+        return torch.func.functional_call(one, tensors, (x,))
 
-    given = {**dict(other.named_buffers()), "bias": other.bias}
+    tensors = {**dict(other.named_buffers()), "bias": other.bias}
     for _ in range(2):
         got = torch.compile(call, backend="eager")(X) if compiled else call(X)
-        torch.testing.assert_close(got, wanted)
+        torch.testing.assert_close(got, expected)
         assert torch.equal(one(X), own), "the layer's own weight is back"
     with pytest.raises((ValueError, RuntimeError), match=r"packed0: wanted torch.uint8 \(.*\) for this layer's"):
         torch.func.functional_call(one, {"packed0": torch.zeros(3, dtype=torch.uint8)}, (X,))
@@ -89,9 +89,9 @@ def test_buffers_that_are_replaced_are_the_weight():
     for name, t in other.named_buffers():
         one._buffers[name] = t.clone()
     same = copy.deepcopy(one)
-    for found in (one, same):
-        assert torch.equal(found.weight.dequantize(), other.weight.dequantize())
-        assert torch.equal(found.state_dict()["codes"], other.state_dict()["codes"])
+    for actual in (one, same):
+        assert torch.equal(actual.weight.dequantize(), other.weight.dequantize())
+        assert torch.equal(actual.state_dict()["codes"], other.state_dict()["codes"])
     torch.testing.assert_close(one(X) - one.bias, other(X) - other.bias)
     assert torch.equal(one.weight.tensors[0].view(torch.uint8), one.packed0)
 
@@ -127,9 +127,9 @@ def trained(rank: int) -> None:
             return self.layers[1](hidden).sum() + experts(hidden, offsets).sum()
 
     def everyones(t: torch.Tensor) -> list[torch.Tensor]:
-        found = [torch.empty_like(t) for _ in range(2)]
-        torch.distributed.all_gather(found, t)
-        return found
+        actual = [torch.empty_like(t) for _ in range(2)]
+        torch.distributed.all_gather(actual, t)
+        return actual
 
     left_out = leave_out_packed(torch.nn.Sequential(torch.nn.Linear(64, 64), layer(seed=rank)))
     own = left_out[1].weight.dequantize()
@@ -176,11 +176,11 @@ def test_what_was_left_out_before_stays_left_out() -> None:
 def test_offload(offload: str, tmp_path: Path) -> None:
     accelerate = pytest.importorskip("accelerate")
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), layer())
-    wanted = model(X).detach()
-    given = {"offload_dir": tmp_path} if offload == "disk_offload" else {}
-    getattr(accelerate, offload)(model, execution_device="cpu", **given)
+    expected = model(X).detach()
+    tensors = {"offload_dir": tmp_path} if offload == "disk_offload" else {}
+    getattr(accelerate, offload)(model, execution_device="cpu", **tensors)
     for _ in range(2):
-        assert torch.equal(model(X), wanted)
+        assert torch.equal(model(X), expected)
 
 
 def test_a_checkpoint_is_loaded_and_then_dispatched(tmp_path: Path) -> None:
@@ -201,13 +201,13 @@ def test_scales_that_come_as_parameters_stay_buffers() -> None:
     scale = torch.rand(64) + 0.5
     layer = W4Linear.from_linear(torch.nn.Linear(64, 32))
     layer.pre_quant_scale = scale
-    wanted = layer(X)
+    expected = layer(X)
     layer.pre_quant_scale = torch.nn.Parameter(scale)
-    assert "pre_quant_scale" in dict(layer.named_buffers()) and torch.equal(layer(X), wanted)
+    assert "pre_quant_scale" in dict(layer.named_buffers()) and torch.equal(layer(X), expected)
     state = {name: torch.nn.Parameter(t) if name == "pre_quant_scale" else t for name, t in layer.state_dict().items()}
     other = W4Linear.from_linear(torch.nn.Linear(64, 32))
     other.load_state_dict(state, assign=True)
-    assert torch.equal(other(X), wanted)
+    assert torch.equal(other(X), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -223,8 +223,8 @@ def test_a_memory_format_changes_no_packed_tensor() -> None:
     stack = QuantizedWeight.stack([quantize(torch.randn(32, 64)) for _ in range(4)])
     layer = W4GroupedLinear.from_weight(stack)
     offsets = torch.tensor([0, 1, 1, 2, 3], dtype=torch.int32)
-    wanted = layer(X, offsets)
-    assert torch.equal(layer.to(memory_format=torch.channels_last)(X, offsets), wanted)
+    expected = layer(X, offsets)
+    assert torch.equal(layer.to(memory_format=torch.channels_last)(X, offsets), expected)
 
 
 @pytest.mark.parametrize("x", [torch.randn(3, 1), torch.randn(()), torch.randn(3, 63)], ids=lambda x: str(x.shape))

@@ -58,10 +58,10 @@ def test_adapters_begin_as_those_of_a_dense_model(base: Callable[[], torch.nn.Mo
         torch.manual_seed(1)
         return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"]), autocast_adapter_dtype=cast)
 
-    found, wanted = adapted(base()), adapted(base().dequantize())
-    adapters = {name: p for name, p in wanted.named_parameters() if "lora_" in name}
+    actual, expected = adapted(base()), adapted(base().dequantize())
+    adapters = {name: p for name, p in expected.named_parameters() if "lora_" in name}
     assert adapters and {p.dtype for p in adapters.values()} == {torch.float32}
-    for name, p in found.named_parameters():
+    for name, p in actual.named_parameters():
         if "lora_" in name:
             torch.testing.assert_close(p, adapters[name], rtol=0, atol=0)
 
@@ -70,9 +70,9 @@ def test_adapters_begin_as_those_of_a_dense_model(base: Callable[[], torch.nn.Mo
 def test_training_on_a_gpu(base: Callable[[], torch.nn.Module]) -> None:
     model = base().to("cuda", torch.bfloat16)
     dense = with_lora(dequantize_layers(copy.deepcopy(model), torch.bfloat16))
-    losses, wanted = train(with_lora(model)), train(dense)
+    losses, expected = train(with_lora(model)), train(dense)
     assert losses[-1] < 0.8 * losses[0]
-    torch.testing.assert_close(torch.tensor(losses), torch.tensor(wanted), rtol=0.05, atol=0)
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=0.05, atol=0)
 
 
 def train(model: torch.nn.Module) -> list[float]:
@@ -104,9 +104,9 @@ def test_training_equals_that_beside_dense_layers(base: Callable[[], torch.nn.Mo
     layers = [m for m in adapted.modules() if isinstance(m, W4LoraLinear)]
     assert len(layers) == 2 * LAYERS
     assert {p.dtype for layer in layers for p in layer.lora_A.parameters()} == {torch.float32}
-    losses, wanted = train(adapted), train(dense)
+    losses, expected = train(adapted), train(dense)
     assert losses[-1] < 0.8 * losses[0]
-    torch.testing.assert_close(torch.tensor(losses), torch.tensor(wanted), rtol=2e-4, atol=0)
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=2e-4, atol=0)
     torch.testing.assert_close(logits(adapted), logits(dense), rtol=0, atol=0.05)  # Adam divides small gradients
     for name, layer in adapted.base_model.model.named_modules():
         if isinstance(layer, W4Linear):
@@ -167,8 +167,8 @@ def test_merging_rounds_and_unmerging_brings_back_every_bit(base: Callable[[], t
     weight, delta = layer.base_layer.weight, layer.get_delta_weight("default").detach()
     with pytest.warns(UserWarning, match="merging rounds the adapter to int4_g32"):
         adapted.merge_adapter()
-    wanted = quantize(weight.dequantize() + delta, weight.format)
-    assert torch.equal(layer.base_layer.weight.dequantize(), wanted.dequantize())
+    expected = quantize(weight.dequantize() + delta, weight.format)
+    assert torch.equal(layer.base_layer.weight.dequantize(), expected.dequantize())
     assert not torch.equal(logits(adapted), before)
     adapted.unmerge_adapter()
     assert torch.equal(layer.base_layer.weight.dequantize(), weight.dequantize())
@@ -176,7 +176,7 @@ def test_merging_rounds_and_unmerging_brings_back_every_bit(base: Callable[[], t
     with pytest.warns(UserWarning, match="merging rounds"):
         merged = adapted.merge_and_unload()
     assert isinstance(merged.get_submodule(name), W4Linear)
-    assert torch.equal(merged.get_submodule(name).weight.dequantize(), wanted.dequantize())
+    assert torch.equal(merged.get_submodule(name).weight.dequantize(), expected.dequantize())
 
 
 def test_unmerging_where_the_model_is_now(base: Callable[[], torch.nn.Module]) -> None:
@@ -191,10 +191,10 @@ def test_unmerging_where_the_model_is_now(base: Callable[[], torch.nn.Module]) -
 def test_gradients_under_torch_compile(base: Callable[[], torch.nn.Module]) -> None:
     layer = with_lora(base(), init_lora_weights=False).base_model.model.model.layers[0].mlp.down_proj
     x = torch.randn(5, layer.base_layer.in_features, requires_grad=True)
-    wanted = torch.autograd.grad(layer(x).square().sum(), (x, layer.lora_A["default"].weight))
+    expected = torch.autograd.grad(layer(x).square().sum(), (x, layer.lora_A["default"].weight))
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    found = torch.autograd.grad(compiled(x).square().sum(), (x, layer.lora_A["default"].weight))
-    for a, b in zip(found, wanted, strict=True):
+    actual = torch.autograd.grad(compiled(x).square().sum(), (x, layer.lora_A["default"].weight))
+    for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, b)
 
 
@@ -323,8 +323,8 @@ def test_an_adapter_is_merged_into_a_layer_that_scales_x(base: Callable[[], torc
     before, apart = layer.base_layer.weight.dequantize(), logits(adapted)
     with pytest.warns(UserWarning, match="merging rounds the adapter"):
         adapted.merge_adapter()
-    wanted = quantize(before + layer.get_delta_weight("default") / scale, "int4_g32").dequantize()
-    assert torch.equal(layer.base_layer.weight.dequantize(), wanted)
+    expected = quantize(before + layer.get_delta_weight("default") / scale, "int4_g32").dequantize()
+    assert torch.equal(layer.base_layer.weight.dequantize(), expected)
     adapted.unmerge_adapter()
     assert torch.equal(logits(adapted), apart)
     scale[3] = 0

@@ -45,7 +45,7 @@ PASSES, FAILS = Outcome(True, "", 9), Outcome(False, "FAILED", 9)
 
 
 @pytest.mark.parametrize(
-    ("without", "found", "word", "status"),
+    ("without", "actual", "word", "status"),
     [
         (PASSES, FAILS, "caught", 0),
         (PASSES, PASSES, "NOT CAUGHT", 1),
@@ -54,8 +54,8 @@ PASSES, FAILS = Outcome(True, "", 9), Outcome(False, "FAILED", 9)
         (LATE, LATE, "LATE", 1),
     ],
 )
-def test_a_command_past_its_time_has_caught_nothing(without, found, word, status, monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(script, "run", lambda by, fault, seconds: without if fault is None else found)
+def test_a_command_past_its_time_has_caught_nothing(without, actual, word, status, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(script, "run", lambda by, fault, seconds: without if fault is None else actual)
     monkeypatch.setattr(sys, "argv", ["planted.py", "--only", FAULTS[0].name, "--json", str(tmp_path / "rows")])
     assert script.main() == status
     said = capsys.readouterr().out

@@ -69,12 +69,12 @@ def keys(n: int, *tokens: int) -> list[PlanKey]:
 
 
 def test_each_unit_is_compiled_once(pool: type[Pool]) -> None:
-    wanted = [*keys(512, 1, 16, 64), *keys(512, 16), *keys(768, 16)]
-    done = prepare(wanted)
+    expected = [*keys(512, 1, 16, 64), *keys(512, 16), *keys(768, 16)]
+    done = prepare(expected)
     assert len(pool.seen) == len(set(pool.seen)) == done.units == done.compiled >= 2
-    chosen = {choice.choose(key.problem()).unit for key in wanted}
+    chosen = {choice.choose(key.problem()).unit for key in expected}
     assert set(pool.seen) == chosen
-    assert all(choice.plan_for(key).compiled == b"object" for key in wanted)
+    assert all(choice.plan_for(key).compiled == b"object" for key in expected)
 
 
 def test_plans_that_are_known_cost_nothing(pool: type[Pool], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,16 +21,16 @@ def model() -> nn.Sequential:
 
 
 @pytest.mark.parametrize(
-    ("given", "error", "said"),
+    ("arguments", "error", "said"),
     [
         ((None,), TypeError, "model: wanted a torch.nn.Module, got NoneType"),
         ((nn.Linear(64, 64),), TypeError, "model: wanted a module with layers inside, got a Linear itself"),
         ((model(), ""), ValueError, "format: wanted int4_g<group size>"),
     ],
 )
-def test_what_is_refused(given, error, said):
+def test_what_is_refused(arguments, error, said):
     with pytest.raises(error, match=re.escape(said)):
-        quantize_layers(*given)
+        quantize_layers(*arguments)
 
 
 def test_a_layer_itself_has_no_place_for_a_dense_one():
@@ -89,10 +89,10 @@ def test_a_layer_of_two_names_stays_one():
     shared, x = Shared(), torch.randn(3, 64)
     quantize_layers(shared)
     assert isinstance(shared.second, W4Linear) and shared.first is shared.second
-    found = shared(x)
+    actual = shared(x)
     dequantize_layers(shared, torch.float32)
     assert type(shared.second) is nn.Linear and shared.first is shared.second
-    torch.testing.assert_close(shared(x), found, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(shared(x), actual, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated:FutureWarning")
@@ -109,15 +109,15 @@ def test_a_weight_that_is_computed_before_each_call(computed):
         nn.utils.spectral_norm(model[0]).weight_orig.data.mul_(3)
     model.eval()
     calls = []
-    model[0].register_forward_pre_hook(lambda module, given: calls.append(module))
+    model[0].register_forward_pre_hook(lambda module, arguments: calls.append(module))
     x = torch.randn(5, 64)
-    wanted = model(x)
+    expected = model(x)
     model[0].weight = torch.zeros(32, 64)  # as after the tensors were loaded anew
     calls.clear()
     quantize_layers(model)
     got = model(x)
     assert calls == [model[0]]  # other hooks are its successor's
-    assert (got - wanted).norm() / wanted.norm() < 0.15
+    assert (got - expected).norm() / expected.norm() < 0.15
 
 
 def test_a_device_that_there_is_not(tmp_path):
@@ -136,10 +136,10 @@ def test_a_linear_layer_that_computes_something_else_stays_dense():
         pass
 
     mixed, x = nn.Sequential(Same(64, 64), Scaled(64, 32)), torch.randn(3, 64)
-    wanted = mixed(x)
+    expected = mixed(x)
     quantize_layers(mixed, "int4_g32")
     assert isinstance(mixed[0], W4Linear) and type(mixed[1]) is Scaled
-    assert (mixed(x) - wanted).norm() < 0.2 * wanted.norm()
+    assert (mixed(x) - expected).norm() < 0.2 * expected.norm()
 
 
 def test_the_router_of_a_mixture_stays_dense(tmp_path):
@@ -174,9 +174,9 @@ def test_routers_stay_dense():
         config = AutoConfig.for_model(architecture, **sizes, moe_intermediate_size=32)
         with torch.device("meta"):
             made = AutoModelForCausalLM.from_config(config)
-        wanted = {n for n, layer in made.named_modules() if type(layer) is nn.Linear} - {"lm_head"}
-        found = set(layers_to_quantize(made))
-        assert {n.rpartition(".")[2] for n in wanted - found} == set(routers) and len(found) > 3
+        expected = {n for n, layer in made.named_modules() if type(layer) is nn.Linear} - {"lm_head"}
+        actual = set(layers_to_quantize(made))
+        assert {n.rpartition(".")[2] for n in expected - actual} == set(routers) and len(actual) > 3
 
 
 def test_a_model_without_dense_layers_is_refused():

@@ -72,8 +72,8 @@ def integers(weight: dict[str, Any], method: str = "reorder", dtype: torch.dtype
     ],
 )
 def test_weights(tmp_path: Path, weight: Any, method: str, write: Writer | None, format: str) -> None:
-    wanted = write_model(tmp_path, config(weight, method), write or integers(weight, method))
-    assert_loads(tmp_path, wanted, {str(WeightFormat.parse(format)): 7 * LAYERS})
+    expected = write_model(tmp_path, config(weight, method), write or integers(weight, method))
+    assert_loads(tmp_path, expected, {str(WeightFormat.parse(format)): 7 * LAYERS})
 
 
 @pytest.mark.parametrize("element", ["e2m3", "e3m2"])
@@ -91,10 +91,10 @@ def test_mxfp6(tmp_path: Path, element: str) -> None:
         weight = numbers * powers.view(torch.float8_e8m0fnu).float().repeat_interleave(32, 1)
         return {"weight": packed, "weight_scale": powers}, weight
 
-    wanted = write_model(tmp_path, config(MXFP4 | {"dtype": f"fp6_{element}"}), write)
+    expected = write_model(tmp_path, config(MXFP4 | {"dtype": f"fp6_{element}"}), write)
     checkpoint = open_checkpoint(tmp_path)
     assert {str(module.format) for module in checkpoint.modules.values()} == {"e4m3_g32_e8m0"}
-    assert all(torch.equal(checkpoint.weight(name).dequantize(), w) for name, w in wanted.items())
+    assert all(torch.equal(checkpoint.weight(name).dequantize(), w) for name, w in expected.items())
 
 
 INT8, UINT8 = {"dtype": "int8", "symmetric": True}, {"dtype": "uint8", "symmetric": False}
@@ -138,10 +138,10 @@ def in_bytes(weight: dict[str, Any], dtype: torch.dtype = torch.bfloat16) -> Wri
     ],
 )
 def test_8_bits(tmp_path: Path, weight: Any, dtype: torch.dtype, format: str) -> None:
-    wanted = write_model(tmp_path, config(weight), in_bytes(weight, dtype))
+    expected = write_model(tmp_path, config(weight), in_bytes(weight, dtype))
     checkpoint = open_checkpoint(tmp_path)
     assert {str(module.format) for module in checkpoint.modules.values()} == {format}
-    assert all(torch.equal(checkpoint.weight(name).dequantize(), w) for name, w in wanted.items())
+    assert all(torch.equal(checkpoint.weight(name).dequantize(), w) for name, w in expected.items())
     refused = refusals(tmp_path)
     refused(f"{DOWN}: weight is F32, wanted {'I8' if 'u' not in weight['dtype'] else 'U8'}", as_floats)
     refused(f"{DOWN}: there is no weight_scale beside", lambda t: t.pop(f"{DOWN}.weight_scale"))
@@ -158,8 +158,8 @@ def codes_of(weight: dict[str, Any]) -> torch.Tensor:
 
 def test_a_last_word_that_is_not_full(tmp_path: Path) -> None:
     """Zero points of 66 rows lie in nine words."""
-    wanted = write_model(tmp_path, config(UINT4 | CHANNELS), integers(UINT4 | CHANNELS))
-    down, numbers = wanted[DOWN], Numbers.random(66, 96, -1, (0, 15), dtype=torch.bfloat16)
+    expected = write_model(tmp_path, config(UINT4 | CHANNELS), integers(UINT4 | CHANNELS))
+    down, numbers = expected[DOWN], Numbers.random(66, 96, -1, (0, 15), dtype=torch.bfloat16)
     assert down.shape == (64, 96)
     zeros = torch.nn.functional.pad(torch.from_numpy(numbers.zeros[:, 0]), (0, 6)).numpy()
     parts = {"weight": pack(numbers.codes, 1, WORDS), "weight_scale": numbers.scales[:, 0]}
@@ -170,10 +170,10 @@ def test_a_last_word_that_is_not_full(tmp_path: Path) -> None:
 
 def test_x_in_fp8(tmp_path: Path) -> None:
     """x in e4m3 is quantized beside MXFP4; x in 4 bits is multiplied as it comes."""
-    wanted = write_model(tmp_path, config(MXFP4, x=FP8_X), mxfp4)
-    change(tmp_path, lambda t: t.update({f"{name}.input_scale": torch.tensor(0.5) for name in wanted}))
+    expected = write_model(tmp_path, config(MXFP4, x=FP8_X), mxfp4)
+    change(tmp_path, lambda t: t.update({f"{name}.input_scale": torch.tensor(0.5) for name in expected}))
     checkpoint = open_checkpoint(tmp_path)
-    assert {checkpoint.weight(name).activations for name in wanted} == {"fp8"}
+    assert {checkpoint.weight(name).activations for name in expected} == {"fp8"}
     configure(tmp_path, **config(MXFP4, x=MXFP4 | {"is_dynamic": True}))
     assert {module.activations for module in open_checkpoint(tmp_path).modules.values()} == {None}
 
@@ -186,22 +186,22 @@ def test_settings_of_some_modules(tmp_path: Path) -> None:
     def write(name: str, n: int, k: int) -> Any:
         return writers.get(name.rpartition(".")[2], nvfp4 if name.endswith("up_proj") else mxfp4)(name, n, k)
 
-    wanted = write_model(tmp_path, config(INT4 | CHANNELS), write)
-    names = {name: {"weight": NVFP4} for name in wanted if name.endswith("up_proj")}
+    expected = write_model(tmp_path, config(INT4 | CHANNELS), write)
+    names = {name: {"weight": NVFP4} for name in expected if name.endswith("up_proj")}
     patterns = {"*up_proj": {"weight": MXFP4}} | {f"*{end}": {"weight": weight} for end, weight in settings.items()}
     configure(tmp_path, layer_quant_config=patterns | names, layer_type_quant_config={"Linear": {"weight": MXFP4}})
     formats = {"e2m1_g32_e8m0": 4, "e2m1_g16_e4m3_row": 1, "int4_g32": 1, "int4_g32_zint": 1}
-    assert_loads(tmp_path, wanted, {str(WeightFormat.parse(f)): count * LAYERS for f, count in formats.items()})
+    assert_loads(tmp_path, expected, {str(WeightFormat.parse(f)): count * LAYERS for f, count in formats.items()})
 
 
 @pytest.mark.parametrize("write", [mxfp4, integers(UINT4 | GROUPS)], ids=["mxfp4", "uint4"])
 def test_experts(tmp_path: Path, write: Writer) -> None:
     weight = MXFP4 if write is mxfp4 else UINT4 | GROUPS
-    wanted = write_model(tmp_path, config(weight), write, ("lm_head", "gate"), architecture="qwen3_moe")
+    expected = write_model(tmp_path, config(weight), write, ("lm_head", "gate"), architecture="qwen3_moe")
     checkpoint = open_checkpoint(tmp_path)
     owner = "model.layers.1.mlp.experts"
     down = checkpoint.weight(f"{owner}.down_proj")
-    assert torch.equal(down.expert(2).dequantize(), wanted[f"{owner}.2.down_proj"])
+    assert torch.equal(down.expert(2).dequantize(), expected[f"{owner}.2.down_proj"])
 
 
 @pytest.mark.parametrize(
@@ -243,6 +243,6 @@ def test_zero_points_beside_a_symmetric_weight_are_refused(tmp_path: Path) -> No
 
 
 def test_rotations_that_change_no_product_are_read(tmp_path: Path) -> None:
-    wanted = write_model(tmp_path, config(UINT4 | GROUPS), integers(UINT4 | GROUPS))
+    expected = write_model(tmp_path, config(UINT4 | GROUPS), integers(UINT4 | GROUPS))
     configure(tmp_path, algo_config=[{"name": "rotation", "r1": True, "r3": True, "r4": False}])
-    assert torch.equal(open_checkpoint(tmp_path).weight(DOWN).dequantize(), wanted[DOWN])
+    assert torch.equal(open_checkpoint(tmp_path).weight(DOWN).dequantize(), expected[DOWN])

@@ -70,10 +70,10 @@ def test_the_blocks_of_coming_from() -> None:
 def test_the_explain_session(capsys: pytest.CaptureFixture[str]) -> None:
     """docs/commands.md's session that needs no GPU shows the kernels, the columns and legal configs of today."""
     pytest.importorskip("cutlass")
-    found = re.search(r"```console\n\$ w4gemm (explain .*)\n([^`]*)```", (ROOT / "docs/commands.md").read_text())
-    assert found is not None
-    assert main(found[1].split()) == 0
-    printed, shown = capsys.readouterr().out, found[2]
+    match = re.search(r"```console\n\$ w4gemm (explain .*)\n([^`]*)```", (ROOT / "docs/commands.md").read_text())
+    assert match is not None
+    assert main(match[1].split()) == 0
+    printed, shown = capsys.readouterr().out, match[2]
     assert printed.splitlines()[:2] == shown.splitlines()[:2]
     kernels = r"^  (\w+): (?:\d+ config|needs|runs)"
     assert re.findall(kernels, shown, re.MULTILINE) == re.findall(kernels, printed, re.MULTILINE)

@@ -64,7 +64,7 @@ def test_lm_eval_evaluates_packed_layers(folder: Path, monkeypatch: pytest.Monke
         monkeypatch.setattr("lm_eval.evaluator.evaluate", evaluate)
         nothing = SimpleNamespace(load=lambda tasks: {"tasks": {}, "groups": {}})
         monkeypatch.setattr("lm_eval.evaluator.TaskManager", lambda **options: nothing)
-        monkeypatch.setattr("lm_eval.evaluator._log_selected_tasks", lambda *given: None)
+        monkeypatch.setattr("lm_eval.evaluator._log_selected_tasks", lambda *args: None)
     names: dict[str, Any] = {"folder": str(folder)}
     exec(recipe("lm_eval").replace('"pretrained": folder', '"pretrained": folder, "device": "cpu"'), names)
     (model,) = evaluated

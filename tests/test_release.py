@@ -33,14 +33,14 @@ def sources() -> list[str]:
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
     )
     if git.returncode == 0 and (ROOT / ".git").exists():
-        found = git.stdout.splitlines()
+        files = git.stdout.splitlines()
     else:
         listed = ROOT / "src/w4gemm.egg-info/SOURCES.txt"
-        found = listed.read_text().splitlines() if listed.exists() else []
-    found = [path for path in found if (ROOT / path).exists() and not GENERATED.fullmatch(path)]
-    if not found:
+        files = listed.read_text().splitlines() if listed.exists() else []
+    files = [path for path in files if (ROOT / path).exists() and not GENERATED.fullmatch(path)]
+    if not files:
         pytest.skip("needs a checkout or an unpacked sdist")
-    return sorted(found)
+    return sorted(files)
 
 
 @pytest.fixture(scope="module")
@@ -91,18 +91,18 @@ def test_the_wheel_is_the_package(built: tuple[Path, Path, Path]) -> None:
 
 
 def test_metadata(built: tuple[Path, Path, Path]) -> None:
-    found = metadata(built[1])
-    assert found["Name"] == "w4gemm" and found["Version"] == w4gemm.__version__
-    assert sorted(found["Requires-Python"].split(",")) == sorted(PROJECT["requires-python"].split(","))
-    assert found["License-Expression"] == "Apache-2.0"
-    assert found["License-File"] == "LICENSE" and found["Description-Content-Type"] == "text/markdown"
-    assert str(found.get_payload()).startswith("# w4gemm")
-    assert set(found.get_all("Provides-Extra", [])) == set(PROJECT["optional-dependencies"])
-    assert all(re.fullmatch(r"[\w -]+, https://\S+", url) for url in found.get_all("Project-URL", []))
-    classifiers = found.get_all("Classifier", [])
+    files = metadata(built[1])
+    assert files["Name"] == "w4gemm" and files["Version"] == w4gemm.__version__
+    assert sorted(files["Requires-Python"].split(",")) == sorted(PROJECT["requires-python"].split(","))
+    assert files["License-Expression"] == "Apache-2.0"
+    assert files["License-File"] == "LICENSE" and files["Description-Content-Type"] == "text/markdown"
+    assert str(files.get_payload()).startswith("# w4gemm")
+    assert set(files.get_all("Provides-Extra", [])) == set(PROJECT["optional-dependencies"])
+    assert all(re.fullmatch(r"[\w -]+, https://\S+", url) for url in files.get_all("Project-URL", []))
+    classifiers = files.get_all("Classifier", [])
     assert classifiers == PROJECT["classifiers"] and "Typing :: Typed" in classifiers
     versions = [line.rpartition(" ")[2] for line in classifiers if re.search(r"Python :: 3\.\d+$", line)]
-    assert f">={versions[0]}" in found["Requires-Python"] and versions == ["3.10", "3.11", "3.12", "3.13"]
+    assert f">={versions[0]}" in files["Requires-Python"] and versions == ["3.10", "3.11", "3.12", "3.13"]
 
 
 def test_from_a_zip_file_the_cpu_multiplies_and_gpu_kernels_say_what_they_lack(built: tuple[Path, Path, Path]) -> None:

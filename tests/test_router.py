@@ -71,11 +71,11 @@ def test_the_compiled_kernel(name: str) -> None:
     _, logits, bias = drawn(name)
     logits[2, 3], logits[3] = math.nan, math.nan
     expected, weights = router.choose(logits, bias)
-    ids, found = torch.zeros_like(expected), torch.zeros_like(weights)
+    ids, actual = torch.zeros_like(expected), torch.zeros_like(weights)
     program = parse(ptx_of(ExpertChoice(router, experts, dtype, biased).unit()))
-    RaceChecker(program, 3).run(*(t for t in (logits, bias, ids, found) if t is not None))
+    RaceChecker(program, 3).run(*(t for t in (logits, bias, ids, actual) if t is not None))
     assert torch.equal(ids, expected)
-    torch.testing.assert_close(found, weights, rtol=1e-6, atol=0, equal_nan=True)
+    torch.testing.assert_close(actual, weights, rtol=1e-6, atol=0, equal_nan=True)
 
 
 @pytest.mark.gpu

@@ -33,14 +33,14 @@ def in_python(ids: list[list[int]], experts: int, expert_map: list[int] | None =
 
 
 def assert_right(ids: torch.Tensor, experts: int, expert_map: torch.Tensor | None = None) -> None:
-    found = route(ids, experts, expert_map)
+    actual = route(ids, experts, expert_map)
     offsets, tokens, rows = in_python(ids.tolist(), experts, None if expert_map is None else expert_map.tolist())
-    assert found.m_offsets.tolist() == offsets
-    assert found.tokens[: len(tokens)].tolist() == tokens
-    assert found.row_of_choice.tolist() == rows
-    assert all(t.dtype == torch.int32 for t in found) and len(found.tokens) == ids.numel()
+    assert actual.m_offsets.tolist() == offsets
+    assert actual.tokens[: len(tokens)].tolist() == tokens
+    assert actual.row_of_choice.tolist() == rows
+    assert all(t.dtype == torch.int32 for t in actual) and len(actual.tokens) == ids.numel()
     if ids.numel():
-        assert int(found.tokens.min()) >= 0 and int(found.tokens.max()) < len(ids)
+        assert int(actual.tokens.min()) >= 0 and int(actual.tokens.max()) < len(ids)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -85,12 +85,12 @@ def test_a_graph_sorts_other_choices() -> None:
     route(ids, 64)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = route(ids, 64)
+        actual = route(ids, 64)
     for seed in range(3):
         ids.copy_(torch.randint(0, 64, ids.shape, generator=torch.Generator().manual_seed(seed)))
         graph.replay()
         offsets, tokens, rows = in_python(ids.tolist(), 64)
-        assert (found.m_offsets.tolist(), found.tokens.tolist(), found.row_of_choice.tolist()) == (
+        assert (actual.m_offsets.tolist(), actual.tokens.tolist(), actual.row_of_choice.tolist()) == (
             offsets,
             tokens,
             rows,
@@ -110,9 +110,9 @@ def test_a_map_is_checked() -> None:
 @pytest.mark.parametrize("mapped", [False, True], ids=["local", "mapped"])
 def test_the_kernel_compiles(mapped: bool, choices: int) -> None:
     pytest.importorskip("cutlass")
-    found = ExpertRoute.of(H200, torch.int32, 128, mapped, choices)
-    assert found is not None
-    sass = disassemble(object_code(found.unit()))
+    actual = ExpertRoute.of(H200, torch.int32, 128, mapped, choices)
+    assert actual is not None
+    sass = disassemble(object_code(actual.unit()))
     assert sass.count("LDL") == sass.count("STL") == sass.stack == 0
     assert sass.count("VOTE.ANY") >= 2 * 8  # for each bit of 0 .. 128, in two walks
 

@@ -35,17 +35,17 @@ def test_the_bits_of_linear(weight):
         assert gemm.prepare(M, N, K, config) == (config or configs[0])
     kernel = KERNELS[-1]
     for config in configs:
-        wanted = kernel.workspace_bytes(gemm.problem(M, N, K), w4gemm.GemmConfig.parse(config.split("/")[1]))
-        assert gemm.workspace_bytes(M, N, K, config) == wanted > 0
+        expected = kernel.workspace_bytes(gemm.problem(M, N, K), w4gemm.GemmConfig.parse(config.split("/")[1]))
+        assert gemm.workspace_bytes(M, N, K, config) == expected > 0
 
 
 def test_the_whole_epilogue(weight):
     epilogue = Epilogue("silu_mul", "host", bias=True, residual=True)
     gemm = MixedGemm("int4_g32_fp16", torch.float32, "cpu", epilogue=epilogue)
     x, bias, d = torch.randn(M, K), torch.randn(N), torch.randn(M, N // 2)
-    wanted = w4gemm.linear(x, weight, bias, alpha=0.5, activation="silu_mul", residual=d)
+    expected = w4gemm.linear(x, weight, bias, alpha=0.5, activation="silu_mul", residual=d)
     gemm.run(x, weight.tensors, d, alpha=0.5, bias=bias, residual=d, n=N)
-    assert torch.equal(d, wanted)
+    assert torch.equal(d, expected)
 
 
 def test_out_has_memory_of_its_own(weight):
@@ -57,9 +57,9 @@ def test_out_has_memory_of_its_own(weight):
     in_weight = weight.tensors[0].view(torch.uint8).view(-1)[: 4 * N].view(torch.float32).view(1, N)
     with pytest.raises(ValueError, match="out: wanted memory of its own, got memory shared with b"):
         gemm.run(a[:1], weight.tensors, in_weight, residual=apart[:1], n=N)
-    wanted = w4gemm.linear(a, weight, residual=apart)
+    expected = w4gemm.linear(a, weight, residual=apart)
     gemm.run(a, weight.tensors, apart, residual=apart, n=N)
-    assert torch.equal(apart, wanted)
+    assert torch.equal(apart, expected)
 
 
 @pytest.mark.parametrize("name", ["int4_g32_fp16", "int4_g32_e4m3"])
@@ -323,7 +323,7 @@ def test_arrays_of_another_framework_are_waited_for():
     w = w4gemm.quantize(torch.randn(n, k, device="cuda")).repack()
     x = torch.randn(m, k, device="cuda", dtype=torch.float16)
     out, gemm = cupy.zeros((m, n), cupy.float16), MixedGemm("int4_g128", torch.float16)
-    wanted = w4gemm.linear(x, w)
+    expected = w4gemm.linear(x, w)
     filled, long = cupy.full((m, k), 7, cupy.float16), cupy.ones((8192, 8192), cupy.float32)
     gemm.prepare(m, n, k)
     torch.cuda.synchronize()
@@ -334,7 +334,7 @@ def test_arrays_of_another_framework_are_waited_for():
         filled[...] = cupy.from_dlpack(x)
         gemm.run(filled, w.tensors, out, stream=torch.cuda.Stream())
     torch.cuda.synchronize()
-    assert torch.equal(torch.from_dlpack(out), wanted)
+    assert torch.equal(torch.from_dlpack(out), expected)
 
 
 def test_a_stream_of_another_gpu(monkeypatch):
@@ -404,7 +404,7 @@ def test_on_the_gpu_without_allocating_or_synchronizing():
     assert {bool(gemm.workspace_bytes(m, n, k, c)) for c in configs if "_stream" in c} == {True}
     for config in [c for c in configs if gemm.workspace_bytes(m, n, k, c) == 0][:3]:
         gemm.prepare(m, n, k, config)
-        wanted = w4gemm.linear(x, w, bias, alpha=alpha, activation="gelu", residual=residual, config=config)
+        expected = w4gemm.linear(x, w, bias, alpha=alpha, activation="gelu", residual=residual, config=config)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         torch.cuda.synchronize()
@@ -417,10 +417,10 @@ def test_on_the_gpu_without_allocating_or_synchronizing():
             torch.cuda.set_sync_debug_mode("default")
         assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
         torch.cuda.synchronize()
-        assert torch.equal(out, wanted)
+        assert torch.equal(out, expected)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             gemm.run(x, w.tensors, out, config=config, **fused)
         out.zero_()
         graph.replay()
-        assert torch.equal(out, wanted)
+        assert torch.equal(out, expected)

@@ -36,15 +36,15 @@ def sharded(tmp_path: Path) -> Path:
 
 
 def test_shards(sharded: Path) -> None:
-    found = SafetensorsFolder(sharded)
-    assert {name: (info.dtype, info.shape) for name, info in found.tensors.items()} == {
+    actual = SafetensorsFolder(sharded)
+    assert {name: (info.dtype, info.shape) for name, info in actual.tensors.items()} == {
         "a": ("F32", (2, 3)),
         "b": ("BF16", (4,)),
         "c": ("F32", (1,)),
     }
-    assert torch.equal(found.tensor("a"), torch.arange(6.0).view(2, 3))
+    assert torch.equal(actual.tensor("a"), torch.arange(6.0).view(2, 3))
     with pytest.raises(FormatError, match="no tensor 'd' among its 3"):
-        found.tensor("d")
+        actual.tensor("d")
 
 
 def test_damaged_folders(sharded: Path) -> None:
@@ -102,5 +102,5 @@ def test_tensors_of_older_names_are_read_by_transformers(tmp_path: Path) -> None
     checkpoint = open_checkpoint(tmp_path)
     assert set(checkpoint.tensors) >= lm_head.keys()
     for name, module in checkpoint.modules.items():
-        wanted = quantize(tensors[f"{name}.weight"], module.format).dequantize()
-        assert torch.equal(checkpoint.weight(name).dequantize(), wanted), name
+        expected = quantize(tensors[f"{name}.weight"], module.format).dequantize()
+        assert torch.equal(checkpoint.weight(name).dequantize(), expected), name

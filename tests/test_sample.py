@@ -18,10 +18,10 @@ ALONE = [{"target": "a", "config": str(i)} for i in range(20)]
 
 def test_every_value_occurs() -> None:
     for seed in map(str, range(20)):
-        found = chosen(CASES, 0.25, seed)
-        assert len(found) == len(set(found)) == len(CASES) / 4
+        actual = chosen(CASES, 0.25, seed)
+        assert len(actual) == len(set(actual)) == len(CASES) / 4
         for name in ("target", "format", "n"):
-            assert {CASES[i][name] for i in found} == {case[name] for case in CASES}, name
+            assert {CASES[i][name] for i in actual} == {case[name] for case in CASES}, name
     assert len(chosen(ALONE, 0.25, "0")) == len(ALONE), "each has a config of its own"
 
 

@@ -21,16 +21,16 @@ GPU_KERNELS = {kernel.name for kernel in KERNELS} - {"cpu_mixed_gemm"}
 
 
 def test_every_kernel_and_schedule_is_launched():
-    found = cells()
-    ways = {(c.kind, c.fp8, c.config.partition("/")[0]) for c in found}
+    actual = cells()
+    ways = {(c.kind, c.fp8, c.config.partition("/")[0]) for c in actual}
     assert {kernel for *_, kernel in ways} == GPU_KERNELS
     for kind, fp8 in itertools.product(("dense", "experts", "gathered"), (False, True)):
         assert len({kernel for k, f, kernel in ways if (k, f) == (kind, fp8)}) >= 2
-    schedules = {(c.config.partition("/")[0], c.config.rpartition("_")[2]) for c in found if c.kind == "dense"}
+    schedules = {(c.config.partition("/")[0], c.config.rpartition("_")[2]) for c in actual if c.kind == "dense"}
     for kernel in GPU_KERNELS - {"dequantize_gemm", "sm90_decode", "sm90_fp8_gemm"}:
         assert {schedule for name, schedule in schedules if name == kernel} >= {"coop", "pingpong", "stream"}
-    assert any("+" in c.config for c in found)
-    assert {c.format for c in found} >= {"iq4_g32_fp16", "q4_k", "nvfp4", "mxfp4"}
+    assert any("+" in c.config for c in actual)
+    assert {c.format for c in actual} >= {"iq4_g32_fp16", "q4_k", "nvfp4", "mxfp4"}
 
 
 def test_configs_of_the_short_list_are_legal():
@@ -55,8 +55,8 @@ def test_every_helper_is_launched():
 def test_a_helper_call_runs_on_the_cpu(name):
     """Where PyTorch's operators stand for the kernel, and are what it is held to."""
     torch.manual_seed(1)
-    found = HELPER_CALLS[name](Made.on("cpu"))
-    assert all(t.isfinite().all() for t in (found if isinstance(found, tuple) else (found,)))
+    actual = HELPER_CALLS[name](Made.on("cpu"))
+    assert all(t.isfinite().all() for t in (actual if isinstance(actual, tuple) else (actual,)))
 
 
 def test_names_of_kernels_are_those_that_are_instrumented():

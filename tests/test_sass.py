@@ -197,18 +197,18 @@ def largest() -> list[Case]:
     for case in variants():
         strata.setdefault(stratum(case), []).append(case)
     turns = {mode: itertools.cycle(HEAVY) for mode in MODES}
-    found = []
+    actual = []
     for cases in strata.values():
         cases.sort(key=lambda case: -case.config.tile_m * case.config.tile_n)
         if cases[0].kernel == "dequantize_gemm":
-            found.append(cases[0])
+            actual.append(cases[0])
             continue
         epilogue = next(turns[cases[0].mode])
         heavy = next(filter(legal, (case._replace(epilogue=epilogue) for case in cases)))
         if heavy.config != cases[0].config:
-            found.append(cases[0]._replace(epilogue="experts"))
-        found.append(heavy)
-    return found
+            actual.append(cases[0]._replace(epilogue="experts"))
+        actual.append(heavy)
+    return actual
 
 
 def largest_of_floats() -> list[Case]:
@@ -218,11 +218,11 @@ def largest_of_floats() -> list[Case]:
     for mode, name, epilogue in itertools.product(MODES, ("mxfp4", "nvfp4", "nf4", "iq4_g32_fp32"), HEAVY):
         case = Case("sm90_mixed_gemm", GemmConfig(8, 64, 128), name, mode, epilogue)
         for config in configs_of(kernel_named(case.kernel), case.problem):
-            found = case._replace(config=config)
-            key = stratum(found), name, epilogue
+            actual = case._replace(config=config)
+            key = stratum(actual), name, epilogue
             tile = config.tile_m * config.tile_n
             if key not in cases or tile > cases[key].config.tile_m * cases[key].config.tile_n:
-                cases[key] = found
+                cases[key] = actual
     return random.Random(source_hash("kernels")).sample(list(cases.values()), FLOATS_DRAWN)
 
 
@@ -344,10 +344,10 @@ def test_instructions_that_decode(decoding):
     p, config = problem(decoding.format, decoding.dtype, 128), GemmConfig.parse(decoding.config)
     sass = disassemble(object_code(kernel_named(decoding.kernel).unit(p, config)))
     (loop,) = main_loops(sass, INSTRUCTION[decoding.kernel])
-    found = {
+    actual = {
         opcode: sum(bool(re.match(rf"{re.escape(opcode)}\b", line)) for line in loop) for opcode in decoding.counts
     }
-    assert {opcode: count / decoding.words for opcode, count in found.items()} == decoding.counts
+    assert {opcode: count / decoding.words for opcode, count in actual.items()} == decoding.counts
 
 
 EIGHT_WEIGHTS = {"int8_g128": 8, "int6_g128": 11.5, "int5_g128": 11.75, "int4_g128": 9, "int3_g128": 11.25}
@@ -451,10 +451,10 @@ def test_in_streams_no_consumer_waits_for_memory_to_raise_or_see_a_flag(name, fo
 def test_more_experts_than_the_smaller_map(kernel):
     dtype, epilogue = (FP8, Epilogue(token_scale=True)) if kernel in FP8_KERNELS else (torch.bfloat16, PLAIN)
     p = problem("int4_g128", dtype, 2000, epilogue=epilogue, experts=EXPERT_MAPS[0] + 1)
-    found = kernel_named(kernel)
-    assert found.unit(p, found.configs(p)[0]).key != found.unit(replace(p, experts=8), found.configs(p)[0]).key
-    check_variant(found, p, ranked([found], p)[0][2])
-    assert not found.supports(replace(p, experts=EXPERT_MAPS[1] + 1)).ok
+    actual = kernel_named(kernel)
+    assert actual.unit(p, actual.configs(p)[0]).key != actual.unit(replace(p, experts=8), actual.configs(p)[0]).key
+    check_variant(actual, p, ranked([actual], p)[0][2])
+    assert not actual.supports(replace(p, experts=EXPERT_MAPS[1] + 1)).ok
 
 
 OTHER_GPUS = {arch: device for arch, device in GPUS.items() if device != H200}
@@ -475,10 +475,10 @@ OTHER_GPUS = {arch: device for arch, device in GPUS.items() if device != H200}
 )
 def test_other_gpus(arch, kernel, config, name, dtype):
     """Kernels that run on every GPU, for each target: the source is the same, the code generation is not."""
-    found, p = kernel_named(kernel), problem(name, dtype, device=OTHER_GPUS[arch])
-    chosen = GemmConfig.parse(config) if config else found.configs(p)[0]
-    assert found.unit(p, chosen).arch == arch
-    check_variant(found, p, chosen)
+    actual, p = kernel_named(kernel), problem(name, dtype, device=OTHER_GPUS[arch])
+    chosen = GemmConfig.parse(config) if config else actual.configs(p)[0]
+    assert actual.unit(p, chosen).arch == arch
+    check_variant(actual, p, chosen)
 
 
 @pytest.mark.sampled(0.25)
@@ -516,8 +516,8 @@ def test_the_checks_find_what_they_look_for():
 )
 def test_what_is_scanned_is_in_the_text(kernel, arch, instruction):
     p = problem("int4_g128", FP8 if kernel in FP8_KERNELS else torch.bfloat16, device=GPUS[arch])
-    found = kernel_named(kernel)
-    code = object_code(found.unit(p, found.configs(p)[0]))
+    actual = kernel_named(kernel)
+    code = object_code(actual.unit(p, actual.configs(p)[0]))
     scanned, sass = scan(code), disassemble(code)
     assert {opcode: sass.count(opcode) for opcode in scanned.counts} == scanned.counts
     assert scanned.count(instruction) == sass.count(instruction) > 0 and scanned.stack == sass.stack

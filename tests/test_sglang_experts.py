@@ -48,15 +48,15 @@ def test_experts(name: str, factor: float | None) -> None:
     router = torch.rand(6, 2)
     call = method.apply if hasattr(method, "apply") and name == "w4afp8" else method.apply_weights
     got = call(layer, dispatched(x, ids, router)).hidden_states
-    wanted = torch.zeros(6, HIDDEN, dtype=torch.float64)
+    expected = torch.zeros(6, HIDDEN, dtype=torch.float64)
     for t in range(6):
         for j in range(2):
             if ids[t, j] < 0:
                 continue
             w13, w2 = drawn[ids[t, j]]
             gate, up = (w13.dense @ x[t].double()).chunk(2)
-            wanted[t] += router[t, j] * (factor or 1) * (w2.dense @ (torch.nn.functional.silu(gate) * up))
-    error = (got.double() - wanted).norm() / wanted.norm()
+            expected[t] += router[t, j] * (factor or 1) * (w2.dense @ (torch.nn.functional.silu(gate) * up))
+    error = (got.double() - expected).norm() / expected.norm()
     assert error < (0.06 if MIXTURES[name][3] else 0.01)
     empty = call(layer, dispatched(x[:0], ids[:0], router[:0])).hidden_states
     assert empty.shape == (0, HIDDEN)
@@ -80,8 +80,8 @@ def test_experts(name: str, factor: float | None) -> None:
     ],
 )
 def test_activations_of_experts(facts: dict[str, Any], named: str) -> None:
-    found = experts.fused_activation(moe_config(**facts))
-    assert bool(found) == bool(named) and (not found or canonical(found) == canonical(named))
+    actual = experts.fused_activation(moe_config(**facts))
+    assert bool(actual) == bool(named) and (not actual or canonical(actual) == canonical(named))
 
 
 MODELS = {
@@ -110,13 +110,13 @@ def test_experts_of_a_model_in_int4(name: str) -> None:
     assert layer.w4gemm_experts.experts.activation == activation
     x, ids, router = torch.randn(3, HIDDEN).bfloat16(), torch.tensor([[0, 1], [2, 3], [3, 0]]), torch.rand(3, 2)
     got = method.apply_weights(layer, dispatched(x, ids, router)).hidden_states
-    wanted = torch.zeros(3, HIDDEN, dtype=torch.float64)
+    expected = torch.zeros(3, HIDDEN, dtype=torch.float64)
     for t, j in torch.cartesian_prod(torch.arange(3), torch.arange(2)):
         w13, w2 = drawn[ids[t, j]]
         first = w13.dense @ x[t].double()
         first = first.view(2, -1).T.flatten() if gated else first  # pairs of a gate and an up
-        wanted[t] += router[t, j] * (w2.dense @ parse(activation).apply(first))
-    assert (got.double() - wanted).norm() < 0.01 * wanted.norm()
+        expected[t] += router[t, j] * (w2.dense @ parse(activation).apply(first))
+    assert (got.double() - expected).norm() < 0.01 * expected.norm()
 
 
 def test_a_model_of_experts_is_prepared_when_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,11 +145,11 @@ def test_few_tokens_run_in_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     method.process_weights_after_loading(layer)
     held, calls = layer.w4gemm_experts.experts, []
     x, ids, router = torch.randn(3, HIDDEN).bfloat16(), torch.tensor([[0, 1], [2, -1], [0, 2]]), torch.rand(3, 2)
-    wanted = method.apply_weights(layer, dispatched(x, ids, router)).hidden_states
+    expected = method.apply_weights(layer, dispatched(x, ids, router)).hidden_states
 
     def launched(x: Any, choices: Any, *others: Any) -> torch.Tensor:
         calls.append((choices.expert_ids.dtype, choices.expert_weights))
-        return wanted
+        return expected
 
     packed = [each.weight.repack("mma16") for each in (held.gate_up, held.down)]
     monkeypatch.setattr(warmup.Device, "of", lambda device: H100)
@@ -160,7 +160,7 @@ def test_few_tokens_run_in_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "expert_layer" not in [unit.name for unit in need.helpers]
     monkeypatch.setattr("w4gemm.api.experts.one_launch_now", lambda key, device: OneLaunch(None, "", ""))
     monkeypatch.setattr("w4gemm.api.experts.expert_layer", launched)
-    assert method.apply_weights(layer, dispatched(x, ids, router)).hidden_states is wanted
+    assert method.apply_weights(layer, dispatched(x, ids, router)).hidden_states is expected
     assert len(calls) == 1 and calls[0][0] is torch.int32 and calls[0][1] is router
 
 

@@ -78,8 +78,8 @@ LINEAR = {
 }
 
 
-def method(name: str, *given: Any) -> Any:
-    return resolved(f"{QUANTIZATION}.{name}")(*given)
+def method(name: str, *args: Any) -> Any:
+    return resolved(f"{QUANTIZATION}.{name}")(*args)
 
 
 @pytest.fixture(autouse=True)
@@ -191,13 +191,13 @@ def test_experts_of_nvfp4(name: str) -> None:
     x, ids, router = routed()
     call = of.apply if name == "modelopt" else of.apply_weights
     got = call(layer, dispatched(x, ids, router)).hidden_states
-    wanted = torch.zeros(x.shape, dtype=torch.float64)
+    expected = torch.zeros(x.shape, dtype=torch.float64)
     for t, j in torch.cartesian_prod(torch.arange(4), torch.arange(2)):
         if ids[t, j] >= 0:
             w13, w2 = drawn[ids[t, j]]
             gate, up = (w13.dense @ x[t].double()).chunk(2)
-            wanted[t] += router[t, j] * (w2.dense @ (torch.nn.functional.silu(gate) * up))
-    assert (got.double() - wanted).norm() < 0.01 * wanted.norm()
+            expected[t] += router[t, j] * (w2.dense @ (torch.nn.functional.silu(gate) * up))
+    assert (got.double() - expected).norm() < 0.01 * expected.norm()
 
 
 def test_nvfp4_that_is_made_while_loading_stays_sglangs(caplog: pytest.LogCaptureFixture) -> None:
@@ -244,14 +244,14 @@ def test_experts_of_gpt_oss(monkeypatch: pytest.MonkeyPatch) -> None:
     }  # the last two: *_weight_bias
     x, ids, router = routed()
     got = of.apply(layer, dispatched(x, ids, router)).hidden_states
-    wanted = torch.zeros(x.shape, dtype=torch.float64)
+    expected = torch.zeros(x.shape, dtype=torch.float64)
     for t, j in torch.cartesian_prod(torch.arange(4), torch.arange(2)):
         if ids[t, j] >= 0:
             w13, w2, b13, b2 = drawn[ids[t, j]]
             pairs = w13.dense @ x[t].double() + b13
             gate, up = pairs[0::2].clamp(max=LIMIT), pairs[1::2].clamp(-LIMIT, LIMIT)
-            wanted[t] += router[t, j] * (w2.dense @ ((up + 1) * gate * torch.sigmoid(ALPHA * gate)) + b2)
-    assert (got.double() - wanted).norm() < 0.01 * wanted.norm()
+            expected[t] += router[t, j] * (w2.dense @ ((up + 1) * gate * torch.sigmoid(ALPHA * gate)) + b2)
+    assert (got.double() - expected).norm() < 0.01 * expected.norm()
 
 
 def test_biases_of_gpt_oss_move_with_their_experts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,13 +316,13 @@ def test_experts_of_mxfp4_in_halves(
     _, ids, router = routed()
     x = torch.randn(4, 256).bfloat16() / 4
     got = of.apply(layer, dispatched(x, ids, router)).hidden_states
-    wanted = torch.zeros(x.shape, dtype=torch.float64)
+    expected = torch.zeros(x.shape, dtype=torch.float64)
     for t, j in torch.cartesian_prod(torch.arange(4), torch.arange(2)):
         if ids[t, j] >= 0:
             w13, w2 = drawn[ids[t, j]]
             pairs = (w13.dense @ x[t].double()).view(2, -1).T.flatten()
-            wanted[t] += router[t, j] * (w2.dense @ parse(activation).apply(pairs))
-    assert (got.double() - wanted).norm() < (0.06 if fp8 else 0.01) * wanted.norm()
+            expected[t] += router[t, j] * (w2.dense @ parse(activation).apply(pairs))
+    assert (got.double() - expected).norm() < (0.06 if fp8 else 0.01) * expected.norm()
 
 
 def test_experts_of_nvfp4_without_gates(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -350,12 +350,12 @@ def test_experts_of_nvfp4_without_gates(monkeypatch: pytest.MonkeyPatch) -> None
     assert held.activation == "relu2" and str(held.gate_up.weight.format) == "e2m1_g16_e4m3"
     x, ids, router = routed()
     got = of.apply(layer, dispatched(x, ids, router)).hidden_states
-    wanted = torch.zeros(x.shape, dtype=torch.float64)
+    expected = torch.zeros(x.shape, dtype=torch.float64)
     for t, j in torch.cartesian_prod(torch.arange(4), torch.arange(2)):
         if ids[t, j] >= 0:
             w13, w2 = drawn[ids[t, j]]
-            wanted[t] += router[t, j] * (w2.dense @ (w13.dense @ x[t].double()).clamp(min=0).square())
-    assert (got.double() - wanted).norm() < 0.08 * wanted.norm()
+            expected[t] += router[t, j] * (w2.dense @ (w13.dense @ x[t].double()).clamp(min=0).square())
+    assert (got.double() - expected).norm() < 0.08 * expected.norm()
 
 
 @pytest.mark.parametrize("strategy", ["channel", "tensor"])
@@ -447,7 +447,7 @@ def test_mxfp8_that_sglang_converts(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = created(of)
     (scheme,) = (scheme for scheme in dense.SCHEMES if scheme.kind == "linear layers in MXFP8")
     asked: list[Any] = []
-    dense.convert(scheme, lambda *given: asked.append(given), of, layer)
+    dense.convert(scheme, lambda *args: asked.append(args), of, layer)
     assert asked == [(of, layer)] and not scheme.takes(of)
     if not SOURCES:
         quantization.get_quant_method(torch.nn.Module(), "mlp.experts")

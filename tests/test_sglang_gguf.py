@@ -49,8 +49,8 @@ def test_a_merged_layer(types: tuple[str, str], products: int) -> None:
     assert torch.equal(torch.cat([part.dequantize(torch.float64) for part in layer.w4gemm_weight]), w)
     x, bias = torch.randn(2, 3, K).bfloat16(), torch.randn(sum(SIZES)).bfloat16()
     for b in (None, bias):
-        wanted = x.double() @ w.T + (0 if b is None else b.double())
-        assert (of.apply(layer, x, b).double() - wanted).norm() < 0.004 * wanted.norm()
+        expected = x.double() @ w.T + (0 if b is None else b.double())
+        assert (of.apply(layer, x, b).double() - expected).norm() < 0.004 * expected.norm()
 
 
 def test_a_head_is_taken_and_a_table_of_embeddings_is_not(caplog: pytest.LogCaptureFixture) -> None:
@@ -59,8 +59,8 @@ def test_a_head_is_taken_and_a_table_of_embeddings_is_not(caplog: pytest.LogCapt
     head = load(created(of, kind="ParallelLMHead"), parts)
     of.process_weights_after_loading(head)
     x = torch.randn(5, K).bfloat16()
-    wanted = x.double() @ dense(*parts[None]).T
-    assert (of.apply(head, x.float()).double() - wanted).norm() < 0.004 * wanted.norm()
+    expected = x.double() @ dense(*parts[None]).T
+    assert (of.apply(head, x.float()).double() - expected).norm() < 0.004 * expected.norm()
     table = load(created(of, kind="VocabParallelEmbedding"), parts)
     of.process_weights_after_loading(table)
     assert table.qweight.dtype == torch.uint8 and not hasattr(table, "w4gemm_weight")

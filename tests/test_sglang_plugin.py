@@ -134,15 +134,15 @@ def test_linear_layers(name: str) -> None:
     x, bias = torch.randn(2, 3, K).bfloat16(), torch.randn(N).bfloat16()
     for b in (None, bias):
         assert torch.equal(scheme.apply_weights(layer, x, b), linear(x, w, b))
-    wanted = x.double() @ drawn.dense.T + bias.double()
-    torch.testing.assert_close(scheme.apply_weights(layer, x, bias).double(), wanted, rtol=2e-2, atol=2e-2)
+    expected = x.double() @ drawn.dense.T + bias.double()
+    torch.testing.assert_close(scheme.apply_weights(layer, x, bias).double(), expected, rtol=2e-2, atol=2e-2)
 
 
 def test_where_answers_must_not_depend_on_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Linear layers and experts are batch-invariant."""
     started_with(monkeypatch, enable_deterministic_inference=True)
     called: list[bool] = []
-    monkeypatch.setattr(dense, "linear", lambda *given, batch_invariant: called.append(batch_invariant))
+    monkeypatch.setattr(dense, "linear", lambda *args, batch_invariant: called.append(batch_invariant))
     scheme, layer = filled()
     scheme.process_weights_after_loading(layer)
     scheme.apply_weights(layer, torch.randn(2, K).bfloat16(), None)
@@ -185,7 +185,7 @@ def test_weights_that_another_engine_had_packed(
     before, made_before, _ = loaded("awq")
     assert hasattr(made_before, "w4gemm_runner")
 
-    def load(*given: Any, **named: Any) -> None:
+    def load(*args: Any, **named: Any) -> None:
         assert "as another engine had packed them" in refused(scheme, layer, caplog, dense)
         experts_left(caplog, "as another engine had packed them")
         refused(before, made_before, caplog, experts)
@@ -226,7 +226,7 @@ def test_a_head_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     scheme, layer = filled(kind="ParallelLMHead")
     scheme.process_weights_after_loading(layer)
     x, asked, own = torch.randn(2, K).bfloat16(), [], dense.linear
-    monkeypatch.setattr(dense, "linear", lambda x, *given, **named: (asked.append(x.dtype), own(x, *given, **named))[1])
+    monkeypatch.setattr(dense, "linear", lambda x, *args, **named: (asked.append(x.dtype), own(x, *args, **named))[1])
     got = scheme.apply_weights(layer, x.float(), None)
     assert got.dtype == torch.float32 and asked == [torch.bfloat16]
     assert torch.equal(got, own(x, layer.w4gemm_weight[0], None).float())
@@ -310,7 +310,7 @@ def test_random_weights_of_the_dummy_loader() -> None:
     (around,) = (hook.around for hook in takeover.LOADING if "DummyModelLoader" in hook.target)
     scheme, experts_layers = DENSE["ct"][0](), []
 
-    def load(*given: Any, **named: Any) -> torch.nn.Module:
+    def load(*args: Any, **named: Any) -> torch.nn.Module:
         experts_layers.append(created_experts("ct"))
         return created(scheme)
 
@@ -539,25 +539,25 @@ METHODS = (
 
 def interface() -> dict[str, list[str]]:
     """Parameters of each function and method that the stub has, and fields of each tuple, as they are imported."""
-    found = {}
+    actual = {}
     for module, values in sglang_stub.MODULES.items():
         for stub in values:
             value = resolved(f"{module}.{stub.__name__}")
             if not isinstance(stub, type):
-                found[f"{module}.{stub.__name__}"] = list(inspect.signature(inspect.unwrap(value)).parameters)
+                actual[f"{module}.{stub.__name__}"] = list(inspect.signature(inspect.unwrap(value)).parameters)
             elif hasattr(stub, "_fields"):
-                found[f"{module}.{stub.__name__}"] = list(value._fields)
+                actual[f"{module}.{stub.__name__}"] = list(value._fields)
             else:
                 bases = [base for base in stub.__mro__[:-1] if base is not torch.nn.Module]
                 for name in METHODS:
                     if any(name in vars(base) for base in bases):
                         own = inspect.unwrap(getattr(value, name))
-                        found[f"{module}.{stub.__name__}.{name}"] = list(inspect.signature(own).parameters)
-    return dict(sorted(found.items()))
+                        actual[f"{module}.{stub.__name__}.{name}"] = list(inspect.signature(own).parameters)
+    return dict(sorted(actual.items()))
 
 
 def test_the_stub_has_the_interface_of_the_sources() -> None:
-    found = interface()
+    actual = interface()
     if SOURCES and not INTERFACE.exists():
-        INTERFACE.write_text(json.dumps(found, indent=1) + "\n")
-    assert found == json.loads(INTERFACE.read_text())
+        INTERFACE.write_text(json.dumps(actual, indent=1) + "\n")
+    assert actual == json.loads(INTERFACE.read_text())

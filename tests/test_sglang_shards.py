@@ -56,9 +56,9 @@ def test_shards_of_several_formats(name: str, bias: bool) -> None:
     assert "have different formats" in getattr(layer, REFUSES_UPDATES)
     x = torch.randn(3, K).bfloat16()
     b = torch.randn(sum(SIZES)).bfloat16() if bias else None
-    wanted = x.double() @ torch.cat([each.dense for each in drawn]).T
-    wanted = wanted if b is None else wanted + b.double()
-    assert (layer.quant_method.apply(layer, x, b).double() - wanted).norm() < 0.004 * wanted.norm()
+    expected = x.double() @ torch.cat([each.dense for each in drawn]).T
+    expected = expected if b is None else expected + b.double()
+    assert (layer.quant_method.apply(layer, x, b).double() - expected).norm() < 0.004 * expected.norm()
 
 
 def test_marlins_config_has_shards_too() -> None:
@@ -83,8 +83,8 @@ def test_a_shard_that_is_dense() -> None:
         parameters["qweight"].weight_loader(parameters["qweight"], drawn.gptq()["qweight"])
     load(layer, [])
     x = torch.randn(3, K).bfloat16()
-    wanted = x.double() @ torch.cat([drawn.dense, up.double()]).T
-    assert (layer.quant_method.apply(layer, x).double() - wanted).norm() < 0.004 * wanted.norm()
+    expected = x.double() @ torch.cat([drawn.dense, up.double()]).T
+    assert (layer.quant_method.apply(layer, x).double() - expected).norm() < 0.004 * expected.norm()
 
 
 def test_layers_of_one_format_stay_merged() -> None:

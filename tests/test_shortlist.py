@@ -54,9 +54,9 @@ def test_explain_says_what_is_planned():
     for problem in (FEW_FEATURES, replace(FEW_FEATURES, n=4096, k=11008)):
         for m in (3, 40, 70, 130, 290, 700, 1300, 2149, 3300, 5257, 7181):
             there = replace(problem, m=m)
-            decision, found = choice.choose(replace(there, m=choice.plan_m(m))), choice.explain(there)
-            assert found.chosen == (decision.kernel.name, decision.config) and found.source == decision.source
-            assert found.problem == there
+            decision, actual = choice.choose(replace(there, m=choice.plan_m(m))), choice.explain(there)
+            assert actual.chosen == (decision.kernel.name, decision.config) and actual.source == decision.source
+            assert actual.problem == there
             at_m = choice.choose(there)
             others += (at_m.kernel, at_m.config) != (decision.kernel, decision.config)
     assert others, "every m has the config of its plan: take others"
@@ -84,9 +84,9 @@ def test_all_that_can_be_met_is_known_beforehand(tuned):
     if tuned:
         table.add([record(replace(FEW_FEATURES, m=8192), choice.configs(FEW_FEATURES)[9])])
     every = range(choice.WAVES_FROM + 1, 16384, 97)
-    met = {choice.choose(replace(FEW_FEATURES, m=choice.plan_m(m))).unit for m in every}
+    seen = {choice.choose(replace(FEW_FEATURES, m=choice.plan_m(m))).unit for m in every}
     intervals = [replace(FEW_FEATURES, m=choice.interval_end(m)) for m in (*choice.BOUNDS, 10**5) if m > 256]
-    assert met <= set(units_of(intervals)[0])
+    assert seen <= set(units_of(intervals)[0])
 
 
 def test_what_an_interval_can_meet_is_chosen_as_every_m_is():

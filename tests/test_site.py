@@ -47,9 +47,9 @@ def test_the_reference_has_every_public_name_once() -> None:
     pytest.importorskip("mkdocs")
     names = shown()
     assert len(names) == len(set(names))
-    wanted = {f"w4gemm.{name}" for name in w4gemm.__all__}
-    wanted |= {f"w4gemm.integrations.transformers.{name}" for name in transformers.__all__}
-    assert not wanted - set(names)
+    expected = {f"w4gemm.{name}" for name in w4gemm.__all__}
+    expected |= {f"w4gemm.integrations.transformers.{name}" for name in transformers.__all__}
+    assert not expected - set(names)
 
 
 def test_it_builds(tmp_path: Path) -> None:
@@ -78,8 +78,8 @@ def test_docstrings_name_parameters_that_there_are(name: str) -> None:
     lines = re.search(r"^Args:\n((?:    .*\n?|\n)+)", inspect.cleandoc(thing.__doc__ or ""), re.MULTILINE)
     if lines is None:
         return
-    found = re.findall(r"^    (\w[\w, ]*):", lines[1], re.MULTILINE)
-    documented = {name for names in found for name in names.split(", ")}
+    entries = re.findall(r"^    (\w[\w, ]*):", lines[1], re.MULTILINE)
+    documented = {name for names in entries for name in names.split(", ")}
     assert documented and not documented - set(inspect.signature(thing).parameters)
 
 

@@ -49,8 +49,8 @@ def problem_of(kernel: GpuKernel, format: str, **changes) -> GemmProblem:
 
 def random_problems(count: int) -> list[tuple[GpuKernel, GemmProblem]]:
     """Problems that the GPU kernels support, over devices, formats, dtypes, epilogues, dense and grouped."""
-    draw, found = random.Random(3), []
-    while len(found) < count:
+    draw, drawn = random.Random(3), []
+    while len(drawn) < count:
         kernel = draw.choice(GPU_KERNELS)
         format = draw.choice(("int4_g32", "int4_g64", "int4_g96", "int4_g128", "int4_g4064", "int4_col"))
         format += draw.choice(("", "_zint", "_zfloat", "_fp16", "_e4m3"))
@@ -64,18 +64,18 @@ def random_problems(count: int) -> list[tuple[GpuKernel, GemmProblem]]:
             gathered=bool(experts) and draw.random() < 0.5,
         )
         if kernel.supports(problem):
-            found.append((kernel, problem))
-    return found
+            drawn.append((kernel, problem))
+    return drawn
 
 
 @pytest.mark.parametrize("name", COUNTS)
 def test_as_many_configs_as_were_measured(name):
     """Raise these numbers with the rules; a kernel's revision stays if its old configs keep their times."""
     kernel = kernel_named(name)
-    for format, wanted in COUNTS[name].items():
+    for format, expected in COUNTS[name].items():
         forms = ({}, {"experts": 8}, {"experts": 8, "gathered": True})
-        found = tuple(len(kernel.configs(problem_of(kernel, format, **form))) for form in forms)
-        assert found == wanted, (name, format)
+        actual = tuple(len(kernel.configs(problem_of(kernel, format, **form))) for form in forms)
+        assert actual == expected, (name, format)
 
 
 @pytest.mark.parametrize("kernel", [k for k in GPU_KERNELS if k.name.startswith("sm90_")], ids=lambda k: k.name)

@@ -84,8 +84,8 @@ def test_gate_halves(m: int, n: int, activation: str) -> None:
 @pytest.mark.parametrize(("m", "k"), [(1, 4096), (64, 4096), (40, 128), (3, 2880), (2, 16384), (2, 28672)])
 def test_norm(m: int, k: int, dtype: torch.dtype) -> None:
     x, weight = torch.randn(m, 1, k, device="cuda").to(dtype), torch.rand(k, device="cuda").to(dtype)
-    wanted = rms_norm(x.cpu(), weight.cpu(), 1e-5)
-    torch.testing.assert_close(rms_norm(x, weight, 1e-5).cpu(), wanted, rtol=0.01, atol=1e-3)
+    expected = rms_norm(x.cpu(), weight.cpu(), 1e-5)
+    torch.testing.assert_close(rms_norm(x, weight, 1e-5).cpu(), expected, rtol=0.01, atol=1e-3)
     apart = torch.cat((x, x), -1)[..., :k]
     assert not apart.is_contiguous() or m == 1
     assert torch.equal(rms_norm(apart, weight, 1e-5), rms_norm(x, weight, 1e-5))
@@ -96,16 +96,16 @@ def test_norm(m: int, k: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("m", "k"), [(1, 4096), (64, 4096), (40, 136), (3, 2880), (2, 16384), (2, 28672), (0, 4096)])
 def test_added_norm(m: int, k: int, dtype: torch.dtype) -> None:
     """With and without quantization, which rounds to e4m3: its smallest step is 1/8 of a number."""
-    given = [torch.randn(shape, device="cuda").to(dtype) for shape in ((m, k), (m, k), (k,))]
-    on_cpu = [t.cpu() for t in given]
-    y, total = add_rms_norm(*given, 1e-5)
+    arguments = [torch.randn(shape, device="cuda").to(dtype) for shape in ((m, k), (m, k), (k,))]
+    on_cpu = [t.cpu() for t in arguments]
+    y, total = add_rms_norm(*arguments, 1e-5)
     wanted_y, wanted_total = add_rms_norm(*on_cpu, 1e-5)
     assert torch.equal(total.cpu(), wanted_total)
     torch.testing.assert_close(y.cpu(), wanted_y, rtol=0.01, atol=1e-3)
-    x8, scale, total = add_rms_norm_quantize(*given, 1e-5)
-    wanted = w4gemm.quantize_activations(wanted_total.cuda(), norm_weight=given[2], eps=1e-5)
+    x8, scale, total = add_rms_norm_quantize(*arguments, 1e-5)
+    expected = w4gemm.quantize_activations(wanted_total.cuda(), norm_weight=arguments[2], eps=1e-5)
     assert torch.equal(total.cpu(), wanted_total)
-    assert torch.equal(x8.view(torch.uint8), wanted[0].view(torch.uint8)) and torch.equal(scale, wanted[1])
+    assert torch.equal(x8.view(torch.uint8), expected[0].view(torch.uint8)) and torch.equal(scale, expected[1])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -116,17 +116,17 @@ def test_operators(dtype: torch.dtype) -> None:
     exact = total.double()
     exact = exact / (exact.square().mean(-1, keepdim=True) + 1e-3).sqrt() * weight.double()
     ops = torch.ops.w4gemm
-    y, found = ops.add_rms_norm(x, residual, weight, 1e-3)
-    assert torch.equal(found, total)
+    y, actual = ops.add_rms_norm(x, residual, weight, 1e-3)
+    assert torch.equal(actual, total)
     torch.testing.assert_close(y.double(), exact, rtol=0.02, atol=1e-3)
-    x8, scale, found = ops.add_rms_norm_quantize(x, residual, weight, 1e-3)
-    assert torch.equal(found, total) and x8.dtype == torch.float8_e4m3fn and scale.shape == (5,)
+    x8, scale, actual = ops.add_rms_norm_quantize(x, residual, weight, 1e-3)
+    assert torch.equal(actual, total) and x8.dtype == torch.float8_e4m3fn and scale.shape == (5,)
     torch.testing.assert_close(x8.double() * scale[:, None], exact, rtol=0.07, atol=0.02)
     gate, up = (t.double() for t in torch.cat((x, residual), 1).chunk(2, 1))
     gated = ops.gate_halves(torch.cat((x, residual), 1), "silu_mul")
     torch.testing.assert_close(gated.double(), gate / (1 + (-gate).exp()) * up, rtol=0.02, atol=1e-3)
-    for op, given in ((ops.add_rms_norm, (x, residual, weight, 1e-3)), (ops.gate_halves, (x, "silu_mul"))):
-        torch.library.opcheck(op.default, given, test_utils=("test_schema", "test_faketensor"))
+    for op, arguments in ((ops.add_rms_norm, (x, residual, weight, 1e-3)), (ops.gate_halves, (x, "silu_mul"))):
+        torch.library.opcheck(op.default, arguments, test_utils=("test_schema", "test_faketensor"))
     opcheck = (x, residual, weight, 1e-3)
     torch.library.opcheck(ops.add_rms_norm_quantize.default, opcheck, test_utils=("test_schema", "test_faketensor"))
 
@@ -166,8 +166,8 @@ def test_helpers_launch_on_the_gpu_of_their_tensors(monkeypatch: pytest.MonkeyPa
     current, seen = [0], []
 
     @contextlib.contextmanager
-    def device(wanted: torch.device) -> Iterator[None]:
-        before, current[0] = current[0], wanted.index
+    def device(expected: torch.device) -> Iterator[None]:
+        before, current[0] = current[0], expected.index
         yield
         current[0] = before
 
@@ -175,9 +175,7 @@ def test_helpers_launch_on_the_gpu_of_their_tensors(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
     monkeypatch.setattr(Device, "of", lambda _: H200)
-    monkeypatch.setattr(
-        "w4gemm.kernels.helpers.base.compiled", lambda _: lambda *given: seen.append((current[0], given))
-    )
+    monkeypatch.setattr("w4gemm.kernels.helpers.base.compiled", lambda _: lambda *args: seen.append((current[0], args)))
     for index in (1, 0):
         run = launcher.__wrapped__(RmsNorm.of, torch.device("cuda", index), torch.bfloat16, 4096)
         assert run is not None

@@ -64,7 +64,7 @@ def test_every_block_is_multiplied_once_and_every_partial_is_added(
                     other += 1
                 assert other <= ctas
         assert abs(own - tiles * blocks / ctas) < 1, "shares are equal"
-    assert {tile: sorted(found) for tile, found in done.items()} == {t: list(range(blocks)) for t in range(tiles)}
+    assert {tile: sorted(actual) for tile, actual in done.items()} == {t: list(range(blocks)) for t in range(tiles)}
     assert storing == adding
 
 
@@ -77,14 +77,14 @@ def test_an_engine_s_graphs_find_flags_that_no_replay_has_to_zero(monkeypatch: p
     monkeypatch.setattr(workspace, "_capture", lambda stream: state.capture)
     for held in ("_flags", "_pools", "_allocations"):
         monkeypatch.setattr(workspace, held, type(getattr(workspace, held))())
-    given: dict[int, int] = {}
+    owners: dict[int, int] = {}
     captures = itertools.count(1)
 
     def launch(capture: int) -> None:
         state.capture = capture
         flags = workspace.allocated(torch.device("cpu"), workspace.FLAG_BYTES + 4).flags
         assert any(flags.untyped_storage().data_ptr() == a.untyped_storage().data_ptr() for a in workspace._allocations)
-        assert given.setdefault(flags.data_ptr(), capture) == capture, "two graphs that may overlap share flags"
+        assert owners.setdefault(flags.data_ptr(), capture) == capture, "two graphs that may overlap share flags"
 
     for pieces, layers in ((80, 1), (1, 80)):
         for _ in range(51):
@@ -93,7 +93,7 @@ def test_an_engine_s_graphs_find_flags_that_no_replay_has_to_zero(monkeypatch: p
                 graph = next(captures)
                 for _ in range(layers):
                     launch(graph)
-    assert len(given) == 1 + 51 * 81
+    assert len(owners) == 1 + 51 * 81
 
 
 @pytest.mark.parametrize("name", ["sm90_mixed_gemm", "sm80_mixed_gemm"])

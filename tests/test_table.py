@@ -57,8 +57,8 @@ def record(problem: GemmProblem = PROBLEM, nth: int = 7, **changes) -> Record:
 
 
 def chosen(problem: GemmProblem = PROBLEM) -> tuple[str, str]:
-    found = choice.explain(problem)
-    return "/".join(map(str, found.chosen)), found.source
+    stored = choice.explain(problem)
+    return "/".join(map(str, stored.chosen)), stored.source
 
 
 def test_a_line_is_a_record():
@@ -132,8 +132,8 @@ def test_the_last_interval_has_no_end():
     made = record(at)
     table.add([made])
     assert chosen(at)[1] == "tuned"
-    found = [choice.measured_record(replace(at, m=m)) for m in (8192, 8193, 10**7)]
-    assert found == [None, ("tuned", made), ("tuned", made)]
+    stored = [choice.measured_record(replace(at, m=m)) for m in (8192, 8193, 10**7)]
+    assert stored == [None, ("tuned", made), ("tuned", made)]
 
 
 @pytest.mark.parametrize(
@@ -293,22 +293,22 @@ def test_the_shipped_tables_can_be_read(monkeypatch):
         assert len(effective(records)) == len(records)
 
 
-def problem_of(found: Record) -> GemmProblem:
+def problem_of(stored: Record) -> GemmProblem:
     """The problem at the last m of a shipped record."""
-    dtype, sizes = getattr(torch, found.key.dtype), (found.m[1], found.key.n, found.key.k)
+    dtype, sizes = getattr(torch, stored.key.dtype), (stored.m[1], stored.key.n, stored.key.k)
     epilogue = Epilogue(token_scale=dtype == torch.float8_e4m3fn)
-    device = constants.measured()[found.key.device]
-    return GemmProblem(*sizes, dtype, WeightFormat.parse(found.key.format), found.key.layout, epilogue, device)
+    device = constants.measured()[stored.key.device]
+    return GemmProblem(*sizes, dtype, WeightFormat.parse(stored.key.format), stored.key.layout, epilogue, device)
 
 
 @pytest.mark.parametrize("path", table.shipped_tables(), ids=lambda path: path.stem)
 def test_no_shipped_record_is_older_than_an_interval_or_a_much_faster_config(path):
     """After new tiles: measure such records again, or take them out, and the model chooses."""
-    for found in table.read(path):
-        assert found.m == interval_of(found.m[1]), f"measured at m {found.m[1]} alone: {found.line()}"
-        ranking = {str(c): c.us for c in choice.explain(problem_of(found)).candidates}
+    for stored in table.read(path):
+        assert stored.m == interval_of(stored.m[1]), f"measured at m {stored.m[1]} alone: {stored.line()}"
+        ranking = {str(c): c.us for c in choice.explain(problem_of(stored)).candidates}
         best = min(ranking.values())
-        assert best > MISLEADS * min(found.us, ranking[found.choice]), found.line()
+        assert best > MISLEADS * min(stored.us, ranking[stored.choice]), stored.line()
 
 
 def test_compile_keeps_what_the_folder_has_of_other_layers(folder, monkeypatch):
@@ -317,7 +317,7 @@ def test_compile_keeps_what_the_folder_has_of_other_layers(folder, monkeypatch):
 
     problem = replace(PROBLEM, device=H200)
     other, mine = record(replace(problem, n=2 * problem.n)), record(problem)
-    monkeypatch.setattr(command, "chosen", lambda wanted, top: ({}, [mine]))
+    monkeypatch.setattr(command, "chosen", lambda expected, top: ({}, [mine]))
     monkeypatch.setattr(command, "fill", lambda folder, units, workers: 0)
     table.append(folder / table.USER_FILE, [other])
     for _ in range(2):

@@ -107,19 +107,19 @@ def in_floats(write: Writer, swizzled: bool = False, factor: bool = True) -> Wri
         stored, weight = write(name, n, k)
         scales = stored["weight_scale"]
         scales = scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales
-        found = {"_weight_qdata": stored["weight"], "_weight_scale": blocked(scales) if swizzled else scales}
+        actual = {"_weight_qdata": stored["weight"], "_weight_scale": blocked(scales) if swizzled else scales}
         if "weight_scale_2" in stored and factor:
-            found["_weight_per_tensor_scale"] = stored["weight_scale_2"]
-        return found, weight if factor else weight * 2.0**14
+            actual["_weight_per_tensor_scale"] = stored["weight_scale_2"]
+        return actual, weight if factor else weight * 2.0**14
 
     return parts
 
 
 def write_torchao(folder: Path, kind: str, attributes: Attributes, write: Writer) -> dict[str, torch.Tensor]:
     """Write a tiny model with torchao's metadata; return its weights."""
-    wanted = write_model(folder, CONFIG, write)
-    describe(folder, {name: {"_type": kind, "_data": attributes(*w.shape)} for name, w in wanted.items()})
-    return wanted
+    expected = write_model(folder, CONFIG, write)
+    describe(folder, {name: {"_type": kind, "_data": attributes(*w.shape)} for name, w in expected.items()})
+    return expected
 
 
 def describe(folder: Path, weights: dict[str, dict[str, Any]], **more: torch.Tensor) -> None:
@@ -127,8 +127,8 @@ def describe(folder: Path, weights: dict[str, dict[str, Any]], **more: torch.Ten
     file = folder / "model.safetensors"
     with safe_open(file, "pt") as f:
         known = f.metadata() or {}
-    found = {f"{name}.weight": json.dumps(what) for name, what in weights.items()}
-    save_file(load_file(file) | more, file, known | found)
+    actual = {f"{name}.weight": json.dumps(what) for name, what in weights.items()}
+    save_file(load_file(file) | more, file, known | actual)
 
 
 @pytest.mark.parametrize(
@@ -145,8 +145,8 @@ def describe(folder: Path, weights: dict[str, dict[str, Any]], **more: torch.Ten
     ],
 )
 def test_weights(tmp_path: Path, kind: str, attributes: Attributes, write: Writer, format: str) -> None:
-    wanted = write_torchao(tmp_path, kind, attributes, write)
-    assert_loads(tmp_path, wanted, {str(WeightFormat.parse(format)): 7 * LAYERS})
+    expected = write_torchao(tmp_path, kind, attributes, write)
+    assert_loads(tmp_path, expected, {str(WeightFormat.parse(format)): 7 * LAYERS})
 
 
 def in_symmetric_bytes(name: str, n: int, k: int) -> Any:
@@ -167,8 +167,8 @@ def test_integers_of_other_widths_in_bytes(tmp_path: Path, bits: int, element: s
         qdata, zeros = (torch.from_numpy(t - 2 ** (bits - 1)).to(torch.int8) for t in (numbers.codes, numbers.zeros))
         return {"_weight_qdata": qdata, "_weight_scale": numbers.scales, "_weight_zero_point": zeros}, numbers.weight
 
-    wanted = write_torchao(tmp_path, "IntxUnpackedToInt8Tensor", attributes, write)
-    assert_loads(tmp_path, wanted, {f"{element}_g32_zint": 7 * LAYERS})
+    expected = write_torchao(tmp_path, "IntxUnpackedToInt8Tensor", attributes, write)
+    assert_loads(tmp_path, expected, {f"{element}_g32_zint": 7 * LAYERS})
 
 
 @pytest.mark.parametrize("zeros", [True, False])
@@ -181,8 +181,8 @@ def test_int8_tensor(tmp_path: Path, zeros: bool) -> None:
         stored = {"_weight_qdata": qdata, "_weight_scale": numbers.scales}
         return stored | ({"_weight_zero_point": zero} if zeros else {}), numbers.weight
 
-    wanted = write_torchao(tmp_path, "Int8Tensor", lambda n, k: {"block_size": [1, k]}, write)
-    assert_loads(tmp_path, wanted, {"int8_col_zint" if zeros else "int8_col": 7 * LAYERS})
+    expected = write_torchao(tmp_path, "Int8Tensor", lambda n, k: {"block_size": [1, k]}, write)
+    assert_loads(tmp_path, expected, {"int8_col_zint" if zeros else "int8_col": 7 * LAYERS})
 
 
 @pytest.mark.parametrize("kind", ["Int8WeightOnlyConfig", "Int4WeightOnlyConfig"])
@@ -195,10 +195,10 @@ def test_int8_tensor_with_a_scale_of_the_matrix(tmp_path: Path, kind: str) -> No
         stored = {"_weight_qdata": q, "_weight_scale": scale, "_weight_zero_point": zero}
         return stored | {"_weight_act_quant_scale": torch.ones(1, 1)}, q.float() * scale
 
-    wanted = write_torchao(tmp_path, "Int8Tensor", lambda n, k: {"block_size": [n, k]}, write)
+    expected = write_torchao(tmp_path, "Int8Tensor", lambda n, k: {"block_size": [n, k]}, write)
     configure(tmp_path, quant_type={"default": {"_type": kind, "_data": {}}})
     format = "int8_col_fp32" if kind.startswith("Int8") else "int8_col_zint_fp32"
-    assert_loads(tmp_path, wanted, {format: 7 * LAYERS})
+    assert_loads(tmp_path, expected, {format: 7 * LAYERS})
 
 
 @pytest.mark.parametrize("swizzled", [False, True])
@@ -212,15 +212,15 @@ def test_mxfp8(tmp_path: Path, element: str, format: str, swizzled: bool) -> Non
         return {"_weight_qdata": codes, "_weight_scale": blocked(powers) if swizzled else powers}, weight
 
     attributes = {"elem_dtype": dtype(element), "block_size": 32, "is_swizzled_scales": swizzled}
-    wanted = write_torchao(tmp_path, "MXTensor", lambda n, k: attributes, write)
+    expected = write_torchao(tmp_path, "MXTensor", lambda n, k: attributes, write)
     checkpoint = open_checkpoint(tmp_path)
     assert {module.format for module in checkpoint.modules.values()} == {WeightFormat.parse(format)}
-    assert all(torch.equal(checkpoint.weight(name).dequantize(), weight) for name, weight in wanted.items())
+    assert all(torch.equal(checkpoint.weight(name).dequantize(), weight) for name, weight in expected.items())
 
 
 def with_experts(folder: Path, model: Base, kind: str) -> dict[str, torch.Tensor]:
     """Write a tiny Qwen3-MoE whose experts are one tensor of torchao's for each product; return their dense numbers."""
-    stored, kept, wanted = dict(model.tensors), {}, {}
+    stored, kept, expected = dict(model.tensors), {}, {}
     for layer in range(2):
         owner = f"model.layers.{layer}.mlp.experts"
         for leaf in ("gate_up_proj", "down_proj"):
@@ -238,21 +238,21 @@ def with_experts(folder: Path, model: Base, kind: str) -> dict[str, torch.Tensor
             parts |= {"qdata": codes, "scale": scale}
             stored |= {f"{owner}._{leaf}_{part}": t for part, t in parts.items()}
             kept[f"{owner}.{leaf}"] = json.dumps({"_type": kind, "_data": {"block_size": block}})
-            wanted[f"{owner}.{leaf}"] = codes.float() * scale
+            expected[f"{owner}.{leaf}"] = codes.float() * scale
     shutil.copytree(model.folder, folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": CONFIG}))
     save_file(stored, folder / "model.safetensors", {"format": "pt"} | kept)
-    return wanted
+    return expected
 
 
 @pytest.mark.parametrize("kind", ["Float8Tensor", "Int8Tensor"])
 def test_experts_in_one_tensor(tmp_path: Path, kind: str) -> None:
     dense = base("qwen3_moe", tmp_path)
-    wanted = with_experts(tmp_path / "torchao", dense, kind)
+    expected = with_experts(tmp_path / "torchao", dense, kind)
     checkpoint = open_checkpoint(tmp_path / "torchao")
-    assert checkpoint.modules.keys() == wanted.keys()
-    for name, weight in wanted.items():
+    assert checkpoint.modules.keys() == expected.keys()
+    for name, weight in expected.items():
         assert torch.equal(checkpoint.dense(name), weight)
         pairs = torch.stack(weight.chunk(2, 1), 2).flatten(1, 2) if name.endswith("gate_up_proj") else weight
         assert torch.equal(checkpoint.weight(name).dequantize(), pairs)
@@ -261,7 +261,7 @@ def test_experts_in_one_tensor(tmp_path: Path, kind: str) -> None:
     save_file(dense.tensors, dense.folder / "model.safetensors", {"format": "pt"})
     ids = torch.tensor([[3, 55, 17, 23, 8]])
     reference = dense.cls.from_pretrained(dense.folder, dtype=torch.float32)
-    for name, weight in wanted.items():
+    for name, weight in expected.items():
         reference.get_parameter(name).data = weight
     with torch.inference_mode():
         torch.testing.assert_close(model(ids).logits, reference(ids).logits, rtol=1e-3, atol=1e-3)
@@ -311,10 +311,10 @@ def test_fp8(tmp_path: Path, rows: int, columns: int, element: torch.dtype, form
     def attributes(n: int, k: int) -> dict[str, Any]:
         return {"block_size": [rows or n, columns or k], "act_quant_kwargs": None}
 
-    wanted = write_torchao(tmp_path, "Float8Tensor", attributes, in_fp8(rows, columns, element))
+    expected = write_torchao(tmp_path, "Float8Tensor", attributes, in_fp8(rows, columns, element))
     checkpoint = open_checkpoint(tmp_path)
     assert {str(module.format) for module in checkpoint.modules.values()} == {format}
-    assert all(torch.equal(checkpoint.weight(name).dequantize(), weight) for name, weight in wanted.items())
+    assert all(torch.equal(checkpoint.weight(name).dequantize(), weight) for name, weight in expected.items())
 
 
 def test_fp8_of_the_package(tmp_path: Path) -> None:
@@ -359,12 +359,12 @@ def test_fp8_that_is_refused(tmp_path: Path, attributes: Any, changed: torch.Ten
 
 def test_integers_in_bytes_without_zero_points(tmp_path: Path) -> None:
     """If the config maps weights symmetrically they have none; a file that has some nevertheless is refused."""
-    wanted = write_torchao(tmp_path, "IntxUnpackedToInt8Tensor", int8, in_symmetric_bytes)
+    expected = write_torchao(tmp_path, "IntxUnpackedToInt8Tensor", int8, in_symmetric_bytes)
     maps = {"weight_mapping_type": {"_type": "MappingType", "_data": "SYMMETRIC"}}
     maps |= {"act_mapping_type": {"_type": "MappingType", "_data": "ASYMMETRIC"}}
     kind = "Int8DynamicActivationIntxWeightConfig"
     configure(tmp_path, quant_type={"default": {"_type": kind, "_data": maps}})
-    assert_loads(tmp_path, wanted, {"int4_g32": 7 * LAYERS})
+    assert_loads(tmp_path, expected, {"int4_g32": 7 * LAYERS})
     describe(tmp_path, {}, **{f"{DOWN}._weight_zero_point": torch.ones(64, 3, dtype=torch.int8)})
     with pytest.raises(FormatError, match="it is symmetric, but its zero points are 9 to 9 instead of 8"):
         open_checkpoint(tmp_path).weight(DOWN)
@@ -378,20 +378,20 @@ def test_x_in_fp8_and_x_that_is_scaled(tmp_path: Path) -> None:
             32, 1
         )
 
-    wanted = write_torchao(tmp_path, "Int4Tensor", int4, write)
+    expected = write_torchao(tmp_path, "Int4Tensor", int4, write)
     fp8 = {"_type": "Int4Tensor", "_data": int4(64, 96) | {"activation_dtype": dtype("float8_e4m3fn")}}
     describe(tmp_path, {DOWN: fp8}, **{f"{DOWN}._weight_act_pre_scale": torch.full((96,), 0.5)})
     w = open_checkpoint(tmp_path).weight(DOWN)
     assert (w.activations, w.format) == ("fp8", WeightFormat.parse("int4_g32_bf16"))
-    torch.testing.assert_close(w.dequantize(), wanted[DOWN], rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(w.dequantize(), expected[DOWN], rtol=1e-6, atol=1e-8)
     layer = load(tmp_path)[0].get_submodule(DOWN)
     assert isinstance(layer, W4Linear) and torch.equal(layer.pre_quant_scale, torch.full((96,), 0.5))
 
 
 def test_rows_and_columns_that_fill_up_tiles_are_left_out(tmp_path: Path) -> None:
-    wanted = write_torchao(tmp_path, "Int4TilePackedTo4dTensor", int4, in_tiles)
+    expected = write_torchao(tmp_path, "Int4TilePackedTo4dTensor", int4, in_tiles)
     describe(tmp_path, {DOWN: {"_type": "Int4TilePackedTo4dTensor", "_data": int4(61, 64)}})
-    assert torch.equal(open_checkpoint(tmp_path).weight(DOWN).dequantize(), wanted[DOWN][:61, :64])
+    assert torch.equal(open_checkpoint(tmp_path).weight(DOWN).dequantize(), expected[DOWN][:61, :64])
 
 
 @pytest.mark.gpu

@@ -45,13 +45,13 @@ def from_pretrained(path: Path, dtype: torch.dtype = torch.float32) -> torch.nn.
         return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=dtype).eval()
 
 
-def assert_same_numbers(model: torch.nn.Module, wanted: torch.nn.Module) -> None:
+def assert_same_numbers(model: torch.nn.Module, expected: torch.nn.Module) -> None:
     """Bit for bit, after dequantizing ``model`` in place."""
-    ours, theirs = dequantize_layers(model, next(wanted.parameters()).dtype).state_dict(), wanted.state_dict()
+    ours, theirs = dequantize_layers(model, next(expected.parameters()).dtype).state_dict(), expected.state_dict()
     assert ours.keys() == theirs.keys()
     different = [name for name, t in theirs.items() if not torch.equal(ours[name], t)]
     assert not different
-    for (name, ours_t), (_, theirs_t) in zip(model.named_buffers(), wanted.named_buffers(), strict=True):
+    for (name, ours_t), (_, theirs_t) in zip(model.named_buffers(), expected.named_buffers(), strict=True):
         assert torch.equal(ours_t, theirs_t), name
 
 
@@ -70,11 +70,11 @@ def test_gguf_equals_from_pretrained(tmp_path: Path, architecture: str, type: st
     assert summary.formats == {format: 6 * LAYERS + (not tied), "int8_g32_fp16": LAYERS + tied}
     assert not summary.dense
     assert f"{summary.quantized} of {7 * LAYERS + 1} linear layers quantized" in str(summary)
-    wanted = from_pretrained(path)
+    expected = from_pretrained(path)
     ids = tokenizer("hello there", return_tensors="pt").input_ids
     with torch.inference_mode():
-        torch.testing.assert_close(model(ids).logits, wanted(ids).logits, rtol=1e-4, atol=1e-5)
-    assert_same_numbers(model, wanted)
+        torch.testing.assert_close(model(ids).logits, expected(ids).logits, rtol=1e-4, atol=1e-5)
+    assert_same_numbers(model, expected)
 
 
 def test_layers_without_a_kernel_become_dense(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
@@ -125,8 +125,8 @@ def test_rope_factors_stretch_the_rotary_table(tmp_path: Path) -> None:
     factors = np.linspace(1, 8, HEAD_DIM // 2)
     plain, _ = load(write_gguf(tmp_path / "plain.gguf"))
     stretched, _ = load(write_gguf(tmp_path / "stretched.gguf", rope_freqs=factors))
-    wanted = plain.model.rotary_emb.inv_freq / torch.tensor(factors, dtype=torch.float32)
-    assert torch.equal(stretched.model.rotary_emb.inv_freq, wanted)
+    expected = plain.model.rotary_emb.inv_freq / torch.tensor(factors, dtype=torch.float32)
+    assert torch.equal(stretched.model.rotary_emb.inv_freq, expected)
 
 
 def test_progress(tmp_path: Path) -> None:

@@ -60,9 +60,9 @@ def test_as_a_dense_layer(transformed, activation, act_order):
 
 def test_parameters_of_a_functional_call():
     layer, _ = pair(None, False)
-    wanted = 2 * layer(X).sum(0)
+    expected = 2 * layer(X).sum(0)
     got = grad(lambda bias: functional_call(layer, {"bias": bias}, (X,)).square().sum())(layer.bias.detach())
-    torch.testing.assert_close(got, wanted)
+    torch.testing.assert_close(got, expected)
 
 
 @pytest.mark.parametrize(
@@ -80,8 +80,8 @@ def test_half_precision(transformed, device):
     dense = w.dequantize().to(device)
     got = transformed(lambda x: w4gemm.linear(x, w), x)
     assert got.dtype == torch.bfloat16
-    wanted = transformed(lambda x: torch.nn.functional.linear(x, dense), x.float())
-    torch.testing.assert_close(got.float(), wanted, rtol=2e-2, atol=6e-2)
+    expected = transformed(lambda x: torch.nn.functional.linear(x, dense), x.float())
+    torch.testing.assert_close(got.float(), expected, rtol=2e-2, atol=6e-2)
 
 
 def test_dual_numbers():
@@ -96,8 +96,8 @@ def test_dual_numbers():
 
     w = layer.weight
     got = derivative(lambda x, b, r: w4gemm.linear(x, w, b, activation="gelu", residual=r))
-    wanted = derivative(lambda x, b, r: torch.nn.functional.gelu(x @ w.dequantize().T + b) + r)
-    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+    expected = derivative(lambda x, b, r: torch.nn.functional.gelu(x @ w.dequantize().T + b) + r)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_forward_mode_beside_fp8_is_refused():
@@ -111,8 +111,8 @@ def test_forward_mode_beside_fp8_is_refused():
 def test_a_batch_of_backward_passes() -> None:
     w, x = quantize(torch.randn(N, K)).repack(), X.clone().requires_grad_()
     d, gradients = w4gemm.linear(x, w), torch.randn(4, len(X), N)
-    (found,) = vmap(lambda g: torch.autograd.grad(d, x, g, retain_graph=True))(gradients)
-    torch.testing.assert_close(found, gradients @ w.dequantize(), rtol=1e-4, atol=1e-4)
+    (actual,) = vmap(lambda g: torch.autograd.grad(d, x, g, retain_graph=True))(gradients)
+    torch.testing.assert_close(actual, gradients @ w.dequantize(), rtol=1e-4, atol=1e-4)
 
 
 def test_what_has_no_rule_is_refused_by_name() -> None:

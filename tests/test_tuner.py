@@ -40,12 +40,12 @@ def favourite(monkeypatch: pytest.MonkeyPatch) -> str:
     _, second, *_ = choice.configs(CPU)
 
     def time(self, launches, operands, replays):
-        found = []
+        actual = []
         for launch in launches:
             launch(operands[0])
             us = 10.0 if second.endswith(f"/{launch.config}") else 100.0
-            found.append(Timing(us, us, us))
-        return found
+            actual.append(Timing(us, us, us))
+        return actual
 
     monkeypatch.setattr(Workload, "time", time)
     return second

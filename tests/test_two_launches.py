@@ -55,13 +55,13 @@ def test_predicted_as_the_sum_where_there_are_two(name, problem, text):
     for n in range(1024, 32768, 1024):
         p = replace(problem, n=n)
         waves, rest = split(p, config)
-        found = predicted_us(kernel, p, config)
+        actual = predicted_us(kernel, p, config)
         if rest.n:
             two += 1
             us = predicted_us(kernel, waves, single) + predicted_us(kernel, rest, config.tail)
-            assert found == pytest.approx(us, rel=0.02)
+            assert actual == pytest.approx(us, rel=0.02)
         else:
-            assert found == math.inf
+            assert actual == math.inf
     assert two
 
 
@@ -152,17 +152,17 @@ def test_bits_are_those_of_the_two_on_a_gpu(name, problem, text, m, n, k):
     tiles = -(-m // config.tile_m)
     first = min(-(-n // config.tile_n) * tiles // sms * sms // tiles * config.tile_n, n) or n
     bias = torch.randn(n, device="cuda", dtype=torch.bfloat16)
-    for given in (
+    for options in (
         {},
         {"bias": bias, "residual": torch.randn(m, n, device="cuda", dtype=torch.bfloat16)},
         {"bias": bias, "activation": "silu_mul", "alpha": torch.tensor(0.5, device="cuda")},
     ):
-        gated = given.get("activation") == "silu_mul"
-        whole = [linear(x, weight, config=f"{name}/{t}", **given, **scale) for t in text.split("+")]
+        gated = options.get("activation") == "silu_mul"
+        whole = [linear(x, weight, config=f"{name}/{t}", **options, **scale) for t in text.split("+")]
         split_at = first // 2 if gated else first
-        wanted = torch.cat((whole[0][:, :split_at], whole[1][:, split_at:]), 1)
+        expected = torch.cat((whole[0][:, :split_at], whole[1][:, split_at:]), 1)
         for _ in range(3):
-            assert torch.equal(linear(x, weight, config=f"{name}/{text}", **given, **scale), wanted)
+            assert torch.equal(linear(x, weight, config=f"{name}/{text}", **options, **scale), expected)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         d = linear(x, weight, config=f"{name}/{text}", **scale)

@@ -79,7 +79,7 @@ def test_zeros_and_one_sign():
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("arguments", "message"),
     [
         (lambda p: p._replace(factors=None), r"factors: int4_g32_zfloat_u8x256 wants torch.float16 \(4, 2, 2\), got"),
         (lambda p: p._replace(factors=p.factors[:, :1]), r"factors: wanted shape \(4, 2, 2\), got \(4, 1, 2\)"),
@@ -87,8 +87,8 @@ def test_zeros_and_one_sign():
         (lambda p: p._replace(factors=p.factors.float()), "factors: wanted torch.float16, got torch.float32"),
     ],
 )
-def test_parts_that_do_not_fit_are_refused(given, message):
-    parts = given(random_parts(Q4_K, 4, 384))
+def test_parts_that_do_not_fit_are_refused(arguments, message):
+    parts = arguments(random_parts(Q4_K, 4, 384))
     with pytest.raises((TypeError, ValueError), match=message):
         QuantizedWeight.from_codes(Q4_K, *parts[:3], factors=parts.factors)
 
@@ -130,37 +130,37 @@ def test_decoders(monkeypatch, name, kind, dtype, sum_scale):
     parts = random_components(format, 64, 128, signed=True)
     w = QuantizedWeight.from_codes(format, *parts[:3], factors=parts.factors).repack("mma16")
     block, words = codec_for(format, MMA16).block(format), w.tensors[0][0, 0]
-    wanted = MMA16.split(torch.arange(64 * 128).view(64, 128)).view(-1, 8)
+    expected = MMA16.split(torch.arange(64 * 128).view(64, 128)).view(-1, 8)
     scales = with_plain_scales(parts, format)
     for i in range(0, 1024, 37):
-        row, column = divmod(int(wanted[i, 0]), 128)
+        row, column = divmod(int(expected[i, 0]), 128)
         group = column // 32
         at = block.scales_at(group) // 4 + (row // 16 * 8 + row % 8) * block.words_per_scale
-        found = list(range(at, at + block.words_per_scale))
+        actual = list(range(at, at + block.words_per_scale))
         if block.factors:
             at = block.factors_at // 4 + (row // 16 * 8 + row % 8) * block.words_per_scale
-            found += range(at, at + block.words_per_scale)
-        given = tuple(int(words[j]) & 0xFFFFFFFF for j in found)
+            actual += range(at, at + block.words_per_scale)
+        arguments = tuple(int(words[j]) & 0xFFFFFFFF for j in actual)
         field = group % block.groups_per_word
-        values = decoder.scales_and_zeros(given, field)
+        values = decoder.scales_and_zeros(arguments, field)
         for row8 in range(2):
             assert values[row8][0] == scales.scales[row + 8 * row8, group] * (64 if kind == "bf16" else 1)
             zero = None if scales.zeros is None else scales.zeros[row + 8 * row8, group]
             assert values[row8][1] == zero
         word = int(words[i]) & 0xFFFFFFFF
-        bits = [(r & 0xFFFF, r >> 16) for r in decoder.decode_exact((word,), decoder.offsets(given, 0))]
+        bits = [(r & 0xFFFF, r >> 16) for r in decoder.decode_exact((word,), decoder.offsets(arguments, 0))]
         exact = torch.tensor([[float(HALVES[kind].number(half)) for half in pair] for pair in bits])
         codes = MMA16.split(parts.codes).view(-1, 2, 2, 2)[i].permute(1, 2, 0).reshape(4, 2)
         shift = 8 if format.zero == "none" else 0
         assert torch.equal(exact * (64 if kind == "bf16" else 1), codes.float() - shift)
-        registers = decoder.decode((int(words[i]) & 0xFFFFFFFF,), decoder.prepare(given, None, field))
+        registers = decoder.decode((int(words[i]) & 0xFFFFFFFF,), decoder.prepare(arguments, None, field))
         got = torch.tensor(registers, dtype=torch.float64) * decoder.sum_scale  # register, element
-        elements = wanted[i].view(2, 2, 2).permute(1, 2, 0).reshape(4, 2)  # element col8 row8
+        elements = expected[i].view(2, 2, 2).permute(1, 2, 0).reshape(4, 2)  # element col8 row8
         exact = w.dequantize(dtype).flatten()[elements].double()
         assert torch.equal(got, exact)
         if not sum_scale:
             assert torch.equal(
-                torch.tensor(by_table.decode((word,), by_table.prepare(given, 0, field))).double(), exact
+                torch.tensor(by_table.decode((word,), by_table.prepare(arguments, 0, field))).double(), exact
             )
 
 
@@ -171,10 +171,10 @@ def decoder_by_table(monkeypatch, kind: str, format: WeightFormat):
     monkeypatch.setattr(decode_pairs, "float_word", lambda number: int(np.float32(number).view(np.uint32)))
     dtype = torch.bfloat16 if kind == "bf16" else torch.float16
     operand = weight_operand(format, dtype)
-    found = operand.decoder(pairs=Pairs.FLOATS)
-    rows = [row for index in range(64) for row in found.rows(index)]
+    actual = operand.decoder(pairs=Pairs.FLOATS)
+    rows = [row for index in range(64) for row in actual.rows(index)]
     monkeypatch.setattr(decode_pairs, "load_shared", lambda at, *_, **__: rows[at // PAIR_ROW_BYTES])
-    return found
+    return actual
 
 
 def interpret(monkeypatch, module) -> None:

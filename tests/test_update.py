@@ -144,13 +144,13 @@ def test_a_graph_multiplies_by_the_new_numbers() -> None:
     x = torch.randn(5, 256, dtype=torch.bfloat16, device="cuda")
     old, new = (torch.randn(192, 256, dtype=torch.bfloat16, device="cuda") for _ in range(2))
     w = quantize(old, "int4_g32").repack()
-    wanted = w4gemm.linear(x, quantize(new, "int4_g32").repack())
+    expected = w4gemm.linear(x, quantize(new, "int4_g32").repack())
     w4gemm.linear(x, w)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         d = w4gemm.linear(x, w)
     update_(w, new)
     graph.replay()
-    assert torch.equal(d, wanted)
+    assert torch.equal(d, expected)
     with pytest.raises(ValueError, match="weight: wanted finite values of at most"):
         update_(w, torch.full_like(new, torch.inf))

@@ -68,10 +68,10 @@ def test_a_layer_is_the_weight(floats: ModuleType, format: str, dtype: torch.dty
     assert type(kernel).__name__.startswith("W4Gemm")
     kernel.process_weights_after_loading(layer)
     x = torch.randn(3, 5, K, dtype=dtype)
-    given = layer.bias if bias else None
-    d = kernel.apply_weights(layer, x, given)
+    arguments = layer.bias if bias else None
+    d = kernel.apply_weights(layer, x, arguments)
     assert d.shape == (3, 5, N) and d.dtype == dtype
-    assert torch.equal(d, w4gemm.linear(x, w, None if given is None else given.detach()))
+    assert torch.equal(d, w4gemm.linear(x, w, None if arguments is None else arguments.detach()))
     held = {name for name, _ in layer.named_parameters()}
     assert held == {"weight", "w4gemm_packed1", *(["w4gemm_packed2"] * (format == "nvfp4")), *(["bias"] * bias)}
 

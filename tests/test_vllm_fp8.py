@@ -74,9 +74,9 @@ def test_a_layer_has_the_numbers_of_load(kind: str, bias: bool, tmp_path: Path) 
 
 def test_what_is_left_to_vllm(caplog: pytest.LogCaptureFixture) -> None:
     class Marlin(SimpleNamespace):
-        is_supported = can_implement = classmethod(lambda cls, *given: (True, None))
+        is_supported = can_implement = classmethod(lambda cls, *args: (True, None))
 
-        def __init__(self, *given: Any) -> None:
+        def __init__(self, *args: Any) -> None:
             self.process_weights_after_loading = lambda layer: None
             self.apply_weights = lambda layer, x, bias: x + 1
 

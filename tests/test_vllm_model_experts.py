@@ -196,7 +196,7 @@ def test_experts_of_a_model(name: str) -> None:
     ids = torch.stack([torch.randperm(model.count)[:2] for _ in range(TOKENS)]).int()
     with torch.inference_mode():
         d = layer.quant_method.apply(layer, x, scores, ids, None, None)
-    wanted = torch.zeros(TOKENS, hidden, dtype=torch.float64)
+    expected = torch.zeros(TOKENS, hidden, dtype=torch.float64)
     gate, down, up = model.names
     for t, j in torch.cartesian_prod(torch.arange(TOKENS), torch.arange(2)).tolist():
         e = int(ids[t, j])
@@ -204,8 +204,8 @@ def test_experts_of_a_model(name: str) -> None:
         if is_gated(model.activation):
             first = QuantizedWeight.interleave(first, weights[e, up])
         between = linear_reference(x[t : t + 1].double(), first, activation=model.activation)
-        wanted[t] += scores[t, j].double() * linear_reference(between, weights[e, down])[0]
-    assert (d.double() - wanted).norm() < (0.1 if model.fp8 else 0.008) * wanted.norm()
+        expected[t] += scores[t, j].double() * linear_reference(between, weights[e, down])[0]
+    assert (d.double() - expected).norm() < (0.1 if model.fp8 else 0.008) * expected.norm()
 
 
 @pytest.mark.parametrize("streamed", [False, True], ids=["", "one by one"])
@@ -264,8 +264,8 @@ def test_dense_experts_of_gpt_oss(streamed: bool, monkeypatch: pytest.MonkeyPatc
     model.load_weights((f"{name}.{leaf}", t) for leaf, t in sent.items())
     for product, (leaf, t) in zip(products, dense.items(), strict=True):
         for e in range(count):
-            wanted = quantize(t[e].T.bfloat16().contiguous(), "mxfp4").dequantize()
-            assert torch.equal(product.weight.expert(e).dequantize(), wanted)
+            expected = quantize(t[e].T.bfloat16().contiguous(), "mxfp4").dequantize()
+            assert torch.equal(product.weight.expert(e).dequantize(), expected)
         assert torch.equal(product.bias, biases[leaf].bfloat16())
     assert places == {each: p.data_ptr() for each, p in layer.named_parameters()}
 

@@ -147,10 +147,10 @@ def test_the_act_order_of_compressed_tensors(tmp_path: Path, actorder: str | Non
 
 def test_layers_are_divided_among_gpus(tmp_path: Path) -> None:
     """Heads of keys and values are copied if there are fewer than GPUs."""
-    found = sizes(read_model(str(llama(tmp_path / "m")), tensor_parallel=4))
-    assert {(HIDDEN // 4 + 2 * 32, HIDDEN, False), (HIDDEN, 64, False), (2 * INNER // 4, HIDDEN, False)} <= found
-    assert (256, HIDDEN, False) in found  # lm_head
-    assert not {k for n, k, _ in found if k == INNER // 4}  # 96 columns are not whole groups of 64: left to vLLM
+    actual = sizes(read_model(str(llama(tmp_path / "m")), tensor_parallel=4))
+    assert {(HIDDEN // 4 + 2 * 32, HIDDEN, False), (HIDDEN, 64, False), (2 * INNER // 4, HIDDEN, False)} <= actual
+    assert (256, HIDDEN, False) in actual  # lm_head
+    assert not {k for n, k, _ in actual if k == INNER // 4}  # 96 columns are not whole groups of 64: left to vLLM
     with pytest.raises(
         ValueError, match=r"--tensor-parallel: lm_head has 1024 output features, which do not divide by 3"
     ):

@@ -114,8 +114,8 @@ def test_where_layers_are_taken_over(
     switch: str, capability: tuple[int, int] | None, fp8: bool, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("W4GEMM_VLLM", switch)
-    found = takeover.VLLM.why_not_here(capability, fp8)
-    assert reason in found and bool(reason) == bool(found)
+    answer = takeover.VLLM.why_not_here(capability, fp8)
+    assert reason in answer and bool(reason) == bool(answer)
 
 
 @pytest.fixture

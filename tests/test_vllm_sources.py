@@ -92,8 +92,8 @@ def test_vllms_layers_load_a_checkpoint_and_multiply_its_numbers(format: str, tm
     write(model, Packing.parse(format), tmp_path)
     check_layers(model.config, tmp_path, format)
     if format.endswith("-head"):
-        sizes, given = (model.config["vocab_size"], model.config["hidden_size"]), quantization(tmp_path)
-        head = loaded(ParallelLMHead(*sizes, prefix="lm_head", quant_config=given), tmp_path, "", {"lm_head": None})
+        sizes, arguments = (model.config["vocab_size"], model.config["hidden_size"]), quantization(tmp_path)
+        head = loaded(ParallelLMHead(*sizes, prefix="lm_head", quant_config=arguments), tmp_path, "", {"lm_head": None})
         kernel = type(head.quant_method.kernel).__name__
         check(tmp_path, format, kernel, ["lm_head"], lambda x: [head.quant_method.apply(head, x)])
 
@@ -119,7 +119,7 @@ def check_layers(c: Mapping[str, Any], folder: Path, format: str) -> None:
     model's config."""
     from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 
-    given: dict[str, Any] = {"bias": False, "quant_config": quantization(folder)}
+    options: dict[str, Any] = {"bias": False, "quant_config": quantization(folder)}
     hidden, width = c["hidden_size"], c["intermediate_size"]
     heads = c["head_dim"], c["num_attention_heads"], c["num_key_value_heads"]
     layers: list[tuple[str, Callable[..., Any], dict[str, Any]]] = [
@@ -137,7 +137,7 @@ def check_layers(c: Mapping[str, Any], folder: Path, format: str) -> None:
     ]
     for name, make, shards in layers:
         prefix = f"model.layers.1.{name}"
-        layer = loaded(make(prefix=prefix, **given), folder, prefix.rpartition(".")[0], shards)
+        layer = loaded(make(prefix=prefix, **options), folder, prefix.rpartition(".")[0], shards)
         check(folder, format, kernel_of(layer), [f"{prefix.rpartition('.')[0]}.{shard}" for shard in shards], layer)
 
 
@@ -151,8 +151,8 @@ def kernel_in(layer: Any) -> Any:
     holders = [getattr(layer, name, None) for name in ("quant_method", "scheme")]
     scheme = getattr(holders[0], "scheme", None)  # of AutoRound, whose method of integers has another name in 0.33
     holders += [scheme, *(getattr(scheme, name, None) for name in ("inner_method", "linear_method"))]
-    found = (getattr(holder, name, None) for name in ("kernel", "ocp_mx_linear") for holder in holders)
-    return next(filter(None, found))
+    actual = (getattr(holder, name, None) for name in ("kernel", "ocp_mx_linear") for holder in holders)
+    return next(filter(None, actual))
 
 
 def quantization(folder: Path) -> Any:
@@ -195,8 +195,8 @@ def _is_unused(name: str, parameters: Mapping[str, Any]) -> bool:
 
 def check(folder: Path, format: str, kernel: str, modules: list[str], layer: Callable[[torch.Tensor], Any]) -> None:
     """Hold a layer's kernel and product to the checkpoint's numbers."""
-    wanted, most = FORMATS[format]
-    assert kernel == wanted
+    expected, most = FORMATS[format]
+    assert kernel == expected
     checkpoint = open_checkpoint(folder)
     w = torch.cat([checkpoint.weight(name).dequantize().double() for name in modules])
     x = torch.randn(5, w.shape[1], dtype=torch.bfloat16)
@@ -452,11 +452,11 @@ def check_experts(layer: Any, folder: Path, prefix: str, most: float) -> None:
     ids = torch.stack([torch.randperm(count)[:top_k] for _ in range(5)]).int()
     with torch.inference_mode():
         d = layer.quant_method.apply(layer, x, weights, ids, None, None)
-    wanted = torch.zeros(5, hidden, dtype=torch.float64)
+    expected = torch.zeros(5, hidden, dtype=torch.float64)
     for t, j in torch.nonzero(ids >= 0).tolist():
         gate, up = (both[ids[t, j]] @ x[t].double()).view(-1, 2).T
-        wanted[t] += weights[t, j].double() * (down[ids[t, j]] @ (torch.nn.functional.silu(gate) * up))
-    assert (d.double() - wanted).norm() < most * wanted.norm()
+        expected[t] += weights[t, j].double() * (down[ids[t, j]] @ (torch.nn.functional.silu(gate) * up))
+    assert (d.double() - expected).norm() < most * expected.norm()
 
 
 @pytest.mark.parametrize("format", ["gptq-int4-g64", "awq-int4-g64", "ct-int4-g128-fp8", "ct-nvfp4"])
@@ -587,10 +587,10 @@ def test_lora_beside_a_layer(format: str, tmp_path: Path) -> None:
     which = (3, 1, 2, 3, 2)
     wrapper.update_metadata(LoRAMapping(which, which, is_prefill=False), [1, 2, 3], 3, 512)
     x = torch.randn(5, hidden, dtype=torch.bfloat16)
-    found, wanted = layer(x)[0].double(), plain(x)[0].double()
-    assert torch.equal(found[[0, 3]], wanted[[0, 3]])
+    actual, expected = layer(x)[0].double(), plain(x)[0].double()
+    assert torch.equal(actual[[0, 3]], expected[[0, 3]])
     for row, number in enumerate(which):
         for i, (a, b) in enumerate(adapters[number - 1] if number < 3 else ()):
-            wanted[row, i * width : (i + 1) * width] += (x[row].double() @ a.double().T) @ b.double().T
-    assert (found - wanted).norm() < 0.01 * wanted.norm()
-    assert (found - plain(x)[0].double())[[1, 2, 4]].norm() > 0.1 * wanted.norm()
+            expected[row, i * width : (i + 1) * width] += (x[row].double() @ a.double().T) @ b.double().T
+    assert (actual - expected).norm() < 0.01 * expected.norm()
+    assert (actual - plain(x)[0].double())[[1, 2, 4]].norm() > 0.1 * expected.norm()

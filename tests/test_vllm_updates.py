@@ -259,8 +259,8 @@ def test_experts_of_this_gpu(experts: ModuleType, monkeypatch: pytest.MonkeyPatc
     pairs = torch.stack((parts["w1"], parts["w3"]), 2).flatten(1, 2)
     for product, rows in zip(method.products, (pairs, parts["w2"]), strict=True):
         for e in range(here):
-            wanted = quantize(rows[EXPERTS - here + e], "int4_g128").dequantize()
-            assert torch.equal(product.weight.expert(e).dequantize(), wanted)
+            expected = quantize(rows[EXPERTS - here + e], "int4_g128").dequantize()
+            assert torch.equal(product.weight.expert(e).dequantize(), expected)
     x, weights, ids = inputs(BFLOAT16)
     assert layer.forward_modular(x, weights, ids).isfinite().all()
 

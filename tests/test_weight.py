@@ -49,12 +49,12 @@ def test_under_autocast(format, dtype):
         packed = w.repack() if format == "int4_g128_e4m3" else w.repack("mma16")
         return [w, packed, w.shard(1, 0, 4), QuantizedWeight.interleave(w, w), rows, rows.repack()]
 
-    wanted = made()
+    expected = made()
     with torch.autocast("cpu", dtype):
-        found = made()
-        dense = [[w.dequantize(d) for d in (torch.float32, torch.bfloat16, torch.float16)] for w in found]
-        codes = [w.parts().codes for w in found]
-    for w, same, numbers, u in zip(wanted, found, dense, codes, strict=True):
+        actual = made()
+        dense = [[w.dequantize(d) for d in (torch.float32, torch.bfloat16, torch.float16)] for w in actual]
+        codes = [w.parts().codes for w in actual]
+    for w, same, numbers, u in zip(expected, actual, dense, codes, strict=True):
         assert_same(w.parts(), same.parts())
         assert all(torch.equal(w.dequantize(d.dtype), d) for d in numbers) and torch.equal(w.parts().codes, u)
 
@@ -105,9 +105,9 @@ def test_from_codes_takes_any_integers(dtype):
     w = QuantizedWeight.from_codes(WeightFormat(), parts.codes.to(dtype), parts.scales)
     assert_same(w.parts(), parts)
     g_idx = torch.tensor([1, 0]).repeat(128)
-    wanted = QuantizedWeight.from_codes(WeightFormat(), parts.codes, parts.scales, g_idx=g_idx)
+    expected = QuantizedWeight.from_codes(WeightFormat(), parts.codes, parts.scales, g_idx=g_idx)
     w = QuantizedWeight.from_codes(WeightFormat(), parts.codes, parts.scales, g_idx=g_idx.to(dtype))
-    assert torch.equal(w.dequantize(), wanted.dequantize())
+    assert torch.equal(w.dequantize(), expected.dequantize())
     if not dtype.is_signed:
         with pytest.raises(ValueError, match=r"codes: wanted 0..15, got 15..16"):
             QuantizedWeight.from_codes(WeightFormat(), (parts.codes + 1).clamp(15).to(dtype), parts.scales)
@@ -478,5 +478,5 @@ def test_a_weight_of_parameters_is_frozen() -> None:
 
 def test_gates_and_ups_of_two_layouts_interleave() -> None:
     gate, up = (quantize(torch.randn(64, 64)) for _ in range(2))
-    found, wanted = QuantizedWeight.interleave(gate, up.repack()), QuantizedWeight.interleave(gate, up)
-    assert found.layout == "canonical" and all(map(torch.equal, found.tensors, wanted.tensors))
+    actual, expected = QuantizedWeight.interleave(gate, up.repack()), QuantizedWeight.interleave(gate, up)
+    assert actual.layout == "canonical" and all(map(torch.equal, actual.tensors, expected.tensors))

@@ -37,8 +37,8 @@ def product(config):
         w = w4gemm.quantize(torch.randn(N, K, generator=g, device="cuda")).repack("mma16")
         x = torch.randn(M, K, generator=g, device="cuda").bfloat16()
         d = w4gemm.linear(x, w, config=config)
-        wanted = x.float() @ w.dequantize(torch.float32).T
-        assert (d.float() - wanted).norm() < 4e-3 * wanted.norm()
+        expected = x.float() @ w.dequantize(torch.float32).T
+        assert (d.float() - expected).norm() < 4e-3 * expected.norm()
         return Product(x, w, d)
 
     return make
@@ -54,27 +54,27 @@ def test_flags_are_down_after_a_launch(product):
 def test_a_stream_keeps_its_flags_and_shares_them_with_no_other():
     device = torch.device("cuda", torch.cuda.current_device())
     streams = [torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()]
-    found = []
+    addresses = []
     for stream in streams * 2:
         with torch.cuda.stream(stream):
-            found.append(workspace.allocated(device, SIZE).flags.data_ptr())
-    assert found[:3] == found[3:] and len(set(found)) == 3
+            addresses.append(workspace.allocated(device, SIZE).flags.data_ptr())
+    assert addresses[:3] == addresses[3:] and len(set(addresses)) == 3
 
 
 def test_a_workspace_of_the_caller(product, config):
-    x, w, wanted = product(0)
+    x, w, expected = product(0)
     gemm = w4gemm.MixedGemm(w.format, x.dtype)
     size = gemm.workspace_bytes(M, N, K, config)
     workspace = torch.zeros(size, dtype=torch.uint8, device="cuda")
     for _ in range(3):
-        d = torch.full_like(wanted, float("nan"))
+        d = torch.full_like(expected, float("nan"))
         gemm.run(x, w.tensors, d, config=config, workspace=workspace)
-        assert torch.equal(d, wanted)
+        assert torch.equal(d, expected)
     with pytest.raises(ValueError, match=f"workspace: wanted at least {size} contiguous bytes"):
         gemm.run(x, w.tensors, d, config=config, workspace=workspace[1:])
     more = torch.zeros(size + 17, dtype=torch.uint8, device="cuda")
     gemm.run(x, w.tensors, d, config=config, workspace=more)
-    assert torch.equal(d, wanted)
+    assert torch.equal(d, expected)
     with pytest.raises(ValueError, match="workspace: wanted its data at a multiple of 16 bytes"):
         gemm.run(x, w.tensors, d, config=config, workspace=more[1:])
 
@@ -108,16 +108,16 @@ def test_graphs_at_the_same_time(product, config):
             with torch.cuda.stream(stream):
                 graph.replay()
     torch.cuda.synchronize()
-    for ds, (_, _, wanted) in zip(results, products, strict=True):
-        assert all(torch.equal(d, wanted) for d in ds)
+    for ds, (_, _, expected) in zip(results, products, strict=True):
+        assert all(torch.equal(d, expected) for d in ds)
 
 
 def test_flags_that_hold_anything_are_cleared(product):
     """An engine may give the memory of a model away, and get it back as it happens to be."""
-    wanted = product(0).d
+    expected = product(0).d
     torch.cuda.synchronize()
     for flags in workspace._allocations:
         flags.fill_(7)
     workspace.clear()
     assert workspace._allocations and not any(flags.any() for flags in workspace._allocations)
-    assert torch.equal(product(0).d, wanted)
+    assert torch.equal(product(0).d, expected)

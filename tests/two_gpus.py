@@ -87,8 +87,8 @@ def logits(model: torch.nn.Module, ids: torch.Tensor | None = None) -> torch.Ten
         return model(ids).logits.float()
 
 
-def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    return round(((found.float() - wanted.float()).norm() / wanted.float().norm()).item(), 6)
+def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return round(((actual.float() - expected.float()).norm() / expected.float().norm()).item(), 6)
 
 
 def answered(model: Any, one: Any) -> Found:
@@ -131,10 +131,10 @@ def styles() -> Found:
     x = torch.randn(64, HIDDEN, device=HERE, dtype=torch.bfloat16)
 
     def run() -> tuple[torch.Tensor, ...]:
-        given = x.clone().requires_grad_()
-        hidden = block["up"](given)
+        leaf = x.clone().requires_grad_()
+        hidden = block["up"](leaf)
         y = block["down"](torch.relu(hidden))
-        return hidden.detach(), y.detach(), torch.autograd.grad(y.float().square().mean(), given)[0]
+        return hidden.detach(), y.detach(), torch.autograd.grad(y.float().square().mean(), leaf)[0]
 
     hidden, y, gradient = run()
     parallelize_module(
@@ -142,9 +142,9 @@ def styles() -> Found:
     )
     part, y_2, gradient_2 = run()
     columns = slice(FFN // COUNT * RANK, FFN // COUNT * (RANK + 1))
-    found = {"part": error(part, hidden[:, columns]), "y": error(y_2, y), "gradient": error(gradient_2, gradient)}
-    assert max(found.values()) < BOUND, found
-    return found
+    errors = {"part": error(part, hidden[:, columns]), "y": error(y_2, y), "gradient": error(gradient_2, gradient)}
+    assert max(errors.values()) < BOUND, errors
+    return errors
 
 
 def tp_plan(folder: str = "packed") -> Found:
@@ -172,10 +172,10 @@ def experts_among_gpus() -> Found:
     return mixture(among_gpus(), (EXPERTS // COUNT, 2 * EXPERT_FFN))
 
 
-def mixture(options: Found, wanted: tuple[int, int]) -> Found:
+def mixture(options: Found, expected: tuple[int, int]) -> Found:
     one, parts = from_pretrained("mixture", device_map=HERE), from_pretrained("mixture", **options)
     held = next(m for m in parts.modules() if isinstance(m, W4Experts)).gate_up.weight
-    assert (held.experts, held.n) == wanted, held
+    assert (held.experts, held.n) == expected, held
     wrong = error(logits(parts), logits(one))
     assert wrong < BOUND, wrong
     return {"error": wrong, **answered(parts, one)}
@@ -268,16 +268,16 @@ def main() -> int:
     for check in checks:
         began = time.perf_counter()
         try:
-            found = check()
+            errors = check()
         except Exception as e:
             traceback.print_exc()
-            found, failed = {"failed": f"{type(e).__name__}: {e}"[:300]}, failed + 1
+            errors, failed = {"failed": f"{type(e).__name__}: {e}"[:300]}, failed + 1
         dist.barrier()
-        if RANK == 0 and found:
+        if RANK == 0 and errors:
             took = {"seconds": round(time.perf_counter() - began, 1)}
-            print(f"{check.__name__:20} {', '.join(f'{k} {v}' for k, v in (found | took).items())}", flush=True)
+            print(f"{check.__name__:20} {', '.join(f'{k} {v}' for k, v in (errors | took).items())}", flush=True)
             if args.json is not None:
-                record.append(args.json, common | {"check": check.__name__} | found | took | facts)
+                record.append(args.json, common | {"check": check.__name__} | errors | took | facts)
     dist.destroy_process_group()
     return int(failed > 0)
 

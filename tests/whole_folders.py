@@ -48,7 +48,7 @@ def logits(model: Any) -> torch.Tensor:
 _COMMON = {"model", "layers", "language_model", "transformer", "weight", "backbone", "h", ""}
 
 
-def outcome(get: Callable[[], Any], wanted: torch.Tensor, f: Folder) -> str:
+def outcome(get: Callable[[], Any], expected: torch.Tensor, f: Folder) -> str:
     """Return "equal" or "refused"; raise Wrong for anything else."""
     try:
         came = logits(get())
@@ -62,7 +62,7 @@ def outcome(get: Callable[[], Any], wanted: torch.Tensor, f: Folder) -> str:
         return "refused"
     except Exception as e:
         raise Wrong(f"{type(e).__name__}: {' '.join(str(e).split()):.300}") from e
-    error = float((came - wanted).norm() / wanted.norm())
+    error = float((came - expected).norm() / expected.norm())
     if not error <= TOLERANCE:
         raise Wrong(f"logits are off by {error:.2g}")
     return "equal"
@@ -91,20 +91,20 @@ def run(case: Case, scratch: Path) -> tuple[str, str, str]:
     f = case.folder(dense)
     options = {"dtype": torch.float32, "local_files_only": True}
     reference = write(dense, scratch / "dense", f.dense, None)
-    wanted = logits(dense.cls.from_pretrained(reference, **options))
+    expected = logits(dense.cls.from_pretrained(reference, **options))
     folder = write(dense, scratch / "packed", f.stored, f.config)
     ways: dict[str, Callable[[], Any]] = {
         "load": lambda: load(folder)[0],
         "from_pretrained": lambda: dense.cls.from_pretrained(folder, quantization_config=W4GemmConfig(), **options),
     }
-    found = []
+    outcomes = []
     for way, get in ways.items():
         try:
-            found.append(outcome(get, wanted, f))
+            outcomes.append(outcome(get, expected, f))
         except Wrong as e:
             changed = f"{f.config['quant_method']}, {f.change} of {', '.join(f.touched[:4]) or 'nothing'}"
             raise Wrong(f"{case} ({changed}): {way}: {e}") from e
-    return f.change, found[0], found[1]
+    return f.change, outcomes[0], outcomes[1]
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -109,13 +109,13 @@ class Target:
         self, shapes: Iterable[tuple[int, int]], m: int = 64, experts: int = 0, gathered: bool = False
     ) -> dict[str, WeightFormat]:
         """Every config that is legal for one of the shapes (n, k), with its format of CONFIG_FORMATS."""
-        found: dict[str, WeightFormat] = {}
+        actual: dict[str, WeightFormat] = {}
         for format in CONFIG_FORMATS:
             for n, k in shapes:
                 problem = replace(self.problem(m, n, k, format), experts=experts, gathered=gathered)
                 for _, _, c in ranked([self.kernel], problem):
-                    found.setdefault(f"{self.kernel.name}/{c}", format)
-        return found
+                    actual.setdefault(f"{self.kernel.name}/{c}", format)
+        return actual
 
     def few_configs(self, n: int, k: int, format: WeightFormat) -> list[str]:
         """Every config on the CPU; on a GPU one, equal for as many shapes as possible, because each is compiled."""
@@ -156,7 +156,7 @@ class Target:
 
 def targets() -> list[object]:
     """A pytest parameter for each kernel, layout and dtype that it supports on the CPU or on Hopper."""
-    found = []
+    actual = []
     for kernel in KERNELS:
         for device, facts in (("cpu", Device("cpu")), ("cuda", H200)):
             for layout in LAYOUTS:
@@ -165,10 +165,10 @@ def targets() -> list[object]:
                     if not any(map(kernel.supports, problems)) or (dtype == FP8 and layout == "canonical"):
                         continue  # fp8 on the CPU is float32 after a conversion: one layout will do
                     target = Target(kernel, device, layout, dtype)
-                    found.append(
+                    actual.append(
                         pytest.param(target, id=str(target), marks=pytest.mark.gpu if device == "cuda" else ())
                     )
-    return found
+    return actual
 
 
 def supported_here(target: Target) -> None:

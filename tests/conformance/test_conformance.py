@@ -66,8 +66,8 @@ def _compiled_ahead(request):
                 jobs += [job(t, n, k, f, config, e) for config in t.few_configs(n, k, f) for e in epilogues]
         if configs_of_all(t):
             for n, k in CONFIG_SHAPES:
-                found = t.every_config([(n, k)]).items()
-                jobs += [job(t, n, k, format, config) for config, format in found]
+                actual = t.every_config([(n, k)]).items()
+                jobs += [job(t, n, k, format, config) for config, format in actual]
     compile_ahead(jobs, request.config)
 
 
@@ -204,15 +204,15 @@ def configs_of_all(target: Target) -> bool:
 
 
 def _every_config() -> list[object]:
-    found = []
+    actual = []
     for param in TARGETS:
         (target,) = param.values
         if not configs_of_all(target):
             continue
         for config, format in sorted(target.every_config(CONFIG_SHAPES).items()):
             name = f"{target}-{config.rpartition('/')[2]}"
-            found.append(pytest.param(target, config, format, id=name, marks=param.marks))
-    return found
+            actual.append(pytest.param(target, config, format, id=name, marks=param.marks))
+    return actual
 
 
 @pytest.mark.parametrize("target, config, format", _every_config())
@@ -293,5 +293,5 @@ def test_two_streams(target):
             with torch.cuda.stream(stream):
                 result.append(w4gemm.linear(x, w, config=config))
     torch.cuda.synchronize()
-    for result, wanted in zip(results, expected, strict=True):
-        assert all(torch.equal(d, wanted) for d in result)
+    for result, d_alone in zip(results, expected, strict=True):
+        assert all(torch.equal(d, d_alone) for d in result)

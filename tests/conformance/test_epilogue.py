@@ -42,14 +42,14 @@ TARGETS = [p for p in targets() if p.values[0].kernel.name not in PARTIAL]
 def every_epilogue(target: Target) -> list[Epilogue]:
     """Activation x alpha x residual x out_dtype, with and without bias in turn: a third of them, in which any two
     values of two of these meet."""
-    found = []
+    actual = []
     sizes = enumerate(itertools.product((None, *ACTIVATIONS), (False, True), OUT_DTYPES))
     for i, (activation, residual, dtype) in sizes:
         for j, alpha in enumerate((None, "host", "device")):
             if j == (i + i // 3) % 3:
                 scaled = target.dtype == FP8 and i % 5 > 0
-                found.append(Epilogue(activation, alpha, i // 2 % 2 == 1, residual, dtype, scaled))
-    return found
+                actual.append(Epilogue(activation, alpha, i // 2 % 2 == 1, residual, dtype, scaled))
+    return actual
 
 
 def rows(epilogue: Epilogue, ragged: bool) -> int:
@@ -135,19 +135,19 @@ def _compiled_ahead(request):
     """On a GPU, compile on all cores what the selected tests need."""
     jobs = []
     for item in request.session.items:
-        given = getattr(item, "callspec", None)
-        target = given.params.get("target") if given else None
+        arguments = getattr(item, "callspec", None)
+        target = arguments.params.get("target") if arguments else None
         if not torch.cuda.is_available() or item.module is not request.module or target is None:
             continue
-        if target.device == "cuda" and "config" in given.params:
+        if target.device == "cuda" and "config" in arguments.params:
             for e in SEVERAL:
-                n = rows(e, given.params["ragged"])
-                format, config = given.params["format"], given.params["config"]
+                n = rows(e, arguments.params["ragged"])
+                format, config = arguments.params["format"], arguments.params["config"]
                 jobs.append(job(target, n, 512, format, config, same(target, e)))
-        elif target.device == "cuda" and "epilogue" in given.params:
-            e, ragged = given.params["epilogue"], given.params.get("ragged", False)
+        elif target.device == "cuda" and "epilogue" in arguments.params:
+            e, ragged = arguments.params["epilogue"], arguments.params.get("ragged", False)
             n = rows(e, ragged)
-            format = FORMAT if "ragged" in given.params else EXACT_FORMAT
+            format = FORMAT if "ragged" in arguments.params else EXACT_FORMAT
             jobs.append(job(target, n, K, format, usual_config(target, n), same(target, e)))
     if jobs:
         compile_ahead(jobs, request.config)
@@ -202,18 +202,20 @@ def test_every_epilogue(target, epilogue, ragged):
     supported_here(target)
     n = rows(epilogue, ragged)
     w, x = target.weight(FORMAT, n, K), target.randn(M, K)
-    bias, given = bias_of(target, epilogue, n), tensors(target, epilogue, M, n)
+    bias, options = bias_of(target, epilogue, n), tensors(target, epilogue, M, n)
     config = usual_config(target, n)
-    d = linear_poisoned(x, w, bias, config, **given)
-    assert_close(d, x, w, bias, **given)
+    d = linear_poisoned(x, w, bias, config, **options)
+    assert_close(d, x, w, bias, **options)
     if epilogue.residual:
-        assert_in_place(d, x, w, bias, config, given)
+        assert_in_place(d, x, w, bias, config, options)
 
 
-def assert_in_place(d: torch.Tensor, x: torch.Tensor, w: QuantizedWeight, bias: Any, config: str, given: dict) -> None:
+def assert_in_place(
+    d: torch.Tensor, x: torch.Tensor, w: QuantizedWeight, bias: Any, config: str, options: dict
+) -> None:
     """Over its own residual ``linear`` gives the same bits."""
-    out = given["residual"].clone()
-    w4gemm.linear(x, w, bias, config=config, out=out, **(given | {"residual": out}))
+    out = options["residual"].clone()
+    w4gemm.linear(x, w, bias, config=config, out=out, **(options | {"residual": out}))
     assert torch.equal(out, d)
 
 
@@ -228,11 +230,11 @@ def test_configs(target, config, format, ragged):
         n = rows(epilogue, ragged)
         w, bias = target.weight(format, n, 512), bias_of(target, epilogue, n)
         for m in (5, 300, 9000) if target.device == "cuda" else (5, 40):
-            x, given = target.randn(m, 512), tensors(target, epilogue, m, n)
-            d = linear_poisoned(x, w, bias, config, **given)
-            assert_close(d, x, w, bias, **given)
+            x, options = target.randn(m, 512), tensors(target, epilogue, m, n)
+            d = linear_poisoned(x, w, bias, config, **options)
+            assert_close(d, x, w, bias, **options)
             if epilogue.residual:
-                assert_in_place(d, x, w, bias, config, given)
+                assert_in_place(d, x, w, bias, config, options)
 
 
 @pytest.mark.parametrize("target", [p for p in TARGETS if p.values[0].device == "cuda"])

@@ -110,9 +110,9 @@ def test_one_hot_gives_every_experts_weight(target, format):
     dense = w.dequantize(target.out_dtype)
     picks = [torch.arange(0, K, 77), torch.arange(0), torch.arange(K), torch.arange(1, K, 77)]
     x = target.one_hot(torch.cat(picks), K)
-    wanted = torch.cat([dense[e].T[p.to(target.device)] for e, p in enumerate(picks)])
+    expected = torch.cat([dense[e].T[p.to(target.device)] for e, p in enumerate(picks)])
     offsets = offsets_of(target, tuple(len(p) for p in picks))
-    assert torch.equal(poisoned(x, w, offsets, config=usual(target, format)), wanted)
+    assert torch.equal(poisoned(x, w, offsets, config=usual(target, format)), expected)
 
 
 # --- random ----------------------------------------------------------------------------------------------------------
@@ -141,8 +141,8 @@ def test_epilogue(target, activation):
     if target.dtype == FP8:
         fused["token_scale"] = target.randn(sum(COUNTS), seed=7, dtype=torch.float32)
     d = poisoned(x, w, offsets, bias, **fused, config=usual(target))
-    wanted = grouped_reference(x, w, offsets, bias, **fused)
-    error = (d.double() - wanted).norm() / wanted.norm()
+    expected = grouped_reference(x, w, offsets, bias, **fused)
+    error = (d.double() - expected).norm() / expected.norm()
     assert error < 4 * torch.finfo(target.out_dtype).eps, error
 
 
@@ -186,24 +186,24 @@ def gathered(
     scale = fused.get("token_scale")
     of_copy = fused if scale is None else fused | {"token_scale": scale[indices.long()]}
     try:
-        wanted = w4gemm.grouped_linear(copied, w, offsets, config=config, **of_copy)
+        expected = w4gemm.grouped_linear(copied, w, offsets, config=config, **of_copy)
     except ValueError as e:
         if "is not legal" not in str(e):
             raise
         # legal for rows by their indices alone: those of the copy in order
         in_order = torch.arange(len(copied), dtype=torch.int32, device=x.device)
-        wanted = w4gemm.grouped_linear(copied, w, offsets, indices=in_order, config=config, **of_copy)
+        expected = w4gemm.grouped_linear(copied, w, offsets, indices=in_order, config=config, **of_copy)
     on_load = x.device.type == "cuda" and takes_rows(x)
     more = torch.full((GUARD,), 2**30 if on_load else 0, dtype=torch.int32, device=x.device)
-    out = torch.full((len(indices) + GUARD, wanted.shape[1]), torch.nan, dtype=wanted.dtype, device=x.device)
+    out = torch.full((len(indices) + GUARD, expected.shape[1]), torch.nan, dtype=expected.dtype, device=x.device)
     if (residual := fused.get("residual")) is not None:
         fused = fused | {"residual": torch.cat((residual, residual[:1].expand(GUARD, -1)))}
     d = w4gemm.grouped_linear(x, w, offsets, indices=torch.cat((indices, more)), out=out, config=config, **fused)
     assert d[len(indices) :].isnan().all(), "rows that no expert has were written"
     got = d[: len(indices)]
     if config is not None:
-        assert torch.equal(got, wanted)
-    assert (got.double() - wanted.double()).norm() < 4 * torch.finfo(got.dtype).eps * wanted.double().norm()
+        assert torch.equal(got, expected)
+    assert (got.double() - expected.double()).norm() < 4 * torch.finfo(got.dtype).eps * expected.double().norm()
     return got
 
 
@@ -263,21 +263,21 @@ def test_how_many_experts(target, experts):
     counts = (*(7 * e % 5 for e in range(experts - 1)), 3)
     x, offsets = target.randn(sum(counts), 128), offsets_of(target, counts)
     d = poisoned(x, w, offsets)
-    wanted = grouped_reference(x, w, offsets)
-    assert (d.double() - wanted).norm() < 4 * torch.finfo(target.out_dtype).eps * wanted.norm()
+    expected = grouped_reference(x, w, offsets)
+    assert (d.double() - expected).norm() < 4 * torch.finfo(target.out_dtype).eps * expected.norm()
 
 
 # --- configs ---------------------------------------------------------------------------------------------------------
 
 
 def every_config(gathered: bool = False) -> list[object]:
-    found = []
+    actual = []
     for param in ON_GPU:
         (target,) = param.values
         if target.dtype in (CONFIG_DTYPE, FP8):
             for config, format in target.every_config([(N, K)], 512, experts=7, gathered=gathered).items():
-                found.append(pytest.param(target, config, format, id=config, marks=param.marks))
-    return found
+                actual.append(pytest.param(target, config, format, id=config, marks=param.marks))
+    return actual
 
 
 @pytest.fixture(scope="module")
@@ -352,9 +352,9 @@ def test_a_graph_serves_any_routing(target):
             offsets.copy_(offsets_of(target, counts))
             d.fill_(torch.nan)
             graph.replay()
-            wanted = torch.full_like(d, torch.nan)
-            w4gemm.grouped_linear(x, w, offsets, config=config, out=wanted)
-            assert torch.equal(d.nan_to_num(9e9), wanted.nan_to_num(9e9))
+            expected = torch.full_like(d, torch.nan)
+            w4gemm.grouped_linear(x, w, offsets, config=config, out=expected)
+            assert torch.equal(d.nan_to_num(9e9), expected.nan_to_num(9e9))
             assert not d[: sum(counts)].isnan().any() and d[sum(counts) :].isnan().all()
 
 

@@ -40,25 +40,25 @@ def check(case: Case, device: str, matrices: Matrices | None = None) -> Checked:
     matrices = matrices or Matrices.of(case, device)
     r = random.Random(f"r{case.problem_seed}")
     rows = rows_of(case, r)
-    given = operands_of(case, rows, r, device)
-    config = config_of(case, matrices.w, given, max(rows.total, 1))
-    d, *others = results(case, call_of(case, matrices.w, rows, given, config), rows, given)
-    if config is None and (packed := packed_result(case, matrices.w, given)) is not None:
+    operands = operands_of(case, rows, r, device)
+    config = config_of(case, matrices.w, operands, max(rows.total, 1))
+    d, *others = results(case, call_of(case, matrices.w, rows, operands, config), rows, operands)
+    if config is None and (packed := packed_result(case, matrices.w, operands)) is not None:
         others.append(torch.where(packed.isnan() & d.isnan(), d, packed))  # bits of a NaN are any
-    verdict = compared(case, d, others, wanted_of(case, matrices, rows, given), rows.owner(device)[:, None] >= 0)
+    verdict = compared(case, d, others, wanted_of(case, matrices, rows, operands), rows.owner(device)[:, None] >= 0)
     return Checked(case, "own choice" if config is None else config.partition("/")[0], verdict)
 
 
 # --- the library's side ----------------------------------------------------------------------------------------------
 
 
-def config_of(case: Case, w: w4gemm.QuantizedWeight, given: Operands, m: int) -> str | None:
+def config_of(case: Case, w: w4gemm.QuantizedWeight, operands: Operands, m: int) -> str | None:
     """The same config for as many problems of a variant as may be; None for the library's own choice."""
     if not case.variant.forced:
         return None
     v, fp8 = case.variant, case.variant.dtype == FP8
     blocks = v.block_scale and case.k > BLOCK
-    says_dtype = given.out_dtype if v.quantized else v.out_dtype
+    says_dtype = operands.out_dtype if v.quantized else v.out_dtype
     epilogue = w4gemm.Epilogue(
         v.activation, v.alpha, v.bias, v.residual, says_dtype, fp8 and not blocks, v.expert_scale, blocks
     )
@@ -88,55 +88,55 @@ def _preferred(problem: w4gemm.GemmProblem, seed: int, text: str) -> str | None:
 
 
 def call_of(
-    case: Case, w: w4gemm.QuantizedWeight, rows: Rows, given: Operands, config: str | None
+    case: Case, w: w4gemm.QuantizedWeight, rows: Rows, operands: Operands, config: str | None
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return a function that computes d into its argument, or over the residual that it holds."""
     v = case.variant
     fused: dict[str, Any] = {
-        "bias": given.bias,
-        "alpha": given.alpha,
+        "bias": operands.bias,
+        "alpha": operands.alpha,
         "activation": v.activation,
         "out_dtype": v.out_dtype,
-        "token_scale": given.stored_scale,
+        "token_scale": operands.stored_scale,
         "config": config,
     }
     if v.batch_invariant:
         fused["batch_invariant"] = True
     if v.kind == "dense":
         return lambda out: w4gemm.linear(
-            given.x, w, residual=out if over_residual(case) else given.residual, out=out, **fused
+            operands.x, w, residual=out if over_residual(case) else operands.residual, out=out, **fused
         )
-    fused |= {"expert_scale": given.expert_scale, "residual": given.residual}
-    limits = placed(rows.limits, given.x.device).int()
+    fused |= {"expert_scale": operands.expert_scale, "residual": operands.residual}
+    limits = placed(rows.limits, operands.x.device).int()
     if v.kind == "masked":
 
         def apart(t: torch.Tensor | None) -> torch.Tensor | None:
             return None if t is None else t.view(case.experts, -1, *t.shape[1:])
 
         expected = 1 + case.problem_seed % case.m if case.problem_seed % 2 else None
-        fused |= {"residual": apart(given.residual), "expected_m": expected}
-        if given.stored_scale is not None:
-            fused["token_scale"] = given.stored_scale.unflatten(0, (case.experts, -1))
-        x = given.x.view(case.experts, -1, case.k)
+        fused |= {"residual": apart(operands.residual), "expected_m": expected}
+        if operands.stored_scale is not None:
+            fused["token_scale"] = operands.stored_scale.unflatten(0, (case.experts, -1))
+        x = operands.x.view(case.experts, -1, case.k)
         return lambda out: w4gemm.masked_linear(x, w, limits, out=apart(out), **fused)
-    indices = None if rows.indices is None else placed(rows.indices, given.x.device).int()
+    indices = None if rows.indices is None else placed(rows.indices, operands.x.device).int()
     fused |= {"indices": indices, "settled": case.settled}
-    return lambda out: w4gemm.grouped_linear(given.x, w, limits, out=out, **fused)
+    return lambda out: w4gemm.grouped_linear(operands.x, w, limits, out=out, **fused)
 
 
-def packed_result(case: Case, w: w4gemm.QuantizedWeight, given: Operands) -> torch.Tensor | None:
+def packed_result(case: Case, w: w4gemm.QuantizedWeight, operands: Operands) -> torch.Tensor | None:
     """d by the operator of compiled graphs, whose plan is the library's own choice; None where it has none."""
     v = case.variant
-    if v.kind != "dense" or v.quantized or v.block_scale or v.alpha or v.residual or given.x.stride(-1) != 1:
+    if v.kind != "dense" or v.quantized or v.block_scale or v.alpha or v.residual or operands.x.stride(-1) != 1:
         return None
     epilogue = w4gemm.Epilogue(v.activation, bias=v.bias)
     if v.dtype == FP8:
-        epilogue = epilogue.of_quantized(given.out_dtype)
+        epilogue = epilogue.of_quantized(operands.out_dtype)
     elif v.out_dtype is not None:
         epilogue = epilogue._replace(out_dtype=v.out_dtype)
     product = PackedLinear(w.packed, epilogue, v.batch_invariant)
-    x = given.x.contiguous() if w.perm is None else gather_columns(given.x, w.perm)
-    return torch.ops.w4gemm.packed_linear(x, list(w.tensors), given.bias, given.token_scale, product.name)
+    x = operands.x.contiguous() if w.perm is None else gather_columns(operands.x, w.perm)
+    return torch.ops.w4gemm.packed_linear(x, list(w.tensors), operands.bias, operands.token_scale, product.name)
 
 
 def over_residual(case: Case) -> bool:
@@ -145,14 +145,14 @@ def over_residual(case: Case) -> bool:
 
 
 def results(
-    case: Case, call: Callable[[torch.Tensor], torch.Tensor], rows: Rows, given: Operands
+    case: Case, call: Callable[[torch.Tensor], torch.Tensor], rows: Rows, operands: Operands
 ) -> list[torch.Tensor]:
     """d (rows.total, columns) several times, each computed into an output full of NaN, or over the residual."""
 
     def fresh() -> torch.Tensor:
-        if over_residual(case) and given.residual is not None:
-            return given.residual.clone()
-        return torch.full((rows.total, case.columns), torch.nan, dtype=given.out_dtype, device=given.x.device)
+        if over_residual(case) and operands.residual is not None:
+            return operands.residual.clone()
+        return torch.full((rows.total, case.columns), torch.nan, dtype=operands.out_dtype, device=operands.x.device)
 
     outs = [fresh() for _ in range(3 if case.way == "streams" else 2)]
     call(outs[0])
@@ -196,10 +196,10 @@ def _in_graph(
 # --- the formulas' side ----------------------------------------------------------------------------------------------
 
 
-def wanted_of(case: Case, matrices: Matrices, rows: Rows, given: Operands) -> formulas.Sums:
+def wanted_of(case: Case, matrices: Matrices, rows: Rows, operands: Operands) -> formulas.Sums:
     """d (rows.total, columns) and the error allowed; rows of no expert hold anything."""
-    v, device = case.variant, given.x.device
-    x, token_scale = given.x.double(), given.token_scale
+    v, device = case.variant, operands.x.device
+    x, token_scale = operands.x.double(), operands.token_scale
     if v.quantized:
         x, token_scale = formulas.token_quantized(x)
     if token_scale is not None and token_scale.dim() == 2:
@@ -220,16 +220,16 @@ def wanted_of(case: Case, matrices: Matrices, rows: Rows, given: Operands) -> fo
                 columns_at_a_time=columns_at_a_time(case),
             )
     owner = rows.owner(device).clamp(min=0)
-    bias = None if given.bias is None else given.bias[owner] if case.experts else given.bias
-    expert_scale = None if given.expert_scale is None else given.expert_scale[owner]
+    bias = None if operands.bias is None else operands.bias[owner] if case.experts else operands.bias
+    expert_scale = None if operands.expert_scale is None else operands.expert_scale[owner]
     return formulas.epilogue(
         formulas.Sums(value, error),
-        name_of(given.out_dtype),
-        alpha=given.alpha_number,
+        name_of(operands.out_dtype),
+        alpha=operands.alpha_number,
         scales=(token_scale, expert_scale),
         bias=bias,
         activation=v.activation,
-        residual=given.residual,
+        residual=operands.residual,
     )
 
 
@@ -262,29 +262,29 @@ class Verdict(NamedTuple):
 
     def __str__(self) -> str:
         """The faults in words; empty if there are none."""
-        found = []
+        faults = []
         if self.off:
-            found.append(
+            faults.append(
                 f"{self.off:.0f} of {self.total:.0f} are off, the worst is number {self.index:.0f}: {self.d:.9g} for "
                 f"{self.value:.9g}, allowed {self.error:.3g}"
             )
         if self.other_bits:
-            found.append(f"another call gave other bits in {self.other_bits:.0f} bytes")
+            faults.append(f"another call gave other bits in {self.other_bits:.0f} bytes")
         if self.lost:
-            found.append(f"{self.lost:.0f} numbers where a NaN or an infinity of x must show")
+            faults.append(f"{self.lost:.0f} numbers where a NaN or an infinity of x must show")
         if self.written:
-            found.append(f"{self.written:.0f} numbers written in rows that no expert has")
-        return "; ".join(found)
+            faults.append(f"{self.written:.0f} numbers written in rows that no expert has")
+        return "; ".join(faults)
 
 
 def compared(
-    case: Case, d: torch.Tensor, others: list[torch.Tensor], wanted: formulas.Sums, covered: torch.Tensor
+    case: Case, d: torch.Tensor, others: list[torch.Tensor], expected: formulas.Sums, covered: torch.Tensor
 ) -> torch.Tensor:
     """A :class:`Verdict` as float64 (9). covered: bool (rows, 1), rows that an expert has. Does not synchronize."""
     number = formulas.TYPES[name_of(d.dtype)]
     bits = d.view(torch.uint8)
     other_bits = sum((bits != other.view(torch.uint8)).sum() for other in others)
-    d, (value, error) = d.double(), wanted
+    d, (value, error) = d.double(), expected
     lost = covered & (value.isnan() & ~d.isnan() | value.isinf() & d.isfinite())
     if case.bad == "inf" and case.variant.activation is not None:
         lost = torch.zeros_like(lost)  # what an activation makes of an infinity is its own affair
@@ -302,6 +302,6 @@ def compared(
     return torch.stack([t.double() for t in (torch.as_tensor(other_bits), *counts, total, worst, *one)])
 
 
-def verdicts(found: list[torch.Tensor]) -> list[Verdict]:
+def verdicts(sums: list[torch.Tensor]) -> list[Verdict]:
     """Return the verdicts of several problems, with one synchronization."""
-    return [Verdict(*row) for row in torch.stack(found).tolist()] if found else []
+    return [Verdict(*row) for row in torch.stack(sums).tolist()] if sums else []

@@ -177,10 +177,10 @@ def drawn_format(v: random.Random, dtype: torch.dtype, device: str) -> str:
     if rule == "levels":
         element, rule, scale = "int4", "_zfloat", v.choice(("_u8x256", "_u8x128"))
         group = v.choice(("g32", "g64", "g128"))
-    wanted = f"{element}_{group}{rule}"
-    if rule == "_e4m3" or (device == "cuda" and not held(f"{wanted}{scale}", dtype)):
-        return wanted
-    return f"{wanted}{scale}"
+    expected = f"{element}_{group}{rule}"
+    if rule == "_e4m3" or (device == "cuda" and not held(f"{expected}{scale}", dtype)):
+        return expected
+    return f"{expected}{scale}"
 
 
 def any_format(v: random.Random) -> str:

@@ -74,18 +74,18 @@ def damaged(whole: bytes, header: int, damage: str, r: random.Random) -> bytes:
             if bytes(x for x, y in zip(whole, data, strict=True) if x != y).isalpha():
                 return whole  # names that change places: a whole file
     elif damage == "name":
-        found = [m.span() for m in re.finditer(rb"[A-Za-z_]{3,}", whole[:header])]
-        start, end = r.choice(found)
+        findings = [m.span() for m in re.finditer(rb"[A-Za-z_]{3,}", whole[:header])]
+        start, end = r.choice(findings)
         data[start:end] = r.choice((b"x" * (end - start), whole[start:end].upper(), whole[start:end][::-1]))
     return bytes(data)
 
 
 def _resized(whole: bytes, header: int, r: random.Random) -> bytes:
     """A number of the header becomes another: decimal digits of JSON, or 4 or 8 bytes of a binary header."""
-    found = [m.span() for m in re.finditer(rb"\d+", whole[:header])]
+    findings = [m.span() for m in re.finditer(rb"\d+", whole[:header])]
     numbers = (0, 1, 2, 3, 31, 33, 64, 65, 128, 2**31 - 1, 2**31, 2**32, 2**53, 2**63 - 1, 2**64 - 1)
-    if found and r.random() < 0.7:
-        start, end = r.choice(found)
+    if findings and r.random() < 0.7:
+        start, end = r.choice(findings)
         text = r.choice((str(r.choice(numbers)), f"-{r.choice(numbers)}", "1e9", "1e400", "null", '"4"', "[4]"))
         text = text.ljust(end - start) if r.random() < 0.7 else text  # the header's length may still be right
         return whole[:start] + text.encode() + whole[end:]
@@ -116,32 +116,37 @@ class Found:
         self.cases, self.refused, self.wrong = 0, 0, list[str]()
 
 
-def one(name: str, seed: int, folder: Path, right: dict[Path, dict[str, torch.Tensor]], found: Found) -> None:
+def one(name: str, seed: int, folder: Path, right: dict[Path, dict[str, torch.Tensor]], findings: Found) -> None:
     """Damage a file of a format once, read it, and put it back."""
     r = random.Random(f"{name} {seed}")
     sample, damage = r.choice(SAMPLES[name]), r.choice(DAMAGES)
     whole = sample.damaged.read_bytes()
     bad = damaged(whole, header_bytes(sample.damaged, whole), damage, r)
-    found.cases += 1
-    found.kinds[f"{name} {damage}"] += 1
+    findings.cases += 1
+    findings.kinds[f"{name} {damage}"] += 1
     sample.damaged.write_bytes(bad)
     signal.alarm(SECONDS)
     try:
         for key, tensor in read(sample.path):
-            wanted = right[sample.path].get(key)
+            expected = right[sample.path].get(key)
             if damage == "swap" and any(torch.equal(tensor, other) for other in right[sample.path].values()):
                 continue
-            if damage != "data" and wanted is not None and not torch.equal(tensor, wanted):
-                found.wrong.append(f"{name}:{seed}: {damage} of {sample.damaged.name}: other numbers in {key}")
+            if damage != "data" and expected is not None and not torch.equal(tensor, expected):
+                findings.wrong.append(f"{name}:{seed}: {damage} of {sample.damaged.name}: other numbers in {key}")
                 break
-            if damage == "data" and not tensor.isfinite().all() and wanted is not None and tensor.shape == wanted.shape:
+            if (
+                damage == "data"
+                and not tensor.isfinite().all()
+                and expected is not None
+                and tensor.shape == expected.shape
+            ):
                 if key in DENSE:
                     continue
-                found.wrong.append(f"{name}:{seed}: {damage} of {sample.damaged.name}: {key} is not finite")
+                findings.wrong.append(f"{name}:{seed}: {damage} of {sample.damaged.name}: {key} is not finite")
     except (FormatError, FileNotFoundError):
-        found.refused += 1
+        findings.refused += 1
     except Exception:
-        found.wrong.append(f"{name}:{seed}: {damage} of {sample.damaged.name}: {traceback.format_exc(limit=-3)}")
+        findings.wrong.append(f"{name}:{seed}: {damage} of {sample.damaged.name}: {traceback.format_exc(limit=-3)}")
     finally:
         signal.alarm(0)
         sample.damaged.write_bytes(whole)
@@ -185,34 +190,34 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, help="of all that is drawn (the time)")
     parser.add_argument("--only", metavar="FORMAT:SEED", help="one case, by its name")
     parser.add_argument("--json", type=Path, metavar="FILE", help="append the counts to FILE as a JSON line")
-    given = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     torch.set_num_threads(1)
     _quiet()
-    found, seed = Found(), int(time.time()) % 100_000 if given.seed is None else given.seed
+    findings, seed = Found(), int(time.time()) % 100_000 if args.seed is None else args.seed
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         right = prepared(Path(folder))
-        if given.only:
-            name, _, number = given.only.partition(":")
-            one(name, int(number), Path(folder), right, found)
+        if args.only:
+            name, _, number = args.only.partition(":")
+            one(name, int(number), Path(folder), right, findings)
         else:
             print(f"seed {seed}", flush=True)
-            for case in range(given.cases):
-                if time.monotonic() - started > given.seconds or len(found.wrong) >= 20:
+            for case in range(args.cases):
+                if time.monotonic() - started > args.seconds or len(findings.wrong) >= 20:
                     break
-                one(tuple(FORMATS)[case % len(FORMATS)], seed * 1_000_000 + case, Path(folder), right, found)
-    for text in found.wrong:
+                one(tuple(FORMATS)[case % len(FORMATS)], seed * 1_000_000 + case, Path(folder), right, findings)
+    for text in findings.wrong:
         print(text)
-    print(f"{found.cases} damaged files, {found.refused} refused, {len(found.wrong)} wrong, seed {seed}")
-    if given.json:
+    print(f"{findings.cases} damaged files, {findings.refused} refused, {len(findings.wrong)} wrong, seed {seed}")
+    if args.json:
         from w4gemm.tuning import record
 
         facts = record.facts()
-        row = {"kind": "fuzz", "run": record.run_name(facts), "device": "files", "problems": found.cases}
-        row |= {"wrong": len(found.wrong), "refused": found.refused, "seed": seed}
-        row |= {"seconds": round(time.monotonic() - started), "kinds": dict(sorted(found.kinds.items()))}
-        record.append(given.json, row | facts)
-    return bool(found.wrong)
+        row = {"kind": "fuzz", "run": record.run_name(facts), "device": "files", "problems": findings.cases}
+        row |= {"wrong": len(findings.wrong), "refused": findings.refused, "seed": seed}
+        row |= {"seconds": round(time.monotonic() - started), "kinds": dict(sorted(findings.kinds.items()))}
+        record.append(args.json, row | facts)
+    return bool(findings.wrong)
 
 
 if __name__ == "__main__":

@@ -91,36 +91,36 @@ def norm(p: Problem) -> list[str]:
 def added_norm(p: Problem, x: torch.Tensor, weight: torch.Tensor, eps: float) -> list[str]:
     """The norm of a sum, alone and with quantization."""
     residual = p.drawn(*x.shape)
-    wanted = (x.float() + residual.float()).to(x.dtype)
-    found = [add_rms_norm(x, residual, weight, eps) for _ in range(2)]
+    expected = (x.float() + residual.float()).to(x.dtype)
+    both = [add_rms_norm(x, residual, weight, eps) for _ in range(2)]
     x8, scale, total = add_rms_norm_quantize(x, residual, weight, eps)
-    quantized = w4gemm.quantize_activations(wanted, norm_weight=weight, eps=eps)
-    wrong = [line for t in (found[0][1], found[1][1], total) for line in same(t, wanted)]
+    quantized = w4gemm.quantize_activations(expected, norm_weight=weight, eps=eps)
+    wrong = [line for t in (both[0][1], both[1][1], total) for line in same(t, expected)]
     wrong += same(x8, quantized[0]) + same(scale, quantized[1])
-    return wrong + normed(p, wanted, weight, eps, [y for y, _ in found])
+    return wrong + normed(p, expected, weight, eps, [y for y, _ in both])
 
 
-def normed(p: Problem, x: torch.Tensor, weight: torch.Tensor, eps: float, found: list[torch.Tensor]) -> list[str]:
+def normed(p: Problem, x: torch.Tensor, weight: torch.Tensor, eps: float, both: list[torch.Tensor]) -> list[str]:
     """Compare the norm of x from two calls with its formula."""
     total = x.double().square().mean(1, keepdim=True) + eps
     value = x.double() / total.sqrt() * weight.double()
     error = value.abs() * (2.02 * p.unit + FLOAT32) + p.number.smallest_step * (1 + weight.double().abs())
     value = torch.where(total < 2.0**-100, 0.0, value)  # zeros without an epsilon: 0 / 0, or 0 times an infinity
     error = torch.where(total < 2.0**-100, torch.inf, error)
-    return off(found[0], value, error, "rms_norm") + same(*found)
+    return off(both[0], value, error, "rms_norm") + same(*both)
 
 
 def halves(p: Problem) -> list[str]:
     n, m, activation = p.form.choice(GATE_N), p.r.choice(ROWS), p.form.choice(GATED)
     x = p.spoilt(p.drawn(m, 2 * n))
-    found = [gate_halves(x, activation) for _ in range(2)]
+    both = [gate_halves(x, activation) for _ in range(2)]
     pairs = torch.stack(x.double().chunk(2, 1), -1).flatten(1)
     value = formulas.activated(activation, pairs)
     _, up = formulas.gated(activation, pairs)
     error = value.abs() * (1.01 * p.unit + FLOAT32) + FLOAT32 * up.abs() + p.number.smallest_step
     error = torch.where(pairs.isfinite().unflatten(1, (-1, 2)).all(2), error, torch.inf)
-    wrong = off(found[0], torch.where(error.isfinite(), value, 0), error, f"gate_halves {activation}")
-    return wrong + same(*found)
+    wrong = off(both[0], torch.where(error.isfinite(), value, 0), error, f"gate_halves {activation}")
+    return wrong + same(*both)
 
 
 def attention(p: Problem) -> list[str]:
@@ -140,10 +140,10 @@ def attention(p: Problem) -> list[str]:
     keys, values = (p.source.normal(batch, kv_heads, length, dim).to(p.dtype) for _ in range(2))
     first = torch.tensor([p.r.randint(0, slot) for _ in range(batch)], dtype=torch.int32, device=p.device)
     slots = torch.tensor([slot], device=p.device)
-    scale, found, layers = dim**-0.5, [], []
+    scale, outs, layers = dim**-0.5, [], []
     for _ in range(2):
         layers.append(CachedLayer(keys.clone(), values.clone(), slots, first))
-        found.append(step_attention(q, k, v, (cos, sin), layers[-1], scale, window))
+        outs.append(step_attention(q, k, v, (cos, sin), layers[-1], scale, window))
     turned_q, turned_k = (_rotated(t, cos, sin) for t in (q, k))
     exact_k, exact_v = keys.double(), values.double()
     exact_k[:, :, slot], exact_v[:, :, slot] = layers[0].keys[:, :, slot].double(), v.double()
@@ -161,7 +161,7 @@ def attention(p: Problem) -> list[str]:
     value = (shares @ exact_v).flatten(1, 2)
     spread = (shares @ exact_v.abs()).flatten(1, 2)
     error = value.abs() * 1.01 * p.unit + 2.0**-14 * (1 + scores.abs().amax()) * spread + p.number.smallest_step
-    return wrong + off(found[0], value, error, "step_attention") + same(*found)
+    return wrong + off(outs[0], value, error, "step_attention") + same(*outs)
 
 
 def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -216,7 +216,7 @@ def _combined(p: Problem, rows: torch.Tensor, n: int) -> list[str]:
     d, weights = p.drawn(total, n), p.source.uniform(*rows.shape)
     d[int(rows.amax()) + 1 :] = math.nan  # rows of experts elsewhere, which nothing may read
     weights = weights.to(p.r.choice((torch.float32, p.dtype)))
-    found = [w4gemm.combine(d, rows, weights, settled=settled) for settled in (False, True)]
+    both = [w4gemm.combine(d, rows, weights, settled=settled) for settled in (False, True)]
     value = torch.zeros(len(rows), n, dtype=torch.float64, device=p.device)
     size = torch.zeros_like(value)
     for j in range(terms):
@@ -224,7 +224,7 @@ def _combined(p: Problem, rows: torch.Tensor, n: int) -> list[str]:
         term = weights[:, j, None].double() * row
         value, size = value + term, size + term.abs()
     error = value.abs() * 1.01 * p.unit + 2.0**-20 * size + p.number.smallest_step
-    return off(found[0], value, error, "combine") + same(*found)
+    return off(both[0], value, error, "combine") + same(*both)
 
 
 def quantized(p: Problem) -> list[str]:
@@ -234,12 +234,12 @@ def quantized(p: Problem) -> list[str]:
     wide = p.drawn(m, (2 * k if front == "silu_mul" else k) + 8 * p.r.choice((0, 0, 1)))
     x = wide[:, : 2 * k if front == "silu_mul" else k]
     weight, eps = (p.drawn(k) if front == "rms" else None), p.r.choice((1e-6, 1e-5))
-    found = [w4gemm.quantize_activations(x, norm_weight=weight, eps=eps, silu_mul=front == "silu_mul") for _ in (0, 1)]
-    (x8, scale), y = found[0], x.double()
-    wrong = same(*(t.view(torch.uint8) for t, _ in found)) + same(*(t for _, t in found))
+    both = [w4gemm.quantize_activations(x, norm_weight=weight, eps=eps, silu_mul=front == "silu_mul") for _ in (0, 1)]
+    (x8, scale), y = both[0], x.double()
+    wrong = same(*(t.view(torch.uint8) for t, _ in both)) + same(*(t for _, t in both))
     if front == "":
-        wanted8, wanted = formulas.token_quantized(y)
-        wrong += off(scale, wanted, torch.zeros_like(wanted), "quantize_activations: scales")
+        wanted8, expected = formulas.token_quantized(y)
+        wrong += off(scale, expected, torch.zeros_like(expected), "quantize_activations: scales")
         return wrong + off(x8, wanted8, torch.zeros_like(wanted8), "quantize_activations")
     if front == "silu_mul":
         gate, up = y.chunk(2, 1)

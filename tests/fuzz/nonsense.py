@@ -44,7 +44,7 @@ class Call(NamedTuple):
     """A public function with arguments that are right."""
 
     function: Callable[..., Any]
-    given: dict[str, Any]
+    arguments: dict[str, Any]
     also: tuple[str, ...] = ()
     """Other names by which a message may call the arguments."""
 
@@ -166,8 +166,8 @@ def calls() -> dict[str, Call]:
             | {"epilogue": w4gemm.Epilogue(), "batch_invariant": False},
         ),
         **{
-            f"MixedGemm.{name}": Call(getattr(runner, name), given)
-            for name, given in {
+            f"MixedGemm.{name}": Call(getattr(runner, name), arguments)
+            for name, arguments in {
                 "problem": {"m": M, "n": N, "k": K},
                 "weight_shapes": {"n": N, "k": K},
                 "configs": {"m": M, "n": N, "k": K},
@@ -179,9 +179,9 @@ def calls() -> dict[str, Call]:
     }
 
 
-def checked_problem(**given: Any) -> list[str]:
+def checked_problem(**arguments: Any) -> list[str]:
     """The configs of a problem, which check it."""
-    return w4gemm.configs(w4gemm.GemmProblem(**given))
+    return w4gemm.configs(w4gemm.GemmProblem(**arguments))
 
 
 class Refuses:
@@ -266,13 +266,15 @@ class Found(NamedTuple):
 
 def judged(name: str, call: Call, argument: str, came: str, value: Any) -> Found | None:
     """Make a call with one value replaced; None if it ends as it may."""
-    given = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in call.given.items()} | {argument: value}
+    arguments = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in call.arguments.items()} | {
+        argument: value
+    }
     started = time.monotonic()
     try:
-        result = call.function(**given)
+        result = call.function(**arguments)
     except ERRORS as error:
         text = str(error)
-        named = any(re.search(rf"\b{name}\b", text) for name in (*call.given, *call.also))
+        named = any(re.search(rf"\b{name}\b", text) for name in (*call.arguments, *call.also))
         ours = any(frame.filename.startswith(OURS) for frame in traceback.extract_tb(error.__traceback__)[-1:])
         if not (named and ours):
             return Found(name, argument, came, f"no argument is named: {type(error).__name__}: {text[:300]}")
@@ -283,22 +285,22 @@ def judged(name: str, call: Call, argument: str, came: str, value: Any) -> Found
         return Found(name, argument, came, f"{type(error).__name__}: {str(error)[:300]}")
     if time.monotonic() - started > SLOW:
         return Found(name, argument, came, f"took {time.monotonic() - started:.1f} s")
-    if _is_other_kind(argument, call.given[argument], value):
+    if _is_other_kind(argument, call.arguments[argument], value):
         return Found(name, argument, came, f"taken: {_short(result)}")
     return None
 
 
-def _is_other_kind(argument: str, wanted: Any, came: Any) -> bool:
+def _is_other_kind(argument: str, expected: Any, came: Any) -> bool:
     """True if no call should take one for the other."""
     if argument == "device" and isinstance(came, torch.device):
         return False
-    if isinstance(wanted, torch.Tensor):
+    if isinstance(expected, torch.Tensor):
         return not isinstance(came, (torch.Tensor, float, int)) and came is not None
-    if isinstance(wanted, str):
+    if isinstance(expected, str):
         return not isinstance(came, str) and came is not None
-    if isinstance(wanted, int):
+    if isinstance(expected, int):
         return isinstance(came, bool) or (not isinstance(came, int) and came is not None)
-    if isinstance(wanted, w4gemm.QuantizedWeight):
+    if isinstance(expected, w4gemm.QuantizedWeight):
         return not isinstance(came, w4gemm.QuantizedWeight) and came is not None
     return isinstance(came, (Refuses, complex, bytes))
 
@@ -312,35 +314,35 @@ def find(r: random.Random | None = None, one_in: int = 1, only: str = "") -> tup
     """Make every call, or one in so many; return how many there were, and what is wrong."""
     count, wrong = 0, []
     for name, call in calls().items():
-        call.function(**call.given)  # is right
+        call.function(**call.arguments)  # is right
         parameters = inspect.signature(call.function).parameters
         varying = inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL
-        missing = [p for p in parameters if p not in call.given and parameters[p].kind not in varying]
-        for argument in [*call.given, *missing]:
-            if isinstance(call.given.get(argument), bool):
+        missing = [p for p in parameters if p not in call.arguments and parameters[p].kind not in varying]
+        for argument in [*call.arguments, *missing]:
+            if isinstance(call.arguments.get(argument), bool):
                 continue  # whatever is true
             if only and not f"{name}:{argument}".startswith(only):
                 continue
-            value, full = call.given.get(argument), call._replace(given={argument: None, **call.given})
+            value, full = call.arguments.get(argument), call._replace(arguments={argument: None, **call.arguments})
             for came, replaced in nonsense(value):
                 if r is not None and r.randrange(one_in):
                     continue
                 count += 1
                 if argument == "progress" and callable(replaced):
                     continue  # a function of the caller's may do what it will
-                found = judged(name, full, argument, came, replaced)
-                if found is not None:
-                    print(found, flush=True)
-                    wrong.append(found)
+                verdict = judged(name, full, argument, came, replaced)
+                if verdict is not None:
+                    print(verdict, flush=True)
+                    wrong.append(verdict)
     return count, wrong
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", metavar="CALL:ARGUMENT", help="calls that begin so")
-    given = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    count, wrong = find(only=given.only)
+    count, wrong = find(only=args.only)
     print(f"{count} calls, {len(wrong)} wrong")
     return bool(wrong)
 

@@ -53,49 +53,49 @@ class Found:
     """True if nothing more can be run in this process."""
 
 
-def one_weight(cases: list[Case], device: str, found: Found) -> None:
+def one_weight(cases: list[Case], device: str, findings: Found) -> None:
     """Run problems that share a weight."""
     run: list[Checked] = []
     matrices = None
     for case in cases:
-        found.problems += 1
+        findings.problems += 1
         try:
             matrices = matrices or Matrices.of(case, device)
             run.append(check(case, device, matrices))
         except w4gemm.UnsupportedError:
-            found.refused += 1
+            findings.refused += 1
         except Exception as error:
-            _failed(case, error, found)
-            if found.broken:
+            _failed(case, error, findings)
+            if findings.broken:
                 return
     try:
         judged = verdicts([checked.verdict for checked in run])
     except Exception as error:
-        return _failed(cases[-1], error, found)
+        return _failed(cases[-1], error, findings)
     for (case, kernel, _), verdict in zip(run, judged, strict=True):
-        found.counts.update((*_facts(case), ("launched", kernel)))
+        findings.counts.update((*_facts(case), ("launched", kernel)))
         if str(verdict):
-            found.wrong.append(f"{case.name}: {verdict}\n  {case}")
+            findings.wrong.append(f"{case.name}: {verdict}\n  {case}")
 
 
-def of_helper(name: str, form: int, seeds: list[int], device: str, found: Found) -> None:
+def of_helper(name: str, form: int, seeds: list[int], device: str, findings: Found) -> None:
     """Run problems of one form of a helper kernel."""
     for seed in seeds:
-        found.problems += 1
-        found.counts["helpers", name] += 1
+        findings.problems += 1
+        findings.counts["helpers", name] += 1
         case = f"{name}:{form}:{seed}"
         try:
-            found.wrong += [f"{case}: {fault}" for fault in helpers.check(name, form, seed, device)]
+            findings.wrong += [f"{case}: {fault}" for fault in helpers.check(name, form, seed, device)]
         except Exception as error:
-            return _failed(case, error, found)
+            return _failed(case, error, findings)
 
 
-def _failed(case: Case | str, error: Exception, found: Found) -> None:
+def _failed(case: Case | str, error: Exception, findings: Found) -> None:
     text = "".join(traceback.format_exception(error, limit=-3))
-    found.broken = "cuda error" in text.lower()
-    before = ", or one of its weight before it" if found.broken else ""
+    findings.broken = "cuda error" in text.lower()
+    before = ", or one of its weight before it" if findings.broken else ""
     name = case if isinstance(case, str) else case.name
-    found.wrong.append(f"{name}{before}: {text}\n  {case}")
+    findings.wrong.append(f"{name}{before}: {text}\n  {case}")
 
 
 def _facts(case: Case) -> list[tuple[str, str]]:
@@ -109,13 +109,13 @@ def _facts(case: Case) -> list[tuple[str, str]]:
 def fuzz(args: argparse.Namespace, process: int, at: Any = None) -> Found:
     """Run problems of one process until its time is over. at: shared memory for the seeds of what is run."""
     torch.set_num_threads(1)
-    found, device = Found(), args.device
-    wanted = [text.split("=", 1) for text in args.like]
+    findings, device = Found(), args.device
+    expected = [text.split("=", 1) for text in args.like]
     first = args.seed * 10_000 + process
     for variant in range(first, first + args.variants * args.processes, args.processes):
-        helper = None if wanted or args.config else helpers.drawn(variant)
+        helper = None if expected or args.config else helpers.drawn(variant)
         facts = drawn_variant(variant, device, args.config)
-        if not all(text in str(getattr(facts, name)) for name, text in wanted):
+        if not all(text in str(getattr(facts, name)) for name, text in expected):
             continue
         seeds = random.Random(f"{variant} {process}")
         for _ in range(args.weights):
@@ -124,12 +124,12 @@ def fuzz(args: argparse.Namespace, process: int, at: Any = None) -> Found:
                 at[2 * process : 2 * process + 2] = variant, weight
             problems = [seeds.randrange(2**31) for _ in range(args.problems)]
             if helper:
-                of_helper(helper, variant, problems, device, found)
+                of_helper(helper, variant, problems, device, findings)
             else:
-                one_weight([draw(variant, weight, seed, device, args.config) for seed in problems], device, found)
-            if time.monotonic() > args.end or len(found.wrong) >= args.wrong or found.broken:
-                return found
-    return found
+                one_weight([draw(variant, weight, seed, device, args.config) for seed in problems], device, findings)
+            if time.monotonic() > args.end or len(findings.wrong) >= args.wrong or findings.broken:
+                return findings
+    return findings
 
 
 def _child(args: argparse.Namespace, process: int, at: Any, results: Any) -> None:
@@ -149,8 +149,8 @@ def _side_by_side(args: argparse.Namespace) -> list[Found]:
     founds = dict[int, Found]()
     while len(founds) < args.processes and time.monotonic() < args.end + GRACE:
         try:
-            process, found = results.get(timeout=1)
-            founds[process] = found
+            process, findings = results.get(timeout=1)
+            founds[process] = findings
         except queue.Empty:
             if not any(child.is_alive() for child in children) and results.empty():
                 break

@@ -83,11 +83,11 @@ def differences(folder: Path) -> list[str]:
 
     gone = {name for since, of in GONE.items() if reached(since) for name in of}
     gone |= {name for since, of in SINCE.items() if not reached(since) for name in of}
-    found = []
+    actual = []
     for file in sorted((STUB / "vllm").rglob("*.py")):
         relative = file.relative_to(STUB)
-        found += [name for each in lacking(file, folder / relative) if (name := f"{relative}: {each}") not in gone]
-    return [f"vLLM {version} lacks {name}" for name in found]
+        actual += [name for each in lacking(file, folder / relative) if (name := f"{relative}: {each}") not in gone]
+    return [f"vLLM {version} lacks {name}" for name in actual]
 
 
 if __name__ == "__main__":

@@ -91,5 +91,5 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
         disable_tp=False,
     ):
         self.output_sizes = output_sizes
-        given = gather_output, skip_bias_add, params_dtype, quant_config, prefix
-        super().__init__(input_size, sum(output_sizes), bias, *given)
+        arguments = gather_output, skip_bias_add, params_dtype, quant_config, prefix
+        super().__init__(input_size, sum(output_sizes), bias, *arguments)
