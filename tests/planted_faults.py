@@ -113,8 +113,8 @@ FAULTS = (
     Fault(
         "every process adds the bias of experts' second product",
         "src/w4gemm/integrations/transformers/sharding.py",
-        "bias = bias if index == 0 else torch.zeros_like(bias)",
-        "bias = bias.clone()",
+        "return whole if self.index == 0 else torch.zeros_like(whole)",
+        "return whole.clone()",
         "tests/test_tensor_parallel.py -k parts_of_experts",
     ),
     Fault(
