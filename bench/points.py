@@ -19,8 +19,6 @@ RANGES = ((1, 16), (17, 64), (65, 333), (334, 8192))
 """Numbers of tokens, first and last, that means are taken over."""
 STEPS = (1, 4, 16, 32, 64, 128, 256, 512, 1024, 8192)
 """Last number of tokens of each column of a heatmap."""
-LAUNCH_US = 2.0
-"""Time of a launch in a CUDA graph besides that of its bytes and operations."""
 BEHIND = 0.97
 """A smaller ratio counts as behind, because machines of one kind differ by as much."""
 
@@ -87,7 +85,7 @@ class Point(NamedTuple):
         dtype = getattr(torch, self.run["dtype"])
         roofline = Roofline.of(GemmProblem(self.m, self.n, self.k, dtype, format, "canonical", device=device))
         assert roofline is not None
-        return self.us["w4gemm"] / (roofline.us + LAUNCH_US)
+        return self.us["w4gemm"] / roofline.limit_us
 
 
 def points_of(rows: Iterable[Row]) -> list[Point]:

@@ -18,7 +18,6 @@ from bench.engine import summary
 from bench.options import command
 from bench.points import (
     BEHIND,
-    LAUNCH_US,
     RANGES,
     STEP_NAMES,
     Kind,
@@ -31,7 +30,7 @@ from bench.points import (
 )
 from bench.rows import Row, read
 
-from w4gemm.tuning.roofline import RATES
+from w4gemm.tuning.roofline import LAUNCH_US, RATES
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "bench/results"

@@ -50,7 +50,8 @@ def test_explain_a_gpu_that_is_not_there(capsys):
     out, _ = run(capsys, "explain", "--m", "500", "--n", "1024", "--k", "1024", "--device", "h200")
     problem = w4gemm.GemmProblem(512, 1024, 1024, torch.bfloat16, w4gemm.WeightFormat(), "mma16")
     assert out.startswith("NVIDIA H200, compute capability 9.0, 132 multiprocessors\nm 512, n 1024, k 1024")
-    assert "chosen for m 512, of the few configs that serve more than 256 tokens" in out and "roofline: 1.4 us" in out
+    assert "chosen for m 512, of the few configs that serve more than 256 tokens" in out
+    assert "roofline: 1.4 us for its operations, 3.4 us with a launch; the choice is predicted to reach 8" in out
     actual = w4gemm.explain(problem)
     assert f"chosen: {actual.chosen[0]}/{actual.chosen[1]} ({actual.source})" in out
     rows = out.split("\n\n")[1].splitlines()
@@ -225,6 +226,8 @@ def test_json_of_the_commands_that_report(capsys):
 
     said = facts("explain", "16", "1024", "512", "--device", "h200", "--rows", "3")
     assert said["chosen"].startswith("sm90_") and len(said["configs"]) == 3 and said["kernels"]["sm90_decode"] == ""
+    assert said["limit_us"] == said["roofline_us"] + 2.0
+    assert said["predicted_share"] == pytest.approx(said["limit_us"] / said["configs"][0]["predicted_us"])
     assert not facts("explain", "16", "64", "64", "--device", "h200", "--why", "1x1x1_1x1x1_coop")["verdicts"][0][
         "legal"
     ]

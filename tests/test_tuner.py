@@ -237,6 +237,7 @@ def test_roofline():
     assert Work.of(problem).bytes == 8192 * 8192 // 2 + 2 * 8192 * 64 + 4 * 8192
     assert Roofline.of(problem) == (pytest.approx(7.7, abs=0.1), "bytes")
     assert Roofline.of(replace(problem, m=4096)) == (pytest.approx(695.9, abs=0.5), "operations")
+    assert Roofline(7.7, "bytes").limit_us == 9.7
     assert Roofline.of(CPU) is None
 
 

@@ -54,8 +54,9 @@ def run(args: argparse.Namespace) -> int:
         print("  predicted times only order the configs here: nothing is known of this CPU")
     elif least is not None:
         share = _limit(least, explanation)["predicted_share"]
-        reached = "" if share is None else f"; the choice is predicted to reach {share:.0%} of it"
-        print(f"  roofline: {least.us:.1f} us for its {least.bound}{reached}")
+        reached = "" if share is None else f"; the choice is predicted to reach {share:.0%} of that"
+        launched = f"{least.limit_us:.1f} us with a launch"
+        print(f"  roofline: {least.us:.1f} us for its {least.bound}, {launched}{reached}")
     if explanation.chosen is None:
         return status
     if m <= choice.WAVES_FROM:
@@ -82,13 +83,14 @@ def _finite(us: float) -> float | None:
 
 
 def _limit(least: Roofline | None, explanation: choice.Explanation) -> dict[str, Any]:
-    """The least time, and which part of the chosen config's predicted time it is."""
+    """The least time, and which part of the chosen config's predicted time it is with that of a launch."""
     times = {str(each): _finite(each.us) for each in explanation.candidates}
     us = times.get(str(explanation.chosen))
     return {
         "roofline_us": None if least is None else least.us,
         "bound": None if least is None else least.bound,
-        "predicted_share": None if least is None or us is None else least.us / us,
+        "limit_us": None if least is None else least.limit_us,
+        "predicted_share": None if least is None or us is None else least.limit_us / us,
     }
 
 

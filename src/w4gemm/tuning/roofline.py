@@ -8,6 +8,9 @@ from typing import NamedTuple
 from w4gemm.core.problem import GemmProblem
 from w4gemm.packing.layouts import layout_named
 
+LAUNCH_US = 2.0
+"""Time of a launch in a CUDA graph besides that of its bytes and operations."""
+
 
 class Rates(NamedTuple):
     """The rates that large library calls reach on a device. The GPU's power limits them, so they are below the rates of
@@ -59,6 +62,11 @@ class Roofline(NamedTuple):
     """max(bytes / bandwidth, operations / rate) in microseconds."""
     bound: str
     """Which of both it is: "bytes" or "operations"."""
+
+    @property
+    def limit_us(self) -> float:
+        """The least time of a product in a CUDA graph: that of the roofline and of a launch."""
+        return self.us + LAUNCH_US
 
     @classmethod
     def of(cls, problem: GemmProblem) -> Roofline | None:
