@@ -414,7 +414,7 @@ def test_a_refusal_says_which_scales_or_elements_there_are():
         ("int2_g32_zfloat", "float zero points are not multiples of the scale"),
         ("e5m2_g32_e8m0", "fp8 activations would round e5m2"),
         ("e4m3_g64_fp32", "float32 scales of groups of a multiple of 128 columns"),
-        ("mxfp8", "float32 scales of groups of a multiple of 128 columns"),
+        ("mxfp8", "would multiply the sums of each matrix instruction"),
         ("e4m3_g128", "fp8 activations take e4m3 with one float32 scale a row"),
     ],
 )

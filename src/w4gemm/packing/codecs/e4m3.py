@@ -41,6 +41,11 @@ class _E4m3Codec(Codec):
     def refusal(self, format: WeightFormat) -> str:
         if self.fragment is MMA16:
             return ""
+        if format.scale == "e8m0":
+            return (
+                "with fp8 activations a scale for 32 columns would multiply the sums of each matrix instruction, in as "
+                "many cycles as it takes, and leaves e4m3's range in codes; 16-bit ones take it in the mma16 layout"
+            )
         return (
             "fp8 activations take e4m3 with one float32 scale a row, or float32 scales of groups of a multiple of "
             f"{BLOCK_K} columns, which multiply sums; 16-bit activations take others too, in the mma16 layout"
