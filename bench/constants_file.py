@@ -16,9 +16,8 @@ from w4gemm.choice.cost.constants import Scale, SliceTimes
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import H200, Device, GemmProblem
 from w4gemm.kernels import kernel_named
-from w4gemm.packing.layouts import layout_named
 
-HOPPER = ("sm90_decode", "sm90_mixed_gemm", "sm90_fp8_gemm")
+HOPPER = ("sm90_decode", "sm90_mixed_gemm", "sm90_fp8_gemm", "sm90_fp8_block_gemm")
 FORMATS = (
     *(f"int4_{group}{rest}" for group in ("g32", "g64", "g128", "col") for rest in ("", "_zint", "_zfloat", "_e4m3")),
     "e4m3_g128_b128",
@@ -67,7 +66,7 @@ def write(target: Path, times: dict[str, SliceTimes], source: str, fp8: bool, wo
     others, configs = [], {}
     for row in map(json.loads, target.read_text().splitlines()):
         if "config" in row:
-            if ("sm90_fp8_gemm" in row["config"]) != fp8:
+            if ("sm90_fp8_" in row["config"]) != fp8:
                 configs[row["config"]] = row
         elif row.get("source") == of and "text" in row:
             others.append({**row, "text": f"{row['text']} {word} {source}" if word else source})
@@ -90,7 +89,7 @@ def legal_names() -> set[str]:
             of = kernel.dtypes[-1], WeightFormat.parse(format), kernel.layout
             scaled_x = epilogue_of(of[1], of[0])  # some tiles are legal only so
             problem = GemmProblem(64, 4096, 4096, *of, scaled_x, H200, experts=experts)
-            if kernel.refusal(H200) or layout_named(kernel.layout).supports(problem.format):
+            if not kernel.supports(problem):
                 continue
             single = (c for config in kernel.configs(problem) for c in (replace(config, tail=None), config.tail) if c)
             names |= {f"{waves.timed_as(kernel, problem)}/{c}" for c in single}

@@ -136,7 +136,7 @@ class How(NamedTuple):
 
 def after(timings: Timings, known: dict[str, SliceTimes], how: How) -> dict[str, SliceTimes]:
     """The times of all configs for x of as many bits, fitted to timings."""
-    before = {name: times for name, times in known.items() if ("sm90_fp8_gemm" in name) == timings.fp8}
+    before = {name: times for name, times in known.items() if ("sm90_fp8_" in name) == timings.fp8}
     adjusted: dict[str, SliceTimes] = {}
     if how.adjust:
         before = before if how.others_stay else plausible(before)

@@ -186,7 +186,8 @@ def features_by_kernel() -> str:
 @functools.cache
 def _problems() -> list[GemmProblem]:
     """A product of each family on each device, with each dtype of x and layout."""
-    formats = [formats[len(formats) // 2] for formats in families().values()]  # a group size of each
+    # a group size of each, 128 if it has that
+    formats = [max(formats, key=lambda format: format.group_size == 128) for formats in families().values()]
     return [
         GemmProblem(64, 4096, 4096, dtype, format, layout, device=device)
         for device, format, dtype, layout in itertools.product(DEVICES.values(), formats, DTYPES.values(), LAYOUTS)
@@ -194,9 +195,10 @@ def _problems() -> list[GemmProblem]:
 
 
 def _features(kernel: Kernel) -> tuple[str, ...]:
-    runs = [p for p in _problems() if kernel.supports(p)]
+    in_blocks = [replace(p, epilogue=Epilogue(block_scale=True)) for p in _problems() if p.dtype == FP8]
+    runs_in_blocks = [p for p in in_blocks if kernel.supports(p)]
+    runs = [p for p in _problems() if kernel.supports(p)] or runs_in_blocks
     one = runs[0]
-    blocks = Epilogue(block_scale=True)
     taken = {p.dtype for p in runs}
     layouts = dict.fromkeys(p.layout for p in runs)
     return (
@@ -206,7 +208,7 @@ def _features(kernel: Kernel) -> tuple[str, ...]:
         ", ".join(f"`{name}`" for name in layouts),
         _yes(kernel.supports(replace(one, experts=8))),
         _yes(kernel.supports(replace(one, experts=8, gathered=True))),
-        _yes(any(kernel.supports(replace(p, epilogue=blocks)) for p in runs if p.dtype == FP8)),
+        _yes(runs_in_blocks),
     )
 
 

@@ -51,6 +51,7 @@ NUMBERS = (
     Numbers("mxfp4", FP8, "biased"),
     Numbers("int4_g128", FP8, every_way=False),
     Numbers("int4_g128", FP8, "blocks", every_way=False),
+    Numbers("e4m3_g128_b128", FP8, "blocks", every_way=False),
 )
 """One of each way to decode and to scale."""
 

@@ -51,6 +51,7 @@ INSTRUCTIONS = {
     "sm90_decode": "HMMA",
     "sm90_mixed_gemm": "HGMMA",
     "sm90_fp8_gemm": "QGMMA",
+    "sm90_fp8_block_gemm": "QGMMA",
 }
 """Matrix instruction of each kernel on an H200."""
 ROWS: dict[str, dict[str, Any]] = {

@@ -21,7 +21,7 @@ RECORDED = ROOT / "tests/revisions.json"
 _SOURCE = ROOT / "src"
 _PACKAGE = _SOURCE / "w4gemm"
 _KERNELS = _PACKAGE / "kernels"
-_SHARED = (_KERNELS / "device", _PACKAGE / "ptx")
+_SHARED = (_KERNELS / "device", _KERNELS / "sm90_mixed_gemm", _PACKAGE / "ptx")
 _DECODERS = sorted((_PACKAGE / "packing/codecs").glob("*_decode*.py"))
 """What a weight's codec imports when a kernel is compiled."""
 _DEVICE_CODE_OF = {"sm90_fp8_gemm": "sm90_mixed_gemm", "sm89_fp8_gemm": "sm80_mixed_gemm", "cpu_mixed_gemm": "cpu"}

@@ -41,13 +41,15 @@ class Opcode(NamedTuple):
     mask: int = 0
     high: int = 0
     """The second word under the mask."""
+    either: int = 0
+    """Bits of ``low`` that may be missing: of a WGMMA whose operand A comes from shared memory."""
 
 
 _OPCODES = {
     "HMMA": Opcode(0x23C),
     "QMMA": Opcode(0x27A),
-    "HGMMA": Opcode(0xDF0),
-    "QGMMA": Opcode(0xDF3),
+    "HGMMA": Opcode(0xDF0, either=0x400),
+    "QGMMA": Opcode(0xDF3, either=0x400),
     "WARPGROUP.DEPBAR": Opcode(0x9C5, 0x10000, 0x10000),
     "STG.E.128": Opcode(0x986, 0xE00, 0xC00),
 }
@@ -71,7 +73,7 @@ def scan(code: bytes) -> Scanned:
     """Count instructions by their bits: 2 ms, while a disassembler takes 0.4 s to start."""
     words = np.frombuffer(b"".join(_text_sections(_cubin(code))), "<u8").reshape(-1, 2)
     low, high = words[:, 0] & 0xFFF, words[:, 1]
-    counts = {name: int(((low == o.low) & (high & o.mask == o.high)).sum()) for name, o in _OPCODES.items()}
+    counts = {name: int(((low | o.either == o.low) & (high & o.mask == o.high)).sum()) for name, o in _OPCODES.items()}
     return Scanned(counts, local_memory(code))
 
 

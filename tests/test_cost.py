@@ -44,8 +44,10 @@ H100_PCIE = Device("cuda", "NVIDIA H100 PCIe", (9, 0), 114, 232448)
 
 
 def problem_of(name: str, m: int = 64, format: str = "int4_g128", **changes) -> GemmProblem:
-    kernel, token_scale = kernel_named(name), Epilogue(token_scale=name == "sm90_fp8_gemm")
-    made = GemmProblem(m, 8192, 8192, kernel.dtypes[-1], WeightFormat.parse(format), kernel.layout, token_scale, H200)
+    kernel, scales_of_x = kernel_named(name), Epilogue(token_scale=name == "sm90_fp8_gemm")
+    if name == "sm90_fp8_block_gemm":
+        format, scales_of_x = "e4m3_g128_b128", Epilogue(block_scale=True)
+    made = GemmProblem(m, 8192, 8192, kernel.dtypes[-1], WeightFormat.parse(format), kernel.layout, scales_of_x, H200)
     return replace(made, **changes)
 
 
@@ -166,7 +168,7 @@ def test_no_gpu_is_faster_than_its_data_sheet(device, name):
     assert 0 < device.clock <= 1980 and device.bandwidth < H200.bandwidth and device.operations < H200.operations
     for m in (1, 16, 128, 1024, 8192):
         here, there = problem_of(name, m, device=device), problem_of(name, m)
-        operations = 2 * m * 8192 * 8192 / device.operations / (2 if name == "sm90_fp8_gemm" else 1)
+        operations = 2 * m * 8192 * 8192 / device.operations / (2 if kernel.layout == "mma8" else 1)
         for config in kernel.configs(here):
             us = predicted_us(kernel, here, config)
             assert config.tail or us > predicted_us(kernel, there, config) / 1.15, "an H20 is never hot"

@@ -83,6 +83,7 @@ class Product(NamedTuple):
 
 
 ALL = Epilogue("gelu", "device", bias=True, residual=True)
+ROWS_OF_BLOCKS = Epilogue("relu", "device", bias=True, block_scale=True)
 SCALED, BLOCKS = Epilogue(token_scale=True), Epilogue(residual=True, block_scale=True)
 PRODUCTS = [
     Product("sm80_mixed_gemm/8x64x128_1x1x1_coop", "int4_g64_zfloat", ALL, 5, 130, 1504, 3),
@@ -120,6 +121,10 @@ PRODUCTS = [
     Product("sm90_fp8_gemm/64x192x256_1x1x1_coop", "e4m3_g128_b128", BLOCKS, 40, 192, 512, 1),
     Product("sm90_fp8_gemm/128x64x128_1x1x1_coop", "e4m3_g128_b128", BLOCKS, 3, 64, 384, 2, (5, 130)),
     Product("sm90_fp8_gemm/160x128x128_1x1x1_stream", "e4m3_g128_b128", BLOCKS, 150, 256, 512, 3),
+    # both operands in shared memory
+    Product("sm90_fp8_block_gemm/128x128x128_1x1x1_coop", "e4m3_g128_b128", ROWS_OF_BLOCKS, 200, 320, 640, 2),
+    Product("sm90_fp8_block_gemm/128x128x128_1x1x1_coop", "e4m3_g128_b128", ROWS_OF_BLOCKS, 3, 130, 640, 2, (5, 200)),
+    Product("sm90_fp8_block_gemm/256x128x128_1x1x1_coop", "e4m3_g128_b128", ROWS_OF_BLOCKS, 250, 128, 640, 1),
     Product("sm89_fp8_gemm/16x64x256_1x1x1_pingpong", "e4m3_col_fp32", SCALED, 8, 64, 768, 8, (3, 0, 41), True),
     Product("sm90_fp8_gemm/16x64x256_1x1x1_coop", "e2m1_g16_e4m3", SCALED, 11, 64, 512, 1),
     Product("sm89_fp8_gemm/16x64x256_1x1x1_pingpong", "e2m1_g32_e4m3", SCALED, 8, 64, 512, 1),

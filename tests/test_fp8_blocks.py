@@ -9,6 +9,7 @@ import torch
 
 from reference import grouped_reference, linear_reference
 from w4gemm import GemmConfig, QuantizedWeight, WeightFormat, grouped_linear, linear, masked_linear
+from w4gemm.choice import choose
 from w4gemm.choice.model import ranked
 from w4gemm.core.epilogue import Epilogue
 from w4gemm.core.problem import GPUS, H200, GemmProblem
@@ -93,6 +94,27 @@ def test_every_config_on_a_gpu(format):
         assert torch.equal(d, exact), str(config)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", [328, 708])
+def test_both_operands_in_shared_memory_on_a_gpu(n):
+    """One-hot x times a power of two: the weights, rounded once, dense and of experts, by every config for many
+    tokens. Rows of d are a multiple of 16 bytes, stored by TMA, or none."""
+    kernel, k, ends = kernel_named("sm90_fp8_block_gemm"), 640, [0, 37, 38, 400]
+    w, m = made("e4m3_g128_b128", n, k, "cuda", experts=3), ends[-1]
+    columns = torch.randint(0, k, (m,), generator=torch.Generator().manual_seed(0)).cuda()
+    x = torch.zeros(m, k, device="cuda").scatter_(1, columns[:, None], 2).to(FP8)
+    scales = torch.exp2(torch.randint(-8, 8, (m, k // 128), device="cuda").float())
+    owner = torch.repeat_interleave(torch.arange(3), torch.tensor(ends).diff()).cuda()
+    exact = w.dequantize()[owner, :, columns] * 2 * scales.gather(1, columns[:, None] // 128)
+    problem = GemmProblem(m, n, k, FP8, w.format, "mma8", Epilogue(block_scale=True), experts=3)
+    for config in kernel.configs(problem):
+        given = {"token_scale": scales, "config": f"{kernel.name}/{config}"}
+        assert torch.equal(grouped_linear(x, w, torch.tensor(ends).int().cuda(), **given), exact.bfloat16()), config
+    for config in kernel.configs(replace(problem, experts=0)):
+        d = linear(x[38:], w.expert(2), token_scale=scales[38:], config=f"{kernel.name}/{config}")
+        assert torch.equal(d, exact[38:].bfloat16()), config
+
+
 @pytest.mark.parametrize("format", ["int4_g128", "mxfp4", "e4m3_g128_b128"])
 def test_products_of_experts_with_block_scales(device, format):
     """Contiguous, gathered and padded rows."""
@@ -147,6 +169,20 @@ def test_block_scales_of_other_shapes_are_refused():
     gathered = replace(problem, device=H200, experts=2, gathered=True)
     reason = kernel_named("sm90_fp8_gemm").supports(gathered).reason
     assert reason == "takes one scale for each row of x that is gathered, not one for each 128 columns"
+
+
+def test_many_tokens_take_both_operands_from_shared_memory():
+    """Few do not, nor does what the kernel cannot store; both read one layout."""
+    kernel, format = kernel_named("sm90_fp8_block_gemm"), WeightFormat.parse("e4m3_g128_b128")
+    many = GemmProblem(1024, 8192, 8192, FP8, format, "mma8", Epilogue(block_scale=True), H200)
+    few, gated = replace(many, m=16), replace(many, epilogue=Epilogue("silu_mul", block_scale=True))
+    assert [choose(p).kernel.name for p in (many, few, gated)] == [kernel.name, "sm90_fp8_gemm", "sm90_fp8_gemm"]
+    assert "stores 16-bit d" in kernel.supports(gated).reason
+    assert not kernel.supports(replace(many, format=WeightFormat.parse("e4m3_col_fp32")))
+    sass = pytest.importorskip("sass")
+    pytest.importorskip("cutlass")
+    code = object_code(kernel.unit(many, choose(many).config))
+    sass.check(sass.facts_of(code), "QGMMA", asynchronous=True)
 
 
 def test_what_can_be_chosen_depends_on_it():

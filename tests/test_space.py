@@ -137,6 +137,7 @@ def test_rules_have_names_of_their_own_and_exclude_something(kernel):
         "q4_k",
         "nf4",
         "int4_g16",
+        "e4m3_g128_b128",
     )
     forms = ({}, {"experts": 8}, {"experts": 8, "gathered": True})
     problems = [problem_of(kernel, format, **form) for format in formats for form in forms]

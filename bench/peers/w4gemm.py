@@ -41,7 +41,7 @@ class W4gemm:
             return replace(packed, tensors=tensors)  # launches something small on a GPU, which a call must not
 
         def run(w: QuantizedWeight, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-            scales = block_scales(*x.shape) if epilogue.block_scale else None
+            scales = block_scales(*x.shape, 4) if epilogue.block_scale else None  # it copies others
             scales = token_scales()[: len(x)] if epilogue.token_scale else scales
             config = chosen(len(x)) if self._kernel else None
             return w4gemm.linear(x, w, token_scale=scales, out=out, config=config)

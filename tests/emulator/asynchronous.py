@@ -276,31 +276,47 @@ class AsynchronousMachine(Machine):
     # --- wgmma
 
     def _wgmma(self, i: Instruction, on: Array) -> None:
-        """wgmma m64nN of each warpgroup, with A in registers and B in shared memory, 128 bytes along k."""
+        """wgmma m64nN of each warpgroup: 32 bytes along k, A in registers or shared memory, B in shared memory."""
         shape, _, *kinds = i.opcode[-4:]
         d, a, descriptor, keep = i.operands[:4]
-        assert isinstance(a, tuple), i.text
         n, size = int(shape[4:].split("k")[0]), 1 if kinds[1] in ("e4m3", "e5m2") else 2
-        left = operand_a([unpacked(kinds[0], self.get(r, "u32", on)) for r in a])  # by warp
-        bits = np.broadcast_to(self.get(descriptor, "u64", on), on.shape).reshape(-1, 128)[:, 0]
-        for group, word in enumerate(bits.tolist()):
+        registers = a if isinstance(a, tuple) else ()
+        if registers:
+            left = operand_a([unpacked(kinds[0], self.get(r, "u32", on)) for r in registers])  # by warp
+        for group in range(len(on) // 128):
             own = on[128 * group : 128 * group + 128]
-            start, stride = (word & 0x3FFF) << 4, (word >> 32 & 0x3FFF) << 4
-            assert word >> 62 == 1, "wanted the swizzle of 128 bytes"
-            rows = np.arange(n)[:, None]
-            at = _swizzled(start + rows // 8 * stride + rows % 8 * 128 + np.arange(32))
             cta = int(self.cta[own[0]])
-            read = WgmmaReads(cta, int(at.min()), int(at.max()) + 1, a)
-            self.reads.setdefault(int(own[0]), [[]])[-1].append(read)
-            self.held.setdefault(int(own[0]), set()).update(a)
-            raw = self.shared[cta * SHARED_BYTES + at]
-            right = unpacked(kinds[1], np.ascontiguousarray(raw).view(np.uint32)).reshape(n, 32 // size)
-            product = np.matmul(left[4 * group : 4 * group + 4], right.T).reshape(4, 2, 8, n // 8, 4, 2)
+            matrix, at = self._operand(descriptor, own, n)
+            reads = [WgmmaReads(cta, int(at.min()), int(at.max()) + 1, registers)]
+            right = unpacked(kinds[1], matrix).reshape(n, 32 // size)
+            if registers:
+                rows = left[4 * group : 4 * group + 4]
+            else:
+                matrix, at = self._operand(a, own, 64)
+                reads.append(WgmmaReads(cta, int(at.min()), int(at.max()) + 1, ()))
+                rows = unpacked(kinds[0], matrix).reshape(4, 16, 32 // size)
+            self.reads.setdefault(int(own[0]), [[]])[-1] += reads
+            self.held.setdefault(int(own[0]), set()).update(registers)
+            product = np.matmul(rows, right.T).reshape(4, 2, 8, n // 8, 4, 2)
             kept = self.get(keep, "pred", own) if not keep.isdigit() else np.bool_(int(keep))
             for j, name in enumerate(d):
                 block, half, column = j // 4, j % 4 // 2, j % 2
                 old = np.where(kept, self.get(name, "f32", own), np.float32(0))
                 self.put(name, old + product[:, half, :, block, :, column].reshape(-1), own)
+
+    def _operand(self, descriptor: str, own: Array, rows: int) -> tuple[Array, Array]:
+        """The words of ``rows`` rows of 32 bytes that a descriptor of a warpgroup means, and the addresses of their
+        bytes in its CTA: with the swizzle of 128 bytes, or of core matrices."""
+        word = int(np.broadcast_to(self.get(descriptor, "u64", own), own.shape)[0])
+        start, leading, stride = ((word >> first & 0x3FFF) << 4 for first in (0, 16, 32))
+        row, byte = np.arange(rows)[:, None], np.arange(32)
+        if word >> 62 == 1:
+            at = _swizzled(start + row // 8 * stride + row % 8 * 128 + byte)
+        else:
+            assert word >> 62 == 0, "wanted the swizzle of 128 bytes, or none"
+            at = start + row // 8 * stride + byte // 16 * leading + row % 8 * 16 + byte % 16
+        raw = self.shared[int(self.cta[own[0]]) * SHARED_BYTES + at]
+        return np.ascontiguousarray(raw).view(np.uint32), at
 
     def _wgmma_commit(self, i: Instruction, on: Array) -> None:
         for first in np.unique(on // 128) * 128:

@@ -233,10 +233,11 @@ class Emulator(AsynchronousMachine):
 
     def _store_matrices(self, i: Instruction, on: Array) -> None:
         target, names = i.operands
-        assert "trans" in i.opcode, i.text
         for j, name in enumerate(names):
             words = self.get(name, "u32", on).reshape(-1, 8, 4)
-            halves = np.ascontiguousarray(words)[..., None].view(np.uint16).reshape(-1, 8, 8).swapaxes(1, 2)
+            halves = np.ascontiguousarray(words)[..., None].view(np.uint16).reshape(-1, 8, 8)
+            if "trans" in i.opcode:
+                halves = halves.swapaxes(1, 2)
             holders = on.reshape(-1, 32)[:, 8 * j : 8 * j + 8].reshape(-1)
             self.store("shared", self.address(target, holders, "u32"), holders, halves.reshape(-1, 8))
 

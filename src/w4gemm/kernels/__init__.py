@@ -27,6 +27,7 @@ from w4gemm.kernels.helpers.step_attention.spec import StepAttention
 from w4gemm.kernels.sm80_mixed_gemm.spec import Sm80MixedGemm
 from w4gemm.kernels.sm89_fp8_gemm.spec import Sm89Fp8Gemm
 from w4gemm.kernels.sm90_decode.spec import Sm90Decode
+from w4gemm.kernels.sm90_fp8_block_gemm.spec import Sm90Fp8BlockGemm
 from w4gemm.kernels.sm90_fp8_gemm.spec import Sm90Fp8Gemm
 from w4gemm.kernels.sm90_mixed_gemm.spec import Sm90MixedGemm
 from w4gemm.packing.layouts import layout_for
@@ -35,6 +36,7 @@ KERNELS: tuple[Kernel, ...] = (
     Sm90Decode(),
     Sm90MixedGemm(),
     Sm90Fp8Gemm(),
+    Sm90Fp8BlockGemm(),
     Sm89Fp8Gemm(),
     Sm80MixedGemm(),
     DequantizeGemm(),

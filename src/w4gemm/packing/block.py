@@ -11,11 +11,11 @@ and before the codes of the second. Each block's share of them is counted to it,
 
 A lane has 32 codes of a strip and half, which are as many words as a code has bits: a segment is what it loads at once,
 at most four words. A matrix instruction takes its part of the words of each segment; a segment of fewer words than
-instructions has bits of several in each word. If codes of 8 bits are the registers of operand A, a segment has those of
-one instruction. The codec says which bits of the words a code has. A scale word holds the fields of rows g and g + 8 of
-a strip: of one group of columns if a field has 16 bits, of two if it has 8 (group 2 i in the low byte of each half,
-group 2 i + 1 in the high byte). Fields of 32 bits are a word each, row g before row g + 8. Factors are fp16, of rows g
-and g + 8 in a word.
+instructions has bits of several in each word. If codes of 8 bits are numbers as they are stored, a segment is a core
+matrix: one word of each lane, 8 rows x 16 columns of contiguous rows. The codec says which bits of the words a code
+has. A scale word holds the fields of rows g and g + 8 of a strip: of one group of columns if a field has 16 bits, of
+two if it has 8 (group 2 i in the low byte of each half, group 2 i + 1 in the high byte). Fields of 32 bits are a word
+each, row g before row g + 8. Factors are fp16, of rows g and g + 8 in a word.
 
 An offset is plain arithmetic, so a row, half or group may be a Python int or an Int32 of device code.
 """
@@ -38,6 +38,10 @@ LANES = 32
 """Lanes of a warp."""
 LANE_CODES = STRIP_N * HALF_K // LANES
 """Codes that one lane has of a strip and half."""
+MATRIX_BYTES = 128
+"""Bytes of a core matrix, 8 rows of 16 bytes: what matrix instructions read from shared memory, and ldmatrix."""
+MATRICES_OF_ROW = 4
+"""Core matrices side by side in a half; those of rows g + 8 of a strip follow those of rows g."""
 
 
 class Segment(NamedTuple):
@@ -81,6 +85,7 @@ class Block:
         factor_blocks: blocks along k that share factors, 1 or 2.
         rows: 64, or another multiple of 16 for a sub-block.
         columns: 128, or 64 for half a block.
+        matrices: True if codes of 8 bits lie in core matrices.
     """
 
     bits: int
@@ -91,13 +96,15 @@ class Block:
     factor_blocks: int = 1
     rows: int = BLOCK_N
     columns: int = BLOCK_K
+    matrices: bool = False
 
     @classmethod
-    def of(cls, format: WeightFormat, scale_bits: int = 16) -> Block:
+    def of(cls, format: WeightFormat, scale_bits: int = 16, matrices: bool = False) -> Block:
         """The block of a format. A group of more than 128 columns, or all of k, repeats its scale in each block."""
         group = BLOCK_K if format.group_size == PER_COLUMN else math.gcd(format.group_size, BLOCK_K)
         factor_blocks = format.scale_rule.factor_columns // BLOCK_K if format.factors else 1
-        return cls(format.bits, group, format.has_zero, scale_bits, format.factors, factor_blocks)
+        factors = format.factors, factor_blocks
+        return cls(format.bits, group, format.has_zero, scale_bits, *factors, matrices=matrices)
 
     def sub_block(self, rows: int = BLOCK_N, columns: int = BLOCK_K) -> Block:
         """The sub-block of so many rows and columns, packed without gaps."""
@@ -122,8 +129,11 @@ class Block:
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """Loads that bring a lane's codes of a strip and half: of 16 bytes and, for what is left, of 8 and 4."""
+        """Loads that bring a lane's codes of a strip and half: of 16 bytes and, for what is left, of 8 and 4; core
+        matrices."""
         sizes = (4,) * (self.bits // 4) + tuple(size for size in (2, 1) if self.bits & size)
+        if self.matrices:
+            sizes = (1,) * self.bits
         return tuple(Segment(4 * LANES * sum(sizes[:i]), size) for i, size in enumerate(sizes))
 
     @staticmethod

@@ -57,6 +57,11 @@ def load_matrix(address: Int32) -> tuple[Int32, ...]:
     return asm(text, [Int32] * 4, [address])
 
 
+def store_matrix(address: Int32, registers: Sequence[Int32]) -> None:
+    """``stmatrix`` of four 8x8 matrices of 16-bit elements; lane i gives the address of row i % 8 of matrix i / 8."""
+    asm("stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};", [], [address, *registers])
+
+
 def store_matrix_transposed(address: Int32, registers: Sequence[Int32]) -> None:
     """``stmatrix`` of two or four transposed 8x8 matrices of 16-bit elements."""
     count = len(registers)

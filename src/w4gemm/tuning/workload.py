@@ -74,7 +74,8 @@ class Workload:
         token_scale = scales(m) if epilogue.token_scale else None
         tensors = EpilogueOperands(alpha, bias, residual, token_scale)
         if epilogue.block_scale:
-            tensors = tensors._replace(block_scale=scales(-(-problem.k // SCALE_BLOCK), m).T)
+            blocks, rows = -(-problem.k // SCALE_BLOCK), -(-m // 4) * 4  # kernels read them in place
+            tensors = tensors._replace(block_scale=scales(blocks, rows)[:, :m].T)
         return [Operands(xs[i % 2], w, out, tensors) for i, w in enumerate(copies)]
 
     def error(self, launch: Launch, operands: Operands) -> float:

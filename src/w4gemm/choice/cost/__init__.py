@@ -90,6 +90,7 @@ _TIMERS: dict[str, Callable[[Any, GemmProblem], _Timers]] = {
     "sm90_decode": waves.timers,
     "sm90_mixed_gemm": waves.timers,
     "sm90_fp8_gemm": waves.timers,
+    "sm90_fp8_block_gemm": waves.timers,
     "sm89_fp8_gemm": mma_sync.timers,
     "sm80_mixed_gemm": mma_sync.timers,
     "dequantize_gemm": _each(_dequantize_gemm_us),

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from cutlass import Int32
 
-from w4gemm.packing.block import LANES, STRIP_N, Block
+from w4gemm.packing.block import LANES, MATRICES_OF_ROW, MATRIX_BYTES, STRIP_N, Block
 from w4gemm.ptx.arithmetic import rotated
-from w4gemm.ptx.memory import load_shared
+from w4gemm.ptx.memory import load_matrix, load_shared
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,17 @@ class BlockReader:
         """The code words of 64 columns of a lane's rows. address: of the first code in shared memory. lane: from 32 on,
         of a strip further on."""
         block, words = self.block, ()
+        first = address + half * block.half_bytes + strip * block.strip_bytes
+        if block.matrices:  # those of rows g, of rows g + 8, and both again further along k
+            row8, col16 = lane // 8 % 2, lane // 16 % 2
+            own = (row8 * MATRICES_OF_ROW + col16) * MATRIX_BYTES + lane % 8 * 16
+            at = first + lane // LANES * block.strip_bytes + own
+            return load_matrix(at) + load_matrix(at + 2 * MATRIX_BYTES)
         for segment in block.segments:
             own = lane * segment.lane_bytes
             if len(block.segments) > 1:
                 own = lane // LANES * block.strip_bytes + lane % LANES * segment.lane_bytes
-            at = address + own + (half * block.half_bytes + strip * block.strip_bytes + segment.offset)
-            words += load_shared(at, segment.words)
+            words += load_shared(first + own + segment.offset, segment.words)
         return words
 
     def words_of_step(self, words: Sequence[Int32], step: int) -> tuple[Int32, ...]:
@@ -37,7 +42,7 @@ class BlockReader:
         steps = 4 * self.block.bits // len(words)
         half, step = divmod(step, steps)
         taken, at = [], half * self.block.bits
-        if self.block.bits == 4 * steps:  # they are the registers of operand A, a segment of each step
+        if self.block.matrices:  # they are the registers of operand A
             return tuple(words[at + 4 * step : at + 4 * step + 4])
         for i, segment in enumerate(self.block.segments):
             first, count = self.block.words_of_step(segment, step, steps)

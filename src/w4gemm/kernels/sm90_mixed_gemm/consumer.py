@@ -343,7 +343,7 @@ class Mainloop:
             warpgroup.wait_group(1)
             if const_expr(batch == 0):
                 if state.has_previous:
-                    self.release(pipeline, state.previous, consumer)
+                    self.scheduler.release(pipeline, state.previous, consumer.cta_rank)
 
     @cute.jit
     def multiply_groups(
@@ -396,7 +396,7 @@ class Mainloop:
         last = chunks * batches_per_chunk - 1
         block = consumer.k_set * chunks + chunks - 1
         self.add_scaled_sums(acc, sums, last, self.token_factors(scales_of_x, block, last, sums, consumer))
-        self.release(pipeline, state.stage, consumer)
+        self.scheduler.release(pipeline, state.stage, consumer.cta_rank)
 
     @cute.jit
     def multiply_chunk(
@@ -428,7 +428,7 @@ class Mainloop:
         warpgroup.wait_group(0)
         scales_of_x = pipeline.scales + state.stage * self.variant.block_scale_bytes
         factors = self.token_factors(scales_of_x, 0, 0, sums, consumer)
-        self.release(pipeline, state.stage, consumer)
+        self.scheduler.release(pipeline, state.stage, consumer.cta_rank)
         self.add_scaled_sums(operands.accumulators, sums, 0, factors)
 
     def multiply_group(
@@ -508,22 +508,6 @@ class Mainloop:
         cute.arch.mbarrier_wait(pipeline.full + state.stage, state.phase)
         if self.variant.gathered:
             fence_proxy_async()
-
-    @cute.jit
-    def release(self, pipeline: Pipeline, stage: Int32, consumer: ConsumerCoord):
-        """Arrive at the stage's empty barrier, in every CTA that its x or weights came from. Every lane arrives for its
-        own reads: one lane for its warp would need a warp barrier first, and measured 1 to 5 % slower."""
-        config = self.variant.config
-        empty = pipeline.empty + stage
-        if const_expr(self.variant.multicast_peers == 1):
-            cute.arch.mbarrier_arrive(empty)
-        else:
-            coord = self.scheduler.cta_coord_in_cluster(consumer.cta_rank)
-            for i in cutlass.range_constexpr(config.cluster_n):
-                cute.arch.mbarrier_arrive(empty, Int32(coord.m * config.cluster_n + i))
-            for i in cutlass.range_constexpr(1, config.cluster_m):
-                other = (coord.m + i) % config.cluster_m
-                cute.arch.mbarrier_arrive(empty, Int32(other * config.cluster_n + coord.n))
 
 
 @dataclass(frozen=True)
@@ -713,7 +697,7 @@ class Consumer:
             if const_expr(not variant.promotes):
                 warpgroup.wait_group(0)
                 if k_slices > 0:
-                    self.mainloop.release(pipeline, last_stage, consumer)
+                    self.scheduler.release(pipeline, last_stage, consumer.cta_rank)
             if const_expr(not variant.loads_early):
                 own = self.output_tile(tile, consumer, memory)
             if const_expr(variant.k_sets > 1):

@@ -146,7 +146,7 @@ class EpilogueStore:
             count = min(self.tokens_per_round, self.tokens - first)
             self.stage(acc, first, count, coord.thread, loaded, staging.address)
             cute.arch.barrier(barrier_id=staging.barrier, number_of_threads=128)  # the buffer is filled
-            self.store_staged(out, first, count, coord, staging.address)
+            store_staged(self.math, out, first, count, coord, staging.address)
 
     @cute.jit
     def store_boxes(
@@ -175,7 +175,7 @@ class EpilogueStore:
                     cute.copy(atom, source[(None, staging.half + box % 2)], target[(None, box, 0)])
                     cute.arch.cp_async_bulk_commit_group()
             elif const_expr(self.grouped):
-                self.store_staged(out, first, self.tokens_per_round, coord, half)
+                store_staged(self.math, out, first, self.tokens_per_round, coord, half)
 
     def drain(self) -> None:
         """Wait until TMA has read all that this thread asked it to store: a CTA's memory ends with it."""
@@ -198,15 +198,6 @@ class EpilogueStore:
             registers = [pack_half2(self.math.out_kind, values[i], values[i + 1]) for i in range(0, count, 2)]
             token = row + lane % 8 + (lane // 16 * 8 if count == 8 else 0)
             store_matrix_transposed(staging + token * TOKEN_BYTES + vector * 16, registers)
-
-    @cute.jit
-    def store_staged(self, out: cute.Tensor, first: int, tokens: cutlass.Constexpr, coord: OutputCoord, staging: Int32):
-        """Store the round of ``tokens`` that ``stage`` wrote, as far as its rows and columns exist."""
-        for index in cutlass.range_constexpr(0, tokens * 8, 128):
-            row, vector = (index + coord.thread) // 8, coord.thread % 8
-            if row < tokens:
-                words = load_shared(staging + row * TOKEN_BYTES + (vector ^ (row % 8)) * 16, 4)
-                self.math.store(words, out, coord.token + first + row, coord.feature + vector * 8)
 
     def store_float32(
         self,
@@ -254,6 +245,19 @@ class EpilogueStore:
             for first in range(0, self.tokens, 128):
                 token = coord.token + first + coord.thread % min(128, self.tokens)
                 self.math.prefetch_residual(operands, token, coord.feature, 64)
+
+
+@cute.jit
+def store_staged(
+    math: EpilogueMath, out: cute.Tensor, first: int, tokens: cutlass.Constexpr, coord: OutputCoord, staging: Int32
+):
+    """Store ``tokens`` tokens of 64 features from a staging buffer, as far as their rows and columns exist. first: the
+    first one, from the tile's on."""
+    for index in cutlass.range_constexpr(0, tokens * 8, 128):
+        row, vector = (index + coord.thread) // 8, coord.thread % 8
+        if row < tokens:
+            words = load_shared(staging + row * TOKEN_BYTES + (vector ^ (row % 8)) * 16, 4)
+            math.store(words, out, coord.token + first + row, coord.feature + vector * 8)
 
 
 def token_scale(scales: list[Float32], block: int, token: Int32) -> Float32 | None:

@@ -221,16 +221,6 @@ class Sm90MixedGemmKernel:
     def __call__(self, args: Arguments, stream: Any):
         """Launch the kernel on ``stream``."""
         variant, config, out = self.variant, self.variant.config, args.out
-        mma = sm90.make_trivial_tiled_mma(
-            _DTYPES[variant.weight.decoded],
-            self.dtype,
-            OperandMajorMode.K,
-            OperandMajorMode.K,
-            Float32,
-            (variant.warpgroups_n, 1, 1),
-            tiler_mn=(64, config.tile_m // variant.token_splits),
-            a_source=warpgroup.OperandSource.RMEM,
-        )
         blocks, experts = args.weight, 1
         if const_expr(variant.grouped):
             experts = args.rows.starts.shape[0]
@@ -245,7 +235,7 @@ class Sm90MixedGemmKernel:
         if const_expr(variant.persistent):
             clusters = cutlass.min(clusters, args.max_clusters)
         self.kernel(
-            self.x_source(args.x, args.epilogue.block_scale), mma, self.out_target(out), args.behind_tma()
+            self.x_source(args.x, args.epilogue.block_scale), self.tiled_mma(), self.out_target(out), args.behind_tma()
         ).launch(
             grid=[clusters * self.scheduler.cluster_size, 1, 1],
             block=[variant.threads, 1, 1],
@@ -255,6 +245,20 @@ class Sm90MixedGemmKernel:
             preferred_smem_carveout=100,
             stream=stream,
             use_pdl=True,
+        )
+
+    def tiled_mma(self) -> cute.TiledMma:
+        """The consumers' WGMMA."""
+        variant = self.variant
+        return sm90.make_trivial_tiled_mma(
+            _DTYPES[variant.weight.decoded],
+            self.dtype,
+            OperandMajorMode.K,
+            OperandMajorMode.K,
+            Float32,
+            (variant.warpgroups_n, 1, 1),
+            tiler_mn=(64, variant.config.tile_m // variant.token_splits),
+            a_source=warpgroup.OperandSource.RMEM,
         )
 
     def x_source(self, x: cute.Tensor, block_scale: cute.Tensor | None) -> XSource:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Int16, Int32, const_expr
 
@@ -137,6 +138,23 @@ class TileScheduler:
         """:meth:`StreamShare.end_of_sharers` of a tile that this CTA owns."""
         blocks = params.k_slices // self.variant.stages_per_iteration
         return share.end_of_sharers(work_tile.tile, params.clusters, blocks)
+
+    @cute.jit
+    def release(self, pipeline: Pipeline, stage: Int32, cta_rank: Int32):
+        """Arrive at the stage's empty barrier, in every CTA that its x or weights came from. Where weights are decoded
+        every lane arrives for its own reads: one lane for its warp would need a warp barrier first, and measured 1 to
+        5 % slower."""
+        config = self.variant.config
+        empty = pipeline.empty + stage
+        if const_expr(self.variant.multicast_peers == 1):
+            cute.arch.mbarrier_arrive(empty)
+        else:
+            coord = self.cta_coord_in_cluster(cta_rank)
+            for i in cutlass.range_constexpr(config.cluster_n):
+                cute.arch.mbarrier_arrive(empty, Int32(coord.m * config.cluster_n + i))
+            for i in cutlass.range_constexpr(1, config.cluster_m):
+                other = (coord.m + i) % config.cluster_m
+                cute.arch.mbarrier_arrive(empty, Int32(other * config.cluster_n + coord.n))
 
     @cute.jit
     def cluster_barrier(self):

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 
 from w4gemm.core.formats import WeightFormat
-from w4gemm.packing.block import BLOCK_K, BLOCK_N, LANE_CODES, LANES, Block
+from w4gemm.packing.block import BLOCK_K, BLOCK_N, LANE_CODES, LANES, Block, Segment
 
 
 @dataclass(frozen=True)
@@ -200,6 +200,7 @@ class Codec:
         decoded: what codes are decoded to, "e5m2", if that is not the dtype of x.
         registers: registers that the instructions of a step take beside its code words and fragments.
         in_float32: True if a weight is computed in float32, because scales have 32 bits or two levels.
+        matrices: True if codes lie in core matrices: what WGMMA and ldmatrix read from shared memory.
         uneven_rows: True if many uneven rows of experts were seen to take longer than their tiles say.
     """
 
@@ -222,6 +223,7 @@ class Codec:
     decoded: str = ""
     registers: int = 0
     in_float32: bool = False
+    matrices: bool = False
     uneven_rows: bool = False
 
     def __repr__(self) -> str:
@@ -237,7 +239,7 @@ class Codec:
 
     def block(self, format: WeightFormat) -> Block:
         """The geometry of the format's blocks."""
-        return Block.of(format, self.scale_bits)
+        return Block.of(format, self.scale_bits, self.matrices)
 
     @property
     def table_bytes(self) -> int:
@@ -290,13 +292,13 @@ class Codec:
             part = (lanes[..., position] & mask).int()
             words[..., word] |= part << shift if shift >= 0 else part >> -shift
         strips = words.view(*split.shape[:2], -1, LANES, self.bits)
-        by_segment = [part.flatten(3) for part in strips.split([s.words for s in Block(self.bits).segments], -1)]
+        by_segment = [part.flatten(3) for part in strips.split([s.words for s in self._segments], -1)]
         return (by_segment[0] if len(by_segment) == 1 else torch.cat(by_segment, -1)).flatten(2)
 
     def codes_of(self, words: torch.Tensor) -> torch.Tensor:
         """The inverse of :meth:`code_words`."""
         strips = words.reshape(*words.shape[:2], -1, LANES * self.bits)
-        by_segment = strips.split([LANES * s.words for s in Block(self.bits).segments], -1)
+        by_segment = strips.split([LANES * s.words for s in self._segments], -1)
         parts = [part.unflatten(-1, (LANES, -1)) for part in by_segment]
         together, count = self._alike
         lane_words = (parts[0] if len(parts) == 1 else torch.cat(parts, -1)).flatten(2, 3).unflatten(-1, (-1, count))
@@ -314,6 +316,10 @@ class Codec:
     def _stored_alike(self) -> bool:
         """True if what is stored is the code."""
         return self.stored == tuple(range(len(self.stored)))
+
+    @property
+    def _segments(self) -> tuple[Segment, ...]:
+        return Block(self.bits, matrices=self.matrices).segments
 
     @property
     def _alike(self) -> tuple[int, int]:

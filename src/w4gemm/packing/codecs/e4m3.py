@@ -1,7 +1,8 @@
 """Codecs of e4m3, the 8-bit float.
 
-With e4m3 x a code word is a register of operand A as it is stored. Scales multiply sums: one scale a row the sums of
-all columns, scales of groups those of 128 columns.
+With e4m3 x codes lie in core matrices. They are a matrix instruction's operand as they are stored: of WGMMA from shared
+memory, or from registers, into which ldmatrix brings a code word of each lane. Scales multiply sums: one scale a row
+the sums of all columns, scales of groups those of 128 columns.
 
 For 16-bit x words are decoded. The seven lower bits of a code at bits 10 to 4 of a bf16, and its sign at bit 15, are
 its number times 2**-120: the smallest exponents of both are subnormals. So rows g lie in code words at the places of a
@@ -130,14 +131,14 @@ _CODES = tuple(range(256)), _places()
 _STORED = (
     tuple(range(256)),
     tuple(
-        Bits(16 * step + 8 * row8 + 4 * col16 + i, 255, 8 * i, 4 * step + 2 * col16 + row8)
+        Bits(16 * step + 8 * row8 + 4 * col16 + i, 255, 8 * i, 4 * row8 + 2 * step + col16)
         for step in range(2)
         for row8 in range(2)
         for col16 in range(2)
         for i in range(4)
     ),
 )
-"""For e4m3 x: a segment has the four registers of a step, a lane's load of 16 bytes."""
+"""For e4m3 x: a word of each core matrix, in the order of segments."""
 E4M3 = (
     ChannelCodec("e4m3_channel_mma16", MMA16, "e4m3", ("fp32",), ("none",), *_CODES, scale_bits=0, registers=4),
     MicroscalingCodec("mxfp8_mma16", MMA16, "e4m3", ("e8m0",), ("none",), *_CODES, scale_bits=8, registers=4),
@@ -147,14 +148,18 @@ E4M3 = (
         registers=4,
         in_float32=True,
     ),
-    ChannelCodec("e4m3_channel_mma8", MMA8, "e4m3", ("fp32",), ("none",), *_STORED, scale_bits=0),
+    ChannelCodec("e4m3_channel_mma8", MMA8, "e4m3", ("fp32",), ("none",), *_STORED, scale_bits=0, matrices=True),
     SumScaleCodec(
-        *("e4m3_sums_mma8", MMA8, "e4m3", ("fp32",), ("none",), *_STORED), scale_bits=32, scales_on_sums=True
+        *("e4m3_sums_mma8", MMA8, "e4m3", ("fp32",), ("none",), *_STORED),
+        scale_bits=32,
+        scales_on_sums=True,
+        matrices=True,
     ),
     SumScaleCodec(
         *("e4m3_blocks_mma8", MMA8, "e4m3", ("b128",), ("none",), *_STORED),
         scale_bits=32,
         scales_on_sums=True,
         rows_share_scale=True,
+        matrices=True,
     ),
 )

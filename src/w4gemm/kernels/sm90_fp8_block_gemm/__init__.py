@@ -1,0 +1,1 @@
+"""Products on Hopper whose weights are e4m3 as they are stored, with scales of blocks."""

@@ -1,0 +1,301 @@
+"""d (m, n) = x (m, k) @ w (n, k).T on Hopper, both e4m3 with float32 scales of 128 columns, w's of 128 rows besides.
+
+Nothing is decoded, so both operands of WGMMA come from shared memory, and x is operand A: a thread has sums of two
+tokens of each 64, so that two factors, x's scales times that of the weight, are enough for all its sums of 128 columns.
+sm90_fp8_gemm, whose weights are operand A in registers, needs one for each token of a tile.
+
+The pipeline, producer, scheduler, clusters, experts and the order of launches are sm90_mixed_gemm's, see its kernel.py.
+What differs:
+
+    warpgroup     role      registers per thread
+    0, 1          consumer  240. Each has tile_m / 2 tokens and all features of a tile or, of a tile of 64 tokens, all
+                            tokens and half of the features. row_blocks * own_n / 2 are accumulators, own_n / 2 sums of
+                            the 128 columns that are multiplied
+    2             producer  24
+
+    what          bytes                             written by                      read by
+    x             num_stages * x_bytes              TMA, 128-byte swizzle           WGMMA, as operand A
+    staging       2 * staging_bytes                 consumers: rows of d            TMA
+    weights       num_stages * weight_bytes         bulk copies: core matrices      WGMMA, as operand B
+                                                    [half][row of eight features]
+                                                    [16 columns], then scales       consumers
+    block scales  num_stages * block_scale_bytes    TMA                             consumers
+
+Timeline of a warpgroup, by 64-token block of a stage: four WGMMAs, which begin new sums; meanwhile its factors are
+loaded; wait until the sums are there; add them, times factors, to the accumulators. While one warpgroup adds, the
+tensor cores work for the other.
+"""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as sm90
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+
+from w4gemm.kernels.device.epilogue_math import EpilogueMath
+from w4gemm.kernels.device.expert_tiles import first_rows, operands_of_expert
+from w4gemm.kernels.device.pipeline import PipelineState
+from w4gemm.kernels.device.scheduler import TileCoord
+from w4gemm.kernels.sm90_fp8_block_gemm.variant import BOX_TOKENS, SCALE_BYTES, Sm90Fp8BlockVariant
+from w4gemm.kernels.sm90_mixed_gemm.consumer import ConsumerMemory, OutputTile, flattened
+from w4gemm.kernels.sm90_mixed_gemm.epilogue import OutputCoord, store_staged
+from w4gemm.kernels.sm90_mixed_gemm.kernel import Producer, Sm90MixedGemmKernel
+from w4gemm.kernels.sm90_mixed_gemm.tile_scheduler import ClusterCoord, Pipeline, SchedulerParams, TileScheduler
+from w4gemm.kernels.sm90_mixed_gemm.variant import TOKEN_BYTES
+from w4gemm.packing.block import BLOCK_N, MATRICES_OF_ROW, MATRIX_BYTES
+from w4gemm.ptx.arithmetic import fma, pack_half2, to_float
+from w4gemm.ptx.memory import (
+    bulk_copy,
+    bulk_copy_multicast,
+    fence_proxy_async,
+    load_shared,
+    shared_address,
+    store_matrix,
+)
+
+_EPILOGUE_BARRIER = 2
+"""The first of two named barriers: a warpgroup's staging buffer is filled, or read out."""
+
+
+class Sm90Fp8BlockGemmKernel(Sm90MixedGemmKernel):
+    """The device code of one :class:`Sm90Fp8BlockVariant`."""
+
+    def __init__(self, variant: Sm90Fp8BlockVariant):
+        self.variant, self.dtype = variant, cutlass.Float8E4M3FN
+        self.scheduler = TileScheduler(variant)
+        self.producer = BlockProducer(variant, self.scheduler)
+        self.consumer = BlockConsumer(variant, self.scheduler)
+
+    def tiled_mma(self) -> cute.TiledMma:
+        variant = self.variant
+        return sm90.make_trivial_tiled_mma(
+            self.dtype,
+            self.dtype,
+            OperandMajorMode.K,
+            OperandMajorMode.K,
+            Float32,
+            (variant.warpgroups_m, variant.warpgroups_n // variant.warpgroups_m, 1),
+            tiler_mn=(BOX_TOKENS, variant.own_n),
+        )
+
+
+class BlockProducer(Producer):
+    """Fills the pipeline, with the core matrices of the blocks along n of a stage one after the other."""
+
+    @cute.jit
+    def load_weight(
+        self,
+        weight: cute.Tensor,
+        pipeline: Pipeline,
+        n_tile: Int32,
+        k_slice: Int32,
+        stage: Int32,
+        boxes: Int32 | int,
+        coord: ClusterCoord,
+    ):
+        variant = self.variant
+        half_bytes = variant.block.half_bytes
+        with cute.arch.elect_one():
+            barrier, target = shared_address(pipeline.full + stage), pipeline.weights + stage * variant.weight_bytes
+            scale_bytes = variant.scale_tokens * variant.blocks_k * 4
+            transaction_bytes = variant.copied_bytes + boxes * (variant.x_bytes // variant.boxes) + scale_bytes
+            cute.arch.mbarrier_arrive_and_expect_tx(pipeline.full + stage, transaction_bytes)
+            for r in cutlass.range_constexpr(variant.blocks_n):
+                row = cutlass.min(n_tile * variant.blocks_n + r, weight.shape[0] - 1)
+                source = weight.iterator.toint() + (Int64(row) * weight.shape[1] + k_slice) * variant.block.bytes
+                copies = [(h * variant.blocks_n * half_bytes + r * half_bytes, h * half_bytes) for h in range(2)]
+                copies = [(*copy, half_bytes) for copy in copies]
+                if const_expr(r % variant.blocks_per_scale == 0):
+                    place = variant.code_bytes + r // variant.blocks_per_scale * SCALE_BYTES
+                    copies.append((place, variant.block.code_bytes, SCALE_BYTES))
+                for to, start, size in copies:
+                    if const_expr(variant.config.cluster_m == 1):
+                        bulk_copy(target + to, source + start, Int32(size), barrier)
+                    else:
+                        if r % variant.config.cluster_m == coord.m:
+                            mask = coord.weight_mask
+                            bulk_copy_multicast(target + to, source + start, Int32(size), barrier, mask)
+
+
+class BlockConsumer:
+    """Multiplies and stores the tiles of one CTA. Run by both consumer warpgroups."""
+
+    def __init__(self, variant: Sm90Fp8BlockVariant, scheduler: TileScheduler):
+        self.variant, self.scheduler = variant, scheduler
+        kinds = variant.bias_kind, variant.out_kind
+        self.math = EpilogueMath(variant.epilogue, *kinds, variant.vector)
+
+    @cute.jit
+    def run(
+        self,
+        mma: cute.TiledMma,
+        pipeline: Pipeline,
+        params: SchedulerParams,
+        cta_rank: Int32,
+        memory: ConsumerMemory,
+    ):
+        """Multiply and store all work tiles."""
+        variant, config = self.variant, self.variant.config
+        thread = cute.arch.thread_idx()[0]
+        wg = cute.arch.make_warp_uniform(thread // 128)
+        thr_mma = mma.get_slice(thread)
+        box = (BOX_TOKENS * variant.warpgroups_m, variant.chunk_k)
+        blocks = [cute.local_tile(pipeline.x, box, (i, 0, None)) for i in range(variant.row_blocks)]
+        x = [mma.make_fragment_A(thr_mma.partition_A(block)) for block in blocks]
+        weights = mma.make_fragment_B(thr_mma.partition_B(self.weights_of(pipeline)))
+        shape = thr_mma.partition_shape_C((BOX_TOKENS * variant.warpgroups_m, config.tile_n))
+        sums = cute.make_rmem_tensor(shape, Float32)
+        acc = cute.make_rmem_tensor((variant.row_blocks * variant.own_n // 2,), Float32)
+        cute.arch.griddepcontrol_wait()
+        state = PipelineState.consumer()
+        cluster_coord = self.scheduler.cta_coord_in_cluster(cta_rank)
+        count, share = self.scheduler.work_tiles(params)
+        for index in cutlass.range(count, unroll=1):
+            work_tile = self.scheduler.work_tile(index, params, share)
+            tile = self.scheduler.cta_tile(work_tile.tile, params, cluster_coord)
+            acc.fill(0.0)
+            scales = pipeline.scales
+            if const_expr(variant.grouped):
+                rows = self.scheduler.rows(tile.m_tile, memory.d.shape[0], memory.expert_tiles)
+                scales = scales + rows.first % 4 * 4
+            for _ in cutlass.range(work_tile.k_slices, unroll=1):
+                cute.arch.mbarrier_wait(pipeline.full + state.stage, state.phase)
+                for block in cutlass.range_constexpr(variant.row_blocks):
+                    self.multiply(mma, sums, x[block], weights, state.stage)
+                    own = pipeline._replace(scales=scales)
+                    factors = self.factors(own, state.stage, wg, block, thread % 128)
+                    warpgroup.wait_group(0)
+                    if const_expr(block == variant.row_blocks - 1):
+                        cute.arch.sync_warp()  # one arrival for all lanes: 128 of them took 4 to 13 % longer
+                        with cute.arch.elect_one():
+                            self.scheduler.release(pipeline, state.stage, cta_rank)
+                    self.add(acc, flattened(sums), factors, block)
+                state = state.after(variant.num_stages)
+            self.store(acc, self.output_tile(tile, wg, thread % 128, memory), memory, wg)
+        if const_expr(variant.boxed):
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    def weights_of(self, pipeline: Pipeline) -> cute.Tensor:
+        """The weights of all stages as operand B: (features, columns, stage)."""
+        variant = self.variant
+        row8_bytes, half_bytes = MATRICES_OF_ROW * MATRIX_BYTES, variant.blocks_n * variant.block.half_bytes
+        columns = (16, (2, 2, 2)), (1, (MATRIX_BYTES, 2 * MATRIX_BYTES, half_bytes))
+        layout = cute.make_layout(
+            ((8, variant.config.tile_n // 8), columns[0], variant.num_stages),
+            stride=((16, row8_bytes), columns[1], variant.weight_bytes),
+        )
+        pointer = cute.make_ptr(cutlass.Float8E4M3FN, pipeline.weights, cute.AddressSpace.smem, assumed_align=128)
+        return cute.make_tensor(pointer, layout)
+
+    def multiply(
+        self, mma: cute.TiledMma, sums: cute.Tensor, x: cute.Tensor, weights: cute.Tensor, stage: Int32
+    ) -> None:
+        """Begin new sums of a 64-token block and the 128 columns of a stage."""
+        warpgroup.fence()
+        for step in range(4):
+            mma.set(warpgroup.Field.ACCUMULATE, step > 0)
+            cute.gemm(mma, sums, x[(None, None, step, stage)], weights[(None, None, step, stage)], sums)
+        warpgroup.commit_group()
+
+    def factors(self, pipeline: Pipeline, stage: Int32, wg: Int32, block: int, thread: Int32) -> list[list[Float32]]:
+        """The factors of a thread's sums of eight features, tokens g and g + 8 of even and odd ones, by scales of the
+        weights."""
+        variant = self.variant
+        token = self.first_token(wg, block) + thread // 32 * 16 + thread % 32 // 4
+        at = pipeline.scales + stage * variant.block_scale_bytes + token * 4
+        of_tokens = [to_float("f32", load_shared(at + 32 * row8, 1)[0]) for row8 in range(2)]
+        count = variant.own_n // (BLOCK_N * variant.blocks_per_scale)
+        first = pipeline.weights + stage * variant.weight_bytes + variant.code_bytes
+        if variant.warpgroups_m == 1:
+            first = first + wg * (count * SCALE_BYTES)
+        words = [load_shared(first + i * SCALE_BYTES, 4) for i in range(count)]
+        of_features = [[to_float("f32", each[row]) for row in (0, 2)] for each in words]  # of rows 0, 8, 1 and 9
+        return [[token * feature for token in of_tokens for feature in each] for each in of_features]
+
+    def add(self, acc: cute.Tensor, sums: cute.Tensor, factors: list[list[Float32]], block: int) -> None:
+        """Add sums, times their factors, to the accumulators of a 64-token block."""
+        size, features = self.variant.own_n // 2, BLOCK_N * self.variant.blocks_per_scale
+        for i in range(size):
+            factor = factors[i // (features // 2)][i % 4]
+            acc[block * size + i] = fma(sums[i], factor, acc[block * size + i])
+
+    def first_token(self, wg: Int32, block: int) -> Int32 | int:
+        """The first token in its tile of a warpgroup's 64-token block."""
+        if self.variant.warpgroups_m == 1:
+            return 0
+        return (block * self.variant.warpgroups_m + wg) * BOX_TOKENS
+
+    # --- d
+
+    def output_tile(self, tile: TileCoord, wg: Int32, thread: Int32, memory: ConsumerMemory) -> OutputTile:
+        """Where a warpgroup's part of a tile goes."""
+        variant = self.variant
+        rows = self.scheduler.rows(tile.m_tile, memory.d.shape[0], memory.expert_tiles)
+        feature = tile.n_tile * variant.config.tile_n
+        if variant.warpgroups_m == 1:
+            feature = feature + wg * variant.own_n
+        coord = OutputCoord(rows.first + self.first_token(wg, 0), feature, thread)
+        if not variant.grouped:
+            return OutputTile(memory.d, memory.operands, coord)
+        operands = operands_of_expert(memory.operands, rows.expert, rows.end)
+        return OutputTile(first_rows(memory.d, rows.end), operands, coord)
+
+    @cute.jit
+    def store(self, acc: cute.Tensor, own: OutputTile, memory: ConsumerMemory, wg: Int32):
+        """Store d in boxes of 64 tokens x 64 features, which pass through the halves of the staging buffer in turn."""
+        variant, coord, barrier = self.variant, own.coord, _EPILOGUE_BARRIER + wg
+        staging = memory.staging + wg * variant.staging_bytes
+        warp = cute.arch.make_warp_uniform(coord.thread // 32)
+        boxes, alpha = variant.own_n // 64, self.math.load_alpha(own.operands)
+        if const_expr(variant.boxed):
+            atom, d, halves = memory.store
+            d = cute.local_tile(cute.domain_offset((coord.token, coord.feature), d), (BOX_TOKENS, 64), (None, None))
+            group, alone = cute.group_modes, cute.make_layout(1)
+            source, target = cpasync.tma_partition(atom, 0, alone, group(halves, 0, 2), group(d, 0, 2))
+            if const_expr(variant.row_blocks * boxes % 2 == 1):  # the last tile's last box lay in the first half
+                if warp == 0:
+                    cute.arch.cp_async_bulk_wait_group(0, read=True)
+                cute.arch.barrier(barrier_id=barrier, number_of_threads=128)
+        for block in cutlass.range_constexpr(variant.row_blocks):
+            row = block * variant.warpgroups_m
+            for box in cutlass.range_constexpr(boxes):
+                half = (block * boxes + box) % 2
+                place = coord._replace(token=coord.token + row * BOX_TOKENS, feature=coord.feature + box * 64)
+                buffer = staging + half * (BOX_TOKENS * TOKEN_BYTES)
+                if const_expr(not variant.boxed):
+                    cute.arch.barrier(barrier_id=barrier, number_of_threads=128)  # the buffer is read out
+                self.stage(acc, block * (variant.own_n // 2) + box * 32, own, place, alpha, buffer)
+                if const_expr(variant.boxed):
+                    fence_proxy_async()
+                    if warp == 0:
+                        cute.arch.cp_async_bulk_wait_group(0, read=True)
+                cute.arch.barrier(barrier_id=barrier, number_of_threads=128)
+                if const_expr(variant.boxed):
+                    needed = BOX_TOKENS if variant.grouped else 1
+                    if place.token + needed <= own.d.shape[0]:
+                        if warp == 0:
+                            cute.copy(atom, source[(None, 2 * wg + half)], target[(None, row, box)])
+                            cute.arch.cp_async_bulk_commit_group()
+                    elif const_expr(variant.grouped):
+                        store_staged(self.math, own.d, 0, BOX_TOKENS, place, buffer)
+                else:
+                    store_staged(self.math, own.d, 0, BOX_TOKENS, place, buffer)
+
+    def stage(
+        self, acc: cute.Tensor, first: int, own: OutputTile, coord: OutputCoord, alpha: Float32 | None, staging: Int32
+    ) -> None:
+        """Write 64 features of a warpgroup's 64 tokens, whose sums begin at ``first``, into a staging buffer."""
+        lane, math = coord.thread % 32, self.math
+        row = coord.thread // 32 * 16 + lane % 16
+        for eight in range(0, 8, 2):
+            registers = []
+            for j in (eight, eight + 1):
+                features = [coord.feature + 8 * j + lane % 4 * 2 + i for i in range(2)]
+                biases = [math.load_bias(own.operands, feature) for feature in features]
+                sums = [acc[first + 4 * j + i] for i in range(4)]
+                values = [math.feature_value(value, alpha, biases[i % 2]) for i, value in enumerate(sums)]
+                registers += [pack_half2(math.out_kind, *values[i : i + 2]) for i in (0, 2)]
+            vector = eight + lane // 16
+            store_matrix(staging + row * TOKEN_BYTES + (vector ^ (row % 8)) * 16, registers)

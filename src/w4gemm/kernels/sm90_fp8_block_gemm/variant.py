@@ -1,0 +1,98 @@
+"""Numbers that follow from the compile-time parameters of the kernel: warps, stages, buffers for d."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from w4gemm.core.config import GemmConfig
+from w4gemm.kernels.sm90_mixed_gemm.variant import Sm90MixedVariant
+from w4gemm.packing.block import BLOCK_N
+
+SCALE_BYTES = 16
+"""The least that a bulk copy brings: of a block's scales, which are all alike, the first four."""
+BOX_TOKENS = 64
+"""Tokens of a box of x, and of d: those of a WGMMA."""
+
+
+@dataclass(frozen=True)
+class Sm90Fp8BlockVariant(Sm90MixedVariant):
+    """All compile-time parameters of the kernel. Its pipeline, scheduler and producer are sm90_mixed_gemm's."""
+
+    # --- warps
+
+    @staticmethod
+    def ctas_per_sm(config: GemmConfig) -> int:
+        return 1
+
+    @staticmethod
+    def m64_atoms_of(config: GemmConfig) -> int:
+        return 1
+
+    @property
+    def warpgroups_m(self) -> int:
+        """Consumer warpgroups along the tokens of a tile."""
+        return self.warpgroups_n if self.config.tile_m > BOX_TOKENS else 1
+
+    @property
+    def warpgroups_n(self) -> int:
+        """All consumer warpgroups, each of which reads a stage."""
+        return 2
+
+    @property
+    def stage_readers(self) -> int:
+        """Arrivals at a stage's empty barrier: of each consumer warp."""
+        return 4 * self.warpgroups_n
+
+    @property
+    def row_blocks(self) -> int:
+        """64-token blocks of a warpgroup."""
+        return self.config.tile_m // (BOX_TOKENS * self.warpgroups_m)
+
+    @property
+    def own_n(self) -> int:
+        """Features of a warpgroup."""
+        return self.config.tile_n * self.warpgroups_m // self.warpgroups_n
+
+    @property
+    def stages_per_iteration(self) -> int:
+        return 1
+
+    # --- stages
+
+    @property
+    def blocks_per_scale(self) -> int:
+        """Weight blocks along n of which a stage holds one scale: two, if tiles begin where the scales' blocks do."""
+        return 2 if self.own_n % (2 * BLOCK_N) == 0 else 1
+
+    @property
+    def code_bytes(self) -> int:
+        """Bytes of the codes of a stage."""
+        return self.blocks_n * self.block.code_bytes
+
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes of weights that are copied to a stage."""
+        return self.code_bytes + self.blocks_n // self.blocks_per_scale * SCALE_BYTES
+
+    @property
+    def weight_bytes(self) -> int:
+        return -(-self.copied_bytes // 128) * 128
+
+    @property
+    def box_tokens(self) -> int:
+        return BOX_TOKENS
+
+    # --- epilogue
+
+    @property
+    def boxed(self) -> bool:
+        return self.vector
+
+    @functools.cached_property
+    def staging_tokens(self) -> int:
+        return 2 * BOX_TOKENS
+
+    @property
+    def tokens_per_round(self) -> int:
+        return BOX_TOKENS
