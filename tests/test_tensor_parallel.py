@@ -158,7 +158,7 @@ def test_parts_of_experts_add_up_to_the_whole(of_experts: bool) -> None:
     from w4gemm.checkpoints.numbers import WeightNumbers
     from w4gemm.integrations.transformers.sharding import Local, Split
 
-    w = QuantizedWeight.stack([quantize(torch.randn(32, 64), "int4_g16") for _ in range(4)])
+    w = QuantizedWeight.stack([quantize(torch.randn(32, 64), "int4_g16") for _ in range(4)], layout="canonical")
     bias, scale, x = torch.randn(4, 32), torch.rand(64) + 0.5, torch.randn(64)
 
     def products(local: Local, x: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import Device
 from w4gemm.packing.layouts import WeightComponents, layout_for, layout_named
 from w4gemm.packing.packed_shape import packed_shape
-from w4gemm.packing.repack import ROWS, Matrix, pack_experts, pack_rows, rows_in_pairs, unpack_rows
+from w4gemm.packing.repack import ROWS, Matrix, pack_experts, pack_rows, rows_in_pairs
 from w4gemm.weights.checks import check_codes, check_range
 from w4gemm.weights.fold import with_e4m3_scales
 from w4gemm.weights.shards import Shard, check_in_order, cut, in_pairs, shard_of
@@ -49,7 +49,7 @@ class Numbers:
         """Return the numbers of one expert's weight."""
         raise NotImplementedError
 
-    def some(self, first: int, count: int) -> Numbers:
+    def select(self, first: int, count: int) -> Numbers:
         """Return the numbers of ``count`` experts, from ``first`` on."""
         return Experts(self.format, self.n, self.k, self.device, count, lambda e: self.expert(first + e))
 
@@ -128,12 +128,16 @@ class WeightNumbers(Numbers):
     """The numbers of a weight in the canonical layout, which a file has in this layout or which was just quantized."""
 
     def __init__(self, w: QuantizedWeight) -> None:
+        assert w.layout == "canonical"
         super().__init__(w.format, w.n, w.k, w.device, w.experts)
         self._weight = w
 
     def components(self, some: slice) -> WeightComponents:
-        matrix = Matrix(self.format, self.n, self.k)
-        return unpack_rows(layout_named(self._weight.layout), self._weight.tensors, matrix, some.start, some.stop)
+        format, count = self.format, some.stop - some.start
+        of_scales = slice(format.scale_rows(some.start), format.scale_rows(some.stop))
+        named = zip(format.part_names, self._weight.tensors, strict=True)
+        rows = tuple(t[of_scales if name == "scales" else some] for name, t in named)
+        return layout_named("canonical").unpack(rows, format, count, self.k)
 
     def column_order(self) -> torch.Tensor | None:
         return self._weight.perm
@@ -189,11 +193,11 @@ class Pairs(Numbers):
             raise ValueError("g_idx: wanted the columns of an expert's gate and up in the same order (act-order)")
 
     def components(self, some: slice) -> WeightComponents:
-        last = some.stop // 2
         first = some.start // 2 // ROWS * ROWS
-        rows = slice(first, last)
+        rows = slice(first, -(-some.stop // 2))
         pairs = in_pairs(self._gate.components(rows), self._up.components(rows), self.format)
-        return cut(pairs, self.format, self.format, slice(some.start - 2 * first, some.stop - 2 * first))
+        inside = slice(some.start - 2 * first, some.stop - 2 * first)
+        return pairs if inside == slice(0, len(pairs.codes)) else cut(pairs, self.format, self.format, inside)
 
     def column_order(self) -> torch.Tensor | None:
         return self._gate.column_order()

@@ -37,14 +37,11 @@ def repack_rows(target: PackLayout, into: Tensors, source: PackLayout, tensors: 
         ValueError: if the target cannot hold the format.
     """
 
-    pack_rows(target, into, lambda first, last: unpack_rows(source, tensors, matrix, first, last), matrix)
+    def unpacked(first: int, last: int) -> WeightComponents:
+        rows = tuple(entries_of_rows(t, i, source, matrix, first, last) for i, t in enumerate(tensors))
+        return source.unpack(rows, matrix.format, last - first, matrix.k)
 
-
-def unpack_rows(source: PackLayout, tensors: Tensors, matrix: Matrix, first: int, last: int) -> WeightComponents:
-    """Return the components of the rows first .. last - 1 of a weight in the source layout; first is a multiple of
-    ROWS."""
-    rows = tuple(entries_of_rows(t, i, source, matrix, first, last) for i, t in enumerate(tensors))
-    return source.unpack(rows, matrix.format, last - first, matrix.k)
+    pack_rows(target, into, unpacked, matrix)
 
 
 def pack_rows(

@@ -124,7 +124,7 @@ class Split:
         if w.experts % self.count:
             raise ValueError(f"{w.experts} experts cannot be split evenly over {self.count} processes")
         each = w.experts // self.count
-        return w.some(self.index * each, each)
+        return w.select(self.index * each, each)
 
     def bias(self, whole: torch.Tensor, down: bool) -> torch.Tensor:
         """Return this process's part of a bias (experts, n). If results of a product are added up over processes, the
