@@ -281,7 +281,26 @@ def _engines(page: Page, rows: Sequence[Row]) -> list[str]:
         lines += [f"| {case} | {' | '.join(str(g.get(c, '')) for c in columns)} |" for case, g in served.items()]
         notes = {row["note"] for row in rows if row["phase"] == "serve" and "note" in row}
         lines += [line for note in sorted(notes) for line in ("", *_wrapped(note))]
-    return [*lines, *_layers_of_experts(rows)]
+    return [*lines, *_layers_of_experts(rows), *_turns(read(RESULTS / "engine_pair.jsonl"), page.gpu)]
+
+
+def _turns(rows: Sequence[Row], gpu: str) -> list[str]:
+    """Return the tables of engines that took turns in one process: of their layers alone, and of whole engines."""
+    lines: list[str] = []
+    own_rows = [row for row in rows if row["gpu"] == gpu]
+    turns, commits = summary.turns_of(own_rows), ", ".join(sorted({row["commit"][:7] for row in own_rows}))
+    for parts, what in ((("linear layers", "experts"), "Layers"), (("whole",), "Whole engines, batch or prompt")):
+        own = {case: ratios for case, ratios in turns.items() if case.part in parts}
+        if not own:
+            continue
+        columns = sorted({c for ratios in own.values() for c in ratios}, key=lambda c: ("p" in c, int(c.split()[-1])))
+        engines = ", ".join(sorted({case.engine.replace("vllm", "vLLM") for case in own}))
+        lines += ["", *_wrapped(f"{what}, by turns in one process of {engines} ({commits}): time over w4gemm's."), ""]
+        lines += [f"| model, format | part | kernels | {' | '.join(columns)} |", "|---" * (len(columns) + 3) + "|"]
+        for case, ratios in own.items():
+            cells = (case, case.part, case.other, *(ratios.get(column, "") for column in columns))
+            lines.append(f"| {' | '.join(map(str, cells))} |")
+    return lines
 
 
 def _numbers(column: str) -> tuple[bool, int]:

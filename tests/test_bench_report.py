@@ -96,6 +96,25 @@ def engine(impl: str, ms: float, run: str = "r1", **more: object) -> Row:
     return common | {"impl": impl, "chosen": impl == "machete", "ms_step": ms, "batch": 1, "run": run} | more
 
 
+def turn(impl: str, us: float, most: float = 0.0, **more: object) -> Row:
+    times = {"us": us, "us_least": us, "us_most": most or us}
+    common = {"model": "m-4-layers", "mode": "layer+fp8", "phase": "experts", "engine_version": "1", "gpu": "G"}
+    return engine(impl, 0.0, chosen=impl == "humming", commit="c" * 9) | common | times | more
+
+
+def test_ratios_by_turns_are_marked_if_rounds_scatter_and_belong_to_the_rows_before_them():
+    rows = [turn("w4gemm", 2.0), turn("humming", 3.0), turn("w4gemm", 4.0), turn("marlin", 6.0, 6.4)]
+    rows += [turn("humming", 9.0, batch=8), turn("humming", 8.0, us_p20=1.0), turn("w4gemm", 1.0, model="other")]
+    whole = {"phase": "prefill", "seconds": 2.0, "seconds_least": 2.0, "seconds_most": 2.0, "tokens_in": 2048}
+    rows += [turn("w4gemm", 0.0, **whole), turn("marlin", 0.0, **(whole | {"seconds": 3.0, "seconds_most": 3.0}))]
+    (chosen, ratios), (other, others), (_, prefill) = summary.turns_of(rows).items()
+    assert (str(chosen), chosen.part, chosen.other) == ("m, 4 layers, f, fp8 x", "experts", "humming, its choice")
+    assert (ratios, other.other, others) == ({"1": "1.50"}, "marlin", {"1": "1.50 (7%)"})
+    assert prefill == {"prefill of 2048": "1.50 (33%)"}
+    lines = report._turns(rows, "G")
+    assert "| m, 4 layers, f, fp8 x | experts | marlin | 1.50 (7%) |" in lines and not report._turns(rows, "another")
+
+
 def test_a_gain_is_of_the_newest_run_with_both():
     rows = [engine("w4gemm", 2.0), engine("machete", 3.0), engine("humming", 2.6)]
     rows += [engine("w4gemm", 1.0, "r2"), engine("machete", 1.8, "r2"), engine("w4gemm", 1.0, "r3")]

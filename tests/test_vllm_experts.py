@@ -914,6 +914,14 @@ def test_experts_that_cannot_be_packed_are_given_back(
         mixture(CASES[0], enable_eplb=True)
 
 
+def test_a_parameter_of_the_router_in_the_layer_of_experts(experts: ModuleType) -> None:
+    """vLLM hands in DeepSeek's, Kimi's, GLM's and MiniMax's."""
+    layer = mixture(CASES[0], packed=False).layer
+    layer.e_score_correction_bias = torch.nn.Parameter(torch.zeros(EXPERTS))
+    layer.quant_method.process_weights_after_loading(layer)
+    assert type(layer.quant_method.moe_kernel.fused_experts).__name__ == "W4gemmExperts"
+
+
 @pytest.mark.parametrize("loaded", [False, True])
 def test_biases_that_gptqs_method_makes_for_every_model(experts: ModuleType, loaded: bool) -> None:
     """vLLM 0.33 loads them from checkpoints that have some. Where none are loaded, memory may hold anything: after

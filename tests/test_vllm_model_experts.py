@@ -140,7 +140,9 @@ def made(model: Experts) -> Any:
         "moe_intermediate_size": width,
     }
     gate, down, up = model.names
-    names = {"ckpt_gate_proj_name": gate, "ckpt_down_proj_name": down, "ckpt_up_proj_name": up}
+    names: dict[str, Any] = {"ckpt_gate_proj_name": gate, "ckpt_down_proj_name": down, "ckpt_up_proj_name": up}
+    # a parameter of the router, which becomes one of the layer of experts too
+    names["e_score_correction_bias"] = torch.nn.Parameter(torch.zeros(model.count), requires_grad=False)
     return routed_experts(sizes, quantization, PREFIX, moe, names)
 
 
@@ -184,7 +186,7 @@ def test_experts_of_a_model(name: str) -> None:
     loaded = set(layer.load_weights(tensors))
     names = {name for name, _ in layer.named_parameters()}
     # what vLLM makes besides, and what dense weights would be loaded into
-    others = ("g_idx", "g_idx_sort_indices", "chan_scale")
+    others = ("g_idx", "g_idx_sort_indices", "chan_scale", "e_score_correction_bias")
     dense = {name for name in ("w13_weight", "w2_weight") if f"{name}_packed" in names}
     assert {name for name in names - dense if not name.endswith(others)} == loaded
     layer.quant_method.process_weights_after_loading(layer)

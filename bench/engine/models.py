@@ -201,6 +201,7 @@ MODELS = {
         Model("mixtral-8x7b", published.MIXTRAL_8X7B),
         Model("gpt-oss-20b", published.GPT_OSS_20B),
         Model("deepseek-v3-5-layers", published.DEEPSEEK_V3),
+        Model("kimi-k2", published.KIMI_K2),
     )
 }
 """deepseek-v3-5-layers: one dense layer and four of the mixture's 58, so that one GPU holds it."""

@@ -53,6 +53,19 @@ DEEPSEEK_V3 = {
     "attention_bias": False,
 }
 
+KIMI_K2 = {
+    **DEEPSEEK_V3,
+    "vocab_size": 163840,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "n_routed_experts": 384,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 2.827,
+    "rope_theta": 50000.0,
+}
+
 GPT_OSS_20B = {
     **_COMMON,
     "architectures": ["GptOssForCausalLM"],

@@ -1,7 +1,9 @@
-"""Gains of models inside vLLM and SGLang, from rows of engine.jsonl and sglang.jsonl: :func:`cases_of`."""
+"""Gains of models inside vLLM and SGLang, from rows of engine.jsonl and sglang.jsonl: :func:`cases_of`; of engines that
+took turns in one process, from rows of engine_pair.jsonl: :func:`turns_of`."""
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -91,3 +93,50 @@ def _newest(by_run: dict[str, list[Row]]) -> Gain | None:
                 over_best = min(map(_ms, others)) / ms
             gain = Gain(_ms(chosen[-1]) / ms, over_best, ms, ours[-1])
     return gain and gain._replace(over_best=over_best)
+
+
+# --- engines that took turns ------------------------------------------------------------------------------------------
+
+SCATTERS = 0.05
+"""A ratio is marked if the rounds of one of its times differ by a larger part."""
+_PARTS = {"linear": "linear layers", "experts": "experts", "decode": "whole", "prefill": "whole"}
+_TIMES = {"linear": "us", "experts": "us", "decode": "ms_step", "prefill": "seconds"}
+
+
+class Turns(NamedTuple):
+    """What was timed by turns, and beside which of the engine's kernels."""
+
+    engine: str
+    model: str
+    format: str
+    mode: str
+    part: str
+    other: str
+
+    def __str__(self) -> str:
+        how = [words for mark, words in (("fp8", "fp8 x"), ("compile3", "compiled")) if mark in self.mode.split("+")]
+        model = re.sub(r"-(\d+)-layers$", r", \1 layers", self.model)
+        return ", ".join((model, self.format, *how))
+
+
+def turns_of(rows: Iterable[Row]) -> dict[Turns, dict[str, str]]:
+    """Return each comparison's ratios by column: the other kernels' time / w4gemm's, with the rounds' scatter if it is
+    above ``SCATTERS``. A newer run replaces an older one's ratio."""
+    ours: dict[Turns, Row] = {}
+    ratios: dict[Turns, dict[str, str]] = defaultdict(dict)
+    for row in rows:
+        if row["phase"] not in _TIMES or "us_p20" in row:  # of one round
+            continue
+        column = f"prefill of {row['tokens_in']}" if row["phase"] == "prefill" else str(row["batch"])
+        engine = f"{row['engine']} {row['engine_version']}"
+        case = Turns(engine, row["model"], row["format"], row["mode"], _PARTS[row["phase"]], column)
+        if row["impl"] == OURS:
+            ours[case] = row
+        elif case in ours:
+            name = _TIMES[row["phase"]]
+            both = row, ours[case]
+            scatter = max((r[f"{name}_most"] - r[f"{name}_least"]) / r[name] for r in both)
+            ratio = f"{row[name] / ours[case][name]:.2f}" + (f" ({scatter:.0%})" if scatter > SCATTERS else "")
+            other = row["impl"] + (", its choice" if row["chosen"] else "")
+            ratios[case._replace(other=other)][column] = ratio
+    return dict(ratios)

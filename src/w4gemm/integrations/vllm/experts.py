@@ -35,6 +35,8 @@ CONFIGS = (
     *("modelopt_fp4", "modelopt_mixed", "quark", "deepseek_v4_fp8", "fp8"),
 )
 """Names of vLLM's quantization configs whose experts may have 4 bits."""
+_OF_ROUTER = {"e_score_correction_bias", "hash_indices_table"}
+"""Parameters of a router that vLLM registers a second time, in the layer of experts."""
 
 
 def install() -> None:
@@ -155,7 +157,7 @@ class _Method:
         try:
             if not loaded_any:
                 raise ValueError(NOTHING_LOADED)
-            check_known(layer, format.known(settings))
+            check_known(layer, format.known(settings) | _OF_ROUTER)
             if not format.biases and getattr(layer, "_loaded_expert_biases", None):  # whatever the model's config says
                 raise ValueError("they have biases")
             packers = format.packers(layer, settings, takeover.VLLM)
