@@ -152,8 +152,32 @@ class Shapes(NamedTuple):
     partition_weight_shape: tuple[int, int]
 
 
+class _Asked:
+    """What has weights. ``asked`` lists what was asked of it."""
+
+    asked: list[str]
+
+    def process_weights_after_loading(self, layer):
+        self.asked.append("process")
+
+
+class _Scheme(_Asked):
+    def apply_weights(self, layer, x, bias=None):
+        self.asked.append("apply")
+
+
+class _Method(_Asked):
+    def apply(self, layer, x, bias=None):
+        self.asked.append("apply")
+
+
+class _ExpertsMethod(_Asked):
+    def apply(self, layer, dispatch_output):
+        self.asked.append("apply")
+
+
 @at("layers.quantization.gptq.schemes")
-class GPTQMarlinLinearScheme:
+class GPTQMarlinLinearScheme(_Scheme):
     def __init__(self, quant_config):
         self.quant_config, self.kernel, self.asked = quant_config, types.SimpleNamespace(), []
 
@@ -173,12 +197,6 @@ class GPTQMarlinLinearScheme:
         group = input_size if config.group_size == -1 else config.group_size
         groups = (input_size if config.desc_act else k) // group if config.group_size != -1 else 1
         _gptq_parameters(layer, config, groups, n, params_dtype, k)
-
-    def process_weights_after_loading(self, layer):
-        self.asked.append("process")
-
-    def apply_weights(self, layer, x, bias):
-        self.asked.append("apply")
 
 
 def _gptq_parameters(layer, config, groups, n, dtype, k):
@@ -219,15 +237,9 @@ class GPTQLinearScheme:
         return self.kernel.apply(layer, x, bias)
 
 
-class _AWQ:
+class _AWQ(_Scheme):
     def __init__(self, quant_config):
         self.quant_config, self.asked = quant_config, []
-
-    def process_weights_after_loading(self, layer):
-        self.asked.append("process")
-
-    def apply_weights(self, layer, x, bias):
-        self.asked.append("apply")
 
     def _create(self, layer, k, n, dtype):
         groups = k // self.quant_config.group_size
@@ -260,7 +272,7 @@ class AWQLinearScheme(_AWQ):
 
 
 @at("layers.quantization.compressed_tensors.schemes")
-class CompressedTensorsWNA16:
+class CompressedTensorsWNA16(_Scheme):
     def __init__(self, strategy, num_bits, group_size=None, symmetric=True, actorder=None):
         self.pack_factor, self.symmetric, self.asked = 32 // num_bits, symmetric, []
         self.group_size = -1 if group_size is None else group_size
@@ -288,15 +300,9 @@ class CompressedTensorsWNA16:
         if self.has_g_idx:
             layer.register_parameter("weight_g_idx", parameter(k, dtype=torch.int32))
 
-    def process_weights_after_loading(self, layer):
-        self.asked.append("process")
-
-    def apply_weights(self, layer, x, bias):
-        self.asked.append("apply")
-
 
 @at("layers.quantization.compressed_tensors.schemes")
-class CompressedTensorsW8A16Fp8:
+class CompressedTensorsW8A16Fp8(_Scheme):
     def __init__(self, strategy, is_static_input_scheme):
         self.strategy, self.is_static_input_scheme, self.asked = strategy, is_static_input_scheme, []
 
@@ -315,12 +321,6 @@ class CompressedTensorsW8A16Fp8:
         layer.register_parameter("weight", parameter(n, k, dtype=torch.float8_e4m3fn))
         shape = (n, 1) if self.strategy == "channel" else (parts,)
         layer.register_parameter("weight_scale", parameter(*shape, dtype=torch.float32))
-
-    def process_weights_after_loading(self, layer):
-        self.asked.append("process")
-
-    def apply_weights(self, layer, x, bias=None):
-        self.asked.append("apply")
 
 
 class _Mxfp8Backend(Enum):
@@ -362,7 +362,7 @@ class Fp8MoEMethod:
 
 
 @at("layers.quantization.fp8")
-class Fp8LinearMethod:
+class Fp8LinearMethod(_Method):
     def __init__(self, quant_config):
         self.quant_config, self.use_mxfp8, self.asked = quant_config, quant_config.use_mxfp8, []
         self.is_checkpoint_fp8_serialized = quant_config.is_checkpoint_fp8_serialized
@@ -389,15 +389,9 @@ class Fp8LinearMethod:
             layer.register_parameter("weight_scale", parameter(len(output_partition_sizes), dtype=torch.float32))
         layer.register_parameter("input_scale", None)
 
-    def process_weights_after_loading(self, layer):
-        self.asked.append("process")
-
-    def apply(self, layer, x, bias=None):
-        self.asked.append("apply")
-
 
 @at("layers.quantization.compressed_tensors.schemes")
-class CompressedTensorsW4A16Fp4:
+class CompressedTensorsW4A16Fp4(_Scheme):
     def __init__(self, has_input_global_scale=False):
         self.has_input_global_scale, self.asked = has_input_global_scale, []
 
@@ -418,14 +412,8 @@ class CompressedTensorsW4A16Fp4:
         if self.has_input_global_scale:
             layer.register_parameter("input_global_scale", parameter(parts, dtype=torch.float32))
 
-    def process_weights_after_loading(self, layer):
-        self.asked.append("process")
 
-    def apply_weights(self, layer, x, bias=None):
-        self.asked.append("apply")
-
-
-class _ModelOptNvFp4:
+class _ModelOptNvFp4(_Method):
     def __init__(self, quant_config):
         self.quant_config, self.asked = quant_config, []
 
@@ -447,12 +435,6 @@ class _ModelOptNvFp4:
         layer.register_parameter("weight_scale", scale)
         layer.register_parameter("input_scale", parameter(parts, dtype=torch.float32))
 
-    def process_weights_after_loading(self, layer):
-        self.asked.append("process")
-
-    def apply(self, layer, x, bias=None):
-        self.asked.append("apply")
-
 
 @at("layers.quantization.modelopt_quant")
 class ModelOptFp4LinearMethod(_ModelOptNvFp4):
@@ -465,7 +447,7 @@ class ModelOptNvFp4A16LinearMethod(_ModelOptNvFp4):
 
 
 @at("layers.quantization.gguf")
-class GGUFLinearMethod:
+class GGUFLinearMethod(_Method):
     def __init__(self, quant_config):
         self.asked = []
 
@@ -487,12 +469,6 @@ class GGUFLinearMethod:
         types.weight_type, types.shard_weight_type = 0, {}
         layer.register_parameter("qweight", blocks)
         layer.register_parameter("qweight_type", types)
-
-    def process_weights_after_loading(self, layer):
-        self.asked.append("process")
-
-    def apply(self, layer, x, bias=None):
-        self.asked.append("apply")
 
 
 @at("layers.quantization.fp4_utils")
@@ -765,7 +741,7 @@ class StandardTopKOutput(NamedTuple):
     router_logits: torch.Tensor
 
 
-class _Experts:
+class _Experts(_Asked):
     """A scheme of experts; ``lies`` says how numbers lie in its parameters."""
 
     def __init__(self, quant_config):
@@ -773,9 +749,6 @@ class _Experts:
 
     def create_moe_runner(self, layer, moe_runner_config):
         self.asked.append("runner")
-
-    def process_weights_after_loading(self, layer):
-        self.asked.append("process")
 
     def apply_weights(self, layer, dispatch_output):
         self.asked.append("apply")
@@ -853,7 +826,7 @@ class CompressedTensorsW4AFP8MoE(_Experts):
 
 
 @at("layers.quantization.w4afp8")
-class W4AFp8MoEMethod:
+class W4AFp8MoEMethod(_ExpertsMethod):
     def __init__(self, quant_config):
         self.quant_config, self.asked = quant_config, []
 
@@ -871,12 +844,6 @@ class W4AFp8MoEMethod:
     def create_moe_runner(self, layer, moe_runner_config):
         self.asked.append("runner")
 
-    def process_weights_after_loading(self, layer):
-        self.asked.append("process")
-
-    def apply(self, layer, dispatch_output):
-        self.asked.append("apply")
-
 
 @at("layers.quantization.compressed_tensors.schemes")
 class CompressedTensorsW4A16Nvfp4MoE(_Experts):
@@ -893,7 +860,7 @@ class CompressedTensorsW4A16Nvfp4MoE(_Experts):
 
 
 @at("layers.quantization.modelopt_quant")
-class ModelOptNvFp4FusedMoEMethod:
+class ModelOptNvFp4FusedMoEMethod(_ExpertsMethod):
     has_input_global_scale = True
     names = "weight", "weight_scale_2", "input_scale"
 
@@ -911,12 +878,6 @@ class ModelOptNvFp4FusedMoEMethod:
     def create_moe_runner(self, layer, moe_runner_config):
         self.moe_runner_config, self._moe_runner_backend = moe_runner_config, _Named("marlin")
 
-    def process_weights_after_loading(self, layer):
-        self.asked.append("process")
-
-    def apply(self, layer, dispatch_output):
-        self.asked.append("apply")
-
 
 def _nvfp4_experts(method, layer, e, hidden, width):
     codes, factor, inputs = method.names
@@ -931,7 +892,7 @@ def _nvfp4_experts(method, layer, e, hidden, width):
 
 
 @at("layers.quantization.mxfp4")
-class Mxfp4MoEMethod:
+class Mxfp4MoEMethod(_ExpertsMethod):
     def __init__(self, prefix):
         self.use_marlin = self.use_flashinfer = self.use_deep_gemm = self.use_mega_moe = False
         self.asked = []
@@ -961,15 +922,9 @@ class Mxfp4MoEMethod:
     def get_moe_runner_backend(self, layer):
         return _Named("triton_kernel")
 
-    def process_weights_after_loading(self, layer):
-        self.asked.append("process")
-
-    def apply(self, layer, dispatch_output):
-        self.asked.append("apply")
-
 
 @at("layers.quantization.mxfp4_marlin_moe")
-class Mxfp4MarlinMoEMethod:
+class Mxfp4MarlinMoEMethod(_ExpertsMethod):
     def __init__(self, fp8_method, prefix):
         self._fp8, self.asked = fp8_method, []
 
@@ -988,12 +943,6 @@ class Mxfp4MarlinMoEMethod:
 
     def get_moe_runner_backend(self, layer):
         return _Named("marlin")
-
-    def process_weights_after_loading(self, layer):
-        self.asked.append("process")
-
-    def apply(self, layer, dispatch_output):
-        self.asked.append("apply")
 
 
 def products(hidden: int, width: int) -> tuple[tuple[str, int, int], ...]:
