@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench.options import add_formats, add_out, command, typed
+from bench.options import add_formats, add_out, add_shapes, command, typed
 from bench.rows import Row, read
-from bench.shapes import parse_layers, parse_tokens
+from bench.shapes import parse_tokens
 
 from w4gemm import QuantizedWeight, WeightFormat, choice, linear, quantize
 from w4gemm.choice.table import device_facts
@@ -49,9 +49,7 @@ Calls = Sequence[Callable[[], torch.Tensor]]
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = command("bench.cpu", __doc__)
-    parser.add_argument(
-        "--shapes", type=typed(parse_layers), default="4096x4096", help="as of bench.run (default: %(default)s)"
-    )
+    add_shapes(parser, "4096x4096")
     parser.add_argument(
         "--m", type=typed(parse_tokens), default="1,16,256", help="as of bench.run (default: %(default)s)"
     )

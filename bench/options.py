@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
+from bench.shapes import parse_layers
 
 from w4gemm import WeightFormat
 from w4gemm.console.values import DTYPES
@@ -26,6 +27,16 @@ def add_out(parser: argparse.ArgumentParser, default: Path) -> None:
     """Add ``--out``."""
     parser.add_argument(
         "--out", metavar="FILE", type=Path, default=default, help="file for the rows (default: %(default)s)"
+    )
+
+
+def add_shapes(parser: argparse.ArgumentParser, default: str) -> None:
+    """Add ``--shapes``, whose value is a tuple of (n, k)."""
+    parser.add_argument(
+        "--shapes",
+        type=typed(parse_layers),
+        default=default,
+        help="sizes like 8192x4096 (n x k) and names of bench/shapes.py (default: %(default)s)",
     )
 
 

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench.options import add_formats, add_out, command, dtypes, typed
+from bench.options import add_formats, add_out, add_shapes, command, dtypes, typed
 from bench.peers import PEERS, Peer, Prepared, peers_named
 from bench.peers.base import available, float_name
-from bench.shapes import parse_layers, parse_tokens
+from bench.shapes import parse_tokens
 
 from w4gemm import QuantizedWeight, WeightFormat
 from w4gemm.core.epilogue import default_out_dtype
@@ -49,12 +49,7 @@ class Entry:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = command("bench.run", __doc__)
-    parser.add_argument(
-        "--shapes",
-        type=typed(parse_layers),
-        default="layers",
-        help="sizes like 8192x4096 (n x k) and names of bench/shapes.py (default: %(default)s)",
-    )
+    add_shapes(parser, "layers")
     parser.add_argument(
         "--m",
         type=typed(parse_tokens),

@@ -20,10 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.drawn.points import MOST_TOKENS, draw
-from bench.options import command, typed
+from bench.options import add_shapes, command, typed
 from bench.peers.base import epilogue_of
 from bench.rows import FACTS, read
-from bench.shapes import parse_layers
 from bench.timings import by_problem
 
 from w4gemm import choice
@@ -78,12 +77,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = command("bench.sweep", __doc__)
-    parser.add_argument(
-        "--shapes",
-        type=typed(parse_layers),
-        default="layers",
-        help="sizes like 8192x4096 (n x k) and names of bench/shapes.py (default: %(default)s)",
-    )
+    add_shapes(parser, "layers")
     parser.add_argument("--m", default="1..", help="tokens, as of w4gemm tune (default: every interval)")
     parser.add_argument("--format", default="int4_g128", help="of the weights (default: %(default)s)")
     parser.add_argument("--dtype", choices=DTYPES, help="of activations, as of w4gemm tune")
