@@ -153,19 +153,19 @@ def _pack(scheme: Scheme, self: Any, layer: Any, fp8: bool) -> str:
         return reason
     if not check_loaded(layer, names, scheme.kind):
         return NOTHING_LOADED
-    weight = scheme.weight(self, layer)
-    whole_groups(weight.format, weight.k)
-    dtype = _MODELS.get(weight.format.scale) or layer.params_dtype
+    numbers = scheme.numbers(self, layer)
+    whole_groups(numbers.format, numbers.k)
+    dtype = _MODELS.get(numbers.format.scale) or layer.params_dtype
     activations = "fp8" if fp8 else None
-    format = SGLANG.multiplied(weight.format, activations)
-    if reason := why_no_kernel(layer_product(device, format, weight.n, weight.k, dtype, fp8)):
+    format = SGLANG.multiplied(numbers.format, activations)
+    if reason := why_no_kernel(layer_product(device, format, numbers.n, numbers.k, dtype, fp8)):
         return reason
     check_known(layer, {*scheme.read, *scheme.others, "bias"})
     if "qzeros" in scheme.others:
-        check_unused_zeros(layer.qzeros, weight.format.bits)
+        check_unused_zeros(layer.qzeros, numbers.format.bits)
 
     def pack() -> list[QuantizedWeight]:
-        return [SGLANG.packed(scheme.weight(self, layer), activations)]
+        return [SGLANG.packed(scheme.numbers(self, layer), activations)]
 
     made = pack()
     order = [name for name in ("g_idx",) if made[0].perm is not None and name in layer._parameters]

@@ -33,7 +33,7 @@ class Scheme(NamedTuple):
     """Parameters whose numbers are packed, as far as it makes them; the first holds the codes."""
     others: tuple[str, ...]
     """Other parameters that it may make."""
-    weight: Callable[[Any, Any], Numbers]
+    numbers: Callable[[Any, Any], Numbers]
     """Reads the scheme and a layer that it has loaded. A ValueError says why the layer cannot be taken."""
     apply: str = "apply_weights"
     """Name of the method that multiplies."""
