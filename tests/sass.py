@@ -147,9 +147,9 @@ class _Usage(NamedTuple):
 
 def _usage(file: str) -> _Usage:
     usage = _cuobjdump("--dump-resource-usage", file)
-    found = [tuple(map(int, k)) for k in re.findall(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", usage)]
-    assert found, f"wanted a kernel, found none:\n{usage}"
-    return _Usage(max(registers for registers, *_ in found), sum(stack + local for _, stack, local in found))
+    actual = [tuple(map(int, k)) for k in re.findall(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", usage)]
+    assert actual, f"wanted a kernel, found none:\n{usage}"
+    return _Usage(max(registers for registers, *_ in actual), sum(stack + local for _, stack, local in actual))
 
 
 SPILLED_ONCE = 32
@@ -191,7 +191,7 @@ def spills_in_main_loops(sass: Sass, instruction: str) -> list[str]:
 
 def main_loops(sass: Sass, instruction: str) -> list[list[str]]:
     """The instructions of the innermost loops around an ``instruction``; of a kernel without such a loop, all."""
-    found = []
+    actual = []
     for function in sass.text.split("Function :"):
         lines = re.findall(r"^\s+/\*(\w+)\*/\s+(?:@!?U?P\w+ )?([A-Z].*?)\s*;", function, re.MULTILINE)
         code = [(int(address, 16), line) for address, line in lines]
@@ -202,8 +202,8 @@ def main_loops(sass: Sass, instruction: str) -> list[list[str]]:
         for matrix in (at for at, line in code if re.match(rf"{instruction.split('.')[0]}\b", line)):
             around = [(start, end) for start, end in loops if start <= matrix <= end]
             innermost.add(min(around, key=lambda loop: loop[1] - loop[0], default=ends))
-        found += [[line for at, line in code if start <= at <= end] for start, end in sorted(innermost)]
-    return found
+        actual += [[line for at, line in code if start <= at <= end] for start, end in sorted(innermost)]
+    return actual
 
 
 def _cubin(code: bytes) -> bytes:

@@ -77,11 +77,11 @@ def test_weights_and_logits(tmp_path: Path, write: Writer, formats: dict[str, in
 
 
 def test_another_table(tmp_path: Path) -> None:
-    wanted = write_model(tmp_path, CONFIG, writer("fp4", 32))
+    expected = write_model(tmp_path, CONFIG, writer("fp4", 32))
     checkpoint = open_checkpoint(tmp_path)
-    for name, weight in wanted.items():
-        found = checkpoint.weight(name)
-        assert found.format.element.startswith("codebook") and torch.equal(found.dequantize(), weight)
+    for name, weight in expected.items():
+        actual = checkpoint.weight(name)
+        assert actual.format.element.startswith("codebook") and torch.equal(actual.dequantize(), weight)
 
 
 @pytest.mark.parametrize("nested", [False, True])
@@ -95,9 +95,9 @@ def test_the_package_writes_what_is_read(tmp_path: Path, kind: str, nested: bool
         stored = {f"weight.{leaf}": t.contiguous() for leaf, t in state.as_dict(packed=True).items()}
         return {"weight": packed, **stored}, functional.dequantize_4bit(packed, state)
 
-    wanted = write_model(tmp_path, CONFIG, write)
+    expected = write_model(tmp_path, CONFIG, write)
     checkpoint = open_checkpoint(tmp_path)
-    for name, weight in wanted.items():
+    for name, weight in expected.items():
         assert torch.equal(checkpoint.weight(name).dequantize(), weight)
 
 

@@ -75,10 +75,10 @@ def test_bits_stay(tmp_path: Path, source: str, to: str) -> None:
     assert convert(tmp_path / "in", tmp_path / "out", "--to", to) == 0
     assert find_checkpoint(tmp_path / "out").format.name == to
     assert_same(tmp_path / "out", tmp_path / "in")
-    (model, tokenizer), (wanted, _) = load(tmp_path / "out"), load(tmp_path / "in")
+    (model, tokenizer), (expected, _) = load(tmp_path / "out"), load(tmp_path / "in")
     ids = tokenizer("hello there", return_tensors="pt").input_ids
     with torch.inference_mode():
-        assert torch.equal(model(ids).logits, wanted(ids).logits)
+        assert torch.equal(model(ids).logits, expected(ids).logits)
 
 
 IN_ACT_ORDER = (
@@ -121,8 +121,8 @@ def test_the_package_reads_what_is_written(tmp_path: Path) -> None:
     codes = unpack_from_int32(tensors[f"{name}.weight_packed"], 4, torch.Size((n, k)))
     zeros = unpack_from_int32(tensors[f"{name}.weight_zero_point"], 4, torch.Size((n, k // 32)), packed_dim=0)
     scales = tensors[f"{name}.weight_scale"].float().repeat_interleave(32, 1)
-    wanted = open_checkpoint(tmp_path / "in").weight(name).dequantize()
-    assert torch.equal((codes.float() - zeros.float().repeat_interleave(32, 1)) * scales, wanted)
+    expected = open_checkpoint(tmp_path / "in").weight(name).dequantize()
+    assert torch.equal((codes.float() - zeros.float().repeat_interleave(32, 1)) * scales, expected)
 
 
 def test_a_head_that_is_tied_is_none_of_the_4_bit_layers(their_own: None, tmp_path: Path) -> None:
@@ -194,10 +194,10 @@ def test_experts_have_the_names_of_published_files(their_own: None, architecture
     folder = write_dense(tmp_path / "in", architecture)
     args = ("--to", "compressed-tensors", "--format", "int4_g32", "--dtype", "float32")
     assert convert(folder, tmp_path / "out", *args) == 0
-    named, found = (
+    named, stored = (
         {n.rpartition(".")[0] for n in load_file(p / "model.safetensors")} for p in (folder, tmp_path / "out")
     )
-    assert {n for n in named if ".experts." in n} == {n for n in found if ".experts." in n} != set()
+    assert {n for n in named if ".experts." in n} == {n for n in stored if ".experts." in n} != set()
     theirs, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not info["missing_keys"]
     ours, tokenizer = load(tmp_path / "out")
@@ -210,10 +210,10 @@ def test_gguf(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_gguf(tmp_path / "tiny.gguf", "qwen2")
     assert convert(path, tmp_path / "out", "--dtype", "float32") == 0
     assert_same(tmp_path / "out", path)
-    (model, tokenizer), (wanted, _) = load(tmp_path / "out"), load(path)
+    (model, tokenizer), (expected, _) = load(tmp_path / "out"), load(path)
     ids = tokenizer("hello there", return_tensors="pt").input_ids
     with torch.inference_mode():
-        torch.testing.assert_close(model(ids).logits, wanted(ids).logits, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(model(ids).logits, expected(ids).logits, rtol=1e-4, atol=1e-5)
     assert convert(path, tmp_path / "other", "--to", "compressed-tensors") == 1
     assert "compressed-tensors does not hold int4_g32_zfloat_fp16; --to w4gemm does" in capsys.readouterr().err
     stretched = write_gguf(tmp_path / "stretched.gguf", rope_freqs=np.linspace(1, 8, 8))
@@ -415,15 +415,15 @@ def test_a_folder_can_hold_every_scale_rule(rule: ScaleRule) -> None:
 
 
 def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    wanted = write_model(tmp_path, *SOURCES["gptq"])
+    expected = write_model(tmp_path, *SOURCES["gptq"])
     assert main(["inspect", str(tmp_path), "--device", "h200"]) == 0
     text = capsys.readouterr().out
-    assert f"{len(wanted)} quantized modules" in text and "NVIDIA H200" in text
+    assert f"{len(expected)} quantized modules" in text and "NVIDIA H200" in text
     row = next(line for line in text.splitlines() if line.startswith("model.layers.*.mlp.down_proj"))
     assert "int4_g32_zint_fp16" in row and "64 x 96" in row and "x 2" in row and "sm90_" in row
     assert main(["inspect", str(tmp_path), "--device", "cpu", "--m", "3", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
-    assert facts["checkpoint"] == "gptq" and facts["modules"].keys() == wanted.keys()
+    assert facts["checkpoint"] == "gptq" and facts["modules"].keys() == expected.keys()
     module = facts["modules"]["model.layers.1.mlp.up_proj"]
     assert (module["n"], module["k"], module["bytes"]) == (96, 64, 96 * 32 + 96 * 2 * 3)
     assert all(run.startswith("cpu_mixed_gemm") for run in module["runs"].values())

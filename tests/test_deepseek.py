@@ -90,18 +90,18 @@ def write_w4afp8(folder: Path, config: dict[str, Any] = W4AFP8) -> dict[str, tor
         packed, scale, weight = int4(n, k, config.get("group_size", 128)) if EXPERT.fullmatch(name) else fp8(n, k)
         return {"weight": packed, "weight_scale_inv": scale}, weight
 
-    wanted = convert(write_dense(folder, "deepseek_v3"), config, write, ROUTERS)
+    expected = convert(write_dense(folder, "deepseek_v3"), config, write, ROUTERS)
     roles = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 
     def complete(tensors: dict[str, torch.Tensor]) -> None:
-        for name in filter(EXPERT.fullmatch, wanted):
+        for name in filter(EXPERT.fullmatch, expected):
             owner, _, role = name.rpartition(".")
             tensors[f"{owner}.{roles[role]}.input_scale"] = torch.ones(1)
         for name in [name for name in tensors if name.startswith("model.layers.1.mlp.experts")]:
             tensors[name.replace("layers.1", "layers.61")] = tensors[name].clone()
 
     change(folder, complete)
-    return wanted
+    return expected
 
 
 def write_v4(folder: Path) -> dict[str, torch.Tensor]:
@@ -110,7 +110,7 @@ def write_v4(folder: Path) -> dict[str, torch.Tensor]:
     config = json.loads((folder / "config.json").read_text())
     config |= {"expert_dtype": "fp4", "quantization_config": V4 | {"weight_block_size": [128, 128]}}
     (folder / "config.json").write_text(json.dumps(config))
-    stored, wanted = {}, {}
+    stored, expected = {}, {}
     for name, tensor in load_file(folder / "model.safetensors").items():
         for ours, theirs in V4_NAMES:
             name = name.replace(ours, theirs)
@@ -120,38 +120,38 @@ def write_v4(folder: Path) -> dict[str, torch.Tensor]:
             continue
         n, k = tensor.shape
         if EXPERT.fullmatch(owner):
-            stored[name], stored[f"{owner}.scale"], wanted[owner] = mxfp4(n, k)
+            stored[name], stored[f"{owner}.scale"], expected[owner] = mxfp4(n, k)
         else:
-            stored[name], scale, wanted[owner] = fp8(n, k, (128, 128), powers=True)
+            stored[name], scale, expected[owner] = fp8(n, k, (128, 128), powers=True)
             stored[f"{owner}.scale"] = scale.to(torch.float8_e8m0fnu)
     stored |= {f"mtp.0.ffn.experts.0.w1.{leaf}": t for leaf, t in zip(("weight", "scale"), mxfp4(32, 64), strict=False)}
     stored |= {f"mtp.0.ffn.experts.0.w3.{leaf}": t for leaf, t in zip(("weight", "scale"), mxfp4(32, 64), strict=False)}
     save_file(stored, folder / "model.safetensors")
-    return wanted
+    return expected
 
 
-def assert_weights(folder: Path, wanted: dict[str, torch.Tensor], roles: dict[str, tuple[str, ...]]) -> None:
+def assert_weights(folder: Path, expected: dict[str, torch.Tensor], roles: dict[str, tuple[str, ...]]) -> None:
     """Experts bit for bit, gates and ups in pairs; fp8 weights as dense tensors bit for bit."""
     checkpoint = open_checkpoint(folder)
     for name, module in checkpoint.modules.items():
         owner, _, product = name.rpartition(".")
-        if name in wanted:
-            assert module.format.element == "e4m3" and torch.equal(checkpoint.weight(name).dequantize(), wanted[name])
+        if name in expected:
+            assert module.format.element == "e4m3" and torch.equal(checkpoint.weight(name).dequantize(), expected[name])
             continue
-        if not any(expert.startswith(owner) for expert in wanted):
+        if not any(expert.startswith(owner) for expert in expected):
             continue  # of a layer for further tokens
-        each = [[wanted[f"{owner}.{e}.{role}"] for role in roles[product]] for e in range(EXPERTS)]
+        each = [[expected[f"{owner}.{e}.{role}"] for role in roles[product]] for e in range(EXPERTS)]
         rows = torch.stack([torch.stack(parts, 1).flatten(0, 1) for parts in each])
         assert module.experts == EXPERTS
         assert torch.equal(checkpoint.weight(name).dequantize(), rows), name
-    for name in [name for name in wanted if not EXPERT.fullmatch(name) and name not in checkpoint.modules]:
-        assert torch.equal(checkpoint.dense(f"{name}.weight"), wanted[name]), name
+    for name in [name for name in expected if not EXPERT.fullmatch(name) and name not in checkpoint.modules]:
+        assert torch.equal(checkpoint.dense(f"{name}.weight"), expected[name]), name
         assert checkpoint.stored_type(f"{name}.weight") == "F8_E4M3"
 
 
 @pytest.mark.parametrize("own_file", [False, True], ids=["config", "hf_quant_config"])
 def test_w4afp8(tmp_path: Path, own_file: bool) -> None:
-    wanted = write_w4afp8(tmp_path)
+    expected = write_w4afp8(tmp_path)
     if own_file:  # what TensorRT-LLM's script leaves of it says neither groups nor blocks
         config = json.loads((tmp_path / "config.json").read_text())
         scheme = {"quant_algo": "MIXED_PRECISION", "kv_cache_quant_algo": None} | config.pop("quantization_config")
@@ -159,7 +159,7 @@ def test_w4afp8(tmp_path: Path, own_file: bool) -> None:
         (tmp_path / "config.json").write_text(json.dumps(config))
         (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": scheme}))
     assert find_checkpoint(tmp_path).format.name == "w4afp8"
-    assert_weights(tmp_path, wanted, {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)})
+    assert_weights(tmp_path, expected, {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)})
     model, _ = load(tmp_path)
     experts = [module for module in model.modules() if isinstance(module, W4Experts)]
     assert [layer.gate_up.weight.activations for layer in experts] == ["fp8"] * (LAYERS - 1)
@@ -168,7 +168,7 @@ def test_w4afp8(tmp_path: Path, own_file: bool) -> None:
         logits = model(IDS).logits
         assert logits.isfinite().all() and torch.equal(again(IDS).logits, logits)
     q = "model.layers.0.self_attn.q_b_proj"
-    assert torch.equal(again.get_submodule(q).weight, wanted[q])
+    assert torch.equal(again.get_submodule(q).weight, expected[q])
 
 
 def test_groups_and_blocks_of_128(tmp_path: Path) -> None:
@@ -186,10 +186,10 @@ def test_groups_and_blocks_of_128(tmp_path: Path) -> None:
     assert str(checkpoint.modules["a"].format) == "int4_g128"
     formats = {name: str(checkpoint.modules[name].format) for name in "bcd"}
     assert formats == {"b": "e4m3_g128_b128", "c": "e4m3_col_fp32", "d": "e4m3_col_fp32"} and not checkpoint.tensors
-    found = checkpoint.weight("a").dequantize()
-    assert torch.equal(found, weight)
+    actual = checkpoint.weight("a").dequantize()
+    assert torch.equal(actual, weight)
     lossless = weight / blocks(scales.bfloat16().float(), 64, 256, (1, 128)) * blocks(scales, 64, 256, (1, 128))
-    assert not torch.equal(found, lossless) and ((found - lossless).abs() <= 2**-8 * lossless.abs()).all()
+    assert not torch.equal(actual, lossless) and ((actual - lossless).abs() <= 2**-8 * lossless.abs()).all()
     assert torch.equal(checkpoint.weight("b").dequantize(), dense)
     assert torch.equal(checkpoint.weight("b").dequantize(torch.bfloat16), dense.bfloat16())
     assert torch.equal(checkpoint.weight("c").dequantize(), wide.float() * row)
@@ -199,9 +199,9 @@ def test_groups_and_blocks_of_128(tmp_path: Path) -> None:
 @knows_v4
 def test_v4(tmp_path: Path) -> None:
     """Also against transformers' own reader, which makes the whole model dense."""
-    wanted = write_v4(tmp_path)
+    expected = write_v4(tmp_path)
     assert find_checkpoint(tmp_path).format.name == "deepseek-v4"
-    assert_weights(tmp_path, wanted, {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)})
+    assert_weights(tmp_path, expected, {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)})
     model, _ = load(tmp_path)
     experts = [module for module in model.modules() if isinstance(module, W4Experts)]
     assert len(experts) == LAYERS
@@ -241,8 +241,8 @@ def test_convert(tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]) 
         assert torch.equal(source.weight(name).dequantize(), copy.weight(name).dequantize()), name
     for name in source.tensors:
         stored = source.stored_type(name)
-        wanted = source.dense(name, torch.bfloat16) if stored == "F8_E4M3" else source.dense(name)
-        assert torch.equal(copy.dense(name, wanted.dtype), wanted), name
+        expected = source.dense(name, torch.bfloat16) if stored == "F8_E4M3" else source.dense(name)
+        assert torch.equal(copy.dense(name, expected.dtype), expected), name
         assert copy.stored_type(name) == ("BF16" if stored == "F8_E4M3" else stored)
     with torch.inference_mode():
         assert load(converted)[0](IDS).logits.isfinite().all()
@@ -311,13 +311,13 @@ def test_fp8_alone(tmp_path: Path, block: tuple[int, int] | None) -> None:
         return {"weight": weight} | scales, numbers
 
     scheme = {"quant_method": "fp8", "weight_block_size": list(block or (128, 128))}
-    wanted = write_model(tmp_path, scheme, write)
+    expected = write_model(tmp_path, scheme, write)
     formats = {
         (128, 128): {"e4m3_col_fp32": 7 * LAYERS},
         (32, 64): {"e4m3_g64_fp32": 5 * LAYERS, "e4m3_col_fp32": 2 * LAYERS},
         None: {"e4m3_g32_e8m0": 7 * LAYERS},
     }
-    assert_loads(tmp_path, wanted, formats[block])
+    assert_loads(tmp_path, expected, formats[block])
 
 
 def test_codes_that_are_no_numbers(tmp_path: Path) -> None:
@@ -346,12 +346,12 @@ def test_dense_weights_that_are_no_numbers(tmp_path: Path, place: str) -> None:
 
 def test_scales_of_blocks_as_modelopt_has_them(tmp_path: Path) -> None:
     """FP8_PB_WO has the grid of scales as (rows, 1, columns, 1)."""
-    weight, scale, wanted = fp8(192, 256, (128, 128))
+    weight, scale, expected = fp8(192, 256, (128, 128))
     save_file({"a.weight": weight, "a.weight_scale": scale[:, None, :, None]}, tmp_path / "model.safetensors")
     scheme = {"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": scheme}))
     w = open_checkpoint(tmp_path).weight("a")
-    assert str(w.format) == "e4m3_g128_b128" and torch.equal(w.dequantize(), wanted)
+    assert str(w.format) == "e4m3_g128_b128" and torch.equal(w.dequantize(), expected)
 
 
 def test_fp8_in_blocks_that_no_format_has(tmp_path: Path) -> None:

@@ -42,9 +42,9 @@ class Drawn:
         self.weight = QuantizedWeight.from_codes(name, self.codes, kept, self.zeros, self.g_idx)
 
     def check(self, numbers: PackedNumbers) -> None:
-        for found, layout in ((numbers.packed(), "cpu"), (numbers.weight(), "canonical")):
-            assert found.format == self.weight.format and found.layout == layout
-            torch.testing.assert_close(found.dequantize(), self.weight.dequantize(), rtol=0, atol=0)
+        for actual, layout in ((numbers.packed(), "cpu"), (numbers.weight(), "canonical")):
+            assert actual.format == self.weight.format and actual.layout == layout
+            torch.testing.assert_close(actual.dequantize(), self.weight.dequantize(), rtol=0, atol=0)
 
 
 @pytest.fixture(autouse=True)
@@ -142,14 +142,14 @@ def test_group_scales_are_folded_where_the_engines_own_kernel_folds_them(
 
 def test_folded_scales_are_those_of_fold_scales() -> None:
     drawn = Drawn("none", torch.bfloat16)
-    wanted, _ = fold_scales(drawn.weight)
+    expected, _ = fold_scales(drawn.weight)
     format = VLLM.multiplied(drawn.weight.format, "fp8")
-    found = in_rows(drawn).packed("fp8", format)
-    assert found.format == wanted.format == format and found.activations == "fp8"
-    torch.testing.assert_close(found.dequantize(), wanted.dequantize(), rtol=0, atol=0)
+    actual = in_rows(drawn).packed("fp8", format)
+    assert actual.format == expected.format == format and actual.activations == "fp8"
+    torch.testing.assert_close(actual.dequantize(), expected.dequantize(), rtol=0, atol=0)
     stacked = in_rows(drawn, lambda t: t.expand(2, -1, -1)).packed("fp8", format)
     for expert in range(2):
-        torch.testing.assert_close(stacked.dequantize()[expert], wanted.dequantize(), rtol=0, atol=0)
+        torch.testing.assert_close(stacked.dequantize()[expert], expected.dequantize(), rtol=0, atol=0)
 
 
 def test_scales_that_are_not_finite_are_refused_wherever_they_are() -> None:

@@ -108,8 +108,8 @@ def test_both_operands_in_shared_memory_on_a_gpu(n):
     exact = w.dequantize()[owner, :, columns] * 2 * scales.gather(1, columns[:, None] // 128)
     problem = GemmProblem(m, n, k, FP8, w.format, "mma8", Epilogue(block_scale=True), experts=3)
     for config in kernel.configs(problem):
-        given = {"token_scale": scales, "config": f"{kernel.name}/{config}"}
-        assert torch.equal(grouped_linear(x, w, torch.tensor(ends).int().cuda(), **given), exact.bfloat16()), config
+        options = {"token_scale": scales, "config": f"{kernel.name}/{config}"}
+        assert torch.equal(grouped_linear(x, w, torch.tensor(ends).int().cuda(), **options), exact.bfloat16()), config
     for config in kernel.configs(replace(problem, experts=0)):
         d = linear(x[38:], w.expert(2), token_scale=scales[38:], config=f"{kernel.name}/{config}")
         assert torch.equal(d, exact[38:].bfloat16()), config

@@ -77,12 +77,12 @@ def smollm2() -> Path | None:
 def test_transformers_reads_the_same_metadata_quickly(small: Path) -> None:
     """Each value as transformers takes it from the fields of gguf's own reader, and the names of tensors."""
     parse = pytest.importorskip("transformers.integrations.ggml")._gguf_parse_value
-    wanted, original = gguf.GGUFReader(small), gguf.GGUFReader
+    expected, original = gguf.GGUFReader(small), gguf.GGUFReader
     with quick_reader():
         ours = gguf.GGUFReader(small)
     assert gguf.GGUFReader is original and type(ours) is not original
-    assert [tensor.name for tensor in ours.tensors] == [tensor.name for tensor in wanted.tensors]
-    own = {key: field for key, field in wanted.fields.items() if not key.startswith("GGUF.")}
+    assert [tensor.name for tensor in ours.tensors] == [tensor.name for tensor in expected.tensors]
+    own = {key: field for key, field in expected.fields.items() if not key.startswith("GGUF.")}
     assert own.keys() == ours.fields.keys()
     for key, field in own.items():
         values = [[parse(f.parts[i], f.types) for i in f.data] for f in (field, ours.fields[key])]
@@ -97,14 +97,14 @@ def test_weights_equal_gguf_dequantize(small: Path) -> None:
     reader = {t.name: t for t in gguf.GGUFReader(small).tensors}
     assert list(file.tensors) == list(reader)
     for name, tensor in reader.items():
-        wanted = torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type).copy())
-        assert torch.equal(file.dense(name), wanted), name
+        expected = torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type).copy())
+        assert torch.equal(file.dense(name), expected), name
         assert (file.format(name) is not None) == (tensor.tensor_type.name in TYPES and len(tensor.shape) == 2)
         if tensor.tensor_type.name in TYPES and len(tensor.shape) == 2:
             weight = file.weight(name)
             assert weight.format == TYPES[tensor.tensor_type.name]
             assert (weight.n, weight.k) == tuple(tensor.shape[::-1])
-            assert torch.equal(weight.dequantize(), wanted), name
+            assert torch.equal(weight.dequantize(), expected), name
 
 
 LATTICES = ("IQ3_XXS", "IQ3_S", "IQ2_XXS", "IQ2_XS", "IQ2_S")
@@ -132,13 +132,13 @@ def test_random_blocks_of_types_that_gguf_does_not_make(tmp_path: Path, type: st
     else:
         blocks[..., :4] = rng.integers(0, 0xFF, (n, 4, 4))  # 0x7f, which is 0, too; signs mean nothing
     file = write_blocks(tmp_path / "a.gguf", number, blocks)
-    wanted = torch.from_numpy(gguf.quants.dequantize(blocks.reshape(n, -1), number).copy())
+    expected = torch.from_numpy(gguf.quants.dequantize(blocks.reshape(n, -1), number).copy())
     with torch.device("meta"):  # where a tensor lands that is made without its device
         weight = file.weight("a", device="cpu")
     assert (weight.n, weight.k, weight.format) == (n, k, BLOCK_TYPES[type].format)
-    assert torch.equal(weight.dequantize(), wanted)
+    assert torch.equal(weight.dequantize(), expected)
     rows = torch.tensor([3, 1])
-    assert torch.equal(file.weight("a", rows).dequantize(), wanted[rows])
+    assert torch.equal(file.weight("a", rows).dequantize(), expected[rows])
 
 
 def test_a_matrix_is_unpacked_a_few_rows_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,15 +177,15 @@ def test_factors_of_nvfp4(tmp_path: Path) -> None:
     """One number of each matrix, which was ignored: ModelOpt's weight_scale_2. Dense, and packed for each expert."""
     number, blocks = gguf.GGMLQuantizationType.NVFP4, nvfp4_blocks(3, 8, 2)
     factors = np.float32([0.001, 3, 7])
-    wanted = torch.from_numpy(gguf.quants.dequantize(blocks.reshape(24, -1), number).copy()).view(3, 8, 128)
-    wanted = wanted * torch.from_numpy(factors)[:, None, None]
+    expected = torch.from_numpy(gguf.quants.dequantize(blocks.reshape(24, -1), number).copy()).view(3, 8, 128)
+    expected = expected * torch.from_numpy(factors)[:, None, None]
     file = write_blocks(tmp_path / "cube.gguf", number, blocks, scale=factors, input_scale=factors)
-    assert torch.equal(file.dense("a.weight"), wanted)
+    assert torch.equal(file.dense("a.weight"), expected)
     for e in range(3):
-        assert torch.equal(file.numbers("a.weight", expert=e).weight().dequantize(), wanted[e])
+        assert torch.equal(file.numbers("a.weight", expert=e).weight().dequantize(), expected[e])
     file = write_blocks(tmp_path / "one.gguf", number, blocks[0], scale=factors[:1])
-    assert torch.equal(file.weight("a.weight").dequantize(), wanted[0])
-    assert torch.equal(file.weight("a.weight", torch.tensor([3, 1])).dequantize(), wanted[0][[3, 1]])
+    assert torch.equal(file.weight("a.weight").dequantize(), expected[0])
+    assert torch.equal(file.weight("a.weight", torch.tensor([3, 1])).dequantize(), expected[0][[3, 1]])
 
 
 @pytest.mark.parametrize(
@@ -219,11 +219,11 @@ def test_dense_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, type: st
     for at in {"TQ1_0": (53,), "Q4_K": (1, 3)}.get(type, (1,)):
         blocks[..., at] &= 0x3B  # the high byte of an fp16: small, and finite
     file = write_blocks(tmp_path / "a.gguf", number, blocks)
-    wanted = torch.from_numpy(gguf.quants.dequantize(blocks.reshape(7, -1), number).copy())
-    assert wanted.isfinite().all()
-    monkeypatch.setattr("w4gemm.checkpoints.gguf.file._ELEMENTS", 3 * wanted.shape[1])
+    expected = torch.from_numpy(gguf.quants.dequantize(blocks.reshape(7, -1), number).copy())
+    assert expected.isfinite().all()
+    monkeypatch.setattr("w4gemm.checkpoints.gguf.file._ELEMENTS", 3 * expected.shape[1])
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        assert torch.equal(file.dense("a", dtype), wanted.to(dtype))
+        assert torch.equal(file.dense("a", dtype), expected.to(dtype))
 
 
 def test_blocks_of_q2_0(tmp_path: Path) -> None:
@@ -235,7 +235,7 @@ def test_blocks_of_q2_0(tmp_path: Path) -> None:
     blocks[..., :2] = d.view(np.uint8)
     for j in range(64):
         blocks[..., 2 + j // 4] |= (q[..., j] << 2 * (j % 4)).astype(np.uint8)
-    wanted = torch.from_numpy(((q - 1) * d).reshape(5, 192).astype(np.float32))
+    expected = torch.from_numpy(((q - 1) * d).reshape(5, 192).astype(np.float32))
     path = tmp_path / "a.gguf"
     raw = bytearray(
         write_blocks(path, gguf.GGMLQuantizationType.Q8_0, np.zeros((5, 3, 34), np.uint8)).path.read_bytes()
@@ -246,7 +246,7 @@ def test_blocks_of_q2_0(tmp_path: Path) -> None:
     path.write_bytes(raw[: place.offset] + blocks.tobytes())
     file = GGUFFile(path)
     assert file.weight("a").format == WeightFormat(64, "int", "fp16", "int2")
-    assert torch.equal(file.weight("a").dequantize(), wanted) and torch.equal(file.dense("a"), wanted)
+    assert torch.equal(file.weight("a").dequantize(), expected) and torch.equal(file.dense("a"), expected)
     path.write_bytes(raw[: place.offset] + bytes(5 * 192 // 128 * 34))
     with pytest.raises(FormatError, match="a.gguf is cut short"):
         GGUFFile(path)
@@ -283,8 +283,8 @@ def test_every_tensor_of_smollm2() -> None:
 
 
 def test_found_in_a_folder(small: Path) -> None:
-    found = find_checkpoint(small.parent)
-    assert (found.format.name, found.path) == ("gguf", small)
+    checkpoint = find_checkpoint(small.parent)
+    assert (checkpoint.format.name, checkpoint.path) == ("gguf", small)
     small.with_name("other.gguf").write_bytes(small.read_bytes())
     with pytest.raises(FormatError, match=r"2 GGUF files \(other.gguf, small.gguf\)"):
         find_checkpoint(small.parent)

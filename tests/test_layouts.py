@@ -217,15 +217,15 @@ def test_a_part_of_a_block_has_what_its_rows_and_columns_need(group, bits, scale
         assert sorted(source_of) == list(range(part.bytes))
         for h, strip in itertools.product(range(columns // HALF_K), strips):
             own, other = row // STRIP_N + strip, half + h
-            found = source_of[h * part.half_bytes + strip * part.strip_bytes]
-            assert found == other * whole.half_bytes + own * part.strip_bytes
+            actual = source_of[h * part.half_bytes + strip * part.strip_bytes]
+            assert actual == other * whole.half_bytes + own * part.strip_bytes
             for column in range(h * HALF_K, (h + 1) * HALF_K, 16) if scale_bits else ():
-                found = source_of[part.scales_at(column // group) + strip * 8 * part.pair_bytes]
+                actual = source_of[part.scales_at(column // group) + strip * 8 * part.pair_bytes]
                 of_whole = whole.scales_at((half * HALF_K + column) // group)
-                assert found == of_whole + own * 8 * whole.pair_bytes
+                assert actual == of_whole + own * 8 * whole.pair_bytes
             if factors:
-                found = source_of[part.factors_at + strip * 8 * part.factor_pair_bytes]
-                assert found == whole.factors_at + own * 8 * part.factor_pair_bytes
+                actual = source_of[part.factors_at + strip * 8 * part.factor_pair_bytes]
+                assert actual == whole.factors_at + own * 8 * part.factor_pair_bytes
 
 
 @pytest.mark.parametrize("name", ["int4_g16_e4m3_row", "int4_g32_e8m0", "int4_g128_e8m0", "int4_col_e8m0"])

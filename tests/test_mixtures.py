@@ -85,19 +85,21 @@ def quantized(folder: Path, kind: str) -> dict[str, torch.Tensor]:
 def test_experts_of_their_own(tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Folders with modules of each expert."""
     folder = tmp_path / "model"
-    wanted = quantized(folder, kind)
+    expected = quantized(folder, kind)
     checkpoint = open_checkpoint(folder)
     stacked = {name: module for name, module in checkpoint.modules.items() if module.experts}
     assert stacked and all(module.experts == EXPERTS for module in stacked.values())
     for name, module in stacked.items():
         owner, sources = name.rpartition(".")[0], module.fused or ("down_proj", "w2")
-        each = [[wanted[f"{owner}.{e}.{s}"] for s in sources if f"{owner}.{e}.{s}" in wanted] for e in range(EXPERTS)]
+        each = [
+            [expected[f"{owner}.{e}.{s}"] for s in sources if f"{owner}.{e}.{s}" in expected] for e in range(EXPERTS)
+        ]
         rows = [torch.stack(weights, 1).flatten(0, 1) for weights in each]
         assert torch.equal(checkpoint.weight(name).dequantize(), torch.stack(rows)), name
     model, _ = load(folder)
     experts = [module for module in model.modules() if isinstance(module, W4Experts)]
     assert 2 * len(experts) == len(stacked) and experts[0].activation == "silu_mul"
-    plain = dense_model(folder, {f"{name}.weight": t for name, t in wanted.items()}, MARKS)
+    plain = dense_model(folder, {f"{name}.weight": t for name, t in expected.items()}, MARKS)
     torch.testing.assert_close(logits(model), logits(plain), rtol=1e-4, atol=1e-4)
     assert main(["generate", "hello", "--model", str(folder), "--max-new-tokens", "2", "--device", "cpu"]) == 0
     assert "layers quantized" in capsys.readouterr().err
@@ -116,12 +118,12 @@ def test_experts_in_act_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         return parts | {"g_idx": torch.from_numpy(numbers.groups).int()}, numbers.weight
 
     by_module = False
-    wanted = convert(write_dense(folder, "qwen3_moe"), config, write, ROUTERS)
+    expected = convert(write_dense(folder, "qwen3_moe"), config, write, ROUTERS)
     model, _ = load(folder)
     experts = next(module for module in model.modules() if isinstance(module, W4Experts))
     perm = experts.gate_up.weight.perm  # down has one group
     assert perm is not None and perm.shape == (EXPERTS, 64) and len(perm.unique(dim=0)) == EXPERTS
-    plain = dense_model(folder, {f"{name}.weight": t for name, t in wanted.items()}, MARKS)
+    plain = dense_model(folder, {f"{name}.weight": t for name, t in expected.items()}, MARKS)
     torch.testing.assert_close(logits(model), logits(plain), rtol=1e-4, atol=1e-4)
     model.save_pretrained(saved)
     assert torch.equal(logits(load_beside(saved)), logits(model))
@@ -158,7 +160,7 @@ def write_gpt_oss(folder: Path, **settings: Any) -> dict[str, torch.Tensor]:
     config = json.loads((folder / "config.json").read_text()) | settings
     config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
     (folder / "config.json").write_text(json.dumps(config))
-    wanted = {}
+    expected = {}
 
     def pack(tensors: dict[str, torch.Tensor]) -> None:
         for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
@@ -166,16 +168,16 @@ def write_gpt_oss(folder: Path, **settings: Any) -> dict[str, torch.Tensor]:
             each = [random_weight(WeightFormat.parse("mxfp4"), n, k, seed=e) for e in range(experts)]
             tensors[f"{name}_blocks"] = torch.stack([w.tensors[0].view(n, k // 32, 16) for w in each])
             tensors[f"{name}_scales"] = torch.stack([w.tensors[1].view(torch.uint8) for w in each])
-            wanted[name] = torch.stack([w.dequantize().T for w in each])
+            expected[name] = torch.stack([w.dequantize().T for w in each])
 
     change(folder, pack)
-    return wanted
+    return expected
 
 
 @pytest.mark.parametrize(("limit", "activation"), [(7.0, "swiglu_oai"), (0.5, "swiglu_oai(limit=0.5)")])
 def test_gpt_oss(tmp_path: Path, limit: float, activation: str) -> None:
     folder = tmp_path / "model"
-    wanted = write_gpt_oss(folder, swiglu_limit=limit)
+    expected = write_gpt_oss(folder, swiglu_limit=limit)
     if not OBEYS_LIMIT and limit != 7:
         with pytest.raises(FormatError, match="its config says swiglu_limit 0.5, but GptOssExperts of this transf"):
             load(folder)
@@ -184,7 +186,7 @@ def test_gpt_oss(tmp_path: Path, limit: float, activation: str) -> None:
     experts = model.model.layers[0].mlp.experts
     assert isinstance(experts, W4Experts) and experts.activation == activation
     assert experts.gate_up.bias.shape == (EXPERTS, 2 * 96) and str(experts.gate_up.format) == "e2m1_g32_e8m0"
-    plain = dense_model(folder, wanted, ("_blocks", "_scales"))
+    plain = dense_model(folder, expected, ("_blocks", "_scales"))
     torch.testing.assert_close(logits(model), logits(plain), rtol=1e-4, atol=1e-4)
     assert sum(isinstance(module, W4GroupedLinear) for module in model.modules()) == 2 * LAYERS
 

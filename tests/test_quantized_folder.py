@@ -49,9 +49,9 @@ class ShortPacking:
 
 
 def write(name: str, n: int, k: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    found = Numbers.random(n, k, 32)
-    codes = torch.from_numpy(found.codes).to(torch.uint8)
-    return {"codes4": codes[:, ::2] << 4 | codes[:, 1::2], "steps": found.scales.T}, found.weight
+    numbers = Numbers.random(n, k, 32)
+    codes = torch.from_numpy(numbers.codes).to(torch.uint8)
+    return {"codes4": codes[:, ::2] << 4 | codes[:, 1::2], "steps": numbers.scales.T}, numbers.weight
 
 
 def writer_of(changed: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> Writer:

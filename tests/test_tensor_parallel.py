@@ -165,7 +165,7 @@ def test_parts_of_experts_add_up_to_the_whole(of_experts: bool) -> None:
         assert local.bias is not None and local.pre_quant_scale is not None
         return local.weight.dequantize() @ (x * local.pre_quant_scale) + local.bias
 
-    wanted = products(Local(w, bias, scale), x)
+    expected = products(Local(w, bias, scale), x)
     splits = [Split(i, PROCESSES, of_experts) for i in range(PROCESSES)]
     parts = [
         Local(split.numbers(WeightNumbers(w), True).packed(), split.bias(bias, True), split.factors(scale, True))
@@ -175,7 +175,7 @@ def test_parts_of_experts_add_up_to_the_whole(of_experts: bool) -> None:
         got = torch.cat([products(part, x) for part in parts])
     else:
         got = sum(products(part, some) for part, some in zip(parts, x.chunk(PROCESSES), strict=True))
-    torch.testing.assert_close(got, wanted)
+    torch.testing.assert_close(got, expected)
 
 
 def test_styles_of_torch() -> None:
@@ -208,10 +208,10 @@ def test_transformers(tmp_path: Path) -> None:
     write_model(folders[2], test_compressed_tensors.config(), test_compressed_tensors.writer())
     write_dense(folders[3], "qwen2")
     test_modelopt.write_mix(folders[4])
-    wanted = {}
+    expected = {}
     for folder in folders:
         config = W4GemmConfig(FORMAT)
         model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=torch.float32)
         with torch.inference_mode():
-            wanted[folder] = model(IDS).logits
-    in_two_processes(both, wanted, wanted_of_mixtures)
+            expected[folder] = model(IDS).logits
+    in_two_processes(both, expected, wanted_of_mixtures)

@@ -190,11 +190,11 @@ def test_a_layer_is_the_weight(dense: ModuleType, case: Case, bias: bool) -> Non
     assert type(kernel) is dense.W4GemmLinearKernel
     kernel.process_weights_after_loading(layer)
     x = torch.randn(3, 5, K, dtype=case.dtype)
-    given = layer.bias if bias else None
-    d = kernel.apply_weights(layer, x, given)
-    wanted = w4gemm.linear(x, w, None if given is None else given.detach())
+    bias_of_layer = layer.bias if bias else None
+    d = kernel.apply_weights(layer, x, bias_of_layer)
+    expected = w4gemm.linear(x, w, None if bias_of_layer is None else bias_of_layer.detach())
     assert d.shape == (3, 5, N) and d.dtype == case.dtype
-    assert torch.equal(d, wanted)
+    assert torch.equal(d, expected)
 
 
 def loading() -> tuple[Any, torch.nn.Module, dict[str, torch.Tensor]]:
@@ -211,13 +211,13 @@ def loading() -> tuple[Any, torch.nn.Module, dict[str, torch.Tensor]]:
 
 def test_all_that_is_packed_was_loaded(dense: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
     """A gate whose up the checkpoint lacks, and one that a loader has loaded in the place of its up."""
-    for name, columns, wanted in (("qweight", slice(N // 2, N), "50.00%"), ("scales", slice(N - 4, N), "4.17%")):
+    for name, columns, expected in (("qweight", slice(N // 2, N), "50.00%"), ("scales", slice(N - 4, N), "4.17%")):
         method, layer, tensors = loading()
         made = {each: p.data.clone() for each, p in layer.named_parameters()}
         for each, t in tensors.items():
             getattr(layer, each).data.copy_(t)
         getattr(layer, name).data[:, columns] = made[name][:, columns]
-        with pytest.raises(RuntimeError, match=rf"mlp.gate_up_proj: {name}: {wanted} of its shape .* was not loaded"):
+        with pytest.raises(RuntimeError, match=rf"mlp.gate_up_proj: {name}: {expected} of its shape .* was not loaded"):
             method.process_weights_after_loading(layer)
     method, layer, tensors = loading()
     for each, t in tensors.items():
@@ -367,15 +367,15 @@ def test_what_lies_between_products_is_fused(
 
     shapes = (7, 2, K // 2), (7, K), (K,), (7, 2 * K)
     inputs = [torch.randn(shape).to(dtype) for shape in shapes]
-    found, called = fused(piece, *inputs, most=most)
+    actual, called = fused(piece, *inputs, most=most)
     small = ("quantize_activations", "add_rms_norm_quantize", "quantize_activations")
     if not fp8:
         small = ("", "add_rms_norm", "gate_halves")
     if most is None or most > 64:
         small = ("quantize_activations", "", "quantize_activations") if fp8 else ("", "", "")
     assert called == [name for each in small for name in (each, "packed_linear") if name]
-    for d, wanted in zip(found, piece(*inputs), strict=True):
-        assert (d - wanted).norm() < 0.02 * wanted.norm()
+    for d, expected in zip(actual, piece(*inputs), strict=True):
+        assert (d - expected).norm() < 0.02 * expected.norm()
 
 
 def test_what_others_read_too_stays(dense: ModuleType) -> None:
@@ -404,9 +404,9 @@ def test_a_compiled_graph_quantizes_with_what_the_compiler_makes(dense: ModuleTy
         return kernel.apply_weights(layer, normed * 2)
 
     inputs = [torch.randn(7, 2, K // 2).bfloat16(), torch.randn(7, N).bfloat16(), torch.rand(N).bfloat16()]
-    found, called = fused(piece, *inputs)
+    actual, called = fused(piece, *inputs)
     assert called == ["quantize_activations", "packed_linear", "packed_linear"]
-    assert torch.equal(found, piece(*inputs))
+    assert torch.equal(actual, piece(*inputs))
 
 
 def test_the_engine_runs_the_pass_and_a_user_s_own_stays(dense: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -683,14 +683,14 @@ def test_a_kernel_that_cannot_be_compiled_ends_the_start_not_a_request(
 def test_no_tuple_is_indexed_by_a_comparison() -> None:
     """PyTorch 2.11's compiler takes no bool as an index, which this PyTorch's does."""
     package = Path(w4gemm.__file__).parent
-    found = [
+    actual = [
         f"{file.relative_to(package)}:{node.lineno}"
         for folder in ("api", "integrations/engines", "integrations/vllm", "core", "packing")
         for file in (package / folder).rglob("*.py")
         for node in ast.walk(ast.parse(file.read_text()))
         if isinstance(node, ast.Subscript) and isinstance(node.slice, (ast.Compare, ast.BoolOp))
     ]
-    assert not found
+    assert not actual
 
 
 @pytest.mark.parametrize("scheme, left", [("W8A8Int8", True), ("W8A8Fp8", True), ("WNA16", False)])

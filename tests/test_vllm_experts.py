@@ -259,9 +259,9 @@ def inputs(dtype: torch.dtype, tokens: int = 4) -> tuple[torch.Tensor, torch.Ten
     return torch.randn(tokens, HIDDEN, generator=g).to(dtype), torch.rand(tokens, TOP_K, generator=g), ids.int()
 
 
-def assert_near(got: torch.Tensor, wanted: torch.Tensor, case: Case) -> None:
+def assert_near(got: torch.Tensor, expected: torch.Tensor, case: Case) -> None:
     bound = FP8_ERROR if case.fp8 else 4 * torch.finfo(case.dtype).eps
-    assert ((got.double() - wanted).norm() / wanted.norm()).item() < bound
+    assert ((got.double() - expected).norm() / expected.norm()).item() < bound
 
 
 def test_results_that_must_not_depend_on_the_batch(experts: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -372,12 +372,12 @@ def test_features_that_a_model_adds(experts: ModuleType, monkeypatch: pytest.Mon
     layer.quant_method.process_weights_after_loading(layer)
     x, weights, ids = inputs(MXFP4.dtype)
     gate_up, down = made.gate_up.dequantize(), made.down.dequantize()
-    wanted = torch.zeros(x.shape, dtype=torch.float64)
+    expected = torch.zeros(x.shape, dtype=torch.float64)
     for t, j in torch.nonzero(ids >= 0).tolist():
         gate, up = (gate_up[ids[t, j], : 2 * loaded].double() @ x[t].double()).view(-1, 2).T
         hidden = torch.nn.functional.silu(gate) * up
-        wanted[t] += weights[t, j].double() * (down[ids[t, j], :, :loaded].double() @ hidden)
-    assert_near(layer.forward_modular(x, weights, ids), wanted, MXFP4)
+        expected[t] += weights[t, j].double() * (down[ids[t, j], :, :loaded].double() @ hidden)
+    assert_near(layer.forward_modular(x, weights, ids), expected, MXFP4)
 
 
 @pytest.mark.parametrize(("format", "case"), [("MXFP4", MXFP4), ("MXFP4", GPT_OSS), ("NVFP4", NVFP4)], ids=str)
@@ -463,7 +463,7 @@ def test_tokens_from_receivers_that_would_give_them_one_scale(
     from w4gemm.integrations.vllm import experts_kernel
 
     calls, need = [], experts_kernel.experts_need
-    monkeypatch.setattr(experts_kernel, "experts_need", lambda *given: calls.append(given[3]) or need(*given))
+    monkeypatch.setattr(experts_kernel, "experts_need", lambda *args: calls.append(args[3]) or need(*args))
     made = mixture(case, use_ep=True, dp_size=2, all2all_backend="deepep_v2")
     x, weights, ids = inputs(case.dtype)
     kernel = made.layer.quant_method.moe_kernel.fused_experts
@@ -687,7 +687,7 @@ def test_adapters_of_several_tokens(
     context = context_of(adapters, gated, shapes, local)
     kernel.set_lora_context(context)
     got = made.layer.forward_modular(x, weights, ids)
-    wanted, first = torch.zeros(x.shape, dtype=torch.float64), EXPERTS - local
+    expected, first = torch.zeros(x.shape, dtype=torch.float64), EXPERTS - local
     for t, j in torch.nonzero(here >= 0).tolist():
         e, which = int(here[t, j]), int(adapters[t])
         biases = [None if bias is None else bias[e].double() for bias in made.biases]
@@ -708,8 +708,8 @@ def test_adapters_of_several_tokens(
         d = linear_reference(hidden[None], made.down.expert(e), biases[1])[0]
         if which >= 0:
             d = d + stacks[3][0] @ (stacks[2][0] @ hidden)
-        wanted[t] += weights[t, j].double() * d
-    assert_near(got, wanted, case._replace(fp8=True) if case.fp8 else case._replace(dtype=torch.bfloat16))
+        expected[t] += weights[t, j].double() * d
+    assert_near(got, expected, case._replace(fp8=True) if case.fp8 else case._replace(dtype=torch.bfloat16))
     assert torch.equal(got[adapters < 0], made.layer.forward_modular(x, weights, ids)[adapters < 0])
     assert (got.double() - plain)[adapters >= 0].norm() > 0.1 * plain.norm()
 
@@ -892,9 +892,9 @@ def test_all_experts_that_are_packed_were_loaded(experts: ModuleType, monkeypatc
 
 def takeover_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
     """Lines about layers that were left, and none of earlier ones afterwards."""
-    found = [r.message for r in caplog.records if "leaves" in r.message]
+    messages = [r.message for r in caplog.records if "leaves" in r.message]
     caplog.clear()
-    return found
+    return messages
 
 
 def test_experts_that_cannot_be_packed_are_given_back(

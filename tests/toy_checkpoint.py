@@ -74,11 +74,11 @@ def convert(folder: Path) -> dict[str, torch.Tensor]:
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "toy"}}))
     facts: dict[str, Any] = {}
     tensors: dict[str, torch.Tensor] = {}
-    wanted: dict[str, torch.Tensor] = {}
+    expected: dict[str, torch.Tensor] = {}
 
     def add(name: str) -> None:
         w = quantize(dense.pop(f"{name}.weight"), FORMAT_NAME)
-        wanted[f"{name}.weight"] = w.dequantize()
+        expected[f"{name}.weight"] = w.dequantize()
         tensors.update({f"{name}.{part}": t for part, t in w.named_tensors().items()})
         if has_bias := f"{name}.bias" in dense:
             tensors[f"{name}.bias"] = dense.pop(f"{name}.bias")
@@ -91,4 +91,4 @@ def convert(folder: Path) -> dict[str, torch.Tensor]:
             add(f"model.layers.{i}.mlp.{part}")
     save_file(tensors | dense, folder / "toy.safetensors")
     (folder / "toy.json").write_text(json.dumps(facts))
-    return wanted
+    return expected
