@@ -652,10 +652,17 @@ FAULTS = (
         _EMULATED + "sm90_mixed_gemm/128x64x128_1x1x1_pingpong",
     ),
     Fault(
-        "one token: what other groups' columns hold of x is not zero",
-        "src/w4gemm/kernels/sm90_decode/kernel.py",
-        "row = cutlass.select_(own, Int32(0), Int32(_ZEROS))",
-        "row = Int32(0)",
+        "few tokens: a lane scales each of its columns by the other's scale",
+        _DEVICE + "warp_product.py",
+        "return (lane % 4 * 2 + column) // self.tokens",
+        "return (lane % 4 * 2 + 1 - column) // self.tokens",
+        _EMULATED + "sm90_decode",
+    ),
+    Fault(
+        "few tokens: what other groups' columns hold of x is not zero",
+        _DEVICE + "warp_product.py",
+        "own = (group % self.slots == column // self.tokens) & (token < tokens)",
+        "own = token < tokens",
         _EMULATED + "sm90_decode",
     ),
     Fault(

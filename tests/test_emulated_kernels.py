@@ -107,7 +107,10 @@ PRODUCTS = [
     Product("sm90_mixed_gemm/16x128x128_1x1x1_coop", "q5_k", PLAIN, 3, 128, 512, 2, (5, 0, 18)),
     Product("sm80_mixed_gemm/64x128x64_1x1x1_coop", "q6_k", PLAIN, 9, 128, 384, 1),
     Product("sm90_decode/8x48x128_1x1x1_coop", "q4_k", PLAIN, 5, 96, 896, 4),
-    # one token: groups in columns
+    # up to four tokens: groups in columns
+    Product("sm90_decode/8x32x128_1x1x1_coop", "q6_k", PLAIN, 2, 96, 1280, 2),
+    Product("sm90_decode/8x64x128_1x1x1_coop", "q2_k", PLAIN, 3, 128, 768, 2),
+    Product("sm90_decode/8x32x128_1x1x1_coop", "q5_k", PLAIN, 4, 64, 768, 2),
     Product("sm90_decode/8x48x128_1x1x1_coop_k2", "q3_k", PLAIN, 1, 96, 1280, 4),
     Product("sm90_decode/8x64x128_1x1x1_coop", "q5_k", PLAIN, 1, 128, 1280, 2),
     Product("sm90_decode/8x64x128_1x1x1_coop", "int8_g32_zfloat_fp16", PLAIN, 5, 128, 1280, 2),

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
@@ -16,6 +17,59 @@ from w4gemm.ptx.arithmetic import mma_sync
 _ONES = {"f16": 0x3C003C00, "bf16": 0x3F803F80}
 
 Words = tuple[Int32, ...]
+
+
+@dataclass(frozen=True)
+class GroupColumns:
+    """Beside few tokens, the eight columns of x that a matrix instruction multiplies are the tokens of several scale
+    groups. Column ``slot * tokens + t`` has token t's x where that belongs to group ``slot`` of a set of groups, and
+    zeros elsewhere. So the sums of a set are one chain of instructions, and a lane scales those of its two columns.
+
+    Args:
+        tokens: 1, 2 or 4.
+        slots: groups of a set.
+        groups: of a block of 128 columns.
+    """
+
+    tokens: int
+    slots: int
+    groups: int
+
+    ZEROS = 7
+    """Row of x in shared memory that holds zeros, behind those of the tokens."""
+
+    @property
+    def sets(self) -> int:
+        return self.groups // self.slots
+
+    @property
+    def of_lane(self) -> int:
+        """Groups that a lane scales sums of."""
+        return self.sets * (2 if self.tokens == 1 else 1)
+
+    def number(self, set: int, column: int) -> int:
+        """Which of the lane's groups one of its two columns belongs to."""
+        return set * 2 + column if self.tokens == 1 else set
+
+    def group(self, number: int, lane: Int32) -> Int32:
+        """The group of this number. Lanes without one take another, beside sums of 0."""
+        set, column = divmod(number, 2) if self.tokens == 1 else (number, 0)
+        return (lane % 4 * 2 + column) // self.tokens % self.slots + set * self.slots
+
+    def row(self, group: Int32, column: Int32, tokens: int) -> Int32:
+        """The row of x in shared memory for a column, where x belongs to a group. tokens: rows that there are."""
+        token = column % self.tokens
+        own = (group % self.slots == column // self.tokens) & (token < tokens)
+        return Int32(cutlass.select_(own, token, Int32(self.ZEROS)))
+
+    def added_up(self, sums: list[Float32]) -> list[Float32]:
+        """A lane's sums (rows g, g + 8; two columns) over all slots, for the columns of the first."""
+        if self.tokens == 1:
+            sums = [sums[row] + sums[row + 1] for row in (0, 0, 2, 2)]
+        for lanes in (1, 2):
+            if 2 * lanes >= self.tokens:
+                sums = [total + cute.arch.shuffle_sync_bfly(total, lanes) for total in sums]
+        return sums
 
 
 @dataclass(frozen=True)
@@ -31,13 +85,13 @@ class WarpProduct:
         weight: facts of the weight's format.
         decoder: its decoder, made with ``allow_sum_scale``.
         token_blocks: blocks of eight tokens.
-        groups_in_columns: True if there is one token, and column j of x is its part that belongs to scale group j.
+        columns: if the columns of x are the scale groups of few tokens.
     """
 
     weight: WeightOperand
     decoder: Any
     token_blocks: int
-    groups_in_columns: bool = False
+    columns: GroupColumns | None = None
 
     def multiply(
         self,
@@ -61,8 +115,8 @@ class WarpProduct:
         if not self.decoder.separate_scales:
             self._multiply_scaled(acc, first, words, scales, x_fragments)
             return
-        if self.groups_in_columns:
-            self._multiply_columns(acc, first, words, scales, x_fragments, table)
+        if self.columns is not None:
+            self._multiply_columns(self.columns, acc, first, words, scales, x_fragments[0], table)
             return
         if self.decoder.factors_on_sums:
             self._multiply_levels(acc, first, words, scales, x_fragments)
@@ -110,28 +164,29 @@ class WarpProduct:
 
     def _multiply_columns(
         self,
+        columns: GroupColumns,
         acc: cute.Tensor,
         first: int,
         words: Sequence[Sequence[Words]],
         scales: Callable[[int, int], Words],
-        x_fragments: Sequence[Sequence[tuple[Int32, Int32]]],
+        x: Sequence[tuple[Int32, Int32]],
         table: Int32,
     ) -> None:
-        """The same with sums of groups in columns. ``scales``: of strip and which of the lane's two columns."""
-        together, (fragments,) = self.weight.block.groups_per_word, x_fragments
-        x_sums = self._sum_x(fragments, 0, len(fragments))
-        for strip in range(len(words)):
-            of_column = [scales(strip, 0), scales(strip, 1)]
-            offsets = self.decoder.offsets(of_column[0], table)
+        """The same with sums of groups in columns. ``scales``: of a strip and one of the lane's groups."""
+        steps = len(x) // columns.sets
+        x_sums = [self._sum_x(x, i * steps, steps) for i in range(columns.sets)]
+        for strip, i in itertools.product(range(len(words)), range(columns.sets)):
+            of_lane = [scales(strip, columns.number(i, column)) for column in range(2)]
+            offsets = self.decoder.offsets(of_lane[0], table)
             sums: Sequence[Float32] = [Float32(0.0)] * 4
-            for step, x in enumerate(fragments):
+            for step in range(i * steps, (i + 1) * steps):
                 a = self.decoder.decode_exact(words[strip][step], offsets)
-                sums = mma_sync(self.weight.kind, sums, a, x)
-            for column in range(2):
-                values = self.decoder.scales_and_zeros(of_column[column], column % together)
-                for i, (scale, zero) in zip((column, 2 + column), values, strict=True):
-                    total = acc[i, 0, first + strip] + scale * sums[i]
-                    acc[i, 0, first + strip] = total if zero is None else total + zero * x_sums[i]
+                sums = mma_sync(self.weight.kind, sums, a, x[step])
+            values = [self.decoder.scales_and_zeros(words) for words in of_lane]
+            for at in range(4):
+                scale, zero = values[at % 2][at // 2]
+                total = acc[at, 0, first + strip] + scale * sums[at]
+                acc[at, 0, first + strip] = total if zero is None else total + zero * x_sums[i][at]
 
     def _multiply_levels(
         self,

@@ -37,10 +37,8 @@ Barriers:
 
     There is no empty barrier: the warp that refills a stage is the only one that reads it.
 
-What a warp computes of a k block is in device/warp_product.py. Groups in columns: of one token, column j of operand B
-is x where it belongs to scale group j of the k block, and zeros elsewhere, which ldmatrix reads from row _ZEROS of a
-stage. So one chain of instructions adds up all groups' sums, and each lane scales those of its two columns; the columns
-are added at the end of a tile. Scales of two levels alone are multiplied so.
+What a warp computes of a k block is in device/warp_product.py, and what the columns of x are beside up to four tokens
+and scales of two levels.
 
 Schedules: ``coop`` has one CTA per SM; ``pingpong`` has two, so that one streams while the other reduces.
 
@@ -59,7 +57,6 @@ they take at most 256 bytes.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -84,7 +81,7 @@ from w4gemm.kernels.device.launch import memory_of_launch
 from w4gemm.kernels.device.pipeline import PipelineState
 from w4gemm.kernels.device.row_gather import RowGather
 from w4gemm.kernels.device.scheduler import tile_coordinates
-from w4gemm.kernels.device.warp_product import WarpProduct
+from w4gemm.kernels.device.warp_product import GroupColumns, WarpProduct
 from w4gemm.kernels.sm90_decode.variant import ReductionRound, Sm90DecodeVariant
 from w4gemm.packing.block import BLOCK_N, STRIP_N, Copy
 from w4gemm.packing.codecs.pairs_decode import own_pairs
@@ -98,8 +95,6 @@ from w4gemm.ptx.memory import (
     store_shared_f32x4,
 )
 
-_ZEROS = 7
-"""Row of a stage of x that holds zeros, if groups are in columns."""
 _DTYPES = {"f16": cutlass.Float16, "bf16": cutlass.BFloat16}
 
 
@@ -175,10 +170,12 @@ class Sm90DecodeKernel:
         self.variant = variant
         self.dtype = _DTYPES[variant.kind]
         self.decoder = variant.weight.decoder(allow_sum_scale=True, pairs=variant.pairs)
-        self.groups_in_columns = variant.alone and variant.block.factors > 0 and variant.block.groups > 1
-        """See the top of this file."""
-        self.scales_in_registers = variant.scales_in_registers or self.groups_in_columns
-        self.product = WarpProduct(variant.weight, self.decoder, variant.token_blocks, self.groups_in_columns)
+        groups, levels = variant.block.groups, variant.block.factors > 0  # of other scales it gains nothing
+        self.columns: GroupColumns | None = None
+        if variant.few and levels and groups > 1 and not (variant.few > 1 and self.decoder.factors_on_sums):
+            self.columns = GroupColumns(variant.few, min(8 // variant.few, groups), groups)
+        self.scales_in_registers = variant.scales_in_registers or self.columns is not None
+        self.product = WarpProduct(variant.weight, self.decoder, variant.token_blocks, self.columns)
         self.reader = BlockReader(variant.stage_block, variant.weight.codec.turns)
         self.expert_tile_map = ExpertTileMap(variant.config.tile_m)
         self.row_gather = RowGather(variant.config.tile_m, 2, variant.itemsize, warps=1)
@@ -286,7 +283,7 @@ class Sm90DecodeKernel:
             self.decoder.fill_table(table, thread, variant.threads)
             cute.arch.sync_threads()
             table = own_pairs(table, thread, variant.pairs)
-        if const_expr(self.groups_in_columns):
+        if const_expr(self.columns is not None):
             self.store_zeros(pipeline, thread % 32)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
@@ -477,30 +474,38 @@ class Sm90DecodeKernel:
             halves = [self.reader.codes(address, half, first + atom, lane) for half in range(2)]
             words.append([self.reader.words_of_step(codes, step) for codes in halves for step in range(4)])
 
-        groups: int = variant.block.groups
-        if self.groups_in_columns:  # the lane's two, if there are as many
-            groups = 2
+        together, columns = variant.block.groups_per_word, self.columns
+
+        scales, pair = address + variant.stage_block.code_bytes, lane // 4
 
         def load_scale(atom: int, g: int) -> tuple[Int32, ...]:
-            scales, strip = address + variant.stage_block.code_bytes, first + atom
-            if self.groups_in_columns:
-                g = (lane % 4 * 2 + g) % variant.block.groups
-            return self.reader.scales(scales, g, strip, lane // 4) + self.reader.factors(scales, strip, lane // 4)
+            strip = first + atom
+            return self.reader.scales(scales, g, strip, pair) + self.reader.factors(scales, strip, pair)
 
+        if columns is not None:
+            loaded = []
+            for strip in range(first, first + len(words)):
+                factors, of_lane = self.reader.factors(scales, strip, pair), []
+                for g in (columns.group(number, lane) for number in range(columns.of_lane)):
+                    fields = self.reader.scales(scales, g, strip, pair)
+                    if together > 1:  # this group's come first
+                        fields = tuple(word >> g % together * 8 for word in fields)
+                    of_lane.append(fields + factors)
+                loaded.append(of_lane)
+            return words, lambda atom, number: loaded[atom][number]
         if not self.scales_in_registers:
             return words, load_scale
-        together = variant.block.groups_per_word
-        firsts = range(0, groups, together)
+        firsts = range(0, variant.block.groups, together)
         loaded = [[load_scale(atom, g) for g in firsts] for atom in range(len(words))]
         return words, lambda atom, g: loaded[atom][g // together]
 
     def store_zeros(self, pipeline: WarpPipeline, lane: Int32) -> None:
-        """Store a row of zeros behind the only token of each of the warp's stages."""
+        """Store a row of zeros behind the tokens of each of the warp's stages."""
         variant = self.variant
         for stage in range(variant.num_stages):
             x = shared_address(pipeline.x.iterator) + self.x_stage(pipeline, Int32(stage)) * variant.x_bytes
             for half in range(2):
-                store_shared_f32(x + half * (variant.x_bytes // 2) + _ZEROS * 128 + lane * 4, Float32(0.0))
+                store_shared_f32(x + half * (variant.x_bytes // 2) + GroupColumns.ZEROS * 128 + lane * 4, Float32(0.0))
         cute.arch.sync_warp()
 
     def read_x(self, pipeline: WarpPipeline, stage: Int32, lane: Int32) -> list[list[tuple[Int32, Int32]]]:
@@ -512,9 +517,9 @@ class Sm90DecodeKernel:
         for tb in range(variant.token_blocks):
             steps: list = []
             for quarter in range(4):  # of 32 columns: four 8 x 8 matrices, the fragments of two steps
-                if const_expr(self.groups_in_columns):
-                    own = (quarter * 32 + lane // 16 * 16) // variant.block.scale_group == lane % 8
-                    row = cutlass.select_(own, Int32(0), Int32(_ZEROS))
+                if const_expr(self.columns is not None):
+                    group = (quarter * 32 + lane // 16 * 16) // variant.block.scale_group
+                    row = self.columns.row(group, lane % 8, variant.tokens)
                 swizzled = (quarter % 2 * 4 + lane // 8) ^ row
                 r = load_matrix(base + quarter // 2 * (variant.x_bytes // 2) + tb * 1024 + row * 128 + swizzled * 16)
                 steps += [(r[0], r[1]), (r[2], r[3])]
@@ -546,12 +551,11 @@ class Sm90DecodeKernel:
     def store_partials(self, acc: cute.Tensor, s_sums: Int32, warp: Int32, lane: Int32) -> None:
         """Store this warp's accumulators to the reduction buffer [warp][token][feature]."""
         variant = self.variant
-        if self.groups_in_columns:
-            for atom, row in itertools.product(range(variant.m16_atoms), range(2)):
-                total = acc[2 * row, 0, atom] + acc[2 * row + 1, 0, atom]
-                for offset in (1, 2):
-                    total = total + cute.arch.shuffle_sync_bfly(total, offset)
-                acc[2 * row, 0, atom] = total
+        if self.columns is not None:
+            for atom in range(variant.m16_atoms):
+                own = self.columns.added_up([acc[i, 0, atom] for i in range(4)])
+                for i, total in enumerate(own):
+                    acc[i, 0, atom] = total
         for tb in range(variant.token_blocks):
             for atom in range(variant.m16_atoms):
                 for i in range(4):

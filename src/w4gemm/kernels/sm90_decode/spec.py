@@ -64,7 +64,7 @@ class Sm90Decode(HopperKernel):
         return replace(super().any_variant(problem), tokens=0)  # no rule looks at them, and they depend on m
 
     def reduction_order(self, problem: GemmProblem, config: GemmConfig) -> Hashable:
-        """Each warp of a CTA takes every W-th k block, and their sums are added in a fixed order. The groups of a
-        token that is alone are added in another one."""
+        """Each warp of a CTA takes every W-th k block, and their sums are added in a fixed order. The groups of up to
+        four tokens are added in others."""
         variant = Sm90DecodeVariant.of(problem, config)
-        return self.name, variant.warps, variant.reduction_warps, config.split_k, variant.alone
+        return self.name, variant.warps, variant.reduction_warps, config.split_k, variant.few

@@ -47,14 +47,19 @@ class Sm90DecodeVariant(GpuVariant):
     (H200, 2026-11-22), so boxes have this many rows. The matrix instruction still takes tile_m rows: it multiplies
     whatever shared memory holds behind them, and those products are not stored. Always tile_m if grouped, where the
     next expert's rows follow."""
-    alone: bool = False
-    """True if there is one token, and its bits may differ from those of the same token among others."""
+    few: int = 0
+    """1, 2 or 4: at least as many as there are tokens, whose bits may differ from those of the same tokens among more.
+    0 for more tokens, and if they may not."""
 
     @classmethod
     def of(cls, problem: GemmProblem, config: GemmConfig) -> Sm90DecodeVariant:
         tokens = config.tile_m if problem.experts else min(config.tile_m, problem.m)
-        alone = tokens == 1 and config.tile_m == 8 and not problem.batch_invariant
-        return replace(super().of(problem, config), tokens=tokens, alone=alone)
+        # two CTAs of eight warps leave 128 registers per thread, too few for the sums of four tokens
+        sizes = (1, 2) if cls.ctas_per_sm(config) == 2 else (1, 2, 4)
+        few = next((few for few in sizes if tokens <= few), 0)
+        if config.tile_m > 8 or problem.batch_invariant:
+            few = 0
+        return replace(super().of(problem, config), tokens=tokens, few=few)
 
     @property
     def m16_atoms(self) -> int:
