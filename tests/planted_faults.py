@@ -793,6 +793,13 @@ FAULTS = (
         _ONE_LAUNCH + "routings",
     ),
     Fault(
+        "of experts that several tokens chose, the share is that of different ones",
+        _EXPERT_LAYER,
+        "if active != layer.choices:",
+        "if active > layer.choices:",
+        _ONE_LAUNCH + "routings",
+    ),
+    Fault(
         "parts of strips of down are counted before all threads have stored theirs",
         _EXPERT_LAYER,
         "        cute.arch.sync_threads()  # the parts of all threads are stored\n",

@@ -203,10 +203,11 @@ def key_of(tokens: int, format: str, experts: int, features: int, width: int, to
     return LayerKey(tokens, *shapes, torch.bfloat16, "silu_mul", top_k, torch.int32)._replace(**others)
 
 
-QWEN, GPT_OSS, KIMI = (
+QWEN, GPT_OSS, KIMI, DEEPSEEK = (
     ("int4_g128", 128, 2048, 768, 8),
     ("mxfp4", 128, 2880, 2880, 4),
     ("int4_g32", 384, 7168, 2048, 8),
+    ("int4_g128", 256, 7168, 2048, 8),
 )
 
 
@@ -217,6 +218,7 @@ QWEN, GPT_OSS, KIMI = (
         (QWEN, {1: True, 2: True, 4: True, 8: True}),
         (GPT_OSS, {1: True, 2: True, 4: True}),
         (KIMI, {1: True, 2: False, 4: False}),
+        (DEEPSEEK, {1: True, 2: False}),
     ],
 )
 def test_one_launch_where_it_was_faster(layer: tuple[Any, ...], chosen: dict[int, bool], device: Device) -> None:

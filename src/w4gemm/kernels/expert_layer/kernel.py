@@ -250,6 +250,7 @@ class ExpertLayerKernel:
         thread, cta = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
         warp, lane = cute.arch.make_warp_uniform(thread // 32), thread % 32
         memory = self.allocate(thread, warp)
+        share = self.share_of(cta, cta, Int32(layer.choices))  # of different experts, as choices mostly are
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         flags = t.flags.iterator.toint()
@@ -258,7 +259,8 @@ class ExpertLayerKernel:
             epoch = load_l2(flags + Int64(EPOCHS_AT + cta) * 4, 1, Boolean(True))[0] + 1
         self.copy_x(t, memory.x, thread)
         active = self.tally(t, memory.choices, thread)
-        share = self.share_of(cta, cta, active)
+        if active != layer.choices:
+            share = self.share_of(cta, cta, active)
         cursor = self.start(t, memory, share, warp)
         for stage in cutlass.range(layer.num_stages, unroll=1):
             cursor = self.request(t, memory, share, cursor, stage, warp)
