@@ -33,6 +33,8 @@ RESULTS = Path(__file__).parent / "results/cpu.jsonl"
 PAGE = Path(__file__).parents[1] / "docs/cpu.md"
 DTYPES = (torch.float32, torch.bfloat16)
 _MARKED = re.compile(r"(<!-- made by python -m bench\.cpu -->\n).*?(<!-- end -->\n)", re.DOTALL)
+_SHOWN = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+"""Numbers of tokens of the page's tables."""
 _ROTATED_BYTES = 200e6
 _MOST_COPIES = 8
 _SUM_TOKENS = 4
@@ -158,7 +160,7 @@ def with_tables(page: str, rows: list[Row]) -> str:
     times of PyTorch's as multiples of it."""
     newest: dict[tuple[Any, ...], dict[tuple[str, int], Row]] = {}
     for row in rows:
-        if "instructions" in row:
+        if "instructions" in row and row["m"] in _SHOWN:
             key = row["processor"], row["instructions"], row["n"], row["k"], row["format"]
             newest.setdefault(key, {})[row["dtype"], row["m"]] = row
     lines: list[str] = []

@@ -31,9 +31,10 @@ _SUM_TOKENS = 4
 """Largest m that the CPU's "sum" is ranked first for. Time of "sum" / time of "dense", geometric mean over four sizes
 of layers, float32 and bfloat16, one and two cores of an EPYC with AVX-512 (2026-11-22): 0.7 at 4 tokens, 1.1 at 6, 1.5
 at 8."""
-_NATIVE_TOKENS = 64
-"""Largest m that "compiled" is ranked first for where PyTorch multiplies bfloat16 faster than float32. A guess: it is
-about 100 tokens by the rates of AVX-512 with bf16 instructions, not measured, and fewer with AMX."""
+_NATIVE_TOKENS = 96
+"""Largest m that "compiled" is ranked first for where PyTorch multiplies bfloat16 faster than float32. Time of
+"compiled" / time of "dense", one thread of a Xeon with AMX, 4096 x 4096, 1536 x 576 and 576 x 576: 0.8, 0.8 and
+0.6 at 64 tokens, 1.0, 0.9 and 0.8 at 96, 1.0, 1.5 and 1.0 at 128 (2026-11-28)."""
 
 
 def _cpu_order(kernel: Any, problem: GemmProblem, config: GemmConfig) -> float:
