@@ -9,8 +9,8 @@ What differs:
 
     warpgroup     role      registers per thread
     0, 1          consumer  240. Each has tile_m / 2 tokens and all features of a tile or, of a tile of 64 tokens, all
-                            tokens and half of the features. row_blocks * own_n / 2 are accumulators, own_n / 2 sums of
-                            the 128 columns that are multiplied
+                            tokens and half of the features. row_blocks * own_n / 2 are accumulators, sets_of_sums *
+                            own_n / 2 sums of the 128 columns that are multiplied
     2             producer  24
 
     what          bytes                             written by                      read by
@@ -23,16 +23,20 @@ What differs:
 
 Timeline of a warpgroup, by 64-token block of a stage: four WGMMAs, which begin new sums; meanwhile its factors are
 loaded; wait until the sums are there; add them, times factors, to the accumulators. While one warpgroup adds, the
-tensor cores work for the other.
+tensor cores work for the other. Where registers are enough for two sets of sums, two stages are multiplied together, so
+that they work for the warpgroup itself besides.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cutlass_dsl import extract_mlir_values, new_from_mlir_values
 
 from w4gemm.kernels.device.epilogue_math import EpilogueMath
 from w4gemm.kernels.device.expert_tiles import first_rows, operands_of_expert
@@ -81,6 +85,29 @@ class Sm90Fp8BlockGemmKernel(Sm90MixedGemmKernel):
         )
 
 
+class StageOperands(NamedTuple):
+    """What a thread multiplies, and the registers for it."""
+
+    x: list[cute.Tensor]
+    """x of all stages as operand A, by 64-token block of the warpgroup."""
+    weights: cute.Tensor
+    """Weights of all stages as operand B."""
+    sums: list[cute.Tensor]
+    """Sets of sums of 128 columns."""
+    accumulators: cute.Tensor
+    """Flat, by 64-token block."""
+
+
+class BlockCoord(NamedTuple):
+    """A consumer thread."""
+
+    warpgroup: Int32
+    thread: Int32
+    """0 .. 127 in the warpgroup."""
+    cta_rank: Int32
+    """Rank of the CTA in its cluster."""
+
+
 class BlockProducer(Producer):
     """Fills the pipeline, with the core matrices of the blocks along n of a stage one after the other."""
 
@@ -104,7 +131,7 @@ class BlockProducer(Producer):
             cute.arch.mbarrier_arrive_and_expect_tx(pipeline.full + stage, transaction_bytes)
             for r in cutlass.range_constexpr(variant.blocks_n):
                 row = cutlass.min(n_tile * variant.blocks_n + r, weight.shape[0] - 1)
-                source = weight.iterator.toint() + (Int64(row) * weight.shape[1] + k_slice) * variant.block.bytes
+                source = weight.iterator.toint() + (Int64(row) * weight.shape[1] + k_slice) * variant.block.stride
                 copies = [(h * variant.blocks_n * half_bytes + r * half_bytes, h * half_bytes) for h in range(2)]
                 copies = [(*copy, half_bytes) for copy in copies]
                 if const_expr(r % variant.blocks_per_scale == 0):
@@ -146,8 +173,10 @@ class BlockConsumer:
         x = [mma.make_fragment_A(thr_mma.partition_A(block)) for block in blocks]
         weights = mma.make_fragment_B(thr_mma.partition_B(self.weights_of(pipeline)))
         shape = thr_mma.partition_shape_C((BOX_TOKENS * variant.warpgroups_m, config.tile_n))
-        sums = cute.make_rmem_tensor(shape, Float32)
+        sums = [cute.make_rmem_tensor(shape, Float32) for _ in range(variant.sets_of_sums)]
         acc = cute.make_rmem_tensor((variant.row_blocks * variant.own_n // 2,), Float32)
+        operands, consumer = StageOperands(x, weights, sums, acc), BlockCoord(wg, thread % 128, cta_rank)
+        mma_of_last = new_from_mlir_values(mma, extract_mlir_values(mma))  # what a loop sets does not leave it
         cute.arch.griddepcontrol_wait()
         state = PipelineState.consumer()
         cluster_coord = self.scheduler.cta_coord_in_cluster(cta_rank)
@@ -156,26 +185,71 @@ class BlockConsumer:
             work_tile = self.scheduler.work_tile(index, params, share)
             tile = self.scheduler.cta_tile(work_tile.tile, params, cluster_coord)
             acc.fill(0.0)
-            scales = pipeline.scales
+            filled = pipeline
             if const_expr(variant.grouped):
                 rows = self.scheduler.rows(tile.m_tile, memory.d.shape[0], memory.expert_tiles)
-                scales = scales + rows.first % 4 * 4
-            for _ in cutlass.range(work_tile.k_slices, unroll=1):
-                cute.arch.mbarrier_wait(pipeline.full + state.stage, state.phase)
-                for block in cutlass.range_constexpr(variant.row_blocks):
-                    self.multiply(mma, sums, x[block], weights, state.stage)
-                    own = pipeline._replace(scales=scales)
-                    factors = self.factors(own, state.stage, wg, block, thread % 128)
-                    warpgroup.wait_group(0)
-                    if const_expr(block == variant.row_blocks - 1):
-                        cute.arch.sync_warp()  # one arrival for all lanes: 128 of them took 4 to 13 % longer
-                        with cute.arch.elect_one():
-                            self.scheduler.release(pipeline, state.stage, cta_rank)
-                    self.add(acc, flattened(sums), factors, block)
+                filled = pipeline._replace(scales=pipeline.scales + rows.first % 4 * 4)
+            k_slices = work_tile.k_slices
+            if const_expr(variant.sets_of_sums == 2):
+                for _ in cutlass.range(k_slices // 2, unroll=1):
+                    self.multiply_two(mma, filled, operands, state, consumer)
+                    state = state.after(variant.num_stages).after(variant.num_stages)
+                k_slices = k_slices % 2
+            for _ in cutlass.range(k_slices, unroll=1):
+                self.multiply_one(mma_of_last, filled, operands, state, consumer)
                 state = state.after(variant.num_stages)
             self.store(acc, self.output_tile(tile, wg, thread % 128, memory), memory, wg)
         if const_expr(variant.boxed):
             cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def multiply_two(
+        self,
+        mma: cute.TiledMma,
+        pipeline: Pipeline,
+        operands: StageOperands,
+        first: PipelineState,
+        consumer: BlockCoord,
+    ):
+        """Add two stages to the accumulators: while the sums of the first are added, the second is multiplied. No
+        WGMMA is in flight at the end, because ptxas would serialize all of them."""
+        second = first.after(self.variant.num_stages)
+        factors = []
+        for i in cutlass.range_constexpr(2):
+            state = first if i == 0 else second
+            cute.arch.mbarrier_wait(pipeline.full + state.stage, state.phase)
+            self.multiply(mma, operands, i, 0, state.stage)
+            factors.append(self.factors(pipeline, state.stage, 0, consumer))
+        for i in cutlass.range_constexpr(2):
+            warpgroup.wait_group(1 - i)
+            self.release(pipeline, first.stage if i == 0 else second.stage, consumer)
+            self.add(operands, i, 0, factors[i])
+
+    @cute.jit
+    def multiply_one(
+        self,
+        mma: cute.TiledMma,
+        pipeline: Pipeline,
+        operands: StageOperands,
+        state: PipelineState,
+        consumer: BlockCoord,
+    ):
+        """Add a stage to the accumulators, by 64-token blocks."""
+        cute.arch.mbarrier_wait(pipeline.full + state.stage, state.phase)
+        for block in cutlass.range_constexpr(self.variant.row_blocks):
+            self.multiply(mma, operands, 0, block, state.stage)
+            factors = self.factors(pipeline, state.stage, block, consumer)
+            warpgroup.wait_group(0)
+            if const_expr(block == self.variant.row_blocks - 1):
+                self.release(pipeline, state.stage, consumer)
+            self.add(operands, 0, block, factors)
+
+    @cute.jit
+    def release(self, pipeline: Pipeline, stage: Int32, consumer: BlockCoord):
+        """Release a stage by one arrival for all lanes of a warp."""
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            self.scheduler.release(pipeline, stage, consumer.cta_rank)
 
     def weights_of(self, pipeline: Pipeline) -> cute.Tensor:
         """The weights of all stages as operand B: (features, columns, stage)."""
@@ -189,34 +263,35 @@ class BlockConsumer:
         pointer = cute.make_ptr(cutlass.Float8E4M3FN, pipeline.weights, cute.AddressSpace.smem, assumed_align=128)
         return cute.make_tensor(pointer, layout)
 
-    def multiply(
-        self, mma: cute.TiledMma, sums: cute.Tensor, x: cute.Tensor, weights: cute.Tensor, stage: Int32
-    ) -> None:
-        """Begin new sums of a 64-token block and the 128 columns of a stage."""
+    def multiply(self, mma: cute.TiledMma, operands: StageOperands, number: int, block: int, stage: Int32) -> None:
+        """Begin new sums, set ``number`` of them, of a 64-token block and the 128 columns of a stage."""
+        sums = operands.sums[number]
         warpgroup.fence()
         for step in range(4):
             mma.set(warpgroup.Field.ACCUMULATE, step > 0)
+            x, weights = operands.x[block], operands.weights
             cute.gemm(mma, sums, x[(None, None, step, stage)], weights[(None, None, step, stage)], sums)
         warpgroup.commit_group()
 
-    def factors(self, pipeline: Pipeline, stage: Int32, wg: Int32, block: int, thread: Int32) -> list[list[Float32]]:
+    def factors(self, pipeline: Pipeline, stage: Int32, block: int, consumer: BlockCoord) -> list[list[Float32]]:
         """The factors of a thread's sums of eight features, tokens g and g + 8 of even and odd ones, by scales of the
         weights."""
-        variant = self.variant
-        token = self.first_token(wg, block) + thread // 32 * 16 + thread % 32 // 4
+        variant, thread = self.variant, consumer.thread
+        token = self.first_token(consumer.warpgroup, block) + thread // 32 * 16 + thread % 32 // 4
         at = pipeline.scales + stage * variant.block_scale_bytes + token * 4
         of_tokens = [to_float("f32", load_shared(at + 32 * row8, 1)[0]) for row8 in range(2)]
         count = variant.own_n // (BLOCK_N * variant.blocks_per_scale)
         first = pipeline.weights + stage * variant.weight_bytes + variant.code_bytes
         if variant.warpgroups_m == 1:
-            first = first + wg * (count * SCALE_BYTES)
+            first = first + consumer.warpgroup * (count * SCALE_BYTES)
         words = [load_shared(first + i * SCALE_BYTES, 4) for i in range(count)]
         of_features = [[to_float("f32", each[row]) for row in (0, 2)] for each in words]  # of rows 0, 8, 1 and 9
         return [[token * feature for token in of_tokens for feature in each] for each in of_features]
 
-    def add(self, acc: cute.Tensor, sums: cute.Tensor, factors: list[list[Float32]], block: int) -> None:
-        """Add sums, times their factors, to the accumulators of a 64-token block."""
+    def add(self, operands: StageOperands, number: int, block: int, factors: list[list[Float32]]) -> None:
+        """Add a set of sums, times their factors, to the accumulators of a 64-token block."""
         size, features = self.variant.own_n // 2, BLOCK_N * self.variant.blocks_per_scale
+        acc, sums = operands.accumulators, flattened(operands.sums[number])
         for i in range(size):
             factor = factors[i // (features // 2)][i % 4]
             acc[block * size + i] = fma(sums[i], factor, acc[block * size + i])

@@ -55,6 +55,12 @@ class Sm90Fp8BlockVariant(Sm90MixedVariant):
         return self.config.tile_n * self.warpgroups_m // self.warpgroups_n
 
     @property
+    def sets_of_sums(self) -> int:
+        """Sets of registers for sums: two, if there are enough, so that a stage is multiplied while the sums of the one
+        before are added."""
+        return 2 if self.row_blocks == 1 and self.own_n <= 128 else 1
+
+    @property
     def stages_per_iteration(self) -> int:
         return 1
 
