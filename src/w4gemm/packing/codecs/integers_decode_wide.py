@@ -1,9 +1,9 @@
 """From packed integers to 16-bit elements of a matrix instruction's operand A, beside scales of more than 16 bits.
 
 A code's four bits at bits 16 to 19 of a float32 are the subnormal u * 2**-133, and at bits 20 to 23 u * 2**-129, since
-the smallest exponents continue the subnormals. So one mask makes a float32 of a code, three shifts serve the eight of a
-word, and one fma gives a weight, rounded to float32; a conversion rounds two of them to ``kind``. That is 23
-instructions for eight weights, against 9 beside 16-bit scales. A prmt brings a larger code, a byte, to bits 16 to 23.
+the smallest exponents continue the subnormals. So two masks leave bytes of one code each, a prmt makes a float32 of a
+byte, and one fma gives a weight, rounded to float32; a conversion rounds two of them to ``kind``. That is 22
+instructions for eight weights, against 9 beside 16-bit scales. A larger code is a byte of its own.
 
 Scales are multiplied by 2**133 * 2**-48, and zero points by 2**-48, so that both and the weights stay in the range of
 float32: a decoded value is the weight times 2**-48. The epilogue multiplies the sums by ``sum_scale``, or, in fp16 and
@@ -123,16 +123,13 @@ class WideDecoder(Decoder):
     def _numbers(self, words: tuple[Int32, ...]) -> tuple[Float32, ...]:
         """The codes of a step by position, times 2**-133, those of rows g + 8 ``upper`` times as high."""
         fields = fields_of(words, self.bits)
-        if self.bits > 4:
-            picks = "".join(
-                f"prmt.b32 ${p}, ${8 + p % 2}, 0, {0x4044 | (p // 4 * 2 + p // 2 % 2) << 8:#x}; " for p in range(8)
-            )
-            bits = asm(picks, [Int32] * 8, fields, pure=True, early=True)
-        else:
-            mask, sources = (2**self.bits - 1) << 16, ("a", "a", "b", "b", "$8", "$8", "c", "c")
-            shifts = "shl.b32 a, $8, 16; shl.b32 b, $8, 8; shr.u32 c, $8, 8; "
-            picks = "".join(f"and.b32 ${i}, {s}, {mask << i % 2 * 4:#x}; " for i, s in enumerate(sources))
-            bits = asm(f"{{ .reg .b32 a, b, c; {shifts}{picks}}}", [Int32] * 8, fields, pure=True, early=True)
+        if self.bits <= 4:
+            mask = (2**self.bits - 1) * 0x01010101
+            fields = fields[0] & mask, fields[0] & Int32((mask << 4) - (2**32 if mask << 4 >= 2**31 else 0))
+        picks = "".join(
+            f"prmt.b32 ${p}, ${8 + p % 2}, 0, {0x4044 | (p // 4 * 2 + p // 2 % 2) << 8:#x}; " for p in range(8)
+        )
+        bits = asm(picks, [Int32] * 8, fields, pure=True, early=True)
         return tuple(to_float("f32", number) for number in bits)
 
 
