@@ -281,7 +281,7 @@ def _engines(page: Page, rows: Sequence[Row]) -> list[str]:
         lines += [f"| {case} | {' | '.join(str(g.get(c, '')) for c in columns)} |" for case, g in served.items()]
         notes = {row["note"] for row in rows if row["phase"] == "serve" and "note" in row}
         lines += [line for note in sorted(notes) for line in ("", *_wrapped(note))]
-    return [*lines, *_layers_of_experts(rows), *_turns(read(RESULTS / "engine_pair.jsonl"), page.gpu)]
+    return [*lines, *_turns(read(RESULTS / "engine_pair.jsonl"), page.gpu)]
 
 
 def _turns(rows: Sequence[Row], gpu: str) -> list[str]:
@@ -305,19 +305,6 @@ def _turns(rows: Sequence[Row], gpu: str) -> list[str]:
 
 def _numbers(column: str) -> tuple[bool, int]:
     return "whole" in column, int(column.split()[0])
-
-
-def _layers_of_experts(rows: Sequence[Row]) -> list[str]:
-    alone = [row for row in rows if row["phase"] == "experts"]
-    if not alone:
-        return []
-    us = {(row["batch"], row["impl"]): row["us"] for row in alone}
-    tokens = sorted({batch for batch, _ in us})
-    lines = ["", f"One layer of {alone[0]['model']}'s experts after the router, int4 g128, us:", ""]
-    lines += [f"| tokens | {' | '.join(map(str, tokens))} |", "|---" * (len(tokens) + 1) + "|"]
-    for name in dict.fromkeys(row["impl"] for row in alone):
-        lines.append(f"| {name} | {' | '.join(f'{us[batch, name]:.1f}' for batch in tokens)} |")
-    return lines
 
 
 def _versions(points: Sequence[Point], engines: Sequence[Row]) -> list[str]:

@@ -10,7 +10,7 @@ from bench.engine.models import Model
 OURS = "w4gemm"
 DEFAULT = "default"
 """vLLM without our plugin chooses by itself; its rows are named by what it chose."""
-KNOWN = (OURS, "machete", "marlin", "humming", "cutlass", "triton", "conch", "exllama", "allspark", "gguf")
+KNOWN = (OURS, "machete", "marlin", "humming", "cutlass", "triton", "conch", "exllama", "allspark")
 """Words in the names of kernels' classes or modules by which an implementation is known."""
 
 Kernels = Mapping[str, Mapping[str, int]]

@@ -76,6 +76,7 @@ class Engine:
         self, model: Model, folder: Path, kernels: str, args: argparse.Namespace, feature: Row | None = None
     ) -> None:
         from vllm import LLM
+        from vllm.v1.worker import workspace
 
         self.kernels = kernels
         os.environ["W4GEMM_VLLM"] = "on" if kernels == OURS else "off"
@@ -105,6 +106,8 @@ class Engine:
             **(feature or {}),
         )
         self.seconds = time.perf_counter() - begun
+        # the next engine puts another in its place, and CUDA graphs of experts hold its memory
+        self.workspace = workspace.current_workspace_manager() if workspace.is_workspace_manager_initialized() else None
         self.model: Any = self.llm.collective_rpc(lambda worker: worker.model_runner.get_model())[0]
         names = {known_as(cls) for classes in kernels_of(self.model).values() for cls in classes}
         self.name = "+".join(sorted(names)) or DENSE
