@@ -405,9 +405,16 @@ FAULTS = (
     Fault(
         "e4m3 beside fp8 x: columns from 16 on are those of rows g + 8",
         _CODECS + "e4m3.py",
-        "8 * i, 4 * step + 2 * col16 + row8)",
-        "8 * i, 4 * step + 2 * row8 + col16)",
+        "8 * i, 4 * row8 + 2 * step + col16)",
+        "8 * i, 4 * col16 + 2 * step + row8)",
         "tests/test_emulated_kernels.py -k one_hot",
+    ),
+    Fault(
+        "e4m3 in shared memory: tokens g + 8 have the factors of tokens g",
+        "src/w4gemm/kernels/sm90_fp8_block_gemm/kernel.py",
+        "factors[i // (features // 2)][i % 4]",
+        "factors[i // (features // 2)][i % 2]",
+        "tests/test_emulated_kernels.py -k block_gemm",
     ),
     Fault(
         "int3 beside fp8 x: a step's third bits are the other step's",
@@ -558,11 +565,11 @@ FAULTS = (
         """            warpgroup.wait_group(1)
             if const_expr(batch == 0):
                 if state.has_previous:
-                    self.release(pipeline, state.previous, consumer)
+                    self.scheduler.release(pipeline, state.previous, consumer.cta_rank)
 """,
         """            if const_expr(batch == 0):
                 if state.has_previous:
-                    self.release(pipeline, state.previous, consumer)
+                    self.scheduler.release(pipeline, state.previous, consumer.cta_rank)
             warpgroup.wait_group(1)
 """,
         _EMULATED + "sm90_mixed_gemm/16x128",
