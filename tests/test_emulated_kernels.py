@@ -128,6 +128,9 @@ PRODUCTS = [
     Product("sm90_fp8_block_gemm/128x128x128_1x1x1_coop", "e4m3_g128_b128", ROWS_OF_BLOCKS, 200, 320, 640, 2),
     Product("sm90_fp8_block_gemm/128x128x128_1x1x1_coop", "e4m3_g128_b128", ROWS_OF_BLOCKS, 3, 130, 640, 2, (5, 200)),
     Product("sm90_fp8_block_gemm/256x128x128_1x1x1_coop", "e4m3_g128_b128", ROWS_OF_BLOCKS, 250, 128, 640, 1),
+    # multicast in a cluster, of x and of weights
+    Product("sm90_fp8_block_gemm/128x64x128_1x2x1_coop", "e4m3_g128_b128", ROWS_OF_BLOCKS, 63, 130, 1100, 2),
+    Product("sm90_fp8_block_gemm/128x128x128_2x1x1_coop", "e4m3_g128_b128", ROWS_OF_BLOCKS, 300, 130, 1100, 2),
     Product("sm89_fp8_gemm/16x64x256_1x1x1_pingpong", "e4m3_col_fp32", SCALED, 8, 64, 768, 8, (3, 0, 41), True),
     Product("sm90_fp8_gemm/16x64x256_1x1x1_coop", "e2m1_g16_e4m3", SCALED, 11, 64, 512, 1),
     Product("sm89_fp8_gemm/16x64x256_1x1x1_pingpong", "e2m1_g32_e4m3", SCALED, 8, 64, 512, 1),
@@ -182,7 +185,8 @@ def parameters(case: Product, arguments: Arguments) -> list[Any]:
         whole = by_column.as_strided((len(by_column), by_column.stride(0)), (by_column.stride(0), 1))
         scales = [TensorMap(whole, variant.blocks_k, variant.scale_tokens, swizzled=False), None]
     target = [TensorMap(arguments.out, variant.tokens_per_round, 64), None] if variant.boxed else [arguments.out]
-    boxes = TensorMap(x, variant.box_tokens, 128 // x.itemsize)
+    shared = 1 if config.split_k > 1 else config.cluster_n  # each CTA brings a part of a box to all that share x
+    boxes = TensorMap(x, variant.box_tokens // shared, 128 // x.itemsize)
     return [boxes, None, *scales, None, *target, *behind]
 
 

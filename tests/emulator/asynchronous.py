@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from emulator.machine import SHARED_BYTES, Machine
+from emulator.machine import RANK, SHARED_BYTES, Machine
 from emulator.numbers import Array, operand_a, unpacked
 from emulator.ptx import Address, Instruction, Program
 
@@ -181,29 +181,26 @@ class AsynchronousMachine(Machine):
 
     def _bulk_copy(self, i: Instruction, on: Array) -> None:
         """Copy contiguous bytes, for each thread that executes it."""
-        assert "multicast::cluster" not in i.opcode, i.text
-        target, source, size, at = i.operands
+        target, source, size = i.operands[:3]
         for t in on:
             one = np.array([t])
             bytes = int(np.broadcast_to(self.get(size, "u32", one), 1)[0])
-            ((barrier, _),) = self._mbarriers(at, one)
             to, start = self.address(target, one, "u32"), self.address(source, one)
             assert bytes % 16 == 0 and start % 16 == 0 and to % 16 == 0, i.text
             _, begin = self.located("global", start, one, 16)
             assert self.mapped[begin[0] : begin[0] + bytes].all(), f"outside every tensor: {start[0]:#x}, {bytes} bytes"
-            self._bring(barrier, one, to + np.arange(bytes), self.memory[begin[0] : begin[0] + bytes])
+            self._bring(i, one, to + np.arange(bytes), self.memory[begin[0] : begin[0] + bytes])
 
     def _box_copy(self, i: Instruction, on: Array) -> None:
         """Copy a box of a matrix by TMA, from global to shared memory, with zeros past the matrix."""
-        target, source, at = i.operands[:3]
+        target, source = i.operands[:2]
         for t in on:
             one = np.array([t])
-            ((barrier, _),) = self._mbarriers(at, one)
             bytes, exists = self._box(source, one)
             values = np.where(exists, self.memory[np.where(exists, bytes, 0)], np.uint8(0))
             to = self.address(target, one, "u32") + np.arange(values.size)
             box = self.maps[int(self.address(source, one)[0])]
-            self._bring(barrier, one, _swizzled(to) if box.swizzled else to, values.reshape(-1))
+            self._bring(i, one, _swizzled(to) if box.swizzled else to, values.reshape(-1))
 
     def _box(self, source: Address, one: Array) -> tuple[Array, Array]:
         """The bytes in global memory of a box, by row, and whether the matrix has them."""
@@ -237,17 +234,32 @@ class AsynchronousMachine(Machine):
                 left.append(store)
         self.stores = left
 
-    def _bring(self, barrier: MBarrier, one: Array, to: Array, values: Array) -> None:
-        """Destroy the target, and write it when the mbarrier is waited for."""
+    def _bring(self, i: Instruction, one: Array, to: Array, values: Array) -> None:
+        """Destroy the target, and write it when its mbarrier is waited for. A multicast does so at the same places in
+        each CTA of its mask."""
+        at = next(j for j, o in enumerate(i.operands) if j > 1 and isinstance(o, Address))
+        barrier = self.address(i.operands[at], one, "u32")
+        if "multicast::cluster" not in i.opcode:
+            return self._bring_to(barrier, one, to, values.copy())
+        mask = int(np.broadcast_to(self.get(i.operands[at + 1], "u16", one), 1)[0])
+        assert 0 < mask < 1 << self.cluster, i.text
+        for rank in range(self.cluster):
+            if mask >> rank & 1:
+                of_cta, inside = 1 + rank << RANK, (1 << RANK) - 1
+                self._bring_to(barrier & inside | of_cta, one, to & inside | of_cta, values.copy())
+
+    def _bring_to(self, barrier: Array, one: Array, to: Array, values: Array) -> None:
+        (cta,), (offset,) = self.owner(barrier, one)
+        mbarrier = self.mbarriers[int(cta), int(offset)]
         cta, offset = self.owner(to, np.broadcast_to(one, to.shape))
-        at, values = cta * SHARED_BYTES + offset, values.copy()
+        at = cta * SHARED_BYTES + offset
         self._destroy(cta[:1], np.array([offset.min()]), offset[None])
 
         def arrive() -> None:
             self.shared[at], self.written[at] = values, True
-            barrier.bytes -= len(values)
+            mbarrier.bytes -= len(values)
 
-        barrier.copies.append(arrive)
+        mbarrier.copies.append(arrive)
 
     def _destroy(self, cta: Array, start: Array, offsets: Array) -> None:
         """Destroy what a copy will write, (copies, bytes), each copy from ``start`` on in a CTA. No WGMMA in flight may

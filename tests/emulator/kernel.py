@@ -14,7 +14,7 @@ are waited for. These are errors: an instruction that is not known here; a globa
 from shared memory that nothing has written (matrices aside); a wait that nothing ends; a warp that does not converge.
 
 Not emulated: time, caches and the order of other threads' stores (they are seen at once), proxies and their fences,
-registers (PTX has as many as it likes), multicast, traps. Float32 is rounded once except in ``fma`` (twice, in very few
+registers (PTX has as many as it likes), traps. Float32 is rounded once except in ``fma`` (twice, in very few
 cases) and in sums of matrix instructions, whose order is NumPy's; approximations (``ex2.approx``) are exact.
 """
 
