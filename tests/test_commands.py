@@ -87,6 +87,7 @@ FAILURES = (
         ("cache import {file}/x", "FILE: no file '"),
         ("gemm 4 64 64 --device cpu --top 3", "--top: goes with --profile"),
         ("explain --m 4 --n 63 --k 64 --device h200 --activation silu_mul", "n: silu_mul wants an even n"),
+        ("explain 4 64 64 --device h200 --block-scales", "--block-scales: wanted --dtype float8_e4m3fn beside it, got"),
         (
             "compile --shapes 64x64 --m 1 -o {file}",
             "--output: wanted a folder, which is made if needed, got the file '",
@@ -231,6 +232,9 @@ def test_json_of_the_commands_that_report(capsys):
     assert not facts("explain", "16", "64", "64", "--device", "h200", "--why", "1x1x1_1x1x1_coop")["verdicts"][0][
         "legal"
     ]
+    blocks = ("explain", "1024", "4096", "4096", "--device", "h200", "--format", "e4m3_g128_b128", "--dtype")
+    said = [facts(*blocks, "float8_e4m3fn", "--rows", "1", *flags) for flags in ([], ["--block-scales"])]
+    assert [each["chosen"].split("/")[0] for each in said] == ["sm90_fp8_gemm", "sm90_fp8_block_gemm"]
     said = facts("gemm", "4", "96", "64", "--device", "cpu")
     assert said["us"] > 0 and said["relative_error"] < 1e-2 and said["config"].startswith("cpu_mixed_gemm/")
     assert facts("gemm", "4", "96", "64", "--device", "cpu", "--profile")["kept"]

@@ -7,6 +7,8 @@ import json
 import math
 from typing import Any
 
+import torch
+
 from w4gemm import choice
 from w4gemm.console.devices import described_device, device_line
 from w4gemm.console.values import chosen_dtype, sizes_of
@@ -22,6 +24,8 @@ def run(args: argparse.Namespace) -> int:
     m, n, k = sizes_of(args)
     device = described_device(args.device)
     format, dtype = WeightFormat.parse(args.format), chosen_dtype(args.dtype, device)
+    if args.block_scales and dtype != torch.float8_e4m3fn:
+        raise ValueError(f"--block-scales: wanted --dtype float8_e4m3fn beside it, got {dtype}")
     problem = GemmProblem(
         choice.plan_m(m),
         n,
@@ -29,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
         dtype,
         format,
         layout_for(device, format, dtype),
-        Epilogue(canonical(args.activation), residual=args.residual),
+        Epilogue(canonical(args.activation), residual=args.residual, block_scale=args.block_scales),
         device,
         args.batch_invariant,
     )

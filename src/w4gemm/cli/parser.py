@@ -165,6 +165,9 @@ def _explain(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--activation", metavar="NAME", help="activation in the epilogue, such as silu (default: none)")
     parser.add_argument("--residual", action="store_true", help="the epilogue adds a residual")
+    parser.add_argument(
+        "--block-scales", action="store_true", help="fp8 activations have a scale for each 128 columns of a row"
+    )
     parser.add_argument("--batch-invariant", action="store_true", help="explain linear(..., batch_invariant=True)")
     parser.add_argument(
         "--rows", type=positive, metavar="N", help="print only the N configs of least predicted time (default: all)"
