@@ -274,6 +274,12 @@ def test_configs_that_are_refused(tmp_path: Path, settings: dict[str, Any], mess
         open_checkpoint(tmp_path)
 
 
+def test_act_order_without_the_group_of_each_column(tmp_path: Path) -> None:
+    """In order, the columns would have the scales of other groups."""
+    write_model(tmp_path, CONFIG | {"desc_act": True}, writer(-1, act_order=True))
+    refusals(tmp_path)(f"{DOWN}: it has no g_idx, which says", lambda t: t.pop(f"{DOWN}.g_idx"))
+
+
 def test_damaged_folders(tmp_path: Path) -> None:
     write_model(tmp_path, CONFIG, writer(-1))
     refused = refusals(tmp_path)

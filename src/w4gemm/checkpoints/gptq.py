@@ -142,6 +142,8 @@ class GPTQPacking:
         check_tensor(stored, "qzeros", ("I32",), (groups, n * bits // 32))
         if "g_idx" in stored:
             check_tensor(stored, "g_idx", ("I32", "I64"), (k,))
+        elif settings.get("desc_act") and groups > 1:
+            raise ValueError("it has no g_idx, which says the group of each column where desc_act is true")
         return Module(n, k, format, "bias" in stored, activations=self._activations)
 
     def numbers(self, module: Module, tensors: Mapping[str, torch.Tensor]) -> Numbers:
