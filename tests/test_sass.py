@@ -271,7 +271,7 @@ def test_every_kernel_that_compiles_is_checked():
     compiling = set()
     for k in KERNELS:
         p = problem("int4_g128", FP8 if k.name in FP8_KERNELS else torch.bfloat16)
-        if (c := k.configs(p)) and k.unit(p, c[0]) is not None:
+        if k.supports(p) and (c := k.configs(p)) and k.unit(p, c[0]) is not None:
             compiling.add(k.name)
     assert compiling == set(INSTRUCTION)
 
@@ -352,7 +352,7 @@ def test_instructions_that_decode(decoding):
 
 EIGHT_WEIGHTS = {"int8_g128": 8, "int6_g128": 11.5, "int5_g128": 11.75, "int4_g128": 9, "int3_g128": 11.25}
 EIGHT_WEIGHTS |= {"int2_g128": 9.5, "e4m3_col_fp32": 14, "e4m3_g128_b128": 30}
-EIGHT_WEIGHTS |= {"q6_k": 30, "q5_k": 29, "q3_k": 32, "q2_k": 34.5}
+EIGHT_WEIGHTS |= {"q6_k": 30, "q5_k": 29, "q3_k": 31.5, "q2_k": 34}
 """By format, the instructions that decode eight weights beside bf16 x, by the decoders' sequences."""
 EIGHT_WEIGHTS_FP8 = {"e4m3_g128_b128": 2, "int4_g128": 7, "int3_g128": 11, "int2_g128": 7.25}
 """Beside e4m3 x, where scales multiply sums."""
@@ -407,13 +407,24 @@ def test_weights_of_a_second_stage_are_not_requested_beside_a_table_of_float32(f
 
 
 def test_loads_from_a_table_are_spread_over_the_main_loop():
-    """A second early stage made ptxas gather them: up to 12 among 16 instructions, and the product took 13 % longer."""
+    """A second early stage made ptxas gather them, and the product took 13 % longer. Since two blocks share factors, it
+    gathers up to 12 among 16 instructions again, at 6 % of this product's time; it gathered 7 before."""
     kernel, p = kernel_named("sm90_mixed_gemm"), problem("q4_k", torch.bfloat16, 32)
     unit = kernel.unit(p, GemmConfig.parse("32x256x128_1x1x1_coop"))
     (loop,) = main_loops(disassemble(object_code(unit)), "HGMMA")
     loads = [line.startswith("LDS.64") for line in loop]
     assert sum(loads) >= 4 * 8, "a thread's eight code words, four pairs each"
-    assert max(sum(loads[i : i + 16]) for i in range(len(loads))) <= 8
+    assert max(sum(loads[i : i + 16]) for i in range(len(loads))) <= 12
+
+
+@pytest.mark.parametrize("config", ["128x128x128_1x1x1_coop", "256x128x128_1x2x1_coop"])
+def test_weights_of_blocks_are_multiplied_from_shared_memory(config):
+    """So is x: no fragment of either is loaded into registers."""
+    kernel = kernel_named("sm90_fp8_block_gemm")
+    p = problem("e4m3_g128_b128", FP8, 512, epilogue=Epilogue(block_scale=True))
+    code = object_code(kernel.unit(p, GemmConfig.parse(config)))
+    check(facts_of(code), "QGMMA")
+    assert disassemble(code).count("LDSM") == 0
 
 
 def test_ctas_of_a_split_wait_once_for_each_other():

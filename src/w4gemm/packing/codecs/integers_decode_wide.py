@@ -125,7 +125,7 @@ class WideDecoder(Decoder):
         fields = fields_of(words, self.bits)
         if self.bits <= 4:
             mask = (2**self.bits - 1) * 0x01010101
-            fields = fields[0] & mask, fields[0] & Int32((mask << 4) - (2**32 if mask << 4 >= 2**31 else 0))
+            fields = fields[0] & mask, fields[0] & (mask << 4) - (2**32 if mask << 4 >= 2**31 else 0)
         picks = "".join(
             f"prmt.b32 ${p}, ${8 + p % 2}, 0, {0x4044 | (p // 4 * 2 + p // 2 % 2) << 8:#x}; " for p in range(8)
         )
