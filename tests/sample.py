@@ -27,6 +27,9 @@ from w4gemm.packing.layouts import layout_named
 NEIGHBOURS = 16
 """Tests of the conformance suite that stay together in a shard, because neighbours share compiled kernels."""
 
+WINDOW = 50
+"""Cases of which a sample takes the one that covers most."""
+
 
 class Shard(NamedTuple):
     """One of several parts of all tests."""
@@ -73,21 +76,34 @@ def chosen(cases: list[dict[str, Any]], share: float, seed: str, pairs: bool = F
     """Return the indices of a sample, a ``share`` of the cases.
 
     Each fact of each parameter occurs in it, and with ``pairs`` any two facts that occur together in a test of three
-    or more, if need be with more cases.
+    or more, if need be with more cases: the next is that of WINDOW which covers most.
     """
     order = random.Random(seed).sample(range(len(cases)), len(cases))
+    covers = []
+    for case in cases:
+        facts = sorted({fact for name, value in case.items() for fact in _facts(name, value)})
+        covers.append(set(itertools.combinations(facts, 2 if pairs and len(facts) > 2 else 1)))
     covered: set[tuple[tuple[str, str], ...]] = set()
-    first, others = [], []
-    for i in order:
-        facts = sorted(fact for name, value in cases[i].items() for fact in _facts(name, value))
-        covers = set(itertools.combinations(facts, 2 if pairs and len(facts) > 2 else 1))
-        (others if covers <= covered else first).append(i)
-        covered |= covers
+    first: list[int] = []
+    others: list[int] = []
+    window: list[int] = []
+    while order or window:
+        window += [order.pop() for _ in range(min(WINDOW - len(window), len(order)))]
+        new = {i: len(covers[i] - covered) for i in window}
+        others += [i for i in window if not new[i]]
+        window = [i for i in window if new[i]]
+        if window:
+            best = max(window, key=new.__getitem__)
+            window.remove(best)
+            first.append(best)
+            covered |= covers[best]
     return first + others[: max(0, round(share * len(cases)) - len(first))]
 
 
 def _facts(name: str, value: Any) -> list[tuple[str, str]]:
     """What a sample has to cover of a parameter: its ``facts``, the fields of an epilogue or a config, or itself."""
+    if isinstance(value, list):  # of configs
+        return [fact for each in value for fact in _facts(name, each)]
     if hasattr(value, "facts"):
         fields = value.facts
     elif isinstance(value, Epilogue):
@@ -112,7 +128,8 @@ def is_sampled(item: pytest.Item) -> bool:
 
 
 def left_out(items: Iterable[pytest.Item], seed: str) -> set[pytest.Item]:
-    """Return the cases that do not run. Cases for a GPU are sampled apart from those for CPUs, and by pairs."""
+    """Return the cases that do not run. Cases for a GPU are sampled apart from those for CPUs, and by pairs. Tests of a
+    file with the same cases have the same sample, since they launch the same kernels and each kernel is compiled."""
     tests: dict[tuple[str, bool], list[Any]] = {}
     for item in items:
         if is_sampled(item):
@@ -122,6 +139,7 @@ def left_out(items: Iterable[pytest.Item], seed: str) -> set[pytest.Item]:
     for (name, on_gpu), cases in tests.items():
         (share,) = cases[0].get_closest_marker("sampled").args
         params = [case.callspec.params for case in cases]
-        sample = set(chosen(params, share, f"{seed} {name}", pairs=on_gpu))
+        file, names = name.partition("::")[0], ",".join(sorted(params[0]))
+        sample = set(chosen(params, share, f"{seed} {file} {names}", pairs=on_gpu))
         unsampled |= {case for i, case in enumerate(cases) if i not in sample}
     return unsampled

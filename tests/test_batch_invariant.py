@@ -173,6 +173,7 @@ def orders_of() -> list[object]:
     return found
 
 
+@pytest.mark.sampled(0.3)
 @pytest.mark.parametrize("target, format, configs", orders_of())
 def test_configs_of_one_order_give_equal_bits(target, format, configs, request):
     supported_here(target)

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from conftest import _sample_seed
-from sample import chosen
+from sample import chosen, left_out
 from w4gemm.core.epilogue import Epilogue
 
 CASES = [{"target": t, "format": f, "n": n} for t, f, n in itertools.product("abcd", range(30), (7, 130))]
 ALONE = [{"target": "a", "config": str(i)} for i in range(20)]
+
+
+@dataclass(eq=False)
+class Item:
+    """What a sample reads of a pytest.Item."""
+
+    nodeid: str
+    callspec: Any
+    get_closest_marker: Any
 
 
 def test_every_value_occurs() -> None:
@@ -29,7 +39,7 @@ def test_any_two_values_of_two_parameters_occur_in_pairs() -> None:
     cases = [dict(zip("abcd", values, strict=True)) for values in itertools.product(range(5), repeat=4)]
     for seed in map(str, range(5)):
         sample = [cases[i] for i in chosen(cases, 0.01, seed, pairs=True)]
-        assert len(sample) < len(cases) / 8
+        assert len(sample) < 2 * 25, "25 cases are the fewest"
         for one, other in itertools.combinations("abcd", 2):
             assert {(case[one], case[other]) for case in sample} == set(itertools.product(range(5), repeat=2))
 
@@ -44,6 +54,24 @@ def test_epilogues_and_configs_stand_for_their_fields() -> None:
     sample = [configs[i]["config"] for i in chosen(configs, 0, "0")]
     assert len(sample) < len(configs)
     assert {config[12:14] for config in sample} == {"16", "32", "64"}
+    several = [{"configs": list(some)} for some in itertools.combinations([c["config"] for c in configs], 3)]
+    assert len(chosen(several, 0, "0")) < len(configs), "lists of configs stand for all fields of theirs"
+
+
+def test_tests_with_the_same_cases_have_the_same_sample() -> None:
+    """Their kernels are compiled once. Those of another file or with other parameters have their own."""
+
+    def items(test: str) -> list[Any]:
+        marks = {"sampled": SimpleNamespace(args=(0.25,))}.get
+        return [
+            Item(f"{test}[{i}]", SimpleNamespace(params={"kernel": case["target"], "n": case["n"]}), marks)
+            for i, case in enumerate(CASES)
+        ]
+
+    tests = {test: items(test) for test in ("a.py::one", "a.py::two", "b.py::one")}
+    outside = left_out(itertools.chain.from_iterable(tests.values()), "0")
+    samples = [{item.nodeid.split("[")[1] for item in cases if item not in outside} for cases in tests.values()]
+    assert samples[0] == samples[1] != samples[2]
 
 
 def test_seeds_give_other_cases_until_all_have_run() -> None:

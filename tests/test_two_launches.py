@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from dataclasses import replace
@@ -126,12 +127,20 @@ def test_machine_code_is_that_of_the_two(name, problem, text, epilogue):
     assert sorted(both) == sorted(alone)
 
 
+SHAPES = ((256, 17600, 384), (300, 9000, 1000), (1000, 4106, 256), (40, 600, 256))
+EPILOGUES = ("plain", "bias, residual", "bias, silu_mul, alpha")
+ON_A_GPU = [
+    pytest.param(*pair.values, *case, id=f"{pair.id}-{'x'.join(map(str, case[0]))}-{case[1]}")
+    for pair, case in zip(PAIRS, itertools.cycle(itertools.product(SHAPES, EPILOGUES)))
+]
+"""Each pair in one shape and with one epilogue: three kernels to compile, not eighteen."""
+
+
 @pytest.mark.gpu
-@pytest.mark.sampled(0.25)
-@pytest.mark.parametrize("m, n, k", [(256, 17600, 384), (300, 9000, 1000), (1000, 4106, 256), (40, 600, 256)])
-@pytest.mark.parametrize("name, problem, text", PAIRS)
-def test_bits_are_those_of_the_two_on_a_gpu(name, problem, text, m, n, k):
-    """With and without an epilogue; (40, 600, 256) fills no wave: one launch."""
+@pytest.mark.parametrize("name, problem, text, shape, epilogue", ON_A_GPU)
+def test_bits_are_those_of_the_two_on_a_gpu(name, problem, text, shape, epilogue):
+    """(40, 600, 256) fills no wave: one launch."""
+    m, n, k = shape
     torch.manual_seed(0)
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     weight = (
@@ -152,20 +161,19 @@ def test_bits_are_those_of_the_two_on_a_gpu(name, problem, text, m, n, k):
     tiles = -(-m // config.tile_m)
     first = min(-(-n // config.tile_n) * tiles // sms * sms // tiles * config.tile_n, n) or n
     bias = torch.randn(n, device="cuda", dtype=torch.bfloat16)
-    for options in (
-        {},
-        {"bias": bias, "residual": torch.randn(m, n, device="cuda", dtype=torch.bfloat16)},
-        {"bias": bias, "activation": "silu_mul", "alpha": torch.tensor(0.5, device="cuda")},
-    ):
-        gated = options.get("activation") == "silu_mul"
-        whole = [linear(x, weight, config=f"{name}/{t}", **options, **scale) for t in text.split("+")]
-        split_at = first // 2 if gated else first
-        expected = torch.cat((whole[0][:, :split_at], whole[1][:, split_at:]), 1)
-        for _ in range(3):
-            assert torch.equal(linear(x, weight, config=f"{name}/{text}", **options, **scale), expected)
+    options = {
+        "plain": {},
+        "bias, residual": {"bias": bias, "residual": torch.randn(m, n, device="cuda", dtype=torch.bfloat16)},
+        "bias, silu_mul, alpha": {"bias": bias, "activation": "silu_mul", "alpha": torch.tensor(0.5, device="cuda")},
+    }[epilogue]
+    whole = [linear(x, weight, config=f"{name}/{t}", **options, **scale) for t in text.split("+")]
+    split_at = first // 2 if options.get("activation") == "silu_mul" else first
+    expected = torch.cat((whole[0][:, :split_at], whole[1][:, split_at:]), 1)
+    for _ in range(3):
+        assert torch.equal(linear(x, weight, config=f"{name}/{text}", **options, **scale), expected)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        d = linear(x, weight, config=f"{name}/{text}", **scale)
+        d = linear(x, weight, config=f"{name}/{text}", **options, **scale)
     x.view(torch.uint8).copy_(x.view(torch.uint8).flip(0))
     graph.replay()
-    assert torch.equal(d, linear(x, weight, config=f"{name}/{text}", **scale))
+    assert torch.equal(d, linear(x, weight, config=f"{name}/{text}", **options, **scale))
