@@ -441,7 +441,7 @@ FAULTS = (
     ),
     Fault(
         "a norm's weight is loaded before the launch before has ended",
-        "src/w4gemm/kernels/helpers/rms_norm/kernel.py",
+        "src/w4gemm/kernels/helpers/device/rms_norm.py",
         """        cute.arch.griddepcontrol_wait()
         loaded = [self.load(rows.weight.iterator.toint(), column, k) for column in columns]
 """,
@@ -723,7 +723,7 @@ FAULTS = (
     ),
     Fault(
         "the top of a quantized row leaves out the last warp",
-        "src/w4gemm/kernels/helpers/activation_quantize/kernel.py",
+        "src/w4gemm/kernels/helpers/device/activation_quantize.py",
         "bits = warp_maximum(tops[lane] if lane < self.threads // 32 else Int32(0))",
         "bits = warp_maximum(tops[lane] if lane < self.threads // 32 - 1 else Int32(0))",
         _EMULATED + "quantize",
@@ -758,7 +758,7 @@ FAULTS = (
     ),
     Fault(
         "the norm leaves out its epsilon",
-        "src/w4gemm/kernels/helpers/rms_norm/kernel.py",
+        "src/w4gemm/kernels/helpers/device/rms_norm.py",
         "square_root(mean + eps)",
         "square_root(mean)",
         _EMULATED + "rms_norm",

@@ -10,7 +10,7 @@ from w4gemm import quantize_activations
 from w4gemm.api.activations import quantize_in_pytorch
 from w4gemm.core.problem import H200, Device
 from w4gemm.jit import object_code
-from w4gemm.kernels.helpers.activation_quantize.spec import ActivationQuantize
+from w4gemm.kernels.helpers.activation_quantize import ActivationQuantize
 
 E4M3 = torch.float8_e4m3fn
 FRONTS = ["", "rms", "silu_mul"]

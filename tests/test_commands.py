@@ -27,7 +27,7 @@ from w4gemm.core import trust
 from w4gemm.core.epilogue import Epilogue
 from w4gemm.core.problem import GPUS, Device, gpu_named
 from w4gemm.kernels import KERNELS, kernel_named
-from w4gemm.kernels.helpers.activation_quantize.spec import ActivationQuantize
+from w4gemm.kernels.helpers.activation_quantize import ActivationQuantize
 from w4gemm.kernels.hopper import HopperKernel
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -28,10 +28,10 @@ from w4gemm.core.problem import H200, GemmProblem
 from w4gemm.kernels import config_named, kernel_named
 from w4gemm.kernels.arguments import NO_ROWS, Arguments, ExpertRows, nested
 from w4gemm.kernels.base import Operands
-from w4gemm.kernels.helpers.activation_quantize.spec import ActivationQuantize
-from w4gemm.kernels.helpers.gate_halves.spec import GateHalves
-from w4gemm.kernels.helpers.rms_norm.spec import RmsNorm
-from w4gemm.kernels.helpers.row_combine.spec import RowCombine
+from w4gemm.kernels.helpers.activation_quantize import ActivationQuantize
+from w4gemm.kernels.helpers.gate_halves import GateHalves
+from w4gemm.kernels.helpers.rms_norm import RmsNorm
+from w4gemm.kernels.helpers.row_combine import RowCombine
 
 pytest.importorskip("cutlass")
 

@@ -7,7 +7,7 @@ import torch
 
 import w4gemm
 from w4gemm import QuantizedWeight, WeightFormat, quantize, update_
-from w4gemm.kernels.helpers.weight_quantize.spec import WeightQuantize
+from w4gemm.kernels.helpers.weight_quantize import WeightQuantize
 from w4gemm.weights.quantize import channel_scales_of_rows, group_ends
 
 FORMATS = (

@@ -10,7 +10,7 @@ from w4gemm.api.modes import is_dual, needs_dispatcher
 from w4gemm.core.epilogue import NO_OPERANDS
 from w4gemm.core.errors import kind_of, require_bool, require_dense
 from w4gemm.kernels import launcher
-from w4gemm.kernels.helpers.activation_quantize.spec import LARGEST, SMALLEST, ActivationQuantize
+from w4gemm.kernels.helpers.activation_quantize import LARGEST, SMALLEST, ActivationQuantize
 
 _HALVES = (torch.float16, torch.bfloat16)
 _DTYPES = {"cpu": (*_HALVES, torch.float32)}

@@ -12,9 +12,9 @@ from w4gemm.api.modes import is_plain, is_watched
 from w4gemm.core.errors import LARGEST_SIZE, UnsupportedError, kind_of, require_bool, require_dense, require_int
 from w4gemm.core.router import Router
 from w4gemm.kernels import launcher
-from w4gemm.kernels.helpers.expert_choice.spec import ExpertChoice
-from w4gemm.kernels.helpers.expert_route.spec import ExpertRoute
-from w4gemm.kernels.helpers.row_combine.spec import RowCombine
+from w4gemm.kernels.helpers.expert_choice import ExpertChoice
+from w4gemm.kernels.helpers.expert_route import ExpertRoute
+from w4gemm.kernels.helpers.row_combine import RowCombine
 
 _MOST_EXPERTS = 2**20
 

@@ -7,7 +7,7 @@ import torch
 from w4gemm.core.autocast import without_autocast
 from w4gemm.core.errors import UnsupportedError, kind_of, require_dense
 from w4gemm.kernels import launcher
-from w4gemm.kernels.helpers.weight_quantize.spec import WeightQuantize
+from w4gemm.kernels.helpers.weight_quantize import WeightQuantize
 from w4gemm.weights.quantize import channel_scales_of_rows, group_ends, largest_quantized, quantize
 from w4gemm.weights.weight import QuantizedWeight
 

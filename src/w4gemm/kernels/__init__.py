@@ -15,15 +15,15 @@ from w4gemm.kernels.base import Kernel, Operands, Resources, Status
 from w4gemm.kernels.cpu.spec import CpuMixedGemm
 from w4gemm.kernels.dequantize_gemm.spec import DequantizeGemm
 from w4gemm.kernels.expert_layer.spec import ExpertLayer
-from w4gemm.kernels.helpers.activation_quantize.spec import ActivationQuantize
+from w4gemm.kernels.helpers.activation_quantize import ActivationQuantize
 from w4gemm.kernels.helpers.base import Helper, launcher
-from w4gemm.kernels.helpers.column_gather.spec import ColumnGather
-from w4gemm.kernels.helpers.expert_choice.spec import ExpertChoice
-from w4gemm.kernels.helpers.expert_route.spec import ExpertRoute
-from w4gemm.kernels.helpers.gate_halves.spec import GateHalves
-from w4gemm.kernels.helpers.rms_norm.spec import RmsNorm
-from w4gemm.kernels.helpers.row_combine.spec import RowCombine
-from w4gemm.kernels.helpers.step_attention.spec import StepAttention
+from w4gemm.kernels.helpers.column_gather import ColumnGather
+from w4gemm.kernels.helpers.expert_choice import ExpertChoice
+from w4gemm.kernels.helpers.expert_route import ExpertRoute
+from w4gemm.kernels.helpers.gate_halves import GateHalves
+from w4gemm.kernels.helpers.rms_norm import RmsNorm
+from w4gemm.kernels.helpers.row_combine import RowCombine
+from w4gemm.kernels.helpers.step_attention import StepAttention
 from w4gemm.kernels.sm80_mixed_gemm.spec import Sm80MixedGemm
 from w4gemm.kernels.sm89_fp8_gemm.spec import Sm89Fp8Gemm
 from w4gemm.kernels.sm90_decode.spec import Sm90Decode

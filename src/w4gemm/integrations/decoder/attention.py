@@ -20,7 +20,7 @@ from torch import nn
 from w4gemm.core.problem import Device
 from w4gemm.integrations.decoder.requirements import Otherwise, attention_files, broken, rotated
 from w4gemm.kernels import launcher
-from w4gemm.kernels.helpers.step_attention.spec import StepAttention
+from w4gemm.kernels.helpers.step_attention import StepAttention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -1,1 +1,1 @@
-"""Small kernels around the products, each a folder with the host side in spec.py and the device code in kernel.py."""
+"""Small kernels around the products: of each the host side in a file of its name, the device code in device/."""

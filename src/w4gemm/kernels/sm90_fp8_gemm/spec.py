@@ -2,10 +2,113 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
-from w4gemm.kernels.sm90_fp8_gemm.space import SPACE
+from w4gemm.kernels.sm90_mixed_gemm import space as mixed
 from w4gemm.kernels.sm90_mixed_gemm.spec import Sm90MixedGemm
+from w4gemm.kernels.sm90_mixed_gemm.variant import ONE_GROUP, Sm90MixedVariant
+from w4gemm.kernels.space import Rule, Space
+
+_TILES = {
+    "64x128_1x1x1_coop": "128 192 224 240 256",
+    "64x128_1x1x1_coop_k2": "128 192 256",
+    "64x128_1x2x1_coop": "128 192 256",
+    "64x256_1x1x1_coop": "8 16 24 32 40 48 56 64 72 80 96 112 128",
+    "64x256_1x1x1_coop_k2": "8 16 24 32 40 48 56 64 80 96 112 128",
+    "64x256_1x2x1_coop": "8 16 32 64 128",
+    "64x512_1x1x1_coop": "8 16 24 32 40 48 56 64 128",
+    "64x512_1x1x1_coop_k2": "8 16 24 32 40 48 56 64 128",
+    "64x512_1x2x1_coop": "8 16 32 64 128",
+    "128x128_1x1x1_coop": "128 144 160 168 192 200 224 240 256",
+    "128x128_1x1x1_coop_k2": "128 192 256",
+    "128x128_1x2x1_coop": "128 192 256",
+    "128x128_2x1x1_coop": "128 192 256",
+    "128x256_1x1x1_coop": "8 16 24 32 40 48 56 64 72 80 96 112 120 128 144 160 168 192 200",
+    "128x256_1x1x1_coop_k2": "8 16 24 32 40 48 56 64 128 192",
+    "128x256_1x2x1_coop": "8 16 32 64 128 192",
+    "128x256_2x1x1_coop": "128",
+    "128x512_1x1x1_coop": "8 16 32 64",
+    "128x512_1x1x1_coop_k2": "8 16 32 64",
+    "128x512_1x2x1_coop": "8 16 32 64",
+    "192x128_1x1x1_coop": "72 96 112 128 192",
+    "192x128_1x1x1_coop_k2": "128 168 192",
+    "192x128_1x2x1_coop": "128 192",
+    "192x256_1x1x1_coop": "8 16 24 32 40 48 64 72 80 96 112 120 128 144 160 168",
+    "192x256_1x1x1_coop_k2": "8 16 24 32 40 48 64 96 112 128 144 160",
+    "192x256_1x2x1_coop": "64 128",
+    "256x128_1x1x1_coop": "72 80 96 112 128 144 160 168",
+    "256x128_1x2x1_coop": "128",
+    "256x256_1x1x1_coop": "8 16 24 32 40 48 56 64",
+    "256x256_1x1x1_coop_k2": "8 16 32 64",
+    "256x256_1x2x1_coop": "8 16 32 64",
+    "64x128_1x1x1_pingpong": "128 192 200 224 240 256",
+    "64x128_1x1x1_pingpong_k2": "128",
+    "64x128_1x2x1_pingpong": "192 256",
+    "64x256_1x1x1_pingpong": "8 16 32 64 128 192 200 224 240 256",
+    "64x256_1x1x1_pingpong_k2": "8 16 32 64 128",
+    "64x256_1x2x1_pingpong": "192 256",
+    "64x512_1x1x1_pingpong": "8 16 32 64",
+    "64x512_1x1x1_pingpong_k2": "8 16 32 64",
+    "128x256_1x1x1_pingpong": "8 16 32",
+    "128x256_1x1x1_pingpong_k2": "8 16 32",
+    "128x128_1x1x1_stream": "96 112 128 144 160",
+    "128x256_1x1x1_stream": "40 48 56 64 80 96 112 120 128 168",
+}
+"""By a config's string without tile_m, each tile_m; see the W4A16 kernel's. tile_k 128 is for many tokens, and for sums
+that have one set of registers."""
+
+
+def _held_back(v: Sm90MixedVariant) -> bool:
+    if not v.scales_on_sums or v.block.scale_bytes <= ONE_GROUP or v.one_factor_a_sum:
+        return False
+    slow = v.occupancy == 2 or (v.warpgroups == 4 and (v.grouped or v.block_scales))
+    square = v.block_scales and (v.config.tile_m, v.config.tile_n, v.config.schedule) == (128, 128, "coop")
+    return (slow and v.config.tile_m > 16) or v.config.cluster_m > 1 or square
+
+
+_SPACE = Space(
+    _TILES,
+    Path(__file__).with_name("legality.jsonl"),
+    impossible=(
+        mixed.GROUPED_STREAM,
+        mixed.GROUPED_CLUSTER,
+        mixed.GATHERED_CLUSTER,
+        mixed.GATHERED_WARPS,
+        mixed.MULTICAST_BLOCKS,
+        mixed.SPLIT_ROW_BLOCKS,
+        mixed.SPLIT_PINGPONG,
+        mixed.stream_sums(256),
+        Rule(
+            "one chunk for two sets of sums",
+            "with scales on sums tile_k 128 leaves a warpgroup one set of registers for sums: of one row block, one "
+            "scale group, and rows of x without scales of their own unless rows of the weight share theirs; others "
+            "take tile_k 256",
+            lambda v: (
+                v.one_set_of_sums
+                and (v.m64_atoms > 1 or v.block.groups > 1 or (v.block_scales and not v.one_factor_a_sum))
+            ),
+        ),
+        Rule(
+            "blocks for each k set",
+            "with tile_k over 128 each set of warpgroups takes two weight blocks of a k-slice",
+            lambda v: v.config.tile_k > 128 and v.blocks_k != 2 * v.k_sets,
+        ),
+        mixed.SHARED_MEMORY,
+    ),
+    held_back=(
+        mixed.WIDE_TILES_OF_EXPERTS,
+        Rule(
+            "sums of several groups",
+            "with scales on sums: two CTAs a multiprocessor and more than 16 tokens took 3 to 26 % longer than what "
+            "the model ranks behind; four warpgroups were not timed beside experts' rows, and took 1 to 2 % longer "
+            "beside scales of x, and 128 x 128 took 15 % longer there",
+            _held_back,
+        ),
+    ),
+)
+"""Configs of one launch."""
 
 
 class Sm90Fp8Gemm(Sm90MixedGemm):
@@ -17,7 +120,7 @@ class Sm90Fp8Gemm(Sm90MixedGemm):
     layout = "mma8"
     dtypes = (torch.float8_e4m3fn,)
     revision = 2
-    space = SPACE
+    space = _SPACE
     block_scales = True
     half_steps = True
     launch_pairs = (

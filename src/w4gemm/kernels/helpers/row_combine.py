@@ -47,7 +47,7 @@ class RowCombine(Sm90Helper):
         import cutlass.cute as cute
         from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 
-        from w4gemm.kernels.helpers.row_combine.kernel import RowCombineKernel
+        from w4gemm.kernels.helpers.device.row_combine import RowCombineKernel
 
         kind = HALF_KINDS[self.dtype]
         n, tokens = cute.sym_int(divisibility=8), cute.sym_int()

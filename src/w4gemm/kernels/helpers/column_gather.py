@@ -71,7 +71,7 @@ class ColumnGather(Sm90Helper):
         import cutlass.cute as cute
         from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
-        from w4gemm.kernels.helpers.column_gather.kernel import ColumnGatherKernel
+        from w4gemm.kernels.helpers.device.column_gather import ColumnGatherKernel
 
         dtype = half_dtype(HALF_KINDS[self.dtype])
         m, k, rows, experts = (cute.sym_int() for _ in range(4))

@@ -61,7 +61,7 @@ class ExpertRoute(Sm90Helper):
         import cutlass.cute as cute
         from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 
-        from w4gemm.kernels.helpers.expert_route.kernel import ExpertRouteKernel
+        from w4gemm.kernels.helpers.device.expert_route import ExpertRouteKernel
 
         choices = cute.sym_int()
 

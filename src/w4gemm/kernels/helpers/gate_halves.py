@@ -36,7 +36,7 @@ class GateHalves(Sm90Helper):
         import cutlass.cute as cute
         from cutlass.cute.runtime import make_fake_stream
 
-        from w4gemm.kernels.helpers.gate_halves.kernel import GateHalvesKernel
+        from w4gemm.kernels.helpers.device.gate_halves import GateHalvesKernel
 
         kind = HALF_KINDS[self.dtype]
         m, n, both = cute.sym_int(), cute.sym_int(divisibility=8), cute.sym_int(divisibility=16)

@@ -52,7 +52,7 @@ class StepAttention(Sm90Helper):
         import cutlass.cute as cute
         from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
-        from w4gemm.kernels.helpers.step_attention.kernel import StepAttentionKernel
+        from w4gemm.kernels.helpers.device.step_attention import StepAttentionKernel
 
         kind = HALF_KINDS[self.dtype]
         dtype = half_dtype(kind)

@@ -68,7 +68,7 @@ class ExpertChoice(Sm90Helper):
         import cutlass.cute as cute
         from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 
-        from w4gemm.kernels.helpers.expert_choice.kernel import ExpertChoiceKernel
+        from w4gemm.kernels.helpers.device.expert_choice import ExpertChoiceKernel
 
         tokens = cute.sym_int()
         ids, weights = (

@@ -47,7 +47,7 @@ class RmsNorm(Sm90Helper):
         import cutlass.cute as cute
         from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 
-        from w4gemm.kernels.helpers.rms_norm.kernel import RmsNormKernel
+        from w4gemm.kernels.helpers.device.rms_norm import RmsNormKernel
 
         kind = HALF_KINDS[self.dtype]
         m, k = cute.sym_int(), cute.sym_int(divisibility=_VECTOR)

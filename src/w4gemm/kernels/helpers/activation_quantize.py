@@ -113,7 +113,7 @@ class ActivationQuantize:
         import cutlass.cute as cute
         from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
-        from w4gemm.kernels.helpers.activation_quantize.kernel import ActivationQuantizeKernel
+        from w4gemm.kernels.helpers.device.activation_quantize import ActivationQuantizeKernel
 
         kind = HALF_KINDS[self.dtype]
         dtype = half_dtype(kind)

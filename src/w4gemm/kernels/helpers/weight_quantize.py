@@ -69,7 +69,7 @@ class WeightQuantize(Sm90Helper):
         import cutlass.cute as cute
         from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 
-        from w4gemm.kernels.helpers.weight_quantize.kernel import WeightQuantizeKernel
+        from w4gemm.kernels.helpers.device.weight_quantize import WeightQuantizeKernel
 
         format = WeightFormat.parse(self.format)
         codec = codec_for(format, MMA16)

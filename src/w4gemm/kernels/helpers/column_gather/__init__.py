@@ -1,1 +1,0 @@
-"""The gather of x's columns for a weight in act-order."""

@@ -1,1 +1,0 @@
-"""Experts by the logits of a router."""

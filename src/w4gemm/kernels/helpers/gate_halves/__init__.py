@@ -1,1 +1,0 @@
-"""A gated activation of two halves of each row."""

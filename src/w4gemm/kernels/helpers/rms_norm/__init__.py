@@ -1,1 +1,0 @@
-"""The norm of rows by the root of their mean square."""

@@ -1,1 +1,0 @@
-"""The weighted sum of the rows of a token, one from each of its experts."""

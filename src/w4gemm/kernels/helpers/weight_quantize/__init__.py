@@ -1,1 +1,0 @@
-"""Quantization of dense weights into packed blocks."""
