@@ -189,13 +189,13 @@ def test_engines_are_timed_by_turns_in_both_orders(monkeypatch):
         def __init__(self, name, ms_step):
             self.name, self.ms_step = name, ms_step
 
-        def generate(self, requests, params, use_tqdm):
+        def generate(self, requests, params):
             clock[0] += len(requests[0]["prompt_token_ids"]) * 1e-4 + (params["max_tokens"] - 1) * self.ms_step * 1e-3
             order.append(self.name)
 
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=dict))
     monkeypatch.setattr(turns.time, "perf_counter", lambda: clock[0])
-    engines = {"a": Llm("a", 2.0), "b": Llm("b", 3.0)}
+    engines = {"a": Llm("a", 2.0).generate, "b": Llm("b", 3.0).generate}
     a, b, long_a, _ = turns.timed(engines, 100, [4], 2000, rounds=2)
     assert [(row["impl"], row["batch"], row["ms_step"], row["tokens_s"]) for row in (a, b)] == [
         ("a", 4, pytest.approx(2.0), 2000.0),

@@ -668,6 +668,29 @@ def test_a_layer_that_is_kept_and_never_loaded_is_not_waited_for(
     assert [record.message[:27] for record in caplog.records] == ["w4gemm runs 1 linear layers"] * 2
 
 
+def test_a_model_is_packed_in_segments_that_pytorch_uses_again(
+    dense: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM loads models with a limit of 20 MiB, of which PyTorch's segments have as many and are not divided."""
+    from vllm.v1.worker.gpu_worker import Worker
+
+    limits: list[int] = []
+
+    @contextmanager
+    def limited(self: Worker, max_split_size_mb: int) -> Iterator[None]:
+        limits.append(max_split_size_mb)
+        yield
+        limits.pop()
+
+    package: Any = SimpleNamespace(base_loader=SimpleNamespace(process_weights_after_loading=limits.copy))
+    monkeypatch.setitem(sys.modules, "vllm.model_executor.model_loader", package)
+    monkeypatch.setattr(Worker, "_scoped_allocator_max_split", limited)
+    make(Case("gptq"))
+    with Worker()._scoped_allocator_max_split(20):
+        assert package.base_loader.process_weights_after_loading() == [20, 21]
+        assert limits == [20]
+
+
 def test_a_kernel_that_cannot_be_compiled_ends_the_start_not_a_request(
     dense: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:

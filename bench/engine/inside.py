@@ -188,7 +188,12 @@ def _is_fresh(w: QuantizedWeight, dense: torch.Tensor) -> bool:
 
 
 def warm_up(models: dict[str, torch.nn.Module], tokens: Sequence[int], config: Any) -> None:
-    """Call what :func:`timed` times, which takes the same arguments: Humming compiles kernels when they are called."""
+    """Call what :func:`timed` times, which takes the same arguments: Humming compiles kernels when they are called, and
+    vLLM's workspace grows, here one of no engine, because CUDA graphs hold the memory of those."""
+    from vllm.v1.worker import workspace
+
+    if workspace.is_workspace_manager_initialized():
+        workspace.init_workspace_manager(torch.device(DEVICE))
     for _, m, variants in _points(models, tokens):
         with _forward_context(config, m):
             for call in itertools.chain.from_iterable(variants):
@@ -207,10 +212,6 @@ def timed(models: dict[str, torch.nn.Module], tokens: Sequence[int], config: Any
 
 def _points(models: dict[str, torch.nn.Module], tokens: Sequence[int]) -> Iterator[tuple[str, int, list[Calls]]]:
     """Generate each kind of layer, number of tokens, and the calls of each model."""
-    from vllm.v1.worker import workspace
-
-    if workspace.is_workspace_manager_initialized():
-        workspace.unlock_workspace()
     linear, experts = zip(*(layers_of(model) for model in models.values()), strict=True)
     for m in tokens if linear[0] else ():
         yield "linear", m, [_linear_products(layers, m) for layers in linear]

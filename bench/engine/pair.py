@@ -106,11 +106,18 @@ class Engine:
             **(feature or {}),
         )
         self.seconds = time.perf_counter() - begun
-        # the next engine puts another in its place, and CUDA graphs of experts hold its memory
-        self.workspace = workspace.current_workspace_manager() if workspace.is_workspace_manager_initialized() else None
+        self.workspace = workspace._manager
         self.model: Any = self.llm.collective_rpc(lambda worker: worker.model_runner.get_model())[0]
         names = {known_as(cls) for classes in kernels_of(self.model).values() for cls in classes}
         self.name = "+".join(sorted(names)) or DENSE
+
+    def generate(self, requests: list[Row], params: Any, adapters: list[Any] | None = None) -> list[Any]:
+        """Return vLLM's outputs. Each engine has a workspace of its own, because its CUDA graphs hold the memory of it,
+        which a larger step of another engine would give back."""
+        from vllm.v1.worker import workspace
+
+        workspace._manager = self.workspace
+        return self.llm.generate(requests, params, use_tqdm=False, lora_request=adapters)
 
     def answer(self, prompts: list[list[int]], adapter: Any = None, whole: bool = True) -> Answers:
         """Return greedy answers; every other request has the adapter, if there is one. whole: with the prompts' log
@@ -121,7 +128,7 @@ class Engine:
         params = SamplingParams(**asked, logprobs=1, prompt_logprobs=1 if whole else None)
         adapters = None if adapter is None else [adapter if i % 2 else None for i in range(len(prompts))]
         requests = [{"prompt_token_ids": prompt} for prompt in prompts]
-        done = self.llm.generate(requests, params, use_tqdm=False, lora_request=adapters)
+        done = self.generate(requests, params, adapters)
         answers = Answers([], [], [])
         for prompt, request in zip(prompts, done, strict=True):
             out: Any = request.outputs[0]
@@ -311,9 +318,8 @@ def rows_of(model: Model, folder: Path, args: argparse.Namespace) -> Iterator[Ro
     _hold(args.hold)
     chosen = {engine.name for engine in engines if engine.kernels == DEFAULT}
     layers = inside.timed(models, args.tokens, config)
-    whole = turns.timed(
-        {engine.name: engine.llm for engine in engines}, model.vocabulary, args.decode, args.prefill, args.rounds
-    )
+    generators = {engine.name: engine.generate for engine in engines}
+    whole = turns.timed(generators, model.vocabulary, args.decode, args.prefill, args.rounds)
     for row in itertools.chain(layers, whole):
         yield own | row | {"chosen": row["impl"] in chosen}
 

@@ -11,19 +11,21 @@ from typing import Any
 from bench.engine.rows import spread
 from bench.rows import Row
 
+Generate = Callable[[list[Row], Any], list[Any]]
+"""From requests and vLLM's sampling parameters to outputs."""
 TOKENS_IN, TOKENS_OUT = 128, 128
 """Of each request that decodes."""
 _WARM_UPS = 2
 
 
 def timed(
-    engines: Mapping[str, Any], vocabulary: int, batches: Sequence[int], prefill: int, rounds: int
+    engines: Mapping[str, Generate], vocabulary: int, batches: Sequence[int], prefill: int, rounds: int
 ) -> Iterator[Row]:
     """Time engines by turns, each round in the opposite order of the one before; generate a row for each point and
     engine.
 
     Args:
-        engines: each a ``vllm.LLM``, by the name of its kernels.
+        engines: ``generate`` of each engine, by the name of its kernels.
         vocabulary: prompts are random tokens below it.
         batches: numbers of requests that decode at once.
         prefill: tokens of the prompt whose prefill is timed; 0 for none.
@@ -36,38 +38,41 @@ def timed(
 
     for batch in batches:
         requests = prompts(batch, TOKENS_IN)
-        for name, steps in _by_turns(engines, rounds, lambda llm, requests=requests: _step(llm, requests)).items():
+        times = _by_turns(engines, rounds, lambda generate, requests=requests: _step(generate, requests))
+        for name, steps in times.items():
             row: Row = {"phase": "decode", "batch": batch, "tokens_in": TOKENS_IN, "tokens_out": TOKENS_OUT}
             row |= {"impl": name, "runs": rounds, "tokens_s": round(batch / statistics.median(steps), 1)}
             yield row | spread("ms_step", [1e3 * step for step in steps])
     if prefill:
         request = prompts(1, prefill)
-        for name, seconds in _by_turns(engines, rounds, lambda llm: _seconds(llm, request, 1)).items():
+        for name, seconds in _by_turns(engines, rounds, lambda generate: _seconds(generate, request, 1)).items():
             row = {"phase": "prefill", "batch": 1, "tokens_in": prefill, "tokens_out": 1, "impl": name, "runs": rounds}
             yield row | {"tokens_s": round(prefill / statistics.median(seconds), 1)} | spread("seconds", seconds)
 
 
-def _by_turns(engines: Mapping[str, Any], rounds: int, measure: Callable[[Any], float]) -> dict[str, list[float]]:
+def _by_turns(
+    engines: Mapping[str, Generate], rounds: int, measure: Callable[[Generate], float]
+) -> dict[str, list[float]]:
     """Return what ``measure`` gives for each engine in each round, after a warm-up."""
     times: dict[str, list[float]] = {name: [] for name in engines}
-    for llm in engines.values():
+    for generate in engines.values():
         for _ in range(_WARM_UPS):
-            measure(llm)
+            measure(generate)
     for i in range(rounds):
         for name in engines if i % 2 == 0 else reversed(engines):
             times[name].append(measure(engines[name]))
     return times
 
 
-def _step(llm: Any, requests: list[Row]) -> float:
+def _step(generate: Generate, requests: list[Row]) -> float:
     """Return the seconds between two tokens of a request: the time to the first tokens is subtracted."""
-    return (_seconds(llm, requests, TOKENS_OUT) - _seconds(llm, requests, 1)) / (TOKENS_OUT - 1)
+    return (_seconds(generate, requests, TOKENS_OUT) - _seconds(generate, requests, 1)) / (TOKENS_OUT - 1)
 
 
-def _seconds(llm: Any, requests: list[Row], tokens: int) -> float:
+def _seconds(generate: Generate, requests: list[Row], tokens: int) -> float:
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
     start = time.perf_counter()
-    llm.generate(requests, params, use_tqdm=False)
+    generate(requests, params)
     return time.perf_counter() - start

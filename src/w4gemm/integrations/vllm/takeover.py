@@ -4,6 +4,7 @@ serves. Importing this imports no vLLM."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from w4gemm.core import environment
@@ -26,6 +27,8 @@ WARMUP = Warmup(VLLM)
 
 _MOST_TOKENS = 8192
 """Tokens of a step if no config of vLLM says how many there can be."""
+_SEGMENT_MIB = 20
+"""MiB that PyTorch allocates at a time for tensors of 1 to 10 MiB."""
 
 refuse = VLLM.refuse
 log = VLLM.log
@@ -91,11 +94,28 @@ def _end_wait_with_loading() -> None:
         return
 
     def process_and_prepare(*args: Any, **kwargs: Any) -> Any:
-        result = process(*args, **kwargs)
+        with _reused_segments():
+            result = process(*args, **kwargs)
         WARMUP.finish()
         return result
 
     base_loader.process_weights_after_loading = process_and_prepare
+
+
+def _reused_segments() -> AbstractContextManager[None]:
+    """Have PyTorch use its segments of 20 MiB more than once while weights are packed.
+
+    vLLM loads models with ``max_split_size_mb:20``. PyTorch divides no free block of that size or more, so that each
+    tensor of 1 to 10 MiB takes a new segment unless another tensor has left room in one. The packing of 48 layers of
+    128 experts held 100 GiB of them until the model was loaded.
+    """
+    try:
+        from vllm.v1.worker.gpu_worker import Worker
+
+        limit: Callable[..., AbstractContextManager[None]] = Worker._scoped_allocator_max_split
+    except (ImportError, AttributeError):  # this vLLM sets no limit
+        return nullcontext()
+    return limit(None, max_split_size_mb=_SEGMENT_MIB + 1)
 
 
 def enter_compile_key() -> None:
