@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from w4gemm import QuantizedWeight, W4GroupedLinear, linear, quantize
-from w4gemm.api.gradients import halved
+from w4gemm.api.operators import halved
 
 N, K, M = 64, 96, 7
 G = (torch.randn(M, N, generator=torch.Generator().manual_seed(1)) * 1e-3).half()

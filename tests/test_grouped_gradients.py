@@ -9,7 +9,7 @@ import torch
 
 import w4gemm
 from w4gemm import QuantizedWeight, W4Experts, W4GroupedLinear, quantize, route
-from w4gemm.api import grouped_operators
+from w4gemm.api import operators
 from w4gemm.core.epilogue import Epilogue, EpilogueOperands
 
 E, N, K, ROWS = 5, 48, 64, 11
@@ -132,7 +132,7 @@ def test_memory_is_bounded(monkeypatch):
         QuantizedWeight, "dequantize", lambda self, dtype: seen.append(self.n // 128) or dequantize(self, dtype)
     )
     for most, counts in ((5, [5]), (2, [2, 2]), (1, [1, 1, 1])):  # experts 0, 2 and 4 have rows
-        monkeypatch.setattr(grouped_operators, "_DENSE_BYTES", most * 16 * 128 * K)
+        monkeypatch.setattr(operators, "_DENSE_BYTES", most * 16 * 128 * K)
         seen.clear()
         tracked = x.clone().requires_grad_()
         results += torch.autograd.grad(w4gemm.grouped_linear(tracked, w, offsets), tracked, g)
@@ -214,6 +214,6 @@ def test_the_operator_alone_refuses_an_epilogue():
     call = w4gemm.api.call.checked(
         x, w, EpilogueOperands(), "gelu", None, rows=w4gemm.api.grouped.ExpertRows(offsets[:-1], offsets[1:])
     )
-    d = grouped_operators.product(call, call.epilogue, call.operands)
+    d = operators.product(call, call.x, call.epilogue, call.operands)
     with pytest.raises(NotImplementedError, match="without an epilogue"):
         d.sum().backward()

@@ -20,7 +20,7 @@ import w4gemm
 from conformance.cases import assert_close, random_weight, runs_beside_others
 from w4gemm import W4Linear, choice, linear
 from w4gemm.api import arguments, product
-from w4gemm.api.operator_arguments import flat_epilogue, flat_weight
+from w4gemm.api.operators import flat_epilogue, flat_weight
 from w4gemm.core.activation import ACTIVATIONS
 from w4gemm.core.epilogue import Epilogue, EpilogueOperands
 from w4gemm.core.errors import UnsupportedError

@@ -11,7 +11,7 @@ import torch
 import w4gemm
 from w4gemm import Epilogue, MixedGemm, choice
 from w4gemm.api import runner
-from w4gemm.api.dlpack import torch_tensor
+from w4gemm.api.runner import torch_tensor
 from w4gemm.kernels import KERNELS
 
 M, N, K = 5, 48, 64

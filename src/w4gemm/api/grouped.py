@@ -9,8 +9,8 @@ import torch
 from w4gemm.api import arguments
 from w4gemm.api.call import Call, checked, compute
 from w4gemm.api.gather import gather_columns_of_experts
-from w4gemm.api.grouped_operators import differentiable, owned_rows, product
 from w4gemm.api.modes import needs_dispatcher, refuse_duals, refuse_transforms, requires_grad
+from w4gemm.api.operators import differentiable, owned_rows, product
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.epilogue import EpilogueOperands, replaced
 from w4gemm.core.errors import is_int, require_bool
@@ -186,7 +186,7 @@ def _computed(call: Call, out: torch.Tensor | None) -> torch.Tensor:
         return differentiable(call)
     if out is not None:
         call.check_out(out)
-    d = product(call, call.epilogue, operands).view(call.shape)
+    d = product(call, x.reshape(-1, call.w.k), call.epilogue, operands).view(call.shape)
     if out is None:
         return d
     owned = owned_rows(call.rows.starts, call.rows.ends, call.shape[:-1])

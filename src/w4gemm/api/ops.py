@@ -1,19 +1,15 @@
-"""The function :func:`linear`, and the operator ``torch.ops.w4gemm.linear`` behind it.
+"""The function :func:`linear`.
 
-In plain eager mode ``linear`` runs the kernel itself, because PyTorch's dispatcher would cost as much as the launch.
-Under ``torch.compile``, autograd, tensor subclasses and modes it goes through the operator, which takes flat tensors
-and names only.
+In plain eager mode it runs the kernel itself, because PyTorch's dispatcher would cost as much as the launch. Under
+``torch.compile``, autograd, tensor subclasses and modes it goes through the operator ``torch.ops.w4gemm.linear``.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 
 from w4gemm.api import arguments, product, transforms
 from w4gemm.api.call import Call, checked, compute
-from w4gemm.api.gradients import narrowed, product_of
 from w4gemm.api.modes import (
     first_dual,
     is_transformed,
@@ -23,25 +19,11 @@ from w4gemm.api.modes import (
     refuse_transforms,
     requires_grad,
 )
-from w4gemm.api.operator_arguments import (
-    EPILOGUE,
-    WEIGHT,
-    empty_result,
-    flat_epilogue,
-    flat_weight,
-    keep_weight,
-    kept_weight,
-    named,
-    nested_epilogue,
-    nested_weight,
-    schema,
-)
-from w4gemm.core.autocast import without_autocast
+from w4gemm.api.operators import FLOAT32
+from w4gemm.api.operators import product as operator
 from w4gemm.core.config import GemmConfig
-from w4gemm.core.epilogue import NO_OPERANDS, PLAIN, Epilogue, EpilogueOperands, replaced
-from w4gemm.kernels import Operands
+from w4gemm.core.epilogue import NO_OPERANDS, EpilogueOperands
 from w4gemm.kernels.base import selected
-from w4gemm.kernels.cpu.matmul import matmul
 from w4gemm.weights.weight import QuantizedWeight
 
 
@@ -140,10 +122,10 @@ def _dispatched(call: Call, out: torch.Tensor | None) -> torch.Tensor:
         if transformed:
             sums = transforms.product(rows, w, call.config, call.batch_invariant)
         else:
-            sums = _operator(rows, w, _FLOAT32, NO_OPERANDS, call)
+            sums = operator(call, rows, FLOAT32, NO_OPERANDS)
         d = epilogue.apply(sums, operands).to(epilogue.result_dtype(x.dtype))
     else:
-        d = _operator(rows, w, epilogue, operands, call)
+        d = operator(call, rows, epilogue, operands)
     d = d.reshape(call.shape)
     if out is None:
         return d
@@ -151,107 +133,3 @@ def _dispatched(call: Call, out: torch.Tensor | None) -> torch.Tensor:
         raise ValueError("out: wanted None where a gradient is needed; call linear without out, or under no_grad")
     call.check_out(out)
     return out.copy_(d)
-
-
-def _operator(
-    rows: torch.Tensor, w: QuantizedWeight, epilogue: Epilogue, operands: EpilogueOperands, call: Call
-) -> torch.Tensor:
-    flat = _Linear(rows, **flat_weight(w), **flat_epilogue(epilogue, operands))
-    return torch.ops.w4gemm.linear(*replaced(flat, config=call.config, batch_invariant=call.batch_invariant))
-
-
-# --- the operator and its gradients ----------------------------------------------------------------------------------
-
-_FLOAT32 = Epilogue(out_dtype=torch.float32)
-_LINEAR = {"x": "Tensor", **WEIGHT, **EPILOGUE, "config": "str", "batch_invariant": "bool"}
-_LINEAR_DX = {"grad": "Tensor", **WEIGHT}
-_Linear, _LinearDx = named(_LINEAR), named(_LINEAR_DX)
-
-torch.library.define("w4gemm::linear", schema(_LINEAR))
-torch.library.define("w4gemm::linear_dx", schema(_LINEAR_DX))
-
-
-@torch.library.impl("w4gemm::linear", ("cpu", "cuda"))
-def _linear_op(*flat: Any) -> torch.Tensor:
-    args = _Linear(*flat)
-    epilogue, operands = nested_epilogue(args)
-    out = empty_result(args, epilogue)
-    weight = nested_weight(args)
-    launched = Operands(args.x, tuple(args.weight), out, operands)
-    product.launch(weight, launched, epilogue, args.config, args.batch_invariant)
-    return out
-
-
-@torch.library.register_fake("w4gemm::linear")
-def _linear_fake(*flat: Any) -> torch.Tensor:
-    args = _Linear(*flat)
-    return empty_result(args, nested_epilogue(args)[0])
-
-
-@torch.library.impl("w4gemm::linear_dx", ("cpu", "cuda"))
-@without_autocast
-def _linear_dx_op(*flat: Any) -> torch.Tensor:
-    args = _LinearDx(*flat)
-    packed = nested_weight(args)
-    w = QuantizedWeight(packed.format, packed.n, packed.k, packed.layout, tuple(args.weight))
-
-    def product(rows: torch.Tensor) -> torch.Tensor:
-        dense = w.dequantize(rows.dtype)
-        if rows.dtype != args.grad.dtype:
-            return torch.mm(rows, dense, out_dtype=torch.float32)
-        return matmul(rows, dense)
-
-    return product_of(args.grad, product)
-
-
-@torch.library.register_fake("w4gemm::linear_dx")
-def _linear_dx_fake(*flat: Any) -> torch.Tensor:
-    args = _LinearDx(*flat)
-    return args.grad.new_empty((args.grad.shape[0], args.k))
-
-
-def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    args = _Linear(*inputs)
-    keep_weight(ctx, args)
-    ctx.dtype, ctx.linear = args.x.dtype, nested_epilogue(args)[0].linear
-
-
-def _linear_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    if not ctx.linear:
-        raise NotImplementedError("torch.ops.w4gemm.linear has gradients with a bias only; call w4gemm.linear")
-    (weight, _), needed = kept_weight(ctx), _Linear(*ctx.needs_input_grad)
-    grad = narrowed(grad, ctx.dtype)
-    return _Linear(
-        x=torch.ops.w4gemm.linear_dx(*_LinearDx(grad, **weight)).to(ctx.dtype) if needed.x else None,
-        weight=[None] * len(weight["weight"]),
-        bias=grad.sum(0) if needed.bias else None,
-    )
-
-
-def _save_linear_dx(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    keep_weight(ctx, _LinearDx(*inputs))
-
-
-def _linear_dx_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    weight, _ = kept_weight(ctx)
-
-    def product(rows: torch.Tensor) -> torch.Tensor:
-        epilogue = PLAIN if rows.dtype == grad.dtype else _FLOAT32
-        flat = _Linear(rows, **weight, **flat_epilogue(epilogue, NO_OPERANDS), config="", batch_invariant=False)
-        d: torch.Tensor = torch.ops.w4gemm.linear(*flat)
-        return d
-
-    return _LinearDx(product_of(grad, product), [None] * len(weight["weight"]))
-
-
-def _linear_dx_vmap(info: Any, in_dims: tuple[Any, ...], *flat: Any) -> tuple[torch.Tensor, int]:
-    """Return the gradients of a batch, as ``is_grads_batched`` makes it, by one call with all of its rows."""
-    args = _LinearDx(*flat)
-    rows = args.grad.movedim(in_dims[0], 0)
-    dx = torch.ops.w4gemm.linear_dx(*replaced(args, grad=rows.flatten(0, 1)))
-    return dx.unflatten(0, rows.shape[:2]), 0
-
-
-torch.library.register_autograd("w4gemm::linear", _linear_backward, setup_context=_save_linear)
-torch.library.register_autograd("w4gemm::linear_dx", _linear_dx_backward, setup_context=_save_linear_dx)
-torch.library.register_vmap("w4gemm::linear_dx", _linear_dx_vmap)

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from w4gemm.api.gradients import narrowed, product_of
-from w4gemm.api.operator_arguments import flat_epilogue, flat_weight
-from w4gemm.core.epilogue import NO_OPERANDS, Epilogue
+from w4gemm.api.operators import FLOAT32, flat_epilogue, flat_weight, in_halves, narrowed
+from w4gemm.core.epilogue import NO_OPERANDS
 from w4gemm.weights.weight import QuantizedWeight
 
 
@@ -25,9 +24,9 @@ def product(rows: torch.Tensor, w: QuantizedWeight, config: str, batch_invariant
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(rows: torch.Tensor, w: QuantizedWeight, config: str, batch_invariant: bool) -> torch.Tensor:
-        arguments = flat_weight(w) | flat_epilogue(Epilogue(out_dtype=torch.float32), NO_OPERANDS)
+        arguments = flat_weight(w) | flat_epilogue(FLOAT32, NO_OPERANDS)
         arguments |= {"config": config, "batch_invariant": batch_invariant}
-        return product_of(rows, lambda rows: torch.ops.w4gemm.linear(rows, **arguments))
+        return in_halves(rows, lambda rows: torch.ops.w4gemm.linear(rows, **arguments))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
