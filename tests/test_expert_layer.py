@@ -217,7 +217,7 @@ QWEN, GPT_OSS, KIMI, DEEPSEEK = (
     [
         (QWEN, {1: True, 2: True, 4: True, 8: True}),
         (GPT_OSS, {1: True, 2: True, 4: True}),
-        (KIMI, {1: True, 2: False, 4: False}),
+        (KIMI, {1: True, 4: False}),
         (DEEPSEEK, {1: True, 2: False}),
     ],
 )
@@ -226,6 +226,12 @@ def test_one_launch_where_it_was_faster(layer: tuple[Any, ...], chosen: dict[int
     decisions = {tokens: one_launch(key_of(tokens, *layer), device) for tokens in chosen}
     assert {tokens: not decision.slower for tokens, decision in decisions.items()} == chosen
     assert not any(decision.refusal for decision in decisions.values())
+
+
+def test_groups_of_32_are_chosen_up_to_more_bytes() -> None:
+    """As measured on an H200; on an H100 their bytes take longer than those of any timed layer."""
+    on_h200, on_h100 = (one_launch(key_of(2, *KIMI), device).slower for device in (H200, H100))
+    assert on_h200 == "" and "no layer above 91 was timed" in on_h100
 
 
 def test_experts_without_gates_are_chosen_for_as_many_tokens_as_were_timed() -> None:

@@ -21,12 +21,14 @@ from w4gemm.kernels.expert_layer.spec import ExpertLayer
 from w4gemm.packing.block import BLOCK_N
 from w4gemm.packing.codecs import INT4_MMA16, MMA16, MXFP4_MMA16, codec_for
 
-_MOST_US = 90.0
+_MOST_US = 91.0
 """Time of the chosen experts' bytes up to which layers were timed in one launch."""
-_MOST_BYTES = {INT4_MMA16: 280e6, MXFP4_MMA16: 400e6}
-"""The same in bytes, by codec, up to which one launch was no slower than four: nine layers with 1 to 8 tokens took 0.54
-to 1.00 of the time, with more int4 bytes 0.93 to 1.17 (H200, 2026-11-28, bench/results/expert_layer.jsonl). Other
-codecs were not timed."""
+_TIMED_CODECS = (INT4_MMA16, MXFP4_MMA16)
+"""Codecs that were timed in one launch."""
+_MOST_BYTES, _MOST_BYTES_OF_32 = 280e6, 400e6
+"""Bytes of the chosen experts, and those of scale groups of 32, up to which one launch was no slower than four: nine
+layers with 1 to 8 tokens took 0.54 to 1.00 of the time. With more bytes int4 in groups of 128 took 1.00 to 1.17, in
+groups of 32 1.03 (H200, 2026-11-28, bench/results/expert_layer.jsonl)."""
 _MOST_TOKENS_WITHOUT_GATES = 2
 """Tokens up to which experts without gates were timed in one launch: Nemotron 3 Nano's take 18.6 and 27.7 us with 1 and
 2, in four launches 22.3 and 30.3 (H200, 2026-11-28, docs/measured.md)."""
@@ -120,14 +122,15 @@ def _many_rows_of_floats(problem: GemmProblem) -> bool:
 def one_launch_is_slower(layer: ExpertLayer, tokens: int, device: Device) -> str:
     """Return why a layer of experts is predicted to be faster in four launches; the empty string if it is faster in
     one."""
-    if layer.weight.codec not in _MOST_BYTES:
+    if layer.weight.codec not in _TIMED_CODECS:
         return f"{layer.weight.codec} weights were not timed in one launch"
     if not layer.gated and tokens > _MOST_TOKENS_WITHOUT_GATES:
         return f"experts without gates were timed in one launch for up to {_MOST_TOKENS_WITHOUT_GATES} tokens"
     if not device.bandwidth:
         return f"the bandwidth of {device.name} is not known"
     chosen = layer.experts * (1 - (1 - min(1.0, layer.top_k / layer.experts)) ** tokens)
-    size, most = chosen * layer.expert_bytes, _MOST_BYTES[layer.weight.codec]
+    most = _MOST_BYTES_OF_32 if layer.weight.block.scale_group == 32 else _MOST_BYTES
+    size = chosen * layer.expert_bytes
     if size > most:
         return f"with {size / 1e6:.0f} MB of weights, more than {most / 1e6:.0f}, four launches were faster"
     us = size / (_BYTES_PER_US * device.bandwidth)
