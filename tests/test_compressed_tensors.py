@@ -434,6 +434,10 @@ def test_targets_choose_the_group(tmp_path: Path) -> None:
         (config(packing="mxfp4-pack-quantized"), "its weight is of type 'int', wanted 'float'"),
         (config(packing="int-quantized"), "there is no weight beside its"),
         (config({"symmetric": False}), "there is no weight_zero_point beside its"),
+        (
+            config({"actorder": "group"}),
+            "it has no weight_g_idx, which says the group of each column where actorder is",
+        ),
         (config(ignore=("re:.*mlp",)), "config.json ignores it, but it has quantized tensors"),
         (config(targets=["re:.*q_proj"]), "no config group has it among its targets"),
         (config(input_activations=FP8 | {"num_bits": 16}), "its activations are 16-bit float; wanted none, or int or"),

@@ -320,6 +320,29 @@ def test_fp8_alone(tmp_path: Path, block: tuple[int, int] | None) -> None:
     assert_loads(tmp_path, expected, formats[block])
 
 
+@pytest.mark.parametrize("kind", ["weight_block_size", "config_groups"])
+def test_one_number_is_no_scale_of_blocks(tmp_path: Path, kind: str) -> None:
+    """A scale of blocks that was cut to its first number; one of the whole tensor is legal where the config has none
+    of blocks, or other groups."""
+    weight, scale, _ = fp8(256, 256, (128, 128))
+    save_file({"a.weight": weight, "a.weight_scale_inv": scale[:1, :1].contiguous()}, tmp_path / "model.safetensors")
+    fp8_of = {"num_bits": 8, "type": "float"}
+    blocks = {"weights": fp8_of | {"strategy": "block", "block_structure": [128, 128]}}
+    whole = {"weights": fp8_of | {"strategy": "tensor"}}
+    settings = {"weight_block_size": [128, 128]} if kind == "weight_block_size" else {"config_groups": {"0": blocks}}
+    legal = {} if kind == "weight_block_size" else {"config_groups": {"0": blocks, "1": whole}}
+
+    def opened(settings: dict[str, Any]) -> Any:
+        (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "fp8"} | settings}))
+        return open_checkpoint(tmp_path)
+
+    with pytest.raises(
+        FormatError, match=r"a.weight .* its scale shape \(1, 1\); wanted \(2, 2\), because config.json"
+    ):
+        opened(settings)
+    assert str(opened(legal).modules["a"].format) == "e4m3_col_fp32"
+
+
 def test_codes_that_are_no_numbers(tmp_path: Path) -> None:
     weight, scale, _ = fp8(64, 64, (128, 128))
     weight.view(torch.uint8)[3, 5] = 0x7F

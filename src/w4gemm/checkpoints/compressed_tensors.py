@@ -55,6 +55,8 @@ FLOATS = {
     "nvfp4-pack-quantized": WeightFormat.parse("nvfp4"),
 }
 FORMATS = ("pack-quantized", "int-quantized", *FLOATS)
+ACT_ORDERS = ("group", "dynamic", True)
+"""Values of ``actorder`` by which columns are in another order; by others their scales fit them."""
 _FLOAT_SCALES = {"e8m0": ("U8", "F8_E8M0"), "e4m3_row": ("F8_E4M3",)}
 """safetensors' names of the dtypes of scales of 4-bit floats, by scale rule."""
 _FIRST_OF_BIAS_127, _FIRST_NIGHTLY = (0, 13, 1), "20260109"
@@ -170,6 +172,10 @@ class CompressedTensors:
             check_tensor(stored, "weight_zero_point", ("I32", "I8"), (rows, groups))
         if "weight_g_idx" in stored:
             check_tensor(stored, "weight_g_idx", ("I32", "I64"), (k,))
+        elif strategy == "group" and weights.get("actorder") in ACT_ORDERS:
+            raise ValueError(
+                f"it has no weight_g_idx, which says the group of each column where actorder is {weights['actorder']}"
+            )
         return Module(n, k, format, "bias" in stored, activations=_activations(scheme))
 
     def numbers(self, module: Module, tensors: Mapping[str, torch.Tensor]) -> Numbers:

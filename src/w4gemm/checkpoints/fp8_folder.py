@@ -53,17 +53,21 @@ class Fp8Folder(SafetensorsFolder):
 
     A tensor in fp8 without a scale stays among ``tensors``: it may be part of a 4-bit module.
 
+    Args:
+        blocks_only: True if every scale is of blocks, so that one number for more than a block is no scale.
+
     Attributes:
         scales: place of the scale of each weight in fp8, by the weight's name.
+        block: rows and columns that share a scale.
 
     Raises:
         FormatError: if a tensor in fp8 has several scales, or one of another shape.
     """
 
-    def __init__(self, path: Path, block: ScaleBlock = ScaleBlock()) -> None:
+    def __init__(self, path: Path, block: ScaleBlock = ScaleBlock(), *, blocks_only: bool = False) -> None:
         super().__init__(path)
         self.scales: dict[str, TensorInfo] = {}
-        self._block = block
+        self.block, self._blocks_only = block, blocks_only
         for name in [name for name, info in self.tensors.items() if info.dtype in FP8]:
             owner, _, leaf = name.rpartition(".")
             candidates = [name + end for end in _ENDS] + ([f"{owner}.scale"] if leaf == "weight" else [])
@@ -81,13 +85,13 @@ class Fp8Folder(SafetensorsFolder):
         """Return the format of a matrix in fp8; None for any other tensor, and for blocks that no group fits."""
         if name not in self.scales or len(self.tensors[name].shape) != 2:
             return None
-        return format_of(self.tensors[name], self.scales[name], self._block)
+        return format_of(self.tensors[name], self.scales[name], self.block)
 
     def numbers(self, name: str, device: torch.device) -> Numbers:
         """Return the numbers of a matrix that has a :meth:`format`."""
         format = self.format(name)
         assert format is not None
-        return numbers(format, super().tensor(name).to(device), self._scale(name).to(device), self._block)
+        return numbers(format, super().tensor(name).to(device), self._scale(name).to(device), self.block)
 
     def _scale(self, name: str) -> torch.Tensor:
         info = self.scales[name]
@@ -132,7 +136,7 @@ class Fp8Folder(SafetensorsFolder):
         return False if (a, b) == (2 * d, c) else True if (a, b) == (d, 2 * c) else None
 
     def _block_of(self, transposed: bool) -> ScaleBlock:
-        return ScaleBlock(*reversed(self._block)) if transposed else self._block
+        return ScaleBlock(*reversed(self.block)) if transposed else self.block
 
     def _module(self, name: str) -> Module | None:
         """Return one product of experts, or None if no format holds it."""
@@ -186,8 +190,8 @@ class Fp8Folder(SafetensorsFolder):
         return w.mul_(scale)
 
     def _of_blocks(self, w: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        for rows, factors in zip(w.split(self._block.rows, -2), scale.unbind(-2), strict=True):
-            columns = factors.repeat_interleave(self._block.columns, -1)[..., : w.shape[-1]]
+        for rows, factors in zip(w.split(self.block.rows, -2), scale.unbind(-2), strict=True):
+            columns = factors.repeat_interleave(self.block.columns, -1)[..., : w.shape[-1]]
             rows.mul_(columns.unsqueeze(-2))
         return w
 
@@ -198,13 +202,19 @@ class Fp8Folder(SafetensorsFolder):
         if _is_mx(shape, scale):
             return
         *experts, n, k = shape
-        grid = (*experts, -(-n // self._block.rows), -(-k // self._block.columns))
+        grid = (*experts, -(-n // self.block.rows), -(-k // self.block.columns))
         legal = (*_broadcast(shape), grid, shape[:1])
-        if scale.dtype not in _SCALE_DTYPES or not (math.prod(scale.shape) == 1 or scale.shape in legal):
+        alone = math.prod(scale.shape) == 1
+        if self._blocks_only and (alone or scale.shape in (shape[:-2], (*experts, 1, 1))) and grid[-2:] != (1, 1):
+            raise FormatError(
+                f"{self.path}: {name} in fp8 has shape {shape}, and its scale shape {scale.shape}; wanted {grid}, "
+                f"because config.json says that blocks of {self.block.rows} x {self.block.columns} have scales"
+            )
+        if scale.dtype not in _SCALE_DTYPES or not (alone or scale.shape in legal):
             raise FormatError(
                 f"{self.path}: {name} in fp8 has shape {shape}, and its scale is {scale.dtype} of shape {scale.shape}; "
-                f"wanted one number, {(*experts, n, 1)}, or {grid} for blocks of {self._block.rows} x "
-                f"{self._block.columns}"
+                f"wanted one number, {(*experts, n, 1)}, or {grid} for blocks of {self.block.rows} x "
+                f"{self.block.columns}"
             )
 
 
@@ -246,24 +256,28 @@ def _broadcast(shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     return (rows, (*experts, 1, k), (*experts, 1, 1)) if experts else (rows,)
 
 
-def block_of(config: Mapping[str, Any]) -> ScaleBlock:
-    """Return the blocks of a quantization_config, 128 x 128 without a setting: those of ``weight_block_size`` or, in
-    config groups of compressed-tensors, ``block_structure``, which older files have as "128x128".
+def block_of(config: Mapping[str, Any]) -> tuple[ScaleBlock, bool]:
+    """Return the blocks of a quantization_config, and whether all its scales of fp8 are of blocks: those of
+    ``weight_block_size`` or, in config groups of compressed-tensors, ``block_structure``, which older files have as
+    "128x128". Without a setting they are 128 x 128.
 
     Raises:
         ValueError: for no pair of positive integers, and for config groups that differ.
     """
     settings = [("weight_block_size", config.get("weight_block_size"))]
+    strategies: set[Any] = set() if settings[0][1] is None else {"block"}
     groups = config.get("config_groups")
     for key, group in groups.items() if isinstance(groups, Mapping) else ():
         weights = group.get("weights") if isinstance(group, Mapping) else None
+        if isinstance(weights, Mapping) and (weights.get("type"), weights.get("num_bits")) == ("float", 8):
+            strategies.add(weights.get("strategy"))
         if isinstance(weights, Mapping) and weights.get("strategy") == "block":
             settings.append((f"config_groups.{key}.weights.block_structure", weights.get("block_structure")))
     blocks = {name: _block(name, sizes) for name, sizes in settings if sizes is not None}
     if len({*blocks.values()}) > 1:
         sizes = ", ".join(f"{name} {list(block)}" for name, block in blocks.items())
         raise ValueError(f"wanted blocks of one size for all weights in fp8, got {sizes}")
-    return next(iter(blocks.values()), ScaleBlock())
+    return next(iter(blocks.values()), ScaleBlock()), strategies == {"block"}
 
 
 def _block(name: str, sizes: object) -> ScaleBlock:

@@ -15,7 +15,7 @@ import torch
 
 from w4gemm.checkpoints.base import CheckpointFormat, Module, Pack, Pretrained
 from w4gemm.checkpoints.experts import DOWN, GATE_UP, Stack, stacks
-from w4gemm.checkpoints.fp8_folder import Fp8Folder, ScaleBlock, block_of
+from w4gemm.checkpoints.fp8_folder import Fp8Folder, block_of
 from w4gemm.checkpoints.hugging_face import TensorInfo, quantization_config
 from w4gemm.checkpoints.methods import method_of
 from w4gemm.checkpoints.module_tensors import check_tensor, missing
@@ -64,8 +64,8 @@ class QuantizedFolder:
     """A folder with a quantized model as a :class:`w4gemm.checkpoints.base.Checkpoint`.
 
     Args:
+        stored: the folder's tensors.
         renamed: gives ``module.part`` for the name of a tensor in the folder.
-        block: rows and columns of weights in fp8 that share a scale.
         alarms: True if a tensor of one number may have the name of a module of experts, or of its parameter.
 
     Attributes:
@@ -80,14 +80,12 @@ class QuantizedFolder:
 
     def __init__(
         self,
-        path: Path,
+        stored: Fp8Folder,
         packing: Packing,
         renamed: Callable[[str], str] = str,
-        block: ScaleBlock = ScaleBlock(),
         alarms: bool = False,
     ) -> None:
-        self.path, self._packing, self._alarms = path, packing, alarms
-        self._stored = Fp8Folder(path, block)
+        self.path, self._stored, self._packing, self._alarms = stored.path, stored, packing, alarms
         scaled = self._stored.scales.items()
         self.left_out = {scale.name: f"the scale of {weight}, which is read with it" for weight, scale in scaled}
         self._files: dict[str, str] = {}
@@ -99,10 +97,10 @@ class QuantizedFolder:
         if not self._parts and not whole:
             held = "all its weights are dense"
             if self._stored.scales:
-                size = f"{block.rows} x {block.columns}"
+                size = "{} x {}".format(*stored.block)
                 held = f"all its quantized weights are in fp8 with blocks of {size}, which no format has"
             raise FormatError(
-                f"{path}: {held}, wanted some of them quantized, with {' or '.join(packing.marks)}, as its "
+                f"{self.path}: {held}, wanted some of them quantized, with {' or '.join(packing.marks)}, as its "
                 "quantization_config says; a dense model has no quantization_config in config.json"
             )
         self._own = {name: self._module(name, parts) for name, parts in sorted(self._parts.items())}
@@ -350,12 +348,13 @@ def folder_format(
     def open(path: Path, format: WeightFormat | None) -> QuantizedFolder:
         config = quantization_config(path) or {}
         try:
-            meaning, block, names = packing(config), block_of(config), [*named(config)]
+            meaning, (block, blocks_only), names = packing(config), block_of(config), [*named(config)]
         except KeyError as e:
             raise FormatError(f"{path}: quantization_config of config.json has no {e}") from e
         except (TypeError, ValueError, AttributeError) as e:
             raise FormatError(f"{path}: quantization_config of config.json: {e}") from e
-        folder = QuantizedFolder(path, meaning, renamed, block, alarms)
+        stored = Fp8Folder(path, block, blocks_only=blocks_only)
+        folder = QuantizedFolder(stored, meaning, renamed, alarms)
         warn_of_missing(path, names, folder.own_names)
         return folder
 

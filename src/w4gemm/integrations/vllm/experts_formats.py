@@ -11,15 +11,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from w4gemm.checkpoints.compressed_tensors import ACT_ORDERS
 from w4gemm.core import environment
 from w4gemm.core.activation import is_gated
 from w4gemm.core.formats import PER_COLUMN, WeightFormat
 from w4gemm.integrations.engines.formats import ExpertsFormat, ExpertsSettings, activation_text
 from w4gemm.integrations.engines.gguf import GGUFExperts
-
-ACT_ORDERS = ("group", "dynamic", True)
-"""Values of compressed-tensors' ``actorder`` by which columns are in another order; by others their scales fit them."""
-
 
 _IN_PAIRS = "swigluoai"
 """vLLM's name of the activation whose gates and ups it loads in pairs, as our epilogue wants them."""

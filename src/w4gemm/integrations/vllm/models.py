@@ -34,7 +34,6 @@ from w4gemm.core.activation import canonical
 from w4gemm.core.errors import FormatError
 from w4gemm.core.formats import WeightFormat
 from w4gemm.integrations.engines.formats import SCALES
-from w4gemm.integrations.vllm.experts_formats import ACT_ORDERS
 from w4gemm.integrations.vllm.takeover import VLLM
 
 FORMATS = (
@@ -203,7 +202,7 @@ def _in_16_bits(source: CheckpointFormat, format: WeightFormat, config: Mapping[
 def _in_act_order(config: Mapping[str, Any]) -> bool:
     """True if a quantization_config, of GPTQ or compressed-tensors, lets columns be in act-order."""
     weights = [group.get("weights") or {} for group in (config.get("config_groups") or {}).values()]
-    return bool(config.get("desc_act")) or any(w.get("actorder") in ACT_ORDERS for w in weights)
+    return bool(config.get("desc_act")) or any(w.get("actorder") in compressed_tensors.ACT_ORDERS for w in weights)
 
 
 def _fused(checkpoint: Checkpoint, config: Mapping[str, Any], gpus: int) -> list[Module]:
