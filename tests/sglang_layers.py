@@ -1,6 +1,6 @@
 """Layers of SGLang's with random weights, for tests of its plugin, and fixtures under which that takes them.
 
-They are of a stub of SGLang (sglang_stub.py); with ``SGLANG_SOURCES`` of its sources (sglang_sources.py).
+They are of a stub of SGLang (sglang_stub/); with ``SGLANG_SOURCES`` of its sources (sglang_sources.py).
 """
 
 from __future__ import annotations

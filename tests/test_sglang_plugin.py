@@ -1,6 +1,6 @@
 """SGLang's plugin: what its schemes load becomes our weights and gives the right products; all else stays SGLang's own.
 
-Runs on a stub of SGLang (sglang_stub.py); with ``SGLANG_SOURCES`` on its sources (sglang_sources.py).
+Runs on a stub of SGLang (sglang_stub/); with ``SGLANG_SOURCES`` on its sources (sglang_sources.py).
 """
 
 from __future__ import annotations

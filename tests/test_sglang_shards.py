@@ -1,6 +1,6 @@
 """The SGLang plugin's merged layers of several formats.
 
-Runs on a stub of SGLang (sglang_stub.py); with ``SGLANG_SOURCES`` on its sources (sglang_sources.py).
+Runs on a stub of SGLang (sglang_stub/); with ``SGLANG_SOURCES`` on its sources (sglang_sources.py).
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ if "VLLM_SOURCES" not in os.environ:
     pytest.skip("VLLM_SOURCES does not name vLLM's sources", allow_module_level=True)
 
 from reference import linear_reference
-from test_vllm_experts import context_of
+from test_vllm_experts_lora import context_of
 from test_vllm_sources import plugin, routed_experts  # noqa: F401 (plugin is a fixture)
 from w4gemm import QuantizedWeight
 from w4gemm.core.activation import is_gated

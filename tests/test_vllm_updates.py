@@ -17,7 +17,7 @@ import torch
 
 import w4gemm
 from test_vllm_dense import Case, in_words, make, vllm_stub
-from test_vllm_experts import CASES, EXPERTS, GPT_OSS, HIDDEN, MXFP4, WIDTH, inputs, mixture
+from vllm_experts import CASES, EXPERTS, GPT_OSS, HIDDEN, MXFP4, WIDTH, inputs, mixture
 from w4gemm import QuantizedWeight, quantize
 from w4gemm.integrations import vllm as plugin
 from w4gemm.integrations.engines import updates as updating

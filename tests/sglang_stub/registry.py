@@ -1,0 +1,142 @@
+"""How the stub's classes and functions get into modules of SGLang's, and what is no layer: plugins and loaders."""
+
+from __future__ import annotations
+
+import functools
+import importlib.machinery
+import sys
+import types
+from collections import defaultdict
+from collections.abc import Callable
+from enum import Enum
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+
+MODULES: dict[str, list[Any]] = defaultdict(list)
+"""Classes and functions of the stub by the module of SGLang that has them."""
+
+
+def at(*modules: str) -> Callable[[Any], Any]:
+    """Put a class or function into modules below ``sglang.srt``; the first is the one that defines it."""
+
+    def put(value: Any) -> Any:
+        for module in modules:
+            MODULES[f"sglang.srt.{module}"].append(value)
+        return value
+
+    return put
+
+
+def install() -> None:
+    """Put the modules into sys.modules."""
+    for name in MODULES:
+        parts = name.split(".")
+        for i in range(1, len(parts) + 1):
+            each = ".".join(parts[:i])
+            if each not in sys.modules:
+                sys.modules[each] = types.ModuleType(each)
+                sys.modules[each].__path__ = []  # type: ignore[attr-defined]
+                sys.modules[each].__spec__ = importlib.machinery.ModuleSpec(each, None)
+                if i > 1:
+                    setattr(sys.modules[".".join(parts[: i - 1])], parts[i - 1], sys.modules[each])
+        for value in MODULES[name]:
+            setattr(sys.modules[name], value.__name__, value)
+
+
+def parameter(*shape: int, dtype: torch.dtype) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.empty(*shape, dtype=dtype), requires_grad=False)
+
+
+@at("layers.parameter")
+class ModelWeightParameter(torch.nn.Parameter):
+    def __new__(cls, **kwargs):
+        return super().__new__(cls, kwargs["data"], requires_grad=False)
+
+    def __init__(self, output_dim, **kwargs):
+        self.output_dim, self.weight_loader = output_dim, kwargs["weight_loader"]
+
+
+@at("plugins.hook_registry")
+class HookType(Enum):
+    AROUND = "around"
+
+
+@at("plugins.hook_registry")
+class HookRegistry:
+    _hooks: ClassVar[dict[str, list[Any]]] = defaultdict(list)
+    _patched: ClassVar[set[str]] = set()
+
+    @classmethod
+    def register(cls, target, hook, hook_type=None, *, source=None):
+        cls._hooks[target].append(hook)
+
+    @classmethod
+    def apply_hooks(cls):
+        for target in cls._hooks.keys() - cls._patched:
+            module, name, method = target.rsplit(".", 2)
+            owner = getattr(sys.modules[module], name)
+            for hook in cls._hooks[target]:
+                setattr(owner, method, _around(hook, getattr(owner, method)))
+            cls._patched.add(target)
+
+
+def _around(hook, own):
+    @functools.wraps(own)
+    def hooked(*args, **kwargs):
+        return hook(own, *args, **kwargs)
+
+    return hooked
+
+
+@at("model_executor.model_runner")
+class ModelRunner:
+    def load_model(self):
+        self.load()
+
+
+class _Loader:
+    def load_model(self, *, model_config, device_config):
+        return self.load()
+
+
+@at("model_loader.loader")
+class ShardedStateLoader(_Loader):
+    pass
+
+
+@at("model_loader.loader")
+class DummyModelLoader(_Loader):
+    pass
+
+
+@at("model_loader.loader")
+class PreshardedModelLoader(_Loader):
+    pass
+
+
+@at("model_loader.loader")
+class RemoteModelLoader:
+    def _load_model_from_remote_kv(self, model, model_config, client):
+        self.load()
+
+
+class Named(NamedTuple):
+    """A backend of SGLang's by its name."""
+
+    value: str
+
+    def is_none(self):
+        return self.value == "none"
+
+    def is_marlin(self):
+        return self.value == "marlin"
+
+
+class Asked:
+    """What has weights. ``asked`` lists what was asked of it."""
+
+    asked: list[str]
+
+    def process_weights_after_loading(self, layer):
+        self.asked.append("process")
