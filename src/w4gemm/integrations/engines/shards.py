@@ -1,9 +1,14 @@
-"""What engines share of merged linear layers whose shards have different formats: :class:`Shards`."""
+"""What engines share of merged linear layers whose shards have different formats: :class:`Shards`.
+
+An engine merges q, k and v, or gate and up, into one layer with one format. A model of GPTQ's ``dynamic``, of several
+config groups, or in part dense, may have another one for each of them. Here each shard gets the method and the kernel
+that its own name has in the quantization config.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -21,6 +26,22 @@ def shard_names(merged: Mapping[str, Iterable[str]], name: str) -> list[str]:
     return [name.removesuffix(last) + part for part in parts] if len(parts) > 1 else []
 
 
+def settings_differ(config: Any, layer: torch.nn.Module, names: list[str], override: Callable[..., Any]) -> bool:
+    """Return whether a config has different settings for a merged layer and its shards.
+
+    Args:
+        names: of the merged layer and its shards; a config with schemes takes that of one shard for the merged one.
+        override: the engine's ``get_dynamic_override``.
+    """
+    if getattr(config, "dynamic", None):
+        settings = [override(config, name) for name in names]
+    elif hasattr(config, "get_scheme_dict"):
+        settings = [config.get_scheme_dict(layer, name) for name in names[1:]]
+    else:
+        return False
+    return any(each != settings[0] for each in settings)
+
+
 class Shards:
     """Method of a merged layer whose shards are layers of the engine, each with the method of its own name.
 
@@ -31,8 +52,37 @@ class Shards:
         names: of the shards.
     """
 
+    column_parallel: ClassVar[Callable[..., Any]]
+    """The engine's class of the shards."""
+
     def __init__(self, config: Any, names: list[str]) -> None:
         self.config, self.names = config, names
+
+    def create_weights(
+        self,
+        layer: Any,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        """Make the shards modules of the merged layer, and give it the empty parameters."""
+        options = {"params_dtype": params_dtype, "quant_config": self.config, **self.division(layer)}
+        shards = [
+            self.column_parallel(input_size, n, False, prefix=name, **options)
+            for name, n in zip(self.names, self.output_sizes(layer, output_partition_sizes), strict=True)
+        ]
+        layer.w4gemm_shards = torch.nn.ModuleList(shards)
+        for name in dict.fromkeys(name for shard in shards for name in shard._parameters if name != "bias"):
+            place: Any = torch.nn.Parameter(torch.empty(0, dtype=params_dtype), requires_grad=False)
+            place.weight_loader = self.loader(layer, name)
+            layer.register_parameter(name, place)
+
+    def division(self, layer: Any) -> dict[str, Any]:
+        """Return the arguments of a shard by which it is divided among GPUs as the merged layer is."""
+        raise NotImplementedError
 
     def output_sizes(self, layer: Any, on_this_gpu: list[int]) -> list[int]:
         """Return the features of each shard on all GPUs together.
@@ -48,14 +98,6 @@ class Shards:
             )
         gpus = sum(layer.output_sizes) // sum(on_this_gpu)
         return [n * gpus for n in on_this_gpu]
-
-    def add_shards(self, layer: Any, shards: list[Any], dtype: torch.dtype) -> None:
-        """Make the shards modules of the merged layer, and give it the empty parameters."""
-        layer.w4gemm_shards = torch.nn.ModuleList(shards)
-        for name in dict.fromkeys(name for shard in shards for name in shard._parameters if name != "bias"):
-            place: Any = torch.nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False)
-            place.weight_loader = self.loader(layer, name)
-            layer.register_parameter(name, place)
 
     def loader(self, layer: Any, name: str) -> Callable[..., Any]:
         """Return a loader that gives tensors of one name to the shards of a layer."""
