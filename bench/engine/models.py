@@ -102,7 +102,7 @@ def _attention(c: Mapping[str, Any]) -> Iterator[Module]:
         c["num_key_value_heads"],
     )
     head_dim, quantized = c.get("head_dim", hidden // heads), kind != "gpt_oss"
-    biases, all_biases = kind in ("qwen2", "gpt_oss"), kind == "gpt_oss"
+    biases, all_biases = kind in ("qwen2", "gpt_oss", "glm4_moe"), kind == "gpt_oss"
     yield Matrix("self_attn.q_proj", heads * head_dim, hidden, biases, quantized)
     yield Matrix("self_attn.k_proj", kv_heads * head_dim, hidden, biases, quantized)
     yield Matrix("self_attn.v_proj", kv_heads * head_dim, hidden, biases, quantized)
@@ -163,14 +163,16 @@ def _mixtral_experts(c: Mapping[str, Any], index: int) -> Iterator[Module]:
 
 
 def _deepseek_experts(c: Mapping[str, Any], index: int) -> Iterator[Module]:
-    """Routed experts in 4 bits; the first layers and the shared expert in 16, as in the checkpoints of Kimi-K2."""
+    """Routed experts in 4 bits. The first layers and the shared expert are in 16 in the checkpoints of Kimi-K2, and
+    quantized in those of GLM."""
+    quantized = c["model_type"] != "deepseek_v3"
     hidden, experts, width = c["hidden_size"], c["n_routed_experts"], c["moe_intermediate_size"]
     if index < c["first_k_dense_replace"]:
-        yield from _gated("mlp", hidden, c["intermediate_size"], quantized=False)
+        yield from _gated("mlp", hidden, c["intermediate_size"], quantized)
         return
     yield Matrix("mlp.gate", experts, hidden, quantized=False)
     yield Vector("mlp.gate.e_score_correction_bias", (experts,), 0.01, "float32")
-    yield from _gated("mlp.shared_experts", hidden, c["n_shared_experts"] * width, quantized=False)
+    yield from _gated("mlp.shared_experts", hidden, c["n_shared_experts"] * width, quantized)
     for e in range(experts):
         yield from _gated(f"mlp.experts.{e}", hidden, width)
 
@@ -188,6 +190,7 @@ _FEED_FORWARD = {
     "qwen3_moe": _qwen3_experts,
     "mixtral": _mixtral_experts,
     "deepseek_v3": _deepseek_experts,
+    "glm4_moe": _deepseek_experts,
     "gpt_oss": _gpt_oss_experts,
 }
 
@@ -202,6 +205,7 @@ MODELS = {
         Model("gpt-oss-20b", published.GPT_OSS_20B),
         Model("deepseek-v3-5-layers", published.DEEPSEEK_V3),
         Model("kimi-k2", published.KIMI_K2),
+        Model("glm-4.5-air", published.GLM_45_AIR),
     )
 }
 """deepseek-v3-5-layers: one dense layer and four of the mixture's 58, so that one GPU holds it."""

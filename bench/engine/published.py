@@ -66,6 +66,33 @@ KIMI_K2 = {
     "rope_theta": 50000.0,
 }
 
+GLM_45_AIR = {
+    **_COMMON,
+    "architectures": ["Glm4MoeForCausalLM"],
+    "model_type": "glm4_moe",
+    "vocab_size": 151552,
+    "hidden_size": 4096,
+    "intermediate_size": 10944,
+    "moe_intermediate_size": 1408,
+    "num_hidden_layers": 46,
+    "num_attention_heads": 96,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0,
+    "use_qk_norm": False,
+    "partial_rotary_factor": 0.5,
+    "num_nextn_predict_layers": 0,
+    "rope_theta": 1000000.0,
+    "attention_bias": True,
+}
+
 GPT_OSS_20B = {
     **_COMMON,
     "architectures": ["GptOssForCausalLM"],
