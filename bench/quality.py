@@ -7,28 +7,30 @@ go to bench/results/quality.jsonl.
 
 from __future__ import annotations
 
-import copy
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from bench import plots
-from bench.calibrated import awq, gptq, round_layers
 from bench.options import command, formats, typed
 from bench.rows import Row, read
 
-from w4gemm.checkpoints.dense import linear_layers
 from w4gemm.choice.table import device_facts
 from w4gemm.core.formats import ALIASES, WeightFormat
 from w4gemm.core.problem import Device
+from w4gemm.integrations import calibrated
 from w4gemm.integrations.generation import quiet_transformers
-from w4gemm.integrations.quality import TEXT, compare, load_dense, score, shipped_text, windows
+from w4gemm.integrations.quality import (
+    METHODS,
+    TEXT,
+    calibration_windows,
+    compare,
+    load_dense,
+    shipped_text,
+    windows,
+)
 from w4gemm.tuning import record
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 ROOT = Path(__file__).parent.parent
 RESULTS, PAGE, PLOT = ROOT / "bench/results/quality.jsonl", ROOT / "docs/quality.md", ROOT / "docs/plots/quality.svg"
@@ -36,8 +38,6 @@ FORMATS = (
     "int8_g128,int4_g32,int4_g64,int4_g128,int4_col,int4_g32_zint,int4_g128_zint,int4_g128_zfloat,q4_k,mxfp4,"
     "nvfp4,nf4,int3_g32,int3_g128"
 )
-CALIBRATED = {"gptq": gptq, "awq": awq}
-METHODS = ("nearest", "search", *CALIBRATED)
 _SHORT = {str(WeightFormat.parse(alias)): alias for alias in ALIASES}
 """Aliases by format."""
 _MARKED = re.compile(r"(<!-- made by python -m bench\.quality -->\n).*?(<!-- end -->\n)", re.DOTALL)
@@ -68,45 +68,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     for model in args.models:
         dense, tokenizer = load_dense(model, torch.device("cpu"), torch.float32)
         parts = windows(tokenizer, shipped_text(), args.tokens, args.length)
-        if args.method in CALIBRATED:
-            after = windows(tokenizer, shipped_text(), 2 * args.tokens, args.length)[len(parts) :]
-            rows = _calibrated(dense, parts, after, args.format, args.method)
-        else:
-            rows = compare(dense, parts, args.format, args.method == "search", lambda *step: None)
+        after = []
+        if args.method in calibrated.METHODS:
+            after = calibration_windows(tokenizer, shipped_text(), args.tokens, args.length)
+        rows = compare(dense, parts, args.format, args.method, lambda *step: None, after)
         for row in rows:
             if args.method != "nearest" and row["format"] == "dense":
                 continue
             own = {"kind": "quality", "run": record.run_name(facts), "model": model.name, "method": args.method}
+            own |= {"calibration_tokens": sum(ids.numel() for ids in after)} if after else {}
             record.append(RESULTS, own | row | facts)
             print(f"{model.name} {row['format']} {args.method}: {row['perplexity']:.3f}", flush=True)
-
-
-def _calibrated(
-    dense: PreTrainedModel,
-    parts: list[torch.Tensor],
-    after: list[torch.Tensor],
-    formats: Sequence[WeightFormat],
-    method: str,
-) -> Iterator[Row]:
-    """Yield rows as of :func:`compare`, of a dense model's copies that are calibrated on the windows ``after``."""
-    reference = score(dense, parts, lambda: None)
-    for format in formats:
-        model = copy.deepcopy(dense)
-        layers = [layer for block in model.model.layers for layer in linear_layers(block).values()]
-        bits = (
-            8 * round_layers(model, after, format, CALIBRATED[method]) / sum(layer.weight.numel() for layer in layers)
-        )
-        own = score(model, parts, lambda: None)
-        yield {
-            "format": str(format),
-            "layers": len(layers),
-            "bits": bits,
-            "tokens": len(own.choices),
-            "calibration_tokens": sum(ids.numel() for ids in after),
-            "perplexity": own.perplexity,
-            "above_dense": own.perplexity / reference.perplexity - 1,
-            "agreement": (own.choices == reference.choices).float().mean().item(),
-        }
 
 
 def with_table(page: str, rows: list[Row]) -> str:

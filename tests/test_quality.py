@@ -17,7 +17,8 @@ from tiny_model import write_dense, write_gguf
 from w4gemm import quantize
 from w4gemm.cli.__main__ import main
 from w4gemm.core.formats import WeightFormat
-from w4gemm.integrations.quality import compare, load_dense, shipped_text, windows
+from w4gemm.integrations.calibrated import awq, check, gptq, round_layers
+from w4gemm.integrations.quality import METHODS, calibration_windows, compare, load_dense, shipped_text, windows
 from w4gemm.integrations.transformers import W4GemmConfig, dequantize_layers
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -75,8 +76,8 @@ def test_search_rounds_otherwise(tmp_path: Path) -> None:
     dense, tokenizer = load_dense(write_dense(tmp_path, "qwen2"), torch.device("cpu"), torch.float32)
     parts, steps = windows(tokenizer, shipped_text(), 64, 64), []
     nearest, searched = (
-        list(compare(dense, parts, [WeightFormat.parse("int3_g32")], search, lambda *step: steps.append(step)))[1]
-        for search in (False, True)
+        list(compare(dense, parts, [WeightFormat.parse("int3_g32")], method, lambda *step: steps.append(step)))[1]
+        for method in ("nearest", "search")
     )
     assert searched["perplexity"] != nearest["perplexity"] and nearest["bits"] == 3.5
     assert steps[-1] == (2, 2, "int3_g32") and len(steps) == 6
@@ -94,9 +95,6 @@ def test_the_page_has_the_stored_rows() -> None:
 @pytest.mark.parametrize("format", ["int4_g32", "int4_g64_zint", "int3_col"])
 def test_gptq_minds_what_the_layer_reads(format: str) -> None:
     """Inputs that are independent leave nothing to spread: then it rounds to the nearest."""
-    sys.path.insert(0, str(ROOT))
-    from bench.calibrated import gptq
-
     torch.manual_seed(0)
     weight, rule = torch.randn(32, 128), WeightFormat.parse(format)
     nearest = quantize(weight, rule).dequantize()
@@ -109,9 +107,6 @@ def test_gptq_minds_what_the_layer_reads(format: str) -> None:
 @pytest.mark.parametrize("format", ["int4_g32", "nf4"])
 def test_awq_minds_columns_that_are_large(format: str) -> None:
     """Where all columns of x are of one size, it rounds to the nearest."""
-    sys.path.insert(0, str(ROOT))
-    from bench.calibrated import awq
-
     torch.manual_seed(0)
     weight, rule = torch.randn(32, 128), WeightFormat.parse(format)
     nearest = quantize(weight, rule).dequantize()
@@ -121,14 +116,40 @@ def test_awq_minds_columns_that_are_large(format: str) -> None:
     assert ours < 0.85 * theirs
 
 
-def test_gptq_rounds_a_models_layers(tmp_path: Path) -> None:
-    sys.path.insert(0, str(ROOT))
-    from bench.calibrated import gptq, round_layers
-
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_a_calibrated_model(tmp_path: Path, capsys: pytest.CaptureFixture[str], method: str) -> None:
+    """Each layer of the model is rounded on what comes after the text that is read."""
     dense, tokenizer = load_dense(write_dense(tmp_path, "qwen2"), torch.device("cpu"), torch.float32)
-    parts, format = windows(tokenizer, shipped_text(), 64, 64), WeightFormat.parse("int4_g32")
+    parts, steps = windows(tokenizer, shipped_text(), 64, 64), []
+    after = calibration_windows(tokenizer, shipped_text(), 64, 64)
+    assert torch.equal(torch.cat([*parts, *after], 1), torch.cat(windows(tokenizer, shipped_text(), 128, 64), 1))
+    format, blocks = WeightFormat.parse("int4_g32"), len(dense.model.layers)
+    _, row = compare(dense, parts, [format], method, lambda *step: steps.append(step), after)
+    assert row["bits"] == 4.5 and row["above_dense"] != 0 and row["layers"] == 7 * blocks
+    assert steps[-1] == (2 + blocks, 2 + blocks, "int4_g32")
     layers = [layer for block in dense.model.layers for layer in block.modules() if isinstance(layer, torch.nn.Linear)]
     before = [layer.weight.clone() for layer in layers]
-    assert 8 * round_layers(dense, parts, format, gptq) / sum(w.numel() for w in before) == 4.5
+    assert round_layers(dense, after, format, method, lambda: None) == layers
     for layer, weight in zip(layers, before, strict=True):
         assert 0 < (layer.weight - weight).norm() / weight.norm() < 0.2
+    arguments = ["eval", str(tmp_path), "--method", method, "--tokens", "32", "--length", "16", "--device", "cpu"]
+    assert main([*arguments, "--format", "int4_g32"]) == 0
+    assert f", {method} on 32 tokens that follow" in capsys.readouterr().out
+
+
+def test_what_calibration_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, text = write_dense(tmp_path / "model", "qwen2"), tmp_path / "text.txt"
+    arguments = ["eval", str(folder), "--device", "cpu", "--method", "gptq", "--tokens", "16", "--length", "16"]
+    assert main([*arguments, "--format", "mxfp4"]) == 2
+    assert "--format: gptq rounds to integers, got e2m1_g32_e8m0; awq takes it" in capsys.readouterr().err
+    text.write_text("hello there " * 4)
+    assert main([*arguments, "--tokens", "64", "--text", str(text)]) == 2
+    assert "--tokens: wanted fewer than the text's" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="awq wants a decoder with layers in model.layers, got Linear"):
+        check(torch.nn.Linear(2, 2), [], "awq")
+
+
+def test_eval_offers_every_method(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["eval", "--help"])
+    assert "{" + ",".join(METHODS) + "}" in capsys.readouterr().out

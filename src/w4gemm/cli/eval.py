@@ -13,8 +13,9 @@ from w4gemm.console.errors import read_text
 from w4gemm.console.progress import counted, progress_bar, progress_line
 from w4gemm.console.values import chosen_dtype
 from w4gemm.core.formats import WeightFormat
+from w4gemm.integrations import calibrated
 from w4gemm.integrations.generation import default_model, quiet_transformers
-from w4gemm.integrations.quality import TEXT, compare, load_dense, shipped_text, windows
+from w4gemm.integrations.quality import TEXT, calibration_windows, compare, load_dense, shipped_text, windows
 
 
 def run(args: argparse.Namespace) -> int:
@@ -28,15 +29,17 @@ def run(args: argparse.Namespace) -> int:
     with progress_line() as line:
         line(0, 0, "reading the model")
         dense, tokenizer = load_dense(path, device, dtype)
-    parts = windows(tokenizer, text, args.tokens, args.length)
+    parts, amount = windows(tokenizer, text, args.tokens, args.length), (args.tokens, args.length)
+    after = calibration_windows(tokenizer, text, *amount) if args.method in calibrated.METHODS else []
     with progress_bar() as progress:
-        rows = list(compare(dense, parts, formats, args.search, progress))
+        rows = list(compare(dense, parts, formats, args.method, progress, after))
     facts = {
         "model": str(path),
         "text": TEXT if args.text is None else str(args.text),
         "tokens": rows[0]["tokens"],
         "length": args.length,
-        "search": args.search,
+        "method": args.method,
+        "calibration_tokens": sum(ids.numel() for ids in after),
         "dtype": str(dtype).removeprefix("torch."),
         "device": device_name(device),
     }
@@ -46,10 +49,12 @@ def run(args: argparse.Namespace) -> int:
 
 def as_text(facts: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     """Return the facts and a line for each row."""
-    searched = ", searched" * facts["search"]
+    method = "" if facts["method"] == "nearest" else f", {facts['method']}"
+    if facts["calibration_tokens"]:
+        method += f" on {counted(facts['calibration_tokens'], 'token')} that follow"
     lines = [
         f"{Path(facts['model']).name}: {counted(facts['tokens'], 'token')} of {facts['text']} in windows of "
-        f"{facts['length']}; {facts['dtype']} on {facts['device']}{searched}",
+        f"{facts['length']}; {facts['dtype']} on {facts['device']}{method}",
         f"{'format':24} {'bits':>5} {'perplexity':>10} {'above dense':>11} {'same next token':>15}",
     ]
     for row in rows:

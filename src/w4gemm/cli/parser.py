@@ -98,7 +98,13 @@ def _eval(parser: argparse.ArgumentParser) -> None:
         action="append",
         help="format that the linear layers are rounded to; may be repeated (default: int4_g128)",
     )
-    parser.add_argument("--search", action="store_true", help="round closer: try 24 smaller ranges for each group")
+    parser.add_argument(
+        "--method",
+        choices=("nearest", "search", "gptq", "awq"),
+        default="nearest",
+        help="of rounding: to the nearest; search tries 24 smaller ranges for each group; gptq and awq are calibrated "
+        "on as many tokens that follow (default: %(default)s)",
+    )
     parser.add_argument(
         "--text", type=named_path, metavar="FILE", help="text in UTF-8 (default: some of the Jargon File, which ships)"
     )

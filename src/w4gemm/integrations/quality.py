@@ -6,6 +6,7 @@ import copy
 import importlib.resources
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,8 +17,9 @@ from w4gemm.checkpoints import find_checkpoint, open_checkpoint
 from w4gemm.checkpoints.dense import DenseCheckpoint
 from w4gemm.checkpoints.hugging_face import AS_IT_IS
 from w4gemm.core.formats import WeightFormat
+from w4gemm.integrations import calibrated
 from w4gemm.integrations.transformers import dequantize_layers, load, quantize_layers
-from w4gemm.packing.packed_shape import packed_shape
+from w4gemm.packing.packed_shape import PackedShape, packed_shape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 TEXT = "jargon_file.txt"
 """Text that ships: chapters 1, 2, 7 and 8 of the Jargon File 4.4.7 and most of its appendix A, which are in the public
 domain."""
+METHODS = ("nearest", "search", *calibrated.METHODS)
+"""Ways of rounding."""
 _ROWS = 64
 """Rows of logits whose probabilities are in memory at once, in float32."""
 
@@ -65,6 +69,23 @@ def windows(tokenizer: PreTrainedTokenizerBase, text: str, tokens: int, length: 
     return [torch.tensor([part]) for part in parts if len(part) > 1]
 
 
+def calibration_windows(tokenizer: PreTrainedTokenizerBase, text: str, tokens: int, length: int) -> list[torch.Tensor]:
+    """Return :func:`windows` of as many tokens that follow the first ``tokens`` of a text.
+
+    Raises:
+        ValueError: if the text ends before.
+    """
+    both = windows(tokenizer, text, 2 * tokens, length)
+    after = both[len(windows(tokenizer, text, tokens, length)) :]
+    if not after:
+        size = len(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+        raise ValueError(
+            f"--tokens: wanted fewer than the text's {size}, since this --method is calibrated on as many that follow, "
+            f"got {tokens}"
+        )
+    return after
+
+
 def score(model: PreTrainedModel, parts: list[torch.Tensor], progress: Callable[[], None]) -> Score:
     """Return the figures of a model for windows of token ids; call ``progress`` after each. The first token of a window
     is not predicted."""
@@ -98,17 +119,26 @@ def compare(
     dense: PreTrainedModel,
     parts: list[torch.Tensor],
     formats: Sequence[WeightFormat],
-    search: bool,
+    method: str,
     progress: Callable[[int, int, str], None],
+    calibration: Sequence[torch.Tensor] = (),
 ) -> Iterator[dict[str, Any]]:
     """Yield the figures of a dense model for windows of token ids, then of a copy with its linear layers in each
     format.
 
     Args:
-        search: as for :func:`w4gemm.quantize`.
-        progress: called as ``progress(windows done, windows, format)``.
+        method: one of :data:`METHODS`.
+        progress: called as ``progress(steps done, steps, format)``; a step is a window, or a layer that is calibrated.
+        calibration: windows that a method of calibrated.py reads.
+
+    Raises:
+        ValueError: for a model or format that the method cannot round.
     """
-    done, total, reference = 0, len(parts) * (1 + len(formats)), None
+    is_calibrated = method in calibrated.METHODS
+    if is_calibrated:
+        calibrated.check(dense, formats, method)
+    each = len(parts) + (len(dense.model.layers) if is_calibrated else 0)
+    done, total, reference = 0, len(parts) + each * len(formats), None
     for format in (None, *formats):
         name, model = ("dense", dense) if format is None else (str(format), copy.deepcopy(dense))
 
@@ -117,18 +147,24 @@ def compare(
             done += 1
             progress(done, total, name)
 
+        shapes: list[PackedShape] = []
         if format is not None:
-            progress(done, total, f"quantizing to {format}")
-            quantize_layers(model, format, search=search)
+            rounding = f"rounding to {format}"
+            progress(done, total, rounding)
+            if is_calibrated:
+                layers = calibrated.round_layers(model, calibration, format, method, partial(step, rounding))
+                shapes = [packed_shape(format, "canonical", *layer.weight.shape) for layer in layers]
+            else:
+                quantize_layers(model, format, search=method == "search")
+                weights = [layer.weight for layer in model.modules() if isinstance(layer, W4Linear)]
+                shapes = [packed_shape(w.format, "canonical", w.n, w.k) for w in weights]
         own = score(model, parts, step)
         reference = own if reference is None else reference
-        weights = [layer.weight for layer in model.modules() if isinstance(layer, W4Linear)]
-        numbers = sum(w.n * w.k for w in weights)
-        nbytes = sum(packed_shape(w.format, "canonical", w.n, w.k).nbytes for w in weights)
+        numbers = sum(shape.n * shape.k for shape in shapes)
         yield {
             "format": name,
-            "layers": len(weights),
-            "bits": 8 * nbytes / numbers if numbers else None,
+            "layers": len(shapes),
+            "bits": 8 * sum(shape.nbytes for shape in shapes) / numbers if shapes else None,
             "tokens": len(own.choices),
             "perplexity": own.perplexity,
             "above_dense": own.perplexity / reference.perplexity - 1,

@@ -1,4 +1,4 @@
-"""Rounding that looks at what a model reads, for :mod:`bench.quality`: what a calibrated checkpoint costs a model.
+"""Rounding that looks at what a model reads, to measure what a calibrated checkpoint costs a model.
 
 GPTQ: E. Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers", 2023
 (arXiv:2210.17323), without act-order. AWQ: J. Lin et al., "AWQ: Activation-aware Weight Quantization for LLM
@@ -9,15 +9,15 @@ ranges.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from w4gemm import quantize
 from w4gemm.checkpoints.dense import linear_layers
 from w4gemm.core.formats import WeightFormat
+from w4gemm.weights.quantize import quantize
 
 Round = Callable[[torch.Tensor, torch.Tensor, WeightFormat], torch.Tensor]
 """Returns the rounded numbers of a weight (n, k), from it, the sum of x.T @ x over the tokens, and a format."""
@@ -27,34 +27,53 @@ _STEPS = 20
 """Exponents from 0 to 1 that AWQ tries."""
 
 
-@torch.no_grad()
-def round_layers(model: Any, parts: list[torch.Tensor], format: WeightFormat, rounded: Round) -> int:
-    """Round the linear layers of a decoder in place, layer by layer, each on what the rounded layers before it make of
-    windows of token ids; return the bytes of the layers' weights in ``format``."""
-    blocks, nbytes = model.model.layers, 0
-    hidden, options = _inputs(model, parts)
-    for block, own_options in zip(blocks, options, strict=True):
-        hessians, hooks = {}, []
-        for name, layer in linear_layers(block).items():
-            hessians[name] = torch.zeros(layer.in_features, layer.in_features)
+def check(model: Any, formats: Sequence[WeightFormat], method: str) -> None:
+    """Raise ValueError if :func:`round_layers` cannot round a model by one of :data:`METHODS` to the formats."""
+    if not isinstance(getattr(getattr(model, "model", None), "layers", None), nn.ModuleList):
+        raise ValueError(f"--method: {method} wants a decoder with layers in model.layers, got {type(model).__name__}")
+    for format in formats:
+        if method == "gptq" and not format.element_rule.counts:
+            raise ValueError(f"--format: gptq rounds to integers, got {format}; awq takes it")
 
-            def add(layer: nn.Module, args: tuple[torch.Tensor], name: str = name, sums: Any = hessians) -> None:
-                x = args[0].flatten(0, -2)
-                sums[name].addmm_(x.T, x)
+
+@torch.no_grad()
+def round_layers(
+    model: Any, parts: Sequence[torch.Tensor], format: WeightFormat, method: str, progress: Callable[[], None]
+) -> list[nn.Linear]:
+    """Round the linear layers of a decoder in place, layer by layer, each on what the rounded layers before it make of
+    windows of token ids; return them.
+
+    Args:
+        method: one of :data:`METHODS`.
+        progress: called after each of ``model.model.layers``.
+    """
+    rounded = METHODS[method]
+    hidden, options = _inputs(model, parts)
+    layers: list[nn.Linear] = []
+    for block, own_options in zip(model.model.layers, options, strict=True):
+        inside, hessians, hooks = linear_layers(block), {}, []
+        for name, layer in inside.items():
+            hessians[name] = torch.zeros(layer.in_features, layer.in_features, device=layer.weight.device)
+
+            def add(layer: nn.Module, args: tuple[torch.Tensor], sums: torch.Tensor = hessians[name]) -> None:
+                x = args[0].flatten(0, -2).float()
+                sums.addmm_(x.T, x)
 
             hooks.append(layer.register_forward_pre_hook(add))
         for x, own in zip(hidden, own_options, strict=True):
             block(x, **own)
         for hook in hooks:
             hook.remove()
-        for name, layer in linear_layers(block).items():
-            layer.weight.data = rounded(layer.weight.data, hessians[name], format)
-            nbytes += quantize(layer.weight, format).nbytes
+        for name, layer in inside.items():
+            numbers = rounded(layer.weight.data.float(), hessians[name], format)
+            layer.weight.data = numbers.to(layer.weight.dtype)
+        layers += inside.values()
         hidden = [block(x, **own) for x, own in zip(hidden, own_options, strict=True)]
-    return nbytes
+        progress()
+    return layers
 
 
-def _inputs(model: Any, parts: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[list[dict[str, Any]]]]:
+def _inputs(model: Any, parts: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[list[dict[str, Any]]]]:
     """Return what the first block reads for each window, and each block's other arguments."""
     hidden: list[torch.Tensor] = []
     options: list[list[dict[str, Any]]] = [[] for _ in model.model.layers]
@@ -69,7 +88,7 @@ def _inputs(model: Any, parts: list[torch.Tensor]) -> tuple[list[torch.Tensor], 
         for i, block in enumerate(model.model.layers)
     ]
     for ids in parts:
-        model.model(ids, use_cache=False)
+        model.model(ids.to(model.device), use_cache=False)
     for hook in hooks:
         hook.remove()
     return hidden, options
@@ -79,12 +98,7 @@ def gptq(weight: torch.Tensor, hessian: torch.Tensor, format: WeightFormat) -> t
     """Return the numbers of a weight (n, k) rounded to integers of ``format``: columns in turn, each one's error spread
     over those after it as the Hessian (k, k) of the inputs asks. A group's scale is that of the nearest rounding of
     what its numbers have become by then.
-
-    Raises:
-        ValueError: for a format without consecutive integers.
     """
-    if not format.element_rule.counts:
-        raise ValueError(f"format: wanted integers, got {format}")
     w, k = weight.clone(), weight.shape[1]
     unused = hessian.diagonal() == 0
     hessian = hessian + torch.diag(unused + _DAMPING * hessian.diagonal().mean())
@@ -123,3 +137,7 @@ def awq(weight: torch.Tensor, hessian: torch.Tensor, format: WeightFormat) -> to
         if loss < least:
             least, best = loss, numbers
     return best
+
+
+METHODS: dict[str, Round] = {"gptq": gptq, "awq": awq}
+"""Ways of rounding, by name."""
