@@ -340,7 +340,7 @@ FAULTS = (
     ),
     Fault(
         "W4AFP8's codes without the turned sign",
-        "src/w4gemm/checkpoints/w4afp8.py",
+        "src/w4gemm/checkpoints/published.py",
         'along="k", signed=True)',
         'along="k")',
         "tests/test_deepseek.py -k w4afp8",

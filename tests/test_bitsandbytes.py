@@ -147,7 +147,7 @@ def test_8_bits_of_the_package(tmp_path: Path) -> None:
     for n, k in ((64, 96), (3, 32)):
         codes, most, _ = functional.int8_vectorwise_quant(torch.randn(n, k).half())
         expected = functional.int8_vectorwise_dequant(codes, most)
-        packing = bitsandbytes.Int8Packing()
+        packing = bitsandbytes.Int8Packing({})
         module = Module(n, k, WeightFormat.of("int8_col_fp32"))
         w = packing.numbers(module, {"weight": codes, "SCB": most}).weight().dequantize()
         torch.testing.assert_close(w, expected, rtol=2**-23, atol=0)

@@ -11,7 +11,7 @@ import torch
 
 from engine_tensors import AWQ_ORDER, words
 from w4gemm import fold_scales
-from w4gemm.checkpoints import awq, compressed_tensors, gptq, packed_floats, w4afp8
+from w4gemm.checkpoints import awq, compressed_tensors, gptq, packed_floats, published
 from w4gemm.checkpoints.packed_numbers import PackedMatrix, PackedNumbers
 from w4gemm.core.formats import WeightFormat
 from w4gemm.integrations.engines import loading
@@ -103,7 +103,7 @@ def pairs(drawn: Drawn) -> torch.Tensor:
 def test_signed_pairs_with_float32_scales_are_rounded_once() -> None:
     drawn = Drawn("none", torch.float32)
     format = integer_format(GROUP, False, torch.float32)
-    drawn.check(w4afp8.numbers({"weight": pairs(drawn), "weight_scale_inv": drawn.scales}, format))
+    drawn.check(published.w4afp8_numbers({"weight": pairs(drawn), "weight_scale_inv": drawn.scales}, format))
 
 
 @pytest.mark.parametrize("zero", ["none", "int"])
@@ -123,7 +123,7 @@ def test_experts_have_gate_and_up_in_pairs(zero: str, transposed: bool) -> None:
 def test_signed_pairs_of_experts() -> None:
     drawn = Drawn("none", torch.bfloat16)
     tensors = {"weight": pairs(drawn)[None], "weight_scale_inv": drawn.scales[None]}
-    numbers = w4afp8.numbers(tensors, drawn.weight.format)
+    numbers = published.w4afp8_numbers(tensors, drawn.weight.format)
     for w in (numbers.packed(), numbers.weight()):
         assert torch.equal(w.dequantize()[0], drawn.weight.dequantize())
 

@@ -214,7 +214,7 @@ def test_a_bias_of_zeros_that_the_model_does_not_have(tmp_path: Path) -> None:
     ids=["first", "last", "before a dense one", "middle"],
 )
 def test_the_first_pattern_that_matches_from_the_beginning(dynamic: dict[str, Any], size: int) -> None:
-    packing = gptq.GPTQPacking.of({"group_size": 128, "dynamic": dynamic})
+    packing = gptq.GPTQPacking({"group_size": 128, "dynamic": dynamic})
     settings = packing._settings("model.layers.0.self_attn.q_proj")
     assert settings["group_size"] == size
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +16,20 @@ from tiny_model import LAYERS
 from w4gemm import FormatError, WeightFormat, checkpoints
 from w4gemm.checkpoints import METHODS, Module, open_checkpoint
 from w4gemm.checkpoints.hugging_face import TensorInfo
-from w4gemm.checkpoints.module_tensors import SCALES, check_bits, check_tensor, whole_groups
 from w4gemm.checkpoints.packed_numbers import PackedMatrix, PackedNumbers
-from w4gemm.checkpoints.quantized_folder import folder_format
+from w4gemm.checkpoints.quantized_folder import Packing, folder_format
+from w4gemm.checkpoints.stored import SCALES, check_bits, check_tensor, whole_groups
 from w4gemm.cli.__main__ import main
 
 CONFIG = {"quant_method": "short", "bits": 4, "group_size": 32}
 
 
-@dataclass(frozen=True)
-class ShortPacking:
+class ShortPacking(Packing):
     """``codes4`` uint8 (n, k / 2), the even column in the high nibble, and ``steps`` (groups, n): w = (u - 8) * s."""
 
-    config: Mapping[str, Any]
+    method = "short"
+    contents = "a folder with a short model"
     marks = ("codes4", "steps")
-    others = ()
 
     def module(self, name: str, stored: Mapping[str, TensorInfo]) -> Module:
         check_bits(self.config["bits"])
@@ -67,7 +65,7 @@ def writer_of(changed: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tenso
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Register the method, as a line of ``FORMATS`` does."""
-    format = folder_format("short", "a folder with a short model", ShortPacking)
+    format = folder_format(ShortPacking)
     monkeypatch.setattr(checkpoints, "FORMATS", (format, *checkpoints.FORMATS))
 
 

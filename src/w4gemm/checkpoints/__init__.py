@@ -2,7 +2,7 @@
 
 A new format is one file with a ``CheckpointFormat`` and one line in ``FORMATS``; ``tests/toy_checkpoint.py`` is a short
 one. If it is a Hugging Face folder of a quantization method, ``quantized_folder`` makes the ``CheckpointFormat`` of a
-``Packing``; ``tests/test_quantized_folder.py`` has a short one, and ``module_tensors`` checks that packings share.
+``Packing``; ``tests/test_quantized_folder.py`` has a short one, and ``stored.py`` checks that packings share.
 """
 
 from __future__ import annotations
@@ -11,48 +11,36 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-from w4gemm.checkpoints import (
-    auto_round,
-    awq,
-    bitsandbytes,
-    compressed_tensors,
-    deepseek_v4,
-    dense,
-    gguf,
-    gptq,
-    hqq,
-    modelopt,
-    mxfp4,
-    quark,
-    torchao,
-    w4afp8,
-    w4gemm,
-)
+from w4gemm.checkpoints import dense, gguf
+from w4gemm.checkpoints.auto_round import AutoRoundPacking
+from w4gemm.checkpoints.awq import AWQPacking
 from w4gemm.checkpoints.base import Checkpoint, CheckpointFormat, Module, Pretrained
+from w4gemm.checkpoints.bitsandbytes import BitsAndBytesPacking
+from w4gemm.checkpoints.compressed_tensors import CompressedTensors
+from w4gemm.checkpoints.gptq import GPTQPacking
+from w4gemm.checkpoints.hqq import HQQPacking
 from w4gemm.checkpoints.hugging_face import check_files, quantization_config
+from w4gemm.checkpoints.modelopt import ModelOptPacking
+from w4gemm.checkpoints.published import W4AFP8, DeepSeekV4, Fp8, GptOss
+from w4gemm.checkpoints.quantized_folder import folder_format
+from w4gemm.checkpoints.quark import QuarkPacking
+from w4gemm.checkpoints.torchao import TorchAoPacking
+from w4gemm.checkpoints.w4gemm import OwnPacking
 from w4gemm.core.errors import FormatError
 from w4gemm.core.formats import WeightFormat
 
-FORMATS: tuple[CheckpointFormat, ...] = (
-    gguf.FORMAT,
-    gptq.FORMAT,
-    awq.FORMAT,
-    auto_round.FORMAT,
-    compressed_tensors.FORMAT,
-    modelopt.FORMAT,
-    hqq.FORMAT,
-    bitsandbytes.FORMAT,
-    mxfp4.FORMAT,
-    quark.FORMAT,
-    torchao.FORMAT,
-    w4afp8.FORMAT,
-    deepseek_v4.FORMAT,
-    deepseek_v4.FP8,
-    w4gemm.FORMAT,
-    dense.FORMAT,
+_OF_OTHERS = tuple(
+    map(
+        folder_format,
+        (
+            *(GPTQPacking, AWQPacking, AutoRoundPacking, CompressedTensors, ModelOptPacking, HQQPacking),
+            *(BitsAndBytesPacking, GptOss, QuarkPacking, TorchAoPacking, W4AFP8, DeepSeekV4, Fp8),
+        ),
+    )
 )
+FORMATS: tuple[CheckpointFormat, ...] = (gguf.FORMAT, *_OF_OTHERS, folder_format(OwnPacking), dense.FORMAT)
 """Every format, in the order in which they are asked."""
-METHODS = tuple(f.name for f in FORMATS if f not in (gguf.FORMAT, dense.FORMAT, w4gemm.FORMAT))
+METHODS = tuple(format.name for format in _OF_OTHERS)
 """``quant_method`` of the folders that other packages write."""
 
 

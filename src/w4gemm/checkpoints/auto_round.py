@@ -8,8 +8,7 @@ config.json says which by ``data_type``, of all modules and in ``extra_config`` 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -18,12 +17,11 @@ import torch
 from w4gemm.checkpoints.base import Module
 from w4gemm.checkpoints.compressed_tensors import CompressedTensors
 from w4gemm.checkpoints.hugging_face import TensorInfo
-from w4gemm.checkpoints.methods import GPTQ_ZEROS, auto_round_packing, check_plain_products
-from w4gemm.checkpoints.module_tensors import SYMMETRIC, check_bits, check_tensor, whole_groups
-from w4gemm.checkpoints.named_modules import ExtraConfig
+from w4gemm.checkpoints.methods import GPTQ_ZEROS, auto_round_packing
+from w4gemm.checkpoints.named_modules import ExtraConfig, Named
 from w4gemm.checkpoints.numbers import Numbers
 from w4gemm.checkpoints.packed_numbers import PackedMatrix, PackedNumbers
-from w4gemm.checkpoints.quantized_folder import folder_format
+from w4gemm.checkpoints.stored import SYMMETRIC, check_bits, check_tensor, whole_groups
 from w4gemm.core.formats import WeightFormat
 from w4gemm.packing.bits import unpack
 
@@ -34,18 +32,22 @@ _FP8 = ("auto_round:fp8", "auto_round:fp8_static")
 _MXINT4 = WeightFormat(32)
 
 
-@dataclass(frozen=True)
 class AutoRoundPacking(CompressedTensors):
-    """A :class:`w4gemm.checkpoints.quantized_folder.Packing`; ``config`` is the quantization_config."""
+    method = "auto-round"
+    contents = (
+        "a folder with a model quantized by AutoRound (MXFP4, NVFP4, MXINT4, and its integers as GPTQ and AWQ pack "
+        "them)"
+    )
 
-    @classmethod
-    def of(cls, config: Mapping[str, Any]) -> AutoRoundPacking:
+    @staticmethod
+    def check(config: Mapping[str, Any]) -> None:
         if auto_round_packing(config) not in ("auto_round:llm_compressor", "auto_round", *_FP8):
             key = "packing_format" if config.get("packing_format") else "backend"
             legal = ", ".join((*GPTQ_ZEROS, "auto_round:auto_awq", "auto_round:llm_compressor", *_FP8))
             raise ValueError(f"{key} is {config.get(key)!r}, wanted one of {legal}: export the model again in one")
-        check_plain_products(config)
-        return cls(config)
+
+    def named(self) -> Iterable[Named]:
+        return self._extra.named()
 
     def module(self, name: str, stored: Mapping[str, TensorInfo]) -> Module:
         if not self._data_type(name).startswith("mx_int"):
@@ -81,11 +83,3 @@ class AutoRoundPacking(CompressedTensors):
 
     def _data_type(self, name: str) -> str:
         return str(self._settings(name).get("data_type"))
-
-
-FORMAT = folder_format(
-    "auto-round",
-    "a folder with a model quantized by AutoRound (MXFP4, NVFP4, MXINT4, and its integers as GPTQ and AWQ pack them)",
-    AutoRoundPacking.of,
-    named=lambda config: ExtraConfig(config).named(),
-)

@@ -6,9 +6,7 @@ a word, in the order that :data:`ORDER` undoes; and ``scales`` (groups, n). w = 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -16,17 +14,17 @@ import torch
 from w4gemm.checkpoints.base import Module
 from w4gemm.checkpoints.hugging_face import TensorInfo
 from w4gemm.checkpoints.methods import check_plain_products
-from w4gemm.checkpoints.module_tensors import (
+from w4gemm.checkpoints.named_modules import ExtraConfig, Named
+from w4gemm.checkpoints.numbers import Numbers
+from w4gemm.checkpoints.packed_numbers import PackedMatrix, PackedNumbers
+from w4gemm.checkpoints.quantized_folder import Packing
+from w4gemm.checkpoints.stored import (
     SCALES,
     check_bits,
     check_symmetric,
     check_tensor,
     whole_groups,
 )
-from w4gemm.checkpoints.named_modules import ExtraConfig
-from w4gemm.checkpoints.numbers import Numbers
-from w4gemm.checkpoints.packed_numbers import PackedMatrix, PackedNumbers
-from w4gemm.checkpoints.quantized_folder import folder_format
 from w4gemm.core.formats import WeightFormat
 from w4gemm.packing.bits import unpack
 
@@ -42,16 +40,13 @@ def numbers(tensors: Mapping[str, torch.Tensor], format: WeightFormat) -> Packed
     return PackedNumbers(format, codes, scales, zeros, names=("qweight", "scales", "qzeros"))
 
 
-@dataclass(frozen=True)
-class AWQPacking:
-    """A :class:`w4gemm.checkpoints.quantized_folder.Packing`; ``config`` is the quantization_config."""
-
-    config: Mapping[str, Any]
+class AWQPacking(Packing):
+    method = "awq"
+    contents = "a folder with a model quantized by AWQ (gemm packing)"
     marks = ("qweight", "qzeros", "scales")
-    others = ()
 
-    @classmethod
-    def of(cls, config: Mapping[str, Any]) -> AWQPacking:
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__(config)
         check_plain_products(config)
         keys = ("version", "checkpoint_format", "format")  # AutoAWQ's, and GPTQModel's
         if other := next((key for key in keys if str(config.get(key) or "gemm").lower() != "gemm"), None):
@@ -59,7 +54,10 @@ class AWQPacking:
                 f"{other} is {config[other]!r}, which packs in another order; wanted 'gemm': quantize the dense model "
                 "again with it"
             )
-        return cls(config)
+        self._extra = ExtraConfig(config)
+
+    def named(self) -> Iterable[Named]:
+        return self._extra.named()
 
     def module(self, name: str, stored: Mapping[str, TensorInfo]) -> Module:
         override = self._extra.of(name)
@@ -77,19 +75,7 @@ class AWQPacking:
             check_tensor(stored, "qzeros", ("I32",), (groups, words))
         return Module(n, k, format, "bias" in stored)
 
-    @cached_property
-    def _extra(self) -> ExtraConfig:
-        return ExtraConfig(self.config)
-
     def numbers(self, module: Module, tensors: Mapping[str, torch.Tensor]) -> Numbers:
         if not module.format.has_zero and "qzeros" in tensors:
             check_symmetric(unpack(tensors["qzeros"], module.format.bits))
         return numbers(tensors, module.format)
-
-
-FORMAT = folder_format(
-    "awq",
-    "a folder with a model quantized by AWQ (gemm packing)",
-    AWQPacking.of,
-    named=lambda config: ExtraConfig(config).named(),
-)

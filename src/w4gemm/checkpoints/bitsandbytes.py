@@ -19,18 +19,16 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from w4gemm.checkpoints.base import Module
 from w4gemm.checkpoints.hugging_face import TensorInfo
-from w4gemm.checkpoints.module_tensors import WIDE_SCALES, check_tensor
 from w4gemm.checkpoints.numbers import Numbers
 from w4gemm.checkpoints.packed_numbers import PackedMatrix, PackedNumbers
-from w4gemm.checkpoints.quantized_folder import Packing, folder_format
-from w4gemm.checkpoints.stored import DTYPES
+from w4gemm.checkpoints.quantized_folder import Packing
+from w4gemm.checkpoints.stored import DTYPES, WIDE_SCALES, check_tensor
 from w4gemm.core.elements import codebook
 from w4gemm.core.formats import PER_COLUMN, SMALLEST_GROUP, WeightFormat
 from w4gemm.packing.bits import unpack
@@ -46,12 +44,26 @@ _PART = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class BitsAndBytesPacking:
-    """A :class:`w4gemm.checkpoints.quantized_folder.Packing`; every module says its own settings."""
+class BitsAndBytesPacking(Packing):
+    """Every module says its own settings."""
 
-    marks = ("weight_absmax", *_STATES)
-    others = ("weight", "weight_quant_map", *_NESTED)
+    method = "bitsandbytes"
+    contents = "a folder with a model quantized by bitsandbytes (NF4, FP4, int8)"
+    marks: ClassVar[tuple[str, ...]] = ("weight_absmax", *_STATES)
+    others: ClassVar[tuple[str, ...]] = ("weight", "weight_quant_map", *_NESTED)
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Packing:
+        bits = [bits for bits in (4, 8) if config.get(f"load_in_{bits}bit", config.get(f"_load_in_{bits}bit"))]
+        if len(bits) != 1:
+            raise ValueError(f"load_in_4bit and load_in_8bit are {'both' if bits else 'not'} true, wanted one of them")
+        return cls(config) if bits == [4] else Int8Packing(config)
+
+    @staticmethod
+    def renamed(name: str) -> str:
+        """The parts of a weight become parts of its module."""
+        match = _PART.fullmatch(name)
+        return f"{match[1]}_{match[2]}" if match else name
 
     def module(self, name: str, stored: Mapping[str, TensorInfo]) -> Module:
         state = _state({leaf: stored[leaf].read() for leaf in _STATES if leaf in stored})
@@ -93,8 +105,8 @@ class BitsAndBytesPacking:
         return PackedNumbers(module.format, PackedMatrix(codes), PackedMatrix(of_groups))
 
 
-class Int8Packing:
-    """A :class:`w4gemm.checkpoints.quantized_folder.Packing` of 8 bits."""
+class Int8Packing(BitsAndBytesPacking):
+    """The packing of 8 bits."""
 
     marks = ("SCB", "weight_format")
     others = ("weight",)
@@ -145,22 +157,3 @@ def _check(stored: Mapping[str, TensorInfo], leaf: str, dtypes: tuple[str, ...],
         raise ValueError(
             f"{name} is {info.dtype} of shape {info.shape}, wanted {count} elements of {' or '.join(dtypes)}"
         )
-
-
-def _packing(config: Mapping[str, Any]) -> Packing:
-    """Return the packing of a quantization_config."""
-    bits = [bits for bits in (4, 8) if config.get(f"load_in_{bits}bit", config.get(f"_load_in_{bits}bit"))]
-    if len(bits) != 1:
-        raise ValueError(f"load_in_4bit and load_in_8bit are {'both' if bits else 'not'} true, wanted one of them")
-    return BitsAndBytesPacking() if bits == [4] else Int8Packing()
-
-
-def _renamed(name: str) -> str:
-    """``module.part`` for a tensor's name: the parts of a weight become parts of its module."""
-    match = _PART.fullmatch(name)
-    return f"{match[1]}_{match[2]}" if match else name
-
-
-FORMAT = folder_format(
-    "bitsandbytes", "a folder with a model quantized by bitsandbytes (NF4, FP4, int8)", _packing, _renamed
-)

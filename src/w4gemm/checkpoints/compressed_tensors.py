@@ -23,8 +23,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
 from functools import cached_property, partial
 from typing import Any
 
@@ -34,18 +33,18 @@ from w4gemm.checkpoints import packed_floats
 from w4gemm.checkpoints.base import Module
 from w4gemm.checkpoints.hugging_face import TensorInfo
 from w4gemm.checkpoints.methods import check_plain_products
-from w4gemm.checkpoints.module_tensors import (
+from w4gemm.checkpoints.named_modules import Named, Patterns
+from w4gemm.checkpoints.numbers import Numbers
+from w4gemm.checkpoints.packed_floats import MXFP8
+from w4gemm.checkpoints.packed_numbers import PackedMatrix, PackedNumbers
+from w4gemm.checkpoints.quantized_folder import Packing
+from w4gemm.checkpoints.stored import (
     WIDE_SCALES,
     check_bits,
     check_symmetric,
     check_tensor,
     whole_groups,
 )
-from w4gemm.checkpoints.named_modules import Named, Patterns
-from w4gemm.checkpoints.numbers import Numbers
-from w4gemm.checkpoints.packed_floats import MXFP8
-from w4gemm.checkpoints.packed_numbers import PackedMatrix, PackedNumbers
-from w4gemm.checkpoints.quantized_folder import folder_format
 from w4gemm.core.elements import INTEGERS
 from w4gemm.core.formats import PER_COLUMN, WeightFormat
 
@@ -100,11 +99,9 @@ def numbers(tensors: Mapping[str, torch.Tensor], format: WeightFormat, k: int = 
     return PackedNumbers(format, codes, PackedMatrix(scales), z, g_idx=g_idx, names=names)
 
 
-@dataclass(frozen=True)
-class CompressedTensors:
-    """A :class:`w4gemm.checkpoints.quantized_folder.Packing`; ``config`` is the quantization_config."""
-
-    config: Mapping[str, Any]
+class CompressedTensors(Packing):
+    method = "compressed-tensors"
+    contents = "a folder with a model in compressed-tensors (pack-, int-, mxfp4-pack- or nvfp4-pack-quantized)"
     marks = (
         "weight_packed",
         "weight_scale",
@@ -115,9 +112,14 @@ class CompressedTensors:
     )
     others = ("weight", "input_global_scale", "input_scale", "input_zero_point")
 
-    @classmethod
-    def of(cls, config: Mapping[str, Any]) -> CompressedTensors:
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__(config)
         check_plain_products(config)
+        self.check(config)
+
+    @staticmethod
+    def check(config: Mapping[str, Any]) -> None:
+        """Raise ValueError for what this packing does not read."""
         if (config.get("sparsity_config") or {}).get("format", "dense") != "dense":
             raise ValueError("sparsity_config says that weights are sparse, wanted dense ones")
         if preset := next((key for key, g in config["config_groups"].items() if not isinstance(g, Mapping)), None):
@@ -125,7 +127,19 @@ class CompressedTensors:
                 f"config_groups.{preset} is the name of a preset, wanted its targets and weights, which "
                 "compressed-tensors writes when it saves the model"
             )
-        return cls(config)
+
+    def named(self) -> Iterable[Named]:
+        """Give the names and patterns among ``targets``, which may also be names of classes, such as Linear."""
+        groups = self.config["config_groups"].items()
+        targets = {key: g["targets"] for key, g in groups if (g.get("weights") or {}).get("num_bits") == 4}
+        patterns = _expressions("targets", {*itertools.chain(*targets.values())})
+        for key, names in targets.items():
+            argument = f"config_groups.{key}.targets"
+            for target in names:
+                if target.startswith("re:"):
+                    yield Named(argument, target, partial(patterns.match, target))
+                elif not target[:1].isupper():
+                    yield Named(argument, target)
 
     def module(self, name: str, stored: Mapping[str, TensorInfo]) -> Module:
         scheme = self._scheme(name)
@@ -295,25 +309,3 @@ def _columns(stored: Mapping[str, TensorInfo], words: int, bits: int, channels: 
             "if none does (before 2026-06), so that nothing tells which; wanted another number of input features"
         )
     return k
-
-
-def _in_targets(config: Mapping[str, Any]) -> Iterator[Named]:
-    """Give the names and patterns among ``targets``, which may also be names of classes, such as Linear."""
-    groups = config["config_groups"].items()
-    targets = {key: g["targets"] for key, g in groups if (g.get("weights") or {}).get("num_bits") == 4}
-    patterns = _expressions("targets", {*itertools.chain(*targets.values())})
-    for key, names in targets.items():
-        argument = f"config_groups.{key}.targets"
-        for target in names:
-            if target.startswith("re:"):
-                yield Named(argument, target, partial(patterns.match, target))
-            elif not target[:1].isupper():
-                yield Named(argument, target)
-
-
-FORMAT = folder_format(
-    "compressed-tensors",
-    "a folder with a model in compressed-tensors (pack-, int-, mxfp4-pack- or nvfp4-pack-quantized)",
-    CompressedTensors.of,
-    named=_in_targets,
-)

@@ -22,9 +22,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from functools import cached_property, partial
+from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,11 +31,11 @@ import torch
 from w4gemm.checkpoints.base import Module
 from w4gemm.checkpoints.hugging_face import TensorInfo
 from w4gemm.checkpoints.methods import GPTQ_ZEROS, auto_round_packing, check_plain_products
-from w4gemm.checkpoints.module_tensors import SCALES, check_bits, check_symmetric, check_tensor
 from w4gemm.checkpoints.named_modules import ExtraConfig, Named, Patterns
 from w4gemm.checkpoints.numbers import Numbers
 from w4gemm.checkpoints.packed_numbers import PackedMatrix, PackedNumbers
-from w4gemm.checkpoints.quantized_folder import folder_format
+from w4gemm.checkpoints.quantized_folder import Packing
+from w4gemm.checkpoints.stored import SCALES, check_bits, check_symmetric, check_tensor
 from w4gemm.core.elements import INTEGERS
 from w4gemm.core.formats import WeightFormat
 from w4gemm.packing.bits import unpack, unpack_planes
@@ -81,30 +80,28 @@ def check_unused_zeros(qzeros: torch.Tensor, bits: int = 4, planes: bool = False
     check_symmetric(stored + 1 if (stored == (1 << bits - 1) - 1).all() else stored, bits)
 
 
-@dataclass(frozen=True)
-class GPTQPacking:
-    """A :class:`w4gemm.checkpoints.quantized_folder.Packing`.
-
+class GPTQPacking(Packing):
+    """
     Attributes:
-        config: quantization_config.
         stored_zero: what the file's version adds to a zero point, 0 or -1.
         planes: True for gptq_p.
     """
 
-    config: Mapping[str, Any]
-    stored_zero: int
-    planes: bool = False
+    method = "gptq"
+    contents = "a folder with a model quantized by GPTQ, or by AutoRound in its packing"
     marks = ("qweight", "qzeros", "scales", "g_idx")
-    others = ()
 
-    @classmethod
-    def of(cls, config: Mapping[str, Any]) -> GPTQPacking:
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__(config)
+        self._dynamic, self._extra = _dynamic(config), ExtraConfig(config)
         for bits in _BITS:
             if (meaning := config.get(_largest_key(bits))) not in (None, 0, 1 << bits):
                 raise ValueError(f"{_largest_key(bits)} is {meaning!r}, wanted 0 or {1 << bits}")
         check_plain_products(config)
-        if (added := GPTQ_ZEROS.get(auto_round_packing(config) or "")) is not None:
-            return cls(config, added)
+        added = GPTQ_ZEROS.get(auto_round_packing(config) or "")
+        self.stored_zero, self.planes = added or 0, False
+        if added is not None:
+            return
         version = _version(config)
         if version not in _STORED_ZERO:
             raise ValueError(
@@ -113,7 +110,18 @@ class GPTQPacking:
             )
         if (word := config.get("pack_dtype", "int32")) != "int32":
             raise ValueError(f"pack_dtype is {word!r}, wanted 'int32'")
-        return cls(config, _STORED_ZERO[version], version == _PLANES)
+        self.stored_zero, self.planes = _STORED_ZERO[version], version == _PLANES
+
+    def named(self) -> Iterable[Named]:
+        for text in self._dynamic:
+            if not text.startswith("-:") and self.config["dynamic"][text].get("bits", 4) == 4:
+                yield Named("dynamic", text, partial(self._dynamic.match, text))
+        lists = self.config.get("modules_in_block_to_quantize") or ()
+        names = [name for names in lists for name in ([names] if isinstance(names, str) else names)]
+        ends = Patterns("modules_in_block_to_quantize", {name: rf".*\b{re.escape(name)}\Z" for name in names})
+        for name in ends:
+            yield Named("modules_in_block_to_quantize", name, partial(ends.match, name))
+        yield from self._extra.named()
 
     def module(self, name: str, stored: Mapping[str, TensorInfo]) -> Module:
         settings = self._settings(name)
@@ -199,14 +207,6 @@ class GPTQPacking:
                 return {**self.config, **self.config["dynamic"][text]}
         return {**self.config, **self._extra.of(name)}
 
-    @cached_property
-    def _dynamic(self) -> Patterns:
-        return _dynamic(self.config)
-
-    @cached_property
-    def _extra(self) -> ExtraConfig:
-        return ExtraConfig(self.config)
-
 
 def _version(config: Mapping[str, Any]) -> Any:
     """Return the version of the format that a config names."""
@@ -222,21 +222,3 @@ def _dynamic(config: Mapping[str, Any]) -> Patterns:
     """Return the expressions of ``dynamic``, which begin with "+:" or nothing, or with "-:" for dense modules."""
     texts = config.get("dynamic") or {}
     return Patterns("dynamic", {text: text.removeprefix("+:").removeprefix("-:") for text in texts})
-
-
-def _named(config: Mapping[str, Any]) -> Iterator[Named]:
-    patterns = _dynamic(config)
-    for text in patterns:
-        if not text.startswith("-:") and config["dynamic"][text].get("bits", 4) == 4:
-            yield Named("dynamic", text, partial(patterns.match, text))
-    lists = config.get("modules_in_block_to_quantize") or ()
-    names = [name for names in lists for name in ([names] if isinstance(names, str) else names)]
-    ends = Patterns("modules_in_block_to_quantize", {name: rf".*\b{re.escape(name)}\Z" for name in names})
-    for name in ends:
-        yield Named("modules_in_block_to_quantize", name, partial(ends.match, name))
-    yield from ExtraConfig(config).named()
-
-
-FORMAT = folder_format(
-    "gptq", "a folder with a model quantized by GPTQ, or by AutoRound in its packing", GPTQPacking.of, named=_named
-)

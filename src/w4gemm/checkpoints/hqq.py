@@ -15,18 +15,16 @@ ones the scale is rounded to 24 - bits significant bits, and z to float32, which
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from w4gemm.checkpoints.base import Module
 from w4gemm.checkpoints.hugging_face import TensorInfo
-from w4gemm.checkpoints.module_tensors import WIDE_SCALES, check_bits, check_tensor
 from w4gemm.checkpoints.numbers import Numbers
 from w4gemm.checkpoints.packed_numbers import PackedMatrix, PackedNumbers
-from w4gemm.checkpoints.quantized_folder import folder_format
-from w4gemm.checkpoints.stored import DTYPES
+from w4gemm.checkpoints.quantized_folder import Packing
+from w4gemm.checkpoints.stored import DTYPES, WIDE_SCALES, check_bits, check_tensor
 from w4gemm.core.elements import INTEGERS
 from w4gemm.core.formats import PER_COLUMN, WeightFormat
 from w4gemm.packing.bits import fields
@@ -44,10 +42,11 @@ _PACKINGS = {8: "8bit_u8", 6: "8bit_u8", 5: "8bit_u8", 4: "4bit_u8", 3: "3bit_32
 """HQQ's name of how codes of so many bits lie."""
 
 
-@dataclass(frozen=True)
-class HQQPacking:
-    """A :class:`w4gemm.checkpoints.quantized_folder.Packing`; every module says its own settings."""
+class HQQPacking(Packing):
+    """Every module says its own settings."""
 
+    method = "hqq"
+    contents = "a folder with a model quantized by HQQ (axis 1)"
     marks = ("W_q", "zero", *_SETTINGS)
     others = ("scale", *_NOTES)
 
@@ -91,6 +90,3 @@ class HQQPacking:
         scales = format.stored_scales(tensors["scale"].float()).view(groups)
         zeros = -tensors["zero"].float().view(groups) * scales
         return PackedNumbers(format, *map(PackedMatrix, (codes, scales, zeros)))
-
-
-FORMAT = folder_format("hqq", "a folder with a model quantized by HQQ (axis 1)", lambda config: HQQPacking())

@@ -15,8 +15,7 @@ weight is q * weight_scale. Kernels beside fp8 take scales in 16 bits, so float3
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -24,12 +23,12 @@ import torch
 
 from w4gemm.checkpoints.base import Module
 from w4gemm.checkpoints.hugging_face import TensorInfo
-from w4gemm.checkpoints.module_tensors import SCALES, check_tensor, whole_groups
-from w4gemm.checkpoints.named_modules import Named, Patterns, wildcards
+from w4gemm.checkpoints.named_modules import Excluded, Named
 from w4gemm.checkpoints.numbers import Numbers
 from w4gemm.checkpoints.packed_floats import MXFP4, NVFP4, Shape, check_second_scale, numbers_of, shape_of
 from w4gemm.checkpoints.packed_numbers import PackedMatrix, PackedNumbers
-from w4gemm.checkpoints.quantized_folder import folder_format
+from w4gemm.checkpoints.quantized_folder import Packing
+from w4gemm.checkpoints.stored import SCALES, check_tensor, whole_groups
 from w4gemm.core.formats import WeightFormat
 
 _FLOATS = {
@@ -42,12 +41,11 @@ ALGORITHMS = (*_FLOATS, "W4A16_AWQ", "INT4_AWQ", _W4A8)
 """Values of ``quant_algo`` that are read."""
 
 
-@dataclass(frozen=True)
-class ModelOptPacking:
-    """A :class:`w4gemm.checkpoints.quantized_folder.Packing`; ``config`` is the quantization_config, or the contents of
-    hf_quant_config.json."""
+class ModelOptPacking(Packing):
+    """``config`` may also be the contents of hf_quant_config.json."""
 
-    config: Mapping[str, Any]
+    method = "modelopt"
+    contents = "a folder with a model quantized by ModelOpt (NVFP4, MXFP4, INT4 AWQ, W4A8 AWQ)"
     marks = ("weight_scale", "weight_scale_2")
     others = ("weight", "input_scale")
 
@@ -64,7 +62,7 @@ class ModelOptPacking:
                 f"it was quantized by {algorithm!r}; wanted one of {', '.join(ALGORITHMS)}: export the model again, or "
                 "convert the dense one"
             )
-        if name in self._excluded or any(self._exclude.match(text, name) for text in self._exclude):
+        if name in self._excluded:
             raise ValueError("the config excludes it, but it has quantized tensors")
         if algorithm in _FLOATS:
             n, k, format = shape_of(stored, _FLOATS[algorithm])
@@ -75,12 +73,13 @@ class ModelOptPacking:
         return Module(n, k, format, "bias" in stored, activations=activations, pre_quant_scale=scaled)
 
     @cached_property
-    def _excluded(self) -> frozenset[str]:
-        return frozenset(self.config.get("exclude_modules", self.config.get("ignore")) or ())
+    def _excluded(self) -> Excluded:
+        return Excluded("exclude_modules", self.config.get("exclude_modules", self.config.get("ignore")) or ())
 
-    @cached_property
-    def _exclude(self) -> Patterns:
-        return wildcards("exclude_modules", self._excluded)
+    def named(self) -> Iterable[Named]:
+        layers = (self.config.get("quantized_layers") or {}).items()
+        named = (name for name, settings in layers if settings.get("quant_algo") in ALGORITHMS)
+        return [Named("quantized_layers", name) for name in named]
 
     def _of_layer(self, name: str) -> Mapping[str, Any]:
         """Settings in ``quantized_layers`` of a module, or of what it is in: experts may stand there as one."""
@@ -108,16 +107,3 @@ def _integers(stored: Mapping[str, TensorInfo], group_size: int, fp8: bool) -> S
     format = WeightFormat(group_size, "none", known[stored["weight_scale"].dtype])
     check_tensor(stored, "weight_scale", known, (2 * half, whole_groups(format, k)))
     return Shape(2 * half, k, format)
-
-
-def _named(config: Mapping[str, Any]) -> list[Named]:
-    layers = (config.get("quantized_layers") or {}).items()
-    return [Named("quantized_layers", name) for name, settings in layers if settings.get("quant_algo") in ALGORITHMS]
-
-
-FORMAT = folder_format(
-    "modelopt",
-    "a folder with a model quantized by ModelOpt (NVFP4, MXFP4, INT4 AWQ, W4A8 AWQ)",
-    ModelOptPacking,
-    named=_named,
-)

@@ -109,6 +109,17 @@ def wildcards(argument: str, names: Iterable[str]) -> Patterns:
     return Patterns(argument, {name: fnmatch.translate(name) for name in names if not _WILDCARDS.isdisjoint(name)})
 
 
+class Excluded:
+    """The modules that stay dense, by their names or names with wildcards. Errors as from :class:`Patterns`."""
+
+    def __init__(self, argument: str, names: Iterable[str]) -> None:
+        self._names = frozenset(names)
+        self._patterns = wildcards(argument, self._names)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._names or any(self._patterns.match(text, name) for text in self._patterns)
+
+
 class ExtraConfig:
     """AutoRound's extra_config: settings of modules, of what they are in, or of all that a regular expression means.
 

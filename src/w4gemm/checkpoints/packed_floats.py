@@ -14,9 +14,9 @@ import torch
 
 from w4gemm.checkpoints.base import Module
 from w4gemm.checkpoints.hugging_face import TensorInfo
-from w4gemm.checkpoints.module_tensors import check_tensor, whole_groups
 from w4gemm.checkpoints.numbers import Numbers
 from w4gemm.checkpoints.packed_numbers import PackedMatrix, PackedNumbers
+from w4gemm.checkpoints.stored import check_tensor, whole_groups
 from w4gemm.core.elements import ELEMENTS
 from w4gemm.core.formats import WeightFormat
 from w4gemm.packing.bits import unpack

@@ -7,9 +7,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -18,10 +19,9 @@ from w4gemm.checkpoints.experts import DOWN, GATE_UP, Stack, stacks
 from w4gemm.checkpoints.fp8_folder import Fp8Folder, block_of
 from w4gemm.checkpoints.hugging_face import TensorInfo, quantization_config
 from w4gemm.checkpoints.methods import method_of
-from w4gemm.checkpoints.module_tensors import check_tensor, missing
 from w4gemm.checkpoints.named_modules import Named, warn_of_missing
 from w4gemm.checkpoints.numbers import Numbers, gates_before_ups
-from w4gemm.checkpoints.stored import FP8, is_packed, reason_to_skip
+from w4gemm.checkpoints.stored import FP8, check_tensor, is_packed, missing, reason_to_skip
 from w4gemm.core.errors import FormatError, not_among
 from w4gemm.core.formats import WeightFormat
 from w4gemm.weights.checks import sorting_perm
@@ -33,31 +33,53 @@ BESIDE = ("bias", "pre_quant_scale")
 """Last parts of the names of a module's dense tensors, which are the checkpoint's, too."""
 
 
-class Packing(Protocol):
-    """The meaning of a quantized module's tensors.
+class Packing(ABC):
+    """The meaning of a quantized module's tensors, by the quantization_config of their folder.
 
-    Methods raise ValueError for what they refuse; the caller adds folder and name. A KeyError of ``config`` or
-    ``stored`` is refused as a setting, or a tensor, that is not there.
+    All raise ValueError for what they refuse; the caller adds folder and name. A KeyError of ``config`` or ``stored``
+    is refused as a setting, or a tensor, that is not there.
+
+    Attributes:
+        config: the quantization_config.
     """
 
-    @property
-    def marks(self) -> Collection[str]:
-        """Last parts of names: a module with any of these tensors is a quantized one. So no dense module has them, and
-        ``weight`` cannot be one."""
-        ...
+    method: ClassVar[str]
+    """``quant_method`` of the folders."""
+    contents: ClassVar[str]
+    """See :class:`CheckpointFormat`."""
+    marks: ClassVar[tuple[str, ...]]
+    """Last parts of names: a module with any of these tensors is a quantized one. So no dense module has them, and
+    ``weight`` cannot be one."""
+    others: ClassVar[tuple[str, ...]] = ()
+    """Last parts of the names of a quantized module's other tensors, without those of :data:`BESIDE`."""
+    alarms: ClassVar[bool] = False
+    """True if a tensor of one number may have the name of a module of experts, or of its parameter. A dense tensor that
+    the packing does not know is refused when the model is loaded or written."""
 
-    @property
-    def others(self) -> Collection[str]:
-        """Last parts of the names of a quantized module's other tensors, without those of :data:`BESIDE`."""
-        ...
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.config = config
 
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Packing:
+        """Return the packing of a folder."""
+        return cls(config)
+
+    @staticmethod
+    def renamed(name: str) -> str:
+        """Return ``module.part`` for the name of a tensor in a folder."""
+        return name
+
+    def named(self) -> Iterable[Named]:
+        """Return the modules in 4 bits that ``config`` names."""
+        return ()
+
+    @abstractmethod
     def module(self, name: str, stored: Mapping[str, TensorInfo]) -> Module:
         """Return what headers say of a module: ``stored`` holds its tensors by the last parts of their names."""
-        ...
 
+    @abstractmethod
     def numbers(self, module: Module, tensors: Mapping[str, torch.Tensor]) -> Numbers:
         """Return the numbers of what :meth:`module` returned."""
-        ...
 
 
 class QuantizedFolder:
@@ -65,8 +87,6 @@ class QuantizedFolder:
 
     Args:
         stored: the folder's tensors.
-        renamed: gives ``module.part`` for the name of a tensor in the folder.
-        alarms: True if a tensor of one number may have the name of a module of experts, or of its parameter.
 
     Attributes:
         left_out: why a stored tensor is neither part of a module nor among ``tensors``, by its name in the folder. Each
@@ -74,25 +94,18 @@ class QuantizedFolder:
 
     Raises:
         FormatError: if a file is missing or cut short, or a module lacks a tensor of its packing, or has a dense weight
-            as well; if a tensor of codes or in fp8 is none of a module and has no scale. A dense tensor that its
-            packing does not know is refused when the model is loaded or written.
+            as well; if a tensor of codes or in fp8 is none of a module and has no scale.
     """
 
-    def __init__(
-        self,
-        stored: Fp8Folder,
-        packing: Packing,
-        renamed: Callable[[str], str] = str,
-        alarms: bool = False,
-    ) -> None:
-        self.path, self._stored, self._packing, self._alarms = stored.path, stored, packing, alarms
+    def __init__(self, stored: Fp8Folder, packing: Packing) -> None:
+        self.path, self._stored, self._packing = stored.path, stored, packing
         scaled = self._stored.scales.items()
         self.left_out = {scale.name: f"the scale of {weight}, which is read with it" for weight, scale in scaled}
         self._files: dict[str, str] = {}
         self._parts: dict[str, dict[str, TensorInfo]] = {}
         self._fp8: dict[str, WeightFormat] = {}
         self.tensors: dict[str, tuple[int, ...]] = {}
-        self._sort(renamed)
+        self._sort()
         whole = {name: m for name, m in self._stored.experts().items() if self._files.get(name) == name}
         if not self._parts and not whole:
             held = "all its weights are dense"
@@ -119,10 +132,10 @@ class QuantizedFolder:
             if stack.module.pre_quant_scale:
                 self.tensors[f"{name}.pre_quant_scale"] = (stack.module.k,)
 
-    def _sort(self, renamed: Callable[[str], str]) -> None:
+    def _sort(self) -> None:
         """Put each stored tensor into ``_parts``, ``tensors`` or ``left_out``; those of :data:`BESIDE` are parts and
         tensors."""
-        names = {stored: _Name.of(renamed(stored)) for stored in self._stored.tensors}
+        names = {stored: _Name.of(self._packing.renamed(stored)) for stored in self._stored.tensors}
         marks, known = self._packing.marks, {*self._packing.marks, *self._packing.others}
         self._parts |= {name.owner: {} for name in names.values() if name.leaf in marks}
         infos = self._stored.tensors
@@ -163,7 +176,7 @@ class QuantizedFolder:
         """True for the tensor of one number that keeps other programs from taking experts for missing ones."""
         # of experts without gates transformers may save it as the first one's
         layers = name, name.removesuffix("_proj"), re.sub(r"(?:\.\d+)?\.up_proj(?:\.weight)?$", ".gate_up", name)
-        return self._alarms and info.shape in ((1,), ()) and not self._parts.keys().isdisjoint(layers)
+        return self._packing.alarms and info.shape in ((1,), ()) and not self._parts.keys().isdisjoint(layers)
 
     @property
     def files(self) -> set[str]:
@@ -325,37 +338,24 @@ class _Name(NamedTuple):
         return f"{self.owner}.{self.leaf}" if self.owner else self.leaf
 
 
-def folder_format(
-    method: str,
-    contents: str,
-    packing: Callable[[Mapping[str, Any]], Packing],
-    renamed: Callable[[str], str] = str,
-    named: Callable[[Mapping[str, Any]], Iterable[Named]] = lambda config: (),
-    alarms: bool = False,
-) -> CheckpointFormat:
-    """Return the format of folders that say they are quantized by ``method``.
-
-    Args:
-        packing: makes a Packing of the folder's quantization_config; raises ValueError for one that it cannot.
-        renamed: see :class:`QuantizedFolder`.
-        named: gives the modules in 4 bits that a quantization_config names.
-        alarms: see :class:`QuantizedFolder`.
-    """
+def folder_format(packing: type[Packing]) -> CheckpointFormat:
+    """Return the format of folders that say they are quantized by the packing's method."""
 
     def find(path: Path) -> Path | None:
-        return path if method_of(quantization_config(path) or {}) == method else None
+        return path if method_of(quantization_config(path) or {}) == packing.method else None
 
     def open(path: Path, format: WeightFormat | None) -> QuantizedFolder:
         config = quantization_config(path) or {}
         try:
-            meaning, (block, blocks_only), names = packing(config), block_of(config), [*named(config)]
+            own, (block, blocks_only) = packing.of(config), block_of(config)
+            names = [*own.named()]
         except KeyError as e:
             raise FormatError(f"{path}: quantization_config of config.json has no {e}") from e
         except (TypeError, ValueError, AttributeError) as e:
             raise FormatError(f"{path}: quantization_config of config.json: {e}") from e
         stored = Fp8Folder(path, block, blocks_only=blocks_only)
-        folder = QuantizedFolder(stored, meaning, renamed, alarms)
+        folder = QuantizedFolder(stored, own)
         warn_of_missing(path, names, folder.own_names)
         return folder
 
-    return CheckpointFormat(method, contents, find, open)
+    return CheckpointFormat(packing.method, packing.contents, find, open)

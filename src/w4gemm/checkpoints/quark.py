@@ -15,8 +15,7 @@ token instead of ``input_scale`` for all.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from functools import cached_property, partial
 from typing import Any
 
@@ -25,12 +24,12 @@ import torch
 from w4gemm.checkpoints import awq
 from w4gemm.checkpoints.base import Module
 from w4gemm.checkpoints.hugging_face import TensorInfo
-from w4gemm.checkpoints.module_tensors import WIDE_SCALES, check_symmetric, check_tensor, whole_groups
-from w4gemm.checkpoints.named_modules import Named, Patterns, wildcards
+from w4gemm.checkpoints.named_modules import Excluded, Named, Patterns, wildcards
 from w4gemm.checkpoints.numbers import Numbers
 from w4gemm.checkpoints.packed_floats import MXFP4, MXFP8, NVFP4, Shape, numbers_of, of_six_bits, shape_of, six_bits
 from w4gemm.checkpoints.packed_numbers import PackedMatrix, PackedNumbers
-from w4gemm.checkpoints.quantized_folder import folder_format
+from w4gemm.checkpoints.quantized_folder import Packing
+from w4gemm.checkpoints.stored import WIDE_SCALES, check_symmetric, check_tensor, whole_groups
 from w4gemm.core.formats import PER_COLUMN, WeightFormat
 from w4gemm.packing.bits import unpack
 
@@ -50,16 +49,14 @@ _READ = (
 )
 
 
-@dataclass(frozen=True)
-class QuarkPacking:
-    """A :class:`w4gemm.checkpoints.quantized_folder.Packing`; ``config`` is the quantization_config."""
-
-    config: Mapping[str, Any]
+class QuarkPacking(Packing):
+    method = "quark"
+    contents = "a folder with a model quantized by Quark (MXFP4, MXFP6, NVFP4, int4, uint4, int8, uint8)"
     marks = ("weight_scale", "weight_scale_2", "weight_zero_point")
     others = ("weight", "input_scale", "input_scale_2", "input_zero_point")
 
-    @classmethod
-    def of(cls, config: Mapping[str, Any]) -> QuarkPacking:
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__(config)
         for algorithm in config.get("algo_config") or ():
             name, rotated = algorithm.get("name"), [key for key in _ROTATIONS if algorithm.get(key)]
             if name == "rotation" and rotated:
@@ -74,10 +71,20 @@ class QuarkPacking:
                 )
         if (method := (config["export"] or {}).get("pack_method")) not in _ORDERS:
             raise ValueError(f"pack_method is {method!r}, wanted {' or '.join(map(repr, _ORDERS))}")
-        return cls(config)
+        self._order = _ORDERS[method]
+
+    def named(self) -> Iterable[Named]:
+        layers = self.config.get("layer_quant_config") or {}
+        named = {name for name, its in layers.items() if _stages(its.get("weight"))[0].get("dtype") in _FOUR_BITS}
+        patterns = self._layers
+        return [
+            Named("layer_quant_config", name, partial(patterns.match, name) if name in patterns else None)
+            for name in layers
+            if name in named
+        ]
 
     def module(self, name: str, stored: Mapping[str, TensorInfo]) -> Module:
-        if name in self._excluded or any(self._exclude.match(text, name) for text in self._exclude):
+        if name in self._excluded:
             raise ValueError("exclude of its config names it, but it has quantized tensors")
         settings = self._settings(name)
         weight = settings["weight"]
@@ -103,12 +110,8 @@ class QuarkPacking:
         return (self.config.get("layer_type_quant_config") or {}).get("Linear") or self.config["global_quant_config"]
 
     @cached_property
-    def _excluded(self) -> frozenset[str]:
-        return frozenset(self.config.get("exclude") or ())
-
-    @cached_property
-    def _exclude(self) -> Patterns:
-        return wildcards("exclude", self._excluded)
+    def _excluded(self) -> Excluded:
+        return Excluded("exclude", self.config.get("exclude") or ())
 
     @cached_property
     def _layers(self) -> Patterns:
@@ -136,7 +139,7 @@ class QuarkPacking:
     def _rows(self, module: Module, t: torch.Tensor) -> torch.Tensor:
         """Return one of a module's tensors, unpacked, as n rows."""
         if t.dtype == torch.int32:
-            t = unpack(t, module.format.bits, _ORDERS[self.config["export"]["pack_method"]])
+            t = unpack(t, module.format.bits, self._order)
         elif t.dtype == torch.int8:
             t = t.view(torch.uint8)
         if module.format.group_size != PER_COLUMN:
@@ -216,20 +219,3 @@ def _described(weight: Any) -> str:
     """Return what the settings of a weight say of its numbers."""
     keys = ("dtype", "qscheme", "group_size", "scale_format")
     return " of ".join(" ".join(str(stage[key]) for key in keys if stage.get(key)) for stage in _stages(weight))
-
-
-def _named(config: Mapping[str, Any]) -> list[Named]:
-    layers = config.get("layer_quant_config") or {}
-    names = [name for name, settings in layers.items() if _stages(settings.get("weight"))[0].get("dtype") in _FOUR_BITS]
-    patterns = wildcards("layer_quant_config", names)
-    return [
-        Named("layer_quant_config", name, partial(patterns.match, name) if name in patterns else None) for name in names
-    ]
-
-
-FORMAT = folder_format(
-    "quark",
-    "a folder with a model quantized by Quark (MXFP4, MXFP6, NVFP4, int4, uint4, int8, uint8)",
-    QuarkPacking.of,
-    named=_named,
-)

@@ -33,7 +33,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -44,7 +45,12 @@ from w4gemm.checkpoints.experts import GATE_UP
 from w4gemm.checkpoints.fp8_folder import ScaleBlock, format_of
 from w4gemm.checkpoints.fp8_folder import numbers as fp8_numbers
 from w4gemm.checkpoints.hugging_face import TensorInfo, metadata
-from w4gemm.checkpoints.module_tensors import (
+from w4gemm.checkpoints.numbers import Experts, Numbers
+from w4gemm.checkpoints.packed_floats import MXFP4, NVFP4, numbers
+from w4gemm.checkpoints.packed_numbers import PackedMatrix, PackedNumbers
+from w4gemm.checkpoints.quantized_folder import Packing
+from w4gemm.checkpoints.stored import (
+    FP8,
     SCALES,
     SYMMETRIC,
     WIDE_SCALES,
@@ -52,11 +58,6 @@ from w4gemm.checkpoints.module_tensors import (
     check_tensor,
     whole_groups,
 )
-from w4gemm.checkpoints.numbers import Experts, Numbers
-from w4gemm.checkpoints.packed_floats import MXFP4, NVFP4, numbers
-from w4gemm.checkpoints.packed_numbers import PackedMatrix, PackedNumbers
-from w4gemm.checkpoints.quantized_folder import folder_format
-from w4gemm.checkpoints.stored import FP8
 from w4gemm.core.elements import INTEGERS
 from w4gemm.core.formats import PER_COLUMN, SMALLEST_GROUP, WeightFormat
 from w4gemm.packing.bits import unpack
@@ -114,14 +115,26 @@ class _Settings(NamedTuple):
         return value["_data"] if isinstance(value, Mapping) else value
 
 
-@dataclass(frozen=True)
-class TorchAoPacking:
-    """A :class:`w4gemm.checkpoints.quantized_folder.Packing`; every module says its own settings."""
+class TorchAoPacking(Packing):
+    """Every module says its own settings."""
 
-    symmetric: bool
-    """True if the config says that the zero points of integers in bytes are 0."""
+    method = "torchao"
+    contents = "a folder with a model quantized by torchao (integers, fp8, MXFP4, NVFP4)"
     marks = (QDATA, SCALE, ZERO, SCALE_AND_ZERO, TENSOR_SCALE)
     others = tuple(f"_weight_act_{part}" for part in ("per_tensor_scale", "quant_scale", "quant_zero_point"))
+
+    @staticmethod
+    def renamed(name: str) -> str:
+        """Parts of experts in one tensor are those of a module."""
+        if match := _EXPERTS.fullmatch(name):
+            name = f"{match[1]}.{match[2]}._weight{match[3]}"
+        return name.replace("._weight_act_pre_scale", ".pre_quant_scale")
+
+    @cached_property
+    def _zeros_are_0(self) -> bool:
+        """True if the config says so of integers in bytes."""
+        mappings = {str(mapping) for mapping in _mappings(self.config.get("quant_type"))}
+        return bool(mappings) and all(mapping.startswith("SYMMETRIC") for mapping in mappings)
 
     def module(self, name: str, stored: Mapping[str, TensorInfo]) -> Module:
         settings, scaled, experts = _settings(name, stored), "pre_quant_scale" in stored, 0
@@ -131,7 +144,7 @@ class TorchAoPacking:
             experts = stored[QDATA].shape[0]
             settings, stored = settings.of_an_expert(experts), _of_an_expert(stored, experts)
         module = _KINDS[settings.kind](stored, settings)
-        if self.symmetric and module.format.zero == "int":
+        if self._zeros_are_0 and module.format.zero == "int":
             module = replace(module, format=replace(module.format, zero="none"))
         module = replace(module, bias="bias" in stored, pre_quant_scale=scaled)
         if not experts:
@@ -182,11 +195,6 @@ def _mappings(config: Any) -> Iterator[Any]:
             yield "SYMMETRIC"
         else:
             yield from _mappings(value)
-
-
-def _is_symmetric(config: Mapping[str, Any]) -> bool:
-    mappings = {str(mapping) for mapping in _mappings(config.get("quant_type"))}
-    return bool(mappings) and all(mapping.startswith("SYMMETRIC") for mapping in mappings)
 
 
 def _settings(name: str, stored: Mapping[str, TensorInfo]) -> _Settings:
@@ -338,18 +346,3 @@ def _unswizzled(scales: torch.Tensor, n: int, groups: int) -> torch.Tensor:
     blocks = scales.contiguous().view(torch.uint8).view(-(-n // 128), -(-groups // 4), 32, 4, 4)
     rows = blocks.permute(0, 3, 2, 1, 4).reshape(-(-n // 128) * 128, -(-groups // 4) * 4)
     return rows[:n, :groups].contiguous().view(scales.dtype)
-
-
-def _renamed(name: str) -> str:
-    """``module.part`` for a tensor's name: parts of experts in one tensor are those of a module."""
-    if match := _EXPERTS.fullmatch(name):
-        name = f"{match[1]}.{match[2]}._weight{match[3]}"
-    return name.replace("._weight_act_pre_scale", ".pre_quant_scale")
-
-
-FORMAT = folder_format(
-    "torchao",
-    "a folder with a model quantized by torchao (integers, fp8, MXFP4, NVFP4)",
-    lambda config: TorchAoPacking(_is_symmetric(config)),
-    renamed=_renamed,
-)

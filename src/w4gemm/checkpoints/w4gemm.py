@@ -12,18 +12,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from w4gemm.checkpoints.base import Checkpoint, Module
 from w4gemm.checkpoints.hugging_face import TensorInfo
-from w4gemm.checkpoints.module_tensors import check_tensor
 from w4gemm.checkpoints.named_modules import Named
 from w4gemm.checkpoints.numbers import Numbers, WeightNumbers
-from w4gemm.checkpoints.quantized_folder import BESIDE, folder_format
-from w4gemm.checkpoints.stored import NAMES
+from w4gemm.checkpoints.quantized_folder import BESIDE, Packing
+from w4gemm.checkpoints.stored import NAMES, check_tensor
 from w4gemm.packing.packed_shape import packed_shape
 from w4gemm.weights.file import as_tensor, in_words, mean_the_same, of_tensor, of_words
 from w4gemm.weights.weight import QuantizedWeight
@@ -72,13 +70,20 @@ def settings(weights: Iterable[tuple[str, QuantizedWeight | Module]]) -> dict[st
     return {"quant_method": METHOD, "format": common, "modules": others}
 
 
-@dataclass(frozen=True)
-class OwnPacking:
-    """A :class:`w4gemm.checkpoints.quantized_folder.Packing`; ``config`` is the quantization_config."""
-
-    config: Mapping[str, Any]
+class OwnPacking(Packing):
+    method = METHOD
+    contents = "a folder with a model that w4gemm wrote"
     marks = ("codes", "scales", "zeros", "channels", "factors", "perm", STATE)
     others = (ALARM,)
+    alarms = True
+
+    def named(self) -> Iterable[Named]:
+        """Return the modules that ``modules`` names, maybe in another place than in the folder."""
+
+        def alike(name: str) -> Callable[[str], bool]:
+            return lambda other: name.rpartition(".")[2] == other.rpartition(".")[2]
+
+        return [Named("modules", name, alike(name)) for name in self.config.get("modules") or {}]
 
     def module(self, name: str, stored: Mapping[str, TensorInfo]) -> Module:
         others = self.config.get("modules") or {}
@@ -131,15 +136,3 @@ class OwnWriter:
 
     def named(self, checkpoint: Checkpoint) -> Checkpoint:
         return checkpoint
-
-
-def _named(config: Mapping[str, Any]) -> list[Named]:
-    """The modules that ``modules`` names, maybe in another place than in the folder."""
-
-    def alike(name: str) -> Callable[[str], bool]:
-        return lambda other: name.rpartition(".")[2] == other.rpartition(".")[2]
-
-    return [Named("modules", name, alike(name)) for name in config.get("modules") or {}]
-
-
-FORMAT = folder_format(METHOD, "a folder with a model that w4gemm wrote", OwnPacking, named=_named, alarms=True)

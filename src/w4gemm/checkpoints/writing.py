@@ -26,9 +26,8 @@ from w4gemm.checkpoints.base import Checkpoint, Module, finite_dense
 from w4gemm.checkpoints.dense_experts import packed_experts
 from w4gemm.checkpoints.gguf.fields import quick_reader, tokenizer_of
 from w4gemm.checkpoints.hugging_face import AS_IT_IS, read_config, transformers_errors
-from w4gemm.checkpoints.module_tensors import WIDE_SCALES
 from w4gemm.checkpoints.quantized_folder import QuantizedFolder
-from w4gemm.checkpoints.stored import DTYPES
+from w4gemm.checkpoints.stored import DTYPES, WIDE_SCALES
 from w4gemm.core.errors import FormatError
 from w4gemm.core.files import UNFINISHED, placed
 from w4gemm.packing.packed_shape import packed_shape

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import torch
 
-from w4gemm.checkpoints import awq, compressed_tensors, gptq, packed_floats, w4afp8
-from w4gemm.checkpoints.module_tensors import whole_groups
+from w4gemm.checkpoints import awq, compressed_tensors, gptq, packed_floats, published
 from w4gemm.checkpoints.packed_numbers import PackedNumbers
+from w4gemm.checkpoints.stored import whole_groups
 from w4gemm.core.activation import Activation, canonical
 from w4gemm.core.elements import INTEGERS
 from w4gemm.core.formats import SCALE_OF, WeightFormat
@@ -164,7 +164,7 @@ class ExpertsFormat:
             tensors = {"qweight": codes.mT, "scales": scales.mT} | ({} if zeros is None else {"qzeros": zeros.mT})
             numbers = awq.numbers(tensors, format)
         elif self.packing == "w4afp8":
-            numbers = w4afp8.numbers({"weight": codes, "weight_scale_inv": scales}, format)
+            numbers = published.w4afp8_numbers({"weight": codes, "weight_scale_inv": scales}, format)
         else:
             tensors = {"weight_packed": codes, "weight_scale": scales}
             tensors |= {} if zeros is None else {"weight_zero_point": zeros}

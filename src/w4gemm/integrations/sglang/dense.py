@@ -20,7 +20,7 @@ import torch
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 from w4gemm.api.ops import linear
-from w4gemm.checkpoints.module_tensors import whole_groups
+from w4gemm.checkpoints.stored import whole_groups
 from w4gemm.integrations.engines.engine import LEAST, layer_product, why_no_kernel
 from w4gemm.integrations.engines.formats import SCALES, check_unused_zeros
 from w4gemm.integrations.engines.gguf import PARAMETERS, gguf_weights

@@ -74,7 +74,7 @@ def _gptq_without_marlin(self: Any, layer: Any) -> Numbers:
     stored = unpack(zeros, config.weight_bits)
     middle = 1 << config.weight_bits - 1
     symmetric = bool((stored == stored[0, 0]).all()) and int(stored[0, 0]) in (middle - 1, middle)
-    packing = gptq.GPTQPacking({}, 0 if self.use_v2_format else -1)
+    packing = gptq.GPTQPacking({"checkpoint_format": "gptq_v2" if self.use_v2_format else "gptq"})
     format = integer_format(config.group_size, not symmetric, layer.scales.dtype, config.weight_bits)
     return gptq.numbers(
         _gptq_tensors(config, layer), format, None if symmetric else packing.zeros(zeros, config.weight_bits)

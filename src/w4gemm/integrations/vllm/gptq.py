@@ -166,7 +166,7 @@ class GptqKernel(LinearKernel):
         self.prefix, self.dtype, self.in_order = prefix, dtype, not config.desc_act
         largest = (f"zero_stored_as_{2**bits - 1}" for bits in _BITS)
         keys = ("quant_method", "packing_format", "checkpoint_format", "format", "meta", *largest)
-        self.packing = GPTQPacking.of(
+        self.packing = GPTQPacking(
             {
                 **{key: config.full_config[key] for key in keys if key in config.full_config},
                 "bits": config.weight_bits,

@@ -12,21 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from w4gemm.checkpoints import (
-    Checkpoint,
-    CheckpointFormat,
-    Module,
-    auto_round,
-    awq,
-    compressed_tensors,
-    deepseek_v4,
-    find_checkpoint,
-    gguf,
-    gptq,
-    modelopt,
-    mxfp4,
-    quark,
-)
+from w4gemm.checkpoints import FORMATS as KNOWN
+from w4gemm.checkpoints import Checkpoint, CheckpointFormat, Module, find_checkpoint, gguf
 from w4gemm.checkpoints.gguf.architectures import ARCHITECTURES
 from w4gemm.checkpoints.hugging_face import quantization_config, read_config
 from w4gemm.core import environment
@@ -36,10 +23,11 @@ from w4gemm.core.formats import WeightFormat
 from w4gemm.integrations.engines.formats import SCALES
 from w4gemm.integrations.vllm.takeover import VLLM
 
-FORMATS = (
-    *(gptq.FORMAT, awq.FORMAT, compressed_tensors.FORMAT, modelopt.FORMAT, mxfp4.FORMAT, quark.FORMAT),
-    *(auto_round.FORMAT, deepseek_v4.FORMAT, gguf.FORMAT),
+_NAMES = (
+    *("gptq", "awq", "compressed-tensors", "modelopt", "mxfp4", "quark", "auto-round", "deepseek-v4"),
+    gguf.FORMAT.name,
 )
+FORMATS = tuple(format for format in KNOWN if format.name in _NAMES)
 """Checkpoints whose layers are taken over; of ModelOpt's those in NVFP4, of AutoRound's floats those in MXFP4."""
 FUSED = (
     ("q_proj", "k_proj", "v_proj"),
@@ -109,7 +97,7 @@ def read_model(path: str, tensor_parallel: int = 1, dtype: torch.dtype | None = 
     act_order = _in_act_order(quantization)
     if not any(layer.experts for layer in layers):
         return Model(tuple(layers), model_dtype, act_order)
-    activation = "swiglu_oai" if source == mxfp4.FORMAT else _activation(text)
+    activation = "swiglu_oai" if source.name == "mxfp4" else _activation(text)
     top_k = text.get("num_experts_per_tok")  # a list of one for each layer would be none
     return Model(tuple(layers), model_dtype, act_order, activation, top_k if isinstance(top_k, int) else 0)
 
@@ -129,16 +117,16 @@ def _of_folder(
     integers = format.element_rule.counts
     if format.bits != 4 and (module.experts or not (integers or _in_16_bits(source, format, quantization))):
         return None  # which our plugin does not take over
-    if source == quark.FORMAT and activations and not module.experts:
+    if source.name == "quark" and activations and not module.experts:
         return None  # for which vLLM has no list of kernels
-    if source == auto_round.FORMAT and format.scale != "e8m0":
+    if source.name == "auto-round" and format.scale != "e8m0":
         return None  # which vLLM does not load
-    if integers and source == modelopt.FORMAT:
+    if integers and source.name == "modelopt":
         return None  # which vLLM does not load
     if integers:
         format = replace(format, scale=SCALES[dtype])
     else:
-        activations = _beside_floats(module, source == compressed_tensors.FORMAT) if format.bits == 4 else None
+        activations = _beside_floats(module, source.name == "compressed-tensors") if format.bits == 4 else None
     return replace(module, format=VLLM.multiplied(format, activations), activations=activations)
 
 
@@ -196,7 +184,7 @@ def _in_16_bits(source: CheckpointFormat, format: WeightFormat, config: Mapping[
     if format.scale == "e8m0":
         return True
     groups = (config.get("config_groups") or {}).values()
-    return source == compressed_tensors.FORMAT and not any(group.get("input_activations") for group in groups)
+    return source.name == "compressed-tensors" and not any(group.get("input_activations") for group in groups)
 
 
 def _in_act_order(config: Mapping[str, Any]) -> bool:
