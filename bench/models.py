@@ -13,7 +13,7 @@ from torch import nn
 
 from w4gemm import QuantizedWeight, W4Experts, W4GroupedLinear, W4Linear, WeightFormat
 from w4gemm.checkpoints.dense import SKIP, linear_layers
-from w4gemm.checkpoints.gates import activation_of
+from w4gemm.checkpoints.model_experts import activation_of
 from w4gemm.integrations.transformers.loading import ParametersOnMeta
 from w4gemm.tuning.random_weight import random_weight
 

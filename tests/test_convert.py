@@ -523,7 +523,7 @@ def test_experts_in_one_fp8_tensor_stay_packed(known: bool, tmp_path: Path, monk
     config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": None}
     (folder / "config.json").write_text(json.dumps(config))
     if not known:
-        monkeypatch.setattr("w4gemm.checkpoints.dense_experts.dense_products", lambda model: {})
+        monkeypatch.setattr("w4gemm.checkpoints.model_experts.dense_products", lambda model: {})
     made = main(["convert", str(folder), str(tmp_path / "out")])
     if not known:
         assert made == 2  # nothing else is quantized

@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from w4gemm import QuantizedWeight, W4Experts, W4GroupedLinear, W4Linear, WeightFormat
-from w4gemm.checkpoints.gates import activation_of
+from w4gemm.checkpoints.model_experts import activation_of
 from w4gemm.choice import plan_cache
 from w4gemm.core.problem import H200, Device
 from w4gemm.integrations.decoder import decode_by_graph, loop

@@ -28,7 +28,7 @@ from quantized_model import Numbers, Writer, change, configure, convert
 from tiny_model import EXPERTS, LAYERS, write_dense
 from w4gemm import FormatError, W4Experts, W4GroupedLinear, W4Linear, WeightFormat, quantize
 from w4gemm.checkpoints import dense, open_checkpoint
-from w4gemm.checkpoints.gates import activation_of
+from w4gemm.checkpoints.model_experts import activation_of
 from w4gemm.cli.__main__ import main
 from w4gemm.integrations.transformers import W4GemmConfig, dequantize_layers, load
 from w4gemm.tuning.random_weight import random_weight

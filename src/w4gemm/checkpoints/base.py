@@ -118,6 +118,34 @@ class Checkpoint(Protocol):
         ...
 
 
+class Renamed:
+    """A checkpoint under other names.
+
+    Args:
+        source: the checkpoint.
+        own: name in ``source`` of each module and tensor. Those that it lacks are left out.
+        modules: the modules by their new names; None for the source's own ones.
+    """
+
+    def __init__(self, source: Checkpoint, own: Mapping[str, str], modules: Mapping[str, Module] | None = None) -> None:
+        self.path, self.source, self.own = source.path, source, own
+        of_source = {name: source.modules[old] for name, old in own.items() if old in source.modules}
+        self.modules = of_source if modules is None else modules
+        self.tensors = {name: source.tensors[old] for name, old in own.items() if old in source.tensors}
+
+    def stored_type(self, name: str) -> str:
+        return self.source.stored_type(self.own.get(name, name))
+
+    def weight(self, name: str, device: torch.device | str = "cpu", pack: Pack = Numbers.weight) -> QuantizedWeight:
+        return self.source.weight(self.own.get(name, name), device, pack)
+
+    def dense(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return self.source.dense(self.own.get(name, name), dtype)
+
+    def pretrained(self) -> Pretrained:
+        return self.source.pretrained()
+
+
 def finite_dense(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> torch.Tensor:
     """Return a checkpoint's dense tensor in ``dtype``.
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from w4gemm.checkpoints.base import Checkpoint, Module
+from w4gemm.checkpoints.base import Checkpoint, Module, Renamed
 from w4gemm.checkpoints.compressed_tensors import CompressedTensors
 from w4gemm.checkpoints.experts import roles_of
-from w4gemm.checkpoints.file_names import FileNames
+from w4gemm.checkpoints.file_names import in_files
 from w4gemm.core.formats import PER_COLUMN, WeightFormat
 from w4gemm.packing.bits import pack
 from w4gemm.weights.weight import QuantizedWeight
@@ -83,10 +83,10 @@ class CompressedTensorsWriter:
         return leaves
 
     def named(self, checkpoint: Checkpoint) -> Checkpoint:
-        return FileNames(checkpoint)
+        return in_files(checkpoint)
 
     def config(self, checkpoint: Checkpoint) -> dict[str, Any]:
-        assert isinstance(checkpoint, FileNames)
+        assert isinstance(checkpoint, Renamed)
         kinds: dict[tuple[WeightFormat, str | None], list[str]] = {}
         for name, module in checkpoint.modules.items():
             kinds.setdefault((module.format, module.activations), []).append(_target(checkpoint, name))

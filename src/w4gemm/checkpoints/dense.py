@@ -14,7 +14,6 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from w4gemm.checkpoints.account import Account, Naming, Stored
 from w4gemm.checkpoints.base import CheckpointFormat, Module, Pack, Pretrained
-from w4gemm.checkpoints.dense_experts import DenseProduct, dense_products
 from w4gemm.checkpoints.hugging_face import (
     AS_IT_IS,
     FILES,
@@ -25,6 +24,7 @@ from w4gemm.checkpoints.hugging_face import (
     read_header,
     transformers_errors,
 )
+from w4gemm.checkpoints.model_experts import DenseProduct, dense_products
 from w4gemm.checkpoints.numbers import Numbers, WeightNumbers
 from w4gemm.checkpoints.stored import is_packed
 from w4gemm.core.errors import FormatError, nearest, not_among

@@ -23,9 +23,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from w4gemm.checkpoints.base import Checkpoint, Module, finite_dense
-from w4gemm.checkpoints.dense_experts import packed_experts
 from w4gemm.checkpoints.gguf.fields import quick_reader, tokenizer_of
 from w4gemm.checkpoints.hugging_face import AS_IT_IS, read_config, transformers_errors
+from w4gemm.checkpoints.model_experts import packed_experts
 from w4gemm.checkpoints.quantized_folder import QuantizedFolder
 from w4gemm.checkpoints.stored import DTYPES, WIDE_SCALES
 from w4gemm.core.errors import FormatError

@@ -16,9 +16,8 @@ from w4gemm.api.experts import W4Experts, W4GroupedLinear
 from w4gemm.api.nn import W4Linear
 from w4gemm.api.packed_module import PackedModule
 from w4gemm.checkpoints.dense import default_format
-from w4gemm.checkpoints.dense_experts import DenseProduct
 from w4gemm.checkpoints.experts import DOWN
-from w4gemm.checkpoints.gates import activation_of, products_of
+from w4gemm.checkpoints.model_experts import DenseProduct, activation_of, products_of
 from w4gemm.core.formats import WeightFormat
 from w4gemm.integrations.transformers.sharding import Local
 from w4gemm.packing.packed_shape import packed_shape

@@ -18,10 +18,9 @@ from torch.overrides import TorchFunctionMode
 
 from w4gemm.checkpoints import Checkpoint, open_checkpoint
 from w4gemm.checkpoints.account import Recipe
-from w4gemm.checkpoints.base import Module, Pack, Pretrained
+from w4gemm.checkpoints.base import Renamed
 from w4gemm.checkpoints.gguf.fields import quick_reader, tokenizer_of
 from w4gemm.checkpoints.hugging_face import AS_IT_IS, is_model, model_class, transformers_errors
-from w4gemm.checkpoints.numbers import Numbers
 from w4gemm.core.errors import device_here
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import Device
@@ -29,7 +28,6 @@ from w4gemm.integrations.decoder import decode_by_graph
 from w4gemm.integrations.transformers.awaited import finish
 from w4gemm.integrations.transformers.layers import Progress
 from w4gemm.integrations.transformers.places import Placement
-from w4gemm.weights.weight import QuantizedWeight
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -75,7 +73,8 @@ def load(
     checkpoint = open_checkpoint(path, format)
     model, tokenizer, alone = _empty_model(checkpoint, dtype)
     if not alone:
-        checkpoint = _TextPart(checkpoint)
+        inside = (name for name in (*checkpoint.modules, *checkpoint.tensors) if name.startswith(_PREFIX))
+        checkpoint = Renamed(checkpoint, {name.removeprefix(_PREFIX): name for name in inside})
     unsaved = _fill(model, Placement(model, checkpoint, Device.of(device)), device, activations, progress)
     describe(model).unsaved = tuple(unsaved)
     return decode_by_graph(model.to(device).eval()), tokenizer
@@ -91,33 +90,6 @@ class ParametersOnMeta(TorchFunctionMode):
 
 _PREFIX = "language_model."
 """Begin of the names of a language model inside another model, in Kimi-K2.5's folders and other ones of their time."""
-
-
-class _TextPart:
-    """The modules and tensors under :data:`_PREFIX` of a checkpoint, without it: themselves a checkpoint."""
-
-    def __init__(self, whole: Checkpoint) -> None:
-        self.path, self._whole = whole.path, whole
-
-    @property
-    def modules(self) -> Mapping[str, Module]:
-        return {name[len(_PREFIX) :]: m for name, m in self._whole.modules.items() if name.startswith(_PREFIX)}
-
-    @property
-    def tensors(self) -> Mapping[str, tuple[int, ...]]:
-        return {name[len(_PREFIX) :]: s for name, s in self._whole.tensors.items() if name.startswith(_PREFIX)}
-
-    def stored_type(self, name: str) -> str:
-        return self._whole.stored_type(_PREFIX + name)
-
-    def weight(self, name: str, device: torch.device | str = "cpu", pack: Pack = Numbers.weight) -> QuantizedWeight:
-        return self._whole.weight(_PREFIX + name, device, pack)
-
-    def dense(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return self._whole.dense(_PREFIX + name, dtype)
-
-    def pretrained(self) -> Pretrained:
-        return self._whole.pretrained()
 
 
 class _Empty(NamedTuple):

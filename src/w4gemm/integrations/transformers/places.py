@@ -16,7 +16,7 @@ from w4gemm.checkpoints.account import Account, Naming, Recipe, Stored, listed
 from w4gemm.checkpoints.base import finite_dense
 from w4gemm.checkpoints.dense import linear_layers
 from w4gemm.checkpoints.experts import DOWN, GATE_UP, roles_of
-from w4gemm.checkpoints.gates import products_of
+from w4gemm.checkpoints.model_experts import products_of
 from w4gemm.checkpoints.numbers import Numbers
 from w4gemm.core.errors import FormatError
 from w4gemm.core.problem import Device

@@ -29,9 +29,9 @@ from w4gemm.api.packed_module import PackedModule
 from w4gemm.checkpoints import Checkpoint, open_checkpoint
 from w4gemm.checkpoints.account import Account, Naming, Stored, folder_model, listed
 from w4gemm.checkpoints.dense import SKIP, check_dense, default_format, layers_to_quantize
-from w4gemm.checkpoints.dense_experts import DenseProduct, dense_products
 from w4gemm.checkpoints.experts import DOWN, GATE_UP, UP
 from w4gemm.checkpoints.hugging_face import check_layers, quantization_config, read_header
+from w4gemm.checkpoints.model_experts import DenseProduct, dense_products
 from w4gemm.checkpoints.quantized_folder import QuantizedFolder
 from w4gemm.checkpoints.w4gemm import METHOD, alarm, alarm_name, settings
 from w4gemm.core.activation import is_gated

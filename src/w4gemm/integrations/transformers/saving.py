@@ -14,7 +14,7 @@ from w4gemm.api.nn import W4Linear
 from w4gemm.api.packed_module import PackedModule
 from w4gemm.checkpoints.base import Module, Pack, Pretrained
 from w4gemm.checkpoints.compressed_tensors_writer import CompressedTensorsWriter, transformers_refusal
-from w4gemm.checkpoints.file_names import FileNames
+from w4gemm.checkpoints.file_names import in_files
 from w4gemm.checkpoints.numbers import Numbers, WeightNumbers
 from w4gemm.checkpoints.w4gemm import OwnPacking
 from w4gemm.checkpoints.writing import refusal
@@ -79,7 +79,7 @@ def compressed_tensors(model: PreTrainedModel) -> tuple[dict[str, torch.Tensor],
     state = dict(checkpoint.state)
     for name in checkpoint.modules:
         state |= writer.tensors(checkpoint, name, checkpoint.weight(name))
-    return state, writer.config(FileNames(checkpoint, _outline(model)))
+    return state, writer.config(in_files(checkpoint, _outline(model)))
 
 
 def _outline(model: PreTrainedModel) -> PreTrainedModel:
