@@ -94,6 +94,21 @@ def test_fp8_activations_by_choice(
     assert f"W4GEMM_{format.upper()}: wanted auto, fp8 or 16bit, got 'int8'" in caplog.text
 
 
+@pytest.mark.parametrize("static", [False, True])
+def test_fp8_activations_that_a_checkpoint_wants(
+    floats: ModuleType, monkeypatch: pytest.MonkeyPatch, static: bool
+) -> None:
+    """From vLLM 0.33 on it asks kernels of MXFP4 for activations, which are in MXFP4 where the checkpoint says no more.
+    Ours take none with scales of the checkpoint's."""
+    base = floats.MxFp4LinearKernel
+    monkeypatch.setattr(base, "_supports_quant_scheme", classmethod(lambda cls, w, x: x is None), raising=False)
+    key = SimpleNamespace(dtype=torch.float8_e4m3fn, scale=SimpleNamespace(static=static))
+    assert floats.W4GemmMxFp4LinearKernel._supports_quant_scheme("mxfp4", key) is not static
+    for value, activations in (("auto", None if static else "fp8"), ("16bit", None)):
+        monkeypatch.setenv("W4GEMM_MXFP4", value)
+        assert floats.W4GemmMxFp4LinearKernel(SimpleNamespace(activation_quant_key=key)).activations == activations
+
+
 def test_a_layer_is_traced_whole(floats: ModuleType) -> None:
     kernel, layer, _ = made("nvfp4")
     kernel.process_weights_after_loading(layer)

@@ -53,6 +53,7 @@ FORMATS = {
     "ct-int4-g128-fp8": ("W4GemmLinearKernel", 0.06),
     "ct-nvfp4": ("W4GemmNvFp4LinearKernel", 0.004),
     "ct-mxfp4": ("W4GemmMxFp4LinearKernel", 0.004),
+    "ct-mxfp4-fp8": ("W4GemmMxFp4LinearKernel", 0.06),
     "modelopt-nvfp4": ("W4GemmNvFp4LinearKernel", 0.004),
     "ct-nvfp4-a16": ("W4GemmNvFp4LinearKernel", 0.004),
     "modelopt-nvfp4-a16": ("W4GemmNvFp4LinearKernel", 0.004),
@@ -65,7 +66,7 @@ FORMATS = {
 activations of rounding x and folding scales into weights."""
 
 
-SINCE_0_33 = ("quark-int4-g64", "auto-round-mxfp4")
+SINCE_0_33 = ("quark-int4-g64", "auto-round-mxfp4", "ct-mxfp4-fp8")
 """Formats that vLLM 0.26 does not load."""
 
 

@@ -55,7 +55,8 @@ _WIDE = ("q_proj", "down_proj")
 _FLOATS = {
     f"{method}-{element}{f'-{option}' if option else ''}": (method, element, option)
     for method, element, option in (
-        *(("ct", "nvfp4", ""), ("ct", "nvfp4", "a16"), ("ct", "mxfp4", ""), ("ct", "e4m3", ""), ("ct", "mxfp8", "")),
+        *(("ct", "nvfp4", ""), ("ct", "nvfp4", "a16"), ("ct", "mxfp4", ""), ("ct", "mxfp4", "fp8")),
+        *(("ct", "e4m3", ""), ("ct", "mxfp8", "")),
         *(("modelopt", "nvfp4", ""), ("modelopt", "nvfp4", "a16")),
         *(("quark", "nvfp4", ""), ("quark", "mxfp4", ""), ("auto-round", "mxfp4", "")),
     )

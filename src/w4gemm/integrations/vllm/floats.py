@@ -1,8 +1,9 @@
 """Linear layers with 4-bit floats, NVFP4 and MXFP4, whichever producer packed them: kernels in vLLM's lists.
 
 They multiply 16-bit activations, as vLLM's Marlin does on Hopper, also where a checkpoint wants them in 4 bits; or fp8
-ones by choice (``W4GEMM_NVFP4``, ``W4GEMM_MXFP4``). vLLM chooses a kernel before it says a layer's sizes: a layer that
-none of ours runs gets vLLM's next kernel when its weights are loaded.
+ones, by choice (``W4GEMM_NVFP4``, ``W4GEMM_MXFP4``) or where a checkpoint in MXFP4 wants these (W4A8). vLLM chooses a
+kernel before it says a layer's sizes: a layer that none of ours runs gets vLLM's next kernel when its weights are
+loaded.
 
 vLLM asks no list for two kinds of layers. For NVFP4 checkpoints of 16-bit activations (NVFP4A16, W4A16_NVFP4) it names
 Marlin, in whose place :func:`replace_named_kernel` puts ours. vLLM 0.26 emulates Quark's MXFP4 with amd-quark, where
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from vllm import envs
 from vllm.model_executor.kernels.linear import _POSSIBLE_MXFP4_KERNELS, _POSSIBLE_NVFP4_KERNELS
 from vllm.model_executor.kernels.linear.mxfp4 import MxFp4LinearKernel, MxFp4LinearLayerConfig
@@ -115,7 +117,8 @@ class _Floats(FloatsKernel):
         super().__init__(config)
         self.named = named
         """The kernel that vLLM named for the layer; None if it asked its list."""
-        self.activations = "fp8" if self.takes_fp8() else None
+        asked = _is_fp8(getattr(config, "activation_quant_key", None))
+        self.activations = "fp8" if environment.takes_fp8(self.format, asked) else None
 
     def parameters(self, layer: Any) -> list[str]:
         return [name for name in _PARTS if name in layer._parameters]
@@ -157,6 +160,10 @@ class W4GemmMxFp4LinearKernel(_Floats, MxFp4LinearKernel):
     def floats(self, layer: Any) -> Numbers:
         return packed_floats.numbers(layer.weight.data, layer.weight_scale.data, MXFP4)
 
+    @classmethod
+    def _supports_quant_scheme(cls, weight_key: Any, activation_key: Any) -> bool:
+        return super()._supports_quant_scheme(weight_key, None if _is_fp8(activation_key) else activation_key)
+
     def may_run(self, cls: Any) -> bool:
         return super().may_run(cls) and self._takes_activations(cls)
 
@@ -168,3 +175,8 @@ class W4GemmMxFp4LinearKernel(_Floats, MxFp4LinearKernel):
         from vllm.model_executor.layers.quantization.utils.quant_utils import kMxfp4Static
 
         return bool(supports(kMxfp4Static, self.config.activation_quant_key))
+
+
+def _is_fp8(key: Any) -> bool:
+    """True if vLLM's key of activations says e4m3 with scales of the tokens that come; None is for 16 bits."""
+    return key is not None and key.dtype == torch.float8_e4m3fn and not key.scale.static
