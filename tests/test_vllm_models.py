@@ -108,6 +108,12 @@ def test_fp8(activations: dict[str, Any] | None, tmp_path: Path) -> None:
         assert [str(layer.format) for layer in read_model(str(tmp_path)).layers] == ["e4m3_col_fp32"]
 
 
+@pytest.mark.parametrize(("packing", "activations"), [("ct-mxfp4", None), ("ct-mxfp4-fp8", "fp8")])
+def test_activations_of_layers_in_mxfp4(packing: str, activations: str | None, tmp_path: Path) -> None:
+    checkpoint.write(tiny(model_named("llama-3-8b")), Packing.parse(packing), tmp_path)
+    assert {layer.activations for layer in read_model(str(tmp_path)).layers} == {activations}
+
+
 def test_parts_of_linear_attention_are_fused(tmp_path: Path) -> None:
     """Qwen 3.5's, as vLLM's packed_modules_mapping has them."""
     shapes = {"in_proj_qkv": 384, "in_proj_z": 128, "in_proj_b": 16, "in_proj_a": 16, "out_proj": HIDDEN}

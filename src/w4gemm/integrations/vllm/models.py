@@ -157,9 +157,9 @@ def _config_of_gguf(checkpoint: gguf.GGUFCheckpoint) -> dict[str, Any]:
 
 
 def _beside_floats(module: Module, asks: bool) -> str | None:
-    """Return the activations of a module in 4-bit floats. asks: True if vLLM's experts heed that it asks for fp8."""
+    """Return the activations of a module in 4-bit floats. asks: True if vLLM heeds that it asks for fp8."""
     named = "mxfp4" if module.format.scale == "e8m0" else "nvfp4"
-    asked = asks and named == "mxfp4" and module.experts > 0 and module.activations == "fp8"
+    asked = asks and named == "mxfp4" and module.activations == "fp8"
     return "fp8" if environment.takes_fp8(named, asked) else None
 
 
