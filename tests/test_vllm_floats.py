@@ -179,7 +179,14 @@ def weight_only() -> tuple[Any, Any]:
     return layer, w
 
 
-def test_a_checkpoint_of_16_bit_activations_gets_our_kernel(floats: ModuleType) -> None:
+@pytest.mark.parametrize("named", ["MarlinNvFp4LinearKernel", "EmulationNvFp4LinearKernel"])
+def test_our_kernel_takes_the_place_of_one_that_vllm_names(
+    floats: ModuleType, monkeypatch: pytest.MonkeyPatch, named: str
+) -> None:
+    """vLLM emulates NVFP4 with VLLM_BATCH_INVARIANT, whatever --linear-backend says."""
+    from vllm.model_executor.kernels import linear
+
+    monkeypatch.setattr(linear, "MarlinNvFp4LinearKernel", type(named, (linear.MarlinNvFp4LinearKernel,), {}))
     layer, w = weight_only()
     assert type(layer.scheme.kernel) is floats.W4GemmNvFp4LinearKernel
     x = torch.randn(3, K, dtype=torch.bfloat16)

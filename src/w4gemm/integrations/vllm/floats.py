@@ -5,8 +5,9 @@ ones, by choice (``W4GEMM_NVFP4``, ``W4GEMM_MXFP4``) or where a checkpoint in MX
 kernel before it says a layer's sizes: a layer that none of ours runs gets vLLM's next kernel when its weights are
 loaded.
 
-vLLM asks no list for two kinds of layers. For NVFP4 checkpoints of 16-bit activations (NVFP4A16, W4A16_NVFP4) it names
-Marlin, in whose place :func:`replace_named_kernel` puts ours. vLLM 0.26 emulates Quark's MXFP4 with amd-quark, where
+vLLM asks no list for three kinds of layers. For NVFP4 checkpoints of 16-bit activations (NVFP4A16, W4A16_NVFP4) it
+names Marlin, and for NVFP4 with VLLM_BATCH_INVARIANT an emulation in PyTorch's operators, in whose places
+:func:`replace_named_kernel` puts ours. vLLM 0.26 emulates Quark's MXFP4 with amd-quark, where
 :func:`replace_emulation` gives layers our kernel.
 """
 
@@ -38,8 +39,8 @@ EMULATED = ("quark",)
 
 _PARTS = ("weight", "weight_packed", "weight_scale", "weight_scale_2", "weight_global_scale")
 """Parameters that hold 4-bit floats, as vLLM's methods load them; it brings them to other names."""
-_WEIGHT_ONLY = ("MarlinNvFp4LinearKernel", "HummingNvFp4LinearKernel")
-"""Kernels that vLLM names for 16-bit activations on Hopper."""
+_NAMED = ("MarlinNvFp4LinearKernel", "HummingNvFp4LinearKernel", "EmulationNvFp4LinearKernel")
+"""Kernels that vLLM names on Hopper: for 16-bit activations, and the last one for VLLM_BATCH_INVARIANT."""
 
 
 def install() -> None:
@@ -51,8 +52,8 @@ def install() -> None:
 
 
 def replace_named_kernel(method: Any, layer: Any) -> Any:
-    """Return vLLM's method for a layer, which replaces the kernel that vLLM named for 16-bit activations by ours when
-    it makes the layer's parameters."""
+    """Return vLLM's method for a layer, which replaces the kernel that vLLM named by ours when it makes the layer's
+    parameters."""
     if not isinstance(method, LinearMethodBase):
         return method
     make = method.create_weights
@@ -62,7 +63,7 @@ def replace_named_kernel(method: Any, layer: Any) -> Any:
         holder: Any
         for holder in (method, getattr(layer, "scheme", None)):
             named: Any = getattr(holder, "kernel", None)
-            if type(named).__name__ in _WEIGHT_ONLY and _may_run(W4GemmNvFp4LinearKernel, "nvfp4", named.config):
+            if type(named).__name__ in _NAMED and _may_run(W4GemmNvFp4LinearKernel, "nvfp4", named.config):
                 holder.kernel = W4GemmNvFp4LinearKernel(named.config, named)
 
     method.create_weights = create_weights
