@@ -725,3 +725,27 @@ def test_schemes_that_are_left_are_logged(
     with caplog.at_level(logging.INFO, "vllm.w4gemm"):
         assert dense.log_left("method", layer) == "method"
     assert ("w4gemm leaves linear layers of compressed-tensors to vLLM's own kernels" in caplog.text) == left
+
+
+@pytest.mark.parametrize("runs", [True, False])
+def test_our_kernel_is_asked_where_vllm_would_dequantize(dense: ModuleType, runs: bool) -> None:
+    """With VLLM_BATCH_INVARIANT vLLM 0.33 asks no kernel for layers of compressed-tensors; its others depend on the
+    batch."""
+    possible, asked = dense.W4GemmLinearKernel.possible, []
+    possible.append("Marlin")
+    layer = torch.nn.Module()
+    layer.scheme = scheme = SimpleNamespace(use_batch_invariant=True, kernel=None, apply_weights="dequantizes")
+
+    def create_weights(layer: torch.nn.Module, k: int) -> None:
+        if not scheme.use_batch_invariant:
+            asked.extend(possible)
+            if not runs:
+                raise ValueError("no kernel runs it")
+            scheme.kernel = SimpleNamespace()
+
+    method = dense.ask_when_batch_invariant(SimpleNamespace(create_weights=create_weights), layer)
+    method.create_weights(layer, 64)
+    assert asked == [dense.W4GemmLinearKernel] and possible == [dense.W4GemmLinearKernel, "Marlin"]
+    assert scheme.use_batch_invariant is not runs
+    if runs:
+        assert scheme.kernel.left.apply_weights == "dequantizes"

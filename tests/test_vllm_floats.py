@@ -195,7 +195,7 @@ def test_our_kernel_takes_the_place_of_one_that_vllm_names(
 
 def test_a_layer_that_cannot_be_packed_runs_on_the_kernel_that_vllm_named(floats: ModuleType) -> None:
     layer, _ = weight_only()
-    kernel = floats.W4GemmNvFp4LinearKernel(None, named=layer.scheme.kernel.named)
+    kernel = floats.W4GemmNvFp4LinearKernel(None, named=layer.scheme.kernel.left)
     layer, _ = loaded("nvfp4")
     layer.weight_global_scale.data.fill_(float("inf"))
     kernel.process_weights_after_loading(layer)

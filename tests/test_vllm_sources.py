@@ -115,6 +115,35 @@ def converted(folder: Path) -> None:
     assert find_checkpoint(folder / "out").format.name == "compressed-tensors"
 
 
+@pytest.mark.parametrize("format", ["ct-int4-g32", "gptq-int4-g64"])
+def test_layers_whose_results_must_not_depend_on_the_batch(
+    format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM 0.33 dequantizes those of compressed-tensors in each step, without asking its kernels."""
+    from vllm.model_executor.layers.linear import RowParallelLinear
+
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    c = tiny(model_named("llama-3-8b"))
+    write(c, Packing.parse(format), tmp_path)
+    check_layers(c.config, tmp_path, format)
+    sizes, prefix = (c.config["intermediate_size"], c.config["hidden_size"]), "model.layers.1.mlp.down_proj"
+
+    def made() -> Any:
+        layer = RowParallelLinear(*sizes, bias=False, quant_config=quantization(tmp_path), prefix=prefix)
+        fill(layer, tmp_path, "model.layers.1.mlp", {"down_proj": None})
+        return layer
+
+    layer = made()
+    assert kernel_in(layer).batch_invariant
+    if hasattr(getattr(layer, "scheme", None), "use_batch_invariant"):  # of compressed-tensors in 0.33
+        layer.weight_scale.data[0, 0] = float("nan")  # which cannot be packed
+        layer.quant_method.process_weights_after_loading(layer)
+        assert layer.scheme.use_batch_invariant and layer.scheme.kernel.vllm_kernel.scheme is layer.scheme
+        monkeypatch.setenv("W4GEMM_VLLM", "off")
+        scheme = made().scheme
+        assert scheme.use_batch_invariant and scheme.kernel is None
+
+
 def check_layers(c: Mapping[str, Any], folder: Path, format: str) -> None:
     """Have vLLM make and load the linear layers of a decoder layer, and hold them to the checkpoint's numbers. c: the
     model's config."""

@@ -47,6 +47,7 @@ def install() -> None:
     """Put :class:`W4GemmLinearKernel` first in vLLM's list for NVIDIA GPUs, and watch what its layers load."""
     take_configs(CONFIGS)
     add_hook(log_left, ("compressed-tensors",))
+    add_hook(ask_when_batch_invariant, ("compressed-tensors",))
     W4GemmLinearKernel.put_first()
 
 
@@ -55,6 +56,41 @@ def log_left(method: Any, layer: torch.nn.Module) -> Any:
     if reason := LEFT.get(type(getattr(layer, "scheme", None)).__name__):
         takeover.refuse("linear layers of compressed-tensors", reason)
     return method
+
+
+def ask_when_batch_invariant(method: Any, layer: torch.nn.Module) -> Any:
+    """Return vLLM's method for a layer. A layer of compressed-tensors that vLLM 0.33 would dequantize in each step,
+    because of VLLM_BATCH_INVARIANT, gets our kernel if that runs it."""
+    scheme: Any = getattr(layer, "scheme", None)
+    if not getattr(scheme, "use_batch_invariant", False):
+        return method
+    make, possible = method.create_weights, W4GemmLinearKernel.possible
+
+    def create_weights(layer: Any, *args: Any, **kwargs: Any) -> None:
+        every, possible[:] = possible[:], [W4GemmLinearKernel]
+        scheme.use_batch_invariant = False
+        try:
+            make(layer, *args, **kwargs)
+            scheme.kernel.left = _Dequantized(scheme)
+        except ValueError:  # ours does not run it, and has said why
+            scheme.use_batch_invariant = True
+            make(layer, *args, **kwargs)
+        finally:
+            possible[:] = every
+
+    method.create_weights = create_weights
+    return method
+
+
+class _Dequantized:
+    """A scheme of vLLM's that dequantizes its layer in each step, as the kernel of a layer that ours cannot pack."""
+
+    def __init__(self, scheme: Any) -> None:
+        self.scheme, self.apply_weights = scheme, scheme.apply_weights
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        self.scheme.use_batch_invariant = True
+        self.scheme.process_weights_after_loading(layer)
 
 
 def why_not(c: MPLinearLayerConfig) -> str:

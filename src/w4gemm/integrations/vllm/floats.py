@@ -115,9 +115,9 @@ class _Floats(FloatsKernel):
         return environment.takes_fp8(cls.format, False)
 
     def __init__(self, config: Any, named: Any = None) -> None:
+        """named: the kernel that vLLM named for the layer; None if it asked its list."""
         super().__init__(config)
-        self.named = named
-        """The kernel that vLLM named for the layer; None if it asked its list."""
+        self.left = named
         asked = _is_fp8(getattr(config, "activation_quant_key", None))
         self.activations = "fp8" if environment.takes_fp8(self.format, asked) else None
 
@@ -134,9 +134,6 @@ class _Floats(FloatsKernel):
     def floats(self, layer: Any) -> Numbers:
         """Return the numbers of a layer whose parameters are known."""
         raise NotImplementedError
-
-    def next_kernel(self) -> Any:
-        return super().next_kernel() if self.named is None else self.named
 
 
 class W4GemmNvFp4LinearKernel(_Floats, NvFp4LinearKernel):

@@ -202,6 +202,8 @@ class ListedKernel(LinearKernel):
 
     possible: list[Any]
     """The list."""
+    left: Any = None
+    """What runs the layer if ours cannot; None for the first kernel in the list that can."""
 
     @classmethod
     def put_first(cls) -> None:
@@ -221,6 +223,8 @@ class ListedKernel(LinearKernel):
         return bool(cls.is_supported()[0] and cls.can_implement(config)[0])
 
     def next_kernel(self) -> Any:
+        if self.left is not None:
+            return self.left
         args, kwargs = self.arguments
         for cls in self.possible:
             own = not issubclass(cls, LinearKernel) and cls.__name__ not in envs.VLLM_DISABLED_KERNELS
