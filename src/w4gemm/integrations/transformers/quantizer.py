@@ -45,7 +45,7 @@ from w4gemm.integrations.transformers.awaited import (
     finish,
 )
 from w4gemm.integrations.transformers.config import W4GemmConfig
-from w4gemm.integrations.transformers.dequantize import dequantize_layers
+from w4gemm.integrations.transformers.layers import dequantize_layers
 from w4gemm.integrations.transformers.places import Placement, dtype_of
 from w4gemm.integrations.transformers.saving import compressed_tensors
 from w4gemm.integrations.transformers.sharding import Local, fill

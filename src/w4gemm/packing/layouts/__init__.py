@@ -8,8 +8,7 @@ from w4gemm.core.errors import nearest
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import Device
 from w4gemm.packing.codecs import MMA8, MMA16
-from w4gemm.packing.layouts.base import PackLayout, WeightComponents
-from w4gemm.packing.layouts.canonical import CanonicalLayout
+from w4gemm.packing.layouts.base import CanonicalLayout, PackLayout, WeightComponents
 from w4gemm.packing.layouts.cpu import CpuLayout
 from w4gemm.packing.layouts.mma import MmaLayout
 

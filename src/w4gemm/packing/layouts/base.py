@@ -1,4 +1,4 @@
-"""The interface of a pack layout, the order of a weight's bits: :class:`PackLayout`."""
+"""The interface of a pack layout, the order of a weight's bits, :class:`PackLayout`; and the canonical one."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from w4gemm.core.formats import WeightFormat
+from w4gemm.packing.bits import pack, unpack
 
 
 class WeightComponents(NamedTuple):
@@ -53,3 +54,52 @@ class PackLayout(Protocol):
     def pack(self, parts: WeightComponents, format: WeightFormat) -> tuple[torch.Tensor, ...]: ...
 
     def unpack(self, tensors: tuple[torch.Tensor, ...], format: WeightFormat, n: int, k: int) -> WeightComponents: ...
+
+
+class CanonicalLayout:
+    """The layout that is saved, sharded and converted: plain row-major.
+
+    codes uint8 (n, ceil(k * bits / 8)), a dense little-endian stream for each row: the first column in the lowest bits;
+    scales (n, groups), of blocks of rows (2 * blocks, groups); zeros (n, groups) if any; channels float32 (n) if any;
+    factors fp16 (n, superblocks, 1 or 2) if any. Scales and zero points of four bits are streams as codes are, those of
+    six bits bytes.
+    """
+
+    name = "canonical"
+
+    def supports(self, format: WeightFormat) -> str:
+        return ""
+
+    def shapes(self, format: WeightFormat, n: int, k: int) -> tuple[tuple[torch.dtype, tuple[int, ...]], ...]:
+        bits = {"codes": format.bits, **dict.fromkeys(("scales", "zeros"), _level_bits(format))}
+        parts = {
+            name: (dtype, (shape[0], -(-shape[1] * bits[name] // 8)) if name in bits else shape)
+            for name, (dtype, shape) in format.parts(n, k).items()
+        }
+        return tuple(parts.values())
+
+    def pack(self, parts: WeightComponents, format: WeightFormat) -> tuple[torch.Tensor, ...]:
+        if _level_bits(format) < 8:
+            assert parts.zeros is not None
+            scales, zeros = (pack(t, _level_bits(format)) for t in (parts.scales, parts.zeros))
+            parts = parts._replace(scales=scales, zeros=zeros)
+        tensors = (pack(parts.codes, format.bits), *(t for t in parts[1:] if t is not None))
+        return tuple(t.contiguous() for t in tensors)
+
+    def unpack(self, tensors: tuple[torch.Tensor, ...], format: WeightFormat, n: int, k: int) -> WeightComponents:
+        parts = self.unpack_scales(tensors, format, k)
+        return parts._replace(codes=unpack(parts.codes, format.bits)[:, :k].contiguous())
+
+    def unpack_scales(self, tensors: tuple[torch.Tensor, ...], format: WeightFormat, k: int) -> WeightComponents:
+        """Like :meth:`unpack`, but with the codes as they are packed."""
+        named = dict(zip(format.part_names, tensors, strict=True))
+        if _level_bits(format) < 8:
+            groups = format.groups(k)
+            levels = {name: unpack(named[name], _level_bits(format))[:, :groups] for name in ("scales", "zeros")}
+            named |= {name: t.contiguous() for name, t in levels.items()}
+        return WeightComponents.of(named.get(name) for name in WeightComponents._fields)
+
+
+def _level_bits(format: WeightFormat) -> int:
+    """Bits that a scale with a factor takes; 8 without factors, whose scales are stored as they are."""
+    return 4 if format.scale_rule.level_bits == 4 else 8
