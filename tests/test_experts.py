@@ -263,7 +263,7 @@ def test_routing_refuses():
     for experts in (-1, 0, 2.5, "4", True):
         with pytest.raises((TypeError, ValueError), match="experts: wanted an int from 1 on"):
             route(ids, experts)
-    with pytest.raises(TypeError, match="row_of_choice: wanted a tensor, got list"):
+    with pytest.raises(TypeError, match="row_of_choice: wanted a tensor .*, got list"):
         combine(torch.zeros(4, 8), [[0, 1]], weights)
     gate, down = several(2 * HIDDEN, FEATURES), several(FEATURES, HIDDEN)
     layer = W4Experts(QuantizedWeight.stack(gate), QuantizedWeight.stack(down), dtype=torch.float32)
@@ -445,7 +445,7 @@ def test_scales_of_experts_are_checked():
     w = QuantizedWeight.stack(several(*SIZES[1]))
     with pytest.raises(TypeError, match="expert_scale: wanted torch.float32"):
         W4GroupedLinear.from_weight(w, expert_scale=torch.ones(E).half())
-    with pytest.raises(ValueError, match=r"expert_scale: wanted shape \(4,\) on w's device cpu, got \(5,\) on cpu"):
+    with pytest.raises(ValueError, match=r"expert_scale: wanted shape \(4,\), got \(5,\)"):
         W4GroupedLinear.from_weight(w, expert_scale=torch.ones(E + 1))
 
 

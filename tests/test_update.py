@@ -60,12 +60,12 @@ def test_act_order() -> None:
 def test_what_is_refused() -> None:
     w = quantize(torch.ones(6, 64), "int4_g32")
     for weight, error, message in (
-        (torch.ones(6, 32), ValueError, r"weight: wanted torch.float32 \(6, 64\) on w's device cpu, got .*\(6, 32\)"),
+        (torch.ones(6, 32), ValueError, r"weight: wanted shape \(6, 64\), got \(6, 32\)"),
         (torch.ones(6, 64).int(), TypeError, r"weight: wanted floating point \(6, 64\), got"),
         (
             (torch.ones(3, 64), torch.ones(3, 64).half()),
             ValueError,
-            "weight: wanted torch.float32 .*, got torch.float16",
+            "weight: wanted both of torch.float32, got torch.float16",
         ),
         (torch.full((6, 64), torch.nan), ValueError, "weight: wanted finite values"),
         ((), ValueError, "weight: wanted a tensor, or a pair"),

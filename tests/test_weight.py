@@ -329,7 +329,7 @@ SCALES = torch.ones(4, 1, dtype=torch.bfloat16)
         ("none", CODES, SCALES.float(), None, TypeError, "scales: wanted torch.bfloat16, got torch.float32"),
         ("none", CODES, None, None, ValueError, "scales: int4_g128 wants torch.bfloat16 .*, got NoneType"),
         ("none", CODES, SCALES.T, None, ValueError, r"scales: wanted shape \(4, 1\), got \(1, 4\)"),
-        ("none", CODES, SCALES.to("meta"), None, ValueError, "scales: wanted device cpu like codes, got meta"),
+        ("none", CODES, SCALES.to("meta"), None, ValueError, "scales: wanted codes' device cpu, got meta"),
         ("none", CODES, SCALES, SCALES, ValueError, "zeros: int4_g128 has none, got torch.bfloat16"),
         ("none", CODES, SCALES * torch.nan, None, ValueError, "scales: the weights of 4 groups would not be finite"),
         ("none", CODES, SCALES * torch.inf, None, ValueError, "scales: .* first in row 0, group 0: scale inf"),

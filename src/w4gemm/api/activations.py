@@ -8,7 +8,7 @@ import torch
 
 from w4gemm.api.modes import is_dual, needs_dispatcher
 from w4gemm.core.epilogue import NO_OPERANDS
-from w4gemm.core.errors import kind_of, require_bool, require_dense
+from w4gemm.core.errors import require_bool, require_dense, require_tensor
 from w4gemm.kernels import launcher
 from w4gemm.kernels.helpers.activation_quantize import LARGEST, SMALLEST, ActivationQuantize
 
@@ -99,24 +99,13 @@ def _check(x: torch.Tensor, norm_weight: torch.Tensor | None, eps: float, silu_m
     if not 0 <= eps <= _LARGEST_EPS:
         raise ValueError(f"eps: wanted a finite number of at least 0, got {eps!r:.40}")
     if norm_weight is not None:
-        _check_norm_weight(norm_weight, x)
+        require_tensor("norm_weight", norm_weight, x.dtype, (x.shape[-1],), x.device, like="like x", size=", k of x")
     for name, t in (("x", x), ("norm_weight", norm_weight)):
         tracked = t is not None and torch.is_grad_enabled() and t.requires_grad
         if tracked or (not torch.compiler.is_compiling() and is_dual(t)):
             raise NotImplementedError(
                 f"{name}: gradients of quantize_activations are not implemented; call it under no_grad"
             )
-
-
-def _check_norm_weight(norm_weight: torch.Tensor, x: torch.Tensor) -> None:
-    shape = (x.shape[-1],)
-    if not isinstance(norm_weight, torch.Tensor) or norm_weight.dtype != x.dtype:
-        raise TypeError(f"norm_weight: wanted {x.dtype} (k) like x or None, got {kind_of(norm_weight)}")
-    if norm_weight.shape != shape or not norm_weight.is_contiguous():
-        actual = f"{tuple(norm_weight.shape)}, strides {norm_weight.stride()}"
-        raise ValueError(f"norm_weight: wanted it contiguous of shape {shape}, k of x, got {actual}")
-    if norm_weight.device != x.device:
-        raise ValueError(f"norm_weight: wanted x's device {x.device}, got {norm_weight.device}")
 
 
 def quantize_rows(

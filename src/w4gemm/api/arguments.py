@@ -23,7 +23,7 @@ from w4gemm.core.epilogue import (
     replaced,
     require_out_dtype,
 )
-from w4gemm.core.errors import kind_of, require_dense
+from w4gemm.core.errors import kind_of, require_dense, require_tensor
 from w4gemm.packing.layouts import FP8_LAYOUT
 from w4gemm.weights.weight import QuantizedWeight
 
@@ -265,7 +265,7 @@ def check_out(
 
     Args:
         read: as for :func:`check_own_memory`.
-        size: as for :func:`require_tensor`.
+        size: as for :func:`w4gemm.core.errors.require_tensor`.
     """
     like = "like x" if epilogue.out_dtype is None else "as out_dtype"
     require_tensor("out", out, epilogue.result_dtype(x.dtype), shape, x.device, like=like, size=size)
@@ -303,34 +303,6 @@ def check_own_memory(out: torch.Tensor, read: Mapping[str, object]) -> None:
                 continue  # each element is read before it is written
             also = " or all of the residual's" if name == "residual" else ""
             raise ValueError(f"out: wanted memory of its own{also}, got memory shared with {name}")
-
-
-def require_tensor(
-    name: str,
-    t: object,
-    dtype: torch.dtype,
-    shape: tuple[int, ...],
-    device: torch.device,
-    *,
-    like: str = "",
-    size: str = "",
-    whose: str = "x's device",
-    contiguous: bool = True,
-) -> None:
-    """Raise TypeError or ValueError unless ``t`` is a tensor of this dtype, shape and device. In the message ``like``
-    follows the dtype and ``size`` the shape, with the reason for it; ``whose`` goes before the device."""
-    if not isinstance(t, torch.Tensor):
-        raise TypeError(f"{name}: wanted a tensor {shape} of {dtype}, got {type(t).__name__}")
-    if t.dtype != dtype:
-        raise TypeError(f"{name}: wanted {dtype}{like and ' '}{like}, got {t.dtype}")
-    require_dense(name, t)
-    if t.shape != shape:
-        raise ValueError(f"{name}: wanted shape {tuple(shape)}{size}, got {tuple(t.shape)}")
-    if t.device != device:
-        raise ValueError(f"{name}: wanted {whose} {device}, got {t.device}")
-    if contiguous and not t.is_contiguous():
-        use = f"use {name}.contiguous()" if name != "out" else "write to a contiguous one, and copy from it"
-        raise ValueError(f"{name}: wanted it contiguous, got strides {t.stride()}; {use}")
 
 
 def check_alignment(name: str, t: torch.Tensor, bytes: int) -> None:

@@ -14,7 +14,7 @@ from w4gemm.api.modes import autocast, is_eager, layer_dtype
 from w4gemm.api.packed_module import PackedModule, moved_only
 from w4gemm.api.routing import check_ids, check_logits, choose_experts, combined, route
 from w4gemm.core.activation import is_gated
-from w4gemm.core.errors import UnsupportedError, kind_of, require_dense
+from w4gemm.core.errors import UnsupportedError, kind_of, require_tensor
 from w4gemm.core.problem import Device
 from w4gemm.core.router import Router
 from w4gemm.weights.weight import QuantizedWeight
@@ -60,13 +60,7 @@ class W4GroupedLinear(PackedModule):
     ) -> None:
         super().__init__(w, bias, dtype)
         if expert_scale is not None:
-            if not isinstance(expert_scale, torch.Tensor) or expert_scale.dtype != torch.float32:
-                raise TypeError(f"expert_scale: wanted torch.float32 (experts) or None, got {kind_of(expert_scale)}")
-            if tuple(expert_scale.shape) != (w.experts,) or expert_scale.device != w.device:
-                raise ValueError(
-                    f"expert_scale: wanted shape {(w.experts,)} on w's device {w.device}, got "
-                    f"{tuple(expert_scale.shape)} on {expert_scale.device}"
-                )
+            require_tensor("expert_scale", expert_scale, torch.float32, (w.experts,), w.device, whose="w's device")
             self.expert_scale = expert_scale.detach()
 
     @classmethod
@@ -262,23 +256,12 @@ class W4Experts(torch.nn.Module):
             TypeError, ValueError: for another dtype or shape; the message names the argument.
         """
         check_ids(expert_ids)
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"x: wanted a tensor (tokens, features), got {type(x).__name__}")
-        if x.dim() != 2:
-            raise ValueError(f"x: wanted shape (tokens, features), got {tuple(x.shape)}")
+        require_tensor("x", x, (), ("tokens", "features"), contiguous=False)
         shape = expert_ids.shape
         if shape[0] != x.shape[0]:
             raise ValueError(f"expert_ids: wanted {len(x)} rows, one for each of x, got {tuple(shape)}")
-        if (
-            not isinstance(expert_weights, torch.Tensor)
-            or expert_weights.shape != shape
-            or not expert_weights.is_floating_point()
-        ):
-            expected = f"floating point {tuple(shape)} like expert_ids"
-            raise ValueError(f"expert_weights: wanted {expected}, got {kind_of(expert_weights)}")
-        require_dense("expert_weights", expert_weights)
-        if expert_weights.device != x.device:
-            raise ValueError(f"expert_weights: wanted x's device {x.device}, got {expert_weights.device}")
+        size = " like expert_ids"
+        require_tensor("expert_weights", expert_weights, (), shape, x.device, size=size, contiguous=False)
         if (out := self._in_one_launch(x, ByIds(expert_ids, expert_weights))) is not None:
             return out
         routing = route(expert_ids, self.gate_up.weight.experts)

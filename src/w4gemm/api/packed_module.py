@@ -12,7 +12,7 @@ import torch
 from w4gemm.api.arguments import check
 from w4gemm.api.modes import is_watched
 from w4gemm.api.product import BoundLinear
-from w4gemm.core.errors import kind_of, require_bool, require_int
+from w4gemm.core.errors import kind_of, require_bool, require_int, require_tensor
 from w4gemm.core.formats import WeightFormat
 from w4gemm.packing.packed_shape import packed_shape
 from w4gemm.weights.checks import PERM_DTYPE, is_permutation
@@ -65,13 +65,7 @@ class PackedModule(torch.nn.Module):
             raise ValueError(f"w: wanted {'several experts' if self.grouped else 'a single weight'}, got {w!r}")
         shape = (w.experts, w.n) if w.experts else (w.n,)
         if bias is not None:
-            if not isinstance(bias, torch.Tensor) or not bias.is_floating_point():
-                actual = bias.dtype if isinstance(bias, torch.Tensor) else type(bias).__name__
-                raise TypeError(f"bias: wanted a floating-point tensor (n) or None, got {actual}")
-            if tuple(bias.shape) != shape:
-                raise ValueError(f"bias: wanted shape {shape}, n of w, got {tuple(bias.shape)}")
-            if bias.device != w.device:
-                raise ValueError(f"bias: wanted w's device {w.device}, got {bias.device}")
+            require_tensor("bias", bias, (), shape, w.device, size=", n of w", whose="w's device", contiguous=False)
         if dtype is None:
             dtype = torch.get_default_dtype() if bias is None else bias.dtype
         check_dtype(dtype)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from w4gemm.api.arguments import check_own_memory, check_rows, require_tensor
+from w4gemm.api.arguments import check_own_memory, check_rows
 from w4gemm.api.modes import is_plain, is_watched
-from w4gemm.core.errors import LARGEST_SIZE, UnsupportedError, kind_of, require_bool, require_dense, require_int
+from w4gemm.core.errors import LARGEST_SIZE, UnsupportedError, kind_of, require_bool, require_int, require_tensor
 from w4gemm.core.router import Router
 from w4gemm.kernels import launcher
 from w4gemm.kernels.helpers.expert_choice import ExpertChoice
@@ -60,10 +60,8 @@ def route(expert_ids: torch.Tensor, experts: int, expert_map: torch.Tensor | Non
     check_ids(expert_ids)
     require_int("experts", experts, 1, _MOST_EXPERTS)
     if expert_map is not None:
-        if not isinstance(expert_map, torch.Tensor) or expert_map.dtype != torch.int32 or expert_map.dim() != 1:
-            raise TypeError(f"expert_map: wanted torch.int32 (global experts,) or None, got {kind_of(expert_map)}")
-        if expert_map.device != expert_ids.device:
-            raise ValueError(f"expert_map: wanted expert_ids' device {expert_ids.device}, got {expert_map.device}")
+        expected = torch.int32, ("global experts",), expert_ids.device
+        require_tensor("expert_map", expert_map, *expected, whose="expert_ids' device", contiguous=False)
     expert_ids = expert_ids.contiguous()  # its rows are the order of everything below
     device = expert_ids.device
     if device.type == "cuda" and is_plain(expert_ids) and not is_watched():
@@ -118,14 +116,10 @@ def choose_experts(
 def check_logits(logits: torch.Tensor, router: Router, bias: torch.Tensor | None) -> None:
     """Raise TypeError or ValueError unless :func:`choose_experts` takes these."""
     dtypes = (torch.float32, torch.float16, torch.bfloat16)
-    if not isinstance(logits, torch.Tensor) or logits.dtype not in dtypes or logits.dim() != 2:
-        raise TypeError(f"logits: wanted float32, float16 or bfloat16 (tokens, experts), got {kind_of(logits)}")
-    require_dense("logits", logits)
+    require_tensor("logits", logits, dtypes, ("tokens", "experts"), contiguous=False)
     if not isinstance(router, Router):
         raise TypeError(f"router: wanted a Router, got {kind_of(router)}")
     if bias is not None:
-        if not isinstance(bias, torch.Tensor) or bias.dtype != torch.float32:
-            raise TypeError(f"bias: wanted torch.float32 (experts,) or None, got {kind_of(bias)}")
         require_tensor("bias", bias, torch.float32, (logits.shape[1],), logits.device)
     if reason := router.refusal(logits.shape[1], bias is not None):
         raise ValueError(f"logits: {reason}")
@@ -133,11 +127,7 @@ def check_logits(logits: torch.Tensor, router: Router, bias: torch.Tensor | None
 
 def check_ids(expert_ids: torch.Tensor) -> None:
     """Raise TypeError or ValueError unless ``expert_ids`` are int32 or int64 (tokens, top k)."""
-    if not isinstance(expert_ids, torch.Tensor) or expert_ids.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"expert_ids: wanted int32 or int64 (tokens, top k), got {kind_of(expert_ids)}")
-    if expert_ids.dim() != 2:
-        raise ValueError(f"expert_ids: wanted shape (tokens, top k), got {tuple(expert_ids.shape)}")
-    require_dense("expert_ids", expert_ids)
+    require_tensor("expert_ids", expert_ids, (torch.int32, torch.int64), ("tokens", "top k"), contiguous=False)
 
 
 def _route_in_pytorch(expert_ids: torch.Tensor, experts: int, expert_map: torch.Tensor | None) -> Routing:
@@ -234,22 +224,10 @@ def combined(
 
 
 def _check_terms(d: torch.Tensor, row_of_choice: torch.Tensor, weights: torch.Tensor) -> None:
-    for name, t in (("d", d), ("row_of_choice", row_of_choice), ("weights", weights)):
-        if not isinstance(t, torch.Tensor):
-            raise TypeError(f"{name}: wanted a tensor, got {type(t).__name__}")
-        require_dense(name, t)
-    if d.dim() != 2 or not d.is_floating_point():
-        raise ValueError(f"d: wanted floating point (rows, n), got {kind_of(d)}")
-    if row_of_choice.dtype != torch.int32 or row_of_choice.dim() != 2:
-        raise TypeError(f"row_of_choice: wanted torch.int32 (tokens, top k), got {kind_of(row_of_choice)}")
-    tokens, terms = row_of_choice.shape
-    if weights.shape != row_of_choice.shape or not weights.is_floating_point():
-        raise ValueError(
-            f"weights: wanted floating point ({tokens}, {terms}) like row_of_choice, got {kind_of(weights)}"
-        )
-    if not d.device == row_of_choice.device == weights.device:
-        devices = f"{row_of_choice.device}, {weights.device}"
-        raise ValueError(f"row_of_choice, weights: wanted d's device {d.device}, got {devices}")
+    anyhow: dict[str, Any] = {"contiguous": False, "whose": "d's device"}
+    require_tensor("d", d, (), ("rows", "n"), **anyhow)
+    require_tensor("row_of_choice", row_of_choice, torch.int32, ("tokens", "top k"), d.device, **anyhow)
+    require_tensor("weights", weights, (), row_of_choice.shape, d.device, size=" like row_of_choice", **anyhow)
     if len(d):
         check_rows("row_of_choice", row_of_choice, -LARGEST_SIZE, len(d))
 

@@ -22,12 +22,11 @@ from w4gemm.api.arguments import (
     check_out,
     checked_config,
     checked_factor,
-    require_tensor,
 )
 from w4gemm.api.product import Product, product_of
 from w4gemm.core.activation import require_pairs
 from w4gemm.core.epilogue import PLAIN, Epilogue, EpilogueOperands
-from w4gemm.core.errors import device_named, kind_of, require_bool, require_gpu, require_int
+from w4gemm.core.errors import device_named, kind_of, require_bool, require_gpu, require_int, require_tensor
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import Device, GemmProblem
 from w4gemm.kernels import Operands

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from w4gemm.core.autocast import without_autocast
-from w4gemm.core.errors import UnsupportedError, kind_of, require_dense
+from w4gemm.core.errors import UnsupportedError, kind_of, require_tensor
 from w4gemm.kernels import launcher
 from w4gemm.kernels.helpers.weight_quantize import WeightQuantize
 from w4gemm.weights.quantize import channel_scales_of_rows, group_ends, largest_quantized, quantize
@@ -58,14 +58,9 @@ def _check(w: QuantizedWeight, sources: tuple[torch.Tensor, ...]) -> None:
         raise ValueError(f"weight: wanted a tensor, or a pair of them for even n, got {len(sources)} for n {n}")
     expected = (*leading, n // len(sources), k)
     for source in sources:
-        if not isinstance(source, torch.Tensor) or not source.is_floating_point():
-            raise TypeError(f"weight: wanted floating point {expected}, got {kind_of(source)}")
-        require_dense("weight", source)
-        if tuple(source.shape) != expected or source.device != w.device or source.dtype != sources[0].dtype:
-            raise ValueError(
-                f"weight: wanted {sources[0].dtype} {expected} on w's device {w.device}, got {source.dtype} "
-                f"{tuple(source.shape)} on {source.device}"
-            )
+        require_tensor("weight", source, (), expected, w.device, whose="w's device", contiguous=False)
+        if source.dtype != sources[0].dtype:
+            raise ValueError(f"weight: wanted both of {sources[0].dtype}, got {source.dtype}")
 
 
 def _by_kernel(w: QuantizedWeight, sources: tuple[torch.Tensor, ...]) -> bool:

@@ -6,7 +6,7 @@ A bad argument raises ``ValueError`` or ``TypeError``; the message names the arg
 from __future__ import annotations
 
 import numbers
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import TypeGuard
 
 import torch
@@ -50,6 +50,53 @@ def require_dense(name: str, t: torch.Tensor) -> None:
         raise TypeError(f"{name}: wanted a dense tensor, got a nested one")
     if t.layout is not torch.strided:
         raise TypeError(f"{name}: wanted a dense tensor, got one of layout {t.layout}")
+
+
+def require_tensor(
+    name: str,
+    t: object,
+    dtypes: torch.dtype | Sequence[torch.dtype],
+    shape: Sequence[int | str],
+    device: torch.device | None = None,
+    *,
+    like: str = "",
+    size: str = "",
+    whose: str = "x's device",
+    contiguous: bool = True,
+) -> None:
+    """Raise TypeError or ValueError unless ``t`` is a dense tensor.
+
+    Args:
+        dtypes: its dtype, or several that are legal; none for any floating-point one.
+        shape: its sizes; a string, such as "tokens", names one that may be any.
+        device: its device; None for any.
+        like, size, whose: reasons in messages, behind the dtype, behind the shape, and before the device.
+        contiguous: True if it has to be.
+    """
+    legal = (dtypes,) if isinstance(dtypes, torch.dtype) else dtypes
+    if not isinstance(t, torch.Tensor):
+        raise TypeError(f"{name}: wanted a tensor {_sizes(shape)} of {_or(legal)}, got {type(t).__name__}")
+    if not (t.dtype in legal if legal else t.is_floating_point()):
+        raise TypeError(f"{name}: wanted {_or(legal)}{like and ' '}{like}, got {t.dtype}")
+    require_dense(name, t)
+    if t.shape != shape and (
+        t.dim() != len(shape)
+        or any(isinstance(legal, int) and own != legal for own, legal in zip(t.shape, shape, strict=True))
+    ):
+        raise ValueError(f"{name}: wanted shape {_sizes(shape)}{size}, got {tuple(t.shape)}")
+    if device is not None and t.device != device:
+        raise ValueError(f"{name}: wanted {whose} {device}, got {t.device}")
+    if contiguous and not t.is_contiguous():
+        use = f"use {name}.contiguous()" if name != "out" else "write to a contiguous one, and copy from it"
+        raise ValueError(f"{name}: wanted it contiguous, got strides {t.stride()}; {use}")
+
+
+def _or(dtypes: Sequence[torch.dtype]) -> str:
+    return " or ".join(map(str, dtypes)) or "floating point"
+
+
+def _sizes(shape: Sequence[int | str]) -> str:
+    return f"({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"
 
 
 def device_named(name: str, device: object) -> torch.device:

@@ -13,7 +13,7 @@ import operator
 
 import torch
 
-from w4gemm.core.errors import kind_of, require_dense
+from w4gemm.core.errors import kind_of, require_dense, require_tensor
 from w4gemm.core.formats import WeightFormat
 from w4gemm.packing.layouts import WeightComponents
 from w4gemm.weights.dequantize import times_factors
@@ -51,7 +51,7 @@ def checked(format: WeightFormat, parts: WeightComponents) -> WeightComponents:
             expected = "wants {} {}".format(*stored[name]) if name in stored else "has none"
             raise ValueError(f"{name}: {format} {expected}, got {kind_of(part)}")
         if part is not None:
-            _check_part(name, part, *stored[name], codes.device)
+            require_tensor(name, part, *stored[name], codes.device, whose="codes' device", contiguous=False)
     if factors is not None:
         for name, levels in (("scales", scales), ("zeros", zeros)):
             low, high = format.scale_rule.levels
@@ -74,16 +74,6 @@ def check_codes(format: WeightFormat, codes: torch.Tensor, first_row: int = 0) -
             f"codes: wanted finite numbers, got {int(bad.sum())} codes of NaN or infinity in {format.element}; first "
             f"{int(codes[row, column])} in row {first_row + row}, column {column}"
         )
-
-
-def _check_part(name: str, t: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> None:
-    if not isinstance(t, torch.Tensor) or t.dtype != dtype:
-        raise TypeError(f"{name}: wanted {dtype}, got {t.dtype if isinstance(t, torch.Tensor) else type(t).__name__}")
-    require_dense(name, t)
-    if tuple(t.shape) != shape:
-        raise ValueError(f"{name}: wanted shape {shape}, got {tuple(t.shape)}")
-    if t.device != device:
-        raise ValueError(f"{name}: wanted device {device} like codes, got {t.device}")
 
 
 def check_range(
