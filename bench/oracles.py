@@ -8,7 +8,6 @@ bench/results/oracles.jsonl, and the table of docs/formats.md is made of them (`
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -34,6 +33,7 @@ from bench.producers.others import (
     modelopt_mxfp4,
 )
 from bench.producers.quark import quark
+from bench.rows import read
 
 from w4gemm.checkpoints import open_checkpoint
 from w4gemm.integrations.generation import default_model
@@ -148,7 +148,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if not args.table:
         measure(args.layers, args.out, args.only)
-    rows = [json.loads(line) for line in args.out.read_text().splitlines()]
+    rows = read(args.out)
     text = PAGE.read_text()
     before, _, rest = text.partition(BEGIN)
     PAGE.write_text(before + BEGIN + table(rows) + END + rest.partition(END)[2])
@@ -161,7 +161,7 @@ def measure(layers: int, out: Path, only: str = "") -> None:
     weights = {name: checkpoint.weight(name).dequantize() for name in names}
     cases = [case for case in CASES if only in case.format]
     renewed = {case.format for case in cases}
-    stored = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+    stored = read(out) if out.exists() else []
     rows = [row for row in stored if row["format"] not in renewed]
     for case in cases:
         with tempfile.TemporaryDirectory() as folder:
@@ -174,8 +174,6 @@ def measure(layers: int, out: Path, only: str = "") -> None:
         row = {"kind": "oracle", "run": record.run_name(facts), "format": case.format, "oracle": oracle}
         rows.append(row | {"tensors": count, "equal": equal, "worst": worst} | facts)
         print(f"{case.format}: {equal} of {count} equal {oracle}, worst {worst:.1e}", flush=True)
-    order = [case.format for case in CASES]
-    rows.sort(key=lambda row: order.index(row["format"]))
     out.unlink(missing_ok=True)
     record.append(out, *rows)
 
@@ -187,7 +185,8 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         "|---|---|---|---|---|",
     ]
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for row in rows:
+    order = [case.format for case in CASES]
+    for row in sorted(rows, key=lambda row: order.index(row["format"])):
         groups.setdefault((row["oracle"], f"{row['worst']:.1e}" if row["worst"] else "0"), []).append(row)
     for (oracle, worst), same in groups.items():
         first, *others = (row["format"] for row in same)

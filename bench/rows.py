@@ -1,8 +1,8 @@
 """Files of measured rows: ``python -m bench.rows FILE...`` stores one compactly.
 
-Benchmarks append whole rows. A stored file has a line of kind ``run`` with the facts that all rows of a run share, and
-one line for each timed point, whose ``us`` has each implementation's median. :func:`read` returns whole rows of either
-form.
+Benchmarks append whole rows. A stored file has a line of kind ``run`` with the facts that all rows of a run share, then
+a line for each timed point of that run, whose ``us`` has each implementation's median. :func:`read` returns whole rows
+of either form.
 """
 
 from __future__ import annotations
@@ -33,13 +33,15 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def read(path: Path) -> list[Row]:
     """Return the rows of a file, each with all of its facts."""
-    common: dict[str, Row] = {}
+    common: dict[str, Row] = defaultdict(dict)
+    run = ""
     rows: list[Row] = []
     for row in map(json.loads, path.read_text().splitlines()):
         if row.get("kind") == "run":
-            common[row.get("run", "")] = row["all"]
+            run = row.get("run", "")
+            common[run] = row["all"] | ({"run": run} if run else {})
             continue
-        row = common.get(row.get("run", ""), {}) | row
+        row = common[row.get("run", run)] | row
         versions = row.pop("versions", None)
         if versions is None or "impl" in row:
             rows.append(row)
@@ -64,7 +66,7 @@ def compact(rows: Iterable[Row]) -> list[Row]:
         common = {name: value for name, value in own[0].items() if name not in ("run", "us", *OURS)}
         common = {name: value for name, value in common.items() if all(name in r and r[name] == value for r in own)}
         lines.append({"kind": "run", **({"run": run} if run else {}), "all": common | facts})
-        lines += [{name: value for name, value in row.items() if name not in common} for row in own]
+        lines += [{name: value for name, value in row.items() if name != "run" and name not in common} for row in own]
     return lines
 
 
