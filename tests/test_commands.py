@@ -588,6 +588,7 @@ def test_tokens(text, expected):
     ("arguments", "message"),
     [
         (("--shapes", "nowhere.txt"), "--shapes: wanted a file or sizes like 6144x4096"),
+        (("--shapes", "96x64,64x"), "--shapes: wanted a file or sizes like 6144x4096 (n x k), got '64x'"),
         (("--shapes", "96x64", "--m", "0..3"), "--m: wanted numbers from 1"),
         (("--shapes", "96x64", "--m", "9..3"), "--m: wanted ranges that go up"),
         (("--shapes", "96x64", "--format", "int3"), "format: wanted int4_g"),

@@ -22,6 +22,8 @@ from w4gemm.packing.layouts import layout_for
 
 _FP8 = torch.float8_e4m3fn
 _SIZE = re.compile(r"(?:([1-9]\d*)x)?([1-9]\d*)x([1-9]\d*)")
+_LIKE_SIZES = re.compile(r"\d\w*")
+"""A text that is meant as a size: no file of that name was found."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,8 @@ def _parse_line(line: str, where: str, format: WeightFormat) -> Layer:
 def _parse_size(text: str, format: WeightFormat) -> Layer:
     size = _SIZE.fullmatch(text)
     if size is None:
-        raise FileNotFoundError(f"--shapes: wanted a file or sizes like 6144x4096 (n x k), got {text!r}")
+        error = ValueError if _LIKE_SIZES.fullmatch(text) else FileNotFoundError
+        raise error(f"--shapes: wanted a file or sizes like 6144x4096 (n x k), got {text!r}")
     experts, n, k = (_size(digits, "--shapes") for digits in (size[1] or "0", size[2], size[3]))
     return Layer(n, k, format, experts=experts)
 
