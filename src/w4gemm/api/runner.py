@@ -8,7 +8,7 @@ strides, and the first launch with stream-k synchronizes if no workspace is pass
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -340,7 +340,9 @@ def torch_tensor(name: str, value: Any) -> Any:
     if not hasattr(value, "__dlpack__") or not hasattr(value, "__dlpack_device__"):
         missing = " without __dlpack_device__" if hasattr(value, "__dlpack__") else ""
         raise TypeError(f"{name}: wanted a tensor of torch or one with __dlpack__, got {type(value).__name__}{missing}")
-    strides = _strides(value)
+    strides = getattr(value, "strides", None)
+    if not isinstance(strides, (tuple, list)):
+        strides = (getattr(value, "__array_interface__", None) or {}).get("strides") or ()
     if any(stride < 0 for stride in strides):  # torch would end the process
         raise ValueError(f"{name}: wanted no negative strides, got {tuple(strides)}; numpy.ascontiguousarray copies it")
     try:
@@ -348,11 +350,3 @@ def torch_tensor(name: str, value: Any) -> Any:
     except Exception as e:  # whatever the other framework raises
         kind = type(value).__name__
         raise ValueError(f"{name}: wanted what torch.from_dlpack takes, got {kind} that it refuses: {e}") from e
-
-
-def _strides(value: Any) -> Sequence[int]:
-    """Return the strides that an array says it has; none if it says nothing."""
-    strides = getattr(value, "strides", None)
-    if not isinstance(strides, (tuple, list)):
-        strides = (getattr(value, "__array_interface__", None) or {}).get("strides")
-    return strides or ()

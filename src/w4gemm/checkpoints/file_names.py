@@ -41,7 +41,9 @@ def in_files(source: Checkpoint, model: nn.Module | None = None) -> Renamed:
         if module.experts:
             file_name, module = _experts(name, module, saved_as(name))
         else:
-            file_name = _owner(name, saved_as(f"{name}.weight"))
+            names = saved_as(f"{name}.weight")  # else its weight is no tensor of its own in the files
+            own_tensor = len(names) == 1 and names[0].endswith(".weight")
+            file_name = names[0].removesuffix(".weight") if own_tensor else name
         own[file_name], modules[file_name] = name, module
     for name in source.tensors:
         names = saved_as(name)
@@ -66,11 +68,6 @@ def _saved_as(model: nn.Module | None, name: str, parameter: torch.Tensor) -> li
     from transformers.core_model_loading import revert_weight_conversion
 
     return list(revert_weight_conversion(model, {name: parameter}))
-
-
-def _owner(name: str, names: list[str]) -> str:
-    """Return the name in the files of a linear module: ``name`` if its weight is no tensor of its own there."""
-    return names[0].removesuffix(".weight") if len(names) == 1 and names[0].endswith(".weight") else name
 
 
 def _experts(name: str, module: Module, names: list[str]) -> tuple[str, Module]:

@@ -125,23 +125,18 @@ def _is_interval(value: object) -> bool:
 _LONGEST_US = 1e12
 
 
-def _is_text(value: object) -> bool:
-    return isinstance(value, str) and value.isprintable()
-
-
-def _is_time(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < _LONGEST_US
-
-
 _FITS: dict[str, tuple[str, Callable[[object], bool]]] = {
     **dict.fromkeys(
         ("device", "format", "dtype", "layout", "epilogue", "kernel", "config", "date"),
-        ("a string that can be printed", _is_text),
+        ("a string that can be printed", lambda value: isinstance(value, str) and value.isprintable()),
     ),
     **dict.fromkeys(("sms", "n", "k"), ("an int from 1 on", _is_count)),
     "revision": ("an int from 0 on", lambda value: _is_count(value, 0)),
     "m": ("[first, last or null], ints from 1 on", _is_interval),
-    "us": (f"a number from 0 to {_LONGEST_US:.0e}", _is_time),
+    "us": (
+        f"a number from 0 to {_LONGEST_US:.0e}",
+        lambda value: isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < _LONGEST_US,
+    ),
     "batch_invariant": ("a bool", lambda value: isinstance(value, bool)),
 }
 """For each field of a line, its legal values in words and a function that checks one."""

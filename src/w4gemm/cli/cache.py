@@ -25,13 +25,12 @@ def run(args: argparse.Namespace) -> int:
         if args.action != "list":
             raise OSError(why)
         trust.warn(why)  # without which the list looks like an empty folder's
-    actions = {"path": _path, "list": _list, "clear": _clear, "export": _export, "import": _import}
+    if args.action == "path":
+        print(folder)
+        return 0
+    actions = {"list": _list, "clear": _clear, "export": _export, "import": _import}
     actions[args.action](args)
     return 0
-
-
-def _path(args: argparse.Namespace) -> None:
-    print(environment.cache_dir())
 
 
 def _list(args: argparse.Namespace) -> None:

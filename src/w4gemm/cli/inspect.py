@@ -82,12 +82,12 @@ def run(args: argparse.Namespace) -> int:
     _print_table(head, rows)
     if matrices:
         wide = max(dtype, torch.bfloat16, key=lambda d: d.itemsize)  # only 4-bit layers quantize x to fp8
-        bits = 8 * wide.itemsize
+        mib = wide.itemsize / 2**20
         dense = [
-            (name, stored, " x ".join(map(str, shape)), f"x {count}", f"{count * _dense_mib(shape, wide):.1f}")
+            (name, stored, " x ".join(map(str, shape)), f"x {count}", f"{count * math.prod(shape) * mib:.1f}")
             for (name, stored, shape), count in matrices.items()
         ]
-        _print_table(("dense matrices", "stored as", "n x k", "", f"MiB in {bits} bits"), dense)
+        _print_table(("dense matrices", "stored as", "n x k", "", f"MiB in {8 * wide.itemsize} bits"), dense)
     return 0
 
 
@@ -100,10 +100,6 @@ def _print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 def _size(nbytes: int) -> str:
     return f"{nbytes / 2**30:.1f} GiB" if nbytes >= 10 * 2**30 else f"{nbytes / 2**20:.1f} MiB"
-
-
-def _dense_mib(shape: tuple[int, ...], dtype: torch.dtype) -> float:
-    return math.prod(shape) * dtype.itemsize / 2**20
 
 
 def _starred(name: str) -> str:

@@ -51,10 +51,6 @@ def _silu_mul(gate: torch.Tensor, up: torch.Tensor, limit: float | None) -> torc
     return silu(_at_most(gate, limit)) * _within(up, limit)
 
 
-def _relu2(y: torch.Tensor) -> torch.Tensor:
-    return torch.relu(y).square()
-
-
 def _swiglu_oai(
     gate: torch.Tensor, up: torch.Tensor, alpha: float, beta: float | None, limit: float | None
 ) -> torch.Tensor:
@@ -82,7 +78,7 @@ _LIMIT = frozenset({"limit"})
 
 ACTIVATIONS: Mapping[str, Formula] = {
     "relu": Formula(torch.relu),
-    "relu2": Formula(_relu2),  # Nemotron
+    "relu2": Formula(lambda y: torch.relu(y).square()),  # Nemotron
     "gelu": Formula(gelu),
     "gelu_tanh": Formula(functools.partial(gelu, approximate="tanh")),
     "silu": Formula(silu),

@@ -60,9 +60,6 @@ class EpilogueOperands(NamedTuple):
     """float32 (n,), or (experts, n): the factor of each output channel. The launch fills it in if the weight has one,
     and it stays the last field."""
 
-    def with_channel_scale(self, channel_scale: Any) -> EpilogueOperands:
-        return EpilogueOperands(*self[:-1], channel_scale)
-
     def of_expert(self, take: Callable[[Any], Any]) -> EpilogueOperands:
         """Return the operands of one expert, with ``take(tensor)`` for each tensor of :data:`PER_EXPERT`."""
         operands = ((name, getattr(self, name)) for name in PER_EXPERT)

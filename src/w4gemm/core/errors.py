@@ -73,11 +73,12 @@ def require_tensor(
         like, size, whose: reasons in messages, behind the dtype, behind the shape, and before the device.
         contiguous: True if it has to be.
     """
-    legal = (dtypes,) if isinstance(dtypes, torch.dtype) else dtypes
     if not isinstance(t, torch.Tensor):
-        raise TypeError(f"{name}: wanted a tensor {_sizes(shape)} of {_or(legal)}, got {type(t).__name__}")
-    if not (t.dtype in legal if legal else t.is_floating_point()):
-        raise TypeError(f"{name}: wanted {_or(legal)}{like and ' '}{like}, got {t.dtype}")
+        raise TypeError(f"{name}: wanted a tensor {_sizes(shape)} of {_or(dtypes)}, got {type(t).__name__}")
+    if t.dtype is not dtypes and (
+        isinstance(dtypes, torch.dtype) or not (t.dtype in dtypes if dtypes else t.is_floating_point())
+    ):
+        raise TypeError(f"{name}: wanted {_or(dtypes)}{like and ' '}{like}, got {t.dtype}")
     require_dense(name, t)
     if t.shape != shape and (
         t.dim() != len(shape)
@@ -91,8 +92,8 @@ def require_tensor(
         raise ValueError(f"{name}: wanted it contiguous, got strides {t.stride()}; {use}")
 
 
-def _or(dtypes: Sequence[torch.dtype]) -> str:
-    return " or ".join(map(str, dtypes)) or "floating point"
+def _or(dtypes: torch.dtype | Sequence[torch.dtype]) -> str:
+    return " or ".join(map(str, (dtypes,) if isinstance(dtypes, torch.dtype) else dtypes)) or "floating point"
 
 
 def _sizes(shape: Sequence[int | str]) -> str:

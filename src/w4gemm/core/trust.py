@@ -153,8 +153,9 @@ def _check_owner(path: Path, about: os.stat_result, folder: Path) -> None:
 
 
 def _untrusted(path: Path, about: os.stat_result, folder: Path, remedy: str) -> Untrusted:
+    trusted = f"{_user(os.geteuid())} and root" if os.geteuid() else _user(0)
     return Untrusted(
-        f"{folder} is not used, because users other than {_trusted()} can put code there: {path} "
+        f"{folder} is not used, because users other than {trusted} can put code there: {path} "
         f"belongs to {_user(about.st_uid)} and has mode {stat.S_IMODE(about.st_mode):04o}. Set W4GEMM_CACHE_DIR to a "
         f"folder of your own, or, if you trust all that is there: {remedy}; where that is not possible, as in a "
         "container's volume of mode 0777 that nobody else can reach: W4GEMM_CACHE_SHARED=1"
@@ -194,10 +195,6 @@ def _root_ids() -> frozenset[int]:
     except (OSError, ValueError):  # not Linux
         return frozenset({0})
     return frozenset({0}) if 0 in numbers[::3] else frozenset({0, overflow})
-
-
-def _trusted() -> str:
-    return f"{_user(os.geteuid())} and root" if os.geteuid() else _user(0)
 
 
 def _user(uid: int) -> str:

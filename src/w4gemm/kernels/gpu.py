@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from w4gemm.core.config import GemmConfig
-from w4gemm.core.epilogue import SCALE_BLOCK
+from w4gemm.core.epilogue import SCALE_BLOCK, EpilogueOperands
 from w4gemm.core.formats import SMALLEST_GROUP
 from w4gemm.core.problem import Device, GemmProblem
 from w4gemm.jit.unit import Program, Unit
@@ -172,7 +172,7 @@ class GpuKernel(ABC):
             if grouped:
                 blocks = blocks.flatten(0, 1)
             if len(weight) > 1:
-                epilogue = epilogue.with_channel_scale(weight[1])
+                epilogue = EpilogueOperands(*epilogue[:-1], weight[1])  # its channel_scale
             if size:
                 memory = workspace.allocated(x.device, size) if buffer is None else workspace.divided(buffer)
             if epilogue.block_scale is not None:

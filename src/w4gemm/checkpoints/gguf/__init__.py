@@ -156,7 +156,8 @@ class GGUFCheckpoint:
                 f"{self.path}: architecture {self.architecture!r} cannot be loaded; wanted one of {legal}"
             )
         self._check_config()
-        if self.architecture.startswith("gemma") and _transformers_version() < _GEMMA_TOKENS:
+        release = tuple(int(part) for part in version("transformers").split(".")[:2])
+        if self.architecture.startswith("gemma") and release < _GEMMA_TOKENS:
             raise FormatError(
                 f"{self.path}: transformers {version('transformers')} splits text into other tokens than a GGUF file "
                 "of Gemma says; wanted 5.18 or newer"
@@ -272,10 +273,6 @@ class GGUFCheckpoint:
 
 _GEMMA_TOKENS = (5, 18)
 """First version of transformers whose tokenizer of a Gemma file merges as the file says (seen with 5.17 and 5.18)."""
-
-
-def _transformers_version() -> tuple[int, ...]:
-    return tuple(int(part) for part in version("transformers").split(".")[:2])
 
 
 def _find(path: Path) -> Path | None:

@@ -187,10 +187,6 @@ def _phi3(value: Value) -> Mapping[str, Any]:
     }
 
 
-def _qwen3_moe(value: Value) -> Mapping[str, Any]:
-    return {"moe_intermediate_size": value("expert_feed_forward_length"), **_settings(value)}
-
-
 ARCHITECTURES = {
     "llama": Architecture({"attn_q": "head_count", "attn_k": "head_count_kv"}),
     "qwen2": Architecture(),
@@ -203,7 +199,7 @@ ARCHITECTURES = {
     ),
     "qwen3moe": Architecture(
         names={"ffn_gate_inp": "mlp.gate"},
-        settings=_qwen3_moe,
+        settings=lambda value: {"moe_intermediate_size": value("expert_feed_forward_length"), **_settings(value)},
     ),
     "gpt-oss": Architecture(
         names={

@@ -228,7 +228,7 @@ def sample_by_step(
     late = _Late(streamer)
     for length in range(start, end):
         scores = logits_processor(tokens[:, :length], logits.to(torch.float32, copy=True))
-        token = _drawn(scores) if config.do_sample else scores.argmax(-1)
+        token = torch.multinomial(scores.softmax(-1), 1).squeeze(1) if config.do_sample else scores.argmax(-1)
         if pad is not None:
             token = torch.where(unfinished, token, pad.to(token.device))
         tokens[:, length] = token
@@ -272,10 +272,6 @@ def launched(model: PreTrainedModel, step: DecodeStep, rows: int) -> tuple[list[
         ]
         helpers += [RowCombine.of(device, dtype, top_k) for _ in counts]
     return keys, list(dict.fromkeys(helper.unit() for helper in helpers if helper is not None))
-
-
-def _drawn(scores: torch.Tensor) -> torch.Tensor:
-    return torch.multinomial(scores.softmax(-1), 1).squeeze(1)
 
 
 class _Copies(NamedTuple):

@@ -244,7 +244,10 @@ class W4GemmQuantizer(HfQuantizer):
                     raise FormatError(f"{model.name_or_path}: no tensor for {name}.weight")
                 layer.fill(Local(layer.quantized), activations)
         if placement is not None:
-            self._fill_dense(model, placement)
+            for recipe in placement.filled_here:  # dense parameters that the folder has in 4 bits, or in fp8
+                device = model.get_parameter_or_buffer(recipe.targets[0]).device
+                for name, value in placement.values(recipe, device).items():
+                    fill(model.get_parameter_or_buffer(name), value)
             for name in placement.packed:
                 placement.fill(name, None, activations)
             model._keys_to_ignore_on_load_unexpected, model._keys_to_ignore_on_load_missing = self._ignored
@@ -257,14 +260,6 @@ class W4GemmQuantizer(HfQuantizer):
         describe(model)
         decode_by_graph(model)
         return model
-
-    @staticmethod
-    def _fill_dense(model: PreTrainedModel, placement: Placement) -> None:
-        """Give dense parameters their numbers that the folder has in 4 bits, or in fp8 with scales."""
-        for recipe in placement.filled_here:
-            device = model.get_parameter_or_buffer(recipe.targets[0]).device
-            for name, value in placement.values(recipe, device).items():
-                fill(model.get_parameter_or_buffer(name), value)
 
     # --- what transformers asks of a quantized model ----------------------------------------------------------------
 
