@@ -327,6 +327,7 @@ _METHODS: tuple[tuple[str, Callable[..., Any]], ...] = (
     ("mbarrier.init", Emulator._mbarrier_init),
     ("mbarrier.arrive", Emulator._mbarrier_arrive),
     ("mbarrier.try_wait", Emulator._mbarrier_wait),
+    ("mbarrier.test_wait", Emulator._mbarrier_wait),
     ("cp.async.mbarrier.arrive.noinc", Emulator._arrive_after_copies),
     ("cp.async.bulk.tensor.2d.shared", Emulator._box_copy),
     ("cp.async.bulk.shared", Emulator._bulk_copy),

@@ -21,10 +21,14 @@ What differs:
                                                     [16 columns], then scales       consumers
     block scales  num_stages * block_scale_bytes    TMA                             consumers
 
-Timeline of a warpgroup, by 64-token block of a stage: four WGMMAs, which begin new sums; meanwhile its factors are
-loaded; wait until the sums are there; add them, times factors, to the accumulators. While one warpgroup adds, the
-tensor cores work for the other. Where registers are enough for two sets of sums, two stages are multiplied together, so
-that they work for the warpgroup itself besides.
+Timeline of a warpgroup, by 64-token block of a stage: wait for its turn; four WGMMAs, which begin new sums; pass the
+turn on; meanwhile its factors are loaded; wait until the sums are there; add them, times factors, to the accumulators.
+So the WGMMAs of one warpgroup queue up behind those of the other, and while one adds, the tensor cores work for the
+other. Without turns both may multiply together and then add together. Where registers are enough for two sets of sums,
+a turn is two stages, so that the tensor cores work for the warpgroup itself besides.
+
+Besides the barriers of sm90_mixed_gemm, named barriers 4 and 5, of 256 threads: the turn of warpgroup 0 and 1. The
+other one arrives, its own threads wait.
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cutlass_dsl import extract_mlir_values, new_from_mlir_values
 
@@ -61,6 +65,10 @@ from w4gemm.ptx.memory import (
 
 _EPILOGUE_BARRIER = 2
 """The first of two named barriers: a warpgroup's staging buffer is filled, or read out."""
+_TURN_BARRIER = 4
+"""The first of two named barriers: a warpgroup may multiply."""
+_UNROLLED_STAGES = 4
+"""Stages in a row of one set of sums: ptxas then tests for the next one while sums are added."""
 
 
 class Sm90Fp8BlockGemmKernel(Sm90MixedGemmKernel):
@@ -167,7 +175,7 @@ class BlockConsumer:
         variant, config = self.variant, self.variant.config
         thread = cute.arch.thread_idx()[0]
         wg = cute.arch.make_warp_uniform(thread // 128)
-        thr_mma = mma.get_slice(thread)
+        thr_mma = mma.get_slice(wg * 128)  # one for its threads, so that ptxas keeps descriptors in uniform registers
         box = (BOX_TOKENS * variant.warpgroups_m, variant.chunk_k)
         blocks = [cute.local_tile(pipeline.x, box, (i, 0, None)) for i in range(variant.row_blocks)]
         x = [mma.make_fragment_A(thr_mma.partition_A(block)) for block in blocks]
@@ -178,6 +186,8 @@ class BlockConsumer:
         operands, consumer = StageOperands(x, weights, sums, acc), BlockCoord(wg, thread % 128, cta_rank)
         mma_of_last = new_from_mlir_values(mma, extract_mlir_values(mma))  # what a loop sets does not leave it
         cute.arch.griddepcontrol_wait()
+        if wg == 1:
+            self.pass_turn(wg)
         state = PipelineState.consumer()
         cluster_coord = self.scheduler.cta_coord_in_cluster(cta_rank)
         count, share = self.scheduler.work_tiles(params)
@@ -189,14 +199,15 @@ class BlockConsumer:
             if const_expr(variant.grouped):
                 rows = self.scheduler.rows(tile.m_tile, memory.d.shape[0], memory.expert_tiles)
                 filled = pipeline._replace(scales=pipeline.scales + rows.first % 4 * 4)
-            k_slices = work_tile.k_slices
+            k_slices, unroll = work_tile.k_slices, _UNROLLED_STAGES
+            ready = self.is_filled(pipeline, state)
             if const_expr(variant.sets_of_sums == 2):
                 for _ in cutlass.range(k_slices // 2, unroll=1):
-                    self.multiply_two(mma, filled, operands, state, consumer)
+                    ready = self.multiply_two(mma, filled, operands, state, ready, consumer)
                     state = state.after(variant.num_stages).after(variant.num_stages)
-                k_slices = k_slices % 2
-            for _ in cutlass.range(k_slices, unroll=1):
-                self.multiply_one(mma_of_last, filled, operands, state, consumer)
+                k_slices, unroll = k_slices % 2, 1
+            for _ in cutlass.range(k_slices, unroll=unroll):
+                ready = self.multiply_one(mma_of_last, filled, operands, state, ready, consumer)
                 state = state.after(variant.num_stages)
             self.store(acc, self.output_tile(tile, wg, thread % 128, memory), memory, wg)
         if const_expr(variant.boxed):
@@ -209,21 +220,30 @@ class BlockConsumer:
         pipeline: Pipeline,
         operands: StageOperands,
         first: PipelineState,
+        ready: Boolean,
         consumer: BlockCoord,
-    ):
+    ) -> Boolean:
         """Add two stages to the accumulators: while the sums of the first are added, the second is multiplied. No
-        WGMMA is in flight at the end, because ptxas would serialize all of them."""
+        WGMMA is in flight at the end, because ptxas would serialize all of them. ready: whether the first is known to
+        be filled; return it of the stage behind the two."""
         second = first.after(self.variant.num_stages)
+        self.wait(pipeline, first, ready)
+        self.wait_for_turn(consumer.warpgroup)
         factors = []
-        for i in cutlass.range_constexpr(2):
-            state = first if i == 0 else second
-            cute.arch.mbarrier_wait(pipeline.full + state.stage, state.phase)
+        for i, state in enumerate((first, second)):
+            if const_expr(i == 1):
+                self.wait(pipeline, state, Boolean(False))
             self.multiply(mma, operands, i, 0, state.stage)
+            if const_expr(i == 1):
+                self.pass_turn(consumer.warpgroup)
             factors.append(self.factors(pipeline, state.stage, 0, consumer))
-        for i in cutlass.range_constexpr(2):
+        for i, state in enumerate((first, second)):
             warpgroup.wait_group(1 - i)
-            self.release(pipeline, first.stage if i == 0 else second.stage, consumer)
+            self.release(pipeline, state.stage, consumer)
+            if const_expr(i == 1):
+                ready = self.is_filled(pipeline, second.after(self.variant.num_stages))
             self.add(operands, i, 0, factors[i])
+        return ready
 
     @cute.jit
     def multiply_one(
@@ -232,17 +252,40 @@ class BlockConsumer:
         pipeline: Pipeline,
         operands: StageOperands,
         state: PipelineState,
+        ready: Boolean,
         consumer: BlockCoord,
-    ):
-        """Add a stage to the accumulators, by 64-token blocks."""
-        cute.arch.mbarrier_wait(pipeline.full + state.stage, state.phase)
+    ) -> Boolean:
+        """Add a stage to the accumulators, by 64-token blocks. ready: whether it is known to be filled; return it of
+        the next one."""
+        self.wait(pipeline, state, ready)
         for block in cutlass.range_constexpr(self.variant.row_blocks):
+            self.wait_for_turn(consumer.warpgroup)
             self.multiply(mma, operands, 0, block, state.stage)
+            self.pass_turn(consumer.warpgroup)
             factors = self.factors(pipeline, state.stage, block, consumer)
             warpgroup.wait_group(0)
             if const_expr(block == self.variant.row_blocks - 1):
                 self.release(pipeline, state.stage, consumer)
+                ready = self.is_filled(pipeline, state.after(self.variant.num_stages))
             self.add(operands, 0, block, factors)
+        return ready
+
+    def is_filled(self, pipeline: Pipeline, state: PipelineState) -> Boolean:
+        """Test whether a stage is filled, while sums are added: a wait would hold them up."""
+        return cute.arch.mbarrier_test_wait(pipeline.full + state.stage, state.phase)
+
+    @cute.jit
+    def wait(self, pipeline: Pipeline, state: PipelineState, ready: Boolean):
+        """Wait until a stage is filled, unless it is known to be."""
+        if not ready:
+            cute.arch.mbarrier_wait(pipeline.full + state.stage, state.phase)
+
+    def wait_for_turn(self, wg: Int32) -> None:
+        cute.arch.barrier(barrier_id=_TURN_BARRIER + wg, number_of_threads=256)
+
+    def pass_turn(self, wg: Int32) -> None:
+        """Let the other warpgroup multiply."""
+        cute.arch.barrier_arrive(barrier_id=_TURN_BARRIER + 1 - wg, number_of_threads=256)
 
     @cute.jit
     def release(self, pipeline: Pipeline, stage: Int32, consumer: BlockCoord):

@@ -37,7 +37,7 @@ class Sm90Fp8BlockGemm(HopperKernel):
     layout = "mma8"
     dtypes = (torch.float8_e4m3fn,)
     block_scales = True
-    revision = 1
+    revision = 2
     variant = Sm90Fp8BlockVariant
     space = Space(
         _TILES,
