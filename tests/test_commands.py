@@ -704,6 +704,8 @@ def test_bench_passes_arguments_on(capsys):
     if not torch.cuda.is_available():
         assert "bench run measures on a GPU" in run(capsys, "bench", "run", "--m", "1", code=1)[1]
         assert "bench grouped measures on a GPU" in run(capsys, "bench", "grouped", code=1)[1]
+        out, _ = run(capsys, "bench", "unknown", "--dry", "--kinds", "w4a16", "--layers", "1")
+        assert "w4a16: 4 points, 4 variants to compile" in out
     with pytest.raises(SystemExit) as exit:
         main(["info", "--impl", "x"])
     assert exit.value.code == 2 and "unrecognized arguments: --impl x" in capsys.readouterr().err

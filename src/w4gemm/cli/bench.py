@@ -13,13 +13,14 @@ import torch
 from w4gemm.core.errors import UnsupportedError
 
 _CHECKOUT = Path(__file__).resolve().parents[3]
+_WITHOUT_A_GPU = {"-h", "--help", "--dry", "--compile-only"}
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the module's ``main`` with ``args.rest``, because it has a parser of its own."""
     tool = module(args.action)
     options = {option.partition("=")[0] for option in args.rest}
-    measures = args.action in ("run", "grouped", "unknown", "layers") and not {"-h", "--help"} & options
+    measures = args.action in ("run", "grouped", "unknown", "layers") and not _WITHOUT_A_GPU & options
     if measures and not torch.cuda.is_available():
         raise UnsupportedError(f"bench {args.action} measures on a GPU, and PyTorch sees none here")
     tool.main(args.rest)
