@@ -15,12 +15,12 @@ from quantized_model import write_model
 from test_gptq import CONFIG, writer
 from tiny_model import write_gguf
 from w4gemm import QuantizedWeight, W4Linear, WeightFormat, quantize
-from w4gemm.checkpoints import open_checkpoint
+from w4gemm.checkpoints import numbers, open_checkpoint
 from w4gemm.checkpoints.numbers import Experts, Numbers, Pairs, WeightNumbers
 from w4gemm.checkpoints.packed_numbers import PackedMatrix, PackedNumbers
 from w4gemm.integrations.transformers import W4GemmConfig, load
 from w4gemm.packing import repack
-from w4gemm.weights import weight
+from w4gemm.weights import checks, weight
 
 N, K = 272, 512
 """Rows of three slices of 128, the last one short; shards and pairs begin inside of a slice."""
@@ -52,6 +52,19 @@ def test_every_format_is_packed_as_it_is_repacked(name: str, tmp_path: Path) -> 
             part = functools.partial(Numbers.shard, dim=dim, index=index, count=2)
             shard = checkpoint.weight(module, "cpu", lambda numbers, own, part=part: part(numbers).packed(own))
             assert_same(shard, w.shard(dim, index, 2).repack())
+
+
+def test_slices_are_checked_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU is waited for once, after all of them. The row of an error is that of the whole weight."""
+    checked: list[int] = []
+    monkeypatch.setattr(numbers, "check_rules", lambda rules: checked.append(len(rules)) or checks.check_rules(rules))
+    w = quantize(torch.randn(N, K), "int4_g64_zfloat")
+    codes, scales, zeros, *_ = (PackedMatrix(t) for t in w.parts() if t is not None)
+    PackedNumbers(w.format, codes, scales, zeros).packed()
+    assert checked == [3]
+    scales.tensor[N - 1, 2] = torch.inf
+    with pytest.raises(ValueError, match=f"the weights of 1 groups would not be finite .* in row {N - 1}, group 2"):
+        PackedNumbers(w.format, codes, scales, zeros).packed()
 
 
 @pytest.mark.parametrize("format", ["int4_g64_zint", "nvfp4", "e4m3_g128_b128", "q4_k", "q6_k"])

@@ -17,10 +17,13 @@ from w4gemm.core.problem import Device
 from w4gemm.packing.layouts import WeightComponents, layout_for, layout_named
 from w4gemm.packing.packed_shape import packed_shape
 from w4gemm.packing.repack import ROWS, Matrix, pack_experts, pack_rows, rows_in_pairs
-from w4gemm.weights.checks import check_codes, check_range
+from w4gemm.weights.checks import Rule, check_codes, check_rules, range_rules
 from w4gemm.weights.fold import with_e4m3_scales
 from w4gemm.weights.shards import Shard, check_in_order, cut, in_pairs, shard_of
 from w4gemm.weights.weight import QuantizedWeight
+
+_RULES = 16
+"""Rules of slices of rows that are checked at once. Each holds the scales of a slice."""
 
 
 class Numbers:
@@ -100,13 +103,17 @@ class Numbers:
     ) -> QuantizedWeight:
         n, k, each = self.n, self.k, self.n if self.experts else 1
         tensors = packed_shape(format, layout, n, k, self.experts).empty(self.device)
+        rules: list[Rule] = []
 
         def checked(some: slice) -> WeightComponents:
             parts, first_row = self.components(some), each * some.start
             check_codes(format, parts.codes, first_row)
             if format != self.format:
                 parts = with_e4m3_scales(parts, format)
-            check_range(format, *parts[1:], first_row=first_row)
+            rules.extend(range_rules(format, *parts[1:], first_row=first_row))
+            if len(rules) > _RULES:  # a GPU packs on while the next rows are read
+                check_rules(rules)
+                rules.clear()
             return parts
 
         def tall(some: slice) -> WeightComponents:
@@ -121,6 +128,7 @@ class Numbers:
             pack_experts(target, tensors, tall, matrix)
         else:
             pack_rows(target, tensors, lambda first, last: checked(slice(first, last)), matrix)
+        check_rules(rules)
         return QuantizedWeight(format, n, k, layout, tensors, self.column_order(), self.experts, activations)
 
 

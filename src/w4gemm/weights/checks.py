@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -82,63 +83,92 @@ def check_range(
     zeros: torch.Tensor | None,
     channels: torch.Tensor | None,
     factors: torch.Tensor | None = None,
-    first_row: int = 0,
 ) -> None:
     """Raise ValueError for scales and zero points whose weights would be NaN, infinite in some kernel, or saturated
-    when they are rounded. ``first_row`` is the number in messages of the first row of scales."""
+    when they are rounded."""
+    check_rules(range_rules(format, scales, zeros, channels, factors))
+
+
+Rule = tuple[torch.Tensor, Callable[[], str]]
+"""A bool (), on the device, that is False where a message may be due, and what returns the message, or "" for none."""
+
+
+def check_rules(rules: Sequence[Rule]) -> None:
+    """Raise ValueError with the first message of rules. A GPU is waited for once."""
+    if rules and not torch.stack([holds for holds, _ in rules]).all():
+        for holds, message in rules:
+            if not holds and (text := message()):
+                raise ValueError(text)
+
+
+def range_rules(
+    format: WeightFormat,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    channels: torch.Tensor | None,
+    factors: torch.Tensor | None = None,
+    first_row: int = 0,
+) -> list[Rule]:
+    """Return what :func:`check_range` checks. ``first_row`` is the number in messages of the first row of scales."""
     scales, zeros = times_factors(scales, zeros, factors, format)
     element, largest_scale = format.element_rule, torch.finfo(format.scale_rule.range_dtype).max
     if channels is not None:
         largest_product = largest_scale * (1 if format.scales_in_weights else element.largest_factor)
         limit = torch.finfo(torch.float32).max / largest_product
-        if not (channels.abs() <= limit).all():
-            raise ValueError(f"channels: wanted at most {limit:.3g} in magnitude, for finite weights, and no NaN")
         most = largest_scale / element.largest_value if format.scales_in_weights else largest_scale
-        if not (scales.float().abs() <= most).all():
-            why = f", so that {element.largest_value:g} * scale is an e4m3," if format.scales_in_weights else ""
-            raise ValueError(f"scales: wanted at most {most:g} in magnitude{why} and no NaN")
-        return
+        why = f", so that {element.largest_value:g} * scale is an e4m3," if format.scales_in_weights else ""
+        of_channels = f"channels: wanted at most {limit:.3g} in magnitude, for finite weights, and no NaN"
+        return [
+            (_largest(channels) <= limit, lambda: of_channels),
+            (_largest(scales) <= most, lambda: f"scales: wanted at most {most:g} in magnitude{why} and no NaN"),
+        ]
+    rules: list[Rule] = []
     if format.scale_dtype == torch.float32 and factors is None:
-        rounded = format.stored_scales(scales)
-        if (other := (rounded != scales) & scales.isfinite()).any():
-            row, group = (int(i) for i in other.nonzero()[0])
-            raise ValueError(
-                f"scales: wanted at most {format.scale_bits} significant bits, so that products with codes are exact "
-                f"in float32, got {scales[row, group].item()!r} in row {first_row + row}, group {group}; nearest is "
-                f"{rounded[row, group].item()!r}"
-            )
-    offsets, limit = zeros if format.zero == "float" else None, format.largest_weight
-    most = _largest(scales) * format.largest_factor + (0.0 if offsets is None else _largest(offsets))
-    if not most <= limit:  # also for NaN; else each group is within it
-        largest = scales.float().abs() * format.largest_factor
-        if offsets is not None:
-            largest = largest + offsets.float().abs()
-        _refuse_groups(format, ~(largest <= limit), scales, zeros, first_row)
-    if format.zero == "int" and zeros is not None and int(zeros.max()) > element.largest_code:
-        raise ValueError(f"zeros: wanted 0..{element.largest_code}, got up to {int(zeros.max())}")
+        other = (format.stored_scales(scales) != scales) & scales.isfinite()
+        rules.append((~other.any(), lambda: _inexact_scale(format, scales, other, first_row)))
+    offsets = zeros if format.zero == "float" else None
+    together = _largest(scales) * format.largest_factor + (0.0 if offsets is None else _largest(offsets))
+    # False also for NaN; else each group is within the limit
+    rules.append((together <= format.largest_weight, lambda: _infinite_groups(format, scales, zeros, first_row)))
+    if format.zero == "int" and zeros is not None:
+        most_zero, largest = zeros.max(), element.largest_code
+        rules.append((most_zero <= largest, lambda: f"zeros: wanted 0..{largest}, got up to {int(most_zero)}"))
+    return rules
 
 
-def _largest(t: torch.Tensor) -> float:
-    """Return the largest magnitude; NaN if t has a NaN."""
-    return float((t if t.dtype.itemsize > 1 else t.float()).detach().abs().max())
+def _largest(t: torch.Tensor) -> torch.Tensor:
+    """Return the largest magnitude, float64 (); NaN if t has a NaN."""
+    return (t if t.dtype.itemsize > 1 else t.float()).detach().abs().max().double()
 
 
-def _refuse_groups(
-    format: WeightFormat, bad: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, first_row: int
-) -> None:
-    """Raise ValueError if a group is marked in ``bad`` (n, groups)."""
-    if bad.any():
-        row, group = (int(i) for i in bad.nonzero()[0])
-        scale = scales[row, group].item()
-        zero = "" if zeros is None else f", zero point {zeros[row, group].item()}"
-        if block := format.scale_rule.block_rows:  # the first row that has the scale
-            row = row // 2 * block + row % 2
-        limit = format.largest_weight
-        raise ValueError(
-            f"scales: the weights of {int(bad.sum())} groups would not be finite ({format.largest_factor:g} * |scale| "
-            f"and |zero point| together must be at most {limit:g}); "
-            f"first in row {first_row + row}, group {group}: scale {scale}{zero}"
-        )
+def _inexact_scale(format: WeightFormat, scales: torch.Tensor, other: torch.Tensor, first_row: int) -> str:
+    """Return what is wrong with the first scale that is marked in ``other`` (n, groups)."""
+    row, group = (int(i) for i in other.nonzero()[0])
+    return (
+        f"scales: wanted at most {format.scale_bits} significant bits, so that products with codes are exact in "
+        f"float32, got {scales[row, group].item()!r} in row {first_row + row}, group {group}; nearest is "
+        f"{format.stored_scales(scales)[row, group].item()!r}"
+    )
+
+
+def _infinite_groups(format: WeightFormat, scales: torch.Tensor, zeros: torch.Tensor | None, first_row: int) -> str:
+    """Return which groups have weights that would not be finite; "" if all are."""
+    largest, limit = scales.float().abs() * format.largest_factor, format.largest_weight
+    if zeros is not None and format.zero == "float":
+        largest = largest + zeros.float().abs()
+    bad = ~(largest <= limit)
+    if not bad.any():
+        return ""
+    row, group = (int(i) for i in bad.nonzero()[0])
+    scale = scales[row, group].item()
+    zero = "" if zeros is None else f", zero point {zeros[row, group].item()}"
+    if block := format.scale_rule.block_rows:  # the first row that has the scale
+        row = row // 2 * block + row % 2
+    return (
+        f"scales: the weights of {int(bad.sum())} groups would not be finite ({format.largest_factor:g} * |scale| "
+        f"and |zero point| together must be at most {limit:g}); "
+        f"first in row {first_row + row}, group {group}: scale {scale}{zero}"
+    )
 
 
 def sorting_perm(g_idx: torch.Tensor, format: WeightFormat, k: int, device: torch.device) -> torch.Tensor | None:
