@@ -1,4 +1,4 @@
-"""Compile the configs of the GPU kernels, without a GPU, and write what ptxas does badly: kernels/*/legality.jsonl.
+"""Compile the configs of the GPU kernels, without a GPU, and write what ptxas does badly: kernels/*/legality*.jsonl.
 
     python tests/legality.py                      what the files lack or call not compiled: new tiles, new decoders
     python tests/legality.py --all sm90_fp8_gemm  one kernel anew, after its device code or the compiler changed
@@ -396,8 +396,8 @@ class Run:
                 if seen and not said:
                     print(f"\nworse than the file says, which has it now: {variant}: {seen}")
         table = table_of(kernel, everything)
-        (out / kernel.name).mkdir(parents=True, exist_ok=True)
-        (out / kernel.name / path.name).write_text(table.text())
+        (out / path.parent.name).mkdir(parents=True, exist_ok=True)
+        (out / path.parent.name / path.name).write_text(table.text())
         compiled = len(self.flaws) - compiled_before
         print(f"{kernel.name}: {compiled} compiled, {len(table.findings)} findings, checks {dict(outcome)}")
         return whole

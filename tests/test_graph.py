@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from w4gemm.kernels.graph import capturing
+from w4gemm.kernels.workspace import capturing
 from w4gemm.tuning import timing
 
 

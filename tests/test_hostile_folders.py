@@ -16,8 +16,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from fuzz import samples
 from w4gemm import FormatError, QuantizedWeight
-from w4gemm.checkpoints import hugging_face, named_modules, open_checkpoint
-from w4gemm.checkpoints.named_modules import ExtraConfig, Patterns
+from w4gemm.checkpoints import hugging_face, open_checkpoint, quantization_configs
+from w4gemm.checkpoints.quantization_configs import ExtraConfig, Patterns
 from w4gemm.checkpoints.w4gemm import OwnWriter
 from w4gemm.checkpoints.writing import write_folder
 from w4gemm.cli.__main__ import main
@@ -59,7 +59,7 @@ EXPRESSIONS = "ignore", "targets", "dynamic", "extra_config"
 
 @pytest.mark.parametrize("argument", EXPRESSIONS)
 def test_an_expression_that_would_take_years(argument: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(named_modules, "_SECONDS", 0.3)
+    monkeypatch.setattr(quantization_configs, "_SECONDS", 0.3)
     kind, settings = PLACES[argument]
     folder = samples.FORMATS[kind](tmp_path)
     changed(folder, **settings(ENDLESS))

@@ -17,10 +17,9 @@ import torch
 from w4gemm.checkpoints.base import Module
 from w4gemm.checkpoints.compressed_tensors import CompressedTensors
 from w4gemm.checkpoints.hugging_face import TensorInfo
-from w4gemm.checkpoints.methods import GPTQ_ZEROS, auto_round_packing
-from w4gemm.checkpoints.named_modules import ExtraConfig, Named
 from w4gemm.checkpoints.numbers import Numbers
 from w4gemm.checkpoints.packed_numbers import PackedMatrix, PackedNumbers
+from w4gemm.checkpoints.quantization_configs import GPTQ_ZEROS, ExtraConfig, Named, auto_round_packing
 from w4gemm.checkpoints.stored import SYMMETRIC, check_bits, check_tensor, whole_groups
 from w4gemm.core.formats import WeightFormat
 from w4gemm.packing.bits import unpack

@@ -13,10 +13,9 @@ import torch
 
 from w4gemm.checkpoints.base import Module
 from w4gemm.checkpoints.hugging_face import TensorInfo
-from w4gemm.checkpoints.methods import check_plain_products
-from w4gemm.checkpoints.named_modules import ExtraConfig, Named
 from w4gemm.checkpoints.numbers import Numbers
 from w4gemm.checkpoints.packed_numbers import PackedMatrix, PackedNumbers
+from w4gemm.checkpoints.quantization_configs import ExtraConfig, Named, check_plain_products
 from w4gemm.checkpoints.quantized_folder import Packing
 from w4gemm.checkpoints.stored import (
     SCALES,

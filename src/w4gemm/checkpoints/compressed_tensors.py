@@ -32,11 +32,10 @@ import torch
 from w4gemm.checkpoints import packed_floats
 from w4gemm.checkpoints.base import Module
 from w4gemm.checkpoints.hugging_face import TensorInfo
-from w4gemm.checkpoints.methods import check_plain_products
-from w4gemm.checkpoints.named_modules import Named, Patterns
 from w4gemm.checkpoints.numbers import Numbers
 from w4gemm.checkpoints.packed_floats import MXFP8
 from w4gemm.checkpoints.packed_numbers import PackedMatrix, PackedNumbers
+from w4gemm.checkpoints.quantization_configs import Named, Patterns, check_plain_products
 from w4gemm.checkpoints.quantized_folder import Packing
 from w4gemm.checkpoints.stored import (
     WIDE_SCALES,

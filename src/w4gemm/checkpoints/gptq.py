@@ -30,10 +30,16 @@ import torch
 
 from w4gemm.checkpoints.base import Module
 from w4gemm.checkpoints.hugging_face import TensorInfo
-from w4gemm.checkpoints.methods import GPTQ_ZEROS, auto_round_packing, check_plain_products
-from w4gemm.checkpoints.named_modules import ExtraConfig, Named, Patterns
 from w4gemm.checkpoints.numbers import Numbers
 from w4gemm.checkpoints.packed_numbers import PackedMatrix, PackedNumbers
+from w4gemm.checkpoints.quantization_configs import (
+    GPTQ_ZEROS,
+    ExtraConfig,
+    Named,
+    Patterns,
+    auto_round_packing,
+    check_plain_products,
+)
 from w4gemm.checkpoints.quantized_folder import Packing
 from w4gemm.checkpoints.stored import SCALES, check_bits, check_symmetric, check_tensor
 from w4gemm.core.elements import INTEGERS

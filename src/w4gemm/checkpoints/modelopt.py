@@ -23,10 +23,10 @@ import torch
 
 from w4gemm.checkpoints.base import Module
 from w4gemm.checkpoints.hugging_face import TensorInfo
-from w4gemm.checkpoints.named_modules import Excluded, Named
 from w4gemm.checkpoints.numbers import Numbers
 from w4gemm.checkpoints.packed_floats import MXFP4, NVFP4, Shape, check_second_scale, numbers_of, shape_of
 from w4gemm.checkpoints.packed_numbers import PackedMatrix, PackedNumbers
+from w4gemm.checkpoints.quantization_configs import Excluded, Named
 from w4gemm.checkpoints.quantized_folder import Packing
 from w4gemm.checkpoints.stored import SCALES, check_tensor, whole_groups
 from w4gemm.core.formats import WeightFormat

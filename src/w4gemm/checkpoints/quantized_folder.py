@@ -18,9 +18,8 @@ from w4gemm.checkpoints.base import CheckpointFormat, Module, Pack, Pretrained
 from w4gemm.checkpoints.experts import DOWN, GATE_UP, Stack, stacks
 from w4gemm.checkpoints.fp8_folder import Fp8Folder, block_of
 from w4gemm.checkpoints.hugging_face import TensorInfo, quantization_config
-from w4gemm.checkpoints.methods import method_of
-from w4gemm.checkpoints.named_modules import Named, warn_of_missing
 from w4gemm.checkpoints.numbers import Numbers, gates_before_ups
+from w4gemm.checkpoints.quantization_configs import Named, method_of, warn_of_missing
 from w4gemm.checkpoints.stored import FP8, check_tensor, is_packed, missing, reason_to_skip
 from w4gemm.core.errors import FormatError, not_among
 from w4gemm.core.formats import WeightFormat

@@ -24,10 +24,10 @@ import torch
 from w4gemm.checkpoints import awq
 from w4gemm.checkpoints.base import Module
 from w4gemm.checkpoints.hugging_face import TensorInfo
-from w4gemm.checkpoints.named_modules import Excluded, Named, Patterns, wildcards
 from w4gemm.checkpoints.numbers import Numbers
 from w4gemm.checkpoints.packed_floats import MXFP4, MXFP8, NVFP4, Shape, numbers_of, of_six_bits, shape_of, six_bits
 from w4gemm.checkpoints.packed_numbers import PackedMatrix, PackedNumbers
+from w4gemm.checkpoints.quantization_configs import Excluded, Named, Patterns, wildcards
 from w4gemm.checkpoints.quantized_folder import Packing
 from w4gemm.checkpoints.stored import WIDE_SCALES, check_symmetric, check_tensor, whole_groups
 from w4gemm.core.formats import PER_COLUMN, WeightFormat

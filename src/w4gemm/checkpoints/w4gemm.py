@@ -18,8 +18,8 @@ import torch
 
 from w4gemm.checkpoints.base import Checkpoint, Module
 from w4gemm.checkpoints.hugging_face import TensorInfo
-from w4gemm.checkpoints.named_modules import Named
 from w4gemm.checkpoints.numbers import Numbers, WeightNumbers
+from w4gemm.checkpoints.quantization_configs import Named
 from w4gemm.checkpoints.quantized_folder import BESIDE, Packing
 from w4gemm.checkpoints.stored import NAMES, check_tensor
 from w4gemm.packing.packed_shape import packed_shape

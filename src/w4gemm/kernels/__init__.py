@@ -24,8 +24,7 @@ from w4gemm.kernels.helpers.gate_halves import GateHalves
 from w4gemm.kernels.helpers.rms_norm import RmsNorm
 from w4gemm.kernels.helpers.row_combine import RowCombine
 from w4gemm.kernels.helpers.step_attention import StepAttention
-from w4gemm.kernels.sm80_mixed_gemm.spec import Sm80MixedGemm
-from w4gemm.kernels.sm89_fp8_gemm.spec import Sm89Fp8Gemm
+from w4gemm.kernels.sm80_mixed_gemm.spec import Sm80MixedGemm, Sm89Fp8Gemm
 from w4gemm.kernels.sm90_decode.spec import Sm90Decode
 from w4gemm.kernels.sm90_fp8_block_gemm.spec import Sm90Fp8BlockGemm
 from w4gemm.kernels.sm90_fp8_gemm.spec import Sm90Fp8Gemm

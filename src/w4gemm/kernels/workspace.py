@@ -5,12 +5,15 @@ stream has its own, and each CUDA graph, because its replays may overlap other w
 allocated per launch, in the order of its stream or in its graph's own pool. Flags, 2 KiB each, are never freed, because
 neither a stream nor a graph says when it is gone. A graph that is captured when the pool of flags is used up allocates
 flags for each of its launches and zeroes them in every replay. So the pool is filled up before, by launches outside of
-captures, which engines make before they capture the graphs of a step.
+captures, which engines make before they capture the graphs of a step. Graphs are captured by one thread at a time
+(:func:`capturing`), and other threads may go on meanwhile.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -95,3 +98,23 @@ def _capture(stream: int) -> int:
     if status != runtime.cudaError_t.cudaSuccess:
         raise RuntimeError(f"cudaStreamGetCaptureInfo: {status}")
     return int(number)
+
+
+# --- CUDA graphs ----------------------------------------------------------------------------------------------------
+
+exclusive = threading.RLock()
+"""Held by the thread that captures a graph. Also to be held where a graph is deleted: PyTorch waits for the whole GPU
+then, as it does before a capture, and CUDA lets no thread do so while another captures."""
+
+
+@contextmanager
+def capturing() -> Iterator[torch.cuda.CUDAGraph]:
+    """Capture what this thread launches in the block; yields the graph.
+
+    Other threads may launch, allocate and wait for their own streams: by default CUDA makes that an error for them and
+    ends the capture ("global" mode). What they still may not do meanwhile is wait for the whole GPU, or draw from
+    PyTorch's own CUDA generator, which every capture of PyTorch takes over.
+    """
+    graph = torch.cuda.CUDAGraph()
+    with exclusive, torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        yield graph

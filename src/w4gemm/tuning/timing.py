@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from w4gemm.kernels.graph import capturing, exclusive
+from w4gemm.kernels.workspace import capturing, exclusive
 
 LONG_CALL_US = 40.0
 """Microseconds from which a call counts as long: the GPU is warmed up before each replay, so few replays are enough."""

@@ -15,7 +15,7 @@ from w4gemm.choice import Prepared
 from w4gemm.integrations.decoder.attention import NotFusable, StepPlace, current
 from w4gemm.integrations.decoder.fusion import Fusion, fused
 from w4gemm.integrations.decoder.requirements import cache_argument, log_once, takes
-from w4gemm.kernels.graph import capturing
+from w4gemm.kernels.workspace import capturing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -1,4 +1,5 @@
-"""Host side of the kernel for GPUs without Hopper's units: where it runs, its configs and their order."""
+"""Host side of the kernels for GPUs without Hopper's units, with 16-bit and with e4m3 x: where they run, their configs,
+and the order in which each adds products."""
 
 from __future__ import annotations
 
@@ -7,6 +8,8 @@ import logging
 from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.problem import Device, GemmProblem
@@ -37,9 +40,26 @@ _TILES = {
 """By a config's string without tile_m, each tile_m: tiles that were the fastest somewhere on an H200 (2026-11-21),
 smaller ones for the shared memory of other GPUs, and those between. Others compile too, if a warp has 16, 32 or 64
 features and at most 128 accumulators; with stream-k, 128 spill."""
+_FP8_TILES = {
+    "64x512_1x1x1_coop": "8 16 32",
+    "64x256_1x1x1_coop": "64",
+    "128x128_1x1x1_coop": "64 128",
+    "128x256_1x1x1_coop": "64",
+    "256x128_1x1x1_coop": "64",
+    "64x128_1x1x1_coop": "128",
+    "64x256_1x1x1_pingpong": "8 16 32",
+    "128x256_1x1x1_pingpong": "8 16",
+    "64x128_1x1x1_pingpong": "64",
+    "128x128_1x1x1_pingpong": "64",
+    "64x256_1x1x1_stream": "8",
+    "128x256_1x1x1_stream": "16 32",
+    "64x128_1x1x1_stream": "64",
+    "128x128_1x1x1_stream": "64",
+}
+"""Tiles like those of sm80_mixed_gemm, with as many bytes of x in a stage. A thread has at most 64 accumulators,
+because 128 spill on GPUs that multiply e4m3 as fp16."""
 
-
-IMPOSSIBLE = (
+_IMPOSSIBLE = (
     Rule(
         "experts and stream-k",
         "stream-k wants to know the number of tiles beforehand",
@@ -51,7 +71,7 @@ IMPOSSIBLE = (
         lambda v: v.num_stages < 2 or v.sums_bytes > v.num_stages * v.stage_bytes,
     ),
 )
-HELD_BACK = (
+_HELD_BACK = (
     Rule(
         "gathered rows and several groups",
         "128 x 128 was not timed, and is not predicted to be faster",
@@ -66,7 +86,7 @@ class Sm80MixedGemm(GpuKernel):
     name = "sm80_mixed_gemm"
     revision = 2
     variant = Sm80MixedVariant
-    space = Space(_TILES, Path(__file__).with_name("legality.jsonl"), IMPOSSIBLE, HELD_BACK)
+    space = Space(_TILES, Path(__file__).with_name("legality.jsonl"), _IMPOSSIBLE, _HELD_BACK)
     least = (8, 0)
     """The compute capability from which on there is all that it takes."""
     since = "A100, RTX 30 and later"
@@ -95,6 +115,21 @@ class Sm80MixedGemm(GpuKernel):
             return None
         sets = Sm80MixedVariant.of(problem, config).k_sets
         return self.name, sets, 0 if sets == 1 else config.tile_k
+
+
+class Sm89Fp8Gemm(Sm80MixedGemm):
+    """W4A8 with cp.async and mma.sync, e4m3 activations, on any GPU from SM89 on: any m, n, k, every format without
+    float zero points. Scales are applied to the float32 sums of a group; e4m3 ones to the weights, which are then
+    rounded to e4m3."""
+
+    name = "sm89_fp8_gemm"
+    layout = "mma8"
+    dtypes = (torch.float8_e4m3fn,)
+    revision = 1
+    space = Space(_FP8_TILES, Path(__file__).with_name("legality_fp8.jsonl"), _IMPOSSIBLE, _HELD_BACK)
+    least = (8, 9)
+    since = "RTX 40, L4, L40S and later, whose tensor cores take e4m3"
+    otherwise = "w.repack('mma16') takes 16-bit activations from 8.0 on, w.to('cpu') runs on the CPU"
 
 
 @functools.cache
