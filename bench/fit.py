@@ -28,9 +28,9 @@ import numpy as np
 from bench.constants_file import begin, write
 from bench.options import command
 from bench.peers.base import epilogue_of
+from bench.rows import timings_of
 from bench.slice_times import Launch, Weighted, fit, plausible, weight_of
 from bench.sweep import gpu_of
-from bench.timings import rows_of
 
 from w4gemm.choice.cost import constants, waves
 from w4gemm.choice.cost.constants import SliceTimes
@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error("--others-stay wants --adjust")
     if args.only and not args.others_stay:
         parser.error("--only wants --adjust and --others-stay")
-    rows = [row | {"file": str(path)} for path in args.rows for row in rows_of(path)]
+    rows = [row | {"file": str(path)} for path in args.rows for row in timings_of(path)]
     formats = {str(WeightFormat.parse(format)) for format in args.format or ()}
     if absent := formats - {row["format"] for row in rows}:
         parser.error(f"--format: no row is of {', '.join(sorted(absent))}")

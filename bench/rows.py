@@ -2,14 +2,16 @@
 
 Benchmarks append whole rows. A stored file has a line of kind ``run`` with the facts that all rows of a run share, then
 a line for each timed point of that run, whose ``us`` has each implementation's median. :func:`read` returns whole rows
-of either form.
+of either form. bench.sweep's files of timings have a line for each problem, whose ``us`` has the time of each config:
+:func:`timings_of`.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +85,26 @@ def _points(rows: Iterable[Row]) -> list[Row]:
         if row["impl"] == "w4gemm":
             point |= {name: row[name] for name in OURS if name in row}
     return list(points.values())
+
+
+def timings_of(path: Path) -> Iterator[Row]:
+    """Yield a row for each timing, with ``config`` ("kernel/config") and ``us``."""
+    for problem in read(path):
+        for config, us in problem.pop("us").items():
+            yield problem | {"config": config, "us": us}
+
+
+def by_problem(rows: Iterable[Row]) -> Iterator[Row]:
+    """Yield the lines of a file of timings, given rows like those of :func:`timings_of`, a problem's in succession."""
+    for _, group in itertools.groupby(rows, lambda row: {**row, "config": "", "us": 0}):
+        problem, times = {}, {}
+        for row in group:
+            if row["config"] in times:  # timed again
+                yield problem | {"us": times}
+                times = {}
+            problem = {name: value for name, value in row.items() if name not in ("config", "us")}
+            times[row["config"]] = row["us"]
+        yield problem | {"us": times}
 
 
 if __name__ == "__main__":

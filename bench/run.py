@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             common = {"kind": "time", "run": record.run_name(facts), "m": m, "n": n, "k": k}
             common |= {"experts": 0, "routing": "balanced"}
             record.append(args.out, *(common | row | facts for row in rows))
-            print(line(m, n, k, rows), flush=True)
+            print(line(n, k, m, rows), flush=True)
 
 
 def random_weight(n: int, k: int, format: WeightFormat, dtypes: Sequence[torch.dtype]) -> QuantizedWeight:
@@ -163,13 +163,18 @@ def percentiles(time: Timing) -> dict[str, float]:
     return {"us_p20": round(time.p20, 2), "us_p50": round(time.p50, 2), "us_p80": round(time.p80, 2)}
 
 
-def line(m: int, n: int, k: int, rows: list[dict[str, Any]]) -> str:
-    us = {row["impl"]: row["us_p50"] for row in rows}
-    if len(us) < len(rows):  # several formats or dtypes
-        us = {f"{row['impl']} {row['format']} {row['dtype']}": row["us_p50"] for row in rows}
-    others = [t for name, t in us.items() if name != "w4gemm"]
-    ratio = f"best peer / w4gemm {min(others) / us['w4gemm']:.2f}; " if others and "w4gemm" in us else ""
-    return f"{n}x{k}, m {m}: {ratio}" + ", ".join(f"{name} {t:.1f}" for name, t in us.items()) + " us"
+def line(n: int, k: int, m: int, rows: list[dict[str, Any]]) -> str:
+    """Return a line of the times, and w4gemm's beside the fastest peer's and, if timed, that of its own best config."""
+    several = len({row["impl"] for row in rows}) < len(rows)  # formats or dtypes
+    us = {f"{r['impl']} {r['format']} {r['dtype']}" if several else r["impl"]: r["us_p50"] for r in rows}
+    ours, text = next((row for row in rows if row["impl"] == "w4gemm"), None), f"{n}x{k}, m {m}: "
+    if ours is not None and not several:
+        others = [time for name, time in us.items() if name != "w4gemm"]
+        text += f"best peer / w4gemm {min(others) / us['w4gemm']:.2f}; " if others else ""
+        if "best_config_us" in ours:
+            text += f"first / fastest config {us['w4gemm'] / ours['best_config_us']:.3f}; "
+        text += f"{ours['config']}; "
+    return text + ", ".join(f"{name} {time:.1f}" for name, time in us.items()) + " us"
 
 
 if __name__ == "__main__":

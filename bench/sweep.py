@@ -19,11 +19,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.drawn.points import MOST_TOKENS, draw
+from bench.drawn import MOST_TOKENS, draw
 from bench.options import add_shapes, command, typed
 from bench.peers.base import epilogue_of
-from bench.rows import FACTS, read
-from bench.timings import by_problem
+from bench.rows import FACTS, by_problem, read
 
 from w4gemm import choice
 from w4gemm.console.devices import chosen_device, described_device

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench.options import command, some_of, typed
+from bench.rows import timings_of
 from bench.shapes import SETS
 from bench.sweep import gpu_of
-from bench.timings import rows_of
 
 from w4gemm import choice
 from w4gemm.choice import table
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--dtype", help="of activations, as of w4gemm tune")
     parser.add_argument("--table", type=Path, help="file for the records (default: the shipped one of the rows' GPU)")
     args = parser.parse_args(argv)
-    timed_on = gpu_of([row for path in args.rows for row in rows_of(path)])
+    timed_on = gpu_of([row for path in args.rows for row in timings_of(path)])
     records = from_rows(args.rows, args, timed_on)
     replace(args.table or table.shipped_path(timed_on.name), records)
     print(f"{len(records)} records of {len({r.key for r in records})} layers")
@@ -78,7 +78,7 @@ def measured(paths: Sequence[Path], format: str) -> dict[tuple[int, int, int], d
     ratios: dict[tuple[int, int, int], dict[str, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
     for path in paths:
         points: dict[tuple[int, int, int], dict[str, float]] = defaultdict(dict)
-        for row in rows_of(path):
+        for row in timings_of(path):
             if row["format"] == format and not row.get("experts"):
                 points[row["n"], row["k"], row["m"]][row["config"]] = row["us"]
         for point, times in points.items():

@@ -1,6 +1,6 @@
 """Measure layers that nobody tuned beside the peers: ``python -m bench.unknown --kinds w4a16 --seconds 200``.
 
-Draws layers and ragged numbers of tokens (drawn/points.py) that are neither in a shipped table nor in the fit of the
+Draws layers and ragged numbers of tokens (bench/drawn.py) that are neither in a shipped table nor in the fit of the
 cost model, and times w4gemm's first choice beside every peer, as bench.run does. With ``--every``, it times w4gemm's
 best guesses at some layers too; the fastest of them says what the choice lost. w4gemm's kernels are compiled first, in
 as many processes as there are cores; peers that compile at run time do so at their first call.
@@ -15,15 +15,15 @@ import functools
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from bench.drawn.points import UNKNOWN_LAYERS, UNKNOWN_SEED, Drawn, draw
+from bench.drawn import UNKNOWN_LAYERS, UNKNOWN_SEED, Drawn, draw
 from bench.options import add_out, command, some_of, typed
 from bench.peers import Peer, peers_named
 from bench.peers.base import FP8, token_scales
 from bench.rows import FACTS, read
-from bench.run import Entry, measure, prepare, random_weight
+from bench.run import Entry, line, measure, prepare, random_weight
 
 import w4gemm
 from w4gemm import QuantizedWeight, WeightFormat, choice
@@ -202,19 +202,6 @@ def regret(own: Entry, m: int, chosen: str, configs: list[str]) -> float:
     finalists = [name for name in sorted(looks, key=looks.__getitem__) if name != chosen][:_FINALISTS]
     us = timed([chosen, *finalists], _REPLAYS)
     return us[chosen] / min(us.values())
-
-
-def line(n: int, k: int, m: int, rows: list[dict[str, Any]]) -> str:
-    us = {row["impl"]: row["us_p50"] for row in rows}
-    ours = next((row for row in rows if row["impl"] == "w4gemm"), None)
-    text = f"{n}x{k}, m {m}: "
-    if ours is not None:
-        others = [t for name, t in us.items() if name != "w4gemm"]
-        text += f"best peer / w4gemm {min(others) / ours['us_p50']:.2f}; " if others else ""
-        if "best_config_us" in ours:
-            text += f"regret {ours['us_p50'] / ours['best_config_us']:.3f}; "
-        text += f"{ours['config']}; "
-    return text + ", ".join(f"{name} {t:.1f}" for name, t in us.items())
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench import cpu, support, timings
+from bench import cpu, support
 from bench import rows as bench_rows
 from bench.peers import PEERS, bitsandbytes
 from bench.peers.base import FP8, group_scales, unsupported, words_of
@@ -138,7 +138,7 @@ def test_every_stored_row_can_be_read():
         rows = bench_rows.read(path)
         assert rows, path.name
         if path.name.startswith("configs"):
-            rows = list(timings.rows_of(path))
+            rows = list(bench_rows.timings_of(path))
             assert all(row["us"] > 0 and row["n"] > 0 and row["k"] > 0 and row["m"] > 0 for row in rows), path.name
             assert {str(WeightFormat.parse(row["format"])) for row in rows} == {row["format"] for row in rows}
         elif not path.name.startswith("grouped_configs"):
@@ -235,11 +235,11 @@ def test_timings_of_configs_are_a_line_for_each_problem(tmp_path):
         {"n": 64, "k": 128, "m": m, "config": config, "us": us}
         for m, config, us in ((1, "a", 2.0), (1, "b", 3.0), (2, "a", 4.0), (2, "a", 5.0), (1, "a", 6.0))
     ]
-    lines = list(timings.by_problem(rows))
+    lines = list(bench_rows.by_problem(rows))
     assert [line["us"] for line in lines] == [{"a": 2.0, "b": 3.0}, {"a": 4.0}, {"a": 5.0}, {"a": 6.0}]
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert list(timings.rows_of(file)) == rows
+    assert list(bench_rows.timings_of(file)) == rows
 
 
 def test_the_page_of_cpus_has_the_stored_rows():

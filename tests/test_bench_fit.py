@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench import fit, slice_times, sweep, timings, tune
+from bench import fit, slice_times, sweep, tune
+from bench.rows import timings_of
 
 from w4gemm import WeightFormat, choice
 from w4gemm.choice import table
@@ -55,7 +56,7 @@ def test_a_sweep_writes_what_the_model_is_fitted_to(tmp_path, monkeypatch, capsy
     monkeypatch.setenv("W4GEMM_COMMIT", "0123abc")  # where git cannot be asked, as in an unpacked sdist
     rows, file = tmp_path / "rows.jsonl", tmp_path / "table.jsonl"
     sweep.main(["--shapes", "96x128", "--m", "1,5..8", "--configs", "2", "--device", "cpu", "--out", str(rows)])
-    actual = list(timings.rows_of(rows))
+    actual = list(timings_of(rows))
     assert {row["m"] for row in actual} == {1, 8} and all(row["us"] > 0 and row["commit"] for row in actual)
     assert len({(row["m"], row["config"]) for row in actual}) == len(actual) >= 3
     assert "timings" in capsys.readouterr().out
@@ -66,7 +67,7 @@ def test_a_sweep_writes_what_the_model_is_fitted_to(tmp_path, monkeypatch, capsy
     row = actual[0] | {"impl": "w4gemm_config", "routing": "balanced", "experts": 8, "us_p50": 3.5}
     grouped.write_text("\n".join(json.dumps(row | other) for other in ({}, {"impl": "w4gemm"}, {"routing": "hot"})))
     sweep.main(["--grouped", str(grouped), "--out", str(tmp_path / "experts.jsonl")])
-    (kept,) = timings.rows_of(tmp_path / "experts.jsonl")
+    (kept,) = timings_of(tmp_path / "experts.jsonl")
     assert kept["experts"] == 8 and kept["us"] == 3.5 and "impl" not in kept
 
 

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from bench import drawn as points
 from bench import run, unknown
-from bench.drawn import points
 from bench.peers import base
 from bench.peers.base import Prepared
 

@@ -14,9 +14,8 @@ import pytest
 import torch
 from bench import layers
 from bench.constants_file import HOPPER, legal_names
-from bench.rows import read
+from bench.rows import read, timings_of
 from bench.shapes import FP4_EXPERTS
-from bench.timings import rows_of
 
 from w4gemm import choice
 from w4gemm.choice import cost, explain
@@ -198,7 +197,7 @@ def points(path: Path) -> dict[GemmProblem, dict[str, float]]:
     """Times of the legal configs of each problem in a file of bench/sweep.py."""
     actual: dict[GemmProblem, dict[str, float]] = defaultdict(dict)
     legal = functools.cache(lambda name, problem: frozenset(map(str, kernel_named(name).configs(problem))))
-    for row in rows_of(path):
+    for row in timings_of(path):
         name, _, text = row["config"].partition("/")
         if name not in HOPPER:
             continue

@@ -12,7 +12,7 @@ from bench.shapes import SETS, Layer
 
 from w4gemm.choice import table
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 
 Model = tuple[int, int, int, int]
 """hidden size, intermediate size of the MLP, output features of qkv, input features of the attention's output."""
