@@ -460,23 +460,33 @@ def test_a_layer_s_tensors_are_parameters_of_its_own(dense: ModuleType) -> None:
     assert torch.equal(kernel.apply_weights(layer, x), before)
 
 
-def test_weights_are_loaded_anew(
-    dense: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Flags of stream-k, which lay in the memory that vLLM's sleep mode gave away, are down again then."""
+def test_weights_are_loaded_anew(dense: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
     case = Case("gptq")
     kernel, layer, _ = make(case)
     kernel.process_weights_after_loading(layer)
-    garbage = torch.full((8,), 7, dtype=torch.int32)
-    monkeypatch.setattr(workspace, "_allocations", [garbage])
     for name in list(layer._parameters):
         delattr(layer, name)
     w = load(layer, case, ("qweight", "scales", "qzeros", "g_idx"), N, K, seed=5)
     with caplog.at_level(logging.INFO, "vllm.w4gemm"):
         kernel.process_weights_after_loading(layer)
-    assert not caplog.records and not garbage.any()
+    assert not caplog.records
     x = torch.randn(4, K, dtype=case.dtype)
     assert torch.equal(kernel.apply_weights(layer, x), w4gemm.linear(x, w))
+
+
+def test_flags_are_down_when_a_model_wakes(dense: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flags of stream-k lie in memory that vLLM's sleep mode gives away with the weights, and gets back with them."""
+    from vllm.v1.worker.gpu_worker import Worker
+
+    worker, woken = Worker(), []
+    monkeypatch.setattr(Worker, "wake_up", lambda self, tags=None: woken.append(tags))
+    for _ in range(2):
+        make(Case("gptq"))
+    for tags, cleared in ((["kv_cache"], False), (["weights"], True), (None, True)):
+        flags = torch.full((8,), 7, dtype=torch.int32)
+        monkeypatch.setattr(workspace, "_allocations", [flags])
+        worker.wake_up(tags)
+        assert flags.any() != cleared and woken.pop() == tags and not woken
 
 
 def test_it_is_first_and_in_the_list_once(dense: ModuleType) -> None:

@@ -20,7 +20,7 @@ from w4gemm.core.errors import UnsupportedError
 from w4gemm.core.problem import Device
 from w4gemm.integrations.engines.engine import Engine
 from w4gemm.jit import Unit
-from w4gemm.kernels import HELPERS, workspace
+from w4gemm.kernels import HELPERS
 from w4gemm.kernels.expert_layer.spec import MOST_TOKENS, TOKENS
 from w4gemm.kernels.helpers.base import LayerFacts
 from w4gemm.weights.weight import QuantizedWeight
@@ -123,8 +123,7 @@ class Warmup:
         needs, layers = list(self._needs.values()), dict(self._layers)
         self._needs.clear()
         self._layers.clear()
-        if not needs:  # weights were loaded anew, perhaps because the engine had freed their memory
-            workspace.clear()
+        if not needs:  # weights were loaded anew
             return
         keys = [key for need in needs for key in need.keys]
         helpers = list(dict.fromkeys(unit for need in needs for unit in need.helpers))

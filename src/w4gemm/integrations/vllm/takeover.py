@@ -3,6 +3,8 @@ serves. Importing this imports no vLLM."""
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -11,6 +13,7 @@ from w4gemm.core import environment
 from w4gemm.integrations.engines.engine import OFFLOADED, PACKED_BEFORE, Capability, Engine
 from w4gemm.integrations.engines.warmup import Warmup
 from w4gemm.jit import disk
+from w4gemm.kernels import workspace
 
 VLLM = Engine(
     name="vLLM",
@@ -78,6 +81,7 @@ def is_elastic() -> bool:
 def expect(layer: object) -> None:
     """Wait with the preparation for a layer that vLLM is making, until it is loaded or vLLM has loaded the model."""
     _end_wait_with_loading()
+    _clear_flags_on_waking()
     WARMUP.expect(layer)
 
 
@@ -109,13 +113,30 @@ def _reused_segments() -> AbstractContextManager[None]:
     tensor of 1 to 10 MiB takes a new segment unless another tensor has left room in one. The packing of 48 layers of
     128 experts held 100 GiB of them until the model was loaded.
     """
-    try:
-        from vllm.v1.worker.gpu_worker import Worker
+    limit = getattr(_worker(), "_scoped_allocator_max_split", None)
+    return nullcontext() if limit is None else limit(None, max_split_size_mb=_SEGMENT_MIB + 1)
 
-        limit: Callable[..., AbstractContextManager[None]] = Worker._scoped_allocator_max_split
-    except (ImportError, AttributeError):  # this vLLM sets no limit
-        return nullcontext()
-    return limit(None, max_split_size_mb=_SEGMENT_MIB + 1)
+
+def _clear_flags_on_waking() -> None:
+    """Have flags of stream-k zeroed when vLLM gives a sleeping model its memory back. They are allocated while a model
+    is loaded, so that sleep of level 2 drops them with the weights, and other memory comes in their place."""
+    worker = _worker()
+    wake: Callable[..., None] | None = getattr(worker, "wake_up", None)
+    if wake is None or wake.__module__ == __name__:
+        return
+
+    @functools.wraps(wake, assigned=())
+    def wake_up(self: Any, tags: list[str] | None = None) -> None:
+        wake(self, tags)
+        if tags is None or "weights" in tags:
+            workspace.clear()
+
+    worker.wake_up = wake_up
+
+
+def _worker() -> Any:
+    """Return vLLM's class of GPU workers, or None in a process that has none."""
+    return getattr(sys.modules.get("vllm.v1.worker.gpu_worker"), "Worker", None)
 
 
 def enter_compile_key() -> None:

@@ -1,4 +1,4 @@
-"""What a worker does around the loading of a model."""
+"""A worker, which loads a model and has it sleep."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,3 +8,6 @@ class Worker:
     @contextmanager
     def _scoped_allocator_max_split(self, max_split_size_mb: int) -> Iterator[None]:
         yield
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        pass
