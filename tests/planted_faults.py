@@ -285,8 +285,8 @@ FAULTS = (
     Fault(
         "the last pattern of GPTQ's dynamic that matches wins",
         "src/w4gemm/checkpoints/gptq.py",
-        "for text in self._dynamic:",
-        "for text in reversed([*self._dynamic]):",
+        "for text in self._dynamic:\n            if self._dynamic.match",
+        "for text in reversed([*self._dynamic]):\n            if self._dynamic.match",
         "tests/test_gptq.py -k from_the_beginning",
     ),
     Fault(
