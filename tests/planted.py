@@ -3,7 +3,7 @@
     PYTHONPATH=src:tests python tests/planted.py [--jobs 2] [--json bench/results/planted.jsonl]
     PYTHONPATH=src:tests python tests/planted.py --only NAME [--only NAME ...]
 
-A fault is a small mistake as a programmer makes it: tests/planted_faults.py lists them, each with the tests, or the
+A fault is a small mistake as a programmer makes it: tests/planted_faults/ lists them, each with the tests, or the
 slice of the fuzzer, that should catch it. One that is caught makes them fail. Before, the same commands run on an
 unchanged copy, where they must pass; --no-whole leaves that out. A command that runs past --seconds is LATE: it has
 caught nothing, because a busy machine makes it late too. Run that fault again, with more seconds or fewer jobs.

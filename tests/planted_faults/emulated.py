@@ -1,0 +1,231 @@
+"""Faults of device code that an emulator of the GPU runs."""
+
+from __future__ import annotations
+
+from planted_faults.fault import Fault
+
+_SM90 = "src/w4gemm/kernels/sm90_mixed_gemm/"
+_DEVICE = "src/w4gemm/kernels/device/"
+_CODECS = "src/w4gemm/packing/codecs/"
+_EMULATED = "tests/test_emulated_kernels.py -k "
+
+FAULTS = (
+    Fault(
+        "a second scale group in a k chunk takes the first one's scale",
+        _SM90 + "consumer.py",
+        "if step == 0 or column == 0:",
+        "if step == 0:",
+        _EMULATED + "sm90_mixed_gemm/16x128",
+    ),
+    Fault(
+        "every k set reads the first one's blocks",
+        _SM90 + "consumer.py",
+        "index = row + consumer.k_set * (variant.blocks_k // variant.k_sets) + block",
+        "index = row + block",
+        _EMULATED + "coop_k2",
+    ),
+    Fault(
+        "a stage is released before its last WGMMA is waited for",
+        _SM90 + "consumer.py",
+        """            warpgroup.wait_group(1)
+            if const_expr(batch == 0):
+                if state.has_previous:
+                    self.scheduler.release(pipeline, state.previous, consumer.cta_rank)
+""",
+        """            if const_expr(batch == 0):
+                if state.has_previous:
+                    self.scheduler.release(pipeline, state.previous, consumer.cta_rank)
+            warpgroup.wait_group(1)
+""",
+        _EMULATED + "sm90_mixed_gemm/16x128",
+    ),
+    Fault(
+        "block scales of the next 128 columns",
+        _SM90 + "consumer.py",
+        "block = consumer.k_set * chunks + (batch - 1) // batches_per_chunk",
+        "block = consumer.k_set * chunks + batch // batches_per_chunk",
+        _EMULATED + "sm90_fp8",
+    ),
+    Fault(
+        "an expert's block scales begin at an even row",
+        _SM90 + "consumer.py",
+        "scales=pipeline.scales + rows.first % 4 * 4)",
+        "scales=pipeline.scales + rows.first % 4 // 2 * 8)",
+        _EMULATED + "sm90_fp8",
+    ),
+    Fault(
+        "residuals of the first round in every round",
+        _SM90 + "epilogue.py",
+        "residuals.append(math.load_residual(operands, token + 8 * (b + ahead), feature))",
+        "residuals.append(math.load_residual(operands, token + 8 * b, feature))",
+        _EMULATED + "sm90_fp8",
+    ),
+    Fault(
+        "alpha multiplies the bias too",
+        _DEVICE + "epilogue_math.py",
+        "return value + bias if alpha is None else fma(value, alpha, bias)",
+        "return value + bias if alpha is None else (value + bias) * alpha",
+        _EMULATED + "sm80_mixed_gemm/8x64",
+    ),
+    Fault(
+        "a row is stored past the last one",
+        _DEVICE + "epilogue_math.py",
+        "store_global(address, words, (token < m) & (column < columns))",
+        "store_global(address, words, (token <= m) & (column < columns))",
+        _EMULATED + "sm90_mixed_gemm/128x64",
+    ),
+    Fault(
+        "an expert's last row is not computed",
+        _DEVICE + "expert_tiles.py",
+        "return TileRows(expert, start + (m_tile - before) * self.tile_m, end)",
+        "return TileRows(expert, start + (m_tile - before) * self.tile_m, end - 1)",
+        _EMULATED + "sm89_fp8",
+    ),
+    Fault(
+        "token scales of gathered rows by their place in d",
+        _DEVICE + "expert_tiles.py",
+        "return operands._replace(token_scale=IndexedScales(operands.token_scale, indices))",
+        "return operands",
+        _EMULATED + "sm89_fp8",
+    ),
+    Fault(
+        "boxes of d reach into the next expert's rows",
+        _SM90 + "epilogue.py",
+        "needed = self.tokens_per_round if self.grouped else 1",
+        "needed = 1",
+        _EMULATED + "sm90_mixed_gemm/128x64",
+    ),
+    Fault(
+        "the owner of a tile waits for no flag",
+        _DEVICE + "stream_k.py",
+        "        while raised == 0:\n",
+        "        while raised == 2:\n",
+        _EMULATED + "stream",
+    ),
+    Fault(
+        "flags of stream-k stay set",
+        _DEVICE + "stream_k.py",
+        "        store_relaxed(flag, Int32(0))\n",
+        "",
+        _EMULATED + "stream",
+    ),
+    Fault(
+        "the last CTA's part of a split k is lost",
+        _SM90 + "consumer.py",
+        "for r, place in enumerate(places):",
+        "for r, place in enumerate(places[:-1]):",
+        _EMULATED + "sm90_mixed_gemm/24x64",
+    ),
+    Fault(
+        "a CTA hands over sums in the memory of stages that another still multiplies",
+        _SM90 + "consumer.py",
+        "cute.arch.cluster_arrive()",
+        "pass",
+        _EMULATED + "sm90_mixed_gemm/128x64x128_1x1x1_pingpong",
+    ),
+    Fault(
+        "few tokens: a lane scales each of its columns by the other's scale",
+        _DEVICE + "warp_product.py",
+        "return (lane % 4 * 2 + column) // self.tokens",
+        "return (lane % 4 * 2 + 1 - column) // self.tokens",
+        _EMULATED + "sm90_decode",
+    ),
+    Fault(
+        "few tokens: what other groups' columns hold of x is not zero",
+        _DEVICE + "warp_product.py",
+        "own = (group % self.slots == column // self.tokens) & (token < tokens)",
+        "own = token < tokens",
+        _EMULATED + "sm90_decode",
+    ),
+    Fault(
+        "the second of two blocks that share factors takes those of the pair behind",
+        "src/w4gemm/packing/block.py",
+        "return at - k_block % 2 * (at + self.lead) if self.lead else at",
+        "return at",
+        _EMULATED + "dequantized",
+    ),
+    Fault(
+        "scales of six bits are as much too large as those of eight would be",
+        _CODECS + "integers_decode_wide.py",
+        "_SMALL_BIAS = 2.0**15 + 32",
+        "_SMALL_BIAS = 2.0**15",
+        _EMULATED + "dequantized",
+    ),
+    Fault(
+        "k blocks that do not divide among the warps are lost",
+        "src/w4gemm/kernels/sm90_decode/kernel.py",
+        "k_blocks_per_warp = (end - first + variant.warps - 1) // variant.warps",
+        "k_blocks_per_warp = (end - first) // variant.warps",
+        _EMULATED + "sm90_decode",
+    ),
+    Fault(
+        "a CTA overwrites partials that others still read",
+        "src/w4gemm/kernels/sm90_decode/kernel.py",
+        "            self.tile_barrier()  # the partials have been read, by the CTAs of the cluster too\n",
+        "",
+        _EMULATED + "sm90_decode",
+    ),
+    Fault(
+        "cp.async is waited for one stage late",
+        "src/w4gemm/kernels/sm80_mixed_gemm/kernel.py",
+        "cute.arch.cp_async_wait_group(variant.num_stages - 2)",
+        "cute.arch.cp_async_wait_group(variant.num_stages - 1)",
+        _EMULATED + "sm80_mixed_gemm/8x64",
+    ),
+    Fault(
+        "silu of the device leaves out its factor x",
+        _DEVICE + "activation.py",
+        "return x * sigmoid(x)",
+        "return sigmoid(x)",
+        "tests/test_activation.py",
+    ),
+    Fault(
+        "relu makes a 0 of a NaN",
+        "src/w4gemm/ptx/arithmetic.py",
+        "max.NaN.f32 $0, $1, $2;",
+        "max.f32 $0, $1, $2;",
+        _EMULATED + "nan",
+    ),
+    Fault(
+        "the top of a quantized row leaves out the last warp",
+        "src/w4gemm/kernels/helpers/device/activation_quantize.py",
+        "bits = warp_maximum(tops[lane] if lane < self.threads // 32 else Int32(0))",
+        "bits = warp_maximum(tops[lane] if lane < self.threads // 32 - 1 else Int32(0))",
+        _EMULATED + "quantize",
+    ),
+    Fault(
+        "the normal distribution's tail is cut off too early",
+        _DEVICE + "activation.py",
+        "_FAR = 20.0",
+        "_FAR = 6.0",
+        _EMULATED + "gate",
+    ),
+    Fault(
+        "biases are read as if they had 32 bits",
+        _DEVICE + "epilogue_math.py",
+        "return load_global_half(bias.iterator.toint() + Int64(feature) * 2, feature < bias.shape[0])",
+        "return load_global_half(bias.iterator.toint() + Int64(feature) * 4, feature < bias.shape[0])",
+        _EMULATED + "sm80_mixed_gemm/8x64",
+    ),
+    Fault(
+        "partials of a CTA's warpgroups lie over those of the next CTA",
+        _DEVICE + "stream_k.py",
+        "offset = (cta * self.warpgroups + own.warpgroup) * size + own.thread * 16",
+        "offset = (cta + own.warpgroup) * size + own.thread * 16",
+        _EMULATED + "sm90_mixed_gemm/16x128",
+    ),
+    Fault(
+        "a share of a split k reaches past the tile's last block",
+        _SM90 + "consumer.py",
+        "block = cutlass.min(block, self.blocks - 1 - rank * self.share)",
+        "block = cutlass.min(block, self.blocks - rank * self.share)",
+        _EMULATED + "sm90_mixed_gemm/24x64",
+    ),
+    Fault(
+        "the norm leaves out its epsilon",
+        "src/w4gemm/kernels/helpers/device/rms_norm.py",
+        "square_root(mean + eps)",
+        "square_root(mean)",
+        _EMULATED + "rms_norm",
+    ),
+)

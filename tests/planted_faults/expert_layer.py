@@ -1,0 +1,186 @@
+"""Faults of the layer of experts in one launch: handoffs between its warps, CTAs and launches."""
+
+from __future__ import annotations
+
+from planted_faults.fault import Fault
+
+_EXPERT_LAYER = "src/w4gemm/kernels/expert_layer/kernel.py"
+_ONE_LAUNCH = "tests/test_expert_layer.py -k "
+
+FAULTS = (
+    Fault(
+        "rows are published while threads still store them",
+        _EXPERT_LAYER,
+        "            cute.arch.sync_threads()  # the rows of all threads are stored\n",
+        "",
+        _ONE_LAUNCH + "routings",
+    ),
+    Fault(
+        "a flag is stored without release",
+        "src/w4gemm/ptx/memory.py",
+        "st.release.gpu.global.b32 [$0], $1;",
+        "st.relaxed.gpu.global.b32 [$0], $1;",
+        _ONE_LAUNCH + "routings",
+    ),
+    Fault(
+        "a flag is read without acquire",
+        "src/w4gemm/ptx/memory.py",
+        "ld.acquire.gpu.global.b32 $0, [$1];",
+        "ld.relaxed.gpu.global.b32 $0, [$1];",
+        _ONE_LAUNCH + "routings",
+    ),
+    Fault(
+        "a share that a CTA has begun counts as computed",
+        _EXPERT_LAYER,
+        "vote_ballot_sync(flag != epoch * 2 + 1) == 0",
+        "vote_ballot_sync(flag != epoch * 2 + 1 and flag != epoch * 2) == 0",
+        _ONE_LAUNCH + "at_once",
+    ),
+    Fault(
+        "flags of the last launch are taken for this one's",
+        _EXPERT_LAYER,
+        "* 4, 1, Boolean(True))[0] + 1",
+        "* 4, 1, Boolean(True))[0]",
+        _ONE_LAUNCH + "routings",
+    ),
+    Fault(
+        "of experts that several tokens chose, the share is that of different ones",
+        _EXPERT_LAYER,
+        "if active != layer.choices:",
+        "if active > layer.choices:",
+        _ONE_LAUNCH + "routings",
+    ),
+    Fault(
+        "parts of strips of down are counted before all threads have stored theirs",
+        _EXPERT_LAYER,
+        "        cute.arch.sync_threads()  # the parts of all threads are stored\n",
+        "",
+        _ONE_LAUNCH + "divided",
+    ),
+    Fault(
+        "the counter of a strip's parts is not set back",
+        _EXPERT_LAYER,
+        "                    store_relaxed(counter, Int32(0))\n",
+        "                    store_relaxed(counter, Int32(1))\n",
+        _ONE_LAUNCH + "divided",
+    ),
+    Fault(
+        "who adds up the parts of a strip takes the first part of each CTA",
+        _EXPERT_LAYER,
+        "is_later = Int32(strip > other * each // per_column)",
+        "is_later = Int32(0)",
+        _ONE_LAUNCH + "divided",
+    ),
+    Fault(
+        "all CTAs take the first one's epoch",
+        _EXPERT_LAYER,
+        "epoch = load_l2(flags + Int64(EPOCHS_AT + cta) * 4",
+        "epoch = load_l2(flags + Int64(EPOCHS_AT) * 4",
+        _ONE_LAUNCH + "routings",
+    ),
+    Fault(
+        "copies for down still arrive when a CTA computes another one's share",
+        _EXPERT_LAYER,
+        "                copies_wait()\n",
+        "",
+        _ONE_LAUNCH + "at_once",
+    ),
+    Fault(
+        "the stages of another CTA's share begin where those of the own one ended",
+        _EXPERT_LAYER,
+        "cursor, stage = self.start(t, memory, share, warp), Int32(0)\n                for",
+        "cursor = self.start(t, memory, share, warp)\n                for",
+        _ONE_LAUNCH + "at_once",
+    ),
+    Fault(
+        "a CTA computes its own share in the place of another one's",
+        _EXPERT_LAYER,
+        "for c in (index, index + 1):",
+        "for c in (cta, cta + 1):",
+        _ONE_LAUNCH + "at_once",
+    ),
+    Fault(
+        "gate_up is requested into a stage that lanes still read",
+        _EXPERT_LAYER,
+        "fragments = self.read_x(x + k_block * 256)\n                cute.arch.sync_warp()\n",
+        "fragments = self.read_x(x + k_block * 256)\n",
+        _ONE_LAUNCH + "routings",
+    ),
+    Fault(
+        "down is requested into a stage that lanes still read",
+        _EXPERT_LAYER,
+        "self.load_hidden(t, c, slot, k_block, ahead)\n            cute.arch.sync_warp()\n",
+        "self.load_hidden(t, c, slot, k_block, ahead)\n",
+        _ONE_LAUNCH + "routings",
+    ),
+    Fault(
+        "weights of gate_up are read a step too early",
+        _EXPERT_LAYER,
+        "                cute.arch.cp_async_wait_group(layer.num_stages - 1)\n                cute.arch.sync_warp()",
+        "                cute.arch.cp_async_wait_group(layer.num_stages)\n                cute.arch.sync_warp()",
+        _ONE_LAUNCH + "routings",
+    ),
+    Fault(
+        "a round stores its partial sums over those of the round before",
+        _EXPERT_LAYER,
+        "memory.partials + round % 2 * (",
+        "memory.partials + 0 * (",
+        _ONE_LAUNCH + "routings",
+    ),
+    Fault(
+        "partial sums are added from the last warp on",
+        _EXPERT_LAYER,
+        "partial = load_shared_f32x4(address + warp * layer.slot_bytes)",
+        "partial = load_shared_f32x4(address + (first + last - warp) * layer.slot_bytes)",
+        _ONE_LAUNCH + "ascending",
+    ),
+    Fault(
+        "rows of tokens that did not choose an expert are read",
+        _EXPERT_LAYER,
+        "chosen = (c.masks[slot] >> token) & 1 != 0",
+        "chosen = c.masks[slot] != 0",
+        _ONE_LAUNCH + "routings",
+    ),
+    Fault(
+        "columns of experts without gates change places",
+        _EXPERT_LAYER,
+        "quad % 2 * 64 + strip % 4 * 8 + quad // 2 * 4",
+        "quad // 2 * 64 + strip % 4 * 8 + quad % 2 * 4",
+        _ONE_LAUNCH + "gates",
+    ),
+    Fault(
+        "an expert that a token chose twice has one of both weights",
+        _EXPERT_LAYER,
+        "cutlass.select_(c.ids[other] == expert, c.weights[other]",
+        "cutlass.select_(other == choice, c.weights[other]",
+        _ONE_LAUNCH + "routings",
+    ),
+    Fault(
+        "of equal experts the higher number is chosen",
+        "src/w4gemm/kernels/device/router.py",
+        "_BEYOND - warp_maximum(_where(key == top, _BEYOND - number, 0))",
+        "warp_maximum(_where(key == top, number, 0))",
+        "tests/test_router.py -k compiled",
+    ),
+    Fault(
+        "a group with a bias has the value of one expert",
+        "src/w4gemm/kernels/device/router.py",
+        "        if const_expr(router.groups > 1):\n            size",
+        "        if const_expr(router.groups > 1):\n            bias = None\n            size",
+        "tests/test_router.py -k compiled",
+    ),
+    Fault(
+        "the router's bias is in the weights",
+        "src/w4gemm/kernels/device/router.py",
+        "for e, other in zip(experts, scores, strict=True):",
+        "for e, other in zip(experts, values, strict=True):",
+        "tests/test_router.py -k compiled",
+    ),
+    Fault(
+        "a launch reads what the launch in front may still write",
+        _EXPERT_LAYER,
+        "        cute.arch.griddepcontrol_wait()\n        cute.arch.griddepcontrol_launch_dependents()\n",
+        "        cute.arch.griddepcontrol_launch_dependents()\n        cute.arch.griddepcontrol_wait()\n",
+        _ONE_LAUNCH + "in_front",
+    ),
+)
