@@ -269,12 +269,16 @@ def test_routing_refuses():
     layer = W4Experts(QuantizedWeight.stack(gate), QuantizedWeight.stack(down), dtype=torch.float32)
     with pytest.raises(ValueError, match=r"expert_ids: wanted 5 rows, one for each of x, got \(3, 2\)"):
         layer(torch.randn(5, FEATURES), ids, weights)
-    with pytest.raises(TypeError, match="expert_ids: wanted int32 or int64"):
+    with pytest.raises(TypeError, match="expert_ids: wanted a tensor .tokens, top k. of torch.int32 or torch.int64"):
         layer(torch.randn(3, FEATURES), [[0, 1]], weights)
     with pytest.raises(TypeError, match="x: wanted a tensor"):
         layer([1.0], ids, weights)
-    for wrong in (weights.int(), weights[:, :1], 0.5):
-        with pytest.raises(ValueError, match=r"expert_weights: wanted floating point \(3, 2\) like expert_ids, got"):
+    for wrong, error, message in (
+        (weights.int(), TypeError, "wanted floating point, got torch.int32"),
+        (weights[:, :1], ValueError, r"wanted shape \(3, 2\) like expert_ids, got \(3, 1\)"),
+        (0.5, TypeError, r"wanted a tensor \(3, 2\) of floating point, got float"),
+    ):
+        with pytest.raises(error, match=f"expert_weights: {message}"):
             layer(torch.randn(3, FEATURES), ids, wrong)
     with pytest.raises(ValueError, match="expert_weights: wanted x's device cpu, got meta"):
         layer(torch.randn(3, FEATURES), ids, weights.to("meta"))

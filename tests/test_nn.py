@@ -243,7 +243,7 @@ def test_bad_arguments():
             ValueError,
             r"bias: wanted shape \(130,\), n of w, got \(3,\)",
         ),
-        (lambda: W4Linear.from_weight(w, torch.zeros(130).int()), TypeError, "bias: wanted a floating-point tensor"),
+        (lambda: W4Linear.from_weight(w, torch.zeros(130).int()), TypeError, "bias: wanted floating point, got"),
         (
             lambda: W4Linear.from_weight(w, torch.zeros(130, device="meta")),
             ValueError,
