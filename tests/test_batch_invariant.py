@@ -147,18 +147,18 @@ TOGETHER = 8
 
 def same_order(target: Target, n: int, k: int, format: WeightFormat, among: Iterable[str]) -> dict[object, list[str]]:
     """Configs by their reduction order."""
-    found: dict[object, list[str]] = {}
+    by_order: dict[object, list[str]] = {}
     for name in among:
         config = config_named(name)[1]
         order = target.kernel.reduction_order(target.problem(64, n, k, format), config)
         if order is not None:
-            found.setdefault(order, []).append(name)
-    return found
+            by_order.setdefault(order, []).append(name)
+    return by_order
 
 
 def orders_of() -> list[object]:
     """A target, a format, and some configs of one order, of which the first one comes again with all others."""
-    found = []
+    cases = []
     for p in targets():
         (target,) = p.values
         if target.dtype != torch.bfloat16 and (target.dtype, target.device) != (FP8, "cuda"):
@@ -169,8 +169,8 @@ def orders_of() -> list[object]:
                 for i in range(0, max(1, len(others)), TOGETHER):
                     configs = [first, *others[i : i + TOGETHER]]
                     name = f"{p.id}-{format}-{configs[-1].split('/')[1]}"
-                    found.append(pytest.param(target, format, configs, id=name, marks=p.marks))
-    return found
+                    cases.append(pytest.param(target, format, configs, id=name, marks=p.marks))
+    return cases
 
 
 @pytest.mark.sampled(0.3)

@@ -65,13 +65,13 @@ def lane_words(codec: Codec, codes: torch.Tensor) -> list[list[int]]:
 
 def words_of_step(codec: Codec, words: list[int], step: int) -> tuple[int, ...]:
     """The words that a decoder takes, turned."""
-    found, at = [], 0
+    turned, at = [], 0
     for i, segment in enumerate(Block(codec.bits).segments):
         first, _ = Block.words_of_step(segment, step, 4)
         word, turn = words[at + first], codec.turns[i][step] if codec.turns else 0
-        found.append((word | word << 32) >> turn & 0xFFFFFFFF)
+        turned.append((word | word << 32) >> turn & 0xFFFFFFFF)
         at += segment.words
-    return tuple(found)
+    return tuple(turned)
 
 
 def exact(bits: int, u: int, scale: Fraction, zero: Fraction | None, rule: str) -> Fraction:

@@ -191,7 +191,7 @@ def parameters(case: Product, arguments: Arguments) -> list[Any]:
 
 
 def computed(
-    case: Product, x: torch.Tensor, w: QuantizedWeight, given: EpilogueOperands, rows: ExpertRows
+    case: Product, x: torch.Tensor, w: QuantizedWeight, operands: EpilogueOperands, rows: ExpertRows
 ) -> torch.Tensor:
     """d, NaN where nothing was stored. Flags of stream-k must be 0 afterwards."""
     kernel, config = config_named(case.config)
@@ -207,7 +207,7 @@ def computed(
     workspace = torch.zeros(
         kernel.workspace_bytes(replace(case.problem, device=replace(H200, sms=case.ctas)), config), dtype=torch.uint8
     )
-    kernel.launcher(launch, case.problem, config)(Operands(x, w.tensors, out, given, rows, workspace))
+    kernel.launcher(launch, case.problem, config)(Operands(x, w.tensors, out, operands, rows, workspace))
     return out
 
 
@@ -215,19 +215,19 @@ def computed(
 def test_products(case: Product) -> None:
     w, rows = experts_of(case), rows_of(case)
     x = randn(40 if case.gathered else case.rows, case.k, seed=3, dtype=case.dtype)
-    given = operands_of(case, len(x), w)
-    d = computed(case, x, w, given, rows)
-    fused = {"activation": case.epilogue.activation, "alpha": given.alpha}
-    scales = given.token_scale
-    if given.block_scale is not None:
-        x, fused["out_dtype"] = given.scaled_blocks(x.float()), d.dtype
+    operands = operands_of(case, len(x), w)
+    d = computed(case, x, w, operands, rows)
+    fused = {"activation": case.epilogue.activation, "alpha": operands.alpha}
+    scales = operands.token_scale
+    if operands.block_scale is not None:
+        x, fused["out_dtype"] = operands.scaled_blocks(x.float()), d.dtype
     if not case.counts:
-        check(d, x, w, given.bias, residual=given.residual, token_scale=scales, **fused)
+        check(d, x, w, operands.bias, residual=operands.residual, token_scale=scales, **fused)
         return
     for e, (first, last) in enumerate(zip(rows.starts.tolist(), rows.ends.tolist(), strict=True)):
         own = torch.arange(first, last)
         sources = own if rows.indices is None else rows.indices[own]
-        bias, residual = (None if t is None else t[i] for t, i in ((given.bias, e), (given.residual, own)))
+        bias, residual = (None if t is None else t[i] for t, i in ((operands.bias, e), (operands.residual, own)))
         token_scale = None if scales is None else scales[sources]
         check(d[own], x[sources], w.expert(e), bias, residual=residual, token_scale=token_scale, **fused)
         d[own] = torch.nan
@@ -288,8 +288,8 @@ ROUNDED_ONCE = 1.01 * 2.0**-8
 """Relative error of a bfloat16."""
 
 
-def close(d: torch.Tensor, wanted: torch.Tensor, roundings: int = 1, least: float = 1e-30) -> None:
-    torch.testing.assert_close(d.double(), wanted, rtol=roundings * ROUNDED_ONCE, atol=least)
+def close(d: torch.Tensor, expected: torch.Tensor, roundings: int = 1, least: float = 1e-30) -> None:
+    torch.testing.assert_close(d.double(), expected, rtol=roundings * ROUNDED_ONCE, atol=least)
 
 
 @pytest.mark.parametrize("k, add", [(264, False), (520, True)])
@@ -298,9 +298,9 @@ def test_rms_norm(k: int, add: bool) -> None:
     eps, x, weight = 0.01, randn(3, k, seed=1) / 10, randn(k, seed=2)
     residual = randn(3, k, seed=3) / 20 if add else None
     out, total = (torch.full_like(x, torch.nan) for _ in range(2))
-    given = (x, residual, weight, out, total if add else None)
+    tensors = (x, residual, weight, out, total if add else None)
     program = program_of(RmsNorm.of(H200, x.dtype, k, add).unit())
-    Emulator(program, len(x)).run(*(t for t in given if t is not None), eps)
+    Emulator(program, len(x)).run(*(t for t in tensors if t is not None), eps)
     if residual is not None:
         x = (x.float() + residual.float()).to(x.dtype)
         assert torch.equal(total, x)
@@ -333,8 +333,8 @@ def test_activation_quantize(front: str, k: int) -> None:
     x8, scales = torch.zeros(m, k, dtype=torch.uint8), torch.full((m,), torch.nan)
     total = torch.full_like(x, torch.nan) if front == "add_rms" else None
     program = program_of(ActivationQuantize.of(H200, x.dtype, k, front, wide, chunks=1).unit())
-    given = [t for t in (x, residual, weight, x8, scales, total) if t is not None]
-    Emulator(program, m).run(*given, eps)
+    tensors = [t for t in (x, residual, weight, x8, scales, total) if t is not None]
+    Emulator(program, m).run(*tensors, eps)
     if residual is not None:
         x = (x.float() + residual.float()).to(x.dtype)
         assert total is not None and torch.equal(total, x)

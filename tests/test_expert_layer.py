@@ -310,13 +310,13 @@ def test_graphs_streams_and_maps() -> None:
     """A graph that is replayed with other routings, while other streams launch the same layer."""
     experts = experts_on_gpu()
     calls = [drawn_call(seed) for seed in range(40)]
-    wanted = [experts(*call) for call in calls]
+    expected = [experts(*call) for call in calls]
     static = [t.clone() for t in calls[0]]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         replayed = [experts(*static) for _ in range(3)]
     streams = [torch.cuda.Stream() for _ in range(3)]
-    for call, one in zip(calls, wanted, strict=True):
+    for call, one in zip(calls, expected, strict=True):
         for to, t in zip(static, call, strict=True):
             to.copy_(t)
         torch.cuda.synchronize()
@@ -362,8 +362,8 @@ while True:
 def test_a_process_that_is_killed_leaves_nothing_to_others() -> None:
     """Flags and scratch memory are a process's own: it starts anew with zeros, whatever another one left half done."""
     experts, call = experts_on_gpu(), drawn_call(1)
-    wanted = experts(*call)
-    bits = int(wanted.view(torch.int16).long().sum())
+    expected = experts(*call)
+    bits = int(expected.view(torch.int16).long().sum())
     for seconds in (0.0, 0.3):
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
         command = sys.executable, "-c", _FOREVER
@@ -374,4 +374,4 @@ def test_a_process_that_is_killed_leaves_nothing_to_others() -> None:
         finally:
             process.kill()
             process.wait()
-        assert torch.equal(experts(*call), wanted)
+        assert torch.equal(experts(*call), expected)

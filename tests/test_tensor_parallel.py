@@ -15,7 +15,7 @@ from w4gemm import QuantizedWeight, W4Linear, quantize
 from w4gemm.checkpoints import open_checkpoint
 from w4gemm.integrations.tensor_parallel import W4ColwiseParallel, W4RowwiseParallel
 
-Wanted = dict[Path, torch.Tensor]
+Folders = dict[Path, torch.Tensor]
 """Logits by folder."""
 IDS = torch.arange(1, 8)[None]
 FORMAT = "int4_g16"
@@ -62,13 +62,13 @@ def styles(rank: int) -> None:
         parallelize_module(torch.nn.ModuleDict({"a": torch.nn.Linear(2, 2)}), mesh, {"a": W4ColwiseParallel()})
 
 
-def both(rank: int, folders: Wanted, mixtures: Wanted) -> None:
+def both(rank: int, folders: Folders, mixtures: Folders) -> None:
     """Checks of transformers, in one pair of processes, because to import it takes longer than they do."""
     dense_layers(folders)
     experts(mixtures)
 
 
-def dense_layers(folders: Wanted) -> None:
+def dense_layers(folders: Folders) -> None:
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
@@ -89,7 +89,7 @@ def dense_layers(folders: Wanted) -> None:
             model.save_pretrained(folder / "saved")
 
 
-def experts(folders: Wanted) -> None:
+def experts(folders: Folders) -> None:
     """Every mixture once with some features of each expert on a process, and once with some experts."""
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig

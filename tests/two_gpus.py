@@ -60,7 +60,7 @@ TOKENS = 32
 """New tokens of an answer."""
 BOUND = 0.02
 """Relative norm of a difference that other orders of sums in bf16 may make."""
-Found = dict[str, Any]
+Facts = dict[str, Any]
 """Measured numbers of a check, by name."""
 
 
@@ -74,7 +74,7 @@ def split(**options: Any) -> Any:
     return {"distributed_config": DistributedConfig(**{"tp_size": COUNT, **options})}
 
 
-def among_gpus() -> Found:
+def among_gpus() -> Facts:
     """Return the settings for whole experts on each GPU."""
     if "ep_size" in inspect.signature(DistributedConfig).parameters:
         return split(ep_size=COUNT)
@@ -91,7 +91,7 @@ def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return round(((actual.float() - expected.float()).norm() / expected.float().norm()).item(), 6)
 
 
-def answered(model: Any, one: Any) -> Found:
+def answered(model: Any, one: Any) -> Facts:
     """Greedy answers of a split model: how many tokens one GPU would choose behind the same tokens, and by how much the
     others' logits are below its largest at most, beside the deviation of logits."""
     prompts = torch.randint(1, CONFIG.vocab_size, (4, 16), generator=torch.Generator().manual_seed(2)).to(HERE)
@@ -122,7 +122,7 @@ def write_mixture() -> None:
     load(FOLDER / "dense-mixture", HERE, torch.bfloat16, format="int4_g128")[0].save_pretrained(FOLDER / "mixture")
 
 
-def styles() -> Found:
+def styles() -> Facts:
     """torch's parallelize_module: errors of a colwise layer's part, of y behind a rowwise one, of x's gradient."""
     torch.manual_seed(0)
     sizes = {"up": (FFN, HIDDEN), "down": (HIDDEN, FFN)}
@@ -147,7 +147,7 @@ def styles() -> Found:
     return errors
 
 
-def tp_plan(folder: str = "packed") -> Found:
+def tp_plan(folder: str = "packed") -> Facts:
     """transformers' tp_plan: the error of logits, the bytes on this GPU beside one GPU's, and answers."""
     one, parts = from_pretrained(folder, device_map=HERE), from_pretrained(folder, **split())
     down, wrong = parts.model.layers[0].mlp.down_proj.weight, error(logits(parts), logits(one))
@@ -157,22 +157,22 @@ def tp_plan(folder: str = "packed") -> Found:
     return {"error": wrong, "bytes_share": round(share, 4), **answered(parts, one)}
 
 
-def tp_plan_dense() -> Found:
+def tp_plan_dense() -> Facts:
     """The same of a dense folder, of which each process rounds its own part."""
     return tp_plan("dense")
 
 
-def experts_by_features() -> Found:
+def experts_by_features() -> Facts:
     """A mixture with some features of each expert on each GPU."""
     return mixture(split(), (EXPERTS, 2 * EXPERT_FFN // COUNT))
 
 
-def experts_among_gpus() -> Found:
+def experts_among_gpus() -> Facts:
     """A mixture with whole experts on each GPU."""
     return mixture(among_gpus(), (EXPERTS // COUNT, 2 * EXPERT_FFN))
 
 
-def mixture(options: Found, expected: tuple[int, int]) -> Found:
+def mixture(options: Facts, expected: tuple[int, int]) -> Facts:
     one, parts = from_pretrained("mixture", device_map=HERE), from_pretrained("mixture", **options)
     held = next(m for m in parts.modules() if isinstance(m, W4Experts)).gate_up.weight
     assert (held.experts, held.n) == expected, held
@@ -181,7 +181,7 @@ def mixture(options: Found, expected: tuple[int, int]) -> Found:
     return {"error": wrong, **answered(parts, one)}
 
 
-def moved_experts() -> Found:
+def moved_experts() -> Facts:
     """Every other expert moves to the next GPU, by its rows of the experts' buffers, and the router's rows follow."""
     model = from_pretrained("mixture", **among_gpus())
     before = logits(model)
@@ -222,7 +222,7 @@ def route_on(model: torch.nn.Module) -> None:
             weight.copy_(weight[before])
 
 
-def device_map() -> Found:
+def device_map() -> Facts:
     """A layer on each of two GPUs: equal bits."""
     if RANK or KIND == "cpu":
         return {}
@@ -233,7 +233,7 @@ def device_map() -> Found:
     return {"error": 0.0}
 
 
-CHECKS: tuple[Callable[[], Found], ...] = (
+CHECKS: tuple[Callable[[], Facts], ...] = (
     styles,
     tp_plan,
     tp_plan_dense,

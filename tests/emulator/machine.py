@@ -180,7 +180,7 @@ class Machine:
             self.pc[threads] = pc + 1
             on = threads
             if instruction.guard:
-                on = threads[self.registers[instruction.guard][threads] == instruction.wanted]
+                on = threads[self.registers[instruction.guard][threads] == instruction.if_true]
             try:
                 stop = on.size and step(on)
             except Exception as e:

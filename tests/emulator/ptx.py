@@ -22,7 +22,7 @@ class Instruction(NamedTuple):
 
     guard: str
     """Predicate register, or the empty string."""
-    wanted: bool
+    if_true: bool
     """Value of the predicate with which it is executed."""
     opcode: tuple[str, ...]
     operands: tuple[Any, ...]
@@ -109,14 +109,14 @@ def _scoped(name: str, scopes: list[dict[str, str]]) -> str:
 
 def _split(text: str) -> list[str]:
     """The operands, which commas separate outside brackets and braces."""
-    found, depth = [""], 0
+    parts, depth = [""], 0
     for c in text:
         depth += (c in "[{") - (c in "]}")
         if c == "," and depth == 0:
-            found.append("")
+            parts.append("")
         else:
-            found[-1] += c
-    return [part.strip() for part in found if part.strip()]
+            parts[-1] += c
+    return [part.strip() for part in parts if part.strip()]
 
 
 def _operand(text: str, scopes: list[dict[str, str]]) -> Any:

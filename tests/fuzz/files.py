@@ -108,7 +108,7 @@ def read(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
         yield name, checkpoint.dense(name)
 
 
-class Found:
+class Findings:
     """Findings so far."""
 
     def __init__(self) -> None:
@@ -116,7 +116,7 @@ class Found:
         self.cases, self.refused, self.wrong = 0, 0, list[str]()
 
 
-def one(name: str, seed: int, folder: Path, right: dict[Path, dict[str, torch.Tensor]], findings: Found) -> None:
+def one(name: str, seed: int, folder: Path, right: dict[Path, dict[str, torch.Tensor]], findings: Findings) -> None:
     """Damage a file of a format once, read it, and put it back."""
     r = random.Random(f"{name} {seed}")
     sample, damage = r.choice(SAMPLES[name]), r.choice(DAMAGES)
@@ -193,7 +193,7 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)
     _quiet()
-    findings, seed = Found(), int(time.time()) % 100_000 if args.seed is None else args.seed
+    findings, seed = Findings(), int(time.time()) % 100_000 if args.seed is None else args.seed
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         right = prepared(Path(folder))

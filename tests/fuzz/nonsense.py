@@ -252,7 +252,7 @@ def nonsense(value: Any) -> Iterator[tuple[str, Any]]:
         yield "backwards", value.flip(0)
 
 
-class Found(NamedTuple):
+class Outcome(NamedTuple):
     """A call that ended otherwise than it may."""
 
     call: str
@@ -264,7 +264,7 @@ class Found(NamedTuple):
         return f"{self.call}({self.argument}={self.came}): {self.what}"
 
 
-def judged(name: str, call: Call, argument: str, came: str, value: Any) -> Found | None:
+def judged(name: str, call: Call, argument: str, came: str, value: Any) -> Outcome | None:
     """Make a call with one value replaced; None if it ends as it may."""
     arguments = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in call.arguments.items()} | {
         argument: value
@@ -277,16 +277,16 @@ def judged(name: str, call: Call, argument: str, came: str, value: Any) -> Found
         named = any(re.search(rf"\b{name}\b", text) for name in (*call.arguments, *call.also))
         ours = any(frame.filename.startswith(OURS) for frame in traceback.extract_tb(error.__traceback__)[-1:])
         if not (named and ours):
-            return Found(name, argument, came, f"no argument is named: {type(error).__name__}: {text[:300]}")
+            return Outcome(name, argument, came, f"no argument is named: {type(error).__name__}: {text[:300]}")
         if isinstance(error, TypeError) and "unexpected keyword" in text:
-            return Found(name, argument, came, text[:300])
+            return Outcome(name, argument, came, text[:300])
         return None
     except BaseException as error:
-        return Found(name, argument, came, f"{type(error).__name__}: {str(error)[:300]}")
+        return Outcome(name, argument, came, f"{type(error).__name__}: {str(error)[:300]}")
     if time.monotonic() - started > SLOW:
-        return Found(name, argument, came, f"took {time.monotonic() - started:.1f} s")
+        return Outcome(name, argument, came, f"took {time.monotonic() - started:.1f} s")
     if _is_other_kind(argument, call.arguments[argument], value):
-        return Found(name, argument, came, f"taken: {_short(result)}")
+        return Outcome(name, argument, came, f"taken: {_short(result)}")
     return None
 
 
@@ -310,7 +310,7 @@ def _short(result: Any) -> str:
     return text[:120]
 
 
-def find(r: random.Random | None = None, one_in: int = 1, only: str = "") -> tuple[int, list[Found]]:
+def find(r: random.Random | None = None, one_in: int = 1, only: str = "") -> tuple[int, list[Outcome]]:
     """Make every call, or one in so many; return how many there were, and what is wrong."""
     count, wrong = 0, []
     for name, call in calls().items():

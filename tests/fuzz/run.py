@@ -41,7 +41,7 @@ GRACE = 90
 
 
 @dataclass
-class Found:
+class Findings:
     """Findings of one process."""
 
     problems: int = 0
@@ -53,7 +53,7 @@ class Found:
     """True if nothing more can be run in this process."""
 
 
-def one_weight(cases: list[Case], device: str, findings: Found) -> None:
+def one_weight(cases: list[Case], device: str, findings: Findings) -> None:
     """Run problems that share a weight."""
     run: list[Checked] = []
     matrices = None
@@ -78,7 +78,7 @@ def one_weight(cases: list[Case], device: str, findings: Found) -> None:
             findings.wrong.append(f"{case.name}: {verdict}\n  {case}")
 
 
-def of_helper(name: str, form: int, seeds: list[int], device: str, findings: Found) -> None:
+def of_helper(name: str, form: int, seeds: list[int], device: str, findings: Findings) -> None:
     """Run problems of one form of a helper kernel."""
     for seed in seeds:
         findings.problems += 1
@@ -90,7 +90,7 @@ def of_helper(name: str, form: int, seeds: list[int], device: str, findings: Fou
             return _failed(case, error, findings)
 
 
-def _failed(case: Case | str, error: Exception, findings: Found) -> None:
+def _failed(case: Case | str, error: Exception, findings: Findings) -> None:
     text = "".join(traceback.format_exception(error, limit=-3))
     findings.broken = "cuda error" in text.lower()
     before = ", or one of its weight before it" if findings.broken else ""
@@ -106,10 +106,10 @@ def _facts(case: Case) -> list[tuple[str, str]]:
     return [("kinds", f"{v.kind} {fp8}"), ("formats", format), ("ways", case.way), ("numbers", case.numbers)]
 
 
-def fuzz(args: argparse.Namespace, process: int, at: Any = None) -> Found:
+def fuzz(args: argparse.Namespace, process: int, at: Any = None) -> Findings:
     """Run problems of one process until its time is over. at: shared memory for the seeds of what is run."""
     torch.set_num_threads(1)
-    findings, device = Found(), args.device
+    findings, device = Findings(), args.device
     expected = [text.split("=", 1) for text in args.like]
     first = args.seed * 10_000 + process
     for variant in range(first, first + args.variants * args.processes, args.processes):
@@ -136,31 +136,33 @@ def _child(args: argparse.Namespace, process: int, at: Any, results: Any) -> Non
     try:
         results.put((process, fuzz(args, process, at)))
     except Exception:
-        results.put((process, Found(wrong=[traceback.format_exc()])))
+        results.put((process, Findings(wrong=[traceback.format_exc()])))
 
 
-def _side_by_side(args: argparse.Namespace) -> list[Found]:
+def _side_by_side(args: argparse.Namespace) -> list[Findings]:
     """The findings of processes that run at once, also of those that do not end."""
     context = multiprocessing.get_context("spawn")
     at, results = context.Array("q", 2 * args.processes), context.Queue()
     children = [context.Process(target=_child, args=(args, i, at, results)) for i in range(args.processes)]
     for child in children:
         child.start()
-    founds = dict[int, Found]()
-    while len(founds) < args.processes and time.monotonic() < args.end + GRACE:
+    by_process = dict[int, Findings]()
+    while len(by_process) < args.processes and time.monotonic() < args.end + GRACE:
         try:
             process, findings = results.get(timeout=1)
-            founds[process] = findings
+            by_process[process] = findings
         except queue.Empty:
             if not any(child.is_alive() for child in children) and results.empty():
                 break
     for i, child in enumerate(children):
-        child.join(timeout=5 if i in founds else 0)
-        if i not in founds:
+        child.join(timeout=5 if i in by_process else 0)
+        if i not in by_process:
             state = f"ended with {child.exitcode}" if child.exitcode is not None else "did not end"
-            founds[i] = Found(wrong=[f"{at[2 * i]}:{at[2 * i + 1]}: the process {state} in problems of this weight"])
+            by_process[i] = Findings(
+                wrong=[f"{at[2 * i]}:{at[2 * i + 1]}: the process {state} in problems of this weight"]
+            )
             child.kill()
-    return list(founds.values())
+    return list(by_process.values())
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -207,12 +209,12 @@ def main(arguments: list[str] | None = None) -> int:
         return only(args.only, args.device, args.config)
     print(f"seed {args.seed}, {args.processes} processes, {args.seconds:g} s, {args.device}", flush=True)
     started = time.monotonic()
-    founds = [fuzz(args, 0)] if args.processes == 1 else _side_by_side(args)
+    findings = [fuzz(args, 0)] if args.processes == 1 else _side_by_side(args)
     seconds = time.monotonic() - started
-    problems, refused = sum(f.problems for f in founds), sum(f.refused for f in founds)
-    wrong = [text for f in founds for text in f.wrong]
+    problems, refused = sum(f.problems for f in findings), sum(f.refused for f in findings)
+    wrong = [text for f in findings for text in f.wrong]
     counts: dict[str, dict[str, int]] = {}
-    for (what, which), count in sorted(sum((f.counts for f in founds), Counter[tuple[str, str]]()).items()):
+    for (what, which), count in sorted(sum((f.counts for f in findings), Counter[tuple[str, str]]()).items()):
         counts.setdefault(what, {})[which] = count
     for text in wrong:
         print(text)

@@ -44,14 +44,14 @@ METHODS = tuple(format.name for format in _OF_OTHERS)
 """``quant_method`` of the folders that other packages write."""
 
 
-class Found(NamedTuple):
+class Location(NamedTuple):
     """A recognized checkpoint: its format, and the file or folder to open."""
 
     format: CheckpointFormat
     path: Path
 
 
-def find_checkpoint(path: str | Path) -> Found:
+def find_checkpoint(path: str | Path) -> Location:
     """Return the first format that recognizes ``path``, a file or folder.
 
     Raises:
@@ -73,7 +73,7 @@ def find_checkpoint(path: str | Path) -> Found:
         check_files(path)
     for format in FORMATS:
         if (source := format.find(path)) is not None:
-            return Found(format, source)
+            return Location(format, source)
     if not path.is_dir():
         known = "a GGUF file, or a folder with one or with a Hugging Face model"
         raise FormatError(f"path: {str(path)!r} is {_seen(path)}; what can be loaded: {known}")
@@ -129,7 +129,7 @@ __all__ = [
     "METHODS",
     "Checkpoint",
     "CheckpointFormat",
-    "Found",
+    "Location",
     "Module",
     "Pretrained",
     "find_checkpoint",

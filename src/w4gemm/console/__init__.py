@@ -1,0 +1,1 @@
+"""Devices, options, values, progress and errors of commands, and of ``bench``."""
