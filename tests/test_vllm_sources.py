@@ -115,11 +115,11 @@ def converted(folder: Path) -> None:
     assert find_checkpoint(folder / "out").format.name == "compressed-tensors"
 
 
-@pytest.mark.parametrize("format", ["ct-int4-g32", "gptq-int4-g64"])
+@pytest.mark.parametrize("format", ["ct-int4-g32", "awq-int4-g64", "gptq-int4-g64"])
 def test_layers_whose_results_must_not_depend_on_the_batch(
     format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM 0.33 dequantizes those of compressed-tensors in each step, without asking its kernels."""
+    """vLLM dequantizes those of AWQ and, since 0.33, of compressed-tensors in each step, without asking its kernels."""
     from vllm.model_executor.layers.linear import RowParallelLinear
 
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")

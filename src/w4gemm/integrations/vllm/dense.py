@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from vllm import envs
 from vllm.model_executor.kernels.linear import (
     _POSSIBLE_KERNELS,
     MPLinearKernel,
@@ -47,7 +50,7 @@ def install() -> None:
     """Put :class:`W4GemmLinearKernel` first in vLLM's list for NVIDIA GPUs, and watch what its layers load."""
     take_configs(CONFIGS)
     add_hook(log_left, ("compressed-tensors",))
-    add_hook(ask_when_batch_invariant, ("compressed-tensors",))
+    add_hook(ask_when_batch_invariant, ("compressed-tensors", "awq", "awq_marlin", "auto_awq"))
     W4GemmLinearKernel.put_first()
 
 
@@ -59,24 +62,29 @@ def log_left(method: Any, layer: torch.nn.Module) -> Any:
 
 
 def ask_when_batch_invariant(method: Any, layer: torch.nn.Module) -> Any:
-    """Return vLLM's method for a layer. A layer of compressed-tensors that vLLM 0.33 would dequantize in each step,
-    because of VLLM_BATCH_INVARIANT, gets our kernel if that runs it."""
+    """Return a method for a layer that gets our kernel if that runs it. With VLLM_BATCH_INVARIANT vLLM dequantizes
+    layers of AWQ in each step, and since 0.33 those of compressed-tensors, without asking its kernels."""
     scheme: Any = getattr(layer, "scheme", None)
-    if not getattr(scheme, "use_batch_invariant", False):
-        return method
-    make, possible = method.create_weights, W4GemmLinearKernel.possible
+    if getattr(scheme, "use_batch_invariant", False):
+        return _asks(method, scheme)
+    if envs.VLLM_BATCH_INVARIANT and type(method).__name__ == "AutoAWQLinearMethod":
+        return _asks_for_awq(method)
+    return method
+
+
+def _asks(method: Any, scheme: Any) -> Any:
+    """Return vLLM's method for a layer of compressed-tensors, which asks for our kernel when it makes parameters."""
+    make = method.create_weights
 
     def create_weights(layer: Any, *args: Any, **kwargs: Any) -> None:
-        every, possible[:] = possible[:], [W4GemmLinearKernel]
         scheme.use_batch_invariant = False
         try:
-            make(layer, *args, **kwargs)
+            with _ours_alone():
+                make(layer, *args, **kwargs)
             scheme.kernel.left = _Dequantized(scheme)
         except ValueError:  # ours does not run it, and has said why
             scheme.use_batch_invariant = True
             make(layer, *args, **kwargs)
-        finally:
-            possible[:] = every
 
     method.create_weights = create_weights
     return method
@@ -91,6 +99,53 @@ class _Dequantized:
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         self.scheme.use_batch_invariant = True
         self.scheme.process_weights_after_loading(layer)
+
+
+def _asks_for_awq(method: Any) -> Any:
+    """Return vLLM's method for AWQ that asks its kernels, in the place of one that asks none if ours does not run the
+    layer."""
+    from vllm.model_executor.layers.quantization.auto_awq import AutoAWQMarlinLinearMethod
+
+    try:
+        asks = AutoAWQMarlinLinearMethod(method.quant_config)
+    except ValueError:  # as Marlin takes no such groups
+        return method
+    make = asks.create_weights
+
+    def create_weights(layer: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            with _ours_alone():
+                make(layer, *args, **kwargs)
+            asks.kernel.left = _Lost(asks.kernel)
+        except ValueError:  # ours does not run it, and has said why
+            layer.quant_method = method
+            method.create_weights(layer, *args, **kwargs)
+
+    asks.create_weights = create_weights
+    return asks
+
+
+class _Lost:
+    """The place of a kernel for a layer of AWQ that ours cannot pack: vLLM has brought its numbers into the order of
+    its kernels, whose sums depend on the batch."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        if self.kernel.is_loaded:
+            raise ValueError("AWQ with VLLM_BATCH_INVARIANT: w4gemm cannot pack a layer, W4GEMM_VLLM=off leaves all")
+
+
+@contextmanager
+def _ours_alone() -> Iterator[None]:
+    """Have vLLM choose our kernel or raise ValueError: others' sums depend on the batch."""
+    possible = W4GemmLinearKernel.possible
+    every, possible[:] = possible[:], [W4GemmLinearKernel]
+    try:
+        yield
+    finally:
+        possible[:] = every
 
 
 def why_not(c: MPLinearLayerConfig) -> str:
