@@ -36,7 +36,6 @@ class Step:
         seconds: it is ended after so long.
         rows: name of the file in bench/results that its rows belong to.
         needs: Python packages and programs without which it is left out.
-        gpu: text in the name of the GPU that it is for; the empty string for all.
         gpus: number of GPUs that it needs.
         shards: number of processes that run it at the same time.
     """
@@ -46,7 +45,6 @@ class Step:
     seconds: int
     rows: str
     needs: tuple[str, ...] = ()
-    gpu: str = ""
     gpus: int = 1
     shards: int = 1
 
@@ -192,9 +190,7 @@ def missing(step: Step, gpus: Sequence[str]) -> str:
     lacking = [n for n in step.needs if not (shutil.which(n) or (n.isidentifier() and importlib.util.find_spec(n)))]
     if lacking:
         return f"left out: no {lacking[0]}"
-    if step.gpus > len(gpus):
-        return f"left out: needs {step.gpus} GPUs"
-    return "" if step.gpu in gpus[0] else f"left out: for {step.gpu}"
+    return f"left out: needs {step.gpus} GPUs" if step.gpus > len(gpus) else ""
 
 
 def run(step: Step, folder: Path, seconds: float) -> str:

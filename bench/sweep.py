@@ -15,7 +15,7 @@ import argparse
 import itertools
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -148,18 +148,28 @@ def products(args: argparse.Namespace, device: Device) -> dict[GemmProblem, list
 
 
 def prepared(configs: dict[GemmProblem, list[str]]) -> dict[GemmProblem, list[str]]:
-    """Compiled on all cores, since one process compiles one kernel at a time; without what cannot be compiled."""
+    """Compile the configs of each product; return those that can be compiled."""
     units = {unit: f"{p}: {name}" for p, names in configs.items() for name in names if (unit := unit_of(p, name))}
-    broken = set()
+    broken = units.keys() - compiled(units)
+    return {p: [name for name in names if unit_of(p, name) not in broken] for p, names in configs.items()}
+
+
+def compiled(units: Mapping[Unit, str]) -> set[Unit]:
+    """Compile units on all cores, since one process compiles one kernel at a time; return those that can be compiled.
+
+    Args:
+        units: what messages call each.
+    """
+    done: set[Unit] = set()
     with CompilePool() as pool, progress_bar() as progress:
-        for done, (unit, future) in enumerate(zip(units, pool.submit(units), strict=True)):
-            progress(done, len(units), "compiling")
+        for count, (unit, future) in enumerate(zip(units, pool.submit(units), strict=True)):
+            progress(count, len(units), "compiling")
             try:
                 adopt(unit, future.result())
+                done.add(unit)
             except RuntimeError as e:
-                broken.add(unit)
                 print(f"{units[unit]} is left out: {e}", flush=True)
-    return {p: [name for name in names if unit_of(p, name) not in broken] for p, names in configs.items()}
+    return done
 
 
 def unit_of(problem: GemmProblem, name: str) -> Unit | None:

@@ -24,6 +24,7 @@ from bench.peers import Peer, peers_named
 from bench.peers.base import FP8, token_scales
 from bench.rows import FACTS, read
 from bench.run import Entry, line, measure, prepare, random_weight
+from bench.sweep import compiled
 
 import w4gemm
 from w4gemm import QuantizedWeight, WeightFormat, choice
@@ -31,7 +32,6 @@ from w4gemm.console.options import positive
 from w4gemm.core.epilogue import PLAIN, default_out_dtype
 from w4gemm.core.problem import H200, Device, GemmProblem
 from w4gemm.jit import Unit
-from w4gemm.jit.pool import CompilePool, usable_processors
 from w4gemm.kernels import config_named
 from w4gemm.packing.layouts import layout_for
 from w4gemm.tuning import record
@@ -100,12 +100,12 @@ def run_kind(kind: str, args: argparse.Namespace) -> None:
         work_of(layer, args.every > 0 and i % args.every == 0, args.configs, format, dtype, device)
         for i, layer in todo[: args.most]
     ]
-    units = list(dict.fromkeys(unit for work in works for unit in sorted(work.units, key=str)))
+    units = {unit: f"{unit.name} {unit.key}" for work in works for unit in sorted(work.units, key=str)}
     points = sum(len(work.layer.tokens) for work in works)
     if args.dry:
         print(f"{kind}: {points} points, {len(units)} variants to compile")
         return
-    ready = compile_all(units)
+    ready = compiled(units)
     print(f"{kind}: {len(ready)} of {len(units)} variants ready in {time.monotonic() - started:.0f} s", flush=True)
     peers = [peer for peer in peers_named(args.impl) if not peer.available()]
     count = 0
@@ -113,19 +113,6 @@ def run_kind(kind: str, args: argparse.Namespace) -> None:
         if work.units <= ready and time.monotonic() - started < args.seconds:
             count += measure_layer(kind, work, peers, args, started + args.seconds)
     print(f"{kind}: {count} of {points} points in {time.monotonic() - started:.0f} s", flush=True)
-
-
-def compile_all(units: list[Unit]) -> set[Unit]:
-    """Compile units on all cores; return those that are in the cache folder then."""
-    done: set[Unit] = set()
-    with CompilePool(usable_processors()) as pool:
-        for unit, future in zip(units, pool.submit(units), strict=True):
-            try:
-                future.result()
-                done.add(unit)
-            except RuntimeError as e:
-                print(f"{unit.name} {unit.key} is left out: {e}", flush=True)
-    return done
 
 
 @functools.cache

@@ -652,7 +652,9 @@ def test_compiled_ahead_of_time_and_loaded_where_compiling_is_forbidden(tmp_path
     revision = kernel_named(kernel).revision
     tuned = Record(key_of(problem), (9, 16), kernel, config, 1.0, revision, "2026-11-21")
     table.add([tuned])
-    out, _ = run(capsys, "compile", "--shapes", "1536x1024", "--m", "5..16", "--act-order", "-o", str(output))
+    out, _ = run(
+        capsys, "compile", "--shapes", "1536x1024", "--m", "5..16", "--act-order", "--workers", "1", "-o", str(output)
+    )
     assert f"{output}: 3 kernels" in out and "1 tuned config\n" in out
     before = {path.name: path.read_bytes() for path in output.iterdir()}
     script = f"""
