@@ -192,6 +192,7 @@ class Codec:
         scale_bits: bits of a stored scale; 0 if scales lie beside the blocks alone, as those of output channels.
         scale_step, zero_step: what the bits of a scale, and a zero point, are multiplied by when they are stored: the
             bytes of a row of the decoder's table. zero_step 0: a zero point is stored as a number of the scale dtype.
+        scale_offset: what is added to a scale with a sign when it is stored; 0 for scales without.
         table_rows: rows of the decoder's table in shared memory; 0 without one.
         table_row_bytes: bytes of such a row.
         half_steps: True if groups may have half the columns that a matrix instruction with fp8 x takes.
@@ -214,6 +215,7 @@ class Codec:
     turns: tuple[tuple[int, ...], ...] = ()
     scale_bits: int = 16
     scale_step: int = 1
+    scale_offset: int = 0
     zero_step: int = 0
     table_rows: int = 0
     table_row_bytes: int = 0
@@ -359,12 +361,14 @@ class Codec:
 
     def stored_scales(self, scales: torch.Tensor) -> torch.Tensor:
         """The bits of scales, as they are stored: int16, of 32 bits int32."""
-        return _bits_of(scales) * self.scale_step
+        return scales.short() + self.scale_offset if self.scale_offset else _bits_of(scales) * self.scale_step
 
     def scales_from(self, fields: torch.Tensor, format: WeightFormat, channels: torch.Tensor | None) -> torch.Tensor:
         """The inverse of :meth:`stored_scales`. channels: what :meth:`stored_channels` gave."""
         if format.scale_dtype.itemsize > 1:
             return fields.view(format.scale_dtype)
+        if self.scale_offset:
+            return (fields - self.scale_offset).to(format.scale_dtype)
         return (fields // self.scale_step).to(torch.uint8).view(format.scale_dtype)
 
     def stored_zeros(self, zeros: torch.Tensor, format: WeightFormat) -> torch.Tensor:

@@ -89,16 +89,8 @@ class ChannelCodec(_E4m3Codec):
         return channels[:, None].clone(), None
 
 
-class MicroscalingCodec(PowerCodec, _E4m3Codec):
-    """For e8m0 scales."""
-
-    def decoder(self, weight: WeightOperand, decoding: Decoding) -> Any:
-        from w4gemm.packing.codecs.e4m3_decode import E4m3Decoder
-
-        return E4m3Decoder(weight.kind, weight.scale, weight.zero, decoding.only_fma, decoding.allow_sum_scale)
-
-    def costs(self, weight: WeightOperand, pairs: Pairs | None, few: bool) -> tuple[str, ...]:
-        return _E4m3Codec.costs(self, weight, pairs, few)
+class MicroscalingCodec(_E4m3Codec, PowerCodec):
+    """For e8m0 scales, stored as PowerCodec has them."""
 
 
 class GroupCodec(_E4m3Codec):

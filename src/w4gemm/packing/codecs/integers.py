@@ -127,18 +127,8 @@ class TwoLevelCodec(WideCodec):
         return ("two_levels_few" if few else "two_levels",)
 
 
-class SignedLevelCodec(TwoLevelCodec):
-    """For scales that are bytes with a sign, stored as byte + 128."""
-
-    def stored_scales(self, scales: torch.Tensor) -> torch.Tensor:
-        return scales.short() + 128
-
-    def scales_from(self, fields: torch.Tensor, format: WeightFormat, channels: torch.Tensor | None) -> torch.Tensor:
-        return (fields - 128).to(format.scale_dtype)
-
-
 class SmallLevelCodec(TwoLevelCodec):
-    """For scales of six bits with a sign, stored as scale + 32."""
+    """For scales of six bits with a sign."""
 
     def decoder(self, weight: WeightOperand, decoding: Decoding) -> Any:
         from w4gemm.packing.codecs.integers_decode_wide import SmallLevelDecoder
@@ -148,12 +138,6 @@ class SmallLevelCodec(TwoLevelCodec):
 
     def pairs(self, weight: WeightOperand, on_sums: bool) -> Pairs | None:
         return None
-
-    def stored_scales(self, scales: torch.Tensor) -> torch.Tensor:
-        return scales.short() + 32
-
-    def scales_from(self, fields: torch.Tensor, format: WeightFormat, channels: torch.Tensor | None) -> torch.Tensor:
-        return (fields - 32).to(format.scale_dtype)
 
 
 class NibbleLevelCodec(TwoLevelCodec):
@@ -192,12 +176,16 @@ def _codecs(bits: int) -> tuple[Codec, ...]:
     codecs: list[Codec] = [
         HalfCodec(f"{name}_mma16", MMA16, name, ("bf16", "fp16"), ("none", "int", "float"), *codes, registers=3),
         WideCodec(f"{name}_wide_mma16", MMA16, name, ("fp32",), ("none", "float"), *codes, **wide),
-        SignedLevelCodec(f"{name}_signed_levels_mma16", MMA16, name, ("s8x256", "s8x128"), ("none",), *codes, **levels),
+        TwoLevelCodec(
+            *(f"{name}_signed_levels_mma16", MMA16, name, ("s8x256", "s8x128"), ("none",), *codes),
+            **levels,
+            scale_offset=128,
+        ),
         NibbleLevelCodec(f"{name}_nibble_levels_mma16", MMA16, name, ("u4x256",), ("float",), *codes, **levels),
     ]
     if bits == 3:
-        small = "s6x256", "s6x128"
-        codecs.append(SmallLevelCodec(f"{name}_small_levels_mma16", MMA16, name, small, ("none",), *codes, **levels))
+        small = f"{name}_small_levels_mma16", MMA16, name, ("s6x256", "s6x128"), ("none",), *codes
+        codecs.append(SmallLevelCodec(*small, **levels, scale_offset=32))
     if bits <= 5:  # of six bits there is no such format
         unsigned = "u8x256", "u8x128"
         codecs.append(TwoLevelCodec(f"{name}_two_levels_mma16", MMA16, name, unsigned, ("float",), *codes, **levels))
