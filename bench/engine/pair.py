@@ -261,6 +261,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         os.environ |= {"W4GEMM_NVFP4": "fp8", "W4GEMM_MXFP4": "fp8"}
     facts, mode = record.facts(), "layer" + "+fp8" * args.fp8 + "+lora" * args.lora
     mode += f"+compile{args.compile}" if args.compile else ""
+    mode += "+invariant" * (os.environ.get("VLLM_BATCH_INVARIANT") == "1")
     mode += "".join(f"+{name}" for name in json.loads(args.feature or "{}"))
     common = {"kind": "engine_pair", "run": record.run_name(facts), "engine": "vllm", "model": model.name}
     common |= {"format": str(packing), "dtype": "bfloat16", "gpus": 1, "mode": mode}

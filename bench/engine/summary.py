@@ -114,7 +114,8 @@ class Turns(NamedTuple):
     other: str
 
     def __str__(self) -> str:
-        how = [words for mark, words in (("fp8", "fp8 x"), ("compile3", "compiled")) if mark in self.mode.split("+")]
+        words = {"fp8": "fp8 x", "compile3": "compiled", "invariant": "batch invariant"}
+        how = [words[mark] for mark in self.mode.split("+") if mark in words]
         model = re.sub(r"-(\d+)-layers$", r", \1 layers", self.model)
         return ", ".join((model, self.format, *how))
 
