@@ -22,7 +22,7 @@ from w4gemm.integrations.decoder import decode_by_graph, loop
 from w4gemm.integrations.decoder.fusion import Fusion
 from w4gemm.integrations.decoder.loop import step_of
 from w4gemm.integrations.decoder.requirements import attention_files, log_once
-from w4gemm.integrations.decoder.step import DecodeStep
+from w4gemm.integrations.decoder.step import DecodeStep, Prompt
 from w4gemm.integrations.transformers import quantize_layers
 from w4gemm.tuning.random_weight import random_weight
 from w4gemm.weights.shards import joined, parts
@@ -193,7 +193,7 @@ def test_a_fused_step_gives_the_logits_of_the_model(architecture: str, padded: b
     rotate = file.apply_rotary_pos_emb
     ids, mask = ids_of(model), PADDED.to(device) if padded else None
     step = DecodeStep(model, 3, 256, padded, fusion)
-    logits = step.prefill(model, ids, mask)
+    logits = step.prefill(model, Prompt(ids, mask))
     for _ in range(2):
         step.token.copy_(logits.argmax(-1)[:, None])
         run = step.choose(model)
@@ -213,7 +213,7 @@ def test_layers_of_equal_format_are_joined_in_a_model_of_several() -> None:
     fusion = Fusion.of(model)
     assert [len(joint.layers) for joint in fusion.attentions] == [2, 3]
     step = DecodeStep(model, 3, 256, False, fusion)
-    step.prefill(model, ids_of(model), None)
+    step.prefill(model, Prompt(ids_of(model)))
     assert step.choose(model).__name__ == "_run_fused"
     assert step.fused_error is not None and step.fused_error < 1e-5
 
@@ -235,7 +235,7 @@ def test_layers_that_quantize_x_are_fused_too() -> None:
         if isinstance(layer, W4Linear):
             layer.activations = "fp8"
     step = DecodeStep(model, 3, 256, False, Fusion.of(model))
-    step.prefill(model, ids_of(model), None)
+    step.prefill(model, Prompt(ids_of(model)))
     assert step.choose(model).__name__ == "_run_fused"
     assert step.fused_error is not None and step.fused_error < 0.05  # a rounding may make another fp8
 
@@ -266,7 +266,7 @@ def test_everything_that_is_launched_is_known_beforehand(architecture: str, monk
     step = DecodeStep(model, 3, 256, False, Fusion.of(model))
     known = set(loop.launched(model, step, 33)[0])
     plan_cache.forget()
-    step.prefill(model, ids_of(model), None)
+    step.prefill(model, Prompt(ids_of(model)))
     assert step.choose(model).__name__ == "_run_fused"
     assert set(plan_cache._plans) == known
     monkeypatch.setattr(Device, "of", lambda _: H200)
@@ -279,7 +279,7 @@ def test_everything_that_is_launched_is_known_beforehand(architecture: str, monk
 def test_a_step_that_computes_something_else_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny("llama")
     step = DecodeStep(model, 3, 256, False, Fusion.of(model))
-    step.prefill(model, ids_of(model), None)
+    step.prefill(model, Prompt(ids_of(model)))
 
     def twice(self: Any, hidden_states: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
         return 2 * self.o_proj(hidden_states), None

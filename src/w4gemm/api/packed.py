@@ -102,28 +102,9 @@ class PackedLinear:
 
 _named = functools.cache(PackedLinear.named)
 
-torch.library.define(
-    "w4gemm::packed_linear", "(Tensor x, Tensor[] weight, Tensor? bias, Tensor? token_scale, str name) -> Tensor"
+_NAME = "w4gemm::packed_linear"
+torch.library.define(_NAME, "(Tensor x, Tensor[] weight, Tensor? bias, Tensor? token_scale, str name) -> Tensor")
+torch.library.impl(_NAME, ("cpu", "cuda"))(
+    lambda x, weight, bias, token_scale, name: _named(name).run(x, weight, bias, token_scale)
 )
-
-
-@torch.library.impl("w4gemm::packed_linear", ("cpu", "cuda"))
-def _packed_op(
-    x: torch.Tensor,
-    weight: list[torch.Tensor],
-    bias: torch.Tensor | None,
-    token_scale: torch.Tensor | None,
-    name: str,
-) -> torch.Tensor:
-    return _named(name).run(x, weight, bias, token_scale)
-
-
-@torch.library.register_fake("w4gemm::packed_linear")
-def _packed_fake(
-    x: torch.Tensor,
-    weight: list[torch.Tensor],
-    bias: torch.Tensor | None,
-    token_scale: torch.Tensor | None,
-    name: str,
-) -> torch.Tensor:
-    return _named(name).empty_result(x)
+torch.library.register_fake(_NAME)(lambda x, weight, bias, token_scale, name: _named(name).empty_result(x))

@@ -33,9 +33,8 @@ from w4gemm.integrations.decoder.requirements import (
     cache_argument,
     log_once,
     norm_eps,
-    takes,
 )
-from w4gemm.integrations.decoder.step import facts_of
+from w4gemm.integrations.decoder.step import Prompt, facts_of
 from w4gemm.kernels.cpu import compiled
 
 if TYPE_CHECKING:
@@ -87,19 +86,12 @@ class CompiledStep:
         return sizes and plain and self.facts is not None and self.facts == facts_of(model)
 
     @torch.inference_mode()
-    def prefill(
-        self,
-        model: PreTrainedModel,
-        ids: torch.Tensor,
-        mask: torch.Tensor | None,
-        positions: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Return the logits (1, vocabulary) behind a prompt (1, m), which has no padding."""
+    def prefill(self, model: PreTrainedModel, prompt: Prompt) -> torch.Tensor:
+        """Return the logits (1, vocabulary) behind a prompt of one sequence, which has no padding."""
+        ids, mask, positions = prompt
         assert mask is None
         own = _cache(model)
-        options: dict[str, Any] = {"logits_to_keep": 1} if takes(model.forward, "logits_to_keep") else {}
-        options |= {cache_argument(model): own, "position_ids": positions, "use_cache": True}
-        logits = model(ids, **options).logits[:, -1]
+        logits = prompt.logits(model, own, positions)
         tokens = ids.shape[1]
         self.position.fill_(tokens - 1 if positions is None else positions[0, -1])
         self.slot.fill_(tokens - 1)

@@ -24,7 +24,7 @@ from w4gemm.integrations.decoder.attention import NotFusable
 from w4gemm.integrations.decoder.compiled_step import CompiledStep
 from w4gemm.integrations.decoder.fusion import Fusion
 from w4gemm.integrations.decoder.requirements import LEFT_TO_TRANSFORMERS, Otherwise, broken, cache_argument, log_once
-from w4gemm.integrations.decoder.step import DecodeStep, static_cache
+from w4gemm.integrations.decoder.step import DecodeStep, Prompt, static_cache
 from w4gemm.integrations.generation import expert_keys, plan_keys
 from w4gemm.jit import Unit
 from w4gemm.kernels.helpers.base import Helper, on_device
@@ -188,20 +188,6 @@ def _is_empty(value: Any) -> bool:
     return isinstance(value, dict) and not value
 
 
-class Prompt(NamedTuple):
-    """Tokens (batch, m), which of them are no padding, and their positions, (batch, m) or (planes, batch, m), None for
-    those that follow from that."""
-
-    ids: torch.Tensor
-    mask: torch.Tensor | None = None
-    positions: torch.Tensor | None = None
-
-    @property
-    def planes(self) -> int:
-        """See :class:`DecodeStep`."""
-        return self.positions.shape[0] if self.positions is not None and self.positions.dim() == 3 else 0
-
-
 def sample_by_step(
     model: PreTrainedModel,
     step: DecodeStep | CompiledStep,
@@ -224,7 +210,7 @@ def sample_by_step(
     pad = config._pad_token_tensor if any(hasattr(c, "eos_token_id") for c in stopping_criteria) else None
     tokens = torch.cat((ids, ids.new_zeros(batch, end - start)), dim=1)
     unfinished = torch.ones(batch, dtype=torch.bool, device=ids.device)
-    logits = step.prefill(model, *prompt)
+    logits = step.prefill(model, prompt)
     late = _Late(streamer)
     for length in range(start, end):
         scores = logits_processor(tokens[:, :length], logits.to(torch.float32, copy=True))

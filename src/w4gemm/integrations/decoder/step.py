@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -36,6 +36,27 @@ class StepLayer(StaticLayer):
             return super().update(k, v, *args, **kwargs)
         place.keep(self)
         return k, v
+
+
+class Prompt(NamedTuple):
+    """Tokens (batch, m), which of them are no padding, and their positions, (batch, m) or (planes, batch, m), None for
+    those that follow from that."""
+
+    ids: torch.Tensor
+    mask: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
+
+    @property
+    def planes(self) -> int:
+        """See :class:`DecodeStep`."""
+        return self.positions.shape[0] if self.positions is not None and self.positions.dim() == 3 else 0
+
+    def logits(self, model: PreTrainedModel, cache: Any, positions: torch.Tensor | None) -> torch.Tensor:
+        """Return the logits (batch, vocabulary) behind the prompt, whose keys and values go into a cache."""
+        options: dict[str, Any] = {"logits_to_keep": 1} if takes(model.forward, "logits_to_keep") else {}
+        options |= {cache_argument(model): cache, "position_ids": positions, "use_cache": True}
+        logits: torch.Tensor = model(self.ids, attention_mask=self.mask, **options).logits
+        return logits[:, -1]
 
 
 class DecodeStep:
@@ -89,15 +110,9 @@ class DecodeStep:
         return self.facts is not None and self.facts == facts_of(model)
 
     @torch.inference_mode()
-    def prefill(
-        self,
-        model: PreTrainedModel,
-        ids: torch.Tensor,
-        mask: torch.Tensor | None,
-        positions: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Return the logits (batch, vocabulary) behind prompts (batch, m), whose padding on the left ``mask`` marks.
-        positions: of the prompts' tokens, (batch, m) or (planes, batch, m); None for those that the mask makes."""
+    def prefill(self, model: PreTrainedModel, prompt: Prompt) -> torch.Tensor:
+        """Return the logits (batch, vocabulary) behind prompts, whose padding is on the left."""
+        ids, mask, positions = prompt
         self.cache.reset()
         if positions is None:
             ones = torch.ones_like(ids) if mask is None else mask
@@ -106,9 +121,7 @@ class DecodeStep:
             assert self.mask is not None
             self.mask.fill_(1)[:, : ids.shape[1]] = mask
             self.first.copy_((mask == 0).sum(1))
-        options: dict[str, Any] = {"logits_to_keep": 1} if takes(model.forward, "logits_to_keep") else {}
-        options |= {cache_argument(model): self.cache, "position_ids": positions, "use_cache": True}
-        logits = model(ids, attention_mask=mask, **options).logits[:, -1]
+        logits = prompt.logits(model, self.cache, positions)
         self.position.copy_(positions[..., -1:])
         self.slot.fill_(ids.shape[1])
         return logits
