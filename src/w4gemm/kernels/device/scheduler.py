@@ -9,10 +9,10 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 
-def m_tiles_per_band(tokens: int) -> int:
-    """The number of m tiles in a band of :func:`tile_coordinates`: 1024 tokens, because x and weights then take about
-    equal room in L2. tokens: of an m tile."""
-    return max(1, 1024 // tokens)
+def m_tiles_per_band(tokens: int, band: int = 1024) -> int:
+    """The number of m tiles in a band of :func:`tile_coordinates`: 1024 tokens, because x and weights of 4 bits then
+    take about equal room in L2. tokens: of an m tile. band: tokens of a band."""
+    return max(1, band // tokens)
 
 
 class TileCoord(NamedTuple):

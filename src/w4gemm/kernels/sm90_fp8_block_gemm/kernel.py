@@ -15,7 +15,8 @@ What differs:
 
     what          bytes                             written by                      read by
     x             num_stages * x_bytes              TMA, 128-byte swizzle           WGMMA, as operand A
-    staging       2 * staging_bytes                 consumers: rows of d            TMA
+    staging       2 * staging_bytes                 consumers: rows of 16-bit d     TMA
+                                                    without gates and residuals
     weights       num_stages * weight_bytes         bulk copies: core matrices      WGMMA, as operand B
                                                     [half][row of eight features]
                                                     [16 columns], then scales       consumers
@@ -42,7 +43,7 @@ from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cutlass_dsl import extract_mlir_values, new_from_mlir_values
 
-from w4gemm.kernels.device.epilogue_math import EpilogueMath
+from w4gemm.kernels.device.epilogue_math import EpilogueMath, QuadOperands
 from w4gemm.kernels.device.expert_tiles import first_rows, operands_of_expert
 from w4gemm.kernels.device.pipeline import PipelineState
 from w4gemm.kernels.device.scheduler import TileCoord
@@ -65,9 +66,11 @@ from w4gemm.ptx.memory import (
 
 _EPILOGUE_BARRIER = 2
 """The first of two named barriers: a warpgroup's staging buffer is filled, or read out."""
+_BAND_TOKENS = 2048
+"""Tokens of a band of tiles: a wave then reads about as many rows of x as of weights, both of a byte a number."""
 _TURN_BARRIER = 4
 """The first of two named barriers: a warpgroup may multiply."""
-_UNROLLED_STAGES = 4
+_UNROLLED_STAGES = 8
 """Stages in a row of one set of sums: ptxas then tests for the next one while sums are added."""
 
 
@@ -76,7 +79,7 @@ class Sm90Fp8BlockGemmKernel(Sm90MixedGemmKernel):
 
     def __init__(self, variant: Sm90Fp8BlockVariant):
         self.variant, self.dtype = variant, cutlass.Float8E4M3FN
-        self.scheduler = TileScheduler(variant)
+        self.scheduler = TileScheduler(variant, _BAND_TOKENS)
         self.producer = BlockProducer(variant, self.scheduler)
         self.consumer = BlockConsumer(variant, self.scheduler)
 
@@ -209,7 +212,11 @@ class BlockConsumer:
             for _ in cutlass.range(k_slices, unroll=unroll):
                 ready = self.multiply_one(mma_of_last, filled, operands, state, ready, consumer)
                 state = state.after(variant.num_stages)
-            self.store(acc, self.output_tile(tile, wg, thread % 128, memory), memory, wg)
+            own = self.output_tile(tile, wg, thread % 128, memory)
+            if const_expr(variant.float32_staging):
+                self.store_quads(acc, own)
+            else:
+                self.store(acc, own, memory, wg)
         if const_expr(variant.boxed):
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
@@ -359,6 +366,27 @@ class BlockConsumer:
             return OutputTile(memory.d, memory.operands, coord)
         operands = operands_of_expert(memory.operands, rows.expert, rows.end)
         return OutputTile(first_rows(memory.d, rows.end), operands, coord)
+
+    def store_quads(self, acc: cute.Tensor, own: OutputTile) -> None:
+        """Store d from registers, if it is float32 or has gates or residuals. Of each eight features a thread has two
+        of tokens g and g + 8; the lanes of a pair exchange two sums each, so that both have four of one token."""
+        variant, coord, math = self.variant, own.coord, self.math
+        lane, size, odd = coord.thread % 32, self.variant.own_n // 2, coord.thread % 2 == 1
+        token = coord.token + coord.thread // 32 * 16 + lane // 4 + lane % 2 * 8
+        feature, alpha = coord.feature + lane % 4 // 2 * 4, math.load_alpha(own.operands)
+
+        def by_lane(even: list[Float32], other: list[Float32]) -> list[Float32]:
+            return [Float32(cutlass.select_(odd, *pair)) for pair in zip(other, even, strict=True)]
+
+        for i in range(0, variant.row_blocks * size, 4):
+            row, quad = token + i // size * variant.warpgroups_m * BOX_TOKENS, feature + i % size // 4 * 8
+            residual = math.load_residual(own.operands, row, quad)
+            biases = [math.load_bias(own.operands, quad + j) for j in range(4)]
+            first, second = [acc[i], acc[i + 1]], [acc[i + 2], acc[i + 3]]
+            kept, sent = by_lane(first, second), by_lane(second, first)
+            got = [cute.arch.shuffle_sync_bfly(value, 1) for value in sent]
+            sums = by_lane(kept, got) + by_lane(got, kept)
+            math.store_quad(sums, QuadOperands(alpha, biases, residual), own.d, row, quad)
 
     @cute.jit
     def store(self, acc: cute.Tensor, own: OutputTile, memory: ConsumerMemory, wg: Int32):

@@ -37,7 +37,7 @@ class Sm90Fp8BlockGemm(HopperKernel):
     layout = "mma8"
     dtypes = (torch.float8_e4m3fn,)
     block_scales = True
-    revision = 2
+    revision = 3
     variant = Sm90Fp8BlockVariant
     space = Space(
         _TILES,
@@ -63,8 +63,6 @@ class Sm90Fp8BlockGemm(HopperKernel):
             return status
         if not (problem.epilogue.block_scale and weight_operand(problem.format, problem.dtype).codec.rows_share_scale):
             return Status.no("takes weights with scales of 128 x 128 and x with scales of 128 columns")
-        if problem.epilogue.gated or problem.epilogue.residual or problem.out_dtype.itemsize != 2:
-            return Status.no("stores 16-bit d without gates and residuals")
         return status
 
     def reduction_order(self, problem: GemmProblem, config: GemmConfig) -> Hashable | None:

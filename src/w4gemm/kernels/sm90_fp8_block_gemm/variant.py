@@ -93,11 +93,11 @@ class Sm90Fp8BlockVariant(Sm90MixedVariant):
 
     @property
     def boxed(self) -> bool:
-        return self.vector
+        return self.vector and not self.float32_staging
 
     @functools.cached_property
     def staging_tokens(self) -> int:
-        return 2 * BOX_TOKENS
+        return 0 if self.float32_staging else 2 * BOX_TOKENS
 
     @property
     def tokens_per_round(self) -> int:

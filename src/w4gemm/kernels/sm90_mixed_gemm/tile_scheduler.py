@@ -74,12 +74,12 @@ class ClusterCoord(NamedTuple):
 class TileScheduler:
     """Enumerates the work tiles of a CTA, and finds the coordinates and rows of an output tile."""
 
-    def __init__(self, variant: Sm90MixedVariant):
+    def __init__(self, variant: Sm90MixedVariant, band_tokens: int = 1024):
         config = variant.config
         self.variant = variant
         self.expert_tile_map = ExpertTileMap(config.tile_m)
         self.cluster_size = config.cluster_m * config.cluster_n * config.split_k
-        self.band = m_tiles_per_band(config.tile_m * config.cluster_m)
+        self.band = m_tiles_per_band(config.tile_m * config.cluster_m, band_tokens)
 
     def tiles(self, m: Int32, n_blocks: Int32) -> TileCoord:
         """The number of tiles of the problem along m and n, each as large as a cluster's."""
