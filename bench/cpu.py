@@ -25,7 +25,7 @@ from bench.shapes import parse_tokens
 from w4gemm import QuantizedWeight, WeightFormat, choice, linear, quantize
 from w4gemm.choice.table import device_facts
 from w4gemm.core.problem import Device, GemmProblem
-from w4gemm.kernels.cpu.spec import COMPILED_TOKENS, CpuMixedGemm
+from w4gemm.kernels.cpu.spec import METHODS, CpuMixedGemm
 from w4gemm.packing.layouts import layout_named
 from w4gemm.tuning import record
 
@@ -115,7 +115,7 @@ def points(n: int, k: int, format: WeightFormat, tokens: Sequence[int], methods:
 def _methods(problem: GemmProblem) -> Iterator[tuple[str, str]]:
     """Yield the methods that are timed, and the config of each."""
     for config in CpuMixedGemm().configs(problem):
-        name = {1: "sum", COMPILED_TOKENS: "compiled"}.get(config.tile_m, "dequantized")
+        name = METHODS[config.tile_m][0] if config.tile_m in METHODS else "dequantized"
         if name != "sum" or problem.m <= _SUM_TOKENS:
             yield name, f"{CpuMixedGemm.name}/{config}"
 

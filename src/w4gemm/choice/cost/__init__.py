@@ -22,7 +22,7 @@ from w4gemm.core.epilogue import PLAIN
 from w4gemm.core.problem import GemmProblem
 from w4gemm.kernels import Kernel
 from w4gemm.kernels.cpu.matmul import fast_dtype
-from w4gemm.kernels.cpu.spec import COMPILED_TOKENS
+from w4gemm.kernels.cpu.spec import COMPILED_TOKENS, TILES_TOKENS
 from w4gemm.kernels.dequantize_gemm.spec import dense_bytes
 
 _TILES = ((128, 256), (256, 128), (128, 128))
@@ -37,11 +37,22 @@ _NATIVE_TOKENS = 96
 0.6 at 64 tokens, 1.0, 0.9 and 0.8 at 96, 1.0, 1.5 and 1.0 at 128 (2026-11-28)."""
 
 
+_TILED_FROM = {torch.bfloat16: 4, torch.float16: 6}
+"""Least m that "tiles" is ranked first for, by dtype; 9 for others, of which AMX multiplies three parts.
+
+Time of "tiles" / time of "compiled", one thread of a busy Xeon, 4096 x 4096, 1536 x 576 and 576 x 576 (2026-11-28):
+bfloat16 1.3, 0.9 and 1.5 at 2 tokens, 0.9, 0.8 and 0.7 at 4, 0.4, 0.6 and 0.6 at 16; float32 1.2, 0.9 and 1.2 at 8,
+1.0, 0.7 and 0.9 at 12, 0.7, 0.7 and 0.7 at 64."""
+
+
 def _cpu_order(kernel: Any, problem: GemmProblem, config: GemmConfig) -> float:
-    """Return 1 for the CPU kernel's compiled method, 2 for the faster of the other two and 3 for the last; 0.5 where
-    PyTorch's bfloat16 matmul is faster. Only this order holds on every CPU."""
+    """Return 1 for the CPU kernel's compiled method, 0.4 for that by AMX's tiles or 1.5 for few tokens, 2 for the
+    faster of the other two and 3 for the last; 0.5 where PyTorch's bfloat16 matmul is faster than compiled vectors.
+    Only this order holds on every CPU."""
+    if config.tile_m == TILES_TOKENS:
+        return 0.4 if problem.m >= _TILED_FROM.get(problem.dtype, 9) else 1.5
     is_native = problem.dtype == fast_dtype(problem.dtype) == torch.bfloat16 and problem.epilogue == PLAIN
-    if is_native and problem.m > _NATIVE_TOKENS and config.tile_m > COMPILED_TOKENS:
+    if is_native and problem.m > _NATIVE_TOKENS and config.tile_m > TILES_TOKENS:
         return 0.5
     if config.tile_m == COMPILED_TOKENS:
         return 1.0

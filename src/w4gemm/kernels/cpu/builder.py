@@ -127,7 +127,9 @@ class Builder(ir.IRBuilder):
     def intrinsic(self, name: str, result: Any, *operands: Any, **options: Any) -> Any:
         """Return the result of a function of LLVM's for these operands. Its full name has the type of the last one."""
         kind = operands[-1].type
-        name += f".v{kind.count}f32" if isinstance(kind, ir.VectorType) else ".f32"
+        of = kind.element if isinstance(kind, ir.VectorType) else kind
+        letter = "i32" if of == I32 else "f32"
+        name += f".v{kind.count}{letter}" if isinstance(kind, ir.VectorType) else f".{letter}"
         known = self.module.globals.get(name)
         function = known or ir.Function(self.module, ir.FunctionType(result, [o.type for o in operands]), name)
         return self.call(function, operands, **options)
@@ -153,9 +155,11 @@ class Builder(ir.IRBuilder):
         return self.fmul(result, self.bitcast(self.shl(exponent, ir.Constant(wide, [23] * lanes)), x.type))
 
     def array(self, numbers: int) -> Int:
-        """Return the address of memory for this many float32 numbers, on the stack."""
+        """Return the address of memory for this many float32 numbers, on the stack. It begins with a cache line."""
         with self.goto_entry_block():
-            return Int(self, self.ptrtoint(self.alloca(F32, numbers), I64))
+            memory = self.alloca(F32, numbers)
+            memory.align = 64
+            return Int(self, self.ptrtoint(memory, I64))
 
 
 def floats_of(lanes: int) -> Any:

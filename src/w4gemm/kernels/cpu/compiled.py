@@ -57,17 +57,22 @@ class CodeArguments(NamedTuple):
     """Arguments of compiled code, int64 in a row: addresses, and numbers of elements."""
 
     x: Any
-    """float32 (panels, m, columns), or (m, k)."""
+    """float32 (panels, m, columns), or (m, k). With AMX bf16 (panels, parts, m, columns), or (parts, m, k)."""
     x_panel: Any
     """Numbers from one panel to the next."""
+    x_part: Any
     x_row: Any
     """Numbers from one token to the next."""
+    x_sums: Any
+    """float32 (m, ceil(k / group)): sums of x, read with AMX beside zero points in floating point."""
     table: Any
     scales: Any
     zeros: Any
     factors: Any
     out: Any
     """float32 (m, columns), contiguous."""
+    largest: Any
+    """With AMX int64 (1,): becomes the largest bit pattern of a result's magnitude in float32."""
     first_chunk: Any
     last_chunk: Any
     """The first chunk that this call does not compute."""
@@ -87,6 +92,16 @@ class CodeArguments(NamedTuple):
     """Columns of a superblock; 1 without factors."""
 
 
+class Tokens(NamedTuple):
+    """Where compiled code finds x: the first five of :class:`CodeArguments`."""
+
+    x: int
+    panel: int
+    part: int
+    row: int
+    sums: int
+
+
 @functools.cache
 def packing(arguments: type[NamedTuple]) -> Callable[..., bytes]:
     """Return the function that makes int64 in a row of the arguments of compiled code."""
@@ -94,13 +109,13 @@ def packing(arguments: type[NamedTuple]) -> Callable[..., bytes]:
 
 
 _packed = packing(CodeArguments)
-Call = Callable[[], None]
-"""A compiled function with its arguments."""
+Run = Callable[[bytes], None]
+"""A compiled function of packed arguments."""
 PANEL = 256
 """Columns of a panel, at most."""
 MOST_FEATURES = 64
 """Features of a block, at most."""
-_MOST_CODES = 1024
+MOST_CODES = 1024
 _DISPLACING = 512
 """Rows of a multiple of this many columns lie at multiples of 2 KiB, so that those of a tile displace each other from
 the first cache."""
@@ -114,15 +129,20 @@ def is_available() -> bool:
         from llvmlite import binding
     except ImportError:
         return False
-    machine, features = binding.get_process_triple().split("-")[0], binding.get_host_cpu_features()
-    return machine == "aarch64" or (machine == "x86_64" and all(features.get(f) for f in ("avx2", "fma", "f16c")))
+    machine = binding.get_process_triple().split("-")[0]
+    return machine == "aarch64" or (machine == "x86_64" and has("avx2", "fma", "f16c"))
+
+
+def has(*features: str) -> bool:
+    """True if this processor has LLVM's features of these names."""
+    from llvmlite import binding
+
+    return all(binding.get_host_cpu_features().get(feature) for feature in features)
 
 
 @functools.cache
 def lanes() -> int:
-    from llvmlite import binding
-
-    return 16 if binding.get_host_cpu_features().get("avx512f") else 8
+    return 16 if has("avx512f") else 8
 
 
 class CompiledProduct:
@@ -140,7 +160,7 @@ class CompiledProduct:
         superblock = format.scale_rule.factor_columns if format.has_factors else k
         groups, superblocks = format.groups(k), -(-k // superblock)
         self.sizes = self.columns, k, self.panel, groups, min(group, self.panel), group, superblocks, superblock
-        self.codes: dict[int, tuple[Code, Callable[[bytes], None]]] = {}
+        self.codes: dict[int, tuple[Code, Run]] = {}
 
     def __call__(self, x: torch.Tensor, weight: tuple[torch.Tensor, ...], out: torch.Tensor | None) -> torch.Tensor:
         """Return x @ w.T, which is ``out`` itself where that can be written to.
@@ -165,47 +185,54 @@ class CompiledProduct:
         x = x.contiguous()
         if out is None or rows != m or self.columns != self.n or out.dtype is not torch.float32:
             out = x.new_empty(rows, self.columns)
-        run_all(self._calls(run, x, (x_panel, x_row), weight, out))
+        tokens = Tokens(x.data_ptr(), x_panel, 0, x_row, 0)
+        run_all(run, self.arguments(tokens, weight, out, _THREAD_COLUMNS))
         return out if rows == m and self.columns == self.n else out[:m, : self.n]
 
-    def step(self, x: torch.Tensor, weight: tuple[torch.Tensor, ...], out: torch.Tensor) -> Call:
+    def step(self, x: torch.Tensor, weight: tuple[torch.Tensor, ...], out: torch.Tensor) -> Callable[[], None]:
         """Return a function that writes x @ w.T to ``out``, without checks and allocations.
 
         Args:
             x: float32 (1, k), contiguous. Like the other tensors it must not move.
             out: float32 (1, ``columns``), contiguous.
         """
-        calls = self._calls(self._code(1)[1], x, (self.panel, self.k), weight, out)
-        return calls[0] if len(calls) == 1 else functools.partial(run_all, calls)
+        tokens = Tokens(x.data_ptr(), self.panel, 0, self.k, 0)
+        return functools.partial(run_all, self._code(1)[1], self.arguments(tokens, weight, out, _THREAD_COLUMNS))
 
-    def _calls(
+    def arguments(
         self,
-        run: Callable[[bytes], None],
-        x: torch.Tensor,
-        x_strides: tuple[int, int],
+        x: Tokens,
         weight: tuple[torch.Tensor, ...],
         out: torch.Tensor,
-    ) -> list[Call]:
-        """Return the calls of a product, one a thread. x_strides: numbers from one panel and one token to the next."""
+        least: int,
+        largest: Callable[[int], int] = lambda thread: 0,
+    ) -> list[bytes]:
+        """Return the packed arguments of a product, for each thread.
+
+        Args:
+            least: columns of chunks, times tokens, that are worth a thread.
+            largest: returns that argument of a thread.
+        """
         rows, (table, scales, *others) = out.shape[0], weight
         zeros = others[0].data_ptr() if self.has_zero else 0
         factors = others[-1].data_ptr() if self.has_factors else 0
-        addresses = table.data_ptr(), scales.data_ptr(), zeros, factors, out.data_ptr()
-        threads = min(torch.get_num_threads(), self.chunks, rows * self.chunks * self.k // _THREAD_COLUMNS)
-        bounds = [self.chunks * i // threads for i in range(threads)] if threads > 1 else [0]
-        return [
-            functools.partial(run, _packed(x.data_ptr(), *x_strides, *addresses, first, last, rows, *self.sizes))
-            for first, last in itertools.pairwise((*bounds, self.chunks))
-        ]
+        addresses = *x, table.data_ptr(), scales.data_ptr(), zeros, factors, out.data_ptr()
+        chunks, threads = self.chunks, rows * self.chunks * self.k // least
+        if threads > 1:
+            threads = min(torch.get_num_threads(), chunks, threads)
+        if threads <= 1:
+            return [_packed(*addresses, largest(0), 0, chunks, rows, *self.sizes)]
+        bounds = itertools.pairwise(chunks * i // threads for i in range(threads + 1))
+        return [_packed(*addresses, largest(i), *both, rows, *self.sizes) for i, both in enumerate(bounds)]
 
-    def _code(self, m: int) -> tuple[Code, Callable[[bytes], None]]:
+    def _code(self, m: int) -> tuple[Code, Run]:
         """Return the code for m tokens, in large tiles of which the last has few rows of padding."""
         format, bits, width = self.format, table_bits(self.format), lanes()
         most = 3 * width // 2 // max(2, 8 // bits)  # sums take three quarters of the registers: 16, or 32 of AVX-512
         tokens = m if m <= most else min(range(most, most - most // 3 - 1, -1), key=lambda size: -(-m // size) * size)
         middle, row_bytes = format.element_rule.padding_code, CpuLayout().shapes(format, 1, 1)[0][1][2]
         code = Code(bits, row_bytes, middle, format.zero, format.scale_dtype, format.factors, tokens, m > tokens, width)
-        if len(self.codes) > _MOST_CODES:
+        if len(self.codes) > MOST_CODES:
             self.codes.clear()
         from w4gemm.kernels.cpu.program import sums
 
@@ -234,13 +261,13 @@ def _pool(threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, "w4gemm")
 
 
-def run_all(calls: Sequence[Call]) -> None:
-    """Run calls at once, each in a thread."""
-    if len(calls) == 1:
-        return calls[0]()
-    futures = [_pool(len(calls) - 1).submit(call) for call in calls[1:]]
+def run_all(run: Run, arguments: Sequence[bytes]) -> None:
+    """Run a function on several arguments at once, each in a thread."""
+    if len(arguments) == 1:
+        return run(arguments[0])
+    futures = [_pool(len(arguments) - 1).submit(run, own) for own in arguments[1:]]
     try:
-        calls[0]()
+        run(arguments[0])
     finally:  # after Ctrl-C too the threads write to the result, which must outlive them
         wait(futures)
     for future in futures:
@@ -251,7 +278,7 @@ os.register_at_fork(after_in_child=_pool.cache_clear)  # a child has none of its
 
 
 @functools.cache
-def machine_code(program: Callable[..., str], *parameters: Hashable) -> Callable[[bytes], None]:
+def machine_code(program: Callable[..., str], *parameters: Hashable) -> Run:
     """Return the function of the module that ``program`` writes for the parameters. Its argument is int64 in a row, by
     :func:`packing`. Other Python threads run meanwhile."""
     from llvmlite import binding

@@ -127,23 +127,31 @@ class _Sums:
     def factors(self, chunk: Int, column: Int, feature: Int) -> tuple[list[Any], list[Any]]:
         """Return, by fields, the scales of a block's codes in a column, and what is added to the products: zero points
         or minus scale * zero point. If ``subtracts_first``, the latter are the zero points as they are."""
-        b, a, code = self.b, self.a, self.code
-        at = (chunk * a.groups + column // a.whole_group) * TABLE_N + feature
-        size = code.scale_dtype.itemsize
-        scale = b.floats(a.scales + at * size, code.scale_dtype, self.features)
-        if code.zero == "float":
-            zero = b.floats(a.zeros + at * size, code.scale_dtype, self.features)
-        elif code.zero == "int":
-            zero = b.floats(a.zeros + at, torch.uint8, self.features)
-        else:
-            zero = constant(code.middle, self.features)
-        if code.factors:
-            above = (chunk * a.superblocks + column // a.superblock) * (code.factors * TABLE_N) + feature
-            kinds = range(code.factors)
-            factors = [b.floats(a.factors + (above + i * TABLE_N) * 2, torch.float16, self.features) for i in kinds]
-            scale = b.fmul(scale, factors[0])
-            zero = b.fmul(zero, factors[1]) if code.factors > 1 else zero
+        b, code = self.b, self.code
+        scale, zero = scale_and_zero(b, code, self.a, (chunk, column, feature), self.features)
         if code.zero != "float" and not code.subtracts_first:
             zero = b.fneg(b.fmul(scale, zero))
         lanes = [range(f, self.features, code.fields) for f in range(code.fields)]
         return [b.lanes_of(scale, those) for those in lanes], [b.lanes_of(zero, those) for those in lanes]
+
+
+def scale_and_zero(b: Builder, code: Code, a: CodeArguments, place: tuple[Int, Int, Int], features: int) -> Any:
+    """Return the scales of features from a place on, chunk, column and feature, and their zero points as float32, or
+    :attr:`Code.middle` without."""
+    chunk, column, feature = place
+    at = (chunk * a.groups + column // a.whole_group) * TABLE_N + feature
+    size = code.scale_dtype.itemsize
+    scale = b.floats(a.scales + at * size, code.scale_dtype, features)
+    if code.zero == "float":
+        zero = b.floats(a.zeros + at * size, code.scale_dtype, features)
+    elif code.zero == "int":
+        zero = b.floats(a.zeros + at, torch.uint8, features)
+    else:
+        zero = constant(code.middle, features)
+    if code.factors:
+        above = (chunk * a.superblocks + column // a.superblock) * (code.factors * TABLE_N) + feature
+        kinds = range(code.factors)
+        factors = [b.floats(a.factors + (above + i * TABLE_N) * 2, torch.float16, features) for i in kinds]
+        scale = b.fmul(scale, factors[0])
+        zero = b.fmul(zero, factors[1]) if code.factors > 1 else zero
+    return scale, zero

@@ -1,9 +1,10 @@
-"""``cpu_mixed_gemm``: quantized weights on the CPU . Up to three configs, three methods:
+"""``cpu_mixed_gemm``: quantized weights on the CPU. Up to four configs, four methods:
 
 tile_m = 1     "sum": each token is a weighted sum of code columns, read straight from the table
                (``cpu`` layout only). Best for a few tokens, where memory traffic is the time.
 tile_m = 512   "compiled": machine code that llvmlite (extra ``cpu``) makes for this processor decodes the table and
-               multiplies up to tile_m tokens (``cpu`` layout only). Fastest for any number of tokens.
+               multiplies up to tile_m tokens (``cpu`` layout only). Fastest for few tokens, and without AMX for all.
+tile_m = 1024  "tiles": the same with AMX, for groups of a multiple of 32 columns. Fastest for more tokens.
 tile_m = 2048  "dense": tile_n output features at a time are dequantized and multiplied with up to tile_m tokens by
                PyTorch's matmul.
 
@@ -26,7 +27,7 @@ from w4gemm.core.epilogue import PLAIN, Epilogue, EpilogueOperands
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import GemmProblem
 from w4gemm.kernels.base import OK, Operands, Resources, Status
-from w4gemm.kernels.cpu import compiled, kernel
+from w4gemm.kernels.cpu import compiled, kernel, tile_product
 from w4gemm.kernels.space import Exclusion
 from w4gemm.packing.layouts import layout_named
 from w4gemm.packing.layouts.cpu import TABLE_N, table_bits
@@ -34,8 +35,14 @@ from w4gemm.packing.layouts.cpu import TABLE_N, table_bits
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn)
 _LAYOUTS = ("cpu", "canonical")
 
-COMPILED_TOKENS = 512
+COMPILED_TOKENS, TILES_TOKENS = 512, 1024
 _DENSE_TOKENS = 2048
+METHODS = {
+    1: ("sum", "a PyTorch with FBGEMM"),
+    COMPILED_TOKENS: ("compiled", compiled.NEEDS),
+    TILES_TOKENS: ("tiles", f"llvmlite and AMX, and groups of a multiple of {tile_product.STEP} columns"),
+}
+"""Name of each method but "dense", and what it needs, by tile_m."""
 _DENSE_ELEMENTS = 2**20
 """Weights dequantized at a time: 4 MiB of float32, near the size of a core's caches."""
 
@@ -62,6 +69,8 @@ class CpuMixedGemm:
             configs.append(GemmConfig(1, TABLE_N, _summed_together(problem.format, problem.k)))
         if problem.layout == "cpu" and compiled.is_available():
             panel = compiled.panel_columns(problem.format.group_length(problem.k), problem.k)
+            if tile_product.holds(problem.format, problem.k) and tile_product.is_available():
+                configs.append(GemmConfig(TILES_TOKENS, TABLE_N, panel))
             configs.append(GemmConfig(COMPILED_TOKENS, TABLE_N, panel))
         return configs
 
@@ -69,22 +78,22 @@ class CpuMixedGemm:
         legal = self.configs(problem)
         if config in legal:
             return []
-        if config.tile_m in (1, COMPILED_TOKENS) and config.tile_m not in (c.tile_m for c in legal):
-            method, needs = ("sum", "a PyTorch with FBGEMM") if config.tile_m == 1 else ("compiled", compiled.NEEDS)
+        if config.tile_m in METHODS and config.tile_m not in (c.tile_m for c in legal):
+            method, needs = METHODS[config.tile_m]
             return [Exclusion("impossible", method, f"needs a weight in the cpu layout, and {needs}")]
         sizes = f"not one of the methods' own sizes, {', '.join(map(str, legal))}"
         return [Exclusion("unlisted", "sizes", sizes)]
 
     def reduction_order(self, problem: GemmProblem, config: GemmConfig) -> Hashable | None:
-        """The methods "sum" and "compiled" have an order of their own; in a matmul a row's bits depend on where among
-        how many it is."""
-        return (self.name, config.tile_m, config.tile_k) if config.tile_m <= COMPILED_TOKENS else None
+        """Each method but "dense" has an order of its own; in a matmul a row's bits depend on where among how many it
+        is."""
+        return (self.name, config.tile_m, config.tile_k) if config.tile_m in METHODS else None
 
     def workspace_bytes(self, problem: GemmProblem, config: GemmConfig) -> int:
         if config.tile_m == 1:
             return 4 * problem.n * -(-problem.k // config.tile_k) + 8 * problem.k * -(-problem.n // TABLE_N)
-        if config.tile_m == COMPILED_TOKENS:
-            return 4 * min(problem.m, config.tile_m) * (problem.n + problem.k)
+        if config.tile_m in METHODS:
+            return 4 * min(problem.m, config.tile_m) * (problem.n + 2 * problem.k)
         return 8 * min(problem.n, config.tile_n) * problem.k
 
     def resources(self, problem: GemmProblem, config: GemmConfig) -> Resources:
@@ -106,6 +115,8 @@ class _Launch:
         self.method: Callable[[torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor | None], torch.Tensor]
         if config.tile_m == COMPILED_TOKENS:
             self.method = compiled.CompiledProduct(problem.format, problem.n, problem.k)
+        elif config.tile_m == TILES_TOKENS:
+            self.method = tile_product.TileProduct(problem.format, problem.n, problem.k)
         else:
             self.method = functools.partial(_by_pytorch, problem, config)
 
