@@ -151,12 +151,15 @@ class CompiledProduct:
     The chunks are divided over as many threads as PyTorch uses, if each has enough to do.
     """
 
+    groups_of_panel = PANEL
+    """At most."""
+
     def __init__(self, format: WeightFormat, n: int, k: int) -> None:
         self.format, self.n, self.k = format, n, k
         self.columns, self.chunks = -(-n // MOST_FEATURES) * MOST_FEATURES, -(-n // TABLE_N)
         self.has_zero, self.has_factors = format.has_zero, format.has_factors
         group = format.group_length(k)
-        self.panel = panel_columns(group, k)
+        self.panel = panel_columns(group, k, self.groups_of_panel)
         superblock = format.scale_rule.factor_columns if format.has_factors else k
         groups, superblocks = format.groups(k), -(-k // superblock)
         self.sizes = self.columns, k, self.panel, groups, min(group, self.panel), group, superblocks, superblock
@@ -240,10 +243,10 @@ class CompiledProduct:
         return self.codes[m]
 
 
-def panel_columns(group: int, k: int) -> int:
+def panel_columns(group: int, k: int, most_groups: int) -> int:
     """Columns of a panel: whole groups of ``group`` columns, or an equal share of a longer one."""
     if group <= PANEL:
-        groups, most = -(-k // group), PANEL // group
+        groups, most = -(-k // group), min(PANEL // group, most_groups)
         panels = -(-groups // most)
         return -(-groups // panels) * group  # of about one size
     if group >= k:

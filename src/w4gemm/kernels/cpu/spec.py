@@ -68,10 +68,11 @@ class CpuMixedGemm:
         if problem.layout == "cpu" and kernel.has_code_sums(table_bits(problem.format)):
             configs.append(GemmConfig(1, TABLE_N, _summed_together(problem.format, problem.k)))
         if problem.layout == "cpu" and compiled.is_available():
-            panel = compiled.panel_columns(problem.format.group_length(problem.k), problem.k)
+            group, k = problem.format.group_length(problem.k), problem.k
             if tile_product.holds(problem.format, problem.k) and tile_product.is_available():
+                panel = compiled.panel_columns(group, k, tile_product.GROUPS)
                 configs.append(GemmConfig(TILES_TOKENS, TABLE_N, panel))
-            configs.append(GemmConfig(COMPILED_TOKENS, TABLE_N, panel))
+            configs.append(GemmConfig(COMPILED_TOKENS, TABLE_N, compiled.panel_columns(group, k, compiled.PANEL)))
         return configs
 
     def exclusions(self, problem: GemmProblem, config: GemmConfig) -> list[Exclusion]:

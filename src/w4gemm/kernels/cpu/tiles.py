@@ -8,7 +8,7 @@ products of bf16 lose nothing: x is bf16 itself, or the sum of two or three bf16
 float32, and takes numbers below 2**-126 as 0. Loops, outermost first:
 
     chunk      128 features: a row of the table. A thread takes several
-    panel      at most 256 columns, and groups as a whole where that is less
+    panel      at most 256 columns and 4 groups, as a whole where that is less
     block      2 or 4 tiles of 16 features. The codes of a panel become bf16 in memory, 16 or 32 KiB
     tokens     1 or 2 tiles of up to 16 tokens
     group      sums of tiles, for 32 columns at a time, are 4 KiB in memory. Those of all groups are scaled and added up
@@ -31,7 +31,7 @@ from w4gemm.kernels.cpu.amx import I8, I16, ROW, WORDS, Amx
 from w4gemm.kernels.cpu.builder import F32, I64, Builder, Int, constant, floats_of, ints_of, module_of
 from w4gemm.kernels.cpu.compiled import PANEL, Code, CodeArguments
 from w4gemm.kernels.cpu.program import scale_and_zero
-from w4gemm.kernels.cpu.tile_product import SIDE, STEP, PartArguments
+from w4gemm.kernels.cpu.tile_product import GROUPS, SIDE, STEP, PartArguments
 from w4gemm.packing.layouts.cpu import TABLE_N
 
 _PRODUCTS = 4 * SIDE * ROW
@@ -106,9 +106,9 @@ class _Tiles:
         self.codes, self.panel_bytes = b.array(PANEL // 2 * SIDE * self.width), PANEL // 2 * ROW
         """bf16 codes of a panel: of each tile, a row for two columns."""
         self.scaled_bytes = 2 * self.width * ROW
-        self.scaled = b.array(PANEL // STEP * self.scaled_bytes // 4)
+        self.scaled = b.array(GROUPS * self.scaled_bytes // 4)
         """Of a group: scales of each tile, then zero points."""
-        self.products = b.array(PANEL // STEP * _PRODUCTS // 4)
+        self.products = b.array(GROUPS * _PRODUCTS // 4)
 
     def write(self) -> None:
         b, a, rows = self.b, self.a, self.tile.rows
