@@ -21,7 +21,7 @@ from w4gemm import choice
 from w4gemm.choice import cost, explain
 from w4gemm.choice.cost import constants, predicted_us
 from w4gemm.choice.cost.constants import Scale
-from w4gemm.choice.cost.experts import of_tile, random_and_zipf_rows, random_m_tiles, unevenness
+from w4gemm.choice.cost.experts import Width, of_tile, random_and_zipf_rows, random_m_tiles, unevenness
 from w4gemm.choice.cost.traffic import copy_us
 from w4gemm.choice.model import ranked
 from w4gemm.choice.plan import resolve_gather
@@ -252,19 +252,21 @@ def test_rows_of_experts_at_random_make_more_tiles_than_even_ones():
     for mean, tile in ((4, 8), (8, 8), (8, 16), (16, 16), (32, 32)):
         counts = Counter(g.randrange(experts) for _ in range(mean * experts))
         drawn = sum(-(-rows // tile) for rows in counts.values())
-        assert random_m_tiles(replace(problem, m=mean * experts), tile) == pytest.approx(drawn, rel=0.08)
-    assert random_m_tiles(replace(problem, m=8), 8) == 8  # of as many experts
-    assert random_m_tiles(replace(problem, m=experts), 8) == experts
+        assert random_m_tiles(replace(problem, m=mean * experts), Width(tile)) == pytest.approx(drawn, rel=0.08)
+    assert random_m_tiles(replace(problem, m=8), Width(8)) == 8  # of as many experts
+    assert random_m_tiles(replace(problem, m=experts), Width(8)) == experts
 
 
 def test_a_choice_for_experts_goes_by_random_and_by_zipf_rows():
     """12, 6, 4, 3, 2, 2, 2 and 1 rows make nine tiles of eight, where even rows make eight."""
     problem = problem_of("sm90_mixed_gemm", 4 * 8, experts=8)
     asked: list[float] = []
-    mean = random_and_zipf_rows(problem, 8, lambda m_tiles: asked.append(m_tiles) or 10.0 * len(asked))
+    mean = random_and_zipf_rows(problem, [Width(8)], lambda m_tiles: asked.append(m_tiles) or 10.0 * len(asked))
     assert asked == [pytest.approx(8.1, abs=0.2), 9]
     assert mean == pytest.approx(10**0.6 * 20**0.4)
-    assert random_and_zipf_rows(replace(problem, m=257 * 8), 256, lambda m_tiles: m_tiles) == 16  # even rows, of many
+    assert (
+        random_and_zipf_rows(replace(problem, m=257 * 8), [Width(256)], lambda m_tiles: m_tiles) == 16
+    )  # even rows, of many
 
 
 def test_an_expert_with_two_tiles_makes_no_second_wave():

@@ -18,11 +18,11 @@ import torch
 from conformance.cases import FP8, WIDTHS, assert_close, random_weight
 from emulator.kernel import Emulator
 from emulator.machine import TensorMap
-from emulator.ptx import Program, ptx_of
-from emulator.ptx import parse as parse_ptx
+from emulator.ptx import Program, kernels, ptx_of
 from emulator.races import RaceChecker
 from w4gemm import QuantizedWeight, WeightFormat
 from w4gemm.core.activation import ACTIVATIONS, is_gated, parse
+from w4gemm.core.config import GemmConfig
 from w4gemm.core.epilogue import PLAIN, SCALE_BLOCK, Epilogue, EpilogueOperands, default_out_dtype
 from w4gemm.core.problem import H200, GemmProblem
 from w4gemm.kernels import config_named, kernel_named
@@ -37,8 +37,13 @@ pytest.importorskip("cutlass")
 
 
 @functools.cache
+def programs_of(unit: Any) -> list[Program]:
+    return kernels(ptx_of(unit))
+
+
 def program_of(unit: Any) -> Program:
-    return parse_ptx(ptx_of(unit))
+    (program,) = programs_of(unit)
+    return program
 
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -85,6 +90,7 @@ class Product(NamedTuple):
 ALL = Epilogue("gelu", "device", bias=True, residual=True)
 GATES = Epilogue("silu_mul", bias=True, block_scale=True)
 ROWS_OF_BLOCKS = Epilogue("relu", "device", bias=True, block_scale=True)
+BIASED, BOTH = Epilogue("relu", bias=True), (5, 0, 70, 33, 32)
 SCALED, BLOCKS = Epilogue(token_scale=True), Epilogue(residual=True, block_scale=True)
 PRODUCTS = [
     Product("sm80_mixed_gemm/8x64x128_1x1x1_coop", "int4_g64_zfloat", ALL, 5, 130, 1504, 3),
@@ -97,6 +103,8 @@ PRODUCTS = [
     Product("sm90_mixed_gemm/128x64x128_1x1x1_pingpong_k2", "int4_g128", PLAIN, 50, 64, 896, 2),
     Product("sm90_mixed_gemm/128x64x128_1x1x1_coop", "int4_g16", PLAIN, 3, 128, 256, 2, (5, 130, 0, 37)),
     Product("sm90_fp8_gemm/16x64x256_1x1x1_pingpong", "int4_g128", BLOCKS, 1, 64, 1152, 2, (5, 0, 17)),
+    # two launches, by the rows of an expert
+    Product("sm90_mixed_gemm/16x128x128_1x1x1_coop+64x64x128_1x1x1_coop", "int4_g128", BIASED, 3, 128, 384, 2, BOTH),
     # a step's words in two segments; copies of cp.async that cover parts of several blocks; scales that lie elsewhere
     Product("sm80_mixed_gemm/64x128x128_1x1x1_coop", "int6_g64_zint", PLAIN, 9, 128, 384, 1),
     Product("sm80_mixed_gemm/8x64x128_1x1x1_coop", "q2_k", PLAIN, 5, 64, 768, 1),
@@ -170,9 +178,9 @@ def operands_of(case: Product, tokens: int, w: QuantizedWeight) -> EpilogueOpera
     )
 
 
-def parameters(case: Product, arguments: Arguments) -> list[Any]:
-    """The parameters of the kernel, without those that it does not have."""
-    name, (kernel, config) = case.config.split("/")[0], config_named(case.config)
+def parameters(case: Product, config: GemmConfig, arguments: Arguments) -> list[Any]:
+    """The parameters of the kernel of a launch with ``config``, without those that it does not have."""
+    name, (kernel, _) = case.config.split("/")[0], config_named(case.config)
     if name in ("sm80_mixed_gemm", "sm89_fp8_gemm"):
         flat = (*arguments[:3], *arguments.epilogue, *arguments.rows, *arguments.workspace, arguments.max_clusters)
         return [value for value in flat if value is not None]
@@ -198,12 +206,15 @@ def computed(
 ) -> torch.Tensor:
     """d, NaN where nothing was stored. Flags of stream-k must be 0 afterwards."""
     kernel, config = config_named(case.config)
-    program = program_of(kernel.unit(case.problem, config))
+    programs = programs_of(kernel.unit(case.problem, config))
     cluster = config.cluster_m * config.cluster_n * config.split_k
+    launches = [replace(config, tail=None), *([config.tail] if config.tail else [])]
 
     def launch(*values: Any) -> None:
         arguments = nested(values)
-        Emulator(program, case.ctas, cluster).run(*parameters(case, arguments))
+        for program, own in zip(programs, launches, strict=True):
+            Emulator(program, case.ctas, cluster).run(*parameters(case, own, arguments))
+            arguments = arguments._replace(rows=arguments.rows._replace(settled=1))
         assert arguments.workspace.flags is None or not arguments.workspace.flags.any(), "flags stay set"
 
     out = torch.full((case.rows, case.epilogue.columns(case.n)), torch.nan, dtype=case.problem.out_dtype)

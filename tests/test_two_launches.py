@@ -11,13 +11,15 @@ import pytest
 import torch
 
 from sass import functions
-from w4gemm import GemmConfig, QuantizedWeight, WeightFormat, choice, linear
+from w4gemm import GemmConfig, QuantizedWeight, WeightFormat, choice, grouped_linear, linear, quantize, route
 from w4gemm.choice.cost import predicted_us
+from w4gemm.choice.cost.experts import Width
 from w4gemm.core.epilogue import Epilogue
 from w4gemm.core.problem import H200, GemmProblem
 from w4gemm.jit import object_code
 from w4gemm.kernels import kernel_named
-from w4gemm.kernels.hopper import split
+from w4gemm.kernels.hopper import most_narrow_rows, split
+from w4gemm.kernels.workspace import capturing
 
 W4A16 = GemmProblem(256, 28672, 4096, torch.bfloat16, WeightFormat(), "mma16", device=H200)
 W4A8 = replace(W4A16, dtype=torch.float8_e4m3fn, format=WeightFormat.parse("int4_g128_e4m3"), layout="mma8")
@@ -177,3 +179,66 @@ def test_bits_are_those_of_the_two_on_a_gpu(name, problem, text, shape, epilogue
     x.view(torch.uint8).copy_(x.view(torch.uint8).flip(0))
     graph.replay()
     assert torch.equal(d, linear(x, weight, config=f"{name}/{text}", **options, **scale))
+
+
+# --- experts, by their rows
+
+LARGE = replace(W4A16, m=8 * 256, n=4096, k=7168, experts=256)  # DeepSeek-V3's gate_up with eight rows an expert
+OF_EXPERTS = "16x256x128_1x1x1_coop+128x128x128_1x1x1_coop"
+
+
+def test_experts_with_many_rows_have_a_launch_of_their_own_where_a_second_one_does_not_show():
+    """As timed on an H200: of a layer of Qwen3-30B-A3B it would be 2 to 4 % (docs/measured.md)."""
+    assert str(choice.choose(LARGE).config) == OF_EXPERTS
+    small = replace(LARGE, m=8 * 128, n=1536, k=2048, experts=128)
+    assert choice.choose(small).config.tail is None
+    assert choice.choose(replace(LARGE, m=128 * 256)).config.tail is None, "nor where all experts have many rows"
+    shipped = choice.explain(LARGE).candidates
+    pair, single = (
+        next(c.us for c in shipped if str(c) == f"sm90_mixed_gemm/{text}")
+        for text in (OF_EXPERTS, OF_EXPERTS.split("+")[0])
+    )
+    assert 0.9 < pair / single < 1
+
+
+def test_experts_are_divided_at_a_tile_or_half_a_wide_one():
+    assert [most_narrow_rows(GemmConfig.parse(text)) for text in (OF_EXPERTS, OF_EXPERTS.replace("16x", "96x"))] == [
+        64,
+        96,
+    ]
+
+
+def test_both_launches_of_experts_take_all_rows_once():
+    """In tiles as the cost model counts them."""
+    most = most_narrow_rows(GemmConfig.parse(OF_EXPERTS))
+    narrow, wide = Width(16, 1, most), Width(128, most + 1)
+    for rows in range(1, 400):
+        tiles = narrow.m_tiles(rows), wide.m_tiles(rows)
+        assert sum(map(bool, tiles)) == 1 and max(16 * tiles[0], 128 * tiles[1]) >= rows
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gathered", [False, True])
+def test_two_launches_of_experts_give_the_bits_of_one_whatever_the_routing(gathered):
+    """In a graph that is replayed: each product reads what both launches of the one in front of it wrote."""
+    experts, rows, size = 8, 512, 640
+    weights = [quantize(torch.randn(size, size, device="cuda"), WeightFormat()) for _ in range(experts)]
+    w = QuantizedWeight.stack(weights, layout="mma16")
+    x = torch.randn(rows, size, device="cuda", dtype=torch.bfloat16)
+    ids = torch.zeros(rows, 1, dtype=torch.int32, device="cuda")
+
+    def layer(config: str) -> torch.Tensor:
+        routing = route(ids, experts)
+        d = grouped_linear(x, w, routing.m_offsets, indices=routing.tokens if gathered else None, config=config)
+        return grouped_linear(d, w, routing.m_offsets, settled=True, config=config)
+
+    single = OF_EXPERTS.split("+")[0]
+    layer(OF_EXPERTS)
+    with capturing() as graph:
+        d = layer(OF_EXPERTS)
+    for seed in range(30):
+        g = torch.Generator().manual_seed(seed)
+        likely = torch.rand(experts, generator=g) ** (seed % 10)
+        ids.copy_(torch.multinomial(likely + 1e-9, rows, replacement=True, generator=g)[:, None])
+        graph.replay()
+        assert torch.equal(d, layer(single)), f"routing {seed}"

@@ -52,6 +52,11 @@ def ptx_of(unit: Any) -> str:
     return str(cute.compile(program.entry, *program.arguments, options=options, no_jit_engine=True).__ptx__)
 
 
+def kernels(ptx: str) -> list[Program]:
+    """Read a PTX file, kernel by kernel."""
+    return [parse(kernel) for kernel in re.split(r"(?=\.visible \.entry)", ptx)[1:]]
+
+
 def parse(ptx: str) -> Program:
     """Read a PTX file with one kernel."""
     text = re.sub(r"//.*", "", ptx)

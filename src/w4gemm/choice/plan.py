@@ -106,11 +106,13 @@ def choose(problem: GemmProblem, config: GemmConfig | str | None = None) -> Plan
 
 def resolve_gather(problem: GemmProblem) -> GemmProblem:
     """Return ``problem``, or a gathered problem with ``gathered=False`` if copying the rows first is predicted to be
-    faster or is the only supported way."""
+    faster, in configs of one launch, or is the only supported way."""
     if not problem.gathered:
         return problem
     before = replace(problem, gathered=False)
-    read, copied = (min((r.us for r in ranked(KERNELS, p)), default=math.inf) for p in (problem, before))
+    read, copied = (
+        min((r.us for r in ranked(KERNELS, p) if r.config.tail is None), default=math.inf) for p in (problem, before)
+    )
     return before if copied + copy_us(problem) < read else problem
 
 

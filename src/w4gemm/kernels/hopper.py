@@ -34,9 +34,12 @@ def first_features(problem: GemmProblem, m: int, config: GemmConfig) -> int:
 
 
 def launches(problem: GemmProblem, config: GemmConfig) -> list[tuple[GemmProblem, GemmConfig]]:
-    """Return (problem, config) of each launch: one, or two if the config has a tail and features are left."""
+    """Return (problem, config) of each launch: one, or two if the config has a tail and, for one weight, features are
+    left."""
     if config.tail is None:
         return [(problem, config)]
+    if problem.experts:
+        return [(problem, replace(config, tail=None)), (problem, config.tail)]
     parts = zip(split(problem, config), (replace(config, tail=None), config.tail), strict=True)
     return [(part, c) for part, c in parts if part.n]
 
@@ -51,6 +54,13 @@ def refusal(device: Device) -> str:
     if device.shared_memory < HOPPER_SHARED_MEMORY:
         return f"needs {HOPPER_SHARED_MEMORY} bytes of shared memory a CTA, the GPU has {device.shared_memory}"
     return ""
+
+
+def most_narrow_rows(config: GemmConfig) -> int:
+    """Return the most rows of an expert in the first of two launches, that of the narrower tiles: one tile, or half a
+    wide one."""
+    assert config.tail is not None and config.tile_m < config.tail.tile_m
+    return max(config.tile_m, config.tail.tile_m // 2)
 
 
 class HopperKernel(GpuKernel):

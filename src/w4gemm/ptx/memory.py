@@ -188,6 +188,11 @@ def add_acquire_release(address: Int64, value: int) -> Int32:
     return asm(f"atom.acq_rel.gpu.global.add.s32 $0, [$1], {value};", [Int32], [address])[0]
 
 
+def fence_acquire() -> None:
+    """Order later reads of this thread behind writes that it knows of by other means: L1 forgets older words."""
+    asm("fence.acq_rel.gpu;")
+
+
 def barrier_of_roles(barrier: Int32, threads: int) -> None:
     """Wait at a named barrier whose ``threads`` come from several places of the code. ``bar.sync`` promises that all
     that wait execute the same instruction; this is ``barrier.sync``, which does not."""

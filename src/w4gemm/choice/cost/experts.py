@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from w4gemm.core.config import GemmConfig
+from w4gemm.core.errors import LARGEST_SIZE
 from w4gemm.core.problem import Device, GemmProblem
 from w4gemm.kernels import gpu
 from w4gemm.kernels.expert_layer.spec import ExpertLayer
@@ -35,8 +37,24 @@ _MOST_TOKENS_WITHOUT_GATES = 2
 _BYTES_PER_US = 0.9
 """Part of the data sheet's bandwidth that weights are streamed with."""
 
-Division = Callable[[GemmProblem, int, Callable[[float], float]], float]
-"""How rows are divided among experts: gives the microseconds of a launch, from those by its number of m tiles."""
+
+class Width(NamedTuple):
+    """Tiles of one launch, and the experts that it takes."""
+
+    tile_m: int
+    least: int = 1
+    """Fewest rows of such an expert."""
+    most: int = LARGEST_SIZE
+    """Most rows of one."""
+
+    def m_tiles(self, rows: int) -> int:
+        """The number of m tiles of an expert with ``rows`` rows."""
+        return -(-rows // self.tile_m) if self.least <= rows <= self.most else 0
+
+
+Division = Callable[[GemmProblem, Sequence[Width], Callable[..., float]], float]
+"""How rows are divided among experts: gives the microseconds of one or two launches, from those by the number of m
+tiles of each."""
 
 _MANY = 256
 """Most rows of an expert for which choices go by random rows. At 63 points of 16 to 192 rows (H200, 2026-11-26) the
@@ -57,31 +75,34 @@ weight say that they would be up to 14 % faster than what is chosen for experts;
 2026-11-24)."""
 
 
-def random_and_zipf_rows(problem: GemmProblem, tile_m: int, us: Callable[[float], float]) -> float:
-    """Return the microseconds of a launch of experts. Up to 256 rows of an expert, this is the weighted geometric mean
-    of its times with random and with Zipf rows. Beyond, it is the time with even rows.
+def random_and_zipf_rows(problem: GemmProblem, widths: Sequence[Width], us: Callable[..., float]) -> float:
+    """Return the microseconds of the launches of experts. Up to 256 rows of an expert, this is the weighted geometric
+    mean of their times with random and with Zipf rows. Beyond, it is the time with even rows.
 
     Args:
-        us: the microseconds of the launch by its number of m tiles.
+        widths: one of each launch.
+        us: the microseconds by the number of m tiles of each launch.
     """
     if problem.m > _MANY * problem.experts:
-        return even_rows(problem, tile_m, us)
-    random, zipf = us(random_m_tiles(problem, tile_m)), us(_zipf_m_tiles(problem.m, problem.experts, tile_m))
+        return even_rows(problem, widths, us)
+    random = us(*(random_m_tiles(problem, width) for width in widths))
+    zipf = us(*(_zipf_m_tiles(problem.m, problem.experts, width) for width in widths))
     return float(random ** (1 - _ZIPF) * zipf**_ZIPF)
 
 
-def even_rows(problem: GemmProblem, tile_m: int, us: Callable[[float], float]) -> float:
-    """Return the microseconds of a launch of experts that all have equally many rows, as timings of configs are taken.
-    Arguments are those of :func:`random_and_zipf_rows`."""
-    return us(gpu.m_tiles(problem, tile_m))
+def even_rows(problem: GemmProblem, widths: Sequence[Width], us: Callable[..., float]) -> float:
+    """Return the microseconds of the launches of experts that all have equally many rows, as timings of configs are
+    taken. Arguments are those of :func:`random_and_zipf_rows`."""
+    experts = min(problem.experts, problem.m)
+    return us(*(experts * width.m_tiles(-(-problem.m // experts)) for width in widths))
 
 
-def random_m_tiles(problem: GemmProblem, tile_m: int) -> float:
-    """Return the expected number of m tiles of a problem of experts under random routing, but at least their number
-    with equally many rows. A smaller number, because some experts have no rows, is not used: how full the last wave of
-    tiles is then depends on the routing."""
-    even = gpu.m_tiles(problem, tile_m)
-    return max(even, problem.experts * _tiles_of_one(problem.m / problem.experts, tile_m))
+def random_m_tiles(problem: GemmProblem, width: Width) -> float:
+    """Return the expected number of m tiles of a problem of experts under random routing, but, of a launch of all
+    experts, at least their number with equally many rows. A smaller number, because some experts have no rows, is not
+    used: how full the last wave of tiles is then depends on the routing."""
+    tiles = problem.experts * _tiles_of_one(problem.m / problem.experts, width)
+    return max(tiles, gpu.m_tiles(problem, width.tile_m)) if width == Width(width.tile_m) else tiles
 
 
 def unevenness(problem: GemmProblem, tile_m: int) -> float:
@@ -140,17 +161,18 @@ def one_launch_is_slower(layer: ExpertLayer, tokens: int, device: Device) -> str
 
 
 @functools.cache
-def _tiles_of_one(mean: float, tile_m: int) -> float:
+def _tiles_of_one(mean: float, width: Width) -> float:
     """Expected number of tiles of an expert that has ``mean`` rows on average."""
     probability, tiles = math.exp(-mean), 0.0
     for rows in range(1, int(mean + 12 * math.sqrt(mean)) + 20):
         probability *= mean / rows
-        tiles += probability * -(-rows // tile_m)
+        tiles += probability * width.m_tiles(rows)
     return tiles
 
 
 @functools.cache
-def _zipf_m_tiles(m: int, experts: int, tile_m: int) -> int:
+def _zipf_m_tiles(m: int, experts: int, width: Width) -> int:
     """Number of m tiles if the i-th expert has a part of the ``m`` rows proportional to 1 / i."""
     all_parts = sum(1 / i for i in range(1, experts + 1))
-    return max(1, sum(-(-round(m / i / all_parts) // tile_m) for i in range(1, experts + 1)))
+    tiles = sum(width.m_tiles(round(m / i / all_parts)) for i in range(1, experts + 1))
+    return max(1, tiles) if width == Width(width.tile_m) else tiles

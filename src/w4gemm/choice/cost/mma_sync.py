@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from w4gemm.choice.cost.constants import constants_for, scale_of
-from w4gemm.choice.cost.experts import random_and_zipf_rows
+from w4gemm.choice.cost.experts import Width, random_and_zipf_rows
 from w4gemm.choice.cost.traffic import SHARPNESS, Timer, mma_us, moved_us
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.problem import GemmProblem
@@ -62,7 +62,7 @@ def timers(kernel: Any, problem: GemmProblem) -> Callable[[GemmConfig], Timer]:
         if not problem.experts:
             return lambda m: of_tiles(m, -(-m // config.tile_m))
         return lambda m: random_and_zipf_rows(
-            replace(problem, m=m), config.tile_m, lambda m_tiles: of_tiles(m, m_tiles)
+            replace(problem, m=m), [Width(config.tile_m)], lambda m_tiles: of_tiles(m, m_tiles)
         )
 
     return timer

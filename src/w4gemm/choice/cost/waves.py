@@ -29,12 +29,12 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from w4gemm.choice.cost.constants import Constants, Scale, SliceTimes, constants_for, scale_of
-from w4gemm.choice.cost.experts import Division, of_tile, random_and_zipf_rows, unevenness
+from w4gemm.choice.cost.experts import Division, Width, of_tile, random_and_zipf_rows, unevenness
 from w4gemm.choice.cost.traffic import SHARPNESS, Timer, mma_us, moved_us, unmeasured_us
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.epilogue import PLAIN
 from w4gemm.core.problem import GemmProblem
-from w4gemm.kernels.hopper import first_features
+from w4gemm.kernels.hopper import first_features, most_narrow_rows
 from w4gemm.kernels.variant import HOPPER_SHARED_MEMORY, RESERVED_SHARED_MEMORY
 from w4gemm.packing.block import BLOCK_N
 from w4gemm.packing.codecs import scales_on_sums
@@ -54,6 +54,10 @@ tiles of 16 tokens take, two with 89, as tiles of 32 do."""
 _SMS_OF_SPLITS = {3: 117 / 132, 4: 120 / 132, 8: 120 / 132}
 """Part of a GPU's multiprocessors that clusters of a split reach at once, if not all (H200): a cluster lies in one of
 the GPU's processing clusters, of 16 or 18 multiprocessors."""
+_SECOND_LAUNCH_US, _MOST_LOSS = 1.8, 0.01
+"""Time that a second launch of experts takes if it has no tile, and the most of a product's time that it may be. Two
+products of 128 experts with 4 to 32 random rows took 2.3 to 4.2 us longer with second launches, in all 1.02 to 1.04 of
+the time; larger ones of four models 0.99 to 1.01 (H200, 2026-11-28, docs/measured.md)."""
 _COOL = 2
 """How much slower than the clock says a GPU's tensor cores are if it never reaches its power limit."""
 
@@ -99,7 +103,8 @@ def timers(kernel: Any, problem: GemmProblem) -> Callable[[GemmConfig], Timer]:
 
     def timer(config: GemmConfig) -> Timer:
         if config.tail is not None:
-            return _two_launches_timer(facts, problem, config)
+            two = _two_widths_timer if problem.experts else _two_launches_timer
+            return two(facts, problem, config)
         of_launch = _launch_timer(facts, problem, config, moved)
         if of_launch is None:
             return lambda m: unmeasured_us(replace(problem, m=m))
@@ -131,6 +136,35 @@ def _two_launches_timer(facts: LaunchFacts, problem: GemmProblem, config: GemmCo
     return us
 
 
+def _two_widths_timer(facts: LaunchFacts, problem: GemmProblem, config: GemmConfig) -> Timer:
+    """The timer of two launches of experts, by their rows. Where the second one would show if it has no tile, or has
+    the average expert, it is predicted to gain nothing."""
+    assert config.tail is not None
+    narrow, wide = replace(config, tail=None), config.tail
+    moved, times = moved_us(problem), [facts.constants.times(facts.timed_as, each) for each in (narrow, wide)]
+    alone = _launch_timer(facts, problem, narrow, moved)
+    if alone is None or times[0] is None or times[1] is None:
+        return lambda m: unmeasured_us(replace(problem, m=m))
+    first, second = _busy_timer(facts, problem, narrow)(times[0]), _busy_timer(facts, problem, wide)(times[1])
+    most = most_narrow_rows(config)
+    widths = Width(narrow.tile_m, 1, most), Width(wide.tile_m, most + 1)
+
+    def us(m: int) -> float:
+        operations = 2 * m * problem.n * problem.k
+
+        def of_tiles(tiles: float, tiles_of_second: float) -> float:
+            before, after = first(m, tiles), second(m, tiles_of_second)
+            busy = before.even_us + after.us if tiles_of_second else before.us
+            return _whole_us(facts, moved(m), busy, operations) + _SECOND_LAUNCH_US
+
+        one = alone(m, operations)
+        if one * _MOST_LOSS < _SECOND_LAUNCH_US or m > most * problem.experts:
+            return one + _SECOND_LAUNCH_US
+        return random_and_zipf_rows(replace(problem, m=m), widths, of_tiles)
+
+    return us
+
+
 def timed_as(kernel: Any, problem: GemmProblem) -> str:
     """Name that the kernel's configs are measured under: each way to scale fp8 has times of its own."""
     if kernel.name != "sm90_fp8_gemm":
@@ -150,13 +184,56 @@ def _launch_timer(facts: LaunchFacts, problem: GemmProblem, config: GemmConfig, 
 def launch_timer(
     facts: LaunchFacts, problem: GemmProblem, config: GemmConfig, moved: Timer, divided: Division = random_and_zipf_rows
 ) -> Callable[[SliceTimes], LaunchTimer]:
-    """Return a function from a config's times to the timer of one launch. The times were measured with bf16 x, int4
-    weights and bf16 scales; other formats take longer to decode.
+    """Return a function from a config's times to the timer of one launch.
 
     Args:
         moved: :func:`moved_us` of the problem.
         divided: how rows are divided among experts.
     """
+    busy_of, width = _busy_timer(facts, problem, config), Width(config.tile_m * config.cluster_m)
+
+    def of_times(times: SliceTimes) -> LaunchTimer:
+        busy = busy_of(times)
+
+        def of_tiles(m: int, m_tiles: float, operations: float, uneven: float = 1.0) -> float:
+            return _whole_us(facts, moved(m), uneven * busy(m, m_tiles).us, operations)
+
+        if not problem.experts:
+            return lambda m, operations: of_tiles(m, -(-m // width.tile_m), operations)
+
+        def of_experts(m: int, operations: float) -> float:
+            problem_of_m = replace(problem, m=m)
+            uneven = unevenness(problem_of_m, width.tile_m) * of_tile(problem_of_m, config)
+            return divided(problem_of_m, [width], lambda m_tiles: of_tiles(m, m_tiles, operations, uneven))
+
+        return of_experts
+
+    return of_times
+
+
+def _whole_us(facts: LaunchFacts, moved: float, busy: float, operations: float) -> float:
+    """The time of a launch whose multiprocessors are busy for so long if they are cool, and that moves its bytes in
+    ``moved``."""
+    model, scale = facts.constants.models["waves"], facts.scale
+    heat = 0.0 if scale.mma > _COOL * scale.clock else model["heat"]
+    busy *= 1 + heat * min(1, operations / model["hot_operations"])
+    return float(model["fixed_us"] + (busy**SHARPNESS + moved**SHARPNESS) ** _ROOT)
+
+
+class Busy(NamedTuple):
+    """How long a launch occupies multiprocessors that are cool."""
+
+    us: float
+    """With the last wave of tiles, whether or not it fills them."""
+    even_us: float
+    """If they shared the work of all tiles evenly."""
+
+
+def _busy_timer(
+    facts: LaunchFacts, problem: GemmProblem, config: GemmConfig
+) -> Callable[[SliceTimes], Callable[[int, float], Busy]]:
+    """Return a function from a config's times to :class:`Busy` by m and the number of m tiles. The times were measured
+    with bf16 x, int4 weights and bf16 scales; other formats take longer to decode."""
     scale, model, ctas_per_sm = facts.scale, facts.constants.models["waves"], _resident(facts, config)
     gathered_us = 0.0
     if problem.gathered:
@@ -168,47 +245,35 @@ def launch_timer(
     n_tiles = -(-problem.n // (config.tile_n * config.cluster_n))
     sms = problem.device.sms * _SMS_OF_SPLITS.get(config.split_k, 1.0)
     held = max(1, int(sms) // cluster) * ctas_per_sm  # a device described with fewer SMs than a cluster
-    slices, rows = -(-problem.k // (config.tile_k * config.split_k)), config.tile_m * config.cluster_m
-    stream, experts = config.schedule == "stream", problem.experts
+    slices, stream = -(-problem.k // (config.tile_k * config.split_k)), config.schedule == "stream"
     box = 0 if problem.gathered else _first_box(facts, config)
     chunks = config.tile_k * problem.dtype.itemsize / 128 * scale.clock
     row_us = chunks / config.cluster_n * model["row_us"]
     past_us = chunks * model["row_past_us"]  # CTAs of a cluster, which share x, gain nothing there
-    fixed_us, heat, hot = model["fixed_us"], model["heat"], model["hot_operations"]
-    if scale.mma > _COOL * scale.clock:
-        heat = 0.0
 
-    def of_times(times: SliceTimes) -> LaunchTimer:
+    def of_times(times: SliceTimes) -> Callable[[int, float], Busy]:
         alone = math.hypot(times.alone * slower * scale.clock, gathered_us)
         shared, tile = times.shared * slower * scale.contention, times.tile * scale.clock
         in_full_wave = max(alone + shared, least)
 
-        def of_tiles(m: int, m_tiles: float, operations: float, uneven: float = 1.0) -> float:
+        def busy(m: int, m_tiles: float) -> Busy:
             fill = m_tiles * n_tiles / held
             full = int(fill)
             part = fill - full
             loading = m * row_us + (box - m) * past_us if m < box else 0.0
             full_us = max(in_full_wave, loading * ctas_per_sm) if loading else in_full_wave
+            wave_us = slices * full_us + tile
             if stream:
-                busy = fill * slices * full_us + (fill + max(1, 1 / fill)) * tile
-            else:
-                busy = full * (slices * full_us + tile)
-                if part > 1e-9:
-                    ctas_of_sm = math.ceil(part * ctas_per_sm)
-                    part_us = max(alone + shared * _contention(part, ctas_per_sm), least, loading * ctas_of_sm)
-                    busy += slices * part_us + tile
-            busy *= uneven * (1 + heat * min(1, operations / hot))
-            return float(fixed_us + (busy**SHARPNESS + moved(m) ** SHARPNESS) ** _ROOT)
+                us = fill * slices * full_us + (fill + max(1, 1 / fill)) * tile
+                return Busy(us, us)
+            us = full * wave_us
+            if part > 1e-9:
+                ctas_of_sm = math.ceil(part * ctas_per_sm)
+                part_us = max(alone + shared * _contention(part, ctas_per_sm), least, loading * ctas_of_sm)
+                us += slices * part_us + tile
+            return Busy(us, fill * wave_us)
 
-        if not experts:
-            return lambda m, operations: of_tiles(m, -(-m // rows), operations)
-
-        def of_experts(m: int, operations: float) -> float:
-            problem_of_m = replace(problem, m=m)
-            uneven = unevenness(problem_of_m, rows) * of_tile(problem_of_m, config)
-            return divided(problem_of_m, rows, lambda m_tiles: of_tiles(m, m_tiles, operations, uneven))
-
-        return of_experts
+        return busy
 
     return of_times
 
@@ -271,7 +336,7 @@ def _expert_tiles_us(facts: LaunchFacts, problem: GemmProblem, config: GemmConfi
         each = m_tiles * n_tiles * config.split_k / ctas
         return float((model["expert_start_us"] + model["expert_tile_us"] * each) * facts.scale.clock)
 
-    return random_and_zipf_rows(problem, config.tile_m, us)
+    return random_and_zipf_rows(problem, [Width(config.tile_m)], us)
 
 
 def _contention(part: float, ctas_per_sm: int) -> float:

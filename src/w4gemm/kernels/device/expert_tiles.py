@@ -39,6 +39,31 @@ class ExpertTiles(NamedTuple):
         return self.tile_prefix_sums[self.experts - 1]
 
 
+class Part(NamedTuple):
+    """The experts of a launch, by their rows: all, or those of the first or of the second of two launches."""
+
+    least: int = 0
+    """Fewest rows of an expert of this launch; 0 unless it is the second one."""
+    most: int = _NEVER
+    """Most rows of one."""
+
+    @property
+    def second(self) -> bool:
+        """True for the second of two launches."""
+        return self.least > 0
+
+    def rows(self, rows: Int32) -> Int32:
+        """The rows that an expert has in this launch: ``rows`` or 0."""
+        if self.least > 0:
+            rows = cutlass.select_(rows >= self.least, rows, Int32(0))
+        if self.most < _NEVER:
+            rows = cutlass.select_(rows <= self.most, rows, Int32(0))
+        return rows
+
+
+WHOLE = Part()
+
+
 class TileRows(NamedTuple):
     """Rows of d of one m tile."""
 
@@ -51,9 +76,10 @@ class TileRows(NamedTuple):
 
 @dataclass(frozen=True)
 class ExpertTileMap:
-    """Fills and searches :class:`ExpertTiles`, for tiles of ``tile_m`` tokens."""
+    """Fills and searches :class:`ExpertTiles`, for tiles of ``tile_m`` tokens. Experts outside ``part`` have none."""
 
     tile_m: int
+    part: Part = WHOLE
 
     @cute.jit
     def fill(self, tiles: ExpertTiles):
@@ -84,7 +110,7 @@ class ExpertTileMap:
 
     def tiles(self, start: Int32, end: Int32) -> Int32:
         """The number of m tiles of the rows start .. end."""
-        return cutlass.max(end - start + self.tile_m - 1, 0) // self.tile_m
+        return cutlass.max(self.part.rows(end - start) + self.tile_m - 1, 0) // self.tile_m
 
     def rows_of(self, tiles: ExpertTiles, expert: Int32, early: bool) -> tuple[Int32, Int32]:
         """An expert's first row and end. early: if the rows are settled, perhaps before ``griddepcontrol.wait``, so
@@ -112,9 +138,11 @@ class ExpertTileMap:
         return TileRows(expert, start + (m_tile - before) * self.tile_m, end)
 
 
-def max_m_tiles(m: Int32, experts: Int32, tile_m: int) -> Int32:
-    """The largest number of m tiles that m rows can make, however they are divided among the experts."""
-    return m // tile_m + cutlass.min(m, experts)
+def max_m_tiles(m: Int32, experts: Int32, tile_m: int, part: Part = WHOLE) -> Int32:
+    """The largest number of m tiles that m rows can make, however they are divided among the experts; 1 for none."""
+    if not part.second:
+        return m // tile_m + cutlass.min(m, experts)
+    return cutlass.max(m // tile_m + cutlass.min(m // part.least, experts), 1)
 
 
 def first_rows(t: cute.Tensor, end: Int32) -> cute.Tensor:

@@ -143,3 +143,4 @@ class Sm90Fp8Gemm(Sm90MixedGemm):
         "256x64x128_1x1x1_coop+128x64x256_1x1x1_coop_k2",
         "192x128x128_1x1x1_coop+192x64x128_1x1x1_coop_k2",
     )
+    width_pairs = ()

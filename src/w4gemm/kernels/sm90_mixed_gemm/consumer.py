@@ -652,7 +652,8 @@ class Consumer:
         acc = cute.make_rmem_tensor(thr_mma.partition_shape_C((config.tile_n, config.tile_m)), Float32)
         flat = flattened(acc)
         mma.set(warpgroup.Field.ACCUMULATE, True)
-        cute.arch.griddepcontrol_wait()
+        if const_expr(not self.scheduler.part.second):
+            cute.arch.griddepcontrol_wait()
         state = PipelineState.consumer()
         cluster_coord = self.scheduler.cta_coord_in_cluster(cta_rank)
         table = memory.decode_table
@@ -672,6 +673,8 @@ class Consumer:
             if pingpong == 1:
                 cute.arch.barrier_arrive(barrier_id=_MMA_ORDER_BARRIER, number_of_threads=256)
         count, share = self.scheduler.work_tiles(params)
+        if const_expr(self.scheduler.part.second):
+            self.scheduler.acquire(count)
         for index in cutlass.range(pingpong, count, variant.pingpong_warpgroups, unroll=1):
             work_tile = self.scheduler.work_tile(index, params, share)
             k_slices = work_tile.k_slices

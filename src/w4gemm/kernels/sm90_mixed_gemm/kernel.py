@@ -116,6 +116,10 @@ fetches weights. If the rows are settled (ExpertRows.settled) it counts before t
 stages with weights: so the product after another one of the same rows streams while that one still runs. The boxes of x
 then start at any row; rows past the expert's last row are multiplied and not stored.
 
+Two launches of one grouped product (two_launches.py) each have some of the experts (scheduler.part). The second starts
+while CTAs of the first still run: all of these have waited, so what it reads is there, and it does not wait before it
+reads. Its first CTA waits before it ends, so that what waits for the second launch waits for both.
+
 If gathered (variant.gathered, of a grouped problem), the producer's four warps copy x by cp.async
 (device/row_gather.py); each thread arrives at the full barrier when its copies are done. A consumer fences behind its
 wait, so that its WGMMAs see these writes.
@@ -133,7 +137,15 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from w4gemm.kernels.arguments import Arguments
 from w4gemm.kernels.device.epilogue_math import EpilogueMath
-from w4gemm.kernels.device.expert_tiles import ExpertTiles, TileRows, max_m_tiles, weight_of_expert, with_indexed_scales
+from w4gemm.kernels.device.expert_tiles import (
+    WHOLE,
+    ExpertTiles,
+    Part,
+    TileRows,
+    max_m_tiles,
+    weight_of_expert,
+    with_indexed_scales,
+)
 from w4gemm.kernels.device.launch import memory_of_launch
 from w4gemm.kernels.device.pipeline import PipelineState
 from w4gemm.kernels.device.row_gather import RowGather
@@ -197,7 +209,7 @@ class OutTarget(NamedTuple):
 class Sm90MixedGemmKernel:
     """The device code of one :class:`Sm90MixedVariant`."""
 
-    def __init__(self, variant: Sm90MixedVariant):
+    def __init__(self, variant: Sm90MixedVariant, part: Part = WHOLE):
         self.variant = variant
         self.dtype = _DTYPES[variant.kind]
         pairs, on_sums = variant.pairs, variant.scales_on_sums
@@ -213,7 +225,7 @@ class Sm90MixedGemmKernel:
             boxed=variant.boxed,
             grouped=variant.grouped,
         )
-        self.scheduler = TileScheduler(variant)
+        self.scheduler = TileScheduler(variant, part=part)
         self.producer = Producer(variant, self.scheduler)
         self.consumer = Consumer(variant, self.scheduler, Mainloop(variant, self.scheduler, decoder), epilogue)
 
@@ -227,7 +239,7 @@ class Sm90MixedGemmKernel:
         tiles = self.scheduler.tiles(out.shape[0], blocks.shape[0] // experts)
         m_tiles = tiles.m_tile
         if const_expr(variant.grouped):
-            m_tiles = max_m_tiles(out.shape[0], experts, config.tile_m)
+            m_tiles = max_m_tiles(out.shape[0], experts, config.tile_m, self.scheduler.part)
         clusters = m_tiles * tiles.n_tile
         if const_expr(variant.stream_k):
             iterations = cute.ceil_div(blocks.shape[1], variant.blocks_k_per_iteration)
@@ -368,10 +380,11 @@ class Sm90MixedGemmKernel:
         expert_tiles, s_k_sets = None, s_x.iterator
         if const_expr(variant.grouped):
             expert_tiles = ExpertTiles(smem.allocate_tensor(Int32, cute.make_layout(variant.expert_map)), rows)
-            if rows.settled == 0:
-                if warp == 4 * variant.warpgroups:
-                    self.producer.prefetch_first(args.weight, expert_tiles.experts, cute.arch.block_idx()[0])
-                cute.arch.griddepcontrol_wait()
+            if const_expr(not self.scheduler.part.second):
+                if rows.settled == 0:
+                    if warp == 4 * variant.warpgroups:
+                        self.producer.prefetch_first(args.weight, expert_tiles.experts, cute.arch.block_idx()[0])
+                    cute.arch.griddepcontrol_wait()
             if warp == 1:
                 self.scheduler.expert_tile_map.fill(expert_tiles)
         if const_expr(variant.k_set_bytes > 0):
@@ -474,7 +487,10 @@ class Producer:
                 early = self.load_early(variant.num_stages, first, inputs, pipeline, params, coord, warp)
         else:
             early = self.load_early(variant.early_stages, first, inputs, pipeline, params, coord, warp)
-        cute.arch.griddepcontrol_wait()
+        if const_expr(self.scheduler.part.second):
+            self.scheduler.acquire(count)
+        else:
+            cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         state = PipelineState.producer()
         for index in cutlass.range(count, unroll=1):
@@ -520,6 +536,9 @@ class Producer:
                 state = state.after(variant.num_stages)
         if const_expr(variant.gathered):
             copies_wait()
+        if const_expr(self.scheduler.part.second):
+            if params.cluster == 0:  # what waits for this launch waits for the first one too
+                cute.arch.griddepcontrol_wait()
         if const_expr(variant.multicast_peers > 1):
             # Producer tail: wait once on every empty barrier, oldest stage first, so that this CTA does not exit before
             # its cluster peers have consumed all multicast data sent to it or by it. The wait for a stage that was

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Any
@@ -34,24 +35,31 @@ class Sm90MixedGemm(HopperKernel):
         "96x128x128_1x1x1_coop+96x64x128_1x1x1_coop",
     )
     """Configs of two launches, for one weight: see two_launches.py."""
+    width_pairs: tuple[str, ...] = tuple(
+        f"{m}x{n}x128_1x1x1_coop+128x128x128_1x1x1_coop" for m, n in itertools.product((16, 24, 32, 40, 48), (192, 256))
+    )
+    """The same for experts, by their rows."""
 
     def entry(self) -> Callable[[Any], Callable[..., None]]:
         from w4gemm.kernels.sm90_mixed_gemm.kernel import Sm90MixedGemmKernel
-        from w4gemm.kernels.sm90_mixed_gemm.two_launches import TwoLaunches
+        from w4gemm.kernels.sm90_mixed_gemm.two_launches import TwoLaunches, TwoWidths
 
-        return lambda variant: TwoLaunches(variant) if variant.config.tail else Sm90MixedGemmKernel(variant)
+        def launches(variant: Any) -> Callable[..., None]:
+            two = TwoWidths if variant.grouped else TwoLaunches
+            return two(variant) if variant.config.tail else Sm90MixedGemmKernel(variant)
+
+        return launches
 
     def configs(self, problem: GemmProblem) -> list[GemmConfig]:
         single = super().configs(problem)
-        if problem.experts:
-            return single
-        legal = set(single)
-        return single + [pair for pair, launches in self._pairs.items() if launches <= legal]
+        legal, pairs = set(single), self._pairs[problem.experts > 0]
+        return single + [pair for pair, launches in pairs.items() if launches <= legal]
 
     @functools.cached_property
-    def _pairs(self) -> dict[GemmConfig, set[GemmConfig | None]]:
-        """The configs of ``launch_pairs``, with those of their launches."""
-        return {pair: {replace(pair, tail=None), pair.tail} for pair in map(GemmConfig.parse, self.launch_pairs)}
+    def _pairs(self) -> list[dict[GemmConfig, set[GemmConfig | None]]]:
+        """The configs of ``launch_pairs`` and of ``width_pairs``, each with those of its launches."""
+        both = (map(GemmConfig.parse, texts) for texts in (self.launch_pairs, self.width_pairs))
+        return [{pair: {replace(pair, tail=None), pair.tail} for pair in pairs} for pairs in both]
 
     def exclusions(self, problem: GemmProblem, config: GemmConfig) -> list[Exclusion]:
         if config.tail is None:
@@ -60,11 +68,9 @@ class Sm90MixedGemm(HopperKernel):
             *super().exclusions(problem, replace(config, tail=None)),
             *super().exclusions(problem, config.tail),
         ]
-        if problem.experts:
-            reason = "the host does not know how many tiles experts have, nor so which fill whole waves"
-            excluding.insert(0, Exclusion("impossible", "experts and a tail launch", reason))
-        if str(config) not in self.launch_pairs:
-            listed = "only pairs that were the fastest somewhere are kept: " + ", ".join(self.launch_pairs)
+        pairs = self.width_pairs if problem.experts else self.launch_pairs
+        if str(config) not in pairs:
+            listed = "only pairs that were the fastest somewhere are kept: " + ", ".join(pairs)
             excluding.append(Exclusion("unlisted", "pairs", listed))
         return excluding
 

@@ -9,7 +9,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int16, Int32, const_expr
 
-from w4gemm.kernels.device.expert_tiles import ExpertTileMap, ExpertTiles, TileRows
+from w4gemm.kernels.device.expert_tiles import WHOLE, ExpertTileMap, ExpertTiles, Part, TileRows
 from w4gemm.kernels.device.scheduler import (
     StreamShare,
     TileCoord,
@@ -19,6 +19,7 @@ from w4gemm.kernels.device.scheduler import (
     tile_coordinates,
 )
 from w4gemm.kernels.sm90_mixed_gemm.variant import Sm90MixedVariant
+from w4gemm.ptx.memory import fence_acquire
 
 
 class Pipeline(NamedTuple):
@@ -74,10 +75,10 @@ class ClusterCoord(NamedTuple):
 class TileScheduler:
     """Enumerates the work tiles of a CTA, and finds the coordinates and rows of an output tile."""
 
-    def __init__(self, variant: Sm90MixedVariant, band_tokens: int = 1024):
+    def __init__(self, variant: Sm90MixedVariant, band_tokens: int = 1024, part: Part = WHOLE):
         config = variant.config
-        self.variant = variant
-        self.expert_tile_map = ExpertTileMap(config.tile_m)
+        self.variant, self.part = variant, part
+        self.expert_tile_map = ExpertTileMap(config.tile_m, part)
         self.cluster_size = config.cluster_m * config.cluster_n * config.split_k
         self.band = m_tiles_per_band(config.tile_m * config.cluster_m, band_tokens)
 
@@ -122,6 +123,13 @@ class TileScheduler:
         elif const_expr(self.variant.persistent):
             count = (tiles - params.cluster + params.clusters - 1) // params.clusters
         return count, share
+
+    @cute.jit
+    def acquire(self, count: Int32 | int):
+        """Make visible, to a CTA of the second of two launches that has work tiles, what was written before the first
+        one waited."""
+        if count > 0:
+            fence_acquire()
 
     @cute.jit
     def work_tile(self, index: Int32, params: SchedulerParams, share: StreamShare) -> WorkTile:

@@ -1,4 +1,5 @@
-"""A GEMM as two launches: features that fill whole waves of tiles, then the tail in tiles of another size."""
+"""A GEMM as two launches in tiles of two sizes: features that fill whole waves of tiles, then the tail; or experts with
+few rows, then those with many."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from w4gemm.kernels.arguments import Arguments
-from w4gemm.kernels.hopper import full_wave_n_tiles
+from w4gemm.kernels.device.expert_tiles import Part
+from w4gemm.kernels.hopper import full_wave_n_tiles, most_narrow_rows
 from w4gemm.kernels.sm90_mixed_gemm.kernel import Sm90MixedGemmKernel
 from w4gemm.kernels.sm90_mixed_gemm.variant import Sm90MixedVariant
 from w4gemm.packing.block import BLOCK_N
@@ -68,3 +70,20 @@ class TwoLaunches:
         start = tuple(indices.begin if i == mode else 0 for i in range(len(shape)))
         moved = cute.domain_offset(start, tensor)
         return cute.make_tensor(moved.iterator, cute.make_layout(tuple(shape), stride=tensor.stride))
+
+
+class TwoWidths:
+    """The host function of a grouped variant whose config has a tail: experts with few rows in narrow tiles, then those
+    with many in wide ones, the tail."""
+
+    def __init__(self, variant: Sm90MixedVariant):
+        config, most = variant.config, most_narrow_rows(variant.config)
+        narrow, wide = (replace(variant, config=c) for c in (replace(config, tail=None), config.tail))
+        self.narrow = Sm90MixedGemmKernel(narrow, Part(most=most))
+        self.wide = Sm90MixedGemmKernel(wide, Part(least=most + 1))
+
+    @cute.jit
+    def __call__(self, args: Arguments, stream: Any):
+        """Launch both kernels. The rows of experts are settled before the second one."""
+        self.narrow(args, stream)
+        self.wide(args._replace(rows=args.rows._replace(settled=Int32(1))), stream)
