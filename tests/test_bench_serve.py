@@ -25,8 +25,8 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, *unused):
         pass
 
-    def answer(self, found, status=200):
-        data = json.dumps(found).encode()
+    def answer(self, data, status=200):
+        data = json.dumps(data).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
