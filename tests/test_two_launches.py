@@ -118,7 +118,7 @@ def test_a_tail_has_no_tail():
         GemmConfig.parse("+".join(["128x128x128_1x1x1_coop"] * 3))
 
 
-@pytest.mark.sampled(0.5)
+@pytest.mark.sampled(0.3)
 @pytest.mark.parametrize("epilogue", [Epilogue(), Epilogue("silu_mul", "device", True, True)], ids=str)
 @pytest.mark.parametrize("name, problem, text", {p.values[:2]: p for p in PAIRS}.values())
 def test_machine_code_is_that_of_the_two(name, problem, text, epilogue):
