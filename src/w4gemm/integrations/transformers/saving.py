@@ -13,8 +13,7 @@ import torch
 from w4gemm.api.nn import W4Linear
 from w4gemm.api.packed_module import PackedModule
 from w4gemm.checkpoints.base import Module, Pack, Pretrained
-from w4gemm.checkpoints.compressed_tensors_writer import CompressedTensorsWriter, transformers_refusal
-from w4gemm.checkpoints.file_names import in_files
+from w4gemm.checkpoints.compressed_tensors_writer import CompressedTensorsWriter, in_files, transformers_refusal
 from w4gemm.checkpoints.numbers import Numbers, WeightNumbers
 from w4gemm.checkpoints.w4gemm import OwnPacking
 from w4gemm.checkpoints.writing import refusal
