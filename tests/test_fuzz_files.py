@@ -34,7 +34,7 @@ def other_error(path: Path) -> Any:
 
 @pytest.mark.parametrize(("reader", "said"), [(other_numbers, "other numbers"), (other_error, "KeyError")])
 def test_a_wrong_reader_is_found(reader: Any, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    right, actual = files.prepared(tmp_path), files.Found()
+    right, actual = files.prepared(tmp_path), files.Findings()
     monkeypatch.setattr(files, "read", reader)
     for seed in range(20):
         files.one("awq", seed, tmp_path, right, actual)
@@ -46,7 +46,7 @@ def test_a_swap_of_two_names_is_no_damage(
     damage: str, wrong: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The file is whole: no reader can know which name was meant."""
-    right, actual = files.prepared(tmp_path), files.Found()
+    right, actual = files.prepared(tmp_path), files.Findings()
     a, f = (b"%s\x02\0\0\0" % name for name in (b"a", b"f"))  # a name, and that its tensor has two dimensions
     swapped = {a: f, f: a}
     monkeypatch.setattr(files, "DAMAGES", (damage,))

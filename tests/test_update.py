@@ -61,7 +61,7 @@ def test_what_is_refused() -> None:
     w = quantize(torch.ones(6, 64), "int4_g32")
     for weight, error, message in (
         (torch.ones(6, 32), ValueError, r"weight: wanted shape \(6, 64\), got \(6, 32\)"),
-        (torch.ones(6, 64).int(), TypeError, r"weight: wanted floating point \(6, 64\), got"),
+        (torch.ones(6, 64).int(), TypeError, "weight: wanted floating point, got torch.int32"),
         (
             (torch.ones(3, 64), torch.ones(3, 64).half()),
             ValueError,

@@ -265,7 +265,9 @@ def block_of(config: Mapping[str, Any]) -> tuple[ScaleBlock, bool]:
         ValueError: for no pair of positive integers, and for config groups that differ.
     """
     settings = [("weight_block_size", config.get("weight_block_size"))]
-    strategies: set[Any] = set() if settings[0][1] is None else {"block"}
+    # a 4-bit method's setting gives the size of blocks only, beside scales of any shape
+    of_all = config.get("quant_method") == "fp8" and settings[0][1] is not None
+    strategies: set[Any] = {"block"} if of_all else set()
     groups = config.get("config_groups")
     for key, group in groups.items() if isinstance(groups, Mapping) else ():
         weights = group.get("weights") if isinstance(group, Mapping) else None
