@@ -69,7 +69,7 @@ def test_what_is_refused() -> None:
         ),
         (torch.full((6, 64), torch.nan), ValueError, "weight: wanted finite values"),
         ((), ValueError, "weight: wanted a tensor, or a pair"),
-        (None, TypeError, "weight: wanted floating point"),
+        (None, TypeError, r"weight: wanted a tensor \(6, 64\) of floating point, got NoneType"),
     ):
         with pytest.raises(error, match=message):
             update_(w, weight)
