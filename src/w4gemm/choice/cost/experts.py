@@ -47,6 +47,11 @@ class Width(NamedTuple):
     most: int = LARGEST_SIZE
     """Most rows of one."""
 
+    @property
+    def of_all(self) -> bool:
+        """True for the only launch of a product."""
+        return (self.least, self.most) == (1, LARGEST_SIZE)
+
     def m_tiles(self, rows: int) -> int:
         """The number of m tiles of an expert with ``rows`` rows."""
         return -(-rows // self.tile_m) if self.least <= rows <= self.most else 0
@@ -102,7 +107,7 @@ def random_m_tiles(problem: GemmProblem, width: Width) -> float:
     experts, at least their number with equally many rows. A smaller number, because some experts have no rows, is not
     used: how full the last wave of tiles is then depends on the routing."""
     tiles = problem.experts * _tiles_of_one(problem.m / problem.experts, width)
-    return max(tiles, gpu.m_tiles(problem, width.tile_m)) if width == Width(width.tile_m) else tiles
+    return max(tiles, gpu.m_tiles(problem, width.tile_m)) if width.of_all else tiles
 
 
 def unevenness(problem: GemmProblem, tile_m: int) -> float:
@@ -175,4 +180,4 @@ def _zipf_m_tiles(m: int, experts: int, width: Width) -> int:
     """Number of m tiles if the i-th expert has a part of the ``m`` rows proportional to 1 / i."""
     all_parts = sum(1 / i for i in range(1, experts + 1))
     tiles = sum(width.m_tiles(round(m / i / all_parts)) for i in range(1, experts + 1))
-    return max(1, tiles) if width == Width(width.tile_m) else tiles
+    return max(1, tiles) if width.of_all else tiles

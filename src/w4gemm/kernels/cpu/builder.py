@@ -127,9 +127,8 @@ class Builder(ir.IRBuilder):
     def intrinsic(self, name: str, result: Any, *operands: Any, **options: Any) -> Any:
         """Return the result of a function of LLVM's for these operands. Its full name has the type of the last one."""
         kind = operands[-1].type
-        of = kind.element if isinstance(kind, ir.VectorType) else kind
-        letter = "i32" if of == I32 else "f32"
-        name += f".v{kind.count}{letter}" if isinstance(kind, ir.VectorType) else f".{letter}"
+        count, scalar = (f"v{kind.count}", kind.element) if isinstance(kind, ir.VectorType) else ("", kind)
+        name += f".{count}{'i32' if scalar == I32 else 'f32'}"
         known = self.module.globals.get(name)
         function = known or ir.Function(self.module, ir.FunctionType(result, [o.type for o in operands]), name)
         return self.call(function, operands, **options)
