@@ -12,6 +12,7 @@ from bench.engine.packing import Packing
 
 from w4gemm.checkpoints import open_checkpoint
 from w4gemm.checkpoints.hugging_face import SafetensorsFolder
+from w4gemm.core.formats import PER_COLUMN
 from w4gemm.integrations.vllm.models import read_model
 
 CHECKPOINTS = [
@@ -24,7 +25,7 @@ CHECKPOINTS = [
     ("mixtral-8x7b", "gptq-int4-g128"),
     ("qwen2.5-32b", "ct-nvfp4"),
     ("llama-3-8b", "ct-mxfp4"),
-    ("qwen3-30b-a3b", "modelopt-nvfp4"),
+    ("qwen3-30b-a3b", "modelopt-nvfp4-mixed"),
     ("llama-3-8b", "ct-nvfp4-a16"),
     ("llama-3-8b", "modelopt-nvfp4-a16"),
     ("llama-3-8b", "quark-int4-g128"),
@@ -56,8 +57,10 @@ def test_a_tiny_checkpoint_opens_and_keeps_the_size_of_activations(name, format,
     if format in expected:  # as the plugin packs it
         assert {str(layer.format) for layer in read_model(str(tmp_path)).layers} == {expected[format]}
     for module_name, module in checkpoint.modules.items():
-        activations = "fp8" if packing.option == "fp8" else None
-        assert (module.format.group_size, module.activations) == (packing.group_size, activations)
+        in_fp8 = packing.option == "mixed" and not module.experts
+        group_size = PER_COLUMN if in_fp8 else packing.group_size
+        activations = "fp8" if in_fp8 or packing.option == "fp8" else None
+        assert (module.format.group_size, module.activations) == (group_size, activations)
         gain = 4.0 if module_name == "lm_head" else 0.5 if module_name.endswith(("o_proj", "down_proj", "w2")) else 1.0
         w = checkpoint.weight(module_name).dequantize()
         assert w.std().item() * module.k**0.5 == pytest.approx(gain, rel=0.4 if "mxfp" in format else 0.1), module_name

@@ -57,11 +57,13 @@ _FLOATS = {
     for method, element, option in (
         *(("ct", "nvfp4", ""), ("ct", "nvfp4", "a16"), ("ct", "mxfp4", ""), ("ct", "mxfp4", "fp8")),
         *(("ct", "e4m3", ""), ("ct", "mxfp8", "")),
-        *(("modelopt", "nvfp4", ""), ("modelopt", "nvfp4", "a16")),
+        *(("modelopt", "nvfp4", ""), ("modelopt", "nvfp4", "a16"), ("modelopt", "nvfp4", "mixed")),
         *(("quark", "nvfp4", ""), ("quark", "mxfp4", ""), ("auto-round", "mxfp4", "")),
     )
 }
 """Method, element and option of formats of floats, by name."""
+_IN_FP8 = re.compile(r"(self_attn\.(q|k|v|o|q_b)|mlp\.(shared_experts\.)?(gate|up|down))_proj")
+"""Modules in fp8 beside experts in NVFP4."""
 _GROUPS = {"nvfp4": 16, "mxfp4": 32, "mxfp8": 32, "e4m3": PER_COLUMN}
 
 
@@ -73,13 +75,14 @@ class Packing:
         element: of the weights; floats have a group size of their own.
         option: "fp8" if the engine quantizes activations to e4m3 for each token, as compressed-tensors' W4AFP8 wants;
             "act" for columns in act-order (desc_act); "head" for an lm_head in 4 bits; "dynamic" for 8 bits of some
-            modules; "a16" for NVFP4 whose config wants 16-bit activations.
+            modules; "a16" for NVFP4 whose config wants 16-bit activations; "mixed" for experts in NVFP4 beside most
+            other modules in fp8, with a scale for each tensor (ModelOpt's MIXED_PRECISION).
     """
 
     method: Literal["gptq", "auto-round", "awq", "ct", "modelopt", "quark", "mxfp4", "gguf-q4_k_m", "bf16"]
     group_size: int = 0
     element: Literal["int3", "int4", "int8", "nvfp4", "mxfp4", "e4m3", "mxfp8"] = "int4"
-    option: Literal["", "fp8", "act", "head", "dynamic", "a16"] = ""
+    option: Literal["", "fp8", "act", "head", "dynamic", "a16", "mixed"] = ""
 
     @classmethod
     def parse(cls, text: str) -> Packing:
@@ -142,6 +145,12 @@ class Packing:
         if self.method == "awq":
             config = {"quant_method": "awq", "bits": 4, "group_size": self.group_size, "zero_point": True}
             return {**config, "version": "gemm", "modules_to_not_convert": ["lm_head", *dense]}
+        if self.option == "mixed":
+            layers = ((f"model.layers.{i}.{m.name}", m) for i in range(model.layers) for m in model.layer(i))
+            algorithms = {name: self._algorithm(m) for name, m in layers if isinstance(m, Matrix)}
+            config = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "kv_cache_quant_algo": None}
+            quantized = {name: {"quant_algo": each} for name, each in algorithms.items() if each}
+            return {**config, "exclude_modules": ["lm_head"], "quantized_layers": quantized}
         if self.method == "modelopt":
             algorithm = "W4A16_NVFP4" if self.option == "a16" else "NVFP4"
             config = {"quant_method": "modelopt", "quant_algo": algorithm, "group_size": self.group_size}
@@ -202,6 +211,12 @@ class Packing:
             "config_groups": {"group_0": {**group, "input_activations": activations, "output_activations": None}},
         }
 
+    def _algorithm(self, module: Matrix) -> str:
+        """Return a module's format in a mixed checkpoint, or the empty string."""
+        if ".experts." in module.name:
+            return "NVFP4"
+        return "FP8" if _IN_FP8.fullmatch(module.name) else ""
+
     def tensors(self, module: Module) -> Iterator[Tensor]:
         """Tensors of a module, as the format's producers name and shape them."""
         if isinstance(module, Stack):
@@ -209,6 +224,8 @@ class Packing:
         elif isinstance(module, Matrix):
             if module.bias:
                 yield Tensor(f"{module.name}.bias", DTYPE, (module.n,), Numbers("normal", 0.1))
+            if self.option == "mixed" and (algorithm := self._algorithm(module)) != "NVFP4":
+                module = module._replace(quantized=algorithm == "FP8")
             if self.group_size and (module.quantized or (self.option == "head" and module.name == "lm_head")):
                 yield from self._quantized(module)
             else:
@@ -229,6 +246,8 @@ class Packing:
             return _quark_integers(module, self.group_size)
         if self.bits:
             return _compressed(module, self.group_size, self.bits)
+        if self.option == "mixed" and self._algorithm(module) == "FP8":
+            return _scaled_bytes(module)
         return (_bytes if self.element in ("e4m3", "mxfp8") else _floats)(module, self)
 
 
@@ -275,6 +294,14 @@ def _bytes(module: Matrix, packing: Packing) -> Iterator[Tensor]:
     else:
         exponent = 127 + round(math.log2(module.gain * k**-0.5 / _RMS["e4m3"]))
         yield Tensor(f"{name}.weight_scale", torch.uint8, (n, k // 32), Numbers("exponents", exponent))
+
+
+def _scaled_bytes(module: Matrix) -> Iterator[Tensor]:
+    """e4m3 with a scale for the tensor, and one for the activations."""
+    yield Tensor(f"{module.name}.weight", torch.float8_e4m3fn, (module.n, module.k), Numbers("normal", _RMS["e4m3"]))
+    scale = module.gain * module.k**-0.5 / _RMS["e4m3"]
+    yield Tensor(f"{module.name}.weight_scale", torch.float32, (), Numbers("constant", scale))
+    yield Tensor(f"{module.name}.input_scale", torch.float32, (), Numbers("constant", 1 / 64))
 
 
 def _quark_integers(module: Matrix, group_size: int) -> Iterator[Tensor]:

@@ -53,7 +53,7 @@ DENSE = "dense"
 """Stands for an engine that serves the checkpoint's numbers in bf16."""
 _PROMPTS, _TOKENS_IN, _TOKENS_OUT = 8, 64, 32
 _CACHE_BYTES = 1 << 26
-"""Of keys and values, for a decoder layer."""
+"""Of keys and values, for a decoder layer and 64 requests."""
 
 
 class Answers(NamedTuple):
@@ -83,7 +83,8 @@ class Engine:
         own = {} if kernels == DENSE else Implementation.parse(kernels).engine_arguments(model)
         if (folder / FILE).exists():
             own = {**own, "hf_config_path": str(folder)}
-        graphs: Row = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64], "mode": args.compile}
+        most = max((64, *args.decode))
+        graphs: Row = {"cudagraph_capture_sizes": [2**i for i in range(most.bit_length())], "mode": args.compile}
         if not args.compile or kernels == DENSE:  # mode 0 alone would drop the CUDA graphs
             graphs |= {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
         longest = max(512, *args.tokens, args.prefill + 1)
@@ -94,8 +95,8 @@ class Engine:
             dtype="bfloat16",
             max_model_len=longest,
             max_num_batched_tokens=longest,
-            max_num_seqs=64,
-            kv_cache_memory_bytes=_CACHE_BYTES * model.layers,
+            max_num_seqs=most,
+            kv_cache_memory_bytes=_CACHE_BYTES * model.layers * most // 64,
             gpu_memory_utilization=0.02,  # other engines may share the GPU
             enable_prefix_caching=False,
             skip_tokenizer_init=True,
@@ -108,7 +109,9 @@ class Engine:
         self.seconds = time.perf_counter() - begun
         self.workspace = workspace._manager
         self.model: Any = self.llm.collective_rpc(lambda worker: worker.model_runner.get_model())[0]
-        names = {known_as(cls) for classes in kernels_of(self.model).values() for cls in classes}
+        classes = {cls for classes in kernels_of(self.model).values() for cls in classes}
+        # no engine on w4gemm takes the fp8 layers of ModelOpt's mixed checkpoints
+        names = {known_as(cls) for cls in classes if not cls.endswith("FP8ScaledMMLinearKernel")}
         self.name = "+".join(sorted(names)) or DENSE
 
     def generate(self, requests: list[Row], params: Any, adapters: list[Any] | None = None) -> list[Any]:
