@@ -57,9 +57,8 @@ def test_a_tiny_checkpoint_opens_and_keeps_the_size_of_activations(name, format,
     if format in expected:  # as the plugin packs it
         assert {str(layer.format) for layer in read_model(str(tmp_path)).layers} == {expected[format]}
     for module_name, module in checkpoint.modules.items():
-        in_fp8 = packing.option == "mixed" and not module.experts
-        group_size = PER_COLUMN if in_fp8 else packing.group_size
-        activations = "fp8" if in_fp8 or packing.option == "fp8" else None
+        group_size = PER_COLUMN if packing.option == "mixed" and not module.experts else packing.group_size
+        activations = "fp8" if packing.option == "fp8" else None
         assert (module.format.group_size, module.activations) == (group_size, activations)
         gain = 4.0 if module_name == "lm_head" else 0.5 if module_name.endswith(("o_proj", "down_proj", "w2")) else 1.0
         w = checkpoint.weight(module_name).dequantize()
