@@ -9,13 +9,14 @@ import torch
 
 import sanitize
 import sanitize_matrix
-from launch_cells import HELPER_CALLS, Made, cells
-from w4gemm import GemmProblem, WeightFormat
+from launch_cells import COUNTS, HELPER_CALLS, Made, cells
+from w4gemm import GemmConfig, GemmProblem, WeightFormat
 from w4gemm.core.problem import H200
 from w4gemm.jit import object_code
 from w4gemm.kernels import HELPERS, KERNELS
 from w4gemm.kernels.helpers.base import LayerFacts
 from w4gemm.kernels.helpers.rms_norm import RmsNorm
+from w4gemm.kernels.hopper import most_narrow_rows
 
 GPU_KERNELS = {kernel.name for kernel in KERNELS} - {"cpu_mixed_gemm"}
 
@@ -31,6 +32,13 @@ def test_every_kernel_and_schedule_is_launched():
         assert {schedule for name, schedule in schedules if name == kernel} >= {"coop", "pingpong", "stream"}
     assert any("+" in c.config for c in actual)
     assert {c.format for c in actual} >= {"iq4_g32_fp16", "q4_k", "nvfp4", "mxfp4"}
+
+
+def test_both_launches_of_a_pair_have_experts():
+    pairs = [GemmConfig.parse(c.config.partition("/")[2]) for c in cells() if c.kind != "dense" and "+" in c.config]
+    assert pairs
+    for config in pairs:
+        assert 0 < min(filter(None, COUNTS)) <= most_narrow_rows(config) < max(COUNTS), config
 
 
 def test_configs_of_the_short_list_are_legal():
