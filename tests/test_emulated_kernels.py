@@ -136,7 +136,6 @@ PRODUCTS = [
     # both operands in shared memory
     Product("sm90_fp8_block_gemm/128x128x128_1x1x1_coop", "e4m3_g128_b128", ROWS_OF_BLOCKS, 200, 320, 640, 2),
     Product("sm90_fp8_block_gemm/128x128x128_1x1x1_coop", "e4m3_g128_b128", ROWS_OF_BLOCKS, 3, 130, 640, 2, (5, 200)),
-    Product("sm90_fp8_block_gemm/256x128x128_1x1x1_coop", "e4m3_g128_b128", ROWS_OF_BLOCKS, 250, 128, 640, 1),
     Product("sm90_fp8_block_gemm/64x128x128_1x1x1_coop", "e4m3_g128_b128", GATES, 3, 264, 640, 2, (5, 70)),
     Product("sm90_fp8_block_gemm/256x128x128_1x1x1_coop", "e4m3_g128_b128", BLOCKS, 250, 130, 640, 1),
     # multicast in a cluster, of x and of weights

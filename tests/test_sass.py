@@ -4,8 +4,8 @@ A case is one variant of a kernel. It must use the matrix instruction that the k
 of its main loop in registers and, on Hopper, run its WGMMAs asynchronously. The cases are a sample of all variants:
 every kernel x format; of every stratum (dense, grouped or gathered; kernel, schedule, tile_k, cluster) the config with
 the most accumulators, with an epilogue that takes many registers; and some more at random, drawn anew whenever the
-kernels' sources change. A run of everything takes about half of the cases (tests/sample.py); ``--every-variant`` takes
-all configs, which takes half an hour on two cores.
+kernels' sources change. A run of everything takes a sixth of the cases (tests/sample.py); ``--every-variant`` takes all
+configs, which takes half an hour on two cores.
 """
 
 from __future__ import annotations
@@ -237,7 +237,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("case", dict.fromkeys([*largest(), *more]), ids=str)
 
 
-@pytest.mark.sampled(0.2)
+@pytest.mark.sampled(0.1)
 def test_config(case):
     check_variant(kernel_named(case.kernel), case.problem, case.config)
 
@@ -253,17 +253,38 @@ def formats_of(kernel: str) -> list[tuple[str, torch.dtype]]:
     return [(name, torch.bfloat16) for name in FORMATS] + OTHER_DTYPES + WIDE + CODEBOOKS + floats + extra + widths
 
 
-@pytest.mark.sampled(0.2)
-@pytest.mark.parametrize(
-    "kernel, name, dtype, m",
-    [
-        pytest.param(kernel, name, dtype, m, id=f"{kernel}-{name}-{str(dtype).removeprefix('torch.')}-{m}")
-        for kernel in INSTRUCTION
-        for (name, dtype), m in zip(formats_of(kernel), itertools.cycle((1, 4096)), strict=False)
-    ],
-)
-def test_format(kernel, name, dtype, m):
+class FormatCase(NamedTuple):
+    """A kernel with a format, for m tokens."""
+
+    kernel: str
+    name: str
+    dtype: torch.dtype
+    m: int
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a sample covers: each part of a format, and with each kernel the zero rules, dtypes of x, and m."""
+        w = WeightFormat.parse(self.name)
+        own = {"zero": w.zero, "dtype": self.dtype, "m": self.m}
+        parts = {"element": (w.element, w.zero), "scale": w.scale, "group": w.group_size}
+        return parts | {name: (self.kernel, value) for name, value in own.items()}
+
+    def __str__(self) -> str:
+        return f"{self.kernel}-{self.name}-{str(self.dtype).removeprefix('torch.')}-{self.m}"
+
+
+FORMAT_CASES = [
+    FormatCase(kernel, name, dtype, m)
+    for kernel in INSTRUCTION
+    for (name, dtype), m in zip(formats_of(kernel), itertools.cycle((1, 4096)), strict=False)
+]
+
+
+@pytest.mark.sampled(0.1)
+@pytest.mark.parametrize("format_case", FORMAT_CASES, ids=str)
+def test_format(format_case):
     """Every kernel x format: the config that is ranked first, for one token and for many in turn."""
+    kernel, name, dtype, m = format_case
     p = problem(name, dtype, m, epilogue=Epilogue(bias=m > 1))
     check_variant(kernel_named(kernel), p, ranked([kernel_named(kernel)], p)[0][2])
 

@@ -48,7 +48,8 @@ def ptx_of(unit: Any) -> str:
     import cutlass.cute as cute
 
     program = unit.program()
-    options = f"--enable-tvm-ffi --gpu-arch {unit.arch} --keep-ptx"
+    # the machine code made from the PTX is not used, so that ptxas need not try hard
+    options = f"--enable-tvm-ffi --gpu-arch {unit.arch} --keep-ptx --ptxas-options -O1"
     return str(cute.compile(program.entry, *program.arguments, options=options, no_jit_engine=True).__ptx__)
 
 
