@@ -57,7 +57,7 @@ def test_errors_are_those_of_the_largest_layer(tmp_path):
 def test_a_gguf_layer_is_compared_in_the_rows_of_the_file(tmp_path):
     """A Llama's q and k lie there in another order than in the model, and vLLM's GGUF plugin does not change it."""
     pytest.importorskip("gguf")
-    write_gguf(tiny(model_named("llama-3-8b")), tmp_path)
+    write_gguf(tiny(model_named("llama-3-8b")), tmp_path, "Q5_K")
     checkpoint, model, qkv = open_checkpoint(tmp_path / FILE), torch.nn.Module(), [f"attn_{leaf}" for leaf in "qkv"]
     stored = [checkpoint.file.weight(f"blk.0.{leaf}.weight").dequantize() for leaf in qkv]
     model.layers = torch.nn.ModuleList([torch.nn.ModuleDict({"self_attn": torch.nn.Module()})])

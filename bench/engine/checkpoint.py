@@ -169,8 +169,8 @@ def write_once(model: Model, packing: Packing, folder: Path) -> None:
     done = folder / "complete"
     if done.exists():
         return
-    if packing.method == "gguf-q4_k_m":
-        write_gguf(model, folder)
+    if packing.method.startswith("gguf"):
+        write_gguf(model, folder, packing.method.removeprefix("gguf-")[:4].upper())
         done.touch()
         return
     start, size = time.monotonic(), sum(tensor.nbytes for tensor in tensors_of(model, packing))

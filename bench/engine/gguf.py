@@ -1,4 +1,4 @@
-"""A GGUF file of random numbers for vLLM's plugin of GGUF: :func:`write_gguf`, in the types of Q4_K_M."""
+"""A GGUF file of random numbers for vLLM's plugin of GGUF: :func:`write_gguf`, in the types of Q4_K_M or Q5_K_M."""
 
 from __future__ import annotations
 
@@ -18,14 +18,20 @@ _NAMES = {
     "input_layernorm.weight": "attn_norm",
     "post_attention_layernorm.weight": "ffn_norm",
 }
-_FACTORS = {"Q4_K": ((0, 1 / 255), (2, 7.5 / 255)), "Q6_K": ((208, 1 / 1367),)}
+_FACTORS = {"Q4_K": ((0, 1 / 255), (2, 7.5 / 255)), "Q5_K": ((0, 1 / 527), (2, 15.5 / 527)), "Q6_K": ((208, 1 / 1367),)}
 """Where the fp16 factors of a block lie, and their values for which random blocks have a mean of 0 and a standard
 deviation of 1."""
 
 
-def write_gguf(model: Model, folder: Path) -> None:
-    """Write ``model.gguf`` and config.json of a Llama: the head, and attn_v and ffn_down of the first layer, in Q6_K,
-    the others in Q4_K."""
+def _more_bits(index: int, layers: int) -> bool:
+    """Return whether llama.cpp gives a layer's attn_v and ffn_down more bits."""
+    eighth = layers // 8
+    return index < eighth or index >= 7 * layers // 8 or (index - eighth) % 3 == 2
+
+
+def write_gguf(model: Model, folder: Path, main: str) -> None:
+    """Write ``model.gguf`` and config.json of a Llama as llama.cpp mixes types: the head in Q6_K, of some layers attn_v
+    and ffn_down too, the others in ``main``, "Q4_K" or "Q5_K"."""
     import gguf
 
     c = model.config
@@ -59,12 +65,13 @@ def write_gguf(model: Model, folder: Path) -> None:
 
     outer = {"model.embed_tokens.weight": "token_embd", "model.norm.weight": "output_norm", "lm_head": "output"}
     for module in model.outer():
-        add(outer[module.name], module, "Q6_K" if module.name == "lm_head" else "Q4_K")
+        add(outer[module.name], module, "Q6_K" if module.name == "lm_head" else main)
     for i in range(model.layers):
         for module in model.layer(i):
             assert isinstance(module, Matrix | Vector)
             name = _NAMES[module.name]
-            add(f"blk.{i}.{name}", module, "Q6_K" if i == 0 and name in ("attn_v", "ffn_down") else "Q4_K")
+            more = name in ("attn_v", "ffn_down") and _more_bits(i, model.layers)
+            add(f"blk.{i}.{name}", module, "Q6_K" if more else main)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

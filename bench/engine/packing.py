@@ -79,7 +79,9 @@ class Packing:
             other modules in fp8, with a scale for each tensor (ModelOpt's MIXED_PRECISION).
     """
 
-    method: Literal["gptq", "auto-round", "awq", "ct", "modelopt", "quark", "mxfp4", "gguf-q4_k_m", "bf16"]
+    method: Literal[
+        "gptq", "auto-round", "awq", "ct", "modelopt", "quark", "mxfp4", "gguf-q4_k_m", "gguf-q5_k_m", "bf16"
+    ]
     group_size: int = 0
     element: Literal["int3", "int4", "int8", "nvfp4", "mxfp4", "e4m3", "mxfp8"] = "int4"
     option: Literal["", "fp8", "act", "head", "dynamic", "a16", "mixed"] = ""
@@ -91,7 +93,7 @@ class Packing:
         Raises:
             ValueError: if there is none.
         """
-        if text in ("mxfp4", "gguf-q4_k_m", "bf16"):
+        if text in ("mxfp4", "gguf-q4_k_m", "gguf-q5_k_m", "bf16"):
             return cls(text)  # type: ignore[arg-type]
         if text in _FLOATS:
             method, element, option = _FLOATS[text]
@@ -103,8 +105,8 @@ class Packing:
             options = ", ".join(f"{method}-int4-g128-{option}" for option, method in _OPTIONS.items())
             raise ValueError(
                 "format: wanted gptq-int4-g128, auto-round-int4-g128, awq-int4-g128, ct-int4-g128, quark-int4-g128, "
-                f"gptq-int8-g128, ct-int3-g128, {options} (or g32, g64), {', '.join(_FLOATS)}, mxfp4, gguf-q4_k_m "
-                f"or bf16, got {text!r}"
+                f"gptq-int8-g128, ct-int3-g128, {options} (or g32, g64), {', '.join(_FLOATS)}, mxfp4, gguf-q4_k_m, "
+                f"gguf-q5_k_m or bf16, got {text!r}"
             )
         return cls(match[1], int(match[2]), option=match[3] or "")  # type: ignore[arg-type]
 
