@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -122,3 +123,12 @@ assert not torch.cuda.is_initialized()
 """
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
+
+
+def test_no_two_classes_share_a_name():
+    files = defaultdict(set)
+    for file in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ClassDef):
+                files[node.name].add(str(file.relative_to(PACKAGE)))
+    assert not {name: sorted(each) for name, each in files.items() if len(each) > 1}

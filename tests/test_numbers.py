@@ -16,7 +16,7 @@ from test_gptq import CONFIG, writer
 from tiny_model import write_gguf
 from w4gemm import QuantizedWeight, W4Linear, WeightFormat, quantize
 from w4gemm.checkpoints import numbers, open_checkpoint
-from w4gemm.checkpoints.numbers import Experts, Numbers, Pairs, WeightNumbers
+from w4gemm.checkpoints.numbers import ExpertsNumbers, Numbers, PairedNumbers, WeightNumbers
 from w4gemm.checkpoints.packed_numbers import PackedMatrix, PackedNumbers
 from w4gemm.integrations.transformers import W4GemmConfig, load
 from w4gemm.packing import repack
@@ -76,10 +76,10 @@ def test_parts_and_pairs(format: str) -> None:
         for index in {0, count - 1}:
             assert_same(numbers[0].shard(dim, index, count).weight(), gate.shard(dim, index, count))
     pairs = QuantizedWeight.interleave(gate, up)
-    assert_same(Pairs(*numbers).packed(), pairs.repack())
+    assert_same(PairedNumbers(*numbers).packed(), pairs.repack())
     for index, count in ((1, 2), (0, 32)):  # the last of 17 rows
-        assert_same(Pairs(*numbers).shard(0, index, count).weight(), pairs.shard(0, index, count))
-    stacked = Experts(gate.format, N, K, gate.device, 2, numbers.__getitem__)
+        assert_same(PairedNumbers(*numbers).shard(0, index, count).weight(), pairs.shard(0, index, count))
+    stacked = ExpertsNumbers(gate.format, N, K, gate.device, 2, numbers.__getitem__)
     assert_same(stacked.packed(), QuantizedWeight.stack((gate, up)))
     assert_same(stacked.select(1, 1).weight(), QuantizedWeight.stack((up,), layout="canonical"))
 

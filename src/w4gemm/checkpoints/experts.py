@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from w4gemm.checkpoints.base import Module
-from w4gemm.checkpoints.numbers import Experts, Numbers, Pairs
+from w4gemm.checkpoints.numbers import ExpertsNumbers, Numbers, PairedNumbers
 
 GATE_UP, UP, DOWN = "gate_up_proj", "up_proj", "down_proj"
 _ROLES = {
@@ -43,10 +43,10 @@ class Stack:
 
         def expert(index: int) -> Numbers:
             each = [read(name) for name in self.sources[index]]
-            return each[0] if len(each) == 1 else Pairs(*each)
+            return each[0] if len(each) == 1 else PairedNumbers(*each)
 
         m = self.module
-        return Experts(m.format, m.n, m.k, device, m.experts, expert)
+        return ExpertsNumbers(m.format, m.n, m.k, device, m.experts, expert)
 
     def pre_quant_scale(self, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
         """Return the factors of x (k), which all experts share; ``read`` gives those of one of the ``sources``.

@@ -26,7 +26,7 @@ import torch
 from w4gemm.checkpoints.base import Module
 from w4gemm.checkpoints.experts import DOWN, GATE_UP
 from w4gemm.checkpoints.hugging_face import SafetensorsFolder, TensorInfo
-from w4gemm.checkpoints.numbers import Experts, Numbers, Pairs
+from w4gemm.checkpoints.numbers import ExpertsNumbers, Numbers, PairedNumbers
 from w4gemm.checkpoints.packed_numbers import PackedMatrix, PackedNumbers
 from w4gemm.checkpoints.stored import FP8
 from w4gemm.core.errors import FormatError
@@ -122,9 +122,9 @@ class Fp8Folder(SafetensorsFolder):
             matrix, factors = (codes[e].T, own.T) if transposed else (codes[e], own)
             halves = factors.chunk(parts) if len(factors) > 1 else [factors] * parts
             both = [numbers(module.format, c, f, block) for c, f in zip(matrix.chunk(parts), halves, strict=True)]
-            return both[0] if parts == 1 else Pairs(*both)
+            return both[0] if parts == 1 else PairedNumbers(*both)
 
-        return Experts(module.format, module.n, module.k, device, module.experts, expert)
+        return ExpertsNumbers(module.format, module.n, module.k, device, module.experts, expert)
 
     def _is_transposed(self, name: str) -> bool | None:
         """True if the matrices of experts are (k, n), None if those of both products do not fit one another."""

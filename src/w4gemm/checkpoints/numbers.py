@@ -54,7 +54,7 @@ class Numbers:
 
     def select(self, first: int, count: int) -> Numbers:
         """Return the numbers of ``count`` experts, from ``first`` on."""
-        return Experts(self.format, self.n, self.k, self.device, count, lambda e: self.expert(first + e))
+        return ExpertsNumbers(self.format, self.n, self.k, self.device, count, lambda e: self.expert(first + e))
 
     def shard(self, dim: int, index: int, count: int) -> Numbers:
         """Return the numbers of a shard. Arguments, errors and the shard's format as of
@@ -62,7 +62,7 @@ class Numbers:
         shard = shard_of(self.format, self.n, self.k, dim, index, count)
         if self.experts:
             sizes = shard.format, shard.n, shard.k, self.device, self.experts
-            return Experts(*sizes, lambda e: self.expert(e).shard(dim, index, count))
+            return ExpertsNumbers(*sizes, lambda e: self.expert(e).shard(dim, index, count))
         if dim == 1 and count > 1:
             check_in_order(self.column_order())
         return _Part(self, shard)
@@ -160,7 +160,7 @@ class WeightNumbers(Numbers):
         return self._weight.repack(layout, activations=activations)
 
 
-class Experts(Numbers):
+class ExpertsNumbers(Numbers):
     """The numbers of experts that are read one by one.
 
     Args:
@@ -185,7 +185,7 @@ class Experts(Numbers):
         return QuantizedWeight.stack(each, self.experts, layout)
 
 
-class Pairs(Numbers):
+class PairedNumbers(Numbers):
     """The numbers of a weight (2 n, k) with the rows of two in turn, as :meth:`w4gemm.QuantizedWeight.interleave` has
     them.
 
@@ -217,9 +217,9 @@ def gates_before_ups(numbers: Numbers) -> Numbers:
 
     def expert(index: int) -> Numbers:
         both = numbers.expert(index)
-        return Pairs(both.shard(0, 0, 2), both.shard(0, 1, 2))
+        return PairedNumbers(both.shard(0, 0, 2), both.shard(0, 1, 2))
 
-    return Experts(numbers.format, numbers.n, numbers.k, numbers.device, numbers.experts, expert)
+    return ExpertsNumbers(numbers.format, numbers.n, numbers.k, numbers.device, numbers.experts, expert)
 
 
 class _Part(Numbers):

@@ -45,7 +45,7 @@ from w4gemm.checkpoints.experts import GATE_UP
 from w4gemm.checkpoints.fp8_folder import ScaleBlock, format_of
 from w4gemm.checkpoints.fp8_folder import numbers as fp8_numbers
 from w4gemm.checkpoints.hugging_face import TensorInfo, metadata
-from w4gemm.checkpoints.numbers import Experts, Numbers
+from w4gemm.checkpoints.numbers import ExpertsNumbers, Numbers
 from w4gemm.checkpoints.packed_floats import MXFP4, NVFP4, numbers
 from w4gemm.checkpoints.packed_numbers import PackedMatrix, PackedNumbers
 from w4gemm.checkpoints.quantized_folder import Packing
@@ -158,7 +158,9 @@ class TorchAoPacking(Packing):
             return self._numbers(module, tensors)
         one = replace(module, experts=0)
         sizes = module.format, module.n, module.k, tensors[QDATA].device, module.experts
-        return Experts(*sizes, lambda e: self._numbers(one, {leaf: _expert(t, e) for leaf, t in tensors.items()}))
+        return ExpertsNumbers(
+            *sizes, lambda e: self._numbers(one, {leaf: _expert(t, e) for leaf, t in tensors.items()})
+        )
 
     def _numbers(self, module: Module, tensors: Mapping[str, torch.Tensor]) -> Numbers:
         n, k, format, qdata = module.n, module.k, module.format, tensors[QDATA]

@@ -13,7 +13,7 @@ from w4gemm.checkpoints.base import Module, Pack
 from w4gemm.checkpoints.experts import DOWN, GATE_UP
 from w4gemm.checkpoints.gguf.architectures import Architecture
 from w4gemm.checkpoints.gguf.file import GGUFFile
-from w4gemm.checkpoints.numbers import Experts, Numbers, Pairs
+from w4gemm.checkpoints.numbers import ExpertsNumbers, Numbers, PairedNumbers
 from w4gemm.core.errors import FormatError
 from w4gemm.weights.weight import QuantizedWeight
 
@@ -103,9 +103,9 @@ class BlockExperts:
 
         def expert(index: int) -> Numbers:
             each = [self.file.numbers(one, device=device, expert=index) for one in stored]
-            return each[0] if len(each) == 1 else Pairs(*each)
+            return each[0] if len(each) == 1 else PairedNumbers(*each)
 
-        return self.file.packed(stored, Experts(m.format, m.n, m.k, device, m.experts, expert), pack)
+        return self.file.packed(stored, ExpertsNumbers(m.format, m.n, m.k, device, m.experts, expert), pack)
 
     def dense(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         """Return one of :attr:`tensors`. In biases gates and ups alternate."""

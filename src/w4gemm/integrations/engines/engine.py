@@ -86,6 +86,12 @@ class Engine:
         folded = loaded.scale == "e4m3_row" or (loaded.element == "int4" and self.folds_scales)
         return replace(loaded, scale="e4m3") if activations == "fp8" and folded else loaded
 
+    def why_no_kernel(self, numbers: Numbers, activations: str | None, dtype: torch.dtype) -> str:
+        """Return every reason why no kernel multiplies x of a model's dtype by the weight of numbers, in the format of
+        :meth:`multiplied`, or the empty string."""
+        format, fp8 = self.multiplied(numbers.format, activations), activations == "fp8"
+        return why_no_kernel(layer_product(numbers.device, format, numbers.n, numbers.k, dtype, fp8, numbers.experts))
+
     def packed(self, numbers: Numbers, activations: str | None, gated: bool = False) -> QuantizedWeight:
         """Return the weight of numbers that a layer holds, in the format in which it is multiplied.
 

@@ -21,7 +21,7 @@ from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabPara
 
 from w4gemm.api.ops import linear
 from w4gemm.checkpoints.stored import whole_groups
-from w4gemm.integrations.engines.engine import LEAST, layer_product, why_no_kernel
+from w4gemm.integrations.engines.engine import LEAST
 from w4gemm.integrations.engines.formats import SCALES, check_unused_zeros
 from w4gemm.integrations.engines.gguf import PARAMETERS, gguf_weights
 from w4gemm.integrations.engines.loading import NOTHING_LOADED, check_known, check_loaded, mark
@@ -148,8 +148,7 @@ def _why_not(layer: Any, device: torch.device, fp8: bool = False) -> str:
 def _pack(scheme: Scheme, self: Any, layer: Any, fp8: bool) -> str:
     """Return why a layer is not taken over, or the empty string: then it is."""
     names = scheme.parameters(layer)
-    device = getattr(layer, names[0]).device
-    if reason := _why_not(layer, device, fp8):
+    if reason := _why_not(layer, getattr(layer, names[0]).device, fp8):
         return reason
     if not check_loaded(layer, names, scheme.kind):
         return NOTHING_LOADED
@@ -157,8 +156,7 @@ def _pack(scheme: Scheme, self: Any, layer: Any, fp8: bool) -> str:
     whole_groups(numbers.format, numbers.k)
     dtype = _MODELS.get(numbers.format.scale) or layer.params_dtype
     activations = "fp8" if fp8 else None
-    format = SGLANG.multiplied(numbers.format, activations)
-    if reason := why_no_kernel(layer_product(device, format, numbers.n, numbers.k, dtype, fp8)):
+    if reason := SGLANG.why_no_kernel(numbers, activations, dtype):
         return reason
     check_known(layer, {*scheme.read, *scheme.others, "bias"})
     if "qzeros" in scheme.others:

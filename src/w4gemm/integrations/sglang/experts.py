@@ -21,7 +21,6 @@ from sglang.srt.layers.moe.utils import get_moe_a2a_backend, resolve_moe_runner_
 
 from w4gemm.api.experts import W4Experts, W4GroupedLinear
 from w4gemm.choice import BOUNDS
-from w4gemm.integrations.engines.engine import layer_product, why_no_kernel
 from w4gemm.integrations.engines.formats import PRODUCTS, ExpertsSettings
 from w4gemm.integrations.engines.loading import NOTHING_LOADED, check_known, check_loaded, mark
 from w4gemm.integrations.engines.warmup import ExpertsCall, Need, experts_need, token_counts
@@ -147,14 +146,9 @@ def _why_not(method: Method, self: Any, layer: Any, config: Any) -> str:
 
 def _no_kernel(method: Method, layer: Any, settings: ExpertsSettings, config: Any) -> str:
     """Return why no kernel runs the products of a layer, or the empty string."""
-    for name in PRODUCTS:
-        numbers = method.format.numbers(layer, name, settings)
-        format, shape = SGLANG.multiplied(numbers.format, settings.activations), (numbers.n, numbers.k)
-        fp8 = settings.activations == "fp8"
-        product = layer_product(numbers.device, format, *shape, config.params_dtype, fp8, numbers.experts)
-        if reason := why_no_kernel(product):
-            return reason
-    return ""
+    products = (method.format.numbers(layer, name, settings) for name in PRODUCTS)
+    reasons = (SGLANG.why_no_kernel(numbers, settings.activations, config.params_dtype) for numbers in products)
+    return next(filter(None, reasons), "")
 
 
 def convert(method: Method, own: Callable[..., None], self: Any, layer: Any) -> None:

@@ -1,4 +1,4 @@
-"""Merged linear layers whose shards have different formats: :class:`ShardsMethod` makes a layer of SGLang's of each.
+"""Merged linear layers whose shards have different formats: :class:`SglangShards` makes a layer of SGLang's of each.
 
 SGLang takes the format of the merged name, or of one shard, for all.
 """
@@ -52,10 +52,10 @@ def method_of(own: Callable[..., Any], self: Any, layer: torch.nn.Module, prefix
 
     if not settings_differ(self, layer, [prefix, *names], get_dynamic_override):
         return own(self, layer, prefix)
-    return ShardsMethod(self, names)
+    return SglangShards(self, names)
 
 
-class ShardsMethod(Shards, LinearMethodBase):
+class SglangShards(Shards, LinearMethodBase):
     """:class:`Shards` with layers of SGLang's."""
 
     column_parallel = ColumnParallelLinear

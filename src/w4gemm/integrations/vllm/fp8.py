@@ -18,12 +18,11 @@ from vllm.model_executor.kernels.linear import (
 from vllm.platforms import PlatformEnum
 
 from w4gemm.checkpoints.fp8_folder import ScaleBlock, numbers
+from w4gemm.checkpoints.numbers import Numbers
 from w4gemm.core.formats import WeightFormat
-from w4gemm.integrations.engines.engine import layer_product, why_no_kernel
 from w4gemm.integrations.engines.loading import check_known
 from w4gemm.integrations.vllm.configs import take_configs
 from w4gemm.integrations.vllm.linear_kernel import FloatsKernel
-from w4gemm.weights.weight import QuantizedWeight
 
 CONFIGS = ("compressed-tensors", "modelopt_mxfp8", "modelopt_mixed", "inc", "quark")
 """Names of vLLM's quantization configs that may have such layers."""
@@ -48,13 +47,9 @@ class _Fp8(FloatsKernel):
     def weight_names(self, layer: torch.nn.Module) -> list[str]:
         return ["weight", "weight_scale", "weight_scale_inv", "input_scale"]
 
-    def weights(self, layer: Any) -> list[QuantizedWeight]:
+    def numbers(self, layer: Any) -> Numbers:
         check_known(layer, {"bias", *self.weight_names(layer)})
-        format, codes, scale = self.tensors(layer)
-        (n, k), dtype = codes.shape, self.model_dtype(layer)
-        if reason := why_no_kernel(layer_product(codes.device, format, n, k, dtype)):
-            raise ValueError(reason)
-        return [numbers(format, codes, scale, ScaleBlock()).packed()]
+        return numbers(*self.tensors(layer), ScaleBlock())
 
     def tensors(self, layer: Any) -> tuple[WeightFormat, torch.Tensor, torch.Tensor]:
         """Return format, codes (n, k) and scales of a layer whose parameters are known.

@@ -26,11 +26,10 @@ from vllm.model_executor.parameter import (
 )
 
 from w4gemm.checkpoints.gptq import GPTQPacking
+from w4gemm.checkpoints.numbers import Numbers
 from w4gemm.checkpoints.stored import NAMES
-from w4gemm.integrations.engines.engine import layer_product, why_no_kernel
 from w4gemm.integrations.vllm import takeover
 from w4gemm.integrations.vllm.linear_kernel import LinearKernel, capability
-from w4gemm.weights.weight import QuantizedWeight
 
 _BITS = range(2, 9)
 _STREAMS = (2, 3, 4, 8)
@@ -185,14 +184,11 @@ class GptqKernel(LinearKernel):
     def weight_names(self, layer: torch.nn.Module) -> list[str]:
         return ["qweight", "scales", "qzeros", "g_idx"]
 
-    def weights(self, layer: torch.nn.Module) -> list[QuantizedWeight]:
+    def numbers(self, layer: torch.nn.Module) -> Numbers:
         tensors = {name: getattr(layer, name).data for name in self.parameters(layer)}
         stored: Any = {name: _Stored(NAMES[t.dtype], tuple(t.shape)) for name, t in tensors.items()}
         module = self.packing.module(self.prefix, stored)
-        device = tensors["qweight"].device
-        if reason := why_no_kernel(layer_product(device, module.format, module.n, module.k, self.dtype)):
-            raise ValueError(reason)
-        return [self.packing.numbers(module, tensors).packed()]
+        return self.packing.numbers(module, tensors)
 
     def next_kernel(self) -> Any:
         raise ValueError(f"{self.prefix}: w4gemm cannot run it, and vLLM has no kernel for such tensors of GPTQ")

@@ -16,7 +16,7 @@ from w4gemm.api.activations import quantized
 from w4gemm.api.packed import PackedLinear
 from w4gemm.checkpoints.numbers import Numbers
 from w4gemm.core.epilogue import PLAIN, Epilogue
-from w4gemm.integrations.engines.engine import Capability, layer_product, why_no_kernel
+from w4gemm.integrations.engines.engine import Capability
 from w4gemm.integrations.engines.loading import NOTHING_LOADED, check_loaded, mark
 from w4gemm.integrations.engines.warmup import LinearUse, linear_need
 from w4gemm.integrations.vllm import fusion, takeover
@@ -173,9 +173,8 @@ class LinearKernel:
         Raises:
             TypeError, ValueError: if it cannot be packed, or no kernel runs the product.
         """
-        numbers, dtype, fp8 = self.numbers(layer), self.model_dtype(layer), self.activations == "fp8"
-        format = takeover.VLLM.multiplied(numbers.format, self.activations)
-        if reason := why_no_kernel(layer_product(numbers.device, format, numbers.n, numbers.k, dtype, fp8)):
+        numbers = self.numbers(layer)
+        if reason := takeover.VLLM.why_no_kernel(numbers, self.activations, self.model_dtype(layer)):
             raise ValueError(reason)
         return [takeover.VLLM.packed(numbers, self.activations)]
 

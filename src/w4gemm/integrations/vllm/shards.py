@@ -1,4 +1,4 @@
-"""Merged linear layers whose shards have different formats: :class:`ShardsMethod` makes a layer of vLLM's of each.
+"""Merged linear layers whose shards have different formats: :class:`VllmShards` makes a layer of vLLM's of each.
 
 vLLM has no such layer: it ends the start.
 """
@@ -35,10 +35,10 @@ def method_of(own: Callable[[torch.nn.Module, str], Any], config: Any, layer: to
             return own(layer, prefix)
         except ValueError as e:  # by which vLLM refuses shards that differ, too
             takeover.log().debug("%s: %s", prefix, e)
-    return ShardsMethod(config, names)
+    return VllmShards(config, names)
 
 
-class ShardsMethod(Shards, LinearMethodBase):
+class VllmShards(Shards, LinearMethodBase):
     """:class:`Shards` with layers of vLLM's."""
 
     column_parallel = ColumnParallelLinear
