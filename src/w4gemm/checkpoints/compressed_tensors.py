@@ -52,7 +52,7 @@ FLOATS = {
     "mxfp6-pack-quantized": MXFP8,
     "nvfp4-pack-quantized": WeightFormat.parse("nvfp4"),
 }
-FORMATS = ("pack-quantized", "int-quantized", *FLOATS)
+PACKINGS = ("pack-quantized", "int-quantized", *FLOATS)
 ACT_ORDERS = ("group", "dynamic", True)
 """Values of ``actorder`` by which columns are in another order; by others their scales fit them."""
 _FLOAT_SCALES = {"e8m0": ("U8", "F8_E8M0"), "e4m3_row": ("F8_E4M3",)}
@@ -143,8 +143,8 @@ class CompressedTensors(Packing):
     def module(self, name: str, stored: Mapping[str, TensorInfo]) -> Module:
         scheme = self._scheme(name)
         weights, packing = scheme["weights"], scheme.get("format") or self.config.get("format")
-        if packing not in FORMATS:
-            raise ValueError(f"its format is {packing!r}, wanted {' or '.join(FORMATS)}")
+        if packing not in PACKINGS:
+            raise ValueError(f"its format is {packing!r}, wanted {' or '.join(PACKINGS)}")
         bits = weights.get("num_bits")
         if packing in FLOATS:
             check_bits(bits, (6 if FLOATS[packing] == MXFP8 else 4,))

@@ -23,7 +23,7 @@ from w4gemm.integrations.engines.formats import PRODUCTS, ExpertsFormat
 from w4gemm.integrations.engines.loading import NOTHING_LOADED, check_known, check_loaded, mark
 from w4gemm.integrations.vllm import takeover
 from w4gemm.integrations.vllm.configs import add_hook
-from w4gemm.integrations.vllm.experts_formats import FORMATS, LEFT, fused_activation, in_pairs
+from w4gemm.integrations.vllm.experts_formats import LEFT, METHODS, fused_activation, in_pairs
 from w4gemm.integrations.vllm.experts_kernel import BatchedW4gemmExperts, ExpertsProduct, W4gemmExperts
 from w4gemm.integrations.vllm.experts_support import multiplied, no_kernel, read, why_not
 from w4gemm.integrations.vllm.updates import ExpertsUpdate, ReloadedUpdate, end_reload
@@ -50,8 +50,8 @@ def taken_over(method: Any, layer: Any) -> Any:
     if not isinstance(layer, RoutedExperts):
         return method
     name = type(method).__name__
-    if name not in FORMATS:
-        own = [base.__name__ for base in type(method).__mro__ if base.__name__ in FORMATS]
+    if name not in METHODS:
+        own = [base.__name__ for base in type(method).__mro__ if base.__name__ in METHODS]
         if reason := LEFT.get(name) or (own and f"they are a model's own kind of {own[0]}"):
             takeover.refuse(f"experts of {name}", str(reason))
         return method

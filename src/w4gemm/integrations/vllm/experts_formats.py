@@ -1,6 +1,6 @@
 """4-bit experts as vLLM's methods load them: which parameters there are, and which numbers they hold.
 
-:data:`FORMATS` has an entry for each of vLLM's methods, by the name of its class. A method keeps the experts of a layer
+:data:`METHODS` has an entry for each of vLLM's methods, by the name of its class. A method keeps the experts of a layer
 in parameters whose matrices lie as (n, k) or, if they have ``is_transposed``, as (k, n): versions of vLLM differ in
 that. Importing this imports no vLLM.
 """
@@ -149,7 +149,7 @@ _FLOATS = ExpertsFormat("weight", "weight_scale", packing="floats")
 _COMPRESSED_FLOATS = replace(_FLOATS, codes="weight_packed")
 _TWO_SCALES = replace(_FLOATS, factors="weight_scale_2")
 
-FORMATS: Mapping[str, tuple[Callable[[Any, Any], ExpertsSettings], ExpertsFormat]] = {
+METHODS: Mapping[str, tuple[Callable[[Any, Any], ExpertsSettings], ExpertsFormat]] = {
     "AutoGPTQMoEMethod": (_gptq, _AUTO),
     "AutoAWQMoEMethod": (_awq, replace(_AUTO, packing="awq")),
     "MoeWNA16Method": (_moe_wna16, _AUTO),  # what vLLM makes of GPTQ and AWQ where Marlin cannot run

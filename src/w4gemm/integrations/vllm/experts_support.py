@@ -15,7 +15,7 @@ from w4gemm.core.problem import Device, GemmProblem
 from w4gemm.integrations.engines.engine import why_no_kernel
 from w4gemm.integrations.engines.formats import ExpertsFormat, ExpertsSettings
 from w4gemm.integrations.vllm import takeover
-from w4gemm.integrations.vllm.experts_formats import FORMATS, fused_activation
+from w4gemm.integrations.vllm.experts_formats import METHODS, fused_activation
 from w4gemm.integrations.vllm.linear_kernel import capability
 from w4gemm.packing.layouts import layout_for
 
@@ -74,7 +74,7 @@ def _no_lora(moe: Any, layer: Any, fp8: bool) -> str:
 
 def read(method: Any, layer: Any) -> tuple[ExpertsSettings, ExpertsFormat]:
     """Return the settings of a layer's experts, and how it holds their numbers."""
-    settings, format = FORMATS[type(method).__name__]
+    settings, format = METHODS[type(method).__name__]
     return settings(method, layer), format
 
 

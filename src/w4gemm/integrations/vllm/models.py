@@ -12,8 +12,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from w4gemm.checkpoints import FORMATS as KNOWN
-from w4gemm.checkpoints import Checkpoint, CheckpointFormat, Module, compressed_tensors, find_checkpoint, gguf
+from w4gemm.checkpoints import (
+    FORMATS,
+    Checkpoint,
+    CheckpointFormat,
+    Module,
+    compressed_tensors,
+    find_checkpoint,
+    gguf,
+)
 from w4gemm.checkpoints.gguf.architectures import ARCHITECTURES
 from w4gemm.checkpoints.hugging_face import quantization_config, read_config
 from w4gemm.core import environment
@@ -27,7 +34,7 @@ _NAMES = (
     *("gptq", "awq", "compressed-tensors", "modelopt", "mxfp4", "quark", "auto-round", "deepseek-v4"),
     gguf.FORMAT.name,
 )
-FORMATS = tuple(format for format in KNOWN if format.name in _NAMES)
+TAKEN_OVER = tuple(format for format in FORMATS if format.name in _NAMES)
 """Checkpoints whose layers are taken over; of ModelOpt's those in NVFP4, of AutoRound's floats those in MXFP4."""
 FUSED = (
     ("q_proj", "k_proj", "v_proj"),
@@ -78,8 +85,8 @@ def read_model(path: str, tensor_parallel: int = 1, dtype: torch.dtype | None = 
         ValueError: if a layer cannot be divided among so many GPUs.
     """
     source, folder = find_checkpoint(path)
-    if source not in FORMATS:
-        raise FormatError(f"{path}: wanted {' or '.join(f.contents for f in FORMATS)}, got {source.contents}")
+    if source not in TAKEN_OVER:
+        raise FormatError(f"{path}: wanted {' or '.join(f.contents for f in TAKEN_OVER)}, got {source.contents}")
     checkpoint = source.open(folder, None)
     config = _config_of_gguf(checkpoint) if isinstance(checkpoint, gguf.GGUFCheckpoint) else read_config(folder)
     text = config.get("text_config") or config
