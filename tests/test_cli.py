@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import re
@@ -112,16 +113,16 @@ def test_a_file_that_is_no_checkpoint(capsys: pytest.CaptureFixture[str], tmp_pa
     assert capsys.readouterr().err == f"w4gemm: error: {message}\n"
 
 
-def test_characters_that_the_terminal_does_not_have(tiny: Path) -> None:
+def test_characters_that_the_terminal_does_not_have(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are printed as escapes, rather than an error in place of the answer."""
     for encoding, name, shown in (("ascii", "größe", r"gr\xf6\xdfe"), ("utf-8", os.fsdecode(b"\xff"), r"\udcff")):
         path = tiny.with_name(f"{name}.gguf")
         tiny.rename(path)
-        tiny = path
-        command = [sys.executable, "-m", "w4gemm", "inspect", str(path), "--device", "h200", "--m", "1"]
-        run = subprocess.run(command, capture_output=True, env=os.environ | {"PYTHONIOENCODING": encoding})
-        assert run.returncode == 0, run.stderr
-        assert f"{shown}.gguf: gguf" in run.stdout.decode("ascii").splitlines()[0]
+        tiny, printed = path, io.BytesIO()
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, encoding))
+        assert main(["inspect", str(path), "--device", "h200", "--m", "1"]) == 0
+        sys.stdout.flush()
+        assert f"{shown}.gguf: gguf" in printed.getvalue().decode("ascii").splitlines()[0]
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="only Linux has it")

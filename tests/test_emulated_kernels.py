@@ -83,6 +83,15 @@ class Product(NamedTuple):
         p = GemmProblem(self.rows, self.n, self.k, self.dtype, self.format, kernel.layout, self.epilogue, H200)
         return replace(p, experts=len(self.counts), gathered=self.gathered)
 
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Parameters whose every value is in a sample."""
+        kernel, config = self.config.split("/")[0], GemmConfig.parse(self.config.split("/")[1])
+        ways = {"schedule": config.schedule, "split": config.split_k, "experts": bool(self.counts)}
+        ways |= {"cluster": (config.cluster_m, config.cluster_n), "few": self.m < 5, "tail": config.tail is not None}
+        ways |= {"element": WeightFormat.parse(self.format).element}
+        return {name: (kernel, value) for name, value in ways.items()} | self.epilogue._asdict()
+
     def __str__(self) -> str:
         return f"{self.config}-{self.format}"
 
@@ -224,6 +233,7 @@ def computed(
     return out
 
 
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("case", PRODUCTS, ids=str)
 def test_products(case: Product) -> None:
     w, rows = experts_of(case), rows_of(case)
