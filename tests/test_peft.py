@@ -307,9 +307,7 @@ def test_a_model_that_has_adapters_is_not_quantized() -> None:
 )
 def test_other_methods_beside_4_bit_layers_are_refused(base: Callable[[], torch.nn.Module], config: Any) -> None:
     """Some of them would pass the layer over, and train nothing."""
-    with pytest.raises(
-        ValueError, match=rf"wanted LoRA beside the 4-bit layer model\.\S+, got {config.peft_type.value}"
-    ):
+    with pytest.raises(ValueError, match=rf"wanted LoRA for the 4-bit layer model\.\S+, got {config.peft_type.value}"):
         peft.get_peft_model(base(), config)
     assert peft.get_peft_model(base(), peft.OSFConfig(target_modules=["lm_head"])).lm_head is not None
 

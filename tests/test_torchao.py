@@ -412,7 +412,7 @@ def test_tiles_are_those_of_pytorch() -> None:
         (
             "Int4Tensor",
             {"activation_dtype": dtype("float8_e4m3fn")},
-            r"its zero points are up to .*, wanted 0 beside x",
+            r"its zero points are up to .*, wanted 0 with x",
         ),
         ("IntxUnpackedToInt8Tensor", {"target_dtype": dtype("uint7")}, "has the numbers of uint7, wanted int4 or int8"),
         ("MXTensor", {"elem_dtype": "fp6_e2m3"}, "elements of fp6_e2m3, wanted float4_e2m1fn_x2 or float8_e4m3fn"),

@@ -15,7 +15,7 @@ divides (nvfp4). compressed-tensors up to 0.13.0 wrote exponents of mxfp4 that a
 codes are three bytes, the first one in the lowest bits; they become e4m3, which has all their numbers.
 
 Activations that the config wants in e4m3 get a scale for each token, whatever it says of their scales; those that it
-wants in int8 or 4 bits, and those beside nvfp4 and mxfp6, are multiplied as they come, in 16 bits. ``input_scale`` is
+wants in int8 or 4 bits, and those of nvfp4 and mxfp6, are multiplied as they come, in 16 bits. ``input_scale`` is
 not used.
 """
 

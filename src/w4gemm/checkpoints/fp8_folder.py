@@ -99,8 +99,8 @@ class Fp8Folder(SafetensorsFolder):
 
     def experts(self) -> dict[str, Module]:
         """Return the products of experts that a format holds, by the names of their tensors. Shapes tell whether each
-        matrix is (n, k) or (k, n). Gates and ups are taken to be in pairs beside biases, as gpt-oss has them, else one
-        after the other: it is for the model's code to say whether they are."""
+        matrix is (n, k) or (k, n). Gates and ups are taken to be in pairs if there are biases, as gpt-oss has them,
+        else one after the other: it is for the model's code to say whether they are."""
         made: dict[str, Module] = {}
         for down in [name for name in self.scales if name.endswith(f"experts.{DOWN}")]:
             names = f"{down.removesuffix(DOWN)}{GATE_UP}", down
@@ -265,7 +265,7 @@ def block_of(config: Mapping[str, Any]) -> tuple[ScaleBlock, bool]:
         ValueError: for no pair of positive integers, and for config groups that differ.
     """
     settings = [("weight_block_size", config.get("weight_block_size"))]
-    # a 4-bit method's setting gives the size of blocks only, beside scales of any shape
+    # a 4-bit method's setting gives the size of blocks only, and scales may have any shape
     of_all = config.get("quant_method") == "fp8" and settings[0][1] is not None
     strategies: set[Any] = {"block"} if of_all else set()
     groups = config.get("config_groups")

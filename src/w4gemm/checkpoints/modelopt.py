@@ -6,10 +6,10 @@ two's complements of two rows a byte, the even row in the low nibble, and ``weig
 quantized KV cache are not used.
 
 W4A8_MXFP4_FP8 and W4A8_AWQ quantize x to e4m3, here with a scale for each token instead of ``input_scale`` for all. x
-that the config wants in 4 bits, or in e4m3 beside NVFP4 (W4A8_NVFP4_FP8), is multiplied as it comes.
+that the config wants in 4 bits, or in e4m3 with NVFP4 (W4A8_NVFP4_FP8), is multiplied as it comes.
 
 ``weight_scale_2`` of W4A8_AWQ, by which ModelOpt's own kernels round q * weight_scale to e4m3, is not needed: the
-weight is q * weight_scale. Kernels beside fp8 take scales in 16 bits, so float32 ones are rounded to fp16, by at most
+weight is q * weight_scale. Kernels for fp8 x take scales in 16 bits, so float32 ones are rounded to fp16, by at most
 2**-11 of themselves from 2**-14 on, as TensorRT-LLM rounds them. Beside 16-bit x float32 scales stay float32.
 """
 

@@ -9,7 +9,7 @@ layers are dense, or in fp8 with scales of blocks; folders of the method fp8 hav
   transformers knows them. config.json says the method fp8, and ``expert_dtype`` fp4. Activations stay in 16 bits.
   DeepSeek's code quantizes x to e4m3 with a scale for each 128 columns; ``activations="fp8"`` does with one for each
   token.
-- W4AFP8, as TensorRT-LLM's script writes it and SGLang serves it: 4-bit integers beside e4m3 activations. A module of
+- W4AFP8, as TensorRT-LLM's script writes it and SGLang serves it: 4-bit integers with e4m3 activations. A module of
   one expert is ``weight`` int8 (n, k / 2), two's complements of two columns a byte, the even one in the low nibble;
   ``weight_scale_inv`` float32 (n, k / 128), which multiplies; and ``input_scale``, also under the expert's name w1, w2
   or w3 for gate_proj, down_proj or up_proj. config.json names the method "w4afp8", or hf_quant_config.json says

@@ -9,7 +9,7 @@ lowest first if it is "order", and are two's complements if dtype is int4. In 8 
 ``weight_zero_point`` have a number in each element, int8 or uint8, and one ``weight_scale`` () may serve the whole
 matrix. w = (u - zero_point) * weight_scale.
 
-x that the config wants in 4 bits or in int8 is multiplied as it comes. x in e4m3 beside MXFP4 gets a scale for each
+x that the config wants in 4 bits or in int8 is multiplied as it comes. x in e4m3 with MXFP4 gets a scale for each
 token instead of ``input_scale`` for all.
 """
 

@@ -324,7 +324,7 @@ def _offset(module: Module, codes: PackedMatrix, scales: torch.Tensor, zeros: to
     """Return the numbers of the weight (u - 8) * scale + zero."""
     if not module.format.has_zero:
         if zeros.any():
-            raise ValueError(f"its zero points are up to {zeros.abs().max():g}, wanted 0 beside x in e4m3")
+            raise ValueError(f"its zero points are up to {zeros.abs().max():g}, wanted 0 with x in e4m3")
         return PackedNumbers(module.format, codes, PackedMatrix(scales))
     scales, zeros = scales.float(), zeros.float()
     return PackedNumbers(module.format, codes, PackedMatrix(scales), PackedMatrix(zeros - SYMMETRIC * scales))

@@ -150,7 +150,7 @@ def _with_lora_alone(inject: Callable[..., Any]) -> Callable[..., Any]:
             for name, module in model.named_modules():
                 if isinstance(module, PackedModule) and tuner._check_target_module_exists(config, name):
                     kind = getattr(config.peft_type, "value", config.peft_type)
-                    raise ValueError(f"target_modules: wanted LoRA beside the 4-bit layer {name}, got {kind}")
+                    raise ValueError(f"target_modules: wanted LoRA for the 4-bit layer {name}, got {kind}")
         return inject(tuner, model, adapter_name, *args, **kwargs)
 
     return inject_adapter

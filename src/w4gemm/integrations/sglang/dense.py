@@ -221,7 +221,7 @@ def kernel_of_gptq(own: Callable[..., Any], self: Any, quant_config: Any) -> Any
 def fp8_scheme(
     own: Callable[..., Any], self: Any, weight_quant: Any, input_quant: Any, format: str | None = None
 ) -> Any:
-    """Return a scheme for dense W4AFP8, int4 weights beside fp8 activations with a scale for each token; for all else
+    """Return a scheme for dense W4AFP8, int4 weights with fp8 activations with a scale for each token; for all else
     what SGLang's own method does."""
     if not _is_w4afp8(weight_quant, input_quant, format or self.quant_format):
         return own(self, weight_quant, input_quant, format)

@@ -193,7 +193,7 @@ SCHEMES = (
         apply="apply",
     ),
     Scheme(
-        "ModelOpt's linear layers of NVFP4 beside 16-bit activations",
+        "ModelOpt's linear layers of NVFP4 with 16-bit activations",
         f"{QUANTIZATION}.modelopt_quant.ModelOptNvFp4A16LinearMethod",
         ("weight", "weight_scale", "weight_scale_2"),
         ("input_scale",),
@@ -201,7 +201,7 @@ SCHEMES = (
         apply="apply",
     ),
     Scheme(
-        "compressed-tensors' linear layers of fp8 beside 16-bit activations",
+        "compressed-tensors' linear layers of fp8 with 16-bit activations",
         f"{QUANTIZATION}.compressed_tensors.schemes.CompressedTensorsW8A16Fp8",
         ("weight", "weight_scale"),
         ("input_scale",),

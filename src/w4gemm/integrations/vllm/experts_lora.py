@@ -1,4 +1,4 @@
-"""The experts of a layer beside LoRA adapters, several in a step: :class:`LoraExperts`.
+"""The experts of a layer with LoRA adapters, several in a step: :class:`LoraExperts`.
 
 vLLM's kernels add what adapters contribute to rows in the order of the tokens' choices: before the activation, and to
 the results of the second product. So the first product has no activation in its epilogue, and PyTorch's operators bring

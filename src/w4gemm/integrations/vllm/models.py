@@ -133,7 +133,7 @@ def _of_folder(
     if integers:
         format = replace(format, scale=SCALES[dtype])
     else:
-        activations = _beside_floats(module, source.name == "compressed-tensors") if format.bits == 4 else None
+        activations = _activations_of_floats(module, source.name == "compressed-tensors") if format.bits == 4 else None
     return replace(module, format=VLLM.multiplied(format, activations), activations=activations)
 
 
@@ -163,7 +163,7 @@ def _config_of_gguf(checkpoint: gguf.GGUFCheckpoint) -> dict[str, Any]:
     return {name: count for name, count in counts.items() if isinstance(count, int)} | config | text
 
 
-def _beside_floats(module: Module, asks: bool) -> str | None:
+def _activations_of_floats(module: Module, asks: bool) -> str | None:
     """Return the activations of a module in 4-bit floats. asks: True if vLLM heeds that it asks for fp8."""
     named = "mxfp4" if module.format.scale == "e8m0" else "nvfp4"
     asked = asks and named == "mxfp4" and module.activations == "fp8"
