@@ -19,13 +19,14 @@ CHECKPOINTS = [
     ("llama-3-8b", "gptq-int4-g128"),
     ("qwen2.5-32b", "awq-int4-g128"),
     ("qwen3-30b-a3b", "ct-int4-g128-fp8"),
-    ("deepseek-v3-5-layers", "ct-int4-g32"),
+    ("minimax-m3", "ct-int4-g32"),
+    ("nemotron-3-nano", "ct-int4-g32"),
     ("llama-3-8b", "gptq-int4-g64-act"),
     ("llama-3-8b", "gptq-int4-g128-head"),
     ("mixtral-8x7b", "gptq-int4-g128"),
     ("qwen2.5-32b", "ct-nvfp4"),
-    ("llama-3-8b", "ct-mxfp4"),
-    ("qwen3-30b-a3b", "modelopt-nvfp4-mixed"),
+    ("kimi-k3-quarter", "ct-mxfp4"),
+    ("qwen3.5-35b-a3b", "modelopt-nvfp4-mixed"),
     ("llama-3-8b", "ct-nvfp4-a16"),
     ("llama-3-8b", "modelopt-nvfp4-a16"),
     ("llama-3-8b", "quark-int4-g128"),
@@ -60,7 +61,13 @@ def test_a_tiny_checkpoint_opens_and_keeps_the_size_of_activations(name, format,
         group_size = PER_COLUMN if packing.option == "mixed" and not module.experts else packing.group_size
         activations = "fp8" if packing.option == "fp8" else None
         assert (module.format.group_size, module.activations) == (group_size, activations)
-        gain = 4.0 if module_name == "lm_head" else 0.5 if module_name.endswith(("o_proj", "down_proj", "w2")) else 1.0
+        gain = (
+            4.0
+            if module_name == "lm_head"
+            else 0.5
+            if module_name.endswith(("o_proj", "out_proj", "down_proj", "w2"))
+            else 1.0
+        )
         w = checkpoint.weight(module_name).dequantize()
         assert w.std().item() * module.k**0.5 == pytest.approx(gain, rel=0.4 if "mxfp" in format else 0.1), module_name
 
@@ -75,7 +82,7 @@ def test_fused_modules_have_their_columns_in_one_order(tmp_path):
     assert orders[0].bincount().tolist() == [64] * 4
 
 
-@pytest.mark.parametrize("name", ["qwen2.5-32b", "qwen3-30b-a3b", "deepseek-v3-5-layers", "gpt-oss-20b"])
+@pytest.mark.parametrize("name", ["qwen2.5-32b", "qwen3.5-35b-a3b", "deepseek-v3-5-layers", "gpt-oss-20b"])
 def test_transformers_makes_the_same_dense_model(name, tmp_path):
     """Names and shapes are those of transformers' own model of the config, which engines share."""
     transformers = pytest.importorskip("transformers")

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from bench.engine.models import Matrix, Model, Vector
+from bench.engine.models import Model
+from bench.engine.modules import Matrix, Vector
 
 FILE = "model.gguf"
 _NAMES = {

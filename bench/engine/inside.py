@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench.engine.models import Matrix, Model, Stack
+from bench.engine.models import Model
+from bench.engine.modules import Matrix, Stack
 from bench.engine.rows import spread
 from bench.rows import Row
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
-from bench.engine.models import Matrix, Model, Module, Stack
+from bench.engine.models import Model
+from bench.engine.modules import Matrix, Module, Stack
 
 from w4gemm.core.formats import PER_COLUMN
 
@@ -62,7 +63,10 @@ _FLOATS = {
     )
 }
 """Method, element and option of formats of floats, by name."""
-_IN_FP8 = re.compile(r"(self_attn\.(q|k|v|o|q_b)|mlp\.(shared_experts\.)?(gate|up|down))_proj")
+_IN_FP8 = re.compile(
+    r"(self_attn\.(q|k|v|o|q_b)|mlp\.(shared_experts?\.)?(gate|up|down)|linear_attn\.out"
+    r"|mixer\.(q|k|v|o|in|out|shared_experts\.(up|down)))_proj"
+)
 """Modules in fp8 beside experts in NVFP4."""
 _GROUPS = {"nvfp4": 16, "mxfp4": 32, "mxfp8": 32, "e4m3": PER_COLUMN}
 

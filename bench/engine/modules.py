@@ -1,0 +1,264 @@
+"""Modules of a decoder layer of published models, by the numbers of their config: :func:`layer_modules`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+
+class Matrix(NamedTuple):
+    """A linear module: d = x @ w.T + bias, with w (n, k)."""
+
+    name: str
+    n: int
+    k: int
+    bias: bool = False
+    quantized: bool = True
+    gain: float = 1.0
+    """Standard deviation of d for x of standard deviation 1. What is added to the residual has a smaller one."""
+
+
+class Stack(NamedTuple):
+    """Weights (experts, n, k) with biases (experts, n), which a checkpoint keeps as one tensor."""
+
+    name: str
+    experts: int
+    n: int
+    k: int
+    gain: float = 1.0
+
+
+class Vector(NamedTuple):
+    """A tensor that is never quantized; ``std`` 0 for ones, as in a norm."""
+
+    name: str
+    shape: tuple[int, ...]
+    std: float = 0.0
+    dtype: str | None = None
+    """None for the model's."""
+
+
+Module = Matrix | Stack | Vector
+RESIDUAL_GAIN = 0.5
+_HEADS = ("num_attention_heads", "num_key_value_heads", "head_dim")
+
+
+def layer_modules(c: Mapping[str, Any], index: int) -> Iterator[Module]:
+    """Modules of layer ``index``, by their names within it."""
+    kind = c["model_type"]
+    if kind in _LAYERS:
+        yield from _LAYERS[kind](c, index)
+        return
+    yield Vector("input_layernorm.weight", (c["hidden_size"],))
+    yield Vector("post_attention_layernorm.weight", (c["hidden_size"],))
+    yield from (_latent_attention if kind == "deepseek_v3" else _attention)(c)
+    yield from _FEED_FORWARD[kind](c, index)
+
+
+def _attention(c: Mapping[str, Any]) -> Iterator[Module]:
+    kind, hidden, heads, kv_heads = (
+        c["model_type"],
+        c["hidden_size"],
+        c["num_attention_heads"],
+        c["num_key_value_heads"],
+    )
+    head_dim, quantized = c.get("head_dim", hidden // heads), kind != "gpt_oss"
+    biases, all_biases = kind in ("qwen2", "gpt_oss", "glm4_moe"), kind == "gpt_oss"
+    yield Matrix("self_attn.q_proj", heads * head_dim, hidden, biases, quantized)
+    yield Matrix("self_attn.k_proj", kv_heads * head_dim, hidden, biases, quantized)
+    yield Matrix("self_attn.v_proj", kv_heads * head_dim, hidden, biases, quantized)
+    yield Matrix("self_attn.o_proj", hidden, heads * head_dim, all_biases, quantized, RESIDUAL_GAIN)
+    if kind == "qwen3_moe":
+        yield Vector("self_attn.q_norm.weight", (head_dim,))
+        yield Vector("self_attn.k_norm.weight", (head_dim,))
+    if kind == "gpt_oss":
+        yield Vector("self_attn.sinks", (heads,), 1.0)
+
+
+def _latent_attention(c: Mapping[str, Any]) -> Iterator[Module]:
+    """DeepSeek's, in 16 bits, as in the 4-bit checkpoints of Kimi-K2."""
+    hidden, heads, q_rank, kv_rank = (
+        c["hidden_size"],
+        c["num_attention_heads"],
+        c["q_lora_rank"],
+        c["kv_lora_rank"],
+    )
+    plain, rope, value = c["qk_nope_head_dim"], c["qk_rope_head_dim"], c["v_head_dim"]
+    yield Matrix("self_attn.q_a_proj", q_rank, hidden, quantized=False)
+    yield Vector("self_attn.q_a_layernorm.weight", (q_rank,))
+    yield Matrix("self_attn.q_b_proj", heads * (plain + rope), q_rank, quantized=False)
+    yield Matrix("self_attn.kv_a_proj_with_mqa", kv_rank + rope, hidden, quantized=False)
+    yield Vector("self_attn.kv_a_layernorm.weight", (kv_rank,))
+    yield Matrix("self_attn.kv_b_proj", heads * (plain + value), kv_rank, quantized=False)
+    yield Matrix("self_attn.o_proj", hidden, heads * value, quantized=False, gain=RESIDUAL_GAIN)
+
+
+def _gated(
+    prefix: str,
+    hidden: int,
+    width: int,
+    quantized: bool = True,
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+) -> Iterator[Matrix]:
+    gate, up, down = (f"{prefix}.{name}" for name in names)
+    yield Matrix(gate, width, hidden, quantized=quantized)
+    yield Matrix(up, width, hidden, quantized=quantized)
+    yield Matrix(down, hidden, width, quantized=quantized, gain=RESIDUAL_GAIN)
+
+
+def _dense(c: Mapping[str, Any], index: int) -> Iterator[Module]:
+    yield from _gated("mlp", c["hidden_size"], c["intermediate_size"])
+
+
+def _qwen3_experts(c: Mapping[str, Any], index: int) -> Iterator[Module]:
+    yield Matrix("mlp.gate", c["num_experts"], c["hidden_size"], quantized=False)
+    for e in range(c["num_experts"]):
+        yield from _gated(f"mlp.experts.{e}", c["hidden_size"], c["moe_intermediate_size"])
+
+
+def _mixtral_experts(c: Mapping[str, Any], index: int) -> Iterator[Module]:
+    hidden, width = c["hidden_size"], c["intermediate_size"]
+    yield Matrix("block_sparse_moe.gate", c["num_local_experts"], hidden, quantized=False)
+    for e in range(c["num_local_experts"]):
+        yield from _gated(f"block_sparse_moe.experts.{e}", hidden, width, names=("w1", "w3", "w2"))
+
+
+def _deepseek_experts(c: Mapping[str, Any], index: int) -> Iterator[Module]:
+    """Routed experts in 4 bits. The first layers and the shared expert are in 16 in the checkpoints of Kimi-K2, and
+    quantized in those of GLM."""
+    quantized = c["model_type"] != "deepseek_v3"
+    hidden, experts, width = c["hidden_size"], c["n_routed_experts"], c["moe_intermediate_size"]
+    if index < c["first_k_dense_replace"]:
+        yield from _gated("mlp", hidden, c["intermediate_size"], quantized)
+        return
+    yield Matrix("mlp.gate", experts, hidden, quantized=False)
+    yield Vector("mlp.gate.e_score_correction_bias", (experts,), 0.01, "float32")
+    yield from _gated("mlp.shared_experts", hidden, c["n_shared_experts"] * width, quantized)
+    for e in range(experts):
+        yield from _gated(f"mlp.experts.{e}", hidden, width)
+
+
+def _gpt_oss_experts(c: Mapping[str, Any], index: int) -> Iterator[Module]:
+    hidden, experts, width = c["hidden_size"], c["num_local_experts"], c["intermediate_size"]
+    yield Matrix("mlp.router", experts, hidden, bias=True, quantized=False)
+    yield Stack("mlp.experts.gate_up_proj", experts, 2 * width, hidden)
+    yield Stack("mlp.experts.down_proj", experts, hidden, width, RESIDUAL_GAIN)
+
+
+def _qwen35(c: Mapping[str, Any], index: int) -> Iterator[Module]:
+    """Gated delta networks, and attention with gates in every fourth layer."""
+    hidden = c["hidden_size"]
+    yield Vector("input_layernorm.weight", (hidden,), 0.02)
+    yield Vector("post_attention_layernorm.weight", (hidden,), 0.02)
+    if c["layer_types"][index] == "linear_attention":
+        heads = c["linear_num_value_heads"]
+        values = heads * c["linear_value_head_dim"]
+        qkv = 2 * c["linear_num_key_heads"] * c["linear_key_head_dim"] + values
+        yield Vector("linear_attn.dt_bias", (heads,), 0.1)
+        yield Vector("linear_attn.A_log", (heads,), 0.1)
+        yield Vector("linear_attn.conv1d.weight", (qkv, 1, c["linear_conv_kernel_dim"]), 0.5)
+        yield Vector("linear_attn.norm.weight", (c["linear_value_head_dim"],))
+        for leaf, n in (("qkv", qkv), ("z", values), ("b", heads), ("a", heads)):
+            yield Matrix(f"linear_attn.in_proj_{leaf}", n, hidden, quantized=False)
+        yield Matrix("linear_attn.out_proj", hidden, values, quantized=False, gain=RESIDUAL_GAIN)
+    else:
+        yield from _plain_attention(c, "self_attn", gates=True)
+        yield Vector("self_attn.q_norm.weight", (c["head_dim"],), 0.02)
+        yield Vector("self_attn.k_norm.weight", (c["head_dim"],), 0.02)
+    yield Matrix("mlp.gate", c["num_experts"], hidden, quantized=False)
+    yield from _gated("mlp.shared_expert", hidden, c["shared_expert_intermediate_size"], False)
+    yield Matrix("mlp.shared_expert_gate", 1, hidden, quantized=False)
+    for e in range(c["num_experts"]):
+        yield from _gated(f"mlp.experts.{e}", hidden, c["moe_intermediate_size"])
+
+
+def _plain_attention(c: Mapping[str, Any], name: str, gates: bool = False) -> Iterator[Matrix]:
+    """In 16 bits, without biases. gates: q_proj also has a gate for each number of a head."""
+    hidden, heads, kv_heads, head_dim = (c[key] for key in ("hidden_size", *_HEADS))
+    yield Matrix(f"{name}.q_proj", (1 + gates) * heads * head_dim, hidden, quantized=False)
+    yield Matrix(f"{name}.k_proj", kv_heads * head_dim, hidden, quantized=False)
+    yield Matrix(f"{name}.v_proj", kv_heads * head_dim, hidden, quantized=False)
+    yield Matrix(f"{name}.o_proj", hidden, heads * head_dim, quantized=False, gain=RESIDUAL_GAIN)
+
+
+def _nemotron3(c: Mapping[str, Any], index: int) -> Iterator[Module]:
+    """Mamba 2, attention or experts without gates."""
+    hidden, kind = c["hidden_size"], c["hybrid_override_pattern"][index]
+    yield Vector("norm.weight", (hidden,))
+    if kind == "*":
+        yield from _plain_attention(c, "mixer")
+        return
+    if kind == "M":
+        heads = c["mamba_num_heads"]
+        inner, groups = heads * c["mamba_head_dim"], 2 * c["n_groups"] * c["ssm_state_size"]
+        yield Matrix("mixer.in_proj", 2 * inner + groups + heads, hidden, quantized=False)
+        yield Vector("mixer.conv1d.weight", (inner + groups, 1, c["conv_kernel"]), 0.5)
+        yield Vector("mixer.conv1d.bias", (inner + groups,), 0.1)
+        for leaf in ("dt_bias", "A_log", "D"):
+            yield Vector(f"mixer.{leaf}", (heads,), 0.1)
+        yield Vector("mixer.norm.weight", (inner,))
+        yield Matrix("mixer.out_proj", hidden, inner, quantized=False, gain=RESIDUAL_GAIN)
+        return
+    experts, shared, width = c["n_routed_experts"], c["moe_shared_expert_intermediate_size"], c["moe_intermediate_size"]
+    yield Matrix("mixer.gate", experts, hidden, quantized=False)
+    yield Vector("mixer.gate.e_score_correction_bias", (experts,), 0.01, "float32")
+    yield Matrix("mixer.shared_experts.up_proj", shared, hidden, quantized=False)
+    yield Matrix("mixer.shared_experts.down_proj", hidden, shared, quantized=False, gain=RESIDUAL_GAIN)
+    for e in range(experts):
+        yield Matrix(f"mixer.experts.{e}.up_proj", width, hidden)
+        yield Matrix(f"mixer.experts.{e}.down_proj", hidden, width, gain=RESIDUAL_GAIN)
+
+
+def _minimax3(c: Mapping[str, Any], index: int) -> Iterator[Module]:
+    """With dense attention, as the published model's first layers have it."""
+    hidden, experts, width = c["hidden_size"], c["num_local_experts"], c["intermediate_size"]
+    yield Vector("input_layernorm.weight", (hidden,), 0.02)
+    yield Vector("post_attention_layernorm.weight", (hidden,), 0.02)
+    yield from _plain_attention(c, "self_attn")
+    yield Vector("self_attn.q_norm.weight", (c["head_dim"],), 0.02)
+    yield Vector("self_attn.k_norm.weight", (c["head_dim"],), 0.02)
+    if not c["moe_layer_freq"][index]:
+        yield from _gated("mlp", hidden, c["dense_intermediate_size"], False)
+        return
+    yield Matrix("block_sparse_moe.gate", experts, hidden, quantized=False)
+    yield Vector("block_sparse_moe.e_score_correction_bias", (experts,), 0.01, "float32")
+    yield from _gated("block_sparse_moe.shared_experts", hidden, width, False)
+    for e in range(experts):
+        yield from _gated(f"block_sparse_moe.experts.{e}", hidden, width, names=("w1", "w3", "w2"))
+
+
+def _kimi3(c: Mapping[str, Any], index: int) -> Iterator[Module]:
+    """With latent attention in every layer, and experts of fewer features than the model."""
+    hidden, latent, width = c["hidden_size"], c["routed_expert_hidden_size"], c["moe_intermediate_size"]
+    yield Vector("input_layernorm.weight", (hidden,))
+    yield Vector("post_attention_layernorm.weight", (hidden,))
+    yield from _latent_attention(c)
+    if index < c["first_k_dense_replace"]:
+        yield from _gated("mlp", hidden, c["intermediate_size"], False)
+        return
+    at = "block_sparse_moe"
+    yield Matrix(f"{at}.gate", c["num_experts"], hidden, quantized=False)
+    yield Vector(f"{at}.gate.e_score_correction_bias", (c["num_experts"],), 0.01, "float32")
+    yield from _gated(f"{at}.shared_experts", hidden, width, False)
+    yield Matrix(f"{at}.routed_expert_down_proj", latent, hidden, quantized=False)
+    yield Matrix(f"{at}.routed_expert_up_proj", hidden, latent, quantized=False)
+    for e in range(c["num_experts"]):
+        yield from _gated(f"{at}.experts.{e}", latent, width, names=("w1", "w3", "w2"))
+
+
+_FEED_FORWARD = {
+    "llama": _dense,
+    "qwen2": _dense,
+    "qwen3_moe": _qwen3_experts,
+    "mixtral": _mixtral_experts,
+    "deepseek_v3": _deepseek_experts,
+    "glm4_moe": _deepseek_experts,
+    "gpt_oss": _gpt_oss_experts,
+}
+_LAYERS = {
+    "qwen3_5_moe_text": _qwen35,
+    "nemotron_h": _nemotron3,
+    "minimax_m3_text": _minimax3,
+    "kimi_linear": _kimi3,
+}
+"""Whole layers, of models that share little with others."""
