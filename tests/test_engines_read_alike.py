@@ -22,7 +22,7 @@ from w4gemm import QuantizedWeight
 from w4gemm.checkpoints import open_checkpoint
 from w4gemm.integrations.engines.formats import ExpertsSettings
 from w4gemm.integrations.sglang.experts_formats import METHODS
-from w4gemm.integrations.vllm.experts_formats import FORMATS
+from w4gemm.integrations.vllm import experts_formats
 
 NAME = "model.layers.0.mlp.down_proj"
 GROUP = 64
@@ -374,7 +374,7 @@ def test_numbers_of_experts_are_those_of_load(name: str, tmp_path: Path) -> None
     named = {"ModelOpt's NVFP4": "nvfp4", "gpt-oss": "mxfp4"}.get(name, "")
     settings = ExpertsSettings(4, 128 if name == "W4AFP8" else GROUP, asymmetric, named=named)
     by_sglang = next(method.format for method in METHODS if method.kind == sglang)
-    for format in [by_sglang] + ([FORMATS[vllm][1]] if vllm else []):
+    for format in [by_sglang] + ([experts_formats.METHODS[vllm][1]] if vllm else []):
         layer = torch.nn.Module()
         for leaf, t in stacked.items():
             lies = t.mT if format.transposed and format.packing == "rows" and "qweight" not in stacked else t

@@ -372,23 +372,36 @@ def test_instructions_that_decode(decoding):
     assert {opcode: count / decoding.words for opcode, count in actual.items()} == decoding.counts
 
 
-EIGHT_WEIGHTS = {"int8_g128": 8, "int6_g128": 11.5, "int5_g128": 11.75, "int4_g128": 9, "int3_g128": 11.25}
-EIGHT_WEIGHTS |= {"int2_g128": 9.5, "e4m3_col_fp32": 14, "e4m3_g128_b128": 30}
-EIGHT_WEIGHTS |= {"q6_k": 30, "q5_k": 29, "q3_k": 31.5, "q2_k": 34}
-"""By format, the instructions that decode eight weights beside bf16 x, by the decoders' sequences."""
-EIGHT_WEIGHTS_FP8 = {"e4m3_g128_b128": 2, "int4_g128": 7, "int3_g128": 11, "int2_g128": 7.25}
-"""Beside e4m3 x, where scales multiply sums."""
+class EightWeights(NamedTuple):
+    """Instructions that decode eight weights, by the decoder's sequence; beside e4m3 x scales multiply sums."""
+
+    kernel: str
+    name: str
+    instructions: float
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Parameters whose every value is in a sample."""
+        return {"kernel": self.kernel, "element": WeightFormat.parse(self.name).element}
+
+    def __str__(self) -> str:
+        return f"{self.kernel}-{self.name}"
+
+
+BF16_SEQUENCES = {"int8_g128": 8, "int6_g128": 11.5, "int5_g128": 11.75, "int4_g128": 9, "int3_g128": 11.25}
+BF16_SEQUENCES |= {"int2_g128": 9.5, "e4m3_col_fp32": 14, "e4m3_g128_b128": 30}
+BF16_SEQUENCES |= {"q6_k": 30, "q5_k": 29, "q3_k": 31.5, "q2_k": 34}
+FP8_SEQUENCES = {"e4m3_g128_b128": 2, "int4_g128": 7, "int3_g128": 11, "int2_g128": 7.25}
+SEQUENCES = [EightWeights("sm90_mixed_gemm", *pair) for pair in BF16_SEQUENCES.items()]
+SEQUENCES += [EightWeights("sm90_fp8_gemm", *pair) for pair in FP8_SEQUENCES.items()]
 _DECODING = r"PRMT|LOP3|SHF|HFMA2|HMUL2|HADD2|IMAD R|IMAD\.(SHL|U32)"
 
 
 @pytest.mark.sampled(0.25)
-@pytest.mark.parametrize(
-    "kernel, name, instructions",
-    [("sm90_mixed_gemm", *pair) for pair in EIGHT_WEIGHTS.items()]
-    + [("sm90_fp8_gemm", *pair) for pair in EIGHT_WEIGHTS_FP8.items()],
-)
-def test_decoding_takes_the_instructions_of_its_sequence(kernel, name, instructions):
+@pytest.mark.parametrize("sequence", SEQUENCES, ids=str)
+def test_decoding_takes_the_instructions_of_its_sequence(sequence):
     """A group's scales and the loop itself take at most 1.5 more for eight weights. Nothing is spilled."""
+    kernel, name, instructions = sequence
     fp8 = kernel in FP8_KERNELS
     p = problem(name, FP8 if fp8 else torch.bfloat16, 128)
     unit = kernel_named(kernel).unit(p, GemmConfig.parse("128x64x256_1x1x1_coop" if fp8 else "32x64x256_1x1x1_coop"))
