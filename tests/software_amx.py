@@ -66,3 +66,12 @@ class SoftwareAmx(Amx):
             place = Int(b, b.zext(b.read(self.index + lane, I16), b.number(0).type))
             b.write(b.read(self.table + place * 2, I16), self.index + lane)
         return b.read(self.index, WORDS)
+
+    def rounded(self, low: Any, high: Any) -> Any:
+        b, halves = self.b, []
+        for numbers in (low, high):
+            bits = b.bitcast(numbers, ints_of(SIDE))
+            last, half, mask = (ir.Constant(ints_of(SIDE), [n] * SIDE) for n in (1, 0x7FFF, -65536))
+            is_odd = b.and_(b.lshr(bits, ir.Constant(ints_of(SIDE), [16] * SIDE)), last)
+            halves.append(b.and_(b.add(b.add(bits, half), is_odd), mask))
+        return b.bitcast(b.or_(b.lshr(halves[0], ir.Constant(ints_of(SIDE), [16] * SIDE)), halves[1]), WORDS)

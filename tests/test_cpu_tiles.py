@@ -15,10 +15,10 @@ from w4gemm.kernels.cpu.tile_product import TileProduct
 pytestmark = pytest.mark.skipif(not compiled.is_available(), reason=f"needs {compiled.NEEDS}")
 
 
-def product(w: w4gemm.QuantizedWeight) -> TileProduct:
+def product(w: w4gemm.QuantizedWeight, is_rounded: bool = False) -> TileProduct:
     from software_amx import SoftwareAmx
 
-    return TileProduct(w.format, w.n, w.k, SoftwareAmx)
+    return TileProduct(w.format, w.n, w.k, is_rounded, SoftwareAmx)
 
 
 def weight(format: str, n: int, k: int) -> w4gemm.QuantizedWeight:
@@ -50,12 +50,20 @@ def test_products_are_those_of_the_numbers(format: str, n: int, k: int, m: int) 
         exact = x.to(dtype).double() @ numbers.T
         error = product(w)(x.to(dtype), w.tensors, None).double() - exact
         assert error.norm() < 6e-7 * exact.norm(), dtype
+    x, exact = x.bfloat16(), x.bfloat16().double() @ w.dequantize(torch.bfloat16).double().T
+    error = product(w, is_rounded=True)(x, w.tensors, None).double() - exact
+    assert error.norm() < 6e-7 * exact.norm(), "rounded"
 
 
-@pytest.mark.parametrize(("tokens", "dtype"), [((1, 17), torch.float32), ((1, 16), torch.bfloat16)])
-def test_bits_of_a_row_do_not_depend_on_the_number_of_rows(tokens: tuple[int, ...], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "dtype", "is_rounded"),
+    [((1, 17), torch.float32, False), ((1, 16), torch.bfloat16, False), ((1, 17), torch.bfloat16, True)],
+)
+def test_bits_of_a_row_do_not_depend_on_the_number_of_rows(
+    tokens: tuple[int, ...], dtype: torch.dtype, is_rounded: bool
+) -> None:
     w = weight("int4_g32_zfloat", 64, 1024)
-    run, x = product(w), torch.randn(40, 1024, generator=torch.Generator().manual_seed(1)).to(dtype)
+    run, x = product(w, is_rounded), torch.randn(40, 1024, generator=torch.Generator().manual_seed(1)).to(dtype)
     every = run(x, w.tensors, None).clone()
     for m in tokens:
         assert torch.equal(run(x[:m], w.tensors, None), every[:m]), m
@@ -81,9 +89,9 @@ def test_linear_takes_it_where_the_processor_has_it(monkeypatch: pytest.MonkeyPa
 
     made: list[str] = []
 
-    def software(format: WeightFormat, n: int, k: int) -> TileProduct:
-        made.append(str(format))
-        return TileProduct(format, n, k, SoftwareAmx)
+    def software(format: WeightFormat, n: int, k: int, is_rounded: bool) -> TileProduct:
+        made.append(f"{format} rounded" * is_rounded or str(format))
+        return TileProduct(format, n, k, is_rounded, SoftwareAmx)
 
     monkeypatch.setattr(tile_product, "is_available", lambda: True)
     monkeypatch.setattr(tile_product, "TileProduct", software)

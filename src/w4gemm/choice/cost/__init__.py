@@ -22,7 +22,7 @@ from w4gemm.core.epilogue import PLAIN
 from w4gemm.core.problem import GemmProblem
 from w4gemm.kernels import Kernel
 from w4gemm.kernels.cpu.matmul import fast_dtype
-from w4gemm.kernels.cpu.spec import COMPILED_TOKENS, TILES_TOKENS
+from w4gemm.kernels.cpu.spec import COMPILED_TOKENS, ROUNDED_TOKENS, TILES_TOKENS
 from w4gemm.kernels.dequantize_gemm.spec import dense_bytes
 
 _TILES = ((128, 256), (256, 128), (128, 128))
@@ -49,10 +49,12 @@ def _cpu_order(kernel: Any, problem: GemmProblem, config: GemmConfig) -> float:
     """Return 1 for the CPU kernel's compiled method, 0.4 for that by AMX's tiles or 1.5 for few tokens, 2 for the
     faster of the other two and 3 for the last; 0.5 where PyTorch's bfloat16 matmul is faster than compiled vectors.
     Only this order holds on every CPU."""
+    if config.tile_m == ROUNDED_TOKENS:
+        return 0.3 if problem.m >= (16 if problem.format.group_length(problem.k) < 64 else 64) else 1.6
     if config.tile_m == TILES_TOKENS:
         return 0.4 if problem.m >= _TILED_FROM.get(problem.dtype, 9) else 1.5
     is_native = problem.dtype == fast_dtype(problem.dtype) == torch.bfloat16 and problem.epilogue == PLAIN
-    if is_native and problem.m > _NATIVE_TOKENS and config.tile_m > TILES_TOKENS:
+    if is_native and problem.m > _NATIVE_TOKENS and config.tile_m > ROUNDED_TOKENS:
         return 0.5
     if config.tile_m == COMPILED_TOKENS:
         return 1.0

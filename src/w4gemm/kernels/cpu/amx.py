@@ -17,6 +17,13 @@ I8, I16 = ir.IntType(8), ir.IntType(16)
 WORDS = ir.VectorType(I16, 2 * SIDE)
 
 
+class _Bfloat16(ir.Type):
+    """LLVM's type, which llvmlite has not."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+
 class Amx:
     """AMX's instructions and a lookup of AVX-512. Tiles have numbers from 0 to 7."""
 
@@ -24,10 +31,8 @@ class Amx:
         self.b = b
 
     def _call(self, name: str, result: Any, *operands: Any) -> Any:
-        b = self.b
-        known = b.module.globals.get(name)
-        function = known or ir.Function(b.module, ir.FunctionType(result, [o.type for o in operands]), name)
-        return b.call(function, operands)
+        function = self.b.function_named(name, ir.FunctionType(result, [o.type for o in operands]))
+        return self.b.call(function, operands)
 
     def _pointer(self, address: Int) -> Any:
         return self.b.inttoptr(address.value, ir.PointerType())
@@ -66,3 +71,9 @@ class Amx:
         """Return the bf16 numbers, 32 of them, at the lower 5 bits of 32 indices of 16 bits."""
         bits = torch.tensor(numbers).bfloat16().view(torch.int16).tolist()
         return self._call("llvm.x86.avx512.permvar.hi.512", WORDS, ir.Constant(WORDS, bits), index)
+
+    def rounded(self, low: Any, high: Any) -> Any:
+        """Return the lanes of two vectors in turn, rounded to bf16."""
+        b = self.b
+        bits = b.bitcast(b.fptrunc(b.joined([low, high]), ir.VectorType(_Bfloat16(), 2 * SIDE)), WORDS)
+        return b.lanes_of(bits, [i // 2 + SIDE * (i % 2) for i in range(2 * SIDE)])

@@ -89,6 +89,13 @@ class Builder(ir.IRBuilder):
     def write(self, value: Any, address: Int) -> None:
         self.store(value, self.inttoptr(address.value, ir.PointerType()), align=1)
 
+    def prefetch(self, address: Int) -> None:
+        """Fetch a cache line, which may be in no memory, for reading."""
+        pointer, read, soon, data = ir.PointerType(), 0, 3, 1
+        kind = ir.FunctionType(ir.VoidType(), [pointer, I32, I32, I32])
+        options = (ir.Constant(I32, option) for option in (read, soon, data))
+        self.call(self.function_named("llvm.prefetch.p0", kind), [self.inttoptr(address.value, pointer), *options])
+
     def floats(self, address: Int, dtype: torch.dtype, lanes: int) -> Any:
         """Return ``lanes`` numbers of ``dtype`` in memory as float32."""
         raw, wide, result = self.read(address, ir.VectorType(STORED[dtype], lanes)), ints_of(lanes), floats_of(lanes)
@@ -120,6 +127,17 @@ class Builder(ir.IRBuilder):
             first, second, ir.Constant(ints_of(2 * first.type.count), [*range(2 * first.type.count)])
         )
 
+    def lookup(self, numbers: Sequence[float], index: Any) -> Any:
+        """Return the numbers, 16 of them, at the lower 4 bits of indices, by AVX-512."""
+        kind, table = floats_of(16), ir.Constant(floats_of(16), [float(number) for number in numbers])
+        function = self.function_named("llvm.x86.avx512.permvar.sf.512", ir.FunctionType(kind, [kind, ints_of(16)]))
+        parts = (self.lanes_of(index, range(first, first + 16)) for first in range(0, index.type.count, 16))
+        return self.joined([self.call(function, [table, part]) for part in parts])
+
+    def function_named(self, name: str, kind: Any) -> Any:
+        """Return a function of LLVM's, declared once in the module."""
+        return self.module.globals.get(name) or ir.Function(self.module, kind, name)
+
     def multiply_add(self, a: Any, b: Any, c: Any) -> Any:
         """Return a * b + c, rounded once."""
         return self.intrinsic("llvm.fma", a.type, a, b, c)
@@ -129,8 +147,7 @@ class Builder(ir.IRBuilder):
         kind = operands[-1].type
         count, scalar = (f"v{kind.count}", kind.element) if isinstance(kind, ir.VectorType) else ("", kind)
         name += f".{count}{'i32' if scalar == I32 else 'f32'}"
-        known = self.module.globals.get(name)
-        function = known or ir.Function(self.module, ir.FunctionType(result, [o.type for o in operands]), name)
+        function = self.function_named(name, ir.FunctionType(result, [o.type for o in operands]))
         return self.call(function, operands, **options)
 
     def sum_of(self, vector: Any) -> Any:

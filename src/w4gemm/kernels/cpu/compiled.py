@@ -40,6 +40,8 @@ class Code(NamedTuple):
     """True if there are several tiles."""
     lanes: int
     """float32 numbers of a vector register."""
+    looks_up: bool
+    """True if codes become numbers by AVX-512's lookup of 16 numbers."""
 
     @property
     def fields(self) -> int:
@@ -151,15 +153,12 @@ class CompiledProduct:
     The chunks are divided over as many threads as PyTorch uses, if each has enough to do.
     """
 
-    groups_of_panel = PANEL
-    """At most."""
-
-    def __init__(self, format: WeightFormat, n: int, k: int) -> None:
+    def __init__(self, format: WeightFormat, n: int, k: int, groups_of_panel: int = PANEL) -> None:
         self.format, self.n, self.k = format, n, k
         self.columns, self.chunks = -(-n // MOST_FEATURES) * MOST_FEATURES, -(-n // TABLE_N)
         self.has_zero, self.has_factors = format.has_zero, format.has_factors
         group = format.group_length(k)
-        self.panel = panel_columns(group, k, self.groups_of_panel)
+        self.panel = panel_columns(group, k, groups_of_panel)
         superblock = format.scale_rule.factor_columns if format.has_factors else k
         groups, superblocks = format.groups(k), -(-k // superblock)
         self.sizes = self.columns, k, self.panel, groups, min(group, self.panel), group, superblocks, superblock
@@ -230,17 +229,23 @@ class CompiledProduct:
 
     def _code(self, m: int) -> tuple[Code, Run]:
         """Return the code for m tokens, in large tiles of which the last has few rows of padding."""
-        format, bits, width = self.format, table_bits(self.format), lanes()
+        bits, width = table_bits(self.format), lanes()
         most = 3 * width // 2 // max(2, 8 // bits)  # sums take three quarters of the registers: 16, or 32 of AVX-512
         tokens = m if m <= most else min(range(most, most - most // 3 - 1, -1), key=lambda size: -(-m // size) * size)
-        middle, row_bytes = format.element_rule.padding_code, CpuLayout().shapes(format, 1, 1)[0][1][2]
-        code = Code(bits, row_bytes, middle, format.zero, format.scale_dtype, format.factors, tokens, m > tokens, width)
+        code = self._parameters(tokens, m > tokens, width)
         if len(self.codes) > MOST_CODES:
             self.codes.clear()
         from w4gemm.kernels.cpu.program import sums
 
         self.codes[m] = code, machine_code(sums, code)
         return self.codes[m]
+
+    def _parameters(self, tokens: int, tiled: bool, lanes: int) -> Code:
+        format, bits = self.format, table_bits(self.format)
+        middle, row_bytes = format.element_rule.padding_code, CpuLayout().shapes(format, 1, 1)[0][1][2]
+        looks_up = lanes == 16 and bits <= 4 and has("avx512f")
+        stored = format.zero, format.scale_dtype, format.factors
+        return Code(bits, row_bytes, middle, *stored, tokens, tiled, lanes, looks_up)
 
 
 def panel_columns(group: int, k: int, most_groups: int) -> int:

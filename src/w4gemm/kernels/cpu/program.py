@@ -29,6 +29,9 @@ from w4gemm.kernels.cpu.builder import F32, STORED, Builder, Int, constant, floa
 from w4gemm.kernels.cpu.compiled import MOST_FEATURES, PANEL, Code, CodeArguments
 from w4gemm.packing.layouts.cpu import TABLE_N
 
+AHEAD = 4096
+"""Bytes of the table between what is read and what is prefetched."""
+
 
 def sums(code: Code) -> str:
     """Return the text of a module whose function takes :class:`CodeArguments`."""
@@ -40,7 +43,7 @@ class _Sums:
 
     def __init__(self, code: Code, b: Builder, arguments: Sequence[Int]) -> None:
         self.code, self.b, self.a = code, b, CodeArguments(*arguments)
-        vectors = max(4 if code.tokens <= 2 else 2, code.fields)
+        vectors = max(4 if 4 * code.tokens <= code.lanes else 2, code.fields)
         self.features = vectors * code.lanes
         """Features of a block."""
         assert self.features <= MOST_FEATURES
@@ -111,26 +114,16 @@ class _Sums:
         with b.loop(first, last, a.group) as start:
             scales, zeros = self.factors(chunk, start, feature)
             with b.loop(start, (start + a.group).at_most(last)) as column:
-                packed = b.read(rows + column * code.row_bytes, ir.VectorType(STORED[torch.uint8], self.lanes))
-                packed = b.zext(packed, wide)
-                numbers = []
-                for f in fields:
-                    number = b.lshr(packed, ir.Constant(wide, [code.bits * f] * self.lanes))
-                    number = b.and_(number, ir.Constant(wide, [2**code.bits - 1] * self.lanes))
-                    number = b.sitofp(number, floats_of(self.lanes))
-                    if code.subtracts_first:
-                        numbers.append(b.fmul(b.fsub(number, zeros[f]), scales[f]))
-                    else:
-                        numbers.append(b.multiply_add(number, scales[f], zeros[f]))
-                yield column, numbers
+                row = rows + column * code.row_bytes
+                b.prefetch(row + AHEAD)
+                packed = b.zext(b.read(row, ir.VectorType(STORED[torch.uint8], self.lanes)), wide)
+                fields = (b.lshr(packed, ir.Constant(wide, [code.bits * f] * self.lanes)) for f in fields)
+                yield column, [number_of(b, code, *field) for field in zip(fields, scales, zeros, strict=True)]
 
     def factors(self, chunk: Int, column: Int, feature: Int) -> tuple[list[Any], list[Any]]:
-        """Return, by fields, the scales of a block's codes in a column, and what is added to the products: zero points
-        or minus scale * zero point. If ``subtracts_first``, the latter are the zero points as they are."""
+        """Return, by fields, both of :func:`scale_and_addend` for a block and column."""
         b, code = self.b, self.code
-        scale, zero = scale_and_zero(b, code, self.a, (chunk, column, feature), self.features)
-        if code.zero != "float" and not code.subtracts_first:
-            zero = b.fneg(b.fmul(scale, zero))
+        scale, zero = scale_and_addend(b, code, self.a, (chunk, column, feature), self.features)
         lanes = [range(f, self.features, code.fields) for f in range(code.fields)]
         return [b.lanes_of(scale, those) for those in lanes], [b.lanes_of(zero, those) for those in lanes]
 
@@ -155,3 +148,26 @@ def scale_and_zero(b: Builder, code: Code, a: CodeArguments, place: tuple[Int, I
         scale = b.fmul(scale, factors[0])
         zero = b.fmul(zero, factors[1]) if code.factors > 1 else zero
     return scale, zero
+
+
+def scale_and_addend(b: Builder, code: Code, a: CodeArguments, place: tuple[Int, Int, Int], features: int) -> Any:
+    """Return the scales of features from a place on, and what :func:`number_of` adds to the products: zero points or
+    minus scale * zero point. If ``subtracts_first``, the latter are the zero points as they are."""
+    scale, zero = scale_and_zero(b, code, a, place, features)
+    if code.zero != "float" and not code.subtracts_first:
+        zero = b.fneg(b.fmul(scale, zero))
+    return scale, zero
+
+
+def number_of(b: Builder, code: Code, bits: Any, scale: Any, addend: Any) -> Any:
+    """Return the numbers, float32, of codes in the lowest bits of integers."""
+    most, is_centred = 2**code.bits - 1, code.looks_up and code.zero == "none"
+    if code.looks_up:
+        number = b.lookup([(i & most) - (code.middle if is_centred else 0) for i in range(16)], bits)
+    else:
+        number = b.sitofp(b.and_(bits, ir.Constant(bits.type, [most] * bits.type.count)), floats_of(bits.type.count))
+    if is_centred:
+        return b.fmul(number, scale)
+    if code.subtracts_first:
+        return b.fmul(b.fsub(number, addend), scale)
+    return b.multiply_add(number, scale, addend)

@@ -1,10 +1,12 @@
-"""``cpu_mixed_gemm``: quantized weights on the CPU. Up to four configs, four methods:
+"""``cpu_mixed_gemm``: quantized weights on the CPU. Up to five configs, five methods:
 
 tile_m = 1     "sum": each token is a weighted sum of code columns, read straight from the table
                (``cpu`` layout only). Best for a few tokens, where memory traffic is the time.
 tile_m = 512   "compiled": machine code that llvmlite (extra ``cpu``) makes for this processor decodes the table and
                multiplies up to tile_m tokens (``cpu`` layout only). Fastest for few tokens, and without AMX for all.
 tile_m = 1024  "tiles": the same with AMX, for groups of a multiple of 32 columns. Fastest for more tokens.
+tile_m = 1536  "rounded": the same with the weight's numbers, rounded to bf16, in place of codes, for bf16 x. Fastest for
+               short groups and for many tokens.
 tile_m = 2048  "dense": tile_n output features at a time are dequantized and multiplied with up to tile_m tokens by
                PyTorch's matmul.
 
@@ -35,12 +37,14 @@ from w4gemm.packing.layouts.cpu import TABLE_N, table_bits
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn)
 _LAYOUTS = ("cpu", "canonical")
 
-COMPILED_TOKENS, TILES_TOKENS = 512, 1024
+COMPILED_TOKENS, TILES_TOKENS, ROUNDED_TOKENS = 512, 1024, 1536
 _DENSE_TOKENS = 2048
+_AMX = f"llvmlite and AMX, and groups of a multiple of {tile_product.STEP} columns"
 METHODS = {
     1: ("sum", "a PyTorch with FBGEMM"),
     COMPILED_TOKENS: ("compiled", compiled.NEEDS),
-    TILES_TOKENS: ("tiles", f"llvmlite and AMX, and groups of a multiple of {tile_product.STEP} columns"),
+    TILES_TOKENS: ("tiles", _AMX),
+    ROUNDED_TOKENS: ("rounded", f"bfloat16 x, {_AMX}"),
 }
 """Name of each method but "dense", and what it needs, by tile_m."""
 _DENSE_ELEMENTS = 2**20
@@ -70,6 +74,8 @@ class CpuMixedGemm:
         if problem.layout == "cpu" and compiled.is_available():
             group, k = problem.format.group_length(problem.k), problem.k
             if tile_product.holds(problem.format, problem.k) and tile_product.is_available():
+                if problem.dtype == torch.bfloat16:
+                    configs.append(GemmConfig(ROUNDED_TOKENS, TABLE_N, compiled.panel_columns(group, k, compiled.PANEL)))
                 panel = compiled.panel_columns(group, k, tile_product.GROUPS)
                 configs.append(GemmConfig(TILES_TOKENS, TABLE_N, panel))
             configs.append(GemmConfig(COMPILED_TOKENS, TABLE_N, compiled.panel_columns(group, k, compiled.PANEL)))
@@ -116,8 +122,9 @@ class _Launch:
         self.method: Callable[[torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor | None], torch.Tensor]
         if config.tile_m == COMPILED_TOKENS:
             self.method = compiled.CompiledProduct(problem.format, problem.n, problem.k)
-        elif config.tile_m == TILES_TOKENS:
-            self.method = tile_product.TileProduct(problem.format, problem.n, problem.k)
+        elif config.tile_m in (TILES_TOKENS, ROUNDED_TOKENS):
+            is_rounded = config.tile_m == ROUNDED_TOKENS
+            self.method = tile_product.TileProduct(problem.format, problem.n, problem.k, is_rounded)
         else:
             self.method = functools.partial(_by_pytorch, problem, config)
 

@@ -11,8 +11,8 @@ import torch
 
 from w4gemm.core.formats import WeightFormat
 from w4gemm.kernels.cpu import compiled
-from w4gemm.kernels.cpu.compiled import MOST_CODES, Code, CompiledProduct, Run, Tokens, machine_code, packing, run_all
-from w4gemm.packing.layouts.cpu import CpuLayout, table_bits
+from w4gemm.kernels.cpu.compiled import MOST_CODES, PANEL, CompiledProduct, Run, Tokens, machine_code, packing, run_all
+from w4gemm.packing.layouts.cpu import table_bits
 
 STEP = 32
 """Columns that an instruction of AMX multiplies."""
@@ -78,16 +78,16 @@ class TileProduct(CompiledProduct):
     """x (m, k) @ w.T (m, n) in float32 by AMX, of a format and k that :func:`holds` takes.
 
     Args:
+        is_rounded: bf16 x is multiplied with numbers of the weight rounded to bf16, as those of a dense layer are,
+            rather than with codes. Sums need no scales then.
         instructions: class that builds instructions; none for :class:`w4gemm.kernels.cpu.amx.Amx`.
     """
 
-    groups_of_panel = GROUPS
-
-    def __init__(self, format: WeightFormat, n: int, k: int, *instructions: Hashable) -> None:
-        super().__init__(format, n, k)
-        self.instructions = instructions
+    def __init__(self, format: WeightFormat, n: int, k: int, is_rounded: bool, *instructions: Hashable) -> None:
+        super().__init__(format, n, k, PANEL if is_rounded else GROUPS)
+        self.is_rounded, self.instructions = is_rounded, instructions
         self.compiled: dict[tuple[int, torch.dtype], _Compiled] = {}
-        self.has_sums, self.group = format.zero == "float", min(format.group_length(k), self.panel)
+        self.has_sums, self.group = format.zero == "float" and not is_rounded, min(format.group_length(k), self.panel)
 
     def __call__(self, x: torch.Tensor, weight: tuple[torch.Tensor, ...], out: torch.Tensor | None) -> torch.Tensor:
         m = x.shape[0]
@@ -97,7 +97,7 @@ class TileProduct(CompiledProduct):
             out = torch.empty(rows, self.columns, dtype=torch.float32)
         largest = self._multiply(own, x.contiguous(), weight, out)
         result = out if rows == m and self.columns == self.n else out[:m, : self.n]
-        if largest >= _INFINITE:  # as sums before scales or parts of infinities may be where no result is
+        if largest >= _INFINITE and not self.is_rounded:  # as sums before scales or parts of infinities may be where no result is
             those = ~result.isfinite().all(1)
             result[those] = super().__call__(x[those], weight, None)
         return result
@@ -124,12 +124,11 @@ class TileProduct(CompiledProduct):
         """Return the code for m tokens, in tiles of which the last has few rows of padding."""
         from w4gemm.kernels.cpu.tiles import TileCode, parts, sums
 
-        format, bits = self.format, table_bits(self.format)
+        bits = table_bits(self.format)
         at_once = 2 if m > SIDE and bits > 2 else 1  # eight tiles hold the sums of two by two
         rounds = -(-m // (at_once * SIDE))
-        tile = TileCode(-(-m // (rounds * at_once)), at_once, PARTS[dtype])
-        middle, row_bytes = format.element_rule.padding_code, CpuLayout().shapes(format, 1, 1)[0][1][2]
-        code = Code(bits, row_bytes, middle, format.zero, format.scale_dtype, format.factors, tile.tokens, True, SIDE)
+        tile = TileCode(-(-m // (rounds * at_once)), at_once, PARTS[dtype], self.is_rounded)
+        code = self._parameters(tile.tokens, True, SIDE)
         split = machine_code(parts, dtype, tile.parts, self.has_sums)
         run = machine_code(sums, code, tile, *self.instructions)
         if len(self.compiled) > MOST_CODES:

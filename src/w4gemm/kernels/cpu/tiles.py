@@ -30,7 +30,7 @@ from llvmlite import ir
 from w4gemm.kernels.cpu.amx import I8, I16, ROW, WORDS, Amx
 from w4gemm.kernels.cpu.builder import F32, I64, Builder, Int, constant, floats_of, ints_of, module_of
 from w4gemm.kernels.cpu.compiled import PANEL, Code, CodeArguments
-from w4gemm.kernels.cpu.program import scale_and_zero
+from w4gemm.kernels.cpu.program import AHEAD, number_of, scale_and_addend, scale_and_zero
 from w4gemm.kernels.cpu.tile_product import GROUPS, SIDE, STEP, PartArguments
 from w4gemm.packing.layouts.cpu import TABLE_N
 
@@ -47,6 +47,8 @@ class TileCode(NamedTuple):
     """Tiles of tokens at a time, 1 or 2."""
     parts: int
     """bf16 numbers of a number of x."""
+    is_rounded: bool
+    """True if numbers of the weight, rounded to bf16, are multiplied instead of codes."""
 
     @property
     def tokens(self) -> int:
@@ -101,7 +103,7 @@ class _Tiles:
         self.width = 4 // tile.tiles
         """Tiles of features of a block."""
         assert self.width % code.fields == 0
-        self.features, self.has_sums = self.width * SIDE, code.zero == "float"
+        self.features, self.has_sums = self.width * SIDE, code.zero == "float" and not tile.is_rounded
         self.largest = b.variable(ir.Constant(ints_of(SIDE), [0] * SIDE))
         self.codes, self.panel_bytes = b.array(PANEL // 2 * SIDE * self.width), PANEL // 2 * ROW
         """bf16 codes of a panel: of each tile, a row for two columns."""
@@ -120,9 +122,11 @@ class _Tiles:
                 with b.loop(0, groups) as group:
                     self.decode(chunk, feature, first, group)
                 with b.loop(0, a.m, self.tile.tokens) as token:
-                    with b.loop(0, groups) as group:
-                        self.multiply(x + (token * a.x_row) * 2, first, group)
-                    self.add_up(token, first, groups, a.out + (chunk * TABLE_N + feature) * 4)
+                    spans = 1 if self.tile.is_rounded else groups
+                    with b.loop(0, spans) as span:
+                        columns = self.panel(first) if self.tile.is_rounded else self.columns(first, span)
+                        self.multiply(x + (token * a.x_row) * 2, [column - first for column in columns], span)
+                    self.add_up(token, first, spans, a.out + (chunk * TABLE_N + feature) * 4)
         self.amx.release()
         self.end()
 
@@ -132,25 +136,27 @@ class _Tiles:
         rows = a.table + chunk * a.k * code.row_bytes + feature * code.bits // 8
         start, end = self.columns(first, group)
         scales, zeros = self.factors(chunk, start, feature)
-        at = self.scaled + group * self.scaled_bytes
-        for i in range(self.width):
-            b.write(scales[i], at + i * ROW)
-            if self.has_sums:
-                b.write(zeros[i], at + (self.width + i) * ROW)
-        zeros = [b.fptosi(zero, ints_of(SIDE)) for zero in zeros] if code.zero == "int" else []
+        if not self.tile.is_rounded:
+            at = self.scaled + group * self.scaled_bytes
+            for i in range(self.width):
+                b.write(scales[i], at + i * ROW)
+                if self.has_sums:
+                    b.write(zeros[i], at + (self.width + i) * ROW)
+            zeros = [b.fptosi(zero, ints_of(SIDE)) for zero in zeros] if code.zero == "int" else []
         with b.loop(start, end, 2) as column:
             target = self.codes + (column - first) * (ROW // 2)
-            for i, number in enumerate(self.numbers_of(rows, column, zeros)):
+            b.prefetch(rows + column * code.row_bytes + AHEAD)
+            b.prefetch(rows + (column + 1) * code.row_bytes + AHEAD)
+            for i, number in enumerate(self.numbers_of(rows, column, scales, zeros)):
                 b.write(number, target + i * self.panel_bytes)
 
-    def multiply(self, x: Int, first: Int, group: Int) -> None:
-        """Write the products of a group: for each tile of tokens, those of each tile of features. Tiles 0 to 3 hold
+    def multiply(self, x: Int, columns: Sequence[Int], span: Int) -> None:
+        """Write the products of columns of a panel, a group or all: for each tile of tokens, those of each tile of features. Tiles 0 to 3 hold
         them, 4 and 5 those of x, 6 and 7 two of features."""
         b, a, amx, tiles = self.b, self.a, self.amx, self.tile.tiles
         for i in range(4):
             amx.zero(i)
-        start, end = self.columns(first, group)
-        with b.loop(start - first, end - first, STEP) as column:
+        with b.loop(*columns, STEP) as column:
             for pair in range(0, self.width, 2):
                 for w in range(2):
                     amx.load(6 + w, self.codes + (pair + w) * self.panel_bytes + column * (ROW // 2), ROW)
@@ -160,21 +166,24 @@ class _Tiles:
                     for w in range(2):
                         amx.multiply(self.width * t + pair + w, own, 6 + w)
         for i in range(4):
-            amx.store(i, self.products + group * _PRODUCTS + i * (SIDE * ROW))
+            amx.store(i, self.products + span * _PRODUCTS + i * (SIDE * ROW))
 
-    def add_up(self, token: Int, first: Int, groups: Int, out: Int) -> None:
-        """Add the scaled products of a panel's groups to the results at ``out``, where those of token 0 are."""
+    def add_up(self, token: Int, first: Int, spans: Int | int, out: Int) -> None:
+        """Add the products of a panel, scaled if they are of codes, to the results at ``out``, where those of token 0 are."""
         b, a, kind, vectors = self.b, self.a, floats_of(SIDE), range(self.width)
         sums, of_row = a.x_sums + self.groups_until(first) * 4, self.groups_until(a.k) * 4
         for t in range(self.tile.tiles):
             with b.loop(0, self.tile.rows) as row:
                 own, totals = token + row + t * self.tile.rows, [b.variable(constant(0, SIDE)) for _ in vectors]
-                with b.loop(0, groups) as group:
-                    scales = self.scaled + group * self.scaled_bytes
-                    products = self.products + group * _PRODUCTS + row * ROW + t * self.width * (SIDE * ROW)
-                    x_sum = self.x_sum(sums + own * of_row + group * 4) if self.has_sums else None
+                with b.loop(0, spans) as span:
+                    scales = self.scaled + span * self.scaled_bytes
+                    products = self.products + span * _PRODUCTS + row * ROW + t * self.width * (SIDE * ROW)
+                    x_sum = self.x_sum(sums + own * of_row + span * 4) if self.has_sums else None
                     for w, total in enumerate(totals):
                         product = b.read(products + w * (SIDE * ROW), kind)
+                        if self.tile.is_rounded:
+                            b.store(product, total)
+                            continue
                         result = b.multiply_add(product, b.read(scales + w * ROW, kind), b.load(total))
                         if x_sum is not None:
                             zero = b.read(scales + (self.width + w) * ROW, kind)
@@ -182,16 +191,27 @@ class _Tiles:
                         b.store(result, total)
                 self.put(out + own * a.columns * 4, first, [b.load(total) for total in totals])
 
-    def numbers_of(self, rows: Int, column: Int, zeros: Sequence[Any]) -> list[Any]:
-        """Return the bf16 codes of two columns by vectors; ``rows`` is the address of the block in column 0."""
+    def numbers_of(self, rows: Int, column: Int, scales: Sequence[Any], zeros: Sequence[Any]) -> list[Any]:
+        """Return what two columns hold in bf16, codes or numbers, by vectors; ``rows`` is the address of the block in
+        column 0."""
         b, code, result = self.b, self.code, []
         for first in range(0, self.width, code.fields):
             bytes = rows + column * code.row_bytes + first // code.fields * SIDE
             both = (b.read(bytes + c * code.row_bytes, ir.VectorType(I8, SIDE)) for c in range(2))
-            result += self.numbers([b.zext(raw, ints_of(SIDE)) for raw in both], zeros, first)
+            pair = [b.zext(raw, ints_of(SIDE)) for raw in both]
+            result += self.rounded(pair, scales, zeros, first) if self.tile.is_rounded else self.codes_of(pair, zeros, first)
         return result
 
-    def numbers(self, pair: Sequence[Any], zeros: Sequence[Any], first: int) -> list[Any]:
+    def rounded(self, pair: Sequence[Any], scales: Sequence[Any], addends: Sequence[Any], first: int) -> list[Any]:
+        """Return the rounded numbers of 16 bytes of two columns, by fields, of which the first one is of tile
+        ``first``."""
+        b, code, result = self.b, self.code, []
+        for f in range(code.fields):
+            shift, of_tile = ir.Constant(ints_of(SIDE), [f * code.bits] * SIDE), (scales[first + f], addends[first + f])
+            result.append(self.amx.rounded(*(number_of(b, code, b.lshr(raw, shift), *of_tile) for raw in pair)))
+        return result
+
+    def codes_of(self, pair: Sequence[Any], zeros: Sequence[Any], first: int) -> list[Any]:
         """Return the bf16 codes of 16 bytes of two columns, by fields, of which the first one is of tile ``first``.
 
         Args:
@@ -229,17 +249,23 @@ class _Tiles:
         return result
 
     def factors(self, chunk: Int, column: Int, feature: Int) -> tuple[list[Any], list[Any]]:
-        """Return, by vectors, the scales and zero points of a block's codes in a column."""
+        """Return, by vectors, the scales of a block's codes in a column, and their zero points, or what is added to
+        rounded numbers."""
         fields, some = self.code.fields, range(self.width // self.code.fields)
         lanes = [range(i * SIDE * fields + f, (i + 1) * SIDE * fields, fields) for i in some for f in range(fields)]
-        both = scale_and_zero(self.b, self.code, self.a, (chunk, column, feature), self.features)
+        read = scale_and_addend if self.tile.is_rounded else scale_and_zero
+        both = read(self.b, self.code, self.a, (chunk, column, feature), self.features)
         scales, zeros = ([self.b.lanes_of(vector, those) for those in lanes] for vector in both)
         return scales, zeros
 
     def columns(self, first: Int, group: Int) -> tuple[Int, Int]:
         """Return the first column of a panel's group, and the one behind its last."""
         start = first + group * self.a.group
-        return start, (start + self.a.group).at_most((first + self.a.panel).at_most(self.a.k))
+        return start, (start + self.a.group).at_most(self.panel(first)[1])
+
+    def panel(self, first: Int) -> tuple[Int, Int]:
+        """Return the first column of a panel, and the one behind its last."""
+        return first, (first + self.a.panel).at_most(self.a.k)
 
     def groups_until(self, column: Int) -> Int:
         """Return the number of groups before a column, at most k."""
@@ -261,6 +287,8 @@ class _Tiles:
             result = b.fadd(before, b.lanes_of(b.joined(totals[i : i + fields]), in_order))
             b.write(result, address)
             for f in range(fields):
+                if self.tile.is_rounded:
+                    continue
                 bits = b.bitcast(b.lanes_of(result, range(f * SIDE, (f + 1) * SIDE)), ints_of(SIDE))
                 bits = b.and_(bits, ir.Constant(ints_of(SIDE), [2**31 - 1] * SIDE))
                 b.store(b.intrinsic("llvm.umax", bits.type, bits, b.load(self.largest)), self.largest)
