@@ -392,3 +392,17 @@ def test_a_gradient_takes_nothing_in_from_its_neighbours(experts):
     (dx,) = torch.autograd.grad(y, x, grad)
     others = torch.arange(96) != 32
     assert alone.isfinite().all() and torch.equal(dx[others], alone[others])
+
+
+@needs_llvmlite
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_results_are_sums_rounded_once(dtype: torch.dtype) -> None:
+    """A few tokens are read and written without a copy in float32. A NaN stays one."""
+    w = random_weight(WeightFormat.parse("int4_g32_zint"), 192, 320).repack("cpu")
+    product, x = compiled.CompiledProduct(w.format, w.n, w.k), torch.randn(3, 320).to(dtype)
+    x[2, 7] = torch.nan
+    for m in (1, 3):
+        out = torch.empty(m, w.n, dtype=dtype)
+        assert product(x[:m], w.tensors, out) is out
+        assert torch.equal(out.nan_to_num(9), product(x[:m].float(), w.tensors, None).to(dtype).nan_to_num(9))
+        assert bool(out[-1].isnan().all()) == (m == 3)

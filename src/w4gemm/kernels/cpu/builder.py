@@ -107,6 +107,18 @@ class Builder(ir.IRBuilder):
             return raw
         return self.sitofp((self.zext if dtype == torch.uint8 else self.sext)(raw, wide), result)
 
+    def rounded(self, numbers: Any, dtype: torch.dtype) -> Any:
+        """Return float32 numbers as those of float16, or as the bits of bfloat16."""
+        lanes = numbers.type.count
+        stored, wide = ir.VectorType(STORED[dtype], lanes), ints_of(lanes)
+        if dtype == torch.float16:
+            return self.fptrunc(numbers, stored)
+        bits, shift, quiet = self.bitcast(numbers, wide), *(ir.Constant(wide, [n] * lanes) for n in (16, 0x400000))
+        is_odd = self.and_(self.lshr(bits, shift), ir.Constant(wide, [1] * lanes))
+        nearest = self.add(self.add(bits, ir.Constant(wide, [0x7FFF] * lanes)), is_odd)  # a NaN would become a number
+        bits = self.select(self.fcmp_unordered("uno", numbers, numbers), self.or_(bits, quiet), nearest)
+        return self.trunc(self.lshr(bits, shift), stored)
+
     def spread(self, number: Any, lanes: int) -> Any:
         """Return a vector of one number."""
         vector = self.insert_element(ir.Constant(floats_of(lanes), ir.Undefined), number, ir.Constant(I32, 0))

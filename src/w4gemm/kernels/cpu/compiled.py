@@ -40,6 +40,8 @@ class Code(NamedTuple):
     """True if there are several tiles."""
     lanes: int
     """float32 numbers of a vector register."""
+    dtype: torch.dtype
+    """Of x and of the result. Of 16 bits only if there is one tile."""
     looks_up: bool
     """True if codes become numbers by AVX-512's lookup of 16 numbers."""
 
@@ -59,7 +61,7 @@ class CodeArguments(NamedTuple):
     """Arguments of compiled code, int64 in a row: addresses, and numbers of elements."""
 
     x: Any
-    """float32 (panels, m, columns), or (m, k). With AMX bf16 (panels, parts, m, columns), or (parts, m, k)."""
+    """(panels, m, columns), or (m, k). With AMX bf16 (panels, parts, m, columns), or (parts, m, k)."""
     x_panel: Any
     """Numbers from one panel to the next."""
     x_part: Any
@@ -72,7 +74,7 @@ class CodeArguments(NamedTuple):
     zeros: Any
     factors: Any
     out: Any
-    """float32 (m, columns), contiguous."""
+    """(m, columns), contiguous. With AMX float32."""
     largest: Any
     """With AMX int64 (1,): becomes the largest bit pattern of a result's magnitude in float32."""
     first_chunk: Any
@@ -162,7 +164,7 @@ class CompiledProduct:
         superblock = format.scale_rule.factor_columns if format.has_factors else k
         groups, superblocks = format.groups(k), -(-k // superblock)
         self.sizes = self.columns, k, self.panel, groups, min(group, self.panel), group, superblocks, superblock
-        self.codes: dict[int, tuple[Code, Run]] = {}
+        self.codes: dict[tuple[int, torch.dtype], tuple[Code, Run]] = {}
 
     def __call__(self, x: torch.Tensor, weight: tuple[torch.Tensor, ...], out: torch.Tensor | None) -> torch.Tensor:
         """Return x @ w.T, which is ``out`` itself where that can be written to.
@@ -170,11 +172,13 @@ class CompiledProduct:
         Args:
             x: any floating-point dtype.
             weight: packed tensors of the layout.
-            out: (m, n), contiguous; None if no sums may be written to it.
+            out: (m, n), contiguous, for the result; None if no sums may be written to it.
         """
-        m, panel = x.shape[0], self.panel
-        code, run = self.codes.get(m) or self._code(m)
-        if x.dtype is not torch.float32:
+        m, panel, dtype = x.shape[0], self.panel, x.dtype
+        if dtype is not torch.float32 and (out is None or out.dtype is not dtype or self.columns != self.n):
+            x, dtype = x.float(), torch.float32
+        code, run = self.codes.get((m, dtype)) or self._code(m, dtype)
+        if code.dtype is not dtype:
             x = x.float()
         rows = -(-m // code.tokens) * code.tokens
         x_panel, x_row = panel, self.k
@@ -185,7 +189,7 @@ class CompiledProduct:
             x = padded.view(rows, -1, panel).transpose(0, 1)
             x_panel, x_row = rows * panel, panel
         x = x.contiguous()
-        if out is None or rows != m or self.columns != self.n or out.dtype is not torch.float32:
+        if out is None or rows != m or self.columns != self.n or out.dtype is not code.dtype:
             out = x.new_empty(rows, self.columns)
         tokens = Tokens(x.data_ptr(), x_panel, 0, x_row, 0)
         run_all(run, self.arguments(tokens, weight, out, _THREAD_COLUMNS))
@@ -199,7 +203,9 @@ class CompiledProduct:
             out: float32 (1, ``columns``), contiguous.
         """
         tokens = Tokens(x.data_ptr(), self.panel, 0, self.k, 0)
-        return functools.partial(run_all, self._code(1)[1], self.arguments(tokens, weight, out, _THREAD_COLUMNS))
+        return functools.partial(
+            run_all, self._code(1, torch.float32)[1], self.arguments(tokens, weight, out, _THREAD_COLUMNS)
+        )
 
     def arguments(
         self,
@@ -227,25 +233,25 @@ class CompiledProduct:
         bounds = itertools.pairwise(chunks * i // threads for i in range(threads + 1))
         return [_packed(*addresses, largest(i), *both, rows, *self.sizes) for i, both in enumerate(bounds)]
 
-    def _code(self, m: int) -> tuple[Code, Run]:
-        """Return the code for m tokens, in large tiles of which the last has few rows of padding."""
+    def _code(self, m: int, dtype: torch.dtype) -> tuple[Code, Run]:
+        """Return the code for m tokens of a dtype, in large tiles of which the last has few rows of padding."""
         bits, width = table_bits(self.format), lanes()
         most = 3 * width // 2 // max(2, 8 // bits)  # sums take three quarters of the registers: 16, or 32 of AVX-512
         tokens = m if m <= most else min(range(most, most - most // 3 - 1, -1), key=lambda size: -(-m // size) * size)
-        code = self._parameters(tokens, m > tokens, width)
+        code = self._parameters(tokens, m > tokens, width, torch.float32 if m > tokens else dtype)
         if len(self.codes) > MOST_CODES:
             self.codes.clear()
         from w4gemm.kernels.cpu.program import sums
 
-        self.codes[m] = code, machine_code(sums, code)
-        return self.codes[m]
+        self.codes[m, dtype] = code, machine_code(sums, code)
+        return self.codes[m, dtype]
 
-    def _parameters(self, tokens: int, tiled: bool, lanes: int) -> Code:
+    def _parameters(self, tokens: int, tiled: bool, lanes: int, dtype: torch.dtype = torch.float32) -> Code:
         format, bits = self.format, table_bits(self.format)
         middle, row_bytes = format.element_rule.padding_code, CpuLayout().shapes(format, 1, 1)[0][1][2]
         looks_up = lanes == 16 and bits <= 4 and has("avx512f")
         stored = format.zero, format.scale_dtype, format.factors
-        return Code(bits, row_bytes, middle, *stored, tokens, tiled, lanes, looks_up)
+        return Code(bits, row_bytes, middle, *stored, tokens, tiled, lanes, dtype, looks_up)
 
 
 def panel_columns(group: int, k: int, most_groups: int) -> int:

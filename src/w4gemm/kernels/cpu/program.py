@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from llvmlite import ir
 
-from w4gemm.kernels.cpu.builder import F32, STORED, Builder, Int, constant, floats_of, ints_of, module_of
+from w4gemm.kernels.cpu.builder import STORED, Builder, Int, constant, floats_of, ints_of, module_of
 from w4gemm.kernels.cpu.compiled import MOST_FEATURES, PANEL, Code, CodeArguments
 from w4gemm.packing.layouts.cpu import TABLE_N
 
@@ -49,23 +49,44 @@ class _Sums:
         assert self.features <= MOST_FEATURES
         self.lanes = self.features // code.fields
         """Bytes of a block, and lanes of a field."""
+        self.size = code.dtype.itemsize
+        self.rounded_later = b.array(code.tokens * TABLE_N) if self.size < 4 else None
+        """Results of a chunk, float32 (tokens, 128), if those of ``out`` have 16 bits."""
 
     def write(self) -> None:
         b, a = self.b, self.a
         decoded = b.array(PANEL * self.features) if self.code.tiled else None
-        with b.loop(a.first_chunk, a.last_chunk) as chunk, b.loop(0, a.k, a.panel) as first:
-            columns = first, (first + a.panel).at_most(a.k)
-            x = a.x + first // a.panel * a.x_panel * 4
-            with b.loop(0, (a.columns - chunk * TABLE_N).at_most(TABLE_N), self.features) as feature:
-                out = a.out + (chunk * TABLE_N + feature) * 4
-                if decoded is None:
-                    with self.sums(out, first) as sums, self.decoded(chunk, feature, columns) as (column, numbers):
-                        self.multiply(x + (column - first) * 4, numbers, sums)
-                else:
-                    with self.decoded(chunk, feature, columns) as (column, numbers):
-                        for f, number in enumerate(numbers):
-                            b.write(number, decoded + ((column - first) * self.code.fields + f) * self.lanes * 4)
-                    self.tiles(x, decoded, columns, out)
+        with b.loop(a.first_chunk, a.last_chunk) as chunk:
+            features = (a.columns - chunk * TABLE_N).at_most(TABLE_N)
+            with b.loop(0, a.k, a.panel) as first:
+                columns = first, (first + a.panel).at_most(a.k)
+                x = a.x + first // a.panel * a.x_panel * self.size
+                with b.loop(0, features, self.features) as feature:
+                    if decoded is None:
+                        out = self.of_chunk(chunk) + feature * 4
+                        with self.sums(out, first) as sums, self.decoded(chunk, feature, columns) as (column, numbers):
+                            self.multiply(x + (column - first) * self.size, numbers, sums)
+                    else:
+                        with self.decoded(chunk, feature, columns) as (column, numbers):
+                            for f, number in enumerate(numbers):
+                                b.write(number, decoded + ((column - first) * self.code.fields + f) * self.lanes * 4)
+                        self.tiles(x, decoded, columns, self.of_chunk(chunk) + feature * 4)
+            if self.size < 4:
+                self.round(chunk, features)
+
+    def of_chunk(self, chunk: Int) -> Int:
+        """Return the address of the first token's results in a chunk, as float32."""
+        return self.a.out + chunk * (TABLE_N * 4) if self.rounded_later is None else self.rounded_later
+
+    def round(self, chunk: Int, features: Int) -> None:
+        """Write a chunk's results, rounded, to ``out``."""
+        b, code, sums = self.b, self.code, self.rounded_later
+        assert sums is not None
+        with b.loop(0, features, code.lanes) as feature:
+            for t in range(code.tokens):
+                numbers = b.read(sums + (feature + t * TABLE_N) * 4, floats_of(code.lanes))
+                address = self.a.out + (self.a.columns * t + chunk * TABLE_N + feature) * self.size
+                b.write(b.rounded(numbers, code.dtype), address)
 
     def tiles(self, x: Int, decoded: Int, columns: tuple[Int, Int], out: Int) -> None:
         """Multiply the decoded numbers of a block with all tokens."""
@@ -89,9 +110,10 @@ class _Sums:
         variables = [[b.variable(zero) for _ in fields] for _ in range(code.tokens)]
         yield variables
         in_order = [i + f * self.lanes for i in range(self.lanes) for f in fields]
+        row = self.a.columns if self.rounded_later is None else Int(b, b.number(TABLE_N))
         is_first, kind = b.icmp_signed("==", first.value, b.number(0)), floats_of(self.features)
         for t, of_token in enumerate(variables):
-            address = out + self.a.columns * (t * 4)
+            address = out + row * (t * 4)
             before = b.select(is_first, ir.Constant(kind, [0.0] * self.features), b.read(address, kind))
             b.write(b.fadd(before, b.lanes_of(b.joined([b.load(v) for v in of_token]), in_order)), address)
 
@@ -99,7 +121,7 @@ class _Sums:
         """Add the products of a column's numbers and that column of x, of which ``x`` is the first token's."""
         b = self.b
         for t, of_token in enumerate(sums):
-            of_x = b.spread(b.read(x + self.a.x_row * (t * 4), F32), self.lanes)
+            of_x = b.lanes_of(b.floats(x + self.a.x_row * (t * self.size), self.code.dtype, 1), [0] * self.lanes)
             for variable, number in zip(of_token, numbers, strict=True):
                 b.store(b.multiply_add(of_x, number, b.load(variable)), variable)
 
@@ -109,7 +131,7 @@ class _Sums:
         the block that begins at ``feature``, by fields."""
         first, last = columns
         b, a, code = self.b, self.a, self.code
-        fields, wide = range(code.fields), ints_of(self.lanes)
+        wide = ints_of(self.lanes)
         rows = a.table + chunk * a.k * code.row_bytes + feature * code.bits // 8
         with b.loop(first, last, a.group) as start:
             scales, zeros = self.factors(chunk, start, feature)
@@ -117,8 +139,8 @@ class _Sums:
                 row = rows + column * code.row_bytes
                 b.prefetch(row + AHEAD)
                 packed = b.zext(b.read(row, ir.VectorType(STORED[torch.uint8], self.lanes)), wide)
-                fields = (b.lshr(packed, ir.Constant(wide, [code.bits * f] * self.lanes)) for f in fields)
-                yield column, [number_of(b, code, *field) for field in zip(fields, scales, zeros, strict=True)]
+                bits = (b.lshr(packed, ir.Constant(wide, [code.bits * f] * self.lanes)) for f in range(code.fields))
+                yield column, [number_of(b, code, *field) for field in zip(bits, scales, zeros, strict=True)]
 
     def factors(self, chunk: Int, column: Int, feature: Int) -> tuple[list[Any], list[Any]]:
         """Return, by fields, both of :func:`scale_and_addend` for a block and column."""

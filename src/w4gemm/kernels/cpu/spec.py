@@ -5,8 +5,8 @@ tile_m = 1     "sum": each token is a weighted sum of code columns, read straigh
 tile_m = 512   "compiled": machine code that llvmlite (extra ``cpu``) makes for this processor decodes the table and
                multiplies up to tile_m tokens (``cpu`` layout only). Fastest for few tokens, and without AMX for all.
 tile_m = 1024  "tiles": the same with AMX, for groups of a multiple of 32 columns. Fastest for more tokens.
-tile_m = 1536  "rounded": the same with the weight's numbers, rounded to bf16, in place of codes, for bf16 x. Fastest for
-               short groups and for many tokens.
+tile_m = 1536  "rounded": the same with the weight's numbers, rounded to bf16, in place of codes, for bf16 x. Fastest
+               for short groups and for many tokens.
 tile_m = 2048  "dense": tile_n output features at a time are dequantized and multiplied with up to tile_m tokens by
                PyTorch's matmul.
 
@@ -75,7 +75,9 @@ class CpuMixedGemm:
             group, k = problem.format.group_length(problem.k), problem.k
             if tile_product.holds(problem.format, problem.k) and tile_product.is_available():
                 if problem.dtype == torch.bfloat16:
-                    configs.append(GemmConfig(ROUNDED_TOKENS, TABLE_N, compiled.panel_columns(group, k, compiled.PANEL)))
+                    configs.append(
+                        GemmConfig(ROUNDED_TOKENS, TABLE_N, compiled.panel_columns(group, k, compiled.PANEL))
+                    )
                 panel = compiled.panel_columns(group, k, tile_product.GROUPS)
                 configs.append(GemmConfig(TILES_TOKENS, TABLE_N, panel))
             configs.append(GemmConfig(COMPILED_TOKENS, TABLE_N, compiled.panel_columns(group, k, compiled.PANEL)))
@@ -157,7 +159,8 @@ class _Launch:
         if x.dtype is torch.float8_e4m3fn:
             x = epilogue.scaled_blocks(x.float())
         # no sums in out where a residual may share its memory, or gates halve its columns
-        d = self.method(x, weight, out if self.is_plain or self.is_bias else None)
+        is_sum = self.is_plain or (self.is_bias and out.dtype is torch.float32)
+        d = self.method(x, weight, out if is_sum else None)
         if self.is_bias:  # in one operation of PyTorch's, which takes no parameter of an engine's layer as it is
             torch.add(d, epilogue.bias.detach(), out=out)
         elif not self.is_plain:

@@ -97,7 +97,9 @@ class TileProduct(CompiledProduct):
             out = torch.empty(rows, self.columns, dtype=torch.float32)
         largest = self._multiply(own, x.contiguous(), weight, out)
         result = out if rows == m and self.columns == self.n else out[:m, : self.n]
-        if largest >= _INFINITE and not self.is_rounded:  # as sums before scales or parts of infinities may be where no result is
+        if (
+            largest >= _INFINITE and not self.is_rounded
+        ):  # as sums before scales or parts of infinities may be where no result is
             those = ~result.isfinite().all(1)
             result[those] = super().__call__(x[those], weight, None)
         return result

@@ -124,8 +124,8 @@ class _Tiles:
                 with b.loop(0, a.m, self.tile.tokens) as token:
                     spans = 1 if self.tile.is_rounded else groups
                     with b.loop(0, spans) as span:
-                        columns = self.panel(first) if self.tile.is_rounded else self.columns(first, span)
-                        self.multiply(x + (token * a.x_row) * 2, [column - first for column in columns], span)
+                        start, end = self.panel(first) if self.tile.is_rounded else self.columns(first, span)
+                        self.multiply(x + (token * a.x_row) * 2, (start - first, end - first), span)
                     self.add_up(token, first, spans, a.out + (chunk * TABLE_N + feature) * 4)
         self.amx.release()
         self.end()
@@ -150,13 +150,13 @@ class _Tiles:
             for i, number in enumerate(self.numbers_of(rows, column, scales, zeros)):
                 b.write(number, target + i * self.panel_bytes)
 
-    def multiply(self, x: Int, columns: Sequence[Int], span: Int) -> None:
-        """Write the products of columns of a panel, a group or all: for each tile of tokens, those of each tile of features. Tiles 0 to 3 hold
-        them, 4 and 5 those of x, 6 and 7 two of features."""
+    def multiply(self, x: Int, columns: tuple[Int, Int], span: Int) -> None:
+        """Write the products of a panel's columns, all or a group: for each tile of tokens, those of each tile of
+        features. Tiles 0 to 3 hold them, 4 and 5 those of x, 6 and 7 two of features."""
         b, a, amx, tiles = self.b, self.a, self.amx, self.tile.tiles
         for i in range(4):
             amx.zero(i)
-        with b.loop(*columns, STEP) as column:
+        with b.loop(columns[0], columns[1], STEP) as column:
             for pair in range(0, self.width, 2):
                 for w in range(2):
                     amx.load(6 + w, self.codes + (pair + w) * self.panel_bytes + column * (ROW // 2), ROW)
@@ -169,7 +169,8 @@ class _Tiles:
             amx.store(i, self.products + span * _PRODUCTS + i * (SIDE * ROW))
 
     def add_up(self, token: Int, first: Int, spans: Int | int, out: Int) -> None:
-        """Add the products of a panel, scaled if they are of codes, to the results at ``out``, where those of token 0 are."""
+        """Add the products of a panel, scaled if they are of codes, to the results at ``out``, where those of token 0
+        are."""
         b, a, kind, vectors = self.b, self.a, floats_of(SIDE), range(self.width)
         sums, of_row = a.x_sums + self.groups_until(first) * 4, self.groups_until(a.k) * 4
         for t in range(self.tile.tiles):
@@ -199,7 +200,9 @@ class _Tiles:
             bytes = rows + column * code.row_bytes + first // code.fields * SIDE
             both = (b.read(bytes + c * code.row_bytes, ir.VectorType(I8, SIDE)) for c in range(2))
             pair = [b.zext(raw, ints_of(SIDE)) for raw in both]
-            result += self.rounded(pair, scales, zeros, first) if self.tile.is_rounded else self.codes_of(pair, zeros, first)
+            result += (
+                self.rounded(pair, scales, zeros, first) if self.tile.is_rounded else self.codes_of(pair, zeros, first)
+            )
         return result
 
     def rounded(self, pair: Sequence[Any], scales: Sequence[Any], addends: Sequence[Any], first: int) -> list[Any]:
