@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import io
 import os
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from w4gemm.cli.parser import make_parser
+from w4gemm.console.options import three_sizes
 from w4gemm.core.environment import configure_logging
 
 
@@ -30,6 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             if args.command is None:
                 parser.print_help()
                 return 0
+            if hasattr(args, "sizes"):
+                _check_sizes(parser, args)
             configure_logging()
             return importlib.import_module(f"w4gemm.cli.{args.command}").run(args)
         finally:
@@ -42,6 +46,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _say_error(e, traceback)
     finally:
         warnings.formatwarning = format_of_others
+
+
+def _check_sizes(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Refuse a wrong number of sizes before PyTorch is imported."""
+    try:
+        three_sizes(args)
+    except ValueError as e:
+        parser.error(str(e))
 
 
 def _say_error(error: Exception, traceback: bool) -> int:

@@ -19,6 +19,9 @@ from w4gemm.core.problem import GemmProblem
 from w4gemm.packing.layouts import layout_for
 from w4gemm.tuning.roofline import Roofline
 
+_ROWS = 20
+"""Configs that are printed if --rows does not say how many."""
+
 
 def run(args: argparse.Namespace) -> int:
     m, n, k = sizes_of(args)
@@ -67,7 +70,10 @@ def run(args: argparse.Namespace) -> int:
         print(f"  chosen once for {choice.span(*choice.interval_of(m))}")
     else:
         print(f"  chosen for m {problem.m}, of the few configs that serve more than {choice.WAVES_FROM} tokens")
-    print(f"\n{explanation.table(args.rows)}")
+    rows, configs = args.rows or _ROWS, len(explanation.candidates)
+    print(f"\n{explanation.table(rows)}")
+    if args.rows is None and configs > rows:
+        print(f"of {configs} configs; --rows {configs} prints all")
     return status
 
 

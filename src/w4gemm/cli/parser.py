@@ -176,7 +176,10 @@ def _explain(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--batch-invariant", action="store_true", help="explain linear(..., batch_invariant=True)")
     parser.add_argument(
-        "--rows", type=positive, metavar="N", help="print only the N configs of least predicted time (default: all)"
+        "--rows",
+        type=positive,
+        metavar="N",
+        help="print only the N configs of least predicted time (default: 20, or all with --json)",
     )
     add_json_argument(parser)
 

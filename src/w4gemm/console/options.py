@@ -37,10 +37,22 @@ _SIZES = {"m": "number of tokens, the rows of x", "n": "output features", "k": "
 
 
 def add_size_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add m, n and k, by position and as options. :func:`sizes_of` reads them."""
+    """Add m, n and k, by position and as options. :func:`three_sizes` reads them."""
     parser.add_argument("sizes", nargs="*", metavar="M N K", type=int, help="the sizes by position instead of options")
     for name, what in _SIZES.items():
         parser.add_argument(f"--{name}", metavar=name.upper(), type=int, help=what)
+
+
+def three_sizes(args: argparse.Namespace) -> list[int]:
+    """Return m, n and k as they are written.
+
+    Raises:
+        ValueError: unless all three are there, in one of both ways.
+    """
+    options = [size for size in (args.m, args.n, args.k) if size is not None]
+    if len(args.sizes) + len(options) != 3 or (args.sizes and options):
+        raise ValueError("M, N, K: wanted three sizes, as in `512 4096 4096` or `--m 512 --n 4096 --k 4096`")
+    return args.sizes or options
 
 
 def add_format_argument(parser: argparse.ArgumentParser) -> None:

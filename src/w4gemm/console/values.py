@@ -28,10 +28,7 @@ def sizes_of(args: argparse.Namespace) -> tuple[int, int, int]:
     Raises:
         ValueError: unless all three are there, in one of both ways, and are sizes of a product.
     """
-    options = [size for size in (args.m, args.n, args.k) if size is not None]
-    if len(args.sizes) + len(options) != 3 or (args.sizes and options):
-        raise ValueError("M, N, K: wanted three sizes, as in `512 4096 4096` or `--m 512 --n 4096 --k 4096`")
-    m, n, k = args.sizes or options
+    m, n, k = options.three_sizes(args)
     if not all(1 <= size <= LARGEST_SIZE for size in (m, n, k)):
         raise ValueError(f"M, N, K: wanted numbers from 1 to {LARGEST_SIZE}, got {m}, {n}, {k}")
     return m, n, k
