@@ -46,11 +46,11 @@ bfloat16 1.3, 0.9 and 1.5 at 2 tokens, 0.9, 0.8 and 0.7 at 4, 0.4, 0.6 and 0.6 a
 
 
 def _cpu_order(kernel: Any, problem: GemmProblem, config: GemmConfig) -> float:
-    """Return 1 for the CPU kernel's compiled method, 0.4 for that by AMX's tiles or 1.5 for few tokens, 2 for the
-    faster of the other two and 3 for the last; 0.5 where PyTorch's bfloat16 matmul is faster than compiled vectors.
-    Only this order holds on every CPU."""
+    """Return 1 for the CPU kernel's compiled method, 0.4 for that by AMX's tiles or 1.5 for few tokens, 1.6 for that of
+    rounded numbers, which was not timed, 2 for the faster of the other two and 3 for the last; 0.5 where PyTorch's
+    bfloat16 matmul is faster than compiled vectors. Only this order holds on every CPU."""
     if config.tile_m == ROUNDED_TOKENS:
-        return 0.3 if problem.m >= (16 if problem.format.group_length(problem.k) < 64 else 64) else 1.6
+        return 1.6
     if config.tile_m == TILES_TOKENS:
         return 0.4 if problem.m >= _TILED_FROM.get(problem.dtype, 9) else 1.5
     is_native = problem.dtype == fast_dtype(problem.dtype) == torch.bfloat16 and problem.epilogue == PLAIN

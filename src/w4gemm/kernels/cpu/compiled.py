@@ -40,8 +40,10 @@ class Code(NamedTuple):
     """True if there are several tiles."""
     lanes: int
     """float32 numbers of a vector register."""
+    x_dtype: torch.dtype
+    """float32 for many tokens, because numbers of 16 bits are converted once for each block."""
     dtype: torch.dtype
-    """Of x and of the result. Of 16 bits only if there is one tile."""
+    """Of the result: float32 if there are several tiles."""
     looks_up: bool
     """True if codes become numbers by AVX-512's lookup of 16 numbers."""
 
@@ -178,7 +180,7 @@ class CompiledProduct:
         if dtype is not torch.float32 and (out is None or out.dtype is not dtype or self.columns != self.n):
             x, dtype = x.float(), torch.float32
         code, run = self.codes.get((m, dtype)) or self._code(m, dtype)
-        if code.dtype is not dtype:
+        if code.x_dtype is not dtype:
             x = x.float()
         rows = -(-m // code.tokens) * code.tokens
         x_panel, x_row = panel, self.k
@@ -190,7 +192,7 @@ class CompiledProduct:
             x_panel, x_row = rows * panel, panel
         x = x.contiguous()
         if out is None or rows != m or self.columns != self.n or out.dtype is not code.dtype:
-            out = x.new_empty(rows, self.columns)
+            out = torch.empty(rows, self.columns, dtype=torch.float32)
         tokens = Tokens(x.data_ptr(), x_panel, 0, x_row, 0)
         run_all(run, self.arguments(tokens, weight, out, _THREAD_COLUMNS))
         return out if rows == m and self.columns == self.n else out[:m, : self.n]
@@ -238,7 +240,8 @@ class CompiledProduct:
         bits, width = table_bits(self.format), lanes()
         most = 3 * width // 2 // max(2, 8 // bits)  # sums take three quarters of the registers: 16, or 32 of AVX-512
         tokens = m if m <= most else min(range(most, most - most // 3 - 1, -1), key=lambda size: -(-m // size) * size)
-        code = self._parameters(tokens, m > tokens, width, torch.float32 if m > tokens else dtype)
+        x_dtype = dtype if 4 * tokens <= width and m == tokens else torch.float32
+        code = self._parameters(tokens, m > tokens, width, x_dtype, dtype if m == tokens else torch.float32)
         if len(self.codes) > MOST_CODES:
             self.codes.clear()
         from w4gemm.kernels.cpu.program import sums
@@ -246,12 +249,12 @@ class CompiledProduct:
         self.codes[m, dtype] = code, machine_code(sums, code)
         return self.codes[m, dtype]
 
-    def _parameters(self, tokens: int, tiled: bool, lanes: int, dtype: torch.dtype = torch.float32) -> Code:
+    def _parameters(self, tokens: int, tiled: bool, lanes: int, *dtypes: torch.dtype) -> Code:
         format, bits = self.format, table_bits(self.format)
         middle, row_bytes = format.element_rule.padding_code, CpuLayout().shapes(format, 1, 1)[0][1][2]
         looks_up = lanes == 16 and bits <= 4 and has("avx512f")
         stored = format.zero, format.scale_dtype, format.factors
-        return Code(bits, row_bytes, middle, *stored, tokens, tiled, lanes, dtype, looks_up)
+        return Code(bits, row_bytes, middle, *stored, tokens, tiled, lanes, *dtypes, looks_up)
 
 
 def panel_columns(group: int, k: int, most_groups: int) -> int:

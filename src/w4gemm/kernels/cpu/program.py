@@ -49,8 +49,8 @@ class _Sums:
         assert self.features <= MOST_FEATURES
         self.lanes = self.features // code.fields
         """Bytes of a block, and lanes of a field."""
-        self.size = code.dtype.itemsize
-        self.rounded_later = b.array(code.tokens * TABLE_N) if self.size < 4 else None
+        self.x_size, self.size = code.x_dtype.itemsize, code.dtype.itemsize
+        self.chunk_sums = b.array(code.tokens * TABLE_N) if self.size < 4 else None
         """Results of a chunk, float32 (tokens, 128), if those of ``out`` have 16 bits."""
 
     def write(self) -> None:
@@ -60,12 +60,12 @@ class _Sums:
             features = (a.columns - chunk * TABLE_N).at_most(TABLE_N)
             with b.loop(0, a.k, a.panel) as first:
                 columns = first, (first + a.panel).at_most(a.k)
-                x = a.x + first // a.panel * a.x_panel * self.size
+                x = a.x + first // a.panel * a.x_panel * self.x_size
                 with b.loop(0, features, self.features) as feature:
                     if decoded is None:
                         out = self.of_chunk(chunk) + feature * 4
                         with self.sums(out, first) as sums, self.decoded(chunk, feature, columns) as (column, numbers):
-                            self.multiply(x + (column - first) * self.size, numbers, sums)
+                            self.multiply(x + (column - first) * self.x_size, numbers, sums)
                     else:
                         with self.decoded(chunk, feature, columns) as (column, numbers):
                             for f, number in enumerate(numbers):
@@ -76,11 +76,11 @@ class _Sums:
 
     def of_chunk(self, chunk: Int) -> Int:
         """Return the address of the first token's results in a chunk, as float32."""
-        return self.a.out + chunk * (TABLE_N * 4) if self.rounded_later is None else self.rounded_later
+        return self.a.out + chunk * (TABLE_N * 4) if self.chunk_sums is None else self.chunk_sums
 
     def round(self, chunk: Int, features: Int) -> None:
         """Write a chunk's results, rounded, to ``out``."""
-        b, code, sums = self.b, self.code, self.rounded_later
+        b, code, sums = self.b, self.code, self.chunk_sums
         assert sums is not None
         with b.loop(0, features, code.lanes) as feature:
             for t in range(code.tokens):
@@ -110,7 +110,7 @@ class _Sums:
         variables = [[b.variable(zero) for _ in fields] for _ in range(code.tokens)]
         yield variables
         in_order = [i + f * self.lanes for i in range(self.lanes) for f in fields]
-        row = self.a.columns if self.rounded_later is None else Int(b, b.number(TABLE_N))
+        row = self.a.columns if self.chunk_sums is None else Int(b, b.number(TABLE_N))
         is_first, kind = b.icmp_signed("==", first.value, b.number(0)), floats_of(self.features)
         for t, of_token in enumerate(variables):
             address = out + row * (t * 4)
@@ -121,7 +121,8 @@ class _Sums:
         """Add the products of a column's numbers and that column of x, of which ``x`` is the first token's."""
         b = self.b
         for t, of_token in enumerate(sums):
-            of_x = b.lanes_of(b.floats(x + self.a.x_row * (t * self.size), self.code.dtype, 1), [0] * self.lanes)
+            of_x = b.floats(x + self.a.x_row * (t * self.x_size), self.code.x_dtype, 1)
+            of_x = b.lanes_of(of_x, [0] * self.lanes)
             for variable, number in zip(of_token, numbers, strict=True):
                 b.store(b.multiply_add(of_x, number, b.load(variable)), variable)
 

@@ -130,7 +130,7 @@ class TileProduct(CompiledProduct):
         at_once = 2 if m > SIDE and bits > 2 else 1  # eight tiles hold the sums of two by two
         rounds = -(-m // (at_once * SIDE))
         tile = TileCode(-(-m // (rounds * at_once)), at_once, PARTS[dtype], self.is_rounded)
-        code = self._parameters(tile.tokens, True, SIDE)
+        code = self._parameters(tile.tokens, True, SIDE, torch.bfloat16, torch.float32)
         split = machine_code(parts, dtype, tile.parts, self.has_sums)
         run = machine_code(sums, code, tile, *self.instructions)
         if len(self.compiled) > MOST_CODES:
