@@ -249,12 +249,12 @@ class CompiledProduct:
         self.codes[m, dtype] = code, machine_code(sums, code)
         return self.codes[m, dtype]
 
-    def _parameters(self, tokens: int, tiled: bool, lanes: int, *dtypes: torch.dtype) -> Code:
+    def _parameters(self, tokens: int, tiled: bool, lanes: int, x_dtype: torch.dtype, dtype: torch.dtype) -> Code:
         format, bits = self.format, table_bits(self.format)
         middle, row_bytes = format.element_rule.padding_code, CpuLayout().shapes(format, 1, 1)[0][1][2]
         looks_up = lanes == 16 and bits <= 4 and has("avx512f")
         stored = format.zero, format.scale_dtype, format.factors
-        return Code(bits, row_bytes, middle, *stored, tokens, tiled, lanes, *dtypes, looks_up)
+        return Code(bits, row_bytes, middle, *stored, tokens, tiled, lanes, x_dtype, dtype, looks_up)
 
 
 def panel_columns(group: int, k: int, most_groups: int) -> int:
