@@ -93,6 +93,7 @@ def dtypes_by_device() -> str:
     return markdown(("device", "dtypes of x", "run on"), (("; ".join(names), *cells) for cells, names in rows.items()))
 
 
+@functools.cache
 def _cell(device: Device, dtype: torch.dtype) -> str:
     formats = FP8_FORMATS if dtype == FP8 else FORMATS
     problems = [problem(device, format, dtype, experts) for format in formats for experts in (0, 8)]
