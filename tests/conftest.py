@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import sample
+from w4gemm.choice import plan_cache, table
 from w4gemm.core import trust
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -74,6 +75,15 @@ def device(request: pytest.FixtureRequest) -> str:
 def dtype(device: str) -> torch.dtype:
     """dtype of x that a device's kernels take."""
     return torch.float32 if device == "cpu" else torch.bfloat16
+
+
+@pytest.fixture
+def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Path of a cache that is not there yet; nothing was chosen or tuned before."""
+    monkeypatch.setenv("W4GEMM_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(table, "_session", [])
+    monkeypatch.setattr(plan_cache, "_plans", {})
+    return tmp_path / "cache"
 
 
 @pytest.fixture

@@ -139,7 +139,7 @@ def run(mixture: W4Experts, layer: W4Linear, tokens: int, device: str) -> list[t
 def test_all_that_a_mixture_of_experts_launches_is_there(tmp_path, monkeypatch, forget, activations):
     """Its layers run here as if the CPU were an H200, up to the launches: every plan is made of what was compiled.
 
-    Units count as compiled without being so, because tests/test_commands.py compiles some and loads them.
+    Units count as compiled without being so, because tests/test_tuning_commands.py compiles some and loads them.
     """
 
     def count(folder: Path, units: Iterable[Unit], workers: int | None = None) -> int:
