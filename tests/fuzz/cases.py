@@ -20,6 +20,8 @@ FP8 = torch.float8_e4m3fn
 KINDS = ("dense", "dense", "dense", "grouped", "gathered", "masked")
 GROUPS = (32, 64, 96, 128, 160, 256, 512, -1)
 CODEBOOKS = ("iq4", "nf4", "any")
+ANY_FORMAT = {"cpu": 0.2, "cuda": 0.5}
+"""How often a format is of any width and rule."""
 WITH_16_BITS = (*("", "_zint", "_zfloat", "codebook") * 2, "e8m0", "e4m3_row", "levels")
 """Rules of formats beside x that is not fp8."""
 DTYPES = {"cpu": (torch.float32, torch.bfloat16, torch.float16, FP8), "cuda": (torch.bfloat16, torch.float16, FP8)}
@@ -163,8 +165,8 @@ def drawn_variant(seed: int, device: str, config: str = "") -> Variant:
 
 def drawn_format(v: random.Random, dtype: torch.dtype, device: str) -> str:
     """The string of a format that may stand beside x of a dtype."""
-    if device == "cpu" and v.random() < 0.2:  # which takes every combination
-        return any_format(v)
+    if v.random() < ANY_FORMAT[device]:
+        return any_format(v, dtype, device)
     group = sized(v.choice(GROUPS))
     rules = ("", "", "_zint", "_e4m3", "_e4m3", "e8m0") if dtype == FP8 else WITH_16_BITS
     rule, scale = v.choice(rules), v.choice(("", "_fp16", "_fp32"))
@@ -183,12 +185,14 @@ def drawn_format(v: random.Random, dtype: torch.dtype, device: str) -> str:
     return f"{expected}{scale}"
 
 
-def any_format(v: random.Random) -> str:
-    """The string of any legal combination of an element, a scale rule, a zero rule and a group size."""
+def any_format(v: random.Random, dtype: torch.dtype, device: str) -> str:
+    """The string of any combination of an element, a scale rule, a zero rule and a group size that a device takes."""
     while True:
         element, zero, scale = (v.choice(tuple(of)) for of in (ELEMENTS, ZEROS, SCALES))
         with contextlib.suppress(ValueError):
-            return str(WeightFormat(v.choice((16, 48, *GROUPS)), zero, scale, element))
+            format = str(WeightFormat(v.choice((16, 48, *GROUPS)), zero, scale, element))
+            if device == "cpu" or held(format, dtype):
+                return format
 
 
 def held(format: str, dtype: torch.dtype) -> bool:
