@@ -27,6 +27,11 @@ def test_a_slice_on_the_gpu(new_seed):
     assert run.main(["--seconds", "30", "--device", "cuda", "--seed", str(new_seed)]) == 0
 
 
+def test_a_gpu_is_given_weights_of_every_width():
+    drawn = {w4gemm.WeightFormat.parse(cases.drawn_variant(i, "cuda", None).format).element for i in range(400)}
+    assert {"int2", "int3", "int4", "int5", "int6", "int8", "e4m3"} <= drawn
+
+
 def test_the_formulas_are_independent():
     tree = ast.parse(Path(formulas.__file__).read_text())
     modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
