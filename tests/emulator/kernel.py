@@ -108,8 +108,8 @@ class Emulator(AsynchronousMachine):
             ]
         if "hi" in modifiers:
             wider = WIDER[DTYPES[kind]]
-            bits = np.array(8 * DTYPES[kind]().itemsize, wider)
-            self.put(to, (values[0].astype(wider) * values[1].astype(wider) >> bits).astype(DTYPES[kind]), on)
+            bits, (x, y) = np.array(8 * DTYPES[kind]().itemsize, wider), (np.asarray(v).astype(wider) for v in values)
+            self.put(to, (x * y >> bits).astype(DTYPES[kind]), on)
             return
         self.put(to, self._operation(head, modifiers)(*values), on)
 

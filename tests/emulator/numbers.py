@@ -16,7 +16,13 @@ DTYPES: dict[str, Any] = {"pred": np.bool_, "f16": np.float16, "f32": np.float32
 DTYPES |= {f"{kind}{8 << i}": np.dtype(f"u{1 << i}").type for kind in "bu" for i in range(4)}
 DTYPES |= {f"s{8 << i}": np.dtype(f"i{1 << i}").type for i in range(4)}
 UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-WIDER: dict[Any, Any] = {np.int16: np.int32, np.uint16: np.uint32, np.int32: np.int64, np.uint32: np.uint64}
+WIDER: dict[Any, Any] = {
+    np.int16: np.int32,
+    np.uint16: np.uint32,
+    np.int32: np.int64,
+    np.uint32: np.uint64,
+    np.uint64: np.object_,  # Python's integers
+}
 
 
 @functools.cache

@@ -88,8 +88,8 @@ FAULTS = (
     Fault(
         "the stages of another CTA's share begin where those of the own one ended",
         _EXPERT_LAYER,
-        "cursor, stage = self.start(t, memory, share, warp), Int32(0)\n                for",
-        "cursor = self.start(t, memory, share, warp)\n                for",
+        "cursor, stage = self.at_row(t, memory, share, self.first_step(share, warp)), Int32(0)\n                for",
+        "cursor = self.at_row(t, memory, share, self.first_step(share, warp))\n                for",
         _ONE_LAUNCH + "at_once",
     ),
     Fault(
@@ -130,8 +130,8 @@ FAULTS = (
     Fault(
         "partial sums are added from the last warp on",
         _EXPERT_LAYER,
-        "partial = load_shared_f32x4(address + warp * layer.slot_bytes)",
-        "partial = load_shared_f32x4(address + (first + last - warp) * layer.slot_bytes)",
+        "load_shared_f32x4(own.partials + warp * self.layer.slot_bytes)",
+        "load_shared_f32x4(own.partials + (own.warps - 1 - warp) * self.layer.slot_bytes)",
         _ONE_LAUNCH + "ascending",
     ),
     Fault(
@@ -144,8 +144,8 @@ FAULTS = (
     Fault(
         "columns of experts without gates change places",
         _EXPERT_LAYER,
-        "quad % 2 * 64 + strip % 4 * 8 + quad // 2 * 4",
-        "quad // 2 * 64 + strip % 4 * 8 + quad % 2 * 4",
+        "quad % 2 * 64 + strip % 4 * 8 + quotient(quad, 2) * 4",
+        "quotient(quad, 2) * 64 + strip % 4 * 8 + quad % 2 * 4",
         _ONE_LAUNCH + "gates",
     ),
     Fault(

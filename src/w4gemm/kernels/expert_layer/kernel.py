@@ -58,11 +58,11 @@ one after another, on a GPU of which other kernels or processes hold a part.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, const_expr
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr
 
 from w4gemm.core.activation import parse
 from w4gemm.core.epilogue import Epilogue
@@ -70,7 +70,18 @@ from w4gemm.kernels.device.activation import activated
 from w4gemm.kernels.device.block import BlockReader
 from w4gemm.kernels.device.epilogue_math import EpilogueMath
 from w4gemm.kernels.device.warp_product import WarpProduct
-from w4gemm.kernels.expert_layer.spec import COUNTERS_AT, EPOCHS_AT, ROUND, SLOT_ROW, ExpertLayer
+from w4gemm.kernels.expert_layer.spec import COUNTERS_AT, EPOCHS_AT, SLOT_ROW, ExpertLayer
+from w4gemm.kernels.expert_layer.values import (
+    Choices,
+    Cursor,
+    Down,
+    Memory,
+    Rows,
+    Share,
+    Steps,
+    Sums,
+    Tensors,
+)
 from w4gemm.packing.block import BLOCK_N, STRIP_N
 from w4gemm.packing.codecs.pairs_decode import own_pairs
 from w4gemm.ptx.arithmetic import fma, pack_half2, to_float, warp_maximum
@@ -100,120 +111,15 @@ _QUADS = STRIP_N // 4
 """Fours of consecutive rows of a strip."""
 
 
-class Tensors(NamedTuple):
-    """What a launch reads and writes."""
-
-    x: cute.Tensor
-    """(m, features), m at most ``tokens``."""
-    ids: cute.Tensor | None
-    """int32 or int64 (m * top k,), or None if the launch chooses."""
-    weights: cute.Tensor | None
-    """float32 (m * top k,), or None."""
-    logits: cute.Tensor | None
-    """(m, global experts), or None if it is given ids and weights."""
-    router_bias: cute.Tensor | None
-    """float32 (global experts,), or None."""
-    expert_map: cute.Tensor | None
-    """int32 (global experts,): the expert here; None if ids are those of experts here."""
-    gate_up: cute.Tensor
-    down: cute.Tensor
-    """int32, the packed blocks of all experts."""
-    gate_up_bias: cute.Tensor | None
-    down_bias: cute.Tensor | None
-    """(experts, n), or None."""
-    gate_up_scale: cute.Tensor | None
-    down_scale: cute.Tensor | None
-    """float32 (experts,), or None."""
-    scratch: cute.Tensor
-    """int32 (scratch_bytes / 4,): activated rows, see :meth:`ExpertLayerKernel.hidden_at`, and parts of strips, see
-    :meth:`ExpertLayerKernel.part_at`."""
-    flags: cute.Tensor
-    """int32: a flag for each CTA; from ``EPOCHS_AT`` on its epoch; from ``COUNTERS_AT`` on, for the strip of down of
-    which it has the first part but not all, how many parts are stored."""
-    out: cute.Tensor
-    """(m, features)."""
+def quotient(x: Int32, by: Int32 | int) -> Int32:
+    """Divide numbers that are not negative: in half the instructions of signed ones."""
+    return Int32(Uint32(x) // Uint32(by))
 
 
-class Choices(NamedTuple):
-    """The chosen experts, in ascending order, in shared memory. A slot is an expert's place among them."""
-
-    ids: cute.Tensor
-    """int32 (choices, up to a multiple of 4): the expert of each choice; -1 if it is elsewhere or there is none."""
-    weights: cute.Tensor
-    """float32 (choices,)."""
-    present: cute.Tensor
-    """int32 (experts / 32,): a bit for each expert, 1 if it was chosen."""
-    experts: cute.Tensor
-    """int32 (choices,): the expert of each slot."""
-    masks: cute.Tensor
-    """int32 (choices,): bit t is 1 if token t chose the slot's expert."""
-    factors: cute.Tensor
-    """float32 (choices * tokens,): the sum of a token's weights for a slot's expert."""
-    scaled: cute.Tensor
-    """The same times the expert's scale of down; the same memory if there is none."""
-    biases: cute.Tensor
-    """float32 (columns_per_cta * tokens * 16,): weighted sums of down's biases."""
-    shares: cute.Tensor
-    """int32 (pollers,): what each warp that waits prefers to compute next, see :meth:`ExpertLayerKernel.await_flags`.
-    At the end, the first word says which of the first (1) and the last (2) of its strips of down the CTA adds up."""
-
-
-class Memory(NamedTuple):
-    """Shared memory of a thread's warp and CTA."""
-
-    x: Int32
-    partials: Int32
-    stages: Int32
-    """Of this warp."""
-    table: Int32
-    """This thread's copies of the decoder's table."""
-    choices: Choices
-
-
-class Share(NamedTuple):
-    """What a CTA computes: consecutive units of gate_up, and its strips of down."""
-
-    first: Int32
-    units: Int32
-    chunk: Int32
-    """Units of a round."""
-    rounds: Int32
-    """Rounds of gate_up; that of down follows."""
-    column: Int32
-    """The first strip of down; the others follow at distances of ``column_stride``."""
-    columns: Int32
-    """Strips of down, whole or in part."""
-    skipped: Int32
-    """Steps of the first strip that other CTAs have."""
-    steps: Int32
-    """Steps of down, or of nothing if no expert was chosen."""
-    active: Int32
-    """Chosen experts."""
-
-
-class Steps(NamedTuple):
-    """The steps of one warp in a round."""
-
-    first: Int32
-    count: Int32
-    each: Int32
-    """Steps of every warp but the last."""
-
-
-class Cursor(NamedTuple):
-    """The step that a warp requests next."""
-
-    codes: Int64
-    """Address of the first 16 bytes of codes that this lane copies."""
-    scales: Int64
-    """Address of the 16 bytes of scales that this lane copies, if it does."""
-    k_left: Int32
-    """k blocks left of the expert's strip, this one included."""
-    slot: Int32
-    strip: Int32
-    left: Int32
-    """Steps left of the warp's in this round, this one included; 0 if there is none in any round."""
-    round: Int32
+def divided(x: Int32, by: Int32 | int) -> tuple[Int32, Int32]:
+    """The quotient and the remainder."""
+    whole = quotient(x, by)
+    return whole, x - whole * by
 
 
 class ExpertLayerKernel:
@@ -251,6 +157,7 @@ class ExpertLayerKernel:
         warp, lane = cute.arch.make_warp_uniform(thread // 32), thread % 32
         memory = self.allocate(thread, warp)
         share = self.share_of(cta, cta, Int32(layer.choices))  # of different experts, as choices mostly are
+        cursor = self.first_step(share, warp)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         flags = t.flags.iterator.toint()
@@ -261,12 +168,14 @@ class ExpertLayerKernel:
         active = self.tally(t, memory.choices, thread)
         if active != layer.choices:
             share = self.share_of(cta, cta, active)
-        cursor = self.start(t, memory, share, warp)
+            cursor = self.first_step(share, warp)
+        cursor = self.at_row(t, memory, share, cursor)
         for stage in cutlass.range(layer.num_stages, unroll=1):
             cursor = self.request(t, memory, share, cursor, stage, warp)
         if thread == 0:
             store_relaxed(flags + Int64(EPOCHS_AT + cta) * 4, epoch)
             store_relaxed(flags + Int64(cta) * 4, epoch * 2)
+        down = self.first_of_down(memory, share, warp)
         cute.arch.cp_async_wait_group(layer.num_stages)
         cute.arch.sync_threads()  # x of all threads is there
 
@@ -289,10 +198,10 @@ class ExpertLayerKernel:
                 copies_wait()
                 cute.arch.sync_threads()
                 share = self.share_of(own, cta, active)
-                cursor, stage = self.start(t, memory, share, warp), Int32(0)
+                cursor, stage = self.at_row(t, memory, share, self.first_step(share, warp)), Int32(0)
                 for at in cutlass.range(layer.num_stages, unroll=1):
                     cursor = self.request(t, memory, share, cursor, at, warp)
-        self.multiply_down(t, memory, share, cursor, stage, warp)
+        self.multiply_down(t, memory, share, down, cursor, stage, warp)
         if const_expr(layer.split):
             self.add_parts(t, memory.choices, share, cta, flags)
 
@@ -452,19 +361,19 @@ class ExpertLayerKernel:
         layer = self.layer
         steps, bounds = active * (layer.strips_up * layer.k_blocks_up), []
         for c in (index, index + 1):
-            begin = c * steps // layer.ctas
-            bounds.append((begin + layer.k_blocks_up // 2) // layer.k_blocks_up)
+            begin = quotient(c * steps, layer.ctas)
+            bounds.append(quotient(begin + layer.k_blocks_up // 2, layer.k_blocks_up))
         units = bounds[1] - bounds[0]
-        rounds = (units + ROUND - 1) // ROUND
-        chunk = (units + rounds - 1) // cutlass.max(rounds, 1)
+        rounds = quotient(units + layer.units_of_round - 1, layer.units_of_round)
+        chunk = quotient(units + cutlass.max(rounds, 1) - 1, cutlass.max(rounds, 1))
         per_column, column, skipped = self.steps_of_column(active), cta, Int32(0)
-        columns = cutlass.max((layer.columns - cta + layer.ctas - 1) // layer.ctas, 0)
+        columns = quotient(layer.columns - cta + layer.ctas - 1, layer.ctas)
         steps = columns * per_column
         if const_expr(layer.split):
             each = self.down_steps_of_cta(active)
             steps = cutlass.max(cutlass.min(layer.columns * per_column - cta * each, each), 0)
-            column, skipped = cta * each // per_column, cta * each % per_column
-            columns = cutlass.select_(steps > 0, (skipped + steps + per_column - 1) // per_column, Int32(0))
+            column, skipped = divided(cta * each, per_column)
+            columns = cutlass.select_(steps > 0, quotient(skipped + steps + per_column - 1, per_column), Int32(0))
         return Share(bounds[0], units, chunk, rounds, column, columns, skipped, steps, active)
 
     def steps_of_column(self, active: Int32) -> Int32:
@@ -474,7 +383,7 @@ class ExpertLayerKernel:
     def down_steps_of_cta(self, active: Int32) -> Int32:
         """Steps of down of every CTA but the last, if strips are split."""
         ctas = self.layer.ctas
-        return (self.layer.columns * self.steps_of_column(active) + ctas - 1) // ctas
+        return quotient(self.layer.columns * self.steps_of_column(active) + ctas - 1, ctas)
 
     @cute.jit
     def steps_of(self, share: Share, round: Int32, warp: Int32) -> Steps:
@@ -484,56 +393,56 @@ class ExpertLayerKernel:
         steps = units * layer.k_blocks_up
         if round == share.rounds:
             steps = cutlass.select_(share.active > 0, share.steps, Int32(0))
-        each = (steps + layer.warps - 1) // layer.warps
+        each = quotient(steps + layer.warps - 1, layer.warps)
         first = warp * each
         return Steps(first, cutlass.max(cutlass.min(steps - first, each), 0), each)
 
     # ------------------------------------------------------------------------------------------------------- weights
 
-    def start(self, t: Tensors, memory: Memory, share: Share, warp: Int32) -> Cursor:
-        """The cursor at the first step of a warp."""
+    def first_step(self, share: Share, warp: Int32) -> Cursor:
+        """The cursor at the first step of a warp, without addresses."""
         none = Cursor(Int64(0), Int64(0), Int32(0), Int32(0), Int32(0), Int32(0), Int32(-1))
-        return self.next_round(t, memory, share, none, warp)
+        return self.next_round(share, none, warp)
 
     @cute.jit
-    def next_round(self, t: Tensors, memory: Memory, share: Share, cursor: Cursor, warp: Int32) -> Cursor:
-        """The cursor at the warp's first step of the next round that has any."""
+    def next_round(self, share: Share, cursor: Cursor, warp: Int32) -> Cursor:
+        """The cursor at the warp's first step of the next round that has any, without addresses."""
         layer = self.layer
         round, left, first = cursor.round, Int32(0), Int32(0)
         while left == 0 and round < share.rounds:
             round += 1
             steps = self.steps_of(share, round, warp)
             left, first = steps.count, steps.first
-        slot, strip, k_block = Int32(0), Int32(0), Int32(0)
+        slot, strip, k_left = Int32(0), Int32(0), Int32(0)
         if left > 0:
             if round < share.rounds:
-                unit = share.first + round * share.chunk + first // layer.k_blocks_up
-                slot, strip, k_block = unit // layer.strips_up, unit % layer.strips_up, first % layer.k_blocks_up
+                unit, k_block = divided(first, layer.k_blocks_up)
+                slot, strip = divided(share.first + round * share.chunk + unit, layer.strips_up)
+                k_left = layer.k_blocks_up - k_block
             else:
                 per_column = self.steps_of_column(share.active)
-                column = (share.skipped + first) // per_column
-                rest = share.skipped + first - column * per_column
-                slot, k_block = rest // layer.k_blocks_down, rest % layer.k_blocks_down
+                column, rest = divided(share.skipped + first, per_column)
+                slot, k_block = divided(rest, layer.k_blocks_down)
+                k_left = layer.k_blocks_down - k_block
                 strip = share.column + column * self.column_stride
-        after = Cursor(Int64(0), Int64(0), k_block, slot, strip, left, round)
-        return self.at_row(t, memory, share, after, k_block)
+        return Cursor(Int64(0), Int64(0), k_left, slot, strip, left, round)
 
     @cute.jit
-    def at_row(self, t: Tensors, memory: Memory, share: Share, cursor: Cursor, k_block: Int32) -> Cursor:
-        """The cursor with the addresses of a k block of its expert's strip."""
+    def at_row(self, t: Tensors, memory: Memory, share: Share, cursor: Cursor) -> Cursor:
+        """The cursor with the addresses of its k block of its expert's strip."""
         layer, block, lane = self.layer, self.layer.weight.block, cute.arch.lane_idx()
-        codes, k_left = Int64(0), Int32(0)
+        codes, k_block = Int64(0), Int32(0)
         if cursor.left > 0:
             expert = memory.choices.experts[cursor.slot]
             if cursor.round < share.rounds:
-                index = (expert * layer.blocks_up + cursor.strip // _STRIPS) * layer.k_blocks_up + k_block
+                k_block = layer.k_blocks_up - cursor.k_left
+                index = (expert * layer.blocks_up + quotient(cursor.strip, _STRIPS)) * layer.k_blocks_up + k_block
                 codes = t.gate_up.iterator.toint() + Int64(index) * block.stride
-                k_left = layer.k_blocks_up - k_block
             else:
-                index = (expert * layer.blocks_down + cursor.strip // _STRIPS) * layer.k_blocks_down + k_block
+                k_block = layer.k_blocks_down - cursor.k_left
+                index = (expert * layer.blocks_down + quotient(cursor.strip, _STRIPS)) * layer.k_blocks_down + k_block
                 codes = t.down.iterator.toint() + Int64(index) * block.stride
-                k_left = layer.k_blocks_down - k_block
-        strip, pair = cursor.strip % _STRIPS, block.pair_bytes // 2 * STRIP_N
+        strip, pair = divided(cursor.strip, _STRIPS)[1], block.pair_bytes // 2 * STRIP_N
         per_run = pair // 16
         of_scales = block.code_bytes + strip * pair + lane // per_run * block.run_bytes + lane % per_run * 16
         start = block.codes_from(k_block)
@@ -544,7 +453,7 @@ class ExpertLayerKernel:
             )
             scales = codes + Int64(of_scales + shift)
         codes = codes + Int64(strip * block.strip_bytes + lane * 16 + start)
-        return cursor._replace(codes=codes, scales=scales, k_left=k_left)
+        return cursor._replace(codes=codes, scales=scales)
 
     @cute.jit
     def request(self, t: Tensors, memory: Memory, share: Share, cursor: Cursor, stage: Int32, warp: Int32) -> Cursor:
@@ -583,18 +492,18 @@ class ExpertLayerKernel:
             left=cursor.left - 1, k_left=cursor.k_left - 1, codes=cursor.codes + size, scales=cursor.scales + of_scales
         )
         if cursor.left == 0:
-            cursor = self.next_round(t, memory, share, cursor, warp)
+            cursor = self.at_row(t, memory, share, self.next_round(share, cursor, warp))
         elif cursor.k_left == 0:
-            slot, strip = cursor.slot, cursor.strip
+            slot, strip, k_left = cursor.slot, cursor.strip, Int32(self.layer.k_blocks_down)
             if cursor.round < share.rounds:
-                strip += 1
+                strip, k_left = strip + 1, Int32(self.layer.k_blocks_up)
                 if strip == self.layer.strips_up:
                     strip, slot = Int32(0), slot + 1
             else:
                 slot += 1
                 if slot == share.active:
                     slot, strip = Int32(0), strip + self.column_stride
-            cursor = self.at_row(t, memory, share, cursor._replace(slot=slot, strip=strip), Int32(0))
+            cursor = self.at_row(t, memory, share, cursor._replace(slot=slot, strip=strip, k_left=k_left))
         return cursor
 
     def read_weight(self, memory: Memory, stage: Int32, lane: Int32) -> tuple[Any, Any]:
@@ -622,7 +531,8 @@ class ExpertLayerKernel:
         for round in cutlass.range(share.rounds, unroll=1):
             steps = self.steps_of(share, round, warp)
             partials = memory.partials + round % 2 * (layer.partial_slots * layer.slot_bytes)
-            unit, k_block = steps.first // layer.k_blocks_up, steps.first % layer.k_blocks_up
+            unit, k_block = divided(steps.first, layer.k_blocks_up)
+            rows = self.rows_of_round(t, memory.choices, share, round, partials, steps.each)
             for i in cutlass.range(steps.count, unroll=1):
                 cute.arch.cp_async_wait_group(layer.num_stages - 1)
                 cute.arch.sync_warp()
@@ -638,7 +548,7 @@ class ExpertLayerKernel:
                     acc.fill(0.0)
                     unit, k_block = unit + 1, Int32(0)
             cute.arch.sync_threads()
-            self.store_rows(t, memory.choices, share, round, partials, steps.each)
+            self.store_rows(rows)
         return cursor, stage
 
     @cute.jit
@@ -664,58 +574,77 @@ class ExpertLayerKernel:
             if token < self.layer.tokens:
                 store_shared_f32(slot + (token * SLOT_ROW + row) * 4, acc[i])
 
+    def place_of(self, thread: Int32) -> tuple[Int32, Int32, Int32]:
+        """The unit of a round, the four consecutive rows of it, and the token whose sums a thread adds up."""
+        rest, quad = divided(thread, _QUADS)
+        unit, token = divided(rest, self.layer.tokens)
+        return unit, quad, token
+
+    def sums_of(self, thread: Int32, partials: Int32, begin: Int32, end: Int32, each: Int32) -> Sums:
+        """The partial sums of those warps that have steps of the thread's unit, from ``begin`` to ``end`` - 1 of the
+        round, of which each warp has ``each``."""
+        unit, quad, token = self.place_of(thread)
+        first, last = quotient(begin, each), quotient(end - 1, each)
+        at = (unit + first) * self.layer.slot_bytes + (token * SLOT_ROW + quad * 4) * 4
+        return Sums(partials + at, last + 1 - first)
+
     @cute.jit
-    def sum_of(
-        self, partials: Int32, unit: Int32, begin: Int32, end: Int32, each: Int32, token: Int32, quad: Int32
-    ) -> list[Float32]:
-        """Add the partial sums of four rows of a unit and token over the warps that have steps of it: those from
-        ``begin`` to ``end`` - 1 of the round, of which each warp has ``each``."""
-        layer = self.layer
-        first, last = begin // each, (end - 1) // each
-        address = partials + unit * layer.slot_bytes + (token * SLOT_ROW + quad * 4) * 4
+    def sum_of(self, own: Sums) -> list[Float32]:
+        """Add the partial sums in the order of warps."""
         sums = cute.make_rmem_tensor((4,), Float32)
         sums.fill(0.0)
-        for warp in cutlass.range(first, last + 1, unroll=4):
-            partial = load_shared_f32x4(address + warp * layer.slot_bytes)
+        for warp in cutlass.range(own.warps, unroll=4):
+            partial = load_shared_f32x4(own.partials + warp * self.layer.slot_bytes)
             for i in cutlass.range_constexpr(4):
                 sums[i] = sums[i] + partial[i]
         return [sums[i] for i in range(4)]
 
     @cute.jit
-    def store_rows(self, t: Tensors, c: Choices, share: Share, round: Int32, partials: Int32, each: Int32) -> None:
-        """Activate the sums of a round and store them, for the tokens that chose the expert."""
+    def rows_of_round(self, t: Tensors, c: Choices, share: Share, round: Int32, partials: Int32, each: Int32) -> Rows:
+        """What this thread adds up of a round of gate_up: nothing for tokens that did not choose the expert."""
         layer, thread = self.layer, cute.arch.thread_idx()[0]
-        units = cutlass.min(share.units - round * share.chunk, share.chunk)
-        for i in cutlass.range(thread, units * (_QUADS * layer.tokens), layer.threads, unroll=1):
-            unit, rest = i // (_QUADS * layer.tokens), i % (_QUADS * layer.tokens)
-            quad, token = rest % _QUADS, rest // _QUADS
-            number = share.first + round * share.chunk + unit
-            slot, strip = number // layer.strips_up, number % layer.strips_up
+        own, slot, strip, expert = Sums(Int32(0), Int32(0)), Int32(0), Int32(0), Int32(0)
+        unit, quad, token = self.place_of(thread)
+        if unit < cutlass.min(share.units - round * share.chunk, share.chunk):
+            slot, strip = divided(share.first + round * share.chunk + unit, layer.strips_up)
             if (c.masks[slot] >> token) & 1 != 0:
-                begin = unit * layer.k_blocks_up
-                sums = self.sum_of(partials, unit, begin, begin + layer.k_blocks_up, each, token, quad)
-                expert, row = c.experts[slot], strip * STRIP_N + quad * 4
-                alpha = t.gate_up_scale[expert] if const_expr(layer.gate_up_scale) else None
-                biases = [None] * 4
-                if const_expr(layer.gate_up_bias):
-                    at = t.gate_up_bias.iterator.toint() + (Int64(expert) * layer.rows_up + row) * 2
-                    words = load_global(at, 2, Boolean(True))
-                    biases = [to_float(layer.kind, word, high) for word in words for high in (False, True)]
-                y = [self.epilogue.affine(v, alpha, b) for v, b in zip(sums, biases, strict=True)]
-                activation = parse(layer.activation)
-                if const_expr(layer.gated):  # two columns
-                    values = [activated(activation, y[j], y[j + 1]) for j in (0, 2)]
-                    step, half = strip % 8 // 2, strip % 2  # of 16 columns, and which half of them
-                    at = self.hidden_at(t, slot, strip // 16, strip // 8 % 2, token)
-                    at = at + Int64(quad * 32 + step * 8 + half * 4)
-                    store_global(at, [pack_half2(layer.kind, *values)], Boolean(True))
-                else:  # four columns, of two lanes
-                    values = [activated(activation, value) for value in y]
-                    at = self.hidden_at(t, slot, strip // 8, strip // 4 % 2, token)
-                    at = at + Int64(quad % 2 * 64 + strip % 4 * 8 + quad // 2 * 4)
-                    for j in cutlass.range_constexpr(2):
-                        words = [pack_half2(layer.kind, values[2 * j], values[2 * j + 1])]
-                        store_global(at + j * 32, words, Boolean(True))
+                begin, expert = unit * layer.k_blocks_up, c.experts[slot]
+                own = self.sums_of(thread, partials, begin, begin + layer.k_blocks_up, each)
+        if const_expr(layer.gated):  # two columns
+            step, half = quotient(strip, 2) % 4, strip % 2  # of 16 columns, and which half of them
+            at = self.hidden_at(t, slot, quotient(strip, 16), quotient(strip, 8) % 2, token)
+            at = at + Int64(quad * 32 + step * 8 + half * 4)
+        else:  # four columns, of two lanes
+            at = self.hidden_at(t, slot, quotient(strip, 8), quotient(strip, 4) % 2, token)
+            at = at + Int64(quad % 2 * 64 + strip % 4 * 8 + quotient(quad, 2) * 4)
+        scale, biases = Float32(1.0), (Int32(0), Int32(0))
+        if const_expr(layer.gate_up_scale):
+            scale = t.gate_up_scale[expert]
+        if const_expr(layer.gate_up_bias):
+            row = Int64(expert) * layer.rows_up + strip * STRIP_N + quad * 4
+            biases = tuple(load_global(t.gate_up_bias.iterator.toint() + row * 2, 2, own.warps > 0))
+        return Rows(own, at, scale, biases)
+
+    @cute.jit
+    def store_rows(self, rows: Rows) -> None:
+        """Activate the sums of a round and store them."""
+        layer = self.layer
+        if rows.own.warps > 0:
+            biases = [None] * 4
+            if const_expr(layer.gate_up_bias):
+                biases = [to_float(layer.kind, word, high) for word in rows.biases for high in (False, True)]
+            scale = rows.scale if const_expr(layer.gate_up_scale) else None
+            sums = self.sum_of(rows.own)
+            y = [self.epilogue.affine(v, scale, b) for v, b in zip(sums, biases, strict=True)]
+            activation = parse(layer.activation)
+            if const_expr(layer.gated):
+                values = [activated(activation, y[j], y[j + 1]) for j in (0, 2)]
+                store_global(rows.at, [pack_half2(layer.kind, *values)], Boolean(True))
+            else:
+                values = [activated(activation, value) for value in y]
+                for j in cutlass.range_constexpr(2):
+                    words = [pack_half2(layer.kind, values[2 * j], values[2 * j + 1])]
+                    store_global(rows.at + j * 32, words, Boolean(True))
 
     def hidden_at(self, t: Tensors, slot: Int32, k_block: Int32, half: Int32, token: Int32) -> Int64:
         """The address of 64 columns of a slot's row of a token: 32 bytes for each lane of a quarter warp, of four
@@ -771,37 +700,39 @@ class ExpertLayerKernel:
                         total += c.factors[slot * layer.tokens + token] * Float32(bias)
                 c.biases[i] = total
 
+    def first_of_down(self, memory: Memory, share: Share, warp: Int32) -> Down:
+        """Where a warp begins in the CTA's strips of down, and what this thread adds up of them."""
+        steps = self.steps_of(share, share.rounds, warp)
+        column, rest = divided(share.skipped + steps.first, self.steps_of_column(share.active))
+        slot, k_block = divided(rest, self.layer.k_blocks_down)
+        return Down(steps.count, column, slot, k_block, self.sums_of_columns(share, memory.partials, steps.each))
+
     @cute.jit
     def multiply_down(
-        self, t: Tensors, memory: Memory, share: Share, cursor: Cursor, stage: Int32, warp: Int32
+        self, t: Tensors, memory: Memory, share: Share, down: Down, cursor: Cursor, stage: Int32, warp: Int32
     ) -> None:
         """Multiply the CTA's strips of down, add up over experts, and store the sums."""
         layer, lane, c = self.layer, cute.arch.lane_idx(), memory.choices
-        steps = self.steps_of(share, share.rounds, warp)
-        per_column = self.steps_of_column(share.active)
-        column = (share.skipped + steps.first) // per_column
-        rest = share.skipped + steps.first - column * per_column
-        slot, k_block = rest // layer.k_blocks_down, rest % layer.k_blocks_down
+        count, column, slot, k_block, own = down
         acc, totals = (cute.make_rmem_tensor((4, 1, 1), Float32) for _ in range(2))
         ahead = cute.make_rmem_tensor((16,), Int32)
         acc.fill(0.0)
         totals.fill(0.0)
-        partials = memory.partials + share.rounds % 2 * (layer.partial_slots * layer.slot_bytes)
-        if steps.count > 0:
+        if count > 0:
             self.load_hidden(t, c, slot, k_block, ahead)
-        for i in cutlass.range(steps.count, unroll=1):
+        for i in cutlass.range(count, unroll=1):
             cute.arch.cp_async_wait_group(layer.num_stages - 1)
             cute.arch.sync_warp()
             words, scales = self.read_weight(memory, stage, lane)
             fragments = [(ahead[2 * j] + 0, ahead[2 * j + 1] + 0) for j in range(8)]
-            expert_done, was, last = k_block == layer.k_blocks_down - 1, slot, i == steps.count - 1
+            expert_done, was, last = k_block == layer.k_blocks_down - 1, slot, i == count - 1
             k_block += 1
             if expert_done:
                 slot, k_block = slot + 1, Int32(0)
             column_done = slot == share.active
             if column_done:
                 slot = Int32(0)
-            if i < steps.count - 1:
+            if i < count - 1:
                 self.load_hidden(t, c, slot, k_block, ahead)
             cute.arch.sync_warp()
             cursor = self.request(t, memory, share, cursor, stage, warp)
@@ -814,11 +745,11 @@ class ExpertLayerKernel:
                         totals[j] = fma(c.scaled[was * layer.tokens + token], acc[j], totals[j])
                 acc.fill(0.0)
             if column_done or last:
-                self.store_partial(totals, partials + (column + warp) * layer.slot_bytes, lane)
+                self.store_partial(totals, memory.partials + (column + warp) * layer.slot_bytes, lane)
                 totals.fill(0.0)
                 column += 1
         cute.arch.sync_threads()
-        self.store_sums(t, c, share, partials, steps.each)
+        self.store_sums(t, c, share, own)
 
     @cute.jit
     def load_hidden(self, t: Tensors, c: Choices, slot: Int32, k_block: Int32, ahead: cute.Tensor) -> None:
@@ -835,28 +766,37 @@ class ExpertLayerKernel:
                 ahead[piece * 4 + j] = words[j]
 
     @cute.jit
-    def store_sums(self, t: Tensors, c: Choices, share: Share, partials: Int32, each: Int32) -> None:
+    def sums_of_columns(self, share: Share, partials: Int32, each: Int32) -> Sums:
+        """What this thread adds up of the CTA's strips of down."""
+        thread, own, per_column = (
+            cute.arch.thread_idx()[0],
+            Sums(Int32(0), Int32(0)),
+            self.steps_of_column(share.active),
+        )
+        column, _, _ = self.place_of(thread)
+        begin = column * per_column - share.skipped
+        if (column < share.columns) & (share.active > 0):
+            end = cutlass.min(begin + per_column, share.steps)
+            own = self.sums_of(thread, partials, cutlass.max(begin, 0), end, each)
+        return own
+
+    @cute.jit
+    def store_sums(self, t: Tensors, c: Choices, share: Share, own: Sums) -> None:
         """Add the warps' sums and biases, and store them: rounded to the result, or as parts of strips."""
-        layer, thread, per_column = self.layer, cute.arch.thread_idx()[0], self.steps_of_column(share.active)
-        for i in cutlass.range(thread, share.columns * (_QUADS * layer.tokens), layer.threads, unroll=1):
-            column, rest = i // (_QUADS * layer.tokens), i % (_QUADS * layer.tokens)
-            quad, token = rest % _QUADS, rest // _QUADS
-            if token < t.out.shape[0]:
-                begin, end = column * per_column - share.skipped, (column + 1) * per_column - share.skipped
-                sums = [Float32(0.0)] * 4
-                if share.active > 0:
-                    own = cutlass.max(begin, 0), cutlass.min(end, share.steps)
-                    sums = self.sum_of(partials, column, *own, each, token, quad)
-                sums = [self.epilogue.affine(value, None, None) for value in sums]
-                if const_expr(layer.down_bias):
-                    at = (column * layer.tokens + token) * STRIP_N + quad * 4
-                    sums = [value + c.biases[at + j] for j, value in enumerate(sums)]
-                strip = share.column + column * self.column_stride
-                if const_expr(not layer.split) or ((begin >= 0) & (end <= share.steps)):
-                    self.store_result(t, strip, token, quad, sums)
-                else:
-                    part = self.part_at(t, cute.arch.block_idx()[0], cutlass.min(column, 1), token, quad)
-                    store_global_f32x4(part, sums)
+        layer, per_column = self.layer, self.steps_of_column(share.active)
+        column, quad, token = self.place_of(cute.arch.thread_idx()[0])
+        if (column < share.columns) & (token < t.out.shape[0]):
+            sums = [self.epilogue.affine(value, None, None) for value in self.sum_of(own)]
+            if const_expr(layer.down_bias):
+                at = (column * layer.tokens + token) * STRIP_N + quad * 4
+                sums = [value + c.biases[at + j] for j, value in enumerate(sums)]
+            begin, end = column * per_column - share.skipped, (column + 1) * per_column - share.skipped
+            strip = share.column + column * self.column_stride
+            if const_expr(not layer.split) or ((begin >= 0) & (end <= share.steps)):
+                self.store_result(t, strip, token, quad, sums)
+            else:
+                part = self.part_at(t, cute.arch.block_idx()[0], cutlass.min(column, 1), token, quad)
+                store_global_f32x4(part, sums)
 
     @cute.jit
     def store_result(self, t: Tensors, strip: Int32, token: Int32, quad: Int32, sums: list[Float32]) -> None:

@@ -28,7 +28,7 @@ IDS = (torch.int32, torch.int64)
 """Dtypes of choices."""
 MOST_CHOICES = 128
 """Choices of all tokens."""
-ROUND = 16
+_ROUND = 16
 """Most units that a CTA multiplies before it adds up."""
 SLOT_ROW = STRIP_N + 4
 """Floats of a token's partial sums in a slot: with a gap, so that a warp's stores fall into different banks."""
@@ -210,9 +210,14 @@ class ExpertLayer(Sm90Helper):
         return self.tokens * SLOT_ROW * 4
 
     @property
+    def units_of_round(self) -> int:
+        """Most units that a CTA multiplies before it adds up, a thread four rows of one token."""
+        return min(_ROUND, self.threads // (STRIP_N // 4 * self.tokens))
+
+    @property
     def partial_slots(self) -> int:
         """Slots of partial sums of a round."""
-        return ROUND + self.warps
+        return self.units_of_round + self.warps
 
     @property
     def decode_table_bytes(self) -> int:
@@ -267,8 +272,8 @@ class ExpertLayer(Sm90Helper):
             return reason
         if self.choice is not None and not self.mapped and self.choice.experts != self.experts:
             return f"takes a logit for each expert here, {self.experts}, or a map, got {self.choice.experts}"
-        if self.columns_per_cta > ROUND or self.ctas > _MOST_CTAS:
-            return f"takes {ROUND} strips of down a CTA and {_MOST_CTAS} CTAs"
+        if self.columns_per_cta > self.units_of_round or self.ctas > _MOST_CTAS:
+            return f"takes {self.units_of_round} strips of down a CTA and {_MOST_CTAS} CTAs"
         if any(count % self.weight.block.factor_blocks for count in (self.k_blocks_up, self.k_blocks_down)):
             return "takes whole pairs of blocks along k, if two share factors"
         if self.stage_block.scale_bytes > 512:

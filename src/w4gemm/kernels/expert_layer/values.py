@@ -1,0 +1,158 @@
+"""What a launch of the layer of experts reads and writes, and what its parts hand to one another."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+
+class Tensors(NamedTuple):
+    """What a launch reads and writes."""
+
+    x: cute.Tensor
+    """(m, features), m at most ``tokens``."""
+    ids: cute.Tensor | None
+    """int32 or int64 (m * top k,), or None if the launch chooses."""
+    weights: cute.Tensor | None
+    """float32 (m * top k,), or None."""
+    logits: cute.Tensor | None
+    """(m, global experts), or None if it is given ids and weights."""
+    router_bias: cute.Tensor | None
+    """float32 (global experts,), or None."""
+    expert_map: cute.Tensor | None
+    """int32 (global experts,): the expert here; None if ids are those of experts here."""
+    gate_up: cute.Tensor
+    down: cute.Tensor
+    """int32, the packed blocks of all experts."""
+    gate_up_bias: cute.Tensor | None
+    down_bias: cute.Tensor | None
+    """(experts, n), or None."""
+    gate_up_scale: cute.Tensor | None
+    down_scale: cute.Tensor | None
+    """float32 (experts,), or None."""
+    scratch: cute.Tensor
+    """int32 (scratch_bytes / 4,): activated rows, see :meth:`ExpertLayerKernel.hidden_at`, and parts of strips, see
+    :meth:`ExpertLayerKernel.part_at`."""
+    flags: cute.Tensor
+    """int32: a flag for each CTA; from ``EPOCHS_AT`` on its epoch; from ``COUNTERS_AT`` on, for the strip of down of
+    which it has the first part but not all, how many parts are stored."""
+    out: cute.Tensor
+    """(m, features)."""
+
+
+class Choices(NamedTuple):
+    """The chosen experts, in ascending order, in shared memory. A slot is an expert's place among them."""
+
+    ids: cute.Tensor
+    """int32 (choices, up to a multiple of 4): the expert of each choice; -1 if it is elsewhere or there is none."""
+    weights: cute.Tensor
+    """float32 (choices,)."""
+    present: cute.Tensor
+    """int32 (experts / 32,): a bit for each expert, 1 if it was chosen."""
+    experts: cute.Tensor
+    """int32 (choices,): the expert of each slot."""
+    masks: cute.Tensor
+    """int32 (choices,): bit t is 1 if token t chose the slot's expert."""
+    factors: cute.Tensor
+    """float32 (choices * tokens,): the sum of a token's weights for a slot's expert."""
+    scaled: cute.Tensor
+    """The same times the expert's scale of down; the same memory if there is none."""
+    biases: cute.Tensor
+    """float32 (columns_per_cta * tokens * 16,): weighted sums of down's biases."""
+    shares: cute.Tensor
+    """int32 (pollers,): what each warp that waits prefers to compute next, see :meth:`ExpertLayerKernel.await_flags`.
+    At the end, the first word says which of the first (1) and the last (2) of its strips of down the CTA adds up."""
+
+
+class Memory(NamedTuple):
+    """Shared memory of a thread's warp and CTA."""
+
+    x: Int32
+    partials: Int32
+    stages: Int32
+    """Of this warp."""
+    table: Int32
+    """This thread's copies of the decoder's table."""
+    choices: Choices
+
+
+class Share(NamedTuple):
+    """What a CTA computes: consecutive units of gate_up, and its strips of down."""
+
+    first: Int32
+    units: Int32
+    chunk: Int32
+    """Units of a round."""
+    rounds: Int32
+    """Rounds of gate_up; that of down follows."""
+    column: Int32
+    """The first strip of down; the others follow at distances of ``column_stride``."""
+    columns: Int32
+    """Strips of down, whole or in part."""
+    skipped: Int32
+    """Steps of the first strip that other CTAs have."""
+    steps: Int32
+    """Steps of down, or of nothing if no expert was chosen."""
+    active: Int32
+    """Chosen experts."""
+
+
+class Steps(NamedTuple):
+    """The steps of one warp in a round."""
+
+    first: Int32
+    count: Int32
+    each: Int32
+    """Steps of every warp but the last."""
+
+
+class Sums(NamedTuple):
+    """Where the partial sums of a round are that a thread adds up, see :meth:`ExpertLayerKernel.place_of`. Computed
+    before the round's barrier, because after it one warp may be all that a CTA waits for."""
+
+    partials: Int32
+    """Address of the first warp's partial sums."""
+    warps: Int32
+    """Warps that have partial sums; 0 if the thread adds up nothing."""
+
+
+class Rows(NamedTuple):
+    """The rows of gate_up that a thread adds up, and what it needs to activate and store them."""
+
+    own: Sums
+    at: Int64
+    """Address of the activated rows."""
+    scale: Float32
+    """Of the expert; 1 if there are no scales."""
+    biases: tuple[Int32, Int32]
+    """Of the four rows, in x's dtype; 0 if there are none."""
+
+
+class Down(NamedTuple):
+    """A warp's steps of down and a thread's sums, computed while the first weights are on their way."""
+
+    count: Int32
+    """Steps."""
+    column: Int32
+    slot: Int32
+    k_block: Int32
+    """Of the first step, with the two above."""
+    own: Sums
+
+
+class Cursor(NamedTuple):
+    """The step that a warp requests next."""
+
+    codes: Int64
+    """Address of the first 16 bytes of codes that this lane copies."""
+    scales: Int64
+    """Address of the 16 bytes of scales that this lane copies, if it does."""
+    k_left: Int32
+    """k blocks left of the expert's strip, this one included."""
+    slot: Int32
+    strip: Int32
+    left: Int32
+    """Steps left of the warp's in this round, this one included; 0 if there is none in any round."""
+    round: Int32
