@@ -73,14 +73,15 @@ from w4gemm.kernels.device.epilogue_math import EpilogueMath
 from w4gemm.kernels.device.warp_product import WarpProduct
 from w4gemm.kernels.expert_layer.spec import COUNTERS_AT, EPOCHS_AT, SLOT_ROW, ExpertLayer
 from w4gemm.kernels.expert_layer.values import (
+    ActivatedRows,
     Choices,
     Cursor,
     Down,
     Memory,
-    Rows,
+    PartialSums,
+    PlaceOfSums,
     Share,
     Steps,
-    Sums,
     Tensors,
 )
 from w4gemm.packing.block import BLOCK_N, STRIP_N
@@ -579,22 +580,22 @@ class ExpertLayerKernel:
             if token < self.layer.tokens:
                 store_shared_f32(slot + (token * SLOT_ROW + row) * 4, acc[i])
 
-    def place_of(self, thread: Int32) -> tuple[Int32, Int32, Int32]:
-        """The unit of a round, the four consecutive rows of it, and the token whose sums a thread adds up."""
+    def place_of(self, thread: Int32) -> PlaceOfSums:
+        """Which four sums of a round a thread adds up."""
         rest, quad = divided(thread, _QUADS)
         unit, token = divided(rest, self.layer.tokens)
-        return unit, quad, token
+        return PlaceOfSums(unit, quad, token)
 
-    def sums_of(self, thread: Int32, partials: Int32, begin: Int32, end: Int32, each: Int32) -> Sums:
+    def sums_of(self, thread: Int32, partials: Int32, begin: Int32, end: Int32, each: Int32) -> PartialSums:
         """The partial sums of those warps that have steps of the thread's unit, from ``begin`` to ``end`` - 1 of the
         round, of which each warp has ``each``."""
         unit, quad, token = self.place_of(thread)
         first, last = quotient(begin, each), quotient(end - 1, each)
         at = (unit + first) * self.layer.slot_bytes + (token * SLOT_ROW + quad * 4) * 4
-        return Sums(partials + at, last + 1 - first)
+        return PartialSums(partials + at, last + 1 - first)
 
     @cute.jit
-    def sum_of(self, own: Sums) -> list[Float32]:
+    def sum_of(self, own: PartialSums) -> list[Float32]:
         """Add the partial sums in the order of warps."""
         sums = cute.make_rmem_tensor((4,), Float32)
         sums.fill(0.0)
@@ -605,10 +606,12 @@ class ExpertLayerKernel:
         return [sums[i] for i in range(4)]
 
     @cute.jit
-    def rows_of_round(self, t: Tensors, c: Choices, share: Share, round: Int32, partials: Int32, each: Int32) -> Rows:
+    def rows_of_round(
+        self, t: Tensors, c: Choices, share: Share, round: Int32, partials: Int32, each: Int32
+    ) -> ActivatedRows:
         """What this thread adds up of a round of gate_up: nothing for tokens that did not choose the expert."""
         layer, thread = self.layer, cute.arch.thread_idx()[0]
-        own, slot, strip, expert = Sums(Int32(0), Int32(0)), Int32(0), Int32(0), Int32(0)
+        own, slot, strip, expert = PartialSums(Int32(0), Int32(0)), Int32(0), Int32(0), Int32(0)
         unit, quad, token = self.place_of(thread)
         if unit < cutlass.min(share.units - round * share.chunk, share.chunk):
             slot, strip = divided(share.first + round * share.chunk + unit, layer.strips_up)
@@ -628,10 +631,10 @@ class ExpertLayerKernel:
         if const_expr(layer.gate_up_bias):
             row = Int64(expert) * layer.rows_up + strip * STRIP_N + quad * 4
             biases = tuple(load_global(t.gate_up_bias.iterator.toint() + row * 2, 2, own.warps > 0))
-        return Rows(own, at, scale, biases)
+        return ActivatedRows(own, at, scale, biases)
 
     @cute.jit
-    def store_rows(self, rows: Rows) -> None:
+    def store_rows(self, rows: ActivatedRows) -> None:
         """Activate the sums of a round and store them."""
         layer = self.layer
         if rows.own.warps > 0:
@@ -718,7 +721,7 @@ class ExpertLayerKernel:
     ) -> None:
         """Multiply the CTA's strips of down, add up over experts, and store the sums."""
         layer, lane, c = self.layer, cute.arch.lane_idx(), memory.choices
-        count, column, slot, k_block, own = down
+        count, column, slot, k_block, own = down.count, down.column, down.slot, down.k_block, down.own
         acc, totals = (cute.make_rmem_tensor((4, 1, 1), Float32) for _ in range(2))
         ahead = cute.make_rmem_tensor((16,), Int32)
         acc.fill(0.0)
@@ -771,11 +774,11 @@ class ExpertLayerKernel:
                 ahead[piece * 4 + j] = words[j]
 
     @cute.jit
-    def sums_of_columns(self, share: Share, partials: Int32, each: Int32) -> Sums:
+    def sums_of_columns(self, share: Share, partials: Int32, each: Int32) -> PartialSums:
         """What this thread adds up of the CTA's strips of down."""
         thread, own, per_column = (
             cute.arch.thread_idx()[0],
-            Sums(Int32(0), Int32(0)),
+            PartialSums(Int32(0), Int32(0)),
             self.steps_of_column(share.active),
         )
         column, _, _ = self.place_of(thread)
@@ -786,7 +789,7 @@ class ExpertLayerKernel:
         return own
 
     @cute.jit
-    def store_sums(self, t: Tensors, c: Choices, share: Share, own: Sums) -> None:
+    def store_sums(self, t: Tensors, c: Choices, share: Share, own: PartialSums) -> None:
         """Add the warps' sums and biases, and store them: rounded to the result, or as parts of strips."""
         layer, per_column = self.layer, self.steps_of_column(share.active)
         column, quad, token = self.place_of(cute.arch.thread_idx()[0])

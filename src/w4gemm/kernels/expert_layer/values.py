@@ -108,7 +108,16 @@ class Steps(NamedTuple):
     """Steps of every warp but the last."""
 
 
-class Sums(NamedTuple):
+class PlaceOfSums(NamedTuple):
+    """Which four sums of a round a thread adds up."""
+
+    unit: Int32
+    quad: Int32
+    """Four consecutive rows of the unit."""
+    token: Int32
+
+
+class PartialSums(NamedTuple):
     """Where the partial sums of a round are that a thread adds up, see :meth:`ExpertLayerKernel.place_of`. Computed
     before the round's barrier, because after it one warp may be all that a CTA waits for."""
 
@@ -118,10 +127,10 @@ class Sums(NamedTuple):
     """Warps that have partial sums; 0 if the thread adds up nothing."""
 
 
-class Rows(NamedTuple):
+class ActivatedRows(NamedTuple):
     """The rows of gate_up that a thread adds up, and what it needs to activate and store them."""
 
-    own: Sums
+    own: PartialSums
     at: Int64
     """Address of the activated rows."""
     scale: Float32
@@ -139,7 +148,7 @@ class Down(NamedTuple):
     slot: Int32
     k_block: Int32
     """Of the first step, with the two above."""
-    own: Sums
+    own: PartialSums
 
 
 class Cursor(NamedTuple):
