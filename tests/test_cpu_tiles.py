@@ -84,7 +84,7 @@ def test_infinities_are_those_of_a_matmul(format: str, dtype: torch.dtype) -> No
 
 
 def test_linear_takes_it_where_the_processor_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From 4 tokens of bf16 on. Groups of 48 columns are multiplied as elsewhere."""
+    """From 4 tokens of bf16 on, with rounded numbers above 96. Groups of 48 columns are multiplied as elsewhere."""
     from software_amx import SoftwareAmx
 
     made: list[str] = []
@@ -101,6 +101,9 @@ def test_linear_takes_it_where_the_processor_has_it(monkeypatch: pytest.MonkeyPa
             w, x = weight(format, 130, 96), torch.randn(m, 96).bfloat16()
             assert_close(w4gemm.linear(x, w), x, w)
         assert made == ["int4_g32"]
+        many = torch.randn(97, 96).bfloat16()
+        assert_close(w4gemm.linear(many, w), many, w)
+        assert made == ["int4_g32", "int4_g32 rounded"]
         every = w4gemm.linear(x, w, batch_invariant=True)
         assert torch.equal(w4gemm.linear(x[:1], w, batch_invariant=True), every[:1])
 

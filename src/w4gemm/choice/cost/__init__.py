@@ -43,14 +43,18 @@ _TILED_FROM = {torch.bfloat16: 4, torch.float16: 6}
 Time of "tiles" / time of "compiled", one thread of a busy Xeon, 4096 x 4096, 1536 x 576 and 576 x 576 (2026-11-28):
 bfloat16 1.3, 0.9 and 1.5 at 2 tokens, 0.9, 0.8 and 0.7 at 4, 0.4, 0.6 and 0.6 at 16; float32 1.2, 0.9 and 1.2 at 8,
 1.0, 0.7 and 0.9 at 12, 0.7, 0.7 and 0.7 at 64."""
+_EXACT_TOKENS = 96
+"""Largest m that "tiles" is ranked before "rounded" for. Time of "rounded" / time of "tiles", a thread of a busy Xeon,
+bfloat16: 1.6, 0.8 and 1.5 at 64 tokens of 4096 x 4096 in groups of 128, 11008 x 2048 and 1536 x 576 in groups of 32,
+0.9 at 96 of 1536 x 576, 0.7, 0.4 and 0.6 at 256 (2026-11-29)."""
 
 
 def _cpu_order(kernel: Any, problem: GemmProblem, config: GemmConfig) -> float:
-    """Return 1 for the CPU kernel's compiled method, 0.4 for that by AMX's tiles or 1.5 for few tokens, 1.6 for that of
-    rounded numbers, which was not timed, 2 for the faster of the other two and 3 for the last; 0.5 where PyTorch's
+    """Return 1 for the CPU kernel's compiled method, 0.4 for that by AMX's tiles or 1.5 for few tokens, 0.3 for tiles
+    of rounded numbers or 1.6 for few tokens, 2 for the faster of the other two and 3 for the last; 0.5 where PyTorch's
     bfloat16 matmul is faster than compiled vectors. Only this order holds on every CPU."""
     if config.tile_m == ROUNDED_TOKENS:
-        return 1.6
+        return 0.3 if problem.m > _EXACT_TOKENS else 1.6
     if config.tile_m == TILES_TOKENS:
         return 0.4 if problem.m >= _TILED_FROM.get(problem.dtype, 9) else 1.5
     is_native = problem.dtype == fast_dtype(problem.dtype) == torch.bfloat16 and problem.epilogue == PLAIN
