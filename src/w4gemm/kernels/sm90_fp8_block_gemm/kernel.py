@@ -246,7 +246,7 @@ class BlockConsumer:
             factors.append(self.factors(pipeline, state.stage, 0, consumer))
         for i, state in enumerate((first, second)):
             warpgroup.wait_group(1 - i)
-            self.release(pipeline, state.stage, consumer)
+            self.scheduler.release(pipeline, state.stage, consumer.cta_rank)
             if const_expr(i == 1):
                 ready = self.is_filled(pipeline, second.after(self.variant.num_stages))
             self.add(operands, i, 0, factors[i])
@@ -272,7 +272,7 @@ class BlockConsumer:
             factors = self.factors(pipeline, state.stage, block, consumer)
             warpgroup.wait_group(0)
             if const_expr(block == self.variant.row_blocks - 1):
-                self.release(pipeline, state.stage, consumer)
+                self.scheduler.release(pipeline, state.stage, consumer.cta_rank)
                 ready = self.is_filled(pipeline, state.after(self.variant.num_stages))
             self.add(operands, 0, block, factors)
         return ready
@@ -293,13 +293,6 @@ class BlockConsumer:
     def pass_turn(self, wg: Int32) -> None:
         """Let the other warpgroup multiply."""
         cute.arch.barrier_arrive(barrier_id=_TURN_BARRIER + 1 - wg, number_of_threads=256)
-
-    @cute.jit
-    def release(self, pipeline: Pipeline, stage: Int32, consumer: BlockCoord):
-        """Release a stage by one arrival for all lanes of a warp."""
-        cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            self.scheduler.release(pipeline, stage, consumer.cta_rank)
 
     def weights_of(self, pipeline: Pipeline) -> cute.Tensor:
         """The weights of all stages as operand B: (features, columns, stage)."""

@@ -40,11 +40,6 @@ class Sm90Fp8BlockVariant(Sm90MixedVariant):
         return 2
 
     @property
-    def stage_readers(self) -> int:
-        """Arrivals at a stage's empty barrier: of each consumer warp."""
-        return 4 * self.warpgroups_n
-
-    @property
     def row_blocks(self) -> int:
         """64-token blocks of a warpgroup."""
         return self.config.tile_m // (BOX_TOKENS * self.warpgroups_m)

@@ -149,9 +149,9 @@ class TileScheduler:
 
     @cute.jit
     def release(self, pipeline: Pipeline, stage: Int32, cta_rank: Int32):
-        """Arrive at the stage's empty barrier, in every CTA that its x or weights came from. Where weights are decoded
-        every lane arrives for its own reads: one lane for its warp would need a warp barrier first, and measured 1 to
-        5 % slower."""
+        """Arrive at the stage's empty barrier, in every CTA that its x or weights came from. Every lane arrives for its
+        own reads: one lane for its warp would need a warp barrier first, and measured 1 to 5 % slower where weights are
+        decoded."""
         config = self.variant.config
         empty = pipeline.empty + stage
         if const_expr(self.variant.multicast_peers == 1):
