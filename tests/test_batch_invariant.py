@@ -203,7 +203,7 @@ def test_one_order_for_every_m(problem):
 
 def test_the_intervals_of_few_tokens_count_as_one():
     """Else those of one, two and four tokens would take a split_k of 3 for this layer, at the cost of all larger m."""
-    problem = replace(H200_PROBLEM, n=4480, k=12928)
+    problem = replace(H200_PROBLEM, n=4416, k=16640)
     assert {choice.explain(replace(problem, m=m)).candidates[0].config.split_k for m in choice.BOUNDS} == {2}
 
 

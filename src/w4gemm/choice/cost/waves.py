@@ -51,7 +51,7 @@ _MEMORY_OF_SM = HOPPER_SHARED_MEMORY + RESERVED_SHARED_MEMORY
 _FEW_TOKENS, _MOST_FEW, _MOST = 16, 3, 2
 """CTAs with one consumer warpgroup that the registers of a multiprocessor are enough for: three with 67 a thread, as
 tiles of 16 tokens take, two with 89, as tiles of 32 do."""
-_SMS_OF_SPLITS = {3: 117 / 132, 4: 120 / 132, 8: 120 / 132}
+_SMS_OF_SPLITS = {3: 117 / 132, 4: 120 / 132, 5: 110 / 132, 8: 120 / 132}
 """Part of a GPU's multiprocessors that clusters of a split reach at once, if not all (H200): a cluster lies in one of
 the GPU's processing clusters, of 16 or 18 multiprocessors."""
 _SECOND_LAUNCH_US, _MOST_LOSS = 1.8, 0.01

@@ -16,10 +16,13 @@ _TILES = {
     "64x128_1x2x1_coop": "8 16 32 64 128 192 256",
     "64x256_1x1x1_coop": "8 16 24 32 40 48 56 64 72 80 96 112 128",
     "64x256_1x1x1_coop_k2": "8 16 24 32 40 48 56 64 72 80 96 112 128",
-    "64x128_1x1x1_coop_k3": "72 96 128 144",
+    "64x128_1x1x1_coop_k3": "72 80 96 112 128 144",
     "64x256_1x1x1_coop_k3": "16 24 32 40 48 56 64",
-    "64x128_1x1x1_coop_k4": "72 96 128 144",
-    "64x256_1x1x1_coop_k4": "24 32 40 48 64",
+    "64x128_1x1x1_coop_k4": "72 80 96 112 128 144",
+    "64x128_1x1x1_coop_k5": "72 80 96 112 128",
+    "64x128_1x1x1_coop_k8": "72 80 96 112",
+    "64x256_1x1x1_coop_k4": "24 32 40 48 56 64",
+    "64x256_1x1x1_coop_k5": "24 32 40 48 56 64",
     "64x256_1x1x1_coop_k8": "24 40 56",
     "64x256_1x2x1_coop": "8 16 32 64 128",
     "64x512_1x1x1_coop": "8 16 24 32",
@@ -32,7 +35,7 @@ _TILES = {
     "128x64_2x2x1_coop": "192 256",
     "128x128_1x1x1_coop": "8 16 32 64 72 80 96 112 120 128 144 160 168 192 224 256",
     "128x128_1x1x1_coop_k2": "8 16 32 64 72 80 96 112 120 128 144 160 168 192 224 256",
-    "128x128_1x1x1_coop_k3": "24 40 56 80 96 112",
+    "128x128_1x1x1_coop_k3": "24 32 40 48 56 72 80 96 112",
     "128x128_1x2x1_coop": "8 16 32 64 128 192 256",
     "128x128_2x1x1_coop": "128 192 256",
     "128x128_2x2x1_coop": "128 192 256",
@@ -43,7 +46,7 @@ _TILES = {
     "192x64_1x2x1_coop": "192",
     "192x128_1x1x1_coop": "8 16 24 32 40 48 56 64 72 80 96 112 120 128 144 160 168 192",
     "192x128_1x1x1_coop_k2": "24 32 40 48 56 64 80 96 112 128",
-    "192x128_1x1x1_coop_k4": "32 48 72 80",
+    "192x128_1x1x1_coop_k4": "32 48 56 72 80",
     "192x128_1x2x1_coop": "64 128 192",
     "256x64_1x1x1_coop": "112 120 128 144 160 168",
     "256x64_1x2x1_coop": "128",
@@ -67,8 +70,8 @@ the fastest somewhere or lies beside one that was:
   64, and four of 112 better for 400 than four of 128. The box of x that divides tile_m should be large (``box_tokens``
   of the variant): no 88, 104 or 136. 272, of two WGMMAs, is for a few tokens more than tiles of 256 hold in a wave.
 * tile_k 64 where x fills the stages: many tokens, or two row blocks. tile_k 512 where four k sets divide it.
-* split_k 3, 4 and 8 where a layer has so few tiles that clusters of so many, of which a GPU holds 39, 30 and 15, still
-  find room.
+* split_k 3, 4, 5 and 8 where a layer has so few tiles that clusters of so many, of which a GPU holds 39, 30, 22 and
+  15, still find room.
 * Two CTAs share weights (cluster_m) where many tokens meet them, and x (cluster_n) if tile_m is a power of two."""
 
 
