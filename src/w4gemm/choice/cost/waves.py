@@ -46,6 +46,9 @@ operations of both."""
 _ROOT = 1 / SHARPNESS
 _DECODE_BOUND_TOKENS = 60
 """Largest tile_m of which the time to decode a k-slice shows in full; for more tokens the tensor cores hide it."""
+_FEW_TOKENS_OF_WARPGROUPS = 128
+"""Largest tile_m at which the number of consumer warpgroups leaves the time of decoding as it is; with twice as many
+tokens its effect is whole."""
 _MEMORY_OF_SM = HOPPER_SHARED_MEMORY + RESERVED_SHARED_MEMORY
 """Bytes of shared memory of a multiprocessor."""
 _FEW_TOKENS, _MOST_FEW, _MOST = 16, 3, 2
@@ -70,9 +73,9 @@ class LaunchFacts(NamedTuple):
     scale: Scale
     timed_as: str
     """Name that the kernel's configs are measured under."""
-    decode_overheads: dict[tuple[int, int, int, str], float]
-    """Part by which the format makes a k-slice of few tokens slower than the measured format: a cache by tile_m,
-    tile_n, tile_k and schedule."""
+    decode_overheads: dict[tuple[int, int, int, str, bool], float]
+    """Part by which the format makes a k-slice slower than the measured format: a cache by tile_m, tile_n, tile_k,
+    schedule, and whether CTAs share x."""
     any_variant: Any
     """A variant of the kernel with a plain epilogue, whatever its config."""
     residents: dict[GemmConfig, int]
@@ -310,8 +313,8 @@ def _first_box(facts: LaunchFacts, config: GemmConfig) -> int:
 
 
 def _tile_overhead(facts: LaunchFacts, problem: GemmProblem, config: GemmConfig) -> float:
-    """Part by which the format makes a k-slice of few tokens slower than the measured one, bf16 with bf16 scales."""
-    form = config.tile_m, config.tile_n, config.tile_k, config.schedule
+    """Part by which the format makes a k-slice slower than the measured one, bf16 with bf16 scales."""
+    form = config.tile_m, config.tile_n, config.tile_k, config.schedule, config.cluster_n > 1
     overhead = facts.decode_overheads.get(form)
     if overhead is None:
         model, variant = facts.constants.models["decoding"], replace(facts.any_variant, config=config)
@@ -320,6 +323,14 @@ def _tile_overhead(facts: LaunchFacts, problem: GemmProblem, config: GemmConfig)
         else:
             overhead = facts.constants.decode_overhead(facts.kernel.name, variant.weight, variant.pairs)
             overhead *= min(1, _DECODE_BOUND_TOKENS / config.tile_m)
+            wide = min(1.0, config.tile_m / _FEW_TOKENS_OF_WARPGROUPS - 1)
+            if wide > 0 and variant.block.factors:
+                if variant.warpgroups_n > 1:
+                    overhead *= model["levels_two_warpgroups"] ** wide
+                # CTAs that share x wait for each other
+                slower = model["levels_shared_x"] if config.cluster_n > 1 else 1.0
+                slower *= model["levels_half_stage"] if variant.half_block_stages else 1.0
+                overhead = (1 + overhead) * slower**wide - 1
             if variant.block.bits > 4 and facts.kernel.name != "sm90_decode" and variant.num_stages == 2:
                 overhead += model["two_stages"]  # the measured format has three there
         facts.decode_overheads[form] = overhead
