@@ -30,10 +30,8 @@ _TIMED_CODECS = (INT4_MMA16, MXFP4_MMA16)
 _MOST_BYTES, _MOST_BYTES_OF_32 = 280e6, 400e6
 """Bytes of the chosen experts, and those of scale groups of 32, up to which one launch was no slower than four: nine
 layers with 1 to 8 tokens took 0.54 to 1.00 of the time. With more bytes int4 in groups of 128 took 1.00 to 1.17, in
-groups of 32 1.03 (H200, 2026-11-28, bench/results/expert_layer.jsonl)."""
-_MOST_TOKENS_WITHOUT_GATES = 2
-"""Tokens up to which experts without gates were timed in one launch: Nemotron 3 Nano's take 18.6 and 27.7 us with 1 and
-2, in four launches 22.3 and 30.3 (H200, 2026-11-28, docs/measured.md)."""
+groups of 32 1.03 (H200, 2026-11-28, bench/results/expert_layer.jsonl). Experts without gates, 1 to 8 tokens: 0.77 to
+0.93 (2026-11-29)."""
 _BYTES_PER_US = 0.9
 """Part of the data sheet's bandwidth that weights are streamed with."""
 
@@ -150,8 +148,6 @@ def one_launch_is_slower(layer: ExpertLayer, tokens: int, device: Device) -> str
     one."""
     if layer.weight.codec not in _TIMED_CODECS:
         return f"{layer.weight.codec} weights were not timed in one launch"
-    if not layer.gated and tokens > _MOST_TOKENS_WITHOUT_GATES:
-        return f"experts without gates were timed in one launch for up to {_MOST_TOKENS_WITHOUT_GATES} tokens"
     if not device.bandwidth:
         return f"the bandwidth of {device.name} is not known"
     chosen = layer.experts * (1 - (1 - min(1.0, layer.top_k / layer.experts)) ** tokens)
