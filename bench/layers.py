@@ -26,7 +26,7 @@ from bench.options import add_out, command, counts, some_of, typed
 
 from w4gemm import QuantizedWeight, WeightFormat, choice, combine, route
 from w4gemm.api.product import launch
-from w4gemm.choice.intervals import plan_rows
+from w4gemm.choice import plan_rows
 from w4gemm.choice.plan import resolve_gather
 from w4gemm.console.options import positive
 from w4gemm.core.epilogue import PLAIN, Epilogue, EpilogueOperands

@@ -10,9 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from w4gemm.choice.cost import waves
-from w4gemm.choice.cost.constants import SliceTimes
+from w4gemm.choice.cost.constants import SliceTimes, moved_us
 from w4gemm.choice.cost.experts import even_rows
-from w4gemm.choice.cost.traffic import moved_us
 from w4gemm.choice.cost.waves import LaunchTimer
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.problem import GemmProblem

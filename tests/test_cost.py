@@ -20,9 +20,8 @@ from bench.shapes import FP4_EXPERTS
 from w4gemm import choice
 from w4gemm.choice import cost, explain
 from w4gemm.choice.cost import constants, predicted_us
-from w4gemm.choice.cost.constants import Scale
+from w4gemm.choice.cost.constants import Scale, copy_us
 from w4gemm.choice.cost.experts import Width, of_tile, random_and_zipf_rows, random_m_tiles, unevenness
-from w4gemm.choice.cost.traffic import copy_us
 from w4gemm.choice.model import ranked
 from w4gemm.choice.plan import resolve_gather
 from w4gemm.core.config import GemmConfig

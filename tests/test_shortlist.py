@@ -95,7 +95,7 @@ def test_what_an_interval_can_meet_is_chosen_as_every_m_is():
     whole, late = choice.configs(FEW_FEATURES)[0], choice.configs(last)[0]
     table.add([record(last, whole), replace(record(last, late), m=(6001, 8192))])
     last_m = {}
-    for m in choice.intervals.plan_ms(4097, 8192):
+    for m in choice.model.plan_ms(4097, 8192):
         plan = choice.choose(replace(last, m=m))
         last_m[str(plan), plan.source] = m
     assert {problem.m for problem in choice.problems_of_interval(last)} == set(last_m.values())

@@ -12,7 +12,7 @@ import torch
 
 import legality
 from w4gemm import choice
-from w4gemm.choice.intervals import WAVES_FROM
+from w4gemm.choice.model import WAVES_FROM
 from w4gemm.cli.__main__ import main
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.elements import ELEMENTS
@@ -86,7 +86,7 @@ def test_an_interval_ends_where_a_tile_is_full(kernel):
     broken = sorted(tile_m for tile_m in tiles if tile_m % 8)
     assert not broken, f"tile_m {broken}: WGMMA and mma.sync take tokens in multiples of 8"
     without = sorted({tile_m for tile_m in tiles if tile_m <= WAVES_FROM} - {*choice.BOUNDS})
-    assert not without, f"add tile_m {without} to _TILES of choice/intervals.py"
+    assert not without, f"add tile_m {without} to _TILES of choice/model.py"
 
 
 def test_no_legal_variant_overruns_its_device():

@@ -17,8 +17,7 @@ import torch
 from w4gemm import choice
 from w4gemm.choice import table
 from w4gemm.choice.cost import constants
-from w4gemm.choice.intervals import interval_of
-from w4gemm.choice.model import ranked
+from w4gemm.choice.model import interval_of, ranked
 from w4gemm.choice.table import Record, device_facts, effective, key_of, parse_lines
 from w4gemm.cli.__main__ import main
 from w4gemm.core.epilogue import Epilogue
@@ -223,7 +222,7 @@ from dataclasses import replace
 from test_table import record
 from w4gemm.choice import table
 from w4gemm.choice.cost import constants
-from w4gemm.choice.intervals import interval_of
+from w4gemm.choice.model import interval_of
 one = record()
 children = []
 for number in range(4):

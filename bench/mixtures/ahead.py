@@ -13,7 +13,7 @@ from bench.mixtures.weights import Sizes
 from bench.peers.base import FP8
 
 from w4gemm import WeightFormat, choice
-from w4gemm.choice.intervals import plan_rows
+from w4gemm.choice import plan_rows
 from w4gemm.core.epilogue import Epilogue
 from w4gemm.core.errors import UnsupportedError
 from w4gemm.core.problem import H200, Device, GemmProblem

@@ -186,7 +186,7 @@ FAULTS = (
     # --- choices and caches
     Fault(
         "an interval ends one token late",
-        "src/w4gemm/choice/intervals.py",
+        "src/w4gemm/choice/model.py",
         "return bisect.bisect_left(BOUNDS, m)",
         "return bisect.bisect_right(BOUNDS, m) if m > 8 else bisect.bisect_left(BOUNDS, m)",
         "tests/test_choice.py",

@@ -1,7 +1,7 @@
 """The choice of a kernel and a config for a problem.
 
 - table.py: configs that were measured, in tables.
-- model.py, cost/: configs by predicted time.
+- model.py: intervals of m, and configs by predicted time; cost/ predicts.
 - plan.py: which of both runs a problem. plan_cache.py: the plans that are kept.
 
 Up to 256 tokens a plan is chosen once for an interval of m, as if m were the interval's last value, so that a call with
@@ -10,7 +10,7 @@ configs, so that only a few kernels are compiled. Importing this does not import
 """
 
 from w4gemm.choice.explanation import Explanation, Verdict, explain, why
-from w4gemm.choice.intervals import (
+from w4gemm.choice.model import (
     BOUNDS,
     WAVES_FROM,
     first_rows,

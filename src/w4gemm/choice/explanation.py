@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from w4gemm.choice.cost.constants import unmeasured
-from w4gemm.choice.intervals import plan_rows
-from w4gemm.choice.model import ranked, status_of
+from w4gemm.choice.model import plan_rows, ranked, status_of
 from w4gemm.choice.plan import best, check, forced, kernels_and_config, resolve_gather
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.problem import GemmProblem

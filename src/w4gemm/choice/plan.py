@@ -20,9 +20,19 @@ import torch
 
 from w4gemm.choice import table
 from w4gemm.choice.cost import timers
-from w4gemm.choice.cost.traffic import copy_us
-from w4gemm.choice.intervals import LARGEST, WAVES_FROM, interval_end, interval_of, plan_ms, span
-from w4gemm.choice.model import is_by_waves, ranked, shortlist, status_of
+from w4gemm.choice.cost.constants import copy_us
+from w4gemm.choice.model import (
+    LARGEST,
+    WAVES_FROM,
+    interval_end,
+    interval_of,
+    is_by_waves,
+    plan_ms,
+    ranked,
+    shortlist,
+    span,
+    status_of,
+)
 from w4gemm.choice.table import Record
 from w4gemm.core import environment
 from w4gemm.core.config import GemmConfig

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from w4gemm.choice.intervals import BOUNDS, interval_end, plan_rows
+from w4gemm.choice.model import BOUNDS, interval_end, plan_rows
 from w4gemm.choice.plan import Plan, choose, problems_of_interval
 from w4gemm.core import environment
 from w4gemm.core.epilogue import PLAIN, Epilogue
@@ -35,7 +35,7 @@ class PlanKey(NamedTuple):
     """All that a plan depends on; cheap to build and to look up."""
 
     m: int
-    """The m that the plan is chosen for, see :func:`w4gemm.choice.intervals.plan_rows`."""
+    """The m that the plan is chosen for, see :func:`w4gemm.choice.model.plan_rows`."""
     weight: PackedShape
     dtype: torch.dtype
     epilogue: Epilogue

@@ -28,9 +28,19 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from w4gemm.choice.cost.constants import Constants, Scale, SliceTimes, constants_for, scale_of
+from w4gemm.choice.cost.constants import (
+    SHARPNESS,
+    Constants,
+    Scale,
+    SliceTimes,
+    Timer,
+    constants_for,
+    mma_us,
+    moved_us,
+    scale_of,
+    unmeasured_us,
+)
 from w4gemm.choice.cost.experts import Division, Width, of_tile, random_and_zipf_rows, unevenness
-from w4gemm.choice.cost.traffic import SHARPNESS, Timer, mma_us, moved_us, unmeasured_us
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.epilogue import PLAIN
 from w4gemm.core.problem import GemmProblem
