@@ -19,13 +19,12 @@ from w4gemm.checkpoints.model_experts import activation_of
 from w4gemm.choice import plan_cache
 from w4gemm.core.problem import H200, Device
 from w4gemm.integrations.decoder import decode_by_graph, loop
-from w4gemm.integrations.decoder.fusion import Fusion
+from w4gemm.integrations.decoder.fusion import Fusion, joined, parts
 from w4gemm.integrations.decoder.loop import step_of
 from w4gemm.integrations.decoder.requirements import attention_files, log_once
 from w4gemm.integrations.decoder.step import DecodeStep, Prompt
 from w4gemm.integrations.transformers import quantize_layers
 from w4gemm.tuning.random_weight import random_weight
-from w4gemm.weights.shards import joined, parts
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {},

@@ -15,7 +15,7 @@ from w4gemm.core.formats import SCALES, WeightFormat
 from w4gemm.kernels.cpu.kernel import _fits_float32
 from w4gemm.packing.layouts import WeightComponents
 from w4gemm.tuning.random_weight import random_components
-from w4gemm.weights.dequantize import dequantize_parts, rounded_sum
+from w4gemm.weights.components import dequantize_parts, rounded_sum
 
 DIGITS = {torch.float16: (11, -24), torch.bfloat16: (8, -133), torch.float32: (24, -149)}
 """Digits of a significand and the exponent of a subnormal's last digit."""

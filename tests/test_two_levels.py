@@ -12,7 +12,7 @@ from w4gemm import QuantizedWeight, WeightFormat, grouped_linear, linear, quanti
 from w4gemm.packing.codecs import MMA16, Pairs, codec_for, weight_operand
 from w4gemm.packing.codecs.base import PAIR_ROW_BYTES
 from w4gemm.tuning.random_weight import random_components
-from w4gemm.weights.dequantize import with_plain_scales
+from w4gemm.weights.components import with_plain_scales
 
 Q4_K = WeightFormat.parse("q4_k")
 

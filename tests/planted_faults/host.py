@@ -29,7 +29,7 @@ FAULTS = (
     ),
     Fault(
         "a shard that divides a superblock keeps its scale rule",
-        "src/w4gemm/weights/shards.py",
+        "src/w4gemm/weights/components.py",
         'alike if r.factor_columns == shared), "fp32")',
         "alike if r.factor_columns == shared), scale)",
         "tests/test_widths.py -k shards",
@@ -64,14 +64,14 @@ FAULTS = (
     ),
     Fault(
         "products of e4m3 scales are not rounded",
-        "src/w4gemm/weights/dequantize.py",
+        "src/w4gemm/weights/components.py",
         "return products.clamp(-largest, largest).to(dtype).float()",
         "return products.clamp(-largest, largest)",
         "tests/test_dequantize.py",
     ),
     Fault(
         "16-bit weights are rounded twice",
-        "src/w4gemm/weights/dequantize.py",
+        "src/w4gemm/weights/components.py",
         "return rounded_sum(u * spread(scales), spread(zeros), dtype)",
         "return (u * spread(scales) + spread(zeros)).to(dtype)",
         "tests/test_dequantize.py",
@@ -85,7 +85,7 @@ FAULTS = (
     ),
     Fault(
         "scales of channels are cut where a shard has as many columns as the weight has rows",
-        "src/w4gemm/weights/shards.py",
+        "src/w4gemm/weights/components.py",
         "channels[rows].clone()",
         "channels[columns if len(channels) == columns.stop - columns.start else rows].clone()",
         "tests/test_weight.py -k channels_stay",
@@ -106,14 +106,14 @@ FAULTS = (
     ),
     Fault(
         "scales of tokens are copied for less than nothing",
-        "src/w4gemm/choice/cost/traffic.py",
+        "src/w4gemm/choice/cost/constants.py",
         "(1 + problem.epilogue.token_scale)",
         "(1 - problem.epilogue.token_scale)",
         "tests/test_cost.py -k scales_of_tokens",
     ),
     Fault(
         "a shard's groups take the scales of groups counted from the shard's own first column",
-        "src/w4gemm/weights/shards.py",
+        "src/w4gemm/weights/components.py",
         "return columns.start + torch.arange(count, device=device) * length",
         "return torch.arange(count, device=device) * length",
         "tests/test_weight.py",

@@ -17,7 +17,7 @@ import torch
 from w4gemm.core.errors import kind_of, require_dense, require_tensor
 from w4gemm.core.formats import WeightFormat
 from w4gemm.packing.layouts import WeightComponents
-from w4gemm.weights.dequantize import times_factors
+from w4gemm.weights.components import times_factors
 
 PERM_DTYPE = torch.int32
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)

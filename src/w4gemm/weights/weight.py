@@ -25,9 +25,8 @@ from w4gemm.weights.checks import (
     is_permutation,
     sorting_perm,
 )
-from w4gemm.weights.dequantize import dequantize_parts
+from w4gemm.weights.components import alternating_scales, check_in_order, cut, dequantize_parts, in_pairs, shard_of
 from w4gemm.weights.file import check_path, read, unfit, write
-from w4gemm.weights.shards import alternating_scales, check_in_order, cut, in_pairs, shard_of
 
 ACTIVATIONS = ("fp8", None)
 """Values of :attr:`QuantizedWeight.activations`."""

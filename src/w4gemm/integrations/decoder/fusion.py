@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -27,6 +27,7 @@ from w4gemm.api.ops import linear
 from w4gemm.api.step import gate_halves, rms_norm
 from w4gemm.choice import PlanKey
 from w4gemm.core.activation import ACTIVATIONS, parse
+from w4gemm.core.autocast import without_autocast
 from w4gemm.core.epilogue import Epilogue
 from w4gemm.core.problem import Device
 from w4gemm.integrations.decoder.attention import NotFusable, Patches, StepPlace, fuse_attention
@@ -35,7 +36,6 @@ from w4gemm.kernels.helpers.base import Helper
 from w4gemm.kernels.helpers.gate_halves import GateHalves
 from w4gemm.kernels.helpers.rms_norm import RmsNorm
 from w4gemm.kernels.helpers.step_attention import StepAttention
-from w4gemm.weights.shards import joined, parts
 from w4gemm.weights.weight import QuantizedWeight
 
 if TYPE_CHECKING:
@@ -269,3 +269,34 @@ def _with_residual(layer: W4Linear, residuals: dict[nn.Module, torch.Tensor]) ->
         return linear(x, layer.weight, layer.bias, residual=residual, batch_invariant=layer.batch_invariant)
 
     return forward
+
+
+@without_autocast
+def joined(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
+    """Return one weight whose rows are those of ``weights``, one below the other, bit for bit.
+
+    Raises:
+        ValueError: if they differ in anything but n, have experts, or their layout pads n.
+    """
+    first = weights[0]
+    facts = [(w.format, w.k, w.layout, w.device, w.activations) for w in weights]
+    perms = [w.perm for w in weights]
+    equal = all(p is perms[0] or (p is not None and perms[0] is not None and torch.equal(p, perms[0])) for p in perms)
+    if any(w.experts for w in weights) or len(set(facts)) > 1 or not equal:
+        raise ValueError(f"weights: wanted the same format, k, layout, device, activations and perm, got {weights}")
+    if any(w.is_padded for w in weights):
+        raise ValueError(f"weights: wanted n without padding in the layout {first.layout}, got {weights}")
+    tensors = tuple(torch.cat(ts) for ts in zip(*(w.tensors for w in weights), strict=True))
+    return replace(first, n=sum(w.n for w in weights), tensors=tensors)
+
+
+def parts(w: QuantizedWeight, sizes: Sequence[int]) -> list[QuantizedWeight]:
+    """Return the weights of the first ``sizes[0]`` rows of w, of the next ``sizes[1]``, and so on, which share w's
+    memory. ``sizes`` are the n of weights that :func:`joined` put together."""
+    weights, start = [], 0
+    for size in sizes:
+        cut = [len(t) * start // w.n for t in w.tensors], [len(t) * (start + size) // w.n for t in w.tensors]
+        tensors = tuple(t[a:b] for t, a, b in zip(w.tensors, *cut, strict=True))
+        weights.append(replace(w, n=size, tensors=tensors))
+        start += size
+    return weights

@@ -11,7 +11,7 @@ float zero points s * u is exact in float32. (z + h * s) * sum of x would not be
 it loses the last bits of z.
 
 "dense" dequantizes a block of output features and calls matmul: the same table with bags of a single row where
-possible, else :func:`w4gemm.weights.dequantize.dequantize_parts`.
+possible, else :func:`w4gemm.weights.components.dequantize_parts`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from w4gemm.packing.bits import pack
 from w4gemm.packing.layouts import layout_named
 from w4gemm.packing.layouts.cpu import TABLE_N, table_bits
 from w4gemm.packing.repack import Matrix, entries_of_rows
-from w4gemm.weights.dequantize import dequantize_parts, rounded_sum
+from w4gemm.weights.components import dequantize_parts, rounded_sum
 
 
 def common_part(length: int) -> int:

@@ -1,23 +1,103 @@
-"""Rows and columns of weights: shards for tensor parallelism, with their format and components; rows of several weights
-in one, below one another (:func:`joined`) or in turn (:func:`alternating_scales`)."""
+"""The components of a weight: the numbers that they stand for, :func:`dequantize_parts`, which every kernel is tested
+against; those of a shard for tensor parallelism, :func:`cut`; those of two weights' rows in turn, :func:`in_pairs`."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from w4gemm.core.autocast import without_autocast
 from w4gemm.core.errors import is_int
 from w4gemm.core.formats import SCALES, SMALLEST_GROUP, WeightFormat
 from w4gemm.packing.layouts import WeightComponents
-from w4gemm.weights.dequantize import with_plain_scales
 
-if TYPE_CHECKING:
-    from w4gemm.weights.weight import QuantizedWeight
+# --- numbers ---------------------------------------------------------------------------------------------------------
+
+
+def dequantize_parts(parts: WeightComponents, format: WeightFormat, dtype: torch.dtype) -> torch.Tensor:
+    """Return w (n, k) in ``dtype``, as :mod:`w4gemm.core.formats` defines it.
+
+    - float32: the product of scale and number, which is exact except with float32 scales and factors, plus a float zero
+      point, rounded. With scales of channels: the product, rounded to e4m3 if the scale rule says so, times the
+      channel's scale, rounded.
+    - 16-bit dtypes: the exact value rounded once, as a fused multiply-add in that dtype rounds it. With scales of
+      channels, float32 scales or factors: the float32 value rounded. A codebook's numbers are first rounded to the
+      dtype.
+    - float64: the float32 value.
+    """
+    codes, scales, zeros, channels, _ = parts = with_plain_scales(parts, format)
+    k = codes.shape[1]
+
+    def spread(t: torch.Tensor) -> torch.Tensor:
+        return format.spread(t.float(), k)
+
+    if zeros is None:
+        products = rounded_products(format.element_rule.numbers(codes, dtype) * spread(scales), format)
+        return (products if channels is None else products * channels[:, None]).to(dtype)
+    u = codes.float()
+    if format.zero == "int":
+        return ((u - spread(zeros)) * spread(scales)).to(dtype)
+    if scales.dtype == torch.float32:
+        return (u * spread(scales) + spread(zeros)).to(dtype)
+    return rounded_sum(u * spread(scales), spread(zeros), dtype)
+
+
+def with_plain_scales(parts: WeightComponents, format: WeightFormat) -> WeightComponents:
+    """Return the same weight with scales and zero points (n, groups) that need no others: float32 instead of levels
+    with factors, because these products are exact, and repeated for the rows of a block."""
+    scales = format.scales_of_rows(parts.scales, len(parts.codes))
+    scales, zeros = times_factors(scales, parts.zeros, parts.factors, format)
+    return parts._replace(scales=scales, zeros=zeros, factors=None)
+
+
+def times_factors(
+    scales: torch.Tensor, zeros: torch.Tensor | None, factors: torch.Tensor | None, format: WeightFormat
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return scales and zero points times their factors, which is exact in float32; as they are without factors."""
+    if factors is None:
+        return scales, zeros
+    return (
+        _by_factor(scales, factors[..., 0], format),
+        None if zeros is None else _by_factor(zeros, factors[..., 1], format),
+    )
+
+
+def _by_factor(levels: torch.Tensor, factors: torch.Tensor, format: WeightFormat) -> torch.Tensor:
+    """Return scales or zero points (n, groups) times their factors (n, superblocks): float32 (n, groups)."""
+    first = torch.arange(levels.shape[1], device=levels.device) * format.group_size
+    return levels.float() * factors[:, first // format.scale_rule.factor_columns].float()
+
+
+def rounded_products(products: torch.Tensor, format: WeightFormat) -> torch.Tensor:
+    """Return products of scales and numbers, float32, rounded as the format's scale rule says, saturating."""
+    dtype = format.scale_rule.rounded_to
+    if dtype is None:
+        return products
+    largest = torch.finfo(dtype).max
+    return products.clamp(-largest, largest).to(dtype).float()
+
+
+def rounded_sum(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a + b, of float32 tensors of one shape, rounded once to ``dtype``.
+
+    Rounding to float32 and then to 16 bits can differ from rounding once: a sum just beside the middle of two
+    16-bit numbers may round to that middle first. So for 16 bits the float32 sum is rounded to odd: an inexact sum
+    keeps its last bit set, which no 16-bit middle has.
+    """
+    total = a + b
+    if dtype.itemsize > 2:
+        return total.to(dtype)
+    b_part = total - a
+    lost = (a - (total - b_part)) + (b - b_part)  # exact: a + b == total + lost (Knuth's TwoSum)
+    bits = total.view(torch.int32)
+    away = (lost > 0) == (total > 0)  # the exact sum is larger in magnitude than ``total``
+    odd = torch.where(away, bits + 1, bits - 1)
+    return torch.where((lost != 0) & (bits & 1 == 0), odd, bits).view(torch.float32).to(dtype)
+
+
+# --- shards ----------------------------------------------------------------------------------------------------------
 
 
 class Shard(NamedTuple):
@@ -141,6 +221,9 @@ def _fitting(size: int, unit: int, count: int) -> str:
     return f"the nearest of {len(fits)} counts that fit: {nearest}"
 
 
+# --- rows in turn ----------------------------------------------------------------------------------------------------
+
+
 def in_pairs(gate: WeightComponents, up: WeightComponents, format: WeightFormat) -> WeightComponents:
     """Return the components of a weight whose rows are those of two in turn.
 
@@ -167,34 +250,3 @@ def alternating_scales(gate: torch.Tensor, up: torch.Tensor, format: WeightForma
     if not torch.equal(pairs[:, 0], pairs[:, 1]):
         raise ValueError(f"gate, up: wanted the same {format.scale} scales for even and odd rows")
     return pairs[:, 0].repeat_interleave(2, 0).flatten(0, 1)[: format.scale_rows(2 * n)].contiguous()
-
-
-@without_autocast
-def joined(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
-    """Return one weight whose rows are those of ``weights``, one below the other, bit for bit.
-
-    Raises:
-        ValueError: if they differ in anything but n, have experts, or their layout pads n.
-    """
-    first = weights[0]
-    facts = [(w.format, w.k, w.layout, w.device, w.activations) for w in weights]
-    perms = [w.perm for w in weights]
-    equal = all(p is perms[0] or (p is not None and perms[0] is not None and torch.equal(p, perms[0])) for p in perms)
-    if any(w.experts for w in weights) or len(set(facts)) > 1 or not equal:
-        raise ValueError(f"weights: wanted the same format, k, layout, device, activations and perm, got {weights}")
-    if any(w.is_padded for w in weights):
-        raise ValueError(f"weights: wanted n without padding in the layout {first.layout}, got {weights}")
-    tensors = tuple(torch.cat(ts) for ts in zip(*(w.tensors for w in weights), strict=True))
-    return replace(first, n=sum(w.n for w in weights), tensors=tensors)
-
-
-def parts(w: QuantizedWeight, sizes: Sequence[int]) -> list[QuantizedWeight]:
-    """Return the weights of the first ``sizes[0]`` rows of w, of the next ``sizes[1]``, and so on, which share w's
-    memory. ``sizes`` are the n of weights that :func:`joined` put together."""
-    weights, start = [], 0
-    for size in sizes:
-        cut = [len(t) * start // w.n for t in w.tensors], [len(t) * (start + size) // w.n for t in w.tensors]
-        tensors = tuple(t[a:b] for t, a, b in zip(w.tensors, *cut, strict=True))
-        weights.append(replace(w, n=size, tensors=tensors))
-        start += size
-    return weights
