@@ -16,7 +16,7 @@ from w4gemm.api.expert_layer import ByIds, ByLogits, Experts, LayerKey, expert_l
 from w4gemm.core import activation
 from w4gemm.core.problem import Device
 from w4gemm.kernels.expert_layer.spec import EPOCHS_AT, ExpertLayer
-from w4gemm.kernels.helpers.expert_choice import ExpertChoice
+from w4gemm.kernels.helpers.experts import ExpertChoice
 from w4gemm.packing.codecs import weight_operand
 
 CTAS = 3

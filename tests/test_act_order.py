@@ -20,7 +20,7 @@ from w4gemm.api import gather
 from w4gemm.api.gather import gather_columns, gather_columns_of_experts
 from w4gemm.core.problem import H200
 from w4gemm.jit import object_code
-from w4gemm.kernels.helpers.column_gather import ColumnGather
+from w4gemm.kernels.helpers.rows import ColumnGather
 from w4gemm.packing.layouts import LAYOUTS
 
 N, K = 130, 576

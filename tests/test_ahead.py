@@ -38,9 +38,8 @@ from w4gemm.jit import compile as jit
 from w4gemm.kernels import HELPERS, launcher
 from w4gemm.kernels.helpers.activation_quantize import FRONTS, ActivationQuantize
 from w4gemm.kernels.helpers.base import LayerFacts
-from w4gemm.kernels.helpers.column_gather import ColumnGather
-from w4gemm.kernels.helpers.expert_choice import ExpertChoice
-from w4gemm.kernels.helpers.row_combine import RowCombine
+from w4gemm.kernels.helpers.experts import ExpertChoice, RowCombine
+from w4gemm.kernels.helpers.rows import ColumnGather
 from w4gemm.packing.packed_shape import packed_shape
 
 pytest.importorskip("cutlass")

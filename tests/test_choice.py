@@ -22,8 +22,8 @@ from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import GPUS, H200, Device, GemmProblem
 from w4gemm.kernels import KERNELS, kernel_named, requirements, workspace
 from w4gemm.kernels.helpers.activation_quantize import ActivationQuantize
-from w4gemm.kernels.helpers.column_gather import ColumnGather
-from w4gemm.kernels.helpers.row_combine import RowCombine
+from w4gemm.kernels.helpers.experts import RowCombine
+from w4gemm.kernels.helpers.rows import ColumnGather
 from w4gemm.packing.packed_shape import packed_shape
 
 CPU = Device("cpu")

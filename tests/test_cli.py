@@ -23,7 +23,7 @@ from w4gemm.console import devices, options, progress, values
 from w4gemm.console.devices import choose_device
 from w4gemm.core.problem import GPUS, Device
 from w4gemm.integrations.generation import default_model
-from w4gemm.kernels.helpers.row_combine import MOST_TERMS
+from w4gemm.kernels.helpers.experts import MOST_TERMS
 from w4gemm.tuning.tuner import TOP
 
 

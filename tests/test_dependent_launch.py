@@ -21,11 +21,8 @@ from w4gemm.core.problem import H200, GemmProblem
 from w4gemm.jit import object_code
 from w4gemm.kernels import config_named
 from w4gemm.kernels.helpers.activation_quantize import FRONTS, ActivationQuantize
-from w4gemm.kernels.helpers.column_gather import ColumnGather
-from w4gemm.kernels.helpers.expert_route import ExpertRoute
-from w4gemm.kernels.helpers.gate_halves import GateHalves
-from w4gemm.kernels.helpers.rms_norm import RmsNorm
-from w4gemm.kernels.helpers.row_combine import RowCombine
+from w4gemm.kernels.helpers.experts import ExpertRoute, RowCombine
+from w4gemm.kernels.helpers.rows import ColumnGather, GateHalves, RmsNorm
 from w4gemm.kernels.helpers.step_attention import StepAttention
 from w4gemm.packing.packed_shape import packed_shape
 

@@ -29,9 +29,8 @@ from w4gemm.kernels import config_named, kernel_named
 from w4gemm.kernels.arguments import NO_ROWS, Arguments, ExpertRows, nested
 from w4gemm.kernels.base import Operands
 from w4gemm.kernels.helpers.activation_quantize import ActivationQuantize
-from w4gemm.kernels.helpers.gate_halves import GateHalves
-from w4gemm.kernels.helpers.rms_norm import RmsNorm
-from w4gemm.kernels.helpers.row_combine import RowCombine
+from w4gemm.kernels.helpers.experts import RowCombine
+from w4gemm.kernels.helpers.rows import GateHalves, RmsNorm
 
 pytest.importorskip("cutlass")
 

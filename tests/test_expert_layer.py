@@ -31,7 +31,7 @@ from w4gemm.core import activation
 from w4gemm.core.problem import H100, H200, Device
 from w4gemm.jit import object_code
 from w4gemm.kernels.expert_layer.spec import COUNTERS_AT, EPOCHS_AT, ExpertLayer
-from w4gemm.kernels.helpers.expert_choice import ExpertChoice
+from w4gemm.kernels.helpers.experts import ExpertChoice
 from w4gemm.packing.packed_shape import packed_shape
 
 pytest.importorskip("cutlass")

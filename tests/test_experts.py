@@ -19,7 +19,7 @@ from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import H200, GemmProblem
 from w4gemm.jit import object_code
 from w4gemm.kernels import kernel_named
-from w4gemm.kernels.helpers.row_combine import RowCombine
+from w4gemm.kernels.helpers.experts import RowCombine
 from w4gemm.packing.packed_shape import packed_shape
 
 E, HIDDEN, FEATURES = 4, 96, 64

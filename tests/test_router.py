@@ -12,7 +12,7 @@ import w4gemm
 from emulator.ptx import parse, ptx_of
 from emulator.races import RaceChecker
 from w4gemm import QuantizedWeight, Router, W4Experts, choose_experts, quantize
-from w4gemm.kernels.helpers.expert_choice import ExpertChoice
+from w4gemm.kernels.helpers.experts import ExpertChoice
 
 CASES = {
     "Mixtral": (Router(2), 8, torch.float32, False),

@@ -10,7 +10,7 @@ from w4gemm import route
 from w4gemm.core.problem import H200, Device
 from w4gemm.jit import object_code
 from w4gemm.kernels.helpers.base import LayerFacts
-from w4gemm.kernels.helpers.expert_route import MOST_CHOICES, ExpertRoute
+from w4gemm.kernels.helpers.experts import MOST_CHOICES, ExpertRoute
 
 
 def in_python(ids: list[list[int]], experts: int, expert_map: list[int] | None = None) -> tuple[list, list, list]:

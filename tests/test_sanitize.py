@@ -15,7 +15,7 @@ from w4gemm.core.problem import H200
 from w4gemm.jit import object_code
 from w4gemm.kernels import HELPERS, KERNELS
 from w4gemm.kernels.helpers.base import LayerFacts
-from w4gemm.kernels.helpers.rms_norm import RmsNorm
+from w4gemm.kernels.helpers.rows import RmsNorm
 from w4gemm.kernels.hopper import most_narrow_rows
 
 GPU_KERNELS = {kernel.name for kernel in KERNELS} - {"cpu_mixed_gemm"}

@@ -15,8 +15,7 @@ from w4gemm.core.problem import H200, Device
 from w4gemm.integrations.decoder.attention import CachedLayer, attention_in_torch, step_attention
 from w4gemm.jit import object_code
 from w4gemm.kernels.helpers.base import Helper, launcher
-from w4gemm.kernels.helpers.gate_halves import GateHalves
-from w4gemm.kernels.helpers.rms_norm import RmsNorm
+from w4gemm.kernels.helpers.rows import GateHalves, RmsNorm
 from w4gemm.kernels.helpers.step_attention import StepAttention
 
 

@@ -44,7 +44,7 @@ from w4gemm.api.expert_layer import ByIds, ByLogits
 from w4gemm.choice import prepare
 from w4gemm.jit import Unit
 from w4gemm.kernels.expert_layer.spec import ExpertLayer
-from w4gemm.kernels.helpers.expert_choice import ExpertChoice
+from w4gemm.kernels.helpers.experts import ExpertChoice
 from w4gemm.tuning import record
 
 TINY = spec_of(4, features=64, width=32, top_k=3, ctas=4)

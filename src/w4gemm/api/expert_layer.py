@@ -14,7 +14,7 @@ from w4gemm.core.router import Router
 from w4gemm.jit import is_ready
 from w4gemm.kernels import hopper, launcher, workspace
 from w4gemm.kernels.expert_layer.spec import MOST_TOKENS, ExpertLayer
-from w4gemm.kernels.helpers.expert_choice import ExpertChoice
+from w4gemm.kernels.helpers.experts import ExpertChoice
 from w4gemm.packing.codecs import weight_operand
 from w4gemm.packing.packed_shape import PackedShape
 from w4gemm.weights.weight import QuantizedWeight

@@ -13,7 +13,7 @@ from w4gemm.api.modes import is_eager
 from w4gemm.core.problem import Device
 from w4gemm.kernels import launcher
 from w4gemm.kernels.base import selected
-from w4gemm.kernels.helpers.column_gather import ColumnGather
+from w4gemm.kernels.helpers.rows import ColumnGather
 
 _INDICES = 2**24
 """Most columns that are gathered together with an index each, which takes 12 bytes."""

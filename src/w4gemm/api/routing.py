@@ -12,9 +12,7 @@ from w4gemm.api.modes import is_plain, is_watched
 from w4gemm.core.errors import LARGEST_SIZE, UnsupportedError, kind_of, require_bool, require_int, require_tensor
 from w4gemm.core.router import Router
 from w4gemm.kernels import launcher
-from w4gemm.kernels.helpers.expert_choice import ExpertChoice
-from w4gemm.kernels.helpers.expert_route import ExpertRoute
-from w4gemm.kernels.helpers.row_combine import RowCombine
+from w4gemm.kernels.helpers.experts import ExpertChoice, ExpertRoute, RowCombine
 
 _MOST_EXPERTS = 2**20
 

@@ -14,8 +14,7 @@ from w4gemm.core.activation import parse
 from w4gemm.core.problem import Device
 from w4gemm.kernels import Helper, launcher
 from w4gemm.kernels.helpers.activation_quantize import ADD_RMS, ActivationQuantize
-from w4gemm.kernels.helpers.gate_halves import GateHalves
-from w4gemm.kernels.helpers.rms_norm import RmsNorm
+from w4gemm.kernels.helpers.rows import GateHalves, RmsNorm
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

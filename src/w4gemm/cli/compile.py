@@ -30,7 +30,7 @@ from w4gemm.core.router import Router
 from w4gemm.integrations.vllm.models import read_model
 from w4gemm.jit import Unit, disk
 from w4gemm.jit.pool import CompilePool
-from w4gemm.kernels.helpers.row_combine import MOST_TERMS
+from w4gemm.kernels.helpers.experts import MOST_TERMS
 from w4gemm.kernels.requirements import missing_to_compile
 
 _ARCH = "sm_90a"

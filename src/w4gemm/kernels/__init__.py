@@ -17,12 +17,8 @@ from w4gemm.kernels.dequantize_gemm.spec import DequantizeGemm
 from w4gemm.kernels.expert_layer.spec import ExpertLayer
 from w4gemm.kernels.helpers.activation_quantize import ActivationQuantize
 from w4gemm.kernels.helpers.base import Helper, launcher
-from w4gemm.kernels.helpers.column_gather import ColumnGather
-from w4gemm.kernels.helpers.expert_choice import ExpertChoice
-from w4gemm.kernels.helpers.expert_route import ExpertRoute
-from w4gemm.kernels.helpers.gate_halves import GateHalves
-from w4gemm.kernels.helpers.rms_norm import RmsNorm
-from w4gemm.kernels.helpers.row_combine import RowCombine
+from w4gemm.kernels.helpers.experts import ExpertChoice, ExpertRoute, RowCombine
+from w4gemm.kernels.helpers.rows import ColumnGather, GateHalves, RmsNorm
 from w4gemm.kernels.helpers.step_attention import StepAttention
 from w4gemm.kernels.sm80_mixed_gemm.spec import Sm80MixedGemm, Sm89Fp8Gemm
 from w4gemm.kernels.sm90_decode.spec import Sm90Decode

@@ -33,8 +33,7 @@ from w4gemm.core.problem import Device
 from w4gemm.integrations.decoder.attention import NotFusable, Patches, StepPlace, fuse_attention
 from w4gemm.integrations.decoder.requirements import GATE_UP, LAYER, QKV, norm_eps
 from w4gemm.kernels.helpers.base import Helper
-from w4gemm.kernels.helpers.gate_halves import GateHalves
-from w4gemm.kernels.helpers.rms_norm import RmsNorm
+from w4gemm.kernels.helpers.rows import GateHalves, RmsNorm
 from w4gemm.kernels.helpers.step_attention import StepAttention
 from w4gemm.weights.weight import QuantizedWeight
 

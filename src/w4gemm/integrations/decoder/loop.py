@@ -28,8 +28,7 @@ from w4gemm.integrations.decoder.step import DecodeStep, Prompt, static_cache
 from w4gemm.integrations.generation import expert_keys, plan_keys
 from w4gemm.jit import Unit
 from w4gemm.kernels.helpers.base import Helper, on_device
-from w4gemm.kernels.helpers.expert_route import ExpertRoute
-from w4gemm.kernels.helpers.row_combine import RowCombine
+from w4gemm.kernels.helpers.experts import ExpertRoute, RowCombine
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel

@@ -13,7 +13,7 @@ from w4gemm.jit import Program
 from w4gemm.kernels import hopper
 from w4gemm.kernels.gpu import MIN_DRIVER
 from w4gemm.kernels.helpers.base import Sm90Helper, half_dtype, half_rows
-from w4gemm.kernels.helpers.expert_choice import ExpertChoice
+from w4gemm.kernels.helpers.experts import ExpertChoice
 from w4gemm.kernels.requirements import missing_for_dsl
 from w4gemm.kernels.variant import HOPPER_SHARED_MEMORY, MOST_EXPERTS
 from w4gemm.kernels.workspace import FLAG_BYTES

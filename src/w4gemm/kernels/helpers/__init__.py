@@ -1,1 +1,2 @@
-"""Small kernels around the products: of each the host side in a file of its name, the device code in device/."""
+"""Small kernels around the products: host sides here, together where one caller launches them; the device code of each
+in device/, in a file of its name."""

@@ -1,0 +1,194 @@
+"""Host sides of the kernels around experts: a router's choice of them, choices in their order, sums of their results.
+``w4gemm.api.routing`` launches them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from w4gemm.core.problem import Device
+from w4gemm.core.router import Router
+from w4gemm.jit import Program
+from w4gemm.kernels.helpers.base import HALF_KINDS, LayerFacts, Sm90Helper, half_rows
+from w4gemm.kernels.variant import MOST_EXPERTS
+
+_KINDS = HALF_KINDS | {torch.float32: "f32"}
+
+
+@dataclass(frozen=True)
+class ExpertChoice(Sm90Helper):
+    """The choice of experts, on SM90; alone, or at the start of a layer of experts in one launch.
+
+    Args:
+        router: the rule.
+        experts: number of logits of a token.
+        dtype: of the logits: float32, float16 or bfloat16.
+        biased: True if there is a bias.
+    """
+
+    router: Router
+    experts: int
+    dtype: torch.dtype
+    biased: bool
+
+    name: ClassVar[str] = "expert_choice"
+
+    @classmethod
+    def of(cls, device: Device, *parameters: Any) -> ExpertChoice | None:
+        """Return the kernel; None where it does not run. parameters: the fields."""
+        choice = cls(*parameters)
+        return choice if not choice.refusal() and cls.runs(device) else None
+
+    def refusal(self) -> str:
+        """Return why no kernel takes such logits; the empty string if one does."""
+        if self.dtype not in _KINDS or not 0 < self.experts <= MOST_EXPERTS:
+            return f"takes logits of 16 or 32 bits for {MOST_EXPERTS} experts, got {self.dtype} for {self.experts}"
+        return self.router.refusal(self.experts, self.biased)
+
+    def math(self) -> Any:
+        """Return the device code."""
+        from w4gemm.kernels.device.router import RouterMath
+
+        return RouterMath(self.router, self.experts, _KINDS[self.dtype])
+
+    def logits_and_bias(self, tokens: Any) -> tuple[Any, Any]:
+        """Return stand-ins for logits (tokens, experts) and the bias or None."""
+        import cutlass
+        from cutlass.cute.runtime import make_fake_compact_tensor
+
+        dtype = {"f32": cutlass.Float32, "f16": cutlass.Float16, "bf16": cutlass.BFloat16}[_KINDS[self.dtype]]
+        shape = tokens, self.experts
+        logits = make_fake_compact_tensor(dtype, shape, stride_order=(1, 0), assumed_align=dtype.width // 8)
+        bias = make_fake_compact_tensor(cutlass.Float32, (self.experts,), assumed_align=4) if self.biased else None
+        return logits, bias
+
+    def program(self) -> Program:
+        import cutlass
+        import cutlass.cute as cute
+        from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
+
+        from w4gemm.kernels.helpers.device.expert_choice import ExpertChoiceKernel
+
+        tokens = cute.sym_int()
+        ids, weights = (
+            make_fake_compact_tensor(dtype, (tokens, self.router.top_k), stride_order=(1, 0), assumed_align=4)
+            for dtype in (cutlass.Int32, cutlass.Float32)
+        )
+        stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+        return Program(ExpertChoiceKernel(self.math()), (*self.logits_and_bias(tokens), ids, weights, stream))
+
+
+MOST_CHOICES = 2**18
+"""Choices up to which it is faster than PyTorch's sort, which takes more than a dozen launches."""
+_CTAS = 8
+"""CTAs of a cluster."""
+_MOST_ALONE = 2048
+"""Choices up to which one CTA alone is faster than a cluster."""
+_IDS = (torch.int32, torch.int64)
+
+
+@dataclass(frozen=True)
+class ExpertRoute(Sm90Helper):
+    """The order of tokens' choices by expert, on SM90.
+
+    Args:
+        dtype: that of the ids.
+        mapped: True if ids name global experts, of which a map says which are here.
+        ctas: of the cluster; 1 for one CTA alone.
+    """
+
+    dtype: torch.dtype
+    experts: int
+    mapped: bool
+    ctas: int
+
+    name: ClassVar[str] = "expert_route"
+
+    @classmethod
+    def of(cls, device: Device, dtype: torch.dtype, experts: int, mapped: bool, choices: int) -> ExpertRoute | None:
+        """Return the kernel for a number of choices; None where it does not run, or is slower than PyTorch."""
+        fits = dtype in _IDS and 0 < experts <= MOST_EXPERTS and 0 < choices <= MOST_CHOICES
+        if not fits or not cls.runs(device):
+            return None
+        return cls(dtype, experts, mapped, 1 if choices <= _MOST_ALONE else _CTAS)
+
+    @classmethod
+    def needed(cls, device: Device, layer: LayerFacts) -> Iterable[ExpertRoute]:
+        if not layer.top_k:
+            return ()
+        every = itertools.product(_IDS, (False, True), (_MOST_ALONE, MOST_CHOICES))
+        helpers = (cls.of(device, dtype, layer.experts, mapped, choices) for dtype, mapped, choices in every)
+        return tuple(each for each in helpers if each is not None)
+
+    def program(self) -> Program:
+        import cutlass
+        import cutlass.cute as cute
+        from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
+
+        from w4gemm.kernels.helpers.device.expert_route import ExpertRouteKernel
+
+        choices = cute.sym_int()
+
+        def vector(dtype: type, size: object) -> cute.Tensor:
+            return make_fake_compact_tensor(dtype, (size,), assumed_align=dtype.width // 8)  # type: ignore[attr-defined]
+
+        ids = vector(cutlass.Int32 if self.dtype == torch.int32 else cutlass.Int64, choices)
+        expert_map = vector(cutlass.Int32, cute.sym_int()) if self.mapped else None
+        m_offsets = vector(cutlass.Int32, self.experts + 1)
+        tokens, row_of_choice = vector(cutlass.Int32, choices), vector(cutlass.Int32, choices)
+        stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+        arguments = (ids, expert_map, m_offsets, tokens, row_of_choice, 1, stream)
+        return Program(ExpertRouteKernel(self.experts, self.mapped, self.ctas), arguments)
+
+
+MOST_TERMS = 16
+"""Terms whose rows fit the registers of a thread."""
+
+
+@dataclass(frozen=True)
+class RowCombine(Sm90Helper):
+    """Weighted sums of ``terms`` 16-bit rows for each token, on SM90."""
+
+    dtype: torch.dtype
+    terms: int
+
+    name: ClassVar[str] = "row_combine"
+
+    @classmethod
+    def of(cls, device: Device, dtype: torch.dtype, terms: int) -> RowCombine | None:
+        """Return the kernel for ``terms`` rows per token; None where it does not run."""
+        if dtype not in HALF_KINDS or not 0 < terms <= MOST_TERMS or not cls.runs(device):
+            return None
+        return cls(dtype, terms)
+
+    @classmethod
+    def needed(cls, device: Device, layer: LayerFacts) -> Iterable[RowCombine]:
+        helper = cls.of(device, layer.dtype, layer.top_k)
+        return () if helper is None else (helper,)
+
+    @staticmethod
+    def takes(d: torch.Tensor) -> bool:
+        """True if eight columns of d can be loaded at a time."""
+        return d.shape[1] % 8 == 0 and d.data_ptr() % 16 == 0 and d.is_contiguous()
+
+    def program(self) -> Program:
+        import cutlass
+        import cutlass.cute as cute
+        from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
+
+        from w4gemm.kernels.helpers.device.row_combine import RowCombineKernel
+
+        kind = HALF_KINDS[self.dtype]
+        n, tokens = cute.sym_int(divisibility=8), cute.sym_int()
+
+        d, out = half_rows(kind, cute.sym_int(), n), half_rows(kind, tokens, n)
+        rows, weights = (
+            make_fake_compact_tensor(dtype, (tokens, self.terms), stride_order=(1, 0), assumed_align=4)
+            for dtype in (cutlass.Int32, cutlass.Float32)
+        )
+        stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+        return Program(RowCombineKernel(kind, self.terms), (d, rows, weights, out, 1, stream))
