@@ -1,8 +1,8 @@
 """Fit the times of Hopper configs in ``w4gemm/choice/cost/<gpu>.jsonl``: ``python -m bench.fit ROWS...``.
 
 ROWS are files of timings as bench.sweep writes them: all of fp8 or all of 16-bit activations, and all of one kind of
-GPU, an H200 if they do not say. Rows of experts have m tokens for each expert. A file is of one machine; only its own
-times are compared. Passed over are two launches, which are predicted as the sum of both, and dequantize_gemm.
+GPU, an H200 if they do not say. Rows of experts have m tokens for each expert. A file, or a run of a stored file, is of
+one machine; only its own times are compared. Passed over are two launches, which are predicted as the sum of both, and dequantize_gemm.
 
 Writes the constants of that GPU, on which no compiled kernel depends, and prints how far the first choice is from the
 fastest config at each (n, k, m, experts). A GPU without a file gets the constants of the GPU most like it, scaled by
@@ -59,7 +59,7 @@ class Point(NamedTuple):
     m: int
     experts: int
     format: str
-    file: str
+    run: str
 
 
 Sample = tuple[Launch, Point, float]
@@ -71,6 +71,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = command("bench.fit", __doc__)
     parser.add_argument("rows", type=Path, nargs="+", metavar="ROWS", help="files of timings")
     parser.add_argument("--format", nargs="+", metavar="FORMAT", help="only rows of weights in these formats")
+    parser.add_argument("--run", nargs="+", metavar="RUN", help="only these runs of stored files")
     known_stay = parser.add_mutually_exclusive_group()
     known_stay.add_argument("--keep", action="store_true", help="fit only configs that have no constants")
     known_stay.add_argument("--adjust", action="store_true", help="scale the constants that configs have")
@@ -97,7 +98,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error("--others-stay wants --adjust")
     if args.only and not args.others_stay:
         parser.error("--only wants --adjust and --others-stay")
-    rows = [row | {"file": str(path)} for path in args.rows for row in timings_of(path)]
+    rows = [{"run": path.name} | row for path in args.rows for row in timings_of(path)]
+    if absent := set(args.run or ()) - {row["run"] for row in rows}:
+        parser.error(f"--run: no row is of {', '.join(sorted(absent))}")
+    rows = [row for row in rows if not args.run or row["run"] in args.run]
     formats = {str(WeightFormat.parse(format)) for format in args.format or ()}
     if absent := formats - {row["format"] for row in rows}:
         parser.error(f"--format: no row is of {', '.join(sorted(absent))}")
@@ -114,10 +118,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     timings = collected(rows)
     times = after(timings, known, how)
     day = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d")
-    used = {row["file"] for row in rows}
-    files = ", ".join(path.name for path in args.rows if str(path) in used)
+    runs = ", ".join(dict.fromkeys(row["run"] for row in rows))
     only = f", {len(args.only)} configs only" if args.only else ""
-    source = f"{device.name}, fitted {day}, {len(rows)} timings of {files}{only}."
+    source = f"{device.name}, fitted {day}, {len(rows)} timings of {runs}{only}."
     word = "Adjusted to" if args.adjust else "Added:" if args.keep else ""
     write(constants.path_of(device.name), times, source, timings.fp8, word)
     report(timings.points, {name: times.get(name) or estimated(name, device) for name in timings.configs})
@@ -210,7 +213,7 @@ def collected(rows: list[dict[str, Any]]) -> Timings:
         problem = GemmProblem(*sizes, *of, epilogue_of(format, of[0]), device, experts=experts)
         launch = Launch.of(kernel, problem, config)
         named = f"{waves.timed_as(kernel, problem)}/{config}"
-        point = Point(row["n"], row["k"], row["m"], experts, row["format"], row["file"])
+        point = Point(row["n"], row["k"], row["m"], experts, row["format"], row["run"])
         configs[named].append((launch, point, row["us"]))
         points[point][named] = launch, row["us"]
     return Timings(configs, points, device, fp8)

@@ -2,8 +2,8 @@
 
 Benchmarks append whole rows. A stored file has a line of kind ``run`` with the facts that all rows of a run share, then
 a line for each timed point of that run, whose ``us`` has each implementation's median. :func:`read` returns whole rows
-of either form. bench.sweep's files of timings have a line for each problem, whose ``us`` has the time of each config:
-:func:`timings_of`.
+of either form. bench.sweep's files of timings have a line for each problem, whose ``us`` has the time of each config,
+stored by kernel: :func:`timings_of`. To join files, give the rows of each a ``run``.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ OF_IMPL = ("impl", "impl_version", "config", "rel_error", "us_p20", "us_p50", "u
 """Fields that differ between the implementations of a point."""
 OURS = ("configs", "best_config_us")
 """Fields of w4gemm's row that a point keeps."""
+BY_CONFIG = ("us", "predicted", "gathered", "copied", "down")
+"""Fields that may have a number for each config, "kernel/config", which are stored by kernel."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -44,6 +46,7 @@ def read(path: Path) -> list[Row]:
             common[run] = row["all"] | ({"run": run} if run else {})
             continue
         row = common[row.get("run", run)] | row
+        row |= {name: _by_config(row[name]) for name in BY_CONFIG if isinstance(row.get(name), dict)}
         versions = row.pop("versions", None)
         if versions is None or "impl" in row:
             rows.append(row)
@@ -68,8 +71,30 @@ def compact(rows: Iterable[Row]) -> list[Row]:
         common = {name: value for name, value in own[0].items() if name not in ("run", "us", *OURS)}
         common = {name: value for name, value in common.items() if all(name in r and r[name] == value for r in own)}
         lines.append({"kind": "run", **({"run": run} if run else {}), "all": common | facts})
-        lines += [{name: value for name, value in row.items() if name != "run" and name not in common} for row in own]
+        for row in own:
+            line = {name: value for name, value in row.items() if name != "run" and name not in common}
+            lines.append(line | {name: _by_kernel(line[name]) for name in BY_CONFIG if isinstance(line.get(name), dict)})
     return lines
+
+
+def _by_kernel(numbers: Row) -> Row:
+    """Return {kernel: {config: number}}; names without a kernel stay as they are."""
+    nested: Row = {}
+    for name, number in numbers.items():
+        kernel, slash, config = name.partition("/")
+        if slash:
+            nested.setdefault(kernel, {})[config] = number
+        else:
+            nested[name] = number
+    return nested
+
+
+def _by_config(nested: Row) -> Row:
+    """Return {"kernel/config": number}, what :func:`_by_kernel` was given."""
+    numbers = {}
+    for name, value in nested.items():
+        numbers |= {f"{name}/{c}": number for c, number in value.items()} if isinstance(value, dict) else {name: value}
+    return numbers
 
 
 def _points(rows: Iterable[Row]) -> list[Row]:

@@ -74,16 +74,16 @@ def from_rows(paths: Sequence[Path], args: argparse.Namespace, device: Device) -
 
 def measured(paths: Sequence[Path], format: str) -> dict[tuple[int, int, int], dict[str, tuple[float, float]]]:
     """For each (n, k, m) and config (its time over the fastest's there, geometric mean over the files; its time in the
-    last of them). Files are of different machines: of a point in several, what was measured in all of them counts."""
+    last of them). Files are of different machines: of a point in several, what was measured in all of them counts. So are the runs of a stored file."""
     ratios: dict[tuple[int, int, int], dict[str, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
+    points: dict[tuple[str, str, int, int, int], dict[str, float]] = defaultdict(dict)
     for path in paths:
-        points: dict[tuple[int, int, int], dict[str, float]] = defaultdict(dict)
         for row in timings_of(path):
             if row["format"] == format and not row.get("experts"):
-                points[row["n"], row["k"], row["m"]][row["config"]] = row["us"]
-        for point, times in points.items():
-            for config, us in times.items():
-                ratios[point][config].append((us / min(times.values()), us))
+                points[str(path), row.get("run", ""), row["n"], row["k"], row["m"]][row["config"]] = row["us"]
+    for (_, _, *point), times in points.items():
+        for config, us in times.items():
+            ratios[point[0], point[1], point[2]][config].append((us / min(times.values()), us))
     best = {}
     for point, configs in ratios.items():
         files = max(map(len, configs.values()))

@@ -152,7 +152,7 @@ def test_an_adjustment_finds_what_a_cta_takes_alone():
     pytest.importorskip("scipy", reason="bench.fit needs it")
     config = "sm90_fp8_gemm/64x64x512_1x1x1_coop"
     rows = [
-        {"n": n, "k": k, "m": 64, "format": "int4_g128", "file": "rows", "us": us, "config": config}
+        {"n": n, "k": k, "m": 64, "format": "int4_g128", "run": "rows", "us": us, "config": config}
         for n, k, us in ((4096, 14336, 18.5), (2560, 9728, 12.6), (8192, 8192, 12.5), (4096, 4096, 6.5))
     ]
     timings = fit.collected(rows)
@@ -166,7 +166,7 @@ def test_an_adjustment_finds_what_a_cta_takes_alone():
 
 
 def test_a_fit_takes_timings_of_experts_to_be_of_even_rows():
-    common = {"n": 1536, "k": 2048, "m": 8, "experts": 128, "file": "rows", "us": 50.0}
+    common = {"n": 1536, "k": 2048, "m": 8, "experts": 128, "run": "rows", "us": 50.0}
     rows = [
         common | {"format": format, "config": f"sm90_mixed_gemm/{tile}x256x128_1x1x1_coop"}
         for format in ("int4_g128", "e2m1_g32_e8m0")

@@ -35,7 +35,7 @@ _log = logging.getLogger("w4gemm")
 
 TOP = 10
 """Number of configs that are measured for a problem, least predicted time first. Over the points of
-bench/results/configs.jsonl (H200, 2026-11-21), the best of the first 8 is at most 2 % slower than the fastest, the best
+four layers (H200, 2026-11-21), the best of the first 8 is at most 2 % slower than the fastest, the best
 of 10 at most 0.4 %."""
 MAX_ERROR = 2e-2
 """Largest relative error of a result with which a config is timed."""

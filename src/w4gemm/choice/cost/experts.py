@@ -70,7 +70,7 @@ faster; from 0.4 on no expert's second tile along m makes two waves of one."""
 _TWO_BLOCKS = 1.02
 """Time of tiles of 256 features beside those of 192 over what the rest of the model predicts, with many rows of experts
 in 4-bit floats and 16-bit x: two warpgroups decode two blocks of rows each, where of 192 three decode one each. On an
-H200 (2026-11-24, bench/results/grouped_configs_2.jsonl) 0.97 to 1.05 with 512 rows of an expert, 1.02 in the mean of 16
+H200 (2026-11-24, bench/results/grouped_configs.jsonl) 0.97 to 1.05 with 512 rows of an expert, 1.02 in the mean of 16
 points. First choice over fastest there: 1.018 without this factor, 1.006 with it."""
 _NEVER_FASTEST = 1.25
 """The same factor for 48, 80 and 96 features, and of 64 where tile_m lies between the powers of two. Times of one
@@ -118,7 +118,7 @@ def unevenness(problem: GemmProblem, tile_m: int) -> float:
     a factor, not a number of tiles, because how full the last wave is depends on the routing.
 
     With int4, and with fp8 x, tiles of 128 tokens take about 10 % longer, relative to tiles of 256, than predicted
-    (bench/results/configs_2.jsonl, configs_fp8_8.jsonl). That is more than this factor would change."""
+    (runs configs_2 and configs_fp8_8 of bench/results). That is more than this factor would change."""
     if not _many_rows_of_floats(problem):
         return 1.0
     tiles = problem.m / tile_m + problem.experts / 2
