@@ -88,9 +88,13 @@ class Point(NamedTuple):
         return self.us["w4gemm"] / roofline.limit_us
 
 
-def points_of(rows: Iterable[Row]) -> list[Point]:
+def points_of(rows: Iterable[Row], alone: bool = False) -> list[Point]:
     """Return the points that w4gemm and another implementation were timed at; of several runs of a point the one with
-    the most implementations, the last of these."""
+    the most implementations, the last of these.
+
+    Args:
+        alone: return the points too that w4gemm alone was timed at. They have no ratio.
+    """
     runs: dict[tuple[Any, ...], dict[str, list[Row]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
         if row["kind"] == "time" and not row["impl"].startswith("w4gemm_"):
@@ -108,7 +112,7 @@ def points_of(rows: Iterable[Row]) -> list[Point]:
         run = next(row for row in shown if row["impl"] == "w4gemm")
         others = [row for row in shown if row["impl"] != "w4gemm"]
         point = Point(*own, us, run, others, regrets[-1] if regrets else None)
-        if point.peers:
+        if point.peers or alone:
             points.append(point)
     return sorted(points, key=lambda point: (point.kind, point.n, point.k, point.experts, point.routing, point.m))
 
@@ -125,6 +129,12 @@ def kind_of(row: Row) -> Kind:
 def by_kind(points: Sequence[Point]) -> list[tuple[Kind, list[Point]]]:
     kinds = sorted({point.kind for point in points})
     return [(kind, [point for point in points if point.kind == kind]) for kind in kinds]
+
+
+def of_newest_seed(points: Sequence[Point]) -> list[Point]:
+    """Return the drawn points of the seed that was measured last."""
+    newest = max(points, key=lambda point: str(point.run["run"])).run["seed"]
+    return [point for point in points if point.run["seed"] == newest]
 
 
 def mean(points: Sequence[Point]) -> float | None:

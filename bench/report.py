@@ -25,6 +25,7 @@ from bench.points import (
     by_kind,
     by_step,
     mean,
+    of_newest_seed,
     points_of,
     within,
 )
@@ -167,7 +168,7 @@ def text(page: Page, points: Sequence[Point], engines: Sequence[Row]) -> str:
             plot = {"unknown": "untuned", "widths": "widths", "experts": "experts"}.get(name)
             lines += [_image(page.plot(plot), title), ""] if plot else []
             lines += _ratios(own)
-            lines += _limits(own) if name == "unknown" else []
+            lines += _limits(page.gpu) if name == "unknown" else []
     lines += ["", "## Where w4gemm is behind", "", *_behind(points)]
     lines += _engines(page, engines)
     lines += ["", "## Versions", "", *_versions(points, engines)]
@@ -181,18 +182,24 @@ def _ranges(points: Sequence[Point]) -> dict[str, tuple[int, int]]:
     return {name: ends for name, ends in ranges.items() if within(points, *ends)}
 
 
-def _limits(points: Sequence[Point]) -> list[str]:
-    rates, ranges = RATES[points[0].run["gpu"]], _ranges(points)
+def _limits(gpu: str) -> list[str]:
+    """The table of untuned layers beside the limit. No other implementation is needed at these points."""
+    rows = [row for name in PRODUCTS if name.startswith("unknown") for row in read(RESULTS / f"{name}.jsonl")]
+    points = of_newest_seed(points_of((row for row in rows if row["gpu"] == gpu), alone=True))
+    rates, ranges, run = RATES[gpu], _ranges(points), points[0].run
+    commits = ", ".join(sorted({_date_and_commit(point.run) for point in points}))
     sentence = (
-        f"w4gemm's time / the limit, mean and worst. The limit is {LAUNCH_US:.0f} us for a launch and the longer of "
-        f"two times: of all bytes at {rates.bytes / 1e6:.2f} TB/s, of all operations at {rates.operations / 1e6:.0f} "
-        f"TFLOP/s (fp8 {rates.fp8_operations / 1e6:.0f}), rates that large library calls reach:"
+        f"w4gemm's time / the limit, mean and worst, of the layers of seed {run['seed']} ({commits}). The limit is "
+        f"{LAUNCH_US:.0f} us for a launch and the longer of two times: of all bytes at {rates.bytes / 1e6:.2f} TB/s, "
+        f"of all operations at {rates.operations / 1e6:.0f} TFLOP/s (fp8 {rates.fp8_operations / 1e6:.0f}), rates that "
+        "large library calls reach:"
     )
-    lines = ["", *_wrapped(sentence), "", f"| x, weight | {' | '.join(ranges)} |", "|---" * (len(ranges) + 1) + "|"]
+    head = f"| x, weight | points | {' | '.join(ranges)} |"
+    lines = ["", *_wrapped(sentence), "", head, "|---" * (len(ranges) + 2) + "|"]
     for kind, own in by_kind(points):
         over = [[point.over_limit for point in within(own, *ends)] for ends in ranges.values()]
         cells = [f"{statistics.geometric_mean(each):.2f}, {max(each):.2f}" if each else "" for each in over]
-        lines.append(f"| {kind} | {' | '.join(cells)} |")
+        lines.append(f"| {kind} | {len(own)} | {' | '.join(cells)} |")
     return lines
 
 

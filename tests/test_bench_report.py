@@ -7,7 +7,7 @@ import re
 import pytest
 from bench import report
 from bench.engine import summary
-from bench.points import Kind, by_kind, points_of
+from bench.points import Kind, by_kind, of_newest_seed, points_of
 from bench.rows import Row, read
 
 
@@ -61,6 +61,12 @@ def test_the_limit_is_a_launch_and_bytes_or_operations():
     moved = 512 * 1024 / 2 + 512 * 1024 // 128 * 2 + 3 * 2 * (512 + 1024)
     assert few.over_limit == pytest.approx(10 / (moved / 3.07e6 + 2))
     assert many.over_limit == pytest.approx(10 / (2 * 4096 * 512 * 1024 / 790e6 + 2))
+
+
+def test_the_limit_needs_no_other_library_and_is_of_the_newest_seed():
+    rows = [row("w4gemm", 4.0, m, run, seed=seed) for run, seed, m in (("r1", 58, 3), ("r2", 7, 5), ("r2", 7, 9))]
+    assert not points_of(rows)
+    assert [point.m for point in of_newest_seed(points_of(rows, alone=True))] == [5, 9]
 
 
 def test_other_widths_are_kinds_of_their_own():
