@@ -15,8 +15,7 @@ from w4gemm.console.progress import say
 from w4gemm.core.environment import names_threads
 from w4gemm.core.errors import dotted, nearest, require_gpu
 from w4gemm.core.formats import WeightFormat
-from w4gemm.core.gpu_rates import known_names
-from w4gemm.core.problem import Device, GemmProblem, gpu_named
+from w4gemm.core.problem import Device, GemmProblem, gpu_named, known_names
 from w4gemm.packing.layouts import layout_for
 
 

@@ -14,7 +14,7 @@ LAUNCH_US = 2.0
 
 class Rates(NamedTuple):
     """The rates that large library calls reach on a device. The GPU's power limits them, so they are below the rates of
-    its data sheet (:mod:`w4gemm.core.gpu_rates`)."""
+    its data sheet (:mod:`w4gemm.core.problem`)."""
 
     bytes: float
     """Bytes of memory per us."""

@@ -1,7 +1,9 @@
-"""vLLM's quantization configs, whose methods for layers pass through hooks of ours: :func:`add_hook`.
+"""vLLM's quantization configs, whose methods for layers pass through hooks of ours, :func:`add_hook`; and merged linear
+layers whose shards have different formats, :class:`VllmShards`.
 
 vLLM asks a model's quantization config for the method of each layer. Subclasses of vLLM's own configs, registered under
 vLLM's names, let vLLM make its method, give each hook the method and its layer, and watch what a linear layer loads.
+For a merged layer of several formats, at which vLLM ends the start, they make a layer of vLLM's of each shard.
 """
 
 from __future__ import annotations
@@ -11,11 +13,12 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from vllm.model_executor.layers.linear import LinearMethodBase
+from vllm.model_executor.layers.linear import ColumnParallelLinear, LinearBase, LinearMethodBase
 from vllm.model_executor.layers.quantization import get_quantization_config, register_quantization_config
 
-from w4gemm.integrations.vllm.linear_kernel import kernels_made, watch
-from w4gemm.integrations.vllm.shards import method_of
+from w4gemm.integrations.engines.shards import Shards, settings_differ, shard_names
+from w4gemm.integrations.vllm import takeover
+from w4gemm.integrations.vllm.linear_kernel import capability, kernels_made, watch
 
 Hook = Callable[[Any, torch.nn.Module], Any]
 """Called with what vLLM made for a layer, which may be None, and the layer; returns the method that the layer gets."""
@@ -52,7 +55,7 @@ class _Config:
         return method
 
     def _hooked_method(self, layer: torch.nn.Module, prefix: str) -> Any:
-        method = method_of(super().get_quant_method, self, layer, prefix)  # type: ignore[misc]
+        method = _method_of(super().get_quant_method, self, layer, prefix)  # type: ignore[misc]
         for hook in _hooks:
             method = hook(method, layer)
         return method
@@ -70,3 +73,51 @@ def _blank_config(base: type) -> Any:
 @functools.cache
 def _config_class(base: type) -> type:
     return type(base.__name__, (_Config, base), {"__module__": __name__})
+
+
+# --- merged layers of several formats --------------------------------------------------------------------------------
+
+
+def _method_of(own: Callable[[torch.nn.Module, str], Any], config: Any, layer: torch.nn.Module, prefix: str) -> Any:
+    """Return the method that vLLM makes for a layer, or ours for a merged one of shards that differ.
+
+    Args:
+        own: makes vLLM's method.
+        config: vLLM's quantization config.
+        prefix: name of the layer.
+    """
+    merged = getattr(config, "packed_modules_mapping", None) or {}
+    names = shard_names(merged, prefix) if isinstance(layer, LinearBase) else []
+    if not names or takeover.why_not_here(capability()):
+        return own(layer, prefix)
+    from vllm.model_executor.layers.quantization.utils.gptq_utils import get_dynamic_override
+
+    if not settings_differ(config, layer, [prefix, *names], get_dynamic_override):
+        try:
+            return own(layer, prefix)
+        except ValueError as e:  # by which vLLM refuses shards that differ, too
+            takeover.log().debug("%s: %s", prefix, e)
+    return VllmShards(config, names)
+
+
+class VllmShards(Shards, LinearMethodBase):
+    """:class:`Shards` with layers of vLLM's."""
+
+    column_parallel = ColumnParallelLinear
+
+    def division(self, layer: Any) -> dict[str, Any]:
+        return {"disable_tp": True} if getattr(layer, "disable_tp", False) else {}
+
+    def loader(self, layer: Any, name: str) -> Callable[..., Any]:
+        """Return a loader as :class:`Shards` does, which vLLM's reloading lets alone.
+
+        Reloading would put a loader of its own around it, and take the empty parameter for loaded after the first
+        tensor. It lets those alone that have its own loader's name. The shards are layers that it reloads themselves.
+        """
+        load_shard = super().loader(layer, name)
+
+        def online_process_loader(*args: Any, **kwargs: Any) -> Any:
+            return load_shard(*args, **kwargs)
+
+        online_process_loader.__wrapped__ = load_shard  # type: ignore[attr-defined]
+        return online_process_loader

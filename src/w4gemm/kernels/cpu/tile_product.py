@@ -97,9 +97,8 @@ class TileProduct(CompiledProduct):
             out = torch.empty(rows, self.columns, dtype=torch.float32)
         largest = self._multiply(own, x.contiguous(), weight, out)
         result = out if rows == m and self.columns == self.n else out[:m, : self.n]
-        if (
-            largest >= _INFINITE and not self.is_rounded
-        ):  # as sums before scales or parts of infinities may be where no result is
+        # sums before scales, and parts of infinities, may be infinite where no result is
+        if largest >= _INFINITE and not self.is_rounded:
             those = ~result.isfinite().all(1)
             result[those] = super().__call__(x[those], weight, None)
         return result
