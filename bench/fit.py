@@ -2,7 +2,8 @@
 
 ROWS are files of timings as bench.sweep writes them: all of fp8 or all of 16-bit activations, and all of one kind of
 GPU, an H200 if they do not say. Rows of experts have m tokens for each expert. A file, or a run of a stored file, is of
-one machine; only its own times are compared. Passed over are two launches, which are predicted as the sum of both, and dequantize_gemm.
+one machine; only its own times are compared. Passed over are two launches, which are predicted as the sum of both, and
+dequantize_gemm.
 
 Writes the constants of that GPU, on which no compiled kernel depends, and prints how far the first choice is from the
 fastest config at each (n, k, m, experts). A GPU without a file gets the constants of the GPU most like it, scaled by

@@ -73,7 +73,8 @@ def compact(rows: Iterable[Row]) -> list[Row]:
         lines.append({"kind": "run", **({"run": run} if run else {}), "all": common | facts})
         for row in own:
             line = {name: value for name, value in row.items() if name != "run" and name not in common}
-            lines.append(line | {name: _by_kernel(line[name]) for name in BY_CONFIG if isinstance(line.get(name), dict)})
+            line |= {name: _by_kernel(line[name]) for name in BY_CONFIG if isinstance(line.get(name), dict)}
+            lines.append(line)
     return lines
 
 

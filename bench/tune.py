@@ -74,7 +74,8 @@ def from_rows(paths: Sequence[Path], args: argparse.Namespace, device: Device) -
 
 def measured(paths: Sequence[Path], format: str) -> dict[tuple[int, int, int], dict[str, tuple[float, float]]]:
     """For each (n, k, m) and config (its time over the fastest's there, geometric mean over the files; its time in the
-    last of them). Files are of different machines: of a point in several, what was measured in all of them counts. So are the runs of a stored file."""
+    last of them). Files, and runs of a stored file, are of different machines: of a point in several, what was measured
+    in all of them counts."""
     ratios: dict[tuple[int, int, int], dict[str, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
     points: dict[tuple[str, str, int, int, int], dict[str, float]] = defaultdict(dict)
     for path in paths:
