@@ -5,11 +5,12 @@ Every number of a layer is read from the config, so that :func:`tiny` gives the 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from bench.engine import published
 from bench.engine.modules import Matrix, Module, Vector, layer_modules
 
 
@@ -56,31 +57,22 @@ class Model:
         return layer_modules(self.config, index)
 
 
-MODELS = {
-    model.name: model
-    for model in (
-        Model("llama-3-8b", published.llama(4096, 14336, 32, 32)),
-        Model("llama-3-70b", published.llama(8192, 28672, 80, 64)),
-        Model("qwen2.5-32b", published.QWEN25_32B),
-        Model("qwen3-30b-a3b", published.QWEN3_30B_A3B),
-        Model("mixtral-8x7b", published.MIXTRAL_8X7B),
-        Model("gpt-oss-20b", published.GPT_OSS_20B),
-        Model("deepseek-v3-5-layers", published.DEEPSEEK_V3),
-        Model("kimi-k2", published.KIMI_K2),
-        Model("glm-4.5-air", published.GLM_45_AIR),
-        Model("qwen3.5-35b-a3b", published.QWEN35_35B_A3B),
-        Model("nemotron-3-nano", published.NEMOTRON_3_NANO),
-        Model("minimax-m3", published.MINIMAX_M3),
-        Model("kimi-k3-quarter", published.KIMI_K3_QUARTER),
-    )
-}
-"""deepseek-v3-5-layers: one dense layer and four of the mixture's 58, so that one GPU holds it. kimi-k3-quarter: 224 of
-896 experts, as one of four GPUs has them."""
+def _read() -> tuple[dict[str, Model], dict[str, Any]]:
+    """Return the models of published.json by name, and the sizes of a model in small."""
+    models: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("published.json").read_text())
+    common, small = models.pop("common"), models.pop("tiny")
+    return {name: Model(name, {**common, **own}) for name, own in models.items()}, small
+
+
+MODELS, _TINY = _read()
+"""config.json of published models, as far as engines read it; prompts of 8k tokens and their answers have room, without
+scaling of RoPE, which costs no time. deepseek-v3-5-layers: one dense layer and four of the mixture's 58, so that one
+GPU holds it. kimi-k3-quarter: 224 of 896 experts, as one of four GPUs has them."""
 
 
 def tiny(model: Model) -> Model:
     """Return the same model with two small layers, to try everything else."""
-    small = {key: value for key, value in published.TINY.items() if key in model.config}
+    small = {key: value for key, value in _TINY.items() if key in model.config}
     return replace(model, name=f"tiny-{model.name}", config={**cut(model, 2).config, **small})
 
 

@@ -40,7 +40,6 @@ class Vector(NamedTuple):
 
 Module = Matrix | Stack | Vector
 RESIDUAL_GAIN = 0.5
-_HEADS = ("num_attention_heads", "num_key_value_heads", "head_dim")
 
 
 def layer_modules(c: Mapping[str, Any], index: int) -> Iterator[Module]:
@@ -56,23 +55,30 @@ def layer_modules(c: Mapping[str, Any], index: int) -> Iterator[Module]:
 
 
 def _attention(c: Mapping[str, Any]) -> Iterator[Module]:
-    kind, hidden, heads, kv_heads = (
-        c["model_type"],
-        c["hidden_size"],
-        c["num_attention_heads"],
-        c["num_key_value_heads"],
-    )
-    head_dim, quantized = c.get("head_dim", hidden // heads), kind != "gpt_oss"
-    biases, all_biases = kind in ("qwen2", "gpt_oss", "glm4_moe"), kind == "gpt_oss"
-    yield Matrix("self_attn.q_proj", heads * head_dim, hidden, biases, quantized)
-    yield Matrix("self_attn.k_proj", kv_heads * head_dim, hidden, biases, quantized)
-    yield Matrix("self_attn.v_proj", kv_heads * head_dim, hidden, biases, quantized)
-    yield Matrix("self_attn.o_proj", hidden, heads * head_dim, all_biases, quantized, RESIDUAL_GAIN)
+    kind, hidden, heads = c["model_type"], c["hidden_size"], c["num_attention_heads"]
+    head_dim, biases = c.get("head_dim", hidden // heads), kind in ("qwen2", "gpt_oss", "glm4_moe")
+    yield from _projections(c, "self_attn", head_dim, biases, kind == "gpt_oss", quantized=kind != "gpt_oss")
     if kind == "qwen3_moe":
         yield Vector("self_attn.q_norm.weight", (head_dim,))
         yield Vector("self_attn.k_norm.weight", (head_dim,))
     if kind == "gpt_oss":
         yield Vector("self_attn.sinks", (heads,), 1.0)
+
+
+def _projections(
+    c: Mapping[str, Any],
+    at: str,
+    head_dim: int,
+    biases: bool = False,
+    o_bias: bool = False,
+    gates: bool = False,
+    quantized: bool = False,
+) -> Iterator[Matrix]:
+    """q, k, v and o of attention. gates: q_proj also has a gate for each number of a head."""
+    hidden, heads, kv_heads = (c[f] for f in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
+    for leaf, n in (("q", (1 + gates) * heads), ("k", kv_heads), ("v", kv_heads)):
+        yield Matrix(f"{at}.{leaf}_proj", n * head_dim, hidden, biases, quantized)
+    yield Matrix(f"{at}.o_proj", hidden, heads * head_dim, o_bias, quantized, RESIDUAL_GAIN)
 
 
 def _latent_attention(c: Mapping[str, Any]) -> Iterator[Module]:
@@ -162,7 +168,7 @@ def _qwen35(c: Mapping[str, Any], index: int) -> Iterator[Module]:
             yield Matrix(f"linear_attn.in_proj_{leaf}", n, hidden, quantized=False)
         yield Matrix("linear_attn.out_proj", hidden, values, quantized=False, gain=RESIDUAL_GAIN)
     else:
-        yield from _plain_attention(c, "self_attn", gates=True)
+        yield from _projections(c, "self_attn", c["head_dim"], gates=True)
         yield Vector("self_attn.q_norm.weight", (c["head_dim"],), 0.02)
         yield Vector("self_attn.k_norm.weight", (c["head_dim"],), 0.02)
     yield Matrix("mlp.gate", c["num_experts"], hidden, quantized=False)
@@ -172,21 +178,12 @@ def _qwen35(c: Mapping[str, Any], index: int) -> Iterator[Module]:
         yield from _gated(f"mlp.experts.{e}", hidden, c["moe_intermediate_size"])
 
 
-def _plain_attention(c: Mapping[str, Any], name: str, gates: bool = False) -> Iterator[Matrix]:
-    """In 16 bits, without biases. gates: q_proj also has a gate for each number of a head."""
-    hidden, heads, kv_heads, head_dim = (c[key] for key in ("hidden_size", *_HEADS))
-    yield Matrix(f"{name}.q_proj", (1 + gates) * heads * head_dim, hidden, quantized=False)
-    yield Matrix(f"{name}.k_proj", kv_heads * head_dim, hidden, quantized=False)
-    yield Matrix(f"{name}.v_proj", kv_heads * head_dim, hidden, quantized=False)
-    yield Matrix(f"{name}.o_proj", hidden, heads * head_dim, quantized=False, gain=RESIDUAL_GAIN)
-
-
 def _nemotron3(c: Mapping[str, Any], index: int) -> Iterator[Module]:
     """Mamba 2, attention or experts without gates."""
     hidden, kind = c["hidden_size"], c["hybrid_override_pattern"][index]
     yield Vector("norm.weight", (hidden,))
     if kind == "*":
-        yield from _plain_attention(c, "mixer")
+        yield from _projections(c, "mixer", c["head_dim"])
         return
     if kind == "M":
         heads = c["mamba_num_heads"]
@@ -214,7 +211,7 @@ def _minimax3(c: Mapping[str, Any], index: int) -> Iterator[Module]:
     hidden, experts, width = c["hidden_size"], c["num_local_experts"], c["intermediate_size"]
     yield Vector("input_layernorm.weight", (hidden,), 0.02)
     yield Vector("post_attention_layernorm.weight", (hidden,), 0.02)
-    yield from _plain_attention(c, "self_attn")
+    yield from _projections(c, "self_attn", c["head_dim"])
     yield Vector("self_attn.q_norm.weight", (c["head_dim"],), 0.02)
     yield Vector("self_attn.k_norm.weight", (c["head_dim"],), 0.02)
     if not c["moe_layer_freq"][index]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -350,11 +350,3 @@ def _mxfp4(stack: Stack) -> Iterator[Tensor]:
     yield Tensor(f"{stack.name}_blocks", torch.uint8, (*shape, 16), Numbers("codes"))
     yield Tensor(f"{stack.name}_scales", torch.uint8, shape, Numbers("exponents", exponent))
     yield Tensor(f"{stack.name}_bias", DTYPE, shape[:2], Numbers("normal", 0.1))
-
-
-def pack_words(numbers: torch.Tensor, dim: int, nibbles: Sequence[int] = range(8)) -> torch.Tensor:
-    """Return int32 words of eight numbers 0 to 15 along ``dim`` each; the first goes into nibble ``nibbles[0]``, ..."""
-    eights = numbers.movedim(dim, -1).to(torch.int64).unflatten(-1, (-1, 8))
-    words = sum(eights[..., i] << 4 * nibble for i, nibble in enumerate(nibbles))
-    assert isinstance(words, torch.Tensor)
-    return words.to(torch.int32).movedim(-1, dim).contiguous()
