@@ -6,6 +6,7 @@ import torch
 
 from w4gemm.core.autocast import without_autocast
 from w4gemm.core.errors import UnsupportedError, kind_of, require_tensor
+from w4gemm.core.formats import WeightFormat
 from w4gemm.kernels import launcher
 from w4gemm.kernels.helpers.weight_quantize import WeightQuantize
 from w4gemm.weights.quantize import channel_scales_of_rows, group_ends, largest_quantized, quantize
@@ -14,8 +15,6 @@ from w4gemm.weights.weight import QuantizedWeight
 Dense = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
-@without_autocast
-@torch.no_grad()
 def update_(w: QuantizedWeight, weight: Dense) -> None:
     """Quantize new dense numbers into the tensors of a weight, in place, as reinforcement learning does between steps.
 
@@ -46,10 +45,36 @@ def update_(w: QuantizedWeight, weight: Dense) -> None:
     """
     if not isinstance(w, QuantizedWeight):
         raise TypeError(f"w: wanted a QuantizedWeight, got {kind_of(w)}")
+    if (refused := launch_update(w, weight)) is not None:
+        check(refused, w.format)
+
+
+@without_autocast
+@torch.no_grad()
+def launch_update(w: QuantizedWeight, weight: Dense) -> torch.Tensor | None:
+    """Do as :func:`update_`, and leave the check of the numbers to the caller, who can make it once for many weights.
+
+    Returns:
+        What :func:`check` takes: int32 (1,), not 0 if a number is refused; None if all have been checked.
+    """
     sources = weight if isinstance(weight, tuple) else (weight,)
     _check(w, sources)
-    if not _by_kernel(w, sources):
+    refused = _by_kernel(w, sources)
+    if refused is None:
         _update_in_pytorch(w, sources)
+    return refused
+
+
+def check(refused: torch.Tensor, format: WeightFormat) -> None:
+    """Raise ValueError if the kernel has refused a number, after waiting for it."""
+    if refused.item():
+        raise ValueError(refusal(format))
+
+
+def refusal(format: WeightFormat) -> str:
+    """Return what the error says of a number that the kernel has refused."""
+    limit = largest_quantized(format)
+    return f"weight: wanted finite values of at most {limit:g} for {format}; w holds nothing of use now"
 
 
 def _check(w: QuantizedWeight, sources: tuple[torch.Tensor, ...]) -> None:
@@ -63,17 +88,17 @@ def _check(w: QuantizedWeight, sources: tuple[torch.Tensor, ...]) -> None:
             raise ValueError(f"weight: wanted both of {sources[0].dtype}, got {source.dtype}")
 
 
-def _by_kernel(w: QuantizedWeight, sources: tuple[torch.Tensor, ...]) -> bool:
-    """Quantize by the kernel; False where it does not run."""
+def _by_kernel(w: QuantizedWeight, sources: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
+    """Quantize by the kernel, and return its flag of refused numbers; None where it does not run."""
     if w.layout != "mma16" or w.perm is not None or not all(WeightQuantize.takes(source) for source in sources):
-        return False
+        return None
     limit = largest_quantized(w.format)
     try:
         run = launcher(WeightQuantize.of, w.device, sources[0].dtype, w.format, len(sources) == 2, limit)
     except UnsupportedError:  # W4GEMM_COMPILE=off, and nobody compiled it
         run = None
     if run is None:
-        return False
+        return None
     experts = max(w.experts, 1)
     blocks, *channels = (t if w.experts else t[None] for t in w.tensors)
     rows = [source.view(experts, -1, w.k) for source in sources]
@@ -84,11 +109,7 @@ def _by_kernel(w: QuantizedWeight, sources: tuple[torch.Tensor, ...]) -> bool:
     refused = torch.zeros(1, dtype=torch.int32, device=w.device)
     even, odd = (*rows, None)[:2]
     run(even, odd, channels[0] if channels else None, ends, blocks, refused, w.n)
-    if refused.item():
-        raise ValueError(
-            f"weight: wanted finite values of at most {limit:g} for {w.format}; w holds nothing of use now"
-        )
-    return True
+    return refused
 
 
 def _update_in_pytorch(w: QuantizedWeight, sources: tuple[torch.Tensor, ...]) -> None:

@@ -42,6 +42,23 @@ def unloaded(parameter: torch.Tensor) -> float:
     return int(sum(counts)) / len(units) if len(units) else 0.0
 
 
+def mark_rows(layer: torch.nn.Module, names: Iterable[str]) -> None:
+    """Mark the first column of floating-point parameters (..., n, k), of which an engine loads whole rows."""
+    for name in names:
+        _first_column(layer._parameters[name]).fill_(-1)
+
+
+def unloaded_rows(parameter: torch.Tensor) -> float:
+    """Return the share of the rows of a parameter that :func:`mark_rows` has marked, and nobody has loaded."""
+    column = _first_column(parameter)
+    return int((column == -1).count_nonzero()) / column.numel()
+
+
+def _first_column(parameter: torch.Tensor | None) -> torch.Tensor:
+    assert parameter is not None
+    return parameter.data.view(_WORDS[parameter.element_size()])[..., 0]
+
+
 def check_loaded(layer: torch.nn.Module, names: Iterable[str], what: str) -> bool:
     """Return False if the engine has loaded nothing of a layer.
 

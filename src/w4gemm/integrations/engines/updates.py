@@ -9,14 +9,17 @@ graphs point, and let go: one layer is held twice at a time, if a layer's tensor
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from types import MethodType
 from typing import Any
 
 import torch
 
-from w4gemm.api.update import update_
-from w4gemm.integrations.engines.loading import mark, unloaded
+from w4gemm.api.update import Dense, check, launch_update, refusal
+from w4gemm.integrations.engines import routes
+from w4gemm.integrations.engines.loading import mark, mark_rows, unloaded, unloaded_rows
+from w4gemm.integrations.engines.routes import RowBlock
 from w4gemm.weights.weight import QuantizedWeight
 
 Tensors = Mapping[str, torch.Tensor]
@@ -29,6 +32,9 @@ class Update:
         what: the layer, for errors.
     """
 
+    mark = staticmethod(mark)
+    unloaded = staticmethod(unloaded)
+
     def __init__(self, what: str) -> None:
         self.what = what
         self.coming = torch.nn.Module()
@@ -40,16 +46,19 @@ class Update:
         """Wait for all of these parameters."""
         for name, parameter in parameters.items():
             self.coming.register_parameter(name, parameter)
-        mark(self.coming, parameters)
+        self.mark(self.coming, parameters)
 
     def taken_if_whole(self) -> dict[str, torch.nn.Parameter]:
         """Return the parameters, which are waited for no longer, if all of them are loaded; else none."""
         parameters: dict[str, Any] = dict(self.coming._parameters)
-        # engines load whole rows: of many experts that come one by one, the first column is looked at alone
-        if any(unloaded(p.data[..., :1].contiguous()) or unloaded(p) for p in parameters.values()):
+        if any(self.unloaded(p) for p in parameters.values()):
             return {}
-        self.coming = torch.nn.Module()
+        self.forget()
         return parameters
+
+    def forget(self) -> None:
+        """Let go of what has come."""
+        self.coming = torch.nn.Module()
 
     def end(self) -> None:
         """Let go of what has come. Called when the engine says that an update is at its end.
@@ -57,9 +66,10 @@ class Update:
         Raises:
             RuntimeError: if that is a part of the parameters.
         """
-        parameters, self.coming = self.coming._parameters, torch.nn.Module()
+        parameters = self.coming._parameters
+        self.forget()
         for name, parameter in parameters.items():
-            if parameter is not None and (share := unloaded(parameter)):
+            if parameter is not None and (share := self.unloaded(parameter)):
                 raise RuntimeError(
                     f"{self.what}: {name}: {share:.2%} of its shape {tuple(parameter.shape)} was not loaded, wanted "
                     "all of it"
@@ -78,8 +88,12 @@ class DenseUpdate(Update):
         parameter: returns the engine's class of parameters of unquantized weights.
     """
 
+    moves = False
+    """Whether the engine puts the same tensor elsewhere later, as it moves experts."""
     hint = ""
     """How quantized numbers are loaded, for the error if some come."""
+    mark = staticmethod(mark_rows)
+    unloaded = staticmethod(unloaded_rows)
 
     def __init__(
         self,
@@ -93,6 +107,21 @@ class DenseUpdate(Update):
         self.name, self.weight, self.gated, self.parameter = name, weight, gated, parameter
         self.padding: Callable[[torch.Tensor], Iterable[torch.Tensor]] = lambda dense: ()
         """Returns the parts of the layer's dense numbers that come in no tensor, and are zeros."""
+        self.layer: Callable[[], Any] = lambda: None
+        """Returns the layer. Weak, because vLLM's record of a layer, which has its parameters' loaders, must not keep
+        it."""
+        self.forget()
+
+    def forget(self) -> None:
+        super().forget()
+        self.waiting: list[tuple[RowBlock, torch.Tensor]] = []
+        """What has come and is not copied yet."""
+        self.rows: dict[int, int] = {}
+        """How many have come, by the first one's number in all experts' rows."""
+        self.count = 0
+        """Rows in all."""
+        self.is_known = True
+        """False once a loader has copied something else than whole rows."""
         self.numbers = 0
         """Numbers that have come, on all GPUs."""
 
@@ -138,48 +167,136 @@ class DenseUpdate(Update):
         Raises:
             ValueError: if they cannot take the place of the packed ones.
         """
-        return self.fill(layer, layer._parameters | layer._buffers, loaded, *args, **options)
+        call = routes.current()
+        if call is None:
+            self.begin(layer)
+        else:
+            call.begin(self, layer)
+        with self.lock:
+            is_new = not self.numbers
+            held = self._memory(loaded.dtype)
+            copies = routes.Copies(held.data, loaded)
+            with copies:
+                result = self.loader(layer)(held, loaded, *args, **options)
+            if call is not None:
+                call.learn(self, layer, loaded, None if self.moves else copies.blocks)
+            if result is False:  # an expert of other GPUs
+                if is_new:
+                    self.forget()
+                return result
+            self.numbers += loaded.numel()
+            if copies.blocks is None:
+                self.is_known = False
+            for block in copies.blocks or ():
+                self._note(block)
+            self._quantize_if_whole()
+        return result
 
-    def fill(self, layer: Any, tensors: Tensors, loaded: torch.Tensor, *args: Any, **options: Any) -> Any:
-        """Do as :meth:`load`, for a layer whose packed tensors are ``tensors``."""
+    # --- as routes.Taker ----------------------------------------------------------------------------------------------
+
+    def begin(self, layer: Any) -> None:
+        """Take numbers of a layer whose packed tensors are its own."""
+        self.begin_with(layer, layer._parameters | layer._buffers)
+
+    def begin_with(self, layer: Any, tensors: Tensors) -> None:
+        """Take numbers of a layer whose packed tensors are ``tensors``."""
         try:
-            w = self.weight(tensors)
+            self.w = self.weight(tensors)
         except ValueError as e:
             raise ValueError(f"{self.what}: {self.name}: dense numbers came for it, but {e}") from e
-        loader = self.loader(layer)
+        self.layer = weakref.ref(layer)
+
+    def put(self, tensor: torch.Tensor, blocks: Iterable[RowBlock]) -> None:
         with self.lock:
-            is_new = self.name not in self.coming._parameters
-            if is_new:
-                data = torch.empty(w.shape, dtype=loaded.dtype, device=w.device)
-                dense = self.parameter()(data=data, input_dim=1, output_dim=0, weight_loader=loader)
-                for name in ("tp_rank", "tp_size"):
-                    if hasattr(dense, name) and hasattr(layer, name):
-                        setattr(dense, name, getattr(layer, name))
-                self.expect({self.name: dense})
-                self.numbers = 0
-                for part in self.padding(dense.data):
-                    self.numbers += part.zero_().numel()
-            held = self.coming.get_parameter(self.name)
-            result = loader(held, loaded, *args, **options)
-            self.numbers += 0 if result is False else loaded.numel()
-            if result is False and is_new:  # an expert of other GPUs
-                self.coming = torch.nn.Module()
-            elif self.numbers >= held.numel():  # else a part is not there, without asking the GPU, which takes a while
-                self._quantize(w)
-        return result
+            for block in blocks:
+                self.waiting.append((block, tensor))
+                self.numbers += block.rows * self.w.k
+                self._note(block)
+            self._quantize_if_whole()
+
+    def settle(self) -> None:
+        with self.lock:
+            if self.waiting:
+                self._memory()
+                self._quantize_if_whole()
+
+    # ------------------------------------------------------------------------------------------------------------------
 
     def loader(self, layer: Any) -> Callable[..., Any]:
         """Return what puts this GPU's part of a tensor into a parameter."""
         loader: Callable[..., Any] = getattr(layer, "weight_loader_v2", layer.weight_loader)
         return loader
 
-    def _quantize(self, w: QuantizedWeight) -> None:
-        """Quantize the dense numbers if all of them are loaded."""
-        for parameter in self.taken_if_whole().values():
-            rows: Any = parameter.data
-            if self.gated:
-                rows = tuple(half.contiguous() for half in rows.chunk(2, -2))
-            try:
-                update_(w, rows)
-            except ValueError as e:
-                raise ValueError(f"{self.what}: {self.name}: {e}") from e
+    def _note(self, block: RowBlock) -> None:
+        self.count += 0 if block.row in self.rows else block.rows
+        self.rows[block.row] = block.rows
+
+    def _memory(self, dtype: torch.dtype | None = None) -> Any:
+        """Return the parameter that engines load into, after copying what has waited for it. dtype: if that is made
+        now, and nothing has waited."""
+        held: Any = self.coming._parameters.get(self.name)
+        if held is None:
+            layer = self.layer()
+            dtype = self.waiting[0][1].dtype if self.waiting else dtype
+            data = torch.empty(self.w.shape, dtype=dtype, device=self.w.device)
+            held = self.parameter()(data=data, input_dim=1, output_dim=0, weight_loader=self.loader(layer))
+            for name in ("tp_rank", "tp_size"):
+                if hasattr(held, name) and hasattr(layer, name):
+                    setattr(held, name, getattr(layer, name))
+            self.expect({self.name: held})
+            for part in self.padding(held.data):
+                self.numbers += part.zero_().numel()
+                self.is_known = False  # these rows are not whole
+        rows = held.data.view(-1, self.w.k)
+        for block, tensor in self.waiting:
+            rows[block.row : block.row + block.rows].copy_(block.numbers(tensor, self.w.k))
+        self.waiting = []
+        return held
+
+    def _quantize_if_whole(self) -> None:
+        """Quantize the dense numbers if all of them have come."""
+        w = self.w
+        count = w.n * max(w.experts, 1)
+        rows: Dense | None = None
+        if self.is_known and self.count >= count and routes.cover(self.rows, count):
+            rows = self._gathered(count) if len(self.waiting) == len(self.rows) else self._memory().data
+            self.forget()
+        elif not self.is_known and self.numbers >= count * w.k:
+            # only then the GPU is asked whether all parts are there, which takes a while
+            self._memory()
+            rows = getattr(self.taken_if_whole().get(self.name), "data", None)
+        if rows is not None:
+            self._quantize(rows)
+
+    def _gathered(self, count: int) -> Dense:
+        """Return all rows, which wait to be copied; of a gated weight all gates and all ups."""
+        w, half = self.w, self.w.n // 2
+
+        def place(block: RowBlock) -> tuple[int, int]:
+            return (block.row // half % 2 if self.gated else 0), block.row
+
+        if self.gated and any(block.row // half != (block.row + block.rows - 1) // half for block, _ in self.waiting):
+            return self._memory().data
+        ordered = sorted(self.waiting, key=lambda pair: place(pair[0]))
+        dtype, parts = ordered[0][1].dtype, [block.numbers(tensor, w.k) for block, tensor in ordered]
+        if any(part.dtype != dtype or part.device != w.device for part in parts):
+            parts = [part.to(w.device, dtype) for part in parts]
+        if len(parts) > 1 or not parts[0].is_contiguous():
+            parts = [torch.cat(parts, out=torch.empty(count, w.k, dtype=dtype, device=w.device))]
+        if not self.gated:
+            return parts[0].view(w.shape)
+        gates, ups = parts[0].view(2, *w.shape[:-2], half, w.k)
+        return gates, ups
+
+    def _quantize(self, rows: Dense) -> None:
+        if self.gated and isinstance(rows, torch.Tensor):
+            gates, ups = (half.contiguous() for half in rows.chunk(2, -2))
+            rows = gates, ups
+        try:
+            refused, call = launch_update(self.w, rows), routes.current()
+            if refused is not None and call is not None:
+                call.checks.append((refused, f"{self.what}: {self.name}: {refusal(self.w.format)}"))
+            elif refused is not None:
+                check(refused, self.w.format)
+        except ValueError as e:
+            raise ValueError(f"{self.what}: {self.name}: {e}") from e

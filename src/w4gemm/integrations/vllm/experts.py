@@ -124,6 +124,7 @@ class _Method:
                 functools.partial(self._weight, i),
                 self._in_halves(product),
                 functools.partial(_padding, self.moe, product),
+                moves=self.moe.moe_parallel_config.enable_eplb,
                 stacked=in_pairs(self.moe),
             )
             for i, product in enumerate(PRODUCTS)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from w4gemm.integrations.engines import routes
 from w4gemm.integrations.engines.updates import DenseUpdate, Tensors
 from w4gemm.weights.weight import QuantizedWeight
 
@@ -28,20 +29,23 @@ class ReloadedUpdate(DenseUpdate):
         super().__init__(name, what, weight, gated, _dense_parameter)
         self.reload: Any = None
         """The tensors that vLLM had put aside when the newest dense numbers came; None if it had not."""
+        _route_loads()
 
-    def load(self, layer: Any, loaded: torch.Tensor, *args: Any, **options: Any) -> Any:
+    def begin(self, layer: Any) -> None:
         info = _reloading(layer)
         aside = None if info is None else info.kernel_tensors
         if aside is not self.reload:
-            self.coming, self.reload = torch.nn.Module(), aside
+            self.forget()
+            self.reload = aside
         parameters, buffers = (layer._parameters, layer._buffers) if aside is None else aside
-        was_coming = bool(self.coming._parameters)
-        with _disable_current_modes():  # vLLM counts what is copied into parameters, and this is not one of the layer's
-            result = self.fill(layer, parameters | buffers, loaded, *args, **options)
+        self.begin_with(layer, parameters | buffers)
         if info is not None:
-            if result is not False or was_coming:
-                info.load_numel = max(info.load_numel, 1)  # so that vLLM processes the layer
-            # vLLM would keep them to load them once more
+            info.load_numel = max(info.load_numel, 1)  # so that vLLM processes the layer
+
+    def load(self, layer: Any, loaded: torch.Tensor, *args: Any, **options: Any) -> Any:
+        with _disable_current_modes():  # vLLM counts what is copied into parameters, and this is not one of the layer's
+            result = super().load(layer, loaded, *args, **options)
+        if (info := _reloading(layer)) is not None:  # vLLM would keep them to load them once more
             kept = [one for one in info.loaded_weights if one[1].arguments.get("loaded_weight") is not loaded]
             info.loaded_weights[:] = kept
         return result
@@ -52,6 +56,7 @@ class ExpertsUpdate(ReloadedUpdate):
 
     Args:
         padding: as the attribute of this name.
+        moves: True if experts move (EPLB).
         stacked: True for gpt-oss, whose tensors hold all experts, (experts, k, n), or, in vLLM 0.33, one, (k, n), and
             which vLLM's model takes apart as if they were packed.
     """
@@ -63,10 +68,11 @@ class ExpertsUpdate(ReloadedUpdate):
         weight: Callable[[Tensors], QuantizedWeight],
         gated: bool,
         padding: Callable[[torch.Tensor], Iterable[torch.Tensor]],
+        moves: bool,
         stacked: bool,
     ) -> None:
         super().__init__(name, what, weight, gated)
-        self.padding, self.stacked = padding, stacked
+        self.padding, self.moves, self.stacked = padding, moves, stacked
 
     def loader(self, layer: Any) -> Callable[..., Any]:
         return functools.partial(self._load_stacked, layer) if self.stacked else super().loader(layer)
@@ -132,6 +138,28 @@ def end_reload(layer: Any, updates: Collection[ReloadedUpdate], packed: Collecti
         update.reload = None
         update.end()
     return True
+
+
+def _route_loads() -> None:
+    """Have the tensors of a model's ``load_weights`` go past vLLM's loaders once their ways are known."""
+    try:
+        from vllm.model_executor.models.utils import AutoWeightsLoader
+    except ImportError:
+        return
+    own: Callable[..., set[str]] = AutoWeightsLoader.load_weights
+    if own.__module__ == __name__:
+        return
+
+    @functools.wraps(own, assigned=())
+    def load_weights(self: Any, weights: Iterable[tuple[str, torch.Tensor]], *args: Any, **options: Any) -> set[str]:
+        if routes.current() is not None:  # of a part of the model
+            return own(self, weights, *args, **options)
+        of_model = vars(self.module).setdefault("w4gemm_routes", {})
+        with routes.loading(of_model) as call:
+            loaded = own(self, call.passed(weights), *args, **options)
+            return loaded | {f"{update.what}.{update.name}" for update in call.begun.values()}
+
+    AutoWeightsLoader.load_weights = load_weights
 
 
 def _reloading(layer: torch.nn.Module) -> Any:

@@ -1,0 +1,183 @@
+"""Dense weights that come for an engine's packed layers again and again: without an engine, on the CPU."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+
+from w4gemm import QuantizedWeight, quantize
+from w4gemm.integrations.engines import routes, updates
+from w4gemm.integrations.engines.updates import DenseUpdate
+
+BFLOAT16 = torch.bfloat16
+N, K, EXPERTS = 96, 128, 3
+Load = Callable[[torch.Tensor, torch.Tensor, str], Any]
+
+
+class Layer(torch.nn.Module):
+    """A packed layer, whose loader puts this GPU's part of a tensor into the place of ``part``."""
+
+    def __init__(self, load: Load, shape: tuple[int, ...], gated: bool = False) -> None:
+        super().__init__()
+        self.load, self.calls = load, 0
+        zeros = [quantize(torch.zeros(shape[-2:]), "int4_g32") for _ in range(shape[0] if len(shape) == 3 else 1)]
+        self.w = QuantizedWeight.stack(zeros) if len(shape) == 3 else zeros[0].repack()
+        self.update = DenseUpdate("weight", "proj", lambda tensors: self.w, gated, lambda: Parameter)
+        self.update.open(self)
+
+    def weight_loader(self, param: Any, loaded: torch.Tensor, part: str) -> Any:
+        self.calls += 1
+        return self.load(param.data, loaded, part)
+
+    def equals(self, dense: torch.Tensor) -> bool:
+        return torch.equal(
+            self.w.dequantize(),
+            torch.stack([rounded(one) for one in dense.view(-1, *dense.shape[-2:])]).view(dense.shape),
+        )
+
+
+class Parameter(torch.nn.Parameter):
+    def __new__(cls, data: torch.Tensor, **options: Any) -> Any:
+        return super().__new__(cls, data, requires_grad=False)
+
+    def __init__(self, data: torch.Tensor, **options: Any) -> None:
+        pass
+
+
+def rounded(dense: torch.Tensor) -> torch.Tensor:
+    return quantize(dense, "int4_g32").dequantize()
+
+
+def load_weights(layer: Layer, known: routes.Routes, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """An engine's: the part of the layer is a tensor's name."""
+    with routes.loading(known) as call:
+        for name, tensor in call.passed(weights):
+            layer.weight.weight_loader(layer.weight, tensor, name)
+
+
+def rows(data: torch.Tensor, loaded: torch.Tensor, part: str) -> None:
+    """Three parts, of which each of two GPUs has half of the rows."""
+    data.narrow(0, int(part) * N // 3, N // 3).copy_(loaded.narrow(0, N // 3, N // 3))
+
+
+def columns(data: torch.Tensor, loaded: torch.Tensor, part: str) -> None:
+    """The second half of the columns."""
+    data.copy_(loaded[:, K:])
+
+
+def by_value(data: torch.Tensor, loaded: torch.Tensor, part: str) -> None:
+    """A loader that computes, so that nothing is known of what it copies."""
+    rows(data, loaded * 1, part)
+
+
+def expert(data: torch.Tensor, loaded: torch.Tensor, part: str) -> bool:
+    """Experts of which the first is elsewhere; gates before ups."""
+    number, half = int(part[:-1]) - 1, int(part[-1])
+    if number >= 0:
+        data[number].chunk(2)[half].copy_(loaded)
+    return number >= 0
+
+
+def parts_of(load: Load, i: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Tensors by name, and the layer's rows that they make."""
+    g = torch.Generator().manual_seed(i)
+    if load is columns:
+        dense = torch.randn(N, 2 * K, generator=g, dtype=BFLOAT16)
+        return {"0": dense}, dense[:, K:].contiguous()
+    if load is expert:
+        tensors = {
+            f"{e}{half}": torch.randn(N // 2, K, generator=g, dtype=BFLOAT16)
+            for e in range(EXPERTS + 1)
+            for half in (0, 1)
+        }
+        pairs = [torch.stack((tensors[f"{e}0"], tensors[f"{e}1"]), 1).flatten(0, 1) for e in range(1, EXPERTS + 1)]
+        return tensors, torch.stack(pairs)
+    tensors = {str(part): torch.randn(2 * N // 3, K, generator=g, dtype=BFLOAT16) for part in range(3)}
+    return tensors, torch.cat([t[N // 3 :] for t in tensors.values()])
+
+
+def layer_of(load: Load) -> Layer:
+    return Layer(load, (EXPERTS, N, K), True) if load is expert else Layer(load, (N, K))
+
+
+@pytest.mark.parametrize("load", [rows, columns, by_value, expert])
+def test_a_tensor_goes_where_the_engine_has_put_it_before(load: Load) -> None:
+    layer, known = layer_of(load), routes.Routes()
+    for i in range(4):
+        tensors, dense = parts_of(load, i)
+        items = list(tensors.items())
+        load_weights(layer, known, items[::-1] if i % 2 else items)
+        assert layer.equals(dense)
+        assert layer.calls == (len(items) * (i + 1) if load is by_value else len(items))
+        assert known.keys() == (set() if load is by_value else tensors.keys())
+
+
+def test_tensors_of_one_storage_and_of_other_strides() -> None:
+    layer, known = layer_of(rows), routes.Routes()
+    for i in range(3):
+        tensors, dense = parts_of(rows, i)
+        bucket = torch.stack(list(tensors.values()))
+        if i == 2:
+            bucket = bucket.mT.contiguous().mT
+        load_weights(layer, known, zip(tensors, bucket, strict=True))
+        assert layer.equals(dense) and layer.calls == (6 if i == 2 else 3)
+
+
+def test_an_engine_that_has_all_tensors_before_it_loads_one() -> None:
+    """Then nobody knows which one it is loading."""
+    layer, known = layer_of(rows), routes.Routes()
+    for i in range(2):
+        tensors, dense = parts_of(rows, i)
+        bucket = dict(zip(tensors, torch.stack(list(tensors.values())), strict=True))
+        with routes.loading(known) as call:
+            passed = call.passed(bucket.items())
+            ahead = next(passed)
+            for following in [*passed, None]:
+                layer.weight.weight_loader(layer.weight, ahead[1], ahead[0])
+                ahead = following
+        assert layer.equals(dense) and not known
+
+
+def test_memory_is_the_senders_after_a_call() -> None:
+    layer, known = layer_of(rows), routes.Routes()
+    tensors, dense = parts_of(rows, 0)
+    for _ in range(2):
+        for half in (["0", "1"], ["2"]):
+            load_weights(layer, known, [(name, t := tensors[name].clone()) for name in half])
+            t.zero_()
+        assert layer.equals(dense)
+        assert layer.update.numbers == 0 and not layer.update.coming._parameters
+
+
+def test_a_part_that_comes_twice_is_not_another_one() -> None:
+    layer, known = layer_of(rows), routes.Routes()
+    tensors, dense = parts_of(rows, 0)
+    load_weights(layer, known, tensors.items())
+    with pytest.raises(RuntimeError, match=r"proj: weight: 33.33% of its shape \(96, 128\) was not loaded"):
+        for name in ("0", "1", "1", "0"):
+            load_weights(layer, known, [(name, tensors[name])])
+        layer.update.end()
+    load_weights(layer, known, tensors.items())
+    assert layer.equals(dense)
+
+
+def test_numbers_are_checked_once_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = {name: layer_of(columns) for name in ("a", "b", "c")}
+    for name, layer in layers.items():
+        layer.update.what = name
+
+    def launch(refused: int, w: QuantizedWeight, dense: torch.Tensor) -> torch.Tensor:
+        return torch.tensor([refused], dtype=torch.int32)
+
+    tensors, _ = parts_of(columns, 0)
+    words = "weight: weight: wanted finite values"
+    with pytest.raises(ValueError, match=f"^a: {words} .*; c: {words}"), routes.loading(routes.Routes()) as call:
+        for name, tensor in call.passed((name, tensors["0"]) for name in layers):
+            monkeypatch.setattr(updates, "launch_update", functools.partial(launch, name != "b"))
+            layers[name].weight.weight_loader(layers[name].weight, tensor, name)
+    with pytest.raises(ValueError, match="^a: weight: weight: wanted finite values"):  # without an end: at once
+        layers["a"].weight.weight_loader(layers["a"].weight, tensors["0"], "a")
