@@ -296,18 +296,29 @@ def _turns(rows: Sequence[Row], gpu: str) -> list[str]:
     lines: list[str] = []
     own_rows = [row for row in rows if row["gpu"] == gpu]
     turns, commits = summary.turns_of(own_rows), ", ".join(sorted({row["commit"][:7] for row in own_rows}))
-    for parts, what in ((("linear layers", "experts"), "Layers"), (("whole",), "Whole engines, batch or prompt")):
-        own = {case: ratios for case, ratios in turns.items() if case.part in parts}
+    for parts, what in ((("linear layers", "experts"), "Layers"), (("whole",), "Whole engines")):
+        own = {case: _of_few_columns(ratios) for case, ratios in turns.items() if case.part in parts}
         if not own:
             continue
-        columns = sorted({c for ratios in own.values() for c in ratios}, key=lambda c: ("p" in c, int(c.split()[-1])))
+        columns = [column for column in _FEW if any(column in ratios for ratios in own.values())]
         engines = ", ".join(sorted({case.engine.replace("vllm", "vLLM") for case in own}))
-        lines += ["", *_wrapped(f"{what}, by turns in one process of {engines} ({commits}): time over w4gemm's."), ""]
+        sentence = f"{what}, by turns in one process of {engines} ({commits}): time over w4gemm's, by tokens of a step."
+        lines += ["", *_wrapped(sentence), ""]
         lines += [f"| model, format | part | kernels | {' | '.join(columns)} |", "|---" * (len(columns) + 3) + "|"]
         for case, ratios in own.items():
             cells = (case, case.part, case.other, *(ratios.get(column, "") for column in columns))
             lines.append(f"| {' | '.join(map(str, cells))} |")
     return lines
+
+
+_FEW = ("1", "8", "64", "2048 to 8192")
+
+
+def _of_few_columns(ratios: dict[str, str]) -> dict[str, str]:
+    """Return the ratios by the columns of ``_FEW``; the last has the fewest tokens that were timed."""
+    many = {int(column.split()[-1]): ratio for column, ratio in ratios.items()}
+    kept = {column: ratio for column, ratio in ratios.items() if column in _FEW}
+    return kept | next(({_FEW[-1]: many[size]} for size in sorted(many) if size >= 2048), {})
 
 
 def _numbers(column: str) -> tuple[bool, int]:

@@ -78,19 +78,26 @@ def markdown(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 def kernels_by_device() -> str:
     """By device and dtype of x the kernels that take every format, dense (experts 0) and grouped."""
-    rows = ((name, *(_cell(device, dtype) for dtype in DTYPES.values())) for name, device in DEVICES.items())
-    return markdown(("device", *DTYPES), rows)
+    cells = {name: tuple(_cell(device, dtype) for dtype in DTYPES.values()) for name, device in DEVICES.items()}
+    return markdown(("device", *DTYPES), _alike(cells))
+
+
+def _alike(cells: dict[str, tuple[str, ...]]) -> Iterable[tuple[str, ...]]:
+    """Return rows of a table by device, devices with the same cells in one."""
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for name, own in cells.items():
+        rows.setdefault(own, []).append(name)
+    return (("; ".join(names), *own) for own, names in rows.items())
 
 
 def dtypes_by_device() -> str:
-    """By device the dtypes of x that some kernel takes with every format, and where that was run; devices with the same
-    cells are one row."""
-    rows: dict[tuple[str, str], list[str]] = {}
+    """By device the dtypes of x that some kernel takes with every format, and where that was run."""
+    cells = {}
     for name, device in DEVICES.items():
         dtypes = ", ".join(f"`{word}`" for word, dtype in DTYPES.items() if _cell(device, dtype) != "-") or "-"
         run = RUN_ON.get(name, "-" if dtypes == "-" else "compiled by the tests, never run")
-        rows.setdefault((dtypes, run), []).append(name)
-    return markdown(("device", "dtypes of x", "run on"), (("; ".join(names), *cells) for cells, names in rows.items()))
+        cells[name] = dtypes, run
+    return markdown(("device", "dtypes of x", "run on"), _alike(cells))
 
 
 @functools.cache
@@ -219,8 +226,7 @@ def _yes(answer: object) -> str:
 
 def engines_by_device() -> str:
     """By device the layers that the plugins of engines take over, for each value of their switch."""
-    format = WeightFormat()
-    rows = []
+    format, rows = WeightFormat(), {}
     for name, device in DEVICES.items():
         cells = []
         for switch, engine in itertools.product(("auto", "on"), (VLLM, SGLANG)):
@@ -232,8 +238,8 @@ def engines_by_device() -> str:
             }
             cells.append(", ".join(kind for kind, taken in kinds.items() if taken) or "-")
         assert cells[::2] == cells[1::2], "engines differ: the table must say which"
-        rows.append((name, *cells[::2]))
-    return markdown(("device", "`auto`", "`on`"), rows)
+        rows[name] = tuple(cells[::2])
+    return markdown(("device", "`auto`", "`on`"), _alike(rows))
 
 
 def _runs(device: Device, format: WeightFormat, dtype: torch.dtype, experts: int = 0) -> bool:
