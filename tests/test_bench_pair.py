@@ -73,7 +73,7 @@ def test_a_gguf_layer_is_compared_in_the_rows_of_the_file(tmp_path):
 def test_updates_are_held_to_bits_addresses_memory_and_answers(fault, monkeypatch, tmp_path):
     state = SimpleNamespace(update=0, model=torch.nn.Linear(4, 4))
 
-    def update(llm, model, matrices, by_reload, seed):
+    def update(llm, model, matrices, by_reload, seed, compared):
         state.update += fault != "answers_change"
         return {"seconds": 1.0 + seed, "equal": fault != "bits_equal" or seed < 2}
 
@@ -82,13 +82,13 @@ def test_updates_are_held_to_bits_addresses_memory_and_answers(fault, monkeypatc
         if fault == "same_addresses":
             state.model.weight.data = state.model.weight.data.clone()
 
-    memory = iter((5, 5, 9 if fault == "grown_bytes" else 5))
+    memory = iter((5, 5, 9 if fault == "grown_bytes" else 5, 5, 5))
     monkeypatch.setattr(inside, "update", update)
     monkeypatch.setattr(inside, "allocated", lambda: next(memory))
     answers = lambda prompts: pair.Answers([[state.update]], [[0.0]], [])  # noqa: E731
     engine = SimpleNamespace(answer=answers, model=state.model, llm=SimpleNamespace(collective_rpc=back))
-    row = pair.updated(engine, tiny(model_named("llama-3-8b")), tmp_path, [], 3)
-    assert (row["updates"], row["first_seconds"], row["seconds"], row["seconds_most"]) == (3, 1.0, 2.5, 3.0)
+    row = pair.updated(engine, tiny(model_named("llama-3-8b")), tmp_path, [], 5)
+    assert [row[name] for name in ("updates", "first_seconds", "seconds", "reload_seconds")] == [5, 1.0, 4.0, 4.0]
     good = {"grown_bytes": 0, **dict.fromkeys(("bits_equal", "same_addresses", "answers_change", "answers_back"), True)}
     assert {name for name, value in good.items() if row[name] != value} == ({fault} if fault else set())
 

@@ -27,6 +27,7 @@ from w4gemm.weights.weight import QuantizedWeight
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _STACKS = ("gate_up_proj", "down_proj")
+_LAYER = re.compile(r"layers\.\d+\.")
 _ROUNDS = 3
 Layers = dict[int, list[tuple[str, Any]]]
 """Names and modules by the number of their decoder layer."""
@@ -123,14 +124,28 @@ def _experts(module: Any, weights: list[QuantizedWeight]) -> tuple[torch.Tensor,
 # --- new weights for the engine in use --------------------------------------------------------------------------------
 
 
-def update(llm: Any, model: torch.nn.Module, matrices: dict[str, Matrix | Stack], by_reload: bool, seed: int) -> Row:
+def update(
+    llm: Any,
+    model: torch.nn.Module,
+    matrices: dict[str, Matrix | Stack],
+    by_reload: bool,
+    seed: int,
+    compared: int | None = None,
+) -> Row:
     """Send dense weights of all quantized matrices to the running engine, by ``load_weights`` or ``reload_weights``;
-    return the seconds, and whether the packed bits are those of ``quantize``."""
+    return the seconds, and whether the packed bits are those of ``quantize``. All decoder layers get the same numbers,
+    so that there is room for them.
+
+    Args:
+        compared: the number of weights whose bits are compared; None for all.
+    """
     g = torch.Generator(DEVICE).manual_seed(seed)
-    dense = {}
+    of_one, dense = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
     for name, m in matrices.items():
-        shape = (m.experts, m.k, m.n) if isinstance(m, Stack) else (m.n, m.k)
-        dense[name] = (torch.randn(shape, device=DEVICE, generator=g) * m.gain * m.k**-0.5).bfloat16()
+        if (own := _LAYER.sub("", name)) not in of_one:
+            shape = (m.experts, m.k, m.n) if isinstance(m, Stack) else (m.n, m.k)
+            of_one[own] = (torch.randn(shape, device=DEVICE, generator=g) * m.gain * m.k**-0.5).bfloat16()
+        dense[name] = of_one[own]
     send = ((name if t.dim() == 3 else f"{name}.weight", t) for name, t in dense.items())
     _wait()
     start = time.perf_counter()
@@ -140,7 +155,8 @@ def update(llm: Any, model: torch.nn.Module, matrices: dict[str, Matrix | Stack]
         model.load_weights(send)  # type: ignore[operator]
     _wait()
     seconds = time.perf_counter() - start
-    return {"seconds": seconds, "equal": all(_is_fresh(w, rows) for w, rows in _packed(model, dense))}
+    pairs = itertools.islice(_packed(model, dense), compared)
+    return {"seconds": seconds, "equal": all(_is_fresh(w, rows) for w, rows in pairs)}
 
 
 def _wait() -> None:

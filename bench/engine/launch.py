@@ -24,6 +24,8 @@ from bench.engine.models import Model
 from bench.engine.offline import Result, Task
 from bench.engine.worker import EXTENSION
 
+from w4gemm.console.progress import say
+
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench/results/engine.jsonl"
 CAPTURED = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -203,6 +205,15 @@ def run_offline(task: Task, variables: dict[str, str], log: Path, seconds: float
     if result.failure:  # else all was measured, however the engine ended
         result.failure = failure
     return result
+
+
+def hold(file: Path | None) -> None:
+    """Wait until a file appears."""
+    if file is None:
+        return
+    say(f"waits for {file}")
+    while not file.exists():
+        time.sleep(0.1)
 
 
 def wait_for_memory(part: float, gpus: int, seconds: float = 20) -> None:

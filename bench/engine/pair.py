@@ -32,7 +32,7 @@ from bench.engine import inside, turns
 from bench.engine.checkpoint import write_once
 from bench.engine.gguf import FILE
 from bench.engine.implementations import DEFAULT, OURS, Implementation, known_as
-from bench.engine.launch import ROOT, plugin_metadata, work_folder
+from bench.engine.launch import ROOT, hold, plugin_metadata, work_folder
 from bench.engine.models import Model
 from bench.engine.options import add_models, pairs_of
 from bench.engine.rows import equal_prefix, spread
@@ -104,6 +104,7 @@ class Engine:
             compilation_config=graphs,
             **own,
             **lora,
+            **json.loads(args.engine),
             **(feature or {}),
         )
         self.seconds = time.perf_counter() - begun
@@ -209,7 +210,8 @@ def compared(ours: Answers, others: Answers) -> Row:
 def updated(engine: Engine, model: Model, folder: Path, prompts: list[list[int]], count: int) -> Row:
     """Return what ``count`` updates with dense weights took, by ``load_weights`` and ``reload_weights`` by turns, each
     followed by answers, and whether bits, addresses and answers are as they must be, also with the checkpoint's weights
-    at the end. The first update compiles. ``grown_bytes``: of the GPU's memory, from the first update to the most."""
+    at the end. The first update compiles; the first one of either way does not count. ``grown_bytes``: of the GPU's
+    memory, from the first update to the most."""
 
     def addresses() -> list[int]:
         return [p.data_ptr() for p in engine.model.parameters() if p.numel()]
@@ -217,13 +219,16 @@ def updated(engine: Engine, model: Model, folder: Path, prompts: list[list[int]]
     before, places, matrices = engine.answer(prompts), addresses(), inside.quantized(model)
     rows, change, allocated = [], True, []
     for i in range(count):
-        rows.append(inside.update(engine.llm, engine.model, matrices, i % 2 == 1, i))
+        by_reload, last = i % 2 == 1, i == count - 1
+        rows.append(inside.update(engine.llm, engine.model, matrices, by_reload, i, None if last else 2))
         change &= engine.answer(prompts).tokens != before.tokens
         allocated.append(inside.allocated())
     engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
-    first, *later = [row["seconds"] for row in rows]
-    row = {"phase": "updates", "updates": count, "tensors": len(matrices), "first_seconds": round(first, 4)}
-    row |= spread("seconds", later or [first]) | {"grown_bytes": max(allocated) - allocated[0]}
+    times = [row["seconds"] for row in rows]
+    row = {"phase": "updates", "updates": count, "tensors": len(matrices), "first_seconds": round(times[0], 4)}
+    row |= spread("seconds", times[2::2] or times)
+    row |= spread("reload_seconds", times[3::2]) if times[3:] else {}
+    row |= {"grown_bytes": max(allocated) - allocated[0]}
     row |= {"bits_equal": all(row["equal"] for row in rows), "same_addresses": places == addresses()}
     return row | {"answers_change": change, "answers_back": engine.answer(prompts) == before}
 
@@ -240,6 +245,11 @@ def parser() -> argparse.ArgumentParser:
                    "timed decode steps (default: none)")  # fmt: skip
     p.add_argument("--prefill", type=int, default=0, metavar="N", help="tokens of a prompt that whole engines read")
     p.add_argument("--rounds", type=positive, default=4, metavar="N", help="times of whole engines (%(default)s)")
+    p.add_argument(
+        "--each", type=positive, default=1, metavar="N", help="times in a row in a round, whose median counts"
+    )
+    p.add_argument("--request", type=typed(counts), default="128,128", metavar="IN,OUT", help="tokens of a decoding "
+                   "request and of its answer (%(default)s)")  # fmt: skip
     p.add_argument("--fp8", action="store_true", help="w4gemm multiplies 4-bit floats by fp8")
     p.add_argument("--compile", type=int, nargs="?", default=0, const=3, choices=(1, 2, 3), metavar="MODE",
                    help="engines of 4-bit layers compile; 3, if no mode is named, is vLLM's default")  # fmt: skip
@@ -247,6 +257,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--lora", action="store_true", help="every other request has a LoRA adapter; nothing is timed")
     p.add_argument("--feature", default="", metavar="JSON", help="arguments of vllm.LLM for the engine with w4gemm, "
                    "in which FOLDER is the checkpoint; nothing is timed, and its layers may be vLLM's")  # fmt: skip
+    p.add_argument("--engine", default="{}", metavar="JSON", help="arguments of vllm.LLM for every engine")
     p.add_argument("--hold", type=Path, metavar="FILE", help="time only when this file appears")
     p.add_argument("--work", type=Path, metavar="DIR", help="models, kept (default: a temporary folder)")
     add_out(p, RESULTS)
@@ -299,7 +310,7 @@ def rows_of(model: Model, folder: Path, args: argparse.Namespace) -> Iterator[Ro
     errors = {} if only_answers else inside.errors(ours.model, served(folder))
     yield own | {"phase": "start", "seconds": round(ours.seconds, 1), **errors}
     if args.updates:
-        _hold(args.hold)
+        hold(args.hold)
         yield own | updated(ours, model, folder, prompts, args.updates)
     torch.cuda.empty_cache()
     engines = [ours]
@@ -319,22 +330,14 @@ def rows_of(model: Model, folder: Path, args: argparse.Namespace) -> Iterator[Ro
     models = {engine.name: engine.model for engine in engines}
     config = ours.llm.llm_engine.vllm_config
     inside.warm_up(models, args.tokens, config)
-    _hold(args.hold)
+    hold(args.hold)
     chosen = {engine.name for engine in engines if engine.kernels == DEFAULT}
     layers = inside.timed(models, args.tokens, config)
     generators = {engine.name: engine.generate for engine in engines}
-    whole = turns.timed(generators, model.vocabulary, args.decode, args.prefill, args.rounds)
+    how_often = turns.Repeats(args.rounds, args.each)
+    whole = turns.timed(generators, model.vocabulary, args.decode, args.prefill, how_often, args.request)
     for row in itertools.chain(layers, whole):
         yield own | row | {"chosen": row["impl"] in chosen}
-
-
-def _hold(file: Path | None) -> None:
-    """Wait until a file appears."""
-    if file is None:
-        return
-    say(f"waits for {file}")
-    while not file.exists():
-        time.sleep(0.1)
 
 
 if __name__ == "__main__":

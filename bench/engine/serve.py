@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.engine.launch import EngineError, last_error, started
+from bench.engine.launch import EngineError, hold, last_error, started
 from bench.engine.offline import Result
 
 ROUNDS = 4
@@ -62,8 +62,9 @@ def serve(
     log: Path,
     seconds: float,
     loads: Sequence[Load],
+    begin: Path | None = None,
 ) -> Result:
-    """Start a server, put every load on it, and stop it.
+    """Start a server, put every load on it, as soon as there is a file ``begin``, and stop it.
 
     Returns:
         Facts of the server, and figures by load. If a load fails or is not done within ``seconds``, the figures of
@@ -79,6 +80,7 @@ def serve(
         base = f"http://{_HOST}:{port}"
         result = Result(_get(base, "/version")["version"], seconds_up)
         result.kernels = _get(base, "/collective_rpc", {"method": "inspect_kernels"})["results"][0]
+        hold(begin)
         try:
             for load in loads:
                 result.served.append(_put_on(load, port, log, begun + seconds - time.monotonic()))
