@@ -6,7 +6,7 @@ import os
 
 import pytest
 from bench.engine import launch, sglang
-from bench.rows import read
+from bench.rows import Row, read
 
 ENGINE = """
 import os, time
@@ -37,22 +37,17 @@ class Engine:
 """
 
 
-@pytest.fixture
-def engine(tmp_path, monkeypatch):
-    """Make it importable; a function that says whether w4gemm's fails at a batch of three, and is not heard of."""
-
-    def make(breaks: bool = False, silent: bool = False) -> list[str]:
-        (tmp_path / "sglang.py").write_text(f"BREAKS, SILENT = {breaks}, {silent}\n{ENGINE}")
-        monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", ""))))
-        options = ["--tiny", "--batch", "1", "3", "--tokens-in", "8", "--tokens-out", "12", "--tokens-before", "2"]
-        return [*options, "--repeat", "2", "--work", str(tmp_path / "work"), "--out", str(tmp_path / "rows.jsonl")]
-
-    return make
+def run(folder, monkeypatch, *more: str, breaks: bool = False, silent: bool = False) -> list[Row]:
+    """Rows of a run; w4gemm's engine fails at a batch of three, or is not heard of."""
+    (folder / "sglang.py").write_text(f"BREAKS, SILENT = {breaks}, {silent}\n{ENGINE}")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(folder), os.environ.get("PYTHONPATH", ""))))
+    options = ["--tiny", "--batch", "1", "3", "--tokens-in", "8", "--tokens-out", "12", "--repeat", "2", *more]
+    sglang.main([*options, "--work", str(folder / "work"), "--out", str(folder / "rows.jsonl")])
+    return read(folder / "rows.jsonl")
 
 
-def test_a_step_is_what_more_tokens_take(engine, tmp_path, capsys):
-    sglang.main(engine())
-    rows = read(tmp_path / "rows.jsonl")
+def test_a_step_is_what_more_tokens_take(tmp_path, monkeypatch, capsys):
+    rows = run(tmp_path, monkeypatch)
     assert {(row["engine"], row["engine_version"], row["model"]) for row in rows} == {
         ("sglang", "0.5.23", "tiny-llama-3-8b")
     }
@@ -61,32 +56,23 @@ def test_a_step_is_what_more_tokens_take(engine, tmp_path, capsys):
     ]
     decode = {(row["impl"], row["batch"]): row for row in rows if row["phase"] == "decode"}
     for (impl, _), row in decode.items():
-        expected = 2.0 if impl == "w4gemm" else 4.0
-        assert row["ms_step_least"] == row["ms_step"] == row["ms_step_most"] == expected
-        assert row["runs"] == 3 and row["repeats_itself"] and "tokens" not in row
+        assert row["ms_step_least"] == row["ms_step"] == row["ms_step_most"] == (2.0 if impl == "w4gemm" else 4.0)
+        assert row["repeats_itself"] and "tokens" not in row
         assert row["took_over"].startswith("w4gemm runs 8" if impl == "w4gemm" else "")
     ours = decode["w4gemm", 3]
     assert (ours["same_tokens_as"], ours["equal_prefix"], ours["equal_first"]) == ("default", 4, 3)
     printed = capsys.readouterr()
-    assert "batch 3, ms a step: default" in printed.out + printed.err
+    assert "decode batch 3, tokens/s" in printed.out + printed.err
 
 
-def test_an_engine_that_fails_keeps_what_it_measured(engine, tmp_path):
-    sglang.main([*engine(breaks=True), "--impl", "w4gemm"])
-    rows = read(tmp_path / "rows.jsonl")
-    assert [(row["phase"], row.get("batch"), row["partial"]) for row in rows] == [
-        ("start", None, True),
-        ("decode", 1, True),
-        ("failed", None, True),
-    ]
-    assert rows[-1]["reason"].startswith("ended with 1 after") and rows[-1]["reason"].endswith("no memory")
-
-
-def test_an_engine_without_our_layers_is_no_measurement_of_them(engine, tmp_path):
-    sglang.main([*engine(silent=True), "--impl", "w4gemm"])
-    rows = read(tmp_path / "rows.jsonl")
-    assert all(row["partial"] and row["took_over"] == "" for row in rows)
-    assert rows[-1]["phase"] == "failed" and rows[-1]["reason"].startswith("w4gemm took over nothing")
+@pytest.mark.parametrize("fault", ["breaks", "silent"])
+def test_an_engine_that_fails_or_has_none_of_our_layers_keeps_what_it_measured(fault, tmp_path, monkeypatch):
+    *rows, failed = run(tmp_path, monkeypatch, "--impl", "w4gemm", **{fault: True})
+    assert all(row["partial"] for row in rows) and failed["phase"] == "failed"
+    phases = [("start", None), ("decode", 1), ("decode", 3)]
+    assert [(row["phase"], row.get("batch")) for row in rows] == phases[: 2 if fault == "breaks" else 3]
+    start, end = ("ended with 1 after", "no memory") if fault == "breaks" else ("w4gemm took over nothing", "")
+    assert failed["reason"].startswith(start) and (end in failed["reason"])
 
 
 def test_sglang_finds_the_plugin_of_a_source_tree(tmp_path):

@@ -1,8 +1,8 @@
 """One engine in a process of its own: ``python -m bench.engine.offline TASK RESULT``, both files of JSON.
 
 The task says what to start and measure (:class:`Task`); the result holds the times and tokens. It is written anew after
-each point, so that a process that is ended early leaves what it had measured. The process imports vLLM and nothing of
-w4gemm: the plugin, if any, is vLLM's to load.
+each point, so that a process that is ended early leaves what it had measured. The process imports vLLM or SGLang and
+nothing of w4gemm: the plugin, if any, is the engine's to load.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ Run = tuple[float, list[list[int]]]
 @dataclass(frozen=True)
 class Task:
     """Attributes:
-    engine: arguments of ``vllm.LLM``.
+    engine: arguments of ``vllm.LLM`` or ``sglang.Engine``.
     vocabulary: prompts are random tokens below it.
     batches: numbers of requests that decode at once.
     tokens_in, tokens_out: of each of these requests.
     prefill: tokens of the prompt whose prefill is timed alone; 0 for none.
     repeat: how often each time is taken at least, after a warm-up whose last two runs count too; the median counts.
+    name: of the engine, "vllm" or "sglang".
     """
 
     engine: dict[str, Any]
@@ -48,6 +49,7 @@ class Task:
     tokens_out: int = 128
     prefill: int = 0
     repeat: int = 3
+    name: str = "vllm"
 
 
 @dataclass
@@ -76,14 +78,24 @@ class Result:
 
 
 class Engine:
-    """An engine and the requests that it is timed with."""
+    """vLLM and the requests that it is timed with."""
 
     def __init__(self, task: Task) -> None:
-        from vllm import LLM
-
         self.task = task
-        self.llm = LLM(**task.engine)
         self._random = random.Random(1)
+        self.llm: Any
+        self.version = self.start()
+
+    def start(self) -> str:
+        """Start the engine and return its version."""
+        import vllm
+
+        self.llm = vllm.LLM(**self.task.engine)
+        return vllm.__version__
+
+    def kernels(self) -> dict[str, dict[str, int]]:
+        """Return the number of layers by the class that multiplies, see worker.py."""
+        return self.llm.collective_rpc("inspect_kernels")[0]
 
     def prompts(self, count: int, length: int) -> list[dict[str, list[int]]]:
         """Return random prompts; the first words of the vocabulary are special."""
@@ -157,6 +169,29 @@ class Engine:
         return self.first_token(self.prompts(1, self.task.prefill))
 
 
+class SglangEngine(Engine):
+    """SGLang, which does not say what its layers run."""
+
+    def start(self) -> str:
+        import sglang
+
+        self.llm = sglang.Engine(**self.task.engine)
+        return sglang.__version__
+
+    def kernels(self) -> dict[str, dict[str, int]]:
+        return {}
+
+    def generate(self, prompts: Sequence[Any], tokens: int) -> Run:
+        params = {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True}
+        ids = [prompt["prompt_token_ids"] for prompt in prompts]
+        start = time.perf_counter()
+        answers = self.llm.generate(input_ids=ids, sampling_params=params)
+        return time.perf_counter() - start, [each["output_ids"][:tokens] for each in answers]
+
+
+ENGINES = {"vllm": Engine, "sglang": SglangEngine}
+
+
 def is_trusted(seconds: Sequence[float]) -> bool:
     """True if there are enough times, and few of them are far from their median."""
     median = statistics.median(seconds)
@@ -190,12 +225,10 @@ def _shown(seconds: Sequence[float]) -> str:
 
 def measure(task: Task, file: Path) -> None:
     """Start an engine and measure it; the file has its result, which is whole if there is no failure in it."""
-    import vllm
-
     start = time.perf_counter()
-    engine = Engine(task)
-    result = Result(vllm.__version__, time.perf_counter() - start, failure="not done")
-    result.kernels = engine.llm.collective_rpc("inspect_kernels")[0]
+    engine = ENGINES[task.name](task)
+    result = Result(engine.version, time.perf_counter() - start, failure="not done")
+    result.kernels = engine.kernels()
     print("kernels:", json.dumps(result.kernels), flush=True)
     result.save(file)
     for _ in points(engine, result):
