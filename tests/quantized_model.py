@@ -85,14 +85,14 @@ Writer = Callable[[str, int, int], tuple[Mapping[str, torch.Tensor], torch.Tenso
 def convert(
     folder: Path, config: Mapping[str, Any], write: Writer, dense: tuple[str, ...] = ("lm_head",)
 ) -> dict[str, torch.Tensor]:
-    """Give a dense folder of tiny_model random 4-bit weights, in place.
+    """Give a dense folder of tiny_model random quantized weights, in place.
 
     Args:
         config: its quantization_config.
         dense: ends of the names of linear modules that stay as they are.
 
     Returns:
-        The weights that its 4-bit modules now have, by module.
+        The weights that its packed modules now have, by module.
     """
     tensors = load_file(folder / "model.safetensors")
     model = json.loads((folder / "config.json").read_text())
@@ -160,7 +160,7 @@ def assert_loads(folder: Path, expected: Mapping[str, torch.Tensor], formats: Ma
     """Load the folder; its weights must be ``wanted`` bit for bit, and its logits those of the same dense model.
 
     Returns:
-        The model, before its 4-bit layers were made dense for comparing.
+        The model, before its quantized layers were made dense for comparing.
     """
     checkpoint = open_checkpoint(folder)
     assert checkpoint.modules.keys() == expected.keys()

@@ -376,7 +376,7 @@ with torch.inference_mode():
 
 
 def test_folders_without_w4gemm_are_refused_or_right(tmp_path: Path) -> None:
-    """transformers warns of an unknown method, and drew every 4-bit weight at random."""
+    """transformers warns of an unknown method, and drew every quantized weight at random."""
     pytest.importorskip("compressed_tensors")
     write(tmp_path / "int4", "llama", {r"proj\.weight$": int4})
     write_gpt_oss(tmp_path / "experts")  # which alone are in 4 bits, with biases that compressed-tensors does not hold

@@ -161,5 +161,5 @@ def test_experts_are_stacked_with_gates_and_without() -> None:
     names += [f"mlp.experts.{e}.{part}" for e in range(3) for part in ("gate_proj", "up_proj", "down_proj")]
     with_gates = {"mlp.experts.gate_up_proj", "mlp.experts.down_proj"}
     assert experts.stacks(dict.fromkeys(names, module)).keys() == without | with_gates
-    with pytest.raises(ValueError, match="expert 1 of 3 lacks a 4-bit module"):
+    with pytest.raises(ValueError, match="expert 1 of 3 lacks a packed module"):
         experts.stacks(dict.fromkeys([name for name in names if name != "mlp.experts.1.gate_proj"], module))

@@ -434,7 +434,7 @@ def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_inspect_says_the_size_of_what_stays_dense(
     dtype: str, bits: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """fp8 is the dtype of the inputs of 4-bit layers alone, so the other matrices stay in 16 bits beside it."""
+    """fp8 is the dtype of the inputs of quantized layers alone, so the other matrices stay in 16 bits beside it."""
     write_model(tmp_path, *SOURCES["gptq"])
     assert main(["inspect", str(tmp_path), "--device", "cpu", "--dtype", dtype]) == 0
     table = capsys.readouterr().out.split("dense matrices")[1].splitlines()

@@ -93,7 +93,7 @@ def test_weights_are_rounded_once(
     weight = WeightOperand(codec, kind, scale_kind, zero, Block(bits))
     decoder = codec.decoder(weight, Decoding(only_fma, sum_scale))
     codes = torch.randint(0, 2**bits, (64, 128), dtype=torch.uint8, generator=g)
-    stored, wanted_half, lanes = HALVES[scale_kind], HALVES[kind], lane_words(codec, codes)
+    stored, expected_half, lanes = HALVES[scale_kind], HALVES[kind], lane_words(codec, codes)
     elements = MMA16.split(codes).reshape(-1, 4, 2, 2, 2).tolist()  # lane step element col8 row8
     unit = Fraction(1) / Fraction(decoder.sum_scale)
     for i in range(0, 1024, 101):
@@ -115,9 +115,9 @@ def test_weights_are_rounded_once(
                 value = exact(bits, u, scale, own_zero, zero)
                 if zero == "float" and kind != scale_kind:  # formed in float32
                     value = Fraction(float(np.float32(float(value))))
-                got = wanted_half.number(register >> 16 * element & 0xFFFF)
-                assert got == wanted_half.number(wanted_half.bits(value * unit)), (i, col8, row8, element)
-                alone = wanted_half.number(number >> 16 * element & 0xFFFF) * Fraction(decoder.exact_scale)
+                got = expected_half.number(register >> 16 * element & 0xFFFF)
+                assert got == expected_half.number(expected_half.bits(value * unit)), (i, col8, row8, element)
+                alone = expected_half.number(number >> 16 * element & 0xFFFF) * Fraction(decoder.exact_scale)
                 assert alone == (u if zero == "float" else exact(bits, u, Fraction(1), own_zero, zero))
             own_scale, of_sums = values[row8]
             assert own_scale == scale

@@ -282,7 +282,7 @@ Q_A = "model.layers.0.self_attn.q_a_proj"
         (
             {},
             {f"{DOWN}.weight_scale_inv": None},
-            f"{DOWN}.weight is I8 of shape .*, wanted weight_scale_inv, as a 4-bit module has, beside it, got none",
+            f"{DOWN}.weight is I8 of shape .*, wanted weight_scale_inv, as a packed module has, beside it, got none",
         ),
         ({}, {f"{DOWN}.weight": torch.ones(64, 16).to(torch.uint8)}, f"{DOWN}: weight is U8, wanted I8"),
     ],

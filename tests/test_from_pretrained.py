@@ -184,7 +184,7 @@ def test_a_device_map_is_planned_by_packed_bytes_and_reaches_every_tensor(tmp_pa
     awaited = torch.nn.ModuleDict({"layer": AwaitedLinear(torch.nn.Linear(256, 128, bias=False), WeightFormat(32))})
     assert compute_module_sizes(awaited, model.hf_quantizer)[0][""] == 128 * 256 // 2 + 128 * 256 // 32 * 2
     for device_map in ({"model": "cpu", "lm_head": "disk"}, {"model": 0, "lm_head": "cpu"}):
-        with pytest.raises(ValueError, match="device_map: wanted every 4-bit layer on a GPU"):
+        with pytest.raises(ValueError, match="device_map: wanted every quantized layer on a GPU"):
             from_pretrained(tmp_path, quantization_config=W4GemmConfig(), device_map=device_map)
     with pytest.raises(ValueError, match=r"device_map: wanted devices that hold numbers, .* got \['meta'\]"):
         from_pretrained(tmp_path, quantization_config=W4GemmConfig(), device_map="meta")

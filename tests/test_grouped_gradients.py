@@ -40,12 +40,12 @@ def dense(x: torch.Tensor, w: QuantizedWeight, operands: EpilogueOperands, activ
 def test_x(layout, n):
     w, x, g = stacked(n, layout=layout), randn(ROWS, K), randn(ROWS, n, seed=2)
     offsets = torch.tensor(OFFSETS, dtype=torch.int32)
-    tracked, wanted_from = x.clone().requires_grad_(), x.double().requires_grad_()
+    tracked, expected_from = x.clone().requires_grad_(), x.double().requires_grad_()
     d = w4gemm.grouped_linear(tracked, w, offsets)
     g[0], g[9:] = torch.nan, torch.inf  # rows of no expert are not read
     d.backward(g)
-    dense(wanted_from, w, EpilogueOperands(), None).backward(g[OWNED].double())
-    torch.testing.assert_close(tracked.grad.double(), wanted_from.grad, rtol=1e-5, atol=1e-4)
+    dense(expected_from, w, EpilogueOperands(), None).backward(g[OWNED].double())
+    torch.testing.assert_close(tracked.grad.double(), expected_from.grad, rtol=1e-5, atol=1e-4)
     assert not tracked.grad[0].any() and not tracked.grad[9:].any()
     with torch.no_grad():
         assert torch.equal(w4gemm.grouped_linear(x, w, offsets)[OWNED], d[OWNED])

@@ -136,7 +136,7 @@ def test_experts_in_act_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_a_mixture_whose_tokens_do_not_depend_on_the_batch(tmp_path: Path) -> None:
-    """All 4-bit layers of a model made batch invariant: each gives rows of its input the bits that it gave among
+    """All quantized layers of a model made batch invariant: each gives rows of its input the bits that it gave among
     others."""
     quantized(tmp_path / "model", "qwen3_moe-gptq")
     model, _ = load(tmp_path / "model")
@@ -280,7 +280,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     one = "model.layers.1.mlp.experts.2.up_proj"
     for leaf in ("qweight", "qzeros", "scales", "g_idx"):
         change(folder, lambda tensors, leaf=leaf: tensors.pop(f"{one}.{leaf}", None))
-    refused(r"model\.layers\.1\.mlp\.experts\.gate_up_proj: expert 2 of 4 lacks a 4-bit module")
+    refused(r"model\.layers\.1\.mlp\.experts\.gate_up_proj: expert 2 of 4 lacks a packed module")
     save_file(kept, folder / "model.safetensors")
     configure(folder, dynamic={rf"-:{one}": {}})
     refused(r"says by .* that it is dense, but it has GPTQ's tensors")

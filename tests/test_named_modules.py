@@ -76,7 +76,7 @@ def test_a_setting_that_holds_for_no_module_is_told(
     configure(tmp_path, **settings)
     (message,) = opened(tmp_path)
     assert message.startswith(f"{tmp_path}: {argument} of its quantization_config names {named!r}, but no such module")
-    assert "the nearest of its 14 4-bit modules is 'model.layers." in message and "down_proj'" in message
+    assert "the nearest of its 14 packed modules is 'model.layers." in message and "down_proj'" in message
 
 
 def test_how_many_more(tmp_path: Path) -> None:

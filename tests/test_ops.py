@@ -391,17 +391,17 @@ def test_gradients_flow_to_x_and_bias(w, x, bias):
 def test_gradients_of_every_argument(w, x, bias, activation):
     """The same as of the formula on a dense weight, and the same result as without gradients."""
     options = fused(x, w, activation) | {"alpha": torch.full((), 1.5, device=x.device)}
-    wanted_from = [t.float().requires_grad_() for t in (x, bias, options["alpha"], options["residual"])]
+    expected_from = [t.float().requires_grad_() for t in (x, bias, options["alpha"], options["residual"])]
     tracked = [t.clone().requires_grad_() for t in (x, bias, options["alpha"], options["residual"])]
     d = linear(tracked[0], w, tracked[1], **(options | {"alpha": tracked[2], "residual": tracked[3]}))
-    sums = wanted_from[0] @ w.dequantize(x.dtype).float().T
-    dense = Epilogue(activation).apply(sums, EpilogueOperands(wanted_from[2], wanted_from[1], wanted_from[3]))
+    sums = expected_from[0] @ w.dequantize(x.dtype).float().T
+    dense = Epilogue(activation).apply(sums, EpilogueOperands(expected_from[2], expected_from[1], expected_from[3]))
     g = torch.randn_like(dense)
     if activation == "relu":  # a rounding may change the side of its edge
         g[(1.5 * sums + bias).abs() < 0.1] = 0
     tolerance = 1e-5 if x.dtype == torch.float32 else 5e-2
     for got, expected in zip(
-        torch.autograd.grad(d, tracked, g), torch.autograd.grad(dense, wanted_from, g), strict=True
+        torch.autograd.grad(d, tracked, g), torch.autograd.grad(dense, expected_from, g), strict=True
     ):
         # alpha's gradient is a sum of terms as large as g that may cancel
         assert (got.float() - expected).norm() <= tolerance * max(expected.norm(), g.norm())

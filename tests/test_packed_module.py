@@ -157,7 +157,7 @@ def trained(rank: int) -> None:
 
 def test_distributed_data_parallel() -> None:
     in_two_processes(trained)
-    with pytest.raises(ValueError, match="model: wanted one with 4-bit layers, got Linear without"):
+    with pytest.raises(ValueError, match="model: wanted one with quantized layers, got Linear without"):
         leave_out_packed(torch.nn.Linear(2, 2))
 
 

@@ -1,4 +1,4 @@
-"""LoRA beside 4-bit layers trains like LoRA beside the same numbers in dense layers."""
+"""LoRA beside quantized layers trains like LoRA beside the same numbers in dense layers."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_what_follows_an_import_is_done_once(tmp_path: Path, monkeypatch: Any, c
     for _ in range(2):
         importlib.import_module("late_package")
         monkeypatch.delitem(sys.modules, "late_package")
-    assert seen == [1] and caplog.text.count("late_package is not adapted to 4-bit layers: ZeroDivisionError") == 1
+    assert seen == [1] and caplog.text.count("late_package is not adapted to quantized layers: ZeroDivisionError") == 1
     when_imported("sys", lambda: seen.append(2))
     assert seen == [1, 2]
 
@@ -232,7 +232,7 @@ def test_adapters_for_parameters_in_4_bits_are_refused(tmp_path: Path, targets: 
     dense = with_lora(AutoModelForCausalLM.from_pretrained(folder), **({"target_modules": ["k_proj"]} | targets))
     dense.save_pretrained(tmp_path / "adapter")
     model = load(folder, dtype=torch.float32, format="int4_g32")[0]
-    message = r"target_parameters: wanted dense parameters, got \S+, which model\.layers\.0\.\S+ holds in 4 bits"
+    message = r"target_parameters: wanted dense parameters, got \S+, which model\.layers\.0\.\S+ holds packed"
     with pytest.raises(ValueError, match=message):
         with_lora(model, **({"target_modules": ["k_proj"]} | targets))
     with pytest.raises(ValueError, match=message):
@@ -248,7 +248,7 @@ def test_an_adapter_with_more_layers_than_its_config_names_is_refused(tmp_path: 
     experts = "base_model.model.model.layers.0.mlp.experts"
     save_file(tensors | {f"{experts}.{e}.down_proj.lora_A.weight": torch.ones(4, 96) for e in range(2)}, file)
     model = load(folder, dtype=torch.float32, format="int4_g32")[0]
-    with pytest.raises(ValueError, match=rf"adapter: wanted none for 4-bit .*, got {experts}\.\S+ and \d more"):
+    with pytest.raises(ValueError, match=rf"adapter: wanted none for quantized .*, got {experts}\.\S+ and \d more"):
         peft.PeftModel.from_pretrained(model, tmp_path / "adapter")
 
 
@@ -307,7 +307,8 @@ def test_a_model_that_has_adapters_is_not_quantized() -> None:
 )
 def test_other_methods_beside_4_bit_layers_are_refused(base: Callable[[], torch.nn.Module], config: Any) -> None:
     """Some of them would pass the layer over, and train nothing."""
-    with pytest.raises(ValueError, match=rf"wanted LoRA for the 4-bit layer model\.\S+, got {config.peft_type.value}"):
+    refused = rf"wanted LoRA for the quantized layer model\.\S+, got {config.peft_type.value}"
+    with pytest.raises(ValueError, match=refused):
         peft.get_peft_model(base(), config)
     assert peft.get_peft_model(base(), peft.OSFConfig(target_modules=["lm_head"])).lm_head is not None
 

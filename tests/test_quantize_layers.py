@@ -98,7 +98,7 @@ def test_a_layer_of_two_names_stays_one():
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated:FutureWarning")
 @pytest.mark.parametrize("computed", ("pruned", "weight_norm", "spectral_norm"))
 def test_a_weight_that_is_computed_before_each_call(computed):
-    """Its hook would look for tensors that a 4-bit layer does not have. What it computes is as old as the last call."""
+    """Its hook would look for tensors that a quantized layer lacks. What it computes is as old as the last call."""
     model = nn.Sequential(nn.Linear(64, 32), nn.ReLU())
     if computed == "pruned":
         prune.l1_unstructured(model[0], "weight", amount=0.5)

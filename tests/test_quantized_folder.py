@@ -99,10 +99,10 @@ def test_a_dense_weight_beside_a_quantized_one_is_refused(tmp_path: Path) -> Non
 def test_a_tensor_that_would_be_taken_for_a_modules_is_not_written(
     to: str, leaf: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The packing does not know it, and in the written folder its name would be one of the 4-bit weight's."""
+    """The packing does not know it, and in the written folder its name would be one of the quantized weight's."""
     write_model(tmp_path / "in", CONFIG, writer_of(lambda tensors: tensors | {leaf: torch.zeros(2)}))
     assert main(["convert", str(tmp_path / "in"), str(tmp_path / "out"), "--to", to]) != 0
-    assert f"down_proj.{leaf} belongs to no 4-bit module" in capsys.readouterr().err
+    assert f"down_proj.{leaf} belongs to no packed module" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

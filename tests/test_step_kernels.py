@@ -98,12 +98,12 @@ def test_added_norm(m: int, k: int, dtype: torch.dtype) -> None:
     arguments = [torch.randn(shape, device="cuda").to(dtype) for shape in ((m, k), (m, k), (k,))]
     on_cpu = [t.cpu() for t in arguments]
     y, total = add_rms_norm(*arguments, 1e-5)
-    wanted_y, wanted_total = add_rms_norm(*on_cpu, 1e-5)
-    assert torch.equal(total.cpu(), wanted_total)
-    torch.testing.assert_close(y.cpu(), wanted_y, rtol=0.01, atol=1e-3)
+    expected_y, expected_total = add_rms_norm(*on_cpu, 1e-5)
+    assert torch.equal(total.cpu(), expected_total)
+    torch.testing.assert_close(y.cpu(), expected_y, rtol=0.01, atol=1e-3)
     x8, scale, total = add_rms_norm_quantize(*arguments, 1e-5)
-    expected = w4gemm.quantize_activations(wanted_total.cuda(), norm_weight=arguments[2], eps=1e-5)
-    assert torch.equal(total.cpu(), wanted_total)
+    expected = w4gemm.quantize_activations(expected_total.cuda(), norm_weight=arguments[2], eps=1e-5)
+    assert torch.equal(total.cpu(), expected_total)
     assert torch.equal(x8.view(torch.uint8), expected[0].view(torch.uint8)) and torch.equal(scale, expected[1])
 
 

@@ -1,4 +1,4 @@
-"""Each stored tensor is part of a 4-bit module, dense, or left out with a reason; codes never become dense numbers."""
+"""Each stored tensor is part of a packed module, dense, or left out with a reason; codes never become dense numbers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ BROKEN = ("weight",)
 
 
 def compressed(folder: Path, **more: torch.Tensor) -> Path:
-    """A folder with two 4-bit modules and more tensors, without a model."""
+    """A folder with two packed modules and more tensors, without a model."""
     samples.FORMATS["compressed-tensors"](folder)
     change(folder, lambda tensors: tensors.update({name: t.contiguous() for name, t in more.items()}))
     configure(folder, weight_block_size=[16, 32])

@@ -1,4 +1,4 @@
-"""Two processes (gloo, CPU) with half of each 4-bit layer compute what one process computes."""
+"""Two processes (gloo, CPU) with half of each quantized layer compute what one process computes."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def test_transformers(tmp_path: Path) -> None:
     test_mixtures.write_gpt_oss(mixtures[2])
     scaled = test_modelopt.int4(("w1", "w2", "w3", "o_proj"))
     write_model(mixtures[3], test_modelopt.INT4, scaled, ("lm_head", "gate"), "mixtral")
-    wanted_of_mixtures = {folder: test_mixtures.logits_of(folder, IDS) for folder in mixtures}
+    expected_of_mixtures = {folder: test_mixtures.logits_of(folder, IDS) for folder in mixtures}
     folders = [tmp_path / name for name in ("gptq", "awq", "compressed-tensors", "dense", "fp8 and nvfp4")]
     write_model(folders[0], test_gptq.CONFIG | {"sym": False}, test_gptq.writer(-1, zeros=(1, 15)))
     write_model(folders[1], test_awq.CONFIG, test_awq.writer(zeros=(0, 15)))
@@ -214,4 +214,4 @@ def test_transformers(tmp_path: Path) -> None:
         model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=torch.float32)
         with torch.inference_mode():
             expected[folder] = model(IDS).logits
-    in_two_processes(both, expected, wanted_of_mixtures)
+    in_two_processes(both, expected, expected_of_mixtures)

@@ -45,7 +45,7 @@ def check(case: Case, device: str, matrices: Matrices | None = None) -> Checked:
     d, *others = results(case, call_of(case, matrices.w, rows, operands, config), rows, operands)
     if config is None and (packed := packed_result(case, matrices.w, operands)) is not None:
         others.append(torch.where(packed.isnan() & d.isnan(), d, packed))  # bits of a NaN are any
-    verdict = compared(case, d, others, wanted_of(case, matrices, rows, operands), rows.owner(device)[:, None] >= 0)
+    verdict = compared(case, d, others, expected_of(case, matrices, rows, operands), rows.owner(device)[:, None] >= 0)
     return Checked(case, "own choice" if config is None else config.partition("/")[0], verdict)
 
 
@@ -196,7 +196,7 @@ def _in_graph(
 # --- the formulas' side ----------------------------------------------------------------------------------------------
 
 
-def wanted_of(case: Case, matrices: Matrices, rows: Rows, operands: Operands) -> formulas.Sums:
+def expected_of(case: Case, matrices: Matrices, rows: Rows, operands: Operands) -> formulas.Sums:
     """d (rows.total, columns) and the error allowed; rows of no expert hold anything."""
     v, device = case.variant, operands.x.device
     x, token_scale = operands.x.double(), operands.token_scale

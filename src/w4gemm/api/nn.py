@@ -22,8 +22,8 @@ from w4gemm.weights.weight import QuantizedWeight
 
 
 class W4Linear(PackedModule):
-    """The layer y = act(x @ weight.T + bias) with a 4-bit weight: x (..., in_features) to y (..., out_features), in x's
-    dtype. It replaces torch.nn.Linear.
+    """The layer y = act(x @ weight.T + bias) with a quantized weight: x (..., in_features) to y (..., out_features), in
+    x's dtype. It replaces torch.nn.Linear.
 
     A layer of 16 bits casts x of another dtype to its own ``dtype`` and y back, as PEFT's
     ``prepare_model_for_kbit_training`` needs, which makes norms float32. ``torch.autocast`` goes before. Gradients flow

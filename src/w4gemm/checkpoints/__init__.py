@@ -88,7 +88,7 @@ def open_checkpoint(path: str | Path, format: WeightFormat | str | None = None) 
     Args:
         path: a file or folder.
         format: what the linear layers of a dense model are quantized to; None for groups of 128, or the largest smaller
-            group that divides a layer's k. A checkpoint in 4 bits keeps its own formats.
+            group that divides a layer's k. A quantized checkpoint keeps its own formats.
 
     Raises:
         FileNotFoundError: if nothing is at ``path``.

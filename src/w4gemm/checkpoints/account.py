@@ -159,7 +159,7 @@ class Account:
     """Where the tensors of a folder go in a model.
 
     Args:
-        stored: the tensors by name, without the tensors of 4-bit modules that stay packed.
+        stored: the tensors by name, without those of modules that stay packed.
         packed: names of the model's parameters that these modules fill.
         folder_model: makes the model of the class that config.json names, if it is another one than the model's:
             a head that only one of them has may be missing, or left out.
@@ -174,7 +174,7 @@ class Account:
     stored: Mapping[str, Stored]
     packed: Collection[str] = ()
     strangers: Mapping[str, str] = field(default_factory=dict)
-    """4-bit modules without a place: words for them by name."""
+    """Packed modules without a place: words for them by name."""
     folder_model: Callable[[], PreTrainedModel | None] = lambda: None
     recipes: list[Recipe] = field(init=False)
     filled: set[str] = field(init=False)

@@ -22,7 +22,7 @@ from w4gemm.weights.weight import QuantizedWeight
 
 @dataclass(frozen=True)
 class Module:
-    """A linear module with a 4-bit weight (n, k), or (experts, n, k), as far as headers tell."""
+    """A linear module with a quantized weight (n, k), or (experts, n, k), as far as headers tell."""
 
     n: int
     k: int
@@ -71,12 +71,12 @@ class Checkpoint(Protocol):
 
     @property
     def modules(self) -> Mapping[str, Module]:
-        """4-bit linear modules by name; :meth:`weight` gives their weights."""
+        """Packed linear modules by name; :meth:`weight` gives their weights."""
         ...
 
     @property
     def tensors(self) -> Mapping[str, tuple[int, ...]]:
-        """Shapes of the dense parameters and buffers by name, biases of 4-bit modules too; :meth:`dense` gives them."""
+        """Shapes of the dense parameters and buffers by name, those of biases too; :meth:`dense` gives them."""
         ...
 
     def stored_type(self, name: str) -> str:
@@ -174,4 +174,4 @@ class CheckpointFormat:
     """Return the file or folder to open for an existing path, or None if there is nothing of this format."""
     open: Callable[[Path, WeightFormat | None], Checkpoint]
     """Open what ``find`` returned. The second argument says what dense weights are to be quantized to, None for the
-    format's own choice; a checkpoint in 4 bits ignores it."""
+    format's own choice; a quantized checkpoint ignores it."""

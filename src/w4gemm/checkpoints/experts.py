@@ -89,7 +89,7 @@ def stacks(modules: Mapping[str, Module]) -> dict[str, Stack]:
         other = made.get(first)
         if other is not None and other.module.experts != stack.module.experts:
             has = f"{first} has {other.module.experts}"
-            raise ValueError(f"{name} has {stack.module.experts} experts in 4 bits, {has}")
+            raise ValueError(f"{name} has {stack.module.experts} quantized experts, {has}")
     return made
 
 
@@ -109,7 +109,7 @@ def roles_of(modules: Mapping[str, Module], name: str) -> tuple[str, ...]:
 def _stack(name: str, positions: Mapping[tuple[int, int], str], modules: Mapping[str, Module]) -> Stack:
     count, each = max(index for index, _ in positions) + 1, _MODULES[name.rpartition(".")[2]]
     if missing := [f"{e}" for e in range(count) for i in range(each) if (e, i) not in positions]:
-        raise ValueError(f"{name}: expert {missing[0]} of {count} lacks a 4-bit module")
+        raise ValueError(f"{name}: expert {missing[0]} of {count} lacks a packed module")
     sources = tuple(tuple(positions[e, i] for i in range(each)) for e in range(count))
     names = [name for expert in sources for name in expert]
     first = modules[names[0]]

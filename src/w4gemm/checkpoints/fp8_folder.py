@@ -51,7 +51,7 @@ class ScaleBlock(NamedTuple):
 class Fp8Folder(SafetensorsFolder):
     """A folder whose ``tensors`` have no scales of weights in fp8: :meth:`tensor` gives these weights in float32.
 
-    A tensor in fp8 without a scale stays among ``tensors``: it may be part of a 4-bit module.
+    A tensor in fp8 without a scale stays among ``tensors``: it may be part of a packed module.
 
     Args:
         blocks_only: True if every scale is of blocks, so that one number for more than a block is no scale.

@@ -85,7 +85,7 @@ class DeepSeekV4(Packing):
 
 
 class Fp8(DeepSeekV4):
-    """DeepSeek-V3 and Qwen in fp8. A module in 4 bits would be as one of DeepSeek-V4."""
+    """DeepSeek-V3 and Qwen in fp8. A packed module would be as one of DeepSeek-V4."""
 
     method = "fp8"
     contents = "a folder in fp8 as DeepSeek and Qwen publish it"

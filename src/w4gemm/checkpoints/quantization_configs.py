@@ -85,7 +85,7 @@ _CANDIDATES = 2000
 
 
 class Named(NamedTuple):
-    """A name or pattern by which a quantization_config speaks of modules in 4 bits."""
+    """A name or pattern by which a quantization_config speaks of packed modules."""
 
     argument: str
     """Its place in the config, such as "dynamic"."""
@@ -198,7 +198,7 @@ class ExtraConfig:
         return {} if text is None else self._settings[text]
 
     def named(self) -> list[Named]:
-        """Return the modules in 4 bits that it names."""
+        """Return the packed modules that it names."""
         return [
             Named("extra_config", text, partial(self._patterns.search, text) if text in self._patterns else None)
             for text, settings in self._settings.items()
@@ -207,7 +207,7 @@ class ExtraConfig:
 
 
 def warn_of_missing(path: Path, named: Iterable[Named], modules: Collection[str]) -> None:
-    """Warn once of the names and patterns that mean none of a folder's 4-bit modules."""
+    """Warn once of the names and patterns that mean none of a folder's packed modules."""
     known = {*modules}
     for name in modules:
         while (name := name.rpartition(".")[0]) and name not in known:
@@ -217,8 +217,8 @@ def warn_of_missing(path: Path, named: Iterable[Named], modules: Collection[str]
         return
     first, more = missing[0], f" and {len(missing) - 1} more" if len(missing) > 1 else ""
     warnings.warn(
-        f"{path}: {first.argument} of its quantization_config names {first.text!r}{more}, but no such module is in "
-        f"4 bits, so its settings are not used; the nearest of its {len(modules)} 4-bit modules is "
+        f"{path}: {first.argument} of its quantization_config names {first.text!r}{more}, but no such module is "
+        f"packed, so its settings are not used; the nearest of its {len(modules)} packed modules is "
         f"{_nearest(first.text, modules)!r}",
         stacklevel=2,
     )

@@ -27,7 +27,7 @@ from w4gemm.weights.checks import sorting_perm
 from w4gemm.weights.weight import QuantizedWeight
 
 _FLOATS = ("F16", "BF16", "F32", "F64")
-"""safetensors' names of the dtypes of the dense tensors of a module in 4 bits."""
+"""safetensors' names of the dtypes of the dense tensors of a packed module."""
 BESIDE = ("bias", "pre_quant_scale")
 """Last parts of the names of a module's dense tensors, which are the checkpoint's, too."""
 
@@ -69,7 +69,7 @@ class Packing(ABC):
         return name
 
     def named(self) -> Iterable[Named]:
-        """Return the modules in 4 bits that ``config`` names."""
+        """Return the packed modules that ``config`` names."""
         return ()
 
     @abstractmethod
@@ -164,7 +164,7 @@ class QuantizedFolder:
             elif reason := reason_to_skip(stored):
                 self.left_out[stored] = reason
             elif stored not in self._stored.scales and is_packed(stored, info.dtype):
-                lacks = "one scale" if info.dtype in FP8 else f"{' or '.join(marks)}, as a 4-bit module has,"
+                lacks = "one scale" if info.dtype in FP8 else f"{' or '.join(marks)}, as a packed module has,"
                 raise FormatError(
                     f"{self.path}: {stored} is {info.dtype} of shape {info.shape}, wanted {lacks} beside it, got none"
                 )
@@ -194,7 +194,7 @@ class QuantizedFolder:
 
     def weight(self, name: str, device: torch.device | str = "cpu", pack: Pack = Numbers.weight) -> QuantizedWeight:
         if name not in self.modules:
-            raise not_among(self.path, "4-bit module", name, self.modules)
+            raise not_among(self.path, "packed module", name, self.modules)
         device, stack = torch.device(device), self._stacks.get(name)
         try:
             if stack is not None:
@@ -238,7 +238,7 @@ class QuantizedFolder:
 
     @property
     def own_names(self) -> Collection[str]:
-        """Names of the 4-bit modules, those of single experts and of all of a layer."""
+        """Names of the packed modules, those of single experts and of all of a layer."""
         return self._own.keys() | self.modules.keys()
 
     @property

@@ -65,7 +65,7 @@ def is_packed(name: str, dtype: str) -> bool:
 
 
 def reason_to_skip(name: str) -> str:
-    """Return why a tensor that is part of no 4-bit module is not read; "" if it is."""
+    """Return why a tensor that is part of no packed module is not read; "" if it is."""
     return next((reason for pattern, reason in _SKIPPED.items() if pattern.fullmatch(name)), "")
 
 

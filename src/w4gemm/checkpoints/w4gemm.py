@@ -1,4 +1,4 @@
-"""Folders that w4gemm writes: each 4-bit module as its canonical tensors, in any :class:`WeightFormat`.
+"""Folders that w4gemm writes: each packed module as its canonical tensors, in any :class:`WeightFormat`.
 
 A module is ``codes``, ``scales``, and if there are any ``zeros``, ``channels``, ``factors`` and ``perm``, as
 :meth:`w4gemm.QuantizedWeight.named_tensors` gives them, with the state that a :class:`w4gemm.W4Linear` keeps beside
@@ -59,7 +59,7 @@ def _check_k(w: QuantizedWeight | Module, place: str = "") -> None:
 
 
 def settings(weights: Iterable[tuple[str, QuantizedWeight | Module]]) -> dict[str, Any]:
-    """Return the quantization_config of a model with these 4-bit modules: the most common format, and the others'."""
+    """Return the quantization_config of a model with these packed modules: the most common format, and the others'."""
     formats = {}
     for name, w in weights:
         _check_k(w, f"{name}: ")

@@ -48,13 +48,13 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 class WeightWriter(Protocol):
-    """How 4-bit modules are stored in a folder. Methods raise ValueError; the caller adds the module's name."""
+    """How packed modules are stored in a folder. Methods raise ValueError; the caller adds the module's name."""
 
     name: str
 
     @property
     def marks(self) -> Collection[str]:
-        """Last parts of the names of the tensors that a 4-bit module is stored as."""
+        """Last parts of the names of the tensors that a packed module is stored as."""
         ...
 
     def check(self, module: Module, act_order: bool) -> None:
@@ -168,7 +168,7 @@ def _require_writable(checkpoint: Checkpoint, writer: WeightWriter) -> None:
         raise FormatError(f"{checkpoint.path}: {table} is of its own, and config.json has no place for it")
     if other := next((name for name in checkpoint.tensors if name.rpartition(".")[2] in writer.marks), None):
         raise FormatError(
-            f"{checkpoint.path}: {other} belongs to no 4-bit module, but a reader would take it for part of one"
+            f"{checkpoint.path}: {other} belongs to no packed module, but a reader would take it for part of one"
         )
 
 

@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     elif args.device is not None:
         choose_device(args.device)  # nothing runs there, but a wrong name is a mistake all the same
     if not checkpoint.modules:
-        raise ValueError(f"PATH: {args.path} holds no 4-bit modules, and none that could be quantized")
+        raise ValueError(f"PATH: {args.path} holds no packed modules, and none that could be quantized")
     writer, why = _writer_of(checkpoint) if args.to is None else (WRITERS[args.to], "")
     unread = "" if isinstance(writer, OwnWriter) else transformers_refusal(checkpoint)
     dtype = DTYPES[args.dtype or _dtype_of(checkpoint.path)]

@@ -1,4 +1,4 @@
-"""``w4gemm generate``: a language model with 4-bit linear layers answers a prompt, and says how fast."""
+"""``w4gemm generate``: a language model with quantized linear layers answers a prompt, and says how fast."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
     ]
     _print_table(head, rows)
     if matrices:
-        wide = max(dtype, torch.bfloat16, key=lambda d: d.itemsize)  # only 4-bit layers quantize x to fp8
+        wide = max(dtype, torch.bfloat16, key=lambda d: d.itemsize)  # only quantized layers quantize x to fp8
         mib = wide.itemsize / 2**20
         dense = [
             (name, stored, " x ".join(map(str, shape)), f"x {count}", f"{count * math.prod(shape) * mib:.1f}")

@@ -75,7 +75,7 @@ def _generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--activations",
         choices=("fp8",),
-        help="every 4-bit layer quantizes its input to fp8, with a scale for each token (W4A8)",
+        help="every quantized layer takes its input in fp8, with a scale for each token (W4A8)",
     )
     parser.add_argument(
         "--temperature", type=float, default=0.0, metavar="T", help="0 takes the likeliest token (default: %(default)s)"
@@ -357,13 +357,13 @@ COMMANDS = {
     "eval": Command(
         "measure what 4-bit formats cost a model in quality",
         "Print the perplexity of a text, and how often the next token is the dense model's, with dense numbers "
-        "and with its linear layers rounded to each --format. A checkpoint in 4 bits counts as dense with the numbers "
+        "and with its linear layers rounded to each --format. A quantized checkpoint counts as dense with the numbers "
         "that it holds. Nothing is downloaded.",
         _eval,
     ),
     "inspect": Command(
         "say what a checkpoint holds and what will run its layers",
-        "Print the 4-bit layers of a checkpoint, by name, with their formats and sizes, the kernel and config that "
+        "Print the quantized layers of a checkpoint, by name, with their formats and sizes, the kernel and config that "
         "will run them for each number of tokens, and the matrices that stay dense. Only headers are read.",
         _inspect,
     ),
@@ -383,9 +383,9 @@ COMMANDS = {
     ),
     "gemm": Command(
         "run one product of random numbers, check and time it; --profile measures every config",
-        "Multiply random activations (M, K) by a random 4-bit weight (N, K), check the result against a plain product "
-        "and time it, with a weight that is in no cache. --profile measures every config and keeps the fastest for "
-        "later calls.",
+        "Multiply random activations (M, K) by a random quantized weight (N, K), check the result against a plain "
+        "product and time it, with a weight that is in no cache. --profile measures every config and keeps the fastest "
+        "for later calls.",
         _gemm,
     ),
     "tune": Command(

@@ -27,7 +27,7 @@ def _call(name: str, then: Callable[[], None]) -> None:
     try:
         then()
     except Exception as e:
-        _log.warning("%s is not adapted to 4-bit layers: %s: %s", name, type(e).__name__, e)
+        _log.warning("%s is not adapted to quantized layers: %s: %s", name, type(e).__name__, e)
 
 
 class _Finder(importlib.abc.MetaPathFinder):

@@ -1,4 +1,4 @@
-"""DistributedDataParallel of a model with 4-bit weights: call :func:`leave_out_packed` once, before it wraps the model.
+"""DistributedDataParallel of a quantized model: call :func:`leave_out_packed` once, before it wraps the model.
 
     w4gemm.integrations.data_parallel.leave_out_packed(model)
     model = torch.nn.parallel.DistributedDataParallel(model)
@@ -28,7 +28,7 @@ def leave_out_packed(model: _Model) -> _Model:
             their names in it.
 
     Raises:
-        ValueError: if ``model`` has no 4-bit layers.
+        ValueError: if ``model`` has no quantized layers.
     """
     names = {
         f"{owner}.{buffer}" if owner else buffer
@@ -37,7 +37,7 @@ def leave_out_packed(model: _Model) -> _Model:
         for buffer in module._buffers
     }
     if not names:
-        raise ValueError(f"model: wanted one with 4-bit layers, got {type(model).__name__} without")
+        raise ValueError(f"model: wanted one with quantized layers, got {type(model).__name__} without")
     ignored = names | set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
     return model

@@ -178,7 +178,7 @@ def quiet_transformers() -> None:
 
 
 def plans(model: nn.Module, m: int, dtype: torch.dtype) -> Counter[str]:
-    """Count ``kernel/config`` of the 4-bit layers for m tokens, experts' too: the plans that ``linear`` keeps and
+    """Count ``kernel/config`` of the quantized layers for m tokens, experts' too: the plans that ``linear`` keeps and
     uses."""
     top_k = getattr(getattr(model, "config", None), "num_experts_per_tok", None)
     experts = expert_keys(model, m, dtype, top_k) if isinstance(top_k, int) else []
@@ -186,7 +186,7 @@ def plans(model: nn.Module, m: int, dtype: torch.dtype) -> Counter[str]:
 
 
 def plan_keys(model: nn.Module, m: int, dtype: torch.dtype) -> list[choice.PlanKey]:
-    """Keys of the plans of the 4-bit layers for m tokens, one of each layer."""
+    """Keys of the plans of the quantized layers for m tokens, one of each layer."""
     layers = (layer for layer in model.modules() if isinstance(layer, W4Linear))
     return [_plan_key(layer, m, dtype) for layer in layers]
 

@@ -1,6 +1,6 @@
-"""PEFT's LoRA for 4-bit layers, in every program that imports both PEFT and w4gemm, in any order: :func:`enable`.
+"""PEFT's LoRA for quantized layers, in every program that imports both PEFT and w4gemm, in any order: :func:`enable`.
 
-The 4-bit weight stays as it is; the adapter's two matrices are trained. Gradients reach them through
+The quantized weight stays as it is; the adapter's two matrices are trained. Gradients reach them through
 :func:`w4gemm.linear`. Adapters are saved and loaded as PEFT does. PEFT 0.21 is tested.
 """
 
@@ -43,7 +43,7 @@ class W4LoraLinear(Linear):
     def __init__(self, base_layer: torch.nn.Module, adapter_name: str, config: LoraConfig, **kwargs: Any) -> None:
         if config.init_lora_weights not in _INITS:
             raise ValueError(
-                f"init_lora_weights: wanted one of {_INITS} beside 4-bit weights, got {config.init_lora_weights!r}"
+                f"init_lora_weights: wanted one of {_INITS} beside quantized weights, got {config.init_lora_weights!r}"
             )
         layer = base_layer.get_base_layer() if isinstance(base_layer, BaseTunerLayer) else base_layer
         if layer.activation is not None:
@@ -74,7 +74,7 @@ class W4LoraLinear(Linear):
         if not names:
             return
         if any(self.lora_bias[name] for name in names):
-            raise ValueError("lora_bias: an adapter with a bias cannot be merged into a 4-bit layer")
+            raise ValueError("lora_bias: an adapter with a bias cannot be merged into a quantized layer")
         before = layer.weight
         delta = sum(self.get_delta_weight(name).float() for name in names)
         if (scale := layer.pre_quant_scale) is not None:  # the weight meets x * scale, the adapter x
@@ -108,7 +108,7 @@ def enable() -> None:
     has no effect. In programs that import w4gemm, importing PEFT calls it.
 
     From then on PEFT refuses experts as targets, also in ``target_parameters`` and in adapters that it loads. It also
-    refuses 4-bit layers in ``modules_to_save``, and methods other than LoRA on them. None of these would train the
+    refuses quantized layers in ``modules_to_save``, and methods other than LoRA on them. None of these would train the
     parameters that it names."""
     if not hasattr(LoraModel._create_new_module, "__wrapped__"):
         LoraModel._create_new_module = staticmethod(_with_4_bits(LoraModel._create_new_module))
@@ -150,7 +150,7 @@ def _with_lora_alone(inject: Callable[..., Any]) -> Callable[..., Any]:
             for name, module in model.named_modules():
                 if isinstance(module, PackedModule) and tuner._check_target_module_exists(config, name):
                     kind = getattr(config.peft_type, "value", config.peft_type)
-                    raise ValueError(f"target_modules: wanted LoRA for the 4-bit layer {name}, got {kind}")
+                    raise ValueError(f"target_modules: wanted LoRA for the quantized layer {name}, got {kind}")
         return inject(tuner, model, adapter_name, *args, **kwargs)
 
     return inject_adapter
@@ -165,7 +165,7 @@ def _with_dense_parameters(prepare: Callable[..., None]) -> Callable[..., None]:
         elif packed:
             target, holder = next(iter(packed.items()))
             raise ValueError(
-                f"target_parameters: wanted dense parameters, got {target}, which {holder} holds in 4 bits; leave it "
+                f"target_parameters: wanted dense parameters, got {target}, which {holder} holds packed; leave it "
                 "out (PEFT makes it of target_modules that name experts: name other layers there), or make the "
                 "experts dense by w4gemm.integrations.transformers.dequantize_layers"
             )
@@ -175,11 +175,11 @@ def _with_dense_parameters(prepare: Callable[..., None]) -> Callable[..., None]:
 
 
 _PACKED_PARAMETERS = {W4Experts: ("gate_up_proj", "up_proj", "down_proj"), PackedModule: ("weight",)}
-"""The parameters of dense modules that their 4-bit ones hold packed, by transformers' names."""
+"""The parameters of dense modules that their quantized ones hold packed, by transformers' names."""
 
 
 def _packed_in(model: torch.nn.Module, target: str) -> str | None:
-    """Return the name of the first module that holds ``target``, of ``target_parameters``, in 4 bits, or None. PEFT
+    """Return the name of the first module that holds ``target``, of ``target_parameters``, packed, or None. PEFT
     would pass it over."""
     owner, _, leaf = target.rpartition(".")
     for name, module in model.named_modules():
@@ -199,8 +199,8 @@ def _without_lost_adapters(load: Callable[..., Any]) -> Callable[..., Any]:
         lost = [key for key in result.unexpected_keys if key.startswith(packed)]
         if lost:
             raise ValueError(
-                f"adapter: wanted none for 4-bit layers that its config does not name, nor for experts, got {lost[0]} "
-                f"and {len(lost) - 1} more; load the model with these layers dense"
+                f"adapter: wanted none for quantized layers that its config does not name, nor for experts, got "
+                f"{lost[0]} and {len(lost) - 1} more; load the model with these layers dense"
             )
         return result
 

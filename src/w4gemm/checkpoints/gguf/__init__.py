@@ -131,7 +131,7 @@ class GGUFCheckpoint:
 
     def weight(self, name: str, device: torch.device | str = "cpu", pack: Pack = Numbers.weight) -> QuantizedWeight:
         if name not in self.modules:
-            raise not_among(self.path, "4-bit module", name, self.modules)
+            raise not_among(self.path, "packed module", name, self.modules)
         if (experts := self._experts_with(name)) is not None:
             return experts.weight(name, torch.device(device), pack)
         stored = _EMBEDDING if self.modules[name].shared else self._stored[f"{name}.weight"]

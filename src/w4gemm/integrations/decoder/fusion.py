@@ -1,7 +1,7 @@
 """A captured step in fewer kernels than the model's own code launches: :func:`fused`.
 
 A decoder layer of Llama launches about 45 kernels for one token, 38 of them small: each takes a microsecond or two in a
-graph, together more than the products with 4-bit weights. While :func:`fused` lasts, the model's modules compute
+graph, together more than the products with quantized weights. While :func:`fused` lasts, the model's modules compute
 
 - q, k and v in one product, or those of equal format, gate and up in another: their weights lie one below the other
   in memory;
@@ -230,7 +230,7 @@ def last_products(layer: nn.Module) -> list[W4Linear]:
 
 
 def _fuse_residuals(patches: Patches, layer: nn.Module) -> None:
-    """Add what a layer adds behind o_proj and down_proj in their epilogues, where these are 4-bit layers. Behind
+    """Add what a layer adds behind o_proj and down_proj in their epilogues, where these are quantized layers. Behind
     experts it is added as before."""
     if not (last := last_products(layer)):
         return

@@ -1,8 +1,8 @@
 """Hugging Face models with their linear layers behind :func:`w4gemm.linear`.
 
 :func:`load` makes a model of any checkpoint. :class:`W4GemmConfig` and :func:`enable` let transformers'
-``from_pretrained`` do so. Both reserve the places of the 4-bit layers in a model without numbers (``places.py``), and
-put the weights there one at a time. transformers itself is imported when one of these is used.
+``from_pretrained`` do so. Both reserve the places of the quantized layers in a model without numbers (``places.py``),
+and put the weights there one at a time. transformers itself is imported when one of these is used.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Layers of a model whose 4-bit weights are still to come: :class:`AwaitedLinear` and its relatives.
+"""Layers of a model whose quantized weights are still to come: :class:`AwaitedLinear` and its relatives.
 
 A layer keeps its identity when it is filled, because frameworks have put hooks on it by then, such as tensor
 parallelism's. So its class changes, as the class of PyTorch's lazy modules does.
@@ -26,7 +26,7 @@ from w4gemm.weights.weight import QuantizedWeight
 
 
 class AwaitedLinear(nn.Module):
-    """A linear layer whose 4-bit weight is still to come. :meth:`fill` makes it a :class:`W4Linear`, in place.
+    """A linear layer whose quantized weight is still to come. :meth:`fill` makes it a :class:`W4Linear`, in place.
 
     Its only tensors are the dense layer's bias and ``place``, one byte without meaning that a framework moves to the
     device on which it wants the layer.
@@ -94,7 +94,7 @@ class AwaitedLinear(nn.Module):
 
 
 class AwaitedGrouped(AwaitedLinear):
-    """One product of experts whose 4-bit weights are still to come; :meth:`fill` makes it a :class:`W4GroupedLinear`.
+    """A product of experts whose quantized weights are still to come; :meth:`fill` makes it a :class:`W4GroupedLinear`.
 
     Its bias comes with the weight, since transformers knows it by another name.
 

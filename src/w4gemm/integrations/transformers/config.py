@@ -28,9 +28,9 @@ class W4GemmConfig(QuantizationConfigMixin):
 
     Args:
         format: what the linear layers of a dense model are quantized to; None for groups of 128, or the largest smaller
-            group that divides a layer's k. A checkpoint in 4 bits keeps its own formats. Of a loaded model: the most
+            group that divides a layer's k. A quantized checkpoint keeps its own formats. Of a loaded model: the most
             common one, in the words of :mod:`w4gemm.weights.file`.
-        activations: "fp8" if every 4-bit layer quantizes x (W4A8); None for what the checkpoint says.
+        activations: "fp8" if every quantized layer quantizes x (W4A8); None for what the checkpoint says.
         skip: last parts of the names of a dense model's layers that stay dense; "lm_head" if not given.
             ``from_pretrained`` raises ValueError for one that no layer has, except "lm_head".
         modules: of a loaded model: the formats of layers with another one.

@@ -63,10 +63,10 @@ def quantize_layers(
     skip: tuple[str, ...] = SKIP,
     progress: Progress | None = None,
 ) -> nn.Module:
-    """Replace the dense linear layers of a model by 4-bit ones, in place, one at a time. Subclasses of torch.nn.Linear
-    with a forward of their own stay dense, because a 4-bit layer would not compute what that does. Forward hooks of
-    a layer and its training mode are its successor's. A weight that PyTorch prunes or normalizes before each call is
-    quantized as the next call would have it.
+    """Replace the dense linear layers of a model by quantized ones, in place, one at a time. Subclasses of
+    torch.nn.Linear with a forward of their own stay dense, because a quantized layer would not compute what that does.
+    Forward hooks of a layer and its training mode are its successor's. A weight that PyTorch prunes or normalizes
+    before each call is quantized as the next call would have it.
 
     Of a model that reads images or sounds too, the layers of the language model are meant.
 
@@ -82,7 +82,7 @@ def quantize_layers(
     Raises:
         TypeError, ValueError: for a model, format or ``skip`` that is none, for a name in ``skip`` that no layer has,
             for a model without a layer to quantize or with PEFT's adapters, and for a weight that is not finite or too
-            large, naming its layer; layers before it are in 4 bits then.
+            large, naming its layer; layers before it are quantized then.
     """
     names, skip = names_of(model), checked_skip(skip)
     _refuse_adapters(model)
@@ -154,7 +154,7 @@ def _hand_over(layer: nn.Module, made: nn.Module) -> None:
 
 
 def dequantize_layers(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Replace the 4-bit linear layers and experts of a model by dense ones with the same numbers, in place; for
+    """Replace the quantized linear layers and experts of a model by dense ones with the same numbers, in place; for
     comparing.
 
     Raises:
@@ -198,7 +198,7 @@ def names_of(model: nn.Module) -> dict[nn.Module, list[str]]:
     if isinstance(model, (nn.Linear, PackedModule, W4Experts)):
         raise TypeError(
             f"model: wanted a module with layers inside, got a {type(model).__name__} itself; W4Linear.from_linear "
-            "makes a 4-bit one of a layer"
+            "makes a quantized one of a layer"
         )
     names: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):

@@ -1,6 +1,6 @@
 """A model and its tokenizer from a checkpoint: :func:`load`.
 
-The 4-bit weights of a checkpoint are taken over losslessly, and never exist as a dense matrix here. Config and
+The quantized weights of a checkpoint are taken over losslessly, and never exist as a dense matrix here. Config and
 tokenizer come from transformers; the tensors are placed here instead of by ``from_pretrained``, which has no place for
 GGUF files' own weights. ``tests/test_transformers.py`` holds both ways to equal bits for GGUF files.
 """
@@ -42,7 +42,7 @@ def load(
     activations: str | None = None,
     progress: Progress | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a causal language model, or one that reads images too, with its linear layers in 4 bits, and its tokenizer.
+    """Load a causal language model, or one that reads images too, with its linear layers quantized, and its tokenizer.
     Nothing is downloaded.
 
     Args:
@@ -51,8 +51,8 @@ def load(
             docs/formats.md.
         device, dtype: where the model runs, and the dtype of its activations and dense parameters.
         format: for a dense model: what to quantize to; None for group 128, or the largest smaller group that divides
-            a layer's k. A checkpoint in 4 bits keeps its own formats.
-        activations: "fp8" if every 4-bit layer quantizes x (W4A8); None for what the checkpoint says.
+            a layer's k. A quantized checkpoint keeps its own formats.
+        activations: "fp8" if every quantized layer quantizes x (W4A8); None for what the checkpoint says.
         progress: called after each tensor.
 
     Returns:
@@ -148,7 +148,7 @@ def _fill(
     activations: str | None,
     progress: Progress | None,
 ) -> list[str]:
-    """Fill the 4-bit layers and dense parameters of a model, one at a time. Return the names of the buffers with
+    """Fill the quantized layers and dense parameters of a model, one at a time. Return the names of the buffers with
     numbers that the model does not make by itself, and does not save."""
     unsaved: list[str] = []
     steps: list[str | Recipe] = [*placement.packed, *placement.account.recipes]

@@ -299,7 +299,7 @@ class Placement:
         return renamed
 
     def _untie(self, packed: set[str]) -> None:
-        """Let parameters that the config ties be two, if the checkpoint has both and one of them in 4 bits."""
+        """Let parameters that the config ties be two, if the checkpoint has both and one of them packed."""
         recipes, pairs = self._naming.recipes(self._stored)[0], self._model.all_tied_weights_keys
         there = packed | {recipe.targets[0] for recipe in recipes}
         in_4_bits = packed | {recipe.targets[0] for recipe in recipes if self._is_made(recipe)}
@@ -314,7 +314,7 @@ class Placement:
 
     @property
     def filled_here(self) -> list[Recipe]:
-        """The parameters whose numbers transformers cannot read in the folder: made of modules in 4 bits, or of weights
+        """The parameters whose numbers transformers cannot read in the folder: made of packed modules, or of weights
         in fp8 with scales."""
         in_fp8 = {*getattr(self._checkpoint, "in_fp8", ())}
         outside = self._naming.known.keys() - self._model.state_dict().keys()
@@ -326,7 +326,7 @@ class Placement:
 
     @property
     def made(self) -> list[Recipe]:
-        """The parameters that are made of modules in 4 bits, maybe together with dense tensors."""
+        """The parameters that are made of packed modules, maybe together with dense tensors."""
         return [recipe for recipe in self.account.recipes if self._is_made(recipe)]
 
     def values(self, recipe: Recipe, device: torch.device) -> dict[str, torch.Tensor]:
@@ -345,7 +345,7 @@ class Placement:
         return recipe.values(self._model, read)
 
     def _log(self) -> None:
-        """Say which weights take the memory of dense ones although the checkpoint has them in 4 bits."""
+        """Say which weights take the memory of dense ones although the checkpoint has them packed."""
         if names := sorted(self._without_kernel):
             formats = listed(sorted({str(self._checkpoint.modules[name].format) for name in names}))
             said = "%s: dense, because no kernel of the device takes %s: %s"
@@ -358,7 +358,7 @@ class Placement:
             and self._without_kernel.isdisjoint(self._stored[name].owner for name in r.names)
         ]
         if stay:
-            said = "%s: dense with the numbers of 4-bit weights, because w4gemm has no layer that computes the same: %s"
+            said = "%s: dense with the packed numbers, because w4gemm has no layer that computes the same: %s"
             _log.warning(said, self._checkpoint.path, listed([target for r in stay for target in r.targets]))
         reasons: dict[str, list[str]] = {}
         for name, reason in self.account.left_out.items():

@@ -1,8 +1,8 @@
-"""transformers' ``from_pretrained`` with 4-bit layers of w4gemm: :class:`W4GemmQuantizer`.
+"""transformers' ``from_pretrained`` with quantized layers of w4gemm: :class:`W4GemmQuantizer`.
 
 transformers makes the model on the meta device, loads the dense tensors, and moves and shards what it loads. The
-quantizer reserves the places of the 4-bit layers before, and fills them after, from the checkpoint's own reader; so a
-weight is taken over losslessly, whatever its packing, and split into lossless shards. A dense folder's weights come
+quantizer reserves the places of the quantized layers before, and fills them after, from the checkpoint's own reader; so
+a weight is taken over losslessly, whatever its packing, and split into lossless shards. A dense folder's weights come
 through transformers, and are quantized one at a time on the device that they are loaded to.
 
 Importing this file registers it for the method "w4gemm". transformers 5.17 to 5.24 are tested.
@@ -118,7 +118,8 @@ class W4GemmQuantizer(HfQuantizer):
         if "meta" in devices:
             raise ValueError(f"device_map: wanted devices that hold numbers, such as cpu, got {sorted(devices)}")
         if "disk" in devices or ("cpu" in devices and len(devices) > 1):
-            raise ValueError(f"device_map: wanted every 4-bit layer on a GPU, or all on the CPU, got {sorted(devices)}")
+            came = sorted(devices)
+            raise ValueError(f"device_map: wanted every quantized layer on a GPU, or all on the CPU, got {came}")
 
     def update_attn_implementation(self, config: Any) -> Any:
         # transformers calls this with the config before it makes the layers, and nothing else
@@ -244,7 +245,7 @@ class W4GemmQuantizer(HfQuantizer):
                     raise FormatError(f"{model.name_or_path}: no tensor for {name}.weight")
                 layer.fill(Local(layer.quantized), activations)
         if placement is not None:
-            for recipe in placement.filled_here:  # dense parameters that the folder has in 4 bits, or in fp8
+            for recipe in placement.filled_here:  # dense parameters that the folder has packed, or in fp8
                 device = model.get_parameter_or_buffer(recipe.targets[0]).device
                 for name, value in placement.values(recipe, device).items():
                     fill(model.get_parameter_or_buffer(name), value)
@@ -276,7 +277,7 @@ class W4GemmQuantizer(HfQuantizer):
         config, now = self.quantization_config, settings(_own_layers(model))
         if (config.format, config.modules) != (now["format"], now["modules"]):
             raise ValueError(
-                "the model's 4-bit layers are not those of its config: call "
+                "the model's quantized layers are not those of its config: call "
                 "w4gemm.integrations.transformers.describe(model), then save"
             )
         packed = compressed_tensors(model)
@@ -285,7 +286,7 @@ class W4GemmQuantizer(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
-        """True: adapters beside the 4-bit layers can be trained, because gradients go through to x."""
+        """True: adapters beside the quantized layers can be trained, because gradients go through to x."""
         return True
 
     @property
@@ -348,7 +349,7 @@ def describe(model: PreTrainedModel) -> W4GemmQuantizer:
 
 def refuse_to_save_undescribed(model: PreTrainedModel) -> None:
     """Let ``save_pretrained`` of a model whose layers were replaced ask for :func:`describe`. Its folder would not say
-    that it holds 4-bit layers, and transformers would load it with random ones."""
+    that it holds quantized layers, and transformers would load it with random ones."""
     if not isinstance(getattr(model, "hf_quantizer", None), W4GemmQuantizer):
         model.hf_quantizer = W4GemmQuantizer(W4GemmConfig())
 

@@ -1,5 +1,5 @@
-"""``save_pretrained`` of a model with 4-bit layers: it writes compressed-tensors if that holds every bit, else
-w4gemm's own format, as for every model with experts in 4 bits, because transformers renames what it splits."""
+"""``save_pretrained`` of a model with quantized layers: it writes compressed-tensors if that holds every bit, else
+w4gemm's own format, as for every model with quantized experts, because transformers renames what it splits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _log = logging.getLogger("w4gemm")
 
 
 class _LoadedModel:
-    """A model without experts in 4 bits as a :class:`w4gemm.checkpoints.Checkpoint`."""
+    """A model without quantized experts as a :class:`w4gemm.checkpoints.Checkpoint`."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.path = Path(model.name_or_path)

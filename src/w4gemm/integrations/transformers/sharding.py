@@ -1,4 +1,4 @@
-"""The shard of a 4-bit weight that a process holds under transformers' tensor and expert parallelism.
+"""The shard of a quantized weight that a process holds under transformers' tensor and expert parallelism.
 
 transformers wraps a layer's forward by the style that the model's ``tp_plan`` names, and leaves its tensors to us: a
 colwise layer holds some of the rows (output features), a rowwise layer some of the columns, and adds up afterwards.
@@ -33,7 +33,7 @@ _WHOLE = (None, "replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj", 
 
 
 class Local(NamedTuple):
-    """The tensors of a 4-bit layer that a process holds."""
+    """The tensors of a quantized layer that a process holds."""
 
     weight: QuantizedWeight
     bias: torch.Tensor | None = None

@@ -1,6 +1,6 @@
 """d.T (n, m) = w (n, k) @ x.T (k, m) with what every NVIDIA GPU since SM80 has: cp.async, ldmatrix, mma.sync.
 
-mma.sync m16n8k16 with the weight as operand A, decoded from 4 bits in registers, and x as operand B: eight tokens per
+mma.sync m16n8k16 with the weight as operand A, decoded in registers, and x as operand B: eight tokens per
 instruction. The transpose of d is computed; no other file depends on this. Sizes are named in the problem's frame:
 tile_m tokens, tile_n features.
 

@@ -1,6 +1,6 @@
 """d.T (n, m) = w (n, k) @ x.T (k, m) on Hopper for few tokens: bound by the bytes of w, so built around their stream.
 
-mma.sync m16n8k16 with the weight as operand A, decoded from 4 bits in registers, and x as operand B: eight tokens per
+mma.sync m16n8k16 with the weight as operand A, decoded in registers, and x as operand B: eight tokens per
 instruction. The transpose of d is computed; no other file depends on this.
 
 Each warp runs its own pipeline of num_stages stages, so producer and consumer are the same warp. Warp i of W (warps)

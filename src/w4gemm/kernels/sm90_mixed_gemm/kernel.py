@@ -1,4 +1,4 @@
-"""d.T (n, m) = w (n, k) @ x.T (k, m) on Hopper, the weight decoded from 4 bits in registers.
+"""d.T (n, m) = w (n, k) @ x.T (k, m) on Hopper, the weight decoded in registers.
 
 WGMMA takes operand A from registers and operand B from shared memory, so the weight is A and the kernel computes the
 transpose of d; only this folder depends on that. Sizes are named in the problem's frame: tile_m tokens, tile_n
