@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
-import types
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,25 +11,16 @@ import pytest
 import torch
 from bench import cpu, support
 from bench import rows as bench_rows
-from bench.peers import PEERS, bitsandbytes
-from bench.peers.base import FP8, group_scales, unsupported, words_of
+from bench.peers.base import unsupported
 from bench.peers.w4gemm import W4gemm
-from bench.shapes import (
-    LAYERS,
-    ROUTINGS,
-    divide,
-    parse_layers,
-    parse_tokens,
-)
+from bench.shapes import LAYERS, ROUTINGS, divide, parse_layers, parse_tokens
 
 import w4gemm
 from w4gemm import QuantizedWeight, WeightFormat, choice
 from w4gemm.checkpoints import FORMATS, METHODS
-from w4gemm.core.elements import ELEMENTS
 from w4gemm.core.problem import GemmProblem
 from w4gemm.kernels import KERNELS
 from w4gemm.packing.layouts import native_layout
-from w4gemm.tuning.random_weight import random_weight
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench/results"
@@ -57,52 +46,6 @@ def test_a_timed_call_of_ours_makes_no_weight(monkeypatch):
     for one in weights[:2]:
         assert torch.allclose(prepared.run(one, x, out), x @ w.dequantize().T, atol=1e-4)
     assert not made
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="says why there is no GPU")
-@pytest.mark.parametrize("peer", PEERS, ids=lambda p: p.name)
-def test_peers_say_why_they_cannot_run(peer):
-    assert peer.available()
-
-
-def test_bitsandbytes_gets_the_bytes_that_it_writes_itself(monkeypatch):
-    """Codes row after row, the even column in the high nibble: what the reader of its checkpoints takes."""
-    calls: list[types.SimpleNamespace] = []
-    functional = types.ModuleType("bitsandbytes.functional")
-    functional.get_4bit_type = lambda name, device: name
-    functional.QuantState = lambda absmax, shape, code, blocksize, quant_type, dtype: types.SimpleNamespace(**locals())
-    package = types.ModuleType("bitsandbytes")
-    package.matmul_4bit = lambda x, packed, state: calls.append(state)
-    monkeypatch.setitem(sys.modules, "bitsandbytes", package)
-    monkeypatch.setitem(sys.modules, "bitsandbytes.functional", functional)
-
-    peer = bitsandbytes.PEER
-    w = w4gemm.quantize(torch.randn(48, 128), "nf4_g64_fp32")
-    prepared = peer.prepare(w, torch.bfloat16)
-    prepared.run(prepared.weight_of(prepared.tensors), torch.ones(1, 128), torch.empty(1, 48))
-    (state,), (packed, absmax) = calls, prepared.tensors
-    assert (state.shape, state.blocksize, state.quant_type) == ((48, 128), 64, "nf4") and state.absmax is absmax
-    codes = torch.stack((packed >> 4, packed & 15), -1).view(48, 2, 64)
-    assert torch.equal((ELEMENTS["nf4"].numbers(codes) * absmax.view(48, 2, 1)).view(48, 128), w.dequantize())
-
-    assert not peer.supports(48, 128, w.format, torch.float16)
-    assert "float32 scales" in peer.supports(48, 128, WeightFormat.parse("nf4_g64"), torch.float16)
-    assert "divide k" in peer.supports(48, 96, w.format, torch.float16)
-
-
-@pytest.mark.parametrize("format", ["int2_g32", "int3_g32", "int4_g32", "int5_g32", "int6_g32", "int8_g32", "mxfp8"])
-def test_peers_get_codes_as_streams_of_bits(format):
-    w = random_weight(WeightFormat.parse(format), 4, 64)
-    bits, codes = w.format.bits, w.parts().codes
-    for words, row in zip(words_of(w), codes, strict=True):
-        stream = sum((word & 0xFFFFFFFF) << (32 * i) for i, word in enumerate(words.tolist()))
-        assert [stream >> (bits * i) & (2**bits - 1) for i in range(64)] == row.tolist()
-
-
-def test_peers_get_the_scales_of_blocks_for_each_row():
-    w = random_weight(WeightFormat.parse("e4m3_g128_b128"), 256, 256)
-    numbers = w.parts().codes.view(FP8).float().view(256, 2, 128) * group_scales(w, torch.float32)[..., None]
-    assert torch.equal(numbers.view(256, 256), w.dequantize())
 
 
 def test_what_other_libraries_multiply():
@@ -173,11 +116,25 @@ def test_a_row_of_a_stored_file_is_of_the_run_before_it_or_of_the_one_it_names(t
     facts = [{"kind": "run", "run": run, "all": {"gpu": gpu}} for run, gpu in (("a", "G"), ("b", "H"))]
     lines = [*facts, {"m": 1}, {"run": "a", "m": 2}, {"run": "c", "m": 3}]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert bench_rows.read(path) == [
-        {"gpu": "H", "run": "b", "m": 1},
-        {"gpu": "G", "run": "a", "m": 2},
-        {"run": "c", "m": 3},
+    expected = [{"gpu": "H", "run": "b", "m": 1}, {"gpu": "G", "run": "a", "m": 2}, {"run": "c", "m": 3}]
+    assert bench_rows.read(path) == expected
+
+
+def test_timings_of_configs_are_a_line_for_each_problem(tmp_path):
+    """In the order in which they were measured; a config that was timed again begins another line. Stored by kernel."""
+    rows = [
+        {"n": 64, "k": 128, "m": m, "config": f"kernel/{config}", "us": us}
+        for m, config, us in ((1, "a", 2.0), (1, "b", 3.0), (2, "a", 4.0), (2, "a", 5.0), (1, "a", 6.0))
     ]
+    lines = list(bench_rows.by_problem(rows))
+    times = [{"a": 2.0, "b": 3.0}, {"a": 4.0}, {"a": 5.0}, {"a": 6.0}]
+    assert [line["us"] for line in lines] == [{f"kernel/{c}": us for c, us in own.items()} for own in times]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert list(bench_rows.timings_of(file)) == rows
+    bench_rows.main([str(file)])
+    assert [json.loads(line)["us"] for line in file.read_text().splitlines()[1:]] == [{"kernel": t} for t in times]
+    assert list(bench_rows.timings_of(file)) == rows
 
 
 def test_the_stored_rows_stay_small_and_are_described():
@@ -227,19 +184,6 @@ def test_a_device_without_a_kernel_gets_a_sentence(name):
         assert ".".join(map(str, device.capability)) in str(e.value)
     nameless = replace(problem, device=replace(device, name=""))
     assert all(bool(k.supports(nameless)) == bool(k.supports(problem)) for k in KERNELS)
-
-
-def test_timings_of_configs_are_a_line_for_each_problem(tmp_path):
-    """In the order in which they were measured; a config that was timed again begins another line."""
-    rows = [
-        {"n": 64, "k": 128, "m": m, "config": config, "us": us}
-        for m, config, us in ((1, "a", 2.0), (1, "b", 3.0), (2, "a", 4.0), (2, "a", 5.0), (1, "a", 6.0))
-    ]
-    lines = list(bench_rows.by_problem(rows))
-    assert [line["us"] for line in lines] == [{"a": 2.0, "b": 3.0}, {"a": 4.0}, {"a": 5.0}, {"a": 6.0}]
-    file = tmp_path / "rows.jsonl"
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert list(bench_rows.timings_of(file)) == rows
 
 
 def test_the_page_of_cpus_has_the_stored_rows():

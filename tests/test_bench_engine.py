@@ -35,77 +35,72 @@ def result(ms_step: float, tokens: list[list[int]]) -> Result:
     return Result("0.26.0", 20.0, {}, [{**decode, "repeats_itself": True}], [0.25])
 
 
-def test_implementations_become_flags_and_a_switch():
-    dense, experts, gpt_oss = (model_named(n) for n in ("llama-3-8b", "qwen3-30b-a3b", "gpt-oss-20b"))
-    marlin, ours, default = (Implementation.parse(n) for n in ("marlin", "w4gemm", "default"))
-    mixed = Implementation.parse("w4gemm+marlin")
-    assert marlin.engine_arguments(dense) == {"linear_backend": "marlin"}
-    assert marlin.engine_arguments(experts) == {"linear_backend": "marlin", "moe_backend": "marlin"}
-    assert marlin.engine_arguments(gpt_oss) == {"moe_backend": "marlin"}
-    assert mixed.engine_arguments(experts) == {"moe_backend": "marlin"}
-    assert not ours.engine_arguments(experts) and not default.engine_arguments(experts)
-    switches = [i.environment()["W4GEMM_VLLM"] for i in (marlin, ours, default, mixed)]
-    assert switches == ["off", "on", "off", "on"]
-    with pytest.raises(ValueError, match="impl: wanted one of default, w4gemm, .*got 'marlyn'"):
-        Implementation.parse("marlyn")
-
-
-def test_a_row_is_named_by_what_the_layers_run():
-    default = Implementation.parse("default")
-    assert default.check({"linear": {MACHETE: 128}, "experts": {}}) == "machete"
-    assert default.check({"linear": {MACHETE: 96}, "experts": {MARLIN_EXPERTS: 48}}) == "machete+marlin"
-    assert Implementation.parse("w4gemm").check({"linear": {OURS: 128}, "experts": {}}) == "w4gemm"
-    assert Implementation.parse("marlin").check({"linear": {MARLIN: 9}, "experts": {MARLIN_EXPERTS: 4}}) == "marlin"
+@pytest.mark.parametrize(
+    "name, model, arguments, switch",
+    [
+        ("marlin", "llama-3-8b", {"linear_backend": "marlin"}, "off"),
+        ("marlin", "qwen3-30b-a3b", {"linear_backend": "marlin", "moe_backend": "marlin"}, "off"),
+        ("marlin", "gpt-oss-20b", {"moe_backend": "marlin"}, "off"),
+        ("w4gemm+marlin", "qwen3-30b-a3b", {"moe_backend": "marlin"}, "on"),
+        ("w4gemm", "qwen3-30b-a3b", {}, "on"),
+        ("default", "qwen3-30b-a3b", {}, "off"),
+    ],
+)
+def test_implementations_become_flags_and_a_switch(name, model, arguments, switch):
+    implementation = Implementation.parse(name)
+    assert implementation.engine_arguments(model_named(model)) == arguments
+    assert implementation.environment() == {"W4GEMM_VLLM": switch}
 
 
 @pytest.mark.parametrize(
-    "kernels, message",
+    "asked, linear, experts, name",
     [
-        ({"linear": {MARLIN: 128}, "experts": {}}, "asked for w4gemm, but its linear layers got 128 x .*Marlin"),
-        ({"linear": {OURS: 96, MARLIN: 32}, "experts": {}}, "linear layers got 96 x .*, 32 x"),
-        ({"linear": {OURS: 96}, "experts": {MARLIN_EXPERTS: 48}}, "its experts layers got 48 x .*MarlinExperts"),
-        ({"linear": {}, "experts": {}}, "no layer of the model is quantized"),
+        ("default", {MACHETE: 128}, {}, "machete"),
+        ("default", {MACHETE: 96}, {MARLIN_EXPERTS: 48}, "machete+marlin"),
+        ("w4gemm", {OURS: 128}, {}, "w4gemm"),
+        ("marlin", {MARLIN: 9}, {MARLIN_EXPERTS: 4}, "marlin"),
     ],
 )
-def test_other_kernels_than_asked_for_are_refused(kernels, message):
+def test_a_row_is_named_by_what_the_layers_run(asked, linear, experts, name):
+    assert Implementation.parse(asked).check({"linear": linear, "experts": experts}) == name
+
+
+@pytest.mark.parametrize(
+    "linear, experts, message",
+    [
+        ({MARLIN: 128}, {}, "asked for w4gemm, but its linear layers got 128 x .*Marlin"),
+        ({OURS: 96, MARLIN: 32}, {}, "linear layers got 96 x .*, 32 x"),
+        ({OURS: 96}, {MARLIN_EXPERTS: 48}, "its experts layers got 48 x .*MarlinExperts"),
+        ({}, {}, "no layer of the model is quantized"),
+    ],
+)
+def test_other_kernels_than_asked_for_are_refused(linear, experts, message):
     with pytest.raises(ValueError, match=message):
-        Implementation.parse("w4gemm").check(kernels)
+        Implementation.parse("w4gemm").check({"linear": linear, "experts": experts})
 
 
-class AutoGPTQLinearMethod:
-    kernel: object = None
-
-
-class UnquantizedLinearMethod:
-    pass
-
-
-class AutoGPTQMoEMethod:
-    moe_kernel: object = None
+def instance(qualified: str, **attributes: object) -> object:
+    """An object of a class of this name."""
+    module, _, name = qualified.rpartition(".")
+    made = type(name, (), {"__module__": module})()
+    vars(made).update(attributes)
+    return made
 
 
 def test_kernels_are_found_where_vllm_keeps_them():
-    model = torch.nn.Module()
-    kernel_class = type("MacheteLinearKernel", (), {"__module__": "vllm.machete"})
-    for name, method in (
-        ("a", AutoGPTQLinearMethod()),
-        ("b", AutoGPTQLinearMethod()),
-        ("c", UnquantizedLinearMethod()),
-    ):
+    """At a method or, of compressed-tensors, at a scheme; of experts in a modular kernel."""
+    model, machete, marlin = torch.nn.Module(), instance("vllm.a.MacheteLinearKernel"), instance("vllm.b.MarlinExperts")
+    modular = SimpleNamespace(impl=SimpleNamespace(fused_experts=marlin))
+    for name, attributes in {
+        "a": {"quant_method": instance("v.AutoGPTQLinearMethod", kernel=machete)},
+        "b": {"quant_method": instance("v.UnquantizedLinearMethod")},
+        "c": {"quant_method": instance("v.Method"), "scheme": SimpleNamespace(kernel=machete)},
+        "d": {"quant_method": instance("v.AutoGPTQMoEMethod", moe_kernel=modular)},
+    }.items():
         layer = torch.nn.Module()
-        layer.quant_method = method
-        if isinstance(method, AutoGPTQLinearMethod):
-            method.kernel = kernel_class()
+        vars(layer).update(attributes)
         model.add_module(name, layer)
-    scheme = torch.nn.Module()  # compressed-tensors: the kernel is the scheme's
-    scheme.quant_method, scheme.scheme = SimpleNamespace(), SimpleNamespace(kernel=kernel_class())
-    model.add_module("d", scheme)
-    experts, method = torch.nn.Module(), AutoGPTQMoEMethod()
-    marlin = type("MarlinExperts", (), {"__module__": "vllm.marlin_moe"})()
-    method.moe_kernel = SimpleNamespace(impl=SimpleNamespace(fused_experts=marlin))
-    experts.quant_method = method
-    model.add_module("e", experts)
-    expected = {"linear": {"vllm.machete.MacheteLinearKernel": 3}, "experts": {"vllm.marlin_moe.MarlinExperts": 1}}
+    expected = {"linear": {"vllm.a.MacheteLinearKernel": 2}, "experts": {"vllm.b.MarlinExperts": 1}}
     assert worker.kernels_of(model) == expected
 
 
@@ -122,27 +117,20 @@ def test_engine_arguments_are_vllms_defaults_but_for_what_is_said():
 
 
 def test_rows_of_a_result():
+    """A batch that was still compiled, or without room in the cache, is no measurement."""
     task = Task({}, 512, (2,), 16, 5, prefill=8192)
-    start, decode, prefill = rows.rows_of(result(2.5, [[1, 2, 3, 4, 5]] * 2), task)
+    actual = start, decode, prefill = rows.rows_of(result(2.5, [[1, 2, 3, 4, 5]] * 2), task)
     assert start == {"phase": "start", "seconds": 20.0}
     assert (decode["ms_step"], decode["tokens_s"], decode["batch"]) == (2.5, 800.0, 2)
     assert decode["first_tokens_s"] == 0.5
     assert (prefill["tokens_s"], prefill["tokens_in"]) == (32768.0, 8192)
-
-
-def test_a_batch_that_was_still_compiled_is_no_measurement():
-    still = result(-1.0, [[1, 2, 3, 4, 5]])
-    _, failed, _ = rows.rows_of(still, Task({}, 512, (1,), 16, 5, prefill=8192))
-    assert failed == {"phase": "failed", "reason": "batch 1: first tokens took 0.500 s, whole answers 0.496 s"}
-
-
-def test_a_batch_without_room_in_the_cache_is_no_measurement():
-    actual = rows.rows_of(result(2.5, [[1, 2, 3, 4, 5]] * 2), Task({}, 512, (2,), 16, 5, prefill=8192))
+    _, failed, _ = rows.rows_of(result(-1.0, [[1, 2, 3, 4, 5]] * 2), task)
+    assert failed == {"phase": "failed", "reason": "batch 2: first tokens took 0.500 s, whole answers 0.496 s"}
     assert rows.with_room(actual, 2 * (16 + 5)) == rows.with_room(actual, None) == actual
     assert rows.cache_tokens("a\nINFO GPU KV cache size: 49,984 tokens\n") == 49_984 and rows.cache_tokens("") is None
-    start, failed, prefill = rows.with_room(actual, 41)
+    before, failed, behind = rows.with_room(actual, 41)
     assert failed["phase"] == "failed" and failed["reason"].startswith("batch 2: 42 tokens, and the KV cache holds 41;")
-    assert [start, prefill] == [actual[0], actual[2]]
+    assert [before, behind] == [start, prefill]
 
 
 def engine_of(monkeypatch: pytest.MonkeyPatch, seconds: list[float], repeat: int = 1) -> offline.Engine:

@@ -15,61 +15,48 @@ from w4gemm.checkpoints.hugging_face import SafetensorsFolder
 from w4gemm.core.formats import PER_COLUMN
 from w4gemm.integrations.vllm.models import read_model
 
-CHECKPOINTS = [
-    ("llama-3-8b", "gptq-int4-g128"),
-    ("qwen2.5-32b", "awq-int4-g128"),
-    ("qwen3-30b-a3b", "ct-int4-g128-fp8"),
-    ("minimax-m3", "ct-int4-g32"),
-    ("nemotron-3-nano", "ct-int4-g32"),
-    ("llama-3-8b", "gptq-int4-g64-act"),
-    ("llama-3-8b", "gptq-int4-g128-head"),
-    ("mixtral-8x7b", "gptq-int4-g128"),
-    ("qwen2.5-32b", "ct-nvfp4"),
-    ("kimi-k3-quarter", "ct-mxfp4"),
-    ("qwen3.5-35b-a3b", "modelopt-nvfp4-mixed"),
-    ("llama-3-8b", "ct-nvfp4-a16"),
-    ("llama-3-8b", "modelopt-nvfp4-a16"),
-    ("llama-3-8b", "quark-int4-g128"),
-    ("qwen3-30b-a3b", "quark-nvfp4"),
-    ("qwen2.5-32b", "quark-mxfp4"),
-    ("llama-3-8b", "auto-round-int4-g128"),
-    ("qwen3-30b-a3b", "auto-round-mxfp4"),
-    ("llama-3-8b", "gptq-int8-g128"),
-    ("llama-3-8b", "gptq-int4-g128-dynamic"),
-    ("llama-3-8b", "ct-int3-g128"),
-    ("llama-3-8b", "ct-int8-g64"),
-    ("llama-3-8b", "ct-e4m3"),
-    ("llama-3-8b", "ct-mxfp8"),
+CHECKPOINTS = """
+llama-3-8b        gptq-int4-g128, gptq-int4-g64-act, gptq-int4-g128-head, gptq-int4-g128-dynamic, ct-nvfp4-a16
+llama-3-8b        modelopt-nvfp4-a16, quark-int4-g128: int4_g128, auto-round-int4-g128: int4_g128
+llama-3-8b        gptq-int8-g128: int8_g128, ct-int3-g128: int3_g128, ct-int8-g64: int8_g64
+llama-3-8b        ct-e4m3: e4m3_col_fp32, ct-mxfp8: e4m3_g32_e8m0
+qwen2.5-32b       awq-int4-g128, ct-nvfp4: e2m1_g16_e4m3_row, quark-mxfp4: e2m1_g32_e8m0
+qwen3-30b-a3b     ct-int4-g128-fp8: int4_g128_e4m3, quark-nvfp4, auto-round-mxfp4: e2m1_g32_e8m0
+minimax-m3        ct-int4-g32
+nemotron-3-nano   ct-int4-g32
+mixtral-8x7b      gptq-int4-g128
+kimi-k3-quarter   ct-mxfp4: e2m1_g32_e8m0
+qwen3.5-35b-a3b   modelopt-nvfp4-mixed
+"""
+"""Models and formats; behind a colon the format that the plugin packs."""
+CASES = [
+    (name, *format.partition(": ")[::2])
+    for name, _, formats in (line.partition(" ") for line in CHECKPOINTS.strip().splitlines())
+    for format in formats.strip().split(", ")
 ]
 
 
-@pytest.mark.parametrize("name, format", CHECKPOINTS)
-def test_a_tiny_checkpoint_opens_and_keeps_the_size_of_activations(name, format, tmp_path):
+def gain(name: str) -> float:
+    if name == "lm_head":
+        return 4.0
+    return 0.5 if name.endswith(("o_proj", "out_proj", "down_proj", "w2")) else 1.0
+
+
+@pytest.mark.parametrize("name, format, packed", CASES)
+def test_a_tiny_checkpoint_opens_and_keeps_the_size_of_activations(name, format, packed, tmp_path):
     model, packing = tiny(model_named(name)), Packing.parse(format)
+    assert str(packing) == format
     size = write(model, packing, tmp_path)
     assert size == sum(t.nbytes for t in tensors_of(model, packing))
     checkpoint = open_checkpoint(tmp_path)
     assert ("lm_head" in checkpoint.modules) == (packing.option == "head") and checkpoint.modules
-    expected = {"ct-int4-g128-fp8": "int4_g128_e4m3", "ct-nvfp4": "e2m1_g16_e4m3_row", "ct-mxfp4": "e2m1_g32_e8m0"}
-    expected |= {"quark-mxfp4": "e2m1_g32_e8m0", "quark-int4-g128": "int4_g128"}
-    expected |= {"auto-round-mxfp4": "e2m1_g32_e8m0", "auto-round-int4-g128": "int4_g128"}
-    expected |= {"gptq-int8-g128": "int8_g128", "ct-int3-g128": "int3_g128", "ct-int8-g64": "int8_g64"}
-    expected |= {"ct-e4m3": "e4m3_col_fp32", "ct-mxfp8": "e4m3_g32_e8m0"}
-    if format in expected:  # as the plugin packs it
-        assert {str(layer.format) for layer in read_model(str(tmp_path)).layers} == {expected[format]}
-    for module_name, module in checkpoint.modules.items():
+    assert not packed or {str(layer.format) for layer in read_model(str(tmp_path)).layers} == {packed}
+    for at, module in checkpoint.modules.items():
         group_size = PER_COLUMN if packing.option == "mixed" and not module.experts else packing.group_size
         activations = "fp8" if packing.option == "fp8" else None
         assert (module.format.group_size, module.activations) == (group_size, activations)
-        gain = (
-            4.0
-            if module_name == "lm_head"
-            else 0.5
-            if module_name.endswith(("o_proj", "out_proj", "down_proj", "w2"))
-            else 1.0
-        )
-        w = checkpoint.weight(module_name).dequantize()
-        assert w.std().item() * module.k**0.5 == pytest.approx(gain, rel=0.4 if "mxfp" in format else 0.1), module_name
+        std = checkpoint.weight(at).dequantize().std().item() * module.k**0.5
+        assert std == pytest.approx(gain(at), rel=0.4 if "mxfp" in format else 0.1), at
 
 
 def test_fused_modules_have_their_columns_in_one_order(tmp_path):
@@ -98,21 +85,11 @@ def test_transformers_makes_the_same_dense_model(name, tmp_path):
 
 @pytest.mark.parametrize(
     "name, format, gigabytes",
-    [
-        ("llama-3-8b", "gptq-int4-g128", 5.7),
-        ("llama-3-70b", "gptq-int4-g128", 39.8),
-        ("qwen2.5-32b", "awq-int4-g128", 19.3),
-        ("qwen3-30b-a3b", "gptq-int4-g128", 16.9),
-        ("mixtral-8x7b", "gptq-int4-g128", 24.7),
-        ("gpt-oss-20b", "mxfp4", 13.8),
-    ],
+    [("llama-3-70b", "gptq-int4-g128", 39.8), ("qwen2.5-32b", "awq-int4-g128", 19.3), ("gpt-oss-20b", "mxfp4", 13.8)],
 )
 def test_models_are_as_large_as_the_published_ones(name, format, gigabytes):
     size = sum(t.nbytes for t in tensors_of(model_named(name), Packing.parse(format)))
     assert size / 1e9 == pytest.approx(gigabytes, abs=0.1)
-
-
-"""Commands of bench.engine in the list of GPU steps."""
 
 
 def test_bad_models_and_formats_are_named():
@@ -129,8 +106,5 @@ def test_bad_models_and_formats_are_named():
     args = options.parser().parse_args(["--layers", "2"])
     own = options.pairs_of("mixtral-8x7b=ct-int4-g128-fp8", [Packing.parse("bf16")], args)
     assert [(model.name, str(packing)) for model, packing in own] == [("mixtral-8x7b-2-layers", "ct-int4-g128-fp8")]
-    assert cut(model_named("gpt-oss-20b"), 3).config["layer_types"] == [
-        "sliding_attention",
-        "full_attention",
-        "sliding_attention",
-    ]
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    assert cut(model_named("gpt-oss-20b"), 3).config["layer_types"] == kinds

@@ -1,4 +1,4 @@
-"""bench.grouped without a GPU: peers' packing against what their kernels read, points, pages."""
+"""bench.grouped without a GPU: which peers take what, and points. A run holds each peer's result to the product."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pytest
 import torch
 from bench import grouped
 from bench.mixtures import points, weights
-from bench.peers import vllm_ops
 from bench.peers.base import FP8, float_name
 from bench.peers.experts import PEERS, Experts, Prepared, humming, marlin
 from bench.peers.experts.base import rotate
@@ -19,8 +18,6 @@ from bench.shapes import FP4_EXPERTS
 from w4gemm import QuantizedWeight, WeightFormat
 from w4gemm.tuning import timing
 from w4gemm.tuning.random_weight import random_weight
-
-E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 
 def on_cpu(n: int, k: int, format: str) -> QuantizedWeight:
@@ -38,83 +35,11 @@ def cpu_weights(monkeypatch):
     monkeypatch.setattr(weights, "random_weight", lambda n, k, format, dtypes: on_cpu(n, k, str(format)))
 
 
-class FakeOperators:
-    """vLLM's operators for experts by their documentation: what the kernel reads, block by block."""
-
-    @staticmethod
-    def gptq_marlin_repack(words, perm, k, n, bits, a_is_8bit):
-        assert words.shape == (k // 8, n) and words.is_contiguous() and bits == 4 and not a_is_8bit
-        return words.reshape(k // 16, 2 * n).clone()
-
-    @staticmethod
-    def moe_wna16_marlin_gemm(a, c, b, bias, s, a_scales, factors, zeros, g_idx, perm, locks, *rest):
-        ids, owners, used, topk_weights, size, top_k, multiplied, kind, m, n, k, *flags = rest
-        assert (bias, a_scales, zeros, g_idx, perm, top_k, multiplied) == (None,) * 5 + (1, False)
-        assert flags == [True, False, True, False, -1, -1, -1] and topk_weights.dtype == torch.float32
-        assert a.shape == (m, k) and c.shape == (m, n) and (n % 128 == 0 or k % 128 == 0) and k % 64 == 0
-        assert ids.dtype == owners.dtype == used.dtype == torch.int32 and len(ids) == size * len(owners)
-        codes = torch.stack([(b.reshape(len(b), k // 8, n) >> (4 * i)) & 15 for i in range(8)], 2).reshape(-1, k, n)
-        bf16 = FakeOperators.scales(s, factors)
-        table = E2M1 if kind == vllm_ops.E2M1 else torch.arange(-8.0, 8.0)
-        w = table[codes.long()] * bf16.repeat_interleave(k // s.shape[1], 1)
-        for block in range(int(used) // size):
-            rows = ids[block * size : (block + 1) * size]
-            rows = rows[rows < m].long()
-            c[rows] = (a[rows].float() @ w[owners[block]]).to(c.dtype)
-        return c
-
-    @staticmethod
-    def scales(s, factors):
-        """Scales (experts, groups, n) as numbers in the order of n."""
-        numbers = s.float()
-        if s.dtype == torch.float8_e4m3fn:  # unsigned, five bits of exponent and three of mantissa, times 2^7
-            bits = s.view(torch.uint8).to(torch.int16) << 7
-            numbers = bits.view(torch.float16).float() * factors[:, None, None] * 2.0**-126
-        if s.dtype.itemsize == 1:
-            numbers = numbers.view(-1, 4)[:, [0, 2, 1, 3]].view(s.shape)
-        grouped_order = [i + 8 * j for i in range(8) for j in range(8)]
-        actual = torch.empty_like(numbers).view(-1, 64)
-        actual[:, grouped_order] = numbers.reshape(-1, 64)
-        return actual.view(s.shape)
-
-
-@pytest.mark.parametrize("format", ["mxfp4", "nvfp4", "int4_g32"])
-@pytest.mark.parametrize(("n", "k", "note"), [(192, 128, ""), (192, 192, "n 256")])
-def test_marlin_gets_the_numbers_of_every_expert(format, n, k, note, monkeypatch):
-    """And rows of experts that have none, one, or more than a block holds."""
-    monkeypatch.setattr(vllm_ops, "operators", lambda library=None: FakeOperators)
-    one, counts = on_cpu(n, k, format), [0, 21, 1, 8]
-    prepared = marlin.PEER.prepare(Experts.rotated(one, 4), torch.bfloat16)
-    assert prepared.note == note
-    x = torch.randn(sum(counts), k).bfloat16()
-    d = prepared.routed(counts)(prepared.tensors, x, torch.full((len(x), n), torch.nan).bfloat16())
-    each = [one.dequantize().roll(e, 0) for e in range(4)]
-    expected = torch.cat([rows.float() @ w.T for rows, w in zip(x.split(counts), each, strict=True)])
-    assert d.shape == expected.shape and ((d.float() - expected).norm() / expected.norm()) < 3e-3
-
-
 def test_rows_in_blocks_of_one_expert():
     blocks = blocks_of([3, 0, 5], 4, "cpu")
     assert blocks.ids[:12].tolist() == [0, 1, 2, 8, 3, 4, 5, 6, 7, 8, 8, 8] and int(blocks.used) == 12
     assert blocks.experts[:3].tolist() == [0, 2, 2] and len(blocks.ids) == 4 * len(blocks.experts) >= 8 + 3 * 3
     assert [block_size([m] * 8) for m in (1, 7, 8, 14, 43, 44, 512)] == [8, 8, 16, 16, 48, 64, 64]
-
-
-@pytest.mark.parametrize("format", ["mxfp4", "nvfp4", "int4_g128_e4m3"])
-def test_humming_gets_the_numbers_of_every_expert(format):
-    """Codes times scales, times the second scale of an expert; int4_g128_e4m3 rounds the product, Humming does not."""
-    one = on_cpu(64, 256, format)
-    config, tensors = humming.tensors_of(Experts.rotated(one, 3))
-    words, scales = tensors["weight"], tensors["weight_scale"].float()
-    codes = torch.stack([(words >> (4 * i)) & 15 for i in range(8)], -1).flatten(-2).long()
-    table = E2M1 if config["dtype"] == "float4e2m1" else torch.arange(-8.0, 8.0)
-    w = table[codes] * scales.repeat_interleave(config["group_size"], -1)
-    if "weight_scale_2" in tensors:
-        assert tensors["weight_scale_2"].shape == (3,)
-        w *= tensors["weight_scale_2"][:, None, None]
-    for e in range(3):
-        expected = one.dequantize().roll(e, 0).float()
-        assert (w[e] - expected).norm() / expected.norm() < (3e-2 if "int4" in format else 1e-6)
 
 
 def test_peers_say_what_they_do_not_take():

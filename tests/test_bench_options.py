@@ -41,7 +41,7 @@ def test_help_explains_the_command_and_every_option(name, capsys):
         (
             "grouped",
             ["--shapes", "28672x4096"],
-            "argument --shapes: wanted moe, fp4-moe or experts x n x k .*, got '28672x4096'",
+            "argument --shapes: wanted moe, .*, got '28672x4096'",
         ),
         ("grouped", ["--tokens", "0"], "argument --tokens: wanted integers from 1 on like 1,16,256, got '0'"),
         ("generation", ["--ways", "fast"], "argument --ways: wanted some of eager, .*, got fast"),
@@ -51,7 +51,7 @@ def test_help_explains_the_command_and_every_option(name, capsys):
         (
             "engine.__main__",
             ["--rebalance", "50"],
-            "--rebalance: wanted --expert-parallel beside it, got 50 without it",
+            "--rebalance: wanted --expert-parallel beside it, got 50",
         ),
         ("tune", ["--shapes", "8192x8192"], "argument --shapes: wanted some of layers, .*, got 8192x8192"),
     ],

@@ -129,25 +129,10 @@ def test_a_run_writes_rows_and_the_next_one_goes_on(on_the_cpu, monkeypatch, tmp
     assert "2 of 2 points" in capsys.readouterr().out
 
 
-def row(impl: str, us: float, m: int = 3, **more: object) -> dict:
-    actual = {
-        "work": "w4a16",
-        "n": 512,
-        "k": 1024,
-        "m": m,
-        "gpu": "G",
-        "driver": "1",
-        "torch": "2",
-        "commit": "c0ffee11",
-    }
-    return actual | {"impl": impl, "impl_version": "1", "config": "a", "us_p50": us, "seed": 7, "run": "r1"} | more
-
-
 def test_points_that_a_file_has_are_not_measured_again(tmp_path):
     path = tmp_path / "unknown.jsonl"
     assert unknown.measured(path, "w4a16", 7) == set()
-    path.write_text(json.dumps(row("w4gemm", 5.0)) + "\n")
+    path.write_text(json.dumps({"work": "w4a16", "n": 512, "k": 1024, "m": 3, "seed": 7}) + "\n")
     assert unknown.measured(path, "w4a16", 7) == {(512, 1024, 3)}
     assert unknown.measured(path, "w4a8_exact", 7) == unknown.measured(path, "w4a16", 8) == set()
-    left = unknown.unmeasured(points.Drawn(512, 1024, (1, 3, 9)), {(512, 1024, 3)})
-    assert left == (1, 9)
+    assert unknown.unmeasured(points.Drawn(512, 1024, (1, 3, 9)), {(512, 1024, 3)}) == (1, 9)
