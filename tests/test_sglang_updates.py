@@ -105,6 +105,30 @@ def test_linear_layers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert places == {each: p.data_ptr() for each, p in packed(layer).items()}
 
 
+def test_tensors_of_a_model_pass_its_loaders_once_their_ways_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheme, drawn, stored = linear("gptq", 50)
+    layer = with_loaders(created(scheme), whole)
+    layer.__class__, calls = Layer, []
+    fill(layer, stored(drawn))
+    scheme.process_weights_after_loading(layer)
+    model: Any = torch.nn.ModuleDict({"proj": layer})
+
+    def load_weights(weights: Any) -> None:
+        for shard, tensor in weights:
+            calls.append(shard)
+            send(layer, {"weight": {int(shard): tensor}})
+
+    model.load_weights = load_weights
+    takeover.route_loads(model)
+    for i in range(3):
+        dense = torch.randn(N, K, generator=torch.Generator().manual_seed(i)).bfloat16()
+        model.load_weights(weights=[(str(shard), dense[ROWS[shard]]) for shard in (1, 0)])
+        (w,) = layer.w4gemm_weight
+        fresh = quantize(dense if w.perm is None else dense[:, w.perm], w.format).repack(w.layout)
+        assert all(torch.equal(*pair) for pair in zip(w.tensors, fresh.tensors, strict=True))
+    assert calls == ["1", "0"]
+
+
 @pytest.mark.parametrize("strategy", ["channel", "tensor"])
 def test_fp8(strategy: str) -> None:
     """Its codes have the name of a dense weight."""

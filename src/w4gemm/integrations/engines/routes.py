@@ -11,7 +11,7 @@ waits for the GPU.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple, Protocol
@@ -127,6 +127,8 @@ class Route(NamedTuple):
 
 Routes = dict[str, Route]
 """By the names of tensors."""
+Weights = Iterable[tuple[str, torch.Tensor]]
+"""Tensors by name."""
 
 
 class Loading:
@@ -146,7 +148,7 @@ class Loading:
         self.ends: list[End] | None = None
         """Where it has gone so far; None if that is not known."""
 
-    def passed(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    def passed(self, weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
         """Generate those that the engine must load itself."""
         for name, tensor in weights:
             route = self.routes.get(name)
@@ -217,6 +219,22 @@ def loading(routes: Routes) -> Iterator[Loading]:
 def _span(tensor: torch.Tensor) -> int:
     """Return from the first to the last number of a tensor in its storage."""
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def route(own: Callable[..., Any], known: Routes, weights: Weights, *args: Any, **options: Any) -> tuple[Any, set[str]]:
+    """Call a model's ``load_weights``, which takes ``weights`` first, or that of a part of a model.
+
+    Args:
+        known: the model's routes.
+
+    Returns:
+        What it returns, and the names of the weights that have got numbers.
+    """
+    if current() is not None:
+        return own(weights, *args, **options), set()
+    with loading(known) as call:
+        result = own(call.passed(weights), *args, **options)
+    return result, {f"{taker.what}.{taker.name}" for taker in call.begun.values()}
 
 
 def is_codes(tensor: torch.Tensor) -> bool:

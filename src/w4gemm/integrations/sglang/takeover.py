@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from w4gemm.core import environment
+from w4gemm.integrations.engines import routes
 from w4gemm.integrations.engines.engine import OFFLOADED, PACKED_BEFORE, Capability, Engine
 from w4gemm.integrations.engines.warmup import Warmup
 from w4gemm.weights.weight import QuantizedWeight
@@ -145,8 +146,17 @@ def load_model(own: Callable[..., Any], self: Any) -> Any:
     WARMUP.expect(self)
     result = own(self)
     refuse_derived(self.model)
+    route_loads(self.model)
     WARMUP.settle(self)
     return result
+
+
+def route_loads(model: Any) -> None:
+    """Have tensors that come for a loaded model go past SGLang's loaders once their ways are known; SGLang loads some
+    models in several threads, in which none are learned."""
+    own, known = getattr(model, "load_weights", None), routes.Routes()
+    if own is not None:
+        model.load_weights = lambda *args, **options: routes.route(own, known, *args, **options)[0]
 
 
 def refuse_derived(model: torch.nn.Module) -> None:

@@ -151,13 +151,10 @@ def _route_loads() -> None:
         return
 
     @functools.wraps(own, assigned=())
-    def load_weights(self: Any, weights: Iterable[tuple[str, torch.Tensor]], *args: Any, **options: Any) -> set[str]:
-        if routes.current() is not None:  # of a part of the model
-            return own(self, weights, *args, **options)
-        of_model = vars(self.module).setdefault("w4gemm_routes", {})
-        with routes.loading(of_model) as call:
-            loaded = own(self, call.passed(weights), *args, **options)
-            return loaded | {f"{update.what}.{update.name}" for update in call.begun.values()}
+    def load_weights(self: Any, weights: routes.Weights, *args: Any, **options: Any) -> set[str]:
+        known = vars(self.module).setdefault("w4gemm_routes", {})
+        loaded, names = routes.route(functools.partial(own, self), known, weights, *args, **options)
+        return set(loaded) | names
 
     AutoWeightsLoader.load_weights = load_weights
 
