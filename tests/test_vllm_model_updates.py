@@ -1,10 +1,13 @@
-"""Dense weights for a whole model of vLLM's, by its own loader: with ``VLLM_SOURCES``, see vllm_sources.py."""
+"""Dense weights for a whole model, by vLLM's own loader, and experts that vLLM moves: with ``VLLM_SOURCES``, see
+vllm_sources.py."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 import pytest
@@ -163,3 +166,84 @@ def test_what_ends_an_update(tmp_path: Path) -> None:
     matrices["self_attn.o"][1, 2] = torch.nan
     with pytest.raises(ValueError, match="o_proj: weight: weight: wanted finite values"):
         tree.load_weights(named(matrices, False))
+
+
+# --- experts that move ------------------------------------------------------------------------------------------------
+
+
+class Ranks:
+    """What vLLM sends experts by, between ranks that are threads: the side of one of them."""
+
+    needs_profile_buffer_reservation = False
+
+    def __init__(self, rank: int, boxes: Mapping[tuple[int, int], Any]) -> None:
+        self.own, self.boxes = rank, boxes
+        self.expected: list[tuple[list[torch.Tensor], int, int]] = []
+
+    def size(self) -> int:
+        return 2
+
+    def rank(self) -> int:
+        return self.own
+
+    def set_transfer_context(self, old_indices: Any, layer_idx: int) -> None:
+        pass
+
+    def set_stream(self, stream: Any) -> None:
+        pass
+
+    def add_send(self, tensors: list[torch.Tensor], dst_rank: int, expert_id: int) -> None:
+        self.boxes[self.own, dst_rank].put((expert_id, [t.clone() for t in tensors]))
+
+    def add_recv(self, tensors: list[torch.Tensor], src_rank: int, expert_id: int) -> None:
+        self.expected.append((tensors, src_rank, expert_id))
+
+    def execute(self) -> None:
+        came: dict[tuple[int, int], list[torch.Tensor]] = {}
+        for tensors, source, expert in self.expected:
+            while (source, expert) not in came:
+                number, sent_tensors = self.boxes[source, self.own].get(timeout=30)
+                came[source, number] = sent_tensors
+            for t, new in zip(tensors, came[source, expert], strict=True):
+                t.copy_(new)
+        self.expected = []
+
+
+@pytest.mark.parametrize("format", ["gptq-int4-g64", "ct-nvfp4", "ct-mxfp4"])
+def test_vllm_moves_packed_experts_between_two_ranks(format: str, tmp_path: Path) -> None:
+    """By vLLM's own code, in place, one of them to both; the ranks are threads and the GPUs the CPU."""
+    from vllm.distributed.eplb.rebalance_execute import rearrange_expert_weights_inplace
+
+    model = tiny(model_named("qwen3-30b-a3b"))
+    write(model, Packing.parse(format), tmp_path)
+    layers = [routed_experts(model.config, quantization(tmp_path), f"model.layers.{i}.mlp.experts") for i in range(2)]
+    for i, layer in enumerate(layers):
+        fill_experts(layer, tmp_path, f"model.layers.{i}.mlp.experts")
+        layer.quant_method.process_weights_after_loading(layer)
+        assert layer.quant_method.supports_eplb
+    count = model.config["num_experts"]
+
+    def expert(number: int) -> list[torch.Tensor]:
+        products = layers[number // count].quant_method.products
+        return [t.data.clone() for product in products for t in product.weight.expert(number % count).tensors]
+
+    addresses = [{name: p.data_ptr() for name, p in layer.named_parameters()} for layer in layers]
+    order = torch.randperm(2 * count, generator=torch.Generator().manual_seed(1))
+    order[order == 3] = int(order[0])  # in the place of expert 3 a second copy of another one
+    before, boxes = [expert(number) for number in range(2 * count)], {(a, b): Queue() for a, b in ((0, 1), (1, 0))}
+    ranks = [Ranks(rank, boxes) for rank in range(2)]
+
+    def move(rank: int) -> None:
+        weights = [list(layers[rank].get_expert_weights())]
+        buffer = [torch.empty_like(t) for t in weights[0]]
+        old = torch.arange(2 * count)[None]
+        rearrange_expert_weights_inplace(old, order[None], weights, buffer, ranks[rank], ranks[rank])
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(move, range(2)))
+    assert addresses == [{name: p.data_ptr() for name, p in layer.named_parameters()} for layer in layers]
+    for place, number in enumerate(order.tolist()):
+        assert all(map(torch.equal, expert(place), before[number])), (place, number)
+    x, weights = torch.randn(3, model.config["hidden_size"]).bfloat16(), torch.rand(3, 2)
+    ids = torch.tensor([[0, 1], [2, 3], [4, 5]], dtype=torch.int32)
+    assert layers[0].quant_method.apply(layers[0], x, weights, ids, None, None).isfinite().all()

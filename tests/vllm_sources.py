@@ -3,7 +3,7 @@
     pip download --no-deps vllm==0.33.0 && unzip vllm-*.whl '*.py' -d SOURCES
     pip install --no-deps --target OTHERS compressed-tensors==0.17.0 loguru msgspec openai-harmony
     pip download --no-deps vllm-gguf-plugin==0.0.5 && unzip vllm_gguf_plugin-*.whl '*.py' -d OTHERS
-    VLLM_SOURCES=SOURCES:OTHERS python -m pytest tests/test_vllm_sources*.py tests/test_vllm_model_experts.py
+    VLLM_SOURCES=SOURCES:OTHERS python -m pytest tests/test_vllm_sources*.py tests/test_vllm_model_*.py
 
 Alone, because other tests need the stub. vLLM's Python makes layers and loads checkpoints into them; its libraries, and
 packages that are not installed, are mocks. It takes the CPU for a Hopper GPU, as far as kernels are chosen.
