@@ -32,7 +32,7 @@ class ShortPacking(Packing):
     marks = ("codes4", "steps")
 
     def module(self, name: str, stored: Mapping[str, TensorInfo]) -> Module:
-        check_bits(self.config["bits"])
+        check_bits(self.config["bits"], (4,))
         n, half = check_tensor(stored, "codes4", ("U8",))
         check_tensor(stored, "steps", SCALES)
         format = WeightFormat(self.config["group_size"], scale=SCALES[stored["steps"].dtype])
@@ -41,7 +41,7 @@ class ShortPacking(Packing):
 
     def numbers(self, module: Module, tensors: Mapping[str, torch.Tensor]) -> PackedNumbers:
         codes = tensors["codes4"]
-        swapped = PackedMatrix(codes << 4 | codes >> 4, along="k")
+        swapped = PackedMatrix(codes << 4 | codes >> 4, along="k", bits=4)
         steps = PackedMatrix(tensors["steps"], transposed=True)
         return PackedNumbers(module.format, swapped, steps)
 

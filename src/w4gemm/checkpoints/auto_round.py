@@ -51,7 +51,7 @@ class AutoRoundPacking(CompressedTensors):
     def module(self, name: str, stored: Mapping[str, TensorInfo]) -> Module:
         if not self._data_type(name).startswith("mx_int"):
             return super().module(name, stored)
-        check_bits(self._settings(name).get("bits"))
+        check_bits(self._settings(name).get("bits"), (_MXINT4.bits,))
         n, half = check_tensor(stored, "weight_packed", ("U8",))
         check_tensor(stored, "weight_scale", ("U8",), (n, whole_groups(_MXINT4, 2 * half)))
         return Module(n, 2 * half, _MXINT4, "bias" in stored)

@@ -7,6 +7,7 @@ a word, in the order that :data:`ORDER` undoes; and ``scales`` (groups, n). w = 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,9 +35,11 @@ ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 def numbers(tensors: Mapping[str, torch.Tensor], format: WeightFormat) -> PackedNumbers:
     """Return the numbers of ``qweight``, ``scales`` and, if the format has zero points, ``qzeros``, which may have a
     dimension of experts in front."""
-    codes, scales = PackedMatrix(tensors["qweight"], True, "n", ORDER), PackedMatrix(tensors["scales"], True)
-    zeros = PackedMatrix(tensors["qzeros"], True, "n", ORDER) if format.has_zero else None
-    return PackedNumbers(format, codes, scales, zeros, names=("qweight", "scales", "qzeros"))
+    codes = PackedMatrix(tensors["qweight"], True, "n", ORDER, bits=format.bits)
+    zeros = replace(codes, tensor=tensors["qzeros"]) if format.has_zero else None
+    return PackedNumbers(
+        format, codes, PackedMatrix(tensors["scales"], True), zeros, names=("qweight", "scales", "qzeros")
+    )
 
 
 class AWQPacking(Packing):
@@ -61,7 +64,7 @@ class AWQPacking(Packing):
     def module(self, name: str, stored: Mapping[str, TensorInfo]) -> Module:
         override = self._extra.of(name)
         settings = {**self.config, **override}
-        check_bits(settings.get("bits", settings.get("w_bit")))
+        check_bits(settings.get("bits", settings.get("w_bit")), (4,))
         k, words = check_tensor(stored, "qweight", ("I32",))
         check_tensor(stored, "scales", SCALES)
         zero_point = settings.get("zero_point")  # decides, because transformers 5 writes "sym" beside it, always true
@@ -76,5 +79,5 @@ class AWQPacking(Packing):
 
     def numbers(self, module: Module, tensors: Mapping[str, torch.Tensor]) -> Numbers:
         if not module.format.has_zero and "qzeros" in tensors:
-            check_symmetric(unpack(tensors["qzeros"], module.format.bits))
+            check_symmetric(unpack(tensors["qzeros"], module.format.bits), module.format.bits)
         return numbers(tensors, module.format)

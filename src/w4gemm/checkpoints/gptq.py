@@ -79,7 +79,7 @@ def numbers(
     return PackedNumbers(format, codes, scales, z, g_idx=tensors.get("g_idx"), names=("qweight", "scales", "qzeros"))
 
 
-def check_unused_zeros(qzeros: torch.Tensor, bits: int = 4, planes: bool = False) -> None:
+def check_unused_zeros(qzeros: torch.Tensor, bits: int, planes: bool = False) -> None:
     """Raise ValueError unless the zero points of a symmetric weight are the middle of the codes, as either version of
     the format has them."""
     stored = unpack_planes(qzeros, bits) if planes else unpack(qzeros, bits)

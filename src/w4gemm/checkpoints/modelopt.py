@@ -91,7 +91,7 @@ class ModelOptPacking(Packing):
     def numbers(self, module: Module, tensors: Mapping[str, torch.Tensor]) -> Numbers:
         if module.format in (NVFP4, MXFP4):
             return numbers_of(module, tensors)
-        codes = PackedMatrix(tensors["weight"], along="n", signed=True)
+        codes = PackedMatrix(tensors["weight"], along="n", signed=True, bits=module.format.bits)
         return PackedNumbers(module.format, codes, PackedMatrix(tensors["weight_scale"]))
 
 

@@ -71,7 +71,7 @@ def numbers(
         factors = factors.float().reshape(*codes.shape[:-2], -1)
     stored = PackedMatrix(scales.view(format.scale_dtype))
     names = ("weight", "weight_scale", "")
-    return PackedNumbers(format, PackedMatrix(codes, along="k"), stored, factors=factors, names=names)
+    return PackedNumbers(format, PackedMatrix(codes, along="k", bits=format.bits), stored, factors=factors, names=names)
 
 
 def six_bits(columns: int) -> int:

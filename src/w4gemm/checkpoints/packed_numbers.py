@@ -32,7 +32,7 @@ class PackedMatrix:
         along: of integers that hold packed numbers: "n" or "k", the dimension that they are packed along.
         order: as for :func:`w4gemm.packing.bits.unpack`.
         signed: True if packed numbers are q in two's complement, in place of q + 2**(bits - 1).
-        bits: of a packed number. If they do not divide a word's, numbers straddle words.
+        bits: of a packed number; 0 if none is packed. If they do not divide a word's, numbers straddle words.
         size: of the packed dimension, if the last word is filled up; 0 if all words are full.
         whole: True if no number straddles words: each has as many as fit, and the rest of its bits is not used.
         planes: True if numbers lie as :func:`w4gemm.packing.bits.unpack_planes` takes them.
@@ -44,7 +44,7 @@ class PackedMatrix:
     along: str = ""
     order: tuple[int, ...] | None = None
     signed: bool = False
-    bits: int = 4
+    bits: int = 0
     size: int = 0
     whole: bool = False
     planes: bool = False
@@ -191,7 +191,7 @@ class PackedNumbers(Numbers):
             return super().weight(activations)
         packed = codes.tensor.contiguous().view(torch.uint8)[..., : row_bits // 8].contiguous()
         if codes.signed:
-            packed = packed ^ {4: 0x88, 8: 0x80}[codes.bits]
+            packed = packed ^ sum(1 << bit for bit in range(codes.bits - 1, 8, codes.bits))  # the top of each
         tensors = (packed, *(t.contiguous() for t in self._scales() if t is not None))
         w = QuantizedWeight(
             self.format, self.n, self.k, "canonical", tensors, experts=self.experts, activations=activations

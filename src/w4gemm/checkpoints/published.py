@@ -94,8 +94,10 @@ class Fp8(DeepSeekV4):
 def w4afp8_numbers(tensors: Mapping[str, torch.Tensor], format: WeightFormat) -> PackedNumbers:
     """Return the numbers of W4AFP8's ``weight`` and ``weight_scale_inv``, which may have a dimension of experts in
     front."""
-    codes, scales = PackedMatrix(tensors["weight"], along="k", signed=True), PackedMatrix(tensors["weight_scale_inv"])
-    return PackedNumbers(format, codes, scales, names=("weight", "weight_scale_inv", ""))
+    codes = PackedMatrix(tensors["weight"], along="k", signed=True, bits=format.bits)
+    return PackedNumbers(
+        format, codes, PackedMatrix(tensors["weight_scale_inv"]), names=("weight", "weight_scale_inv", "")
+    )
 
 
 class W4AFP8(Packing):

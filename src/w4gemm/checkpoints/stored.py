@@ -103,14 +103,14 @@ def whole_groups(format: WeightFormat, k: int) -> int:
     return format.groups(k)
 
 
-def check_bits(bits: Any, legal: Collection[int] = (4,)) -> None:
+def check_bits(bits: Any, legal: Collection[int]) -> None:
     """Raise ValueError unless a packing has integers of so many bits."""
     if type(bits) is not int or bits not in legal:
         raise ValueError(f"its weight has {bits!r} bits, wanted {' or '.join(map(str, legal))}")
 
 
-def check_symmetric(zeros: torch.Tensor, bits: int = 4) -> None:
-    """Raise ValueError unless all integer zero points are the middle of the codes, such as :data:`SYMMETRIC`."""
+def check_symmetric(zeros: torch.Tensor, bits: int) -> None:
+    """Raise ValueError unless all integer zero points are the middle of the codes."""
     middle = 1 << bits - 1
     if not (zeros == middle).all():
         raise ValueError(

@@ -185,7 +185,8 @@ class TorchAoPacking(Packing):
             codes = PackedMatrix.of_integers("qdata", qdata, bits)
             z = None if zeros is None else PackedMatrix.of_integers("zero_point", zeros, bits)
             return PackedNumbers(format, codes, PackedMatrix(tensors[SCALE].expand(groups)), z)
-        return _offset(module, PackedMatrix(qdata, along="k", signed=True), tensors[SCALE].T, tensors[ZERO].T)
+        codes = PackedMatrix(qdata, along="k", signed=True, bits=module.format.bits)
+        return _offset(module, codes, tensors[SCALE].T, tensors[ZERO].T)
 
 
 def _mappings(config: Any) -> Iterator[Any]:

@@ -45,7 +45,7 @@ def integer_format(group_size: int, asymmetric: bool, scales: torch.dtype, bits:
     return WeightFormat(group_size, "int" if asymmetric else "none", _HELD[scales], INTEGERS[bits].name)
 
 
-def check_unused_zeros(qzeros: torch.Tensor, bits: int = 4) -> None:
+def check_unused_zeros(qzeros: torch.Tensor, bits: int) -> None:
     """Raise ValueError unless GPTQ's zero points of a symmetric weight are the middle of the codes, or the engine has
     loaded none."""
     if qzeros.dtype == torch.int32 and unloaded(qzeros) < 1:
