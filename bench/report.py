@@ -58,7 +58,7 @@ _WHAT = {
     "experts": "Layers of published models; tokens are the mean for each expert, divided evenly, at random, or by "
     "Zipf's law (expert e in proportion to 1 / (1 + e)).",
 }
-_WORST = 12
+_WORST = 8
 README = ROOT / "README.md"
 _MARKED = re.compile(r"(<!-- made by python -m bench\.report -->\n).*?(<!-- end -->\n)", re.DOTALL)
 
@@ -298,6 +298,8 @@ def _turns(rows: Sequence[Row], gpu: str) -> list[str]:
     turns, commits = summary.turns_of(own_rows), ", ".join(sorted({row["commit"][:7] for row in own_rows}))
     for parts, what in ((("linear layers", "experts"), "Layers"), (("whole",), "Whole engines")):
         own = {case: _of_few_columns(ratios) for case, ratios in turns.items() if case.part in parts}
+        if what == "Layers":  # one cell says little beside a whole engine's
+            own = {case: ratios for case, ratios in own.items() if len(ratios) > 1} or own
         if not own:
             continue
         columns = [column for column in _FEW if any(column in ratios for ratios in own.values())]
