@@ -36,7 +36,7 @@ from w4gemm.integrations.transformers import (
     summarize,
 )
 from w4gemm.integrations.transformers.awaited import AwaitedLinear
-from w4gemm.weights.file import as_tensor
+from w4gemm.weights.file import name_as_tensor
 
 ASYMMETRIC: dict[str, Any] = {"zeros": (1, 15)}
 FOLDERS = {
@@ -320,7 +320,7 @@ def test_a_model_whose_layers_are_saved_by_other_names(tmp_path: Path, recwarn: 
     assert not [w for w in recwarn if "quantization_config names" in str(w.message)]
     change(
         tmp_path / "old",
-        lambda t: t.update({"model.layers.0.block_sparse_moe.experts.down._extra_state": as_tensor("int4_g64")}),
+        lambda t: t.update({"model.layers.0.block_sparse_moe.experts.down._extra_state": name_as_tensor("int4_g64")}),
     )
     with pytest.raises(FormatError, match="experts.down: scales has shape"):  # a format that config.json does not know
         load(tmp_path / "old")

@@ -151,7 +151,7 @@ def test_bad_state_dicts():
     for name in ("codes", "scales", "perm", "pre_quant_scale", "_extra_state"):
         with pytest.raises(RuntimeError, match=f"{name}: wanted a tensor, got int"):
             layer.load_state_dict(state | {name: 3})
-    with pytest.raises(RuntimeError, match=r"_extra_state: wanted the words of a format, torch.uint8 \(n\), got"):
+    with pytest.raises(RuntimeError, match=r"_extra_state: wanted the name of a format, torch.uint8 \(n\), got"):
         layer.load_state_dict(state | {"_extra_state": torch.zeros(2, 2)})
     with pytest.raises(RuntimeError, match=r'Missing key.*"scales"'):
         layer.load_state_dict({name: t for name, t in state.items() if name != "scales"})

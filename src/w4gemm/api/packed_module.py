@@ -16,7 +16,7 @@ from w4gemm.core.errors import kind_of, require_bool, require_int, require_tenso
 from w4gemm.core.formats import WeightFormat
 from w4gemm.packing.packed_shape import packed_shape
 from w4gemm.weights.checks import PERM_DTYPE, is_permutation
-from w4gemm.weights.file import as_tensor, in_words, mean_the_same, of_tensor
+from w4gemm.weights.file import format_name, is_same_format, name_as_tensor, name_of_tensor
 from w4gemm.weights.weight import QuantizedWeight
 
 
@@ -223,11 +223,11 @@ class PackedModule(torch.nn.Module):
 
     def get_extra_state(self) -> torch.Tensor:
         """Return the names of the format and the activations as bytes, see :mod:`w4gemm.weights.file`."""
-        return as_tensor(in_words(self.format, self.activations))
+        return name_as_tensor(format_name(self.format, self.activations))
 
     def set_extra_state(self, state: torch.Tensor) -> None:
-        name, _, activations = of_tensor(state).partition(" ")
-        if not mean_the_same(name, str(self.format)):
+        name, _, activations = name_of_tensor(state).partition(" ")
+        if not is_same_format(name, str(self.format)):
             raise ValueError(f"wanted a weight in {self.format} like this layer, got one in {name!r}")
         if (activations or None) != self.activations:
             self.activations = activations or None

@@ -23,7 +23,7 @@ from w4gemm.checkpoints.quantization_configs import Named
 from w4gemm.checkpoints.quantized_folder import BESIDE, Packing
 from w4gemm.checkpoints.stored import NAMES, check_tensor
 from w4gemm.packing.packed_shape import packed_shape
-from w4gemm.weights.file import as_tensor, in_words, mean_the_same, of_tensor, of_words
+from w4gemm.weights.file import format_name, is_same_format, name_as_tensor, name_of_tensor, parse_format_name
 from w4gemm.weights.weight import QuantizedWeight
 
 METHOD = "w4gemm"
@@ -63,7 +63,7 @@ def settings(weights: Iterable[tuple[str, QuantizedWeight | Module]]) -> dict[st
     formats = {}
     for name, w in weights:
         _check_k(w, f"{name}: ")
-        formats[name] = in_words(w.format, w.activations)
+        formats[name] = format_name(w.format, w.activations)
     counted = list(formats.values())
     common = max(dict.fromkeys(counted), key=counted.count, default=None)
     others = {name: format for name, format in formats.items() if format != common}
@@ -88,11 +88,11 @@ class OwnPacking(Packing):
     def module(self, name: str, stored: Mapping[str, TensorInfo]) -> Module:
         others = self.config.get("modules") or {}
         text = others.get(name, self.config.get("format"))
-        if name not in others and STATE in stored and (own := of_tensor(stored[STATE].read())) in others.values():
+        if name not in others and STATE in stored and (own := name_of_tensor(stored[STATE].read())) in others.values():
             text = own
         if not isinstance(text, str):
             raise ValueError(f"config.json names no format for it: {text!r}")
-        format, activations = of_words(text)
+        format, activations = parse_format_name(text)
         experts = stored["codes"].shape[0] if "codes" in stored and len(stored["codes"].shape) == 3 else 0
         *_, n, row_bytes = check_tensor(stored, "codes", ("U8",), stored["codes"].shape if experts else None)
         k = stored["perm"].shape[-1] if "perm" in stored else 8 * row_bytes // format.bits
@@ -108,8 +108,8 @@ class OwnPacking(Packing):
         return Module(n, k, format, "bias" in stored, experts, activations=activations, pre_quant_scale=scaled)
 
     def numbers(self, module: Module, tensors: Mapping[str, torch.Tensor]) -> Numbers:
-        text = in_words(module.format, module.activations)
-        if STATE in tensors and not mean_the_same(stored := of_tensor(tensors[STATE]), text):
+        text = format_name(module.format, module.activations)
+        if STATE in tensors and not is_same_format(stored := name_of_tensor(tensors[STATE]), text):
             raise ValueError(f"config.json says that it is {text}, {STATE} says {stored}")
         parts = tuple(tensors[name] for name in module.format.part_names)
         facts = tensors.get("perm"), module.experts, module.activations
@@ -128,7 +128,7 @@ class OwnWriter:
         _check_k(module)
 
     def tensors(self, checkpoint: Checkpoint, name: str, w: QuantizedWeight) -> dict[str, torch.Tensor]:
-        leaves = w.named_tensors() | {STATE: as_tensor(in_words(w.format, w.activations))}
+        leaves = w.named_tensors() | {STATE: name_as_tensor(format_name(w.format, w.activations))}
         return {f"{name}.{leaf}": t for leaf, t in leaves.items()} | {alarm_name(name, w.experts > 0): alarm()}
 
     def config(self, checkpoint: Checkpoint) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A weight in files: tensors and facts in a safetensors file; its format and activations in words, such as
+"""A weight in files: tensors and facts in a safetensors file; the name of its format and activations, such as
 ``int4_g128 fp8``, which state dicts keep as a tensor."""
 
 from __future__ import annotations
@@ -95,40 +95,40 @@ def unfit(path: str | Path, error: Exception) -> FormatError:
     return FormatError(f"path: {path} is not a w4gemm weight: {reason}")
 
 
-def in_words(format: WeightFormat, activations: str | None) -> str:
+def format_name(format: WeightFormat, activations: str | None) -> str:
     """Return the format's string, with the activations behind it if there are any."""
     return f"{format} {activations}" if activations else str(format)
 
 
-def of_words(words: str) -> tuple[WeightFormat, str | None]:
-    """Return the format and the activations that :func:`in_words` put into words.
+def parse_format_name(name: str) -> tuple[WeightFormat, str | None]:
+    """Return the format and the activations of a :func:`format_name`.
 
     Raises:
         ValueError: if the first word is no format's string.
     """
-    name, _, activations = words.partition(" ")
-    return WeightFormat.parse(name), activations or None
+    format, _, activations = name.partition(" ")
+    return WeightFormat.parse(format), activations or None
 
 
-def mean_the_same(words: str, others: str) -> bool:
+def is_same_format(name: str, other: str) -> bool:
     """True if both name one format and the same activations, maybe a codebook before and after it got a name."""
     try:
-        return words == others or of_words(words) == of_words(others)
+        return name == other or parse_format_name(name) == parse_format_name(other)
     except ValueError:
         return False
 
 
-def as_tensor(words: str) -> torch.Tensor:
-    """Return the words' bytes, uint8: a tensor, so that any file of tensors can hold them."""
-    return torch.tensor(list(words.encode()), dtype=torch.uint8, device="cpu")
+def name_as_tensor(name: str) -> torch.Tensor:
+    """Return the bytes of a :func:`format_name`, uint8: a tensor, so that any file of tensors can hold it."""
+    return torch.tensor(list(name.encode()), dtype=torch.uint8, device="cpu")
 
 
-def of_tensor(state: torch.Tensor) -> str:
-    """Return the words of a tensor that :func:`as_tensor` made.
+def name_of_tensor(state: torch.Tensor) -> str:
+    """Return the name of a tensor that :func:`name_as_tensor` made.
 
     Raises:
         ValueError: if ``state`` is no tensor of bytes (n,).
     """
     if state.dtype != torch.uint8 or state.dim() != 1:
-        raise ValueError(f"wanted the words of a format, torch.uint8 (n), got {state.dtype} {tuple(state.shape)}")
+        raise ValueError(f"wanted the name of a format, torch.uint8 (n), got {state.dtype} {tuple(state.shape)}")
     return bytes(state.tolist()).decode(errors="replace")

@@ -18,7 +18,7 @@ from w4gemm.checkpoints.compressed_tensors_writer import WRITER
 from w4gemm.checkpoints.dense import SKIP, checked_skip
 from w4gemm.checkpoints.w4gemm import METHOD
 from w4gemm.core.formats import WeightFormat
-from w4gemm.weights.file import in_words, of_words
+from w4gemm.weights.file import format_name, parse_format_name
 from w4gemm.weights.weight import ACTIVATIONS
 
 
@@ -29,7 +29,7 @@ class W4GemmConfig(QuantizationConfigMixin):
     Args:
         format: what the linear layers of a dense model are quantized to; None for groups of 128, or the largest smaller
             group that divides a layer's k. A quantized checkpoint keeps its own formats. Of a loaded model: the most
-            common one, in the words of :mod:`w4gemm.weights.file`.
+            common one, by its :func:`w4gemm.weights.file.format_name`.
         activations: "fp8" if every quantized layer quantizes x (W4A8); None for what the checkpoint says.
         skip: last parts of the names of a dense model's layers that stay dense; "lm_head" if not given.
             ``from_pretrained`` raises ValueError for one that no layer has, except "lm_head".
@@ -52,7 +52,7 @@ class W4GemmConfig(QuantizationConfigMixin):
         if activations not in ACTIVATIONS:
             raise ValueError(f"activations: wanted one of {ACTIVATIONS}, got {activations!r}")
         self.quant_method = METHOD
-        self.format = None if format is None else in_words(*of_words(str(format)))
+        self.format = None if format is None else format_name(*parse_format_name(str(format)))
         self.activations, self.skip, self.modules = activations, list(checked_skip(skip)), dict(modules or {})
         self.stored: dict[str, Any] | None = None
         """The quantization_config of the folder that ``save_pretrained`` writes, if it is none of w4gemm's own."""

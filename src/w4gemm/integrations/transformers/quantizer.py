@@ -49,7 +49,7 @@ from w4gemm.integrations.transformers.layers import dequantize_layers
 from w4gemm.integrations.transformers.places import Placement, dtype_of
 from w4gemm.integrations.transformers.saving import compressed_tensors
 from w4gemm.integrations.transformers.sharding import Local, fill
-from w4gemm.weights.file import of_words
+from w4gemm.weights.file import parse_format_name
 from w4gemm.weights.weight import QuantizedWeight
 
 if TYPE_CHECKING:
@@ -191,7 +191,7 @@ class W4GemmQuantizer(HfQuantizer):
     def _await_dense(self, model: PreTrainedModel, new: Collection[str]) -> None:
         """Replace the layers to quantize, but those whose weights are ``new``."""
         config = self.quantization_config
-        format = None if config.format is None else of_words(config.format)[0]
+        format = None if config.format is None else parse_format_name(config.format)[0]
         kept = {*get_keys_to_not_convert(model), *(model._keep_in_fp32_modules or ())}
         if not set(SKIP) <= set(config.skip) and not model.config.get_text_config().tie_word_embeddings:
             kept -= {name for name, m in model.named_modules() if m is model.get_output_embeddings()}
