@@ -1,4 +1,4 @@
-"""triton_kernels' ``matmul_ogs``, as vLLM calls it for gpt-oss on Hopper: MXFP4, whose numbers it widens to x's 16 bits."""
+"""triton_kernels' ``matmul_ogs``, as vLLM calls it for gpt-oss on Hopper: MXFP4, whose numbers it widens to bf16."""
 
 from __future__ import annotations
 
