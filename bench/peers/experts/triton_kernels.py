@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from bench.peers.base import FP8, PackageAdapter, Tensors, unsupported
+from bench.peers.base import PackageAdapter, Tensors, unsupported
 from bench.peers.experts.base import Experts, Prepared, Run
 from torch.nn.functional import pad
 
@@ -20,8 +20,8 @@ class TritonKernels(PackageAdapter):
     package = module = "triton_kernels"
 
     def supports(self, n: int, k: int, format: WeightFormat, dtype: torch.dtype) -> str:
-        dtypes = torch.bfloat16, FP8
-        return unsupported(n, k, format, dtype, groups=(32,), dtypes=dtypes, floats=("mxfp4",), k_multiple=64, bits=())
+        limits = {"groups": (32,), "dtypes": (torch.bfloat16,), "k_multiple": 64}
+        return unsupported(n, k, format, dtype, **limits, bits=(), floats=("mxfp4",))
 
     def prepare(self, experts: Experts, dtype: torch.dtype) -> Prepared:
         from triton_kernels.matmul_ogs import PrecisionConfig, matmul_ogs
