@@ -47,10 +47,12 @@ class SoftwareAmx(Amx):
         with b.loop(0, self.rows[sums]) as row, b.loop(0, SIDE) as pair:
             both = b.bitcast(b.spread(b.read(self._row(x, row) + pair * 4, F32), SIDE), ints_of(SIDE))
             total = b.read(self._row(sums, row), floats_of(SIDE))
-            words = b.read(self._row(w, pair), ints_of(SIDE))
-            for lower in (True, False):
-                total = b.multiply_add(self._half(both, lower), self._half(words, lower), total)
-            b.write(total, self._row(sums, row))
+            b.write(self.dot(total, both, b.read(self._row(w, pair), ints_of(SIDE))), self._row(sums, row))
+
+    def dot(self, sums: Any, x: Any, w: Any) -> Any:
+        for lower in (True, False):
+            sums = self.b.multiply_add(self._half(x, lower), self._half(w, lower), sums)
+        return sums
 
     def _half(self, words: Any, lower: bool) -> Any:
         """Return the bf16 numbers in the lower or upper halves of words as float32."""

@@ -223,7 +223,7 @@ def test_the_compiled_method_is_first(monkeypatch):
     monkeypatch.setattr(tile_product, "is_available", lambda: False)
     with other_configs():
         for m in (1, 4, 64, 3000):
-            assert in_order(problem(m))[0] == "512x128x192_1x1x1_coop"
+            assert in_order(problem(m))[0] == "512x128x64_1x1x1_coop"
     assert all(not c.startswith("512x") for c in in_order(problem(1, "canonical")))
 
 

@@ -1,6 +1,9 @@
-"""Products by AMX, whose instructions are loops here: :mod:`software_amx`."""
+"""Products by AMX and by AVX-512's dot products, whose instructions are loops here: :mod:`software_amx`."""
 
 from __future__ import annotations
+
+import functools
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,7 +13,7 @@ from conformance.cases import assert_close, random_weight
 from test_cpu_kernel import other_configs
 from w4gemm.core.formats import WeightFormat
 from w4gemm.kernels.cpu import compiled, tile_product
-from w4gemm.kernels.cpu.tile_product import TileProduct
+from w4gemm.kernels.cpu.tile_product import PairProduct, TileProduct
 
 pytestmark = pytest.mark.skipif(not compiled.is_available(), reason=f"needs {compiled.NEEDS}")
 
@@ -19,6 +22,12 @@ def product(w: w4gemm.QuantizedWeight, is_rounded: bool = False) -> TileProduct:
     from software_amx import SoftwareAmx
 
     return TileProduct(w.format, w.n, w.k, is_rounded, SoftwareAmx)
+
+
+def pairs(w: w4gemm.QuantizedWeight, is_rounded: bool = False) -> PairProduct:
+    from software_amx import SoftwareAmx
+
+    return PairProduct(w.format, w.n, w.k, is_rounded, SoftwareAmx)
 
 
 def weight(format: str, n: int, k: int) -> w4gemm.QuantizedWeight:
@@ -51,8 +60,24 @@ def test_products_are_those_of_the_numbers(format: str, n: int, k: int, m: int) 
         error = product(w)(x.to(dtype), w.tensors, None).double() - exact
         assert error.norm() < 6e-7 * exact.norm(), dtype
     x, exact = x.bfloat16(), x.bfloat16().double() @ w.dequantize(torch.bfloat16).double().T
-    error = product(w, is_rounded=True)(x, w.tensors, None).double() - exact
-    assert error.norm() < 6e-7 * exact.norm(), "rounded"
+    for make in (product, pairs):
+        error = make(w, is_rounded=True)(x, w.tensors, None).double() - exact
+        assert error.norm() < 6e-7 * exact.norm(), f"rounded, {make.__name__}"
+    exact = x.double() @ numbers.T
+    assert (pairs(w)(x, w.tensors, None).double() - exact).norm() < 6e-7 * exact.norm(), "pairs"
+
+
+@pytest.mark.parametrize("m", [3, 4, 9, 16])
+@pytest.mark.parametrize("make", [product, pairs])
+def test_results_of_16_bits_are_those_of_float32_rounded(
+    make: Callable[[w4gemm.QuantizedWeight], TileProduct], m: int
+) -> None:
+    """Of tiles of two sizes, of tiles with padding, and of a chunk that is not full."""
+    w, x = weight("int4_g32_zint", 192, 160), torch.randn(m, 160, generator=torch.Generator().manual_seed(m)).bfloat16()
+    run, out = make(w), torch.full((m, 192), torch.nan, dtype=torch.bfloat16)
+    result = run(x, w.tensors, out)
+    assert result.dtype is torch.float32 or result is out
+    assert torch.equal(result.bfloat16(), run(x, w.tensors, None).bfloat16())
 
 
 @pytest.mark.parametrize(
@@ -67,14 +92,28 @@ def test_bits_of_a_row_do_not_depend_on_the_number_of_rows(
     every = run(x, w.tensors, None).clone()
     for m in tokens:
         assert torch.equal(run(x[:m], w.tensors, None), every[:m]), m
+    if dtype is torch.bfloat16 and not is_rounded:
+        run = pairs(w)
+        every = run(x, w.tensors, None).clone()
+        for m in (1, 5, 16):
+            assert torch.equal(run(x[:m], w.tensors, None), every[:m]), f"pairs, {m}"
 
 
-@pytest.mark.parametrize(("format", "dtype"), [("int4_g32", torch.float32), ("int4_g32_zfloat", torch.bfloat16)])
-def test_infinities_are_those_of_a_matmul(format: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("make", "format", "dtype"),
+    [
+        (product, "int4_g32", torch.float32),
+        (product, "int4_g32_zfloat", torch.bfloat16),
+        (pairs, "int4_g32_zfloat", torch.bfloat16),
+    ],
+)
+def test_infinities_are_those_of_a_matmul(
+    make: Callable[[w4gemm.QuantizedWeight], TileProduct], format: str, dtype: torch.dtype
+) -> None:
     """Sums before the scale, and the parts of an infinite number, are infinite or NaN where a product is not. Other
     rows keep their bits."""
     w, x = weight(format, 130, 64), torch.randn(4, 64).to(dtype)
-    run = product(w)
+    run = make(w)
     alone = run(x, w.tensors, None).clone()
     x[0, 3], x[1, 40], x[2, :] = torch.inf, torch.nan, 3e38 / 64
     got, exact = run(x, w.tensors, None), x.float() @ w.dequantize(torch.float32).T
@@ -83,39 +122,52 @@ def test_infinities_are_those_of_a_matmul(format: str, dtype: torch.dtype) -> No
     assert torch.equal(got[3], alone[3])
 
 
-def test_linear_takes_it_where_the_processor_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From 4 tokens of bf16 on, with rounded numbers above 96. Groups of 48 columns are multiplied as elsewhere."""
+@pytest.mark.parametrize("has_amx", [True, False])
+def test_linear_takes_it_where_the_processor_has_it(has_amx: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For bf16 x: codes, with AMX from some tokens on, and rounded numbers for many tokens. Groups of 48 columns are
+    multiplied as elsewhere."""
     from software_amx import SoftwareAmx
 
     made: list[str] = []
 
-    def software(format: WeightFormat, n: int, k: int, is_rounded: bool) -> TileProduct:
-        made.append(f"{format} rounded" * is_rounded or str(format))
-        return TileProduct(format, n, k, is_rounded, SoftwareAmx)
+    def software(kind: type[TileProduct], format: WeightFormat, n: int, k: int, is_rounded: bool) -> TileProduct:
+        made.append("rounded" if is_rounded else "codes")
+        return kind(format, n, k, is_rounded, SoftwareAmx)
 
-    monkeypatch.setattr(tile_product, "is_available", lambda: True)
-    monkeypatch.setattr(tile_product, "TileProduct", software)
+    monkeypatch.setattr(tile_product, "is_available", lambda: has_amx)
+    monkeypatch.setattr(tile_product, "has_pairs", lambda: not has_amx)
+    for kind in (TileProduct, PairProduct):
+        monkeypatch.setattr(tile_product, kind.__name__, functools.partial(software, kind))
+    few = [] if has_amx else ["codes"]
     with other_configs():
-        for format, m in (("int4_g32", 2), ("int4_g48", 4), ("int4_g32", 4)):
-            assert made == []
+        for format, m, methods in (
+            ("int4_g48", 2, []),
+            ("int4_g48", 40, []),
+            ("int4_g32", 2, few),
+            ("int4_g32", 16, ["codes"]),
+            ("int4_g32", 200, ["rounded"]),
+        ):
+            made.clear()
             w, x = weight(format, 130, 96), torch.randn(m, 96).bfloat16()
             assert_close(w4gemm.linear(x, w), x, w)
-        assert made == ["int4_g32"]
-        many = torch.randn(97, 96).bfloat16()
-        assert_close(w4gemm.linear(many, w), many, w)
-        assert made == ["int4_g32", "int4_g32 rounded"]
+            assert made == methods, (format, m)
         every = w4gemm.linear(x, w, batch_invariant=True)
         assert torch.equal(w4gemm.linear(x[:1], w, batch_invariant=True), every[:1])
 
 
-def test_threads_share_the_chunks() -> None:
-    w, before = weight("int4_g32", 300, 512), torch.get_num_threads()
-    x = torch.randn(20, 512, generator=torch.Generator().manual_seed(0))
-    run = product(w)
+@pytest.mark.parametrize("make", [product, pairs])
+def test_threads_share_the_chunks(
+    make: Callable[[w4gemm.QuantizedWeight], TileProduct], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    w, before = weight("int4_g32", 320, 512), torch.get_num_threads()
+    x = torch.randn(16, 512, generator=torch.Generator().manual_seed(0)).bfloat16()
+    run, out = make(w), torch.empty(16, 320, dtype=torch.bfloat16)
     try:
         torch.set_num_threads(1)
-        alone = run(x, w.tensors, None).clone()
+        alone = run(x, w.tensors, out).clone()
         torch.set_num_threads(3)
-        assert torch.equal(run(x, w.tensors, None), alone)
+        for kind in (TileProduct, PairProduct):
+            monkeypatch.setattr(kind, "worth", lambda self, tokens: 1)
+        assert torch.equal(run(x, w.tensors, out), alone)
     finally:
         torch.set_num_threads(before)

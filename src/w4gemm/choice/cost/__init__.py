@@ -22,7 +22,7 @@ from w4gemm.core.epilogue import PLAIN
 from w4gemm.core.problem import GemmProblem
 from w4gemm.kernels import Kernel
 from w4gemm.kernels.cpu.matmul import fast_dtype
-from w4gemm.kernels.cpu.spec import COMPILED_TOKENS, ROUNDED_TOKENS, TILES_TOKENS
+from w4gemm.kernels.cpu.spec import COMPILED_TOKENS, PAIRS_TOKENS, ROUNDED_TOKENS, TILES_TOKENS
 from w4gemm.kernels.dequantize_gemm.spec import dense_bytes
 from w4gemm.packing.block import Block
 from w4gemm.packing.codecs import scales_on_sums
@@ -157,13 +157,13 @@ _NATIVE_TOKENS = 96
 """Largest m that "compiled" is ranked first for where PyTorch multiplies bfloat16 faster than float32. Time of
 "compiled" / time of "dense", one thread of a Xeon with AMX, 4096 x 4096, 1536 x 576 and 576 x 576: 0.8, 0.8 and
 0.6 at 64 tokens, 1.0, 0.9 and 0.8 at 96, 1.0, 1.5 and 1.0 at 128 (2026-11-28)."""
-_TILED_FROM = {torch.bfloat16: 4, torch.float16: 6}
+_TILED_FROM = {torch.bfloat16: 5, torch.float16: 6}
 """Least m that "tiles" is ranked first for, by dtype; 9 for others, of which AMX multiplies three parts.
 
 Time of "tiles" / time of "compiled", one thread of a busy Xeon, 4096 x 4096, 1536 x 576 and 576 x 576 (2026-11-28):
 bfloat16 1.3, 0.9 and 1.5 at 2 tokens, 0.9, 0.8 and 0.7 at 4, 0.4, 0.6 and 0.6 at 16; float32 1.2, 0.9 and 1.2 at 8,
 1.0, 0.7 and 0.9 at 12, 0.7, 0.7 and 0.7 at 64."""
-_EXACT_TOKENS = 96
+_EXACT_TOKENS = 32
 """Largest m that "tiles" is ranked before "rounded" for. Time of "rounded" / time of "tiles", a thread of a busy Xeon,
 bfloat16: 1.6, 0.8 and 1.5 at 64 tokens of 4096 x 4096 in groups of 128, 11008 x 2048 and 1536 x 576 in groups of 32,
 0.9 at 96 of 1536 x 576, 0.7, 0.4 and 0.6 at 256 (2026-11-29)."""
@@ -172,9 +172,10 @@ bfloat16: 1.6, 0.8 and 1.5 at 64 tokens of 4096 x 4096 in groups of 128, 11008 x
 class CpuRank:
     """Places of the CPU kernel's methods, which stand for their microseconds. Only their order holds on every CPU."""
 
-    ROUNDED = 0.3
-    TILES = 0.4
-    NATIVE = 0.5
+    ROUNDED = 0.1
+    TILES = 0.2
+    PAIRS = 0.4
+    NATIVE = 0.7
     """PyTorch's bfloat16 matmul, where it is faster than compiled vectors."""
     COMPILED = 1.0
     TILES_OF_FEW = 1.5
@@ -193,6 +194,8 @@ def _cpu_rank(kernel: Any, problem: GemmProblem, config: GemmConfig) -> float:
         return CpuRank.ROUNDED if m > _EXACT_TOKENS else CpuRank.ROUNDED_OF_FEW
     if method == TILES_TOKENS:
         return CpuRank.TILES if m >= _TILED_FROM.get(problem.dtype, 9) else CpuRank.TILES_OF_FEW
+    if method == PAIRS_TOKENS:
+        return CpuRank.PAIRS
     is_native = problem.dtype == fast_dtype(problem.dtype) == torch.bfloat16 and problem.epilogue == PLAIN
     if is_native and m > _NATIVE_TOKENS and method > ROUNDED_TOKENS:
         return CpuRank.NATIVE

@@ -1,4 +1,5 @@
-"""AMX's instructions, for a builder of LLVM's intermediate representation. This module needs llvmlite."""
+"""Instructions for bf16 of AMX and AVX-512, for a builder of LLVM's intermediate representation. This module needs
+llvmlite."""
 
 from __future__ import annotations
 
@@ -8,13 +9,15 @@ from typing import Any
 import torch
 from llvmlite import ir
 
-from w4gemm.kernels.cpu.builder import I64, Builder, Int
+from w4gemm.kernels.cpu.builder import I64, Builder, Int, floats_of, ints_of
 from w4gemm.kernels.cpu.tile_product import SIDE
 
 ROW = 64
 """Bytes of a tile's row."""
 I8, I16 = ir.IntType(8), ir.IntType(16)
 WORDS = ir.VectorType(I16, 2 * SIDE)
+PAIRS = ints_of(SIDE)
+"""Two bf16 numbers in each lane."""
 
 
 class _Bfloat16(ir.Type):
@@ -23,9 +26,18 @@ class _Bfloat16(ir.Type):
     def _to_string(self) -> str:
         return "bfloat"
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Bfloat16)
+
+    def __hash__(self) -> int:
+        return hash(_Bfloat16)
+
+
+_NUMBERS = ir.VectorType(_Bfloat16(), 2 * SIDE)
+
 
 class Amx:
-    """AMX's instructions and a lookup of AVX-512. Tiles have numbers from 0 to 7."""
+    """AMX's instructions, and those of AVX-512 beside it. Tiles have numbers from 0 to 7."""
 
     def __init__(self, b: Builder) -> None:
         self.b = b
@@ -72,8 +84,13 @@ class Amx:
         bits = torch.tensor(numbers).bfloat16().view(torch.int16).tolist()
         return self._call("llvm.x86.avx512.permvar.hi.512", WORDS, ir.Constant(WORDS, bits), index)
 
+    def dot(self, sums: Any, x: Any, w: Any) -> Any:
+        """Return sums plus the products of both numbers of each lane of x and w, which are :data:`PAIRS`."""
+        x, w = (self.b.bitcast(pairs, _NUMBERS) for pairs in (x, w))
+        return self._call("llvm.x86.avx512bf16.dpbf16ps.512", floats_of(SIDE), sums, x, w)
+
     def rounded(self, low: Any, high: Any) -> Any:
         """Return the lanes of two vectors in turn, rounded to bf16."""
         b = self.b
-        bits = b.bitcast(b.fptrunc(b.joined([low, high]), ir.VectorType(_Bfloat16(), 2 * SIDE)), WORDS)
+        bits = b.bitcast(self._call("llvm.x86.avx512bf16.cvtne2ps2bf16.512", _NUMBERS, high, low), WORDS)
         return b.lanes_of(bits, [i // 2 + SIDE * (i % 2) for i in range(2 * SIDE)])

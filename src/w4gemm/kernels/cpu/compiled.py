@@ -41,7 +41,7 @@ class Code(NamedTuple):
     lanes: int
     """float32 numbers of a vector register."""
     x_dtype: torch.dtype
-    """float32 for many tokens, because numbers of 16 bits are converted once for each block."""
+    """float32 if there are several tiles."""
     dtype: torch.dtype
     """Of the result: float32 if there are several tiles."""
     looks_up: bool
@@ -63,22 +63,23 @@ class CodeArguments(NamedTuple):
     """Arguments of compiled code, int64 in a row: addresses, and numbers of elements."""
 
     x: Any
-    """(panels, m, columns), or (m, k). With AMX bf16 (panels, parts, m, columns), or (parts, m, k)."""
+    """(panels, m, columns), or (m, k). In tiles bf16 (panels, parts, m, columns), or (parts, m, k)."""
     x_panel: Any
     """Numbers from one panel to the next."""
     x_part: Any
     x_row: Any
     """Numbers from one token to the next."""
     x_sums: Any
-    """float32 (m, ceil(k / group)): sums of x, read with AMX beside zero points in floating point."""
+    """float32 (m, ceil(k / group)): sums of x, read in tiles beside zero points in floating point."""
     table: Any
     scales: Any
     zeros: Any
     factors: Any
     out: Any
-    """(m, columns), contiguous. With AMX float32."""
-    largest: Any
-    """With AMX int64 (1,): becomes the largest bit pattern of a result's magnitude in float32."""
+    """(m, columns), contiguous."""
+    scratch: Any
+    """In tiles: int64, which becomes the largest bit pattern of a result's magnitude in float32. From
+    :data:`SCRATCH_SUMS` bytes on, if ``out`` has 16 bits, float32 (m, 128): sums of a chunk."""
     first_chunk: Any
     last_chunk: Any
     """The first chunk that this call does not compute."""
@@ -114,11 +115,16 @@ def packing(arguments: type[NamedTuple]) -> Callable[..., bytes]:
     return struct.Struct(f"={len(arguments._fields)}q").pack
 
 
-_packed = packing(CodeArguments)
+_addresses, _own, _sizes = (struct.Struct(f"={count}q").pack for count in (10, 4, 8))
+"""Functions that pack the first ten :class:`CodeArguments`, the four of a thread and the last eight."""
 Run = Callable[[bytes], None]
 """A compiled function of packed arguments."""
-PANEL = 256
-"""Columns of a panel, at most."""
+PANEL = 64
+"""Columns of a panel, at most: their rows of the table stay in the first cache while another block is multiplied. With
+256 columns one token of 11008 x 2048 took 1.25 times as long (EPYC, AVX-512 or AVX2, 2026-11-29)."""
+SCRATCH_SUMS = 64
+MOST_GROUPS = 64
+"""Groups of a panel, where nothing else bounds them."""
 MOST_FEATURES = 64
 """Features of a block, at most."""
 MOST_CODES = 1024
@@ -157,15 +163,18 @@ class CompiledProduct:
     The chunks are divided over as many threads as PyTorch uses, if each has enough to do.
     """
 
-    def __init__(self, format: WeightFormat, n: int, k: int, groups_of_panel: int = PANEL) -> None:
+    def __init__(
+        self, format: WeightFormat, n: int, k: int, groups_of_panel: int = MOST_GROUPS, columns_of_panel: int = PANEL
+    ) -> None:
         self.format, self.n, self.k = format, n, k
         self.columns, self.chunks = -(-n // MOST_FEATURES) * MOST_FEATURES, -(-n // TABLE_N)
         self.has_zero, self.has_factors = format.has_zero, format.has_factors
         group = format.group_length(k)
-        self.panel = panel_columns(group, k, groups_of_panel)
+        self.panel = panel_columns(group, k, groups_of_panel, columns_of_panel)
+        self.group = min(group, self.panel)
         superblock = format.scale_rule.factor_columns if format.has_factors else k
         groups, superblocks = format.groups(k), -(-k // superblock)
-        self.sizes = self.columns, k, self.panel, groups, min(group, self.panel), group, superblocks, superblock
+        self.sizes = _sizes(self.columns, k, self.panel, groups, self.group, group, superblocks, superblock)
         self.codes: dict[tuple[int, torch.dtype], tuple[Code, Run]] = {}
 
     def __call__(self, x: torch.Tensor, weight: tuple[torch.Tensor, ...], out: torch.Tensor | None) -> torch.Tensor:
@@ -176,26 +185,33 @@ class CompiledProduct:
             weight: packed tensors of the layout.
             out: (m, n), contiguous, for the result; None if no sums may be written to it.
         """
-        m, panel, dtype = x.shape[0], self.panel, x.dtype
-        if dtype is not torch.float32 and (out is None or out.dtype is not dtype or self.columns != self.n):
+        m, dtype = x.shape[0], x.dtype
+        out_dtype = out.dtype if out is not None and self.columns == self.n else None
+        if dtype is not torch.float32 and dtype is not out_dtype:
             x, dtype = x.float(), torch.float32
         code, run = self.codes.get((m, dtype)) or self._code(m, dtype)
-        if code.x_dtype is not dtype:
-            x = x.float()
-        rows = -(-m // code.tokens) * code.tokens
-        x_panel, x_row = panel, self.k
+        rows, panel, row = m, self.panel, self.k
+        if m == code.tokens:
+            x = x.contiguous()
+        else:
+            x, panel, row = self._tiled(x, code)
+            rows = -(-m // code.tokens) * code.tokens
+        if out is None or out_dtype is not code.dtype or rows != m:
+            out = torch.empty(rows, self.columns, dtype=torch.float32)
+        run_all(run, self.arguments((x.data_ptr(), panel, 0, row, 0), weight, out, _THREAD_COLUMNS))
+        return out if rows == m and self.columns == self.n else out[:m, : self.n]
+
+    def _tiled(self, x: torch.Tensor, code: Code) -> tuple[torch.Tensor, int, int]:
+        """Return x as float32 for several tiles, with rows of padding, and the numbers from one panel and from one row
+        to the next."""
+        m, panel = x.shape[0], self.panel
+        x, rows = x.float(), -(-m // code.tokens) * code.tokens
         if rows != m:
             x = torch.nn.functional.pad(x, (0, 0, 0, rows - m))
-        if code.tiled and self.k % _DISPLACING == 0:  # a panel's rows side by side
-            padded = torch.nn.functional.pad(x, (0, -self.k % panel)) if self.k % panel else x.contiguous()
-            x = padded.view(rows, -1, panel).transpose(0, 1)
-            x_panel, x_row = rows * panel, panel
-        x = x.contiguous()
-        if out is None or rows != m or self.columns != self.n or out.dtype is not code.dtype:
-            out = torch.empty(rows, self.columns, dtype=torch.float32)
-        tokens = Tokens(x.data_ptr(), x_panel, 0, x_row, 0)
-        run_all(run, self.arguments(tokens, weight, out, _THREAD_COLUMNS))
-        return out if rows == m and self.columns == self.n else out[:m, : self.n]
+        if self.k % _DISPLACING:
+            return x.contiguous(), panel, self.k
+        x = torch.nn.functional.pad(x, (0, -self.k % panel)) if self.k % panel else x.contiguous()
+        return x.view(rows, -1, panel).transpose(0, 1).contiguous(), rows * panel, panel  # a panel's rows side by side
 
     def step(self, x: torch.Tensor, weight: tuple[torch.Tensor, ...], out: torch.Tensor) -> Callable[[], None]:
         """Return a function that writes x @ w.T to ``out``, without checks and allocations.
@@ -211,36 +227,39 @@ class CompiledProduct:
 
     def arguments(
         self,
-        x: Tokens,
+        x: tuple[int, ...],
         weight: tuple[torch.Tensor, ...],
         out: torch.Tensor,
         least: int,
-        largest: Callable[[int], int] = lambda thread: 0,
+        scratch: int = 0,
+        scratch_bytes: int = 0,
     ) -> list[bytes]:
         """Return the packed arguments of a product, for each thread.
 
         Args:
+            x: the fields of :class:`Tokens`.
             least: columns of chunks, times tokens, that are worth a thread.
-            largest: returns that argument of a thread.
+            scratch: that argument of the first thread.
+            scratch_bytes: bytes from one thread's to the next one's.
         """
-        rows, (table, scales, *others) = out.shape[0], weight
-        zeros = others[0].data_ptr() if self.has_zero else 0
-        factors = others[-1].data_ptr() if self.has_factors else 0
-        addresses = *x, table.data_ptr(), scales.data_ptr(), zeros, factors, out.data_ptr()
-        chunks, threads = self.chunks, rows * self.chunks * self.k // least
+        zeros = weight[2].data_ptr() if self.has_zero else 0
+        factors = weight[-1].data_ptr() if self.has_factors else 0
+        addresses = _addresses(*x, weight[0].data_ptr(), weight[1].data_ptr(), zeros, factors, out.data_ptr())
+        rows, chunks = out.shape[0], self.chunks
+        threads = rows * chunks * self.k // least
         if threads > 1:
             threads = min(torch.get_num_threads(), chunks, threads)
         if threads <= 1:
-            return [_packed(*addresses, largest(0), 0, chunks, rows, *self.sizes)]
+            return [addresses + _own(scratch, 0, chunks, rows) + self.sizes]
         bounds = itertools.pairwise(chunks * i // threads for i in range(threads + 1))
-        return [_packed(*addresses, largest(i), *both, rows, *self.sizes) for i, both in enumerate(bounds)]
+        return [addresses + _own(scratch + scratch_bytes * i, *both, rows) + self.sizes for i, both in enumerate(bounds)]
 
     def _code(self, m: int, dtype: torch.dtype) -> tuple[Code, Run]:
         """Return the code for m tokens of a dtype, in large tiles of which the last has few rows of padding."""
         bits, width = table_bits(self.format), lanes()
         most = 3 * width // 2 // max(2, 8 // bits)  # sums take three quarters of the registers: 16, or 32 of AVX-512
         tokens = m if m <= most else min(range(most, most - most // 3 - 1, -1), key=lambda size: -(-m // size) * size)
-        x_dtype = dtype if 4 * tokens <= width and m == tokens else torch.float32
+        x_dtype = dtype if m == tokens else torch.float32
         code = self._parameters(tokens, m > tokens, width, x_dtype, dtype if m == tokens else torch.float32)
         if len(self.codes) > MOST_CODES:
             self.codes.clear()
@@ -257,16 +276,16 @@ class CompiledProduct:
         return Code(bits, row_bytes, middle, *stored, tokens, tiled, lanes, x_dtype, dtype, looks_up)
 
 
-def panel_columns(group: int, k: int, most_groups: int) -> int:
-    """Columns of a panel: whole groups of ``group`` columns, or an equal share of a longer one."""
-    if group <= PANEL:
-        groups, most = -(-k // group), min(PANEL // group, most_groups)
+def panel_columns(group: int, k: int, most_groups: int = MOST_GROUPS, columns: int = PANEL) -> int:
+    """Columns of a panel, at most ``columns``: whole groups of ``group`` columns, or an equal share of a longer one."""
+    if group <= columns:
+        groups, most = -(-k // group), min(columns // group, most_groups)
         panels = -(-groups // most)
         return -(-groups // panels) * group  # of about one size
     if group >= k:
-        return PANEL
+        return columns
     step = math.gcd(group, 32)
-    return next(part for part in range(PANEL, 0, -step) if group % part == 0)
+    return next(part for part in range(columns, 0, -step) if group % part == 0)
 
 
 _THREAD_COLUMNS = 2**14

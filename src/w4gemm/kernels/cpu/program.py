@@ -6,9 +6,9 @@ llvmlite.
 Loops, outermost first:
 
     chunk      128 features: a row of the table. A thread takes several
-    panel      at most 256 columns, and groups as a whole where that is less
+    panel      at most 64 columns, and groups as a whole where that is less
     block      2 or 4 vectors of features. If m is at most ``tokens``, the columns of a panel are decoded, multiplied
-               and added up in registers at once. Else they are decoded to memory, 16 or 32 KiB, and for each
+               and added up in registers at once. Else they are decoded to memory, at most 16 KiB, and for each
     tile       of ``tokens`` tokens they are multiplied and added up. m is a multiple of ``tokens``
 
 A byte has 8 / bits codes of neighbouring features, its fields. Vectors hold one field of neighbouring bytes: lane i of
@@ -29,7 +29,7 @@ from w4gemm.kernels.cpu.builder import STORED, Builder, Int, constant, floats_of
 from w4gemm.kernels.cpu.compiled import MOST_FEATURES, PANEL, Code, CodeArguments
 from w4gemm.packing.layouts.cpu import TABLE_N
 
-AHEAD = 4096
+AHEAD = 8192
 """Bytes of the table between what is read and what is prefetched."""
 
 
@@ -49,30 +49,46 @@ class _Sums:
         assert self.features <= MOST_FEATURES
         self.lanes = self.features // code.fields
         """Bytes of a block, and lanes of a field."""
-        self.x_size, self.size = code.x_dtype.itemsize, code.dtype.itemsize
+        self.size = code.dtype.itemsize
         self.chunk_sums = b.array(code.tokens * TABLE_N) if self.size < 4 else None
         """Results of a chunk, float32 (tokens, 128), if those of ``out`` have 16 bits."""
+        self.x_panel = b.array(code.tokens * PANEL) if code.x_dtype.itemsize < 4 else None
+        """Columns of a panel of x, float32 (tokens, 64), if those of x have 16 bits."""
 
     def write(self) -> None:
-        b, a = self.b, self.a
-        decoded = b.array(PANEL * self.features) if self.code.tiled else None
+        b, a, code = self.b, self.a, self.code
+        decoded = b.array(PANEL * self.features) if code.tiled else None
         with b.loop(a.first_chunk, a.last_chunk) as chunk:
             features = (a.columns - chunk * TABLE_N).at_most(TABLE_N)
             with b.loop(0, a.k, a.panel) as first:
                 columns = first, (first + a.panel).at_most(a.k)
-                x = a.x + first // a.panel * a.x_panel * self.x_size
+                x = a.x + first // a.panel * a.x_panel * code.x_dtype.itemsize
+                if self.x_panel is not None:
+                    self.widen(x, columns[1] - first)
+                    x = self.x_panel
                 with b.loop(0, features, self.features) as feature:
                     if decoded is None:
                         out = self.of_chunk(chunk) + feature * 4
                         with self.sums(out, first) as sums, self.decoded(chunk, feature, columns) as (column, numbers):
-                            self.multiply(x + (column - first) * self.x_size, numbers, sums)
+                            self.multiply(x + (column - first) * 4, numbers, sums)
                     else:
                         with self.decoded(chunk, feature, columns) as (column, numbers):
                             for f, number in enumerate(numbers):
-                                b.write(number, decoded + ((column - first) * self.code.fields + f) * self.lanes * 4)
+                                b.write(number, decoded + ((column - first) * code.fields + f) * self.lanes * 4)
                         self.tiles(x, decoded, columns, self.of_chunk(chunk) + feature * 4)
             if self.size < 4:
                 self.round(chunk, features)
+
+    def widen(self, x: Int, columns: Int) -> None:
+        """Write the columns of x at an address as float32."""
+        b, code = self.b, self.code
+        assert self.x_panel is not None
+        size, whole = code.x_dtype.itemsize, columns // code.lanes * code.lanes
+        for t in range(code.tokens):
+            for lanes, start, end in ((code.lanes, 0, whole), (1, whole, columns)):
+                with b.loop(start, end, lanes) as column:
+                    numbers = b.floats(x + (self.a.x_row * t + column) * size, code.x_dtype, lanes)
+                    b.write(numbers, self.x_panel + (column + t * PANEL) * 4)
 
     def of_chunk(self, chunk: Int) -> Int:
         """Return the address of the first token's results in a chunk, as float32."""
@@ -120,9 +136,9 @@ class _Sums:
     def multiply(self, x: Int, numbers: Sequence[Any], sums: list[list[Any]]) -> None:
         """Add the products of a column's numbers and that column of x, of which ``x`` is the first token's."""
         b = self.b
+        row = self.a.x_row if self.x_panel is None else Int(b, b.number(PANEL))
         for t, of_token in enumerate(sums):
-            of_x = b.floats(x + self.a.x_row * (t * self.x_size), self.code.x_dtype, 1)
-            of_x = b.lanes_of(of_x, [0] * self.lanes)
+            of_x = b.lanes_of(b.floats(x + row * (t * 4), torch.float32, 1), [0] * self.lanes)
             for variable, number in zip(of_token, numbers, strict=True):
                 b.store(b.multiply_add(of_x, number, b.load(variable)), variable)
 

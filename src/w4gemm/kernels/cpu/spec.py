@@ -1,12 +1,15 @@
-"""``cpu_mixed_gemm``: quantized weights on the CPU. Up to five configs, five methods:
+"""``cpu_mixed_gemm``: quantized weights on the CPU. Up to six configs, six methods:
 
 tile_m = 1     "sum": each token is a weighted sum of code columns, read straight from the table
                (``cpu`` layout only). Best for a few tokens, where memory traffic is the time.
 tile_m = 512   "compiled": machine code that llvmlite (extra ``cpu``) makes for this processor decodes the table and
-               multiplies up to tile_m tokens (``cpu`` layout only). Fastest for few tokens, and without AMX for all.
-tile_m = 1024  "tiles": the same with AMX, for groups of a multiple of 32 columns. Fastest for more tokens.
-tile_m = 1536  "rounded": the same with the weight's numbers, rounded to bf16, in place of codes, for bf16 x. Fastest
-               for short groups and for many tokens.
+               multiplies up to tile_m tokens (``cpu`` layout only). Fastest for few tokens, and on many processors for
+               all.
+tile_m = 768   "pairs": the same with AVX-512's dot products of pairs, for bf16 x and groups of a multiple of 32
+               columns, on processors without AMX. Fastest for bf16 x.
+tile_m = 1024  "tiles": the same with AMX, for x of any dtype. Fastest for more tokens.
+tile_m = 1536  "rounded": "tiles" or "pairs" with the weight's numbers, rounded to bf16, in place of codes, for bf16 x.
+               Fastest for many tokens.
 tile_m = 2048  "dense": tile_n output features at a time are dequantized and multiplied with up to tile_m tokens by
                PyTorch's matmul.
 
@@ -37,14 +40,16 @@ from w4gemm.packing.layouts.cpu import TABLE_N, table_bits
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn)
 _LAYOUTS = ("cpu", "canonical")
 
-COMPILED_TOKENS, TILES_TOKENS, ROUNDED_TOKENS = 512, 1024, 1536
+COMPILED_TOKENS, PAIRS_TOKENS, TILES_TOKENS, ROUNDED_TOKENS = 512, 768, 1024, 1536
 _DENSE_TOKENS = 2048
-_AMX = f"llvmlite and AMX, and groups of a multiple of {tile_product.STEP} columns"
+_GROUPS = f"groups of a multiple of {tile_product.STEP} columns"
+_AMX = f"llvmlite and AMX, and {_GROUPS}"
 METHODS = {
     1: ("sum", "a PyTorch with FBGEMM"),
     COMPILED_TOKENS: ("compiled", compiled.NEEDS),
+    PAIRS_TOKENS: ("pairs", f"bfloat16 x, llvmlite and AVX512_BF16 without AMX, and {_GROUPS}"),
     TILES_TOKENS: ("tiles", _AMX),
-    ROUNDED_TOKENS: ("rounded", f"bfloat16 x, {_AMX}"),
+    ROUNDED_TOKENS: ("rounded", f"bfloat16 x, llvmlite and AMX or AVX512_BF16, and {_GROUPS}"),
 }
 """Name of each method but "dense", and what it needs, by tile_m."""
 _DENSE_ELEMENTS = 2**20
@@ -53,7 +58,7 @@ _DENSE_ELEMENTS = 2**20
 
 class CpuMixedGemm:
     name = "cpu_mixed_gemm"
-    revision = 3
+    revision = 4
 
     def supports(self, problem: GemmProblem) -> Status:
         if problem.device.kind != "cpu":
@@ -73,14 +78,16 @@ class CpuMixedGemm:
             configs.append(GemmConfig(1, TABLE_N, _summed_together(problem.format, problem.k)))
         if problem.layout == "cpu" and compiled.is_available():
             group, k = problem.format.group_length(problem.k), problem.k
-            if tile_product.holds(problem.format, problem.k) and tile_product.is_available():
-                if problem.dtype == torch.bfloat16:
-                    configs.append(
-                        GemmConfig(ROUNDED_TOKENS, TABLE_N, compiled.panel_columns(group, k, compiled.PANEL))
-                    )
-                panel = compiled.panel_columns(group, k, tile_product.GROUPS)
-                configs.append(GemmConfig(TILES_TOKENS, TABLE_N, panel))
-            configs.append(GemmConfig(COMPILED_TOKENS, TABLE_N, compiled.panel_columns(group, k, compiled.PANEL)))
+            panels: dict[int, tuple[int, int]] = {}
+            if tile_product.holds(problem.format, problem.k):
+                if tile_product.is_available():
+                    panels[TILES_TOKENS], panels[ROUNDED_TOKENS] = tile_product.TILES_PANELS
+                elif tile_product.has_pairs():
+                    panels[PAIRS_TOKENS], panels[ROUNDED_TOKENS] = tile_product.PAIRS_PANELS
+            panels[COMPILED_TOKENS] = compiled.MOST_GROUPS, compiled.PANEL
+            for tokens, most in panels.items():
+                if problem.dtype == torch.bfloat16 or tokens not in (PAIRS_TOKENS, ROUNDED_TOKENS):
+                    configs.append(GemmConfig(tokens, TABLE_N, compiled.panel_columns(group, k, *most)))
         return configs
 
     def exclusions(self, problem: GemmProblem, config: GemmConfig) -> list[Exclusion]:
@@ -124,9 +131,9 @@ class _Launch:
         self.method: Callable[[torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor | None], torch.Tensor]
         if config.tile_m == COMPILED_TOKENS:
             self.method = compiled.CompiledProduct(problem.format, problem.n, problem.k)
-        elif config.tile_m in (TILES_TOKENS, ROUNDED_TOKENS):
-            is_rounded = config.tile_m == ROUNDED_TOKENS
-            self.method = tile_product.TileProduct(problem.format, problem.n, problem.k, is_rounded)
+        elif config.tile_m in METHODS and config.tile_m > 1:
+            kind = tile_product.TileProduct if tile_product.is_available() else tile_product.PairProduct
+            self.method = kind(problem.format, problem.n, problem.k, config.tile_m == ROUNDED_TOKENS)
         else:
             self.method = functools.partial(_by_pytorch, problem, config)
 

@@ -1,34 +1,56 @@
-"""The method "tiles" of ``cpu_mixed_gemm``: processors with AMX. ``tiles.py`` has its loops."""
+"""The methods "tiles", "rounded" and "pairs" of ``cpu_mixed_gemm``: processors that multiply bf16 by AMX or AVX-512.
+``tiles.py`` and ``pairs.py`` have their loops."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Hashable
-from typing import Any, NamedTuple
+import struct
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from w4gemm.core.formats import WeightFormat
 from w4gemm.kernels.cpu import compiled
-from w4gemm.kernels.cpu.compiled import MOST_CODES, PANEL, CompiledProduct, Run, Tokens, machine_code, packing, run_all
-from w4gemm.packing.layouts.cpu import table_bits
+from w4gemm.kernels.cpu.compiled import (
+    MOST_CODES,
+    MOST_GROUPS,
+    SCRATCH_SUMS,
+    CompiledProduct,
+    Run,
+    machine_code,
+    packing,
+    run_all,
+)
+from w4gemm.packing.layouts.cpu import TABLE_N, table_bits
+
+if TYPE_CHECKING:
+    from w4gemm.kernels.cpu.tiles import TileCode
 
 STEP = 32
 """Columns that an instruction of AMX multiplies."""
 SIDE = 16
 """Rows of a tile at most, and features of a tile."""
 GROUPS = 4
-"""Groups of a panel, at most, so that their sums and codes fit the first cache. Of 8 groups of 32 columns a product of
+"""Groups of a panel of codes for AMX, at most, so that their sums and codes fit the first cache. Of 8 groups of 32 columns a product of
 1536 x 576 took 1.25 times as long at 64 tokens, 1.6 times at 256 (Xeon, 2026-11-28)."""
 PARTS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 """bf16 numbers whose sum is a number of x."""
 _INFINITE = 0x7F800000
-_THREAD_COLUMNS = 2**16
-"""Columns of chunks, times tokens, that are worth a thread."""
-_DISPLACING = 1024
-"""Rows of a multiple of this many columns lie at multiples of 2 KiB, so that those of a tile displace each other from
-the first cache."""
+_largest = struct.Struct("=q").unpack_from
+_SMALL = 2**16
+"""Bytes that are the faster made by ctypes, which clears them, than as a tensor."""
+TILES_PANELS = (GROUPS, 256), (MOST_GROUPS, 576)
+"""Groups and columns of a panel, at most: of codes and of rounded numbers."""
+PAIRS_PANELS = (MOST_GROUPS, 64), (MOST_GROUPS, 256)
+_PAIRS_TOKENS = 4
+"""Tokens of a tile of "pairs"."""
+
+
+@functools.cache
+def _bytes(count: int) -> type[ctypes.Array[ctypes.c_char]]:
+    return ctypes.c_char * count
 
 
 @functools.cache
@@ -36,6 +58,12 @@ def is_available() -> bool:
     """True if llvmlite is installed, this processor has AMX for bf16, and the system lets this process use it."""
     permitted = getattr(torch.cpu, "_init_amx", lambda: False)  # no public function asks the system
     return compiled.is_available() and compiled.has("amx-bf16", "avx512bw") and permitted()
+
+
+@functools.cache
+def has_pairs() -> bool:
+    """True if llvmlite is installed, and this processor has AVX-512's dot products of bf16."""
+    return compiled.is_available() and compiled.has("avx512bf16", "avx512bw")
 
 
 def holds(format: WeightFormat, k: int) -> bool:
@@ -65,74 +93,118 @@ _packed = packing(PartArguments)
 
 
 class _Compiled(NamedTuple):
-    """Compiled code for a number of tokens and a dtype of x."""
+    """Compiled code for a number of tokens and dtypes of x and results."""
 
     tokens: int
-    """Tokens at a time."""
+    """Of which ``out`` has a multiple."""
     parts: int
+    gathers: bool
+    dtype: torch.dtype
+    """Of ``out``."""
     split: Run
     run: Run
 
 
 class TileProduct(CompiledProduct):
-    """x (m, k) @ w.T (m, n) in float32 by AMX, of a format and k that :func:`holds` takes.
+    """x (m, k) @ w.T (m, n) by AMX, of a format and k that :func:`holds` takes.
 
     Args:
-        is_rounded: bf16 x is multiplied with numbers of the weight rounded to bf16, as those of a dense layer are,
+        is_rounded: True if bf16 x is multiplied with numbers of the weight rounded to bf16, as those of a dense layer are,
             rather than with codes. Sums need no scales then.
         instructions: class that builds instructions; none for :class:`w4gemm.kernels.cpu.amx.Amx`.
     """
 
-    def __init__(self, format: WeightFormat, n: int, k: int, is_rounded: bool, *instructions: Hashable) -> None:
-        super().__init__(format, n, k, PANEL if is_rounded else GROUPS)
+    panels = TILES_PANELS
+
+    def __init__(
+        self, format: WeightFormat, n: int, k: int, is_rounded: bool = False, *instructions: Hashable
+    ) -> None:
+        groups, self.panel_columns = self.panels[is_rounded]
+        super().__init__(format, n, k, groups, self.panel_columns)
         self.is_rounded, self.instructions = is_rounded, instructions
-        self.compiled: dict[tuple[int, torch.dtype], _Compiled] = {}
-        self.has_sums, self.group = format.zero == "float" and not is_rounded, min(format.group_length(k), self.panel)
+        self.compiled: dict[tuple[int, torch.dtype, torch.dtype], _Compiled] = {}
+        self.has_sums = format.zero == "float" and not is_rounded
 
     def __call__(self, x: torch.Tensor, weight: tuple[torch.Tensor, ...], out: torch.Tensor | None) -> torch.Tensor:
-        m = x.shape[0]
-        own = self.compiled.get((m, x.dtype)) or self._compile(m, x.dtype)
+        m, dtype = x.shape[0], torch.float32 if out is None else out.dtype
+        own = self.compiled.get((m, x.dtype, dtype)) or self._compile(m, x.dtype, dtype)
         rows = -(-m // own.tokens) * own.tokens
-        if out is None or rows != m or self.columns != self.n or out.dtype is not torch.float32:
-            out = torch.empty(rows, self.columns, dtype=torch.float32)
+        is_whole = rows == m and self.columns == self.n
+        if out is None or not is_whole:
+            out = torch.empty(rows, self.columns, dtype=own.dtype)
         largest = self._multiply(own, x.contiguous(), weight, out)
-        result = out if rows == m and self.columns == self.n else out[:m, : self.n]
+        result = out if is_whole else out[:m, : self.n]
         # sums before scales, and parts of infinities, may be infinite where no result is
         if largest >= _INFINITE and not self.is_rounded:
             those = ~result.isfinite().all(1)
-            result[those] = super().__call__(x[those], weight, None)
+            result[those] = super().__call__(x[those], weight, None).to(own.dtype)
         return result
 
     def _multiply(self, own: _Compiled, x: torch.Tensor, weight: tuple[torch.Tensor, ...], out: torch.Tensor) -> int:
-        """Write x @ w.T to ``out``, float32 (rows, columns), with rows of padding, and return the largest bit pattern
-        of a result."""
+        """Write x @ w.T to ``out`` (rows, columns), with rows of padding, and return the largest bit pattern of a
+        result in float32."""
         (m, k), rows, panel = x.shape, out.shape[0], self.panel
-        apart = rows > own.tokens and k % _DISPLACING == 0  # a panel's rows side by side
-        strides = (own.parts * rows * panel, rows * panel, panel) if apart else (panel, rows * k, k)
-        tokens, memory = Tokens(x.data_ptr(), *strides, 0), []
-        if own.parts > 1 or rows != m or apart or self.has_sums:
-            columns = -(-k // panel) * panel if apart else k
-            memory = [torch.empty(own.parts * rows * columns, dtype=torch.bfloat16)]
-            memory += [torch.empty(rows * -(-k // self.group), dtype=torch.float32)] if self.has_sums else []
-            tokens = Tokens(memory[0].data_ptr(), *strides, memory[-1].data_ptr())
+        strides = (own.parts * rows * panel, rows * panel, panel) if own.gathers else (panel, rows * k, k)
+        tokens, memory = (x.data_ptr(), *strides, 0), []
+        if own.parts > 1 or rows != m or own.gathers or self.has_sums:
+            columns = -(-k // panel) * panel if own.gathers else k
+            memory.append(torch.empty(own.parts * rows * columns, dtype=torch.bfloat16))
+            if self.has_sums:
+                memory.append(torch.empty(rows * -(-k // self.group), dtype=torch.float32))
+            tokens = (memory[0].data_ptr(), *strides, memory[-1].data_ptr())
             own.split(_packed(x.data_ptr(), *tokens, m, rows, k, panel, self.group))
-        largest = (ctypes.c_int64 * torch.get_num_threads())()
-        first = ctypes.addressof(largest)
-        run_all(own.run, self.arguments(tokens, weight, out, _THREAD_COLUMNS, lambda thread: first + 8 * thread))
-        return max(largest)
+        size = SCRATCH_SUMS if own.dtype is torch.float32 else SCRATCH_SUMS + 4 * TABLE_N * rows
+        every = size * torch.get_num_threads()
+        if every <= _SMALL:
+            scratch = _bytes(every)()
+        else:
+            memory.append(torch.empty(every, dtype=torch.uint8))
+            scratch = _bytes(every).from_address(memory[-1].data_ptr())
+        arguments = self.arguments(tokens, weight, out, self.worth(rows), ctypes.addressof(scratch), size)
+        run_all(own.run, arguments)
+        largest: int = _largest(scratch, 0)[0]
+        return largest if len(arguments) == 1 else max(_largest(scratch, size * i)[0] for i in range(len(arguments)))
 
-    def _compile(self, m: int, dtype: torch.dtype) -> _Compiled:
-        """Return the code for m tokens, in tiles of which the last has few rows of padding."""
-        from w4gemm.kernels.cpu.tiles import TileCode, parts, sums
+    def worth(self, tokens: int) -> int:
+        """Return the columns of chunks, times tokens, that are worth a thread."""
+        return 2**16
 
-        bits = table_bits(self.format)
-        at_once = 2 if m > SIDE and bits > 2 else 1  # eight tiles hold the sums of two by two
-        rounds = -(-m // (at_once * SIDE))
-        tile = TileCode(-(-m // (rounds * at_once)), at_once, PARTS[dtype], self.is_rounded)
-        code = self._parameters(tile.tokens, True, SIDE, torch.bfloat16, torch.float32)
-        split = machine_code(parts, dtype, tile.parts, self.has_sums)
-        run = machine_code(sums, code, tile, *self.instructions)
+    def _compile(self, m: int, x_dtype: torch.dtype, dtype: torch.dtype) -> _Compiled:
+        """Return the code for m tokens and results of a dtype, which become float32 where they get padding."""
+        from w4gemm.kernels.cpu.tiles import parts
+
+        key, (program, tokens, tile) = (m, x_dtype, dtype), self._program(m, x_dtype)
+        dtype = dtype if m % tokens == 0 and self.columns == self.n else torch.float32
+        code = self._parameters(tile.tokens, m > tile.tokens, SIDE, torch.bfloat16, dtype)
+        split = machine_code(parts, x_dtype, tile.parts, self.has_sums, tile.rows * tile.gathers)
+        run = machine_code(program, code, tile, *self.instructions)
         if len(self.compiled) > MOST_CODES:
             self.compiled.clear()
-        self.compiled[m, dtype] = _Compiled(tile.tokens, tile.parts, split, run)
-        return self.compiled[m, dtype]
+        self.compiled[key] = _Compiled(tokens, tile.parts, tile.gathers, dtype, split, run)
+        return self.compiled[key]
+
+    def _program(self, m: int, dtype: torch.dtype) -> tuple[Callable[..., str], int, TileCode]:
+        """Return what writes the code for m tokens of x, of how many it computes a multiple, and its tiles, of which
+        the last has few rows of padding."""
+        from w4gemm.kernels.cpu.tiles import TileCode, sums
+
+        at_once = 2 if m > SIDE and table_bits(self.format) > 2 else 1  # eight tiles hold the sums of two by two
+        rounds = -(-m // (at_once * SIDE))
+        tile = TileCode(
+            -(-m // (rounds * at_once)), at_once, PARTS[dtype], self.is_rounded, self.panel_columns, rounds > 1
+        )
+        return sums, tile.tokens, tile
+
+
+class PairProduct(TileProduct):
+    """bf16 x (m, k) @ w.T (m, n) by AVX-512's dot products of pairs, of a format and k that :func:`holds` takes."""
+
+    panels = PAIRS_PANELS
+
+    def worth(self, tokens: int) -> int:
+        return 2**18 * tokens // (tokens + 4)
+
+    def _program(self, m: int, dtype: torch.dtype) -> tuple[Callable[..., str], int, TileCode]:
+        from w4gemm.kernels.cpu.pairs import TileCode, sums
+
+        return sums, m, TileCode(-(-m // -(-m // _PAIRS_TOKENS)), 1, 1, self.is_rounded, self.panel_columns, False)

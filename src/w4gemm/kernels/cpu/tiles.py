@@ -8,8 +8,8 @@ products of bf16 lose nothing: x is bf16 itself, or the sum of two or three bf16
 float32, and takes numbers below 2**-126 as 0. Loops, outermost first:
 
     chunk      128 features: a row of the table. A thread takes several
-    panel      at most 256 columns and 4 groups, as a whole where that is less
-    block      2 or 4 tiles of 16 features. The codes of a panel become bf16 in memory, 16 or 32 KiB
+    panel      at most 256 columns and 4 groups, or 576 columns of rounded numbers, as a whole where that is less
+    block      2 or 4 tiles of 16 features. The codes of a panel become bf16 in memory, at most 36 KiB
     tokens     1 or 2 tiles of up to 16 tokens
     group      sums of tiles, for 32 columns at a time, are 4 KiB in memory. Those of all groups are scaled and added up
 
@@ -29,7 +29,7 @@ from llvmlite import ir
 
 from w4gemm.kernels.cpu.amx import I8, I16, ROW, WORDS, Amx
 from w4gemm.kernels.cpu.builder import F32, I64, Builder, Int, constant, floats_of, ints_of, module_of
-from w4gemm.kernels.cpu.compiled import PANEL, Code, CodeArguments
+from w4gemm.kernels.cpu.compiled import SCRATCH_SUMS, Code, CodeArguments
 from w4gemm.kernels.cpu.program import AHEAD, number_of, scale_and_addend, scale_and_zero
 from w4gemm.kernels.cpu.tile_product import GROUPS, SIDE, STEP, PartArguments
 from w4gemm.packing.layouts.cpu import TABLE_N
@@ -49,6 +49,10 @@ class TileCode(NamedTuple):
     """bf16 numbers of a number of x."""
     is_rounded: bool
     """True if numbers of the weight, rounded to bf16, are multiplied instead of codes."""
+    columns: int
+    """Columns of a panel at most."""
+    gathers: bool
+    """True if x lies in the order of tiles, which have 64 bytes of each token, side by side: see :func:`parts`."""
 
     @property
     def tokens(self) -> int:
@@ -56,17 +60,24 @@ class TileCode(NamedTuple):
         return self.rows * self.tiles
 
 
-def parts(dtype: torch.dtype, count: int, has_sums: bool) -> str:
+def parts(dtype: torch.dtype, count: int, has_sums: bool, tile_rows: int) -> str:
     """Return the text of a module whose function takes :class:`PartArguments`. It splits x of ``dtype`` into ``count``
     bf16 numbers, of which each has the upper bits of what the others leave, and sums up groups. Rows from m on become
-    0."""
+    0.
+
+    Args:
+        tile_rows: 32 columns of so many rows are written side by side, then the next 32 columns of the panel, then the
+            next rows; 0 for rows side by side.
+    """
 
     def write(b: Builder, arguments: list[Int]) -> None:
         a, kind, wide = PartArguments(*arguments), floats_of(SIDE), ints_of(SIDE)
         upper, shift = (ir.Constant(wide, [n] * SIDE) for n in (-65536, 16))
         halves = ir.VectorType(I16, SIDE)
         with b.loop(0, a.rows) as row, b.loop(0, a.k, a.panel) as first:
-            target = a.target + (first // a.panel * a.panel_stride + row * a.row_stride - first) * 2
+            target = a.target + (first // a.panel * a.panel_stride + row * a.row_stride) * 2
+            if tile_rows:
+                target -= (row - row // tile_rows * tile_rows) * (a.row_stride - STEP) * 2
             is_row, last = b.icmp_signed("<", row.value, a.m.value), (first + a.panel).at_most(a.k)
             source = a.x + Int(b, b.select(is_row, row.value, b.number(0))) * a.k * dtype.itemsize
             with b.loop(first, last, a.group if has_sums else a.panel) as start:
@@ -77,7 +88,10 @@ def parts(dtype: torch.dtype, count: int, has_sums: bool) -> str:
                         b.store(b.fadd(b.load(total), rest), total)
                     for part in range(count):
                         bits = b.and_(b.bitcast(rest, wide), upper)
-                        b.write(b.trunc(b.lshr(bits, shift), halves), target + (a.part_stride * part + column) * 2)
+                        place = column - first
+                        if tile_rows:
+                            place += place // STEP * ((tile_rows - 1) * STEP)
+                        b.write(b.trunc(b.lshr(bits, shift), halves), target + (a.part_stride * part + place) * 2)
                         rest = b.fsub(rest, b.bitcast(bits, kind))
                 if has_sums:
                     groups = (a.k + a.group - 1) // a.group
@@ -90,12 +104,12 @@ def sums(code: Code, tile: TileCode, amx: type[Amx] = Amx) -> str:
     """Return the text of a module whose function takes :class:`CodeArguments`."""
 
     def write(b: Builder, arguments: list[Int]) -> None:
-        _Tiles(code, tile, b, amx(b), CodeArguments(*arguments)).write()
+        Tiles(code, tile, b, amx(b), CodeArguments(*arguments)).write()
 
     return module_of(write, len(CodeArguments._fields))
 
 
-class _Tiles:
+class Tiles:
     """Writes the function."""
 
     def __init__(self, code: Code, tile: TileCode, b: Builder, amx: Amx, a: CodeArguments) -> None:
@@ -105,7 +119,7 @@ class _Tiles:
         assert self.width % code.fields == 0
         self.features, self.has_sums = self.width * SIDE, code.zero == "float" and not tile.is_rounded
         self.largest = b.variable(ir.Constant(ints_of(SIDE), [0] * SIDE))
-        self.codes, self.panel_bytes = b.array(PANEL // 2 * SIDE * self.width), PANEL // 2 * ROW
+        self.codes, self.panel_bytes = b.array(tile.columns // 2 * SIDE * self.width), tile.columns // 2 * ROW
         """bf16 codes of a panel: of each tile, a row for two columns."""
         self.scaled_bytes = 2 * self.width * ROW
         self.scaled = b.array(GROUPS * self.scaled_bytes // 4)
@@ -126,7 +140,7 @@ class _Tiles:
                     with b.loop(0, spans) as span:
                         start, end = self.panel(first) if self.tile.is_rounded else self.columns(first, span)
                         self.multiply(x + (token * a.x_row) * 2, (start - first, end - first), span)
-                    self.add_up(token, first, spans, a.out + (chunk * TABLE_N + feature) * 4)
+                    self.add_up(token, first, spans, (chunk, feature))
         self.amx.release()
         self.end()
 
@@ -154,6 +168,8 @@ class _Tiles:
         """Write the products of a panel's columns, all or a group: for each tile of tokens, those of each tile of
         features. Tiles 0 to 3 hold them, 4 and 5 those of x, 6 and 7 two of features."""
         b, a, amx, tiles = self.b, self.a, self.amx, self.tile.tiles
+        rows = self.tile.rows
+        row, step = (ROW, rows * STEP) if self.tile.gathers else (a.x_row * 2, STEP)
         for i in range(4):
             amx.zero(i)
         with b.loop(columns[0], columns[1], STEP) as column:
@@ -162,15 +178,14 @@ class _Tiles:
                     amx.load(6 + w, self.codes + (pair + w) * self.panel_bytes + column * (ROW // 2), ROW)
                 for p, t in itertools.product(range(self.tile.parts), range(tiles)):
                     own = 4 + (p + t) % 2
-                    amx.load(own, x + (column + a.x_part * p + a.x_row * (self.tile.rows * t)) * 2, a.x_row * 2)
+                    amx.load(own, x + (column // STEP * step + a.x_part * p + a.x_row * (rows * t)) * 2, row)
                     for w in range(2):
                         amx.multiply(self.width * t + pair + w, own, 6 + w)
         for i in range(4):
             amx.store(i, self.products + span * _PRODUCTS + i * (SIDE * ROW))
 
-    def add_up(self, token: Int, first: Int, spans: Int | int, out: Int) -> None:
-        """Add the products of a panel, scaled if they are of codes, to the results at ``out``, where those of token 0
-        are."""
+    def add_up(self, token: Int, first: Int, spans: Int | int, place: tuple[Int, Int]) -> None:
+        """Add the products of a panel, scaled if they are of codes, to the results of a block."""
         b, a, kind, vectors = self.b, self.a, floats_of(SIDE), range(self.width)
         sums, of_row = a.x_sums + self.groups_until(first) * 4, self.groups_until(a.k) * 4
         for t in range(self.tile.tiles):
@@ -190,7 +205,7 @@ class _Tiles:
                             zero = b.read(scales + (self.width + w) * ROW, kind)
                             result = b.multiply_add(x_sum, zero, result)
                         b.store(result, total)
-                self.put(out + own * a.columns * 4, first, [b.load(total) for total in totals])
+                self.put(own, place, first, [b.load(total) for total in totals])
 
     def numbers_of(self, rows: Int, column: Int, scales: Sequence[Any], zeros: Sequence[Any]) -> list[Any]:
         """Return what two columns hold in bf16, codes or numbers, by vectors; ``rows`` is the address of the block in
@@ -278,20 +293,28 @@ class _Tiles:
         """Return a vector of the sum of a token's x over a group, which is at an address."""
         return self.b.spread(self.b.read(sums, F32), SIDE)
 
-    def put(self, out: Int, first: Int, totals: Sequence[Any]) -> None:
-        """Add the totals of a token and a panel, by vectors, to the results at ``out`` in the order of features, or
-        write them there if ``first`` is column 0."""
-        b, fields = self.b, self.code.fields
+    def put(self, token: Int, place: tuple[Int, Int], first: Int, totals: Sequence[Any]) -> None:
+        """Add the totals of a token and a panel, by vectors, to the sums of the features from a place on, chunk and
+        feature, in the order of features. They are the sums if ``first`` is column 0, and the results behind the last
+        panel."""
+        b, a, fields, dtype = self.b, self.a, self.code.fields, self.code.dtype
+        chunk, feature = place
         is_first, wide = b.icmp_signed("==", first.value, b.number(0)), floats_of(SIDE * fields)
         in_order = [i + f * SIDE for i in range(SIDE) for f in range(fields)]
+        out = a.out + (token * a.columns + chunk * TABLE_N + feature) * dtype.itemsize
+        sums = out if dtype.itemsize == 4 else a.scratch + SCRATCH_SUMS + (token * TABLE_N + feature) * 4
         for i in range(0, self.width, fields):
-            address = out + i * SIDE * 4
-            before = b.select(is_first, ir.Constant(wide, [0.0] * SIDE * fields), b.read(address, wide))
+            before = b.select(is_first, ir.Constant(wide, [0.0] * SIDE * fields), b.read(sums + i * SIDE * 4, wide))
             result = b.fadd(before, b.lanes_of(b.joined(totals[i : i + fields]), in_order))
-            b.write(result, address)
-            for f in range(fields):
-                if self.tile.is_rounded:
-                    continue
+            if sums is out:
+                b.write(result, out + i * SIDE * 4)
+            else:
+                with b.if_else(b.icmp_signed("<", (first + a.panel).value, a.k.value)) as (before_last, is_last):
+                    with before_last:
+                        b.write(result, sums + i * SIDE * 4)
+                    with is_last:
+                        b.write(b.rounded(result, dtype), out + i * SIDE * dtype.itemsize)
+            for f in range(0 if self.tile.is_rounded else fields):
                 bits = b.bitcast(b.lanes_of(result, range(f * SIDE, (f + 1) * SIDE)), ints_of(SIDE))
                 bits = b.and_(bits, ir.Constant(ints_of(SIDE), [2**31 - 1] * SIDE))
                 b.store(b.intrinsic("llvm.umax", bits.type, bits, b.load(self.largest)), self.largest)
@@ -299,4 +322,4 @@ class _Tiles:
     def end(self) -> None:
         """Write the largest bit pattern of a result."""
         largest = self.b.intrinsic("llvm.vector.reduce.umax", ir.IntType(32), self.b.load(self.largest))
-        self.b.write(self.b.zext(largest, I64), self.a.largest)
+        self.b.write(self.b.zext(largest, I64), self.a.scratch)
