@@ -304,7 +304,10 @@ def _turns(rows: Sequence[Row], gpu: str) -> list[str]:
             continue
         columns = [column for column in _FEW if any(column in ratios for ratios in own.values())]
         engines = ", ".join(sorted({case.engine.replace("vllm", "vLLM") for case in own}))
-        sentence = f"{what}, by turns in one process of {engines} ({commits}): time over w4gemm's, by tokens of a step."
+        sentence = (
+            f"{what}, by turns in one process of {engines} ({commits}): time over w4gemm's, by tokens of a step. An "
+            "asterisk marks what vLLM chooses."
+        )
         lines += ["", *_wrapped(sentence), ""]
         lines += [f"| model, format | part | kernels | {' | '.join(columns)} |", "|---" * (len(columns) + 3) + "|"]
         for case, ratios in own.items():

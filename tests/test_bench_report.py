@@ -114,7 +114,7 @@ def test_ratios_by_turns_are_marked_if_rounds_scatter_and_belong_to_the_rows_bef
     whole = {"phase": "prefill", "seconds": 2.0, "seconds_least": 2.0, "seconds_most": 2.0, "tokens_in": 2048}
     rows += [turn("w4gemm", 0.0, **whole), turn("marlin", 0.0, **(whole | {"seconds": 3.0, "seconds_most": 3.0}))]
     (chosen, ratios), (other, others), (_, prefill) = summary.turns_of(rows).items()
-    assert (str(chosen), chosen.part, chosen.other) == ("m, 4 layers, f, fp8 x", "experts", "humming, its choice")
+    assert (str(chosen), chosen.part, chosen.other) == ("m, 4 layers, f, fp8 x", "experts", "humming*")
     assert (ratios, other.other, others) == ({"1": "1.50"}, "marlin", {"1": "1.50 (7%)"})
     assert prefill == {"prefill of 2048": "1.50 (33%)"}
     lines = report._turns(rows, "G")

@@ -138,6 +138,6 @@ def turns_of(rows: Iterable[Row]) -> dict[Turns, dict[str, str]]:
             both = row, ours[case]
             scatter = max((r[f"{name}_most"] - r[f"{name}_least"]) / r[name] for r in both)
             ratio = f"{row[name] / ours[case][name]:.2f}" + (f" ({scatter:.0%})" if scatter > SCATTERS else "")
-            other = row["impl"] + (", its choice" if row["chosen"] else "")
+            other = row["impl"] + ("*" if row["chosen"] else "")
             ratios[case._replace(other=other)][column] = ratio
     return dict(ratios)
