@@ -19,9 +19,9 @@ from bench.options import add_out, command
 from bench.producers import torchao
 from bench.producers.auto_round_floats import auto_round_floats
 from bench.producers.common import Pairs, Weights
-from bench.producers.compressed import awq, compressed_floats, compressed_integers, nibbles
-from bench.producers.deepseek import deepseek_v4
-from bench.producers.gguf_types import gemma3, gguf_type, smollm2
+from bench.producers.compressed import awq, compressed_bytes, compressed_floats, compressed_integers, nibbles
+from bench.producers.deepseek import deepseek_v4, in_blocks
+from bench.producers.gguf_types import gemma3, gguf_type, mixed_parts, smollm2
 from bench.producers.others import (
     auto_round,
     bitsandbytes,
@@ -30,6 +30,7 @@ from bench.producers.others import (
     hqq,
     llm_int8,
     modelopt,
+    modelopt_fp8,
     modelopt_mxfp4,
 )
 from bench.producers.quark import quark
@@ -62,6 +63,7 @@ CASES = (
             *("IQ4_NL", "IQ4_XS", "IQ3_XXS", "IQ3_S", "IQ2_XXS", "IQ2_XS", "IQ2_S", "MXFP4", "NVFP4"),
         )
     ),
+    Case("GGUF mix of eight types in several files", "gguf", mixed_parts),
     Case("GGUF Q4_K_M, the file of Gemma 3 270M", "gguf", gemma3),
     Case("compressed-tensors pack-quantized", "compressed-tensors", compressed_integers("pack-quantized", True)),
     Case("compressed-tensors pack-quantized, asym", "compressed-tensors", compressed_integers("pack-quantized", False)),
@@ -75,6 +77,11 @@ CASES = (
     Case(
         "compressed-tensors int-quantized, 8 bits", "compressed-tensors", compressed_integers("int-quantized", True, 8)
     ),
+    *(
+        Case(f"compressed-tensors float-quantized, {strategy}", "compressed-tensors", compressed_bytes(strategy))
+        for strategy in ("tensor", "channel", "block")
+    ),
+    Case("compressed-tensors mxfp8-quantized", "compressed-tensors", compressed_bytes("mxfp8")),
     Case("compressed-tensors mxfp4-pack-quantized", "compressed-tensors", compressed_floats(mx=True)),
     Case("compressed-tensors nvfp4-pack-quantized", "compressed-tensors", compressed_floats(mx=False)),
     Case("GPTQ, version 1", "auto-round", auto_round(-1, {"quant_method": "gptq"})),
@@ -85,6 +92,8 @@ CASES = (
         auto_round(0, {"quant_method": "gptq", "checkpoint_format": "gptq_v2"}, sym=True),
     ),
     Case("GPTQ, version 1, zero points of 0", "gptqmodel", gptqmodel),
+    *(Case(f"GPTQ, version 1, {b} bits", "gptqmodel", partial(gptqmodel, bits=b)) for b in (8, 3, 2)),
+    *(Case(f"GPTQ, gptq_p, {b} bits", "gptqmodel", partial(gptqmodel, bits=b, packing="gptq_p")) for b in (7, 6, 5, 3)),
     Case("AutoRound", "auto-round", auto_round(0, {"quant_method": "auto-round", "packing_format": "auto_round"})),
     *(
         Case(f"AutoRound {name}", "auto-round", auto_round_floats(data_type))
@@ -93,6 +102,10 @@ CASES = (
     Case("AWQ gemm", "compressed-tensors", awq),
     Case("ModelOpt NVFP4", "nvidia-modelopt", modelopt),
     Case("ModelOpt MXFP4", "nvidia-modelopt", modelopt_mxfp4),
+    *(
+        Case(f"ModelOpt FP8, scales of {each}", "nvidia-modelopt", modelopt_fp8(each))
+        for each in ("tensor", "rows", "blocks")
+    ),
     Case("ModelOpt INT4", "compressed-tensors", nibbles("modelopt")),
     Case("DeepSeek W4AFP8", "compressed-tensors", nibbles("w4afp8")),
     Case("HQQ axis 1", "hqq", hqq),
@@ -135,6 +148,7 @@ CASES = (
         for swizzled in (False, True)
     ),
     Case("gpt-oss MXFP4", "transformers", gpt_oss),
+    Case("fp8 in blocks of 128 x 128", "transformers", in_blocks),
     Case("DeepSeek-V4: experts in MXFP4, the rest in fp8", "transformers", deepseek_v4),
 )
 

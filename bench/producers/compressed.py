@@ -88,6 +88,35 @@ def compressed_floats(mx: bool) -> Callable[[Path, Weights], Pairs]:
     return pairs
 
 
+def compressed_bytes(strategy: str) -> Callable[[Path, Weights], Pairs]:
+    """float-quantized, e4m3 with scales of the "tensor", of each "channel" or "block"; "mxfp8"."""
+    mx, blocks = strategy == "mxfp8", {"block_structure": [128, 128]} if strategy == "block" else {}
+    facts = {"num_bits": 8, "type": "float", "strategy": "group" if mx else strategy, "symmetric": True} | blocks
+    facts |= {"group_size": 32, "scale_dtype": "torch.uint8"} if mx else {}
+    packing = "mxfp8-quantized" if mx else "float-quantized"
+
+    def scales_of(w: torch.Tensor) -> torch.Tensor:
+        if strategy == "tensor":
+            return (w.abs().max() / 448).reshape(1)
+        if strategy == "channel":
+            return w.abs().amax(1, keepdim=True) / 448
+        if mx:
+            return torch.exp2((w.view(len(w), -1, 32).abs().amax(-1) / 448).clamp(min=2.0**-60).log2().ceil())
+        n, k = w.shape
+        padded = torch.nn.functional.pad(w, (0, -k % 128, 0, -n % 128)).abs()
+        return padded.view(-(-n // 128), 128, -(-k // 128), 128).amax((1, 3)) / 448
+
+    def pairs(folder: Path, weights: Weights) -> Pairs:
+        scheme, stored, expected = scheme_of(**facts), {}, {}
+        for name, w in weights.items():
+            packed = packer(packing).compress({"weight": w, "weight_scale": scales_of(w)}, scheme)
+            stored |= {f"{name}.{leaf}": t for leaf, t in packed.items()}
+            expected[name] = packer(packing).decompress(dict(packed), scheme)["weight"].float()
+        return folder_pairs(folder, compressed_config(packing, facts), stored, expected)
+
+    return pairs
+
+
 def awq(folder: Path, weights: Weights) -> Pairs:
     from compressed_tensors.entrypoints.convert.converters import AutoAWQConverter
 

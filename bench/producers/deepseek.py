@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from bench.producers.common import Pairs, Weights
+from bench.producers.common import Pairs, Weights, folder_pairs
 from bench.producers.compressed import compressed_float
 from safetensors.torch import save_file
 
@@ -27,6 +27,22 @@ def in_fp8(w: torch.Tensor, rows: int, columns: int) -> InFp8:
     blocks = w.view(n // rows, rows, k // columns, columns)
     scales = 2 ** (blocks.abs().amax((1, 3)) / 448).log2().ceil()
     return InFp8((blocks / scales[:, None, :, None]).view(n, k).to(torch.float8_e4m3fn), scales)
+
+
+def in_blocks(folder: Path, weights: Weights) -> Pairs:
+    """Blocks of 128 x 128, as DeepSeek-V3 and Qwen have them, the last ones cut off."""
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    dequantize = Fp8Dequantize(None)._dequantize_one
+    stored, expected = {}, {}
+    for name, w in weights.items():
+        n, k = w.shape
+        padded = torch.nn.functional.pad(w, (0, -k % 128, 0, -n % 128)).view(-(-n // 128), 128, -(-k // 128), 128)
+        scales = padded.abs().amax((1, 3)) / 448
+        fp8 = (padded / scales[:, None, :, None]).view(n + -n % 128, k + -k % 128).to(torch.float8_e4m3fn)
+        stored |= {f"{name}.weight": fp8[:n, :k].contiguous(), f"{name}.weight_scale_inv": scales}
+        expected[name] = dequantize(fp8, scales, torch.float32)[:n, :k]
+    return folder_pairs(folder, {"quant_method": "fp8", "weight_block_size": [128, 128]}, stored, expected)
 
 
 def deepseek_v4(folder: Path, weights: Weights) -> Pairs:

@@ -52,26 +52,30 @@ def auto_round(
     return pairs
 
 
-def gptqmodel(folder: Path, weights: Weights) -> Pairs:
-    """Version 1 of GPTQ with zero points, as GPTQModel writes it; every eighth row has zero points of 0."""
+def gptqmodel(folder: Path, weights: Weights, bits: int = 4, packing: str = "gptq") -> Pairs:
+    """With zero points, as GPTQModel writes them: version 1 of GPTQ, where every eighth row has zero points of 0, or
+    gptq_p, which stores them as they are."""
     from gptqmodel.nn_modules.qlinear.torch import TorchLinear
     from gptqmodel.quantization import QuantizeConfig
     from gptqmodel.utils.model import convert_gptq_v1_to_v2_format_module, convert_gptq_v2_to_v1_format_module
 
-    settings, stored, expected = {"bits": 4, "group_size": GROUP, "sym": False, "desc_act": False}, {}, {}
+    settings, stored, expected = {"bits": bits, "group_size": GROUP, "sym": False, "desc_act": False}, {}, {}
     for name, w in weights.items():
         n, k = w.shape
-        layer, linear = TorchLinear(4, GROUP, False, False, k, n), torch.nn.Linear(k, n, bias=False)
+        layer = TorchLinear(bits, GROUP, False, False, k, n, format=packing)
+        linear = torch.nn.Linear(k, n, bias=False)
         linear.weight.data = w = torch.where(torch.arange(n)[:, None] % 8 == 3, w.abs(), w)
-        codes = Codes.of(w)
+        codes = Codes.of(w, bits)
         layer.pack_original(linear, codes.scales.half().float(), codes.zeros.float())
-        convert_gptq_v2_to_v1_format_module(layer, QuantizeConfig(**settings))
+        if packing == "gptq":
+            convert_gptq_v2_to_v1_format_module(layer, QuantizeConfig(**settings))
         stored |= {f"{name}.{leaf}": getattr(layer, leaf).clone() for leaf in ("qweight", "qzeros", "scales", "g_idx")}
-        convert_gptq_v1_to_v2_format_module(layer, 4, torch.int32)
+        if packing == "gptq":
+            convert_gptq_v1_to_v2_format_module(layer, bits, torch.int32)
         layer.post_init()
         layer.scales = layer.scales.float()
         expected[name] = layer.dequantize_weight().T.contiguous()
-    config = {"quant_method": "gptq", "checkpoint_format": "gptq", "meta": {"quantizer": ["gptqmodel:7.7.0"]}}
+    config = {"quant_method": "gptq", "checkpoint_format": packing, "meta": {"quantizer": ["gptqmodel:7.7.0"]}}
     return folder_pairs(folder, settings | config, stored, expected)
 
 
@@ -97,6 +101,26 @@ def modelopt_mxfp4(folder: Path, weights: Weights) -> Pairs:
         stored |= {f"{name}.weight": packed._quantized_data, f"{name}.weight_scale": scales.reshape(len(w), -1)}
         expected[name] = packed.dequantize(torch.float32, scale=scales, block_sizes={-1: 32})
     return folder_pairs(folder, {"quant_method": "modelopt", "quant_algo": "mxfp4"}, stored, expected)
+
+
+def modelopt_fp8(scales_of: str) -> Callable[[Path, Weights], Pairs]:
+    """``scales_of``: "tensor", "rows" or "blocks", as FP8, FP8_PER_CHANNEL_PER_TOKEN and FP8_PB_WO have them."""
+    names = {"tensor": "FP8", "rows": "FP8_PER_CHANNEL_PER_TOKEN", "blocks": "FP8_PB_WO"}
+    blocks = {-1: 128, -2: 128} if scales_of == "blocks" else None
+
+    def pairs(folder: Path, weights: Weights) -> Pairs:
+        from modelopt.torch.quantization.qtensor import FP8QTensor
+
+        stored, expected = {}, {}
+        for name, w in weights.items():
+            packed, scales = FP8QTensor.quantize(w, axis=0 if scales_of == "rows" else None, block_sizes=blocks)
+            data = packed._quantized_data[: len(w), : w.shape[1]]
+            shape = {"tensor": (), "rows": (len(w),), "blocks": (-1, 1, -(-w.shape[1] // 128), 1)}[scales_of]
+            stored |= {f"{name}.weight": data, f"{name}.weight_scale": scales.reshape(shape)}
+            expected[name] = packed.dequantize(torch.float32, scale=scales, block_sizes=blocks)
+        return folder_pairs(folder, {"quant_method": "modelopt", "quant_algo": names[scales_of]}, stored, expected)
+
+    return pairs
 
 
 def gpt_oss(folder: Path, weights: Weights) -> Pairs:

@@ -252,7 +252,7 @@ class CompiledProduct:
         if threads <= 1:
             return [addresses + _own(scratch, 0, chunks, rows) + self.sizes]
         bounds = itertools.pairwise(chunks * i // threads for i in range(threads + 1))
-        return [addresses + _own(scratch + scratch_bytes * i, *both, rows) + self.sizes for i, both in enumerate(bounds)]
+        return [addresses + _own(scratch + scratch_bytes * i, *two, rows) + self.sizes for i, two in enumerate(bounds)]
 
     def _code(self, m: int, dtype: torch.dtype) -> tuple[Code, Run]:
         """Return the code for m tokens of a dtype, in large tiles of which the last has few rows of padding."""

@@ -33,8 +33,8 @@ STEP = 32
 SIDE = 16
 """Rows of a tile at most, and features of a tile."""
 GROUPS = 4
-"""Groups of a panel of codes for AMX, at most, so that their sums and codes fit the first cache. Of 8 groups of 32 columns a product of
-1536 x 576 took 1.25 times as long at 64 tokens, 1.6 times at 256 (Xeon, 2026-11-28)."""
+"""Groups of a panel of codes for AMX, at most, so that their sums and codes fit the first cache. Of 8 groups of 32
+columns a product of 1536 x 576 took 1.25 times as long at 64 tokens, 1.6 times at 256 (Xeon, 2026-11-28)."""
 PARTS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 """bf16 numbers whose sum is a number of x."""
 _INFINITE = 0x7F800000
@@ -109,16 +109,14 @@ class TileProduct(CompiledProduct):
     """x (m, k) @ w.T (m, n) by AMX, of a format and k that :func:`holds` takes.
 
     Args:
-        is_rounded: True if bf16 x is multiplied with numbers of the weight rounded to bf16, as those of a dense layer are,
-            rather than with codes. Sums need no scales then.
+        is_rounded: True if bf16 x is multiplied with numbers of the weight rounded to bf16, as those of a dense layer
+            are, rather than with codes. Sums need no scales then.
         instructions: class that builds instructions; none for :class:`w4gemm.kernels.cpu.amx.Amx`.
     """
 
     panels = TILES_PANELS
 
-    def __init__(
-        self, format: WeightFormat, n: int, k: int, is_rounded: bool = False, *instructions: Hashable
-    ) -> None:
+    def __init__(self, format: WeightFormat, n: int, k: int, is_rounded: bool = False, *instructions: Hashable) -> None:
         groups, self.panel_columns = self.panels[is_rounded]
         super().__init__(format, n, k, groups, self.panel_columns)
         self.is_rounded, self.instructions = is_rounded, instructions
