@@ -31,13 +31,11 @@ class Step:
     """One command line.
 
     Attributes:
-        command: begins with python. ``{rows}`` stands for the file of its rows, ``{folder}`` for its folder, and
-            ``{shard}`` for I/N if shards > 1.
+        command: begins with python. ``{rows}`` stands for the file of its rows, ``{folder}`` for its folder.
         seconds: it is ended after so long.
         rows: name of the file in bench/results that its rows belong to.
         needs: Python packages and programs without which it is left out.
         gpus: number of GPUs that it needs.
-        shards: number of processes that run it at the same time.
     """
 
     name: str
@@ -46,7 +44,6 @@ class Step:
     rows: str
     needs: tuple[str, ...] = ()
     gpus: int = 1
-    shards: int = 1
 
 
 _PEERS = ("humming", "vllm")
@@ -57,10 +54,10 @@ STEPS = (
     Step("tests", "python -m pytest -q -m gpu -n 15 --record {rows}", 720, "tests.jsonl", needs=("xdist",)),
     Step(
         "tests-of-every-case",
-        "python -m pytest -q -m gpu --every-case --shard {shard} --record {rows}",
+        "python -m pytest -q -m gpu --every-case -n 15 --record {rows}",
         1200,
         "tests.jsonl",
-        shards=15,
+        needs=("xdist",),
     ),
     Step(
         "tests-of-time",
@@ -194,8 +191,8 @@ def missing(step: Step, gpus: Sequence[str]) -> str:
 
 
 def run(step: Step, folder: Path, seconds: float) -> str:
-    """Run all shards of a step for at most so many seconds; return its outcome."""
-    end = time.monotonic() + min(step.seconds, seconds)
+    """Run a step for at most so many seconds; return its outcome."""
+    seconds = min(step.seconds, seconds)
     if seconds < GRACE_S:
         return "no time left"
     folder.mkdir(parents=True, exist_ok=True)
@@ -204,39 +201,31 @@ def run(step: Step, folder: Path, seconds: float) -> str:
     kernels = folder.parent / ("kernels" if " bench." in step.command else "kernels-of-tests")
     environment = {"W4GEMM_CACHE_DIR": str(kernels.resolve())} | os.environ
     environment |= {"PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])}
-    running = []
-    for shard in range(1, step.shards + 1):
-        command = step.command.format(folder=folder, rows=folder / step.rows, shard=f"{shard}/{step.shards}")
-        with open(folder / f"log-{shard}", "wb") as log:
-            words = [sys.executable, *shlex.split(command)[1:]]
-            running.append(
-                subprocess.Popen(
-                    words, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-                )
-            )
+    words = shlex.split(step.command.format(folder=folder, rows=folder / step.rows))[1:]
+    with open(folder / "log", "wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, *words],
+            cwd=ROOT,
+            env=environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    late = False
     try:
-        while any(one.poll() is None for one in running) and time.monotonic() < end - GRACE_S:
-            time.sleep(0.1)
+        process.wait(seconds - GRACE_S)
+    except subprocess.TimeoutExpired:
+        late = True
+        process.send_signal(signal.SIGINT)  # it prints what it has
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE_S)
     finally:
-        late = [one for one in running if one.poll() is None]
-        _end(running, late)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
     if late:
         return "ran out of time"
-    failed = [one.returncode for one in running if one.returncode]
-    return f"failed with exit status {failed[0]}" if failed else "passed"
-
-
-def _end(running: Sequence[subprocess.Popen[bytes]], late: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Interrupt those that are late, so that they print what they have, then kill every process group."""
-    for one in late:
-        one.send_signal(signal.SIGINT)
-    for one in late:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            one.wait(GRACE_S)
-    for one in running:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(one.pid, signal.SIGKILL)
-        one.wait()
+    return f"failed with exit status {process.returncode}" if process.returncode else "passed"
 
 
 if __name__ == "__main__":

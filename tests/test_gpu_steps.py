@@ -40,8 +40,8 @@ def step(program: str, seconds: int = 60, **others) -> Step:
 
 def test_outcomes(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_steps, "GRACE_S", 0.5)
-    assert gpu_steps.run(step("open(rows, 'w').write('row')", shards=2), tmp_path / "a", 60) == "passed"
-    assert (tmp_path / "a/rows.jsonl").read_text() == "row" and (tmp_path / "a/log-2").exists()
+    assert gpu_steps.run(step("open(rows, 'w').write('row')"), tmp_path / "a", 60) == "passed"
+    assert (tmp_path / "a/rows.jsonl").read_text() == "row" and (tmp_path / "a/log").exists()
     assert gpu_steps.run(step("sys.exit(3)"), tmp_path / "b", 60) == "failed with exit status 3"
     began = time.monotonic()
     assert gpu_steps.run(step("time.sleep(99)"), tmp_path / "c", 2) == "ran out of time"
