@@ -1,12 +1,13 @@
-"""What bench.engine.pair holds an engine with w4gemm to. Needs no vLLM."""
+"""What bench.engine.pair and ranks hold an engine with w4gemm to. Needs no vLLM."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from bench.engine import inside, pair
+from bench.engine import inside, pair, ranks
 from bench.engine.checkpoint import tensors_of, write
 from bench.engine.gguf import FILE, write_gguf
 from bench.engine.models import Model, model_named, tiny
@@ -127,3 +128,41 @@ def test_answers_are_compared_up_to_the_first_other_token():
     row = pair.compared(ours, others)
     assert (row["equal_prefix"], row["equal_first"], row["logprobs"]) == (1.0, 1, 0.5)
     assert (row["prompt_logprobs"], row["prompt_logprobs_most"]) == (0.5, 0.75)
+
+
+@pytest.mark.parametrize("fault", ["", "equal", "bytes"])
+def test_updates_of_several_ranks_are_those_of_the_worst_rank(fault: str) -> None:
+    def call(method: str, args: Any = ()) -> list[Any]:
+        if method == "addresses":
+            return [[1, 2], [3, 4]]
+        seed = args[3]
+        row = {"seconds": 1.0 + seed, "equal": True, "bytes": 5}
+        wrong = {
+            "seconds": 2.0 + seed,
+            "equal": fault != "equal" or seed != 1,
+            "bytes": 9 if fault and seed == 2 else 5,
+        }
+        return [row, wrong]
+
+    engine: Any = SimpleNamespace(llm=SimpleNamespace(collective_rpc=call), answer=lambda prompts: None)
+    row = ranks.updated(engine, tiny(model_named("llama-3-8b")), 4, [[1, 2], [3, 4]])
+    assert [row[name] for name in ("first_seconds", "seconds", "reload_seconds")] == [2.0, 4.0, 5.0]
+    assert row["ranks_seconds"] == [3.0, 4.0] and row["same_addresses"]
+    assert row["bits_equal"] == (fault != "equal") and row["grown_bytes"] == (4 if fault else 0)
+
+
+def test_an_engine_answers_until_experts_have_moved() -> None:
+    asked: list[int] = []
+    before, after = [[[[0, 10], [1, 11]]], [[[2, 12], [0, 10]]]], [[[[2, 12], [1, 11]]], [[[0, 10], [0, 10]]]]
+
+    def answer(prompts: list[list[int]]) -> pair.Answers:
+        asked.append(len(prompts))
+        return pair.Answers([[len(asked) > 3, 2]], [[-1.0, -2.0]], [])
+
+    def call(method: str) -> list[Any]:
+        return after if len(asked) > 2 else before
+
+    engine: Any = SimpleNamespace(answer=answer, llm=SimpleNamespace(collective_rpc=call))
+    row = ranks.moved(engine, pair.Answers([[1, 2]], [[-1.5, -2.0]], []), before, [[7]])
+    assert len(asked) == 4 and [row[name] for name in ("places", "moved", "intact")] == [4, 2, True]
+    assert row["logprobs"] == 0.25

@@ -171,7 +171,7 @@ def allocated() -> int:
 
 
 def _packed(model: torch.nn.Module, dense: dict[str, torch.Tensor]) -> Iterator[tuple[QuantizedWeight, torch.Tensor]]:
-    """Generate packed weights, and what they were made of; of experts three."""
+    """Generate packed weights, and what this GPU's parts of them were made of; of experts three."""
     from w4gemm.integrations.vllm.linear_kernel import LinearKernel
 
     linear, experts = layers_of(model)
@@ -181,17 +181,39 @@ def _packed(model: torch.nn.Module, dense: dict[str, torch.Tensor]) -> Iterator[
             values = (value for owner in owners for value in vars(owner).values())
             kernel = next(value for value in values if isinstance(value, LinearKernel))
             tensors = module._parameters | module._buffers
-            yield kernel.weight(tensors), torch.cat([dense[part] for part in parts])
+            w = kernel.weight(tensors)
+            dim, rank, count = (
+                int(w.k < module.input_size),
+                getattr(module, "tp_rank", 0),
+                getattr(module, "tp_size", 1),
+            )
+            yield w, torch.cat([dense[part].chunk(count, dim)[rank] for part in parts])
+    places = {id(runner.routed_experts): runner for runner in _runners(model)}
     for name, module in _all(experts):
         gate_up, down = (product.weight for product in module.quant_method.products)
-        for e in (0, 1, gate_up.experts - 1):
+        rank, count = module.moe_config.tp_rank, module.moe_config.tp_size
+        for slot in (0, 1, gate_up.experts - 1):
+            e = _number(places.get(id(module)), module, slot, gate_up.experts)
             if (stack := dense.get(f"{_prefix(name)}.gate_up_proj")) is not None:
-                yield gate_up.expert(e), stack[e].T
-                yield down.expert(e), dense[f"{_prefix(name)}.down_proj"][e].T
+                yield gate_up.expert(slot), stack[e].T
+                yield down.expert(slot), dense[f"{_prefix(name)}.down_proj"][e].T
                 continue
-            gate, up, last = (dense[f"{_prefix(name)}.{e}.{leaf}_proj"] for leaf in ("gate", "up", "down"))
-            yield gate_up.expert(e), torch.stack((gate, up), 1).flatten(0, 1)
-            yield down.expert(e), last
+            own = f"{_prefix(name)}.{e}"
+            leaves = ("w1", "w3", "w2") if f"{own}.w1" in dense else ("gate_proj", "up_proj", "down_proj")
+            gate, up, last = (dense[f"{own}.{leaf}"] for leaf in leaves)
+            pair = [half.chunk(count)[rank] for half in (gate, up)]
+            yield gate_up.expert(slot), torch.stack(pair, 1).flatten(0, 1)
+            yield down.expert(slot), last.chunk(count, 1)[rank]
+
+
+def _number(runner: Any, module: Any, slot: int, slots: int) -> int:
+    """Return which of a layer's experts this GPU has at a place."""
+    moved = getattr(getattr(runner, "eplb_state", None), "logical_to_physical_map", None)
+    if moved is not None:
+        physical = module.moe_config.moe_parallel_config.ep_rank * slots + slot
+        return int((moved == physical).any(-1).nonzero())
+    here = getattr(module, "expert_map", None)
+    return slot if here is None else int((here == slot).nonzero())
 
 
 def _is_fresh(w: QuantizedWeight, dense: torch.Tensor) -> bool:

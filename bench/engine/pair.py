@@ -109,6 +109,10 @@ class Engine:
         )
         self.seconds = time.perf_counter() - begun
         self.workspace = workspace._manager
+        self.look()
+
+    def look(self) -> None:
+        """See what the layers run."""
         self.model: Any = self.llm.collective_rpc(lambda worker: worker.model_runner.get_model())[0]
         classes = {cls for classes in kernels_of(self.model).values() for cls in classes}
         # no engine on w4gemm takes the fp8 layers of ModelOpt's mixed checkpoints

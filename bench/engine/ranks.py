@@ -1,0 +1,235 @@
+"""vLLM with w4gemm on several GPUs: ``python -m bench.engine.ranks --model qwen3-30b-a3b=gptq-int4-g128 --layers 4``.
+
+A checkpoint of random numbers is served by the tensor parallel processes of one engine, with ``--expert-parallel`` each
+with some experts whole, and with ``--rebalance`` with experts that vLLM moves. Its answers are compared with those of
+an engine with vLLM's own kernels, before and after experts moved; then each process takes new weights.
+
+Needs vLLM and as many GPUs. Rows go to bench/results/engine_pair.jsonl, with ``phase`` "start", "answers", "moves" and
+"updates", as those of bench.engine.pair and bench.engine are; ``seconds`` of updates are those of the slowest process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from multiprocessing import get_context
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from bench.engine import inside, pair
+from bench.engine.checkpoint import write_once
+from bench.engine.implementations import DEFAULT, OURS, known_as
+from bench.engine.launch import plugin_metadata, work_folder
+from bench.engine.models import Model
+from bench.engine.offline import moves
+from bench.engine.options import pairs_of
+from bench.engine.worker import Inspection
+from bench.rows import Row
+
+import w4gemm
+from w4gemm.console.options import positive
+from w4gemm.console.progress import say
+from w4gemm.tuning import record
+
+EXTENSION = "bench.engine.ranks.RankInspection"
+_MOST_ANSWERS = 12
+"""Answers until vLLM must have moved experts."""
+
+
+class RankInspection(Inspection):
+    """Methods of a worker, which each rank runs on its own."""
+
+    reload_weights: Callable[..., object]
+
+    def update_rank(self, name: str, config: Row, by_reload: bool, seed: int) -> Row:
+        """Take new weights, and return what :func:`inside.update` does, and the addresses of all tensors."""
+        model = self.model_runner.get_model()
+        llm = SimpleNamespace(collective_rpc=lambda method, kwargs: getattr(self, method)(**kwargs))
+        row = inside.update(llm, model, inside.quantized(Model(name, config)), by_reload, seed, 24)
+        return row | {"bytes": inside.allocated()}
+
+    def addresses(self) -> list[int]:
+        return [p.data_ptr() for p in self.model_runner.get_model().parameters() if p.numel()]
+
+    def reload_rank(self, path: str) -> float:
+        """Load a checkpoint anew; return the seconds."""
+        begun = time.perf_counter()
+        self.reload_weights(weights_path=path)
+        return time.perf_counter() - begun
+
+
+class RanksEngine(pair.Engine):
+    """vLLM whose workers are processes of their own."""
+
+    def look(self) -> None:
+        ranks = self.llm.collective_rpc("inspect_kernels")
+        classes = {cls for rank in ranks for classes in rank.values() for cls in classes}
+        self.name = "+".join(sorted({known_as(cls) for cls in classes}))
+
+
+def served_apart(model: Model, folder: Path, kernels: str, args: argparse.Namespace) -> tuple[str, pair.Answers]:
+    """Return the name and the answers of an engine in this process, which has no other one."""
+    engine = RanksEngine(model, folder, kernels, args, plain(args))
+    return engine.name, engine.answer(prompts(model))
+
+
+def prompts(model: Model) -> list[list[int]]:
+    rng = random.Random(1)
+    return [rng.choices(range(4, model.vocabulary), k=64) for _ in range(8)]
+
+
+def plain(args: argparse.Namespace) -> Row:
+    """Return the arguments of ``vllm.LLM`` of every engine."""
+    arguments: Row = {"tensor_parallel_size": args.gpus, "worker_extension_cls": EXTENSION}
+    return arguments | ({"enable_expert_parallel": True} if args.expert_parallel else {})
+
+
+def balanced(args: argparse.Namespace) -> Row:
+    """Return those of an engine whose experts move."""
+    if not args.rebalance:
+        return {}
+    settings = {"window_size": args.rebalance, "step_interval": args.rebalance}
+    settings |= {"num_redundant_experts": args.redundant, "use_async": not args.synchronous}
+    return {"enable_eplb": True, "eplb_config": settings}
+
+
+@contextmanager
+def turn(file: Path | None) -> Iterator[None]:
+    """Time while no other process does, if they lock the same file."""
+    if file is None:
+        yield
+        return
+    with open(file, "w") as locked:
+        fcntl.flock(locked, fcntl.LOCK_EX)
+        yield
+
+
+def moved(engine: RanksEngine, first: pair.Answers, loaded: list[Any], asked: list[list[int]]) -> Row:
+    """Answer until experts have moved; return where to, and how far answers are from the first ones."""
+    row: Row = {}
+    for _ in range(_MOST_ANSWERS):
+        engine.answer(asked)
+        row = moves(loaded, engine.llm.collective_rpc("sum_experts"))
+        if row["moved"]:
+            break
+    return {"phase": "moves"} | row | pair.compared(engine.answer(asked), first)
+
+
+def updated(engine: RanksEngine, model: Model, count: int, places: list[Any]) -> Row:
+    """Return what ``count`` updates with dense weights took on the slowest rank, by ``load_weights`` and
+    ``reload_weights`` by turns."""
+    rows = []
+    for i in range(count):
+        rows.append(engine.llm.collective_rpc("update_rank", args=(model.name, dict(model.config), i % 2 == 1, i)))
+        engine.answer(prompts(model))
+    times = [max(rank["seconds"] for rank in ranks) for ranks in rows]
+    row: Row = {"phase": "updates", "updates": count, "tensors": len(inside.quantized(model))}
+    row |= {"first_seconds": round(times[0], 4)}
+    for name, later in (("seconds", times[2::2]), ("reload_seconds", times[3::2])):
+        row |= {name: round(statistics.median(later), 4)} if later else {}
+    row |= {"ranks_seconds": [round(rank["seconds"], 4) for rank in rows[2 * ((count - 1) // 2)]]}
+    row |= {"bits_equal": all(rank["equal"] for ranks in rows for rank in ranks)}
+    row |= {"grown_bytes": max(b["bytes"] - a["bytes"] for ranks in rows for a, b in zip(rows[0], ranks, strict=True))}
+    return row | {"same_addresses": engine.llm.collective_rpc("addresses") == places}
+
+
+def reloaded(engine: RanksEngine, folder: Path, first: pair.Answers, loaded: list[Any], asked: list[list[int]]) -> Row:
+    """Load the checkpoint anew; return how far answers are from the first ones, and whether each expert is whole."""
+    seconds = max(engine.llm.collective_rpc("reload_rank", args=(str(folder),)))
+    row: Row = {"phase": "reload", "seconds": round(seconds, 3)}
+    if loaded:
+        row |= moves(loaded, engine.llm.collective_rpc("sum_experts"))
+    return row | pair.compared(engine.answer(asked), first)
+
+
+def rows_of(model: Model, folder: Path, args: argparse.Namespace) -> Iterator[Row]:
+    """Serve a checkpoint; generate the rows of what was seen.
+
+    Raises:
+        ValueError: if w4gemm did not take over the layers.
+    """
+    import vllm
+
+    pool = ProcessPoolExecutor(1, get_context("spawn"))
+    other = pool.submit(served_apart, model, folder, DEFAULT, args) if args.against else None
+    engine = RanksEngine(model, folder, OURS, args, plain(args) | balanced(args))
+    own = {"impl": engine.name, "engine_version": vllm.__version__, "impl_version": w4gemm.__version__}
+    yield own | {"phase": "start", "seconds": round(engine.seconds, 1)}
+    if engine.name != OURS and not args.any:
+        raise ValueError(f"asked for {OURS}, but the layers got {engine.name}")
+    asked, places = prompts(model), engine.llm.collective_rpc("addresses")
+    loaded = engine.llm.collective_rpc("sum_experts") if args.rebalance else []
+    with turn(args.turn):
+        first = engine.answer(asked)
+        again = pair.compared(engine.answer(asked), first)
+    yield own | {"phase": "answers", "same_tokens_as": engine.name} | again
+    if other is not None:
+        try:
+            name, answers = other.result(args.seconds)
+            yield own | {"phase": "answers", "same_tokens_as": name} | pair.compared(first, answers)
+        except Exception as e:  # whatever vLLM's own kernels lack here
+            yield own | {"phase": "failed", "reason": f"{DEFAULT}: {type(e).__name__}: {e}"[:300]}
+    parts: list[Callable[[], Row]] = []
+    if args.rebalance:
+        parts.append(lambda: moved(engine, first, loaded, asked))
+        parts.append(lambda: reloaded(engine, folder, first, loaded, asked))
+    if args.updates:
+        parts.append(lambda: updated(engine, model, args.updates, places))
+        parts.append(lambda: reloaded(engine, folder, first, loaded, asked))
+    for part in parts:
+        try:
+            with turn(args.turn):
+                row = part()
+        except Exception as e:
+            row = {"phase": "failed", "reason": f"{type(e).__name__}: {e}"[:600]}
+        yield own | row | {"same_addresses": engine.llm.collective_rpc("addresses") == places}
+
+
+def parser() -> argparse.ArgumentParser:
+    p = pair.parser()
+    p.prog, p.description = "python -m bench.engine.ranks", (__doc__ or "").partition("\n\n")[0]
+    p.add_argument("--gpus", type=positive, default=2, metavar="N", help="tensor parallel size (%(default)s)")
+    p.add_argument("--expert-parallel", action="store_true", help="each GPU has some experts whole")
+    p.add_argument("--rebalance", type=int, default=0, metavar="N", help="steps after which experts move (never)")
+    p.add_argument("--redundant", type=int, default=0, metavar="N", help="experts that are there twice (%(default)s)")
+    p.add_argument("--synchronous", action="store_true", help="the engine waits while experts move")
+    p.add_argument("--any", action="store_true", help="layers may be vLLM's")
+    p.add_argument("--turn", type=Path, metavar="FILE", help="locked while the GPUs are used")
+    p.add_argument("--seconds", type=float, default=180, metavar="S", help="limit of the other engine (%(default)s)")
+    return p
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parser().parse_args(argv)
+    (model, packing), *more = (one for text in args.model for one in pairs_of(text, [], args))
+    if more:
+        parser().error(f"--model: wanted one, got {args.model}")
+    model = replace(model, config={**model.config, "vocab_size": args.vocabulary})
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    facts, mode = record.facts(), "layer+tp" + "+ep" * args.expert_parallel + "+eplb" * bool(args.rebalance)
+    common = {"kind": "engine_pair", "run": record.run_name(facts), "engine": "vllm", "model": model.name}
+    common |= {"format": str(packing), "dtype": "bfloat16", "gpus": args.gpus, "mode": mode, "chosen": False}
+    with work_folder(args.work) as work:
+        if plugin := plugin_metadata(work / "plugin"):  # for workers, too
+            sys.path.insert(0, str(plugin))
+            os.environ["PYTHONPATH"] = os.pathsep.join([str(plugin), os.environ.get("PYTHONPATH", "")])
+        folder = work / "models" / f"{model.name}-{packing}"
+        write_once(model, packing, folder)
+        for row in rows_of(model, folder, args):
+            say(f"{folder.name}: {json.dumps(row)}")
+            record.append(args.out, common | row | facts)
+
+
+if __name__ == "__main__":
+    main()
