@@ -6,8 +6,10 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from queue import Queue
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ if "VLLM_SOURCES" not in os.environ:
 
 from test_vllm_sources import (  # noqa: F401
     Packing,
+    SafetensorsFolder,
     fill_experts,
     kernel_in,
     loaded,
@@ -31,6 +34,7 @@ from test_vllm_sources import (  # noqa: F401
 )
 from w4gemm import quantize
 from w4gemm.integrations.engines import updates
+from w4gemm.integrations.vllm import moving
 
 LAYER = "model.layers.0"
 EXPERTS = f"{LAYER}.mlp.experts"
@@ -247,3 +251,103 @@ def test_vllm_moves_packed_experts_between_two_ranks(format: str, tmp_path: Path
     x, weights = torch.randn(3, model.config["hidden_size"]).bfloat16(), torch.rand(3, 2)
     ids = torch.tensor([[0, 1], [2, 3], [4, 5]], dtype=torch.int32)
     assert layers[0].quant_method.apply(layers[0], x, weights, ids, None, None).isfinite().all()
+
+
+class Balancer:
+    """vLLM's EplbState of one layer, whose experts are at the ``places`` that are their numbers."""
+
+    def __init__(self, layer: Any, experts: int, places: list[int]) -> None:
+        where = torch.full((1, experts, 8), -1)
+        for e in range(experts):
+            own = torch.tensor([i for i, number in enumerate(places) if number == e])
+            where[0, e, : len(own)] = own
+        self.drained = 0
+        self.state = SimpleNamespace(
+            model=SimpleNamespace(moe_layers=[SimpleNamespace(routed_experts=layer)]),
+            physical_to_logical_map=torch.tensor([places]),
+            logical_to_physical_map=where,
+            logical_replica_count=(where >= 0).sum(-1),
+        )
+        self.model_states = {"model": self.state}
+
+    def drain_async(self) -> None:
+        self.drained += 1
+
+
+@pytest.mark.parametrize("format", ["gptq-int4-g64", "ct-mxfp4"])
+def test_dense_numbers_come_where_their_experts_are(format: str, tmp_path: Path, seen: list[str]) -> None:
+    """Of eight places on two GPUs, whose layers load the same tensors, for six experts, that have moved twice."""
+    from vllm.model_executor.layers.fused_moe import config as moe_config
+
+    model = tiny(model_named("qwen3-30b-a3b"))
+    model = replace(model, config={**model.config, "num_experts": 6, "num_experts_per_tok": 2})
+    write(model, Packing.parse(format), tmp_path)
+    layers, trees = [], []
+    for rank in range(2):
+        sizes = {f"{name}_size": 1 for name in ("tp", "pcp", "dp", "sp")} | {"ep_size": 2}
+        ranks = {f"{name}_rank": 0 for name in ("tp", "pcp", "dp")} | {"ep_rank": rank}
+        options = {"use_ep": True, "all2all_backend": "", "enable_eplb": True}
+        parallel = moe_config.FusedMoEParallelConfig(**sizes, **ranks, **options)
+        layer = routed_experts(
+            model.config,
+            quantization(tmp_path),
+            EXPERTS,
+            {"num_experts": 8, "num_local_experts": 4, "moe_parallel_config": parallel},
+        )
+        tree = torch.nn.Module()
+        tree.model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([torch.nn.Module()])})
+        tree.model["layers"][0].mlp = torch.nn.ModuleDict({"experts": layer})
+        again = reloading(tree)
+        load(tree, stored(tmp_path))
+        layer.quant_method.process_weights_after_loading(layer)
+        layers.append(layer)
+        trees.append((tree, again))
+    for i, places in enumerate(([5, 0, 1, 3, 2, 4, 3, 3], [1, 1, 4, 0, 5, 2, 3, 0])):
+        for rank, (layer, (tree, again)) in enumerate(zip(layers, trees, strict=True)):
+            balancer = Balancer(layer, 6, places)
+            moving._balancers.add(balancer)
+            for j in range(3):
+                matrices = {name: t for name, t in sent(model.config, 3 * i + j).items() if ".experts." in name}
+                items = named(matrices, False)
+                again(lambda tree=tree, items=items: load(tree, items)) if j == 1 else load(tree, items)
+                assert balancer.drained == j + 1 and balancer.state.physical_to_logical_map.tolist() == [places]
+                assert bool(seen) == (j == 0), "vLLM has loaded a tensor that it had loaded since experts moved"
+                seen.clear()
+                check_places(layer, matrices, places[4 * rank : 4 * rank + 4])
+            again(lambda tree=tree: load(tree, stored(tmp_path)))
+            assert balancer.state.physical_to_logical_map.tolist() == [[0, 1, 2, 3, 4, 5, 0, 1]]
+            assert balancer.state.logical_to_physical_map[0, :, :2].tolist() == [
+                [0, 6],
+                [1, 7],
+                *([e, -1] for e in range(2, 6)),
+            ]
+            assert balancer.state.logical_replica_count.tolist() == [[2, 2, 1, 1, 1, 1]]
+            half = [(name, t) for name, t in items if ".gate_" in name]
+            load(tree, half)
+            balancer.state.logical_to_physical_map.copy_(Balancer(layer, 6, places).state.logical_to_physical_map)
+            with pytest.raises(RuntimeError, match="experts moved"):
+                load(tree, half)
+            seen.clear()
+            moving._balancers.discard(balancer)
+
+
+def stored(folder: Path) -> list[tuple[str, torch.Tensor]]:
+    checkpoint = SafetensorsFolder(folder)
+    names = (name for name in checkpoint.tensors if name.startswith(EXPERTS) and not name.endswith(".g_idx"))
+    return [(name, checkpoint.tensor(name)) for name in names]
+
+
+def load(tree: torch.nn.Module, weights: Any) -> None:
+    from vllm.model_executor.models.utils import AutoWeightsLoader
+
+    AutoWeightsLoader(tree).load_weights(weights)
+
+
+def check_places(layer: Any, matrices: Mapping[str, torch.Tensor], numbers: list[int]) -> None:
+    gate_up, down = (product.weight for product in layer.quant_method.products)
+    for place, e in enumerate(numbers):
+        for w, leaf in ((gate_up, "gate_up"), (down, "down")):
+            pairs = zip(
+                w.expert(place).tensors, fresh(f"mlp.experts.{e}.{leaf}", matrices, w.format).tensors, strict=True
+            )
+            assert all(torch.equal(a.data.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs), (place, e, leaf)

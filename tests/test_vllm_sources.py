@@ -576,7 +576,10 @@ def routed_experts(
         "max_num_tokens": 8,
     }
     moe = moe_config.FusedMoEConfig(**settings | dict(moe_settings))
-    manager = ExpertMapManager(8, top_k, count, 0, None, parallel, "linear", False)
+    parallel = moe.moe_parallel_config
+    manager = ExpertMapManager(
+        8, top_k, moe.num_experts, moe.num_experts - count, None, parallel, "linear", parallel.enable_eplb
+    )
     return RoutedExperts(prefix, torch.bfloat16, moe, quantization, manager, **layer_settings)
 
 

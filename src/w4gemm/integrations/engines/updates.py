@@ -88,8 +88,6 @@ class DenseUpdate(Update):
         parameter: returns the engine's class of parameters of unquantized weights.
     """
 
-    moves = False
-    """Whether the engine puts the same tensor elsewhere later, as it moves experts."""
     hint = ""
     """How quantized numbers are loaded, for the error if some come."""
     mark = staticmethod(mark_rows)
@@ -179,7 +177,7 @@ class DenseUpdate(Update):
             with copies:
                 result = self.loader(layer)(held, loaded, *args, **options)
             if call is not None:
-                call.learn(self, layer, loaded, None if self.moves else copies.blocks)
+                call.learn(self, layer, loaded, copies.blocks)
             if result is False:  # an expert of other GPUs
                 if is_new:
                     self.forget()

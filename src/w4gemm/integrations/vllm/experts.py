@@ -26,6 +26,7 @@ from w4gemm.integrations.vllm.configs import add_hook
 from w4gemm.integrations.vllm.experts_formats import LEFT, METHODS, fused_activation, in_pairs
 from w4gemm.integrations.vllm.experts_kernel import BatchedW4gemmExperts, ExpertsProduct, W4gemmExperts
 from w4gemm.integrations.vllm.experts_support import multiplied, no_kernel, read, why_not
+from w4gemm.integrations.vllm.moving import moving, note_balancers
 from w4gemm.integrations.vllm.updates import ExpertsUpdate, ReloadedUpdate, end_reload
 from w4gemm.weights.weight import QuantizedWeight
 
@@ -37,11 +38,15 @@ CONFIGS = (
 """Names of vLLM's quantization configs whose experts may have 4 bits."""
 _OF_ROUTER = {"e_score_correction_bias", "hash_indices_table"}
 """Parameters of a router that vLLM registers a second time, in the layer of experts."""
+_LAST = "w4gemm_last"
+"""A parameter that nothing is loaded into. With expert parallelism, when weights are loaded anew, vLLM would process a
+layer as soon as all experts that are here have come, and find no parameters for the others, which come later."""
 
 
 def install() -> None:
     """Have vLLM's quantization configs ask :func:`taken_over`."""
     add_hook(taken_over, CONFIGS)
+    note_balancers()
 
 
 def taken_over(method: Any, layer: Any) -> Any:
@@ -114,6 +119,8 @@ class _Method:
             self.updates = self.dense_updates(layer.layer_name)
         for update in self.updates:
             update.open(layer)
+        if self.moe.moe_parallel_config.use_ep:
+            layer.register_parameter(_LAST, torch.nn.Parameter(torch.empty(1), requires_grad=False))
 
     def dense_updates(self, what: str) -> list[ReloadedUpdate]:
         """Return what takes dense numbers of either product. what: the layer, for errors."""
@@ -153,6 +160,8 @@ class _Method:
             return
         for update in self.updates:
             update.close(layer)
+        if _LAST in layer._parameters:
+            delattr(layer, _LAST)
         _clear_padding(layer, self.moe, format)
         loaded_any = check_loaded(layer, format.parameters(settings, self.moe.has_bias), layer.layer_name)
         try:
@@ -185,6 +194,8 @@ class _Method:
             weights.append(_as_parameters(layer, product, packed, held))
         if self.products is None:
             self._make_kernel(layer, *weights)
+        elif (moved := moving(layer)) is not None:
+            moved.look_at_start()
         for update in self.updates:
             update.open(layer)
         takeover.WARMUP.loaded(self, self.moe_kernel.fused_experts.need(self.most_tokens))

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from w4gemm.integrations.engines import routes
 from w4gemm.integrations.engines.updates import DenseUpdate, Tensors
+from w4gemm.integrations.vllm.moving import moving, placement, stop_moves
 from w4gemm.weights.weight import QuantizedWeight
 
 
@@ -74,8 +75,50 @@ class ExpertsUpdate(ReloadedUpdate):
         super().__init__(name, what, weight, gated)
         self.padding, self.moves, self.stacked = padding, moves, stacked
 
+    places: list[list[int]] | None = None
+    """Where each expert is, if experts have moved."""
+
+    def begin_with(self, layer: Any, tensors: Tensors) -> None:
+        """As that of the base.
+
+        Raises:
+            RuntimeError: if experts have moved since a part of the numbers came.
+        """
+        super().begin_with(layer, tensors)
+        if self.moves and (moved := moving(layer)) is not None:
+            places = moved.places()
+            if self.numbers and places != self.places:
+                self.forget()
+                raise RuntimeError(f"{self.what}: {self.name}: experts moved (EPLB) when a part of it had come")
+            self.places = places
+
     def loader(self, layer: Any) -> Callable[..., Any]:
-        return functools.partial(self._load_stacked, layer) if self.stacked else super().loader(layer)
+        own = functools.partial(self._load_stacked, layer) if self.stacked else super().loader(layer)
+        return own if self.places is None else functools.partial(self._load_where_it_is, own)
+
+    def _load_where_it_is(
+        self,
+        own: Callable[..., Any],
+        param: torch.nn.Parameter,
+        loaded_weight: torch.Tensor,
+        *args: Any,
+        expert_id: int | None = None,
+        **options: Any,
+    ) -> bool:
+        """Load an expert to all of its places. expert_id: its place at the start, which is its number or, for further
+        places, larger than all of these.
+
+        Raises:
+            ValueError: for a tensor of all experts, of which vLLM's model has taken those that were here at the start.
+        """
+        assert self.places is not None
+        if expert_id is None:
+            raise ValueError(f"{self.what}: {self.name}: experts have moved (EPLB): send them one by one")
+        options["return_success"] = True
+        places = self.places[expert_id] if expert_id < len(self.places) else []
+        count = sum(own(param, loaded_weight, *args, expert_id=place, **options) for place in places)
+        self.numbers += max(0, count - 1) * loaded_weight.numel()
+        return count > 0
 
     def _load_stacked(
         self,
@@ -141,7 +184,8 @@ def end_reload(layer: Any, updates: Collection[ReloadedUpdate], packed: Collecti
 
 
 def _route_loads() -> None:
-    """Have the tensors of a model's ``load_weights`` go past vLLM's loaders once their ways are known."""
+    """Have the tensors of a model's ``load_weights`` go past vLLM's loaders once their ways are known, until experts
+    move."""
     try:
         from vllm.model_executor.models.utils import AutoWeightsLoader
     except ImportError:
@@ -152,7 +196,13 @@ def _route_loads() -> None:
 
     @functools.wraps(own, assigned=())
     def load_weights(self: Any, weights: routes.Weights, *args: Any, **options: Any) -> set[str]:
-        known = vars(self.module).setdefault("w4gemm_routes", {})
+        of_model = vars(self.module)
+        known = of_model.setdefault("w4gemm_routes", {})
+        if routes.current() is None:
+            stop_moves()
+            if of_model.get("w4gemm_placement") != (now := placement()):
+                known.clear()
+                of_model["w4gemm_placement"] = now
         loaded, names = routes.route(functools.partial(own, self), known, weights, *args, **options)
         return set(loaded) | names
 
