@@ -35,6 +35,8 @@ DTYPES = (torch.float32, torch.bfloat16)
 _MARKED = re.compile(r"(<!-- made by python -m bench\.cpu -->\n).*?(<!-- end -->\n)", re.DOTALL)
 _SHOWN = (1, 4, 16, 64, 256)
 """Numbers of tokens of the page's tables."""
+_NOT_SHOWN = ((576, 576),)
+"""Layers (n, k) whose times lie between those of others."""
 _ROTATED_BYTES = 200e6
 _MOST_COPIES = 8
 _SUM_TOKENS = 4
@@ -160,7 +162,7 @@ def with_tables(page: str, rows: list[Row]) -> str:
     times of PyTorch's as multiples of it."""
     newest: dict[tuple[Any, ...], dict[tuple[str, int], Row]] = {}
     for row in rows:
-        if "instructions" in row and row["m"] in _SHOWN:
+        if "instructions" in row and row["m"] in _SHOWN and (row["n"], row["k"]) not in _NOT_SHOWN:
             key = row["processor"], row["instructions"], row["n"], row["k"], row["format"]
             newest.setdefault(key, {})[row["dtype"], row["m"]] = row
     lines: list[str] = []
