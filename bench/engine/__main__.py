@@ -125,6 +125,7 @@ def options_of(args: argparse.Namespace) -> EngineOptions:
         max_len=-(-longest // 256) * 256,
         expert_parallel=args.expert_parallel,
         rebalance=args.rebalance,
+        others=args.engine,
     )
 
 

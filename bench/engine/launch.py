@@ -12,9 +12,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,7 @@ class EngineOptions:
         max_len: most tokens of a request.
         expert_parallel: True if each GPU has some experts whole.
         rebalance: steps after which vLLM moves experts between GPUs; 0 for never.
+        others: further arguments of ``vllm.LLM``.
     """
 
     dtype: str
@@ -61,6 +62,7 @@ class EngineOptions:
     max_len: int
     expert_parallel: bool = False
     rebalance: int = 0
+    others: Mapping[str, Any] = field(default_factory=dict)
 
     def arguments(self, folder: Path, implementation: Implementation, model: Model, batches: tuple[int, ...]) -> Any:
         """Return the arguments of ``vllm.LLM`` for requests of these batch sizes."""
@@ -75,6 +77,7 @@ class EngineOptions:
             "seed": 0,
             "worker_extension_cls": EXTENSION,
             **implementation.engine_arguments(model),
+            **self.others,
         }
         if self.expert_parallel:
             arguments["enable_expert_parallel"] = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -110,6 +111,7 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--memory", type=float, default=0.85, metavar="PART", help="of a GPU's for vLLM (%(default)s)")
     group.add_argument("--dtype", default="bfloat16", help="of activations (%(default)s)")
+    group.add_argument("--engine", type=json.loads, default={}, metavar="JSON", help="further arguments of vllm.LLM")
 
 
 def _add_limits(group: argparse._ArgumentGroup) -> None:

@@ -104,7 +104,7 @@ class Engine:
             compilation_config=graphs,
             **own,
             **lora,
-            **json.loads(args.engine),
+            **args.engine,
             **(feature or {}),
         )
         self.seconds = time.perf_counter() - begun
@@ -261,7 +261,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--lora", action="store_true", help="every other request has a LoRA adapter; nothing is timed")
     p.add_argument("--feature", default="", metavar="JSON", help="arguments of vllm.LLM for the engine with w4gemm, "
                    "in which FOLDER is the checkpoint; nothing is timed, and its layers may be vLLM's")  # fmt: skip
-    p.add_argument("--engine", default="{}", metavar="JSON", help="arguments of vllm.LLM for every engine")
+    p.add_argument("--engine", type=json.loads, default={}, metavar="JSON", help="arguments of every engine's vllm.LLM")
     p.add_argument("--hold", type=Path, metavar="FILE", help="time only when this file appears")
     p.add_argument("--work", type=Path, metavar="DIR", help="models, kept (default: a temporary folder)")
     add_out(p, RESULTS)
