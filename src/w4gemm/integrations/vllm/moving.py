@@ -25,9 +25,12 @@ class MovingLayer(NamedTuple):
     model_state: Any
 
     def places(self) -> list[list[int]]:
-        """Return where each expert is: its places, from those of the first GPU on."""
-        moved: torch.Tensor = self.model_state.logical_to_physical_map[self.number].cpu()
-        return [[place for place in row if place >= 0] for row in moved.tolist()]
+        """Return all places of each expert; those of the first GPU come first."""
+        places: list[list[int]] = [[] for _ in self.model_state.logical_replica_count[self.number]]
+        for place, expert in enumerate(self.model_state.physical_to_logical_map[self.number].tolist()):
+            if expert >= 0:
+                places[expert].append(place)
+        return places
 
     def look_at_start(self) -> None:
         """Have the router look for experts where vLLM's loaders put them: in the order of their numbers, then the first
