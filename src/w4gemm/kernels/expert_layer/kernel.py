@@ -58,7 +58,6 @@ one after another, on a GPU of which other kernels or processes hold a part.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import cutlass
@@ -85,7 +84,6 @@ from w4gemm.kernels.expert_layer.values import (
     Tensors,
 )
 from w4gemm.packing.block import BLOCK_N, STRIP_N
-from w4gemm.packing.codecs.integers_decode import SubnormalDecoder
 from w4gemm.packing.codecs.pairs_decode import own_pairs
 from w4gemm.ptx.arithmetic import fma, pack_half2, to_float, warp_maximum
 from w4gemm.ptx.memory import (
@@ -131,10 +129,7 @@ class ExpertLayerKernel:
     def __init__(self, layer: ExpertLayer) -> None:
         self.layer = layer
         weight = layer.weight
-        decoder = weight.decoder(allow_sum_scale=True, pairs=layer.pairs)
-        if isinstance(decoder, SubnormalDecoder):
-            decoder = replace(decoder, exact_subnormals=True)
-        self.decoder = decoder
+        self.decoder = weight.decoder(allow_sum_scale=True, pairs=layer.pairs)
         self.reader = BlockReader(layer.stage_block, weight.codec.turns)
         self.product = WarpProduct(weight, self.decoder, 1)
         self.router = None if layer.choice is None else layer.choice.math()

@@ -221,13 +221,10 @@ class SubnormalDecoder(Decoder):
     """
 
     allow_sum_scale: bool = field(default=True, kw_only=True)
-    exact_subnormals: bool = field(default=False, kw_only=True)
-    """True if exact numbers too are made of codes as subnormals, which takes nine instead of eleven instructions for
-    eight codes of four bits."""
 
     @property
     def _subnormal(self) -> bool:
-        return self.exact_subnormals or super()._subnormal
+        return True  # nine instead of eleven instructions for eight exact numbers of four bits
 
     @property
     def sum_scale(self) -> float:  # type: ignore[override]
