@@ -76,4 +76,5 @@ class SoftwareAmx(Amx):
             last, half, mask = (ir.Constant(ints_of(SIDE), [n] * SIDE) for n in (1, 0x7FFF, -65536))
             is_odd = b.and_(b.lshr(bits, ir.Constant(ints_of(SIDE), [16] * SIDE)), last)
             halves.append(b.and_(b.add(b.add(bits, half), is_odd), mask))
-        return b.bitcast(b.or_(b.lshr(halves[0], ir.Constant(ints_of(SIDE), [16] * SIDE)), halves[1]), WORDS)
+        both = (b.lanes_of(b.bitcast(half, WORDS), range(1, 2 * SIDE, 2)) for half in halves)
+        return b.joined([*both])

@@ -31,7 +31,8 @@ from w4gemm.cli.compile import target_device
 from w4gemm.cli.needs import Use, chosen, helpers_of, one_launches_of, problems_of
 from w4gemm.cli.problems import Layer
 from w4gemm.console.values import parse_router
-from w4gemm.core.problem import H100, H200, Device, capability_of, known_names
+from w4gemm.core.gpus import capability_of, known_names
+from w4gemm.core.problem import H100, H200, Device
 from w4gemm.jit import Unit
 from w4gemm.jit import compile as jit
 from w4gemm.kernels import HELPERS, launcher

@@ -79,7 +79,7 @@ FAILURES = (
             "compile --shapes 64x64 --m 1 -o {file}",
             "--output: wanted a folder, which is made if needed, got the file '",
         ),
-        ("convert nowhere {file}", "OUTPUT: wanted a folder, which is made if needed, got the file '"),
+        ("convert {file} {file}", "OUTPUT: wanted a folder, which is made if needed, got the file '"),
         ("cache export {file}/x", "/file/x: Not a directory"),
         ("cache export {file}/..", "/file/..: Not a directory"),
         ("cache import {binary}", "FILE: wanted a text file in UTF-8, got '"),

@@ -144,7 +144,8 @@ def test_linear_takes_it_where_the_processor_has_it(has_amx: bool, monkeypatch: 
             ("int4_g48", 2, []),
             ("int4_g48", 40, []),
             ("int4_g32", 2, few),
-            ("int4_g32", 16, ["codes"]),
+            ("int4_g32", 8, ["codes"]),
+            ("int4_g32", 16, ["rounded"]),
             ("int4_g32", 200, ["rounded"]),
         ):
             made.clear()

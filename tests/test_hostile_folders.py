@@ -21,9 +21,9 @@ from w4gemm.checkpoints.quantization_configs import ExtraConfig, Patterns
 from w4gemm.checkpoints.w4gemm import OwnWriter
 from w4gemm.checkpoints.writing import write_folder
 from w4gemm.cli.__main__ import main
-from w4gemm.core.errors import printable
 from w4gemm.core.files import placed, read_regular
 from w4gemm.core.formats import LARGEST_GROUP
+from w4gemm.core.words import printable
 from w4gemm.integrations.transformers import W4GemmConfig
 
 

@@ -27,6 +27,7 @@ from w4gemm.checkpoints.quark import QuarkPacking
 from w4gemm.checkpoints.torchao import TorchAoPacking
 from w4gemm.checkpoints.w4gemm import OwnPacking
 from w4gemm.core.errors import FormatError
+from w4gemm.core.files import existing
 from w4gemm.core.formats import WeightFormat
 
 _OF_OTHERS = tuple(
@@ -61,14 +62,7 @@ def find_checkpoint(path: str | Path) -> Location:
     """
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"path: wanted a file or folder, got {type(path).__name__} {path!r:.40}")
-    if not str(path):
-        raise FileNotFoundError("path: wanted a file or folder, got an empty string; '.' is the current folder")
-    try:
-        path = Path(path).expanduser()
-    except RuntimeError as e:  # no such user
-        raise FileNotFoundError(f"path: {str(path)!r}: {e}") from e
-    if not path.exists():
-        raise FileNotFoundError(f"path: no file or folder {str(path)!r}{_hub(path)}")
+    path = existing(path)
     if path.is_dir():
         check_files(path)
     for format in FORMATS:
@@ -98,13 +92,6 @@ def open_checkpoint(path: str | Path, format: WeightFormat | str | None = None) 
     target = None if format is None else WeightFormat.of(format)
     location = find_checkpoint(path)
     return location.format.open(location.path, target)
-
-
-def _hub(path: Path) -> str:
-    """Return the end of a message about a path that is not there, if it may be a model's name on the hub."""
-    if path.is_absolute() or len(path.parts) != 2 or path.suffix == ".gguf" or path.parent.exists():
-        return ""
-    return f"; nothing is downloaded: if it is a model of the hub, `hf download {path}` prints its folder"
 
 
 def _seen(path: Path) -> str:

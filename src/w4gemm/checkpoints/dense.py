@@ -27,8 +27,9 @@ from w4gemm.checkpoints.hugging_face import (
 from w4gemm.checkpoints.model_experts import DenseProduct, dense_products
 from w4gemm.checkpoints.numbers import Numbers, WeightNumbers
 from w4gemm.checkpoints.stored import is_packed
-from w4gemm.core.errors import FormatError, nearest, not_among
+from w4gemm.core.errors import FormatError, not_among
 from w4gemm.core.formats import WeightFormat
+from w4gemm.core.words import nearest
 from w4gemm.weights.quantize import quantize
 from w4gemm.weights.weight import QuantizedWeight
 

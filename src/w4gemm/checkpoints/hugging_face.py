@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
-from w4gemm.core.errors import FormatError, not_among, printable
+from w4gemm.core.errors import FormatError, not_among
 from w4gemm.core.files import read_regular
+from w4gemm.core.words import printable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

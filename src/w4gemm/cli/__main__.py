@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import io
 import os
@@ -12,8 +11,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from w4gemm.cli.parser import make_parser
-from w4gemm.console.options import three_sizes
+from w4gemm.console.options import require_named
 from w4gemm.core.environment import configure_logging
+from w4gemm.core.words import printable
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,8 +32,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             if args.command is None:
                 parser.print_help()
                 return 0
-            if hasattr(args, "sizes"):
-                _check_sizes(parser, args)
+            try:
+                require_named(args)
+            except (ValueError, OSError) as e:
+                if traceback:
+                    raise
+                return _print_error(str(e), 2 if isinstance(e, ValueError) else 1)
             configure_logging()
             return importlib.import_module(f"w4gemm.cli.{args.command}").run(args)
         finally:
@@ -48,25 +52,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         warnings.formatwarning = format_of_others
 
 
-def _check_sizes(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Refuse a wrong number of sizes before PyTorch is imported."""
-    try:
-        three_sizes(args)
-    except ValueError as e:
-        parser.error(str(e))
-
-
 def _say_error(error: Exception, traceback: bool) -> int:
     """Print an error that a user can mend in a sentence, and return the exit status; raise any other."""
     from w4gemm.console.errors import sentence  # with PyTorch, so only once something is wrong
-    from w4gemm.core.errors import FormatError, printable
+    from w4gemm.core.errors import FormatError
 
     text = sentence(error)
     if text is None or traceback:
         raise error
-    print(f"w4gemm: error: {printable(text)}", file=sys.stderr)
     # the library's ValueErrors and TypeErrors name an argument, but a FormatError a file
-    return 2 if isinstance(error, (ValueError, TypeError)) and not isinstance(error, FormatError) else 1
+    is_usage = isinstance(error, (ValueError, TypeError)) and not isinstance(error, FormatError)
+    return _print_error(text, 2 if is_usage else 1)
+
+
+def _print_error(text: str, status: int) -> int:
+    print(f"w4gemm: error: {printable(text)}", file=sys.stderr)
+    return status
 
 
 def _open_closed() -> None:
@@ -101,8 +102,6 @@ def _flush() -> None:
 
 
 def _in_one_line(message: Warning | str, *where: Any, **line: Any) -> str:
-    from w4gemm.core.errors import printable
-
     return f"w4gemm: warning: {printable(str(message))}\n"
 
 

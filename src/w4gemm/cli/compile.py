@@ -18,8 +18,9 @@ from w4gemm.choice.table import Record
 from w4gemm.cli.needs import Use, chosen, helpers_of, one_launches_of, problems_of
 from w4gemm.cli.parser import ALL_TOKENS
 from w4gemm.cli.problems import Layer, layers_of, parse_layers
-from w4gemm.console.devices import device_line, nearest_gpu
+from w4gemm.console.devices import device_line
 from w4gemm.console.errors import require_folder
+from w4gemm.console.options import unknown_target
 from w4gemm.console.progress import counted, progress_bar, say
 from w4gemm.console.values import DTYPES, parse_router, parse_tokens
 from w4gemm.core import environment, trust
@@ -138,8 +139,7 @@ def target_device(arch: str | None, name: str | None, sms: int | None) -> Device
     elif name and arch and sms:
         device = replace(GPUS[arch], name=name, clock=0.0, bandwidth=0.0, operations=0.0)  # 0: those of the name
     else:
-        expected = "a known GPU, such as h200 or 'NVIDIA H200', or --arch and --sms beside the name of another"
-        raise ValueError(f"--gpu: wanted {expected}, got {name!r}{nearest_gpu(name)}")
+        raise unknown_target(name)
     return replace(device, sms=sms or device.sms)
 
 

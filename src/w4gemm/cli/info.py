@@ -16,7 +16,7 @@ from w4gemm.choice.table import device_facts, effective
 from w4gemm.cli.cache import is_current
 from w4gemm.console.devices import typical_problem
 from w4gemm.core import environment, trust
-from w4gemm.core.errors import dotted
+from w4gemm.core.words import dotted
 from w4gemm.integrations.engines.engine import Engine
 from w4gemm.integrations.sglang.takeover import SGLANG
 from w4gemm.integrations.vllm.takeover import VLLM

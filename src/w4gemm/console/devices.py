@@ -11,11 +11,13 @@ from pathlib import Path
 import torch
 
 from w4gemm import choice
+from w4gemm.console.options import require_device
 from w4gemm.console.progress import say
 from w4gemm.core.environment import names_threads
-from w4gemm.core.errors import dotted, nearest, require_gpu
+from w4gemm.core.errors import require_gpu
 from w4gemm.core.formats import WeightFormat
-from w4gemm.core.problem import Device, GemmProblem, gpu_named, known_names
+from w4gemm.core.problem import Device, GemmProblem, gpu_named
+from w4gemm.core.words import dotted
 from w4gemm.packing.layouts import layout_for
 
 
@@ -26,10 +28,8 @@ def choose_device(name: str | None) -> tuple[torch.device, str]:
         ValueError: for a name that is no device's, or of a device that is not there.
     """
     if name is not None:
-        device = _parsed(name)
-        if device is None:
-            other = "; GPUs by name are for `explain`, `inspect` and `compile`" if gpu_named(name) else ""
-            raise ValueError(f"--device: wanted cpu, cuda or cuda:N, got {name!r}{other}")
+        require_device(name)
+        device = torch.device(name)
         require_gpu("--device", device)
         return device, ""
     if not torch.cuda.is_available():
@@ -62,15 +62,6 @@ def _running_elsewhere() -> int:
     return int(statistics.median(counts))
 
 
-def _parsed(name: str) -> torch.device | None:
-    """Return the CPU or a CUDA device from its name for PyTorch; None for any other name."""
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        return None
-    return device if device.type in ("cpu", "cuda") else None
-
-
 def device_name(device: torch.device | str) -> str:
     """Return the name of a GPU, or "the CPU"."""
     device = torch.device(device)
@@ -83,19 +74,11 @@ def described_device(name: str | None) -> Device:
     Raises:
         ValueError: for a name that is no device's, or of a device that is not there.
     """
-    if name is None or _parsed(name) is not None:
-        return chosen_device(name)[0]
-    gpu = gpu_named(name)
-    if gpu is None:
-        expected = "cpu, cuda, cuda:N or the name of a GPU, such as h200 or rtx-4090"
-        raise ValueError(f"--device: wanted {expected}, got {name!r}{nearest_gpu(name)}")
-    return gpu
-
-
-def nearest_gpu(name: str) -> str:
-    """Return the end of a message about an unknown GPU: the known one of nearest name, if one is near."""
-    words = re.sub("nvidia |geforce ", "", name.replace("-", " "), flags=re.IGNORECASE)
-    return nearest(words, known_names())
+    if name is not None:
+        require_device(name, described=True)
+        if (gpu := gpu_named(name)) is not None:
+            return gpu
+    return chosen_device(name)[0]
 
 
 def chosen_device(name: str | None) -> tuple[Device, torch.device]:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
+
+from w4gemm.core.files import existing
+from w4gemm.core.gpus import is_known, nearest_gpu
 
 WIDE_DTYPES = ("float32", "bfloat16", "float16")
 """Names of the dtypes that a model's activations may have."""
@@ -77,6 +81,51 @@ def add_device_arguments(parser: argparse.ArgumentParser, described: bool = Fals
     parser.add_argument(
         "--dtype", choices=DTYPES, help="dtype of the activations (default: bfloat16 on a GPU, float32 on the CPU)"
     )
+
+
+_DEVICE = re.compile(r"(cpu|cuda)(:(0|[1-9]\d?))?")
+"""A device's name for PyTorch."""
+
+
+def require_device(name: str, described: bool = False) -> None:
+    """Raise ValueError unless ``name`` may be a device's. It need not be there.
+
+    Args:
+        described: True if it may be the name of a GPU, too.
+    """
+    if _DEVICE.fullmatch(name) or (described and is_known(name)):
+        return
+    if described:
+        expected, other = "cpu, cuda, cuda:N or the name of a GPU, such as h200 or rtx-4090", nearest_gpu(name)
+    else:
+        expected = "cpu, cuda or cuda:N"
+        other = "; GPUs by name are for `explain`, `inspect` and `compile`" if is_known(name) else ""
+    raise ValueError(f"--device: wanted {expected}, got {name!r}{other}")
+
+
+def unknown_target(name: str) -> ValueError:
+    """Return the error for a GPU to compile for whose name is not known, without all that must be said of it."""
+    expected = "a known GPU, such as h200 or 'NVIDIA H200', or --arch and --sms beside the name of another"
+    return ValueError(f"--gpu: wanted {expected}, got {name!r}{nearest_gpu(name)}")
+
+
+def require_named(args: argparse.Namespace) -> None:
+    """Refuse what a command cannot do with as far as that shows without PyTorch: sizes, checkpoints that are not there,
+    devices and GPUs that are none.
+
+    Raises:
+        ValueError, FileNotFoundError: as the command would, some seconds later.
+    """
+    named = vars(args)
+    if "sizes" in named:
+        three_sizes(args)
+    if named.get("device") is not None:
+        require_device(args.device, args.command in ("explain", "inspect"))
+    if named.get("gpu") is not None and not is_known(args.gpu) and not (args.gpu and args.arch and args.sms):
+        raise unknown_target(args.gpu)
+    for path in (named.get("path"), named.get("model"), named.get("vllm")):
+        if path is not None:
+            existing(path)
 
 
 def add_json_argument(parser: argparse.ArgumentParser) -> None:

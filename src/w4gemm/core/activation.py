@@ -29,7 +29,7 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import gelu, silu
 
-from w4gemm.core.errors import nearest
+from w4gemm.core.words import nearest
 
 Constants = Mapping[str, float | None]
 

@@ -6,7 +6,7 @@ import functools
 import re
 from dataclasses import dataclass
 
-from w4gemm.core.errors import nearest
+from w4gemm.core.words import nearest
 
 _SCHEDULES = ("coop", "pingpong", "stream")
 _CONFIG = re.compile(

@@ -6,10 +6,12 @@ A bad argument raises ``ValueError`` or ``TypeError``; the message names the arg
 from __future__ import annotations
 
 import numbers
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import TypeGuard
 
 import torch
+
+from w4gemm.core.words import nearest
 
 LARGEST_SIZE = 2**31 - 1
 """Largest m, n or k, because kernels count rows and columns in 32 bits."""
@@ -123,28 +125,9 @@ def require_gpu(name: str, device: torch.device) -> None:
         raise ValueError(f"{name}: {device} is not there; PyTorch sees {seen}")
 
 
-def nearest(value: object, legal: Iterable[str]) -> str:
-    """Return the end of a message: "; nearest is 'silu'" if a string is close to a legal one, else nothing."""
-    import difflib  # only once something is wrong
-
-    by_lower = {name.lower(): name for name in legal}
-    close = difflib.get_close_matches(value.lower(), by_lower, n=1) if isinstance(value, str) else []
-    return f"; nearest is {by_lower[close[0]]!r}" if close else ""
-
-
-def printable(text: str) -> str:
-    """Return a text of a file for a terminal: with escapes for characters that would move its cursor or hide others."""
-    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
-
-
 def not_among(path: object, kind: str, name: str, names: Collection[str]) -> FormatError:
     """Return the error for a ``kind`` of thing called ``name`` that a checkpoint's ``names`` lack."""
     return FormatError(f"{path}: no {kind} {name!r} among its {len(names)}{nearest(name, names)}")
-
-
-def dotted(version: Iterable[int]) -> str:
-    """Return a version or a compute capability as text, such as "9.0"."""
-    return ".".join(map(str, version))
 
 
 def kind_of(value: object) -> str:

@@ -1,5 +1,5 @@
-"""Writes of files that are whole or absent, :func:`placed`, and reads that refuse pipes and devices,
-:func:`read_regular`."""
+"""Writes of files that are whole or absent, :func:`placed`, reads that refuse pipes and devices, :func:`read_regular`,
+and paths that must be there, :func:`existing`. Importing this does without PyTorch."""
 
 from __future__ import annotations
 
@@ -8,6 +8,28 @@ import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+
+
+def existing(path: str | Path) -> Path:
+    """Return the path of a file or folder that is there; ``~`` is the home folder.
+
+    Raises:
+        FileNotFoundError: if nothing is there.
+    """
+    if not str(path):
+        raise FileNotFoundError("path: wanted a file or folder, got an empty string; '.' is the current folder")
+    try:
+        path = Path(path).expanduser()
+    except RuntimeError as e:  # no such user
+        raise FileNotFoundError(f"path: {str(path)!r}: {e}") from e
+    if path.exists():
+        return path
+    is_hub_name = (
+        not path.is_absolute() and len(path.parts) == 2 and path.suffix != ".gguf" and not path.parent.exists()
+    )
+    hub = f"; nothing is downloaded: if it is a model of the hub, `hf download {path}` prints its folder" * is_hub_name
+    raise FileNotFoundError(f"path: no file or folder {str(path)!r}{hub}")
+
 
 UNFINISHED = ".unfinished"
 """End of the name of a file that is being written."""

@@ -39,7 +39,7 @@ from dataclasses import dataclass, field
 import torch
 
 from w4gemm.core.elements import CODEBOOK_NAME, ELEMENTS, INTEGERS, Element, element_named
-from w4gemm.core.errors import nearest
+from w4gemm.core.words import nearest
 
 ZEROS = ("none", "int", "float")
 """Names of the zero rules."""

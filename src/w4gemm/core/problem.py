@@ -1,4 +1,4 @@
-"""A product and the device that computes it, as values, :class:`GemmProblem` and :class:`Device`; GPUs by their names.
+"""A product and the device that computes it, as values, :class:`GemmProblem` and :class:`Device`.
 
 Neither holds tensors. So choosing, explaining and compiling need no GPU, and a test can describe any device.
 """
@@ -6,9 +6,7 @@ Neither holds tensors. So choosing, explaining and compiling need no GPU, and a 
 from __future__ import annotations
 
 import functools
-import re
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 
@@ -16,87 +14,7 @@ from w4gemm.core.activation import require_pairs
 from w4gemm.core.epilogue import PLAIN, Epilogue
 from w4gemm.core.errors import device_named, require_bool, require_gpu, require_int
 from w4gemm.core.formats import WeightFormat
-
-# --- known GPUs ------------------------------------------------------------------------------------------------------
-
-
-class GpuRates(NamedTuple):
-    """Rates and size from a GPU's data sheet; 0 for what is not known. The driver does not tell the rates, or for the
-    clock of the moment only."""
-
-    clock: float = 0.0
-    """Boost clock of a multiprocessor, MHz."""
-    bandwidth: float = 0.0
-    """Memory bandwidth, bytes per us."""
-    operations: float = 0.0
-    """Dense 16-bit tensor-core operations with float32 sums, per us: 2 for a multiplication and an addition."""
-    sms: int = 0
-    """Number of multiprocessors."""
-
-
-_KNOWN: dict[tuple[int, int], dict[str, GpuRates]] = {
-    (10, 3): {"B300": GpuRates(1965, 8.0e6, 2250e6, 148)},
-    (10, 0): {"GB200": GpuRates(2062, 8.0e6, 2500e6, 152), "B200": GpuRates(1965, 8.0e6, 2250e6, 148)},
-    (9, 0): {
-        "H200 NVL": GpuRates(1785, 4.8e6, 835e6, 132),
-        "GH200": GpuRates(1980, 4.0e6, 989.5e6, 132),
-        "H200": GpuRates(1980, 4.8e6, 989.5e6, 132),
-        "H[18]00 PCIe": GpuRates(1755, 2.0e6, 756e6, 114),
-        "H[18]00 NVL": GpuRates(1785, 3.9e6, 835e6, 132),
-        "H[18]00": GpuRates(1980, 3.35e6, 989.5e6, 132),
-        "H20": GpuRates(1980, 4.0e6, 148e6, 78),
-    },
-    (7, 5): {"T4": GpuRates(1590, 0.32e6, 65e6, 40)},  # which no kernel supports: `explain` says so
-    (8, 0): {
-        "A[18]00.*40GB": GpuRates(1410, 1.555e6, 312e6, 108),
-        "A[18]00": GpuRates(1410, 2.0e6, 312e6, 108),
-        "A30": GpuRates(1440, 0.933e6, 165e6, 56),
-    },
-    (8, 6): {
-        "A10G": GpuRates(1695, 0.6e6, 125e6, 80),
-        "A10": GpuRates(1695, 0.6e6, 125e6, 72),
-        "A40": GpuRates(1740, 0.696e6, 149.7e6, 84),
-        "RTX 3090": GpuRates(1695, 0.936e6, 71e6, 82),
-    },
-    (8, 9): {
-        "L40S": GpuRates(2520, 0.864e6, 362e6, 142),
-        "L40": GpuRates(2490, 0.864e6, 181e6, 142),
-        "L4": GpuRates(2040, 0.3e6, 121e6, 58),
-        "RTX 6000 Ada": GpuRates(2505, 0.96e6, 364e6, 142),
-        "RTX 4090": GpuRates(2520, 1.008e6, 165e6, 128),
-    },
-    (12, 0): {
-        "RTX 5090": GpuRates(2407, 1.792e6, 209e6, 170),
-        "RTX PRO 6000": GpuRates(2617, 1.792e6, 503e6, 188),
-    },
-}
-"""Rates by compute capability and by a pattern that matches whole words of the name. The first pattern that matches
-counts."""
-
-
-def rates_of(name: str) -> GpuRates:
-    """Return the rates of the GPU called ``name``, such as ``"NVIDIA H100 PCIe"``."""
-    return _capability_and_rates(name)[1]
-
-
-def capability_of(name: str) -> tuple[int, int] | None:
-    """Return the compute capability of the GPU called ``name``; None for one that is not known."""
-    return _capability_and_rates(name)[0]
-
-
-def known_names() -> list[str]:
-    """Return a name of each known GPU, without the words that all GPUs of its vendor share."""
-    patterns = [pattern.replace(".*", " ") for gpus in _KNOWN.values() for pattern in gpus]
-    return [p.replace("[18]", digit) for p in patterns for digit in ("1", "8")[: 1 + ("[18]" in p)]]
-
-
-def _capability_and_rates(name: str) -> tuple[tuple[int, int] | None, GpuRates]:
-    for capability, gpus in _KNOWN.items():
-        for pattern, rates in gpus.items():
-            if re.search(rf"\b{pattern}\b", name, re.IGNORECASE):
-                return capability, rates
-    return None, GpuRates()
-
+from w4gemm.core.gpus import capability_of, known_name, rates_of
 
 # --- devices ---------------------------------------------------------------------------------------------------------
 
@@ -207,8 +125,7 @@ def gpu_named(name: str) -> Device | None:
     Args:
         name: a short name such as "h200" or "rtx-4090", in any case, or the driver's name.
     """
-    words = name.replace("-", " ").replace("_", " ").upper()
-    short = next((known for known in known_names() if known.upper() == words), None)
+    short = known_name(name)
     if short in _SHORT:
         return _SHORT[short]
     name = f"NVIDIA {short}" if short else name

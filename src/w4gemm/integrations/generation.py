@@ -23,7 +23,8 @@ from w4gemm.api.experts import W4Experts
 from w4gemm.api.nn import W4Linear
 from w4gemm.api.packed_module import PackedModule
 from w4gemm.core.epilogue import Epilogue
-from w4gemm.core.errors import FormatError, printable
+from w4gemm.core.errors import FormatError
+from w4gemm.core.words import printable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -8,9 +8,9 @@ import torch
 
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.epilogue import Epilogue
-from w4gemm.core.errors import nearest
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import Device, GemmProblem
+from w4gemm.core.words import nearest
 from w4gemm.kernels.base import Kernel, Operands, Resources, Status
 from w4gemm.kernels.cpu.spec import CpuMixedGemm
 from w4gemm.kernels.dequantize_gemm.spec import DequantizeGemm

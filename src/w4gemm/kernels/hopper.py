@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from w4gemm.core.config import GemmConfig
-from w4gemm.core.errors import dotted
 from w4gemm.core.problem import Device, GemmProblem
+from w4gemm.core.words import dotted
 from w4gemm.kernels.base import Resources
 from w4gemm.kernels.gpu import GpuKernel
 from w4gemm.kernels.requirements import no_nvidia_gpu

@@ -8,8 +8,8 @@ import importlib.util
 import logging
 from pathlib import Path
 
-from w4gemm.core.errors import dotted
 from w4gemm.core.problem import Device
+from w4gemm.core.words import dotted
 from w4gemm.jit.toolchain import driver_cuda_version, installed_version
 
 DSL = "4.8.1"

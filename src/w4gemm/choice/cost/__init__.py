@@ -161,12 +161,13 @@ _TILED_FROM = {torch.bfloat16: 5, torch.float16: 6}
 """Least m that "tiles" is ranked first for, by dtype; 9 for others, of which AMX multiplies three parts.
 
 Time of "tiles" / time of "compiled", one thread of a busy Xeon, 4096 x 4096, 1536 x 576 and 576 x 576 (2026-11-28):
-bfloat16 1.3, 0.9 and 1.5 at 2 tokens, 0.9, 0.8 and 0.7 at 4, 0.4, 0.6 and 0.6 at 16; float32 1.2, 0.9 and 1.2 at 8,
-1.0, 0.7 and 0.9 at 12, 0.7, 0.7 and 0.7 at 64."""
+float32 1.2, 0.9 and 1.2 at 8 tokens, 1.0, 0.7 and 0.9 at 12, 0.7, 0.7 and 0.7 at 64; bfloat16 1.2, 1.0 and 1.0 at 4,
+0.8, 0.7 and 0.7 at 8 (2026-11-29)."""
 _EXACT_TOKENS = 32
-"""Largest m that "tiles" is ranked before "rounded" for. Time of "rounded" / time of "tiles", a thread of a busy Xeon,
-bfloat16: 1.6, 0.8 and 1.5 at 64 tokens of 4096 x 4096 in groups of 128, 11008 x 2048 and 1536 x 576 in groups of 32,
-0.9 at 96 of 1536 x 576, 0.7, 0.4 and 0.6 at 256 (2026-11-29)."""
+"""Largest m that codes are multiplied for, but those of shorter groups only up to a quarter of a group's columns. Time
+of "rounded" / time of "tiles", a thread of a Xeon, bfloat16, 4096 x 4096 in groups of 128, 11008 x 2048 and 1536 x 576
+in groups of 32: 0.8, 1.0 and 1.2 at 8 tokens, 1.0, 0.8 and 0.8 at 16, 1.1, 0.8 and 0.8 at 32, 1.0, 0.8 and 0.7 at 64,
+0.9, 0.6 and 0.6 at 256. With AVX-512 on an EPYC 1.1, 0.9 and 1.0 at 16, 1.0, 0.9 and 0.95 at 32 (2026-11-29)."""
 
 
 class CpuRank:
@@ -191,7 +192,8 @@ def _cpu_rank(kernel: Any, problem: GemmProblem, config: GemmConfig) -> float:
     """Return the place of a method of the CPU kernel, see :class:`CpuRank`."""
     m, method = problem.m, config.tile_m
     if method == ROUNDED_TOKENS:
-        return CpuRank.ROUNDED if m > _EXACT_TOKENS else CpuRank.ROUNDED_OF_FEW
+        exact = min(problem.format.group_length(problem.k) // 4, _EXACT_TOKENS)
+        return CpuRank.ROUNDED if m > exact else CpuRank.ROUNDED_OF_FEW
     if method == TILES_TOKENS:
         return CpuRank.TILES if m >= _TILED_FROM.get(problem.dtype, 9) else CpuRank.TILES_OF_FEW
     if method == PAIRS_TOKENS:

@@ -17,9 +17,9 @@ import torch
 import w4gemm
 from w4gemm.core import environment
 from w4gemm.core.epilogue import PLAIN
-from w4gemm.core.errors import dotted
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import Device, GemmProblem
+from w4gemm.core.words import dotted
 from w4gemm.jit.toolchain import installed_version
 from w4gemm.kernels import KERNELS
 from w4gemm.packing.layouts import layout_for

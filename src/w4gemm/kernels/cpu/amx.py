@@ -90,7 +90,5 @@ class Amx:
         return self._call("llvm.x86.avx512bf16.dpbf16ps.512", floats_of(SIDE), sums, x, w)
 
     def rounded(self, low: Any, high: Any) -> Any:
-        """Return the lanes of two vectors in turn, rounded to bf16."""
-        b = self.b
-        bits = b.bitcast(self._call("llvm.x86.avx512bf16.cvtne2ps2bf16.512", _NUMBERS, high, low), WORDS)
-        return b.lanes_of(bits, [i // 2 + SIDE * (i % 2) for i in range(2 * SIDE)])
+        """Return the lanes of two vectors, one vector after the other, rounded to bf16."""
+        return self.b.bitcast(self._call("llvm.x86.avx512bf16.cvtne2ps2bf16.512", _NUMBERS, high, low), WORDS)

@@ -41,6 +41,9 @@ _INFINITE = 0x7F800000
 _largest = struct.Struct("=q").unpack_from
 _SMALL = 2**16
 """Bytes that are the faster made by ctypes, which clears them, than as a tensor."""
+_DISPLACING = 1024
+"""Rows of a multiple of this many columns lie at multiples of 2 KiB, so that those of a tile displace each other from
+the first cache. x is copied then."""
 TILES_PANELS = (GROUPS, 256), (MOST_GROUPS, 576)
 """Groups and columns of a panel, at most: of codes and of rounded numbers."""
 PAIRS_PANELS = (MOST_GROUPS, 64), (MOST_GROUPS, 256)
@@ -188,9 +191,8 @@ class TileProduct(CompiledProduct):
 
         at_once = 2 if m > SIDE and table_bits(self.format) > 2 else 1  # eight tiles hold the sums of two by two
         rounds = -(-m // (at_once * SIDE))
-        tile = TileCode(
-            -(-m // (rounds * at_once)), at_once, PARTS[dtype], self.is_rounded, self.panel_columns, rounds > 1
-        )
+        apart = rounds > 1 and self.k % _DISPLACING == 0
+        tile = TileCode(-(-m // (rounds * at_once)), at_once, PARTS[dtype], self.is_rounded, self.panel_columns, apart)
         return sums, tile.tokens, tile
 
 

@@ -226,7 +226,8 @@ class Tiles:
         b, code, result = self.b, self.code, []
         for f in range(code.fields):
             shift, of_tile = ir.Constant(ints_of(SIDE), [f * code.bits] * SIDE), (scales[first + f], addends[first + f])
-            result.append(self.amx.rounded(*(number_of(b, code, b.lshr(raw, shift), *of_tile) for raw in pair)))
+            both = self.amx.rounded(*(number_of(b, code, b.lshr(raw, shift), *of_tile) for raw in pair))
+            result.append(b.lanes_of(both, [i // 2 + SIDE * (i % 2) for i in range(2 * SIDE)]))
         return result
 
     def codes_of(self, pair: Sequence[Any], zeros: Sequence[Any], first: int) -> list[Any]:
@@ -313,11 +314,18 @@ class Tiles:
                     with before_last:
                         b.write(result, sums + i * SIDE * 4)
                     with is_last:
-                        b.write(b.rounded(result, dtype), out + i * SIDE * dtype.itemsize)
+                        b.write(self.narrowed(result), out + i * SIDE * dtype.itemsize)
             for f in range(0 if self.tile.is_rounded else fields):
                 bits = b.bitcast(b.lanes_of(result, range(f * SIDE, (f + 1) * SIDE)), ints_of(SIDE))
                 bits = b.and_(bits, ir.Constant(ints_of(SIDE), [2**31 - 1] * SIDE))
                 b.store(b.intrinsic("llvm.umax", bits.type, bits, b.load(self.largest)), self.largest)
+
+    def narrowed(self, result: Any) -> Any:
+        """Return sums in the dtype of ``out``, which has 16 bits."""
+        if self.code.dtype != torch.bfloat16 or self.code.fields == 1:
+            return self.b.rounded(result, self.code.dtype)
+        halves = [self.b.lanes_of(result, range(i, i + SIDE)) for i in range(0, result.type.count, SIDE)]
+        return self.b.joined([self.amx.rounded(*halves[i : i + 2]) for i in range(0, len(halves), 2)])
 
     def end(self) -> None:
         """Write the largest bit pattern of a result."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from w4gemm.core.errors import nearest
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import Device
+from w4gemm.core.words import nearest
 from w4gemm.packing.codecs import MMA8, MMA16
 from w4gemm.packing.layouts.base import CanonicalLayout, PackLayout, WeightComponents
 from w4gemm.packing.layouts.cpu import CpuLayout

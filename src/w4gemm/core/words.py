@@ -1,0 +1,24 @@
+"""Words that messages share. Importing this does without PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+def nearest(value: object, legal: Iterable[str]) -> str:
+    """Return the end of a message: "; nearest is 'silu'" if a string is close to a legal one, else nothing."""
+    import difflib  # only once something is wrong
+
+    by_lower = {name.lower(): name for name in legal}
+    close = difflib.get_close_matches(value.lower(), by_lower, n=1) if isinstance(value, str) else []
+    return f"; nearest is {by_lower[close[0]]!r}" if close else ""
+
+
+def printable(text: str) -> str:
+    """Return a text of a file for a terminal: with escapes for characters that would move its cursor or hide others."""
+    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
+
+
+def dotted(version: Iterable[int]) -> str:
+    """Return a version or a compute capability as text, such as "9.0"."""
+    return ".".join(map(str, version))
