@@ -153,6 +153,23 @@ def test_memory_is_the_senders_after_a_call() -> None:
         assert layer.update.numbers == 0 and not layer.update.coming._parameters
 
 
+def test_an_iterator_may_fill_the_memory_of_a_tensor_anew() -> None:
+    layer, known = layer_of(rows), routes.Routes()
+    for i in range(3):
+        tensors, dense = parts_of(rows, i)
+        buffer = torch.empty_like(tensors["0"])
+        load_weights(layer, known, ((name, buffer.copy_(t)) for name, t in tensors.items()))
+        assert layer.equals(dense) and layer.calls == 3
+
+
+def test_parameters_that_require_gradients() -> None:
+    layer, known = layer_of(rows), routes.Routes()
+    for i in range(2):
+        tensors, dense = parts_of(rows, i)
+        load_weights(layer, known, [(name, torch.nn.Parameter(t)) for name, t in tensors.items()])
+        assert layer.equals(dense) and layer.calls == 3
+
+
 def test_a_part_that_comes_twice_is_not_another_one() -> None:
     layer, known = layer_of(rows), routes.Routes()
     tensors, dense = parts_of(rows, 0)

@@ -146,7 +146,8 @@ def update(
             shape = (m.experts, m.k, m.n) if isinstance(m, Stack) else (m.n, m.k)
             of_one[own] = (torch.randn(shape, device=DEVICE, generator=g) * m.gain * m.k**-0.5).bfloat16()
         dense[name] = of_one[own]
-    send = ((name if t.dim() == 3 else f"{name}.weight", t) for name, t in dense.items())
+    # a list, as trainers' buckets come: of an iterator each tensor would be copied before the next one is made
+    send = [(name if t.dim() == 3 else f"{name}.weight", t) for name, t in dense.items()]
     _wait()
     start = time.perf_counter()
     if by_reload:

@@ -11,7 +11,7 @@ waits for the GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple, Protocol
@@ -150,12 +150,16 @@ class Loading:
 
     def passed(self, weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
         """Generate those that the engine must load itself."""
+        # what reads files may let go of a tensor, or fill its memory anew, when it is asked for the next one
+        are_kept = isinstance(weights, (list, tuple, ItemsView))
         for name, tensor in weights:
             route = self.routes.get(name)
             if route is not None and route.fits(tensor):
                 for taker, layer, blocks in route.ends:
                     self.begin(taker, layer)
-                    taker.put(tensor, blocks)
+                    taker.put(tensor.detach(), blocks)
+                    if not are_kept:
+                        taker.settle()
                 continue
             self.now, self.ends = tensor, None
             yield name, tensor
