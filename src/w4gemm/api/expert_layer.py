@@ -110,7 +110,8 @@ def one_launch(key: LayerKey, device: Device) -> OneLaunch:
     if not 0 < key.tokens <= MOST_TOKENS:
         return OneLaunch(None, f"takes 1 to {MOST_TOKENS} tokens, got {key.tokens}", "")
     if key.dtype not in (torch.float16, torch.bfloat16):
-        return OneLaunch(None, f"takes 16-bit x, got {key.dtype}", "")
+        reason = f"takes 16-bit x, got {key.dtype}, in which rows of down need their largest number first"
+        return OneLaunch(None, reason, "")
     if key.gate_up.format != key.down.format:
         return OneLaunch(None, f"takes one format, got {key.gate_up.format} and {key.down.format}", "")
     if reason := hopper.refusal(device):
