@@ -14,7 +14,7 @@ from w4gemm.kernels.base import Status
 from w4gemm.kernels.hopper import HopperKernel
 from w4gemm.kernels.sm90_fp8_block_gemm.variant import Sm90Fp8BlockVariant
 from w4gemm.kernels.sm90_mixed_gemm import space as mixed
-from w4gemm.kernels.space import Rule, Space
+from w4gemm.kernels.space import Space
 from w4gemm.packing.codecs import weight_operand
 
 _TILES = {
@@ -42,14 +42,7 @@ class Sm90Fp8BlockGemm(HopperKernel):
     space = Space(
         _TILES,
         Path(__file__).with_name("legality.jsonl"),
-        impossible=(
-            mixed.GROUPED_CLUSTER,
-            Rule(
-                "scales of an expert's rows",
-                "TMA reads 256 scales at once, and those of an expert's rows from up to three before the first one on",
-                lambda v: v.grouped and v.config.tile_m == 256,
-            ),
-        ),
+        impossible=(mixed.GROUPED_CLUSTER,),
         held_back=(),
     )
 

@@ -13,6 +13,11 @@ SCALE_BYTES = 16
 """The least that a bulk copy brings: of a block's scales, which are all alike, the first four."""
 BOX_TOKENS = 64
 """Tokens of a box of x, and of d: those of a WGMMA."""
+_MOST_SCALES = 256
+"""Tokens of a TMA box at most, and so of its scales."""
+_SCALE_BOX = 160
+"""Tokens of each of two boxes of scales: half of an expert's 256 and the four more that it may begin at, in multiples
+of 128 bytes."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +84,14 @@ class Sm90Fp8BlockVariant(Sm90MixedVariant):
     @property
     def weight_bytes(self) -> int:
         return -(-self.copied_bytes // 128) * 128
+
+    @property
+    def scale_tokens(self) -> int:
+        return super().scale_tokens if self.scale_boxes == 1 else self.scale_boxes * _SCALE_BOX
+
+    @property
+    def scale_boxes(self) -> int:
+        return 1 if super().scale_tokens <= _MOST_SCALES else 2
 
     @property
     def box_tokens(self) -> int:

@@ -294,11 +294,12 @@ class Sm90MixedGemmKernel:
     def scale_source(self, block_scale: cute.Tensor) -> ScaleSource:
         """TMA that loads the scales of a tile's rows for a k-slice. block_scale: float32 (m, k blocks)."""
         variant = self.variant
-        shape, size = (variant.scale_tokens, variant.blocks_k), variant.block_scale_bytes // 4
-        strides = (1, variant.scale_tokens)
+        boxes = variant.scale_boxes
+        shape, size = (variant.scale_tokens // boxes, variant.blocks_k), variant.block_scale_bytes // (4 * boxes)
+        strides = (1, shape[0])
         box = cute.make_layout(shape, stride=strides)
         tma, scales = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), block_scale, box, shape)
-        stages = cute.make_layout((*shape, variant.num_stages), stride=(*strides, size))
+        stages = cute.make_layout((*shape, variant.num_stages * boxes), stride=(*strides, size))
         return ScaleSource(tma, scales, stages)
 
     def out_target(self, out: cute.Tensor) -> OutTarget:
@@ -515,11 +516,11 @@ class Producer:
                     target = shared_address(s_x.iterator) + stage * variant.x_bytes
                     self.row_gather.copy(source.x, row_numbers, k_slice, target, warp)
                     cute.arch.cp_async_mbarrier_arrive_noinc(full + stage)
-                if const_expr(variant.block_scales):
+                for b in cutlass.range_constexpr(variant.scale_boxes if variant.block_scales else 0):
                     cute.copy(
                         source.scales.tma,
-                        g_scales[(None, 0, k_slice)],
-                        s_scales[(None, stage)],
+                        g_scales[(None, b, k_slice)],
+                        s_scales[(None, stage * variant.scale_boxes + b)],
                         tma_bar_ptr=full + stage,
                     )
                 for chunk in cutlass.range_constexpr(0 if variant.gathered else self.k_chunks):
@@ -621,15 +622,16 @@ class Producer:
         return partitions
 
     def partition_scales(self, source: ScaleSource, address: Int32, rows: TileRows) -> tuple[cute.Tensor, cute.Tensor]:
-        """TMA's view of the scales of a tile's rows of x, from a multiple of four on: shared by stage, in global memory
-        by (0, k-slice)."""
+        """TMA's view of the scales of a tile's rows of x, from a multiple of four on: shared by stage and box, in global
+        memory by (box, k-slice)."""
         variant, first = self.variant, rows.first
         if variant.grouped:
             first = first // 4 * 4
         pointer = cute.make_ptr(Float32, address, cute.AddressSpace.smem, assumed_align=128)
         shared = cute.make_tensor(pointer, source.layout)
         tokens_on = cute.domain_offset((first, 0), source.scales)
-        tiles = cute.local_tile(tokens_on, (variant.scale_tokens, variant.blocks_k), (None, None))
+        box = variant.scale_tokens // variant.scale_boxes, variant.blocks_k
+        tiles = cute.local_tile(tokens_on, box, (None, None))
         whole = cute.make_layout(1)
         both = cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2)
         return cpasync.tma_partition(source.tma, 0, whole, *both)

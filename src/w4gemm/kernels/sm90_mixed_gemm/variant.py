@@ -234,6 +234,11 @@ class Sm90MixedVariant(KSliceVariant):
         return self.config.tile_m + (4 if self.grouped else 0)
 
     @property
+    def scale_boxes(self) -> int:
+        """TMA boxes of the scales of a stage's tokens."""
+        return 1
+
+    @property
     def block_scale_bytes(self) -> int:
         """Bytes of the scales of x per stage, [k block][token] in float32; what TMA writes begins at a multiple of
         128."""
