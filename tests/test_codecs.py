@@ -401,7 +401,7 @@ def test_a_refusal_says_which_scales_or_elements_there_are():
         "with e8m0 scales for mma16; scales may be fp16, bf16, fp32"
     )
     assert refusal(WeightFormat.parse("e2m3_g32_e8m0"), MMA8) == (
-        "there is no decoder of e2m3 with e8m0 scales for mma8; elements may be e2m1, e4m3, int2, int3, int4"
+        "there is no decoder of e2m3 with e8m0 scales for mma8; elements may be e2m1, e4m3, int2, int3, int4, int5"
     )
 
 
@@ -410,7 +410,7 @@ def test_a_refusal_says_which_scales_or_elements_there_are():
     [
         ("int8_g128", "fp8 activations would round int8"),
         ("int6_g32_zint", "fp8 activations would round int6"),
-        ("int3_g128_zint", "fp8 activations take zero points with int4 alone"),
+        ("int5_g128_zint", "the numbers of int5 reach 31, and e4m3 holds no odd ones above 16"),
         ("int2_g32_zfloat", "float zero points are not multiples of the scale"),
         ("e5m2_g32_e8m0", "fp8 activations would round e5m2"),
         ("e4m3_g64_fp32", "float32 scales of groups of a multiple of 128 columns"),

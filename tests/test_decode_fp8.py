@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
@@ -26,9 +28,14 @@ def e4m3(numbers: torch.Tensor) -> torch.Tensor:
 def decode(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The decoders' module, with Python's integers and floats in the place of the device's."""
     module = pytest.importorskip("w4gemm.packing.codecs.integers_decode_fp8")
-    monkeypatch.setattr(module, "asm", lambda text, outputs, inputs, **_: run_ptx(text, len(outputs), inputs))
+
+    def run(text: str, outputs: list[Any], inputs: list[int], **_: Any) -> tuple[int, ...]:
+        return run_ptx(text, len(outputs), [word & 0xFFFFFFFF for word in inputs])
+
+    monkeypatch.setattr(module, "asm", run)
     monkeypatch.setattr(module, "Int32", int)
     monkeypatch.setattr(module, "Float32", float)
+    monkeypatch.setattr(module, "hidden_constant", int)
     monkeypatch.setattr(module, "cutlass", SimpleNamespace(range_constexpr=range, max=max, min=min))
     monkeypatch.setattr(module, "_float_of_e4m3", lambda bits: float(torch.tensor(bits).byte().view(E4M3)))
     monkeypatch.setattr(module, "pack_e4m3", lambda values: word(e4m3(torch.tensor(values))))
@@ -65,25 +72,49 @@ def test_signed_codes(decode: Any) -> None:
     assert torch.equal(actual, e4m3((codes_of_words() - 8) * 2.0**-8))
 
 
-@pytest.mark.parametrize("bits", [2, 3])
-def test_signed_codes_of_fewer_bits(decode: Any, bits: int) -> None:
-    """The words of each step, turned as a kernel turns them."""
-    (codec,) = (codec for codec in CODECS if codec.fragment is MMA8 and codec.element == f"int{bits}")
-    codes = CODES % 2**bits
+def registers_of_steps(codec: Codec, decoder: Any, prepared: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Some steps of a block of CODES of fewer or more bits than four, its words turned as a kernel turns them: what is
+    decoded and the codes, by register and byte."""
+    bits = codec.bits
+    codes = CODES % 2**bits if bits < 4 else CODES * 2 + CODES.flip(1) % 2
     strips = codec.code_words(codes).view(-1, 32 * bits)
-    sizes = [segment.words for segment in Block(bits).segments]
-    parts = [
-        part.view(-1, 32, size) for part, size in zip(strips.split([32 * n for n in sizes], 1), sizes, strict=True)
-    ]
-    decoder, lanes = decode.NarrowDecoder("bf16", bits), MMA8.split(codes).view(-1, 32, 2, 2, 2, 4)
+    segments = Block(bits).segments
+    loads = strips.split([32 * segment.words for segment in segments], 1)
+    parts = [part.view(-1, 32, segment.words) for part, segment in zip(loads, segments, strict=True)]
+    lanes = MMA8.split(codes).view(-1, 32, 2, 2, 2, 4)
     for strip, lane, step in ((0, 0, 0), (1, 31, 1), (5, 17, 0), (7, 6, 1)):
-        words = [int(part[strip, lane, min(step, part.shape[2] - 1)]) & 0xFFFFFFFF for part in parts]
-        turns = [turn[step] for turn in codec.turns] or [0]
-        turned = [(w >> turn | w << 32 - turn) & 0xFFFFFFFF for w, turn in zip(words, turns, strict=True)]
-        registers = [list(r.to_bytes(4, "little")) for r in decoder.decode(tuple(turned), (None, None))]
+        words: list[int] = []
+        for i, (part, segment) in enumerate(zip(parts, segments, strict=True)):
+            first, count = Block.words_of_step(segment, step, 2)
+            turn = codec.turns[i][step] if codec.turns else 0
+            stored = [int(w) & 0xFFFFFFFF for w in part[strip, lane, first : first + count]]
+            words += [(w >> turn | w << 32 - turn) & 0xFFFFFFFF for w in stored]
+        registers = [list(r.to_bytes(4, "little")) for r in decoder.decode(tuple(words), prepared)]
         of_registers = lanes[strip, lane, step].transpose(0, 1).reshape(4, 4).int()  # row8 + 2 * col16, i
-        expected = e4m3((of_registers - 2 ** (bits - 1)) * 2.0**-8)
-        assert torch.equal(torch.tensor(registers, dtype=torch.uint8), expected)
+        yield torch.tensor(registers, dtype=torch.uint8), of_registers
+
+
+def codec_of(bits: int, zero: str) -> Codec:
+    (codec,) = (c for c in CODECS if c.fragment is MMA8 and c.element == f"int{bits}" and zero in c.zeros)
+    return codec
+
+
+@pytest.mark.parametrize("bits, unit", [(2, 2.0**-8), (3, 2.0**-8), (5, 2.0**-9)])
+def test_signed_codes_of_other_widths(decode: Any, bits: int, unit: float) -> None:
+    decoder = decode.FiveBitDecoder("bf16") if bits == 5 else decode.NarrowDecoder("bf16", bits)
+    assert decoder.factor * unit == 1
+    for registers, codes in registers_of_steps(codec_of(bits, "none"), decoder, decoder.prepare((), 0)):
+        assert torch.equal(registers, e4m3((codes - 2 ** (bits - 1)) * unit))
+
+
+@pytest.mark.parametrize("bits", [2, 3])
+def test_codes_of_fewer_bits_beside_zero_points(decode: Any, bits: int) -> None:
+    decoder = decode.NarrowTableDecoder("bf16", bits)
+    rows = [tuple(decoder._entry(zero, i) for i in range(2**bits // 4)) for zero in range(2**bits)]
+    for low, high in itertools.product(range(2**bits), repeat=2):
+        for registers, codes in registers_of_steps(codec_of(bits, "int"), decoder, (rows[low], rows[high])):
+            zeros = torch.tensor([low, high, low, high])[:, None]
+            assert torch.equal(registers.view(E4M3).float(), (codes - zeros) * 2.0**-8)
 
 
 @pytest.mark.parametrize("zero", range(16))

@@ -146,6 +146,7 @@ PRODUCTS = [
     Product("sm90_fp8_block_gemm/128x128x128_1x1x1_coop", "e4m3_g128_b128", ROWS_OF_BLOCKS, 3, 130, 640, 2, (5, 200)),
     Product("sm90_fp8_block_gemm/64x128x128_1x1x1_coop", "e4m3_g128_b128", GATES, 3, 264, 640, 2, (5, 70)),
     Product("sm90_fp8_block_gemm/256x128x128_1x1x1_coop", "e4m3_g128_b128", BLOCKS, 250, 130, 640, 1),
+    Product("sm90_fp8_block_gemm/256x128x128_1x1x1_coop", "e4m3_g128_b128", BLOCKS, 2, 130, 384, 1, (5, 270)),
     # multicast in a cluster, of x and of weights
     Product("sm90_fp8_block_gemm/128x64x128_1x2x1_coop", "e4m3_g128_b128", ROWS_OF_BLOCKS, 63, 130, 1100, 2),
     Product("sm90_fp8_block_gemm/128x128x128_2x1x1_coop", "e4m3_g128_b128", ROWS_OF_BLOCKS, 300, 130, 1100, 2),
@@ -201,7 +202,8 @@ def parameters(case: Product, config: GemmConfig, arguments: Arguments) -> list[
     if variant.block_scales:
         by_column = arguments.epilogue.block_scale.T
         whole = by_column.as_strided((len(by_column), by_column.stride(0)), (by_column.stride(0), 1))
-        scales = [TensorMap(whole, variant.blocks_k, variant.scale_tokens, swizzled=False), None]
+        box = variant.scale_tokens // variant.scale_boxes
+        scales = [TensorMap(whole, variant.blocks_k, box, swizzled=False), None]
     target = [TensorMap(arguments.out, variant.tokens_per_round, 64), None] if variant.boxed else [arguments.out]
     shared = 1 if config.split_k > 1 else config.cluster_n  # each CTA brings a part of a box to all that share x
     boxes = TensorMap(x, variant.box_tokens // shared, 128 // x.itemsize)
@@ -262,7 +264,10 @@ def test_products(case: Product) -> None:
     [
         *itertools.product(
             ["sm90_fp8_gemm/64x64x256_1x1x1_coop", "sm89_fp8_gemm/16x64x256_1x1x1_pingpong"],
-            ["e4m3_col_fp32", "e4m3_g128_b128", "int3_g32", "int2_g128_fp16"],
+            [
+                *("e4m3_col_fp32", "e4m3_g128_b128", "int5_g64", "int3_g32", "int3_g64_zint", "int2_g128_fp16"),
+                "int2_g32_zint",
+            ],
         ),
         ("sm90_decode/16x64x128_1x1x1_coop", "q3_k"),
     ],

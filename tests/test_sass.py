@@ -63,6 +63,7 @@ FP8 = torch.float8_e4m3fn
 FORMATS = [f"int4_{group}{zero}" for group in ("g32", "g64", "g128", "col") for zero in ("", "_zint", "_zfloat")]
 FP8_FORMATS = [name for name in FORMATS if "zfloat" not in name] + ["int4_g128_e4m3", "int4_g32_e4m3", "mxfp4"]
 FP8_FORMATS += ["int4_g32_fp16", "e4m3_col_fp32", "e4m3_g128_b128", "int3_g32", "int2_g128_fp16", "e4m3_g128_fp32"]
+FP8_FORMATS += ["int5_g32", "int5_g128_fp16", "int3_g64_zint", "int2_g32_zint"]
 FOLDED_FLOATS = ("e2m1_g16_e4m3", FP8)
 """Of sm90_fp8_gemm alone."""
 OTHER_DTYPES = [("int4_g128_fp16", torch.float16), ("int4_g32_zfloat_fp16", torch.bfloat16)]
@@ -391,7 +392,8 @@ class EightWeights(NamedTuple):
 BF16_SEQUENCES = {"int8_g128": 8, "int6_g128": 11.5, "int5_g128": 11.75, "int4_g128": 9, "int3_g128": 11.25}
 BF16_SEQUENCES |= {"int2_g128": 9.5, "e4m3_col_fp32": 14, "e4m3_g128_b128": 30}
 BF16_SEQUENCES |= {"q6_k": 30, "q5_k": 29, "q3_k": 31.5, "q2_k": 34}
-FP8_SEQUENCES = {"e4m3_g128_b128": 2, "int4_g128": 7, "int3_g128": 11, "int2_g128": 7.25}
+FP8_SEQUENCES = {"e4m3_g128_b128": 2, "int4_g128": 7, "int5_g128": 8.5, "int3_g128": 6.5, "int3_g128_zint": 6.5}
+FP8_SEQUENCES |= {"int2_g128": 4.75, "int2_g128_zint": 4.75}
 SEQUENCES = [EightWeights("sm90_mixed_gemm", *pair) for pair in BF16_SEQUENCES.items()]
 SEQUENCES += [EightWeights("sm90_fp8_gemm", *pair) for pair in FP8_SEQUENCES.items()]
 _DECODING = r"PRMT|LOP3|SHF|HFMA2|HMUL2|HADD2|IMAD R|IMAD\.(SHL|U32)"

@@ -622,8 +622,8 @@ class Producer:
         return partitions
 
     def partition_scales(self, source: ScaleSource, address: Int32, rows: TileRows) -> tuple[cute.Tensor, cute.Tensor]:
-        """TMA's view of the scales of a tile's rows of x, from a multiple of four on: shared by stage and box, in global
-        memory by (box, k-slice)."""
+        """TMA's view of the scales of a tile's rows of x, from a multiple of four on: shared by stage and box, in
+        global memory by (box, k-slice)."""
         variant, first = self.variant, rows.first
         if variant.grouped:
             first = first // 4 * 4

@@ -155,7 +155,7 @@ class WeightOperand:
     def in_float32(self) -> bool:
         """True if a weight is computed in float32: with wide scales, and a byte with scales of another dtype."""
         other = self.mixed and self.scale in ("f16", "bf16")
-        return self.codec.in_float32 or (other and self.block.bits > 4)
+        return self.codec.in_float32 or (other and self.block.bits > 4 and not self.codec.scales_on_sums)
 
     @property
     def register_class(self) -> str:
@@ -165,6 +165,7 @@ class WeightOperand:
             "up to 4 bits" if self.codec.bits <= 4 else "5 to 8 bits": True,
             f"{self.codec.registers} registers": True,
             "in float32": self.in_float32,
+            "in matrices": self.codec.matrices,
             "factors": self.block.factors,
             "scales on sums": self.codec.scales_on_sums,
             "rows share scales": self.codec.rows_share_scale,

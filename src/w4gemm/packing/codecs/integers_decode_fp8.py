@@ -1,4 +1,4 @@
-"""From packed 4-bit codes to e4m3 elements of a WGMMA's operand A, in registers.
+"""From packed codes of up to five bits to e4m3 elements of a WGMMA's operand A, in registers.
 
 With 16-bit scales, as exact multiples of the scale. In e4m3 the bytes 0 .. 16 are 0 .. 16 times 2**-9: subnormals, the
 binade above them and one more number lie on one line. So the byte of 2 * v, for v = u - 8, is v's sign at bit 7 beside
@@ -8,9 +8,12 @@ the products.
     symmetric            a code is 2 * t + s with v = t, or for s = 1 v = -1 - t; adding 129 * s to it gives the byte
     integer zero points  the bytes of 2 * (u - z) for all 16 codes are a row of a table in shared memory, one row for
                          each z; prmt picks four of eight bytes, once from the lower half and once from the upper
-    e4m3 scales          the same with one row for each scale s: s * v, rounded to e4m3; the upper half is of v from -4
-                         to 3, the lower half what is to be added for v from -8 to -5 and from 4 to 7. prmt replaces a
-                         byte by its sign, here 0, where a selector's high bit is set, and no sum of bytes carries
+    2 and 3 bits         the same by one prmt, of four or eight bytes; symmetric, the row is that of the middle code
+    5 bits               abs(v) is at most 16, so its byte is abs(v) itself, and sums of bytes are 2**-9 times sums of v
+    e4m3 scales          as zero points, with one row for each scale s: s * v, rounded to e4m3; the upper half is of v
+                         from -4 to 3, the lower half what is to be added for v from -8 to -5 and from 4 to 7. prmt
+                         replaces a byte by its sign, here 0, where a selector's high bit is set, and no sum of bytes
+                         carries
 
 One code word of int4 (packing/codecs/integers_fp8.py) becomes two registers: columns 0 .. 3 and 16 .. 19 of a row.
 """
@@ -18,6 +21,7 @@ One code word of int4 (packing/codecs/integers_fp8.py) becomes two registers: co
 # mypy: ignore-errors
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -25,12 +29,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from w4gemm.ptx.arithmetic import half_to_float, pack_e4m3
+from w4gemm.ptx.arithmetic import half_to_float, hidden_constant, pack_e4m3
 from w4gemm.ptx.asm import asm
 from w4gemm.ptx.memory import load_shared, store_shared
 
 _SUM_SCALE = 256.0
-"""Factor from sums of bytes to sums of u - z."""
+"""Factor from sums of bytes of 2 * v to sums of v."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,8 @@ class Fp8Decoder:
 
     sum_scale: ClassVar = 1.0
     """See Decoder."""
+    factor: ClassVar = _SUM_SCALE
+    """Factor from sums of bytes to sums of v."""
 
     def prepare(self, words: tuple[Int32, ...], table: Int32, field: int = 0) -> tuple[tuple[Int32, ...] | None, ...]:
         """Once a group: the table's rows for rows g and g + 8, None without a table. words: of scale and zero. field:
@@ -49,7 +55,7 @@ class Fp8Decoder:
 
     def scales(self, words: tuple[Int32, ...]) -> tuple[Float32, ...]:
         """Factors for the sums of a group, of rows g and g + 8."""
-        return tuple(half_to_float(self.scale_kind, words[0], high) * Float32(_SUM_SCALE) for high in (False, True))
+        return tuple(half_to_float(self.scale_kind, words[0], high) * Float32(self.factor) for high in (False, True))
 
     def decode(self, words: tuple[Int32, ...], prepared: tuple[tuple[Int32, ...] | None, ...]) -> tuple[Int32, ...]:
         """The four fragment registers of one instruction."""
@@ -61,16 +67,31 @@ class Fp8Decoder:
         return _signed(word)
 
 
-@dataclass(frozen=True)
-class NarrowDecoder(Fp8Decoder):
-    """Decodes symmetric codes of ``bits`` 3 or 2 in the same way: a word of two bits for each code and, of 3 bits, the
-    word of the third ones."""
+class FiveBitDecoder(Fp8Decoder):
+    """Decodes symmetric codes of five bits: words of nibbles of rows g and g + 8, and that of the signs."""
 
-    bits: int
+    factor: ClassVar = 2 * _SUM_SCALE
 
     def decode(self, words: tuple[Int32, ...], prepared: tuple[None, None]) -> tuple[Int32, ...]:
         """The four fragment registers of one instruction."""
-        return _narrow(words)
+        return _five_bits(words)
+
+
+@dataclass(frozen=True)
+class NarrowDecoder(Fp8Decoder):
+    """Decodes symmetric codes of ``bits`` 3 or 2: a word of two bits for each code and, of 3 bits, the word of the
+    third ones."""
+
+    bits: int
+
+    def prepare(self, words: tuple[Int32, ...], table: Int32, field: int = 0) -> tuple[tuple[Int32, ...] | None, ...]:
+        middle = 2 ** (self.bits - 1)
+        row = tuple(hidden_constant(_bytes_of(range(v, v + 4))) for v in range(-middle, middle, 4))
+        return row, row
+
+    def decode(self, words: tuple[Int32, ...], prepared: tuple[tuple[Int32, ...], ...]) -> tuple[Int32, ...]:
+        """The four fragment registers of one instruction."""
+        return _selected(words, *prepared)
 
 
 class TableDecoder(Fp8Decoder):
@@ -98,6 +119,26 @@ class TableDecoder(Fp8Decoder):
 
     def _row(self, word: Int32, table_row: tuple[Int32, ...] | None) -> tuple[Int32, ...]:
         return _picked(word, table_row)
+
+
+@dataclass(frozen=True)
+class NarrowTableDecoder(TableDecoder):
+    """Decodes codes of ``bits`` 3 or 2 beside integer zero points. A row of the table has four or eight bytes, and is
+    as long as int4's."""
+
+    bits: int
+
+    @property
+    def table_rows(self) -> int:  # type: ignore[override]
+        return 2**self.bits
+
+    def prepare(self, words: tuple[Int32, ...], table: Int32, field: int = 0) -> tuple[tuple[Int32, ...] | None, ...]:
+        places = words[-1] & 0xFFFF, words[-1] >> 16
+        return tuple(load_shared(table + place, self.table_rows // 4) for place in places)
+
+    def decode(self, words: tuple[Int32, ...], prepared: tuple[tuple[Int32, ...], ...]) -> tuple[Int32, ...]:
+        """The four fragment registers of one instruction."""
+        return _selected(words, *prepared)
 
 
 class FoldedDecoder(TableDecoder):
@@ -157,18 +198,46 @@ def _signed(word: Int32) -> tuple[Int32, ...]:
     return asm(f"{{ .reg .b32 c, s, t; {text}}}", [Int32] * 2, [word], pure=True, early=True)
 
 
-def _narrow(words: tuple[Int32, ...]) -> tuple[Int32, ...]:
-    """Four registers of the words of a step. Byte i of register r has the code at bit 2 * r of byte i of the first
-    word, and at bit r of the second."""
-    code, third = "$4", "$5"
+def _bytes_of(numbers: Iterable[int]) -> int:
+    """A word of the bytes of 2 * v for four v of at most 8, in the order of bits."""
+    word = sum((2 * abs(v) | (0x80 if v < 0 else 0)) << 8 * i for i, v in enumerate(numbers))
+    return word - (2**32 if word >= 2**31 else 0)
+
+
+def _five_bits(words: tuple[Int32, ...]) -> tuple[Int32, ...]:
+    """Four registers of the words of a step: row g's and row g + 8's nibbles, and the signs, those of register r at bit
+    r of each byte."""
     text = ""
     for r in range(4):
-        text += f"shr.u32 t, {code}, {2 * r}; and.b32 s, t, 0x01010101; and.b32 c, t, 0x03030303; "
-        if len(words) > 1:
-            move = f"shl.b32 t, {third}, {2 - r}; " if r < 3 else f"shr.u32 t, {third}, 1; "
-            text += move + "lop3.b32 c, t, 0x04040404, c, 0xEA; "
-        text += f"mad.lo.u32 ${r}, s, 129, c; "
+        code, sign = f"${4 + r % 2}", "$6"
+        if r > 1:
+            text += f"shr.u32 t, {code}, 4; "
+            code = "t"
+        text += f"and.b32 c, {code}, 0x0F0F0F0F; "
+        if r > 0:
+            text += f"shr.u32 t, {sign}, {r}; "
+            sign = "t"
+        text += f"and.b32 s, {sign}, 0x01010101; mad.lo.u32 ${r}, s, 129, c; "
     return asm(f"{{ .reg .b32 c, s, t; {text}}}", [Int32] * 4, list(words), pure=True, early=True)
+
+
+def _selected(words: tuple[Int32, ...], low: tuple[Int32, ...], high: tuple[Int32, ...]) -> tuple[Int32, ...]:
+    """Four registers of the words of a step, whose codes pick bytes of rows ``low``, for rows g, and ``high``."""
+    inputs, rows = [*words, *low, *high], []
+    for row in (0, 1):
+        first = 4 + len(words) + row * len(low)
+        rows.append(f"${first}, ${first + len(low) - 1}")
+    text = ""
+    for col16 in (0, 1):
+        parts = ["$4", "$5"][: len(words)]
+        if col16:
+            text += "shr.u32 t, $4, 2; " + ("shr.u32 u, $5, 1; " if len(words) > 1 else "")
+            parts = ["t", "u"]
+        text += f"and.b32 m, {parts[0]}, 0x33333333; "
+        if len(words) > 1:
+            text += f"lop3.b32 m, {parts[1]}, 0x44444444, m, 0xEA; "
+        text += f"prmt.b32 ${2 * col16}, {rows[0]}, m; shr.u32 m, m, 16; prmt.b32 ${2 * col16 + 1}, {rows[1]}, m; "
+    return asm(f"{{ .reg .b32 m, t, u; {text}}}", [Int32] * 4, inputs, pure=True, early=True)
 
 
 def _picked(word: Int32, row: tuple[Int32, ...]) -> tuple[Int32, ...]:

@@ -1,5 +1,5 @@
-"""Codecs of int4, int3 and int2 for e4m3 x: a code u of b bits stands for u - 2**(b - 1), int4's for u - z beside zero
-points."""
+"""Codecs of int5, int4, int3 and int2 for e4m3 x: a code u of b bits stands for u - 2**(b - 1), of up to four bits for
+u - z beside zero points. e4m3 holds all integers up to 16, and above every second one."""
 
 from __future__ import annotations
 
@@ -11,13 +11,9 @@ from w4gemm.packing.codecs.base import MMA8, Bits, Codec, Decoding, WeightOperan
 
 _CODES = tuple(range(16))
 _SIGN_AND_SIZE = tuple(u & 3 | u >> 1 & 4 | (u << 1 ^ u) & 8 for u in _CODES)
-_ROW_BYTES = 16  # of the decoder's table: the 16 codes of a scale or zero point
-
-
-def _sign_magnitude(bits: int) -> tuple[int, ...]:
-    """The stored number of each code: 2 * v for v = u - 2**(bits - 1) >= 0, else 2 * (-1 - v) + 1."""
-    half = 2 ** (bits - 1)
-    return tuple(2 * (u - half) if u >= half else 2 * (half - 1 - u) + 1 for u in range(2 * half))
+_SIGN_MAGNITUDE = tuple(2 * (u - 8) if u >= 8 else 2 * (7 - u) + 1 for u in _CODES)
+"""The stored number of each code of int4: 2 * v for v = u - 8 >= 0, else 2 * (-1 - v) + 1."""
+_ROW_BYTES = 16  # of the decoder's table: the codes of a scale or zero point, at most 16
 
 
 class Fp8Codec(Codec):
@@ -29,15 +25,22 @@ class Fp8Codec(Codec):
                 "float zero points are not multiples of the scale, so e4m3 cannot hold u - z; 16-bit activations take "
                 "them in the mma16 layout"
             )
-        if format.zero == "int" and self.bits < 4:
-            return f"fp8 activations take zero points with int4 alone, 16-bit ones with {format.element} too"
+        if format.zero == "int" and self.bits > 4:
+            return (
+                f"with zero points the numbers of {format.element} reach {2**self.bits - 1}, and e4m3 holds no odd "
+                "ones above 16; 16-bit activations take them"
+            )
         return ""
 
     def decoder(self, weight: WeightOperand, decoding: Decoding) -> Any:
-        from w4gemm.packing.codecs.integers_decode_fp8 import FoldedDecoder, Fp8Decoder, NarrowDecoder, TableDecoder
+        from w4gemm.packing.codecs import integers_decode_fp8 as decoders
+        from w4gemm.packing.codecs.integers_decode_fp8 import FoldedDecoder, Fp8Decoder, TableDecoder
 
+        if self.bits > 4:
+            return decoders.FiveBitDecoder(weight.scale)
         if self.bits < 4:
-            return NarrowDecoder(weight.scale, self.bits)
+            decoder = decoders.NarrowTableDecoder if self.zero_step else decoders.NarrowDecoder
+            return decoder(weight.scale, self.bits)
         if self.zero_step:
             return TableDecoder(weight.scale)
         return (Fp8Decoder if self.scales_on_sums else FoldedDecoder)(weight.scale)
@@ -49,11 +52,11 @@ INT4_MMA8 = Fp8Codec(
     "int4",
     ("bf16", "fp16"),
     ("none",),
-    _sign_magnitude(4),
+    _SIGN_MAGNITUDE,
     tuple(Bits(p, 15, 8 * (p % 4) + 4 * (p // 4)) for p in range(8)),
     scales_on_sums=True,
 )
-"""A nibble is sign and magnitude (:func:`_sign_magnitude`); col16 is the high one of byte i."""
+"""A nibble is sign and magnitude (:data:`_SIGN_MAGNITUDE`); col16 is the high one of byte i."""
 
 INT4_MMA8_ZEROS = Fp8Codec(
     "int4_mma8_zeros",
@@ -87,19 +90,38 @@ INT4_MMA8_FOLDED = Fp8Codec(
 if -4 <= v < 4."""
 
 
-def _narrow(bits: int) -> Codec:
-    """The codec of 2 or 3 bits. The low two bits of a code of register r = row8 + 2 * col16 lie at bit 2 * r of byte i
-    of the step's word, the third bits of both steps in a word of their own: at bit r of byte i for step 0, at r + 4 for
-    step 1, which is turned."""
+def _narrow(bits: int) -> tuple[Codec, Codec]:
+    """The codecs of 2 or 3 bits, without and with zero points. A code is a selector of prmt in a row of bytes, those of
+    its numbers. Of register r = row8 + 2 * col16 of a step, byte i, its low two bits lie in nibble 4 * row8 + i of the
+    step's word, from bit 2 * col16 on. The third bits of both steps share a word: bit 2 + col16 of such a nibble for
+    step 0, and for step 1, which is turned, bit col16."""
+    places: list[Bits] = []
+    for step, row8, col16, i in itertools.product(range(2), range(2), range(2), range(4)):
+        position, nibble = 16 * step + 8 * row8 + 4 * col16 + i, 16 * row8 + 4 * i
+        places.append(Bits(position, 3, nibble + 2 * col16, step))
+        if bits == 3:
+            places.append(Bits(position, 4, nibble + col16 - 2 * step, 2))
+    order = tuple(range(2**bits)), tuple(places), ((0, 0), (0, 30)) if bits == 3 else ()
+    facts: dict[str, Any] = {"table_rows": 2**bits, "table_row_bytes": _ROW_BYTES, "zero_step": _ROW_BYTES}
+    name, scales = f"int{bits}", ("bf16", "fp16")
+    return (
+        Fp8Codec(f"{name}_mma8", MMA8, name, scales, ("none",), *order, scales_on_sums=True),
+        Fp8Codec(f"{name}_mma8_zeros", MMA8, name, scales, ("int",), *order, scales_on_sums=True, **facts),
+    )
+
+
+def _five_bits() -> Codec:
+    """The codec of int5: what is stored for v = u - 16 is v if v >= 0, else 16 + (-1 - v). Its low four bits are a
+    nibble as int4's; the fifth, the sign of register r = row8 + 2 * col16 of a step, byte i, lies at bit r of byte i of
+    a word of both steps, for step 1, which is turned, at r + 4."""
     places: list[Bits] = []
     for step, row8, col16, i in itertools.product(range(2), range(2), range(2), range(4)):
         position, register = 16 * step + 8 * row8 + 4 * col16 + i, row8 + 2 * col16
-        places.append(Bits(position, 3, 8 * i + 2 * register, step))
-        if bits == 3:
-            places.append(Bits(position, 4, 8 * i + register + 4 * step - 2, 2))
-    facts = f"int{bits}_mma8", MMA8, f"int{bits}", ("bf16", "fp16"), ("none",)
-    turns = ((0, 0), (0, 4)) if bits == 3 else ()
-    return Fp8Codec(*facts, _sign_magnitude(bits), tuple(places), turns, scales_on_sums=True)
+        places.append(Bits(position, 15, 8 * i + 4 * col16, 2 * step + row8))
+        places.append(Bits(position, 16, 8 * i + register + 4 * step - 4, 4))
+    stored = tuple(u - 16 if u >= 16 else 31 - u for u in range(32))
+    facts = "int5_mma8", MMA8, "int5", ("bf16", "fp16"), ("none",), stored, tuple(places), ((0, 0), (0, 4))
+    return Fp8Codec(*facts, scales_on_sums=True)
 
 
-INTEGERS_FP8 = (INT4_MMA8, INT4_MMA8_ZEROS, INT4_MMA8_FOLDED, _narrow(3), _narrow(2))
+INTEGERS_FP8 = (INT4_MMA8, INT4_MMA8_ZEROS, INT4_MMA8_FOLDED, *_narrow(3), *_narrow(2), _five_bits())
