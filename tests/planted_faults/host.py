@@ -321,8 +321,8 @@ FAULTS = (
     Fault(
         "W4AFP8's codes without the turned sign",
         "src/w4gemm/checkpoints/published.py",
-        'along="k", signed=True)',
-        'along="k")',
+        'along="k", signed=True, bits=format.bits)',
+        'along="k", bits=format.bits)',
         "tests/test_deepseek.py -k w4afp8",
     ),
     Fault(
