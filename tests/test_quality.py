@@ -24,6 +24,16 @@ from w4gemm.integrations.transformers import W4GemmConfig, dequantize_layers
 ROOT = Path(__file__).resolve().parent.parent
 
 
+def test_eval_of_a_folder_without_a_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_dense(tmp_path, "llama")
+    for file in folder.glob("*token*"):
+        file.unlink()
+    assert main(["eval", str(folder), "--device", "cpu"]) == 1
+    assert f"w4gemm: error: {folder}: transformers makes no tokenizer (tokenizer.save_pretrained writes one)" in (
+        capsys.readouterr().err
+    )
+
+
 def test_eval_equals_transformers_own_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Perplexity is exp of the mean loss over all windows, also of a shorter last one; the rounded model is the one
     that from_pretrained makes."""

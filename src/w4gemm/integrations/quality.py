@@ -15,6 +15,7 @@ import torch
 from w4gemm.api.nn import W4Linear
 from w4gemm.checkpoints import find_checkpoint, open_checkpoint
 from w4gemm.checkpoints.dense import DenseCheckpoint
+from w4gemm.checkpoints.gguf.fields import tokenizer_of
 from w4gemm.checkpoints.hugging_face import AS_IT_IS
 from w4gemm.core.formats import WeightFormat
 from w4gemm.integrations import calibrated
@@ -106,11 +107,11 @@ def load_dense(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Return a checkpoint's model with dense layers of the numbers that it holds, and its tokenizer."""
     if isinstance(open_checkpoint(path), DenseCheckpoint):
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoModelForCausalLM
 
         folder = find_checkpoint(path).path
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **AS_IT_IS)
-        return model.to(device).eval(), AutoTokenizer.from_pretrained(folder, **AS_IT_IS)
+        tokenizer = tokenizer_of(folder, AS_IT_IS)
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **AS_IT_IS).to(device).eval(), tokenizer
     model, tokenizer = load(path, device, dtype)
     return dequantize_layers(model, dtype), tokenizer
 
