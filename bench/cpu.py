@@ -26,6 +26,7 @@ from w4gemm import QuantizedWeight, WeightFormat, choice, linear, quantize
 from w4gemm.choice.table import device_facts
 from w4gemm.core.problem import Device, GemmProblem
 from w4gemm.kernels.cpu.spec import METHODS, CpuMixedGemm
+from w4gemm.kernels.cpu.tile_product import has_pairs
 from w4gemm.packing.layouts import layout_named
 from w4gemm.tuning import record
 
@@ -80,9 +81,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def instructions() -> str:
-    """Return the widest vectors that PyTorch uses here, and AMX if the processor has it."""
+    """Return the widest vectors that PyTorch uses here, and what the processor has for bf16."""
     has_amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
-    return torch.backends.cpu.get_cpu_capability() + ", AMX" * has_amx
+    of_bf16 = ", AMX" if has_amx else ", AVX512_BF16" * has_pairs()
+    return torch.backends.cpu.get_cpu_capability() + of_bf16
 
 
 def points(n: int, k: int, format: WeightFormat, tokens: Sequence[int], methods: bool) -> Iterator[Row]:
