@@ -36,6 +36,13 @@ _BYTES_PER_US = 0.9
 """Part of the data sheet's bandwidth that weights are streamed with."""
 
 
+_TILE_US, _FEWEST_ROWS = 1.1, 24
+"""Time that a wave of tiles of experts takes longer in sm90_mixed_gemm, with that many rows of an expert and more. At
+11 points of four products, k 512 to 2048, 32 to 150 random and Zipf rows, 286 timings were predicted at 0.88 of their
+time (standard deviation 0.10), with this at 1.03 (0.07); the choice took 1.042 of the fastest, at worst 1.116, now
+1.017 and 1.051 (H200, 2026-11-29, bench/results/grouped_configs.jsonl). Fewer rows, and fp8 x, were not timed so."""
+
+
 class Width(NamedTuple):
     """Tiles of one launch, and the experts that it takes."""
 
@@ -123,6 +130,12 @@ def unevenness(problem: GemmProblem, tile_m: int) -> float:
         return 1.0
     tiles = problem.m / tile_m + problem.experts / 2
     return (1 + max(1.0, tiles / gpu.m_tiles(problem, tile_m))) / 2
+
+
+def more_of_tile(experts: int, m: int) -> float:
+    """Return the microseconds that a wave of tiles takes longer than one of a single weight, with ``m`` rows of all
+    experts."""
+    return _TILE_US if _FEWEST_ROWS * experts <= m <= _MANY * experts and experts else 0.0
 
 
 def of_tile(problem: GemmProblem, config: GemmConfig) -> float:

@@ -40,7 +40,7 @@ from w4gemm.choice.cost.constants import (
     scale_of,
     unmeasured_us,
 )
-from w4gemm.choice.cost.experts import Division, Width, of_tile, random_and_zipf_rows, unevenness
+from w4gemm.choice.cost.experts import Division, Width, more_of_tile, of_tile, random_and_zipf_rows, unevenness
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.epilogue import PLAIN
 from w4gemm.core.problem import GemmProblem
@@ -263,6 +263,7 @@ def _busy_timer(
     chunks = config.tile_k * problem.dtype.itemsize / 128 * scale.clock
     row_us = chunks / config.cluster_n * model["row_us"]
     past_us = chunks * model["row_past_us"]  # CTAs of a cluster, which share x, gain nothing there
+    mixed = facts.kernel.name == "sm90_mixed_gemm"
 
     def of_times(times: SliceTimes) -> Callable[[int, float], Busy]:
         alone = math.hypot(times.alone * slower * scale.clock, gathered_us)
@@ -275,15 +276,16 @@ def _busy_timer(
             part = fill - full
             loading = m * row_us + (box - m) * past_us if m < box else 0.0
             full_us = max(in_full_wave, loading * ctas_per_sm) if loading else in_full_wave
-            wave_us = slices * full_us + tile
+            tile_us = tile + (more_of_tile(problem.experts, m) * scale.clock if mixed else 0.0)
+            wave_us = slices * full_us + tile_us
             if stream:
-                us = fill * slices * full_us + (fill + max(1, 1 / fill)) * tile
+                us = fill * slices * full_us + (fill + max(1, 1 / fill)) * tile_us
                 return Busy(us, us)
             us = full * wave_us
             if part > 1e-9:
                 ctas_of_sm = math.ceil(part * ctas_per_sm)
                 part_us = max(alone + shared * _contention(part, ctas_per_sm), least, loading * ctas_of_sm)
-                us += slices * part_us + tile
+                us += slices * part_us + tile_us
             return Busy(us, fill * wave_us)
 
         return busy
