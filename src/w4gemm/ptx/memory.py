@@ -193,6 +193,12 @@ def fence_acquire() -> None:
     asm("fence.acq_rel.gpu;")
 
 
+def fence_release_shared() -> None:
+    """Release this thread's accesses to its CTA's shared memory to the threads of its cluster, in front of a relaxed
+    arrive: one that releases waits 0.4 us for global memory too."""
+    asm("fence.release.sync_restrict::shared::cta.cluster;")
+
+
 def barrier_of_roles(barrier: Int32, threads: int) -> None:
     """Wait at a named barrier whose ``threads`` come from several places of the code. ``bar.sync`` promises that all
     that wait execute the same instruction; this is ``barrier.sync``, which does not."""

@@ -88,6 +88,7 @@ from w4gemm.packing.codecs.pairs_decode import own_pairs
 from w4gemm.ptx.memory import (
     bulk_copy,
     cluster_address,
+    fence_release_shared,
     load_matrix,
     load_shared_cluster,
     shared_address,
@@ -335,7 +336,8 @@ class Sm90DecodeKernel:
     def tile_barrier(self):
         """Wait for all threads of the cluster."""
         if const_expr(self.variant.config.split_k > 1):
-            cute.arch.cluster_arrive()
+            fence_release_shared()
+            cute.arch.cluster_arrive_relaxed()
             cute.arch.cluster_wait()
         else:
             cute.arch.sync_threads()
