@@ -36,9 +36,9 @@ def sizes_of(args: argparse.Namespace) -> tuple[int, int, int]:
 
 def chosen_dtype(name: str | None, device: Device) -> torch.dtype:
     """Return the dtype called ``name``; for None, float32 on the CPU and bfloat16 on a GPU."""
-    # bfloat16 has the range that models are trained in, where float16 can overflow. float32 on the CPU is exact, and no
-    # slower there (SmolLM2, 2 cores of an EPYC with AVX-512, 2026-11, tokens/s: prefill 250 against 174 in bfloat16,
-    # decode 32 against 35).
+    # bfloat16 has the range that models are trained in, where float16 can overflow. On the CPU float32 is exact, and
+    # the compiled step of decoding takes it alone (SmolLM2, one core of an EPYC with AVX512_BF16, 2026-11-29,
+    # tokens/s: decode 132 against 29 in bfloat16, prefill 107 against 114).
     return DTYPES[name or ("float32" if device.kind == "cpu" else "bfloat16")]
 
 

@@ -167,7 +167,7 @@ class TileProduct(CompiledProduct):
         return largest if len(arguments) == 1 else max(_largest(scratch, size * i)[0] for i in range(len(arguments)))
 
     def worth(self, tokens: int) -> int:
-        """Return the columns of chunks, times tokens, that are worth a thread."""
+        """Return the columns of chunks, times tokens, that are worth a thread: some 70 us."""
         return 2**16
 
     def _compile(self, m: int, x_dtype: torch.dtype, dtype: torch.dtype) -> _Compiled:
@@ -202,7 +202,7 @@ class PairProduct(TileProduct):
     panels = PAIRS_PANELS
 
     def worth(self, tokens: int) -> int:
-        return 2**18 * tokens // (tokens + 4)
+        return 2**17 * tokens // (tokens + 4)  # decoding a weight takes as long as four tokens
 
     def _program(self, m: int, dtype: torch.dtype) -> tuple[Callable[..., str], int, TileCode]:
         from w4gemm.kernels.cpu.pairs import TileCode, sums
