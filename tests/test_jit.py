@@ -176,7 +176,9 @@ def test_name_depends_on_all_that_the_code_depends_on(monkeypatch):
 BESIDE_THE_SOURCES = {
     "core/config.py": "a config is part of every key",
     "core/errors.py": "sentences of refusals",
-    "core/problem.py": "of a problem, only what is in a key is compiled; rates rank configs",
+    "core/gpus.py": "rates rank configs",
+    "core/problem.py": "of a problem, only what is in a key is compiled",
+    "core/words.py": "words of messages",
 }
 """Files that device code imports, directly or not, and that decide nothing of an object; with the reason."""
 
