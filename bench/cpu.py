@@ -160,33 +160,30 @@ def _copies(size: int) -> range:
 
 
 def with_tables(page: str, rows: list[Row]) -> str:
-    """Return the page with a table for each processor and layer: w4gemm's time of a call in the newest rows, and the
+    """Return the page with a table for each processor, whose cells are w4gemm's time of a call in the newest rows and the
     times of PyTorch's as multiples of it."""
-    newest: dict[tuple[Any, ...], dict[tuple[str, int], Row]] = {}
+    newest: dict[tuple[str, str], dict[tuple[Any, ...], dict[int, Row]]] = {}
     for row in rows:
         if "instructions" in row and row["m"] in _SHOWN and (row["n"], row["k"]) not in _NOT_SHOWN:
-            key = row["processor"], row["instructions"], row["n"], row["k"], row["format"]
-            newest.setdefault(key, {})[row["dtype"], row["m"]] = row
+            layers = newest.setdefault((row["processor"], row["instructions"]), {})
+            layers.setdefault((row["n"], row["k"], row["format"], row["dtype"]), {})[row["m"]] = row
     lines: list[str] = []
-    for (processor, kind, n, k, format), points_of in newest.items():
-        tokens = sorted({m for _, m in points_of})
-        dates = sorted({row["utc"][:10] for row in points_of.values()})
-        lines += [f"{n} x {k}, `{format}`, {processor} ({kind}), {' and '.join(dates)}:", ""]
-        lines += ["| tokens | " + " | ".join(map(str, tokens)) + " |", "|---|" + "--:|" * len(tokens)]
-        for dtype in (str(dtype).removeprefix("torch.") for dtype in DTYPES):
-            own = [points_of.get((dtype, m), {}) for m in tokens]
-            for label, name in (("w4gemm, us", "us"), ("dense", "dense_us"), ("int4pack", "int4pack_us")):
-                cells = [_cell(row, name) for row in own]
-                if set(cells) != {"-"}:
-                    lines.append(f"| {label}, {dtype} | " + " | ".join(cells) + " |")
+    for (processor, kind), layers in newest.items():
+        dates = sorted({row["utc"][:10] for points_of in layers.values() for row in points_of.values()})
+        lines += [f"{processor} ({kind}), {' and '.join(dates)}:", ""]
+        lines += ["| tokens | " + " | ".join(map(str, _SHOWN)) + " |", "|---|" + "--:|" * len(_SHOWN)]
+        for (n, k, format, dtype), points_of in sorted(
+            layers.items(), key=lambda layer: (-layer[0][0], layer[0][3] != "float32")
+        ):
+            cells = [_cell(points_of[m]) if m in points_of else "-" for m in _SHOWN]
+            lines.append(f"| {n} x {k}, {format}, {dtype} | " + " | ".join(cells) + " |")
         lines.append("")
     return _MARKED.sub(lambda match: match[1] + "\n".join(lines) + match[2], page)
 
 
-def _cell(row: Row, name: str) -> str:
-    if name not in row:
-        return "-"
-    return f"{row['us']:,.0f}" if name == "us" else f"{row[name] / row['us']:.2f}"
+def _cell(row: Row) -> str:
+    others = [f"{row[name] / row['us']:.2f}" for name in ("dense_us", "int4pack_us") if name in row]
+    return f"{row['us']:,.0f} ({', '.join(others)})"
 
 
 if __name__ == "__main__":
