@@ -160,8 +160,8 @@ def _copies(size: int) -> range:
 
 
 def with_tables(page: str, rows: list[Row]) -> str:
-    """Return the page with a table for each processor, whose cells are w4gemm's time of a call in the newest rows and the
-    times of PyTorch's as multiples of it."""
+    """Return the page with a table for each processor: w4gemm's time of a call in the newest rows, and PyTorch's as
+    multiples of it."""
     newest: dict[tuple[str, str], dict[tuple[Any, ...], dict[int, Row]]] = {}
     for row in rows:
         if "instructions" in row and row["m"] in _SHOWN and (row["n"], row["k"]) not in _NOT_SHOWN:
@@ -172,9 +172,7 @@ def with_tables(page: str, rows: list[Row]) -> str:
         dates = sorted({row["utc"][:10] for points_of in layers.values() for row in points_of.values()})
         lines += [f"{processor} ({kind}), {' and '.join(dates)}:", ""]
         lines += ["| tokens | " + " | ".join(map(str, _SHOWN)) + " |", "|---|" + "--:|" * len(_SHOWN)]
-        for (n, k, format, dtype), points_of in sorted(
-            layers.items(), key=lambda layer: (-layer[0][0], layer[0][3] != "float32")
-        ):
+        for (n, k, format, dtype), points_of in layers.items():
             cells = [_cell(points_of[m]) if m in points_of else "-" for m in _SHOWN]
             lines.append(f"| {n} x {k}, {format}, {dtype} | " + " | ".join(cells) + " |")
         lines.append("")

@@ -188,7 +188,7 @@ def test_a_device_without_a_kernel_gets_a_sentence(name):
 
 def test_the_page_of_cpus_has_the_stored_rows():
     page = cpu.PAGE.read_text()
-    assert cpu.with_tables(page, bench_rows.read(cpu.RESULTS)) == page and "| 4096 x 4096, int4_g128, bfloat16 |" in page
+    assert cpu.with_tables(page, bench_rows.read(cpu.RESULTS)) == page and "4096 x 4096, int4_g128, bfloat16" in page
 
 
 def test_a_point_of_a_cpu_has_checked_times(monkeypatch):
