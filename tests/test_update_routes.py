@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -179,6 +179,42 @@ def test_a_part_that_comes_twice_is_not_another_one() -> None:
             load_weights(layer, known, [(name, tensors[name])])
         layer.update.end()
     load_weights(layer, known, tensors.items())
+    assert layer.equals(dense)
+
+
+@pytest.mark.parametrize("load", [rows, by_value])
+@pytest.mark.parametrize("first", [0, 1], ids=["the first time", "again"])
+def test_what_came_before_an_error_is_not_mixed_with_what_comes_anew(load: Load, first: int) -> None:
+    layer, known = layer_of(load), routes.Routes()
+    for i in range(first):
+        load_weights(layer, known, parts_of(load, i)[0].items())
+    old, _ = parts_of(load, 7)
+    tensors, dense = parts_of(load, 8)
+
+    def breaks_off() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from list(old.items())[:2]
+        raise OSError("the sender is gone")
+
+    with pytest.raises(OSError, match="the sender is gone"):
+        load_weights(layer, known, breaks_off())
+    load_weights(layer, known, list(tensors.items())[::-1])
+    assert layer.equals(dense)
+    layer.update.end()
+
+
+def test_what_came_in_calls_before_one_that_fails_stays() -> None:
+    layer, known = layer_of(rows), routes.Routes()
+    tensors, dense = parts_of(rows, 0)
+    load_weights(layer, known, [("0", tensors["0"])])
+    with pytest.raises(AttributeError):
+        load_weights(layer, known, [("1", tensors["2"]), ("2", None)])  # type: ignore[list-item]
+    with pytest.raises(RuntimeError, match="33.33% of its shape"):
+        load_weights(layer, known, [("1", tensors["1"])])
+        layer.update.end()
+    load_weights(layer, known, [("0", tensors["0"])])
+    with pytest.raises(AttributeError):
+        load_weights(layer, known, [("1", tensors["2"]), ("2", None)])  # type: ignore[list-item]
+    load_weights(layer, known, [("2", tensors["2"]), ("1", tensors["1"])])
     assert layer.equals(dense)
 
 

@@ -66,14 +66,19 @@ class Update:
         Raises:
             RuntimeError: if that is a part of the parameters.
         """
-        parameters = self.coming._parameters
+        parameters = {name: p for name, p in self.coming._parameters.items() if p is not None}
+        shares = [self.missing(p) for p in parameters.values()]
         self.forget()
-        for name, parameter in parameters.items():
-            if parameter is not None and (share := self.unloaded(parameter)):
+        for (name, parameter), share in zip(parameters.items(), shares, strict=True):
+            if share:
                 raise RuntimeError(
                     f"{self.what}: {name}: {share:.2%} of its shape {tuple(parameter.shape)} was not loaded, wanted "
                     "all of it"
                 )
+
+    def missing(self, parameter: torch.nn.Parameter) -> float:
+        """Return the share of a parameter that has not come."""
+        return self.unloaded(parameter)
 
 
 class DenseUpdate(Update):
@@ -122,6 +127,9 @@ class DenseUpdate(Update):
         """False once a loader has copied something else than whole rows."""
         self.numbers = 0
         """Numbers that have come, on all GPUs."""
+        self.rows_before: dict[int, int] = {}
+        self.numbers_before = 0
+        """``rows`` and ``numbers`` at the start of this call of ``load_weights``."""
 
     def open(self, layer: torch.nn.Module) -> None:
         """Have the layer's parameter take dense numbers; make an empty one if there is none."""
@@ -203,6 +211,7 @@ class DenseUpdate(Update):
         except ValueError as e:
             raise ValueError(f"{self.what}: {self.name}: dense numbers came for it, but {e}") from e
         self.layer = weakref.ref(layer)
+        self.rows_before, self.numbers_before = dict(self.rows), self.numbers
 
     def put(self, tensor: torch.Tensor, blocks: Iterable[RowBlock]) -> None:
         with self.lock:
@@ -217,6 +226,23 @@ class DenseUpdate(Update):
             if self.waiting:
                 self._memory()
                 self._quantize_if_whole()
+
+    def drop(self) -> None:
+        """Let go of what has come in this call, which ends with an error: if all tensors are sent anew, maybe newer ones
+        in another order, the layer must not be whole before the last of them. Of a loader that copies something else
+        than whole rows, what came in earlier calls is let go, too."""
+        with self.lock:
+            if not self.is_known or not self.rows_before:
+                self.forget()
+                return
+            self.rows, self.numbers, self.waiting = self.rows_before, self.numbers_before, []
+            self.count = sum(self.rows.values())
+
+    def missing(self, parameter: torch.nn.Parameter) -> float:
+        count = parameter.numel() // self.w.k
+        if not self.is_known:
+            return super().missing(parameter)
+        return 0.0 if routes.cover(self.rows, count) else max(count - self.count, 1) / count
 
     # ------------------------------------------------------------------------------------------------------------------
 
