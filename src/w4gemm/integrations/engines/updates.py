@@ -228,9 +228,10 @@ class DenseUpdate(Update):
                 self._quantize_if_whole()
 
     def drop(self) -> None:
-        """Let go of what has come in this call, which ends with an error: if all tensors are sent anew, maybe newer ones
-        in another order, the layer must not be whole before the last of them. Of a loader that copies something else
-        than whole rows, what came in earlier calls is let go, too."""
+        """Let go of what has come in this call, which ends with an error.
+
+        If all tensors are sent anew, maybe newer ones in another order, the layer must not be whole before the last of
+        them. Of a loader that copies something else than whole rows, what came in earlier calls is let go, too."""
         with self.lock:
             if not self.is_known or not self.rows_before:
                 self.forget()

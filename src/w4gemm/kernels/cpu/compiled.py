@@ -123,8 +123,15 @@ PANEL = 64
 """Columns of a panel, at most: their rows of the table stay in the first cache while another block is multiplied. With
 256 columns one token of 11008 x 2048 took 1.25 times as long (EPYC, AVX-512 or AVX2, 2026-11-29)."""
 SCRATCH_SUMS = 64
-MOST_GROUPS = 64
-"""Groups of a panel, where nothing else bounds them."""
+
+
+class PanelLimits(NamedTuple):
+    """The most that a panel has."""
+
+    groups: int = 64
+    columns: int = PANEL
+
+
 MOST_FEATURES = 64
 """Features of a block, at most."""
 MOST_CODES = 1024
@@ -163,14 +170,12 @@ class CompiledProduct:
     The chunks are divided over as many threads as PyTorch uses, if each has enough to do.
     """
 
-    def __init__(
-        self, format: WeightFormat, n: int, k: int, groups_of_panel: int = MOST_GROUPS, columns_of_panel: int = PANEL
-    ) -> None:
+    def __init__(self, format: WeightFormat, n: int, k: int, most: PanelLimits = PanelLimits()) -> None:
         self.format, self.n, self.k = format, n, k
         self.columns, self.chunks = -(-n // MOST_FEATURES) * MOST_FEATURES, -(-n // TABLE_N)
         self.has_zero, self.has_factors = format.has_zero, format.has_factors
         group = format.group_length(k)
-        self.panel = panel_columns(group, k, groups_of_panel, columns_of_panel)
+        self.panel = panel_columns(group, k, most)
         self.group = min(group, self.panel)
         superblock = format.scale_rule.factor_columns if format.has_factors else k
         groups, superblocks = format.groups(k), -(-k // superblock)
@@ -198,7 +203,7 @@ class CompiledProduct:
             rows = -(-m // code.tokens) * code.tokens
         if out is None or out_dtype is not code.dtype or rows != m:
             out = torch.empty(rows, self.columns, dtype=torch.float32)
-        run_all(run, self.arguments((x.data_ptr(), panel, 0, row, 0), weight, out, _THREAD_COLUMNS))
+        run_all(run, self.arguments(Tokens(x.data_ptr(), panel, 0, row, 0), weight, out, _THREAD_COLUMNS))
         return out if rows == m and self.columns == self.n else out[:m, : self.n]
 
     def _tiled(self, x: torch.Tensor, code: Code) -> tuple[torch.Tensor, int, int]:
@@ -227,7 +232,7 @@ class CompiledProduct:
 
     def arguments(
         self,
-        x: tuple[int, ...],
+        x: Tokens,
         weight: tuple[torch.Tensor, ...],
         out: torch.Tensor,
         least: int,
@@ -237,7 +242,6 @@ class CompiledProduct:
         """Return the packed arguments of a product, for each thread.
 
         Args:
-            x: the fields of :class:`Tokens`.
             least: columns of chunks, times tokens, that are worth a thread.
             scratch: that argument of the first thread.
             scratch_bytes: bytes from one thread's to the next one's.
@@ -276,16 +280,16 @@ class CompiledProduct:
         return Code(bits, row_bytes, middle, *stored, tokens, tiled, lanes, x_dtype, dtype, looks_up)
 
 
-def panel_columns(group: int, k: int, most_groups: int = MOST_GROUPS, columns: int = PANEL) -> int:
-    """Columns of a panel, at most ``columns``: whole groups of ``group`` columns, or an equal share of a longer one."""
-    if group <= columns:
-        groups, most = -(-k // group), min(columns // group, most_groups)
-        panels = -(-groups // most)
+def panel_columns(group: int, k: int, most: PanelLimits = PanelLimits()) -> int:
+    """Columns of a panel: whole groups of ``group`` columns, or an equal share of a longer one."""
+    if group <= most.columns:
+        groups = -(-k // group)
+        panels = -(-groups // min(most.columns // group, most.groups))
         return -(-groups // panels) * group  # of about one size
     if group >= k:
-        return columns
+        return most.columns
     step = math.gcd(group, 32)
-    return next(part for part in range(columns, 0, -step) if group % part == 0)
+    return next(part for part in range(most.columns, 0, -step) if group % part == 0)
 
 
 _THREAD_COLUMNS = 2**14

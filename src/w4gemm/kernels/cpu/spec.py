@@ -78,16 +78,16 @@ class CpuMixedGemm:
             configs.append(GemmConfig(1, TABLE_N, _summed_together(problem.format, problem.k)))
         if problem.layout == "cpu" and compiled.is_available():
             group, k = problem.format.group_length(problem.k), problem.k
-            panels: dict[int, tuple[int, int]] = {}
+            panels: dict[int, compiled.PanelLimits] = {}
             if tile_product.holds(problem.format, problem.k):
                 if tile_product.is_available():
                     panels[TILES_TOKENS], panels[ROUNDED_TOKENS] = tile_product.TILES_PANELS
                 elif tile_product.has_pairs():
                     panels[PAIRS_TOKENS], panels[ROUNDED_TOKENS] = tile_product.PAIRS_PANELS
-            panels[COMPILED_TOKENS] = compiled.MOST_GROUPS, compiled.PANEL
+            panels[COMPILED_TOKENS] = compiled.PanelLimits()
             for tokens, most in panels.items():
                 if problem.dtype == torch.bfloat16 or tokens not in (PAIRS_TOKENS, ROUNDED_TOKENS):
-                    configs.append(GemmConfig(tokens, TABLE_N, compiled.panel_columns(group, k, *most)))
+                    configs.append(GemmConfig(tokens, TABLE_N, compiled.panel_columns(group, k, most)))
         return configs
 
     def exclusions(self, problem: GemmProblem, config: GemmConfig) -> list[Exclusion]:

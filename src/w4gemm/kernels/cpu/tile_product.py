@@ -15,10 +15,11 @@ from w4gemm.core.formats import WeightFormat
 from w4gemm.kernels.cpu import compiled
 from w4gemm.kernels.cpu.compiled import (
     MOST_CODES,
-    MOST_GROUPS,
     SCRATCH_SUMS,
     CompiledProduct,
+    PanelLimits,
     Run,
+    Tokens,
     machine_code,
     packing,
     run_all,
@@ -44,9 +45,9 @@ _SMALL = 2**16
 _DISPLACING = 1024
 """Rows of a multiple of this many columns lie at multiples of 2 KiB, so that those of a tile displace each other from
 the first cache. x is copied then."""
-TILES_PANELS = (GROUPS, 256), (MOST_GROUPS, 576)
-"""Groups and columns of a panel, at most: of codes and of rounded numbers."""
-PAIRS_PANELS = (MOST_GROUPS, 64), (MOST_GROUPS, 256)
+TILES_PANELS = PanelLimits(GROUPS, 256), PanelLimits(columns=576)
+"""Of codes, and of rounded numbers."""
+PAIRS_PANELS = PanelLimits(), PanelLimits(columns=256)
 _PAIRS_TOKENS = 4
 """Tokens of a tile of "pairs"."""
 
@@ -108,6 +109,16 @@ class _Compiled(NamedTuple):
     run: Run
 
 
+class _Program(NamedTuple):
+    """What is compiled."""
+
+    text: Callable[..., str]
+    """Returns the text of the module."""
+    tokens: int
+    """Of which a multiple is computed."""
+    tile: TileCode
+
+
 class TileProduct(CompiledProduct):
     """x (m, k) @ w.T (m, n) by AMX, of a format and k that :func:`holds` takes.
 
@@ -120,9 +131,9 @@ class TileProduct(CompiledProduct):
     panels = TILES_PANELS
 
     def __init__(self, format: WeightFormat, n: int, k: int, is_rounded: bool = False, *instructions: Hashable) -> None:
-        groups, self.panel_columns = self.panels[is_rounded]
-        super().__init__(format, n, k, groups, self.panel_columns)
-        self.is_rounded, self.instructions = is_rounded, instructions
+        most = self.panels[is_rounded]
+        super().__init__(format, n, k, most)
+        self.most_columns, self.is_rounded, self.instructions = most.columns, is_rounded, instructions
         self.compiled: dict[tuple[int, torch.dtype, torch.dtype], _Compiled] = {}
         self.has_sums = format.zero == "float" and not is_rounded
 
@@ -146,13 +157,13 @@ class TileProduct(CompiledProduct):
         result in float32."""
         (m, k), rows, panel = x.shape, out.shape[0], self.panel
         strides = (own.parts * rows * panel, rows * panel, panel) if own.gathers else (panel, rows * k, k)
-        tokens, memory = (x.data_ptr(), *strides, 0), []
+        tokens, memory = Tokens(x.data_ptr(), *strides, 0), []
         if own.parts > 1 or rows != m or own.gathers or self.has_sums:
             columns = -(-k // panel) * panel if own.gathers else k
             memory.append(torch.empty(own.parts * rows * columns, dtype=torch.bfloat16))
             if self.has_sums:
                 memory.append(torch.empty(rows * -(-k // self.group), dtype=torch.float32))
-            tokens = (memory[0].data_ptr(), *strides, memory[-1].data_ptr())
+            tokens = Tokens(memory[0].data_ptr(), *strides, memory[-1].data_ptr())
             own.split(_packed(x.data_ptr(), *tokens, m, rows, k, panel, self.group))
         size = SCRATCH_SUMS if own.dtype is torch.float32 else SCRATCH_SUMS + 4 * TABLE_N * rows
         every = size * torch.get_num_threads()
@@ -174,26 +185,26 @@ class TileProduct(CompiledProduct):
         """Return the code for m tokens and results of a dtype, which become float32 where they get padding."""
         from w4gemm.kernels.cpu.tiles import parts
 
-        key, (program, tokens, tile) = (m, x_dtype, dtype), self._program(m, x_dtype)
-        dtype = dtype if m % tokens == 0 and self.columns == self.n else torch.float32
+        key, program = (m, x_dtype, dtype), self._program(m, x_dtype)
+        tile = program.tile
+        dtype = dtype if m % program.tokens == 0 and self.columns == self.n else torch.float32
         code = self._parameters(tile.tokens, m > tile.tokens, SIDE, torch.bfloat16, dtype)
         split = machine_code(parts, x_dtype, tile.parts, self.has_sums, tile.rows * tile.gathers)
-        run = machine_code(program, code, tile, *self.instructions)
+        run = machine_code(program.text, code, tile, *self.instructions)
         if len(self.compiled) > MOST_CODES:
             self.compiled.clear()
-        self.compiled[key] = _Compiled(tokens, tile.parts, tile.gathers, dtype, split, run)
+        self.compiled[key] = _Compiled(program.tokens, tile.parts, tile.gathers, dtype, split, run)
         return self.compiled[key]
 
-    def _program(self, m: int, dtype: torch.dtype) -> tuple[Callable[..., str], int, TileCode]:
-        """Return what writes the code for m tokens of x, of how many it computes a multiple, and its tiles, of which
-        the last has few rows of padding."""
+    def _program(self, m: int, dtype: torch.dtype) -> _Program:
+        """Return the program for m tokens of x, in tiles of which the last has few rows of padding."""
         from w4gemm.kernels.cpu.tiles import TileCode, sums
 
         at_once = 2 if m > SIDE and table_bits(self.format) > 2 else 1  # eight tiles hold the sums of two by two
         rounds = -(-m // (at_once * SIDE))
         apart = rounds > 1 and self.k % _DISPLACING == 0
-        tile = TileCode(-(-m // (rounds * at_once)), at_once, PARTS[dtype], self.is_rounded, self.panel_columns, apart)
-        return sums, tile.tokens, tile
+        tile = TileCode(-(-m // (rounds * at_once)), at_once, PARTS[dtype], self.is_rounded, self.most_columns, apart)
+        return _Program(sums, tile.tokens, tile)
 
 
 class PairProduct(TileProduct):
@@ -204,7 +215,8 @@ class PairProduct(TileProduct):
     def worth(self, tokens: int) -> int:
         return 2**17 * tokens // (tokens + 4)  # decoding a weight takes as long as four tokens
 
-    def _program(self, m: int, dtype: torch.dtype) -> tuple[Callable[..., str], int, TileCode]:
+    def _program(self, m: int, dtype: torch.dtype) -> _Program:
         from w4gemm.kernels.cpu.pairs import TileCode, sums
 
-        return sums, m, TileCode(-(-m // -(-m // _PAIRS_TOKENS)), 1, 1, self.is_rounded, self.panel_columns, False)
+        tile = TileCode(-(-m // -(-m // _PAIRS_TOKENS)), 1, 1, self.is_rounded, self.most_columns, False)
+        return _Program(sums, m, tile)
