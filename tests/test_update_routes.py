@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from w4gemm import QuantizedWeight, quantize
 from w4gemm.integrations.engines import routes, updates
@@ -140,6 +142,65 @@ def test_an_engine_that_has_all_tensors_before_it_loads_one() -> None:
                 layer.weight.weight_loader(layer.weight, ahead[1], ahead[0])
                 ahead = following
         assert layer.equals(dense) and not known
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT16, torch.float32])
+@pytest.mark.parametrize("first", ["packed", "dense"])
+def test_a_tensor_that_is_also_a_dense_parameter_comes_to_both_every_time(first: str, dtype: torch.dtype) -> None:
+    layer, known = layer_of(rows), routes.Routes()
+    dense = torch.nn.Parameter(torch.zeros(2 * N // 3, K, dtype=dtype), requires_grad=False)
+    for i in range(3):
+        tensors, whole = parts_of(rows, i)
+        with routes.loading(known) as call:
+            for name, tensor in call.passed(tensors.items()):
+                copies = name == "1"
+                if copies and first == "dense":
+                    dense.data.copy_(tensor)
+                layer.weight.weight_loader(layer.weight, tensor, name)
+                if copies and first == "packed":
+                    dense.data.copy_(tensor)
+        assert layer.equals(whole) and torch.equal(dense, tensors["1"].to(dtype))
+        assert known.keys() == {"0", "2"} and layer.calls == 3 + i
+
+
+@pytest.mark.parametrize(
+    "read", [lambda t: t[0, 0].item(), lambda t: t.mT.float(), lambda t: torch.stack([t, t]), torch.isfinite]
+)
+def test_a_tensor_that_a_model_reads_takes_no_route(read: Callable[[torch.Tensor], object]) -> None:
+    layer, known = layer_of(rows), routes.Routes()
+    for i in range(2):
+        tensors, whole = parts_of(rows, i)
+        with routes.loading(known) as call:
+            for name, tensor in call.passed(tensors.items()):
+                if name == "2":
+                    read(tensor)
+                assert tensor.narrow(0, 0, 1).shape and tensor.mT.shape  # views read nothing
+                layer.weight.weight_loader(layer.weight, tensor, name)
+        assert layer.equals(whole) and known.keys() == {"0", "1"}
+
+
+def test_nothing_is_watched_after_a_call_that_fails() -> None:
+    layer, known = layer_of(rows), routes.Routes()
+    tensors, _ = parts_of(rows, 0)
+    with pytest.raises(KeyError), routes.loading(known) as call:
+        for _ in call.passed(tensors.items()):
+            raise KeyError("of the model")
+    assert _get_current_dispatch_mode() is None
+    load_weights(layer, known, tensors.items())
+    assert _get_current_dispatch_mode() is None and known.keys() == tensors.keys()
+
+
+def test_tensors_that_another_thread_reads_ahead_take_no_route() -> None:
+    """Whose operations are not seen."""
+    layer, known = layer_of(rows), routes.Routes()
+    for i in range(2):
+        tensors, whole = parts_of(rows, i)
+        with routes.loading(known) as call, ThreadPoolExecutor(1) as reader:
+            passed = call.passed(tensors.items())
+            while (one := reader.submit(next, passed, None).result()) is not None:
+                layer.weight.weight_loader(layer.weight, one[1], one[0])
+        assert layer.equals(whole) and not known
+        assert _get_current_dispatch_mode() is None
 
 
 def test_memory_is_the_senders_after_a_call() -> None:

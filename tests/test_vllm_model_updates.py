@@ -129,12 +129,15 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return calls
 
 
-@pytest.mark.parametrize("as_fused", [False, True])
-@pytest.mark.parametrize("format", ["gptq-int4-g64", "ct-nvfp4"])
+@pytest.mark.parametrize(
+    ("format", "as_fused", "by_reload"),
+    [(f, fused, fused == (f == "gptq-int4-g64")) for f in ("gptq-int4-g64", "ct-nvfp4") for fused in (False, True)],
+)
 def test_tensors_pass_vllms_loaders_once_their_ways_are_known(
-    format: str, as_fused: bool, tmp_path: Path, seen: list[str]
+    format: str, as_fused: bool, by_reload: bool, tmp_path: Path, seen: list[str]
 ) -> None:
-    """By turns in a session of vLLM's reloading and without; the last ones in two calls, and all in another order."""
+    """By turns in a session of vLLM's reloading and without; the last ones in two calls, and all in another order.
+    by_reload: the first ones are in a session."""
     model = tiny(model_named("qwen3-30b-a3b"))
     write(model, Packing.parse(format), tmp_path)
     tree = Tree(tmp_path, model.config)
@@ -146,7 +149,7 @@ def test_tensors_pass_vllms_loaders_once_their_ways_are_known(
             items.reverse()
             half = len(items) // 2
             assert f"{EXPERTS}.w13_weight" in tree.load_weights(items[:half]) | tree.load_weights(items[half:])
-        elif i % 2:
+        elif i % 2 != by_reload:
             tree.again(lambda items=items: tree.load_weights(items))
         else:
             assert {f"{LAYER}.self_attn.qkv_proj.weight", f"{EXPERTS}.w2_weight"} <= tree.load_weights(items)
@@ -156,6 +159,39 @@ def test_tensors_pass_vllms_loaders_once_their_ways_are_known(
         for name, w in tree.packed().items():
             pairs = zip(w.tensors, fresh(name, matrices, w.format).tensors, strict=True)
             assert all(torch.equal(a.data.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs), (i, name)
+
+
+def test_a_tensor_that_a_model_also_copies_elsewhere(tmp_path: Path) -> None:
+    """As it is, or in a session of vLLM's reloading, into a dense parameter of a module that loads its own tensors."""
+    from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+
+    class Block(torch.nn.Module):
+        def __init__(self, block: torch.nn.Module) -> None:
+            super().__init__()
+            self.self_attn, self.mlp = block.self_attn, block.mlp
+            rows, columns = block.self_attn["o_proj"].output_size, block.self_attn["o_proj"].input_size
+            self.copy = torch.nn.Parameter(torch.zeros(rows, columns).bfloat16(), requires_grad=False)
+
+        def load_weights(self, weights: Any) -> set[str]:
+            o_proj = self.self_attn["o_proj"]
+            for name, tensor in weights:
+                assert name == "self_attn.o_proj.weight"
+                o_proj.weight.weight_loader(o_proj.weight, tensor)
+                getattr(self.copy, "weight_loader", default_weight_loader)(self.copy, tensor)
+            return {"self_attn.o_proj.weight", "copy"}
+
+    model = tiny(model_named("qwen3-30b-a3b"))
+    write(model, Packing.parse("gptq-int4-g64"), tmp_path)
+    tree = Tree(tmp_path, model.config)
+    block = tree.model["layers"][0] = Block(tree.model["layers"][0])
+    again = reloading(tree)
+    for i in range(4):
+        dense = sent(model.config, i)["self_attn.o"]
+        items = [(f"{LAYER}.self_attn.o_proj.weight", dense)]
+        again(lambda items=items: tree.load_weights(items)) if i % 2 else tree.load_weights(items)
+        w = tree.packed()["self_attn.o"]
+        assert torch.equal(w.dequantize(), quantize(dense, w.format).dequantize())
+        assert torch.equal(block.copy, dense)
 
 
 def test_what_ends_an_update(tmp_path: Path) -> None:

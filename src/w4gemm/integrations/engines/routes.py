@@ -3,8 +3,8 @@
 For each tensor an engine finds a parameter by its name, and calls a loader, which takes 20 to 100 us of Python; a model
 of 128 experts a layer has 18,000 tensors. So the first time that one comes, what the loader copies is written down:
 which numbers of the tensor become which rows of the layer's weight. From then on they are put there without the engine,
-those of a layer together. A model must not put a tensor into a packed layer and into a dense parameter as well, which
-would get it the first time alone; of vLLM's and SGLang's models none is known that does.
+those of a layer together. A tensor that the model reads anywhere else too, such as for a dense parameter, is left to
+the engine's loaders every time: :class:`Reads` sees it.
 
 Whether numbers are finite is asked once, at the end of a call of the model's ``load_weights``, because each question
 waits for the GPU.
@@ -12,6 +12,7 @@ waits for the GPU.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -91,6 +92,26 @@ class Copies(TorchDispatchMode):
         return RowBlock(row, len(rows), strides, int(rows.storage_offset() - self.tensor.storage_offset()))
 
 
+class Reads(TorchDispatchMode):
+    """Sees whether anything but a packed layer reads a tensor that an engine is loading. The versions of dense
+    parameters would not tell, because loaders copy into ``parameter.data``."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__()
+        self.tensor = tensor
+        self.thread = threading.get_ident()
+        """Whose operations it sees."""
+        self.is_taken = False
+        """True while a packed layer takes it."""
+        self.elsewhere = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not (self.is_taken or self.elsewhere or func.is_view):
+            tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+            self.elsewhere = any(_shares(one, self.tensor) for one in tensors)
+        return func(*args, **(kwargs or {}))
+
+
 def _shares(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
@@ -151,6 +172,7 @@ class Loading:
         """The tensor that the engine is loading, as long as all is known of how."""
         self.ends: list[End] | None = None
         """Where it has gone so far; None if that is not known."""
+        self.reads: Reads | None = None
 
     def passed(self, weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
         """Generate those that the engine must load itself."""
@@ -165,12 +187,39 @@ class Loading:
                     if not are_kept:
                         taker.settle()
                 continue
+            if is_codes(tensor):
+                yield name, tensor
+                continue
             self.now, self.ends = tensor, None
+            self.reads = Reads(tensor)
+            self.reads.__enter__()
             yield name, tensor
             # only here, so that no route is made of a tensor in which the engine stopped
+            elsewhere = self.stop_reads()
             self.now, ends = None, self.ends
-            if ends is not None and not is_codes(tensor):
+            if ends is not None and not elsewhere:
                 self.routes[name] = Route(tensor.shape, tensor.stride(), ends)
+
+    def stop_reads(self) -> bool:
+        """Look no longer at what reads the tensor; return whether something but a packed layer has, or may have."""
+        reads, self.reads = self.reads, None
+        if reads is None or reads.thread != threading.get_ident():
+            return reads is not None
+        reads.__exit__(None, None, None)
+        return reads.elsewhere
+
+    @contextmanager
+    def taking(self) -> Iterator[None]:
+        """A packed layer takes the tensor."""
+        reads = self.reads
+        if reads is None or reads.is_taken:
+            yield
+            return
+        reads.is_taken = True
+        try:
+            yield
+        finally:
+            reads.is_taken = False
 
     def begin(self, taker: Taker, layer: Any) -> None:
         if id(taker) not in self.begun:
@@ -184,7 +233,8 @@ class Loading:
             return
         ahead = int(loaded.storage_offset() - self.now.storage_offset())
         inside = _shares(loaded, self.now) and ahead >= 0 and ahead + _span(loaded) <= _span(self.now)
-        if blocks is None or not inside:
+        is_seen = self.reads is not None and self.reads.thread == threading.get_ident()
+        if blocks is None or not inside or not is_seen:
             self.now = None
             self.ends = None
             return
@@ -222,6 +272,7 @@ def loading(routes: Routes) -> Iterator[Loading]:
             taker.drop()
         raise
     finally:
+        now.stop_reads()
         _loading.reset(token)
     for taker in now.begun.values():
         taker.settle()

@@ -174,10 +174,14 @@ class DenseUpdate(Update):
             ValueError: if they cannot take the place of the packed ones.
         """
         call = routes.current()
-        if call is None:
-            self.begin(layer)
-        else:
-            call.begin(self, layer)
+        if call is not None:
+            with call.taking():
+                call.begin(self, layer)
+                return self._load(layer, call, loaded, *args, **options)
+        self.begin(layer)
+        return self._load(layer, None, loaded, *args, **options)
+
+    def _load(self, layer: Any, call: routes.Loading | None, loaded: torch.Tensor, *args: Any, **options: Any) -> Any:
         with self.lock:
             is_new = not self.numbers
             held = self._memory(loaded.dtype)
