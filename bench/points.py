@@ -11,7 +11,8 @@ import torch
 from bench.peers.base import float_name
 from bench.rows import Row
 
-from w4gemm.core.formats import ALIASES, WeightFormat
+from w4gemm.core.format_names import ALIASES
+from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import GemmProblem, gpu_named
 from w4gemm.tuning.roofline import Roofline
 

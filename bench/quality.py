@@ -17,7 +17,8 @@ from bench.options import command, formats, typed
 from bench.rows import Row, read
 
 from w4gemm.choice.table import device_facts
-from w4gemm.core.formats import ALIASES, WeightFormat
+from w4gemm.core.format_names import ALIASES
+from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import Device
 from w4gemm.integrations import calibrated
 from w4gemm.integrations.generation import quiet_transformers

@@ -16,7 +16,8 @@ import torch
 from bench.options import command
 
 from w4gemm.core.epilogue import Epilogue
-from w4gemm.core.formats import ALIASES, PER_COLUMN, SCALES, ZEROS, WeightFormat
+from w4gemm.core.format_names import ALIASES
+from w4gemm.core.formats import PER_COLUMN, SCALES, ZEROS, WeightFormat
 from w4gemm.core.problem import GPUS, H200, Device, GemmProblem
 from w4gemm.integrations.sglang.takeover import SGLANG
 from w4gemm.integrations.vllm.takeover import VLLM

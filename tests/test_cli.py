@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import json
 import os
@@ -46,7 +47,11 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--max-new-tokens" in printed
 
 
-_WRONG = ["explian"], ["explain", "16", "4096"]
+_PRODUCT = ["explain", "16", "64", "64"]
+_WRONG = (
+    *(["explian"], ["explain", "16", "4096"], [*_PRODUCT, "--divice", "cpu"], [*_PRODUCT, "--format", "int4_g12"]),
+    *([*_PRODUCT, "--config", "64x64"], ["tune", "--shapes", "64x64", "--m", "2..1"], ["eval", "--format", "itn4"]),
+)
 
 
 @pytest.mark.parametrize(
@@ -60,6 +65,28 @@ def test_help_and_typos_import_no_torch(arguments: list[str]) -> None:
     )
     assert run.returncode == (2 if arguments in _WRONG else 0), run.stderr
     assert not re.search(r"\| +(torch|numpy|transformers)$", run.stderr, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("explian", "COMMAND: wanted one of generate, eval,.*got 'explian'; nearest is 'explain'"),
+        ("gen", "got 'gen'; nearest is 'generate'"),
+        ("generate --hep", "arguments are required: prompt; nearest to --hep is --help"),
+        ("explain 1 64 64 --divice=cpu", "w4gemm explain: .*--divice=cpu; nearest to --divice is --device"),
+        ("tune --modl x", "nearest to --modl is --model"),
+        ("eval --method gtpq", "--method: wanted one of nearest, search, gptq, awq, got 'gtpq'; nearest is 'gptq'"),
+        ("cache clean", "got 'clean'; nearest is 'clear'"),
+        ("generate hi --dev tpu", "--device: wanted cpu, cuda or cuda:N, got 'tpu'\n"),  # a beginning is no mistake
+        ("eval --format mxfp", "got 'mxfp'; nearest is 'mxfp4'\n"),
+        ("eval --format itn4", "got 'itn4'; nearest is 'int4_g128'\n"),
+        ("eval --format 4bit --format int4_g12", r"got '4bit'\n"),
+    ],
+)
+def test_a_typo_has_a_nearest_word(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with contextlib.suppress(SystemExit):
+        assert main(arguments.split()) == 2
+    assert re.search(message, capsys.readouterr().err)
 
 
 def test_the_program_has_the_library_too() -> None:
@@ -114,6 +141,18 @@ def test_a_file_that_is_no_checkpoint(capsys: pytest.CaptureFixture[str], tmp_pa
     known = "a GGUF file, or a folder with one or with a Hugging Face model"
     message = f"path: {str(file)!r} is a file that begins with b'# A mode'; what can be loaded: {known}"
     assert capsys.readouterr().err == f"w4gemm: error: {message}\n"
+
+
+@pytest.mark.parametrize("command", ["generate hi --model", "eval", "convert"])
+def test_a_folder_without_weights(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, out = tmp_path / "model", tmp_path / "out"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    assert main([*command.split(), str(folder), *[str(out)] * (command == "convert")]) == 1
+    message = f"path: {str(folder)!r} holds no whole model: a config.json, but no weights"
+    assert capsys.readouterr().err == f"w4gemm: error: {message}\n" and not out.exists()
+    assert main(["inspect", str(folder), "--device", "cpu"]) == 0
+    assert f"{folder}: dense: a config.json without weights\n" in capsys.readouterr().out
 
 
 def test_characters_that_the_terminal_does_not_have(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:

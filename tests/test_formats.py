@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from w4gemm import QuantizedWeight, W4Linear, WeightFormat, codebook, quantize
-from w4gemm.core import elements, formats
-from w4gemm.core.elements import ELEMENTS, Element
+from w4gemm.core import elements, format_names
+from w4gemm.core.elements import ELEMENTS, INTEGERS, Element
 from w4gemm.core.formats import PER_COLUMN, SCALES
 
 GROUPS = (32, 64, 96, 128, 160, 256, 1024, PER_COLUMN)
@@ -146,7 +146,8 @@ def test_a_codebook_that_gets_a_name_keeps_its_files(tmp_path, monkeypatch):
     state = W4Linear.from_weight(w).state_dict()
     elements._codebook_named.cache_clear()
     monkeypatch.setitem(ELEMENTS, "half", Element("half", 4, tuple(values)))
-    monkeypatch.setattr(formats, "_NAME", re.compile(formats._NAME.pattern.replace("int4|", "int4|half|"), re.ASCII))
+    pattern = format_names._NAME.pattern.replace("int4|", "int4|half|")
+    monkeypatch.setattr(format_names, "_NAME", re.compile(pattern, re.ASCII))
     try:
         named = WeightFormat(64, element="half")
         assert WeightFormat.parse(str(unnamed)) == named and str(WeightFormat.parse(str(unnamed))) == "half_g64"
@@ -181,3 +182,9 @@ def test_other_codebooks_are_refused(values, error, message):
 def test_elements_that_there_are_not(name):
     with pytest.raises(ValueError, match="element: wanted one of int4, iq4, e2m1, nf4, int8, .*, e3m2 or a codebook's"):
         WeightFormat(element=name)
+
+
+def test_names_are_those_of_elements_and_scales() -> None:
+    """They are known without PyTorch."""
+    assert tuple(ELEMENTS) == format_names.ELEMENT_NAMES and tuple(SCALES) == format_names.SCALE_NAMES
+    assert tuple(element.name for element in INTEGERS.values()) == format_names.INTEGER_NAMES

@@ -260,7 +260,7 @@ def test_a_folder_whose_config_is_in_a_file_of_its_own(method: str, tmp_path: Pa
         ({"spinquant_config": {"r4": True}}, "spinquant_config rotates activations while the model runs"),
         ({"pack_dtype": "int16"}, "pack_dtype is 'int16', wanted 'int32'"),
         ({"dynamic": {"(": {}}}, r"dynamic: '\(' is no regular expression: .*unterminated"),
-        ({"quant_method": "eetq"}, "quantized by 'eetq', which cannot be loaded yet; what can be loaded.*GPTQ"),
+        ({"quant_method": "eetq"}, "quantized by 'eetq', which cannot be loaded yet; what can be loaded.*gptq, awq"),
         (
             {"quant_method": "auto-round", "packing_format": "auto_round:mlx"},
             "packing_format is 'auto_round:mlx', wanted one of",

@@ -12,7 +12,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from w4gemm.core.epilogue import PLAIN, Epilogue
-from w4gemm.core.formats import ALIASES, PER_COLUMN, WeightFormat
+from w4gemm.core.format_names import ALIASES
+from w4gemm.core.formats import PER_COLUMN, WeightFormat
 from w4gemm.jit.toolchain import installed_version
 from w4gemm.weights.weight import QuantizedWeight
 

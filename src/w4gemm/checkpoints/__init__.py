@@ -68,11 +68,11 @@ def find_checkpoint(path: str | Path) -> Location:
     for format in FORMATS:
         if (source := format.find(path)) is not None:
             return Location(format, source)
-    if not path.is_dir():
-        known = "a GGUF file, or a folder with one or with a Hugging Face model"
-        raise FormatError(f"path: {str(path)!r} is {_seen(path)}; what can be loaded: {known}")
-    known = "; ".join(format.contents for format in FORMATS)
-    other = "; a model of another method can, once its package dequantized it" if quantization_config(path) else ""
+    known, other = "a GGUF file, or a folder with one or with a Hugging Face model", ""
+    if path.is_dir():
+        others = (format.name for format in FORMATS if format not in (gguf.FORMAT, dense.FORMAT))
+        known += f" (config.json), dense or quantized by {', '.join(others)}"
+        other = "; a model of another method can, once its package dequantized it" * bool(quantization_config(path))
     raise FormatError(f"path: {str(path)!r} is {_seen(path)}; what can be loaded: {known}{other}")
 
 

@@ -7,6 +7,7 @@ without it is not taken for a model.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 import itertools
@@ -14,7 +15,7 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -117,28 +118,42 @@ def write_folder(
     checkpoint = writer.named(checkpoint)
     dtypes = {name: _dtype_of(checkpoint, name, dtype, keeps_floats) for name in checkpoint.tensors}
     plan = _plan(checkpoint, writer, dtypes, shard_bytes, how)
-    folder.mkdir(parents=True, exist_ok=True)
-    _check_folder(folder, plan)
-    total, done, whole = sum(map(len, plan.shards)), 0, 0
-    places: dict[str, str] = {}
-    for index, names in enumerate(plan.shards):
-        file = folder / plan.file(index)
-        if file.exists():
-            whole, done = whole + 1, done + len(names)
-            progress(done, total, f"{file.name} is there")
-        else:
-            tensors: dict[str, torch.Tensor] = {}
-            for name in names:
-                tensors |= _stored(checkpoint, name, writer, dtypes.get(name, dtype))
-                done += 1
-                progress(done, total, name)
-            progress(done, total, f"writing {file.name}")
-            _save(file, tensors, plan.key)
-        places |= dict.fromkeys(_names(file), file.name)
-    if len(plan.shards) > 1 and not (folder / _INDEX).exists():
-        _write_json(folder / _INDEX, {"metadata": {}, "weight_map": dict(sorted(places.items()))})
-    _write_config(checkpoint, folder, writer.config(checkpoint), dtype)
+    with _made(folder):
+        _check_folder(folder, plan)
+        total, done, whole = sum(map(len, plan.shards)), 0, 0
+        places: dict[str, str] = {}
+        for index, names in enumerate(plan.shards):
+            file = folder / plan.file(index)
+            if file.exists():
+                whole, done = whole + 1, done + len(names)
+                progress(done, total, f"{file.name} is there")
+            else:
+                tensors: dict[str, torch.Tensor] = {}
+                for name in names:
+                    tensors |= _stored(checkpoint, name, writer, dtypes.get(name, dtype))
+                    done += 1
+                    progress(done, total, name)
+                progress(done, total, f"writing {file.name}")
+                _save(file, tensors, plan.key)
+            places |= dict.fromkeys(_names(file), file.name)
+        if len(plan.shards) > 1 and not (folder / _INDEX).exists():
+            _write_json(folder / _INDEX, {"metadata": {}, "weight_map": dict(sorted(places.items()))})
+        _write_config(checkpoint, folder, writer.config(checkpoint), dtype)
     return whole
+
+
+@contextlib.contextmanager
+def _made(folder: Path) -> Iterator[None]:
+    """Make a folder, and remove it if the block fails before anything is written."""
+    is_new = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except BaseException:
+        if is_new:
+            with contextlib.suppress(OSError):  # it holds what the next run goes on from
+                folder.rmdir()
+        raise
 
 
 def tied(checkpoint: Checkpoint) -> Checkpoint:

@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             args, rest = parser.parse_known_args(argv)
             args.rest, traceback = rest, args.traceback
             if rest and args.command != "bench":  # which has parsers of its own
-                parser.error(f"unrecognized arguments: {' '.join(rest)}")
+                (args.parser if args.command else parser).error(f"unrecognized arguments: {' '.join(rest)}")
             if args.command is None:
                 parser.print_help()
                 return 0

@@ -19,6 +19,7 @@ from w4gemm.cli.problems import layers_of, problems
 from w4gemm.console.devices import described_device, device_line
 from w4gemm.console.progress import counted
 from w4gemm.console.values import chosen_dtype, parse_tokens
+from w4gemm.core.files import lacks_weights
 from w4gemm.core.problem import Device
 from w4gemm.kernels import runs_on
 from w4gemm.packing.packed_shape import packed_shape
@@ -61,7 +62,8 @@ def run(args: argparse.Namespace) -> int:
         for name, shape in checkpoint.tensors.items()
         if len(shape) > 1
     )
-    print(f"{checkpoint.path}: {location.format.name}")
+    missing = ": a config.json without weights" * lacks_weights(checkpoint.path)
+    print(f"{checkpoint.path}: {location.format.name}{missing}")
     print(
         f"{counted(len(checkpoint.modules), 'quantized module')}, {_size(packed)}; "
         f"{counted(len(checkpoint.tensors), 'dense tensor')}, {numbers / 1e6:.1f} million numbers"

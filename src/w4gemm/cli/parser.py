@@ -10,6 +10,7 @@ from typing import NamedTuple
 import w4gemm
 from w4gemm.console.options import (
     WIDE_DTYPES,
+    CommandParser,
     add_device_arguments,
     add_format_argument,
     add_json_argument,
@@ -21,6 +22,8 @@ from w4gemm.console.options import (
 CHECKPOINT = "a GGUF file, or a folder with one or with a Hugging Face model"
 ALL_TOKENS = "1..8192"
 """The default numbers of tokens."""
+CPU_TOKENS = "1..64,128,256"
+"""Those of ``tune`` on a CPU, where a call of 8192 tokens takes seconds, and all methods are in order from 256 on."""
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a")
 """Targets of the compiler, the keys of ``GPUS``."""
 
@@ -34,15 +37,15 @@ class Command(NamedTuple):
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of all commands. It sets ``command``, None without one."""
-    parser = argparse.ArgumentParser(
-        "w4gemm", description="4-bit-weight matrix multiplication for NVIDIA GPUs and CPUs"
-    )
+    """Return the parser of all commands. It sets ``command``, None without one, and ``parser``, the command's own."""
+    parser = CommandParser("w4gemm", description="4-bit-weight matrix multiplication for NVIDIA GPUs and CPUs")
     parser.add_argument("--version", action="version", version=f"w4gemm {w4gemm.__version__}")
     parser.add_argument("--traceback", action="store_true", help="show where an error came from")
     commands = parser.add_subparsers(metavar="COMMAND", dest="command")
     for name, command in COMMANDS.items():
-        command.add_arguments(commands.add_parser(name, help=command.help, description=command.description))
+        own = commands.add_parser(name, help=command.help, description=command.description)
+        own.set_defaults(parser=own)
+        command.add_arguments(own)
     return parser
 
 
@@ -197,10 +200,13 @@ def _gemm(parser: argparse.ArgumentParser) -> None:
     add_json_argument(parser)
 
 
-def add_layer_arguments(parser: argparse.ArgumentParser, vllm: str = "", experts: bool = True) -> None:
+def add_layer_arguments(
+    parser: argparse.ArgumentParser, default_tokens: str | None, vllm: str = "", experts: bool = True
+) -> None:
     """Add --model, --shapes, --format, --m and, if ``vllm`` is not empty, --vllm.
 
     Args:
+        default_tokens: of --m; None if it depends on the device.
         vllm: help text of --vllm.
         experts: False if the command leaves out layers of experts.
     """
@@ -219,15 +225,15 @@ def add_layer_arguments(parser: argparse.ArgumentParser, vllm: str = "", experts
     parser.add_argument("--format", help="format of layers that say none (default: int4_g128)")
     parser.add_argument(
         "--m",
-        default=ALL_TOKENS,
+        default=default_tokens,
         metavar="M",
         help=f"numbers of tokens{' (for experts, of each on average)' * experts}: numbers and ranges like 1..64,512 or "
-        "1.. without an end (default: %(default)s)",
+        f"1.. without an end (default: {default_tokens or f'{ALL_TOKENS}, {CPU_TOKENS} on a CPU'})",
     )
 
 
 def _tune(parser: argparse.ArgumentParser) -> None:
-    add_layer_arguments(parser, experts=False)
+    add_layer_arguments(parser, None, experts=False)
     add_device_arguments(parser)
     parser.add_argument(
         "--top",
@@ -246,6 +252,7 @@ def _tune(parser: argparse.ArgumentParser) -> None:
 def _compile(parser: argparse.ArgumentParser) -> None:
     add_layer_arguments(
         parser,
+        ALL_TOKENS,
         vllm="the layers that vLLM makes of a folder quantized by GPTQ, AWQ, AutoRound, compressed-tensors, ModelOpt "
         "(NVFP4) or Quark, of gpt-oss in MXFP4, or of a GGUF file, some fused: in the dtype of its config.json, unless "
         "--dtype says another, and for any number of tokens",

@@ -10,6 +10,7 @@ from typing import Any
 
 from w4gemm import choice
 from w4gemm.choice import table
+from w4gemm.cli.parser import ALL_TOKENS, CPU_TOKENS
 from w4gemm.cli.problems import parse_layers, problems
 from w4gemm.console.devices import chosen_device, device_line, device_name
 from w4gemm.console.errors import memory_for
@@ -27,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
     name, value = ("--shapes", args.shapes) if args.model is None else ("--model", args.model)
     if not dense:
         raise ValueError(f"{name}: wanted a layer that is not of experts, since those are not tuned, got {value!r}")
-    tokens = parse_tokens(args.m)
+    tokens = parse_tokens(args.m or (CPU_TOKENS if device.kind == "cpu" else ALL_TOKENS))
     if left_out := len(layers) - len(dense):
         say(f"left out, since experts are not tuned: {counted(left_out, 'layer')} of experts")
     needed = problems(dense, tokens, device, dtype, args.batch_invariant)

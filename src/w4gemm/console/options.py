@@ -1,17 +1,54 @@
-"""The options that several commands share: sizes, counts, dtypes, a device. Importing this does without PyTorch."""
+"""The parser of commands, and the options that several share: sizes, counts, dtypes, a device. Importing this does
+without PyTorch."""
 
 from __future__ import annotations
 
 import argparse
 import re
+import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, NoReturn
 
-from w4gemm.core.files import existing
+from w4gemm.core.config import GemmConfig
+from w4gemm.core.files import existing, lacks_weights
+from w4gemm.core.format_names import parts_of
 from w4gemm.core.gpus import is_known, nearest_gpu
+from w4gemm.core.words import closest, nearest
 
 WIDE_DTYPES = ("float32", "bfloat16", "float16")
 """Names of the dtypes that a model's activations may have."""
 DTYPES = (*WIDE_DTYPES, "float8_e4m3fn")
+
+_CHOICES = re.compile(r"argument (.+?): invalid choice: '(.*)' \(choose from (.*)\)", re.DOTALL)
+"""argparse's message for a word that is none of a list."""
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Names the nearest command, option or choice in the message about a mistyped one."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.words: Sequence[str] = ()
+        """What the newest call parses."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self.words = sys.argv[1:] if args is None else args
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        """Print a message in one sentence, with the option that was meant, if one is close to a word that is none, and
+        exit with status 2."""
+        if (choice := _CHOICES.search(message)) is not None:
+            legal = re.findall(r"[\w-]+", choice[3])
+            message = f"{choice[1]}: wanted one of {', '.join(legal)}, got {choice[2]!r}{nearest(choice[2], legal)}"
+        options = set(re.findall(r"--[\w-]+", self.format_help()))
+        for word in self.words:
+            name = word.partition("=")[0]
+            if name.startswith("--") and not any(option.startswith(name) for option in options):
+                close = closest(name, options)
+                message += f"; nearest to {name} is {close}" if close else ""
+        super().error(message)
 
 
 def positive(text: str) -> int:
@@ -83,6 +120,34 @@ def add_device_arguments(parser: argparse.ArgumentParser, described: bool = Fals
     )
 
 
+_RANGE = re.compile(r"(\d+)(\.\.(\d*))?")
+_LONGEST_RANGE = 80
+"""Characters."""
+
+
+def token_ranges(text: str) -> list[tuple[int, int | None]]:
+    """Return the first and the last number of tokens of each range in a text, None for a range without an end.
+
+    Args:
+        text: numbers and ranges such as ``1..64,512``; ``4096..`` has no end.
+
+    Raises:
+        ValueError: for any other text.
+    """
+    ranges: list[tuple[int, int | None]] = []
+    for part in text.split(","):
+        match = _RANGE.fullmatch(part.strip())
+        too_long = len(part) > _LONGEST_RANGE  # Python refuses to read thousands of digits, in words of its own
+        first = int(match[1]) if match and not too_long else 0
+        if match is None or first < 1:
+            raise ValueError(f"--m: wanted numbers from 1 and ranges like 1..64,512 or 1.., got {text!r:.80}")
+        last = first if match[2] is None else int(match[3]) if match[3] else None
+        if last is not None and last < first:
+            raise ValueError(f"--m: wanted ranges that go up, got {part!r}")
+        ranges.append((first, last))
+    return ranges
+
+
 _DEVICE = re.compile(r"(cpu|cuda)(:(0|[1-9]\d?))?")
 """A device's name for PyTorch."""
 
@@ -110,8 +175,8 @@ def unknown_target(name: str) -> ValueError:
 
 
 def require_named(args: argparse.Namespace) -> None:
-    """Refuse what a command cannot do with as far as that shows without PyTorch: sizes, checkpoints that are not there,
-    devices and GPUs that are none.
+    """Refuse what a command cannot do with as far as that shows without PyTorch: sizes, numbers of tokens, formats,
+    configs, devices and GPUs that are none, and checkpoints that are not there or have no weights.
 
     Raises:
         ValueError, FileNotFoundError: as the command would, some seconds later.
@@ -119,13 +184,23 @@ def require_named(args: argparse.Namespace) -> None:
     named = vars(args)
     if "sizes" in named:
         three_sizes(args)
+    elif named.get("m") is not None:
+        token_ranges(args.m)
     if named.get("device") is not None:
         require_device(args.device, args.command in ("explain", "inspect"))
     if named.get("gpu") is not None and not is_known(args.gpu) and not (args.gpu and args.arch and args.sms):
         raise unknown_target(args.gpu)
+    formats = named.get("format")
+    for format in [formats] if isinstance(formats, str) else formats or []:
+        parts_of(format)
+    for config in (named.get("config"), named.get("why")):
+        if config is not None:
+            GemmConfig.parse(config.rpartition("/")[2])
     for path in (named.get("path"), named.get("model"), named.get("vllm")):
         if path is not None:
-            existing(path)
+            folder = existing(path)
+            if args.command in ("generate", "eval", "convert") and lacks_weights(folder):
+                raise FileNotFoundError(f"path: {str(path)!r} holds no whole model: a config.json, but no weights")
 
 
 def add_json_argument(parser: argparse.ArgumentParser) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -17,9 +16,6 @@ from w4gemm.core.router import Router
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in options.DTYPES}
 """The dtypes that activations may have, by name."""
-_RANGE = re.compile(r"(\d+)(\.\.(\d*))?")
-_LONGEST_RANGE = 80
-"""Characters."""
 
 
 def sizes_of(args: argparse.Namespace) -> tuple[int, int, int]:
@@ -73,24 +69,17 @@ def parse_router(text: str, top_k: int) -> tuple[Router, bool]:
 
 
 def parse_tokens(text: str) -> list[int]:
-    """Return the numbers of tokens that stand for the intervals of m in a text.
-
-    Args:
-        text: numbers and ranges such as ``1..64,512``; ``4096..`` has no end.
+    """Return the numbers of tokens that stand for the intervals of m in a text, as :func:`options.token_ranges` reads
+    it.
 
     Raises:
-        ValueError: for any other text.
+        ValueError: for a text that it does not read.
     """
     ends: set[int] = set()
-    for part in text.split(","):
-        match = _RANGE.fullmatch(part.strip())
-        too_long = len(part) > _LONGEST_RANGE  # Python refuses to read thousands of digits, in words of its own
-        first = int(match[1]) if match and not too_long else 0
-        if match is None or first < 1:
-            raise ValueError(f"--m: wanted numbers from 1 and ranges like 1..64,512 or 1.., got {text!r:.80}")
-        last = first if match[2] is None else int(match[3]) if match[3] else choice.BOUNDS[-1] + 1
+    for first, last in options.token_ranges(text):
+        last = choice.BOUNDS[-1] + 1 if last is None else last
         if last < first:
-            raise ValueError(f"--m: wanted ranges that go up, got {part!r}")
+            raise ValueError(f"--m: wanted ranges that go up, got '{first}..{last}'")
         intervals = range(choice.interval(first), choice.interval(last) + 1)
         ends |= {choice.interval_end(choice.BOUNDS[i - 1] + 1 if i else 1) for i in intervals}
     return sorted(ends)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import math
-import re
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
+
+from w4gemm.core.format_names import CODEBOOK_NAME
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,6 @@ bits, so that they are exact in bf16 and their products with a 16-bit scale in f
 _CODEBOOK_BITS = 4
 INTEGERS = {element.bits: element for element in ELEMENTS.values() if element.counts}
 """The elements of consecutive integers, by their bits."""
-CODEBOOK_NAME = re.compile(r"codebook([0-9a-f]{64}|[0-9a-f]{128})", re.ASCII)
 _LEAST, _MOST = 2.0**-6, 2.0**15
 """Limits of a codebook's largest magnitude. Numbers beyond belong into the scales."""
 

@@ -1,5 +1,5 @@
 """Writes of files that are whole or absent, :func:`placed`, reads that refuse pipes and devices, :func:`read_regular`,
-and paths that must be there, :func:`existing`. Importing this does without PyTorch."""
+and what lies at a user's path: :func:`existing`, :func:`lacks_weights`. Importing this does without PyTorch."""
 
 from __future__ import annotations
 
@@ -29,6 +29,15 @@ def existing(path: str | Path) -> Path:
     )
     hub = f"; nothing is downloaded: if it is a model of the hub, `hf download {path}` prints its folder" * is_hub_name
     raise FileNotFoundError(f"path: no file or folder {str(path)!r}{hub}")
+
+
+_WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
+"""Ends of the names of files with a model's numbers."""
+
+
+def lacks_weights(path: Path) -> bool:
+    """True for a folder that describes a model, but has no file with its numbers."""
+    return (path / "config.json").is_file() and not any(file.suffix in _WEIGHTS for file in path.iterdir())
 
 
 UNFINISHED = ".unfinished"

@@ -32,19 +32,15 @@ bytes: w = (f * s) * v(u), the float32 nearest to it; f * s is exact.
 
 from __future__ import annotations
 
-import re
 import zlib
 from dataclasses import dataclass, field
 
 import torch
 
-from w4gemm.core.elements import CODEBOOK_NAME, ELEMENTS, INTEGERS, Element, element_named
+from w4gemm.core.elements import ELEMENTS, Element, element_named
+from w4gemm.core.format_names import PER_COLUMN, ZEROS, parts_of, require_group_size
+from w4gemm.core.format_names import SMALLEST_GROUP as SMALLEST_GROUP
 from w4gemm.core.words import nearest
-
-ZEROS = ("none", "int", "float")
-"""Names of the zero rules."""
-PER_COLUMN = -1
-"""``group_size`` of a format with one scale per output channel (per row of w, all of k)."""
 
 
 @dataclass(frozen=True)
@@ -113,56 +109,6 @@ SCALE_OF = {SCALES[name].dtype: name for name in ("fp16", "bf16", "fp32")}
 """The plain scale rule of each dtype: one scale for each row and group, which multiplies as it is."""
 _FLOAT32_BITS, _FACTOR_BITS = 24, 11
 """Significant bits of a float32, and of a factor, which is an fp16."""
-ALIASES = {
-    "mxfp4": "e2m1_g32_e8m0",
-    "nvfp4": "e2m1_g16_e4m3_row",
-    "nf4": "nf4_g64",
-    "q4_k": "int4_g32_zfloat_u8x256",
-    "mxfp8": "e4m3_g32_e8m0",
-    "q6_k": "int6_g16_s8x256",
-    "q5_k": "int5_g32_zfloat_u8x256",
-    "q3_k": "int3_g16_s6x256",
-    "q2_k": "int2_g16_zfloat_u4x256",
-}
-"""Names that are in use for formats, and their strings."""
-
-_EXAMPLES = (
-    *ALIASES,
-    *(
-        f"{element.name}_{group}{zero}"
-        for element in INTEGERS.values()
-        for group in ("g32", "g64", "g128", "col")
-        for zero in ("", "_zint")
-    ),
-)
-"""Formats that a message may propose as the nearest."""
-_NAME = re.compile(
-    rf"(?P<element>{'|'.join(ELEMENTS)}|{CODEBOOK_NAME.pattern})_(g(?P<group>\d+)|col)(_z(?P<zero>int|float))?(_(?P<scale>{'|'.join(SCALES)}))?",
-    re.ASCII,
-)
-_OTHER_NAMES = {
-    "awq": "int4_g128_zint",
-    "gptq": "int4_g128",
-    "w4a16": "int4_g128",
-    "w4a8": "int4_g128_e4m3",
-    "fp4": "mxfp4",
-    "q4_0": "int4_g32_fp16",
-    "q4_1": "int4_g32_zfloat_fp16",
-    "iq4_nl": "iq4_g32_fp16",
-    "q8_0": "int8_g32_fp16",
-    "q5_0": "int5_g32_fp16",
-    "q5_1": "int5_g32_zfloat_fp16",
-    "w8a16": "int8_g128",
-    "fp8": "e4m3_col_fp32",
-    "fp8_block": "e4m3_g128_b128",
-    "mxfp6": "e2m3_g32_e8m0",
-    **{element.name: f"{element.name}_g128" for element in INTEGERS.values()},
-}
-"""Formats by the names that checkpoints and engines give their most common weights."""
-SMALLEST_GROUP = 16
-"""Group sizes are multiples of it."""
-LARGEST_GROUP = 2**31 - 32
-"""The largest group size: a weight has less than 2**31 columns. A group longer than k is one of k columns."""
 
 
 @dataclass(frozen=True)
@@ -212,14 +158,7 @@ class WeightFormat:
         g = self.group_size
         if not isinstance(g, int) or isinstance(g, bool):
             raise TypeError(f"group_size: wanted an int, got {type(g).__name__} {g!r}")
-        if g != PER_COLUMN and (g <= 0 or g % SMALLEST_GROUP or g > LARGEST_GROUP):
-            multiple = min(
-                max(SMALLEST_GROUP, (g + SMALLEST_GROUP // 2) // SMALLEST_GROUP * SMALLEST_GROUP), LARGEST_GROUP
-            )
-            raise ValueError(
-                "group_size: wanted a positive multiple of 16 (of 32, for all formats to run on GPUs) up to "
-                f"{LARGEST_GROUP}, or -1 for one scale per output channel, got {g}; nearest is {multiple}"
-            )
+        require_group_size(g)
         for argument, value, legal in (
             ("zero", self.zero, ZEROS),
             ("scale", self.scale, SCALES),
@@ -408,24 +347,9 @@ class WeightFormat:
     def parse(cls, name: str) -> WeightFormat:
         """Inverse of ``str``: ``int4_g128``, ``int4_col_zint``, ``int4_g32_zfloat_fp16``, ``iq4_g32_fp16``, ...
 
-        It also takes the names of :data:`ALIASES`.
+        It also takes the names of :data:`w4gemm.core.format_names.ALIASES`.
 
         Raises:
             ValueError: if ``name`` is not such a string.
         """
-        match = _NAME.fullmatch(ALIASES.get(name, name)) if isinstance(name, str) else None
-        if match is None:
-            raise ValueError(
-                f"format: wanted int4_g<group size>, for example int4_g128, or one of {', '.join(ALIASES)}, or "
-                f"<element>_g<group size>[_zint|_zfloat][_<scale>] (_col: one scale per output channel) with an "
-                f"element of {', '.join(ELEMENTS)} or a codebook's and a scale of {', '.join(SCALES)}; "
-                f"got {name!r:.200}{_meant(name)}"
-            )
-        group = int(match["group"]) if match["group"] else PER_COLUMN
-        return cls(group, match["zero"] or "none", match["scale"] or "bf16", match["element"])
-
-
-def _meant(name: object) -> str:
-    """Return the end of a message about a name that is no format's: the nearest format, if there is one."""
-    format_name = _OTHER_NAMES.get(name.lower()) if isinstance(name, str) else None
-    return f"; nearest is {format_name!r}" if format_name else nearest(name, _EXAMPLES)
+        return cls(*parts_of(name))

@@ -7,11 +7,21 @@ from collections.abc import Iterable
 
 def nearest(value: object, legal: Iterable[str]) -> str:
     """Return the end of a message: "; nearest is 'silu'" if a string is close to a legal one, else nothing."""
+    close = closest(value, legal)
+    return f"; nearest is {close!r}" if close else ""
+
+
+def closest(value: object, legal: Iterable[str]) -> str | None:
+    """Return the first name that a string begins, or else the one that it is closest to; None if it is close to none.
+    Upper and lower case count as one."""
     import difflib  # only once something is wrong
 
+    if not isinstance(value, str):
+        return None
     by_lower = {name.lower(): name for name in legal}
-    close = difflib.get_close_matches(value.lower(), by_lower, n=1) if isinstance(value, str) else []
-    return f"; nearest is {by_lower[close[0]]!r}" if close else ""
+    begun = [name for name in by_lower if len(value) > 2 and name.startswith(value.lower())]
+    close = begun or difflib.get_close_matches(value.lower(), by_lower, n=1)
+    return by_lower[close[0]] if close else None
 
 
 def printable(text: str) -> str:
