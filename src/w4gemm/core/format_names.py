@@ -91,8 +91,8 @@ def parts_of(name: str) -> NameParts:
     if match is None:
         raise ValueError(
             f"format: wanted int4_g<group size>, for example int4_g128, or one of {', '.join(ALIASES)}, or another of "
-            f"<element>_g<group size>[_zint|_zfloat][_<scale>], which docs/formats.md lists, got {name!r:.200}"
-            f"{_meant(name)}"
+            f"<element>_g<group size>[_zint|_zfloat][_<scale>], which docs/formats.md lists; got "
+            f"{name!r:.200}{_meant(name)}"
         )
     group = int(match["group"]) if match["group"] else PER_COLUMN
     require_group_size(group)

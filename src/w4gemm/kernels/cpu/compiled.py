@@ -181,6 +181,8 @@ class CompiledProduct:
         groups, superblocks = format.groups(k), -(-k // superblock)
         self.sizes = _sizes(self.columns, k, self.panel, groups, self.group, group, superblocks, superblock)
         self.codes: dict[tuple[int, torch.dtype], tuple[Code, Run]] = {}
+        self.alone: dict[int, bytes] = {}
+        """Packed arguments of one thread without scratch, from ``scratch`` on, by the rows of the result."""
 
     def __call__(self, x: torch.Tensor, weight: tuple[torch.Tensor, ...], out: torch.Tensor | None) -> torch.Tensor:
         """Return x @ w.T, which is ``out`` itself where that can be written to.
@@ -203,8 +205,28 @@ class CompiledProduct:
             rows = -(-m // code.tokens) * code.tokens
         if out is None or out_dtype is not code.dtype or rows != m:
             out = torch.empty(rows, self.columns, dtype=torch.float32)
-        run_all(run, self.arguments(Tokens(x.data_ptr(), panel, 0, row, 0), weight, out, _THREAD_COLUMNS))
+        if rows * self.chunks * self.k < 2 * _THREAD_COLUMNS:  # a call of a small layer takes as long as its product
+            rest = self.alone.get(rows) or self._alone(rows)
+            run(self.addresses((x.data_ptr(), panel, 0, row, 0), weight, out) + rest)
+        else:
+            run_all(run, self.arguments((x.data_ptr(), panel, 0, row, 0), weight, out, _THREAD_COLUMNS))
         return out if rows == m and self.columns == self.n else out[:m, : self.n]
+
+    def _alone(self, rows: int) -> bytes:
+        if len(self.alone) > MOST_CODES:
+            self.alone.clear()
+        self.alone[rows] = _own(0, 0, self.chunks, rows) + self.sizes
+        return self.alone[rows]
+
+    def addresses(self, x: tuple[int, ...], weight: tuple[torch.Tensor, ...], out: torch.Tensor) -> bytes:
+        """Return the packed arguments before ``scratch``.
+
+        Args:
+            x: as :class:`Tokens`.
+        """
+        zeros = weight[2].data_ptr() if self.has_zero else 0
+        factors = weight[-1].data_ptr() if self.has_factors else 0
+        return _addresses(*x, weight[0].data_ptr(), weight[1].data_ptr(), zeros, factors, out.data_ptr())
 
     def _tiled(self, x: torch.Tensor, code: Code) -> tuple[torch.Tensor, int, int]:
         """Return x as float32 for several tiles, with rows of padding, and the numbers from one panel and from one row
@@ -232,7 +254,7 @@ class CompiledProduct:
 
     def arguments(
         self,
-        x: Tokens,
+        x: tuple[int, ...],
         weight: tuple[torch.Tensor, ...],
         out: torch.Tensor,
         least: int,
@@ -242,13 +264,12 @@ class CompiledProduct:
         """Return the packed arguments of a product, for each thread.
 
         Args:
+            x: as :class:`Tokens`.
             least: columns of chunks, times tokens, that are worth a thread.
             scratch: that argument of the first thread.
             scratch_bytes: bytes from one thread's to the next one's.
         """
-        zeros = weight[2].data_ptr() if self.has_zero else 0
-        factors = weight[-1].data_ptr() if self.has_factors else 0
-        addresses = _addresses(*x, weight[0].data_ptr(), weight[1].data_ptr(), zeros, factors, out.data_ptr())
+        addresses = self.addresses(x, weight, out)
         rows, chunks = out.shape[0], self.chunks
         threads = rows * chunks * self.k // least
         if threads > 1:

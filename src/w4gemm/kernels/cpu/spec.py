@@ -6,7 +6,7 @@ tile_m = 512   "compiled": machine code that llvmlite (extra ``cpu``) makes for 
                multiplies up to tile_m tokens (``cpu`` layout only). Fastest for few tokens, and on many processors for
                all.
 tile_m = 768   "pairs": the same with AVX-512's dot products of pairs, for bf16 x and groups of a multiple of 32
-               columns, on processors without AMX. Fastest for bf16 x.
+               columns, on processors without AMX. Fastest for bf16 x but for a single token.
 tile_m = 1024  "tiles": the same with AMX, for x of any dtype. Fastest for more tokens.
 tile_m = 1536  "rounded": "tiles" or "pairs" with the weight's numbers, rounded to bf16, in place of codes, for bf16 x.
                Fastest for many tokens.
@@ -52,6 +52,7 @@ METHODS = {
     ROUNDED_TOKENS: ("rounded", f"bfloat16 x, llvmlite and AMX or AVX512_BF16, and {_GROUPS}"),
 }
 """Name of each method but "dense", and what it needs, by tile_m."""
+_COMPILED = COMPILED_TOKENS, PAIRS_TOKENS, TILES_TOKENS, ROUNDED_TOKENS
 _DENSE_ELEMENTS = 2**20
 """Weights dequantized at a time: 4 MiB of float32, near the size of a core's caches."""
 
@@ -119,7 +120,9 @@ class CpuMixedGemm:
         return None
 
     def launcher(self, _: Any, problem: GemmProblem, config: GemmConfig) -> Callable[[Operands], None]:
-        return _Launch(problem, config)
+        launch = _Launch(problem, config)
+        is_simple = launch.is_plain and not problem.experts and problem.dtype is not torch.float8_e4m3fn
+        return launch.simple if is_simple and config.tile_m in _COMPILED else launch
 
 
 class _Launch:
@@ -150,6 +153,16 @@ class _Launch:
             r = slice(first, last)
             own = epilogue.of_rows(r).of_expert(operator.itemgetter(e))
             self.multiply(x[r], tuple(t[e] for t in weight), out[r], own)
+
+    def simple(self, operands: Operands) -> None:
+        """Launch a product without an epilogue of one weight by compiled code, which autocast leaves alone: as
+        :meth:`__call__`, in 0.4 us less."""
+        x, out = operands.x, operands.out
+        if x.shape[0] > self.tokens:
+            return self.multiply(x, operands.weight, out, operands.epilogue)
+        d = self.method(x, operands.weight, out)
+        if d is not out:
+            out.copy_(d)
 
     def multiply(
         self, x: torch.Tensor, weight: tuple[torch.Tensor, ...], out: torch.Tensor, epilogue: EpilogueOperands
