@@ -23,8 +23,7 @@ tomllib = pytest.importorskip("tomllib")  # from Python 3.11 on
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-BUILD = "from setuptools import build_meta as b; print(b.build_{0}('{1}'))"
-GENERATED = re.compile(r"PKG-INFO|setup\.cfg|src/w4gemm\.egg-info/.*")
+BUILD = "from hatchling import build as b; print(b.build_{0}('{1}'))"
 
 
 def sources() -> list[str]:
@@ -35,9 +34,10 @@ def sources() -> list[str]:
     if git.returncode == 0 and (ROOT / ".git").exists():
         files = git.stdout.splitlines()
     else:
-        listed = ROOT / "src/w4gemm.egg-info/SOURCES.txt"
-        files = listed.read_text().splitlines() if listed.exists() else []
-    files = [path for path in files if (ROOT / path).exists() and not GENERATED.fullmatch(path)]
+        is_sdist = (ROOT / "PKG-INFO").exists()
+        files = [str(path.relative_to(ROOT)) for path in ROOT.rglob("*") if is_sdist and path.is_file()]
+        files = [path for path in files if not re.search(r"^PKG-INFO$|__pycache__|^\.\w+_cache/", path)]
+    files = [path for path in files if (ROOT / path).exists()]
     if not files:
         pytest.skip("needs a checkout or an unpacked sdist")
     return sorted(files)
@@ -46,7 +46,8 @@ def sources() -> list[str]:
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
     """(sdist, wheel made of it, wheel made of the sources), from a copy, so that the checkout stays as it is."""
-    pytest.importorskip("setuptools", minversion="77")
+    pytest.importorskip("hatchling")
+    pytest.importorskip("hatch_fancy_pypi_readme")
     folder = tmp_path_factory.mktemp("release")
     for path in sources():
         (folder / "copy" / path).parent.mkdir(parents=True, exist_ok=True)
@@ -76,7 +77,7 @@ def metadata(wheel: Path) -> Message:
 def test_the_sdist_is_the_repository(built: tuple[Path, Path, Path]) -> None:
     with tarfile.open(built[0]) as archive:
         names = [member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()]
-    assert sorted(name for name in names if not GENERATED.fullmatch(name)) == sources()
+    assert sorted(name for name in names if name != "PKG-INFO") == sources()
 
 
 def test_the_wheel_is_the_package(built: tuple[Path, Path, Path]) -> None:
@@ -96,13 +97,26 @@ def test_metadata(built: tuple[Path, Path, Path]) -> None:
     assert sorted(files["Requires-Python"].split(",")) == sorted(PROJECT["requires-python"].split(","))
     assert files["License-Expression"] == "Apache-2.0"
     assert files["License-File"] == "LICENSE" and files["Description-Content-Type"] == "text/markdown"
-    assert str(files.get_payload()).startswith("# w4gemm")
+    text = str(files.get_payload())
+    assert text.startswith("# w4gemm") and "backend, or a plugin of vLLM or SGLang" in " ".join(text.split())
+    assert not re.search(r"\]\((?!https?:)", text), "an index follows no relative link"
     assert set(files.get_all("Provides-Extra", [])) == set(PROJECT["optional-dependencies"])
     assert all(re.fullmatch(r"[\w -]+, https://\S+", url) for url in files.get_all("Project-URL", []))
     classifiers = files.get_all("Classifier", [])
     assert classifiers == PROJECT["classifiers"] and "Typing :: Typed" in classifiers
     versions = [line.rpartition(" ")[2] for line in classifiers if re.search(r"Python :: 3\.\d+$", line)]
     assert f">={versions[0]}" in files["Requires-Python"] and versions == ["3.10", "3.11", "3.12", "3.13"]
+
+
+def test_the_readme_of_an_index_has_absolute_links_once_there_is_an_address() -> None:
+    hook = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["metadata"]["hooks"]
+    text = (ROOT / "README.md").read_text()
+    links = len(re.findall(r"\]\((?!https?:|#)", text))
+    for pattern, place in zip(
+        hook["fancy-pypi-readme"]["substitutions"], ("![\\1](https://a/raw", "[\\1](https://a"), strict=True
+    ):
+        text = re.sub(pattern["pattern"], f"{place}/\\2)", text)
+    assert text.count("](https://a/") == links > 20
 
 
 def test_from_a_zip_file_the_cpu_multiplies_and_gpu_kernels_say_what_they_lack(built: tuple[Path, Path, Path]) -> None:
