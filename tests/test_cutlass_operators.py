@@ -11,7 +11,7 @@ import w4gemm
 
 pytest.importorskip("cutlass.operators", reason="pip install 'w4gemm[operators]'")
 
-from cutlass.operators import GemmArguments, Manifest
+from cutlass.operators import GemmArguments, Manifest, TargetSm
 from cutlass.operators.providers import available_providers
 
 from w4gemm.integrations.cutlass_operators import PackedOperand, W4gemmOperator, W4gemmProvider
@@ -61,6 +61,38 @@ def test_arguments_that_are_not_taken() -> None:
         PackedOperand(w4gemm.QuantizedWeight.stack([other, other]))
     with pytest.raises(TypeError, match="weight: wanted a QuantizedWeight, got"):
         PackedOperand(torch.zeros(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("operand", "target"),
+    [
+        *(("packed", target) for target in (None, "80", "90", "90a", "100f", "120f", "0")),
+        *(("dense", target) for target in ("90a", "103a", "0")),
+        *(("none", target) for target in ("90", "90a", "0")),  # those of newer GPUs are thousands
+    ],
+)
+def test_what_the_api_holds_every_provider_to(operand: str, target: str | None) -> None:
+    """The invariants of the API's own tests of its manifest, over all providers with this one among them: what is
+    returned supports the arguments, the target and the filter, under a name of its own."""
+
+    def is_even(metadata: Any) -> bool:
+        return sum(map(ord, metadata.operator_name)) % 2 == 0
+
+    args = None
+    if operand == "packed":
+        args = arguments(8)
+    elif operand == "dense":
+        args = GemmArguments(*(torch.zeros(2, 128, 128).half() for _ in range(3)), accumulator_type=torch.float32)
+    every = Manifest.get_operators(args, target_sm=target)
+    half = Manifest.get_operators(args, target_sm=target, metadata_filter=is_even)
+    names = [operator.metadata.operator_name for operator in every]
+    assert len(names) == len(set(names))
+    assert [o.metadata.operator_name for o in half] == [o.metadata.operator_name for o in every if is_even(o.metadata)]
+    for operator in every:
+        assert target is None or TargetSm(target).supports_operators_from(operator.metadata.supported_targets)
+        assert args is None or operator.supports(args, target_sm=target)
+    ours = [operator for operator in every if isinstance(operator, W4gemmOperator)]
+    assert bool(ours) == (operand == "packed" and target in (None, "90a")) and (operand != "packed" or ours == every)
 
 
 def test_compile_without_a_gpu(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
