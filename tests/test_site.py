@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import doctest
+import functools
+import html
+import http.server
 import importlib
 import importlib.util
 import inspect
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -52,24 +58,99 @@ def test_the_reference_has_every_public_name_once() -> None:
     assert not expected - set(names)
 
 
-def test_it_builds(tmp_path: Path) -> None:
-    """Links lead somewhere: mkdocs.yml makes every warning an error. No list became part of a paragraph, and nothing is
-    loaded from another host."""
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Links lead somewhere: mkdocs.yml makes every warning an error."""
     pytest.importorskip("mkdocs")
-    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(tmp_path)]
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(folder)]
     environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
-    pages = [page for page in tmp_path.rglob("*.html") if page.name != "404.html"]
-    assert len(pages) > 25 and not [*tmp_path.rglob("__pycache__")]
-    assert "[data-md-copying] :is(.gp, .go)" in (tmp_path / "css/site.css").read_text()
-    assert 'class="gp">$ </span>' in (tmp_path / "vllm.html").read_text(), "what the rule above leaves out"
+    return folder
+
+
+def pages_of(folder: Path) -> list[Path]:
+    return [page for page in folder.rglob("*.html") if page.name != "404.html"]
+
+
+def test_it_builds(built: Path) -> None:
+    """No list became part of a paragraph, and nothing is loaded from another host."""
+    pages = pages_of(built)
+    assert len(pages) > 25 and not [*built.rglob("__pycache__")]
     for page in pages:
         text = page.read_text()
         assert not re.search(r"<p>[^<]*\n- ", text), page
         assert not re.search(r'(src|<link[^>]* href)="https?:', text), page
         targets = re.findall(r'(?:href|src)="(?!https?:|data:|/)([^"#?]+)', text)
         assert not [target for target in targets if not (page.parent / target).exists()], page
+
+
+_LOOK = """<!DOCTYPE html><body><pre id="seen"></pre><script>
+const seen = [], frames = [360, 1300].map(width => {
+  const frame = document.body.appendChild(document.createElement("iframe"));
+  frame.style.cssText = `border: 0; height: 2000px; width: ${width}px`;
+  return frame;
+});
+const loaded = (frame, page) => new Promise(done => { frame.onload = done; frame.src = page; });
+(async () => {
+  for (const page of PAGES) {
+    await Promise.all(frames.map(frame => loaded(frame, page)));
+    await new Promise(done => setTimeout(done, 50));
+    for (const frame of frames) {
+      const inside = frame.contentDocument, copied = [];
+      for (const block of inside.querySelectorAll("pre > code")) {
+        const text = block.innerText;
+        block.setAttribute("data-md-copying", "");  // as the copy button does
+        if (block.querySelector(".gp")) copied.push([text, block.innerText]);
+        block.removeAttribute("data-md-copying");
+      }
+      const plots = [...inside.images].map(image => [image.naturalWidth, image.getBoundingClientRect().width]);
+      seen.push({page, width: frame.clientWidth, needed: inside.documentElement.scrollWidth, copied, plots});
+    }
+  }
+  document.getElementById("seen").textContent = JSON.stringify(seen);
+})();
+</script>"""
+
+
+def test_pages_in_a_browser(built: Path) -> None:
+    """On a phone and on a desk no page is wider than the window, plots are there and fit, and the copy buttons take
+    commands without prompts and output."""
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("needs Chromium")
+    names = sorted(str(page.relative_to(built)) for page in pages_of(built))
+    (built / "look.html").write_text(_LOOK.replace("PAGES", json.dumps(names)))
+    handler = functools.partial(_Quiet, directory=str(built))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}/look.html"
+        options = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=60000", "--dump-dom"]
+        done = subprocess.run([browser, *options, address], capture_output=True, text=True, timeout=120)
+        server.shutdown()
+    (built / "look.html").unlink()
+    text = re.search(r'<pre id="seen">(.*?)</pre>', done.stdout, re.DOTALL)
+    assert text is not None and text[1], done.stderr[-2000:]
+    views = json.loads(html.unescape(text[1]))
+    assert len(views) == 2 * len(names)
+    plots = copied = 0
+    for view in views:
+        where = view["page"], view["width"]
+        assert view["needed"] <= view["width"], where
+        for natural, shown in view["plots"]:
+            assert natural > 0 and shown <= view["width"], where
+            plots += 1
+        for before, after in view["copied"]:
+            prompt = re.compile(r"^(\$|>>>) ", re.MULTILINE)
+            assert prompt.search(before) and not prompt.search(after) and len(after) < len(before), where
+            copied += 1
+    assert plots > 10 and copied > 50, "the views are empty"
+
+
+class _Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *what: Any) -> None:
+        pass
 
 
 @pytest.mark.parametrize("name", [name for name, _ in public()])
