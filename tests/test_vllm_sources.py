@@ -583,6 +583,23 @@ def routed_experts(
     return RoutedExperts(prefix, torch.bfloat16, moe, quantization, manager, **layer_settings)
 
 
+@pytest.mark.parametrize("format", ["gptq-int4-g64", "ct-int4-g32", "modelopt-nvfp4", "ct-mxfp4"])
+def test_experts_whose_gpus_come_and_go_are_vllms_own(
+    format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import vllm.config.vllm
+
+    model, prefix = tiny(model_named("qwen3-30b-a3b")), "model.layers.1.mlp.experts"
+    write(model, Packing.parse(format), tmp_path)
+    ours = routed_experts(model.config, quantization(tmp_path), prefix)
+    settings = vllm.config.vllm._current_vllm_config.parallel_config
+    monkeypatch.setattr(settings, "enable_elastic_ep", True)
+    layer = routed_experts(model.config, quantization(tmp_path), prefix)
+    assert type(layer.quant_method).__module__.startswith("vllm.")
+    assert isinstance(layer.quant_method, type(ours.quant_method.vllm_method))
+    assert any(name.startswith("w13_weight") or name == "w13_qweight" for name, _ in layer.named_parameters())
+
+
 def test_experts_are_in_no_cache_of_weights(tmp_path: Path) -> None:
     """vLLM 0.33 hands weights that one process has packed to others, which would pack them once more."""
     protocol = pytest.importorskip("vllm.model_executor.model_loader.weight_cache.protocol", reason="before 0.33")
