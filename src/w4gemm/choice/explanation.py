@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -15,6 +18,8 @@ from w4gemm.kernels import KERNELS, Resources, Status, kernel_named
 from w4gemm.kernels.space import Exclusion
 
 _COLUMNS = ("#", "us", "score", "kernel/config", "CTAs", "waves", "threads", "registers", "shared", "stages")
+_CPU_COLUMNS = ("#", "kernel/config", "method", "memory")
+"""Predicted times only order a CPU's configs."""
 
 
 class ChosenConfig(NamedTuple):
@@ -66,10 +71,9 @@ class Explanation:
 
     def __str__(self) -> str:
         lines = [str(self.problem)]
-        for name, status in self.status.items():
-            count = sum(candidate.kernel == name for candidate in self.candidates)
-            configs = f"{count} config" if count == 1 else f"{count} configs"
-            lines.append(f"  {name}: {configs if status else status.reason}")
+        counts = {name: sum(candidate.kernel == name for candidate in self.candidates) for name in self.status}
+        configs = {name: f"{count} config" if count == 1 else f"{count} configs" for name, count in counts.items()}
+        lines += answers({name: configs[name] if status else status.reason for name, status in self.status.items()})
         if self.chosen is not None:
             lines.append(f"  chosen: {self.chosen} ({self.source}{', of a copy of the rows' * self.copied})")
         if self.candidates and (basis := unmeasured(self.problem.device)):
@@ -82,22 +86,30 @@ class Explanation:
         The columns are the predicted microseconds ("needless" for a config of two launches of which the first does
         everything), the score (least prediction / this prediction), the config, the CTAs of a launch, the waves they
         make, threads per CTA, registers per thread of a consumer warpgroup, shared memory per CTA and stages of the
-        pipeline.
+        pipeline. On a CPU they are the config, its method and its temporary memory.
 
         Args:
             rows: the largest number of configs, besides the chosen one; None for all.
         """
         if not self.candidates:
             return ""
-        best = self.candidates[0].us
-        lines: list[tuple[str, ...]] = [_COLUMNS]
+        best, on_cpu = self.candidates[0].us, self.problem.device.kind == "cpu"
+        columns = _CPU_COLUMNS if on_cpu else _COLUMNS
+        lines: list[tuple[str, ...]] = [columns]
         for number, candidate in enumerate(self.candidates, 1):
             chosen = (candidate.kernel, candidate.config) == self.chosen
             if rows is not None and number > rows and not chosen:
                 continue
-            lines.append((f"{'*' if chosen else ''}{number}", *_cells(candidate, best)))
-        widths = [max(len(line[i]) for line in lines) for i in range(len(_COLUMNS))]
-        return "\n".join(_aligned(line, widths) for line in lines)
+            cells = _cpu_cells(candidate) if on_cpu else _cells(candidate, best)
+            lines.append((f"{'*' if chosen else ''}{number}", *cells))
+        widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
+        return "\n".join(_aligned(line, widths, columns.index("kernel/config")) for line in lines)
+
+
+def answers(by_kernel: Mapping[str, str]) -> list[str]:
+    """Return a line for each answer, with the names of the neighbouring kernels that give it."""
+    groups = itertools.groupby(by_kernel.items(), operator.itemgetter(1))
+    return [f"  {', '.join(name for name, _ in group)}: {answer}" for answer, group in groups]
 
 
 def explain(problem: GemmProblem, config: GemmConfig | str | None = None) -> Explanation:
@@ -137,11 +149,15 @@ def explain(problem: GemmProblem, config: GemmConfig | str | None = None) -> Exp
     return Explanation(problem, status, candidates, runs, choice.source, original != problem)
 
 
-def _aligned(line: tuple[str, ...], widths: list[int]) -> str:
+def _aligned(line: tuple[str, ...], widths: list[int], name_column: int) -> str:
     """Return a line of the table: the config flush left, numbers flush right."""
-    name_column = _COLUMNS.index("kernel/config")
     cells = (c.ljust(w) if i == name_column else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True)))
     return "  ".join(cells)
+
+
+def _cpu_cells(candidate: PredictedConfig) -> tuple[str, ...]:
+    use = candidate.resources
+    return str(candidate), use.method or "-", f"{use.memory / 1024:.0f} KiB"
 
 
 def _cells(candidate: PredictedConfig, best: float) -> tuple[str, ...]:

@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     print(device_line(device))
     print(explanation)
     if device.kind == "cpu":
-        print("  predicted times only order the configs here: nothing is known of this CPU")
+        print("  w4gemm gemm times them: the cost model only orders methods on a CPU")
     elif least is not None:
         share = _limit(least, explanation)["predicted_share"]
         reached = "" if share is None else f"; the choice is predicted to reach {share:.0%} of that"

@@ -12,6 +12,7 @@ import torch
 import w4gemm
 from w4gemm import choice
 from w4gemm.choice import table
+from w4gemm.choice.explanation import answers
 from w4gemm.choice.table import device_facts, effective
 from w4gemm.cli.cache import is_current
 from w4gemm.console.devices import typical_problem
@@ -76,7 +77,7 @@ def as_text(r: dict[str, Any]) -> str:
     ]
     for device in r["devices"]:
         lines.append(f"{device['device']}{': ' + device['name'] if device['name'] else ''}, for {device['problem']}")
-        lines += [f"  {name}: {answer or 'runs here'}" for name, answer in device["kernels"].items()]
+        lines += answers({name: answer or "runs here" for name, answer in device["kernels"].items()})
         if device["config"]:
             lines.append(f"  chosen: {device['config']} ({device['source']})")
     return "\n".join(lines)

@@ -92,6 +92,8 @@ class Resources(NamedTuple):
     """Registers that a consumer thread may use."""
     stages: int | None = None
     """Stages of the pipeline."""
+    method: str | None = None
+    """Name of the way to compute, where a kernel has several."""
 
 
 class Kernel(Protocol):

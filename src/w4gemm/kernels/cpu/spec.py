@@ -114,7 +114,8 @@ class CpuMixedGemm:
         return 8 * min(problem.n, config.tile_n) * problem.k
 
     def resources(self, problem: GemmProblem, config: GemmConfig) -> Resources:
-        return Resources(self.workspace_bytes(problem, config))
+        method = METHODS[config.tile_m][0] if config.tile_m in METHODS else "dense"
+        return Resources(self.workspace_bytes(problem, config), method=method)
 
     def unit(self, problem: GemmProblem, config: GemmConfig) -> None:
         return None
