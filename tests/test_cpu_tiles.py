@@ -68,13 +68,15 @@ def test_products_are_those_of_the_numbers(format: str, n: int, k: int, m: int) 
 
 
 @pytest.mark.parametrize("m", [3, 4, 9, 16])
+@pytest.mark.parametrize("k", [64, 160])
+@pytest.mark.parametrize("is_rounded", [False, True])
 @pytest.mark.parametrize("make", [product, pairs])
 def test_results_of_16_bits_are_those_of_float32_rounded(
-    make: Callable[[w4gemm.QuantizedWeight], TileProduct], m: int
+    make: Callable[[w4gemm.QuantizedWeight, bool], TileProduct], is_rounded: bool, k: int, m: int
 ) -> None:
-    """Of tiles of two sizes, of tiles with padding, and of a chunk that is not full."""
-    w, x = weight("int4_g32_zint", 192, 160), torch.randn(m, 160, generator=torch.Generator().manual_seed(m)).bfloat16()
-    run, out = make(w), torch.full((m, 192), torch.nan, dtype=torch.bfloat16)
+    """Of tiles of two sizes, of tiles with padding, of a chunk that is not full, of one panel and of several."""
+    w, x = weight("int4_g32_zint", 192, k), torch.randn(m, k, generator=torch.Generator().manual_seed(m)).bfloat16()
+    run, out = make(w, is_rounded), torch.full((m, 192), torch.nan, dtype=torch.bfloat16)
     result = run(x, w.tensors, out)
     assert result.dtype is torch.float32 or result is out
     assert torch.equal(result.bfloat16(), run(x, w.tensors, None).bfloat16())

@@ -79,7 +79,8 @@ class CodeArguments(NamedTuple):
     """(m, columns), contiguous."""
     scratch: Any
     """In tiles: int64, which becomes the largest bit pattern of a result's magnitude in float32. From
-    :data:`SCRATCH_SUMS` bytes on, if ``out`` has 16 bits, float32 (m, 128): sums of a chunk."""
+    :data:`SCRATCH_SUMS` bytes on, if ``out`` has 16 bits and there are several panels, float32 (m, 128): sums of a
+    chunk."""
     first_chunk: Any
     last_chunk: Any
     """The first chunk that this call does not compute."""

@@ -165,7 +165,8 @@ class TileProduct(CompiledProduct):
                 memory.append(torch.empty(rows * -(-k // self.group), dtype=torch.float32))
             tokens = Tokens(memory[0].data_ptr(), *strides, memory[-1].data_ptr())
             own.split(_packed(x.data_ptr(), *tokens, m, rows, k, panel, self.group))
-        size = SCRATCH_SUMS if own.dtype is torch.float32 else SCRATCH_SUMS + 4 * TABLE_N * rows
+        has_scratch = own.dtype is not torch.float32 and panel < k
+        size = SCRATCH_SUMS + 4 * TABLE_N * rows * has_scratch
         every = size * torch.get_num_threads()
         if every <= _SMALL:
             scratch = _bytes(every)()
@@ -203,7 +204,8 @@ class TileProduct(CompiledProduct):
         at_once = 2 if m > SIDE and table_bits(self.format) > 2 else 1  # eight tiles hold the sums of two by two
         rounds = -(-m // (at_once * SIDE))
         apart = rounds > 1 and self.k % _DISPLACING == 0
-        tile = TileCode(-(-m // (rounds * at_once)), at_once, PARTS[dtype], self.is_rounded, self.most_columns, apart)
+        rows, is_whole = -(-m // (rounds * at_once)), self.panel >= self.k
+        tile = TileCode(rows, at_once, PARTS[dtype], self.is_rounded, self.most_columns, apart, is_whole)
         return _Program(sums, tile.tokens, tile)
 
 
@@ -218,5 +220,6 @@ class PairProduct(TileProduct):
     def _program(self, m: int, dtype: torch.dtype) -> _Program:
         from w4gemm.kernels.cpu.pairs import TileCode, sums
 
-        tile = TileCode(-(-m // -(-m // _PAIRS_TOKENS)), 1, 1, self.is_rounded, self.most_columns, False)
+        rows, is_whole = -(-m // -(-m // _PAIRS_TOKENS)), self.panel >= self.k
+        tile = TileCode(rows, 1, 1, self.is_rounded, self.most_columns, False, is_whole)
         return _Program(sums, m, tile)

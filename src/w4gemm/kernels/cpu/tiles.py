@@ -53,6 +53,8 @@ class TileCode(NamedTuple):
     """Columns of a panel at most."""
     gathers: bool
     """True if x lies in the order of tiles, which have 64 bytes of each token, side by side: see :func:`parts`."""
+    is_whole: bool
+    """True if a panel has all columns, so that its sums are the results."""
 
     @property
     def tokens(self) -> int:
@@ -300,15 +302,19 @@ class Tiles:
         panel."""
         b, a, fields, dtype = self.b, self.a, self.code.fields, self.code.dtype
         chunk, feature = place
-        is_first, wide = b.icmp_signed("==", first.value, b.number(0)), floats_of(SIDE * fields)
+        wide = floats_of(SIDE * fields)
         in_order = [i + f * SIDE for i in range(SIDE) for f in range(fields)]
         out = a.out + (token * a.columns + chunk * TABLE_N + feature) * dtype.itemsize
         sums = out if dtype.itemsize == 4 else a.scratch + SCRATCH_SUMS + (token * TABLE_N + feature) * 4
         for i in range(0, self.width, fields):
-            before = b.select(is_first, ir.Constant(wide, [0.0] * SIDE * fields), b.read(sums + i * SIDE * 4, wide))
-            result = b.fadd(before, b.lanes_of(b.joined(totals[i : i + fields]), in_order))
+            result = b.lanes_of(b.joined(totals[i : i + fields]), in_order)
+            if not self.tile.is_whole:
+                is_first, zero = b.icmp_signed("==", first.value, b.number(0)), ir.Constant(wide, [0.0] * SIDE * fields)
+                result = b.fadd(b.select(is_first, zero, b.read(sums + i * SIDE * 4, wide)), result)
             if sums is out:
                 b.write(result, out + i * SIDE * 4)
+            elif self.tile.is_whole:
+                b.write(self.narrowed(result), out + i * SIDE * dtype.itemsize)
             else:
                 with b.if_else(b.icmp_signed("<", (first + a.panel).value, a.k.value)) as (before_last, is_last):
                     with before_last:
