@@ -90,6 +90,7 @@ MODELS = {
         "swiglu_oai",
     ),
     "Nemotron 3": ({"activation": "relu2", "is_gated": False}, "relu2"),
+    "Kimi-K2 and GLM-4.5-Air": ({}, "silu_mul"),
 }
 
 

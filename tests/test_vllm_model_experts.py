@@ -106,7 +106,8 @@ MODELS = {
     ),
     "Nemotron 3": Experts("modelopt_mixed", MIXED, "nvfp4", RELU2, "relu2", UPS),
     "Nemotron 3 in int4": Experts("compressed-tensors", compressed("int", 32), "int4_g32", RELU2, "relu2", UPS),
-    "Qwen3.5-MoE": Experts("modelopt_mixed", MIXED, "nvfp4"),
+    "Qwen3.5-MoE and DeepSeek-V3": Experts("modelopt_mixed", MIXED, "nvfp4"),
+    "GLM-4.5-Air": Experts("compressed-tensors", compressed("int", 32), "int4_g32", count=8),
     "GLM-5": Experts("compressed-tensors", compressed("int", 128, TOKEN_FP8), "int4_g128", fp8=True),
 }
 
