@@ -224,7 +224,7 @@ def test_a_config_that_transformers_cannot_read(tmp_path: Path) -> None:
     for file in folder.glob("*token*"):
         file.unlink()
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(FormatError, match=r"makes no tokenizer \(tokenizer.save_pretrained writes one\) of it: "):
+    with pytest.raises(FormatError, match="has no tokenizer: tokenizer.save_pretrained writes one"):
         load(folder)
     (folder / "config.json").write_text(json.dumps(config | {"num_attention_heads": 0}))
     with pytest.raises(FormatError, match="transformers makes no model"):

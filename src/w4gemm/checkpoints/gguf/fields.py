@@ -15,6 +15,7 @@ from w4gemm.checkpoints.gguf.architectures import ARCHITECTURES
 from w4gemm.checkpoints.gguf.file import GGUFFile
 from w4gemm.checkpoints.gguf.header import Array, gguf_package
 from w4gemm.checkpoints.hugging_face import transformers_errors
+from w4gemm.core.errors import FormatError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -36,15 +37,24 @@ def quick_reader() -> Iterator[None]:
         package.GGUFReader = original
 
 
+_TOKENIZER_FILES = ("*token*", "vocab*", "*.model", "tekken.json", "*.py")
+"""Files of which a folder with a tokenizer has one; the last are of a model type with code of its own."""
+
+
 def tokenizer_of(folder: Path, options: Mapping[str, Any]) -> PreTrainedTokenizerBase:
     """Return transformers' tokenizer of a folder or of a GGUF file there, which begins texts with <bos> if the file
     says so: with transformers 5.18 to 5.22 that of a Gemma file does not by itself.
 
     Args:
         options: arguments of ``from_pretrained`` besides the folder; ``gguf_file`` is the name of a file in it.
+
+    Raises:
+        FormatError: if there is none, or transformers cannot read it.
     """
     from transformers import AutoTokenizer
 
+    if "gguf_file" not in options and not any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES):
+        raise FormatError(f"{folder} has no tokenizer: tokenizer.save_pretrained writes one")
     with transformers_errors(folder, "tokenizer (tokenizer.save_pretrained writes one)"):
         tokenizer = AutoTokenizer.from_pretrained(folder, **options)
     if "gguf_file" in options:
