@@ -19,7 +19,6 @@ from w4gemm.kernels.cpu.compiled import (
     CompiledProduct,
     PanelLimits,
     Run,
-    Tokens,
     machine_code,
     packing,
     run_all,
@@ -55,6 +54,12 @@ _PAIRS_TOKENS = 4
 @functools.cache
 def _bytes(count: int) -> type[ctypes.Array[ctypes.c_char]]:
     return ctypes.c_char * count
+
+
+_unread = _bytes(SCRATCH_SUMS)()
+_unread_address = ctypes.addressof(_unread)
+"""Where every product writes its largest number that nobody reads: that of rounded numbers is finite if the result
+is."""
 
 
 @functools.cache
@@ -154,19 +159,23 @@ class TileProduct(CompiledProduct):
 
     def _multiply(self, own: _Compiled, x: torch.Tensor, weight: tuple[torch.Tensor, ...], out: torch.Tensor) -> int:
         """Write x @ w.T to ``out`` (rows, columns), with rows of padding, and return the largest bit pattern of a
-        result in float32."""
+        result in float32; 0 if it does not matter."""
         (m, k), rows, panel = x.shape, out.shape[0], self.panel
         strides = (own.parts * rows * panel, rows * panel, panel) if own.gathers else (panel, rows * k, k)
-        tokens, memory = Tokens(x.data_ptr(), *strides, 0), []
+        tokens: tuple[int, ...] = (x.data_ptr(), *strides, 0)
+        memory = []
         if own.parts > 1 or rows != m or own.gathers or self.has_sums:
             columns = -(-k // panel) * panel if own.gathers else k
             memory.append(torch.empty(own.parts * rows * columns, dtype=torch.bfloat16))
             if self.has_sums:
                 memory.append(torch.empty(rows * -(-k // self.group), dtype=torch.float32))
-            tokens = Tokens(memory[0].data_ptr(), *strides, memory[-1].data_ptr())
+            tokens = (memory[0].data_ptr(), *strides, memory[-1].data_ptr())
             own.split(_packed(x.data_ptr(), *tokens, m, rows, k, panel, self.group))
-        has_scratch = own.dtype is not torch.float32 and panel < k
-        size = SCRATCH_SUMS + 4 * TABLE_N * rows * has_scratch
+        keeps_sums = own.dtype is not torch.float32 and panel < k
+        if self.is_rounded and not keeps_sums:
+            run_all(own.run, self.arguments(tokens, weight, out, self.worth(rows), _unread_address))
+            return 0
+        size = SCRATCH_SUMS + 4 * TABLE_N * rows * keeps_sums
         every = size * torch.get_num_threads()
         if every <= _SMALL:
             scratch = _bytes(every)()
