@@ -247,6 +247,30 @@ def test_a_dense_model_is_quantized(tmp_path: Path) -> None:
     assert plain.format == ours.modules["model.layers.0.mlp.up_proj"].format
 
 
+def test_groups_that_do_not_divide_k(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """compressed-tensors was written with a shorter last group, which no reader of it takes."""
+    folder = write_dense(tmp_path / "in")
+    args = ("--format", "int4_g48")
+    assert convert(folder, tmp_path / "out", *args, "--to", "compressed-tensors") == 1
+    assert "k to be a multiple of the group size 48, got 64; --to w4gemm holds a" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    assert convert(folder, tmp_path / "own", *args) == 0
+    assert "a w4gemm folder" in capsys.readouterr().err
+    ours, theirs = open_checkpoint(tmp_path / "own"), open_checkpoint(folder, "int4_g48")
+    for name in theirs.modules:
+        assert torch.equal(ours.weight(name).dequantize(), theirs.weight(name).dequantize())
+
+
+def test_8_bit_zero_points_of_one_group(tmp_path: Path) -> None:
+    """They are a column, which PyTorch transposes without moving it."""
+    folder = write_dense(tmp_path / "in")
+    assert convert(folder, tmp_path / "out", "--to", "compressed-tensors", "--format", "int8_col_zint") == 0
+    ours, theirs = open_checkpoint(tmp_path / "out"), open_checkpoint(folder, "int8_col_zint")
+    assert ours.modules == theirs.modules
+    for name in theirs.modules:
+        assert torch.equal(ours.weight(name).dequantize(), theirs.weight(name).dequantize())
+
+
 def test_interrupted_runs_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     write_model(tmp_path / "in", *SOURCES["gptq"])
     out, read = tmp_path / "out", []

@@ -38,7 +38,7 @@ WRITER = "written_by"
 class CompressedTensorsWriter:
     """A :class:`w4gemm.checkpoints.writing.WeightWriter`. Bits stay the same, experts are written one by one, under the
     names of the model's published files. What compressed-tensors cannot hold is refused: biases of experts, float zero
-    points, codebooks, float32 scales of channels, act-order, k that is no multiple of 8."""
+    points, codebooks, float32 scales of channels, act-order, k that is no multiple of 8 or of the group size."""
 
     name = METHOD
     marks = CompressedTensors.marks
@@ -58,6 +58,11 @@ class CompressedTensorsWriter:
             raise ValueError("compressed-tensors has no factors of x (pre_quant_scale); --to w4gemm has")
         if module.k % (whole := 32 // math.gcd(32, format.bits)):
             raise ValueError(f"compressed-tensors wants k to be a multiple of {whole} in {format}, got {module.k}")
+        if format not in _FP8 and format.group_size != PER_COLUMN and module.k % format.group_size:
+            raise ValueError(
+                f"compressed-tensors wants k to be a multiple of the group size {format.group_size}, got {module.k}; "
+                "--to w4gemm holds a shorter last group"
+            )
 
     def tensors(self, checkpoint: Checkpoint, name: str, w: QuantizedWeight) -> dict[str, torch.Tensor]:
         if not w.experts:
@@ -167,7 +172,9 @@ def _group(format: WeightFormat, activations: str | None, targets: list[str]) ->
 
 def _words(packed: torch.Tensor) -> torch.Tensor:
     """Return bytes (..., bytes) as int32 (..., ceil(bytes / 4)), the last word filled up with zeros."""
-    return torch.nn.functional.pad(packed, (0, -packed.shape[-1] % 4)).contiguous().view(torch.int32)
+    words = torch.nn.functional.pad(packed, (0, -packed.shape[-1] % 4))
+    # a transposed dimension of 1 keeps its stride by contiguous(), and cannot be viewed as words then
+    return words.clone(memory_format=torch.contiguous_format).view(torch.int32)
 
 
 # --- names in the files -----------------------------------------------------------------------------------------------

@@ -51,10 +51,9 @@ def _check_k(w: QuantizedWeight | Module, place: str = "") -> None:
     """Raise ValueError for a k that the shape of the codes does not tell, because they do not fill their last byte."""
     if w.k * w.format.bits % 8:
         multiple = 8 // math.gcd(8, w.format.bits)
-        told = -(-w.k * w.format.bits // 8) * 8 // w.format.bits
         raise ValueError(
-            f"{place}wanted a k of whole bytes, a multiple of {multiple} for {w.format.bits} bits, got {w.k}, which "
-            f"the folder's shapes cannot tell from {told}"
+            f"{place}wanted a k of whole bytes, a multiple of {multiple} for {w.format.bits} bits, so that shapes tell "
+            f"it, got {w.k}"
         )
 
 
