@@ -64,17 +64,18 @@ BLOCK = (16, 32)
 """Rows and columns that share a scale of fp8."""
 
 
-def fp8(w: torch.Tensor, r: random.Random) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A matrix, or those of all experts, in fp8, its scale and its numbers."""
+def fp8(w: torch.Tensor, kind: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A matrix, or those of all experts, in fp8, its scale and its numbers. kind: 0 to 1, of the scale."""
     *experts, n, k = w.shape
-    kind = r.choice(("tensor", "row", "block", *(["expert"] if experts else [])))
-    if kind == "block":
+    kinds = ("tensor", "row", "block", *(["expert"] if experts else []))
+    scaled = kinds[int(kind * len(kinds))]
+    if scaled == "block":
         shape = (*experts, -(-n // BLOCK[0]), -(-k // BLOCK[1]))
     else:
-        shape = {"tensor": (1,), "row": (*experts, n, 1), "expert": (*experts, 1, 1)}[kind]
+        shape = {"tensor": (1,), "row": (*experts, n, 1), "expert": (*experts, 1, 1)}[scaled]
     scale = 2.0 ** torch.randint(-9, -6, shape).float()
     factors = scale
-    if kind == "block":
+    if scaled == "block":
         factors = scale.repeat_interleave(BLOCK[0], -2).repeat_interleave(BLOCK[1], -1)[..., :n, :k]
     stored = (w / factors).clamp(-448, 448).to(torch.float8_e4m3fn)
     return stored, scale, stored.float() * factors
@@ -91,7 +92,7 @@ class Folder:
     """Names of the tensors that were changed, before and after."""
     change: str = "none"
     uneven: bool = False
-    """True if some experts of a layer may be in 4 bits and others not, which is refused."""
+    """True if experts of a layer may have other formats than its first one, which is refused."""
 
 
 def starred(name: str) -> str:
@@ -126,7 +127,7 @@ def drawn(base: Base, r: random.Random) -> Folder:
     torch.manual_seed(r.randrange(2**31))
     stored: Tensors = {}
     dense: Tensors = {}
-    chances: dict[str, tuple[float, float]] = {}
+    chances: dict[str, tuple[float, float, float]] = {}
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     dtype, experts = r.choice((None, *dtypes)), r.choice(("whole", "whole", "whole", "products", "each"))
     for name, w in base.tensors.items():
@@ -135,7 +136,7 @@ def drawn(base: Base, r: random.Random) -> Folder:
             key = re.sub(r"(?<=experts\.)\*\..+", "", key)
         elif experts == "products":
             key = re.sub(r"(?<=experts\.\*\.)(gate_proj|up_proj|w1|w3)\.", "", key)
-        in_4_bits, in_8_bits = chances.setdefault(key, (r.random(), r.random()))
+        in_4_bits, in_8_bits, kind = chances.setdefault(key, (r.random(), r.random(), r.random()))
         owner = name.rpartition(".")[0]
         matrix = is_matrix(name, w)
         n, k = (w.T if conv1d else w).shape if matrix else (0, 0)
@@ -144,7 +145,7 @@ def drawn(base: Base, r: random.Random) -> Folder:
             stored |= {f"{owner}.{part}": t for part, t in parts.items()}
             dense[name] = numbers.T if conv1d else numbers
         elif in_8_bits < share_fp8 and may_be_fp8(name, w):
-            stored[name], scale, dense[name] = fp8(w, r)
+            stored[name], scale, dense[name] = fp8(w, kind)
             stored[name + r.choice(("_scale", "_scale_inv"))] = scale
         else:
             stored[name] = w.to(dtype or r.choice(dtypes)) if w.is_floating_point() else w

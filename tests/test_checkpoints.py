@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -163,3 +164,7 @@ def test_experts_are_stacked_with_gates_and_without() -> None:
     assert experts.stacks(dict.fromkeys(names, module)).keys() == without | with_gates
     with pytest.raises(ValueError, match="expert 1 of 3 lacks a packed module"):
         experts.stacks(dict.fromkeys([name for name in names if name != "mlp.experts.1.gate_proj"], module))
+    unlike = dict.fromkeys(names, module) | {"mlp.experts.2.up_proj": replace(module, format=WeightFormat(32))}
+    legal = "wanted format int4_g128 as mlp.experts.0.gate_proj has$"
+    with pytest.raises(ValueError, match=f"^mlp.experts.2.up_proj has format int4_g32, {legal}"):
+        experts.stacks(unlike)

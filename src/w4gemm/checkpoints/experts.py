@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 
@@ -113,8 +113,10 @@ def _stack(name: str, positions: Mapping[tuple[int, int], str], modules: Mapping
     sources = tuple(tuple(positions[e, i] for i in range(each)) for e in range(count))
     names = [name for expert in sources for name in expert]
     first = modules[names[0]]
-    if others := [name for name in names if modules[name] != first]:
-        raise ValueError(f"{others[0]} is {modules[others[0]]}, wanted it like {names[0]}, {first}")
+    if other := next((name for name in names if modules[name] != first), None):
+        unlike = [f.name for f in fields(Module) if getattr(modules[other], f.name) != getattr(first, f.name)]
+        has, legal = (", ".join(f"{key} {getattr(m, key)}" for key in unlike) for m in (modules[other], first))
+        raise ValueError(f"{other} has {has}, wanted {legal} as {names[0]} has")
     if each == 1:
         return Stack(replace(first, experts=count), sources)
     fused = tuple(name.rpartition(".")[2] for name in sources[0])
