@@ -60,16 +60,16 @@ def _weight(case: Case, source: Source) -> tuple[w4gemm.QuantizedWeight, formula
 
 
 def _usable_codes(case: Case, f: w4gemm.WeightFormat) -> list[int]:
-    """Codes that stand for numbers; if sums are to be exact, of more than four bits only those whose weights have few
-    digits."""
+    """Codes that stand for numbers; if sums are to be exact, of more than four bits, and where scales are no powers of
+    two, only those whose weights have few digits."""
     numbers = list(enumerate(formulas.codebook(f.element)))
-    if case.numbers != "exact" or f.bits == 4:
+    if case.numbers != "exact" or (f.bits == 4 and not f.has_factors):
         return [u for u, number in numbers if math.isfinite(number)]
     if f.element.startswith("int"):
         if f.has_factors or f.zero == "float":
             numbers = numbers[:16] if f.has_zero else [(u, number) for u, number in numbers if -16 <= number < 16]
         return [u for u, _ in numbers]
-    return [u for u, number in numbers if abs(number) <= 8 and (8 * number).is_integer()]
+    return [u for u, number in numbers if abs(number) <= 8 and (8.0 * number).is_integer()]
 
 
 def _one_level(case: Case, f: w4gemm.WeightFormat, source: Source, n: int, groups: int) -> Stored:
