@@ -7,6 +7,7 @@ import torch
 
 import w4gemm
 from w4gemm.core.activation import ACTIVATIONS, canonical, is_gated, parse
+from w4gemm.core.function_names import ACTIVATION_NAMES
 
 
 @pytest.mark.parametrize(
@@ -94,3 +95,7 @@ def test_device_code_is_the_formula(text, monkeypatch):
     )
     expected = activation.apply(both.flatten() if activation.formula.gated else y)
     torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-7)
+
+
+def test_names_are_those_of_the_formulas():
+    assert tuple(ACTIVATIONS) == ACTIVATION_NAMES

@@ -51,6 +51,7 @@ _PRODUCT = ["explain", "16", "64", "64"]
 _WRONG = (
     *(["explian"], ["explain", "16", "4096"], [*_PRODUCT, "--divice", "cpu"], [*_PRODUCT, "--format", "int4_g12"]),
     *([*_PRODUCT, "--config", "64x64"], ["tune", "--shapes", "64x64", "--m", "2..1"], ["eval", "--format", "itn4"]),
+    *([*_PRODUCT, "--activation", "silo"], ["compile", "--shapes", "x", "-o", "x", "--router", "sofmax"]),
 )
 
 
@@ -80,6 +81,12 @@ def test_help_and_typos_import_no_torch(arguments: list[str]) -> None:
         ("generate hi --dev tpu", "--device: wanted cpu, cuda or cuda:N, got 'tpu'\n"),  # a beginning is no mistake
         ("eval --format mxfp", "got 'mxfp'; nearest is 'mxfp4'\n"),
         ("eval --format itn4", "got 'itn4'; nearest is 'int4_g128'\n"),
+        ("explain 1 64 64 --activation swish", "got 'swish'; nearest is 'silu'\n"),
+        (
+            "compile --shapes x -o x --top-k 2 --router sofmax",
+            "--router: scoring: .*got 'sofmax'; nearest is 'softmax'\n",
+        ),
+        ("compile --shapes x -o x --top-k 2 --router sigmoid,group=8", "bias, got 'group=8'; nearest is 'groups'\n"),
         ("eval --format 4bit --format int4_g12", r"got '4bit'\n"),
     ],
 )

@@ -6,13 +6,14 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.files import existing, lacks_weights
 from w4gemm.core.format_names import parts_of
+from w4gemm.core.function_names import activation_parts, require_scoring
 from w4gemm.core.gpus import is_known, nearest_gpu
 from w4gemm.core.words import closest, nearest
 
@@ -148,6 +149,40 @@ def token_ranges(text: str) -> list[tuple[int, int | None]]:
     return ranges
 
 
+_ROUTER_VALUES: dict[str, Callable[[str], Any]] = {
+    "groups": int,
+    "top_groups": int,
+    "scale": float,
+    "renormalize": {"on": True, "off": False}.__getitem__,
+}
+"""How the fields of a router are read."""
+
+
+def router_fields(text: str) -> tuple[dict[str, Any], bool]:
+    """Return the fields of the router of a text such as ``sigmoid,groups=8,top_groups=4,scale=2.5,bias``, all but
+    ``top_k``, and whether it has a bias.
+
+    Raises:
+        ValueError: for any other text.
+    """
+    scoring, *others = text.split(",")
+    try:
+        require_scoring(scoring)
+    except ValueError as e:
+        raise ValueError(f"--router: {e}") from None
+    fields: dict[str, Any] = {"scoring": scoring}
+    for other in (other for other in others if other != "bias"):
+        name, _, value = other.partition("=")
+        try:
+            fields[name] = _ROUTER_VALUES[name](value)
+        except (KeyError, ValueError):
+            expected = ", ".join(f"{name}=..." for name in _ROUTER_VALUES)
+            close = "" if name in _ROUTER_VALUES else nearest(name, _ROUTER_VALUES)
+            got = f"{other!r:.80}{close}"
+            raise ValueError(f"--router: wanted a scoring, then any of {expected}, bias, got {got}") from None
+    return fields, "bias" in others
+
+
 _DEVICE = re.compile(r"(cpu|cuda)(:(0|[1-9]\d?))?")
 """A device's name for PyTorch."""
 
@@ -176,7 +211,8 @@ def unknown_target(name: str) -> ValueError:
 
 def require_named(args: argparse.Namespace) -> None:
     """Refuse what a command cannot do with as far as that shows without PyTorch: sizes, numbers of tokens, formats,
-    configs, devices and GPUs that are none, and checkpoints that are not there or have no weights.
+    configs, activations, routers, devices and GPUs that are none, and checkpoints that are not there or have no
+    weights.
 
     Raises:
         ValueError, FileNotFoundError: as the command would, some seconds later.
@@ -196,6 +232,11 @@ def require_named(args: argparse.Namespace) -> None:
     for config in (named.get("config"), named.get("why")):
         if config is not None:
             GemmConfig.parse(config.rpartition("/")[2])
+    activations = named.get("activation")
+    for activation in [activations] if isinstance(activations, str) else activations or []:
+        activation_parts(activation)
+    if named.get("router") is not None:
+        router_fields(args.router)
     for path in (named.get("path"), named.get("model"), named.get("vllm")):
         if path is not None:
             folder = existing(path)

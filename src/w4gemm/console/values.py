@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -38,32 +36,15 @@ def chosen_dtype(name: str | None, device: Device) -> torch.dtype:
     return DTYPES[name or ("float32" if device.kind == "cpu" else "bfloat16")]
 
 
-_ROUTER_VALUES: dict[str, Callable[[str], Any]] = {
-    "groups": int,
-    "top_groups": int,
-    "scale": float,
-    "renormalize": {"on": True, "off": False}.__getitem__,
-}
-"""How the fields of a :class:`Router` are read."""
-
-
 def parse_router(text: str, top_k: int) -> tuple[Router, bool]:
     """Return the router of a text such as ``sigmoid,groups=8,top_groups=4,scale=2.5,bias``, and whether it has a bias.
 
     Raises:
         ValueError: for any other text.
     """
-    scoring, *others = text.split(",")
-    fields: dict[str, Any] = {}
-    for other in (other for other in others if other != "bias"):
-        name, _, value = other.partition("=")
-        try:
-            fields[name] = _ROUTER_VALUES[name](value)
-        except (KeyError, ValueError):
-            expected = ", ".join(f"{name}=..." for name in _ROUTER_VALUES)
-            raise ValueError(f"--router: wanted a scoring, then any of {expected}, bias, got {other!r:.80}") from None
+    fields, biased = options.router_fields(text)
     try:
-        return Router(top_k, scoring, **fields), "bias" in others
+        return Router(top_k, **fields), biased
     except ValueError as e:
         raise ValueError(f"--router: {e}") from None
 

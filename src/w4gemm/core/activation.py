@@ -14,14 +14,14 @@ Those from ``silu_mul`` on are gated: even rows of the weight are gates, odd row
 (:meth:`w4gemm.QuantizedWeight.interleave`), and each pair makes one column of the result. Other constants are given in
 parentheses: ``"swiglu_oai(limit=10)"``, ``"silu_mul(limit=none)"``. Constants are part of the compiled kernel.
 
-A new activation is a line of ``ACTIVATIONS`` and one in ``kernels/device/activation.py``.
+A new activation is a line of ``ACTIVATIONS``, a name in ``function_names.py`` and a line in
+``kernels/device/activation.py``.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
@@ -29,7 +29,7 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import gelu, silu
 
-from w4gemm.core.words import nearest
+from w4gemm.core.function_names import activation_parts
 
 Constants = Mapping[str, float | None]
 
@@ -92,22 +92,6 @@ ACTIVATIONS: Mapping[str, Formula] = {
 }
 """Formulas by name."""
 
-_OTHER_NAMES = {
-    "swish": "silu",
-    "squared_relu": "relu2",
-    "relu_squared": "relu2",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "swiglu": "silu_mul",
-    "silu_and_mul": "silu_mul",
-    "geglu": "gelu_mul",
-    "gelu_and_mul": "gelu_mul",
-    "gelu_tanh_and_mul": "gelu_tanh_mul",
-    "swigluoai": "swiglu_oai",
-    "swigluoai_and_mul": "swiglu_oai",
-}
-"""Names of the same formulas in transformers, vLLM and papers, for messages alone."""
-
 
 class Activation(NamedTuple):
     """An activation with all its constants."""
@@ -157,11 +141,7 @@ def parse(text: str) -> Activation:
 
 
 def _parsed(text: str) -> Activation:
-    match = re.fullmatch(r"(\w+)(?:\((.+)\))?", text) if isinstance(text, str) else None
-    name, inside = match.groups(default="") if match else ("", "")
-    if name not in ACTIVATIONS:
-        expected = f"one of {', '.join(ACTIVATIONS)} (constants as in silu_mul(limit=10)) or None"
-        raise ValueError(f"activation: wanted {expected}, got {text!r}{_nearest(text)}")
+    name, inside = activation_parts(text)
     constants = dict(ACTIVATIONS[name].constants)
     for constant in map(str.strip, inside.split(",") if inside else ()):
         key, _, value = constant.partition("=")
@@ -170,15 +150,6 @@ def _parsed(text: str) -> Activation:
             raise ValueError(f"activation: {name}: {expected}, got {constant!r}")
         constants[key] = _number(name, key, value)
     return Activation(name, tuple(constants.items()))
-
-
-def _nearest(wrong: object) -> str:
-    """Return the end of a message that names the activation meant by another name, or by a function."""
-    called = wrong
-    if callable(wrong):  # such as torch.nn.functional.silu, torch.nn.SiLU or torch.nn.SiLU()
-        called = getattr(wrong, "__name__", type(wrong).__name__)
-    name = _OTHER_NAMES.get(called.lower()) if isinstance(called, str) else None
-    return f"; nearest is {name!r}" if name else nearest(called, ACTIVATIONS)
 
 
 def _number(name: str, key: str, text: str) -> float | None:

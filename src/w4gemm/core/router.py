@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from w4gemm.core.errors import require_bool, require_int
+from w4gemm.core.function_names import require_scoring
 
-SCORINGS = ("softmax", "sigmoid")
 MOST_TOP_K = 32
 MOST_GROUPS = 32
 LEAST_SUM = 1e-20
@@ -55,8 +55,7 @@ class Router:
         require_int("groups", self.groups, 1, MOST_GROUPS)
         require_int("top_groups", self.top_groups, 1, self.groups)
         require_bool("renormalize", self.renormalize)
-        if self.scoring not in SCORINGS:
-            raise ValueError(f"scoring: wanted one of {', '.join(SCORINGS)}, got {self.scoring!r}")
+        require_scoring(self.scoring)
         if isinstance(self.scale, bool) or not isinstance(self.scale, (int, float)):
             raise TypeError(f"scale: wanted a float, got {self.scale!r}")
         if not math.isfinite(self.scale):
