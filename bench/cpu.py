@@ -36,7 +36,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 _MARKED = re.compile(r"(<!-- made by python -m bench\.cpu -->\n).*?(<!-- end -->\n)", re.DOTALL)
 _SHOWN = (1, 4, 16, 64, 256)
 """Numbers of tokens of the page's tables."""
-_NOT_SHOWN = ((576, 576),)
+_NOT_SHOWN = ((576, 576), (576, 1536), (256, 640), (1024, 640), (2048, 640), (640, 2048), (1024, 4096))
 """Layers (n, k) whose times lie between those of others."""
 _ROTATED_BYTES = 200e6
 _MOST_COPIES = 8
@@ -172,7 +172,8 @@ def with_tables(page: str, rows: list[Row]) -> str:
         dates = sorted({row["utc"][:10] for points_of in layers.values() for row in points_of.values()})
         lines += [f"{processor} ({kind}), {' and '.join(dates)}:", ""]
         lines += ["| tokens | " + " | ".join(map(str, _SHOWN)) + " |", "|---|" + "--:|" * len(_SHOWN)]
-        for (n, k, format, dtype), points_of in layers.items():
+        ordered = sorted(layers.items(), key=lambda item: (*item[0][:3], item[0][3] != "float32"))
+        for (n, k, format, dtype), points_of in ordered:
             cells = [_cell(points_of[m]) if m in points_of else "-" for m in _SHOWN]
             lines.append(f"| {n} x {k}, {format}, {dtype} | " + " | ".join(cells) + " |")
         lines.append("")
