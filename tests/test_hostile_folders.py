@@ -22,7 +22,7 @@ from w4gemm.checkpoints.w4gemm import OwnWriter
 from w4gemm.checkpoints.writing import write_folder
 from w4gemm.cli.__main__ import main
 from w4gemm.core.files import placed, read_regular
-from w4gemm.core.formats import LARGEST_GROUP
+from w4gemm.core.format_names import LARGEST_GROUP
 from w4gemm.core.words import printable
 from w4gemm.integrations.transformers import W4GemmConfig
 
