@@ -163,8 +163,3 @@ class TileScheduler:
             for i in cutlass.range_constexpr(1, config.cluster_m):
                 other = (coord.m + i) % config.cluster_m
                 cute.arch.mbarrier_arrive(empty, Int32(other * config.cluster_n + coord.n))
-
-    @cute.jit
-    def cluster_barrier(self):
-        cute.arch.cluster_arrive()
-        cute.arch.cluster_wait()
