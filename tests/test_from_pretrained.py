@@ -16,7 +16,7 @@ import torch
 pytest.importorskip("transformers")
 
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel, AutoModelForCausalLM, GPT2Config
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, GPT2Config
 
 import test_awq
 import test_bitsandbytes
@@ -329,6 +329,7 @@ def test_a_model_whose_layers_are_saved_by_other_names(tmp_path: Path, recwarn: 
 def test_a_model_is_saved_in_one_file_where_it_was_in_shards(tmp_path: Path, enabled: None) -> None:
     write_model(tmp_path / "in", *FOLDERS["gptq"])
     model = from_pretrained(tmp_path / "in")
+    AutoTokenizer.from_pretrained(tmp_path / "in").save_pretrained(tmp_path / "saved")
     for size in ("20KB", "5GB"):
         model.save_pretrained(tmp_path / "saved", max_shard_size=size)
         assert torch.equal(logits(from_pretrained(tmp_path / "saved")), logits(model))

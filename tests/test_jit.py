@@ -176,6 +176,8 @@ def test_name_depends_on_all_that_the_code_depends_on(monkeypatch):
 BESIDE_THE_SOURCES = {
     "core/config.py": "a config is part of every key",
     "core/errors.py": "sentences of refusals",
+    "core/format_names.py": "the format that a name stands for is part of every key",
+    "core/function_names.py": "so is the activation or router",
     "core/gpus.py": "rates rank configs",
     "core/problem.py": "of a problem, only what is in a key is compiled",
     "core/words.py": "words of messages",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from w4gemm.choice import table
 from w4gemm.core.epilogue import Epilogue
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import H200, Device, GemmProblem
+from w4gemm.kernels.base import Operands
 from w4gemm.kernels.cpu import spec
 from w4gemm.tuning import tuner
 from w4gemm.tuning.roofline import Roofline, Work
@@ -34,6 +36,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
+def is_of(launch: Callable[[Operands], None], name: str) -> bool:
+    """Whether a launch, or its method for plain calls, is of a config."""
+    return name.endswith(f"/{getattr(launch, '__self__', launch).config}")
+
+
 @pytest.fixture
 def favourite(monkeypatch: pytest.MonkeyPatch) -> str:
     """The second guess, which the clock is made to find ten times as fast."""
@@ -43,7 +50,7 @@ def favourite(monkeypatch: pytest.MonkeyPatch) -> str:
         actual = []
         for launch in launches:
             launch(operands[0])
-            us = 10.0 if second.endswith(f"/{launch.config}") else 100.0
+            us = 10.0 if is_of(launch, second) else 100.0
             actual.append(Timing(us, us, us))
         return actual
 
@@ -248,7 +255,7 @@ def test_a_choice_must_also_win_inside_its_interval(monkeypatch):
     def time(self, launches, operands, replays):
         m = operands[0].x.shape[0]
         fast = {8: 50.0, 7: 400.0}[m]
-        return [Timing(0, fast if second.endswith(f"/{launch.config}") else 100.0, 0) for launch in launches]
+        return [Timing(0, fast if is_of(launch, second) else 100.0, 0) for launch in launches]
 
     monkeypatch.setattr(Workload, "time", time)
     (outcome,) = tuner.tune([CPU], "cpu")
@@ -262,7 +269,7 @@ def test_a_cliff_inside_the_interval_is_avoided(monkeypatch):
 
     def time(self, launches, operands, replays):
         us = {8: 98.0, 7: 200.0}[operands[0].x.shape[0]]
-        return [Timing(0, us if first.endswith(f"/{launch.config}") else 100.0, 0) for launch in launches]
+        return [Timing(0, us if is_of(launch, first) else 100.0, 0) for launch in launches]
 
     monkeypatch.setattr(Workload, "time", time)
     (outcome,) = tuner.tune([CPU], "cpu")

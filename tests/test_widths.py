@@ -329,7 +329,7 @@ def test_a_folder_of_our_own(tmp_path: Path) -> None:
     """k is told by the codes' bytes; a k that is not is refused."""
     from w4gemm.checkpoints.w4gemm import settings
 
-    for name, k, message in (("int3_g32", 40, ""), ("int3_g32", 42, "a multiple of 8 for 3 bits, got 42, which"),
+    for name, k, message in (("int3_g32", 40, ""), ("int3_g32", 42, "a multiple of 8 for 3 bits, .*, got 42"),
                              ("int6_g32", 42, "a multiple of 4 for 6 bits"), ("int8_g32", 41, "")):  # fmt: skip
         w = quantize(dense(4, k), name)
         if message:
