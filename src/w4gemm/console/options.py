@@ -209,6 +209,11 @@ def unknown_target(name: str) -> ValueError:
     return ValueError(f"--gpu: wanted {expected}, got {name!r}{nearest_gpu(name)}")
 
 
+def _each(value: str | Sequence[str] | None) -> Sequence[str]:
+    """Return the values of an option that some commands take once and others several times."""
+    return [value] if isinstance(value, str) else value or []
+
+
 def require_named(args: argparse.Namespace) -> None:
     """Refuse what a command cannot do with as far as that shows without PyTorch: sizes, numbers of tokens, formats,
     configs, activations, routers, devices and GPUs that are none, and checkpoints that are not there or have no
@@ -226,14 +231,12 @@ def require_named(args: argparse.Namespace) -> None:
         require_device(args.device, args.command in ("explain", "inspect"))
     if named.get("gpu") is not None and not is_known(args.gpu) and not (args.gpu and args.arch and args.sms):
         raise unknown_target(args.gpu)
-    formats = named.get("format")
-    for format in [formats] if isinstance(formats, str) else formats or []:
+    for format in _each(named.get("format")):
         parts_of(format)
     for config in (named.get("config"), named.get("why")):
         if config is not None:
             GemmConfig.parse(config.rpartition("/")[2])
-    activations = named.get("activation")
-    for activation in [activations] if isinstance(activations, str) else activations or []:
+    for activation in _each(named.get("activation")):
         activation_parts(activation)
     if named.get("router") is not None:
         router_fields(args.router)
