@@ -1,1 +1,1 @@
-"""Hopper: WGMMA with the weight decoded in registers. Host side: ``spec``; device side: ``kernel``, ``roles``."""
+"""Hopper: WGMMA with the weight decoded in registers. Host side: ``spec``; device side: ``kernel``, ``consumer``."""
