@@ -26,7 +26,7 @@ if SOURCES:
 
     sglang_sources.install(SOURCES.split(os.pathsep))
 else:
-    sglang_stub.install()
+    sglang_stub.SGLANG.install()
 
 from w4gemm.integrations import sglang as plugin  # noqa: E402
 from w4gemm.integrations.engines import engine, warmup  # noqa: E402

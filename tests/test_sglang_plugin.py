@@ -540,8 +540,8 @@ METHODS = (
 def interface() -> dict[str, list[str]]:
     """Parameters of each function and method that the stub has, and fields of each tuple, as they are imported."""
     actual = {}
-    for module, values in sglang_stub.MODULES.items():
-        for stub in values:
+    for module, values in sglang_stub.SGLANG.values.items():
+        for stub in values.values():
             value = resolved(f"{module}.{stub.__name__}")
             if not isinstance(stub, type):
                 actual[f"{module}.{stub.__name__}"] = list(inspect.signature(inspect.unwrap(value)).parameters)

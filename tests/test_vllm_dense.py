@@ -31,7 +31,6 @@ from w4gemm.kernels import workspace
 from w4gemm.packing.bits import pack, unpack
 from w4gemm.tuning.random_weight import random_components
 
-STUB = Path(__file__).parent / "vllm_stub"
 N, K = 96, 256
 
 
@@ -40,7 +39,7 @@ def vllm_stub(monkeypatch: pytest.MonkeyPatch, part: str) -> Iterator[None]:
     """Have the stub be vLLM, and one part of the plugin installed in it by the entry point."""
 
     def forget() -> None:
-        for name in [name for name in sys.modules if name.split(".")[0] in ("vllm", "stub_dispatch")]:
+        for name in [n for n in sys.modules if n.split(".")[0] in ("vllm", "vllm_stub", "vllm_gguf_plugin")]:
             del sys.modules[name]
         names = part, "dense", "configs", "linear_kernel", "fusion", "shards"
         for name in (*names, "experts", "experts_kernel", "experts_lora", "experts_support"):
@@ -48,7 +47,7 @@ def vllm_stub(monkeypatch: pytest.MonkeyPatch, part: str) -> Iterator[None]:
         engine._refuse.cache_clear()
 
     forget()
-    monkeypatch.syspath_prepend(STUB)
+    importlib.import_module("vllm_stub").install()
     monkeypatch.setattr(plugin, "_installed", [])
     monkeypatch.setattr(plugin, "PARTS", {part: "layers"})
     monkeypatch.setattr(takeover, "WARMUP", Warmup(takeover.VLLM))

@@ -83,7 +83,7 @@ def test_refused(
     takeover_lines(caplog)
     with caplog.at_level(logging.INFO, "vllm.w4gemm"):
         layers = [RoutedExperts(*layer_arguments(case, dict(settings))) for _ in range(2)]
-    assert type(layers[0].quant_method).__mro__[1].__name__ == "FusedMoEMethodBase"
+    assert type(layers[0].quant_method).__module__.startswith("vllm.")
     (line,) = takeover_lines(caplog)
     assert reason in line and f"experts of {type(layers[0].quant_method).__name__} to vLLM's own kernels" in line
 
@@ -97,7 +97,7 @@ def test_experts_whose_gpus_come_and_go(
     monkeypatch.setattr("vllm.config.get_current_vllm_config_or_none", lambda: engine)
     with caplog.at_level(logging.INFO, "vllm.w4gemm"):
         layer = RoutedExperts(*layer_arguments(CASES[0], {}))
-    assert type(layer.quant_method).__mro__[1].__name__ == "FusedMoEMethodBase"
+    assert type(layer.quant_method).__module__.startswith("vllm.")
     assert "--enable-elastic-ep" in takeover_lines(caplog)[0]
 
 
@@ -208,7 +208,7 @@ def test_experts_that_cannot_be_packed_are_given_back(
     monkeypatch.setattr(PackedNumbers, "check_range", refused)
     with caplog.at_level(logging.INFO, "vllm.w4gemm"):
         layer = mixture(CASES[0]).layer
-    assert layer.runs_on_vllm and type(layer.quant_method).__mro__[1].__name__ == "FusedMoEMethodBase"
+    assert layer.runs_on_vllm and type(layer.quant_method).__module__.startswith("vllm.")
     assert "would not be finite" in takeover_lines(caplog)[0]
     with pytest.raises(ValueError, match="would not be finite"):
         mixture(CASES[0], enable_eplb=True)
@@ -233,7 +233,7 @@ def test_biases_that_gptqs_method_makes_for_every_model(experts: ModuleType, loa
     made.layer._loaded_expert_biases = {"w13_bias"} if loaded else set()
     made.layer.quant_method.process_weights_after_loading(made.layer)
     if loaded:  # rows of our first product are in pairs, and biases are not
-        assert made.layer.runs_on_vllm and type(made.layer.quant_method).__mro__[1].__name__ == "FusedMoEMethodBase"
+        assert made.layer.runs_on_vllm and type(made.layer.quant_method).__module__.startswith("vllm.")
         return
     assert not [name for name, _ in made.layer.named_parameters() if name.endswith("bias")]
     x, weights, ids = inputs(CASES[0].dtype)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,12 +26,9 @@ FACTORS = {"Q6_K": (208,), "Q4_K": (0, 2), "Q8_0": (0,), "IQ3_S": (0,), "MXFP4":
 @pytest.fixture(autouse=True)
 def part(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """vLLM and its GGUF plugin are stubs, in which the entry point has installed ours."""
-    monkeypatch.syspath_prepend(Path(__file__).parent / "vllm_gguf_stub")
     engine._refuse.cache_clear()
     with vllm_stub(monkeypatch, "gguf"):
         yield
-    for name in [name for name in sys.modules if name.startswith("vllm_gguf_plugin")]:
-        del sys.modules[name]
 
 
 def blocks_of(type: str, n: int, seed: int = 0) -> torch.Tensor:

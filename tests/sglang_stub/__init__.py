@@ -5,6 +5,6 @@ The tests of the plugin run on this in place of SGLang, and on SGLang's own sour
 """
 
 from sglang_stub import configs, experts
-from sglang_stub.registry import MODULES, install
+from sglang_stub.registry import SGLANG
 
-__all__ = ["MODULES", "configs", "experts", "install"]
+__all__ = ["SGLANG", "configs", "experts"]

@@ -1,47 +1,19 @@
-"""How the stub's classes and functions get into modules of SGLang's, and what is no layer: plugins and loaders."""
+"""What the stub has that is no layer: plugins and loaders."""
 
 from __future__ import annotations
 
 import functools
-import importlib.machinery
 import sys
-import types
 from collections import defaultdict
-from collections.abc import Callable
 from enum import Enum
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-MODULES: dict[str, list[Any]] = defaultdict(list)
-"""Classes and functions of the stub by the module of SGLang that has them."""
+from stub_modules import StubModules
 
-
-def at(*modules: str) -> Callable[[Any], Any]:
-    """Put a class or function into modules below ``sglang.srt``; the first is the one that defines it."""
-
-    def put(value: Any) -> Any:
-        for module in modules:
-            MODULES[f"sglang.srt.{module}"].append(value)
-        return value
-
-    return put
-
-
-def install() -> None:
-    """Put the modules into sys.modules."""
-    for name in MODULES:
-        parts = name.split(".")
-        for i in range(1, len(parts) + 1):
-            each = ".".join(parts[:i])
-            if each not in sys.modules:
-                sys.modules[each] = types.ModuleType(each)
-                sys.modules[each].__path__ = []  # type: ignore[attr-defined]
-                sys.modules[each].__spec__ = importlib.machinery.ModuleSpec(each, None)
-                if i > 1:
-                    setattr(sys.modules[".".join(parts[: i - 1])], parts[i - 1], sys.modules[each])
-        for value in MODULES[name]:
-            setattr(sys.modules[name], value.__name__, value)
+SGLANG = StubModules("sglang.srt")
+at = SGLANG.at
 
 
 def parameter(*shape: int, dtype: torch.dtype) -> torch.nn.Parameter:

@@ -1,13 +1,16 @@
-"""Methods of layers: parameters that hold raw blocks, those of a merged layer apart."""
+"""vLLM's GGUF plugin 0.0.5: parameters that hold raw blocks, those of a merged layer apart."""
 
 from torch.nn.parameter import UninitializedParameter
-from vllm.model_executor.layers.fused_moe import RoutedExperts
-from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
-from vllm.model_executor.layers.linear import LinearMethodBase
-from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
-from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+from vllm_stub import GGUF
+from vllm_stub.configs import QuantizationConfig
+from vllm_stub.experts import FusedMoEMethodBase, RoutedExperts
+from vllm_stub.linear import LinearMethodBase, VocabParallelEmbedding
+
+at = GGUF.at("quantization")
 
 
+@at
 class GGUFConfig(QuantizationConfig):
     def get_quant_method(self, layer, prefix):
         if isinstance(layer, RoutedExperts):
@@ -15,6 +18,7 @@ class GGUFConfig(QuantizationConfig):
         return GGUFEmbeddingMethod() if isinstance(layer, VocabParallelEmbedding) else GGUFLinearMethod()
 
 
+@at
 class GGUFLinearMethod(LinearMethodBase):
     def create_weights(
         self,
@@ -42,6 +46,7 @@ class GGUFLinearMethod(LinearMethodBase):
         return x + 1
 
 
+@at
 class GGUFMoEMethod(FusedMoEMethodBase):
     """Without the loader, which is vLLM's."""
 
@@ -62,6 +67,7 @@ class GGUFMoEMethod(FusedMoEMethodBase):
         layer.processed = True
 
 
+@at
 class GGUFEmbeddingMethod(GGUFLinearMethod):
     pass
 

@@ -1,1 +1,0 @@
-"""Operators that vLLM chooses implementations of."""

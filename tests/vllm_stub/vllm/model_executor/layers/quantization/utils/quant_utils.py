@@ -1,3 +1,0 @@
-"""Keys of how tensors are quantized."""
-
-kMxfp4Static = "MXFP4"

@@ -1,1 +1,0 @@
-"""Weights that are loaded anew."""
