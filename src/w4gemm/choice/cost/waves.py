@@ -11,6 +11,9 @@ the more the smaller a CTA's part of a tile is. The three numbers of each config
 If m, of all experts together, is less than a TMA box, the box reaches past m, and TMA takes several times as long for a
 row there as for one of x: a k-slice takes no less than its rows take TMA.
 
+If full waves wait for memory, the last wave does not, so that its time shows behind theirs; about half of it is hidden
+by producers that run ahead (last_wave).
+
 heat: large products bring the GPU to its power limit, which lowers the clock, unless its tensor cores are far slower
 than those of the measured GPU. bound is a smooth maximum. If rows are gathered on load, the producer takes time for
 each byte of x, while the consumers multiply: a k-slice takes the root of the sum of both times' squares, about the
@@ -208,11 +211,11 @@ def launch_timer(
     def of_times(times: SliceTimes) -> LaunchTimer:
         busy = busy_of(times)
 
-        def of_tiles(m: int, m_tiles: float, operations: float, uneven: float = 1.0) -> float:
-            return _whole_us(facts, moved(m), uneven * busy(m, m_tiles).us, operations)
-
         if not problem.experts:
-            return lambda m, operations: of_tiles(m, -(-m // width.tile_m), operations)
+            return lambda m, operations: _waves_us(facts, moved(m), busy(m, -(-m // width.tile_m)), operations)
+
+        def of_tiles(m: int, m_tiles: float, operations: float, uneven: float) -> float:
+            return _whole_us(facts, moved(m), uneven * busy(m, m_tiles).us, operations)
 
         def of_experts(m: int, operations: float) -> float:
             problem_of_m = replace(problem, m=m)
@@ -233,6 +236,18 @@ def _whole_us(facts: LaunchFacts, moved: float, busy: float, operations: float) 
     return float(model["fixed_us"] + (busy**SHARPNESS + moved**SHARPNESS) ** _ROOT)
 
 
+def _waves_us(facts: LaunchFacts, moved: float, busy: Busy, operations: float) -> float:
+    """:func:`_whole_us` of a dense launch: between that of all waves as one, and the sum of full ones and the last one.
+    In sm90_decode producers run so far ahead that it is the former."""
+    us = _whole_us(facts, moved, busy.us, operations)
+    if not busy.full or facts.kernel.name == "sm90_decode":
+        return us
+    model = facts.constants.models["waves"]
+    full_us = _whole_us(facts, moved * busy.full, busy.full_us, operations)
+    last_us = _whole_us(facts, moved * (1 - busy.full), busy.us - busy.full_us, operations)
+    return us + float(model["last_wave"]) * (full_us + last_us - model["fixed_us"] - us)
+
+
 class Busy(NamedTuple):
     """How long a launch occupies multiprocessors that are cool."""
 
@@ -240,6 +255,10 @@ class Busy(NamedTuple):
     """With the last wave of tiles, whether or not it fills them."""
     even_us: float
     """If they shared the work of all tiles evenly."""
+    full_us: float = 0.0
+    """The waves that fill them."""
+    full: float = 0.0
+    """Part of the tiles that are in such waves."""
 
 
 def _busy_timer(
@@ -281,12 +300,12 @@ def _busy_timer(
             if stream:
                 us = fill * slices * full_us + (fill + max(1, 1 / fill)) * tile_us
                 return Busy(us, us)
-            us = full * wave_us
+            us = of_full = full * wave_us
             if part > 1e-9:
                 ctas_of_sm = math.ceil(part * ctas_per_sm)
                 part_us = max(alone + shared * _contention(part, ctas_per_sm), least, loading * ctas_of_sm)
                 us += slices * part_us + tile_us
-            return Busy(us, fill * wave_us)
+            return Busy(us, fill * wave_us, of_full, full / fill if full else 0.0)
 
         return busy
 
