@@ -11,6 +11,9 @@ compiled, because there a config may spill that is clean with more registers. Re
 and 96 tokens may spill where 112 do not. Only of small tiles the largest stands for the others. Then ``--checks``
 configs are drawn at random, of other formats and epilogues too. One that is worse than the file says is added to it.
 What was not compiled when the time is up stays as the file has it, or is not legal if the file lacks it.
+
+The DSL's wheels for CUDA 12 and 13 have a ptxas each, and these spill in different variants. The files have the
+verdicts of the one that is installed, unless ``--beside`` adds those of a run with the other.
 """
 
 from __future__ import annotations
@@ -346,17 +349,25 @@ def compiler() -> str:
     return f"CuTe DSL {cutlass.__version__}, ptxas of CUDA {version.major}.{version.minor}"
 
 
+def read(results: Path) -> dict[Variant, str]:
+    """The flaws of what a run compiled."""
+    flaws = {}
+    for line in results.read_text().splitlines():
+        *fields, seen = json.loads(line)
+        flaws[Variant(*fields)] = seen
+    return flaws
+
+
 class Run:
     """A run over some kernels."""
 
-    def __init__(self, jobs: int, results: Path | None, seconds: float) -> None:
+    def __init__(self, jobs: int, results: Path | None, beside: tuple[str, str] | None, seconds: float) -> None:
         self.jobs, self.results, self.end = jobs, results, time.monotonic() + seconds
-        self.flaws: dict[Variant, str] = {}
-        if results and results.exists():
-            for line in results.read_text().splitlines():
-                *fields, seen = json.loads(line)
-                self.flaws[Variant(*fields)] = seen
-                note(Variant(*fields), seen)
+        self.flaws = read(results) if results and results.exists() else {}
+        self.other_cuda, other = beside or ("", None)
+        self.beside = read(Path(other)) if other else {}
+        for variant, seen in self.flaws.items():
+            note(variant, seen)
 
     def map(self, function: Any, tasks: list[Any]) -> bool:
         """Note what the tasks saw, and append it to the file of results; False if the time is up before."""
@@ -377,6 +388,15 @@ class Run:
         print(file=sys.stderr)
         return done == len(tasks)
 
+    def table(self, kernel: GpuKernel, everything: bool) -> Compiled:
+        """What is known now, with the names of all compilers that findings may be of."""
+        table = table_of(kernel, everything)
+        if self.other_cuda:
+            return table._replace(compiler=f"{table.compiler} or {self.other_cuda}")
+        before = files.get(kernel.name)
+        kept = before is not None and not everything and before.compiler.startswith(table.compiler)
+        return table._replace(compiler=before.compiler) if before and kept else table
+
     def kernel(self, kernel: GpuKernel, everything: bool, checks: int, out: Path) -> bool:
         """Write one kernel's file; False if the time is up before."""
         path = kernel.space.table
@@ -384,7 +404,12 @@ class Run:
             files[kernel.name] = Compiled.read(path)
         compiled_before = len(self.flaws)
         whole = self.map(search, [task for cell in cells_of(kernel) for task in tasks_of(cell, everything)])
-        table = table_of(kernel, everything)
+        for (
+            variant,
+            seen,
+        ) in self.beside.items():  # not before: what is clean with another ptxas may spill with this one
+            note(variant, seen)
+        table = self.table(kernel, everything)
         picks = drawn(kernel, checks, seed=len(table.findings))
         whole &= self.map(flaw_of, [variant for *_, variant in picks if variant not in self.flaws])
         outcome: Counter[str] = Counter()
@@ -395,7 +420,7 @@ class Run:
                 outcome[kinds[said][bool(seen)]] += 1
                 if seen and not said:
                     print(f"\nworse than the file says, which has it now: {variant}: {seen}")
-        table = table_of(kernel, everything)
+        table = self.table(kernel, everything)
         (out / path.parent.name).mkdir(parents=True, exist_ok=True)
         (out / path.parent.name / path.name).write_text(table.text())
         compiled = len(self.flaws) - compiled_before
@@ -416,6 +441,12 @@ def main() -> int:
     )
     parser.add_argument("--checks", type=int, default=40, metavar="N", help="configs of a kernel drawn at random (40)")
     parser.add_argument("--results", type=Path, metavar="FILE", help="what was compiled: read, and appended to")
+    parser.add_argument(
+        "--beside",
+        nargs=2,
+        metavar=("CUDA", "FILE"),
+        help="results of a run with the ptxas of another CUDA: legal is what is clean with both",
+    )
     parser.add_argument("--seconds", type=float, default=1e6, metavar="S", help="stop after this time")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="write the files there (beside the kernels)")
     args = parser.parse_args()
@@ -423,7 +454,7 @@ def main() -> int:
     import cutlass.cute  # once, before the forks
 
     assert cutlass.cute
-    run = Run(args.jobs, args.results, args.seconds)
+    run = Run(args.jobs, args.results, args.beside, args.seconds)
     default = gpu_kernels()[0].space.table.parent.parent
     chosen = [kernel for kernel in gpu_kernels() if not args.kernels or kernel.name in args.kernels]
     done = [run.kernel(kernel, args.all, args.checks, args.out or default) for kernel in chosen]

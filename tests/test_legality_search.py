@@ -1,5 +1,7 @@
 """The search of tests/legality.py, with a made-up compiler."""
 
+import json
+
 import pytest
 
 import legality
@@ -99,3 +101,20 @@ def test_beside_block_scales_of_x_each_pressure_is_compiled(monkeypatch):
         search(task)
     (finding,) = findings_of(cell)[0]
     assert finding == (cell.tiles, (64,), spilling, "spills")
+
+
+def test_a_config_is_legal_that_is_clean_with_the_ptxas_of_both_wheels(compiled, monkeypatch, tmp_path):
+    """The installed one is asked of all, whatever the other made of it; only what either spills is excluded."""
+    others = [(variant, "") for variant in CELL.variants(16, CELL.pressures[-1])]
+    others += [(CELL.variants(m, CELL.pressures[0])[0], "spills" * (m == 64)) for m in (64, 128)]
+    file = tmp_path / "other.jsonl"
+    file.write_text("".join(f"{json.dumps([*variant, seen])}\n" for variant, seen in others))
+    run = legality.Run(1, None, ("13.4", str(file)), 1e6)
+    assert excluded(CELL.pressures[-1]) == dict.fromkeys(TILES, NOT_COMPILED)
+    monkeypatch.setattr(run, "map", lambda function, tasks: [function(task) for task in tasks] != [])
+    monkeypatch.setattr(legality, "cells_of", lambda _: [CELL])
+    run.kernel(legality.kernel_named(KERNEL), everything=True, checks=0, out=tmp_path)
+    assert excluded(CELL.pressures[-1]) == {64: "spills", 144: "spills", 160: "spills"}
+    table = Compiled.read(tmp_path / KERNEL / "legality.jsonl")
+    assert table.compiler == f"{legality.compiler()} or 13.4"
+    assert {m for f in table.findings for m in f.tile_m} == {64, 144, 160}
