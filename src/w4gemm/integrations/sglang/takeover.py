@@ -42,9 +42,10 @@ _DERIVED = (
 REFUSES_UPDATES = "_derived_weight_cache_error"
 """Attribute of a module that has SGLang refuse an update, in place of one that passes parameters over it lacks."""
 _dummy = contextvars.ContextVar("w4gemm_dummy", default=False)
-"""True while SGLang makes up weights."""
+"""True while SGLang loads random numbers (--load-format dummy): it leaves integers as their memory was."""
 _packed_before = contextvars.ContextVar("w4gemm_packed_before", default=False)
-"""True while SGLang loads weights that a running engine has written."""
+"""True while SGLang loads weights that a running engine has written: it packs a layer while its memory holds anything,
+and reads the file over the parameters that it finds by name."""
 
 
 class Hook(NamedTuple):
@@ -167,32 +168,26 @@ def refuse_derived(model: torch.nn.Module) -> None:
             setattr(projection, REFUSES_UPDATES, _DERIVED)
 
 
-def load_packed(own: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Load weights that a running engine has written, as SGLang does: it packs a layer while its memory holds anything,
-    and reads the file over the parameters that it finds by name."""
-    token = _packed_before.set(True)
-    try:
-        return own(self, *args, **kwargs)
-    finally:
-        _packed_before.reset(token)
+def _marks(flag: contextvars.ContextVar[bool]) -> Callable[..., Any]:
+    """A hook around a method that loads weights: ``flag`` is true while SGLang's method runs."""
 
+    def load(own: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+        token = flag.set(True)
+        try:
+            return own(self, *args, **kwargs)
+        finally:
+            flag.reset(token)
 
-def load_dummy(own: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Load random numbers, as SGLang does (--load-format dummy): it leaves integers as their memory was."""
-    token = _dummy.set(True)
-    try:
-        return own(self, *args, **kwargs)
-    finally:
-        _dummy.reset(token)
+    return load
 
 
 _LOADERS = "sglang.srt.model_loader.loader"
 LOADING = (
     Hook("sglang.srt.model_executor.model_runner.ModelRunner.load_model", ("self",), load_model),
-    Hook(f"{_LOADERS}.ShardedStateLoader.load_model", ("self",), load_packed),
-    Hook(f"{_LOADERS}.PreshardedModelLoader.load_model", ("self",), load_packed),
-    Hook(f"{_LOADERS}.DummyModelLoader.load_model", ("self",), load_dummy),
-    Hook(f"{_LOADERS}.RemoteModelLoader._load_model_from_remote_kv", ("self",), load_packed),
+    Hook(f"{_LOADERS}.ShardedStateLoader.load_model", ("self",), _marks(_packed_before)),
+    Hook(f"{_LOADERS}.PreshardedModelLoader.load_model", ("self",), _marks(_packed_before)),
+    Hook(f"{_LOADERS}.DummyModelLoader.load_model", ("self",), _marks(_dummy)),
+    Hook(f"{_LOADERS}.RemoteModelLoader._load_model_from_remote_kv", ("self",), _marks(_packed_before)),
 )
 
 
