@@ -49,16 +49,6 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_model_device(parser: argparse.ArgumentParser) -> None:
-    """Add --device and --dtype of a model that runs."""
-    parser.add_argument(
-        "--device", help="device to run on: cpu, cuda or cuda:N (default: cuda if a kernel runs there, else cpu)"
-    )
-    parser.add_argument(
-        "--dtype", choices=WIDE_DTYPES, help="dtype of the activations (default: bfloat16 on a GPU, float32 on the CPU)"
-    )
-
-
 def _generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", help="text to answer")
     parser.add_argument(
@@ -74,7 +64,7 @@ def _generate(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="tokens to answer with, at most (default: %(default)s)",
     )
-    _add_model_device(parser)
+    add_device_arguments(parser, dtypes=WIDE_DTYPES)
     parser.add_argument(
         "--activations",
         choices=("fp8",),
@@ -117,7 +107,7 @@ def _eval(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--length", type=positive, default=512, metavar="N", help="tokens that are read at once (default: %(default)s)"
     )
-    _add_model_device(parser)
+    add_device_arguments(parser, dtypes=WIDE_DTYPES)
     add_json_argument(parser)
 
 

@@ -104,10 +104,13 @@ def add_format_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_device_arguments(parser: argparse.ArgumentParser, described: bool = False) -> None:
+def add_device_arguments(
+    parser: argparse.ArgumentParser, described: bool = False, dtypes: Sequence[str] = DTYPES
+) -> None:
     """Add --device and --dtype.
 
     Args:
+        dtypes: names of those to choose from.
         described: True if the device is only chosen for, and need not be there.
     """
     what, also = "device to run on", ""
@@ -117,7 +120,7 @@ def add_device_arguments(parser: argparse.ArgumentParser, described: bool = Fals
         "--device", help=f"{what}: cpu, cuda or cuda:N{also} (default: cuda if a kernel runs there, else cpu)"
     )
     parser.add_argument(
-        "--dtype", choices=DTYPES, help="dtype of the activations (default: bfloat16 on a GPU, float32 on the CPU)"
+        "--dtype", choices=dtypes, help="dtype of the activations (default: bfloat16 on a GPU, float32 on the CPU)"
     )
 
 
