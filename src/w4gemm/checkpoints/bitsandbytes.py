@@ -30,7 +30,8 @@ from w4gemm.checkpoints.packed_numbers import PackedMatrix, PackedNumbers
 from w4gemm.checkpoints.quantized_folder import Packing
 from w4gemm.checkpoints.stored import DTYPES, WIDE_SCALES, check_tensor
 from w4gemm.core.elements import codebook
-from w4gemm.core.formats import PER_COLUMN, SMALLEST_GROUP, WeightFormat
+from w4gemm.core.format_names import SMALLEST_GROUP
+from w4gemm.core.formats import PER_COLUMN, WeightFormat
 from w4gemm.packing.bits import unpack
 
 _STATES = ("weight_bitsandbytes__nf4", "weight_bitsandbytes__fp4")

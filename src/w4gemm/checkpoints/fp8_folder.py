@@ -30,7 +30,8 @@ from w4gemm.checkpoints.numbers import ExpertsNumbers, Numbers, PairedNumbers
 from w4gemm.checkpoints.packed_numbers import PackedMatrix, PackedNumbers
 from w4gemm.checkpoints.stored import FP8
 from w4gemm.core.errors import FormatError
-from w4gemm.core.formats import PER_COLUMN, SMALLEST_GROUP, WeightFormat
+from w4gemm.core.format_names import SMALLEST_GROUP
+from w4gemm.core.formats import PER_COLUMN, WeightFormat
 
 _ENDS = ("_scale_inv", "_scale", "_weight_scale_inv", "_weight_scale")
 """What is added to a weight's name to make that of its scale."""

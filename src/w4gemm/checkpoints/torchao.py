@@ -59,7 +59,8 @@ from w4gemm.checkpoints.stored import (
     whole_groups,
 )
 from w4gemm.core.elements import INTEGERS
-from w4gemm.core.formats import PER_COLUMN, SMALLEST_GROUP, WeightFormat
+from w4gemm.core.format_names import SMALLEST_GROUP
+from w4gemm.core.formats import PER_COLUMN, WeightFormat
 from w4gemm.packing.bits import unpack
 
 QDATA, SCALE, ZERO, SCALE_AND_ZERO = (f"_weight_{part}" for part in ("qdata", "scale", "zero_point", "scale_and_zero"))

@@ -39,7 +39,6 @@ import torch
 
 from w4gemm.core.elements import ELEMENTS, Element, element_named
 from w4gemm.core.format_names import PER_COLUMN, ZEROS, parts_of, require_group_size
-from w4gemm.core.format_names import SMALLEST_GROUP as SMALLEST_GROUP
 from w4gemm.core.words import nearest
 
 

@@ -11,7 +11,7 @@ import torch
 
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.epilogue import SCALE_BLOCK, EpilogueOperands
-from w4gemm.core.formats import SMALLEST_GROUP
+from w4gemm.core.format_names import SMALLEST_GROUP
 from w4gemm.core.problem import Device, GemmProblem
 from w4gemm.jit.unit import Program, Unit
 from w4gemm.kernels import arguments, workspace

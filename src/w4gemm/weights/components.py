@@ -10,7 +10,8 @@ from typing import NamedTuple
 import torch
 
 from w4gemm.core.errors import is_int
-from w4gemm.core.formats import SCALES, SMALLEST_GROUP, WeightFormat
+from w4gemm.core.format_names import SMALLEST_GROUP
+from w4gemm.core.formats import SCALES, WeightFormat
 from w4gemm.packing.layouts import WeightComponents
 
 # --- numbers ---------------------------------------------------------------------------------------------------------
