@@ -88,7 +88,7 @@ class W4Linear(PackedModule):
         format = WeightFormat.of(format)
         dtype = torch.get_default_dtype() if dtype is None else dtype
         check_dtype(dtype)
-        device = device_here("device", torch.get_default_device() if device is None else device)
+        device = device_here(torch.get_default_device() if device is None else device)
         shapes = packed_shape(format, "canonical", out_features, in_features).tensors
         tensors = tuple(torch.zeros(shape, dtype=stored, device=device) for stored, shape in shapes)
         w = QuantizedWeight(format, out_features, in_features, "canonical", tensors, activations=activations)

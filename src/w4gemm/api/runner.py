@@ -73,7 +73,7 @@ class MixedGemm:
     batch_invariant: bool = False
 
     def __post_init__(self) -> None:
-        device, format = device_named("device", self.device), WeightFormat.of(self.format)
+        device, format = device_named(self.device), WeightFormat.of(self.format)
         require_gpu("device", device)
         require_bool("batch_invariant", self.batch_invariant)
         if device.type not in ("cpu", "cuda"):

@@ -102,20 +102,20 @@ def _sizes(shape: Sequence[int | str]) -> str:
     return f"({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"
 
 
-def device_named(name: str, device: object) -> torch.device:
+def device_named(device: object) -> torch.device:
     """Return a torch.device from itself or from its string. It need not be on this machine.
 
     Raises:
-        TypeError, ValueError: for anything else; the message begins with ``name``, the argument.
+        TypeError, ValueError: for anything else.
     """
     if isinstance(device, torch.device):
         return device
     if not isinstance(device, str):
-        raise TypeError(f"{name}: wanted a torch.device or its string, such as 'cuda:0', got {kind_of(device)}")
+        raise TypeError(f"device: wanted a torch.device or its string, such as 'cuda:0', got {kind_of(device)}")
     try:
         return torch.device(device)
     except (RuntimeError, UnicodeError) as e:
-        raise ValueError(f"{name}: wanted a torch.device or its string, such as 'cuda:0', got {device!r:.40}") from e
+        raise ValueError(f"device: wanted a torch.device or its string, such as 'cuda:0', got {device!r:.40}") from e
 
 
 def require_gpu(name: str, device: torch.device) -> None:
@@ -137,18 +137,18 @@ def kind_of(value: object) -> str:
     return f"nested {value.dtype}" if value.is_nested else f"{value.dtype} {tuple(value.shape)}"
 
 
-def device_here(name: str, device: object) -> torch.device:
+def device_here(device: object) -> torch.device:
     """Return a device of this machine, or meta, from itself or from its string.
 
     Raises:
-        TypeError, ValueError: for what is no device, or is not there; the message begins with ``name``, the argument.
+        TypeError, ValueError: for what is no device, or is not there.
     """
-    device = device_named(name, device)
-    require_gpu(name, device)
+    device = device_named(device)
+    require_gpu("device", device)
     if device.type not in ("cpu", "cuda", "meta"):
         try:
             torch.empty(0, device=device)
         except (RuntimeError, AssertionError, ImportError) as e:  # PyTorch's, of builds without such devices
             reason = str(e).splitlines()[0].partition(". ")[0]
-            raise ValueError(f"{name}: {device} is not there: {reason}") from e
+            raise ValueError(f"device: {device} is not there: {reason}") from e
     return device

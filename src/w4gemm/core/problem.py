@@ -66,7 +66,7 @@ class Device:
         Raises:
             TypeError, ValueError: for what is no device, or a GPU that is not there.
         """
-        device = device_named("device", device)
+        device = device_named(device)
         if device.type != "cuda":
             return cls(device.type)
         require_gpu("device", device)

@@ -55,7 +55,7 @@ def read(path: str | Path, device: torch.device | str) -> tuple[dict[str, torch.
         TypeError, ValueError: for what is no path or no device, or a device that is not there or is meta.
     """
     check_path(path)
-    device = device_here("device", device)
+    device = device_here(device)
     if device.type == "meta":
         raise ValueError("device: wanted one that holds numbers, got meta; load(path).to('meta') has the shapes alone")
     place = "cpu" if device.type == "cpu" else str(device)  # safetensors knows no cpu:0

@@ -358,7 +358,7 @@ class QuantizedWeight:
         Raises:
             TypeError, ValueError: for what is no device, or one that is not there.
         """
-        device = device_here("device", device)
+        device = device_here(device)
         perm = None if self.perm is None else self.perm.to(device)
         return replace(self, tensors=tuple(t.to(device) for t in self.tensors), perm=perm)
 

@@ -67,7 +67,7 @@ def load(
     """
     from w4gemm.integrations.transformers.quantizer import describe
 
-    device = device_here("device", device)
+    device = device_here(device)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise TypeError(f"dtype: wanted a floating-point torch.dtype, got {dtype!r}")
     checkpoint = open_checkpoint(path, format)
