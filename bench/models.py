@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from bench.engine.gguf import has_more_bits
 from bench.engine.models import model_named, tiny
 from torch import nn
 
@@ -85,9 +86,7 @@ def _format_of(name: str, kind: str, model: Any) -> str:
     leaf, numbers = name.split(".")[-1], [int(part) for part in name.split(".") if part.isdecimal()]
     if leaf not in ("v_proj", "down_proj"):
         return larger if leaf == "lm_head" else most
-    eighth, count = model.config.num_hidden_layers // 8, model.config.num_hidden_layers
-    within = eighth <= numbers[0] < 7 * count // 8
-    return most if within and (numbers[0] - eighth) % 3 < 2 else larger
+    return larger if has_more_bits(numbers[0], model.config.num_hidden_layers) else most
 
 
 def _experts(dense: Any, weight: Any, device: str) -> W4Experts:

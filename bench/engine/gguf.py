@@ -24,7 +24,7 @@ _FACTORS = {"Q4_K": ((0, 1 / 255), (2, 7.5 / 255)), "Q5_K": ((0, 1 / 527), (2, 1
 deviation of 1."""
 
 
-def _more_bits(index: int, layers: int) -> bool:
+def has_more_bits(index: int, layers: int) -> bool:
     """Return whether llama.cpp gives a layer's attn_v and ffn_down more bits."""
     eighth = layers // 8
     return index < eighth or index >= 7 * layers // 8 or (index - eighth) % 3 == 2
@@ -71,7 +71,7 @@ def write_gguf(model: Model, folder: Path, main: str) -> None:
         for module in model.layer(i):
             assert isinstance(module, Matrix | Vector)
             name = _NAMES[module.name]
-            more = name in ("attn_v", "ffn_down") and _more_bits(i, model.layers)
+            more = name in ("attn_v", "ffn_down") and has_more_bits(i, model.layers)
             add(f"blk.{i}.{name}", module, "Q6_K" if more else main)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -219,15 +219,15 @@ def hold(file: Path | None) -> None:
         time.sleep(0.1)
 
 
-def wait_for_memory(part: float, gpus: int, seconds: float = 20) -> None:
+def wait_for_memory(part: float, gpus: int) -> None:
     """Wait until ``part`` of the memory of the GPUs is free: the engine before may still be giving its own back.
 
     Raises:
-        EngineError: if it is not free in time.
+        EngineError: if it is not free in 20 seconds.
     """
     if not torch.cuda.is_available():
         return
-    end = time.monotonic() + seconds
+    end = time.monotonic() + 20
     while (least := min(free / total for free, total in map(torch.cuda.mem_get_info, range(gpus)))) < part:
         if time.monotonic() > end:
             raise EngineError(f"{least:.0%} of a GPU's memory is free, wanted {part:.0%}: another process holds it")

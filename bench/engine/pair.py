@@ -22,7 +22,7 @@ import shutil
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -54,6 +54,8 @@ DENSE = "dense"
 _PROMPTS, _TOKENS_IN, _TOKENS_OUT = 8, 64, 32
 _CACHE_BYTES = 1 << 26
 """Of keys and values, for a decoder layer and 64 requests."""
+RowsOf = Callable[[Model, Path, argparse.Namespace], Iterator[Row]]
+"""What serves the checkpoint of a folder, and generates the rows of what was seen."""
 
 
 class Answers(NamedTuple):
@@ -268,29 +270,46 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
+def prompts_of(model: Model) -> list[list[int]]:
+    """Return the prompts that engines' answers are compared by."""
+    rng = random.Random(1)
+    return [rng.choices(range(4, model.vocabulary), k=_TOKENS_IN) for _ in range(_PROMPTS)]
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     args = parser().parse_args(argv)
+    if args.fp8:
+        os.environ |= {"W4GEMM_NVFP4": "fp8", "W4GEMM_MXFP4": "fp8"}
+    mode = "layer" + "+fp8" * args.fp8 + "+lora" * args.lora
+    mode += f"+compile{args.compile}" if args.compile else ""
+    mode += "+invariant" * (os.environ.get("VLLM_BATCH_INVARIANT") == "1")
+    mode += "".join(f"+{name}" for name in json.loads(args.feature or "{}"))
+    serve(args, {"gpus": 1, "mode": mode}, rows_of)
+
+
+def serve(args: argparse.Namespace, facts: Row, rows_of: RowsOf) -> None:
+    """Write the one checkpoint that ``--model`` names, and append the rows of engines that serve it to a file.
+
+    Args:
+        facts: that each row has, beside those of the machine and the checkpoint.
+    """
     (model, packing), *more = (pair for text in args.model for pair in pairs_of(text, [], args))
     if more:
         parser().error(f"--model: wanted one, got {args.model}")
     model = replace(model, config={**model.config, "vocab_size": args.vocabulary})
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    if args.fp8:
-        os.environ |= {"W4GEMM_NVFP4": "fp8", "W4GEMM_MXFP4": "fp8"}
-    facts, mode = record.facts(), "layer" + "+fp8" * args.fp8 + "+lora" * args.lora
-    mode += f"+compile{args.compile}" if args.compile else ""
-    mode += "+invariant" * (os.environ.get("VLLM_BATCH_INVARIANT") == "1")
-    mode += "".join(f"+{name}" for name in json.loads(args.feature or "{}"))
-    common = {"kind": "engine_pair", "run": record.run_name(facts), "engine": "vllm", "model": model.name}
-    common |= {"format": str(packing), "dtype": "bfloat16", "gpus": 1, "mode": mode}
+    machine = record.facts()
+    facts = {"kind": "engine_pair", "run": record.run_name(machine), "engine": "vllm", "model": model.name} | facts
+    facts |= {"format": str(packing), "dtype": "bfloat16"}
     with work_folder(args.work) as work:
-        if plugin := plugin_metadata(work / "plugin"):
+        if plugin := plugin_metadata(work / "plugin"):  # on the path of workers, too
             sys.path.insert(0, str(plugin))
+            os.environ["PYTHONPATH"] = os.pathsep.join([str(plugin), os.environ.get("PYTHONPATH", "")])
         folder = work / "models" / f"{model.name}-{packing}"
         write_once(model, packing, folder)
         for row in rows_of(model, folder, args):
-            say(f"{folder.name}: {row}")
-            record.append(args.out, common | row | facts)
+            say(f"{folder.name}: {json.dumps(row)}")
+            record.append(args.out, facts | row | machine)
 
 
 def rows_of(model: Model, folder: Path, args: argparse.Namespace) -> Iterator[Row]:
@@ -302,8 +321,7 @@ def rows_of(model: Model, folder: Path, args: argparse.Namespace) -> Iterator[Ro
     import vllm
 
     adapter = adapter_for(model, folder.with_name(f"{folder.name}-lora")) if args.lora else None
-    rng = random.Random(1)
-    prompts = [rng.choices(range(4, model.vocabulary), k=_TOKENS_IN) for _ in range(_PROMPTS)]
+    prompts = prompts_of(model)
     feature = json.loads(args.feature.replace("FOLDER", str(folder)) or "{}")
     ours = Engine(model, folder, OURS, args, feature)
     if ours.name != OURS and not feature:

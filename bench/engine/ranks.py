@@ -12,35 +12,25 @@ from __future__ import annotations
 
 import argparse
 import fcntl
-import json
-import os
-import random
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from bench.engine import inside, pair
-from bench.engine.checkpoint import write_once
 from bench.engine.implementations import DEFAULT, OURS, known_as
-from bench.engine.launch import plugin_metadata, work_folder
 from bench.engine.models import Model
 from bench.engine.offline import moves
-from bench.engine.options import pairs_of
 from bench.engine.worker import Inspection
 from bench.rows import Row
 
 import w4gemm
 from w4gemm.console.options import positive
-from w4gemm.console.progress import say
-from w4gemm.tuning import record
 
 EXTENSION = "bench.engine.ranks.RankInspection"
 _MOST_ANSWERS = 12
@@ -81,12 +71,7 @@ class RanksEngine(pair.Engine):
 def served_apart(model: Model, folder: Path, kernels: str, args: argparse.Namespace) -> tuple[str, pair.Answers]:
     """Return the name and the answers of an engine in this process, which has no other one."""
     engine = RanksEngine(model, folder, kernels, args, plain(args))
-    return engine.name, engine.answer(prompts(model))
-
-
-def prompts(model: Model) -> list[list[int]]:
-    rng = random.Random(1)
-    return [rng.choices(range(4, model.vocabulary), k=64) for _ in range(8)]
+    return engine.name, engine.answer(pair.prompts_of(model))
 
 
 def plain(args: argparse.Namespace) -> Row:
@@ -132,7 +117,7 @@ def updated(engine: RanksEngine, model: Model, count: int, places: list[Any]) ->
     rows = []
     for i in range(count):
         rows.append(engine.llm.collective_rpc("update_rank", args=(model.name, dict(model.config), i % 2 == 1, i)))
-        engine.answer(prompts(model))
+        engine.answer(pair.prompts_of(model))
     times = [max(rank["seconds"] for rank in ranks) for ranks in rows]
     row: Row = {"phase": "updates", "updates": count, "tensors": len(inside.quantized(model))}
     row |= {"first_seconds": round(times[0], 4)}
@@ -168,7 +153,7 @@ def rows_of(model: Model, folder: Path, args: argparse.Namespace) -> Iterator[Ro
     yield own | {"phase": "start", "seconds": round(engine.seconds, 1)}
     if engine.name != OURS and not args.any:
         raise ValueError(f"asked for {OURS}, but the layers got {engine.name}")
-    asked, places = prompts(model), engine.llm.collective_rpc("addresses")
+    asked, places = pair.prompts_of(model), engine.llm.collective_rpc("addresses")
     loaded = engine.llm.collective_rpc("sum_experts") if args.rebalance else []
     with turn(args.turn):
         first = engine.answer(asked)
@@ -212,23 +197,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parser().parse_args(argv)
-    (model, packing), *more = (one for text in args.model for one in pairs_of(text, [], args))
-    if more:
-        parser().error(f"--model: wanted one, got {args.model}")
-    model = replace(model, config={**model.config, "vocab_size": args.vocabulary})
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    facts, mode = record.facts(), "layer+tp" + "+ep" * args.expert_parallel + "+eplb" * bool(args.rebalance)
-    common = {"kind": "engine_pair", "run": record.run_name(facts), "engine": "vllm", "model": model.name}
-    common |= {"format": str(packing), "dtype": "bfloat16", "gpus": args.gpus, "mode": mode, "chosen": False}
-    with work_folder(args.work) as work:
-        if plugin := plugin_metadata(work / "plugin"):  # for workers, too
-            sys.path.insert(0, str(plugin))
-            os.environ["PYTHONPATH"] = os.pathsep.join([str(plugin), os.environ.get("PYTHONPATH", "")])
-        folder = work / "models" / f"{model.name}-{packing}"
-        write_once(model, packing, folder)
-        for row in rows_of(model, folder, args):
-            say(f"{folder.name}: {json.dumps(row)}")
-            record.append(args.out, common | row | facts)
+    mode = "layer+tp" + "+ep" * args.expert_parallel + "+eplb" * bool(args.rebalance)
+    pair.serve(args, {"gpus": args.gpus, "mode": mode, "chosen": False}, rows_of)
 
 
 if __name__ == "__main__":
