@@ -13,11 +13,11 @@ import torch
 
 pytest.importorskip("transformers")
 
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from quantized_model import Numbers, Writer, assert_loads, change, configure, put, refusals, stream, write_model
 from tiny_model import LAYERS
-from w4gemm import FormatError, WeightFormat, linear
+from w4gemm import FormatError, W4Linear, WeightFormat, linear
 from w4gemm.checkpoints import open_checkpoint
 from w4gemm.integrations.transformers import load
 
@@ -419,6 +419,55 @@ def test_targets_choose_the_group(tmp_path: Path) -> None:
     assert_loads(tmp_path, expected, {"int4_g32": 6 * LAYERS, "int4_g64": 1})
 
 
+def test_of_several_patterns_the_first_by_the_alphabet(tmp_path: Path) -> None:
+    """As the package's match_targets has them; and of groups with one target it takes the last."""
+    fine, coarse = writer(), writer(64)
+
+    def write(name: str, n: int, k: int) -> Any:
+        return (fine if name.endswith(("k_proj", "mlp.down_proj")) else coarse)(name, n, k)
+
+    wide = {"weights": WEIGHTS | {"group_size": 64}}
+    groups = {"a": {"targets": ["re:.*self_attn.*", "Linear"], **wide}, "b": {"targets": ["re:.*k_proj"]} | wide}
+    groups |= {"c": {"targets": ["re:.*k_proj", "re:.*down.*"], "weights": WEIGHTS}}
+    settings = config() | {"config_groups": groups}
+    expected = write_model(tmp_path, settings, write, architecture="llama")
+    assert_loads(tmp_path, expected, {"int4_g32": 2 * LAYERS, "int4_g64": 5 * LAYERS})
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_an_embedding(tmp_path: Path, alone: bool) -> None:
+    """llm-compressor quantizes modules of the class Embedding; lookups take dense rows."""
+    expected = write_model(tmp_path, config(), writer(), architecture="llama")
+    stored = load_file(tmp_path / "model.safetensors")
+    vocabulary, hidden = stored.pop("model.embed_tokens.weight").shape
+    parts, rows = writer(64)("model.embed_tokens", vocabulary, hidden)
+    stored |= {f"model.embed_tokens.{leaf}": t for leaf, t in parts.items()}
+    if alone:
+        for name, w in expected.items():
+            for leaf in [leaf for leaf in stored if leaf.startswith(f"{name}.")]:
+                del stored[leaf]
+            stored[f"{name}.weight"] = w
+    save_file(stored, tmp_path / "model.safetensors")
+    group = {"targets": ["Embedding"], "weights": WEIGHTS | {"group_size": 64}}
+    others = {} if alone else config()["config_groups"]
+    configure(tmp_path, config_groups={**others, "embedding": group})
+    model, _ = load(tmp_path)
+    assert torch.equal(model.model.embed_tokens.weight, rows)
+    assert sum(isinstance(layer, W4Linear) for layer in model.modules()) == (0 if alone else 7 * LAYERS)
+
+
+def test_rotations_of_weights_alone(tmp_path: Path) -> None:
+    """SpinQuant's R1 and R2 are in the stored weights; R3 and R4 rotate activations."""
+    expected = write_model(tmp_path, config(), writer())
+    r1 = {"apply": [{"location": "weight_output"}, {"location": "weight_input", "inverse": True}]}
+    configure(tmp_path, transform_config={"config_groups": {"R1": r1}})
+    assert_loads(tmp_path, expected, {"int4_g32": 7 * LAYERS})
+    r4 = {"apply": [{"location": "input"}, {"location": "weight_input", "inverse": True}]}
+    configure(tmp_path, transform_config={"config_groups": {"R1": r1, "R4": r4}})
+    with pytest.raises(FormatError, match=r"rotates activations .*, or with rotations of weights alone"):
+        open_checkpoint(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -439,7 +488,7 @@ def test_targets_choose_the_group(tmp_path: Path) -> None:
             "it has no weight_g_idx, which says the group of each column where actorder is",
         ),
         (config(ignore=("re:.*mlp",)), "config.json ignores it, but it has quantized tensors"),
-        (config(targets=["re:.*q_proj"]), "no config group has it among its targets"),
+        (config(targets=["re:.*q_proj"]), "no config group has it, or Linear, among its targets"),
         (config(input_activations=FP8 | {"num_bits": 16}), "its activations are 16-bit float; wanted none, or int or"),
         (config() | {"transform_config": {"config_groups": {"R1": {}}}}, "transform_config rotates activations"),
         (

@@ -320,6 +320,35 @@ def test_fp8_alone(tmp_path: Path, block: tuple[int, int] | None) -> None:
     assert_loads(tmp_path, expected, formats[block])
 
 
+@pytest.mark.parametrize("method", ["tensor", "row", "block"])
+def test_fp8_of_gptqmodel(tmp_path: Path, method: str) -> None:
+    """Its weight_scale_inv is the largest fp8 number / the largest weight, and divides; others' of that name
+    multiplies. Source: GPTQModel f4c327a, nn_modules/qlinear/fp8.py."""
+
+    def write(name: str, n: int, k: int) -> Any:
+        w = torch.randn(n, k, generator=generator(n, k)) / 16
+        sizes = {"tensor": (n, k), "row": (1, k), "block": (32, 32)}[method]
+        largest = w.abs().unflatten(0, (-1, sizes[0])).unflatten(2, (-1, sizes[1])).amax((1, 3))
+        scale = 448 / largest
+        factors = blocks(scale, n, k, sizes)
+        weight = (w * factors).clamp(-448, 448).to(torch.float8_e4m3fn)
+        stored = scale if method == "block" else scale.flatten() if method == "row" else scale.view(())
+        return {"weight": weight, "weight_scale_inv": stored}, weight.float() * factors.reciprocal()
+
+    scheme = {"quant_method": "fp8", "format": "float8_e4m3fn", "weight_scale_semantics": "inverse"}
+    scheme |= {"weight_scale_method": method} | ({"weight_block_size": [32, 32]} if method == "block" else {})
+    expected = write_model(tmp_path, scheme, write)
+    format = "e4m3_g32_fp32" if method == "block" else "e4m3_col_fp32"
+    assert_loads(tmp_path, expected, {format: 7 * LAYERS})
+    scale = "model.layers.0.mlp.down_proj.weight_scale_inv"
+    change(tmp_path, lambda tensors: tensors.update({scale: tensors[scale].bfloat16()}))
+    with pytest.raises(FormatError, match="down_proj.weight in fp8 has a scale that divides and is BF16, wanted F32"):
+        open_checkpoint(tmp_path)
+    configure(tmp_path, weight_scale_semantics="direct")
+    with pytest.raises(FormatError, match="weight_scale_semantics is 'direct', wanted 'inverse' or no such setting"):
+        open_checkpoint(tmp_path)
+
+
 @pytest.mark.parametrize("kind", ["weight_block_size", "config_groups"])
 def test_one_number_is_no_scale_of_blocks(tmp_path: Path, kind: str) -> None:
     """A scale of blocks that was cut to its first number; one of the whole tensor is legal where the config has none

@@ -16,7 +16,7 @@ from w4gemm.checkpoints.base import Module
 from w4gemm.checkpoints.hugging_face import TensorInfo
 from w4gemm.checkpoints.numbers import Numbers
 from w4gemm.checkpoints.packed_numbers import PackedMatrix, PackedNumbers
-from w4gemm.checkpoints.quantization_configs import ExtraConfig, Named, check_plain_products
+from w4gemm.checkpoints.quantization_configs import ExtraConfig, Named
 from w4gemm.checkpoints.quantized_folder import Packing
 from w4gemm.checkpoints.stored import (
     SCALES,
@@ -49,7 +49,6 @@ class AWQPacking(Packing):
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
-        check_plain_products(config)
         keys = ("version", "checkpoint_format", "format")  # AutoAWQ's, and GPTQModel's
         if other := next((key for key in keys if str(config.get(key) or "gemm").lower() != "gemm"), None):
             raise ValueError(

@@ -35,7 +35,7 @@ from w4gemm.checkpoints.hugging_face import TensorInfo
 from w4gemm.checkpoints.numbers import Numbers
 from w4gemm.checkpoints.packed_floats import MXFP8
 from w4gemm.checkpoints.packed_numbers import PackedMatrix, PackedNumbers
-from w4gemm.checkpoints.quantization_configs import Named, Patterns, check_plain_products
+from w4gemm.checkpoints.quantization_configs import Named, Patterns
 from w4gemm.checkpoints.quantized_folder import Packing
 from w4gemm.checkpoints.stored import (
     WIDE_SCALES,
@@ -55,6 +55,8 @@ FLOATS = {
 PACKINGS = ("pack-quantized", "int-quantized", *FLOATS)
 ACT_ORDERS = ("group", "dynamic", True)
 """Values of ``actorder`` by which columns are in another order; by others their scales fit them."""
+_EMBEDDING = re.compile(r"(?:.+\.)?(?:wte|wpe|embed_(?:tokens\w*|in|positions)|\w*embeddings?)")
+"""Names of modules that are probably of the class Embedding; others with quantized weights are of the class Linear."""
 _FLOAT_SCALES = {"e8m0": ("U8", "F8_E8M0"), "e4m3_row": ("F8_E4M3",)}
 """safetensors' names of the dtypes of scales of 4-bit floats, by scale rule."""
 _FIRST_OF_BIAS_127, _FIRST_NIGHTLY = (0, 13, 1), "20260109"
@@ -113,7 +115,6 @@ class CompressedTensors(Packing):
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
-        check_plain_products(config)
         self.check(config)
 
     @staticmethod
@@ -220,29 +221,30 @@ class CompressedTensors(Packing):
         return release < _FIRST_OF_BIAS_127 or (release == _FIRST_OF_BIAS_127 and older_build)
 
     def _scheme(self, name: str) -> Mapping[str, Any]:
-        """The config group of a module: the one that names it, else with a pattern for it, else all linear layers."""
-        matching = {text for text in self._patterns if self._patterns.match(text, name)}
+        """The config group of a module: the one that names it, else with the first pattern for it by the alphabet, else
+        that of its class."""
+        matching = sorted(text for text in self._patterns if self._patterns.match(text, name))
         if not self._ignored.isdisjoint({name, *matching}):
             raise ValueError("config.json ignores it, but it has quantized tensors")
-        for names in ({name}, matching, {"Linear"}):
-            for targets, group in self._groups:
-                if not targets.isdisjoint(names):
-                    return group
-        raise ValueError("no config group has it among its targets")
+        classes = ("Embedding", "Linear") if _EMBEDDING.fullmatch(name) else ("Linear",)
+        for target in (name, *matching, *classes):
+            if target in self._groups:
+                return self._groups[target]
+        raise ValueError(f"no config group has it, or {' or '.join(classes)}, among its targets")
 
     @cached_property
     def _ignored(self) -> frozenset[str]:
         return frozenset(self.config.get("ignore") or ())
 
     @cached_property
-    def _groups(self) -> list[tuple[frozenset[str], Mapping[str, Any]]]:
-        """Targets and settings of the config groups that have weights."""
+    def _groups(self) -> dict[str, Mapping[str, Any]]:
+        """The config group, one that has weights, of each target: of several with one target the last."""
         groups = self.config["config_groups"].values()
-        return [(frozenset(group["targets"]), group) for group in groups if group.get("weights")]
+        return {target: group for group in groups if group.get("weights") for target in group["targets"]}
 
     @cached_property
     def _patterns(self) -> Patterns:
-        return _expressions("ignore, targets", self._ignored.union(*(targets for targets, _ in self._groups)))
+        return _expressions("ignore, targets", self._ignored.union(self._groups))
 
 
 def _expressions(argument: str, names: Collection[str]) -> Patterns:

@@ -5,8 +5,8 @@ Such a weight is e4m3 or e5m2: a matrix (n, k), or those of all experts (experts
 ``down_proj_weight_scale`` beside a parameter of experts, ``down_proj``. The scale is one number; one for each expert;
 one for each row (of experts also for each column, because some models keep theirs transposed); one for each block of a
 grid, whose last row and column of blocks may be cut off, and which ModelOpt has as (rows, 1, columns, 1); or, of MXFP8,
-e8m0 (..., n, k / 32), one for each 32 columns. The weight is stored * scale, in float32. The scale of its activations
-is not used, because x stays in 16 bits.
+e8m0 (..., n, k / 32), one for each 32 columns. The weight is stored * scale, in float32. GPTQModel's scales divide,
+which its config says, so that 1 / scale multiplies. The scale of activations is not used, because x stays in 16 bits.
 
 A matrix becomes ``e4m3_col_fp32``, ``e4m3_g128_b128`` for blocks of 128 x 128, ``e4m3_g*_fp32`` for others of a
 multiple of 16 columns, whose scales are repeated for each row, or ``mxfp8``; or the same of e5m2. So does each matrix
@@ -40,6 +40,8 @@ _E8M0 = ("F8_E8M0", "U8")
 """safetensors' names of the dtypes of scales of MXFP8."""
 _MX_GROUP = 32
 _ELEMENTS = {"F8_E4M3": "e4m3", "F8_E5M2": "e5m2"}
+_DIVIDE = "inverse"
+"""GPTQModel's ``weight_scale_semantics``: a scale is the largest fp8 number / the largest magnitude of the weight."""
 
 
 class ScaleBlock(NamedTuple):
@@ -49,13 +51,21 @@ class ScaleBlock(NamedTuple):
     columns: int = 128
 
 
+class Fp8Settings(NamedTuple):
+    """What a quantization_config says of the scales of fp8."""
+
+    block: ScaleBlock = ScaleBlock()
+    """Rows and columns that share a scale."""
+    blocks_only: bool = False
+    """True if every scale is of blocks, so that one number for more than a block is no scale."""
+    divide: bool = False
+    """True if weights are divided by their scales."""
+
+
 class Fp8Folder(SafetensorsFolder):
     """A folder whose ``tensors`` have no scales of weights in fp8: :meth:`tensor` gives these weights in float32.
 
     A tensor in fp8 without a scale stays among ``tensors``: it may be part of a packed module.
-
-    Args:
-        blocks_only: True if every scale is of blocks, so that one number for more than a block is no scale.
 
     Attributes:
         scales: place of the scale of each weight in fp8, by the weight's name.
@@ -65,10 +75,10 @@ class Fp8Folder(SafetensorsFolder):
         FormatError: if a tensor in fp8 has several scales, or one of another shape.
     """
 
-    def __init__(self, path: Path, block: ScaleBlock = ScaleBlock(), *, blocks_only: bool = False) -> None:
+    def __init__(self, path: Path, settings: Fp8Settings = Fp8Settings()) -> None:
         super().__init__(path)
         self.scales: dict[str, TensorInfo] = {}
-        self.block, self._blocks_only = block, blocks_only
+        self.block, self._blocks_only, self._divide = settings
         for name in [name for name, info in self.tensors.items() if info.dtype in FP8]:
             owner, _, leaf = name.rpartition(".")
             candidates = [name + end for end in _ENDS] + ([f"{owner}.scale"] if leaf == "weight" else [])
@@ -96,7 +106,8 @@ class Fp8Folder(SafetensorsFolder):
 
     def _scale(self, name: str) -> torch.Tensor:
         info = self.scales[name]
-        return info.read().reshape(info.shape)
+        scale = info.read().reshape(info.shape)
+        return scale.reciprocal() if self._divide else scale
 
     def experts(self) -> dict[str, Module]:
         """Return the products of experts that a format holds, by the names of their tensors. Shapes tell whether each
@@ -200,6 +211,8 @@ class Fp8Folder(SafetensorsFolder):
         shape, scale = self.tensors[name].shape, self.scales[name]
         if len(shape) not in (2, 3) or 0 in shape:
             raise FormatError(f"{self.path}: {name} is in fp8 and has shape {shape}, wanted (n, k) or (experts, n, k)")
+        if self._divide and scale.dtype != "F32":
+            raise FormatError(f"{self.path}: {name} in fp8 has a scale that divides and is {scale.dtype}, wanted F32")
         if _is_mx(shape, scale):
             return
         *experts, n, k = shape
@@ -257,14 +270,16 @@ def _broadcast(shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     return (rows, (*experts, 1, k), (*experts, 1, 1)) if experts else (rows,)
 
 
-def block_of(config: Mapping[str, Any]) -> tuple[ScaleBlock, bool]:
-    """Return the blocks of a quantization_config, and whether all its scales of fp8 are of blocks: those of
-    ``weight_block_size`` or, in config groups of compressed-tensors, ``block_structure``, which older files have as
-    "128x128". Without a setting they are 128 x 128.
+def settings_of(config: Mapping[str, Any]) -> Fp8Settings:
+    """Return what a quantization_config says of the scales of fp8. Blocks are those of ``weight_block_size`` or, in
+    config groups of compressed-tensors, ``block_structure``, which older files have as "128x128". Without a setting
+    they are 128 x 128. GPTQModel's ``weight_scale_semantics`` is "inverse" for scales that divide.
 
     Raises:
-        ValueError: for no pair of positive integers, and for config groups that differ.
+        ValueError: for no pair of positive integers, for config groups that differ, and for other semantics.
     """
+    if (semantics := config.get("weight_scale_semantics")) not in (None, _DIVIDE):
+        raise ValueError(f"weight_scale_semantics is {semantics!r}, wanted {_DIVIDE!r} or no such setting")
     settings = [("weight_block_size", config.get("weight_block_size"))]
     # a 4-bit method's setting gives the size of blocks only, and scales may have any shape
     of_all = config.get("quant_method") == "fp8" and settings[0][1] is not None
@@ -280,7 +295,8 @@ def block_of(config: Mapping[str, Any]) -> tuple[ScaleBlock, bool]:
     if len({*blocks.values()}) > 1:
         sizes = ", ".join(f"{name} {list(block)}" for name, block in blocks.items())
         raise ValueError(f"wanted blocks of one size for all weights in fp8, got {sizes}")
-    return next(iter(blocks.values()), ScaleBlock()), strategies == {"block"}
+    block = next(iter(blocks.values()), ScaleBlock())
+    return Fp8Settings(block, strategies == {"block"}, semantics == _DIVIDE)
 
 
 def _block(name: str, sizes: object) -> ScaleBlock:

@@ -56,15 +56,18 @@ def auto_round_packing(config: Mapping[str, Any]) -> str | None:
 
 _ROTATIONS = ("transform_config", "rotation", "rotation_config", "spinquant_config")
 """Keys of compressed-tensors, of GPTQModel, and two of AutoRound."""
+_IN_WEIGHTS = ("weight_input", "weight_output")
+"""Locations of compressed-tensors' transforms that are part of the stored weights (SpinQuant's R1 and R2)."""
 
 
 def check_plain_products(config: Mapping[str, Any]) -> None:
     """Raise ValueError if some products are more than x times the weight: if activations have to be rotated (by a
     Hadamard matrix) in front of it, or an adapter's product of low rank is added."""
-    if key := next((key for key in _ROTATIONS if config.get(key)), None):
+    if key := next((key for key in _ROTATIONS if config.get(key) and not _is_in_weights(config[key])), None):
+        within = ", or with rotations of weights alone (SpinQuant's R1 and R2)" if key == _ROTATIONS[0] else ""
         raise ValueError(
             f"{key} rotates activations while the model runs, which cannot be done; quantize the dense model again "
-            "without it"
+            f"without it{within}"
         )
     adapter = config.get("adapter")
     if isinstance(adapter, Mapping) and adapter.get("path"):  # GPTQModel's EoRA
@@ -72,6 +75,16 @@ def check_plain_products(config: Mapping[str, Any]) -> None:
             f"adapter is {adapter['path']!r}, whose product of low rank GPTQModel adds beside the weights, which is "
             "not done here; take it out of the config to load the weights without it"
         )
+
+
+def _is_in_weights(transforms: Any) -> bool:
+    """True if all transforms of a transform_config are part of the stored weights."""
+    groups = transforms.get("config_groups") if isinstance(transforms, Mapping) else None
+    if not isinstance(groups, Mapping):
+        return False
+    each = [group.get("apply") if isinstance(group, Mapping) else None for group in groups.values()]
+    applied = [args for group in each for args in (group if isinstance(group, list) and group else [None])]
+    return all(isinstance(args, Mapping) and args.get("location") in _IN_WEIGHTS for args in applied)
 
 
 # --- the modules that it names --------------------------------------------------------------------------------------

@@ -16,10 +16,10 @@ import torch
 
 from w4gemm.checkpoints.base import CheckpointFormat, Module, Pack, Pretrained
 from w4gemm.checkpoints.experts import DOWN, GATE_UP, Stack, stacks
-from w4gemm.checkpoints.fp8_folder import Fp8Folder, block_of
+from w4gemm.checkpoints.fp8_folder import Fp8Folder, settings_of
 from w4gemm.checkpoints.hugging_face import TensorInfo, quantization_config
 from w4gemm.checkpoints.numbers import Numbers, gates_before_ups
-from w4gemm.checkpoints.quantization_configs import Named, method_of, warn_of_missing
+from w4gemm.checkpoints.quantization_configs import Named, check_plain_products, method_of, warn_of_missing
 from w4gemm.checkpoints.stored import FP8, check_tensor, is_packed, missing, reason_to_skip
 from w4gemm.core.errors import FormatError, not_among
 from w4gemm.core.formats import WeightFormat
@@ -56,6 +56,7 @@ class Packing(ABC):
     the packing does not know is refused when the model is loaded or written."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
+        check_plain_products(config)
         self.config = config
 
     @classmethod
@@ -346,13 +347,13 @@ def folder_format(packing: type[Packing]) -> CheckpointFormat:
     def open(path: Path, format: WeightFormat | None) -> QuantizedFolder:
         config = quantization_config(path) or {}
         try:
-            own, (block, blocks_only) = packing.of(config), block_of(config)
+            own, settings = packing.of(config), settings_of(config)
             names = [*own.named()]
         except KeyError as e:
             raise FormatError(f"{path}: quantization_config of config.json has no {e}") from e
         except (TypeError, ValueError, AttributeError) as e:
             raise FormatError(f"{path}: quantization_config of config.json: {e}") from e
-        stored = Fp8Folder(path, block, blocks_only=blocks_only)
+        stored = Fp8Folder(path, settings)
         folder = QuantizedFolder(stored, own)
         warn_of_missing(path, names, folder.own_names)
         return folder
