@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
+from collections.abc import Iterator
 from fractions import Fraction
 
 import pytest
@@ -11,7 +14,7 @@ import torch
 from fuzz import formulas
 from w4gemm import quantize
 from w4gemm.core.elements import ELEMENTS
-from w4gemm.core.formats import SCALES, WeightFormat
+from w4gemm.core.formats import PER_COLUMN, SCALES, ZEROS, WeightFormat
 from w4gemm.kernels.cpu.kernel import _fits_float32
 from w4gemm.packing.layouts import WeightComponents
 from w4gemm.tuning.random_weight import random_components
@@ -89,32 +92,39 @@ def test_fits_float32(dtype):
         assert _fits_float32(torch.tensor([0.03, 6e-8], dtype=dtype), torch.tensor([6e-8, 0.4], dtype=dtype), 15)
 
 
-@pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize("zero", ["none", "int", "float"])
-@pytest.mark.parametrize("element", ELEMENTS)
-def test_every_rule_is_its_formula(element, zero, scale):
-    """Float32 weights are those of the fuzzer's formulas, which share no code with the library."""
-    try:
-        format, (n, k) = WeightFormat(32, zero, scale, element), (20, 300)
-    except ValueError:
-        pytest.skip("no such format")
+def rules() -> Iterator[WeightFormat]:
+    """Every element with every zero and scale rule that it may have, and groups that divide k or not."""
+    for parts in itertools.product((32, 160, PER_COLUMN), ZEROS, SCALES, ELEMENTS):
+        with contextlib.suppress(ValueError):  # there is no such format
+            yield WeightFormat(*parts)
+
+
+@pytest.mark.parametrize("format", [*rules()], ids=str)
+def test_every_rule_is_its_formula(format):
+    """Weights are those of the fuzzer's formulas, which share no code with the library; 16-bit ones are rounded once,
+    or once more where float32 already was."""
+    n, k = 20, 300
     parts = random_components(format, n, k, signed=True)
     codes, scales, zeros, channels, factors = parts
-    group = torch.arange(k) // format.group_size
-    if scale == "b128":
+    group = torch.arange(k) // format.group_length(k)
+    if format.scale == "b128":
         scales = scales[torch.arange(n) % 2]
     if factors is not None:
         of_group = torch.arange(scales.shape[1]) * 32 // format.scale_rule.factor_columns
         numbers = [t * factors[:, of_group, i].float() for i, t in enumerate((scales, zeros)[: factors.shape[2]])]
-        scales, zeros = numbers if zero == "float" else (numbers[0], None)
-    rounded_products = format.scale == "e4m3"
-    exact = formulas.weight(codes, scales, zeros, channels, group, format.zero, format.element, rounded_products)
-    got = dequantize_parts(parts, format, torch.float32)
-    expected = formulas.rounded(exact.value, formulas.TYPES["float32"])
-    if element == "nf4" and channels is not None:  # the product with the scale is rounded too
-        assert ((got - expected).abs() <= 2.0**-23 * expected.abs()).all()
-    else:
-        assert torch.equal(got.double(), expected)
+        scales, zeros = numbers if format.zero == "float" else (numbers[0], None)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        name = str(dtype).removeprefix("torch.")
+        args = (codes, scales, zeros, channels, group, format.zero, format.element, format.scale == "e4m3", name)
+        expected = formulas.weight(*args).value
+        if channels is not None or scales.dtype == torch.float32:
+            expected = formulas.rounded(expected, formulas.TYPES["float32"])
+        expected = formulas.rounded(expected, formulas.TYPES[name])
+        actual = dequantize_parts(parts, format, dtype)
+        if format.element == "nf4" and channels is not None:  # the product with the scale is rounded too
+            assert ((actual - expected).abs() <= 2 * formulas.TYPES[name].unit * expected.abs()).all()
+        else:
+            assert torch.equal(actual.double(), expected)
 
 
 def test_the_formulas_have_every_element():
