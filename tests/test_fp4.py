@@ -7,25 +7,13 @@ import torch
 
 from ptx_interpreter import run_ptx
 from test_layouts import assert_same
-from w4gemm import QuantizedWeight, WeightFormat, grouped_linear, linear, quantize
+from w4gemm import QuantizedWeight, WeightFormat, linear, quantize
 from w4gemm.core.elements import ELEMENTS
 from w4gemm.packing.codecs import MMA16, MXFP4_MMA16, codec_for
 from w4gemm.tuning.random_weight import random_weight
 
 NAMES = ("mxfp4", "nvfp4")
 E2M1 = ELEMENTS["e2m1"]
-
-
-def float64_weight(w: QuantizedWeight) -> torch.Tensor:
-    """w (n, k) in float64, by the bits of codes and scales: OCP Microscaling Formats 1.0, sections 5.3.3 and 5.4.1."""
-    codes, scales, _, channels, *_ = w.parts()
-    u = codes.long()
-    sign, exponent, mantissa = 1 - 2 * (u >> 3), (u >> 1) & 3, (u & 1).double()
-    v = sign * torch.where(exponent == 0, mantissa / 2, (1 + mantissa / 2) * torch.exp2((exponent - 1).double()))
-    power = scales.dtype == torch.float8_e8m0fnu
-    s = torch.exp2(scales.view(torch.uint8).double() - 127) if power else scales.double()
-    group = torch.arange(w.k) // w.format.group_size
-    return v * s[:, group] * (1 if channels is None else channels.double()[:, None])
 
 
 def test_mxfp4_and_nvfp4_are_names_of_formats():
@@ -50,29 +38,6 @@ def test_the_nearest_of_two_is_the_even_one():
     assert E2M1.numbers(E2M1.nearest(middles)).tolist() == [0, 1, 1, 2, 2, 4, 4]
     assert E2M1.numbers(E2M1.nearest(-middles)).tolist() == [0, -1, -1, -2, -2, -4, -4]
     assert E2M1.nearest(torch.tensor([1e9, -1e9, -0.0, -0.2])).tolist() == [7, 15, 0, 0]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_weight(name, tmp_path):
-    """Formula, quantizer, file, shards, experts, interleaving and product on the CPU."""
-    dense = torch.randn(72, 192, generator=torch.Generator().manual_seed(0))
-    w, searched = quantize(dense, name), quantize(dense, name, search=True)
-    errors = [(q.dequantize() - dense).norm() / dense.norm() for q in (w, searched)]
-    assert errors[1] < errors[0] < (0.14 if name == "mxfp4" else 0.1)
-    exact = float64_weight(w)
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        # a row's factor multiplies in float32, before the result is rounded
-        assert torch.equal(w.dequantize(dtype), (exact.float() if name == "nvfp4" else exact).to(dtype))
-        assert torch.equal(linear(torch.eye(192, dtype=dtype), w.repack()).T, w.dequantize(dtype))
-    w.save(tmp_path / "w.safetensors")
-    assert_same(QuantizedWeight.load(tmp_path / "w.safetensors").parts(), w.parts())
-    assert torch.equal(w.shard(0, 1, 2).dequantize(), w.dequantize()[36:])
-    assert torch.equal(w.shard(1, 1, 2).dequantize(), w.dequantize()[:, 96:])
-    both = QuantizedWeight.interleave(w, searched)
-    assert torch.equal(both.dequantize()[1::2], searched.dequantize())
-    experts = QuantizedWeight.stack([w, searched]).repack()
-    d = grouped_linear(torch.eye(192).repeat(2, 1), experts, torch.tensor([0, 192, 384], dtype=torch.int32))
-    assert torch.equal(d[192:].T, searched.dequantize())
 
 
 def test_quantized_scales_are_positive():
@@ -107,7 +72,7 @@ def test_nvfp4_scales_of_both_signs():
     codes = torch.arange(16).repeat(1, 4)
     scales = torch.tensor([[1.5, -1.5, 0.0, -448.0]]).to(torch.float8_e4m3fn)
     w = QuantizedWeight.from_codes("nvfp4", codes, scales, channels=torch.tensor([0.5]))
-    assert torch.equal(w.dequantize().double(), float64_weight(w))
+    assert w.dequantize().view(4, 16)[:, 7].tolist() == [4.5, -4.5, 0, -1344]  # of code 7, which is 6
     assert torch.equal(linear(torch.eye(64), w).T, w.dequantize())
     nan = (scales.float() * torch.nan).to(scales.dtype)
     with pytest.raises(ValueError, match="scales: wanted at most 448 in magnitude and no NaN"):

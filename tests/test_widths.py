@@ -1,4 +1,4 @@
-"""Weights of 8, 6, 5, 3 and 2 bits, and floats of 8 and 6 bits: all that a weight does, on the CPU."""
+"""Weights of 8, 6, 5, 3 and 2 bits, floats of 8, 6 and 4 bits, and GGUF's: all that a weight does, on the CPU."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ CASES = [
     ("e4m3_col_fp32", 8 + 32 / K, 0.027), ("e4m3_g128_b128", 8 + 2 * 32 / 128**2, 0.027), ("mxfp8", 8.25, 0.027),
     ("e5m2_g32_e8m0", 8.25, 0.054), ("e2m3_g32_e8m0", 6.25, 0.029), ("e3m2_g32_e8m0", 6.25, 0.054),
     ("q6_k", 8 * 210 / 256, 0.02), ("q5_k", 5.625, 0.04), ("q3_k", 3.5625, 0.17), ("q2_k", 8 * 84 / 256, 0.34),
-    ("iq4_g32_s8x256", 4.3125, 0.085),
+    ("iq4_g32_s8x256", 4.3125, 0.085), ("q4_k", 4.625, 0.08), ("mxfp4", 4.25, 0.12), ("nvfp4", 4.5 + 32 / 512, 0.1),
 ]  # fmt: skip
-"""Formats; the bits of a weight whose n and k fill every block, of Q6_K and Q2_K those of GGUF, whose Q5_K and Q3_K
-have six bits for each scale, where these have eight; the relative error of a quantized normal distribution."""
+"""Formats; the bits of a weight whose n and k fill every block, of Q6_K and Q2_K those of GGUF, whose Q5_K, Q4_K
+and Q3_K have six bits for each scale, where these have eight; the relative error of a quantized normal distribution."""
 FORMATS = [WeightFormat.parse(name) for name, *_ in CASES]
 all_formats = pytest.mark.parametrize("format", FORMATS, ids=str)
 
@@ -68,7 +68,10 @@ def test_products(format):
             assert torch.equal(torch.cat([linear(eye[i : i + 1], packed) for i in columns]), exact[columns])
 
 
-@pytest.mark.parametrize("name", ["int8_g128_zint", "int6_g64", "int2_g16_zfloat", "e4m3_g128_b128", "mxfp8", "q3_k"])
+@pytest.mark.parametrize(
+    "name",
+    ["int8_g128_zint", "int6_g64", "int2_g16_zfloat", "e4m3_g128_b128", "mxfp8", "q3_k", "q4_k", "mxfp4", "nvfp4"],
+)
 def test_layers_experts_and_gradients(name):
     format = WeightFormat.parse(name)
     w, down = (random_weight(format, n, k, seed).repack() for n, k, seed in ((256, 128, 0), (128, 128, 1)))
@@ -133,6 +136,8 @@ def test_shards(format, dim, count):
         ("q3_k", 1, 4, "s6x128"),
         ("q2_k", 1, 4, "fp32"),
         ("q5_k", 1, 4, "u8x128"),
+        ("q4_k", 1, 2, "u8x256"),
+        ("q4_k", 1, 16, "fp32"),
         ("e4m3_g128_b128", 0, 2, "b128"),
         ("e4m3_g128_b128", 0, 4, "fp32"),
         ("e4m3_g128_b128", 1, 8, "b128"),
@@ -140,9 +145,12 @@ def test_shards(format, dim, count):
 )
 def test_scale_rules_of_shards(name, dim, count, rule):
     w = random_weight(WeightFormat.parse(name), 256, 512, signed=True)
-    shards = [w.shard(dim, i, count) for i in range(count)]
-    assert {shard.format.scale for shard in shards} == {rule}
-    assert torch.equal(torch.cat([shard.dequantize() for shard in shards], dim), w.dequantize())
+    for layout in ("canonical", "mma16"):
+        if layout_named(layout).supports(w.format):
+            continue
+        shards = [w.repack(layout).shard(dim, i, count) for i in range(count)]
+        assert {shard.format.scale for shard in shards} == {rule}
+        assert torch.equal(torch.cat([shard.dequantize() for shard in shards], dim), w.dequantize())
 
 
 @pytest.mark.parametrize("name", ["int8_g128", "int6_g64_zint", "int3_g32_fp16", "mxfp8", "e4m3_g128_b128"])
