@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from sglang_layers import SCHEMES, Drawn, K, N, config, created, on_hopper, registered, resolved  # noqa: F401
 from test_sglang_floats import LINEAR, Floats
-from test_vllm_dense import vllm_stub
+from vllm_parts import vllm_stub
 from w4gemm import QuantizedWeight
 from w4gemm.checkpoints import open_checkpoint
 from w4gemm.integrations.engines.formats import ExpertsSettings

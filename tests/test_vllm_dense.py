@@ -21,11 +21,10 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
 
 import w4gemm
+from vllm_parts import part_fixture
 from w4gemm.choice import plan_cache
 from w4gemm.core.formats import WeightFormat
 from w4gemm.integrations import vllm as plugin
-from w4gemm.integrations.engines import engine
-from w4gemm.integrations.engines.warmup import Warmup
 from w4gemm.integrations.vllm import takeover
 from w4gemm.kernels import workspace
 from w4gemm.packing.bits import pack, unpack
@@ -33,36 +32,7 @@ from w4gemm.tuning.random_weight import random_components
 
 N, K = 96, 256
 
-
-@contextmanager
-def vllm_stub(monkeypatch: pytest.MonkeyPatch, part: str) -> Iterator[None]:
-    """Have the stub be vLLM, and one part of the plugin installed in it by the entry point."""
-
-    def forget() -> None:
-        for name in [n for n in sys.modules if n.split(".")[0] in ("vllm", "vllm_stub", "vllm_gguf_plugin")]:
-            del sys.modules[name]
-        names = part, "dense", "configs", "linear_kernel", "fusion", "shards"
-        for name in (*names, "experts", "experts_kernel", "experts_lora", "experts_support"):
-            sys.modules.pop(f"{plugin.__name__}.{name}", None)
-        engine._refuse.cache_clear()
-
-    forget()
-    importlib.import_module("vllm_stub").install()
-    monkeypatch.setattr(plugin, "_installed", [])
-    monkeypatch.setattr(plugin, "PARTS", {part: "layers"})
-    monkeypatch.setattr(takeover, "WARMUP", Warmup(takeover.VLLM))
-    monkeypatch.setattr(takeover, "_MOST_TOKENS", 8)
-    monkeypatch.delenv("W4GEMM_VLLM", raising=False)
-    plugin.register()
-    yield
-    forget()
-
-
-@pytest.fixture
-def dense(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """The module, imported beside the stub and installed by the entry point."""
-    with vllm_stub(monkeypatch, "dense"):
-        yield importlib.import_module(f"{plugin.__name__}.dense")
+dense = part_fixture("dense")
 
 
 class Case(NamedTuple):

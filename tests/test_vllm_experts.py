@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import math
-from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -12,7 +10,6 @@ import pytest
 import torch
 
 from expert_layers import Layer, emulated, spec_of
-from test_vllm_dense import vllm_stub
 from vllm_experts import (
     CASES,
     EXPERTS,
@@ -28,19 +25,14 @@ from vllm_experts import (
     layer_arguments,
     mixture,
 )
+from vllm_parts import part_fixture
 from w4gemm import choice
 from w4gemm.api.expert_layer import LayerKey, OneLaunch
 from w4gemm.api.product import Product
 from w4gemm.choice import plan
-from w4gemm.integrations import vllm as plugin
 from w4gemm.kernels.base import selected
 
-
-@pytest.fixture
-def experts(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """The module, imported beside the stub and installed by the entry point."""
-    with vllm_stub(monkeypatch, "experts"):
-        yield importlib.import_module(f"{plugin.__name__}.experts")
+experts = part_fixture("experts")
 
 
 def test_results_that_must_not_depend_on_the_batch(experts: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

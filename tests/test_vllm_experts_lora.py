@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -11,7 +9,6 @@ import pytest
 import torch
 
 from reference import linear_reference
-from test_vllm_dense import vllm_stub
 from vllm_experts import (
     CASES,
     EXPERTS,
@@ -25,15 +22,10 @@ from vllm_experts import (
     layer_arguments,
     mixture,
 )
+from vllm_parts import part_fixture
 from w4gemm.core.activation import parse
-from w4gemm.integrations import vllm as plugin
 
-
-@pytest.fixture
-def experts(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """The module, imported beside the stub and installed by the entry point."""
-    with vllm_stub(monkeypatch, "experts"):
-        yield importlib.import_module(f"{plugin.__name__}.experts")
+experts = part_fixture("experts")
 
 
 class Punica:

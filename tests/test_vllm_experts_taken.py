@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import logging
 import math
 import pickle
-from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from test_vllm_dense import vllm_stub
 from vllm_experts import (
     CASES,
     EXPERTS,
@@ -29,14 +26,9 @@ from vllm_experts import (
     mixture,
     takeover_lines,
 )
-from w4gemm.integrations import vllm as plugin
+from vllm_parts import part_fixture
 
-
-@pytest.fixture
-def experts(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """The module, imported beside the stub and installed by the entry point."""
-    with vllm_stub(monkeypatch, "experts"):
-        yield importlib.import_module(f"{plugin.__name__}.experts")
+experts = part_fixture("experts")
 
 
 def test_names_that_vllm_and_pickle_look_for(experts: ModuleType) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
-from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -12,21 +10,15 @@ import pytest
 import torch
 
 import w4gemm
-from test_vllm_dense import vllm_stub
+from vllm_parts import part_fixture
 from w4gemm.core.formats import WeightFormat
-from w4gemm.integrations import vllm as plugin
 from w4gemm.integrations.engines import engine
 from w4gemm.tuning.random_weight import random_components
 
 N, K = 96, 256
 FACTOR = 1 / 3072
 
-
-@pytest.fixture
-def floats(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """The module, imported beside the stub and installed by the entry point."""
-    with vllm_stub(monkeypatch, "floats"):
-        yield importlib.import_module(f"{plugin.__name__}.floats")
+floats = part_fixture("floats")
 
 
 def made(format: str, dtype: torch.dtype = torch.bfloat16, k: int = K, bias: bool = False) -> tuple[Any, Any, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,19 +13,13 @@ import torch
 from safetensors.torch import save_file
 
 import w4gemm
-from test_vllm_dense import vllm_stub
+from vllm_parts import part_fixture
 from w4gemm.checkpoints import open_checkpoint
-from w4gemm.integrations.engines import engine
 
 N, K = 256, 256
 SHAPES = {"channel": (N, 1), "block": (N // 128, K // 128), "mxfp8": (N, K // 32)}
 
-
-@pytest.fixture(autouse=True)
-def part(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    engine._refuse.cache_clear()
-    with vllm_stub(monkeypatch, "fp8"):
-        yield
+part = part_fixture("fp8", autouse=True)
 
 
 def made(kind: str, tensors: dict[str, torch.Tensor], own: Any = None) -> tuple[Any, Any]:

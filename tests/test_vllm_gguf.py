@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from test_vllm_dense import vllm_stub
+from vllm_parts import part_fixture
 from w4gemm.checkpoints.gguf.blocks import TYPES, BlockNumbers
 from w4gemm.integrations.engines import engine
 
@@ -22,13 +21,7 @@ K = 256
 FACTORS = {"Q6_K": (208,), "Q4_K": (0, 2), "Q8_0": (0,), "IQ3_S": (0,), "MXFP4": (), "IQ1_S": ()}
 """Where a block has fp16 numbers, which must be finite."""
 
-
-@pytest.fixture(autouse=True)
-def part(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """vLLM and its GGUF plugin are stubs, in which the entry point has installed ours."""
-    engine._refuse.cache_clear()
-    with vllm_stub(monkeypatch, "gguf"):
-        yield
+part = part_fixture("gguf", autouse=True)
 
 
 def blocks_of(type: str, n: int, seed: int = 0) -> torch.Tensor:

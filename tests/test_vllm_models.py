@@ -16,7 +16,8 @@ from bench.engine.models import model_named, tiny
 from bench.engine.packing import Packing
 from safetensors.torch import save_file
 
-from test_vllm_dense import Case, config_of, dense  # noqa: F401 (a fixture)
+from test_vllm_dense import Case, config_of
+from vllm_parts import part_fixture
 from w4gemm import FormatError, choice, quantize
 from w4gemm.checkpoints import Module
 from w4gemm.cli.__main__ import main
@@ -30,6 +31,8 @@ from w4gemm.integrations.vllm.models import Model, read_model
 from w4gemm.packing.layouts import layout_for
 
 HIDDEN, INNER, HEADS, KV_HEADS, VOCABULARY = 256, 384, 8, 2, 1000
+
+dense = part_fixture("dense")
 
 
 def write(
@@ -222,7 +225,7 @@ def test_other_checkpoints_are_refused(tmp_path: Path, capsys: pytest.CaptureFix
 @pytest.mark.parametrize("case", [Case("gptq", 64), Case("ct", dtype=torch.float16), Case("ct", fp8=True)], ids=str)
 def test_what_is_compiled_is_what_the_plugin_runs(
     case: Case,
-    dense: ModuleType,  # noqa: F811
+    dense: ModuleType,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pytest.importorskip("cutlass")

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from engine_tensors import words
 from test_gptq import planes
-from test_vllm_dense import vllm_stub
+from vllm_parts import vllm_stub
 from w4gemm.checkpoints import open_checkpoint
 from w4gemm.integrations.vllm import takeover
 

@@ -6,9 +6,7 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
-from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -16,10 +14,10 @@ import pytest
 import torch
 
 import w4gemm
-from test_vllm_dense import Case, in_words, make, vllm_stub
+from test_vllm_dense import Case, in_words, make
 from vllm_experts import CASES, EXPERTS, GPT_OSS, HIDDEN, MXFP4, WIDTH, inputs, mixture
+from vllm_parts import part_fixture
 from w4gemm import QuantizedWeight, quantize
-from w4gemm.integrations import vllm as plugin
 from w4gemm.integrations.engines import updates as updating
 from w4gemm.integrations.vllm.updates import ReloadedUpdate
 from w4gemm.kernels import workspace
@@ -28,17 +26,8 @@ from w4gemm.tuning.random_weight import random_components
 N, K = 64, 128
 BFLOAT16 = torch.bfloat16
 
-
-@pytest.fixture
-def dense(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    with vllm_stub(monkeypatch, "dense"):
-        yield importlib.import_module(f"{plugin.__name__}.dense")
-
-
-@pytest.fixture
-def experts(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    with vllm_stub(monkeypatch, "experts"):
-        yield importlib.import_module(f"{plugin.__name__}.experts")
+dense = part_fixture("dense")
+experts = part_fixture("experts")
 
 
 class Layer(torch.nn.Module):
