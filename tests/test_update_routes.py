@@ -5,11 +5,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from contextvars import copy_context
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from w4gemm import QuantizedWeight, quantize
 from w4gemm.integrations.engines import routes, updates
@@ -56,8 +60,8 @@ def rounded(dense: torch.Tensor) -> torch.Tensor:
 
 def load_weights(layer: Layer, known: routes.Routes, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
     """An engine's: the part of the layer is a tensor's name."""
-    with routes.loading(known) as call:
-        for name, tensor in call.passed(weights):
+    with routes.loading(known, weights) as call:
+        for name, tensor in call.passed():
             layer.weight.weight_loader(layer.weight, tensor, name)
 
 
@@ -135,8 +139,8 @@ def test_an_engine_that_has_all_tensors_before_it_loads_one() -> None:
     for i in range(2):
         tensors, dense = parts_of(rows, i)
         bucket = dict(zip(tensors, torch.stack(list(tensors.values())), strict=True))
-        with routes.loading(known) as call:
-            passed = call.passed(bucket.items())
+        with routes.loading(known, bucket.items()) as call:
+            passed = call.passed()
             ahead = next(passed)
             for following in [*passed, None]:
                 layer.weight.weight_loader(layer.weight, ahead[1], ahead[0])
@@ -151,8 +155,8 @@ def test_a_tensor_that_is_also_a_dense_parameter_comes_to_both_every_time(first:
     dense = torch.nn.Parameter(torch.zeros(2 * N // 3, K, dtype=dtype), requires_grad=False)
     for i in range(3):
         tensors, whole = parts_of(rows, i)
-        with routes.loading(known) as call:
-            for name, tensor in call.passed(tensors.items()):
+        with routes.loading(known, tensors.items()) as call:
+            for name, tensor in call.passed():
                 copies = name == "1"
                 if copies and first == "dense":
                     dense.data.copy_(tensor)
@@ -170,8 +174,8 @@ def test_a_tensor_that_a_model_reads_takes_no_route(read: Callable[[torch.Tensor
     layer, known = layer_of(rows), routes.Routes()
     for i in range(2):
         tensors, whole = parts_of(rows, i)
-        with routes.loading(known) as call:
-            for name, tensor in call.passed(tensors.items()):
+        with routes.loading(known, tensors.items()) as call:
+            for name, tensor in call.passed():
                 if name == "2":
                     read(tensor)
                 assert tensor.narrow(0, 0, 1).shape and tensor.mT.shape  # views read nothing
@@ -182,8 +186,8 @@ def test_a_tensor_that_a_model_reads_takes_no_route(read: Callable[[torch.Tensor
 def test_nothing_is_watched_after_a_call_that_fails() -> None:
     layer, known = layer_of(rows), routes.Routes()
     tensors, _ = parts_of(rows, 0)
-    with pytest.raises(KeyError), routes.loading(known) as call:
-        for _ in call.passed(tensors.items()):
+    with pytest.raises(KeyError), routes.loading(known, tensors.items()) as call:
+        for _ in call.passed():
             raise KeyError("of the model")
     assert _get_current_dispatch_mode() is None
     load_weights(layer, known, tensors.items())
@@ -195,12 +199,186 @@ def test_tensors_that_another_thread_reads_ahead_take_no_route() -> None:
     layer, known = layer_of(rows), routes.Routes()
     for i in range(2):
         tensors, whole = parts_of(rows, i)
-        with routes.loading(known) as call, ThreadPoolExecutor(1) as reader:
-            passed = call.passed(tensors.items())
+        with routes.loading(known, tensors.items()) as call, ThreadPoolExecutor(1) as reader:
+            passed = call.passed()
             while (one := reader.submit(next, passed, None).result()) is not None:
                 layer.weight.weight_loader(layer.weight, one[1], one[0])
         assert layer.equals(whole) and not known
         assert _get_current_dispatch_mode() is None
+
+
+def test_two_threads_ask_for_tensors_by_turns() -> None:
+    """No thread keeps what looks at tensors."""
+    layer, known = layer_of(rows), routes.Routes()
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
+        for i in range(2):
+            tensors, whole = parts_of(rows, i)
+            with routes.loading(known, tensors.items()) as call:
+                passed = call.passed()
+                for reader in (one, other, one):
+                    name, tensor = reader.submit(next, passed).result()
+                    layer.weight.weight_loader(layer.weight, tensor, name)
+                assert other.submit(next, passed, None).result() is None
+            assert layer.equals(whole) and not known
+        assert [reader.submit(_get_current_dispatch_mode).result() for reader in (one, other)] == [None, None]
+    assert _get_current_dispatch_mode() is None
+
+
+@pytest.mark.parametrize("has_context", [False, True])
+def test_threads_that_load(has_context: bool) -> None:
+    """They are not seen; a context of the call's own, as asyncio.to_thread gives them, says that one runs."""
+    layer, known = layer_of(rows), routes.Routes()
+    with ThreadPoolExecutor(2) as pool:
+        for i in range(3):
+            tensors, whole = parts_of(rows, i)
+            with routes.loading(known, tensors.items()) as call:
+                loads = []
+                for name, tensor in call.passed():
+                    run = copy_context().run if has_context else functools.partial
+                    load = (run, layer.weight.weight_loader, layer.weight, tensor, name)
+                    loads.append(pool.submit(*load) if has_context else pool.submit(run(*load[1:])))
+                for load in loads:
+                    load.result()
+            assert layer.equals(whole) and not known
+
+
+class Counts(TorchDispatchMode):
+    """A mode of an engine's."""
+
+    copies = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.copies += func is torch.ops.aten.copy_.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_dispatch_mode_of_the_engine_that_outlasts_a_tensor() -> None:
+    layer, known, counts = layer_of(rows), routes.Routes(), Counts()
+    for i in range(2):
+        tensors, whole = parts_of(rows, i)
+        with ExitStack() as modes, routes.loading(known, tensors.items()) as call:
+            for name, tensor in call.passed():
+                if name == "1":
+                    modes.enter_context(counts)
+                layer.weight.weight_loader(layer.weight, tensor, name)
+                if name == "2":
+                    modes.close()
+        assert layer.equals(whole) and _get_current_dispatch_mode() is None
+    assert known.keys() == tensors.keys() and layer.calls == 3 and counts.copies
+
+
+@pytest.mark.parametrize(
+    "make", [lambda t: TwoTensor(t, t), lambda t: t.to_sparse(), FakeTensorMode().from_tensor, lambda t: t.to("meta")]
+)
+def test_parameters_without_memory_of_their_own(make: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Such as a model's of torchao, to which it does something while a tensor comes: a wrapper may have the tensor."""
+    layer, known = layer_of(rows), routes.Routes()
+    other = make(torch.zeros(4, 4))
+    for i in range(2):
+        tensors, whole = parts_of(rows, i)
+        with routes.loading(known, tensors.items()) as call:
+            for name, tensor in call.passed():
+                if name == "2":
+                    torch.mul(other, 2)
+                layer.weight.weight_loader(layer.weight, tensor, name)
+        assert layer.equals(whole) and {"0", "1"} <= known.keys()
+
+
+@pytest.mark.parametrize("is_on", [(True, True), (True, False), (False, True)])
+def test_inference_mode(is_on: tuple[bool, bool]) -> None:
+    """Of an engine that packs and updates in it, or a part of a layer in it and the next one not."""
+    with torch.inference_mode(is_on[0]):
+        layer, known = layer_of(rows), routes.Routes()
+    for i in range(3):
+        tensors, whole = parts_of(rows, i)
+        for names, on in zip((["0", "1"], ["2"]), is_on, strict=True):
+            with torch.inference_mode(on):
+                load_weights(layer, known, [(name, tensors[name].clone()) for name in names])
+        assert layer.equals(whole) and layer.calls == 3 and known.keys() == tensors.keys()
+
+
+def at_once(data: torch.Tensor, loaded: torch.Tensor, part: str) -> None:
+    """All of the part's two halves of rows in one operator."""
+    mine, own = data.narrow(0, int(part) * N // 3, N // 3), loaded.narrow(0, N // 3, N // 3)
+    torch._foreach_copy_(list(mine.chunk(2)), list(own.chunk(2)))
+
+
+def unseen(data: torch.Tensor, loaded: torch.Tensor, part: str) -> None:
+    """Without PyTorch's operators."""
+    mine, own = data.narrow(0, int(part) * N // 3, N // 3), loaded.narrow(0, N // 3, N // 3)
+    mine.view(torch.int16).numpy()[:] = own.view(torch.int16).numpy()
+
+
+@pytest.mark.parametrize("load", [at_once, unseen])
+def test_loaders_of_which_it_is_not_known_what_they_copy(load: Load) -> None:
+    layer, known = layer_of(load), routes.Routes()
+    for i in range(3):
+        tensors, whole = parts_of(load, i)
+        load_weights(layer, known, tensors.items())
+        assert layer.equals(whole) and not known and layer.calls == 3 * (i + 1)
+
+
+def test_a_stack_of_dense_parameters_that_takes_the_same_tensors() -> None:
+    """All at once, by one operator, from views."""
+    layer, known = layer_of(rows), routes.Routes()
+    stack = torch.nn.Parameter(torch.zeros(3, 2 * N // 3, K, dtype=BFLOAT16), requires_grad=False)
+    for i in range(3):
+        tensors, whole = parts_of(rows, i)
+        with routes.loading(known, tensors.items()) as call:
+            for name, tensor in call.passed():
+                layer.weight.weight_loader(layer.weight, tensor, name)
+                if name != "0":
+                    torch._foreach_copy_(list(stack.data[int(name)].chunk(2)), list(tensor.chunk(2)))
+        assert layer.equals(whole) and known.keys() == {"0"} and known.without == {"1", "2"}
+        assert torch.equal(stack[1:], torch.stack([tensors["1"], tensors["2"]]))
+
+
+def test_two_models_of_a_process() -> None:
+    """By names that both have: one after the other, one while the other is loaded, and at a time in two threads."""
+    layers, known = [layer_of(rows), layer_of(rows)], [routes.Routes(), routes.Routes()]
+    for i in range(4):
+        sent = [parts_of(rows, 2 * i + j) for j in range(2)]
+        if i == 0:  # a draft model, whose own load_weights is called by the target's
+            with routes.loading(known[0], sent[0][0].items()) as call:
+                for name, tensor in call.passed():
+                    layers[0].weight.weight_loader(layers[0].weight, tensor, name)
+                    if name == "1":
+                        routes.route(functools.partial(load_each, layers[1]), known[1], sent[1][0].items())
+            assert known[0].keys() == {"0", "2"} and not known[1]
+        elif i == 1:
+            with ThreadPoolExecutor(2) as pool:
+                list(pool.map(load_weights, layers, known, [tensors.items() for tensors, _ in sent]))
+            assert known[1].keys() == sent[1][0].keys()
+        else:
+            for layer, routes_of, (tensors, _) in zip(layers, known, sent, strict=True):
+                load_weights(layer, routes_of, tensors.items())
+        for layer, (_, whole) in zip(layers, sent, strict=True):
+            assert layer.equals(whole)
+    assert layers[1].calls == 6
+
+
+def load_each(layer: Layer, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    for name, tensor in weights:
+        layer.weight.weight_loader(layer.weight, tensor, name)
+
+
+def test_nothing_looks_at_tensors_that_are_known() -> None:
+    """Of a call that begins with one; those of it that are new, and go to packed layers, are learned in the next."""
+    layer, known = layer_of(rows), routes.Routes()
+    tensors, whole = parts_of(rows, 0)
+    dense = torch.zeros(3)
+    for names, looks, count in (["norm", "0"], True, 1), (["0", "1", "norm"], False, 1), (["0", "1", "2"], True, 3):
+        with routes.loading(known, [(name, tensors.get(name, dense)) for name in names]) as call:
+            for name, tensor in call.passed():
+                assert (_get_current_dispatch_mode() is not None) == looks
+                if name != "norm":
+                    layer.weight.weight_loader(layer.weight, tensor, name)
+        assert len(known) == count
+    for _ in range(2):  # the norm belongs to no packed layer, and is looked at no more
+        load_weights(layer, known, [("norm", dense), *tensors.items()][1:])
+        with routes.loading(known, [("norm", dense)]) as call:
+            assert call.reads is None
+    assert layer.equals(whole)
 
 
 def test_memory_is_the_senders_after_a_call() -> None:
@@ -288,9 +466,9 @@ def test_numbers_are_checked_once_at_the_end(monkeypatch: pytest.MonkeyPatch) ->
         return torch.tensor([refused], dtype=torch.int32)
 
     tensors, _ = parts_of(columns, 0)
-    words = "weight: weight: wanted finite values"
-    with pytest.raises(ValueError, match=f"^a: {words} .*; c: {words}"), routes.loading(routes.Routes()) as call:
-        for name, tensor in call.passed((name, tensors["0"]) for name in layers):
+    words, sent = "weight: weight: wanted finite values", [(name, tensors["0"]) for name in layers]
+    with pytest.raises(ValueError, match=f"^a: {words} .*; c: {words}"), routes.loading(routes.Routes(), sent) as call:
+        for name, tensor in call.passed():
             monkeypatch.setattr(updates, "launch_update", functools.partial(launch, name != "b"))
             layers[name].weight.weight_loader(layers[name].weight, tensor, name)
     with pytest.raises(ValueError, match="^a: weight: weight: wanted finite values"):  # without an end: at once

@@ -208,6 +208,88 @@ def test_what_ends_an_update(tmp_path: Path) -> None:
         tree.load_weights(named(matrices, False))
 
 
+def test_a_reload_that_fails_leaves_a_model_that_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the tensors and numbers of before where a part came alone, and with the new ones elsewhere. vLLM makes no
+    quantized parameters for layers that dense numbers came for."""
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    made: list[Any] = []
+    own = layerwise.materialize_layer
+    monkeypatch.setattr(layerwise, "materialize_layer", lambda layer, info: (made.append(layer), own(layer, info)))
+    model = tiny(model_named("qwen3-30b-a3b"))
+    write(model, Packing.parse("gptq-int4-g64"), tmp_path)
+    tree, matrices = Tree(tmp_path, model.config), sent(model.config, 0)
+    addresses = {name: p.data_ptr() for name, p in tree.named_parameters()}
+    before = {name: w.dequantize() for name, w in tree.packed().items()}
+    part = {name: t for name, t in matrices.items() if name != "self_attn.k"}
+    with pytest.raises(RuntimeError, match=r"qkv_proj: weight: 25.00% of its shape \(512, 256\) was not loaded"):
+        tree.again(lambda: tree.load_weights(named(part, False)))
+    assert {name: p.data_ptr() for name, p in tree.named_parameters()} == addresses
+    for name, w in tree.packed().items():
+        is_old = name == "self_attn.qkv"
+        assert torch.equal(w.dequantize(), before[name] if is_old else fresh(name, matrices, w.format).dequantize())
+    tree.again(lambda: tree.load_weights(named(matrices, False)))
+    for name, w in tree.packed().items():
+        assert torch.equal(w.dequantize(), fresh(name, matrices, w.format).dequantize())
+    assert not made and {name: p.data_ptr() for name, p in tree.named_parameters()} == addresses
+
+
+def test_a_bias_comes_with_dense_numbers(tmp_path: Path) -> None:
+    from vllm.model_executor.layers.linear import RowParallelLinear
+
+    model = tiny(model_named("qwen3-30b-a3b"))
+    write(model, Packing.parse("gptq-int4-g64"), tmp_path)
+    columns = model.config["head_dim"] * model.config["num_attention_heads"]
+    name, options = f"{LAYER}.self_attn.o_proj", {"bias": True, "quant_config": quantization(tmp_path)}
+    root = torch.nn.Module()
+    root.layer = RowParallelLinear(columns, model.config["hidden_size"], prefix=name, **options)
+    again = reloading(root)
+    loaded(root.layer, tmp_path, f"{LAYER}.self_attn", {"o_proj": None})
+    x = torch.randn(3, columns).bfloat16()
+    for i in range(3):
+        dense = sent(model.config, i)["self_attn.o"]
+        new = torch.full_like(root.layer.bias, i + 1.0)
+
+        def fill(dense: torch.Tensor = dense, new: torch.Tensor = new) -> None:
+            for parameter, numbers in ((root.layer.weight, dense), (root.layer.bias, new)):
+                parameter.weight_loader(parameter, numbers)
+
+        again(fill)
+        w = kernel_in(root.layer).weight(root.layer._parameters | root.layer._buffers)
+        assert torch.equal(w.dequantize(), quantize(dense, w.format).dequantize())
+        product = x.double() @ w.dequantize().double().mT + i + 1
+        assert (root.layer(x)[0].double() - product).norm() < 0.01 * product.norm()
+
+
+def test_transfers_that_packed_layers_cannot_take(tmp_path: Path) -> None:
+    """vLLM's sparse patches, before or after a whole update, and shards by Ray, of which it asks loaders first."""
+    model = tiny(model_named("qwen3-30b-a3b"))
+    write(model, Packing.parse("gptq-int4-g64"), tmp_path)
+    tree, matrices = Tree(tmp_path, model.config), sent(model.config, 0)
+    patching = pytest.importorskip("vllm.model_executor.model_loader.checkpoint_weight_patch")
+    fake = pytest.importorskip("vllm.distributed.weight_transfer.sharded_rdt_fake")
+    name, indices, values = f"{LAYER}.self_attn.o_proj.weight", torch.tensor([3, 4]), torch.ones(2).bfloat16()
+    patch = patching.CheckpointWeightPatch(name, matrices["self_attn.o"].shape, torch.bfloat16, values, indices)
+    for _ in range(2):
+        before = {name: w.dequantize() for name, w in tree.packed().items()}
+        with pytest.raises(
+            ValueError, match="o_proj: weight: wanted all numbers of a tensor, got a sparse patch; W4GE"
+        ):
+            patching.load_checkpoint_weight_patches(tree, [patch])
+        assert all(torch.equal(w.dequantize(), before[name]) for name, w in tree.packed().items())
+        tree.load_weights(named(matrices, False))
+    sink = fake.BakeSink()
+    shapes = [(name, t.shape) for name, t in named(matrices, False)]
+    names = [
+        (name, fake.FakeRDTTensor(name, shape, torch.bfloat16, torch.device("cpu"), sink=sink))
+        for name, shape in shapes
+    ]
+    with pytest.raises(
+        ValueError, match="qkv_proj: weight: wanted a tensor with its own memory, got a FakeRDTTensor; W4G"
+    ):
+        tree.load_weights(names)
+
+
 # --- experts that move ------------------------------------------------------------------------------------------------
 
 

@@ -385,7 +385,7 @@ def test_experts_of_gguf(types: tuple[str, str, str], gguf_plugin: Any, tmp_path
     product = torch.zeros(5, K, dtype=torch.float64)
     for t, j in np.ndindex(5, 2):
         gate, up, down = (
-            file.weight(f"blk.1.ffn_{role}_exps.weight", expert=int(ids[t, j])).dequantize(torch.float64)
+            file.numbers(f"blk.1.ffn_{role}_exps.weight", expert=int(ids[t, j])).weight().dequantize(torch.float64)
             for role in names
         )
         rows = torch.nn.functional.silu(gate @ x[t].double()) * (up @ x[t].double())

@@ -50,7 +50,7 @@ def update_(w: QuantizedWeight, weight: Dense) -> None:
 
 
 @without_autocast
-@torch.no_grad()
+@torch.inference_mode()  # in which w's tensors may be made, or not
 def launch_update(w: QuantizedWeight, weight: Dense) -> torch.Tensor | None:
     """Do as :func:`update_`, and leave the check of the numbers to the caller, who can make it once for many weights.
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from operator import itemgetter
 from types import MethodType
 from typing import Any
 
@@ -18,8 +19,8 @@ import torch
 
 from w4gemm.api.update import Dense, check, launch_update, refusal
 from w4gemm.integrations.engines import routes
+from w4gemm.integrations.engines.copies import Copies, RowBlock, cover
 from w4gemm.integrations.engines.loading import mark, mark_rows, unloaded, unloaded_rows
-from w4gemm.integrations.engines.routes import RowBlock
 from w4gemm.weights.weight import QuantizedWeight
 
 Tensors = Mapping[str, torch.Tensor]
@@ -185,19 +186,21 @@ class DenseUpdate(Update):
         with self.lock:
             is_new = not self.numbers
             held = self._memory(loaded.dtype)
-            copies = routes.Copies(held.data, loaded)
+            copies = Copies(held.data, loaded)
             with copies:
                 result = self.loader(layer)(held, loaded, *args, **options)
+            # only an expert of other GPUs has no rows here; else they were copied without PyTorch
+            blocks = copies.blocks or (None if result is not False and not self.w.experts else copies.blocks)
             if call is not None:
-                call.learn(self, layer, loaded, copies.blocks)
+                call.learn(self, layer, loaded, blocks)
             if result is False:  # an expert of other GPUs
                 if is_new:
                     self.forget()
                 return result
             self.numbers += loaded.numel()
-            if copies.blocks is None:
+            if blocks is None:
                 self.is_known = False
-            for block in copies.blocks or ():
+            for block in blocks or ():
                 self._note(block)
             self._quantize_if_whole()
         return result
@@ -214,16 +217,18 @@ class DenseUpdate(Update):
             self.w = self.weight(tensors)
         except ValueError as e:
             raise ValueError(f"{self.what}: {self.name}: dense numbers came for it, but {e}") from e
-        self.layer = weakref.ref(layer)
+        self.layer, self.k = weakref.ref(layer), self.w.k
+        self.total = self.w.n * max(self.w.experts, 1)
         self.rows_before, self.numbers_before = dict(self.rows), self.numbers
 
     def put(self, tensor: torch.Tensor, blocks: Iterable[RowBlock]) -> None:
         with self.lock:
             for block in blocks:
                 self.waiting.append((block, tensor))
-                self.numbers += block.rows * self.w.k
+                self.numbers += block.rows * self.k
                 self._note(block)
-            self._quantize_if_whole()
+            if self.count >= self.total or not self.is_known:  # asked for each of many thousands of tensors
+                self._quantize_if_whole()
 
     def settle(self) -> None:
         with self.lock:
@@ -244,10 +249,10 @@ class DenseUpdate(Update):
             self.count = sum(self.rows.values())
 
     def missing(self, parameter: torch.nn.Parameter) -> float:
-        count = parameter.numel() // self.w.k
+        count = parameter.numel() // self.k
         if not self.is_known:
             return super().missing(parameter)
-        return 0.0 if routes.cover(self.rows, count) else max(count - self.count, 1) / count
+        return 0.0 if cover(self.rows, count) else max(count - self.count, 1) / count
 
     # ------------------------------------------------------------------------------------------------------------------
 
@@ -267,8 +272,9 @@ class DenseUpdate(Update):
         if held is None:
             layer = self.layer()
             dtype = self.waiting[0][1].dtype if self.waiting else dtype
-            data = torch.empty(self.w.shape, dtype=dtype, device=self.w.device)
-            held = self.parameter()(data=data, input_dim=1, output_dim=0, weight_loader=self.loader(layer))
+            with torch.inference_mode(False):  # the rest may come outside of the mode
+                data = torch.empty(self.w.shape, dtype=dtype, device=self.w.device)
+                held = self.parameter()(data=data, input_dim=1, output_dim=0, weight_loader=self.loader(layer))
             for name in ("tp_rank", "tp_size"):
                 if hasattr(held, name) and hasattr(layer, name):
                     setattr(held, name, getattr(layer, name))
@@ -276,45 +282,43 @@ class DenseUpdate(Update):
             for part in self.padding(held.data):
                 self.numbers += part.zero_().numel()
                 self.is_known = False  # these rows are not whole
-        rows = held.data.view(-1, self.w.k)
+        rows = held.data.view(-1, self.k)
         for block, tensor in self.waiting:
-            rows[block.row : block.row + block.rows].copy_(block.numbers(tensor, self.w.k))
+            rows[block.row : block.row + block.rows].copy_(block.numbers(tensor, self.k))
         self.waiting = []
         return held
 
     def _quantize_if_whole(self) -> None:
         """Quantize the dense numbers if all of them have come."""
-        w = self.w
-        count = w.n * max(w.experts, 1)
         rows: Dense | None = None
-        if self.is_known and self.count >= count and routes.cover(self.rows, count):
-            rows = self._gathered(count) if len(self.waiting) == len(self.rows) else self._memory().data
+        if self.is_known and self.count >= self.total and cover(self.rows, self.total):
+            rows = self._gathered() if len(self.waiting) == len(self.rows) else self._memory().data
             self.forget()
-        elif not self.is_known and self.numbers >= count * w.k:
+        elif not self.is_known and self.numbers >= self.total * self.k:
             # only then the GPU is asked whether all parts are there, which takes a while
             self._memory()
             rows = getattr(self.taken_if_whole().get(self.name), "data", None)
         if rows is not None:
             self._quantize(rows)
 
-    def _gathered(self, count: int) -> Dense:
+    def _gathered(self) -> Dense:
         """Return all rows, which wait to be copied; of a gated weight all gates and all ups."""
-        w, half = self.w, self.w.n // 2
-
-        def place(block: RowBlock) -> tuple[int, int]:
-            return (block.row // half % 2 if self.gated else 0), block.row
-
-        if self.gated and any(block.row // half != (block.row + block.rows - 1) // half for block, _ in self.waiting):
-            return self._memory().data
-        ordered = sorted(self.waiting, key=lambda pair: place(pair[0]))
-        dtype, parts = ordered[0][1].dtype, [block.numbers(tensor, w.k) for block, tensor in ordered]
-        if any(part.dtype != dtype or part.device != w.device for part in parts):
+        w, k, half = self.w, self.k, self.w.n // 2
+        ordered = sorted(self.waiting, key=itemgetter(0))
+        if self.gated:
+            if [block for block, _ in ordered if block.row % half + block.rows > half]:
+                return self._memory().data
+            ups = [each for each in ordered if each[0].row // half % 2]
+            ordered = [each for each in ordered if not each[0].row // half % 2] + ups
+        parts = [block.numbers(tensor, k) for block, tensor in ordered]
+        dtype = parts[0].dtype
+        if {part.dtype for part in parts} != {dtype} or {part.device for part in parts} != {w.device}:
             parts = [part.to(w.device, dtype) for part in parts]
         if len(parts) > 1 or not parts[0].is_contiguous():
-            parts = [torch.cat(parts, out=torch.empty(count, w.k, dtype=dtype, device=w.device))]
+            parts = [torch.cat(parts, out=torch.empty(self.total, k, dtype=dtype, device=w.device))]
         if not self.gated:
             return parts[0].view(w.shape)
-        gates, ups = parts[0].view(2, *w.shape[:-2], half, w.k)
+        gates, ups = parts[0].view(2, *w.shape[:-2], half, k)
         return gates, ups
 
     def _quantize(self, rows: Dense) -> None:

@@ -69,10 +69,11 @@ class QuantizedUpdate(Update):
         """Load quantized numbers by SGLang's own loader; pack them if they are the last ones."""
         with self.lock:
             if name in self.forms and not self.coming._parameters:
-                parts = {
-                    each: _like(form, torch.empty_like(form.data, device=self.device))
-                    for each, form in self.forms.items()
-                }
+                with torch.inference_mode(False):  # the rest may come outside of the mode
+                    parts = {
+                        each: _like(form, torch.empty_like(form.data, device=self.device))
+                        for each, form in self.forms.items()
+                    }
                 self.expect(parts)
             own: Any = self.coming._parameters[name] if name in self.forms else self.others[name]
             own.weight_loader(own, loaded_weight, *args, **options)

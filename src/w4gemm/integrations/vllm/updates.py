@@ -9,6 +9,7 @@ they are up to date.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
@@ -16,9 +17,14 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from w4gemm.integrations.engines import routes
+from w4gemm.integrations.engines.copies import is_wrapper
 from w4gemm.integrations.engines.updates import DenseUpdate, Tensors
 from w4gemm.integrations.vllm.moving import moving, placement, stop_moves
 from w4gemm.weights.weight import QuantizedWeight
+
+_OFF = "W4GEMM_VLLM=off leaves the layer to vLLM"
+_came: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Layers that got dense numbers while vLLM had put their tensors aside."""
 
 
 class ReloadedUpdate(DenseUpdate):
@@ -31,8 +37,16 @@ class ReloadedUpdate(DenseUpdate):
         self.reload: Any = None
         """The tensors that vLLM had put aside when the newest dense numbers came; None if it had not."""
         _route_loads()
+        _end_reloads()
 
     def begin(self, layer: Any) -> None:
+        """As that of the base.
+
+        Raises:
+            ValueError: also if vLLM has NaN stand for numbers that stay as they are (its transfer of sparse weights).
+        """
+        if getattr(torch.Tensor.copy_, "__name__", "") == "copy_non_nan_":
+            raise ValueError(f"{self.what}: {self.name}: wanted all numbers of a tensor, got a sparse patch; {_OFF}")
         info = _reloading(layer)
         aside = None if info is None else info.kernel_tensors
         if aside is not self.reload:
@@ -42,8 +56,18 @@ class ReloadedUpdate(DenseUpdate):
         self.begin_with(layer, parameters | buffers)
         if info is not None:
             info.load_numel = max(info.load_numel, 1)  # so that vLLM processes the layer
+            _came.add(layer)
 
     def load(self, layer: Any, loaded: torch.Tensor, *args: Any, **options: Any) -> Any:
+        """As that of the base.
+
+        Raises:
+            ValueError: also for a tensor without memory of its own, by which vLLM finds out what a layer's loader
+                copies where (its transfer of shards by Ray): the parameter that this one fills is gone afterwards.
+        """
+        if is_wrapper(loaded):
+            kind = type(loaded).__name__
+            raise ValueError(f"{self.what}: {self.name}: wanted a tensor with its own memory, got a {kind}; {_OFF}")
         with _disable_current_modes():  # vLLM counts what is copied into parameters, and this is not one of the layer's
             result = super().load(layer, loaded, *args, **options)
         if (info := _reloading(layer)) is not None:  # vLLM would keep them to load them once more
@@ -151,6 +175,42 @@ class ExpertsUpdate(ReloadedUpdate):
         return True
 
 
+def _end_reloads() -> None:
+    """Have layers that got dense numbers alone take back what vLLM put aside, before vLLM processes all layers.
+
+    It would make their quantized parameters, and copy packed tensors over themselves. An error comes when that is done
+    for all, so that the model can go on."""
+    try:
+        from vllm.model_executor.model_loader.reload import layerwise
+
+        own, place = layerwise.finalize_layerwise_processing, layerwise._place_kernel_tensors
+    except (ImportError, AttributeError):
+        return
+    if own.__module__ == __name__:
+        return
+
+    @functools.wraps(own, assigned=())
+    def finalize_layerwise_processing(model: torch.nn.Module, *args: Any, **options: Any) -> None:
+        errors: list[RuntimeError] = []
+        layers: list[Any] = [module for module in model.modules() if module in _came]
+        for layer in layers:
+            _came.discard(layer)
+            info = _reloading(layer)
+            if info is None or info.loaded_weights:  # such as a bias, which vLLM loads once more
+                continue
+            try:
+                layer.quant_method.process_weights_after_loading(layer)
+            except RuntimeError as e:
+                errors.append(e)
+            place(layer, info)
+            info.reset()
+        own(model, *args, **options)
+        if errors:
+            raise errors[0]
+
+    layerwise.finalize_layerwise_processing = finalize_layerwise_processing
+
+
 def _dense_parameter() -> Any:
     from vllm.model_executor.parameter import ModelWeightParameter
 
@@ -197,7 +257,7 @@ def _route_loads() -> None:
     @functools.wraps(own, assigned=())
     def load_weights(self: Any, weights: routes.Weights, *args: Any, **options: Any) -> set[str]:
         of_model = vars(self.module)
-        known = of_model.setdefault("w4gemm_routes", {})
+        known = of_model.setdefault("w4gemm_routes", routes.Routes())
         if routes.current() is None:
             stop_moves()
             if of_model.get("w4gemm_placement") != (now := placement()):
