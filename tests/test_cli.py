@@ -8,6 +8,7 @@ import io
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +25,7 @@ from w4gemm.console import devices, options, progress, values
 from w4gemm.console.devices import choose_device
 from w4gemm.core.problem import GPUS, Device
 from w4gemm.integrations.generation import default_model
+from w4gemm.kernels.cpu import compiled
 from w4gemm.kernels.helpers.experts import MOST_TERMS
 from w4gemm.tuning.tuner import TOP
 
@@ -51,7 +53,9 @@ _PRODUCT = ["explain", "16", "64", "64"]
 _WRONG = (
     *(["explian"], ["explain", "16", "4096"], [*_PRODUCT, "--divice", "cpu"], [*_PRODUCT, "--format", "int4_g12"]),
     *([*_PRODUCT, "--config", "64x64"], ["tune", "--shapes", "64x64", "--m", "2..1"], ["eval", "--format", "itn4"]),
-    *([*_PRODUCT, "--activation", "silo"], ["compile", "--shapes", "x", "-o", "x", "--router", "sofmax"]),
+    *([*_PRODUCT, "--activation", "silo"], ["compile", "--shapes", "4x4", "-o", "x", "--router", "sofmax"]),
+    *([*_PRODUCT, "--activation", "silu_mul(limt=1)"], ["generate", "hi", "--temperature", "-1"], ["generate", " "]),
+    *(["tune", "--shapes", "4y4"], ["generate", "."], ["convert", ".", "."]),
 )
 
 
@@ -59,11 +63,12 @@ _WRONG = (
     "arguments",
     [[], ["--help"], ["--version"], *_WRONG, *([name, "--help"] for name in COMMANDS if name != "bench")],
 )
-def test_help_and_typos_import_no_torch(arguments: list[str]) -> None:
+def test_help_and_typos_import_no_torch(arguments: list[str], tmp_path: Path) -> None:
     """So they are answered at once."""
-    run = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "w4gemm", *arguments], capture_output=True, text=True
-    )
+    (tmp_path / "config.json").write_text("{}")  # the current folder is one of a model
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    command = [sys.executable, "-X", "importtime", "-m", "w4gemm", *arguments]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert run.returncode == (2 if arguments in _WRONG else 0), run.stderr
     assert not re.search(r"\| +(torch|numpy|transformers)$", run.stderr, re.MULTILINE)
 
@@ -73,7 +78,7 @@ def test_help_and_typos_import_no_torch(arguments: list[str]) -> None:
     [
         ("explian", "COMMAND: wanted one of generate, eval,.*got 'explian'; nearest is 'explain'"),
         ("gen", "got 'gen'; nearest is 'generate'"),
-        ("generate --hep", "arguments are required: prompt; nearest to --hep is --help"),
+        ("generate --hep", "arguments are required: PROMPT; nearest to --hep is --help"),
         ("explain 1 64 64 --divice=cpu", "w4gemm explain: .*--divice=cpu; nearest to --divice is --device"),
         ("tune --modl x", "nearest to --modl is --model"),
         ("eval --method gtpq", "--method: wanted one of nearest, search, gptq, awq, got 'gtpq'; nearest is 'gptq'"),
@@ -83,17 +88,54 @@ def test_help_and_typos_import_no_torch(arguments: list[str]) -> None:
         ("eval --format itn4", "got 'itn4'; nearest is 'int4_g128'\n"),
         ("explain 1 64 64 --activation swish", "got 'swish'; nearest is 'silu'\n"),
         (
-            "compile --shapes x -o x --top-k 2 --router sofmax",
+            "compile --shapes 4x4 -o x --top-k 2 --router sofmax",
             "--router: scoring: .*got 'sofmax'; nearest is 'softmax'\n",
         ),
-        ("compile --shapes x -o x --top-k 2 --router sigmoid,group=8", "bias, got 'group=8'; nearest is 'groups'\n"),
+        ("compile --shapes 4x4 -o x --top-k 2 --router sigmoid,group=8", "bias, got 'group=8'; nearest is 'groups'\n"),
         ("eval --format 4bit --format int4_g12", r"got '4bit'\n"),
+        ("explain 1 64 64 --activation silu_mul(limt=10)", r"activation: silu_mul: wanted limit=NUMBER, got 'limt=10'"),
+        ("generate hi --seed 1e3", "--seed: wanted a number of 64 bits, got 1e3"),
+        ("quantize a b", "got 'quantize'; nearest is 'convert'"),  # words of other programs
+        ("serve a", "got 'serve'; nearest is 'vllm serve'"),
+        ("cache show", "got 'show'\n"),
+        ("generate -p hi", "nearest to -p is PROMPT, in quotes and without an option"),
+        ("generate hi --max-tokens 3", "nearest to --max-tokens is --max-new-tokens"),
+        ("eval --max-tokens 3", "nearest to --max-tokens is --tokens"),
+        ("convert a -o b", "nearest to -o is OUTPUT, without an option"),
+        ("eval --bits 4", "nearest to --bits is --format"),
+        ("generate What is it?", "arguments: is it\\?; the prompt is one argument, in quotes, and --model names"),
     ],
 )
 def test_a_typo_has_a_nearest_word(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with contextlib.suppress(SystemExit):
         assert main(arguments.split()) == 2
     assert re.search(message, capsys.readouterr().err)
+
+
+def test_a_model_as_the_prompt(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (file := tmp_path / "a b.gguf").write_bytes(b"")
+    for path in (tmp_path, file):
+        assert main(["generate", str(path)]) == 2
+        how = f'w4gemm generate "Hello" --model {shlex.quote(str(path))}'
+        assert capsys.readouterr().err.endswith(f"got the path of a model, {str(path)!r}; {how}\n")
+    assert main(["generate", str(tmp_path), "--model", str(tmp_path)]) == 1  # it is a prompt then
+    assert "a config.json, but no weights" not in capsys.readouterr().err
+
+
+def test_a_folder_of_models(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "llama").mkdir()
+    (tmp_path / "llama/config.json").write_text("{}")
+    assert main(["inspect", str(tmp_path)]) == 1
+    assert "is a folder with llama; what can be loaded: a GGUF file, or" in (err := capsys.readouterr().err)
+    assert err.endswith(f"; nearest is {str(tmp_path / 'llama')!r}\n")
+
+
+def test_help_of_a_command_by_the_word_help(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["help", "eval"], ["help"]):
+        with pytest.raises(SystemExit) as exit:
+            main(words)
+        assert exit.value.code == 0 and capsys.readouterr().out.startswith(f"usage: w4gemm {' '.join(words[1:])}")
 
 
 def test_the_program_has_the_library_too() -> None:
@@ -250,8 +292,7 @@ def test_generate(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, err = capsys.readouterr()
     assert "15 of 15 linear layers quantized (12 x int4_g32_zfloat_fp16" in err
     assert "tokens/s" in err
-    assert "prefill ran cpu_mixed_gemm/" in err
-    assert "decode ran cpu_mixed_gemm/" in err
+    assert "prefill and decode ran cpu_mixed_gemm/" in err
     assert "tokens/s" not in out
     assert out.endswith("\n")
 
@@ -283,7 +324,7 @@ def test_generate_in_another_dtype(tiny: Path, dtype: str, capsys: pytest.Captur
 def test_generate_with_fp8_activations(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["generate", "hello", "--model", str(tiny), "--max-new-tokens", "2", "--device", "cpu"]
     assert main([*arguments, "--activations", "fp8"]) == 0
-    assert "prefill ran cpu_mixed_gemm/" in capsys.readouterr().err
+    assert "prefill and decode ran cpu_mixed_gemm/" in capsys.readouterr().err
     from w4gemm.integrations.transformers import load
 
     model, _ = load(tiny, activations="fp8")
@@ -308,19 +349,25 @@ def test_generate_answers_a_question(capsys: pytest.CaptureFixture[str]) -> None
         (["--model", "nowhere.gguf"], r"no file or folder 'nowhere.gguf'"),
         (["--device", "tpu"], "--device: wanted cpu, cuda or cuda:N, got 'tpu'"),
         (["--device", "cuda:77"], "--device: cuda:77 is not there"),
-        (["--temperature", "-1"], "--temperature: wanted 0 or a finite number >= 1e-06, got -1.0"),
-        (["--temperature", "nan"], "--temperature: wanted 0 or a finite number >= 1e-06, got nan"),
-        (["--temperature", "1e-300"], "--temperature: wanted 0 or a finite number >= 1e-06, got 1e-300"),
     ],
 )
 def test_mistakes(arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if "--model" not in arguments:
+        (tmp_path / "a.gguf").write_bytes(b"")
         arguments = [*arguments, "--model", str(tmp_path)]
     assert main(["generate", "hello", *arguments]) == (1 if "--model" in arguments[:1] else 2)
     out, err = capsys.readouterr()
     assert err.startswith("w4gemm: error: ")
     assert message in err
     assert not out
+
+
+@pytest.mark.parametrize("text", ["-1", "nan", "1e-300", "warm"])
+def test_a_temperature_that_logits_cannot_be_divided_by(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit:
+        main(["generate", "hello", f"--temperature={text}"])
+    assert exit.value.code == 2
+    assert f"--temperature: wanted 0 or a finite number >= 1e-06, got {text}\n" in capsys.readouterr().err
 
 
 def test_a_prompt_that_is_no_text(capsys: pytest.CaptureFixture[str]) -> None:
@@ -388,13 +435,15 @@ def test_info(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["info"]) == 0
     text = capsys.readouterr().out
     assert f"torch {torch.__version__.partition('+')[0]}" in text  # PyPI's packages do not name the build
-    assert "cpu_mixed_gemm: runs here" in text
+    assert "cpu_mixed_gemm: runs here" in text and "dequantize_gemm: needs an NVIDIA GPU\n" in text
     assert main(["info", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["w4gemm"] == w4gemm.__version__
     assert report["devices"][0]["kernels"]["cpu_mixed_gemm"] == ""
     assert report["devices"][0]["config"].startswith("cpu_mixed_gemm/") and report["devices"][0]["source"]
     assert {"cache", "objects", "tables", "environment", "platform", "driver_cuda"} <= set(report)
+    method = report["devices"][0]["method"]
+    assert (method in ("compiled", "pairs", "tiles")) == compiled.is_available() and f"(heuristic, {method})" in text
     assert [line.split()[0].rstrip(":") for line in report["engines"]] == ["vLLM", "SGLang"]
     assert "sm90_mixed_gemm" in report["devices"][0]["kernels"]
 

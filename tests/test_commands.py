@@ -115,7 +115,6 @@ FAILURES = (
         ("generate hi --model '' --device cpu", "wanted a file or folder, got an empty string"),
         ("bench layers", "bench layers measures on a GPU"),
         ("generate '' --device cpu", "PROMPT: it is empty"),
-        (f"generate hi --seed {2**64} --device cpu", f"--seed: wanted a number of 64 bits, got {2**64}"),
         ("tune --shapes 64x64 --m 1 --format '' --device cpu", "format: wanted int4_g"),
         ("gemm 1 64 64 --config '' --device cpu", "config: wanted <tile_m>x<tile_n>x<tile_k>"),
         ("explain --m 1 --n 64 --k 64 --why '' --device cpu", "config: wanted <tile_m>x<tile_n>x<tile_k>"),

@@ -230,6 +230,12 @@ def test_bad_arguments():
     w = random_weight(WeightFormat(), OUT, IN)
     for make, error, message in (
         (lambda: W4Linear(0, 5), ValueError, "in_features: wanted an int from 1 on, got 0"),
+        (
+            lambda: W4Linear(torch.randn(4, 4)),
+            TypeError,
+            "in_features: wanted an int, got Tensor; .* from_weight a wei",
+        ),
+        (lambda: W4Linear(torch.nn.Linear(4, 4)), TypeError, "got Linear; .*W4Linear.from_linear takes a dense layer"),
         (lambda: W4Linear(5, 2.0), TypeError, "out_features: wanted an int from 1 on, got 2.0"),
         (lambda: W4Linear(5, 5, format="int4"), ValueError, "format: wanted int4_g<group size>"),
         (lambda: W4Linear(5, 5, format=4), TypeError, "format: wanted a WeightFormat or its string, got int"),

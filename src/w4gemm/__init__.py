@@ -1,11 +1,14 @@
-"""4-bit-weight matrix multiplication for NVIDIA GPUs, from pure Python. Importing this touches no GPU."""
+"""Products of activations with weights of few bits, on NVIDIA GPUs and CPUs. Importing this touches no GPU."""
 
 import os
 import sys
 import warnings
+from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from w4gemm.core.environment import configure_logging
+from w4gemm.core.words import nearest
 
 __version__ = "0.2.0"
 
@@ -20,12 +23,29 @@ if TYPE_CHECKING or os.path.basename((getattr(sys, "argv", None) or [""])[0]) no
         enable()
 
     when_imported("peft", _adapt_peft)
-else:  # the program, also while Python looks for the module of `python -m w4gemm`: its --help does without PyTorch
+if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
+        """Return a public name in the program, whose --help does without PyTorch; else only say where a name is."""
+        if name.startswith("_"):
+            raise AttributeError(f"module 'w4gemm' has no attribute {name!r}")
         import w4gemm.api
 
-        return getattr(w4gemm.api, name)
+        public = getattr(w4gemm.api, "__all__", ())  # not yet there while it is imported
+        if name in public:
+            return getattr(w4gemm.api, name)
+        raise AttributeError(f"module 'w4gemm' has no attribute {name!r}{_place_of(name, public)}")
+
+
+def _place_of(name: str, public: Sequence[str]) -> str:
+    """Return the end of a message: where a name is that is not here, or which one is nearest."""
+    if find_spec(f"w4gemm.{name}"):
+        return f"; import w4gemm.{name}"
+    if name in ("load", "quantize_layers", "dequantize_layers", "describe", "W4GemmConfig"):
+        return f"; from w4gemm.integrations.transformers import {name}"
+    if name in ("open_checkpoint", "find_checkpoint"):
+        return f"; from w4gemm.checkpoints import {name}"
+    return nearest({"gemm": "linear", "matmul": "linear", "mm": "linear"}.get(name, name), public)
 
 
 try:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ParamSpec
 
 import torch
 
@@ -19,6 +20,21 @@ from w4gemm.core.formats import WeightFormat
 from w4gemm.packing.packed_shape import packed_shape
 from w4gemm.weights.quantize import quantize
 from w4gemm.weights.weight import QuantizedWeight
+
+_Made = ParamSpec("_Made")
+
+
+def _of_sizes(make: Callable[_Made, None]) -> Callable[_Made, None]:
+    """Make a constructor name the one that was meant if it gets a weight or a layer."""
+
+    @functools.wraps(make)
+    def made(*args: _Made.args, **options: _Made.kwargs) -> None:
+        if isinstance(args[1] if len(args) > 1 else None, (torch.Tensor, torch.nn.Module, QuantizedWeight)):
+            expected = "sizes make a layer of zeros, W4Linear.from_linear takes a dense layer, from_weight a weight"
+            raise TypeError(f"in_features: wanted an int, got {type(args[1]).__name__}; {expected}")
+        make(*args, **options)
+
+    return made
 
 
 class W4Linear(PackedModule):
@@ -67,6 +83,7 @@ class W4Linear(PackedModule):
     if TYPE_CHECKING:  # torch.nn.Module's returns Any
         __call__: Callable[..., torch.Tensor]
 
+    @_of_sizes
     def __init__(
         self,
         in_features: int,

@@ -10,8 +10,9 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+from w4gemm.cli.mistakes import require_named
 from w4gemm.cli.parser import make_parser
-from w4gemm.console.options import require_named
+from w4gemm.console.progress import progress_line
 from w4gemm.core.environment import configure_logging
 from w4gemm.core.words import printable
 
@@ -25,10 +26,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     format_of_others, warnings.formatwarning = warnings.formatwarning, _in_one_line
     try:
         try:
-            args, rest = parser.parse_known_args(argv)
+            words = list(sys.argv[1:] if argv is None else argv)
+            if words[:1] == ["help"]:
+                words = [*words[1:], "--help"]
+            args, rest = parser.parse_known_args(words)
             args.rest, traceback = rest, args.traceback
             if rest and args.command != "bench":  # which has parsers of its own
-                (args.parser if args.command else parser).error(f"unrecognized arguments: {' '.join(rest)}")
+                is_text = args.command == "generate" and not rest[0].startswith("-")
+                hint = "; the prompt is one argument, in quotes, and --model names the model" * is_text
+                (args.parser if args.command else parser).error(f"unrecognized arguments: {' '.join(rest)}{hint}")
             if args.command is None:
                 parser.print_help()
                 return 0
@@ -39,7 +45,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                     raise
                 return _print_error(str(e), 2 if isinstance(e, ValueError) else 1)
             configure_logging()
-            return importlib.import_module(f"w4gemm.cli.{args.command}").run(args)
+            with progress_line() as progress:
+                progress(0, 0, "importing PyTorch")
+                command = importlib.import_module(f"w4gemm.cli.{args.command}")
+            return command.run(args)
         finally:
             _flush()
     except KeyboardInterrupt:

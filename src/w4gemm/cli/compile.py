@@ -19,7 +19,6 @@ from w4gemm.cli.needs import Use, chosen, helpers_of, one_launches_of, problems_
 from w4gemm.cli.parser import ALL_TOKENS
 from w4gemm.cli.problems import Layer, layers_of, parse_layers
 from w4gemm.console.devices import device_line
-from w4gemm.console.errors import require_folder
 from w4gemm.console.options import unknown_target
 from w4gemm.console.progress import counted, progress_bar, say
 from w4gemm.console.values import DTYPES, parse_router, parse_tokens
@@ -43,7 +42,6 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("W4GEMM_COMPILE: wanted on, or the variable unset, to compile; got off")
     if reason := missing_to_compile():
         raise UnsupportedError(f"compile {reason}")
-    require_folder("--output", args.output)
     device = target_device(args.arch, args.gpu, args.sms)
     task = _task_of_vllm(args) if args.vllm is not None else _task_of_layers(args, device)
     layers, tokens = task.layers, parse_tokens(task.m)

@@ -14,7 +14,6 @@ from w4gemm.checkpoints.hugging_face import read_config
 from w4gemm.checkpoints.w4gemm import OwnWriter
 from w4gemm.checkpoints.writing import WeightWriter, refusal, tied, write_folder
 from w4gemm.console.devices import choose_device, use_idle_cores
-from w4gemm.console.errors import require_folder
 from w4gemm.console.options import WIDE_DTYPES
 from w4gemm.console.progress import counted, progress_bar, say
 from w4gemm.console.values import DTYPES
@@ -25,9 +24,6 @@ WRITERS: dict[str, WeightWriter] = {writer.name: writer for writer in (OwnWriter
 
 def run(args: argparse.Namespace) -> int:
     started = time.perf_counter()
-    require_folder("OUTPUT", args.output)
-    if args.output.exists() and Path(args.path).expanduser().resolve() == args.output.resolve():
-        raise ValueError(f"OUTPUT: wanted another folder than PATH, got {str(args.output)!r} for both")
     checkpoint = tied(open_checkpoint(args.path, args.format))
     how = ""
     if isinstance(checkpoint, DenseCheckpoint):

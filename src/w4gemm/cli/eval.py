@@ -12,6 +12,7 @@ from w4gemm.console.devices import chosen_device, device_name, use_idle_cores
 from w4gemm.console.errors import read_text
 from w4gemm.console.progress import counted, progress_bar, progress_line
 from w4gemm.console.values import chosen_dtype
+from w4gemm.core.format_names import USUAL_NAMES
 from w4gemm.core.formats import WeightFormat
 from w4gemm.integrations import calibrated
 from w4gemm.integrations.generation import default_model, quiet_transformers
@@ -61,5 +62,6 @@ def as_text(facts: dict[str, Any], rows: list[dict[str, Any]]) -> str:
         bits = f"{row['bits']:.2f}" if row["bits"] else "-"
         above, same = ("-", "-") if not row["layers"] else (f"{row['above_dense']:+.1%}", f"{row['agreement']:.1%}")
         perplexity = f"{row['perplexity']:.2f}" if math.isfinite(row["perplexity"]) else "inf"
-        lines.append(f"{row['format']:24} {bits:>5} {perplexity:>10} {above:>11} {same:>15}")
+        name = USUAL_NAMES.get(row["format"], row["format"])
+        lines.append(f"{name:24} {bits:>5} {perplexity:>10} {above:>11} {same:>15}")
     return "\n".join(lines)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import math
 import time
 from pathlib import Path
 
@@ -15,22 +14,8 @@ from w4gemm.console.values import chosen_dtype
 from w4gemm.integrations.generation import default_model, encode, generate, plans, quiet_transformers, timed_streamer
 from w4gemm.integrations.transformers import load, summarize
 
-_LOWEST_TEMPERATURE = 1e-6
-"""Logits are divided by the temperature, and have to stay in the range of float32."""
-
 
 def run(args: argparse.Namespace) -> int:
-    if not (args.temperature == 0 or _LOWEST_TEMPERATURE <= args.temperature < math.inf):
-        expected = f"wanted 0 or a finite number >= {_LOWEST_TEMPERATURE}"
-        raise ValueError(f"--temperature: {expected}, got {args.temperature}")
-    if not -(2**63) <= args.seed < 2**64:
-        raise ValueError(f"--seed: wanted a number of 64 bits, got {args.seed}")
-    if not args.prompt.strip():
-        raise ValueError("PROMPT: it is empty")
-    try:
-        args.prompt.encode()
-    except UnicodeEncodeError as e:  # Python keeps bytes that are no text as surrogates, which no tokenizer takes
-        raise ValueError(f"PROMPT: wanted text in UTF-8, got other bytes at character {e.start}") from None
     path = default_model() if args.model is None else args.model
     described, device = chosen_device(args.device)
     use_idle_cores(device)
@@ -57,6 +42,9 @@ def run(args: argparse.Namespace) -> int:
         }
         print(json.dumps(facts | {"times": dataclasses.asdict(times), "ran": ran}, indent=2))
     say(f"{times}; {str(dtype).removeprefix('torch.')} on {device_name(device)}")
-    for what in list(phases)[: times.tokens]:
+    shown = list(phases)[: times.tokens]  # an answer of one token has no decoding
+    if ran["prefill"] == ran["decode"]:
+        ran, shown = {"prefill and decode": ran["decode"]}, ["prefill and decode"]
+    for what in shown:
         say(f"{what} ran " + ", ".join(f"{plan} x {count}" for plan, count in ran[what].items()))
     return 0

@@ -29,7 +29,9 @@ from w4gemm.tuning.record import facts
 
 ENGINES = (VLLM, SGLANG)
 """Serving engines with a plugin of ours."""
-PACKAGES = ("torch", "nvidia-cutlass-dsl", "apache-tvm-ffi", "transformers", "gguf", "safetensors", "numpy")
+PACKAGES = (
+    *("torch", "nvidia-cutlass-dsl", "apache-tvm-ffi", "llvmlite", "transformers", "gguf", "safetensors", "numpy"),
+)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -79,7 +81,8 @@ def as_text(r: dict[str, Any]) -> str:
         lines.append(f"{device['device']}{': ' + device['name'] if device['name'] else ''}, for {device['problem']}")
         lines += answers({name: answer or "runs here" for name, answer in device["kernels"].items()})
         if device["config"]:
-            lines.append(f"  chosen: {device['config']} ({device['source']})")
+            method = f", {device['method']}" * bool(device["method"])
+            lines.append(f"  chosen: {device['config']} ({device['source']}{method})")
     return "\n".join(lines)
 
 
@@ -108,11 +111,12 @@ def _engine(engine: Engine) -> str:
 
 def _device(name: str) -> dict[str, Any]:
     """Return a device's properties, each kernel's reason for not running there, empty if it runs, and the config that
-    would be chosen."""
+    would be chosen, with its method on a CPU."""
     problem = typical_problem(name)
     explanation = choice.explain(problem)
     described = problem.device
     on_gpu = described.kind == "cuda"
+    runs = next((each for each in explanation.candidates if str(each) == str(explanation.chosen)), None)
     return {
         "device": name,
         "name": described.name if on_gpu else device_facts(described)[0],
@@ -123,4 +127,5 @@ def _device(name: str) -> dict[str, Any]:
         "kernels": {kernel: status.reason for kernel, status in explanation.status.items()},
         "config": str(explanation.chosen or ""),
         "source": explanation.source,
+        "method": runs.resources.method if runs else None,
     }

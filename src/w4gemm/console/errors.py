@@ -66,9 +66,3 @@ def read_text(name: str, path: str | Path) -> str:
         raise FormatError(
             f"{name}: wanted a text file in UTF-8, got {str(path)!r}, which is none at byte {e.start}"
         ) from e
-
-
-def require_folder(name: str, path: Path) -> None:
-    """Raise FileExistsError if ``path`` is there and is no folder."""
-    if path.exists() and not path.is_dir():
-        raise FileExistsError(f"{name}: wanted a folder, which is made if needed, got the file {str(path)!r}")

@@ -4,16 +4,14 @@ without PyTorch."""
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from w4gemm.core.config import GemmConfig
-from w4gemm.core.files import existing, lacks_weights
-from w4gemm.core.format_names import parts_of
-from w4gemm.core.function_names import activation_parts, require_scoring
+from w4gemm.core.function_names import require_scoring
 from w4gemm.core.gpus import is_known, nearest_gpu
 from w4gemm.core.words import closest, nearest
 
@@ -21,8 +19,33 @@ WIDE_DTYPES = ("float32", "bfloat16", "float16")
 """Names of the dtypes that a model's activations may have."""
 DTYPES = (*WIDE_DTYPES, "float8_e4m3fn")
 
+_LOWEST_TEMPERATURE = 1e-6
+"""Logits are divided by the temperature, and have to stay in the range of float32."""
 _CHOICES = re.compile(r"argument (.+?): invalid choice: '(.*)' \(choose from (.*)\)", re.DOTALL)
 """argparse's message for a word that is none of a list."""
+
+
+_OTHER_COMMANDS = {
+    **dict.fromkeys(("chat", "run", "ask", "complete", "completion"), "generate"),
+    **dict.fromkeys(("perplexity", "ppl", "lm-eval", "lm_eval"), "eval"),
+    **dict.fromkeys(("show", "ls", "dump"), "inspect"),
+    **dict.fromkeys(("quantize", "quantise", "quant", "export", "save", "pack"), "convert"),
+    **dict.fromkeys(("profile", "autotune", "optimize"), "tune"),
+    **dict.fromkeys(("why", "plan"), "explain"),
+    **dict.fromkeys(("matmul", "linear", "mm"), "gemm"),
+    "serve": "vllm serve",
+    **dict.fromkeys(("version", "env", "collect-env", "doctor", "list-devices"), "info"),
+}
+"""Commands of other programs, for messages alone."""
+_OTHER_OPTIONS = {
+    **dict.fromkeys(("-p", "--prompt", "--prompts"), "PROMPT, in quotes and without an option"),
+    **dict.fromkeys(("-n", "--n-predict", "--max-tokens"), "--max-new-tokens"),
+    **dict.fromkeys(("-m", "--model-path"), "--model"),
+    **dict.fromkeys(("--bits", "--wbits", "--w-bit", "--group-size", "--q-group-size", "--quantization"), "--format"),
+    **dict.fromkeys(("-d", "--gpu", "--cuda"), "--device"),
+    **dict.fromkeys(("-o", "--output", "--outfile", "--save"), "OUTPUT, without an option"),
+}
+"""Options of other programs, for messages about commands that have the one meant."""
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -38,17 +61,23 @@ class CommandParser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        """Print a message in one sentence, with the option that was meant, if one is close to a word that is none, and
-        exit with status 2."""
+        """Print a message in one sentence, with the command or option that was meant, if a word is another program's
+        name for one or close to one, and exit with status 2."""
         if (choice := _CHOICES.search(message)) is not None:
             legal = re.findall(r"[\w-]+", choice[3])
-            message = f"{choice[1]}: wanted one of {', '.join(legal)}, got {choice[2]!r}{nearest(choice[2], legal)}"
-        options = set(re.findall(r"--[\w-]+", self.format_help()))
+            other = _OTHER_COMMANDS.get(choice[2].lower(), "")
+            is_command = other in legal or (other and choice[1] == "COMMAND")
+            close = f"; nearest is {other!r}" if is_command else nearest(choice[2], legal)
+            message = f"{choice[1]}: wanted one of {', '.join(legal)}, got {choice[2]!r}{close}"
+        options = set(re.findall(r"(?<![\w-])--?[a-zA-Z][\w-]*", help_text := self.format_help()))
         for word in self.words:
             name = word.partition("=")[0]
-            if name.startswith("--") and not any(option.startswith(name) for option in options):
-                close = closest(name, options)
-                message += f"; nearest to {name} is {close}" if close else ""
+            if not re.match("--?[a-zA-Z]", name) or any(option.startswith(name) for option in options):
+                continue
+            meant = _OTHER_OPTIONS.get(name)
+            if meant is None or not re.search(rf"(?<![\w-]){meant.partition(',')[0]}\b", help_text):
+                meant = closest(name, options) if name.startswith("--") else None
+            message += f"; nearest to {name} is {meant}" if meant else ""
         super().error(message)
 
 
@@ -76,6 +105,24 @@ def named_path(text: str) -> Path:
 
 
 _SIZES = {"m": "number of tokens, the rows of x", "n": "output features", "k": "input features"}
+
+
+def temperature(text: str) -> float:
+    """Return the value of --temperature: 0, or a number by which logits can be divided."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (value == 0 or _LOWEST_TEMPERATURE <= value < math.inf):
+        raise argparse.ArgumentTypeError(f"wanted 0 or a finite number >= {_LOWEST_TEMPERATURE}, got {text}")
+    return value
+
+
+def seed(text: str) -> int:
+    """Return the value of --seed."""
+    if not re.fullmatch(r"-?\d{1,20}", text) or not -(2**63) <= int(text) < 2**64:
+        raise argparse.ArgumentTypeError(f"wanted a number of 64 bits, got {text:.40}")
+    return int(text)
 
 
 def add_size_arguments(parser: argparse.ArgumentParser) -> None:
@@ -210,44 +257,6 @@ def unknown_target(name: str) -> ValueError:
     """Return the error for a GPU to compile for whose name is not known, without all that must be said of it."""
     expected = "a known GPU, such as h200 or 'NVIDIA H200', or --arch and --sms beside the name of another"
     return ValueError(f"--gpu: wanted {expected}, got {name!r}{nearest_gpu(name)}")
-
-
-def _each(value: str | Sequence[str] | None) -> Sequence[str]:
-    """Return the values of an option that some commands take once and others several times."""
-    return [value] if isinstance(value, str) else value or []
-
-
-def require_named(args: argparse.Namespace) -> None:
-    """Refuse what a command cannot do with as far as that shows without PyTorch: sizes, numbers of tokens, formats,
-    configs, activations, routers, devices and GPUs that are none, and checkpoints that are not there or have no
-    weights.
-
-    Raises:
-        ValueError, FileNotFoundError: as the command would, some seconds later.
-    """
-    named = vars(args)
-    if "sizes" in named:
-        three_sizes(args)
-    elif named.get("m") is not None:
-        token_ranges(args.m)
-    if named.get("device") is not None:
-        require_device(args.device, args.command in ("explain", "inspect"))
-    if named.get("gpu") is not None and not is_known(args.gpu) and not (args.gpu and args.arch and args.sms):
-        raise unknown_target(args.gpu)
-    for format in _each(named.get("format")):
-        parts_of(format)
-    for config in (named.get("config"), named.get("why")):
-        if config is not None:
-            GemmConfig.parse(config.rpartition("/")[2])
-    for activation in _each(named.get("activation")):
-        activation_parts(activation)
-    if named.get("router") is not None:
-        router_fields(args.router)
-    for path in (named.get("path"), named.get("model"), named.get("vllm")):
-        if path is not None:
-            folder = existing(path)
-            if args.command in ("generate", "eval", "convert") and lacks_weights(folder):
-                raise FileNotFoundError(f"path: {str(path)!r} holds no whole model: a config.json, but no weights")
 
 
 def add_json_argument(parser: argparse.ArgumentParser) -> None:

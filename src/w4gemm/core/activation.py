@@ -14,36 +14,29 @@ Those from ``silu_mul`` on are gated: even rows of the weight are gates, odd row
 (:meth:`w4gemm.QuantizedWeight.interleave`), and each pair makes one column of the result. Other constants are given in
 parentheses: ``"swiglu_oai(limit=10)"``, ``"silu_mul(limit=none)"``. Constants are part of the compiled kernel.
 
-A new activation is a line of ``ACTIVATIONS``, a name in ``function_names.py`` and a line in
+A new activation is a line of ``ACTIVATIONS``, a name in ``function_names.py``, with its constants, and a line in
 ``kernels/device/activation.py``.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 from torch.nn.functional import gelu, silu
 
-from w4gemm.core.function_names import activation_parts
-
-Constants = Mapping[str, float | None]
+from w4gemm.core.function_names import ACTIVATION_NAMES, CONSTANTS, activation_parts
 
 
 class Formula(NamedTuple):
-    """The formula of an activation in PyTorch, and the constants that it has unless others are given."""
+    """The formula of an activation in PyTorch."""
 
     apply: Callable[..., torch.Tensor]
     """Function of y or, if ``gated``, of gate and up; and of the constants by name."""
     gated: bool = False
     """True if even features are gates and odd ones ups, and each pair makes one column of d."""
-    constants: Constants = MappingProxyType({})
-    optional: frozenset[str] = frozenset()
-    """Names of the constants that may be None, for no limit or no addend."""
 
 
 def _silu_mul(gate: torch.Tensor, up: torch.Tensor, limit: float | None) -> torch.Tensor:
@@ -74,21 +67,17 @@ def _within(t: torch.Tensor, limit: float | None) -> torch.Tensor:
     return t if limit is None else t.clamp(-limit, limit)
 
 
-_LIMIT = frozenset({"limit"})
-
 ACTIVATIONS: Mapping[str, Formula] = {
     "relu": Formula(torch.relu),
     "relu2": Formula(lambda y: torch.relu(y).square()),  # Nemotron
     "gelu": Formula(gelu),
     "gelu_tanh": Formula(functools.partial(gelu, approximate="tanh")),
     "silu": Formula(silu),
-    "silu_mul": Formula(_silu_mul, True, {"limit": None}, _LIMIT),  # SwiGLU; DeepSeek-V4 with limit=10
+    "silu_mul": Formula(_silu_mul, True),  # SwiGLU; DeepSeek-V4 with limit=10
     "gelu_mul": Formula(lambda gate, up: gelu(gate) * up, True),
     "gelu_tanh_mul": Formula(lambda gate, up: gelu(gate, approximate="tanh") * up, True),  # GeGLU: Gemma
-    "swiglu_oai": Formula(  # gpt-oss
-        _swiglu_oai, True, {"alpha": 1.702, "beta": 1.0, "limit": 7.0}, frozenset({"beta", "limit"})
-    ),
-    "situ_mul": Formula(_situ_mul, True, {"beta": 4.0, "linear_beta": 25.0}, frozenset({"linear_beta"})),  # Kimi-K3
+    "swiglu_oai": Formula(_swiglu_oai, True),  # gpt-oss
+    "situ_mul": Formula(_situ_mul, True),  # Kimi-K3
 }
 """Formulas by name."""
 
@@ -109,14 +98,13 @@ class Activation(NamedTuple):
         return apply(*((y[..., 0::2], y[..., 1::2]) if gated else (y,)), **dict(self.constants))
 
     def __str__(self) -> str:
-        usual = self.formula.constants
-        named = [f"{name}={_text(value)}" for name, value in self.constants if value != usual[name]]
+        named = [f"{name}={_text(value)}" for name, value in self.constants if value != CONSTANTS[self.name][name]]
         return f"{self.name}({','.join(named)})" if named else self.name
 
 
-_by_text = {name: Activation(name, tuple(formula.constants.items())) for name, formula in ACTIVATIONS.items()}
+_by_text = {name: Activation(name, tuple(CONSTANTS.get(name, {}).items())) for name in ACTIVATION_NAMES}
 """Parsed activations. Plain names are there from the start, because torch.compile of PyTorch 2.8 cannot trace
-:func:`_parsed`. This is no functools.cache, because torch.compile warns of one."""
+:func:`activation_parts`. This is no functools.cache, because torch.compile warns of one."""
 
 
 def require_pairs(name: str, activation: str | None, n: int) -> None:
@@ -134,36 +122,11 @@ def parse(text: str) -> Activation:
     """
     activation = _by_text.get(text) if isinstance(text, str) else None
     if activation is None:
-        activation = _parsed(text)
+        name, constants = activation_parts(text)
+        activation = Activation(name, tuple(constants.items()))
         if not torch.compiler.is_compiling():
             _by_text[text] = activation
     return activation
-
-
-def _parsed(text: str) -> Activation:
-    name, inside = activation_parts(text)
-    constants = dict(ACTIVATIONS[name].constants)
-    for constant in map(str.strip, inside.split(",") if inside else ()):
-        key, _, value = constant.partition("=")
-        if key not in constants:
-            expected = f"wanted {' or '.join(f'{c}=NUMBER' for c in constants)}" if constants else "it has no constants"
-            raise ValueError(f"activation: {name}: {expected}, got {constant!r}")
-        constants[key] = _number(name, key, value)
-    return Activation(name, tuple(constants.items()))
-
-
-def _number(name: str, key: str, text: str) -> float | None:
-    optional = key in ACTIVATIONS[name].optional
-    if optional and text == "none":
-        return None
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not 0 < number < math.inf:
-        expected = "a number above 0" + (" or none" if optional else "")
-        raise ValueError(f"activation: {name}: {key}: wanted {expected}, got {text!r}")
-    return number
 
 
 def _text(value: float | None) -> str:

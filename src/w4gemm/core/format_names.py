@@ -37,6 +37,7 @@ ALIASES = {
     "q2_k": "int2_g16_zfloat_u4x256",
 }
 """Names that are in use for formats, and their strings."""
+USUAL_NAMES = {text: name for name, text in ALIASES.items()}
 _OTHER_NAMES = {
     "awq": "int4_g128_zint",
     "gptq": "int4_g128",

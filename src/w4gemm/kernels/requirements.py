@@ -39,6 +39,8 @@ def no_nvidia_gpu(device: Device, capability: str) -> str:
     empty string."""
     if device.kind == "cuda" and not device.rocm:
         return ""
+    if device.kind == "cpu":
+        return "needs an NVIDIA GPU"
     have = "an AMD GPU" if device.rocm else f"a {device.kind} device"
     return f"needs an NVIDIA GPU of compute capability {capability}, this is {have}"
 

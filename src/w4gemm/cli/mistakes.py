@@ -1,0 +1,122 @@
+"""Mistakes that show without PyTorch, so that they are answered at once: :func:`require_named`."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import re
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from w4gemm.console.options import require_device, router_fields, three_sizes, token_ranges, unknown_target
+from w4gemm.core.config import GemmConfig
+from w4gemm.core.files import existing, lacks_weights
+from w4gemm.core.format_names import parts_of
+from w4gemm.core.function_names import activation_parts
+from w4gemm.core.gpus import is_known
+
+_RUNS_A_MODEL = ("generate", "eval", "convert")
+_SIZES = re.compile(r"\d+x\d+(x\d+)?")
+
+
+def require_named(args: argparse.Namespace) -> None:
+    """Refuse what a command cannot do with: sizes, numbers of tokens, formats, configs, activations, routers, devices
+    and GPUs that are none, a prompt that is a model, places to write that are none, and checkpoints that are not there
+    or hold no model.
+
+    Raises:
+        ValueError, OSError: as the command would, some seconds later.
+    """
+    named = vars(args)
+    if "sizes" in named:
+        three_sizes(args)
+    elif named.get("m") is not None:
+        token_ranges(args.m)
+    if named.get("shapes") is not None:
+        _require_shapes(args.shapes)
+    if named.get("device") is not None:
+        require_device(args.device, args.command in ("explain", "inspect"))
+    if named.get("gpu") is not None and not is_known(args.gpu) and not (args.gpu and args.arch and args.sms):
+        raise unknown_target(args.gpu)
+    for format in _each(named.get("format")):
+        parts_of(format)
+    for config in (named.get("config"), named.get("why")):
+        if config is not None:
+            GemmConfig.parse(config.rpartition("/")[2])
+    for activation in _each(named.get("activation")):
+        activation_parts(activation)
+    if named.get("router") is not None:
+        router_fields(args.router)
+    if args.command == "generate":
+        _require_prompt(args.prompt, args.model)
+    for path in (named.get("path"), named.get("model"), named.get("vllm")):
+        if path is not None:
+            _require_model(path, args.command)
+    if args.command in ("convert", "compile"):
+        name = "OUTPUT" if args.command == "convert" else "--output"
+        if args.output.exists() and not args.output.is_dir():
+            raise FileExistsError(
+                f"{name}: wanted a folder, which is made if needed, got the file {str(args.output)!r}"
+            )
+        if args.output.exists() and args.command == "convert" and existing(args.path).samefile(args.output):
+            raise ValueError(f"{name}: wanted another folder than PATH, got {str(args.output)!r} for both")
+
+
+def _each(value: str | Sequence[str] | None) -> Sequence[str]:
+    """Return the values of an option that some commands take once and others several times."""
+    return [value] if isinstance(value, str) else value or []
+
+
+def _require_shapes(text: str) -> None:
+    """Refuse a text that names no file and is no list of sizes."""
+    with contextlib.suppress(OSError):  # many sizes are longer than a path may be
+        if Path(text).exists():
+            return
+    for part in text.split(","):
+        if not _SIZES.fullmatch(part):
+            error = ValueError if re.match(r"\d", part) else FileNotFoundError
+            raise error(f"--shapes: wanted a file or sizes like 6144x4096 (n x k), got {part!r:.80}")
+
+
+def _require_prompt(prompt: str, model: str | None) -> None:
+    """Refuse a prompt without text and, unless a model is named besides, one that is the path of a model."""
+    if not prompt.strip():
+        raise ValueError("PROMPT: it is empty")
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as e:  # Python keeps bytes that are no text as surrogates, which no tokenizer takes
+        raise ValueError(f"PROMPT: wanted text in UTF-8, got other bytes at character {e.start}") from None
+    if model is None and _is_model(prompt):
+        how = f'w4gemm generate "Hello" --model {shlex.quote(prompt)}'
+        raise ValueError(f"PROMPT: wanted a text to answer, got the path of a model, {prompt!r}; {how}")
+
+
+def _is_model(text: str) -> bool:
+    """True if a text is the path of a GGUF file, or of a folder with one or with a Hugging Face model."""
+    try:
+        path = Path(text).expanduser()
+        return _holds_model(path) if path.is_dir() else path.suffix == ".gguf" and path.is_file()
+    except (OSError, ValueError, RuntimeError):  # most prompts are no paths
+        return False
+
+
+def _holds_model(folder: Path) -> bool:
+    return (folder / "config.json").is_file() or any(folder.glob("*.gguf"))
+
+
+def _require_model(path: str, command: str) -> None:
+    """Refuse a path where nothing is, a folder without a model and, if the command runs a model, one without its
+    numbers."""
+    folder = existing(path)
+    if not folder.is_dir():
+        return
+    if not _holds_model(folder):
+        names = sorted(file.name for file in folder.iterdir())
+        seen = f"a folder with {', '.join(names[:4])}{', ...' * (len(names) > 4)}" if names else "an empty folder"
+        inside = next((str(folder / name) for name in names if (folder / name / "config.json").is_file()), None)
+        expected = "a GGUF file, or a folder with one or with a Hugging Face model (config.json)"
+        close = f"; nearest is {inside!r}" if inside else ""
+        raise FileNotFoundError(f"path: {str(path)!r} is {seen}; what can be loaded: {expected}{close}")
+    if command in _RUNS_A_MODEL and lacks_weights(folder):
+        raise FileNotFoundError(f"path: {str(path)!r} holds no whole model: a config.json, but no weights")
