@@ -150,7 +150,17 @@ def on_page_markdown(markdown: str, page: Any, files: Files, **_: Any) -> str:
             return text
         return f"[{text}]({posixpath.relpath(place, posixpath.dirname(here) or '.')}{anchor})"
 
-    return re.sub(r"\[([^\[\]]*)\]\((?!https?:|#)([^)#\s]+)(#[^)]*)?\)", placed, markdown)
+    markdown = re.sub(r"\[([^\[\]]*)\]\((?!https?:|#)([^)#\s]+)(#[^)]*)?\)", placed, markdown)
+    return re.sub(r"(?<!\[)!\[[^\]]*\]\(([^)]+)\)", r"[\g<0>](\1)", markdown)  # a phone's reader enlarges a plot
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Keep browsers from breaking options such as --format at their hyphens, which is all that HTML lets do."""
+
+    def kept(code: re.Match[str]) -> str:
+        return re.sub(r"(?<![\w-])--?[a-z][\w-]*", r'<span class="option">\g<0></span>', code[0])
+
+    return re.sub(r"<code>[^<]*</code>", kept, html)
 
 
 _ROLE = re.compile(r":(?:class|func|meth|data|mod|attr):`~?([\w.]+)`")

@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 import torch
 
+import same_pages
 import w4gemm
 from w4gemm.integrations import transformers
 
@@ -146,6 +147,40 @@ def test_pages_in_a_browser(built: Path) -> None:
             assert prompt.search(before) and not prompt.search(after) and len(after) < len(before), where
             copied += 1
     assert plots > 10 and copied > 50, "the views are empty"
+
+
+def test_pages_that_look_otherwise_are_reported(
+    built: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A site equals itself; a word, text that is too wide and a plot that is gone are named, and nothing else is."""
+    if shutil.which("chromium") is None and shutil.which("google-chrome") is None:
+        pytest.skip("needs Chromium")
+    other, pages = tmp_path / "other", "serving.html quality.html api/errors.html security.html"
+    shutil.copytree(built, other)
+    options = ["--only", pages, "--report", str(tmp_path)]
+    assert same_pages.main(["--sites", str(built), str(other), *options]) == 0
+    assert capsys.readouterr().out.startswith("8 of 8 views are the same")
+    for page, text, planted in (
+        ("serving.html", "<p>The log says what runs", "<p>It does not say what runs"),
+        ("quality.html", 'src="plots/quality.svg"', 'src="plots/none.svg"'),
+        ("api/errors.html", "<p>What is raised", '<p style="width: 500px">What is raised'),
+    ):
+        whole = (other / page).read_text()
+        assert whole.count(text) == 1, page
+        (other / page).write_text(whole.replace(text, planted))
+    assert same_pages.main(["--sites", str(built), str(other), *options]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    for start, end in (
+        ("api/errors.html at 360 pixels: ", "rows changed, 516 pixels wide"),
+        ("quality.html at 360 pixels: ", "lacks the picture Perplexity by format and bits of a weight"),
+        ("quality.html at 1300 pixels: ", "lacks the picture Perplexity by format and bits of a weight"),
+        ("serving.html at 360 pixels: ", " rows changed"),
+        ("serving.html at 1300 pixels: ", " rows changed"),
+    ):
+        assert len([line for line in lines if line.startswith(start) and line.endswith(end)]) == 1, lines
+    rows = {line.partition(" pixels")[0]: int(line.split()[4]) for line in lines[:-1]}
+    assert 4 <= rows["serving.html at 1300"] < 40 < rows["quality.html at 1300"] < 600, rows
+    assert (tmp_path / "index.html").read_text().count("<i style") >= 8
 
 
 class _Quiet(http.server.SimpleHTTPRequestHandler):
