@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fuzz import formulas
-from w4gemm import quantize
+from w4gemm import codebook, quantize
 from w4gemm.core.elements import ELEMENTS
 from w4gemm.core.formats import PER_COLUMN, SCALES, ZEROS, WeightFormat
 from w4gemm.kernels.cpu.kernel import _fits_float32
@@ -92,9 +92,12 @@ def test_fits_float32(dtype):
         assert _fits_float32(torch.tensor([0.03, 6e-8], dtype=dtype), torch.tensor([6e-8, 0.4], dtype=dtype), 15)
 
 
+THIRDS = codebook([v / 3 for v in range(-9, 7)])
+
+
 def rules() -> Iterator[WeightFormat]:
     """Every element with every zero and scale rule that it may have, and groups that divide k or not."""
-    for parts in itertools.product((32, 160, PER_COLUMN), ZEROS, SCALES, ELEMENTS):
+    for parts in itertools.product((32, 160, PER_COLUMN), ZEROS, SCALES, (*ELEMENTS, THIRDS)):
         with contextlib.suppress(ValueError):  # there is no such format
             yield WeightFormat(*parts)
 
@@ -121,7 +124,7 @@ def test_every_rule_is_its_formula(format):
             expected = formulas.rounded(expected, formulas.TYPES["float32"])
         expected = formulas.rounded(expected, formulas.TYPES[name])
         actual = dequantize_parts(parts, format, dtype)
-        if format.element == "nf4" and channels is not None:  # the product with the scale is rounded too
+        if format.element in ("nf4", THIRDS) and channels is not None:  # the product with the scale is rounded too
             assert ((actual - expected).abs() <= 2 * formulas.TYPES[name].unit * expected.abs()).all()
         else:
             assert torch.equal(actual.double(), expected)

@@ -10,14 +10,12 @@ import pytest
 import torch
 
 from test_formats import ALL, FOLDED, WIDE
-from w4gemm import GemmProblem, QuantizedWeight, WeightFormat, configs, linear, quantize
-from w4gemm.core.elements import ELEMENTS, Element
+from w4gemm import GemmProblem, QuantizedWeight, WeightFormat, configs, linear
 from w4gemm.core.problem import H200, Device
 from w4gemm.kernels import KERNELS
 from w4gemm.packing import codecs
 from w4gemm.packing.bits import pack, unpack
 from w4gemm.packing.block import BLOCK_K, BLOCK_N, HALF_K, STRIP_N, Block
-from w4gemm.packing.codecs import INT4_MMA16, Bits
 from w4gemm.packing.layouts import LAYOUTS, WeightComponents, layout_for, layout_named, native_layout
 from w4gemm.tuning.random_weight import random_components
 
@@ -228,24 +226,6 @@ def test_a_part_of_a_block_has_what_its_rows_and_columns_need(group, bits, scale
                 assert actual == whole.factors_at + own * 8 * part.factor_pair_bytes
 
 
-@pytest.mark.parametrize("name", ["int4_g16_e4m3_row", "int4_g32_e8m0", "int4_g128_e8m0", "int4_col_e8m0"])
-@pytest.mark.parametrize("n, k", [(64, 128), (70, 300), (5, 16)])
-def test_scales_of_8_bits(monkeypatch, name, n, k):
-    """A block with 8-bit fields holds scales of 8 bits, two groups in a word; no kernel decodes them yet."""
-    format = WeightFormat.parse(name)
-    codec = dataclasses.replace(INT4_MMA16, name="int4_8bit_scales", scales=(format.scale,), scale_bits=8)
-    monkeypatch.setattr(codecs, "CODECS", (codec,))
-    parts = random_parts(format, n, k)
-    layout = layout_named("mma16")
-    blocks, *_ = layout.pack(parts, format)
-    assert blocks.shape[2] == Block.of(format, scale_bits=8).words
-    assert_same(layout.unpack(layout.pack(parts, format), format, n, k), parts)
-    word, c = CODE_WORDS + (0 if format.group_size != 16 else 2 * 32), 80 if format.group_size == 16 else 0
-    if c < k:
-        group, of_word = c // format.group_length(k), c // format.group_length(k) % 2
-        assert blocks[0, 0, word] >> 8 * of_word & 0xFF == parts.scales.view(torch.uint8)[0, group]
-
-
 @pytest.mark.parametrize("name", ["int4_g16_e4m3_row", "int4_g32_e8m0"])
 def test_formats_without_a_decoder_say_so(name):
     format = WeightFormat.parse(name)
@@ -270,47 +250,6 @@ def test_groups_of_16():
     assert any(refused in reason for reason in reasons)
     kernels = {name.partition("/")[0] for name in configs(dataclasses.replace(problem, format="int4_g16"))}
     assert {"sm90_mixed_gemm", "sm90_decode", "sm80_mixed_gemm"} <= kernels
-
-
-@pytest.fixture
-def of_bytes(monkeypatch) -> WeightFormat:
-    """A format of an element of 8 bits, whose codes mma16 holds in two words for each step."""
-    codec = dataclasses.replace(
-        INT4_MMA16,
-        name="byte_mma16",
-        element="byte",
-        stored=tuple(range(256)),
-        places=tuple(
-            Bits(8 * step + p, 255, 16 * (p // 4) + 8 * (p // 2 % 2), 4 * (p % 2) + step)
-            for step in range(4)
-            for p in range(8)
-        ),
-    )
-    monkeypatch.setitem(ELEMENTS, "byte", Element("byte", 8, tuple(range(-128, 128)), counts=True))
-    monkeypatch.setattr(codecs, "CODECS", (*codecs.CODECS, codec))
-    return WeightFormat(32, "int", element="byte")
-
-
-def test_a_width_of_8_bits(of_bytes):
-    """An element's number of bits is a fact: quantizer, canonical layout, blocks and CPU kernel take it."""
-    dense = torch.randn(70, 200, generator=torch.Generator().manual_seed(0))
-    w = quantize(dense, of_bytes)
-    assert w.tensors[0].shape == (70, 200) and (w.dequantize() - dense).norm() < 0.005 * dense.norm()
-    assert torch.equal(w.tensors[0], w.parts().codes)
-    assert torch.equal(linear(torch.eye(200), w.repack()).T, w.dequantize())
-    packed = w.repack("mma16")
-    assert_same(packed.parts(), w.parts())
-    block = Block.of(of_bytes)
-    assert packed.tensors[0].shape[2] == block.words == 2048 + block.scale_words
-    assert [(s.offset, s.words) for s in block.segments] == [(0, 4), (512, 4)] and block.strip_bytes == 1024
-    rows, columns = torch.meshgrid(torch.arange(64), torch.arange(128), indexing="ij")
-    bytes = packed.tensors[0][:1, :1, : block.code_words].contiguous().view(torch.uint8).flatten()
-    half, step, col8, q, element = columns // 64, columns // 16 % 4, columns // 8 % 2, columns // 2 % 4, columns % 2
-    strip, row8, g = rows // 16, rows // 8 % 2, rows % 8
-    word = (((half * 4 + strip) * 2 + row8) * 32 + 4 * g + q) * 4 + step
-    assert torch.equal(bytes[4 * word + 2 * element + col8], w.parts().codes[:64, :128])
-    with pytest.raises(ValueError, match=r"codes: wanted 0\.\.255, got 0\.\.256"):
-        QuantizedWeight.from_codes(of_bytes, torch.tensor([[0, 256] * 16]), *w.parts()[1:3])
 
 
 @pytest.mark.parametrize("bits", range(1, 9))

@@ -1,4 +1,4 @@
-"""Weights of 8, 6, 5, 3 and 2 bits, floats of 8, 6 and 4 bits, and GGUF's: all that a weight does, on the CPU."""
+"""Weights of 8, 6, 5, 3 and 2 bits, floats of 8, 6 and 4 bits, codebooks, GGUF's: all that a weight does on the CPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from w4gemm import QuantizedWeight, W4Experts, W4Linear, WeightFormat, grouped_linear, linear, quantize
+from w4gemm import QuantizedWeight, W4Experts, W4Linear, WeightFormat, codebook, grouped_linear, linear, quantize
 from w4gemm.core.elements import ELEMENTS
 from w4gemm.core.errors import FormatError
 from w4gemm.core.problem import H200, GemmProblem
@@ -29,6 +29,8 @@ CASES = [
     ("e5m2_g32_e8m0", 8.25, 0.054), ("e2m3_g32_e8m0", 6.25, 0.029), ("e3m2_g32_e8m0", 6.25, 0.054),
     ("q6_k", 8 * 210 / 256, 0.02), ("q5_k", 5.625, 0.04), ("q3_k", 3.5625, 0.17), ("q2_k", 8 * 84 / 256, 0.34),
     ("iq4_g32_s8x256", 4.3125, 0.085), ("q4_k", 4.625, 0.08), ("mxfp4", 4.25, 0.12), ("nvfp4", 4.5 + 32 / 512, 0.1),
+    ("iq4_g32_fp16", 4.5, 0.085), ("iq4_col", 4 + 16 / K, 0.13), ("nf4_g64_fp32", 4.5, 0.1), ("nf4", 4.25, 0.1),
+    (f"{codebook([-(1 + i / 100) for i in range(8)] + [2.0**-i for i in range(8)])}_g96", 4.1875, 0.6),
 ]  # fmt: skip
 """Formats; the bits of a weight whose n and k fill every block, of Q6_K and Q2_K those of GGUF, whose Q5_K, Q4_K
 and Q3_K have six bits for each scale, where these have eight; the relative error of a quantized normal distribution."""
@@ -66,11 +68,17 @@ def test_products(format):
             eye, exact = torch.eye(K, dtype=dtype), w.dequantize(dtype).T
             assert torch.equal(linear(eye, packed), exact)
             assert torch.equal(torch.cat([linear(eye[i : i + 1], packed) for i in columns]), exact[columns])
+    for layout in ("mma16", "mma8"):
+        if not layout_named(layout).supports(format):
+            assert torch.equal(w.repack(layout).dequantize(), w.dequantize())
 
 
 @pytest.mark.parametrize(
     "name",
-    ["int8_g128_zint", "int6_g64", "int2_g16_zfloat", "e4m3_g128_b128", "mxfp8", "q3_k", "q4_k", "mxfp4", "nvfp4"],
+    [
+        *("int8_g128_zint", "int6_g64", "int2_g16_zfloat", "e4m3_g128_b128"),
+        *("mxfp8", "q3_k", "q4_k", "mxfp4", "nvfp4", "nf4"),
+    ],
 )
 def test_layers_experts_and_gradients(name):
     format = WeightFormat.parse(name)
