@@ -156,29 +156,19 @@ def of_w4gemm(point: Point, copies: list[QuantizedWeight], extra: Extra) -> Iter
     def candidate(name: str, config: str, calls: list[Call]) -> Candidate:
         return Candidate(name, w4gemm.__version__, config, calls, MAX_ERROR)
 
-    plan = str(choice.plan_for(key_of(w, total, dtype)))
+    epilogue = Epilogue(token_scale=dtype == FP8)
+    plan = str(choice.plan_for(choice.PlanKey.of(w, total, dtype, epilogue)))
     yield candidate("w4gemm", plan, [ours(i, None) for i in numbers])
-    for config in best(w, total, dtype, extra.configs):
+    shape = (total, w.n, w.k, dtype, w.format, w.layout)
+    for config in best_of(GemmProblem(*shape, epilogue, Device.of(w.device), experts=w.experts), extra.configs):
         yield candidate("w4gemm_config", config, [ours(i, config) for i in numbers])
 
 
-def key_of(w: QuantizedWeight, total: int, dtype: torch.dtype) -> choice.PlanKey:
-    return choice.PlanKey.of(w, total, dtype, Epilogue(token_scale=dtype == FP8))
-
-
-def best(w: QuantizedWeight, total: int, dtype: torch.dtype, count: int) -> list[str]:
-    """Return the ``count`` best-ranked configs, at most three per kernel and tile_m."""
-    if not count:
-        return []
-    epilogue, device = Epilogue(token_scale=dtype == FP8), Device.of(w.device)
-    shape = (total, w.n, w.k, dtype, w.format, w.layout)
-    return best_of(GemmProblem(*shape, epilogue, device, experts=w.experts), count)
-
-
 def best_of(problem: GemmProblem, count: int) -> list[str]:
+    """Return the ``count`` best-ranked configs, at most three per kernel and tile_m."""
     names: list[str] = []
     seen: dict[tuple[str, int], int] = {}
-    for name in choice.configs(problem):
+    for name in choice.configs(problem) if count else ():
         kernel, _, config = name.partition("/")
         key = kernel, GemmConfig.parse(config).tile_m
         seen[key] = seen.get(key, 0) + 1
