@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from engine_tensors import words
 from tiny_model import write_dense
 from w4gemm import FormatError
 from w4gemm.checkpoints import open_checkpoint
@@ -59,23 +60,11 @@ class Numbers:
         return difference * self.scales[:, self.groups].float()
 
 
-def stream(numbers: np.ndarray, axis: int, bits: int) -> torch.Tensor:
+def stream(numbers: np.ndarray, axis: int, bits: int = 4, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
     """int32: numbers of ``bits`` bits along ``axis`` one after the other, the first in the lowest bits of the first
-    word."""
-    moved = np.moveaxis(numbers, axis, -1)
-    string = (moved[..., None] >> np.arange(bits) & 1).reshape(*moved.shape[:-1], -1)
-    padded = np.pad(string, [*[(0, 0)] * (string.ndim - 1), (0, -string.shape[-1] % 32)]).astype(np.uint8)
-    words = np.packbits(padded, -1, "little").view(np.int32)
-    return torch.from_numpy(np.ascontiguousarray(np.moveaxis(words, -1, axis)))
-
-
-def pack(numbers: np.ndarray, axis: int, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
-    """int32: eight numbers 0 to 15 along ``axis`` a word; nibble i of a word is its number order[i]."""
-    moved = np.moveaxis(numbers, axis, -1).astype(np.uint64)
-    eights = moved.reshape(*moved.shape[:-1], -1, 8)
-    words = sum(eights[..., number] << np.uint64(4 * i) for i, number in enumerate(order))
-    signed = np.asarray(words).astype(np.uint32).view(np.int32)
-    return torch.from_numpy(np.ascontiguousarray(np.moveaxis(signed, -1, axis)))
+    word. Of 4 bits, nibble i of a word is its number order[i]."""
+    places = tuple(order.index(i) for i in range(8))
+    return words(torch.from_numpy(numbers).movedim(axis, -1), places, bits).movedim(-1, axis).contiguous()
 
 
 Writer = Callable[[str, int, int], tuple[Mapping[str, torch.Tensor], torch.Tensor]]

@@ -14,12 +14,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from engine_tensors import words
 from many_models import Base, Tensors
-
-
-def _words(codes: torch.Tensor) -> torch.Tensor:
-    """int32 (..., n / 8) of codes (..., n), the first in the low bits."""
-    return (codes.long().unflatten(-1, (-1, 8)) << 4 * torch.arange(8)).sum(-1).to(torch.int32)
 
 
 def _numbers(n: int, k: int, group: int, g: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
@@ -29,14 +25,14 @@ def _numbers(n: int, k: int, group: int, g: torch.Generator) -> tuple[torch.Tens
 
 def compressed(n: int, k: int, g: torch.Generator) -> tuple[Tensors, torch.Tensor]:
     codes, scales = _numbers(n, k, 32, g)
-    parts = {"weight_packed": _words(codes), "weight_scale": scales.bfloat16(), "weight_shape": torch.tensor([n, k])}
+    parts = {"weight_packed": words(codes), "weight_scale": scales.bfloat16(), "weight_shape": torch.tensor([n, k])}
     return parts, (codes - 8) * scales.repeat_interleave(32, 1)
 
 
 def gptq(n: int, k: int, g: torch.Generator) -> tuple[Tensors, torch.Tensor]:
     codes, scales = _numbers(n, k, 32, g)
     zeros = torch.full((k // 32, n // 8), 0x77777777, dtype=torch.int32)
-    parts = {"qweight": _words(codes.T.reshape(k // 8, 8, n).mT).contiguous().squeeze(-1), "qzeros": zeros}
+    parts = {"qweight": words(codes.T.reshape(k // 8, 8, n).mT).contiguous().squeeze(-1), "qzeros": zeros}
     parts |= {"scales": scales.T.half().contiguous(), "g_idx": (torch.arange(k) // 32).int()}
     return parts, (codes - 8) * scales.repeat_interleave(32, 1)
 

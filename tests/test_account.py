@@ -25,6 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 import test_awq
 import test_gptq
 import test_modelopt
+from engine_tensors import words
 from quantized_model import change
 from test_mixtures import write_gpt_oss
 from w4gemm import FormatError, W4Experts, W4Linear
@@ -61,9 +62,8 @@ Packer = Callable[[str, int, int], tuple[Mapping[str, torch.Tensor], torch.Tenso
 
 def int4(name: str, n: int, k: int) -> Any:
     codes = torch.randint(0, 16, (n, k))
-    words = (codes.view(n, -1, 8) << 4 * torch.arange(8)).sum(-1)
     scales = (torch.rand(n, k // 32) / 100 + 0.005).bfloat16()
-    stored = {"weight_packed": words.to(torch.int32), "weight_scale": scales}
+    stored = {"weight_packed": words(codes), "weight_scale": scales}
     return stored, (codes - 8) * scales.float().repeat_interleave(32, 1)
 
 

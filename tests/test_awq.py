@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from quantized_model import Numbers, Writer, assert_loads, configure, pack, refusals, write_model
+from quantized_model import Numbers, Writer, assert_loads, configure, refusals, stream, write_model
 from tiny_model import LAYERS
 from w4gemm import FormatError
 from w4gemm.checkpoints import open_checkpoint
@@ -26,8 +26,8 @@ def writer(group_size: int = 32, **numbers: Any) -> Writer:
     def write(name: str, n: int, k: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         actual = Numbers.random(n, k, group_size, **numbers)
         return {
-            "qweight": pack(actual.codes.T, 1, ORDER),
-            "qzeros": pack(actual.zeros.T, 1, ORDER),
+            "qweight": stream(actual.codes.T, 1, order=ORDER),
+            "qzeros": stream(actual.zeros.T, 1, order=ORDER),
             "scales": actual.scales.T,
         }, actual.weight
 

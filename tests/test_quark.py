@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from quantized_model import Numbers, Writer, assert_loads, change, configure, pack, refusals, write_model
+from quantized_model import Numbers, Writer, assert_loads, change, configure, refusals, stream, write_model
 from test_modelopt import mxfp4, nvfp4
 from tiny_model import LAYERS
 from w4gemm import FormatError, WeightFormat
@@ -51,10 +51,10 @@ def integers(weight: dict[str, Any], method: str = "reorder", dtype: torch.dtype
         turned = 8 if signed else 0
         codes, zeros_of = numbers.codes ^ turned, numbers.zeros ^ turned
         if per_group:
-            stored = {"weight": pack(codes.T, 1, order), "weight_scale": numbers.scales.T}
-            return stored | {"weight_zero_point": pack(zeros_of.T, 1, order)}, numbers.weight
-        stored = {"weight": pack(codes, 1, order), "weight_scale": numbers.scales[:, 0]}
-        return stored | {"weight_zero_point": pack(zeros_of[:, 0], 0, order)}, numbers.weight
+            stored = {"weight": stream(codes.T, 1, order=order), "weight_scale": numbers.scales.T}
+            return stored | {"weight_zero_point": stream(zeros_of.T, 1, order=order)}, numbers.weight
+        stored = {"weight": stream(codes, 1, order=order), "weight_scale": numbers.scales[:, 0]}
+        return stored | {"weight_zero_point": stream(zeros_of[:, 0], 0, order=order)}, numbers.weight
 
     return write
 
@@ -162,8 +162,8 @@ def test_a_last_word_that_is_not_full(tmp_path: Path) -> None:
     down, numbers = expected[DOWN], Numbers.random(66, 96, -1, (0, 15), dtype=torch.bfloat16)
     assert down.shape == (64, 96)
     zeros = torch.nn.functional.pad(torch.from_numpy(numbers.zeros[:, 0]), (0, 6)).numpy()
-    parts = {"weight": pack(numbers.codes, 1, WORDS), "weight_scale": numbers.scales[:, 0]}
-    parts["weight_zero_point"] = pack(zeros, 0, WORDS)
+    parts = {"weight": stream(numbers.codes, 1, order=WORDS), "weight_scale": numbers.scales[:, 0]}
+    parts["weight_zero_point"] = stream(zeros, 0, order=WORDS)
     change(tmp_path, lambda t: t.update({f"{DOWN}.{leaf}": part for leaf, part in parts.items()}))
     assert torch.equal(open_checkpoint(tmp_path).weight(DOWN).dequantize(), numbers.weight)
 

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from engine_tensors import AWQ_ORDER, words
 from reference import linear_reference
 from w4gemm import QuantizedWeight, fold_scales
-from w4gemm.checkpoints.awq import ORDER
 from w4gemm.core.formats import WeightFormat
 from w4gemm.tuning.random_weight import random_components
 
@@ -92,20 +92,15 @@ GPT_OSS = Case("gpt_oss_mxfp4", 32, element="mxfp4")
 MXFP4, NVFP4 = Case("mxfp4", 32, element="mxfp4"), Case("modelopt_fp4", 16, element="nvfp4")
 
 
-def words(numbers: torch.Tensor, order: tuple[int, ...] = tuple(range(8)), bits: int = 32) -> torch.Tensor:
-    """Numbers 0..15 (..., m) as integers of ``bits`` bits (..., 4 m / bits)."""
-    each = numbers.long().unflatten(-1, (-1, bits // 4))
-    word = sum(each[..., i] << (4 * order[i]) for i in range(bits // 4))
-    return torch.where(word >= 1 << 31, word - (1 << 32), word).int() if bits == 32 else word.to(torch.uint8)
-
-
 def stored(case: Case, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> dict[str, Any]:
     """The parameters of a product of all experts, from its numbers (experts, n, columns)."""
-    bits, along_n = (8 if case.name == "moe_wna16" or case.element else 32), case.name == "awq"
-    order = tuple(ORDER) if along_n else tuple(range(bits // 4))
+    in_bytes, along_n = case.name == "moe_wna16" or bool(case.element), case.name == "awq"
+    order = AWQ_ORDER if along_n else tuple(range(8))
 
     def packed(numbers: torch.Tensor, over_rows: bool) -> torch.Tensor:
-        return words(numbers.mT, order, bits).mT if over_rows else words(numbers, order, bits)
+        stream = words(numbers.mT if over_rows else numbers, order)
+        stream = stream.view(torch.uint8) if in_bytes else stream
+        return stream.mT if over_rows else stream
 
     compressed = case.name == "compressed-tensors"
     names = ("weight_packed", "weight_scale", "weight_zero_point") if compressed else ("qweight", "scales", "qzeros")
