@@ -178,36 +178,6 @@ def every_number() -> tuple[QuantizedWeight, torch.Tensor]:
     return one, (scales.float()[:, None] * (codes.float() - 8)).to(FP8)
 
 
-def prmt(low: torch.Tensor, high: torch.Tensor, selector: torch.Tensor) -> torch.Tensor:
-    """PTX's, of words in int64: four bytes of eight, by the low bits of four nibbles, or by the high one the sign."""
-    both, word = low | high << 32, torch.zeros_like(selector)
-    for i in range(4):
-        nibble = selector >> 4 * i & 15
-        byte = both >> 8 * (nibble & 7) & 255
-        word |= torch.where(nibble >= 8, (byte >> 7) * 255, byte) << 8 * i
-    return word
-
-
-def test_every_code_with_every_scale_in_the_steps_of_the_decoder():
-    """The steps of packing/codecs/integers_decode_fp8.py on words of the layout, on the CPU."""
-    one, expected = every_number()
-    blocks = one.repack("mma8").tensors[0]
-    words = blocks[:, 0, :1024].view(-1, 2, 4, 8, 4, 2, 2).long() & 0xFFFFFFFF  # half warp g q step row8
-    numbers = every_scale().float()[:, None, None] * torch.arange(-8, 8).view(4, 4)
-    a, b, c, d = (numbers.to(FP8).view(torch.uint8).long() @ 256 ** torch.arange(4)).T  # from -8, -4, 0, 4 on
-    halves = torch.stack((a - b, d - c, b, c))
-    rows = torch.nn.functional.pad(halves, (0, -halves.shape[1] % 64)).view(4, -1, 4, 2, 8)  # block warp row8 g
-    lower0, lower1, upper0, upper1 = rows.permute(0, 1, 2, 4, 3)[:, :, None, :, :, None, None].expand(-1, *words.shape)
-    columns = []
-    for selectors in (words, words >> 16):
-        low = prmt(lower0, lower1, selectors & 0xFFFF)
-        columns.append(low + prmt(upper0, upper1, selectors & 0x7777))
-    registers = torch.stack(columns, -1)  # block half warp g q step row8 col16
-    bytes = (registers[..., None] >> 8 * torch.arange(4) & 255).permute(0, 2, 6, 3, 1, 5, 7, 4, 8)
-    decoded = bytes.reshape(-1, 128)[: len(expected)].to(torch.uint8).view(FP8)
-    assert (registers < 2**32).all() and torch.equal(decoded.float(), expected.float())
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("m", [128, 200])
 def test_every_code_with_every_scale_on_a_gpu(m):
