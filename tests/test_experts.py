@@ -497,25 +497,6 @@ def test_experts_without_gates(activation):
         W4Experts(QuantizedWeight.stack(ups), QuantizedWeight.stack(several(96, 32 * 4)), activation=activation)
 
 
-def test_route_passes_over_experts_without_tokens():
-    routing = route(torch.tensor([[3, 1], [3, 7], [1, -1]]), 4)
-    assert routing.m_offsets.tolist() == [0, 0, 2, 2, 4]
-    assert routing.tokens[:4].tolist() == [0, 2, 0, 1] and routing.tokens.dtype == torch.int32
-    assert routing.row_of_choice.tolist() == [[2, 0], [3, -1], [1, -1]]
-
-
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_route_takes_ids_of_any_strides(dtype):
-    ids = torch.tensor([[3, 1], [3, 7], [1, -1]], dtype=dtype)
-    reference = route(ids, 4)
-    for same in (ids.t().contiguous().t(), ids.repeat(1, 2)[:, :2], ids.repeat_interleave(2, 0)[::2]):
-        assert not same.is_contiguous()
-        for got, expected in zip(route(same, 4), reference, strict=True):
-            assert got.is_contiguous() and torch.equal(got, expected)
-    assert route(ids[:, :1].expand(3, 2), 4).row_of_choice.shape == (3, 2)
-    assert route(torch.zeros(2, 0, dtype=dtype).t(), 4).tokens.shape == (0,)
-
-
 @pytest.mark.parametrize("terms", [1, 16])
 def test_combine_compiles(terms):
     """The rows of a token are requested before the first is added, and none spills."""

@@ -38,7 +38,7 @@ def assert_right(ids: torch.Tensor, experts: int, expert_map: torch.Tensor | Non
     assert actual.m_offsets.tolist() == offsets
     assert actual.tokens[: len(tokens)].tolist() == tokens
     assert actual.row_of_choice.tolist() == rows
-    assert all(t.dtype == torch.int32 for t in actual) and len(actual.tokens) == ids.numel()
+    assert all(t.dtype == torch.int32 and t.is_contiguous() for t in actual) and len(actual.tokens) == ids.numel()
     if ids.numel():
         assert int(actual.tokens.min()) >= 0 and int(actual.tokens.max()) < len(ids)
 
@@ -61,10 +61,14 @@ def test_every_choice_has_its_row(device: str, dtype: torch.dtype, mapped: bool,
 
 
 def test_uneven_choices(device: str) -> None:
-    """All of one expert, none here, and ids that do not lie contiguously."""
+    """All of one expert, none here, no choice, and ids that do not lie contiguously."""
     assert_right(torch.full((50, 4), 3, device=device), 8)
     assert_right(torch.full((50, 4), 9, device=device), 8)
-    assert_right(torch.arange(48, device=device).view(6, 8).T % 5, 4)
+    assert_right(torch.zeros(2, 0, dtype=torch.int32, device=device).T, 4)
+    ids = torch.arange(48, device=device).view(6, 8) % 5
+    for strided in (ids.T, ids.repeat(1, 2)[:, :8], ids.repeat_interleave(2, 0)[::2], ids[:, :1].expand(6, 3)):
+        assert not strided.is_contiguous()
+        assert_right(strided, 4)
 
 
 @pytest.mark.gpu
