@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -64,14 +64,14 @@ def shard(folder: Path) -> dict[str, str]:
     return places
 
 
-def write_index(folder: Path, places: dict[str, str]) -> None:
+def write_index(folder: Path, places: Mapping[str, object]) -> None:
     (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": places}))
 
 
 @every_folder
 def test_shards(kind: str, tmp_path: Path) -> None:
     """In two files it is the same; then a shard is missing, cut short, of another length than it says, and both have
-    one tensor; and an index names a file outside, too many tensors, and one in the other file."""
+    one tensor; and an index names a file outside, too many tensors, and one in the other file, or is none."""
     folder = samples.FORMATS[kind](tmp_path)
     whole = read(folder)
     places = shard(folder)
@@ -94,8 +94,12 @@ def test_shards(kind: str, tmp_path: Path) -> None:
     refused(folder, f"says that '{name}' is in part-1.safetensors, which does not hold it")
     write_index(folder, places | {"another.weight": "part-1.safetensors"})
     refused(folder, "says that 'another.weight' is in part-1.safetensors, which does not hold it")
-    write_index(folder, places | {name: "../part-0.safetensors"})
-    refused(folder, "names files that are not in the folder")
+    for outside in ("../part-0.safetensors", 3):
+        write_index(folder, places | {name: outside})
+        refused(folder, "names files that are not in the folder")
+    for text, error in (("{", "JSONDecodeError"), ("[" * 100_000, "RecursionError"), ("{}", "KeyError")):
+        (folder / INDEX).write_text(text)
+        refused(folder, f"is no index of tensors: {error}")
 
 
 def test_what_an_earlier_save_left(tmp_path: Path) -> None:

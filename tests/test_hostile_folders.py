@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fuzz import samples
+from quantized_model import configure
 from w4gemm import FormatError, QuantizedWeight
 from w4gemm.checkpoints import hugging_face, open_checkpoint, quantization_configs
 from w4gemm.checkpoints.quantization_configs import ExtraConfig, Patterns
@@ -25,14 +26,6 @@ from w4gemm.core.files import placed, read_regular
 from w4gemm.core.format_names import LARGEST_GROUP
 from w4gemm.core.words import printable
 from w4gemm.integrations.transformers import W4GemmConfig
-
-
-def changed(folder: Path, **settings: Any) -> None:
-    """Put settings into a folder's quantization_config."""
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] |= settings
-    (folder / "config.json").write_text(json.dumps(config))
-
 
 # --- regular expressions
 
@@ -62,7 +55,7 @@ def test_an_expression_that_would_take_years(argument: str, tmp_path: Path, monk
     monkeypatch.setattr(quantization_configs, "_SECONDS", 0.3)
     kind, settings = PLACES[argument]
     folder = samples.FORMATS[kind](tmp_path)
-    changed(folder, **settings(ENDLESS))
+    configure(folder, **settings(ENDLESS))
     with pytest.raises(FormatError, match=rf"{argument}.*: '.*' and the expressions before it take longer than"):
         open_checkpoint(folder)
 
@@ -71,14 +64,14 @@ def test_an_expression_that_would_take_years(argument: str, tmp_path: Path, monk
 def test_an_expression_that_is_too_long(argument: str, tmp_path: Path) -> None:
     kind, settings = PLACES[argument]
     folder = samples.FORMATS[kind](tmp_path)
-    changed(folder, **settings("*" + "(" * 10_001))
+    configure(folder, **settings("*" + "(" * 10_001))
     with pytest.raises(FormatError, match=f"{argument}.*: wanted regular expressions of at most 10000 characters, got"):
         open_checkpoint(folder)
 
 
 def test_a_hundred_thousand_expressions(tmp_path: Path) -> None:
     folder = samples.FORMATS["compressed-tensors"](tmp_path)
-    changed(folder, ignore=[f"re:layer.{i}" for i in range(100_000)])
+    configure(folder, ignore=[f"re:layer.{i}" for i in range(100_000)])
     with pytest.raises(FormatError, match=r"ignore, targets: wanted at most 10000 regular expressions, got 100000"):
         open_checkpoint(folder)
 
@@ -158,12 +151,12 @@ def test_a_group_beyond_k(tmp_path: Path) -> None:
     save_file(tensors, folder / "model.safetensors")
     weights = []
     for size in (-1, 128, LARGEST_GROUP):
-        changed(folder, group_size=size)
+        configure(folder, group_size=size)
         w = open_checkpoint(folder).weight("model.a")
         assert w.format.group_size == size
         weights.append(w.dequantize())
     assert all(torch.equal(weight, weights[0]) for weight in weights)
-    changed(folder, group_size=2**40)
+    configure(folder, group_size=2**40)
     with pytest.raises(FormatError, match=f"model.a: group_size: wanted a positive multiple .*, got {2**40}"):
         open_checkpoint(folder)
 
@@ -193,7 +186,7 @@ def test_names_of_files_with_control_characters(tmp_path: Path) -> None:
 def test_errors_and_warnings_show_no_control_characters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A setting's name is in the message as it is."""
     folder = samples.FORMATS["compressed-tensors"](tmp_path)
-    changed(folder, config_groups={"\x1b[2J": "W4A16"})
+    configure(folder, config_groups={"\x1b[2J": "W4A16"})
     assert main(["inspect", str(folder)]) == 1
     assert r"config_groups.\x1b[2J is the name of a preset" in capsys.readouterr().err
 
