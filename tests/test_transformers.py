@@ -242,21 +242,6 @@ def test_wrong_shape(tmp_path: Path) -> None:
         load(path)
 
 
-def test_wrong_paths(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="nowhere"):
-        load(tmp_path / "nowhere")
-    with pytest.raises(FormatError, match="is an empty folder; what can be loaded"):
-        load(tmp_path)
-
-
-def test_quantized_folder_is_refused(tmp_path: Path) -> None:
-    config = json.loads((write_dense(tmp_path) / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "eetq", "bits": 4}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(FormatError, match="quantized by 'eetq', which cannot be loaded yet"):
-        load(tmp_path)
-
-
 def test_smollm2() -> None:
     from w4gemm.integrations.generation import default_model
 
