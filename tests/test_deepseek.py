@@ -83,14 +83,14 @@ def mxfp4(n: int, k: int) -> tuple[torch.Tensor, ...]:
     return packed, scales, numbers * (2.0**exponents).repeat_interleave(32, 1)
 
 
-def write_w4afp8(folder: Path, config: dict[str, Any] = W4AFP8) -> dict[str, torch.Tensor]:
+def write_w4afp8(folder: Path) -> dict[str, torch.Tensor]:
     """A tiny DeepSeek-V3 as TensorRT-LLM's script writes it, with a layer for further tokens; return its weights."""
 
     def write(name: str, n: int, k: int) -> Any:
-        packed, scale, weight = int4(n, k, config.get("group_size", 128)) if EXPERT.fullmatch(name) else fp8(n, k)
+        packed, scale, weight = int4(n, k, 32) if EXPERT.fullmatch(name) else fp8(n, k)
         return {"weight": packed, "weight_scale_inv": scale}, weight
 
-    expected = convert(write_dense(folder, "deepseek_v3"), config, write, ROUTERS)
+    expected = convert(write_dense(folder, "deepseek_v3"), W4AFP8, write, ROUTERS)
     roles = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 
     def complete(tensors: dict[str, torch.Tensor]) -> None:

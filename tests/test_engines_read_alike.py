@@ -107,11 +107,10 @@ def sglang_compressed(quantization: dict[str, Any]) -> Any:
     return resolved(SCHEMES["ct"])("group", weights["num_bits"], weights["group_size"], weights["symmetric"], actorder)
 
 
-def with_zeros(drawn: Drawn, symmetric: bool, act_order: bool = False) -> Tensors:
+def with_zeros(drawn: Drawn, symmetric: bool) -> Tensors:
     """compressed-tensors' tensors without those that a symmetric weight in order lacks."""
-    tensors = drawn.compressed()
-    unused = (["weight_zero_point"] if symmetric else []) + ([] if act_order else ["weight_g_idx"])
-    return {name: t for name, t in tensors.items() if name not in unused}
+    unused = ("weight_zero_point", "weight_g_idx") if symmetric else ("weight_g_idx",)
+    return {name: t for name, t in drawn.compressed().items() if name not in unused}
 
 
 def sglang_gptq(quantization: dict[str, Any]) -> Any:
