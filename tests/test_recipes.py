@@ -1,7 +1,7 @@
 """The recipes of docs/transformers.md for other programs.
 
-lm-eval is run if it is installed. Else a stand-in has the signature of 0.4.13's ``simple_evaluate``, and calls
-``from_pretrained`` as its class HFLM does. GPTQModel's functions are always stand-ins, of 7.7.0's signatures.
+lm-eval and GPTQModel are run if they are installed. Else a stand-in has the signature of 0.4.13's ``simple_evaluate``,
+and calls ``from_pretrained`` as its class HFLM does; GPTQModel's have 7.7.0's signatures.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 
 pytest.importorskip("transformers")
 
+import tiny_model
 from quantized_model import write_model
 from test_gptq import CONFIG, writer
 from w4gemm.integrations.transformers import disable, load, summarize
@@ -93,6 +94,21 @@ def from_pretrained(pretrained: str, device: str) -> Any:
 
 
 def test_gptqmodel_quantizes_and_w4gemm_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dense, texts = "dense", ["some text"]
+    if importlib.util.find_spec("gptqmodel") is None:
+        monkeypatch.setitem(sys.modules, "gptqmodel", stand_in_for_gptqmodel())
+    else:
+        monkeypatch.setenv("GPTQMODEL_CPU_WORKERS", "2")  # which machines of two cores lack
+        monkeypatch.setattr(tiny_model, "HIDDEN", 256)  # two groups of columns
+        monkeypatch.setattr(tiny_model, "FFN", 512)
+        dense = str(tiny_model.write_dense(folder.parent / "dense"))
+        texts = [" ".join(f"the he {i} {j}" for j in range(200)) for i in range(8)]
+    names: dict[str, Any] = {"dense": dense, "texts": texts, "folder": str(folder)}
+    exec(recipe("gptqmodel").replace('"cuda"', '"cpu"'), names)
+    assert summarize(names["model"]).quantized and names["tokenizer"]("hello").input_ids
+
+
+def stand_in_for_gptqmodel() -> ModuleType:
     class Quantizer:
         def quantize(self, calibration: list[str]) -> None:
             self.calibration = calibration
@@ -107,7 +123,4 @@ def test_gptqmodel_quantizes_and_w4gemm_runs(folder: Path, monkeypatch: pytest.M
 
     stand_in: Any = ModuleType("gptqmodel")
     stand_in.GPTQModel, stand_in.QuantizeConfig = SimpleNamespace(load=open_dense), dict
-    monkeypatch.setitem(sys.modules, "gptqmodel", stand_in)
-    names: dict[str, Any] = {"dense": "dense", "texts": ["some text"], "folder": str(folder)}
-    exec(recipe("gptqmodel").replace('"cuda"', '"cpu"'), names)
-    assert summarize(names["model"]).quantized and names["tokenizer"]("hello").input_ids
+    return stand_in

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from sglang_layers import (  # noqa: F401 (two are fixtures)
     EXPERTS,
     HIDDEN,
     MIXTURES,
+    SOURCES,
     WIDTH,
     Drawn,
     compressed_experts,
@@ -23,6 +26,8 @@ from sglang_layers import (  # noqa: F401 (two are fixtures)
     packed,
     refused,
     registered,
+    resolved,
+    started_with,
 )
 from w4gemm.api.expert_layer import OneLaunch
 from w4gemm.choice import plan_cache
@@ -60,6 +65,104 @@ def test_experts(name: str, factor: float | None) -> None:
     assert error < (0.06 if MIXTURES[name][3] else 0.01)
     empty = call(layer, dispatched(x[:0], ids[:0], router[:0])).hidden_states
     assert empty.shape == (0, HIDDEN)
+
+
+class Adapters:
+    """SGLang's LoRAHooks in PyTorch, of two adapters; a token may have none (-1)."""
+
+    def __init__(self, tokens: int, gated: bool = True) -> None:
+        g = torch.Generator().manual_seed(3)
+        self.of_token = torch.arange(tokens) % 3 - 1
+        shapes = ((4, HIDDEN), ((1 + gated) * WIDTH, 4)), ((4, WIDTH), (HIDDEN, 4))
+        self.pairs = [[torch.randn(2, EXPERTS, *shape, generator=g) / 8 for shape in pair] for pair in shapes]
+
+    def delta(self, product: int, token: int, expert: int, x: torch.Tensor) -> torch.Tensor | float:
+        adapter = int(self.of_token[token])
+        if adapter < 0:
+            return 0.0
+        a, b = (t[adapter, expert].double() for t in self.pairs[product])
+        return b @ (a @ x.double())
+
+    def _add(self, product: int, rows: torch.Tensor, cache: torch.Tensor, ids: torch.Tensor, factor: Any) -> None:
+        for t, j in itertools.product(*map(range, ids.shape)):
+            if ids[t, j] >= 0:
+                own = rows[t] if product == 0 else rows[t * ids.shape[1] + j]
+                cache[t, j] += self.delta(product, t, int(ids[t, j]), own) * factor[t, j]
+
+    def after_gate_up(self, x: torch.Tensor, cache: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> None:
+        self._add(0, x, cache, ids, torch.ones(ids.shape))
+
+    def after_down(self, x: torch.Tensor, cache: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> None:
+        self._add(1, x, cache, ids, weights)
+
+
+@pytest.mark.parametrize("factor", [None, 2.5])
+@pytest.mark.parametrize("name", MIXTURES)
+def test_experts_with_adapters(name: str, factor: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several in a step, as SGLang's layer with adapters calls our runner: with the experts that our hook gives it."""
+    started_with(monkeypatch, enable_lora=True)
+    monkeypatch.setenv("W4GEMM_SGLANG", "on")
+    method, layer, drawn = loaded(name, routed_scaling_factor=factor)
+    method.process_weights_after_loading(layer)
+    backend = layer.runner.runner_backend
+    base = resolved("sglang.srt.layers.quantization.base_config.FusedMoEMethodBase")
+    info = base.get_moe_quant_info(method, layer, backend)
+    assert info is layer.w4gemm_experts and backend.value == "w4gemm"
+    x = torch.randn(6, HIDDEN).bfloat16() / 4
+    ids = torch.tensor([[0, 3], [1, 2], [-1, 1], [2, -1], [3, 3], [0, 1]], dtype=torch.int32)
+    router, hooks = torch.rand(6, 2), Adapters(6)
+    expected, plain = torch.zeros(2, 6, HIDDEN, dtype=torch.float64)
+    for t, j in itertools.product(range(6), range(2)):
+        if (e := int(ids[t, j])) < 0:
+            continue
+        w13, w2 = drawn[e]
+        for total, adapted in ((expected, hooks), (plain, None)):
+            rows = w13.dense @ x[t].double() + (adapted.delta(0, t, e, x[t]) if adapted else 0)
+            gate, up = rows.chunk(2)
+            hidden = torch.nn.functional.silu(gate) * up
+            result = w2.dense @ hidden + (adapted.delta(1, t, e, hidden) if adapted else 0)
+            total[t] += router[t, j] * (factor or 1) * result
+    assert (expected - plain).norm() > 0.1 * plain.norm()
+    core = layer.runner.runner_core
+    for own_hooks, exact in ((hooks, expected), (SimpleNamespace(after_gate_up=None, after_down=None), plain)):
+        got = core.run_from_dispatch(dispatched(x, ids, router), info, layer.moe_runner_config, hooks=own_hooks)
+        error = (got.hidden_states.double() - exact).norm() / exact.norm()
+        assert error < (0.08 if MIXTURES[name][3] else 0.012)
+
+
+@pytest.mark.skipif(not SOURCES, reason="SGLANG_SOURCES names no sources of SGLang")
+def test_sglangs_layer_with_adapters_runs_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the layer alone where a step has no adapters."""
+    from sglang.srt.layers.moe import utils
+    from sglang.srt.layers.quantization.base_config import FusedMoEMethodBase
+    from sglang.srt.lora import lora_moe_runners
+    from sglang.srt.lora.layers import FusedMoEWithLoRA
+
+    started_with(monkeypatch, enable_lora=True)
+    monkeypatch.setattr(utils, "get_moe_runner_backend", lambda: utils.MoeRunnerBackend.AUTO)
+    monkeypatch.setenv("W4GEMM_SGLANG", "on")
+    method, layer, _ = loaded("gptq", inplace=True)
+    method.process_weights_after_loading(layer)
+    x, router = torch.randn(6, HIDDEN).bfloat16() / 4, torch.rand(6, 2)
+    ids = torch.tensor([[0, 3], [1, 2], [-1, 1], [2, -1], [3, 3], [0, 1]], dtype=torch.int32)
+    sent = dispatched(x, ids, router)
+    layer.quant_method = type("Method", (FusedMoEMethodBase,), {"apply": None})()
+    layer.moe_tp_rank, layer.should_fuse_routed_scaling_factor_in_topk = 0, False
+    layer.dispatcher = SimpleNamespace(dispatch=lambda **both: sent, combine=lambda combine_input: combine_input)
+    layer.forward = lambda hidden_states, topk_output: method.apply_weights(layer, sent)
+    batch: list[Any] = [None]
+    backend: Any = SimpleNamespace(name="triton", get_batch_info=lambda layout: batch[0])
+    wrapped = FusedMoEWithLoRA(layer, backend)
+    hooks, asked = Adapters(6), []
+    monkeypatch.setattr(wrapped, "_get_lora_info", lambda: "info")
+    monkeypatch.setattr(lora_moe_runners, "build_lora_hooks", lambda *args: asked.append(args) or hooks)
+    alone = wrapped(x, sent.topk_output).hidden_states
+    batch[0] = "adapters"
+    together = wrapped(x, sent.topk_output).hidden_states
+    core, info = layer.runner.runner_core, layer.w4gemm_experts
+    expected = core.run_from_dispatch(sent, info, layer.moe_runner_config, hooks=hooks).hidden_states
+    assert torch.equal(together, expected) and asked[0][1] == "info"
+    assert not torch.equal(alone, together) and torch.equal(alone, info.experts(x, ids, router))
 
 
 @pytest.mark.parametrize(

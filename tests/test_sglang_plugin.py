@@ -12,6 +12,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -153,9 +154,15 @@ def test_where_answers_must_not_depend_on_the_batch(monkeypatch: pytest.MonkeyPa
 
 
 def test_where_adapters_may_be_loaded(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """SGLang asks its own method for the weights of experts then."""
+    """Experts need the switch then, and another runner than those with adapters of their own."""
     started_with(monkeypatch, enable_lora=True)
-    experts_left(caplog, "--enable-lora is on")
+    experts_left(caplog, "--enable-lora is on, with which w4gemm was not timed; W4GEMM_SGLANG=on takes over")
+    monkeypatch.setenv("W4GEMM_SGLANG", "on")
+    named = SimpleNamespace(value="lora_triton")
+    monkeypatch.setattr("w4gemm.integrations.sglang.experts_lora.get_moe_runner_backend", lambda: named)
+    experts_left(caplog, "--moe-runner-backend lora_triton runs experts and adapters")
+    started_with(monkeypatch, enable_lora=True, enable_deterministic_inference=True)
+    experts_left(caplog, "--enable-deterministic-inference")
 
 
 @pytest.mark.parametrize("option", ["cpu_offload_gb", "offload_group_size"])
@@ -533,6 +540,7 @@ METHODS = (
     *("create_moe_runner", "run_from_dispatch", "run", "register", "apply_hooks", "_get_scheme_from_parts"),
     "load_model",
     "get_moe_runner_backend",
+    "get_moe_quant_info",
     "get_quant_method",
 )
 

@@ -20,6 +20,17 @@ def get_moe_a2a_backend():
     return Named("none")
 
 
+@at("layers.moe.utils")
+def get_moe_runner_backend():
+    return Named("auto")
+
+
+@at("layers.quantization.base_config")
+class FusedMoEMethodBase:
+    def get_moe_quant_info(self, layer, runner_backend):
+        raise NotImplementedError
+
+
 _names: set[str] = set()
 
 
@@ -62,7 +73,7 @@ class MoeRunner:
         self.runner_core = _factories[runner_backend.value](config)
 
     def run(self, dispatch_output, quant_info, lora_info=None):
-        return self.runner_core.run_from_dispatch(dispatch_output, quant_info, self.config, hooks=None)
+        return self.runner_core.run_from_dispatch(dispatch_output, quant_info, self.config, hooks=lora_info)
 
 
 @at("layers.moe.token_dispatcher", "layers.moe.token_dispatcher.standard")

@@ -25,7 +25,10 @@ from w4gemm.integrations.engines.formats import PRODUCTS, ExpertsSettings
 from w4gemm.integrations.engines.loading import NOTHING_LOADED, check_known, check_loaded, mark
 from w4gemm.integrations.engines.warmup import ExpertsCall, Need, experts_need, token_counts
 from w4gemm.integrations.sglang.experts_formats import METHODS, Method, fused_activation, in_pairs
+from w4gemm.integrations.sglang.experts_lora import why_not as why_no_adapters
+from w4gemm.integrations.sglang.experts_lora import with_adapters
 from w4gemm.integrations.sglang.takeover import (
+    QUANTIZATION,
     SGLANG,
     WARMUP,
     Hook,
@@ -55,6 +58,8 @@ class W4gemmQuantInfo(MoeQuantInfo):  # type: ignore[misc, unused-ignore]
     """The value that SGLang hands from a layer to its runner: the experts."""
 
     experts: W4Experts
+    first: W4GroupedLinear | None = None
+    """The first product without activation, where adapters may be loaded."""
 
 
 class W4gemmRunner(DispatchMoeRunnerCore):  # type: ignore[misc, unused-ignore]
@@ -72,7 +77,11 @@ class W4gemmRunner(DispatchMoeRunnerCore):  # type: ignore[misc, unused-ignore]
             return StandardCombineInput(hidden_states=x)
         factor = runner_config.routed_scaling_factor
         expert_weights = chosen.topk_weights if factor in (None, 1.0) else chosen.topk_weights * factor
-        return StandardCombineInput(hidden_states=quant_info.experts(x, chosen.topk_ids.int(), expert_weights))
+        experts, first, ids = quant_info.experts, quant_info.first, chosen.topk_ids.int()
+        if hooks is None or first is None:
+            return StandardCombineInput(hidden_states=experts(x, ids, expert_weights))
+        d = with_adapters(experts, first, x, ids, expert_weights, hooks, in_pairs(runner_config))
+        return StandardCombineInput(hidden_states=d)
 
 
 def install() -> None:
@@ -89,6 +98,8 @@ def install() -> None:
         hooks.append(Hook(f"{method.target}.{method.apply}", ("self", "layer", "dispatch_output"), apply))
         if method.routes:
             hooks.append(Hook(f"{method.target}.get_moe_runner_backend", ("self", "layer"), runner_backend))
+    base = f"{QUANTIZATION}.base_config.FusedMoEMethodBase"
+    hooks.append(Hook(f"{base}.get_moe_quant_info", ("self", "layer", "runner_backend"), quant_info))
     hook(hooks)
     register_moe_runner_core(RUNNER, W4gemmRunner)
 
@@ -123,12 +134,18 @@ def runner_backend(own: Callable[..., Any], self: Any, layer: Any) -> Any:
     return resolve_moe_runner_backend(RUNNER) if hasattr(layer, _RUNNER) else own(self, layer)
 
 
+def quant_info(own: Callable[..., Any], self: Any, layer: Any, runner_backend: Any) -> Any:
+    """Return what SGLang's layer with adapters hands to a runner: the experts, if that is ours."""
+    info = getattr(layer, _EXPERTS, None)
+    return own(self, layer, runner_backend) if info is None or runner_backend.value != RUNNER else info
+
+
 def _why_not(method: Method, self: Any, layer: Any, config: Any) -> str:
     settings = method.settings(self)
     if reason := why_not_here(capability(), settings.activations == "fp8") or settings.why_refused:
         return reason
-    if adapters():
-        return "--enable-lora is on"  # SGLang adds adapters between its own kernels for experts
+    if adapters() and (reason := why_no_adapters()):
+        return reason
     if fetches_experts():
         return "GPUs fetch experts from one another by the names of SGLang's parameters (--dwdp-size)"
     if not get_moe_a2a_backend().is_none():
@@ -210,15 +227,21 @@ def _pack(method: Method, self: Any, layer: Any) -> None:
         products.append(W4GroupedLinear.from_weight(w, bias, dtype=config.params_dtype))
     activation = fused_activation(config)
     experts = W4Experts(*products, activation=activation, batch_invariant=deterministic())
+    first: W4GroupedLinear | None = None
+    if adapters():
+        first = W4GroupedLinear.from_weight(
+            experts.gate_up.weight, experts.gate_up._parameters["bias"], dtype=config.params_dtype
+        )
+        layer.runner = getattr(layer, _RUNNER)  # which SGLang asks for the kind of one with adapters
     # beside the module, so that its buffers are not listed twice
-    object.__setattr__(layer, _EXPERTS, W4gemmQuantInfo(experts))
-    WARMUP.loaded(layer, _need(experts, activation, config))
+    object.__setattr__(layer, _EXPERTS, W4gemmQuantInfo(experts, first))
+    WARMUP.loaded(layer, _need(experts, first, activation, config))
     if not (layer.with_bias or method.padded or in_pairs(config)):
         open_updates(layer, update, held, [f"{name}_weight" for name in PRODUCTS if gated[name]], method.flips)
 
 
-def _need(experts: W4Experts, activation: str, config: Any) -> Need:
-    """Return what a layer's experts launch for any number of tokens."""
+def _need(experts: W4Experts, first: W4GroupedLinear | None, activation: str, config: Any) -> Need:
+    """Return what a layer's experts launch for any number of tokens, also with adapters if there is a ``first``."""
     gate_up, down = experts.gate_up.weight, experts.down.weight
     count, top_k = gate_up.experts, config.top_k
     each = token_counts(BOUNDS[-1] + 1, top_k, count)
@@ -228,13 +251,21 @@ def _need(experts: W4Experts, activation: str, config: Any) -> Need:
         for experts.one_launch in (False, None):
             for tokens in each:
                 x = torch.zeros(tokens, gate_up.k, dtype=config.params_dtype, device=gate_up.device)
-                ids = torch.arange(tokens * top_k, dtype=torch.int32, device=gate_up.device).view(tokens, top_k)
-                experts(x, ids % count, torch.zeros(tokens, top_k, dtype=torch.float32, device=gate_up.device))
+                ids = torch.arange(tokens * top_k, dtype=torch.int32, device=gate_up.device).view(tokens, top_k) % count
+                weights = torch.zeros(tokens, top_k, dtype=torch.float32, device=gate_up.device)
+                experts(x, ids, weights)
+                if first is not None and experts.one_launch is None:
+                    with_adapters(experts, first, x, ids, weights, None, in_pairs(config))
 
     rows = [tokens * top_k for tokens in each]
     facts = {"bias": experts.gate_up.bias is not None, "batch_invariant": experts.batch_invariant}
     call = ExpertsCall(config.params_dtype, [top_k], rows, **facts)
-    return experts_need(gate_up, down, activation, call, run)
+    need = experts_need(gate_up, down, activation, call, run)
+    if first is None:
+        return need
+    plain = experts_need(gate_up, down, None, call, None)
+    keys, helpers = dict.fromkeys((*need.keys, *plain.keys)), dict.fromkeys((*need.helpers, *plain.helpers))
+    return need._replace(keys=tuple(keys), helpers=tuple(helpers))
 
 
 def apply(own: Callable[..., Any], self: Any, layer: Any, dispatch_output: Any) -> Any:
