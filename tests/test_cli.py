@@ -422,6 +422,14 @@ def test_the_cpu_is_shared(others: int, threads: int, monkeypatch: pytest.Monkey
     assert len(chosen) == bool(others)
 
 
+def test_a_busy_machine_is_named_before_times(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(devices.os, "cpu_count", lambda: 8)
+    for others, said in ((0, ""), (3, "other processes use 3 of 8 cores: times are longer than on an idle machine\n")):
+        monkeypatch.setattr(devices, "_running_elsewhere", lambda others=others: others)
+        assert main(["gemm", "1", "64", "64", "--device", "cpu"]) == 0
+        assert capsys.readouterr().err == said
+
+
 @pytest.mark.skipif(not Path("/proc/stat").exists(), reason="of Linux")
 def test_processes_that_run_beside_this_one() -> None:
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:
@@ -474,6 +482,7 @@ def test_a_result_takes_the_place_of_the_progress(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("W4GEMM_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(devices, "_running_elsewhere", lambda: 0)
     monkeypatch.setattr(sys, "stderr", sys.stdout)  # one terminal
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     assert main(["tune", "--shapes", "64x64", "--m", "1,2", "--device", "cpu", "--force"]) == 0

@@ -209,6 +209,7 @@ def test_experts_have_the_names_of_published_files(their_own: None, architecture
 def test_gguf(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_gguf(tmp_path / "tiny.gguf", "qwen2")
     assert convert(path, tmp_path / "out", "--dtype", "float32") == 0
+    assert "stays dense, like the tensor that it shares: lm_head\n" in capsys.readouterr().err
     assert_same(tmp_path / "out", path)
     (model, tokenizer), (expected, _) = load(tmp_path / "out"), load(path)
     ids = tokenizer("hello there", return_tensors="pt").input_ids

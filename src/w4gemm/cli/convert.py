@@ -24,7 +24,8 @@ WRITERS: dict[str, WeightWriter] = {writer.name: writer for writer in (OwnWriter
 
 def run(args: argparse.Namespace) -> int:
     started = time.perf_counter()
-    checkpoint = tied(open_checkpoint(args.path, args.format))
+    whole = open_checkpoint(args.path, args.format)
+    checkpoint = tied(whole)
     how = ""
     if isinstance(checkpoint, DenseCheckpoint):
         checkpoint.search, (checkpoint.device, _) = args.search, choose_device(args.device)
@@ -63,6 +64,8 @@ def run(args: argparse.Namespace) -> int:
         f"{args.output}: a {writer.name} folder, {counted(len(checkpoint.modules), 'quantized module')}, "
         f"{counted(len(checkpoint.tensors), 'dense tensor')}, {size / MIB:.1f} MiB, in {seconds:.1f} s"
     )
+    if dense := [name for name in whole.modules if name not in checkpoint.modules]:
+        say(f"stays dense, like the tensor that it shares: {', '.join(dense)}")
     if why:
         say(f"only w4gemm reads it: {why}")
     elif unread:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from w4gemm import choice
-from w4gemm.console.devices import chosen_device, device_line, device_name
+from w4gemm.console.devices import chosen_device, device_line, device_name, say_if_busy
 from w4gemm.console.errors import memory_for
 from w4gemm.console.progress import counted, progress_bar, progress_line
 from w4gemm.console.values import chosen_dtype, sizes_of
@@ -32,6 +32,7 @@ def run(args: argparse.Namespace) -> int:
     format = WeightFormat.parse(args.format)
     dtype = chosen_dtype(args.dtype, device)
     problem = GemmProblem(m, n, k, dtype, format, layout_for(device, format, dtype), device=device)
+    say_if_busy(where)
     with memory_for(f"M, N, K: wanted sizes that fit the memory of {device_name(where)}, got {m}, {n}, {k}"):
         if args.profile:
             return _profile(problem, where, args.top, args.json)
@@ -109,10 +110,10 @@ def speed(problem: GemmProblem, us: float) -> str:
     """Return a time in words, with the operations and bytes per second that it comes to."""
     facts = _speed(problem, us)
     rates = f"{_scaled(facts['operations_per_s'], 'FLOP/s')}, {_scaled(facts['bytes_per_s'], 'B/s')}"
-    least = Roofline.of(problem)
+    least, time = Roofline.of(problem), f"{us:.1f} us" if us < 1e4 else f"{us / 1e3:.1f} ms"
     if least is not None:
-        return f"{us:.1f} us, {rates}, {100 * least.us / us:.0f} % of the roofline ({least.us:.1f} us)"
-    return f"{us:.1f} us, {rates} (no roofline is known for this device)"
+        return f"{time}, {rates}, {100 * least.us / us:.0f} % of the roofline ({least.us:.1f} us)"
+    return f"{time}, {rates} (no roofline is known for this device)"
 
 
 def _scaled(rate: float, unit: str) -> str:

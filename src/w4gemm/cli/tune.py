@@ -12,7 +12,7 @@ from w4gemm import choice
 from w4gemm.choice import table
 from w4gemm.cli.parser import ALL_TOKENS, CPU_TOKENS
 from w4gemm.cli.problems import parse_layers, problems
-from w4gemm.console.devices import chosen_device, device_line, device_name
+from w4gemm.console.devices import chosen_device, device_line, device_name, say_if_busy
 from w4gemm.console.errors import memory_for
 from w4gemm.console.progress import counted, delete_line, progress_bar, say
 from w4gemm.console.values import chosen_dtype, parse_tokens
@@ -34,6 +34,7 @@ def run(args: argparse.Namespace) -> int:
     needed = problems(dense, tokens, device, dtype, args.batch_invariant)
     tuned = 0 if args.force else sum((choice.measured_record(problem) or ("",))[0] == "tuned" for problem in needed)
     say(f"{device_line(device)}; {counted(len(needed), 'problem')}")
+    say_if_busy(where)
     top = TOP if args.top is None else args.top
     started = time.perf_counter()
     outcomes: list[Outcome] = []

@@ -53,6 +53,12 @@ def use_idle_cores(device: torch.device) -> None:
         say(f"{idle} of {threads} threads, because other processes run too; OMP_NUM_THREADS sets another number")
 
 
+def say_if_busy(device: torch.device) -> None:
+    """On a CPU, say that other processes run, before something is timed."""
+    if device.type == "cpu" and (others := _running_elsewhere()):
+        say(f"other processes use {others} of {os.cpu_count()} cores: times are longer than on an idle machine")
+
+
 def _running_elsewhere() -> int:
     """Return how many threads of other processes run or wait for a core, the median of 100 ms."""
     counts = []
