@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -136,29 +137,35 @@ def moved(model: Any) -> None:
         torch.testing.assert_close(model(IDS).logits, before, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("format", ["int4_g16_zint", "nvfp4", "mxfp4"])
-def test_two_layers_in_one_weight(format: str) -> None:
-    """transformers' packed_colwise: a process holds some rows of both. Scales of nvfp4 and mxfp4 are fp8."""
+@pytest.mark.parametrize("n", [96, 512])
+@pytest.mark.parametrize(
+    "format", ["int4_g16_zint", "nvfp4", "mxfp4", "int8_col_fp32", "int3_g32", "q6_k", "mxfp8", "e4m3_g128_b128"]
+)
+def test_two_layers_in_one_weight(format: str, n: int) -> None:
+    """transformers' packed_colwise: a process holds some rows of both. Scales of nvfp4 and mxfp4 are fp8; 128 rows of
+    b128 share scales, which 24 rows of a process have for themselves."""
     pytest.importorskip("transformers")
     from w4gemm.checkpoints.numbers import WeightNumbers
     from w4gemm.integrations.transformers.sharding import local_shard
 
-    w = quantize(torch.randn(96, 64), format)
+    w = quantize(torch.randn(n, 64), format)
     for rank in range(PROCESSES):
         mesh = SimpleNamespace(ndim=1, get_group=lambda dim, rank=rank: SimpleNamespace(rank=lambda: rank))
         model: Any = SimpleNamespace(tp_size=PROCESSES, tp_plan={"up.*": "packed_colwise"}, _device_mesh=mesh)
-        got = local_shard(model, "up.3", WeightNumbers(w)).weight().dequantize()
-        assert torch.equal(got, w.dequantize().view(2, PROCESSES, 24, 64)[:, rank].flatten(0, 1))
+        got = local_shard(model, "up.3", WeightNumbers(w)).weight()
+        assert torch.equal(got.dequantize(), w.dequantize().view(2, PROCESSES, -1, 64)[:, rank].flatten(0, 1))
+        assert got.format == (w.format if "b128" not in format or n == 512 else replace(w.format, scale="fp32"))
 
 
+@pytest.mark.parametrize("format", ["int4_g16", "q6_k", "int8_g32", "mxfp8"])
 @pytest.mark.parametrize("of_experts", [False, True])
-def test_parts_of_experts_add_up_to_the_whole(of_experts: bool) -> None:
+def test_parts_of_experts_add_up_to_the_whole(of_experts: bool, format: str) -> None:
     """Also their biases, each once, and the factors of x."""
     pytest.importorskip("transformers")
     from w4gemm.checkpoints.numbers import WeightNumbers
     from w4gemm.integrations.transformers.sharding import Local, Split
 
-    w = QuantizedWeight.stack([quantize(torch.randn(32, 64), "int4_g16") for _ in range(4)], layout="canonical")
+    w = QuantizedWeight.stack([quantize(torch.randn(32, 64), format) for _ in range(4)], layout="canonical")
     bias, scale, x = torch.randn(4, 32), torch.rand(64) + 0.5, torch.randn(64)
 
     def products(local: Local, x: torch.Tensor) -> torch.Tensor:

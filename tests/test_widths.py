@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from safetensors.torch import save_file
 
 from w4gemm import QuantizedWeight, W4Experts, W4Linear, WeightFormat, codebook, grouped_linear, linear, quantize
 from w4gemm.core.elements import ELEMENTS
-from w4gemm.core.errors import FormatError
+from w4gemm.core.errors import FormatError, UnsupportedError
 from w4gemm.core.problem import H200, GemmProblem
 from w4gemm.kernels import KERNELS
 from w4gemm.kernels.gpu import refused_groups
@@ -27,6 +28,7 @@ CASES = [
     ("int5_g32_zfloat_fp16", 6, 0.04), ("int3_g128_zint_fp16", 3 + 24 / 128, 0.22), ("int2_g16_zfloat", 4, 0.33),
     ("e4m3_col_fp32", 8 + 32 / K, 0.027), ("e4m3_g128_b128", 8 + 2 * 32 / 128**2, 0.027), ("mxfp8", 8.25, 0.027),
     ("e5m2_g32_e8m0", 8.25, 0.054), ("e2m3_g32_e8m0", 6.25, 0.029), ("e3m2_g32_e8m0", 6.25, 0.054),
+    ("e5m2_col_fp32", 8 + 32 / K, 0.054), ("e5m2_g128_b128", 8 + 2 * 32 / 128**2, 0.054),
     ("q6_k", 8 * 210 / 256, 0.02), ("q5_k", 5.625, 0.04), ("q3_k", 3.5625, 0.17), ("q2_k", 8 * 84 / 256, 0.34),
     ("iq4_g32_s8x256", 4.3125, 0.085), ("q4_k", 4.625, 0.08), ("mxfp4", 4.25, 0.12), ("nvfp4", 4.5 + 32 / 512, 0.1),
     ("iq4_g32_fp16", 4.5, 0.085), ("iq4_col", 4 + 16 / K, 0.13), ("nf4_g64_fp32", 4.5, 0.1), ("nf4", 4.25, 0.1),
@@ -73,15 +75,8 @@ def test_products(format):
             assert torch.equal(w.repack(layout).dequantize(), w.dequantize())
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("int8_g128_zint", "int6_g64", "int2_g16_zfloat", "e4m3_g128_b128"),
-        *("mxfp8", "q3_k", "q4_k", "mxfp4", "nvfp4", "nf4"),
-    ],
-)
-def test_layers_experts_and_gradients(name):
-    format = WeightFormat.parse(name)
+@all_formats
+def test_layers_experts_and_gradients(format):
     w, down = (random_weight(format, n, k, seed).repack() for n, k, seed in ((256, 128, 0), (128, 128, 1)))
     gate, up = (quantize(dense(128, 128, seed) / 11, format) for seed in (2, 3))
     x = dense(3, 128).requires_grad_()
@@ -130,6 +125,9 @@ def test_shards(format, dim, count):
     w = random_weight(format, N, K, signed=True)
     shards = [w.shard(dim, i, count) for i in range(count)]
     assert torch.equal(torch.cat([shard.dequantize() for shard in shards], dim), w.dequantize())
+    if dim == 0:  # rows stay whole
+        own = replace(format, scale="fp32") if format.scale == "b128" else format
+        assert {shard.format for shard in shards} == {own}
     for shard in shards:
         QuantizedWeight.from_codes(shard.format, *shard.parts()[:3], None, *shard.parts()[3:])
 
@@ -161,14 +159,31 @@ def test_scale_rules_of_shards(name, dim, count, rule):
         assert torch.equal(torch.cat([shard.dequantize() for shard in shards], dim), w.dequantize())
 
 
-@pytest.mark.parametrize("name", ["int8_g128", "int6_g64_zint", "int3_g32_fp16", "mxfp8", "e4m3_g128_b128"])
+@all_formats
+def test_a_row_does_not_depend_on_the_others(format):
+    """With batch_invariant=True; PyTorch multiplies weights without a layout of tables, in an order of its own."""
+    w, x = random_weight(format, N, K, signed=True).repack(), dense(70, K).bfloat16()
+    if w.layout == "canonical":
+        with pytest.raises(UnsupportedError, match="the bits of a row depend on the other rows here"):
+            linear(x, w, batch_invariant=True)
+        return
+    whole, order = linear(x, w, batch_invariant=True), torch.randperm(70, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(linear(x[order], w, batch_invariant=True), whole[order])
+    assert all(torch.equal(linear(x[i : i + 1], w, batch_invariant=True)[0], whole[i]) for i in (0, 33, 69))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["int8_g128", "int6_g64_zint", "int3_g32_fp16", "mxfp8", "e4m3_g128_b128", "e3m2_g32_e8m0", "q6_k", "q5_k", "q2_k"],
+)
 def test_act_order(name, tmp_path):
     format = WeightFormat.parse(name)
     parts = random_components(format, N, 512)
     order = torch.randperm(512, generator=torch.Generator().manual_seed(1))
     g_idx = (torch.arange(512) // format.group_size)[order]
-    w = QuantizedWeight.from_codes(format, parts.codes, parts.scales, parts.zeros, g_idx)
-    straight = QuantizedWeight.from_codes(format, parts.codes[:, torch.argsort(g_idx, stable=True)], *parts[1:3])
+    w = QuantizedWeight.from_codes(format, parts.codes, parts.scales, parts.zeros, g_idx, *parts[3:])
+    codes = parts.codes[:, torch.argsort(g_idx, stable=True)]
+    straight = QuantizedWeight.from_codes(format, codes, *parts[1:3], None, *parts[3:])
     assert torch.equal(w.dequantize()[:, torch.argsort(g_idx, stable=True)], straight.dequantize())
     w.save(tmp_path / "w.safetensors")
     assert torch.equal(

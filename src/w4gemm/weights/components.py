@@ -160,7 +160,7 @@ def _shard_format(format: WeightFormat, n: int, k: int, rows: slice, columns: sl
     scale = rule.name
     if rule.block_rows and height < n and height % rule.block_rows:
         scale = "fp32"
-    if rule.factor_columns:
+    if rule.factor_columns and width < k:
         shared = math.gcd(rule.factor_columns, width)
         alike = (r for r in SCALES.values() if replace(r, name=scale, factor_columns=rule.factor_columns) == rule)
         scale = next((r.name for r in alike if r.factor_columns == shared), "fp32")

@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor
 
 from w4gemm.checkpoints.numbers import Numbers, WeightNumbers
 from w4gemm.integrations.tensor_parallel import SumResults
-from w4gemm.kernels.base import selected
 from w4gemm.weights.weight import QuantizedWeight
 
 if TYPE_CHECKING:
@@ -79,8 +78,7 @@ def local_shard(model: PreTrainedModel, name: str, w: Numbers) -> Numbers:
                 layer.pre_quant_scale = scale[index * part.k : (index + 1) * part.k].clone()
             return part
         if style == _FUSED_ROWS:
-            rows = torch.arange(w.n, device="cpu").view(2, count, -1)[:, index].flatten()
-            return WeightNumbers(_rows(w.weight(), rows))
+            return WeightNumbers(_rows_of_both(w, index, count))
     except (ValueError, RuntimeError) as e:
         raise ValueError(f"{name}: cannot be split over {count} processes ({style}): {e}") from e
     if style in _WHOLE:
@@ -170,6 +168,9 @@ def _style(model: PreTrainedModel, name: str) -> str | None:
     return plan.get(name, plan.get(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)))
 
 
-def _rows(w: QuantizedWeight, rows: torch.Tensor) -> QuantizedWeight:
-    """Some rows of a weight in the canonical layout."""
-    return replace(w, n=len(rows), tensors=tuple(selected(t, 0, rows) for t in w.tensors))
+def _rows_of_both(w: Numbers, index: int, count: int) -> QuantizedWeight:
+    """A process's rows of the first half of a weight's rows, then its rows of the second half; in the canonical
+    layout."""
+    first, second = (w.shard(0, half, 2).shard(0, index, count).weight() for half in (0, 1))
+    tensors = tuple(map(torch.cat, zip(first.tensors, second.tensors, strict=True)))
+    return replace(first, n=first.n + second.n, tensors=tensors)
