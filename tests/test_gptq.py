@@ -22,6 +22,7 @@ from w4gemm.integrations.transformers import load
 
 CONFIG = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False}
 DOWN = "model.layers.1.mlp.down_proj"
+WIDTHS = ("int2_g32_fp16", "int8_g32_fp16", "int3_g32_fp16")
 
 
 def writer(added: int, group_size: int = 32, g_idx: bool = True, **numbers: Any) -> Writer:
@@ -191,6 +192,25 @@ def test_layers_with_their_own_settings(tmp_path: Path) -> None:
     configure(tmp_path, dynamic={f"-:{DOWN}": {}})
     with pytest.raises(FormatError, match=f"{DOWN}: config.json says by '-:{DOWN}' that it is dense"):
         open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("method", ["gptq", "auto-round"])
+def test_layers_with_their_own_bits(method: str, tmp_path: Path) -> None:
+    """A mixed folder of GPTQModel or AutoRound. A model that computes gates and ups in one product reads both."""
+    bits = {"up_proj": 8, "down_proj": 3, "o_proj": 2}
+
+    def write(name: str, n: int, k: int) -> Any:
+        own = bits.get(name.rpartition(".")[2], 4)
+        return writer(-1, bits=own, zeros=(2 ** (own - 1),) * 2)(name, n, k)
+
+    settings = {f".*{leaf}": {"bits": own} for leaf, own in bits.items()}
+    if method == "gptq":
+        mixed = CONFIG | {"dynamic": {f"+:{pattern}": own for pattern, own in settings.items()}}
+    else:
+        mixed = CONFIG | {"quant_method": method, "packing_format": "auto_round:auto_gptq", "extra_config": settings}
+    expected = write_model(tmp_path, mixed, write)
+    model = assert_loads(tmp_path, expected, {"int4_g32_fp16": 4 * LAYERS} | dict.fromkeys(WIDTHS, LAYERS))
+    assert model.model.layers[0].mlp.up_proj.weight.format.bits == 8
 
 
 def test_a_bias_of_zeros_that_the_model_does_not_have(tmp_path: Path) -> None:

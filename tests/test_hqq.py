@@ -69,11 +69,12 @@ def writer(dtype: torch.dtype = torch.float16, group_size: int = 32, as_float: b
         (writer(group_size=-1), "int4_col_zfloat_fp32"),
         (writer(bits=8), "int8_g32_zfloat_fp32"),
         (writer(bits=6), "int6_g32_zfloat_fp32"),
+        (writer(bits=5), "int5_g32_zfloat_fp32"),
         (writer(torch.bfloat16, as_float=True, bits=3), "int3_g32_zfloat_fp32"),
         (writer(bits=2), "int2_g32_zfloat_fp32"),
         (writer(bits=1), "int2_g32_zfloat_fp32"),
     ],
-    ids=["fp16", "bf16 as float", "col", "8 bits", "6 bits", "3 bits", "2 bits", "1 bit"],
+    ids=["fp16", "bf16 as float", "col", "8 bits", "6 bits", "5 bits", "3 bits", "2 bits", "1 bit"],
 )
 def test_weights_and_logits(tmp_path: Path, write: Writer, format: str) -> None:
     assert_loads(tmp_path, write_model(tmp_path, CONFIG, write), {format: 7 * LAYERS})

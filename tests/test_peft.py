@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 
 from quantized_model import change
 from tiny_model import LAYERS, write_dense
-from w4gemm import W4Linear, quantize
+from w4gemm import W4Linear, WeightFormat, quantize
 from w4gemm.core.imports import when_imported
 from w4gemm.integrations.peft import W4LoraLinear
 from w4gemm.integrations.transformers import W4GemmConfig, dequantize_layers, load, quantize_layers
@@ -117,6 +117,27 @@ def test_training_equals_that_beside_dense_layers(base: Callable[[], torch.nn.Mo
     assert torch.equal(logits(again), logits(adapted))
     with again.disable_adapter():
         assert torch.equal(logits(again), logits(base()))
+
+
+@pytest.mark.parametrize("format", ["q6_k", "q2_k", "int8_g32_zint", "int3_g32", "e4m3_col_fp32", "mxfp8"])
+def test_gradients_of_adapters_beside_other_widths(format: str, tmp_path: Path) -> None:
+    folder = write_dense(tmp_path, "qwen2")
+    config: Any = W4GemmConfig(format)
+    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=torch.float32)
+    gradients = []
+    for each in (dequantize_layers(copy.deepcopy(model), torch.float32), model):
+        adapted = with_lora(each)
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:  # zeros, behind which lora_A has no gradient
+                torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(len(name)))
+        adapted(IDS, labels=IDS).loss.backward()
+        gradients.append({name: p.grad for name, p in adapted.named_parameters() if p.grad is not None})
+    assert {m.weight.format.bits for m in model.modules() if isinstance(m, W4Linear)} == {
+        WeightFormat.parse(format).bits
+    }
+    assert len(gradients[0]) == 2 * 2 * LAYERS and gradients[0].keys() == gradients[1].keys()
+    for name, expected in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], expected, rtol=1e-3, atol=1e-5)
 
 
 def test_peft_sees_4_bit_layers_without_a_call() -> None:
