@@ -147,4 +147,4 @@ def test_the_toolkit_is_the_one_that_the_dsl_chooses(monkeypatch):
             lambda name, versions=installed: "4.8.1" if int(name[-2:]) in versions else None,
         )
         monkeypatch.setattr(toolchain, "driver_cuda_version", lambda driver=driver: driver)
-        assert toolchain._toolkit.__wrapped__() == expected
+        assert toolchain.toolkit.__wrapped__() == expected

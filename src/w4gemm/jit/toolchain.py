@@ -14,23 +14,23 @@ _LIBRARIES = "nvidia-cutlass-dsl-libs-cu"
 @functools.cache
 def versions() -> tuple[str, ...]:
     """Return the versions of the DSL, of the CUDA toolkit that it compiles with, and of tvm-ffi."""
-    toolkit = _toolkit()
-    if toolkit is None:  # importable, but installed without this metadata
+    cuda = toolkit()
+    if cuda is None:  # importable, but installed without this metadata
         import cutlass
         import tvm_ffi
 
         return (cutlass.__version__, str(getattr(cutlass, "CUDA_VERSION", "")), tvm_ffi.__version__)
-    names = ("nvidia-cutlass-dsl", f"{_LIBRARIES}{toolkit}", "apache-tvm-ffi")
-    return (*(installed_version(name) for name in names), f"cu{toolkit}")
+    names = ("nvidia-cutlass-dsl", f"{_LIBRARIES}{cuda}", "apache-tvm-ffi")
+    return (*(installed_version(name) for name in names), f"cu{cuda}")
 
 
 @functools.cache
 def runtime() -> Path | None:
     """Return the library that compiled host code calls, or None if it is not found where the DSL's packages put it."""
-    toolkit = _toolkit()
-    if toolkit is None:
+    cuda = toolkit()
+    if cuda is None:
         return None
-    files = importlib.metadata.files(f"{_LIBRARIES}{toolkit}") or []
+    files = importlib.metadata.files(f"{_LIBRARIES}{cuda}") or []
     runtimes = [f for f in files if f.name == "libcute_dsl_runtime.so" and f.parent.name == "lib"]
     return Path(str(runtimes[0].locate())) if len(runtimes) == 1 else None
 
@@ -51,7 +51,7 @@ def driver_cuda_version() -> tuple[int, int] | None:
 
 
 @functools.cache  # to read the metadata takes 5 ms
-def _toolkit() -> int | None:
+def toolkit() -> int | None:
     """Return the toolkit that the DSL chooses: the newest installed one that the driver supports, if there is one."""
     installed = [toolkit for toolkit in _TOOLKITS if installed_version(f"{_LIBRARIES}{toolkit}")]
     driver = driver_cuda_version() if len(installed) > 1 else None

@@ -13,7 +13,7 @@ import torch
 
 from w4gemm.core import environment
 from w4gemm.jit.disk import source_hash
-from w4gemm.jit.toolchain import installed_version
+from w4gemm.jit.toolchain import installed_version, toolkit
 
 _HERE = Path(__file__).resolve().parent
 
@@ -87,8 +87,9 @@ def _driver() -> str:
 
 
 def _dsl() -> str:
+    """The DSL's version and the CUDA toolkit that it compiles with, of which each has its ptxas: ``4.8.1+cu12``."""
     if version := installed_version("nvidia-cutlass-dsl"):
-        return version
+        return f"{version}+cu{cuda}" if (cuda := toolkit()) else version
     try:
         import cutlass  # it may only be on the path
     except ImportError:
