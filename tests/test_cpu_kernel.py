@@ -153,6 +153,23 @@ def test_sums_that_overflow_before_the_scale(both):
     torch.testing.assert_close(w4gemm.linear(x, w.repack()), x @ w.dequantize().T)
 
 
+@pytest.mark.parametrize("m", [1, 3])
+def test_sums_of_codes_that_overflow_before_the_scale(both, m):
+    """They are infinite here. A row that is finite keeps its bits."""
+    codes = torch.full((130, 64), 15, dtype=torch.uint8)
+    w = w4gemm.QuantizedWeight.from_codes("int4_g32", codes, torch.full((130, 2), 1e-3).bfloat16()).repack()
+    x = torch.randn(m, 64, generator=torch.Generator().manual_seed(m))
+    alone = w4gemm.linear(x, w)
+    x[0] = 3e37
+    got = w4gemm.linear(x, w)
+    torch.testing.assert_close(got[0], x[0] @ w.dequantize().T)
+    assert torch.equal(got[1:], alone[1:]) or not compiled.is_available()
+    if compiled.is_available():
+        out = torch.zeros(1, 192)[:, :130]
+        compiled.CompiledProduct(w.format, w.n, w.k).step(x[:1], w.tensors, out)()
+        torch.testing.assert_close(out[0], x[0] @ w.dequantize().T)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_products_do_not_depend_on_the_default_dtype(both, monkeypatch, dtype):
     w = random_weight(FEW_FORMATS[0], 200, 96).repack()
@@ -249,7 +266,7 @@ def test_the_compiled_method_is_first(monkeypatch):
 def test_compiled_numbers_are_those_of_dequantize(format, n, k):
     w = random_weight(WeightFormat.parse(format), n, k).repack("cpu")
     config = compiled_config(w)
-    for x in (torch.eye(k), torch.eye(k)[k - 1 :]):  # several tiles; one token
+    for x in (torch.eye(k), *torch.eye(k)[k - 5 :, None], torch.eye(k)[:2]):  # several tiles; one token; two
         assert torch.equal(w4gemm.linear(x, w, config=config), x @ w.dequantize(torch.float32).T)
     x = torch.randn(20, k, generator=torch.Generator().manual_seed(0))
     assert_close(w4gemm.linear(x, w, config=config), x, w)
@@ -260,20 +277,28 @@ def test_compiled_numbers_are_those_of_dequantize(format, n, k):
 def test_bits_of_a_row_do_not_depend_on_the_number_of_rows(format):
     w = random_weight(WeightFormat.parse(format), 200, 600).repack("cpu")
     x, config = torch.randn(600, 600, generator=torch.Generator().manual_seed(1)), compiled_config(w)
-    every = w4gemm.linear(x, w, config=config)
+    every = w4gemm.linear(x, w, config=config, batch_invariant=True)
     for m in (*range(1, 15), 31, 512, 513):
-        assert torch.equal(w4gemm.linear(x[:m], w, config=config), every[:m]), m
+        assert torch.equal(w4gemm.linear(x[:m], w, config=config, batch_invariant=True), every[:m]), m
 
 
 @needs_llvmlite
+@pytest.mark.parametrize("n", [192, 200])
+@pytest.mark.parametrize("format", ["int4_g32", "int3_g64", "int2_g32", "int8_g128"])
 @pytest.mark.parametrize("lanes", [8, 16])
-def test_tiles_of_both_widths_of_vectors(monkeypatch, lanes):
-    """Vectors of 16 numbers are two registers here, or one with AVX-512."""
+def test_tiles_of_both_widths_of_vectors(monkeypatch, lanes, format, n):
+    """Vectors of 16 numbers are two registers here, or one with AVX-512. The last chunk has 64 features or 128."""
     monkeypatch.setattr(compiled, "lanes", lambda: lanes)
-    w = random_weight(FEW_FORMATS[0], 200, 333).repack("cpu")
-    method, x = compiled.CompiledProduct(w.format, 200, 333), torch.eye(333)
-    for m in (1, 2, 5, 12, 333):
-        assert torch.equal(method(x[:m], w.tensors, x.new_empty(m, 200)), w.dequantize(torch.float32).T[:m])
+    w = random_weight(WeightFormat.parse(format), n, 333).repack("cpu")
+    x, numbers = torch.eye(333), w.dequantize(torch.float32).T
+    for sums_codes in (True, False):
+        method = compiled.CompiledProduct(w.format, n, 333, sums_codes=sums_codes)
+        for m in (1, 2, 5, 12, 333):
+            assert torch.equal(method(x[-m:], w.tensors, x.new_empty(m, n)), numbers[-m:]), m
+            code, _ = method.codes[m, torch.float32]
+            assert sums_codes or not code.sums_codes
+        one = torch.randn(1, 333, generator=torch.Generator().manual_seed(n))
+        assert_close(method(one, w.tensors, x.new_empty(1, n)), one, w)
 
 
 @needs_llvmlite

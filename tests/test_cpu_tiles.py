@@ -124,6 +124,14 @@ def test_infinities_are_those_of_a_matmul(
     assert torch.equal(got[3], alone[3])
 
 
+def test_many_rows_that_are_not_finite() -> None:
+    """They are computed anew, in panels of 64 columns, fewer than those of AMX."""
+    w, x = weight("int4_g32", 130, 512), torch.randn(20, 512)
+    x[:, 3] = torch.inf
+    got, exact = product(w)(x, w.tensors, None), x @ w.dequantize(torch.float32).T
+    assert torch.equal(got.nan_to_num(0, 1, -1), exact.nan_to_num(0, 1, -1))
+
+
 @pytest.mark.parametrize("has_amx", [True, False])
 def test_linear_takes_it_where_the_processor_has_it(has_amx: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """For bf16 x: codes, with AMX from some tokens on, and rounded numbers for many tokens. Groups of 48 columns are

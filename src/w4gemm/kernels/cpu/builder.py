@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -24,15 +25,19 @@ STORED = {
 """Types of numbers in memory. bfloat16 is the upper half of a float32."""
 
 
-def module_of(write: Callable[[Builder, list[Int]], None], count: int) -> str:
+HALVES = [i + lane for first in (0, 1, 8, 9) for lane in (0, 16) for i in range(first, first + 8, 2)]
+"""Bytes in the order of what AVX2 makes of them in halves of registers: see :meth:`Builder.lookup_bytes`."""
+
+
+def module_of(write: Callable[[Builder, list[Int]], Any], count: int) -> str:
     """Return the text of a module with a function that takes the address of ``count`` arguments, int64 in a row.
-    ``write`` builds its body."""
+    ``write`` builds its body, and returns the int32 that it returns, or None for 0."""
     module = ir.Module()
-    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [ir.PointerType()]), NAME)
+    function = ir.Function(module, ir.FunctionType(I32, [ir.PointerType()]), NAME)
     b = Builder(function.append_basic_block())
     first = Int(b, b.ptrtoint(function.args[0], I64))
-    write(b, [Int(b, b.read(first + 8 * i, I64)) for i in range(count)])
-    b.ret_void()
+    result = write(b, [Int(b, b.read(first + 8 * i, I64)) for i in range(count)])
+    b.ret(ir.Constant(I32, 0) if result is None else result)
     return str(module)
 
 
@@ -145,6 +150,21 @@ class Builder(ir.IRBuilder):
         function = self.function_named("llvm.x86.avx512.permvar.sf.512", ir.FunctionType(kind, [kind, ints_of(16)]))
         parts = (self.lanes_of(index, range(first, first + 16)) for first in range(0, index.type.count, 16))
         return self.joined([self.call(function, [table, part]) for part in parts])
+
+    def lookup_bytes(self, numbers: Sequence[float], index: Any) -> Any:
+        """Return the numbers, 16 of them that bfloat16 holds, at 32 bytes below 16, by AVX2: in the order of
+        :data:`HALVES`."""
+        kind, wide = index.type, ints_of(8)
+        function = self.function_named("llvm.x86.avx2.pshuf.b", ir.FunctionType(kind, [kind, kind]))
+        stored = [struct.unpack("<I", struct.pack("<f", number))[0] for number in numbers]
+        tables = (ir.Constant(kind, [bits >> shift & 255 for bits in stored] * 2) for shift in (16, 24))
+        both = [self.call(function, [table, index]) for table in tables]
+        result = []
+        for first in (0, 8):
+            places = [i + half for lane in (0, 16) for i in range(lane + first, lane + first + 8) for half in (0, 32)]
+            words = self.bitcast(self.shuffle_vector(*both, ir.Constant(ints_of(32), places)), wide)
+            result += [self.shl(words, ir.Constant(wide, [16] * 8)), self.and_(words, ir.Constant(wide, [-65536] * 8))]
+        return self.bitcast(self.joined(result), floats_of(32))
 
     def function_named(self, name: str, kind: Any) -> Any:
         """Return a function of LLVM's, declared once in the module."""

@@ -32,8 +32,12 @@ class Code(NamedTuple):
     """Number that is subtracted from a code without integer zero point: 2**(bits of the format - 1)."""
     zero: str
     scale_dtype: torch.dtype
+    whole_group: int
+    """Columns that share a scale, at least k if all do: a constant, because a division takes 20 cycles."""
     factors: int
     """Factors of a superblock, 0 to 2."""
+    superblock: int
+    """Columns of a superblock; 1 without factors."""
     tokens: int
     """Tokens of a tile."""
     tiled: bool
@@ -46,11 +50,23 @@ class Code(NamedTuple):
     """Of the result: float32 if there are several tiles."""
     looks_up: bool
     """True if codes become numbers by AVX-512's lookup of 16 numbers."""
+    by_bytes: bool
+    """True if codes become numbers by AVX2's lookup of 16 bytes."""
+    sums_codes: bool
+    """True if codes are added up, and the sums of a group are scaled; False if numbers are."""
+    features: int
+    """Of a block; at most :data:`MOST_FEATURES` of the last blocks of a chunk."""
 
     @property
     def fields(self) -> int:
         """Codes of a byte."""
         return 8 // self.bits
+
+    @property
+    def top_factor(self) -> float:
+        """Factor of the codes of a byte's last field. 16 times a code of 4 bits is converted where it stands: beside
+        the lookup of the other one this takes other units of the processor than another lookup."""
+        return 1 / 16 if self.sums_codes and self.looks_up and (self.bits, self.middle) == (4, 8) else 1
 
     @property
     def subtracts_first(self) -> bool:
@@ -78,9 +94,7 @@ class CodeArguments(NamedTuple):
     out: Any
     """(m, columns), contiguous."""
     scratch: Any
-    """In tiles: int64, which becomes the largest bit pattern of a result's magnitude in float32. From
-    :data:`SCRATCH_SUMS` bytes on, if ``out`` has 16 bits and there are several panels, float32 (m, 128): sums of a
-    chunk."""
+    """In tiles, if ``out`` has 16 bits and there are several panels: float32 (m, 128), sums of a chunk."""
     first_chunk: Any
     last_chunk: Any
     """The first chunk that this call does not compute."""
@@ -93,11 +107,7 @@ class CodeArguments(NamedTuple):
     groups: Any
     group: Any
     """Columns of a group, at most a panel."""
-    whole_group: Any
-    """Columns that share a scale."""
     superblocks: Any
-    superblock: Any
-    """Columns of a superblock; 1 without factors."""
 
 
 class Tokens(NamedTuple):
@@ -116,14 +126,16 @@ def packing(arguments: type[NamedTuple]) -> Callable[..., bytes]:
     return struct.Struct(f"={len(arguments._fields)}q").pack
 
 
-_addresses, _own, _sizes = (struct.Struct(f"={count}q").pack for count in (10, 4, 8))
-"""Functions that pack the first ten :class:`CodeArguments`, the four of a thread and the last eight."""
-Run = Callable[[bytes], None]
-"""A compiled function of packed arguments."""
+_addresses, _own, _sizes = (struct.Struct(f"={count}q").pack for count in (10, 4, 6))
+"""Functions that pack the first ten :class:`CodeArguments`, the four of a thread and the last six."""
+Run = Callable[[bytes], int]
+"""A compiled function of packed arguments. Products return the largest bit pattern of a result's magnitude in float32,
+if it matters."""
 PANEL = 64
 """Columns of a panel, at most: their rows of the table stay in the first cache while another block is multiplied. With
 256 columns one token of 11008 x 2048 took 1.25 times as long (EPYC, AVX-512 or AVX2, 2026-11-29)."""
-SCRATCH_SUMS = 64
+INFINITE = 0x7F800000
+"""Bit pattern of infinity in float32; those of NaN are larger."""
 
 
 class PanelLimits(NamedTuple):
@@ -169,18 +181,23 @@ class CompiledProduct:
     """x (m, k) @ w.T (m, n) in float32 for every weight of one format, n and k in the ``cpu`` layout.
 
     The chunks are divided over as many threads as PyTorch uses, if each has enough to do.
+
+    Args:
+        sums_codes: True if the codes of a few tokens may be added up before they are scaled, where that is faster. The
+            bits of a row then depend on the number of rows.
     """
 
-    def __init__(self, format: WeightFormat, n: int, k: int, most: PanelLimits = PanelLimits()) -> None:
-        self.format, self.n, self.k = format, n, k
+    def __init__(
+        self, format: WeightFormat, n: int, k: int, most: PanelLimits = PanelLimits(), sums_codes: bool = True
+    ) -> None:
+        self.format, self.n, self.k, self.sums_codes = format, n, k, sums_codes
         self.columns, self.chunks = -(-n // MOST_FEATURES) * MOST_FEATURES, -(-n // TABLE_N)
         self.has_zero, self.has_factors = format.has_zero, format.has_factors
         group = format.group_length(k)
         self.panel = panel_columns(group, k, most)
         self.group = min(group, self.panel)
-        superblock = format.scale_rule.factor_columns if format.has_factors else k
-        groups, superblocks = format.groups(k), -(-k // superblock)
-        self.sizes = _sizes(self.columns, k, self.panel, groups, self.group, group, superblocks, superblock)
+        superblocks = -(-k // format.scale_rule.factor_columns) if format.has_factors else 0
+        self.sizes = _sizes(self.columns, k, self.panel, format.groups(k), self.group, superblocks)
         self.codes: dict[tuple[int, torch.dtype], tuple[Code, Run]] = {}
         self.alone: dict[int, bytes] = {}
         """Packed arguments of one thread without scratch, from ``scratch`` on, by the rows of the result."""
@@ -208,10 +225,20 @@ class CompiledProduct:
             out = torch.empty(rows, self.columns, dtype=torch.float32)
         if rows * self.chunks * self.k < 2 * _THREAD_COLUMNS:  # a call of a small layer takes as long as its product
             rest = self.alone.get(rows) or self._alone(rows)
-            run(self.addresses((x.data_ptr(), panel, 0, row, 0), weight, out) + rest)
+            largest = run(self.addresses((x.data_ptr(), panel, 0, row, 0), weight, out) + rest)
         else:
-            run_all(run, self.arguments((x.data_ptr(), panel, 0, row, 0), weight, out, _THREAD_COLUMNS))
-        return out if rows == m and self.columns == self.n else out[:m, : self.n]
+            largest = run_all(run, self.arguments((x.data_ptr(), panel, 0, row, 0), weight, out, _THREAD_COLUMNS))
+        result = out if rows == m and self.columns == self.n else out[:m, : self.n]
+        if largest >= INFINITE:
+            self.repair(result, x, weight)
+        return result
+
+    def repair(self, result: torch.Tensor, x: torch.Tensor, weight: tuple[torch.Tensor, ...]) -> None:
+        """Compute the rows of a result anew that are not finite, from numbers: sums of codes before their scales, and
+        parts of infinities, may be infinite where no result is."""
+        those = ~result.isfinite().all(1)
+        product = CompiledProduct(self.format, self.n, self.k, sums_codes=False)
+        result[those] = product(x[those], weight, None).to(result.dtype)
 
     def _alone(self, rows: int) -> bytes:
         if len(self.alone) > MOST_CODES:
@@ -248,10 +275,15 @@ class CompiledProduct:
             x: float32 (1, k), contiguous. Like the other tensors it must not move.
             out: float32 (1, ``columns``), contiguous.
         """
+        _, run = self._code(1, torch.float32)
         tokens = Tokens(x.data_ptr(), self.panel, 0, self.k, 0)
-        return functools.partial(
-            run_all, self._code(1, torch.float32)[1], self.arguments(tokens, weight, out, _THREAD_COLUMNS)
-        )
+        arguments = self.arguments(tokens, weight, out, _THREAD_COLUMNS)
+
+        def call() -> None:
+            if run_all(run, arguments) >= INFINITE:
+                self.repair(out[:, : self.n], x, weight)
+
+        return call
 
     def arguments(
         self,
@@ -297,9 +329,16 @@ class CompiledProduct:
     def _parameters(self, tokens: int, tiled: bool, lanes: int, x_dtype: torch.dtype, dtype: torch.dtype) -> Code:
         format, bits = self.format, table_bits(self.format)
         middle, row_bytes = format.element_rule.padding_code, CpuLayout().shapes(format, 1, 1)[0][1][2]
+        may_sum = self.sums_codes and format.zero == "none" and not tiled
         looks_up = lanes == 16 and bits <= 4 and has("avx512f")
-        stored = format.zero, format.scale_dtype, format.factors
-        return Code(bits, row_bytes, middle, *stored, tokens, tiled, lanes, x_dtype, dtype, looks_up)
+        by_bytes = lanes == 8 and bits == 4 and has("avx2") and may_sum and tokens == 1
+        sums_codes = may_sum and (looks_up or by_bytes)
+        vectors = 8 if sums_codes and tokens == 1 else max(4 if 4 * tokens <= lanes else 2, 8 // bits)
+        decoded = looks_up, by_bytes, sums_codes, vectors * lanes
+        whole_group = format.group_length(self.k) if format.groups(self.k) > 1 else 2**31
+        superblock = format.scale_rule.factor_columns if format.has_factors else 1
+        stored = format.zero, format.scale_dtype, whole_group, format.factors, superblock
+        return Code(bits, row_bytes, middle, *stored, tokens, tiled, lanes, x_dtype, dtype, *decoded)
 
 
 def panel_columns(group: int, k: int, most: PanelLimits = PanelLimits()) -> int:
@@ -323,17 +362,16 @@ def _pool(threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, "w4gemm")
 
 
-def run_all(run: Run, arguments: Sequence[bytes]) -> None:
-    """Run a function on several arguments at once, each in a thread."""
+def run_all(run: Run, arguments: Sequence[bytes]) -> int:
+    """Run a function on several arguments at once, each in a thread, and return its largest result."""
     if len(arguments) == 1:
         return run(arguments[0])
     futures = [_pool(len(arguments) - 1).submit(run, own) for own in arguments[1:]]
     try:
-        run(arguments[0])
+        largest = run(arguments[0])
     finally:  # after Ctrl-C too the threads write to the result, which must outlive them
         wait(futures)
-    for future in futures:
-        future.result()
+    return max(largest, *(future.result() for future in futures))
 
 
 os.register_at_fork(after_in_child=_pool.cache_clear)  # a child has none of its parent's threads
@@ -356,6 +394,6 @@ def machine_code(program: Callable[..., str], *parameters: Hashable) -> Run:
     passes.getModulePassManager().run(module, passes)
     engine = binding.create_mcjit_compiler(module, machine)
     engine.finalize_object()
-    function = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(engine.get_function_address(NAME))
+    function = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p)(engine.get_function_address(NAME))
     function.engine = engine  # type: ignore[attr-defined]  # it owns the code
     return function

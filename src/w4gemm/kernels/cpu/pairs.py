@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from w4gemm.kernels.cpu.amx import PAIRS, ROW, Amx
-from w4gemm.kernels.cpu.builder import F32, Builder, Int, constant, floats_of, module_of
+from w4gemm.kernels.cpu.builder import F32, I32, Builder, Int, constant, floats_of, module_of
 from w4gemm.kernels.cpu.compiled import Code, CodeArguments
 from w4gemm.kernels.cpu.tile_product import SIDE
 from w4gemm.kernels.cpu.tiles import TileCode, Tiles
@@ -21,8 +21,8 @@ from w4gemm.packing.layouts.cpu import TABLE_N
 def sums(code: Code, tile: TileCode, amx: type[Amx] = Amx) -> str:
     """Return the text of a module whose function takes :class:`CodeArguments`."""
 
-    def write(b: Builder, arguments: list[Int]) -> None:
-        _Pairs(code, tile, b, amx(b), CodeArguments(*arguments)).write()
+    def write(b: Builder, arguments: list[Int]) -> Any:
+        return _Pairs(code, tile, b, amx(b), CodeArguments(*arguments)).write()
 
     return module_of(write, len(CodeArguments._fields))
 
@@ -30,7 +30,7 @@ def sums(code: Code, tile: TileCode, amx: type[Amx] = Amx) -> str:
 class _Pairs(Tiles):
     """Writes the function."""
 
-    def write(self) -> None:
+    def write(self) -> Any:
         b, a, most = self.b, self.a, self.tile.rows
         rounds = (a.m + (most - 1)) // most
         larger = (a.m - rounds * (most - 1)) * most
@@ -44,7 +44,7 @@ class _Pairs(Tiles):
                     if count == most or (count and self.code.tiled):
                         with b.loop(start, end, count) as token:
                             self.tokens(count, token, (chunk, feature), first, groups)
-        self.end()
+        return b.intrinsic("llvm.vector.reduce.umax", I32, b.load(self.largest))
 
     def tokens(self, count: int, token: Int, place: tuple[Int, Int], first: Int, groups: Int) -> None:
         """Multiply the codes of a panel with ``count`` tokens, and add the products to the results from a place on."""

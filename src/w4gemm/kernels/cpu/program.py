@@ -3,29 +3,34 @@ llvmlite.
 
     d[t, n] = sum over panels p of (sum over j in p of x[t, j] * w[j, n]),  w the float32 number of dequantize()
 
+or, for a few tokens and codes without zero points that are looked up,
+
+    d[t, n] = sum over groups g of  s[g, n] * (sum over j in g of x[t, j] * c[j, n]),  c the codes - 2**(bits - 1)
+
+which is one instruction less a number. Then sums may be infinite where no result is, and the largest one is returned.
 Loops, outermost first:
 
     chunk      128 features: a row of the table. A thread takes several
     panel      at most 64 columns, and groups as a whole where that is less
-    block      2 or 4 vectors of features. If m is at most ``tokens``, the columns of a panel are decoded, multiplied
+    block      2, 4 or 8 vectors of features. If m is at most ``tokens``, the columns of a panel are decoded, multiplied
                and added up in registers at once. Else they are decoded to memory, at most 16 KiB, and for each
     tile       of ``tokens`` tokens they are multiplied and added up. m is a multiple of ``tokens``
 
 A byte has 8 / bits codes of neighbouring features, its fields. Vectors hold one field of neighbouring bytes: lane i of
-field f is feature i * fields + f. Sums are put in the order of features at the end of a panel. The products of a token
-and a feature are added in one order, whatever m, the tile and the number of threads.
+field f is feature i * fields + f, but for AVX2's lookups. Sums are put in the order of features at the end, of a panel
+in tiles. The products of numbers are added in one order, whatever m, the tile and the number of threads; those of codes
+whatever the number of threads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from llvmlite import ir
 
-from w4gemm.kernels.cpu.builder import STORED, Builder, Int, constant, floats_of, ints_of, module_of
+from w4gemm.kernels.cpu.builder import HALVES, I32, STORED, Builder, Int, constant, floats_of, ints_of, module_of
 from w4gemm.kernels.cpu.compiled import MOST_FEATURES, PANEL, Code, CodeArguments
 from w4gemm.packing.layouts.cpu import TABLE_N
 
@@ -38,46 +43,60 @@ def sums(code: Code) -> str:
     return module_of(lambda b, arguments: _Sums(code, b, arguments).write(), len(CodeArguments._fields))
 
 
+class _Block(NamedTuple):
+    """Features that are multiplied at once."""
+
+    chunk: Int
+    feature: Int
+    """The first one in its chunk."""
+    features: int
+    lanes: int
+    """Bytes of a row, and lanes of a field."""
+
+
 class _Sums:
     """Writes the function."""
 
     def __init__(self, code: Code, b: Builder, arguments: Sequence[Int]) -> None:
         self.code, self.b, self.a = code, b, CodeArguments(*arguments)
-        vectors = max(4 if 4 * code.tokens <= code.lanes else 2, code.fields)
-        self.features = vectors * code.lanes
-        """Features of a block."""
-        assert self.features <= MOST_FEATURES
-        self.lanes = self.features // code.fields
-        """Bytes of a block, and lanes of a field."""
-        self.size = code.dtype.itemsize
-        self.chunk_sums = b.array(code.tokens * TABLE_N) if self.size < 4 else None
-        """Results of a chunk, float32 (tokens, 128), if those of ``out`` have 16 bits."""
+        assert code.features <= TABLE_N and code.features % code.fields == 0
+        self.sums = None if code.tiled else b.array(code.tokens * TABLE_N)
+        """Sums of a chunk, float32 (tokens, 128), of a block in the order of lanes; those of tiles are in ``out``."""
         self.x_panel = b.array(code.tokens * PANEL) if code.x_dtype.itemsize < 4 else None
         """Columns of a panel of x, float32 (tokens, 64), if those of x have 16 bits."""
+        self.largest = b.variable(ir.Constant(ints_of(code.lanes), [0] * code.lanes))
 
-    def write(self) -> None:
+    def write(self) -> Any:
+        """Build the loops, and return the largest bit pattern of a result's magnitude in float32."""
         b, a, code = self.b, self.a, self.code
-        decoded = b.array(PANEL * self.features) if code.tiled else None
+        decoded = b.array(PANEL * code.features) if code.tiled else None
         with b.loop(a.first_chunk, a.last_chunk) as chunk:
-            features = (a.columns - chunk * TABLE_N).at_most(TABLE_N)
             with b.loop(0, a.k, a.panel) as first:
                 columns = first, (first + a.panel).at_most(a.k)
                 x = a.x + first // a.panel * a.x_panel * code.x_dtype.itemsize
                 if self.x_panel is not None:
                     self.widen(x, columns[1] - first)
                     x = self.x_panel
-                with b.loop(0, features, self.features) as feature:
+                for block in self.blocks(chunk):
                     if decoded is None:
-                        out = self.of_chunk(chunk) + feature * 4
-                        with self.sums(out, first) as sums, self.decoded(chunk, feature, columns) as (column, numbers):
-                            self.multiply(x + (column - first) * 4, numbers, sums)
+                        self.at_once(x, block, columns)
                     else:
-                        with self.decoded(chunk, feature, columns) as (column, numbers):
-                            for f, number in enumerate(numbers):
-                                b.write(number, decoded + ((column - first) * code.fields + f) * self.lanes * 4)
-                        self.tiles(x, decoded, columns, self.of_chunk(chunk) + feature * 4)
-            if self.size < 4:
-                self.round(chunk, features)
+                        self.tiles(x, decoded, block, columns)
+            for block in self.blocks(chunk) if decoded is None else ():
+                for token in range(code.tokens):
+                    self.put(token, block)
+        return b.intrinsic("llvm.vector.reduce.umax", I32, b.load(self.largest))
+
+    def blocks(self, chunk: Int) -> Iterator[_Block]:
+        """Repeat what is built inside for the blocks of a chunk: first those of ``code.features``, then those of the
+        rest."""
+        features = (self.a.columns - chunk * TABLE_N).at_most(TABLE_N)
+        start = Int(self.b, self.b.number(0))
+        for size in sorted({self.code.features, min(self.code.features, MOST_FEATURES)}, reverse=True):
+            end = features // size * size
+            with self.b.loop(start, end, size) as feature:
+                yield _Block(chunk, feature, size, size // self.code.fields)
+            start = end
 
     def widen(self, x: Int, columns: Int) -> None:
         """Write the columns of x at an address as float32."""
@@ -90,88 +109,132 @@ class _Sums:
                     numbers = b.floats(x + (self.a.x_row * t + column) * size, code.x_dtype, lanes)
                     b.write(numbers, self.x_panel + (column + t * PANEL) * 4)
 
-    def of_chunk(self, chunk: Int) -> Int:
-        """Return the address of the first token's results in a chunk, as float32."""
-        return self.a.out + chunk * (TABLE_N * 4) if self.chunk_sums is None else self.chunk_sums
+    def put(self, token: int, block: _Block) -> None:
+        """Write a token's results of a block to ``out``: in the order of features, rounded."""
+        b, code, lanes = self.b, self.code, self.code.lanes
+        sums = b.lanes_of(b.read(self.sums_of(token, block), floats_of(block.features)), self.in_order(block))
+        out = self.a.out + (self.a.columns * token + block.chunk * TABLE_N + block.feature) * code.dtype.itemsize
+        for i in range(0, block.features, lanes):
+            result = b.lanes_of(sums, range(i, i + lanes))
+            if code.sums_codes:
+                magnitude = b.and_(b.bitcast(result, ints_of(lanes)), ir.Constant(ints_of(lanes), [2**31 - 1] * lanes))
+                b.store(b.intrinsic("llvm.umax", magnitude.type, magnitude, b.load(self.largest)), self.largest)
+            rounded = result if code.dtype.itemsize == 4 else b.rounded(result, code.dtype)
+            b.write(rounded, out + i * code.dtype.itemsize)
 
-    def round(self, chunk: Int, features: Int) -> None:
-        """Write a chunk's results, rounded, to ``out``."""
-        b, code, sums = self.b, self.code, self.chunk_sums
-        assert sums is not None
-        with b.loop(0, features, code.lanes) as feature:
-            for t in range(code.tokens):
-                numbers = b.read(sums + (feature + t * TABLE_N) * 4, floats_of(code.lanes))
-                address = self.a.out + (self.a.columns * t + chunk * TABLE_N + feature) * self.size
-                b.write(b.rounded(numbers, code.dtype), address)
+    def sums_of(self, token: int, block: _Block) -> Int:
+        """Return the address of the sums of a token and a block, in the order of lanes."""
+        assert self.sums is not None
+        return self.sums + (block.feature + token * TABLE_N) * 4
 
-    def tiles(self, x: Int, decoded: Int, columns: tuple[Int, Int], out: Int) -> None:
-        """Multiply the decoded numbers of a block with all tokens."""
-        b, a, code = self.b, self.a, self.code
-        first, last = columns
-        with (
-            b.loop(0, a.m, code.tokens) as start,
-            self.sums(out + start * a.columns * 4, first) as sums,
-            b.loop(0, last - first) as column,
-        ):
-            addresses = (decoded + (column * code.fields + f) * self.lanes * 4 for f in range(code.fields))
-            numbers = [b.read(address, floats_of(self.lanes)) for address in addresses]
-            self.multiply(x + (start * a.x_row + column) * 4, numbers, sums)
+    def order(self, block: _Block) -> list[Sequence[int]]:
+        """Return the features of a block by fields, in the order of lanes."""
+        fields = self.code.fields
+        bytes = HALVES if self.code.by_bytes else range(block.lanes)
+        return [[i * fields + f for i in bytes] for f in range(fields)]
 
-    @contextmanager
-    def sums(self, out: Int, first: Int) -> Iterator[list[list[Any]]]:
-        """Variables of sums of a tile and block, for each token one of each field. In the end they are added to the
-        results at ``out``, or become these if ``first`` is column 0."""
-        b, code = self.b, self.code
-        fields, zero = range(code.fields), constant(0, self.lanes)
-        variables = [[b.variable(zero) for _ in fields] for _ in range(code.tokens)]
-        yield variables
-        in_order = [i + f * self.lanes for i in range(self.lanes) for f in fields]
-        row = self.a.columns if self.chunk_sums is None else Int(b, b.number(TABLE_N))
-        is_first, kind = b.icmp_signed("==", first.value, b.number(0)), floats_of(self.features)
-        for t, of_token in enumerate(variables):
-            address = out + row * (t * 4)
-            before = b.select(is_first, ir.Constant(kind, [0.0] * self.features), b.read(address, kind))
-            b.write(b.fadd(before, b.lanes_of(b.joined([b.load(v) for v in of_token]), in_order)), address)
+    def in_order(self, block: _Block) -> list[int]:
+        """Return the lanes of a block's fields, one after another, in the order of features."""
+        features = [feature for of_field in self.order(block) for feature in of_field]
+        return sorted(range(block.features), key=features.__getitem__)
 
-    def multiply(self, x: Int, numbers: Sequence[Any], sums: list[list[Any]]) -> None:
+    def at_once(self, x: Int, block: _Block, columns: tuple[Int, Int]) -> None:
+        """Multiply a panel with all tokens as it is decoded."""
+        tile, (first, _), sums_codes = self.tile(block), columns, self.code.sums_codes
+        for start, end, scale, addend in self.groups(block, columns):
+            with self.b.loop(start, end) as column:
+                self.multiply(x + (column - first) * 4, self.decoded(block, column, scale, addend), tile)
+            if sums_codes:
+                self.add(tile, block, start, scale)
+        if not sums_codes:
+            self.add(tile, block, first)
+
+    def tiles(self, x: Int, decoded: Int, block: _Block, columns: tuple[Int, Int]) -> None:
+        """Decode a panel, and multiply it with one tile of tokens after another."""
+        b, a, code, (first, last) = self.b, self.a, self.code, columns
+        out = a.out + (block.chunk * TABLE_N + block.feature) * 4
+        for start, end, scale, addend in self.groups(block, columns):
+            with b.loop(start, end) as column:
+                for f, number in enumerate(self.decoded(block, column, scale, addend)):
+                    b.write(number, decoded + ((column - first) * code.fields + f) * block.lanes * 4)
+        with b.loop(0, a.m, code.tokens) as token:
+            tile = self.tile(block)
+            with b.loop(0, last - first) as column:
+                addresses = (decoded + (column * code.fields + f) * block.lanes * 4 for f in range(code.fields))
+                numbers = [b.read(address, floats_of(block.lanes)) for address in addresses]
+                self.multiply(x + (token * a.x_row + column) * 4, numbers, tile)
+            is_first, kind = b.icmp_signed("==", first.value, b.number(0)), floats_of(block.features)
+            for t, of_token in enumerate(tile):
+                address = out + a.columns * (token + t) * 4
+                before = b.select(is_first, ir.Constant(kind, [0.0] * block.features), b.read(address, kind))
+                own = b.lanes_of(b.joined([b.load(v) for v in of_token]), self.in_order(block))
+                b.write(b.fadd(before, own), address)
+
+    def tile(self, block: _Block) -> list[list[Any]]:
+        """Return variables of sums, for each token one of each field."""
+        zero, fields = constant(0, block.lanes), range(self.code.fields)
+        return [[self.b.variable(zero) for _ in fields] for _ in range(self.code.tokens)]
+
+    def multiply(self, x: Int, numbers: Sequence[Any], tile: list[list[Any]]) -> None:
         """Add the products of a column's numbers and that column of x, of which ``x`` is the first token's."""
         b = self.b
         row = self.a.x_row if self.x_panel is None else Int(b, b.number(PANEL))
-        for t, of_token in enumerate(sums):
-            of_x = b.lanes_of(b.floats(x + row * (t * 4), torch.float32, 1), [0] * self.lanes)
+        for t, of_token in enumerate(tile):
+            of_x = b.lanes_of(b.floats(x + row * (t * 4), torch.float32, 1), [0] * numbers[0].type.count)
             for variable, number in zip(of_token, numbers, strict=True):
                 b.store(b.multiply_add(of_x, number, b.load(variable)), variable)
 
-    @contextmanager
-    def decoded(self, chunk: Int, feature: Int, columns: tuple[Int, Int]) -> Iterator[tuple[Int, list[Any]]]:
-        """Repeat what is built inside for the columns from the first to before the last: a column, and its numbers in
-        the block that begins at ``feature``, by fields."""
+    def add(self, tile: list[list[Any]], block: _Block, start: Int, scale: Sequence[Any] | None = None) -> None:
+        """Add a tile of sums, scaled by fields if they are of codes, to those in memory, which they become if ``start``
+        is column 0, and clear the tile."""
+        b, code, zero = self.b, self.code, constant(0, block.lanes)
+        is_first = b.icmp_signed("==", start.value, b.number(0))
+        for t, of_token in enumerate(tile):
+            for f, variable in enumerate(of_token):
+                address = self.sums_of(t, block) + f * (block.lanes * 4)
+                before, own = b.select(is_first, zero, b.read(address, zero.type)), b.load(variable)
+                if f == code.fields - 1 and code.top_factor != 1:
+                    own = b.fmul(own, constant(code.top_factor, block.lanes))
+                b.write(b.fadd(before, own) if scale is None else b.multiply_add(own, scale[f], before), address)
+                b.store(zero, variable)
+
+    def groups(self, block: _Block, columns: tuple[Int, Int]) -> Iterator[tuple[Int, Int, list[Any], list[Any]]]:
+        """Repeat what is built inside for the groups of the columns from the first to before the last: a group's first
+        column and the one behind it, and by fields the scales, and addends of numbers."""
         first, last = columns
         b, a, code = self.b, self.a, self.code
-        wide = ints_of(self.lanes)
-        rows = a.table + chunk * a.k * code.row_bytes + feature * code.bits // 8
         with b.loop(first, last, a.group) as start:
-            scales, zeros = self.factors(chunk, start, feature)
-            with b.loop(start, (start + a.group).at_most(last)) as column:
-                row = rows + column * code.row_bytes
-                b.prefetch(row + AHEAD)
-                packed = b.zext(b.read(row, ir.VectorType(STORED[torch.uint8], self.lanes)), wide)
-                bits = (b.lshr(packed, ir.Constant(wide, [code.bits * f] * self.lanes)) for f in range(code.fields))
-                yield column, [number_of(b, code, *field) for field in zip(bits, scales, zeros, strict=True)]
+            both = scale_and_addend(b, code, a, (block.chunk, start, block.feature), block.features)
+            scales, addends = ([b.lanes_of(vector, those) for those in self.order(block)] for vector in both)
+            yield start, (start + a.group).at_most(last), scales, addends
 
-    def factors(self, chunk: Int, column: Int, feature: Int) -> tuple[list[Any], list[Any]]:
-        """Return, by fields, both of :func:`scale_and_addend` for a block and column."""
-        b, code = self.b, self.code
-        scale, zero = scale_and_addend(b, code, self.a, (chunk, column, feature), self.features)
-        lanes = [range(f, self.features, code.fields) for f in range(code.fields)]
-        return [b.lanes_of(scale, those) for those in lanes], [b.lanes_of(zero, those) for those in lanes]
+    def decoded(self, block: _Block, column: Int, scale: Sequence[Any], addend: Sequence[Any]) -> list[Any]:
+        """Return the numbers of a column by fields, or its codes - 2**(bits - 1), the last one divided by
+        ``top_factor``."""
+        b, a, code = self.b, self.a, self.code
+        row = a.table + (block.chunk * a.k + column) * code.row_bytes + block.feature * code.bits // 8
+        b.prefetch(row + AHEAD)
+        if code.by_bytes:
+            packed = b.read(row, ir.VectorType(STORED[torch.uint8], block.lanes))
+        else:
+            kind, parts = ir.VectorType(STORED[torch.uint8], code.lanes), range(0, block.lanes, code.lanes)
+            packed = b.joined([b.sext(b.read(row + part, kind), ints_of(code.lanes)) for part in parts])
+        shifts = [ir.Constant(packed.type, [code.bits * f] * block.lanes) for f in range(code.fields)]
+        if not code.sums_codes:
+            fields = zip(shifts, scale, addend, strict=True)
+            return [number_of(b, code, b.lshr(packed, shift), *factors) for shift, *factors in fields]
+        if code.top_factor == 1:
+            return [float_of(b, code, b.lshr(packed, shift), code.middle) for shift in shifts]
+        sign, upper = (ir.Constant(packed.type, [n] * block.lanes) for n in (-128, -16))
+        top = b.and_(b.xor(packed, sign), upper)  # 16 * (code - 8)
+        return [float_of(b, code, packed, code.middle), b.sitofp(top, floats_of(block.lanes))]
 
 
 def scale_and_zero(b: Builder, code: Code, a: CodeArguments, place: tuple[Int, Int, Int], features: int) -> Any:
     """Return the scales of features from a place on, chunk, column and feature, and their zero points as float32, or
     :attr:`Code.middle` without."""
     chunk, column, feature = place
-    at = (chunk * a.groups + column // a.whole_group) * TABLE_N + feature
+    at = (chunk * a.groups + column // code.whole_group) * TABLE_N + feature
     size = code.scale_dtype.itemsize
     scale = b.floats(a.scales + at * size, code.scale_dtype, features)
     if code.zero == "float":
@@ -181,7 +244,7 @@ def scale_and_zero(b: Builder, code: Code, a: CodeArguments, place: tuple[Int, I
     else:
         zero = constant(code.middle, features)
     if code.factors:
-        above = (chunk * a.superblocks + column // a.superblock) * (code.factors * TABLE_N) + feature
+        above = (chunk * a.superblocks + column // code.superblock) * (code.factors * TABLE_N) + feature
         kinds = range(code.factors)
         factors = [b.floats(a.factors + (above + i * TABLE_N) * 2, torch.float16, features) for i in kinds]
         scale = b.fmul(scale, factors[0])
@@ -200,13 +263,20 @@ def scale_and_addend(b: Builder, code: Code, a: CodeArguments, place: tuple[Int,
 
 def number_of(b: Builder, code: Code, bits: Any, scale: Any, addend: Any) -> Any:
     """Return the numbers, float32, of codes in the lowest bits of integers."""
-    most, is_centred = 2**code.bits - 1, code.looks_up and code.zero == "none"
-    if code.looks_up:
-        number = b.lookup([(i & most) - (code.middle if is_centred else 0) for i in range(16)], bits)
-    else:
-        number = b.sitofp(b.and_(bits, ir.Constant(bits.type, [most] * bits.type.count)), floats_of(bits.type.count))
-    if is_centred:
-        return b.fmul(number, scale)
+    if code.looks_up and code.zero == "none":
+        return b.fmul(float_of(b, code, bits, code.middle), scale)
+    number = float_of(b, code, bits)
     if code.subtracts_first:
         return b.fmul(b.fsub(number, addend), scale)
     return b.multiply_add(number, scale, addend)
+
+
+def float_of(b: Builder, code: Code, bits: Any, middle: int = 0) -> Any:
+    """Return codes in the lowest bits of integers as float32, minus ``middle``, which is 0 if they are not looked
+    up."""
+    most = 2**code.bits - 1
+    numbers = [(i & most) - middle for i in range(16)]
+    if code.looks_up:
+        return b.lookup(numbers, bits)
+    lowest = b.and_(bits, ir.Constant(bits.type, [most] * bits.type.count))
+    return b.lookup_bytes(numbers, lowest) if code.by_bytes else b.sitofp(lowest, floats_of(bits.type.count))

@@ -102,8 +102,8 @@ class CpuMixedGemm:
         return [Exclusion("unlisted", "sizes", sizes)]
 
     def reduction_order(self, problem: GemmProblem, config: GemmConfig) -> Hashable | None:
-        """Each method but "dense" has an order of its own; in a matmul a row's bits depend on where among how many it
-        is."""
+        """Each method but "dense" has an order of its own, "compiled" if it adds up numbers; in a matmul a row's bits
+        depend on where among how many it is."""
         return (self.name, config.tile_m, config.tile_k) if config.tile_m in METHODS else None
 
     def workspace_bytes(self, problem: GemmProblem, config: GemmConfig) -> int:
@@ -134,7 +134,8 @@ class _Launch:
         self.is_plain, self.is_bias = self.epilogue == PLAIN, self.epilogue == Epilogue(bias=True)
         self.method: Callable[[torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor | None], torch.Tensor]
         if config.tile_m == COMPILED_TOKENS:
-            self.method = compiled.CompiledProduct(problem.format, problem.n, problem.k)
+            sums_codes = not problem.batch_invariant
+            self.method = compiled.CompiledProduct(problem.format, problem.n, problem.k, sums_codes=sums_codes)
         elif config.tile_m in METHODS and config.tile_m > 1:
             kind = tile_product.TileProduct if tile_product.is_available() else tile_product.PairProduct
             self.method = kind(problem.format, problem.n, problem.k, config.tile_m == ROUNDED_TOKENS)

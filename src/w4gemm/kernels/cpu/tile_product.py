@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import struct
 from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,8 +13,8 @@ import torch
 from w4gemm.core.formats import WeightFormat
 from w4gemm.kernels.cpu import compiled
 from w4gemm.kernels.cpu.compiled import (
+    INFINITE,
     MOST_CODES,
-    SCRATCH_SUMS,
     CompiledProduct,
     PanelLimits,
     Run,
@@ -37,8 +36,6 @@ GROUPS = 4
 columns a product of 1536 x 576 took 1.25 times as long at 64 tokens, 1.6 times at 256 (Xeon, 2026-11-28)."""
 PARTS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 """bf16 numbers whose sum is a number of x."""
-_INFINITE = 0x7F800000
-_largest = struct.Struct("=q").unpack_from
 _SMALL = 2**16
 """Bytes that are the faster made by ctypes, which clears them, than as a tensor."""
 _DISPLACING = 1024
@@ -54,12 +51,6 @@ _PAIRS_TOKENS = 4
 @functools.cache
 def _bytes(count: int) -> type[ctypes.Array[ctypes.c_char]]:
     return ctypes.c_char * count
-
-
-_unread = _bytes(SCRATCH_SUMS)()
-_unread_address = ctypes.addressof(_unread)
-"""Where every product writes its largest number that nobody reads: that of rounded numbers is finite if the result
-is."""
 
 
 @functools.cache
@@ -137,7 +128,7 @@ class TileProduct(CompiledProduct):
 
     def __init__(self, format: WeightFormat, n: int, k: int, is_rounded: bool = False, *instructions: Hashable) -> None:
         most = self.panels[is_rounded]
-        super().__init__(format, n, k, most)
+        super().__init__(format, n, k, most, sums_codes=False)
         self.most_columns, self.is_rounded, self.instructions = most.columns, is_rounded, instructions
         self.compiled: dict[tuple[int, torch.dtype, torch.dtype], _Compiled] = {}
         self.has_sums = format.zero == "float" and not is_rounded
@@ -151,15 +142,13 @@ class TileProduct(CompiledProduct):
             out = torch.empty(rows, self.columns, dtype=own.dtype)
         largest = self._multiply(own, x.contiguous(), weight, out)
         result = out if is_whole else out[:m, : self.n]
-        # sums before scales, and parts of infinities, may be infinite where no result is
-        if largest >= _INFINITE and not self.is_rounded:
-            those = ~result.isfinite().all(1)
-            result[those] = super().__call__(x[those], weight, None).to(own.dtype)
+        if largest >= INFINITE:
+            self.repair(result, x, weight)
         return result
 
     def _multiply(self, own: _Compiled, x: torch.Tensor, weight: tuple[torch.Tensor, ...], out: torch.Tensor) -> int:
         """Write x @ w.T to ``out`` (rows, columns), with rows of padding, and return the largest bit pattern of a
-        result in float32; 0 if it does not matter."""
+        result in float32; 0 of rounded numbers, whose sums are finite if the result is."""
         (m, k), rows, panel = x.shape, out.shape[0], self.panel
         strides = (own.parts * rows * panel, rows * panel, panel) if own.gathers else (panel, rows * k, k)
         tokens: tuple[int, ...] = (x.data_ptr(), *strides, 0)
@@ -172,10 +161,7 @@ class TileProduct(CompiledProduct):
             tokens = (memory[0].data_ptr(), *strides, memory[-1].data_ptr())
             own.split(_packed(x.data_ptr(), *tokens, m, rows, k, panel, self.group))
         keeps_sums = own.dtype is not torch.float32 and panel < k
-        if self.is_rounded and not keeps_sums:
-            run_all(own.run, self.arguments(tokens, weight, out, self.worth(rows), _unread_address))
-            return 0
-        size = SCRATCH_SUMS + 4 * TABLE_N * rows * keeps_sums
+        size = 4 * TABLE_N * rows * keeps_sums
         every = size * torch.get_num_threads()
         if every <= _SMALL:
             scratch = _bytes(every)()
@@ -183,9 +169,7 @@ class TileProduct(CompiledProduct):
             memory.append(torch.empty(every, dtype=torch.uint8))
             scratch = _bytes(every).from_address(memory[-1].data_ptr())
         arguments = self.arguments(tokens, weight, out, self.worth(rows), ctypes.addressof(scratch), size)
-        run_all(own.run, arguments)
-        largest: int = _largest(scratch, 0)[0]
-        return largest if len(arguments) == 1 else max(_largest(scratch, size * i)[0] for i in range(len(arguments)))
+        return run_all(own.run, arguments)
 
     def worth(self, tokens: int) -> int:
         """Return the columns of chunks, times tokens, that are worth a thread: some 70 us."""

@@ -28,8 +28,8 @@ import torch
 from llvmlite import ir
 
 from w4gemm.kernels.cpu.amx import I8, I16, ROW, WORDS, Amx
-from w4gemm.kernels.cpu.builder import F32, I64, Builder, Int, constant, floats_of, ints_of, module_of
-from w4gemm.kernels.cpu.compiled import SCRATCH_SUMS, Code, CodeArguments
+from w4gemm.kernels.cpu.builder import F32, I32, Builder, Int, constant, floats_of, ints_of, module_of
+from w4gemm.kernels.cpu.compiled import Code, CodeArguments
 from w4gemm.kernels.cpu.program import AHEAD, number_of, scale_and_addend, scale_and_zero
 from w4gemm.kernels.cpu.tile_product import GROUPS, SIDE, STEP, PartArguments
 from w4gemm.packing.layouts.cpu import TABLE_N
@@ -105,8 +105,8 @@ def parts(dtype: torch.dtype, count: int, has_sums: bool, tile_rows: int) -> str
 def sums(code: Code, tile: TileCode, amx: type[Amx] = Amx) -> str:
     """Return the text of a module whose function takes :class:`CodeArguments`."""
 
-    def write(b: Builder, arguments: list[Int]) -> None:
-        Tiles(code, tile, b, amx(b), CodeArguments(*arguments)).write()
+    def write(b: Builder, arguments: list[Int]) -> Any:
+        return Tiles(code, tile, b, amx(b), CodeArguments(*arguments)).write()
 
     return module_of(write, len(CodeArguments._fields))
 
@@ -128,7 +128,8 @@ class Tiles:
         """Of a group: scales of each tile, then zero points."""
         self.products = b.array(GROUPS * _PRODUCTS // 4)
 
-    def write(self) -> None:
+    def write(self) -> Any:
+        """Build the loops, and return the largest bit pattern of a result's magnitude in float32."""
         b, a, rows = self.b, self.a, self.tile.rows
         self.amx.configure([rows] * 6 + [SIDE] * 2)
         with b.loop(a.first_chunk, a.last_chunk) as chunk, b.loop(0, a.k, a.panel) as first:
@@ -144,7 +145,7 @@ class Tiles:
                         self.multiply(x + (token * a.x_row) * 2, (start - first, end - first), span)
                     self.add_up(token, first, spans, (chunk, feature))
         self.amx.release()
-        self.end()
+        return b.intrinsic("llvm.vector.reduce.umax", I32, b.load(self.largest))
 
     def decode(self, chunk: Int, feature: Int, first: Int, group: Int) -> None:
         """Write the codes of a group in bf16, its scales and its zero points."""
@@ -305,7 +306,7 @@ class Tiles:
         wide = floats_of(SIDE * fields)
         in_order = [i + f * SIDE for i in range(SIDE) for f in range(fields)]
         out = a.out + (token * a.columns + chunk * TABLE_N + feature) * dtype.itemsize
-        sums = out if dtype.itemsize == 4 else a.scratch + SCRATCH_SUMS + (token * TABLE_N + feature) * 4
+        sums = out if dtype.itemsize == 4 else a.scratch + (token * TABLE_N + feature) * 4
         for i in range(0, self.width, fields):
             result = b.lanes_of(b.joined(totals[i : i + fields]), in_order)
             if not self.tile.is_whole:
@@ -332,8 +333,3 @@ class Tiles:
             return self.b.rounded(result, self.code.dtype)
         halves = [self.b.lanes_of(result, range(i, i + SIDE)) for i in range(0, result.type.count, SIDE)]
         return self.b.joined([self.amx.rounded(*halves[i : i + 2]) for i in range(0, len(halves), 2)])
-
-    def end(self) -> None:
-        """Write the largest bit pattern of a result."""
-        largest = self.b.intrinsic("llvm.vector.reduce.umax", ir.IntType(32), self.b.load(self.largest))
-        self.b.write(self.b.zext(largest, I64), self.a.scratch)
