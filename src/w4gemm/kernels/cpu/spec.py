@@ -6,7 +6,7 @@ tile_m = 512   "compiled": machine code that llvmlite (extra ``cpu``) makes for 
                multiplies up to tile_m tokens (``cpu`` layout only). Fastest for few tokens, and on many processors for
                all.
 tile_m = 768   "pairs": the same with AVX-512's dot products of pairs, for bf16 x and groups of a multiple of 32
-               columns, on processors without AMX. Fastest for bf16 x but for a single token.
+               columns, on processors without AMX. Fastest for bf16 x from three tokens on.
 tile_m = 1024  "tiles": the same with AMX, for x of any dtype. Fastest for more tokens.
 tile_m = 1536  "rounded": "tiles" or "pairs" with the weight's numbers, rounded to bf16, in place of codes, for bf16 x.
                Fastest for many tokens.
