@@ -284,7 +284,7 @@ def test_bits_of_a_row_do_not_depend_on_the_number_of_rows(format):
 
 @needs_llvmlite
 @pytest.mark.parametrize("n", [192, 200])
-@pytest.mark.parametrize("format", ["int4_g32", "int3_g64", "int2_g32", "int8_g128"])
+@pytest.mark.parametrize("format", ["int4_g32", "int4_g32_zint", "q4_k", "int3_g64_zfloat", "int2_g32", "int8_g128"])
 @pytest.mark.parametrize("lanes", [8, 16])
 def test_tiles_of_both_widths_of_vectors(monkeypatch, lanes, format, n):
     """Vectors of 16 numbers are two registers here, or one with AVX-512. The last chunk has 64 features or 128."""

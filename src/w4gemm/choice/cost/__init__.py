@@ -180,8 +180,8 @@ class CpuRank:
     """PyTorch's bfloat16 matmul, where it is faster than compiled vectors."""
     COMPILED = 1.0
     PAIRS_OF_FEW = 1.4
-    """The method "pairs" with one or two tokens. Time of "compiled" / time of "pairs", EPYC, five layers: 0.86 to 0.9 at
-    2 tokens, 0.91 to 0.99 at 3, 0.94 to 1.18 at 4; beside integer zero points 1.03 at 2 (2026-11-29)."""
+    """The method "pairs" with one or two tokens. Time of "compiled" / time of "pairs", EPYC, five layers: 0.86 to 0.9
+    at 2 tokens, 0.91 to 0.99 at 3, 0.94 to 1.18 at 4 (2026-11-29)."""
     TILES_OF_FEW = 1.5
     """The method "tiles" with fewer tokens than it is worth."""
     ROUNDED_OF_FEW = 1.6

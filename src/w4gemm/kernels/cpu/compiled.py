@@ -63,6 +63,11 @@ class Code(NamedTuple):
         return 8 // self.bits
 
     @property
+    def sums_x(self) -> bool:
+        """True if zero points need the sum of x over a group."""
+        return self.sums_codes and self.zero != "none"
+
+    @property
     def top_factor(self) -> float:
         """Factor of the codes of a byte's last field. 16 times a code of 4 bits is converted where it stands: beside
         the lookup of the other one this takes other units of the processor than another lookup."""
@@ -329,11 +334,13 @@ class CompiledProduct:
     def _parameters(self, tokens: int, tiled: bool, lanes: int, x_dtype: torch.dtype, dtype: torch.dtype) -> Code:
         format, bits = self.format, table_bits(self.format)
         middle, row_bytes = format.element_rule.padding_code, CpuLayout().shapes(format, 1, 1)[0][1][2]
-        may_sum = self.sums_codes and format.zero == "none" and not tiled
+        vectors = max(4 if 4 * tokens <= lanes else 2, 8 // bits)
+        registers = tokens * (vectors + format.has_zero)
+        may_sum = self.sums_codes and not tiled and registers <= 3 * lanes // 2
         looks_up = lanes == 16 and bits <= 4 and has("avx512f")
         by_bytes = lanes == 8 and bits == 4 and has("avx2") and may_sum and tokens == 1
         sums_codes = may_sum and (looks_up or by_bytes)
-        vectors = 8 if sums_codes and tokens == 1 else max(4 if 4 * tokens <= lanes else 2, 8 // bits)
+        vectors = 8 if sums_codes and tokens == 1 else vectors
         decoded = looks_up, by_bytes, sums_codes, vectors * lanes
         whole_group = format.group_length(self.k) if format.groups(self.k) > 1 else 2**31
         superblock = format.scale_rule.factor_columns if format.has_factors else 1

@@ -3,12 +3,13 @@ llvmlite.
 
     d[t, n] = sum over panels p of (sum over j in p of x[t, j] * w[j, n]),  w the float32 number of dequantize()
 
-or, for a few tokens and codes without zero points that are looked up,
+or, for a few tokens and codes that are looked up, which is one instruction less a number,
 
-    d[t, n] = sum over groups g of  s[g, n] * (sum over j in g of x[t, j] * c[j, n]),  c the codes - 2**(bits - 1)
+    d[t, n] = sum over groups g of  s[g, n] * (sum over j in g of x[t, j] * c[j, n]  +  r[g, n] * sum of x[t] over g)
+                                    + t[g, n]
 
-which is one instruction less a number. Then sums may be infinite where no result is, and the largest one is returned.
-Loops, outermost first:
+with c, r and t as in kernel.py. Then sums may be infinite where no result is, and the largest one is returned. Loops,
+outermost first:
 
     chunk      128 features: a row of the table. A thread takes several
     panel      at most 64 columns, and groups as a whole where that is less
@@ -30,7 +31,7 @@ from typing import Any, NamedTuple
 import torch
 from llvmlite import ir
 
-from w4gemm.kernels.cpu.builder import HALVES, I32, STORED, Builder, Int, constant, floats_of, ints_of, module_of
+from w4gemm.kernels.cpu.builder import F32, HALVES, I32, STORED, Builder, Int, constant, floats_of, ints_of, module_of
 from w4gemm.kernels.cpu.compiled import MOST_FEATURES, PANEL, Code, CodeArguments
 from w4gemm.packing.layouts.cpu import TABLE_N
 
@@ -141,13 +142,13 @@ class _Sums:
     def at_once(self, x: Int, block: _Block, columns: tuple[Int, Int]) -> None:
         """Multiply a panel with all tokens as it is decoded."""
         tile, (first, _), sums_codes = self.tile(block), columns, self.code.sums_codes
-        for start, end, scale, addend in self.groups(block, columns):
+        for start, end, *factors in self.groups(block, columns):
             with self.b.loop(start, end) as column:
-                self.multiply(x + (column - first) * 4, self.decoded(block, column, scale, addend), tile)
+                self.multiply(x + (column - first) * 4, self.decoded(block, column, *factors), tile)
             if sums_codes:
-                self.add(tile, block, start, scale)
+                self.add(tile, block, start, *factors)
         if not sums_codes:
-            self.add(tile, block, first)
+            self.add(tile, block, first, (), ())
 
     def tiles(self, x: Int, decoded: Int, block: _Block, columns: tuple[Int, Int]) -> None:
         """Decode a panel, and multiply it with one tile of tokens after another."""
@@ -171,40 +172,52 @@ class _Sums:
                 b.write(b.fadd(before, own), address)
 
     def tile(self, block: _Block) -> list[list[Any]]:
-        """Return variables of sums, for each token one of each field."""
-        zero, fields = constant(0, block.lanes), range(self.code.fields)
-        return [[self.b.variable(zero) for _ in fields] for _ in range(self.code.tokens)]
+        """Return variables of sums, for each token one of each field, and that of x if it matters."""
+        code, own = self.code, [constant(0, block.lanes)] * self.code.fields
+        own += [ir.Constant(F32, 0.0)] * code.sums_x
+        return [[self.b.variable(zero) for zero in own] for _ in range(code.tokens)]
 
     def multiply(self, x: Int, numbers: Sequence[Any], tile: list[list[Any]]) -> None:
         """Add the products of a column's numbers and that column of x, of which ``x`` is the first token's."""
         b = self.b
         row = self.a.x_row if self.x_panel is None else Int(b, b.number(PANEL))
         for t, of_token in enumerate(tile):
-            of_x = b.lanes_of(b.floats(x + row * (t * 4), torch.float32, 1), [0] * numbers[0].type.count)
-            for variable, number in zip(of_token, numbers, strict=True):
+            own = b.read(x + row * (t * 4), F32)
+            of_x = b.spread(own, numbers[0].type.count)
+            for variable, number in zip(of_token, numbers, strict=False):
                 b.store(b.multiply_add(of_x, number, b.load(variable)), variable)
+            for variable in of_token[len(numbers) :]:
+                b.store(b.fadd(own, b.load(variable)), variable)
 
-    def add(self, tile: list[list[Any]], block: _Block, start: Int, scale: Sequence[Any] | None = None) -> None:
-        """Add a tile of sums, scaled by fields if they are of codes, to those in memory, which they become if ``start``
-        is column 0, and clear the tile."""
-        b, code, zero = self.b, self.code, constant(0, block.lanes)
+    def add(self, tile: list[list[Any]], block: _Block, start: Int, scale: Sequence[Any], zero: Sequence[Any]) -> None:
+        """Add a tile of sums to those in memory, which they become if ``start`` is column 0, and clear the tile. Those
+        of codes become those of numbers by scales and zero points of a group, by fields."""
+        b, code, none = self.b, self.code, constant(0, block.lanes)
         is_first = b.icmp_signed("==", start.value, b.number(0))
         for t, of_token in enumerate(tile):
-            for f, variable in enumerate(of_token):
+            values = [b.load(variable) for variable in of_token]
+            for f in range(code.fields):
                 address = self.sums_of(t, block) + f * (block.lanes * 4)
-                before, own = b.select(is_first, zero, b.read(address, zero.type)), b.load(variable)
+                result, own = b.select(is_first, none, b.read(address, none.type)), values[f]
                 if f == code.fields - 1 and code.top_factor != 1:
                     own = b.fmul(own, constant(code.top_factor, block.lanes))
-                b.write(b.fadd(before, own) if scale is None else b.multiply_add(own, scale[f], before), address)
-                b.store(zero, variable)
+                if code.sums_x:
+                    of_x, middle = b.spread(values[-1], block.lanes), constant(code.middle, block.lanes)
+                    if code.zero == "float":
+                        result = b.multiply_add(of_x, zero[f], result)
+                    own = b.multiply_add(of_x, middle if code.zero == "float" else b.fsub(middle, zero[f]), own)
+                b.write(b.multiply_add(own, scale[f], result) if code.sums_codes else b.fadd(result, own), address)
+            for variable, value in zip(of_token, values, strict=True):
+                b.store(ir.Constant(value.type, None), variable)
 
     def groups(self, block: _Block, columns: tuple[Int, Int]) -> Iterator[tuple[Int, Int, list[Any], list[Any]]]:
         """Repeat what is built inside for the groups of the columns from the first to before the last: a group's first
-        column and the one behind it, and by fields the scales, and addends of numbers."""
+        column and the one behind it, and by fields the scales, and zero points of codes or addends of numbers."""
         first, last = columns
         b, a, code = self.b, self.a, self.code
         with b.loop(first, last, a.group) as start:
-            both = scale_and_addend(b, code, a, (block.chunk, start, block.feature), block.features)
+            read = scale_and_zero if code.sums_codes else scale_and_addend
+            both = read(b, code, a, (block.chunk, start, block.feature), block.features)
             scales, addends = ([b.lanes_of(vector, those) for those in self.order(block)] for vector in both)
             yield start, (start + a.group).at_most(last), scales, addends
 
