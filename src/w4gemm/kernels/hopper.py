@@ -1,4 +1,4 @@
-"""The host side that the Hopper kernels share: where they run, and how a product is two launches."""
+"""The host side that the Hopper kernels share: where they run, and how a product is divided into two launches."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Quantized weights: the value, how it is made, stacked, split, saved and decoded; the reference of products."""
+"""Quantized weights: the value, how it is made, stacked, split, saved and dequantized."""

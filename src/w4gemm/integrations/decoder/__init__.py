@@ -1,4 +1,5 @@
-"""transformers' ``generate`` by CUDA graphs. :func:`decode_by_graph` is the only door: no other package imports more.
+"""transformers' ``generate`` by CUDA graphs, on CPUs by machine code. :func:`decode_by_graph` is the only door: no
+other package imports more.
 
 A step of ``generate`` launches some 1,500 kernels for 32 layers, from Python: the GPU waits for the host. Here the
 whole step, from the token to its logits, is captured once and replayed for each token (``loop.py``, ``step.py``), in

@@ -1,4 +1,4 @@
-"""The two methods of ``cpu_mixed_gemm``. x (m, k) and the packed weight to (m, n), without the epilogue.
+"""The methods "sum" and "dense" of ``cpu_mixed_gemm``: x (m, k) and the packed weight to (m, n), without the epilogue.
 
 "sum", for one token x, with c the codes - h, h = 2**(bits - 1), s scales and z zero points:
 

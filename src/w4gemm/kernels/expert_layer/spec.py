@@ -1,4 +1,4 @@
-"""Host side of the layer of experts in one launch; ``w4gemm.api.experts`` is its only caller."""
+"""Host side of the layer of experts in one launch; ``w4gemm.api.expert_layer`` launches it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Host sides of the kernels around experts: a router's choice of them, choices in their order, sums of their results.
-``w4gemm.api.routing`` launches them."""
+``w4gemm.api.routing`` and ``expert_layer`` launch them."""
 
 from __future__ import annotations
 

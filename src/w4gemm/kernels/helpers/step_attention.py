@@ -1,4 +1,4 @@
-"""Host side of the attention of a step; ``w4gemm.integrations.decoder.attention`` is its only caller."""
+"""Host side of the attention of a step; ``w4gemm.integrations.decoder.attention`` launches it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sizes, and how the warps divide a tile, that follow from a compiled form of the kernel."""
+"""Sizes, and how the warps divide a tile: what follows from the compile-time parameters of the kernel."""
 
 from __future__ import annotations
 

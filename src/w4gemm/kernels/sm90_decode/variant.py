@@ -1,4 +1,4 @@
-"""Sizes, warps and threads that follow from a compiled form of the decode kernel."""
+"""Sizes, warps and threads that follow from the compile-time parameters of the decode kernel."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Codecs by fragment and format: how an element lies in packed blocks, and what decodes it.
 
-An element, or several that are alike, have a file of codecs, and beside it files of their decoders, which need the DSL:
-integers.py and integers_decode.py.
+An element, or several that are alike, have a file of codecs (integers.py), and beside it files of their decoders
+(integers_decode.py), which need the DSL.
 """
 
 from __future__ import annotations
