@@ -117,7 +117,8 @@ def test_codebook_table(monkeypatch, kind, dtype, name, pairs):
 @pytest.mark.parametrize("pairs", [None, *Pairs], ids=["registers", "halves", "floats"])
 def test_codebook_weights_have_the_scale_of_their_row(monkeypatch, pairs):
     """Rows g and g + 8, which alternate in the registers of a code word."""
-    decode, decode_pairs = (pytest.importorskip(f"w4gemm.kernels.device.{name}") for name in ("decode", "decode_pairs"))
+    decode = pytest.importorskip("w4gemm.packing.codecs.integers_decode")
+    decode_pairs = pytest.importorskip("w4gemm.packing.codecs.pairs_decode")
     actual, element, scales = _decoder(monkeypatch, "bf16", "nf4", pairs), ELEMENTS["nf4"], (3.0, 5.0)
     _table_in_memory(monkeypatch, actual, [])
 
