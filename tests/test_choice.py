@@ -125,7 +125,12 @@ def test_a_plan_is_resolved_once_an_interval(monkeypatch, caplog):
 
 
 @pytest.mark.parametrize(
-    "change", [{"n": 131}, {"epilogue": Epilogue(bias=True)}, {"dtype": torch.float16}, {"layout": "canonical"}]
+    "change",
+    [
+        *({"n": 131}, {"epilogue": Epilogue(bias=True)}, {"dtype": torch.float16}, {"layout": "canonical"}),
+        {"batch_invariant": True},
+    ],
+    ids=str,
 )
 def test_what_a_plan_depends_on(change):
     assert choice.plan_for(call(1)) is not choice.plan_for(call(1, **change))

@@ -196,7 +196,7 @@ FAULTS = (
         "src/w4gemm/choice/plan_cache.py",
         "return cls(plan_rows(m, weight.experts), weight, dtype, epilogue, at, config, batch_invariant, gathered)",
         "return cls(plan_rows(m, weight.experts), weight, dtype, epilogue, at, config, False, gathered)",
-        "tests/test_batch_invariant.py",
+        "tests/test_choice.py -k depends_on",
     ),
     Fault(
         "experts have one order for gathered rows and another for sorted ones",
