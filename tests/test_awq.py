@@ -22,12 +22,12 @@ ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """The column of the word that each nibble holds."""
 
 
-def writer(group_size: int = 32, **numbers: Any) -> Writer:
+def writer(group_size: int = 32, order: tuple[int, ...] = ORDER, **numbers: Any) -> Writer:
     def write(name: str, n: int, k: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         actual = Numbers.random(n, k, group_size, **numbers)
         return {
-            "qweight": stream(actual.codes.T, 1, order=ORDER),
-            "qzeros": stream(actual.zeros.T, 1, order=ORDER),
+            "qweight": stream(actual.codes.T, 1, order=order),
+            "qzeros": stream(actual.zeros.T, 1, order=order),
             "scales": actual.scales.T,
         }, actual.weight
 
@@ -42,10 +42,12 @@ def writer(group_size: int = 32, **numbers: Any) -> Writer:
         (CONFIG | {"sym": True}, writer(zeros=(0, 15)), "int4_g32_zint_fp16"),  # as transformers 5 writes it again
         (CONFIG | {"zero_point": False, "version": "GEMM"}, writer(), "int4_g32_fp16"),
         ({"quant_method": "awq", "w_bit": 4, "q_group_size": -1}, writer(-1, zeros=(0, 15)), "int4_col_zint_fp16"),
+        (CONFIG | {"pack_method": "reorder"}, writer(zeros=(0, 15)), "int4_g32_zint_fp16"),  # Quark's
+        (CONFIG | {"pack_method": "order"}, writer(order=tuple(range(8)), zeros=(0, 15)), "int4_g32_zint_fp16"),
         (AUTO_ROUND | {"sym": True}, writer(), "int4_g32_fp16"),
         (AUTO_ROUND | {"sym": False}, writer(zeros=(0, 15)), "int4_g32_zint_fp16"),
     ],
-    ids=["asym", "bf16", "rewritten", "sym", "col", "auto-round", "auto-round-asym"],
+    ids=["asym", "bf16", "rewritten", "sym", "col", "reorder", "order", "auto-round", "auto-round-asym"],
 )
 def test_weights_and_logits(tmp_path: Path, config: dict[str, Any], write: Writer, format: str) -> None:
     assert_loads(tmp_path, write_model(tmp_path, config, write), {format: 7 * LAYERS})
@@ -64,6 +66,7 @@ def test_lm_head_and_layers_that_were_not_converted(tmp_path: Path) -> None:
         ({"bits": 3}, "its weight has 3 bits, wanted 4"),
         ({"bits": 8}, "its weight has 8 bits, wanted 4"),
         ({"group_size": 64}, "groups of 64 do not divide its 96 input features"),
+        ({"pack_method": "blocks"}, "pack_method is 'blocks', wanted 'reorder' or 'order'"),
         ({"checkpoint_format": "gemv_fast"}, "checkpoint_format is 'gemv_fast', which packs in another order; wanted"),
         *(({"version": v}, f"version is '{v}'.*wanted 'gemm'") for v in ("gemv", "gemv_fast", "llm-awq", "marlin")),
     ],

@@ -1,7 +1,8 @@
-"""Folders quantized by AWQ in its "gemm" packing, or by AutoRound in that packing.
+"""Folders quantized by AWQ in its "gemm" packing, or by AutoRound or Quark (its custom mode awq) in that packing.
 
 A module is ``qweight`` int32 (k, n / 8) and ``qzeros`` int32 (groups, n / 8), with the numbers of eight output features
-a word, in the order that :data:`ORDER` undoes; and ``scales`` (groups, n). w = (u - z) * s.
+a word, in the order that :data:`ORDER` undoes, or as they come where Quark says ``pack_method`` order; and ``scales``
+(groups, n). w = (u - z) * s.
 """
 
 from __future__ import annotations
@@ -30,12 +31,16 @@ from w4gemm.packing.bits import unpack
 
 ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """The nibble of a word that holds its first, second, ... number."""
+_ORDERS = {"reorder": ORDER, "order": None}
+"""By Quark's ``pack_method``."""
 
 
-def numbers(tensors: Mapping[str, torch.Tensor], format: WeightFormat) -> PackedNumbers:
+def numbers(
+    tensors: Mapping[str, torch.Tensor], format: WeightFormat, order: tuple[int, ...] | None = ORDER
+) -> PackedNumbers:
     """Return the numbers of ``qweight``, ``scales`` and, if the format has zero points, ``qzeros``, which may have a
-    dimension of experts in front."""
-    codes = PackedMatrix(tensors["qweight"], True, "n", ORDER, bits=format.bits)
+    dimension of experts in front. ``order`` is None if the numbers of a word are in order."""
+    codes = PackedMatrix(tensors["qweight"], True, "n", order, bits=format.bits)
     zeros = replace(codes, tensor=tensors["qzeros"]) if format.has_zero else None
     return PackedNumbers(
         format, codes, PackedMatrix(tensors["scales"], True), zeros, names=("qweight", "scales", "qzeros")
@@ -55,7 +60,9 @@ class AWQPacking(Packing):
                 f"{other} is {config[other]!r}, which packs in another order; wanted 'gemm': quantize the dense model "
                 "again with it"
             )
-        self._extra = ExtraConfig(config)
+        if (method := config.get("pack_method", "reorder")) not in _ORDERS:
+            raise ValueError(f"pack_method is {method!r}, wanted {' or '.join(map(repr, _ORDERS))}")
+        self._order, self._extra = _ORDERS[method], ExtraConfig(config)
 
     def named(self) -> Iterable[Named]:
         return self._extra.named()
@@ -79,4 +86,4 @@ class AWQPacking(Packing):
     def numbers(self, module: Module, tensors: Mapping[str, torch.Tensor]) -> Numbers:
         if not module.format.has_zero and "qzeros" in tensors:
             check_symmetric(unpack(tensors["qzeros"], module.format.bits), module.format.bits)
-        return numbers(tensors, module.format)
+        return numbers(tensors, module.format, self._order)
