@@ -320,6 +320,25 @@ def test_fp8_alone(tmp_path: Path, block: tuple[int, int] | None) -> None:
     assert_loads(tmp_path, expected, formats[block])
 
 
+@pytest.mark.parametrize("method", ["fbgemm_fp8", "mxfp8", "fp8"])
+def test_other_names_of_fp8(tmp_path: Path, method: str) -> None:
+    """As Meta publishes Llama 3.1 405B, transformers calls MXFP8, and Mistral names its scales."""
+
+    def write(name: str, n: int, k: int) -> Any:
+        weight, scale, numbers = fp8(n, k, {"mxfp8": (1, 32), "fp8": (n, k)}.get(method, (1, k)), method == "mxfp8")
+        if method == "mxfp8":
+            return {"weight": weight, "weight_scale_inv": scale.to(torch.float8_e8m0fnu).view(torch.uint8)}, numbers
+        if method == "fbgemm_fp8":
+            return {"weight": weight, "weight_scale": scale}, numbers
+        return {"weight": weight, "qscale_weight": scale.view(()), "qscale_act": torch.ones(())}, numbers
+
+    settings = {"weight_block_size": [1, 32], "scale_fmt": "ue8m0"} if method == "mxfp8" else {}
+    expected = write_model(tmp_path, {"quant_method": method} | settings, write)
+    assert_loads(tmp_path, expected, {"e4m3_g32_e8m0" if method == "mxfp8" else "e4m3_col_fp32": 7 * LAYERS})
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=W4GemmConfig(), dtype=torch.float32)
+    assert torch.equal(model(IDS).logits, load(tmp_path)[0](IDS).logits)
+
+
 @pytest.mark.parametrize("method", ["tensor", "row", "block"])
 def test_fp8_of_gptqmodel(tmp_path: Path, method: str) -> None:
     """Its weight_scale_inv is the largest fp8 number / the largest weight, and divides; others' of that name

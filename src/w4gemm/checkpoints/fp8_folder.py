@@ -1,12 +1,13 @@
 """Weights in 8-bit floats of a folder: :class:`Fp8Folder` reads matrices packed, others as dense tensors.
 
 Such a weight is e4m3 or e5m2: a matrix (n, k), or those of all experts (experts, n, k). Its scale lies beside it:
-``weight_scale_inv``, ``weight_scale`` or ``scale`` beside ``weight``; ``down_proj_scale_inv``, ``down_proj_scale`` or
-``down_proj_weight_scale`` beside a parameter of experts, ``down_proj``. The scale is one number; one for each expert;
-one for each row (of experts also for each column, because some models keep theirs transposed); one for each block of a
-grid, whose last row and column of blocks may be cut off, and which ModelOpt has as (rows, 1, columns, 1); or, of MXFP8,
-e8m0 (..., n, k / 32), one for each 32 columns. The weight is stored * scale, in float32. GPTQModel's scales divide,
-which its config says, so that 1 / scale multiplies. The scale of activations is not used, because x stays in 16 bits.
+``weight_scale_inv``, ``weight_scale``, ``scale`` or Mistral's ``qscale_weight`` beside ``weight``;
+``down_proj_scale_inv``, ``down_proj_scale`` or ``down_proj_weight_scale`` beside a parameter of experts, ``down_proj``.
+The scale is one number; one for each expert; one for each row (of experts also for each column, because some models
+keep theirs transposed); one for each block of a grid, whose last row and column of blocks may be cut off, and which
+ModelOpt has as (rows, 1, columns, 1); or, of MXFP8, e8m0 (..., n, k / 32), one for each 32 columns. The weight is
+stored * scale, in float32. GPTQModel's scales divide, which its config says, so that 1 / scale multiplies. The scale of
+activations is not used, because x stays in 16 bits.
 
 A matrix becomes ``e4m3_col_fp32``, ``e4m3_g128_b128`` for blocks of 128 x 128, ``e4m3_g*_fp32`` for others of a
 multiple of 16 columns, whose scales are repeated for each row, or ``mxfp8``; or the same of e5m2. So does each matrix
@@ -35,6 +36,8 @@ from w4gemm.core.formats import PER_COLUMN, WeightFormat
 
 _ENDS = ("_scale_inv", "_scale", "_weight_scale_inv", "_weight_scale")
 """What is added to a weight's name to make that of its scale."""
+_SCALES_OF_WEIGHT = ("scale", "qscale_weight")
+"""Other names of the scale of a tensor called ``weight``."""
 _SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0")
 _E8M0 = ("F8_E8M0", "U8")
 """safetensors' names of the dtypes of scales of MXFP8."""
@@ -81,7 +84,8 @@ class Fp8Folder(SafetensorsFolder):
         self.block, self._blocks_only, self._divide = settings
         for name in [name for name, info in self.tensors.items() if info.dtype in FP8]:
             owner, _, leaf = name.rpartition(".")
-            candidates = [name + end for end in _ENDS] + ([f"{owner}.scale"] if leaf == "weight" else [])
+            others = [f"{owner}.{scale}" for scale in _SCALES_OF_WEIGHT] if leaf == "weight" else []
+            candidates = [name + end for end in _ENDS] + others
             scales = [candidate for candidate in candidates if candidate in self.tensors]
             if len(scales) > 1:
                 raise FormatError(f"{path}: {name} is in fp8, wanted one scale beside it, got {', '.join(scales)}")

@@ -25,8 +25,11 @@ import regex
 
 def method_of(config: Mapping[str, Any]) -> str | None:
     """Name of the format of a quantization_config: the method that it names, but for AutoRound's integers the method
-    whose packing they have, for fp8 with experts in 4 bits DeepSeek-V4's, and W4AFP8 for ModelOpt's name of it."""
+    whose packing they have, for fp8 with experts in 4 bits DeepSeek-V4's, fp8 for other names of it, and W4AFP8 for
+    ModelOpt's name of it."""
     method = config.get("quant_method", config.get("method"))
+    if method in _FP8:
+        return "fp8"
     if method == "fp8" and config.get("expert_dtype") == "fp4":
         return "deepseek-v4"
     if method == "modelopt" and config.get("quant_algo") == "MIXED_PRECISION" and not config.get("quantized_layers"):
@@ -39,6 +42,8 @@ def method_of(config: Mapping[str, Any]) -> str | None:
     return "gptq" if integers else "auto-round"
 
 
+_FP8 = ("fbgemm_fp8", "mxfp8")
+"""Methods whose folders hold fp8 and scales as those of the method fp8 do."""
 GPTQ_ZEROS = {"auto_round:auto_gptq": -1, "auto_round:gptq": -1, "auto": -1, "auto_round": 0, "auto_round:gptqmodel": 0}
 """The number that AutoRound's GPTQ packings add to a zero point before they store it."""
 _KERNEL = re.compile(r":(exllama|triton|marlin)\w*$")

@@ -50,7 +50,7 @@ _SKIPPED = {
         ),
         (r".*\.(?:[kv]_proj\.[kv]_bias|\w*proj\w*\.output_(?:scale|zero_point))", "of a quantized KV cache"),
         (
-            r".*[._](?:input|activation)_(?:scale(?:_2)?|global_scale|zero_point)",
+            r".*(?:[._](?:input|activation)_(?:scale(?:_2)?|global_scale|zero_point)|\.qscale_act)",
             "of quantized activations, which stay in 16 bits or get a scale for each token",
         ),
     )
