@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +20,12 @@ from transformers import AutoModelForCausalLM
 import test_compressed_tensors
 from fuzz import samples
 from quantized_model import change, configure, convert, put, write_model
-from tiny_model import LAYERS, write_dense
+from test_mixtures import write_gpt_oss
+from tiny_model import LAYERS, write_dense, write_gguf
 from w4gemm import FormatError, QuantizedWeight
 from w4gemm.checkpoints import open_checkpoint
 from w4gemm.checkpoints.gguf import GGUFCheckpoint
+from w4gemm.checkpoints.gguf.file import GGUFFile
 from w4gemm.checkpoints.quantized_folder import BESIDE, QuantizedFolder
 from w4gemm.cli.__main__ import main
 from w4gemm.integrations.transformers import W4GemmConfig, load, places
@@ -129,6 +133,43 @@ def test_weights_in_fp8_have_their_scales(
 def test_codes_without_scales_are_refused(tensors: dict[str, torch.Tensor], message: str, tmp_path: Path) -> None:
     with pytest.raises(FormatError, match=message):
         open_checkpoint(compressed(tmp_path, **{f"{EXPERTS}.{name}": t for name, t in tensors.items()}))
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+def test_dense_numbers_of_a_packed_module_are_finite(number: float, tmp_path: Path) -> None:
+    """Its bias, in each kind of file; the norm, of no packed module, is taken as it is."""
+
+    def refused(folder: Path, module: str, part: str = "bias") -> None:
+        with pytest.raises(FormatError, match=rf"{module}: {part}: wanted finite numbers, got 1 of NaN or infinity"):
+            open_checkpoint(folder).weight(module)
+
+    compressed(tmp_path / "integers")
+    change(
+        tmp_path / "integers", lambda t: [t[name][0].fill_(number) for name in ("model.a.bias", "model.norm.weight")]
+    )
+    refused(tmp_path / "integers", "model.a")
+    assert not open_checkpoint(tmp_path / "integers").dense("model.norm.weight").isfinite().all()
+    write_gpt_oss(tmp_path / "experts")
+    change(tmp_path / "experts", lambda t: t[f"{EXPERTS}.gate_up_proj_bias"][1, 2].fill_(number))
+    refused(tmp_path / "experts", f"{EXPERTS}.gate_up_proj")
+    write_gguf(file := tmp_path / "qwen2.gguf", "qwen2")
+    info = GGUFFile(file).info("blk.0.attn_q.bias")
+    with file.open("r+b") as f:
+        f.seek(info.offset)
+        f.write(struct.pack("<f", number))
+    refused(file, "model.layers.0.self_attn.q_proj")
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, 0.0])
+def test_a_factor_of_nvfp4_is_a_number_to_divide_by(number: float, tmp_path: Path) -> None:
+    """Infinity would make a weight of zeros."""
+    samples.FORMATS["compressed-nvfp4"](tmp_path)
+    change(tmp_path, lambda tensors: tensors["model.a.weight_global_scale"].fill_(number))
+    message = (
+        "channels: wanted at most" if number == 0 else "weight_global_scale: wanted finite numbers, got 1 of NaN or"
+    )
+    with pytest.raises(FormatError, match=f"model.a: {message}"):
+        open_checkpoint(tmp_path).weight("model.a")
 
 
 def test_integers_that_are_no_codes_are_dense(tmp_path: Path) -> None:

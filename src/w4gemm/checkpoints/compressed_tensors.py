@@ -40,6 +40,7 @@ from w4gemm.checkpoints.quantized_folder import Packing
 from w4gemm.checkpoints.stored import (
     WIDE_SCALES,
     check_bits,
+    check_finite,
     check_symmetric,
     check_tensor,
     whole_groups,
@@ -277,7 +278,10 @@ def _float_numbers(tensors: Mapping[str, torch.Tensor], format: WeightFormat, sh
         if int(stored.max()) > 255 - shift:
             raise ValueError(f"weight_scale: wanted exponents up to {255 - shift}, got {int(stored.max())}")
         scales = stored + shift
-    factor = 1 / tensors["weight_global_scale"] if format.has_channels else None
+    factor = None
+    if format.has_channels:
+        check_finite("weight_global_scale", divisor := tensors["weight_global_scale"])
+        factor = 1 / divisor
     return packed_floats.numbers(tensors["weight_packed"], scales, format, factor)
 
 

@@ -20,7 +20,7 @@ from w4gemm.checkpoints.fp8_folder import Fp8Folder, settings_of
 from w4gemm.checkpoints.hugging_face import TensorInfo, quantization_config
 from w4gemm.checkpoints.numbers import Numbers, gates_before_ups
 from w4gemm.checkpoints.quantization_configs import Named, check_plain_products, method_of, warn_of_missing
-from w4gemm.checkpoints.stored import FP8, check_tensor, is_packed, missing, reason_to_skip
+from w4gemm.checkpoints.stored import FP8, check_finite, check_tensor, is_packed, missing, reason_to_skip
 from w4gemm.core.errors import FormatError, not_among
 from w4gemm.core.formats import WeightFormat
 from w4gemm.weights.checks import sorting_perm
@@ -198,6 +198,7 @@ class QuantizedFolder:
             raise not_among(self.path, "packed module", name, self.modules)
         device, stack = torch.device(device), self._stacks.get(name)
         try:
+            self._check_finite_beside(name)
             if stack is not None:
                 numbers = stack.numbers(lambda source: self._numbers(source, device), device)
             else:
@@ -209,6 +210,18 @@ class QuantizedFolder:
             raise
         except (TypeError, ValueError) as e:
             raise FormatError(f"{self.path}: {name}: {e}") from e
+
+    def _check_finite_beside(self, name: str) -> None:
+        """Raise ValueError for a bias, or factors of x, that are not finite."""
+        for owner in self._owners(name):
+            for part in (*(f"{owner}.{leaf}" for leaf in BESIDE), f"{owner}_bias"):
+                if part in self._files:
+                    check_finite(part.removeprefix(f"{name}."), self._tensor(part))
+
+    def _owners(self, name: str) -> list[str]:
+        """Names of the modules in the folder of which one of ``modules`` is made."""
+        stack = self._stacks.get(name)
+        return [name] if stack is None else [source for expert in stack.sources for source in expert]
 
     def _numbers(self, name: str, device: torch.device) -> Numbers:
         if name in self._stored.scales:
@@ -253,8 +266,7 @@ class QuantizedFolder:
         leaves = None
         if name not in self._own and (name not in self.modules or self.modules[name].shared):
             name, leaves = owner, [leaf]
-        stack = self._stacks.get(name)
-        owners = [name] if stack is None else [source for expert in stack.sources for source in expert]
+        owners = self._owners(name)
         return [self._files[str(_Name(owner, leaf))] for owner in owners for leaf in leaves or self._parts[owner]]
 
     def in_act_order(self, name: str) -> bool:

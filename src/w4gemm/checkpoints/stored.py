@@ -91,6 +91,13 @@ def check_tensor(
     return info.shape
 
 
+def check_finite(name: str, t: torch.Tensor) -> None:
+    """Raise ValueError for a dense tensor of a module, such as its bias, with numbers that are not finite. Those of a
+    weight are checked when it is packed; tensors of no packed module may hold any."""
+    if not (finite := t.isfinite()).all():
+        raise ValueError(f"{name}: wanted finite numbers, got {int((~finite).sum())} of NaN or infinity")
+
+
 def missing(leaf: str, stored: Collection[str]) -> str:
     """Return the message about a module that lacks a tensor."""
     return f"there is no {leaf} beside its {', '.join(sorted(stored))}"

@@ -34,6 +34,7 @@ from w4gemm.checkpoints.gguf.experts import BlockExperts
 from w4gemm.checkpoints.gguf.file import GGUFFile, name_of_whole
 from w4gemm.checkpoints.gguf.header import MAGIC
 from w4gemm.checkpoints.numbers import Numbers
+from w4gemm.checkpoints.stored import check_finite
 from w4gemm.core.errors import FormatError, not_among
 from w4gemm.weights.weight import QuantizedWeight
 
@@ -132,6 +133,11 @@ class GGUFCheckpoint:
     def weight(self, name: str, device: torch.device | str = "cpu", pack: Pack = Numbers.weight) -> QuantizedWeight:
         if name not in self.modules:
             raise not_among(self.path, "packed module", name, self.modules)
+        if self.modules[name].bias:
+            try:
+                check_finite("bias", self.dense(f"{name}.bias"))
+            except ValueError as e:
+                raise FormatError(f"{self.path}: {name}: {e}") from e
         if (experts := self._experts_with(name)) is not None:
             return experts.weight(name, torch.device(device), pack)
         stored = _EMBEDDING if self.modules[name].shared else self._stored[f"{name}.weight"]
