@@ -254,7 +254,7 @@ def test_convert(tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]) 
     capsys.readouterr()
     assert main(["inspect", str(folder), "--device", "h200"]) == 0
     shown = capsys.readouterr().out
-    for words in ("int4_g32 fp8", "F8_E4M3") if kind == "w4afp8" else ("e2m1_g32_e8m0", "e4m3_col_fp32"):
+    for words in ("int4_g32 fp8", "F8_E4M3") if kind == "w4afp8" else ("mxfp4", "e4m3_col_fp32"):
         assert words in shown
 
 
