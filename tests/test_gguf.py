@@ -290,6 +290,20 @@ def test_found_in_a_folder(small: Path) -> None:
         find_checkpoint(small.parent)
 
 
+def test_beside_safetensors_it_has_to_be_named(small: Path) -> None:
+    """Some folders of the hub hold a model's GGUF file too: the folder's own weights are read."""
+    pytest.importorskip("transformers")
+    from tiny_model import write_dense
+
+    folder = write_dense(small.parent)
+    assert find_checkpoint(folder).format.name == "dense" and find_checkpoint(small).format.name == "gguf"
+    small.with_name("other.gguf").write_bytes(small.read_bytes())
+    assert find_checkpoint(folder).format.name == "dense"
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(FormatError, match="2 GGUF files"):
+        find_checkpoint(folder)
+
+
 def test_found_by_first_bytes(small: Path) -> None:
     renamed = small.rename(small.with_suffix(".bin"))
     assert find_checkpoint(renamed).format.name == "gguf"

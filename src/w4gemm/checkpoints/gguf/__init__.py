@@ -33,6 +33,7 @@ from w4gemm.checkpoints.gguf.architectures import (
 from w4gemm.checkpoints.gguf.experts import BlockExperts
 from w4gemm.checkpoints.gguf.file import GGUFFile, name_of_whole
 from w4gemm.checkpoints.gguf.header import MAGIC
+from w4gemm.checkpoints.hugging_face import FILES
 from w4gemm.checkpoints.numbers import Numbers
 from w4gemm.checkpoints.stored import check_finite
 from w4gemm.core.errors import FormatError, not_among
@@ -282,10 +283,13 @@ _GEMMA_TOKENS = (5, 18)
 
 
 def _find(path: Path) -> Path | None:
-    """A GGUF file is known by its suffix or its first bytes; in a folder, the only one, or the parts of one."""
+    """A GGUF file is known by its suffix or its first bytes; in a folder, the only one, or the parts of one. One beside
+    config.json and safetensors is of the same model in other numbers, and has to be named."""
     if path.is_file():
         with path.open("rb") as f:
             return path if path.suffix == ".gguf" or f.read(len(MAGIC)) == MAGIC else None
+    if (path / "config.json").is_file() and any((path / file).is_file() for file in FILES):
+        return None
     files = sorted(path.glob("*.gguf"))
     if len({name_of_whole(file) for file in files}) > 1:
         raise FormatError(
