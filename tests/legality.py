@@ -63,7 +63,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "gathered": {"experts": 8, "gathered": True},
 }
 HEAVY: dict[str, tuple[tuple[Epilogue, int], ...]] = {
-    "plain": ((Epilogue(alpha="device", bias=True), 8190),),
+    "plain": ((Epilogue(alpha="device", bias=True), 8190), (Epilogue(), 8192)),
     "gated": ((Epilogue("swiglu_oai", "device", bias=True), 8192), (Epilogue("situ_mul", bias=True), 8190 * 2)),
     "activation": ((Epilogue("gelu", "device", bias=True), 8190),),
     "residual": ((Epilogue("gelu", "device", True, True), 8192), (Epilogue("silu_mul", "host", True, True), 8192)),
