@@ -258,7 +258,7 @@ def test_what_it_cannot(key: LayerKey, reason: str) -> None:
 
 def test_devices() -> None:
     assert "compute capability 9.0" in one_launch(key_of(1, *QWEN), Device("cuda", "NVIDIA A100", (8, 0), 108)).refusal
-    assert "a cpu device" in one_launch(key_of(1, *QWEN), Device("cpu")).refusal
+    assert "needs an NVIDIA GPU" in one_launch(key_of(1, *QWEN), Device("cpu")).refusal
 
 
 def test_w4_experts_say_how_they_run() -> None:
