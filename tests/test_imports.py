@@ -126,6 +126,23 @@ assert not torch.cuda.is_initialized()
     assert run.returncode == 0, run.stderr
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("quantise", "'quantise'; nearest is 'quantize'"),
+        ("matmul", "'matmul'; nearest is 'linear'"),
+        ("tuning", "'tuning'; import w4gemm.tuning"),
+        ("load", "'load'; from w4gemm.integrations.transformers import load"),
+        ("nothing.here", "'nothing.here'"),
+        ("", "''"),
+    ],
+)
+def test_a_name_that_is_not_public_is_an_attribute_error(name, message, monkeypatch):
+    monkeypatch.delattr(w4gemm, name or "_", raising=False)  # a module that some test has imported
+    with pytest.raises(AttributeError, match=f"^module 'w4gemm' has no attribute {re.escape(message)}$"):
+        getattr(w4gemm, name)
+
+
 def test_tests_wait_for_modules_of_ours_by_the_names_that_these_have():
     """Under an old name a test would be skipped for ever."""
     for file in Path(__file__).parent.rglob("*.py"):

@@ -39,7 +39,7 @@ if not TYPE_CHECKING:
 
 def _place_of(name: str, public: Sequence[str]) -> str:
     """Return the end of a message: where a name is that is not here, or which one is nearest."""
-    if find_spec(f"w4gemm.{name}"):
+    if name.isidentifier() and find_spec(f"w4gemm.{name}"):
         return f"; import w4gemm.{name}"
     if name in ("load", "quantize_layers", "dequantize_layers", "describe", "W4GemmConfig"):
         return f"; from w4gemm.integrations.transformers import {name}"
