@@ -221,6 +221,20 @@ def combined(
     return total.to(d.dtype) if out is None else out.copy_(total)
 
 
+def by_expert(rows: torch.Tensor, row_of_choice: torch.Tensor) -> torch.Tensor:
+    """Return rows (tokens * top k, k) in the order of choices sorted by expert; those past the experts here hold
+    anything.
+
+    Args:
+        rows: in the order of the tokens' choices.
+        row_of_choice: as that of :class:`Routing`.
+    """
+    places, count = row_of_choice.flatten(), len(rows)
+    moved = rows.new_empty(count + 1, rows.shape[1])
+    moved[torch.where(places < 0, count, places)] = rows  # the last row takes the choices of experts elsewhere
+    return moved[:-1]
+
+
 def _check_terms(d: torch.Tensor, row_of_choice: torch.Tensor, weights: torch.Tensor) -> None:
     anyhow: dict[str, Any] = {"contiguous": False, "whose": "d's device"}
     require_tensor("d", d, (), ("rows", "n"), **anyhow)

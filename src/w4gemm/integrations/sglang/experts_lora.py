@@ -13,7 +13,7 @@ import torch
 from sglang.srt.layers.moe.utils import get_moe_runner_backend
 
 from w4gemm.api.experts import W4Experts, W4GroupedLinear
-from w4gemm.api.routing import combined, route
+from w4gemm.api.routing import by_expert, combined, route
 from w4gemm.core.activation import parse
 from w4gemm.integrations.sglang.takeover import SGLANG, deterministic
 
@@ -48,18 +48,14 @@ def with_adapters(
         in_pairs: True if SGLang's rows of gates and ups alternate, as ours do; else all gates come first.
     """
     routing, formula = route(ids, experts.gate_up.weight.experts), parse(experts.activation)
-    row_of_choice = routing.row_of_choice.flatten()
-    rows = first(x, routing.m_offsets, routing.tokens)[row_of_choice.clamp(min=0)]
+    rows = first(x, routing.m_offsets, routing.tokens)[routing.row_of_choice.flatten().clamp(min=0)]
     if hooks is not None and hooks.after_gate_up is not None:
         in_halves = formula.formula.gated and not in_pairs
         sent = rows.unflatten(1, (-1, 2)).mT.flatten(1) if in_halves else rows
         hooks.after_gate_up(x, sent.view(*ids.shape, -1), weights, ids)
         rows = sent.unflatten(1, (2, -1)).mT.flatten(1) if in_halves else sent
     hidden = formula.apply(rows.float()).to(rows.dtype)
-    # the last row takes the choices of experts elsewhere
-    by_expert = hidden.new_empty(len(hidden) + 1, hidden.shape[1])
-    by_expert[torch.where(row_of_choice < 0, len(hidden), row_of_choice)] = hidden
-    d = experts.down(by_expert[:-1], routing.m_offsets)
+    d = experts.down(by_expert(hidden, routing.row_of_choice), routing.m_offsets)
     total = combined(d, routing.row_of_choice, weights, None, settled=True)
     if hooks is not None and hooks.after_down is not None:
         contributions = d.new_zeros(*ids.shape, d.shape[1])

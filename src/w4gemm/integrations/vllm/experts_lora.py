@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from vllm.model_executor.layers.fused_moe.experts.lora_experts_mixin import LoRAExpertsMixin
 
-from w4gemm.api.routing import combined, route
+from w4gemm.api.routing import by_expert, combined, route
 from w4gemm.core.activation import parse
 from w4gemm.integrations.vllm.experts_formats import in_pairs
 from w4gemm.integrations.vllm.experts_kernel import ExpertsProduct, LastStep, W4gemmExperts
@@ -53,14 +53,11 @@ class LoraExperts(LoRAExpertsMixin, W4gemmExperts):  # type: ignore[misc, unused
         gate_up, down = self.products
         first, end = routing.m_offsets[:-1], routing.m_offsets[1:]
         gate_up.write(hidden_states, workspace2, ExpertRows(first, end, routing.tokens), a1q_scale)
-        row_of_choice = routing.row_of_choice.flatten()
-        rows = workspace2[row_of_choice.clamp(min=0)]
+        rows = workspace2[routing.row_of_choice.flatten().clamp(min=0)]
         added, sorting = self._first_contributions(rows, hidden_states, topk_weights, topk_ids, expert_map)
         hidden = self.formula.apply((rows + added).float()).to(rows.dtype)
-        # the last row takes the choices of experts elsewhere
-        by_expert = hidden.new_empty(len(hidden) + 1, hidden.shape[1])
-        by_expert[torch.where(row_of_choice < 0, len(hidden), row_of_choice)] = hidden
-        down.write(by_expert[:-1], output.view(-1, self.down.n), ExpertRows(first, end), None)
+        sent = by_expert(hidden, routing.row_of_choice)
+        down.write(sent, output.view(-1, self.down.n), ExpertRows(first, end), None)
         contributions: torch.Tensor | None = None
         if sorting is not None:  # times the weights
             contributions = torch.zeros(*topk_ids.shape, self.down.n, dtype=rows.dtype, device=rows.device)
