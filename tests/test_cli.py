@@ -94,7 +94,7 @@ def test_help_and_typos_import_no_torch(arguments: list[str], tmp_path: Path) ->
         ("compile --shapes 4x4 -o x --top-k 2 --router sigmoid,group=8", "bias, got 'group=8'; nearest is 'groups'\n"),
         ("eval --format 4bit --format int4_g12", r"got '4bit'\n"),
         ("explain 1 64 64 --activation silu_mul(limt=10)", r"activation: silu_mul: wanted limit=NUMBER, got 'limt=10'"),
-        ("generate hi --seed 1e3", "--seed: wanted a number of 64 bits, got 1e3"),
+        ("generate hi --seed 1e3", "--seed: wanted an integer of 64 bits, got 1e3"),
         ("quantize a b", "got 'quantize'; nearest is 'convert'"),  # words of other programs
         ("serve a", "got 'serve'; nearest is 'vllm serve'"),
         ("cache show", "got 'show'\n"),

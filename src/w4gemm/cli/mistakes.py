@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from w4gemm.console.options import require_device, router_fields, three_sizes, token_ranges, unknown_target
+from w4gemm.console.options import (
+    listed_shapes,
+    require_device,
+    router_fields,
+    three_sizes,
+    token_ranges,
+    unknown_target,
+)
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.files import existing, lacks_weights
 from w4gemm.core.format_names import parts_of
@@ -17,7 +22,6 @@ from w4gemm.core.function_names import activation_parts
 from w4gemm.core.gpus import is_known
 
 _RUNS_A_MODEL = ("generate", "eval", "convert")
-_SIZES = re.compile(r"\d+x\d+(x\d+)?")
 
 
 def require_named(args: argparse.Namespace) -> None:
@@ -34,7 +38,7 @@ def require_named(args: argparse.Namespace) -> None:
     elif named.get("m") is not None:
         token_ranges(args.m)
     if named.get("shapes") is not None:
-        _require_shapes(args.shapes)
+        listed_shapes(args.shapes)
     if named.get("device") is not None:
         require_device(args.device, args.command in ("explain", "inspect"))
     if named.get("gpu") is not None and not is_known(args.gpu) and not (args.gpu and args.arch and args.sms):
@@ -66,17 +70,6 @@ def require_named(args: argparse.Namespace) -> None:
 def _each(value: str | Sequence[str] | None) -> Sequence[str]:
     """Return the values of an option that some commands take once and others several times."""
     return [value] if isinstance(value, str) else value or []
-
-
-def _require_shapes(text: str) -> None:
-    """Refuse a text that names no file and is no list of sizes."""
-    with contextlib.suppress(OSError):  # many sizes are longer than a path may be
-        if Path(text).exists():
-            return
-    for part in text.split(","):
-        if not _SIZES.fullmatch(part):
-            error = ValueError if re.match(r"\d", part) else FileNotFoundError
-            raise error(f"--shapes: wanted a file or sizes like 6144x4096 (n x k), got {part!r:.80}")
 
 
 def _require_prompt(prompt: str, model: str | None) -> None:

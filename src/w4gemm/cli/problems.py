@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from w4gemm.checkpoints import Module, open_checkpoint
 from w4gemm.console.errors import read_text
+from w4gemm.console.options import listed_shapes
 from w4gemm.core.epilogue import Epilogue
 from w4gemm.core.errors import LARGEST_SIZE, FormatError
 from w4gemm.core.formats import WeightFormat
@@ -21,9 +20,6 @@ from w4gemm.kernels import runs_on
 from w4gemm.packing.layouts import layout_for
 
 _FP8 = torch.float8_e4m3fn
-_SIZE = re.compile(r"(?:([1-9]\d*)x)?([1-9]\d*)x([1-9]\d*)")
-_LIKE_SIZES = re.compile(r"\d\w*")
-"""A text that is meant as a size: no file of that name was found."""
 
 
 @dataclass(frozen=True)
@@ -72,26 +68,18 @@ def parse_layers(args: argparse.Namespace, device: Device) -> list[Layer]:
     if args.model is not None:
         modules = open_checkpoint(args.model, args.format).modules.values()
         layers = layers_of(m for m in modules if runs_on(device, m.format, m.n, m.k, m.experts))
-    elif _is_file(args.shapes):
+    elif (shapes := listed_shapes(args.shapes)) is not None:
+        sizes = [[_size(digits, "--shapes") for digits in shape] for shape in shapes]
+        layers = [Layer(n, k, format, experts=experts) for experts, n, k in sizes]
+    else:
         layers = [
             _parse_line(line, f"{args.shapes}:{number}", format)
             for number, text in enumerate(read_text("--shapes", args.shapes).splitlines(), 1)
             if (line := text.partition("#")[0].strip())
         ]
-    else:
-        layers = [_parse_size(part, format) for part in args.shapes.split(",")]
     if not layers:
         raise FormatError(f"{args.model or args.shapes}: no layers that a kernel of the device takes")
     return list(dict.fromkeys(layers))
-
-
-def _is_file(text: str) -> bool:
-    """True if a text is the path of a file, or of a pipe."""
-    try:
-        path = Path(text)
-        return path.exists() and not path.is_dir()
-    except OSError:  # many sizes are longer than a path may be
-        return False
 
 
 def layers_of(modules: Iterable[Module]) -> list[Layer]:
@@ -109,15 +97,6 @@ def _parse_line(line: str, where: str, format: WeightFormat) -> Layer:
         raise FormatError(f"{where}: wanted [EXPERTS] N K [FORMAT] [bias], got {line!r}")
     experts, n, k = sizes if len(sizes) == 3 else (0, *sizes)
     return Layer(n, k, WeightFormat.parse(named[0]) if named else format, bias, experts)
-
-
-def _parse_size(text: str, format: WeightFormat) -> Layer:
-    size = _SIZE.fullmatch(text)
-    if size is None:
-        error = ValueError if _LIKE_SIZES.fullmatch(text) else FileNotFoundError
-        raise error(f"--shapes: wanted a file or sizes like 6144x4096 (n x k), got {text!r}")
-    experts, n, k = (_size(digits, "--shapes") for digits in (size[1] or "0", size[2], size[3]))
-    return Layer(n, k, format, experts=experts)
 
 
 def _size(digits: str, where: str) -> int:

@@ -4,6 +4,7 @@ without PyTorch."""
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import re
 import sys
@@ -104,6 +105,7 @@ def named_path(text: str) -> Path:
         raise argparse.ArgumentTypeError(f"wanted a path, got {text!r}, and there is no such home folder") from None
 
 
+_SHAPE = re.compile(r"(?:([1-9]\d*)x)?([1-9]\d*)x([1-9]\d*)")
 _SIZES = {"m": "number of tokens, the rows of x", "n": "output features", "k": "input features"}
 
 
@@ -121,8 +123,29 @@ def temperature(text: str) -> float:
 def seed(text: str) -> int:
     """Return the value of --seed."""
     if not re.fullmatch(r"-?\d{1,20}", text) or not -(2**63) <= int(text) < 2**64:
-        raise argparse.ArgumentTypeError(f"wanted a number of 64 bits, got {text:.40}")
+        raise argparse.ArgumentTypeError(f"wanted an integer of 64 bits, got {text:.40}")
     return int(text)
+
+
+def listed_shapes(text: str) -> list[tuple[str, str, str]] | None:
+    """Return the layers that --shapes lists, such as 6144x4096 or 8x6144x4096: experts, "0" without, n and k in
+    digits; None if it names a file or a pipe.
+
+    Raises:
+        ValueError, FileNotFoundError: for a size that is none.
+    """
+    with contextlib.suppress(OSError):  # many sizes are longer than a path may be
+        path = Path(text)
+        if path.exists() and not path.is_dir():
+            return None
+    shapes = []
+    for part in text.split(","):
+        shape = _SHAPE.fullmatch(part)
+        if shape is None:
+            error = ValueError if re.fullmatch(r"\d\w*", part) else FileNotFoundError
+            raise error(f"--shapes: wanted a file or sizes like 6144x4096 (n x k), got {part!r:.80}")
+        shapes.append((shape[1] or "0", shape[2], shape[3]))
+    return shapes
 
 
 def add_size_arguments(parser: argparse.ArgumentParser) -> None:
