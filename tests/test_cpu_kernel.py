@@ -170,6 +170,38 @@ def test_sums_of_codes_that_overflow_before_the_scale(both, m):
         torch.testing.assert_close(out[0], x[0] @ w.dequantize().T)
 
 
+def test_sums_of_padding_that_overflow_alone():
+    """Codes of the features are equal to their zero points, those of padding are not."""
+    codes, zeros = torch.full((130, 64), 8, dtype=torch.uint8), torch.full((130, 2), 8, dtype=torch.uint8)
+    w = w4gemm.QuantizedWeight.from_codes("int4_g32_zint", codes, torch.ones(130, 2).bfloat16(), zeros).repack()
+    for m in (1, 3):
+        assert not w4gemm.linear(torch.full((m, 64), 1e37), w).any()
+
+
+@pytest.mark.parametrize("zero", ["none", "int", "float"])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_sums_that_overflow_in_the_last_thread_before_an_epilogue(both, zero, threads):
+    """The result is written over the residual. Other rows keep their bits."""
+    format, codes, before = WeightFormat(32, zero, "fp32"), torch.full((640, 512), 8), torch.get_num_threads()
+    codes[-1] = 15
+    scales, zeros = torch.full((640, 16), 2.0**-10), torch.full((640, 16), 8.0 if zero == "int" else -(2.0**-7))
+    zeros = None if zero == "none" else zeros.to(format.zero_dtype)
+    w = w4gemm.QuantizedWeight.from_codes(format, codes.to(torch.uint8), scales, zeros).repack()
+    x = torch.randn(6, 512, generator=torch.Generator().manual_seed(0))
+    residual = torch.randn(6, 640, generator=torch.Generator().manual_seed(1))
+    try:
+        torch.set_num_threads(threads)
+        alone = w4gemm.linear(x, w, activation="silu", residual=residual)
+        x[3], out = 3e36, residual.clone()
+        w4gemm.linear(x, w, activation="silu", residual=out, out=out)
+    finally:
+        torch.set_num_threads(before)
+    expected = torch.nn.functional.silu(x[3].double() @ w.dequantize().double().T) + residual[3]
+    torch.testing.assert_close(out[3], expected.float(), rtol=1e-5, atol=1e-5)
+    others = torch.arange(6) != 3
+    assert torch.equal(out[others], alone[others]) or not compiled.is_available()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_products_do_not_depend_on_the_default_dtype(both, monkeypatch, dtype):
     w = random_weight(FEW_FORMATS[0], 200, 96).repack()
@@ -280,6 +312,16 @@ def test_bits_of_a_row_do_not_depend_on_the_number_of_rows(format):
     every = w4gemm.linear(x, w, config=config, batch_invariant=True)
     for m in (*range(1, 15), 31, 512, 513):
         assert torch.equal(w4gemm.linear(x[:m], w, config=config, batch_invariant=True), every[:m]), m
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "swiglu_oai"])
+def test_bits_behind_an_activation_do_not_depend_on_the_number_of_rows(both, activation):
+    """PyTorch computes exp of whole vectors and of the numbers behind the last one with different bits."""
+    w = random_weight(FEW_FORMATS[0], 130, 64).repack("cpu")
+    x = torch.randn(13, 64, generator=torch.Generator().manual_seed(0))
+    every = w4gemm.linear(x, w, activation=activation, batch_invariant=True)
+    for i in range(13):
+        assert torch.equal(w4gemm.linear(x[i : i + 1], w, activation=activation, batch_invariant=True)[0], every[i])
 
 
 @needs_llvmlite

@@ -242,8 +242,9 @@ class CompiledProduct:
         """Compute the rows of a result anew that are not finite, from numbers: sums of codes before their scales, and
         parts of infinities, may be infinite where no result is."""
         those = ~result.isfinite().all(1)
-        product = CompiledProduct(self.format, self.n, self.k, sums_codes=False)
-        result[those] = product(x[those], weight, None).to(result.dtype)
+        if those.any():  # else only sums of features of padding are infinite
+            product = CompiledProduct(self.format, self.n, self.k, sums_codes=False)
+            result[those] = product(x[those], weight, None).to(result.dtype)
 
     def _alone(self, rows: int) -> bytes:
         if len(self.alone) > MOST_CODES:
@@ -338,8 +339,8 @@ class CompiledProduct:
         registers = tokens * (vectors + format.has_zero)
         may_sum = self.sums_codes and not tiled and registers <= 3 * lanes // 2
         looks_up = lanes == 16 and bits <= 4 and has("avx512f")
-        one = may_sum and tokens == 1 and format.zero != "float"  # beside which it takes 1.1 times as long
-        by_bytes = lanes == 8 and bits == 4 and has("avx2") and one
+        by_bytes = may_sum and tokens == 1 and lanes == 8 and bits == 4 and has("avx2")
+        by_bytes = by_bytes and format.zero != "float"  # beside such zero points sums take 1.1 times as long
         sums_codes = may_sum and (looks_up or by_bytes)
         vectors = 8 if sums_codes and tokens == 1 else vectors
         decoded = looks_up, by_bytes, sums_codes, vectors * lanes

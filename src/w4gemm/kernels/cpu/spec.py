@@ -132,6 +132,7 @@ class _Launch:
     def __init__(self, problem: GemmProblem, config: GemmConfig) -> None:
         self.config, self.tokens, self.epilogue = config, config.tile_m, problem.epilogue
         self.is_plain, self.is_bias = self.epilogue == PLAIN, self.epilogue == Epilogue(bias=True)
+        self.is_invariant = problem.batch_invariant
         self.method: Callable[[torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor | None], torch.Tensor]
         if config.tile_m == COMPILED_TOKENS:
             sums_codes = not problem.batch_invariant
@@ -186,7 +187,10 @@ class _Launch:
         if self.is_bias:  # in one operation of PyTorch's, which takes no parameter of an engine's layer as it is
             torch.add(d, epilogue.bias.detach(), out=out)
         elif not self.is_plain:
-            out.copy_(self.epilogue.apply(d, epilogue))
+            # of numbers behind the last whole vector PyTorch computes exp with other bits: each row ends alone then
+            step = 1 if self.is_invariant and self.epilogue.activation else m
+            for rows in (slice(first, first + step) for first in range(0, m, step)):
+                out[rows].copy_(self.epilogue.apply(d[rows], epilogue.of_rows(rows)))
         elif d is not out:
             out.copy_(d)
 
