@@ -98,7 +98,7 @@ def chosen_device(name: str | None) -> tuple[Device, torch.device]:
     if note:
         say(note)
     if device.type == "cpu" and not compiled.is_available():
-        say(f"products run on PyTorch's operators; the compiled ones, up to 4 times as fast, need {compiled.NEEDS}")
+        say(f"products run on PyTorch's operators; the compiled ones, up to 9 times as fast, need {compiled.NEEDS}")
     return Device.of(device), device
 
 
