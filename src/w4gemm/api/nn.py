@@ -21,20 +21,21 @@ from w4gemm.packing.packed_shape import packed_shape
 from w4gemm.weights.quantize import quantize
 from w4gemm.weights.weight import QuantizedWeight
 
-_Made = ParamSpec("_Made")
+_Arguments = ParamSpec("_Arguments")
 
 
-def _of_sizes(make: Callable[_Made, None]) -> Callable[_Made, None]:
-    """Make a constructor name the one that was meant if it gets a weight or a layer."""
+def _of_sizes(init: Callable[_Arguments, None]) -> Callable[_Arguments, None]:
+    """Have a constructor that gets a weight or a layer in place of sizes name the one that takes it. Python's own error
+    would be that out_features is missing."""
 
-    @functools.wraps(make)
-    def made(*args: _Made.args, **options: _Made.kwargs) -> None:
+    @functools.wraps(init)
+    def checked(*args: _Arguments.args, **options: _Arguments.kwargs) -> None:
         if isinstance(args[1] if len(args) > 1 else None, (torch.Tensor, torch.nn.Module, QuantizedWeight)):
             expected = "sizes make a layer of zeros, W4Linear.from_linear takes a dense layer, from_weight a weight"
             raise TypeError(f"in_features: wanted an int, got {type(args[1]).__name__}; {expected}")
-        make(*args, **options)
+        init(*args, **options)
 
-    return made
+    return checked
 
 
 class W4Linear(PackedModule):

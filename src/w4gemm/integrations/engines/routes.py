@@ -65,9 +65,9 @@ class Routes(dict[str, Route]):
     def __init__(self) -> None:
         super().__init__()
         self.without: set[str] = set()
-        """Names of tensors that take none."""
+        """Names of tensors that take none, and are not watched again."""
         self.are_missing = False
-        """True if packed layers have taken tensors of which nothing was known, when none was looked at."""
+        """True if packed layers took tensors without a route in a call that learned none: the next call learns."""
 
     def clear(self) -> None:
         super().clear()

@@ -189,8 +189,9 @@ class DenseUpdate(Update):
             copies = Copies(held.data, loaded)
             with copies:
                 result = self.loader(layer)(held, loaded, *args, **options)
-            # only an expert of other GPUs has no rows here; else they were copied without PyTorch
-            blocks = copies.blocks or (None if result is not False and not self.w.experts else copies.blocks)
+            blocks = copies.blocks
+            if not blocks and result is not False and not self.w.experts:  # experts of other GPUs have no rows here
+                blocks = None  # copied without PyTorch's operators
             if call is not None:
                 call.learn(self, layer, loaded, blocks)
             if result is False:  # an expert of other GPUs

@@ -178,8 +178,8 @@ class ExpertsUpdate(ReloadedUpdate):
 def _end_reloads() -> None:
     """Have layers that got dense numbers alone take back what vLLM put aside, before vLLM processes all layers.
 
-    It would make their quantized parameters, and copy packed tensors over themselves. An error comes when that is done
-    for all, so that the model can go on."""
+    vLLM would make their quantized parameters, and copy packed tensors over themselves. An error is raised when all
+    layers have their tensors back, so that the model can go on."""
     try:
         from vllm.model_executor.model_loader.reload import layerwise
 
