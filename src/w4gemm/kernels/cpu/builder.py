@@ -31,7 +31,7 @@ HALVES = [i + lane for first in (0, 1, 8, 9) for lane in (0, 16) for i in range(
 
 def module_of(write: Callable[[Builder, list[Int]], Any], count: int) -> str:
     """Return the text of a module with a function that takes the address of ``count`` arguments, int64 in a row.
-    ``write`` builds its body, and returns the int32 that it returns, or None for 0."""
+    ``write`` builds its body, and returns the function's result, an int32, or None for 0."""
     module = ir.Module()
     function = ir.Function(module, ir.FunctionType(I32, [ir.PointerType()]), NAME)
     b = Builder(function.append_basic_block())

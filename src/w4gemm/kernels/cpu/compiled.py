@@ -134,8 +134,8 @@ def packing(arguments: type[NamedTuple]) -> Callable[..., bytes]:
 _addresses, _own, _sizes = (struct.Struct(f"={count}q").pack for count in (10, 4, 6))
 """Functions that pack the first ten :class:`CodeArguments`, the four of a thread and the last six."""
 Run = Callable[[bytes], int]
-"""A compiled function of packed arguments. Products return the largest bit pattern of a result's magnitude in float32,
-if it matters."""
+"""A compiled function of packed arguments. Products of codes return the largest bit pattern of a result's magnitude in
+float32; those of numbers return 0, because a matmul's sums would not be finite either."""
 PANEL = 64
 """Columns of a panel, at most: their rows of the table stay in the first cache while another block is multiplied. With
 256 columns one token of 11008 x 2048 took 1.25 times as long (EPYC, AVX-512 or AVX2, 2026-11-29)."""
