@@ -191,7 +191,7 @@ def _end_reloads() -> None:
 
     @functools.wraps(own, assigned=())
     def finalize_layerwise_processing(model: torch.nn.Module, *args: Any, **options: Any) -> None:
-        errors: list[RuntimeError] = []
+        errors: list[Exception] = []
         layers: list[Any] = [module for module in model.modules() if module in _came]
         for layer in layers:
             _came.discard(layer)
@@ -200,7 +200,7 @@ def _end_reloads() -> None:
                 continue
             try:
                 layer.quant_method.process_weights_after_loading(layer)
-            except RuntimeError as e:
+            except (RuntimeError, ValueError) as e:
                 errors.append(e)
             place(layer, info)
             info.reset()
