@@ -14,6 +14,7 @@ import torch
 import w4gemm
 from conformance.cases import FEW_FORMATS, assert_close, random_weight
 from w4gemm import choice
+from w4gemm.api import product
 from w4gemm.choice.model import ranked
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import Device, GemmProblem
@@ -341,6 +342,55 @@ def test_tiles_of_both_widths_of_vectors(monkeypatch, lanes, format, n):
             assert sums_codes or not code.sums_codes
         one = torch.randn(1, 333, generator=torch.Generator().manual_seed(n))
         assert_close(method(one, w.tensors, x.new_empty(1, n)), one, w)
+
+
+@needs_llvmlite
+@pytest.mark.parametrize("lanes", [8, 16])
+@pytest.mark.parametrize("m", [13, 19])
+def test_a_tile_of_fewer_tokens_keeps_to_its_rows(monkeypatch, lanes, m):
+    """What lies behind x and behind the result is neither read nor written."""
+    monkeypatch.setattr(compiled, "lanes", lambda: lanes)
+    w = random_weight(FEW_FORMATS[0], 192, 320).repack("cpu")
+    x, out = torch.full((m + 1, 320), torch.nan), torch.full((m + 1, 192), 7.0)
+    x[:m] = torch.eye(320)[-m:]
+    method = compiled.CompiledProduct(w.format, 192, 320)
+    assert method(x[:m], w.tensors, out[:m]).data_ptr() == out.data_ptr()
+    assert method.codes[m, torch.float32][0].is_partial
+    assert torch.equal(out[:m], w.dequantize(torch.float32).T[-m:]) and out[m:].eq(7).all()
+
+
+@needs_llvmlite
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("m", [1, 3, 5, 9, 24, 40])
+def test_warm_calls_of_small_layers(dtype, m):
+    """They skip what a launch has for all other products. Columns that are not contiguous take that way."""
+    w, x = random_weight(WeightFormat.parse("int4_g32"), 192, 96).repack(), torch.randn(1, m, 96).to(dtype)
+    strided = torch.stack((x, x), -1)[..., 0]
+    expected = w4gemm.linear(strided[0], w)
+    bound = product.bound_linear(x[0], w, None, None, False)
+    assert bound is not None and bound.product.direct(m) is not None
+    layer = w4gemm.W4Linear.from_weight(w)
+    for call in (functools.partial(w4gemm.linear, w=w), layer, layer):
+        for rows in (x[0], strided[0], x.view(1, 1, m, 96)):
+            d = call(rows)
+            assert d.shape == (*rows.shape[:-1], 192) and torch.equal(d.view(m, 192), expected)
+    x[0, -1, 0] = torch.inf
+    infinite = w4gemm.linear(x, w)[0]
+    assert torch.equal(infinite[:-1], expected[:-1]) and not infinite[-1].isfinite().any()
+
+
+@needs_llvmlite
+def test_warm_calls_follow_the_plan():
+    w, x = random_weight(WeightFormat.parse("int4_g32"), 192, 96).repack(), torch.randn(2, 96)
+    w4gemm.linear(x, w)
+    warm = product.bound_linear(x, w, None, None, False).product
+    before = warm.direct(2)
+    assert before is not None and warm.direct(2) is before
+    choice.plan_cache.forget()
+    assert warm.direct(2) is not before
+    wide = random_weight(WeightFormat.parse("int4_g32"), 200, 96).repack()  # results of whole blocks are copied
+    w4gemm.linear(x, wide)
+    assert product.bound_linear(x, wide, None, None, False).product.direct(2) is None
 
 
 @needs_llvmlite

@@ -36,7 +36,7 @@ def is_eager(x: object, bias: object = None) -> bool:
     """True if x and the bias are plain tensors in plain eager execution that need no gradient; the bias may be None."""
     if type(x) not in _PLAIN or not (bias is None or type(bias) in _PLAIN) or x.is_meta:  # type: ignore[attr-defined]
         return False
-    if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):  # type: ignore[attr-defined]
+    if (x.requires_grad or (bias is not None and bias.requires_grad)) and torch.is_grad_enabled():  # type: ignore[attr-defined]
         return False
     return not is_watched()
 
@@ -50,10 +50,10 @@ def needs_dispatcher(x: torch.Tensor, operands: EpilogueOperands) -> bool:
 
 def is_watched() -> bool:
     """True if a compiler, a mode, a transform or a tracer watches or changes calls, or if this PyTorch cannot tell."""
-    return (
+    return bool(
         is_compiling()
-        or _len_torch_dispatch_stack() > 0
-        or _len_torch_function_stack() > 0
+        or _len_torch_dispatch_stack()
+        or _len_torch_function_stack()
         or peek_interpreter_stack() is not None
         or _get_tracing_state() is not None
         or forward_ad._current_level >= 0

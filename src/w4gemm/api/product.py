@@ -16,7 +16,7 @@ from w4gemm.api.activations import quantize_rows
 from w4gemm.api.gather import gather_columns
 from w4gemm.api.modes import current_gpu, is_eager
 from w4gemm.choice import Plan, PlanKey, plan_cache, plan_for, plan_m, plan_rows
-from w4gemm.core.epilogue import NO_OPERANDS, Epilogue, EpilogueOperands
+from w4gemm.core.epilogue import NO_OPERANDS, PLAIN, Epilogue, EpilogueOperands
 from w4gemm.core.errors import require_dense
 from w4gemm.kernels import Operands
 from w4gemm.kernels.gpu import takes_rows
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from w4gemm.api.call import Call
 
 Launch = Callable[[Operands], None]
+Direct = Callable[[torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor], None]
+"""A launch on contiguous x, a weight's tensors and the result, without an epilogue; x and the result may have any
+shape."""
 
 
 class Product:
@@ -40,7 +43,7 @@ class Product:
         batch_invariant, config: as for :func:`w4gemm.linear`; config "" for the tuned or predicted one.
     """
 
-    __slots__ = ("_generation", "_key", "_launches", "columns", "device", "epilogue", "experts", "out_dtype")
+    __slots__ = ("_direct", "_generation", "_key", "_launches", "columns", "device", "epilogue", "experts", "out_dtype")
 
     def __init__(
         self,
@@ -56,6 +59,7 @@ class Product:
         self.columns, self.out_dtype = epilogue.columns(weight.n), epilogue.result_dtype(dtype)
         self._generation = -1
         self._launches: dict[int, Launch] = {}  # by m of the plan; by -m if the kernel gathers rows of x
+        self._direct: dict[int, Direct | None] = {}  # by m
 
     def plan(self, m: int) -> Plan:
         """Return the plan for m rows of x."""
@@ -89,8 +93,22 @@ class Product:
         else:
             launch(operands)
 
+    def direct(self, m: int) -> Direct | None:
+        """Return the launch for m rows of x without :class:`Operands`, which take as long as a small layer's product on
+        a CPU; None if the plan has none."""
+        if self._generation == plan_cache.generation and m in self._direct:
+            return self._direct[m]
+        launches, at = self._launches if self._generation == plan_cache.generation else self._forget(), plan_m(m)
+        of = getattr(launches.get(at) or self._choose(at), "direct", None)
+        direct = None if of is None else of(m)
+        if at in self._launches:
+            if len(self._direct) >= _MOST_BOUND:
+                self._direct.clear()
+            self._direct[m] = direct
+        return direct
+
     def _forget(self) -> dict[int, Launch]:
-        self._launches, self._generation = {}, plan_cache.generation
+        self._launches, self._direct, self._generation = {}, {}, plan_cache.generation
         return self._launches
 
     def _choose(self, at: int) -> Launch:
@@ -149,7 +167,7 @@ class BoundLinear:
     """The function act(x @ w.T + bias) for every w and bias with the shapes, dtypes, devices and activation of a
     checked call. It may be called only if :func:`w4gemm.api.modes.is_eager` is true."""
 
-    __slots__ = ("facts", "product", "quantizes")
+    __slots__ = ("facts", "is_bare", "product", "quantizes")
 
     def __init__(self, call: Call, facts: tuple[Hashable, ...]) -> None:
         """Bind to every call like ``call``, which has no residual, alpha, token_scale or config.
@@ -159,12 +177,19 @@ class BoundLinear:
         """
         w, self.facts, self.quantizes = call.w, facts, call.epilogue.token_scale
         self.product = product_of(w.packed, call.epilogue, call.x.dtype, w.device, call.batch_invariant)
+        self.is_bare = call.epilogue == PLAIN and w.device.type == "cpu"
 
     def __call__(self, x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None) -> torch.Tensor:
         """Return the result for x (..., k) of the bound dtype. x is quantized here if the weight's activations are
         fp8."""
         product, shape = self.product, x.shape
         flat = len(shape) == 2
+        if self.is_bare and w.perm is None and x.is_contiguous():
+            m = shape[0] if flat else x.numel() // shape[-1]
+            if m and (direct := product.direct(m)) is not None:
+                d = x.new_empty(m, product.columns) if flat else x.new_empty(*shape[:-1], product.columns)
+                direct(x, w.tensors, d)
+                return d
         rows = x if flat else x.reshape(-1, shape[-1])
         operands = NO_OPERANDS if bias is None else EpilogueOperands(None, bias)
         if self.quantizes:
@@ -205,8 +230,11 @@ def bound_linear(
         return None
     if (activation is not None and activation.__class__ is not str) or batch_invariant.__class__ is not bool:
         return None
-    facts = argument_facts(x, bias, activation, batch_invariant)
-    return _bound.get((w.packed, w.activations, w.tensors[0].device, facts))
+    facts, newest = argument_facts(x, bias, activation, batch_invariant), w._bound
+    if newest is None or newest.facts != facts:  # comparing takes 0.2 us less than the key
+        newest = _bound.get((w.packed, w.activations, w.tensors[0].device, facts))
+        object.__setattr__(w, "_bound", newest)
+    return newest
 
 
 def bind_calls_like(call: Call, x: torch.Tensor, bias: torch.Tensor | None, activation: str | None) -> None:

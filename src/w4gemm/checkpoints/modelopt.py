@@ -5,9 +5,8 @@ two's complements of two rows a byte, the even row in the low nibble, and ``weig
 ``pre_quant_scale`` (k), of a model that was smoothed by AWQ, multiplies x; experts of a layer share it. Scales of a
 quantized KV cache are not used.
 
-W4A8_MXFP4_FP8, W4A8_NVFP4_FP8 and W4A8_AWQ quantize x to e4m3, here with a scale for each token instead of
-``input_scale`` for all. No 8-bit float holds NVFP4's scales times its codes, so W4A8_NVFP4_FP8 becomes
-e2m1_g16_e4m3, as :func:`w4gemm.fold_scales` rounds it. x that the config wants in 4 bits is multiplied as it comes.
+W4A8_MXFP4_FP8 and W4A8_AWQ quantize x to e4m3, here with a scale for each token instead of ``input_scale`` for all. x
+that the config wants in 4 bits, or in e4m3 with NVFP4 (W4A8_NVFP4_FP8), is multiplied as it comes.
 
 ``weight_scale_2`` of W4A8_AWQ, by which ModelOpt's own kernels round q * weight_scale to e4m3, is not needed: the
 weight is q * weight_scale. Kernels for fp8 x take scales in 16 bits, so float32 ones are rounded to fp16, by at most
@@ -17,7 +16,6 @@ weight is q * weight_scale. Kernels for fp8 x take scales in 16 bits, so float32
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -25,7 +23,7 @@ import torch
 
 from w4gemm.checkpoints.base import Module
 from w4gemm.checkpoints.hugging_face import TensorInfo
-from w4gemm.checkpoints.numbers import FoldedNumbers, Numbers
+from w4gemm.checkpoints.numbers import Numbers
 from w4gemm.checkpoints.packed_floats import MXFP4, NVFP4, Shape, check_second_scale, numbers_of, shape_of
 from w4gemm.checkpoints.packed_numbers import PackedMatrix, PackedNumbers
 from w4gemm.checkpoints.quantization_configs import Excluded, Named
@@ -38,9 +36,7 @@ _FLOATS = {
     **dict.fromkeys(("MXFP4", "mxfp4", "W4A8_MXFP4_FP8"), MXFP4),  # ModelOpt itself writes "mxfp4"
 }
 _W4A8 = "W4A8_AWQ"
-_FOLDED = "W4A8_NVFP4_FP8"
-_E4M3 = replace(NVFP4, scale="e4m3")
-_FP8_ACTIVATIONS = (_W4A8, "W4A8_MXFP4_FP8", _FOLDED)
+_FP8_ACTIVATIONS = (_W4A8, "W4A8_MXFP4_FP8")
 ALGORITHMS = (*_FLOATS, "W4A16_AWQ", "INT4_AWQ", _W4A8)
 """Values of ``quant_algo`` that are read."""
 
@@ -70,7 +66,6 @@ class ModelOptPacking(Packing):
             raise ValueError("the config excludes it, but it has quantized tensors")
         if algorithm in _FLOATS:
             n, k, format = shape_of(stored, _FLOATS[algorithm])
-            format = _E4M3 if algorithm == _FOLDED else format
         else:
             n, k, format = _integers(stored, settings.get("group_size") or 128, algorithm == _W4A8)
         activations = "fp8" if algorithm in _FP8_ACTIVATIONS else None
@@ -94,8 +89,6 @@ class ModelOptPacking(Packing):
         return layers.get(name, {})
 
     def numbers(self, module: Module, tensors: Mapping[str, torch.Tensor]) -> Numbers:
-        if module.format == _E4M3:
-            return FoldedNumbers(numbers_of(replace(module, format=NVFP4), tensors), _E4M3)
         if module.format in (NVFP4, MXFP4):
             return numbers_of(module, tensors)
         codes = PackedMatrix(tensors["weight"], along="n", signed=True, bits=module.format.bits)

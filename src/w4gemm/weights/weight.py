@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -77,6 +77,8 @@ class QuantizedWeight:
     experts: int = 0
     activations: str | None = None
     packed: PackedShape = field(init=False, repr=False)
+    _bound: ClassVar[Any] = None
+    """What :func:`w4gemm.linear` bound to its newest call with this weight."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "format", WeightFormat.of(self.format))
@@ -97,7 +99,9 @@ class QuantizedWeight:
     def __getstate__(self) -> dict[str, Any]:
         """With 8-bit floats as bytes, since plain pickle does not know PyTorch's storages of them."""
         tensors = tuple(t.view(torch.uint8) if t.dtype.itemsize == 1 else t for t in self.tensors)
-        return {**self.__dict__, "tensors": tensors}
+        state = {**self.__dict__, "tensors": tensors}
+        state.pop("_bound", None)
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         stored = zip(state["tensors"], state["packed"].tensors, strict=True)

@@ -42,6 +42,8 @@ class Code(NamedTuple):
     """Tokens of a tile."""
     tiled: bool
     """True if there are several tiles."""
+    is_partial: bool
+    """True if the last of several tiles has fewer tokens."""
     lanes: int
     """float32 numbers of a vector register."""
     x_dtype: torch.dtype
@@ -126,6 +128,12 @@ class Tokens(NamedTuple):
 
 
 @functools.cache
+def array_of(bytes: int) -> type[ctypes.Array[ctypes.c_char]]:
+    """Return the type of an array, which is zeros at first."""
+    return ctypes.c_char * bytes
+
+
+@functools.cache
 def packing(arguments: type[NamedTuple]) -> Callable[..., bytes]:
     """Return the function that makes int64 in a row of the arguments of compiled code."""
     return struct.Struct(f"={len(arguments._fields)}q").pack
@@ -139,6 +147,8 @@ float32; those of numbers return 0, because a matmul's sums would not be finite 
 PANEL = 64
 """Columns of a panel, at most: their rows of the table stay in the first cache while another block is multiplied. With
 256 columns one token of 11008 x 2048 took 1.25 times as long (EPYC, AVX-512 or AVX2, 2026-11-29)."""
+Direct = Callable[[torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor], None]
+"""A function of x, the weight's tensors and the result."""
 INFINITE = 0x7F800000
 """Bit pattern of infinity in float32; those of NaN are larger."""
 
@@ -204,8 +214,6 @@ class CompiledProduct:
         superblocks = -(-k // format.scale_rule.factor_columns) if format.has_factors else 0
         self.sizes = _sizes(self.columns, k, self.panel, format.groups(k), self.group, superblocks)
         self.codes: dict[tuple[int, torch.dtype], tuple[Code, Run]] = {}
-        self.alone: dict[int, bytes] = {}
-        """Packed arguments of one thread without scratch, from ``scratch`` on, by the rows of the result."""
 
     def __call__(self, x: torch.Tensor, weight: tuple[torch.Tensor, ...], out: torch.Tensor | None) -> torch.Tensor:
         """Return x @ w.T, which is ``out`` itself where that can be written to.
@@ -220,20 +228,15 @@ class CompiledProduct:
         if dtype is not torch.float32 and dtype is not out_dtype:
             x, dtype = x.float(), torch.float32
         code, run = self.codes.get((m, dtype)) or self._code(m, dtype)
-        rows, panel, row = m, self.panel, self.k
+        panel, row = self.panel, self.k
         if m == code.tokens:
             x = x.contiguous()
         else:
-            x, panel, row = self._tiled(x, code)
-            rows = -(-m // code.tokens) * code.tokens
-        if out is None or out_dtype is not code.dtype or rows != m:
-            out = torch.empty(rows, self.columns, dtype=torch.float32)
-        if rows * self.chunks * self.k < 2 * _THREAD_COLUMNS:  # a call of a small layer takes as long as its product
-            rest = self.alone.get(rows) or self._alone(rows)
-            largest = run(self.addresses((x.data_ptr(), panel, 0, row, 0), weight, out) + rest)
-        else:
-            largest = run_all(run, self.arguments((x.data_ptr(), panel, 0, row, 0), weight, out, _THREAD_COLUMNS))
-        result = out if rows == m and self.columns == self.n else out[:m, : self.n]
+            x, panel, row = self._tiled(x)
+        if out is None or out_dtype is not code.dtype:
+            out = torch.empty(m, self.columns, dtype=torch.float32)
+        largest = run_all(run, self.arguments((x.data_ptr(), panel, 0, row, 0), weight, out, _THREAD_COLUMNS))
+        result = out if self.columns == self.n else out[:, : self.n]
         if largest >= INFINITE:
             self.repair(result, x, weight)
         return result
@@ -246,11 +249,48 @@ class CompiledProduct:
             product = CompiledProduct(self.format, self.n, self.k, sums_codes=False)
             result[those] = product(x[those], weight, None).to(result.dtype)
 
-    def _alone(self, rows: int) -> bytes:
-        if len(self.alone) > MOST_CODES:
-            self.alone.clear()
-        self.alone[rows] = _own(0, 0, self.chunks, rows) + self.sizes
-        return self.alone[rows]
+    def direct(self, m: int, dtype: torch.dtype) -> Direct | None:
+        """Return a function that writes x @ w.T to ``out`` as :meth:`__call__` does, in 1 us less, which is half of a
+        small layer's product; None if that takes threads, padding or another order of x.
+
+        Args:
+            m, dtype: tokens, and dtype of x and ``out``. They are contiguous, and of any shape.
+        """
+        code, run = self.codes.get((m, dtype)) or self._code(m, dtype)
+        if code.tiled and self.k % _DISPLACING == 0:
+            return None
+        multiply = self.alone(run, m, _THREAD_COLUMNS)
+        if multiply is None or code.dtype is dtype:
+            return multiply
+
+        def converted(x: torch.Tensor, weight: tuple[torch.Tensor, ...], out: torch.Tensor) -> None:
+            d = torch.empty_like(out, dtype=torch.float32)
+            multiply(x.float(), weight, d)
+            out.copy_(d)
+
+        return converted
+
+    def alone(self, run: Run, m: int, least: int, scratch_bytes: int = 0) -> Direct | None:
+        """Return the function that runs compiled code in one thread, as :meth:`direct`.
+
+        Args:
+            least: columns of chunks, times tokens, that are worth a thread.
+            scratch_bytes: bytes of scratch.
+        """
+        if self.columns != self.n or m * self.chunks * self.k >= 2 * least:
+            return None
+        tokens, own = (self.panel, 0, self.k, 0), (0, self.chunks, m)
+        without_scratch = _own(0, *own) + self.sizes
+
+        def multiply(x: torch.Tensor, weight: tuple[torch.Tensor, ...], out: torch.Tensor) -> None:
+            rest = without_scratch
+            if scratch_bytes:
+                scratch = array_of(scratch_bytes)()
+                rest = _own(ctypes.addressof(scratch), *own) + self.sizes
+            if run(self.addresses((x.data_ptr(), *tokens), weight, out) + rest) >= INFINITE:
+                self.repair(out.view(m, -1), x.view(m, -1), weight)
+
+        return multiply
 
     def addresses(self, x: tuple[int, ...], weight: tuple[torch.Tensor, ...], out: torch.Tensor) -> bytes:
         """Return the packed arguments before ``scratch``.
@@ -262,17 +302,14 @@ class CompiledProduct:
         factors = weight[-1].data_ptr() if self.has_factors else 0
         return _addresses(*x, weight[0].data_ptr(), weight[1].data_ptr(), zeros, factors, out.data_ptr())
 
-    def _tiled(self, x: torch.Tensor, code: Code) -> tuple[torch.Tensor, int, int]:
-        """Return x as float32 for several tiles, with rows of padding, and the numbers from one panel and from one row
-        to the next."""
+    def _tiled(self, x: torch.Tensor) -> tuple[torch.Tensor, int, int]:
+        """Return x as float32 for several tiles, and the numbers from one panel and from one row to the next."""
         m, panel = x.shape[0], self.panel
-        x, rows = x.float(), -(-m // code.tokens) * code.tokens
-        if rows != m:
-            x = torch.nn.functional.pad(x, (0, 0, 0, rows - m))
+        x = x.float()
         if self.k % _DISPLACING:
             return x.contiguous(), panel, self.k
         x = torch.nn.functional.pad(x, (0, -self.k % panel)) if self.k % panel else x.contiguous()
-        return x.view(rows, -1, panel).transpose(0, 1).contiguous(), rows * panel, panel  # a panel's rows side by side
+        return x.view(m, -1, panel).transpose(0, 1).contiguous(), m * panel, panel  # a panel's rows side by side
 
     def step(self, x: torch.Tensor, weight: tuple[torch.Tensor, ...], out: torch.Tensor) -> Callable[[], None]:
         """Return a function that writes x @ w.T to ``out``, without checks and allocations.
@@ -319,12 +356,13 @@ class CompiledProduct:
         return [addresses + _own(scratch + scratch_bytes * i, *two, rows) + self.sizes for i, two in enumerate(bounds)]
 
     def _code(self, m: int, dtype: torch.dtype) -> tuple[Code, Run]:
-        """Return the code for m tokens of a dtype, in large tiles of which the last has few rows of padding."""
+        """Return the code for m tokens of a dtype, in large tiles of about one size."""
         bits, width = table_bits(self.format), lanes()
         most = 3 * width // 2 // max(2, 8 // bits)  # sums take three quarters of the registers: 16, or 32 of AVX-512
         tokens = m if m <= most else min(range(most, most - most // 3 - 1, -1), key=lambda size: -(-m // size) * size)
         x_dtype = dtype if m == tokens else torch.float32
-        code = self._parameters(tokens, m > tokens, width, x_dtype, dtype if m == tokens else torch.float32)
+        tiles = m > tokens, m % tokens > 0
+        code = self._parameters(tokens, tiles, width, x_dtype, dtype if m == tokens else torch.float32)
         if len(self.codes) > MOST_CODES:
             self.codes.clear()
         from w4gemm.kernels.cpu.program import sums
@@ -332,12 +370,19 @@ class CompiledProduct:
         self.codes[m, dtype] = code, machine_code(sums, code)
         return self.codes[m, dtype]
 
-    def _parameters(self, tokens: int, tiled: bool, lanes: int, x_dtype: torch.dtype, dtype: torch.dtype) -> Code:
+    def _parameters(
+        self, tokens: int, tiles: tuple[bool, bool], lanes: int, x_dtype: torch.dtype, dtype: torch.dtype
+    ) -> Code:
+        """Return the parameters of a program.
+
+        Args:
+            tiles: ``tiled`` and ``is_partial``.
+        """
         format, bits = self.format, table_bits(self.format)
         middle, row_bytes = format.element_rule.padding_code, CpuLayout().shapes(format, 1, 1)[0][1][2]
         vectors = max(4 if 4 * tokens <= lanes else 2, 8 // bits)
         registers = tokens * (vectors + format.has_zero)
-        may_sum = self.sums_codes and not tiled and registers <= 3 * lanes // 2
+        may_sum = self.sums_codes and not tiles[0] and registers <= 3 * lanes // 2
         looks_up = lanes == 16 and bits <= 4 and has("avx512f")
         by_bytes = may_sum and tokens == 1 and lanes == 8 and bits == 4 and has("avx2")
         by_bytes = by_bytes and format.zero != "float"  # beside such zero points sums take 1.1 times as long
@@ -347,7 +392,8 @@ class CompiledProduct:
         whole_group = format.group_length(self.k) if format.groups(self.k) > 1 else 2**31
         superblock = format.scale_rule.factor_columns if format.has_factors else 1
         stored = format.zero, format.scale_dtype, whole_group, format.factors, superblock
-        return Code(bits, row_bytes, middle, *stored, tokens, tiled, lanes, x_dtype, dtype, *decoded)
+        tiled, is_partial = tiles
+        return Code(bits, row_bytes, middle, *stored, tokens, tiled, is_partial, lanes, x_dtype, dtype, *decoded)
 
 
 def panel_columns(group: int, k: int, most: PanelLimits = PanelLimits()) -> int:

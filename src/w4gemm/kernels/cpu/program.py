@@ -15,7 +15,7 @@ outermost first:
     panel      at most 64 columns, and groups as a whole where that is less
     block      2, 4 or 8 vectors of features. If m is at most ``tokens``, the columns of a panel are decoded, multiplied
                and added up in registers at once. Else they are decoded to memory, at most 16 KiB, and for each
-    tile       of ``tokens`` tokens they are multiplied and added up. m is a multiple of ``tokens``
+    tile       of ``tokens`` tokens they are multiplied and added up. The last one may have fewer
 
 A byte has 8 / bits codes of neighbouring features, its fields. Vectors hold one field of neighbouring bytes: lane i of
 field f is feature i * fields + f, but for AVX2's lookups. Sums are put in the order of features at the end, of a panel
@@ -142,9 +142,12 @@ class _Sums:
     def at_once(self, x: Int, block: _Block, columns: tuple[Int, Int]) -> None:
         """Multiply a panel with all tokens as it is decoded."""
         tile, (first, _), sums_codes = self.tile(block), columns, self.code.sums_codes
+        row = self.a.x_row if self.x_panel is None else Int(self.b, self.b.number(PANEL))
         for start, end, *factors in self.groups(block, columns):
             with self.b.loop(start, end) as column:
-                self.multiply(x + (column - first) * 4, self.decoded(block, column, *factors), tile)
+                own = x + (column - first) * 4
+                rows = [own + row * (t * 4) for t in range(self.code.tokens)]
+                self.multiply(rows, self.decoded(block, column, *factors), tile)
             if sums_codes:
                 self.add(tile, block, start, *factors)
         if not sums_codes:
@@ -152,24 +155,44 @@ class _Sums:
 
     def tiles(self, x: Int, decoded: Int, block: _Block, columns: tuple[Int, Int]) -> None:
         """Decode a panel, and multiply it with one tile of tokens after another."""
-        b, a, code, (first, last) = self.b, self.a, self.code, columns
+        b, a, code, first = self.b, self.a, self.code, columns[0]
         out = a.out + (block.chunk * TABLE_N + block.feature) * 4
         for start, end, scale, addend in self.groups(block, columns):
             with b.loop(start, end) as column:
                 for f, number in enumerate(self.decoded(block, column, scale, addend)):
                     b.write(number, decoded + ((column - first) * code.fields + f) * block.lanes * 4)
-        with b.loop(0, a.m, code.tokens) as token:
-            tile = self.tile(block)
-            with b.loop(0, last - first) as column:
-                addresses = (decoded + (column * code.fields + f) * block.lanes * 4 for f in range(code.fields))
-                numbers = [b.read(address, floats_of(block.lanes)) for address in addresses]
-                self.multiply(x + (token * a.x_row + column) * 4, numbers, tile)
-            is_first, kind = b.icmp_signed("==", first.value, b.number(0)), floats_of(block.features)
-            for t, of_token in enumerate(tile):
-                address = out + a.columns * (token + t) * 4
-                before = b.select(is_first, ir.Constant(kind, [0.0] * block.features), b.read(address, kind))
-                own = b.lanes_of(b.joined([b.load(v) for v in of_token]), self.in_order(block))
-                b.write(b.fadd(before, own), address)
+        whole = a.m // code.tokens * code.tokens if code.is_partial else a.m
+        with b.loop(0, whole, code.tokens) as token:
+            rows = [a.x_row * (t * 4) for t in range(code.tokens)]
+            sums = self.products(x + token * a.x_row * 4, rows, decoded, block, columns[1] - first)
+            for t, own in enumerate(sums):
+                self.accumulate(own, out + a.columns * (token + t) * 4, first)
+        if code.is_partial:  # the last token is multiplied again in place of those that are not
+            rows = [a.x_row * Int(b, b.number(t)).at_most(a.m - whole - 1) * 4 for t in range(code.tokens)]
+            sums = self.products(x + whole * a.x_row * 4, rows, decoded, block, columns[1] - first)
+            for t, own in enumerate(sums):
+                with b.if_then(b.icmp_signed("<", (whole + t).value, a.m.value)):
+                    self.accumulate(own, out + a.columns * (whole + t) * 4, first)
+
+    def products(self, x: Int, rows: Sequence[Int], decoded: Int, block: _Block, columns: Int) -> list[Any]:
+        """Multiply a decoded panel with a tile of tokens, and return the sums of each in the order of features.
+
+        Args:
+            x, rows: address of the first token, and bytes from there to each one.
+        """
+        b, code, tile = self.b, self.code, self.tile(block)
+        with b.loop(0, columns) as column:
+            addresses = (decoded + (column * code.fields + f) * block.lanes * 4 for f in range(code.fields))
+            numbers = [b.read(address, floats_of(block.lanes)) for address in addresses]
+            self.multiply([x + column * 4 + row for row in rows], numbers, tile)
+        return [b.lanes_of(b.joined([b.load(v) for v in of_token]), self.in_order(block)) for of_token in tile]
+
+    def accumulate(self, sums: Any, address: Int, first: Int) -> None:
+        """Add sums to those at an address, which they become if ``first`` is column 0."""
+        b, kind = self.b, sums.type
+        is_first = b.icmp_signed("==", first.value, b.number(0))
+        before = b.select(is_first, ir.Constant(kind, [0.0] * kind.count), b.read(address, kind))
+        b.write(b.fadd(before, sums), address)
 
     def tile(self, block: _Block) -> list[list[Any]]:
         """Return variables of sums, for each token one of each field, and that of x if it matters."""
@@ -177,12 +200,11 @@ class _Sums:
         own += [ir.Constant(F32, 0.0)] * code.sums_x
         return [[self.b.variable(zero) for zero in own] for _ in range(code.tokens)]
 
-    def multiply(self, x: Int, numbers: Sequence[Any], tile: list[list[Any]]) -> None:
-        """Add the products of a column's numbers and that column of x, of which ``x`` is the first token's."""
+    def multiply(self, x: Sequence[Int], numbers: Sequence[Any], tile: list[list[Any]]) -> None:
+        """Add the products of a column's numbers and that column of x, of which ``x`` has the tokens' addresses."""
         b = self.b
-        row = self.a.x_row if self.x_panel is None else Int(b, b.number(PANEL))
-        for t, of_token in enumerate(tile):
-            own = b.read(x + row * (t * 4), F32)
+        for address, of_token in zip(x, tile, strict=True):
+            own = b.read(address, F32)
             of_x = b.spread(own, numbers[0].type.count)
             for variable, number in zip(of_token, numbers, strict=False):
                 b.store(b.multiply_add(of_x, number, b.load(variable)), variable)

@@ -16,8 +16,10 @@ from w4gemm.kernels.cpu.compiled import (
     INFINITE,
     MOST_CODES,
     CompiledProduct,
+    Direct,
     PanelLimits,
     Run,
+    array_of,
     machine_code,
     packing,
     run_all,
@@ -46,11 +48,6 @@ TILES_PANELS = PanelLimits(GROUPS, 256), PanelLimits(columns=576)
 PAIRS_PANELS = PanelLimits(), PanelLimits(columns=256)
 _PAIRS_TOKENS = 4
 """Tokens of a tile of "pairs"."""
-
-
-@functools.cache
-def _bytes(count: int) -> type[ctypes.Array[ctypes.c_char]]:
-    return ctypes.c_char * count
 
 
 @functools.cache
@@ -160,16 +157,25 @@ class TileProduct(CompiledProduct):
                 memory.append(torch.empty(rows * -(-k // self.group), dtype=torch.float32))
             tokens = (memory[0].data_ptr(), *strides, memory[-1].data_ptr())
             own.split(_packed(x.data_ptr(), *tokens, m, rows, k, panel, self.group))
-        keeps_sums = own.dtype is not torch.float32 and panel < k
-        size = 4 * TABLE_N * rows * keeps_sums
+        size = self.scratch_bytes(own, rows)
         every = size * torch.get_num_threads()
         if every <= _SMALL:
-            scratch = _bytes(every)()
+            scratch = array_of(every)()
         else:
             memory.append(torch.empty(every, dtype=torch.uint8))
-            scratch = _bytes(every).from_address(memory[-1].data_ptr())
+            scratch = array_of(every).from_address(memory[-1].data_ptr())
         arguments = self.arguments(tokens, weight, out, self.worth(rows), ctypes.addressof(scratch), size)
         return run_all(own.run, arguments)
+
+    def direct(self, m: int, dtype: torch.dtype) -> Direct | None:
+        own = self.compiled.get((m, dtype, dtype)) or self._compile(m, dtype, dtype)
+        if m % own.tokens or own.parts > 1 or own.gathers or self.has_sums:
+            return None
+        return self.alone(own.run, m, self.worth(m), self.scratch_bytes(own, m))
+
+    def scratch_bytes(self, own: _Compiled, rows: int) -> int:
+        """Return the bytes of scratch of a thread."""
+        return 4 * TABLE_N * rows * (own.dtype is not torch.float32 and self.panel < self.k)
 
     def worth(self, tokens: int) -> int:
         """Return the columns of chunks, times tokens, that are worth a thread: some 70 us."""
@@ -182,7 +188,7 @@ class TileProduct(CompiledProduct):
         key, program = (m, x_dtype, dtype), self._program(m, x_dtype)
         tile = program.tile
         dtype = dtype if m % program.tokens == 0 and self.columns == self.n else torch.float32
-        code = self._parameters(tile.tokens, m > tile.tokens, SIDE, torch.bfloat16, dtype)
+        code = self._parameters(tile.tokens, (m > tile.tokens, False), SIDE, torch.bfloat16, dtype)
         split = machine_code(parts, x_dtype, tile.parts, self.has_sums, tile.rows * tile.gathers)
         run = machine_code(program.text, code, tile, *self.instructions)
         if len(self.compiled) > MOST_CODES:
