@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes.util
 import io
 import json
 import os
@@ -49,6 +50,12 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--max-new-tokens" in printed
 
 
+def test_bench_wants_a_checkout(monkeypatch, tmp_path, capsys) -> None:
+    monkeypatch.setattr("w4gemm.cli.bench._CHECKOUT", tmp_path)
+    assert main(["bench", "run"]) == 1
+    assert "bench is not part of the installed package" in capsys.readouterr().err
+
+
 _PRODUCT = ["explain", "16", "64", "64"]
 _WRONG = (
     *(["explian"], ["explain", "16", "4096"], [*_PRODUCT, "--divice", "cpu"], [*_PRODUCT, "--format", "int4_g12"]),
@@ -57,11 +64,15 @@ _WRONG = (
     *([*_PRODUCT, "--activation", "silu_mul(limt=1)"], ["generate", "hi", "--temperature", "-1"], ["generate", " "]),
     *(["tune", "--shapes", "4y4"], ["generate", "."], ["convert", ".", "."]),
 )
+_NO_DRIVER = [["generate", "hi", "--device", "cuda"], ["inspect", ".", "--device", "cuda:1"]]
+"""Mistakes where no driver of an NVIDIA GPU is installed."""
+if ctypes.util.find_library("cuda") or Path("/dev/kfd").exists():
+    _NO_DRIVER.clear()
 
 
 @pytest.mark.parametrize(
     "arguments",
-    [[], ["--help"], ["--version"], *_WRONG, *([name, "--help"] for name in COMMANDS if name != "bench")],
+    [[], ["--help"], ["--version"], *_WRONG, *_NO_DRIVER, *([name, "--help"] for name in COMMANDS if name != "bench")],
 )
 def test_help_and_typos_import_no_torch(arguments: list[str], tmp_path: Path) -> None:
     """So they are answered at once."""
@@ -69,7 +80,7 @@ def test_help_and_typos_import_no_torch(arguments: list[str], tmp_path: Path) ->
     (tmp_path / "model.safetensors").write_bytes(b"")
     command = [sys.executable, "-X", "importtime", "-m", "w4gemm", *arguments]
     run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    assert run.returncode == (2 if arguments in _WRONG else 0), run.stderr
+    assert run.returncode == (2 if arguments in (*_WRONG, *_NO_DRIVER) else 0), run.stderr
     assert not re.search(r"\| +(torch|numpy|transformers)$", run.stderr, re.MULTILINE)
 
 

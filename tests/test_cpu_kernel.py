@@ -393,6 +393,42 @@ def test_warm_calls_follow_the_plan():
     assert product.bound_linear(x, wide, None, None, False).product.direct(2) is None
 
 
+@pytest.fixture
+def medium():
+    """Have the user let products of float32 be computed in bf16."""
+    torch.set_float32_matmul_precision("medium")
+    yield
+    torch.set_float32_matmul_precision("highest")
+
+
+def test_float32_is_rounded_where_the_user_lets_it(monkeypatch, medium):
+    monkeypatch.setattr(product, "multiplies_bf16", lambda format, k: True)
+    w, x, bias = random_weight(FEW_FORMATS[0], 130, 1088).repack(), torch.randn(2, 20, 1088), torch.randn(130)
+    residual, layer = torch.randn(2, 20, 130), w4gemm.W4Linear.from_weight(w, bias)
+    rounded = w4gemm.linear(x.bfloat16(), w, out_dtype=torch.float32)
+    for _ in range(2):
+        assert torch.equal(w4gemm.linear(x, w), rounded)
+        assert torch.equal(layer(x), rounded + bias)
+        assert torch.equal(w4gemm.linear(x, w, bias, residual=residual), rounded + bias + residual)
+    one = torch.nn.functional.one_hot(torch.arange(1088), 1088).float()
+    assert torch.equal(w4gemm.linear(one, w), w4gemm.linear(one.bfloat16(), w, out_dtype=torch.float32))
+    for own in ({"batch_invariant": True}, {"config": choice.plan_for(choice.PlanKey.of(w, 40, torch.float32)).config}):
+        assert_close(w4gemm.linear(x, w, **own), x, w)
+        assert not torch.equal(w4gemm.linear(x, w, **own), rounded)
+    torch.set_float32_matmul_precision("high")
+    assert_close(w4gemm.linear(x, w), x, w)
+    assert_close(w4gemm.linear(x[0, :4], w), x[0, :4], w)
+
+
+def test_may_round_float32(medium):
+    assert matmul.may_round_float32()
+    torch.set_float32_matmul_precision("high")
+    assert not matmul.may_round_float32()
+    if hasattr(torch.backends.mkldnn, "matmul"):  # from PyTorch 2.9 on
+        torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+        assert matmul.may_round_float32()
+
+
 @needs_llvmlite
 @pytest.mark.parametrize("m", [1, 5, 40])
 def test_sums_are_not_written_to_out_before_the_epilogue(m):

@@ -19,6 +19,8 @@ from w4gemm.choice import Plan, PlanKey, plan_cache, plan_for, plan_m, plan_rows
 from w4gemm.core.epilogue import NO_OPERANDS, PLAIN, Epilogue, EpilogueOperands
 from w4gemm.core.errors import require_dense
 from w4gemm.kernels import Operands
+from w4gemm.kernels.cpu.matmul import may_round_float32
+from w4gemm.kernels.cpu.tile_product import multiplies_bf16
 from w4gemm.kernels.gpu import takes_rows
 from w4gemm.packing.packed_shape import PackedShape
 from w4gemm.weights.weight import QuantizedWeight
@@ -26,6 +28,8 @@ from w4gemm.weights.weight import QuantizedWeight
 if TYPE_CHECKING:
     from w4gemm.api.call import Call
 
+_FEW = 4
+"""The most float32 tokens that are multiplied in float32 even if they may be rounded to bf16, which is no faster."""
 Launch = Callable[[Operands], None]
 Direct = Callable[[torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor], None]
 """A launch on contiguous x, a weight's tensors and the result, without an epilogue; x and the result may have any
@@ -43,7 +47,10 @@ class Product:
         batch_invariant, config: as for :func:`w4gemm.linear`; config "" for the tuned or predicted one.
     """
 
-    __slots__ = ("_direct", "_generation", "_key", "_launches", "columns", "device", "epilogue", "experts", "out_dtype")
+    __slots__ = (
+        *("_direct", "_generation", "_key", "_launches", "_may_round"),
+        *("columns", "device", "epilogue", "experts", "out_dtype"),
+    )
 
     def __init__(
         self,
@@ -57,6 +64,8 @@ class Product:
         self._key = PlanKey(0, weight, dtype, epilogue, device, config, batch_invariant)
         self.device, self.epilogue, self.experts = device, epilogue, weight.experts
         self.columns, self.out_dtype = epilogue.columns(weight.n), epilogue.result_dtype(dtype)
+        is_single = device.type == "cpu" and not (weight.experts or config or batch_invariant)
+        self._may_round = is_single and dtype == torch.float32 and multiplies_bf16(weight.format, weight.k)
         self._generation = -1
         self._launches: dict[int, Launch] = {}  # by m of the plan; by -m if the kernel gathers rows of x
         self._direct: dict[int, Direct | None] = {}  # by m
@@ -74,6 +83,8 @@ class Product:
     def launch(self, operands: Operands, m: int) -> None:
         """Launch the plan for m rows of x, of all experts together; ``operands.out`` has at least one row. x's GPU need
         not be the current one."""
+        if self._may_round and m > _FEW and may_round_float32():
+            return self._rounded(operands, m)
         at = plan_m(m)
         if self.experts:
             at = plan_rows(m, self.experts)
@@ -92,6 +103,12 @@ class Product:
                 launch(operands)
         else:
             launch(operands)
+
+    def _rounded(self, operands: Operands, m: int) -> None:
+        """Launch the product of x rounded to bf16, with a result in float32."""
+        epilogue = self.epilogue._replace(out_dtype=self.out_dtype)
+        product = product_of(self._key.weight, epilogue, torch.bfloat16, self.device)
+        product.launch(operands._replace(x=operands.x.bfloat16()), m)
 
     def direct(self, m: int) -> Direct | None:
         """Return the launch for m rows of x without :class:`Operands`, which take as long as a small layer's product on

@@ -8,10 +8,6 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-import torch
-
-from w4gemm.core.errors import UnsupportedError
-
 _CHECKOUT = Path(__file__).resolve().parents[3]
 _WITHOUT_A_GPU = {"-h", "--help", "--dry", "--compile-only"}
 
@@ -21,10 +17,21 @@ def run(args: argparse.Namespace) -> int:
     tool = module(args.action)
     options = {option.partition("=")[0] for option in args.rest}
     measures = args.action in ("run", "grouped", "unknown", "layers") and not _WITHOUT_A_GPU & options
-    if measures and not torch.cuda.is_available():
-        raise UnsupportedError(f"bench {args.action} measures on a GPU, and PyTorch sees none here")
+    if measures:
+        import torch
+
+        from w4gemm.core.errors import UnsupportedError
+
+        if not torch.cuda.is_available():
+            raise UnsupportedError(f"bench {args.action} measures on a GPU, and PyTorch sees none here")
     tool.main(args.rest)
     return 0
+
+
+def require_checkout(name: str) -> None:
+    """Raise FileNotFoundError if there is no ``bench.<name>``, because the package is installed without a checkout."""
+    if not (_CHECKOUT / "bench" / f"{name}.py").is_file():
+        raise FileNotFoundError("bench is not part of the installed package: run w4gemm from a checkout")
 
 
 def module(name: str) -> ModuleType:
@@ -33,8 +40,7 @@ def module(name: str) -> ModuleType:
     Raises:
         FileNotFoundError: if it is installed without one.
     """
-    if not (_CHECKOUT / "bench" / f"{name}.py").is_file():
-        raise FileNotFoundError("bench is not part of the installed package: run w4gemm from a checkout")
+    require_checkout(name)
     if str(_CHECKOUT) not in sys.path:  # where processes that bench spawns look, too
         sys.path.append(str(_CHECKOUT))
     tool = importlib.import_module(f"bench.{name}")

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 import shlex
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from w4gemm.cli.bench import require_checkout
 from w4gemm.console.options import (
     listed_shapes,
     require_device,
@@ -26,8 +29,8 @@ _RUNS_A_MODEL = ("generate", "eval", "convert")
 
 def require_named(args: argparse.Namespace) -> None:
     """Refuse what a command cannot do with: sizes, numbers of tokens, formats, configs, activations, routers, devices
-    and GPUs that are none, a prompt that is a model, places to write that are none, and checkpoints that are not there
-    or hold no model.
+    and GPUs that are none, a GPU without a driver, measurements without a checkout, a prompt that is a model, places to
+    write that are none, and checkpoints that are not there or hold no model.
 
     Raises:
         ValueError, OSError: as the command would, some seconds later.
@@ -41,6 +44,7 @@ def require_named(args: argparse.Namespace) -> None:
         listed_shapes(args.shapes)
     if named.get("device") is not None:
         require_device(args.device, args.command in ("explain", "inspect"))
+        _require_driver(args.device)
     if named.get("gpu") is not None and not is_known(args.gpu) and not (args.gpu and args.arch and args.sms):
         raise unknown_target(args.gpu)
     for format in _each(named.get("format")):
@@ -52,6 +56,8 @@ def require_named(args: argparse.Namespace) -> None:
         activation_parts(activation)
     if named.get("router") is not None:
         router_fields(args.router)
+    if args.command == "bench":
+        require_checkout(args.action)
     if args.command == "generate":
         _require_prompt(args.prompt, args.model)
     for path in (named.get("path"), named.get("model"), named.get("vllm")):
@@ -65,6 +71,15 @@ def require_named(args: argparse.Namespace) -> None:
             )
         if args.output.exists() and args.command == "convert" and existing(args.path).samefile(args.output):
             raise ValueError(f"{name}: wanted another folder than PATH, got {str(args.output)!r} for both")
+
+
+def _require_driver(device: str) -> None:
+    """Refuse an NVIDIA GPU where its driver is not installed. Without it PyTorch sees none either."""
+    if device.startswith("cuda") and sys.platform == "linux" and not Path("/dev/kfd").exists():  # that of AMD's driver
+        try:
+            ctypes.CDLL("libcuda.so.1")
+        except OSError:
+            raise ValueError(f"--device: {device} is not there; PyTorch sees no CUDA GPU") from None
 
 
 def _each(value: str | Sequence[str] | None) -> Sequence[str]:

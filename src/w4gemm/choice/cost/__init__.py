@@ -157,12 +157,12 @@ _NATIVE_TOKENS = 96
 """Largest m that "compiled" is ranked first for where PyTorch multiplies bfloat16 faster than float32. Time of
 "compiled" / time of "dense", one thread of a Xeon with AMX, 4096 x 4096, 1536 x 576 and 576 x 576: 0.8, 0.8 and
 0.6 at 64 tokens, 1.0, 0.9 and 0.8 at 96, 1.0, 1.5 and 1.0 at 128 (2026-11-28)."""
-_TILED_FROM = {torch.bfloat16: 5, torch.float16: 6}
-"""Least m that "tiles" is ranked first for, by dtype; 9 for others, of which AMX multiplies three parts.
+_TILED_FROM = {torch.bfloat16: 6, torch.float16: 9}
+"""Least m that "tiles" is ranked first for, by dtype; 13 for others, of which AMX multiplies three parts.
 
-Time of "tiles" / time of "compiled", one thread of a busy Xeon, 4096 x 4096, 1536 x 576 and 576 x 576 (2026-11-28):
-float32 1.2, 0.9 and 1.2 at 8 tokens, 1.0, 0.7 and 0.9 at 12, 0.7, 0.7 and 0.7 at 64; bfloat16 1.2, 1.0 and 1.0 at 4,
-0.8, 0.7 and 0.7 at 8 (2026-11-29)."""
+Time of "tiles" / time of "compiled", median of eleven layers, one thread of a busy Xeon (2026-11-29): bfloat16 1.2 at 4
+tokens, 1.0 at 5, 0.9 at 6, 0.8 at 8; float32 1.3 at 8, 1.2 at 10, 1.05 at 12, 0.8 at 16. float16, of two parts, was not
+measured."""
 _EXACT_TOKENS = 32
 """Largest m that codes are multiplied for, but those of shorter groups only up to a quarter of a group's columns. Time
 of "rounded" / time of "tiles", a thread of a Xeon, bfloat16, 4096 x 4096 in groups of 128, 11008 x 2048 and 1536 x 576
@@ -198,7 +198,7 @@ def _cpu_rank(kernel: Any, problem: GemmProblem, config: GemmConfig) -> float:
         exact = min(problem.format.group_length(problem.k) // 4, _EXACT_TOKENS)
         return CpuRank.ROUNDED if m > exact else CpuRank.ROUNDED_OF_FEW
     if method == TILES_TOKENS:
-        return CpuRank.TILES if m >= _TILED_FROM.get(problem.dtype, 9) else CpuRank.TILES_OF_FEW
+        return CpuRank.TILES if m >= _TILED_FROM.get(problem.dtype, 13) else CpuRank.TILES_OF_FEW
     if method == PAIRS_TOKENS:
         return CpuRank.PAIRS if m > 2 else CpuRank.PAIRS_OF_FEW
     is_native = problem.dtype == fast_dtype(problem.dtype) == torch.bfloat16 and problem.epilogue == PLAIN

@@ -24,6 +24,15 @@ def fast_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
+def may_round_float32() -> bool:
+    """True if the user lets products of float32 be computed in bf16: by ``set_float32_matmul_precision("medium")`` of
+    torch or, from PyTorch 2.9 on, ``torch.backends.mkldnn.matmul.fp32_precision = "bf16"``."""
+    try:
+        return torch.get_float32_matmul_precision() == "medium"
+    except RuntimeError:  # it refuses to answer after the second one
+        return torch.backends.mkldnn.matmul.fp32_precision == "bf16"  # type: ignore[attr-defined]
+
+
 def matmul(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """Return a (m, k) @ b (k, n) in their dtype, rounded once, written to ``out`` if given."""
     dtype = a.dtype if a.is_cuda else fast_dtype(a.dtype)

@@ -59,7 +59,7 @@ _DENSE_ELEMENTS = 2**20
 
 class CpuMixedGemm:
     name = "cpu_mixed_gemm"
-    revision = 4
+    revision = 5
 
     def supports(self, problem: GemmProblem) -> Status:
         if problem.device.kind != "cpu":
@@ -121,7 +121,8 @@ class CpuMixedGemm:
         return None
 
     def launcher(self, _: Any, problem: GemmProblem, config: GemmConfig) -> Callable[[Operands], None]:
-        is_bare = problem.epilogue == PLAIN and not problem.experts and problem.dtype is not torch.float8_e4m3fn
+        is_plain = problem.epilogue._replace(out_dtype=None) == PLAIN
+        is_bare = is_plain and not problem.experts and problem.dtype is not torch.float8_e4m3fn
         return (_BareLaunch if is_bare and config.tile_m in _COMPILED else _Launch)(problem, config)
 
 
@@ -130,7 +131,8 @@ class _Launch:
 
     def __init__(self, problem: GemmProblem, config: GemmConfig) -> None:
         self.config, self.tokens, self.epilogue = config, config.tile_m, problem.epilogue
-        self.is_plain, self.is_bias = self.epilogue == PLAIN, self.epilogue == Epilogue(bias=True)
+        operations = self.epilogue._replace(out_dtype=None)
+        self.is_plain, self.is_bias = operations == PLAIN, operations == Epilogue(bias=True)
         self.is_invariant = problem.batch_invariant
         self.method: Callable[[torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor | None], torch.Tensor]
         if config.tile_m == COMPILED_TOKENS:

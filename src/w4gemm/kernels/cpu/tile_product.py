@@ -68,6 +68,11 @@ def holds(format: WeightFormat, k: int) -> bool:
     return k % STEP == 0 and format.group_length(k) % STEP == 0
 
 
+def multiplies_bf16(format: WeightFormat, k: int) -> bool:
+    """True if this processor's products of bf16 serve a weight, so that bf16 x is the faster one for many tokens."""
+    return holds(format, k) and (is_available() or has_pairs())
+
+
 class PartArguments(NamedTuple):
     """Arguments of :func:`w4gemm.kernels.cpu.tiles.parts`, int64 in a row: addresses, and numbers of elements."""
 
