@@ -58,8 +58,9 @@ def test_bench_wants_a_checkout(monkeypatch, tmp_path, capsys) -> None:
 
 _PRODUCT = ["explain", "16", "64", "64"]
 _WRONG = (
-    *(["explian"], ["explain", "16", "4096"], [*_PRODUCT, "--divice", "cpu"], [*_PRODUCT, "--format", "int4_g12"]),
-    *([*_PRODUCT, "--config", "64x64"], ["tune", "--shapes", "64x64", "--m", "2..1"], ["eval", "--format", "itn4"]),
+    *(["explian"], ["explain", "16", "4096"], ["gemm", "0", "8", "8"], [*_PRODUCT, "--divice", "cpu"]),
+    *([*_PRODUCT, "--format", "int4_g12"], ["eval", "--format", "itn4"]),
+    *([*_PRODUCT, "--config", "64x64"], ["tune", "--shapes", "64x64", "--m", "2..1"]),
     *([*_PRODUCT, "--activation", "silo"], ["compile", "--shapes", "4x4", "-o", "x", "--router", "sofmax"]),
     *([*_PRODUCT, "--activation", "silu_mul(limt=1)"], ["generate", "hi", "--temperature", "-1"], ["generate", " "]),
     *(["tune", "--shapes", "4y4"], ["generate", "."], ["convert", ".", "."]),

@@ -9,7 +9,8 @@ import torch
 
 from w4gemm.api.arguments import check_own_memory, check_rows
 from w4gemm.api.modes import is_plain, is_watched
-from w4gemm.core.errors import LARGEST_SIZE, UnsupportedError, kind_of, require_bool, require_int, require_tensor
+from w4gemm.core.errors import UnsupportedError, kind_of, require_bool, require_int, require_tensor
+from w4gemm.core.format_names import LARGEST_SIZE
 from w4gemm.core.router import Router
 from w4gemm.kernels import launcher
 from w4gemm.kernels.helpers.experts import ExpertChoice, ExpertRoute, RowCombine

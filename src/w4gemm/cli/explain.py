@@ -11,7 +11,8 @@ import torch
 
 from w4gemm import choice
 from w4gemm.console.devices import described_device, device_line
-from w4gemm.console.values import chosen_dtype, sizes_of
+from w4gemm.console.options import three_sizes
+from w4gemm.console.values import chosen_dtype
 from w4gemm.core.activation import canonical
 from w4gemm.core.epilogue import Epilogue
 from w4gemm.core.formats import WeightFormat
@@ -24,7 +25,7 @@ _ROWS = 20
 
 
 def run(args: argparse.Namespace) -> int:
-    m, n, k = sizes_of(args)
+    m, n, k = three_sizes(args)
     device = described_device(args.device)
     format, dtype = WeightFormat.parse(args.format), chosen_dtype(args.dtype, device)
     if args.block_scales and dtype != torch.float8_e4m3fn:

@@ -11,8 +11,9 @@ import torch
 from w4gemm import choice
 from w4gemm.console.devices import chosen_device, device_line, device_name, say_if_busy
 from w4gemm.console.errors import memory_for
+from w4gemm.console.options import three_sizes
 from w4gemm.console.progress import counted, progress_bar, progress_line
-from w4gemm.console.values import chosen_dtype, sizes_of
+from w4gemm.console.values import chosen_dtype
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import GemmProblem
 from w4gemm.packing.layouts import layout_for
@@ -25,7 +26,7 @@ _REPLAYS, _SHOWN = 15, 10
 
 
 def run(args: argparse.Namespace) -> int:
-    m, n, k = sizes_of(args)
+    m, n, k = three_sizes(args)
     if args.top and not args.profile:
         raise ValueError("--top: goes with --profile, which measures configs")
     device, where = chosen_device(args.device)

@@ -13,7 +13,8 @@ from w4gemm.checkpoints import Module, open_checkpoint
 from w4gemm.console.errors import read_text
 from w4gemm.console.options import listed_shapes
 from w4gemm.core.epilogue import Epilogue
-from w4gemm.core.errors import LARGEST_SIZE, FormatError
+from w4gemm.core.errors import FormatError
+from w4gemm.core.format_names import LARGEST_SIZE
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import Device, GemmProblem
 from w4gemm.kernels import runs_on

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from w4gemm.core.format_names import LARGEST_SIZE
 from w4gemm.core.function_names import require_scoring
 from w4gemm.core.gpus import is_known, nearest_gpu
 from w4gemm.core.words import closest, nearest
@@ -159,12 +160,15 @@ def three_sizes(args: argparse.Namespace) -> list[int]:
     """Return m, n and k as they are written.
 
     Raises:
-        ValueError: unless all three are there, in one of both ways.
+        ValueError: unless all three are there, in one of both ways, and are sizes of a product.
     """
     options = [size for size in (args.m, args.n, args.k) if size is not None]
     if len(args.sizes) + len(options) != 3 or (args.sizes and options):
         raise ValueError("M, N, K: wanted three sizes, as in `512 4096 4096` or `--m 512 --n 4096 --k 4096`")
-    return args.sizes or options
+    sizes: list[int] = args.sizes or options
+    if not all(1 <= size <= LARGEST_SIZE for size in sizes):
+        raise ValueError(f"M, N, K: wanted numbers from 1 to {LARGEST_SIZE}, got {', '.join(map(str, sizes))}")
+    return sizes
 
 
 def add_format_argument(parser: argparse.ArgumentParser) -> None:

@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
-
 import torch
 
 from w4gemm import choice
 from w4gemm.console import options
-from w4gemm.core.errors import LARGEST_SIZE
 from w4gemm.core.problem import Device
 from w4gemm.core.router import Router
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in options.DTYPES}
 """The dtypes that activations may have, by name."""
-
-
-def sizes_of(args: argparse.Namespace) -> tuple[int, int, int]:
-    """Return m, n and k.
-
-    Raises:
-        ValueError: unless all three are there, in one of both ways, and are sizes of a product.
-    """
-    m, n, k = options.three_sizes(args)
-    if not all(1 <= size <= LARGEST_SIZE for size in (m, n, k)):
-        raise ValueError(f"M, N, K: wanted numbers from 1 to {LARGEST_SIZE}, got {m}, {n}, {k}")
-    return m, n, k
 
 
 def chosen_dtype(name: str | None, device: Device) -> torch.dtype:

@@ -11,10 +11,8 @@ from typing import TypeGuard
 
 import torch
 
+from w4gemm.core.format_names import LARGEST_SIZE
 from w4gemm.core.words import nearest
-
-LARGEST_SIZE = 2**31 - 1
-"""Largest m, n or k, because kernels count rows and columns in 32 bits."""
 
 
 class UnsupportedError(RuntimeError):

@@ -14,6 +14,8 @@ PER_COLUMN = -1
 """``group_size`` of a format with one scale per output channel (per row of w, all of k)."""
 SMALLEST_GROUP = 16
 """Group sizes are multiples of it."""
+LARGEST_SIZE = 2**31 - 1
+"""Largest m, n or k, because kernels count rows and columns in 32 bits."""
 LARGEST_GROUP = 2**31 - 32
 """The largest group size: a weight has less than 2**31 columns. A group longer than k is one of k columns."""
 INTEGER_NAMES = ("int4", "int8", "int6", "int5", "int3", "int2")

@@ -158,7 +158,10 @@ class WeightFormat:
         if not isinstance(g, int) or isinstance(g, bool):
             raise TypeError(f"group_size: wanted an int, got {type(g).__name__} {g!r}")
         require_group_size(g)
-        for argument, value, legal in (("zero", self.zero, ZEROS), ("scale", self.scale, SCALES)):
+        for argument, value, legal in (
+            ("zero", self.zero, ZEROS),
+            ("scale", self.scale, SCALES),
+        ):
             if not isinstance(value, str) or value not in legal:
                 raise ValueError(f"{argument}: wanted one of {', '.join(legal)}, got {value!r}{nearest(value, legal)}")
         if not isinstance(self.element, str) or element_named(self.element) is None:

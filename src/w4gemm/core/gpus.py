@@ -53,7 +53,10 @@ _KNOWN: dict[tuple[int, int], dict[str, GpuRates]] = {
         "RTX 6000 Ada": GpuRates(2505, 0.96e6, 364e6, 142),
         "RTX 4090": GpuRates(2520, 1.008e6, 165e6, 128),
     },
-    (12, 0): {"RTX 5090": GpuRates(2407, 1.792e6, 209e6, 170), "RTX PRO 6000": GpuRates(2617, 1.792e6, 503e6, 188)},
+    (12, 0): {
+        "RTX 5090": GpuRates(2407, 1.792e6, 209e6, 170),
+        "RTX PRO 6000": GpuRates(2617, 1.792e6, 503e6, 188),
+    },
 }
 """Rates by compute capability and by a pattern that matches whole words of the name. The first pattern that matches
 counts."""

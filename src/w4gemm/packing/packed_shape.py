@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from w4gemm.core.errors import LARGEST_SIZE, kind_of, require_int
+from w4gemm.core.errors import kind_of, require_int
+from w4gemm.core.format_names import LARGEST_SIZE
 from w4gemm.core.formats import WeightFormat
 from w4gemm.packing.layouts import layout_named
 

@@ -44,7 +44,12 @@ def repack_rows(target: PackLayout, into: Tensors, source: PackLayout, tensors: 
     pack_rows(target, into, unpacked, matrix)
 
 
-def pack_rows(target: PackLayout, into: Tensors, rows: Callable[[int, int], WeightComponents], matrix: Matrix) -> None:
+def pack_rows(
+    target: PackLayout,
+    into: Tensors,
+    rows: Callable[[int, int], WeightComponents],
+    matrix: Matrix,
+) -> None:
     """Fill ``into``, tensors of the target layout, with a weight.
 
     Args:
@@ -64,7 +69,12 @@ def pack_rows(target: PackLayout, into: Tensors, rows: Callable[[int, int], Weig
             entries_of_rows(t, i, target, matrix, first, last).copy_(part)
 
 
-def pack_experts(target: PackLayout, into: Tensors, tall: Callable[[slice], WeightComponents], matrix: Matrix) -> None:
+def pack_experts(
+    target: PackLayout,
+    into: Tensors,
+    tall: Callable[[slice], WeightComponents],
+    matrix: Matrix,
+) -> None:
     """Fill ``into``, tensors of the target layout with a dimension of experts in front, with a weight for each expert.
 
     Args:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from w4gemm.core.config import GemmConfig
-from w4gemm.core.errors import LARGEST_SIZE
+from w4gemm.core.format_names import LARGEST_SIZE
 from w4gemm.core.problem import Device, GemmProblem
 from w4gemm.kernels import gpu
 from w4gemm.kernels.expert_layer.spec import ExpertLayer

@@ -20,7 +20,13 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from w4gemm.kernels.arguments import StreamWorkspace
-from w4gemm.ptx.memory import load_acquire, load_global_f32x4, store_global_f32x4, store_relaxed, store_release
+from w4gemm.ptx.memory import (
+    load_acquire,
+    load_global_f32x4,
+    store_global_f32x4,
+    store_relaxed,
+    store_release,
+)
 
 _LOADS_IN_FLIGHT = 8
 """Loads of 16 bytes that a thread issues before it adds."""

@@ -85,7 +85,14 @@ from w4gemm.kernels.device.stream_k import StreamSum, WarpgroupThread
 from w4gemm.kernels.sm80_mixed_gemm.variant import Sm80MixedVariant
 from w4gemm.packing.block import BLOCK_K, HALF_K
 from w4gemm.ptx.arithmetic import e4m3_to_halves, e5m2_to_halves, fma, mma_sync, to_float
-from w4gemm.ptx.memory import copy_async, load_global, load_matrix, load_shared, shared_address, store_shared_f32
+from w4gemm.ptx.memory import (
+    copy_async,
+    load_global,
+    load_matrix,
+    load_shared,
+    shared_address,
+    store_shared_f32,
+)
 
 _QUADS_TOGETHER = 4  # per thread, whose biases and residuals are loaded before the first is stored
 

@@ -215,7 +215,13 @@ class Sm90DecodeKernel:
         )
 
     @cute.kernel
-    def kernel(self, tma: cute.CopyAtom | None, tma_x: cute.Tensor, x_layout: cute.ComposedLayout, args: Arguments):
+    def kernel(
+        self,
+        tma: cute.CopyAtom | None,
+        tma_x: cute.Tensor,
+        x_layout: cute.ComposedLayout,
+        args: Arguments,
+    ):
         variant, config = self.variant, self.variant.config
         weight, out, operands = args.weight, args.out, args.epilogue
         thread = cute.arch.thread_idx()[0]

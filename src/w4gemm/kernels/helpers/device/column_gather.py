@@ -47,7 +47,10 @@ class ColumnGatherKernel:
         starts, the first row of each expert, and indices. Of experts perm is (experts, k), starts int32 (experts,), and
         indices int32 (m,) or None."""
         self.kernel(x, perm, starts, indices, out, ctas_per_row).launch(
-            grid=[out.shape[0] * ctas_per_row, 1, 1], block=[_THREADS, 1, 1], stream=stream, use_pdl=True
+            grid=[out.shape[0] * ctas_per_row, 1, 1],
+            block=[_THREADS, 1, 1],
+            stream=stream,
+            use_pdl=True,
         )
 
     @cute.kernel

@@ -23,7 +23,10 @@ class ExpertChoiceKernel:
     ) -> None:
         """Launch; logits (tokens, experts), bias float32 (experts,); ids int32 and weights float32 (tokens, top k)."""
         self.kernel(logits, bias, ids, weights).launch(
-            grid=[cute.ceil_div(logits.shape[0], _WARPS), 1, 1], block=[32 * _WARPS, 1, 1], stream=stream, use_pdl=True
+            grid=[cute.ceil_div(logits.shape[0], _WARPS), 1, 1],
+            block=[32 * _WARPS, 1, 1],
+            stream=stream,
+            use_pdl=True,
         )
 
     @cute.kernel

@@ -80,7 +80,11 @@ class ExpertRouteKernel:
     ) -> None:
         """Launch; tensors as in :class:`RoutingTensors`. top_k: choices of a token."""
         self.kernel(RoutingTensors(ids, expert_map, m_offsets, tokens, row_of_choice), top_k).launch(
-            grid=[self.ctas, 1, 1], block=[THREADS, 1, 1], cluster=[self.ctas, 1, 1], stream=stream, use_pdl=True
+            grid=[self.ctas, 1, 1],
+            block=[THREADS, 1, 1],
+            cluster=[self.ctas, 1, 1],
+            stream=stream,
+            use_pdl=True,
         )
 
     @cute.kernel

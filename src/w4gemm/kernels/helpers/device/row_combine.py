@@ -31,7 +31,13 @@ class RowCombineKernel:
 
     @cute.jit
     def __call__(
-        self, d: cute.Tensor, rows: cute.Tensor, weights: cute.Tensor, out: cute.Tensor, settled: Int32, stream: Any
+        self,
+        d: cute.Tensor,
+        rows: cute.Tensor,
+        weights: cute.Tensor,
+        out: cute.Tensor,
+        settled: Int32,
+        stream: Any,
     ) -> None:
         """d (any number, n) and out (tokens, n), n a multiple of 8; rows int32 and weights float32 (tokens, terms);
         settled: 1 if rows and weights are, else 0."""

@@ -29,7 +29,13 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
 from w4gemm.ptx.arithmetic import divide, exp2, fma, maximum, pack_half2, to_float
-from w4gemm.ptx.memory import cluster_address, load_global, load_shared_cluster_f32, shared_address, store_global_half
+from w4gemm.ptx.memory import (
+    cluster_address,
+    load_global,
+    load_shared_cluster_f32,
+    shared_address,
+    store_global_half,
+)
 
 WARPS = 8
 _THREADS = 32 * WARPS
