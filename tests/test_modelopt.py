@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +29,12 @@ E2M1 = torch.tensor(WeightFormat.parse("nvfp4").element_rule.values)
 DOWN = "model.layers.1.mlp.down_proj"
 
 
-def nvfp4(name: str, n: int, k: int) -> Any:
+def nvfp4(name: str, n: int, k: int, group: int = 16) -> Any:
     generator = torch.Generator().manual_seed(n + k)
     codes = torch.randint(0, 16, (n, k), generator=generator, dtype=torch.uint8)
-    scales = (torch.rand(n, k // 16, generator=generator) * 400).to(torch.float8_e4m3fn)
+    scales = (torch.rand(n, k // group, generator=generator) * 400).to(torch.float8_e4m3fn)
     factor = torch.tensor(2.0**-14)  # a power of two, so that no order of multiplying rounds
-    weight = E2M1[codes.int()] * scales.float().repeat_interleave(16, 1) * factor
+    weight = E2M1[codes.int()] * scales.float().repeat_interleave(group, 1) * factor
     stored = {"weight": codes[:, ::2] | codes[:, 1::2] << 4, "weight_scale": scales, "weight_scale_2": factor}
     return stored | {"input_scale": torch.tensor(0.5)}, weight
 
@@ -67,7 +68,7 @@ def int4(smooth: tuple[str, ...] = (), dtype: torch.dtype = torch.bfloat16, w4a8
     ("config", "write", "format"),
     [
         (NVFP4, nvfp4, "nvfp4"),
-        (NVFP4 | {"quant_algo": "W4A8_NVFP4_FP8"}, nvfp4, "nvfp4"),
+        (NVFP4 | {"quant_algo": "W4A8_NVFP4_FP8", "group_size": 32}, partial(nvfp4, group=32), "e2m1_g32_e4m3_row"),
         (MXFP4, mxfp4, "mxfp4"),
         (MXFP4_W4A8, mxfp4, "mxfp4"),
         (INT4, int4(), "int4_g32"),

@@ -16,6 +16,7 @@ weight is q * weight_scale. Kernels for fp8 x take scales in 16 bits, so float32
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -65,7 +66,10 @@ class ModelOptPacking(Packing):
         if name in self._excluded:
             raise ValueError("the config excludes it, but it has quantized tensors")
         if algorithm in _FLOATS:
-            n, k, format = shape_of(stored, _FLOATS[algorithm])
+            floats = _FLOATS[algorithm]
+            if floats == NVFP4:  # W4A8_NVFP4_FP8 has groups of 32
+                floats = replace(NVFP4, group_size=settings.get("group_size") or NVFP4.group_size)
+            n, k, format = shape_of(stored, floats)
         else:
             n, k, format = _integers(stored, settings.get("group_size") or 128, algorithm == _W4A8)
         activations = "fp8" if algorithm in _FP8_ACTIVATIONS else None
@@ -89,7 +93,7 @@ class ModelOptPacking(Packing):
         return layers.get(name, {})
 
     def numbers(self, module: Module, tensors: Mapping[str, torch.Tensor]) -> Numbers:
-        if module.format in (NVFP4, MXFP4):
+        if module.format.element == NVFP4.element:
             return numbers_of(module, tensors)
         codes = PackedMatrix(tensors["weight"], along="n", signed=True, bits=module.format.bits)
         return PackedNumbers(module.format, codes, PackedMatrix(tensors["weight_scale"]))

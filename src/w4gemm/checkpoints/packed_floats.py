@@ -1,8 +1,8 @@
 """Modules in floats of 4 bits as ModelOpt and Quark store them, and the numbers of 6 bits as MXFP8.
 
-One of NVFP4 is ``weight`` uint8 (n, k / 2), the even column in the low nibble, ``weight_scale`` e4m3 (n, k / 16), and
-``weight_scale_2`` float32 (), which multiplies. One of MXFP4 has ``weight_scale`` e8m0, as uint8 (n, k / 32), and no
-second scale.
+One of NVFP4 is ``weight`` uint8 (n, k / 2), the even column in the low nibble, ``weight_scale`` e4m3 (n, k / 16), or
+(n, k / 32) where ModelOpt's config says so, and ``weight_scale_2`` float32 (), which multiplies. One of MXFP4 has
+``weight_scale`` e8m0, as uint8 (n, k / 32), and no second scale.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ class Shape(NamedTuple):
 
 
 def shape_of(stored: Mapping[str, TensorInfo], format: WeightFormat) -> Shape:
-    """Return what headers say of a module in one of the two formats; raise ValueError if it is none of it."""
+    """Return what headers say of a module in one of the two formats, NVFP4 in groups of any size; raise ValueError if
+    it is none of it."""
     n, half = check_tensor(stored, "weight", ("U8",))
-    scales = ("F8_E4M3",) if format == NVFP4 else ("U8", "F8_E8M0")
+    scales = ("U8", "F8_E8M0") if format == MXFP4 else ("F8_E4M3",)
     check_tensor(stored, "weight_scale", scales, (n, whole_groups(format, 2 * half)))
-    if format == NVFP4:
+    if format != MXFP4:
         check_second_scale(stored)
     elif "weight_scale_2" in stored:
         raise ValueError("it has two scales, as NVFP4 has, but its config says MXFP4; wanted weight_scale alone")
