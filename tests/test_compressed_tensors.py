@@ -293,17 +293,18 @@ def test_zero_points_whose_last_one_begins_a_word(tmp_path: Path, bits: int, n: 
     assert torch.equal(open_checkpoint(tmp_path).weight("linear").dequantize(), expected)
 
 
-@pytest.mark.parametrize("structure", [[112, 96], [64, 64], "64x64", "128x128", None])
+@pytest.mark.parametrize("structure", [[112, 96], [64, 64], "64x64", "128x128", None, 32])
 def test_fp8_in_the_blocks_of_the_config(tmp_path: Path, structure: Any) -> None:
-    """A grid of 112 x 96 has as many blocks as one of 128 x 128 here."""
+    """A grid of 112 x 96 has as many blocks as one of 128 x 128 here. One number is the size of groups."""
     n, k = 200, 190
-    rows, columns = map(int, structure.split("x")) if isinstance(structure, str) else structure or (128, 128)
+    sizes = [*map(int, structure.split("x"))] if isinstance(structure, str) else structure
+    rows, columns = (1, structure) if isinstance(structure, int) else sizes or (128, 128)
     torch.manual_seed(0)
     weight, scale = torch.randn(n, k).to(torch.float8_e4m3fn), torch.rand(-(-n // rows), -(-k // columns))
     save_file({"linear.weight": weight, "linear.weight_scale": scale}, tmp_path / "model.safetensors")
     settings = config({"num_bits": 8, "type": "float", "strategy": "block"}, "float-quantized")
     weights = settings["config_groups"]["group_0"]["weights"]
-    weights["block_structure"] = structure
+    weights |= {"strategy": "group", "group_size": structure} if rows == 1 else {"block_structure": structure}
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": settings}))
     expected = weight.float() * scale.repeat_interleave(rows, 0)[:n].repeat_interleave(columns, 1)[:, :k]
     assert torch.equal(open_checkpoint(tmp_path).weight("linear").dequantize(), expected)

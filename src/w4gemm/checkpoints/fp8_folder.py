@@ -276,8 +276,9 @@ def _broadcast(shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
 
 def settings_of(config: Mapping[str, Any]) -> Fp8Settings:
     """Return what a quantization_config says of the scales of fp8. Blocks are those of ``weight_block_size`` or, in
-    config groups of compressed-tensors, ``block_structure``, which older files have as "128x128". Without a setting
-    they are 128 x 128. GPTQModel's ``weight_scale_semantics`` is "inverse" for scales that divide.
+    config groups of compressed-tensors, ``block_structure``, which older files have as "128x128", or one row times
+    ``group_size``. Without a setting they are 128 x 128. GPTQModel's ``weight_scale_semantics`` is "inverse" for scales
+    that divide.
 
     Raises:
         ValueError: for no pair of positive integers, for config groups that differ, and for other semantics.
@@ -291,9 +292,13 @@ def settings_of(config: Mapping[str, Any]) -> Fp8Settings:
     groups = config.get("config_groups")
     for key, group in groups.items() if isinstance(groups, Mapping) else ():
         weights = group.get("weights") if isinstance(group, Mapping) else None
-        if isinstance(weights, Mapping) and (weights.get("type"), weights.get("num_bits")) == ("float", 8):
+        if not isinstance(weights, Mapping):
+            continue
+        if (weights.get("type"), weights.get("num_bits")) == ("float", 8):
             strategies.add(weights.get("strategy"))
-        if isinstance(weights, Mapping) and weights.get("strategy") == "block":
+            if weights.get("strategy") == "group":
+                settings.append((f"config_groups.{key}.weights.group_size", [1, weights.get("group_size")]))
+        if weights.get("strategy") == "block":
             settings.append((f"config_groups.{key}.weights.block_structure", weights.get("block_structure")))
     blocks = {name: _block(name, sizes) for name, sizes in settings if sizes is not None}
     if len({*blocks.values()}) > 1:
