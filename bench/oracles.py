@@ -41,6 +41,7 @@ from w4gemm.integrations.generation import default_model
 from w4gemm.tuning import record
 
 PACKED = "pack-quantized"
+AUTO_ROUND = {"quant_method": "auto-round", "packing_format": "auto_round"}
 RESULTS = Path(__file__).parent / "results/oracles.jsonl"
 PAGE = Path(__file__).parent.parent / "docs/formats.md"
 BEGIN, END = "<!-- made by python -m bench.oracles -->\n", "<!-- end -->\n"
@@ -82,6 +83,7 @@ CASES = (
         for strategy in ("tensor", "channel", "block")
     ),
     Case("compressed-tensors mxfp8-quantized", "compressed-tensors", compressed_bytes("mxfp8")),
+    Case("compressed-tensors mxfp6-pack-quantized", "compressed-tensors", compressed_bytes("mxfp6")),
     Case("compressed-tensors mxfp4-pack-quantized", "compressed-tensors", compressed_floats(mx=True)),
     Case("compressed-tensors nvfp4-pack-quantized", "compressed-tensors", compressed_floats(mx=False)),
     Case("GPTQ, version 1", "auto-round", auto_round(-1, {"quant_method": "gptq"})),
@@ -94,7 +96,8 @@ CASES = (
     Case("GPTQ, version 1, zero points of 0", "gptqmodel", gptqmodel),
     *(Case(f"GPTQ, version 1, {b} bits", "gptqmodel", partial(gptqmodel, bits=b)) for b in (8, 3, 2)),
     *(Case(f"GPTQ, gptq_p, {b} bits", "gptqmodel", partial(gptqmodel, bits=b, packing="gptq_p")) for b in (7, 6, 5, 3)),
-    Case("AutoRound", "auto-round", auto_round(0, {"quant_method": "auto-round", "packing_format": "auto_round"})),
+    Case("AutoRound", "auto-round", auto_round(0, AUTO_ROUND)),
+    Case("AutoRound, 4, 2, 3 and 8 bits by turns", "auto-round", auto_round(0, AUTO_ROUND, bits=(4, 2, 3, 8))),
     *(
         Case(f"AutoRound {name}", "auto-round", auto_round_floats(data_type))
         for name, data_type in (("MXFP4", "mx_fp"), ("NVFP4", "nv_fp"), ("MXINT4", "mx_int"))
@@ -109,7 +112,7 @@ CASES = (
     Case("ModelOpt INT4", "compressed-tensors", nibbles("modelopt")),
     Case("DeepSeek W4AFP8", "compressed-tensors", nibbles("w4afp8")),
     Case("HQQ axis 1", "hqq", hqq),
-    *(Case(f"HQQ axis 1, {b} bits", "hqq", partial(hqq, bits=b)) for b in (8, 3, 2, 1)),
+    *(Case(f"HQQ axis 1, {b} bits", "hqq", partial(hqq, bits=b)) for b in (8, 6, 5, 3, 2, 1)),
     Case("bitsandbytes NF4", "bitsandbytes", bitsandbytes("nf4", False)),
     Case("bitsandbytes NF4, double quantization", "bitsandbytes", bitsandbytes("nf4", True)),
     Case("bitsandbytes FP4, double quantization", "bitsandbytes", bitsandbytes("fp4", True)),

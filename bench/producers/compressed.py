@@ -89,11 +89,12 @@ def compressed_floats(mx: bool) -> Callable[[Path, Weights], Pairs]:
 
 
 def compressed_bytes(strategy: str) -> Callable[[Path, Weights], Pairs]:
-    """float-quantized, e4m3 with scales of the "tensor", of each "channel" or "block"; "mxfp8"."""
-    mx, blocks = strategy == "mxfp8", {"block_structure": [128, 128]} if strategy == "block" else {}
-    facts = {"num_bits": 8, "type": "float", "strategy": "group" if mx else strategy, "symmetric": True} | blocks
+    """float-quantized, e4m3 with scales of the "tensor", of each "channel" or "block"; "mxfp8" or "mxfp6"."""
+    mx, blocks = strategy.startswith("mx"), {"block_structure": [128, 128]} if strategy == "block" else {}
+    bits, largest = (6, 7.5) if strategy == "mxfp6" else (8, 448)
+    facts = {"num_bits": bits, "type": "float", "strategy": "group" if mx else strategy, "symmetric": True} | blocks
     facts |= {"group_size": 32, "scale_dtype": "torch.uint8"} if mx else {}
-    packing = "mxfp8-quantized" if mx else "float-quantized"
+    packing = {"mxfp8": "mxfp8-quantized", "mxfp6": "mxfp6-pack-quantized"}.get(strategy, "float-quantized")
 
     def scales_of(w: torch.Tensor) -> torch.Tensor:
         if strategy == "tensor":
@@ -101,7 +102,7 @@ def compressed_bytes(strategy: str) -> Callable[[Path, Weights], Pairs]:
         if strategy == "channel":
             return w.abs().amax(1, keepdim=True) / 448
         if mx:
-            return torch.exp2((w.view(len(w), -1, 32).abs().amax(-1) / 448).clamp(min=2.0**-60).log2().ceil())
+            return torch.exp2((w.view(len(w), -1, 32).abs().amax(-1) / largest).clamp(min=2.0**-60).log2().ceil())
         n, k = w.shape
         padded = torch.nn.functional.pad(w, (0, -k % 128, 0, -n % 128)).abs()
         return padded.view(-(-n // 128), 128, -(-k // 128), 128).amax((1, 3)) / 448

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,14 @@ from bench.producers.common import GROUP, Codes, Pairs, Weights, folder_pairs
 
 
 def auto_round(
-    stored_zero: int, config: dict[str, Any], *, sym: bool = False, act_order: bool = False
+    stored_zero: int, config: dict[str, Any], *, sym: bool = False, act_order: bool = False, bits: Sequence[int] = (4,)
 ) -> Callable[[Path, Weights], Pairs]:
     """GPTQ's packing, by the layers with which AutoRound writes and reads it.
 
     Args:
         stored_zero: what is added to a zero point before it is stored: -1 in version 1 of GPTQ, else 0.
         act_order: True for groups of columns that lie all over k.
+        bits: of the modules in turn. Those that differ from the first are in ``extra_config``.
     """
 
     def pairs(folder: Path, weights: Weights) -> Pairs:
@@ -26,15 +28,16 @@ def auto_round(
 
         module = qlinear_torch_zp if stored_zero else qlinear_torch
         stored, expected, g = {}, {}, torch.Generator().manual_seed(0)
+        bits_of = dict(zip(weights, itertools.cycle(bits), strict=False))
         for name, w in weights.items():
             n, k = w.shape
+            own = bits_of[name]
             if act_order and n > k:
                 continue  # its layer takes the first k rows only
-            layer, linear = module.QuantLinear(4, GROUP, k, n, bias=False), torch.nn.Linear(k, n, bias=False)
-            codes, linear.weight.data, layer.device = Codes.of(w), w, "cpu"
-            layer.pack(
-                linear, codes.scales.half().float(), 8 if sym else codes.zeros.float().clamp(min=1), device="cpu"
-            )
+            layer, linear = module.QuantLinear(own, GROUP, k, n, bias=False), torch.nn.Linear(k, n, bias=False)
+            codes, linear.weight.data, layer.device = Codes.of(w, own), w, "cpu"
+            zeros = 2 ** (own - 1) if sym else codes.zeros.float().clamp(min=1)
+            layer.pack(linear, codes.scales.half().float(), zeros, device="cpu")
             groups = torch.arange(k, dtype=torch.int32) // GROUP
             if act_order:
                 layer.g_idx = groups[torch.randperm(k, generator=g)]
@@ -45,9 +48,9 @@ def auto_round(
             stored[f"{name}.g_idx"] = layer.g_idx if act_order else groups
             layer.scales = layer.scales.float()
             expected[name] = layer(torch.eye(k)).T.contiguous()
-        return folder_pairs(
-            folder, {"bits": 4, "group_size": GROUP, "sym": sym, "desc_act": act_order} | config, stored, expected
-        )
+        settings = {"bits": bits[0], "group_size": GROUP, "sym": sym, "desc_act": act_order}
+        settings["extra_config"] = {name: {"bits": own} for name, own in bits_of.items() if own != bits[0]}
+        return folder_pairs(folder, settings | config, stored, expected)
 
     return pairs
 
