@@ -41,6 +41,9 @@ from w4gemm.core.elements import ELEMENTS, Element, element_named
 from w4gemm.core.format_names import PER_COLUMN, ZEROS, parts_of, require_group_size
 from w4gemm.core.words import nearest
 
+TensorShape = tuple[torch.dtype, tuple[int, ...]]
+"""dtype and shape of a tensor."""
+
 
 @dataclass(frozen=True)
 class ScaleRule:
@@ -260,11 +263,11 @@ class WeightFormat:
         """True if scale * number is rounded to e4m3: group scales are part of the weights that are multiplied."""
         return self.scale_rule.rounded_to is not None
 
-    def parts(self, n: int, k: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    def parts(self, n: int, k: int) -> dict[str, TensorShape]:
         """dtype and shape of the :class:`w4gemm.packing.layouts.WeightComponents` of a weight (n, k) that there are, by
         name."""
         groups = self.groups(k)
-        parts: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
+        parts: dict[str, TensorShape] = {
             "codes": (torch.uint8, (n, k)),
             "scales": (self.scale_dtype, (self.scale_rows(n), groups)),
         }

@@ -10,7 +10,7 @@ import torch
 
 from w4gemm.core.errors import kind_of, require_int
 from w4gemm.core.format_names import LARGEST_SIZE
-from w4gemm.core.formats import WeightFormat
+from w4gemm.core.formats import TensorShape, WeightFormat
 from w4gemm.packing.layouts import layout_named
 
 
@@ -28,7 +28,7 @@ class PackedShape:
     k: int
     experts: int = 0
     """0 for a single weight; else the leading dimension of every tensor."""
-    tensors: tuple[tuple[torch.dtype, tuple[int, ...]], ...] = field(init=False, repr=False)
+    tensors: tuple[TensorShape, ...] = field(init=False, repr=False)
     """dtype and shape of each tensor; all are contiguous."""
 
     def __post_init__(self) -> None:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from w4gemm.checkpoints.compressed_tensors import ACT_ORDERS
 from w4gemm.core import environment
 from w4gemm.core.formats import PER_COLUMN
 from w4gemm.integrations.engines.formats import ExpertsFormat, ExpertsSettings, activation_text
@@ -51,8 +52,8 @@ def _awq(self: Any) -> ExpertsSettings:
 
 
 def _compressed_tensors(self: Any) -> ExpertsSettings:
-    act_order = self.actorder is not None and self.actorder not in ("static", "weight")
-    refused = f"they are in act-order (actorder {self.actorder}), each expert in its own" if act_order else ""
+    in_order = self.actorder not in ACT_ORDERS
+    refused = "" if in_order else f"they are in act-order (actorder {self.actorder}), each expert in its own"
     group_size = PER_COLUMN if self.strategy == "channel" else self.group_size
     return ExpertsSettings(self.num_bits, group_size, not self.sym, refused=refused)
 

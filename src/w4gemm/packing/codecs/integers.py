@@ -105,10 +105,14 @@ class WideCodec(Codec):
         from w4gemm.packing.codecs.integers_decode_wide import WideDecoder
         from w4gemm.packing.codecs.pairs_decode import WidePairDecoder
 
+        return self._made(weight, decoding, WideDecoder, WidePairDecoder)
+
+    def _made(self, weight: WeightOperand, decoding: Decoding, decoder: Any, of_pairs: Any = None) -> Any:
+        """Return a decoder of a class, or of pairs of codes."""
         form = weight.kind, weight.scale, weight.zero
         if decoding.pairs is not None:
-            return WidePairDecoder(*form)
-        return WideDecoder(*form, decoding.only_fma, decoding.allow_sum_scale, bits=self.bits)
+            return of_pairs(*form)
+        return decoder(*form, decoding.only_fma, decoding.allow_sum_scale, bits=self.bits)
 
 
 class TwoLevelCodec(WideCodec):
@@ -118,10 +122,7 @@ class TwoLevelCodec(WideCodec):
         from w4gemm.packing.codecs.integers_decode_wide import TwoLevelDecoder
         from w4gemm.packing.codecs.pairs_decode import TwoLevelPairDecoder
 
-        form = weight.kind, weight.scale, weight.zero
-        if decoding.pairs is not None:
-            return TwoLevelPairDecoder(*form)
-        return TwoLevelDecoder(*form, decoding.only_fma, decoding.allow_sum_scale, bits=self.bits)
+        return self._made(weight, decoding, TwoLevelDecoder, TwoLevelPairDecoder)
 
     def costs(self, weight: WeightOperand, pairs: Pairs | None, few: bool) -> tuple[str, ...]:
         return ("two_levels_few" if few else "two_levels",)
@@ -133,8 +134,7 @@ class SmallLevelCodec(TwoLevelCodec):
     def decoder(self, weight: WeightOperand, decoding: Decoding) -> Any:
         from w4gemm.packing.codecs.integers_decode_wide import SmallLevelDecoder
 
-        form = weight.kind, weight.scale, weight.zero
-        return SmallLevelDecoder(*form, decoding.only_fma, decoding.allow_sum_scale, bits=self.bits)
+        return self._made(weight, decoding, SmallLevelDecoder)
 
     def pairs(self, weight: WeightOperand, on_sums: bool) -> Pairs | None:
         return None
@@ -146,8 +146,7 @@ class NibbleLevelCodec(TwoLevelCodec):
     def decoder(self, weight: WeightOperand, decoding: Decoding) -> Any:
         from w4gemm.packing.codecs.integers_decode_wide import NibbleLevelDecoder
 
-        form = weight.kind, weight.scale, weight.zero
-        return NibbleLevelDecoder(*form, decoding.only_fma, decoding.allow_sum_scale, bits=self.bits)
+        return self._made(weight, decoding, NibbleLevelDecoder)
 
     def pairs(self, weight: WeightOperand, on_sums: bool) -> Pairs | None:
         return None

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from w4gemm.core.formats import WeightFormat
+from w4gemm.core.formats import TensorShape, WeightFormat
 from w4gemm.packing.bits import pack, unpack
 
 
@@ -47,7 +47,7 @@ class PackLayout(Protocol):
         """Why ``format`` cannot be packed so, or the empty string."""
         ...
 
-    def shapes(self, format: WeightFormat, n: int, k: int) -> tuple[tuple[torch.dtype, tuple[int, ...]], ...]:
+    def shapes(self, format: WeightFormat, n: int, k: int) -> tuple[TensorShape, ...]:
         """dtype and shape of each packed tensor."""
         ...
 
@@ -70,7 +70,7 @@ class CanonicalLayout:
     def supports(self, format: WeightFormat) -> str:
         return ""
 
-    def shapes(self, format: WeightFormat, n: int, k: int) -> tuple[tuple[torch.dtype, tuple[int, ...]], ...]:
+    def shapes(self, format: WeightFormat, n: int, k: int) -> tuple[TensorShape, ...]:
         bits = {"codes": format.bits, **dict.fromkeys(("scales", "zeros"), _level_bits(format))}
         parts = {
             name: (dtype, (shape[0], -(-shape[1] * bits[name] // 8)) if name in bits else shape)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import torch
 
-from w4gemm.core.formats import WeightFormat
+from w4gemm.core.formats import TensorShape, WeightFormat
 from w4gemm.packing.bits import pack, unpack
 from w4gemm.packing.layouts.base import WeightComponents
 
@@ -46,7 +46,7 @@ class CpuLayout:
             return "it has no place for scales that rows share; the canonical layout has"
         return "" if format.element_rule.counts else f"its sums are of integers, not of {format.element}"
 
-    def shapes(self, format: WeightFormat, n: int, k: int) -> tuple[tuple[torch.dtype, tuple[int, ...]], ...]:
+    def shapes(self, format: WeightFormat, n: int, k: int) -> tuple[TensorShape, ...]:
         chunks = -(-n // TABLE_N)
         groups = (chunks, format.groups(k), TABLE_N)
         row_bytes = TABLE_N * table_bits(format) // 8 + len(_trailer(format))

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import torch
 
-from w4gemm.core.formats import WeightFormat
+from w4gemm.core.formats import TensorShape, WeightFormat
 from w4gemm.packing.block import BLOCK_K, BLOCK_N, Block
 from w4gemm.packing.codecs import Codec, Fragment, codec_for, refusal
 from w4gemm.packing.layouts.base import WeightComponents
@@ -52,7 +52,7 @@ class MmaLayout:
             raise ValueError(f"layout: {self.name} cannot hold {format}: {self.supports(format)}")
         return codec
 
-    def shapes(self, format: WeightFormat, n: int, k: int) -> tuple[tuple[torch.dtype, tuple[int, ...]], ...]:
+    def shapes(self, format: WeightFormat, n: int, k: int) -> tuple[TensorShape, ...]:
         block = self.codec(format).block(format)
         blocks = (-(-n // BLOCK_N), block.blocks_along(k), block.words)
         channels = ((torch.float32, (n,)),) if self.codec(format).has_channels(format) else ()
