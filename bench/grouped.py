@@ -28,7 +28,7 @@ from bench.mixtures.weights import Drawn, Sizes
 from bench.options import add_formats, add_out, command, counts, some_of, typed
 from bench.peers.base import FP8, available
 from bench.peers.experts import PEERS
-from bench.shapes import parse_experts, parse_routings
+from bench.shapes import ROUTINGS, parse_experts
 
 from w4gemm import WeightFormat
 from w4gemm.jit.pool import CompilePool, usable_processors
@@ -103,7 +103,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--routing",
-        type=typed(parse_routings),
+        type=typed(some_of(*ROUTINGS)),
         default="balanced",
         help="how tokens are divided among experts: some of balanced, zipf, hot (default: %(default)s)",
     )

@@ -79,13 +79,13 @@ def parse_layers(text: str) -> tuple[Layer, ...]:
     return tuple(dict.fromkeys(layers))
 
 
-def parse_tokens(text: str, name: str = "m") -> tuple[int, ...]:
-    """Numbers of tokens from ``1,16,256``, ``all`` or ``awkward``, in an option called ``name``."""
+def parse_tokens(text: str) -> tuple[int, ...]:
+    """Numbers of tokens from ``1,16,256``, ``all`` or ``awkward``."""
     named: dict[str, Iterable[int]] = {"all": TOKENS, "awkward": AWKWARD_TOKENS}
     try:
         return tuple(dict.fromkeys(named[text] if text in named else map(int, text.split(","))))
     except ValueError:
-        raise ValueError(f"{name}: wanted numbers like 1,16,256, or all, or awkward, got {text!r}") from None
+        raise ValueError(f"m: wanted numbers like 1,16,256, or all, or awkward, got {text!r}") from None
 
 
 def parse_experts(text: str) -> tuple[tuple[int, int, int], ...]:
@@ -102,18 +102,6 @@ def parse_experts(text: str) -> tuple[tuple[int, int, int], ...]:
             raise ValueError(f"shapes: wanted {names} or experts x n x k like 8x28672x4096, got {part!r}")
         mixtures += MIXTURES[part] if sizes is None else [(int(sizes[1]), int(sizes[2]), int(sizes[3]))]
     return tuple(dict.fromkeys(mixtures))
-
-
-def parse_routings(text: str) -> tuple[str, ...]:
-    """Some of ``ROUTINGS``, comma-separated.
-
-    Raises:
-        ValueError: for another one.
-    """
-    for routing in (routings := tuple(dict.fromkeys(text.split(",")))):
-        if routing not in ROUTINGS:
-            raise ValueError(f"routing: wanted some of {', '.join(ROUTINGS)}, got {routing!r}")
-    return routings
 
 
 def divide(routing: str, m: int, experts: int) -> list[int]:

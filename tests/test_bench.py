@@ -31,8 +31,8 @@ def test_shapes_by_name_and_by_size():
     assert parse_tokens("1,16") == (1, 16) and 4090 in parse_tokens("awkward")
     with pytest.raises(ValueError, match="shapes: wanted layers.*got 'layer'"):
         parse_layers("layer")
-    with pytest.raises(ValueError, match="tokens: wanted numbers"):
-        parse_tokens("1,two", "tokens")
+    with pytest.raises(ValueError, match="m: wanted numbers"):
+        parse_tokens("1,two")
 
 
 def test_a_timed_call_of_ours_makes_no_weight(monkeypatch):
