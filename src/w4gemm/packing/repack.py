@@ -90,7 +90,7 @@ def pack_experts(
 
 
 def rows_in_pairs(rows: torch.Tensor) -> torch.Tensor:
-    """Return rows (experts, n, ...), of which each expert's gates come before its ups, as pairs of a gate and an up."""
+    """Return rows (experts or tokens, n, ...), whose gates all come before the ups, as pairs of a gate and an up."""
     return rows.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
 
 

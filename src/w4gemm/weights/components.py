@@ -229,7 +229,7 @@ def in_pairs(gate: WeightComponents, up: WeightComponents, format: WeightFormat)
     """Return the components of a weight whose rows are those of two in turn.
 
     Raises:
-        ValueError: as :func:`alternating_scales`.
+        ValueError: if blocks of rows share scales, and even and odd rows of either have scales of their own.
     """
     both = zip(gate, up, strict=True)
     pairs = WeightComponents.of(
@@ -237,16 +237,12 @@ def in_pairs(gate: WeightComponents, up: WeightComponents, format: WeightFormat)
     )
     if not format.scale_rule.block_rows:
         return pairs
-    return pairs._replace(scales=alternating_scales(gate.scales, up.scales, format, len(gate.codes)))
+    return pairs._replace(scales=_alternating_scales(gate.scales, up.scales, format, len(gate.codes)))
 
 
-def alternating_scales(gate: torch.Tensor, up: torch.Tensor, format: WeightFormat, n: int) -> torch.Tensor:
+def _alternating_scales(gate: torch.Tensor, up: torch.Tensor, format: WeightFormat, n: int) -> torch.Tensor:
     """Return the scales of a weight whose rows are those of two weights (n, k) in turn, where blocks of rows share
-    scales. A block of the result has half the rows of a block of either.
-
-    Raises:
-        ValueError: if even and odd rows of either already have scales of their own.
-    """
+    scales. A block of the result has half the rows of a block of either."""
     pairs = torch.stack((gate, up), dim=1).unflatten(0, (-1, 2))  # block, even or odd, gate or up, group
     if not torch.equal(pairs[:, 0], pairs[:, 1]):
         raise ValueError(f"gate, up: wanted the same {format.scale} scales for even and odd rows")

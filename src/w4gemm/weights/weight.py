@@ -25,7 +25,7 @@ from w4gemm.weights.checks import (
     is_permutation,
     sorting_perm,
 )
-from w4gemm.weights.components import alternating_scales, check_in_order, cut, dequantize_parts, in_pairs, shard_of
+from w4gemm.weights.components import check_in_order, cut, dequantize_parts, in_pairs, shard_of
 from w4gemm.weights.file import check_path, read, unfit, write
 
 ACTIVATIONS = ("fp8", None)
@@ -169,17 +169,14 @@ class QuantizedWeight:
                 raise ValueError(f"up: wanted {gate.experts} experts like gate, got {up.experts}")
             each = (cls.interleave(gate.expert(e), up.expert(e)) for e in range(gate.experts))
             return cls.stack(each, gate.experts, gate.layout)
-        up = up.repack(gate.layout)
-        if gate.layout != "canonical":
+        up, names = up.repack(gate.layout), WeightComponents._fields
+        if gate.layout == "canonical":  # whose rows are w's, so that codes stay packed
+            first, second = (WeightComponents.of(map(w.named_tensors().get, names)) for w in (gate, up))
+            tensors = tuple(t for t in in_pairs(first, second, gate.format) if t is not None)
+        else:
             pairs = in_pairs(gate.parts(), up.parts(), gate.format)
             tensors = layout_named(gate.layout).pack(pairs, gate.format)
-            return replace(gate, n=2 * gate.n, tensors=tensors)
-        # every tensor but scales of blocks has a row for each of w's
-        rows = [torch.stack(both, dim=1).flatten(0, 1) for both in zip(gate.tensors, up.tensors, strict=True)]
-        if gate.format.scale_rule.block_rows:
-            place = gate.format.part_names.index("scales")
-            rows[place] = alternating_scales(gate.tensors[place], up.tensors[place], gate.format, gate.n)
-        return replace(gate, n=2 * gate.n, tensors=tuple(rows))
+        return replace(gate, n=2 * gate.n, tensors=tensors)
 
     @classmethod
     @without_autocast

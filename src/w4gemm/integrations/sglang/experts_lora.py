@@ -16,6 +16,7 @@ from w4gemm.api.experts import W4Experts, W4GroupedLinear
 from w4gemm.api.routing import by_expert, combined, route
 from w4gemm.core.activation import parse
 from w4gemm.integrations.sglang.takeover import SGLANG, deterministic
+from w4gemm.packing.repack import rows_in_pairs
 
 
 def why_not() -> str:
@@ -53,7 +54,7 @@ def with_adapters(
         in_halves = formula.formula.gated and not in_pairs
         sent = rows.unflatten(1, (-1, 2)).mT.flatten(1) if in_halves else rows
         hooks.after_gate_up(x, sent.view(*ids.shape, -1), weights, ids)
-        rows = sent.unflatten(1, (2, -1)).mT.flatten(1) if in_halves else sent
+        rows = rows_in_pairs(sent) if in_halves else sent
     hidden = formula.apply(rows.float()).to(rows.dtype)
     d = experts.down(by_expert(hidden, routing.row_of_choice), routing.m_offsets)
     total = combined(d, routing.row_of_choice, weights, None, settled=True)

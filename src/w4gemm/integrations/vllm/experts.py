@@ -28,6 +28,7 @@ from w4gemm.integrations.vllm.experts_kernel import BatchedW4gemmExperts, Expert
 from w4gemm.integrations.vllm.experts_support import multiplied, no_kernel, read, why_not
 from w4gemm.integrations.vllm.moving import moving, note_balancers
 from w4gemm.integrations.vllm.updates import ExpertsUpdate, ReloadedUpdate, end_reload
+from w4gemm.packing.repack import rows_in_pairs
 from w4gemm.weights.weight import QuantizedWeight
 
 CONFIGS = (
@@ -187,7 +188,7 @@ class _Method:
             packed = packers.pop(product)(gated)
             if gated and format.biases and self.moe.has_bias:
                 bias = getattr(layer, f"{product}_bias")
-                bias.data = bias.data.unflatten(1, (2, -1)).mT.flatten(1)
+                bias.data = rows_in_pairs(bias.data)
             for name in [name for name in layer._parameters if name.startswith(f"{product}_")]:
                 if name != f"{product}_bias" or not format.biases:  # GPTQ's may have biases that nobody has loaded
                     delattr(layer, name)

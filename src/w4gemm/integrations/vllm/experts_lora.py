@@ -17,6 +17,7 @@ from w4gemm.core.activation import parse
 from w4gemm.integrations.vllm.experts_formats import in_pairs
 from w4gemm.integrations.vllm.experts_kernel import ExpertsProduct, LastStep, W4gemmExperts
 from w4gemm.kernels.arguments import ExpertRows
+from w4gemm.packing.repack import rows_in_pairs
 
 
 class LoraExperts(LoRAExpertsMixin, W4gemmExperts):  # type: ignore[misc, unused-ignore]
@@ -106,6 +107,6 @@ class LoraExperts(LoRAExpertsMixin, W4gemmExperts):  # type: ignore[misc, unused
             top_k_num=topk_ids.shape[1],
         )
         if self.formula.formula.gated and not in_pairs(self.moe_config):
-            added = added.unflatten(1, (2, -1)).mT.flatten(1)
+            added = rows_in_pairs(added)
         names = ("sorted_token_ids_lora", "expert_ids_lora", "num_tokens_post_padded_lora", "token_lora_mapping")
         return added, dict(zip(names, sorting, strict=True))
