@@ -134,6 +134,7 @@ def timers(kernel: Any, problem: GemmProblem) -> Callable[[GemmConfig], Timer]:
 def _two_launches_timer(facts: LaunchFacts, problem: GemmProblem, config: GemmConfig) -> Timer:
     per_flop, alone, tail = 2 * problem.n * problem.k, replace(config, tail=None), config.tail
     assert tail is not None
+    slower = facts.constants.models["decoding"]["levels_two_launches"] if facts.any_variant.block.factors else 1.0
     timers_by_launch: dict[tuple[int, GemmConfig], Callable[[int, float], float]] = {}
 
     def launch_us(n: int, config: GemmConfig, m: int, operations: float) -> float:
@@ -147,7 +148,7 @@ def _two_launches_timer(facts: LaunchFacts, problem: GemmProblem, config: GemmCo
         first, operations = first_features(problem, m, config), m * per_flop
         if first == problem.n:
             return math.inf  # the config without its tail is the same launch
-        return launch_us(first, alone, m, operations) + launch_us(problem.n - first, tail, m, operations)
+        return slower * (launch_us(first, alone, m, operations) + launch_us(problem.n - first, tail, m, operations))
 
     return us
 
