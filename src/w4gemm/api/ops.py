@@ -48,9 +48,10 @@ def linear(
     config with stream-k.
 
     Args:
-        x: activations (..., k), float16 or bfloat16, on the CPU also float32; any strides. If ``w.activations`` is
-            "fp8", x is quantized first, as by :func:`w4gemm.quantize_activations`, and the result keeps x's dtype. x
-            itself may be float8_e4m3fn for a weight in the mma8 layout, and on the CPU.
+        x: activations (..., k), float16 or bfloat16, on the CPU also float32; any strides. float32 x is rounded to
+            bfloat16 only after ``torch.set_float32_matmul_precision("medium")``, where that is faster. If
+            ``w.activations`` is "fp8", x is quantized first, as by :func:`w4gemm.quantize_activations`, and the result
+            keeps x's dtype. x itself may be float8_e4m3fn for a weight in the mma8 layout, and on the CPU.
         w: the weight (n, k), on x's device and in a layout that a kernel reads there, as ``w.repack()`` returns it.
         bias: (n,) of x's dtype, or None. For fp8 x: of the result's dtype if that has 16 bits, else bfloat16. If x is
             quantized here, the bias is rounded to that dtype, except for a float32 result on the CPU.

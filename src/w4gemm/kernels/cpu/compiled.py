@@ -279,7 +279,7 @@ class CompiledProduct:
         """
         if self.columns != self.n or m * self.chunks * self.k >= 2 * least:
             return None
-        tokens, own = (self.panel, 0, self.k, 0), (0, self.chunks, m)
+        panel, k, own, has_zero, has_factors = self.panel, self.k, (0, self.chunks, m), self.has_zero, self.has_factors
         without_scratch = _own(0, *own) + self.sizes
 
         def multiply(x: torch.Tensor, weight: tuple[torch.Tensor, ...], out: torch.Tensor) -> None:
@@ -287,7 +287,11 @@ class CompiledProduct:
             if scratch_bytes:
                 scratch = array_of(scratch_bytes)()
                 rest = _own(ctypes.addressof(scratch), *own) + self.sizes
-            if run(self.addresses((x.data_ptr(), *tokens), weight, out) + rest) >= INFINITE:
+            table, scales = weight[0].data_ptr(), weight[1].data_ptr()
+            zeros = weight[2].data_ptr() if has_zero else 0
+            factors = weight[-1].data_ptr() if has_factors else 0
+            places = _addresses(x.data_ptr(), panel, 0, k, 0, table, scales, zeros, factors, out.data_ptr())
+            if run(places + rest) >= INFINITE:
                 self.repair(out.view(m, -1), x.view(m, -1), weight)
 
         return multiply
