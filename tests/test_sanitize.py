@@ -7,10 +7,9 @@ import itertools
 import pytest
 import torch
 
-import sanitize
 import sanitize_matrix
 from launch_cells import COUNTS, HELPER_CALLS, Made, cells
-from w4gemm import GemmConfig, GemmProblem, WeightFormat
+from w4gemm import GemmConfig
 from w4gemm.core.problem import H200
 from w4gemm.jit import object_code
 from w4gemm.kernels import HELPERS, KERNELS
@@ -39,19 +38,6 @@ def test_both_launches_of_a_pair_have_experts():
     assert pairs
     for config in pairs:
         assert 0 < min(filter(None, COUNTS)) <= most_narrow_rows(config) < max(COUNTS), config
-
-
-def test_configs_of_the_short_list_are_legal():
-    """One that is not would be passed over. Beside epilogues that it has no registers for it is."""
-    scale, residual = {"token_scale": torch.ones(600)}, {"activation": "silu_mul", "residual": torch.ones(600, 4500)}
-    for experts, fp8, cases in ((0, False, sanitize.CASES), (7, False, sanitize.GROUPED), (0, True, sanitize.FP8)):
-        dtype, layout = (torch.float8_e4m3fn, "mma8") if fp8 else (torch.bfloat16, "mma16")
-        for config, (*m, n, k) in cases.items():
-            formats = ("int4_g128", "int4_g128_e4m3") if fp8 else ("int4_g128",)
-            problems = [GemmProblem(*m or [416], n, k, dtype, name, layout, experts=experts) for name in formats]
-            assert any(sanitize.legal(config, problem, scale if fp8 else {}) for problem in problems), config
-    problem = GemmProblem(600, 9000, 512, torch.float8_e4m3fn, WeightFormat(128), "mma8", experts=3)
-    assert not sanitize.legal("sm90_fp8_gemm/256x64x128_1x2x1_pingpong", problem, scale | residual)
 
 
 def test_every_helper_is_launched():
