@@ -321,8 +321,9 @@ def test_a_refusal_says_which_scales_or_elements_there_are():
     assert refusal(WeightFormat(32, scale="e8m0", element=BOOKS["table"]), MMA16).endswith(
         "with e8m0 scales for mma16; scales may be fp16, bf16, fp32"
     )
-    assert refusal(WeightFormat.parse("e2m3_g32_e8m0"), MMA8) == (
-        "there is no decoder of e2m3 with e8m0 scales for mma8; elements may be e2m1, e4m3, int2, int3, int4, int5"
+    assert refusal(WeightFormat.parse("e2m3_g128"), MMA8) == (
+        "there is no decoder of e2m3 with bf16 scales for mma8; elements may be "
+        "e2m1, e4m3, e5m2, int2, int3, int4, int5"
     )
 
 
@@ -333,7 +334,9 @@ def test_a_refusal_says_which_scales_or_elements_there_are():
         ("int6_g32_zint", "fp8 activations would round int6"),
         ("int5_g128_zint", "the numbers of int5 reach 31, and e4m3 holds no odd ones above 16"),
         ("int2_g32_zfloat", "float zero points are not multiples of the scale"),
-        ("e5m2_g32_e8m0", "fp8 activations would round e5m2"),
+        ("e5m2_g32_e8m0", "would multiply the sums of each matrix instruction"),
+        ("mxfp6", "would multiply the sums of each matrix instruction"),
+        ("e5m2_g64_fp32", "fp8 activations take e5m2 with one float32 scale a row"),
         ("e4m3_g64_fp32", "float32 scales of groups of a multiple of 128 columns"),
         ("mxfp8", "would multiply the sums of each matrix instruction"),
         ("e4m3_g128", "fp8 activations take e4m3 with one float32 scale a row"),

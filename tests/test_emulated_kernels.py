@@ -134,6 +134,7 @@ PRODUCTS = [
     Product("sm90_mixed_gemm/16x64x256_1x1x1_coop", "int5_g128", PLAIN, 11, 64, 768, 1),
     Product("sm90_mixed_gemm/128x64x128_1x1x1_coop", "int8_g128", PLAIN, 3, 64, 256, 2, (5, 130)),
     Product("sm90_decode/8x64x128_1x1x1_coop", "e4m3_col_fp32", PLAIN, 5, 128, 1280, 2),
+    Product("sm90_decode/8x64x128_1x1x1_coop", "mxfp6", PLAIN, 5, 128, 1280, 2),
     # codes that are multiplied as they are stored
     Product("sm90_fp8_gemm/128x64x128_1x1x1_coop", "e4m3_col_fp32", SCALED, 3, 64, 256, 2, (5, 130)),
     Product("sm90_fp8_gemm/24x64x256_1x1x1_coop_k2", "e4m3_col_fp32", BLOCKS, 27, 64, 768, 4),
@@ -143,6 +144,7 @@ PRODUCTS = [
     Product("sm90_fp8_gemm/160x128x128_1x1x1_stream", "e4m3_g128_b128", BLOCKS, 150, 256, 512, 3),
     # both operands in shared memory
     Product("sm90_fp8_block_gemm/128x128x128_1x1x1_coop", "e4m3_g128_b128", ROWS_OF_BLOCKS, 200, 320, 640, 2),
+    Product("sm90_fp8_block_gemm/128x128x128_1x1x1_coop", "e5m2_g128_b128", ROWS_OF_BLOCKS, 70, 130, 384, 2),
     Product("sm90_fp8_block_gemm/128x128x128_1x1x1_coop", "e4m3_g128_b128", ROWS_OF_BLOCKS, 3, 130, 640, 2, (5, 200)),
     Product("sm90_fp8_block_gemm/64x128x128_1x1x1_coop", "e4m3_g128_b128", GATES, 3, 264, 640, 2, (5, 70)),
     Product("sm90_fp8_block_gemm/256x128x128_1x1x1_coop", "e4m3_g128_b128", BLOCKS, 250, 130, 640, 1),
@@ -266,7 +268,7 @@ def test_products(case: Product) -> None:
             ["sm90_fp8_gemm/64x64x256_1x1x1_coop", "sm89_fp8_gemm/16x64x256_1x1x1_pingpong"],
             [
                 *("e4m3_col_fp32", "e4m3_g128_b128", "int5_g64", "int3_g32", "int3_g64_zint", "int2_g128_fp16"),
-                "int2_g32_zint",
+                *("int2_g32_zint", "e5m2_col_fp32", "e5m2_g128_b128"),
             ],
         ),
         ("sm90_decode/16x64x128_1x1x1_coop", "q3_k"),
@@ -280,7 +282,7 @@ def test_one_hot_x_gives_the_dequantized_weight_where_scales_multiply_sums(confi
     assert torch.equal(d.T, w.dequantize())
 
 
-@pytest.mark.parametrize("name", ["int4_g32_zint", *(name for name in WIDTHS if name != "e4m3_col_fp32")])
+@pytest.mark.parametrize("name", ["int4_g32_zint", *(n for n in WIDTHS if n not in ("e4m3_col_fp32", "e5m2_col_fp32"))])
 def test_dequantized_weights(name: str) -> None:
     """Every bit is that of dequantize. A lane decodes one step of a half, so it turns words by what a register says."""
     kernel, dtype, w = kernel_named("dequantize_gemm"), torch.bfloat16, random_weight(WeightFormat.parse(name), 64, 256)

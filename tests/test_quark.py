@@ -78,7 +78,7 @@ def test_weights(tmp_path: Path, weight: Any, method: str, write: Writer | None,
 
 @pytest.mark.parametrize("element", ["e2m3", "e3m2"])
 def test_mxfp6(tmp_path: Path, element: str) -> None:
-    """Four codes in three bytes (utils/pack.py of amd-quark 0.13, Pack_fp6) become MXFP8 with the same numbers."""
+    """Four codes in three bytes (utils/pack.py of amd-quark 0.13, Pack_fp6)."""
 
     def write(name: str, n: int, k: int) -> Any:
         random = torch.Generator().manual_seed(n + k)
@@ -93,7 +93,7 @@ def test_mxfp6(tmp_path: Path, element: str) -> None:
 
     expected = write_model(tmp_path, config(MXFP4 | {"dtype": f"fp6_{element}"}), write)
     checkpoint = open_checkpoint(tmp_path)
-    assert {str(module.format) for module in checkpoint.modules.values()} == {"e4m3_g32_e8m0"}
+    assert {str(module.format) for module in checkpoint.modules.values()} == {f"{element}_g32_e8m0"}
     assert all(torch.equal(checkpoint.weight(name).dequantize(), w) for name, w in expected.items())
 
 

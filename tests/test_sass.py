@@ -64,6 +64,7 @@ FORMATS = [f"int4_{group}{zero}" for group in ("g32", "g64", "g128", "col") for 
 FP8_FORMATS = [name for name in FORMATS if "zfloat" not in name] + ["int4_g128_e4m3", "int4_g32_e4m3", "mxfp4"]
 FP8_FORMATS += ["int4_g32_fp16", "e4m3_col_fp32", "e4m3_g128_b128", "int3_g32", "int2_g128_fp16", "e4m3_g128_fp32"]
 FP8_FORMATS += ["int5_g32", "int5_g128_fp16", "int3_g64_zint", "int2_g32_zint"]
+FP8_FORMATS += ["e5m2_col_fp32", "e5m2_g128_b128", "e5m2_g128_fp32"]
 FOLDED_FLOATS = ("e2m1_g16_e4m3", FP8)
 """Of sm90_fp8_gemm alone."""
 OTHER_DTYPES = [("int4_g128_fp16", torch.float16), ("int4_g32_zfloat_fp16", torch.bfloat16)]
@@ -391,8 +392,16 @@ class EightWeights(NamedTuple):
 
 BF16_SEQUENCES = {"int8_g128": 8, "int6_g128": 11.5, "int5_g128": 11.75, "int4_g128": 9, "int3_g128": 11.25}
 BF16_SEQUENCES |= {"int2_g128": 9.5, "e4m3_col_fp32": 14, "e4m3_g128_b128": 30}
+BF16_SEQUENCES |= {"e5m2_col_fp32": 14, "e5m2_g128_b128": 30, "mxfp6": 15.5, "e3m2_g32_e8m0": 14.5}
 BF16_SEQUENCES |= {"q6_k": 30, "q5_k": 29, "q3_k": 31.5, "q2_k": 34}
-FP8_SEQUENCES = {"e4m3_g128_b128": 2, "int4_g128": 7, "int5_g128": 8.5, "int3_g128": 6.5, "int3_g128_zint": 6.5}
+FP8_SEQUENCES = {
+    "e4m3_g128_b128": 2,
+    "e5m2_g128_b128": 2,
+    "int4_g128": 7,
+    "int5_g128": 8.5,
+    "int3_g128": 6.5,
+    "int3_g128_zint": 6.5,
+}
 FP8_SEQUENCES |= {"int2_g128": 4.75, "int2_g128_zint": 4.75}
 SEQUENCES = [EightWeights("sm90_mixed_gemm", *pair) for pair in BF16_SEQUENCES.items()]
 SEQUENCES += [EightWeights("sm90_fp8_gemm", *pair) for pair in FP8_SEQUENCES.items()]

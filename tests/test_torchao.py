@@ -201,6 +201,33 @@ def test_int8_tensor_with_a_scale_of_the_matrix(tmp_path: Path, kind: str) -> No
     assert_loads(tmp_path, expected, {format: 7 * LAYERS})
 
 
+@pytest.mark.parametrize("format", ["mxfp6", "e3m2_g32_e8m0"])
+def test_mxfp6(tmp_path: Path, format: str) -> None:
+    rule = WeightFormat.parse(format)
+
+    def write(name: str, n: int, k: int) -> Any:
+        random = torch.Generator().manual_seed(n + k)
+        codes = torch.randint(0, 64, (n, k), generator=random, dtype=torch.uint8)
+        powers = torch.randint(110, 130, (n, k // 32), generator=random, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+        weight = rule.element_rule.numbers(codes) * powers.float().repeat_interleave(32, 1)
+        return {"_weight_qdata": codes, "_weight_scale": powers}, weight
+
+    attributes = {"elem_dtype": f"fp6_{rule.element}", "block_size": 32, "is_swizzled_scales": False}
+    expected = write_torchao(tmp_path, "MXTensor", lambda n, k: attributes, write)
+    checkpoint = open_checkpoint(tmp_path)
+    assert {module.format for module in checkpoint.modules.values()} == {rule}
+    assert all(torch.equal(checkpoint.weight(name).dequantize(), weight) for name, weight in expected.items())
+    name = next(iter(expected))
+    file = tmp_path / "model.safetensors"
+    with safe_open(file, "pt") as opened:
+        kept = opened.metadata()
+    tensors = load_file(file)
+    tensors[f"{name}._weight_qdata"][0, 0] = 64
+    save_file(tensors, file, kept)
+    with pytest.raises(FormatError, match="qdata: wanted codes of 6 bits, up to 63, got 64"):
+        open_checkpoint(tmp_path).weight(name)
+
+
 @pytest.mark.parametrize("swizzled", [False, True])
 @pytest.mark.parametrize(("element", "format"), [("float8_e4m3fn", "mxfp8"), ("float8_e5m2", "e5m2_g32_e8m0")])
 def test_mxfp8(tmp_path: Path, element: str, format: str, swizzled: bool) -> None:
@@ -415,7 +442,7 @@ def test_tiles_are_those_of_pytorch() -> None:
             r"its zero points are up to .*, wanted 0 with x",
         ),
         ("IntxUnpackedToInt8Tensor", {"target_dtype": dtype("uint7")}, "has the numbers of uint7, wanted int4 or int8"),
-        ("MXTensor", {"elem_dtype": "fp6_e2m3"}, "elements of fp6_e2m3, wanted float4_e2m1fn_x2 or float8_e4m3fn"),
+        ("MXTensor", {"elem_dtype": "fp6_e1m4"}, "elements of fp6_e1m4, wanted float4_e2m1fn_x2 or float8_e4m3fn"),
         ("NVFP4Tensor", {"block_size": 32}, "its block_size is 32, wanted 16"),
         ("MXTensor", {}, "_weight_qdata is I8, wanted U8"),
         (None, {}, "the metadata of its file are no weight of torchao: KeyError"),

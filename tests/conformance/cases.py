@@ -48,7 +48,8 @@ WIDTHS = (
     *("int5_g16_zfloat_u4x256", "int4_g16_s8x256", "int4_g32_zfloat_u4x256", "int3_g128", "int3_g32_zint_fp16"),
     *("int3_g64_fp32", "q3_k", "int3_g64_zfloat_u8x128", "int3_g16_zfloat_u4x256", "int2_g128", "int2_g64_zint"),
     *("int2_g32_zfloat_fp32", "q2_k", "int2_g32_zfloat_u8x256", "int2_g16_s8x128", "e4m3_g64_fp32", "e4m3_col_fp32"),
-    *("e4m3_g128_b128", "mxfp8", "int3_g16_s8x256", "int3_g32_s6x128"),
+    *("e4m3_g128_b128", "mxfp8", "int3_g16_s8x256", "int3_g32_s6x128", "e5m2_g128_b128", "e5m2_col_fp32"),
+    *("e5m2_g32_e8m0", "mxfp6", "e3m2_g32_e8m0"),
 )
 """Other widths than four bits, and scales of two levels with signs or of four bits: each codec, and each scale rule of
 each kind of codec."""
@@ -57,7 +58,7 @@ FORMATS += [
     WeightFormat.parse(name)
     for name in (
         *("int8_g64_zint_fp16", "int6_g32_zfloat_fp16", "int3_g128_zint", "int2_g64_fp16", "int6_g32_s8x128"),
-        *("e4m3_g128", "e4m3_g128_fp32", "e4m3_col_b128", "e5m2_g32_e8m0", "e2m3_g32_e8m0", "e3m2_g32_e8m0"),
+        *("e4m3_g128", "e4m3_g128_fp32", "e4m3_col_b128", "e5m2_g128_fp32", "e5m2_g64_fp32"),
     )
 ]
 FEW_FORMATS = [

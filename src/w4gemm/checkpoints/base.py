@@ -39,8 +39,6 @@ class Module:
     """See :attr:`w4gemm.QuantizedWeight.activations`: "fp8" if x is quantized before it is multiplied."""
     pre_quant_scale: bool = False
     """True if ``<name>.pre_quant_scale`` (k), which x is multiplied by first, is among the checkpoint's tensors."""
-    codes: str = ""
-    """Element of the stored codes, "e2m3" or "e3m2", of which the format has a wider one; "" if it is the format's."""
     shared: bool = False
     """True for a weight that is among the checkpoint's dense tensors too, which a model may take instead: an output
     layer that is its embedding, or experts in one tensor of fp8."""

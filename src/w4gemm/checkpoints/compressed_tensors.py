@@ -11,8 +11,8 @@ because the older one has as many words as 8 bits.
 
 A module of 4-bit floats is ``weight_packed`` uint8 (n, k / 2), the even column in the low nibble, and ``weight_scale``
 (n, groups): the exponents of powers of two as uint8 (mxfp4), or e4m3 with a float32 ``weight_global_scale`` (1) that
-divides (nvfp4). compressed-tensors up to 0.13.0 wrote exponents of mxfp4 that are 2 too small. Of mxfp6, e2m3, four
-codes are three bytes, the first one in the lowest bits; they become e4m3, which has all their numbers.
+divides (nvfp4). compressed-tensors up to 0.13.0 wrote exponents of mxfp4 that are 2 too small. mxfp6 is the same, but
+``weight_packed`` uint8 (n, k * 3 / 4), four codes of e2m3 in three bytes, the first one in the lowest bits.
 
 Activations that the config wants in e4m3 get a scale for each token, whatever it says of their scales; those that it
 wants in int8 or 4 bits, and those of nvfp4 and mxfp6, are multiplied as they come, in 16 bits. ``input_scale`` is
@@ -33,7 +33,7 @@ from w4gemm.checkpoints import packed_floats
 from w4gemm.checkpoints.base import Module
 from w4gemm.checkpoints.hugging_face import TensorInfo
 from w4gemm.checkpoints.numbers import Numbers
-from w4gemm.checkpoints.packed_floats import MXFP8
+from w4gemm.checkpoints.packed_floats import MXFP4, MXFP6, NVFP4
 from w4gemm.checkpoints.packed_numbers import PackedMatrix, PackedNumbers
 from w4gemm.checkpoints.quantization_configs import Named, Patterns
 from w4gemm.checkpoints.quantized_folder import Packing
@@ -49,9 +49,9 @@ from w4gemm.core.elements import INTEGERS
 from w4gemm.core.formats import PER_COLUMN, WeightFormat
 
 FLOATS = {
-    "mxfp4-pack-quantized": WeightFormat.parse("mxfp4"),
-    "mxfp6-pack-quantized": MXFP8,
-    "nvfp4-pack-quantized": WeightFormat.parse("nvfp4"),
+    "mxfp4-pack-quantized": MXFP4,
+    "mxfp6-pack-quantized": MXFP6,
+    "nvfp4-pack-quantized": NVFP4,
 }
 PACKINGS = ("pack-quantized", "int-quantized", *FLOATS)
 ACT_ORDERS = ("group", "dynamic", True)
@@ -149,7 +149,7 @@ class CompressedTensors(Packing):
             raise ValueError(f"its format is {packing!r}, wanted {' or '.join(PACKINGS)}")
         bits = weights.get("num_bits")
         if packing in FLOATS:
-            check_bits(bits, (6 if FLOATS[packing] == MXFP8 else 4,))
+            check_bits(bits, (FLOATS[packing].bits,))
             return _float_module(FLOATS[packing], scheme, stored)
         strategy = weights.get("strategy")
         if weights.get("type", "int") != "int" or strategy not in ("group", "channel", "tensor"):
@@ -197,9 +197,7 @@ class CompressedTensors(Packing):
         expected = [module.n, module.k]
         if "weight_shape" in tensors and (shape := tensors["weight_shape"].tolist()) != expected:
             raise ValueError(f"weight_shape is {shape}, but its tensors have shape {expected}")
-        if module.codes:
-            return packed_floats.of_six_bits(module.codes, tensors["weight_packed"], tensors["weight_scale"])
-        if module.format.element == "e2m1":
+        if module.format in FLOATS.values():
             return _float_numbers(tensors, module.format, 2 if self._bias_125 else 0)
         return numbers(tensors, module.format, module.k, self._stored_bits(module, tensors))
 
@@ -254,11 +252,11 @@ def _expressions(argument: str, names: Collection[str]) -> Patterns:
 
 
 def _float_module(format: WeightFormat, scheme: Mapping[str, Any], stored: Mapping[str, TensorInfo]) -> Module:
-    """Return a module of floats of 4 or 6 bits; those of 6 become ``format``, MXFP8."""
+    """Return a module of floats of 4 or 6 bits."""
     if (kind := scheme["weights"].get("type")) != "float":
         raise ValueError(f"its weight is of type {kind!r}, wanted 'float'")
     n, columns = check_tensor(stored, "weight_packed", ("U8",))
-    k = packed_floats.six_bits(columns) if format == MXFP8 else 2 * columns
+    k = packed_floats.codes_in(columns, format)
     check_tensor(stored, "weight_scale", _FLOAT_SCALES[format.scale], (n, whole_groups(format, k)))
     known = {"weight_packed", "weight_scale", "weight_shape", "bias", "input_global_scale", "input_scale"}
     if format.has_channels:
@@ -267,7 +265,7 @@ def _float_module(format: WeightFormat, scheme: Mapping[str, Any], stored: Mappi
     if more := stored.keys() - known:
         raise ValueError(f"{min(more)} is no tensor of {format}")
     activations = _activations(scheme) if format == FLOATS["mxfp4-pack-quantized"] else None
-    return Module(n, k, format, "bias" in stored, activations=activations, codes="e2m3" if format == MXFP8 else "")
+    return Module(n, k, format, "bias" in stored, activations=activations)
 
 
 def _float_numbers(tensors: Mapping[str, torch.Tensor], format: WeightFormat, shift: int) -> Numbers:

@@ -1,5 +1,5 @@
-"""Weights as compressed-tensors stores them: pack-quantized integers of 2 to 6 and 8 bits, MXFP4, and e4m3; and the
-names of a model's published files (:func:`in_files`).
+"""Weights as compressed-tensors stores them: pack-quantized integers of 2 to 6 and 8 bits, MXFP4, MXFP6, and e4m3; and
+the names of a model's published files (:func:`in_files`).
 
 transformers gives some modules other names than these files have, such as ``mlp.experts.gate_up_proj`` to what Mixtral
 has as ``block_sparse_moe.experts.0.w1`` and ``w3``. It renames them when it loads and saves a model; other programs,
@@ -25,7 +25,8 @@ from w4gemm.core.formats import PER_COLUMN, WeightFormat
 from w4gemm.packing.bits import pack
 from w4gemm.weights.weight import QuantizedWeight
 
-_MXFP4 = WeightFormat.parse("mxfp4")
+_MX = {WeightFormat.parse(name): f"{name}-pack-quantized" for name in ("mxfp4", "mxfp6")}
+"""compressed-tensors' format by ours, of floats with e8m0 scales."""
 _FP8 = {WeightFormat.parse("e4m3_col_fp32"): "channel", WeightFormat.parse("e4m3_g128_b128"): "block"}
 """Strategy of compressed-tensors by a format in fp8."""
 _HEAD = "lm_head"
@@ -52,7 +53,7 @@ class CompressedTensorsWriter:
             raise ValueError("experts in fp8 are not written in compressed-tensors; --to w4gemm holds them")
         format = module.format
         integers = format.element_rule.counts and format.zero != "float" and format.scale in ("bf16", "fp16")
-        if format not in (_MXFP4, *_FP8) and not integers:
+        if format not in (*_MX, *_FP8) and not integers:
             raise ValueError(f"compressed-tensors does not hold {format}; --to w4gemm does")
         if module.pre_quant_scale:
             raise ValueError("compressed-tensors has no factors of x (pre_quant_scale); --to w4gemm has")
@@ -81,7 +82,7 @@ class CompressedTensorsWriter:
         """Tensors of one module by the last parts of their names."""
         assert w.perm is None, "checked by its index tensor"
         packed, scales, *zeros = w.tensors
-        if w.format == _MXFP4:
+        if w.format in _MX:
             return {"weight_packed": packed, "weight_scale": scales.view(torch.uint8)}
         if w.format in _FP8:
             rows = scales if w.format.group_size == PER_COLUMN else scales[::2].contiguous()  # even and odd rows' alike
@@ -156,10 +157,10 @@ def _group(format: WeightFormat, activations: str | None, targets: list[str]) ->
         "strategy": strategy,
         "group_size": format.group_size if strategy == "group" else None,
         "dynamic": False,
-        **({"scale_dtype": "torch.uint8"} if format == _MXFP4 else {}),
+        **({"scale_dtype": "torch.uint8"} if format in _MX else {}),
         **({"block_structure": [128, 128]} if strategy == "block" else {}),
     }
-    packing = "float-quantized" if format in _FP8 else "mxfp4-pack-quantized" if format == _MXFP4 else "pack-quantized"
+    packing = "float-quantized" if format in _FP8 else _MX.get(format, "pack-quantized")
     fp8 = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
     return {
         "targets": targets,

@@ -1,9 +1,8 @@
 """Folders quantized by AMD's Quark: MXFP4, MXFP6, NVFP4 and integers.
 
-A module of MXFP4 or NVFP4 is as in :mod:`w4gemm.checkpoints.packed_floats`. One of MXFP6 is as one of MXFP4, but
-``weight`` uint8 (n, k * 3 / 4), four codes of e2m3 or e3m2 in three bytes; it becomes MXFP8 with the same numbers. One
-of integers with scales per group is ``weight`` int32 (k, n / 8), ``weight_scale`` (groups, n) and ``weight_zero_point``
-int32 (groups, n / 8); per channel it is ``weight`` (n, k / 8), ``weight_scale`` (n) and ``weight_zero_point`` (n / 8).
+A module of MXFP4, MXFP6 or NVFP4 is as in :mod:`w4gemm.checkpoints.packed_floats`. One of integers with scales per
+group is ``weight`` int32 (k, n / 8), ``weight_scale`` (groups, n) and ``weight_zero_point`` int32 (groups, n / 8); per
+channel it is ``weight`` (n, k / 8), ``weight_scale`` (n) and ``weight_zero_point`` (n / 8).
 Words of a last part of n are filled up. The numbers of a word lie in AWQ's order if ``pack_method`` is "reorder",
 lowest first if it is "order", and are two's complements if dtype is int4. In 8 bits ``weight`` and
 ``weight_zero_point`` have a number in each element, int8 or uint8, and one ``weight_scale`` () may serve the whole
@@ -25,7 +24,7 @@ from w4gemm.checkpoints import awq
 from w4gemm.checkpoints.base import Module
 from w4gemm.checkpoints.hugging_face import TensorInfo
 from w4gemm.checkpoints.numbers import Numbers
-from w4gemm.checkpoints.packed_floats import MXFP4, MXFP8, NVFP4, Shape, numbers_of, of_six_bits, shape_of, six_bits
+from w4gemm.checkpoints.packed_floats import MXFP4, MXFP6, MXFP6_E3M2, NVFP4, Shape, numbers_of, shape_of
 from w4gemm.checkpoints.packed_numbers import PackedMatrix, PackedNumbers
 from w4gemm.checkpoints.quantization_configs import Excluded, Named, Patterns, wildcards
 from w4gemm.checkpoints.quantized_folder import Packing
@@ -41,8 +40,8 @@ _PARTS = ("weight", "weight_scale", "weight_zero_point")
 _ROTATIONS = ("r4", "online_r1_rotation")
 """Settings of Quark's rotations that have x rotated while the model runs. r1 and r2 are part of the weights, and r3
 turns queries and keys alike, which changes no product of them."""
-_SIX_BITS = {"fp6_e2m3": "e2m3", "fp6_e3m2": "e3m2"}
-"""Elements of MXFP6 by Quark's name of the numbers."""
+_MX = {"fp4": MXFP4, "fp6_e2m3": MXFP6, "fp6_e3m2": MXFP6_E3M2}
+"""Formats with e8m0 scales by Quark's name of the numbers."""
 _READ = (
     "fp4 or fp6 with e8m0 scales in groups of 32 (MXFP4, MXFP6), fp4 with two scales (NVFP4), int4, uint4, int8 or "
     "uint8"
@@ -88,9 +87,7 @@ class QuarkPacking(Packing):
             raise ValueError("exclude of its config names it, but it has quantized tensors")
         settings = self._settings(name)
         weight = settings["weight"]
-        if element := _six_bit_element(weight):
-            n, k, format = _mxfp6(stored)
-        elif (floats := _float_format(weight)) is not None:
+        if (floats := _float_format(weight)) is not None:
             n, k, format = shape_of(stored, floats)
         elif isinstance(weight, Mapping) and weight.get("dtype") in _INTEGERS:
             n, k, format = _integers(stored, weight)
@@ -98,7 +95,7 @@ class QuarkPacking(Packing):
             raise ValueError(f"its weight is {_described(weight)}; wanted {_READ}")
         x = settings.get("input_tensors")
         fp8 = format == MXFP4 and isinstance(x, Mapping) and x.get("dtype") == "fp8_e4m3"
-        return Module(n, k, format, "bias" in stored, activations="fp8" if fp8 else None, codes=element)
+        return Module(n, k, format, "bias" in stored, activations="fp8" if fp8 else None)
 
     def _settings(self, name: str) -> Mapping[str, Any]:
         """Settings of a module: those of its name, of the first pattern, of all linear layers, or of the model."""
@@ -118,10 +115,8 @@ class QuarkPacking(Packing):
         return wildcards("layer_quant_config", self.config.get("layer_quant_config") or ())
 
     def numbers(self, module: Module, tensors: Mapping[str, torch.Tensor]) -> Numbers:
-        if module.format in (NVFP4, MXFP4):
+        if module.format in (NVFP4, *_MX.values()):
             return numbers_of(module, tensors)
-        if module.codes:
-            return of_six_bits(module.codes, tensors["weight"], tensors["weight_scale"])
         rows = {leaf: self._rows(module, tensors[leaf]) for leaf in _PARTS if leaf in tensors}
         codes, scales, zeros = rows["weight"], rows["weight_scale"], rows.get("weight_zero_point")
         bits = module.format.bits
@@ -154,28 +149,16 @@ def _stages(weight: Any) -> list[Mapping[str, Any]]:
 
 
 def _float_format(weight: Any) -> WeightFormat | None:
-    """Return NVFP4 or MXFP4 if the settings of a weight say so, else None."""
+    """Return NVFP4, MXFP4 or MXFP6 if the settings of a weight say so, else None."""
     first, *more = _stages(weight)
-    if (first.get("dtype"), first.get("qscheme")) != ("fp4", "per_group"):
+    format = _MX.get(str(first.get("dtype")))
+    if format is None or first.get("qscheme") != "per_group":
         return None
     if not more and (first.get("group_size"), first.get("scale_format")) == (32, "e8m0"):
-        return MXFP4
+        return format
     scales = [(stage.get("dtype"), stage.get("qscheme"), stage.get("is_scale_quant")) for stage in more]
-    return NVFP4 if first.get("group_size") == 16 and scales == [("fp8_e4m3", "per_tensor", True)] else None
-
-
-def _six_bit_element(weight: Any) -> str:
-    """Return the element of MXFP6 if the settings of a weight say so, else the empty string."""
-    first, *more = _stages(weight)
-    kind = tuple(first.get(key) for key in ("qscheme", "group_size", "scale_format"))
-    return _SIX_BITS.get(str(first.get("dtype")), "") if kind == ("per_group", 32, "e8m0") and not more else ""
-
-
-def _mxfp6(stored: Mapping[str, TensorInfo]) -> Shape:
-    n, columns = check_tensor(stored, "weight", ("U8",))
-    k = six_bits(columns)
-    check_tensor(stored, "weight_scale", ("U8", "F8_E8M0"), (n, whole_groups(MXFP8, k)))
-    return Shape(n, k, MXFP8)
+    two = format == MXFP4 and first.get("group_size") == 16 and scales == [("fp8_e4m3", "per_tensor", True)]
+    return NVFP4 if two else None
 
 
 def _integers(stored: Mapping[str, TensorInfo], weight: Mapping[str, Any]) -> Shape:

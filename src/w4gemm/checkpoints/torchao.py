@@ -17,7 +17,8 @@ class and attributes under its name, as JSON:
 - ``MXTensor`` of 4-bit floats and ``NVFP4Tensor``: ``qdata`` uint8 (n, k / 2), the even column in the low nibble,
   ``scale`` e8m0 (n, k / 32) or e4m3 (n, k / 16), maybe in the blocks that cuBLAS takes, and ``per_tensor_scale``
   float32 (), which multiplies. x that is quantized to 4-bit floats there is multiplied as it comes.
-- ``MXTensor`` of 8-bit floats: ``qdata`` e4m3 or e5m2 (n, k), ``scale`` as of 4-bit floats.
+- ``MXTensor`` of floats of 8 and 6 bits: ``qdata`` e4m3 or e5m2 (n, k), or uint8 with a code of e2m3 or e3m2 in each,
+  ``scale`` as of 4-bit floats.
 
 ``act_pre_scale`` (k), of a model that was smoothed by AWQ, multiplies x.
 
@@ -46,7 +47,7 @@ from w4gemm.checkpoints.fp8_folder import ScaleBlock, format_of
 from w4gemm.checkpoints.fp8_folder import numbers as fp8_numbers
 from w4gemm.checkpoints.hugging_face import TensorInfo, metadata
 from w4gemm.checkpoints.numbers import ExpertsNumbers, Numbers
-from w4gemm.checkpoints.packed_floats import MXFP4, NVFP4, numbers
+from w4gemm.checkpoints.packed_floats import MXFP4, MXFP6, MXFP6_E3M2, NVFP4, numbers
 from w4gemm.checkpoints.packed_numbers import PackedMatrix, PackedNumbers
 from w4gemm.checkpoints.quantized_folder import Packing
 from w4gemm.checkpoints.stored import (
@@ -74,10 +75,12 @@ _MX = {
     "float4_e2m1fn_x2": MXFP4,
     "float8_e4m3fn": WeightFormat.parse("mxfp8"),
     "float8_e5m2": WeightFormat.parse("e5m2_g32_e8m0"),
+    "fp6_e2m3": MXFP6,
+    "fp6_e3m2": MXFP6_E3M2,
 }
 """Formats of MXTensor by its elements."""
 _CODES = {"e4m3": "F8_E4M3", "e5m2": "F8_E5M2"}
-"""safetensors' name of the dtype of codes, by element; of 4-bit floats U8."""
+"""safetensors' name of the dtype of codes, by element; of others U8."""
 _TILE_N, _TILE_K = 8, 128
 """Rows and columns of a tile of Int4TilePackedTo4dTensor."""
 
@@ -165,8 +168,13 @@ class TorchAoPacking(Packing):
 
     def _numbers(self, module: Module, tensors: Mapping[str, torch.Tensor]) -> Numbers:
         n, k, format, qdata = module.n, module.k, module.format, tensors[QDATA]
-        if format.scale == "e8m0" and qdata.dtype != torch.uint8:
-            return fp8_numbers(format, qdata, _unswizzled(tensors[SCALE], n, format.groups(k)), ScaleBlock())
+        if format.scale == "e8m0" and format.bits > 4:
+            scales = _unswizzled(tensors[SCALE], n, format.groups(k))
+            if format.bits == 8:
+                return fp8_numbers(format, qdata, scales, ScaleBlock())
+            if (most := int(qdata.max())) >= 64:
+                raise ValueError(f"qdata: wanted codes of 6 bits, up to 63, got {most}")
+            return PackedNumbers(format, PackedMatrix(qdata), PackedMatrix(scales))
         if qdata.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
             block = ScaleBlock() if format.scale == "b128" else ScaleBlock(n // len(tensors[SCALE]), format.group_size)
             return fp8_numbers(format, qdata, tensors[SCALE], block)
@@ -303,7 +311,7 @@ def _floats(stored: Mapping[str, TensorInfo], settings: _Settings, format: Weigh
     if (group := settings.group_size()) != format.group_size:
         raise ValueError(f"its block_size is {group}, wanted {format.group_size}")
     n, k = check_tensor(stored, QDATA, (_CODES.get(format.element, "U8"),))
-    k *= 8 // format.bits
+    k *= 2 if format.bits == 4 else 1
     groups = whole_groups(format, k)
     swizzled = -(-n // 128) * 32, -(-groups // 4) * 16
     check_tensor(stored, SCALE, (scales,), swizzled if settings.attributes.get("is_swizzled_scales") else (n, groups))

@@ -33,6 +33,7 @@ ALIASES = {
     "nf4": "nf4_g64",
     "q4_k": "int4_g32_zfloat_u8x256",
     "mxfp8": "e4m3_g32_e8m0",
+    "mxfp6": "e2m3_g32_e8m0",
     "q6_k": "int6_g16_s8x256",
     "q5_k": "int5_g32_zfloat_u8x256",
     "q3_k": "int3_g16_s6x256",
@@ -55,7 +56,6 @@ _OTHER_NAMES = {
     "w8a16": "int8_g128",
     "fp8": "e4m3_col_fp32",
     "fp8_block": "e4m3_g128_b128",
-    "mxfp6": "e2m3_g32_e8m0",
     **{element: f"{element}_g128" for element in INTEGER_NAMES},
 }
 """Formats by the names that checkpoints and engines give their most common weights."""

@@ -363,8 +363,8 @@ def _tile_overhead(facts: LaunchFacts, problem: GemmProblem, config: GemmConfig)
                 slower = model["levels_shared_x"] if config.cluster_n > 1 else 1.0
                 slower *= model["levels_half_stage"] if variant.half_block_stages else 1.0
                 overhead = (1 + overhead) * slower**wide - 1
-            if wide > 0 and variant.weight.codec.element == "e4m3" and variant.warpgroups_n == 1:
-                overhead = (1 + overhead) * model["e4m3_one_warpgroup"] - 1  # tensor cores wait for it to decode
+            if wide > 0 and variant.weight.codec.slow_alone and variant.warpgroups_n == 1:
+                overhead = (1 + overhead) * model["e4m3_one_warpgroup"] - 1
             if variant.block.bits > 4 and facts.kernel.name != "sm90_decode" and variant.num_stages == 2:
                 overhead += model["two_stages"]  # the measured format has three there
         facts.decode_overheads[form] = overhead

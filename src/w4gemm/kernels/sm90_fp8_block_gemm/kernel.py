@@ -50,7 +50,7 @@ from w4gemm.kernels.device.scheduler import TileCoord
 from w4gemm.kernels.sm90_fp8_block_gemm.variant import BOX_TOKENS, SCALE_BYTES, Sm90Fp8BlockVariant
 from w4gemm.kernels.sm90_mixed_gemm.consumer import ConsumerMemory, OutputTile, flattened
 from w4gemm.kernels.sm90_mixed_gemm.epilogue import OutputCoord, store_staged
-from w4gemm.kernels.sm90_mixed_gemm.kernel import Producer, Sm90MixedGemmKernel
+from w4gemm.kernels.sm90_mixed_gemm.kernel import DTYPES, Producer, Sm90MixedGemmKernel
 from w4gemm.kernels.sm90_mixed_gemm.tile_scheduler import ClusterCoord, Pipeline, SchedulerParams, TileScheduler
 from w4gemm.kernels.sm90_mixed_gemm.variant import TOKEN_BYTES
 from w4gemm.packing.block import BLOCK_N, MATRICES_OF_ROW, MATRIX_BYTES
@@ -78,7 +78,7 @@ class Sm90Fp8BlockGemmKernel(Sm90MixedGemmKernel):
     """The device code of one :class:`Sm90Fp8BlockVariant`."""
 
     def __init__(self, variant: Sm90Fp8BlockVariant):
-        self.variant, self.dtype = variant, cutlass.Float8E4M3FN
+        self.variant, self.dtype = variant, DTYPES[variant.kind]
         self.scheduler = TileScheduler(variant, _BAND_TOKENS)
         self.producer = BlockProducer(variant, self.scheduler)
         self.consumer = BlockConsumer(variant, self.scheduler)
@@ -87,7 +87,7 @@ class Sm90Fp8BlockGemmKernel(Sm90MixedGemmKernel):
         variant = self.variant
         return sm90.make_trivial_tiled_mma(
             self.dtype,
-            self.dtype,
+            DTYPES[variant.weight.decoded],
             OperandMajorMode.K,
             OperandMajorMode.K,
             Float32,
@@ -303,7 +303,9 @@ class BlockConsumer:
             ((8, variant.config.tile_n // 8), columns[0], variant.num_stages),
             stride=((16, row8_bytes), columns[1], variant.weight_bytes),
         )
-        pointer = cute.make_ptr(cutlass.Float8E4M3FN, pipeline.weights, cute.AddressSpace.smem, assumed_align=128)
+        pointer = cute.make_ptr(
+            DTYPES[variant.weight.decoded], pipeline.weights, cute.AddressSpace.smem, assumed_align=128
+        )
         return cute.make_tensor(pointer, layout)
 
     def multiply(self, mma: cute.TiledMma, operands: StageOperands, number: int, block: int, stage: Int32) -> None:

@@ -162,12 +162,13 @@ from w4gemm.kernels.sm90_mixed_gemm.tile_scheduler import (
 from w4gemm.kernels.sm90_mixed_gemm.variant import Sm90MixedVariant
 from w4gemm.ptx.memory import bulk_copy, bulk_copy_multicast, bulk_prefetch, copies_wait, shared_address
 
-_DTYPES = {
+DTYPES = {
     "f16": cutlass.Float16,
     "bf16": cutlass.BFloat16,
     "e4m3": cutlass.Float8E4M3FN,
     "e5m2": cutlass.Float8E5M2,
 }
+"""By kind, of x and of decoded weights."""
 _PREFETCHED_STAGES = 2  # stages of an expert's weights, into L2, before the experts' rows may be read
 
 
@@ -211,7 +212,7 @@ class Sm90MixedGemmKernel:
 
     def __init__(self, variant: Sm90MixedVariant, part: Part = WHOLE):
         self.variant = variant
-        self.dtype = _DTYPES[variant.kind]
+        self.dtype = DTYPES[variant.kind]
         pairs, on_sums = variant.pairs, variant.scales_on_sums
         decoder = variant.weight.decoder(allow_sum_scale=True, pairs=pairs, on_sums=on_sums)
         kinds = variant.bias_kind, variant.out_kind
@@ -263,7 +264,7 @@ class Sm90MixedGemmKernel:
         """The consumers' WGMMA."""
         variant = self.variant
         return sm90.make_trivial_tiled_mma(
-            _DTYPES[variant.weight.decoded],
+            DTYPES[variant.weight.decoded],
             self.dtype,
             OperandMajorMode.K,
             OperandMajorMode.K,

@@ -16,11 +16,11 @@ from w4gemm.core.formats import SCALES, WeightFormat
 from w4gemm.packing.codecs.base import MMA8, MMA16, PAIR_TABLE_BYTES, Bits, Codec, Fragment, Pairs, WeightOperand
 from w4gemm.packing.codecs.codebook import CODEBOOKS, codec_of_codebook
 from w4gemm.packing.codecs.e2m1 import E2M1, E2M1_MMA8, EXACT_BINADES, MXFP4_MMA16
-from w4gemm.packing.codecs.e4m3 import E4M3
+from w4gemm.packing.codecs.floats import FLOAT_CODECS, FLOATS, POWERS_REFUSED
 from w4gemm.packing.codecs.integers import INT4_MMA16, INTEGERS
 from w4gemm.packing.codecs.integers_fp8 import INT4_MMA8, INT4_MMA8_FOLDED, INT4_MMA8_ZEROS, INTEGERS_FP8
 
-CODECS: tuple[Codec, ...] = (*INTEGERS, *INTEGERS_FP8, *CODEBOOKS, *E2M1, *E4M3)
+CODECS: tuple[Codec, ...] = (*INTEGERS, *INTEGERS_FP8, *CODEBOOKS, *E2M1, *FLOAT_CODECS)
 
 _KIND = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float8_e4m3fn: "e4m3"}
 _SCALE_KIND = _KIND | {torch.float8_e8m0fnu: "e8m0", torch.float32: "f32", torch.uint8: "u8", torch.int8: "s8"}
@@ -45,6 +45,8 @@ def refusal(format: WeightFormat, fragment: Fragment) -> str:
         return ""
     if fragment is MMA16 and format.scales_in_weights:
         return f"{format.scale} scales are rounded into weights for fp8 activations, the mma8 layout"
+    if fragment is MMA8 and format.scale == "e8m0" and format.element in FLOATS:
+        return POWERS_REFUSED
     own = (codec for codec in CODECS if codec.fragment is fragment and codec.element == format.element)
     if reason := next(filter(None, (codec.refusal(format) for codec in own)), ""):
         return reason

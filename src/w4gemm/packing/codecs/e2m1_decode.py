@@ -47,6 +47,8 @@ class E2m1Decoder(Decoder):
     allow_sum_scale: bool = False
 
     separate_scales = False
+    _half_up = 0
+    """Beside fp16 x an e8m0 scale is multiplied by 2**_half_up, and numbers are divided by it."""
 
     @property
     def sum_scale(self) -> float:  # type: ignore[override]
@@ -65,7 +67,10 @@ class E2m1Decoder(Decoder):
         in_place = _shifted(word, 7 - 8 * field) & _signed(0x7F807F80)
         if self.kind == "bf16":
             return in_place
-        floats = [half_to_float("bf16", in_place, high) * Float32(2.0**-POWER_BIAS) for high in (False, True)]
+        floats = [
+            half_to_float("bf16", in_place, high) * Float32(2.0 ** (self._half_up - POWER_BIAS))
+            for high in (False, True)
+        ]
         return pack_half2("f16", *floats)
 
     def _scales(self, word: Int32, field: int) -> Int32:
