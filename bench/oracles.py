@@ -144,7 +144,19 @@ CASES = (
     ),
     Case("torchao Int8Tensor, one scale", "torchao", torchao.folder_of(torchao.int8)),
     Case("torchao Float8Tensor", "torchao", torchao.folder_of(torchao.fp8)),
-    Case("torchao MXTensor, e4m3, swizzled scales", "torchao", torchao.folder_of(torchao.mxfp8)),
+    *(
+        Case(
+            f"torchao MXTensor, {name}, swizzled scales",
+            "torchao",
+            torchao.folder_of(partial(torchao.mx, elements=elements)),
+        )
+        for name, elements in (
+            ("e4m3", torch.float8_e4m3fn),
+            ("e5m2", torch.float8_e5m2),
+            ("e2m3", "fp6_e2m3"),
+            ("e3m2", "fp6_e3m2"),
+        )
+    ),
     *(
         Case(f"torchao {name}{', swizzled scales' if swizzled else ''}", "torchao", torchao.folder_of(make(swizzled)))
         for name, make in (("MXTensor", torchao.mxfp4), ("NVFP4Tensor", torchao.nvfp4))

@@ -56,10 +56,11 @@ def in_bytes(w: torch.Tensor, dtype: torch.dtype = torch.int4) -> Made:
     return t, t.dequantize()
 
 
-def mxfp8(w: torch.Tensor) -> Made:
+def mx(w: torch.Tensor, elements: Any) -> Made:
+    """elements: torchao's name of floats of 8 or 6 bits. Scales in cuBLAS's blocks."""
     from torchao.prototype.mx_formats.mx_tensor import MXTensor
 
-    t = MXTensor.to_mx(w, torch.float8_e4m3fn, GROUP, is_swizzled_scales=True)
+    t = MXTensor.to_mx(w, elements, GROUP, is_swizzled_scales=True)
     return t, t.dequantize(torch.float32)
 
 
