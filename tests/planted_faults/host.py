@@ -141,6 +141,20 @@ FAULTS = (
         "fuzz --like format=zfloat",
     ),
     Fault(
+        "a tile of fewer tokens writes behind the result",
+        "src/w4gemm/kernels/cpu/program.py",
+        'with b.if_then(b.icmp_signed("<", (whole + t).value, a.m.value)):',
+        'with b.if_then(b.icmp_signed("<", (whole + t).value, (a.m + 1).value)):',
+        "tests/test_cpu_kernel.py -k fewer_tokens",
+    ),
+    Fault(
+        "a warm call keeps the launch of a forgotten plan",
+        "src/w4gemm/api/product.py",
+        "if self._generation == plan_cache.generation and m in self._direct:",
+        "if m in self._direct:",
+        "tests/test_cpu_kernel.py -k warm_calls_follow",
+    ),
+    Fault(
         "the residual is added before the activation",
         "src/w4gemm/core/epilogue.py",
         """        d = d if self.activation is None else parse(self.activation).apply(d)
