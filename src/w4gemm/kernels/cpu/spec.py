@@ -82,9 +82,9 @@ class CpuMixedGemm:
             panels: dict[int, compiled.PanelLimits] = {}
             if tile_product.holds(problem.format, problem.k):
                 if tile_product.is_available():
-                    panels[TILES_TOKENS], panels[ROUNDED_TOKENS] = tile_product.TILES_PANELS
+                    panels[TILES_TOKENS], panels[ROUNDED_TOKENS] = tile_product.panel_limits(True, k)
                 elif tile_product.has_pairs():
-                    panels[PAIRS_TOKENS], panels[ROUNDED_TOKENS] = tile_product.PAIRS_PANELS
+                    panels[PAIRS_TOKENS], panels[ROUNDED_TOKENS] = tile_product.panel_limits(False, k)
             panels[COMPILED_TOKENS] = compiled.PanelLimits()
             for tokens, most in panels.items():
                 if problem.dtype == torch.bfloat16 or tokens not in (PAIRS_TOKENS, ROUNDED_TOKENS):

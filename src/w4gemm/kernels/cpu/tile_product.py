@@ -43,9 +43,9 @@ _SMALL = 2**16
 _DISPLACING = 1024
 """Rows of a multiple of this many columns lie at multiples of 2 KiB, so that those of a tile displace each other from
 the first cache. x is copied then."""
-TILES_PANELS = PanelLimits(GROUPS, 256), PanelLimits(columns=576)
-"""Of codes, and of rounded numbers."""
-PAIRS_PANELS = PanelLimits(), PanelLimits(columns=256)
+_MOST_WHOLE = 640
+"""Columns of rounded numbers for AMX that may be one panel, whose sums are the results: Gemma 3 270M's layers have 640.
+"""
 _PAIRS_TOKENS = 4
 """Tokens of a tile of "pairs"."""
 
@@ -66,6 +66,18 @@ def has_pairs() -> bool:
 def holds(format: WeightFormat, k: int) -> bool:
     """True if no instruction's columns are of two groups."""
     return k % STEP == 0 and format.group_length(k) % STEP == 0
+
+
+def panel_limits(tiles: bool, k: int) -> tuple[PanelLimits, PanelLimits]:
+    """Return the most that panels of codes have, and those of rounded numbers.
+
+    Args:
+        tiles: True for AMX, False for AVX-512's pairs.
+        k: columns of the weight.
+    """
+    if not tiles:
+        return PanelLimits(), PanelLimits(columns=256)
+    return PanelLimits(GROUPS, 256), PanelLimits(columns=_MOST_WHOLE if k <= _MOST_WHOLE else 576)
 
 
 def multiplies_bf16(format: WeightFormat, k: int) -> bool:
@@ -126,10 +138,10 @@ class TileProduct(CompiledProduct):
         instructions: class that builds instructions; none for :class:`w4gemm.kernels.cpu.amx.Amx`.
     """
 
-    panels = TILES_PANELS
+    has_tiles = True
 
     def __init__(self, format: WeightFormat, n: int, k: int, is_rounded: bool = False, *instructions: Hashable) -> None:
-        most = self.panels[is_rounded]
+        most = panel_limits(self.has_tiles, k)[is_rounded]
         super().__init__(format, n, k, most, sums_codes=False)
         self.most_columns, self.is_rounded, self.instructions = most.columns, is_rounded, instructions
         self.compiled: dict[tuple[int, torch.dtype, torch.dtype], _Compiled] = {}
@@ -216,7 +228,7 @@ class TileProduct(CompiledProduct):
 class PairProduct(TileProduct):
     """bf16 x (m, k) @ w.T (m, n) by AVX-512's dot products of pairs, of a format and k that :func:`holds` takes."""
 
-    panels = PAIRS_PANELS
+    has_tiles = False
 
     def worth(self, tokens: int) -> int:
         return 2**17 * tokens // (tokens + 4)  # decoding a weight takes as long as four tokens

@@ -8,8 +8,8 @@ products of bf16 lose nothing: x is bf16 itself, or the sum of two or three bf16
 float32, and takes numbers below 2**-126 as 0. Loops, outermost first:
 
     chunk      128 features: a row of the table. A thread takes several
-    panel      at most 256 columns and 4 groups, or 576 columns of rounded numbers, as a whole where that is less
-    block      2 or 4 tiles of 16 features. The codes of a panel become bf16 in memory, at most 36 KiB
+    panel      at most 256 columns and 4 groups, or 576 columns of rounded numbers, or 640 as a whole
+    block      2 or 4 tiles of 16 features. The codes of a panel become bf16 in memory, at most 40 KiB
     tokens     1 or 2 tiles of up to 16 tokens
     group      sums of tiles, for 32 columns at a time, are 4 KiB in memory. Those of all groups are scaled and added up
 
