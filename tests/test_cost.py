@@ -290,6 +290,13 @@ def test_an_expert_with_two_tiles_makes_no_second_wave():
     assert choice.choose(problem).config.tile_m == 16
 
 
+def test_a_second_launch_that_has_no_rows_fills_no_wave_of_the_first():
+    """On an H200, 32 random rows for each of 32 experts: 187 us in tiles of 48 tokens, which make four waves. Those of
+    40 make five, 213 us with a second launch, which Zipf rows need: 272 us by one launch, 214 by two."""
+    chosen = choice.choose(problem_of("sm90_mixed_gemm", 32 * 32, n=4096, k=7168, experts=32)).config
+    assert chosen.tile_m == 48 and chosen.tail is not None
+
+
 def test_rows_are_gathered_or_copied_as_whole_layers_were_fastest():
     """On an H100. The exceptions: 256 tokens of DeepSeek-V3, 512 of gpt-oss-20b, 1024 of Qwen3-30B-A3B."""
     right = {}

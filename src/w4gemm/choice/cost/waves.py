@@ -70,10 +70,13 @@ tiles of 16 tokens take, two with 89, as tiles of 32 do."""
 _SMS_OF_SPLITS = {3: 117 / 132, 4: 120 / 132, 5: 110 / 132, 8: 120 / 132}
 """Part of a GPU's multiprocessors that clusters of a split reach at once, if not all (H200): a cluster lies in one of
 the GPU's processing clusters, of 16 or 18 multiprocessors."""
-_SECOND_LAUNCH_US, _MOST_LOSS = 1.8, 0.01
+_SECOND_LAUNCH_US, _MOST_LOSS = 1.8, 0.0125
 """Time that a second launch of experts takes if it has no tile, and the most of a product's time that it may be. Two
 products of 128 experts with 4 to 32 random rows took 2.3 to 4.2 us longer with second launches, in all 1.02 to 1.04 of
-the time; larger ones of four models 0.99 to 1.01 (H200, 2026-11-28, docs/measured.md)."""
+the time; larger ones of four models 0.99 to 1.01 (H200, 2026-11-28, docs/measured.md); one of 149 us 1.01, gathered
+1.00 (2026-11-29)."""
+_SOME_TILES = 0.5
+"""Expected tiles of a second launch of experts from which on they fill the first one's last wave."""
 _COOL = 2
 """How much slower than the clock says a GPU's tensor cores are if it never reaches its power limit."""
 
@@ -171,7 +174,7 @@ def _two_widths_timer(facts: LaunchFacts, problem: GemmProblem, config: GemmConf
 
         def of_tiles(tiles: float, tiles_of_second: float) -> float:
             before, after = first(m, tiles), second(m, tiles_of_second)
-            busy = before.even_us + after.us if tiles_of_second else before.us
+            busy = before.even_us + after.us if tiles_of_second > _SOME_TILES else before.us
             return _whole_us(facts, moved(m), busy, operations) + _SECOND_LAUNCH_US
 
         one = alone(m, operations)
