@@ -8,7 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from w4gemm import quantize
+from fuzz import samples
+from w4gemm import FormatError, quantize
 from w4gemm.checkpoints import dense, open_checkpoint
 
 
@@ -27,6 +28,19 @@ def test_a_dense_model_is_read_one_tensor_at_a_time(tmp_path: Path, monkeypatch:
         assert torch.equal(checkpoint.weight(name).dequantize(), quantize(weight, module.format).dequantize())
     for name in checkpoint.tensors:
         assert torch.equal(checkpoint.dense(name), tensors[name]), name
+
+
+def test_a_file_that_was_saved_anew_is_not_read_as_the_model_that_was_opened(tmp_path: Path) -> None:
+    """Half of the weights would be one model's, half another's, in the same shapes."""
+    folder = samples._gptq(tmp_path)
+    checkpoint = open_checkpoint(folder)
+    name = next(iter(checkpoint.modules))
+    checkpoint.weight(name)
+    file = folder / "model.safetensors"
+    save_file({name: t.flip(0) for name, t in load_file(file).items()}, file)
+    with pytest.raises(FormatError, match=r"model\.safetensors has changed since it was opened"):
+        checkpoint.weight(name)
+    open_checkpoint(folder).weight(name)
 
 
 def test_tensors_of_older_names_are_read_by_transformers(tmp_path: Path) -> None:

@@ -132,7 +132,7 @@ def packed_result(case: Case, w: w4gemm.QuantizedWeight, operands: Operands) -> 
     epilogue = w4gemm.Epilogue(v.activation, bias=v.bias)
     if v.dtype == FP8:
         epilogue = epilogue.of_quantized(operands.out_dtype)
-    elif v.out_dtype is not None:
+    elif v.out_dtype not in (None, v.dtype):  # linear, too, takes x's own dtype for none
         epilogue = epilogue._replace(out_dtype=v.out_dtype)
     product = PackedLinear(w.packed, epilogue, v.batch_invariant)
     x = operands.x.contiguous() if w.perm is None else gather_columns(operands.x, w.perm)

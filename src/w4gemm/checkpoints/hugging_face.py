@@ -169,15 +169,19 @@ class TensorInfo(NamedTuple):
     name: str
     dtype: str
     shape: tuple[int, ...]
+    stamp: tuple[int, ...]
+    """The :func:`_stamp` of the file when its header was read."""
 
     def read(self) -> torch.Tensor:
         """Return the tensor as it is stored, on the CPU.
 
         Raises:
-            FormatError: if its file has become unreadable.
+            FormatError: if its file has changed since, because it may hold another model now, or has become unreadable.
         """
         with _errors(self.file):
-            return _opened(self.file, _stamp(self.file)).get_tensor(self.name)
+            if (stamp := _stamp(self.file)) != self.stamp:
+                raise FormatError(f"{self.file} has changed since it was opened: open it again")
+            return _opened(self.file, stamp).get_tensor(self.name)
 
 
 class SafetensorsFolder:
@@ -286,11 +290,11 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
         FormatError: if the file is missing, cut short or no safetensors file.
     """
     with _errors(file):
-        f = _opened(file, _stamp(file))
+        f = _opened(file, stamp := _stamp(file))
         slices = {name: f.get_slice(name) for name in f.keys()}  # noqa: SIM118 (not a dict)
     if odd := next((name for name in slices if not name.isprintable()), None):
         raise FormatError(f"{file}: a tensor is called {odd!r:.200}, wanted a name of printable characters")
-    return {name: TensorInfo(file, name, s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items()}
+    return {name: TensorInfo(file, name, s.get_dtype(), tuple(s.get_shape()), stamp) for name, s in slices.items()}
 
 
 def metadata(file: Path) -> dict[str, str]:
