@@ -81,12 +81,22 @@ class Point(NamedTuple):
     @property
     def over_limit(self) -> float:
         """w4gemm's time / the limit: the roofline of a single weight's product, and a launch."""
+        return self.us["w4gemm"] / self.roofline.limit_us
+
+    @property
+    def over_limit_of_sums(self) -> float:
+        """w4gemm's time / the limit with the sums of groups, for which tensor cores wait."""
+        return self.us["w4gemm"] / (self.roofline.limit_us + self.roofline.sums_us)
+
+    @property
+    def roofline(self) -> Roofline:
+        """The roofline of a single weight's product."""
         device, format = gpu_named(self.run["gpu"]), WeightFormat.parse(self.run["format"])
         assert device is not None
         dtype = getattr(torch, self.run["dtype"])
         roofline = Roofline.of(GemmProblem(self.m, self.n, self.k, dtype, format, "canonical", device=device))
         assert roofline is not None
-        return self.us["w4gemm"] / roofline.limit_us
+        return roofline
 
 
 def points_of(rows: Iterable[Row], alone: bool = False) -> list[Point]:

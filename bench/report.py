@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import statistics
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -197,10 +197,25 @@ def _limits(gpu: str) -> list[str]:
     head = f"| x, weight | points | {' | '.join(ranges)} |"
     lines = ["", *_wrapped(sentence), "", head, "|---" * (len(ranges) + 2) + "|"]
     for kind, own in by_kind(points):
-        over = [[point.over_limit for point in within(own, *ends)] for ends in ranges.values()]
-        cells = [f"{statistics.geometric_mean(each):.2f}, {max(each):.2f}" if each else "" for each in over]
-        lines.append(f"| {kind} | {len(own)} | {' | '.join(cells)} |")
+        lines.append(_limit_row(str(kind), own, ranges, lambda point: point.over_limit))
+        if any(point.roofline.sums_us for point in own):
+            lines.append(_limit_row(f"{kind}: with sums", own, ranges, lambda point: point.over_limit_of_sums))
+    if any(point.roofline.sums_us for point in points):
+        sentence = (
+            "With sums: operations take 1 + 32 / group times as long (1.25 for groups of 128), since each group's sum "
+            "takes a float32 fma, and no order of instructions that was timed overlapped these with the tensor cores "
+            "([measured](measured.md#sm90_fp8_gemm))."
+        )
+        lines += ["", *_wrapped(sentence)]
     return lines
+
+
+def _limit_row(
+    name: str, points: Sequence[Point], ranges: dict[str, tuple[int, int]], over: Callable[[Point], float]
+) -> str:
+    several = [[over(point) for point in within(points, *ends)] for ends in ranges.values()]
+    cells = [f"{statistics.geometric_mean(each):.2f}, {max(each):.2f}" if each else "" for each in several]
+    return f"| {name} | {len(points)} | {' | '.join(cells)} |"
 
 
 def _ratios(points: Sequence[Point]) -> list[str]:

@@ -178,13 +178,21 @@ def test_every_gpu_of_the_support_page_is_known():
     assert len(names) >= 15 and all(gpu_named(name) for name in names)
 
 
+def test_explain_says_what_float32_sums_take(capsys):
+    sizes = ("4096", "4096", "4096", "--device", "h200", "--dtype", "float8_e4m3fn", "--rows", "1")
+    sums = "scales multiply float32 sums, beside which tensor cores wait: "
+    out, _ = run(capsys, "explain", *sizes, "--format", "int4_g128")
+    assert "roofline: 88.7 us for its operations, 90.7 us with a launch" in out and f"{sums}22.2 us more" in out
+    assert sums not in run(capsys, "explain", *sizes, "--format", "int4_g128_e4m3")[0], "scales are in the weights"
+
+
 def test_json_of_the_commands_that_report(capsys):
     def facts(*arguments):
         return json.loads(run(capsys, *arguments, "--json")[0])
 
     said = facts("explain", "16", "1024", "512", "--device", "h200", "--rows", "3")
     assert said["chosen"].startswith("sm90_") and len(said["configs"]) == 3 and said["kernels"]["sm90_decode"] == ""
-    assert said["limit_us"] == said["roofline_us"] + 2.0
+    assert said["limit_us"] == said["roofline_us"] + 2.0 and said["sums_us"] == 0
     assert said["predicted_share"] == pytest.approx(said["limit_us"] / said["configs"][0]["predicted_us"])
     assert not facts("explain", "16", "64", "64", "--device", "h200", "--why", "1x1x1_1x1x1_coop")["verdicts"][0][
         "legal"

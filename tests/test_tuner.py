@@ -14,7 +14,7 @@ import torch
 import w4gemm
 from w4gemm import choice
 from w4gemm.choice import table
-from w4gemm.core.epilogue import Epilogue
+from w4gemm.core.epilogue import PLAIN, Epilogue
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import H200, Device, GemmProblem
 from w4gemm.kernels.base import Operands
@@ -242,9 +242,21 @@ def test_the_workload_checks_what_it_times(epilogue):
 def test_roofline():
     problem = GemmProblem(1, 8192, 8192, torch.bfloat16, WeightFormat(), "mma16", device=H200)
     assert Work.of(problem).bytes == 8192 * 8192 // 2 + 2 * 8192 * 64 + 4 * 8192
-    assert Roofline.of(problem) == (pytest.approx(7.7, abs=0.1), "bytes")
-    assert Roofline.of(replace(problem, m=4096)) == (pytest.approx(695.9, abs=0.5), "operations")
+    assert Roofline.of(problem) == (pytest.approx(7.7, abs=0.1), "bytes", 0)
+    assert Roofline.of(replace(problem, m=4096)) == (pytest.approx(695.9, abs=0.5), "operations", 0)
     assert Roofline(7.7, "bytes").limit_us == 9.7
+    many = replace(problem, m=4096, dtype=torch.float8_e4m3fn, layout="mma8")
+    for name, epilogue, part in (
+        ("int4_g128", PLAIN, 1 / 4),
+        ("int4_g32", PLAIN, 1.0),
+        ("int4_g128_e4m3", PLAIN, 0.0),
+        ("int4_col", PLAIN, 0.0),
+        ("int4_g128_e4m3", Epilogue(block_scale=True), 1 / 4),
+    ):
+        least = Roofline.of(replace(many, format=WeightFormat.parse(name), epilogue=epilogue))
+        assert least is not None and least.sums_us == pytest.approx(part * least.us), name
+    few = Roofline.of(replace(many, m=64))
+    assert few is not None and (few.bound, few.sums_us) == ("bytes", 0), "hidden behind bytes"
     assert Roofline.of(CPU) is None
 
 

@@ -65,6 +65,8 @@ def run(args: argparse.Namespace) -> int:
         reached = "" if share is None else f"; the choice is predicted to reach {share:.0%} of that"
         launched = f"{least.limit_us:.1f} us with a launch"
         print(f"  roofline: {least.us:.1f} us for its {least.bound}, {launched}{reached}")
+        if least.sums_us > 0:
+            print(f"  scales multiply float32 sums, beside which tensor cores wait: {least.sums_us:.1f} us more")
     if explanation.chosen is None:
         return status
     if m <= choice.WAVES_FROM:
@@ -101,6 +103,7 @@ def _limit(least: Roofline | None, explanation: choice.Explanation) -> dict[str,
         "roofline_us": None if least is None else least.us,
         "bound": None if least is None else least.bound,
         "limit_us": None if least is None else least.limit_us,
+        "sums_us": None if least is None else least.sums_us,
         "predicted_share": None if least is None or us is None else least.limit_us / us,
     }
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from w4gemm.core.epilogue import SCALE_BLOCK
 from w4gemm.core.problem import GemmProblem
+from w4gemm.packing.codecs import scales_on_sums
 from w4gemm.packing.layouts import layout_named
 
 LAUNCH_US = 2.0
@@ -30,6 +32,12 @@ RATES = {
 }
 """Rates by the device's name. The H200's were measured (2026-11-21), and the H100's bandwidth. The H100 has the same
 multiprocessors and power limit; products have reached 778 and 1448 TFLOP/s there (2026-11-27)."""
+
+
+_SUMS_COLUMNS = 32
+"""Columns of fp8 that tensor cores multiply in the time of one fma of each of their sums: a multiprocessor does 4096
+multiplications of fp8 or 128 fmas a cycle. In no kernel or order of instructions that was timed did both overlap
+(H200, 2026-11-29, docs/measured.md)."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +70,9 @@ class Roofline(NamedTuple):
     """max(bytes / bandwidth, operations / rate) in microseconds."""
     bound: str
     """Which of both it is: "bytes" or "operations"."""
+    sums_us: float = 0.0
+    """Part by which ``us`` grows if tensor cores wait while float32 sums are multiplied by their scales: fp8 x, whose
+    scales are not rounded into weights."""
 
     @property
     def limit_us(self) -> float:
@@ -77,4 +88,16 @@ class Roofline(NamedTuple):
         work, fp8 = Work.of(problem), problem.dtype.itemsize == 1
         operations_us = work.operations / (rates.fp8_operations if fp8 else rates.operations)
         bytes_us = work.bytes / rates.bytes
-        return cls(bytes_us, "bytes") if bytes_us >= operations_us else cls(operations_us, "operations")
+        us = max(bytes_us, operations_us)
+        with_sums = operations_us * (1 + _SUMS_COLUMNS / group) if (group := _group_of_sums(problem)) else 0.0
+        return cls(us, "bytes" if bytes_us >= operations_us else "operations", max(with_sums - us, 0.0))
+
+
+def _group_of_sums(problem: GemmProblem) -> int:
+    """Columns whose sums are multiplied by a scale and added to others; 0 if none are."""
+    group = max(problem.format.group_size, 0)
+    if problem.dtype.itemsize > 1:
+        return 0
+    if problem.epilogue.block_scale:
+        return min(group or SCALE_BLOCK, SCALE_BLOCK)
+    return group if scales_on_sums(problem.format) else 0
