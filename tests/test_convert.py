@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
+import os
 import resource
 from pathlib import Path
 from typing import Any
@@ -346,6 +348,20 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.C
     (out / "model.safetensors").mkdir()
     assert convert(folder, out) == 1
     assert "holds model.safetensors, which is damaged" in capsys.readouterr().err
+
+
+def test_a_folder_that_another_process_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Both would write the same unfinished file, and one rename what the other still writes."""
+    folder, out = samples._gptq(tmp_path / "in"), tmp_path / "out"
+    out.mkdir()
+    descriptor = os.open(out, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    try:
+        assert convert(folder, out) == 1
+    finally:
+        os.close(descriptor)
+    assert capsys.readouterr().err.endswith(f"w4gemm: error: {out} is being written by another process\n")
+    assert convert(folder, out) == 0
 
 
 def test_a_tokenizer_that_cannot_be_written_is_no_fault_of_the_source(

@@ -78,7 +78,7 @@ def test_transformers_reads_the_same_metadata_quickly(small: Path) -> None:
     """Each value as transformers takes it from the fields of gguf's own reader, and the names of tensors."""
     parse = pytest.importorskip("transformers.integrations.ggml")._gguf_parse_value
     expected, original = gguf.GGUFReader(small), gguf.GGUFReader
-    with quick_reader():
+    with quick_reader(GGUFFile(small)):
         ours = gguf.GGUFReader(small)
     assert gguf.GGUFReader is original and type(ours) is not original
     assert [tensor.name for tensor in ours.tensors] == [tensor.name for tensor in expected.tensors]

@@ -17,11 +17,13 @@ from transformers import AutoModelForCausalLM
 
 from quantized_model import Numbers, Writer, assert_loads, change, configure, write_model
 from tiny_model import LAYERS
-from w4gemm import FormatError, W4Linear, WeightFormat, quantize_activations
+from w4gemm import FormatError, QuantizedWeight, W4Linear, WeightFormat, fold_scales, quantize_activations
 from w4gemm.checkpoints import open_checkpoint
 from w4gemm.integrations.transformers import W4GemmConfig, dequantize_layers, load, summarize
 
 NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4", "exclude_modules": ["lm_head"]}
+NVFP4_W4A8 = NVFP4 | {"quant_algo": "W4A8_NVFP4_FP8"}
+NVFP4_W4A8_G32 = NVFP4_W4A8 | {"group_size": 32}
 MXFP4, MXFP4_W4A8 = NVFP4 | {"quant_algo": "mxfp4"}, NVFP4 | {"quant_algo": "W4A8_MXFP4_FP8"}
 INT4 = {"quant_method": "modelopt", "quant_algo": "W4A16_AWQ", "group_size": 32, "exclude_modules": ["lm_head"]}
 W4A8 = INT4 | {"quant_algo": "W4A8_AWQ"}
@@ -37,6 +39,16 @@ def nvfp4(name: str, n: int, k: int, group: int = 16) -> Any:
     weight = E2M1[codes.int()] * scales.float().repeat_interleave(group, 1) * factor
     stored = {"weight": codes[:, ::2] | codes[:, 1::2] << 4, "weight_scale": scales, "weight_scale_2": factor}
     return stored | {"input_scale": torch.tensor(0.5)}, weight
+
+
+def nvfp4_folded(name: str, n: int, k: int, group: int = 16) -> Any:
+    """What fold_scales makes of the numbers: fp8 x wants e4m3 products of scales and codes."""
+    stored, exact = nvfp4(name, n, k, group)
+    codes = torch.stack((stored["weight"] & 15, stored["weight"] >> 4), 2).flatten(1)
+    scales, factors = stored["weight_scale"], stored["weight_scale_2"].expand(n)
+    w = QuantizedWeight.from_codes(f"e2m1_g{group}_e4m3_row", codes, scales, channels=factors)
+    assert torch.equal(w.dequantize(), exact)
+    return stored, fold_scales(w)[0].dequantize()
 
 
 def mxfp4(name: str, n: int, k: int) -> Any:
@@ -68,14 +80,16 @@ def int4(smooth: tuple[str, ...] = (), dtype: torch.dtype = torch.bfloat16, w4a8
     ("config", "write", "format"),
     [
         (NVFP4, nvfp4, "nvfp4"),
-        (NVFP4 | {"quant_algo": "W4A8_NVFP4_FP8", "group_size": 32}, partial(nvfp4, group=32), "e2m1_g32_e4m3_row"),
+        (NVFP4 | {"quant_algo": "W4A16_NVFP4", "group_size": 32}, partial(nvfp4, group=32), "e2m1_g32_e4m3_row"),
+        (NVFP4_W4A8, nvfp4_folded, "e2m1_g16_e4m3"),
+        (NVFP4_W4A8_G32, partial(nvfp4_folded, group=32), "e2m1_g32_e4m3"),
         (MXFP4, mxfp4, "mxfp4"),
         (MXFP4_W4A8, mxfp4, "mxfp4"),
         (INT4, int4(), "int4_g32"),
         (INT4, int4(dtype=torch.float32), "int4_g32_fp32"),
         (W4A8, int4(dtype=torch.float32, w4a8=True), "int4_g32_fp16"),
     ],
-    ids=["nvfp4", "nvfp4-fp8", "mxfp4", "mxfp4-w4a8", "int4", "int4-float32", "w4a8"],
+    ids=["nvfp4", "nvfp4-g32", "nvfp4-fp8", "nvfp4-fp8-g32", "mxfp4", "mxfp4-w4a8", "int4", "int4-float32", "w4a8"],
 )
 @pytest.mark.parametrize("own_file", [False, True], ids=["config", "hf_quant_config"])
 def test_weights(tmp_path: Path, config: dict[str, Any], write: Writer, format: str, own_file: bool) -> None:
@@ -89,9 +103,8 @@ def test_weights(tmp_path: Path, config: dict[str, Any], write: Writer, format: 
     for name, weight in expected.items():
         w = checkpoint.weight(name)
         assert torch.equal(w.dequantize(), weight), name
-        assert (
-            w.activations == checkpoint.modules[name].activations == ("fp8" if config in (W4A8, MXFP4_W4A8) else None)
-        )
+        fp8 = "fp8" if config in (W4A8, MXFP4_W4A8, NVFP4_W4A8, NVFP4_W4A8_G32) else None
+        assert w.activations == checkpoint.modules[name].activations == fp8
     model, _ = load(tmp_path)
     assert summarize(model).formats == {str(WeightFormat.parse(format)): 7 * LAYERS}
     ids = torch.arange(1, 8)[None]
@@ -234,6 +247,22 @@ def test_experts_whose_x_is_scaled(tmp_path: Path) -> None:
     change(tmp_path, lambda tensors: tensors[f"{owner}.2.w2.pre_quant_scale"].add_(1))
     with pytest.raises(FormatError, match=r"experts\.2\.w2 scales x \(pre_quant_scale\) by other factors than .*0\.w2"):
         load(tmp_path)
+
+
+def test_experts_in_nvfp4_whose_x_is_quantized(tmp_path: Path) -> None:
+    expected = write_model(tmp_path, NVFP4_W4A8, nvfp4_folded, ("lm_head", "gate"), architecture="mixtral")
+    model, tokenizer = load(tmp_path)
+    experts, ids = model.model.layers[1].mlp.experts, torch.arange(1, 8)[None]
+    owner = "model.layers.1.block_sparse_moe.experts.3"
+    assert experts.gate_up.weight.activations == experts.down.weight.activations == "fp8"
+    gate_up = torch.stack([expected[f"{owner}.{leaf}"] for leaf in ("w1", "w3")], 1).flatten(0, 1)
+    assert torch.equal(experts.gate_up.weight.expert(3).dequantize(), gate_up)
+    assert torch.equal(experts.down.weight.expert(3).dequantize(), expected[f"{owner}.w2"])
+    with torch.inference_mode():
+        logits = model(ids).logits
+        model.save_pretrained(tmp_path / "saved")
+        tokenizer.save_pretrained(tmp_path / "saved")
+        assert torch.equal(load(tmp_path / "saved")[0](ids).logits, logits)
 
 
 def test_settings_of_all_experts_of_a_layer(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from tiny_model import FFN, HEAD_DIM, HIDDEN, LAYERS, write_dense, write_gguf
 from w4gemm import FormatError, W4Linear, WeightFormat, quantize
 from w4gemm.checkpoints import open_checkpoint
 from w4gemm.checkpoints.gguf.file import GGUFFile
+from w4gemm.checkpoints.gguf.header import read_header
 from w4gemm.core.problem import H200, Device
 from w4gemm.integrations.transformers import dequantize_layers, load, places, quantize_layers, summarize
 from w4gemm.kernels import runs_on
@@ -105,11 +106,13 @@ def test_bfloat16(tmp_path: Path) -> None:
     assert_same_numbers(model, from_pretrained(path, torch.bfloat16))
 
 
-def test_the_slow_reader_of_metadata_is_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write_gguf(tmp_path / "tiny.gguf")
-    with monkeypatch.context() as patched:
-        patched.setattr("gguf.GGUFReader", lambda path: pytest.fail("it makes arrays of each vocabulary entry"))
-        load(path)
+def test_a_file_s_header_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here, and not by the package's reader, which makes arrays of each vocabulary entry."""
+    path, read = write_gguf(tmp_path / "tiny.gguf"), []
+    monkeypatch.setattr("gguf.GGUFReader", lambda path: pytest.fail("the slow reader is asked"))
+    monkeypatch.setattr("w4gemm.checkpoints.gguf.file.read_header", lambda path: read.append(path) or read_header(path))
+    load(path)
+    assert read == [path]
 
 
 def test_gemma_with_a_transformers_that_splits_its_text_otherwise(

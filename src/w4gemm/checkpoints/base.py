@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
@@ -18,6 +18,9 @@ from w4gemm.checkpoints.numbers import Numbers
 from w4gemm.core.errors import FormatError
 from w4gemm.core.formats import WeightFormat
 from w4gemm.weights.weight import QuantizedWeight
+
+if TYPE_CHECKING:
+    from w4gemm.checkpoints.gguf.file import GGUFFile
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,8 @@ class Pretrained(NamedTuple):
     options: Mapping[str, Any] = {}
     settings: Mapping[str, Any] = {}
     """Settings of the config that transformers does not take from there."""
+    file: GGUFFile | None = None
+    """The open GGUF file that ``options`` name."""
 
 
 Pack = Callable[[Numbers, str | None], QuantizedWeight]

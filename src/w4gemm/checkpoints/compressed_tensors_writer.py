@@ -216,7 +216,7 @@ def in_files(source: Checkpoint, model: nn.Module | None = None) -> Renamed:
 def _model(checkpoint: Checkpoint) -> nn.Module | None:
     """Return the checkpoint's model without numbers; None if transformers is not installed or makes none. None for a
     GGUF file, too, because its models have the same names everywhere."""
-    folder, options, _ = checkpoint.pretrained()
+    folder, options, *_ = checkpoint.pretrained()
     if options:
         return None
     try:

@@ -5,8 +5,10 @@ two's complements of two rows a byte, the even row in the low nibble, and ``weig
 ``pre_quant_scale`` (k), of a model that was smoothed by AWQ, multiplies x; experts of a layer share it. Scales of a
 quantized KV cache are not used.
 
-W4A8_MXFP4_FP8 and W4A8_AWQ quantize x to e4m3, here with a scale for each token instead of ``input_scale`` for all. x
-that the config wants in 4 bits, or in e4m3 with NVFP4 (W4A8_NVFP4_FP8), is multiplied as it comes.
+W4A8_MXFP4_FP8, W4A8_NVFP4_FP8 and W4A8_AWQ quantize x to e4m3, here with a scale for each token instead of
+``input_scale`` for all. No 8-bit float holds NVFP4's scales times its codes, so W4A8_NVFP4_FP8 becomes
+e2m1_g32_e4m3 or e2m1_g16_e4m3, as :func:`w4gemm.fold_scales` rounds it. x that the config wants in 4 bits is multiplied
+as it comes.
 
 ``weight_scale_2`` of W4A8_AWQ, by which ModelOpt's own kernels round q * weight_scale to e4m3, is not needed: the
 weight is q * weight_scale. Kernels for fp8 x take scales in 16 bits, so float32 ones are rounded to fp16, by at most
@@ -24,7 +26,7 @@ import torch
 
 from w4gemm.checkpoints.base import Module
 from w4gemm.checkpoints.hugging_face import TensorInfo
-from w4gemm.checkpoints.numbers import Numbers
+from w4gemm.checkpoints.numbers import FoldedNumbers, Numbers
 from w4gemm.checkpoints.packed_floats import MXFP4, NVFP4, Shape, check_second_scale, numbers_of, shape_of
 from w4gemm.checkpoints.packed_numbers import PackedMatrix, PackedNumbers
 from w4gemm.checkpoints.quantization_configs import Excluded, Named
@@ -37,7 +39,9 @@ _FLOATS = {
     **dict.fromkeys(("MXFP4", "mxfp4", "W4A8_MXFP4_FP8"), MXFP4),  # ModelOpt itself writes "mxfp4"
 }
 _W4A8 = "W4A8_AWQ"
-_FP8_ACTIVATIONS = (_W4A8, "W4A8_MXFP4_FP8")
+_FOLDED = "W4A8_NVFP4_FP8"
+_FOLDED_SCALE = "e4m3"
+_FP8_ACTIVATIONS = (_W4A8, "W4A8_MXFP4_FP8", _FOLDED)
 ALGORITHMS = (*_FLOATS, "W4A16_AWQ", "INT4_AWQ", _W4A8)
 """Values of ``quant_algo`` that are read."""
 
@@ -70,6 +74,8 @@ class ModelOptPacking(Packing):
             if floats == NVFP4:  # W4A8_NVFP4_FP8 has groups of 32
                 floats = replace(NVFP4, group_size=settings.get("group_size") or NVFP4.group_size)
             n, k, format = shape_of(stored, floats)
+            if algorithm == _FOLDED:
+                format = replace(format, scale=_FOLDED_SCALE)
         else:
             n, k, format = _integers(stored, settings.get("group_size") or 128, algorithm == _W4A8)
         activations = "fp8" if algorithm in _FP8_ACTIVATIONS else None
@@ -93,6 +99,9 @@ class ModelOptPacking(Packing):
         return layers.get(name, {})
 
     def numbers(self, module: Module, tensors: Mapping[str, torch.Tensor]) -> Numbers:
+        if module.format.scale == _FOLDED_SCALE:
+            exact = replace(module, format=replace(module.format, scale=NVFP4.scale))
+            return FoldedNumbers(numbers_of(exact, tensors), module.format)
         if module.format.element == NVFP4.element:
             return numbers_of(module, tensors)
         codes = PackedMatrix(tensors["weight"], along="n", signed=True, bits=module.format.bits)

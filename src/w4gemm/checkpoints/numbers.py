@@ -222,6 +222,25 @@ def gates_before_ups(numbers: Numbers) -> Numbers:
     return ExpertsNumbers(numbers.format, numbers.n, numbers.k, numbers.device, numbers.experts, expert)
 
 
+class FoldedNumbers(Numbers):
+    """The numbers of a matrix with group scales rounded to e4m3 as :func:`w4gemm.fold_scales` does, for fp8 x.
+
+    Args:
+        exact: the numbers of the matrix.
+        format: that of ``exact`` with ``scale="e4m3"``.
+    """
+
+    def __init__(self, exact: Numbers, format: WeightFormat) -> None:
+        super().__init__(format, exact.n, exact.k, exact.device)
+        self._exact = exact
+
+    def components(self, some: slice) -> WeightComponents:
+        return with_e4m3_scales(self._exact.components(some), self.format)
+
+    def column_order(self) -> torch.Tensor | None:
+        return self._exact.column_order()
+
+
 class _Part(Numbers):
     """The numbers of a shard of a matrix."""
 

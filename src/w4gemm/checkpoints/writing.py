@@ -13,6 +13,7 @@ import hashlib
 import itertools
 import json
 import math
+import os
 import re
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -144,16 +145,43 @@ def write_folder(
 
 @contextlib.contextmanager
 def _made(folder: Path) -> Iterator[None]:
-    """Make a folder, and remove it if the block fails before anything is written."""
+    """Make a folder that only this process writes, and remove it if the block fails before anything is written.
+
+    Raises:
+        FileExistsError: if another process writes it at this time.
+    """
     is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        yield
+        with _locked(folder):
+            yield
     except BaseException:
         if is_new:
             with contextlib.suppress(OSError):  # it holds what the next run goes on from
                 folder.rmdir()
         raise
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Lock a folder, in which two writers would rename each other's unfinished files."""
+    try:
+        import fcntl
+    except ImportError:  # not POSIX
+        yield
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise FileExistsError(f"{folder} is being written by another process") from None
+    except OSError:  # a file system without locks
+        pass
+    try:
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def tied(checkpoint: Checkpoint) -> Checkpoint:
@@ -173,7 +201,7 @@ def tied(checkpoint: Checkpoint) -> Checkpoint:
 
 def _require_writable(checkpoint: Checkpoint, writer: WeightWriter) -> None:
     """Raise FormatError for what no folder of the writer can hold, before hours of writing."""
-    source, options, _ = checkpoint.pretrained()  # refuses what has no config
+    source, options, *_ = checkpoint.pretrained()  # refuses what has no config
     if not options:
         _copied_files(source)
     if reason := refusal(checkpoint, writer):
@@ -328,20 +356,20 @@ def _copied_files(source: Path) -> list[Path]:
 
 def _write_config(checkpoint: Checkpoint, folder: Path, quantization: dict[str, Any], dtype: torch.dtype) -> None:
     """Write the files beside the shards that are not there."""
-    source, options, settings = checkpoint.pretrained()
+    source, options, settings, file = checkpoint.pretrained()
     if not options:  # no GGUF file, which holds them in its own way
-        for file in _copied_files(source):
-            if not (folder / file.name).exists():
-                with placed(folder / file.name) as unfinished:
-                    shutil.copy(file, unfinished)
+        for copied in _copied_files(source):
+            if not (folder / copied.name).exists():
+                with placed(folder / copied.name) as unfinished:
+                    shutil.copy(copied, unfinished)
     if (folder / _LAST).exists():
         return
-    if options:
+    if file is not None:
         from transformers import AutoConfig
 
-        with transformers_errors(checkpoint.path), quick_reader():
+        with transformers_errors(checkpoint.path), quick_reader(file):
             config = AutoConfig.from_pretrained(source, **AS_IT_IS, **options).to_dict() | settings
-            tokenizer = tokenizer_of(source, {**AS_IT_IS, **options})
+            tokenizer = tokenizer_of(source, {**AS_IT_IS, **options}, file)
         try:
             tokenizer.save_pretrained(folder)
         except Exception as e:  # one of the library in Rust has no class of its own

@@ -350,8 +350,9 @@ def fold_scales(w: QuantizedWeight) -> tuple[QuantizedWeight, float]:
     row's largest scale are exact. Groups with smaller scales are rounded as e5m2 would round them: to multiples of 0.5
     times the least exact scale, ties to even.
 
-    An NVFP4 weight becomes e2m1_g16_e4m3: its scales, times a power of two for each row, times its numbers are rounded
-    to e4m3. An error of about 0.02 is usual, beside the 0.1 by which rounding to NVFP4 changes a weight.
+    An NVFP4 weight becomes e2m1_g16_e4m3, in groups of 32 e2m1_g32_e4m3: its scales, times a power of two for each row,
+    times its numbers are rounded to e4m3. An error of about 0.02 is usual, beside the 0.1 by which rounding to NVFP4
+    changes a weight.
 
     Args:
         w: an int4 weight with 16-bit scales and without zero points, an e2m1 weight with e8m0 scales, or an NVFP4
@@ -373,7 +374,7 @@ def fold_scales(w: QuantizedWeight) -> tuple[QuantizedWeight, float]:
         raise TypeError(f"w: wanted a QuantizedWeight, got {kind_of(w)}")
     if E2M1_MMA8.holds(w.format):
         format, fold = w.format, _within_range
-    elif w.format == _NVFP4:
+    elif w.format == replace(_NVFP4, group_size=w.format.group_size):
         format, fold = replace(w.format, scale="e4m3"), with_e4m3_scales
     elif w.format.has_zero or w.format.scale_dtype.itemsize < 2:
         raise ValueError(f"w: wanted a format without zero points and with 16-bit scales, got {w.format}")

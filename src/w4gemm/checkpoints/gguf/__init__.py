@@ -178,7 +178,7 @@ class GGUFCheckpoint:
             )
         if self._llama3:
             settings["rope_parameters"] = self._llama3
-        return Pretrained(self.path.parent, {"gguf_file": self.path.name}, settings)
+        return Pretrained(self.path.parent, {"gguf_file": self.path.name}, settings, self.file)
 
     def _model_name(self, stored: str) -> str:
         """Name of a tensor in the model; its own name if no module of a known architecture holds it."""

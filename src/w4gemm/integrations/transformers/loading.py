@@ -103,12 +103,12 @@ def _empty_model(checkpoint: Checkpoint, dtype: torch.dtype) -> _Empty:
     """Return the checkpoint's model with parameters that hold nothing, and its tokenizer."""
     from transformers import GenerationConfig
 
-    folder, options, settings = checkpoint.pretrained()
-    with transformers_errors(checkpoint.path), quick_reader() if "gguf_file" in options else nullcontext():
+    folder, options, settings, file = checkpoint.pretrained()
+    with transformers_errors(checkpoint.path), nullcontext() if file is None else quick_reader(file):
         whole = _config(folder, options)
         for key, value in settings.items():
             setattr(whole, key, value)
-        tokenizer = tokenizer_of(folder, {"config": whole, **AS_IT_IS, **options})
+        tokenizer = tokenizer_of(folder, {"config": whole, **AS_IT_IS, **options}, file)
         model, alone = _model_of(whole, checkpoint, dtype)
         # with options the config is one file's, and the generation config beside it may be another model's
         if not options and (folder / "generation_config.json").is_file():
