@@ -253,10 +253,7 @@ def fitted(
         for config, samples in sorted(timings.configs.items()):
             weighted = [
                 Weighted(
-                    launch,
-                    us / slower[point],
-                    weight(point, us) * blame[config, point],
-                    fastest[point] / slower[point],
+                    launch, us / slower[point], weight(point, us) * blame[config, point], fastest[point] / slower[point]
                 )
                 for launch, point, us in samples
             ]

@@ -101,12 +101,7 @@ STEPS = (
         "grouped_fp4.jsonl",
         needs=_PEERS,
     ),
-    Step(
-        "unknown",
-        "python -m bench.unknown --every 4 --configs 8 --seconds 450 --out {rows}",
-        500,
-        "unknown.jsonl",
-    ),
+    Step("unknown", "python -m bench.unknown --every 4 --configs 8 --seconds 450 --out {rows}", 500, "unknown.jsonl"),
     Step(
         "engine",
         f"{_ENGINE} --model llama-3-8b --format gptq-int4-g128 ct-int4-g128-fp8 --impl default w4gemm --seconds 550",

@@ -22,15 +22,7 @@ from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import Device
 from w4gemm.integrations import calibrated
 from w4gemm.integrations.generation import quiet_transformers
-from w4gemm.integrations.quality import (
-    METHODS,
-    TEXT,
-    calibration_windows,
-    compare,
-    load_dense,
-    shipped_text,
-    windows,
-)
+from w4gemm.integrations.quality import METHODS, TEXT, calibration_windows, compare, load_dense, shipped_text, windows
 from w4gemm.tuning import record
 
 ROOT = Path(__file__).parent.parent

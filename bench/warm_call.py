@@ -31,12 +31,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="of the tensors (default: %(default)s)"
     )
     parser.add_argument("--calls", type=int, default=1000, help="in a round (default: %(default)s)")
-    parser.add_argument(
-        "--rounds",
-        type=int,
-        default=60,
-        help="of each call (default: %(default)s)",
-    )
+    parser.add_argument("--rounds", type=int, default=60, help="of each call (default: %(default)s)")
     args = parser.parse_args(argv)
     device = torch.device(args.device)
     if device.type == "cpu":

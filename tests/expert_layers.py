@@ -85,10 +85,7 @@ def layer_of(spec: ExpertLayer, format: str = "int4_g128") -> Layer:
     def drawn(has: bool, *shape: int) -> torch.Tensor | None:
         return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))) if has else None
 
-    biases = (
-        drawn(spec.gate_up_bias, spec.experts, spec.rows_up),
-        drawn(spec.down_bias, spec.experts, spec.features),
-    )
+    biases = (drawn(spec.gate_up_bias, spec.experts, spec.rows_up), drawn(spec.down_bias, spec.experts, spec.features))
     return Layer(
         spec,
         weights(spec.rows_up, spec.features),

@@ -149,10 +149,7 @@ def launch_of(cell: Cell) -> Launch:
     canonical = w4gemm.QuantizedWeight.stack([w] * len(COUNTS), layout="canonical")
     expected = grouped_reference(x, canonical, offsets, **options)
     out = _nan_like(expected)
-    return Launch(
-        lambda: w4gemm.grouped_linear(x_gpu, several, ends, config=cell.config, out=out, **on_gpu),
-        expected,
-    )
+    return Launch(lambda: w4gemm.grouped_linear(x_gpu, several, ends, config=cell.config, out=out, **on_gpu), expected)
 
 
 def _nan_like(expected: torch.Tensor) -> torch.Tensor:

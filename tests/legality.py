@@ -57,11 +57,7 @@ INSTRUCTIONS = {
     "sm90_fp8_block_gemm": "QGMMA",
 }
 """Matrix instruction of each kernel on an H200."""
-ROWS: dict[str, dict[str, Any]] = {
-    "dense": {},
-    "grouped": {"experts": 8},
-    "gathered": {"experts": 8, "gathered": True},
-}
+ROWS: dict[str, dict[str, Any]] = {"dense": {}, "grouped": {"experts": 8}, "gathered": {"experts": 8, "gathered": True}}
 HEAVY: dict[str, tuple[tuple[Epilogue, int], ...]] = {
     "plain": ((Epilogue(alpha="device", bias=True), 8190), (Epilogue(), 8192)),
     "gated": ((Epilogue("swiglu_oai", "device", bias=True), 8192), (Epilogue("situ_mul", bias=True), 8190 * 2)),

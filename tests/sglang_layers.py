@@ -9,7 +9,7 @@ import logging
 import os
 import pkgutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +28,7 @@ if SOURCES:
 else:
     sglang_stub.SGLANG.install()
 
+from w4gemm.core.activation import parse  # noqa: E402
 from w4gemm.integrations import sglang as plugin  # noqa: E402
 from w4gemm.integrations.engines import engine, warmup  # noqa: E402
 from w4gemm.integrations.sglang import dense, experts, shards, takeover  # noqa: E402
@@ -295,13 +296,31 @@ def loaded(name: str, **facts: Any) -> tuple[Any, torch.nn.Module, list[tuple[Dr
     layer = experts_layer(method, **facts)
     method.create_moe_runner(layer, layer.moe_runner_config)
     drawn = [(Drawn(20 + e, 2 * WIDTH, HIDDEN, zero), Drawn(40 + e, HIDDEN, WIDTH, zero)) for e in range(EXPERTS)]
+    fill_experts(layer, drawn, stored)
+    return method, layer, drawn
+
+
+def fill_experts(layer: torch.nn.Module, drawn: Any, stored: Callable[[Any], dict[str, torch.Tensor]]) -> None:
+    """Load what there is a parameter for of each expert's numbers (w13, w2)."""
     for e, pair in enumerate(drawn):
         for product, numbers in zip(("w13", "w2"), pair, strict=True):
             for key, tensor in stored(numbers).items():
                 parameter = layer._parameters.get(f"{product}_{key}")
-                if parameter is not None and parameter[e].shape == tensor.shape:
-                    parameter.data[e].copy_(tensor)
-    return method, layer, drawn
+                if parameter is not None and parameter[e].numel() == tensor.numel():
+                    parameter.data[e].copy_(tensor.view(parameter[e].shape))
+
+
+def exact(
+    x: torch.Tensor, ids: torch.Tensor, router: torch.Tensor, drawn: Any, activation: str = "silu_mul"
+) -> torch.Tensor:
+    """What experts with these numbers (w13, w2) compute, in float64; all gates lie before all ups."""
+    d, formula = torch.zeros(x.shape, dtype=torch.float64), parse(activation)
+    for t, j in torch.nonzero(ids >= 0).tolist():
+        w13, w2 = drawn[ids[t, j]]
+        rows = w13.dense @ x[t].double()
+        rows = rows.view(2, -1).T.flatten() if formula.formula.gated else rows
+        d[t] += router[t, j] * (w2.dense @ formula.apply(rows))
+    return d
 
 
 def dispatched(x: torch.Tensor, ids: torch.Tensor, router: torch.Tensor) -> Any:

@@ -39,10 +39,7 @@ def test_a_table_from_rows(tmp_path):
     first = rows_file(tmp_path / "1", points)
     tune.main(["--rows", str(first), "--table", str(file)])
     assert table.read(file)[0] == kept
-    assert [(r.m, r.choice, r.us) for r in table.read(file)[1:]] == [
-        ((57, 64), guess, 10.05),
-        ((121, 128), third, 8.0),
-    ]
+    assert [(r.m, r.choice, r.us) for r in table.read(file)[1:]] == [((57, 64), guess, 10.05), ((121, 128), third, 8.0)]
     again = rows_file(tmp_path / "2", {64: {guess: 20.5, second: 20.0}, 128: {second: 9.0}})
     tune.main(["--rows", str(first), str(again), "--table", str(file)])
     assert [(r.choice, r.us) for r in table.read(file)[1:]] == [(second, 20.0), (second, 9.0)]

@@ -94,10 +94,7 @@ FAILURES = (
             "tune --shapes 2000000000x2000000000 --m 1 --device cpu",
             "fit the memory of the CPU, got '2000000000x2000000000'; 37",
         ),
-        (
-            "compile --shapes 64x64 -o {file}s --gpu h200 --arch sm_80",
-            "--arch: wanted the target of NVIDIA H200",
-        ),
+        ("compile --shapes 64x64 -o {file}s --gpu h200 --arch sm_80", "--arch: wanted the target of NVIDIA H200"),
         ("compile --shapes 64x64 -o {file}s --gpu 'RTX 9090'", "got 'RTX 9090'; nearest is 'RTX 5090'"),
         (
             "compile --shapes 64x64 -o {file}s --gpu 'nvidia geforce rtx 409' --arch sm_89",
@@ -291,13 +288,7 @@ def test_counts_are_from_one(capsys, arguments):
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [
-        "compile --shapes 64x64 --m 1 -o ''",
-        "convert nowhere ''",
-        "cache export ''",
-        "cache import ''",
-    ],
+    "arguments", ["compile --shapes 64x64 --m 1 -o ''", "convert nowhere ''", "cache export ''", "cache import ''"]
 )
 def test_an_empty_string_is_not_the_current_folder(capsys, monkeypatch, tmp_path, arguments):
     monkeypatch.chdir(tmp_path)

@@ -267,11 +267,7 @@ Q_A = "model.layers.0.self_attn.q_a_proj"
         ({"group_size": 16}, {}, r"weight_scale_inv has shape \(64, 1\), wanted \(64, 2\)"),
         ({"weight_block_size": [128]}, {}, r"weight_block_size is \[128\], wanted two positive integers"),
         ({"weight_block_size": [16, 16]}, {}, r"its scale is F32 of shape .* for blocks of 16 x 16"),
-        (
-            {},
-            {f"{Q_A}.weight_scale_inv": None},
-            f"{Q_A}.weight is F8_E4M3 .* wanted one scale beside it, got none",
-        ),
+        ({}, {f"{Q_A}.weight_scale_inv": None}, f"{Q_A}.weight is F8_E4M3 .* wanted one scale beside it, got none"),
         ({}, {f"{Q_A}.weight_scale": torch.ones(1)}, "wanted one scale beside it, got .*weight_scale_inv, .*weight_sc"),
         (
             {},

@@ -126,8 +126,7 @@ def test_when_a_launch_lets_the_next_one_start(launched: Any) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [512, 4096])
 @pytest.mark.parametrize(
-    ("config", "normed"),
-    [*((c, False) for c in CONFIGS), *((c, True) for c, dtype in CONFIGS.items() if dtype != FP8)],
+    ("config", "normed"), [*((c, False) for c in CONFIGS), *((c, True) for c, dtype in CONFIGS.items() if dtype != FP8)]
 )
 def test_a_weight_that_was_just_made(config: str, normed: bool, size: int) -> None:
     """A kernel of PyTorch writes the packed tensor of another weight before each product, or before the norm of x in

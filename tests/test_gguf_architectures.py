@@ -325,10 +325,7 @@ def test_settings_of_gemma_3() -> None:
     plain = {"rope_type": "default", "rope_theta": 10000.0}
     actual = KNOWN["gemma3"].settings(small.get)
     assert actual["query_pre_attn_scalar"] is actual["final_logit_softcapping"] is None
-    assert actual["rope_parameters"] == {
-        "full_attention": plain | {"rope_theta": 1e6},
-        "sliding_attention": plain,
-    }
+    assert actual["rope_parameters"] == {"full_attention": plain | {"rope_theta": 1e6}, "sliding_attention": plain}
     assert [i for i, type in enumerate(actual["layer_types"]) if type == "full_attention"] == [5, 11, 17, 23]
     actual = KNOWN["gemma3"].settings((small | large).get)
     assert actual["query_pre_attn_scalar"] == 168

@@ -236,10 +236,7 @@ def test_features_that_packed_tensors_do_not_tell_are_asked_for():
 
 MISTAKES = {
     "dtype": ({"a": torch.zeros(M, K, dtype=torch.float16)}, "a: wanted torch.float32"),
-    "device of a": (
-        {"a": torch.zeros(M, K, device="meta")},
-        "a: wanted the device of this MixedGemm, cpu, got meta",
-    ),
+    "device of a": ({"a": torch.zeros(M, K, device="meta")}, "a: wanted the device of this MixedGemm, cpu, got meta"),
     "device of b": (
         {"b": tuple(t.to("meta") for t in w4gemm.quantize(torch.zeros(N, K), "int4_g32_fp16").repack().tensors)},
         r"b\[0\]: wanted the device of this MixedGemm, cpu, got meta",

@@ -540,8 +540,7 @@ def test_other_gpus(arch, kernel, config, name, dtype):
 
 @pytest.mark.sampled(0.25)
 @pytest.mark.parametrize(
-    "arch, instruction",
-    [("sm_89", "QMMA.16832"), ("sm_100a", "HMMA.16816"), ("sm_120a", "QMMA.16832")],
+    "arch, instruction", [("sm_89", "QMMA.16832"), ("sm_100a", "HMMA.16816"), ("sm_120a", "QMMA.16832")]
 )
 @pytest.mark.parametrize("name", ["int4_g32_zint", "int4_g128", "int4_g128_e4m3", "mxfp4", "e4m3_g128_b128"])
 def test_fp8_on_other_gpus(arch, instruction, name):

@@ -19,7 +19,9 @@ from sglang_layers import (  # noqa: F401 (two are fixtures)
     Drawn,
     compressed_experts,
     dispatched,
+    exact,
     experts_layer,
+    fill_experts,
     loaded,
     moe_config,
     on_hopper,
@@ -28,10 +30,11 @@ from sglang_layers import (  # noqa: F401 (two are fixtures)
     registered,
     resolved,
     started_with,
+    transposed,
 )
 from w4gemm.api.expert_layer import OneLaunch
 from w4gemm.choice import plan_cache
-from w4gemm.core.activation import canonical, parse
+from w4gemm.core.activation import canonical
 from w4gemm.core.problem import H100
 from w4gemm.integrations.engines import warmup
 from w4gemm.integrations.sglang import experts, takeover
@@ -53,14 +56,7 @@ def test_experts(name: str, factor: float | None) -> None:
     router = torch.rand(6, 2)
     call = method.apply if hasattr(method, "apply") and name == "w4afp8" else method.apply_weights
     got = call(layer, dispatched(x, ids, router)).hidden_states
-    expected = torch.zeros(6, HIDDEN, dtype=torch.float64)
-    for t in range(6):
-        for j in range(2):
-            if ids[t, j] < 0:
-                continue
-            w13, w2 = drawn[ids[t, j]]
-            gate, up = (w13.dense @ x[t].double()).chunk(2)
-            expected[t] += router[t, j] * (factor or 1) * (w2.dense @ (torch.nn.functional.silu(gate) * up))
+    expected = (factor or 1) * exact(x, ids, router, drawn)
     error = (got.double() - expected).norm() / expected.norm()
     assert error < (0.06 if MIXTURES[name][3] else 0.01)
     empty = call(layer, dispatched(x[:0], ids[:0], router[:0])).hidden_states
@@ -124,9 +120,9 @@ def test_experts_with_adapters(name: str, factor: float | None, monkeypatch: pyt
             total[t] += router[t, j] * (factor or 1) * result
     assert (expected - plain).norm() > 0.1 * plain.norm()
     core = layer.runner.runner_core
-    for own_hooks, exact in ((hooks, expected), (SimpleNamespace(after_gate_up=None, after_down=None), plain)):
+    for own_hooks, result in ((hooks, expected), (SimpleNamespace(after_gate_up=None, after_down=None), plain)):
         got = core.run_from_dispatch(dispatched(x, ids, router), info, layer.moe_runner_config, hooks=own_hooks)
-        error = (got.hidden_states.double() - exact).norm() / exact.norm()
+        error = (got.hidden_states.double() - result).norm() / result.norm()
         assert error < (0.08 if MIXTURES[name][3] else 0.012)
 
 
@@ -206,20 +202,12 @@ def test_experts_of_a_model_in_int4(name: str) -> None:
     method.create_moe_runner(layer, layer.moe_runner_config)
     rows = WIDTH * (1 + gated)
     drawn = [(Drawn(20 + e, rows, HIDDEN, False, 32), Drawn(40 + e, HIDDEN, WIDTH, False, 32)) for e in range(EXPERTS)]
-    for e, pair in enumerate(drawn):
-        for product, numbers in zip(("w13", "w2"), pair, strict=True):
-            for key in ("weight_packed", "weight_scale"):
-                layer._parameters[f"{product}_{key}"].data[e] = numbers.compressed()[key].T
+    fill_experts(layer, drawn, lambda numbers: transposed(numbers.compressed()))
     method.process_weights_after_loading(layer)
     assert layer.w4gemm_experts.experts.activation == activation
     x, ids, router = torch.randn(3, HIDDEN).bfloat16(), torch.tensor([[0, 1], [2, 3], [3, 0]]), torch.rand(3, 2)
     got = method.apply_weights(layer, dispatched(x, ids, router)).hidden_states
-    expected = torch.zeros(3, HIDDEN, dtype=torch.float64)
-    for t, j in torch.cartesian_prod(torch.arange(3), torch.arange(2)):
-        w13, w2 = drawn[ids[t, j]]
-        first = w13.dense @ x[t].double()
-        first = first.view(2, -1).T.flatten() if gated else first  # pairs of a gate and an up
-        expected[t] += router[t, j] * (w2.dense @ parse(activation).apply(first))
+    expected = exact(x, ids, router, drawn, activation)
     assert (got.double() - expected).norm() < 0.01 * expected.norm()
 
 

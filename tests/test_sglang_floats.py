@@ -19,8 +19,10 @@ from sglang_layers import (  # noqa: F401 (two are fixtures)
     created,
     dispatched,
     everywhere,
+    exact,
     experts_layer,
     fill,
+    fill_experts,
     on_hopper,
     packed,
     refused,
@@ -28,7 +30,6 @@ from sglang_layers import (  # noqa: F401 (two are fixtures)
     resolved,
 )
 from w4gemm import QuantizedWeight, linear
-from w4gemm.core.activation import parse
 from w4gemm.core.formats import WeightFormat
 from w4gemm.integrations.sglang import dense, experts
 from w4gemm.tuning.random_weight import random_components
@@ -175,11 +176,7 @@ def nvfp4_experts(name: str) -> tuple[Any, torch.nn.Module, list[tuple[Floats, F
         (Floats("nvfp4", 20 + e, 2 * width, HIDDEN, (width, width)), Floats("nvfp4", 40 + e, HIDDEN, width, (HIDDEN,)))
         for e in range(EXPERTS)
     ]
-    for e, pair in enumerate(drawn):
-        for product, numbers in zip(("w13", "w2"), pair, strict=True):
-            for key, tensor in stored(numbers).items():
-                into = layer._parameters[f"{product}_{key}"].data[e]
-                into.copy_(tensor.view(into.shape))
+    fill_experts(layer, drawn, stored)
     return of, layer, drawn
 
 
@@ -191,12 +188,7 @@ def test_experts_of_nvfp4(name: str) -> None:
     x, ids, router = routed()
     call = of.apply if name == "modelopt" else of.apply_weights
     got = call(layer, dispatched(x, ids, router)).hidden_states
-    expected = torch.zeros(x.shape, dtype=torch.float64)
-    for t, j in torch.cartesian_prod(torch.arange(4), torch.arange(2)):
-        if ids[t, j] >= 0:
-            w13, w2 = drawn[ids[t, j]]
-            gate, up = (w13.dense @ x[t].double()).chunk(2)
-            expected[t] += router[t, j] * (w2.dense @ (torch.nn.functional.silu(gate) * up))
+    expected = exact(x, ids, router, drawn)
     assert (got.double() - expected).norm() < 0.01 * expected.norm()
 
 
@@ -245,12 +237,11 @@ def test_experts_of_gpt_oss(monkeypatch: pytest.MonkeyPatch) -> None:
     x, ids, router = routed()
     got = of.apply(layer, dispatched(x, ids, router)).hidden_states
     expected = torch.zeros(x.shape, dtype=torch.float64)
-    for t, j in torch.cartesian_prod(torch.arange(4), torch.arange(2)):
-        if ids[t, j] >= 0:
-            w13, w2, b13, b2 = drawn[ids[t, j]]
-            pairs = w13.dense @ x[t].double() + b13
-            gate, up = pairs[0::2].clamp(max=LIMIT), pairs[1::2].clamp(-LIMIT, LIMIT)
-            expected[t] += router[t, j] * (w2.dense @ ((up + 1) * gate * torch.sigmoid(ALPHA * gate)) + b2)
+    for t, j in torch.nonzero(ids >= 0).tolist():
+        w13, w2, b13, b2 = drawn[ids[t, j]]
+        pairs = w13.dense @ x[t].double() + b13
+        gate, up = pairs[0::2].clamp(max=LIMIT), pairs[1::2].clamp(-LIMIT, LIMIT)
+        expected[t] += router[t, j] * (w2.dense @ ((up + 1) * gate * torch.sigmoid(ALPHA * gate)) + b2)
     assert (got.double() - expected).norm() < 0.01 * expected.norm()
 
 
@@ -316,12 +307,7 @@ def test_experts_of_mxfp4_in_halves(
     _, ids, router = routed()
     x = torch.randn(4, 256).bfloat16() / 4
     got = of.apply(layer, dispatched(x, ids, router)).hidden_states
-    expected = torch.zeros(x.shape, dtype=torch.float64)
-    for t, j in torch.cartesian_prod(torch.arange(4), torch.arange(2)):
-        if ids[t, j] >= 0:
-            w13, w2 = drawn[ids[t, j]]
-            pairs = (w13.dense @ x[t].double()).view(2, -1).T.flatten()
-            expected[t] += router[t, j] * (w2.dense @ parse(activation).apply(pairs))
+    expected = exact(x, ids, router, drawn, activation)
     assert (got.double() - expected).norm() < (0.06 if fp8 else 0.01) * expected.norm()
 
 
@@ -340,21 +326,13 @@ def test_experts_of_nvfp4_without_gates(monkeypatch: pytest.MonkeyPatch) -> None
         (Floats("nvfp4", 20 + e, width, HIDDEN, (width,)), Floats("nvfp4", 40 + e, HIDDEN, width, (HIDDEN,)))
         for e in range(EXPERTS)
     ]
-    for e, pair in enumerate(drawn):
-        for product, numbers in zip(("w13", "w2"), pair, strict=True):
-            for key, tensor in numbers.modelopt().items():
-                into = layer._parameters[f"{product}_{key}"].data[e]
-                into.copy_(tensor.view(into.shape))
+    fill_experts(layer, drawn, Floats.modelopt)
     of.process_weights_after_loading(layer)
     held = layer.w4gemm_experts.experts
     assert held.activation == "relu2" and str(held.gate_up.weight.format) == "e2m1_g16_e4m3"
     x, ids, router = routed()
     got = of.apply(layer, dispatched(x, ids, router)).hidden_states
-    expected = torch.zeros(x.shape, dtype=torch.float64)
-    for t, j in torch.cartesian_prod(torch.arange(4), torch.arange(2)):
-        if ids[t, j] >= 0:
-            w13, w2 = drawn[ids[t, j]]
-            expected[t] += router[t, j] * (w2.dense @ (w13.dense @ x[t].double()).clamp(min=0).square())
+    expected = exact(x, ids, router, drawn, "relu2")
     assert (got.double() - expected).norm() < 0.08 * expected.norm()
 
 

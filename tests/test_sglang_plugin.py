@@ -350,10 +350,7 @@ def test_parameters_that_are_not_understood(caplog: pytest.LogCaptureFixture) ->
 
 @pytest.mark.parametrize(
     ("facts", "full_k", "reason"),
-    [
-        ({"desc_act": True}, 2 * K, "divided among GPUs"),
-        ({"group_size": 8}, K, "multiple of 16"),
-    ],
+    [({"desc_act": True}, 2 * K, "divided among GPUs"), ({"group_size": 8}, K, "multiple of 16")],
 )
 def test_layers_that_are_left_to_sglang(
     facts: dict[str, Any], full_k: int, reason: str, caplog: pytest.LogCaptureFixture

@@ -214,12 +214,7 @@ def test_the_lock_file_is_no_way_to_empty_another(folder):
     assert (folder.parent / "precious").read_text() == "kept"
 
 
-TRAILERS = {
-    "no processor": b"",
-    "not ASCII": b"\xff\xfe",
-    "JSON": b'["x86_64"]',
-    "nested": b"[" * 100000,
-}
+TRAILERS = {"no processor": b"", "not ASCII": b"\xff\xfe", "JSON": b'["x86_64"]', "nested": b"[" * 100000}
 
 
 @pytest.mark.parametrize("trailer", TRAILERS.values(), ids=TRAILERS)

@@ -229,12 +229,7 @@ def test_dense_experts_of_gpt_oss(streamed: bool, monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(gpt_oss, f"get_{group}_group", lambda alone=alone: alone)
     count, hidden, width = 4, 128, 96
     quantization = get_quantization_config("gpt_oss_mxfp4").from_config({"quant_method": "mxfp4"})
-    sizes = {
-        "num_experts": count,
-        "num_experts_per_tok": 2,
-        "hidden_size": hidden,
-        "moe_intermediate_size": width,
-    }
+    sizes = {"num_experts": count, "num_experts_per_tok": 2, "hidden_size": hidden, "moe_intermediate_size": width}
     layer = routed_experts(sizes, quantization, PREFIX, {"activation": MoEActivation.SWIGLUOAI, "has_bias": True})
     experts, model = torch.nn.Module(), torch.nn.Module()
     experts.routed_experts = layer

@@ -224,9 +224,7 @@ def test_other_checkpoints_are_refused(tmp_path: Path, capsys: pytest.CaptureFix
 
 @pytest.mark.parametrize("case", [Case("gptq", 64), Case("ct", dtype=torch.float16), Case("ct", fp8=True)], ids=str)
 def test_what_is_compiled_is_what_the_plugin_runs(
-    case: Case,
-    dense: ModuleType,
-    monkeypatch: pytest.MonkeyPatch,
+    case: Case, dense: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("cutlass")
     monkeypatch.setattr(

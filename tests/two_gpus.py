@@ -200,10 +200,7 @@ def move_on(experts: W4Experts) -> int:
         own = tensor[::2].contiguous()
         received = torch.empty_like(own)
         rank, count = dist.get_rank(), dist.get_world_size()
-        sent = [
-            dist.P2POp(dist.isend, own, (rank + 1) % count),
-            dist.P2POp(dist.irecv, received, (rank - 1) % count),
-        ]
+        sent = [dist.P2POp(dist.isend, own, (rank + 1) % count), dist.P2POp(dist.irecv, received, (rank - 1) % count)]
         for work in dist.batch_isend_irecv(sent):
             work.wait()
         tensor[::2] = received

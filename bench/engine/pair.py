@@ -13,6 +13,7 @@ or "experts", whose ``us`` is the time of a decoder layer's products for ``batch
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import itertools
 import json
@@ -129,16 +130,18 @@ class Engine:
         workspace._manager = self.workspace
         return self.llm.generate(requests, params, use_tqdm=False, lora_request=adapters)
 
+    def generate_beside(self, adapter: Any, requests: list[Row], params: Any) -> list[Any]:
+        """Return vLLM's outputs; the first of every two requests has the adapter, if there is one."""
+        adapters = None if adapter is None else [None if i % 2 else adapter for i in range(len(requests))]
+        return self.generate(requests, params, adapters)
+
     def answer(self, prompts: list[list[int]], adapter: Any = None, whole: bool = True) -> Answers:
-        """Return greedy answers; every other request has the adapter, if there is one. whole: with the prompts' log
-        probabilities."""
+        """Return greedy answers, as :meth:`generate_beside`. whole: with the prompts' log probabilities."""
         from vllm import SamplingParams
 
         asked: Row = {"temperature": 0.0, "max_tokens": _TOKENS_OUT, "ignore_eos": True, "detokenize": False}
         params = SamplingParams(**asked, logprobs=1, prompt_logprobs=1 if whole else None)
-        adapters = None if adapter is None else [adapter if i % 2 else None for i in range(len(prompts))]
-        requests = [{"prompt_token_ids": prompt} for prompt in prompts]
-        done = self.generate(requests, params, adapters)
+        done = self.generate_beside(adapter, [{"prompt_token_ids": prompt} for prompt in prompts], params)
         answers = Answers([], [], [])
         for prompt, request in zip(prompts, done, strict=True):
             out: Any = request.outputs[0]
@@ -260,7 +263,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--compile", type=int, nargs="?", default=0, const=3, choices=(1, 2, 3), metavar="MODE",
                    help="engines of 4-bit layers compile; 3, if no mode is named, is vLLM's default")  # fmt: skip
     p.add_argument("--updates", type=int, default=0, metavar="N", help="updates of all weights")
-    p.add_argument("--lora", action="store_true", help="every other request has a LoRA adapter; nothing is timed")
+    p.add_argument("--lora", action="store_true", help="every other request has a LoRA adapter; no products are timed")
     p.add_argument("--feature", default="", metavar="JSON", help="arguments of vllm.LLM for the engine with w4gemm, "
                    "in which FOLDER is the checkpoint; nothing is timed, and its layers may be vLLM's")  # fmt: skip
     p.add_argument("--engine", type=json.loads, default={}, metavar="JSON", help="arguments of every engine's vllm.LLM")
@@ -347,18 +350,19 @@ def rows_of(model: Model, folder: Path, args: argparse.Namespace) -> Iterator[Ro
             row = {"phase": "failed", "reason": f"{kernels}: {type(e).__name__}: {e}"[:400]}
         gc.collect()  # an engine that failed ends vLLM's process groups when it goes
         yield own | row
-    if only_answers:
+    if feature or (args.lora and not args.decode):
         return
     models = {engine.name: engine.model for engine in engines}
-    config = ours.llm.llm_engine.vllm_config
-    inside.warm_up(models, args.tokens, config)
+    config, layers = ours.llm.llm_engine.vllm_config, list[Iterator[Row]]()
+    if not args.lora:
+        inside.warm_up(models, args.tokens, config)
+        layers = [inside.timed(models, args.tokens, config)]
     hold(args.hold)
     chosen = {engine.name for engine in engines if engine.kernels == DEFAULT}
-    layers = inside.timed(models, args.tokens, config)
-    generators = {engine.name: engine.generate for engine in engines}
+    generators = {engine.name: functools.partial(engine.generate_beside, adapter) for engine in engines}
     how_often = turns.Repeats(args.rounds, args.each)
     whole = turns.timed(generators, model.vocabulary, args.decode, args.prefill, how_often, args.request)
-    for row in itertools.chain(layers, whole):
+    for row in itertools.chain(*layers, whole):
         yield own | row | {"chosen": row["impl"] in chosen}
 
 

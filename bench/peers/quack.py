@@ -5,16 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from bench.peers.base import (
-    FP8,
-    PackageAdapter,
-    Prepared,
-    Tensors,
-    float_name,
-    tensor_scale,
-    token_scales,
-    unsupported,
-)
+from bench.peers.base import FP8, PackageAdapter, Prepared, Tensors, float_name, tensor_scale, token_scales, unsupported
 
 from w4gemm.core.formats import WeightFormat
 from w4gemm.weights.weight import QuantizedWeight

@@ -69,14 +69,7 @@ class GPTQLinearScheme:
         raise RuntimeError("The non-Marlin GPTQ CUDA kernel has been removed.")
 
     def create_weights(
-        self,
-        layer,
-        input_size_per_partition,
-        output_partition_sizes,
-        input_size,
-        params_dtype,
-        weight_loader,
-        **kwargs,
+        self, layer, input_size_per_partition, output_partition_sizes, input_size, params_dtype, weight_loader, **kwargs
     ):
         k, n, config = input_size_per_partition, sum(output_partition_sizes), self.quant_config
         self.kernel.use_shuffle = True
@@ -103,14 +96,7 @@ class _AWQ(_Scheme):
 @at("layers.quantization.awq.schemes")
 class AWQMarlinLinearScheme(_AWQ):
     def create_weights(
-        self,
-        layer,
-        input_size_per_partition,
-        output_partition_sizes,
-        input_size,
-        params_dtype,
-        weight_loader,
-        **kwargs,
+        self, layer, input_size_per_partition, output_partition_sizes, input_size, params_dtype, weight_loader, **kwargs
     ):
         self._create(layer, input_size_per_partition, sum(output_partition_sizes), params_dtype)
 
@@ -159,14 +145,7 @@ class CompressedTensorsW8A16Fp8(_Scheme):
         self.strategy, self.is_static_input_scheme, self.asked = strategy, is_static_input_scheme, []
 
     def create_weights(
-        self,
-        layer,
-        input_size,
-        output_partition_sizes,
-        input_size_per_partition,
-        params_dtype,
-        weight_loader,
-        **kwargs,
+        self, layer, input_size, output_partition_sizes, input_size_per_partition, params_dtype, weight_loader, **kwargs
     ):
         n, k, parts = sum(output_partition_sizes), input_size_per_partition, len(output_partition_sizes)
         layer.logical_widths = output_partition_sizes
@@ -248,13 +227,7 @@ class CompressedTensorsW4A16Fp4(_Scheme):
         self.has_input_global_scale, self.asked = has_input_global_scale, []
 
     def create_weights(
-        self,
-        layer,
-        output_partition_sizes,
-        input_size_per_partition,
-        params_dtype,
-        weight_loader,
-        **kwargs,
+        self, layer, output_partition_sizes, input_size_per_partition, params_dtype, weight_loader, **kwargs
     ):
         n, k, parts = sum(output_partition_sizes), input_size_per_partition, len(output_partition_sizes)
         layer.logical_widths, layer.params_dtype = output_partition_sizes, params_dtype

@@ -16,10 +16,7 @@ from pathlib import Path
 STUB = Path(__file__).parent
 _KERNEL = "vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel"
 GONE = {  # act-order
-    "0.30": {
-        f"{_KERNEL}: MPLinearLayerConfig.has_g_idx",
-        f"{_KERNEL}: MPLinearKernel.__init__.w_gidx_param_name",
-    },
+    "0.30": {f"{_KERNEL}: MPLinearLayerConfig.has_g_idx", f"{_KERNEL}: MPLinearKernel.__init__.w_gidx_param_name"}
 }
 """Names that the stub has, by the first version without them that was looked at."""
 _EXPERTS = "vllm.model_executor.layers.fused_moe"

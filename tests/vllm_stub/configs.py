@@ -97,14 +97,7 @@ class AutoGPTQConfig(QuantizationConfig):
     TYPE_MAP: ClassVar = {(4, True): scalar_types.uint4b8, (8, True): scalar_types.uint8b128}
 
     def __init__(
-        self,
-        weight_bits,
-        group_size,
-        desc_act,
-        is_sym,
-        lm_head_quantized=False,
-        dynamic=None,
-        full_config=None,
+        self, weight_bits, group_size, desc_act, is_sym, lm_head_quantized=False, dynamic=None, full_config=None
     ):
         self.weight_bits = weight_bits
         self.group_size = group_size

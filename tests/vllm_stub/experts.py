@@ -141,13 +141,7 @@ class FusedMoEMethodBase(QuantizeMethodBase):
 @at(f"{MOE}.routed_experts", MOE)
 class RoutedExperts(torch.nn.Module):
     def __init__(
-        self,
-        layer_name,
-        params_dtype,
-        moe_config,
-        quant_config,
-        expert_map_manager,
-        apply_router_weight_on_input=False,
+        self, layer_name, params_dtype, moe_config, quant_config, expert_map_manager, apply_router_weight_on_input=False
     ):
         super().__init__()
         self.layer_name = layer_name
@@ -453,19 +447,7 @@ class LoRAExpertsMixin:
         return True
 
     def apply_w13_lora(
-        self,
-        lora_context,
-        *,
-        y,
-        x,
-        topk_ids,
-        topk_weights,
-        expert_map,
-        w1,
-        w2,
-        num_tokens,
-        top_k_num,
-        add_inputs=True,
+        self, lora_context, *, y, x, topk_ids, topk_weights, expert_map, w1, w2, num_tokens, top_k_num, add_inputs=True
     ):
         stacked = lora_context.w13_lora_a_stacked, lora_context.w13_lora_b_stacked
         wrapper = lora_context.punica_wrapper

@@ -323,14 +323,7 @@ def register_weight_loader_v2_supported_method(cls):
 @at(LINEAR)
 class LinearBase(torch.nn.Module):
     def __init__(
-        self,
-        input_size,
-        output_size,
-        bias=False,
-        skip_bias_add=False,
-        params_dtype=None,
-        quant_config=None,
-        prefix="",
+        self, input_size, output_size, bias=False, skip_bias_add=False, params_dtype=None, quant_config=None, prefix=""
     ):
         super().__init__()
         self.params_dtype, self.prefix = params_dtype or torch.bfloat16, prefix

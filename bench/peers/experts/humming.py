@@ -8,13 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from bench.peers.base import (
-    FP8,
-    PackageAdapter,
-    Tensors,
-    float_name,
-    unsupported,
-)
+from bench.peers.base import FP8, PackageAdapter, Tensors, float_name, unsupported
 from bench.peers.experts.base import Experts, Prepared, Run
 from bench.peers.experts.rows import ends_of
 

@@ -16,13 +16,7 @@ from typing import Any
 import torch
 
 from w4gemm import choice
-from w4gemm.api.arguments import (
-    DTYPES,
-    check_alignment,
-    check_out,
-    checked_config,
-    checked_factor,
-)
+from w4gemm.api.arguments import DTYPES, check_alignment, check_out, checked_config, checked_factor
 from w4gemm.api.product import Product, product_of
 from w4gemm.core.activation import require_pairs
 from w4gemm.core.epilogue import PLAIN, Epilogue, EpilogueOperands

@@ -81,10 +81,7 @@ def problems_of(layer: Layer, tokens: list[int], use: Use) -> Iterator[GemmProbl
         for problem in plain:
             # a layer that quantizes x gives d the dtype that x had
             epilogue = problem.epilogue._replace(
-                activation=activation,
-                residual=residual,
-                out_dtype=use.dtype if fp8 else None,
-                expert_scale=scale,
+                activation=activation, residual=residual, out_dtype=use.dtype if fp8 else None, expert_scale=scale
             )
             yield replace(problem, epilogue=epilogue, gathered=gathered)
 

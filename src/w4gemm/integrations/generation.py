@@ -107,11 +107,7 @@ def generate(
     torch.manual_seed(seed)
     with torch.inference_mode():
         output = model.generate(
-            inputs,
-            attention_mask=torch.ones_like(inputs),
-            max_new_tokens=max_new_tokens,
-            streamer=streamer,
-            **sampling,
+            inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=max_new_tokens, streamer=streamer, **sampling
         )
     return output[:, inputs.shape[1] :]
 

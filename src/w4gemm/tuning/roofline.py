@@ -26,10 +26,7 @@ class Rates(NamedTuple):
     """Operations on fp8 operands per us."""
 
 
-RATES = {
-    "NVIDIA H200": Rates(4.5e6, 790e6, 1550e6),
-    "NVIDIA H100 80GB HBM3": Rates(3.07e6, 790e6, 1550e6),
-}
+RATES = {"NVIDIA H200": Rates(4.5e6, 790e6, 1550e6), "NVIDIA H100 80GB HBM3": Rates(3.07e6, 790e6, 1550e6)}
 """Rates by the device's name. The H200's were measured (2026-11-21), and the H100's bandwidth. The H100 has the same
 multiprocessors and power limit; products have reached 778 and 1448 TFLOP/s there (2026-11-27)."""
 

@@ -263,12 +263,7 @@ class Placement:
         return True
 
     def _add(
-        self,
-        dense: str,
-        shape: tuple[int, ...],
-        layout: Callable[[torch.Tensor], torch.Tensor],
-        name: str,
-        target: str,
+        self, dense: str, shape: tuple[int, ...], layout: Callable[[torch.Tensor], torch.Tensor], name: str, target: str
     ) -> None:
         """Add a dense tensor that ``layout`` makes of a module's weight."""
         scale = f"{name}.pre_quant_scale" if self._checkpoint.modules[name].pre_quant_scale else None

@@ -38,12 +38,7 @@ from w4gemm.core.activation import is_gated
 from w4gemm.core.errors import FormatError
 from w4gemm.core.problem import Device
 from w4gemm.integrations.decoder import decode_by_graph
-from w4gemm.integrations.transformers.awaited import (
-    AwaitedDense,
-    AwaitedDenseExperts,
-    AwaitedLinear,
-    finish,
-)
+from w4gemm.integrations.transformers.awaited import AwaitedDense, AwaitedDenseExperts, AwaitedLinear, finish
 from w4gemm.integrations.transformers.config import W4GemmConfig
 from w4gemm.integrations.transformers.layers import dequantize_layers
 from w4gemm.integrations.transformers.places import Placement, dtype_of
@@ -129,11 +124,7 @@ class W4GemmQuantizer(HfQuantizer):
     # --- loading ----------------------------------------------------------------------------------------------------
 
     def _process_model_before_weight_loading(
-        self,
-        model: PreTrainedModel,
-        checkpoint_files: list[str] | None = None,
-        device_map: Any = None,
-        **kwargs: Any,
+        self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, device_map: Any = None, **kwargs: Any
     ) -> None:
         if not checkpoint_files:
             raise ValueError(

@@ -8,11 +8,7 @@ from typing import Any
 
 import torch
 from vllm import envs
-from vllm.model_executor.kernels.linear import (
-    _POSSIBLE_KERNELS,
-    MPLinearKernel,
-    MPLinearLayerConfig,
-)
+from vllm.model_executor.kernels.linear import _POSSIBLE_KERNELS, MPLinearKernel, MPLinearLayerConfig
 from vllm.platforms import PlatformEnum
 from vllm.scalar_type import ScalarType, scalar_types
 

@@ -56,12 +56,7 @@ class ExpertsProduct(NamedTuple):
         return self._replace(epilogue=self.epilogue._replace(token_scale=False, block_scale=True))
 
     def write(
-        self,
-        x: torch.Tensor,
-        out: torch.Tensor,
-        rows: ExpertRows,
-        scale: torch.Tensor | None,
-        expected: int = 0,
+        self, x: torch.Tensor, out: torch.Tensor, rows: ExpertRows, scale: torch.Tensor | None, expected: int = 0
     ) -> None:
         """Write the product of x (rows of x, k) to ``out`` (rows, columns).
 

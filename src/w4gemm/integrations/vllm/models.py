@@ -12,15 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from w4gemm.checkpoints import (
-    FORMATS,
-    Checkpoint,
-    CheckpointFormat,
-    Module,
-    compressed_tensors,
-    find_checkpoint,
-    gguf,
-)
+from w4gemm.checkpoints import FORMATS, Checkpoint, CheckpointFormat, Module, compressed_tensors, find_checkpoint, gguf
 from w4gemm.checkpoints.gguf.architectures import ARCHITECTURES
 from w4gemm.checkpoints.hugging_face import quantization_config, read_config
 from w4gemm.core import environment
