@@ -128,10 +128,11 @@ def test_experts_with_adapters(name: str, factor: float | None, monkeypatch: pyt
 
 @pytest.mark.skipif(not SOURCES, reason="SGLANG_SOURCES names no sources of SGLang")
 def test_sglangs_layer_with_adapters_runs_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the layer alone where a step has no adapters."""
+    """And the layer alone where a step has no adapters; before that SGLang makes buffers for CUDA graphs."""
     from sglang.srt.layers.moe import utils
     from sglang.srt.layers.quantization.base_config import FusedMoEMethodBase
     from sglang.srt.lora import lora_moe_runners
+    from sglang.srt.lora.backend.triton_backend import TritonLoRABackend
     from sglang.srt.lora.layers import FusedMoEWithLoRA
 
     started_with(monkeypatch, enable_lora=True)
@@ -149,6 +150,9 @@ def test_sglangs_layer_with_adapters_runs_ours(monkeypatch: pytest.MonkeyPatch) 
     batch: list[Any] = [None]
     backend: Any = SimpleNamespace(name="triton", get_batch_info=lambda layout: batch[0])
     wrapped = FusedMoEWithLoRA(layer, backend)
+    layer.num_experts, layer.top_k, graphs = EXPERTS, 2, TritonLoRABackend(3, torch.device("cpu"))
+    graphs.init_cuda_graph_moe_buffers(8, 3, torch.bfloat16, wrapped)
+    assert {t.device for t in graphs.moe_cg_buffers.values()} == {x.device}
     hooks, asked = Adapters(6), []
     monkeypatch.setattr(wrapped, "_get_lora_info", lambda: "info")
     monkeypatch.setattr(lora_moe_runners, "build_lora_hooks", lambda *args: asked.append(args) or hooks)

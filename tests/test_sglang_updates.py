@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -265,6 +266,66 @@ COMPRESSED = {
 }
 
 
+class Shards(torch.nn.Module):
+    """A model of a merged layer, to which tensors come under its shards' names."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def load_weights(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
+        for name, t in tensors:
+            parameter: Any = dict(self.layer.named_parameters())["weight"]
+            parameter.weight_loader(parameter, t, ("gate", "up").index(name))
+
+
+def updated_in_a_session(layer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Send one shard a call, between SGLang's ``begin_weight_update`` and ``end_weight_update``; then only one."""
+    from sglang.srt.managers.scheduler_components import weight_updater as scheduler
+    from sglang.srt.model_executor.model_runner_components import weight_updater as runner
+
+    rank = SimpleNamespace(tp_rank=0, tp_group=SimpleNamespace(cpu_group=None))
+    monkeypatch.setattr(torch.distributed, "barrier", lambda group: None)
+    for module in (scheduler, runner):
+        monkeypatch.setattr(module, "get_parallel", lambda: rank)
+        monkeypatch.setattr(module, "get_model", lambda: SimpleNamespace(weight_cache_mode="off"))
+    model, (w,) = Shards(layer), layer.w4gemm_weight
+    others = dict.fromkeys(("model_config", "update_model_fields", "recapture_cuda_graph", "get_model_runner"))
+    here: Any = {"tp_rank": 0, "device": "cpu", "gpu_id": 0, "custom_weight_loaders": {}, "get_model": lambda: model}
+    updater = SimpleNamespace(weight_updater=runner.WeightUpdater(**here, **others))
+    worker = SimpleNamespace(
+        weight_update_runners=lambda: [("target", updater)], deserialize_own_rank=lambda tensors: tensors
+    )
+    manager = scheduler.SchedulerWeightUpdaterManager(
+        tp_worker=worker,
+        draft_worker=None,
+        memory_saver_adapter=None,
+        flush_cache=lambda empty_cache: True,
+        is_fully_idle=lambda: True,
+        scheduler=SimpleNamespace(record_weight_version_change=lambda new_version: None),
+    )
+
+    def send_shards(*tensors: tuple[str, torch.Tensor]) -> Any:
+        facts = {"selector": "all", "load_format": None, "weight_version": None, "flush_cache": True}
+        request = SimpleNamespace(serialized_named_tensors=tensors, torch_empty_cache=False, **facts)
+        return manager.update_weights_from_tensor(request)
+
+    dense, places = torch.randn(N, K).bfloat16(), [t.data_ptr() for t in w.tensors]
+    shards = [(name, dense[rows]) for name, rows in zip(("gate", "up"), ROWS, strict=True)]
+    before = w.dequantize()
+    assert not send_shards(*shards).success and torch.equal(w.dequantize(), before)
+    assert manager.begin_weight_update(SimpleNamespace(selector="all")).success
+    assert all(send_shards(each).success for each in shards)
+    assert manager.end_weight_update(None).success
+    assert torch.equal(w.dequantize(), quantize(dense, w.format).dequantize())
+    assert places == [t.data_ptr() for t in w.tensors]
+    manager.begin_weight_update(SimpleNamespace(selector="all"))
+    assert send_shards(("up", dense[ROWS[1]] * 2)).success
+    with pytest.raises(RuntimeError, match="weight: 33.33% of its shape"):
+        manager.end_weight_update(None)
+    assert torch.equal(w.dequantize(), quantize(dense, w.format).dequantize())
+
+
 @pytest.mark.skipif(not SOURCES, reason="SGLANG_SOURCES names no sources of SGLang")
 def test_sglangs_own_layers_load_new_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """A merged layer and its loaders, dense and quantized, in the order in which SGLang's models call them."""
@@ -293,6 +354,7 @@ def test_sglangs_own_layers_load_new_weights(monkeypatch: pytest.MonkeyPatch) ->
 
     first, (w,) = load(0), layer.w4gemm_weight
     assert torch.equal(w.dequantize(torch.float64), first)
+    updated_in_a_session(layer, monkeypatch)
     dense = torch.randn(N, K).bfloat16()
     for i, rows in enumerate(ROWS):
         parameter: Any = dict(layer.named_parameters())["weight"]

@@ -61,6 +61,11 @@ class W4gemmQuantInfo(MoeQuantInfo):  # type: ignore[misc, unused-ignore]
     first: W4GroupedLinear | None = None
     """The first product without activation, where adapters may be loaded."""
 
+    @property
+    def w13_weight(self) -> torch.Tensor:
+        """Numbers on the experts' device, where SGLang puts its adapters' buffers for CUDA graphs."""
+        return self.experts.gate_up.weight.tensors[0]
+
 
 class W4gemmRunner(DispatchMoeRunnerCore):  # type: ignore[misc, unused-ignore]
     """Runner of dispatched tokens: x (tokens, features), and for each the experts on this GPU, -1 for others."""
