@@ -401,23 +401,39 @@ def medium():
     torch.set_float32_matmul_precision("highest")
 
 
-def test_float32_is_rounded_where_the_user_lets_it(monkeypatch, medium):
+@pytest.mark.parametrize(("n", "k", "m"), [(130, 1088, 20), (192, 576, 8)])  # else a warm call of the second is direct
+def test_float32_is_rounded_where_the_user_lets_it(monkeypatch, medium, n, k, m):
     monkeypatch.setattr(product, "multiplies_bf16", lambda format, k: True)
-    w, x, bias = random_weight(FEW_FORMATS[0], 130, 1088).repack(), torch.randn(2, 20, 1088), torch.randn(130)
-    residual, layer = torch.randn(2, 20, 130), w4gemm.W4Linear.from_weight(w, bias)
+    w, x, bias = random_weight(FEW_FORMATS[0], n, k).repack(), torch.randn(2, m, k), torch.randn(n)
+    residual, layer = torch.randn(2, m, n), w4gemm.W4Linear.from_weight(w, bias)
     rounded = w4gemm.linear(x.bfloat16(), w, out_dtype=torch.float32)
     for _ in range(2):
         assert torch.equal(w4gemm.linear(x, w), rounded)
         assert torch.equal(layer(x), rounded + bias)
         assert torch.equal(w4gemm.linear(x, w, bias, residual=residual), rounded + bias + residual)
-    one = torch.nn.functional.one_hot(torch.arange(1088), 1088).float()
+    one = torch.nn.functional.one_hot(torch.arange(k), k).float()
     assert torch.equal(w4gemm.linear(one, w), w4gemm.linear(one.bfloat16(), w, out_dtype=torch.float32))
-    for own in ({"batch_invariant": True}, {"config": choice.plan_for(choice.PlanKey.of(w, 40, torch.float32)).config}):
+    for own in (
+        {"batch_invariant": True},
+        {"config": choice.plan_for(choice.PlanKey.of(w, 2 * m, torch.float32)).config},
+    ):
         assert_close(w4gemm.linear(x, w, **own), x, w)
         assert not torch.equal(w4gemm.linear(x, w, **own), rounded)
     torch.set_float32_matmul_precision("high")
     assert_close(w4gemm.linear(x, w), x, w)
     assert_close(w4gemm.linear(x[0, :4], w), x[0, :4], w)
+
+
+def test_small_products_stay_float32(monkeypatch, medium):
+    """Rounding would take longer. Bits do not depend on whether a call is the first, has a bias or needs gradients."""
+    monkeypatch.setattr(product, "multiplies_bf16", lambda format, k: True)
+    w, x = random_weight(FEW_FORMATS[0], 192, 576).repack(), torch.randn(8, 576)
+    layer, expected = w4gemm.W4Linear.from_weight(w), w4gemm.linear(x, w)
+    assert_close(expected, x, w)
+    for _ in range(2):
+        assert torch.equal(w4gemm.linear(x, w), expected) and torch.equal(layer(x), expected)
+        assert torch.equal(w4gemm.linear(x, w, torch.zeros(192)), expected)
+        assert torch.equal(layer(x.clone().requires_grad_()).detach(), expected)
 
 
 def test_may_round_float32(medium):

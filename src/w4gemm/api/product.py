@@ -7,6 +7,7 @@ Functions, operators, layers, experts, engines and :class:`w4gemm.MixedGemm` all
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING
 
@@ -28,8 +29,10 @@ from w4gemm.weights.weight import QuantizedWeight
 if TYPE_CHECKING:
     from w4gemm.api.call import Call
 
-_FEW = 4
-"""The most float32 tokens that are multiplied in float32 even if they may be rounded to bf16, which is no faster."""
+_FEW, _SMALL = 4, 3 * 2**19
+"""A product of at most so many float32 tokens, or of fewer multiplications, stays float32 even if x may be rounded to
+bf16. Rounding would take longer: 8.9 in place of 3.2 us for 8 tokens of 64 x 64, 14.2 in place of 10.1 of 192 x 576; it
+gains from 16 tokens of 192 x 576 and some 12 of 256 x 640 on (EPYC with AVX512_BF16, one thread, 2026-11-29)."""
 Launch = Callable[[Operands], None]
 Direct = Callable[[torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor], None]
 """A launch on contiguous x, a weight's tensors and the result, without an epilogue; x and the result may have any
@@ -48,7 +51,7 @@ class Product:
     """
 
     __slots__ = (
-        *("_direct", "_generation", "_key", "_launches", "_may_round"),
+        *("_direct", "_generation", "_key", "_launches", "_rounds_from"),
         *("columns", "device", "epilogue", "experts", "out_dtype"),
     )
 
@@ -65,7 +68,8 @@ class Product:
         self.device, self.epilogue, self.experts = device, epilogue, weight.experts
         self.columns, self.out_dtype = epilogue.columns(weight.n), epilogue.result_dtype(dtype)
         is_single = device.type == "cpu" and not (weight.experts or config or batch_invariant)
-        self._may_round = is_single and dtype == torch.float32 and multiplies_bf16(weight.format, weight.k)
+        may_round = is_single and dtype == torch.float32 and multiplies_bf16(weight.format, weight.k)
+        self._rounds_from = max(_FEW + 1, -(-_SMALL // (weight.n * weight.k))) if may_round else sys.maxsize
         self._generation = -1
         self._launches: dict[int, Launch] = {}  # by m of the plan; by -m if the kernel gathers rows of x
         self._direct: dict[int, Direct | None] = {}  # by m
@@ -83,7 +87,7 @@ class Product:
     def launch(self, operands: Operands, m: int) -> None:
         """Launch the plan for m rows of x, of all experts together; ``operands.out`` has at least one row. x's GPU need
         not be the current one."""
-        if self._may_round and m > _FEW and may_round_float32():
+        if m >= self._rounds_from and may_round_float32():
             return self._rounded(operands, m)
         at = plan_m(m)
         if self.experts:
@@ -112,9 +116,14 @@ class Product:
 
     def direct(self, m: int) -> Direct | None:
         """Return the launch for m rows of x without :class:`Operands`, which take as long as a small layer's product on
-        a CPU; None if the plan has none."""
-        if self._generation == plan_cache.generation and m in self._direct:
-            return self._direct[m]
+        a CPU; None if the plan has none, or if x is rounded first."""
+        if m >= self._rounds_from and may_round_float32():
+            return None
+        if self._generation == plan_cache.generation:
+            try:
+                return self._direct[m]
+            except KeyError:  # asked first, another thread may forget it in between
+                pass
         launches, at = self._launches if self._generation == plan_cache.generation else self._forget(), plan_m(m)
         of = getattr(launches.get(at) or self._choose(at), "direct", None)
         direct = None if of is None else of(m)
