@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -73,10 +74,17 @@ def test_layers(name: str) -> None:
     assert not faults(out, reference(layer, x, chosen))
 
 
-def test_routings() -> None:
+def repeated(routing: list[list[int]], more: int) -> torch.Tensor:
+    ids = torch.tensor(routing)
+    return torch.cat((ids, ids[:, :1].expand(-1, more)), 1)
+
+
+@pytest.mark.parametrize("more", [0, 3], ids=["each warp tallies", "all warps tally"])
+def test_routings(more: int) -> None:
     """Experts elsewhere, one expert for all, the same one twice, none at all; NaN of a token or a weight elsewhere.
-    Each launch finds the flags and the rows that the last one left."""
-    layer = layer_of(SMALL)
+    Each launch finds the flags and the rows that the last one left. more: choices of a token, which repeat others."""
+    layer = layer_of(replace(SMALL, top_k=2 + more))
+    assert (layer.spec.tallies == 1) == bool(more)
     x, (_, weights) = inputs(layer.spec, 4)
     routings = [
         [[1, 10], [-1, 2], [0, 4], [9, 9]],
@@ -86,13 +94,13 @@ def test_routings() -> None:
     ]
     flags, hidden = fresh_flags(), torch.full((layer.spec.scratch_bytes // 4,), -1, dtype=torch.int32)
     for number, routing in enumerate(routings):
-        chosen = ByIds(torch.tensor(routing), weights)
+        chosen = ByIds(repeated(routing, more), weights)
         out = emulated(layer, x, chosen, flags=flags, hidden=hidden)
         assert not faults(out, reference(layer, x, chosen))
         assert flags[:CTAS].tolist() == [2 * number + 3] * CTAS
     x[1] = torch.nan
     weights[0, 1] = torch.nan
-    chosen = ByIds(torch.tensor([[1, 10], [3, 2], [0, 4], [3, 1]]), weights)
+    chosen = ByIds(repeated([[1, 10], [3, 2], [0, 4], [3, 1]], more), weights)
     out = emulated(layer, x, chosen, flags=flags, hidden=hidden)
     assert out.isnan().all(1).tolist() == [False, True, False, False]
     assert out.isnan().any(1).tolist() == [False, True, False, False]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from planted_faults.fault import Fault
 
 _EXPERT_LAYER = "src/w4gemm/kernels/expert_layer/kernel.py"
+_TALLY = "src/w4gemm/kernels/expert_layer/tally.py"
 _ONE_LAUNCH = "tests/test_expert_layer.py -k "
 
 FAULTS = (
@@ -150,10 +151,31 @@ FAULTS = (
     ),
     Fault(
         "an expert that a token chose twice has one of both weights",
-        _EXPERT_LAYER,
+        _TALLY,
         "cutlass.select_(c.ids[other] == expert, c.weights[other]",
         "cutlass.select_(other == choice, c.weights[other]",
         _ONE_LAUNCH + "routings",
+    ),
+    Fault(
+        "the same where each warp tallies by itself",
+        _TALLY,
+        "cutlass.select_(same & (token == i // layer.top_k), weight",
+        "cutlass.select_(same & (lane == i), weight",
+        _ONE_LAUNCH + "routings",
+    ),
+    Fault(
+        "an expert that a token chose twice has two slots",
+        _TALLY,
+        "((other == expert) & (lane > i))",
+        "((other == expert) & (lane > i + 1))",
+        _ONE_LAUNCH + "routings",
+    ),
+    Fault(
+        "the latter of two chains of sums is left out",
+        "src/w4gemm/kernels/device/warp_product.py",
+        "for others in sums[1:]:",
+        "for others in sums[2:]:",
+        _ONE_LAUNCH + "layers",
     ),
     Fault(
         "of equal experts the higher number is chosen",

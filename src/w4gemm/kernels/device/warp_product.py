@@ -19,6 +19,14 @@ _ONES = {"f16": 0x3C003C00, "bf16": 0x3F803F80}
 Words = tuple[Int32, ...]
 
 
+def _added(sums: Sequence[Sequence[Float32]]) -> list[Float32]:
+    """The sums of several chains."""
+    total = list(sums[0])
+    for others in sums[1:]:
+        total = [x + y for x, y in zip(total, others, strict=True)]
+    return total
+
+
 @dataclass(frozen=True)
 class GroupColumns:
     """Beside few tokens, the eight columns of x that a matrix instruction multiplies are the tokens of several scale
@@ -86,12 +94,15 @@ class WarpProduct:
         decoder: its decoder, made with ``allow_sum_scale``.
         token_blocks: blocks of eight tokens.
         columns: if the columns of x are the scale groups of few tokens.
+        chains: most sums of a group that its instructions take in turn, two and more each, because each waits for the
+            last one with its sums.
     """
 
     weight: WeightOperand
     decoder: Any
     token_blocks: int
     columns: GroupColumns | None = None
+    chains: int = 1
 
     def multiply(
         self,
@@ -123,16 +134,19 @@ class WarpProduct:
             return
         block = self.weight.block
         steps = block.scale_group // 16
+        count = max(1, min(self.chains, steps // 2))
         for g in range(block.groups):
             x_sums = [self._sum_x(x_fragments[tb], g * steps, steps) for tb in range(self.token_blocks)]
             for strip in range(len(words)):
                 scale_words = scales(strip, g)
                 offsets = self.decoder.offsets(scale_words, table)
-                sums = [[Float32(0.0)] * 4 for _ in range(self.token_blocks)]
+                chains = [[[Float32(0.0)] * 4 for _ in range(self.token_blocks)] for _ in range(count)]
                 for step in range(g * steps, (g + 1) * steps):
                     a = self.decoder.decode_exact(words[strip][step], offsets)
+                    sums = chains[step % len(chains)]
                     for tb in range(self.token_blocks):
                         sums[tb] = mma_sync(self.weight.kind, sums[tb], a, x_fragments[tb][step])
+                sums = [_added(of_block) for of_block in zip(*chains, strict=True)]
                 values = self.decoder.scales_and_zeros(scale_words, g % block.groups_per_word)
                 for tb in range(self.token_blocks):
                     for i in range(4):

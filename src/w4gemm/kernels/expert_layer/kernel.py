@@ -35,11 +35,12 @@ Shared memory, in this order:
     stages     warps * num_stages *             their warp: cp.async of 16 bytes a    their warp
                stage_bytes                      lane
     table      decode_table_bytes               all threads, before the first step    all warps
-    choices    see Choices                      all threads, before the first step    all threads
+    choices    see Choices                      all threads or, of few, each warp     all threads
+                                                and the first, before the first step
 
 No mbarriers: each warp commits a group of cp.async a step, and waits for the oldest of ``num_stages``. Barriers of the
-CTA: three in :meth:`tally`, one before the first step (x is there), one a round (partials are stored), two around the
-wait for other CTAs.
+CTA: those of :class:`.tally.Tally`, one before the first step (x is there),
+one a round (partials are stored), two around the wait for other CTAs.
 
 From gate_up to down. The activated rows go through global memory (``scratch``), in the order of down's fragments. CTA c
 stores them, meets its threads, and stores 2 * epoch + 1 to flag c (release). Warps of each CTA wait until all flags
@@ -71,6 +72,7 @@ from w4gemm.kernels.device.block import BlockReader
 from w4gemm.kernels.device.epilogue_math import EpilogueMath
 from w4gemm.kernels.device.warp_product import WarpProduct
 from w4gemm.kernels.expert_layer.spec import COUNTERS_AT, EPOCHS_AT, SLOT_ROW, ExpertLayer
+from w4gemm.kernels.expert_layer.tally import Tally
 from w4gemm.kernels.expert_layer.values import (
     ActivatedRows,
     Choices,
@@ -96,7 +98,6 @@ from w4gemm.ptx.memory import (
     load_global_f32x4,
     load_l2,
     load_matrix,
-    load_shared,
     load_shared_f32x4,
     shared_address,
     store_global,
@@ -108,6 +109,8 @@ from w4gemm.ptx.memory import (
 
 _STRIPS = BLOCK_N // STRIP_N
 """Strips of a packed block."""
+_CHAINS = 2
+"""Sums that the eight matrix instructions of a step take in turn."""
 _QUADS = STRIP_N // 4
 """Fours of consecutive rows of a strip."""
 
@@ -131,8 +134,8 @@ class ExpertLayerKernel:
         weight = layer.weight
         self.decoder = weight.decoder(allow_sum_scale=True, pairs=layer.pairs)
         self.reader = BlockReader(layer.stage_block, weight.codec.turns)
-        self.product = WarpProduct(weight, self.decoder, 1)
-        self.router = None if layer.choice is None else layer.choice.math()
+        self.product = WarpProduct(weight, self.decoder, 1, chains=_CHAINS)
+        self.tally = Tally(layer)
         scale = self.decoder.exact_scale if self.decoder.separate_scales else self.decoder.sum_scale
         self.sum_scale = scale
         self.column_stride = 1 if layer.split else layer.ctas
@@ -165,14 +168,16 @@ class ExpertLayerKernel:
         epoch = Int32(0)
         if warp < layer.pollers:
             epoch = load_l2(flags + Int64(EPOCHS_AT + cta) * 4, 1, Boolean(True))[0] + 1
+        given = self.tally.given(t, thread)
         self.copy_x(t, memory.x, thread)
-        active = self.tally(t, memory.choices, thread)
+        active, own = self.tally.count(t, memory.choices, given, thread)
         if active != layer.choices:
             share = self.share_of(cta, cta, active)
             cursor = self.first_step(share, warp)
         cursor = self.at_row(t, memory, share, cursor)
         for stage in cutlass.range(layer.num_stages, unroll=1):
             cursor = self.request(t, memory, share, cursor, stage, warp)
+        self.tally.store_factors(t, memory.choices, own, thread)
         if thread == 0:
             store_relaxed(flags + Int64(EPOCHS_AT + cta) * 4, epoch)
             store_relaxed(flags + Int64(cta) * 4, epoch * 2)
@@ -180,25 +185,25 @@ class ExpertLayerKernel:
         cute.arch.cp_async_wait_group(layer.num_stages)
         cute.arch.sync_threads()  # x of all threads is there
 
-        stage, own = Int32(0), cta
-        while own >= 0:
+        stage, computed = Int32(0), cta
+        while computed >= 0:
             cursor, stage = self.multiply_up(t, memory, share, cursor, stage, warp)
             cute.arch.sync_threads()  # the rows of all threads are stored
             if thread == 0:
-                store_release(flags + Int64(own) * 4, epoch * 2 + 1)
+                store_release(flags + Int64(computed) * 4, epoch * 2 + 1)
             if warp < layer.pollers:
                 memory.choices.shares[warp] = self.await_flags(flags, cta, epoch, warp, lane)
             else:
-                if own == cta:
+                if computed == cta:
                     self.add_biases(t, memory.choices, share, thread - 32 * layer.pollers)
             cute.arch.sync_threads()
-            own = self.share_to_claim(memory.choices, cta)
-            if own >= 0:
+            computed = self.share_to_claim(memory.choices, cta)
+            if computed >= 0:
                 if thread == 0:
-                    store_relaxed(flags + Int64(own) * 4, epoch * 2)
+                    store_relaxed(flags + Int64(computed) * 4, epoch * 2)
                 copies_wait()
                 cute.arch.sync_threads()
-                share = self.share_of(own, cta, active)
+                share = self.share_of(computed, cta, active)
                 cursor, stage = self.at_row(t, memory, share, self.first_step(share, warp)), Int32(0)
                 for at in cutlass.range(layer.num_stages, unroll=1):
                     cursor = self.request(t, memory, share, cursor, at, warp)
@@ -224,12 +229,14 @@ class ExpertLayerKernel:
             self.decoder.fill_table(table, thread, layer.threads)
             table = own_pairs(table, thread, layer.pairs)
         count = layer.choices
-        factors = tensor(Float32, count * layer.tokens)
+        factors, experts = tensor(Float32, count * layer.tokens), tensor(Int32, layer.tallies * count)
+        if layer.tallies > 1:
+            experts = cute.make_tensor(experts.iterator + warp * count, cute.make_layout(count))
         choices = Choices(
             tensor(Int32, -(-count // 4) * 4, 16),
             tensor(Float32, count),
             tensor(Int32, -(-layer.experts // 32)),
-            tensor(Int32, count),
+            experts,
             tensor(Int32, count),
             factors,
             tensor(Float32, count * layer.tokens) if layer.down_scale else factors,
@@ -238,7 +245,7 @@ class ExpertLayerKernel:
         )
         return Memory(x, partials, stages + warp * (layer.num_stages * layer.stage_bytes), table, choices)
 
-    # -------------------------------------------------------------------------------------------- choices and shares
+    # ------------------------------------------------------------------------------------------------------ x, shares
 
     @cute.jit
     def copy_x(self, t: Tensors, target: Int32, thread: Int32) -> None:
@@ -252,109 +259,6 @@ class ExpertLayerKernel:
             at = Int64(row) * row_bytes + vector * 16
             copy_async_if(target + row * layer.x_row_bytes + vector * 16, source + at, exists)
         cute.arch.cp_async_commit_group()
-
-    @cute.jit
-    def tally(self, t: Tensors, c: Choices, thread: Int32) -> Int32:
-        """Fill ``c`` and return the number of chosen experts."""
-        layer, lane = self.layer, thread % 32
-        for i in cutlass.range(thread, layer.choices * layer.tokens, layer.threads, unroll=1):
-            c.factors[i] = Float32(0.0)
-            if const_expr(layer.down_scale):
-                c.scaled[i] = Float32(0.0)
-        if const_expr(layer.choice is not None):
-            self.choose(t, c, thread)
-        else:
-            if thread < -(-layer.choices // 4) * 4:
-                expert, weight = Int32(-1), Float32(0.0)
-                if thread < t.ids.shape[0]:
-                    expert, weight = self.expert_of(t, Int64(t.ids[thread])), t.weights[thread]
-                c.ids[thread] = expert
-                if thread < layer.choices:
-                    c.weights[thread] = weight
-        cute.arch.sync_threads()
-        masks = []
-        for first in cutlass.range_constexpr(0, layer.experts, layer.threads):
-            expert, mask = first + thread, Int32(0)
-            if first + thread // 32 * 32 < layer.experts:
-                mask = self.mask_of(shared_address(c.ids.iterator), expert)
-                bits = cute.arch.vote_ballot_sync(mask != 0)
-                if lane == 0:
-                    c.present[expert // 32] = bits
-            masks.append(mask)
-        cute.arch.sync_threads()
-        present = Int32(0)
-        if lane < -(-layer.experts // 32):
-            present = c.present[lane]
-        count = Int32(cute.arch.popc(present))
-        scanned = count
-        for step in cutlass.range_constexpr(5):
-            before = cute.arch.shuffle_sync_up(scanned, 1 << step)
-            if lane >= 1 << step:
-                scanned += before
-        active, before = cute.arch.shuffle_sync(scanned, 31), scanned - count
-        for i in cutlass.range_constexpr(len(masks)):
-            expert = i * layer.threads + thread
-            slot = self.slot_of(expert, present, before)
-            if masks[i] != 0:
-                c.experts[slot] = expert
-                c.masks[slot] = masks[i]
-        choice = cutlass.min(thread, layer.choices - 1)
-        expert, token = c.ids[choice], choice // layer.top_k
-        slot = self.slot_of(cutlass.max(expert, 0), present, before)
-        if thread < layer.choices and expert >= 0:
-            factor = Float32(0.0)
-            for j in cutlass.range_constexpr(layer.top_k):
-                other = token * layer.top_k + j
-                factor += Float32(cutlass.select_(c.ids[other] == expert, c.weights[other], Float32(0.0)))
-            c.factors[slot * layer.tokens + token] = factor
-            if const_expr(layer.down_scale):
-                c.scaled[slot * layer.tokens + token] = factor * t.down_scale[expert]
-        cute.arch.sync_threads()
-        return active
-
-    def mask_of(self, ids: Int32, expert: Int32) -> Int32:
-        """The tokens that chose an expert, one a bit."""
-        mask = Int32(0)
-        for first in range(0, self.layer.choices, 4):
-            for choice, other in enumerate(load_shared(ids + first * 4, 4), first):
-                if choice < self.layer.choices:
-                    bit = Int32(1 << choice // self.layer.top_k)
-                    mask = mask | Int32(cutlass.select_(other == expert, bit, Int32(0)))
-        return mask
-
-    def slot_of(self, expert: Int32, present: Int32, before: Int32) -> Int32:
-        """The number of chosen experts below one; called by a whole warp, whose lane i holds the bits of experts 32 i
-        and on, and the number of chosen ones below them."""
-        bits = cute.arch.shuffle_sync(present, expert // 32) & ((1 << expert % 32) - 1)
-        return cute.arch.shuffle_sync(before, expert // 32) + Int32(cute.arch.popc(bits))
-
-    @cute.jit
-    def choose(self, t: Tensors, c: Choices, thread: Int32) -> None:
-        """Choose each token's experts by its logits, a warp for each token: as the launch of expert_choice does."""
-        layer, lane = self.layer, thread % 32
-        for token in cutlass.range(cute.arch.make_warp_uniform(thread // 32), layer.tokens, layer.warps, unroll=1):
-            expert, weight = Int32(-1), Float32(0.0)
-            if token < t.logits.shape[0]:
-                expert, weight = self.router.choose(t.logits, t.router_bias, token)
-            if lane < layer.top_k:
-                c.ids[token * layer.top_k + lane] = self.expert_of(t, Int64(expert))
-                c.weights[token * layer.top_k + lane] = weight
-        if const_expr(layer.choices % 4 != 0):
-            if thread < 4 - layer.choices % 4:
-                c.ids[layer.choices + thread] = Int32(-1)
-
-    @cute.jit
-    def expert_of(self, t: Tensors, number: Int64) -> Int32:
-        """The expert here of the number that was chosen; -1 if it is elsewhere."""
-        expert = Int32(-1)
-        if const_expr(self.layer.mapped):
-            if number >= 0 and number < t.expert_map.shape[0]:
-                number = Int64(t.expert_map[Int32(number)])
-            else:
-                number = Int64(-1)
-        if number >= 0 and number < self.layer.experts:
-            expert = Int32(number)
-        return expert
 
     @cute.jit
     def share_of(self, index: Int32, cta: Int32, active: Int32) -> Share:

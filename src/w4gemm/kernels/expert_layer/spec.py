@@ -28,6 +28,8 @@ IDS = (torch.int32, torch.int64)
 """Dtypes of choices."""
 MOST_CHOICES = 128
 """Choices of all tokens."""
+_FEW_CHOICES = 16
+"""Choices that each warp tallies by itself: of four times as many it takes longer than all warps do together."""
 _ROUND = 16
 """Most units that a CTA multiplies before it adds up."""
 SLOT_ROW = STRIP_N + 4
@@ -129,6 +131,11 @@ class ExpertLayer(Sm90Helper):
         return self.tokens * self.top_k
 
     @property
+    def tallies(self) -> int:
+        """Warps that tally the choices, each by itself, before any barrier; 1 if all do it together."""
+        return self.warps if self.choice is None and self.choices <= _FEW_CHOICES else 1
+
+    @property
     def pollers(self) -> int:
         """Warps that wait for the flags of all CTAs."""
         return -(-self.ctas // 32)
@@ -225,7 +232,7 @@ class ExpertLayer(Sm90Helper):
 
     @property
     def _bytes_but_stages(self) -> int:
-        tables = self.experts // 8 + 4 + self.choices * (16 + 8 * self.tokens) + 4 * self.pollers
+        tables = self.experts // 8 + 4 + self.choices * (12 + 4 * self.tallies + 8 * self.tokens) + 4 * self.pollers
         biases = self.columns_per_cta * self.tokens * STRIP_N * 4
         partials = 2 * self.partial_slots * self.slot_bytes
         return self.tokens * self.x_row_bytes + partials + self.decode_table_bytes + tables + biases + _ALIGNMENT

@@ -52,7 +52,7 @@ class Choices(NamedTuple):
     present: cute.Tensor
     """int32 (experts / 32,): a bit for each expert, 1 if it was chosen."""
     experts: cute.Tensor
-    """int32 (choices,): the expert of each slot."""
+    """int32 (choices,): the expert of each slot; of this warp, where each tallies by itself."""
     masks: cute.Tensor
     """int32 (choices,): bit t is 1 if token t chose the slot's expert."""
     factors: cute.Tensor
@@ -64,6 +64,24 @@ class Choices(NamedTuple):
     shares: cute.Tensor
     """int32 (pollers,): what each warp that waits prefers to compute next, see :meth:`ExpertLayerKernel.await_flags`.
     At the end, the first word says which of the first (1) and the last (2) of its strips of down the CTA adds up."""
+
+
+class OwnChoice(NamedTuple):
+    """A lane's choice, where each warp tallies the choices by itself."""
+
+    expert: Int32
+    """-1 if it is elsewhere or there is none."""
+    weight: Float32
+    slot: Int32
+
+
+class PlaceOfExperts(NamedTuple):
+    """From which a lane computes slots, where all warps tally together, see :meth:`ExpertLayerKernel.slot_of`."""
+
+    present: Int32
+    """Bits of 32 experts, 1 if they were chosen."""
+    before: Int32
+    """Chosen experts below them."""
 
 
 class Memory(NamedTuple):
