@@ -393,6 +393,19 @@ def test_warm_calls_follow_the_plan():
     assert product.bound_linear(x, wide, None, None, False).product.direct(2) is None
 
 
+@pytest.mark.parametrize("m", [2, 40])
+@pytest.mark.parametrize("name", ["x", "w", "out"])
+def test_freed_memory_is_refused(name, m):
+    """Compiled code would crash the process. Freed results are those that a caller passes."""
+    w, x, out = random_weight(WeightFormat.parse("int4_g32"), 192, 96).repack(), torch.randn(m, 96), torch.empty(m, 192)
+    options = {"out": out} if name == "out" else {}
+    w4gemm.linear(x, w, **options)
+    {"x": x, "w": w.tensors[1], "out": out}[name].untyped_storage().resize_(0)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=f"{name}: wanted a tensor with memory"):
+            w4gemm.linear(x, w, **options)
+
+
 @pytest.fixture
 def medium():
     """Have the user let products of float32 be computed in bf16."""

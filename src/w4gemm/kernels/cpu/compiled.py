@@ -287,10 +287,12 @@ class CompiledProduct:
             if scratch_bytes:
                 scratch = array_of(scratch_bytes)()
                 rest = _own(ctypes.addressof(scratch), *own) + self.sizes
-            table, scales = weight[0].data_ptr(), weight[1].data_ptr()
+            tokens, table, scales = x.data_ptr(), weight[0].data_ptr(), weight[1].data_ptr()
+            if not (tokens and table and scales):
+                refuse_freed(x=x, w=weight)
             zeros = weight[2].data_ptr() if has_zero else 0
             factors = weight[-1].data_ptr() if has_factors else 0
-            places = _addresses(x.data_ptr(), panel, 0, k, 0, table, scales, zeros, factors, out.data_ptr())
+            places = _addresses(tokens, panel, 0, k, 0, table, scales, zeros, factors, out.data_ptr())
             if run(places + rest) >= INFINITE:
                 self.repair(out.view(m, -1), x.view(m, -1), weight)
 
@@ -398,6 +400,13 @@ class CompiledProduct:
         stored = format.zero, format.scale_dtype, whole_group, format.factors, superblock
         tiled, is_partial = tiles
         return Code(bits, row_bytes, middle, *stored, tokens, tiled, is_partial, lanes, x_dtype, dtype, *decoded)
+
+
+def refuse_freed(**tensors: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
+    """Raise RuntimeError for the first tensor whose memory was freed, as by FSDP: compiled code would crash."""
+    for name, of in tensors.items():
+        if not all(t.data_ptr() for t in (of if isinstance(of, tuple) else (of,))):
+            raise RuntimeError(f"{name}: wanted a tensor with memory, got one whose storage was freed")
 
 
 def panel_columns(group: int, k: int, most: PanelLimits = PanelLimits()) -> int:

@@ -170,6 +170,8 @@ class _Launch:
                 tokens = slice(first, first + self.tokens)
                 self.multiply(x[tokens], weight, out[tokens], epilogue.of_rows(tokens))
             return
+        if not (x.data_ptr() and weight[0].data_ptr() and weight[1].data_ptr() and out.data_ptr()):
+            compiled.refuse_freed(x=x, w=weight, out=out)
         if x.dtype is torch.float8_e4m3fn:
             x = epilogue.scaled_blocks(x.float())
         # no sums in out where a residual may share its memory, or gates halve its columns
