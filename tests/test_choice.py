@@ -61,6 +61,10 @@ def test_a_problem_takes_a_formats_string_and_no_device_that_there_is_not():
     assert problem == replace(problem, format=WeightFormat(64, "int"))
     with pytest.raises(ValueError, match="got 'AWQ'; nearest is 'int4_g128_zint'"):
         WeightFormat.parse("AWQ")
+    names = {"e5m2": "e5m2_col_fp32", "mxfp6_e3m2": "e3m2_g32_e8m0", "mxfp6_e2m3": "mxfp6", "fp4": "mxfp4"}
+    for name, nearest in names.items():
+        with pytest.raises(ValueError, match=f"got '{name}'; nearest is '{nearest}'"):
+            WeightFormat.parse(name)
     with pytest.raises(ValueError, match="format: wanted .*; got 'int4_64'; nearest is 'int4_g64'"):
         replace(problem, format="int4_64")
     with pytest.raises(ValueError, match="kind: wanted 'cuda', 'cpu' or .*, got 'H200'; w4gemm.Device.of"):

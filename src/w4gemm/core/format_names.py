@@ -56,6 +56,12 @@ _OTHER_NAMES = {
     "w8a16": "int8_g128",
     "fp8": "e4m3_col_fp32",
     "fp8_block": "e4m3_g128_b128",
+    **{name: f"{name[-4:]}_col_fp32" for name in ("e4m3", "e5m2", "fp8_e4m3", "fp8_e5m2", "float8_e5m2")},
+    "float8_e4m3fn": "e4m3_col_fp32",
+    "mxfp8_e5m2": "e5m2_g32_e8m0",
+    **dict.fromkeys(("fp6", "e2m3", "mxfp6_e2m3"), "mxfp6"),
+    **dict.fromkeys(("e3m2", "mxfp6_e3m2"), "e3m2_g32_e8m0"),
+    "w4a8_nvfp4_fp8": "e2m1_g16_e4m3",
     **{element: f"{element}_g128" for element in INTEGER_NAMES},
 }
 """Formats by the names that checkpoints and engines give their most common weights."""
