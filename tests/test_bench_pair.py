@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -166,3 +168,28 @@ def test_an_engine_answers_until_experts_have_moved() -> None:
     row = ranks.moved(engine, pair.Answers([[1, 2]], [[-1.5, -2.0]], []), before, [[7]])
     assert len(asked) == 4 and [row[name] for name in ("places", "moved", "intact")] == [4, 2, True]
     assert row["logprobs"] == 0.25
+
+
+def test_a_model_takes_the_format_that_the_options_name(monkeypatch, tmp_path, capsys):
+    """``--model NAME`` without ``=FORMAT`` takes ``--format``'s."""
+    monkeypatch.setattr(pair, "write_once", lambda model, packing, folder: None)
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    monkeypatch.setattr(pair, "plugin_metadata", lambda folder: None)
+
+    def served(*options: str) -> list[str]:
+        args = pair.parser().parse_args(["--tiny", "--work", str(tmp_path), "--out", str(tmp_path / "rows"), *options])
+        folders: list[str] = []
+
+        def rows_of(model: Model, folder: Path, args: Any) -> Iterator[dict[str, Any]]:
+            folders.append(folder.name)
+            yield from ()
+
+        pair.serve(args, {}, rows_of)
+        return folders
+
+    assert served() == ["tiny-llama-3-8b-gptq-int4-g128"]
+    assert served("--format", "ct-nvfp4") == ["tiny-llama-3-8b-ct-nvfp4"]
+    assert served("--model", "gpt-oss-20b=mxfp4") == ["tiny-gpt-oss-20b-mxfp4"]
+    with pytest.raises(SystemExit):
+        served("--format", "ct-nvfp4", "awq-int4-g128")
+    assert "--model, --format: wanted one of each" in capsys.readouterr().err

@@ -36,6 +36,7 @@ from bench.engine.implementations import DEFAULT, OURS, Implementation, known_as
 from bench.engine.launch import ROOT, hold, plugin_metadata, work_folder
 from bench.engine.models import Model
 from bench.engine.options import add_models, pairs_of
+from bench.engine.packing import Packing
 from bench.engine.rows import equal_prefix, spread
 from bench.engine.worker import kernels_of
 from bench.options import add_out, counts, typed
@@ -296,9 +297,10 @@ def serve(args: argparse.Namespace, facts: Row, rows_of: RowsOf) -> None:
     Args:
         facts: that each row has, beside those of the machine and the checkpoint.
     """
-    (model, packing), *more = (pair for text in args.model for pair in pairs_of(text, [], args))
+    packings = [Packing.parse(text) for text in args.format]
+    (model, packing), *more = (pair for text in args.model for pair in pairs_of(text, packings, args))
     if more:
-        parser().error(f"--model: wanted one, got {args.model}")
+        parser().error(f"--model, --format: wanted one of each, got {args.model} and {args.format}")
     model = replace(model, config={**model.config, "vocab_size": args.vocabulary})
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     machine = record.facts()
