@@ -20,6 +20,7 @@ from w4gemm.choice import Plan, PlanKey, plan_cache, plan_for, plan_m, plan_rows
 from w4gemm.core.epilogue import NO_OPERANDS, PLAIN, Epilogue, EpilogueOperands
 from w4gemm.core.errors import require_dense
 from w4gemm.kernels import Operands
+from w4gemm.kernels.cpu.compiled import Direct
 from w4gemm.kernels.cpu.matmul import may_round_float32
 from w4gemm.kernels.cpu.tile_product import multiplies_bf16
 from w4gemm.kernels.gpu import takes_rows
@@ -34,9 +35,6 @@ _FEW, _SMALL = 4, 3 * 2**19
 bf16. Rounding would take longer: 8.9 in place of 3.2 us for 8 tokens of 64 x 64, 14.2 in place of 10.1 of 192 x 576; it
 gains from 16 tokens of 192 x 576 and some 12 of 256 x 640 on (EPYC with AVX512_BF16, one thread, 2026-11-29)."""
 Launch = Callable[[Operands], None]
-Direct = Callable[[torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor], None]
-"""A launch on contiguous x, a weight's tensors and the result, without an epilogue; x and the result may have any
-shape."""
 
 
 class Product:
@@ -51,8 +49,16 @@ class Product:
     """
 
     __slots__ = (
-        *("_direct", "_generation", "_key", "_launches", "_rounds_from"),
-        *("columns", "device", "epilogue", "experts", "out_dtype"),
+        "_direct",
+        "_generation",
+        "_key",
+        "_launches",
+        "_rounds_from",
+        "columns",
+        "device",
+        "epilogue",
+        "experts",
+        "out_dtype",
     )
 
     def __init__(

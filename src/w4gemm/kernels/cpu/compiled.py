@@ -148,7 +148,8 @@ PANEL = 64
 """Columns of a panel, at most: their rows of the table stay in the first cache while another block is multiplied. With
 256 columns one token of 11008 x 2048 took 1.25 times as long (EPYC, AVX-512 or AVX2, 2026-11-29)."""
 Direct = Callable[[torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor], None]
-"""A function of x, the weight's tensors and the result."""
+"""A launch on contiguous x, a weight's tensors and the result, without an epilogue; x and the result may have any
+shape."""
 INFINITE = 0x7F800000
 """Bit pattern of infinity in float32; those of NaN are larger."""
 

@@ -39,8 +39,8 @@ Shared memory, in this order:
                                                 and the first, before the first step
 
 No mbarriers: each warp commits a group of cp.async a step, and waits for the oldest of ``num_stages``. Barriers of the
-CTA: those of :class:`.tally.Tally`, one before the first step (x is there),
-one a round (partials are stored), two around the wait for other CTAs.
+CTA: those of :class:`.tally.Tally`, one before the first step (x is there), one a round (partials are stored), two
+around the wait for other CTAs.
 
 From gate_up to down. The activated rows go through global memory (``scratch``), in the order of down's fragments. CTA c
 stores them, meets its threads, and stores 2 * epoch + 1 to flag c (release). Warps of each CTA wait until all flags
@@ -168,9 +168,9 @@ class ExpertLayerKernel:
         epoch = Int32(0)
         if warp < layer.pollers:
             epoch = load_l2(flags + Int64(EPOCHS_AT + cta) * 4, 1, Boolean(True))[0] + 1
-        given = self.tally.given(t, thread)
+        choice = self.tally.read(t, thread)
         self.copy_x(t, memory.x, thread)
-        active, own = self.tally.count(t, memory.choices, given, thread)
+        active, own = self.tally.count(t, memory.choices, choice, thread)
         if active != layer.choices:
             share = self.share_of(cta, cta, active)
             cursor = self.first_step(share, warp)

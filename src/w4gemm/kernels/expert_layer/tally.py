@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
 from w4gemm.kernels.expert_layer.spec import ExpertLayer
-from w4gemm.kernels.expert_layer.values import Choices, OwnChoice, PlaceOfExperts, Tensors
+from w4gemm.kernels.expert_layer.values import Choices, GivenChoice, OwnChoice, PlaceOfExperts, Tensors
 from w4gemm.ptx.memory import load_shared, shared_address
 
 
@@ -28,24 +28,24 @@ class Tally:
         return self.layer.tallies > 1
 
     @cute.jit
-    def given(self, t: Tensors, thread: Int32) -> tuple[Int32, Float32]:
-        """The expert and the weight of the thread's choice; -1 and 0 if there is none, or the launch chooses."""
+    def read(self, t: Tensors, thread: Int32) -> GivenChoice:
+        """The thread's choice; of expert -1 if there is none, or the launch chooses."""
         expert, weight = Int32(-1), Float32(0.0)
         choice = thread % 32 if const_expr(self.alone) else thread
         if const_expr(self.layer.choice is None):
             if choice < cutlass.min(t.ids.shape[0], self.layer.choices):
                 expert, weight = self.expert_of(t, Int64(t.ids[choice])), t.weights[choice]
-        return expert, weight
+        return GivenChoice(expert, weight)
 
     @cute.jit
     def count(
-        self, t: Tensors, c: Choices, given: tuple[Int32, Float32], thread: Int32
+        self, t: Tensors, c: Choices, choice: GivenChoice, thread: Int32
     ) -> tuple[Int32, OwnChoice | PlaceOfExperts]:
         """Fill the experts of ``c``, and return how many were chosen, and what :meth:`store_factors` needs."""
         if const_expr(self.alone):
-            active, own = self.count_alone(c, *given, thread % 32)
+            active, own = self.count_alone(c, choice, thread % 32)
         else:
-            active, own = self.count_together(t, c, *given, thread)
+            active, own = self.count_together(t, c, choice, thread)
         return active, own
 
     @cute.jit
@@ -58,9 +58,7 @@ class Tally:
             self.store_factors_together(t, c, own, thread)
 
     @cute.jit
-    def count_together(
-        self, t: Tensors, c: Choices, expert: Int32, weight: Float32, thread: Int32
-    ) -> tuple[Int32, PlaceOfExperts]:
+    def count_together(self, t: Tensors, c: Choices, own: GivenChoice, thread: Int32) -> tuple[Int32, PlaceOfExperts]:
         layer, lane = self.layer, thread % 32
         for i in cutlass.range(thread, layer.choices * layer.tokens, layer.threads, unroll=1):
             c.factors[i] = Float32(0.0)
@@ -70,9 +68,9 @@ class Tally:
             self.choose(t, c, thread)
         else:
             if thread < -(-layer.choices // 4) * 4:
-                c.ids[thread] = expert
+                c.ids[thread] = own.expert
                 if thread < layer.choices:
-                    c.weights[thread] = weight
+                    c.weights[thread] = own.weight
         cute.arch.sync_threads()
         masks = []
         for first in cutlass.range_constexpr(0, layer.experts, layer.threads):
@@ -119,7 +117,8 @@ class Tally:
                 c.scaled[slot * layer.tokens + token] = factor * t.down_scale[expert]
 
     @cute.jit
-    def count_alone(self, c: Choices, expert: Int32, weight: Float32, lane: Int32) -> tuple[Int32, OwnChoice]:
+    def count_alone(self, c: Choices, choice: GivenChoice, lane: Int32) -> tuple[Int32, OwnChoice]:
+        expert = choice.expert
         again, below = Boolean(False), Int32(0)
         others = [cute.arch.shuffle_sync(expert, i) for i in range(self.layer.choices)]
         for i, other in enumerate(others):
@@ -130,7 +129,7 @@ class Tally:
         if expert >= 0:
             c.experts[below] = expert
         cute.arch.sync_warp()
-        return Int32(cute.arch.popc(firsts)), OwnChoice(expert, weight, below)
+        return Int32(cute.arch.popc(firsts)), OwnChoice(expert, choice.weight, below)
 
     @cute.jit
     def store_factors_alone(self, t: Tensors, c: Choices, own: OwnChoice, lane: Int32) -> None:

@@ -66,6 +66,14 @@ class Choices(NamedTuple):
     At the end, the first word says which of the first (1) and the last (2) of its strips of down the CTA adds up."""
 
 
+class GivenChoice(NamedTuple):
+    """A thread's choice, as it was given."""
+
+    expert: Int32
+    """-1 if it is elsewhere or there is none."""
+    weight: Float32
+
+
 class OwnChoice(NamedTuple):
     """A lane's choice, where each warp tallies the choices by itself."""
 
@@ -76,7 +84,7 @@ class OwnChoice(NamedTuple):
 
 
 class PlaceOfExperts(NamedTuple):
-    """From which a lane computes slots, where all warps tally together, see :meth:`ExpertLayerKernel.slot_of`."""
+    """From which a lane computes slots, where all warps tally together, see :meth:`.tally.Tally.slot_of`."""
 
     present: Int32
     """Bits of 32 experts, 1 if they were chosen."""
