@@ -26,7 +26,7 @@ from w4gemm.console import devices, options, progress, values
 from w4gemm.console.devices import choose_device
 from w4gemm.core.problem import GPUS, Device
 from w4gemm.integrations.generation import default_model
-from w4gemm.kernels.cpu import compiled
+from w4gemm.kernels.cpu import machine
 from w4gemm.kernels.helpers.experts import MOST_TERMS
 from w4gemm.tuning.tuner import TOP
 
@@ -463,7 +463,7 @@ def test_info(capsys: pytest.CaptureFixture[str]) -> None:
     assert report["devices"][0]["config"].startswith("cpu_mixed_gemm/") and report["devices"][0]["source"]
     assert {"cache", "objects", "tables", "environment", "platform", "driver_cuda"} <= set(report)
     method = report["devices"][0]["method"]
-    assert (method in ("compiled", "pairs", "tiles")) == compiled.is_available() and f"(heuristic, {method})" in text
+    assert (method in ("compiled", "pairs", "tiles")) == machine.is_available() and f"(heuristic, {method})" in text
     assert [line.split()[0].rstrip(":") for line in report["engines"]] == ["vLLM", "SGLang"]
     assert "sm90_mixed_gemm" in report["devices"][0]["kernels"]
 

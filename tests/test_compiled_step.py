@@ -16,16 +16,16 @@ from w4gemm.integrations.decoder import compiled_step, decode_by_graph
 from w4gemm.integrations.decoder.compiled_step import CompiledStep
 from w4gemm.integrations.decoder.loop import step_of
 from w4gemm.integrations.decoder.requirements import log_once, rotated
-from w4gemm.kernels.cpu import compiled
+from w4gemm.kernels.cpu import compiled, machine
 from w4gemm.kernels.cpu.step import AttentionArguments, NormArguments, attention, norm
 
-pytestmark = pytest.mark.skipif(not compiled.is_available(), reason=f"needs {compiled.NEEDS}")
+pytestmark = pytest.mark.skipif(not machine.is_available(), reason=f"needs {machine.NEEDS}")
 LANES = pytest.mark.parametrize("lanes", [8, 16])
 
 
 def run(program: Any, parameters: tuple[Any, ...], arguments: Any) -> None:
     addresses = (a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments)
-    compiled.machine_code(program, *parameters)(compiled.packing(type(arguments))(*addresses))
+    machine.machine_code(program, *parameters)(machine.packing(type(arguments))(*addresses))
 
 
 @LANES

@@ -18,7 +18,7 @@ from w4gemm.api import product
 from w4gemm.choice.model import ranked
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import Device, GemmProblem
-from w4gemm.kernels.cpu import compiled, kernel, matmul, tile_product
+from w4gemm.kernels.cpu import compiled, kernel, machine, matmul, tile_product
 from w4gemm.kernels.cpu.spec import CpuMixedGemm
 from w4gemm.packing.layouts import layout_named
 
@@ -29,14 +29,14 @@ CPU = Device("cpu")
 def without_code_sums(monkeypatch):
     """Simulate a build of PyTorch without FBGEMM, beside which llvmlite is missing."""
     monkeypatch.setattr(kernel, "has_code_sums", lambda bits: False)
-    monkeypatch.setattr(compiled, "is_available", lambda: False)
+    monkeypatch.setattr(machine, "is_available", lambda: False)
     with other_configs():
         yield
 
 
 @pytest.fixture
 def without_llvmlite(monkeypatch):
-    monkeypatch.setattr(compiled, "is_available", lambda: False)
+    monkeypatch.setattr(machine, "is_available", lambda: False)
     with other_configs():
         yield
 
@@ -46,8 +46,8 @@ def both(request):
     """Run a test with and without the compiled method."""
     if request.param == "without_llvmlite":
         request.getfixturevalue("without_llvmlite")
-    elif not compiled.is_available():
-        pytest.skip(f"needs {compiled.NEEDS}")
+    elif not machine.is_available():
+        pytest.skip(f"needs {machine.NEEDS}")
 
 
 @contextlib.contextmanager
@@ -164,8 +164,8 @@ def test_sums_of_codes_that_overflow_before_the_scale(both, m):
     x[0] = 3e37
     got = w4gemm.linear(x, w)
     torch.testing.assert_close(got[0], x[0] @ w.dequantize().T)
-    assert torch.equal(got[1:], alone[1:]) or not compiled.is_available()
-    if compiled.is_available():
+    assert torch.equal(got[1:], alone[1:]) or not machine.is_available()
+    if machine.is_available():
         out = torch.zeros(1, 192)[:, :130]
         compiled.CompiledProduct(w.format, w.n, w.k).step(x[:1], w.tensors, out)()
         torch.testing.assert_close(out[0], x[0] @ w.dequantize().T)
@@ -200,7 +200,7 @@ def test_sums_that_overflow_in_the_last_thread_before_an_epilogue(both, zero, th
     expected = torch.nn.functional.silu(x[3].double() @ w.dequantize().double().T) + residual[3]
     torch.testing.assert_close(out[3], expected.float(), rtol=1e-5, atol=1e-5)
     others = torch.arange(6) != 3
-    assert torch.equal(out[others], alone[others]) or not compiled.is_available()
+    assert torch.equal(out[others], alone[others]) or not machine.is_available()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
@@ -261,7 +261,7 @@ def test_zero_points_far_below_the_scales_are_rounded_once(without_llvmlite, dty
 
 # --- the compiled method ---------------------------------------------------------------------------------------------
 
-needs_llvmlite = pytest.mark.skipif(not compiled.is_available(), reason=f"needs {compiled.NEEDS}")
+needs_llvmlite = pytest.mark.skipif(not machine.is_available(), reason=f"needs {machine.NEEDS}")
 
 
 def compiled_config(w: w4gemm.QuantizedWeight) -> str:

@@ -12,10 +12,10 @@ import w4gemm
 from conformance.cases import assert_close, random_weight
 from test_cpu_kernel import other_configs
 from w4gemm.core.formats import WeightFormat
-from w4gemm.kernels.cpu import compiled, tile_product
+from w4gemm.kernels.cpu import machine, tile_product
 from w4gemm.kernels.cpu.tile_product import PairProduct, TileProduct
 
-pytestmark = pytest.mark.skipif(not compiled.is_available(), reason=f"needs {compiled.NEEDS}")
+pytestmark = pytest.mark.skipif(not machine.is_available(), reason=f"needs {machine.NEEDS}")
 
 
 def product(w: w4gemm.QuantizedWeight, is_rounded: bool = False) -> TileProduct:

@@ -18,7 +18,7 @@ from w4gemm.core.errors import require_gpu
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import Device, GemmProblem, gpu_named
 from w4gemm.core.words import dotted
-from w4gemm.kernels.cpu import compiled
+from w4gemm.kernels.cpu import machine
 from w4gemm.packing.layouts import layout_for
 
 
@@ -97,8 +97,8 @@ def chosen_device(name: str | None) -> tuple[Device, torch.device]:
     device, note = choose_device(name)
     if note:
         say(note)
-    if device.type == "cpu" and not compiled.is_available():
-        say(f"products run on PyTorch's operators; the compiled ones, up to 9 times as fast, need {compiled.NEEDS}")
+    if device.type == "cpu" and not machine.is_available():
+        say(f"products run on PyTorch's operators; the compiled ones, up to 9 times as fast, need {machine.NEEDS}")
     return Device.of(device), device
 
 

@@ -35,7 +35,7 @@ from w4gemm.integrations.decoder.requirements import (
     norm_eps,
 )
 from w4gemm.integrations.decoder.step import Prompt, facts_of
-from w4gemm.kernels.cpu import compiled
+from w4gemm.kernels.cpu import compiled, machine
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -134,8 +134,8 @@ class CompiledStep:
 
     def _build(self, model: PreTrainedModel) -> torch.Tensor:
         """Make the calls of a step, and return the tensor of its logits."""
-        if not compiled.is_available():
-            raise NotFusable(f"a compiled step needs {compiled.NEEDS}")
+        if not machine.is_available():
+            raise NotFusable(f"a compiled step needs {machine.NEEDS}")
         if reason := broken(model, Otherwise.COMPILED):
             raise NotFusable(reason)
         if model.dtype != torch.float32 or _is_observed():
@@ -196,9 +196,9 @@ class CompiledStep:
         weight, eps = norm.get_parameter("weight"), norm_eps(norm)
         k = len(weight)
         _require(x.shape[1] % k == 0 and k % _WIDTH == 0, norm)
-        run = compiled.machine_code(program, compiled.lanes(), k, eps, added is not None)
+        run = machine.machine_code(program, machine.lanes(), k, eps, added is not None)
         addresses = (0 if t is None else t.data_ptr() for t in (x, added, weight, out))
-        self._calls.append(functools.partial(run, compiled.packing(NormArguments)(*addresses, x.shape[1] // k)))
+        self._calls.append(functools.partial(run, machine.packing(NormArguments)(*addresses, x.shape[1] // k)))
         return out
 
     def _attention(self, attention: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -220,9 +220,9 @@ class CompiledStep:
         self._caches.append((keys, values))
         cos, sin = self._angles = self._buffer("cos", dim), self._buffer("sin", dim)
         out = self._buffer("attended", heads * dim)
-        run = compiled.machine_code(program, compiled.lanes(), dim, heads // kv_heads, scale)
+        run = machine.machine_code(program, machine.lanes(), dim, heads // kv_heads, scale)
         tensors = q, k, v, cos, sin, keys, values, self.slot, self._scores, out
-        arguments = compiled.packing(AttentionArguments)(*(t.data_ptr() for t in tensors), kv_heads, self.length)
+        arguments = machine.packing(AttentionArguments)(*(t.data_ptr() for t in tensors), kv_heads, self.length)
         self._calls.append(functools.partial(run, arguments))
         return out
 

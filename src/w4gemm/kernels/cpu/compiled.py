@@ -1,23 +1,20 @@
-"""The method "compiled" of ``cpu_mixed_gemm``: the package llvmlite (extra ``cpu``) makes machine code for this
-processor, in some 0.1 s at the first call of each :class:`Code`. ``program.py`` has its loops. Those between the
-products of a decoder layer (``step.py``) are compiled here too.
+"""The method "compiled" of ``cpu_mixed_gemm``: machine code (``machine.py``) that is made in some 0.1 s at the first
+call of each :class:`Code`. ``program.py`` has its loops.
 """
 
 from __future__ import annotations
 
 import ctypes
-import functools
 import itertools
 import math
-import os
 import struct
-from collections.abc import Callable, Hashable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
 from w4gemm.core.formats import WeightFormat
+from w4gemm.kernels.cpu.machine import Run, array_of, has, lanes, machine_code, run_all
 from w4gemm.packing.layouts.cpu import TABLE_N, CpuLayout, table_bits
 
 
@@ -127,23 +124,8 @@ class Tokens(NamedTuple):
     sums: int
 
 
-@functools.cache
-def array_of(bytes: int) -> type[ctypes.Array[ctypes.c_char]]:
-    """Return the type of an array, which is zeros at first."""
-    return ctypes.c_char * bytes
-
-
-@functools.cache
-def packing(arguments: type[NamedTuple]) -> Callable[..., bytes]:
-    """Return the function that makes int64 in a row of the arguments of compiled code."""
-    return struct.Struct(f"={len(arguments._fields)}q").pack
-
-
 _addresses, _own, _sizes = (struct.Struct(f"={count}q").pack for count in (10, 4, 6))
 """Functions that pack the first ten :class:`CodeArguments`, the four of a thread and the last six."""
-Run = Callable[[bytes], int]
-"""A compiled function of packed arguments. Products of codes return the largest bit pattern of a result's magnitude in
-float32; those of numbers return 0, because a matmul's sums would not be finite either."""
 PANEL = 64
 """Columns of a panel, at most: their rows of the table stay in the first cache while another block is multiplied. With
 256 columns one token of 11008 x 2048 took 1.25 times as long (EPYC, AVX-512 or AVX2, 2026-11-29)."""
@@ -167,30 +149,6 @@ MOST_CODES = 1024
 _DISPLACING = 512
 """Rows of a multiple of this many columns lie at multiples of 2 KiB, so that those of a tile displace each other from
 the first cache."""
-NEEDS = "llvmlite (pip install '.[cpu]') on a processor with AVX2 or of 64-bit Arm"
-
-
-@functools.cache
-def is_available() -> bool:
-    """True if llvmlite is installed, and this processor has the vectors that make it worth while."""
-    try:
-        from llvmlite import binding
-    except ImportError:
-        return False
-    machine = binding.get_process_triple().split("-")[0]
-    return machine == "aarch64" or (machine == "x86_64" and has("avx2", "fma", "f16c"))
-
-
-def has(*features: str) -> bool:
-    """True if this processor has LLVM's features of these names."""
-    from llvmlite import binding
-
-    return all(binding.get_host_cpu_features().get(feature) for feature in features)
-
-
-@functools.cache
-def lanes() -> int:
-    return 16 if has("avx512f") else 8
 
 
 class CompiledProduct:
@@ -424,45 +382,3 @@ def panel_columns(group: int, k: int, most: PanelLimits = PanelLimits()) -> int:
 
 _THREAD_COLUMNS = 2**14
 """Columns of chunks, times tokens, that are worth a thread: 20 to 100 us."""
-
-
-@functools.cache
-def _pool(threads: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(threads, "w4gemm")
-
-
-def run_all(run: Run, arguments: Sequence[bytes]) -> int:
-    """Run a function on several arguments at once, each in a thread, and return its largest result."""
-    if len(arguments) == 1:
-        return run(arguments[0])
-    futures = [_pool(len(arguments) - 1).submit(run, own) for own in arguments[1:]]
-    try:
-        largest = run(arguments[0])
-    finally:  # after Ctrl-C too the threads write to the result, which must outlive them
-        wait(futures)
-    return max(largest, *(future.result() for future in futures))
-
-
-os.register_at_fork(after_in_child=_pool.cache_clear)  # a child has none of its parent's threads
-
-
-@functools.cache
-def machine_code(program: Callable[..., str], *parameters: Hashable) -> Run:
-    """Return the function of the module that ``program`` writes for the parameters. Its argument is int64 in a row, by
-    :func:`packing`. Other Python threads run meanwhile."""
-    from llvmlite import binding
-
-    from w4gemm.kernels.cpu.builder import NAME
-
-    binding.initialize_native_target()
-    binding.initialize_native_asmprinter()
-    features = binding.get_host_cpu_features().flatten() + ",-prefer-256-bit"
-    machine = binding.Target.from_default_triple().create_target_machine(binding.get_host_cpu_name(), features, opt=3)
-    module = binding.parse_assembly(program(*parameters))
-    passes = binding.create_pass_builder(machine, binding.create_pipeline_tuning_options(speed_level=2))
-    passes.getModulePassManager().run(module, passes)
-    engine = binding.create_mcjit_compiler(module, machine)
-    engine.finalize_object()
-    function = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p)(engine.get_function_address(NAME))
-    function.engine = engine  # type: ignore[attr-defined]  # it owns the code
-    return function

@@ -32,7 +32,7 @@ from w4gemm.core.epilogue import PLAIN, Epilogue, EpilogueOperands
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import GemmProblem
 from w4gemm.kernels.base import OK, Operands, Resources, Status
-from w4gemm.kernels.cpu import compiled, kernel, tile_product
+from w4gemm.kernels.cpu import compiled, kernel, machine, tile_product
 from w4gemm.kernels.space import Exclusion
 from w4gemm.packing.layouts import layout_named
 from w4gemm.packing.layouts.cpu import TABLE_N, table_bits
@@ -46,7 +46,7 @@ _GROUPS = f"groups of a multiple of {tile_product.STEP} columns"
 _AMX = f"llvmlite and AMX, and {_GROUPS}"
 METHODS = {
     1: ("sum", "a PyTorch with FBGEMM"),
-    COMPILED_TOKENS: ("compiled", compiled.NEEDS),
+    COMPILED_TOKENS: ("compiled", machine.NEEDS),
     PAIRS_TOKENS: ("pairs", f"bfloat16 x, llvmlite and AVX512_BF16 without AMX, and {_GROUPS}"),
     TILES_TOKENS: ("tiles", _AMX),
     ROUNDED_TOKENS: ("rounded", f"bfloat16 x, llvmlite and AMX or AVX512_BF16, and {_GROUPS}"),
@@ -77,7 +77,7 @@ class CpuMixedGemm:
         configs = [GemmConfig(_DENSE_TOKENS, dense_n, problem.k)]
         if problem.layout == "cpu" and kernel.has_code_sums(table_bits(problem.format)):
             configs.append(GemmConfig(1, TABLE_N, _summed_together(problem.format, problem.k)))
-        if problem.layout == "cpu" and compiled.is_available():
+        if problem.layout == "cpu" and machine.is_available():
             group, k = problem.format.group_length(problem.k), problem.k
             panels: dict[int, compiled.PanelLimits] = {}
             if tile_product.holds(problem.format, problem.k):

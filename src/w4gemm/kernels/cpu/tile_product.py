@@ -11,19 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from w4gemm.core.formats import WeightFormat
-from w4gemm.kernels.cpu import compiled
-from w4gemm.kernels.cpu.compiled import (
-    INFINITE,
-    MOST_CODES,
-    CompiledProduct,
-    Direct,
-    PanelLimits,
-    Run,
-    array_of,
-    machine_code,
-    packing,
-    run_all,
-)
+from w4gemm.kernels.cpu import machine
+from w4gemm.kernels.cpu.compiled import INFINITE, MOST_CODES, CompiledProduct, Direct, PanelLimits
+from w4gemm.kernels.cpu.machine import Run, array_of, machine_code, packing, run_all
 from w4gemm.packing.layouts.cpu import TABLE_N, table_bits
 
 if TYPE_CHECKING:
@@ -54,13 +44,13 @@ _PAIRS_TOKENS = 4
 def is_available() -> bool:
     """True if llvmlite is installed, this processor has AMX for bf16, and the system lets this process use it."""
     permitted = getattr(torch.cpu, "_init_amx", lambda: False)  # no public function asks the system
-    return compiled.is_available() and compiled.has("amx-bf16", "avx512bw") and permitted()
+    return machine.is_available() and machine.has("amx-bf16", "avx512bw") and permitted()
 
 
 @functools.cache
 def has_pairs() -> bool:
     """True if llvmlite is installed, and this processor has AVX-512's dot products of bf16."""
-    return compiled.is_available() and compiled.has("avx512bf16", "avx512bw")
+    return machine.is_available() and machine.has("avx512bf16", "avx512bw")
 
 
 def holds(format: WeightFormat, k: int) -> bool:
