@@ -24,6 +24,8 @@ OF_IMPL = ("impl", "impl_version", "config", "rel_error", "us_p20", "us_p50", "u
 """Fields that differ between the implementations of a point."""
 OURS = ("configs", "best_config_us")
 """Fields of w4gemm's row that a point keeps."""
+OF_PART = ("work", "format", "dtype", "routing")
+"""Fields by which the rows of a run are grouped."""
 BY_CONFIG = ("us", "predicted", "gathered", "copied", "down")
 """Fields that may have a number for each config, "kernel/config", which are stored by kernel."""
 
@@ -38,14 +40,17 @@ def main(argv: Sequence[str] | None = None) -> None:
 def read(path: Path) -> list[Row]:
     """Return the rows of a file, each with all of its facts."""
     common: dict[str, Row] = defaultdict(dict)
-    run = ""
+    run, part = "", Row()
     rows: list[Row] = []
     for row in map(json.loads, path.read_text().splitlines()):
         if row.get("kind") == "run":
-            run = row.get("run", "")
+            run, part = row.get("run", ""), {}
             common[run] = row["all"] | ({"run": run} if run else {})
             continue
-        row = common[row.get("run", run)] | row
+        if row.get("kind") == "part":
+            part = row["all"]
+            continue
+        row = common[row.get("run", run)] | part | row
         row |= {name: _by_config(row[name]) for name in BY_CONFIG if isinstance(row.get(name), dict)}
         versions = row.pop("versions", None)
         if versions is None or "impl" in row:
@@ -71,11 +76,24 @@ def compact(rows: Iterable[Row]) -> list[Row]:
         common = {name: value for name, value in own[0].items() if name not in ("run", "us", *OURS)}
         common = {name: value for name, value in common.items() if all(name in r and r[name] == value for r in own)}
         lines.append({"kind": "run", **({"run": run} if run else {}), "all": common | facts})
-        for row in own:
-            line = {name: value for name, value in row.items() if name != "run" and name not in common}
-            line |= {name: _by_kernel(line[name]) for name in BY_CONFIG if isinstance(line.get(name), dict)}
-            lines.append(line)
+        parts = _parts(own, common)
+        for part, rows_of_part in parts:
+            if len(parts) > 1:
+                lines.append({"kind": "part", "all": part})
+            for row in rows_of_part:
+                line = {name: value for name, value in row.items() if name not in ("run", *common, *part)}
+                line |= {name: _by_kernel(line[name]) for name in BY_CONFIG if isinstance(line.get(name), dict)}
+                lines.append(line)
     return lines
+
+
+def _parts(rows: list[Row], common: Row) -> list[tuple[Row, list[Row]]]:
+    """Return the rows of each part of a run with what they share, or all in one part where parts would be longer."""
+    parts: dict[str, tuple[Row, list[Row]]] = {}
+    for row in rows:
+        part = {name: row[name] for name in OF_PART if name in row and name not in common}
+        parts.setdefault(json.dumps(part), (part, []))[1].append(row)
+    return list(parts.values()) if 2 * len(parts) < len(rows) else [({}, rows)]
 
 
 def _by_kernel(numbers: Row) -> Row:

@@ -111,6 +111,16 @@ def test_a_file_of_rows_is_stored_compactly(tmp_path):
     assert len(path.read_text().splitlines()) == 1 + 3 and len(bench_rows.read(path)) == 4
 
 
+def test_rows_of_one_format_are_stored_as_a_part(tmp_path):
+    """Also rows without a format after rows with one."""
+    path = tmp_path / "rows.jsonl"
+    formats = ["int4_g32"] * 4 + ["mxfp4"] * 4 + [""] * 2
+    rows = [{"kind": "cpu", "run": "a", "m": m} | ({"format": f} if f else {}) for m, f in enumerate(formats)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    bench_rows.main([str(path)])
+    assert path.read_text().count("mxfp4") == 1 and bench_rows.read(path) == rows
+
+
 def test_a_row_of_a_stored_file_is_of_the_run_before_it_or_of_the_one_it_names(tmp_path):
     path = tmp_path / "rows.jsonl"
     facts = [{"kind": "run", "run": run, "all": {"gpu": gpu}} for run, gpu in (("a", "G"), ("b", "H"))]
