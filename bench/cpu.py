@@ -42,10 +42,12 @@ _ROTATED_BYTES = 200e6
 _MOST_COPIES = 8
 _SUM_TOKENS = 4
 """Largest m for which the method "sum" is timed."""
-_CALLS = 400
-_LEAST_CALLS = 5
+_TURNS = 4
+_CALLS = 100
+_LEAST_CALLS = 2
+"""Calls of a turn, at most and at least."""
 _SECONDS = 0.06
-"""Time of a point's calls, between these numbers of them."""
+"""Time of a point's calls, in all turns."""
 _MOST_ERROR = {torch.float32: 2e-6, torch.bfloat16: 6e-3}
 """Relative errors: of sums in float32, and of results rounded to bf16."""
 
@@ -113,7 +115,7 @@ def points(n: int, k: int, format: WeightFormat, tokens: Sequence[int], methods:
             plan = choice.plan_for(choice.PlanKey.of(packed, m, dtype))
             row: Row = {"m": m, "n": n, "k": k, "format": str(format), "dtype": str(dtype).removeprefix("torch.")}
             row |= {"config": str(plan), "clock": "processor"}
-            yield row | {name: round(least_us(calls, exact, dtype), 1) for name, calls in variants.items()}
+            yield row | {name: round(us, 1) for name, us in least_us(variants, exact, dtype).items()}
 
 
 def _methods(problem: GemmProblem) -> Iterator[tuple[str, str]]:
@@ -137,22 +139,31 @@ def _int4pack(weight: QuantizedWeight) -> tuple[torch.Tensor, int, torch.Tensor]
     return codes, weight.format.group_size, torch.stack((scales, torch.zeros_like(scales)), -1).contiguous()
 
 
-def least_us(calls: Calls, exact: torch.Tensor, dtype: torch.dtype) -> float:
-    """Return the least processor time of calls of equal work.
+def least_us(variants: dict[str, Calls], exact: torch.Tensor, dtype: torch.dtype) -> dict[str, float]:
+    """Return the least processor time of each variant's calls, which do equal work. Variants take turns, so that a
+    clock that drops for a while slows all of them down.
 
     Raises:
         RuntimeError: if a result is wrong.
     """
-    error = (calls[0]().double() - exact).norm() / exact.norm()
-    if not error < _MOST_ERROR[dtype]:
-        raise RuntimeError(f"a result of {tuple(exact.shape)} in {dtype} is off by {error:.2g}")
-    times: list[float] = []
-    end = time.process_time() + _SECONDS
-    while len(times) < _LEAST_CALLS or (len(times) < _CALLS and time.process_time() < end):
+    for calls in variants.values():
+        error = (calls[0]().double() - exact).norm() / exact.norm()
+        if not error < _MOST_ERROR[dtype]:
+            raise RuntimeError(f"a result of {tuple(exact.shape)} in {dtype} is off by {error:.2g}")
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    for turn in range(1, _TURNS + 1):
+        for name, calls in variants.items():
+            _time(calls, times[name], turn)
+    return {name: min(of_calls) for name, of_calls in times.items()}
+
+
+def _time(calls: Calls, times: list[float], turn: int) -> None:
+    """Append the microseconds of a turn's calls."""
+    end = time.process_time() + _SECONDS / _TURNS
+    while len(times) < turn * _LEAST_CALLS or (len(times) < turn * _CALLS and time.process_time() < end):
         started = time.process_time()
         calls[len(times) % len(calls)]()
         times.append(1e6 * (time.process_time() - started))
-    return min(times)
 
 
 def _copies(size: int) -> range:

@@ -208,4 +208,4 @@ def test_a_point_of_a_cpu_has_checked_times(monkeypatch):
     assert all(row["us"] > 0 < row["dense_us"] and "dequantized_us" in row for row in rows)
     assert ["int4pack_us" in row for row in rows] == [False, False, True, True]
     with pytest.raises(RuntimeError, match="a result of"):
-        cpu.least_us([lambda: torch.ones(2, 2)], torch.zeros(2, 2).double() + 1.1, torch.float32)
+        cpu.least_us({"us": [lambda: torch.ones(2, 2)]}, torch.zeros(2, 2).double() + 1.1, torch.float32)
