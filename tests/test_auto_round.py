@@ -97,6 +97,8 @@ def test_fp8(tmp_path: Path, packing: str) -> None:
         ({"data_type": "nvfp4_v2"}, "its format is 'nvfp4_v2', wanted"),
         ({"bits": 8}, "its weight has 8 bits, wanted 4"),
         ({"rotation_config": {"hadamard_type": "random"}}, "rotation_config rotates activations while the model runs"),
+        # of AutoRound 0.12
+        ({"hadamard_config": {"block_size": 32, "hadamard_type": "hadamard"}}, "hadamard_config rotates activations"),
         ({"data_type": "nv_fp"}, "weight_scale is U8, wanted F8_E4M3"),
         ({"data_type": "int", "packing_format": "auto_round"}, "weight_packed is U8 of shape .*, wanted qweight or"),
     ],

@@ -225,6 +225,8 @@ def test_experts(tmp_path: Path, write: Writer) -> None:
             {"algo_config": [{"name": "rotation", "r1": True, "r4": True}]},
             r"algo_config rotates .*\(r4\), which cannot",
         ),
+        # of Quark 0.9 to 0.11
+        ({"algo_config": [{"name": "awq"}, {"name": "quarot", "r3": True, "r4": True}]}, r"rotates .*\(r4\)"),
         ({"algo_config": [{"name": "svdquant"}]}, "svdquant, whose product of low rank"),
     ],
 )
@@ -242,7 +244,10 @@ def test_zero_points_beside_a_symmetric_weight_are_refused(tmp_path: Path) -> No
         open_checkpoint(tmp_path).weight(DOWN)
 
 
-def test_rotations_that_change_no_product_are_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "algorithms", [[{"name": "rotation", "r1": True, "r3": True, "r4": False}], {"name": "quarot", "r1": True}]
+)
+def test_rotations_that_change_no_product_are_read(tmp_path: Path, algorithms: Any) -> None:
     expected = write_model(tmp_path, config(UINT4 | GROUPS), integers(UINT4 | GROUPS))
-    configure(tmp_path, algo_config=[{"name": "rotation", "r1": True, "r3": True, "r4": False}])
+    configure(tmp_path, algo_config=algorithms)
     assert torch.equal(open_checkpoint(tmp_path).weight(DOWN).dequantize(), expected[DOWN])

@@ -59,8 +59,10 @@ def auto_round_packing(config: Mapping[str, Any]) -> str | None:
     return _KERNEL.sub("", str(name))  # what is no name has no packing
 
 
-_ROTATIONS = ("transform_config", "rotation", "rotation_config", "spinquant_config")
-"""Keys of compressed-tensors, of GPTQModel, and two of AutoRound."""
+_TRANSFORMS = "transform_config"
+_ROTATES = re.compile(rf"{_TRANSFORMS}|.*(?:rotation|hadamard|spinquant).*")
+"""Keys of compressed-tensors, of GPTQModel (rotation), and of AutoRound: rotation_config, spinquant_config, and
+hadamard_config of its version 0.12."""
 _IN_WEIGHTS = ("weight_input", "weight_output")
 """Locations of compressed-tensors' transforms that are part of the stored weights (SpinQuant's R1 and R2)."""
 
@@ -68,8 +70,9 @@ _IN_WEIGHTS = ("weight_input", "weight_output")
 def check_plain_products(config: Mapping[str, Any]) -> None:
     """Raise ValueError if some products are more than x times the weight: if activations have to be rotated (by a
     Hadamard matrix) in front of it, or an adapter's product of low rank is added."""
-    if key := next((key for key in _ROTATIONS if config.get(key) and not _is_in_weights(config[key])), None):
-        within = ", or with rotations of weights alone (SpinQuant's R1 and R2)" if key == _ROTATIONS[0] else ""
+    keys = (key for key, value in config.items() if value and _ROTATES.fullmatch(key))
+    if key := next((key for key in keys if not _is_in_weights(config[key])), None):
+        within = ", or with rotations of weights alone (SpinQuant's R1 and R2)" if key == _TRANSFORMS else ""
         raise ValueError(
             f"{key} rotates activations while the model runs, which cannot be done; quantize the dense model again "
             f"without it{within}"

@@ -39,7 +39,7 @@ _ORDERS = {"reorder": awq.ORDER, "order": None}
 _PARTS = ("weight", "weight_scale", "weight_zero_point")
 _ROTATIONS = ("r4", "online_r1_rotation")
 """Settings of Quark's rotations that have x rotated while the model runs. r1 and r2 are part of the weights, and r3
-turns queries and keys alike, which changes no product of them."""
+turns queries and keys alike, which changes no product of them. Quark up to 0.11 called the algorithm quarot."""
 _MX = {"fp4": MXFP4, "fp6_e2m3": MXFP6, "fp6_e3m2": MXFP6_E3M2}
 """Formats with e8m0 scales by Quark's name of the numbers."""
 _READ = (
@@ -56,9 +56,10 @@ class QuarkPacking(Packing):
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)
-        for algorithm in config.get("algo_config") or ():
+        algorithms = config.get("algo_config") or ()
+        for algorithm in [algorithms] if isinstance(algorithms, Mapping) else algorithms:  # old files have one
             name, rotated = algorithm.get("name"), [key for key in _ROTATIONS if algorithm.get(key)]
-            if name == "rotation" and rotated:
+            if rotated:
                 raise ValueError(
                     f"algo_config rotates activations while the model runs ({', '.join(rotated)}), which cannot be "
                     "done; quantize the dense model again without it"
