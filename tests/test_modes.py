@@ -36,6 +36,48 @@ def test_a_pytorch_without_a_private_name_takes_the_dispatcher(monkeypatch, wher
         assert_close(d, x, w)
 
 
+def _negated(*shape: int) -> torch.Tensor:
+    """Return numbers as the imaginary part of a conjugate has them: their memory holds others."""
+    return torch._neg_view(torch.randn(shape))
+
+
+@pytest.mark.parametrize("name", ["x", "bias", "residual", "alpha"])
+def test_numbers_that_pytorch_negates_when_it_reads_them(name):
+    w = random_weight(w4gemm.WeightFormat(32), 16, 64).repack()
+    arguments = {
+        "x": torch.randn(3, 64),
+        name: _negated(*{"x": (3, 64), "bias": (16,), "residual": (3, 16)}.get(name, (1,))),
+    }
+    plain = {key: t.resolve_neg() for key, t in arguments.items()}
+    expected = w4gemm.linear(w=w, **plain)
+    for _ in range(2):  # cold and warm
+        assert torch.equal(w4gemm.linear(w=w, **arguments), expected)
+    layer = w4gemm.W4Linear.from_weight(w)
+    layer(plain["x"])
+    assert torch.equal(layer(arguments["x"]), layer(plain["x"]))
+
+
+def test_negated_numbers_of_experts_and_before_quantization():
+    x, offsets = _negated(4, 64), torch.tensor([0, 1, 4], dtype=torch.int32)
+    stack = w4gemm.QuantizedWeight.stack([random_weight(w4gemm.WeightFormat(32), 16, 64) for _ in range(2)]).repack()
+    options = {"expert_scale": _negated(2)}
+    expected = w4gemm.grouped_linear(
+        x.resolve_neg(), stack, offsets, expert_scale=options["expert_scale"].resolve_neg()
+    )
+    assert torch.equal(w4gemm.grouped_linear(x, stack, offsets, **options), expected)
+    for t, own in zip(w4gemm.quantize_activations(x), w4gemm.quantize_activations(x.resolve_neg()), strict=True):
+        assert torch.equal(t, own)
+
+
+def test_memory_of_negated_numbers_is_neither_written_nor_handed_on():
+    w = random_weight(w4gemm.WeightFormat(32), 16, 64).repack()
+    with pytest.raises(ValueError, match="out: wanted a tensor of the numbers in its memory, .* copy from it"):
+        w4gemm.linear(torch.randn(3, 64), w, out=_negated(3, 16))
+    gemm = w4gemm.MixedGemm("int4_g32", torch.float32, "cpu")
+    with pytest.raises(ValueError, match=r"a: wanted a tensor of the numbers .* use a.resolve_neg\(\)"):
+        gemm.run(_negated(3, 64), w.repack(gemm.layout).tensors, torch.empty(3, 16), n=16)
+
+
 def test_a_build_without_cuda_has_no_private_name_of_the_current_gpu(monkeypatch):
     monkeypatch.delattr(torch._C, "_cuda_getDevice", raising=False)
     spec = importlib.util.spec_from_file_location("modes_of_another_pytorch", modes.__file__)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from two_processes import in_two_processes
-from w4gemm import QuantizedWeight, W4Experts, W4Linear, quantize
+from w4gemm import QuantizedWeight, W4Experts, W4Linear, linear, quantize
 from w4gemm.api.experts import W4GroupedLinear
 from w4gemm.integrations.data_parallel import leave_out_packed
 
@@ -250,3 +253,34 @@ def test_settings_of_experts_do_something_or_are_refused() -> None:
     mixture.down.activations = None
     with pytest.raises(ValueError, match="activations: wanted one for both products, got 'fp8' of gate_up, None of"):
         _ = mixture.activations
+
+
+def test_a_weight_that_is_replaced_while_other_threads_call():
+    """Each result is one weight's: neither old tensors in the new format, nor buffers of both, nor an error."""
+    dense, x, results = torch.randn(64, 128), torch.randn(2, 128), []
+    weights = [quantize(dense, format).repack() for format in ("int4_g128", "e2m1_g128_fp16", "int4_g32_zint")]
+    expected = [linear(x, w) for w in weights]
+    layer, done, interval = W4Linear.from_weight(weights[0]), threading.Event(), sys.getswitchinterval()
+
+    def call() -> None:
+        while not done.is_set():
+            try:
+                results.append(layer(x))
+            except Exception as e:
+                results.append(e)
+
+    threads = [threading.Thread(target=call) for _ in range(3)]
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        end = time.monotonic() + 0.5
+        while time.monotonic() < end:
+            layer.weight = weights[len(results) % len(weights)]
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join()
+        sys.setswitchinterval(interval)
+    wrong = [y for y in results if isinstance(y, Exception) or not any(torch.equal(y, d) for d in expected)]
+    assert results and not wrong, f"{len(wrong)} of {len(results)}, such as {wrong[0]!r}"

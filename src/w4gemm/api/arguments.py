@@ -23,7 +23,7 @@ from w4gemm.core.epilogue import (
     replaced,
     require_out_dtype,
 )
-from w4gemm.core.errors import kind_of, require_dense, require_tensor
+from w4gemm.core.errors import kind_of, require_dense, require_own_numbers, require_tensor
 from w4gemm.packing.layouts import FP8_LAYOUT
 from w4gemm.weights.weight import QuantizedWeight
 
@@ -273,6 +273,7 @@ def check_out(
         raise ValueError("out: wanted a tensor without requires_grad, got one with")
     if not _has_address(out):
         return
+    require_own_numbers("out", out)
     check_alignment("out", out, _OUT_ALIGNMENT)
     check_own_memory(out, read)
 

@@ -38,14 +38,26 @@ def is_eager(x: object, bias: object = None) -> bool:
         return False
     if (x.requires_grad or (bias is not None and bias.requires_grad)) and torch.is_grad_enabled():  # type: ignore[attr-defined]
         return False
-    return not is_watched()
+    if is_watched():
+        return False
+    return not (x.is_neg() or (bias is not None and bias.is_neg()))  # type: ignore[attr-defined]
 
 
 def needs_dispatcher(x: torch.Tensor, operands: EpilogueOperands) -> bool:
     """True if a call is not plain eager execution, so that it must go through the registered operator."""
-    if type(x) not in _PLAIN or x.is_meta:  # on the meta device there are shapes only
+    if type(x) not in _PLAIN or x.is_meta or is_watched():  # on the meta device there are shapes only
         return True
-    return (torch.is_grad_enabled() and requires_grad(x, operands)) or is_watched()
+    return (torch.is_grad_enabled() and requires_grad(x, operands)) or any_negated(x, *operands)
+
+
+def any_negated(*tensors: object) -> bool:
+    """True if a tensor is a view whose numbers PyTorch negates when it reads them, such as the imaginary part of a
+    conjugate. Its memory, which a kernel reads, holds others. No compiler can trace this: ask :func:`is_watched`
+    first."""
+    for t in tensors:  # noqa: SIM110 (a generator takes twice the time, at every call)
+        if isinstance(t, torch.Tensor) and t.is_neg():
+            return True
+    return False
 
 
 def is_watched() -> bool:

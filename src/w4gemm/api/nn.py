@@ -8,13 +8,11 @@ from typing import TYPE_CHECKING, ParamSpec
 
 import torch
 
-from w4gemm.api.arguments import DTYPES, FP8, check, checked_activation
-from w4gemm.api.call import checked
-from w4gemm.api.modes import autocast, is_eager, layer_dtype
+from w4gemm.api.arguments import DTYPES, FP8, checked_activation
+from w4gemm.api.modes import autocast, layer_dtype
 from w4gemm.api.ops import linear
 from w4gemm.api.packed_module import PackedModule, check_dtype
-from w4gemm.api.product import BoundLinear, argument_facts
-from w4gemm.core.epilogue import EpilogueOperands
+from w4gemm.api.product import bound_linear
 from w4gemm.core.errors import device_here, require_bool, require_int
 from w4gemm.core.formats import WeightFormat
 from w4gemm.packing.packed_shape import packed_shape
@@ -161,29 +159,17 @@ class W4Linear(PackedModule):
         if self._buffers.get("pre_quant_scale") is not None:  # asked here, because a call takes longer
             x = self._scaled(x)
         x, bias = autocast(x, self._parameters["bias"])  # self.bias takes nn.Module's slow way
-        w = self.weight  # it forgets what is bound if buffers were replaced
-        if is_eager(x, bias) and (bound := self._bound) is not None:
-            facts = argument_facts(x, bias, self.activation, self.batch_invariant)
-            if bound.facts == facts:
-                return bound(x, w, bias)
         if (dtype := layer_dtype(x, bias, self.dtype)) is not None:
             return self._product(x.to(dtype), None if bias is None else bias.to(dtype)).to(x.dtype)
         return self._product(x, bias)
 
     def _product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Return act(x @ weight.T + bias), and bind later calls like this one."""
+        """Return act(x @ weight.T + bias)."""
         w, activation, batch_invariant = self.weight, self.activation, self.batch_invariant
-        if not is_eager(x, bias):
-            _check_dtypes(bias, x)
-            return linear(x, w, bias, activation=activation, batch_invariant=batch_invariant)
-        bound = self._bound
-        if bound is None or bound.facts != argument_facts(x, bias, activation, batch_invariant):
-            check(x, w)
-            _check_dtypes(bias, x)
-            empty = x.new_empty(0, w.k)  # the checks and the plan do not depend on the number of rows
-            call = checked(empty, w, EpilogueOperands(bias=bias), activation, None, batch_invariant=batch_invariant)
-            bound = self._bound = BoundLinear(call, argument_facts(x, bias, activation, batch_invariant))
-        return bound(x, w, bias)
+        if (warm := bound_linear(x, w, bias, activation, batch_invariant)) is not None:
+            return warm(x, w, bias)
+        _check_dtypes(bias, x)
+        return linear(x, w, bias, activation=activation, batch_invariant=batch_invariant)
 
 
 def _check_dtypes(bias: torch.Tensor | None, x: object) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -11,13 +12,15 @@ import torch
 
 from w4gemm.api.arguments import check
 from w4gemm.api.modes import is_watched
-from w4gemm.api.product import BoundLinear
 from w4gemm.core.errors import kind_of, require_bool, require_int, require_tensor
 from w4gemm.core.formats import WeightFormat
 from w4gemm.packing.packed_shape import packed_shape
 from w4gemm.weights.checks import PERM_DTYPE, is_permutation
 from w4gemm.weights.file import format_name, is_same_format, name_as_tensor, name_of_tensor
 from w4gemm.weights.weight import QuantizedWeight
+
+_replacing = threading.RLock()
+"""Held while a layer's weight and buffers are replaced, so that other threads see all of them old or new."""
 
 
 def _named_tensor(name: str) -> property:
@@ -52,10 +55,9 @@ class PackedModule(torch.nn.Module):
     in_features: int
     out_features: int
     format: WeightFormat
-    _weight: QuantizedWeight
-    _packed: tuple[tuple[str, torch.Tensor], ...]
-    """Names and buffers of ``_weight``'s tensors. A tuple, because every warm call iterates over it."""
-    _bound: BoundLinear | None
+    _held: tuple[QuantizedWeight, tuple[tuple[str, torch.Tensor], ...]]
+    """The weight, and the names and buffers of its tensors. Both are one attribute, because other threads may read it
+    while it is replaced, and tuples, because every warm call iterates over it."""
 
     def __init__(self, w: QuantizedWeight, bias: torch.Tensor | None = None, dtype: torch.dtype | None = None) -> None:
         """Hold ``w``, and a bias (n,) or (experts, n). Arguments and errors as of :meth:`W4Linear.from_weight`."""
@@ -90,8 +92,8 @@ class PackedModule(torch.nn.Module):
             check_dtype(value)
         elif name == "batch_invariant":
             require_bool(name, value)
-        elif name in _OF_WEIGHT and (w := self.__dict__.get("_weight")) is not None:
-            _check_attribute(name, value, w)
+        elif name in _OF_WEIGHT and (held := self.__dict__.get("_held")) is not None:
+            _check_attribute(name, value, held[0])
         if name in self.scale_names and isinstance(value, torch.nn.Parameter):
             value = value.detach()
         super().__setattr__(name, value)
@@ -100,10 +102,11 @@ class PackedModule(torch.nn.Module):
     def weight(self) -> QuantizedWeight:
         """The weight, in the layout of its device. Another weight of any size and format may be assigned."""
         buffers = self._buffers
-        for name, t in self._packed:
+        w, packed = self._held
+        for name, t in packed:
             if buffers.get(name) is not t:
                 return self._of_buffers()
-        return self._weight
+        return w
 
     @weight.setter
     def weight(self, w: QuantizedWeight) -> None:
@@ -113,78 +116,83 @@ class PackedModule(torch.nn.Module):
                 f"{w if isinstance(w, QuantizedWeight) else kind_of(w)}"
             )
         self._set_weight(w)
-        self.in_features, self.out_features, self.format = w.k, w.n, w.format
+        # not one by one: another thread may set another weight in between, which they would not fit
+        self.__dict__.update(in_features=w.k, out_features=w.n, format=w.format)
 
     @property
     def activations(self) -> str | None:
         """The weight's ``activations``: "fp8" if x is quantized before it is multiplied, else None. Setting it repacks
         the weight."""
-        return self._weight.activations
+        return self._held[0].activations
 
     @activations.setter
     def activations(self, activations: str | None) -> None:
         self._set_weight(self.weight.repack(activations=activations))
 
-    def _set_weight(self, w: QuantizedWeight) -> None:
-        """Repack ``w`` for its device, keep it and register its tensors."""
-        for name in [name for name in self._buffers if name.startswith("packed")]:
-            del self._buffers[name]
+    def _set_weight(self, w: QuantizedWeight) -> QuantizedWeight:
+        """Repack ``w`` for its device, keep it and register its tensors; return it."""
         w = w.repack()
         packed = {f"packed{i}": t.view(torch.uint8) for i, t in enumerate(w.tensors)}
         if w.perm is not None:
             packed["packed_perm"] = w.perm
-        for name, t in packed.items():
-            self.register_buffer(name, t, persistent=False)
-        self._weight, self._packed, self._bound = w, tuple(packed.items()), None
+        with _replacing:
+            for name in [name for name in self._buffers if name.startswith("packed")]:
+                del self._buffers[name]
+            for name, t in packed.items():
+                self.register_buffer(name, t, persistent=False)
+            self._held = w, tuple(packed.items())
+        return w
 
     def _of_buffers(self) -> QuantizedWeight:
         """Return the weight of the buffers after some were replaced. Unless a call is traced, the module keeps it."""
-        buffers = {name: self._buffers.get(name) for name, _ in self._packed}
-        for name, old in self._packed:
+        if is_watched():
+            return self._with_buffers().repack()
+        with _replacing:
+            w, packed = self._held
+            if all(self._buffers.get(name) is t for name, t in packed):
+                return w  # another thread was about to replace both
+            return self._set_weight(self._with_buffers())
+
+    def _with_buffers(self) -> QuantizedWeight:
+        """Return the weight with the tensors that the buffers hold now."""
+        w, packed = self._held
+        buffers = {name: self._buffers.get(name) for name, _ in packed}
+        for name, old in packed:
             t = buffers[name]
             if not isinstance(t, torch.Tensor) or t.dtype != old.dtype or t.shape != old.shape:
                 expected = f"{old.dtype} {tuple(old.shape)}"
-                raise ValueError(f"{name}: wanted {expected} for this layer's {self._weight!r}, got {kind_of(t)}")
-        w = self._with(buffers)
-        if not is_watched():
-            self._set_weight(w)
-            return self._weight
-        return w.repack()
-
-    def _with(self, buffers: dict[str, Any]) -> QuantizedWeight:
-        """Return the weight with the tensors of ``buffers``."""
-        old = self._weight
-        tensors = tuple(buffers[f"packed{i}"].view(t.dtype) for i, t in enumerate(old.tensors))
-        return replace(old, tensors=tensors, perm=buffers.get("packed_perm"))
+                raise ValueError(f"{name}: wanted {expected} for this layer's {w!r}, got {kind_of(t)}")
+        return _with(w, buffers)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> PackedModule:
-        w = self.weight
-        dtype = fn(torch.empty(0, dtype=self.dtype, device=w.device)).dtype
-        check_dtype(dtype)
-        # flat, because fn would give another memory format to what has four dimensions
-        moved = {name: moved_only(t.view(-1), fn).view(t.shape) for name, t in self._packed}
-        for name in moved:
-            del self._buffers[name]
-        try:
-            super()._apply(fn, recurse)
-            self._set_weight(self._with(moved))
-        except BaseException:
-            self._set_weight(w)
-            raise
-        self.dtype = dtype
+        with _replacing:
+            w = self.weight
+            dtype = fn(torch.empty(0, dtype=self.dtype, device=w.device)).dtype
+            check_dtype(dtype)
+            # flat, because fn would give another memory format to what has four dimensions
+            moved = {name: moved_only(t.view(-1), fn).view(t.shape) for name, t in self._held[1]}
+            for name in moved:
+                del self._buffers[name]
+            try:
+                super()._apply(fn, recurse)
+                self._set_weight(_with(w, moved))
+            except BaseException:
+                self._set_weight(w)
+                raise
+            self.dtype = dtype
         return self
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without the buffers of bytes: they are views of the weight's tensors, and ``torch.save``
         refuses two dtypes of one memory."""
         buffers = {name: t for name, t in self._buffers.items() if not name.startswith("packed")}
-        state = {**self.__dict__, "_weight": self.weight, "_buffers": buffers, "_bound": None}
-        del state["_packed"]
+        state = {**self.__dict__, "_weight": self.weight, "_buffers": buffers}
+        del state["_held"]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._set_weight(self._weight)
+        self._set_weight(self.__dict__.pop("_weight"))
 
     def _scaled(self, x: torch.Tensor) -> torch.Tensor:
         """Return x * pre_quant_scale, or x if there is none.
@@ -325,6 +333,12 @@ class PackedModule(torch.nn.Module):
             error_msgs.append(f"{prefix}{e}")
             return
         self._set_weight(loaded)
+
+
+def _with(w: QuantizedWeight, buffers: Mapping[str, Any]) -> QuantizedWeight:
+    """Return a weight with the tensors of a layer's ``buffers`` in place of its own."""
+    tensors = tuple(buffers[f"packed{i}"].view(t.dtype) for i, t in enumerate(w.tensors))
+    return replace(w, tensors=tensors, perm=buffers.get("packed_perm"))
 
 
 _OF_WEIGHT = ("format", "in_features", "out_features", "pre_quant_scale")

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 
 from w4gemm.api.arguments import check_own_memory, check_rows
-from w4gemm.api.modes import is_plain, is_watched
-from w4gemm.core.errors import UnsupportedError, kind_of, require_bool, require_int, require_tensor
+from w4gemm.api.modes import any_negated, is_plain, is_watched
+from w4gemm.core.errors import UnsupportedError, kind_of, require_bool, require_int, require_own_numbers, require_tensor
 from w4gemm.core.format_names import LARGEST_SIZE
 from w4gemm.core.router import Router
 from w4gemm.kernels import launcher
@@ -98,6 +98,7 @@ def choose_experts(
     """
     check_logits(logits, router, bias)
     plain = is_plain(logits) and (bias is None or is_plain(bias)) and not is_watched()
+    plain = plain and not any_negated(logits, bias)
     if logits.is_cuda and plain and not (torch.is_grad_enabled() and logits.requires_grad):
         try:
             choose = launcher(ExpertChoice.of, logits.device, router, logits.shape[1], logits.dtype, bias is not None)
@@ -196,6 +197,7 @@ def combine(
     require_bool("settled", settled)
     if out is not None:
         require_tensor("out", out, d.dtype, (len(row_of_choice), d.shape[1]), d.device)
+        require_own_numbers("out", out)
         if torch.is_grad_enabled() and (d.requires_grad or weights.requires_grad or out.requires_grad):
             raise ValueError("out: wanted None where gradients are needed, got a tensor")
         check_own_memory(out, {"d": d, "row_of_choice": row_of_choice, "weights": weights})
@@ -209,6 +211,7 @@ def combined(
     tokens, terms = row_of_choice.shape
     differentiated = torch.is_grad_enabled() and (d.requires_grad or weights.requires_grad)
     eager = is_plain(d) and is_plain(weights) and not differentiated and not is_watched()
+    eager = eager and not any_negated(d, weights)
     if eager and d.device.type == "cuda" and tokens and len(d) and RowCombine.takes(d):
         add_up = launcher(RowCombine.of, d.device, d.dtype, terms)
         if add_up is not None and (out is None or RowCombine.takes(out)):

@@ -20,7 +20,15 @@ from w4gemm.api.arguments import DTYPES, check_alignment, check_out, checked_con
 from w4gemm.api.product import Product, product_of
 from w4gemm.core.activation import require_pairs
 from w4gemm.core.epilogue import PLAIN, Epilogue, EpilogueOperands
-from w4gemm.core.errors import device_named, kind_of, require_bool, require_gpu, require_int, require_tensor
+from w4gemm.core.errors import (
+    device_named,
+    kind_of,
+    require_bool,
+    require_gpu,
+    require_int,
+    require_own_numbers,
+    require_tensor,
+)
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import Device, GemmProblem
 from w4gemm.kernels import Operands
@@ -327,7 +335,10 @@ def torch_tensor(name: str, value: Any) -> Any:
     Raises:
         TypeError, ValueError: for what torch cannot import; the message begins with ``name``, the argument.
     """
-    if value is None or isinstance(value, (torch.Tensor, int, float)):
+    if isinstance(value, torch.Tensor):
+        require_own_numbers(name, value)
+        return value
+    if value is None or isinstance(value, (int, float)):
         return value
     if name == "out" and getattr(getattr(value, "flags", None), "writeable", True) is False:  # DLPack may not tell
         raise ValueError("out: wanted memory that may be written, got a read-only array")

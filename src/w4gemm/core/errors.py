@@ -52,6 +52,14 @@ def require_dense(name: str, t: torch.Tensor) -> None:
         raise TypeError(f"{name}: wanted a dense tensor, got one of layout {t.layout}")
 
 
+def require_own_numbers(name: str, t: torch.Tensor) -> None:
+    """Raise ValueError for a view whose numbers PyTorch negates when it reads them: a kernel takes what memory
+    holds."""
+    if t.is_neg():
+        use = f"use {name}.resolve_neg()" if name != "out" else "write to another tensor, and copy from it"
+        raise ValueError(f"{name}: wanted a tensor of the numbers in its memory, got a view of them negated; {use}")
+
+
 def require_tensor(
     name: str,
     t: object,

@@ -240,7 +240,7 @@ def facts_of(model: PreTrainedModel) -> tuple[Any, ...] | None:
         own = (
             getattr(module, "activation", None),
             getattr(module, "batch_invariant", None),
-            id(getattr(module, "_weight", None)),
+            id(getattr(module, "_held", None)),
         )
         facts.append((id(module), *tensors, hooks, *own, module.training, "forward" in module.__dict__))
     return tuple(facts)
