@@ -38,7 +38,11 @@ def loaded(format: str, dtype: torch.dtype = torch.bfloat16, k: int = K, bias: b
     def keep(name: str, t: torch.Tensor) -> None:
         setattr(layer, name, torch.nn.Parameter(t, requires_grad=False))
 
-    keep("weight", codes[:, 0::2] | codes[:, 1::2] << 4)
+    if codes.max() < 16:
+        keep("weight", codes[:, 0::2] | codes[:, 1::2] << 4)
+    else:  # four codes in three bytes
+        a, b, c, d = codes.view(N, -1, 4).int().unbind(2)
+        keep("weight", torch.stack([a | b << 6, b >> 2 | c << 4, c >> 4 | d << 2], 2).to(torch.uint8).flatten(1))
     if format == "nvfp4":
         keep("weight_scale", scales)
         for name in ("weight_global_scale", "input_global_scale", "input_global_scale_inv", "alpha"):
@@ -214,19 +218,22 @@ class QuarkOCP_MX:
         return x + 1
 
 
-def of_quark(floats: ModuleType, scheme: Any) -> tuple[Any, Any]:
-    """A layer in Quark's MXFP4 with the scheme that it gets for vLLM's, and the weight that it is."""
+def of_quark(floats: ModuleType, scheme: Any, format: str = "mxfp4") -> tuple[Any, Any]:
+    """A layer in Quark's MXFP4 or MXFP6 with the scheme that it gets for vLLM's, and the weight that it is."""
     from vllm.model_executor.layers.linear import LinearMethodBase
 
-    layer, w = loaded("mxfp4")
+    layer, w = loaded(format)
     layer.scheme, method = scheme, LinearMethodBase()
     assert floats.replace_emulation(method, layer) is method
     return layer, w
 
 
-def test_a_layer_that_vllm_emulates_gets_our_kernel(floats: ModuleType) -> None:
-    scheme = QuarkOCP_MX()
-    layer, w = of_quark(floats, scheme)
+@pytest.mark.parametrize(
+    ("element", "format"), [("mxfp4", "mxfp4"), ("mxfp6_e2m3", "mxfp6"), ("mxfp6_e3m2", "e3m2_g32_e8m0")]
+)
+def test_a_layer_that_vllm_emulates_gets_our_kernel(floats: ModuleType, element: str, format: str) -> None:
+    scheme = QuarkOCP_MX(weight_dtype=element)
+    layer, w = of_quark(floats, scheme, format)
     layer.scheme.create_weights(layer, input_size=K)
     assert scheme.made == [(layer, {"input_size": K})]
     layer.scheme.process_weights_after_loading(layer)
@@ -243,7 +250,7 @@ def test_a_layer_that_vllm_emulates_and_we_cannot_pack_is_emulated(floats: Modul
 
 @pytest.mark.parametrize(
     "changed",
-    [{"emulate": False}, {"dynamic_mxfp4_quant": True}, {"weight_dtype": "mxfp6_e3m2"}, {"input_dtype": "fp8"}],
+    [{"emulate": False}, {"dynamic_mxfp4_quant": True}, {"input_dtype": "fp8"}],
 )
 def test_other_schemes_of_quark_stay(floats: ModuleType, changed: dict[str, Any]) -> None:
     scheme = QuarkOCP_MX(**changed)

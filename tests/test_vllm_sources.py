@@ -59,6 +59,8 @@ FORMATS = {
     "modelopt-nvfp4-a16": ("W4GemmNvFp4LinearKernel", 0.004),
     "quark-nvfp4": ("W4GemmNvFp4LinearKernel", 0.004),
     "quark-mxfp4": ("W4GemmMxFp4LinearKernel", 0.004),
+    "quark-mxfp6": ("W4GemmMxFp6LinearKernel", 0.004),
+    "quark-e3m2": ("W4GemmMxFp6LinearKernel", 0.004),
     "quark-int4-g64": ("W4GemmLinearKernel", 0.004),
     "auto-round-mxfp4": ("W4GemmMxFp4LinearKernel", 0.004),
 }
@@ -262,6 +264,7 @@ DENSE = (
     "ct-nvfp4",
     "ct-mxfp4",
     "quark-mxfp4",
+    "quark-mxfp6",
 )
 
 

@@ -19,8 +19,9 @@ DTYPE = torch.bfloat16
 ZERO_WORDS = {4: 0x77777777, 8: 0x7F7F7F7F}
 """Zero points of symmetric codes by bits: GPTQ stores 8 as 7, and 128 as 127."""
 _RMS = {"symmetric": 4.18, "asymmetric": 6.52, "signed": 4.64, "e2m1": 2.93, "e4m3": 16.0, "int3": 2.35, "int8": 73.9}
-"""Root mean square of random codes: u - 8, where a u of 0 became 8; u - z; two's complements; the 16 numbers of
-e2m1; normal numbers that are rounded to e4m3; u - 4 and u - 128."""
+_RMS |= {"e2m3": 3.37, "e3m2": 9.17}
+"""Root mean square of random codes: u - 8, where a u of 0 became 8; u - z; two's complements; the numbers of
+e2m1, e2m3 and e3m2; normal numbers that are rounded to e4m3; u - 4 and u - 128."""
 
 
 _NVFP4_SCALE = 64.0
@@ -59,7 +60,8 @@ _FLOATS = {
         *(("ct", "nvfp4", ""), ("ct", "nvfp4", "a16"), ("ct", "mxfp4", ""), ("ct", "mxfp4", "fp8")),
         *(("ct", "e4m3", ""), ("ct", "mxfp8", "")),
         *(("modelopt", "nvfp4", ""), ("modelopt", "nvfp4", "a16"), ("modelopt", "nvfp4", "mixed")),
-        *(("quark", "nvfp4", ""), ("quark", "mxfp4", ""), ("auto-round", "mxfp4", "")),
+        *(("quark", "nvfp4", ""), ("quark", "mxfp4", ""), ("quark", "mxfp6", ""), ("quark", "e3m2", "")),
+        ("auto-round", "mxfp4", ""),
     )
 }
 """Method, element and option of formats of floats, by name."""
@@ -68,7 +70,9 @@ _IN_FP8 = re.compile(
     r"|mixer\.(q|k|v|o|in|out|shared_experts\.(up|down)))_proj"
 )
 """Modules in fp8 beside experts in NVFP4."""
-_GROUPS = {"nvfp4": 16, "mxfp4": 32, "mxfp8": 32, "e4m3": PER_COLUMN}
+_GROUPS = {"nvfp4": 16, "mxfp4": 32, "mxfp6": 32, "e3m2": 32, "mxfp8": 32, "e4m3": PER_COLUMN}
+_MX = {"mxfp4": ("e2m1", "fp4", 4), "mxfp6": ("e2m3", "fp6_e2m3", 6), "e3m2": ("e3m2", "fp6_e3m2", 6)}
+"""Codes, Quark's dtype and bits of the elements that have a power of two for each 32 columns, and bytes of codes."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,7 @@ class Packing:
         "gptq", "auto-round", "awq", "ct", "modelopt", "quark", "mxfp4", "gguf-q4_k_m", "gguf-q5_k_m", "bf16"
     ]
     group_size: int = 0
-    element: Literal["int3", "int4", "int8", "nvfp4", "mxfp4", "e4m3", "mxfp8"] = "int4"
+    element: Literal["int3", "int4", "int8", "nvfp4", "mxfp4", "mxfp6", "e3m2", "e4m3", "mxfp8"] = "int4"
     option: Literal["", "fp8", "act", "head", "dynamic", "a16", "mixed"] = ""
 
     @classmethod
@@ -177,7 +181,8 @@ class Packing:
 
     def _quark(self, dense: list[str]) -> dict[str, Any]:
         group = {"qscheme": "per_group", "ch_axis": -1, "group_size": self.group_size, "is_dynamic": False}
-        weight: Any = {**group, "dtype": "fp4", "scale_format": "e8m0"}
+        dtype = _MX[self.element][1] if self.element in _MX else "fp4"
+        weight: Any = {**group, "dtype": dtype, "scale_format": "e8m0"}
         activations: Any = {**weight, "is_dynamic": True}
         if self.element == "int4":
             weight, activations = {**group, "dtype": "int4", "symmetric": True}, None
@@ -320,12 +325,13 @@ def _quark_integers(module: Matrix, group_size: int) -> Iterator[Tensor]:
 
 def _floats(module: Matrix, packing: Packing) -> Iterator[Tensor]:
     """NVFP4, whose weights compressed-tensors divides and others multiply by a scale of the tensor, equal for modules
-    that an engine fuses; or MXFP4."""
+    that an engine fuses; or MXFP4 or MXFP6."""
     name, n, k = module.name, module.n, module.k
-    groups, scale = (n, k // packing.group_size), module.gain * k**-0.5 / _RMS["e2m1"]
+    codes, _, bits = _MX.get(packing.element, _MX["mxfp4"])
+    groups, scale = (n, k // packing.group_size), module.gain * k**-0.5 / _RMS[codes]
     divides, packed = packing.method == "ct", packing.method in ("ct", "auto-round")
-    yield Tensor(f"{name}.weight{'_packed' * packed}", torch.uint8, (n, k // 2), Numbers("codes"))
-    if packing.element == "mxfp4":
+    yield Tensor(f"{name}.weight{'_packed' * packed}", torch.uint8, (n, k * bits // 8), Numbers("codes"))
+    if packing.element in _MX:
         exponent = 127 + round(math.log2(scale))
         yield Tensor(f"{name}.weight_scale", torch.uint8, groups, Numbers("exponents", exponent))
         return

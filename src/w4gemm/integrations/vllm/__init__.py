@@ -20,7 +20,7 @@ from w4gemm.integrations.vllm.takeover import VLLM, enter_compile_key
 PARTS = {
     "dense": "linear layers of GPTQ, AWQ and compressed-tensors, of 2 to 8 bits",
     "gptq": "linear layers of GPTQ of other widths, and with zero points",
-    "floats": "linear layers in NVFP4 and MXFP4",
+    "floats": "linear layers in NVFP4, MXFP4 and MXFP6",
     "fp8": "linear layers in fp8 and MXFP8 with 16-bit activations",
     "experts": "mixtures of 4-bit experts (GPTQ, AWQ, compressed-tensors W4A16 and W4AFP8, NVFP4, MXFP4)",
 }

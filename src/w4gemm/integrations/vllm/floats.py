@@ -1,22 +1,25 @@
-"""Linear layers with 4-bit floats, NVFP4 and MXFP4, whichever producer packed them: kernels in vLLM's lists.
+"""Linear layers with floats of 4 and 6 bits, NVFP4, MXFP4 and MXFP6, whichever producer packed them: kernels in vLLM's
+lists.
 
-They multiply 16-bit activations, as vLLM's Marlin does on Hopper, also where a checkpoint wants them in 4 bits; or fp8
-ones, by choice (``W4GEMM_NVFP4``, ``W4GEMM_MXFP4``) or where a checkpoint in MXFP4 wants these (W4A8). vLLM chooses a
-kernel before it says a layer's sizes: a layer that none of ours runs gets vLLM's next kernel when its weights are
-loaded.
+They multiply 16-bit activations, as vLLM's Marlin does on Hopper, also where a checkpoint wants them in 4 or 6 bits. If
+weights have 4 bits, they multiply fp8 ones by choice (``W4GEMM_NVFP4``, ``W4GEMM_MXFP4``) or where a checkpoint in
+MXFP4 wants these (W4A8). vLLM chooses a kernel before it says a layer's sizes: a layer that none of ours runs gets
+vLLM's next kernel when its weights are loaded.
 
 vLLM asks no list for three kinds of layers. For NVFP4 checkpoints of 16-bit activations (NVFP4A16, W4A16_NVFP4) it
 names Marlin, and for NVFP4 with VLLM_BATCH_INVARIANT an emulation in PyTorch's operators, in whose places
-:func:`replace_named_kernel` puts ours. vLLM 0.26 emulates Quark's MXFP4 with amd-quark, where
+:func:`replace_named_kernel` puts ours. vLLM 0.26 emulates Quark's MXFP4 and MXFP6 with amd-quark, where
 :func:`replace_emulation` gives layers our kernel.
 """
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from vllm import envs
+from vllm.model_executor.kernels import linear
 from vllm.model_executor.kernels.linear import _POSSIBLE_MXFP4_KERNELS, _POSSIBLE_NVFP4_KERNELS
 from vllm.model_executor.kernels.linear.mxfp4 import MxFp4LinearKernel, MxFp4LinearLayerConfig
 from vllm.model_executor.kernels.linear.nvfp4 import NvFp4LinearKernel
@@ -25,7 +28,7 @@ from vllm.platforms import PlatformEnum
 
 from w4gemm.checkpoints import packed_floats
 from w4gemm.checkpoints.numbers import Numbers
-from w4gemm.checkpoints.packed_floats import MXFP4, NVFP4
+from w4gemm.checkpoints.packed_floats import MXFP4, MXFP6, MXFP6_E3M2, NVFP4
 from w4gemm.core import environment
 from w4gemm.integrations.engines.loading import check_known
 from w4gemm.integrations.vllm import takeover
@@ -35,7 +38,7 @@ from w4gemm.integrations.vllm.linear_kernel import FloatsKernel
 CONFIGS = ("compressed-tensors", "modelopt_fp4", "modelopt_mixed")
 """Names of vLLM's quantization configs for which it may name a kernel of NVFP4."""
 EMULATED = ("quark",)
-"""Names of configs for which it may emulate MXFP4."""
+"""Names of configs for which it may emulate MXFP4 and MXFP6."""
 
 _PARTS = ("weight", "weight_packed", "weight_scale", "weight_scale_2", "weight_global_scale")
 """Parameters that hold 4-bit floats, as vLLM's methods load them; it brings them to other names."""
@@ -47,6 +50,7 @@ def install() -> None:
     """Put our kernels first in vLLM's lists for NVIDIA GPUs, and in the place of kernels that it names."""
     W4GemmNvFp4LinearKernel.put_first()
     W4GemmMxFp4LinearKernel.put_first()
+    W4GemmMxFp6LinearKernel.put_first()
     add_hook(replace_named_kernel, CONFIGS)
     add_hook(replace_emulation, EMULATED)
 
@@ -71,13 +75,16 @@ def replace_named_kernel(method: Any, layer: Any) -> Any:
 
 
 def replace_emulation(method: Any, layer: Any) -> Any:
-    """Return vLLM's method for a layer; one in MXFP4 that vLLM would emulate gets a scheme whose kernel is ours."""
+    """Return vLLM's method for a layer; one in MXFP4 or MXFP6 that vLLM would emulate gets a scheme whose kernel is
+    ours."""
     scheme: Any = getattr(layer, "scheme", None)
     if isinstance(method, LinearMethodBase) and type(scheme).__name__ == "QuarkOCP_MX":
-        emulated = getattr(scheme, "emulate", False) and not scheme.dynamic_mxfp4_quant
-        ours, config = scheme.weight_dtype == "mxfp4" and scheme.input_dtype != "fp8", MxFp4LinearLayerConfig()
-        if emulated and ours and _may_run(W4GemmMxFp4LinearKernel, "mxfp4", config):
-            layer.scheme = _PackedScheme(scheme, W4GemmMxFp4LinearKernel(config, scheme))
+        emulated = getattr(scheme, "emulate", False) and not scheme.dynamic_mxfp4_quant and scheme.input_dtype != "fp8"
+        element = scheme.weight_dtype
+        ours: Any = {"mxfp4": W4GemmMxFp4LinearKernel}.get(element, W4GemmMxFp6LinearKernel)
+        config: Any = MxFp4LinearLayerConfig() if element == "mxfp4" else SimpleNamespace(weight_quant_key=element)
+        if emulated and _may_run(ours, element.partition("_")[0], config):
+            layer.scheme = _PackedScheme(scheme, ours(config, scheme))
     return method
 
 
@@ -102,24 +109,24 @@ class _PackedScheme:
 
 
 class _Floats(FloatsKernel):
-    """Base of the kernels of both formats."""
+    """Base of the kernels of all formats."""
 
     kind = "linear layers of 4-bit floats"
-    names: tuple[str, ...]
+    names: tuple[str, ...] = ("weight", "weight_scale")
     """Parameters of a layer that go when it is packed; the first holds the codes."""
-    format: str
-    """Name of the format."""
+    format = ""
+    """Name of a format that may multiply fp8 x."""
 
     @classmethod
     def takes_fp8(cls) -> bool:
-        return environment.takes_fp8(cls.format, False)
+        return bool(cls.format) and environment.takes_fp8(cls.format, False)
 
     def __init__(self, config: Any, named: Any = None) -> None:
         """named: the kernel that vLLM named for the layer; None if it asked its list."""
         super().__init__(config)
         self.left = named
         asked = _is_fp8(getattr(config, "activation_quant_key", None))
-        self.activations = "fp8" if environment.takes_fp8(self.format, asked) else None
+        self.activations = "fp8" if self.format and environment.takes_fp8(self.format, asked) else None
 
     def parameters(self, layer: Any) -> list[str]:
         return [name for name in _PARTS if name in layer._parameters]
@@ -153,7 +160,6 @@ class W4GemmMxFp4LinearKernel(_Floats, MxFp4LinearKernel):
     """e2m1 weights with a power of two for each 32 columns."""
 
     possible, format = _POSSIBLE_MXFP4_KERNELS[PlatformEnum.CUDA], "mxfp4"
-    names = ("weight", "weight_scale")
 
     def floats(self, layer: Any) -> Numbers:
         return packed_floats.numbers(layer.weight.data, layer.weight_scale.data, MXFP4)
@@ -173,6 +179,26 @@ class W4GemmMxFp4LinearKernel(_Floats, MxFp4LinearKernel):
         from vllm.model_executor.layers.quantization.utils.quant_utils import kMxfp4Static
 
         return bool(supports(kMxfp4Static, self.config.activation_quant_key))
+
+
+class _Configured:
+    """A kernel's base where vLLM has none."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+
+class W4GemmMxFp6LinearKernel(_Floats, getattr(linear, "MxFp6LinearKernel", _Configured)):  # type: ignore[misc]
+    """e2m3 or e3m2 weights with a power of two for each 32 columns; x has 16 bits."""
+
+    kind = "linear layers of 6-bit floats"
+    possible = getattr(linear, "_POSSIBLE_MXFP6_KERNELS", {PlatformEnum.CUDA: []})[PlatformEnum.CUDA]
+    """Empty in vLLM 0.26, which emulates them."""
+
+    def floats(self, layer: Any) -> Numbers:
+        key = self.config.weight_quant_key  # vLLM 0.26 has a name alone
+        format = MXFP6 if "e2m3" in str(getattr(key, "dtype", key)) else MXFP6_E3M2
+        return packed_floats.numbers(layer.weight.data, layer.weight_scale.data, format)
 
 
 def _is_fp8(key: Any) -> bool:

@@ -116,6 +116,8 @@ def _of_folder(
     integers = format.element_rule.counts
     if format.bits != 4 and (module.experts or not (integers or _in_16_bits(source, format, quantization))):
         return None  # which our plugin does not take over
+    if format.bits == 6 and not integers and source.name != "quark":
+        return None  # which vLLM does not load
     if source.name == "quark" and activations and not module.experts:
         return None  # for which vLLM has no list of kernels
     if source.name == "auto-round" and format.scale != "e8m0":
