@@ -27,7 +27,7 @@ from w4gemm.checkpoints.quark import QuarkPacking
 from w4gemm.checkpoints.torchao import TorchAoPacking
 from w4gemm.checkpoints.w4gemm import OwnPacking
 from w4gemm.core.errors import FormatError
-from w4gemm.core.files import existing
+from w4gemm.core.files import described, existing
 from w4gemm.core.formats import WeightFormat
 
 _OF_OTHERS = tuple(
@@ -96,11 +96,8 @@ def open_checkpoint(path: str | Path, format: WeightFormat | str | None = None) 
 
 def _seen(path: Path) -> str:
     """Describe what lies at ``path``, for a message."""
-    if path.suffix == ".safetensors":
-        return f"a file of tensors: give its folder, {str(path.parent)!r}"
     if path.is_file():
-        with path.open("rb") as f:
-            return f"a file that begins with {f.read(8)!r}"
+        return described(path)
     if not path.is_dir():
         return "neither a file nor a folder"
     if (scheme := quantization_config(path)) is not None:

@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return 0
             try:
                 require_named(args)
-            except (ValueError, OSError) as e:
+            except (ValueError, OSError, ImportError) as e:
                 if traceback:
                     raise
                 return _print_error(str(e), 2 if isinstance(e, ValueError) else 1)

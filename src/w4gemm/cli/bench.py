@@ -9,23 +9,28 @@ from pathlib import Path
 from types import ModuleType
 
 _CHECKOUT = Path(__file__).resolve().parents[3]
+NO_GPU = "measures on a GPU, and PyTorch sees none here"
 _WITHOUT_A_GPU = {"-h", "--help", "--dry", "--compile-only"}
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the module's ``main`` with ``args.rest``, because it has a parser of its own."""
     tool = module(args.action)
-    options = {option.partition("=")[0] for option in args.rest}
-    measures = args.action in ("run", "grouped", "unknown", "layers") and not _WITHOUT_A_GPU & options
-    if measures:
+    if measures(args):
         import torch
 
         from w4gemm.core.errors import UnsupportedError
 
         if not torch.cuda.is_available():
-            raise UnsupportedError(f"bench {args.action} measures on a GPU, and PyTorch sees none here")
+            raise UnsupportedError(f"bench {args.action} {NO_GPU}")
     tool.main(args.rest)
     return 0
+
+
+def measures(args: argparse.Namespace) -> bool:
+    """True if an action with these options needs a GPU."""
+    options = {option.partition("=")[0] for option in args.rest}
+    return args.action in ("run", "grouped", "unknown", "layers") and not _WITHOUT_A_GPU & options
 
 
 def require_checkout(name: str) -> None:

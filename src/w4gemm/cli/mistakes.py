@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from w4gemm.cli.bench import require_checkout
+from w4gemm.cli.bench import NO_GPU, measures, require_checkout
 from w4gemm.console.options import (
     listed_shapes,
     require_device,
@@ -19,21 +19,22 @@ from w4gemm.console.options import (
     unknown_target,
 )
 from w4gemm.core.config import GemmConfig
-from w4gemm.core.files import existing, lacks_weights
+from w4gemm.core.files import described, existing, lacks_weights
 from w4gemm.core.format_names import parts_of
 from w4gemm.core.function_names import activation_parts
 from w4gemm.core.gpus import is_known
+from w4gemm.core.imports import missing_dsl
 
 _RUNS_A_MODEL = ("generate", "eval", "convert")
 
 
 def require_named(args: argparse.Namespace) -> None:
     """Refuse what a command cannot do with: sizes, numbers of tokens, formats, configs, activations, routers, devices
-    and GPUs that are none, a GPU without a driver, measurements without a checkout, a prompt that is a model, places to
-    write that are none, and checkpoints that are not there or hold no model.
+    and GPUs that are none, a GPU without a driver, measurements without a checkout or a GPU, a prompt that is a model,
+    places to write that are none, checkpoints that are not there or hold no model, and compiling without a compiler.
 
     Raises:
-        ValueError, OSError: as the command would, some seconds later.
+        ValueError, OSError, ImportError: as the command would, some seconds later.
     """
     named = vars(args)
     if "sizes" in named:
@@ -44,7 +45,8 @@ def require_named(args: argparse.Namespace) -> None:
         listed_shapes(args.shapes)
     if named.get("device") is not None:
         require_device(args.device, args.command in ("explain", "inspect"))
-        _require_driver(args.device)
+        if args.device.startswith("cuda") and not _has_driver():
+            raise ValueError(f"--device: {args.device} is not there; PyTorch sees no CUDA GPU")
     if named.get("gpu") is not None and not is_known(args.gpu) and not (args.gpu and args.arch and args.sms):
         raise unknown_target(args.gpu)
     for format in _each(named.get("format")):
@@ -58,11 +60,10 @@ def require_named(args: argparse.Namespace) -> None:
         router_fields(args.router)
     if args.command == "bench":
         require_checkout(args.action)
+        if measures(args) and not _has_driver():
+            raise OSError(f"bench {args.action} {NO_GPU}")
     if args.command == "generate":
         _require_prompt(args.prompt, args.model)
-    for path in (named.get("path"), named.get("model"), named.get("vllm")):
-        if path is not None:
-            _require_model(path, args.command)
     if args.command in ("convert", "compile"):
         name = "OUTPUT" if args.command == "convert" else "--output"
         if args.output.exists() and not args.output.is_dir():
@@ -71,15 +72,22 @@ def require_named(args: argparse.Namespace) -> None:
             )
         if args.output.exists() and args.command == "convert" and existing(args.path).samefile(args.output):
             raise ValueError(f"{name}: wanted another folder than PATH, got {str(args.output)!r} for both")
+    for path in (named.get("path"), named.get("model"), named.get("vllm")):
+        if path is not None:
+            _require_model(path, args.command)
+    if args.command == "compile" and (reason := missing_dsl()):
+        raise ModuleNotFoundError(f"compile {reason}")
 
 
-def _require_driver(device: str) -> None:
-    """Refuse an NVIDIA GPU where its driver is not installed. Without it PyTorch sees none either."""
-    if device.startswith("cuda") and sys.platform == "linux" and not Path("/dev/kfd").exists():  # that of AMD's driver
-        try:
-            ctypes.CDLL("libcuda.so.1")
-        except OSError:
-            raise ValueError(f"--device: {device} is not there; PyTorch sees no CUDA GPU") from None
+def _has_driver() -> bool:
+    """False where no driver of a GPU is installed, so that PyTorch sees none either."""
+    if sys.platform != "linux" or Path("/dev/kfd").exists():  # that of AMD's driver
+        return True
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
 
 
 def _each(value: str | Sequence[str] | None) -> Sequence[str]:
@@ -113,10 +121,18 @@ def _holds_model(folder: Path) -> bool:
     return (folder / "config.json").is_file() or any(folder.glob("*.gguf"))
 
 
+def _is_gguf(file: Path) -> bool:
+    with file.open("rb") as f:
+        return file.suffix == ".gguf" or f.read(4) == b"GGUF"
+
+
 def _require_model(path: str, command: str) -> None:
-    """Refuse a path where nothing is, a folder without a model and, if the command runs a model, one without its
-    numbers."""
+    """Refuse a path where nothing is, a file that is no GGUF file, a folder without a model and, if the command runs a
+    model, one without its numbers."""
     folder = existing(path)
+    if folder.is_file() and not _is_gguf(folder):
+        expected = "a GGUF file, or a folder with one or with a Hugging Face model"
+        raise OSError(f"path: {str(path)!r} is {described(folder)}; what can be loaded: {expected}")
     if not folder.is_dir():
         return
     if not _holds_model(folder):

@@ -269,7 +269,7 @@ def _compile(parser: argparse.ArgumentParser) -> None:
     add_json_argument(parser)
     gpu = parser.add_argument_group("the GPU to compile for")
     gpu.add_argument(
-        "--gpu",
+        *("--gpu", "--device"),
         metavar="NAME",
         help="a short name such as h200, a100 or rtx-4090, or the driver's exact name, by which tuned configs are "
         "found (default: h200, or a GPU of --arch). A GPU that is not known needs --arch and --sms as well",

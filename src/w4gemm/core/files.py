@@ -40,6 +40,14 @@ def lacks_weights(path: Path) -> bool:
     return (path / "config.json").is_file() and not any(file.suffix in _WEIGHTS for file in path.iterdir())
 
 
+def described(file: Path) -> str:
+    """Describe a file that is no model, for a message."""
+    if file.suffix == ".safetensors":
+        return f"a file of tensors: give its folder, {str(file.parent)!r}"
+    with file.open("rb") as f:
+        return f"a file that begins with {f.read(8)!r}"
+
+
 UNFINISHED = ".unfinished"
 """End of the name of a file that is being written."""
 

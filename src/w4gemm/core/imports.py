@@ -1,4 +1,4 @@
-"""Calls that follow the program's import of a package that w4gemm does not import itself: :func:`when_imported`."""
+"""Packages that w4gemm does not import itself: what follows their import, and whether CuTe DSL is installed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,19 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+DSL = "4.8.1"
+"""Version of CuTe DSL that the kernels are written for, and pyproject.toml pins. Older minor versions are refused,
+newer ones run after a warning."""
+DSL_HELP = f"pip install '.[cuda]' in a clone of w4gemm brings {DSL}"
+
 _log = logging.getLogger("w4gemm")
+
+
+def missing_dsl() -> str:
+    """Return that CuTe DSL is not installed, or the empty string. Neither PyTorch nor the DSL is imported."""
+    if importlib.util.find_spec("cutlass") is not None:
+        return ""
+    return f"needs CuTe DSL (nvidia-cutlass-dsl), which is not installed; {DSL_HELP}"
 
 
 def when_imported(name: str, then: Callable[[], None]) -> None:

@@ -4,17 +4,14 @@ enough."""
 from __future__ import annotations
 
 import functools
-import importlib.util
 import logging
 from pathlib import Path
 
+from w4gemm.core.imports import DSL, DSL_HELP, missing_dsl
 from w4gemm.core.problem import Device
 from w4gemm.core.words import dotted
 from w4gemm.jit.toolchain import driver_cuda_version, installed_version
 
-DSL = "4.8.1"
-"""Version of CuTe DSL that the kernels are written for, and pyproject.toml pins. Older minor versions are refused,
-newer ones run after a warning."""
 TARGETS = {
     (8, 0): "sm_80",
     (8, 6): "sm_86",
@@ -91,26 +88,25 @@ def missing_to_compile() -> str:
 
 
 def _missing_dsl() -> str:
-    help_text = f"pip install '.[cuda]' in a clone of w4gemm brings {DSL}"
-    if importlib.util.find_spec("cutlass") is None:
-        return f"needs CuTe DSL (nvidia-cutlass-dsl), which is not installed; {help_text}"
+    if reason := missing_dsl():
+        return reason
     version = installed_version("nvidia-cutlass-dsl")
     if not version:
         return ""  # importable, but installed without metadata: believe it
     if _minor(version) < _minor(DSL):
-        return f"needs a newer CuTe DSL than nvidia-cutlass-dsl {version}; {help_text}"
+        return f"needs a newer CuTe DSL than nvidia-cutlass-dsl {version}; {DSL_HELP}"
     if _minor(version) > _minor(DSL):
-        _warn_of_newer(version, help_text)
+        _warn_of_newer(version)
     return ""
 
 
 @functools.cache
-def _warn_of_newer(version: str, help_text: str) -> None:
+def _warn_of_newer(version: str) -> None:
     """Log once what a newer version may do: its machine code was never looked at, nor timed."""
     _log.warning(
         "nvidia-cutlass-dsl %s is newer than %s, with which w4gemm's kernels are tested and timed: one may not "
         "compile, or run more slowly; %s",
-        *(version, DSL, help_text),
+        *(version, DSL, DSL_HELP),
     )
 
 
