@@ -237,6 +237,15 @@ class Made(NamedTuple):
         x8, scale = w4gemm.quantize_activations(x, norm_weight=weight, silu_mul=front == "silu_mul")
         return x8.view(torch.uint8) if front == "" else x8.float() * scale[:, None], scale
 
+    def updated(self, format: str, *shape: int) -> tuple[torch.Tensor, ...]:
+        """The numbers of a weight of pairs, or of several experts', after :func:`w4gemm.update_`."""
+        *leading, n, k = shape
+        one = random_weight(WeightFormat.parse(format), n, k, 1)
+        w = w4gemm.QuantizedWeight.stack([one] * leading[0], layout="canonical") if leading else one
+        w = w.to(self.device).repack()
+        w4gemm.update_(w, (self.half(*leading, n // 2, k), self.half(*leading, n // 2, k)))
+        return tuple(each.dequantize(torch.float32) for each in (map(w.expert, range(w.experts)) if leading else [w]))
+
 
 EVERYTHING = 2**30
 HELPER_CALLS: dict[str, Callable[[Made], Any]] = {
@@ -276,6 +285,15 @@ HELPER_CALLS: dict[str, Callable[[Made], Any]] = {
         f"column_gather {k}": lambda made, k=k: gather_columns(made.half(5, k), torch.randperm(k).int().to(made.device))
         for k in (640, 1001)
     },
+    **{
+        f"weight_quantize {format}": lambda made, format=format, shape=shape: made.updated(format, *shape)
+        for format, shape in (
+            ("int4_g64_zint", (70, 200)),
+            ("nvfp4", (3, 34, 330)),
+            ("e5m2_g128_b128", (130, 200)),
+            ("mxfp6", (2, 70, 200)),
+        )
+    },
 }
 
 
@@ -286,8 +304,10 @@ def run_helper(name: str) -> None:
         torch.manual_seed(1)
         results = HELPER_CALLS[name](Made.on(device))
         into += [t.cpu().double() for t in (results if isinstance(results, tuple) else (results,))]
+    exact, rounded = name.startswith("weight_quantize"), "quantize" in name
+    rtol, atol = (0, 0) if exact else (0.07 if rounded else 0.02, 0.02)
     for a, b in zip(ours, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=0.07 if "quantize" in name else 0.02, atol=0.02, msg=name)
+        torch.testing.assert_close(a, b, rtol=rtol, atol=atol, msg=name)
 
 
 def run_cell(cell: Cell) -> None:

@@ -13,6 +13,7 @@ from w4gemm.weights.quantize import channel_scales_of_rows, group_ends
 FORMATS = (
     *("int4_g128", "int4_g32_fp16", "int4_g64_zint", "int4_g16_zint_fp16", "mxfp4", "nvfp4", "int4_col"),
     *("int8_g96", "int8_col_zint", "int8_g512_fp32", "e4m3_col_fp32", "e4m3_g32_fp32", "e4m3_g128_b128", "mxfp8"),
+    *("e5m2_col_fp32", "e5m2_g64_fp32", "e5m2_g128_b128", "e5m2_g32_e8m0", "mxfp6", "e3m2_g32_e8m0"),
 )
 E = 2
 
@@ -107,6 +108,11 @@ def test_without_a_compiled_kernel_pytorch_does_it(monkeypatch: pytest.MonkeyPat
         ("e4m3_g64_fp32", torch.float16, False, 20, 150, -1100.0),
         ("e4m3_g128_b128", torch.bfloat16, True, 130, 130, torch.nan),
         ("mxfp8", torch.float16, False, 20, 150, torch.inf),
+        ("e5m2_col_fp32", torch.float16, False, 20, 150, torch.nan),
+        ("e5m2_g128_b128", torch.bfloat16, True, 130, 130, -1100.0),
+        ("e5m2_g32_e8m0", torch.bfloat16, True, 20, 150, torch.nan),
+        ("mxfp6", torch.bfloat16, True, 36, 330, torch.nan),
+        ("e3m2_g32_e8m0", torch.float16, False, 36, 200, torch.inf),
     ],
 )
 def test_the_kernel_on_an_emulated_gpu(

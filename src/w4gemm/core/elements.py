@@ -24,6 +24,8 @@ class Element:
     float that stands for NaN or infinity, which no weight may have."""
     counts: bool = False
     """True if the numbers are consecutive integers, so that a format may store zero points."""
+    mantissa_bits: int = 0
+    """Of a float: bits of its mantissa."""
 
     def __post_init__(self) -> None:
         assert len(self.values) == 2**self.bits, f"{self.name}: a number for each code"
@@ -119,7 +121,9 @@ def _float(exponent_bits: int, mantissa_bits: int, no_numbers: int = 0) -> Eleme
         sizes += [math.ldexp(2**mantissa_bits + mantissa, least + exponent) for mantissa in mantissas]
     sizes[len(sizes) - no_numbers :] = [math.nan] * no_numbers
     values = tuple(sign * size for sign in (1.0, -1.0) for size in sizes)
-    return Element(f"e{exponent_bits}m{mantissa_bits}", 1 + exponent_bits + mantissa_bits, values)
+    return Element(
+        f"e{exponent_bits}m{mantissa_bits}", 1 + exponent_bits + mantissa_bits, values, mantissa_bits=mantissa_bits
+    )
 
 
 ELEMENTS = {

@@ -13,9 +13,10 @@ from w4gemm.jit import Program
 from w4gemm.kernels.helpers.base import HALF_KINDS, Sm90Helper, half_dtype
 from w4gemm.packing.block import BLOCK_K
 from w4gemm.packing.codecs import MMA16, codec_for
+from w4gemm.packing.codecs.floats import FLOATS
 
 _SCALES = {"none": ("bf16", "fp16", "fp32", "b128", "e8m0", "e4m3_row"), "int": ("bf16", "fp16")}
-_FLOATS = ("e2m1", "e4m3")
+_FLOATS = ("e2m1", *FLOATS)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ The arithmetic is that of :func:`w4gemm.quantize`, each operation rounded once, 
 
 from __future__ import annotations
 
-import itertools
+import math
 from typing import Any, NamedTuple
 
 import cutlass
@@ -29,6 +29,7 @@ from w4gemm.ptx.arithmetic import (
     maximum,
     minimum,
     pack_e4m3,
+    pack_e5m2,
     pack_half2,
     to_float,
 )
@@ -347,14 +348,21 @@ class WeightQuantizeKernel:
         if element.counts:
             addend = zero if self.format.has_zero else Float32(float(element.padding_code))
             return self.rounded(ratio + addend)[0]
-        if element.bits == 8:  # e4m3, whose -0 no weight has
-            code = pack_e4m3([ratio, *[Float32(0.0)] * 3]) & 0xFF
-            return Int32(cutlass.select_(code == 0x80, Int32(0), code))
-        size, code = magnitude(ratio), Int32(0)  # of e2m1: its codes count magnitudes
-        numbers = element.values[: len(element.values) // 2]
-        for i, (lower, upper) in enumerate(itertools.pairwise(numbers)):
-            middle = Float32((lower + upper) / 2)
-            above = size > middle if i % 2 == 0 else size >= middle
-            code = code + Int32(cutlass.select_(above, Int32(1), Int32(0)))
-        sign = Int32(cutlass.select_((ratio < Float32(0.0)) & (code > 0), Int32(8), Int32(0)))
+        if element.bits == 8:
+            pack = pack_e4m3 if element.mantissa_bits == 3 else pack_e5m2
+            code = pack([ratio, *[Float32(0.0)] * 3]) & 0xFF
+            return Int32(cutlass.select_(code == 0x80, Int32(0), code))  # no weight has a -0
+        size = minimum(magnitude(ratio), Float32(element.most))
+        # the exponent of the size, or of the smallest number of a whole mantissa
+        exponent = float_word(maximum(size, Float32(element.values[2**element.mantissa_bits]))) >> 23
+        # a sum with 1.5 * 2**23 units of the size's last place is rounded to a count of them, ties to even
+        unit = exponent - element.mantissa_bits
+        count = float_word(size + to_float("f32", (unit + 23 << 23) + 0x400000)) & 2 ** (element.mantissa_bits + 2) - 1
+        code = count + (unit - self.least_unit << element.mantissa_bits)
+        sign = Int32(cutlass.select_((ratio < Float32(0.0)) & (code > 0), Int32(2 ** (element.bits - 1)), Int32(0)))
         return code | sign
+
+    @property
+    def least_unit(self) -> int:
+        """Exponent field of the smallest number of a float."""
+        return 126 + math.frexp(self.format.element_rule.values[1])[1]
