@@ -35,7 +35,7 @@ _DISPLACING = 1024
 the first cache. x is copied then."""
 _MOST_WHOLE = 640
 """Columns of rounded numbers for AMX that may be one panel, whose sums are the results: Gemma 3 270M's layers have 640.
-"""
+In one panel they take 0.88 to 0.94 of the time of two, for 64 to 256 tokens (three layers, Xeon, 2026-11-29)."""
 _PAIRS_TOKENS = 4
 """Tokens of a tile of "pairs"."""
 
