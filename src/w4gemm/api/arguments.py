@@ -228,7 +228,13 @@ def _checked_alpha(alpha: object, device: torch.device) -> float | torch.Tensor:
             legal = f"a number or a torch.float32 tensor of one element on {device}"
             raise ValueError(f"alpha: wanted {legal}, got {kind_of(alpha)} on {alpha.device}")
         return alpha.view(1)
-    return checked_factor(alpha)
+    factor = checked_factor(alpha)
+    if torch.compiler.is_compiling():
+        from torch.fx.experimental.symbolic_shapes import has_static_value  # its import takes seconds
+
+        if not has_static_value(factor):  # an operator would have it as a constant, with a graph for each value
+            return torch.ones(1, device=device) * factor
+    return factor
 
 
 def checked_factor(alpha: object) -> float:
