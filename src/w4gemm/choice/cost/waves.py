@@ -89,7 +89,7 @@ class LaunchFacts(NamedTuple):
     scale: Scale
     timed_as: str
     """Name that the kernel's configs are measured under."""
-    decode_overheads: dict[tuple[int, int, int, str, bool], float]
+    decode_overheads: dict[tuple[int, int, int, str, bool, bool], float]
     """Part by which the format makes a k-slice slower than the measured format: a cache by tile_m, tile_n, tile_k,
     schedule, and whether CTAs share x."""
     any_variant: Any
@@ -349,7 +349,7 @@ def _first_box(facts: LaunchFacts, config: GemmConfig) -> int:
 
 def _tile_overhead(facts: LaunchFacts, problem: GemmProblem, config: GemmConfig) -> float:
     """Part by which the format makes a k-slice slower than the measured one, bf16 with bf16 scales."""
-    form = config.tile_m, config.tile_n, config.tile_k, config.schedule, config.cluster_n > 1
+    form = config.tile_m, config.tile_n, config.tile_k, config.schedule, config.cluster_n > 1, config.split_k > 1
     overhead = facts.decode_overheads.get(form)
     if overhead is None:
         model, variant = facts.constants.models["decoding"], replace(facts.any_variant, config=config)
@@ -366,7 +366,7 @@ def _tile_overhead(facts: LaunchFacts, problem: GemmProblem, config: GemmConfig)
                 slower = model["levels_shared_x"] if config.cluster_n > 1 else 1.0
                 slower *= model["levels_half_stage"] if variant.half_block_stages else 1.0
                 overhead = (1 + overhead) * slower**wide - 1
-            if wide > 0 and variant.weight.codec.slow_alone and variant.warpgroups_n == 1:
+            if wide > 0 and variant.weight.codec.slow_alone and variant.warpgroups_n == 1 and config.split_k == 1:
                 overhead = (1 + overhead) * model["e4m3_one_warpgroup"] - 1
             if variant.block.bits > 4 and facts.kernel.name != "sm90_decode" and variant.num_stages == 2:
                 overhead += model["two_stages"]  # the measured format has three there

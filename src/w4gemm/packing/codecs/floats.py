@@ -165,10 +165,11 @@ class FloatCodec(Codec):
         return FloatDecoder(*form, decoding.only_fma, decoding.allow_sum_scale, number=FLOATS[self.element])
 
     def costs(self, weight: WeightOperand, pairs: Pairs | None, few: bool) -> tuple[str, ...]:
-        if few or weight.kind == "e4m3":
+        if weight.kind == "e4m3":
             return ()
-        costs = ("e4m3_half",) if weight.kind == "f16" else ("e4m3",)
-        return costs if self.bits == 8 else (*costs, "two_segments")
+        if few:
+            return ("e2m3_few",) if self.bits == 6 else ()
+        return ("e4m3_half",) if weight.kind == "f16" else ("e4m3",)
 
 
 class ChannelCodec(FloatCodec):
