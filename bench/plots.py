@@ -12,32 +12,43 @@ _MOST = 3.0
 """Ratio from which on colors stay the same."""
 
 
-def heatmap(path: Path, title: str, columns: Sequence[str], rows: Mapping[str, Sequence[float | None]]) -> None:
-    """Write a table of ratios, blue where w4gemm is faster, red where it is slower.
+Ratios = Mapping[str, Sequence[float | None]]
+"""Ratios by name of the row; None leaves a cell empty."""
+
+
+def heatmap(path: Path, title: str, columns: Sequence[str], panels: Mapping[str, Ratios]) -> None:
+    """Write tables of ratios side by side, blue where w4gemm is faster, red where it is slower.
 
     Args:
         columns: names below; a column without ratios is left out.
-        rows: ratios by name of the row; None leaves a cell empty.
+        panels: tables by title, with equal names of rows.
     """
     plt = _pyplot()
-    used = [x for x in range(len(columns)) if any(row[x] is not None for row in rows.values())]
-    columns, rows = [columns[x] for x in used], {name: [row[x] for x in used] for name, row in rows.items()}
-    width = max(0.085 * max(map(len, rows)) + 0.74 * len(columns), 0.075 * len(title))
-    figure, axes = plt.subplots(figsize=(width, 0.8 + 0.36 * len(rows)), layout="constrained")
-    cells = [[math.nan if ratio is None else math.log(ratio) for ratio in row] for row in rows.values()]
+    every = [row for rows in panels.values() for row in rows.values()]
+    used = [x for x in range(len(columns)) if any(row[x] is not None for row in every)]
+    names = list(next(iter(panels.values())))
+    width = max(0.085 * max(map(len, names)) + 0.74 * len(used) * len(panels), 0.075 * len(title))
+    height = 0.8 + 0.36 * len(names) + 0.25 * any(panels)
+    figure, axes = plt.subplots(
+        1, len(panels), figsize=(width, height), sharey=True, squeeze=False, layout="constrained"
+    )
     limit = math.log(_MOST)
-    axes.pcolormesh(cells, cmap="RdBu", vmin=-limit, vmax=limit, edgecolors="white", linewidth=2)
-    for y, row in enumerate(rows.values()):
-        for x, ratio in enumerate(row):
-            if ratio is not None:
-                color = "white" if abs(math.log(ratio)) > 0.55 * limit else "black"
-                axes.text(x + 0.5, y + 0.5, f"{ratio:.2f}", ha="center", va="center", color=color, fontsize=9)
-    axes.set_xticks([x + 0.5 for x in range(len(columns))], columns, fontsize=8)
-    axes.set_yticks([y + 0.5 for y in range(len(rows))], list(rows), fontsize=9)
-    axes.invert_yaxis()
-    axes.tick_params(length=0)
-    for side in axes.spines.values():
-        side.set_visible(False)
+    for of_panel, (name, rows) in zip(axes.flat, panels.items(), strict=True):
+        cells = [[math.nan if row[x] is None else math.log(row[x]) for x in used] for row in rows.values()]
+        of_panel.pcolormesh(cells, cmap="RdBu", vmin=-limit, vmax=limit, edgecolors="white", linewidth=2)
+        for y, row in enumerate(rows.values()):
+            for x, ratio in enumerate(row[x] for x in used):
+                if ratio is not None:
+                    color = "white" if abs(math.log(ratio)) > 0.55 * limit else "black"
+                    where = {"ha": "center", "va": "center", "fontsize": 9}
+                    of_panel.text(x + 0.5, y + 0.5, f"{ratio:.2f}", color=color, **where)
+        of_panel.set_xticks([x + 0.5 for x in range(len(used))], [columns[x] for x in used], fontsize=8)
+        of_panel.set_title(name, fontsize=9)
+        of_panel.tick_params(length=0)
+        for side in of_panel.spines.values():
+            side.set_visible(False)
+    axes.flat[0].set_yticks([y + 0.5 for y in range(len(names))], names, fontsize=9)
+    axes.flat[0].invert_yaxis()
     figure.suptitle(title, fontsize=10)
     _save(figure, path)
 

@@ -60,6 +60,10 @@ _WHAT = {
 }
 _WORST = 8
 README = ROOT / "README.md"
+PLOT = ROOT / "docs/plots/products.svg"
+"""README.md's plot, of both GPUs."""
+_STEPS = {"1": (1, 1), "2-16": (2, 16), "17-64": (17, 64), "65-256": (65, 256), "257-8192": (257, 8192)}
+"""Its columns: first and last number of tokens."""
 _MARKED = re.compile(r"(<!-- made by python -m bench\.report -->\n).*?(<!-- end -->\n)", re.DOTALL)
 
 
@@ -94,6 +98,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         if not args.text:
             draw(page, points, engines)
     README.write_text(with_table(README.read_text()))
+    if not args.text:
+        plots.heatmap(PLOT, "Speed-up over the fastest other library, by tokens", [*_STEPS], of_both())
 
 
 def stored(gpu: str) -> tuple[list[Point], list[Row]]:
@@ -109,12 +115,7 @@ Heatmap = tuple[Sequence[str], dict[str, list[float | None]]]
 
 
 def heatmaps(points: Sequence[Point], engines: Sequence[Row]) -> dict[str, Heatmap]:
-    """Return the heatmaps of a page by name. Single products are means of untuned layers where there are some."""
-    products: dict[str, list[float | None]] = {}
-    for kind, own in _of_sets(points, "unknown", "tuned"):
-        untuned = any(other.set == "unknown" and other.format == kind.format for other, _ in by_kind(points))
-        if kind.set == "unknown" or not untuned:
-            products[str(kind)] = by_step(own)
+    """Return the heatmaps of a page by name."""
     experts = {str(kind): by_step(own)[:-1] for kind, own in _of_sets(points, "experts")}
     cases = {str(case): gains for case, gains in summary.cases_of(engines).items() if case.engine == "vllm"}
     vllm = {
@@ -122,7 +123,7 @@ def heatmaps(points: Sequence[Point], engines: Sequence[Row]) -> dict[str, Heatm
         for name, gains in cases.items()
     }
     maps: dict[str, Heatmap] = {
-        "products": (STEP_NAMES, products),
+        "products": (STEP_NAMES, {str(kind): by_step(own) for kind, own in _of_products(points)}),
         "widths": (STEP_NAMES, {str(kind): by_step(own) for kind, own in _of_sets(points, "widths")}),
         "experts": (STEP_NAMES[:-1], experts),
         "vllm": (summary.COLUMNS, vllm),
@@ -140,9 +141,28 @@ def draw(page: Page, points: Sequence[Point], engines: Sequence[Row]) -> None:
         "vllm": f"{gpu} over vLLM's kernels",
     }
     for what, (columns, rows) in heatmaps(points, engines).items():
-        plots.heatmap(page.plot(what), titles[what], columns, rows)
+        plots.heatmap(page.plot(what), titles[what], columns, {"": rows})
     untuned = {str(kind): [(p.m, p.ratio) for p in own] for kind, own in _of_sets(points, "unknown")}
     plots.scatter(page.plot("untuned"), f"{gpu} over the fastest other library, untuned layers", untuned)
+
+
+def of_both() -> dict[str, dict[str, list[float | None]]]:
+    """Return the ratios of README.md's plot by GPU and kind of the first page, in wider steps than those of a page."""
+    panels: dict[str, dict[str, list[float | None]]] = {}
+    for page in PAGES:
+        own = {str(kind): own for kind, own in _of_products(stored(page.gpu)[0])}
+        names = next(iter(panels.values()), own)
+        panels[page.gpu.removesuffix(" 80GB HBM3")] = {
+            name: [mean(within(own.get(name, ()), *ends)) for ends in _STEPS.values()] for name in names
+        }
+    return panels
+
+
+def _of_products(points: Sequence[Point]) -> list[tuple[Kind, list[Point]]]:
+    """Return single products by kind: untuned layers, or those of the shipped tables where there are none."""
+    kinds = _of_sets(points, "unknown", "tuned")
+    untuned = {kind.format for kind, _ in kinds if kind.set == "unknown"}
+    return [(kind, own) for kind, own in kinds if kind.set == "unknown" or kind.format not in untuned]
 
 
 def _of_sets(points: Sequence[Point], *sets: str) -> list[tuple[Kind, list[Point]]]:
@@ -259,20 +279,15 @@ def _behind(points: Sequence[Point]) -> list[str]:
 
 
 def with_table(readme: str) -> str:
-    """Return README.md with the table of models inside vLLM by batch, H200 / H100."""
-    both = [stored(page.gpu) for page in PAGES]
+    """Return README.md with the table of models inside vLLM, by GPU and batch."""
     columns = summary.COLUMNS[:-1]
-    gains = [{str(case): g for case, g in summary.cases_of(rows).items() if case.engine == "vllm"} for _, rows in both]
-    lines = [f"| in vLLM; H200 / H100 | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
-    for case in (case for case in gains[0] if case in gains[1]):
-        pairs = [[of_gpu[case].get(column) for of_gpu in gains] for column in columns]
-        cells = [" / ".join(_cell(gain and gain.over_choice) for gain in pair) for pair in pairs]
-        lines.append(f"| {case} | {' | '.join(cells)} |")
+    lines = [f"| decode step in vLLM | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+    for page in PAGES:
+        cases = [g for case, g in summary.cases_of(stored(page.gpu)[1]).items() if case.engine == "vllm"]
+        of_columns = [[gains[column].over_choice for gains in cases if column in gains] for column in columns]
+        cells = [f"{statistics.geometric_mean(r):.2f} ({min(r):.2f} to {max(r):.2f})" for r in of_columns]
+        lines.append(f"| {page.gpu.removesuffix(' 80GB HBM3')}, {len(cases)} checkpoints | {' | '.join(cells)} |")
     return _MARKED.sub(lambda match: match[1] + "\n".join(lines) + "\n" + match[2], readme)
-
-
-def _cell(ratio: float | None) -> str:
-    return "-" if ratio is None else f"{ratio:.2f}"
 
 
 def _engines(page: Page, rows: Sequence[Row]) -> list[str]:

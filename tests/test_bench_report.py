@@ -29,6 +29,14 @@ def test_the_heatmaps_have_the_numbers_of_the_stored_rows(page):
         assert {*rows} <= {*written} and {*columns} & {*written}
 
 
+def test_the_readme_s_heatmap_has_the_numbers_of_both_gpus():
+    panels, text = report.of_both(), report.PLOT.read_text()
+    written = re.findall(r"<text[^>]*>([^<]*)</text>", text)
+    cells = [f"{r:.2f}" for rows in panels.values() for row in rows.values() for r in row if r is not None]
+    assert [word for word in written if re.fullmatch(r"\d\.\d\d", word)] == cells, "run python -m bench.report"
+    assert {*panels} <= {*written} and len(panels) == 2
+
+
 def row(impl: str, us: float, m: int = 3, run: str = "r1", **more: object) -> Row:
     common = {"kind": "time", "work": "w4a16", "format": "int4_g128", "n": 512, "k": 1024, "experts": 0}
     return common | {"impl": impl, "impl_version": "1", "us_p50": us, "m": m, "run": run} | more
