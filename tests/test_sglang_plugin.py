@@ -154,12 +154,18 @@ def test_where_answers_must_not_depend_on_the_batch(monkeypatch: pytest.MonkeyPa
 
 
 def test_where_adapters_may_be_loaded(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Experts need the switch then, and another runner than those with adapters of their own."""
+    """Experts that SGLang runs then need the switch, and another runner than those with adapters of their own."""
     started_with(monkeypatch, enable_lora=True)
+    named = SimpleNamespace(value="auto")
+    monkeypatch.setattr("w4gemm.integrations.sglang.experts_lora.get_moe_runner_backend", lambda: named)
+    monkeypatch.delenv("W4GEMM_SGLANG", raising=False)
+    method, layer, _ = loaded("awq")  # SGLang's start would end
+    method.process_weights_after_loading(layer)
+    assert layer.w4gemm_experts.first is not None
+    named.value = "marlin"
     experts_left(caplog, "--enable-lora is on, with which w4gemm was not timed; W4GEMM_SGLANG=on takes over")
     monkeypatch.setenv("W4GEMM_SGLANG", "on")
-    named = SimpleNamespace(value="lora_triton")
-    monkeypatch.setattr("w4gemm.integrations.sglang.experts_lora.get_moe_runner_backend", lambda: named)
+    named.value = "lora_triton"
     experts_left(caplog, "--moe-runner-backend lora_triton runs experts and adapters")
     started_with(monkeypatch, enable_lora=True, enable_deterministic_inference=True)
     experts_left(caplog, "--enable-deterministic-inference")

@@ -149,7 +149,7 @@ def _why_not(method: Method, self: Any, layer: Any, config: Any) -> str:
     settings = method.settings(self)
     if reason := why_not_here(capability(), settings.activations == "fp8") or settings.why_refused:
         return reason
-    if adapters() and (reason := why_no_adapters()):
+    if adapters() and (reason := why_no_adapters(method.takes_adapters)):
         return reason
     if fetches_experts():
         return "GPUs fetch experts from one another by the names of SGLang's parameters (--dwdp-size)"

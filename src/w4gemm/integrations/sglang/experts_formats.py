@@ -33,6 +33,8 @@ class Method(NamedTuple):
 
     flips: bool = False
     """True if SGLang transposes each matrix that it loads, also a dense one."""
+    takes_adapters: bool = True
+    """False if SGLang's start ends where LoRA adapters may come beside them, unless a runner is named."""
 
     def bias(self, layer: Any, product: str) -> torch.nn.Parameter | None:
         """Return the biases (experts, n) of a product, or None if there are none."""
@@ -145,12 +147,14 @@ METHODS = (
         f"{QUANTIZATION}.gptq.schemes.GPTQMarlinMoEScheme",
         _gptq,
         ExpertsFormat("qweight", "scales", transposed=True),
+        takes_adapters=False,
     ),
     Method(
         "AWQ's experts",
         f"{QUANTIZATION}.awq.schemes.AWQMoEScheme",
         _awq,
         ExpertsFormat("qweight", "scales", "qzeros", packing="awq", transposed=True),
+        takes_adapters=False,
     ),
     Method(
         "compressed-tensors' experts",
@@ -158,6 +162,7 @@ METHODS = (
         _compressed_tensors,
         replace(_COMPRESSED, transposed=True),
         flips=True,
+        takes_adapters=False,
     ),
     Method(
         "compressed-tensors' experts with fp8 activations",

@@ -19,13 +19,17 @@ from w4gemm.integrations.sglang.takeover import SGLANG, deterministic
 from w4gemm.packing.repack import rows_in_pairs
 
 
-def why_not() -> str:
-    """Return why experts with adapters cannot be taken over, or the empty string."""
-    if SGLANG.switch() != "on":
+def why_not(takes_adapters: bool) -> str:
+    """Return why experts with adapters cannot be taken over, or the empty string.
+
+    Args:
+        takes_adapters: as of :class:`~w4gemm.integrations.sglang.experts_formats.Method`.
+    """
+    backend = get_moe_runner_backend().value
+    if SGLANG.switch() != "on" and (takes_adapters or backend != "auto"):
         return f"--enable-lora is on, with which w4gemm was not timed; {SGLANG.variable}=on takes over"
     if deterministic():
         return "--enable-lora is on, whose sums may depend on the batch, and --enable-deterministic-inference"
-    backend = get_moe_runner_backend().value
     if backend.startswith(("lora", "experimental")):
         return f"--enable-lora is on, and --moe-runner-backend {backend} runs experts and adapters"
     return ""
