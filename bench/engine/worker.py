@@ -75,9 +75,8 @@ def kernels_of(model: Any) -> dict[str, dict[str, int]]:
     counts: dict[str, dict[str, int]] = {"linear": defaultdict(int), "experts": defaultdict(int)}
     for module in model.modules():
         method = getattr(module, "quant_method", None)
-        bases = {cls.__name__ for cls in type(method).__mro__}
-        dense = {"UnquantizedLinearMethod", "UnquantizedFusedMoEMethod", "UnquantizedEmbeddingMethod"}  # Kimi-K3: subclasses
-        if method is None or bases & dense or "KVCache" in type(method).__name__:
+        dense = any(cls.__name__.startswith("Unquantized") for cls in type(method).__mro__)  # Kimi-K3 has a subclass
+        if method is None or dense or "KVCache" in type(method).__name__:
             continue
         if type(module).__name__ == "VocabParallelEmbedding":  # of GGUF: its rows are looked up
             continue
