@@ -59,8 +59,8 @@ class Job:
     log: Path
     plugin: Path | None
     seconds: float
-    begin: Path | None = None
-    """File whose appearance starts the load on a server."""
+    lock: Path | None = None
+    """File that is locked while there is load on a server."""
 
     def environment(self) -> dict[str, str]:
         return environment(self.implementation, self.caches, self.plugin)
@@ -99,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 own = f"{name}-{implementation.name}"
                 options, task = options_of(args), task_of(args, model)
                 places = folder, work / "caches" / own, logs / f"{own}.log"
-                job = Job(model, implementation, options, task, *places, plugin, args.seconds, args.hold)
+                job = Job(model, implementation, options, task, *places, plugin, args.seconds, args.turn)
                 result, rows = run(job, args.serve)
                 answers = {point["batch"]: point["tokens"] for point in result.decode}
                 if reference:
@@ -183,7 +183,7 @@ def served(job: Job) -> tuple[Result, list[Row]]:
         for batch in task.batches
         for streamed in (True, False)
     ]
-    result = serve.serve(arguments, job.environment(), job.log, job.seconds, loads, job.begin)
+    result = serve.serve(arguments, job.environment(), job.log, job.seconds, loads, job.lock)
     rows: list[Row] = [{"phase": "start", "seconds": round(result.start_s, 2)}]
     for load, figures in zip(loads, result.served, strict=False):
         point = {"batch": load.at_a_time, "tokens_in": load.tokens_in, "tokens_out": load.tokens_out}

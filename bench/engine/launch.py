@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.metadata
 import json
 import os
@@ -23,8 +24,6 @@ from bench.engine.implementations import Implementation
 from bench.engine.models import Model
 from bench.engine.offline import Result, Task
 from bench.engine.worker import EXTENSION
-
-from w4gemm.console.progress import say
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench/results/engine.jsonl"
@@ -210,13 +209,15 @@ def run_offline(task: Task, variables: dict[str, str], log: Path, seconds: float
     return result
 
 
-def hold(file: Path | None) -> None:
-    """Wait until a file appears."""
+@contextmanager
+def turn(file: Path | None) -> Iterator[None]:
+    """Use the GPU while no other process does, if they lock the same file; at once if there is none."""
     if file is None:
+        yield
         return
-    say(f"waits for {file}")
-    while not file.exists():
-        time.sleep(0.1)
+    with open(file, "w") as locked:
+        fcntl.flock(locked, fcntl.LOCK_EX)
+        yield
 
 
 def wait_for_memory(part: float, gpus: int) -> None:

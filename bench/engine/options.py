@@ -119,7 +119,7 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--budget", type=float, default=1e9, metavar="S", help="start no further engine after so many seconds in all"
     )
-    group.add_argument("--hold", type=Path, metavar="FILE", help="put load on servers only when this file appears")
+    group.add_argument("--turn", type=Path, metavar="FILE", help="locked while there is load on a server")
     group.add_argument("--work", type=Path, metavar="DIR", help="models and caches, kept (default: a temporary folder)")
     group.add_argument("--out", type=Path, default=RESULTS, metavar="FILE", help="rows (bench/results/engine.jsonl)")
     group.add_argument("--logs", type=Path, metavar="DIR", help="what engines print, and profiles")

@@ -33,7 +33,7 @@ from bench.engine import inside, turns
 from bench.engine.checkpoint import write_once
 from bench.engine.gguf import FILE
 from bench.engine.implementations import DEFAULT, OURS, Implementation, known_as
-from bench.engine.launch import ROOT, hold, plugin_metadata, work_folder
+from bench.engine.launch import ROOT, plugin_metadata, turn, work_folder
 from bench.engine.models import Model
 from bench.engine.options import add_models, pairs_of
 from bench.engine.packing import Packing
@@ -268,7 +268,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--feature", default="", metavar="JSON", help="arguments of vllm.LLM for the engine with w4gemm, "
                    "in which FOLDER is the checkpoint; nothing is timed, and its layers may be vLLM's")  # fmt: skip
     p.add_argument("--engine", type=json.loads, default={}, metavar="JSON", help="arguments of every engine's vllm.LLM")
-    p.add_argument("--hold", type=Path, metavar="FILE", help="time only when this file appears")
+    p.add_argument("--turn", type=Path, metavar="FILE", help="locked while the GPU is timed")
     p.add_argument("--work", type=Path, metavar="DIR", help="models, kept (default: a temporary folder)")
     add_out(p, RESULTS)
     return p
@@ -337,8 +337,9 @@ def rows_of(model: Model, folder: Path, args: argparse.Namespace) -> Iterator[Ro
     errors = {} if only_answers else inside.errors(ours.model, served(folder))
     yield own | {"phase": "start", "seconds": round(ours.seconds, 1), **errors}
     if args.updates:
-        hold(args.hold)
-        yield own | updated(ours, model, folder, prompts, args.updates)
+        with turn(args.turn):
+            row = updated(ours, model, folder, prompts, args.updates)
+        yield own | row
     torch.cuda.empty_cache()
     engines = [ours]
     for kernels in args.against:
@@ -359,13 +360,13 @@ def rows_of(model: Model, folder: Path, args: argparse.Namespace) -> Iterator[Ro
     if not args.lora:
         inside.warm_up(models, args.tokens, config)
         layers = [inside.timed(models, args.tokens, config)]
-    hold(args.hold)
     chosen = {engine.name for engine in engines if engine.kernels == DEFAULT}
     generators = {engine.name: functools.partial(engine.generate_beside, adapter) for engine in engines}
     how_often = turns.Repeats(args.rounds, args.each)
     whole = turns.timed(generators, model.vocabulary, args.decode, args.prefill, how_often, args.request)
-    for row in itertools.chain(*layers, whole):
-        yield own | row | {"chosen": row["impl"] in chosen}
+    with turn(args.turn):
+        for row in itertools.chain(*layers, whole):
+            yield own | row | {"chosen": row["impl"] in chosen}
 
 
 if __name__ == "__main__":

@@ -11,12 +11,10 @@ Needs vLLM and as many GPUs. Rows go to bench/results/engine_pair.jsonl, with ``
 from __future__ import annotations
 
 import argparse
-import fcntl
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
 from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +22,7 @@ from typing import Any
 
 from bench.engine import inside, pair
 from bench.engine.implementations import DEFAULT, OURS, known_as
+from bench.engine.launch import turn
 from bench.engine.models import Model
 from bench.engine.offline import moves
 from bench.engine.worker import Inspection
@@ -87,17 +86,6 @@ def balanced(args: argparse.Namespace) -> Row:
     settings = {"window_size": args.rebalance, "step_interval": args.rebalance}
     settings |= {"num_redundant_experts": args.redundant, "use_async": not args.synchronous}
     return {"enable_eplb": True, "eplb_config": settings}
-
-
-@contextmanager
-def turn(file: Path | None) -> Iterator[None]:
-    """Time while no other process does, if they lock the same file."""
-    if file is None:
-        yield
-        return
-    with open(file, "w") as locked:
-        fcntl.flock(locked, fcntl.LOCK_EX)
-        yield
 
 
 def moved(engine: RanksEngine, first: pair.Answers, loaded: list[Any], asked: list[list[int]]) -> Row:
@@ -190,7 +178,6 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--redundant", type=int, default=0, metavar="N", help="experts that are there twice (%(default)s)")
     p.add_argument("--synchronous", action="store_true", help="the engine waits while experts move")
     p.add_argument("--any", action="store_true", help="layers may be vLLM's")
-    p.add_argument("--turn", type=Path, metavar="FILE", help="locked while the GPUs are used")
     p.add_argument("--seconds", type=float, default=180, metavar="S", help="limit of the other engine (%(default)s)")
     return p
 

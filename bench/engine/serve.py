@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.engine.launch import EngineError, hold, last_error, started
+from bench.engine.launch import EngineError, last_error, started, turn
 from bench.engine.offline import Result
 
 ROUNDS = 4
@@ -62,9 +62,9 @@ def serve(
     log: Path,
     seconds: float,
     loads: Sequence[Load],
-    begin: Path | None = None,
+    lock: Path | None = None,
 ) -> Result:
-    """Start a server, put every load on it, as soon as there is a file ``begin``, and stop it.
+    """Start a server, put every load on it, in :func:`turn` by the file ``lock``, and stop it.
 
     Returns:
         Facts of the server, and figures by load. If a load fails or is not done within ``seconds``, the figures of
@@ -80,10 +80,10 @@ def serve(
         base = f"http://{_HOST}:{port}"
         result = Result(_get(base, "/version")["version"], seconds_up)
         result.kernels = _get(base, "/collective_rpc", {"method": "inspect_kernels"})["results"][0]
-        hold(begin)
         try:
-            for load in loads:
-                result.served.append(_put_on(load, port, log, begun + seconds - time.monotonic()))
+            with turn(lock):
+                for load in loads:
+                    result.served.append(_put_on(load, port, log, begun + seconds - time.monotonic()))
         except EngineError as e:
             result.failure = f"ended after {time.monotonic() - begun:.0f} s: {e}"
     return result
