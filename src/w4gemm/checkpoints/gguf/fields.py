@@ -7,6 +7,8 @@ the header here takes 0.13 s (128,256 tokens, 280,147 merges), so it is read onc
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,16 +28,68 @@ _KINDS = {bool: 7, str: _STRING, int: 11, float: 12}
 """GGUF's number of a type that holds all values of a Python type."""
 
 
+class _Field(NamedTuple):
+    """A metadata value as the package's reader gives it: ``parts[i]`` for i in ``data`` are the elements, bytes of a
+    string or a number in a tuple."""
+
+    parts: Sequence[Any]
+    data: range
+    types: list[int]
+
+
+class _Reader:
+    """Part of ``gguf.GGUFReader`` that transformers uses: the metadata that it reads rightly, and names of tensors."""
+
+    def __init__(self, file: GGUFFile) -> None:
+        self.path = file.path
+        self.tensors = [*file.tensors.values()]
+        architecture = str(file.metadata.get("general.architecture", ""))
+        known = ARCHITECTURES.get(architecture)
+        unread = f"{architecture}.{known.unread}" if known and known.unread else None
+        read = {key: value for key, value in file.metadata.items() if unread is None or not key.startswith(unread)}
+        self.fields = {key: _field(file, value) for key, value in read.items()}
+
+
+def _field(file: GGUFFile, value: Any) -> _Field:
+    if isinstance(value, Array):
+        elements = file.elements(value)
+        parts = elements if value.kind == _STRING else [(element,) for element in elements]
+        return _Field(parts, range(len(parts)), [_ARRAY, value.kind])
+    part = value.encode() if isinstance(value, str) else (value,)
+    return _Field([part], range(1), [_KINDS[type(value)]])
+
+
+_replacing = threading.Lock()
+_readers: list[_Reader] = []
+"""Readers of the files that are open in some thread; of one that is open twice there are two."""
+_of_package: list[Any] = []
+"""The package's reader, as long as :func:`_reader` is in its place."""
+
+
 @contextmanager
 def quick_reader(file: GGUFFile) -> Iterator[None]:
-    """Give transformers the contents of an open file where it asks for ``gguf.GGUFReader``."""
+    """Give transformers the contents of an open file where it asks for ``gguf.GGUFReader`` of it."""
     package: Any = gguf_package()
-    original, reader = package.GGUFReader, _Reader(file)
-    package.GGUFReader = lambda path: reader
+    reader = _Reader(file)
+    with _replacing:
+        if not _readers:
+            _of_package[:], package.GGUFReader = [package.GGUFReader], _reader
+        _readers.append(reader)
     try:
         yield
     finally:
-        package.GGUFReader = original
+        with _replacing:
+            _readers.remove(reader)
+            if not _readers:
+                package.GGUFReader = _of_package.pop()
+
+
+def _reader(path: str | Path, *args: Any) -> Any:
+    """Return the reader of an open file, or the package's of another one, which another thread may want meanwhile."""
+    with _replacing:
+        own = next((reader for reader in _readers if os.path.samefile(reader.path, path)), None)
+        others = _of_package[0] if _of_package else gguf_package().GGUFReader
+    return others(path, *args) if own is None else own
 
 
 _TOKENIZER_FILES = ("*token*", "vocab*", "*.model", "tekken.json", "*.py")
@@ -63,33 +117,3 @@ def tokenizer_of(folder: Path, options: Mapping[str, Any], file: GGUFFile | None
     if says_bos and getattr(tokenizer, "add_bos_token", None) is False:
         tokenizer.add_bos_token = True
     return tokenizer
-
-
-class _Field(NamedTuple):
-    """A metadata value as the package's reader gives it: ``parts[i]`` for i in ``data`` are the elements, bytes of a
-    string or a number in a tuple."""
-
-    parts: Sequence[Any]
-    data: range
-    types: list[int]
-
-
-class _Reader:
-    """Part of ``gguf.GGUFReader`` that transformers uses: the metadata that it reads rightly, and names of tensors."""
-
-    def __init__(self, file: GGUFFile) -> None:
-        self.tensors = [*file.tensors.values()]
-        architecture = str(file.metadata.get("general.architecture", ""))
-        known = ARCHITECTURES.get(architecture)
-        unread = f"{architecture}.{known.unread}" if known and known.unread else None
-        read = {key: value for key, value in file.metadata.items() if unread is None or not key.startswith(unread)}
-        self.fields = {key: _field(file, value) for key, value in read.items()}
-
-
-def _field(file: GGUFFile, value: Any) -> _Field:
-    if isinstance(value, Array):
-        elements = file.elements(value)
-        parts = elements if value.kind == _STRING else [(element,) for element in elements]
-        return _Field(parts, range(len(parts)), [_ARRAY, value.kind])
-    part = value.encode() if isinstance(value, str) else (value,)
-    return _Field([part], range(1), [_KINDS[type(value)]])
