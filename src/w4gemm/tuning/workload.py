@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -32,10 +34,15 @@ class Workload:
     Args:
         problem: the problem to measure; its m does not matter.
         device: the device to measure on.
+
+    Raises:
+        MemoryError: if a CPU has not enough memory for them.
     """
 
     def __init__(self, problem: GemmProblem, device: torch.device) -> None:
         self.problem, self.device = problem, device
+        if device.type == "cpu":
+            _require_memory(5 * problem.n * problem.k)  # dense numbers in float32, and packed ones twice
         # not PyTorch's own generator: a caller's random numbers stay the same, and threads may draw during a capture
         self._generator = torch.Generator(device).manual_seed(0)
         self.weight = random_weight(problem.format, problem.n, problem.k, device=device).repack(problem.layout)
@@ -93,3 +100,14 @@ class Workload:
         """Return the microseconds of each of several launches, which are measured interleaved."""
         variants = [[functools.partial(launch, o) for o in operands] for launch in launches]
         return (time_graphs if self.device.type == "cuda" else time_calls)(variants, replays)
+
+
+def _require_memory(size: int) -> None:
+    """Raise MemoryError if Linux has less memory for a process than ``size`` bytes: it would grant them, and end the
+    process once they are written."""
+    try:
+        free = re.search(r"^MemAvailable: +(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    except OSError:
+        return
+    if free and size > 1024 * int(free[1]):
+        raise MemoryError(f"cannot allocate {size} bytes")
