@@ -30,7 +30,7 @@ from sglang_layers import (  # noqa: F401 (two are fixtures)
 from test_sglang_floats import LINEAR, PARTS, Floats, choose_marlin
 from test_sglang_plugin import DENSE
 from w4gemm import QuantizedWeight, quantize
-from w4gemm.integrations.sglang import takeover
+from w4gemm.integrations.sglang import takeover, updates
 
 ROWS = slice(PARTS[0]), slice(PARTS[0], None)
 
@@ -321,9 +321,12 @@ def updated_in_a_session(layer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert places == [t.data_ptr() for t in w.tensors]
     manager.begin_weight_update(SimpleNamespace(selector="all"))
     assert send_shards(("up", dense[ROWS[1]] * 2)).success
-    with pytest.raises(RuntimeError, match="weight: 33.33% of its shape"):
-        manager.end_weight_update(None)
+    answer = updates.answer_with_errors(type(manager).end_weight_update, manager, None)
+    assert not answer.success and "weight: 33.33% of its shape" in answer.message and manager._session is None
     assert torch.equal(w.dequantize(), quantize(dense, w.format).dequantize())
+    manager.begin_weight_update(SimpleNamespace(selector="all"))
+    assert all(send_shards(each).success for each in shards)
+    assert updates.answer_with_errors(type(manager).end_weight_update, manager, None).message == "Success"
 
 
 @pytest.mark.skipif(not SOURCES, reason="SGLANG_SOURCES names no sources of SGLang")
@@ -393,3 +396,23 @@ def test_sglangs_own_loader_of_experts(name: str) -> None:
     for w, rows in ((held.gate_up.weight, in_pairs(dense["w13"])), (held.down.weight, dense["w2"])):
         for e in range(EXPERTS):
             assert torch.equal(w.expert(e).dequantize(), quantize(rows[e], w.format).dequantize())
+
+
+def test_a_part_of_a_layer_on_any_rank_is_an_error_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where an error that is none of a layer's goes on."""
+
+    def gather(into: list[Any], errors: list[str], group: Any) -> None:
+        into[:] = [["up: 50% was not loaded"], errors]
+
+    for name, value in (("is_initialized", True), ("get_world_size", 2)):
+        monkeypatch.setattr(torch.distributed, name, lambda *group, value=value: value)
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+    manager, well = SimpleNamespace(tp_cpu_group="ranks"), SimpleNamespace(success=True, message="Success")
+    answer = updates.answer_with_errors(lambda self, recv_req: well, manager, None)
+    assert (answer.success, answer.message) == (False, "up: 50% was not loaded")
+
+    def fail(self: Any, recv_req: Any) -> Any:
+        raise ValueError("another")
+
+    with pytest.raises(ValueError, match="another"):
+        updates.answer_with_errors(fail, manager, None)

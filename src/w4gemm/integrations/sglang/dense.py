@@ -41,7 +41,7 @@ from w4gemm.integrations.sglang.takeover import (
     speculative,
     why_not_here,
 )
-from w4gemm.integrations.sglang.updates import QuantizedUpdate, end_updates, open_updates
+from w4gemm.integrations.sglang.updates import QuantizedUpdate, end_updates, install_answers, open_updates
 from w4gemm.weights.weight import QuantizedWeight
 
 _WEIGHT = "w4gemm_weight"
@@ -83,6 +83,7 @@ def install() -> None:
     parts = "self", "weight_quant", "input_quant", "format"
     config = f"{QUANTIZATION}.compressed_tensors.compressed_tensors.CompressedTensorsConfig"
     hook([*hooks, Hook(f"{config}._get_scheme_from_parts", parts, fp8_scheme), *LOADING])
+    install_answers()
 
 
 def create(scheme: Scheme, own: Callable[..., None], self: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
