@@ -6,6 +6,7 @@ import copy
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -255,32 +256,52 @@ def test_settings_of_experts_do_something_or_are_refused() -> None:
         _ = mixture.activations
 
 
-def test_a_weight_that_is_replaced_while_other_threads_call():
-    """Each result is one weight's: neither old tensors in the new format, nor buffers of both, nor an error."""
-    dense, x, results = torch.randn(64, 128), torch.randn(2, 128), []
-    weights = [quantize(dense, format).repack() for format in ("int4_g128", "e2m1_g128_fp16", "int4_g32_zint")]
-    expected = [linear(x, w) for w in weights]
-    layer, done, interval = W4Linear.from_weight(weights[0]), threading.Event(), sys.getswitchinterval()
+def called_meanwhile(
+    call: Callable[[], torch.Tensor], change: Callable[[int], object]
+) -> list[torch.Tensor | Exception]:
+    """Return what three threads get of a layer while it is changed, again and again, for half a second."""
+    results: list[torch.Tensor | Exception] = []
+    done, interval = threading.Event(), sys.getswitchinterval()
 
-    def call() -> None:
+    def run() -> None:
         while not done.is_set():
             try:
-                results.append(layer(x))
+                results.append(call())
             except Exception as e:
                 results.append(e)
 
-    threads = [threading.Thread(target=call) for _ in range(3)]
+    threads = [threading.Thread(target=run) for _ in range(3)]
     sys.setswitchinterval(1e-6)
     try:
         for thread in threads:
             thread.start()
-        end = time.monotonic() + 0.5
-        while time.monotonic() < end:
-            layer.weight = weights[len(results) % len(weights)]
+        end, i = time.monotonic() + 0.5, 0
+        while time.monotonic() < end or not results:
+            change(i := i + 1)
     finally:
         done.set()
         for thread in threads:
             thread.join()
         sys.setswitchinterval(interval)
+    return results
+
+
+def test_a_weight_that_is_replaced_while_other_threads_call():
+    """Each result is one weight's: neither old tensors in the new format, nor buffers of both, nor an error."""
+    dense, x = torch.randn(64, 128), torch.randn(2, 128)
+    weights = [quantize(dense, format).repack() for format in ("int4_g128", "e2m1_g128_fp16", "int4_g32_zint")]
+    expected, layer = [linear(x, w) for w in weights], W4Linear.from_weight(weights[0])
+    results = called_meanwhile(lambda: layer(x), lambda i: setattr(layer, "weight", weights[i % 3]))
     wrong = [y for y in results if isinstance(y, Exception) or not any(torch.equal(y, d) for d in expected)]
-    assert results and not wrong, f"{len(wrong)} of {len(results)}, such as {wrong[0]!r}"
+    assert not wrong, f"{len(wrong)} of {len(results)}, such as {wrong[0]!r}"
+
+
+def test_experts_keep_their_scales_while_they_are_moved():
+    x, offsets = torch.randn(4, 128), torch.tensor([0, 2, 4], dtype=torch.int32)
+    stack = QuantizedWeight.stack([quantize(torch.randn(64, 128)) for _ in range(2)])
+    layer = W4GroupedLinear(stack, expert_scale=torch.tensor([2.0, 3.0]))
+    expected = [layer.to(dtype)(x, offsets) for dtype in (torch.bfloat16, torch.float32)]
+    dtypes = torch.bfloat16, torch.float32
+    results = called_meanwhile(lambda: layer(x, offsets), lambda i: layer.to(dtypes[i % 2]))
+    wrong = [y for y in results if isinstance(y, Exception) or not any(torch.equal(y, d) for d in expected)]
+    assert not wrong, f"{len(wrong)} of {len(results)}, such as {wrong[0]!r}"

@@ -103,13 +103,15 @@ class W4GroupedLinear(PackedModule):
         return super().extra_repr() + ("" if self.expert_scale is None else ", expert_scale=True")
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> W4GroupedLinear:
-        scale, self._buffers["expert_scale"] = self._buffers["expert_scale"], None
-        try:
-            super()._apply(fn, recurse)
-            if scale is not None:  # as integers, because a conversion of the module's dtype leaves those alone
-                scale = moved_only(scale.view(torch.int32), fn).view(torch.float32)
-        finally:
-            self._buffers["expert_scale"] = scale
+        scale = self._buffers["expert_scale"]
+
+        def moved(t: torch.Tensor) -> torch.Tensor:
+            if t is not scale:
+                return fn(t)
+            # as integers, because a conversion of the module's dtype leaves those alone
+            return moved_only(t.view(torch.int32), fn).view(torch.float32)
+
+        super()._apply(moved, recurse)
         return self
 
 
