@@ -68,7 +68,7 @@ _WRONG = (
 )
 _NO_DRIVER = [["generate", "hi", "--device", "cuda"], ["inspect", ".", "--device", "cuda:1"]]
 """Mistakes where no driver of an NVIDIA GPU is installed."""
-_FAILURES = [["inspect", "model.safetensors"], ["inspect", "config.json"]]
+_FAILURES = [["inspect", "model.safetensors"], ["inspect", "config.json"], ["eval", "--text", "no.txt"]]
 """Failures that show without PyTorch."""
 if ctypes.util.find_library("cuda") or Path("/dev/kfd").exists():
     _NO_DRIVER.clear()
@@ -125,6 +125,10 @@ def test_help_and_typos_import_no_torch(arguments: list[str], tmp_path: Path) ->
         ("generate hi --max-tokens 3", "nearest to --max-tokens is --max-new-tokens"),
         ("eval --max-tokens 3", "nearest to --max-tokens is --tokens"),
         ("convert a -o b", "nearest to -o is OUTPUT, without an option"),
+        ("explain 1 64 64 --dtype fp16", "got 'fp16'; nearest is 'float16'\n"),
+        ("gemm 1 64 64 --dtype FP8", "got 'FP8'; nearest is 'float8_e4m3fn'\n"),
+        ("generate hi --dtype fp8", "got 'fp8'\n"),  # which the command does not take
+        ("explain -m 16 -n 64 -k 64", "nearest to -m is --m; nearest to -n is --n; nearest to -k is --k\n"),
         ("eval --bits 4", "nearest to --bits is --format"),
         ("generate What is it?", "arguments: is it\\?; the prompt is one argument, in quotes, and --model names"),
     ],
@@ -447,10 +451,11 @@ def test_the_cpu_is_shared(others: int, threads: int, monkeypatch: pytest.Monkey
 
 def test_a_busy_machine_is_named_before_times(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setattr(devices.os, "cpu_count", lambda: 8)
-    for others, said in ((0, ""), (3, "other processes use 3 of 8 cores: times are longer than on an idle machine\n")):
+    for others, said in ((0, ""), (3, "3 of 8 cores"), (14, "8 of 8 cores")):
         monkeypatch.setattr(devices, "_running_elsewhere", lambda others=others: others)
         assert main(["gemm", "1", "64", "64", "--device", "cpu"]) == 0
-        assert capsys.readouterr().err == said
+        line = f"other processes use {said}: times are longer than on an idle machine\n" if said else ""
+        assert capsys.readouterr().err == line
 
 
 @pytest.mark.skipif(not Path("/proc/stat").exists(), reason="of Linux")

@@ -151,6 +151,7 @@ def test_mistakes_are_sentences(capsys, tmp_path, arguments, message):
         ("b300", "NVIDIA B300", (10, 3), 148),
         ("rtx-pro-6000", "NVIDIA RTX PRO 6000", (12, 0), 188),
         ("rtx 4090", "NVIDIA GeForce RTX 4090", (8, 9), 128),
+        ("rtx4090", "NVIDIA GeForce RTX 4090", (8, 9), 128),
         ("L4", "NVIDIA L4", (8, 9), 58),
         ("a40", "NVIDIA A40", (8, 6), 84),
         ("A30", "NVIDIA A30", (8, 0), 56),

@@ -51,7 +51,7 @@ def test_tune_and_cache(capsys, cache_folder, tmp_path):
     assert exported == (cache_folder / table.USER_FILE).read_text()
     run(capsys, "cache", "export", str(tmp_path / "out.jsonl"))
     _, err = run(capsys, "cache", "clear")
-    assert "deleted 4 tuned configs" in err and not (cache_folder / table.USER_FILE).exists()
+    assert f"deleted 4 tuned configs of {cache_folder}\n" in err and not (cache_folder / table.USER_FILE).exists()
     _, err = run(capsys, "cache", "import", str(tmp_path / "out.jsonl"))
     assert "added 4 tuned configs" in err and table.read(cache_folder / table.USER_FILE)
     _, err = run(capsys, "cache", "import", str(tmp_path / "out.jsonl"))

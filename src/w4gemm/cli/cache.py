@@ -68,9 +68,9 @@ def is_current(record: Record) -> bool:
 
 def _clear(args: argparse.Namespace) -> None:
     if args.only != "tuned":
-        say(f"deleted {counted(disk.clear(), 'compiled kernel')}")
+        say(f"deleted {counted(disk.clear(), 'compiled kernel')} of {environment.cache_dir()}")
     if args.only != "compiled":
-        say(f"deleted {counted(table.clear(), 'tuned config')}")
+        say(f"deleted {counted(table.clear(), 'tuned config')} of {environment.cache_dir()}")
 
 
 def _export(args: argparse.Namespace) -> None:

@@ -75,6 +75,8 @@ def require_named(args: argparse.Namespace) -> None:
     for path in (named.get("path"), named.get("model"), named.get("vllm")):
         if path is not None:
             _require_model(path, args.command)
+    if named.get("text") is not None and not args.text.exists():
+        raise FileNotFoundError(f"--text: no file {str(args.text)!r}")
     if args.command == "compile" and (reason := missing_dsl()):
         raise ModuleNotFoundError(f"compile {reason}")
 

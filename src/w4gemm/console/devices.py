@@ -56,7 +56,8 @@ def use_idle_cores(device: torch.device) -> None:
 def say_if_busy(device: torch.device) -> None:
     """On a CPU, say that other processes run, before something is timed."""
     if device.type == "cpu" and (others := _running_elsewhere()):
-        say(f"other processes use {others} of {os.cpu_count()} cores: times are longer than on an idle machine")
+        cores = os.cpu_count() or others
+        say(f"other processes use {min(others, cores)} of {cores} cores: times are longer than on an idle machine")
 
 
 def _running_elsewhere() -> int:

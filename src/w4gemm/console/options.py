@@ -48,6 +48,13 @@ _OTHER_OPTIONS = {
     **dict.fromkeys(("-o", "--output", "--outfile", "--save"), "OUTPUT, without an option"),
 }
 """Options of other programs, for messages about commands that have the one meant."""
+_SHORT_DTYPES = {
+    **dict.fromkeys(("fp32", "f32", "float"), "float32"),
+    **dict.fromkeys(("fp16", "f16", "half"), "float16"),
+    "bf16": "bfloat16",
+    **dict.fromkeys(("fp8", "f8", "e4m3", "float8"), "float8_e4m3fn"),
+}
+"""Other names of dtypes, for messages alone."""
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -69,7 +76,9 @@ class CommandParser(argparse.ArgumentParser):
             legal = re.findall(r"[\w-]+", choice[3])
             other = _OTHER_COMMANDS.get(choice[2].lower(), "")
             is_command = other in legal or (other and choice[1] == "COMMAND")
-            close = f"; nearest is {other!r}" if is_command else nearest(choice[2], legal)
+            dtype = _SHORT_DTYPES.get(choice[2].lower())
+            word = dtype if dtype in legal else choice[2]
+            close = f"; nearest is {other!r}" if is_command else nearest(word, legal)
             message = f"{choice[1]}: wanted one of {', '.join(legal)}, got {choice[2]!r}{close}"
         options = set(re.findall(r"(?<![\w-])--?[a-zA-Z][\w-]*", help_text := self.format_help()))
         for word in self.words:
@@ -78,7 +87,8 @@ class CommandParser(argparse.ArgumentParser):
                 continue
             meant = _OTHER_OPTIONS.get(name)
             if meant is None or not re.search(rf"(?<![\w-]){meant.partition(',')[0]}\b", help_text):
-                meant = closest(name, options) if name.startswith("--") else None
+                long = f"-{name}" if f"-{name}" in options else None
+                meant = closest(name, options) if name.startswith("--") else long
             message += f"; nearest to {name} is {meant}" if meant else ""
         super().error(message)
 

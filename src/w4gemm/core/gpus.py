@@ -79,10 +79,10 @@ def known_names() -> list[str]:
 
 
 def known_name(name: str) -> str | None:
-    """Return the one of :func:`known_names` that a short name stands for, such as "h200" or "rtx-4090", in any case;
-    None for another name, which may be the driver's."""
-    words = name.replace("-", " ").replace("_", " ").upper()
-    return next((known for known in known_names() if known.upper() == words), None)
+    """Return the one of :func:`known_names` that a short name stands for, in any case and with or without spaces,
+    such as "h200", "rtx-4090" or "rtx4090"; None for another name, which may be the driver's."""
+    letters = re.sub("[-_ ]", "", name).upper()
+    return next((known for known in known_names() if re.sub("[-_ ]", "", known).upper() == letters), None)
 
 
 def nearest_gpu(name: str) -> str:
