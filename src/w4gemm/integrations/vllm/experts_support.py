@@ -62,7 +62,7 @@ def _no_lora(moe: Any, layer: Any, fp8: bool) -> str:
     """Return why experts with LoRA adapters cannot be taken over, or the empty string."""
     parallel = moe.moe_parallel_config
     if takeover.VLLM.switch() != "on":
-        return f"LoRA is on, with which w4gemm was not faster; {takeover.VLLM.variable}=on takes over"
+        return f"LoRA is on, with which w4gemm was not seen to be faster; {takeover.VLLM.variable}=on takes over"
     if envs.VLLM_BATCH_INVARIANT:
         return "LoRA is on, whose sums may depend on the batch, and VLLM_BATCH_INVARIANT"
     if layer.apply_router_weight_on_input:
