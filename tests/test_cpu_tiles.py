@@ -87,13 +87,16 @@ def test_results_of_16_bits_are_those_of_float32_rounded(
     [((1, 17), torch.float32, False), ((1, 16), torch.bfloat16, False), ((1, 17), torch.bfloat16, True)],
 )
 def test_bits_of_a_row_do_not_depend_on_the_number_of_rows(
-    tokens: tuple[int, ...], dtype: torch.dtype, is_rounded: bool
+    tokens: tuple[int, ...], dtype: torch.dtype, is_rounded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Nor on whether x is copied to the order of tiles."""
     w = weight("int4_g32_zfloat", 64, 1024)
     run, x = product(w, is_rounded), torch.randn(40, 1024, generator=torch.Generator().manual_seed(1)).to(dtype)
     every = run(x, w.tensors, None).clone()
     for m in tokens:
         assert torch.equal(run(x[:m], w.tensors, None), every[:m]), m
+    monkeypatch.setattr(tile_product, "_FEW_NUMBERS", 0)
+    assert torch.equal(product(w, is_rounded)(x, w.tensors, None), every), "copied"
     if dtype is torch.bfloat16 and not is_rounded:
         run = pairs(w)
         every = run(x, w.tensors, None).clone()
