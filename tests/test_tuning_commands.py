@@ -51,6 +51,8 @@ def test_tune_and_cache(capsys, cache_folder, tmp_path):
     assert exported == (cache_folder / table.USER_FILE).read_text()
     run(capsys, "cache", "export", str(tmp_path / "out.jsonl"))
     _, err = run(capsys, "cache", "clear")
+    assert "kept 4 tuned configs" in err and (cache_folder / table.USER_FILE).read_text() == exported
+    _, err = run(capsys, "cache", "clear", "--tuned")
     assert f"deleted 4 tuned configs of {cache_folder}\n" in err and not (cache_folder / table.USER_FILE).exists()
     _, err = run(capsys, "cache", "import", str(tmp_path / "out.jsonl"))
     assert "added 4 tuned configs" in err and table.read(cache_folder / table.USER_FILE)
@@ -135,7 +137,7 @@ def test_files_may_be_pipes(capsys, cache_folder):
     tune = ("tune", "--m", "1", "--device", "cpu", "--shapes")
     run(capsys, *tune, pipe("96 64\n"))
     exported, _ = run(capsys, "cache", "export")
-    run(capsys, "cache", "clear")
+    run(capsys, "cache", "clear", "--tuned")
     assert "added 1 tuned config" in run(capsys, "cache", "import", pipe(exported))[1]
 
 

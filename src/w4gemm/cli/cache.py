@@ -67,10 +67,12 @@ def is_current(record: Record) -> bool:
 
 
 def _clear(args: argparse.Namespace) -> None:
-    if args.only != "tuned":
-        say(f"deleted {counted(disk.clear(), 'compiled kernel')} of {environment.cache_dir()}")
-    if args.only != "compiled":
-        say(f"deleted {counted(table.clear(), 'tuned config')} of {environment.cache_dir()}")
+    folder = environment.cache_dir()
+    say(f"deleted {counted(disk.clear(), 'compiled kernel')} of {folder}")
+    if args.tuned:
+        say(f"deleted {counted(table.clear(), 'tuned config')} of {folder}")
+    elif (path := table.user_path()) and (records := table.read(path)):
+        say(f"kept {counted(len(records), 'tuned config')}; --tuned deletes them too")
 
 
 def _export(args: argparse.Namespace) -> None:

@@ -331,8 +331,8 @@ def _cache(parser: argparse.ArgumentParser) -> None:
     listed = actions.add_parser("list", help="count the compiled kernels, and print every config that was tuned here")
     listed.add_argument("--all", action="store_true", help="print also the tuned configs that come with the package")
     add_json_argument(listed)
-    clear = actions.add_parser("clear", help="delete the compiled kernels and the tuned configs")
-    clear.add_argument("--only", choices=("compiled", "tuned"), help="delete only these")
+    clear = actions.add_parser("clear", help="delete the compiled kernels")
+    clear.add_argument("--tuned", action="store_true", help="delete the tuned configs too")
     export = actions.add_parser("export", help="print the tuned configs as JSON lines, or write them to a file")
     export.add_argument(
         "file", nargs="?", type=named_path, metavar="FILE", help="file to write (default: standard output)"
