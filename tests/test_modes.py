@@ -9,7 +9,7 @@ import torch
 
 import w4gemm
 from conformance.cases import assert_close, random_weight
-from w4gemm.api import modes
+from w4gemm.api import modes, update
 
 PRIVATE = (
     (torch._C, "_get_tracing_state"),
@@ -67,6 +67,16 @@ def test_negated_numbers_of_experts_and_before_quantization():
     assert torch.equal(w4gemm.grouped_linear(x, stack, offsets, **options), expected)
     for t, own in zip(w4gemm.quantize_activations(x), w4gemm.quantize_activations(x.resolve_neg()), strict=True):
         assert torch.equal(t, own)
+
+
+def test_an_update_with_negated_numbers_is_not_the_kernels(monkeypatch):
+    monkeypatch.setattr(update, "launcher", None)
+    w, new = (
+        random_weight(w4gemm.WeightFormat(32), 16, 128).repack("mma16"),
+        torch._neg_view(torch.randn(16, 128).bfloat16()),
+    )
+    w4gemm.update_(w, new)
+    assert torch.equal(w.dequantize(), w4gemm.quantize(new.resolve_neg(), w.format).dequantize())
 
 
 def test_memory_of_negated_numbers_is_neither_written_nor_handed_on():

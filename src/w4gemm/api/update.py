@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from w4gemm.api.modes import any_negated
 from w4gemm.core.autocast import without_autocast
 from w4gemm.core.errors import UnsupportedError, kind_of, require_tensor
 from w4gemm.core.formats import WeightFormat
@@ -90,7 +91,9 @@ def _check(w: QuantizedWeight, sources: tuple[torch.Tensor, ...]) -> None:
 
 def _by_kernel(w: QuantizedWeight, sources: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
     """Quantize by the kernel, and return its flag of refused numbers; None where it does not run."""
-    if w.layout != "mma16" or w.perm is not None or not all(WeightQuantize.takes(source) for source in sources):
+    if w.layout != "mma16" or w.perm is not None or any_negated(*sources):
+        return None
+    if not all(WeightQuantize.takes(source) for source in sources):
         return None
     limit = largest_quantized(w.format)
     try:
