@@ -159,9 +159,10 @@ def test_where_adapters_may_be_loaded(monkeypatch: pytest.MonkeyPatch, caplog: p
     named = SimpleNamespace(value="auto")
     monkeypatch.setattr("w4gemm.integrations.sglang.experts_lora.get_moe_runner_backend", lambda: named)
     monkeypatch.delenv("W4GEMM_SGLANG", raising=False)
-    method, layer, _ = loaded("awq")  # SGLang's start would end
-    method.process_weights_after_loading(layer)
-    assert layer.w4gemm_experts.first is not None
+    for name in MIXTURES:  # SGLang's start would end
+        method, layer, _ = loaded(name)
+        method.process_weights_after_loading(layer)
+        assert layer.w4gemm_experts.first is not None
     named.value = "marlin"
     experts_left(caplog, "--enable-lora is on, with which w4gemm was not timed; W4GEMM_SGLANG=on takes over")
     monkeypatch.setenv("W4GEMM_SGLANG", "on")

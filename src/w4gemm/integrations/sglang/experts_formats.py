@@ -169,6 +169,7 @@ METHODS = (
         f"{QUANTIZATION}.compressed_tensors.schemes.CompressedTensorsW4AFP8MoE",
         _compressed_tensors_fp8,
         _COMPRESSED,
+        takes_adapters=False,
     ),
     Method(
         "W4AFP8's experts",
@@ -176,6 +177,7 @@ METHODS = (
         _w4afp8,
         ExpertsFormat("weight", "weight_scale_inv", packing="w4afp8"),
         apply="apply",
+        takes_adapters=False,
     ),
     Method(
         "compressed-tensors' experts of NVFP4",
