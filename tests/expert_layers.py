@@ -71,7 +71,7 @@ def spec_of(tokens: int, **changes: Any) -> ExpertLayer:
         ctas=CTAS,
         warps=4,
     )
-    return replace(spec, **changes)
+    return replace(spec, **{"step_blocks": 1 + spec.two_blocks} | changes)
 
 
 @functools.cache

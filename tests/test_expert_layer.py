@@ -57,6 +57,9 @@ CASES = {
         2,
         "int4_g32_zfloat",
     ),
+    "three blocks along k, steps of two": (spec_of(2, features=320, width=288), 2, "int4_g128"),
+    "four and three": (spec_of(2, features=448, width=288, top_k=3), 2, "int4_g128"),
+    "three and four, steps of one": (spec_of(2, features=320, width=448, step_blocks=1), 2, "int4_g128"),
     "factors of pairs of blocks": (spec_of(2, features=448, format="q4_k"), 2, "q4_k"),
 }
 
@@ -72,6 +75,15 @@ def test_layers(name: str) -> None:
     else:
         out = emulated(layer, x, chosen)
     assert not faults(out, reference(layer, x, chosen))
+
+
+@pytest.mark.parametrize("power", [-20, 20])
+def test_numbers_without_their_powers(power: int) -> None:
+    """MXFP4's numbers are multiplied as 2**-126 times theirs, and x and the activated rows as 2**64 times theirs."""
+    layer = layer_of(spec_of(1, format="mxfp4"), "mxfp4")
+    x, chosen = inputs(layer.spec, 1)
+    x = x * 2.0**power
+    assert not faults(emulated(layer, x, chosen), reference(layer, x, chosen))
 
 
 def repeated(routing: list[list[int]], more: int) -> torch.Tensor:
@@ -122,11 +134,29 @@ def test_a_slice_of_the_fuzzer() -> None:
     assert not fuzz(range(9), "emulator", ((TINY, "int4_g128"), (CHOOSING, "int4_g128"), (SPLIT, "int4_g128")))
 
 
-def test_the_largest_router_spills_no_registers() -> None:
-    """A CTA of 512 threads has 128 for each."""
+@pytest.mark.parametrize(("name", "most"), [("largest router", 8), ("q4_k", 0)])
+def test_registers_are_hardly_spilled(name: str, most: int) -> None:
+    """A CTA of 512 threads has 128 for each. most: bytes."""
     choice = ExpertChoice(Router(8, "sigmoid", scale=2.5), 384, torch.bfloat16, True)
-    layer = ExpertLayer.of(H100, *key_of(2, *KIMI, choice=choice).parameters())
-    assert layer is not None and disassemble(object_code(layer.unit())).stack == 0
+    key = key_of(2, *KIMI, choice=choice) if name == "largest router" else key_of(8, name, 128, 2048, 768, 8)
+    layer = ExpertLayer.of(H100, *key.parameters())
+    assert layer is not None and disassemble(object_code(layer.unit())).stack <= most
+
+
+@pytest.mark.parametrize(
+    ("tokens", "layer", "blocks"),
+    [
+        (1, ("int4_g128", 128, 2048, 768, 8), 2),
+        (8, ("int4_g128", 128, 4096, 1408, 8), 1),  # eleven blocks of down
+        (1, ("mxfp4", 128, 2880, 2880, 4), 2),
+        (8, ("mxfp4", 128, 2880, 2880, 4), 2),
+        (8, ("int4_g32", 384, 7168, 2048, 8), 1),  # no room for three stages of two
+        (1, ("q4_k", 128, 2048, 768, 8), 1),
+    ],
+)
+def test_blocks_of_a_step(tokens: int, layer: tuple[Any, ...], blocks: int) -> None:
+    made = ExpertLayer.of(H200, *key_of(tokens, *layer).parameters())
+    assert made is not None and made.step_blocks == blocks
 
 
 # --- from gate_up to down

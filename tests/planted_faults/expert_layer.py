@@ -5,6 +5,8 @@ from __future__ import annotations
 from planted_faults.fault import Fault
 
 _EXPERT_LAYER = "src/w4gemm/kernels/expert_layer/kernel.py"
+_SHARES = "src/w4gemm/kernels/expert_layer/shares.py"
+_REQUESTS = "src/w4gemm/kernels/expert_layer/requests.py"
 _TALLY = "src/w4gemm/kernels/expert_layer/tally.py"
 _ONE_LAUNCH = "tests/test_expert_layer.py -k "
 
@@ -89,29 +91,22 @@ FAULTS = (
     Fault(
         "the stages of another CTA's share begin where those of the own one ended",
         _EXPERT_LAYER,
-        "cursor, stage = self.at_row(t, memory, share, self.first_step(share, warp)), Int32(0)\n                for",
-        "cursor = self.at_row(t, memory, share, self.first_step(share, warp))\n                for",
+        "cursor, stage = self.requests.at_row(t, memory, share, self.requests.first_step(share, warp)), Int32(0)\n",
+        "cursor = self.requests.at_row(t, memory, share, self.requests.first_step(share, warp))\n",
         _ONE_LAUNCH + "at_once",
     ),
     Fault(
         "a CTA computes its own share in the place of another one's",
-        _EXPERT_LAYER,
+        _SHARES,
         "for c in (index, index + 1):",
         "for c in (cta, cta + 1):",
         _ONE_LAUNCH + "at_once",
     ),
     Fault(
-        "gate_up is requested into a stage that lanes still read",
+        "weights are requested into a stage that lanes still read",
         _EXPERT_LAYER,
-        "fragments = self.read_x(x + k_block * 256)\n                cute.arch.sync_warp()\n",
-        "fragments = self.read_x(x + k_block * 256)\n",
-        _ONE_LAUNCH + "routings",
-    ),
-    Fault(
-        "down is requested into a stage that lanes still read",
-        _EXPERT_LAYER,
-        "self.load_hidden(t, c, slot, k_block, ahead)\n            cute.arch.sync_warp()\n",
-        "self.load_hidden(t, c, slot, k_block, ahead)\n",
+        "        cute.arch.sync_warp()\n        return self.requests.request(",
+        "        return self.requests.request(",
         _ONE_LAUNCH + "routings",
     ),
     Fault(
@@ -120,6 +115,41 @@ FAULTS = (
         "                cute.arch.cp_async_wait_group(layer.num_stages - 1)\n                cute.arch.sync_warp()",
         "                cute.arch.cp_async_wait_group(layer.num_stages)\n                cute.arch.sync_warp()",
         _ONE_LAUNCH + "routings",
+    ),
+    Fault(
+        "a step of one block takes the second one of the step before",
+        _EXPERT_LAYER,
+        "if k_step < layer.steps_up - 1:",
+        "if k_step < layer.steps_up:",
+        _ONE_LAUNCH + "layers",
+    ),
+    Fault(
+        "the second block of a step has the scales of the first",
+        _REQUESTS,
+        "second * block.stride + block.code_bytes",
+        "block.code_bytes",
+        _ONE_LAUNCH + "layers",
+    ),
+    Fault(
+        "the last block of a strip of down is requested with the one behind it",
+        _REQUESTS,
+        "~(last & is_up) if layer.ragged_up else ~(last & ~is_up)",
+        "~(last & is_up)",
+        _ONE_LAUNCH + "layers",
+    ),
+    Fault(
+        "activated rows are not as much larger as x",
+        _EXPERT_LAYER,
+        "return value * Float32(self.larger) if self.larger != 1.0 else value",
+        "return value",
+        _ONE_LAUNCH + "powers",
+    ),
+    Fault(
+        "x is read before all threads have made theirs larger",
+        _EXPERT_LAYER,
+        "        cute.arch.sync_threads()  # x of all threads is there\n",
+        "",
+        _ONE_LAUNCH + "powers",
     ),
     Fault(
         "a round stores its partial sums over those of the round before",

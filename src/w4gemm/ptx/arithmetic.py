@@ -66,6 +66,11 @@ def capped_magnitude(x: Float32, limit: Float32) -> Float32:
 # --- pairs of 16-bit numbers, and bits
 
 
+def multiply_halves(kind: str, x: Int32, y: Int32) -> Int32:
+    """x * y of each half, of ``kind`` ("f16" or "bf16"), rounded once."""
+    return asm(f"mul.rn.{kind}x2 $0, $1, $2;", [Int32], [x, y], pure=True)[0]
+
+
 def maximum_halves(kind: str, x: Int32, y: Int32) -> Int32:
     """The larger one of each half, of ``kind`` ("f16" or "bf16"); a NaN without sign if either is."""
     return asm(f"max.NaN.{kind}x2 $0, $1, $2;", [Int32], [x, y], pure=True)[0]

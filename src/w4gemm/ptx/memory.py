@@ -43,6 +43,10 @@ def store_shared(address: Int32, word: Int32) -> None:
     asm("st.shared.b32 [$0], $1;", [], [address, word])
 
 
+def store_shared_x4(address: Int32, words: Sequence[Int32]) -> None:
+    asm("st.shared.v4.b32 [$0], {$1, $2, $3, $4};", [], [address, *words])
+
+
 def store_shared_f32(address: Int32, value: Float32) -> None:
     asm("st.shared.f32 [$0], $1;", [], [address, value])
 

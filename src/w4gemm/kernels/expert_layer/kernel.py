@@ -8,11 +8,11 @@ The weights of the chosen experts are nearly all that moves, so the launch is bu
 multiprocessor requests its first weights as soon as it has read the choices, and requests weights of down while it
 still multiplies those of gate_up.
 
-Units. A step is a strip of 16 rows times 128 columns of a weight, which one warp multiplies by mma.sync with the weight
-as operand A and all tokens as the eight columns of operand B. So nothing is sorted: an expert has a mask of its tokens,
-and what it computes for the others is dropped. A unit is a strip of gate_up of one expert (all of its k blocks), or a
-strip of down of all experts (all of their k blocks). A CTA has consecutive units of gate_up (:meth:`share_of`), all
-CTAs about equally many, whatever they have of down, because all wait for the last one.
+Units. A step is a strip of 16 rows times one or two blocks of 128 columns of a weight, which one warp multiplies by
+mma.sync with the weight as operand A and all tokens as the eight columns of operand B. So nothing is sorted: an expert
+has a mask of its tokens, and what it computes for the others is dropped. A unit is a strip of gate_up of one expert
+(all of its k blocks), or a strip of down of all experts (all of their k blocks). A CTA has consecutive units of gate_up
+(:meth:`.shares.Shares.of`), all CTAs about equally many, whatever they have of down, because all wait for the last one.
 
 Strips of down. If they divide among the C CTAs about evenly, a CTA has every C-th one, whose sum over experts never
 leaves it. Else (``split``) the steps of all strips, in a row, are divided evenly, so that a CTA has parts of its first
@@ -63,7 +63,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
 from w4gemm.core.activation import parse
 from w4gemm.core.epilogue import Epilogue
@@ -71,6 +71,8 @@ from w4gemm.kernels.device.activation import activated
 from w4gemm.kernels.device.block import BlockReader
 from w4gemm.kernels.device.epilogue_math import EpilogueMath
 from w4gemm.kernels.device.warp_product import WarpProduct
+from w4gemm.kernels.expert_layer.requests import Requests
+from w4gemm.kernels.expert_layer.shares import Shares, divided, quotient
 from w4gemm.kernels.expert_layer.spec import COUNTERS_AT, EPOCHS_AT, SLOT_ROW, ExpertLayer
 from w4gemm.kernels.expert_layer.tally import Tally
 from w4gemm.kernels.expert_layer.values import (
@@ -82,22 +84,23 @@ from w4gemm.kernels.expert_layer.values import (
     PartialSums,
     PlaceOfSums,
     Share,
-    Steps,
     Tensors,
 )
-from w4gemm.packing.block import BLOCK_N, STRIP_N
+from w4gemm.packing.block import STRIP_N
+from w4gemm.packing.codecs.e2m1_decode import E2m1Decoder
+from w4gemm.packing.codecs.integers_decode import pair
 from w4gemm.packing.codecs.pairs_decode import own_pairs
-from w4gemm.ptx.arithmetic import fma, pack_half2, to_float, warp_maximum
+from w4gemm.ptx.arithmetic import fma, multiply_halves, pack_half2, to_float, warp_maximum
 from w4gemm.ptx.memory import (
     add_acquire_release,
     copies_wait,
-    copy_async,
     copy_async_if,
     load_acquire,
     load_global,
     load_global_f32x4,
     load_l2,
     load_matrix,
+    load_shared,
     load_shared_f32x4,
     shared_address,
     store_global,
@@ -105,25 +108,16 @@ from w4gemm.ptx.memory import (
     store_relaxed,
     store_release,
     store_shared_f32,
+    store_shared_x4,
 )
 
-_STRIPS = BLOCK_N // STRIP_N
-"""Strips of a packed block."""
 _CHAINS = 2
 """Sums that the eight matrix instructions of a step take in turn."""
+_LARGER = 2.0**64
+"""Beside bare numbers, which are 2**-126 times theirs, x and activated rows are so many times as large: those of 2**64
+and more overflow, and those below 2**-62 lose bits of their products."""
 _QUADS = STRIP_N // 4
 """Fours of consecutive rows of a strip."""
-
-
-def quotient(x: Int32, by: Int32 | int) -> Int32:
-    """Divide numbers that are not negative: in half the instructions of signed ones."""
-    return Int32(Uint32(x) // Uint32(by))
-
-
-def divided(x: Int32, by: Int32 | int) -> tuple[Int32, Int32]:
-    """The quotient and the remainder."""
-    whole = quotient(x, by)
-    return whole, x - whole * by
 
 
 class ExpertLayerKernel:
@@ -132,13 +126,19 @@ class ExpertLayerKernel:
     def __init__(self, layer: ExpertLayer) -> None:
         self.layer = layer
         weight = layer.weight
-        self.decoder = weight.decoder(allow_sum_scale=True, pairs=layer.pairs)
+        decoder, bare = weight.decoder(allow_sum_scale=True, pairs=layer.pairs), None
+        if isinstance(decoder, E2m1Decoder):
+            bare = decoder.bare()
+        self.decoder = bare or decoder
+        self.larger = _LARGER if bare else 1.0
         self.reader = BlockReader(layer.stage_block, weight.codec.turns)
         self.product = WarpProduct(weight, self.decoder, 1, chains=_CHAINS)
         self.tally = Tally(layer)
         scale = self.decoder.exact_scale if self.decoder.separate_scales else self.decoder.sum_scale
+        scale /= self.larger
         self.sum_scale = scale
-        self.column_stride = 1 if layer.split else layer.ctas
+        self.shares = Shares(layer)
+        self.requests = Requests(layer, self.shares)
         self.epilogue = EpilogueMath(Epilogue(layer.activation), weight.kind, weight.kind, False, False, scale)
 
     @cute.jit
@@ -160,8 +160,8 @@ class ExpertLayerKernel:
         thread, cta = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
         warp, lane = cute.arch.make_warp_uniform(thread // 32), thread % 32
         memory = self.allocate(thread, warp)
-        share = self.share_of(cta, cta, Int32(layer.choices))  # of different experts, as choices mostly are
-        cursor = self.first_step(share, warp)
+        share = self.shares.of(cta, cta, Int32(layer.choices))  # of different experts, as choices mostly are
+        cursor = self.requests.first_step(share, warp)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         flags = t.flags.iterator.toint()
@@ -172,17 +172,19 @@ class ExpertLayerKernel:
         self.copy_x(t, memory.x, thread)
         active, own = self.tally.count(t, memory.choices, choice, thread)
         if active != layer.choices:
-            share = self.share_of(cta, cta, active)
-            cursor = self.first_step(share, warp)
-        cursor = self.at_row(t, memory, share, cursor)
+            share = self.shares.of(cta, cta, active)
+            cursor = self.requests.first_step(share, warp)
+        cursor = self.requests.at_row(t, memory, share, cursor)
         for stage in cutlass.range(layer.num_stages, unroll=1):
-            cursor = self.request(t, memory, share, cursor, stage, warp)
+            cursor = self.requests.request(t, memory, share, cursor, stage, warp)
         self.tally.store_factors(t, memory.choices, own, thread)
         if thread == 0:
             store_relaxed(flags + Int64(EPOCHS_AT + cta) * 4, epoch)
             store_relaxed(flags + Int64(cta) * 4, epoch * 2)
         down = self.first_of_down(memory, share, warp)
         cute.arch.cp_async_wait_group(layer.num_stages)
+        if const_expr(self.larger != 1.0):
+            self.enlarge_x(t, memory.x, thread)
         cute.arch.sync_threads()  # x of all threads is there
 
         stage, computed = Int32(0), cta
@@ -203,10 +205,10 @@ class ExpertLayerKernel:
                     store_relaxed(flags + Int64(computed) * 4, epoch * 2)
                 copies_wait()
                 cute.arch.sync_threads()
-                share = self.share_of(computed, cta, active)
-                cursor, stage = self.at_row(t, memory, share, self.first_step(share, warp)), Int32(0)
+                share = self.shares.of(computed, cta, active)
+                cursor, stage = self.requests.at_row(t, memory, share, self.requests.first_step(share, warp)), Int32(0)
                 for at in cutlass.range(layer.num_stages, unroll=1):
-                    cursor = self.request(t, memory, share, cursor, at, warp)
+                    cursor = self.requests.request(t, memory, share, cursor, at, warp)
         self.multiply_down(t, memory, share, down, cursor, stage, warp)
         if const_expr(layer.split):
             self.add_parts(t, memory.choices, share, cta, flags)
@@ -261,159 +263,21 @@ class ExpertLayerKernel:
         cute.arch.cp_async_commit_group()
 
     @cute.jit
-    def share_of(self, index: Int32, cta: Int32, active: Int32) -> Share:
-        """The units of share ``index``, and the strips of down of CTA ``cta``."""
-        layer = self.layer
-        steps, bounds = active * (layer.strips_up * layer.k_blocks_up), []
-        for c in (index, index + 1):
-            begin = quotient(c * steps, layer.ctas)
-            bounds.append(quotient(begin + layer.k_blocks_up // 2, layer.k_blocks_up))
-        units = bounds[1] - bounds[0]
-        rounds = quotient(units + layer.units_of_round - 1, layer.units_of_round)
-        chunk = quotient(units + cutlass.max(rounds, 1) - 1, cutlass.max(rounds, 1))
-        per_column, column, skipped = self.steps_of_column(active), cta, Int32(0)
-        columns = quotient(layer.columns - cta + layer.ctas - 1, layer.ctas)
-        steps = columns * per_column
-        if const_expr(layer.split):
-            each = self.down_steps_of_cta(active)
-            steps = cutlass.max(cutlass.min(layer.columns * per_column - cta * each, each), 0)
-            column, skipped = divided(cta * each, per_column)
-            columns = cutlass.select_(steps > 0, quotient(skipped + steps + per_column - 1, per_column), Int32(0))
-        return Share(bounds[0], units, chunk, rounds, column, columns, skipped, steps, active)
+    def enlarge_x(self, t: Tensors, target: Int32, thread: Int32) -> None:
+        """Multiply what this thread has copied of x by ``larger``."""
+        layer, vectors = self.layer, self.layer.k_blocks_up * 16
+        for i in cutlass.range(thread, t.x.shape[0] * vectors, layer.threads, unroll=1):
+            at = target + i // vectors * layer.x_row_bytes + i % vectors * 16
+            factor = pair(self.larger, self.larger, layer.kind)
+            store_shared_x4(at, [multiply_halves(layer.kind, word, factor) for word in load_shared(at, 4)])
 
-    def steps_of_column(self, active: Int32) -> Int32:
-        """Steps of a strip of down; 1 if no expert was chosen."""
-        return cutlass.max(active * self.layer.k_blocks_down, 1)
+    def enlarged(self, value: Float32) -> Float32:
+        return value * Float32(self.larger) if self.larger != 1.0 else value
 
-    def down_steps_of_cta(self, active: Int32) -> Int32:
-        """Steps of down of every CTA but the last, if strips are split."""
-        ctas = self.layer.ctas
-        return quotient(self.layer.columns * self.steps_of_column(active) + ctas - 1, ctas)
-
-    @cute.jit
-    def steps_of(self, share: Share, round: Int32, warp: Int32) -> Steps:
-        """A warp's steps of a round."""
-        layer = self.layer
-        units = cutlass.max(cutlass.min(share.units - round * share.chunk, share.chunk), 0)
-        steps = units * layer.k_blocks_up
-        if round == share.rounds:
-            steps = cutlass.select_(share.active > 0, share.steps, Int32(0))
-        each = quotient(steps + layer.warps - 1, layer.warps)
-        first = warp * each
-        return Steps(first, cutlass.max(cutlass.min(steps - first, each), 0), each)
-
-    # ------------------------------------------------------------------------------------------------------- weights
-
-    def first_step(self, share: Share, warp: Int32) -> Cursor:
-        """The cursor at the first step of a warp, without addresses."""
-        none = Cursor(Int64(0), Int64(0), Int32(0), Int32(0), Int32(0), Int32(0), Int32(-1))
-        return self.next_round(share, none, warp)
-
-    @cute.jit
-    def next_round(self, share: Share, cursor: Cursor, warp: Int32) -> Cursor:
-        """The cursor at the warp's first step of the next round that has any, without addresses."""
-        layer = self.layer
-        round, left, first = cursor.round, Int32(0), Int32(0)
-        while left == 0 and round < share.rounds:
-            round += 1
-            steps = self.steps_of(share, round, warp)
-            left, first = steps.count, steps.first
-        slot, strip, k_left = Int32(0), Int32(0), Int32(0)
-        if left > 0:
-            if round < share.rounds:
-                unit, k_block = divided(first, layer.k_blocks_up)
-                slot, strip = divided(share.first + round * share.chunk + unit, layer.strips_up)
-                k_left = layer.k_blocks_up - k_block
-            else:
-                per_column = self.steps_of_column(share.active)
-                column, rest = divided(share.skipped + first, per_column)
-                slot, k_block = divided(rest, layer.k_blocks_down)
-                k_left = layer.k_blocks_down - k_block
-                strip = share.column + column * self.column_stride
-        return Cursor(Int64(0), Int64(0), k_left, slot, strip, left, round)
-
-    @cute.jit
-    def at_row(self, t: Tensors, memory: Memory, share: Share, cursor: Cursor) -> Cursor:
-        """The cursor with the addresses of its k block of its expert's strip."""
-        layer, block, lane = self.layer, self.layer.weight.block, cute.arch.lane_idx()
-        codes, k_block = Int64(0), Int32(0)
-        if cursor.left > 0:
-            expert = memory.choices.experts[cursor.slot]
-            if cursor.round < share.rounds:
-                k_block = layer.k_blocks_up - cursor.k_left
-                index = (expert * layer.blocks_up + quotient(cursor.strip, _STRIPS)) * layer.k_blocks_up + k_block
-                codes = t.gate_up.iterator.toint() + Int64(index) * block.stride
-            else:
-                k_block = layer.k_blocks_down - cursor.k_left
-                index = (expert * layer.blocks_down + quotient(cursor.strip, _STRIPS)) * layer.k_blocks_down + k_block
-                codes = t.down.iterator.toint() + Int64(index) * block.stride
-        strip, pair = divided(cursor.strip, _STRIPS)[1], block.pair_bytes // 2 * STRIP_N
-        per_run = pair // 16
-        of_scales = block.code_bytes + strip * pair + lane // per_run * block.run_bytes + lane % per_run * 16
-        start = block.codes_from(k_block)
-        scales = codes + Int64(of_scales + start)
-        if const_expr(block.lead):  # the last lanes copy factors
-            shift = cutlass.select_(
-                lane // per_run == block.runs, block.factors_from(k_block) - block.factors_at, start
-            )
-            scales = codes + Int64(of_scales + shift)
-        codes = codes + Int64(strip * block.strip_bytes + lane * 16 + start)
-        return cursor._replace(codes=codes, scales=scales)
-
-    @cute.jit
-    def request(self, t: Tensors, memory: Memory, share: Share, cursor: Cursor, stage: Int32, warp: Int32) -> Cursor:
-        """Request a step's weights into a stage that all lanes have read, as a group of cp.async, which is empty if no
-        step is left. Return the cursor one step on."""
-        block, lane, vectors = self.layer.weight.block, cute.arch.lane_idx(), self.layer.stage_block.strip_bytes // 16
-        if cursor.left > 0:
-            target = memory.stages + stage * self.layer.stage_bytes + lane * 16
-            for half in cutlass.range_constexpr(2):
-                for first in cutlass.range_constexpr(0, vectors, 32):
-                    to = target + half * block.strip_bytes + first * 16
-                    source = cursor.codes + (half * block.half_bytes + first * 16)
-                    if const_expr(first + 32 <= vectors):
-                        copy_async(to, source, Int32(16))
-                    else:
-                        if lane < vectors - first:
-                            copy_async(to, source, Int32(16))
-            if lane < self.layer.stage_block.scale_bytes // 16:
-                copy_async(target + self.layer.stage_block.code_bytes, cursor.scales, Int32(16))
-            cursor = self.after(t, memory, share, cursor, warp)
-        cute.arch.cp_async_commit_group()
-        return cursor
-
-    @cute.jit
-    def after(self, t: Tensors, memory: Memory, share: Share, cursor: Cursor, warp: Int32) -> Cursor:
-        """The cursor one step on."""
-        block, lane = self.layer.weight.block, cute.arch.lane_idx()
-        size: Int32 | int = block.stride
-        of_scales = size
-        if const_expr(block.lead):  # from one block of a pair to the other, which share factors, or to the next pair
-            odd = cursor.k_left % 2
-            size = block.stride + block.lead - odd * (2 * block.lead)
-            per_run = block.pair_bytes // 2 * STRIP_N // 16
-            of_scales = cutlass.select_(lane // per_run == block.runs, odd * (2 * block.stride), size)
-        cursor = cursor._replace(
-            left=cursor.left - 1, k_left=cursor.k_left - 1, codes=cursor.codes + size, scales=cursor.scales + of_scales
-        )
-        if cursor.left == 0:
-            cursor = self.at_row(t, memory, share, self.next_round(share, cursor, warp))
-        elif cursor.k_left == 0:
-            slot, strip, k_left = cursor.slot, cursor.strip, Int32(self.layer.k_blocks_down)
-            if cursor.round < share.rounds:
-                strip, k_left = strip + 1, Int32(self.layer.k_blocks_up)
-                if strip == self.layer.strips_up:
-                    strip, slot = Int32(0), slot + 1
-            else:
-                slot += 1
-                if slot == share.active:
-                    slot, strip = Int32(0), strip + self.column_stride
-            cursor = self.at_row(t, memory, share, cursor._replace(slot=slot, strip=strip, k_left=k_left))
-        return cursor
-
-    def read_weight(self, memory: Memory, stage: Int32, lane: Int32) -> tuple[Any, Any]:
-        """The code words of a stage, and a function of strip and group that gives the scale words."""
-        block, address = self.layer.stage_block, memory.stages + stage * self.layer.stage_bytes
+    def read_weight(self, memory: Memory, stage: Int32, lane: Int32, b: int) -> tuple[Any, Any]:
+        """The code words of a stage's block, and a function of strip and group that gives the scale words."""
+        block = self.layer.stage_block
+        address = memory.stages + stage * self.layer.stage_bytes + b * block.bytes
         halves = [self.reader.codes(address, half, 0, lane) for half in range(2)]
         words = [self.reader.words_of_step(codes, step) for codes in halves for step in range(4)]
         scales, together = address + block.code_bytes, block.groups_per_word
@@ -434,27 +298,48 @@ class ExpertLayerKernel:
         row = cutlass.min(lane % 8, t.x.shape[0] - 1)
         x = memory.x + row * layer.x_row_bytes + lane // 8 * 16
         for round in cutlass.range(share.rounds, unroll=1):
-            steps = self.steps_of(share, round, warp)
+            steps = self.shares.steps_of(share, round, warp)
             partials = memory.partials + round % 2 * (layer.partial_slots * layer.slot_bytes)
-            unit, k_block = divided(steps.first, layer.k_blocks_up)
+            unit, k_step = divided(steps.first, layer.steps_up)
             rows = self.rows_of_round(t, memory.choices, share, round, partials, steps.each)
             for i in cutlass.range(steps.count, unroll=1):
                 cute.arch.cp_async_wait_group(layer.num_stages - 1)
                 cute.arch.sync_warp()
-                words, scales = self.read_weight(memory, stage, lane)
-                fragments = self.read_x(x + k_block * 256)
-                cute.arch.sync_warp()
-                cursor = self.request(t, memory, share, cursor, stage, warp)
-                self.product.multiply(acc, 0, words, scales, [fragments], memory.table)
+                for b in cutlass.range_constexpr(layer.step_blocks):
+                    at = x + (k_step * layer.step_blocks + b) * 256
+                    if const_expr(b == 0 or not layer.ragged_up):
+                        words, scales = self.read_weight(memory, stage, lane, b)
+                        fragments = self.read_x(at)
+                        if const_expr(b == layer.step_blocks - 1):
+                            cursor = self.refill(t, memory, share, cursor, stage, warp)
+                        self.product.multiply(acc, 0, words, scales, [fragments], memory.table)
+                    else:
+                        if k_step < layer.steps_up - 1:
+                            self.multiply_block(memory, acc, stage, b, self.read_x(at))
+                        cursor = self.refill(t, memory, share, cursor, stage, warp)
                 stage = self.next_stage(stage)
-                k_block += 1
-                if k_block == layer.k_blocks_up or i == steps.count - 1:
+                k_step += 1
+                if k_step == layer.steps_up or i == steps.count - 1:
                     self.store_partial(acc, partials + (unit + warp) * layer.slot_bytes, lane)
                     acc.fill(0.0)
-                    unit, k_block = unit + 1, Int32(0)
+                    unit, k_step = unit + 1, Int32(0)
             cute.arch.sync_threads()
             self.store_rows(rows)
         return cursor, stage
+
+    @cute.jit
+    def multiply_block(
+        self, memory: Memory, acc: cute.Tensor, stage: Int32, b: cutlass.Constexpr, fragments: list
+    ) -> None:
+        """Multiply a block of a stage."""
+        words, scales = self.read_weight(memory, stage, cute.arch.lane_idx(), b)
+        self.product.multiply(acc, 0, words, scales, [fragments], memory.table)
+
+    @cute.jit
+    def refill(self, t: Tensors, memory: Memory, share: Share, cursor: Cursor, stage: Int32, warp: Int32) -> Cursor:
+        """Request the next step's weights into a stage that this lane has read."""
+        cute.arch.sync_warp()
+        return self.requests.request(t, memory, share, cursor, stage, warp)
 
     @cute.jit
     def next_stage(self, stage: Int32) -> Int32:
@@ -515,8 +400,8 @@ class ExpertLayerKernel:
         if unit < cutlass.min(share.units - round * share.chunk, share.chunk):
             slot, strip = divided(share.first + round * share.chunk + unit, layer.strips_up)
             if (c.masks[slot] >> token) & 1 != 0:
-                begin, expert = unit * layer.k_blocks_up, c.experts[slot]
-                own = self.sums_of(thread, partials, begin, begin + layer.k_blocks_up, each)
+                begin, expert = unit * layer.steps_up, c.experts[slot]
+                own = self.sums_of(thread, partials, begin, begin + layer.steps_up, each)
         if const_expr(layer.gated):  # two columns
             step, half = quotient(strip, 2) % 4, strip % 2  # of 16 columns, and which half of them
             at = self.hidden_at(t, slot, quotient(strip, 16), quotient(strip, 8) % 2, token)
@@ -545,10 +430,10 @@ class ExpertLayerKernel:
             y = [self.epilogue.affine(v, scale, b) for v, b in zip(sums, biases, strict=True)]
             activation = parse(layer.activation)
             if const_expr(layer.gated):
-                values = [activated(activation, y[j], y[j + 1]) for j in (0, 2)]
+                values = [self.enlarged(activated(activation, y[j], y[j + 1])) for j in (0, 2)]
                 store_global(rows.at, [pack_half2(layer.kind, *values)], Boolean(True))
             else:
-                values = [activated(activation, value) for value in y]
+                values = [self.enlarged(activated(activation, value)) for value in y]
                 for j in cutlass.range_constexpr(2):
                     words = [pack_half2(layer.kind, values[2 * j], values[2 * j + 1])]
                     store_global(rows.at + j * 32, words, Boolean(True))
@@ -598,7 +483,7 @@ class ExpertLayerKernel:
             count = share.columns * (layer.tokens * STRIP_N)
             for i in cutlass.range(thread, count, layer.threads - 32 * layer.pollers, unroll=1):
                 column, token, row = i // (layer.tokens * STRIP_N), i // STRIP_N % layer.tokens, i % STRIP_N
-                feature = (share.column + column * self.column_stride) * STRIP_N + row
+                feature = (share.column + column * self.shares.column_stride) * STRIP_N + row
                 total = Float32(0.0)
                 begins = (column > 0) | (share.skipped == 0)
                 for slot in cutlass.range(share.active, unroll=4):
@@ -609,10 +494,11 @@ class ExpertLayerKernel:
 
     def first_of_down(self, memory: Memory, share: Share, warp: Int32) -> Down:
         """Where a warp begins in the CTA's strips of down, and what this thread adds up of them."""
-        steps = self.steps_of(share, share.rounds, warp)
-        column, rest = divided(share.skipped + steps.first, self.steps_of_column(share.active))
-        slot, k_block = divided(rest, self.layer.k_blocks_down)
-        return Down(steps.count, column, slot, k_block, self.sums_of_columns(share, memory.partials, steps.each))
+        steps = self.shares.steps_of(share, share.rounds, warp)
+        column, rest = divided(share.skipped + steps.first, self.shares.steps_of_column(share.active))
+        slot, k_step = divided(rest, self.layer.steps_down)
+        own = self.sums_of_columns(share, memory.partials, steps.each)
+        return Down(steps.count, column, slot, k_step * self.layer.step_blocks, own)
 
     @cute.jit
     def multiply_down(
@@ -630,20 +516,31 @@ class ExpertLayerKernel:
         for i in cutlass.range(count, unroll=1):
             cute.arch.cp_async_wait_group(layer.num_stages - 1)
             cute.arch.sync_warp()
-            words, scales = self.read_weight(memory, stage, lane)
-            fragments = [(ahead[2 * j] + 0, ahead[2 * j + 1] + 0) for j in range(8)]
-            expert_done, was, last = k_block == layer.k_blocks_down - 1, slot, i == count - 1
-            k_block += 1
+            first, was, last = k_block, slot, i == count - 1
+            k_block += layer.step_blocks
+            expert_done = k_block >= layer.k_blocks_down
             if expert_done:
                 slot, k_block = slot + 1, Int32(0)
             column_done = slot == share.active
             if column_done:
                 slot = Int32(0)
-            if i < count - 1:
-                self.load_hidden(t, c, slot, k_block, ahead)
-            cute.arch.sync_warp()
-            cursor = self.request(t, memory, share, cursor, stage, warp)
-            self.product.multiply(acc, 0, words, scales, [fragments], memory.table)
+            for b in cutlass.range_constexpr(layer.step_blocks):
+                fragments = [(ahead[2 * j] + 0, ahead[2 * j + 1] + 0) for j in range(8)]
+                if const_expr(b == 0 or not layer.ragged_down):
+                    words, scales = self.read_weight(memory, stage, lane, b)
+                if const_expr(b < layer.step_blocks - 1):
+                    self.load_hidden(t, c, was, first + b + 1, ahead)
+                else:
+                    if not last:
+                        self.load_hidden(t, c, slot, k_block, ahead)
+                if const_expr(b == layer.step_blocks - 1 and not layer.ragged_down):
+                    cursor = self.refill(t, memory, share, cursor, stage, warp)
+                if const_expr(b == 0 or not layer.ragged_down):
+                    self.product.multiply(acc, 0, words, scales, [fragments], memory.table)
+                else:
+                    if first + b < layer.k_blocks_down:
+                        self.multiply_block(memory, acc, stage, b, fragments)
+                    cursor = self.refill(t, memory, share, cursor, stage, warp)
             stage = self.next_stage(stage)
             if expert_done or last:
                 for j in cutlass.range_constexpr(4):
@@ -678,7 +575,7 @@ class ExpertLayerKernel:
         thread, own, per_column = (
             cute.arch.thread_idx()[0],
             PartialSums(Int32(0), Int32(0)),
-            self.steps_of_column(share.active),
+            self.shares.steps_of_column(share.active),
         )
         column, _, _ = self.place_of(thread)
         begin = column * per_column - share.skipped
@@ -690,7 +587,7 @@ class ExpertLayerKernel:
     @cute.jit
     def store_sums(self, t: Tensors, c: Choices, share: Share, own: PartialSums) -> None:
         """Add the warps' sums and biases, and store them: rounded to the result, or as parts of strips."""
-        layer, per_column = self.layer, self.steps_of_column(share.active)
+        layer, per_column = self.layer, self.shares.steps_of_column(share.active)
         column, quad, token = self.place_of(cute.arch.thread_idx()[0])
         if (column < share.columns) & (token < t.out.shape[0]):
             sums = [self.epilogue.affine(value, None, None) for value in self.sum_of(own)]
@@ -698,7 +595,7 @@ class ExpertLayerKernel:
                 at = (column * layer.tokens + token) * STRIP_N + quad * 4
                 sums = [value + c.biases[at + j] for j, value in enumerate(sums)]
             begin, end = column * per_column - share.skipped, (column + 1) * per_column - share.skipped
-            strip = share.column + column * self.column_stride
+            strip = share.column + column * self.shares.column_stride
             if const_expr(not layer.split) or ((begin >= 0) & (end <= share.steps)):
                 self.store_result(t, strip, token, quad, sums)
             else:
@@ -723,12 +620,12 @@ class ExpertLayerKernel:
     def add_parts(self, t: Tensors, c: Choices, share: Share, cta: Int32, flags: Int64) -> None:
         """Count the parts of strips that this CTA has stored. Add up the strips of which all parts are."""
         layer, thread = self.layer, cute.arch.thread_idx()[0]
-        per_column, each = self.steps_of_column(share.active), self.down_steps_of_cta(share.active)
+        per_column, each = self.shares.steps_of_column(share.active), self.shares.down_steps_of_cta(share.active)
         cute.arch.sync_threads()  # the parts of all threads are stored
         if thread < 32:
             complete = Boolean(False)
             strip = share.column + cutlass.min(thread, 1) * (share.columns - 1)
-            first, last = self.ctas_of(strip, per_column, each)
+            first, last = self.shares.ctas_of(strip, per_column, each)
             if (thread < cutlass.min(share.columns, 2)) & (first < last):
                 counter = flags + Int64(COUNTERS_AT + first) * 4
                 complete = add_acquire_release(counter, 1) == last - first
@@ -741,7 +638,7 @@ class ExpertLayerKernel:
             quad, token = rest % _QUADS, rest // _QUADS
             if ((c.shares[0] >> is_last) & 1 != 0) & (token < t.out.shape[0]):
                 strip = share.column + is_last * (share.columns - 1)
-                first, last = self.ctas_of(strip, per_column, each)
+                first, last = self.shares.ctas_of(strip, per_column, each)
                 sums = cute.make_rmem_tensor((4,), Float32)
                 sums.fill(0.0)
                 for other in cutlass.range(first, last + 1, unroll=1):
@@ -750,7 +647,3 @@ class ExpertLayerKernel:
                     for j in cutlass.range_constexpr(4):
                         sums[j] = sums[j] + part[j]
                 self.store_result(t, strip, token, quad, [sums[j] for j in range(4)])
-
-    def ctas_of(self, strip: Int32, per_column: Int32, each: Int32) -> tuple[Int32, Int32]:
-        """The first and the last CTA that have steps of a strip of down, if strips are split."""
-        return strip * per_column // each, ((strip + 1) * per_column - 1) // each

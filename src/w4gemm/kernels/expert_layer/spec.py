@@ -18,7 +18,7 @@ from w4gemm.kernels.requirements import missing_for_dsl
 from w4gemm.kernels.variant import HOPPER_SHARED_MEMORY, MOST_EXPERTS
 from w4gemm.kernels.workspace import FLAG_BYTES
 from w4gemm.packing.block import BLOCK_K, BLOCK_N, STRIP_N, Block
-from w4gemm.packing.codecs import PAIR_TABLE_BYTES, Pairs, WeightOperand
+from w4gemm.packing.codecs import MXFP4_MMA16, PAIR_TABLE_BYTES, Pairs, WeightOperand
 
 MOST_TOKENS = 8
 """Columns of operand B of the matrix instruction: a token each."""
@@ -47,6 +47,9 @@ _MOST_STAGES = 3
 _WARPS = 16
 """Warps of a CTA. Eight were as fast for small int4 layers, and up to 14 % slower for MXFP4 and for large layers (H100,
 2026-11-28)."""
+_FEWER_WARPS = 12
+"""Warps of a CTA where threads of 16 spill 72 bytes of registers: of blocks that share factors in pairs (Q4_K). Qwen3
+with 1 and 8 tokens took 0.88 and 0.79 of the time of 16 (H200, 2026-11-29)."""
 _ALIGNMENT = 2048
 """Bytes that alignment of the parts of shared memory takes at most."""
 
@@ -72,6 +75,7 @@ class ExpertLayer(Sm90Helper):
         ctas: number of multiprocessors.
         warps: of a CTA.
         most_stages: of a warp, if there is room for so many.
+        step_blocks: blocks along k of a step, 1 or 2.
     """
 
     weight: WeightOperand
@@ -92,6 +96,7 @@ class ExpertLayer(Sm90Helper):
     ctas: int
     warps: int = _WARPS
     most_stages: int = _MOST_STAGES
+    step_blocks: int = 1
 
     name: ClassVar[str] = "expert_layer"
 
@@ -111,8 +116,14 @@ class ExpertLayer(Sm90Helper):
         whole = cls(*(weight, *parameters[:5], most, *parameters[5:], False, device.sms))
         active = min(whole.choices, whole.experts)
         strips = whole.columns_per_cta - whole.columns / whole.ctas
-        more = strips * active * whole.k_blocks_down * whole.stage_bytes
-        return replace(whole, split=more > _SPLIT_BYTES)
+        more = strips * active * whole.k_blocks_down * whole.stage_block.bytes
+        one = replace(whole, split=more > _SPLIT_BYTES)
+        if weight.block.lead:
+            one = replace(one, warps=_FEWER_WARPS)
+        two = replace(one, step_blocks=2)
+        # int4 with an odd number of blocks: GLM-4.5-Air took 1.04 of the time (one token, H200, 2026-11-29)
+        faster = not (two.ragged_up or two.ragged_down) or weight.codec == MXFP4_MMA16
+        return two if faster and two.two_blocks and two.num_stages >= 3 else one
 
     # --- sizes
 
@@ -160,6 +171,36 @@ class ExpertLayer(Sm90Helper):
         return -(-self.width // BLOCK_K)
 
     @property
+    def two_blocks(self) -> bool:
+        """True if a step may have two blocks: the lanes of a warp then copy the scales of both."""
+        return not self.weight.block.lead and 2 * self.scale_lanes <= 32
+
+    @property
+    def scale_lanes(self) -> int:
+        """Lanes that copy the scales of a strip's block, 16 bytes each."""
+        return self.stage_block.scale_bytes // 16
+
+    @property
+    def ragged_up(self) -> bool:
+        """True if the last step of a strip of gate_up has one block instead of two."""
+        return self.k_blocks_up % self.step_blocks != 0
+
+    @property
+    def ragged_down(self) -> bool:
+        """The same of down."""
+        return self.k_blocks_down % self.step_blocks != 0
+
+    @property
+    def steps_up(self) -> int:
+        """Steps of a strip of gate_up."""
+        return -(-self.k_blocks_up // self.step_blocks)
+
+    @property
+    def steps_down(self) -> int:
+        """Steps of a strip of down of one expert."""
+        return -(-self.k_blocks_down // self.step_blocks)
+
+    @property
     def blocks_up(self) -> int:
         """64-row blocks of one expert's gate_up."""
         return -(-self.rows_up // BLOCK_N)
@@ -204,7 +245,7 @@ class ExpertLayer(Sm90Helper):
 
     @property
     def stage_bytes(self) -> int:
-        return self.stage_block.bytes
+        return self.step_blocks * self.stage_block.bytes
 
     @property
     def x_row_bytes(self) -> int:
@@ -285,6 +326,8 @@ class ExpertLayer(Sm90Helper):
             return "takes whole pairs of blocks along k, if two share factors"
         if self.stage_block.scale_bytes > 512:
             return "a warp copies at most 512 bytes of scales a step"
+        if self.step_blocks == 2 and not self.two_blocks:
+            return "blocks with so many scales, or that share factors, are steps of their own"
         if self.num_stages < 3:
             return "there is no room for three stages"
         steps = self.choices * max(self.strips_up * self.k_blocks_up, self.columns * self.k_blocks_down)

@@ -50,6 +50,11 @@ class E2m1Decoder(Decoder):
     _half_up = 0
     """Beside fp16 x an e8m0 scale is multiplied by 2**_half_up, and numbers are divided by it."""
 
+    def bare(self) -> BareE2m1Decoder | None:
+        """A decoder to numbers without their powers of two; None if there is none."""
+        made = BareE2m1Decoder(self.kind, self.scale_kind, self.zero, allow_sum_scale=True)
+        return made if (self.kind, self.scale_kind) == ("bf16", "e8m0") else None
+
     @property
     def sum_scale(self) -> float:  # type: ignore[override]
         return self._sum_scale if self.allow_sum_scale else 1.0
@@ -95,6 +100,32 @@ class E2m1Decoder(Decoder):
 
     def _times(self, numbers: Int32, factor: float) -> Int32:
         return self._pairwise("mul", numbers, pair(factor, factor, self.kind))
+
+
+@dataclass(frozen=True)
+class BareE2m1Decoder(E2m1Decoder):
+    """Decodes to numbers times 2**-126, in bf16, for a kernel that multiplies them by so much larger x that sums in
+    float32 lose nothing, and scales the sums of each group."""
+
+    separate_scales = True
+    factors_on_sums = False
+
+    @property
+    def exact_scale(self) -> float:
+        return self._sum_scale
+
+    def offsets(self, words: tuple[Int32, ...], _table: Int32) -> tuple[Int32, ...]:
+        """None."""
+        return ()
+
+    def decode_exact(self, words: tuple[Int32, ...], offsets: tuple[Int32, ...]) -> tuple[Int32, ...]:
+        """The four fragment registers of one instruction."""
+        return self._numbers(words[0])
+
+    def scales_and_zeros(self, words: tuple[Int32, ...], field: int = 0) -> tuple[tuple[Float32, None], ...]:
+        """For rows g and g + 8 what sums are multiplied by, without ``exact_scale``."""
+        powers = self._powers(words[0], field)
+        return tuple((half_to_float("bf16", powers, high), None) for high in (False, True))
 
 
 def _shifted(word: Int32, by: int) -> Int32:

@@ -1,0 +1,75 @@
+"""Which steps each CTA and each of its warps has: :class:`Shares`."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Uint32, const_expr
+
+from w4gemm.kernels.expert_layer.spec import ExpertLayer
+from w4gemm.kernels.expert_layer.values import Share, Steps
+
+
+def quotient(x: Int32, by: Int32 | int) -> Int32:
+    """Divide numbers that are not negative: in half the instructions of signed ones."""
+    return Int32(Uint32(x) // Uint32(by))
+
+
+def divided(x: Int32, by: Int32 | int) -> tuple[Int32, Int32]:
+    """The quotient and the remainder."""
+    whole = quotient(x, by)
+    return whole, x - whole * by
+
+
+class Shares:
+    """Divides the steps of a layer, see :mod:`.kernel`."""
+
+    def __init__(self, layer: ExpertLayer) -> None:
+        self.layer = layer
+        self.column_stride = 1 if layer.split else layer.ctas
+
+    @cute.jit
+    def of(self, index: Int32, cta: Int32, active: Int32) -> Share:
+        """The units of share ``index``, and the strips of down of CTA ``cta``."""
+        layer = self.layer
+        steps, bounds = active * (layer.strips_up * layer.steps_up), []
+        for c in (index, index + 1):
+            begin = quotient(c * steps, layer.ctas)
+            bounds.append(quotient(begin + layer.steps_up // 2, layer.steps_up))
+        units = bounds[1] - bounds[0]
+        rounds = quotient(units + layer.units_of_round - 1, layer.units_of_round)
+        chunk = quotient(units + cutlass.max(rounds, 1) - 1, cutlass.max(rounds, 1))
+        per_column, column, skipped = self.steps_of_column(active), cta, Int32(0)
+        columns = quotient(layer.columns - cta + layer.ctas - 1, layer.ctas)
+        steps = columns * per_column
+        if const_expr(layer.split):
+            each = self.down_steps_of_cta(active)
+            steps = cutlass.max(cutlass.min(layer.columns * per_column - cta * each, each), 0)
+            column, skipped = divided(cta * each, per_column)
+            columns = cutlass.select_(steps > 0, quotient(skipped + steps + per_column - 1, per_column), Int32(0))
+        return Share(bounds[0], units, chunk, rounds, column, columns, skipped, steps, active)
+
+    def steps_of_column(self, active: Int32) -> Int32:
+        """Steps of a strip of down; 1 if no expert was chosen."""
+        return cutlass.max(active * self.layer.steps_down, 1)
+
+    def down_steps_of_cta(self, active: Int32) -> Int32:
+        """Steps of down of every CTA but the last, if strips are split."""
+        ctas = self.layer.ctas
+        return quotient(self.layer.columns * self.steps_of_column(active) + ctas - 1, ctas)
+
+    @cute.jit
+    def steps_of(self, share: Share, round: Int32, warp: Int32) -> Steps:
+        """A warp's steps of a round."""
+        layer = self.layer
+        units = cutlass.max(cutlass.min(share.units - round * share.chunk, share.chunk), 0)
+        steps = units * layer.steps_up
+        if round == share.rounds:
+            steps = cutlass.select_(share.active > 0, share.steps, Int32(0))
+        each = quotient(steps + layer.warps - 1, layer.warps)
+        first = warp * each
+        return Steps(first, cutlass.max(cutlass.min(steps - first, each), 0), each)
+
+    def ctas_of(self, strip: Int32, per_column: Int32, each: Int32) -> tuple[Int32, Int32]:
+        """The first and the last CTA that have steps of a strip of down, if strips are split."""
+        return strip * per_column // each, ((strip + 1) * per_column - 1) // each
