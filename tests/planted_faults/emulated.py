@@ -145,6 +145,13 @@ FAULTS = (
         _EMULATED + "dequantized",
     ),
     Fault(
+        "scales of rows g + 8 take the power of two of rows g",
+        _CODECS + "integers_decode_wide.py",
+        "$2, 0x{7 - place}{4 + exponent % 2}{low};",
+        "$2, 0x7{4 + exponent % 2}{low};",
+        _EMULATED + "128x64x64_1x1x1_coop-q6_k --every-case",
+    ),
+    Fault(
         "scales of six bits are as much too large as those of eight would be",
         _CODECS + "integers_decode_wide.py",
         "_SMALL_BIAS = 2.0**15 + 32",

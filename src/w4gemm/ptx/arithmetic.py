@@ -174,6 +174,13 @@ def hidden_constant(word: int) -> Int32:
     return asm(f"{{ .reg .b32 m, z; {nothing}or.b32 $0, z, {word:#x}; }}", [Int32], [], pure=True)[0]
 
 
+def kept(word: Int32) -> Int32:
+    """The word, which ptxas then keeps in a register: it does not compute a shuffled one anew in each round of a loop.
+    All lanes of the warp must call this."""
+    text = "{ .reg .b32 l; mov.u32 l, %laneid; shfl.sync.idx.b32 $0, $1, l, 31, 0xFFFFFFFF; }"
+    return asm(text, [Int32], [word])[0]
+
+
 def mma_sync(
     kind: str, acc: Sequence[Float32], a: Sequence[Int32], b: Sequence[Int32], a_kind: str = ""
 ) -> tuple[Float32, ...]:

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from cutlass import Int32
 
-from w4gemm.packing.block import LANES, MATRICES_OF_ROW, MATRIX_BYTES, STRIP_N, Block
-from w4gemm.ptx.arithmetic import rotated
+from w4gemm.packing.block import LANES, MATRICES_OF_ROW, MATRIX_BYTES, STRIP_N, Block, Segment
+from w4gemm.ptx.arithmetic import kept, rotated
 from w4gemm.ptx.memory import load_matrix, load_shared
+
+
+class LaneOffsets(NamedTuple):
+    """Bytes from a block's first code, scale and factor to those of a lane, in registers."""
+
+    codes: tuple[Int32, ...]
+    """By segment."""
+    scales: Int32
+    factors: Int32
 
 
 @dataclass(frozen=True)
@@ -20,9 +30,30 @@ class BlockReader:
     block: Block
     turns: tuple[tuple[int, ...], ...] = ()
 
-    def codes(self, address: Int32, half: int = 0, strip: int = 0, lane: Int32 | int = 0) -> tuple[Int32, ...]:
+    def offsets(self, lane: Int32) -> LaneOffsets:
+        """What the loads of a lane need, kept: ptxas would compute it anew for each block. lane: as for
+        :meth:`codes`."""
+        block, pair = self.block, lane // 4
+        codes = tuple(kept(self._lane_offset(segment, lane)) for segment in block.segments)
+        scales = kept(pair * block.pair_bytes)
+        alike = block.factor_pair_bytes == block.pair_bytes
+        return LaneOffsets(codes, scales, scales if alike else kept(pair * block.factor_pair_bytes))
+
+    def _lane_offset(self, segment: Segment, lane: Int32 | int) -> Int32 | int:
+        if len(self.block.segments) == 1:
+            return lane * segment.lane_bytes
+        return lane // LANES * self.block.strip_bytes + lane % LANES * segment.lane_bytes
+
+    def codes(
+        self,
+        address: Int32,
+        half: int = 0,
+        strip: int = 0,
+        lane: Int32 | int = 0,
+        offsets: LaneOffsets | None = None,
+    ) -> tuple[Int32, ...]:
         """The code words of 64 columns of a lane's rows. address: of the first code in shared memory. lane: from 32 on,
-        of a strip further on."""
+        of a strip further on. offsets: the lane's."""
         block, words = self.block, ()
         first = address + half * block.half_bytes + strip * block.strip_bytes
         if block.matrices:  # those of rows g, of rows g + 8, and both again further along k
@@ -30,10 +61,8 @@ class BlockReader:
             own = (row8 * MATRICES_OF_ROW + col16) * MATRIX_BYTES + lane % 8 * 16
             at = first + lane // LANES * block.strip_bytes + own
             return load_matrix(at) + load_matrix(at + 2 * MATRIX_BYTES)
-        for segment in block.segments:
-            own = lane * segment.lane_bytes
-            if len(block.segments) > 1:
-                own = lane // LANES * block.strip_bytes + lane % LANES * segment.lane_bytes
+        for i, segment in enumerate(block.segments):
+            own = self._lane_offset(segment, lane) if offsets is None else offsets.codes[i]
             words += load_shared(first + own + segment.offset, segment.words)
         return words
 
@@ -51,19 +80,29 @@ class BlockReader:
             at += segment.words
         return tuple(taken)
 
-    def scales(self, address: Int32, group: int = 0, strip: int = 0, pair: Int32 | int = 0) -> tuple[Int32, ...]:
+    def scales(
+        self,
+        address: Int32,
+        group: int = 0,
+        strip: int = 0,
+        pair: Int32 | int = 0,
+        offsets: LaneOffsets | None = None,
+    ) -> tuple[Int32, ...]:
         """The scale word, and zero word if any, of a group of columns, or none. address: of the first scale. pair:
-        lane // 4, from 8 on of a strip further on."""
+        lane // 4, from 8 on of a strip further on. offsets: the lane's, instead of ``pair``."""
         block = self.block
         if not block.words_per_scale:
             return ()
         at = address + (strip * (STRIP_N // 2) + pair + block.run(group)) * block.pair_bytes
-        return load_shared(at, block.words_per_scale)
+        return load_shared(at if offsets is None else at + offsets.scales, block.words_per_scale)
 
-    def factors(self, address: Int32, strip: int = 0, pair: Int32 | int = 0) -> tuple[Int32, ...]:
-        """The words of factors, of scales and of zero points, or none. address, pair: as for :meth:`scales`."""
+    def factors(
+        self, address: Int32, strip: int = 0, pair: Int32 | int = 0, offsets: LaneOffsets | None = None
+    ) -> tuple[Int32, ...]:
+        """The words of factors, of scales and of zero points, or none. address, pair, offsets: as for
+        :meth:`scales`."""
         block = self.block
         if not block.factors:
             return ()
         at = address + block.group_bytes + (strip * (STRIP_N // 2) + pair) * block.factor_pair_bytes
-        return load_shared(at, block.factors)
+        return load_shared(at if offsets is None else at + offsets.factors, block.factors)

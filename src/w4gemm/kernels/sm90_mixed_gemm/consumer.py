@@ -16,7 +16,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from w4gemm.core.epilogue import EpilogueOperands
 from w4gemm.kernels.arguments import StreamWorkspace
-from w4gemm.kernels.device.block import BlockReader
+from w4gemm.kernels.device.block import BlockReader, LaneOffsets
 from w4gemm.kernels.device.expert_tiles import ExpertTiles, first_rows, operands_of_expert, operands_until
 from w4gemm.kernels.device.pipeline import PipelineState
 from w4gemm.kernels.device.scheduler import TileCoord
@@ -26,7 +26,7 @@ from w4gemm.kernels.sm90_mixed_gemm.tile_scheduler import Pipeline, SchedulerPar
 from w4gemm.kernels.sm90_mixed_gemm.variant import Sm90MixedVariant
 from w4gemm.packing.block import HALF_K
 from w4gemm.packing.codecs.pairs_decode import own_pairs
-from w4gemm.ptx.arithmetic import fma, to_float
+from w4gemm.ptx.arithmetic import fma, hidden_constant, kept, to_float
 from w4gemm.ptx.memory import (
     barrier_of_roles,
     cluster_address,
@@ -85,7 +85,10 @@ class MmaOperands(NamedTuple):
     packed: cute.Tensor
     """A packed block or a part of one in registers, see :class:`Mainloop`."""
     decode_table: Int32
-    """Address of the decoder's table, if it has one; of a table of pairs, of the thread's own copies."""
+    """Address of the decoder's table, if it has one; of a table of pairs, of the thread's own copies. Or a register
+    with the decoder's ``held_word``."""
+    offsets: LaneOffsets | None
+    """The thread's in a packed block, beside ``held_word``."""
 
 
 class GroupSums(NamedTuple):
@@ -172,6 +175,13 @@ class Mainloop:
         """Matrix instructions of a scale group within a packed block."""
 
     @property
+    def holds(self) -> bool:
+        """True if registers hold what loads and scales of two levels need in each block. Beside a table of pairs, and
+        with four consumer warpgroups, too few are left."""
+        variant = self.variant
+        return self.block.factors > 0 and variant.pairs is None and variant.warpgroups < 4
+
+    @property
     def packed_words(self) -> int:
         """Words of a packed block that a thread holds."""
         return self.code_words + self.block.runs * self.block.words_per_scale + self.block.factors
@@ -196,7 +206,11 @@ class Mainloop:
             layout = cute.make_layout((*acc.shape[:1], 1, 1))
             parts = [cute.make_tensor(flat.iterator + r * (cute.size(flat) // count), layout) for r in range(count)]
             accumulators = parts if count > 1 else [acc]
-        return MmaOperands(accumulators, fragment, x, packed, decode_table)
+        offsets = None
+        if self.holds:
+            decode_table = kept(hidden_constant(self.decoder.held_word))
+            offsets = self.reader.offsets(cute.arch.thread_idx()[0] % 128)
+        return MmaOperands(accumulators, fragment, x, packed, decode_table, offsets)
 
     def group_sums(self, thr_mma: Any) -> GroupSums | None:
         """Registers for sums that are promoted; None if none are."""
@@ -211,7 +225,7 @@ class Mainloop:
         return GroupSums(sets, cute.make_rmem_tensor((2 * self.groups,), Float32))
 
     def load_packed(
-        self, packed: cute.Tensor, pipeline: Pipeline, stage: Int32, number: int, consumer: ConsumerCoord
+        self, operands: MmaOperands, pipeline: Pipeline, stage: Int32, number: int, consumer: ConsumerCoord
     ) -> None:
         """Load codes of one of this k set's packed blocks into registers, with the first of a block its scales too.
         number: which of the warpgroup's loads in the stage, counted over a block's k chunks first, then over its 64-row
@@ -222,18 +236,19 @@ class Mainloop:
         row = (consumer.warpgroup * variant.m64_atoms + atom) * variant.blocks_k
         index = row + consumer.k_set * (variant.blocks_k // variant.k_sets) + block
         address = pipeline.weights + stage * variant.weight_bytes + index * self.block.bytes
-        pair = thread // 32 * 8 + thread % 32 // 4
+        offsets = operands.offsets
+        pair: Int32 | int = 0 if self.holds else thread // 32 * 8 + thread % 32 // 4
         words: list[Int32] = []
         halves = self.chunks_per_load * variant.chunk_k // HALF_K
         for half in range(part * halves, (part + 1) * halves):
-            words += self.reader.codes(address, half, lane=thread)
+            words += self.reader.codes(address, half, lane=thread, offsets=offsets)
         for run in range(self.block.runs if part == 0 else 0):
             first = self.block.scales_at(run * self.block.groups_per_word)
-            words += self.reader.scales(address + first, pair=pair)
+            words += self.reader.scales(address + first, pair=pair, offsets=offsets)
         if part == 0:
-            words += self.reader.factors(address + self.block.code_bytes, pair=pair)
+            words += self.reader.factors(address + self.block.code_bytes, pair=pair, offsets=offsets)
         for i, word in enumerate(words):
-            packed[i] = word
+            operands.packed[i] = word
 
     def decode_chunk(
         self, packed: cute.Tensor, fragment: cute.Tensor, chunk: int, buffer: int, decode_table: Int32
@@ -252,7 +267,8 @@ class Mainloop:
                 run, field = divmod(group, self.block.groups_per_word)
                 first = self.code_words + run * width
                 scales = [packed[i] for i in (*range(first, first + width), *factors)]
-                prepared = self.decoder.prepare(tuple(scales), decode_table, field)
+                prepare = self.decoder.prepare_held if self.holds else self.decoder.prepare
+                prepared = prepare(tuple(scales), decode_table, field)
             values = self.decoder.decode(self.reader.words_of_step(codes, step), prepared)
             for r, value in enumerate(values):
                 registers[(0, r % 2, r // 2), 0, buffer * 4 + step] = value
@@ -284,7 +300,7 @@ class Mainloop:
             if const_expr(variant.promotes):
                 self.begin_groups(operands, sums, pipeline, state.stage, consumer)
             else:
-                self.load_packed(operands.packed, pipeline, state.stage, 0, consumer)
+                self.load_packed(operands, pipeline, state.stage, 0, consumer)
         previous = state.stage
         for i in cutlass.range(k_slices // variant.stages_per_iteration, unroll=1):
             for number in cutlass.range_constexpr(variant.stages_per_iteration):
@@ -328,7 +344,7 @@ class Mainloop:
             self.decode_chunk(operands.packed, operands.fragment, chunk, buffer, operands.decode_table)
             next_load, chunk_of_load = divmod(batch + 1, self.chunks_per_load)
             if const_expr(chunk_of_load == 0 and batch < batches - 1):
-                self.load_packed(operands.packed, pipeline, state.stage, next_load, consumer)
+                self.load_packed(operands, pipeline, state.stage, next_load, consumer)
             warpgroup.fence()
             for step in cutlass.range_constexpr(4):
                 for tokens in cutlass.range_constexpr(variant.token_splits):
@@ -339,7 +355,7 @@ class Mainloop:
             if const_expr(batch == batches - 1):
                 if state.has_next:  # its latency passes while the tensor cores work
                     self.wait_full(pipeline, state.next)
-                    self.load_packed(operands.packed, pipeline, state.next.stage, 0, consumer)
+                    self.load_packed(operands, pipeline, state.next.stage, 0, consumer)
             warpgroup.wait_group(1)
             if const_expr(batch == 0):
                 if state.has_previous:
@@ -388,7 +404,7 @@ class Mainloop:
                 self.decode_group_chunk(operands, sums, (chunk + 1) % 2, (chunk + 1) % self.chunks_per_block)
                 next_load, chunk_of_load = divmod(chunk + 2, self.chunks_per_load)
                 if const_expr(chunk_of_load == 0 and chunk + 2 < chunks):
-                    self.load_packed(operands.packed, pipeline, state.stage, next_load, consumer)
+                    self.load_packed(operands, pipeline, state.stage, next_load, consumer)
         if state.has_next:
             self.wait_full(pipeline, state.next)
             self.begin_groups(operands, sums, pipeline, state.next.stage, consumer)
@@ -423,7 +439,7 @@ class Mainloop:
             batch_scales[row] = sums.scales[row]
         if state.has_next:
             self.wait_full(pipeline, state.next)
-            self.load_packed(operands.packed, pipeline, state.next.stage, 0, consumer)
+            self.load_packed(operands, pipeline, state.next.stage, 0, consumer)
             self.decode_group_chunk(operands, sums, 1 - buffer)
         warpgroup.wait_group(0)
         scales_of_x = pipeline.scales + state.stage * self.variant.block_scale_bytes
@@ -454,10 +470,10 @@ class Mainloop:
         self, operands: MmaOperands, sums: GroupSums, pipeline: Pipeline, stage: Int32, consumer: ConsumerCoord
     ):
         """Decode a stage's first chunk, and bring its second into registers if it has one."""
-        self.load_packed(operands.packed, pipeline, stage, 0, consumer)
+        self.load_packed(operands, pipeline, stage, 0, consumer)
         self.decode_group_chunk(operands, sums, 0)
         if const_expr(not self.variant.one_set_of_sums and self.chunks_per_load == 1):
-            self.load_packed(operands.packed, pipeline, stage, 1, consumer)
+            self.load_packed(operands, pipeline, stage, 1, consumer)
 
     def decode_group_chunk(self, operands: MmaOperands, sums: GroupSums, buffer: int, number: int = 0) -> None:
         """Decode a chunk of what is packed into a fragment buffer; with the first one take the scales of all, if they

@@ -14,6 +14,8 @@ calls:
                           ``factors_on_sums``, numbers times scales: ``prepare_levels(words, field)``,
                           ``decode_levels(words, prepared)``, ``factors(words)``
     scales on sums        ``scales(words)``: float32 factors of the sums of rows g and g + 8
+    scales of two levels  ``prepare_held(words, held, field)``: as ``prepare``, in fewer instructions if a register
+                          holds ``held_word``
     a table               ``fill_table(table, thread, threads)``, before a barrier
 
 For 16-bit x, a subclass of ``Decoder`` (integers_decode.py) has all of this, and may override only ``decode_exact`` if

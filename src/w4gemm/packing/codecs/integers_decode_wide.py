@@ -21,6 +21,7 @@ where (2**23 + 128) * factor would have 27.
 # mypy: ignore-errors
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -141,6 +142,46 @@ class TwoLevelDecoder(WideDecoder):
     _bias = _SIGNED_BIAS
     """What a byte with a sign is below the exponent of 2**15 for the scale 0."""
 
+    @property
+    def held_word(self) -> int:
+        """Upper bytes that :meth:`prepare_held` gives to scales of rows g, and to those of rows g + 8 or to zero
+        points; then a byte with the lowest bit of an exponent, and 0."""
+        return self._exponents[0] >> 1 << 24 | self._exponents[1] >> 1 << 16 | 0x8000
+
+    @property
+    def _exponents(self) -> tuple[int, int]:
+        """Of biased bytes times the powers of two that factors are multiplied by in :meth:`prepare`."""
+        units = self._units[0], 1.0 if self.zero == "float" else self._units[1]
+        return tuple(127 + self._bias_power + round(math.log2(unit * _SCALE_DOWN)) for unit in units)
+
+    @property
+    def _bias_power(self) -> int:
+        return 23 if self.zero == "float" else 15
+
+    def prepare_held(self, words: tuple[Int32, ...], held: Int32, field: int = 0) -> tuple[WideRow, ...]:
+        """As :meth:`prepare`; the power of two of a factor is in the exponent of the biased byte."""
+        rows = []
+        for row, unit in enumerate(self._units):
+            if self.zero == "float":
+                scale = self._held_product(words[0], words[2], 0, row, field, held, unit / self._units[0])
+                rows.append(WideRow(scale, self._held_product(words[1], words[3], 1, row, field, held)))
+            else:
+                scale = self._held_product(words[0], words[1], row, row, field, held)
+                rows.append(WideRow(scale, scale * Float32(-self.middle / unit)))
+        return tuple(rows)
+
+    def _held_product(
+        self, word: Int32, factors: Int32, place: int, row: int, field: int, held: Int32, power: float = 1.0
+    ) -> Float32:
+        """A byte of ``word`` times a row's factor, times a power of two and the one that is number ``place`` of
+        ``_exponents``."""
+        exponent, byte = self._exponents[place], 2 * row + field
+        low, bias = (f"4{byte}", _BYTE_BIAS) if self.zero == "float" else (f"{byte}4", self._bias)
+        text = f"prmt.b32 $0, $1, $2, 0x{7 - place}{4 + exponent % 2}{low};"
+        biased = to_float("f32", asm(text, [Int32], [word, held], pure=True)[0])
+        factor = times(half_to_float("f16", factors, row == 1), power)
+        return fma(biased, factor, factor * Float32(-bias * 2.0 ** (exponent - 127 - self._bias_power)))
+
     def _rows(
         self, words: tuple[Int32, ...], field: int, of_scales: tuple[float, ...], of_zeros: float
     ) -> tuple[WideRow, ...]:
@@ -201,6 +242,12 @@ class NibbleLevelDecoder(TwoLevelDecoder):
     def _rows(
         self, words: tuple[Int32, ...], field: int, of_scales: tuple[float, ...], of_zeros: float
     ) -> tuple[WideRow, ...]:
+        return super()._rows(self._in_bytes(words), field, of_scales, of_zeros)
+
+    def prepare_held(self, words: tuple[Int32, ...], held: Int32, field: int = 0) -> tuple[WideRow, ...]:
+        return super().prepare_held(self._in_bytes(words), held, field)
+
+    def _in_bytes(self, words: tuple[Int32, ...]) -> tuple[Int32, ...]:
+        """The words as those of bytes."""
         levels, *factors = words
-        scales, zeros = levels & 0x0F0F0F0F, levels >> 4 & 0x0F0F0F0F
-        return super()._rows((scales, zeros, *factors), field, of_scales, of_zeros)
+        return levels & 0x0F0F0F0F, levels >> 4 & 0x0F0F0F0F, *factors
