@@ -228,11 +228,12 @@ def compiled(cell: Cell, tile_m: int, pressure: Pressure) -> str | None:
 
 
 @functools.cache
-def before(cell: Cell, pressure: Pressure) -> dict[str, str] | None:
-    """Return what the file says was seen of the configs that it excludes; None if it lacks the cell."""
+def before(cell: Cell, tile_m: int, pressure: Pressure) -> dict[str, str] | None:
+    """Return what the file says was seen of the configs that it excludes; None if it lacks this one."""
     file = files.get(cell.kernel)
-    lacks = file is None or file.tiles.get(cell.tiles) != kernel_named(cell.kernel).space.tiles[cell.tiles]
-    if lacks or file.decoders.get(cell.decoder) != list(decoders(cell.kernel)[cell.decoder]):
+    if file is None or str(tile_m) not in file.tiles.get(cell.tiles, "").split():
+        return None
+    if file.decoders.get(cell.decoder) != list(decoders(cell.kernel)[cell.decoder]):
         return None
     return {config: finding.seen for config, finding in file.badly(pressure).items()}
 
@@ -242,7 +243,7 @@ def unknown(cell: Cell, tile_m: int, everything: bool) -> list[Pressure]:
     waiting = [p for p in cell.pressures if tile_m in cell.possible(p) and compiled(cell, tile_m, p) is None]
     if everything:
         return waiting
-    excluded = ((p, before(cell, p)) for p in waiting)
+    excluded = ((p, before(cell, tile_m, p)) for p in waiting)
     return [p for p, by in excluded if by is None or by.get(f"{tile_m}x{cell.tiles}") == NOT_COMPILED]
 
 
@@ -291,8 +292,8 @@ def findings_of(cell: Cell) -> tuple[list[Finding], int]:
     trusted = 0
     excluded: dict[int, dict[Pressure, str]] = {}
     for pressure in cell.pressures:
-        file = before(cell, pressure)
         for tile_m in cell.possible(pressure):
+            file = before(cell, tile_m, pressure)
             seen, config = compiled(cell, tile_m, pressure), f"{tile_m}x{cell.tiles}"
             if seen or (seen is None and (file is None or config in file)):
                 excluded.setdefault(tile_m, {})[pressure] = seen or (file or {}).get(config, NOT_COMPILED)

@@ -230,8 +230,8 @@ def test_a_home_folder_in_quotes(tmp_path, monkeypatch, capsys):
 def test_why_says_for_how_many_tokens(capsys):
     """Up to 256 tokens a config is ranked for the end of the interval."""
     problem = ("explain", "--n", "4096", "--k", "4096", "--device", "h200", "--why", "192x128x128_1x1x1_coop", "--m")
-    out, _ = run(capsys, *problem, "170")
-    assert "\n  m 170 is planned as m 192\n" in out and "planned as" not in run(capsys, *problem, "192")[0]
+    out, _ = run(capsys, *problem, "190")
+    assert "\n  m 190 is planned as m 192\n" in out and "planned as" not in run(capsys, *problem, "192")[0]
 
 
 def test_a_config_is_refused_before_anything_is_printed(capsys):

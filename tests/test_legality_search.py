@@ -77,7 +77,8 @@ def test_what_is_not_compiled_stays_as_the_file_has_it(compiled):
         Finding(CELL.tiles, *row)
         for row in (((160, 192), CELL.pressures[0], NOT_COMPILED), ((256,), CELL.pressures[0], "spills"))
     ]
-    legality.files[KERNEL] = Compiled("", kernel.space.tiles, legality.sizes_of(kernel), {}, tuple(findings))
+    tiles = {CELL.tiles: " ".join(map(str, TILES))}
+    legality.files[KERNEL] = Compiled("", tiles, legality.sizes_of(kernel), {}, tuple(findings))
     tasks = tasks_of(CELL, everything=False)
     assert [task.tile_m for task in tasks] == [(192,), (160,)]
     assert excluded(CELL.pressures[0]) == {160: NOT_COMPILED, 192: NOT_COMPILED, 256: "spills"}
@@ -90,6 +91,14 @@ def test_what_is_not_compiled_stays_as_the_file_has_it(compiled):
         search(task)
     assert excluded(CELL.pressures[-1]) == {144: "spills", 160: "spills"}
     assert findings_of(CELL)[1] == 0
+
+
+def test_of_a_form_that_the_file_has_only_a_new_tile_m_is_compiled(compiled):
+    kernel = legality.kernel_named(KERNEL)
+    tiles = {CELL.tiles: " ".join(str(m) for m in TILES if m != 128)}
+    legality.files[KERNEL] = Compiled("", tiles, legality.sizes_of(kernel), {}, ())
+    assert [task.tile_m for task in tasks_of(CELL, everything=False)] == [(128,)]
+    assert excluded(CELL.pressures[0]) == {128: NOT_COMPILED}
 
 
 def test_beside_block_scales_of_x_each_pressure_is_compiled(monkeypatch):

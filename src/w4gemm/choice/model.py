@@ -35,7 +35,8 @@ from w4gemm.kernels import KERNELS, Kernel, Status
 FEW = (1, 2, 4)
 """Last m of each interval with a compiled variant of sm90_decode of its own."""
 _TILES = (8, 16, 24, 32, 40, 48, 56, 64, 72, 80, 96, 112, 120, 128, 144, 160, 168, 192, 200, 224, 240, 256)
-BOUNDS = (*FEW, *_TILES, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 2048, 4096, 8192)
+_FINE_TILES = (88, 104, 136, 152, 176, 184)
+BOUNDS = (*FEW, *sorted(_TILES + _FINE_TILES), 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 2048, 4096, 8192)
 """Last m of each interval, in ascending order, except for the last interval, which has no end: ``FEW``, then every
 tile_m of the Hopper kernels, then sizes between which the fastest config was seen to change (H200, 2026-11-21)."""
 LARGEST = 16384
@@ -201,10 +202,11 @@ def _in_order(unordered: Iterable[Candidate], problem: GemmProblem) -> list[Rank
 def _invariant_order(problem: GemmProblem) -> Hashable | None:
     """Return the reduction order with the least geometric mean of predicted times over the intervals of m, among those
     that do not depend on other rows; None if there is none. Intervals of up to 8 tokens count as one, because they
-    share tiles. Rows of experts have one order, whether or not the kernel gathers them."""
+    share tiles, and those of fine steps not at all. Rows of experts have one order, whether or not the kernel gathers
+    them."""
     times: dict[Hashable | None, list[float]] = {}
     legal = _legal(KERNELS, replace(problem, m=LARGEST))
-    bounds = (*BOUNDS[len(FEW) :], LARGEST)
+    bounds = (*(m for m in BOUNDS[len(FEW) :] if m not in _FINE_TILES), LARGEST)
     few = (m for m in bounds if m < problem.experts)  # rows that most experts have none of
     for m in (*few, *(m * max(1, problem.experts) for m in bounds)):
         best: dict[Hashable | None, float] = {}

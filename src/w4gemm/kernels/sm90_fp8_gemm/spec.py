@@ -60,6 +60,16 @@ _TILES = {
 that have one set of registers."""
 
 
+_FINE_TILES = {
+    "64x256_1x1x1_coop": "88 104",
+    "64x256_1x1x1_coop_k2": "88 104",
+    "128x256_1x1x1_coop": "88 104",
+    "192x128_1x1x1_coop": "104",
+    "128x256_1x1x1_stream": "72 88 104",
+}
+"""See the W4A16 kernel's."""
+
+
 def _held_back(v: Sm90MixedVariant) -> bool:
     if not v.scales_on_sums or v.block.scale_bytes <= ONE_GROUP or v.one_factor_a_sum:
         return False
@@ -69,9 +79,10 @@ def _held_back(v: Sm90MixedVariant) -> bool:
 
 
 _SPACE = Space(
-    _TILES,
+    mixed.with_fine_tiles(_TILES, _FINE_TILES),
     Path(__file__).with_name("legality.jsonl"),
     impossible=(
+        mixed.fine_tiles(_FINE_TILES, "up to 4 bits, 0 registers, scales on sums"),
         mixed.GROUPED_STREAM,
         mixed.GROUPED_CLUSTER,
         mixed.GATHERED_CLUSTER,

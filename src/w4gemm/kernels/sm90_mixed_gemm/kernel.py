@@ -191,8 +191,8 @@ class XSource(NamedTuple):
     """(m, k) as TMA sees it; if gathered, x itself."""
     operand_layout: cute.ComposedLayout
     """x of all stages, as WGMMA reads it."""
-    box_layout: cute.ComposedLayout
-    """The same memory as boxes."""
+    box_layout: cute.Layout
+    """Tokens and columns of the first box of each k chunk of all stages, in the same memory."""
     scales: ScaleSource | None = None
     """None unless each 128 columns of a row have a scale."""
 
@@ -280,9 +280,11 @@ class Sm90MixedGemmKernel:
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.dtype)
         chunks = self.producer.k_chunks * variant.num_stages
         operand_layout = cute.tile_to_shape(atom, (config.tile_m, variant.chunk_k, chunks), order=(0, 1, 2))
-        # the same memory with the tokens of a stage divided into boxes
+        # the same memory as the first boxes of all k chunks
         box_shape = (variant.box_tokens, variant.chunk_k)
-        box_layout = cute.tile_to_shape(atom, (*box_shape, variant.boxes * chunks), order=(0, 1, 2))
+        box = cute.tile_to_shape(atom, box_shape, order=(0, 1)).outer
+        of_chunk = config.tile_m * variant.chunk_k
+        box_layout = cute.make_layout((*box.shape, chunks), stride=(*box.stride, of_chunk))
         if variant.gathered:
             return XSource(None, x, operand_layout, box_layout)
         scales = self.scale_source(block_scale) if variant.block_scales else None
@@ -531,7 +533,7 @@ class Producer:
                             cute.copy(
                                 source.tma,
                                 g_box[(None, 0, k_slice * self.k_chunks + chunk)],
-                                s_box[(None, (stage * self.k_chunks + chunk) * variant.boxes)],
+                                s_box[(None, stage * self.k_chunks + chunk)],
                                 tma_bar_ptr=full + stage,
                                 mcast_mask=coord.x_mask,
                             )
@@ -614,8 +616,9 @@ class Producer:
         # waits for this.
         last, partitions = cutlass.max(((rows.end - rows.first + 7) >> 3) - box // 8, 0), []
         for b in range(variant.boxes):
-            eights = cute.arch.make_warp_uniform(cutlass.min(b * box // 8, last)) if b > 0 else 0
-            s_boxes = cute.make_tensor(s_x.iterator + eights * (8 * variant.chunk_k), source.box_layout.outer)
+            full = min(b * box, variant.config.tile_m - box) // 8  # the place in a tile with all its tokens
+            eights = cute.arch.make_warp_uniform(cutlass.min(full, last)) if b > 0 else 0
+            s_boxes = cute.make_tensor(s_x.iterator + eights * (8 * variant.chunk_k), source.box_layout)
             tokens_on = cute.domain_offset((rows.first + eights * 8, 0), source.x)
             g_x = cute.local_tile(tokens_on, (box, variant.chunk_k), (None, None))
             boxes = group(s_boxes, 0, 2), group(g_x, 0, 2)
@@ -653,7 +656,7 @@ class Producer:
         variant = self.variant
         with cute.arch.elect_one():
             barrier = shared_address(pipeline.full + stage)
-            transaction_bytes = variant.weight_bytes + boxes * (variant.x_bytes // variant.boxes)
+            transaction_bytes = variant.weight_bytes + boxes * variant.box_bytes
             if const_expr(variant.block_scales):
                 transaction_bytes += variant.scale_tokens * variant.blocks_k * 4
             cute.arch.mbarrier_arrive_and_expect_tx(pipeline.full + stage, transaction_bytes)

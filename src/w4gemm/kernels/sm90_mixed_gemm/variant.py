@@ -29,6 +29,7 @@ tokens in different banks."""
 FLOAT32_BYTES = 4 * 8 * FLOAT32_ROW_BYTES
 """Bytes of a warpgroup's buffer for float32: eight tokens for each of its four warps."""
 
+_LEAST_BOX = 24
 _BARRIERS_AND_ALIGNMENT = 1536
 _OTHER_REGISTERS = 77
 """Registers besides the accumulators: fragments, packed words, addresses."""
@@ -42,6 +43,11 @@ _SMALL_X, _SMALL_WEIGHTS = 8 * 1024, 19 * 1024
 """Bytes of a stage's x and of its weights: up to one of them, two stages are requested early."""
 _MOST_TOKENS_OF_SUMS = {1: 96, 2: 64}
 """The largest tile_m whose sums are faster to scale than a codebook's weights, by the scale groups of a k chunk."""
+
+
+def _even_share(tokens: int, most: int) -> int:
+    """Tokens of each of the fewest shares of at most ``most`` tokens, in whole blocks of eight."""
+    return -(-tokens // (8 * -(-tokens // most))) * 8
 
 
 class Prefetches(NamedTuple):
@@ -251,7 +257,8 @@ class Sm90MixedVariant(KSliceVariant):
 
     @property
     def box_tokens(self) -> int:
-        """Tokens of one TMA box: at most 64, a divisor of tile_m; if tile_m is over 256, half of it.
+        """Tokens of one TMA box: at most 64, a divisor of tile_m if that has one of ``_LEAST_BOX`` or more, else equal
+        shares, the last of which the producer moves back to the tile's end; if tile_m is over 256, half of it.
 
         Rows past m are slow: 31 of them in a box of 64 make a launch 59 % longer, eight cost nothing (H200,
         2026-11-21). So the producer skips boxes wholly past m and moves the last box back; it cannot move a tile's
@@ -261,12 +268,18 @@ class Sm90MixedVariant(KSliceVariant):
             return 32
         if self.config.tile_m > WGMMA_TOKENS:
             return self.config.tile_m // 2
-        return next(box for box in range(min(self.config.tile_m, 64), 0, -8) if self.config.tile_m % box == 0)
+        box = next(box for box in range(min(self.config.tile_m, 64), 0, -8) if self.config.tile_m % box == 0)
+        return box if box >= min(self.config.tile_m, _LEAST_BOX) else _even_share(self.config.tile_m, 64)
 
     @property
     def boxes(self) -> int:
         """Number of TMA boxes along the tokens of a tile."""
-        return self.config.tile_m // self.box_tokens
+        return -(-self.config.tile_m // self.box_tokens)
+
+    @property
+    def box_bytes(self) -> int:
+        """Bytes of a box of all k chunks of a stage."""
+        return self.x_bytes // self.config.tile_m * self.box_tokens
 
     @property
     def pairs(self) -> Pairs | None:
@@ -312,7 +325,9 @@ class Sm90MixedVariant(KSliceVariant):
             return -(-self.config.tile_m // (3 * 16)) * 16
         most = 128 if self.warpgroups < 4 else 56
         step = 32 if self.boxed else 8
-        sizes = [size for size in range(max(16, step), most + 1, step) if self.stored_tokens % size == 0] or [8]
+        sizes = [size for size in range(max(16, step), most + 1, step) if self.stored_tokens % size == 0]
+        if not sizes:  # the last round is short
+            sizes = [8] if self.stored_tokens <= 16 else [16, _even_share(self.stored_tokens, most)]
         if self.boxed and self._stages_beside(sizes[0]) < _ENOUGH_STAGES:
             sizes.insert(0, 16)
         stages = self._stages_beside(sizes[0])
