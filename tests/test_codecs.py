@@ -316,10 +316,10 @@ def test_each_scale_dtype_has_a_name_that_decoders_know(codec):
 
 def test_a_refusal_says_which_scales_or_elements_there_are():
     assert refusal(WeightFormat.parse("iq4_g32_e8m0"), MMA16) == (
-        "there is no decoder of iq4 with e8m0 scales for mma16; scales may be fp16, bf16, fp32"
+        "there is no decoder of iq4 with e8m0 scales for mma16; scales may be fp16, bf16, fp32, s8x256, s8x128"
     )
     assert refusal(WeightFormat(32, scale="e8m0", element=BOOKS["table"]), MMA16).endswith(
-        "with e8m0 scales for mma16; scales may be fp16, bf16, fp32"
+        "with e8m0 scales for mma16; scales may be fp16, bf16, fp32, s8x256, s8x128"
     )
     assert refusal(WeightFormat.parse("e2m3_g128"), MMA8) == (
         "there is no decoder of e2m3 with bf16 scales for mma8; elements may be "

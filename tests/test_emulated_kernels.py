@@ -104,6 +104,12 @@ PRODUCTS = [
     Product("sm80_mixed_gemm/8x64x128_1x1x1_coop", "int4_g64_zfloat", ALL, 5, 130, 1504, 3),
     Product("sm80_mixed_gemm/16x64x128_1x1x1_stream", "int4_g128", Epilogue("silu", bias=True), 11, 256, 1536, 5),
     Product("sm89_fp8_gemm/16x64x256_1x1x1_pingpong", "int4_g128", SCALED, 8, 64, 2432, 8, (3, 0, 41), True),
+    # codebooks with scales of two levels: on sums, in weights by a table, and in weights without one
+    Product("sm90_mixed_gemm/24x64x256_1x1x1_coop_k2", "iq4_g32_s8x256", PLAIN, 27, 64, 640, 4),
+    Product("sm90_mixed_gemm/16x64x128_1x1x1_coop", "nf4_g16_s8x128", BIASED, 9, 130, 640, 3),
+    Product("sm90_mixed_gemm/72x128x128_1x1x1_coop", "iq4_g16_s8x256", BIASED, 70, 130, 512, 2),
+    Product("sm90_decode/8x64x128_1x1x1_coop", "nf4_g16_s8x256", BIASED, 3, 70, 640, 2),
+    Product("sm80_mixed_gemm/16x64x128_1x1x1_pingpong", "iq4_g32_s8x128", BIASED, 16, 70, 640, 2),
     Product("sm90_decode/8x32x128_1x1x1_coop_k2", "int4_g16", Epilogue("relu", bias=True), 5, 160, 2432, 4),
     Product("sm90_mixed_gemm/16x128x128_1x1x1_stream", "int4_g32", ALL, 11, 256, 2048, 5),
     Product("sm90_mixed_gemm/24x64x256_1x1x1_coop_k2", "int4_g128", Epilogue("gelu_tanh"), 27, 64, 512, 4),
@@ -289,7 +295,9 @@ def test_one_hot_x_gives_the_dequantized_weight_where_scales_multiply_sums(confi
     assert torch.equal(d.T, w.dequantize())
 
 
-@pytest.mark.parametrize("name", ["int4_g32_zint", *(n for n in WIDTHS if n not in ("e4m3_col_fp32", "e5m2_col_fp32"))])
+@pytest.mark.parametrize(
+    "name", ["int4_g32_zint", "iq4_g32_s8x256", *(n for n in WIDTHS if n not in ("e4m3_col_fp32", "e5m2_col_fp32"))]
+)
 def test_dequantized_weights(name: str) -> None:
     """Every bit is that of dequantize. A lane decodes one step of a half, so it turns words by what a register says."""
     kernel, dtype, w = kernel_named("dequantize_gemm"), torch.bfloat16, random_weight(WeightFormat.parse(name), 64, 256)

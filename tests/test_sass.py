@@ -71,7 +71,8 @@ OTHER_DTYPES = [("int4_g128_fp16", torch.float16), ("int4_g32_zfloat_fp16", torc
 WIDE = [(name, torch.bfloat16) for name in ("q4_k", "int4_g64_zfloat_fp32")] + [("q4_k", torch.float16)]
 CODEBOOKS = [("iq4_g32_fp16", torch.float16), ("iq4_g32_fp16", torch.bfloat16), ("iq4_g128", torch.bfloat16)]
 CODEBOOKS += [("nf4", torch.bfloat16), ("nf4", torch.float16), ("iq4_g32_fp32", torch.bfloat16)]
-CODEBOOKS += [("e2m1_g64", torch.bfloat16)]
+CODEBOOKS += [("e2m1_g64", torch.bfloat16), ("iq4_g32_s8x256", torch.bfloat16), ("nf4_g16_s8x128", torch.float16)]
+CODEBOOKS += [("e2m1_g64_s8x256", torch.bfloat16)]
 WIDTHS = [(name, (torch.bfloat16, torch.bfloat16, torch.float16)[i % 3]) for i, name in enumerate(OTHER_WIDTHS)]
 NEEDY = {
     "sm90_fp8_gemm": ("int4_g32_zint", "int4_g128", "int4_g128_e4m3"),
@@ -218,7 +219,9 @@ def largest_of_floats() -> list[Case]:
     """Some of the largest tiles of e2m1 and codebooks, whose decoders need more registers than int4's beside as many
     scales."""
     cases = {}
-    for mode, name, epilogue in itertools.product(MODES, ("mxfp4", "nvfp4", "nf4", "iq4_g32_fp32"), HEAVY):
+    for mode, name, epilogue in itertools.product(
+        MODES, ("mxfp4", "nvfp4", "nf4", "iq4_g32_fp32", "iq4_g32_s8x256"), HEAVY
+    ):
         case = Case("sm90_mixed_gemm", GemmConfig(8, 64, 128), name, mode, epilogue)
         for config in configs_of(kernel_named(case.kernel), case.problem):
             actual = case._replace(config=config)

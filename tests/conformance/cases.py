@@ -37,6 +37,8 @@ FORMATS += [WeightFormat.parse(name) for name in ("iq4_g32_fp16", "iq4_g128", "i
 FORMATS += [WeightFormat.parse(name) for name in ("e2m1_g64", "e2m1_col_fp16", "int4_g16", "nf4_g16_fp16")]
 FORMATS += [WeightFormat.parse("nf4_g64_fp32"), WeightFormat(256, element=codebook([*range(-9, 0), *range(1, 8)]))]
 FORMATS += [WeightFormat(96, element=codebook([-(1 + i / 99) for i in range(8)] + [2.0**-i for i in range(8)]))]
+FORMATS += [WeightFormat.parse(name) for name in ("iq4_g32_s8x256", "nf4_g16_s8x128", "e2m1_g64_s8x256")]
+FORMATS += [WeightFormat(16, "none", "s8x256", codebook([*(-i / 8 for i in range(1, 9)), *(i / 8 for i in range(8))]))]
 FORMATS += [WeightFormat.parse(f"int4_{rest}") for rest in ("g32_zfloat_fp32", "g96_zint_fp32", "col_fp32")]
 FORMATS += [WeightFormat.parse(name) for name in ("q4_k", "int4_g64_zfloat_u8x128")]
 FORMATS += [WeightFormat.parse(name) for name in ("mxfp4", "nvfp4", "e2m1_g96_e8m0", "e2m1_col_e4m3_row")]

@@ -1,8 +1,8 @@
 """Blocks of GGUF's quantized types: :data:`TYPES` has the format of each type, and takes its blocks apart.
 
-=======  =====================================================  ============================  ====================
+=======  =====================================================  ============================  ======================
 type     block along k                                          w                             WeightFormat
-=======  =====================================================  ============================  ====================
+=======  =====================================================  ============================  ======================
 Q8_0     32 elements: fp16 d, int8 q                            d * q                         int8_g32_fp16
 Q6_K     256: 128 bytes, 64 bytes, int8 s of each 16, fp16 d    (d * s) * (q - 32)            q6_k
 Q5_K     256: as Q4_K, with 32 bytes of upper bits              (d * s) * q - e * m           q5_k
@@ -16,13 +16,13 @@ Q2_K     256: 4-bit s and m of each 16, 64 bytes, fp16 d, e     (d * s) * q - e 
 Q2_0     64: fp16 d, 16 bytes                                   d * (q - 1)                   int2_g64_zint_fp16
 TQ2_0    256: 64 bytes, fp16 d                                  d * (q - 1)                   int2_g256_zint_fp16
 IQ4_NL   32: fp16 d, 16 bytes                                   d * v(q), 16 fixed numbers    iq4_g32_fp16
-IQ4_XS   256: fp16 d, 8 times 6-bit s, 8 x 16 bytes             (d * (s - 32)) * v(q)         iq4_g32_fp32
+IQ4_XS   256: fp16 d, 8 times 6-bit s, 8 x 16 bytes             (d * (s - 32)) * v(q)         iq4_g32_s8x256
 MXFP4    32: e8m0 d, 16 bytes                                   d * e2m1(q)                   mxfp4
 NVFP4    64: four e4m3 d without sign, of 16 each; 4 x 8 bytes  d * e2m1(q) * f               nvfp4
-IQ3_*    256: fp16 d, 4-bit s of each 32, lattice               (d * (2 s + 1) / 4 or 1) * v  codebook*_g32_fp32
-IQ2_XXS  the same                                               (d * (2 s + 1) / 8) * v       codebook*_g32_fp32
-IQ2_*    256: fp16 d, 4-bit s of each 16, lattice               (d * (2 s + 1) / 8) * v       codebook*_g16_fp32
-=======  =====================================================  ============================  ====================
+IQ3_*    256: fp16 d, 4-bit s of each 32, lattice               (d * (2 s + 1) / 4 or 1) * v  codebook*_g32_s8x256
+IQ2_XXS  the same                                               (d * (2 s + 1) / 8) * v       codebook*_g32_s8x256
+IQ2_*    256: fp16 d, 4-bit s of each 16, lattice               (d * (2 s + 1) / 8) * v       codebook*_g16_s8x256
+=======  =====================================================  ============================  ======================
 
 Fields of codes lie so that a run of bytes has the lowest fields of the first elements, the next ones of the next
 elements, and so on: element j of 32 (of 16, in Q4_K and Q5_K of 64, in Q6_K, Q3_K and Q2_K of 128) is in byte j modulo
@@ -154,8 +154,8 @@ def _q4_k(blocks: torch.Tensor) -> Parts:
 
 
 def _iq4_xs(blocks: torch.Tensor) -> Parts:
-    levels = _signed_six_bits(blocks[..., 2:8]).float() * _fp16(blocks[..., :2])[..., None]
-    return Parts(_codes(_runs(blocks[..., 8:], 16)), levels.flatten(1).contiguous())
+    levels = _signed_six_bits(blocks[..., 2:8]).flatten(1)
+    return Parts(_codes(_runs(blocks[..., 8:], 16)), levels, factors=_fp16(blocks[..., :2])[..., None])
 
 
 def _mxfp4(blocks: torch.Tensor) -> Parts:
@@ -199,16 +199,15 @@ class _Lattice(NamedTuple):
 
     @property
     def format(self) -> WeightFormat:
-        numbers = sorted(sign * size for size in self.sizes for sign in (-1, 1))
-        return WeightFormat(self.group, "none", "fp32", codebook((*numbers, *[0] * (16 - len(numbers)))))
+        numbers = sorted(sign * size / self.unit for size in self.sizes for sign in (-1, 1))
+        return WeightFormat(self.group, "none", "s8x256", codebook((*numbers, *[0] * (16 - len(numbers)))))
 
 
 def _lattice(type: str, lattice: _Lattice, blocks: torch.Tensor) -> Parts:
     bytes = blocks[..., lattice.levels]
     levels = bytes >> 4 if lattice.above_signs else torch.stack(fields(bytes, 4), -1).flatten(-2)
-    scales = _fp16(blocks[..., :2]).float()[..., None] * (2 * levels.float() + 1) / lattice.unit
     plain = blocks.to("cpu", copy=True)
-    plain[..., :2] = torch.tensor([lattice.unit], device="cpu").half().view(torch.uint8)
+    plain[..., :2] = torch.ones(1, dtype=torch.float16, device="cpu").view(torch.uint8)
     plain[..., lattice.levels] = plain[..., lattice.levels] & 15 if lattice.above_signs else 0
     gguf, element = gguf_package(), lattice.format.element_rule
     codes = [
@@ -219,7 +218,8 @@ def _lattice(type: str, lattice: _Lattice, blocks: torch.Tensor) -> Parts:
         .to(blocks.device)
         for rows in plain.split(max(1, _ELEMENTS // (256 * blocks.shape[1])))
     ]
-    return Parts(torch.cat(codes), scales.flatten(1))
+    levels = (2 * levels + 1).to(torch.int8).flatten(1)
+    return Parts(torch.cat(codes), levels, factors=_fp16(blocks[..., :2])[..., None])
 
 
 _IQ2_SIZES = (8, 25, 43)
@@ -244,7 +244,7 @@ TYPES = {
     "Q2_0": BlockType(WeightFormat(64, "int", "fp16", "int2"), _q2_0),
     "TQ2_0": BlockType(WeightFormat(256, "int", "fp16", "int2"), _tq2_0),
     "IQ4_NL": BlockType(WeightFormat(32, "none", "fp16", "iq4"), _q4_0),
-    "IQ4_XS": BlockType(WeightFormat(32, "none", "fp32", "iq4"), _iq4_xs),
+    "IQ4_XS": BlockType(WeightFormat(32, "none", "s8x256", "iq4"), _iq4_xs),
     "MXFP4": BlockType(WeightFormat.parse("mxfp4"), _mxfp4),
     "NVFP4": BlockType(WeightFormat.parse("nvfp4"), _nvfp4),
     **{name: BlockType(lattice.format, partial(_lattice, name, lattice)) for name, lattice in _LATTICES.items()},

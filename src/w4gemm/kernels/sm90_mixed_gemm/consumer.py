@@ -179,7 +179,8 @@ class Mainloop:
         """True if registers hold what loads and scales of two levels need in each block. Beside a table of pairs, and
         with four consumer warpgroups, too few are left."""
         variant = self.variant
-        return self.block.factors > 0 and variant.pairs is None and variant.warpgroups < 4
+        few = variant.pairs is None and variant.warpgroups < 4
+        return self.block.factors > 0 and few and self.decoder.held_word is not None
 
     @property
     def packed_words(self) -> int:
@@ -276,9 +277,12 @@ class Mainloop:
     def take_scales(self, packed: cute.Tensor, scales: cute.Tensor) -> None:
         """Copy the scales of rows g and g + 8 of each group to ``scales``, as factors of the group's sums."""
         width = self.block.words_per_scale
+        factors = [packed[i] for i in range(self.code_words + self.block.runs * width, self.packed_words)]
         for group in range(self.block.groups):
-            first = self.code_words + group * width
-            for row, scale in enumerate(self.decoder.scales(tuple(packed[first + i] for i in range(width)))):
+            run, field = divmod(group, self.block.groups_per_word)
+            first = self.code_words + run * width
+            words = tuple(packed[first + i] for i in range(width))
+            for row, scale in enumerate(self.decoder.scales((*words, *factors), field)):
                 scales[2 * group + row] = scale
 
     @cute.jit

@@ -13,9 +13,9 @@ calls:
                           ``decode_exact(words, offsets)``, ``scales_and_zeros(words, field)``, ``exact_scale``; if
                           ``factors_on_sums``, numbers times scales: ``prepare_levels(words, field)``,
                           ``decode_levels(words, prepared)``, ``factors(words)``
-    scales on sums        ``scales(words)``: float32 factors of the sums of rows g and g + 8
+    scales on sums        ``scales(words, field)``: float32 factors of the sums of rows g and g + 8
     scales of two levels  ``prepare_held(words, held, field)``: as ``prepare``, in fewer instructions if a register
-                          holds ``held_word``
+                          holds ``held_word``, which some decoders have
     a table               ``fill_table(table, thread, threads)``, before a barrier
 
 For 16-bit x, a subclass of ``Decoder`` (integers_decode.py) has all of this, and may override only ``decode_exact`` if

@@ -112,24 +112,28 @@ def _indices(values: tuple[float, ...]) -> tuple[int, ...]:
 
 
 @functools.cache
-def codebook_codec(element: str) -> CodebookCodec:
-    """Return the codec of a codebook element."""
+def codebook_codecs(element: str) -> tuple[CodebookCodec, CodebookCodec]:
+    """Return the codecs of a codebook element: with scales of one level, and of two."""
     rule = element_named(element)
     assert rule is not None
-    scales = ("bf16", "fp16", "fp32")
-    facts = f"{element}_mma16", MMA16, element, scales, ("none",), _indices(rule.values), _NEIGHBOURS
-    return CodebookCodec(*facts, registers=17)
+    codes = ("none",), _indices(rule.values), _NEIGHBOURS
+    levels: dict[str, Any] = {"scale_bits": 8, "scale_offset": 128, "in_float32": True}
+    return (
+        CodebookCodec(f"{element}_mma16", MMA16, element, ("bf16", "fp16", "fp32"), *codes, registers=17),
+        CodebookCodec(
+            *(f"{element}_signed_levels_mma16", MMA16, element, ("s8x256", "s8x128"), *codes),
+            registers=17,
+            **levels,
+        ),
+    )
 
 
 def codec_of_codebook(format: WeightFormat) -> Codec | None:
     """Return the codec of a format whose element is a codebook without a name of its own; None for others."""
     if not format.element.startswith("codebook"):
         return None
-    codec = codebook_codec(format.element)
-    return codec if codec.holds(format) else None
+    return next((codec for codec in codebook_codecs(format.element) if codec.holds(format)), None)
 
 
-IQ4_MMA16, NF4_MMA16 = codebook_codec("iq4"), codebook_codec("nf4")
-_E2M1 = codebook_codec("e2m1")
-"""With scales of 16 and 32 bits; e2m1.py has the codecs with those of 8."""
-CODEBOOKS = (IQ4_MMA16, NF4_MMA16, _E2M1)
+CODEBOOKS = tuple(codec for element in ("iq4", "nf4", "e2m1") for codec in codebook_codecs(element))
+"""Of the elements with names. e2m1.py has the codecs of e2m1 with 8-bit floats as scales."""

@@ -26,7 +26,7 @@ from typing import Any
 from cutlass import Float32, Int32
 
 from w4gemm.packing.codecs.codebook import bits_in, first_half_exceeds
-from w4gemm.packing.codecs.integers_decode import Decoder, fma_pair, pair
+from w4gemm.packing.codecs.integers_decode import Decoder, fma_pair, pair, signed_level
 from w4gemm.ptx.arithmetic import fma, half_to_float, hidden_constant, pack_half2, repeat_half, to_float
 from w4gemm.ptx.asm import asm
 
@@ -52,12 +52,14 @@ class CodebookDecoder(Decoder):
     def scales_and_zeros(self, words: tuple[Int32, ...], field: int = 0) -> tuple[tuple[Float32, None], ...]:
         if self.scale_kind == "f32":
             return tuple((to_float("f32", word), None) for word in words)
+        if self.scale_kind == "s8":
+            return tuple((signed_level(words, row, field), None) for row in range(2))
         return tuple((half_to_float(self.scale_kind, words[0], high), None) for high in (False, True))
 
-    def prepare(self, words: tuple[Int32, ...], _table: Int32, _field: int = 0) -> tuple[Any, ...]:
+    def prepare(self, words: tuple[Int32, ...], _table: Int32, field: int = 0) -> tuple[Any, ...]:
         """The scales of rows g and g + 8, in float32 or in both halves of a word."""
         if self.mixed:
-            return tuple(scale for scale, _ in self.scales_and_zeros(words))
+            return tuple(scale for scale, _ in self.scales_and_zeros(words, field))
         return tuple(repeat_half(words[0], high) for high in (False, True))
 
     def decode(self, words: tuple[Int32, ...], prepared: tuple[Any, ...]) -> tuple[Int32, ...]:
@@ -101,12 +103,12 @@ class IntegerDecoder(CodebookDecoder):
             factor = 1 / _SMALLEST / _SUM_SCALE
             addend = -_BIAS / _SUM_SCALE
             if self.mixed:
-                scales = [scale for scale, _ in self.scales_and_zeros(words)]
+                scales = [scale for scale, _ in self.scales_and_zeros(words, field)]
                 return tuple((scale * Float32(factor), scale * Float32(addend)) for scale in scales)
             parts = [self._pairwise("mul", words[0], pair(number, number)) for number in (factor, addend)]
             return tuple(tuple(repeat_half(part, high) for part in parts) for high in (False, True))
         if self.mixed:
-            return tuple(scale * Float32(self.exact_scale) for scale, _ in self.scales_and_zeros(words))
+            return tuple(scale * Float32(self.exact_scale) for scale, _ in self.scales_and_zeros(words, field))
         if self.kind == "bf16":
             words = (self._pairwise("mul", words[0], pair(_UNIT, _UNIT)),)
         return super().prepare(words, table, field)

@@ -134,7 +134,7 @@ class StoredDecoder:
         """A zero that ptxas does not know to be one: no GPU has 2**31 multiprocessors."""
         return asm("mov.u32 $0, %smid; shr.u32 $0, $0, 31;", [Int32], pure=True)
 
-    def scales(self, words: tuple[Int32, ...]) -> tuple[Float32, ...]:
+    def scales(self, words: tuple[Int32, ...], _field: int = 0) -> tuple[Float32, ...]:
         """Factors for the sums of a group, of rows g and g + 8."""
         return tuple(to_float("f32", word) for word in words)
 

@@ -28,6 +28,8 @@ _BIAS = {"f16": 1024.0, "bf16": 128.0}
 _SUBNORMAL = 2.0**-133  # the smallest bf16
 _UNIT = 64.0  # what a decoded 1.0 without its scale stands for, if codes are subnormals
 _BYTE_BIAS = 2.0**15  # of a byte at bits 8 to 15 of a float32
+SIGNED_BIAS = 2.0**15 + 128
+"""What a byte with a sign is below the exponent of 2**15 for the scale 0."""
 
 
 class PreparedRow(NamedTuple):
@@ -60,6 +62,8 @@ class Decoder:
     separate_scales = True
     """True if :meth:`decode_exact` gives numbers without their scales, for a kernel that scales sums."""
 
+    held_word = None
+    """Of scales of two levels: what :meth:`prepare_held` wants in a register; None if there is no such method."""
     factors_on_sums = False
     """True if ``decode_levels`` gives numbers times their scales of two levels, for a kernel that multiplies sums by
     ``factors``."""
@@ -355,6 +359,15 @@ def biased_byte(word: Int32, byte: int) -> Float32:
     """A byte of a word + 2**15, in float32."""
     text = f"prmt.b32 $0, $1, $2, {0x7404 | byte << 4:#x};"
     return to_float("f32", asm(text, [Int32], [word, hidden_constant(0x47000000)], pure=True)[0])
+
+
+def signed_level(
+    words: tuple[Int32, ...], row: int, field: int, power: float = 1.0, bias: float = SIGNED_BIAS
+) -> Float32:
+    """A scale of two levels times a power of two: of row g (0) or g + 8, a byte with a sign of the first word, ``bias``
+    for 0, times an fp16 factor of the second one."""
+    factor = times(half_to_float("f16", words[1], row == 1), power)
+    return fma(biased_byte(words[0], 2 * row + field), factor, factor * Float32(-bias))
 
 
 def times(value: Float32, factor: float) -> Float32:

@@ -53,7 +53,7 @@ class Fp8Decoder:
         which of the groups that share them."""
         return None, None
 
-    def scales(self, words: tuple[Int32, ...]) -> tuple[Float32, ...]:
+    def scales(self, words: tuple[Int32, ...], _field: int = 0) -> tuple[Float32, ...]:
         """Factors for the sums of a group, of rows g and g + 8."""
         return tuple(half_to_float(self.scale_kind, words[0], high) * Float32(self.factor) for high in (False, True))
 

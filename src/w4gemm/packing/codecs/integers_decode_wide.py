@@ -28,13 +28,14 @@ from typing import NamedTuple
 from cutlass import Float32, Int32
 
 from w4gemm.packing.codecs.integers_decode import (
+    SIGNED_BIAS,
     Decoder,
-    biased_byte,
     codes_of,
     fields_of,
     fma_pair,
     pair,
     pair_bits,
+    signed_level,
     times,
 )
 from w4gemm.ptx.arithmetic import fma, half_to_float, hidden_constant, pack_half2, repeat_half, to_float
@@ -42,7 +43,7 @@ from w4gemm.ptx.asm import asm
 
 _SCALE_DOWN = 2.0**-48
 """Factor of decoded weights."""
-_BYTE_BIAS, _SIGNED_BIAS = 2.0**23, 2.0**15 + 128
+_BYTE_BIAS = 2.0**23
 _SMALL_BIAS = 2.0**15 + 32
 _LEVEL_UNIT = 2.0**-13
 """Number that a decoded 1.0 times the scale 1 stands for, without its factor."""
@@ -139,8 +140,7 @@ class TwoLevelDecoder(WideDecoder):
     words the fp16 factors of scales and of zero points. Without zero points there is one word of each, of bytes with
     signs."""
 
-    _bias = _SIGNED_BIAS
-    """What a byte with a sign is below the exponent of 2**15 for the scale 0."""
+    _bias = SIGNED_BIAS
 
     @property
     def held_word(self) -> int:
@@ -191,8 +191,7 @@ class TwoLevelDecoder(WideDecoder):
                 scale = self._product(words, 0, row, field, of_scale)
                 rows.append(WideRow(scale, self._product(words, 1, row, field, of_zeros)))
             else:
-                factor = times(half_to_float("f16", words[1], row == 1), of_scale)
-                scale = fma(biased_byte(words[0], 2 * row + field), factor, factor * Float32(-self._bias))
+                scale = signed_level(words, row, field, of_scale, self._bias)
                 rows.append(WideRow(scale, scale * Float32(-self.middle * of_zeros / of_scale)))
         return tuple(rows)
 

@@ -99,9 +99,9 @@ class PairDecoder(PairTable, CodebookDecoder):
 class BarePairDecoder(PairDecoder):
     """The numbers without their scale, which multiplies the sums of a group."""
 
-    def scales(self, words: tuple[Int32, ...]) -> tuple[Float32, ...]:
+    def scales(self, words: tuple[Int32, ...], field: int = 0) -> tuple[Float32, ...]:
         """Factors of the sums of rows g and g + 8."""
-        return tuple(scale for scale, _ in self.scales_and_zeros(words))
+        return tuple(scale for scale, _ in self.scales_and_zeros(words, field))
 
     def prepare(self, words: tuple[Int32, ...], table: Int32, field: int = 0) -> tuple[Any, ...]:
         """The table."""
