@@ -179,6 +179,7 @@ BESIDE_THE_SOURCES = {
     "core/format_names.py": "the format that a name stands for is part of every key",
     "core/function_names.py": "so is the activation or router",
     "core/gpus.py": "rates rank configs",
+    "core/imports.py": "the DSL's version is part of the fingerprint, as it is installed",
     "core/problem.py": "of a problem, only what is in a key is compiled",
     "core/words.py": "words of messages",
 }

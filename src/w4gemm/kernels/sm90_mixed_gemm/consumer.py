@@ -256,34 +256,34 @@ class Mainloop:
     ) -> None:
         """Decode a k chunk of a packed block into one of the two buffers of ``fragment``."""
         registers = cute.recast_tensor(fragment, Int32)
-        width, count = self.block.words_per_scale, self.code_words // self.chunks_per_load
+        count = self.code_words // self.chunks_per_load
         at = chunk % self.chunks_per_load * count
         codes = [packed[i] for i in range(at, at + count)]
-        factors = range(self.code_words + self.block.runs * width, self.packed_words)
         prepared: Any = None
         step_k = self.variant.chunk_k // 4
         for step in range(4):
             group, column = divmod(chunk * self.variant.chunk_k + step * step_k, self.block.scale_group)
             if step == 0 or column == 0:
-                run, field = divmod(group, self.block.groups_per_word)
-                first = self.code_words + run * width
-                scales = [packed[i] for i in (*range(first, first + width), *factors)]
                 prepare = self.decoder.prepare_held if self.holds else self.decoder.prepare
-                prepared = prepare(tuple(scales), decode_table, field)
+                field = group % self.block.groups_per_word
+                prepared = prepare(self.scale_words(packed, group), decode_table, field)
             values = self.decoder.decode(self.reader.words_of_step(codes, step), prepared)
             for r, value in enumerate(values):
                 registers[(0, r % 2, r // 2), 0, buffer * 4 + step] = value
 
     def take_scales(self, packed: cute.Tensor, scales: cute.Tensor) -> None:
         """Copy the scales of rows g and g + 8 of each group to ``scales``, as factors of the group's sums."""
-        width = self.block.words_per_scale
-        factors = [packed[i] for i in range(self.code_words + self.block.runs * width, self.packed_words)]
         for group in range(self.block.groups):
-            run, field = divmod(group, self.block.groups_per_word)
-            first = self.code_words + run * width
-            words = tuple(packed[first + i] for i in range(width))
-            for row, scale in enumerate(self.decoder.scales((*words, *factors), field)):
+            field = group % self.block.groups_per_word
+            for row, scale in enumerate(self.decoder.scales(self.scale_words(packed, group), field)):
                 scales[2 * group + row] = scale
+
+    def scale_words(self, packed: cute.Tensor, group: int) -> tuple[Int32, ...]:
+        """The words of a group's scales in what is packed, and those of the block's factors."""
+        width = self.block.words_per_scale
+        first = self.code_words + group // self.block.groups_per_word * width
+        factors = range(self.code_words + self.block.runs * width, self.packed_words)
+        return tuple(packed[i] for i in (*range(first, first + width), *factors))
 
     @cute.jit
     def multiply(
