@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tempfile
 from typing import Any, NamedTuple
 
 from emulator.numbers import DTYPES
@@ -50,7 +51,10 @@ def ptx_of(unit: Any) -> str:
     program = unit.program()
     # the machine code made from the PTX is not used, so that ptxas need not try hard
     options = f"--enable-tvm-ffi --gpu-arch {unit.arch} --keep-ptx --ptxas-options -O1"
-    return str(cute.compile(program.entry, *program.arguments, options=options, no_jit_engine=True).__ptx__)
+    # the DSL cuts names of files: in one folder, processes would read each other's PTX
+    with tempfile.TemporaryDirectory() as folder:
+        options += f" --dump-dir {folder}"
+        return str(cute.compile(program.entry, *program.arguments, options=options, no_jit_engine=True).__ptx__)
 
 
 def kernels(ptx: str) -> list[Program]:
