@@ -54,8 +54,8 @@ FAULTS = (
     Fault(
         "sums are scaled by the level of a word's first group",
         _SM90 + "consumer.py",
-        "self.decoder.scales((*words, *factors), field)",
-        "self.decoder.scales((*words, *factors))",
+        "self.decoder.scales(self.scale_words(packed, group), field)",
+        "self.decoder.scales(self.scale_words(packed, group))",
         "tests/test_emulated_kernels.py --every-case -k coop_k2-iq4_g32_s8x256",
     ),
     Fault(
