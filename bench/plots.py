@@ -16,19 +16,22 @@ Ratios = Mapping[str, Sequence[float | None]]
 """Ratios by name of the row; None leaves a cell empty."""
 
 
-def heatmap(path: Path, title: str, columns: Sequence[str], panels: Mapping[str, Ratios]) -> None:
+def heatmap(
+    path: Path, title: str, columns: Sequence[str], panels: Mapping[str, Ratios], row_height: float = 0.36
+) -> None:
     """Write tables of ratios side by side, blue where w4gemm is faster, red where it is slower.
 
     Args:
         columns: names below; a column without ratios is left out.
         panels: tables by title, with equal names of rows.
+        row_height: in inches.
     """
     plt = _pyplot()
     every = [row for rows in panels.values() for row in rows.values()]
     used = [x for x in range(len(columns)) if any(row[x] is not None for row in every)]
     names = list(next(iter(panels.values())))
     width = max(0.085 * max(map(len, names)) + 0.74 * len(used) * len(panels), 0.075 * len(title))
-    height = 0.8 + 0.36 * len(names) + 0.25 * any(panels)
+    height = 0.8 + row_height * len(names) + 0.25 * any(panels)
     figure, axes = plt.subplots(
         1, len(panels), figsize=(width, height), sharey=True, squeeze=False, layout="constrained"
     )

@@ -1,4 +1,4 @@
-"""Write the pages of benchmarks, their plots and README.md's table: ``python -m bench.report``.
+"""Write the pages of benchmarks, their plots and the caption of README.md's: ``python -m bench.report``.
 
 They are made of the rows in bench/results. ``--points FILE`` prints every point of one file of rows instead, and
 ``--text`` writes the pages without the plots, which need matplotlib.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import statistics
 import textwrap
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -63,7 +64,9 @@ README = ROOT / "README.md"
 PLOT = ROOT / "docs/plots/products.svg"
 """README.md's plot, of both GPUs."""
 _STEPS = {"1": (1, 1), "2-16": (2, 16), "17-64": (17, 64), "65-256": (65, 256), "257-8192": (257, 8192)}
-"""Its columns: first and last number of tokens."""
+"""Its columns: first and last number of tokens. The steps of :data:`summary.COLUMNS` fall into one each."""
+WHOLE = "models in vLLM"
+"""Its last row."""
 _MARKED = re.compile(r"(<!-- made by python -m bench\.report -->\n).*?(<!-- end -->\n)", re.DOTALL)
 
 
@@ -97,9 +100,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         page.path.write_text(text(page, points, engines))
         if not args.text:
             draw(page, points, engines)
-    README.write_text(with_table(README.read_text()))
+    README.write_text(with_caption(README.read_text()))
     if not args.text:
-        plots.heatmap(PLOT, "Speed-up over the fastest other library, by tokens", [*_STEPS], of_both())
+        plots.heatmap(PLOT, "Speed-up by tokens", [*_STEPS], of_both(), row_height=0.235)
 
 
 def stored(gpu: str) -> tuple[list[Point], list[Row]]:
@@ -117,10 +120,9 @@ Heatmap = tuple[Sequence[str], dict[str, list[float | None]]]
 def heatmaps(points: Sequence[Point], engines: Sequence[Row]) -> dict[str, Heatmap]:
     """Return the heatmaps of a page by name."""
     experts = {str(kind): by_step(own)[:-1] for kind, own in _of_sets(points, "experts")}
-    cases = {str(case): gains for case, gains in summary.cases_of(engines).items() if case.engine == "vllm"}
     vllm = {
         name: [gains[column].over_choice if column in gains else None for column in summary.COLUMNS]
-        for name, gains in cases.items()
+        for name, gains in _in_vllm(engines).items()
     }
     maps: dict[str, Heatmap] = {
         "products": (STEP_NAMES, {str(kind): by_step(own) for kind, own in _of_products(points)}),
@@ -147,15 +149,30 @@ def draw(page: Page, points: Sequence[Point], engines: Sequence[Row]) -> None:
 
 
 def of_both() -> dict[str, dict[str, list[float | None]]]:
-    """Return the ratios of README.md's plot by GPU and kind of the first page, in wider steps than those of a page."""
-    panels: dict[str, dict[str, list[float | None]]] = {}
-    for page in PAGES:
-        own = {str(kind): own for kind, own in _of_products(stored(page.gpu)[0])}
-        names = next(iter(panels.values()), own)
-        panels[page.gpu.removesuffix(" 80GB HBM3")] = {
-            name: [mean(within(own.get(name, ()), *ends)) for ends in _STEPS.values()] for name in names
-        }
-    return panels
+    """Return the ratios of README.md's plot by GPU and row: kinds of the first page, in wider steps than those of a
+    page, and models in vLLM."""
+    of_pages = {page.gpu.removesuffix(" 80GB HBM3"): stored(page.gpu) for page in PAGES}
+    kinds = {gpu: {str(kind): own for kind, own in _of_products(points)} for gpu, (points, _) in of_pages.items()}
+    names = [*next(iter(kinds.values()))]
+    return {
+        gpu: {name: [mean(within(kinds[gpu].get(name, ()), *ends)) for ends in _STEPS.values()] for name in names}
+        | {WHOLE: _mean_gains(_in_vllm(engines), summary.COLUMNS)}
+        for gpu, (_, engines) in of_pages.items()
+    }
+
+
+Gains = dict[str, summary.Gain]
+"""A model's, by column."""
+
+
+def _in_vllm(engines: Sequence[Row]) -> dict[str, Gains]:
+    return {str(case): gains for case, gains in summary.cases_of(engines).items() if case.engine == "vllm"}
+
+
+def _mean_gains(cases: dict[str, Gains], columns: Sequence[str]) -> list[float | None]:
+    """Return the geometric mean over the engine's choice by column."""
+    of_columns = ([gains[name].over_choice for gains in cases.values() if name in gains] for name in columns)
+    return [statistics.geometric_mean(ratios) if ratios else None for ratios in of_columns]
 
 
 def _of_products(points: Sequence[Point]) -> list[tuple[Kind, list[Point]]]:
@@ -278,16 +295,27 @@ def _behind(points: Sequence[Point]) -> list[str]:
     return lines
 
 
-def with_table(readme: str) -> str:
-    """Return README.md with the table of models inside vLLM, by GPU and batch."""
-    columns = summary.COLUMNS[:-1]
-    lines = [f"| decode step in vLLM | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
-    for page in PAGES:
-        cases = [g for case, g in summary.cases_of(stored(page.gpu)[1]).items() if case.engine == "vllm"]
-        of_columns = [[gains[column].over_choice for gains in cases if column in gains] for column in columns]
-        cells = [f"{statistics.geometric_mean(r):.2f} ({min(r):.2f} to {max(r):.2f})" for r in of_columns]
-        lines.append(f"| {page.gpu.removesuffix(' 80GB HBM3')}, {len(cases)} checkpoints | {' | '.join(cells)} |")
-    return _MARKED.sub(lambda match: match[1] + "\n".join(lines) + "\n" + match[2], readme)
+def with_caption(readme: str) -> str:
+    """Return README.md with the caption of its plot."""
+    of_pages = [stored(page.gpu) for page in PAGES]
+    points = [point for points, _ in of_pages for _, own in _of_products(points) for point in own]
+    gains = [gain for _, engines in of_pages for gains in _in_vllm(engines).values() for gain in gains.values()]
+    runs = [*(point.run for point in points), *(gain.row for gain in gains)]
+    days = sorted({_date_and_commit(run).split()[0] for run in runs})
+    versions: dict[str, set[str]] = defaultdict(set)
+    for point in points:
+        for row in point.others:
+            versions[row["impl"]].add(row["impl_version"].partition("+")[0])
+    humming, quack, cublas = (", ".join(sorted(versions[name])) for name in ("humming", "quack", "cublas"))
+    (vllm,) = {gain.row["engine_version"] for gain in gains}
+    sentences = (
+        "Time of the fastest other library / w4gemm's. W4A8: x in fp8. int4: layers drawn at random, never tuned; "
+        "MXFP4 and NVFP4: four tuned layers. Models: decode steps of 1, 8, 64 and 256 tokens and a prefill, over the "
+        f"kernels that vLLM {vllm} chooses. Measured from {days[0]} to {days[-1]} beside Humming {humming}, Quack "
+        f"{quack}, cuBLAS of {cublas}, and vLLM's Machete, Marlin and CUTLASS. All points, and where w4gemm is behind: "
+        f"{', '.join(f'[{page.name.upper()}](docs/{page.path.name})' for page in PAGES)}."
+    )
+    return _MARKED.sub(lambda match: match[1] + "\n".join(_wrapped(sentences)) + "\n" + match[2], readme)
 
 
 def _engines(page: Page, rows: Sequence[Row]) -> list[str]:
@@ -310,6 +338,9 @@ def _engines(page: Page, rows: Sequence[Row]) -> list[str]:
             commits = ", ".join(dict.fromkeys(gain.row["commit"][:7] for gain in gains.values()))
             cells = [str(gains.get(column, "")) for column in columns]
             lines.append(f"| {case} | {' | '.join(cells)} | {commits} |")
+        if engine == "vllm":
+            means = _mean_gains(_in_vllm(rows), columns)
+            lines.append(f"| **geometric mean** | {' | '.join(f'{ratio:.2f}' for ratio in means)} | |")
     served = summary.cases_of(rows, ("serve",))
     if served:
         columns = sorted({column for gains in served.values() for column in gains}, key=_numbers)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import itertools
 import re
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -42,7 +43,7 @@ DEVICES: dict[str, Device] = {
     "AMD GPUs": Device("cuda", "AMD Instinct MI300X", (9, 4), 304, 65536, rocm=True),
     "CPU": Device("cpu"),
 }
-RUN_ON = {"H100, H200, H800, H20 (9.0)": "H100, H200", "CPU": "x86-64 with AVX2, AVX-512 and AMX"}
+RUN_ON = {"H100, H200, H800, H20 (9.0)": "H100, H200", "CPU": "x86-64 CPUs with AVX2, AVX-512 and AMX"}
 """Models of a device that w4gemm has run on."""
 FP8 = torch.float8_e4m3fn
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float8_e4m3fn": FP8}
@@ -91,14 +92,22 @@ def _alike(cells: dict[str, tuple[str, ...]]) -> Iterable[tuple[str, ...]]:
     return (("; ".join(names), *own) for own, names in rows.items())
 
 
-def dtypes_by_device() -> str:
-    """By device the dtypes of x that some kernel takes with every format, and where that was run."""
-    cells = {}
+def evidence() -> str:
+    """A list: what w4gemm has run on, what it supports beside that, and what it does not."""
+    run, compiled, refused = [], [], []
     for name, device in DEVICES.items():
-        dtypes = ", ".join(f"`{word}`" for word, dtype in DTYPES.items() if _cell(device, dtype) != "-") or "-"
-        run = RUN_ON.get(name, "-" if dtypes == "-" else "compiled by the tests, never run")
-        cells[name] = dtypes, run
-    return markdown(("device", "dtypes of x", "run on"), _alike(cells))
+        if all(_cell(device, dtype) == "-" for dtype in DTYPES.values()):
+            refused.append(name)
+        elif name in RUN_ON:
+            run.append(RUN_ON[name])
+            models, _, capability = name.partition(" (")
+            others = [model for model in models.split(", ") if model not in RUN_ON[name].split(", ")]
+            compiled += [f"{', '.join(others)} ({capability}"] if capability else []
+        else:
+            compiled.append(name)
+    lines = {"Run on": run, "Compiled for by the tests, never run on": compiled, "Not supported": refused}
+    items = (f"- {what}: {'; '.join(names)}." for what, names in lines.items())
+    return "".join(textwrap.fill(item, 120, subsequent_indent="  ") + "\n" for item in items)
 
 
 @functools.cache
@@ -249,7 +258,7 @@ def _runs(device: Device, format: WeightFormat, dtype: torch.dtype, experts: int
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "dtypes": dtypes_by_device,
+    "evidence": evidence,
     "kernels": kernels_by_device,
     "formats": formats_by_device,
     "features": features_by_kernel,
