@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from bench.engine import __main__ as program
-from bench.engine import launch, offline, rows, serve, turns, worker
+from bench.engine import launch, offline, pair, rows, serve, turns, worker
 from bench.engine.implementations import Implementation
 from bench.engine.models import model_named
 from bench.engine.offline import Result, Task
@@ -193,6 +193,27 @@ def test_engines_are_timed_by_turns_in_both_orders(monkeypatch):
     assert long_a["seconds"] == pytest.approx(0.2)
     warm_up, timed = order[:8], order[8:16]  # a step is the difference of two runs
     assert warm_up == [*"aaaabbbb"] and timed == [*"aabbbbaa"]
+
+
+def test_adapters_take_turns_among_requests_and_answers_of_one_adapter_come_from_its_own_batch(monkeypatch):
+    batches = []
+
+    def generate(requests, params, adapters):
+        batches.append(adapters)
+        log = [{7: SimpleNamespace(logprob=-0.5)}]
+        numbers = adapters or [None] * len(requests)
+        outputs = [SimpleNamespace(token_ids=[7], logprobs=log, adapter=number) for number in numbers]
+        return [SimpleNamespace(outputs=[out]) for out in outputs]
+
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=dict))
+    engine = pair.Engine.__new__(pair.Engine)
+    engine.kernels, engine.generate = "w4gemm", generate
+    assert engine.answer([[4]] * 5, ["a", "b"], whole=False).tokens == [[7]] * 5
+    engine.answer_by_adapter([[4]] * 3, ["a", "b"])
+    assert batches == [["a", "b", None, "a", "b"], ["a"] * 3, ["b"] * 3, None]
+    engine.kernels = pair.WITHOUT_LORA
+    engine.answer([[4]] * 2, ["a"], whole=False)
+    assert batches[-1] is None
 
 
 def test_answers_are_compared_up_to_the_first_token_that_differs():

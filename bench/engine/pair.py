@@ -24,19 +24,21 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from bench.engine import inside, turns
-from bench.engine.checkpoint import write_once
+from bench.engine.checkpoint import Pool, write_once
 from bench.engine.gguf import FILE
 from bench.engine.implementations import DEFAULT, OURS, Implementation, known_as
 from bench.engine.launch import ROOT, plugin_metadata, turn, work_folder
 from bench.engine.models import Model
 from bench.engine.options import add_models, pairs_of
-from bench.engine.packing import Packing
+from bench.engine.packing import DTYPE, Numbers, Packing, Tensor
 from bench.engine.rows import equal_prefix, spread
 from bench.engine.worker import kernels_of
 from bench.options import add_out, counts, typed
@@ -53,6 +55,10 @@ from w4gemm.tuning import record
 RESULTS = ROOT / "bench/results/engine_pair.jsonl"
 DENSE = "dense"
 """Stands for an engine that serves the checkpoint's numbers in bf16."""
+WITHOUT_LORA = "w4gemm-without-lora"
+"""Stands for an engine with w4gemm that takes no adapters, beside others that do."""
+_RANK = 8
+"""Of LoRA adapters."""
 _PROMPTS, _TOKENS_IN, _TOKENS_OUT = 8, 64, 32
 _CACHE_BYTES = 1 << 26
 """Of keys and values, for a decoder layer and 64 requests."""
@@ -83,8 +89,9 @@ class Engine:
         from vllm.v1.worker import workspace
 
         self.kernels = kernels
-        os.environ["W4GEMM_VLLM"] = "on" if kernels == OURS else "off"
-        own = {} if kernels == DENSE else Implementation.parse(kernels).engine_arguments(model)
+        ours = kernels in (OURS, WITHOUT_LORA)
+        os.environ["W4GEMM_VLLM"] = "on" if ours else "off"
+        own = {} if ours or kernels == DENSE else Implementation.parse(kernels).engine_arguments(model)
         if (folder / FILE).exists():
             own = {**own, "hf_config_path": str(folder)}
         most = max((64, *args.decode))
@@ -92,7 +99,7 @@ class Engine:
         if not args.compile or kernels == DENSE:  # mode 0 alone would drop the CUDA graphs
             graphs |= {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
         longest = max(512, *args.tokens, args.prefill + 1)
-        lora = {"enable_lora": True, "max_lora_rank": 8} if args.lora else {}
+        lora: Row = {"enable_lora": True, "max_lora_rank": _RANK, "max_loras": args.lora}
         begun = time.perf_counter()
         self.llm = LLM(
             model=str(dense_folder(folder) if kernels == DENSE else served(folder)),
@@ -107,7 +114,7 @@ class Engine:
             seed=0,
             compilation_config=graphs,
             **own,
-            **lora,
+            **(lora if args.lora and kernels != WITHOUT_LORA else {}),
             **args.engine,
             **(feature or {}),
         )
@@ -121,7 +128,7 @@ class Engine:
         classes = {cls for classes in kernels_of(self.model).values() for cls in classes}
         # no engine on w4gemm takes the fp8 layers of ModelOpt's mixed checkpoints
         names = {known_as(cls) for cls in classes if not cls.endswith("FP8ScaledMMLinearKernel")}
-        self.name = "+".join(sorted(names)) or DENSE
+        self.name = WITHOUT_LORA if self.kernels == WITHOUT_LORA else "+".join(sorted(names)) or DENSE
 
     def generate(self, requests: list[Row], params: Any, adapters: list[Any] | None = None) -> list[Any]:
         """Return vLLM's outputs. Each engine has a workspace of its own, because its CUDA graphs hold the memory of it,
@@ -131,27 +138,40 @@ class Engine:
         workspace._manager = self.workspace
         return self.llm.generate(requests, params, use_tqdm=False, lora_request=adapters)
 
-    def generate_beside(self, adapter: Any, requests: list[Row], params: Any) -> list[Any]:
-        """Return vLLM's outputs; the first of every two requests has the adapter, if there is one."""
-        adapters = None if adapter is None else [None if i % 2 else adapter for i in range(len(requests))]
-        return self.generate(requests, params, adapters)
+    def generate_beside(self, adapters: Sequence[Any], requests: list[Row], params: Any) -> list[Any]:
+        """Return vLLM's outputs. The adapters and then none take turns among requests."""
+        turn_of = [*adapters, None]
+        own = [turn_of[i % len(turn_of)] for i in range(len(requests))]
+        return self.generate(requests, params, own if adapters and self.kernels != WITHOUT_LORA else None)
 
-    def answer(self, prompts: list[list[int]], adapter: Any = None, whole: bool = True) -> Answers:
+    def answer(self, prompts: list[list[int]], adapters: Sequence[Any] = (), whole: bool = True) -> Answers:
         """Return greedy answers, as :meth:`generate_beside`. whole: with the prompts' log probabilities."""
         from vllm import SamplingParams
 
         asked: Row = {"temperature": 0.0, "max_tokens": _TOKENS_OUT, "ignore_eos": True, "detokenize": False}
         params = SamplingParams(**asked, logprobs=1, prompt_logprobs=1 if whole else None)
-        done = self.generate_beside(adapter, [{"prompt_token_ids": prompt} for prompt in prompts], params)
-        answers = Answers([], [], [])
-        for prompt, request in zip(prompts, done, strict=True):
-            out: Any = request.outputs[0]
-            answers.tokens.append(list(out.token_ids))
-            answers.logprobs.append([at[t].logprob for t, at in zip(out.token_ids, out.logprobs, strict=True)])
-            if whole:
-                behind_first: Any = zip(prompt[1:], request.prompt_logprobs[1:], strict=True)
-                answers.prompts.append([at[t].logprob for t, at in behind_first])
-        return answers
+        done = self.generate_beside(adapters, [{"prompt_token_ids": prompt} for prompt in prompts], params)
+        return answers_of(prompts, done, whole)
+
+    def answer_by_adapter(self, prompts: list[list[int]], adapters: Sequence[Any]) -> Answers:
+        """Return the answers of :meth:`answer`, each from a batch in which all requests have its adapter."""
+        kinds: list[list[Any]] = [[adapter] * len(prompts) for adapter in adapters]
+        batches = [self.answer(prompts, kind, whole=False) for kind in [*kinds, []]]
+        own = [batches[i % len(batches)] for i in range(len(prompts))]
+        return Answers([b.tokens[i] for i, b in enumerate(own)], [b.logprobs[i] for i, b in enumerate(own)], [])
+
+
+def answers_of(prompts: list[list[int]], done: list[Any], whole: bool) -> Answers:
+    """Return what vLLM's outputs say."""
+    answers = Answers([], [], [])
+    for prompt, request in zip(prompts, done, strict=True):
+        out: Any = request.outputs[0]
+        answers.tokens.append(list(out.token_ids))
+        answers.logprobs.append([at[t].logprob for t, at in zip(out.token_ids, out.logprobs, strict=True)])
+        if whole:
+            behind_first: Any = zip(prompt[1:], request.prompt_logprobs[1:], strict=True)
+            answers.prompts.append([at[t].logprob for t, at in behind_first])
+    return answers
 
 
 def served(folder: Path) -> Path:
@@ -184,22 +204,32 @@ def dense_folder(folder: Path) -> Path:
     return dense
 
 
-def adapter_for(model: Model, folder: Path) -> Any:
-    """Write a LoRA adapter of random numbers for all quantized matrices, and return vLLM's request for it."""
+def adapters_for(model: Model, folder: Path, count: int) -> list[Any]:
+    """Write LoRA adapters of random numbers for all quantized matrices, and return vLLM's requests for them."""
     from vllm.lora.request import LoRARequest
 
-    g, rank, tensors, matrices = torch.Generator().manual_seed(3), 8, {}, inside.quantized(model)
-    for name, m in matrices.items():
-        a, b = torch.randn(rank, m.k, generator=g) * m.k**-0.5, torch.randn(m.n, rank, generator=g) * rank**-0.5
-        tensors |= {f"base_model.model.{name}.lora_A.weight": a.bfloat16()}
-        tensors |= {f"base_model.model.{name}.lora_B.weight": (b * 0.3 * m.gain).bfloat16()}
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / "adapter_model.safetensors")
-    leaves = sorted({name.rpartition(".")[2] for name in matrices})
-    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": model.name, "bias": "none"}
-    config |= {"r": rank, "lora_alpha": rank, "target_modules": leaves}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    return LoRARequest("adapter", 1, str(folder))
+    pool, matrices, adapters = Pool(), inside.quantized(model), []
+    for number in range(1, count + 1):
+        tensors, own = {}, folder.with_name(f"{folder.name}-{number}")
+        for name, m in matrices.items():
+            place = f"base_model.model.{name}.lora_"
+            halves = {"A": ((_RANK, m.k), m.k**-0.5), "B": ((m.n, _RANK), 0.3 * m.gain * _RANK**-0.5)}
+            for half, (shape, std) in halves.items():
+                drawn = Tensor(f"{number}.{name}.{half}", DTYPE, shape, Numbers("normal", std))
+                tensors[f"{place}{half}.weight"] = pool.fill(drawn)
+        own.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, own / "adapter_model.safetensors")
+        leaves = sorted({name.rpartition(".")[2] for name in matrices})
+        config: Row = {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": model.name,
+            "bias": "none",
+        }
+        config |= {"bias": "none", "r": _RANK, "lora_alpha": _RANK, "target_modules": leaves}
+        (own / "adapter_config.json").write_text(json.dumps(config))
+        adapters.append(LoRARequest(f"adapter{number}", number, str(own)))
+    return adapters
 
 
 def compared(ours: Answers, others: Answers) -> Row:
@@ -249,6 +279,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--against", nargs="*", default=[DEFAULT, DENSE], metavar="IMPL", help="the first that start of "
                    "implementations of bench.engine, and dense (default: %(default)s)")  # fmt: skip
     p.add_argument("--others", type=positive, default=1, metavar="N", help="how many of them (%(default)s)")
+    p.add_argument(
+        "--apart", action="store_true", help="each engine alone in a process of its own, one after the other"
+    )
     p.add_argument("--vocabulary", type=int, default=4096, metavar="N", help="words of each model (%(default)s)")
     p.add_argument("--tokens", type=typed(counts), default="1,8,64,2048", help="of timed products (%(default)s)")
     p.add_argument("--decode", type=typed(counts), default=(), metavar="N", help="requests at once of whole engines' "
@@ -264,7 +297,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--compile", type=int, nargs="?", default=0, const=3, choices=(1, 2, 3), metavar="MODE",
                    help="engines of 4-bit layers compile; 3, if no mode is named, is vLLM's default")  # fmt: skip
     p.add_argument("--updates", type=int, default=0, metavar="N", help="updates of all weights")
-    p.add_argument("--lora", action="store_true", help="every other request has a LoRA adapter; no products are timed")
+    p.add_argument("--lora", type=int, nargs="?", default=0, const=1, metavar="N", help="N LoRA adapters (1) and none "
+                   f"take turns among requests; no products are timed; {WITHOUT_LORA} may be in --against")  # fmt: skip
     p.add_argument("--feature", default="", metavar="JSON", help="arguments of vllm.LLM for the engine with w4gemm, "
                    "in which FOLDER is the checkpoint; nothing is timed, and its layers may be vLLM's")  # fmt: skip
     p.add_argument("--engine", type=json.loads, default={}, metavar="JSON", help="arguments of every engine's vllm.LLM")
@@ -284,11 +318,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser().parse_args(argv)
     if args.fp8:
         os.environ |= {"W4GEMM_NVFP4": "fp8", "W4GEMM_MXFP4": "fp8"}
-    mode = "layer" + "+fp8" * args.fp8 + "+lora" * args.lora
+    mode = "layer" + "+fp8" * args.fp8 + ("+lora" + f"{args.lora}" * (args.lora > 1)) * bool(args.lora)
     mode += f"+compile{args.compile}" if args.compile else ""
+    mode += "+apart" * args.apart
     mode += "+invariant" * (os.environ.get("VLLM_BATCH_INVARIANT") == "1")
     mode += "".join(f"+{name}" for name in json.loads(args.feature or "{}"))
-    serve(args, {"gpus": 1, "mode": mode}, rows_of)
+    serve(args, {"gpus": 1, "mode": mode}, rows_apart if args.apart else rows_of)
 
 
 def serve(args: argparse.Namespace, facts: Row, rows_of: RowsOf) -> None:
@@ -325,7 +360,7 @@ def rows_of(model: Model, folder: Path, args: argparse.Namespace) -> Iterator[Ro
     """
     import vllm
 
-    adapter = adapter_for(model, folder.with_name(f"{folder.name}-lora")) if args.lora else None
+    adapters = adapters_for(model, folder.with_name(f"{folder.name}-lora"), args.lora)
     prompts = prompts_of(model)
     feature = json.loads(args.feature.replace("FOLDER", str(folder)) or "{}")
     ours = Engine(model, folder, OURS, args, feature)
@@ -333,9 +368,12 @@ def rows_of(model: Model, folder: Path, args: argparse.Namespace) -> Iterator[Ro
         raise ValueError(f"asked for {OURS}, but the layers got {ours.name}")
     version = {"engine_version": vllm.__version__, "impl_version": w4gemm.__version__}
     own, only_answers = {"impl": ours.name, **version, "chosen": False}, bool(args.lora or feature)
-    answers = ours.answer(prompts, adapter, not only_answers)
+    answers = ours.answer(prompts, adapters, not only_answers)
     errors = {} if only_answers else inside.errors(ours.model, served(folder))
     yield own | {"phase": "start", "seconds": round(ours.seconds, 1), **errors}
+    if adapters:
+        row = compared(answers, ours.answer_by_adapter(prompts, adapters))
+        yield own | {"phase": "answers", "same_tokens_as": "batches of one adapter"} | row
     if args.updates:
         with turn(args.turn):
             row = updated(ours, model, folder, prompts, args.updates)
@@ -347,26 +385,59 @@ def rows_of(model: Model, folder: Path, args: argparse.Namespace) -> Iterator[Ro
             break
         try:
             engines.append(Engine(model, folder, kernels, args))
-            row = compared(answers, engines[-1].answer(prompts, adapter, not only_answers))
+            row = compared(answers, engines[-1].answer(prompts, adapters, not only_answers))
             row |= {"phase": "answers", "same_tokens_as": engines[-1].name, "tokens_out": _TOKENS_OUT}
         except Exception as e:  # whatever vLLM's own kernels lack here
             row = {"phase": "failed", "reason": f"{kernels}: {type(e).__name__}: {e}"[:400]}
         gc.collect()  # an engine that failed ends vLLM's process groups when it goes
         yield own | row
-    if feature or (args.lora and not args.decode):
-        return
+    if not feature and (args.decode or not args.lora):
+        yield from (own | row for row in measured(engines, model, adapters, args))
+
+
+def measured(engines: list[Engine], model: Model, adapters: list[Any], args: argparse.Namespace) -> Iterator[Row]:
+    """Time the engines' layers and whole engines by turns; generate the rows."""
     models = {engine.name: engine.model for engine in engines}
-    config, layers = ours.llm.llm_engine.vllm_config, list[Iterator[Row]]()
+    config, layers = engines[0].llm.llm_engine.vllm_config, list[Iterator[Row]]()
     if not args.lora:
         inside.warm_up(models, args.tokens, config)
         layers = [inside.timed(models, args.tokens, config)]
     chosen = {engine.name for engine in engines if engine.kernels == DEFAULT}
-    generators = {engine.name: functools.partial(engine.generate_beside, adapter) for engine in engines}
+    generators = {engine.name: functools.partial(engine.generate_beside, adapters) for engine in engines}
     how_often = turns.Repeats(args.rounds, args.each)
     whole = turns.timed(generators, model.vocabulary, args.decode, args.prefill, how_often, args.request)
     with turn(args.turn):
         for row in itertools.chain(*layers, whole):
-            yield own | row | {"chosen": row["impl"] in chosen}
+            yield row | {"chosen": row["impl"] in chosen}
+
+
+def rows_apart(model: Model, folder: Path, args: argparse.Namespace) -> Iterator[Row]:
+    """Serve a checkpoint with w4gemm and then with each of ``--against``, and generate the rows of what was seen."""
+    first: Answers | None = None
+    for kernels in (OURS, *args.against):
+        with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+            try:
+                answers, rows = pool.submit(served_alone, model, folder, kernels, args).result()
+            except Exception as e:  # whatever vLLM's own kernels lack here
+                rows = [{"impl": kernels, "phase": "failed", "reason": f"{type(e).__name__}: {e}"[:400]}]
+                answers = None
+        yield from rows
+        if first and answers:
+            agreement = {"phase": "answers", "same_tokens_as": rows[0]["impl"], "tokens_out": _TOKENS_OUT}
+            yield {"impl": OURS} | agreement | compared(first, answers)
+        first = first or answers
+
+
+def served_alone(model: Model, folder: Path, kernels: str, args: argparse.Namespace) -> tuple[Answers, list[Row]]:
+    """Return the answers of an engine in this process, which has no other one, and the rows of its times."""
+    import vllm
+
+    engine = Engine(model, folder, kernels, args)
+    own = {"impl": engine.name, "engine_version": vllm.__version__, "impl_version": w4gemm.__version__}
+    own |= {"chosen": kernels == DEFAULT}
+    answers = engine.answer(prompts_of(model))
+    start = {"phase": "start", "seconds": round(engine.seconds, 1), **inside.errors(engine.model, served(folder))}
+    return answers, [own | row for row in (start, *measured([engine], model, [], args))]
 
 
 if __name__ == "__main__":
