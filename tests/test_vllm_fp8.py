@@ -65,6 +65,20 @@ def test_a_layer_has_the_numbers_of_load(kind: str, bias: bool, tmp_path: Path) 
     assert torch.equal(d, w4gemm.linear(x, w, None if layer.bias is None else layer.bias.detach()))
 
 
+def test_a_config_without_activations_has_none_with_a_static_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.model_executor.layers.quantization import get_quantization_config
+    from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsW4A4Fp4
+
+    def as_vllm_makes_it(scheme: Any, use_a16: bool) -> None:
+        scheme.is_static_input_scheme = None
+
+    monkeypatch.setattr(CompressedTensorsW4A4Fp4, "__init__", as_vllm_makes_it)
+    config: Any = get_quantization_config("compressed-tensors")
+    layer: Any = torch.nn.Module()
+    config({"Linear": {"input_activations": None}}).get_quant_method(layer, "model.layers.0.mlp.down_proj")
+    assert layer.scheme.is_static_input_scheme is False
+
+
 def test_what_is_left_to_vllm(caplog: pytest.LogCaptureFixture) -> None:
     class Marlin(SimpleNamespace):
         is_supported = can_implement = classmethod(lambda cls, *args: (True, None))

@@ -224,7 +224,6 @@ def test_a_merged_layer_in_fp8(kind: str, tmp_path: Path) -> None:
     layer = merged(quantization(tmp_path), sizes=sizes)
     fill(layer, tmp_path, PARENT, SHARDS)
     scheme = layer.scheme
-    scheme.is_static_input_scheme = False  # vLLM asserts that it is, and makes it None
     process(layer)
     kernel = getattr(scheme, "linear_kernel", None) or scheme.kernel
     assert type(kernel).__name__ == ("W4GemmMxFp8LinearKernel" if kind == "mxfp8" else "W4GemmFp8LinearKernel")

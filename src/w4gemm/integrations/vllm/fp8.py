@@ -21,7 +21,7 @@ from w4gemm.checkpoints.fp8_folder import ScaleBlock, numbers
 from w4gemm.checkpoints.numbers import Numbers
 from w4gemm.core.formats import WeightFormat
 from w4gemm.integrations.engines.loading import check_known
-from w4gemm.integrations.vllm.configs import take_configs
+from w4gemm.integrations.vllm.configs import add_hook, take_configs
 from w4gemm.integrations.vllm.linear_kernel import FloatsKernel
 
 CONFIGS = ("compressed-tensors", "modelopt_mxfp8", "modelopt_mixed", "inc", "quark")
@@ -32,8 +32,18 @@ _ROWS, _BLOCKS, _MX = (WeightFormat.parse(name) for name in ("e4m3_col_fp32", "e
 def install() -> None:
     """Put our kernels first in vLLM's lists for NVIDIA GPUs, and watch what their layers load."""
     take_configs(CONFIGS)
+    add_hook(_without_activations, ["compressed-tensors"])
     W4GemmFp8LinearKernel.put_first()
     W4GemmMxFp8LinearKernel.put_first()
+
+
+def _without_activations(method: Any, layer: Any) -> Any:
+    """Have vLLM load blocks of compressed-tensors without activations in its config. Whether activations have a static
+    scale is None there, and vLLM 0.32 and 0.33 assert that it is False, when they have loaded the layer."""
+    scheme: Any = getattr(layer, "scheme", None)
+    if getattr(scheme, "is_static_input_scheme", False) is None:
+        scheme.is_static_input_scheme = False
+    return method
 
 
 class _Fp8(FloatsKernel):
