@@ -58,7 +58,7 @@ _FLOATS = {
     f"{method}-{element}{f'-{option}' if option else ''}": (method, element, option)
     for method, element, option in (
         *(("ct", "nvfp4", ""), ("ct", "nvfp4", "a16"), ("ct", "mxfp4", ""), ("ct", "mxfp4", "fp8")),
-        *(("ct", "e4m3", ""), ("ct", "mxfp8", "")),
+        *(("ct", "e4m3", ""), ("ct", "e4m3", "block"), ("ct", "mxfp8", "")),
         *(("modelopt", "nvfp4", ""), ("modelopt", "nvfp4", "a16"), ("modelopt", "nvfp4", "mixed")),
         *(("quark", "nvfp4", ""), ("quark", "mxfp4", ""), ("quark", "mxfp6", ""), ("quark", "e3m2", "")),
         ("auto-round", "mxfp4", ""),
@@ -84,7 +84,8 @@ class Packing:
         option: "fp8" if the engine quantizes activations to e4m3 for each token, as compressed-tensors' W4AFP8 wants;
             "act" for columns in act-order (desc_act); "head" for an lm_head in 4 bits; "dynamic" for 8 bits of some
             modules; "a16" for NVFP4 whose config wants 16-bit activations; "mixed" for experts in NVFP4 beside most
-            other modules in fp8, with a scale for each tensor (ModelOpt's MIXED_PRECISION).
+            other modules in fp8, with a scale for each tensor (ModelOpt's MIXED_PRECISION); "block" for a scale for
+            each 128 x 128.
     """
 
     method: Literal[
@@ -92,7 +93,7 @@ class Packing:
     ]
     group_size: int = 0
     element: Literal["int3", "int4", "int8", "nvfp4", "mxfp4", "mxfp6", "e3m2", "e4m3", "mxfp8"] = "int4"
-    option: Literal["", "fp8", "act", "head", "dynamic", "a16", "mixed"] = ""
+    option: Literal["", "fp8", "act", "head", "dynamic", "a16", "mixed", "block"] = ""
 
     @classmethod
     def parse(cls, text: str) -> Packing:
@@ -105,7 +106,8 @@ class Packing:
             return cls(text)  # type: ignore[arg-type]
         if text in _FLOATS:
             method, element, option = _FLOATS[text]
-            return cls(method, _GROUPS[element], element, option)  # type: ignore[arg-type]
+            group_size = 128 if option == "block" else _GROUPS[element]
+            return cls(method, group_size, element, option)  # type: ignore[arg-type]
         if match := re.fullmatch(r"(gptq(?=-int8)|ct)-(int[38])-g(32|64|128)", text):
             return cls(match[1], int(match[3]), match[2])  # type: ignore[arg-type]
         match = re.fullmatch(rf"(gptq|auto-round|awq|ct|quark)-int4-g(32|64|128)(?:-({'|'.join(_OPTIONS)}))?", text)
@@ -205,7 +207,8 @@ class Packing:
         kind = {"num_bits": bits, "type": "int" if self.bits else "float", "symmetric": True}
         kind |= {"strategy": "tensor_group" if self.element == "nvfp4" else "group", "group_size": self.group_size}
         if self.element == "e4m3":
-            kind |= {"strategy": "channel", "group_size": None}
+            blocks = {"strategy": "block", "block_structure": [128, 128]}
+            kind |= {"group_size": None} | (blocks if self.option == "block" else {"strategy": "channel"})
         if self.element == "mxfp8":
             kind["scale_dtype"] = "torch.uint8"
         activations: dict[str, Any] | None = None
@@ -297,11 +300,12 @@ def _compressed(module: Matrix, group_size: int, bits: int) -> Iterator[Tensor]:
 
 
 def _bytes(module: Matrix, packing: Packing) -> Iterator[Tensor]:
-    """e4m3 with a scale for each row, or a power of two for 32 columns."""
+    """e4m3 with a scale for each row or block, or a power of two for 32 columns."""
     name, n, k = module.name, module.n, module.k
     yield Tensor(f"{name}.weight", torch.float8_e4m3fn, (n, k), Numbers("normal", _RMS["e4m3"]))
     if packing.element == "e4m3":
-        yield Tensor(f"{name}.weight_scale", DTYPE, (n, 1), _scale(module, "e4m3"))
+        shape = (n // 128, k // 128) if packing.option == "block" else (n, 1)
+        yield Tensor(f"{name}.weight_scale", DTYPE, shape, _scale(module, "e4m3"))
     else:
         exponent = 127 + round(math.log2(module.gain * k**-0.5 / _RMS["e4m3"]))
         yield Tensor(f"{name}.weight_scale", torch.uint8, (n, k // 32), Numbers("exponents", exponent))
