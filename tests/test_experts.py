@@ -336,6 +336,28 @@ def test_a_whole_layer(device, routing):
     assert torch.equal(again.to(device).down.weight.dequantize(), layer.down.weight.dequantize())
 
 
+@pytest.mark.parametrize("act_order", [False, True])
+def test_an_exported_layer_serves_any_number_of_tokens(act_order):
+    order = torch.arange(FEATURES).flip(0) // 32 if act_order else None
+    layer = W4Experts(
+        QuantizedWeight.stack([shuffled(w, order) for w in several(*SIZES[0])]),
+        QuantizedWeight.stack(several(*SIZES[1])),
+    )
+
+    def arguments(tokens: int) -> tuple[torch.Tensor, ...]:
+        return torch.randn(tokens, FEATURES), torch.randint(E, (tokens, 2)), torch.rand(tokens, 2)
+
+    tokens = {0: torch.export.Dim("tokens", max=64)}
+    exported = torch.export.export(layer, arguments(6), dynamic_shapes=(tokens,) * 3).module()
+    other = arguments(9)
+    assert torch.equal(exported(*other), layer(*other))
+
+
+def shuffled(w: QuantizedWeight, g_idx: torch.Tensor | None) -> QuantizedWeight:
+    parts = w.parts()
+    return QuantizedWeight.from_codes(w.format, parts.codes, parts.scales, parts.zeros, g_idx)
+
+
 def scaled_layer() -> tuple[W4Experts, torch.Tensor, torch.Tensor]:
     gate_up, down = (QuantizedWeight.stack(several(*size)) for size in SIZES)
     scales = torch.tensor([2.0, -1.0, 0.5, 1e-6]), torch.tensor([1.0, 3.0, -0.25, 1 / 3])

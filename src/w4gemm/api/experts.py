@@ -261,7 +261,7 @@ class W4Experts(torch.nn.Module):
         require_tensor("x", x, (), ("tokens", "features"), contiguous=False)
         shape = expert_ids.shape
         if shape[0] != x.shape[0]:
-            raise ValueError(f"expert_ids: wanted {len(x)} rows, one for each of x, got {tuple(shape)}")
+            raise ValueError(f"expert_ids: wanted {x.shape[0]} rows, one for each of x, got {tuple(shape)}")
         size = " like expert_ids"
         require_tensor("expert_weights", expert_weights, (), shape, x.device, size=size, contiguous=False)
         if (out := self._in_one_launch(x, ByIds(expert_ids, expert_weights))) is not None:
@@ -285,8 +285,12 @@ class W4Experts(torch.nn.Module):
             TypeError, ValueError: for another dtype, shape or device; the message names the argument.
         """
         check_logits(logits, router, bias)
-        if not isinstance(x, torch.Tensor) or x.dim() != 2 or (len(x), x.device) != (len(logits), logits.device):
-            expected = f"a tensor ({len(logits)}, features) on logits' device {logits.device}"
+        if (
+            not isinstance(x, torch.Tensor)
+            or x.dim() != 2
+            or (x.shape[0], x.device) != (logits.shape[0], logits.device)
+        ):
+            expected = f"a tensor ({logits.shape[0]}, features) on logits' device {logits.device}"
             raise ValueError(f"x: wanted {expected}, got {kind_of(x)}")
         if (out := self._in_one_launch(x, ByLogits(logits, router, bias))) is not None:
             return out

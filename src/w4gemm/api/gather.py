@@ -49,7 +49,7 @@ def gather_columns_of_experts(
         starts: int32 (experts,), the first row of each expert, ascending.
         indices: int32 or int64 (m,); None for row i.
     """
-    m, k, device = len(x if indices is None else indices), x.shape[1], x.device
+    m, k, device = (x if indices is None else indices).shape[0], x.shape[1], x.device
     if device.type == "cuda" and m and is_eager(x) and ColumnGather.takes(x, perm):
         gather, sms = _gather_on(device, x.dtype, k, True, indices is not None)
         if gather is not None:
@@ -61,12 +61,15 @@ def gather_columns_of_experts(
     owner = (torch.searchsorted(starts, every, right=True) - 1).clamp(min=0)
     some = max(1, _INDICES // k)
     bits = x.view(torch.uint8) if x.element_size() == 1 else x  # PyTorch gathers no fp8
-    parts = []
-    for i in range(0, max(1, m), some):
-        rows = slice(i, i + some)
+
+    def gathered(rows: slice) -> torch.Tensor:
         part = bits[rows] if indices is None else bits[indices[rows]]
-        parts.append(part.gather(1, perm[owner[rows]].long()))
-    d = torch.cat(parts)
+        return part.gather(1, perm[owner[rows]].long())
+
+    if torch.compiler.is_compiling():  # a traced loop would serve one m
+        d = gathered(slice(None))
+    else:
+        d = torch.cat([gathered(slice(i, i + some)) for i in range(0, max(1, m), some)])
     return d if bits is x else d.view(x.dtype)  # a view of a dtype has no gradient
 
 

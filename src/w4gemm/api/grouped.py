@@ -87,7 +87,7 @@ def grouped_linear(
         raise ValueError(f"x: wanted shape (total_m, k), got {tuple(x.shape)}")
     if indices is not None:
         indices = arguments.checked_indices(indices, x)
-    total_m = len(x if indices is None else indices)
+    total_m = (x if indices is None else indices).shape[0]
     arguments.check_offsets(m_offsets, w.experts, total_m, x.device)
     require_bool("settled", settled)
     rows = ExpertRows(m_offsets[:-1], m_offsets[1:], indices, int(settled))

@@ -140,7 +140,7 @@ def _route_in_pytorch(expert_ids: torch.Tensor, experts: int, expert_map: torch.
     bounds = torch.arange(experts + 1, device=ids.device, dtype=ids.dtype)
     m_offsets = torch.searchsorted(ids, bounds, out_int32=True)
     row_of_choice = torch.empty(ids.shape, dtype=torch.int32, device=ids.device)
-    row_of_choice[order] = torch.arange(len(ids), dtype=torch.int32, device=ids.device)
+    row_of_choice[order] = torch.arange(ids.shape[0], dtype=torch.int32, device=ids.device)
     row_of_choice = torch.where(here, row_of_choice.view(expert_ids.shape), -1)
     tokens = torch.empty_like(row_of_choice).view(-1)  # int32 as kernels read it: the division converts in one launch
     torch.div(order, max(1, expert_ids.shape[1]), rounding_mode="floor", out=tokens)
@@ -196,7 +196,7 @@ def combine(
     _check_terms(d, row_of_choice, weights)
     require_bool("settled", settled)
     if out is not None:
-        require_tensor("out", out, d.dtype, (len(row_of_choice), d.shape[1]), d.device)
+        require_tensor("out", out, d.dtype, (row_of_choice.shape[0], d.shape[1]), d.device)
         require_own_numbers("out", out)
         if torch.is_grad_enabled() and (d.requires_grad or weights.requires_grad or out.requires_grad):
             raise ValueError("out: wanted None where gradients are needed, got a tensor")
@@ -212,7 +212,7 @@ def combined(
     differentiated = torch.is_grad_enabled() and (d.requires_grad or weights.requires_grad)
     eager = is_plain(d) and is_plain(weights) and not differentiated and not is_watched()
     eager = eager and not any_negated(d, weights)
-    if eager and d.device.type == "cuda" and tokens and len(d) and RowCombine.takes(d):
+    if eager and d.device.type == "cuda" and tokens and d.shape[0] and RowCombine.takes(d):
         add_up = launcher(RowCombine.of, d.device, d.dtype, terms)
         if add_up is not None and (out is None or RowCombine.takes(out)):
             out = torch.empty((tokens, d.shape[1]), dtype=d.dtype, device=d.device) if out is None else out
@@ -220,7 +220,7 @@ def combined(
             add_up(d, rows, factors, out, int(settled and rows is row_of_choice and factors is weights))
             return out
     total = _added_up(d, row_of_choice, weights)
-    if differentiated and not (terms and len(d)):  # nothing was added, and yet a backward pass may begin here
+    if differentiated and not (terms and d.shape[0]):  # nothing was added, and yet a backward pass may begin here
         total = total + d[:0].sum() + weights[:, :0].sum()
     return total.to(d.dtype) if out is None else out.copy_(total)
 
@@ -233,7 +233,7 @@ def by_expert(rows: torch.Tensor, row_of_choice: torch.Tensor) -> torch.Tensor:
         rows: in the order of the tokens' choices.
         row_of_choice: as that of :class:`Routing`.
     """
-    places, count = row_of_choice.flatten(), len(rows)
+    places, count = row_of_choice.flatten(), rows.shape[0]
     moved = rows.new_empty(count + 1, rows.shape[1])
     moved[torch.where(places < 0, count, places)] = rows  # the last row takes the choices of experts elsewhere
     return moved[:-1]
@@ -244,15 +244,15 @@ def _check_terms(d: torch.Tensor, row_of_choice: torch.Tensor, weights: torch.Te
     require_tensor("d", d, (), ("rows", "n"), **anyhow)
     require_tensor("row_of_choice", row_of_choice, torch.int32, ("tokens", "top k"), d.device, **anyhow)
     require_tensor("weights", weights, (), row_of_choice.shape, d.device, size=" like row_of_choice", **anyhow)
-    if len(d):
-        check_rows("row_of_choice", row_of_choice, -LARGEST_SIZE, len(d))
+    if d.shape[0]:
+        check_rows("row_of_choice", row_of_choice, -LARGEST_SIZE, d.shape[0])
 
 
 def _added_up(d: torch.Tensor, row_of_choice: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Return the sums in float32, by PyTorch's operators."""
     tokens, terms = row_of_choice.shape
     total = torch.zeros((tokens, d.shape[1]), dtype=torch.float32, device=d.device)
-    for j in range(terms if len(d) else 0):
+    for j in range(terms if d.shape[0] else 0):
         here = row_of_choice[:, j, None] >= 0
         row = d.index_select(0, row_of_choice[:, j].clamp(min=0)).float()
         # both before they are multiplied: what is elsewhere may hold NaN, and so may its weight
