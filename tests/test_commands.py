@@ -112,7 +112,7 @@ FAILURES = (
         ("inspect ''", "wanted a file or folder, got an empty string"),
         ("convert '' {file}s", "wanted a file or folder, got an empty string"),
         ("generate hi --model '' --device cpu", "wanted a file or folder, got an empty string"),
-        ("bench layers", "bench layers measures on a GPU"),
+        ("bench grouped", "bench grouped measures on a GPU"),
         ("generate '' --device cpu", "PROMPT: it is empty"),
         ("tune --shapes 64x64 --m 1 --format '' --device cpu", "format: wanted int4_g"),
         ("gemm 1 64 64 --config '' --device cpu", "config: wanted <tile_m>x<tile_n>x<tile_k>"),

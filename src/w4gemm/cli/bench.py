@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
 def measures(args: argparse.Namespace) -> bool:
     """True if an action with these options needs a GPU."""
     options = {option.partition("=")[0] for option in args.rest}
-    return args.action in ("run", "grouped", "unknown", "layers") and not _WITHOUT_A_GPU & options
+    return args.action in ("run", "grouped", "unknown") and not _WITHOUT_A_GPU & options
 
 
 def require_checkout(name: str) -> None:

@@ -348,7 +348,6 @@ def _bench(parser: argparse.ArgumentParser) -> None:
         "grouped": "measure mixtures of experts beside other implementations, with several routings",
         "unknown": "measure layers that nobody tuned, drawn at random, beside other implementations",
         "sweep": "time many configs of many products, for the model and the shipped table",
-        "layers": "time whole layers of experts with configs forced",
         "report": "make docs/benchmarks-*.md and their plots of the stored rows",
         "tune": "make the table that ships for a GPU of a sweep's timings",
     }
