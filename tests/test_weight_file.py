@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save
 
 from w4gemm import FormatError, QuantizedWeight, quantize
 
@@ -46,8 +49,35 @@ def test_others_may_read_a_weight_and_a_place_that_cannot_be_written_is_named(tm
     w, path = quantize(torch.randn(8, 64)), tmp_path / "w"
     w.save(path)
     assert path.stat().st_mode & 0o777 == 0o644
-    with pytest.raises(OSError, match=f"path: cannot write '{tmp_path}': .*Is a directory"):
-        w.save(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    for place in (tmp_path, tmp_path / "pipe"):
+        with pytest.raises(OSError, match=f"path: cannot write '{place}': it is no regular file"):
+            w.save(place)
+    with pytest.raises(OSError, match=f"path: .*No such file or directory: '{tmp_path}/no/w'"):
+        w.save(tmp_path / "no/w")
+
+
+def test_a_file_is_whole_and_keeps_the_numbers_of_weights_that_were_loaded_from_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with safetensors before 0.8, which writes over the memory that it reads from."""
+
+    def save_file(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:
+        path.write_bytes(save(tensors, metadata)[:most])
+        if most is not None:
+            raise SafetensorError("disk full")
+
+    most, (first, second, path) = None, (*(quantize(torch.randn(8, 64)) for _ in range(2)), tmp_path / "w")
+    monkeypatch.setattr("w4gemm.weights.file.save_file", save_file)
+    first.save(path)
+    loaded = QuantizedWeight.load(path)
+    second.save(path)
+    assert torch.equal(loaded.dequantize(), first.dequantize())
+    most = 100
+    with pytest.raises(OSError, match=f"path: cannot write '{path}': disk full"):
+        first.save(path)
+    assert torch.equal(QuantizedWeight.load(path).dequantize(), second.dequantize())
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_what_is_no_device_is_named(tmp_path: Path) -> None:

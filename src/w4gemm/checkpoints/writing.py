@@ -324,8 +324,7 @@ def _save(file: Path, tensors: Mapping[str, torch.Tensor], key: str) -> None:
         t = t.cpu().contiguous()
         whole[name] = t.clone() if t.untyped_storage().data_ptr() in memory else t
         memory.add(whole[name].untyped_storage().data_ptr())
-    with placed(file) as unfinished:
-        save_tensors(unfinished, whole, {"format": "pt", _PLAN: key})
+    save_tensors(file, whole, {"format": "pt", _PLAN: key})
 
 
 def _names(file: Path) -> list[str]:

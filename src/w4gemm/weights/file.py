@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from w4gemm.core.errors import FormatError, device_here, kind_of
+from w4gemm.core.files import placed
 from w4gemm.core.formats import WeightFormat
 
 _KIND = "w4gemm.weights.weight"
@@ -33,17 +34,22 @@ def write(path: str | Path, tensors: dict[str, torch.Tensor], facts: dict[str, A
 
 
 def save_tensors(path: str | Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
-    """Write a safetensors file, which others may read.
+    """Write a safetensors file, which others may read. A file of that name is replaced when the new one is whole, so
+    that weights that were loaded from it keep their numbers: they lie in its memory, which safetensors before 0.8
+    writes over.
 
     Raises:
         OSError: if it cannot be written, as where the disk is full; the message names it.
     """
-    try:
-        save_file(tensors, path, metadata=metadata)
-    except SafetensorError as e:
-        raise OSError(f"cannot write {str(path)!r}: {e}") from e
-    with contextlib.suppress(PermissionError):  # of a file system without modes
-        Path(path).chmod(0o644)  # safetensors lets nobody else read what it writes
+    if Path(path).exists() and not Path(path).is_file():
+        raise OSError(f"cannot write {str(path)!r}: it is no regular file")
+    with placed(Path(path)) as unfinished:
+        try:
+            save_file(tensors, unfinished, metadata=metadata)
+        except SafetensorError as e:
+            raise OSError(f"cannot write {str(unfinished)!r}: {e}") from e
+        with contextlib.suppress(PermissionError):  # of a file system without modes
+            unfinished.chmod(0o644)  # safetensors lets nobody else read what it writes
 
 
 def read(path: str | Path, device: torch.device | str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -69,6 +75,8 @@ def read(path: str | Path, device: torch.device | str) -> tuple[dict[str, torch.
             tensors = {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118 (not a dict)
     except SafetensorError as e:
         raise FormatError(f"path: {path} is not a whole safetensors file: {e}") from e
+    except OSError as e:
+        raise OSError(f"path: {path} cannot be read: {e}") from e
     try:
         facts = json.loads(text)
         kind, version = facts["kind"], facts["version"]
