@@ -389,6 +389,19 @@ def test_bench_passes_arguments_on(capsys):
     assert exit.value.code == 2 and "unrecognized arguments: --impl x" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--json info", "--json; options of a command stand behind it: w4gemm info --json"),
+        ("explain --m 16,32 --n 64 --k 64", "--m: wanted one integer, got 16,32"),
+    ],
+)
+def test_what_the_parser_says(capsys, arguments, message):
+    with pytest.raises(SystemExit) as exit:
+        main(arguments.split())
+    assert exit.value.code == 2 and message in capsys.readouterr().err
+
+
 def test_bench_wants_a_checkout(monkeypatch, capsys, tmp_path):
     from w4gemm.cli import bench
 

@@ -117,7 +117,7 @@ def differentiable(call: Call) -> torch.Tensor:
     if call.x.dtype == FP8:
         refuse_fp8_gradients(call.x, call.operands)
     x = call.x.reshape(-1, call.w.k)
-    if _is_plain(call.epilogue):
+    if call.epilogue.is_plain:
         return product(call, x, call.epilogue, call.operands).view(call.shape)
     sums = product(call, x, FLOAT32, NO_OPERANDS)
     owner, owned = _owners(call.rows.starts, call.rows.ends, sums.shape[0])
@@ -126,10 +126,6 @@ def differentiable(call: Call) -> torch.Tensor:
         operands = replaced(operands, expert_scale=operands.expert_scale[:, None])
     d = call.epilogue.apply(torch.where(owned, sums, 0.0), operands)
     return torch.where(owned, d, 0.0).to(call.epilogue.result_dtype(call.x.dtype)).view(call.shape)
-
-
-def _is_plain(epilogue: Epilogue) -> bool:
-    return replaced(epilogue, out_dtype=None) == PLAIN
 
 
 def _owners(starts: torch.Tensor, ends: torch.Tensor, m: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -244,7 +240,7 @@ class _Operator:
         args = self.arguments(*inputs)
         epilogue = _nested_epilogue(args)[0]
         self._keep(ctx, args, args.indices if self.bounds else None)
-        ctx.x, ctx.linear = (args.x.shape[0], args.x.dtype), _is_plain(epilogue) if self.bounds else epilogue.linear
+        ctx.x, ctx.linear = (args.x.shape[0], args.x.dtype), epilogue.is_plain if self.bounds else epilogue.linear
 
     def _backward(self, ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         if not ctx.linear:

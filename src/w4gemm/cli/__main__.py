@@ -34,6 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             if rest and args.command != "bench":  # which has parsers of its own
                 is_text = args.command == "generate" and not rest[0].startswith("-")
                 hint = "; the prompt is one argument, in quotes, and --model names the model" * is_text
+                if args.command and rest[0] in words[: words.index(args.command)]:
+                    hint = f"; options of a command stand behind it: w4gemm {args.command} {rest[0]}"
                 (args.parser if args.command else parser).error(f"unrecognized arguments: {' '.join(rest)}{hint}")
             if args.command is None:
                 parser.print_help()

@@ -99,7 +99,7 @@ def chosen_device(name: str | None) -> tuple[Device, torch.device]:
     if note:
         say(note)
     if device.type == "cpu" and not machine.is_available():
-        say(f"products run on PyTorch's operators; the compiled ones, up to 9 times as fast, need {machine.NEEDS}")
+        say(f"products run on PyTorch's operators; the compiled ones, several times as fast, need {machine.NEEDS}")
     return Device.of(device), device
 
 

@@ -104,6 +104,14 @@ def positive(text: str) -> int:
     return value
 
 
+def size(text: str) -> int:
+    """Return m, n or k as it is written; :func:`three_sizes` checks its range."""
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"wanted one integer, got {text}") from None
+
+
 def named_path(text: str) -> Path:
     """Return the file or folder that an option names. ``~`` is the home folder, because a shell does not replace it in
     quotes or in a container's list of arguments. The empty string, as from a script's unset variable, is refused,
@@ -161,9 +169,9 @@ def listed_shapes(text: str) -> list[tuple[str, str, str]] | None:
 
 def add_size_arguments(parser: argparse.ArgumentParser) -> None:
     """Add m, n and k, by position and as options. :func:`three_sizes` reads them."""
-    parser.add_argument("sizes", nargs="*", metavar="M N K", type=int, help="the sizes by position instead of options")
+    parser.add_argument("sizes", nargs="*", metavar="M N K", type=size, help="the sizes by position instead of options")
     for name, what in _SIZES.items():
-        parser.add_argument(f"--{name}", metavar=name.upper(), type=int, help=what)
+        parser.add_argument(f"--{name}", metavar=name.upper(), type=size, help=what)
 
 
 def three_sizes(args: argparse.Namespace) -> list[int]:

@@ -152,6 +152,11 @@ class Epilogue(NamedTuple):
         return is_gated(self.activation)
 
     @property
+    def is_plain(self) -> bool:
+        """True if d is x @ w.T and nothing else, in any dtype."""
+        return replaced(self, out_dtype=None) == PLAIN
+
+    @property
     def linear(self) -> bool:
         """True if there is at most a bias, so that a plain linear layer's gradients apply."""
         scaled = self.alpha is not None or self.token_scale or self.expert_scale or self.block_scale

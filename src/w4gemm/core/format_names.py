@@ -53,7 +53,7 @@ _OTHER_NAMES = {
     "q8_0": "int8_g32_fp16",
     "q5_0": "int5_g32_fp16",
     "q5_1": "int5_g32_zfloat_fp16",
-    "w8a16": "int8_g128",
+    **dict.fromkeys(("w8a16", "w8a8"), "int8_g128"),
     "fp8": "e4m3_col_fp32",
     "fp8_block": "e4m3_g128_b128",
     **{name: f"{name[-4:]}_col_fp32" for name in ("e4m3", "e5m2", "fp8_e4m3", "fp8_e5m2", "float8_e5m2")},

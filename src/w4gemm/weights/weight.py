@@ -90,7 +90,7 @@ class QuantizedWeight:
         if (
             self.activations is not None and not isinstance(self.activations, str)
         ) or self.activations not in ACTIVATIONS:
-            raise ValueError(f"activations: wanted one of {ACTIVATIONS}, got {self.activations!r}")
+            raise ValueError(f"activations: wanted 'fp8' or None, got {self.activations!r}")
         if self.perm is not None:
             check_perm(self.perm, (self.experts, self.k) if self.experts else (self.k,), self.device)
         if self.device.type == "cuda":

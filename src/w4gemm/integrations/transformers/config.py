@@ -50,7 +50,7 @@ class W4GemmConfig(QuantizationConfigMixin):
         if unknown := ignored.keys() - {"quant_method"}:
             raise TypeError(f"W4GemmConfig: wanted format, activations, skip or modules, got {min(unknown)!r}")
         if activations not in ACTIVATIONS:
-            raise ValueError(f"activations: wanted one of {ACTIVATIONS}, got {activations!r}")
+            raise ValueError(f"activations: wanted 'fp8' or None, got {activations!r}")
         self.quant_method = METHOD
         self.format = None if format is None else format_name(*parse_format_name(str(format)))
         self.activations, self.skip, self.modules = activations, list(checked_skip(skip)), dict(modules or {})

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from w4gemm.core.config import GemmConfig
-from w4gemm.core.epilogue import PLAIN, Epilogue, EpilogueOperands
+from w4gemm.core.epilogue import Epilogue, EpilogueOperands
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import GemmProblem
 from w4gemm.kernels.base import OK, Operands, Resources, Status
@@ -121,8 +121,7 @@ class CpuMixedGemm:
         return None
 
     def launcher(self, _: Any, problem: GemmProblem, config: GemmConfig) -> Callable[[Operands], None]:
-        is_plain = problem.epilogue._replace(out_dtype=None) == PLAIN
-        is_bare = is_plain and not problem.experts and problem.dtype is not torch.float8_e4m3fn
+        is_bare = problem.epilogue.is_plain and not problem.experts and problem.dtype is not torch.float8_e4m3fn
         return (_BareLaunch if is_bare and config.tile_m in _COMPILED else _Launch)(problem, config)
 
 
@@ -131,8 +130,8 @@ class _Launch:
 
     def __init__(self, problem: GemmProblem, config: GemmConfig) -> None:
         self.config, self.tokens, self.epilogue = config, config.tile_m, problem.epilogue
-        operations = self.epilogue._replace(out_dtype=None)
-        self.is_plain, self.is_bias = operations == PLAIN, operations == Epilogue(bias=True)
+        self.is_plain = self.epilogue.is_plain
+        self.is_bias = self.epilogue == Epilogue(bias=True, out_dtype=self.epilogue.out_dtype)
         self.is_invariant = problem.batch_invariant
         self.method: Callable[[torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor | None], torch.Tensor]
         if config.tile_m == COMPILED_TOKENS:
