@@ -2,10 +2,13 @@
 
 A checkpoint of random numbers is served by the tensor parallel processes of one engine, with ``--expert-parallel`` each
 with some experts whole, and with ``--rebalance`` with experts that vLLM moves. Its answers are compared with those of
-an engine with vLLM's own kernels, before and after experts moved; then each process takes new weights.
+an engine with vLLM's own kernels, before and after experts moved; then each process takes new weights. With
+``--decode``, engines whose experts move and engines whose do not, with w4gemm and with vLLM's own kernels, are timed by
+turns, each in a process of its own.
 
-Needs vLLM and as many GPUs. Rows go to bench/results/engine_pair.jsonl, with ``phase`` "start", "answers", "moves" and
-"updates", as those of bench.engine.pair and bench.engine are; ``seconds`` of updates are those of the slowest process.
+Needs vLLM and as many GPUs. Rows go to bench/results/engine_pair.jsonl, with ``phase`` "start", "answers", "moves",
+"decode", "prefill" and "updates", as those of bench.engine.pair and bench.engine are; ``seconds`` of updates are those
+of the slowest process.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from bench.engine import inside, pair
+from bench.engine import inside, pair, turns
 from bench.engine.implementations import DEFAULT, OURS, known_as
 from bench.engine.launch import turn
 from bench.engine.models import Model
@@ -67,10 +70,50 @@ class RanksEngine(pair.Engine):
         self.name = "+".join(sorted({known_as(cls) for cls in classes}))
 
 
-def served_apart(model: Model, folder: Path, kernels: str, args: argparse.Namespace) -> tuple[str, pair.Answers]:
-    """Return the name and the answers of an engine in this process, which has no other one."""
-    engine = RanksEngine(model, folder, kernels, args, plain(args))
-    return engine.name, engine.answer(pair.prompts_of(model))
+_own: dict[str, RanksEngine] = {}
+"""The one engine of a process that :class:`Apart` started, under "engine"."""
+
+
+class Apart:
+    """An engine in a process of its own, which starts at once."""
+
+    def __init__(self, model: Model, folder: Path, kernels: str, args: argparse.Namespace, moves: bool = False) -> None:
+        self.kernels, self.moves, self.mode = kernels, moves, mode_of(args, moves)
+        self._pool, self._seconds = ProcessPoolExecutor(1, get_context("spawn")), args.seconds
+        feature = plain(args) | (balanced(args) if moves else {})
+        self._started = self._pool.submit(_start, model, folder, kernels, args, feature)
+
+    def label(self) -> str:
+        """Return the names of its kernels and mode, once it has started; raises what ended its start."""
+        return f"{self._started.result(self._seconds)} {self.mode}"
+
+    def answer(self, prompts: list[list[int]]) -> pair.Answers:
+        return self._pool.submit(_answer, prompts).result()
+
+    def generate(self, requests: list[Row], params: Any) -> list[Any]:
+        """Answer requests; return nothing, which takes no time to send."""
+        return self._pool.submit(_generate, requests, params).result()
+
+    def sum_experts(self) -> list[Any]:
+        return self._pool.submit(_sum_experts).result()
+
+
+def _start(model: Model, folder: Path, kernels: str, args: argparse.Namespace, feature: Row) -> str:
+    _own["engine"] = RanksEngine(model, folder, kernels, args, feature)
+    return _own["engine"].name
+
+
+def _answer(prompts: list[list[int]]) -> pair.Answers:
+    return _own["engine"].answer(prompts)
+
+
+def _generate(requests: list[Row], params: Any) -> list[Any]:
+    _own["engine"].generate(requests, params)
+    return []
+
+
+def _sum_experts() -> list[Any]:
+    return _own["engine"].llm.collective_rpc("sum_experts")
 
 
 def plain(args: argparse.Namespace) -> Row:
@@ -86,6 +129,31 @@ def balanced(args: argparse.Namespace) -> Row:
     settings = {"window_size": args.rebalance, "step_interval": args.rebalance}
     settings |= {"num_redundant_experts": args.redundant, "use_async": not args.synchronous}
     return {"enable_eplb": True, "eplb_config": settings}
+
+
+def mode_of(args: argparse.Namespace, moves: bool) -> str:
+    """Return the word of rows for an engine. moves: whether its experts do."""
+    return "layer+tp" + "+ep" * args.expert_parallel + "+eplb" * moves
+
+
+def timed(engine: RanksEngine, others: Sequence[Apart], model: Model, args: argparse.Namespace) -> Iterator[Row]:
+    """Time engines by turns; generate the rows, and where experts of the others moved to meanwhile, and how far their
+    answers then are from those before."""
+    asked = pair.prompts_of(model)
+    before = {other: (other.sum_experts(), other.answer(asked)) for other in others if other.moves}
+    generators: dict[str, turns.Generate] = {f"{engine.name} {mode_of(args, bool(args.rebalance))}": engine.generate}
+    generators |= {other.label(): other.generate for other in others}
+    how_often = turns.Repeats(args.rounds, args.each)
+    for row in turns.timed(generators, model.vocabulary, args.decode, args.prefill, how_often, args.request):
+        yield row | _facts(row["impl"])
+    for other, (loaded, answers) in before.items():
+        row = {"phase": "moves"} | moves(loaded, other.sum_experts()) | pair.compared(other.answer(asked), answers)
+        yield row | _facts(other.label())
+
+
+def _facts(label: str) -> Row:
+    name, mode = label.split()
+    return {"impl": name, "mode": mode, "chosen": name != OURS}
 
 
 def moved(engine: RanksEngine, first: pair.Answers, loaded: list[Any], asked: list[list[int]]) -> Row:
@@ -134,8 +202,10 @@ def rows_of(model: Model, folder: Path, args: argparse.Namespace) -> Iterator[Ro
     """
     import vllm
 
-    pool = ProcessPoolExecutor(1, get_context("spawn"))
-    other = pool.submit(served_apart, model, folder, DEFAULT, args) if args.against else None
+    beside, times = [Apart(model, folder, DEFAULT, args)] if args.against else [], bool(args.decode or args.prefill)
+    if times and args.rebalance:
+        beside += [Apart(model, folder, OURS, args)]
+        beside += [Apart(model, folder, DEFAULT, args, moves=True)] if args.against else []
     engine = RanksEngine(model, folder, OURS, args, plain(args) | balanced(args))
     own = {"impl": engine.name, "engine_version": vllm.__version__, "impl_version": w4gemm.__version__}
     yield own | {"phase": "start", "seconds": round(engine.seconds, 1)}
@@ -147,12 +217,17 @@ def rows_of(model: Model, folder: Path, args: argparse.Namespace) -> Iterator[Ro
         first = engine.answer(asked)
         again = pair.compared(engine.answer(asked), first)
     yield own | {"phase": "answers", "same_tokens_as": engine.name} | again
-    if other is not None:
+    running = list[Apart]()
+    for other in beside:
         try:
-            name, answers = other.result(args.seconds)
-            yield own | {"phase": "answers", "same_tokens_as": name} | pair.compared(first, answers)
+            row = {"phase": "answers", "same_tokens_as": other.label()} | pair.compared(first, other.answer(asked))
+            running.append(other)
         except Exception as e:  # whatever vLLM's own kernels lack here
-            yield own | {"phase": "failed", "reason": f"{DEFAULT}: {type(e).__name__}: {e}"[:300]}
+            row = {"phase": "failed", "reason": f"{other.kernels} {other.mode}: {type(e).__name__}: {e}"[:300]}
+        yield own | row
+    if times:
+        with turn(args.turn):
+            yield from (own | row for row in timed(engine, running, model, args))
     parts: list[Callable[[], Row]] = []
     if args.rebalance:
         parts.append(lambda: moved(engine, first, loaded, asked))
@@ -184,7 +259,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parser().parse_args(argv)
-    mode = "layer+tp" + "+ep" * args.expert_parallel + "+eplb" * bool(args.rebalance)
+    mode = mode_of(args, bool(args.rebalance))
     pair.serve(args, {"gpus": args.gpus, "mode": mode, "chosen": False}, rows_of)
 
 
