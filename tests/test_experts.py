@@ -300,13 +300,17 @@ def test_a_masked_product_after_one_of_fake_tensors():
         torch.testing.assert_close(d[e, :count], x[e, :count] @ w.expert(e).dequantize().T)
 
 
-def test_forward_derivatives_of_experts_are_refused():
+def test_forward_derivatives_and_transforms_of_experts_are_refused():
     w, x = QuantizedWeight.stack(several(32, 64)), torch.randn(6, 64)
     offsets = torch.tensor([0, 1, 2, 3, 6], dtype=torch.int32)
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
         with pytest.raises(NotImplementedError, match="x: forward-mode derivatives"):
             w4gemm.grouped_linear(dual, w, offsets)
+    layer = W4Experts(*(QuantizedWeight.stack(several(*size)) for size in SIZES))
+    many = torch.randn(2, 3, FEATURES), torch.randint(E, (2, 3, 2)), torch.rand(2, 3, 2)
+    with pytest.raises(NotImplementedError, match="transforms of torch.func, such as grad and vmap, of experts"):
+        torch.vmap(layer)(*many)
 
 
 @pytest.mark.parametrize("routing", ["random", "zipf", "hot", "elsewhere"])

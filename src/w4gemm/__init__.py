@@ -18,9 +18,7 @@ if TYPE_CHECKING or os.path.basename((getattr(sys, "argv", None) or [""])[0]) no
     from w4gemm.core.imports import when_imported
 
     def _adapt_peft() -> None:
-        from w4gemm.integrations.peft import enable
-
-        enable()
+        import w4gemm.integrations.peft  # noqa: F401 (its last line does it: it may be what imports PEFT)
 
     when_imported("peft", _adapt_peft)
 if not TYPE_CHECKING:

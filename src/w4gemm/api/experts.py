@@ -10,7 +10,7 @@ import torch
 from w4gemm.api.arguments import checked_activation
 from w4gemm.api.expert_layer import ByIds, ByLogits, Experts, LayerKey, expert_layer, one_launch_now
 from w4gemm.api.grouped import grouped_linear
-from w4gemm.api.modes import autocast, is_eager, layer_dtype
+from w4gemm.api.modes import autocast, is_eager, layer_dtype, refuse_transforms
 from w4gemm.api.packed_module import PackedModule, moved_only
 from w4gemm.api.routing import check_ids, check_logits, choose_experts, combined, route
 from w4gemm.core.activation import is_gated
@@ -266,6 +266,7 @@ class W4Experts(torch.nn.Module):
         require_tensor("expert_weights", expert_weights, (), shape, x.device, size=size, contiguous=False)
         if (out := self._in_one_launch(x, ByIds(expert_ids, expert_weights))) is not None:
             return out
+        refuse_transforms("experts")  # before PyTorch's operators do, in words of their own
         routing = route(expert_ids, self.gate_up.weight.experts)
         hidden = self.gate_up(x, routing.m_offsets, routing.tokens)
         d = self.down(hidden, routing.m_offsets, settled=True)

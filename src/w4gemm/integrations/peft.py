@@ -105,7 +105,7 @@ class W4LoraLinear(Linear):
 
 def enable() -> None:
     """Let PEFT add LoRA to :class:`w4gemm.W4Linear` layers, also with ``target_modules="all-linear"``. A second call
-    has no effect. In programs that import w4gemm, importing PEFT calls it.
+    has no effect. In programs that import w4gemm, importing PEFT calls it, and so does importing this module.
 
     From then on PEFT refuses experts as targets, also in ``target_parameters`` and in adapters that it loads. It also
     refuses quantized layers in ``modules_to_save``, and methods other than LoRA on them. None of these would train the
@@ -237,3 +237,6 @@ def _with_all_4_bit_layers(include: Callable[..., Any]) -> Callable[..., Any]:
         return config
 
     return include_all
+
+
+enable()
