@@ -245,31 +245,23 @@ def test_characters_that_the_terminal_does_not_have(tiny: Path, monkeypatch: pyt
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="only Linux has it")
 def test_standard_output_that_takes_nothing() -> None:
-    """A full disk is told in a sentence; of a reader that has gone nothing is said."""
+    """A full disk is told in a sentence, also by the help, for which Python has words and the exit status 120; of a
+    reader that has gone nothing is said."""
 
-    def stderr(stdout: int, code: int) -> bytes:
+    def stderr(stdout: int, *arguments: str) -> bytes:
         environment = os.environ | {"PYTHONUNBUFFERED": "", "PYTHONPATH": os.pathsep.join(sys.path)}
-        command = [sys.executable, "-m", "w4gemm", "cache", "list"]
+        command = [sys.executable, "-m", "w4gemm", *arguments]
         run = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, env=environment)
-        assert run.returncode == code, run.stderr
+        assert run.returncode == 1, run.stderr
         return run.stderr
 
     with open("/dev/full", "wb") as full:
-        assert stderr(full.fileno(), 1) == b"w4gemm: error: standard output: No space left on device\n"
+        for arguments in (("cache", "list"), ("--help",)):
+            assert stderr(full.fileno(), *arguments) == b"w4gemm: error: standard output: No space left on device\n"
     reader, writer = os.pipe()
     os.close(reader)
-    assert stderr(writer, 1) == b""
+    assert stderr(writer, "--help") == b""
     os.close(writer)
-
-
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="only Linux has it")
-def test_a_help_that_cannot_be_printed() -> None:
-    """Python's own words for it, and its exit status 120, come where nothing flushes what is left."""
-    command = [sys.executable, "-m", "w4gemm", "--help"]
-    environment = os.environ | {"PYTHONUNBUFFERED": "", "PYTHONPATH": os.pathsep.join(sys.path)}
-    with open("/dev/full", "wb") as full:
-        run = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, env=environment)
-    assert (run.returncode, run.stderr) == (1, b"w4gemm: error: standard output: No space left on device\n")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="closes by a shell")

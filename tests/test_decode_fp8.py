@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator
 from types import FunctionType, SimpleNamespace
@@ -16,6 +17,8 @@ from w4gemm.packing.codecs import CODECS, INT4_MMA8, INT4_MMA8_FOLDED, INT4_MMA8
 from w4gemm.packing.codecs.base import MMA8
 
 E4M3 = torch.float8_e4m3fn
+SOME = slice(0, None, 7)
+"""Every seventh word."""
 CODES = torch.randint(0, 16, (64, 128), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 
 
@@ -55,15 +58,20 @@ def word(bytes_: torch.Tensor) -> int:
     return int.from_bytes(bytes(bytes_.tolist()), "little")
 
 
-def decoded(codec: Codec, row: Any) -> torch.Tensor:
-    """Return uint8 (words, col16, i): every seventh code word of a block, decoded by ``row``."""
-    words = [int(w) & 0xFFFFFFFF for w in codec.code_words(CODES).flatten()[::7]]
+@functools.cache
+def all_words(codec: Codec) -> torch.Tensor:
+    return codec.code_words(CODES).flatten()
+
+
+def decoded(codec: Codec, row: Any, some: slice = SOME) -> torch.Tensor:
+    """Return uint8 (words, col16, i): some code words of a block, decoded by ``row``."""
+    words = [int(w) & 0xFFFFFFFF for w in all_words(codec)[some]]
     return torch.tensor([[list(r.to_bytes(4, "little")) for r in row(w)] for w in words], dtype=torch.uint8)
 
 
-def codes_of_words() -> torch.Tensor:
+def codes_of_words(some: slice = SOME) -> torch.Tensor:
     """The codes of the same words (words, col16, i)."""
-    return MMA8.split(CODES).reshape(-1, 2, 4)[::7].int()
+    return MMA8.split(CODES).reshape(-1, 2, 4)[some].int()
 
 
 def test_signed_codes(decode: Any) -> None:
@@ -127,13 +135,13 @@ def test_codes_beside_zero_points(decode: Any, zero: int) -> None:
 
 
 def test_codes_times_e4m3_scales(decode: Any) -> None:
-    """Every one that a weight may have."""
+    """Every one that a weight may have, each with other words."""
     decoder = decode.FoldedDecoder("e4m3")
     for bits in torch.arange(256).byte():
-        scale = bits.view(E4M3).float()
+        scale, some = bits.view(E4M3).float(), slice(int(bits) % 49, None, 49)
         if not scale.abs() <= 56:
             continue
         table_row = [decoder._entry(int(bits), i) & 0xFFFFFFFF for i in range(4)]
-        actual = decoded(INT4_MMA8_FOLDED, lambda w, row=table_row: decoder._row(w, row))
-        expected = e4m3((codes_of_words() - 8) * scale)
+        actual = decoded(INT4_MMA8_FOLDED, lambda w, row=table_row: decoder._row(w, row), some)
+        expected = e4m3((codes_of_words(some) - 8) * scale)
         assert torch.equal(actual.view(E4M3).float(), expected.view(E4M3).float()), float(scale)

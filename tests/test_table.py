@@ -20,6 +20,7 @@ from w4gemm.choice.cost import constants
 from w4gemm.choice.model import interval_of, ranked
 from w4gemm.choice.table import Record, device_facts, effective, key_of, parse_lines
 from w4gemm.cli.__main__ import main
+from w4gemm.core import trust
 from w4gemm.core.epilogue import Epilogue
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import H200, Device, GemmProblem
@@ -196,12 +197,25 @@ def test_no_line_breaks_more_than_itself(folder, caplog, capsys, bad):
     assert main(["cache", "clear", "--tuned"]) == 0 and not (folder / table.USER_FILE).exists()
 
 
-def test_a_table_that_is_cleared_while_it_is_looked_for_is_empty(folder, caplog):
-    """Without a warning: nothing is wrong with it."""
+@pytest.mark.parametrize(
+    "error, logged",
+    [
+        (FileNotFoundError(2, "cleared"), ""),
+        (OSError(24, "Too many open files"), "(Too many open files): going without"),
+    ],
+    ids=["cleared", "not readable"],
+)
+def test_a_table_that_cannot_be_opened_once_is_read_the_next_time(folder, caplog, monkeypatch, error, logged):
+    """Once it counted as empty until it changed. That another process has cleared it since is no warning."""
+
+    def refuse(path: str, flags: int) -> int:
+        raise error
+
     table.add([record()])
-    about = table.user_path().stat()
-    table.clear()
-    assert table._read(table.user_path(), about.st_mtime_ns + 1, about.st_size, "") == () and not caplog.records
+    with monkeypatch.context() as patch:
+        patch.setattr(trust, "opener", refuse)
+        assert table.read(table.user_path()) == () and logged in caplog.text and bool(logged) == bool(caplog.records)
+    assert table.read(table.user_path()) == (record(),)
 
 
 def test_a_byte_order_mark_costs_no_record(folder, tmp_path, monkeypatch):

@@ -252,29 +252,23 @@ def read(path: Path, text: str = "") -> tuple[Record, ...]:
     """
     try:
         about = path.stat()
-    except (FileNotFoundError, NotADirectoryError):
+        return _read(path, about.st_mtime_ns, about.st_size, text)
+    except (FileNotFoundError, NotADirectoryError):  # or another process has cleared it since it was looked at
         return ()
+    except trust.Untrusted as e:
+        trust.warn(str(e))
     except OSError as e:
-        trust.warn(f"cannot read the tuned configs in {path} ({e.strerror}): going without")
-        return ()
-    return _read(path, about.st_mtime_ns, about.st_size, text)
+        trust.warn(f"cannot read the tuned configs in {path} ({e.strerror or e}): going without")
+    return ()
 
 
 @functools.lru_cache(maxsize=64)
 def _read(path: Path, changed: int, size: int, text: str) -> tuple[Record, ...]:
-    """:func:`read` of a file whose time of change and size are these."""
+    """:func:`read` of a file whose time of change and size are these. What it raises is not cached: the file may be
+    readable at the next look."""
     opener = None if path.parent == _TABLES else trust.opener
-    try:
-        with open(path, encoding="utf-8", errors="replace", opener=opener) as f:
-            lines = f.read().removeprefix("\ufeff").splitlines()  # the mark that some editors begin a file with
-    except FileNotFoundError:  # another process has cleared it since it was looked at
-        return ()
-    except trust.Untrusted as e:
-        trust.warn(str(e))
-        return ()
-    except OSError as e:
-        _log.warning("cannot read the tuned configs in %s (%s): going without", path, e)
-        return ()
+    with open(path, encoding="utf-8", errors="replace", opener=opener) as f:
+        lines = f.read().removeprefix("\ufeff").splitlines()  # the mark that some editors begin a file with
     records, bad = parse_lines(line for line in lines if text in line)
     if bad:
         _log.warning("%s: skipped %d unreadable lines; line %d: %s", path, len(bad), *bad[0])

@@ -7,6 +7,7 @@ An element, or several that are alike, have a file of codecs (integers.py), and 
 from __future__ import annotations
 
 import contextlib
+import functools
 from dataclasses import replace
 
 import torch
@@ -20,13 +21,15 @@ from w4gemm.packing.codecs.floats import FLOAT_CODECS, FLOATS, POWERS_REFUSED
 from w4gemm.packing.codecs.integers import INT4_MMA16, INTEGERS
 from w4gemm.packing.codecs.integers_fp8 import INT4_MMA8, INT4_MMA8_FOLDED, INT4_MMA8_ZEROS, INTEGERS_FP8
 
-CODECS: tuple[Codec, ...] = (*INTEGERS, *INTEGERS_FP8, *CODEBOOKS, *E2M1, *FLOAT_CODECS)
+CODECS: tuple[Codec, ...] = (*INTEGERS, *INTEGERS_FP8, *E2M1, *FLOAT_CODECS, *CODEBOOKS)
+"""An element's own codecs go before those of its numbers as a codebook."""
 
 _KIND = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float8_e4m3fn: "e4m3"}
 _SCALE_KIND = _KIND | {torch.float8_e8m0fnu: "e8m0", torch.float32: "f32", torch.uint8: "u8", torch.int8: "s8"}
 """Names, by the dtype of a format's scales, that decoders know them by."""
 
 
+@functools.lru_cache(maxsize=4096)
 def codec_for(format: WeightFormat, fragment: Fragment) -> Codec | None:
     """The codec that holds the format in a fragment's order; None if there is none, see :func:`refusal`."""
     listed = next((codec for codec in CODECS if codec.fragment is fragment and codec.holds(format)), None)
@@ -39,6 +42,7 @@ def scales_on_sums(format: WeightFormat) -> bool:
     return codec is not None and codec.scales_on_sums
 
 
+@functools.lru_cache(maxsize=4096)
 def refusal(format: WeightFormat, fragment: Fragment) -> str:
     """Why no codec holds the format in a fragment's order, or the empty string."""
     if codec_for(format, fragment):

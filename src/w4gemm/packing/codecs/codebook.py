@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from w4gemm.core.elements import element_named
+from w4gemm.core.elements import ELEMENTS, element_named
 from w4gemm.core.formats import WeightFormat
 from w4gemm.packing.block import Block
 from w4gemm.packing.codecs.base import MMA16, Bits, Codec, Decoding, Pairs, WeightOperand
@@ -135,5 +135,6 @@ def codec_of_codebook(format: WeightFormat) -> Codec | None:
     return next((codec for codec in codebook_codecs(format.element) if codec.holds(format)), None)
 
 
-CODEBOOKS = tuple(codec for element in ("iq4", "nf4", "e2m1") for codec in codebook_codecs(element))
+_NAMED = (element.name for element in ELEMENTS.values() if element.bits == 4 and not element.counts)
+CODEBOOKS = tuple(codec for name in _NAMED for codec in codebook_codecs(name))
 """Of the elements with names. e2m1.py has the codecs of e2m1 with 8-bit floats as scales."""
