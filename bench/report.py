@@ -309,7 +309,8 @@ def with_caption(readme: str) -> str:
     humming, quack, cublas = (", ".join(sorted(versions[name])) for name in ("humming", "quack", "cublas"))
     (vllm,) = {gain.row["engine_version"] for gain in gains}
     sentences = (
-        "Time of the fastest other library / w4gemm's. W4A8: x in fp8. int4: layers drawn at random, never tuned; "
+        "Time of the fastest other library / w4gemm's. W4A8: x in fp8, with [scales on sums or "
+        "folded](docs/how-the-kernel-works.md#sm90_fp8_gemm). int4: layers drawn at random, never tuned; "
         "MXFP4 and NVFP4: four tuned layers. Models: decode steps of 1, 8, 64 and 256 tokens and a prefill, over the "
         f"kernels that vLLM {vllm} chooses. Measured from {days[0]} to {days[-1]} beside Humming {humming}, Quack "
         f"{quack}, cuBLAS of {cublas}, and vLLM's Machete, Marlin and CUTLASS. All points, and where w4gemm is behind: "
