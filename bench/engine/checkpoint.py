@@ -70,7 +70,7 @@ class Pool:
         key = tensor.numbers, tensor.dtype
         if key not in self._scaled:
             if kind == "exponents":
-                self._scaled[key] = (self._exponents + int(value)).to(tensor.dtype)
+                self._scaled[key] = (self._exponents + int(value)).to(torch.uint8).view(tensor.dtype)
             else:
                 self._scaled[key] = ((self._normal if kind == "normal" else self._uniform) * value).to(tensor.dtype)
         return _window(self._scaled[key], start, count).view(tensor.shape)
@@ -92,7 +92,7 @@ def tensors_of(model: Model, packing: Packing) -> list[Tensor]:
     tensors = [t for module in model.outer() for t in packing.tensors(module)]
     for index in range(model.layers):
         for module in model.layer(index):
-            tensors += [t._replace(name=f"model.layers.{index}.{t.name}") for t in packing.tensors(module)]
+            tensors += [t._replace(name=f"{model.prefix}{index}.{t.name}") for t in packing.tensors(module)]
     return tensors
 
 

@@ -51,7 +51,7 @@ def layers_of(model: torch.nn.Module) -> tuple[Layers, Layers]:
 def quantized(model: Model) -> dict[str, Matrix | Stack]:
     """Return a model's quantized matrices by their whole names."""
     return {
-        f"model.layers.{i}.{m.name}": m
+        f"{model.prefix}{i}.{m.name}": m
         for i in range(model.layers)
         for m in model.layer(i)
         if isinstance(m, Stack) or (isinstance(m, Matrix) and m.quantized)
@@ -84,6 +84,8 @@ def errors(model: torch.nn.Module, folder: Path) -> Row:
     for kind, layers, results in (("linear_error", linear, _linear), ("experts_error", experts, _experts)):
         for name, module in _all({i: layers[i] for i in sorted(layers)[:2]}):
             parts = _parts(name) if kind == "linear_error" else [f"{_prefix(name)}.{leaf}" for leaf in _STACKS]
+            if not checkpoint.modules.keys() >= set(parts):  # DeepSeek-V4 as published
+                parts = [part.removeprefix("model.") for part in parts]
             other = kind == "experts_error" and module.activation.value != "silu"
             if checkpoint.modules.keys() >= set(parts) and not other:
                 weights = [_as_vllm_loads(checkpoint, part).to(DEVICE) for part in parts]

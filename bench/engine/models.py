@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bench.engine.modules import Matrix, Module, Vector, layer_modules
+from bench.engine.modules import Matrix, Module, layer_modules, outer_modules
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,14 @@ class Model:
         return self.config["vocab_size"]
 
     @property
-    def stacked(self) -> bool:
-        """True if a layer's experts are one tensor, as gpt-oss keeps them; that is in MXFP4 only."""
-        return self.config["model_type"] == "gpt_oss"
+    def own_format(self) -> str:
+        """The one format that a model's maker publishes it in, which no other model has; empty if there is none."""
+        return {"gpt_oss": "mxfp4", "deepseek_v4": "deepseek-v4"}.get(self.config["model_type"], "")
+
+    @property
+    def prefix(self) -> str:
+        """What names of decoder layers begin with."""
+        return "layers." if self.config["model_type"] == "deepseek_v4" else "model.layers."
 
     @property
     def experts(self) -> bool:
@@ -47,10 +52,7 @@ class Model:
 
     def outer(self) -> Iterator[Module]:
         """Modules outside the layers, by their whole names."""
-        hidden, nemotron = self.config["hidden_size"], self.config["model_type"] == "nemotron_h"
-        yield Vector(f"model.{'embeddings' if nemotron else 'embed_tokens'}.weight", (self.vocabulary, hidden), 1.0)
-        yield Vector(f"model.{'norm_f' if nemotron else 'norm'}.weight", (hidden,))
-        yield Matrix("lm_head", self.vocabulary, hidden, quantized=False, gain=4.0)
+        return outer_modules(self.config)
 
     def layer(self, index: int) -> Iterator[Module]:
         """Modules of layer ``index``, by their names within it."""

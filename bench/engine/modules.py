@@ -1,4 +1,4 @@
-"""Modules of a decoder layer of published models, by the numbers of their config: :func:`layer_modules`."""
+"""Modules of published models, by the numbers of their config: :func:`layer_modules`, :func:`outer_modules`."""
 
 from __future__ import annotations
 
@@ -243,6 +243,69 @@ def _kimi3(c: Mapping[str, Any], index: int) -> Iterator[Module]:
         yield from _gated(f"{at}.experts.{e}", latent, width, names=("w1", "w3", "w2"))
 
 
+def _deepseek4(c: Mapping[str, Any], index: int) -> Iterator[Module]:
+    """Under the names of DeepSeek's own code: attention with one key and value for all heads, which most layers have of
+    several tokens together too, between streams of the residual."""
+    hidden, heads, head_dim, streams = (c[f] for f in ("hidden_size", "num_attention_heads", "head_dim", "hc_mult"))
+    q_rank, groups, o_rank = c["q_lora_rank"], c["o_groups"], c["o_lora_rank"]
+    for half in ("attn", "ffn"):
+        yield Vector(f"{half}_norm.weight", (hidden,))
+        yield from _streams(f"hc_{half}", (2 + streams) * streams, streams * hidden, 3)
+    yield Vector("attn.attn_sink", (heads,), 1.0, "float32")
+    yield Matrix("attn.wq_a", q_rank, hidden)
+    yield Vector("attn.q_norm.weight", (q_rank,))
+    yield Matrix("attn.wq_b", heads * head_dim, q_rank)
+    yield Matrix("attn.wkv", head_dim, hidden)
+    yield Vector("attn.kv_norm.weight", (head_dim,))
+    yield Matrix("attn.wo_a", groups * o_rank, heads * head_dim // groups)
+    yield Matrix("attn.wo_b", hidden, groups * o_rank, gain=RESIDUAL_GAIN)
+    kind = c["layer_types"][index]
+    if kind == "compressed_sparse_attention":
+        yield from _compressor("attn.compressor", hidden, head_dim, 4)
+        yield from _compressor("attn.indexer.compressor", hidden, c["index_head_dim"], 4)
+        yield Matrix("attn.indexer.wq_b", c["index_n_heads"] * c["index_head_dim"], q_rank)
+        yield Matrix("attn.indexer.weights_proj", c["index_n_heads"], hidden, quantized=False)
+    elif kind == "heavily_compressed_attention":
+        yield from _compressor("attn.compressor", hidden, head_dim, 128)
+    names, width = ("w1", "w3", "w2"), c["moe_intermediate_size"]
+    yield Matrix("ffn.gate", c["n_routed_experts"], hidden, quantized=False)
+    yield Vector("ffn.gate.bias", (c["n_routed_experts"],), 0.01, "float32")
+    yield from _gated("ffn.shared_experts", hidden, c["n_shared_experts"] * width, names=names)
+    for e in range(c["n_routed_experts"]):
+        yield from _gated(f"ffn.experts.{e}", hidden, width, names=names)
+
+
+def _streams(name: str, n: int, k: int, scales: int) -> Iterator[Vector]:
+    """What mixes the streams of DeepSeek-V4's residual, or makes them one."""
+    yield Vector(f"{name}_fn", (n, k), k**-0.5, "float32")
+    yield Vector(f"{name}_base", (n,), 0.1, "float32")
+    yield Vector(f"{name}_scale", (scales,), 0.1, "float32")
+
+
+def _compressor(name: str, hidden: int, head_dim: int, tokens: int) -> Iterator[Module]:
+    """What makes one key of several tokens; of four, those of two neighbours overlap."""
+    width = (1 + (tokens == 4)) * head_dim
+    yield Vector(f"{name}.ape", (tokens, width), 0.1, "float32")
+    yield Matrix(f"{name}.wkv", width, hidden, quantized=False)
+    yield Matrix(f"{name}.wgate", width, hidden, quantized=False)
+    yield Vector(f"{name}.norm.weight", (head_dim,))
+
+
+def outer_modules(c: Mapping[str, Any]) -> Iterator[Module]:
+    """Modules outside the layers, by their whole names."""
+    kind, hidden, words = c["model_type"], c["hidden_size"], c["vocab_size"]
+    if kind == "deepseek_v4":
+        names, streams = ("embed", "norm", "head"), c["hc_mult"]
+        yield from _streams("hc_head", streams, streams * hidden, 1)
+    elif kind == "nemotron_h":
+        names = ("model.embeddings", "model.norm_f", "lm_head")
+    else:
+        names = ("model.embed_tokens", "model.norm", "lm_head")
+    yield Vector(f"{names[0]}.weight", (words, hidden), 1.0)
+    yield Vector(f"{names[1]}.weight", (hidden,))
+    yield Matrix(names[2], words, hidden, quantized=False, gain=4.0)
+
+
 _FEED_FORWARD = {
     "llama": _dense,
     "qwen2": _dense,
@@ -257,5 +320,6 @@ _LAYERS = {
     "nemotron_h": _nemotron3,
     "minimax_m3_text": _minimax3,
     "kimi_linear": _kimi3,
+    "deepseek_v4": _deepseek4,
 }
 """Whole layers, of models that share little with others."""

@@ -89,7 +89,17 @@ class Packing:
     """
 
     method: Literal[
-        "gptq", "auto-round", "awq", "ct", "modelopt", "quark", "mxfp4", "gguf-q4_k_m", "gguf-q5_k_m", "bf16"
+        "gptq",
+        "auto-round",
+        "awq",
+        "ct",
+        "modelopt",
+        "quark",
+        "mxfp4",
+        "deepseek-v4",
+        "gguf-q4_k_m",
+        "gguf-q5_k_m",
+        "bf16",
     ]
     group_size: int = 0
     element: Literal["int3", "int4", "int8", "nvfp4", "mxfp4", "mxfp6", "e3m2", "e4m3", "mxfp8"] = "int4"
@@ -104,6 +114,8 @@ class Packing:
         """
         if text in ("mxfp4", "gguf-q4_k_m", "gguf-q5_k_m", "bf16"):
             return cls(text)  # type: ignore[arg-type]
+        if text == "deepseek-v4":
+            return cls(text, 32, "mxfp4")
         if text in _FLOATS:
             method, element, option = _FLOATS[text]
             group_size = 128 if option == "block" else _GROUPS[element]
@@ -115,13 +127,13 @@ class Packing:
             options = ", ".join(f"{method}-int4-g128-{option}" for option, method in _OPTIONS.items())
             raise ValueError(
                 "format: wanted gptq-int4-g128, auto-round-int4-g128, awq-int4-g128, ct-int4-g128, quark-int4-g128, "
-                f"gptq-int8-g128, ct-int3-g128, {options} (or g32, g64), {', '.join(_FLOATS)}, mxfp4, gguf-q4_k_m, "
-                f"gguf-q5_k_m or bf16, got {text!r}"
+                f"gptq-int8-g128, ct-int3-g128, {options} (or g32, g64), {', '.join(_FLOATS)}, mxfp4, deepseek-v4, "
+                f"gguf-q4_k_m, gguf-q5_k_m or bf16, got {text!r}"
             )
         return cls(match[1], int(match[2]), option=match[3] or "")  # type: ignore[arg-type]
 
     def __str__(self) -> str:
-        if not self.group_size:
+        if not self.group_size or self.method == "deepseek-v4":
             return self.method
         numbers = f"{self.element}-g{self.group_size}" if self.bits else self.element
         return f"{self.method}-{numbers}" + (f"-{self.option}" if self.option else "")
@@ -133,9 +145,10 @@ class Packing:
 
     def refusal(self, model: Model) -> str:
         """Return why there are no such checkpoints of a model, or the empty string."""
-        if self.method == "bf16" or (self.method == "mxfp4") == model.stacked:
+        own = self.method if self.method in ("mxfp4", "deepseek-v4") else ""
+        if self.method == "bf16" or own == model.own_format:
             return ""
-        return f"format: {model.name} wants {'mxfp4' if model.stacked else 'a format of int4'}, got {self}"
+        return f"format: {model.name} wants {model.own_format or 'a format of int4'}, got {self}"
 
     def config(self, model: Model) -> dict[str, Any] | None:
         """Return quantization_config of config.json; None for dense weights."""
@@ -146,6 +159,9 @@ class Packing:
         if self.method == "mxfp4":
             ignored = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
             return {"quant_method": "mxfp4", "modules_to_not_convert": ignored}
+        if self.method == "deepseek-v4":
+            return {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "scale_fmt": "ue8m0",
+                    "weight_block_size": [128, 128]}  # fmt: skip
         if self.method == "gptq":
             quantized = [re.sub(r"experts\.\d+\.", "experts.0.", m.name) for m in inner if m.quantized]
             quantized += ["lm_head"] if self.option == "head" else []
@@ -256,6 +272,8 @@ class Packing:
             return _gptq(module, self.group_size, 8 if wide else self.bits, act_order=self.option == "act")
         if self.method == "awq":
             return _awq(module, self.group_size)
+        if self.method == "deepseek-v4":
+            return _deepseek4(module)
         if self.method == "quark" and self.element == "int4":
             return _quark_integers(module, self.group_size)
         if self.bits:
@@ -351,6 +369,19 @@ def _floats(module: Matrix, packing: Packing) -> Iterator[Tensor]:
     else:
         leaf = "input_scale_2" if packing.method == "quark" else "input_scale"
         yield Tensor(f"{name}.{leaf}", torch.float32, (), Numbers("constant", 1 / 256))
+
+
+def _deepseek4(module: Matrix) -> Iterator[Tensor]:
+    """Experts in MXFP4; others in e4m3 with a power of two for each 128 x 128."""
+    name, n, k, scale = module.name, module.n, module.k, module.gain * module.k**-0.5
+    if ".experts." in name:
+        yield Tensor(f"{name}.weight", torch.int8, (n, k // 2), Numbers("codes"))
+        grid, codes = (n, k // 32), "e2m1"
+    else:
+        yield Tensor(f"{name}.weight", torch.float8_e4m3fn, (n, k), Numbers("normal", _RMS["e4m3"]))
+        grid, codes = (-(-n // 128), -(-k // 128)), "e4m3"
+    exponent = Numbers("exponents", 127 + round(math.log2(scale / _RMS[codes])))
+    yield Tensor(f"{name}.scale", torch.float8_e8m0fnu, grid, exponent)
 
 
 def _mxfp4(stack: Stack) -> Iterator[Tensor]:
