@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import json
 import logging
+import multiprocessing
 import os
-import subprocess
+import resource
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -227,32 +229,24 @@ def test_a_byte_order_mark_costs_no_record(folder, tmp_path, monkeypatch):
     assert table.read(table.user_path()) == (record(),)
 
 
-def in_processes_at_once(work: str) -> None:
-    """Run ``work`` in four processes, as ``number`` 0 to 3, where ``one`` is a record. They are forked from a new one:
-    PyTorch is imported once."""
-    script = f"""
-import os, sys; sys.path[:] = {sys.path!r}
-from dataclasses import replace
-from test_table import record
-from w4gemm.choice import table
-from w4gemm.choice.cost import constants
-from w4gemm.choice.model import interval_of
-one = record()
-children = []
-for number in range(4):
-    child = os.fork()
-    if child == 0:
-        exec({work!r})
-        sys.exit()
-    children.append(child)
-sys.exit(any([os.waitpid(child, 0)[1] for child in children]))
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+def in_processes_at_once(work: Callable[[int], None]) -> None:
+    """Run work(0) to work(3) in processes of their own."""
+    processes = [multiprocessing.get_context("fork").Process(target=work, args=(number,)) for number in range(4)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [0] * 4
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="forks")
 def test_many_processes_clear_at_once(folder):
-    in_processes_at_once("for i in range(40): table.add([one]), table.clear()")
+    def work(number: int) -> None:
+        for _ in range(40):
+            table.add([record()])
+            table.clear()
+
+    in_processes_at_once(work)
 
 
 @pytest.mark.parametrize(
@@ -286,8 +280,15 @@ def test_a_table_that_cannot_be_written(tmp_path, monkeypatch, caplog):
     assert caplog.text.count("cannot keep tuned configs") == 1
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="forks")
 def test_many_processes_append_whole_lines(folder):
-    in_processes_at_once("for i in range(60): table.add([replace(one, us=number * 1000.0 + i)])")
+    one = record()
+
+    def work(number: int) -> None:
+        for i in range(60):
+            table.add([replace(one, us=number * 1000.0 + i)])
+
+    in_processes_at_once(work)
     records, bad = parse_lines((folder / table.USER_FILE).read_text().splitlines())
     assert not bad and sorted(r.us for r in records) == sorted(i * 1000.0 + j for i in range(4) for j in range(60))
     assert len(effective(records)) == 1
@@ -367,19 +368,18 @@ def test_versions_that_share_a_table_leave_each_others_records(folder, tmp_path,
     assert chosen() == (again.choice, "tuned")
 
 
-def test_an_export_that_does_not_fit_on_the_disk_leaves_the_file_as_it_was(folder, tmp_path):
+def test_an_export_that_does_not_fit_on_the_disk_leaves_the_file_as_it_was(folder, tmp_path, capsys):
     exported = tmp_path / "exported"
     exported.write_text("of an earlier export")
     table.append(folder / table.USER_FILE, [replace(record(), us=float(i)) for i in range(20)])
     table.append(folder / table.USER_FILE, [record(replace(PROBLEM, n=64 * i)) for i in range(1, 10)])
-    script = f"""
-import resource, signal, sys; sys.path[:] = {sys.path!r}
-from w4gemm.cli.__main__ import main
-resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))  # of one file, as a disk with that much left
-sys.exit(main(["cache", "export", {str(exported)!r}]))
-"""
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert run.returncode == 1 and run.stderr == f"w4gemm: error: {exported}: File too large\n"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))  # of one file, as a disk with that much left
+    try:
+        assert main(["cache", "export", str(exported)]) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert capsys.readouterr().err == f"w4gemm: error: {exported}: File too large\n"
     assert exported.read_text() == "of an earlier export" and set(tmp_path.iterdir()) == {folder, exported}
     assert main(["cache", "export", str(exported)]) == 0 and len(table.read(exported)) == 10
 
