@@ -499,6 +499,13 @@ def test_weights_in_the_hosts_memory(
     assert ("--cpu-offload-gb or --offload-group-size" in reason) == left == bool(reason)
 
 
+def test_gpus_that_come_and_go(dense: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that comes makes its layers of random numbers, and gets the tensors of another's."""
+    engine = SimpleNamespace(parallel_config=SimpleNamespace(enable_elastic_ep=True))
+    monkeypatch.setattr("vllm.config.get_current_vllm_config_or_none", lambda: engine)
+    assert "--enable-elastic-ep" in refused(config_of(Case("gptq")))
+
+
 def test_what_is_left_to_vllm(dense: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
     from vllm.scalar_type import scalar_types
 

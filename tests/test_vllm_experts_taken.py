@@ -61,6 +61,7 @@ REFUSED = [
     (MXFP4, {"all2all_backend": "moonep"}, "tokens come in the form of moonep"),
     (Case("gptq"), {"activation": "GELU", "swiglu_limit": 7.0}, "activation is gelu with limit 7"),
     (Case("gptq"), {"all2all_backend": "flashinfer_nvlink_one_sided"}, "tokens come in the form of flashinfer"),
+    (Case("gptq"), {"all2all_backend": "nixl_ep"}, "tokens come in the form of nixl_ep"),
     (Case("gptq"), {"all2all_backend": "deepep_high_throughput", "hidden_dim": 320}, "padded to (512, 128)"),
     (Case("gptq", 24), {}, "multiple of 16"),
 ]

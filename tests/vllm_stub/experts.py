@@ -71,6 +71,10 @@ class FusedMoEParallelConfig:
         return self.all2all_backend == "passthrough"
 
     @property
+    def use_nixl_ep_kernels(self):
+        return self.all2all_backend == "nixl_ep"
+
+    @property
     def use_fi_nvl_two_sided_kernels(self):
         return self.all2all_backend == "flashinfer_nvlink_two_sided"
 

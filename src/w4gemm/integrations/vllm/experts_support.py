@@ -20,7 +20,7 @@ from w4gemm.integrations.vllm.linear_kernel import capability
 from w4gemm.packing.layouts import layout_for
 
 _OTHER_EXCHANGES = (
-    *("fi_nvl_two_sided_kernels", "fi_nvl_one_sided_kernels"),
+    *("fi_nvl_two_sided_kernels", "fi_nvl_one_sided_kernels", "nixl_ep_kernels"),
     *("moonep_kernels", "passthrough_all2all"),  # from 0.33 on
 )
 """Ways to exchange tokens in forms of their own."""
@@ -42,8 +42,6 @@ def why_not(method: Any, layer: Any) -> str:
         return f"their activation is {moe.activation.value}{limit}"
     if moe.is_lora_enabled and (reason := _no_lora(moe, layer, fp8)):
         return reason
-    if takeover.is_elastic():  # vLLM then makes each layer's experts anew, of what its own are made of
-        return "the number of their GPUs may change (--enable-elastic-ep)"
     if moe.has_bias and not format.biases:
         return "they have biases"
     parallel = moe.moe_parallel_config

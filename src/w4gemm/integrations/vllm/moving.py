@@ -82,5 +82,4 @@ def stop_moves() -> None:
     """Wait until no experts are on their way to another GPU, where old weights would come behind new ones. Called on
     all GPUs at a time."""
     for balancer in _balancers:
-        if hasattr(balancer, "drain_async"):
-            balancer.drain_async()
+        balancer.drain_async()

@@ -28,6 +28,7 @@ VLLM = Engine(
 )
 WARMUP = Warmup(VLLM)
 
+_ELASTIC = "the number of GPUs may change (--enable-elastic-ep)"
 _MOST_TOKENS = 8192
 """Tokens of a step if no config of vLLM says how many there can be."""
 _SEGMENT_MIB = 20
@@ -47,6 +48,8 @@ def why_not_here(capability: Capability | None, fp8: bool = False) -> str:
         return reason
     if _offloads():
         return OFFLOADED
+    if _is_elastic():
+        return _ELASTIC
     return PACKED_BEFORE if _load_format() in ("sharded_state", "runai_streamer_sharded") else ""
 
 
@@ -72,8 +75,10 @@ def _load_format() -> str:
     return getattr(settings, "load_format", "auto")
 
 
-def is_elastic() -> bool:
-    """Return whether vLLM may divide the experts among other numbers of GPUs while it serves (--enable-elastic-ep)."""
+def _is_elastic() -> bool:
+    """Return whether GPUs may come and go while vLLM serves (--enable-elastic-ep). It then makes the experts anew, of
+    what its own are made of. A GPU that comes makes each layer of random numbers, which perhaps cannot be packed, and
+    gets the tensors of another GPU's layers, in their order."""
     settings = getattr(current_config(), "parallel_config", None)
     return bool(getattr(settings, "enable_elastic_ep", False))
 
