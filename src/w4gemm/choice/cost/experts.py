@@ -17,21 +17,21 @@ from typing import NamedTuple
 
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.format_names import LARGEST_SIZE
-from w4gemm.core.problem import Device, GemmProblem
+from w4gemm.core.problem import H200, Device, GemmProblem
 from w4gemm.kernels import gpu
 from w4gemm.kernels.expert_layer.spec import ExpertLayer
 from w4gemm.packing.block import BLOCK_N
 from w4gemm.packing.codecs import INT4_MMA16, MMA16, MXFP4_MMA16, codec_for
 
-_MOST_US = 112.0
-"""Time of the chosen experts' bytes up to which layers were timed in one launch."""
+_MOST_US, _MOST_US_H200 = 112.0, 180.0
+"""Time of the chosen experts' bytes up to which layers may run in one launch, and on an H200, where longer ones were
+timed with the newest kernel."""
 _TIMED_CODECS = (INT4_MMA16, MXFP4_MMA16)
 """Codecs that were timed in one launch."""
-_MOST_BYTES = 480e6
-"""Bytes of the chosen experts up to which one launch was no slower than four: nine layers with 1 to 8 tokens took 0.54
-to 1.00 of the time (H200, 2026-11-28, bench/results/expert_layer.jsonl), experts without gates 0.77 to 0.93. The
-largest: DeepSeek-V3 with two tokens 0.95, in groups of 32 0.93; GLM-4.5-Air with eight 0.94 (2026-11-29). With more
-bytes DeepSeek-V3 takes 0.99, in groups of 32 0.95, GLM-4.5-Air in these 0.93, Kimi-K2 0.94 to 1.03."""
+_MOST_BYTES = 770e6
+"""Bytes of the chosen experts up to which one launch was faster than four: nine layers with 1 to 8 tokens took 0.44 to
+0.92 of the time, with the choice by logits 0.51 to 0.97 (H200, 3f3f56da, bench/results/expert_layer.jsonl). Kimi-K2
+with four tokens, the largest, took 0.90. With 1,475 MB it took 0.98, with the choice 1.01."""
 _BYTES_PER_US = 0.9
 """Part of the data sheet's bandwidth that weights are streamed with."""
 
@@ -168,8 +168,9 @@ def one_launch_is_slower(layer: ExpertLayer, tokens: int, device: Device) -> str
     if size > _MOST_BYTES:
         return f"with {size / 1e6:.0f} MB of weights, more than {_MOST_BYTES / 1e6:.0f}, four launches may be faster"
     us = size / (_BYTES_PER_US * device.bandwidth)
-    if us > _MOST_US:
-        return f"the weights alone take {us:.0f} us, and no layer above {_MOST_US:.0f} was timed in one launch"
+    most = _MOST_US_H200 if device.name == H200.name else _MOST_US
+    if us > most:
+        return f"the weights alone take {us:.0f} us, and no layer above {most:.0f} was timed in one launch"
     return ""
 
 
