@@ -128,7 +128,7 @@ class Engine:
         self.model: Any = self.llm.collective_rpc(lambda worker: worker.model_runner.get_model())[0]
         classes = {cls for classes in kernels_of(self.model).values() for cls in classes}
         # no engine on w4gemm takes the fp8 layers of ModelOpt's mixed checkpoints and of DeepSeek-V4
-        names = {known_as(cls) for cls in classes if not re.search("FP8ScaledMM|Fp8BlockScaled", cls)}
+        names = {known_as(cls) for cls in classes if not re.search("FP8ScaledMM|Fp8BlockScaled|Fp8LinearMethod", cls)}
         self.name = WITHOUT_LORA if self.kernels == WITHOUT_LORA else "+".join(sorted(names)) or DENSE
 
     def generate(self, requests: list[Row], params: Any, adapters: list[Any] | None = None) -> list[Any]:
