@@ -69,6 +69,7 @@ FAILURES = (
             "explain 4 64 64 --device rtx-409",
             "the name of a GPU, such as h200 or rtx-4090, got 'rtx-409'; nearest is 'RTX 4090'",
         ),
+        ("explain 4 64 64 --device mi300x", "got 'mi300x'; AMD GPUs are not supported"),
         ("explain --m 0 --n 64 --k 64", "M, N, K: wanted numbers from 1 to 2147483647, got 0, 64, 64"),
         ("explain --m 3000000000 --n 64 --k 64", "M, N, K: wanted numbers from 1 to 2147483647"),
         ("cache import {file}/x", "FILE: no file '"),

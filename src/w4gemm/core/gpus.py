@@ -87,6 +87,8 @@ def known_name(name: str) -> str | None:
 
 def nearest_gpu(name: str) -> str:
     """Return the end of a message about an unknown GPU: the known one of nearest name, if one is near."""
+    if re.match(r"(amd\b|instinct|radeon|mi\d|gfx\d)", name, re.IGNORECASE):
+        return "; AMD GPUs are not supported"
     words = re.sub("nvidia |geforce ", "", name.replace("-", " "), flags=re.IGNORECASE)
     return nearest(words, known_names())
 
