@@ -417,6 +417,11 @@ def test_layers_that_changed_are_described_before_they_are_saved(tmp_path: Path)
     configure(tmp_path / "saved", modules={})
     with pytest.raises(FormatError, match="up_proj: scales has shape"):
         from_pretrained(tmp_path / "saved")
+    dense = dequantize_layers(in_place, torch.float32)
+    describe(dense)
+    dense.save_pretrained(tmp_path / "of no layers")
+    assert "quantization_config" not in json.loads((tmp_path / "of no layers" / "config.json").read_text())
+    assert torch.equal(logits(from_pretrained(tmp_path / "of no layers")), logits(dense))
 
 
 @pytest.mark.parametrize(
@@ -462,7 +467,7 @@ def test_a_dense_weight_of_another_size(tmp_path: Path) -> None:
 def test_bad_configs() -> None:
     with pytest.raises(ValueError, match="format: wanted int4_g"):
         W4GemmConfig("int5")
-    with pytest.raises(ValueError, match="activations: wanted one of"):
+    with pytest.raises(ValueError, match="activations: wanted 'fp8' or None, got"):
         W4GemmConfig(activations="fp4")
     with pytest.raises(TypeError, match="wanted format, activations, skip or modules, got 'bits'"):
         W4GemmConfig(bits=4)

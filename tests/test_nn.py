@@ -375,7 +375,7 @@ def test_a_saved_layer_for_fp8_loads_as_one(device):
     assert again.gate_up.activations == "fp8" and again.down.activations is None
     both = w4gemm.W4Experts(experts, model.down.weight, activations="fp8")
     assert both.gate_up.activations == both.down.activations == "fp8"
-    with pytest.raises(ValueError, match="activations: wanted one of"):
+    with pytest.raises(ValueError, match="activations: wanted 'fp8' or None, got"):
         W4Linear(64, 64, activations="int8")
 
 

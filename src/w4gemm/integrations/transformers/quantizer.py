@@ -324,17 +324,21 @@ def check_files(checkpoint: Checkpoint, chosen: Sequence[str]) -> None:
 
 
 def describe(model: PreTrainedModel) -> W4GemmQuantizer:
-    """Let a model know of its W4Linear layers: its config names their formats, so that ``save_pretrained`` writes a
-    folder that ``from_pretrained`` and :func:`load` read, and adapters may be trained beside them. Return the model's
-    ``hf_quantizer``."""
-    own = settings(_own_layers(model))
+    """Let a model know of its W4Linear layers and experts: its config names their formats, so that ``save_pretrained``
+    writes a folder that ``from_pretrained`` and :func:`load` read, and adapters may be trained beside them. A model
+    without any, as :func:`dequantize_layers` leaves it, is saved as a dense one. Return the model's ``hf_quantizer``.
+    """
+    layers = dict(_own_layers(model))
     quantizer = getattr(model, "hf_quantizer", None)
     if not isinstance(quantizer, W4GemmQuantizer):
         quantizer = W4GemmQuantizer(W4GemmConfig())
-    config = quantizer.quantization_config
+    config, own = quantizer.quantization_config, settings(layers.items())
     config.format, config.modules, config.activations = own["format"], own["modules"], None
-    model.hf_quantizer, model.is_quantized, model.quantization_method = quantizer, True, METHOD
-    model.config.quantization_config = config
+    model.hf_quantizer, model.is_quantized = quantizer, bool(layers)
+    if layers:
+        model.quantization_method, model.config.quantization_config = METHOD, config
+    else:
+        model.config.__dict__.pop("quantization_config", None)
     return quantizer
 
 
