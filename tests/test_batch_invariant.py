@@ -81,12 +81,13 @@ def invariant(x: torch.Tensor, w: w4gemm.QuantizedWeight) -> torch.Tensor:
 
 
 def test_a_row_alone_and_among_others(w):
-    """Every row of one m as a batch of its own, and prefixes that end beside a tile's or an interval's bound."""
+    """Rows of one m as batches of their own, and prefixes that end beside a tile's or an interval's bound."""
+    step = 1 if w.device.type == "cuda" else 7  # which has every remainder of a tile's rows
     for dtype in dtypes(w):
         x = randn(w, 300, dtype)
         whole = invariant(x, w)
         assert_close(whole, x, w, bias_of(w, dtype))
-        rows = range(300) if dtype == torch.bfloat16 else range(0, 300, 37)
+        rows = range(0, 300, step if dtype == torch.bfloat16 else 37)
         assert all(torch.equal(invariant(x[i : i + 1], w)[0], whole[i]) for i in rows)
         ends = (2, 7, 8, 9, 16, 17, 33, 63, 64, 65, 127, 129, 191, 193, 255, 256, 257, 299)
         for m in ends if w.device.type == "cuda" else ends[::3]:

@@ -87,7 +87,7 @@ def checked(
     return Call(x, w, epilogue, operands, (*shape, epilogue.columns(w.n)), text, batch_invariant, rows, expected)
 
 
-def compute(call: Call, out: torch.Tensor | None = None) -> torch.Tensor:
+def compute(call: Call, out: torch.Tensor | None) -> torch.Tensor:
     """Return the result of a call in plain eager mode. It is written to ``out``, which is checked here, or to a new
     tensor if that is None."""
     x, w = call.x, call.w

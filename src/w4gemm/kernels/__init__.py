@@ -46,7 +46,7 @@ HELPERS: tuple[type[Helper], ...] = (
 
 
 @functools.cache
-def runs_on(device: Device, format: WeightFormat, n: int, k: int, experts: int = 0) -> bool:
+def runs_on(device: Device, format: WeightFormat, n: int, k: int, experts: int) -> bool:
     """True if a kernel for ``device`` multiplies a weight (n, k), or (experts, n, k), by x of 16 bits or e4m3."""
     for dtype in (torch.bfloat16, torch.float16, torch.float8_e4m3fn):
         epilogue = Epilogue(token_scale=dtype == torch.float8_e4m3fn)
