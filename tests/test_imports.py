@@ -107,15 +107,17 @@ def test_cute_compile_has_one_caller():
     assert callers == ["compile.py"]
 
 
-@pytest.mark.parametrize("cuda", ["", "13.0"])
-def test_importing_is_cheap_and_touches_no_gpu(cuda):
+@pytest.mark.parametrize("cuda, device", [("", "meta"), ("13.0", "cuda")])
+def test_importing_is_cheap_and_touches_no_gpu(cuda, device):
     """Neither the DSL nor transformers is imported, and CUDA is not initialized; what loads kernels is imported beside
-    a torch that knows of GPUs, unless it may compile an extension, as for PyTorch 2.8. cuda: torch's version of CUDA,
-    or the empty string."""
+    a torch that knows of GPUs, unless it may compile an extension, as for PyTorch 2.8. Tensors are made on the CPU: on
+    another default device they would have no numbers, or initialize CUDA. cuda: torch's version of CUDA, or the empty
+    string."""
     script = f"""
 import sys; sys.path[:] = {sys.path!r}
 import torch
 torch.version.cuda = {cuda!r} or None
+torch.set_default_device({device!r})
 imported = {{"tvm_ffi"}} if {cuda!r} and hasattr(torch.Tensor, "__dlpack_c_exchange_api__") else set()
 import w4gemm
 heavy = {{"cutlass", "tvm_ffi", "transformers", "gguf", "triton"}} & set(sys.modules)
