@@ -38,6 +38,7 @@ class Summary:
 
     @property
     def quantized(self) -> int:
+        """Number of quantized layers."""
         return sum(self.formats.values())
 
     def __str__(self) -> str:
@@ -155,9 +156,16 @@ def _hand_over(layer: nn.Module, made: nn.Module) -> None:
 
 def dequantize_layers(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Replace the quantized linear layers and experts of a model by dense ones with the same numbers, in place; for
-    comparing.
+    comparing. Call :func:`describe` before such a model is saved.
+
+    Args:
+        dtype: of the dense weights and biases: floating point, of 16 bits or more.
+
+    Returns:
+        The model itself.
 
     Raises:
+        TypeError: for another dtype.
         ValueError: for a linear layer with an activation, which a dense one has not; nothing is replaced then.
     """
     layers = names_of(model)
