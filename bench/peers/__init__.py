@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bench.peers import (
-    bitsandbytes,
     cublas,
     cutlass_fp8,
     cutlass_w4a8,
@@ -24,7 +23,6 @@ PEERS: tuple[Peer, ...] = (
     marlin.PEER,
     quack.PEER,
     torch_int4.PEER,
-    bitsandbytes.PEER,
     cutlass_w4a8.PEER,
     cutlass_fp8.PEER,
     deep_gemm.PEER,
