@@ -128,7 +128,7 @@ def shard_of(format: WeightFormat, n: int, k: int, dim: int, index: int, count: 
     Raises:
         ValueError: if there is no such shard, or it is not one of equal parts of whole groups.
     """
-    if not isinstance(dim, int) or isinstance(dim, bool) or dim not in (0, 1):
+    if not is_int(dim) or dim not in (0, 1):
         raise ValueError(f"dim: wanted 0 (n, output features) or 1 (k, input features), got {dim!r}")
     if not is_int(index) or not is_int(count) or count < 1 or not 0 <= index < count:
         raise ValueError(f"index, count: wanted 0 <= index < count, got index {index!r}, count {count!r}")
