@@ -501,6 +501,20 @@ def test_registering_again_changes_nothing() -> None:
     assert plugin._installed == ["dense", "shards", "experts"]
 
 
+def test_experts_alone_know_how_a_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A version whose linear layers are unknown may have experts that are not."""
+    from w4gemm.integrations.sglang import experts
+
+    targets: list[str] = []
+    monkeypatch.setattr(takeover, "hook_loading", takeover.hook_loading.__wrapped__)
+    monkeypatch.setattr(experts, "hook_loading", takeover.hook_loading)
+    for module in (takeover, experts):
+        monkeypatch.setattr(module, "hook", lambda hooks: targets.extend(hook.target for hook in hooks))
+    monkeypatch.setattr(experts, "register_moe_runner_core", lambda name, runner: None)
+    experts.install()
+    assert {hook.target for hook in takeover.LOADING} < set(targets)
+
+
 @pytest.mark.parametrize("change", ["missing", "other parameters"])
 def test_an_unknown_version_goes_on_with_one_warning(
     change: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

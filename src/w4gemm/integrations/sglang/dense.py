@@ -28,7 +28,6 @@ from w4gemm.integrations.engines.loading import NOTHING_LOADED, check_known, che
 from w4gemm.integrations.engines.warmup import LinearUse, linear_need
 from w4gemm.integrations.sglang.dense_formats import FP8, SCHEMES, Scheme
 from w4gemm.integrations.sglang.takeover import (
-    LOADING,
     QUANTIZATION,
     SGLANG,
     WARMUP,
@@ -38,6 +37,7 @@ from w4gemm.integrations.sglang.takeover import (
     dummy,
     exchange,
     hook,
+    hook_loading,
     speculative,
     why_not_here,
 )
@@ -82,7 +82,8 @@ def install() -> None:
     hooks.append(Hook(f"{FP8}.Fp8Config.get_quant_method", ("self", "layer", "prefix"), mxfp8_method))
     parts = "self", "weight_quant", "input_quant", "format"
     config = f"{QUANTIZATION}.compressed_tensors.compressed_tensors.CompressedTensorsConfig"
-    hook([*hooks, Hook(f"{config}._get_scheme_from_parts", parts, fp8_scheme), *LOADING])
+    hook_loading()
+    hook([*hooks, Hook(f"{config}._get_scheme_from_parts", parts, fp8_scheme)])
     install_answers()
 
 

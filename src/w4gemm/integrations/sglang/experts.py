@@ -39,6 +39,7 @@ from w4gemm.integrations.sglang.takeover import (
     exchange,
     fetches_experts,
     hook,
+    hook_loading,
     packed_before,
     why_not_here,
 )
@@ -105,6 +106,7 @@ def install() -> None:
             hooks.append(Hook(f"{method.target}.get_moe_runner_backend", ("self", "layer"), runner_backend))
     base = f"{QUANTIZATION}.base_config.FusedMoEMethodBase"
     hooks.append(Hook(f"{base}.get_moe_quant_info", ("self", "layer", "runner_backend"), quant_info))
+    hook_loading()
     hook(hooks)
     register_moe_runner_core(RUNNER, W4gemmRunner)
 

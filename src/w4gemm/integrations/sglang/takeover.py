@@ -4,6 +4,7 @@ Importing this imports no SGLang."""
 from __future__ import annotations
 
 import contextvars
+import functools
 import inspect
 import pkgutil
 from collections.abc import Callable, Sequence
@@ -189,6 +190,16 @@ LOADING = (
     Hook(f"{_LOADERS}.DummyModelLoader.load_model", ("self",), _marks(_dummy)),
     Hook(f"{_LOADERS}.RemoteModelLoader._load_model_from_remote_kv", ("self",), _marks(_packed_before)),
 )
+
+
+@functools.cache
+def hook_loading() -> None:
+    """Put hooks around what loads a model, once in each process, for every part that takes over layers.
+
+    Raises:
+        ImportError, AttributeError: as from :func:`hook`.
+    """
+    hook(LOADING)
 
 
 def exchange(layer: torch.nn.Module, old: Sequence[str], name: str, w: QuantizedWeight) -> QuantizedWeight:
