@@ -188,6 +188,7 @@ def test_layers_whose_weights_are_in_the_hosts_memory(
     [
         "ShardedStateLoader.load_model",
         "PreshardedModelLoader.load_model",
+        "RemoteInstanceModelLoader.load_model",
         "RemoteModelLoader._load_model_from_remote_kv",
     ],
 )

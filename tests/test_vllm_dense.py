@@ -217,7 +217,7 @@ def test_random_weights_of_the_dummy_loader(dense: ModuleType, monkeypatch: pyte
     assert hasattr(method.kernel, "packed")
 
 
-@pytest.mark.parametrize("load_format", ["sharded_state", "runai_streamer_sharded"])
+@pytest.mark.parametrize("load_format", ["sharded_state", "runai_streamer_sharded", "tensorizer", "modelexpress"])
 def test_what_an_engine_had_packed_is_left_to_vllm(
     load_format: str, dense: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:

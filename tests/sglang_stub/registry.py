@@ -88,6 +88,11 @@ class PreshardedModelLoader(_Loader):
 
 
 @at("model_loader.loader")
+class RemoteInstanceModelLoader(_Loader):
+    pass
+
+
+@at("model_loader.loader")
 class RemoteModelLoader:
     def _load_model_from_remote_kv(self, model, model_config, client):
         self.load()

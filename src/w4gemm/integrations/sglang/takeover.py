@@ -45,8 +45,8 @@ REFUSES_UPDATES = "_derived_weight_cache_error"
 _dummy = contextvars.ContextVar("w4gemm_dummy", default=False)
 """True while SGLang loads random numbers (--load-format dummy): it leaves integers as their memory was."""
 _packed_before = contextvars.ContextVar("w4gemm_packed_before", default=False)
-"""True while SGLang loads weights that a running engine has written: it packs a layer while its memory holds anything,
-and reads the file over the parameters that it finds by name."""
+"""True while SGLang loads weights that a running engine has written, or sends: it packs a layer while its memory holds
+anything, or never, and copies what comes over the parameters that it finds by name."""
 
 
 class Hook(NamedTuple):
@@ -187,6 +187,7 @@ LOADING = (
     Hook("sglang.srt.model_executor.model_runner.ModelRunner.load_model", ("self",), load_model),
     Hook(f"{_LOADERS}.ShardedStateLoader.load_model", ("self",), _marks(_packed_before)),
     Hook(f"{_LOADERS}.PreshardedModelLoader.load_model", ("self",), _marks(_packed_before)),
+    Hook(f"{_LOADERS}.RemoteInstanceModelLoader.load_model", ("self",), _marks(_packed_before)),
     Hook(f"{_LOADERS}.DummyModelLoader.load_model", ("self",), _marks(_dummy)),
     Hook(f"{_LOADERS}.RemoteModelLoader._load_model_from_remote_kv", ("self",), _marks(_packed_before)),
 )

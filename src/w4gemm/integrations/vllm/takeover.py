@@ -28,6 +28,8 @@ VLLM = Engine(
 )
 WARMUP = Warmup(VLLM)
 
+_OF_ENGINES = ("sharded_state", "runai_streamer_sharded", "tensorizer", "modelexpress")
+"""Formats (--load-format) of what an engine has written or sends; of those of tensorizer vLLM packs no layer."""
 _ELASTIC = "the number of GPUs may change (--enable-elastic-ep)"
 _MOST_TOKENS = 8192
 """Tokens of a step if no config of vLLM says how many there can be."""
@@ -50,7 +52,7 @@ def why_not_here(capability: Capability | None, fp8: bool = False) -> str:
         return OFFLOADED
     if _is_elastic():
         return _ELASTIC
-    return PACKED_BEFORE if _load_format() in ("sharded_state", "runai_streamer_sharded") else ""
+    return PACKED_BEFORE if _load_format() in _OF_ENGINES else ""
 
 
 def current_config() -> Any:
