@@ -61,11 +61,25 @@ that have one set of registers."""
 
 
 _FINE_TILES = {
-    "64x256_1x1x1_coop": "88 104",
-    "64x256_1x1x1_coop_k2": "88 104",
-    "128x256_1x1x1_coop": "88 104",
-    "192x128_1x1x1_coop": "104",
-    "128x256_1x1x1_stream": "72 88 104",
+    "up to 4 bits, 0 registers, scales on sums": {
+        "64x256_1x1x1_coop": "88 104",
+        "64x256_1x1x1_coop_k2": "88 104",
+        "128x256_1x1x1_coop": "88 104",
+        "192x128_1x1x1_coop": "104",
+        "128x256_1x1x1_stream": "72 88 104",
+    },
+    "up to 4 bits, 0 registers, table rows of 16 bytes": {
+        "64x128_1x1x1_coop": "136",
+        "64x256_1x1x1_coop": "104",
+        "128x128_1x1x1_coop_k2": "152 176",
+        "128x256_1x1x1_coop": "176",
+        "128x256_1x1x1_coop_k2": "104 136 152 176",
+        "192x128_1x1x1_coop": "176",
+        "192x256_1x1x1_coop": "152",
+        "192x256_1x1x1_coop_k2": "88",
+        "256x128_1x1x1_coop": "104",
+        "128x256_1x1x1_stream": "88",
+    },
 }
 """See the W4A16 kernel's."""
 
@@ -82,7 +96,7 @@ _SPACE = Space(
     mixed.with_fine_tiles(_TILES, _FINE_TILES),
     Path(__file__).with_name("legality.jsonl"),
     impossible=(
-        mixed.fine_tiles(_FINE_TILES, "up to 4 bits, 0 registers, scales on sums"),
+        mixed.fine_tiles(_FINE_TILES),
         mixed.GROUPED_STREAM,
         mixed.GROUPED_CLUSTER,
         mixed.GATHERED_CLUSTER,

@@ -76,15 +76,17 @@ the fastest somewhere or lies beside one that was:
 
 
 _FINE_TILES = {
-    "64x128_1x1x1_coop": "88 104 136 152 200",
-    "64x128_1x1x1_coop_k2": "88 104 136 184",
-    "128x128_1x1x1_coop": "88 104 136 152 176",
-    "192x64_1x1x1_coop": "152",
-    "192x128_1x1x1_coop": "88 104 136 152 176",
-    "256x64_1x1x1_coop": "136 152",
-    "128x128_1x1x1_stream": "72 88 104 136 176",
+    "up to 4 bits, 3 registers": {
+        "64x128_1x1x1_coop": "88 104 136 152 200",
+        "64x128_1x1x1_coop_k2": "88 104 136 184",
+        "128x128_1x1x1_coop": "88 104 136 152 176",
+        "192x64_1x1x1_coop": "152",
+        "192x128_1x1x1_coop": "88 104 136 152 176",
+        "256x64_1x1x1_coop": "136 152",
+        "128x128_1x1x1_stream": "72 88 104 136 176",
+    }
 }
-"""More tile_m, where their tokens are worth it although boxes of x overlap (``box_tokens`` of the variant): 3 to 4 % of
+"""By the register class of a decoder, more tile_m, where their tokens are worth it although boxes of x overlap (``box_tokens`` of the variant): 3 to 4 % of
 the time where they are chosen. Tiles of 152, 176, 184 and 208 that were not faster than their neighbours are left out,
 and so are those of other decoders, experts and x with scales of 128 columns, which nobody timed (H200, 2026-11-29)."""
 
@@ -95,21 +97,30 @@ def fits(v: Sm90MixedVariant) -> bool:
     return v.num_stages >= 2 and v.reduction_bytes <= v.num_stages * v.x_bytes
 
 
-def with_fine_tiles(tiles: dict[str, str], fine: dict[str, str]) -> dict[str, str]:
-    """Return the tiles of both, each tile_m in ascending order."""
-    both = {
-        others: [*map(int, text.split()), *map(int, fine.get(others, "").split())] for others, text in tiles.items()
+def with_fine_tiles(tiles: dict[str, str], fine: dict[str, dict[str, str]]) -> dict[str, str]:
+    """Return the tiles of all, each tile_m in ascending order."""
+    of_all = {
+        others: {int(tile_m) for part in (tiles, *fine.values()) for tile_m in part.get(others, "").split()}
+        for others in tiles
     }
-    return {others: " ".join(map(str, sorted(sizes))) for others, sizes in both.items()}
+    return {others: " ".join(map(str, sorted(sizes))) for others, sizes in of_all.items()}
 
 
-def fine_tiles(fine: dict[str, str], decoder: str) -> Rule:
-    """Return the rule that tiles in ``fine`` are for a single weight that ``decoder``, a register class, decodes."""
-    names = {f"{tile_m}x{others}" for others, text in fine.items() for tile_m in text.split()}
+def fine_tiles(fine: dict[str, dict[str, str]]) -> Rule:
+    """Return the rule that tiles in ``fine``, which has them by the register class of a decoder, are for that decoder
+    and a single weight."""
+    names = {
+        decoder: {f"{tile_m}x{others}" for others, text in tiles.items() for tile_m in text.split()}
+        for decoder, tiles in fine.items()
+    }
+    every = frozenset().union(*names.values())
     return Rule(
         "fine steps of tile_m",
-        f"was built and timed for a single weight alone, of {decoder}, and x without scales of 128 columns",
-        lambda v: (v.grouped or v.block_scales or v.weight.register_class != decoder) and str(v.config) in names,
+        f"was built and timed for a single weight alone, of {' or '.join(fine)}, and x without scales of 128 columns",
+        lambda v: (
+            (config := str(v.config)) in every
+            and (v.grouped or v.block_scales or config not in names.get(v.weight.register_class, ()))
+        ),
     )
 
 
@@ -185,7 +196,7 @@ SPACE = Space(
     with_fine_tiles(_TILES, _FINE_TILES),
     Path(__file__).with_name("legality.jsonl"),
     impossible=(
-        fine_tiles(_FINE_TILES, "up to 4 bits, 3 registers"),
+        fine_tiles(_FINE_TILES),
         GROUPED_STREAM,
         GROUPED_CLUSTER,
         GATHERED_CLUSTER,
