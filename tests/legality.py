@@ -233,7 +233,7 @@ def before(cell: Cell, tile_m: int, pressure: Pressure) -> dict[str, str] | None
     file = files.get(cell.kernel)
     if file is None or str(tile_m) not in file.tiles.get(cell.tiles, "").split():
         return None
-    if file.decoders.get(cell.decoder) != list(decoders(cell.kernel)[cell.decoder]):
+    if pressure.scale_bytes not in file.decoders.get(cell.decoder, ()):
         return None
     return {config: finding.seen for config, finding in file.badly(pressure).items()}
 
@@ -287,14 +287,17 @@ def tasks_of(cell: Cell, everything: bool) -> list[Task]:
     return [Task(cell, some, everything) for some in several if any(unknown(cell, m, everything) for m in some)]
 
 
-def findings_of(cell: Cell) -> tuple[list[Finding], int]:
-    """Of what was compiled, what was seen; of the rest, what the file says. And how much of that is legal."""
+def findings_of(cell: Cell, everything: bool = True) -> tuple[list[Finding], int]:
+    """Of what was compiled, what was seen; of the rest, what the file says. And how much of that is legal. Without
+    ``everything`` a flaw that the file has stays, unless the config itself was compiled under that pressure."""
     trusted = 0
     excluded: dict[int, dict[Pressure, str]] = {}
     for pressure in cell.pressures:
         for tile_m in cell.possible(pressure):
-            file = before(cell, tile_m, pressure)
-            seen, config = compiled(cell, tile_m, pressure), f"{tile_m}x{cell.tiles}"
+            file, config = before(cell, tile_m, pressure), f"{tile_m}x{cell.tiles}"
+            seen = compiled(cell, tile_m, pressure)
+            if not everything and pressure not in known.get(cell, {}).get(tile_m, {}):
+                seen = (file or {}).get(config) or seen
             if seen or (seen is None and (file is None or config in file)):
                 excluded.setdefault(tile_m, {})[pressure] = seen or (file or {}).get(config, NOT_COMPILED)
             elif seen is None:
@@ -312,7 +315,7 @@ def table_of(kernel: GpuKernel, everything: bool) -> Compiled:
     """What is known now. Without ``everything``, what the file trusts was not looked at."""
     findings, trusted = [], dict.fromkeys(decoders(kernel.name), 0)
     for cell in cells_of(kernel):
-        of_cell, count = findings_of(cell)
+        of_cell, count = findings_of(cell, everything)
         findings += of_cell
         trusted[cell.decoder] += count
     order = {tiles: i for i, tiles in enumerate(kernel.space.tiles)}

@@ -12,7 +12,7 @@ import torch
 from test_formats import ALL, FOLDED, WIDE
 from w4gemm import GemmProblem, QuantizedWeight, WeightFormat, configs, linear
 from w4gemm.core.problem import H200, Device
-from w4gemm.kernels import KERNELS
+from w4gemm.kernels import kernel_named
 from w4gemm.packing import codecs
 from w4gemm.packing.bits import pack, unpack
 from w4gemm.packing.block import BLOCK_K, BLOCK_N, HALF_K, STRIP_N, Block
@@ -236,20 +236,22 @@ def test_formats_without_a_decoder_say_so(name):
     assert torch.equal(linear(torch.eye(64), w.repack()).T, w.dequantize())
 
 
-def test_groups_of_16():
-    """In format and geometry, and on the CPU; GPU kernels take them with 16-bit scales alone, and refuse others with
-    the reason."""
-    format = WeightFormat(16, "int")
-    w = QuantizedWeight.from_codes(format, *random_parts(format, 40, 64)[:3])
+@pytest.mark.parametrize("name", ["int4_g16_zint", "int4_g16", "int8_g16_zfloat_fp32", "nf4_g16_fp16"])
+def test_groups_of_16(name):
+    """A thread of the WGMMA kernel holds all scale words of a block, so it takes one word a group; the others take
+    any."""
+    format = WeightFormat.parse(name)
+    parts = random_parts(format, 40, 64)
+    w = QuantizedWeight.from_codes(format, *parts[:3], channels=parts[3])
     assert_same(w.repack("mma16").parts(), w.parts())
     assert torch.equal(linear(torch.eye(64), w.repack()).T, w.dequantize())
     problem = GemmProblem(16, 128, 128, torch.bfloat16, format, "mma16", device=H200)
-    reasons = [kernel.supports(problem).reason for kernel in KERNELS]
-    assert all(reasons) and not configs(problem)
-    refused = "decodes groups of a multiple of 32 columns with zero points or scales of 32 bits, not of 16"
-    assert any(refused in reason for reason in reasons)
-    kernels = {name.partition("/")[0] for name in configs(dataclasses.replace(problem, format="int4_g16"))}
-    assert {"sm90_mixed_gemm", "sm90_decode", "sm80_mixed_gemm"} <= kernels
+    kernels = {config.partition("/")[0] for config in configs(problem)}
+    assert {"sm90_decode", "sm80_mixed_gemm"} <= kernels
+    assert ("sm90_mixed_gemm" in kernels) == (name in ("int4_g16", "nf4_g16_fp16"))
+    if "sm90_mixed_gemm" not in kernels:
+        refused = "decodes groups of a multiple of 32 columns with zero points or scales of 32 bits, not of 16"
+        assert refused in kernel_named("sm90_mixed_gemm").supports(problem).reason
 
 
 @pytest.mark.parametrize("bits", range(1, 9))

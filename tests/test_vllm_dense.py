@@ -524,7 +524,8 @@ def test_what_is_left_to_vllm(dense: ModuleType, caplog: pytest.LogCaptureFixtur
     assert "zero points with" in refused(replace(fp8, zero_points=True))
     assert "have zero points with uint4b8" in refused(replace(plain, zero_points=True))
     assert "have no zero points with uint4 " in refused(replace(plain, weight_type=scalar_types.uint4))
-    assert "groups are 16 columns" in refused(replace(plain, group_size=16))
+    assert not refused(replace(plain, group_size=16))
+    assert "groups are 24 columns, wanted a multiple of 16" in refused(replace(plain, group_size=24))
     assert "their 192 input features on this GPU are not whole groups of 128" in refused(
         replace(plain, partition_weight_shape=(192, N), full_weight_shape=(384, N))
     )

@@ -34,7 +34,7 @@ FORMATS = [
 ]
 FORMATS += [WeightFormat(group_size, "none", "e4m3") for group_size in (32, 128, -1)]
 FORMATS += [WeightFormat.parse(name) for name in ("iq4_g32_fp16", "iq4_g128", "iq4_g32_fp32", "nf4", "nf4_col_fp16")]
-FORMATS += [WeightFormat.parse(name) for name in ("e2m1_g64", "e2m1_col_fp16", "int4_g16", "nf4_g16_fp16")]
+FORMATS += [WeightFormat.parse(name) for name in ("e2m1_g64", "e2m1_col_fp16", "int4_g16", "int4_g16_zint", "nf4_g16_fp16")]
 FORMATS += [WeightFormat.parse("nf4_g64_fp32"), WeightFormat(256, element=codebook([*range(-9, 0), *range(1, 8)]))]
 FORMATS += [WeightFormat(96, element=codebook([-(1 + i / 99) for i in range(8)] + [2.0**-i for i in range(8)]))]
 FORMATS += [WeightFormat.parse(name) for name in ("iq4_g32_s8x256", "nf4_g16_s8x128", "e2m1_g64_s8x256")]
@@ -51,7 +51,7 @@ WIDTHS = (
     *("int3_g64_fp32", "q3_k", "int3_g64_zfloat_u8x128", "int3_g16_zfloat_u4x256", "int2_g128", "int2_g64_zint"),
     *("int2_g32_zfloat_fp32", "q2_k", "int2_g32_zfloat_u8x256", "int2_g16_s8x128", "e4m3_g64_fp32", "e4m3_col_fp32"),
     *("e4m3_g128_b128", "mxfp8", "int3_g16_s8x256", "int3_g32_s6x128", "e5m2_g128_b128", "e5m2_col_fp32"),
-    *("e5m2_g32_e8m0", "mxfp6", "e3m2_g32_e8m0"),
+    *("e5m2_g32_e8m0", "mxfp6", "e3m2_g32_e8m0", "int8_g16_zint_fp16", "int3_g16_zfloat", "int5_g16_zfloat_fp32"),
 )
 """Other widths than four bits, and scales of two levels with signs or of four bits: each codec, and each scale rule of
 each kind of codec."""
@@ -75,7 +75,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, FP8)
 
 
 PARTIAL = ("dequantize_gemm",)
-"""Kernels that may refuse some formats, sizes and epilogues; all others take all but the smallest groups."""
+"""Kernels that may refuse some formats, sizes and epilogues; all others take all but the smallest groups, which some take."""
 FP8_SUM = 2**-16
 """Relative error that a k step of 32 may add on average: Hopper's tensor cores add fp8 products with about 14 bits."""
 

@@ -113,7 +113,7 @@ def require_group_size(size: int) -> None:
     if size != PER_COLUMN and (size <= 0 or size % SMALLEST_GROUP or size > LARGEST_GROUP):
         rounded = (size + SMALLEST_GROUP // 2) // SMALLEST_GROUP * SMALLEST_GROUP
         raise ValueError(
-            "group_size: wanted a positive multiple of 16 (of 32, for all formats to run on GPUs) up to "
+            "group_size: wanted a positive multiple of 16 (of 32, for GPUs to take most with fp8 x) up to "
             f"{LARGEST_GROUP}, or -1 for one scale per output channel, got {size}; nearest is "
             f"{min(max(SMALLEST_GROUP, rounded), LARGEST_GROUP)}"
         )

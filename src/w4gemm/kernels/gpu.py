@@ -25,26 +25,27 @@ from w4gemm.packing.layouts import layout_named
 
 _MIN_SCALE_GROUP = 32
 """The smallest scale group that GPU kernels decode: one step along k of an fp8 matrix instruction, or two of a 16-bit
-one. A thread that holds one word for each group, of 8-bit or 16-bit scales, decodes groups of one step of a 16-bit one,
-16; two words, of zero points or wide scales, would take more registers than were compiled."""
+one. With 16-bit x a kernel decodes groups of one such step, 16, if it holds a group's words."""
+MOST_GROUP_WORDS = 4
+"""Words of a thread for a scale group of the most bits: scales and zero points of two rows, of 32 bits each."""
 MIN_DRIVER = (12, 0)
 """CUDA version that the driver must support."""
 
 
-def refused_groups(problem: GemmProblem, half_steps: bool = False) -> str:
+def refused_groups(problem: GemmProblem, group_words: int, half_steps: bool = False) -> str:
     """Return why a GPU kernel does not decode the groups of the problem's format, of which there is a codec; the empty
     string if it does.
 
     Args:
-        half_steps: as of :class:`GpuKernel`.
+        group_words, half_steps: as of :class:`GpuKernel`.
     """
     weight = weight_operand(problem.format, problem.dtype)
-    halves = half_steps and weight.codec.half_steps
-    block = weight.block
-    few_words = weight.kind != "e4m3" and (block.scale_bits == 8 or block.words_per_scale == 1)
-    if block.scale_group % _MIN_SCALE_GROUP == 0 or ((halves or few_words) and block.scale_group == SMALLEST_GROUP):
+    block, fp8 = weight.block, weight.kind == "e4m3"
+    few_words = block.words_per_scale <= group_words * block.groups_per_word
+    sixteens = half_steps and weight.codec.half_steps if fp8 else few_words
+    if block.scale_group % _MIN_SCALE_GROUP == 0 or (sixteens and block.scale_group == SMALLEST_GROUP):
         return ""
-    kinds = "fp8 x" if weight.kind == "e4m3" else "zero points or scales of 32 bits"
+    kinds = "fp8 x" if fp8 else "zero points or scales of 32 bits"
     columns = f"a multiple of {_MIN_SCALE_GROUP} columns with {kinds}, not of {problem.format.group_size}"
     return f"cannot take {problem.format}: decodes groups of {columns}"
 
@@ -64,6 +65,9 @@ class GpuKernel(ABC):
     """dtypes of x."""
     block_scales = False
     """True if it takes a scale for each 128 columns of a row of x."""
+    group_words = 1
+    """The most words of a thread for a group of 16 columns that it decodes, with 16-bit x: one is a scale of 16 bits for
+    two rows; zero points and 32 bits take twice as many each, which need registers."""
     half_steps = False
     """True if it decodes groups of half a step along k of an fp8 matrix instruction, where the codec does."""
     variant: type[GpuVariant]
@@ -89,7 +93,7 @@ class GpuKernel(ABC):
             return Status.no(f"needs {' or '.join(map(str, self.dtypes))} activations, got {problem.dtype}")
         if reason := layout_named(self.layout).supports(problem.format):
             return Status.no(f"cannot take {problem.format}: {reason}")
-        if reason := refused_groups(problem, self.half_steps):
+        if reason := refused_groups(problem, self.group_words, self.half_steps):
             return Status.no(reason)
         if problem.layout != self.layout:
             return Status.no(

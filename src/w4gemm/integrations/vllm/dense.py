@@ -15,6 +15,7 @@ from vllm.scalar_type import ScalarType, scalar_types
 from w4gemm.checkpoints import compressed_tensors
 from w4gemm.checkpoints.numbers import Numbers
 from w4gemm.core.elements import INTEGERS
+from w4gemm.core.format_names import SMALLEST_GROUP
 from w4gemm.core.formats import PER_COLUMN
 from w4gemm.core.problem import GemmProblem
 from w4gemm.integrations.engines.engine import LEAST, layer_product, why_no_kernel
@@ -157,8 +158,8 @@ def why_not(c: MPLinearLayerConfig) -> str:
         return f"their activations are {c.act_type} and results {dtype}, wanted float16, bfloat16, or float8_e4m3fn"
     if c.zero_points == (fp8 or c.weight_type.bias > 0):
         return f"they have {'' if c.zero_points else 'no '}zero points with {c.weight_type} and {c.act_type}"
-    if c.group_size != PER_COLUMN and (c.group_size < 32 or c.group_size % 32):
-        return f"their groups are {c.group_size} columns, wanted a multiple of 32 or one group a row"
+    if c.group_size != PER_COLUMN and (c.group_size <= 0 or c.group_size % SMALLEST_GROUP):
+        return f"their groups are {c.group_size} columns, wanted a multiple of {SMALLEST_GROUP} or one group a row"
     k, full_k = c.partition_weight_shape[0], c.full_weight_shape[0]
     if c.group_size != PER_COLUMN and k % c.group_size:
         return f"their {k} input features on this GPU are not whole groups of {c.group_size}"

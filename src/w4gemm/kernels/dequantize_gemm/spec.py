@@ -22,7 +22,7 @@ from w4gemm.core.problem import GemmProblem
 from w4gemm.jit.unit import Program, Unit
 from w4gemm.kernels import workspace
 from w4gemm.kernels.base import OK, Operands, Resources, Status
-from w4gemm.kernels.gpu import MIN_DRIVER, refused_groups
+from w4gemm.kernels.gpu import MIN_DRIVER, MOST_GROUP_WORDS, refused_groups
 from w4gemm.kernels.requirements import TARGETS, missing_for_dsl, refusal
 from w4gemm.kernels.space import Exclusion
 from w4gemm.kernels.variant import GpuVariant
@@ -53,7 +53,7 @@ class DequantizeGemm:
             return Status.no(f"takes {taken}, got {problem.dtype} with {problem.layout}")
         if reason := layout_named(problem.layout).supports(problem.format):
             return Status.no(f"cannot take {problem.format}: {reason}")
-        if reason := refused_groups(problem):
+        if reason := refused_groups(problem, MOST_GROUP_WORDS):
             return Status.no(reason)
         if problem.experts:
             return Status.no("takes a single weight; how many tokens an expert has, only the device knows")

@@ -14,7 +14,7 @@ import torch
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.problem import Device, GemmProblem
 from w4gemm.jit.unit import Unit
-from w4gemm.kernels.gpu import GpuKernel
+from w4gemm.kernels.gpu import MOST_GROUP_WORDS, GpuKernel
 from w4gemm.kernels.requirements import TARGETS, refusal
 from w4gemm.kernels.sm80_mixed_gemm.variant import Sm80MixedVariant
 from w4gemm.kernels.space import Rule, Space
@@ -85,6 +85,7 @@ class Sm80MixedGemm(GpuKernel):
 
     name = "sm80_mixed_gemm"
     revision = 2
+    group_words = MOST_GROUP_WORDS
     variant = Sm80MixedVariant
     space = Space(_TILES, Path(__file__).with_name("legality.jsonl"), _IMPOSSIBLE, _HELD_BACK)
     least = (8, 0)

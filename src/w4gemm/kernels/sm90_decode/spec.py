@@ -9,6 +9,7 @@ from typing import Any
 
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.problem import GemmProblem
+from w4gemm.kernels.gpu import MOST_GROUP_WORDS
 from w4gemm.kernels.hopper import HopperKernel
 from w4gemm.kernels.sm90_decode.variant import Sm90DecodeVariant
 from w4gemm.kernels.space import Rule, Space
@@ -52,6 +53,7 @@ class Sm90Decode(HopperKernel):
 
     name = "sm90_decode"
     revision = 1
+    group_words = MOST_GROUP_WORDS
     variant = Sm90DecodeVariant
     space = SPACE
 
