@@ -84,9 +84,9 @@ class MmaOperands(NamedTuple):
     """x of all stages as operand B, by range of tokens."""
     packed: cute.Tensor
     """A packed block or a part of one in registers, see :class:`Mainloop`."""
-    decode_table: Int32
-    """Address of the decoder's table, if it has one; of a table of pairs, of the thread's own copies. Or a register
-    with the decoder's ``held_word``."""
+    register: Int32
+    """What the decoder prepares from: the address of its table, of a table of pairs the thread's own copies, or its
+    ``held_word``."""
     offsets: LaneOffsets | None
     """The thread's in a packed block, beside ``held_word``."""
 
@@ -176,11 +176,8 @@ class Mainloop:
 
     @property
     def holds(self) -> bool:
-        """True if registers hold what loads and scales of two levels need in each block. Beside a table of pairs, and
-        with four consumer warpgroups, too few are left."""
-        variant = self.variant
-        few = variant.pairs is None and variant.warpgroups < 4
-        return self.block.factors > 0 and few and self.decoder.held_word is not None
+        """True if registers hold what loads and scales of two levels need in each block."""
+        return self.variant.holds_words and self.decoder.held_word is not None
 
     @property
     def packed_words(self) -> int:
@@ -188,9 +185,10 @@ class Mainloop:
         return self.code_words + self.block.runs * self.block.words_per_scale + self.block.factors
 
     def operands(
-        self, mma: cute.TiledMma, thr_mma: Any, acc: cute.Tensor, s_x: cute.Tensor, decode_table: Int32
+        self, mma: cute.TiledMma, thr_mma: Any, acc: cute.Tensor, s_x: cute.Tensor, register: Int32
     ) -> MmaOperands:
-        """The operands of a consumer thread, with registers for packed and decoded weights. acc: its accumulators."""
+        """The operands of a consumer thread, with registers for packed and decoded weights. acc: its accumulators.
+        register: address of the decoder's table, if it has one."""
         variant, splits = self.variant, self.variant.token_splits
         tiles = [
             cute.local_tile(s_x, (variant.config.tile_m // splits, variant.chunk_k), (i, 0, None))
@@ -209,9 +207,9 @@ class Mainloop:
             accumulators = parts if count > 1 else [acc]
         offsets = None
         if self.holds:
-            decode_table = kept(hidden_constant(self.decoder.held_word))
+            register = kept(hidden_constant(self.decoder.held_word))
             offsets = self.reader.offsets(cute.arch.thread_idx()[0] % 128)
-        return MmaOperands(accumulators, fragment, x, packed, decode_table, offsets)
+        return MmaOperands(accumulators, fragment, x, packed, register, offsets)
 
     def group_sums(self, thr_mma: Any) -> GroupSums | None:
         """Registers for sums that are promoted; None if none are."""
@@ -252,7 +250,7 @@ class Mainloop:
             operands.packed[i] = word
 
     def decode_chunk(
-        self, packed: cute.Tensor, fragment: cute.Tensor, chunk: int, buffer: int, decode_table: Int32
+        self, packed: cute.Tensor, fragment: cute.Tensor, chunk: int, buffer: int, register: Int32
     ) -> None:
         """Decode a k chunk of a packed block into one of the two buffers of ``fragment``."""
         registers = cute.recast_tensor(fragment, Int32)
@@ -264,9 +262,8 @@ class Mainloop:
         for step in range(4):
             group, column = divmod(chunk * self.variant.chunk_k + step * step_k, self.block.scale_group)
             if step == 0 or column == 0:
-                prepare = self.decoder.prepare_held if self.holds else self.decoder.prepare
                 field = group % self.block.groups_per_word
-                prepared = prepare(self.scale_words(packed, group), decode_table, field)
+                prepared = self.decoder.prepare(self.scale_words(packed, group), register, field)
             values = self.decoder.decode(self.reader.words_of_step(codes, step), prepared)
             for r, value in enumerate(values):
                 registers[(0, r % 2, r // 2), 0, buffer * 4 + step] = value
@@ -345,7 +342,7 @@ class Mainloop:
             buffer = (stage_in_iteration * batches + batch) % 2
             packed_block, chunk = divmod(batch, self.chunks_per_block)
             block, atom = divmod(packed_block, variant.m64_atoms)
-            self.decode_chunk(operands.packed, operands.fragment, chunk, buffer, operands.decode_table)
+            self.decode_chunk(operands.packed, operands.fragment, chunk, buffer, operands.register)
             next_load, chunk_of_load = divmod(batch + 1, self.chunks_per_load)
             if const_expr(chunk_of_load == 0 and batch < batches - 1):
                 self.load_packed(operands, pipeline, state.stage, next_load, consumer)
@@ -482,7 +479,7 @@ class Mainloop:
     def decode_group_chunk(self, operands: MmaOperands, sums: GroupSums, buffer: int, number: int = 0) -> None:
         """Decode a chunk of what is packed into a fragment buffer; with the first one take the scales of all, if they
         are applied to sums."""
-        self.decode_chunk(operands.packed, operands.fragment, number, buffer, operands.decode_table)
+        self.decode_chunk(operands.packed, operands.fragment, number, buffer, operands.register)
         if self.variant.scales_on_sums and number == 0:
             self.take_scales(operands.packed, sums.scales)
 

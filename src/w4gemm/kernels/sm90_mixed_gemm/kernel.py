@@ -213,8 +213,9 @@ class Sm90MixedGemmKernel:
     def __init__(self, variant: Sm90MixedVariant, part: Part = WHOLE):
         self.variant = variant
         self.dtype = DTYPES[variant.kind]
-        pairs, on_sums = variant.pairs, variant.scales_on_sums
-        decoder = variant.weight.decoder(allow_sum_scale=True, pairs=pairs, on_sums=on_sums)
+        decoder = variant.weight.decoder(
+            allow_sum_scale=True, pairs=variant.pairs, on_sums=variant.scales_on_sums, held=variant.holds_words
+        )
         kinds = variant.bias_kind, variant.out_kind
         math = EpilogueMath(variant.epilogue, *kinds, variant.vector, variant.channel_scales, decoder.sum_scale)
         epilogue = EpilogueStore(

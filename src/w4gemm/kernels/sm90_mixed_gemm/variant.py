@@ -288,6 +288,12 @@ class Sm90MixedVariant(KSliceVariant):
         pairs = self.weight.codec.pairs(self.weight, self.scales_on_sums)
         return pairs if pairs is not None and self.config.tile_m <= _TOKENS_OF_PAIRS[pairs] else None
 
+    @property
+    def holds_words(self) -> bool:
+        """True if registers hold what loads and scales of two levels need in each block. Beside a table of pairs, and
+        with four consumer warpgroups, too few are left."""
+        return self.block.factors > 0 and self.pairs is None and self.warpgroups < 4
+
     # --- epilogue
 
     @property

@@ -4,8 +4,9 @@ A codec is all that the library knows of an element in blocks. A file beside it 
 turns code words into the registers of operand A; it needs the DSL, so :meth:`Codec.decoder` imports it. What a kernel
 calls:
 
-    all                   ``prepare(words, table, field)`` once per scale group: the scale words, and what ``decode``
-                          needs of rows g and g + 8. ``decode(words, prepared)``: the fragment registers of one matrix
+    all                   ``prepare(words, register, field)`` once per scale group: the scale words, and what ``decode``
+                          needs of rows g and g + 8; in ``register`` the address of the table, or ``held_word`` unless
+                          that is None. ``decode(words, prepared)``: the fragment registers of one matrix
                           instruction, in the order row g, row g + 8, and both again further along k; its code words are
                           those of kernels/device/block.py's ``words_of_step``. ``sum_scale``: what a decoded 1.0 stands
                           for; the epilogue multiplies the sums by it, so without allow_sum_scale it must be 1
@@ -14,8 +15,6 @@ calls:
                           ``factors_on_sums``, numbers times scales: ``prepare_levels(words, field)``,
                           ``decode_levels(words, prepared)``, ``factors(words)``
     scales on sums        ``scales(words, field)``: float32 factors of the sums of rows g and g + 8
-    scales of two levels  ``prepare_held(words, held, field)``: as ``prepare``, in fewer instructions if a register
-                          holds ``held_word``, which some decoders have
     a table               ``fill_table(table, thread, threads)``, before a barrier
 
 For 16-bit x, a subclass of ``Decoder`` (integers_decode.py) has all of this, and may override only ``decode_exact`` if
@@ -120,6 +119,9 @@ class Decoding(NamedTuple):
     """Contents of the kernel's table in shared memory, if it decodes pairs of codes by one."""
     on_sums: bool = False
     """True if the kernel applies scales to sums though the codec does not ask for it."""
+    held: bool = False
+    """True if the kernel has a register for the decoder's ``held_word``, with which ``prepare`` takes fewer
+    instructions; decoders of which that is not so have none."""
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ Words of several steps are turned for each (:attr:`Codec.turns`).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -123,6 +124,9 @@ class TwoLevelCodec(WideCodec):
         from w4gemm.packing.codecs.pairs_decode import TwoLevelPairDecoder
 
         return self._made(weight, decoding, TwoLevelDecoder, TwoLevelPairDecoder)
+
+    def _made(self, weight: WeightOperand, decoding: Decoding, decoder: Any, of_pairs: Any = None) -> Any:
+        return super()._made(weight, decoding, functools.partial(decoder, held=decoding.held), of_pairs)
 
     def costs(self, weight: WeightOperand, pairs: Pairs | None, few: bool) -> tuple[str, ...]:
         return ("two_levels_few" if few else "two_levels",)

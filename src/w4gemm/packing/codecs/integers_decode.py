@@ -63,7 +63,7 @@ class Decoder:
     """True if :meth:`decode_exact` gives numbers without their scales, for a kernel that scales sums."""
 
     held_word = None
-    """Of scales of two levels: what :meth:`prepare_held` wants in a register; None if there is no such method."""
+    """What :meth:`prepare` wants in a register; None if that is the address of a table, if anything."""
     factors_on_sums = False
     """True if ``decode_levels`` gives numbers times their scales of two levels, for a kernel that multiplies sums by
     ``factors``."""

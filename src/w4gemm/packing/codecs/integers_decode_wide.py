@@ -22,8 +22,8 @@ where (2**23 + 128) * factor would have 27.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import ClassVar, NamedTuple
 
 from cutlass import Float32, Int32
 
@@ -135,17 +135,23 @@ class WideDecoder(Decoder):
         return tuple(to_float("f32", number) for number in bits)
 
 
+@dataclass(frozen=True)
 class TwoLevelDecoder(WideDecoder):
     """The same with scales of two levels: the scale word and the zero word hold bytes, of two groups, and the next two
     words the fp16 factors of scales and of zero points. Without zero points there is one word of each, of bytes with
     signs."""
 
-    _bias = SIGNED_BIAS
+    held: bool = field(default=False, kw_only=True)
+
+    _bias: ClassVar = SIGNED_BIAS
 
     @property
-    def held_word(self) -> int:
-        """Upper bytes that :meth:`prepare_held` gives to scales of rows g, and to those of rows g + 8 or to zero
-        points; then a byte with the lowest bit of an exponent, and 0."""
+    def held_word(self) -> int | None:  # type: ignore[override]
+        """Upper bytes that :meth:`prepare` gives to scales of rows g, and to those of rows g + 8 or to zero points;
+        then a byte with the lowest bit of an exponent, and 0. So the power of two of a factor is in the exponent of a
+        biased byte."""
+        if not self.held:
+            return None
         return self._exponents[0] >> 1 << 24 | self._exponents[1] >> 1 << 16 | 0x8000
 
     @property
@@ -158,8 +164,12 @@ class TwoLevelDecoder(WideDecoder):
     def _bias_power(self) -> int:
         return 23 if self.zero == "float" else 15
 
-    def prepare_held(self, words: tuple[Int32, ...], held: Int32, field: int = 0) -> tuple[WideRow, ...]:
-        """As :meth:`prepare`; the power of two of a factor is in the exponent of the biased byte."""
+    def prepare(self, words: tuple[Int32, ...], register: Int32, field: int = 0) -> tuple[WideRow, ...]:
+        """Once per group: what :meth:`decode` needs of rows g and g + 8."""
+        return self._held_rows(words, register, field) if self.held else super().prepare(words, register, field)
+
+    def _held_rows(self, words: tuple[Int32, ...], held: Int32, field: int) -> tuple[WideRow, ...]:
+        """The same from ``held_word``."""
         rows = []
         for row, unit in enumerate(self._units):
             if self.zero == "float":
@@ -203,12 +213,13 @@ class TwoLevelDecoder(WideDecoder):
         return fma(to_float("f32", biased), factor, factor * Float32(-_BYTE_BIAS))
 
 
+@dataclass(frozen=True)
 class SmallLevelDecoder(TwoLevelDecoder):
     """The same with scales of six bits and a sign, stored as scale + 32. Times a code of up to four bits, minus the
     middle one, a scale is at most 256 and exact in bf16: one fma makes it, and the factor alone multiplies sums.
     """
 
-    _bias = _SMALL_BIAS
+    _bias: ClassVar = _SMALL_BIAS
 
     @property
     def factors_on_sums(self) -> bool:
@@ -235,6 +246,7 @@ class SmallLevelDecoder(TwoLevelDecoder):
         return low, high
 
 
+@dataclass(frozen=True)
 class NibbleLevelDecoder(TwoLevelDecoder):
     """The same with scales and zero points of four bits, the halves of the bytes of one word."""
 
@@ -243,8 +255,8 @@ class NibbleLevelDecoder(TwoLevelDecoder):
     ) -> tuple[WideRow, ...]:
         return super()._rows(self._in_bytes(words), field, of_scales, of_zeros)
 
-    def prepare_held(self, words: tuple[Int32, ...], held: Int32, field: int = 0) -> tuple[WideRow, ...]:
-        return super().prepare_held(self._in_bytes(words), held, field)
+    def _held_rows(self, words: tuple[Int32, ...], held: Int32, field: int) -> tuple[WideRow, ...]:
+        return super()._held_rows(self._in_bytes(words), held, field)
 
     def _in_bytes(self, words: tuple[Int32, ...]) -> tuple[Int32, ...]:
         """The words as those of bytes."""
