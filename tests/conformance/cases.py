@@ -34,7 +34,9 @@ FORMATS = [
 ]
 FORMATS += [WeightFormat(group_size, "none", "e4m3") for group_size in (32, 128, -1)]
 FORMATS += [WeightFormat.parse(name) for name in ("iq4_g32_fp16", "iq4_g128", "iq4_g32_fp32", "nf4", "nf4_col_fp16")]
-FORMATS += [WeightFormat.parse(name) for name in ("e2m1_g64", "e2m1_col_fp16", "int4_g16", "int4_g16_zint", "nf4_g16_fp16")]
+FORMATS += [
+    WeightFormat.parse(name) for name in ("e2m1_g64", "e2m1_col_fp16", "int4_g16", "int4_g16_zint", "nf4_g16_fp16")
+]
 FORMATS += [WeightFormat.parse("nf4_g64_fp32"), WeightFormat(256, element=codebook([*range(-9, 0), *range(1, 8)]))]
 FORMATS += [WeightFormat(96, element=codebook([-(1 + i / 99) for i in range(8)] + [2.0**-i for i in range(8)]))]
 FORMATS += [WeightFormat.parse(name) for name in ("iq4_g32_s8x256", "nf4_g16_s8x128", "e2m1_g64_s8x256")]
@@ -75,7 +77,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, FP8)
 
 
 PARTIAL = ("dequantize_gemm",)
-"""Kernels that may refuse some formats, sizes and epilogues; all others take all but the smallest groups, which some take."""
+"""Kernels that may refuse some formats, sizes and epilogues; all others take all but some smallest groups."""
 FP8_SUM = 2**-16
 """Relative error that a k step of 32 may add on average: Hopper's tensor cores add fp8 products with about 14 bits."""
 

@@ -66,8 +66,8 @@ class GpuKernel(ABC):
     block_scales = False
     """True if it takes a scale for each 128 columns of a row of x."""
     group_words = 1
-    """The most words of a thread for a group of 16 columns that it decodes, with 16-bit x: one is a scale of 16 bits for
-    two rows; zero points and 32 bits take twice as many each, which need registers."""
+    """The most words of a thread for a group of 16 columns that it decodes, with 16-bit x: one is a scale of 16 bits
+    for two rows; zero points and 32 bits take twice as many each, which need registers."""
     half_steps = False
     """True if it decodes groups of half a step along k of an fp8 matrix instruction, where the codec does."""
     variant: type[GpuVariant]
