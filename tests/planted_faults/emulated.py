@@ -124,6 +124,13 @@ FAULTS = (
         _EMULATED + "sm90_mixed_gemm/128x64x128_1x1x1_pingpong",
     ),
     Fault(
+        "sums of x without the columns of a step's latter half",
+        _DEVICE + "warp_product.py",
+        "sums.append(halves[0] + halves[2])",
+        "sums.append(halves[0])",
+        _EMULATED + "sm90_decode/8x48x128_1x1x1_coop",
+    ),
+    Fault(
         "few tokens: a lane scales each of its columns by the other's scale",
         _DEVICE + "warp_product.py",
         "return (lane % 4 * 2 + column) // self.tokens",

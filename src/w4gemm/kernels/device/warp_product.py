@@ -12,7 +12,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from w4gemm.packing.codecs import WeightOperand
-from w4gemm.ptx.arithmetic import mma_sync
+from w4gemm.ptx.arithmetic import half_to_float, mma_sync, pack_half2
 
 _ONES = {"f16": 0x3C003C00, "bf16": 0x3F803F80}
 
@@ -133,6 +133,9 @@ class WarpProduct:
             self._multiply_levels(acc, first, words, scales, x_fragments)
             return
         block = self.weight.block
+        if block.factors == 2 and block.scale_group == 32 and first + len(words) > 1:  # strips share sums of x
+            self._multiply_zero_levels(acc, first, words, scales, x_fragments)
+            return
         steps = block.scale_group // 16
         count = max(1, min(self.chains, steps // 2))
         for g in range(block.groups):
@@ -228,6 +231,56 @@ class WarpProduct:
             for tb in range(self.token_blocks):
                 for i in range(4):
                     acc[i, tb, first + strip] = acc[i, tb, first + strip] + factors[i // 2] * sums[tb][i]
+
+    def _multiply_zero_levels(
+        self,
+        acc: cute.Tensor,
+        first: int,
+        words: Sequence[Sequence[Words]],
+        scales: Callable[[int, int], Words],
+        x_fragments: Sequence[Sequence[tuple[Int32, Int32]]],
+    ) -> None:
+        """The same with zero points of two levels, in groups of 32 columns: one more instruction multiplies those of
+        all groups of a strip, without their factor, by the sums of x."""
+        odd = cute.arch.lane_idx() % 2 == 1
+        x_sums = [self._sums_in_parts(x) for x in x_fragments]
+        for strip in range(len(words)):
+            pairs = scales(strip, 0), scales(strip, 2)
+            own = tuple(Int32(cutlass.select_(odd, b, a)) for a, b in zip(*pairs, strict=True))
+            levels, factors = self.decoder.zero_levels(own), self.decoder.zero_factors(own)
+            for tb in range(self.token_blocks):
+                sums = mma_sync("bf16", [Float32(0.0)] * 4, levels * 2, x_sums[tb])
+                for i in range(4):
+                    acc[i, tb, first + strip] = acc[i, tb, first + strip] + factors[i // 2] * sums[i]
+            offsets = self.decoder.offsets(own, Int32(0))
+            for g in range(4):
+                sums = [[Float32(0.0)] * 4 for _ in range(self.token_blocks)]
+                for step in (2 * g, 2 * g + 1):
+                    a = self.decoder.decode_exact(words[strip][step], offsets)
+                    for tb in range(self.token_blocks):
+                        sums[tb] = mma_sync(self.weight.kind, sums[tb], a, x_fragments[tb][step])
+                values = self.decoder.scales_and_zeros(pairs[g // 2], g % 2)
+                for tb in range(self.token_blocks):
+                    for i in range(4):
+                        acc[i, tb, first + strip] = acc[i, tb, first + strip] + values[i // 2][0] * sums[tb][i]
+
+    def _sums_in_parts(self, x: Sequence[tuple[Int32, Int32]]) -> tuple[Int32, Int32]:
+        """The sums of x of four groups as operand B: rows are two groups of each lane of a quad, columns are tokens.
+        Even lanes have groups 0 and 1, odd ones 2 and 3. Three bf16 numbers add up to a float32: the former two lanes
+        have the first and the third, the latter two the second and zeros."""
+        ones, sums = [Int32(_ONES[self.weight.kind])] * 2, []
+        for g in range(4):  # x as operand A: the halves of both steps' columns are rows of their own
+            halves = mma_sync(self.weight.kind, [Float32(0.0)] * 4, (*x[2 * g], *x[2 * g + 1]), ones)
+            sums.append(halves[0] + halves[2])
+        lane = cute.arch.lane_idx()
+        own = [Float32(cutlass.select_(lane % 2 == 1, sums[2 + i], sums[i])) for i in range(2)]
+        parts = []
+        for _ in range(3):
+            parts.append(pack_half2("bf16", *own))
+            own = [value - half_to_float("bf16", parts[-1], i == 1) for i, value in enumerate(own)]
+        latter = lane % 4 >= 2
+        pick = cutlass.select_
+        return Int32(pick(latter, parts[1], parts[0])), Int32(pick(latter, Int32(0), parts[2]))
 
     def _sum_x(self, fragments: Sequence[tuple[Int32, Int32]], first: int, count: int) -> Sequence[Float32]:
         """The sum of x over ``count`` steps, those of a group, for float zero points: a product with ones."""

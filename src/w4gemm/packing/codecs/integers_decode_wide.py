@@ -205,6 +205,21 @@ class TwoLevelDecoder(WideDecoder):
                 rows.append(WideRow(scale, scale * Float32(-self.middle * of_zeros / of_scale)))
         return tuple(rows)
 
+    def zero_levels(self, words: tuple[Int32, ...]) -> tuple[Int32, Int32]:
+        """Of rows g and g + 8: the zero points of the two groups whose bytes share the words, in bf16, without their
+        factor and divided by 64."""
+        unit, none = pair(2.0**133 / _EXACT_UNIT, 2.0**133 / _EXACT_UNIT), pair(-0.0, -0.0)
+        picked = [
+            asm(f"prmt.b32 $0, $1, 0, {pick:#x};", [Int32], [words[1]], pure=True)[0] for pick in (0x4140, 0x4342)
+        ]
+        low, high = (fma_pair("bf16", subnormals, unit, none) for subnormals in picked)
+        return low, high
+
+    def zero_factors(self, words: tuple[Int32, ...]) -> tuple[Float32, Float32]:
+        """What multiplies products of :meth:`zero_levels` of rows g and g + 8."""
+        low, high = (times(half_to_float("f16", words[3], upper), _EXACT_UNIT) for upper in (False, True))
+        return low, high
+
     def _product(self, words: tuple[Int32, ...], level: int, row: int, field: int, power: float) -> Float32:
         """A scale (level 0) or zero point (level 1) times a power of two."""
         factor = times(half_to_float("f16", words[2 + level], row == 1), power)
@@ -257,6 +272,12 @@ class NibbleLevelDecoder(TwoLevelDecoder):
 
     def _held_rows(self, words: tuple[Int32, ...], held: Int32, field: int) -> tuple[WideRow, ...]:
         return super()._held_rows(self._in_bytes(words), held, field)
+
+    def zero_levels(self, words: tuple[Int32, ...]) -> tuple[Int32, Int32]:
+        return super().zero_levels(self._in_bytes(words))
+
+    def zero_factors(self, words: tuple[Int32, ...]) -> tuple[Float32, Float32]:
+        return super().zero_factors(self._in_bytes(words))
 
     def _in_bytes(self, words: tuple[Int32, ...]) -> tuple[Int32, ...]:
         """The words as those of bytes."""
