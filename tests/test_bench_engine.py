@@ -216,6 +216,15 @@ def test_adapters_take_turns_among_requests_and_answers_of_one_adapter_come_from
     assert batches[-1] is None
 
 
+@pytest.mark.parametrize("kernel, name", [("HummingFP8ScaledMMKernel", "humming"), ("CutlassFP8ScaledMM", "dense")])
+def test_fp8_weights_beside_16_bits_are_named_and_those_beside_fp8_are_not(kernel, name, monkeypatch):
+    monkeypatch.setattr(pair, "kernels_of", lambda model: {"linear": {f"vllm.scaled_mm.{kernel}": 4}})
+    engine = pair.Engine.__new__(pair.Engine)
+    engine.kernels, engine.llm = "default", SimpleNamespace(collective_rpc=lambda call: [None])
+    engine.look()
+    assert engine.name == name
+
+
 def test_answers_are_compared_up_to_the_first_token_that_differs():
     marlin, ours = [[1, 2, 3, 4, 5], [1, 2, 3, 4, 5]], [[1, 2, 3, 4, 5], [9, 2, 3, 4, 5]]
     actual = rows.rows_of(result(2.5, ours), Task({}, 512, (2,), 16, 5))

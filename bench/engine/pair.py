@@ -127,8 +127,10 @@ class Engine:
         """See what the layers run."""
         self.model: Any = self.llm.collective_rpc(lambda worker: worker.model_runner.get_model())[0]
         classes = {cls for classes in kernels_of(self.model).values() for cls in classes}
-        # no engine on w4gemm takes the fp8 layers of ModelOpt's mixed checkpoints and of DeepSeek-V4
-        names = {known_as(cls) for cls in classes if not re.search("FP8ScaledMM|Fp8BlockScaled|Fp8LinearMethod", cls)}
+        # no engine on w4gemm takes the fp8 layers of ModelOpt's mixed checkpoints and of DeepSeek-V4, whose x is fp8
+        # too; Humming's and Marlin's kernels of these names multiply fp8 weights by x in 16 bits
+        fp8 = re.compile("(?<!Humming)(?<!Marlin)FP8ScaledMM|Fp8BlockScaled|Fp8LinearMethod")
+        names = {known_as(cls) for cls in classes if not fp8.search(cls)}
         self.name = WITHOUT_LORA if self.kernels == WITHOUT_LORA else "+".join(sorted(names)) or DENSE
 
     def generate(self, requests: list[Row], params: Any, adapters: list[Any] | None = None) -> list[Any]:
