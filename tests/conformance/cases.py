@@ -113,13 +113,16 @@ class Target:
     def every_config(
         self, shapes: Iterable[tuple[int, int]], m: int = 64, experts: int = 0, gathered: bool = False
     ) -> dict[str, WeightFormat]:
-        """Every config that is legal for one of the shapes (n, k), with its format of CONFIG_FORMATS."""
+        """Every config that is legal for one of the shapes (n, k), with its format of CONFIG_FORMATS. Those for experts
+        are legal for one of them alone, unless their rows are gathered."""
         actual: dict[str, WeightFormat] = {}
         for format in CONFIG_FORMATS:
             for n, k in shapes:
-                problem = replace(self.problem(m, n, k, format), experts=experts, gathered=gathered)
-                for _, _, c in ranked([self.kernel], problem):
-                    actual.setdefault(f"{self.kernel.name}/{c}", format)
+                alone = self.problem(m, n, k, format)
+                for _, _, c in ranked([self.kernel], replace(alone, experts=experts, gathered=gathered)):
+                    few, many = replace(c, tail=None), c.tail or c
+                    if gathered or not any(self.kernel.exclusions(alone, one) for one in (few, many)):
+                        actual.setdefault(f"{self.kernel.name}/{c}", format)
         return actual
 
     def few_configs(self, n: int, k: int, format: WeightFormat) -> list[str]:
