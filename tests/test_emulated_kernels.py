@@ -308,6 +308,20 @@ def test_dequantized_weights(name: str) -> None:
     assert torch.equal(dense, w.dequantize(dtype))
 
 
+def test_configs_of_one_order_give_equal_bits_with_zero_points_of_two_levels() -> None:
+    """Tiles of one strip add them up for each group, others for a block."""
+    by_order: dict[Any, list[torch.Tensor]] = {}
+    for tile_n in (16, 32, 48):
+        config = f"sm90_decode/8x{tile_n}x128_1x1x1_coop"
+        case = Product(config, "q4_k", Epilogue(out_dtype=torch.float32), 5, 96, 896, 2)
+        w = experts_of(case)
+        d = computed(case, randn(5, 896), w, operands_of(case, 5, w), rows_of(case))
+        kernel, own = config_named(config)
+        by_order.setdefault(kernel.reduction_order(case.problem, own), []).append(d)
+    assert len(by_order) == 2
+    assert all(torch.equal(d, equal[0]) for equal in by_order.values() for d in equal)
+
+
 def check(d: torch.Tensor, x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None, **fused: Any) -> None:
     assert_close(d, x, w, bias, **{name: value for name, value in fused.items() if value is not None})
 

@@ -34,6 +34,13 @@ def registers_of(threads: int) -> int:
     return 65536 // threads
 
 
+def adds_zeros_by_block(block: Block, strips: int) -> bool:
+    """True if zero points of two levels are multiplied by the sums of x of a block's groups in one matrix instruction,
+    not of each group. That is for several strips of 16 rows, which share those sums, and is another order of additions.
+    """
+    return block.factors == 2 and block.scale_group == 32 and strips > 1
+
+
 @dataclass(frozen=True)
 class GpuVariant:
     """All compile-time parameters of a kernel. Equal variants share one compiled object, which serves all m, n and k.

@@ -11,6 +11,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from w4gemm.kernels.variant import adds_zeros_by_block
 from w4gemm.packing.codecs import WeightOperand
 from w4gemm.ptx.arithmetic import half_to_float, mma_sync, pack_half2
 
@@ -133,7 +134,7 @@ class WarpProduct:
             self._multiply_levels(acc, first, words, scales, x_fragments)
             return
         block = self.weight.block
-        if block.factors == 2 and block.scale_group == 32 and first + len(words) > 1:  # strips share sums of x
+        if adds_zeros_by_block(block, first + len(words)):
             self._multiply_zero_levels(acc, first, words, scales, x_fragments)
             return
         steps = block.scale_group // 16
@@ -249,7 +250,7 @@ class WarpProduct:
             own = tuple(Int32(cutlass.select_(odd, b, a)) for a, b in zip(*pairs, strict=True))
             levels, factors = self.decoder.zero_levels(own), self.decoder.zero_factors(own)
             for tb in range(self.token_blocks):
-                sums = mma_sync("bf16", [Float32(0.0)] * 4, levels * 2, x_sums[tb])
+                sums = mma_sync("bf16", [Float32(0.0)] * 4, (*levels, *levels), x_sums[tb])
                 for i in range(4):
                     acc[i, tb, first + strip] = acc[i, tb, first + strip] + factors[i // 2] * sums[i]
             offsets = self.decoder.offsets(own, Int32(0))
@@ -279,8 +280,8 @@ class WarpProduct:
             parts.append(pack_half2("bf16", *own))
             own = [value - half_to_float("bf16", parts[-1], i == 1) for i, value in enumerate(own)]
         latter = lane % 4 >= 2
-        pick = cutlass.select_
-        return Int32(pick(latter, parts[1], parts[0])), Int32(pick(latter, Int32(0), parts[2]))
+        former_rows = cutlass.select_(latter, parts[1], parts[0])
+        return Int32(former_rows), Int32(cutlass.select_(latter, Int32(0), parts[2]))
 
     def _sum_x(self, fragments: Sequence[tuple[Int32, Int32]], first: int, count: int) -> Sequence[Float32]:
         """The sum of x over ``count`` steps, those of a group, for float zero points: a product with ones."""

@@ -13,6 +13,7 @@ from w4gemm.kernels.gpu import MOST_GROUP_WORDS
 from w4gemm.kernels.hopper import HopperKernel
 from w4gemm.kernels.sm90_decode.variant import Sm90DecodeVariant
 from w4gemm.kernels.space import Rule, Space
+from w4gemm.kernels.variant import adds_zeros_by_block
 
 _TILES = {
     "16x128_1x1x1_coop": "8 16",
@@ -67,6 +68,7 @@ class Sm90Decode(HopperKernel):
 
     def reduction_order(self, problem: GemmProblem, config: GemmConfig) -> Hashable:
         """Each warp of a CTA takes every W-th k block, and their sums are added in a fixed order. The groups of up to
-        four tokens are added in others."""
+        four tokens are added in others, and so may zero points be in a tile of one strip."""
         variant = Sm90DecodeVariant.of(problem, config)
-        return self.name, variant.warps, variant.reduction_warps, config.split_k, variant.few
+        by_block = adds_zeros_by_block(variant.block, variant.m16_atoms)
+        return self.name, variant.warps, variant.reduction_warps, config.split_k, variant.few, by_block
