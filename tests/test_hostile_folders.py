@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -285,7 +286,7 @@ def test_a_file_is_placed_beside_a_link(tmp_path: Path) -> None:
     """One that came after the folder was looked through."""
     victim = tmp_path / "victim"
     victim.write_text("precious")
-    (tmp_path / "file.unfinished").symlink_to(victim)
+    (tmp_path / f"file.{os.getpid()}-{threading.get_ident():x}.unfinished").symlink_to(victim)
     with placed(tmp_path / "file") as unfinished:
         unfinished.write_text("new")
     assert victim.read_text() == "precious" and (tmp_path / "file").read_text() == "new"

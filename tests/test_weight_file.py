@@ -1,8 +1,9 @@
-"""A flipped bit in the header of a weight's file never gives other numbers."""
+"""Files of weights: a flipped bit in the header never gives other numbers, and each file is whole."""
 
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,18 @@ def test_a_file_is_whole_and_keeps_the_numbers_of_weights_that_were_loaded_from_
         first.save(path)
     assert torch.equal(QuantizedWeight.load(path).dequantize(), second.dequantize())
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_several_writers_of_a_file_and_what_a_killed_one_left(tmp_path: Path) -> None:
+    w, path = quantize(torch.randn(64, 256), "int4_g128"), tmp_path / "w.safetensors"
+    killed, alive = (tmp_path / f"{path.name}.{process}-7f.unfinished" for process in (2**22 + 1, 1))
+    for leftover in (killed, alive):
+        leftover.touch()
+    with ThreadPoolExecutor(8) as pool:
+        for saved in [pool.submit(w.save, path) for _ in range(100)]:
+            saved.result()
+    assert {file.name for file in tmp_path.iterdir()} == {path.name, alive.name}
+    assert torch.equal(QuantizedWeight.load(path).dequantize(), w.dequantize())
 
 
 def test_what_is_no_device_is_named(tmp_path: Path) -> None:

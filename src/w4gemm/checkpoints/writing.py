@@ -164,7 +164,7 @@ def _made(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Lock a folder, in which two writers would rename each other's unfinished files."""
+    """Lock a folder, in which two writers would replace each other's files."""
     try:
         import fcntl
     except ImportError:  # not POSIX

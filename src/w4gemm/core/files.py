@@ -4,8 +4,10 @@ and what lies at a user's path: :func:`existing`, :func:`lacks_weights`. Importi
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 import stat
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -54,27 +56,38 @@ UNFINISHED = ".unfinished"
 
 @contextlib.contextmanager
 def placed(file: Path) -> Iterator[Path]:
-    """Yield the path of a new, empty file to write. It gets the name ``file`` at the end, so that ``file`` is whole if
-    it exists. A link at that path is replaced, not followed.
+    """Yield the path of a new, empty file to write, which no other process or thread writes. It gets the name ``file``
+    at the end, so that ``file`` is whole if it exists. A link at that path is replaced, not followed.
 
     Raises:
         OSError: if it cannot be written, as on a full disk. It names ``file``, which does not change.
     """
-    unfinished = file.with_name(f"{file.name}{UNFINISHED}")
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        unfinished.unlink()  # of a run that was interrupted
+    _remove_leftovers(file)
+    unfinished = file.with_name(f"{file.name}.{os.getpid()}-{threading.get_ident():x}{UNFINISHED}")
     try:
         os.close(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
         yield unfinished
         unfinished.replace(file)
-    except OSError as e:
+    except BaseException as e:
         with contextlib.suppress(OSError):
             unfinished.unlink()
+        if not isinstance(e, OSError):
+            raise
         if e.errno is not None and (e.filename is None or str(e.filename) == str(unfinished)):  # None: of an open file
             raise OSError(e.errno, e.strerror, str(file)) from e
         if e.errno is None and str(unfinished) in str(e):
             raise OSError(str(e).replace(str(unfinished), str(file))) from e
         raise
+
+
+def _remove_leftovers(file: Path) -> None:
+    """Remove what processes that were killed, or had this one's number before it, left of their writes of a file."""
+    for leftover in file.parent.glob(f"{glob.escape(file.name)}.*-*{UNFINISHED}"):
+        process = leftover.name[len(file.name) + 1 :].partition("-")[0]
+        own = leftover.name.endswith(f".{os.getpid()}-{threading.get_ident():x}{UNFINISHED}")
+        if own or (process.isdecimal() and not Path("/proc", process).exists()):
+            with contextlib.suppress(OSError):
+                leftover.unlink()
 
 
 def read_regular(file: Path, most: int) -> bytes:
