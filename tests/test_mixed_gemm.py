@@ -49,7 +49,7 @@ def test_the_ctas_of_experts():
 
 
 def test_few_enough_to_compile_them_all():
-    assert sum(len(kernel.configs(PROBLEM)) for kernel in KERNELS if kernel.supports(PROBLEM)) <= 450
+    assert sum(len(kernel.configs(PROBLEM)) for kernel in KERNELS if kernel.supports(PROBLEM)) <= 460
 
 
 @pytest.mark.parametrize("n, k, m", [(22016, 4096, 24), (24576, 4096, 40), (19456, 2560, 48), (43008, 5376, 32)])

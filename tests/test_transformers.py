@@ -91,7 +91,7 @@ def test_layers_without_a_kernel_become_dense(tmp_path: Path, monkeypatch: pytes
 
 def test_which_devices_run_a_format() -> None:
     t4 = Device("cuda", "NVIDIA T4", (7, 5), 40, 65536)
-    for format, devices in ((WeightFormat(), {"H200", "CPU"}), (WeightFormat(16, "int"), {"CPU"})):
+    for format, devices in ((WeightFormat(), {"H200", "CPU"}), (WeightFormat.parse("int4_g16_e4m3"), {"CPU"})):
         named = {"H200": H200, "CPU": Device("cpu"), "T4": t4}
         for experts in (0, 4):
             assert {name for name, d in named.items() if runs_on(d, format, 256, 512, experts)} == devices
