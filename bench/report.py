@@ -340,8 +340,8 @@ def _engines(page: Page, rows: Sequence[Row]) -> list[str]:
             cells = [str(gains.get(column, "")) for column in columns]
             lines.append(f"| {case} | {' | '.join(cells)} | {commits} |")
         if engine == "vllm":
-            means = _mean_gains(_in_vllm(rows), columns)
-            lines.append(f"| **geometric mean** | {' | '.join(f'{ratio:.2f}' for ratio in means)} | |")
+            means = ["" if mean is None else f"{mean:.2f}" for mean in _mean_gains(_in_vllm(rows), columns)]
+            lines.append(f"| **geometric mean** | {' | '.join(means)} | |")
     served = summary.cases_of(rows, ("serve",))
     if served:
         columns = sorted({column for gains in served.values() for column in gains}, key=_numbers)

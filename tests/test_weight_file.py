@@ -93,6 +93,15 @@ def test_several_writers_of_a_file_and_what_a_killed_one_left(tmp_path: Path) ->
     assert torch.equal(QuantizedWeight.load(path).dequantize(), w.dequantize())
 
 
+def test_a_name_of_255_bytes_and_a_link(tmp_path: Path) -> None:
+    w, path, link = quantize(torch.randn(8, 64)), tmp_path / ("é" * 127 + "w"), tmp_path / "link"
+    link.symlink_to(path.name)
+    for place in (link, path, link):
+        w.save(place)
+        assert torch.equal(QuantizedWeight.load(place).dequantize(), w.dequantize())
+    assert link.is_symlink() and sorted(tmp_path.iterdir()) == sorted([link, path])
+
+
 def test_what_is_no_device_is_named(tmp_path: Path) -> None:
     w, path = quantize(torch.randn(8, 64)), tmp_path / "w"
     w.save(path)

@@ -227,7 +227,6 @@ def adapters_for(model: Model, folder: Path, count: int) -> list[Any]:
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
             "base_model_name_or_path": model.name,
-            "bias": "none",
         }
         config |= {"bias": "none", "r": _RANK, "lora_alpha": _RANK, "target_modules": leaves}
         (own / "adapter_config.json").write_text(json.dumps(config))

@@ -62,8 +62,10 @@ def placed(file: Path) -> Iterator[Path]:
     Raises:
         OSError: if it cannot be written, as on a full disk. It names ``file``, which does not change.
     """
-    _remove_leftovers(file)
-    unfinished = file.with_name(f"{file.name}.{os.getpid()}-{threading.get_ident():x}{UNFINISHED}")
+    start = f"{file.name[:50]}."  # of a name as long as they can be, so that the end has room
+    own = f"{os.getpid()}-{threading.get_ident():x}{UNFINISHED}"
+    _remove_leftovers(file.parent, start, own)
+    unfinished = file.with_name(start + own)
     try:
         os.close(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
         yield unfinished
@@ -80,12 +82,12 @@ def placed(file: Path) -> Iterator[Path]:
         raise
 
 
-def _remove_leftovers(file: Path) -> None:
+def _remove_leftovers(folder: Path, start: str, own: str) -> None:
     """Remove what processes that were killed, or had this one's number before it, left of their writes of a file."""
-    for leftover in file.parent.glob(f"{glob.escape(file.name)}.*-*{UNFINISHED}"):
-        process = leftover.name[len(file.name) + 1 :].partition("-")[0]
-        own = leftover.name.endswith(f".{os.getpid()}-{threading.get_ident():x}{UNFINISHED}")
-        if own or (process.isdecimal() and not Path("/proc", process).exists()):
+    for leftover in folder.glob(f"{glob.escape(start)}*-*{UNFINISHED}"):
+        end = leftover.name.removeprefix(start)
+        process = end.partition("-")[0]
+        if end == own or (process.isdecimal() and not Path("/proc", process).exists()):
             with contextlib.suppress(OSError):
                 leftover.unlink()
 

@@ -27,8 +27,9 @@ def write(path: str | Path, tensors: dict[str, torch.Tensor], facts: dict[str, A
     # clone: safetensors refuses tensors that share storage, as scales and zero points of a caller's may
     copies = {name: t.cpu().clone() for name, t in tensors.items()}
     text = json.dumps({"kind": _KIND, "version": _VERSION, "tensors": sorted(tensors), **facts})
+    target = os.path.realpath(path) if os.path.islink(path) else path  # a user's link is followed, as by open()
     try:
-        save_tensors(path, copies, {"w4gemm": text})
+        save_tensors(target, copies, {"w4gemm": text})
     except OSError as e:
         raise OSError(f"path: {e}") from e
 

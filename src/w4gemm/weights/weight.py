@@ -407,7 +407,7 @@ class QuantizedWeight:
 
     def save(self, path: str | Path) -> None:
         """Write the weight to a safetensors file, in the canonical layout, with format, sizes and activations in the
-        metadata. :meth:`load` reads it on any device.
+        metadata. :meth:`load` reads it on any device. A symbolic link at ``path`` stays, and its target is written.
 
         Raises:
             OSError: if the file cannot be written.

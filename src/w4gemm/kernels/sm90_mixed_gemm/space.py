@@ -102,6 +102,7 @@ def fits(v: Sm90MixedVariant) -> bool:
 
 def with_fine_tiles(tiles: dict[str, str], fine: dict[str, dict[str, str]]) -> dict[str, str]:
     """Return the tiles of all, each tile_m in ascending order."""
+    assert all(part.keys() <= tiles.keys() for part in fine.values()), "fine steps of tiles that the kernel lacks"
     of_all = {
         others: {int(tile_m) for part in (tiles, *fine.values()) for tile_m in part.get(others, "").split()}
         for others in tiles
@@ -117,13 +118,16 @@ def fine_tiles(fine: dict[str, dict[str, str]]) -> Rule:
         for decoder, tiles in fine.items()
     }
     every = frozenset().union(*names.values())
+
+    def excludes(v: Sm90MixedVariant) -> bool:
+        config = str(v.config)
+        timed = not v.grouped and not v.block_scales and config in names.get(v.weight.register_class, ())
+        return config in every and not timed
+
     return Rule(
         "fine steps of tile_m",
         f"was built and timed for a single weight alone, of {' or '.join(fine)}, and x without scales of 128 columns",
-        lambda v: (
-            (config := str(v.config)) in every
-            and (v.grouped or v.block_scales or config not in names.get(v.weight.register_class, ()))
-        ),
+        excludes,
     )
 
 
