@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from concurrent.futures import Future
 from pathlib import Path
@@ -83,8 +84,24 @@ def test_plans_that_are_known_cost_nothing(pool: type[Pool], monkeypatch: pytest
     assert prepare(keys(512, 16))[:2] == (0, 0)
 
 
-def test_ranks_divide_the_processors_and_begin_apart(pool: type[Pool], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_take_turns(pool: type[Pool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first has all processors; the next finds what the first has stored."""
+    needed = keys(512, 1, 2, 16, 64)
+    assert prepare(needed, ranks=2).compiled == len(pool.seen) >= 2 and pool.workers == min(8, len(pool.seen))
+
+    monkeypatch.setattr(plan_cache, "_plans", {})
+    ready = iter([False] * len(pool.seen) + [True] * len(pool.seen))  # before its turn, and in it
+    monkeypatch.setattr(plan_cache, "is_ready", lambda unit: next(ready))
+    units = pool.seen
+    done = prepare(needed, rank=1, ranks=2)
+    assert (done.units, done.compiled) == (len(units), 0) and pool.seen is units
+
+
+def test_without_turns_ranks_divide_the_processors_and_begin_apart(
+    pool: type[Pool], monkeypatch: pytest.MonkeyPatch
+) -> None:
     orders = []
+    monkeypatch.setattr(plan_cache, "turn", lambda: contextlib.nullcontext(False))
     for rank in (0, 1):
         monkeypatch.setattr(plan_cache, "_plans", {})
         prepare(keys(512, 1, 2, 16, 64, 256, 1024, 4096), rank=rank, ranks=2)

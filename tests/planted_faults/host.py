@@ -248,6 +248,13 @@ FAULTS = (
         "tests/test_jit.py -k name_depends",
     ),
     Fault(
+        "a process compiles what another has stored while it waited",
+        "src/w4gemm/choice/plan_cache.py",
+        "        missing = [unit for unit in units if not is_ready(unit)]\n        if",
+        "        missing = list(units)\n        if",
+        "tests/test_prepare.py",
+    ),
+    Fault(
         "the fingerprint forgets the decoders' tables",
         "src/w4gemm/jit/disk.py",
         '_SOURCES = ("kernels", "packing", ',

@@ -22,6 +22,7 @@ from w4gemm.core.errors import UnsupportedError
 from w4gemm.core.problem import Device, GemmProblem
 from w4gemm.jit import Unit, adopt, compiled, is_ready
 from w4gemm.jit.pool import CompilePool, usable_processors
+from w4gemm.jit.turns import turn
 from w4gemm.packing.packed_shape import PackedShape
 from w4gemm.weights.weight import QuantizedWeight
 
@@ -157,7 +158,7 @@ class Prepared(NamedTuple):
     units: int
     """Number of compiled kernels that the plans and helpers need."""
     compiled: int
-    """Number of these that had to be compiled; the others were in memory or in the cache folder."""
+    """Number of these that this process compiled; the others were in memory or in the cache folder."""
     seconds: float
     """Time that all of it took."""
 
@@ -166,8 +167,9 @@ def prepare(keys: Iterable[PlanKey], helpers: Collection[Unit] = (), rank: int =
     """Choose and compile the plans of ``keys`` in several processes and compile ``helpers``, so that no later call has
     to wait for them.
 
-    Several processes of one machine may prepare the same keys, as the ranks of a tensor-parallel engine do. They then
-    divide the work through the cache folder: each uses its fraction of the processors and begins at another unit.
+    Several processes of one machine may prepare the same keys, as the ranks of a tensor-parallel engine do. They take
+    turns (:func:`~w4gemm.jit.turns.turn`): the first compiles, the others load what it has stored. Where they cannot,
+    they divide the work: each uses its fraction of the processors and begins at another unit.
 
     Args:
         keys: the products, each with a number of tokens: ``PlanKey.of(weight, m, dtype, epilogue)``.
@@ -182,23 +184,31 @@ def prepare(keys: Iterable[PlanKey], helpers: Collection[Unit] = (), rank: int =
     needed = (*(plan.unit for plan in plans.values()), *helpers)
     units = list(dict.fromkeys(unit for unit in needed if unit is not None))
     missing = [unit for unit in units if not is_ready(unit)]
-    if missing and environment.may_compile():
-        first = rank * len(missing) // ranks
-        _compile([*missing[first:], *missing[:first]], max(1, usable_processors() // ranks))
+    count = _compile(missing, rank, ranks) if missing and environment.may_compile() else 0
     for key, plan in plans.items():
         _plans.setdefault(key, plan.ready())
     for helper in helpers:
         compiled(helper)
-    return Prepared(len(units), len(missing), time.perf_counter() - started)
+    return Prepared(len(units), count, time.perf_counter() - started)
 
 
-def _compile(units: Collection[Unit], workers: int) -> None:
-    with CompilePool(min(workers, len(units))) as pool:
-        for unit, future in zip(units, pool.submit(units), strict=True):
-            try:
-                adopt(unit, future.result())
-            except RuntimeError as e:
-                raise UnsupportedError(f"{unit.name} {unit.key} cannot be compiled for {unit.arch}: {e}") from None
+def _compile(units: Collection[Unit], rank: int, ranks: int) -> int:
+    """Compile the units that no other process stores meanwhile; return their number."""
+    with turn() as is_alone:
+        missing = [unit for unit in units if not is_ready(unit)]
+        if not missing:
+            return 0
+        first, workers = 0, usable_processors()
+        if not is_alone:
+            first, workers = rank * len(missing) // ranks, max(1, workers // ranks)
+        ordered = [*missing[first:], *missing[:first]]
+        with CompilePool(min(workers, len(ordered))) as pool:
+            for unit, future in zip(ordered, pool.submit(ordered), strict=True):
+                try:
+                    adopt(unit, future.result())
+                except RuntimeError as e:
+                    raise UnsupportedError(f"{unit.name} {unit.key} cannot be compiled for {unit.arch}: {e}") from None
+        return len(missing)
 
 
 def forget(n: int | None = None, k: int | None = None) -> None:
