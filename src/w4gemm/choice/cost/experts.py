@@ -23,9 +23,9 @@ from w4gemm.kernels.expert_layer.spec import ExpertLayer
 from w4gemm.packing.block import BLOCK_N
 from w4gemm.packing.codecs import INT4_MMA16, MMA16, MXFP4_MMA16, codec_for
 
-_MOST_US, _MOST_US_H200 = 112.0, 180.0
-"""Time of the chosen experts' bytes up to which layers may run in one launch, and on an H200, where longer ones were
-timed with the newest kernel."""
+_MOST_US = 112.0
+"""Time of the chosen experts' bytes up to which layers may run in one launch on GPUs other than an H200, where no
+longer ones were timed."""
 _TIMED_CODECS = (INT4_MMA16, MXFP4_MMA16)
 """Codecs that were timed in one launch."""
 _MOST_BYTES = 770e6
@@ -168,9 +168,8 @@ def one_launch_is_slower(layer: ExpertLayer, tokens: int, device: Device) -> str
     if size > _MOST_BYTES:
         return f"with {size / 1e6:.0f} MB of weights, more than {_MOST_BYTES / 1e6:.0f}, four launches may be faster"
     us = size / (_BYTES_PER_US * device.bandwidth)
-    most = _MOST_US_H200 if device.name == H200.name else _MOST_US
-    if us > most:
-        return f"the weights alone take {us:.0f} us, and no layer above {most:.0f} was timed in one launch"
+    if us > _MOST_US and device.name != H200.name:
+        return f"the weights alone take {us:.0f} us, and no layer above {_MOST_US:.0f} was timed in one launch"
     return ""
 
 
