@@ -66,7 +66,7 @@ class Requests:
                 k_block = (layer.steps_down - cursor.k_left) * layer.step_blocks
                 index = (expert * layer.blocks_down + quotient(cursor.strip, _STRIPS)) * layer.k_blocks_down + k_block
                 codes = t.down.iterator.toint() + Int64(index) * block.stride
-        strip, pair = divided(cursor.strip, _STRIPS)[1], block.pair_bytes // 2 * STRIP_N
+        strip, pair = divided(cursor.strip, _STRIPS).rest, block.pair_bytes // 2 * STRIP_N
         per_run = pair // 16
         second, part = divided(lane, layer.scale_lanes)  # lanes of the first block, then of the second
         run, vector = divided(part, per_run)

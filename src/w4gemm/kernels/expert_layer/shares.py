@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Uint32, const_expr
 
 from w4gemm.kernels.expert_layer.spec import ExpertLayer
-from w4gemm.kernels.expert_layer.values import Share, Steps
+from w4gemm.kernels.expert_layer.values import Division, Share, Steps
 
 
 def quotient(x: Int32, by: Int32 | int) -> Int32:
@@ -15,10 +15,10 @@ def quotient(x: Int32, by: Int32 | int) -> Int32:
     return Int32(Uint32(x) // Uint32(by))
 
 
-def divided(x: Int32, by: Int32 | int) -> tuple[Int32, Int32]:
-    """The quotient and the remainder."""
+def divided(x: Int32, by: Int32 | int) -> Division:
+    """The quotient and the remainder of numbers that are not negative."""
     whole = quotient(x, by)
-    return whole, x - whole * by
+    return Division(whole, x - whole * by)
 
 
 class Shares:

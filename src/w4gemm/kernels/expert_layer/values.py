@@ -104,6 +104,12 @@ class Memory(NamedTuple):
     choices: Choices
 
 
+class Division(NamedTuple):
+    whole: Int32
+    """The quotient, rounded down."""
+    rest: Int32
+
+
 class Share(NamedTuple):
     """What a CTA computes: consecutive units of gate_up, and its strips of down."""
 
