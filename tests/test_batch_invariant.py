@@ -112,11 +112,15 @@ def test_what_the_other_rows_hold(w):
         assert torch.equal(invariant(others, w)[33], whole[33])
 
 
+LARGE = [("int4_g128", n, k) for n, k in ((2048, 2048), (8192, 8192), (136, 8192), (6144, 4096))]
+LARGE += [(format, 2048, 2048) for format in ("q4_k", "q5_k", "q6_k")]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("n, k", [(2048, 2048), (8192, 8192), (136, 8192), (6144, 4096)])
-def test_large_on_a_gpu(n, k):
+@pytest.mark.parametrize("format, n, k", LARGE)
+def test_large_on_a_gpu(format, n, k):
     """From decode to prefill: every interval of m, with whatever each of them chooses."""
-    w = random_weight(WeightFormat(), n, k).to("cuda").repack()
+    w = random_weight(WeightFormat.parse(format), n, k).to("cuda").repack()
     x = randn(w, 9000, torch.bfloat16)
     whole, chosen = invariant(x, w), set()
     for m in choice.BOUNDS:
@@ -142,6 +146,8 @@ def test_fp8_activations_on_a_gpu(format):
 
 
 SHAPES = (200, 1152), (136, 4096)
+Q5_K = WeightFormat.parse("q5_k")
+"""sm90_decode adds up its zero points by groups or by blocks, as its tile's features say."""
 TOGETHER = 8
 """Configs of one test: hundreds have one order, and a GPU's take seconds each to compile."""
 
@@ -164,7 +170,10 @@ def orders_of() -> list[object]:
         (target,) = p.values
         if target.dtype != torch.bfloat16 and (target.dtype, target.device) != (FP8, "cuda"):
             continue
-        for format in CONFIG_FORMATS if target.dtype == FP8 else CONFIG_FORMATS[:1]:
+        formats = CONFIG_FORMATS if target.dtype == FP8 else CONFIG_FORMATS[:1]
+        if target.kernel.name == "sm90_decode":
+            formats = [*formats, Q5_K]
+        for format in formats:
             n, k = SHAPES[0]
             for first, *others in same_order(target, n, k, format, target.configs(n, k, format)).values():
                 for i in range(0, max(1, len(others)), TOGETHER):
