@@ -138,25 +138,35 @@ class WarpProduct:
             self._multiply_zero_levels(acc, first, words, scales, x_fragments)
             return
         steps = block.scale_group // 16
-        count = max(1, min(self.chains, steps // 2))
         for g in range(block.groups):
             x_sums = [self._sum_x(x_fragments[tb], g * steps, steps) for tb in range(self.token_blocks)]
             for strip in range(len(words)):
                 scale_words = scales(strip, g)
                 offsets = self.decoder.offsets(scale_words, table)
-                chains = [[[Float32(0.0)] * 4 for _ in range(self.token_blocks)] for _ in range(count)]
-                for step in range(g * steps, (g + 1) * steps):
-                    a = self.decoder.decode_exact(words[strip][step], offsets)
-                    sums = chains[step % len(chains)]
-                    for tb in range(self.token_blocks):
-                        sums[tb] = mma_sync(self.weight.kind, sums[tb], a, x_fragments[tb][step])
-                sums = [_added(of_block) for of_block in zip(*chains, strict=True)]
+                sums = self._group_sums(words[strip], x_fragments, range(g * steps, (g + 1) * steps), offsets)
                 values = self.decoder.scales_and_zeros(scale_words, g % block.groups_per_word)
                 for tb in range(self.token_blocks):
                     for i in range(4):
                         scale, zero = values[i // 2]
                         total = acc[i, tb, first + strip] + scale * sums[tb][i]
                         acc[i, tb, first + strip] = total if zero is None else total + zero * x_sums[tb][i]
+
+    def _group_sums(
+        self,
+        words: Sequence[Words],
+        x_fragments: Sequence[Sequence[tuple[Int32, Int32]]],
+        steps: range,
+        offsets: Any,
+    ) -> list[list[Float32]]:
+        """The sums of a group's codes times x, without scales, by token block."""
+        count = max(1, min(self.chains, len(steps) // 2))
+        chains = [[[Float32(0.0)] * 4 for _ in range(self.token_blocks)] for _ in range(count)]
+        for step in steps:
+            a = self.decoder.decode_exact(words[step], offsets)
+            sums = chains[step % count]
+            for tb in range(self.token_blocks):
+                sums[tb] = mma_sync(self.weight.kind, sums[tb], a, x_fragments[tb][step])
+        return [_added(of_block) for of_block in zip(*chains, strict=True)]
 
     def _multiply_scaled(
         self,
@@ -190,16 +200,15 @@ class WarpProduct:
         x: Sequence[tuple[Int32, Int32]],
         table: Int32,
     ) -> None:
-        """The same with sums of groups in columns. ``scales``: of a strip and one of the lane's groups."""
+        """Multiply few tokens, whose scale groups lie in the columns of x. A set of groups is one chain of
+        instructions, and a lane scales the sums of its own two columns. ``scales``: of a strip and one of the lane's
+        groups."""
         steps = len(x) // columns.sets
         x_sums = [self._sum_x(x, i * steps, steps) for i in range(columns.sets)]
         for strip, i in itertools.product(range(len(words)), range(columns.sets)):
             of_lane = [scales(strip, columns.number(i, column)) for column in range(2)]
             offsets = self.decoder.offsets(of_lane[0], table)
-            sums: Sequence[Float32] = [Float32(0.0)] * 4
-            for step in range(i * steps, (i + 1) * steps):
-                a = self.decoder.decode_exact(words[strip][step], offsets)
-                sums = mma_sync(self.weight.kind, sums, a, x[step])
+            (sums,) = self._group_sums(words[strip], [x], range(i * steps, (i + 1) * steps), offsets)
             values = [self.decoder.scales_and_zeros(words) for words in of_lane]
             for at in range(4):
                 scale, zero = values[at % 2][at // 2]
@@ -214,7 +223,8 @@ class WarpProduct:
         scales: Callable[[int, int], Words],
         x_fragments: Sequence[Sequence[tuple[Int32, Int32]]],
     ) -> None:
-        """The same with codes times their scales, whose sums over the block are multiplied by its factors."""
+        """Multiply codes times their scales of few bits, which are exact together. Their sums over a block are
+        multiplied by its factors."""
         block, together = self.weight.block, self.weight.block.groups_per_word
         steps = block.scale_group // 16
         for strip in range(len(words)):
@@ -241,8 +251,8 @@ class WarpProduct:
         scales: Callable[[int, int], Words],
         x_fragments: Sequence[Sequence[tuple[Int32, Int32]]],
     ) -> None:
-        """The same with zero points of two levels, in groups of 32 columns: one more instruction multiplies those of
-        all groups of a strip, without their factor, by the sums of x."""
+        """Multiply codes in groups of 32 columns whose scales and zero points have two levels. One more instruction
+        multiplies the zero points of all groups of a strip, without their factor, by the sums of x."""
         odd = cute.arch.lane_idx() % 2 == 1
         x_sums = [self._sums_in_parts(x) for x in x_fragments]
         for strip in range(len(words)):
@@ -255,11 +265,7 @@ class WarpProduct:
                     acc[i, tb, first + strip] = acc[i, tb, first + strip] + factors[i // 2] * sums[i]
             offsets = self.decoder.offsets(own, Int32(0))
             for g in range(4):
-                sums = [[Float32(0.0)] * 4 for _ in range(self.token_blocks)]
-                for step in (2 * g, 2 * g + 1):
-                    a = self.decoder.decode_exact(words[strip][step], offsets)
-                    for tb in range(self.token_blocks):
-                        sums[tb] = mma_sync(self.weight.kind, sums[tb], a, x_fragments[tb][step])
+                sums = self._group_sums(words[strip], x_fragments, range(2 * g, 2 * g + 2), offsets)
                 values = self.decoder.scales_and_zeros(pairs[g // 2], g % 2)
                 for tb in range(self.token_blocks):
                     for i in range(4):
