@@ -40,6 +40,13 @@ FAULTS = (
         _ONE_LAUNCH + "at_once",
     ),
     Fault(
+        "rows are read although other CTAs have not stored all",
+        _EXPERT_LAYER,
+        "left = cutlass.select_(preferred > 0, Int32(0), first.left)",
+        "left = first.left",
+        _ONE_LAUNCH + "at_once",
+    ),
+    Fault(
         "flags of the last launch are taken for this one's",
         _EXPERT_LAYER,
         "* 4, 1, Boolean(True))[0] + 1",

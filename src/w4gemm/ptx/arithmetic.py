@@ -76,6 +76,11 @@ def maximum_halves(kind: str, x: Int32, y: Int32) -> Int32:
     return asm(f"max.NaN.{kind}x2 $0, $1, $2;", [Int32], [x, y], pure=True)[0]
 
 
+def lane_again() -> Int32:
+    """The thread's lane, read here: what follows from it is not computed in front of a loop, and holds no registers."""
+    return asm("mov.u32 $0, %laneid;", [Int32], [])[0]
+
+
 def warp_maximum(x: Int32) -> Int32:
     """The maximum over a warp, of unsigned integers, in every lane."""
     return asm("redux.sync.max.u32 $0, $1, 0xFFFFFFFF;", [Int32], [x])[0]

@@ -80,6 +80,7 @@ from w4gemm.kernels.expert_layer.values import (
     Choices,
     Cursor,
     Down,
+    HiddenRows,
     Memory,
     PartialSums,
     PlaceOfSums,
@@ -90,7 +91,7 @@ from w4gemm.packing.block import STRIP_N
 from w4gemm.packing.codecs.e2m1_decode import E2m1Decoder
 from w4gemm.packing.codecs.integers_decode import pair
 from w4gemm.packing.codecs.pairs_decode import own_pairs
-from w4gemm.ptx.arithmetic import fma, multiply_halves, pack_half2, to_float, warp_maximum
+from w4gemm.ptx.arithmetic import fma, lane_again, multiply_halves, pack_half2, to_float, warp_maximum
 from w4gemm.ptx.memory import (
     add_acquire_release,
     copies_wait,
@@ -187,20 +188,24 @@ class ExpertLayerKernel:
             self.enlarge_x(t, memory.x, thread)
         cute.arch.sync_threads()  # x of all threads is there
 
-        stage, computed = Int32(0), cta
+        stage, computed, ahead = Int32(0), cta, cute.make_rmem_tensor((16,), Int32)
         while computed >= 0:
             cursor, stage = self.multiply_up(t, memory, share, cursor, stage, warp)
             cute.arch.sync_threads()  # the rows of all threads are stored
             if thread == 0:
                 store_release(flags + Int64(computed) * 4, epoch * 2 + 1)
+            first = self.first_rows(t, memory.choices, down)
             if warp < layer.pollers:
                 memory.choices.shares[warp] = self.await_flags(flags, cta, epoch, warp, lane)
             else:
                 if computed == cta:
                     self.add_biases(t, memory.choices, share, thread - 32 * layer.pollers)
             cute.arch.sync_threads()
-            computed = self.share_to_claim(memory.choices, cta)
-            if computed >= 0:
+            preferred = self.preferred_share(memory.choices)
+            left = cutlass.select_(preferred > 0, Int32(0), first.left)
+            self.load_rows(first._replace(left=left), ahead)
+            if preferred > 0:
+                computed = self.share_to_claim(preferred, cta)
                 if thread == 0:
                     store_relaxed(flags + Int64(computed) * 4, epoch * 2)
                 copies_wait()
@@ -209,7 +214,9 @@ class ExpertLayerKernel:
                 cursor, stage = self.requests.at_row(t, memory, share, self.requests.first_step(share, warp)), Int32(0)
                 for at in cutlass.range(layer.num_stages, unroll=1):
                     cursor = self.requests.request(t, memory, share, cursor, at, warp)
-        self.multiply_down(t, memory, share, down, cursor, stage, warp)
+            else:
+                computed = Int32(-1)
+        self.multiply_down(t, memory, share, down, ahead, cursor, stage, warp)
         if const_expr(layer.split):
             self.add_parts(t, memory.choices, share, cta, flags)
 
@@ -465,13 +472,16 @@ class ExpertLayerKernel:
                 preferred = preference
         return preferred
 
-    def share_to_claim(self, c: Choices, cta: Int32) -> Int32:
-        """The preferred of the shares that no CTA has begun; -1 if all are computed."""
+    def preferred_share(self, c: Choices) -> Int32:
+        """The largest preference of the warps that waited; 0 if all shares are computed."""
         preferred = c.shares[0]
         for warp in range(1, self.layer.pollers):
             preferred = cutlass.max(preferred, c.shares[warp])
-        share = (preferred - 1 - cta + self.layer.ctas) % self.layer.ctas
-        return Int32(cutlass.select_(preferred > 0, share, Int32(-1)))
+        return preferred
+
+    def share_to_claim(self, preferred: Int32, cta: Int32) -> Int32:
+        """The share of a preference."""
+        return (preferred - 1 - cta + self.layer.ctas) % self.layer.ctas
 
     # ----------------------------------------------------------------------------------------------------------- down
 
@@ -501,18 +511,31 @@ class ExpertLayerKernel:
         return Down(steps.count, column, slot, k_step * self.layer.step_blocks, own)
 
     @cute.jit
+    def first_rows(self, t: Tensors, c: Choices, down: Down) -> HiddenRows:
+        """What this lane loads first, computed before the wait for other CTAs."""
+        rows = HiddenRows(Int64(0), Int32(0))
+        if down.count > 0:
+            rows = self.rows_of(t, c, down.slot, down.k_block, lane_again())
+        return rows
+
+    @cute.jit
     def multiply_down(
-        self, t: Tensors, memory: Memory, share: Share, down: Down, cursor: Cursor, stage: Int32, warp: Int32
+        self,
+        t: Tensors,
+        memory: Memory,
+        share: Share,
+        down: Down,
+        ahead: cute.Tensor,
+        cursor: Cursor,
+        stage: Int32,
+        warp: Int32,
     ) -> None:
-        """Multiply the CTA's strips of down, add up over experts, and store the sums."""
+        """Multiply the CTA's strips of down, add up over experts, and store the sums. ahead: the first rows."""
         layer, lane, c = self.layer, cute.arch.lane_idx(), memory.choices
         count, column, slot, k_block, own = down.count, down.column, down.slot, down.k_block, down.own
         acc, totals = (cute.make_rmem_tensor((4, 1, 1), Float32) for _ in range(2))
-        ahead = cute.make_rmem_tensor((16,), Int32)
         acc.fill(0.0)
         totals.fill(0.0)
-        if count > 0:
-            self.load_hidden(t, c, slot, k_block, ahead)
         for i in cutlass.range(count, unroll=1):
             cute.arch.cp_async_wait_group(layer.num_stages - 1)
             cute.arch.sync_warp()
@@ -529,10 +552,10 @@ class ExpertLayerKernel:
                 if const_expr(b == 0 or not layer.ragged_down):
                     words, scales = self.read_weight(memory, stage, lane, b)
                 if const_expr(b < layer.step_blocks - 1):
-                    self.load_hidden(t, c, was, first + b + 1, ahead)
+                    self.load_rows(self.rows_of(t, c, was, first + b + 1, lane), ahead)
                 else:
                     if not last:
-                        self.load_hidden(t, c, slot, k_block, ahead)
+                        self.load_rows(self.rows_of(t, c, slot, k_block, lane), ahead)
                 if const_expr(b == layer.step_blocks - 1 and not layer.ragged_down):
                     cursor = self.refill(t, memory, share, cursor, stage, warp)
                 if const_expr(b == 0 or not layer.ragged_down):
@@ -555,17 +578,20 @@ class ExpertLayerKernel:
         cute.arch.sync_threads()
         self.store_sums(t, c, share, own)
 
-    @cute.jit
-    def load_hidden(self, t: Tensors, c: Choices, slot: Int32, k_block: Int32, ahead: cute.Tensor) -> None:
-        """Load the fragments of a k block of a slot's rows, zeros for tokens that did not choose its expert."""
-        layer, lane = self.layer, cute.arch.lane_idx()
+    def rows_of(self, t: Tensors, c: Choices, slot: Int32, k_block: Int32, lane: Int32) -> HiddenRows:
+        """What a lane loads of a k block of a slot's rows."""
         token, quarter = lane // 4, lane % 4
+        at = self.hidden_at(t, slot, k_block, Int32(0), token) + Int64(quarter * 32)
         chosen = (c.masks[slot] >> token) & 1 != 0
+        return HiddenRows(at, Int32(cutlass.select_(chosen, self.layer.width - k_block * 128, Int32(0))))
+
+    @cute.jit
+    def load_rows(self, rows: HiddenRows, ahead: cute.Tensor) -> None:
+        """Load the fragments of a k block, zeros where there are no columns."""
         for piece in cutlass.range_constexpr(4):  # of 32 columns
             half, part = piece // 2, piece % 2
-            exists = chosen & (k_block * 128 + piece * 32 < layer.width)
-            at = self.hidden_at(t, slot, k_block, Int32(half), token) + Int64(quarter * 32 + part * 16)
-            words = load_l2(at, 4, exists)
+            at = rows.at + Int64(half * self.layer.tokens * 128 + part * 16)
+            words = load_l2(at, 4, piece * 32 < rows.left)
             for j in cutlass.range_constexpr(4):
                 ahead[piece * 4 + j] = words[j]
 

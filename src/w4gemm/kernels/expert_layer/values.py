@@ -183,6 +183,15 @@ class Down(NamedTuple):
     own: PartialSums
 
 
+class HiddenRows(NamedTuple):
+    """What a lane loads of a k block of a slot's activated rows."""
+
+    at: Int64
+    """Address of its first fragments."""
+    left: Int32
+    """Columns of the row from the block on; 0 if the lane's token did not choose the slot's expert."""
+
+
 class Cursor(NamedTuple):
     """The step that a warp requests next."""
 
