@@ -35,6 +35,8 @@ class Tally:
         if const_expr(self.layer.choice is None):
             if choice < cutlass.min(t.ids.shape[0], self.layer.choices):
                 expert, weight = self.expert_of(t, Int64(t.ids[choice])), t.weights[choice]
+            if const_expr(not self.alone):
+                cute.arch.sync_warp()  # else ptxas moves these loads behind the copies of x
         return GivenChoice(expert, weight)
 
     @cute.jit
