@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 
 import pytest
 import torch
@@ -55,6 +56,22 @@ def test_from_linear(bias, search):
     assert torch.equal(layer.weight.dequantize(), w.dequantize())
     assert (layer.bias is None) is (not bias)
     assert bias is False or torch.equal(layer.bias, dense.bias)
+
+
+def test_the_dtype_of_its_weight_is_the_layers():
+    """Models cast x to it in front of a layer (Mamba's head, DeepSeek's indexer), which rounded float32 x to the dtype
+    of the scales, and made infinities of bf16 x beside those of fp16."""
+    w = w4gemm.quantize(torch.randn(OUT, IN), "int4_g32_fp16").repack()
+    layer = W4Linear.from_weight(w, dtype=torch.float32)
+    assert layer.weight.dtype == torch.float32 and w.dtype == torch.float16
+    assert copy.deepcopy(layer).to(torch.bfloat16).weight.dtype == torch.bfloat16
+    buffers = {name: t.clone() for name, t in layer.named_buffers()}
+    assert torch.func.functional_call(layer, buffers, (torch.ones(2, IN),)).dtype == torch.float32
+    assert layer.weight.dtype == torch.float32
+    layer.dtype = torch.bfloat16
+    assert layer.weight.dtype == torch.bfloat16 and pickle.loads(pickle.dumps(layer)).weight.dtype == torch.bfloat16
+    layer.weight = w
+    assert layer.weight.dtype == torch.bfloat16 and w.dtype == torch.float16
 
 
 def test_starts_at_zero(format, device):

@@ -97,6 +97,10 @@ class PackedModule(torch.nn.Module):
         if name in self.scale_names and isinstance(value, torch.nn.Parameter):
             value = value.detach()
         super().__setattr__(name, value)
+        if name == "dtype" and "_held" in self.__dict__:
+            with _replacing:
+                w, packed = self._held
+                self._held = w.of_layer(value), packed
 
     @property
     def weight(self) -> QuantizedWeight:
@@ -131,7 +135,7 @@ class PackedModule(torch.nn.Module):
 
     def _set_weight(self, w: QuantizedWeight) -> QuantizedWeight:
         """Repack ``w`` for its device, keep it and register its tensors; return it."""
-        w = w.repack()
+        w = w.repack().of_layer(self.dtype)
         packed = {f"packed{i}": t.view(torch.uint8) for i, t in enumerate(w.tensors)}
         if w.perm is not None:
             packed["packed_perm"] = w.perm
@@ -146,7 +150,7 @@ class PackedModule(torch.nn.Module):
     def _of_buffers(self) -> QuantizedWeight:
         """Return the weight of the buffers after some were replaced. Unless a call is traced, the module keeps it."""
         if is_watched():
-            return self._with_buffers().repack()
+            return self._with_buffers().repack().of_layer(self.dtype)
         with _replacing:
             w, packed = self._held
             if all(self._buffers.get(name) is t for name, t in packed):

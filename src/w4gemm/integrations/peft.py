@@ -56,10 +56,6 @@ class W4LoraLinear(Linear):
         layer: W4Linear = self.get_base_layer()
         return layer.weight.k, layer.weight.n
 
-    def _get_base_layer_device_and_dtype(self, base_layer: W4Linear) -> tuple[torch.device, torch.dtype]:
-        """Where and in which dtype PEFT makes an adapter: in the layer's, not in that of its scales."""
-        return base_layer.weight.device, base_layer.dtype
-
     @property
     def lora_variants(self) -> dict[tuple[str, ...], None]:
         """No variant but LoRA itself; the others work on dense weights."""

@@ -79,6 +79,8 @@ class QuantizedWeight:
     packed: PackedShape = field(init=False, repr=False)
     _bound: ClassVar[Any] = None
     """What :func:`w4gemm.linear` bound to its newest call with this weight."""
+    _layer_dtype: ClassVar[torch.dtype | None] = None
+    """``dtype`` of the layer that holds this weight, and no other one; None outside of layers."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "format", WeightFormat.of(self.format))
@@ -272,9 +274,18 @@ class QuantizedWeight:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the scales if that has 16 bits, else bfloat16. Code that asks a layer's weight for its dtype,
-        such as PEFT's, makes its own parameters in it."""
+        """Of a layer's weight the layer's ``dtype``, because models cast x to it in front of some layers (Mamba's head,
+        DeepSeek's indexer), and PEFT makes its parameters in it; else that of the scales if it has 16 bits, or
+        bfloat16."""
+        if self._layer_dtype is not None:
+            return self._layer_dtype
         return self.format.scale_dtype if self.format.scale_dtype.itemsize == 2 else torch.bfloat16
+
+    def of_layer(self, dtype: torch.dtype) -> QuantizedWeight:
+        """Return this weight for a layer of ``dtype``, with the same tensors."""
+        w = replace(self)
+        object.__setattr__(w, "_layer_dtype", dtype)
+        return w
 
     @property
     def nbytes(self) -> int:
