@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 from quantized_model import Writer, assert_loads, put, write_model
 from tiny_model import LAYERS
 from w4gemm import FormatError, WeightFormat
-from w4gemm.checkpoints import Module, bitsandbytes, open_checkpoint
+from w4gemm.checkpoints import Module, bitsandbytes, find_checkpoint, open_checkpoint
 from w4gemm.core.elements import ELEMENTS
 
 CONFIG = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
@@ -178,6 +178,12 @@ def test_numbers_in_8_bits_that_are_refused(tmp_path: Path) -> None:
     put(tmp_path, f"{DOWN}.SCB", torch.full((64,), math.nan))
     with pytest.raises(FormatError, match=f"{DOWN}: scales: the weights of 64 groups would not be finite"):
         open_checkpoint(tmp_path).weight(DOWN)
+
+
+def test_settings_without_the_methods_name(tmp_path: Path) -> None:
+    """transformers took them for bitsandbytes' before it wrote the name, and does still."""
+    write_model(tmp_path, {key: value for key, value in CONFIG.items() if key != "quant_method"}, writer(block=32))
+    assert find_checkpoint(tmp_path).format.name == "bitsandbytes"
 
 
 @pytest.mark.parametrize("wrong", [True, False])

@@ -361,13 +361,15 @@ def test_the_old_name_of_quantization_config(tmp_path: Path) -> None:
     assert open_checkpoint(folder).modules
 
 
-@pytest.mark.parametrize("kind", ["compressed-tensors", "awq", "hqq", "modelopt", "w4afp8", "kimi", "fp8"])
+@pytest.mark.parametrize("kind", ["compressed-tensors", "awq", "hqq", "modelopt", "w4afp8", "kimi", "fp8", "exl3"])
 def test_packed_tensors_without_a_quantization_config_are_refused(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = write_dense(tmp_path / "in")
     packed = {"model.layers.0.self_attn.q_proj.weight": torch.ones(64, 64).to(E4M3)}
-    if kind != "fp8":
+    if kind == "exl3":
+        packed = {"model.layers.0.self_attn.q_proj.trellis": torch.zeros(4, 4, 64, dtype=torch.int16)}
+    elif kind != "fp8":
         packed = load_file(samples.FORMATS[kind](tmp_path / "packed") / "model.safetensors")
     save_file(load_file(folder / "model.safetensors") | packed, folder / "model.safetensors", {"format": "pt"})
     message = "its weights are packed, .* which no dense model's are: config.json lacks a quantization_config"

@@ -133,7 +133,8 @@ def quantization_config(folder: Path) -> dict[str, Any] | None:
         settings, old, experts = (config.get(key, text.get(key)) for key in keys)
         settings = old if settings is None else settings
         if isinstance(mlx := config.get("quantization"), dict):
-            settings = {"quant_method": "MLX", **mlx} if settings is None or settings == mlx else settings
+            named = isinstance(settings, dict) and "quant_method" in settings
+            settings = settings if named else {"quant_method": "MLX", **mlx}
     except (FileNotFoundError, NotADirectoryError):
         return None
     except AttributeError as e:

@@ -35,7 +35,7 @@ SYMMETRIC = 8
 """Integer zero point of a symmetric weight of 4 bits."""
 FP8 = ("F8_E4M3", "F8_E5M2")
 """safetensors' names of the dtypes of dense weights in 8 bits, which have scales."""
-_CODES = ("I8", "U8", "I32")
+_CODES = ("I8", "U8", "I16", "U16", "I32", "U32", "U64")
 _NARROW = ("F8_", "F6_", "F4")
 """safetensors' names of the dtypes of codes, and how those of floats of 8 bits or fewer begin."""
 _TABLES = re.compile(r"(?:.+\.)?(?:tid2eid|position_ids|relative_position_index|(?:attn|attention)\.bias)")
