@@ -32,7 +32,7 @@ from w4gemm import FormatError, W4Experts, W4Linear
 from w4gemm.checkpoints import open_checkpoint
 from w4gemm.checkpoints.account import Naming
 from w4gemm.cli.__main__ import main
-from w4gemm.integrations.transformers import W4GemmConfig, load, summarize
+from w4gemm.integrations.transformers import W4GemmConfig, load, quantize_layers, summarize
 
 SIZES = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "pad_token_id": 0}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -52,6 +52,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {"layers_block_type": ["moe", "attention"], "head_dim": 16, "n_routed_experts": 4, "moe_intermediate_size": 96}
         | {"moe_shared_expert_intermediate_size": 64},
     ),
+    "mamba": ("mamba", {"time_step_rank": 32, "state_size": 16, "tie_word_embeddings": False}),
 }
 GROUP = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
 CONFIG = {"quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"]}
@@ -175,6 +176,16 @@ def test_experts_of_which_a_part_is_in_other_bits(
     packed = any(name in request.node.name for name in ("all in fp8", "4 bits and fp8", "fp8 and 4 bits"))
     for model in assert_equal_to(dense, tmp_path):
         assert any(isinstance(m, W4Experts) for m in model.modules()) == packed
+
+
+def test_weights_that_a_model_reads(tmp_path: Path) -> None:
+    """Mamba multiplies dt_proj's weight by itself, so that a packed one failed at the first call; and it casts x to
+    the dtype of its head's weight, which was that of the scales."""
+    dense = write(tmp_path, "mamba", {r"(_proj|lm_head)\.weight$": int4}, CONFIG | {"ignore": []})
+    names = {f"{leaf}_proj" for leaf in ("in", "x", "out")} | {"lm_head"}
+    for model in assert_equal_to(dense, tmp_path):
+        assert {name.rpartition(".")[2] for name, m in model.named_modules() if isinstance(m, W4Linear)} == names
+    assert logits(quantize_layers(dense, "int4_g32")).isfinite().all()
 
 
 def test_a_head_in_4_bits_that_the_config_ties(tmp_path: Path) -> None:

@@ -40,6 +40,9 @@ SKIP = ("lm_head",)
 """Last parts of the names of layers that stay dense unless asked for."""
 _PLAIN = ("FalconLinear",)
 """Subclasses of nn.Linear with a forward of their own that computes the same."""
+_MULTIPLIED = {"dt_proj": "MambaMixer", "classifier": "LongcatFlashTopkRouter"}
+"""Last parts of the names of layers that a model does not call: it multiplies their weight, a tensor, by itself. Beside
+each, the end of the name of their owner's class."""
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Names in configs of the number of experts."""
 _OLD_CONFIGS = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
@@ -66,8 +69,8 @@ def checked_skip(skip: Iterable[str]) -> tuple[str, ...]:
 
 def linear_layers(model: nn.Module, skip: tuple[str, ...] = SKIP) -> dict[str, nn.Linear]:
     """Dense linear layers by name, without those where the last part of the name is one of ``skip``, without the
-    output projection of nn.MultiheadAttention, which is not called: its weight is read, and without subclasses of
-    nn.Linear that compute something else, such as the routers of some mixtures.
+    output projection of nn.MultiheadAttention and Mamba's dt_proj, which are not called: their weight is read, and
+    without subclasses of nn.Linear that compute something else, such as the routers of some mixtures.
 
     Raises:
         ValueError: for a name in ``skip`` that no layer has, unless it is one of :data:`SKIP`.
@@ -82,8 +85,14 @@ def linear_layers(model: nn.Module, skip: tuple[str, ...] = SKIP) -> dict[str, n
         for name, layer in layers.items()
         if name.split(".")[-1] not in skip
         and not isinstance(layer, NonDynamicallyQuantizableLinear)
+        and not _is_multiplied(model, name)
         and (type(layer).forward is nn.Linear.forward or type(layer).__name__ in _PLAIN)
     }
+
+
+def _is_multiplied(model: nn.Module, name: str) -> bool:
+    owner, _, leaf = name.rpartition(".")
+    return leaf in _MULTIPLIED and type(model.get_submodule(owner)).__name__.endswith(_MULTIPLIED[leaf])
 
 
 def layers_to_quantize(model: nn.Module, skip: tuple[str, ...] = SKIP) -> dict[str, nn.Linear]:
