@@ -119,9 +119,9 @@ class Target:
         for format in CONFIG_FORMATS:
             for n, k in shapes:
                 alone = self.problem(m, n, k, format)
+                legal = {*self.kernel.configs(alone)} if self.kernel.supports(alone) else set()
                 for _, _, c in ranked([self.kernel], replace(alone, experts=experts, gathered=gathered)):
-                    few, many = replace(c, tail=None), c.tail or c
-                    if gathered or not any(self.kernel.exclusions(alone, one) for one in (few, many)):
+                    if gathered or {replace(c, tail=None), c.tail or c} <= legal:
                         actual.setdefault(f"{self.kernel.name}/{c}", format)
         return actual
 
