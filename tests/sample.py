@@ -22,6 +22,7 @@ import pytest
 
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.epilogue import Epilogue
+from w4gemm.core.formats import WeightFormat
 from w4gemm.packing.layouts import layout_named
 
 NEIGHBOURS = 16
@@ -76,12 +77,13 @@ def chosen(cases: list[dict[str, Any]], share: float, seed: str, pairs: bool = F
     """Return the indices of a sample, a ``share`` of the cases.
 
     Each fact of each parameter occurs in it, and with ``pairs`` any two facts that occur together in a test of three
-    or more, if need be with more cases: the next is that of WINDOW which covers most.
+    or more, if need be with more cases: the next is that of WINDOW which covers most. A format is one fact in pairs,
+    else its parts are.
     """
     order = random.Random(seed).sample(range(len(cases)), len(cases))
     covers = []
     for case in cases:
-        facts = sorted({fact for name, value in case.items() for fact in _facts(name, value)})
+        facts = sorted({fact for name, value in case.items() for fact in _facts(name, value, pairs)})
         covers.append(set(itertools.combinations(facts, 2 if pairs and len(facts) > 2 else 1)))
     covered: set[tuple[tuple[str, str], ...]] = set()
     first: list[int] = []
@@ -100,12 +102,17 @@ def chosen(cases: list[dict[str, Any]], share: float, seed: str, pairs: bool = F
     return first + others[: max(0, round(share * len(cases)) - len(first))]
 
 
-def _facts(name: str, value: Any) -> list[tuple[str, str]]:
-    """What a sample has to cover of a parameter: its ``facts``, the fields of an epilogue or a config, or itself."""
+def _facts(name: str, value: Any, whole_formats: bool) -> list[tuple[str, str]]:
+    """What a sample has to cover of a parameter: its ``facts``, the fields of an epilogue, a config or a format, or
+    itself."""
     if isinstance(value, list):  # of configs
-        return [fact for each in value for fact in _facts(name, each)]
+        return [fact for each in value for fact in _facts(name, each, whole_formats)]
+    if name == "format" and isinstance(value, str):
+        value = WeightFormat.of(value)
     if hasattr(value, "facts"):
         fields = value.facts
+    elif isinstance(value, WeightFormat) and not whole_formats:
+        fields = {"element": value.element, "zero": value.zero, "scale": value.scale, "group": value.group_size}
     elif isinstance(value, Epilogue):
         fields = value._asdict()
     elif isinstance(value, str) and _is_config(value):

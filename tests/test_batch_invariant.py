@@ -246,6 +246,7 @@ def test_bad_argument(w):
 # --- around it -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(0.3)
 def test_under_compile_autograd_and_empty(w):
     torch.compiler.reset()
     x = randn(w, 20, torch.bfloat16)

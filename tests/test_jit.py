@@ -301,7 +301,7 @@ def test_compiling_can_be_forbidden(folder, builds, monkeypatch):
     assert len(builds) == 3 and len(list(folder.iterdir())) == 1
 
 
-def test_a_pool_compiles_in_other_processes(folder, builds, monkeypatch):
+def test_a_pool_compiles_in_other_processes_and_leaves_nobody_waiting(folder, builds, monkeypatch):
     units = [tiny(factor) for factor in (2.0, 3.0)]
     with CompilePool(workers=2) as pool:
         good = pool.submit(units)
@@ -309,6 +309,10 @@ def test_a_pool_compiles_in_other_processes(folder, builds, monkeypatch):
         codes = [future.result(timeout=600) for future in good]
         with pytest.raises(RuntimeError, match="sm_1"):
             bad.result(timeout=600)
+        many = pool.submit(units[:1] * 50)
+        assert many[-1].cancel(), "a job that is not wanted any more"
+        assert many[0].result(timeout=600)
+    assert not wait(many, timeout=600).not_done
     assert len(set(codes)) == 2 and len(disk.stored()) == 2
     monkeypatch.setenv("W4GEMM_CACHE_DIR", "off")
     adopt(units[0], codes[0])
@@ -403,15 +407,6 @@ def test_a_pool_that_cannot_start_a_child_says_so(folder, monkeypatch):
         for future in futures:
             with pytest.raises(RuntimeError, match="no more processes"):
                 future.result(timeout=600)
-
-
-def test_a_pool_leaves_nobody_waiting(folder):
-    with CompilePool(workers=1) as pool:
-        futures = pool.submit([tiny()] * 50)
-        assert futures[1].cancel(), "a job that is not wanted any more"
-        assert futures[2].result(timeout=600)
-    done, waited_for = wait(futures, timeout=600)
-    assert len(done) == 50 and not waited_for
 
 
 @pytest.mark.gpu

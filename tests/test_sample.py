@@ -44,7 +44,7 @@ def test_any_two_values_of_two_parameters_occur_in_pairs() -> None:
             assert {(case[one], case[other]) for case in sample} == set(itertools.product(range(5), repeat=2))
 
 
-def test_epilogues_and_configs_stand_for_their_fields() -> None:
+def test_epilogues_configs_and_formats_stand_for_their_fields() -> None:
     epilogues = [
         Epilogue(None, alpha, bias, residual) for alpha in (None, "host") for bias in (0, 1) for residual in (0, 1)
     ]
@@ -56,6 +56,8 @@ def test_epilogues_and_configs_stand_for_their_fields() -> None:
     assert {config[12:14] for config in sample} == {"16", "32", "64"}
     several = [{"configs": list(some)} for some in itertools.combinations([c["config"] for c in configs], 3)]
     assert len(chosen(several, 0, "0")) < len(configs), "lists of configs stand for all fields of theirs"
+    formats = [{"format": f"{element}_g{size}"} for element in ("int3", "int4", "e2m1") for size in (32, 64, 128)]
+    assert len(chosen(formats, 0, "0")) < len(formats) == len(chosen(formats, 0, "0", pairs=True))
 
 
 def test_tests_with_the_same_cases_have_the_same_sample() -> None:

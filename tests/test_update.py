@@ -92,6 +92,7 @@ def test_without_a_compiled_kernel_pytorch_does_it(monkeypatch: pytest.MonkeyPat
     assert asked and torch.equal(w.dequantize(), quantize(new, "int4_g128").dequantize())
 
 
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize(
     "format, dtype, pairs, n, k, refused_number",
     [
