@@ -407,16 +407,20 @@ def test_freed_memory_is_refused(name, m):
 
 
 @pytest.fixture
-def medium():
-    """Have the user let products of float32 be computed in bf16."""
+def medium(monkeypatch):
+    """Have the user let products of float32 be computed in bf16, on a CPU where that is faster. What tests before this
+    one made does not know of it."""
+    monkeypatch.setattr(product, "multiplies_bf16", lambda format, k: True)
+    monkeypatch.setattr(product, "_bound", {})
+    product.product_of.cache_clear()
     torch.set_float32_matmul_precision("medium")
     yield
     torch.set_float32_matmul_precision("highest")
+    product.product_of.cache_clear()
 
 
 @pytest.mark.parametrize(("n", "k", "m"), [(130, 1088, 20), (192, 576, 8)])  # else a warm call of the second is direct
-def test_float32_is_rounded_where_the_user_lets_it(monkeypatch, medium, n, k, m):
-    monkeypatch.setattr(product, "multiplies_bf16", lambda format, k: True)
+def test_float32_is_rounded_where_the_user_lets_it(medium, n, k, m):
     w, x, bias = random_weight(FEW_FORMATS[0], n, k).repack(), torch.randn(2, m, k), torch.randn(n)
     residual, layer = torch.randn(2, m, n), w4gemm.W4Linear.from_weight(w, bias)
     rounded = w4gemm.linear(x.bfloat16(), w, out_dtype=torch.float32)
@@ -437,9 +441,8 @@ def test_float32_is_rounded_where_the_user_lets_it(monkeypatch, medium, n, k, m)
     assert_close(w4gemm.linear(x[0, :4], w), x[0, :4], w)
 
 
-def test_small_products_stay_float32(monkeypatch, medium):
+def test_small_products_stay_float32(medium):
     """Rounding would take longer. Bits do not depend on whether a call is the first, has a bias or needs gradients."""
-    monkeypatch.setattr(product, "multiplies_bf16", lambda format, k: True)
     w, x = random_weight(FEW_FORMATS[0], 192, 576).repack(), torch.randn(8, 576)
     layer, expected = w4gemm.W4Linear.from_weight(w), w4gemm.linear(x, w)
     assert_close(expected, x, w)

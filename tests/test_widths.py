@@ -75,6 +75,7 @@ def test_products(format):
             assert torch.equal(w.repack(layout).dequantize(), w.dequantize())
 
 
+@pytest.mark.sampled(0.4)
 @all_formats
 def test_layers_experts_and_gradients(format):
     w, down = (random_weight(format, n, k, seed).repack() for n, k, seed in ((256, 128, 0), (128, 128, 1)))
