@@ -21,6 +21,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoePreTrainedModel, Qwen3MoeSparseMoeBlock
 
 import test_awq
 import test_gptq
@@ -176,6 +177,24 @@ def test_experts_of_which_a_part_is_in_other_bits(
     packed = any(name in request.node.name for name in ("all in fp8", "4 bits and fp8", "fp8 and 4 bits"))
     for model in assert_equal_to(dense, tmp_path):
         assert any(isinstance(m, W4Experts) for m in model.modules()) == packed
+
+
+def test_blocks_that_draw_their_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of Qwen3-Omni do, by the names of the dense parameters."""
+    own = Qwen3MoePreTrainedModel._init_weights
+
+    def init(model: Any, module: torch.nn.Module) -> None:
+        own(model, module)
+        if isinstance(module, Qwen3MoeSparseMoeBlock):
+            torch.nn.init.normal_(module.experts.gate_up_proj)
+            torch.nn.init.normal_(module.experts.down_proj)
+
+    monkeypatch.setattr(Qwen3MoePreTrainedModel, "_init_weights", init)
+    dense = write(tmp_path, "mixture", {r"experts.*_proj\.weight$": int4})
+    for model in assert_equal_to(dense, tmp_path):
+        assert {*model.model.layers[0].mlp.experts.__dict__}.isdisjoint({"gate_up_proj", "down_proj"})
+    rounded = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", **OURS)
+    assert isinstance(rounded.model.layers[0].mlp.experts, W4Experts)
 
 
 def test_weights_that_a_model_reads(tmp_path: Path) -> None:

@@ -74,6 +74,20 @@ def test_the_dtype_of_its_weight_is_the_layers():
     assert layer.weight.dtype == torch.bfloat16 and w.dtype == torch.float16
 
 
+@pytest.mark.parametrize("experts", [0, 2])
+def test_a_bias_that_is_no_parameter_any_more(experts):
+    """FullyShardedDataParallel takes parameters out of their modules, and sets views of one long tensor."""
+    w, bias, rest = quantize(torch.randn(OUT, IN), "int4_g32"), torch.randn(experts or 1, OUT), ()
+    if experts:
+        w, rest = QuantizedWeight.stack([w] * experts), (torch.tensor([0, 1, 2], dtype=torch.int32),)
+    layer = (w4gemm.W4GroupedLinear if experts else W4Linear).from_weight(w, bias if experts else bias[0])
+    x = torch.randn(2, IN)
+    expected, bias = layer(x, *rest), layer.bias.data
+    del layer.bias
+    layer.bias = bias.view_as(bias)
+    assert torch.equal(layer(x, *rest), expected)
+
+
 def test_starts_at_zero(format, device):
     layer = W4Linear(IN, OUT, True, format, dtype=torch.float16, device=device)
     assert layer.bias.dtype == torch.float16 and not layer.bias.requires_grad

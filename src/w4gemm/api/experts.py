@@ -80,7 +80,7 @@ class W4GroupedLinear(PackedModule):
     ) -> torch.Tensor:
         """Return :func:`w4gemm.grouped_linear` (total_m, n) of x and m_offsets int32 (experts + 1,). x is (total_m, k)
         or, with ``indices`` (total_m,), has any number of rows."""
-        x, bias = autocast(self._scaled(x), self._parameters["bias"])
+        x, bias = autocast(self._scaled(x), self._own_bias())
         fused: dict[str, Any] = {"activation": self.activation, "expert_scale": self.expert_scale, "settled": settled}
         fused["batch_invariant"] = self.batch_invariant
         if (dtype := layer_dtype(x, bias, self.dtype)) is None:
@@ -91,7 +91,7 @@ class W4GroupedLinear(PackedModule):
     def as_it_is(self, x: torch.Tensor) -> Experts | None:
         """Return the operands of a product with x of x's dtype, if neither it nor the bias is cast, scaled or
         quantized first and the bias needs no gradient; else None."""
-        bias, w = self._parameters["bias"], self.weight
+        bias, w = self._own_bias(), self.weight
         cast = autocast(x, bias)[0] is not x or layer_dtype(x, bias, self.dtype) is not None
         scaled = self._buffers.get("pre_quant_scale") is not None or w.activations is not None or w.perm is not None
         wrong_bias = bias is not None and bias.dtype != x.dtype

@@ -198,6 +198,13 @@ class PackedModule(torch.nn.Module):
         super().__setstate__(state)
         self._set_weight(self.__dict__.pop("_weight"))
 
+    def _own_bias(self) -> torch.Tensor | None:
+        """Return ``bias``, but not by nn.Module's slow way."""
+        try:
+            return self._parameters["bias"]
+        except KeyError:  # FullyShardedDataParallel has taken it out, and sets a view of its own
+            return self.bias
+
     def _scaled(self, x: torch.Tensor) -> torch.Tensor:
         """Return x * pre_quant_scale, or x if there is none.
 

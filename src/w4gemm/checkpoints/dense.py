@@ -40,9 +40,14 @@ SKIP = ("lm_head",)
 """Last parts of the names of layers that stay dense unless asked for."""
 _PLAIN = ("FalconLinear",)
 """Subclasses of nn.Linear with a forward of their own that computes the same."""
-_MULTIPLIED = {"dt_proj": "MambaMixer", "classifier": "LongcatFlashTopkRouter"}
-"""Last parts of the names of layers that a model does not call: it multiplies their weight, a tensor, by itself. Beside
-each, the end of the name of their owner's class."""
+_READ = {
+    "dt_proj": "MambaMixer",
+    "classifier": "LongcatFlashTopkRouter",
+    "output": "RwkvSelfAttention",
+    "value": "RwkvFeedForward",
+}
+"""Layers of which a model multiplies or rescales the weight, a tensor, by itself: the last part of their name, and the
+end of the name of their owner's class."""
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Names in configs of the number of experts."""
 _OLD_CONFIGS = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
@@ -85,14 +90,14 @@ def linear_layers(model: nn.Module, skip: tuple[str, ...] = SKIP) -> dict[str, n
         for name, layer in layers.items()
         if name.split(".")[-1] not in skip
         and not isinstance(layer, NonDynamicallyQuantizableLinear)
-        and not _is_multiplied(model, name)
+        and not _is_read(model, name)
         and (type(layer).forward is nn.Linear.forward or type(layer).__name__ in _PLAIN)
     }
 
 
-def _is_multiplied(model: nn.Module, name: str) -> bool:
+def _is_read(model: nn.Module, name: str) -> bool:
     owner, _, leaf = name.rpartition(".")
-    return leaf in _MULTIPLIED and type(model.get_submodule(owner)).__name__.endswith(_MULTIPLIED[leaf])
+    return leaf in _READ and type(model.get_submodule(owner)).__name__.endswith(_READ[leaf])
 
 
 def layers_to_quantize(model: nn.Module, skip: tuple[str, ...] = SKIP) -> dict[str, nn.Linear]:

@@ -155,6 +155,7 @@ class AwaitedExperts(W4Experts):
         self.gate_up = AwaitedGrouped(up, transposed, has_bias, activation_of(experts))
         self.down = AwaitedGrouped(down, transposed, has_bias)
         self.config, self.leaves = config, leaves
+        self.__dict__.update(zip(leaves, (up.data, down.data), strict=True))  # Qwen3-Omni's blocks draw these numbers
 
     @property
     def num_experts(self) -> int:
@@ -192,6 +193,7 @@ class AwaitedDenseExperts(AwaitedExperts):
         for leaf, product in products.items():
             self.awaited(leaf).format = format or default_format(product.sizes[2])
         for leaf, parameter in experts.named_parameters(recurse=False):
+            self.__dict__.pop(leaf, None)
             self.register_parameter(leaf, parameter)
 
     def awaited(self, leaf: str) -> AwaitedGrouped:
@@ -218,5 +220,7 @@ def finish(model: nn.Module) -> None:
     """Let the experts whose products were filled be a :class:`W4Experts`."""
     for module in model.modules():
         if isinstance(module, AwaitedExperts):
+            for leaf in module.leaves:
+                module.__dict__.pop(leaf, None)
             del module.config, module.leaves
             module.__class__ = W4Experts  # type: ignore[assignment]
