@@ -53,6 +53,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {"layers_block_type": ["moe", "attention"], "head_dim": 16, "n_routed_experts": 4, "moe_intermediate_size": 96}
         | {"moe_shared_expert_intermediate_size": 64},
     ),
+    "experts first": (
+        "granitemoehybrid",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 64, "mamba_d_state": 16}
+        | {"layer_types": ["mamba", "attention"], "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1},
+    ),
     "mamba": ("mamba", {"time_step_rank": 32, "state_size": 16, "tie_word_embeddings": False}),
 }
 GROUP = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
@@ -195,6 +200,15 @@ def test_blocks_that_draw_their_experts(tmp_path: Path, monkeypatch: pytest.Monk
         assert {*model.model.layers[0].mlp.experts.__dict__}.isdisjoint({"gate_up_proj", "down_proj"})
     rounded = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", **OURS)
     assert isinstance(rounded.model.layers[0].mlp.experts, W4Experts)
+
+
+def test_experts_before_linear_layers(tmp_path: Path) -> None:
+    """Granite 4 has its experts first, and other names for them in files: one saved with them could not be loaded."""
+    write(tmp_path, "experts first", {})
+    rounded = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", **OURS)
+    rounded.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert torch.equal(logits(again), logits(rounded)) and torch.equal(logits(load(tmp_path)[0]), logits(rounded))
 
 
 def test_weights_that_a_model_reads(tmp_path: Path) -> None:

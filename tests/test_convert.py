@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import resource
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from fuzz import samples
 from quantized_model import Writer, write_model
 from tiny_model import LAYERS, write_dense, write_gguf
 from w4gemm import FormatError, quantize
-from w4gemm.checkpoints import find_checkpoint, open_checkpoint
+from w4gemm.checkpoints import compressed_tensors_writer, find_checkpoint, open_checkpoint
 from w4gemm.checkpoints.stored import NAMES
 from w4gemm.checkpoints.w4gemm import OwnPacking
 from w4gemm.checkpoints.writing import tied
@@ -207,6 +208,16 @@ def test_experts_have_the_names_of_published_files(their_own: None, architecture
     ids = tokenizer("hello there", return_tensors="pt").input_ids
     with torch.inference_mode():
         assert theirs(ids).logits.isclose(ours(ids).logits, rtol=0.05, atol=0.02).all()  # theirs are rounded to bf16
+
+
+def test_layers_that_are_one_tensor_in_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers splits it into theirs (Sarvam's query_key_value), and says the same name for each: all but one were
+    lost."""
+    source = open_checkpoint(write_dense(tmp_path))
+    one = re.compile(r"[qkv]_proj|mlp\.\w+_proj(?=\.bias)")
+    monkeypatch.setattr(compressed_tensors_writer, "_saved_as", lambda model, name, t: [one.sub("fused", name)])
+    named = compressed_tensors_writer.in_files(source)
+    assert named.modules.keys() == source.modules.keys() and named.tensors.keys() == source.tensors.keys()
 
 
 def test_gguf(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

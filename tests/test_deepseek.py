@@ -130,6 +130,18 @@ def write_v4(folder: Path) -> dict[str, torch.Tensor]:
     return expected
 
 
+@knows_v4
+def test_a_dense_v4_keeps_its_tables(tmp_path: Path) -> None:
+    """Tables of tokens' experts are integers; convert wrote them as floats, which no model takes."""
+    folder = write_dense(tmp_path / "dense", "deepseek_v4")
+    assert open_checkpoint(folder).dense("model.layers.0.mlp.gate.tid2eid").dtype == torch.int64
+    assert main(["convert", str(folder), str(tmp_path / "out"), "--format", "int4_g32"]) == 0
+    expected = open_checkpoint(folder, "int4_g32")
+    again, table = open_checkpoint(tmp_path / "out"), "model.layers.0.ffn.gate.tid2eid"
+    assert torch.equal(again.dense(table), expected.dense("model.layers.0.mlp.gate.tid2eid"))
+    assert load(tmp_path / "out")[0] is not None
+
+
 def assert_weights(folder: Path, expected: dict[str, torch.Tensor], roles: dict[str, tuple[str, ...]]) -> None:
     """Experts bit for bit, gates and ups in pairs; fp8 weights as dense tensors bit for bit."""
     checkpoint = open_checkpoint(folder)

@@ -159,10 +159,10 @@ class W4Linear(PackedModule):
         if self._buffers.get("pre_quant_scale") is not None:  # asked here, because a call takes longer
             x = self._scaled(x)
         try:
-            bias = self._parameters["bias"]  # as _own_bias does, without a call
+            own: torch.Tensor | None = self._parameters["bias"]  # as _own_bias does, without a call
         except KeyError:
-            bias = self.bias
-        x, bias = autocast(x, bias)
+            own = self.bias
+        x, bias = autocast(x, own)
         if (dtype := layer_dtype(x, bias, self.dtype)) is not None:
             return self._product(x.to(dtype), None if bias is None else bias.to(dtype)).to(x.dtype)
         return self._product(x, bias)

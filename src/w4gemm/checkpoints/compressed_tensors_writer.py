@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -197,20 +198,24 @@ def in_files(source: Checkpoint, model: nn.Module | None = None) -> Renamed:
     def saved_as(name: str) -> list[str]:
         return _saved_as(model, name, state[name]) if name in state else [name]
 
-    own: dict[str, str] = {}
-    modules: dict[str, Module] = {}
+    weights, modules = dict[str, str](), dict[str, Module]()
     for name, module in source.modules.items():
         if module.experts:
-            file_name, module = _experts(name, module, saved_as(name))
+            weights[name], modules[name] = _experts(name, module, saved_as(name))
         else:
-            names = saved_as(f"{name}.weight")  # else its weight is no tensor of its own in the files
-            own_tensor = len(names) == 1 and names[0].endswith(".weight")
-            file_name = names[0].removesuffix(".weight") if own_tensor else name
-        own[file_name], modules[file_name] = name, module
-    for name in source.tensors:
-        names = saved_as(name)
-        own[names[0] if len(names) == 1 else name] = name
-    return Renamed(source, own, modules)
+            saved = saved_as(f"{name}.weight")  # else its weight is no tensor of its own in the files
+            own_tensor = len(saved) == 1 and saved[0].endswith(".weight")
+            weights[name], modules[name] = saved[0] if own_tensor else f"{name}.weight", module
+    tensors = {name: saved[0] if len(saved := saved_as(name)) == 1 else name for name in source.tensors}
+    times = Counter((*weights.values(), *tensors.values()))  # several of what is one tensor in the files
+    own: dict[str, str] = {}
+    in_file: dict[str, Module] = {}
+    for name, module in modules.items():
+        file_name = weights[name] if times[weights[name]] == 1 or module.experts else f"{name}.weight"
+        file_name = file_name if module.experts else file_name.removesuffix(".weight")
+        own[file_name], in_file[file_name] = name, module
+    own |= {name if times[saved] > 1 else saved: name for name, saved in tensors.items()}
+    return Renamed(source, own, in_file)
 
 
 def _model(checkpoint: Checkpoint) -> nn.Module | None:

@@ -206,7 +206,8 @@ class DenseCheckpoint:
         product = self._products.get(name.removesuffix(".bias"))
         if product is not None:
             return product.biases(self._read(f"{product.name}_bias")).to(dtype)
-        return self._read(name).to(dtype)
+        t = self._read(name)
+        return t.to(dtype) if t.is_floating_point() else t
 
     def pretrained(self) -> Pretrained:
         return Pretrained(self.path)

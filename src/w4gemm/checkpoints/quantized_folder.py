@@ -174,9 +174,7 @@ class QuantizedFolder:
 
     def _is_alarm(self, name: str, info: TensorInfo) -> bool:
         """True for the tensor of one number that keeps other programs from taking experts for missing ones."""
-        # of experts without gates transformers may save it as the first one's
-        layers = name, name.removesuffix("_proj"), re.sub(r"(?:\.\d+)?\.up_proj(?:\.weight)?$", ".gate_up", name)
-        return self._packing.alarms and info.shape in ((1,), ()) and not self._parts.keys().isdisjoint(layers)
+        return self._packing.alarms and info.shape in ((1,), ()) and not self._parts.keys().isdisjoint(alarmed(name))
 
     @property
     def files(self) -> set[str]:
@@ -371,3 +369,9 @@ def folder_format(packing: type[Packing]) -> CheckpointFormat:
         return folder
 
     return CheckpointFormat(packing.method, packing.contents, find, open)
+
+
+def alarmed(name: str) -> tuple[str, ...]:
+    """Return the names of the modules of experts whose alarm a tensor may be, by its own name."""
+    # of experts without gates transformers may save it as the first one's
+    return name, name.removesuffix("_proj"), re.sub(r"(?:\.\d+)?\.up_proj(?:\.weight)?$", ".gate_up", name)

@@ -32,7 +32,7 @@ from w4gemm.checkpoints.dense import SKIP, check_dense, default_format, layers_t
 from w4gemm.checkpoints.experts import DOWN, GATE_UP, UP
 from w4gemm.checkpoints.hugging_face import check_layers, quantization_config, read_header
 from w4gemm.checkpoints.model_experts import DenseProduct, dense_products
-from w4gemm.checkpoints.quantized_folder import QuantizedFolder
+from w4gemm.checkpoints.quantized_folder import QuantizedFolder, alarmed
 from w4gemm.checkpoints.w4gemm import METHOD, alarm, alarm_name, settings
 from w4gemm.core.activation import is_gated
 from w4gemm.core.errors import FormatError
@@ -350,17 +350,20 @@ def refuse_to_save_undescribed(model: PreTrainedModel) -> None:
 
 
 def _alarm_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return a tensor that makes transformers refuse the saved folder without w4gemm. It is named for the first module
-    whose weight transformers saves under one other name at most."""
+    """Return a tensor that makes transformers refuse the saved folder without w4gemm. It is named for the first linear
+    layer, or else the first experts, whose weight transformers saves under one other name at most, which of experts has
+    to tell them."""
     owners = [name.removesuffix(".codes") for name in model.state_dict() if name.endswith(".codes")]
     linear = {name for name, layer in model.named_modules() if isinstance(layer, W4Linear)}
-    for owner in owners:
-        experts = owner not in linear
+    for owner in sorted(owners, key=lambda owner: owner not in linear):
+        experts, named = owner not in linear, owner
         if experts and not is_gated(str(model.get_submodule(owner.rpartition(".")[0]).activation)):
-            owner = owner.replace(".gate_up", ".up")
-        tensors = {alarm_name(owner, experts): alarm()}
+            named = owner.replace(".gate_up", ".up")
+        tensors = {alarm_name(named, experts): alarm()}
         try:
-            if len(revert_weight_conversion(model, dict(tensors))) == 1:
+            saved = [*revert_weight_conversion(model, dict(tensors))]
+            (codes,) = revert_weight_conversion(model, {f"{owner}.codes": alarm()})
+            if len(saved) == 1 and (not experts or codes.removesuffix(".codes") in alarmed(saved[0])):
                 return tensors
         except Exception as e:  # whatever an operation of transformers raises for a tensor of one number
             _log.debug("%s: %s", owner, e)
