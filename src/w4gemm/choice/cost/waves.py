@@ -31,6 +31,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import torch
+
 from w4gemm.choice.cost.constants import (
     SHARPNESS,
     Constants,
@@ -46,11 +48,12 @@ from w4gemm.choice.cost.constants import (
 from w4gemm.choice.cost.experts import Division, Width, more_of_tile, of_tile, random_and_zipf_rows, unevenness
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.epilogue import PLAIN
+from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import GemmProblem
 from w4gemm.kernels.hopper import first_features, most_narrow_rows
 from w4gemm.kernels.variant import HOPPER_SHARED_MEMORY, RESERVED_SHARED_MEMORY
 from w4gemm.packing.block import BLOCK_N
-from w4gemm.packing.codecs import scales_on_sums
+from w4gemm.packing.codecs import scales_on_sums, weight_operand
 
 LaunchTimer = Callable[[int, float], float]
 """Microseconds of one launch by m and by the operations that heat the GPU. If there are two launches, these are the
@@ -79,6 +82,10 @@ _SOME_TILES = 0.5
 """Expected tiles of a second launch of experts from which on they fill the first one's last wave."""
 _COOL = 2
 """How much slower than the clock says a GPU's tensor cores are if it never reaches its power limit."""
+
+
+_MEASURED = weight_operand(WeightFormat(), torch.bfloat16)
+"""The weight that sm90_decode was timed with."""
 
 
 class LaunchFacts(NamedTuple):
@@ -358,6 +365,8 @@ def _tile_overhead(facts: LaunchFacts, problem: GemmProblem, config: GemmConfig)
         else:
             overhead = facts.constants.decode_overhead(facts.kernel.name, variant.weight, variant.pairs)
             overhead *= min(1, _DECODE_BOUND_TOKENS / config.tile_m)
+            if facts.kernel.name == "sm90_decode" and variant.block.factors == 2:
+                overhead *= replace(variant, weight=_MEASURED).warps / variant.warps  # fewer warps decode as much
             wide = min(1.0, config.tile_m / _FEW_TOKENS_OF_WARPGROUPS - 1)
             if wide > 0 and variant.block.factors:
                 if variant.warpgroups_n > 1:
