@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -78,37 +78,50 @@ def test_an_error_ends_the_turn(folder: Path) -> None:
 
 def test_a_killed_process_has_had_its_turn(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     with holder(folder) as process, caplog.at_level(logging.INFO, "w4gemm"):
-        threading.Timer(0.2, process.kill).start()
         begun = time.monotonic()
+        threading.Timer(0.2, process.kill).start()
         with turn() as is_alone:
             assert is_alone and time.monotonic() - begun >= 0.2
     assert caplog.text.count("waiting for the kernels") == 1
 
 
+class Clock:
+    """Stands for ``time``: a wait for the lock takes half a minute, in which ``meanwhile`` is called."""
+
+    def __init__(self, meanwhile: Callable[[int], None]) -> None:
+        self.waits, self.meanwhile = 0, meanwhile
+
+    def monotonic(self) -> float:
+        return 30.0 * self.waits
+
+    def sleep(self, seconds: float) -> None:
+        self.waits += 1
+        self.meanwhile(self.waits)
+
+
 def test_a_process_that_stands_still_is_not_waited_for(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(turns, "_PATIENCE_S", 0.3)
+    clock = Clock(lambda wait: None)
+    monkeypatch.setattr(turns, "time", clock)
     with holder(folder), turn() as is_alone:
-        assert not is_alone
-    assert "has stored no kernel for 0 s: compiling without it" in caplog.text
+        assert not is_alone and clock.waits == 5
+    assert "has stored no kernel for 120 s: compiling without it" in caplog.text
 
 
 def test_a_process_that_stores_kernels_is_waited_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turns, "_PATIENCE_S", 0.4)
     with holder(folder) as process:
 
-        def store() -> None:
-            for i in range(10):
-                time.sleep(0.1)
-                (folder / f"{i}.o").touch()
-            process.kill()
+        def store(wait: int) -> None:
+            if wait == 20:
+                process.kill()
+                process.wait()
+            elif wait % 4 == 0:
+                (folder / f"{wait}.o").touch()
 
-        storing = threading.Thread(target=store)
-        storing.start()
+        monkeypatch.setattr(turns, "time", clock := Clock(store))
         with turn() as is_alone:
-            assert is_alone and (folder / "9.o").exists()
-        storing.join()
+            assert is_alone and clock.waits == 20
 
 
 @pytest.mark.parametrize("reason", ["off", "not writable", "not trusted", "no locks"])
