@@ -60,16 +60,19 @@ class Model:
 
 
 def _read() -> tuple[dict[str, Model], dict[str, Any]]:
-    """Return the models of published.json by name, and the sizes of a model in small."""
+    """Return the models of published.json by name, those with "of" with another one's other sizes, and the sizes of a
+    model in small."""
     models: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("published.json").read_text())
     common, small = models.pop("common"), models.pop("tiny")
-    return {name: Model(name, {**common, **own}) for name, own in models.items()}, small
+    whole = {name: {**common, **models.get(own.pop("of", ""), {}), **own} for name, own in models.items()}
+    return {name: Model(name, config) for name, config in whole.items()}, small
 
 
 MODELS, _TINY = _read()
 """config.json of published models, as far as engines read it; prompts of 8k tokens and their answers have room, without
 scaling of RoPE, which costs no time. deepseek-v3-5-layers: one dense layer and four of the mixture's 58, so that one
-GPU holds it. kimi-k3-quarter: 224 of 896 experts, as one of four GPUs has them."""
+GPU holds it. kimi-k3-quarter and deepseek-v4-flash-quarter: 224 of 896 and 64 of 256 experts, as one of four GPUs has
+them."""
 
 
 def tiny(model: Model) -> Model:
