@@ -101,12 +101,11 @@ def fits(v: Sm90MixedVariant) -> bool:
 
 
 def with_fine_tiles(tiles: dict[str, str], fine: dict[str, dict[str, str]]) -> dict[str, str]:
-    """Return the tiles of all, each tile_m in ascending order."""
-    assert all(part.keys() <= tiles.keys() for part in fine.values()), "fine steps of tiles that the kernel lacks"
-    of_all = {
-        others: {int(tile_m) for part in (tiles, *fine.values()) for tile_m in part.get(others, "").split()}
-        for others in tiles
-    }
+    """Return the tiles of all, each tile_m in ascending order. What ``fine`` alone has comes last."""
+    of_all: dict[str, set[int]] = {}
+    for part in (tiles, *fine.values()):
+        for others, text in part.items():
+            of_all.setdefault(others, set()).update(map(int, text.split()))
     return {others: " ".join(map(str, sorted(sizes))) for others, sizes in of_all.items()}
 
 
