@@ -271,6 +271,7 @@ class W4GemmQuantizer(HfQuantizer):
                 "the model's quantized layers are not those of its config: call "
                 "w4gemm.integrations.transformers.describe(model), then save"
             )
+        _refuse_to_fuse(model)
         packed = compressed_tensors(model)
         config.stored = None if packed is None else packed[1]
         return (model.state_dict() | _alarm_of(model)) if packed is None else packed[0], {}
@@ -347,6 +348,22 @@ def refuse_to_save_undescribed(model: PreTrainedModel) -> None:
     that it holds quantized layers, and transformers would load it with random ones."""
     if not isinstance(getattr(model, "hf_quantizer", None), W4GemmQuantizer):
         model.hf_quantizer = W4GemmQuantizer(W4GemmConfig())
+
+
+def _refuse_to_fuse(model: PreTrainedModel) -> None:
+    """Raise ValueError if transformers would save several quantized layers as one, as files of Sarvam-MoE have queries,
+    keys and values: rows of codes can be one tensor, but not what else a layer is saved with."""
+    names = [name for name, layer in model.named_modules() if isinstance(layer, W4Linear)]
+    try:
+        saved = revert_weight_conversion(model, {f"{name}.codes": alarm() for name in names})
+    except Exception as e:  # as in _alarm_of
+        _log.debug("%s: %s", model.name_or_path, e)
+        return
+    if fused := next((name for name, codes in saved.items() if codes.numel() > 1), None):
+        raise ValueError(
+            f"transformers saves several quantized layers as {fused.removesuffix('.codes')}, which w4gemm cannot; "
+            "wanted another model, or `w4gemm convert` of the dense folder"
+        )
 
 
 def _alarm_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
