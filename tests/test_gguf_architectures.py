@@ -46,7 +46,12 @@ YARN = {
     "beta_slow": 2.0,
 }
 CHANGED = {
-    "gemma2": {"query_pre_attn_scalar": 16, "head_dim": 16},
+    "gemma2": {
+        "query_pre_attn_scalar": 16,
+        "head_dim": 16,
+        "attn_logit_softcapping": 3.0,
+        "final_logit_softcapping": 2.0,
+    },
     "gemma3_text": {
         "head_dim": 16,
         "layer_types": ["sliding_attention", "full_attention"],
@@ -113,6 +118,9 @@ def write(path: Path, model: Any, kind: str, types: dict[str, str]) -> Path:
         writer.add_sliding_window(config.sliding_window)
     if kind == "gemma3_text":
         writer.add_sliding_window_pattern(2)
+    if getattr(config, "attn_logit_softcapping", None):
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+    if getattr(config, "final_logit_softcapping", None):
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
     add_scaling(writer, rope)
     number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)

@@ -143,7 +143,8 @@ _GEMMA_3_PERIOD = 6
 def _gemma2(value: Value) -> Mapping[str, Any]:
     large = value("block_count") == _GEMMA_2_27B_BLOCKS
     scale = _hidden_per_head(value) if large else value("attention.key_length")
-    return {"query_pre_attn_scalar": scale, "rope_parameters": rope_parameters(value)}
+    caps = {key: positive(value, key) for key in ("attn_logit_softcapping", "final_logit_softcapping")}
+    return {"query_pre_attn_scalar": scale, "rope_parameters": rope_parameters(value), **caps}
 
 
 def _gemma3(value: Value) -> Mapping[str, Any]:
