@@ -128,7 +128,7 @@ def test_pages_in_a_browser(built: Path) -> None:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_port}/look.html"
         options = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=60000", "--dump-dom"]
-        done = subprocess.run([browser, *options, address], capture_output=True, text=True, timeout=120)
+        done = subprocess.run([browser, *options, address], capture_output=True, text=True, timeout=600)
         server.shutdown()
     (built / "look.html").unlink()
     text = re.search(r'<pre id="seen">(.*?)</pre>', done.stdout, re.DOTALL)

@@ -52,20 +52,17 @@ class Call(NamedTuple):
 def calls() -> dict[str, Call]:
     """Return a call of every public function, by its name."""
     torch.manual_seed(0)
-    w, fp8 = w4gemm.quantize(torch.randn(N, K), "int4_g32"), w4gemm.quantize(torch.randn(N, K), "int4_g32_e4m3")
+    w = w4gemm.quantize(torch.randn(N, K), "int4_g32")
     stack = w4gemm.QuantizedWeight.stack([w] * EXPERTS)
+    return _functions(w, stack) | _methods_of_weights(w, stack) | _layers(w, stack) | _choices(w)
+
+
+def _functions(w: w4gemm.QuantizedWeight, stack: w4gemm.QuantizedWeight) -> dict[str, Call]:
     x, ids = torch.randn(M, K), torch.randint(EXPERTS, (M, 2))
+    fp8 = w4gemm.quantize(torch.randn(N, K), "int4_g32_e4m3")
     offsets, routing = torch.tensor([0, 2, 2, M], dtype=torch.int32), w4gemm.route(ids, EXPERTS)
-    codes, scales = torch.randint(16, (N, K), dtype=torch.uint8), torch.rand(N, 2).bfloat16() + 0.5
     fused = {"alpha": 0.5, "activation": "gelu", "residual": torch.randn(M, N), "out_dtype": None, "config": None}
     masked = fused | {"residual": torch.randn(EXPERTS, 4, N)}
-    layer = w4gemm.W4Linear.from_weight(w, torch.randn(N))
-    gate_up = w4gemm.QuantizedWeight.stack([random_weight(w.format, 2 * 32, K, seed) for seed in range(EXPERTS)])
-    down = w4gemm.QuantizedWeight.stack([random_weight(w.format, K, 32, seed) for seed in range(EXPERTS)])
-    experts = w4gemm.W4Experts(gate_up, down)
-    runner = w4gemm.MixedGemm("int4_g32", torch.float32, "cpu")
-    problem = w4gemm.GemmProblem(M, N, K, torch.bfloat16, w.format, "mma16")
-    zint = w4gemm.WeightFormat(32, "int")
     out = torch.empty(M, N)
     return {
         "linear": Call(
@@ -98,9 +95,14 @@ def calls() -> dict[str, Call]:
         ),
         "fold_scales": Call(w4gemm.fold_scales, {"w": w4gemm.quantize(torch.randn(N, K).bfloat16(), "int4_g32")}),
         "codebook": Call(w4gemm.codebook, {"values": [*range(-8, 8)]}),
-        "configs": Call(w4gemm.configs, {"problem": problem}),
-        "explain": Call(w4gemm.explain, {"problem": problem, "config": None}),
         "autotune": Call(w4gemm.autotune, {"top": 3}),
+    }
+
+
+def _methods_of_weights(w: w4gemm.QuantizedWeight, stack: w4gemm.QuantizedWeight) -> dict[str, Call]:
+    codes, scales = torch.randint(16, (N, K), dtype=torch.uint8), torch.rand(N, 2).bfloat16() + 0.5
+    zint = w4gemm.WeightFormat(32, "int")
+    return {
         "from_codes": Call(
             w4gemm.QuantizedWeight.from_codes,
             {"format": "int4_g32", "codes": codes, "scales": scales, "zeros": None, "g_idx": None, "channels": None}
@@ -123,6 +125,16 @@ def calls() -> dict[str, Call]:
         "dequantize": Call(w.dequantize, {"dtype": torch.float32}),
         "to": Call(w.to, {"device": "cpu"}),
         "shard": Call(w.shard, {"dim": 0, "index": 1, "count": 2}),
+    }
+
+
+def _layers(w: w4gemm.QuantizedWeight, stack: w4gemm.QuantizedWeight) -> dict[str, Call]:
+    x, ids = torch.randn(M, K), torch.randint(EXPERTS, (M, 2))
+    layer = w4gemm.W4Linear.from_weight(w, torch.randn(N))
+    gate_up = w4gemm.QuantizedWeight.stack([random_weight(w.format, 2 * 32, K, seed) for seed in range(EXPERTS)])
+    down = w4gemm.QuantizedWeight.stack([random_weight(w.format, K, 32, seed) for seed in range(EXPERTS)])
+    experts = w4gemm.W4Experts(gate_up, down)
+    return {
         "W4Linear": Call(
             w4gemm.W4Linear,
             {"in_features": K, "out_features": N, "bias": True, "format": "int4_g32", "dtype": None, "device": None}
@@ -144,6 +156,16 @@ def calls() -> dict[str, Call]:
         "W4Experts.forward": Call(
             experts, {"x": x, "expert_ids": ids, "expert_weights": torch.rand(M, 2)}, ("row_of_choice", "weights")
         ),
+    }
+
+
+def _choices(w: w4gemm.QuantizedWeight) -> dict[str, Call]:
+    """Formats, configs, problems, and what chooses by them."""
+    x, runner = torch.randn(M, K), w4gemm.MixedGemm("int4_g32", torch.float32, "cpu")
+    problem = w4gemm.GemmProblem(M, N, K, torch.bfloat16, w.format, "mma16")
+    return {
+        "configs": Call(w4gemm.configs, {"problem": problem}),
+        "explain": Call(w4gemm.explain, {"problem": problem, "config": None}),
         "WeightFormat": Call(
             w4gemm.WeightFormat, {"group_size": 32, "zero": "none", "scale": "bf16", "element": "int4"}
         ),

@@ -77,7 +77,7 @@ def choose_experts(
     """Choose each token's experts by the logits of a router.
 
     On Hopper a kernel of our own does it in one launch. Elsewhere PyTorch's operators do it, and where
-    ``W4GEMM_COMPILE=off`` forbids to compile it; scores of both differ in their last bits.
+    ``W4GEMM_COMPILE=off`` forbids compiling it; scores of both differ in their last bits.
 
     Args:
         logits: float32, float16 or bfloat16 (tokens, experts).
