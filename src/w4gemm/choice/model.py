@@ -36,6 +36,7 @@ FEW = (1, 2, 4)
 """Last m of each interval with a compiled variant of sm90_decode of its own."""
 _TILES = (8, 16, 24, 32, 40, 48, 56, 64, 72, 80, 96, 112, 120, 128, 144, 160, 168, 192, 200, 224, 240, 256)
 _FINE_TILES = (88, 104, 136, 152, 176, 184)
+"""Those that only some decoders have, for a single weight."""
 BOUNDS = (*FEW, *sorted(_TILES + _FINE_TILES), 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 2048, 4096, 8192)
 """Last m of each interval, in ascending order, except for the last interval, which has no end: ``FEW``, then every
 tile_m of the Hopper kernels, then sizes between which the fastest config was seen to change (H200, 2026-11-21)."""
