@@ -15,10 +15,13 @@ import torch
 import w4gemm
 from reference import grouped_reference, linear_reference
 from w4gemm.api.gather import gather_columns
+from w4gemm.api.routing import combined
 from w4gemm.api.step import add_rms_norm, add_rms_norm_quantize, gate_halves, rms_norm
+from w4gemm.core.activation import is_gated
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import H200, Device, GemmProblem
 from w4gemm.integrations.decoder.attention import CachedLayer, step_attention
+from w4gemm.integrations.engines.adapters import adapted
 from w4gemm.tuning.random_weight import random_weight
 
 FP8 = torch.float8_e4m3fn
@@ -207,7 +210,16 @@ class Made(NamedTuple):
         d, weights = self.half(tokens * top_k, 136), torch.rand(tokens, top_k, generator=self.g).to(self.device)
         rows = routing.row_of_choice
         sums = w4gemm.combine(d, rows, weights), w4gemm.combine(d, rows, weights, settled=True)
-        return routing.m_offsets, rows, *sums
+        return routing.m_offsets, rows, *sums, combined(d, rows, weights, None, True, added=d)
+
+    def adapted(self, choices: int, columns: int, activation: str, halves: bool) -> tuple[torch.Tensor, ...]:
+        """Rows between the products of experts beside adapters; every fifth choice has its expert elsewhere."""
+        width = columns * (2 if is_gated(activation) else 1)
+        places = torch.randperm(choices, generator=self.g).int()
+        elsewhere = torch.arange(choices) % 5 == 4
+        places = torch.where(elsewhere, -1, places).to(self.device)
+        hidden = adapted(self.half(choices, width), self.half(choices, width), places, activation, halves)
+        return hidden.by_choice, hidden.by_expert[places[places >= 0]]
 
     def layer(
         self, tokens: int, format: str, activation: str, biased: bool, router: w4gemm.Router | None = None
@@ -273,6 +285,9 @@ HELPER_CALLS: dict[str, Callable[[Made], Any]] = {
     "expert_choice": lambda made: w4gemm.choose_experts(
         made.half(9, 160).float(), w4gemm.Router(6, "sigmoid", groups=8, top_groups=3), made.half(160).float()
     ),
+    "adapted_rows in halves": lambda made: made.adapted(40, 776, "silu_mul", True),
+    "adapted_rows in pairs": lambda made: made.adapted(9, 2048, "swiglu_oai", False),
+    "adapted_rows without gates": lambda made: made.adapted(1, 136, "relu2", False),
     "route and combine": lambda made: made.routed(37, 4, 32, False, torch.int64),
     "route by a map": lambda made: made.routed(700, 8, 257, True, torch.int32),
     **{

@@ -29,8 +29,9 @@ from w4gemm.kernels import config_named, kernel_named
 from w4gemm.kernels.arguments import NO_ROWS, Arguments, ExpertRows, nested
 from w4gemm.kernels.base import Operands
 from w4gemm.kernels.helpers.activation_quantize import ActivationQuantize
-from w4gemm.kernels.helpers.experts import RowCombine
+from w4gemm.kernels.helpers.experts import AdaptedRows, RowCombine
 from w4gemm.kernels.helpers.rows import GateHalves, RmsNorm
+from w4gemm.packing.repack import rows_in_pairs
 
 pytest.importorskip("cutlass")
 
@@ -410,15 +411,34 @@ def test_activation_quantize(front: str, k: int) -> None:
     assert (error <= 1.01 * (y.abs() * (2.0**-4 + 3 * ROUNDED_ONCE) + least)).all()
 
 
-def test_row_combine() -> None:
+@pytest.mark.parametrize("added", [False, True])
+def test_row_combine(added: bool) -> None:
     d, weights = randn(9, 136, seed=1), randn(5, 4, seed=2, dtype=torch.float32)
+    more = randn(20, 136, seed=3) if added else None
     rows = torch.tensor([[0, 8, -1, 3], [1, 1, 1, 1], [-1, -1, -1, -1], [2, 5, 7, -1], [4, 6, 0, 8]], dtype=torch.int32)
     out = torch.full((5, 136), torch.nan, dtype=d.dtype)
-    program = program_of(RowCombine.of(H200, d.dtype, 4).unit())
+    program = program_of(RowCombine.of(H200, d.dtype, 4, added).unit())
     ctas = -(-136 // (8 * program.threads))
-    Emulator(program, 5 * ctas).run(d, rows, weights, out, 1, ctas)
+    Emulator(program, 5 * ctas).run(*(t for t in (d, rows, weights, more, out) if t is not None), 1, ctas)
     terms = torch.where(rows[..., None] >= 0, d.double()[rows.clamp(min=0)], 0.0) * weights.double()[..., None]
-    close(out, terms.sum(1), least=1e-6)
+    expected = terms.sum(1)
+    close(out, expected if more is None else expected + more.view(5, 4, -1).double().sum(1), least=1e-6)
+
+
+@pytest.mark.parametrize("activation, halves", [("silu_mul", True), ("swiglu_oai", False), ("relu2", False)])
+def test_adapted_rows(activation: str, halves: bool) -> None:
+    """Choices of experts elsewhere too, of which there is no row to read or to write."""
+    n, parts = 1032, 1 + is_gated(activation)
+    rows, added = randn(4, n * parts, seed=1), randn(5, n * parts, seed=2)
+    places = torch.tensor([2, -1, 0, 3, -1], dtype=torch.int32)
+    hidden, moved = (torch.full((size, n), torch.nan, dtype=rows.dtype) for size in (5, 4))
+    program = program_of(AdaptedRows.of(H200, rows.dtype, activation, halves).unit())
+    ctas = -(-n // (8 * program.threads))
+    Emulator(program, 5 * ctas).run(rows, added, places, hidden, moved, ctas)
+    pairs = (rows_in_pairs(added) if halves else added).double()
+    y = pairs + torch.where(places[:, None] >= 0, rows.double()[places.clamp(min=0)], 0.0)
+    close(hidden, parse(activation).apply(y), least=1e-6)
+    assert torch.equal(moved[[2, 0, 3]], hidden[[0, 2, 3]]) and moved[1].isnan().all()
 
 
 # --- what the emulator refuses ---------------------------------------------------------------------------------------

@@ -11,8 +11,10 @@ import torch
 import w4gemm
 from sass import disassemble
 from w4gemm.api.step import add_rms_norm, add_rms_norm_quantize, between_products, gate_halves, rms_norm
+from w4gemm.core.activation import is_gated
 from w4gemm.core.problem import H200, Device
 from w4gemm.integrations.decoder.attention import CachedLayer, attention_in_torch, step_attention
+from w4gemm.integrations.engines.adapters import adapted
 from w4gemm.jit import object_code
 from w4gemm.kernels.helpers.base import Helper, launcher
 from w4gemm.kernels.helpers.rows import GateHalves, RmsNorm
@@ -68,6 +70,19 @@ def test_attention(
     assert torch.equal(ours.keys[:, :, untouched], keys[:, :, untouched])
     torch.testing.assert_close(out, expected, rtol=0.02, atol=0.01)
     assert torch.equal(out, step_attention(*inputs, ours, *seen))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation, halves", [("silu_mul", True), ("swiglu_oai", False), ("relu2", False)])
+@pytest.mark.parametrize(("choices", "n"), [(1, 768), (37, 8), (512, 1032)])
+def test_rows_between_experts_beside_adapters(choices: int, n: int, activation: str, halves: bool) -> None:
+    rows, added = torch.randn(2, choices, n * (1 + is_gated(activation)), device="cuda", dtype=torch.bfloat16)
+    places = torch.randperm(choices, device="cuda").int()
+    places[::5] = -1
+    hidden = adapted(rows, added, places, activation, halves)
+    expected = adapted(rows.cpu(), added.cpu(), places.cpu(), activation, halves)
+    torch.testing.assert_close(hidden.by_choice.cpu(), expected.by_choice, rtol=0.01, atol=1e-3)
+    assert torch.equal(hidden.by_expert[places[places >= 0]], hidden.by_choice[places >= 0])
 
 
 @pytest.mark.gpu

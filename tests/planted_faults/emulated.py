@@ -242,4 +242,11 @@ FAULTS = (
         "square_root(mean)",
         _EMULATED + "rms_norm",
     ),
+    Fault(
+        "ups of adapters lie behind eight gates, not behind all",
+        "src/w4gemm/kernels/helpers/device/adapted_rows.py",
+        "(1, n) if halves",
+        "(1, _VECTOR) if halves",
+        _EMULATED + "adapted_rows",
+    ),
 )

@@ -205,38 +205,32 @@ def combine(
 
 
 def combined(
-    d: torch.Tensor, row_of_choice: torch.Tensor, weights: torch.Tensor, out: torch.Tensor | None, settled: bool
+    d: torch.Tensor,
+    row_of_choice: torch.Tensor,
+    weights: torch.Tensor,
+    out: torch.Tensor | None,
+    settled: bool,
+    added: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return :func:`combine` of checked arguments."""
+    """Return :func:`combine` of checked arguments. added: (tokens * top k, n) of d's dtype, added as it is, or None; no
+    gradients flow to it."""
     tokens, terms = row_of_choice.shape
     differentiated = torch.is_grad_enabled() and (d.requires_grad or weights.requires_grad)
     eager = is_plain(d) and is_plain(weights) and not differentiated and not is_watched()
     eager = eager and not any_negated(d, weights)
     if eager and d.device.type == "cuda" and tokens and d.shape[0] and RowCombine.takes(d):
-        add_up = launcher(RowCombine.of, d.device, d.dtype, terms)
-        if add_up is not None and (out is None or RowCombine.takes(out)):
+        add_up = launcher(RowCombine.of, d.device, d.dtype, terms, added is not None)
+        if add_up is not None and all(t is None or RowCombine.takes(t) for t in (out, added)):
             out = torch.empty((tokens, d.shape[1]), dtype=d.dtype, device=d.device) if out is None else out
             rows, factors = row_of_choice.contiguous(), weights.float().contiguous()
-            add_up(d, rows, factors, out, int(settled and rows is row_of_choice and factors is weights))
+            add_up(d, rows, factors, added, out, int(settled and rows is row_of_choice and factors is weights))
             return out
     total = _added_up(d, row_of_choice, weights)
+    if added is not None:
+        total = total + added.view(tokens, terms, -1).float().sum(1)
     if differentiated and not (terms and d.shape[0]):  # nothing was added, and yet a backward pass may begin here
         total = total + d[:0].sum() + weights[:, :0].sum()
     return total.to(d.dtype) if out is None else out.copy_(total)
-
-
-def by_expert(rows: torch.Tensor, row_of_choice: torch.Tensor) -> torch.Tensor:
-    """Return rows (tokens * top k, k) in the order of choices sorted by expert; those past the experts here hold
-    anything.
-
-    Args:
-        rows: in the order of the tokens' choices.
-        row_of_choice: as that of :class:`Routing`.
-    """
-    places, count = row_of_choice.flatten(), rows.shape[0]
-    moved = rows.new_empty(count + 1, rows.shape[1])
-    moved[torch.where(places < 0, count, places)] = rows  # the last row takes the choices of experts elsewhere
-    return moved[:-1]
 
 
 def _check_terms(d: torch.Tensor, row_of_choice: torch.Tensor, weights: torch.Tensor) -> None:

@@ -1,8 +1,8 @@
 """Experts of SGLang's with LoRA adapters, several in a step: :func:`with_adapters`.
 
 SGLang's hooks add in place what adapters contribute to rows in the order of the tokens' choices: before the activation,
-and to the weighted results of the second product. So the first product has no activation in its epilogue, and PyTorch's
-operators bring rows from one order to the other. The launches do not depend on which adapters a step has.
+and to the weighted results of the second product. So the first product has no activation in its epilogue, and a launch
+of its own adds, activates and brings rows into both orders. The launches do not depend on which adapters a step has.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ import torch
 from sglang.srt.layers.moe.utils import get_moe_runner_backend
 
 from w4gemm.api.experts import W4Experts, W4GroupedLinear
-from w4gemm.api.routing import by_expert, combined, route
-from w4gemm.core.activation import parse
+from w4gemm.api.routing import combined, route
+from w4gemm.integrations.engines.adapters import adapted
 from w4gemm.integrations.sglang.takeover import SGLANG, deterministic
-from w4gemm.packing.repack import rows_in_pairs
 
 
 def why_not(takes_adapters: bool) -> str:
@@ -52,18 +51,13 @@ def with_adapters(
         hooks: SGLang's LoRAHooks.
         in_pairs: True if SGLang's rows of gates and ups alternate, as ours do; else all gates come first.
     """
-    routing, formula = route(ids, experts.gate_up.weight.experts), parse(experts.activation)
-    rows = first(x, routing.m_offsets, routing.tokens)[routing.row_of_choice.flatten().clamp(min=0)]
+    routing, activation = route(ids, experts.gate_up.weight.experts), experts.activation
+    rows, halves = first(x, routing.m_offsets, routing.tokens), not in_pairs
+    added, added_to_down = rows.new_zeros(*ids.shape, rows.shape[1]), x.new_zeros(*ids.shape, experts.down.weight.n)
     if hooks is not None and hooks.after_gate_up is not None:
-        in_halves = formula.formula.gated and not in_pairs
-        sent = rows.unflatten(1, (-1, 2)).mT.flatten(1) if in_halves else rows
-        hooks.after_gate_up(x, sent.view(*ids.shape, -1), weights, ids)
-        rows = rows_in_pairs(sent) if in_halves else sent
-    hidden = formula.apply(rows.float()).to(rows.dtype)
-    d = experts.down(by_expert(hidden, routing.row_of_choice), routing.m_offsets)
-    total = combined(d, routing.row_of_choice, weights, None, settled=True)
+        hooks.after_gate_up(x, added, weights, ids)
+    hidden = adapted(rows, added.flatten(0, 1), routing.row_of_choice, activation, halves)
+    d = experts.down(hidden.by_expert, routing.m_offsets)
     if hooks is not None and hooks.after_down is not None:
-        contributions = d.new_zeros(*ids.shape, d.shape[1])
-        hooks.after_down(hidden, contributions, weights, ids)  # times the weights
-        total = total + contributions.sum(1)
-    return total
+        hooks.after_down(hidden.by_choice, added_to_down, weights, ids)  # times the weights
+    return combined(d, routing.row_of_choice, weights, None, settled=True, added=added_to_down.flatten(0, 1))

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from vllm.model_executor.layers.fused_moe.experts.lora_experts_mixin import LoRAExpertsMixin
 
-from w4gemm.api.routing import by_expert, combined, route
-from w4gemm.core.activation import parse
+from w4gemm.api.routing import combined, route
+from w4gemm.integrations.engines.adapters import adapted, with_small_kernels
+from w4gemm.integrations.engines.warmup import Need
 from w4gemm.integrations.vllm.experts_formats import in_pairs
 from w4gemm.integrations.vllm.experts_kernel import ExpertsProduct, LastStep, W4gemmExperts
 from w4gemm.kernels.arguments import ExpertRows
-from w4gemm.packing.repack import rows_in_pairs
 
 
 class LoraExperts(LoRAExpertsMixin, W4gemmExperts):  # type: ignore[misc, unused-ignore]
@@ -29,7 +29,7 @@ class LoraExperts(LoRAExpertsMixin, W4gemmExperts):  # type: ignore[misc, unused
 
     def __init__(self, gate_up: ExpertsProduct, down: ExpertsProduct, **others: Any) -> None:
         assert gate_up.epilogue.activation is not None
-        self.formula = parse(gate_up.epilogue.activation)
+        self.activation = gate_up.epilogue.activation
         super().__init__(gate_up._replace(epilogue=gate_up.epilogue._replace(activation=None)), down, **others)
         # vLLM reads the sizes of unpacked weights off these
         self._unpacked = [torch.empty(w.experts, w.n, w.k, device="meta") for w in (self.gate_up, self.down)]
@@ -54,59 +54,43 @@ class LoraExperts(LoRAExpertsMixin, W4gemmExperts):  # type: ignore[misc, unused
         gate_up, down = self.products
         first, end = routing.m_offsets[:-1], routing.m_offsets[1:]
         gate_up.write(hidden_states, workspace2, ExpertRows(first, end, routing.tokens), a1q_scale)
-        rows = workspace2[routing.row_of_choice.flatten().clamp(min=0)]
-        added, sorting = self._first_contributions(rows, hidden_states, topk_weights, topk_ids, expert_map)
-        hidden = self.formula.apply((rows + added).float()).to(rows.dtype)
-        sent = by_expert(hidden, routing.row_of_choice)
-        down.write(sent, output.view(-1, self.down.n), ExpertRows(first, end), None)
-        contributions: torch.Tensor | None = None
+        choices, sizes = topk_ids.numel(), (self.gate_up.n, self.down.n)
+        zeros = workspace2.new_zeros(choices * sum(sizes))  # of both products' adapters, in one launch
+        added, added_to_down = (part.view(choices, -1) for part in zeros.split([choices * n for n in sizes]))
+        chosen = {"topk_weights": topk_weights, "num_tokens": len(topk_ids), "top_k_num": topk_ids.shape[1]}
+        chosen |= dict(zip(("w1", "w2"), self._unpacked, strict=True))
+        sorting = self._add_to_gate_up(added, hidden_states, topk_ids, expert_map, chosen)
+        hidden = adapted(workspace2, added, routing.row_of_choice, self.activation, not in_pairs(self.moe_config))
+        down.write(hidden.by_expert, output.view(-1, self.down.n), ExpertRows(first, end, settled=1), None)
         if sorting is not None:  # times the weights
-            contributions = torch.zeros(*topk_ids.shape, self.down.n, dtype=rows.dtype, device=rows.device)
-            self.apply_w2_lora(
-                self._lora_context,
-                y=contributions,
-                x=hidden,
-                topk_weights=topk_weights,
-                **sorting,
-                num_tokens=len(topk_ids),
-                w1=self._unpacked[0],
-                w2=self._unpacked[1],
-                top_k_num=topk_ids.shape[1],
-            )
+            y = added_to_down.view(*topk_ids.shape, -1)
+            self.apply_w2_lora(self._lora_context, y=y, x=hidden.by_choice, **sorting, **chosen)
 
         def add_up(d: torch.Tensor, weights: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-            total = combined(d, routing.row_of_choice, weights, out, settled=True)
-            return total if contributions is None else total.add_(contributions.sum(1))
+            return combined(d, routing.row_of_choice, weights, out, settled=True, added=added_to_down)
 
         self._last_step = LastStep(add_up)
 
-    def _first_contributions(
+    def _add_to_gate_up(
         self,
-        rows: torch.Tensor,
+        added: torch.Tensor,
         hidden_states: torch.Tensor,
-        topk_weights: torch.Tensor,
         topk_ids: torch.Tensor,
         expert_map: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, dict[str, Any] | None]:
-        """Return the contributions of adapters to the rows of choices, and how vLLM has sorted these; zeros and None
-        for a layer without adapters."""
-        added, context = torch.zeros_like(rows), self._lora_context
+        chosen: dict[str, Any],
+    ) -> dict[str, Any] | None:
+        """Add the contributions of adapters to the rows of choices, and return how vLLM has sorted these; None for a
+        layer without adapters. chosen: what vLLM wants to know behind both products."""
+        context = self._lora_context
         if context is None:
-            return added, None
+            return None
         sent: torch.Tensor | None = context.original_hidden_states
-        sorting = self.apply_w13_lora(
-            context,
-            y=added,
-            x=sent if sent is not None and len(sent) == len(hidden_states) else hidden_states,
-            topk_ids=topk_ids,
-            topk_weights=topk_weights,
-            expert_map=expert_map,
-            w1=self._unpacked[0],
-            w2=self._unpacked[1],
-            num_tokens=len(topk_ids),
-            top_k_num=topk_ids.shape[1],
-        )
-        if self.formula.formula.gated and not in_pairs(self.moe_config):
-            added = rows_in_pairs(added)
+        x = sent if sent is not None and len(sent) == len(hidden_states) else hidden_states
+        sorting = self.apply_w13_lora(context, y=added, x=x, topk_ids=topk_ids, expert_map=expert_map, **chosen)
         names = ("sorted_token_ids_lora", "expert_ids_lora", "num_tokens_post_padded_lora", "token_lora_mapping")
-        return added, dict(zip(names, sorting, strict=True))
+        return dict(zip(names, sorting, strict=True))
+
+    def need(self, most_tokens: int) -> Need:
+        top_k, dtype = self.moe_config.experts_per_token, self.moe_config.in_dtype
+        halves = not in_pairs(self.moe_config)
+        return with_small_kernels(super().need(most_tokens), self.gate_up.device, dtype, top_k, self.activation, halves)

@@ -1,5 +1,5 @@
-"""Host sides of the kernels around experts: a router's choice of them, choices in their order, sums of their results.
-``w4gemm.api.routing`` and ``expert_layer`` launch them."""
+"""Host sides of the kernels around experts: a router's choice of them, choices in their order, sums of their results,
+and rows that adapters add to. ``w4gemm.api`` and ``w4gemm.integrations.engines`` launch them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from w4gemm.core.activation import is_gated, parse
 from w4gemm.core.problem import Device
 from w4gemm.core.router import Router
 from w4gemm.jit import Program
@@ -151,19 +152,24 @@ MOST_TERMS = 16
 
 @dataclass(frozen=True)
 class RowCombine(Sm90Helper):
-    """Weighted sums of ``terms`` 16-bit rows for each token, on SM90."""
+    """Weighted sums of ``terms`` 16-bit rows for each token, on SM90.
+
+    Args:
+        added: True if each term has another row, that is added as it is.
+    """
 
     dtype: torch.dtype
     terms: int
+    added: bool = False
 
     name: ClassVar[str] = "row_combine"
 
     @classmethod
-    def of(cls, device: Device, dtype: torch.dtype, terms: int) -> RowCombine | None:
+    def of(cls, device: Device, dtype: torch.dtype, terms: int, added: bool = False) -> RowCombine | None:
         """Return the kernel for ``terms`` rows per token; None where it does not run."""
         if dtype not in HALF_KINDS or not 0 < terms <= MOST_TERMS or not cls.runs(device):
             return None
-        return cls(dtype, terms)
+        return cls(dtype, terms, added)
 
     @classmethod
     def needed(cls, device: Device, layer: LayerFacts) -> Iterable[RowCombine]:
@@ -186,9 +192,55 @@ class RowCombine(Sm90Helper):
         n, tokens = cute.sym_int(divisibility=8), cute.sym_int()
 
         d, out = half_rows(kind, cute.sym_int(), n), half_rows(kind, tokens, n)
+        added = half_rows(kind, cute.sym_int(), n) if self.added else None
         rows, weights = (
             make_fake_compact_tensor(dtype, (tokens, self.terms), stride_order=(1, 0), assumed_align=4)
             for dtype in (cutlass.Int32, cutlass.Float32)
         )
         stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-        return Program(RowCombineKernel(kind, self.terms), (d, rows, weights, out, 1, stream))
+        return Program(RowCombineKernel(kind, self.terms), (d, rows, weights, added, out, 1, stream))
+
+
+@dataclass(frozen=True)
+class AdaptedRows(Sm90Helper):
+    """The activation of 16-bit rows of choices and of what adapters add to them, on SM90.
+
+    Args:
+        halves: True if all gates of what is added come first; else they and the ups are pairs, as those of rows.
+    """
+
+    dtype: torch.dtype
+    activation: str
+    halves: bool
+
+    name: ClassVar[str] = "adapted_rows"
+
+    @classmethod
+    def of(cls, device: Device, dtype: torch.dtype, activation: str, halves: bool) -> AdaptedRows | None:
+        """Return the kernel; None where it does not run."""
+        if dtype not in HALF_KINDS or not cls.runs(device):
+            return None
+        return cls(dtype, activation, halves and is_gated(activation))
+
+    @staticmethod
+    def takes(rows: torch.Tensor, added: torch.Tensor, columns: int) -> bool:
+        """True if eight of the activation's columns can be loaded at a time."""
+        return columns % 8 == 0 and all(t.data_ptr() % 16 == 0 and t.is_contiguous() for t in (rows, added))
+
+    def program(self) -> Program:
+        import cutlass
+        import cutlass.cute as cute
+        from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
+
+        from w4gemm.kernels.helpers.device.adapted_rows import AdaptedRowsKernel
+
+        kind, activation = HALF_KINDS[self.dtype], parse(self.activation)
+        choices, n = cute.sym_int(), cute.sym_int(divisibility=8)
+        both = cute.sym_int(divisibility=16) if is_gated(self.activation) else n
+        rows, added = half_rows(kind, cute.sym_int(), both), half_rows(kind, choices, both)
+        hidden, moved = (half_rows(kind, choices, n) for _ in range(2))
+        row_of_choice = make_fake_compact_tensor(cutlass.Int32, (choices,), assumed_align=4)
+        stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+        return Program(
+            AdaptedRowsKernel(kind, activation, self.halves), (rows, added, row_of_choice, hidden, moved, stream)
+        )

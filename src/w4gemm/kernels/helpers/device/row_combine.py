@@ -1,4 +1,5 @@
-"""out[t, :] = sum over j of weights[t, j] * d[rows[t, j], :], for 16-bit d, in float32 and rounded once.
+"""out[t, :] = sum over j of weights[t, j] * d[rows[t, j], :], for 16-bit d, in float32 and rounded once. If there is an
+``added``, each j also has a row of it, which is added as it is, behind all of d's.
 
 The terms are added in the order of j, so the bits of a token depend on nothing else. A negative row adds nothing. A
 thread computes eight columns of one token: it requests those of all of the token's rows before it adds the first.
@@ -13,7 +14,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
 from w4gemm.ptx.arithmetic import floats_to_halves, halves_to_floats, to_float
 from w4gemm.ptx.memory import load_global, load_int32, store_global
@@ -35,14 +36,15 @@ class RowCombineKernel:
         d: cute.Tensor,
         rows: cute.Tensor,
         weights: cute.Tensor,
+        added: cute.Tensor | None,
         out: cute.Tensor,
         settled: Int32,
         stream: Any,
     ) -> None:
         """d (any number, n) and out (tokens, n), n a multiple of 8; rows int32 and weights float32 (tokens, terms);
-        settled: 1 if rows and weights are, else 0."""
+        added None or (tokens * terms, n); settled: 1 if rows and weights are, else 0."""
         ctas_per_token = cute.ceil_div(out.shape[1], _VECTOR * _THREADS)
-        self.kernel(d, rows, weights, out, settled, ctas_per_token).launch(
+        self.kernel(d, rows, weights, added, out, settled, ctas_per_token).launch(
             grid=[out.shape[0] * ctas_per_token, 1, 1],
             block=[_THREADS, 1, 1],
             min_blocks_per_mp=_CTAS_PER_SM,
@@ -57,6 +59,7 @@ class RowCombineKernel:
         d: cute.Tensor,
         rows: cute.Tensor,
         weights: cute.Tensor,
+        added: cute.Tensor | None,
         out: cute.Tensor,
         settled: Int32,
         ctas_per_token: Int32,
@@ -87,5 +90,13 @@ class RowCombineKernel:
             for j in cutlass.range_constexpr(self.terms):
                 values = halves_to_floats(self.kind, loaded[j])
                 sums = [sums[i] + factors[j] * values[i] for i in range(_VECTOR)]
+            if const_expr(added is not None):
+                first_added = added.iterator.toint() + (Int64(token) * self.terms * n + column) * 2
+                more = [
+                    load_global(first_added + Int64(j) * n * 2, _VECTOR // 2, Boolean(True)) for j in range(self.terms)
+                ]
+                for j in cutlass.range_constexpr(self.terms):
+                    values = halves_to_floats(self.kind, more[j])
+                    sums = [sums[i] + values[i] for i in range(_VECTOR)]
             words = floats_to_halves(self.kind, sums)
             store_global(out.iterator.toint() + (Int64(token) * n + column) * 2, words, Boolean(True))
