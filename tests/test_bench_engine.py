@@ -184,7 +184,7 @@ def test_engines_are_timed_by_turns_in_both_orders(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=dict))
     monkeypatch.setattr(turns.time, "perf_counter", lambda: clock[0])
     engines = {"a": Llm("a", 2.0).generate, "b": Llm("b", 3.0).generate}
-    a, b, long_a, _ = turns.timed(engines, 100, [4], 2000, turns.Repeats(2))
+    a, b, long_a, _ = turns.timed(engines, 100, [4], [2000], turns.Repeats(2))
     assert [(row["impl"], row["batch"], row["ms_step"], row["tokens_s"]) for row in (a, b)] == [
         ("a", 4, pytest.approx(2.0), 2000.0),
         ("b", 4, pytest.approx(3.0), pytest.approx(1333.3)),

@@ -72,7 +72,8 @@ MODELS, _TINY = _read()
 """config.json of published models, as far as engines read it; prompts of 8k tokens and their answers have room, without
 scaling of RoPE, which costs no time. deepseek-v3-5-layers: one dense layer and four of the mixture's 58, so that one
 GPU holds it. kimi-k3-quarter and deepseek-v4-flash-quarter: 224 of 896 and 64 of 256 experts, as one of four GPUs has
-them."""
+them. glm-5-dense-attention: GLM-5's sizes in DeepSeek-V3's model, without the index of its sparse attention, and with
+one dense layer, not three."""
 
 
 def tiny(model: Model) -> Model:

@@ -99,7 +99,7 @@ class Engine:
         graphs: Row = {"cudagraph_capture_sizes": [2**i for i in range(most.bit_length())], "mode": args.compile}
         if not args.compile or kernels == DENSE:  # mode 0 alone would drop the CUDA graphs
             graphs |= {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
-        longest = max(512, *args.tokens, args.prefill + 1)
+        longest = max(512, *args.tokens, *(tokens + 1 for tokens in args.prefill))
         lora: Row = {"enable_lora": True, "max_lora_rank": _RANK, "max_loras": args.lora}
         begun = time.perf_counter()
         self.llm = LLM(
@@ -288,7 +288,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--tokens", type=typed(counts), default="1,8,64,2048", help="of timed products (%(default)s)")
     p.add_argument("--decode", type=typed(counts), default=(), metavar="N", help="requests at once of whole engines' "
                    "timed decode steps (default: none)")  # fmt: skip
-    p.add_argument("--prefill", type=int, default=0, metavar="N", help="tokens of a prompt that whole engines read")
+    p.add_argument("--prefill", type=typed(counts), default=(), metavar="N", help="tokens of prompts, each alone, that "
+                   "whole engines read (default: none)")  # fmt: skip
     p.add_argument("--rounds", type=positive, default=4, metavar="N", help="times of whole engines (%(default)s)")
     p.add_argument(
         "--each", type=positive, default=1, metavar="N", help="times in a row in a round, whose median counts"
@@ -408,9 +409,16 @@ def measured(engines: list[Engine], model: Model, adapters: list[Any], args: arg
     generators = {engine.name: functools.partial(engine.generate_beside, adapters) for engine in engines}
     how_often = turns.Repeats(args.rounds, args.each)
     whole = turns.timed(generators, model.vocabulary, args.decode, args.prefill, how_often, args.request)
-    with turn(args.turn):
-        for row in itertools.chain(*layers, whole):
-            yield row | {"chosen": row["impl"] in chosen}
+    rows = itertools.chain(*layers, whole)
+    while row := _next(rows, args.turn):
+        yield row | {"chosen": row["impl"] in chosen}
+
+
+def _next(rows: Iterator[Row], file: Path | None) -> Row | None:
+    """Return the next of rows that are timed when they are asked for, while other programs time nothing; None at the
+    end."""
+    with turn(file):
+        return next(rows, None)
 
 
 def rows_apart(model: Model, folder: Path, args: argparse.Namespace) -> Iterator[Row]:

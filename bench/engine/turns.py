@@ -1,4 +1,4 @@
-"""Whole vLLM engines of this process, timed by turns: decode steps and the prefill of a long prompt. See pair.py."""
+"""Whole vLLM engines of this process, timed by turns: decode steps and the prefill of long prompts. See pair.py."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def timed(
     engines: Mapping[str, Generate],
     vocabulary: int,
     batches: Sequence[int],
-    prefill: int,
+    prefills: Sequence[int],
     repeats: Repeats,
     tokens: tuple[int, int] = (128, 128),
 ) -> Iterator[Row]:
@@ -43,7 +43,7 @@ def timed(
         engines: ``generate`` of each engine, by the name of its kernels.
         vocabulary: prompts are random tokens below it.
         batches: numbers of requests that decode at once.
-        prefill: tokens of the prompt whose prefill is timed; 0 for none.
+        prefills: tokens of the prompts whose prefill is timed.
         repeats: how often each engine is timed.
         tokens: of the prompt and of the answer of each request that decodes.
     """
@@ -63,9 +63,10 @@ def timed(
                 "tokens_s": round(batch / statistics.median(steps), 1),
             }
             yield row | spread("ms_step", [1e3 * step for step in steps])
-    if prefill:
+    for prefill in prefills:
         request = prompts(1, prefill)
-        for name, seconds in _by_turns(engines, repeats, lambda generate: _seconds(generate, request, 1)).items():
+        times = _by_turns(engines, repeats, lambda generate, request=request: _seconds(generate, request, 1))
+        for name, seconds in times.items():
             row = {"phase": "prefill", "batch": 1, "tokens_in": prefill, "tokens_out": 1, "impl": name}
             yield (
                 row
