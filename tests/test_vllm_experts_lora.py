@@ -38,6 +38,7 @@ class Punica:
 
     def __init__(self, adapters: torch.Tensor, shapes: list[tuple[int, ...]]) -> None:
         self.adapters, self.shapes = adapters, shapes
+        self.token_mapping_meta = SimpleNamespace(no_lora_flag_cpu=torch.tensor([bool((adapters < 0).all())]))
         self.choices: list[tuple[int, int, int]] = []
 
     def add_lora_w13(
@@ -56,6 +57,7 @@ class Punica:
         *others: Any,
         **more: Any,
     ) -> tuple[None, ...]:
+        assert not self.token_mapping_meta.no_lora_flag_cpu.item()
         assert [tuple(w1.shape), tuple(w2.shape)] == self.shapes and (tokens, top_k) == ids.shape
         here = ids if expert_map is None else torch.where(ids < 0, ids, expert_map[ids.clamp(min=0).long()])
         self.choices = [
@@ -117,11 +119,14 @@ def test_adapters_of_several_tokens(
     x, weights, ids = inputs(case.dtype, 6)
     here = ids if local == EXPERTS else torch.where(ids >= EXPERTS - local, ids, -1)
     plain = made.expected(x, weights, here, activation=activation)
-    assert_near(made.layer.forward_modular(x, weights, ids), plain, case)  # a layer that no adapter can have
+    without = made.layer.forward_modular(x, weights, ids)  # a layer that no adapter can have
+    assert_near(without, plain, case)
     adapters = torch.tensor([0, -1, 1, 1, 0, -1])
     gated = activation != "relu2"
     shapes = [(local, (1 + gated) * WIDTH, HIDDEN), (local, HIDDEN, WIDTH)]
     context = context_of(adapters, gated, shapes, local)
+    kernel.set_lora_context(context_of(torch.full((6,), -1), gated, shapes, local))
+    assert torch.equal(made.layer.forward_modular(x, weights, ids), without), "a step without adapters runs as else"
     kernel.set_lora_context(context)
     got = made.layer.forward_modular(x, weights, ids)
     expected, first = torch.zeros(x.shape, dtype=torch.float64), EXPERTS - local

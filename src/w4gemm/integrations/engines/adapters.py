@@ -1,5 +1,5 @@
 """Experts beside LoRA adapters, whose rows engines keep in the order of the tokens' choices: :func:`adapted`,
-:func:`with_small_kernels`."""
+:func:`beside_adapters`."""
 
 from __future__ import annotations
 
@@ -53,11 +53,12 @@ def adapted(
     return RowsInBothOrders(by_choice, moved[:-1])
 
 
-def with_small_kernels(
+def beside_adapters(
     need: Need, device: torch.device, dtype: torch.dtype, top_k: int, activation: str, halves: bool
 ) -> Need:
-    """Return a layer's need with the small kernels that it launches beside adapters. halves: as of :func:`adapted`."""
-    here = Device.of(device)
+    """Return what a layer of experts launches, and what it launches beside adapters. halves: as of :func:`adapted`."""
+    here, keys = Device.of(device), dict.fromkeys(need.keys)
+    keys |= {key._replace(epilogue=key.epilogue._replace(activation=None)): None for key in need.keys}
     small = AdaptedRows.of(here, dtype, activation, halves), RowCombine.of(here, dtype, top_k, True)
     units = [helper.unit() for helper in small if helper is not None]
-    return need._replace(helpers=tuple(dict.fromkeys((*need.helpers, *units))))
+    return need._replace(keys=tuple(keys), helpers=tuple(dict.fromkeys((*need.helpers, *units))))

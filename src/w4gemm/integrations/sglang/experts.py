@@ -21,7 +21,7 @@ from sglang.srt.layers.moe.utils import get_moe_a2a_backend, resolve_moe_runner_
 
 from w4gemm.api.experts import W4Experts, W4GroupedLinear
 from w4gemm.choice import BOUNDS
-from w4gemm.integrations.engines.adapters import with_small_kernels
+from w4gemm.integrations.engines.adapters import beside_adapters
 from w4gemm.integrations.engines.formats import PRODUCTS, ExpertsSettings
 from w4gemm.integrations.engines.loading import NOTHING_LOADED, check_known, check_loaded, mark
 from w4gemm.integrations.engines.warmup import ExpertsCall, Need, experts_need, token_counts
@@ -271,10 +271,7 @@ def _need(experts: W4Experts, first: W4GroupedLinear | None, activation: str, co
     need = experts_need(gate_up, down, activation, call, run)
     if first is None:
         return need
-    plain = experts_need(gate_up, down, None, call, None)
-    keys, helpers = dict.fromkeys((*need.keys, *plain.keys)), dict.fromkeys((*need.helpers, *plain.helpers))
-    both = need._replace(keys=tuple(keys), helpers=tuple(helpers))
-    return with_small_kernels(both, gate_up.device, config.params_dtype, top_k, activation, not in_pairs(config))
+    return beside_adapters(need, gate_up.device, config.params_dtype, top_k, activation, not in_pairs(config))
 
 
 def apply(own: Callable[..., Any], self: Any, layer: Any, dispatch_output: Any) -> Any:

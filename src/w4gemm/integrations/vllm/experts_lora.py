@@ -1,19 +1,21 @@
 """The experts of a layer with LoRA adapters, several in a step: :class:`LoraExperts`.
 
 vLLM's kernels add what adapters contribute to rows in the order of the tokens' choices: before the activation, and to
-the results of the second product. So the first product has no activation in its epilogue, and PyTorch's operators bring
-rows from one order to the other. The launches do not depend on which adapters a step has.
+the results of the second product. So the first product has no activation in its epilogue, and a launch of its own adds,
+activates and brings rows into both orders. The launches do not depend on which adapters a step has; one without any
+runs as without LoRA.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from vllm.model_executor.layers.fused_moe.experts.lora_experts_mixin import LoRAExpertsMixin
 
 from w4gemm.api.routing import combined, route
-from w4gemm.integrations.engines.adapters import adapted, with_small_kernels
+from w4gemm.integrations.engines.adapters import adapted, beside_adapters
 from w4gemm.integrations.engines.warmup import Need
 from w4gemm.integrations.vllm.experts_formats import in_pairs
 from w4gemm.integrations.vllm.experts_kernel import ExpertsProduct, LastStep, W4gemmExperts
@@ -28,9 +30,12 @@ class LoraExperts(LoRAExpertsMixin, W4gemmExperts):  # type: ignore[misc, unused
     """
 
     def __init__(self, gate_up: ExpertsProduct, down: ExpertsProduct, **others: Any) -> None:
+        super().__init__(gate_up, down, **others)
         assert gate_up.epilogue.activation is not None
         self.activation = gate_up.epilogue.activation
-        super().__init__(gate_up._replace(epilogue=gate_up.epilogue._replace(activation=None)), down, **others)
+        self.rows_to_adapt = gate_up._replace(epilogue=gate_up.epilogue._replace(activation=None))
+        self._warms_up = False
+        """True while all that runs beside adapters is launched without any."""
         # vLLM reads the sizes of unpacked weights off these
         self._unpacked = [torch.empty(w.experts, w.n, w.k, device="meta") for w in (self.gate_up, self.down)]
 
@@ -48,12 +53,25 @@ class LoraExperts(LoRAExpertsMixin, W4gemmExperts):  # type: ignore[misc, unused
         expert_map: torch.Tensor | None,
         a1q_scale: torch.Tensor | None,
         workspace2: torch.Tensor,
-        **unused: Any,
+        **others: Any,
     ) -> None:
+        if not (self._warms_up or self._has_adapters()):
+            size = len(workspace2), super().columns_between
+            super().apply(
+                output=output,
+                hidden_states=hidden_states,
+                topk_weights=topk_weights,
+                topk_ids=topk_ids,
+                expert_map=expert_map,
+                a1q_scale=a1q_scale,
+                workspace2=workspace2.view(-1)[: math.prod(size)].view(size),
+                **others,
+            )
+            return
         routing = route(topk_ids, self.gate_up.experts, expert_map)
-        gate_up, down = self.products
+        down = self.products[1]
         first, end = routing.m_offsets[:-1], routing.m_offsets[1:]
-        gate_up.write(hidden_states, workspace2, ExpertRows(first, end, routing.tokens), a1q_scale)
+        self.rows_to_adapt.write(hidden_states, workspace2, ExpertRows(first, end, routing.tokens), a1q_scale)
         choices, sizes = topk_ids.numel(), (self.gate_up.n, self.down.n)
         zeros = workspace2.new_zeros(choices * sum(sizes))  # of both products' adapters, in one launch
         added, added_to_down = (part.view(choices, -1) for part in zeros.split([choices * n for n in sizes]))
@@ -70,6 +88,17 @@ class LoraExperts(LoRAExpertsMixin, W4gemmExperts):  # type: ignore[misc, unused
             return combined(d, routing.row_of_choice, weights, out, settled=True, added=added_to_down)
 
         self._last_step = LastStep(add_up)
+
+    def _has_adapters(self) -> bool:
+        """True unless no token of this step has an adapter. The host knows that, and vLLM replays a CUDA graph that was
+        captured without adapters only for such steps."""
+        context = self._lora_context
+        if context is None:
+            return False
+        if getattr(context, "local_token_lora_mapping", None) is not None:  # tokens of other processes too
+            return True
+        step = getattr(context.punica_wrapper, "token_mapping_meta", None)
+        return step is None or not step.no_lora_flag_cpu.item()
 
     def _add_to_gate_up(
         self,
@@ -91,6 +120,10 @@ class LoraExperts(LoRAExpertsMixin, W4gemmExperts):  # type: ignore[misc, unused
         return dict(zip(names, sorting, strict=True))
 
     def need(self, most_tokens: int) -> Need:
-        top_k, dtype = self.moe_config.experts_per_token, self.moe_config.in_dtype
-        halves = not in_pairs(self.moe_config)
-        return with_small_kernels(super().need(most_tokens), self.gate_up.device, dtype, top_k, self.activation, halves)
+        moe = self.moe_config
+        facts = moe.in_dtype, moe.experts_per_token, self.activation, not in_pairs(moe)
+        return beside_adapters(super().need(most_tokens), self.gate_up.device, *facts)
+
+    def _run_once(self, count: int) -> None:
+        for self._warms_up in (True, False):
+            super()._run_once(count)
