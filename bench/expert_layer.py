@@ -91,7 +91,8 @@ def made(layer: Layer) -> W4Experts:
         )
         several = torch.arange(layer.experts, device="cuda") % DISTINCT
         w = replace(few, tensors=tuple(t[several] for t in few.tensors), experts=layer.experts)
-        bias = torch.randn(layer.experts, n, device="cuda").bfloat16() if layer.biased else None
+        g = torch.Generator("cuda").manual_seed(n)
+        bias = torch.randn(layer.experts, n, device="cuda", generator=g).bfloat16() if layer.biased else None
         products.append(W4GroupedLinear.from_weight(w, bias, dtype=torch.bfloat16))
     return W4Experts(products[0], products[1], activation=layer.activation)
 
