@@ -40,14 +40,14 @@ SKIP = ("lm_head",)
 """Last parts of the names of layers that stay dense unless asked for."""
 _PLAIN = ("FalconLinear",)
 """Subclasses of nn.Linear with a forward of their own that computes the same."""
-_READ = {
+_MULTIPLIED_BY_MODEL = {
     "dt_proj": "MambaMixer",
     "classifier": "LongcatFlashTopkRouter",
     "output": "RwkvSelfAttention",
     "value": "RwkvFeedForward",
 }
-"""Layers of which a model multiplies or rescales the weight, a tensor, by itself: the last part of their name, and the
-end of the name of their owner's class."""
+"""Layers whose weight, a tensor, a model multiplies or rescales by itself: the last part of their name, and the end of
+the name of their owner's class."""
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Names in configs of the number of experts."""
 _OLD_CONFIGS = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
@@ -74,7 +74,7 @@ def checked_skip(skip: Iterable[str]) -> tuple[str, ...]:
 
 def linear_layers(model: nn.Module, skip: tuple[str, ...] = SKIP) -> dict[str, nn.Linear]:
     """Dense linear layers by name, without those where the last part of the name is one of ``skip``, without the
-    output projection of nn.MultiheadAttention and Mamba's dt_proj, which are not called: their weight is read, and
+    output projection of nn.MultiheadAttention and those such as Mamba's dt_proj, whose weight the model reads; and
     without subclasses of nn.Linear that compute something else, such as the routers of some mixtures.
 
     Raises:
@@ -90,14 +90,15 @@ def linear_layers(model: nn.Module, skip: tuple[str, ...] = SKIP) -> dict[str, n
         for name, layer in layers.items()
         if name.split(".")[-1] not in skip
         and not isinstance(layer, NonDynamicallyQuantizableLinear)
-        and not _is_read(model, name)
+        and not _is_multiplied_by_model(model, name)
         and (type(layer).forward is nn.Linear.forward or type(layer).__name__ in _PLAIN)
     }
 
 
-def _is_read(model: nn.Module, name: str) -> bool:
+def _is_multiplied_by_model(model: nn.Module, name: str) -> bool:
     owner, _, leaf = name.rpartition(".")
-    return leaf in _READ and type(model.get_submodule(owner)).__name__.endswith(_READ[leaf])
+    owner_class = type(model.get_submodule(owner)).__name__
+    return leaf in _MULTIPLIED_BY_MODEL and owner_class.endswith(_MULTIPLIED_BY_MODEL[leaf])
 
 
 def layers_to_quantize(model: nn.Module, skip: tuple[str, ...] = SKIP) -> dict[str, nn.Linear]:
