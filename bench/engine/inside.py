@@ -237,7 +237,7 @@ def warm_up(models: dict[str, torch.nn.Module], tokens: Sequence[int], config: A
     if workspace.is_workspace_manager_initialized():
         workspace.init_workspace_manager(torch.device(DEVICE))
     for _, m, variants in _points(models, tokens):
-        with _forward_context(config, m):
+        with forward_context(config, m):
             for call in itertools.chain.from_iterable(variants):
                 call()
 
@@ -246,7 +246,7 @@ def timed(models: dict[str, torch.nn.Module], tokens: Sequence[int], config: Any
     """Time the layers of several models by turns, in three rounds; generate a row for each kind of layer, number of
     tokens and model. config: one of the engines' VllmConfig."""
     for phase, m, variants in _points(models, tokens):
-        with _forward_context(config, m):
+        with forward_context(config, m):
             rounds = [[t.p50 for t in time_graphs(variants, replays=7)] for _ in range(_ROUNDS)]
         for name, times in zip(models, zip(*rounds, strict=True), strict=True):
             yield {"phase": phase, "batch": m, "impl": name, **spread("us", times)}
@@ -264,7 +264,7 @@ def _points(models: dict[str, torch.nn.Module], tokens: Sequence[int]) -> Iterat
         yield "experts", m, [_expert_products(own, m, routes) for own in runners]
 
 
-def _forward_context(config: Any, m: int) -> Any:
+def forward_context(config: Any, m: int) -> Any:
     """Return vLLM's context of a step of m tokens, which Humming's experts ask for."""
     from vllm.forward_context import set_forward_context
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
-import itertools
 import json
 import os
 import random
@@ -25,14 +24,13 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from bench.engine import inside, turns
+from bench.engine.apart import Started, rows_apart
 from bench.engine.checkpoint import Pool, write_once
 from bench.engine.gguf import FILE
 from bench.engine.implementations import DEFAULT, OURS, Implementation, known_as
@@ -41,7 +39,7 @@ from bench.engine.models import Model
 from bench.engine.options import add_models, pairs_of
 from bench.engine.packing import DTYPE, Numbers, Packing, Tensor
 from bench.engine.rows import equal_prefix, spread
-from bench.engine.worker import kernels_of
+from bench.engine.worker import kernels_of, skip_router_warmup
 from bench.options import add_out, counts, typed
 from bench.rows import Row
 from safetensors.torch import save_file
@@ -89,6 +87,7 @@ class Engine:
         from vllm import LLM
         from vllm.v1.worker import workspace
 
+        skip_router_warmup()
         self.kernels = kernels
         ours = kernels in (OURS, WITHOUT_LORA)
         os.environ["W4GEMM_VLLM"] = "on" if ours else "off"
@@ -281,9 +280,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--against", nargs="*", default=[DEFAULT, DENSE], metavar="IMPL", help="the first that start of "
                    "implementations of bench.engine, and dense (default: %(default)s)")  # fmt: skip
     p.add_argument("--others", type=positive, default=1, metavar="N", help="how many of them (%(default)s)")
-    p.add_argument(
-        "--apart", action="store_true", help="each engine alone in a process of its own, one after the other"
-    )
+    p.add_argument("--apart", type=positive, nargs="?", default=0, const=1, metavar="N", help="each engine in a "
+                   "process of its own, N at a time (1)")  # fmt: skip
     p.add_argument("--vocabulary", type=int, default=4096, metavar="N", help="words of each model (%(default)s)")
     p.add_argument("--tokens", type=typed(counts), default="1,8,64,2048", help="of timed products (%(default)s)")
     p.add_argument("--decode", type=typed(counts), default=(), metavar="N", help="requests at once of whole engines' "
@@ -323,10 +321,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         os.environ |= {"W4GEMM_NVFP4": "fp8", "W4GEMM_MXFP4": "fp8"}
     mode = "layer" + "+fp8" * args.fp8 + ("+lora" + f"{args.lora}" * (args.lora > 1)) * bool(args.lora)
     mode += f"+compile{args.compile}" if args.compile else ""
-    mode += "+apart" * args.apart
+    mode += ("+apart" + f"{args.apart}" * (args.apart > 1)) * bool(args.apart)
     mode += "+invariant" * (os.environ.get("VLLM_BATCH_INVARIANT") == "1")
     mode += "".join(f"+{name}" for name in json.loads(args.feature or "{}"))
-    serve(args, {"gpus": 1, "mode": mode}, rows_apart if args.apart else rows_of)
+    serve(args, {"gpus": 1, "mode": mode}, rows_of_processes if args.apart else rows_of)
 
 
 def serve(args: argparse.Namespace, facts: Row, rows_of: RowsOf) -> None:
@@ -399,18 +397,19 @@ def rows_of(model: Model, folder: Path, args: argparse.Namespace) -> Iterator[Ro
 
 
 def measured(engines: list[Engine], model: Model, adapters: list[Any], args: argparse.Namespace) -> Iterator[Row]:
-    """Time the engines' layers and whole engines by turns; generate the rows."""
-    models = {engine.name: engine.model for engine in engines}
-    config, layers = engines[0].llm.llm_engine.vllm_config, list[Iterator[Row]]()
-    if not args.lora:
-        inside.warm_up(models, args.tokens, config)
-        layers = [inside.timed(models, args.tokens, config)]
+    """Time whole engines and then their layers by turns; generate the rows."""
     chosen = {engine.name for engine in engines if engine.kernels == DEFAULT}
     generators = {engine.name: functools.partial(engine.generate_beside, adapters) for engine in engines}
     how_often = turns.Repeats(args.rounds, args.each)
     whole = turns.timed(generators, model.vocabulary, args.decode, args.prefill, how_often, args.request)
-    rows = itertools.chain(*layers, whole)
-    while row := _next(rows, args.turn):
+    while row := _next(whole, args.turn):
+        yield row | {"chosen": row["impl"] in chosen}
+    if args.lora:
+        return
+    models, config = {engine.name: engine.model for engine in engines}, engines[0].llm.llm_engine.vllm_config
+    inside.warm_up(models, args.tokens, config)
+    layers = inside.timed(models, args.tokens, config)
+    while row := _next(layers, args.turn):
         yield row | {"chosen": row["impl"] in chosen}
 
 
@@ -421,33 +420,31 @@ def _next(rows: Iterator[Row], file: Path | None) -> Row | None:
         return next(rows, None)
 
 
-def rows_apart(model: Model, folder: Path, args: argparse.Namespace) -> Iterator[Row]:
-    """Serve a checkpoint with w4gemm and then with each of ``--against``, and generate the rows of what was seen."""
-    first: Answers | None = None
-    for kernels in (OURS, *args.against):
-        with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-            try:
-                answers, rows = pool.submit(served_alone, model, folder, kernels, args).result()
-            except Exception as e:  # whatever vLLM's own kernels lack here
-                rows = [{"impl": kernels, "phase": "failed", "reason": f"{type(e).__name__}: {e}"[:400]}]
-                answers = None
-        yield from rows
-        if first and answers:
-            agreement = {"phase": "answers", "same_tokens_as": rows[0]["impl"], "tokens_out": _TOKENS_OUT}
-            yield {"impl": OURS} | agreement | compared(first, answers)
-        first = first or answers
+def rows_of_processes(model: Model, folder: Path, args: argparse.Namespace) -> Iterator[Row]:
+    """Serve a checkpoint with w4gemm and with each of ``--against``, each in a process of its own; generate the rows of
+    what was seen."""
+    names, answers = (OURS, *args.against), dict[str, Answers]()
+    for name, row, own in rows_apart(functools.partial(started_alone, model, folder, args), names, args.apart):
+        yield row
+        if own:
+            answers[name] = own
+        if own and name != OURS and OURS in answers:
+            agreement = {"phase": "answers", "same_tokens_as": row["impl"], "tokens_out": _TOKENS_OUT}
+            yield {"impl": OURS} | agreement | compared(answers[OURS], own)
 
 
-def served_alone(model: Model, folder: Path, kernels: str, args: argparse.Namespace) -> tuple[Answers, list[Row]]:
-    """Return the answers of an engine in this process, which has no other one, and the rows of its times."""
+def started_alone(model: Model, folder: Path, args: argparse.Namespace, kernels: str) -> Started:
+    """Start the only engine of this process."""
     import vllm
 
     engine = Engine(model, folder, kernels, args)
     own = {"impl": engine.name, "engine_version": vllm.__version__, "impl_version": w4gemm.__version__}
     own |= {"chosen": kernels == DEFAULT}
     answers = engine.answer(prompts_of(model))
-    start = {"phase": "start", "seconds": round(engine.seconds, 1), **inside.errors(engine.model, served(folder))}
-    return answers, [own | row for row in (start, *measured([engine], model, [], args))]
+    with inside.forward_context(engine.llm.llm_engine.vllm_config, 2):
+        errors = inside.errors(engine.model, served(folder))
+    row = own | {"phase": "start", "seconds": round(engine.seconds, 1), **errors}
+    return Started(row, answers, (own | timed for timed in measured([engine], model, [], args)))
 
 
 if __name__ == "__main__":

@@ -116,6 +116,7 @@ class Turns(NamedTuple):
     def __str__(self) -> str:
         words = {"fp8": "fp8 x", "compile3": "compiled", "invariant": "batch invariant", "apart": "one after the other"}
         words |= {f"lora{n}": f"{n} LoRA adapters" for n in range(2, 10)} | {"lora": "LoRA"}
+        words |= {f"apart{n}": "a process each" for n in range(2, 10)}
         how = [words[mark] for mark in self.mode.split("+") if mark in words]
         model = re.sub(r"-(\d+)-layers$", r", \1 layers", self.model)
         return ", ".join((model, self.format, *how))
