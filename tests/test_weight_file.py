@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save
 
 from w4gemm import FormatError, QuantizedWeight, quantize
+from w4gemm.core.files import _place
 
 
 def test_flipped_bits_of_the_header(tmp_path: Path) -> None:
@@ -83,13 +84,18 @@ def test_a_file_is_whole_and_keeps_the_numbers_of_weights_that_were_loaded_from_
 
 def test_several_writers_of_a_file_and_what_a_killed_one_left(tmp_path: Path) -> None:
     w, path = quantize(torch.randn(64, 256), "int4_g128"), tmp_path / "w.safetensors"
-    killed, alive = (tmp_path / f"{path.name}.{process}-7f.unfinished" for process in (2**22 + 1, 1))
-    for leftover in (killed, alive):
+    dead, elsewhere = 2**22 + 1, "00000000"
+    killed, alive, abandoned, far = (
+        tmp_path / f"{path.name}.{place}-{process}-7f.unfinished"
+        for place, process in ((_place(), dead), (_place(), 1), (elsewhere, 1), (elsewhere, dead))
+    )
+    for leftover in (killed, alive, abandoned, far):
         leftover.touch()
+    os.utime(abandoned, (0, 0))
     with ThreadPoolExecutor(8) as pool:
         for saved in [pool.submit(w.save, path) for _ in range(100)]:
             saved.result()
-    assert {file.name for file in tmp_path.iterdir()} == {path.name, alive.name}
+    assert {file.name for file in tmp_path.iterdir()} == {path.name, alive.name, far.name}
     assert torch.equal(QuantizedWeight.load(path).dequantize(), w.dequantize())
 
 

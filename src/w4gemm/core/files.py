@@ -4,10 +4,14 @@ and what lies at a user's path: :func:`existing`, :func:`lacks_weights`. Importi
 from __future__ import annotations
 
 import contextlib
+import functools
 import glob
+import hashlib
 import os
+import socket
 import stat
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -52,6 +56,8 @@ def described(file: Path) -> str:
 
 UNFINISHED = ".unfinished"
 """End of the name of a file that is being written."""
+_ABANDONED_S = 86400.0
+"""Time without a write after which an unfinished file is nobody's, if its process cannot be looked up from here."""
 
 
 @contextlib.contextmanager
@@ -63,7 +69,7 @@ def placed(file: Path) -> Iterator[Path]:
         OSError: if it cannot be written, as on a full disk. It names ``file``, which does not change.
     """
     start = f"{file.name[:50]}."  # of a name as long as they can be, so that the end has room
-    own = f"{os.getpid()}-{threading.get_ident():x}{UNFINISHED}"
+    own = f"{_place()}-{os.getpid()}-{threading.get_ident():x}{UNFINISHED}"
     _remove_leftovers(file.parent, start, own)
     unfinished = file.with_name(start + own)
     try:
@@ -82,14 +88,31 @@ def placed(file: Path) -> Iterator[Path]:
         raise
 
 
+@functools.cache
+def _place() -> str:
+    """Return a short name of this host and container, within which a process has its number."""
+    try:
+        container = os.readlink("/proc/self/ns/pid")
+    except OSError:  # not Linux
+        container = ""
+    return hashlib.sha256(f"{socket.gethostname()} {container}".encode()).hexdigest()[:8]
+
+
 def _remove_leftovers(folder: Path, start: str, own: str) -> None:
     """Remove what processes that were killed, or had this one's number before it, left of their writes of a file."""
-    for leftover in folder.glob(f"{glob.escape(start)}*-*{UNFINISHED}"):
+    for leftover in folder.glob(f"{glob.escape(start)}*-*-*{UNFINISHED}"):
         end = leftover.name.removeprefix(start)
-        process = end.partition("-")[0]
-        if end == own or (process.isdecimal() and not Path("/proc", process).exists()):
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):
+            if end == own or _is_abandoned(leftover, *end.split("-")[:2]):
                 leftover.unlink()
+
+
+def _is_abandoned(unfinished: Path, place: str, process: str) -> bool:
+    """True if the process that writes a file has ended. If that is one of another host or container, only the time of
+    its last write is known."""
+    if place == _place() and process.isdecimal() and Path("/proc/self").exists():
+        return not Path("/proc", process).exists()
+    return time.time() - unfinished.lstat().st_mtime > _ABANDONED_S
 
 
 def read_regular(file: Path, most: int) -> bytes:
