@@ -27,7 +27,7 @@ from w4gemm.core import environment
 from w4gemm.core.problem import Device, GemmProblem
 from w4gemm.jit import Unit, adopt, compiled, disk, library, object_code
 from w4gemm.jit import compile as jit
-from w4gemm.jit.pool import CompilePool, _ended
+from w4gemm.jit.pool import CompilePool, _ended, usable_processors
 from w4gemm.kernels import kernel_named
 
 pytest.importorskip("cutlass")
@@ -317,6 +317,26 @@ def test_a_pool_compiles_in_other_processes_and_leaves_nobody_waiting(folder, bu
     monkeypatch.setenv("W4GEMM_CACHE_DIR", "off")
     adopt(units[0], codes[0])
     assert callable(compiled(units[0])) and not builds
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, 8),
+        ({"cpu.max": "max 100000\n"}, 8),
+        ({"cpu.max": "250000 100000\n"}, 3),
+        ({"cpu.max": "50000 100000\n"}, 1),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 8),
+        ({"cpu/cpu.cfs_quota_us": "400000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 4),
+    ],
+)
+def test_no_more_processes_than_a_container_may_use(tmp_path, monkeypatch, files, expected):
+    (tmp_path / "cpu").mkdir()
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr("w4gemm.jit.pool._CGROUP", tmp_path)
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: range(8), raising=False)
+    assert usable_processors() == CompilePool().workers == expected
 
 
 @pytest.mark.filterwarnings("error")  # a pipe that is left open

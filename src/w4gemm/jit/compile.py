@@ -2,7 +2,7 @@
 
 A unit is looked up in memory (about 1 us), then on disk (:mod:`w4gemm.jit.disk`), and compiled only then (1 s). What is
 on disk is loaded from its shared library (1 ms, :mod:`w4gemm.jit.library`) or, if there is none, from its object (5 ms,
-and 0.4 s to import the DSL). What was just compiled is loaded from its object.
+and 0.4 s to import the DSL). What this process just compiled is loaded from its object.
 Compiling for another GPU than this machine's, or on a machine without one, takes the same path.
 """
 
@@ -54,10 +54,11 @@ def is_ready(unit: Unit) -> bool:
 
 
 def adopt(unit: Unit, code: bytes) -> None:
-    """Load the object that :func:`object_code` returned in another process, so that :func:`compiled` finds it."""
+    """Load the object that :func:`object_code` returned in another process, or the library that it linked from it, so
+    that :func:`compiled` finds it."""
     with _lock:
         if unit not in _memory:
-            _memory[unit] = _load(code)
+            _memory[unit] = library.load(disk.entry_name(unit), _SYMBOL) or _load(code)
 
 
 def object_code(unit: Unit) -> bytes:

@@ -8,6 +8,7 @@ again, and forking is not allowed once CUDA runs.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import pickle
 import queue
@@ -17,6 +18,7 @@ import sys
 import threading
 from collections.abc import Iterable
 from concurrent.futures import Future
+from pathlib import Path
 
 from w4gemm.core import environment
 from w4gemm.jit.compile import object_code
@@ -29,6 +31,7 @@ _CHILD = (
     "sys.platform == 'linux' and ctypes.CDLL(None).prctl(1, 9); "
     "sys.path[:] = pickle.load(sys.stdin.buffer); from w4gemm.jit.pool import _serve; _serve()"
 )
+_CGROUP = Path("/sys/fs/cgroup")
 _END_S = 5.0  # a child that gave no answer has ended, or is about to
 
 
@@ -120,11 +123,22 @@ def _drop(future: Future[bytes]) -> None:
 
 
 def usable_processors() -> int:
-    """Number of processors that this process may run on."""
+    """Number of processors that this process may use at a time. A container may be allowed less than it sees."""
     try:
-        return len(os.sched_getaffinity(0))
+        count = len(os.sched_getaffinity(0))
     except AttributeError:  # not Linux
-        return os.cpu_count() or 1
+        count = os.cpu_count() or 1
+    return max(1, math.ceil(min(count, _allowed_processors())))
+
+
+def _allowed_processors() -> float:
+    """Return the processors' time that the container's control group may use, per time; infinite without a limit."""
+    for names in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):  # of version 2, of version 1
+        with contextlib.suppress(OSError, ValueError):  # not there; "max"
+            quota, period = map(int, " ".join((_CGROUP / name).read_text() for name in names).split())
+            if quota > 0 and period > 0:
+                return quota / period
+    return math.inf
 
 
 def _start() -> subprocess.Popen[bytes]:
