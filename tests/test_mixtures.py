@@ -33,7 +33,7 @@ from w4gemm.cli.__main__ import main
 from w4gemm.integrations.transformers import W4GemmConfig, dequantize_layers, load
 from w4gemm.tuning.random_weight import random_weight
 
-ROUTERS = ("lm_head", "mlp.gate", "block_sparse_moe.gate", "mlp.router")
+ROUTERS = ("lm_head", "mlp.gate", "block_sparse_moe.gate", "mlp.router", "feed_forward.router")
 FOLDERS: dict[str, tuple[str, dict[str, Any], Writer]] = {
     "qwen3_moe-gptq": ("qwen3_moe", test_gptq.CONFIG, test_gptq.writer(-1)),
     "mixtral-awq": ("mixtral", test_awq.CONFIG, test_awq.writer(zeros=(1, 15))),
@@ -43,7 +43,13 @@ FOLDERS: dict[str, tuple[str, dict[str, Any], Writer]] = {
         test_compressed_tensors.config(),
         test_compressed_tensors.writer(),
     ),
+    "llama4_text-compressed-tensors": (
+        "llama4_text",
+        test_compressed_tensors.config(),
+        test_compressed_tensors.writer(),
+    ),
 }
+ROLES = "gate_proj", "up_proj", "down_proj"
 IDS = torch.arange(1, 12)[None]
 OBEYS_LIMIT = "swiglu_limit" in inspect.getsource(GptOssExperts)
 """False for transformers 5.17, which has a limit of 7 for every gpt-oss."""
@@ -78,7 +84,30 @@ MARKS = ("qweight", "qzeros", "scales", "g_idx", "weight_packed", "weight_scale"
 
 def quantized(folder: Path, kind: str) -> dict[str, torch.Tensor]:
     architecture, config, write = FOLDERS[kind]
-    return convert(write_dense(folder, architecture), config, write, ROUTERS)
+    write_dense(folder, architecture)
+    if architecture == "llama4_text":  # llm-compressor makes modules of its experts
+        change(folder, one_by_one)
+    return convert(folder, config, write, ROUTERS)
+
+
+def one_by_one(tensors: dict[str, torch.Tensor]) -> None:
+    """Replace Llama 4's parameters of all experts by those of each."""
+    for name in [name for name in tensors if name.endswith((".gate_up_proj", ".down_proj"))]:
+        owner, _, leaf = name.rpartition(".")
+        roles = ("gate_proj", "up_proj") if leaf == "gate_up_proj" else (leaf,)
+        for e, matrix in enumerate(tensors.pop(name)):
+            parts = zip(roles, matrix.T.chunk(len(roles)), strict=True)
+            tensors |= {f"{owner}.{e}.{role}.weight": rows.contiguous() for role, rows in parts}
+
+
+def together(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Undo :func:`one_by_one`."""
+    whole = {name: t for name, t in tensors.items() if ".experts." not in name}
+    for owner in {name.rsplit(".", 3)[0] for name in tensors.keys() - whole}:
+        each = [[tensors[f"{owner}.{e}.{role}.weight"].T for e in range(EXPERTS)] for role in ROLES]
+        gates, ups, whole[f"{owner}.down_proj"] = map(torch.stack, each)
+        whole[f"{owner}.gate_up_proj"] = torch.cat((gates, ups), 2)
+    return whole
 
 
 @pytest.mark.parametrize("kind", FOLDERS)
@@ -99,7 +128,8 @@ def test_experts_of_their_own(tmp_path: Path, kind: str, capsys: pytest.CaptureF
     model, _ = load(folder)
     experts = [module for module in model.modules() if isinstance(module, W4Experts)]
     assert 2 * len(experts) == len(stacked) and experts[0].activation == "silu_mul"
-    plain = dense_model(folder, {f"{name}.weight": t for name, t in expected.items()}, MARKS)
+    weights = {f"{name}.weight": t for name, t in expected.items()}
+    plain = dense_model(folder, together(weights) if kind.startswith("llama4") else weights, MARKS)
     torch.testing.assert_close(logits(model), logits(plain), rtol=1e-4, atol=1e-4)
     assert main(["generate", "hello", "--model", str(folder), "--max-new-tokens", "2", "--device", "cpu"]) == 0
     assert "layers quantized" in capsys.readouterr().err
@@ -201,7 +231,7 @@ def test_a_bias_of_experts_that_float16_cannot_hold(tmp_path: Path) -> None:
             way(folder, dtype=torch.float16)
 
 
-@pytest.mark.parametrize("kind", ["qwen3_moe-gptq", "mixtral-awq", "gpt_oss"])
+@pytest.mark.parametrize("kind", ["qwen3_moe-gptq", "mixtral-awq", "gpt_oss", "llama4_text-compressed-tensors"])
 def test_from_pretrained_and_back(tmp_path: Path, kind: str) -> None:
     """The same numbers as by ``load``, and again after ``save_pretrained``."""
     folder, saved = tmp_path / "model", tmp_path / "saved"
@@ -217,7 +247,7 @@ def test_from_pretrained_and_back(tmp_path: Path, kind: str) -> None:
     torch.testing.assert_close(logits(plain), logits(own), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("architecture", ["qwen3_moe", "mixtral", "gpt_oss"])
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "mixtral", "gpt_oss", "llama4_text"])
 def test_a_dense_mixture_is_quantized(tmp_path: Path, architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Experts too; their numbers are those of each, rounded. Qwen's are read one layer at a time."""
     write_dense(tmp_path, architecture)
@@ -225,10 +255,11 @@ def test_a_dense_mixture_is_quantized(tmp_path: Path, architecture: str, monkeyp
     if architecture != "mixtral":  # it renames its modules
         monkeypatch.setattr(dense, "_read_by_transformers", None)
     model, _ = load(tmp_path, format="int4_g32")
-    experts, before = (m.model.layers[1].mlp.experts for m in (model, own))
+    owner = "feed_forward" if architecture == "llama4_text" else "mlp"
+    experts, before = (m.get_submodule(f"model.layers.1.{owner}.experts") for m in (model, own))
     assert isinstance(experts, W4Experts)
     for product, parameter in ((experts.gate_up, before.gate_up_proj), (experts.down, before.down_proj)):
-        rows = parameter.detach().mT if architecture == "gpt_oss" else parameter.detach()
+        rows = parameter.detach().mT if architecture in ("gpt_oss", "llama4_text") else parameter.detach()
         if architecture != "gpt_oss" and product is experts.gate_up:
             rows = torch.stack(rows.chunk(2, 1), 2).flatten(1, 2)
         for e in range(EXPERTS):
@@ -239,7 +270,7 @@ def test_a_dense_mixture_is_quantized(tmp_path: Path, architecture: str, monkeyp
     assert 0 < difference < 1
 
 
-@pytest.mark.parametrize("kind", ["deepseek_v3-compressed-tensors", "gpt_oss"])
+@pytest.mark.parametrize("kind", ["deepseek_v3-compressed-tensors", "gpt_oss", "llama4_text-compressed-tensors"])
 def test_convert(tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Experts keep their numbers in a folder of w4gemm's own, and one by one in compressed-tensors, which has no place
     for their biases. The latter is made of the former too."""

@@ -63,6 +63,13 @@ MIXTURES = {
         "bos_token_id": 0,
     },
     "gpt_oss": {"num_local_experts": EXPERTS, "num_experts_per_tok": 2, "head_dim": HEAD_DIM, "sliding_window": 8},
+    "llama4_text": {
+        "num_local_experts": EXPERTS,
+        "num_experts_per_tok": 2,
+        "head_dim": HEAD_DIM,
+        "intermediate_size_mlp": 64,
+        "interleave_moe_layer_step": 1,
+    },
 }
 """Settings of a mixture's config, besides those of every model."""
 

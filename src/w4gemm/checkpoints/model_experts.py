@@ -21,6 +21,9 @@ from w4gemm.core.activation import ACTIVATIONS, canonical, parse
 from w4gemm.core.errors import FormatError
 from w4gemm.core.formats import WeightFormat
 
+_LLAMA_4 = "Llama4TextExperts"
+"""transformers' class of Llama 4's experts, which are not of its interface: their matrices are (k, n), all gates before
+all ups, and rows come multiplied by the router's weights (:mod:`w4gemm.integrations.transformers.llama4`)."""
 _PRODUCTS = 2
 """Products of a layer's experts with gates."""
 _LIMITS = ("limit", "swiglu_limit")
@@ -76,7 +79,7 @@ def dense_products(model: nn.Module) -> dict[str, DenseProduct]:
         leaves = products_of(experts)
         if leaves is None or not _has_known_activation(experts):
             continue
-        transposed, has_bias = (bool(getattr(experts, name, False)) for name in ("is_transposed", "has_bias"))
+        transposed, has_bias = is_transposed(experts), bool(getattr(experts, "has_bias", False))
         concatenated = bool(getattr(experts, "is_concatenated", True))
         for leaf in leaves:
             name, shape = f"{owner}.{leaf}", tuple(experts.get_parameter(leaf).shape)
@@ -125,9 +128,22 @@ def products_of(experts: nn.Module | None) -> tuple[str, str] | None:
     products = [getattr(experts, name, None) for name in names]
     if not all(isinstance(p, torch.Tensor) and p.dim() == 3 for p in products):
         return None
-    if not hasattr(experts, "_apply_gate") or getattr(experts, "has_post_expert_norm", False):
-        return None
-    return names
+    known = hasattr(experts, "_apply_gate") or _of_llama_4(experts)
+    return names if known and not getattr(experts, "has_post_expert_norm", False) else None
+
+
+def has_known_layout(experts: nn.Module | None) -> bool:
+    """True if it is known how the parameters of experts lie."""
+    return hasattr(experts, "is_transposed") or _of_llama_4(experts)
+
+
+def is_transposed(experts: nn.Module) -> bool:
+    """True if the matrices of experts are (k, n)."""
+    return bool(getattr(experts, "is_transposed", _of_llama_4(experts)))
+
+
+def _of_llama_4(experts: nn.Module | None) -> bool:
+    return type(experts).__name__ == _LLAMA_4
 
 
 def activation_of(experts: nn.Module) -> str:
@@ -140,7 +156,7 @@ def activation_of(experts: nn.Module) -> str:
         both, gated = _samples(), bool(getattr(experts, "has_gate", True))
         gate, up = both[0::2], both[1::2]
         rows = torch.cat((gate, up)) if getattr(experts, "is_concatenated", True) else both
-        expected = experts._apply_gate(rows[None])[0] if gated else experts.act_fn(both)  # type: ignore[operator]
+        expected = _activated(experts, rows) if gated else experts.act_fn(both)  # type: ignore[operator]
         for candidate in _candidates(experts) if gated else _PLAIN:
             result = parse(candidate).apply(both)
             if result.shape == expected.shape and torch.allclose(result, expected, rtol=1e-5, atol=_ROUNDED):
@@ -148,6 +164,14 @@ def activation_of(experts: nn.Module) -> str:
                 return candidate
     known = ", ".join(name for name, formula in ACTIVATIONS.items() if formula.gated == gated)
     raise ValueError(f"its {type(experts).__name__} compute another activation than {known}")
+
+
+def _activated(experts: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    """Return what experts with gates make of the first product's result."""
+    if _of_llama_4(experts):
+        gate, up = rows.chunk(2)
+        return up * experts.act_fn(gate)  # type: ignore[operator]
+    return experts._apply_gate(rows[None])[0]  # type: ignore[operator]
 
 
 def _check_limit(experts: nn.Module, activation: str) -> None:

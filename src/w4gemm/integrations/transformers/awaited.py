@@ -17,7 +17,7 @@ from w4gemm.api.nn import W4Linear
 from w4gemm.api.packed_module import PackedModule
 from w4gemm.checkpoints.dense import default_format
 from w4gemm.checkpoints.experts import DOWN
-from w4gemm.checkpoints.model_experts import DenseProduct, activation_of, products_of
+from w4gemm.checkpoints.model_experts import DenseProduct, activation_of, is_transposed, products_of
 from w4gemm.core.formats import WeightFormat
 from w4gemm.integrations.transformers.sharding import Local
 from w4gemm.packing.packed_shape import packed_shape
@@ -148,7 +148,7 @@ class AwaitedExperts(W4Experts):
 
     def __init__(self, experts: nn.Module, config: Any) -> None:
         nn.Module.__init__(self)
-        transposed, has_bias = (bool(getattr(experts, name, False)) for name in ("is_transposed", "has_bias"))
+        transposed, has_bias = is_transposed(experts), bool(getattr(experts, "has_bias", False))
         leaves = products_of(experts)
         assert leaves is not None
         up, down = map(experts.get_parameter, leaves)
@@ -214,6 +214,17 @@ class AwaitedDenseExperts(AwaitedExperts):
             self.awaited(leaf).fill(local, activations)
         self._parameters.clear()
         del self.products, self.quantized
+
+
+def put_experts(model: nn.Module, name: str, experts: AwaitedExperts) -> None:
+    """Let a model have these experts in the place of its own. Llama 4's mixture around them shall choose for each token
+    then, and not multiply all tokens by all experts."""
+    model.set_submodule(name, experts)
+    mixture = model.get_submodule(name.rpartition(".")[0])
+    if type(mixture).__name__ == "Llama4TextMoe":
+        from w4gemm.integrations.transformers.llama4 import RoutedMixture
+
+        mixture.__class__ = RoutedMixture
 
 
 def finish(model: nn.Module) -> None:

@@ -16,11 +16,11 @@ from w4gemm.checkpoints.account import Account, Naming, Recipe, Stored, listed
 from w4gemm.checkpoints.base import finite_dense
 from w4gemm.checkpoints.dense import linear_layers
 from w4gemm.checkpoints.experts import DOWN, GATE_UP, roles_of
-from w4gemm.checkpoints.model_experts import products_of
+from w4gemm.checkpoints.model_experts import has_known_layout, is_transposed, products_of
 from w4gemm.checkpoints.numbers import Numbers
 from w4gemm.core.errors import FormatError
 from w4gemm.core.problem import Device
-from w4gemm.integrations.transformers.awaited import AwaitedExperts, AwaitedLinear
+from w4gemm.integrations.transformers.awaited import AwaitedExperts, AwaitedLinear, put_experts
 from w4gemm.integrations.transformers.sharding import Local, Split, local_numbers
 from w4gemm.kernels import runs_on
 from w4gemm.weights.weight import QuantizedWeight
@@ -150,7 +150,7 @@ class Placement:
                 experts = AwaitedExperts(experts, getattr(self._model, "config", None))
             except ValueError as e:
                 raise FormatError(f"{self._checkpoint.path}: {owner}: {e}") from e
-            self._model.set_submodule(owner, experts)
+            put_experts(self._model, owner, experts)
         dense = parameters[leaf]
         product = "down" if dense == DOWN else "gate_up"
         layer = getattr(experts, product)
@@ -241,7 +241,7 @@ class Placement:
         experts = submodule(self._model, owner)
         parameter = _parameters(experts).get(leaf, leaf)
         dense = f"{owner}.{parameter}"
-        if dense in self._naming.known and experts is not None and hasattr(experts, "is_transposed"):
+        if dense in self._naming.known and experts is not None and has_known_layout(experts):
             layout = functools.partial(_as_parameter, experts, module, parameter == GATE_UP)
             self._add(dense, (module.experts, module.n, module.k), layout, name, dense)
             if module.bias:
@@ -375,7 +375,7 @@ def _parameters(experts: nn.Module | None) -> dict[str, str]:
 def _as_parameter(experts: nn.Module, module: Module, pairs: bool, w: torch.Tensor) -> torch.Tensor:
     """A weight (experts, n, k) in the layout of the model's own parameter."""
     w = _in_order(experts, module, pairs, w)
-    return w.mT.contiguous() if experts.is_transposed else w
+    return w.mT.contiguous() if is_transposed(experts) else w
 
 
 def _in_order(experts: nn.Module, module: Module, pairs: bool, rows: torch.Tensor) -> torch.Tensor:

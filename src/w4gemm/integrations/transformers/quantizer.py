@@ -38,7 +38,13 @@ from w4gemm.core.activation import is_gated
 from w4gemm.core.errors import FormatError
 from w4gemm.core.problem import Device
 from w4gemm.integrations.decoder import decode_by_graph
-from w4gemm.integrations.transformers.awaited import AwaitedDense, AwaitedDenseExperts, AwaitedLinear, finish
+from w4gemm.integrations.transformers.awaited import (
+    AwaitedDense,
+    AwaitedDenseExperts,
+    AwaitedLinear,
+    finish,
+    put_experts,
+)
 from w4gemm.integrations.transformers.config import W4GemmConfig
 from w4gemm.integrations.transformers.layers import dequantize_layers
 from w4gemm.integrations.transformers.places import Placement, dtype_of
@@ -194,7 +200,8 @@ class W4GemmQuantizer(HfQuantizer):
             for name, product in dense_products(model).items():
                 products.setdefault(name.rpartition(".")[0], {})[name.rpartition(".")[2]] = product
         for owner, both in products.items():
-            model.set_submodule(owner, AwaitedDenseExperts(model.get_submodule(owner), model.config, both, format))
+            experts = AwaitedDenseExperts(model.get_submodule(owner), model.config, both, format)
+            put_experts(model, owner, experts)
         stay = [n for n, m in model.named_modules() if DOWN in m._parameters and n not in products]
         if stay:
             said = "%s: experts stay dense: w4gemm has no layer that computes the same, or they are split: %s"
