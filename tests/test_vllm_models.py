@@ -188,8 +188,9 @@ def test_activations_of_experts(config: dict[str, Any], activation: str, tmp_pat
     assert {(m.experts, m.n, m.k) for m in model.layers} == {(4, 128 * (1 + len(gates)), HIDDEN), (4, HIDDEN, 128)}
 
 
-@pytest.mark.parametrize("fp8", [False, True])
-def test_experts_of_deepseek_v4(fp8: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fp8, top_k", [(False, "num_experts_per_tok"), (True, "num_experts_per_token")])
+def test_experts_of_deepseek_v4(fp8: bool, top_k: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the config names the number of a token's experts as Kimi-K3's does, for which kernels were missing."""
     monkeypatch.setenv("W4GEMM_MXFP4", "fp8" if fp8 else "auto")
     tensors = {"embed.weight": torch.ones(8, HIDDEN)}
     for e, (name, n, k) in itertools.product(range(2), (("w1", 128, HIDDEN), ("w3", 128, HIDDEN), ("w2", HIDDEN, 128))):
@@ -197,7 +198,7 @@ def test_experts_of_deepseek_v4(fp8: bool, tmp_path: Path, monkeypatch: pytest.M
         tensors[f"layers.0.ffn.experts.{e}.{name}.scale"] = torch.full((n, k // 32), 127, dtype=torch.uint8)
     save_file(tensors, tmp_path / "model.safetensors")
     quantization = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    config = {"expert_dtype": "fp4", "hidden_act": "silu", "swiglu_limit": 10.0, "num_experts_per_tok": 2}
+    config = {"expert_dtype": "fp4", "hidden_act": "silu", "swiglu_limit": 10.0, top_k: 2}
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
     model = read_model(str(tmp_path))
     assert model.activation == "silu_mul(limit=10)" and model.top_k == 2

@@ -45,6 +45,8 @@ WHOLE = ("q_a_proj", "kv_a_proj_with_mqa")
 """Modules that each GPU has whole."""
 VOCABULARY_STEP = 64
 """vLLM rounds the vocabulary up to a multiple of it."""
+_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_k", "moe_top_k", "moe_topk")
+"""Names of the number of experts of a token in configs: most models', Kimi's, gpt-oss', ERNIE's, Step's, LongCat's."""
 _GATED = {"gelu": "gelu_mul", "gelu_pytorch_tanh": "gelu_tanh_mul"}
 """Activation that experts have between their products, by ``hidden_act`` of a config."""
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.([^.]+)")
@@ -97,8 +99,9 @@ def read_model(path: str, tensor_parallel: int = 1, dtype: torch.dtype | None = 
     if not any(layer.experts for layer in layers):
         return Model(tuple(layers), model_dtype, act_order)
     activation = "swiglu_oai" if source.name == "mxfp4" else _activation(text)
-    top_k = text.get("num_experts_per_tok")  # a list of one for each layer would be none
-    return Model(tuple(layers), model_dtype, act_order, activation, top_k if isinstance(top_k, int) else 0)
+    counts = (text.get(name) for name in _TOP_K)  # a list of one for each layer would be none
+    top_k = next((count for count in counts if isinstance(count, int)), 0)
+    return Model(tuple(layers), model_dtype, act_order, activation, top_k)
 
 
 def _of_folder(
