@@ -94,6 +94,24 @@ def test_experts_whose_gpus_come_and_go(
     assert "--enable-elastic-ep" in takeover_lines(caplog)[0]
 
 
+@pytest.mark.parametrize("setting", ["VLLM_HUMMING_INPUT_QUANT_CONFIG", "quantization_config.moe.activation"])
+def test_experts_whose_x_vllm_was_told_to_quantize(
+    experts: ModuleType, setting: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once they ran on w4gemm with x in 16 bits, and nothing said so."""
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+    asked = SimpleNamespace(moe=SimpleNamespace(activation="mxfp8" if setting.startswith("quant") else None))
+    engine = SimpleNamespace(model_config=SimpleNamespace(quantization_config=asked))
+    monkeypatch.setattr("vllm.config.get_current_vllm_config_or_none", lambda: engine)
+    humming = {"dtype": "float8e4m3"} if setting.startswith("VLLM") else None
+    monkeypatch.setattr("vllm.envs.VLLM_HUMMING_INPUT_QUANT_CONFIG", humming, raising=False)
+    with caplog.at_level(logging.INFO, "vllm.w4gemm"):
+        layer = RoutedExperts(*layer_arguments(MXFP4, {}))
+    assert type(layer.quant_method).__module__.startswith("vllm.")
+    assert f"{setting} says how x is quantized" in takeover_lines(caplog)[0]
+
+
 def test_models_that_ask_for_the_class_of_experts(experts: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some ask before weights are loaded, and let experts of certain classes leave the last step to them."""
     from vllm.model_executor.layers.quantization.auto_gptq import AutoGPTQMoEMethod

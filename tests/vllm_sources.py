@@ -72,6 +72,7 @@ def _pretend_one_process() -> None:
         for name, value in (("rank", 0), ("world_size", 1)):
             setattr(module, f"get_tensor_model_parallel_{name}", lambda value=value: value)
     config = MagicMock(lora_config=None)
+    config.model_config.quantization_config = None
     config.kernel_config.linear_backend, config.kernel_config.linear_backend_per_quant = "auto", None
     config.scheduler_config.max_num_batched_tokens = 8
     config.offload_config, config.parallel_config.enable_elastic_ep = OffloadConfig(), False

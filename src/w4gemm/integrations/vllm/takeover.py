@@ -176,6 +176,17 @@ def linear_backend(quantization: str) -> str:
     return next((backend for backend in asked if backend != "auto"), "")
 
 
+def activations_asked_for() -> str:
+    """Return by which of vLLM's settings experts were told to quantize x, or the empty string."""
+    from vllm import envs
+
+    if getattr(envs, "VLLM_HUMMING_INPUT_QUANT_CONFIG", None):  # from 0.33 on; linear layers do not read it
+        return "VLLM_HUMMING_INPUT_QUANT_CONFIG"
+    settings = getattr(getattr(current_config(), "model_config", None), "quantization_config", None)
+    asked = getattr(getattr(settings, "moe", None), "activation", None)
+    return "" if asked is None else "quantization_config.moe.activation"
+
+
 def most_tokens() -> int:
     """Return the most tokens of a step of the engine whose layers are being made."""
     engine = current_config()
