@@ -6,7 +6,7 @@ import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,10 +25,12 @@ from w4gemm.cli.needs import Use, helpers_of, problems_of
 from w4gemm.cli.problems import layers_of
 from w4gemm.core.epilogue import Epilogue
 from w4gemm.core.formats import WeightFormat
-from w4gemm.core.problem import H200, GemmProblem
-from w4gemm.integrations.engines.warmup import LinearUse, linear_need
+from w4gemm.core.problem import H200, Device, GemmProblem
+from w4gemm.integrations.engines.warmup import ExpertsCall, LinearUse, experts_need, linear_need, token_counts
 from w4gemm.integrations.vllm.models import Model, read_model
+from w4gemm.jit import Unit
 from w4gemm.packing.layouts import layout_for
+from w4gemm.packing.packed_shape import packed_shape
 
 HIDDEN, INNER, HEADS, KV_HEADS, VOCABULARY = 256, 384, 8, 2, 1000
 
@@ -280,6 +282,38 @@ def test_folders_of_4_bit_floats(name: str, packing: str, tmp_path: Path) -> Non
         for m in (layer.experts, 64 * layer.experts):
             run = GemmProblem(m, layer.n, layer.k, model.dtype, layer.format, layout, epilogue, H200)
             assert replace(run, experts=layer.experts, gathered=gathered) in compiled
+
+
+@pytest.mark.parametrize(
+    "name, packing",
+    [("nemotron-3-nano", "ct-int4-g32"), ("kimi-k3-quarter", "ct-mxfp4"), ("gpt-oss-20b", "mxfp4")],
+)
+def test_all_that_experts_prepare_is_compiled(
+    name: str, packing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In an engine whose steps have up to 8 tokens. Once layers without gates in one launch were missing, and the sum
+    over a token's experts if the config has its own name for their number."""
+    pytest.importorskip("cutlass")
+    checkpoint.write(tiny(model_named(name)), Packing.parse(packing), tmp_path)
+    compiled: set[Unit] = set()
+    monkeypatch.setattr("w4gemm.cli.compile.fill", lambda folder, units, workers: compiled.update(units) or 0)
+    monkeypatch.setattr("w4gemm.kernels.helpers.base.missing_for_dsl", lambda driver: "")
+    assert main(["compile", "--vllm", str(tmp_path), "--m", "1..8", "-o", str(tmp_path / "o")]) == 0
+    monkeypatch.setattr(Device, "of", classmethod(lambda cls, device: H200))
+    model = read_model(str(tmp_path))
+    pairs = itertools.product((layer for layer in model.layers if layer.experts), repeat=2)
+    gates = 1 if model.activation == "relu2" else 2
+    gate_up, down = next((a, b) for a, b in pairs if (a.n, a.k) == (gates * b.k, b.n))
+    shapes = [
+        packed_shape(w.format, layout_for(H200, w.format, model.dtype), w.n, w.k, w.experts) for w in (gate_up, down)
+    ]
+    fakes = [SimpleNamespace(packed=p, k=p.k, experts=p.experts, device="cuda", activations=None) for p in shapes]
+    rows = [tokens * model.top_k for tokens in token_counts(8, model.top_k, gate_up.experts)]
+    call = ExpertsCall(model.dtype, [model.top_k], rows, bias=bool(gate_up.bias))
+    need: Any = experts_need(*fakes, model.activation or "silu_mul", call, None)  # type: ignore[arg-type]
+    prepared = {*need.helpers, *(choice.choose(key.problem()).unit for key in need.keys)}
+    assert {unit.name for unit in prepared - compiled} == set()
+    assert {"expert_route", "row_combine", "expert_layer"} <= {unit.name for unit in prepared}
 
 
 def test_what_vllm_does_not_load_is_left_out(tmp_path: Path) -> None:

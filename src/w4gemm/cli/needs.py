@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from itertools import permutations, product
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -121,18 +121,20 @@ def one_launches_of(layers: list[Layer], tokens: list[int], use: Use) -> Iterato
     """
     if use.fp8 or use.batch_invariant or not use.top_k or 1 not in tokens:
         return
-    activations = dict.fromkeys(("silu_mul", *filter(is_gated, use.epilogue_activations)))
+    activations = dict.fromkeys(("silu_mul", *filter(None, use.epilogue_activations)))
     scales = (False, True) if use.expert_scale else (False,)
-    for pair in permutations((layer for layer in layers if layer.experts and layer.activations != "fp8"), 2):
+    experts = [layer for layer in layers if layer.experts and layer.activations != "fp8"]
+    for pair in product(experts, repeat=2):  # without gates either layer may be the first, and both may be alike
         gate_up, down = pair
-        if (gate_up.experts, gate_up.n, gate_up.k) != (down.experts, 2 * down.k, down.n):
+        if (gate_up.experts, gate_up.k) != (down.experts, down.n):
             continue
+        between = [name for name in activations if gate_up.n == (2 if is_gated(name) else 1) * down.k]
         first, second = (
             packed_shape(e.format, layout_for(use.device, e.format, use.dtype), e.n, e.k, e.experts) for e in pair
         )
         key = LayerKey(0, first, second, use.dtype, "", use.top_k, torch.int64)
         ways = [*((ids, None) for ids in IDS), *((torch.int32, by_logits) for by_logits in choices_of(gate_up, use))]
-        for m, name, (ids, by_logits), scale in product(range(1, MOST_TOKENS + 1), activations, ways, scales):
+        for m, name, (ids, by_logits), scale in product(range(1, MOST_TOKENS + 1), between, ways, scales):
             operands = gate_up.bias, down.bias, scale, scale
             call = key._replace(tokens=m, activation=name, ids=ids, operands=operands, choice=by_logits)
             if (chosen_layer := one_launch(call, use.device).chosen) is not None:
