@@ -172,10 +172,8 @@ FAULTS = (
     Fault(
         "a product follows the launch that wrote its weight",
         "src/w4gemm/weights/weight.py",
-        """        if self.device.type == "cuda":
-            _launch_behind(self.tensors)
-""",
-        "",
+        "            self.tensors[0].new_zeros(1)\n",
+        "            pass\n",
         "tests/test_dependent_launch.py -k made",
     ),
     # --- tables of pairs, unpacking on a device, processes side by side, other GPUs

@@ -13,8 +13,7 @@ from collections.abc import Callable
 import torch
 
 from w4gemm.core.formats import WeightFormat
-from w4gemm.core.problem import Device
-from w4gemm.packing.layouts import WeightComponents, layout_for, layout_named
+from w4gemm.packing.layouts import WeightComponents, layout_named, layout_on
 from w4gemm.packing.packed_shape import packed_shape
 from w4gemm.packing.repack import ROWS, Matrix, pack_experts, pack_rows, rows_in_pairs
 from w4gemm.weights.checks import Rule, check_codes, check_rules, range_rules
@@ -95,7 +94,7 @@ class Numbers:
             TypeError, ValueError: for numbers that :meth:`w4gemm.QuantizedWeight.from_codes` refuses.
         """
         format = format or self.format
-        layout = layout_for(Device.of(self.device), format, torch.float8_e4m3fn if activations == "fp8" else None)
+        layout = layout_on(self.device, format, activations)
         return self._packed(layout, format, activations, gated)
 
     def _packed(

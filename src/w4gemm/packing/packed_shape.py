@@ -50,8 +50,15 @@ class PackedShape:
     @functools.cached_property
     def padded(self) -> bool:
         """True if a weight of one more row has tensors of the same shapes, which therefore do not tell n."""
-        shapes = layout_named(self.layout).shapes
-        return shapes(self.format, self.n, self.k) == shapes(self.format, self.n + 1, self.k)
+        return self._shapes(self.n) == self._shapes(self.n + 1)
+
+    @functools.cached_property
+    def has_room(self) -> bool:
+        """True if a tensor has room for another row, so that another weight's rows cannot follow at once."""
+        return any(own == more for own, more in zip(self._shapes(self.n), self._shapes(self.n + 1), strict=True))
+
+    def _shapes(self, n: int) -> tuple[TensorShape, ...]:
+        return layout_named(self.layout).shapes(self.format, n, self.k)
 
     def check(self, tensors: tuple[torch.Tensor, ...]) -> None:
         """Raise ValueError if ``tensors`` are not contiguous tensors of these dtypes and shapes on one device."""

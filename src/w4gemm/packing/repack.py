@@ -36,6 +36,10 @@ def repack_rows(target: PackLayout, into: Tensors, source: PackLayout, tensors: 
     Raises:
         ValueError: if the target cannot hold the format.
     """
+    if source is target:
+        for t, own in zip(into, tensors, strict=True):
+            t.copy_(own)
+        return
 
     def unpacked(first: int, last: int) -> WeightComponents:
         rows = tuple(entries_of_rows(t, i, source, matrix, first, last) for i, t in enumerate(tensors))

@@ -12,8 +12,7 @@ import torch
 from w4gemm.core.autocast import without_autocast
 from w4gemm.core.errors import device_here, is_int, kind_of, require_int
 from w4gemm.core.formats import WeightFormat
-from w4gemm.core.problem import Device
-from w4gemm.packing.layouts import CanonicalLayout, WeightComponents, layout_for, layout_named
+from w4gemm.packing.layouts import CanonicalLayout, WeightComponents, layout_named, layout_on
 from w4gemm.packing.packed_shape import PackedShape, packed_shape
 from w4gemm.packing.repack import Matrix, repack_rows
 from w4gemm.weights.checks import (
@@ -96,7 +95,9 @@ class QuantizedWeight:
         if self.perm is not None:
             check_perm(self.perm, (self.experts, self.k) if self.experts else (self.k,), self.device)
         if self.device.type == "cuda":
-            _launch_behind(self.tensors)
+            # A launch behind the one that wrote the tensors: a product requests weights while the launch before it may
+            # still run (programmatic dependent launch on Hopper), when what that one writes is not visible yet.
+            self.tensors[0].new_zeros(1)
 
     def __getstate__(self) -> dict[str, Any]:
         """With 8-bit floats as bytes, since plain pickle does not know PyTorch's storages of them."""
@@ -217,7 +218,8 @@ class QuantizedWeight:
                 raise ValueError(f"weights: wanted {count}, got more")
             if first is None:
                 first = w
-                target = packed_shape(w.format, w._target_layout(layout, w.activations), w.n, w.k, count)
+                layout = layout_on(w.device, w.format, w.activations) if layout is None else layout
+                target = packed_shape(w.format, layout, w.n, w.k, count)
                 tensors = target.empty(w.device)
             shared = ("format", "n", "k", "device", "activations")
             if other := [name for name in shared if getattr(w, name) != getattr(first, name)]:
@@ -251,16 +253,10 @@ class QuantizedWeight:
         """Return the weight (count * n, k) of the experts first .. last - 1, one below the other, sharing this weight's
         memory; None if the layout pads n, because the padding lies between the experts, or if they are in act-order,
         each in its own."""
-        if self.is_padded or self.perm is not None:
+        if self.packed.has_room or self.perm is not None:
             return None
         tensors = tuple(t[first:last].flatten(0, 1) for t in self.tensors)
         return replace(self, n=self.n * len(self.tensors[0][first:last]), tensors=tensors, experts=0)
-
-    @property
-    def is_padded(self) -> bool:
-        """True if the layout pads rows, so that it has room for another one."""
-        own, more = (packed_shape(self.format, self.layout, n, self.k).tensors for n in (self.n, self.n + 1))
-        return any(shape[0] == larger[0] for (_, shape), (_, larger) in zip(own, more, strict=True))
 
     @property
     def device(self) -> torch.device:
@@ -320,7 +316,7 @@ class QuantizedWeight:
         if activations is not None and not isinstance(activations, str):
             raise TypeError(f"activations: wanted 'fp8' or None, got {kind_of(activations)}")
         activations = self.activations if activations == "same" else activations
-        target = self._target_layout(layout, activations)
+        target = layout_on(self.device, self.format, activations) if layout is None else layout
         if target == self.layout:
             return self if activations == self.activations else replace(self, activations=activations)
         tensors = packed_shape(self.format, target, self.n, self.k, self.experts).empty(self.device)
@@ -330,19 +326,8 @@ class QuantizedWeight:
             self.expert(e)._repack_into(target, tuple(t[e] for t in tensors))
         return replace(self, layout=target, tensors=tensors, activations=activations)
 
-    def _target_layout(self, layout: str | None, activations: str | None) -> str:
-        """Name of the layout to repack to, see :meth:`repack`."""
-        if layout is not None:
-            return layout_named(layout).name
-        dtype = torch.float8_e4m3fn if activations == "fp8" else None
-        return layout_for(Device.of(self.device), self.format, dtype)
-
     def _repack_into(self, layout: str, tensors: tuple[torch.Tensor, ...]) -> None:
-        """Write a weight without experts to ``tensors`` of another layout."""
-        if layout == self.layout:
-            for t, own in zip(tensors, self.tensors, strict=True):
-                t.copy_(own)
-            return
+        """Write a weight without experts to ``tensors`` of a layout."""
         matrix = Matrix(self.format, self.n, self.k)
         repack_rows(layout_named(layout), tensors, layout_named(self.layout), self.tensors, matrix)
 
@@ -480,10 +465,3 @@ class QuantizedWeight:
             f"{'' if self.activations is None else f'activations={self.activations!r}, '}device={self.device}, "
             f"{'' if self.perm is None else 'act-order, '}{self.nbytes / 2**20:.1f} MiB)"
         )
-
-
-def _launch_behind(tensors: tuple[torch.Tensor, ...]) -> None:
-    """Launch something small behind what wrote the tensors of a weight, so that a product that follows at once does not
-    follow their writer: on Hopper a product requests weights while the launch before it may still run, when what that
-    one writes is not visible yet (programmatic dependent launch)."""
-    tensors[0].new_zeros(1)

@@ -283,7 +283,7 @@ def joined(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
     equal = all(p is perms[0] or (p is not None and perms[0] is not None and torch.equal(p, perms[0])) for p in perms)
     if any(w.experts for w in weights) or len(set(facts)) > 1 or not equal:
         raise ValueError(f"weights: wanted the same format, k, layout, device, activations and perm, got {weights}")
-    if any(w.is_padded for w in weights):
+    if any(w.packed.has_room for w in weights):
         raise ValueError(f"weights: wanted n without padding in the layout {first.layout}, got {weights}")
     tensors = tuple(torch.cat(ts) for ts in zip(*(w.tensors for w in weights), strict=True))
     return replace(first, n=sum(w.n for w in weights), tensors=tensors)

@@ -54,6 +54,11 @@ def layout_for(device: Device, format: WeightFormat, dtype: torch.dtype | None =
     return next((name for name in choices if not LAYOUTS[name].supports(format)), "canonical")
 
 
+def layout_on(device: torch.device, format: WeightFormat, activations: str | None) -> str:
+    """The layout of ``format`` that the fastest kernel on a PyTorch device reads, for a weight's ``activations``."""
+    return layout_for(Device.of(device), format, torch.float8_e4m3fn if activations == "fp8" else None)
+
+
 __all__ = [
     "FP8_LAYOUT",
     "LAYOUTS",
@@ -63,5 +68,6 @@ __all__ = [
     "WeightComponents",
     "layout_for",
     "layout_named",
+    "layout_on",
     "native_layout",
 ]
