@@ -101,6 +101,7 @@ GATES = Epilogue("silu_mul", bias=True, block_scale=True)
 ROWS_OF_BLOCKS = Epilogue("relu", "device", bias=True, block_scale=True)
 BIASED, BOTH = Epilogue("relu", bias=True), (5, 0, 70, 33, 32)
 SCALED, BLOCKS = Epilogue(token_scale=True), Epilogue(residual=True, block_scale=True)
+ROWS, QUADS = Epilogue("relu", "device", bias=True, token_scale=True), Epilogue(residual=True, token_scale=True)
 PRODUCTS = [
     Product("sm80_mixed_gemm/8x64x128_1x1x1_coop", "int4_g64_zfloat", ALL, 5, 130, 1504, 3),
     Product("sm80_mixed_gemm/16x64x128_1x1x1_stream", "int4_g128", Epilogue("silu", bias=True), 11, 256, 1536, 5),
@@ -163,6 +164,9 @@ PRODUCTS = [
     Product("sm90_fp8_block_gemm/64x128x128_1x1x1_coop", "e4m3_g128_b128", GATES, 3, 264, 640, 2, (5, 70)),
     Product("sm90_fp8_block_gemm/256x128x128_1x1x1_coop", "e4m3_g128_b128", BLOCKS, 250, 130, 640, 1),
     Product("sm90_fp8_block_gemm/256x128x128_1x1x1_coop", "e4m3_g128_b128", BLOCKS, 2, 130, 384, 1, (5, 270)),
+    Product("sm90_fp8_block_gemm/128x256x128_1x1x1_coop", "e4m3_col_fp32", ROWS, 200, 320, 640, 2),
+    Product("sm90_fp8_block_gemm/256x128x128_1x1x1_coop", "e4m3_col_fp32", QUADS, 250, 130, 640, 1),
+    Product("sm90_fp8_block_gemm/64x256x128_1x1x1_coop", "e5m2_col_fp32", SCALED, 70, 264, 128, 2),
     # multicast in a cluster, of x and of weights
     Product("sm90_fp8_block_gemm/128x64x128_1x2x1_coop", "e4m3_g128_b128", ROWS_OF_BLOCKS, 63, 130, 1100, 2),
     Product("sm90_fp8_block_gemm/128x128x128_2x1x1_coop", "e4m3_g128_b128", ROWS_OF_BLOCKS, 300, 130, 1100, 2),

@@ -117,6 +117,24 @@ def test_both_operands_in_shared_memory_on_a_gpu(n):
         assert torch.equal(linear(x[38:], w.expert(2), out_dtype=torch.float32, **options), exact[38:]), config
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", [328, 708])
+@pytest.mark.parametrize("format", ["e4m3_col_fp32", "e5m2_col_fp32"])
+def test_rows_with_one_scale_in_shared_memory_on_a_gpu(format, n):
+    """One-hot x: the weights times the scales of rows, by every config; x without scales, too."""
+    kernel, w, m, k = kernel_named("sm90_fp8_block_gemm"), made(format, n, 640, "cuda"), 400, 640
+    columns = torch.randint(0, k, (m,), generator=torch.Generator().manual_seed(0)).cuda()
+    x = torch.zeros(m, k, device="cuda").scatter_(1, columns[:, None], 2).to(FP8)
+    scales = torch.exp2(torch.randint(-8, 8, (m,), device="cuda").float())
+    exact = w.dequantize()[:, columns].T * 2
+    problem = GemmProblem(m, n, k, FP8, w.format, "mma8", Epilogue(token_scale=True))
+    for config in kernel.configs(problem):
+        options = {"config": f"{kernel.name}/{config}"}
+        scaled = linear(x, w, token_scale=scales, **options)
+        assert torch.equal(scaled, (exact * scales[:, None]).bfloat16()), config
+        assert torch.equal(linear(x, w, out_dtype=torch.float32, **options), exact), config
+
+
 @pytest.mark.parametrize("format", ["int4_g128", "mxfp4", "e4m3_g128_b128"])
 def test_products_of_experts_with_block_scales(device, format):
     """Contiguous, gathered and padded rows."""
@@ -178,8 +196,11 @@ def test_many_tokens_take_both_operands_from_shared_memory():
     kernel, format = kernel_named("sm90_fp8_block_gemm"), WeightFormat.parse("e4m3_g128_b128")
     many = GemmProblem(1024, 8192, 8192, FP8, format, "mma8", Epilogue(block_scale=True), H200)
     few, gated = replace(many, m=16), replace(many, epilogue=Epilogue("silu_mul", block_scale=True))
-    assert [choose(p).kernel.name for p in (many, few, gated)] == [kernel.name, "sm90_fp8_gemm", kernel.name]
-    assert not kernel.supports(replace(many, format=WeightFormat.parse("e4m3_col_fp32")))
+    rows = replace(many, format=WeightFormat.parse("e4m3_col_fp32"), epilogue=Epilogue(token_scale=True))
+    names = [choose(p).kernel.name for p in (many, few, gated, rows, replace(rows, m=16))]
+    assert names == [kernel.name, "sm90_fp8_gemm", kernel.name, kernel.name, "sm90_fp8_gemm"]
+    for other in (replace(many, format=rows.format), replace(rows, format=format), replace(rows, experts=8)):
+        assert not kernel.supports(other)
     sass = pytest.importorskip("sass")
     pytest.importorskip("cutlass")
     code = object_code(kernel.unit(many, choose(many).config))

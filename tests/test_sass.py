@@ -465,11 +465,18 @@ def test_loads_from_a_table_are_spread_over_the_main_loop():
     assert max(sum(loads[i : i + 16]) for i in range(len(loads))) <= 12
 
 
-@pytest.mark.parametrize("config", ["128x128x128_1x1x1_coop", "256x128x128_1x2x1_coop"])
-def test_weights_of_blocks_are_multiplied_from_shared_memory(config):
+@pytest.mark.parametrize(
+    "format, config",
+    [
+        ("e4m3_g128_b128", "128x128x128_1x1x1_coop"),
+        ("e4m3_g128_b128", "256x128x128_1x2x1_coop"),
+        ("e4m3_col_fp32", "256x128x128_1x2x1_coop"),
+    ],
+)
+def test_fp8_weights_are_multiplied_from_shared_memory(format, config):
     """So is x: no fragment of either is loaded into registers."""
-    kernel = kernel_named("sm90_fp8_block_gemm")
-    p = problem("e4m3_g128_b128", FP8, 512, epilogue=Epilogue(block_scale=True))
+    kernel, in_blocks = kernel_named("sm90_fp8_block_gemm"), "b128" in format
+    p = problem(format, FP8, 512, epilogue=Epilogue(token_scale=not in_blocks, block_scale=in_blocks))
     code = object_code(kernel.unit(p, GemmConfig.parse(config)))
     check(facts_of(code), "QGMMA")
     assert disassemble(code).count("LDSM") == 0

@@ -194,6 +194,8 @@ def _two_widths_timer(facts: LaunchFacts, problem: GemmProblem, config: GemmConf
 
 def timed_as(kernel: Any, problem: GemmProblem) -> str:
     """Name that the kernel's configs are measured under: each way to scale fp8 has times of its own."""
+    if kernel.name == "sm90_fp8_block_gemm":
+        return str(kernel.name) if problem.epilogue.block_scale else f"{kernel.name} rows"
     if kernel.name != "sm90_fp8_gemm":
         return str(kernel.name)
     if problem.format.scale_rule.block_rows:

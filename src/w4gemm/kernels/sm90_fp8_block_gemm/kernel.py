@@ -1,4 +1,5 @@
-"""d (m, n) = x (m, k) @ w (n, k).T on Hopper, both e4m3 with float32 scales of 128 columns, w's of 128 rows besides.
+"""d (m, n) = x (m, k) @ w (n, k).T on Hopper, both fp8 with float32 scales: of 128 columns, w's of 128 rows besides, or
+of rows.
 
 Nothing is decoded, so both operands of WGMMA come from shared memory, and x is operand A: a thread has sums of two
 tokens of each 64, so that two factors, x's scales times that of the weight, are enough for all its sums of 128 columns.
@@ -28,13 +29,17 @@ So the WGMMAs of one warpgroup queue up behind those of the other, and while one
 other. Without turns both may multiply together and then add together. Where registers are enough for two sets of sums,
 a turn is two stages, so that the tensor cores work for the warpgroup itself besides.
 
+Without scales of 128 columns (variant.promotes is False) there are neither new sums nor turns: WGMMAs add to the
+accumulators, and a stage is released when the next one is queued behind it. The scales of rows are loaded while the
+last stage is multiplied.
+
 Besides the barriers of sm90_mixed_gemm, named barriers 4 and 5, of 256 threads: the turn of warpgroup 0 and 1. The
 other one arrives, its own threads wait.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -43,7 +48,7 @@ from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.cutlass_dsl import extract_mlir_values, new_from_mlir_values
 
-from w4gemm.kernels.device.epilogue_math import EpilogueMath, QuadOperands
+from w4gemm.kernels.device.epilogue_math import EpilogueMath, QuadOperands, scaled
 from w4gemm.kernels.device.expert_tiles import first_rows, operands_of_expert
 from w4gemm.kernels.device.pipeline import PipelineState
 from w4gemm.kernels.device.scheduler import TileCoord
@@ -119,6 +124,24 @@ class BlockCoord(NamedTuple):
     """Rank of the CTA in its cluster."""
 
 
+class Factors(NamedTuple):
+    """What a thread multiplies the sums of a tile by, or of a box of 64 tokens x 64 features."""
+
+    alpha: Float32 | None
+    tokens: list[Float32]
+    """Scales of tokens g and g + 8 of each 64; empty without."""
+    features: list[Float32]
+    """Scales of its two features of each eight; empty without."""
+
+    def of_box(self, block: int, box: int) -> Factors:
+        """Those of a 64-token block and 64 features."""
+        return Factors(self.alpha, self.tokens[2 * block : 2 * block + 2], self.features[16 * box : 16 * box + 16])
+
+    def of_sum(self, eight: int, i: int) -> list[Float32]:
+        """The scales of sum i of four, of tokens g, g, g + 8 and g + 8, and of eight features of a box."""
+        return [*self.tokens[i // 2 : i // 2 + 1], *self.features[2 * eight + i % 2 :][:1]]
+
+
 class BlockProducer(Producer):
     """Fills the pipeline, with the core matrices of the blocks along n of a stage one after the other."""
 
@@ -137,7 +160,7 @@ class BlockProducer(Producer):
         half_bytes = variant.block.half_bytes
         with cute.arch.elect_one():
             barrier, target = shared_address(pipeline.full + stage), pipeline.weights + stage * variant.weight_bytes
-            scale_bytes = variant.scale_tokens * variant.blocks_k * 4
+            scale_bytes = variant.scale_tokens * variant.blocks_k * 4 if variant.block_scales else 0
             transaction_bytes = variant.copied_bytes + boxes * (variant.x_bytes // variant.boxes) + scale_bytes
             cute.arch.mbarrier_arrive_and_expect_tx(pipeline.full + stage, transaction_bytes)
             for r in cutlass.range_constexpr(variant.blocks_n):
@@ -145,7 +168,7 @@ class BlockProducer(Producer):
                 source = weight.iterator.toint() + (Int64(row) * weight.shape[1] + k_slice) * variant.block.stride
                 copies = [(h * variant.blocks_n * half_bytes + r * half_bytes, h * half_bytes) for h in range(2)]
                 copies = [(*copy, half_bytes) for copy in copies]
-                if const_expr(r % variant.blocks_per_scale == 0):
+                if const_expr(variant.promotes and r % variant.blocks_per_scale == 0):
                     place = variant.code_bytes + r // variant.blocks_per_scale * SCALE_BYTES
                     copies.append((place, variant.block.code_bytes, SCALE_BYTES))
                 for to, start, size in copies:
@@ -163,7 +186,7 @@ class BlockConsumer:
     def __init__(self, variant: Sm90Fp8BlockVariant, scheduler: TileScheduler):
         self.variant, self.scheduler = variant, scheduler
         kinds = variant.bias_kind, variant.out_kind
-        self.math = EpilogueMath(variant.epilogue, *kinds, variant.vector)
+        self.math = EpilogueMath(variant.epilogue, *kinds, variant.vector, variant.channel_scales)
 
     @cute.jit
     def run(
@@ -184,41 +207,57 @@ class BlockConsumer:
         x = [mma.make_fragment_A(thr_mma.partition_A(block)) for block in blocks]
         weights = mma.make_fragment_B(thr_mma.partition_B(self.weights_of(pipeline)))
         shape = thr_mma.partition_shape_C((BOX_TOKENS * variant.warpgroups_m, config.tile_n))
-        sums = [cute.make_rmem_tensor(shape, Float32) for _ in range(variant.sets_of_sums)]
-        acc = cute.make_rmem_tensor((variant.row_blocks * variant.own_n // 2,), Float32)
+        acc = cute.make_rmem_tensor((variant.accumulators,), Float32)
+        sums = self.sums(acc, shape)
         operands, consumer = StageOperands(x, weights, sums, acc), BlockCoord(wg, thread % 128, cta_rank)
         mma_of_last = new_from_mlir_values(mma, extract_mlir_values(mma))  # what a loop sets does not leave it
         cute.arch.griddepcontrol_wait()
-        if wg == 1:
-            self.pass_turn(wg)
+        if const_expr(variant.promotes):
+            if wg == 1:
+                self.pass_turn(wg)
         state = PipelineState.consumer()
         cluster_coord = self.scheduler.cta_coord_in_cluster(cta_rank)
         count, share = self.scheduler.work_tiles(params)
         for index in cutlass.range(count, unroll=1):
             work_tile = self.scheduler.work_tile(index, params, share)
             tile = self.scheduler.cta_tile(work_tile.tile, params, cluster_coord)
-            acc.fill(0.0)
-            filled = pipeline
-            if const_expr(variant.grouped):
-                rows = self.scheduler.rows(tile.m_tile, memory.d.shape[0], memory.expert_tiles)
-                filled = pipeline._replace(scales=pipeline.scales + rows.first % 4 * 4)
             k_slices, unroll = work_tile.k_slices, _UNROLLED_STAGES
-            ready = self.is_filled(pipeline, state)
-            if const_expr(variant.sets_of_sums == 2):
-                for _ in cutlass.range(k_slices // 2, unroll=1):
-                    ready = self.multiply_two(mma, filled, operands, state, ready, consumer)
-                    state = state.after(variant.num_stages).after(variant.num_stages)
-                k_slices, unroll = k_slices % 2, 1
-            for _ in cutlass.range(k_slices, unroll=unroll):
-                ready = self.multiply_one(mma_of_last, filled, operands, state, ready, consumer)
-                state = state.after(variant.num_stages)
-            own = self.output_tile(tile, wg, thread % 128, memory)
-            if const_expr(variant.float32_staging):
-                self.store_quads(acc, own)
+            if const_expr(variant.promotes):
+                acc.fill(0.0)
+                filled = pipeline
+                if const_expr(variant.grouped):
+                    rows = self.scheduler.rows(tile.m_tile, memory.d.shape[0], memory.expert_tiles)
+                    filled = pipeline._replace(scales=pipeline.scales + rows.first % 4 * 4)
+                ready = self.is_filled(pipeline, state)
+                if const_expr(variant.sets_of_sums == 2):
+                    for _ in cutlass.range(k_slices // 2, unroll=1):
+                        ready = self.multiply_two(mma, filled, operands, state, ready, consumer)
+                        state = state.after(variant.num_stages).after(variant.num_stages)
+                    k_slices, unroll = k_slices % 2, 1
+                for _ in cutlass.range(k_slices, unroll=unroll):
+                    ready = self.multiply_one(mma_of_last, filled, operands, state, ready, consumer)
+                    state = state.after(variant.num_stages)
             else:
-                self.store(acc, own, memory, wg)
+                state = self.accumulate(mma, pipeline, operands, state, k_slices, consumer)
+            own = self.output_tile(tile, wg, thread % 128, memory)
+            factors = self.load_factors(own)
+            if const_expr(not variant.promotes):
+                warpgroup.wait_group(0)
+                self.scheduler.release(pipeline, state.stage, cta_rank)
+                state = state.after(variant.num_stages)
+            if const_expr(variant.float32_staging):
+                self.store_quads(acc, own, factors)
+            else:
+                self.store(acc, own, factors, memory, wg)
         if const_expr(variant.boxed):
             cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    def sums(self, acc: cute.Tensor, shape: Any) -> list[cute.Tensor]:
+        """What WGMMAs add to: sets of sums, or the accumulators of each 64-token block."""
+        if self.variant.promotes:
+            return [cute.make_rmem_tensor(shape, Float32) for _ in range(self.variant.sets_of_sums)]
+        size, layout = self.variant.own_n // 2, cute.make_layout(shape)
+        return [cute.make_tensor(acc.iterator + i * size, layout) for i in range(self.variant.row_blocks)]
 
     @cute.jit
     def multiply_two(
@@ -277,6 +316,37 @@ class BlockConsumer:
             self.add(operands, 0, block, factors)
         return ready
 
+    @cute.jit
+    def accumulate(
+        self,
+        mma: cute.TiledMma,
+        pipeline: Pipeline,
+        operands: StageOperands,
+        state: PipelineState,
+        k_slices: Int32,
+        consumer: BlockCoord,
+    ) -> PipelineState:
+        """Multiply all stages of a tile into the accumulators. A stage is released when the next one is queued behind
+        it; return the last one, which is multiplied still."""
+        self.multiply_stage(mma, pipeline, operands, state, accumulate=False)
+        for _ in cutlass.range(k_slices - 1, unroll=1):
+            following = state.after(self.variant.num_stages)
+            self.multiply_stage(mma, pipeline, operands, following, accumulate=True)
+            warpgroup.wait_group(1)
+            self.scheduler.release(pipeline, state.stage, consumer.cta_rank)
+            state = following
+        return state
+
+    def multiply_stage(
+        self, mma: cute.TiledMma, pipeline: Pipeline, operands: StageOperands, state: PipelineState, accumulate: bool
+    ) -> None:
+        """Wait for a stage, and queue all its WGMMAs."""
+        cute.arch.mbarrier_wait(pipeline.full + state.stage, state.phase)
+        warpgroup.fence()
+        for block in range(self.variant.row_blocks):
+            self.queue(mma, operands, block, block, state.stage, accumulate)
+        warpgroup.commit_group()
+
     def is_filled(self, pipeline: Pipeline, state: PipelineState) -> Boolean:
         """Test whether a stage is filled, while sums are added: a wait would hold them up."""
         return cute.arch.mbarrier_test_wait(pipeline.full + state.stage, state.phase)
@@ -310,13 +380,18 @@ class BlockConsumer:
 
     def multiply(self, mma: cute.TiledMma, operands: StageOperands, number: int, block: int, stage: Int32) -> None:
         """Begin new sums, set ``number`` of them, of a 64-token block and the 128 columns of a stage."""
-        sums = operands.sums[number]
         warpgroup.fence()
-        for step in range(4):
-            mma.set(warpgroup.Field.ACCUMULATE, step > 0)
-            x, weights = operands.x[block], operands.weights
-            cute.gemm(mma, sums, x[(None, None, step, stage)], weights[(None, None, step, stage)], sums)
+        self.queue(mma, operands, number, block, stage, accumulate=False)
         warpgroup.commit_group()
+
+    def queue(
+        self, mma: cute.TiledMma, operands: StageOperands, number: int, block: int, stage: Int32, accumulate: bool
+    ) -> None:
+        """Queue the WGMMAs of a 64-token block and the 128 columns of a stage."""
+        x, weights, sums = operands.x[block], operands.weights, operands.sums[number]
+        for step in range(4):
+            mma.set(warpgroup.Field.ACCUMULATE, accumulate or step > 0)
+            cute.gemm(mma, sums, x[(None, None, step, stage)], weights[(None, None, step, stage)], sums)
 
     def factors(self, pipeline: Pipeline, stage: Int32, block: int, consumer: BlockCoord) -> list[list[Float32]]:
         """The factors of a thread's sums of eight features, tokens g and g + 8 of even and odd ones, by scales of the
@@ -362,13 +437,26 @@ class BlockConsumer:
         operands = operands_of_expert(memory.operands, rows.expert, rows.end)
         return OutputTile(first_rows(memory.d, rows.end), operands, coord)
 
-    def store_quads(self, acc: cute.Tensor, own: OutputTile) -> None:
+    def load_factors(self, own: OutputTile) -> Factors:
+        """Load what multiplies the sums of a tile. Scales of rows are loaded with each quad if quads are stored."""
+        variant, math, coord = self.variant, self.math, own.coord
+        alpha, lane = math.load_alpha(own.operands), coord.thread % 32
+        if variant.float32_staging or not (variant.channel_scales or variant.epilogue.token_scale):
+            return Factors(alpha, [], [])
+        first, step = coord.token + coord.thread // 32 * 16 + lane // 4, variant.warpgroups_m * BOX_TOKENS
+        rows = [first + block * step + 8 * i for block in range(variant.row_blocks) for i in range(2)]
+        tokens = [math.load_token_scale(own.operands, row, own.d.shape[0]) for row in rows]
+        pairs = [coord.feature + 8 * j + lane % 4 * 2 for j in range(variant.own_n // 8)]
+        features = [math.load_channel_scale(own.operands, pair + i) for pair in pairs for i in range(2)]
+        return Factors(alpha, *([scale for scale in scales if scale is not None] for scales in (tokens, features)))
+
+    def store_quads(self, acc: cute.Tensor, own: OutputTile, factors: Factors) -> None:
         """Store d from registers, if it is float32 or has gates or residuals. Of each eight features a thread has two
         of tokens g and g + 8; the lanes of a pair exchange two sums each, so that both have four of one token."""
         variant, coord, math = self.variant, own.coord, self.math
         lane, size, odd = coord.thread % 32, self.variant.own_n // 2, coord.thread % 2 == 1
         token = coord.token + coord.thread // 32 * 16 + lane // 4 + lane % 2 * 8
-        feature, alpha = coord.feature + lane % 4 // 2 * 4, math.load_alpha(own.operands)
+        feature, alpha = coord.feature + lane % 4 // 2 * 4, factors.alpha
 
         def by_lane(even: list[Float32], other: list[Float32]) -> list[Float32]:
             return [Float32(cutlass.select_(odd, *pair)) for pair in zip(other, even, strict=True)]
@@ -376,20 +464,23 @@ class BlockConsumer:
         for i in range(0, variant.row_blocks * size, 4):
             row, quad = token + i // size * variant.warpgroups_m * BOX_TOKENS, feature + i % size // 4 * 8
             residual = math.load_residual(own.operands, row, quad)
+            token_scale = math.load_token_scale(own.operands, row, own.d.shape[0])
+            channel_scales = [math.load_channel_scale(own.operands, quad + j) for j in range(4)]
             biases = [math.load_bias(own.operands, quad + j) for j in range(4)]
             first, second = [acc[i], acc[i + 1]], [acc[i + 2], acc[i + 3]]
             kept, sent = by_lane(first, second), by_lane(second, first)
             got = [cute.arch.shuffle_sync_bfly(value, 1) for value in sent]
             sums = by_lane(kept, got) + by_lane(got, kept)
+            sums = [scaled(value, token_scale, scale) for value, scale in zip(sums, channel_scales, strict=True)]
             math.store_quad(sums, QuadOperands(alpha, biases, residual), own.d, row, quad)
 
     @cute.jit
-    def store(self, acc: cute.Tensor, own: OutputTile, memory: ConsumerMemory, wg: Int32):
+    def store(self, acc: cute.Tensor, own: OutputTile, factors: Factors, memory: ConsumerMemory, wg: Int32):
         """Store d in boxes of 64 tokens x 64 features, which pass through the halves of the staging buffer in turn."""
         variant, coord, barrier = self.variant, own.coord, _EPILOGUE_BARRIER + wg
         staging = memory.staging + wg * variant.staging_bytes
         warp = cute.arch.make_warp_uniform(coord.thread // 32)
-        boxes, alpha = variant.own_n // 64, self.math.load_alpha(own.operands)
+        boxes = variant.own_n // 64
         if const_expr(variant.boxed):
             atom, d, halves = memory.store
             d = cute.local_tile(cute.domain_offset((coord.token, coord.feature), d), (BOX_TOKENS, 64), (None, None))
@@ -407,7 +498,8 @@ class BlockConsumer:
                 buffer = staging + half * (BOX_TOKENS * TOKEN_BYTES)
                 if const_expr(not variant.boxed):
                     cute.arch.barrier(barrier_id=barrier, number_of_threads=128)  # the buffer is read out
-                self.stage(acc, block * (variant.own_n // 2) + box * 32, own, place, alpha, buffer)
+                of_box = factors.of_box(block, box)
+                self.stage(acc, block * (variant.own_n // 2) + box * 32, own, place, of_box, buffer)
                 if const_expr(variant.boxed):
                     fence_proxy_async()
                     if warp == 0:
@@ -425,7 +517,7 @@ class BlockConsumer:
                     store_staged(self.math, own.d, 0, BOX_TOKENS, place, buffer)
 
     def stage(
-        self, acc: cute.Tensor, first: int, own: OutputTile, coord: OutputCoord, alpha: Float32 | None, staging: Int32
+        self, acc: cute.Tensor, first: int, own: OutputTile, coord: OutputCoord, factors: Factors, staging: Int32
     ) -> None:
         """Write 64 features of a warpgroup's 64 tokens, whose sums begin at ``first``, into a staging buffer."""
         lane, math = coord.thread % 32, self.math
@@ -435,8 +527,8 @@ class BlockConsumer:
             for j in (eight, eight + 1):
                 features = [coord.feature + 8 * j + lane % 4 * 2 + i for i in range(2)]
                 biases = [math.load_bias(own.operands, feature) for feature in features]
-                sums = [acc[first + 4 * j + i] for i in range(4)]
-                values = [math.feature_value(value, alpha, biases[i % 2]) for i, value in enumerate(sums)]
+                sums = [scaled(acc[first + 4 * j + i], *factors.of_sum(j, i)) for i in range(4)]
+                values = [math.feature_value(value, factors.alpha, biases[i % 2]) for i, value in enumerate(sums)]
                 registers += [pack_half2(math.out_kind, *values[i : i + 2]) for i in (0, 2)]
             vector = eight + lane // 16
             store_matrix(staging + row * TOKEN_BYTES + (vector ^ (row % 8)) * 16, registers)

@@ -55,9 +55,16 @@ class Sm90Fp8BlockVariant(Sm90MixedVariant):
         return self.config.tile_n * self.warpgroups_m // self.warpgroups_n
 
     @property
+    def accumulators(self) -> int:
+        """Registers of a thread for the sums of its tile."""
+        return self.row_blocks * self.own_n // 2
+
+    @property
     def sets_of_sums(self) -> int:
         """Sets of registers for sums: two, if there are enough, so that a stage is multiplied while the sums of the one
-        before are added."""
+        before are added; none without scales of 128 columns."""
+        if not self.promotes:
+            return 0
         return 2 if self.row_blocks == 1 and self.own_n <= 128 else 1
 
     @property
@@ -79,7 +86,8 @@ class Sm90Fp8BlockVariant(Sm90MixedVariant):
     @property
     def copied_bytes(self) -> int:
         """Bytes of weights that are copied to a stage."""
-        return self.code_bytes + self.blocks_n // self.blocks_per_scale * SCALE_BYTES
+        scales = self.blocks_n // self.blocks_per_scale if self.promotes else 0
+        return self.code_bytes + scales * SCALE_BYTES
 
     @property
     def weight_bytes(self) -> int:
