@@ -53,6 +53,7 @@ NUMBERS = (
     Numbers("int4_g128_e4m3", FP8),
     Numbers("int4_g32_zint", FP8, "gated"),
     Numbers("mxfp4", FP8, "biased"),
+    Numbers("e4m3_col_fp32", FP8),
     Numbers("int4_g128", FP8, every_way=False),
     Numbers("int4_g128", FP8, "blocks", every_way=False),
     Numbers("e4m3_g128_b128", FP8, "blocks", every_way=False),
