@@ -281,6 +281,7 @@ SITU = {"activation": "situ", "gemm1_alpha": 4.0, "gemm1_clamp_limit": 25.0}
     ("name", "facts", "activation", "fp8"),
     [
         ("mxfp4.Mxfp4MoEMethod", SITU, "situ_mul", False),  # Kimi-K3
+        ("mxfp4.Mxfp4MoEMethod", {}, "silu_mul", False),  # others of compressed-tensors
         ("mxfp4_marlin_moe.Mxfp4MarlinMoEMethod", {"swiglu_limit": 10.0}, "silu_mul(limit=10)", False),  # DeepSeek-V4
         ("mxfp4_marlin_moe.Mxfp4MarlinMoEMethod", {"swiglu_limit": 10.0}, "silu_mul(limit=10)", True),
     ],

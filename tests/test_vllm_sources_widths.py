@@ -49,7 +49,7 @@ CASES = {
     "AutoRound of 8 bits": (auto_round(8), (8, 8)),
     "AutoRound, 8 bits by extra_config": (auto_round(4, **{name: {"bits": 8} for name in NAMES}), (8, 8)),
     **{f"W{bits}A16": (compressed(bits, True), (bits, bits)) for bits in (2, 3, 5, 6, 8)},
-    "asymmetric W8A16": (compressed(8, False), (8, 8)),
+    **{f"asymmetric W{bits}A16": (compressed(bits, False), (bits, bits)) for bits in (4, 8)},
 }
 OTHER_GPTQ = {
     "2 bits": (gptq(2), (2, 2)),
