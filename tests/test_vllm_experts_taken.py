@@ -94,7 +94,9 @@ def test_experts_whose_gpus_come_and_go(
     assert "--enable-elastic-ep" in takeover_lines(caplog)[0]
 
 
-@pytest.mark.parametrize("setting", ["VLLM_HUMMING_INPUT_QUANT_CONFIG", "quantization_config.moe.activation"])
+@pytest.mark.parametrize(
+    "setting", ["VLLM_HUMMING_INPUT_QUANT_CONFIG", "VLLM_MARLIN_INPUT_DTYPE", "quantization_config.moe.activation"]
+)
 def test_experts_whose_x_vllm_was_told_to_quantize(
     experts: ModuleType, setting: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -104,8 +106,8 @@ def test_experts_whose_x_vllm_was_told_to_quantize(
     asked = SimpleNamespace(moe=SimpleNamespace(activation="mxfp8" if setting.startswith("quant") else None))
     engine = SimpleNamespace(model_config=SimpleNamespace(quantization_config=asked))
     monkeypatch.setattr("vllm.config.get_current_vllm_config_or_none", lambda: engine)
-    humming = {"dtype": "float8e4m3"} if setting.startswith("VLLM") else None
-    monkeypatch.setattr("vllm.envs.VLLM_HUMMING_INPUT_QUANT_CONFIG", humming, raising=False)
+    if setting.startswith("VLLM"):
+        monkeypatch.setattr(f"vllm.envs.{setting}", "int8", raising=False)
     with caplog.at_level(logging.INFO, "vllm.w4gemm"):
         layer = RoutedExperts(*layer_arguments(MXFP4, {}))
     assert type(layer.quant_method).__module__.startswith("vllm.")

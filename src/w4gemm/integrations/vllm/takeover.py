@@ -180,10 +180,11 @@ def activations_asked_for() -> str:
     """Return by which of vLLM's settings experts were told to quantize x, or the empty string."""
     from vllm import envs
 
-    if getattr(envs, "VLLM_HUMMING_INPUT_QUANT_CONFIG", None):  # from 0.33 on; linear layers do not read it
-        return "VLLM_HUMMING_INPUT_QUANT_CONFIG"
+    for name in ("VLLM_HUMMING_INPUT_QUANT_CONFIG", "VLLM_MARLIN_INPUT_DTYPE"):
+        if getattr(envs, name, None):
+            return name
     settings = getattr(getattr(current_config(), "model_config", None), "quantization_config", None)
-    asked = getattr(getattr(settings, "moe", None), "activation", None)
+    asked = getattr(getattr(settings, "moe", None), "activation", None)  # from 0.33 on
     return "" if asked is None else "quantization_config.moe.activation"
 
 
