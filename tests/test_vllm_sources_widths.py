@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import itertools
 import json
 import logging
 import sys
@@ -17,7 +18,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sglang_sources import Mock
-from test_vllm_sources import fill, kernel_of, loaded, plugin, quantization, reloading, routed_experts  # noqa: F401
+from test_vllm_sources import (  # noqa: F401 (plugin is a fixture)
+    check_experts,
+    fill,
+    fill_experts,
+    kernel_of,
+    loaded,
+    plugin,
+    quantization,
+    reloading,
+    routed_experts,
+)
 
 from sglang_layers import Drawn  # isort: skip (of a stub of SGLang, which is installed on import)
 from w4gemm.checkpoints import open_checkpoint
@@ -390,3 +401,19 @@ def test_experts_of_gguf(types: tuple[str, str, str], gguf_plugin: Any, tmp_path
         rows = torch.nn.functional.silu(gate @ x[t].double()) * (up @ x[t].double())
         product[t] += router[t, j].double() * (down @ rows)
     assert (d.double() - product).norm() < 0.01 * product.norm()
+
+
+def test_experts_of_compressed_tensors_with_zero_points(tmp_path: Path) -> None:
+    config = {"num_experts": 4, "num_experts_per_tok": 2, "hidden_size": 256, "moe_intermediate_size": 128}
+    prefix, tensors = "model.layers.0.mlp.experts", dict[str, torch.Tensor]()
+    for e, (leaf, n, k) in itertools.product(range(4), (("gate", 128, 256), ("up", 128, 256), ("down", 256, 128))):
+        parts = Drawn(len(tensors), n, k, zero=True).compressed()
+        parts.pop("weight_g_idx")
+        tensors |= {f"{prefix}.{e}.{leaf}_proj.{name}": t.contiguous() for name, t in parts.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": compressed(4, symmetric=False)}))
+    layer = routed_experts(config, quantization(tmp_path), prefix)
+    fill_experts(layer, tmp_path, prefix)
+    process(layer)
+    assert type(layer.quant_method.moe_kernel.fused_experts).__name__ == "W4gemmExperts"
+    check_experts(layer, tmp_path, prefix, 0.008)
