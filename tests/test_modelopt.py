@@ -17,8 +17,9 @@ from transformers import AutoModelForCausalLM
 
 from quantized_model import Numbers, Writer, assert_loads, change, configure, write_model
 from tiny_model import LAYERS
-from w4gemm import FormatError, QuantizedWeight, W4Linear, WeightFormat, fold_scales, quantize_activations
+from w4gemm import FormatError, QuantizedWeight, W4Experts, W4Linear, WeightFormat, fold_scales, quantize_activations
 from w4gemm.checkpoints import open_checkpoint
+from w4gemm.cli.__main__ import main
 from w4gemm.integrations.transformers import W4GemmConfig, dequantize_layers, load, summarize
 
 NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4", "exclude_modules": ["lm_head"]}
@@ -273,3 +274,59 @@ def test_settings_of_all_experts_of_a_layer(tmp_path: Path) -> None:
     configure(tmp_path, quant_algo="MIXED_PRECISION", group_size=None, quantized_layers=experts | others)
     checkpoint = open_checkpoint(tmp_path)
     assert checkpoint.modules["model.layers.1.mlp.experts.gate_up_proj"].format == WeightFormat(32)
+
+
+def write_llama_4(folder: Path) -> dict[str, torch.Tensor]:
+    """Experts of a layer in one tensor, as ModelOpt leaves them; return their numbers as transformers has them."""
+    write_model(folder, NVFP4, nvfp4, ("lm_head", "router"), architecture="llama4_text")
+    dense = {}
+
+    def pack(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+            experts, k, n = tensors[name].shape
+            stored, weight = nvfp4(name, n, k)
+            for leaf, end in (("weight", ""), ("weight_scale", "_weight_scale")):
+                each = [stored[leaf].view(torch.uint8).roll(e, 0).T for e in range(experts)]  # by rows
+                tensors[name + end] = torch.stack(each).view(stored[leaf].dtype)
+            own = 2.0 ** torch.arange(experts) if name.endswith("down_proj") else torch.ones(())  # or one for all
+            tensors[f"{name}_weight_scale_2"] = stored["weight_scale_2"] * own
+            tensors[f"{name}_input_scale"] = stored["input_scale"]
+            dense[name] = torch.stack([weight.roll(e, 0).T * own.expand(experts)[e] for e in range(experts)])
+
+    change(folder, pack)
+    return dense
+
+
+def test_llama_4(tmp_path: Path) -> None:
+    expected = write_llama_4(tmp_path)
+    checkpoint = open_checkpoint(tmp_path)
+    for name, dense in expected.items():
+        module, rows = checkpoint.modules[name], dense.mT
+        assert (module.experts, module.n, module.k) == rows.shape and module.format == WeightFormat.parse("nvfp4")
+        if module.fused:
+            rows = torch.stack(rows.chunk(2, 1), 2).flatten(1, 2)
+        assert torch.equal(checkpoint.weight(name).dequantize(), rows)
+    ids = torch.arange(1, 8)[None]
+    with torch.inference_mode():
+        own = load(tmp_path)[0]
+        assert sum(isinstance(module, W4Experts) for module in own.modules()) == LAYERS
+        again = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=W4GemmConfig(), dtype=torch.float32)
+        assert torch.equal(again(ids).logits, own(ids).logits)
+        assert main(["convert", str(tmp_path), str(tmp_path / "own")]) == 0
+        assert torch.equal(load(tmp_path / "own")[0](ids).logits, own(ids).logits)
+    name = next(name for name in expected if "down" in name)
+    scale = f"{name}_weight_scale"
+    for damage, message in (
+        (lambda t: t.pop(scale), "there is no weight_scale"),
+        (lambda t: t.update({scale: t[scale][1:].clone()}), r"weight_scale has shape \(3, .* wanted that of 4 experts"),
+        (lambda t: t.update({scale: t[scale][:, 1:].clone()}), "weight_scale has shape"),
+        (lambda t: t.update({f"{scale}_2": t[f"{scale}_2"][1:].clone()}), "weight_scale_2 has shape"),
+    ):
+        whole = (tmp_path / "model.safetensors").read_bytes()
+        change(tmp_path, damage)
+        with pytest.raises(FormatError, match=f"{name}.*{message}"):
+            open_checkpoint(tmp_path)
+        (tmp_path / "model.safetensors").write_bytes(whole)
+    configure(tmp_path, quant_algo="W4A8_NVFP4_FP8")
+    with pytest.raises(FormatError, match="all experts in one tensor in W4A8_NVFP4_FP8; wanted NVFP4"):
+        open_checkpoint(tmp_path)

@@ -10,6 +10,10 @@ W4A8_MXFP4_FP8, W4A8_NVFP4_FP8 and W4A8_AWQ quantize x to e4m3, here with a scal
 e2m1_g32_e4m3 or e2m1_g16_e4m3, as :func:`w4gemm.fold_scales` rounds it. x that the config wants in 4 bits is multiplied
 as it comes.
 
+Llama 4's experts of a layer in NVFP4 are one tensor, ``experts.gate_up_proj`` uint8 (experts, k / 2, n), gates before
+ups, with ``experts.gate_up_proj_weight_scale`` (experts, k / 16, n) and ``experts.gate_up_proj_weight_scale_2``, one
+number or one for each expert; and so is ``experts.down_proj``.
+
 ``weight_scale_2`` of W4A8_AWQ, by which ModelOpt's own kernels round q * weight_scale to e4m3, is not needed: the
 weight is q * weight_scale. Kernels for fp8 x take scales in 16 bits, so float32 ones are rounded to fp16, by at most
 2**-11 of themselves from 2**-14 on, as TensorRT-LLM rounds them. Beside 16-bit x float32 scales stay float32.
@@ -17,6 +21,7 @@ weight is q * weight_scale. Kernels for fp8 x take scales in 16 bits, so float32
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
@@ -25,9 +30,10 @@ from typing import Any
 import torch
 
 from w4gemm.checkpoints.base import Module
+from w4gemm.checkpoints.experts import GATE_UP
 from w4gemm.checkpoints.hugging_face import TensorInfo
 from w4gemm.checkpoints.numbers import FoldedNumbers, Numbers
-from w4gemm.checkpoints.packed_floats import MXFP4, NVFP4, Shape, check_second_scale, numbers_of, shape_of
+from w4gemm.checkpoints.packed_floats import MXFP4, NVFP4, Shape, check_second_scale, numbers, numbers_of, shape_of
 from w4gemm.checkpoints.packed_numbers import PackedMatrix, PackedNumbers
 from w4gemm.checkpoints.quantization_configs import Excluded, Named
 from w4gemm.checkpoints.quantized_folder import Packing
@@ -41,6 +47,8 @@ _FLOATS = {
 _W4A8 = "W4A8_AWQ"
 _FOLDED = "W4A8_NVFP4_FP8"
 _FOLDED_SCALE = "e4m3"
+_OF_EXPERTS = re.compile(r"(.*\bexperts\.(?:gate_up_proj|down_proj))_(weight_scale(?:_2)?)")
+"""Names of the scales of experts in one tensor."""
 _FP8_ACTIVATIONS = (_W4A8, "W4A8_MXFP4_FP8", _FOLDED)
 ALGORITHMS = (*_FLOATS, "W4A16_AWQ", "INT4_AWQ", _W4A8)
 """Values of ``quant_algo`` that are read."""
@@ -53,6 +61,11 @@ class ModelOptPacking(Packing):
     contents = "a folder with a model quantized by ModelOpt (NVFP4, MXFP4, INT4 AWQ, W4A8 AWQ)"
     marks = ("weight_scale", "weight_scale_2")
     others = ("weight", "input_scale")
+    named_as_module = True
+
+    @staticmethod
+    def renamed(name: str) -> str:
+        return f"{match[1]}.{match[2]}" if (match := _OF_EXPERTS.fullmatch(name)) else name
 
     def module(self, name: str, stored: Mapping[str, TensorInfo]) -> Module:
         settings = {**self.config, **self._of_layer(name)}
@@ -73,6 +86,8 @@ class ModelOptPacking(Packing):
             floats = _FLOATS[algorithm]
             if floats == NVFP4:  # W4A8_NVFP4_FP8 has groups of 32
                 floats = replace(NVFP4, group_size=settings.get("group_size") or NVFP4.group_size)
+            if "weight" in stored and len(stored["weight"].shape) == 3:
+                return _experts(name, stored, floats, algorithm)
             n, k, format = shape_of(stored, floats)
             if algorithm == _FOLDED:
                 format = replace(format, scale=_FOLDED_SCALE)
@@ -102,10 +117,32 @@ class ModelOptPacking(Packing):
         if module.format.scale == _FOLDED_SCALE:
             exact = replace(module, format=replace(module.format, scale=NVFP4.scale))
             return FoldedNumbers(numbers_of(exact, tensors), module.format)
+        if module.experts:
+            weight, scales = (tensors[leaf].mT for leaf in ("weight", "weight_scale"))
+            return numbers(weight, scales, module.format, tensors["weight_scale_2"].flatten().expand(module.experts))
         if module.format.element == NVFP4.element:
             return numbers_of(module, tensors)
         codes = PackedMatrix(tensors["weight"], along="n", signed=True, bits=module.format.bits)
         return PackedNumbers(module.format, codes, PackedMatrix(tensors["weight_scale"]))
+
+
+def _experts(name: str, stored: Mapping[str, TensorInfo], format: WeightFormat, algorithm: str) -> Module:
+    """Return what headers say of a layer's experts in one tensor."""
+    if format.scale != NVFP4.scale or algorithm == _FOLDED:
+        raise ValueError(f"it has all experts in one tensor in {algorithm}; wanted NVFP4")
+    experts = stored["weight"].shape[0]
+    one = dict(stored)
+    for leaf in ("weight", "weight_scale"):
+        if leaf in stored:
+            if len(stored[leaf].shape) != 3 or stored[leaf].shape[0] != experts:
+                raise ValueError(f"{leaf} has shape {stored[leaf].shape}, wanted that of {experts} experts")
+            one[leaf] = stored[leaf]._replace(shape=stored[leaf].shape[:0:-1])  # stored as (k, n)
+    if "weight_scale_2" in stored and stored["weight_scale_2"].shape in ((experts,), (experts, 1), (experts, 1, 1)):
+        one["weight_scale_2"] = stored["weight_scale_2"]._replace(shape=(1,))
+    n, k, format = shape_of(one, format)
+    pairs = name.endswith(GATE_UP)
+    fused = ("gate_proj", "up_proj") if pairs else ()
+    return Module(n, k, format, "bias" in stored, experts, fused, interleaved=pairs, shared=True)
 
 
 def _integers(stored: Mapping[str, TensorInfo], group_size: int, fp8: bool) -> Shape:

@@ -54,6 +54,8 @@ class Packing(ABC):
     alarms: ClassVar[bool] = False
     """True if a tensor of one number may have the name of a module of experts, or of its parameter. A dense tensor that
     the packing does not know is refused when the model is loaded or written."""
+    named_as_module: ClassVar[bool] = False
+    """True if the ``weight`` of experts in one tensor has their module's name, as the model's parameter has."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         check_plain_products(config)
@@ -138,6 +140,8 @@ class QuantizedFolder:
         names = {stored: _Name.of(self._packing.renamed(stored)) for stored in self._stored.tensors}
         marks, known = self._packing.marks, {*self._packing.marks, *self._packing.others}
         self._parts |= {name.owner: {} for name in names.values() if name.leaf in marks}
+        if self._packing.named_as_module:
+            names |= {stored: _Name(str(n), "weight") for stored, n in names.items() if str(n) in self._parts}
         infos = self._stored.tensors
         biases = {name.owner: infos[stored].shape for stored, name in names.items() if name.leaf == "bias"}
         for stored, name in names.items():
