@@ -98,8 +98,8 @@ FAULTS = (
     Fault(
         "the stages of another CTA's share begin where those of the own one ended",
         _EXPERT_LAYER,
-        "cursor, stage = self.requests.at_row(t, memory, share, self.requests.first_step(share, warp)), Int32(0)\n",
-        "cursor = self.requests.at_row(t, memory, share, self.requests.first_step(share, warp))\n",
+        "cursor, stage = self.requests.at_row(t, memory, share, self.requests.first_step(share, rank)), Int32(0)\n",
+        "cursor = self.requests.at_row(t, memory, share, self.requests.first_step(share, rank))\n",
         _ONE_LAUNCH + "at_once",
     ),
     Fault(
@@ -108,6 +108,13 @@ FAULTS = (
         "for c in (index, index + 1):",
         "for c in (cta, cta + 1):",
         _ONE_LAUNCH + "at_once",
+    ),
+    Fault(
+        "of fewer steps than warps, warps without one lie between those that have one",
+        _SHARES,
+        "dealt = cutlass.max(steps, layer.warps)",
+        "dealt = cutlass.max(steps, 1)",
+        _ONE_LAUNCH + "routings",
     ),
     Fault(
         "weights are requested into a stage that lanes still read",

@@ -21,15 +21,15 @@ counter (acquire, release). Who adds the last 1 sets the counter back to 0, and 
 So nobody waits, and the order of sums is one.
 
 The CTA's units are divided into rounds of at most 16. The steps of a round follow one another, and each warp has
-equally many, consecutive. Where a warp's unit or range ends, it stores its partial sums; when all have, each thread
-adds those of some rows and tokens in the order of warps.
+consecutive ones, by its rank (:meth:`.shares.Shares.rank`), some one more than others. Where a warp's unit or range
+ends, it stores its partial sums; when all have, each thread adds those of some rows and tokens in the order of ranks.
 
 Shared memory, in this order:
 
     what       bytes                            written by                            read by
     x          tokens * x_row_bytes             all threads: cp.async                 all warps: ldmatrix
     partials   2 * partial_slots * slot_bytes   each warp: a slot for each unit,      all threads
-               (two rounds)                     at unit + warp: the first is reached
+               (two rounds)                     at unit + rank: the first is reached
                                                 before the second on any path of
                                                 warps through units
     stages     warps * num_stages *             their warp: cp.async of 16 bytes a    their warp
@@ -160,9 +160,9 @@ class ExpertLayerKernel:
         layer = self.layer
         thread, cta = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
         warp, lane = cute.arch.make_warp_uniform(thread // 32), thread % 32
-        memory = self.allocate(thread, warp)
+        memory, rank = self.allocate(thread, warp), self.shares.rank(warp)
         share = self.shares.of(cta, cta, Int32(layer.choices))  # of different experts, as choices mostly are
-        cursor = self.requests.first_step(share, warp)
+        cursor = self.requests.first_step(share, rank)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         flags = t.flags.iterator.toint()
@@ -174,15 +174,15 @@ class ExpertLayerKernel:
         active, own = self.tally.count(t, memory.choices, choice, thread)
         if active != layer.choices:
             share = self.shares.of(cta, cta, active)
-            cursor = self.requests.first_step(share, warp)
+            cursor = self.requests.first_step(share, rank)
         cursor = self.requests.at_row(t, memory, share, cursor)
         for stage in cutlass.range(layer.num_stages, unroll=1):
-            cursor = self.requests.request(t, memory, share, cursor, stage, warp)
+            cursor = self.requests.request(t, memory, share, cursor, stage, rank)
         self.tally.store_factors(t, memory.choices, own, thread)
         if thread == 0:
             store_relaxed(flags + Int64(EPOCHS_AT + cta) * 4, epoch)
             store_relaxed(flags + Int64(cta) * 4, epoch * 2)
-        down = self.first_of_down(memory, share, warp)
+        down = self.first_of_down(memory, share, rank)
         cute.arch.cp_async_wait_group(layer.num_stages)
         if const_expr(self.larger != 1.0):
             self.enlarge_x(t, memory.x, thread)
@@ -190,7 +190,7 @@ class ExpertLayerKernel:
 
         stage, computed, ahead = Int32(0), cta, cute.make_rmem_tensor((16,), Int32)
         while computed >= 0:
-            cursor, stage = self.multiply_up(t, memory, share, cursor, stage, warp)
+            cursor, stage = self.multiply_up(t, memory, share, cursor, stage, rank)
             cute.arch.sync_threads()  # the rows of all threads are stored
             if thread == 0:
                 store_release(flags + Int64(computed) * 4, epoch * 2 + 1)
@@ -211,12 +211,12 @@ class ExpertLayerKernel:
                 copies_wait()
                 cute.arch.sync_threads()
                 share = self.shares.of(computed, cta, active)
-                cursor, stage = self.requests.at_row(t, memory, share, self.requests.first_step(share, warp)), Int32(0)
+                cursor, stage = self.requests.at_row(t, memory, share, self.requests.first_step(share, rank)), Int32(0)
                 for at in cutlass.range(layer.num_stages, unroll=1):
-                    cursor = self.requests.request(t, memory, share, cursor, at, warp)
+                    cursor = self.requests.request(t, memory, share, cursor, at, rank)
             else:
                 computed = Int32(-1)
-        self.multiply_down(t, memory, share, down, ahead, cursor, stage, warp)
+        self.multiply_down(t, memory, share, down, ahead, cursor, stage, rank)
         if const_expr(layer.split):
             self.add_parts(t, memory.choices, share, cta, flags)
 
@@ -296,7 +296,7 @@ class ExpertLayerKernel:
 
     @cute.jit
     def multiply_up(
-        self, t: Tensors, memory: Memory, share: Share, cursor: Cursor, stage: Int32, warp: Int32
+        self, t: Tensors, memory: Memory, share: Share, cursor: Cursor, stage: Int32, rank: Int32
     ) -> tuple[Cursor, Int32]:
         """Multiply the share's units of gate_up, and store their activated rows."""
         layer, lane = self.layer, cute.arch.lane_idx()
@@ -305,10 +305,10 @@ class ExpertLayerKernel:
         row = cutlass.min(lane % 8, t.x.shape[0] - 1)
         x = memory.x + row * layer.x_row_bytes + lane // 8 * 16
         for round in cutlass.range(share.rounds, unroll=1):
-            steps = self.shares.steps_of(share, round, warp)
+            steps = self.shares.steps_of(share, round, rank)
             partials = memory.partials + round % 2 * (layer.partial_slots * layer.slot_bytes)
             unit, k_step = divided(steps.first, layer.steps_up)
-            rows = self.rows_of_round(t, memory.choices, share, round, partials, steps.each)
+            rows = self.rows_of_round(t, memory.choices, share, round, partials, steps.dealt)
             for i in cutlass.range(steps.count, unroll=1):
                 cute.arch.cp_async_wait_group(layer.num_stages - 1)
                 cute.arch.sync_warp()
@@ -318,16 +318,16 @@ class ExpertLayerKernel:
                         words, scales = self.read_weight(memory, stage, lane, b)
                         fragments = self.read_x(at)
                         if const_expr(b == layer.step_blocks - 1):
-                            cursor = self.refill(t, memory, share, cursor, stage, warp)
+                            cursor = self.refill(t, memory, share, cursor, stage, rank)
                         self.product.multiply(acc, 0, words, scales, [fragments], memory.table)
                     else:
                         if k_step < layer.steps_up - 1:
                             self.multiply_block(memory, acc, stage, b, self.read_x(at))
-                        cursor = self.refill(t, memory, share, cursor, stage, warp)
+                        cursor = self.refill(t, memory, share, cursor, stage, rank)
                 stage = self.next_stage(stage)
                 k_step += 1
                 if k_step == layer.steps_up or i == steps.count - 1:
-                    self.store_partial(acc, partials + (unit + warp) * layer.slot_bytes, lane)
+                    self.store_partial(acc, partials + (unit + rank) * layer.slot_bytes, lane)
                     acc.fill(0.0)
                     unit, k_step = unit + 1, Int32(0)
             cute.arch.sync_threads()
@@ -343,10 +343,10 @@ class ExpertLayerKernel:
         self.product.multiply(acc, 0, words, scales, [fragments], memory.table)
 
     @cute.jit
-    def refill(self, t: Tensors, memory: Memory, share: Share, cursor: Cursor, stage: Int32, warp: Int32) -> Cursor:
+    def refill(self, t: Tensors, memory: Memory, share: Share, cursor: Cursor, stage: Int32, rank: Int32) -> Cursor:
         """Request the next step's weights into a stage that this lane has read."""
         cute.arch.sync_warp()
-        return self.requests.request(t, memory, share, cursor, stage, warp)
+        return self.requests.request(t, memory, share, cursor, stage, rank)
 
     @cute.jit
     def next_stage(self, stage: Int32) -> Int32:
@@ -377,17 +377,17 @@ class ExpertLayerKernel:
         unit, token = divided(rest, self.layer.tokens)
         return PlaceOfSums(unit, quad, token)
 
-    def sums_of(self, thread: Int32, partials: Int32, begin: Int32, end: Int32, each: Int32) -> PartialSums:
+    def sums_of(self, thread: Int32, partials: Int32, begin: Int32, end: Int32, dealt: Int32) -> PartialSums:
         """The partial sums of those warps that have steps of the thread's unit, from ``begin`` to ``end`` - 1 of the
-        round, of which each warp has ``each``."""
+        round's."""
         unit, quad, token = self.place_of(thread)
-        first, last = quotient(begin, each), quotient(end - 1, each)
+        first, last = self.shares.rank_of(begin, dealt), self.shares.rank_of(end - 1, dealt)
         at = (unit + first) * self.layer.slot_bytes + (token * SLOT_ROW + quad * 4) * 4
         return PartialSums(partials + at, last + 1 - first)
 
     @cute.jit
     def sum_of(self, own: PartialSums) -> list[Float32]:
-        """Add the partial sums in the order of warps."""
+        """Add the partial sums in the order of ranks."""
         sums = cute.make_rmem_tensor((4,), Float32)
         sums.fill(0.0)
         for warp in cutlass.range(own.warps, unroll=4):
@@ -398,7 +398,7 @@ class ExpertLayerKernel:
 
     @cute.jit
     def rows_of_round(
-        self, t: Tensors, c: Choices, share: Share, round: Int32, partials: Int32, each: Int32
+        self, t: Tensors, c: Choices, share: Share, round: Int32, partials: Int32, dealt: Int32
     ) -> ActivatedRows:
         """What this thread adds up of a round of gate_up: nothing for tokens that did not choose the expert."""
         layer, thread = self.layer, cute.arch.thread_idx()[0]
@@ -408,7 +408,7 @@ class ExpertLayerKernel:
             slot, strip = divided(share.first + round * share.chunk + unit, layer.strips_up)
             if (c.masks[slot] >> token) & 1 != 0:
                 begin, expert = unit * layer.steps_up, c.experts[slot]
-                own = self.sums_of(thread, partials, begin, begin + layer.steps_up, each)
+                own = self.sums_of(thread, partials, begin, begin + layer.steps_up, dealt)
         if const_expr(layer.gated):  # two columns
             step, half = quotient(strip, 2) % 4, strip % 2  # of 16 columns, and which half of them
             at = self.hidden_at(t, slot, quotient(strip, 16), quotient(strip, 8) % 2, token)
@@ -502,12 +502,12 @@ class ExpertLayerKernel:
                         total += c.factors[slot * layer.tokens + token] * Float32(bias)
                 c.biases[i] = total
 
-    def first_of_down(self, memory: Memory, share: Share, warp: Int32) -> Down:
+    def first_of_down(self, memory: Memory, share: Share, rank: Int32) -> Down:
         """Where a warp begins in the CTA's strips of down, and what this thread adds up of them."""
-        steps = self.shares.steps_of(share, share.rounds, warp)
+        steps = self.shares.steps_of(share, share.rounds, rank)
         column, rest = divided(share.skipped + steps.first, self.shares.steps_of_column(share.active))
         slot, k_step = divided(rest, self.layer.steps_down)
-        own = self.sums_of_columns(share, memory.partials, steps.each)
+        own = self.sums_of_columns(share, memory.partials, steps.dealt)
         return Down(steps.count, column, slot, k_step * self.layer.step_blocks, own)
 
     @cute.jit
@@ -528,7 +528,7 @@ class ExpertLayerKernel:
         ahead: cute.Tensor,
         cursor: Cursor,
         stage: Int32,
-        warp: Int32,
+        rank: Int32,
     ) -> None:
         """Multiply the CTA's strips of down, add up over experts, and store the sums. ahead: the first rows."""
         layer, lane, c = self.layer, cute.arch.lane_idx(), memory.choices
@@ -557,13 +557,13 @@ class ExpertLayerKernel:
                     if not last:
                         self.load_rows(self.rows_of(t, c, slot, k_block, lane), ahead)
                 if const_expr(b == layer.step_blocks - 1 and not layer.ragged_down):
-                    cursor = self.refill(t, memory, share, cursor, stage, warp)
+                    cursor = self.refill(t, memory, share, cursor, stage, rank)
                 if const_expr(b == 0 or not layer.ragged_down):
                     self.product.multiply(acc, 0, words, scales, [fragments], memory.table)
                 else:
                     if first + b < layer.k_blocks_down:
                         self.multiply_block(memory, acc, stage, b, fragments)
-                    cursor = self.refill(t, memory, share, cursor, stage, warp)
+                    cursor = self.refill(t, memory, share, cursor, stage, rank)
             stage = self.next_stage(stage)
             if expert_done or last:
                 for j in cutlass.range_constexpr(4):
@@ -572,7 +572,7 @@ class ExpertLayerKernel:
                         totals[j] = fma(c.scaled[was * layer.tokens + token], acc[j], totals[j])
                 acc.fill(0.0)
             if column_done or last:
-                self.store_partial(totals, memory.partials + (column + warp) * layer.slot_bytes, lane)
+                self.store_partial(totals, memory.partials + (column + rank) * layer.slot_bytes, lane)
                 totals.fill(0.0)
                 column += 1
         cute.arch.sync_threads()
@@ -596,7 +596,7 @@ class ExpertLayerKernel:
                 ahead[piece * 4 + j] = words[j]
 
     @cute.jit
-    def sums_of_columns(self, share: Share, partials: Int32, each: Int32) -> PartialSums:
+    def sums_of_columns(self, share: Share, partials: Int32, dealt: Int32) -> PartialSums:
         """What this thread adds up of the CTA's strips of down."""
         thread, own, per_column = (
             cute.arch.thread_idx()[0],
@@ -607,7 +607,7 @@ class ExpertLayerKernel:
         begin = column * per_column - share.skipped
         if (column < share.columns) & (share.active > 0):
             end = cutlass.min(begin + per_column, share.steps)
-            own = self.sums_of(thread, partials, cutlass.max(begin, 0), end, each)
+            own = self.sums_of(thread, partials, cutlass.max(begin, 0), end, dealt)
         return own
 
     @cute.jit

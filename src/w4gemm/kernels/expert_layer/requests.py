@@ -23,19 +23,19 @@ class Requests:
         self.layer = layer
         self.shares = shares
 
-    def first_step(self, share: Share, warp: Int32) -> Cursor:
+    def first_step(self, share: Share, rank: Int32) -> Cursor:
         """The cursor at the first step of a warp, without addresses."""
         none = Cursor(Int64(0), Int64(0), Int32(0), Int32(0), Int32(0), Int32(0), Int32(-1))
-        return self.next_round(share, none, warp)
+        return self.next_round(share, none, rank)
 
     @cute.jit
-    def next_round(self, share: Share, cursor: Cursor, warp: Int32) -> Cursor:
+    def next_round(self, share: Share, cursor: Cursor, rank: Int32) -> Cursor:
         """The cursor at the warp's first step of the next round that has any, without addresses."""
         layer = self.layer
         round, left, first = cursor.round, Int32(0), Int32(0)
         while left == 0 and round < share.rounds:
             round += 1
-            steps = self.shares.steps_of(share, round, warp)
+            steps = self.shares.steps_of(share, round, rank)
             left, first = steps.count, steps.first
         slot, strip, k_left = Int32(0), Int32(0), Int32(0)
         if left > 0:
@@ -80,7 +80,7 @@ class Requests:
         return cursor._replace(codes=codes, scales=scales)
 
     @cute.jit
-    def request(self, t: Tensors, memory: Memory, share: Share, cursor: Cursor, stage: Int32, warp: Int32) -> Cursor:
+    def request(self, t: Tensors, memory: Memory, share: Share, cursor: Cursor, stage: Int32, rank: Int32) -> Cursor:
         """Request a step's weights into a stage that all lanes have read, as a group of cp.async, which is empty if no
         step is left. Return the cursor one step on."""
         layer, lane, scales = self.layer, cute.arch.lane_idx(), Int32(self.layer.step_blocks * self.layer.scale_lanes)
@@ -97,7 +97,7 @@ class Requests:
             if lane < scales:
                 to = target + block * layer.stage_block.bytes + layer.stage_block.code_bytes + part * 16
                 copy_async(to, cursor.scales, Int32(16))
-            cursor = self.after(t, memory, share, cursor, warp)
+            cursor = self.after(t, memory, share, cursor, rank)
         cute.arch.cp_async_commit_group()
         return cursor
 
@@ -123,7 +123,7 @@ class Requests:
                         copy_async(to, at, Int32(16))
 
     @cute.jit
-    def after(self, t: Tensors, memory: Memory, share: Share, cursor: Cursor, warp: Int32) -> Cursor:
+    def after(self, t: Tensors, memory: Memory, share: Share, cursor: Cursor, rank: Int32) -> Cursor:
         """The cursor one step on."""
         block, lane = self.layer.weight.block, cute.arch.lane_idx()
         size: Int32 | int = block.stride * self.layer.step_blocks
@@ -137,7 +137,7 @@ class Requests:
             left=cursor.left - 1, k_left=cursor.k_left - 1, codes=cursor.codes + size, scales=cursor.scales + of_scales
         )
         if cursor.left == 0:
-            cursor = self.at_row(t, memory, share, self.next_round(share, cursor, warp))
+            cursor = self.at_row(t, memory, share, self.next_round(share, cursor, rank))
         elif cursor.k_left == 0:
             slot, strip, k_left = cursor.slot, cursor.strip, Int32(self.layer.steps_down)
             if cursor.round < share.rounds:

@@ -9,6 +9,9 @@ from cutlass import Int32, Uint32, const_expr
 from w4gemm.kernels.expert_layer.spec import ExpertLayer
 from w4gemm.kernels.expert_layer.values import Division, Share, Steps
 
+_SCHEDULERS = 4
+"""Of a multiprocessor; warp w is one of number w % 4."""
+
 
 def quotient(x: Int32, by: Int32 | int) -> Int32:
     """Divide numbers that are not negative: in half the instructions of signed ones."""
@@ -59,16 +62,25 @@ class Shares:
         return quotient(self.layer.columns * self.steps_of_column(active) + ctas - 1, ctas)
 
     @cute.jit
-    def steps_of(self, share: Share, round: Int32, warp: Int32) -> Steps:
-        """A warp's steps of a round."""
+    def steps_of(self, share: Share, round: Int32, rank: Int32) -> Steps:
+        """The steps of a round of the warp of a rank: some have one more than others."""
         layer = self.layer
         units = cutlass.max(cutlass.min(share.units - round * share.chunk, share.chunk), 0)
         steps = units * layer.steps_up
         if round == share.rounds:
             steps = cutlass.select_(share.active > 0, share.steps, Int32(0))
-        each = quotient(steps + layer.warps - 1, layer.warps)
-        first = warp * each
-        return Steps(first, cutlass.max(cutlass.min(steps - first, each), 0), each)
+        dealt = cutlass.max(steps, layer.warps)
+        first, behind = (cutlass.min(quotient(r * dealt, layer.warps), steps) for r in (rank, rank + 1))
+        return Steps(first, behind - first, dealt)
+
+    def rank_of(self, step: Int32, dealt: Int32) -> Int32:
+        """The rank of the warp that has a step of a round."""
+        return quotient((step + 1) * self.layer.warps - 1, dealt)
+
+    def rank(self, warp: Int32) -> Int32:
+        """A warp's place in the order in which warps have steps: those of a scheduler follow one another, so that all
+        schedulers have about equally many."""
+        return warp % _SCHEDULERS * (self.layer.warps // _SCHEDULERS) + warp // _SCHEDULERS
 
     def ctas_of(self, strip: Int32, per_column: Int32, each: Int32) -> tuple[Int32, Int32]:
         """The first and the last CTA that have steps of a strip of down, if strips are split."""

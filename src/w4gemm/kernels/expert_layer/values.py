@@ -136,8 +136,8 @@ class Steps(NamedTuple):
 
     first: Int32
     count: Int32
-    each: Int32
-    """Steps of every warp but the last."""
+    dealt: Int32
+    """Steps of all warps, one for each at least."""
 
 
 class PlaceOfSums(NamedTuple):
