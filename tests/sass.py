@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import re
 import shutil
@@ -108,6 +109,7 @@ def _text_sections(cubin: bytes) -> Iterator[bytes]:
             yield cubin[offset : offset + length]
 
 
+@functools.lru_cache(maxsize=4)
 def disassemble(code: bytes) -> Sass:
     """The machine code in an object file of ``w4gemm.jit``; a config with a tail launch has two kernels, read as one.
 

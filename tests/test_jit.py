@@ -301,22 +301,33 @@ def test_compiling_can_be_forbidden(folder, builds, monkeypatch):
     assert len(builds) == 3 and len(list(folder.iterdir())) == 1
 
 
-def test_a_pool_compiles_in_other_processes_and_leaves_nobody_waiting(folder, builds, monkeypatch):
+@pytest.mark.filterwarnings("error::ResourceWarning", "error::pytest.PytestUnraisableExceptionWarning")  # open pipes
+def test_a_pool_compiles_in_other_processes_survives_them_and_leaves_nobody_waiting(folder, builds, monkeypatch):
+    """A compilation may end its process, as a crash in native code does."""
+    die = functools.partial(signal.raise_signal, signal.SIGKILL)
     units = [tiny(factor) for factor in (2.0, 3.0)]
     with CompilePool(workers=2) as pool:
-        good = pool.submit(units)
+        dead, *good = pool.submit([Unit("tiny", "dies", "sm_90a", die), *units])
         (bad,) = pool.submit([tiny(arch="sm_1")])
+        with pytest.raises(RuntimeError, match="the compiling process ended \\(killed, as by a system without enough"):
+            dead.result(timeout=600)
         codes = [future.result(timeout=600) for future in good]
         with pytest.raises(RuntimeError, match="sm_1"):
             bad.result(timeout=600)
         many = pool.submit(units[:1] * 50)
         assert many[-1].cancel(), "a job that is not wanted any more"
         assert many[0].result(timeout=600)
+    gc.collect()
     assert not wait(many, timeout=600).not_done
     assert len(set(codes)) == 2 and len(disk.stored()) == 2
     monkeypatch.setenv("W4GEMM_CACHE_DIR", "off")
     adopt(units[0], codes[0])
     assert callable(compiled(units[0])) and not builds
+
+
+def test_why_a_child_ended():
+    child = subprocess.Popen(["sh", "-c", "exit 1"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert _ended(child) == "with exit status 1"
 
 
 @pytest.mark.parametrize(
@@ -337,20 +348,6 @@ def test_no_more_processes_than_a_container_may_use(tmp_path, monkeypatch, files
     monkeypatch.setattr("w4gemm.jit.pool._CGROUP", tmp_path)
     monkeypatch.setattr("os.sched_getaffinity", lambda process: range(8), raising=False)
     assert usable_processors() == CompilePool().workers == expected
-
-
-@pytest.mark.filterwarnings("error")  # a pipe that is left open
-def test_a_pool_survives_its_children(folder):
-    """A compilation may end its process, as a crash in native code does."""
-    die = functools.partial(signal.raise_signal, signal.SIGKILL)
-    with CompilePool(workers=1) as pool:
-        dead, alive = pool.submit([Unit("tiny", "dies", "sm_90a", die), tiny()])
-        with pytest.raises(RuntimeError, match="the compiling process ended \\(killed, as by a system without enough"):
-            dead.result(timeout=600)
-        assert alive.result(timeout=600)
-    child = subprocess.Popen(["sh", "-c", "exit 1"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert _ended(child) == "with exit status 1"
-    gc.collect()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl")

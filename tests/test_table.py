@@ -316,10 +316,12 @@ def problem_of(stored: Record) -> GemmProblem:
     return GemmProblem(*sizes, dtype, WeightFormat.parse(stored.key.format), stored.key.layout, epilogue, device)
 
 
+@pytest.mark.sampled(0.5)
+@pytest.mark.parametrize("first", range(4))
 @pytest.mark.parametrize("path", table.shipped_tables(), ids=lambda path: path.stem)
-def test_no_shipped_record_is_older_than_an_interval_or_a_much_faster_config(path):
+def test_no_shipped_record_is_older_than_an_interval_or_a_much_faster_config(path, first):
     """After new tiles: measure such records again, or take them out, and the model chooses."""
-    for stored in table.read(path):
+    for stored in table.read(path)[first::4]:
         assert stored.m == interval_of(stored.m[1]), f"measured at m {stored.m[1]} alone: {stored.line()}"
         ranking = {str(c): c.us for c in ranked(KERNELS, problem_of(stored))}
         best = min(ranking.values())
