@@ -21,6 +21,12 @@ def shared_address(pointer: Any) -> Int32:
     return Int32(pointer.toint())
 
 
+def wait_barrier(pointer: Any, phase: Int32) -> None:
+    """Wait for a phase of an mbarrier, as ``cute.arch.mbarrier_wait`` but without a hint of the time to suspend."""
+    again = "TRY: mbarrier.try_wait.parity.shared::cta.b64 done, [$0], $1; @!done bra TRY;"
+    asm(f"{{ .reg .pred done; {again} }}", [], [shared_address(pointer), phase])
+
+
 def load_shared(address: Int32, words: int, constant: bool = False) -> tuple[Int32, ...]:
     """Load 1, 2 or 4 consecutive 32-bit words. constant: True if nothing writes there while the address is known."""
     if words == 1:

@@ -94,6 +94,7 @@ from w4gemm.ptx.memory import (
     shared_address,
     store_shared_f32,
     store_shared_f32x4,
+    wait_barrier,
 )
 
 _DTYPES = {"f16": cutlass.Float16, "bf16": cutlass.BFloat16}
@@ -303,7 +304,7 @@ class Sm90DecodeKernel:
         for tile in cutlass.range(cluster, m_tiles * n_tiles, clusters, unroll=1):
             acc.fill(0.0)
             for _ in cutlass.range(k_blocks_per_warp, unroll=1):
-                cute.arch.mbarrier_wait(full + state.stage, state.phase)
+                wait_barrier(full + state.stage, state.phase)
                 x_fragments = self.read_x(pipeline, state.stage, thread % 32)
                 for batch in cutlass.range_constexpr(variant.batches):
                     words, scales = self.read_weight(pipeline, state.stage, batch, thread % 32)
