@@ -38,7 +38,7 @@ def begin(device: Device) -> None:
 _SM_TERMS = defaultdict[str, tuple[str, ...]](tuple)
 _SM_TERMS |= {
     "": ("alone", "tile"),
-    "waves": ("gathered_us", "row_us", "row_past_us", "expert_tile_us", "expert_start_us"),
+    "waves": ("gathered_us", "row_us", "row_past_us", "expert_tile_us", "expert_start_us", "later_wave_us"),
     "cublas": ("result_us",),
     "mma_sync": ("k_slice", "decode", "operations", "read", "sums"),
 }

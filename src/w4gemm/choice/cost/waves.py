@@ -11,6 +11,9 @@ the more the smaller a CTA's part of a tile is. The three numbers of each config
 If m, of all experts together, is less than a TMA box, the box reaches past m, and TMA takes several times as long for a
 row there as for one of x: a k-slice takes no less than its rows take TMA.
 
+A cluster of three CTAs and more begins only when so many multiprocessors of one processing cluster are free: with tiles
+of more than 64 features each wave behind the first takes later_wave_us besides.
+
 If full waves wait for memory, the last wave does not, so that its time shows behind theirs; about half of it is hidden
 by producers that run ahead (last_wave).
 
@@ -295,6 +298,8 @@ def _busy_timer(
     chunks = config.tile_k * problem.dtype.itemsize / 128 * scale.clock
     row_us = chunks / config.cluster_n * model["row_us"]
     past_us = chunks * model["row_past_us"]  # CTAs of a cluster, which share x, gain nothing there
+    wide_split = config.split_k > 2 and config.tile_n > BLOCK_N
+    later_wave_us = model["later_wave_us"] * scale.clock
     mixed = facts.kernel.name == "sm90_mixed_gemm"
 
     def of_times(times: SliceTimes) -> Callable[[int, float], Busy]:
@@ -318,6 +323,8 @@ def _busy_timer(
                 ctas_of_sm = math.ceil(part * ctas_per_sm)
                 part_us = max(alone + shared * _contention(part, ctas_per_sm), least, loading * ctas_of_sm)
                 us += slices * part_us + tile_us
+            if wide_split:
+                us += later_wave_us * (math.ceil(fill) - 1)
             return Busy(us, fill * wave_us, of_full, full / fill if full else 0.0)
 
         return busy

@@ -81,6 +81,7 @@ _FINE_TILES = {
         "64x128_1x1x1_coop_k2": "88 104 136 184",
         "128x128_1x1x1_coop": "88 104 136 152 176",
         "128x128_1x1x1_coop_k2": "88",
+        "128x128_1x1x1_coop_k5": "24 40 56 80 96 112",
         "192x64_1x1x1_coop": "152",
         "192x128_1x1x1_coop": "88 104 136 152 176",
         "192x128_1x1x1_coop_k2": "88",
@@ -89,9 +90,10 @@ _FINE_TILES = {
     }
 }
 """By the register class of a decoder, more tile_m, where their tokens are worth it although boxes of x overlap
-(``box_tokens`` of the variant): 3 to 15 % of the time where they are chosen. Tiles of 120, 152, 176, 184 and 208 that
-were not faster than their neighbours are left out, and so are those of other decoders, experts and x with scales of 128
-columns, which nobody timed (H200, 2026-11-29)."""
+(``box_tokens`` of the variant): 3 to 15 % of the time where they are chosen; and splits of five CTAs with 128 features,
+for layers of 2,497 to 2,816. Tiles of 120, 152, 176, 184 and 208 that were not faster than their neighbours are left
+out, and so are those of other decoders, experts and x with scales of 128 columns, which nobody timed (H200,
+2026-11-30)."""
 
 
 def fits(v: Sm90MixedVariant) -> bool:
