@@ -146,6 +146,32 @@ def test_calls_at_once_do_not_share_a_step() -> None:
     assert len(inner) > 2 and all(torch.equal(tokens, expected[1]) for tokens in inner)
 
 
+def test_a_token_is_streamed_before_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no step follows the last token."""
+    model = decode_by_graph(tiny("llama"))
+    ids, events, own = ids_of(model)[:1], list[str](), CompiledStep.__call__
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 5, "do_sample": False}
+    tokens = model.generate(ids, **options)[0, ids.shape[1] :].tolist()
+
+    def step(*arguments: Any) -> torch.Tensor:
+        events.append("step")
+        return own(*arguments)
+
+    class Streamer:
+        def put(self, tokens: torch.Tensor) -> None:
+            events.append("token")
+
+        def end(self) -> None:
+            events.append("end")
+
+    monkeypatch.setattr(CompiledStep, "__call__", step)
+    for end in (None, tokens[2]):
+        count = 5 if end is None else tokens.index(end) + 1
+        assert model.generate(ids, streamer=Streamer(), eos_token_id=end, **options).shape[1] == ids.shape[1] + count
+        assert events == ["token", "token", *["step", "token"] * (count - 1), "end"]  # the first are the prompt's
+        events.clear()
+
+
 def test_several_sequences_and_other_dtypes_are_left_to_transformers() -> None:
     model = decode_by_graph(tiny("llama"))
     ids = ids_of(model)

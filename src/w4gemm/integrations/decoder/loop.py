@@ -198,8 +198,8 @@ def sample_by_step(
 ) -> torch.Tensor:
     """Return the prompt's tokens and those that follow, as transformers' ``_sample`` does.
 
-    Whether to stop is known one step late, so that the host never waits for the step that it has just launched; the
-    token too many is dropped.
+    With a CUDA graph it is known one step late whether to stop, so that the host never waits for the step that it has
+    just launched; the token too many is dropped.
     """
     ids = prompt.ids
     batch, start = ids.shape
@@ -210,7 +210,7 @@ def sample_by_step(
     tokens = torch.cat((ids, ids.new_zeros(batch, end - start)), dim=1)
     unfinished = torch.ones(batch, dtype=torch.bool, device=ids.device)
     logits = step.prefill(model, prompt)
-    late = _Late(streamer)
+    results = _Results(streamer, late=isinstance(step, DecodeStep))
     for length in range(start, end):
         scores = logits_processor(tokens[:, :length], logits.to(torch.float32, copy=True))
         token = torch.multinomial(scores.softmax(-1), 1).squeeze(1) if config.do_sample else scores.argmax(-1)
@@ -218,12 +218,12 @@ def sample_by_step(
             token = torch.where(unfinished, token, pad.to(token.device))
         tokens[:, length] = token
         unfinished = unfinished & ~stopping_criteria(tokens[:, : length + 1], None)
-        if late.stops(~unfinished.any(), token):
-            tokens = tokens[:, :length]
+        if results.stop(~unfinished.any(), token):
+            tokens = tokens[:, : length + 1 - results.late]
             break
         if length + 1 < end:
             logits = step(model, token)
-    late.finish()
+    results.finish()
     return tokens
 
 
@@ -278,17 +278,23 @@ class _Copies(NamedTuple):
         return cls(copies[0], copies[1], event)
 
 
-class _Late:
-    """Values of a step that the host reads while the device computes the next one."""
+class _Results:
+    """What the host reads of each step: whether all sequences ended, and the token for a streamer.
 
-    def __init__(self, streamer: Any) -> None:
-        self.streamer = streamer
+    Args:
+        late: True to read it while the device computes the next step.
+    """
+
+    def __init__(self, streamer: Any, late: bool) -> None:
+        self.streamer, self.late = streamer, late
         self._waiting: _Copies | None = None
 
-    def stops(self, finished: torch.Tensor, token: torch.Tensor) -> bool:
-        """True if the step before this one was the last; its token goes to the streamer now, this one's at the next
-        call."""
-        before, self._waiting = self._waiting, _Copies.of(finished, token)
+    def stop(self, finished: torch.Tensor, token: torch.Tensor) -> bool:
+        """True if this step was the last or, if results are late, the one before; its token goes to the streamer."""
+        before, own = self._waiting, _Copies.of(finished, token)
+        if not self.late:
+            return self._read(own)
+        self._waiting = own
         stopped = before is not None and self._read(before)
         if stopped:
             self._waiting = None
