@@ -205,6 +205,8 @@ def test_a_name_on_the_hub(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     assert main(["generate", "hello", "--model", "meta/Llama-3.2-1B", "--device", "cpu"]) == 1
     hint = "; nothing is downloaded: if it is a model of the hub, `hf download meta/Llama-3.2-1B` prints its folder\n"
     assert capsys.readouterr().err.endswith(f"w4gemm: error: path: no file or folder 'meta/Llama-3.2-1B'{hint}")
+    assert main(["inspect", "https://huggingface.co/meta/Llama-3.2-1B/tree/main"]) == 1
+    assert capsys.readouterr().err.endswith(hint)
     for path in ("nowhere", "meta/a.gguf", str(tmp_path / "a"), "a/b/c"):
         assert main(["inspect", path]) == 1
         assert capsys.readouterr().err == f"w4gemm: error: path: no file or folder {path!r}\n"

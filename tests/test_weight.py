@@ -378,6 +378,17 @@ def test_activations_are_a_fact_of_the_weight(tmp_path):
         QuantizedWeight.stack([w, plain])
 
 
+def test_what_only_a_tensor_has():
+    w = quantize(torch.randn(48, 64), "int4_g32")
+    for name, hint in (
+        ("size", "; it is no tensor, and dequantize.. returns one"),
+        ("T", "; it is no"),
+        ("codes", "$"),
+    ):
+        with pytest.raises(AttributeError, match=f"^a QuantizedWeight has no attribute '{name}'{hint}"):
+            getattr(w, name)
+
+
 def test_shape_and_dtype():
     w = weight()
     assert w.shape == (w.n, w.k) and w.dtype == torch.bfloat16

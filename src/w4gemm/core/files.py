@@ -8,12 +8,16 @@ import functools
 import glob
 import hashlib
 import os
+import re
 import socket
 import stat
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+
+_OF_HUB = re.compile(r"(?:https?://)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)")
+"""Address of a model of the hub."""
 
 
 def existing(path: str | Path) -> Path:
@@ -24,6 +28,7 @@ def existing(path: str | Path) -> Path:
     """
     if not str(path):
         raise FileNotFoundError("path: wanted a file or folder, got an empty string; '.' is the current folder")
+    url = _OF_HUB.match(str(path))
     try:
         path = Path(path).expanduser()
     except RuntimeError as e:  # no such user
@@ -33,7 +38,10 @@ def existing(path: str | Path) -> Path:
     is_hub_name = (
         not path.is_absolute() and len(path.parts) == 2 and path.suffix != ".gguf" and not path.parent.exists()
     )
-    hub = f"; nothing is downloaded: if it is a model of the hub, `hf download {path}` prints its folder" * is_hub_name
+    hub = ""
+    if is_hub_name or url:
+        name = url[1] if url else path
+        hub = f"; nothing is downloaded: if it is a model of the hub, `hf download {name}` prints its folder"
     raise FileNotFoundError(f"path: no file or folder {str(path)!r}{hub}")
 
 

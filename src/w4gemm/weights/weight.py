@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -457,6 +457,12 @@ class QuantizedWeight:
             if self.format.element_rule.refused_codes:
                 assert self.format.bits == 8, "codes that are not bytes"
                 check_codes(self.format, parts.codes)
+
+    if not TYPE_CHECKING:  # type checkers would take any attribute then
+
+        def __getattr__(self, name: str) -> Any:
+            hint = "; it is no tensor, and dequantize() returns one" if hasattr(torch.Tensor, name) else ""
+            raise AttributeError(f"a QuantizedWeight has no attribute {name!r}{hint}")
 
     def __repr__(self) -> str:
         experts = f"experts={self.experts}, " if self.experts else ""
