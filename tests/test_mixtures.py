@@ -30,7 +30,7 @@ from w4gemm import FormatError, W4Experts, W4GroupedLinear, W4Linear, WeightForm
 from w4gemm.checkpoints import dense, open_checkpoint
 from w4gemm.checkpoints.model_experts import activation_of
 from w4gemm.cli.__main__ import main
-from w4gemm.integrations.transformers import W4GemmConfig, dequantize_layers, load
+from w4gemm.integrations.transformers import W4GemmConfig, dequantize_layers, describe, load, quantize_layers
 from w4gemm.tuning.random_weight import random_weight
 
 ROUTERS = ("lm_head", "mlp.gate", "block_sparse_moe.gate", "mlp.router", "feed_forward.router")
@@ -266,8 +266,16 @@ def test_a_dense_mixture_is_quantized(tmp_path: Path, architecture: str, monkeyp
             assert torch.equal(product.weight.expert(e).dequantize(), quantize(rows[e], "int4_g32").dequantize())
     if architecture == "gpt_oss":
         assert torch.equal(experts.gate_up.bias, before.gate_up_proj_bias)
-    difference = (logits(model) - logits(own)).norm() / logits(own).norm()
+    expected = logits(own)
+    difference = (logits(model) - expected).norm() / expected.norm()
     assert 0 < difference < 1
+    said: list[tuple[int, int, str]] = []
+    assert quantize_layers(own, "int4_g32", progress=lambda *each: said.append(each)) is own
+    assert torch.equal(logits(own), logits(model)) and said[-1][0] == said[-1][1] == len(said)
+    describe(own)
+    own.save_pretrained(tmp_path / "saved")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
+    assert torch.equal(logits(again), logits(own))
 
 
 @pytest.mark.parametrize("kind", ["deepseek_v3-compressed-tensors", "gpt_oss", "llama4_text-compressed-tensors"])

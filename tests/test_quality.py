@@ -13,12 +13,12 @@ pytest.importorskip("transformers")
 
 from transformers import AutoModelForCausalLM
 
-from tiny_model import write_dense, write_gguf
+from tiny_model import LAYERS, write_dense, write_gguf
 from w4gemm import quantize
 from w4gemm.cli.__main__ import main
 from w4gemm.core.formats import WeightFormat
 from w4gemm.integrations.calibrated import awq, check, gptq, round_layers
-from w4gemm.integrations.quality import METHODS, calibration_windows, compare, load_dense, shipped_text, windows
+from w4gemm.integrations.quality import METHODS, calibration_windows, compare, load_dense, score, shipped_text, windows
 from w4gemm.integrations.transformers import W4GemmConfig, dequantize_layers
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -58,6 +58,22 @@ def test_eval_equals_transformers_own_loss(tmp_path: Path, capsys: pytest.Captur
         choices.append(torch.cat([out.logits[0, :-1].argmax(-1) for out, _ in outputs]))
     assert int4["agreement"] == pytest.approx((choices[0] == choices[1]).float().mean().item(), abs=0.03)
     assert dense["agreement"] == 1 and dense["above_dense"] == 0 and dense["bits"] is None and nf4["bits"] == 4.5
+
+
+def test_eval_of_a_mixture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Experts are rounded too; a method that would leave them dense is refused."""
+    folder = write_dense(tmp_path, "qwen3_moe")
+    arguments = ["eval", str(folder), "--tokens", "40", "--length", "16", "--format", "int4_g32", "--device", "cpu"]
+    assert main([*arguments, "--json"]) == 0
+    dense, int4 = json.loads(capsys.readouterr().out)["rows"]
+    assert int4["layers"] == LAYERS * (4 + 2) and int4["bits"] == 4.5
+    rounded = AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=W4GemmConfig("int4_g32"), dtype=torch.float32
+    )
+    parts = windows(load_dense(folder, torch.device("cpu"), torch.float32)[1], shipped_text(), 40, 16)
+    assert int4["perplexity"] == pytest.approx(score(rounded, parts, lambda: None).perplexity) != dense["perplexity"]
+    assert main([*arguments, "--method", "gptq"]) == 2
+    assert "gptq rounds linear layers alone, got a model with model.layers.0.mlp.exper" in capsys.readouterr().err
 
 
 def test_eval_of_a_file_in_4_bits_and_of_a_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

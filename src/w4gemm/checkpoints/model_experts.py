@@ -87,6 +87,15 @@ def dense_products(model: nn.Module) -> dict[str, DenseProduct]:
     return products
 
 
+def dense_experts(model: nn.Module) -> dict[str, dict[str, DenseProduct]]:
+    """Return :func:`dense_products` by the name of their module, and by the last part of their own."""
+    experts: dict[str, dict[str, DenseProduct]] = {}
+    for name, product in dense_products(model).items():
+        owner, _, leaf = name.rpartition(".")
+        experts.setdefault(owner, {})[leaf] = product
+    return experts
+
+
 def packed_experts(checkpoint: Checkpoint) -> set[str]:
     """Return the names of experts that a folder holds in one fp8 tensor each, and whose rows the model's code takes in
     the order in which their reader packs them: without biases, all gates before all ups."""

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from w4gemm.checkpoints.dense import linear_layers
+from w4gemm.checkpoints.model_experts import products_of
 from w4gemm.core.formats import WeightFormat
 from w4gemm.weights.quantize import quantize
 
@@ -31,6 +32,8 @@ def check(model: Any, formats: Sequence[WeightFormat], method: str) -> None:
     """Raise ValueError if :func:`round_layers` cannot round a model by one of :data:`METHODS` to the formats."""
     if not isinstance(getattr(getattr(model, "model", None), "layers", None), nn.ModuleList):
         raise ValueError(f"--method: {method} wants a decoder with layers in model.layers, got {type(model).__name__}")
+    if experts := next((name for name, module in model.named_modules() if products_of(module)), None):
+        raise ValueError(f"--method: {method} rounds linear layers alone, got a model with {experts}; nearest takes it")
     for format in formats:
         if method == "gptq" and not format.element_rule.counts:
             raise ValueError(f"--format: gptq rounds to integers, got {format}; awq takes it")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from w4gemm.api.nn import W4Linear
+from w4gemm.api.packed_module import PackedModule
 from w4gemm.checkpoints import find_checkpoint, open_checkpoint
 from w4gemm.checkpoints.dense import DenseCheckpoint
 from w4gemm.checkpoints.gguf.fields import tokenizer_of
@@ -124,8 +124,8 @@ def compare(
     progress: Callable[[int, int, str], None],
     calibration: Sequence[torch.Tensor] = (),
 ) -> Iterator[dict[str, Any]]:
-    """Yield the figures of a dense model for windows of token ids, then of a copy with its linear layers in each
-    format.
+    """Yield the figures of a dense model for windows of token ids, then of a copy with its linear layers, and
+    experts, in each format.
 
     Args:
         method: one of :data:`METHODS`.
@@ -157,11 +157,11 @@ def compare(
                 shapes = [packed_shape(format, "canonical", *layer.weight.shape) for layer in layers]
             else:
                 quantize_layers(model, format, search=method == "search")
-                weights = [layer.weight for layer in model.modules() if isinstance(layer, W4Linear)]
-                shapes = [packed_shape(w.format, "canonical", w.n, w.k) for w in weights]
+                weights = [layer.weight for layer in model.modules() if isinstance(layer, PackedModule)]
+                shapes = [packed_shape(w.format, "canonical", w.n, w.k, w.experts) for w in weights]
         own = score(model, parts, step)
         reference = own if reference is None else reference
-        numbers = sum(shape.n * shape.k for shape in shapes)
+        numbers = sum(max(shape.experts, 1) * shape.n * shape.k for shape in shapes)
         yield {
             "format": name,
             "layers": len(shapes),

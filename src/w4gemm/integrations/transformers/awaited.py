@@ -200,10 +200,10 @@ class AwaitedDenseExperts(AwaitedExperts):
         """The layer that the parameter of a product becomes."""
         return self.down if leaf == DOWN else self.gate_up
 
-    def take(self, leaf: str, weight: torch.Tensor) -> None:
+    def take(self, leaf: str, weight: torch.Tensor, search: bool = False) -> None:
         """Round one product's weights that were loaded."""
         format, product = self.awaited(leaf).format, self.products[leaf]
-        each = (quantize(w, format) for w in product.weights(weight))
+        each = (quantize(w, format, search=search) for w in product.weights(weight))
         self.quantized[leaf] = QuantizedWeight.stack(each, product.shape[0], "canonical")
 
     def fill(self, activations: str | None) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -16,11 +17,15 @@ from torch.nn.utils.weight_norm import WeightNorm
 from w4gemm.api.experts import W4Experts
 from w4gemm.api.nn import W4Linear
 from w4gemm.api.packed_module import PackedModule
+from w4gemm.checkpoints.account import listed
 from w4gemm.checkpoints.dense import SKIP, checked_skip, default_format, layers_to_quantize
+from w4gemm.checkpoints.experts import DOWN
+from w4gemm.checkpoints.model_experts import DenseProduct, dense_experts
 from w4gemm.core.activation import parse
 from w4gemm.core.errors import kind_of
 from w4gemm.core.formats import WeightFormat
 
+_log = logging.getLogger("w4gemm")
 Progress = Callable[[int, int, str], None]
 """Called as ``progress(done, total, what)``."""
 
@@ -69,7 +74,8 @@ def quantize_layers(
     Forward hooks of a layer and its training mode are its successor's. A weight that PyTorch prunes or normalizes
     before each call is quantized as the next call would have it.
 
-    Of a model that reads images or sounds too, the layers of the language model are meant.
+    Of a model that reads images or sounds too, the layers of the language model are meant. Experts of transformers'
+    mixtures become :class:`w4gemm.W4Experts`; those that it does not compute stay dense, with a warning.
 
     Args:
         format: see :func:`load`.
@@ -88,8 +94,9 @@ def quantize_layers(
     names, skip = names_of(model), checked_skip(skip)
     _refuse_adapters(model)
     one_format = None if format is None else WeightFormat.of(format)
-    layers = layers_to_quantize(model, skip)
-    if not layers:
+    layers, experts = layers_to_quantize(model, skip), dense_experts(model)
+    total = len(layers) + len(experts)
+    if not total:
         raise ValueError(f"model: wanted one with dense linear layers to quantize, got {summarize(model)}")
     for done, (name, layer) in enumerate(layers.items(), 1):
         _compute_weight(layer)
@@ -101,7 +108,13 @@ def quantize_layers(
         for place in names[layer]:
             model.set_submodule(place, made)
         if progress is not None:
-            progress(done, len(layers), "quantizing")
+            progress(done, total, "quantizing")
+    for done, (name, products) in enumerate(experts.items(), len(layers) + 1):
+        dense = model.get_submodule(name)
+        _quantize_experts(model, names[dense], products, one_format, search)
+        if progress is not None:
+            progress(done, total, "quantizing")
+    warn_of_dense_experts(model, experts)
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoderLayer):
             module.activation_relu_or_gelu = 0  # else PyTorch's fused operator reads the weights of its layers
@@ -111,6 +124,34 @@ def quantize_layers(
 
         refuse_to_save_undescribed(model)
     return model
+
+
+def _quantize_experts(
+    model: nn.Module, places: list[str], products: Mapping[str, DenseProduct], format: WeightFormat | None, search: bool
+) -> None:
+    """Replace dense experts, by all of their names, by quantized ones."""
+    from w4gemm.integrations.transformers.awaited import AwaitedDenseExperts, finish, put_experts
+
+    experts = model.get_submodule(places[0])
+    made = AwaitedDenseExperts(experts, getattr(model, "config", None), products, format)
+    for leaf in products:
+        try:
+            made.take(leaf, experts.get_parameter(leaf).detach(), search)
+        except ValueError as e:
+            raise ValueError(f"{places[0]}.{leaf}: {e}") from e
+    made.fill(None)
+    _hand_over(experts, made)
+    for place in places:
+        put_experts(model, place, made)
+    finish(made)
+
+
+def warn_of_dense_experts(model: nn.Module, known: Collection[str]) -> None:
+    """Say which experts are none of those that are quantized."""
+    experts = (n for n, m in model.named_modules() if DOWN in m._parameters or isinstance(m, _DenseExperts))
+    if stay := [name for name in experts if name not in known]:
+        said = "%s: experts stay dense: w4gemm has no layer that computes the same, or they are split: %s"
+        _log.warning(said, getattr(model, "name_or_path", "") or type(model).__name__, listed(stay))
 
 
 def _refuse_adapters(model: nn.Module) -> None:

@@ -31,7 +31,7 @@ from w4gemm.checkpoints.account import Account, Naming, Stored, folder_model, li
 from w4gemm.checkpoints.dense import SKIP, check_dense, default_format, layers_to_quantize
 from w4gemm.checkpoints.experts import DOWN, GATE_UP, UP
 from w4gemm.checkpoints.hugging_face import check_layers, quantization_config, read_header
-from w4gemm.checkpoints.model_experts import DenseProduct, dense_products
+from w4gemm.checkpoints.model_experts import dense_experts
 from w4gemm.checkpoints.quantized_folder import QuantizedFolder, alarmed
 from w4gemm.checkpoints.w4gemm import METHOD, alarm, alarm_name, settings
 from w4gemm.core.activation import is_gated
@@ -46,7 +46,7 @@ from w4gemm.integrations.transformers.awaited import (
     put_experts,
 )
 from w4gemm.integrations.transformers.config import W4GemmConfig
-from w4gemm.integrations.transformers.layers import dequantize_layers
+from w4gemm.integrations.transformers.layers import dequantize_layers, warn_of_dense_experts
 from w4gemm.integrations.transformers.places import Placement, dtype_of
 from w4gemm.integrations.transformers.saving import compressed_tensors
 from w4gemm.integrations.transformers.sharding import Local, fill
@@ -195,17 +195,11 @@ class W4GemmQuantizer(HfQuantizer):
         for name, layer in layers_to_quantize(model, tuple(config.skip)).items():
             if name not in kept and not kept & set(name.split(".")) and f"{name}.weight" not in new:
                 model.set_submodule(name, AwaitedDense(layer, format or default_format(layer.in_features)))
-        products: dict[str, dict[str, DenseProduct]] = {}
-        if getattr(model.config, "distributed_config", None) is None:  # whose parts nothing here would round
-            for name, product in dense_products(model).items():
-                products.setdefault(name.rpartition(".")[0], {})[name.rpartition(".")[2]] = product
-        for owner, both in products.items():
-            experts = AwaitedDenseExperts(model.get_submodule(owner), model.config, both, format)
-            put_experts(model, owner, experts)
-        stay = [n for n, m in model.named_modules() if DOWN in m._parameters and n not in products]
-        if stay:
-            said = "%s: experts stay dense: w4gemm has no layer that computes the same, or they are split: %s"
-            _log.warning(said, model.name_or_path, listed(stay))
+        split = getattr(model.config, "distributed_config", None) is not None  # nothing here would round its parts
+        experts = {} if split else dense_experts(model)
+        for owner, products in experts.items():
+            put_experts(model, owner, AwaitedDenseExperts(model.get_submodule(owner), model.config, products, format))
+        warn_of_dense_experts(model, experts)
 
     @staticmethod
     def _weights_to_round(model: PreTrainedModel) -> Iterator[str]:
