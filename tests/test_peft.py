@@ -140,20 +140,25 @@ def test_gradients_of_adapters_beside_other_widths(format: str, tmp_path: Path) 
         torch.testing.assert_close(gradients[1][name], expected, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("first", ["peft", "w4gemm.integrations.peft"])
-def test_peft_sees_4_bit_layers_without_a_call(first: str) -> None:
-    """Once "all-linear" found no layer, and PEFT said that no target_modules were passed. Programs look for PEFT before
-    they import it."""
+@pytest.mark.skipif(sys.platform == "win32", reason="forks")
+def test_peft_sees_4_bit_layers_without_a_call() -> None:
+    """Whether PEFT or ours is imported first. Once "all-linear" found no layer, and PEFT said that no target_modules
+    were passed. Programs look for PEFT before they import it."""
     script = f"""
 import sys; sys.path[:] = {sys.path!r}
-import importlib.util, torch, w4gemm
-layer = w4gemm.W4Linear.from_linear(torch.nn.Linear(64, 64))
+import importlib.util, os, torch, transformers, w4gemm
 assert importlib.util.find_spec("peft") and "peft" not in sys.modules
-import {first}
-import peft
-adapted = peft.get_peft_model(torch.nn.Sequential(layer), peft.LoraConfig(target_modules=["0"]))
-assert type(adapted.base_model.model[0]).__name__ == "W4LoraLinear"
-assert type(peft.__loader__).__module__ == "_frozen_importlib_external" and peft.__spec__.loader is peft.__loader__
+for first in ("peft", "w4gemm.integrations.peft"):
+    if child := os.fork():
+        assert os.waitpid(child, 0)[1] == 0, first
+        continue
+    importlib.import_module(first)
+    import peft
+    layer = w4gemm.W4Linear.from_linear(torch.nn.Linear(64, 64))
+    adapted = peft.get_peft_model(torch.nn.Sequential(layer), peft.LoraConfig(target_modules=["0"]))
+    assert type(adapted.base_model.model[0]).__name__ == "W4LoraLinear"
+    assert type(peft.__loader__).__module__ == "_frozen_importlib_external" and peft.__spec__.loader is peft.__loader__
+    os._exit(0)
 """
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert run.returncode == 0 and "not adapted" not in run.stderr, run.stderr
