@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import weakref
 
 import pytest
 import torch
@@ -31,6 +32,13 @@ def model() -> nn.Sequential:
 def test_what_is_refused(arguments, error, said):
     with pytest.raises(error, match=re.escape(said)):
         quantize_layers(*arguments)
+
+
+def test_memory_of_a_dense_layer_is_free_before_the_next_one_is_quantized():
+    layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    dense, alive = [weakref.ref(layer.weight) for layer in layers], list[int]()
+    quantize_layers(layers, progress=lambda *_: alive.append(sum(weight() is not None for weight in dense)))
+    assert alive == [4, 3, 2, 1]
 
 
 def test_a_layer_itself_has_no_place_for_a_dense_one():

@@ -98,20 +98,20 @@ def quantize_layers(
     total = len(layers) + len(experts)
     if not total:
         raise ValueError(f"model: wanted one with dense linear layers to quantize, got {summarize(model)}")
-    for done, (name, layer) in enumerate(layers.items(), 1):
+    for done, name in enumerate([*layers], 1):  # nothing else holds a layer then, so that its memory is free
+        layer = layers.pop(name)
         _compute_weight(layer)
         try:
             made = W4Linear.from_linear(layer, one_format or default_format(layer.in_features), search)
         except ValueError as e:
             raise ValueError(f"{name}: {e}") from e
         _hand_over(layer, made)
-        for place in names[layer]:
+        for place in names.pop(layer):
             model.set_submodule(place, made)
         if progress is not None:
             progress(done, total, "quantizing")
-    for done, (name, products) in enumerate(experts.items(), len(layers) + 1):
-        dense = model.get_submodule(name)
-        _quantize_experts(model, names[dense], products, one_format, search)
+    for done, (name, products) in enumerate(experts.items(), total - len(experts) + 1):
+        _quantize_experts(model, names.pop(model.get_submodule(name)), products, one_format, search)
         if progress is not None:
             progress(done, total, "quantizing")
     warn_of_dense_experts(model, experts)
