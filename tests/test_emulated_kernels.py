@@ -132,11 +132,15 @@ PRODUCTS = [
     Product("sm90_decode/8x64x128_1x1x1_coop", "q3_k", PLAIN, 5, 128, 1280, 2),
     # factors between two blocks; of one block that is alone along k, too
     Product("sm90_mixed_gemm/16x64x256_1x1x1_coop", "q4_k", PLAIN, 11, 64, 1152, 1),
+    Product("sm90_mixed_gemm/16x64x256_1x1x1_coop", "int4_g64_zfloat_u8x128", PLAIN, 11, 64, 1152, 1),
     Product("sm90_mixed_gemm/128x64x64_1x1x1_coop", "q6_k", PLAIN, 3, 64, 384, 1),
     Product("sm90_mixed_gemm/16x128x128_1x1x1_coop", "q5_k", PLAIN, 3, 128, 512, 2, (5, 0, 18)),
     Product("sm90_mixed_gemm/128x64x128_1x1x1_coop", "q3_k", PLAIN, 3, 64, 512, 1),
     Product("sm90_mixed_gemm/128x64x128_1x1x1_coop", "q2_k", PLAIN, 3, 64, 512, 1),
     Product("sm90_mixed_gemm/128x64x64_1x1x1_coop", "q4_k", PLAIN, 3, 64, 512, 1),
+    # scales that lanes prepare for one another, in the staging buffer of tile after tile
+    Product("sm90_mixed_gemm/128x64x128_1x1x1_coop", "q3_k", PLAIN, 3, 136, 768, 1),
+    Product("sm90_mixed_gemm/128x128x64_1x1x1_coop", "q6_k", BIASED, 3, 264, 256, 1),
     Product("sm80_mixed_gemm/64x128x64_1x1x1_coop", "q6_k", PLAIN, 9, 128, 384, 1),
     Product("sm90_decode/8x48x128_1x1x1_coop", "q4_k", PLAIN, 5, 96, 896, 4),
     # up to four tokens: groups in columns

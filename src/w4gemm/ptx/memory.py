@@ -40,6 +40,11 @@ def load_shared_half(address: Int32) -> Int32:
     return asm("{ .reg .b16 h; ld.shared.b16 h, [$1]; cvt.u32.u16 $0, h; }", [Int32], [address])[0]
 
 
+def load_shared_byte(address: Int32) -> Int32:
+    """Load a byte; the upper bits are zero."""
+    return asm("ld.shared.u8 $0, [$1];", [Int32], [address])[0]
+
+
 def load_shared_f32x4(address: Int32) -> tuple[Float32, ...]:
     """Load four consecutive float32."""
     return asm("ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];", [Float32] * 4, [address])
@@ -55,6 +60,10 @@ def store_shared_x4(address: Int32, words: Sequence[Int32]) -> None:
 
 def store_shared_f32(address: Int32, value: Float32) -> None:
     asm("st.shared.f32 [$0], $1;", [], [address, value])
+
+
+def store_shared_f32x2(address: Int32, values: Sequence[Float32]) -> None:
+    asm("st.shared.v2.f32 [$0], {$1, $2};", [], [address, *values])
 
 
 def store_shared_f32x4(address: Int32, values: Sequence[Float32]) -> None:

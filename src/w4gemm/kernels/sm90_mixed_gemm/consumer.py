@@ -22,6 +22,7 @@ from w4gemm.kernels.device.pipeline import PipelineState
 from w4gemm.kernels.device.scheduler import TileCoord
 from w4gemm.kernels.device.stream_k import StreamSum, WarpgroupThread
 from w4gemm.kernels.sm90_mixed_gemm.epilogue import EpilogueStore, LoadedOperands, OutputCoord, Staging, TmaStore
+from w4gemm.kernels.sm90_mixed_gemm.shared_levels import LevelLane, SharedLevels
 from w4gemm.kernels.sm90_mixed_gemm.tile_scheduler import Pipeline, SchedulerParams, TileScheduler, WorkTile
 from w4gemm.kernels.sm90_mixed_gemm.variant import Sm90MixedVariant
 from w4gemm.packing.block import HALF_K
@@ -89,6 +90,8 @@ class MmaOperands(NamedTuple):
     ``held_word``."""
     offsets: LaneOffsets | None
     """The thread's in a packed block, beside ``held_word``."""
+    lane: LevelLane | None
+    """None unless lanes prepare scales for one another."""
 
 
 class GroupSums(NamedTuple):
@@ -125,6 +128,8 @@ class ConsumerMemory(NamedTuple):
     """None without split_k."""
     decode_table: Int32
     """Address of the decoder's table, if it has one."""
+    levels: Int32
+    """Address of scales that lanes prepare for one another."""
     workspace: StreamWorkspace
     """Global memory of stream-k."""
     expert_tiles: ExpertTiles | None
@@ -162,6 +167,7 @@ class Mainloop:
         self.block = variant.stage_block
         """A packed block: the part of a weight block that a stage holds, all 128 columns or 64."""
         self.reader = BlockReader(self.block, variant.weight.codec.turns)
+        self.levels = SharedLevels(variant, decoder)
         self.k_chunks = variant.config.tile_k // variant.chunk_k
         """K chunks of 128 bytes of x in a stage."""
         self.chunks_per_block = self.block.columns // variant.chunk_k
@@ -182,13 +188,15 @@ class Mainloop:
     @property
     def packed_words(self) -> int:
         """Words of a packed block that a thread holds."""
+        if self.variant.shares_levels:
+            return self.code_words
         return self.code_words + self.block.runs * self.block.words_per_scale + self.block.factors
 
     def operands(
-        self, mma: cute.TiledMma, thr_mma: Any, acc: cute.Tensor, s_x: cute.Tensor, register: Int32
+        self, mma: cute.TiledMma, thr_mma: Any, acc: cute.Tensor, s_x: cute.Tensor, register: Int32, levels: Int32
     ) -> MmaOperands:
         """The operands of a consumer thread, with registers for packed and decoded weights. acc: its accumulators.
-        register: address of the decoder's table, if it has one."""
+        register: address of the decoder's table, if it has one. levels: address of scales that lanes share."""
         variant, splits = self.variant, self.variant.token_splits
         tiles = [
             cute.local_tile(s_x, (variant.config.tile_m // splits, variant.chunk_k), (i, 0, None))
@@ -209,7 +217,8 @@ class Mainloop:
         if self.holds:
             register = kept(hidden_constant(self.decoder.held_word))
             offsets = self.reader.offsets(cute.arch.thread_idx()[0] % 128)
-        return MmaOperands(accumulators, fragment, x, packed, register, offsets)
+        lane = self.levels.lane(register, levels) if variant.shares_levels else None
+        return MmaOperands(accumulators, fragment, x, packed, register, offsets, lane)
 
     def group_sums(self, thr_mma: Any) -> GroupSums | None:
         """Registers for sums that are promoted; None if none are."""
@@ -241,16 +250,24 @@ class Mainloop:
         halves = self.chunks_per_load * variant.chunk_k // HALF_K
         for half in range(part * halves, (part + 1) * halves):
             words += self.reader.codes(address, half, lane=thread, offsets=offsets)
-        for run in range(self.block.runs if part == 0 else 0):
-            first = self.block.scales_at(run * self.block.groups_per_word)
-            words += self.reader.scales(address + first, pair=pair, offsets=offsets)
-        if part == 0:
+        if part == 0 and operands.lane is not None:
+            self.levels.store(operands.lane, address)
+        elif part == 0:
+            for run in range(self.block.runs):
+                first = self.block.scales_at(run * self.block.groups_per_word)
+                words += self.reader.scales(address + first, pair=pair, offsets=offsets)
             words += self.reader.factors(address + self.block.code_bytes, pair=pair, offsets=offsets)
         for i, word in enumerate(words):
             operands.packed[i] = word
 
     def decode_chunk(
-        self, packed: cute.Tensor, fragment: cute.Tensor, chunk: int, buffer: int, register: Int32
+        self,
+        packed: cute.Tensor,
+        fragment: cute.Tensor,
+        chunk: int,
+        buffer: int,
+        register: Int32,
+        lane: LevelLane | None = None,
     ) -> None:
         """Decode a k chunk of a packed block into one of the two buffers of ``fragment``."""
         registers = cute.recast_tensor(fragment, Int32)
@@ -263,7 +280,10 @@ class Mainloop:
             group, column = divmod(chunk * self.variant.chunk_k + step * step_k, self.block.scale_group)
             if step == 0 or column == 0:
                 field = group % self.block.groups_per_word
-                prepared = self.decoder.prepare(self.scale_words(packed, group), register, field)
+                if lane is None:
+                    prepared = self.decoder.prepare(self.scale_words(packed, group), register, field)
+                else:
+                    prepared = self.levels.load(lane, group)
             values = self.decoder.decode(self.reader.words_of_step(codes, step), prepared)
             for r, value in enumerate(values):
                 registers[(0, r % 2, r // 2), 0, buffer * 4 + step] = value
@@ -342,7 +362,7 @@ class Mainloop:
             buffer = (stage_in_iteration * batches + batch) % 2
             packed_block, chunk = divmod(batch, self.chunks_per_block)
             block, atom = divmod(packed_block, variant.m64_atoms)
-            self.decode_chunk(operands.packed, operands.fragment, chunk, buffer, operands.register)
+            self.decode_chunk(operands.packed, operands.fragment, chunk, buffer, operands.register, operands.lane)
             next_load, chunk_of_load = divmod(batch + 1, self.chunks_per_load)
             if const_expr(chunk_of_load == 0 and batch < batches - 1):
                 self.load_packed(operands, pipeline, state.stage, next_load, consumer)
@@ -676,7 +696,7 @@ class Consumer:
         table = memory.decode_table
         if const_expr(variant.pairs is not None):
             table = own_pairs(table, t, variant.pairs)
-        operands = self.mainloop.operands(mma, thr_mma, acc, pipeline.x, table)
+        operands = self.mainloop.operands(mma, thr_mma, acc, pipeline.x, table, memory.levels)
         if const_expr(variant.decode_table_bytes > 0):  # while the first stages are on their way
             threads = 128 * variant.warpgroups
             self.mainloop.decoder.fill_table(memory.decode_table, cute.arch.thread_idx()[0], threads)
@@ -707,6 +727,8 @@ class Consumer:
             if const_expr(variant.block_scales and variant.grouped):
                 rows = self.scheduler.rows(tile.m_tile, memory.d.shape[0], memory.expert_tiles)
                 filled = pipeline._replace(scales=pipeline.scales + rows.first % 4 * 4)
+            if const_expr(variant.levels_in_staging):
+                self.free_staging(consumer, wg + pingpong)
             state, last_stage = self.mainloop.multiply(mma, filled, operands, sums, state, k_slices, consumer)
             if const_expr(variant.pingpong_warpgroups > 1):
                 cute.arch.barrier_arrive(barrier_id=_MMA_ORDER_BARRIER + 1 - pingpong, number_of_threads=256)
@@ -718,6 +740,8 @@ class Consumer:
                 warpgroup.wait_group(0)
                 if k_slices > 0:
                     self.scheduler.release(pipeline, last_stage, consumer.cta_rank)
+            if const_expr(variant.levels_in_staging):  # its warps have read their scales
+                cute.arch.barrier(barrier_id=_EPILOGUE_BARRIER + wg + pingpong, number_of_threads=128)
             if const_expr(not variant.loads_early):
                 own = self.output_tile(tile, consumer, memory)
             if const_expr(variant.k_sets > 1):
@@ -734,6 +758,14 @@ class Consumer:
                 if k_set == 0:
                     self.store_tile(flat, own, memory, wg, loaded)
         self.epilogue.drain()
+
+    @cute.jit
+    def free_staging(self, consumer: ConsumerCoord, buffer: Int32):
+        """Wait until a staging buffer is read out, so that scales may be written there."""
+        if const_expr(self.variant.boxed):
+            if cute.arch.make_warp_uniform(consumer.thread // 32) == 0:
+                self.epilogue.drain()
+        cute.arch.barrier(barrier_id=_EPILOGUE_BARRIER + buffer, number_of_threads=128)
 
     def output_tile(self, tile: TileCoord, consumer: ConsumerCoord, memory: ConsumerMemory) -> OutputTile:
         """Where a warpgroup's part of a tile goes. A grouped problem computes it anew when it is needed, because to

@@ -7,6 +7,7 @@ features. The files, in the order in which a tile's data passes them:
     kernel.py           launch, shared memory, barriers; Producer: weights and x from memory into stages
     consumer.py         Mainloop: from a stage into registers, decode, WGMMA, release; Consumer: the tiles of a
                         warpgroup, sums over k sets, split-k and stream-k; StreamFlags
+    shared_levels.py    SharedLevels: scales of two levels, which a warp's lanes prepare for one another
     epilogue.py         EpilogueStore: from sums to rows of d
     tile_scheduler.py   which tiles a CTA has, read by all of them
     variant.py          every number below that follows from the config, as a property of that name
@@ -36,9 +37,11 @@ Shared memory, in this order:
     handover      handover_bytes                    consumers of the cluster's      consumers of k set 0
                                                     other CTAs: sums of a split
     decode table  decode_table_bytes                consumers, before their tiles   consumers, to decode
+    levels        all_levels_bytes                  a consumer warp: its scales     the same warp
 
-    Sums of k sets in a grid that is not persistent lie from x on over the drained pipeline. So do those that split-k
-    hands over if handover_bytes is 0, at the same address, once the sums of k sets are read.
+    If all_levels_bytes is 0, these scales lie in the staging buffer, which is idle while a tile is multiplied. Sums of
+    k sets in a grid that is not persistent lie from x on over the drained pipeline. So do those that split-k hands over
+    if handover_bytes is 0, at the same address, once the sums of k sets are read.
 
 Barriers:
 
@@ -55,7 +58,7 @@ Barriers:
     named 1          128 * W                          all consumers: the table is filled; the pipeline  the same
                                                       is drained; sums of k sets are stored
     named 2 .. 5     128                              a consumer warpgroup: its staging buffer is       the same
-                                                      filled, or read out
+                                                      filled, or read out; so are its shared scales
     named 6, 7       256                              a pingpong warpgroup: it has waited for all       the other one
                                                       stages of its tile
     named 8, 9       160                              a consumer warpgroup: its partials are stored     its flag warp
@@ -403,9 +406,12 @@ class Sm90MixedGemmKernel:
         table = Int32(0)
         if const_expr(variant.decode_table_bytes > 0):
             table = shared_address(allocate_words(smem, variant.decode_table_bytes, byte_alignment=16))
+        levels = staging
+        if const_expr(variant.all_levels_bytes > 0):
+            levels = shared_address(allocate_words(smem, variant.all_levels_bytes))
         pipeline = Pipeline(full, empty, s_x, s_weight, s_scales)
         memory = ConsumerMemory(
-            staging, store, s_k_sets, handover, table, args.workspace, expert_tiles, args.out, args.epilogue
+            staging, store, s_k_sets, handover, table, levels, args.workspace, expert_tiles, args.out, args.epilogue
         )
         return pipeline, memory
 

@@ -29,6 +29,10 @@ tokens in different banks."""
 FLOAT32_BYTES = 4 * 8 * FLOAT32_ROW_BYTES
 """Bytes of a warpgroup's buffer for float32: eight tokens for each of its four warps."""
 
+LEVEL_BYTES = 16
+"""Prepared scales of rows g and g + 8 of a group: a factor and an addend each."""
+GROUP_LEVEL_BYTES = 8 * LEVEL_BYTES
+"""Those of a warp's eight row pairs."""
 _LEAST_BOX = 24
 _BARRIERS_AND_ALIGNMENT = 1536
 _OTHER_REGISTERS = 77
@@ -289,10 +293,33 @@ class Sm90MixedVariant(KSliceVariant):
         return pairs if pairs is not None and self.config.tile_m <= _TOKENS_OF_PAIRS[pairs] else None
 
     @property
+    def shares_levels(self) -> bool:
+        """True if the lanes of a warp prepare scales of two levels for one another (shared_levels.py). With two CTAs on
+        a multiprocessor those of eight groups at once come too late: Q6_K, Q3_K, 64 tokens 1.02 to 1.04 (H200)."""
+        several = self.block.groups_per_word == 2 and self.weight.codec.shares_levels
+        late = self.occupancy == 2 and self.stage_block.groups > 4
+        return several and not late and self.pairs is None and not self.promotes
+
+    @property
     def holds_words(self) -> bool:
-        """True if registers hold what loads and scales of two levels need in each block. Beside a table of pairs, and
-        with four consumer warpgroups, too few are left."""
-        return self.block.factors > 0 and self.pairs is None and self.warpgroups < 4
+        """True if registers hold what loads and scales of two levels need in each block. Beside a table of pairs too
+        few are left, and with four consumer warpgroups, unless lanes share scales."""
+        return self.block.factors > 0 and self.pairs is None and (self.warpgroups < 4 or self.shares_levels)
+
+    @property
+    def levels_bytes(self) -> int:
+        """Prepared scales of a warp's rows in a packed block."""
+        return self.stage_block.groups * GROUP_LEVEL_BYTES if self.shares_levels else 0
+
+    @property
+    def levels_in_staging(self) -> bool:
+        """True if they lie in the warpgroup's staging buffer, which is idle while a tile is multiplied."""
+        return self.shares_levels and self.k_sets == 1
+
+    @property
+    def all_levels_bytes(self) -> int:
+        """Memory for those of all consumer warps, if they do not."""
+        return 0 if self.levels_in_staging else 4 * self.warpgroups * self.levels_bytes
 
     # --- epilogue
 
@@ -376,7 +403,8 @@ class Sm90MixedVariant(KSliceVariant):
         return self._staging_bytes(self.staging_tokens)
 
     def _staging_bytes(self, staging_tokens: int) -> int:
-        return max(staging_tokens * TOKEN_BYTES, FLOAT32_BYTES if self.float32_staging else 0)
+        levels = 4 * self.levels_bytes if self.levels_in_staging else 0
+        return max(staging_tokens * TOKEN_BYTES, FLOAT32_BYTES if self.float32_staging else 0, levels)
 
     @property
     def accumulator_bytes(self) -> int:
@@ -441,12 +469,12 @@ class Sm90MixedVariant(KSliceVariant):
     def _memory(self) -> int:
         """Bytes for those and what the CTAs of a split hand over."""
         room = shared_memory_of_each(HOPPER_SHARED_MEMORY, self.occupancy) - _BARRIERS_AND_ALIGNMENT
-        return room - self.k_set_bytes - self.expert_map_bytes - self.decode_table_bytes
+        return room - self.k_set_bytes - self.expert_map_bytes - self.decode_table_bytes - self.all_levels_bytes
 
     @property
     def shared_bytes(self) -> int:
         """Shared memory per CTA, alignment included."""
         staging = self.staging_buffers * self.staging_bytes
-        tables = self.expert_map_bytes + self.decode_table_bytes
+        tables = self.expert_map_bytes + self.decode_table_bytes + self.all_levels_bytes
         sums = self.k_set_bytes + self.handover_bytes
         return self.num_stages * self.stage_bytes + staging + sums + tables + _BARRIERS_AND_ALIGNMENT

@@ -209,6 +209,7 @@ class Codec:
         in_float32: True if a weight is computed in float32, because scales have 32 bits or two levels.
         matrices: True if codes lie in core matrices: what WGMMA and ldmatrix read from shared memory.
         uneven_rows: True if many uneven rows of experts were seen to take longer than their tiles say.
+        shares_levels: True if lanes may prepare scales for one another.
         slow_alone: True if one warpgroup along n was seen to keep tensor cores waiting.
     """
 
@@ -235,6 +236,7 @@ class Codec:
     matrices: bool = False
     uneven_rows: bool = False
     slow_alone: bool = False
+    shares_levels: bool = False
 
     def __repr__(self) -> str:
         return self.name

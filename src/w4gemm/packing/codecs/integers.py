@@ -125,6 +125,10 @@ class TwoLevelCodec(WideCodec):
 
         return self._made(weight, decoding, TwoLevelDecoder, TwoLevelPairDecoder)
 
+    def pairs(self, weight: WeightOperand, on_sums: bool) -> Pairs | None:
+        """None too in groups of 32, whose scales lanes prepare for one another: a table takes longer."""
+        return None if weight.block.scale_group == 32 else super().pairs(weight, on_sums)
+
     def _made(self, weight: WeightOperand, decoding: Decoding, decoder: Any, of_pairs: Any = None) -> Any:
         return super()._made(weight, decoding, functools.partial(decoder, held=decoding.held), of_pairs)
 
@@ -175,7 +179,7 @@ def _codecs(bits: int) -> tuple[Codec, ...]:
     which codes are exact."""
     name, codes = f"int{bits}", (tuple(range(2**bits)), _places(bits), _TURNS.get(bits, ()))
     wide: dict[str, Any] = {"scale_bits": 32, "registers": 3, "in_float32": True}
-    levels = wide | {"scale_bits": 8}
+    levels = wide | {"scale_bits": 8, "shares_levels": True}
     codecs: list[Codec] = [
         HalfCodec(f"{name}_mma16", MMA16, name, ("bf16", "fp16"), ("none", "int", "float"), *codes, registers=3),
         WideCodec(f"{name}_wide_mma16", MMA16, name, ("fp32",), ("none", "float"), *codes, **wide),

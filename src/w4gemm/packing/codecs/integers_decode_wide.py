@@ -25,7 +25,8 @@ import math
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
-from cutlass import Float32, Int32
+import cutlass
+from cutlass import Boolean, Float32, Int32
 
 from w4gemm.packing.codecs.integers_decode import (
     SIGNED_BIAS,
@@ -38,7 +39,16 @@ from w4gemm.packing.codecs.integers_decode import (
     signed_level,
     times,
 )
-from w4gemm.ptx.arithmetic import fma, half_to_float, hidden_constant, pack_half2, repeat_half, to_float
+from w4gemm.ptx.arithmetic import (
+    float_word,
+    fma,
+    half_to_float,
+    hidden_constant,
+    kept,
+    pack_half2,
+    repeat_half,
+    to_float,
+)
 from w4gemm.ptx.asm import asm
 
 _SCALE_DOWN = 2.0**-48
@@ -56,6 +66,17 @@ class WideRow(NamedTuple):
 
     scale: Float32
     zero: Float32
+
+
+class LevelUnits(NamedTuple):
+    """What of rows g and g + 8 differs beside scales of two levels, for a lane that prepares those of one of them."""
+
+    held: Int32
+    """Upper bytes of biased bytes: without zero points an exponent, else ``held_word``."""
+    bias: Float32
+    """Minus the bias of a scale's byte."""
+    unit: Float32
+    """With zero points what a scale's factor is multiplied by; else what a scale is, for the addend."""
 
 
 @dataclass(frozen=True)
@@ -186,11 +207,47 @@ class TwoLevelDecoder(WideDecoder):
         """A byte of ``word`` times a row's factor, times a power of two and the one that is number ``place`` of
         ``_exponents``."""
         exponent, byte = self._exponents[place], 2 * row + field
-        low, bias = (f"4{byte}", _BYTE_BIAS) if self.zero == "float" else (f"{byte}4", self._bias)
-        text = f"prmt.b32 $0, $1, $2, 0x{7 - place}{4 + exponent % 2}{low};"
-        biased = to_float("f32", asm(text, [Int32], [word, held], pure=True)[0])
+        low = f"4{byte}" if self.zero == "float" else f"{byte}4"
         factor = times(half_to_float("f16", factors, row == 1), power)
-        return fma(biased, factor, factor * Float32(-bias * 2.0 ** (exponent - 127 - self._bias_power)))
+        bias = Float32(self._bias_unit(exponent))
+        return self._biased_product(word, f"{7 - place}{4 + exponent % 2}{low}", factor, held, bias)
+
+    def _biased_product(self, word: Int32, picks: str, factor: Float32, held: Int32, bias: Float32) -> Float32:
+        """A byte of ``word``, behind those of ``held``, and a bias, times a factor."""
+        number = to_float("f32", asm(f"prmt.b32 $0, $1, $2, 0x{picks};", [Int32], [word, held], pure=True)[0])
+        return fma(number, factor, factor * bias)
+
+    def _bias_unit(self, exponent: int) -> float:
+        """What is added to a byte behind an exponent, for its bias."""
+        return -(_BYTE_BIAS if self.zero == "float" else self._bias) * 2.0 ** (exponent - 127 - self._bias_power)
+
+    def level_units(self, held: Int32, is_upper: Boolean) -> LevelUnits:
+        """Those of rows g + 8, if ``is_upper``, or of rows g, kept; all lanes of a warp must call this. held:
+        ``held_word``."""
+
+        def of_row(low: float, high: float) -> Float32:
+            return to_float("f32", kept(float_word(Float32(cutlass.select_(is_upper, Float32(high), Float32(low))))))
+
+        exponents, units = self._exponents, self._units
+        if self.zero == "float":
+            bias = Float32(self._bias_unit(exponents[0]))
+            return LevelUnits(held, bias, of_row(1.0, units[1] / units[0]))
+        held = kept(Int32(cutlass.select_(is_upper, *(Int32(exponent << 23) for exponent in reversed(exponents)))))
+        return LevelUnits(held, of_row(*map(self._bias_unit, exponents)), of_row(*(-self.middle / u for u in units)))
+
+    def prepare_row(
+        self, levels: tuple[Int32, ...], factors: tuple[Int32, ...], units: LevelUnits, field: int
+    ) -> WideRow:
+        """What :meth:`prepare` gives for the row of ``units``. levels: the row's bytes of two groups, of scales and, if
+        any, of zero points. factors: fp16, likewise."""
+        factor = half_to_float("f16", factors[0], False)
+        if self.zero == "none":
+            scale = self._biased_product(levels[0], f"76{field}4", factor, units.held, units.bias)
+            return WideRow(scale, scale * units.unit)
+        low, high = (4 + exponent % 2 for exponent in self._exponents)
+        scale = self._biased_product(levels[0], f"7{low}4{field}", factor * units.unit, units.held, units.bias)
+        factor, bias = half_to_float("f16", factors[1], False), Float32(self._bias_unit(self._exponents[1]))
+        return WideRow(scale, self._biased_product(levels[1], f"6{high}4{field}", factor, units.held, bias))
 
     def _rows(
         self, words: tuple[Int32, ...], field: int, of_scales: tuple[float, ...], of_zeros: float
@@ -278,6 +335,11 @@ class NibbleLevelDecoder(TwoLevelDecoder):
 
     def zero_factors(self, words: tuple[Int32, ...]) -> tuple[Float32, Float32]:
         return super().zero_factors(self._in_bytes(words))
+
+    def prepare_row(
+        self, levels: tuple[Int32, ...], factors: tuple[Int32, ...], units: LevelUnits, field: int
+    ) -> WideRow:
+        return super().prepare_row(self._in_bytes(levels), factors, units, field)
 
     def _in_bytes(self, words: tuple[Int32, ...]) -> tuple[Int32, ...]:
         """The words as those of bytes."""

@@ -1,0 +1,76 @@
+"""Scales of two levels that the lanes of a warp prepare for one another: :class:`SharedLevels`.
+
+A scale takes about as many instructions as four weights, and a lane has but four weights of a row's group of 16. All
+lanes of a quad have the same rows. So each prepares the scales of one row and half of the groups of a packed block, and
+all of them go through shared memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import cutlass.cute as cute
+from cutlass import Int32
+
+from w4gemm.kernels.sm90_mixed_gemm.variant import GROUP_LEVEL_BYTES, LEVEL_BYTES, Sm90MixedVariant
+from w4gemm.ptx.arithmetic import kept
+from w4gemm.ptx.memory import load_shared_byte, load_shared_f32x4, load_shared_half, store_shared_f32x2
+
+
+class LevelLane(NamedTuple):
+    """A lane's row, g or in odd lanes g + 8, and groups: of each second run or, of a single run, one of its two."""
+
+    units: Any
+    """Of its row, see ``TwoLevelDecoder.level_units``."""
+    levels: Int32
+    """Bytes from the first scale of a packed block to its own."""
+    factors: Int32
+    """Bytes from the first factor to its own."""
+    target: Int32
+    """Address of what it prepares."""
+    prepared: Int32
+    """Address of what its quad prepares."""
+
+
+class SharedLevels:
+    """Prepares and loads scales, for one variant. decoder: its ``TwoLevelDecoder``."""
+
+    def __init__(self, variant: Sm90MixedVariant, decoder: Any):
+        self.variant, self.block, self.decoder = variant, variant.stage_block, decoder
+
+    def lane(self, held: Int32, levels: Int32) -> LevelLane:
+        """What a thread needs, kept in registers. held: the decoder's ``held_word``. levels: address of the scales of
+        all warps."""
+        block, variant, thread = self.block, self.variant, cute.arch.thread_idx()[0]
+        pair, row, half = thread % 128 // 4, thread % 2, thread // 2 % 2
+        of_warpgroup = variant.staging_bytes if variant.levels_in_staging else 4 * variant.levels_bytes
+        of_warp = levels + thread // 128 * of_warpgroup + thread // 32 % 4 * variant.levels_bytes
+        prepared = of_warp + pair % 8 * LEVEL_BYTES
+        own, group = (half, half) if block.runs == 1 else (half * block.run_bytes, 2 * half)
+        return LevelLane(
+            self.decoder.level_units(held, row == 1),
+            kept(pair * block.pair_bytes + 2 * row + own),
+            kept(pair * block.factor_pair_bytes + 2 * row),
+            kept(prepared + group * GROUP_LEVEL_BYTES + row * (LEVEL_BYTES // 2)),
+            kept(prepared),
+        )
+
+    def store(self, lane: LevelLane, address: Int32) -> None:
+        """Prepare a lane's scales of the packed block at ``address``, whose predecessor this lane has decoded."""
+        block, load = self.block, load_shared_byte if self.block.runs == 1 else load_shared_half
+        first, own = address + block.code_bytes + lane.levels, address + block.factors_at + lane.factors
+        factors = tuple(load_shared_half(own + 4 * i) for i in range(block.factors))
+        rows = []
+        for run in range(0, block.runs, 2):
+            levels = tuple(load(first + run * block.run_bytes + 4 * i) for i in range(block.words_per_scale))
+            for field in range(min(2, block.runs)):
+                rows.append((2 * run + field, self.decoder.prepare_row(levels, factors, lane.units, field)))
+        cute.arch.sync_warp()  # the other lanes have decoded it too
+        for group, row in rows:
+            store_shared_f32x2(lane.target + group * GROUP_LEVEL_BYTES, row)
+        cute.arch.sync_warp()
+
+    def load(self, lane: LevelLane, group: int) -> tuple[Any, Any]:
+        """Factor and addend of rows g and g + 8, of a group of the packed block."""
+        values = load_shared_f32x4(lane.prepared + group * GROUP_LEVEL_BYTES)
+        return values[:2], values[2:]
