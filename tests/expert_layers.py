@@ -101,7 +101,7 @@ def dtype_of(spec: ExpertLayer) -> torch.dtype:
 
 
 def fresh_flags() -> torch.Tensor:
-    return torch.zeros(3 * EPOCHS_AT, dtype=torch.int32)
+    return torch.zeros(2 * EPOCHS_AT, dtype=torch.int32)
 
 
 def emulated(

@@ -214,13 +214,21 @@ class Emulator(AsynchronousMachine):
         self.store(space, self.address(target, on, "u32" if space == "shared" else "u64"), on, np.stack(values, -1))
         self.idle = 0
 
-    def _atomic_add(self, i: Instruction, on: Array) -> None:
-        to, target, source = i.operands
-        addresses, values = self.address(target, on, "u64"), np.broadcast_to(self.get(source, "s32", on), on.shape)
+    def _atomic(self, i: Instruction, on: Array) -> None:
+        """exch and cas."""
+        to, target, *sources = i.operands
+        kind = i.opcode[-1]
+        addresses, *values = (
+            self.address(target, on, "u64"),
+            *(np.broadcast_to(self.get(s, kind, on), on.shape) for s in sources),
+        )
         for j in range(len(on)):  # one thread after another
             one = slice(j, j + 1)
-            old = self.load("global", addresses[one], on[one], 4).view(np.int32)
-            self.store("global", addresses[one], on[one], old + values[one, None])
+            old = self.load("global", addresses[one], on[one], DTYPES[kind]().itemsize).view(DTYPES[kind])
+            new = values[-1][one, None]
+            if "cas" in i.opcode:
+                new = np.where(old == values[0][one, None], new, old)
+            self.store("global", addresses[one], on[one], new)
             self.put(to, old[:, 0], on[one])
         self.idle = 0
 
@@ -306,7 +314,7 @@ _METHODS: tuple[tuple[str, Callable[..., Any]], ...] = (
     ("ld.", Emulator._load),
     ("st.async", Emulator._store_async),
     ("st.", Emulator._store),
-    ("atom.acq_rel.gpu.global.add", Emulator._atomic_add),
+    ("atom.relaxed.gpu.global", Emulator._atomic),
     ("ldmatrix", Emulator._load_matrices),
     ("stmatrix", Emulator._store_matrices),
     ("cvta", Emulator._convert_address),

@@ -201,10 +201,18 @@ def store_relaxed(address: Int64, value: Int32) -> None:
     asm("st.relaxed.gpu.global.b32 [$0], $1;", [], [address, value])
 
 
-def add_acquire_release(address: Int64, value: int) -> Int32:
-    """Add to a word, after all writes of this thread and of the threads that it met at a barrier, and return what it
-    was; writes before the additions that came first are then visible."""
-    return asm(f"atom.acq_rel.gpu.global.add.s32 $0, [$1], {value};", [Int32], [address])[0]
+def compare_and_store(address: Int64, expected: Int32, value: Int32) -> Int32:
+    """Store a word if it is ``expected``, in no order with other words, and return what it was."""
+    text = "atom.relaxed.gpu.global.cas.b32 $0, [$1], $2, $3;"
+    return asm(text, [Int32], [address, expected, value])[0]
+
+
+def exchange(address: Int64, words: Sequence[Int32], exists: Boolean) -> list[Int32]:
+    """Store two consecutive words as one, in no order with others, and return what was there; zeros, without an access,
+    if they do not exist."""
+    text = "setp.ne.b32 p, $5, 0; mov.b64 own, {$3, $4}; mov.b64 other, 0; @p atom.relaxed.gpu.global.exch.b64 other, "
+    text = f"{{ .reg .pred p; .reg .b64 own, other; {text}[$2], own; mov.b64 {{$0, $1}}, other; }}"
+    return list(asm(text, [Int32] * 2, [address, *words, Int32(exists)], early=True))
 
 
 def fence_acquire() -> None:

@@ -16,9 +16,9 @@ has a mask of its tokens, and what it computes for the others is dropped. A unit
 
 Strips of down. If they divide among the C CTAs about evenly, a CTA has every C-th one, whose sum over experts never
 leaves it. Else (``split``) the steps of all strips, in a row, are divided evenly, so that a CTA has parts of its first
-and of its last strip. It stores the sums of such a part to global memory, meets its threads, and adds 1 to the strip's
-counter (acquire, release). Who adds the last 1 sets the counter back to 0, and adds up the parts in the order of CTAs.
-So nobody waits, and the order of sums is one.
+and of its last strip. CTAs with parts of a strip meet in pairs, the left one's sums and the right one's, at a place in
+global memory, by an exchange: who comes first leaves its sums there, who comes second takes them and adds its own. So
+nobody waits, no fence is needed, and the sum of two is one whoever comes first. Of more, pairs meet in turn.
 
 The CTA's units are divided into rounds of at most 16. The steps of a round follow one another, and each warp has
 consecutive ones, by its rank (:meth:`.shares.Shares.rank`), some one more than others. Where a warp's unit or range
@@ -43,18 +43,22 @@ CTA: those of :class:`.tally.Tally`, one before the first step (x is there), one
 around the wait for other CTAs.
 
 From gate_up to down. The activated rows go through global memory (``scratch``), in the order of down's fragments. CTA c
-stores them, meets its threads, and stores 2 * epoch + 1 to flag c (release). Warps of each CTA wait until all flags
-hold that (acquire), a flag for each lane, and then the CTA reads. The epoch is one more than the last launch's with
-these flags, which CTA c itself keeps beside its flag; so nothing is cleared, and a graph's replays need nothing from
-the host. Flags belong to one stream or graph, whose launches do not overlap: ``griddepcontrol.wait`` comes before the
-first access.
+stores them, meets its threads, and stores 2 * epoch to flag c (release). Warps of each CTA wait until all flags hold
+that (acquire), a flag for each lane, and then the CTA reads. The epoch is one more than the last launch's with these
+flags, which CTA c itself keeps beside its flag; so nothing is cleared, and a graph's replays need nothing from the
+host. Flags belong to one stream or graph, whose launches do not overlap: ``griddepcontrol.wait`` comes before the first
+access.
 
-No two CTAs need to run at once. At its start CTA c stores 2 * epoch to flag c. A CTA that waits for a share which no
+No two CTAs need to run at once. At its start CTA c stores 2 * epoch - 1 to flag c. A CTA that waits for a share that no
 CTA has begun claims it by the same store and computes it itself: it drops the weights of down that it has requested,
 and goes through its loop once more. Whoever computes a share writes the same bits, so it does no harm if several do.
-Computing a share waits for nothing, so whoever stores 2 * epoch to a flag stores 2 * epoch + 1 to it later, in the same
+Computing a share waits for nothing, so whoever stores 2 * epoch - 1 to a flag stores 2 * epoch to it later, in the same
 thread. A CTA thus waits only for work that a running CTA has begun. So all CTAs end in whatever order they run, even
 one after another, on a GPU of which other kernels or processes hold a part.
+
+If strips are split, the former store is a compare and swap, from 2 * epoch - 2, what the last launch left. One CTA
+alone claims share c, zeroes the place where CTA c meets those on its left, and publishes the share. Who comes too late,
+CTA c itself perhaps, publishes nothing: CTAs may have met at the place already.
 """
 
 from __future__ import annotations
@@ -73,11 +77,12 @@ from w4gemm.kernels.device.epilogue_math import EpilogueMath
 from w4gemm.kernels.device.warp_product import WarpProduct
 from w4gemm.kernels.expert_layer.requests import Requests
 from w4gemm.kernels.expert_layer.shares import Shares, divided, quotient
-from w4gemm.kernels.expert_layer.spec import COUNTERS_AT, EPOCHS_AT, SLOT_ROW, ExpertLayer
+from w4gemm.kernels.expert_layer.spec import EPOCHS_AT, SLOT_ROW, ExpertLayer
 from w4gemm.kernels.expert_layer.tally import Tally
 from w4gemm.kernels.expert_layer.values import (
     ActivatedRows,
     Choices,
+    Ctas,
     Cursor,
     Down,
     HiddenRows,
@@ -91,21 +96,20 @@ from w4gemm.packing.block import STRIP_N
 from w4gemm.packing.codecs.e2m1_decode import E2m1Decoder
 from w4gemm.packing.codecs.integers_decode import pair
 from w4gemm.packing.codecs.pairs_decode import own_pairs
-from w4gemm.ptx.arithmetic import fma, lane_again, multiply_halves, pack_half2, to_float, warp_maximum
+from w4gemm.ptx.arithmetic import float_word, fma, lane_again, multiply_halves, pack_half2, to_float, warp_maximum
 from w4gemm.ptx.memory import (
-    add_acquire_release,
+    compare_and_store,
     copies_wait,
     copy_async_if,
+    exchange,
     load_acquire,
     load_global,
-    load_global_f32x4,
     load_l2,
     load_matrix,
     load_shared,
     load_shared_f32x4,
     shared_address,
     store_global,
-    store_global_f32x4,
     store_relaxed,
     store_release,
     store_shared_f32,
@@ -171,6 +175,8 @@ class ExpertLayerKernel:
             epoch = load_l2(flags + Int64(EPOCHS_AT + cta) * 4, 1, Boolean(True))[0] + 1
         choice = self.tally.read(t, thread)
         self.copy_x(t, memory.x, thread)
+        if const_expr(layer.split):  # in front of the weights, because the answer would come behind them
+            was = self.claim(flags, cta, epoch, thread)
         active, own = self.tally.count(t, memory.choices, choice, thread)
         if active != layer.choices:
             share = self.shares.of(cta, cta, active)
@@ -181,19 +187,23 @@ class ExpertLayerKernel:
         self.tally.store_factors(t, memory.choices, own, thread)
         if thread == 0:
             store_relaxed(flags + Int64(EPOCHS_AT + cta) * 4, epoch)
-            store_relaxed(flags + Int64(cta) * 4, epoch * 2)
+            if const_expr(not layer.split):
+                store_relaxed(flags + Int64(cta) * 4, epoch * 2 - 1)
         down = self.first_of_down(memory, share, rank)
         cute.arch.cp_async_wait_group(layer.num_stages)
         if const_expr(self.larger != 1.0):
             self.enlarge_x(t, memory.x, thread)
         cute.arch.sync_threads()  # x of all threads is there
+        if const_expr(layer.split):
+            self.begin(t, memory.choices, cta, was, epoch, warp)
 
         stage, computed, ahead = Int32(0), cta, cute.make_rmem_tensor((16,), Int32)
         while computed >= 0:
             cursor, stage = self.multiply_up(t, memory, share, cursor, stage, rank)
             cute.arch.sync_threads()  # the rows of all threads are stored
-            if thread == 0:
-                store_release(flags + Int64(computed) * 4, epoch * 2 + 1)
+            if warp == 0:
+                if lane == 0 and (const_expr(not layer.split) or memory.choices.owned[0] == epoch):
+                    store_release(flags + Int64(computed) * 4, epoch * 2)
             first = self.first_rows(t, memory.choices, down)
             if warp < layer.pollers:
                 memory.choices.shares[warp] = self.await_flags(flags, cta, epoch, warp, lane)
@@ -206,8 +216,9 @@ class ExpertLayerKernel:
             self.load_rows(first._replace(left=left), ahead)
             if preferred > 0:
                 computed = self.share_to_claim(preferred, cta)
-                if thread == 0:
-                    store_relaxed(flags + Int64(computed) * 4, epoch * 2)
+                again = self.claim(flags, computed, epoch, thread)
+                if const_expr(layer.split):
+                    self.begin(t, memory.choices, computed, again, epoch, warp)
                 copies_wait()
                 cute.arch.sync_threads()
                 share = self.shares.of(computed, cta, active)
@@ -217,8 +228,6 @@ class ExpertLayerKernel:
             else:
                 computed = Int32(-1)
         self.multiply_down(t, memory, share, down, ahead, cursor, stage, rank)
-        if const_expr(layer.split):
-            self.add_parts(t, memory.choices, share, cta, flags)
 
     def allocate(self, thread: Int32, warp: Int32) -> Memory:
         """Divide shared memory, and fill the decoder's table."""
@@ -251,6 +260,7 @@ class ExpertLayerKernel:
             tensor(Float32, count * layer.tokens) if layer.down_scale else factors,
             tensor(Float32, layer.columns_per_cta * layer.tokens * STRIP_N, 16),
             tensor(Int32, layer.pollers),
+            tensor(Int32, 1),
         )
         return Memory(x, partials, stages + warp * (layer.num_stages * layer.stage_bytes), table, choices)
 
@@ -455,6 +465,30 @@ class ExpertLayerKernel:
     # ---------------------------------------------------------------------------------------------------------- flags
 
     @cute.jit
+    def claim(self, flags: Int64, share: Int32, epoch: Int32, thread: Int32) -> Int32:
+        """Say, as thread 0, that this CTA computes a share, and return what its flag was, if strips are split."""
+        flag, was = flags + Int64(share) * 4, epoch * 2 - 2
+        if thread == 0:
+            if const_expr(self.layer.split):
+                was = compare_and_store(flag, epoch * 2 - 2, epoch * 2 - 1)
+            else:
+                store_relaxed(flag, epoch * 2 - 1)
+        return was
+
+    @cute.jit
+    def begin(self, t: Tensors, c: Choices, share: Int32, was: Int32, epoch: Int32, warp: Int32) -> None:
+        """Zero, as warp 0, where CTA ``share`` meets those on its left, unless another CTA has claimed the share."""
+        lane = cute.arch.lane_idx()
+        if warp == 0:
+            owned = cute.arch.shuffle_sync(was, 0) == epoch * 2 - 2
+            if lane == 0:
+                c.owned[0] = Int32(cutlass.select_(owned, epoch, ~epoch))
+            if owned:
+                for i in cutlass.range(lane, self.layer.part_bytes // 16, 32, unroll=1):
+                    at = self.meeting_at(t, share, quotient(i, _QUADS), i % _QUADS)
+                    store_global(at, [Int32(0)] * 4, Boolean(True))
+
+    @cute.jit
     def await_flags(self, flags: Int64, cta: Int32, epoch: Int32, warp: Int32, lane: Int32) -> Int32:
         """Wait, as one warp, until the shares of 32 CTAs, from ``32 * warp`` on, are computed, and return 0; or return
         the preference for one that no CTA has begun. CTAs that look at the same time prefer different ones. A lane has
@@ -463,10 +497,10 @@ class ExpertLayerKernel:
         other, preferred = cutlass.min(warp * 32 + lane, ctas - 1), Int32(-1)
         while preferred < 0:
             flag, preference = load_acquire(flags + Int64(other) * 4), Int32(0)
-            if flag != epoch * 2 + 1 and flag != epoch * 2:
+            if flag != epoch * 2 and flag != epoch * 2 - 1:
                 preference = (other + cta) % ctas + 1
             preference = warp_maximum(preference)
-            if cute.arch.vote_ballot_sync(flag != epoch * 2 + 1) == 0:
+            if cute.arch.vote_ballot_sync(flag != epoch * 2) == 0:
                 preferred = Int32(0)
             elif preference > 0:
                 preferred = preference
@@ -575,8 +609,9 @@ class ExpertLayerKernel:
                 self.store_partial(totals, memory.partials + (column + rank) * layer.slot_bytes, lane)
                 totals.fill(0.0)
                 column += 1
+        ctas = self.shares.ctas_of(share, self.place_of(cute.arch.thread_idx()[0]).unit)
         cute.arch.sync_threads()
-        self.store_sums(t, c, share, own)
+        self.store_sums(t, c, share, own, ctas)
 
     def rows_of(self, t: Tensors, c: Choices, slot: Int32, k_block: Int32, lane: Int32) -> HiddenRows:
         """What a lane loads of a k block of a slot's rows."""
@@ -611,65 +646,55 @@ class ExpertLayerKernel:
         return own
 
     @cute.jit
-    def store_sums(self, t: Tensors, c: Choices, share: Share, own: PartialSums) -> None:
-        """Add the warps' sums and biases, and store them: rounded to the result, or as parts of strips."""
-        layer, per_column = self.layer, self.shares.steps_of_column(share.active)
+    def store_sums(self, t: Tensors, c: Choices, share: Share, own: PartialSums, ctas: Ctas) -> None:
+        """Add the warps' sums and biases, and store them. ctas: those that have steps of the thread's strip of down."""
+        layer = self.layer
         column, quad, token = self.place_of(cute.arch.thread_idx()[0])
         if (column < share.columns) & (token < t.out.shape[0]):
             sums = [self.epilogue.affine(value, None, None) for value in self.sum_of(own)]
             if const_expr(layer.down_bias):
                 at = (column * layer.tokens + token) * STRIP_N + quad * 4
                 sums = [value + c.biases[at + j] for j, value in enumerate(sums)]
-            begin, end = column * per_column - share.skipped, (column + 1) * per_column - share.skipped
-            strip = share.column + column * self.shares.column_stride
-            if const_expr(not layer.split) or ((begin >= 0) & (end <= share.steps)):
-                self.store_result(t, strip, token, quad, sums)
+            feature = (share.column + column * self.shares.column_stride) * STRIP_N + quad * 4
+            at = t.out.iterator.toint() + (Int64(token) * layer.features + feature) * 2
+            if const_expr(layer.split):
+                self.add_parts(t, ctas, token, quad, sums, at)
             else:
-                part = self.part_at(t, cute.arch.block_idx()[0], cutlass.min(column, 1), token, quad)
-                store_global_f32x4(part, sums)
+                store_global(at, self.rounded(sums), Boolean(True))
 
     @cute.jit
-    def store_result(self, t: Tensors, strip: Int32, token: Int32, quad: Int32, sums: list[Float32]) -> None:
-        """Round four sums of a strip of down and store them."""
-        feature = strip * STRIP_N + quad * 4
-        at = t.out.iterator.toint() + (Int64(token) * self.layer.features + feature) * 2
-        words = [pack_half2(self.layer.kind, sums[j], sums[j + 1]) for j in (0, 2)]
-        store_global(at, words, Boolean(True))
+    def add_parts(self, t: Tensors, ctas: Ctas, token: Int32, quad: Int32, part: list[Float32], to: Int64) -> None:
+        """Add up what CTAs have of four sums of a strip, two as one, and store them. Neighbours meet, then neighbours
+        of those, until one has the sums of all: who comes first leaves what it has where they meet, never zeros, and
+        who comes second adds that."""
+        first, last = ctas
+        begin, width, pairs = cute.arch.block_idx()[0] - first, Int32(1), Int32(3)
+        sums = cute.make_rmem_tensor((4,), Float32)
+        for j in cutlass.range_constexpr(4):
+            sums[j] = part[j]
+        while width < last + 1 - first:
+            begin -= begin & width
+            right, others = first + begin + width, []
+            for p in cutlass.range_constexpr(2):
+                own = [float_word(sums[2 * p + j]) for j in range(2)]
+                own[0] = Int32(cutlass.select_((own[0] | own[1]) == 0, Int32(-(2**31)), own[0]))  # -0.0
+                meet = (right <= last) & ((pairs >> p) & 1 != 0)
+                others.append(exchange(self.meeting_at(t, right, token, quad) + Int64(p * 8), own, meet))
+            for p in cutlass.range_constexpr(2):
+                if (right <= last) & ((others[p][0] | others[p][1]) == 0):
+                    pairs = pairs & ~(1 << p)
+                for j in cutlass.range_constexpr(2):
+                    sums[2 * p + j] = sums[2 * p + j] + to_float("f32", others[p][j])
+            width *= 2
+        words = self.rounded([sums[j] for j in range(4)])
+        for p in cutlass.range_constexpr(2):
+            store_global(to + Int64(p * 4), [words[p]], (pairs >> p) & 1 != 0)
 
-    def part_at(self, t: Tensors, cta: Int32, last: Int32, token: Int32, quad: Int32) -> Int64:
-        """The address of a CTA's four sums of its first strip (last = 0) or of its last one (1)."""
+    def meeting_at(self, t: Tensors, right: Int32, token: Int32, quad: Int32) -> Int64:
+        """The address where four sums of CTAs below ``right``, and of it and CTAs above, meet."""
         layer = self.layer
-        offset = (cta * 2 + last) * layer.part_bytes + (token * STRIP_N + quad * 4) * 4
+        offset = right * layer.part_bytes + (token * STRIP_N + quad * 4) * 4
         return t.scratch.iterator.toint() + Int64(layer.hidden_bytes + offset)
 
-    @cute.jit
-    def add_parts(self, t: Tensors, c: Choices, share: Share, cta: Int32, flags: Int64) -> None:
-        """Count the parts of strips that this CTA has stored. Add up the strips of which all parts are."""
-        layer, thread = self.layer, cute.arch.thread_idx()[0]
-        per_column, each = self.shares.steps_of_column(share.active), self.shares.down_steps_of_cta(share.active)
-        cute.arch.sync_threads()  # the parts of all threads are stored
-        if thread < 32:
-            complete = Boolean(False)
-            strip = share.column + cutlass.min(thread, 1) * (share.columns - 1)
-            first, last = self.shares.ctas_of(strip, per_column, each)
-            if (thread < cutlass.min(share.columns, 2)) & (first < last):
-                counter = flags + Int64(COUNTERS_AT + first) * 4
-                complete = add_acquire_release(counter, 1) == last - first
-                if complete:
-                    store_relaxed(counter, Int32(0))
-            c.shares[0] = cute.arch.vote_ballot_sync(complete)
-        cute.arch.sync_threads()
-        for i in cutlass.range(thread, 2 * _QUADS * layer.tokens, layer.threads, unroll=1):
-            is_last, rest = i // (_QUADS * layer.tokens), i % (_QUADS * layer.tokens)
-            quad, token = rest % _QUADS, rest // _QUADS
-            if ((c.shares[0] >> is_last) & 1 != 0) & (token < t.out.shape[0]):
-                strip = share.column + is_last * (share.columns - 1)
-                first, last = self.shares.ctas_of(strip, per_column, each)
-                sums = cute.make_rmem_tensor((4,), Float32)
-                sums.fill(0.0)
-                for other in cutlass.range(first, last + 1, unroll=1):
-                    is_later = Int32(strip > other * each // per_column)
-                    part = load_global_f32x4(self.part_at(t, other, is_later, token, quad))
-                    for j in cutlass.range_constexpr(4):
-                        sums[j] = sums[j] + part[j]
-                self.store_result(t, strip, token, quad, [sums[j] for j in range(4)])
+    def rounded(self, sums: list[Float32]) -> list[Int32]:
+        return [pack_half2(self.layer.kind, sums[j], sums[j + 1]) for j in (0, 2)]

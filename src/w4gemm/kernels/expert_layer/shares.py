@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Uint32, const_expr
 
 from w4gemm.kernels.expert_layer.spec import ExpertLayer
-from w4gemm.kernels.expert_layer.values import Division, Share, Steps
+from w4gemm.kernels.expert_layer.values import Ctas, Division, Share, Steps
 
 _SCHEDULERS = 4
 """Of a multiprocessor; warp w is one of number w % 4."""
@@ -82,6 +82,8 @@ class Shares:
         schedulers have about equally many."""
         return warp % _SCHEDULERS * (self.layer.warps // _SCHEDULERS) + warp // _SCHEDULERS
 
-    def ctas_of(self, strip: Int32, per_column: Int32, each: Int32) -> tuple[Int32, Int32]:
-        """The first and the last CTA that have steps of a strip of down, if strips are split."""
-        return strip * per_column // each, ((strip + 1) * per_column - 1) // each
+    def ctas_of(self, share: Share, column: Int32) -> Ctas:
+        """The CTAs that have steps of a strip of down, if strips are split."""
+        per_column, each = self.steps_of_column(share.active), self.down_steps_of_cta(share.active)
+        begin = (share.column + column) * per_column
+        return Ctas(quotient(begin, each), quotient(begin + per_column - 1, each))

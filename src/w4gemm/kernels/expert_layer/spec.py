@@ -34,10 +34,10 @@ _ROUND = 16
 """Most units that a CTA multiplies before it adds up."""
 SLOT_ROW = STRIP_N + 4
 """Floats of a token's partial sums in a slot: with a gap, so that a warp's stores fall into different banks."""
-_MOST_CTAS = FLAG_BYTES // 4 // 3
-"""A flag, an epoch and a counter of each, 4 bytes each."""
-EPOCHS_AT, COUNTERS_AT = _MOST_CTAS, 2 * _MOST_CTAS
-"""Indices of the first epoch and of the first counter behind the flags."""
+_MOST_CTAS = FLAG_BYTES // 4 // 2
+"""A flag and an epoch of each, 4 bytes each."""
+EPOCHS_AT = _MOST_CTAS
+"""Index of the first epoch behind the flags."""
 _SPLIT_BYTES = 32 * 1024
 """Bytes of down by which the largest share of whole strips exceeds the mean one, from which on strips are split. Adding
 up parts takes 0.8 to 1.7 us, in which a multiprocessor of an H200 reads 30 to 60 KB (2026-11-28)."""
@@ -273,7 +273,7 @@ class ExpertLayer(Sm90Helper):
 
     @property
     def _bytes_but_stages(self) -> int:
-        tables = self.experts // 8 + 4 + self.choices * (12 + 4 * self.tallies + 8 * self.tokens) + 4 * self.pollers
+        tables = self.experts // 8 + 4 + self.choices * (12 + 4 * self.tallies + 8 * self.tokens) + 4 * self.pollers + 4
         biases = self.columns_per_cta * self.tokens * STRIP_N * 4
         partials = 2 * self.partial_slots * self.slot_bytes
         return self.tokens * self.x_row_bytes + partials + self.decode_table_bytes + tables + biases + _ALIGNMENT
@@ -296,13 +296,13 @@ class ExpertLayer(Sm90Helper):
 
     @property
     def part_bytes(self) -> int:
-        """Bytes of a CTA's sums of a part of a strip: float32 [token][row]."""
+        """Bytes of the sums of a part of a strip: float32 [token][row]."""
         return self.tokens * STRIP_N * 4
 
     @property
     def scratch_bytes(self) -> int:
-        """Bytes of the activated rows and, behind them, of two parts of strips for each CTA."""
-        return self.hidden_bytes + (2 * self.ctas * self.part_bytes if self.split else 0)
+        """Bytes of the activated rows and, behind them, of a part of a strip for each CTA."""
+        return self.hidden_bytes + (self.ctas * self.part_bytes if self.split else 0)
 
     # --- what is compiled
 

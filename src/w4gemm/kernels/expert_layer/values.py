@@ -34,10 +34,9 @@ class Tensors(NamedTuple):
     """float32 (experts,), or None."""
     scratch: cute.Tensor
     """int32 (scratch_bytes / 4,): activated rows, see :meth:`ExpertLayerKernel.hidden_at`, and parts of strips, see
-    :meth:`ExpertLayerKernel.part_at`."""
+    :meth:`ExpertLayerKernel.meeting_at`."""
     flags: cute.Tensor
-    """int32: a flag for each CTA; from ``EPOCHS_AT`` on its epoch; from ``COUNTERS_AT`` on, for the strip of down of
-    which it has the first part but not all, how many parts are stored."""
+    """int32: a flag for each CTA; from ``EPOCHS_AT`` on its epoch."""
     out: cute.Tensor
     """(m, features)."""
 
@@ -62,8 +61,9 @@ class Choices(NamedTuple):
     biases: cute.Tensor
     """float32 (columns_per_cta * tokens * 16,): weighted sums of down's biases."""
     shares: cute.Tensor
-    """int32 (pollers,): what each warp that waits prefers to compute next, see :meth:`ExpertLayerKernel.await_flags`.
-    At the end, the first word says which of the first (1) and the last (2) of its strips of down the CTA adds up."""
+    """int32 (pollers,): which share a warp that waits prefers to begin, see :meth:`ExpertLayerKernel.await_flags`."""
+    owned: cute.Tensor
+    """int32 (1,): of thread 0, the epoch if the CTA has begun the share that it computes, and no other one has."""
 
 
 class GivenChoice(NamedTuple):
@@ -138,6 +138,13 @@ class Steps(NamedTuple):
     count: Int32
     dealt: Int32
     """Steps of all warps, one for each at least."""
+
+
+class Ctas(NamedTuple):
+    """Consecutive ones."""
+
+    first: Int32
+    last: Int32
 
 
 class PlaceOfSums(NamedTuple):
