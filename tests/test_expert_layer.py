@@ -40,7 +40,7 @@ pytest.importorskip("cutlass")
 SMALL = spec_of(4, experts=8, width=64)
 """Two rounds of gate_up, if eight experts are chosen."""
 CASES = {
-    "one token, eight warps": (spec_of(1, warps=8), 1, "int4_g128"),
+    "one token, sixteen warps": (spec_of(1, warps=16), 1, "int4_g128"),
     "three of four tokens, biases, MXFP4": (
         spec_of(4, width=96, format="mxfp4", activation="swiglu_oai", gate_up_bias=True, down_bias=True),
         3,

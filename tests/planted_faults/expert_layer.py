@@ -114,7 +114,7 @@ FAULTS = (
         _SHARES,
         "dealt = cutlass.max(steps, layer.warps)",
         "dealt = cutlass.max(steps, 1)",
-        _ONE_LAUNCH + "routings",
+        _ONE_LAUNCH + "layers",
     ),
     Fault(
         "weights are requested into a stage that lanes still read",
