@@ -258,8 +258,8 @@ QWEN, GPT_OSS, KIMI, DEEPSEEK = (
     [
         (QWEN, {1: True, 2: True, 4: True, 8: True}),
         (GPT_OSS, {1: True, 2: True, 4: True}),
-        (KIMI, {1: True, 8: False}),
-        (DEEPSEEK, {1: True, 8: False}),
+        (KIMI, {1: True}),
+        (DEEPSEEK, {1: True}),
     ],
 )
 def test_one_launch_where_it_was_faster(layer: tuple[Any, ...], chosen: dict[int, bool], device: Device) -> None:
@@ -269,9 +269,9 @@ def test_one_launch_where_it_was_faster(layer: tuple[Any, ...], chosen: dict[int
     assert not any(decision.refusal for decision in decisions.values())
 
 
-@pytest.mark.parametrize("tokens", [2, 4])
+@pytest.mark.parametrize("tokens", [2, 4, 8])
 @pytest.mark.parametrize("layer", [KIMI, DEEPSEEK], ids=["kimi-k2", "deepseek-v3"])
-def test_large_layers_with_few_tokens(layer: tuple[Any, ...], tokens: int) -> None:
+def test_large_layers(layer: tuple[Any, ...], tokens: int) -> None:
     """As measured on an H200; on an H100 their bytes take longer than those of any timed layer."""
     on_h200, on_h100 = (one_launch(key_of(tokens, *layer), device).slower for device in (H200, H100))
     assert on_h200 == "" and "no layer above 112 was timed" in on_h100

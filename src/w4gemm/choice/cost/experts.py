@@ -28,10 +28,10 @@ _MOST_US = 112.0
 longer ones were timed."""
 _TIMED_CODECS = (INT4_MMA16, MXFP4_MMA16)
 """Codecs that were timed in one launch."""
-_MOST_BYTES = 770e6
-"""Bytes of the chosen experts up to which one launch was faster than four: nine layers with 1 to 8 tokens took 0.44 to
-0.92 of the time, with the choice by logits 0.51 to 0.97 (H200, 3f3f56da, bench/results/expert_layer.jsonl). Kimi-K2
-with four tokens, the largest, took 0.90. With 1,475 MB it took 0.98, with the choice 1.01."""
+_MOST_BYTES = 1500e6
+"""Bytes of the chosen experts up to which one launch was faster than four: seven layers with 1 to 8 tokens took 0.44 to
+0.95 of the time, with the choice by logits 0.50 to 0.98 (H200, bench/results/expert_layer.jsonl). DeepSeek-V3 and
+Kimi-K2 with eight tokens, the largest, took 0.91 and 0.94, with the choice 0.98 and 0.95."""
 _BYTES_PER_US = 0.9
 """Part of the data sheet's bandwidth that weights are streamed with."""
 

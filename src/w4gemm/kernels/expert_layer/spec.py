@@ -40,7 +40,8 @@ EPOCHS_AT = _MOST_CTAS
 """Index of the first epoch behind the flags."""
 _SPLIT_BYTES = 32 * 1024
 """Bytes of down by which the largest share of whole strips exceeds the mean one, from which on strips are split. Adding
-up parts takes 0.8 to 1.7 us, in which a multiprocessor of an H200 reads 30 to 60 KB (2026-11-28)."""
+up parts took 0.8 to 1.7 us, in which a multiprocessor of an H200 reads 30 to 60 KB (2026-11-28). By an exchange it
+takes about 1 us less (2026-11-30); the bound is as it was."""
 _MOST_STAGES = 3
 """Stages of a warp. With 13, 200 KB of a multiprocessor's weights on their way, launches took up to 25 % longer (H100,
 2026-11-28): requests for down then delay those for gate_up of other CTAs, which all wait for."""
