@@ -23,7 +23,7 @@ from w4gemm.checkpoints.quantization_configs import ExtraConfig, Patterns
 from w4gemm.checkpoints.w4gemm import OwnWriter
 from w4gemm.checkpoints.writing import write_folder
 from w4gemm.cli.__main__ import main
-from w4gemm.core.files import _place, placed, read_regular
+from w4gemm.core.files import _pid_namespace, placed, read_regular
 from w4gemm.core.format_names import LARGEST_GROUP
 from w4gemm.core.words import printable
 from w4gemm.integrations.transformers import W4GemmConfig
@@ -286,7 +286,7 @@ def test_a_file_is_placed_beside_a_link(tmp_path: Path) -> None:
     """One that came after the folder was looked through."""
     victim = tmp_path / "victim"
     victim.write_text("precious")
-    (tmp_path / f"file.{_place()}-{os.getpid()}-{threading.get_ident():x}.unfinished").symlink_to(victim)
+    (tmp_path / f"file.{_pid_namespace()}-{os.getpid()}-{threading.get_ident():x}.unfinished").symlink_to(victim)
     with placed(tmp_path / "file") as unfinished:
         unfinished.write_text("new")
     assert victim.read_text() == "precious" and (tmp_path / "file").read_text() == "new"

@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save
 
 from w4gemm import FormatError, QuantizedWeight, quantize
-from w4gemm.core.files import _place
+from w4gemm.core.files import _pid_namespace
 
 
 def test_flipped_bits_of_the_header(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_several_writers_of_a_file_and_what_a_killed_one_left(tmp_path: Path) ->
     dead, elsewhere = 2**22 + 1, "00000000"
     killed, alive, abandoned, far = (
         tmp_path / f"{path.name}.{place}-{process}-7f.unfinished"
-        for place, process in ((_place(), dead), (_place(), 1), (elsewhere, 1), (elsewhere, dead))
+        for place, process in ((_pid_namespace(), dead), (_pid_namespace(), 1), (elsewhere, 1), (elsewhere, dead))
     )
     for leftover in (killed, alive, abandoned, far):
         leftover.touch()

@@ -280,8 +280,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--against", nargs="*", default=[DEFAULT, DENSE], metavar="IMPL", help="the first that start of "
                    "implementations of bench.engine, and dense (default: %(default)s)")  # fmt: skip
     p.add_argument("--others", type=positive, default=1, metavar="N", help="how many of them (%(default)s)")
-    p.add_argument("--apart", type=positive, nargs="?", default=0, const=1, metavar="N", help="each engine in a "
-                   "process of its own, N at a time (1)")  # fmt: skip
+    apart = "each engine in a process of its own, N at a time (1)"
+    p.add_argument("--apart", type=positive, nargs="?", default=0, const=1, metavar="N", help=apart)
     p.add_argument("--vocabulary", type=int, default=4096, metavar="N", help="words of each model (%(default)s)")
     p.add_argument("--tokens", type=typed(counts), default="1,8,64,2048", help="of timed products (%(default)s)")
     p.add_argument("--decode", type=typed(counts), default=(), metavar="N", help="requests at once of whole engines' "
@@ -321,7 +321,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         os.environ |= {"W4GEMM_NVFP4": "fp8", "W4GEMM_MXFP4": "fp8"}
     mode = "layer" + "+fp8" * args.fp8 + ("+lora" + f"{args.lora}" * (args.lora > 1)) * bool(args.lora)
     mode += f"+compile{args.compile}" if args.compile else ""
-    mode += ("+apart" + f"{args.apart}" * (args.apart > 1)) * bool(args.apart)
+    mode += {0: "", 1: "+apart"}.get(args.apart, f"+apart{args.apart}")
     mode += "+invariant" * (os.environ.get("VLLM_BATCH_INVARIANT") == "1")
     mode += "".join(f"+{name}" for name in json.loads(args.feature or "{}"))
     serve(args, {"gpus": 1, "mode": mode}, rows_of_processes if args.apart else rows_of)

@@ -77,7 +77,7 @@ def placed(file: Path) -> Iterator[Path]:
         OSError: if it cannot be written, as on a full disk. It names ``file``, which does not change.
     """
     start = f"{file.name[:50]}."  # of a name as long as they can be, so that the end has room
-    own = f"{_place()}-{os.getpid()}-{threading.get_ident():x}{UNFINISHED}"
+    own = f"{_pid_namespace()}-{os.getpid()}-{threading.get_ident():x}{UNFINISHED}"
     _remove_leftovers(file.parent, start, own)
     unfinished = file.with_name(start + own)
     try:
@@ -97,8 +97,8 @@ def placed(file: Path) -> Iterator[Path]:
 
 
 @functools.cache
-def _place() -> str:
-    """Return a short name of this host and container, within which a process has its number."""
+def _pid_namespace() -> str:
+    """Return a short name of this host and container. Within it the number of a process is unique."""
     try:
         container = os.readlink("/proc/self/ns/pid")
     except OSError:  # not Linux
@@ -115,10 +115,10 @@ def _remove_leftovers(folder: Path, start: str, own: str) -> None:
                 leftover.unlink()
 
 
-def _is_abandoned(unfinished: Path, place: str, process: str) -> bool:
-    """True if the process that writes a file has ended. If that is one of another host or container, only the time of
-    its last write is known."""
-    if place == _place() and process.isdecimal() and Path("/proc/self").exists():
+def _is_abandoned(unfinished: Path, namespace: str, process: str) -> bool:
+    """True if the process that writes a file has ended. If it runs on another host or in another container, only the
+    time of its last write is known."""
+    if namespace == _pid_namespace() and process.isdecimal() and Path("/proc/self").exists():
         return not Path("/proc", process).exists()
     return time.time() - unfinished.lstat().st_mtime > _ABANDONED_S
 

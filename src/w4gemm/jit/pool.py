@@ -132,8 +132,8 @@ def usable_processors() -> int:
 
 
 def _allowed_processors() -> float:
-    """Return the processors' time that the container's control group may use, per time; infinite without a limit."""
-    for names in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):  # of version 2, of version 1
+    """Return how many processors the container's control group may keep busy; infinite without a limit."""
+    for names in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):  # of cgroup v2, of v1
         with contextlib.suppress(OSError, ValueError):  # not there; "max"
             quota, period = map(int, " ".join((_CGROUP / name).read_text() for name in names).split())
             if quota > 0 and period > 0:

@@ -11,8 +11,8 @@ the more the smaller a CTA's part of a tile is. The three numbers of each config
 If m, of all experts together, is less than a TMA box, the box reaches past m, and TMA takes several times as long for a
 row there as for one of x: a k-slice takes no less than its rows take TMA.
 
-A cluster of three CTAs and more begins only when so many multiprocessors of one processing cluster are free: with tiles
-of more than 64 features each wave behind the first takes later_wave_us besides.
+With tiles of more than 64 features and clusters of three CTAs or more, each wave behind the first takes later_wave_us
+longer, probably because a cluster begins only when as many multiprocessors of one GPC are free.
 
 If full waves wait for memory, the last wave does not, so that its time shows behind theirs; about half of it is hidden
 by producers that run ahead (last_wave).

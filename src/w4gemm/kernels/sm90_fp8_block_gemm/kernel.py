@@ -109,7 +109,7 @@ class StageOperands(NamedTuple):
     weights: cute.Tensor
     """Weights of all stages as operand B."""
     sums: list[cute.Tensor]
-    """Sets of sums of 128 columns."""
+    """What WGMMAs add to: sets of sums of 128 columns, or the accumulators of each 64-token block."""
     accumulators: cute.Tensor
     """Flat, by 64-token block."""
 
@@ -134,11 +134,12 @@ class Factors(NamedTuple):
     """Scales of its two features of each eight; empty without."""
 
     def of_box(self, block: int, box: int) -> Factors:
-        """Those of a 64-token block and 64 features."""
+        """Return the factors of a 64-token block and 64 features."""
         return Factors(self.alpha, self.tokens[2 * block : 2 * block + 2], self.features[16 * box : 16 * box + 16])
 
     def of_sum(self, eight: int, i: int) -> list[Float32]:
-        """The scales of sum i of four, of tokens g, g, g + 8 and g + 8, and of eight features of a box."""
+        """Return the scales of sum i of four, which are of tokens g, g, g + 8 and g + 8, and of eight features, number
+        ``eight`` of the box."""
         return [*self.tokens[i // 2 : i // 2 + 1], *self.features[2 * eight + i % 2 :][:1]]
 
 
@@ -327,7 +328,7 @@ class BlockConsumer:
         consumer: BlockCoord,
     ) -> PipelineState:
         """Multiply all stages of a tile into the accumulators. A stage is released when the next one is queued behind
-        it; return the last one, which is multiplied still."""
+        it; return the state of the last one, which WGMMAs still read."""
         self.multiply_stage(mma, pipeline, operands, state, accumulate=False)
         for _ in cutlass.range(k_slices - 1, unroll=1):
             following = state.after(self.variant.num_stages)

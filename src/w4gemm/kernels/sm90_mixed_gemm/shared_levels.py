@@ -18,10 +18,11 @@ from w4gemm.ptx.memory import load_shared_byte, load_shared_f32x4, load_shared_h
 
 
 class LevelLane(NamedTuple):
-    """A lane's row, g or in odd lanes g + 8, and groups: of each second run or, of a single run, one of its two."""
+    """What a lane prepares: scales of row g in even lanes, g + 8 in odd ones. Lanes 0 and 1 of a quad have the groups
+    of even runs, lanes 2 and 3 those of odd ones; of a single run each pair of lanes has one of the two groups."""
 
     units: Any
-    """Of its row, see ``TwoLevelDecoder.level_units``."""
+    """The decoder's ``LevelUnits`` of its row."""
     levels: Int32
     """Bytes from the first scale of a packed block to its own."""
     factors: Int32
@@ -39,8 +40,8 @@ class SharedLevels:
         self.variant, self.block, self.decoder = variant, variant.stage_block, decoder
 
     def lane(self, held: Int32, levels: Int32) -> LevelLane:
-        """What a thread needs, kept in registers. held: the decoder's ``held_word``. levels: address of the scales of
-        all warps."""
+        """Return what a thread needs, kept in registers. held: the decoder's ``held_word``. levels: address of the
+        prepared scales of all warps."""
         block, variant, thread = self.block, self.variant, cute.arch.thread_idx()[0]
         pair, row, half = thread % 128 // 4, thread % 2, thread // 2 % 2
         of_warpgroup = variant.staging_bytes if variant.levels_in_staging else 4 * variant.levels_bytes
@@ -56,7 +57,8 @@ class SharedLevels:
         )
 
     def store(self, lane: LevelLane, address: Int32) -> None:
-        """Prepare a lane's scales of the packed block at ``address``, whose predecessor this lane has decoded."""
+        """Prepare a lane's scales of the packed block at ``address``. The lane has decoded the block before it. When
+        this returns, the scales of that block are overwritten, and those of this one are visible to the warp."""
         block, load = self.block, load_shared_byte if self.block.runs == 1 else load_shared_half
         first, own = address + block.code_bytes + lane.levels, address + block.factors_at + lane.factors
         factors = tuple(load_shared_half(own + 4 * i) for i in range(block.factors))
@@ -65,12 +67,12 @@ class SharedLevels:
             levels = tuple(load(first + run * block.run_bytes + 4 * i) for i in range(block.words_per_scale))
             for field in range(min(2, block.runs)):
                 rows.append((2 * run + field, self.decoder.prepare_row(levels, factors, lane.units, field)))
-        cute.arch.sync_warp()  # the other lanes have decoded it too
+        cute.arch.sync_warp()  # the other lanes have decoded the block before too
         for group, row in rows:
             store_shared_f32x2(lane.target + group * GROUP_LEVEL_BYTES, row)
         cute.arch.sync_warp()
 
     def load(self, lane: LevelLane, group: int) -> tuple[Any, Any]:
-        """Factor and addend of rows g and g + 8, of a group of the packed block."""
+        """Load factor and addend of row g and of row g + 8, of a group of the packed block."""
         values = load_shared_f32x4(lane.prepared + group * GROUP_LEVEL_BYTES)
         return values[:2], values[2:]

@@ -32,7 +32,7 @@ FLOAT32_BYTES = 4 * 8 * FLOAT32_ROW_BYTES
 LEVEL_BYTES = 16
 """Prepared scales of rows g and g + 8 of a group: a factor and an addend each."""
 GROUP_LEVEL_BYTES = 8 * LEVEL_BYTES
-"""Those of a warp's eight row pairs."""
+"""Prepared scales of a group, of a warp's eight pairs of rows."""
 _LEAST_BOX = 24
 _BARRIERS_AND_ALIGNMENT = 1536
 _OTHER_REGISTERS = 77
@@ -295,7 +295,8 @@ class Sm90MixedVariant(KSliceVariant):
     @property
     def shares_levels(self) -> bool:
         """True if the lanes of a warp prepare scales of two levels for one another (shared_levels.py). With two CTAs on
-        a multiprocessor those of eight groups at once come too late: Q6_K, Q3_K, 64 tokens 1.02 to 1.04 (H200)."""
+        a multiprocessor that is not done for eight groups at once: Q6_K and Q3_K then take 1.02 to 1.04 of the time at
+        64 tokens (H200)."""
         several = self.block.groups_per_word == 2 and self.weight.codec.shares_levels
         late = self.occupancy == 2 and self.stage_block.groups > 4
         return several and not late and self.pairs is None and not self.promotes
@@ -313,12 +314,12 @@ class Sm90MixedVariant(KSliceVariant):
 
     @property
     def levels_in_staging(self) -> bool:
-        """True if they lie in the warpgroup's staging buffer, which is idle while a tile is multiplied."""
+        """True if prepared scales lie in the warpgroup's staging buffer, which is idle while a tile is multiplied."""
         return self.shares_levels and self.k_sets == 1
 
     @property
     def all_levels_bytes(self) -> int:
-        """Memory for those of all consumer warps, if they do not."""
+        """Shared memory for prepared scales of all consumer warps, if these do not lie in staging buffers."""
         return 0 if self.levels_in_staging else 4 * self.warpgroups * self.levels_bytes
 
     # --- epilogue

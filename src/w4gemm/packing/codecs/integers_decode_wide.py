@@ -69,14 +69,14 @@ class WideRow(NamedTuple):
 
 
 class LevelUnits(NamedTuple):
-    """What of rows g and g + 8 differs beside scales of two levels, for a lane that prepares those of one of them."""
+    """Constants by which a lane prepares scales of row g, or of row g + 8, whose bytes have another exponent."""
 
     held: Int32
-    """Upper bytes of biased bytes: without zero points an exponent, else ``held_word``."""
+    """What a scale's byte is put behind: without zero points the row's exponent, else ``held_word``."""
     bias: Float32
     """Minus the bias of a scale's byte."""
     unit: Float32
-    """With zero points what a scale's factor is multiplied by; else what a scale is, for the addend."""
+    """With zero points it multiplies a scale's factor; without, it multiplies the scale and gives the addend."""
 
 
 @dataclass(frozen=True)
@@ -222,8 +222,8 @@ class TwoLevelDecoder(WideDecoder):
         return -(_BYTE_BIAS if self.zero == "float" else self._bias) * 2.0 ** (exponent - 127 - self._bias_power)
 
     def level_units(self, held: Int32, is_upper: Boolean) -> LevelUnits:
-        """Those of rows g + 8, if ``is_upper``, or of rows g, kept; all lanes of a warp must call this. held:
-        ``held_word``."""
+        """Return the constants of row g + 8, if ``is_upper``, or of row g, kept in registers. All lanes of a warp must
+        call this. held: ``held_word``."""
 
         def of_row(low: float, high: float) -> Float32:
             return to_float("f32", kept(float_word(Float32(cutlass.select_(is_upper, Float32(high), Float32(low))))))
@@ -238,8 +238,8 @@ class TwoLevelDecoder(WideDecoder):
     def prepare_row(
         self, levels: tuple[Int32, ...], factors: tuple[Int32, ...], units: LevelUnits, field: int
     ) -> WideRow:
-        """What :meth:`prepare` gives for the row of ``units``. levels: the row's bytes of two groups, of scales and, if
-        any, of zero points. factors: fp16, likewise."""
+        """Return what :meth:`prepare` does, of the row of ``units`` alone. levels: the row's bytes of two groups, of
+        scales and, if any, of zero points. factors: fp16, one of scales and, if any, one of zero points."""
         factor = half_to_float("f16", factors[0], False)
         if self.zero == "none":
             scale = self._biased_product(levels[0], f"76{field}4", factor, units.held, units.bias)
