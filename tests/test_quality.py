@@ -70,10 +70,19 @@ def test_eval_of_a_mixture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     rounded = AutoModelForCausalLM.from_pretrained(
         folder, quantization_config=W4GemmConfig("int4_g32"), dtype=torch.float32
     )
-    parts = windows(load_dense(folder, torch.device("cpu"), torch.float32)[1], shipped_text(), 40, 16)
+    tokenizer = load_dense(folder, torch.device("cpu"), torch.float32)[1]
+    parts = windows(tokenizer, shipped_text(), 40, 16)
     assert int4["perplexity"] == pytest.approx(score(rounded, parts, lambda: None).perplexity) != dense["perplexity"]
-    assert main([*arguments, "--method", "gptq"]) == 2
-    assert "gptq rounds linear layers alone, got a model with model.layers.0.mlp.exper" in capsys.readouterr().err
+    rounded.save_pretrained(tmp_path / "int4")
+    tokenizer.save_pretrained(tmp_path / "int4")
+    quantized = ["eval", str(tmp_path / "int4"), *arguments[2:]]
+    assert main([*quantized, "--json"]) == 0
+    out, err = capsys.readouterr()
+    again = json.loads(out)["rows"][1]
+    assert (again["layers"], again["bits"]) == (int4["layers"], 4.5) and "stay dense" not in err
+    for command in (arguments, quantized):
+        assert main([*command, "--method", "gptq"]) == 2
+        assert "gptq rounds linear layers alone, got a model with model.layers.0.mlp.exper" in capsys.readouterr().err
 
 
 def test_eval_of_a_file_in_4_bits_and_of_a_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -88,7 +88,10 @@ def dense_products(model: nn.Module) -> dict[str, DenseProduct]:
 
 
 def dense_experts(model: nn.Module) -> dict[str, dict[str, DenseProduct]]:
-    """Return :func:`dense_products` by the name of their module, and by the last part of their own."""
+    """Return :func:`dense_products` by the name of their module and the last part of their own. None of a model that is
+    split over processes, because nothing would round its parts."""
+    if getattr(getattr(model, "config", None), "distributed_config", None) is not None:
+        return {}
     experts: dict[str, dict[str, DenseProduct]] = {}
     for name, product in dense_products(model).items():
         owner, _, leaf = name.rpartition(".")
@@ -132,7 +135,7 @@ def _has_known_activation(experts: nn.Module) -> bool:
 
 def products_of(experts: nn.Module | None) -> tuple[str, str] | None:
     """Return the names of the parameters of both products, the first of gates and ups or of ups alone, of experts of
-    transformers' interface. w4gemm computes them, if it has their activation; None for other modules."""
+    transformers' interface and of Llama 4. w4gemm computes them, if it has their activation; None for other modules."""
     names = GATE_UP if getattr(experts, "has_gate", True) else UP, DOWN
     products = [getattr(experts, name, None) for name in names]
     if not all(isinstance(p, torch.Tensor) and p.dim() == 3 for p in products):

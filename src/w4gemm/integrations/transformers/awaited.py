@@ -201,7 +201,7 @@ class AwaitedDenseExperts(AwaitedExperts):
         return self.down if leaf == DOWN else self.gate_up
 
     def take(self, leaf: str, weight: torch.Tensor, search: bool = False) -> None:
-        """Round one product's weights that were loaded."""
+        """Round the loaded weights of one product. search: as for :func:`w4gemm.quantize`."""
         format, product = self.awaited(leaf).format, self.products[leaf]
         each = (quantize(w, format, search=search) for w in product.weights(weight))
         self.quantized[leaf] = QuantizedWeight.stack(each, product.shape[0], "canonical")
@@ -217,8 +217,8 @@ class AwaitedDenseExperts(AwaitedExperts):
 
 
 def put_experts(model: nn.Module, name: str, experts: AwaitedExperts) -> None:
-    """Let a model have these experts in the place of its own. Llama 4's mixture around them shall choose for each token
-    then, and not multiply all tokens by all experts."""
+    """Put these experts in the place of a model's own. Llama 4's mixture around them becomes a RoutedMixture, because
+    its own forward multiplies all tokens by all experts."""
     model.set_submodule(name, experts)
     mixture = model.get_submodule(name.rpartition(".")[0])
     if type(mixture).__name__ == "Llama4TextMoe":

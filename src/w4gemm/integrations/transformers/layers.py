@@ -14,7 +14,7 @@ from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from w4gemm.api.experts import W4Experts
+from w4gemm.api.experts import W4Experts, W4GroupedLinear
 from w4gemm.api.nn import W4Linear
 from w4gemm.api.packed_module import PackedModule
 from w4gemm.checkpoints.account import listed
@@ -24,6 +24,8 @@ from w4gemm.checkpoints.model_experts import DenseProduct, dense_experts
 from w4gemm.core.activation import parse
 from w4gemm.core.errors import kind_of
 from w4gemm.core.formats import WeightFormat
+from w4gemm.weights.quantize import quantize
+from w4gemm.weights.weight import QuantizedWeight
 
 _log = logging.getLogger("w4gemm")
 Progress = Callable[[int, int, str], None]
@@ -75,7 +77,8 @@ def quantize_layers(
     before each call is quantized as the next call would have it.
 
     Of a model that reads images or sounds too, the layers of the language model are meant. Experts of transformers'
-    mixtures become :class:`w4gemm.W4Experts`; those that it does not compute stay dense, with a warning.
+    mixtures, and those that :func:`dequantize_layers` made, become :class:`w4gemm.W4Experts`. Experts stay dense, with
+    a warning, if it does not compute them or if the model is split over processes.
 
     Args:
         format: see :func:`load`.
@@ -95,6 +98,7 @@ def quantize_layers(
     _refuse_adapters(model)
     one_format = None if format is None else WeightFormat.of(format)
     layers, experts = layers_to_quantize(model, skip), dense_experts(model)
+    experts |= {name: {} for name, module in model.named_modules() if isinstance(module, DenseExperts)}
     total = len(layers) + len(experts)
     if not total:
         raise ValueError(f"model: wanted one with dense linear layers to quantize, got {summarize(model)}")
@@ -129,10 +133,16 @@ def quantize_layers(
 def _quantize_experts(
     model: nn.Module, places: list[str], products: Mapping[str, DenseProduct], format: WeightFormat | None, search: bool
 ) -> None:
-    """Replace dense experts, by all of their names, by quantized ones."""
+    """Replace dense experts, by all of their names, by quantized ones. products: empty for :class:`DenseExperts`."""
     from w4gemm.integrations.transformers.awaited import AwaitedDenseExperts, finish, put_experts
 
     experts = model.get_submodule(places[0])
+    if isinstance(experts, DenseExperts):
+        again = experts.quantized(format, search)
+        _hand_over(experts, again)
+        for place in places:
+            model.set_submodule(place, again)
+        return
     made = AwaitedDenseExperts(experts, getattr(model, "config", None), products, format)
     for leaf in products:
         try:
@@ -148,8 +158,7 @@ def _quantize_experts(
 
 def warn_of_dense_experts(model: nn.Module, known: Collection[str]) -> None:
     """Say which experts are none of those that are quantized."""
-    experts = (n for n, m in model.named_modules() if DOWN in m._parameters or isinstance(m, _DenseExperts))
-    if stay := [name for name in experts if name not in known]:
+    if stay := [n for n, m in model.named_modules() if DOWN in m._parameters and n not in known]:
         said = "%s: experts stay dense: w4gemm has no layer that computes the same, or they are split: %s"
         _log.warning(said, getattr(model, "name_or_path", "") or type(model).__name__, listed(stay))
 
@@ -219,7 +228,7 @@ def dequantize_layers(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     for layer, names in layers.items():
         dense: nn.Module
         if isinstance(layer, W4Experts):
-            dense = _DenseExperts(layer, dtype)
+            dense = DenseExperts(layer, dtype)
         elif isinstance(layer, W4Linear):
             weight = layer.weight.dequantize(dtype)
             if layer.pre_quant_scale is not None:
@@ -255,7 +264,7 @@ def names_of(model: nn.Module) -> dict[nn.Module, list[str]]:
     return names
 
 
-class _DenseExperts(nn.Module):
+class DenseExperts(nn.Module):
     """The sum that :class:`W4Experts` computes, by PyTorch's operators, one expert after the other."""
 
     gate_up_bias: nn.Parameter | None
@@ -272,6 +281,15 @@ class _DenseExperts(nn.Module):
             bias = None if bias is None else nn.Parameter(bias.detach().to(dtype), requires_grad=False)
             self.register_parameter(name, nn.Parameter(weight, requires_grad=False))
             self.register_parameter(f"{name}_bias", bias)
+
+    def quantized(self, format: WeightFormat | None, search: bool) -> W4Experts:
+        """Return the same experts with their weights rounded."""
+        products = []
+        for name in ("gate_up", "down"):
+            weight = self.get_parameter(name).detach()
+            each = (quantize(w, format or default_format(w.shape[1]), search=search) for w in weight)
+            products.append(W4GroupedLinear(QuantizedWeight.stack(each, len(weight)), getattr(self, f"{name}_bias")))
+        return W4Experts(*products, activation=self.activation)
 
     def forward(self, x: torch.Tensor, expert_ids: torch.Tensor, expert_weights: torch.Tensor) -> torch.Tensor:
         total, apply = torch.zeros_like(x), parse(self.activation).apply

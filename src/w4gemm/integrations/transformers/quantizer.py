@@ -195,8 +195,7 @@ class W4GemmQuantizer(HfQuantizer):
         for name, layer in layers_to_quantize(model, tuple(config.skip)).items():
             if name not in kept and not kept & set(name.split(".")) and f"{name}.weight" not in new:
                 model.set_submodule(name, AwaitedDense(layer, format or default_format(layer.in_features)))
-        split = getattr(model.config, "distributed_config", None) is not None  # nothing here would round its parts
-        experts = {} if split else dense_experts(model)
+        experts = dense_experts(model)
         for owner, products in experts.items():
             put_experts(model, owner, AwaitedDenseExperts(model.get_submodule(owner), model.config, products, format))
         warn_of_dense_experts(model, experts)
