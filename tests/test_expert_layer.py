@@ -186,6 +186,15 @@ def test_ctas_that_do_not_run_at_once(order: dict[str, Any]) -> None:
     assert torch.equal(emulated(layer, x, chosen, **order), all_at_once())
 
 
+def test_warps_that_begin_late() -> None:
+    """The first warp comes to the first barrier before others begin. The flags of more than 32 CTAs have two warps that
+    wait for them: each must know this launch's epoch, not the next one's, for which it would wait for ever."""
+    layer = layer_of(spec_of(1, features=64, width=32, ctas=33))
+    assert layer.spec.pollers == 2 and layer.spec.tallies > 1
+    x, chosen = inputs(layer.spec, 1)
+    assert not faults(emulated(layer, x, chosen, together=32), reference(layer, x, chosen))
+
+
 @pytest.mark.parametrize("epoch", [2**30 - 1, 2**31 - 1])
 def test_epochs_that_wrap(epoch: int) -> None:
     """A stream of 5000 launches a second is there after three days: numbers are compared for equality alone."""

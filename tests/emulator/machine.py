@@ -24,8 +24,6 @@ SHARED_BYTES = 233472
 """Shared memory of each CTA: as much as a Hopper GPU has, with the 1,024 bytes that the driver takes."""
 RANK = 20
 """Bits of a shared address above this one are 1 + the rank in the cluster, or 0 for the own CTA."""
-_TOGETHER = 128
-"""Neighbouring threads that may execute together, and run ahead of all others: those of a WGMMA."""
 _MOST_IDLE = 20000
 """Waits in a row that fail, and then nothing will end them."""
 
@@ -57,6 +55,8 @@ class Machine:
         resident: CTAs that run at once; each of the others begins when one ends. 0 for all.
         order: the order in which CTAs begin; that of their numbers if it is empty.
         seed: if not None, whose turn it is is drawn at random.
+        together: neighbouring threads that may execute together, and run ahead of all others: those of a WGMMA, or
+            fewer.
     """
 
     def __init__(
@@ -67,9 +67,10 @@ class Machine:
         resident: int = 0,
         order: Sequence[int] = (),
         seed: int | None = None,
+        together: int = 128,
     ):
         self.program = parse(ptx) if isinstance(ptx, str) else ptx
-        self.grid, self.cluster, self.threads = grid, cluster, self.program.threads
+        self.grid, self.cluster, self.threads, self.together = grid, cluster, self.program.threads, together
         count = grid * self.threads
         self.thread = np.arange(count) % self.threads
         self.cta = np.arange(count) // self.threads
@@ -168,7 +169,7 @@ class Machine:
 
     def _advance(self, live: Array) -> None:
         """Run the threads whose turn it is until they wait, branch, or meet others."""
-        group = live // _TOGETHER
+        group = live // self.together
         at = int(np.argmin(self.age[live])) if self.random is None else self.random.randrange(len(live))
         live = live[group == group[at]]
         ages, pcs = self.age[live], self.pc[live]

@@ -54,6 +54,19 @@ FAULTS = (
         _ONE_LAUNCH + "routings",
     ),
     Fault(
+        "a warp that begins late takes the next launch's epoch for this one's",
+        _EXPERT_LAYER,
+        """        cute.arch.sync_threads()  # x of all threads is there
+        if thread == 0:  # only now, because until the barrier warps read it
+            store_relaxed(flags + Int64(EPOCHS_AT + cta) * 4, epoch)
+""",
+        """        if thread == 0:
+            store_relaxed(flags + Int64(EPOCHS_AT + cta) * 4, epoch)
+        cute.arch.sync_threads()
+""",
+        _ONE_LAUNCH + "begin_late",
+    ),
+    Fault(
         "of experts that several tokens chose, the share is that of different ones",
         _EXPERT_LAYER,
         "if active != layer.choices:",

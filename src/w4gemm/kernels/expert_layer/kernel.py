@@ -45,9 +45,9 @@ around the wait for other CTAs.
 From gate_up to down. The activated rows go through global memory (``scratch``), in the order of down's fragments. CTA c
 stores them, meets its threads, and stores 2 * epoch to flag c (release). Warps of each CTA wait until all flags hold
 that (acquire), a flag for each lane, and then the CTA reads. The epoch is one more than the last launch's with these
-flags, which CTA c itself keeps beside its flag; so nothing is cleared, and a graph's replays need nothing from the
-host. Flags belong to one stream or graph, whose launches do not overlap: ``griddepcontrol.wait`` comes before the first
-access.
+flags, which CTA c itself keeps beside its flag, and replaces once all its warps have read it; so nothing is cleared,
+and a graph's replays need nothing from the host. Flags belong to one stream or graph, whose launches do not overlap:
+``griddepcontrol.wait`` comes before the first access.
 
 No two CTAs need to run at once. At its start CTA c stores 2 * epoch - 1 to flag c. A CTA that waits for a share that no
 CTA has begun claims it by the same store and computes it itself: it drops the weights of down that it has requested,
@@ -185,15 +185,15 @@ class ExpertLayerKernel:
         for stage in cutlass.range(layer.num_stages, unroll=1):
             cursor = self.requests.request(t, memory, share, cursor, stage, rank)
         self.tally.store_factors(t, memory.choices, own, thread)
-        if thread == 0:
-            store_relaxed(flags + Int64(EPOCHS_AT + cta) * 4, epoch)
-            if const_expr(not layer.split):
-                store_relaxed(flags + Int64(cta) * 4, epoch * 2 - 1)
+        if const_expr(not layer.split):
+            self.claim(flags, cta, epoch, thread)
         down = self.first_of_down(memory, share, rank)
         cute.arch.cp_async_wait_group(layer.num_stages)
         if const_expr(self.larger != 1.0):
             self.enlarge_x(t, memory.x, thread)
         cute.arch.sync_threads()  # x of all threads is there
+        if thread == 0:  # only now, because until the barrier warps read it
+            store_relaxed(flags + Int64(EPOCHS_AT + cta) * 4, epoch)
         if const_expr(layer.split):
             self.begin(t, memory.choices, cta, was, epoch, warp)
 
