@@ -129,7 +129,7 @@ class Machine:
     def run(self, *arguments: Any) -> None:
         """Run the kernel. arguments: by parameter a tensor, a number, a :class:`TensorMap`, or None for what is not
         read. Tensors hold afterwards what was stored."""
-        self._pid_namespace(arguments)
+        self._place(arguments)
         with np.errstate(all="ignore"):
             while (live := np.flatnonzero(self.state == RUNNING)).size:
                 self._advance(live)
@@ -138,7 +138,7 @@ class Machine:
             flat = tensor.reshape(-1).view(torch.uint8)
             flat.copy_(torch.from_numpy(self.memory[start : start + flat.numel()]))
 
-    def _pid_namespace(self, arguments: Sequence[Any]) -> None:
+    def _place(self, arguments: Sequence[Any]) -> None:
         """Copy tensors into global memory, and fill the parameters."""
         assert len(arguments) == len(self.program.parameters), self.program.parameters
         end, parameters = _GAP, b""

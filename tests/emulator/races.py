@@ -62,8 +62,8 @@ class RaceChecker(Emulator):
         self.strong = False
         self.scratch = scratch
 
-    def _pid_namespace(self, arguments: Sequence[Any]) -> None:
-        super()._pid_namespace(arguments)
+    def _place(self, arguments: Sequence[Any]) -> None:
+        super()._place(arguments)
         words = {"global": len(self.memory) // 4 + 1, "shared": len(self.shared) // 4}
         self.accesses = {
             space: Accesses(*(np.zeros((n, self.warps), np.int32) for _ in range(4)), np.zeros(n, np.bool_))
