@@ -6,12 +6,15 @@ import ast
 import dataclasses
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import w4gemm
 from fuzz import calls, cases, formulas, helpers, run
+from fuzz.numbers import operands_of, rows_of
+from w4gemm.core.problem import H200
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -30,6 +33,21 @@ def test_a_slice_on_the_gpu(new_seed):
 def test_a_gpu_is_given_weights_of_every_width():
     drawn = {w4gemm.WeightFormat.parse(cases.drawn_variant(i, "cuda", None).format).element for i in range(400)}
     assert {"int2", "int3", "int4", "int5", "int6", "int8", "e4m3"} <= drawn
+
+
+def test_a_forced_config_is_legal_where_rows_of_x_are_copied(monkeypatch):
+    """Rows of a padded x are no multiples of 16 bytes, so that no kernel gathers them in place."""
+    monkeypatch.setattr(w4gemm.Device, "of", lambda device: H200)
+    case = cases.draw(141910209, 170577790, 2045742930, "cuda")
+    assert (case.variant.kind, case.strides) == ("gathered", "padded")
+    r = random.Random(0)
+    operands = operands_of(case, rows_of(case, r), r, "cpu")
+    w = SimpleNamespace(format=w4gemm.WeightFormat.parse(case.variant.format), layout="mma8", device="cuda")
+    epilogue = w4gemm.Epilogue("swiglu_oai", "host", residual=True, token_scale=True)
+    problem = w4gemm.GemmProblem(case.m, case.n, case.k, cases.FP8, w.format, "mma8", epilogue, H200, experts=8)
+    assert calls.config_of(case, w, operands, case.m) in w4gemm.configs(problem)
+    in_place = operands._replace(x=operands.x.contiguous())
+    assert calls.config_of(case, w, in_place, case.m) in w4gemm.configs(dataclasses.replace(problem, gathered=True))
 
 
 def test_the_formulas_are_independent():

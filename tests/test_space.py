@@ -272,6 +272,16 @@ def test_a_forced_config_that_is_not_legal_names_the_rule():
         choice.choose(PROBLEM, "sm90_mixed_gemm/64x64x64_1x1x1_coop")
 
 
+def test_a_forced_config_of_gathered_rows_alone_says_so():
+    """Rows of experts are copied first where x's strides let no kernel gather them."""
+    copied = replace(PROBLEM, dtype=torch.float8_e4m3fn, layout="mma8", format=WeightFormat.parse("int4_g96_e4m3"))
+    copied = replace(copied, experts=8, epilogue=Epilogue(residual=True, token_scale=True))
+    alone = set(choice.configs(replace(copied, gathered=True))) - set(choice.configs(copied))
+    assert alone
+    with pytest.raises(ValueError, match="8 experts, .*only where rows of x can be gathered in place; nearest are"):
+        choice.choose(copied, min(alone))
+
+
 def test_the_command_says_why(capsys):
     asked = ["explain", "--m", "64", "--n", "4096", "--k", "4096", "--device", "h200", "--why"]
     assert main([*asked, "sm90_mixed_gemm/64x64x64_1x1x1_coop"]) == 0

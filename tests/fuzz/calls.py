@@ -19,6 +19,7 @@ from fuzz.weights import Matrices
 from w4gemm.api.gather import gather_columns
 from w4gemm.api.packed import PackedLinear
 from w4gemm.kernels import KERNELS
+from w4gemm.kernels.gpu import takes_rows
 
 
 class Checked(NamedTuple):
@@ -72,12 +73,19 @@ def config_of(case: Case, w: w4gemm.QuantizedWeight, operands: Operands, m: int)
         epilogue,
         w4gemm.Device.of(w.device),
         experts=case.experts,
-        gathered=v.kind == "gathered" and not blocks,
+        gathered=v.kind == "gathered" and not blocks and _are_read_in_place(case, operands.x),
     )
     config = _preferred(problem, v.seed, v.config)
     if config is None:
         raise w4gemm.UnsupportedError(f"no config with {v.config!r} is legal for {problem}")
     return config
+
+
+def _are_read_in_place(case: Case, x: torch.Tensor) -> bool:
+    """True if a kernel can gather rows of x; of others a copy is made, for which other configs are legal."""
+    if case.variant.quantized:  # into a tensor of its own
+        return case.k % 16 == 0
+    return x.stride(1) == 1 and takes_rows(x)
 
 
 @functools.lru_cache(256)

@@ -54,7 +54,7 @@ def grouped_linear(
         indices: int32 or int64 (total_m,), or None. Row i of the result is computed from x[indices[i]] and
             token_scale[indices[i]], and x has any number of rows. On a GPU the values are not checked. The kernel reads
             the rows of x in place if their address, stride and length are multiples of 16 bytes and that is predicted
-            to be faster; otherwise the rows are copied first.
+            to be faster; otherwise the rows are copied first. A forced config reads them in place wherever it can.
         expert_scale: float32 (experts,), or None: a factor for each expert, for weights that were quantized with a
             scale for each tensor.
         alpha, activation, residual, token_scale, out_dtype, out, config: as for :func:`w4gemm.linear`, with total_m

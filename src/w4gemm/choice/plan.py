@@ -284,4 +284,7 @@ def forced(problem: GemmProblem, config: GemmConfig | str) -> tuple[Kernel, Gemm
     nearest = difflib.get_close_matches(str(config), list(map(str, legal)), n=4, cutoff=0)
     reasons = [e for k in kernels if status_of(k, problem) for e in k.exclusions(problem, parsed)[:1]]
     reason = f" ({reasons[0]})" if len(reasons) == 1 else ""
+    if problem.experts and not problem.gathered:
+        in_place = any(r.config == parsed for r in ranked(kernels, replace(problem, gathered=True)))
+        reason += ", only where rows of x can be gathered in place" if in_place else ""
     raise ValueError(f"config: {config} is not legal for {_named(problem)}{reason}; nearest are {', '.join(nearest)}")
