@@ -389,6 +389,20 @@ def test_what_only_a_tensor_has():
             getattr(w, name)
 
 
+def test_a_property_that_fails_says_why():
+    """Once the weight was said to have no such property."""
+
+    class Broken(QuantizedWeight):
+        @property
+        def ratio(self) -> float:
+            return self.format.no_such_field
+
+    w = quantize(torch.randn(48, 64), "int4_g32")
+    w = Broken(w.format, w.n, w.k, w.layout, w.tensors)
+    with pytest.raises(AttributeError, match="^'WeightFormat' object has no attribute 'no_such_field'$"):
+        _ = w.ratio
+
+
 def test_shape_and_dtype():
     w = weight()
     assert w.shape == (w.n, w.k) and w.dtype == torch.bfloat16

@@ -461,6 +461,8 @@ class QuantizedWeight:
     if not TYPE_CHECKING:  # type checkers would take any attribute then
 
         def __getattr__(self, name: str) -> Any:
+            if hasattr(type(self), name):  # Python asks here too if a property raised AttributeError: say which
+                return object.__getattribute__(self, name)
             hint = "; it is no tensor, and dequantize() returns one" if hasattr(torch.Tensor, name) else ""
             raise AttributeError(f"a QuantizedWeight has no attribute {name!r}{hint}")
 
