@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch.autograd import forward_ad
-from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, stack_module_state, vjp, vmap
 
 import w4gemm
 from w4gemm import W4Linear, quantize
@@ -121,6 +121,11 @@ def test_what_has_no_rule_is_refused_by_name() -> None:
     batch = torch.stack((X, X))
     with pytest.raises(NotImplementedError, match="grad and vmap, of experts"):
         vmap(lambda x: w4gemm.grouped_linear(x, several, offsets))(batch)
+    layers = [w4gemm.W4Linear.from_weight(w) for _ in range(2)]
+    with pytest.raises(
+        NotImplementedError, match="w: vmap over the tensors of several weights is not implemented; Quan"
+    ):
+        vmap(lambda *state: functional_call(layers[0], state, X))(*stack_module_state(layers))
     with pytest.raises(NotImplementedError, match="grad and vmap, of a product with fp8 activations"):
         vmap(lambda x: w4gemm.linear(x, w.repack(activations="fp8")))(batch)
     with pytest.raises(ValueError, match="out: wanted None inside a transform"):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch._C._functorch import is_batchedtensor
 
 from w4gemm.api.operators import FLOAT32, flat_epilogue, flat_weight, in_halves, narrowed
 from w4gemm.core.epilogue import NO_OPERANDS
@@ -17,7 +18,16 @@ from w4gemm.weights.weight import QuantizedWeight
 
 
 def product(rows: torch.Tensor, w: QuantizedWeight, config: str, batch_invariant: bool) -> torch.Tensor:
-    """Return rows (m, k) @ w.T (m, n) in float32, under any transforms of ``torch.func``."""
+    """Return rows (m, k) @ w.T (m, n) in float32, under any transforms of ``torch.func``.
+
+    Raises:
+        NotImplementedError: if vmap has a weight of each batch, as of layers stacked by ``stack_module_state``.
+    """
+    if any(is_batchedtensor(t) for t in w.tensors):
+        raise NotImplementedError(
+            "w: vmap over the tensors of several weights is not implemented; QuantizedWeight.stack makes one weight of "
+            "them, which grouped_linear takes"
+        )
     return _Product.apply(rows, w, config, batch_invariant)
 
 
