@@ -140,21 +140,22 @@ def products_of(experts: nn.Module | None) -> tuple[str, str] | None:
     products = [getattr(experts, name, None) for name in names]
     if not all(isinstance(p, torch.Tensor) and p.dim() == 3 for p in products):
         return None
-    known = hasattr(experts, "_apply_gate") or _of_llama_4(experts)
+    known = hasattr(experts, "_apply_gate") or of_llama_4(experts)
     return names if known and not getattr(experts, "has_post_expert_norm", False) else None
 
 
 def has_known_layout(experts: nn.Module | None) -> bool:
     """True if it is known how the parameters of experts lie."""
-    return hasattr(experts, "is_transposed") or _of_llama_4(experts)
+    return hasattr(experts, "is_transposed") or of_llama_4(experts)
 
 
 def is_transposed(experts: nn.Module) -> bool:
     """True if the matrices of experts are (k, n)."""
-    return bool(getattr(experts, "is_transposed", _of_llama_4(experts)))
+    return bool(getattr(experts, "is_transposed", of_llama_4(experts)))
 
 
-def _of_llama_4(experts: nn.Module | None) -> bool:
+def of_llama_4(experts: nn.Module | None) -> bool:
+    """True for Llama 4's experts, whose mixture multiplies rows by the router's weights before their expert."""
     return type(experts).__name__ == _LLAMA_4
 
 
@@ -180,7 +181,7 @@ def activation_of(experts: nn.Module) -> str:
 
 def _activated(experts: nn.Module, rows: torch.Tensor) -> torch.Tensor:
     """Return what experts with gates make of the first product's result."""
-    if _of_llama_4(experts):
+    if of_llama_4(experts):
         gate, up = rows.chunk(2)
         return up * experts.act_fn(gate)  # type: ignore[operator]
     return experts._apply_gate(rows[None])[0]  # type: ignore[operator]

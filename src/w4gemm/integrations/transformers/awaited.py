@@ -17,7 +17,7 @@ from w4gemm.api.nn import W4Linear
 from w4gemm.api.packed_module import PackedModule
 from w4gemm.checkpoints.dense import default_format
 from w4gemm.checkpoints.experts import DOWN
-from w4gemm.checkpoints.model_experts import DenseProduct, activation_of, is_transposed, products_of
+from w4gemm.checkpoints.model_experts import DenseProduct, activation_of, is_transposed, of_llama_4, products_of
 from w4gemm.core.formats import WeightFormat
 from w4gemm.integrations.transformers.sharding import Local
 from w4gemm.packing.packed_shape import packed_shape
@@ -219,12 +219,11 @@ class AwaitedDenseExperts(AwaitedExperts):
 def put_experts(model: nn.Module, name: str, experts: AwaitedExperts) -> None:
     """Put these experts in the place of a model's own. Llama 4's mixture around them becomes a RoutedMixture, because
     its own forward multiplies all tokens by all experts."""
-    model.set_submodule(name, experts)
-    mixture = model.get_submodule(name.rpartition(".")[0])
-    if type(mixture).__name__ == "Llama4TextMoe":
+    if of_llama_4(model.get_submodule(name)):
         from w4gemm.integrations.transformers.llama4 import RoutedMixture
 
-        mixture.__class__ = RoutedMixture
+        model.get_submodule(name.rpartition(".")[0]).__class__ = RoutedMixture
+    model.set_submodule(name, experts)
 
 
 def finish(model: nn.Module) -> None:
