@@ -168,6 +168,14 @@ def test_dense_folders(tmp_path: Path) -> None:
     whole = from_pretrained(folder, quantization_config=W4GemmConfig("int4_g32", skip=()))
     in_place = quantize_layers(from_pretrained(folder), "int4_g32", skip=())
     assert isinstance(whole.lm_head, W4Linear) and torch.equal(logits(whole), logits(in_place))
+    tokens = len(whole.get_input_embeddings().weight)
+    assert len(whole.resize_token_embeddings(tokens).weight) == len(whole.resize_token_embeddings().weight) == tokens
+    with pytest.raises(
+        ValueError, match=f"new_num_tokens: wanted {tokens}, because a quantized head .*, got {tokens + 3}"
+    ):
+        whole.resize_token_embeddings(tokens + 3)
+    assert torch.equal(logits(whole), logits(in_place))  # the embedding has its old size
+    assert len(model.resize_token_embeddings(tokens + 3).weight) == model.lm_head.out_features == tokens + 3
     with pytest.raises(ValueError, match="skip: wanted last parts of names .*, got 'kproj'; nearest is 'k_proj'"):
         from_pretrained(folder, quantization_config=W4GemmConfig(skip=("lm_head", "kproj")))
     assert summarize(from_pretrained(folder, quantization_config=W4GemmConfig())) == summarize(load(folder)[0])

@@ -245,6 +245,9 @@ def test_from_pretrained_and_back(tmp_path: Path, kind: str) -> None:
     plain = dequantize_layers(loaded, torch.float32)
     assert not any(isinstance(module, W4Experts) for module in plain.modules())
     torch.testing.assert_close(logits(plain), logits(own), rtol=1e-4, atol=1e-4)
+    describe(plain)
+    with pytest.raises(ValueError, match="experts that dequantize_layers made, which no folder has a place for"):
+        plain.save_pretrained(tmp_path / "plain")  # transformers would draw its experts at random
 
 
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "mixtral", "gpt_oss", "llama4_text"])
@@ -274,6 +277,25 @@ def test_a_dense_mixture_is_quantized(tmp_path: Path, architecture: str, monkeyp
     assert torch.equal(logits(own), logits(model)) and said[-1][0] == said[-1][1] == len(said)
     describe(own)
     own.save_pretrained(tmp_path / "saved")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
+    assert torch.equal(logits(again), logits(own))
+
+
+@pytest.mark.parametrize("name", ["experts", "down_proj"])
+def test_experts_that_are_skipped(tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """By their own name or that of a product, and without a warning. Once they were quantized all the same."""
+    skip = ("lm_head", name)
+    write_dense(tmp_path, "deepseek_v3")  # with dense and shared layers of these names too
+    own = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    loaded = AutoModelForCausalLM.from_pretrained(
+        tmp_path, quantization_config=W4GemmConfig("int4_g32", skip=skip), dtype=torch.float32
+    )
+    before = own.model.layers[1].mlp.experts
+    assert quantize_layers(own, "int4_g32", skip=skip).model.layers[1].mlp.experts is before
+    assert not caplog.text and isinstance(own.model.layers[1].mlp.shared_experts.up_proj, W4Linear)
+    assert isinstance(own.model.layers[0].mlp.down_proj, W4Linear) == (name == "experts")
+    assert torch.equal(logits(loaded), logits(own))
+    loaded.save_pretrained(tmp_path / "saved")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
     assert torch.equal(logits(again), logits(own))
 

@@ -67,7 +67,7 @@ def test_a_name_to_skip_that_no_layer_has(skip, close):
     """Once such a layer was quantized without a word."""
     mlp = nn.ModuleDict({"gate_proj": nn.Linear(64, 64), "down_proj": nn.Linear(64, 64)})
     whole = nn.ModuleDict({"mlp": mlp})
-    said = "skip: wanted last parts of names of the model's linear layers, got "
+    said = "skip: wanted last parts of names of the model's linear layers and experts, got "
     with pytest.raises(ValueError, match=re.escape(said + close) + "$"):
         quantize_layers(whole, skip=skip)
     assert type(mlp["gate_proj"]) is type(mlp["down_proj"]) is nn.Linear

@@ -29,7 +29,6 @@ from w4gemm.checkpoints.numbers import Numbers, WeightNumbers
 from w4gemm.checkpoints.stored import is_packed
 from w4gemm.core.errors import FormatError, not_among
 from w4gemm.core.formats import WeightFormat
-from w4gemm.core.words import nearest
 from w4gemm.weights.quantize import quantize
 from w4gemm.weights.weight import QuantizedWeight
 
@@ -75,20 +74,12 @@ def checked_skip(skip: Iterable[str]) -> tuple[str, ...]:
 def linear_layers(model: nn.Module, skip: tuple[str, ...] = SKIP) -> dict[str, nn.Linear]:
     """Dense linear layers by name, without those where the last part of the name is one of ``skip``, without the
     output projection of nn.MultiheadAttention and those such as Mamba's dt_proj, whose weight the model reads; and
-    without subclasses of nn.Linear that compute something else, such as the routers of some mixtures.
-
-    Raises:
-        ValueError: for a name in ``skip`` that no layer has, unless it is one of :data:`SKIP`.
-    """
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    parts = {name.split(".")[-1] for name in layers}
-    if wrong := [name for name in skip if name not in parts and name not in SKIP]:
-        close = nearest(wrong[0].split(".")[-1], parts)
-        raise ValueError(f"skip: wanted last parts of names of the model's linear layers, got {wrong[0]!r}{close}")
+    without subclasses of nn.Linear that compute something else, such as the routers of some mixtures."""
     return {
         name: layer
-        for name, layer in layers.items()
-        if name.split(".")[-1] not in skip
+        for name, layer in model.named_modules()
+        if isinstance(layer, nn.Linear)
+        and name.split(".")[-1] not in skip
         and not isinstance(layer, NonDynamicallyQuantizableLinear)
         and not _is_multiplied_by_model(model, name)
         and (type(layer).forward is nn.Linear.forward or type(layer).__name__ in _PLAIN)
@@ -104,11 +95,7 @@ def _is_multiplied_by_model(model: nn.Module, name: str) -> bool:
 def layers_to_quantize(model: nn.Module, skip: tuple[str, ...] = SKIP) -> dict[str, nn.Linear]:
     """Return those of :func:`linear_layers` that a dense model is quantized in: without routers, which decide more
     than they compute, and without heads of a task, such as a classifier: both lose more in 4 bits than they save. Of a
-    model that reads images or sounds too, they are the language model's.
-
-    Raises:
-        ValueError: as linear_layers.
-    """
+    model that reads images or sounds too, they are the language model's."""
     config = getattr(model, "config", None)
     layers = {name: layer for name, layer in linear_layers(model, skip).items() if not _is_router(name, layer, config)}
     if not hasattr(model, "base_model"):

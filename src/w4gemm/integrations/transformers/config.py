@@ -31,8 +31,9 @@ class W4GemmConfig(QuantizationConfigMixin):
             group that divides a layer's k. A quantized checkpoint keeps its own formats. Of a loaded model: the most
             common one, by its :func:`w4gemm.weights.file.format_name`.
         activations: "fp8" if every quantized layer quantizes x (W4A8); None for what the checkpoint says.
-        skip: last parts of the names of a dense model's layers that stay dense; "lm_head" if not given.
-            ``from_pretrained`` raises ValueError for one that no layer has, except "lm_head".
+        skip: last parts of the names of a dense model's layers and experts that stay dense, as for
+            :func:`quantize_layers`; "lm_head" if not given. ``from_pretrained`` raises ValueError for one that nothing
+            has, except "lm_head".
         modules: of a loaded model: the formats of layers with another one.
 
     Raises:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -24,12 +24,15 @@ from w4gemm.checkpoints.model_experts import DenseProduct, dense_experts
 from w4gemm.core.activation import parse
 from w4gemm.core.errors import kind_of
 from w4gemm.core.formats import WeightFormat
+from w4gemm.core.words import nearest
 from w4gemm.weights.quantize import quantize
 from w4gemm.weights.weight import QuantizedWeight
 
 _log = logging.getLogger("w4gemm")
 Progress = Callable[[int, int, str], None]
 """Called as ``progress(done, total, what)``."""
+Products = Mapping[str, DenseProduct]
+"""The products of dense experts by the names of their parameters; empty for :class:`DenseExperts`."""
 
 
 @dataclass(frozen=True)
@@ -83,22 +86,23 @@ def quantize_layers(
     Args:
         format: see :func:`load`.
         search: as for :func:`w4gemm.quantize`.
-        skip: last parts of the names of layers that stay dense. Each has to be one of some layer, except "lm_head".
+        skip: last parts of the names of layers and experts that stay dense. Each has to be one of some layer or
+            experts, except "lm_head". Experts stay dense as a whole if it names them ("experts") or a product
+            ("down_proj").
         progress: called as ``progress(layers done, layers, "quantizing")``.
 
     Returns:
         The model itself.
 
     Raises:
-        TypeError, ValueError: for a model, format or ``skip`` that is none, for a name in ``skip`` that no layer has,
+        TypeError, ValueError: for a model, format or ``skip`` that is none, for a name in ``skip`` that nothing has,
             for a model without a layer to quantize or with PEFT's adapters, and for a weight that is not finite or too
             large, naming its layer; layers before it are quantized then.
     """
     names, skip = names_of(model), checked_skip(skip)
     _refuse_adapters(model)
     one_format = None if format is None else WeightFormat.of(format)
-    layers, experts = layers_to_quantize(model, skip), dense_experts(model)
-    experts |= {name: {} for name, module in model.named_modules() if isinstance(module, DenseExperts)}
+    layers, experts = to_quantize(model, skip)
     total = len(layers) + len(experts)
     if not total:
         raise ValueError(f"model: wanted one with dense linear layers to quantize, got {summarize(model)}")
@@ -118,7 +122,6 @@ def quantize_layers(
         _quantize_experts(model, names.pop(model.get_submodule(name)), products, one_format, search)
         if progress is not None:
             progress(done, total, "quantizing")
-    warn_of_dense_experts(model, experts)
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoderLayer):
             module.activation_relu_or_gelu = 0  # else PyTorch's fused operator reads the weights of its layers
@@ -131,9 +134,9 @@ def quantize_layers(
 
 
 def _quantize_experts(
-    model: nn.Module, places: list[str], products: Mapping[str, DenseProduct], format: WeightFormat | None, search: bool
+    model: nn.Module, places: list[str], products: Products, format: WeightFormat | None, search: bool
 ) -> None:
-    """Replace dense experts, by all of their names, by quantized ones. products: empty for :class:`DenseExperts`."""
+    """Replace dense experts, by all of their names, by quantized ones."""
     from w4gemm.integrations.transformers.awaited import AwaitedDenseExperts, finish, put_experts
 
     experts = model.get_submodule(places[0])
@@ -156,11 +159,35 @@ def _quantize_experts(
     finish(made)
 
 
-def warn_of_dense_experts(model: nn.Module, known: Collection[str]) -> None:
-    """Say which experts are none of those that are quantized."""
-    if stay := [n for n, m in model.named_modules() if DOWN in m._parameters and n not in known]:
+def to_quantize(model: nn.Module, skip: tuple[str, ...]) -> tuple[dict[str, nn.Linear], dict[str, Products]]:
+    """Return the layers and experts of a dense model that are to be quantized. Say which experts stay dense, although
+    ``skip`` does not name them.
+
+    Raises:
+        ValueError: for a name in ``skip`` that neither a linear layer nor experts have, unless it is one of
+            :data:`SKIP`.
+    """
+    experts: dict[str, Products] = {**dense_experts(model)}
+    experts |= {name: {} for name, module in model.named_modules() if isinstance(module, DenseExperts)}
+    parts = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    stay = []
+    for name, module in model.named_modules():
+        if name in experts or DOWN in module._parameters:
+            own = {name.rpartition(".")[2], *module._parameters}
+            parts |= own
+            if not own.isdisjoint(skip):
+                experts.pop(name, None)
+            elif name not in experts:
+                stay.append(name)
+    if wrong := [name for name in skip if name not in parts and name not in SKIP]:
+        close = nearest(wrong[0].rpartition(".")[2], parts)
+        raise ValueError(
+            f"skip: wanted last parts of names of the model's linear layers and experts, got {wrong[0]!r}{close}"
+        )
+    if stay:
         said = "%s: experts stay dense: w4gemm has no layer that computes the same, or they are split: %s"
         _log.warning(said, getattr(model, "name_or_path", "") or type(model).__name__, listed(stay))
+    return layers_to_quantize(model, skip), experts
 
 
 def _refuse_adapters(model: nn.Module) -> None:
@@ -206,7 +233,7 @@ def _hand_over(layer: nn.Module, made: nn.Module) -> None:
 
 def dequantize_layers(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Replace the quantized linear layers and experts of a model by dense ones with the same numbers, in place; for
-    comparing. Call :func:`describe` before such a model is saved.
+    comparing. Call :func:`describe` before such a model is saved; one with experts is not saved.
 
     Args:
         dtype: of the dense weights and biases: floating point, of 16 bits or more.

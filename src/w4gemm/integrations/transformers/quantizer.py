@@ -10,14 +10,16 @@ Importing this file registers it for the method "w4gemm". transformers 5.17 to 5
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.core_model_loading import ConversionOps, WeightRenaming, revert_weight_conversion
 from transformers.modeling_utils import load_state_dict
 from transformers.quantizers import HfQuantizer, register_quantizer
@@ -28,10 +30,9 @@ from w4gemm.api.nn import W4Linear
 from w4gemm.api.packed_module import PackedModule
 from w4gemm.checkpoints import Checkpoint, open_checkpoint
 from w4gemm.checkpoints.account import Account, Naming, Stored, folder_model, listed
-from w4gemm.checkpoints.dense import SKIP, check_dense, default_format, layers_to_quantize
+from w4gemm.checkpoints.dense import SKIP, check_dense, default_format
 from w4gemm.checkpoints.experts import DOWN, GATE_UP, UP
 from w4gemm.checkpoints.hugging_face import check_layers, quantization_config, read_header
-from w4gemm.checkpoints.model_experts import dense_experts
 from w4gemm.checkpoints.quantized_folder import QuantizedFolder, alarmed
 from w4gemm.checkpoints.w4gemm import METHOD, alarm, alarm_name, settings
 from w4gemm.core.activation import is_gated
@@ -46,15 +47,12 @@ from w4gemm.integrations.transformers.awaited import (
     put_experts,
 )
 from w4gemm.integrations.transformers.config import W4GemmConfig
-from w4gemm.integrations.transformers.layers import dequantize_layers, warn_of_dense_experts
+from w4gemm.integrations.transformers.layers import DenseExperts, dequantize_layers, to_quantize
 from w4gemm.integrations.transformers.places import Placement, dtype_of
 from w4gemm.integrations.transformers.saving import compressed_tensors
 from w4gemm.integrations.transformers.sharding import Local, fill
 from w4gemm.weights.file import parse_format_name
 from w4gemm.weights.weight import QuantizedWeight
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 _log = logging.getLogger("w4gemm")
 
@@ -192,13 +190,12 @@ class W4GemmQuantizer(HfQuantizer):
         kept = {*get_keys_to_not_convert(model), *(model._keep_in_fp32_modules or ())}
         if not set(SKIP) <= set(config.skip) and not model.config.get_text_config().tie_word_embeddings:
             kept -= {name for name, m in model.named_modules() if m is model.get_output_embeddings()}
-        for name, layer in layers_to_quantize(model, tuple(config.skip)).items():
+        layers, experts = to_quantize(model, tuple(config.skip))
+        for name, layer in layers.items():
             if name not in kept and not kept & set(name.split(".")) and f"{name}.weight" not in new:
                 model.set_submodule(name, AwaitedDense(layer, format or default_format(layer.in_features)))
-        experts = dense_experts(model)
         for owner, products in experts.items():
             put_experts(model, owner, AwaitedDenseExperts(model.get_submodule(owner), model.config, products, format))
-        warn_of_dense_experts(model, experts)
 
     @staticmethod
     def _weights_to_round(model: PreTrainedModel) -> Iterator[str]:
@@ -264,6 +261,11 @@ class W4GemmQuantizer(HfQuantizer):
             raise ValueError(
                 f"{self.unsaved[0]} of the model is its file's own, and a saved folder has no place for it: "
                 "wanted a model whose config makes it"
+            )
+        if any(isinstance(module, DenseExperts) for module in model.modules()):
+            raise ValueError(
+                "the model has experts that dequantize_layers made, which no folder has a place for: save the model "
+                "with its quantized experts"
             )
         config, now = self.quantization_config, settings(_own_layers(model))
         if (config.format, config.modules) != (now["format"], now["modules"]):
@@ -348,6 +350,39 @@ def refuse_to_save_undescribed(model: PreTrainedModel) -> None:
     that it holds quantized layers, and transformers would load it with random ones."""
     if not isinstance(getattr(model, "hf_quantizer", None), W4GemmQuantizer):
         model.hf_quantizer = W4GemmQuantizer(W4GemmConfig())
+
+
+def _refuse_to_resize_packed_heads() -> None:
+    """Let ``resize_token_embeddings`` refuse a quantized head, before the embedding has its new size."""
+    resize = PreTrainedModel.resize_token_embeddings
+
+    @functools.wraps(resize)
+    def checked(
+        model: PreTrainedModel,
+        new_num_tokens: int | None = None,
+        pad_to_multiple_of: int | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> nn.Embedding:
+        if isinstance(model.get_output_embeddings(), W4Linear):
+            embedding = model.get_input_embeddings()
+            rows = len(embedding.weight)
+            tokens = rows if new_num_tokens is None else new_num_tokens
+            if pad_to_multiple_of is not None:
+                tokens += -tokens % pad_to_multiple_of
+            if tokens == rows:
+                return embedding
+            raise ValueError(
+                f"new_num_tokens: wanted {rows}, because a quantized head cannot get other rows, got {tokens}; resize "
+                "before the model is quantized, or first put a torch.nn.Linear with the numbers of weight.dequantize() "
+                "in the head's place (set_output_embeddings)"
+            )
+        return resize(model, new_num_tokens, pad_to_multiple_of, *args, **kwargs)
+
+    PreTrainedModel.resize_token_embeddings = checked
+
+
+_refuse_to_resize_packed_heads()
 
 
 def _refuse_to_fuse(model: PreTrainedModel) -> None:
