@@ -210,6 +210,8 @@ def test_a_name_on_the_hub(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     for path in ("nowhere", "meta/a.gguf", str(tmp_path / "a"), "a/b/c"):
         assert main(["inspect", path]) == 1
         assert capsys.readouterr().err == f"w4gemm: error: path: no file or folder {path!r}\n"
+    assert main(["inspect", long := 300 * "x"]) == 1
+    assert capsys.readouterr().err == f"w4gemm: error: {long}: File name too long\n"
 
 
 def test_a_file_that_is_no_checkpoint(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from w4gemm.checkpoints.quantization_configs import ExtraConfig, Patterns
 from w4gemm.checkpoints.w4gemm import OwnWriter
 from w4gemm.checkpoints.writing import write_folder
 from w4gemm.cli.__main__ import main
-from w4gemm.core.files import _pid_namespace, placed, read_regular
+from w4gemm.core.files import _pid_namespace, placed, read_regular, why_unread
 from w4gemm.core.format_names import LARGEST_GROUP
 from w4gemm.core.words import printable
 from w4gemm.integrations.transformers import W4GemmConfig
@@ -235,6 +235,23 @@ def test_pipes_and_devices_as_files(make: Callable[[Path], None], tmp_path: Path
         hugging_face.read_header(file)
     with pytest.raises(ValueError, match="it is no regular file"):
         hugging_face.read_json(file)
+
+
+def test_what_a_download_left(tmp_path: Path) -> None:
+    """A clone without Git LFS has pointers; of a download that was interrupted the hub's cache has links to nowhere."""
+    folder, other = samples.FORMATS["gptq"](tmp_path / "folder"), tmp_path / "a.gguf"
+    file = folder / "model.safetensors"
+    for path in (file, other):
+        path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n")
+        with pytest.raises(FormatError, match=f"{path} is a pointer of Git LFS, which `git lfs pull` "):
+            open_checkpoint(folder if path is file else path)
+    with pytest.raises(FormatError, match=f"path: {file} is a pointer of Git LFS"):
+        QuantizedWeight.load(file)
+    file.unlink()
+    file.symlink_to("../../blobs/00")
+    with pytest.raises(FormatError, match=f"{file} is a link to a file that is not there"):
+        open_checkpoint(folder)
+    assert why_unread(folder) == "cannot be read: Is a directory"
 
 
 def test_json_files_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from w4gemm.core.errors import FormatError, not_among
-from w4gemm.core.files import read_regular
+from w4gemm.core.files import read_regular, why_unread
 from w4gemm.core.words import printable
 
 if TYPE_CHECKING:
@@ -202,7 +202,7 @@ class SafetensorsFolder:
         self.path = path
         self.tensors: dict[str, TensorInfo] = {}
         places = self._index()
-        if places is None and not (path / _SINGLE).exists():
+        if places is None and not os.path.lexists(path / _SINGLE):
             raise FormatError(f"{path} holds no whole model: there is no {_SINGLE}{_variant_in(path)}")
         for file in dict.fromkeys(places.values()) if places is not None else [path / _SINGLE]:
             in_file = read_header(file)
@@ -276,10 +276,12 @@ def _stamp(file: Path) -> tuple[int, ...]:
 def _errors(file: Path) -> Iterator[None]:
     try:
         yield
-    except FileNotFoundError as e:
+    except FileNotFoundError as e:  # which safetensors raises for each file that it cannot open
+        if reason := why_unread(file):
+            raise FormatError(f"{file} {reason}") from e
         raise FormatError(f"{file.parent} holds no whole model: there is no {file.name}") from e
     except SafetensorError as e:
-        raise FormatError(f"{file} is not a whole safetensors file: {e}") from e
+        raise FormatError(f"{file} {why_unread(file) or f'is not a whole safetensors file: {e}'}") from e
     except OSError as e:
         raise FormatError(f"{file} cannot be read: {e.strerror or e}") from e
 

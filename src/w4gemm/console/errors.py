@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import torch
 
 from w4gemm.core.errors import FormatError, UnsupportedError
+from w4gemm.core.files import system_reason
 
 _USER_ERRORS = (ValueError, TypeError, OSError, ImportError, MemoryError, UnsupportedError)
 _LACKS_MEMORY = re.compile(r"can't allocate memory|out of memory|Storage size calculation overflowed")
@@ -22,10 +22,8 @@ def sentence(error: Exception) -> str | None:
     """Return the text to print for an error that a user can mend; None for other errors, which need a traceback."""
     if (memory := _lacking(error)) is not None:
         return str(error) if isinstance(error, MemoryError) and str(error) else f"not enough memory; {memory}"
-    if isinstance(error, OSError) and error.strerror and error.filename is not None:  # without its [Errno ...]
-        names = (error.filename, error.filename2)
-        paths = " -> ".join(os.fsdecode(name) if isinstance(name, bytes) else str(name) for name in names if name)
-        return f"{paths}: {error.strerror}"
+    if isinstance(error, OSError):
+        return system_reason(error)
     return str(error) if isinstance(error, _USER_ERRORS) else None
 
 

@@ -1,5 +1,6 @@
 """Writes of files that are whole or absent, :func:`placed`, reads that refuse pipes and devices, :func:`read_regular`,
-and what lies at a user's path: :func:`existing`, :func:`lacks_weights`. Importing this does without PyTorch."""
+and what lies at a user's path: :func:`existing`, :func:`lacks_weights`, :func:`why_unread`. Importing this does without
+PyTorch."""
 
 from __future__ import annotations
 
@@ -60,6 +61,33 @@ def described(file: Path) -> str:
         return f"a file of tensors: give its folder, {str(file.parent)!r}"
     with file.open("rb") as f:
         return f"a file that begins with {f.read(8)!r}"
+
+
+def why_unread(file: Path) -> str:
+    """Return in words, to stand behind its path, why a file that should hold numbers does not: what kept its download
+    from ending, or the system's reason. The empty string if the bytes themselves are to blame, or no file is there."""
+    try:
+        with file.open("rb") as f:
+            if f.read(len(_POINTER)) == _POINTER:
+                return "is a pointer of Git LFS, which `git lfs pull` in its folder replaces by the file"
+    except FileNotFoundError:
+        return "is a link to a file that is not there" if file.is_symlink() else ""
+    except OSError as e:
+        return f"cannot be read: {e.strerror or e}"
+    return ""
+
+
+_POINTER = b"version https://git-lfs"
+"""Start of what Git leaves in place of a large file."""
+
+
+def system_reason(error: OSError) -> str:
+    """Return what the operating system says of paths, without its [Errno ...]; else the error's own text."""
+    if not error.strerror or error.filename is None:
+        return str(error)
+    names = (error.filename, error.filename2)
+    paths = " -> ".join(os.fsdecode(name) if isinstance(name, bytes) else str(name) for name in names if name)
+    return f"{paths}: {error.strerror}"
 
 
 UNFINISHED = ".unfinished"

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from w4gemm.core.errors import FormatError, device_here, kind_of
-from w4gemm.core.files import placed
+from w4gemm.core.files import placed, why_unread
 from w4gemm.core.formats import WeightFormat
 
 _KIND = "w4gemm.weights.weight"
@@ -75,9 +75,10 @@ def read(path: str | Path, device: torch.device | str) -> tuple[dict[str, torch.
                 raise FormatError(f"path: {path} is a safetensors file without w4gemm metadata")
             tensors = {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118 (not a dict)
     except SafetensorError as e:
-        raise FormatError(f"path: {path} is not a whole safetensors file: {e}") from e
+        reason = why_unread(Path(path)) or f"is not a whole safetensors file: {e}"
+        raise FormatError(f"path: {path} {reason}") from e
     except OSError as e:
-        raise OSError(f"path: {path} cannot be read: {e}") from e
+        raise OSError(f"path: {path} {why_unread(Path(path)) or f'cannot be read: {e}'}") from e
     try:
         facts = json.loads(text)
         kind, version = facts["kind"], facts["version"]

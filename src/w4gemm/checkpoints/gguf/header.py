@@ -21,6 +21,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from w4gemm.core.errors import FormatError
+from w4gemm.core.files import why_unread
 
 MAGIC = b"GGUF"
 
@@ -136,7 +137,8 @@ def read_header(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
     """
     with path.open("rb") as f:
         if f.read(len(MAGIC)) != MAGIC:
-            raise FormatError(f"{path} is no GGUF file: it does not begin with {MAGIC.decode()!r}")
+            reason = why_unread(path) or f"is no GGUF file: it does not begin with {MAGIC.decode()!r}"
+            raise FormatError(f"{path} {reason}")
         with mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as data:
             cursor = _Cursor(path, data)
             cursor.bytes(len(MAGIC))
