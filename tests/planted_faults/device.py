@@ -53,7 +53,7 @@ FAULTS = (
     ),
     Fault(
         "sums are scaled by the level of a word's first group",
-        _SM90 + "consumer.py",
+        _SM90 + "mainloop.py",
         "self.decoder.scales(self.scale_words(packed, group), field)",
         "self.decoder.scales(self.scale_words(packed, group))",
         "tests/test_emulated_kernels.py --every-case -k coop_k2-iq4_g32_s8x256",
@@ -158,7 +158,7 @@ FAULTS = (
     ),
     Fault(
         "no proxy fence behind rows that cp.async brought",
-        _SM90 + "consumer.py",
+        _SM90 + "mainloop.py",
         """        if self.variant.gathered:
             fence_proxy_async()
 """,

@@ -12,21 +12,21 @@ _EMULATED = "tests/test_emulated_kernels.py -k "
 FAULTS = (
     Fault(
         "a second scale group in a k chunk takes the first one's scale",
-        _SM90 + "consumer.py",
+        _SM90 + "mainloop.py",
         "if step == 0 or column == 0:",
         "if step == 0:",
         _EMULATED + "sm90_mixed_gemm/16x128",
     ),
     Fault(
         "every k set reads the first one's blocks",
-        _SM90 + "consumer.py",
+        _SM90 + "mainloop.py",
         "index = row + consumer.k_set * (variant.blocks_k // variant.k_sets) + block",
         "index = row + block",
         _EMULATED + "coop_k2",
     ),
     Fault(
         "a stage is released before its last WGMMA is waited for",
-        _SM90 + "consumer.py",
+        _SM90 + "mainloop.py",
         """            warpgroup.wait_group(1)
             if const_expr(batch == 0):
                 if state.has_previous:
@@ -41,7 +41,7 @@ FAULTS = (
     ),
     Fault(
         "block scales of the next 128 columns",
-        _SM90 + "consumer.py",
+        _SM90 + "mainloop.py",
         "block = consumer.k_set * chunks + (batch - 1) // batches_per_chunk",
         "block = consumer.k_set * chunks + batch // batches_per_chunk",
         _EMULATED + "sm90_fp8",

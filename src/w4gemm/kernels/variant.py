@@ -191,6 +191,11 @@ class KSliceVariant(GpuVariant):
         return self.block.sub_block(columns=min(self.config.tile_k, BLOCK_K))
 
     @property
+    def stream_k(self) -> bool:
+        """True if CTAs divide the k range of tiles, see device/stream_k.py."""
+        return self.config.schedule == "stream"
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes of weights per stage."""
         return self.blocks_n * self.blocks_k * self.stage_block.bytes

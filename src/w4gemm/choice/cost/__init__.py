@@ -69,7 +69,7 @@ def _mma_sync_timers(kernel: Any, problem: GemmProblem) -> Callable[[GemmConfig]
         slice_us = us_of.k_slice + codes_us + (products_us + x_us)
         slice_us = max(slice_us * clock, mma_us(problem, config, wgmma=False))
         moved = moved_us(problem)
-        stream, n_tiles, slices = v.stream, -(-problem.n // config.tile_n), -(-problem.k // config.tile_k)
+        stream, n_tiles, slices = v.stream_k, -(-problem.n // config.tile_n), -(-problem.k // config.tile_k)
 
         def of_tiles(m: int, m_tiles: float) -> float:
             waves = m_tiles * n_tiles / sms

@@ -166,7 +166,7 @@ class Sm80MixedGemmKernel:
             experts = args.rows.starts.shape[0]
             m_tiles, blocks_n = max_m_tiles(args.out.shape[0], experts, config.tile_m), blocks_n // experts
         ctas = m_tiles * cute.ceil_div(blocks_n, variant.blocks_n)
-        if const_expr(variant.stream):
+        if const_expr(variant.stream_k):
             ctas = cutlass.min(ctas * cute.ceil_div(args.x.shape[1], config.tile_k), args.max_clusters)
         self.kernel(args).launch(
             grid=[ctas, 1, 1],
@@ -207,7 +207,7 @@ class Sm80MixedGemmKernel:
                 self.store(acc, first_rows(out, rows.end), of_expert, pipeline, tile)
         else:
             n_tiles = cute.ceil_div(blocks_n, variant.blocks_n)
-            if const_expr(variant.stream):
+            if const_expr(variant.stream_k):
                 self.begin(pipeline)
                 self.run_stream_k(args._replace(epilogue=operands), pipeline, Grid(m_tiles, n_tiles, k_slices))
             else:

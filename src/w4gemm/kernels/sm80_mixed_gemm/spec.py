@@ -63,7 +63,7 @@ _IMPOSSIBLE = (
     Rule(
         "experts and stream-k",
         "stream-k wants to know the number of tiles beforehand",
-        lambda v: v.grouped and v.stream,
+        lambda v: v.grouped and v.stream_k,
     ),
     Rule(
         "shared memory",

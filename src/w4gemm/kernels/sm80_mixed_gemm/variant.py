@@ -35,11 +35,6 @@ class Sm80MixedVariant(KSliceVariant):
 
     # --- the warps of a CTA
 
-    @property
-    def stream(self) -> bool:
-        """True if CTAs divide the k range of tiles, see device/stream_k.py."""
-        return self.config.schedule == "stream"
-
     @staticmethod
     def ctas_per_sm(config: GemmConfig) -> int:
         return 1 if config.schedule == "coop" else 2
@@ -62,7 +57,7 @@ class Sm80MixedVariant(KSliceVariant):
     def k_sets(self) -> int:
         """Sets of warps that divide the k of a stage, at least a k chunk each. One under stream-k, where all threads of
         a CTA store or add partials."""
-        return 1 if self.stream else min(self.config.tile_k // self.chunk_k, self.warps // self.m_warps)
+        return 1 if self.stream_k else min(self.config.tile_k // self.chunk_k, self.warps // self.m_warps)
 
     @property
     def n_warps(self) -> int:

@@ -30,8 +30,8 @@ class Sm90Fp8BlockVariant(Sm90MixedVariant):
     def ctas_per_sm(config: GemmConfig) -> int:
         return 1
 
-    @staticmethod
-    def m64_atoms_of(config: GemmConfig) -> int:
+    @property
+    def m64_atoms(self) -> int:
         return 1
 
     @property

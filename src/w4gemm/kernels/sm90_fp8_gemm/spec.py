@@ -8,7 +8,7 @@ import torch
 
 from w4gemm.kernels.sm90_mixed_gemm import space as mixed
 from w4gemm.kernels.sm90_mixed_gemm.spec import Sm90MixedGemm
-from w4gemm.kernels.sm90_mixed_gemm.variant import ONE_GROUP, Sm90MixedVariant
+from w4gemm.kernels.sm90_mixed_gemm.variant import Sm90MixedVariant
 from w4gemm.kernels.space import Rule, Space
 
 _TILES = {
@@ -103,7 +103,7 @@ _FINE_TILES = {
 
 
 def _held_back(v: Sm90MixedVariant) -> bool:
-    if not v.scales_on_sums or v.block.scale_bytes <= ONE_GROUP or v.one_factor_a_sum:
+    if not v.scales_on_sums or v.block.scale_bytes <= mixed.ONE_GROUP or v.one_factor_a_sum:
         return False
     slow = v.occupancy == 2 or (v.warpgroups == 4 and (v.grouped or v.block_scales))
     square = v.block_scales and (v.config.tile_m, v.config.tile_n, v.config.schedule) == (128, 128, "coop")

@@ -5,8 +5,8 @@ transpose of d; only this folder depends on that. Sizes are named in the problem
 features. The files, in the order in which a tile's data passes them:
 
     kernel.py           launch, shared memory, barriers; Producer: weights and x from memory into stages
-    consumer.py         Mainloop: from a stage into registers, decode, WGMMA, release; Consumer: the tiles of a
-                        warpgroup, sums over k sets, split-k and stream-k; StreamFlags
+    consumer.py         Consumer: the tiles of a warpgroup, sums over k sets, split-k and stream-k; StreamFlags
+    mainloop.py         Mainloop: from a stage into registers, decode, WGMMA, release
     shared_levels.py    SharedLevels: scales of two levels, which a warp's lanes prepare for one another
     epilogue.py         EpilogueStore: from sums to rows of d
     tile_scheduler.py   which tiles a CTA has, read by all of them
@@ -153,8 +153,9 @@ from w4gemm.kernels.device.launch import memory_of_launch
 from w4gemm.kernels.device.pipeline import PipelineState
 from w4gemm.kernels.device.row_gather import RowGather
 from w4gemm.kernels.device.scheduler import tile_coordinates
-from w4gemm.kernels.sm90_mixed_gemm.consumer import Consumer, ConsumerMemory, Handover, Mainloop
+from w4gemm.kernels.sm90_mixed_gemm.consumer import Consumer, ConsumerMemory, Handover
 from w4gemm.kernels.sm90_mixed_gemm.epilogue import EpilogueStore, TmaStore
+from w4gemm.kernels.sm90_mixed_gemm.mainloop import Mainloop
 from w4gemm.kernels.sm90_mixed_gemm.tile_scheduler import (
     ClusterCoord,
     Pipeline,
@@ -663,7 +664,8 @@ class Producer:
         variant = self.variant
         with cute.arch.elect_one():
             barrier = shared_address(pipeline.full + stage)
-            transaction_bytes = variant.weight_bytes + boxes * variant.box_bytes
+            box_bytes = variant.box_tokens * variant.config.tile_k * variant.itemsize  # of all k chunks
+            transaction_bytes = variant.weight_bytes + boxes * box_bytes
             if const_expr(variant.block_scales):
                 transaction_bytes += variant.scale_tokens * variant.blocks_k * 4
             cute.arch.mbarrier_arrive_and_expect_tx(pipeline.full + stage, transaction_bytes)

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from w4gemm.kernels.sm90_mixed_gemm.variant import ONE_GROUP, WGMMA_TOKENS, Sm90MixedVariant
+from w4gemm.kernels.sm90_mixed_gemm.variant import WGMMA_TOKENS, Sm90MixedVariant
 from w4gemm.kernels.space import Rule, Space
+from w4gemm.packing.block import BLOCK_N
+
+ONE_GROUP = 2 * BLOCK_N
+"""Bytes of the scales of a block with a single group, of 16 bits, and no zero points."""
 
 _TILES = {
     "64x64_1x1x1_coop": "192 256",

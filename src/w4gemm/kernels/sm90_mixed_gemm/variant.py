@@ -9,11 +9,8 @@ from typing import NamedTuple
 
 from w4gemm.core.config import GemmConfig
 from w4gemm.kernels.variant import HOPPER_SHARED_MEMORY, KSliceVariant, registers_of, shared_memory_of_each
-from w4gemm.packing.block import BLOCK_K, BLOCK_N
+from w4gemm.packing.block import BLOCK_K
 from w4gemm.packing.codecs import Pairs
-
-ONE_GROUP = 2 * BLOCK_N
-"""Bytes of the scales of a block with a single group, of 16 bits, and no zero points."""
 
 WGMMA_TOKENS = 256
 """The most tokens of a WGMMA."""
@@ -72,16 +69,11 @@ class Sm90MixedVariant(KSliceVariant):
     def ctas_per_sm(config: GemmConfig) -> int:
         return 2 if config.schedule == "pingpong" and config.tile_m <= 128 else 1
 
-    @staticmethod
-    def m64_atoms_of(config: GemmConfig) -> int:
-        """Number of 64-row blocks of the weight that one warpgroup owns: two if four warpgroups would have too few
-        registers each."""
-        return 2 if config.tile_n == 256 and config.tile_m > 64 else 1
-
     @property
     def m64_atoms(self) -> int:
-        """:meth:`m64_atoms_of` this one's config."""
-        return self.m64_atoms_of(self.config)
+        """Number of 64-row blocks of the weight that one warpgroup owns: two if four warpgroups would have too few
+        registers each."""
+        return 2 if self.config.tile_n == 256 and self.config.tile_m > 64 else 1
 
     @property
     def warpgroups_n(self) -> int:
@@ -152,11 +144,6 @@ class Sm90MixedVariant(KSliceVariant):
         not know the number of tiles; its k sets then reduce through memory of their own.
         """
         return self.grouped or (self.k_sets == 1 and self.config.split_k == 1)
-
-    @property
-    def stream_k(self) -> bool:
-        """True if CTAs divide tiles along k, see device/stream_k.py."""
-        return self.config.schedule == "stream"
 
     @property
     def short(self) -> bool:
@@ -279,11 +266,6 @@ class Sm90MixedVariant(KSliceVariant):
     def boxes(self) -> int:
         """Number of TMA boxes along the tokens of a tile."""
         return -(-self.config.tile_m // self.box_tokens)
-
-    @property
-    def box_bytes(self) -> int:
-        """Bytes of a box of all k chunks of a stage."""
-        return self.x_bytes // self.config.tile_m * self.box_tokens
 
     @property
     def pairs(self) -> Pairs | None:
@@ -458,24 +440,22 @@ class Sm90MixedVariant(KSliceVariant):
         return 2 if self.stream_k or (little_x and small) else 1
 
     def _stages_beside(self, staging_tokens: int) -> int:
-        room = self._room - self.staging_buffers * self._staging_bytes(staging_tokens)
+        room = self._memory - self.handover_bytes - self.staging_buffers * self._staging_bytes(staging_tokens)
         return min(8, room // self.stage_bytes)
 
     @functools.cached_property
-    def _room(self) -> int:
-        """Bytes for stages and staging buffers."""
-        return self._memory - self.handover_bytes
+    def _other_bytes(self) -> int:
+        """Memory besides stages, staging buffers and what the CTAs of a split hand over."""
+        tables = self.expert_map_bytes + self.decode_table_bytes + self.all_levels_bytes
+        return self.k_set_bytes + tables + _BARRIERS_AND_ALIGNMENT
 
     @functools.cached_property
     def _memory(self) -> int:
-        """Bytes for those and what the CTAs of a split hand over."""
-        room = shared_memory_of_each(HOPPER_SHARED_MEMORY, self.occupancy) - _BARRIERS_AND_ALIGNMENT
-        return room - self.k_set_bytes - self.expert_map_bytes - self.decode_table_bytes - self.all_levels_bytes
+        """Memory for stages, staging buffers and what the CTAs of a split hand over."""
+        return shared_memory_of_each(HOPPER_SHARED_MEMORY, self.occupancy) - self._other_bytes
 
     @property
     def shared_bytes(self) -> int:
         """Shared memory per CTA, alignment included."""
         staging = self.staging_buffers * self.staging_bytes
-        tables = self.expert_map_bytes + self.decode_table_bytes + self.all_levels_bytes
-        sums = self.k_set_bytes + self.handover_bytes
-        return self.num_stages * self.stage_bytes + staging + sums + tables + _BARRIERS_AND_ALIGNMENT
+        return self.num_stages * self.stage_bytes + staging + self.handover_bytes + self._other_bytes

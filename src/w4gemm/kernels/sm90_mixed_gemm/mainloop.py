@@ -1,0 +1,477 @@
+"""The main loop: :class:`Mainloop` decodes and multiplies the stages of a tile. kernel.py has the facts: memory,
+barriers, registers, the order of MMA batches.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, const_expr
+from cutlass.cute.nvgpu import warpgroup
+
+from w4gemm.kernels.device.block import BlockReader, LaneOffsets
+from w4gemm.kernels.device.pipeline import PipelineState
+from w4gemm.kernels.sm90_mixed_gemm.shared_levels import LevelLane, SharedLevels
+from w4gemm.kernels.sm90_mixed_gemm.tile_scheduler import Pipeline, TileScheduler
+from w4gemm.kernels.sm90_mixed_gemm.variant import Sm90MixedVariant
+from w4gemm.packing.block import HALF_K
+from w4gemm.ptx.arithmetic import fma, hidden_constant, kept, to_float
+from w4gemm.ptx.memory import fence_proxy_async, load_shared
+
+
+class ConsumerCoord(NamedTuple):
+    """A consumer thread."""
+
+    warpgroup: Int32
+    """Number of its warpgroup along the features of a tile."""
+    k_set: Int32
+    thread: Int32
+    """0 .. 127 in the warpgroup."""
+    cta_rank: Int32
+    """Rank of the CTA in its cluster."""
+
+
+class StageState(NamedTuple):
+    """A stage that is multiplied, and its neighbours."""
+
+    stage: Int32
+    next: PipelineState
+    previous: Int32
+    has_previous: Boolean
+    """True if ``previous`` is of the same work tile, and not yet released."""
+    has_next: Boolean
+    """True if ``next`` is of the same work tile."""
+
+
+class MmaOperands(NamedTuple):
+    """Registers and shared memory of a consumer thread that the main loop works on."""
+
+    accumulators: Any
+    """One operand per 64-row block or range of tokens or, if scales are applied to sums, flat."""
+    fragment: cute.Tensor
+    """Two buffers of decoded weights, operand A."""
+    x: list[cute.Tensor]
+    """x of all stages as operand B, by range of tokens."""
+    packed: cute.Tensor
+    """A packed block or a part of one in registers, see :class:`Mainloop`."""
+    register: Int32
+    """What the decoder prepares from: the address of its table, of a table of pairs the thread's own copies, or its
+    ``held_word``."""
+    offsets: LaneOffsets | None
+    """The thread's in a packed block, beside ``held_word``."""
+    lane: LevelLane | None
+    """None unless lanes prepare scales for one another."""
+
+
+class GroupSums(NamedTuple):
+    """Registers besides, if scales are applied to sums."""
+
+    sets: list[tuple[cute.Tensor, cute.Tensor]]
+    """One or two sets: the float32 sums of an MMA batch, and their scales of rows g and g + 8."""
+    scales: cute.Tensor
+    """Scales of the k chunk that was decoded last: rows g and g + 8 of each group."""
+
+    def batch(self, index: int) -> tuple[cute.Tensor, cute.Tensor]:
+        """The set that an MMA batch adds into; batches alternate if there are two sets."""
+        return self.sets[index % len(self.sets)]
+
+
+def flattened(registers: cute.Tensor) -> cute.Tensor:
+    """``registers`` with one index, in the order in which WGMMA has them."""
+    return cute.make_tensor(registers.iterator, cute.make_layout(cute.size(registers)))
+
+
+class Mainloop:
+    """Multiplies stages, for one variant.
+
+    A thread holds one packed block at a time: its code words, then the scale words of each run (one or two scale
+    groups), then the factors if there are any. Of codes of more than four bits it holds those of one k chunk at a time,
+    because those of a block would take too many registers.
+    """
+
+    def __init__(self, variant: Sm90MixedVariant, scheduler: TileScheduler, decoder: Any):
+        self.variant, self.scheduler = variant, scheduler
+        self.decoder = decoder
+        self.block = variant.stage_block
+        """A packed block: the part of a weight block that a stage holds, all 128 columns or 64."""
+        self.reader = BlockReader(self.block, variant.weight.codec.turns)
+        self.levels = SharedLevels(variant, decoder)
+        self.k_chunks = variant.config.tile_k // variant.chunk_k
+        """K chunks of 128 bytes of x in a stage."""
+        self.chunks_per_block = self.block.columns // variant.chunk_k
+        self.chunks_per_load = self.chunks_per_block if self.block.bits <= 4 else 1
+        """K chunks whose codes a thread loads together."""
+        self.code_words = self.block.lane_words * self.chunks_per_load // self.chunks_per_block
+        """Code words that a thread holds."""
+        self.groups = self.block.groups
+        """Scale groups of a packed block."""
+        self.steps_per_group = 4 * self.chunks_per_block // self.groups
+        """Matrix instructions of a scale group within a packed block."""
+
+    @property
+    def holds(self) -> bool:
+        """True if registers hold what loads and scales of two levels need in each block."""
+        return self.variant.holds_words and self.decoder.held_word is not None
+
+    @property
+    def packed_words(self) -> int:
+        """Words of a packed block that a thread holds."""
+        if self.variant.shares_levels:
+            return self.code_words
+        return self.code_words + self.block.runs * self.block.words_per_scale + self.block.factors
+
+    def operands(
+        self, mma: cute.TiledMma, thr_mma: Any, acc: cute.Tensor, s_x: cute.Tensor, register: Int32, levels: Int32
+    ) -> MmaOperands:
+        """The operands of a consumer thread, with registers for packed and decoded weights. acc: its accumulators.
+        register: address of the decoder's table, if it has one. levels: address of scales that lanes share."""
+        variant, splits = self.variant, self.variant.token_splits
+        tiles = [
+            cute.local_tile(s_x, (variant.config.tile_m // splits, variant.chunk_k), (i, 0, None))
+            for i in range(splits)
+        ]
+        x = [mma.make_fragment_B(thr_mma.partition_B(tile)) for tile in tiles]
+        shape = thr_mma.partition_shape_A((64 * variant.warpgroups_n, 2 * variant.chunk_k))
+        fragment = cute.make_rmem_tensor(shape, mma.op.a_dtype)
+        packed = cute.make_rmem_tensor((self.packed_words,), Int32)
+        flat, count = flattened(acc), variant.m64_atoms * splits
+        accumulators: Any = flat
+        if not variant.promotes:
+            # one operand for each 64-row block or range of tokens: ranges of the registers, one after the other
+            layout = cute.make_layout((*acc.shape[:1], 1, 1))
+            parts = [cute.make_tensor(flat.iterator + r * (cute.size(flat) // count), layout) for r in range(count)]
+            accumulators = parts if count > 1 else [acc]
+        offsets = None
+        if self.holds:
+            register = kept(hidden_constant(self.decoder.held_word))
+            offsets = self.reader.offsets(cute.arch.thread_idx()[0] % 128)
+        lane = self.levels.lane(register, levels) if variant.shares_levels else None
+        return MmaOperands(accumulators, fragment, x, packed, register, offsets, lane)
+
+    def group_sums(self, thr_mma: Any) -> GroupSums | None:
+        """Registers for sums that are promoted; None if none are."""
+        variant = self.variant
+        if not variant.promotes:
+            return None
+        shape = thr_mma.partition_shape_C((variant.config.tile_n, variant.config.tile_m // variant.token_splits))
+        sets = [
+            (cute.make_rmem_tensor(shape, Float32), cute.make_rmem_tensor((2,), Float32))
+            for _ in range(1 if variant.one_set_of_sums else 2)
+        ]
+        return GroupSums(sets, cute.make_rmem_tensor((2 * self.groups,), Float32))
+
+    def load_packed(
+        self, operands: MmaOperands, pipeline: Pipeline, stage: Int32, number: int, consumer: ConsumerCoord
+    ) -> None:
+        """Load codes of one of this k set's packed blocks into registers, with the first of a block its scales too.
+        number: which of the warpgroup's loads in the stage, counted over a block's k chunks first, then over its 64-row
+        blocks, then along k."""
+        variant, thread = self.variant, consumer.thread
+        packed_block, part = divmod(number, self.chunks_per_block // self.chunks_per_load)
+        block, atom = divmod(packed_block, variant.m64_atoms)
+        row = (consumer.warpgroup * variant.m64_atoms + atom) * variant.blocks_k
+        index = row + consumer.k_set * (variant.blocks_k // variant.k_sets) + block
+        address = pipeline.weights + stage * variant.weight_bytes + index * self.block.bytes
+        offsets = operands.offsets
+        pair: Int32 | int = 0 if self.holds else thread // 32 * 8 + thread % 32 // 4
+        words: list[Int32] = []
+        halves = self.chunks_per_load * variant.chunk_k // HALF_K
+        for half in range(part * halves, (part + 1) * halves):
+            words += self.reader.codes(address, half, lane=thread, offsets=offsets)
+        if part == 0 and operands.lane is not None:
+            self.levels.store(operands.lane, address)
+        elif part == 0:
+            for run in range(self.block.runs):
+                first = self.block.scales_at(run * self.block.groups_per_word)
+                words += self.reader.scales(address + first, pair=pair, offsets=offsets)
+            words += self.reader.factors(address + self.block.code_bytes, pair=pair, offsets=offsets)
+        for i, word in enumerate(words):
+            operands.packed[i] = word
+
+    def decode_chunk(
+        self,
+        packed: cute.Tensor,
+        fragment: cute.Tensor,
+        chunk: int,
+        buffer: int,
+        register: Int32,
+        lane: LevelLane | None = None,
+    ) -> None:
+        """Decode a k chunk of a packed block into one of the two buffers of ``fragment``."""
+        registers = cute.recast_tensor(fragment, Int32)
+        count = self.code_words // self.chunks_per_load
+        at = chunk % self.chunks_per_load * count
+        codes = [packed[i] for i in range(at, at + count)]
+        prepared: Any = None
+        step_k = self.variant.chunk_k // 4
+        for step in range(4):
+            group, column = divmod(chunk * self.variant.chunk_k + step * step_k, self.block.scale_group)
+            if step == 0 or column == 0:
+                field = group % self.block.groups_per_word
+                if lane is None:
+                    prepared = self.decoder.prepare(self.scale_words(packed, group), register, field)
+                else:
+                    prepared = self.levels.load(lane, group)
+            values = self.decoder.decode(self.reader.words_of_step(codes, step), prepared)
+            for r, value in enumerate(values):
+                registers[(0, r % 2, r // 2), 0, buffer * 4 + step] = value
+
+    def take_scales(self, packed: cute.Tensor, scales: cute.Tensor) -> None:
+        """Copy the scales of rows g and g + 8 of each group to ``scales``, as factors of the group's sums."""
+        for group in range(self.block.groups):
+            field = group % self.block.groups_per_word
+            for row, scale in enumerate(self.decoder.scales(self.scale_words(packed, group), field)):
+                scales[2 * group + row] = scale
+
+    def scale_words(self, packed: cute.Tensor, group: int) -> tuple[Int32, ...]:
+        """The words of a group's scales in what is packed, and those of the block's factors."""
+        width = self.block.words_per_scale
+        first = self.code_words + group // self.block.groups_per_word * width
+        factors = range(self.code_words + self.block.runs * width, self.packed_words)
+        return tuple(packed[i] for i in (*range(first, first + width), *factors))
+
+    @cute.jit
+    def multiply(
+        self,
+        mma: cute.TiledMma,
+        pipeline: Pipeline,
+        operands: MmaOperands,
+        sums: GroupSums | None,
+        state: PipelineState,
+        k_slices: Int32,
+        consumer: ConsumerCoord,
+    ) -> tuple[PipelineState, Int32]:
+        """Multiply the k-slices of a work tile, which begin at ``state``. Return the state behind them, and their last
+        stage: unless sums are promoted, its last MMA batch is in flight and it is not released yet."""
+        variant = self.variant
+        if k_slices > 0:
+            self.wait_full(pipeline, state)
+            if const_expr(variant.promotes):
+                self.begin_groups(operands, sums, pipeline, state.stage, consumer)
+            else:
+                self.load_packed(operands, pipeline, state.stage, 0, consumer)
+        previous = state.stage
+        for i in cutlass.range(k_slices // variant.stages_per_iteration, unroll=1):
+            for number in cutlass.range_constexpr(variant.stages_per_iteration):
+                current, state = state.stage, state.after(variant.num_stages)
+                done = i * variant.stages_per_iteration + number
+                stage_state = StageState(current, state, previous, done > 0, done + 1 < k_slices)
+                if const_expr(variant.one_set_of_sums):
+                    self.multiply_chunk(mma, pipeline, operands, sums, stage_state, consumer, number)
+                elif const_expr(variant.promotes):
+                    self.multiply_groups(mma, pipeline, operands, sums, stage_state, consumer)
+                else:
+                    self.multiply_stage(mma, pipeline, operands, stage_state, consumer, number)
+                previous = current
+        return state, previous
+
+    @cute.jit
+    def multiply_stage(
+        self,
+        mma: cute.TiledMma,
+        pipeline: Pipeline,
+        operands: MmaOperands,
+        state: StageState,
+        consumer: ConsumerCoord,
+        stage_in_iteration: int,
+    ):
+        """Add this k set's share of one stage to the accumulators, and load the first packed block of the next stage
+        into registers; the last MMA batch stays in flight.
+
+        An MMA batch is one k chunk of one 64-row block. Loop order, innermost first: chunks of a packed block, 64-row
+        blocks, blocks along k. stage_in_iteration: number of this stage in the main-loop iteration, which keeps the two
+        fragment buffers alternating across stages.
+        """
+        variant = self.variant
+        chunks = self.k_chunks // variant.k_sets
+        x_chunk = state.stage * self.k_chunks + consumer.k_set * chunks
+        batches = chunks * variant.m64_atoms
+        for batch in cutlass.range_constexpr(batches):
+            buffer = (stage_in_iteration * batches + batch) % 2
+            packed_block, chunk = divmod(batch, self.chunks_per_block)
+            block, atom = divmod(packed_block, variant.m64_atoms)
+            self.decode_chunk(operands.packed, operands.fragment, chunk, buffer, operands.register, operands.lane)
+            next_load, chunk_of_load = divmod(batch + 1, self.chunks_per_load)
+            if const_expr(chunk_of_load == 0 and batch < batches - 1):
+                self.load_packed(operands, pipeline, state.stage, next_load, consumer)
+            warpgroup.fence()
+            for step in cutlass.range_constexpr(4):
+                for tokens in cutlass.range_constexpr(variant.token_splits):
+                    acc = operands.accumulators[atom * variant.token_splits + tokens]
+                    x = operands.x[tokens][(None, None, step, x_chunk + block * self.chunks_per_block + chunk)]
+                    cute.gemm(mma, acc, operands.fragment[(None, None, buffer * 4 + step)], x, acc)
+            warpgroup.commit_group()
+            if const_expr(batch == batches - 1):
+                if state.has_next:  # its latency passes while the tensor cores work
+                    self.wait_full(pipeline, state.next)
+                    self.load_packed(operands, pipeline, state.next.stage, 0, consumer)
+            warpgroup.wait_group(1)
+            if const_expr(batch == 0):
+                if state.has_previous:
+                    self.scheduler.release(pipeline, state.previous, consumer.cta_rank)
+
+    @cute.jit
+    def multiply_groups(
+        self,
+        mma: cute.TiledMma,
+        pipeline: Pipeline,
+        operands: MmaOperands,
+        sums: GroupSums,
+        state: StageState,
+        consumer: ConsumerCoord,
+    ):
+        """Add this k set's share of one stage to the accumulators, with scales that are applied to the sums of a group.
+        ``begin_groups`` has run for the stage.
+
+        An MMA batch is one scale group and one range of tokens. Two sets of sums alternate, so that one batch is
+        multiplied while the previous one is scaled and added to acc, and the next chunk decoded. No batch is in flight
+        at the end, because ptxas would serialize all of them.
+        """
+        variant = self.variant
+        acc = operands.accumulators
+        chunks, steps = self.k_chunks // variant.k_sets, 4 // variant.promotions
+        x_chunk = state.stage * self.k_chunks + consumer.k_set * chunks
+        batches_per_chunk = variant.batches_per_chunk
+        scales_of_x = pipeline.scales + state.stage * variant.block_scale_bytes
+        for batch in cutlass.range_constexpr(chunks * batches_per_chunk):
+            chunk, batch_in_chunk = divmod(batch, batches_per_chunk)
+            group, tokens = divmod(batch_in_chunk, variant.token_splits)
+            batch_sums, batch_scales = sums.batch(batch)
+            own = range(group * steps, (group + 1) * steps)
+            self.multiply_group(mma, batch_sums, operands, chunk % 2, own, tokens, x_chunk + chunk)
+            if const_expr(batch > 0):
+                warpgroup.wait_group(1)
+                block = consumer.k_set * chunks + (batch - 1) // batches_per_chunk
+                self.add_scaled_sums(
+                    acc, sums, batch - 1, self.token_factors(scales_of_x, block, batch - 1, sums, consumer)
+                )
+            if const_expr(variant.scales_on_sums):
+                place = chunk % self.chunks_per_block * 4 + group * steps
+                for row in cutlass.range_constexpr(2):
+                    batch_scales[row] = sums.scales[place // self.steps_per_group * 2 + row]
+            if const_expr(batch_in_chunk == batches_per_chunk - 1 and chunk < chunks - 1):
+                self.decode_group_chunk(operands, sums, (chunk + 1) % 2, (chunk + 1) % self.chunks_per_block)
+                next_load, chunk_of_load = divmod(chunk + 2, self.chunks_per_load)
+                if const_expr(chunk_of_load == 0 and chunk + 2 < chunks):
+                    self.load_packed(operands, pipeline, state.stage, next_load, consumer)
+        if state.has_next:
+            self.wait_full(pipeline, state.next)
+            self.begin_groups(operands, sums, pipeline, state.next.stage, consumer)
+        warpgroup.wait_group(0)
+        last = chunks * batches_per_chunk - 1
+        block = consumer.k_set * chunks + chunks - 1
+        self.add_scaled_sums(acc, sums, last, self.token_factors(scales_of_x, block, last, sums, consumer))
+        self.scheduler.release(pipeline, state.stage, consumer.cta_rank)
+
+    @cute.jit
+    def multiply_chunk(
+        self,
+        mma: cute.TiledMma,
+        pipeline: Pipeline,
+        operands: MmaOperands,
+        sums: GroupSums,
+        state: StageState,
+        consumer: ConsumerCoord,
+        stage_in_iteration: int,
+    ):
+        """Add a stage of one k chunk, which is one scale group, to the accumulators, with one set of sums.
+        ``begin_groups`` or the stage before has decoded it.
+
+        The next chunk is decoded while this one is multiplied: in a branch, behind which ptxas leaves the wait. While
+        the sums are added, the tensor cores work for the other warpgroup. Factors of tokens are loaded behind the wait:
+        in front of it their registers and loads cost 4 to 7 %.
+        """
+        buffer = stage_in_iteration % 2
+        batch_sums, batch_scales = sums.batch(0)
+        self.multiply_group(mma, batch_sums, operands, buffer, range(4), 0, state.stage)
+        for row in cutlass.range_constexpr(2):
+            batch_scales[row] = sums.scales[row]
+        if state.has_next:
+            self.wait_full(pipeline, state.next)
+            self.load_packed(operands, pipeline, state.next.stage, 0, consumer)
+            self.decode_group_chunk(operands, sums, 1 - buffer)
+        warpgroup.wait_group(0)
+        scales_of_x = pipeline.scales + state.stage * self.variant.block_scale_bytes
+        factors = self.token_factors(scales_of_x, 0, 0, sums, consumer)
+        self.scheduler.release(pipeline, state.stage, consumer.cta_rank)
+        self.add_scaled_sums(operands.accumulators, sums, 0, factors)
+
+    def multiply_group(
+        self,
+        mma: cute.TiledMma,
+        sums: cute.Tensor,
+        operands: MmaOperands,
+        buffer: int,
+        steps: range,
+        tokens: int,
+        chunk: Int32,
+    ) -> None:
+        """Issue the MMA batch of a scale group, which begins new sums. steps: of the k chunk. tokens: their range."""
+        warpgroup.fence()
+        for step in steps:
+            mma.set(warpgroup.Field.ACCUMULATE, step > steps.start)
+            weight, x = operands.fragment[(None, None, buffer * 4 + step)], operands.x[tokens]
+            cute.gemm(mma, sums, weight, x[(None, None, step, chunk)], sums)
+        warpgroup.commit_group()
+
+    @cute.jit
+    def begin_groups(
+        self, operands: MmaOperands, sums: GroupSums, pipeline: Pipeline, stage: Int32, consumer: ConsumerCoord
+    ):
+        """Decode a stage's first chunk, and bring its second into registers if it has one."""
+        self.load_packed(operands, pipeline, stage, 0, consumer)
+        self.decode_group_chunk(operands, sums, 0)
+        if const_expr(not self.variant.one_set_of_sums and self.chunks_per_load == 1):
+            self.load_packed(operands, pipeline, stage, 1, consumer)
+
+    def decode_group_chunk(self, operands: MmaOperands, sums: GroupSums, buffer: int, number: int = 0) -> None:
+        """Decode a chunk of what is packed into a fragment buffer; with the first one take the scales of all, if they
+        are applied to sums."""
+        self.decode_chunk(operands.packed, operands.fragment, number, buffer, operands.register)
+        if self.variant.scales_on_sums and number == 0:
+            self.take_scales(operands.packed, sums.scales)
+
+    def add_scaled_sums(self, acc: cute.Tensor, sums: GroupSums, batch: int, of_tokens: list[Float32]) -> None:
+        """Add the sums of an MMA batch to acc, times the factors of tokens if there are any, and the scales of rows g
+        and g + 8 if they are applied to sums and are no part of these factors."""
+        batch_sums, scales = sums.batch(batch)
+        flat = flattened(batch_sums)
+        first = batch % self.variant.token_splits * cute.size(flat)
+        for i in range(cute.size(flat)):
+            factors = [of_tokens[i // 4 * 2 + i % 2]] if of_tokens else []
+            if self.variant.scales_on_sums and not self.variant.one_factor_a_sum:
+                factors.append(scales[i // 2 % 2])
+            value = flat[i] if len(factors) == 1 else flat[i] * factors[0]
+            acc[first + i] = fma(value, factors[-1], acc[first + i])
+
+    def token_factors(
+        self, address: Int32, block: Int32 | int, batch: int, sums: GroupSums, consumer: ConsumerCoord
+    ) -> list[Float32]:
+        """The scales of x for the sums of an MMA batch that a thread holds, two for each eight tokens, times that of
+        the weights if a thread's rows share it; none if rows of x have no scales of 128 columns.
+
+        Args:
+            address: of the first token's scale in the stage.
+            block: the k block in the stage.
+        """
+        variant = self.variant
+        if not variant.block_scales:
+            return []
+        tokens = variant.config.tile_m // variant.token_splits
+        first = batch % variant.token_splits * tokens + consumer.thread % 4 * 2
+        at = address + (block * variant.scale_tokens + first) * 4
+        together = 1 if variant.grouped else 2  # an expert's first scale may be at an odd place
+        starts = [at + eight * 32 + word * 4 for eight in range(tokens // 8) for word in range(0, 2, together)]
+        factors = [to_float("f32", word) for start in starts for word in load_shared(start, together)]
+        if variant.one_factor_a_sum:
+            scale = sums.batch(batch)[1][0]
+            factors = [factor * scale for factor in factors]
+        return factors
+
+    def wait_full(self, pipeline: Pipeline, state: PipelineState) -> None:
+        """Wait until a stage is filled, and visible to WGMMA: what cp.async wrote needs a fence besides the barrier."""
+        cute.arch.mbarrier_wait(pipeline.full + state.stage, state.phase)
+        if self.variant.gathered:
+            fence_proxy_async()
