@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from w4gemm.core.errors import kind_of, require_dense, require_tensor
+from w4gemm.core.errors import kind_of, require_dense, require_int, require_tensor
 from w4gemm.core.formats import WeightFormat
 from w4gemm.packing.layouts import WeightComponents
 from w4gemm.weights.components import times_factors
@@ -169,6 +169,28 @@ def _infinite_groups(format: WeightFormat, scales: torch.Tensor, zeros: torch.Te
         f"and |zero point| together must be at most {limit:g}); "
         f"first in row {first_row + row}, group {group}: scale {scale}{zero}"
     )
+
+
+def checked_count(weights: object, count: int | None) -> int:
+    """Return the number of weights to stack. count: None for their length.
+
+    Raises:
+        TypeError, ValueError: if ``weights`` is nothing to iterate over, or if its length is not ``count``, 0, or
+            unknown without a count.
+    """
+    if not isinstance(weights, Iterable) or isinstance(weights, torch.Tensor):
+        raise TypeError(f"weights: wanted QuantizedWeights, a sequence or other iterable, got {kind_of(weights)}")
+    length = len(weights) if isinstance(weights, Sequence) else None
+    if count is None:
+        if length is None:
+            raise TypeError(f"count: wanted the number of weights, because a {kind_of(weights)} has no length")
+        if not length:
+            raise ValueError("weights: wanted at least one, got none")
+        return length
+    require_int("count", count)
+    if length not in (None, count):
+        raise ValueError(f"weights: wanted {count}, got {length}")
+    return count
 
 
 def sorting_perm(g_idx: torch.Tensor, format: WeightFormat, k: int, device: torch.device) -> torch.Tensor | None:

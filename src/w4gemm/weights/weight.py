@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from w4gemm.core.autocast import without_autocast
-from w4gemm.core.errors import device_here, is_int, kind_of, require_int
+from w4gemm.core.errors import device_here, is_int, kind_of
 from w4gemm.core.formats import WeightFormat
 from w4gemm.packing.layouts import CanonicalLayout, WeightComponents, layout_named, layout_on
 from w4gemm.packing.packed_shape import PackedShape, packed_shape
@@ -21,6 +21,7 @@ from w4gemm.weights.checks import (
     check_perm,
     check_range,
     checked,
+    checked_count,
     is_permutation,
     sorting_perm,
 )
@@ -164,8 +165,7 @@ class QuantizedWeight:
             if not isinstance(w, cls):
                 raise TypeError(f"{name}: wanted a QuantizedWeight, got {type(w).__name__}")
         perms = [w.perm for w in (gate, up) if w.perm is not None]
-        facts = [(w.format, w.n, w.k, w.device, w.activations) for w in (gate, up)]
-        if facts[0] != facts[1] or len(perms) == 1 or (perms and not torch.equal(*perms)):
+        if _differing(gate, up) or len(perms) == 1 or (perms and not torch.equal(*perms)):
             raise ValueError(f"up: wanted format, n, k, device, activations and perm of gate, {gate}, got {up}")
         if gate.experts or up.experts:
             if gate.experts != up.experts:
@@ -197,18 +197,7 @@ class QuantizedWeight:
         Raises:
             TypeError, ValueError: if weights differ, or their number is not ``count``.
         """
-        if not isinstance(weights, Iterable) or isinstance(weights, torch.Tensor):
-            raise TypeError(f"weights: wanted QuantizedWeights, a sequence or other iterable, got {kind_of(weights)}")
-        if count is None:
-            if not isinstance(weights, Sequence):
-                raise TypeError(f"count: wanted the number of weights, because a {kind_of(weights)} has no length")
-            count = len(weights)
-            if not count:
-                raise ValueError("weights: wanted at least one, got none")
-        require_int("count", count)
-        weights = tuple(weights) if isinstance(weights, Sequence) else weights
-        if isinstance(weights, tuple) and len(weights) != count:
-            raise ValueError(f"weights: wanted {count}, got {len(weights)}")
+        count = checked_count(weights, count)
         stacked, first, perm = 0, None, None
         for w in weights:
             if not isinstance(w, cls) or w.experts:
@@ -221,8 +210,7 @@ class QuantizedWeight:
                 layout = layout_on(w.device, w.format, w.activations) if layout is None else layout
                 target = packed_shape(w.format, layout, w.n, w.k, count)
                 tensors = target.empty(w.device)
-            shared = ("format", "n", "k", "device", "activations")
-            if other := [name for name in shared if getattr(w, name) != getattr(first, name)]:
+            if other := _differing(first, w):
                 expected, got = (", ".join(f"{name} {getattr(of, name)}" for name in other) for of in (first, w))
                 number = f"number {stacked + 1} of {count}"
                 raise ValueError(f"weights: wanted {expected} like the first, got {got} as {number}")
@@ -473,3 +461,9 @@ class QuantizedWeight:
             f"{'' if self.activations is None else f'activations={self.activations!r}, '}device={self.device}, "
             f"{'' if self.perm is None else 'act-order, '}{self.nbytes / 2**20:.1f} MiB)"
         )
+
+
+def _differing(w: QuantizedWeight, other: QuantizedWeight) -> list[str]:
+    """Return the names of what two weights differ in, of all that must be the same in weights that become one."""
+    same = ("format", "n", "k", "device", "activations")
+    return [name for name in same if getattr(w, name) != getattr(other, name)]
