@@ -216,11 +216,19 @@ def test_adapters_take_turns_among_requests_and_answers_of_one_adapter_come_from
     assert batches[-1] is None
 
 
-@pytest.mark.parametrize("kernel, name", [("HummingFP8ScaledMMKernel", "humming"), ("CutlassFP8ScaledMM", "dense")])
-def test_fp8_weights_beside_16_bits_are_named_and_those_beside_fp8_are_not(kernel, name, monkeypatch):
+@pytest.mark.parametrize(
+    "asked, kernel, name",
+    [
+        ("default", "HummingFP8ScaledMMKernel", "humming"),
+        ("default", "CutlassFP8ScaledMM", "dense"),
+        ("w4gemm-fp8", "W4GemmMxFp4LinearKernel", "w4gemm-fp8"),
+        ("w4gemm-fp8", "MarlinMxFp4LinearKernel", "marlin"),
+    ],
+)
+def test_engines_are_named_by_what_their_layers_run_but_for_fp8_weights_beside_fp8(asked, kernel, name, monkeypatch):
     monkeypatch.setattr(pair, "kernels_of", lambda model: {"linear": {f"vllm.scaled_mm.{kernel}": 4}})
     engine = pair.Engine.__new__(pair.Engine)
-    engine.kernels, engine.llm = "default", SimpleNamespace(collective_rpc=lambda call: [None])
+    engine.kernels, engine.llm = asked, SimpleNamespace(collective_rpc=lambda call: [None])
     engine.look()
     assert engine.name == name
 

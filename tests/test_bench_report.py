@@ -129,6 +129,17 @@ def test_ratios_by_turns_are_marked_if_rounds_scatter_and_belong_to_the_rows_bef
     assert "| m, 4 layers, f, fp8 x | experts | marlin | 1.50 (7%) |" in lines and not report._turns(rows, "another")
 
 
+def test_an_engine_with_fp8_x_is_a_comparison_of_its_own_beside_those_of_its_run():
+    rows = [
+        turn("w4gemm", 4.0, mode="layer"),
+        turn("w4gemm-fp8", 2.0, mode="layer"),
+        turn("humming", 3.0, mode="layer"),
+    ]
+    rows += [turn("w4gemm", 2.0, mode="layer", run="r2"), turn("humming", 5.0, mode="layer", run="r2")]
+    ratios = {str(case): of_case for case, of_case in summary.turns_of(rows).items()}
+    assert ratios == {"m, 4 layers, f": {"1": "2.50"}, "m, 4 layers, f, fp8 x": {"1": "1.50"}}
+
+
 def test_a_gain_is_of_the_newest_run_with_both():
     rows = [engine("w4gemm", 2.0), engine("machete", 3.0), engine("humming", 2.6)]
     rows += [engine("w4gemm", 1.0, "r2"), engine("machete", 1.8, "r2"), engine("w4gemm", 1.0, "r3")]

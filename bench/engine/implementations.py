@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from bench.engine.models import Model
 
 OURS = "w4gemm"
+OURS_FP8 = "w4gemm-fp8"
+"""w4gemm told to multiply 4-bit floats by x in fp8, where engines take turns."""
 DEFAULT = "default"
 """vLLM without our plugin chooses by itself; its rows are named by what it chose."""
 KNOWN = (OURS, "machete", "marlin", "humming", "cutlass", "triton", "conch", "exllama", "allspark")

@@ -33,7 +33,7 @@ from bench.engine import inside, turns
 from bench.engine.apart import Started, rows_apart
 from bench.engine.checkpoint import Pool, write_once
 from bench.engine.gguf import FILE
-from bench.engine.implementations import DEFAULT, OURS, Implementation, known_as
+from bench.engine.implementations import DEFAULT, OURS, OURS_FP8, Implementation, known_as
 from bench.engine.launch import ROOT, plugin_metadata, turn, work_folder
 from bench.engine.models import Model
 from bench.engine.options import add_models, pairs_of
@@ -89,8 +89,9 @@ class Engine:
 
         skip_router_warmup()
         self.kernels = kernels
-        ours = kernels in (OURS, WITHOUT_LORA)
-        os.environ["W4GEMM_VLLM"] = "on" if ours else "off"
+        ours = kernels in (OURS, OURS_FP8, WITHOUT_LORA)
+        x = "fp8" if args.fp8 or kernels == OURS_FP8 else "auto"
+        os.environ |= {"W4GEMM_VLLM": "on" if ours else "off", "W4GEMM_MXFP4": x, "W4GEMM_NVFP4": x}
         own = {} if ours or kernels == DENSE else Implementation.parse(kernels).engine_arguments(model)
         if (folder / FILE).exists():
             own = {**own, "hf_config_path": str(folder)}
@@ -130,7 +131,9 @@ class Engine:
         # too; Humming's and Marlin's kernels of these names multiply fp8 weights by x in 16 bits
         fp8 = re.compile("(?<!Humming)(?<!Marlin)FP8ScaledMM|Fp8BlockScaled|Fp8LinearMethod")
         names = {known_as(cls) for cls in classes if not fp8.search(cls)}
-        self.name = WITHOUT_LORA if self.kernels == WITHOUT_LORA else "+".join(sorted(names)) or DENSE
+        self.name = "+".join(sorted(names)) or DENSE
+        if self.name == OURS or self.kernels == WITHOUT_LORA:
+            self.name = self.kernels
 
     def generate(self, requests: list[Row], params: Any, adapters: list[Any] | None = None) -> list[Any]:
         """Return vLLM's outputs. Each engine has a workspace of its own, because its CUDA graphs hold the memory of it,
@@ -278,7 +281,7 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser("python -m bench.engine.pair", description=(__doc__ or "").partition("\n\n")[0])
     add_models(p)
     p.add_argument("--against", nargs="*", default=[DEFAULT, DENSE], metavar="IMPL", help="the first that start of "
-                   "implementations of bench.engine, and dense (default: %(default)s)")  # fmt: skip
+                   f"implementations of bench.engine, {OURS_FP8}, and dense (default: %(default)s)")  # fmt: skip
     p.add_argument("--others", type=positive, default=1, metavar="N", help="how many of them (%(default)s)")
     apart = "each engine in a process of its own, N at a time (1)"
     p.add_argument("--apart", type=positive, nargs="?", default=0, const=1, metavar="N", help=apart)
@@ -317,8 +320,6 @@ def prompts_of(model: Model) -> list[list[int]]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parser().parse_args(argv)
-    if args.fp8:
-        os.environ |= {"W4GEMM_NVFP4": "fp8", "W4GEMM_MXFP4": "fp8"}
     mode = "layer" + "+fp8" * args.fp8 + ("+lora" + f"{args.lora}" * (args.lora > 1)) * bool(args.lora)
     mode += f"+compile{args.compile}" if args.compile else ""
     mode += {0: "", 1: "+apart"}.get(args.apart, f"+apart{args.apart}")
@@ -423,14 +424,14 @@ def _next(rows: Iterator[Row], file: Path | None) -> Row | None:
 def rows_of_processes(model: Model, folder: Path, args: argparse.Namespace) -> Iterator[Row]:
     """Serve a checkpoint with w4gemm and with each of ``--against``, each in a process of its own; generate the rows of
     what was seen."""
-    names, answers = (OURS, *args.against), dict[str, Answers]()
-    for name, row, own in rows_apart(functools.partial(started_alone, model, folder, args), names, args.apart):
+    names, answers = (OURS, *args.against), dict[str, Answers]()  # of engines by the names in their rows
+    for _, row, own in rows_apart(functools.partial(started_alone, model, folder, args), names, args.apart):
         yield row
         if own:
-            answers[name] = own
-        if own and name != OURS and OURS in answers:
             agreement = {"phase": "answers", "same_tokens_as": row["impl"], "tokens_out": _TOKENS_OUT}
-            yield {"impl": OURS} | agreement | compared(answers[OURS], own)
+            for earlier, theirs in answers.items():
+                yield {"impl": earlier} | agreement | compared(theirs, own)
+            answers[row["impl"]] = own
 
 
 def started_alone(model: Model, folder: Path, args: argparse.Namespace, kernels: str) -> Started:

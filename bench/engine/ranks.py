@@ -133,7 +133,7 @@ def balanced(args: argparse.Namespace) -> Row:
 
 def mode_of(args: argparse.Namespace, moves: bool) -> str:
     """Return the word of rows for an engine. moves: whether its experts do."""
-    return "layer+tp" + "+ep" * args.expert_parallel + "+eplb" * moves
+    return "layer" + "+fp8" * args.fp8 + "+tp" + "+ep" * args.expert_parallel + "+eplb" * moves
 
 
 def timed(engine: RanksEngine, others: Sequence[Apart], model: Model, args: argparse.Namespace) -> Iterator[Row]:

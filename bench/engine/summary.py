@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from bench.engine.implementations import OURS
+from bench.engine.implementations import OURS, OURS_FP8
 from bench.rows import Row
 
 COLUMNS = ("batch 1", "batch 8", "batch 64", "batch 256", "prefill")
@@ -101,6 +101,8 @@ SCATTERS = 0.05
 """A ratio is marked if the rounds of one of its times differ by a larger part."""
 _PARTS = {"linear": "linear layers", "experts": "experts", "decode": "whole", "prefill": "whole"}
 _TIMES = {"linear": "us", "experts": "us", "decode": "ms_step", "prefill": "seconds"}
+_OWN = {OURS: "", OURS_FP8: "+fp8"}
+"""Engines with w4gemm, and the mark of a mode that each stands for."""
 
 
 class Turns(NamedTuple):
@@ -124,8 +126,8 @@ class Turns(NamedTuple):
 
 def turns_of(rows: Iterable[Row]) -> dict[Turns, dict[str, str]]:
     """Return each comparison's ratios by column: the other kernels' time / w4gemm's, with the rounds' scatter if it is
-    above ``SCATTERS``. A newer run replaces an older one's ratio."""
-    ours: dict[Turns, Row] = {}
+    above ``SCATTERS``. A newer run replaces an older one's ratio. In a run w4gemm's rows come before the others'."""
+    ours: dict[tuple[str, Turns], Row] = {}
     ratios: dict[Turns, dict[str, str]] = defaultdict(dict)
     for row in rows:
         if row["phase"] not in _TIMES or "us_p20" in row:  # of one round
@@ -133,13 +135,16 @@ def turns_of(rows: Iterable[Row]) -> dict[Turns, dict[str, str]]:
         column = f"prefill of {row['tokens_in']}" if row["phase"] == "prefill" else str(row["batch"])
         engine = f"{row['engine']} {row['engine_version']}"
         case = Turns(engine, row["model"], row["format"], row["mode"], _PARTS[row["phase"]], column)
-        if row["impl"] == OURS:
-            ours[case] = row
-        elif case in ours:
+        if row["impl"] in _OWN:
+            ours[row["run"], case._replace(mode=case.mode + _OWN[row["impl"]])] = row
+            continue
+        for mark in _OWN.values():
+            beside = case._replace(mode=case.mode + mark)
+            if (own := ours.get((row["run"], beside))) is None:
+                continue
             name = _TIMES[row["phase"]]
-            both = row, ours[case]
-            scatter = max((r[f"{name}_most"] - r[f"{name}_least"]) / r[name] for r in both)
-            ratio = f"{row[name] / ours[case][name]:.2f}" + (f" ({scatter:.0%})" if scatter > SCATTERS else "")
+            scatter = max((r[f"{name}_most"] - r[f"{name}_least"]) / r[name] for r in (row, own))
+            ratio = f"{row[name] / own[name]:.2f}" + (f" ({scatter:.0%})" if scatter > SCATTERS else "")
             other = row["impl"] + ("*" if row["chosen"] else "")
-            ratios[case._replace(other=other)][column] = ratio
+            ratios[beside._replace(other=other)][column] = ratio
     return dict(ratios)
