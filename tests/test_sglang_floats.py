@@ -289,13 +289,18 @@ SITU = {"activation": "situ", "gemm1_alpha": 4.0, "gemm1_clamp_limit": 25.0}
 def test_experts_of_mxfp4_in_halves(
     name: str, facts: dict[str, Any], activation: str, fp8: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """DeepSeek-V4's router has multiplied its weights by the model's factor; the runner multiplies others'."""
     monkeypatch.setenv("W4GEMM_MXFP4", "fp8" if fp8 else "auto")
     runs(monkeypatch, "triton_kernel")
     deepseek = name.startswith("mxfp4_marlin")
     of = method(name, *([SimpleNamespace(process_weights_after_loading=None)] if deepseek else []), "model.layers.0")
     monkeypatch.setattr("sglang_layers.HIDDEN", 256)  # SGLang pads DeepSeek-V4's to 256
-    layer = experts_layer(of, 128, **facts)
+    layer = experts_layer(of, 128, routed_scaling_factor=2.5, **facts)
     of.create_moe_runner(layer, layer.moe_runner_config)
+    layer.should_fuse_routed_scaling_factor_in_topk = deepseek
+    if SOURCES:
+        fused = resolved("sglang.srt.layers.moe.fused_moe_triton.layer._fuses_routed_scaling_factor_in_topk")
+        assert fused(of, of.get_moe_runner_backend(layer)) == deepseek
     drawn = [(Floats("mxfp4", 20 + e, 256, 256), Floats("mxfp4", 40 + e, 256, 128)) for e in range(EXPERTS)]
     for e, pair in enumerate(drawn):
         for product, numbers in zip(("w13", "w2"), pair, strict=True):
@@ -308,7 +313,7 @@ def test_experts_of_mxfp4_in_halves(
     _, ids, router = routed()
     x = torch.randn(4, 256).bfloat16() / 4
     got = of.apply(layer, dispatched(x, ids, router)).hidden_states
-    expected = exact(x, ids, router, drawn, activation)
+    expected = exact(x, ids, router, drawn, activation) * (1 if deepseek else 2.5)
     assert (got.double() - expected).norm() < (0.06 if fp8 else 0.01) * expected.norm()
 
 

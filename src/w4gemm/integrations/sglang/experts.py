@@ -62,6 +62,8 @@ class W4gemmQuantInfo(MoeQuantInfo):  # type: ignore[misc, unused-ignore]
     experts: W4Experts
     first: W4GroupedLinear | None = None
     """The first product without activation, where adapters may be loaded."""
+    factor: float = 1.0
+    """What the router's weights are multiplied by."""
 
     @property
     def w13_weight(self) -> torch.Tensor:
@@ -82,8 +84,8 @@ class W4gemmRunner(DispatchMoeRunnerCore):  # type: ignore[misc, unused-ignore]
         x, chosen = dispatch_output.hidden_states, dispatch_output.topk_output
         if not len(x):
             return StandardCombineInput(hidden_states=x)
-        factor = runner_config.routed_scaling_factor
-        expert_weights = chosen.topk_weights if factor in (None, 1.0) else chosen.topk_weights * factor
+        factor = quant_info.factor
+        expert_weights = chosen.topk_weights if factor == 1.0 else chosen.topk_weights * factor
         experts, first, ids = quant_info.experts, quant_info.first, chosen.topk_ids.int()
         if hooks is None or first is None:
             return StandardCombineInput(hidden_states=experts(x, ids, expert_weights))
@@ -241,8 +243,11 @@ def _pack(method: Method, self: Any, layer: Any) -> None:
             experts.gate_up.weight, experts.gate_up._parameters["bias"], dtype=config.params_dtype
         )
         layer.runner = getattr(layer, _RUNNER)  # which SGLang asks for the kind of one with adapters
+    # a router's weights may have the factor already, as DeepSeek-V4's do
+    in_router = getattr(layer, "should_fuse_routed_scaling_factor_in_topk", False)
+    factor = 1.0 if in_router or config.routed_scaling_factor is None else config.routed_scaling_factor
     # beside the module, so that its buffers are not listed twice
-    object.__setattr__(layer, _EXPERTS, W4gemmQuantInfo(experts, first))
+    object.__setattr__(layer, _EXPERTS, W4gemmQuantInfo(experts, first, factor))
     WARMUP.loaded(layer, _need(experts, first, activation, config))
     if not (layer.with_bias or method.padded or in_pairs(config)):
         open_updates(layer, update, held, [f"{name}_weight" for name in PRODUCTS if gated[name]], method.flips)
