@@ -130,6 +130,19 @@ def test_a_linear_layer_is_the_weight(name: str) -> None:
         assert torch.equal(call(layer, x, b), linear(x, w, b))
 
 
+@pytest.mark.parametrize("name", LINEAR)
+def test_a_linear_layer_multiplies_fp8_x_by_choice(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("W4GEMM_NVFP4", "fp8")
+    scheme, layer, drawn = loaded(name)
+    scheme.process_weights_after_loading(layer)
+    (w,) = layer.w4gemm_weight
+    assert w.activations == "fp8" and w.format == WeightFormat.parse("e2m1_g16_e4m3")
+    x = torch.randn(5, K).bfloat16()
+    d = (scheme.apply if name.startswith("modelopt") else scheme.apply_weights)(layer, x, None)
+    expected = x.double() @ drawn.dense.T
+    assert torch.equal(d, linear(x, w)) and (d.double() - expected).norm() < 0.06 * expected.norm()
+
+
 def test_a_factor_that_is_not_finite_leaves_the_layer_to_sglang(caplog: pytest.LogCaptureFixture) -> None:
     scheme, layer, _ = loaded("compressed-tensors")
     layer.weight_global_scale.data[1] = 0

@@ -89,6 +89,8 @@ def test_linear_layers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     scheme.process_weights_after_loading(layer)
     assert not hasattr(layer, takeover.REFUSES_UPDATES)
     (w,) = layer.w4gemm_weight
+    kept = {t.data_ptr() for t in layer.buffers()}  # while SGLang has given the memory of weights back
+    assert w.perm is None or w.perm.data_ptr() in kept
     places = {each: p.data_ptr() for each, p in packed(layer).items()}
     for i in range(2):
         dense = torch.randn(N, K, generator=torch.Generator().manual_seed(i)).bfloat16()

@@ -469,11 +469,15 @@ def test_it_is_first_and_in_the_list_once(dense: ModuleType) -> None:
     assert kernels == [dense.W4GemmLinearKernel, object]
 
 
-def test_compiled_graphs_are_kept_apart(dense: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "value"), [("W4GEMM_VLLM", "on"), ("W4GEMM_MXFP4", "fp8"), ("W4GEMM_MXFP4", "16bit")])
+def test_compiled_graphs_are_kept_apart(
+    name: str, value: str, dense: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with 16 bits from those without a choice, which multiply by fp8 where a checkpoint asks for it."""
     from vllm import envs
 
     auto = envs.environment_variables["W4GEMM_VLLM"]()
-    monkeypatch.setenv("W4GEMM_VLLM", "on")
+    monkeypatch.setenv(name, value)
     takeover.enter_compile_key()
     assert envs.environment_variables["W4GEMM_VLLM"]() != auto
 

@@ -64,13 +64,25 @@ def test_switched_off(toy: Part, monkeypatch: pytest.MonkeyPatch, caplog: pytest
     assert not toy.times and not caplog.records
 
 
-def test_a_mistyped_switch_ends_no_engine(
-    toy: Part, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("name", "value", "legal"),
+    [("W4GEMM_VLLM", "yes", "auto, on or off"), ("W4GEMM_NVFP4", "16", "auto, fp8 or 16bit")],
+)
+def test_a_mistyped_variable_ends_no_engine(
+    name: str,
+    value: str,
+    legal: str,
+    toy: Part,
+    installed: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setenv("W4GEMM_VLLM", "yes")
+    monkeypatch.setenv(name, value)
     plugin.register()
     assert not toy.times
-    assert "wanted auto, on or off, got 'yes'" in caplog.records[0].message
+    assert caplog.records[0].levelno == logging.WARNING
+    assert f"{name}: wanted {legal}, got '{value}'" in caplog.records[0].message
+    assert f"{name}: wanted {legal}" in installed("0.33.0", "w4gemm").answer((9, 0))
 
 
 @pytest.mark.parametrize("error", [ImportError("cannot import name 'MPLinearKernel'"), KeyError("PlatformEnum.CUDA")])

@@ -28,6 +28,8 @@ import logging
 import os
 from pathlib import Path
 
+FP8_BY_CHOICE = "mxfp4", "nvfp4"
+"""Formats of weights of which :func:`activations` says whether engines quantize x to fp8."""
 # These choose where and how much the DSL writes, or are overruled by the compile options; the object stays the same.
 _HARMLESS_DSL = {"CUTE_DSL_ARCH", "CUTE_DSL_CACHE_DIR", "CUTE_DSL_DUMP_DIR", "CUTE_DSL_DISABLE_FILE_CACHING"}
 
@@ -139,19 +141,26 @@ def _engine(name: str) -> str:
     return value
 
 
-def takes_fp8(format: str, asked: bool) -> bool:
-    """True if an engine's layers in ``format``, "mxfp4" or "nvfp4", quantize x to fp8.
-
-    Args:
-        asked: True if the checkpoint asks for it.
+def activations(format: str) -> str:
+    """Return ``W4GEMM_MXFP4`` or ``W4GEMM_NVFP4``, of the format "mxfp4" or "nvfp4": auto, fp8 or 16bit.
 
     Raises:
-        ValueError: if the format's variable is none of its values.
+        ValueError: if it is none of these.
     """
     name = f"W4GEMM_{format.upper()}"
     value = os.environ.get(name, "").lower() or "auto"
     if value not in ("auto", "fp8", "16bit"):
         raise ValueError(f"{name}: wanted auto, fp8 or 16bit, got {value!r}")
+    return value
+
+
+def takes_fp8(format: str, asked: bool) -> bool:
+    """True if an engine's layers in a format quantize x to fp8. Raises like :func:`activations`.
+
+    Args:
+        asked: True if the checkpoint asks for it.
+    """
+    value = activations(format)
     return asked if value == "auto" else value == "fp8"
 
 

@@ -117,7 +117,7 @@ class Engine:
             if reason := self.why_off():
                 self.log().debug("w4gemm takes over no layers: %s", reason)
                 return
-        except ValueError as e:  # a mistyped switch must not end the engine
+        except ValueError as e:  # a mistyped variable must not end the engine
             self.log().warning("w4gemm takes over no layers: %s", e)
             return
         taken = []
@@ -141,8 +141,10 @@ class Engine:
         """Return why nothing is taken over on any GPU, or the empty string.
 
         Raises:
-            ValueError: if the switch is none of its values.
+            ValueError: if the switch, or a choice of activations, is none of its values.
         """
+        for format in environment.FP8_BY_CHOICE:
+            environment.activations(format)
         return f"{self.variable} is off" if self.switch() == "off" else ""
 
     def why_not_here(self, capability: Capability | None, fp8: bool = False) -> str:

@@ -21,6 +21,7 @@ from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabPara
 
 from w4gemm.api.ops import linear
 from w4gemm.checkpoints.stored import whole_groups
+from w4gemm.core import environment
 from w4gemm.integrations.engines.engine import LEAST
 from w4gemm.integrations.engines.formats import SCALES, check_unused_zeros
 from w4gemm.integrations.engines.gguf import PARAMETERS, gguf_weights
@@ -94,7 +95,7 @@ def create(scheme: Scheme, own: Callable[..., None], self: Any, layer: Any, *arg
     if (
         scheme.takes(self)
         and not dummy()
-        and not why_not_here(capability(getattr(layer, names[0]).device), hasattr(self, _FP8))
+        and not why_not_here(capability(getattr(layer, names[0]).device), quantizes(scheme, self))
     ):
         mark(layer, [*names, "g_idx", "qzeros"])
 
@@ -111,13 +112,17 @@ def convert(scheme: Scheme, own: Callable[..., None], self: Any, layer: Any) -> 
     if not scheme.takes(self):
         own(self, layer)
         return
-    fp8 = hasattr(self, _FP8)
-    reason = SGLANG.asked(scheme.kind, lambda: _pack(scheme, self, layer, fp8))
-    if reason and (fp8 or scheme.alone or hasattr(self, _ALONE)):
-        with_fp8 = " with fp8 activations" if fp8 else ""
+    reason = SGLANG.asked(scheme.kind, lambda: _pack(scheme, self, layer, quantizes(scheme, self)))
+    if reason and (hasattr(self, _FP8) or scheme.alone or hasattr(self, _ALONE)):
+        with_fp8 = " with fp8 activations" if hasattr(self, _FP8) else ""
         raise ValueError(f"w4gemm cannot run {scheme.kind}{with_fp8}, and neither can SGLang: {reason}")
     if reason:
         own(self, layer)
+
+
+def quantizes(scheme: Scheme, self: Any) -> bool:
+    """Return whether x is quantized to fp8: in W4AFP8, and in NVFP4 by choice."""
+    return hasattr(self, _FP8) or bool(scheme.floats and environment.takes_fp8(scheme.floats, False))
 
 
 def convert_gguf(own: Callable[..., None], self: Any, layer: Any) -> None:

@@ -41,6 +41,8 @@ class Scheme(NamedTuple):
     """Says of an instance whether its layers are of this kind; others are SGLang's without a word."""
     alone: bool = False
     """True if SGLang itself has no kernel for them."""
+    floats: str = ""
+    """Name of a format that may multiply fp8 x."""
 
     def parameters(self, layer: torch.nn.Module) -> list[str]:
         """Return the names of a layer's parameters whose numbers are packed."""
@@ -183,6 +185,7 @@ SCHEMES = (
         ("weight_packed", "weight_scale", "weight_global_scale"),
         ("input_global_scale",),
         _nvfp4_compressed_tensors,
+        floats="nvfp4",
     ),
     Scheme(
         "ModelOpt's linear layers of NVFP4",
@@ -191,6 +194,7 @@ SCHEMES = (
         ("input_scale",),
         _nvfp4_modelopt,
         apply="apply",
+        floats="nvfp4",
     ),
     Scheme(
         "ModelOpt's linear layers of NVFP4 with 16-bit activations",
@@ -199,6 +203,7 @@ SCHEMES = (
         ("input_scale",),
         _nvfp4_modelopt_16_bit,
         apply="apply",
+        floats="nvfp4",
     ),
     Scheme(
         "compressed-tensors' linear layers of fp8 with 16-bit activations",

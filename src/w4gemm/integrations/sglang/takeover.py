@@ -207,7 +207,8 @@ def exchange(layer: torch.nn.Module, old: Sequence[str], name: str, w: Quantized
     """Remove parameters of a layer and make a weight's tensors its parameters ``name_0``, ...; return that weight.
 
     Parameters, because SGLang moves, counts and rebalances a layer's parameters. A model of SGLang's may have a second
-    name for an old one, which would keep its memory.
+    name for an old one, which would keep its memory. The order of columns is a buffer, which SGLang keeps while it has
+    given back the memory of weights (--enable-memory-saver).
     """
     tensors = {id(getattr(layer, each)) for each in old if hasattr(layer, each)}
     for each in {*old, *(each for each, p in layer._parameters.items() if id(p) in tensors)}:
@@ -216,5 +217,7 @@ def exchange(layer: torch.nn.Module, old: Sequence[str], name: str, w: Quantized
     parameters = tuple(torch.nn.Parameter(t, requires_grad=False) for t in w.tensors)
     for i, parameter in enumerate(parameters):
         layer.register_parameter(f"{name}_{i}", parameter)
+    if w.perm is not None:
+        layer.register_buffer(f"{name}_perm", w.perm, persistent=False)
     setattr(layer, REFUSES_UPDATES, _UPDATES)
     return replace(w, tensors=parameters)

@@ -156,8 +156,8 @@ def enter_compile_key() -> None:
     """
     from vllm import envs
 
-    fp8 = [format for format in ("mxfp4", "nvfp4") if environment.takes_fp8(format, False)]
-    key = f"{environment.vllm()}, fp8 x with {fp8}, w4gemm {disk.source_hash('integrations', 'api', 'core', 'packing')}"
+    x = {format: environment.activations(format) for format in environment.FP8_BY_CHOICE}
+    key = f"{environment.vllm()}, x {x}, w4gemm {disk.source_hash('integrations', 'api', 'core', 'packing')}"
     envs.environment_variables[VLLM.variable] = lambda: key
 
 
