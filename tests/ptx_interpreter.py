@@ -92,5 +92,7 @@ def _operation(opcode: str) -> Callable[..., Any]:
     name, *modifiers = opcode.split(".")
     if modifiers[-1].endswith("x2"):
         return _pairwise(modifiers[-1].removesuffix("x2"), _PAIRWISE[name])
+    if name == "dp2a" and "hi" in modifiers:
+        name = "dp2a.hi"
     words = {"shl": shift_left, "shr": shift_right, "shf": funnel_shift}.get(name) or ARITHMETIC[name]
     return lambda *operands: int(words(*(np.array(word & _BITS, np.uint32) for word in operands)))

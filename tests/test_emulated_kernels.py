@@ -134,6 +134,7 @@ PRODUCTS = [
     Product("sm90_mixed_gemm/16x64x256_1x1x1_coop", "q4_k", PLAIN, 11, 64, 1152, 1),
     Product("sm90_mixed_gemm/16x64x256_1x1x1_coop", "int4_g64_zfloat_u8x128", PLAIN, 11, 64, 1152, 1),
     Product("sm90_mixed_gemm/128x64x64_1x1x1_coop", "q6_k", PLAIN, 3, 64, 384, 1),
+    Product("sm90_mixed_gemm/16x64x64_1x1x1_coop", "q6_k", PLAIN, 3, 64, 384, 1),
     Product("sm90_mixed_gemm/16x128x128_1x1x1_coop", "q5_k", PLAIN, 3, 128, 512, 2, (5, 0, 18)),
     Product("sm90_mixed_gemm/128x64x128_1x1x1_coop", "q3_k", PLAIN, 3, 64, 512, 1),
     Product("sm90_mixed_gemm/128x64x128_1x1x1_coop", "q2_k", PLAIN, 3, 64, 512, 1),

@@ -369,7 +369,7 @@ DECODING = [
         {"IDP": 4, "FFMA": 9, "PRMT": 1},
     ),
     Decoding(
-        "sm90_mixed_gemm", "32x64x512_1x1x1_coop", "q4_k", torch.bfloat16, 8, {"IDP": 0, "FFMA": 8.5, "PRMT": 8.5}
+        "sm90_mixed_gemm", "32x64x512_1x1x1_coop", "q4_k", torch.bfloat16, 8, {"IDP": 8, "FFMA": 8.5, "PRMT": 0.5}
     ),
 ]
 

@@ -106,7 +106,7 @@ class Emulator(AsynchronousMachine):
                 self.get(s, np.dtype(wider).kind.replace("i", "s") + str(8 * np.dtype(wider).itemsize), on)
                 for s in sources[2:]
             ]
-        if "hi" in modifiers:
+        if "hi" in modifiers and head != "dp2a":
             wider = WIDER[DTYPES[kind]]
             bits, (x, y) = np.array(8 * DTYPES[kind]().itemsize, wider), (np.asarray(v).astype(wider) for v in values)
             self.put(to, (x * y >> bits).astype(DTYPES[kind]), on)
@@ -117,6 +117,8 @@ class Emulator(AsynchronousMachine):
         if "relu" in modifiers:
             operation = self._operation(head, [m for m in modifiers if m != "relu"])
             return lambda *values: np.maximum(operation(*values), 0)
+        if head == "dp2a" and "hi" in modifiers:
+            return ARITHMETIC["dp2a.hi"]
         if head == "min":
             return np.minimum if "NaN" in modifiers else np.fmin
         if head == "max":

@@ -127,6 +127,7 @@ ARITHMETIC: dict[str, Callable[..., Any]] = {
     "mad": lambda x, y, z: x * y + z,
     "fma": _fma,
     "dp2a": functools.partial(_dot_product, parts=2),
+    "dp2a.hi": lambda a, b, c: _dot_product(a, b >> np.uint32(16), c, parts=2),
     "dp4a": functools.partial(_dot_product, parts=4),
     "div": lambda x, y: x / y if x.dtype.kind == "f" else _quotient(x, y),
     "rem": lambda x, y: x - y * _quotient(x, y),

@@ -218,7 +218,11 @@ class Sm90MixedGemmKernel:
         self.variant = variant
         self.dtype = DTYPES[variant.kind]
         decoder = variant.weight.decoder(
-            allow_sum_scale=True, pairs=variant.pairs, on_sums=variant.scales_on_sums, held=variant.holds_words
+            allow_sum_scale=True,
+            pairs=variant.pairs,
+            on_sums=variant.scales_on_sums,
+            held=variant.holds_words,
+            by_dots=variant.moves_codes_by_dots,
         )
         kinds = variant.bias_kind, variant.out_kind
         math = EpilogueMath(variant.epilogue, *kinds, variant.vector, variant.channel_scales, decoder.sum_scale)

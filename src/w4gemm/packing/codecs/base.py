@@ -123,6 +123,9 @@ class Decoding(NamedTuple):
     held: bool = False
     """True if the kernel has a register for the decoder's ``held_word``, with which ``prepare`` takes fewer
     instructions; decoders of which that is not so have none."""
+    by_dots: bool = False
+    """True if dot products move codes, where a decoder can do so: as many instructions, but of the FMA pipe. That is
+    faster where the ALU bounds decoding, and slower where matrix instructions bound the kernel."""
 
 
 @dataclass(frozen=True)

@@ -130,7 +130,8 @@ class TwoLevelCodec(WideCodec):
         return None if weight.block.scale_group == 32 else super().pairs(weight, on_sums)
 
     def _made(self, weight: WeightOperand, decoding: Decoding, decoder: Any, of_pairs: Any = None) -> Any:
-        return super()._made(weight, decoding, functools.partial(decoder, held=decoding.held), of_pairs)
+        form = functools.partial(decoder, held=decoding.held, by_dots=decoding.by_dots)
+        return super()._made(weight, decoding, form, of_pairs)
 
     def costs(self, weight: WeightOperand, pairs: Pairs | None, few: bool) -> tuple[str, ...]:
         return ("two_levels_few" if few else "two_levels",)

@@ -3,7 +3,8 @@
 A code's four bits at bits 16 to 19 of a float32 are the subnormal u * 2**-133, and at bits 20 to 23 u * 2**-129, since
 the smallest exponents continue the subnormals. So two masks leave bytes of one code each, a prmt makes a float32 of a
 byte, and one fma gives a weight, rounded to float32; a conversion rounds two of them to ``kind``. That is 22
-instructions for eight weights, against 9 beside 16-bit scales. A larger code is a byte of its own.
+instructions for eight weights, against 9 beside 16-bit scales. A larger code is a byte of its own. Instead of prmt a
+dot product moves a byte, times 2**15, so that a code is half of that.
 
 Scales are multiplied by 2**133 * 2**-48, and zero points by 2**-48, so that both and the weights stay in the range of
 float32: a decoded value is the weight times 2**-48. The epilogue multiplies the sums by ``sum_scale``, or, in fp16 and
@@ -85,6 +86,7 @@ class WideDecoder(Decoder):
     and g + 8, then their zero points, if any."""
 
     allow_sum_scale: bool = False
+    by_dots: bool = field(default=False, kw_only=True)
 
     @property
     def sum_scale(self) -> float:  # type: ignore[override]
@@ -104,6 +106,11 @@ class WideDecoder(Decoder):
         """Reciprocals of what the code 1 of rows g and g + 8 is."""
         return 2.0**133, 2.0**133 / self.upper
 
+    @property
+    def _number_units(self) -> tuple[float, float]:
+        """The same of what it is among :meth:`_numbers`."""
+        return tuple(2 * unit if self.by_dots else unit for unit in self._units)
+
     def decode_exact(self, words: tuple[Int32, ...], offsets: tuple[Int32, ...]) -> tuple[Int32, ...]:
         """The four fragment registers of one instruction, without their scales; in bf16 divided by 64."""
         if self.kind != "bf16":
@@ -121,7 +128,7 @@ class WideDecoder(Decoder):
 
     def prepare(self, words: tuple[Int32, ...], _table: Int32, field: int = 0) -> tuple[WideRow, ...]:
         """Once per group: what :meth:`decode` needs of rows g and g + 8."""
-        return self._rows(words, field, tuple(unit * _SCALE_DOWN for unit in self._units), _SCALE_DOWN)
+        return self._rows(words, field, tuple(unit * _SCALE_DOWN for unit in self._number_units), _SCALE_DOWN)
 
     def _rows(
         self, words: tuple[Int32, ...], field: int, of_scales: tuple[float, ...], of_zeros: float
@@ -144,16 +151,21 @@ class WideDecoder(Decoder):
         return tuple(pack_half2(self.kind, weights[i], weights[i + 4]) for i in range(4))
 
     def _numbers(self, words: tuple[Int32, ...]) -> tuple[Float32, ...]:
-        """The codes of a step by position, times 2**-133, those of rows g + 8 ``upper`` times as high."""
+        """The codes of a step by position, over ``_number_units``."""
         fields = fields_of(words, self.bits)
         if self.bits <= 4:
             mask = (2**self.bits - 1) * 0x01010101
             fields = fields[0] & mask, fields[0] & (mask << 4) - (2**32 if mask << 4 >= 2**31 else 0)
-        picks = "".join(
-            f"prmt.b32 ${p}, ${8 + p % 2}, 0, {0x4044 | (p // 4 * 2 + p // 2 % 2) << 8:#x}; " for p in range(8)
-        )
+        picks = "".join(self._pick(p // 4 * 2 + p // 2 % 2, p, 8 + p % 2) for p in range(8))
         bits = asm(picks, [Int32] * 8, fields, pure=True, early=True)
         return tuple(to_float("f32", number) for number in bits)
+
+    def _pick(self, byte: int, target: int, source: int) -> str:
+        """PTX that moves a byte of an operand to the bits of a number of :meth:`_numbers`."""
+        if not self.by_dots:
+            return f"prmt.b32 ${target}, ${source}, 0, {0x4044 | byte << 8:#x}; "
+        half, selector = "lo" if byte < 2 else "hi", 0x8000 << 16 * (byte % 2)
+        return f"dp2a.{half}.u32.u32 ${target}, {selector:#x}, ${source}, 0; "
 
 
 @dataclass(frozen=True)
@@ -178,7 +190,7 @@ class TwoLevelDecoder(WideDecoder):
     @property
     def _exponents(self) -> tuple[int, int]:
         """Of biased bytes times the powers of two that factors are multiplied by in :meth:`prepare`."""
-        units = self._units[0], 1.0 if self.zero == "float" else self._units[1]
+        units = self._number_units[0], 1.0 if self.zero == "float" else self._number_units[1]
         return tuple(127 + self._bias_power + round(math.log2(unit * _SCALE_DOWN)) for unit in units)
 
     @property
@@ -192,9 +204,9 @@ class TwoLevelDecoder(WideDecoder):
     def _held_rows(self, words: tuple[Int32, ...], held: Int32, field: int) -> tuple[WideRow, ...]:
         """The same from ``held_word``."""
         rows = []
-        for row, unit in enumerate(self._units):
+        for row, unit in enumerate(self._number_units):
             if self.zero == "float":
-                scale = self._held_product(words[0], words[2], 0, row, field, held, unit / self._units[0])
+                scale = self._held_product(words[0], words[2], 0, row, field, held, unit / self._number_units[0])
                 rows.append(WideRow(scale, self._held_product(words[1], words[3], 1, row, field, held)))
             else:
                 scale = self._held_product(words[0], words[1], row, row, field, held)
@@ -228,7 +240,7 @@ class TwoLevelDecoder(WideDecoder):
         def of_row(low: float, high: float) -> Float32:
             return to_float("f32", kept(float_word(Float32(cutlass.select_(is_upper, Float32(high), Float32(low))))))
 
-        exponents, units = self._exponents, self._units
+        exponents, units = self._exponents, self._number_units
         if self.zero == "float":
             bias = Float32(self._bias_unit(exponents[0]))
             return LevelUnits(held, bias, of_row(1.0, units[1] / units[0]))
