@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from bench.engine import inside, pair, ranks
-from bench.engine.checkpoint import tensors_of, write
+from bench.engine.checkpoint import dense_folder, tensors_of, write
 from bench.engine.gguf import FILE, write_gguf
 from bench.engine.models import Model, model_named, tiny
 from bench.engine.packing import Packing
@@ -27,7 +27,7 @@ def written(name: str, format: str, folder) -> Model:
 
 def test_a_dense_folder_has_the_numbers_of_a_quantized_one(tmp_path):
     model = written("qwen3-30b-a3b", "ct-mxfp4", tmp_path / "packed")
-    dense, checkpoint = SafetensorsFolder(pair.dense_folder(tmp_path / "packed")), open_checkpoint(tmp_path / "packed")
+    dense, checkpoint = SafetensorsFolder(dense_folder(tmp_path / "packed")), open_checkpoint(tmp_path / "packed")
     shapes = {t.name: t.shape for t in tensors_of(model, Packing("bf16"))}
     assert {name: info.shape for name, info in dense.tensors.items()} == shapes
     for layer, expert in ((0, 0), (1, 7)):

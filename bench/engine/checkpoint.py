@@ -1,4 +1,5 @@
-"""4-bit checkpoints of random numbers in their producers' formats: ``write(model, packing, folder)``.
+"""4-bit checkpoints of random numbers in their producers' formats: ``write(model, packing, folder)``; their copies in
+bf16, and LoRA adapters for them.
 
 A tensor's numbers come from a random pool at an offset that its name gives, so that a model of 20 GB takes seconds, is
 the same on every machine, and no two layers are equal. Codes are about uniform, with a mean of zero: with another, each
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import time
 import zlib
 from collections.abc import Mapping
@@ -22,17 +24,22 @@ from typing import Any
 
 import numpy as np
 import torch
-from bench.engine.gguf import write_gguf
+from bench.engine.gguf import FILE, write_gguf
 from bench.engine.models import Model
+from bench.engine.modules import Matrix, Stack
 from bench.engine.packing import DTYPE, Numbers, Packing, Tensor
 from safetensors.torch import save_file
 
+from w4gemm.checkpoints import open_checkpoint
+from w4gemm.checkpoints.hugging_face import SafetensorsFolder
 from w4gemm.console.progress import say
 
 _SHARD_BYTES = 1 << 30
 _FEW_BYTES = 1 << 28
 """A model of fewer bytes is written by this process, for which starting others would take longer."""
 _WRITERS = 8
+RANK = 8
+"""Of LoRA adapters."""
 
 
 class Pool:
@@ -177,3 +184,49 @@ def write_once(model: Model, packing: Packing, folder: Path) -> None:
     write(model, packing, folder)
     done.touch()
     say(f"{model.name}-{packing}: {size / 1e9:.1f} GB written in {time.monotonic() - start:.1f} s")
+
+
+def write_adapter(base: str, matrices: Mapping[str, Matrix | Stack], folder: Path, number: int) -> None:
+    """Write a LoRA adapter of random numbers, of which each ``number`` has others, for matrices of a model."""
+    tensors = {}
+    for name, m in matrices.items():
+        halves = {"A": ((RANK, m.k), m.k**-0.5), "B": ((m.n, RANK), 0.3 * m.gain * RANK**-0.5)}
+        for half, (shape, std) in halves.items():
+            drawn = Tensor(f"{number}.{name}.{half}", DTYPE, shape, Numbers("normal", std))
+            tensors[f"base_model.model.{name}.lora_{half}.weight"] = _pool().fill(drawn)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    leaves = sorted({name.rpartition(".")[2] for name in matrices})
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "bias": "none"}
+    config |= {"r": RANK, "lora_alpha": RANK, "target_modules": leaves}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+
+
+def served(folder: Path) -> Path:
+    """Return the file or folder that an engine loads."""
+    return file if (file := folder / FILE).exists() else folder
+
+
+def dense_folder(folder: Path) -> Path:
+    """Write a checkpoint's numbers in bf16, and return the folder."""
+    dense = folder.with_name(f"{folder.name}-dense")
+    if dense.exists():
+        return dense
+    checkpoint, stored, tensors = open_checkpoint(folder), SafetensorsFolder(folder), dict[str, torch.Tensor]()
+    for name, module in checkpoint.modules.items():
+        w = checkpoint.weight(name).dequantize(torch.bfloat16)
+        parent, _, last = name.rpartition(".")
+        halves = {"gate_proj": w[..., ::2, :], "up_proj": w[..., 1::2, :]} if module.interleaved else {last: w}
+        for leaf, each in halves.items():
+            places = [f"{parent}.{e}" for e in range(module.experts)] or [parent]
+            for place, rows in zip(places, each.view(-1, *each.shape[-2:]), strict=True):
+                tensors[f"{place}.{leaf}.weight"] = rows.contiguous()
+    own = {name.rpartition(".")[0] for name in tensors}
+    kept = (name for name in stored.tensors if name.rpartition(".")[0] not in own)
+    tensors |= {name: stored.tensor(name) for name in kept}
+    shutil.copytree(folder, dense, ignore=shutil.ignore_patterns("*.safetensors*", "complete", "config.json"))
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("quantization_config")
+    (dense / "config.json").write_text(json.dumps(config))
+    save_file(tensors, dense / "model.safetensors", metadata={"format": "pt"})
+    return dense

@@ -19,7 +19,6 @@ import json
 import os
 import random
 import re
-import shutil
 import statistics
 import sys
 import time
@@ -31,22 +30,19 @@ from typing import Any, NamedTuple
 import torch
 from bench.engine import inside, turns
 from bench.engine.apart import Started, rows_apart
-from bench.engine.checkpoint import Pool, write_once
+from bench.engine.checkpoint import RANK, dense_folder, served, write_adapter, write_once
 from bench.engine.gguf import FILE
 from bench.engine.implementations import DEFAULT, OURS, OURS_FP8, Implementation, known_as
 from bench.engine.launch import ROOT, plugin_metadata, turn, work_folder
 from bench.engine.models import Model
 from bench.engine.options import add_models, pairs_of
-from bench.engine.packing import DTYPE, Numbers, Packing, Tensor
+from bench.engine.packing import Packing
 from bench.engine.rows import equal_prefix, spread
 from bench.engine.worker import kernels_of, skip_router_warmup
 from bench.options import add_out, counts, typed
 from bench.rows import Row
-from safetensors.torch import save_file
 
 import w4gemm
-from w4gemm.checkpoints import open_checkpoint
-from w4gemm.checkpoints.hugging_face import SafetensorsFolder
 from w4gemm.console.options import positive
 from w4gemm.console.progress import say
 from w4gemm.tuning import record
@@ -56,8 +52,6 @@ DENSE = "dense"
 """Stands for an engine that serves the checkpoint's numbers in bf16."""
 WITHOUT_LORA = "w4gemm-without-lora"
 """Stands for an engine with w4gemm that takes no adapters, beside others that do."""
-_RANK = 8
-"""Of LoRA adapters."""
 _PROMPTS, _TOKENS_IN, _TOKENS_OUT = 8, 64, 32
 _CACHE_BYTES = 1 << 26
 """Of keys and values, for a decoder layer and 64 requests."""
@@ -100,7 +94,7 @@ class Engine:
         if not args.compile or kernels == DENSE:  # mode 0 alone would drop the CUDA graphs
             graphs |= {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
         longest = max(512, *args.tokens, *(tokens + 1 for tokens in args.prefill))
-        lora: Row = {"enable_lora": True, "max_lora_rank": _RANK, "max_loras": args.lora}
+        lora: Row = {"enable_lora": True, "max_lora_rank": RANK, "max_loras": args.lora}
         begun = time.perf_counter()
         self.llm = LLM(
             model=str(dense_folder(folder) if kernels == DENSE else served(folder)),
@@ -179,59 +173,14 @@ def answers_of(prompts: list[list[int]], done: list[Any], whole: bool) -> Answer
     return answers
 
 
-def served(folder: Path) -> Path:
-    """Return the file or folder that an engine loads."""
-    return file if (file := folder / FILE).exists() else folder
-
-
-def dense_folder(folder: Path) -> Path:
-    """Write a checkpoint's numbers in bf16, and return the folder."""
-    dense = folder.with_name(f"{folder.name}-dense")
-    if dense.exists():
-        return dense
-    checkpoint, stored, tensors = open_checkpoint(folder), SafetensorsFolder(folder), dict[str, torch.Tensor]()
-    for name, module in checkpoint.modules.items():
-        w = checkpoint.weight(name).dequantize(torch.bfloat16)
-        parent, _, last = name.rpartition(".")
-        halves = {"gate_proj": w[..., ::2, :], "up_proj": w[..., 1::2, :]} if module.interleaved else {last: w}
-        for leaf, each in halves.items():
-            places = [f"{parent}.{e}" for e in range(module.experts)] or [parent]
-            for place, rows in zip(places, each.view(-1, *each.shape[-2:]), strict=True):
-                tensors[f"{place}.{leaf}.weight"] = rows.contiguous()
-    own = {name.rpartition(".")[0] for name in tensors}
-    kept = (name for name in stored.tensors if name.rpartition(".")[0] not in own)
-    tensors |= {name: stored.tensor(name) for name in kept}
-    shutil.copytree(folder, dense, ignore=shutil.ignore_patterns("*.safetensors*", "complete", "config.json"))
-    config = json.loads((folder / "config.json").read_text())
-    config.pop("quantization_config")
-    (dense / "config.json").write_text(json.dumps(config))
-    save_file(tensors, dense / "model.safetensors", metadata={"format": "pt"})
-    return dense
-
-
 def adapters_for(model: Model, folder: Path, count: int) -> list[Any]:
     """Write LoRA adapters of random numbers for all quantized matrices, and return vLLM's requests for them."""
     from vllm.lora.request import LoRARequest
 
-    pool, matrices, adapters = Pool(), inside.quantized(model), []
+    adapters = []
     for number in range(1, count + 1):
-        tensors, own = {}, folder.with_name(f"{folder.name}-{number}")
-        for name, m in matrices.items():
-            place = f"base_model.model.{name}.lora_"
-            halves = {"A": ((_RANK, m.k), m.k**-0.5), "B": ((m.n, _RANK), 0.3 * m.gain * _RANK**-0.5)}
-            for half, (shape, std) in halves.items():
-                drawn = Tensor(f"{number}.{name}.{half}", DTYPE, shape, Numbers("normal", std))
-                tensors[f"{place}{half}.weight"] = pool.fill(drawn)
-        own.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, own / "adapter_model.safetensors")
-        leaves = sorted({name.rpartition(".")[2] for name in matrices})
-        config: Row = {
-            "peft_type": "LORA",
-            "task_type": "CAUSAL_LM",
-            "base_model_name_or_path": model.name,
-        }
-        config |= {"bias": "none", "r": _RANK, "lora_alpha": _RANK, "target_modules": leaves}
-        (own / "adapter_config.json").write_text(json.dumps(config))
+        own = folder.with_name(f"{folder.name}-{number}")
+        write_adapter(model.name, inside.quantized(model), own, number)
         adapters.append(LoRARequest(f"adapter{number}", number, str(own)))
     return adapters
 
