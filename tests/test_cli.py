@@ -200,6 +200,14 @@ def test_sizes_by_position_and_as_options(capsys: pytest.CaptureFixture[str]) ->
             assert "error: M, N, K: wanted three sizes, as in `512 4096 4096` or" in capsys.readouterr().err
 
 
+def test_a_wrong_variable_is_refused_before_a_model_is_loaded(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("W4GEMM_NVTX", "yes")
+    assert main(["generate", "hello", "--model", "nowhere"]) == 2
+    assert capsys.readouterr().err == "w4gemm: error: W4GEMM_NVTX: wanted on or off, got 'yes'\n"
+
+
 def test_a_name_on_the_hub(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     assert main(["generate", "hello", "--model", "meta/Llama-3.2-1B", "--device", "cpu"]) == 1

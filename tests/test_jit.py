@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import logging
+import os
 import pickle
 import re
 import signal
@@ -272,6 +273,13 @@ def test_log_level(monkeypatch):
     monkeypatch.setenv("W4GEMM_LOG", "loud")
     with pytest.raises(ValueError, match="W4GEMM_LOG: wanted debug.*got 'loud'"):
         environment.configure_logging()
+
+
+def test_variables_that_w4gemm_does_not_have(monkeypatch):
+    documented = set(re.findall(r"W4GEMM_[A-Z0-9_]+[A-Z0-9]", environment.__doc__))
+    assert documented == set(environment._NAMES)
+    monkeypatch.setattr(os, "environ", dict.fromkeys((*environment._NAMES, "W4GEMM_CACHEDIR", "HOME"), ""))
+    assert environment.unknown() == ["W4GEMM_CACHEDIR: w4gemm has no such variable; nearest is 'W4GEMM_CACHE_DIR'"]
 
 
 def test_an_object_of_another_processor(folder, builds, monkeypatch):

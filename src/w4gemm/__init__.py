@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from w4gemm.core.environment import configure_logging
+from w4gemm.core import environment
 from w4gemm.core.words import nearest
 
 __version__ = "0.2.0"
@@ -47,6 +47,8 @@ def _place_of(name: str, public: Sequence[str]) -> str:
 
 
 try:
-    configure_logging()
+    environment.configure_logging()
 except ValueError as e:  # a command says it again, and ends
     warnings.warn(str(e), stacklevel=2)
+for _text in environment.unknown():
+    warnings.warn(_text, stacklevel=2)

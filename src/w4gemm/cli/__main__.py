@@ -13,7 +13,7 @@ from typing import Any
 from w4gemm.cli.mistakes import require_named
 from w4gemm.cli.parser import make_parser
 from w4gemm.console.progress import progress_line
-from w4gemm.core.environment import configure_logging
+from w4gemm.core import environment
 from w4gemm.core.files import system_reason
 from w4gemm.core.words import printable
 
@@ -42,13 +42,13 @@ def main(argv: Sequence[str] | None = None) -> int:
                 parser.print_help()
                 return 0
             try:
+                environment.check()
                 require_named(args)
             except (ValueError, OSError, ImportError) as e:
                 if traceback:
                     raise
                 text = system_reason(e) if isinstance(e, OSError) else str(e)
                 return _print_error(text, 2 if isinstance(e, ValueError) else 1)
-            configure_logging()
             with progress_line() as progress:
                 progress(0, 0, "importing PyTorch")
                 command = importlib.import_module(f"w4gemm.cli.{args.command}")

@@ -18,6 +18,8 @@
 - ``W4GEMM_COMMIT``: the commit to record with results if git cannot be asked; ``-dirty`` at its end for a changed tree.
 - ``OMP_NUM_THREADS``: PyTorch's; if it is set, commands take no other number of threads.
 
+Any other name that begins with ``W4GEMM_`` is a mistake, :func:`unknown`.
+
 Variables of CuTe DSL (``CUTE_DSL_*``) change what it compiles, so they are part of the cache's fingerprint.
 """
 
@@ -28,8 +30,15 @@ import logging
 import os
 from pathlib import Path
 
+from w4gemm.core.words import nearest
+
 FP8_BY_CHOICE = "mxfp4", "nvfp4"
 """Formats of weights of which :func:`activations` says whether engines quantize x to fp8."""
+_NAMES = (
+    *("W4GEMM_CACHE_DIR", "W4GEMM_CACHE_SHARED", "W4GEMM_COMPILE", "W4GEMM_WORKSPACE_MIB", "W4GEMM_LOG"),
+    *("W4GEMM_NVTX", "W4GEMM_VLLM", "W4GEMM_SGLANG", "W4GEMM_MXFP4", "W4GEMM_NVFP4", "W4GEMM_COMMIT"),
+)
+"""Every variable of w4gemm's own."""
 # These choose where and how much the DSL writes, or are overruled by the compile options; the object stays the same.
 _HARMLESS_DSL = {"CUTE_DSL_ARCH", "CUTE_DSL_CACHE_DIR", "CUTE_DSL_DUMP_DIR", "CUTE_DSL_DISABLE_FILE_CACHING"}
 
@@ -179,6 +188,22 @@ def _switch(name: str, default: bool) -> bool:
 def settings() -> dict[str, str]:
     """Return the variables of w4gemm and CuTe DSL that are set, for a bug report."""
     return {k: v for k, v in sorted(os.environ.items()) if k.startswith(("W4GEMM_", "CUTE_DSL_", "CUDA_VISIBLE"))}
+
+
+def unknown() -> list[str]:
+    """Return a sentence for each variable that is set and begins like w4gemm's, but is none of them."""
+    names = sorted(name for name in os.environ if name.startswith("W4GEMM_") and name not in _NAMES)
+    return [f"{name}: w4gemm has no such variable{nearest(name, _NAMES)}" for name in names]
+
+
+def check() -> None:
+    """Read what products and their compilation read, so that a command refuses a wrong value before it loads a model.
+
+    Raises:
+        ValueError: for the first variable whose value is none of its own.
+    """
+    for read in (configure_logging, cache_dir, cache_is_shared, may_compile, nvtx, workspace_mib):
+        read()
 
 
 def set_cache_dir(folder: Path) -> None:
