@@ -203,6 +203,8 @@ def timed_as(kernel: Any, problem: GemmProblem) -> str:
         return str(kernel.name)
     if problem.format.scale_rule.block_rows:
         return f"{kernel.name} blocks"
+    if problem.format.bits == 8:  # fp8 of rows, which is not decoded
+        return f"{kernel.name} stored"
     promoted = scales_on_sums(problem.format) or problem.epilogue.block_scale
     return str(kernel.name) if promoted else f"{kernel.name} folded"
 
