@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.core_model_loading import ConversionOps, WeightRenaming, revert_weight_conversion
+from transformers.core_model_loading import ConversionOps, WeightRenaming
 from transformers.modeling_utils import load_state_dict
 from transformers.quantizers import HfQuantizer, register_quantizer
 from transformers.quantizers.base import get_keys_to_not_convert
@@ -33,9 +33,8 @@ from w4gemm.checkpoints.account import Account, Naming, Stored, folder_model, li
 from w4gemm.checkpoints.dense import SKIP, check_dense, default_format
 from w4gemm.checkpoints.experts import DOWN, GATE_UP, UP
 from w4gemm.checkpoints.hugging_face import check_layers, quantization_config, read_header
-from w4gemm.checkpoints.quantized_folder import QuantizedFolder, alarmed
-from w4gemm.checkpoints.w4gemm import METHOD, alarm, alarm_name, settings
-from w4gemm.core.activation import is_gated
+from w4gemm.checkpoints.quantized_folder import QuantizedFolder
+from w4gemm.checkpoints.w4gemm import METHOD, settings
 from w4gemm.core.errors import FormatError
 from w4gemm.core.problem import Device
 from w4gemm.integrations.decoder import decode_by_graph
@@ -49,7 +48,7 @@ from w4gemm.integrations.transformers.awaited import (
 from w4gemm.integrations.transformers.config import W4GemmConfig
 from w4gemm.integrations.transformers.layers import DenseExperts, dequantize_layers, to_quantize
 from w4gemm.integrations.transformers.places import Placement, dtype_of
-from w4gemm.integrations.transformers.saving import compressed_tensors
+from w4gemm.integrations.transformers.saving import alarm_of, compressed_tensors, refuse_to_fuse
 from w4gemm.integrations.transformers.sharding import Local, fill
 from w4gemm.weights.file import parse_format_name
 from w4gemm.weights.weight import QuantizedWeight
@@ -273,10 +272,10 @@ class W4GemmQuantizer(HfQuantizer):
                 "the model's quantized layers are not those of its config: call "
                 "w4gemm.integrations.transformers.describe(model), then save"
             )
-        _refuse_to_fuse(model)
+        refuse_to_fuse(model)
         packed = compressed_tensors(model)
         config.stored = None if packed is None else packed[1]
-        return (model.state_dict() | _alarm_of(model)) if packed is None else packed[0], {}
+        return (model.state_dict() | alarm_of(model)) if packed is None else packed[0], {}
 
     @property
     def is_trainable(self) -> bool:
@@ -383,43 +382,6 @@ def _refuse_to_resize_packed_heads() -> None:
 
 
 _refuse_to_resize_packed_heads()
-
-
-def _refuse_to_fuse(model: PreTrainedModel) -> None:
-    """Raise ValueError if transformers would save several quantized layers as one, as files of Sarvam-MoE have queries,
-    keys and values: rows of codes can be one tensor, but not what else a layer is saved with."""
-    names = [name for name, layer in model.named_modules() if isinstance(layer, W4Linear)]
-    try:
-        saved = revert_weight_conversion(model, {f"{name}.codes": alarm() for name in names})
-    except Exception as e:  # as in _alarm_of
-        _log.debug("%s: %s", model.name_or_path, e)
-        return
-    if fused := next((name for name, codes in saved.items() if codes.numel() > 1), None):
-        raise ValueError(
-            f"transformers saves several quantized layers as {fused.removesuffix('.codes')}, which w4gemm cannot; "
-            "wanted another model, or `w4gemm convert` of the dense folder"
-        )
-
-
-def _alarm_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return a tensor that makes transformers refuse the saved folder without w4gemm. It is named for the first linear
-    layer, or else the first experts, whose weight transformers saves under one other name at most, which of experts has
-    to tell them."""
-    owners = [name.removesuffix(".codes") for name in model.state_dict() if name.endswith(".codes")]
-    linear = {name for name, layer in model.named_modules() if isinstance(layer, W4Linear)}
-    for owner in sorted(owners, key=lambda owner: owner not in linear):
-        experts, named = owner not in linear, owner
-        if experts and not is_gated(str(model.get_submodule(owner.rpartition(".")[0]).activation)):
-            named = owner.replace(".gate_up", ".up")
-        tensors = {alarm_name(named, experts): alarm()}
-        try:
-            saved = [*revert_weight_conversion(model, dict(tensors))]
-            (codes,) = revert_weight_conversion(model, {f"{owner}.codes": alarm()})
-            if len(saved) == 1 and (not experts or codes.removesuffix(".codes") in alarmed(saved[0])):
-                return tensors
-        except Exception as e:  # whatever an operation of transformers raises for a tensor of one number
-            _log.debug("%s: %s", owner, e)
-    return {}
 
 
 def _own_layers(model: nn.Module) -> Iterator[tuple[str, QuantizedWeight]]:

@@ -9,14 +9,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers.core_model_loading import revert_weight_conversion
 
 from w4gemm.api.nn import W4Linear
 from w4gemm.api.packed_module import PackedModule
 from w4gemm.checkpoints.base import Module, Pack, Pretrained
 from w4gemm.checkpoints.compressed_tensors_writer import CompressedTensorsWriter, in_files, transformers_refusal
 from w4gemm.checkpoints.numbers import Numbers, WeightNumbers
-from w4gemm.checkpoints.w4gemm import OwnPacking
+from w4gemm.checkpoints.quantized_folder import alarmed
+from w4gemm.checkpoints.w4gemm import OwnPacking, alarm, alarm_name
 from w4gemm.checkpoints.writing import refusal
+from w4gemm.core.activation import is_gated
 from w4gemm.weights.weight import QuantizedWeight
 
 if TYPE_CHECKING:
@@ -87,3 +90,40 @@ def _outline(model: PreTrainedModel) -> PreTrainedModel:
     config.__dict__.pop("quantization_config", None)
     with torch.device("meta"):
         return type(model)(config)
+
+
+def refuse_to_fuse(model: PreTrainedModel) -> None:
+    """Raise ValueError if transformers would save several quantized layers as one, as files of Sarvam-MoE have queries,
+    keys and values: rows of codes can be one tensor, but not what else a layer is saved with."""
+    names = [name for name, layer in model.named_modules() if isinstance(layer, W4Linear)]
+    try:
+        saved = revert_weight_conversion(model, {f"{name}.codes": alarm() for name in names})
+    except Exception as e:  # as in alarm_of
+        _log.debug("%s: %s", model.name_or_path, e)
+        return
+    if fused := next((name for name, codes in saved.items() if codes.numel() > 1), None):
+        raise ValueError(
+            f"transformers saves several quantized layers as {fused.removesuffix('.codes')}, which w4gemm cannot; "
+            "wanted another model, or `w4gemm convert` of the dense folder"
+        )
+
+
+def alarm_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Return a tensor that makes transformers refuse the saved folder without w4gemm. It is named for the first linear
+    layer, or else the first experts, whose weight transformers saves under one other name at most, which of experts has
+    to tell them."""
+    owners = [name.removesuffix(".codes") for name in model.state_dict() if name.endswith(".codes")]
+    linear = {name for name, layer in model.named_modules() if isinstance(layer, W4Linear)}
+    for owner in sorted(owners, key=lambda owner: owner not in linear):
+        experts, named = owner not in linear, owner
+        if experts and not is_gated(str(model.get_submodule(owner.rpartition(".")[0]).activation)):
+            named = owner.replace(".gate_up", ".up")
+        tensors = {alarm_name(named, experts): alarm()}
+        try:
+            saved = [*revert_weight_conversion(model, dict(tensors))]
+            (codes,) = revert_weight_conversion(model, {f"{owner}.codes": alarm()})
+            if len(saved) == 1 and (not experts or codes.removesuffix(".codes") in alarmed(saved[0])):
+                return tensors
+        except Exception as e:  # whatever an operation of transformers raises for a tensor of one number
+            _log.debug("%s: %s", owner, e)
+    return {}
