@@ -60,8 +60,8 @@ def scaled(row: dict[str, Any], like: Device, device: Device, scale: Scale) -> d
 
 
 def write(target: Path, times: dict[str, SliceTimes], source: str, fp8: bool, word: str) -> None:
-    """Put ``times`` in the place of those of the kernels for 16-bit x, or for fp8 x, and say where they are from: by
-    ``word`` and ``source`` behind what the file says, or by ``source`` alone if word is empty."""
+    """Put ``times`` in the place of those of the kernels for 16-bit x, or for fp8 x. The file then says where they are
+    from: what it said, ``word`` and ``source``, or ``source`` alone if word is empty."""
     legal, of = legal_names(), "sm90_fp8_gemm" if fp8 else "sm90_decode, sm90_mixed_gemm"
     others, configs = [], {}
     for row in map(json.loads, target.read_text().splitlines()):

@@ -232,10 +232,14 @@ def estimated(name: str, device: Device) -> SliceTimes:
 def fitted(
     timings: Timings, kept: dict[str, SliceTimes], adjusted: dict[str, SliceTimes], unknown: bool = False
 ) -> dict[str, SliceTimes]:
-    """Times of every config: those in ``kept`` as they are, those in ``adjusted`` scaled, the others fitted anew; of
-    several rounds the one whose first choices are best. unknown: for layers beside those of the timings, of which a
-    choice that is good by chance says nothing (22 drawn layers, each held out once: 1.014, and 1.017 without), so that
-    it is the last round."""
+    """Times of every config: those in ``kept`` as they are, those in ``adjusted`` scaled, the others fitted anew. Of
+    several rounds it is the one whose first choices are best.
+
+    Args:
+        unknown: True if the times are for other layers than those of the timings. It is the last round then, because a
+            choice that is good by chance says nothing of them (22 drawn layers, each held out once: 1.014, and 1.017
+            without).
+    """
     points = timings.points
     fastest = {point: min(us for _, us in configs.values()) for point, configs in points.items()}
 

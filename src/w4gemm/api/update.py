@@ -21,10 +21,10 @@ def update_(w: QuantizedWeight, weight: Dense) -> None:
 
     The addresses stay, so layers, engines and CUDA graphs that hold the weight multiply by the new numbers from their
     next launch on. The bits are those of ``w4gemm.quantize(weight, w.format).repack(w.layout)``. On Hopper one kernel
-    does it for ``weight`` in 16 bits and integers and floats as the layout ``mma16`` holds them: with one scale for
-    each group of columns, row, or block of 128 x 128, without zero points or with integer ones. It needs no further
-    memory but for scales that reach beyond 128 columns or one row, whose ranges PyTorch finds first (8 bytes each of a
-    row's). Elsewhere PyTorch's operators do it, expert by expert.
+    does it for ``weight`` in 16 bits and a ``w`` in layout ``mma16``: integers and floats with one scale for each group
+    of columns, row, or block of 128 x 128, without zero points or with integer ones. It needs further memory only for
+    scales that reach beyond 128 columns or one row, whose ranges PyTorch finds first (8 bytes each of a row's).
+    Elsewhere PyTorch's operators do it, expert by expert.
 
     Args:
         w: the weight to overwrite, of any layout; also one of several experts, or in act-order.

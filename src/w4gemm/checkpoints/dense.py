@@ -72,9 +72,9 @@ def checked_skip(skip: Iterable[str]) -> tuple[str, ...]:
 
 
 def linear_layers(model: nn.Module, skip: tuple[str, ...] = SKIP) -> dict[str, nn.Linear]:
-    """Dense linear layers by name, without those where the last part of the name is one of ``skip``, without the
-    output projection of nn.MultiheadAttention and those such as Mamba's dt_proj, whose weight the model reads; and
-    without subclasses of nn.Linear that compute something else, such as the routers of some mixtures."""
+    """Dense linear layers by name. Left out are those where the last part of the name is one of ``skip``; those whose
+    weight the model reads, such as the output projection of nn.MultiheadAttention and Mamba's dt_proj; and subclasses
+    of nn.Linear that compute something else, such as the routers of some mixtures."""
     return {
         name: layer
         for name, layer in model.named_modules()

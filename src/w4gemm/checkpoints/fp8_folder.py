@@ -3,11 +3,16 @@
 Such a weight is e4m3 or e5m2: a matrix (n, k), or those of all experts (experts, n, k). Its scale lies beside it:
 ``weight_scale_inv``, ``weight_scale``, ``scale`` or Mistral's ``qscale_weight`` beside ``weight``;
 ``down_proj_scale_inv``, ``down_proj_scale`` or ``down_proj_weight_scale`` beside a parameter of experts, ``down_proj``.
-The scale is one number; one for each expert; one for each row (of experts also for each column, because some models
-keep theirs transposed); one for each block of a grid, whose last row and column of blocks may be cut off, and which
-ModelOpt has as (rows, 1, columns, 1); or, of MXFP8, e8m0 (..., n, k / 32), one for each 32 columns. The weight is
-stored * scale, in float32. GPTQModel's scales divide, which its config says, so that 1 / scale multiplies. The scale of
-activations is not used, because x stays in 16 bits.
+The scale is one of these:
+
+- one number, or one for each expert;
+- one for each row; of experts also for each column, because some models keep theirs transposed;
+- one for each block of a grid, whose last row and column of blocks may be cut off; ModelOpt has it as
+  (rows, 1, columns, 1);
+- of MXFP8, e8m0 (..., n, k / 32), one for each 32 columns.
+
+The weight is stored * scale, in float32. GPTQModel's scales divide, as its config says, so 1 / scale multiplies. The
+scale of activations is not used, because x stays in 16 bits.
 
 A matrix becomes ``e4m3_col_fp32``, ``e4m3_g128_b128`` for blocks of 128 x 128, ``e4m3_g*_fp32`` for others of a
 multiple of 16 columns, whose scales are repeated for each row, or ``mxfp8``; or the same of e5m2. So does each matrix

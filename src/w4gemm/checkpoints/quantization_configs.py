@@ -24,9 +24,13 @@ import regex
 
 
 def method_of(config: Mapping[str, Any]) -> str | None:
-    """Name of the format of a quantization_config: the method that it names, but for AutoRound's integers the method
-    whose packing they have, for fp8 with experts in 4 bits DeepSeek-V4's, fp8 for other names of it, W4AFP8 for
-    ModelOpt's name of it, and bitsandbytes for its settings without a name, as transformers before 4.35 wrote them."""
+    """Name of the format of a quantization_config: the method that it names, except for
+
+    - AutoRound's integers: the method whose packing they have;
+    - fp8 with experts in 4 bits: "deepseek-v4"; fp8 by another name: "fp8";
+    - ModelOpt's MIXED_PRECISION without layers: "w4afp8";
+    - bitsandbytes' settings without a name, as transformers before 4.35 wrote them: "bitsandbytes".
+    """
     method = config.get("quant_method", config.get("method"))
     if method is None and (config.get("load_in_4bit") or config.get("load_in_8bit")):
         return "bitsandbytes"

@@ -258,9 +258,9 @@ class QuantizedWeight:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of a layer's weight the layer's ``dtype``, because models cast x to it in front of some layers (Mamba's head,
-        DeepSeek's indexer), and PEFT makes its parameters in it; else that of the scales if it has 16 bits, or
-        bfloat16."""
+        """The ``dtype`` of the layer that holds this weight, because models cast x to it in front of some layers
+        (Mamba's head, DeepSeek's indexer), and PEFT makes its parameters in it. Without a layer that of the scales if
+        it has 16 bits, else bfloat16."""
         if self._layer_dtype is not None:
             return self._layer_dtype
         return self.format.scale_dtype if self.format.scale_dtype.itemsize == 2 else torch.bfloat16

@@ -97,10 +97,10 @@ Programmatic dependent launch: the weights of one stage or two are requested bef
 earlier in the stream may still be writing them. Behind another product this holds, because each lets its successor
 start only after its own wait. Kernels that come between products (rms_norm, gate_halves, step_attention, add_rms of
 activation_quantize) let theirs start at once, so that a product requests weights while the one in front of them ends.
-They write no weights, and end only after their own wait. Behind a kernel that is not w4gemm's, and may say nothing of
-its successor, CUDA may start this one before that one's writes are visible, also with one of those between: so making a
-QuantizedWeight launches something small behind its writer (weights/weight.py), and docs/engines.md says what engines
-keep to.
+They write no weights, and end only after their own wait. A kernel that is not w4gemm's may say nothing of its
+successor. Behind it, and behind it and one of those, CUDA may start this one before that one's writes are visible. So
+making a QuantizedWeight launches something small behind its writer (weights/weight.py), and docs/engines.md says what
+engines keep to.
 
 With fp8 activations (variant.kind "e4m3", the kernel sm90_fp8_gemm) a k chunk is 128 columns, still 128 bytes of x, and
 the codes become e4m3. If variant.scales_on_sums, the scales multiply the float32 sums of each group:

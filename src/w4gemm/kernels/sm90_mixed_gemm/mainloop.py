@@ -434,8 +434,8 @@ class Mainloop:
             self.take_scales(operands.packed, sums.scales)
 
     def add_scaled_sums(self, acc: cute.Tensor, sums: GroupSums, batch: int, of_tokens: list[Float32]) -> None:
-        """Add the sums of an MMA batch to acc, times the factors of tokens if there are any, and the scales of rows g
-        and g + 8 if they are applied to sums and are no part of these factors."""
+        """Add the sums of an MMA batch to acc, times the factors of tokens if there are any. If scales are applied to
+        sums and are no part of these factors, times those of rows g and g + 8 too."""
         batch_sums, scales = sums.batch(batch)
         flat = flattened(batch_sums)
         first = batch % self.variant.token_splits * cute.size(flat)
@@ -449,8 +449,9 @@ class Mainloop:
     def token_factors(
         self, address: Int32, block: Int32 | int, batch: int, sums: GroupSums, consumer: ConsumerCoord
     ) -> list[Float32]:
-        """The scales of x for the sums of an MMA batch that a thread holds, two for each eight tokens, times that of
-        the weights if a thread's rows share it; none if rows of x have no scales of 128 columns.
+        """The scales of x for the sums of an MMA batch that a thread holds, two for each eight tokens. They are
+        multiplied by the scale of the weights if a thread's rows share it. None if rows of x have no scales of 128
+        columns.
 
         Args:
             address: of the first token's scale in the stage.

@@ -207,9 +207,9 @@ class Sm90MixedVariant(KSliceVariant):
 
     @property
     def token_splits(self) -> int:
-        """Number of ranges of tokens, of a multiple of eight each, that are multiplied one after the other: two of a
-        tile with more tokens than a WGMMA; and as many as leave room for both sets of sums of one range beside the
-        accumulators, if sums are promoted and have two sets."""
+        """Number of ranges of tokens, of a multiple of eight each, that are multiplied one after the other. If sums are
+        promoted and have two sets, as many as leave room for both sets of one range beside the accumulators; else two
+        if a tile has more tokens than a WGMMA."""
         if self.promotes and not self.one_set_of_sums:
             return self._ranges_of_sums
         return 2 if self.config.tile_m > WGMMA_TOKENS else 1
@@ -250,8 +250,9 @@ class Sm90MixedVariant(KSliceVariant):
 
     @property
     def box_tokens(self) -> int:
-        """Tokens of one TMA box: at most 64, a divisor of tile_m if that has one of ``_LEAST_BOX`` or more, else equal
-        shares, the last of which the producer moves back to the tile's end; if tile_m is over 256, half of it.
+        """Tokens of one TMA box: at most 64, or half of tile_m if that is over 256. It is a divisor of tile_m if there
+        is one of ``_LEAST_BOX`` or more; else boxes are equal shares, the last of which the producer moves back to the
+        tile's end.
 
         Rows past m are slow: 31 of them in a box of 64 make a launch 59 % longer, eight cost nothing (H200,
         2026-11-21). So the producer skips boxes wholly past m and moves the last box back; it cannot move a tile's
