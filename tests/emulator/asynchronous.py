@@ -81,10 +81,54 @@ class AsynchronousMachine(Machine):
         self.stores: list[BoxStore] = []
         self.bulk_commits = np.zeros(len(self.pc), np.int64)
         """By thread, the groups of stores by TMA that it has committed."""
+        self.loading: dict[int, list[Array]] | None = None
+        """By warp, the words of shared memory that its loads may still read; None if no bulk copy can overtake them."""
+        if any(i.opcode[:3] == ("cp", "async", "bulk") for i in self.program.code):
+            self.loading = {}
+        self.in_front: dict[int, int] = {}
+        """By warp, how many of these loads are in front of its last arrival at an mbarrier."""
+        self.answers = self.program.computed_from("mbarrier.arrive")
+        """Registers that depend on what an mbarrier answers to an arrival."""
         self.reads: dict[int, list[list[WgmmaReads]]] = {}
         """By a warpgroup's first thread, what its WGMMAs in flight read, by group; the last group is not committed."""
         self.held: dict[int, set[str]] = {}
         """By a warpgroup's first thread, the registers that they read."""
+
+    # --- loads from shared memory
+
+    def load(self, space: str, address: Array, on: Array, size: int, count: int = 1) -> Array:
+        if space == "shared" and self.loading is not None:
+            _, at = self.located(space, address, on, size * count)
+            words = at[:, None] // 4 + np.arange(-(-size * count // 4))
+            for warp in np.unique(on // 32).tolist():
+                self.loading.setdefault(warp, []).append(words[on // 32 == warp])
+        return super().load(space, address, on, size, count)
+
+    def meet(self, keys: Array, count: int, on: Array, blocks: bool) -> None:
+        self._loaded(on)
+        super().meet(keys, count, on, blocks)
+
+    def _fence_proxy(self, i: Instruction, on: Array) -> None:
+        self._loaded(on)
+
+    def _loaded(self, on: Array) -> None:
+        """What these warps load is in registers."""
+        for warp in np.unique(on // 32).tolist() if self.loading else ():
+            self.loading.pop(warp, None)
+            self.in_front.pop(warp, None)
+
+    def _refuse_to_overtake(self, i: Instruction, thread: int, at: Array) -> None:
+        """Refuse a copy to these bytes of a CTA's shared memory that loads may still read. Those in front of a warp's
+        last arrival are done for others, which wait for it, and for its own copies if they need the barrier's answer.
+        """
+        cta, warps = int(at[0]) // SHARED_BYTES, self.threads // 32
+        written = np.zeros(SHARED_BYTES, np.bool_)
+        written[at % SHARED_BYTES] = True
+        behind = not self.answers.isdisjoint(i.names())
+        for warp in range(cta * warps, (cta + 1) * warps):
+            done = self.in_front.get(warp, 0) if behind or warp != thread // 32 else 0
+            for words in self.loading.get(warp, ())[done:]:
+                assert not written[words * 4 % SHARED_BYTES].any(), "a copy may overtake a load of what it writes over"
 
     # --- mbarriers
 
@@ -110,6 +154,10 @@ class AsynchronousMachine(Machine):
             if expects:
                 barrier.bytes += int(np.broadcast_to(self.get(i.operands[at + 1], "u32", own), own.shape).sum())
             barrier.arrive(len(own))
+        for warp in np.unique(on // 32).tolist() if self.loading else ():
+            self.in_front[warp] = len(self.loading.get(warp, ()))
+        if at:  # the answer is any number
+            self.put(i.operands[0], np.uint64(0x5A5A5A5A5A5A5A5A), on)
         return not expects and self.let_others_run(on)
 
     def _mbarrier_wait(self, i: Instruction, on: Array) -> Any:
@@ -240,19 +288,20 @@ class AsynchronousMachine(Machine):
         at = next(j for j, o in enumerate(i.operands) if j > 1 and isinstance(o, Address))
         barrier = self.address(i.operands[at], one, "u32")
         if "multicast::cluster" not in i.opcode:
-            return self._bring_to(barrier, one, to, values.copy())
+            return self._bring_to(i, barrier, one, to, values.copy())
         mask = int(np.broadcast_to(self.get(i.operands[at + 1], "u16", one), 1)[0])
         assert 0 < mask < 1 << self.cluster, i.text
         for rank in range(self.cluster):
             if mask >> rank & 1:
                 of_cta, inside = 1 + rank << RANK, (1 << RANK) - 1
-                self._bring_to(barrier & inside | of_cta, one, to & inside | of_cta, values.copy())
+                self._bring_to(i, barrier & inside | of_cta, one, to & inside | of_cta, values.copy())
 
-    def _bring_to(self, barrier: Array, one: Array, to: Array, values: Array) -> None:
+    def _bring_to(self, i: Instruction, barrier: Array, one: Array, to: Array, values: Array) -> None:
         (cta,), (offset,) = self.owner(barrier, one)
         mbarrier = self.mbarriers[int(cta), int(offset)]
         cta, offset = self.owner(to, np.broadcast_to(one, to.shape))
         at = cta * SHARED_BYTES + offset
+        self._refuse_to_overtake(i, int(one[0]), at)
         self._destroy(cta[:1], np.array([offset.min()]), offset[None])
 
         def arrive() -> None:

@@ -45,7 +45,7 @@ from emulator.numbers import (
 )
 from emulator.ptx import Instruction
 
-_NOTHING = ("griddepcontrol", "prefetch", "fence", "membar", "setmaxnreg", "wgmma.fence", "cp.async.bulk.prefetch")
+_NOTHING = ("griddepcontrol", "prefetch", "membar", "setmaxnreg", "wgmma.fence", "cp.async.bulk.prefetch")
 """Instructions that change no value."""
 _COLLECTIVE = ("shfl", "vote", "redux", "elect", "ldmatrix", "stmatrix", "mma", "wgmma", "bar.warp")
 """Instructions that a whole warp executes together."""
@@ -290,6 +290,7 @@ class Emulator(AsynchronousMachine):
     def _cluster_barrier(self, i: Instruction, on: Array) -> bool:
         """A thread arrives, and goes on behind its wait when all threads of the cluster have arrived as often."""
         if "arrive" in i.opcode:
+            self._loaded(on)
             self.cluster_arrivals[on] += 1
             self.idle = 0
             return False
@@ -334,6 +335,8 @@ _METHODS: tuple[tuple[str, Callable[..., Any]], ...] = (
     ("bar.warp", lambda *_: None),
     ("barrier.cluster", Emulator._cluster_barrier),
     ("bar", Emulator._barrier),
+    ("fence.proxy.async", Emulator._fence_proxy),
+    ("fence", lambda *_: None),
     ("mbarrier.init", Emulator._mbarrier_init),
     ("mbarrier.arrive", Emulator._mbarrier_arrive),
     ("mbarrier.try_wait", Emulator._mbarrier_wait),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tempfile
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from emulator.numbers import DTYPES
@@ -30,6 +31,14 @@ class Instruction(NamedTuple):
     """Names of registers, labels and numbers as text; tuples of them; addresses."""
     text: str
 
+    def names(self, start: int = 0, stop: int | None = None) -> Iterator[str]:
+        """Those in operands start .. stop - 1."""
+        for operand in self.operands[start:stop]:
+            if isinstance(operand, Address):
+                yield from (operand.base, *operand.coordinates)
+            else:
+                yield from operand if isinstance(operand, tuple) else (operand,)
+
 
 class Program(NamedTuple):
     """The one kernel of a PTX file."""
@@ -42,6 +51,14 @@ class Program(NamedTuple):
     """Kind by name."""
     code: list[Instruction]
     labels: dict[str, int]
+
+    def computed_from(self, opcode: str) -> set[str]:
+        """Registers whose values depend on what instructions whose opcode begins so return."""
+        computing = [i for i in self.code if i.operands and not isinstance(i.operands[0], Address)]
+        registers = {i.operands[0] for i in computing if ".".join(i.opcode).startswith(opcode)} - {"_"}
+        while more := {r for i in computing if registers & {*i.names(1)} for r in i.names(0, 1)} - registers:
+            registers |= more
+        return registers
 
 
 def ptx_of(unit: Any) -> str:

@@ -173,6 +173,13 @@ FAULTS = (
         _EMULATED + "sm90_decode",
     ),
     Fault(
+        "a stage is refilled before its loads have read it",
+        "src/w4gemm/kernels/sm90_decode/kernel.py",
+        "cursor._replace(k_block=cursor.k_block + loaded)",
+        "cursor._replace(k_block=cursor.k_block)",
+        _EMULATED + "sm90_decode",
+    ),
+    Fault(
         "a CTA overwrites partials that others still read",
         "src/w4gemm/kernels/sm90_decode/kernel.py",
         "            self.tile_barrier()  # the partials have been read, by the CTAs of the cluster too\n",

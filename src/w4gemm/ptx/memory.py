@@ -27,6 +27,19 @@ def wait_barrier(pointer: Any, phase: Int32) -> None:
     asm(f"{{ .reg .pred done; {again} }}", [], [shared_address(pointer), phase])
 
 
+def arrive_and_expect(barrier: Int32, size: int) -> Int32:
+    """One lane of a warp arrives at an mbarrier, which then expects ``size`` bytes more.
+
+    Returns 0, computed from the barrier's answer so that the compiler does not know it. The arrival queues up behind
+    the warp's loads from shared memory, and bulk copies do not: with 0 added to an address or a coordinate they come
+    after them.
+    """
+    zero = "mov.u32 m, %lanemask_eq; sub.u32 z, m, 1; and.b32 z, z, m; "
+    arrival = "elect.sync m|one, 0xFFFFFFFF; mov.b64 s, 0; @one mbarrier.arrive.expect_tx.shared::cta.b64 s, [$1], $2; "
+    text = f"{{ .reg .pred one; .reg .b64 s; .reg .b32 m, z; {zero}{arrival}cvt.u32.u64 m, s; and.b32 $0, m, z; }}"
+    return asm(text, [Int32], [barrier, Int32(size)])[0]
+
+
 def load_shared(address: Int32, words: int, constant: bool = False) -> tuple[Int32, ...]:
     """Load 1, 2 or 4 consecutive 32-bit words. constant: True if nothing writes there while the address is known."""
     if words == 1:

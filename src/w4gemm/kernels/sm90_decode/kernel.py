@@ -35,7 +35,8 @@ Barriers:
                                                  bytes: weight_bytes + tma_x_bytes
     CTA or cluster   all threads of the cluster  sums are stored; sums have been read               all
 
-    There is no empty barrier: the warp that refills a stage is the only one that reads it.
+    There is no empty barrier: the warp that refills a stage is the only one that reads it. Its copies do not queue up
+    behind its loads, but the arrival at ``full`` does: they wait for the barrier's answer.
 
 What a warp computes of a k block is in device/warp_product.py, and what the columns of x are beside up to four tokens
 and scales of two levels.
@@ -86,6 +87,7 @@ from w4gemm.kernels.sm90_decode.variant import ReductionRound, Sm90DecodeVariant
 from w4gemm.packing.block import BLOCK_N, STRIP_N, Copy
 from w4gemm.packing.codecs.pairs_decode import own_pairs
 from w4gemm.ptx.memory import (
+    arrive_and_expect,
     bulk_copy,
     cluster_address,
     fence_release_shared,
@@ -380,8 +382,8 @@ class Sm90DecodeKernel:
         """Request the next k block, if any is left, into a stage that all lanes have read."""
         cute.arch.sync_warp()
         if left > 0:
-            self.load_weight(weight, params.blocks_n, pipeline, cursor, stage)
-            self.load_x(x_source, pipeline, cursor, stage)
+            announced = self.load_weight(weight, params.blocks_n, pipeline, cursor, stage)
+            self.load_x(x_source, pipeline, announced, stage)
             cursor = self.step(cursor, params)
             left -= 1
         return cursor, left
@@ -389,14 +391,16 @@ class Sm90DecodeKernel:
     @cute.jit
     def load_weight(
         self, weight: cute.Tensor, blocks_n: Int32, pipeline: WarpPipeline, cursor: NextBlock, stage: Int32
-    ):
-        """Request a stage's weights, and announce its bytes, those of x included, to the full barrier."""
+    ) -> NextBlock:
+        """Announce a stage's bytes, those of x included, to the full barrier, and request its weights. Returns a cursor
+        whose copies come behind the warp's loads from shared memory, as these do."""
         variant, rows = self.variant, self.variant.config.tile_n
         own = weight_of_expert(weight, cursor.expert, blocks_n) if const_expr(variant.grouped) else weight
+        barrier = shared_address(pipeline.full + stage)
+        loaded = arrive_and_expect(barrier, variant.weight_bytes + variant.tma_x_bytes)
+        cursor = cursor._replace(k_block=cursor.k_block + loaded)
         with cute.arch.elect_one():
-            barrier = shared_address(pipeline.full + stage)
             target = pipeline.weights + stage * variant.weight_bytes
-            cute.arch.mbarrier_arrive_and_expect_tx(pipeline.full + stage, variant.weight_bytes + variant.tma_x_bytes)
             if const_expr(variant.whole_blocks):
                 for i in cutlass.range_constexpr(rows // BLOCK_N):
                     source = self.source(own, cursor.n_tile * rows // BLOCK_N + i, cursor.k_block)
@@ -415,6 +419,7 @@ class Sm90DecodeKernel:
                         if count > 0:
                             self.copy(copies, source, target, barrier)
                     row, at = row + count, at + count
+        return cursor
 
     def source(self, weight: cute.Tensor, block: Int32, k_block: Int32) -> Int64:
         """The address of a packed block. A tile may reach past the last one along n: it takes that one again, and rows
