@@ -472,6 +472,14 @@ def test_a_dense_weight_of_another_size(tmp_path: Path) -> None:
         AutoModelForCausalLM.from_pretrained(folder, quantization_config=W4GemmConfig())
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float64])
+def test_a_dtype_that_no_layer_has_is_refused_before_the_model_is_made(dtype: torch.dtype, tmp_path: Path) -> None:
+    """transformers makes the model in it, which PyTorch refuses in words of its own for fp8."""
+    folder = write_dense(tmp_path)
+    with pytest.raises(TypeError, match=f"dtype: wanted torch.float32 or torch.float16 or torch.bfloat16, got {dtype}"):
+        AutoModelForCausalLM.from_pretrained(folder, quantization_config=W4GemmConfig(), dtype=dtype)
+
+
 def test_bad_configs() -> None:
     with pytest.raises(ValueError, match="format: wanted int4_g"):
         W4GemmConfig("int5")

@@ -59,7 +59,7 @@ def test_names_that_are_skipped_are_no_letters(skip):
     [
         (("lm_head", "gate_prj"), "'gate_prj'; nearest is 'gate_proj'"),
         (("mlp.gateproj",), "'mlp.gateproj'; nearest is 'gate_proj'"),
-        (("mlp",), "'mlp'"),
+        (("mlp",), "'mlp'; there are down_proj, gate_proj"),
         (("Down_proj",), "'Down_proj'; nearest is 'down_proj'"),
     ],
 )

@@ -180,7 +180,7 @@ def to_quantize(model: nn.Module, skip: tuple[str, ...]) -> tuple[dict[str, nn.L
             elif name not in experts:
                 stay.append(name)
     if wrong := [name for name in skip if name not in parts and name not in SKIP]:
-        close = nearest(wrong[0].rpartition(".")[2], parts)
+        close = nearest(wrong[0].rpartition(".")[2], parts) or (f"; there are {listed(sorted(parts))}" if parts else "")
         raise ValueError(
             f"skip: wanted last parts of names of the model's linear layers and experts, got {wrong[0]!r}{close}"
         )

@@ -27,7 +27,7 @@ from transformers.quantizers.base import get_keys_to_not_convert
 
 from w4gemm.api.experts import W4Experts
 from w4gemm.api.nn import W4Linear
-from w4gemm.api.packed_module import PackedModule
+from w4gemm.api.packed_module import PackedModule, check_dtype
 from w4gemm.checkpoints import Checkpoint, open_checkpoint
 from w4gemm.checkpoints.account import Account, Naming, Stored, folder_model, listed
 from w4gemm.checkpoints.dense import SKIP, check_dense, default_format
@@ -118,6 +118,10 @@ class W4GemmQuantizer(HfQuantizer):
         if "disk" in devices or ("cpu" in devices and len(devices) > 1):
             came = sorted(devices)
             raise ValueError(f"device_map: wanted every quantized layer on a GPU, or all on the CPU, got {came}")
+
+    def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        check_dtype(dtype)
+        return dtype
 
     def update_attn_implementation(self, config: Any) -> Any:
         # transformers calls this with the config before it makes the layers, and nothing else
