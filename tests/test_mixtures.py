@@ -30,7 +30,7 @@ from w4gemm import FormatError, W4Experts, W4GroupedLinear, W4Linear, WeightForm
 from w4gemm.checkpoints import dense, open_checkpoint
 from w4gemm.checkpoints.model_experts import activation_of
 from w4gemm.cli.__main__ import main
-from w4gemm.integrations.transformers import W4GemmConfig, dequantize_layers, describe, load, quantize_layers
+from w4gemm.integrations.transformers import W4GemmConfig, describe, load, quantize_layers
 from w4gemm.tuning.random_weight import random_weight
 
 ROUTERS = ("lm_head", "mlp.gate", "block_sparse_moe.gate", "mlp.router", "feed_forward.router")
@@ -242,10 +242,9 @@ def test_from_pretrained_and_back(tmp_path: Path, kind: str) -> None:
     loaded.save_pretrained(saved)
     for again in (load_beside(saved), AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32)):
         assert torch.equal(logits(again), logits(own))
-    plain = dequantize_layers(loaded, torch.float32)
+    plain = loaded.dequantize(torch.float32)
     assert not any(isinstance(module, W4Experts) for module in plain.modules())
     torch.testing.assert_close(logits(plain), logits(own), rtol=1e-4, atol=1e-4)
-    describe(plain)
     with pytest.raises(ValueError, match="experts that dequantize_layers made, which no folder has a place for"):
         plain.save_pretrained(tmp_path / "plain")  # transformers would draw its experts at random
 

@@ -265,7 +265,7 @@ class W4GemmQuantizer(HfQuantizer):
                 f"{self.unsaved[0]} of the model is its file's own, and a saved folder has no place for it: "
                 "wanted a model whose config makes it"
             )
-        if any(isinstance(module, DenseExperts) for module in model.modules()):
+        if _has_dense_experts(model):
             raise ValueError(
                 "the model has experts that dequantize_layers made, which no folder has a place for: save the model "
                 "with its quantized experts"
@@ -292,6 +292,12 @@ class W4GemmQuantizer(HfQuantizer):
 
     def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> nn.Module:
         return dequantize_layers(model, dtype or model.dtype)
+
+    def dequantize(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> nn.Module:
+        super().dequantize(model, dtype)
+        if _has_dense_experts(model):
+            describe(model)  # for transformers has removed this quantizer, which refuses to save them
+        return model
 
 
 def _device_of(device_map: Any) -> torch.device:
@@ -386,6 +392,10 @@ def _refuse_to_resize_packed_heads() -> None:
 
 
 _refuse_to_resize_packed_heads()
+
+
+def _has_dense_experts(model: nn.Module) -> bool:
+    return any(isinstance(module, DenseExperts) for module in model.modules())
 
 
 def _own_layers(model: nn.Module) -> Iterator[tuple[str, QuantizedWeight]]:
