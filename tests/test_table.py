@@ -277,7 +277,7 @@ def test_a_table_that_cannot_be_written(tmp_path, monkeypatch, caplog):
         monkeypatch.setenv("W4GEMM_CACHE_DIR", value)
         table.add([record()])
         assert chosen()[1] == "tuned", "this process knows it all the same"
-    assert caplog.text.count("cannot keep tuned configs") == 1
+    assert caplog.text.count("cannot keep tuned configs") == 1 and "Errno" not in caplog.text
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks")

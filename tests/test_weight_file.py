@@ -55,7 +55,7 @@ def test_others_may_read_a_weight_and_a_place_that_cannot_be_written_is_named(tm
     for place in (tmp_path, tmp_path / "pipe"):
         with pytest.raises(OSError, match=f"path: cannot write '{place}': it is no regular file"):
             w.save(place)
-    with pytest.raises(OSError, match=f"path: .*No such file or directory: '{tmp_path}/no/w'"):
+    with pytest.raises(OSError, match=f"^path: {tmp_path}/no/w: No such file or directory"):
         w.save(tmp_path / "no/w")
 
 

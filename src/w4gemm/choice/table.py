@@ -23,7 +23,7 @@ import torch
 
 from w4gemm.core import environment, trust
 from w4gemm.core.config import GemmConfig
-from w4gemm.core.files import placed
+from w4gemm.core.files import placed, system_reason
 from w4gemm.core.problem import Device, GemmProblem
 from w4gemm.packing.layouts import RENAMED
 
@@ -294,7 +294,8 @@ def add(records: Iterable[Record]) -> bool:
         trust.warn(str(e))
     except OSError as e:
         _session.extend(records)
-        _log.warning("cannot keep tuned configs in %s (%s); set W4GEMM_CACHE_DIR to a folder that can", path, e)
+        said = "cannot keep tuned configs in %s (%s); set W4GEMM_CACHE_DIR to a folder that can"
+        _log.warning(said, path, system_reason(e))
     return False
 
 

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from w4gemm.core.errors import FormatError, device_here, kind_of
-from w4gemm.core.files import placed, why_unread
+from w4gemm.core.files import placed, system_reason, why_unread
 from w4gemm.core.formats import WeightFormat
 
 _KIND = "w4gemm.weights.weight"
@@ -31,7 +31,7 @@ def write(path: str | Path, tensors: dict[str, torch.Tensor], facts: dict[str, A
     try:
         save_tensors(target, copies, {"w4gemm": text})
     except OSError as e:
-        raise OSError(f"path: {e}") from e
+        raise OSError(f"path: {system_reason(e)}") from e
 
 
 def save_tensors(path: str | Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
