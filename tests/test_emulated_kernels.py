@@ -122,6 +122,7 @@ PRODUCTS = [
     Product("sm90_mixed_gemm/104x64x128_1x1x1_coop", "int4_g128", PLAIN, 206, 64, 1152, 1),
     Product("sm90_mixed_gemm/152x64x128_1x1x1_coop", "int4_g128", BIASED, 170, 64, 896, 1),
     Product("sm90_fp8_gemm/88x64x256_1x1x1_coop_k2", "int4_g128", SCALED, 70, 64, 1024, 2),
+    Product("sm90_fp8_gemm/136x64x128_1x1x1_coop_k2", "int4_g128", SCALED, 130, 64, 512, 2),
     Product("sm90_fp8_gemm/16x64x256_1x1x1_pingpong", "int4_g128", BLOCKS, 1, 64, 1152, 2, (5, 0, 17)),
     # two launches, by the rows of an expert
     Product("sm90_mixed_gemm/16x128x128_1x1x1_coop+64x64x128_1x1x1_coop", "int4_g128", BIASED, 3, 128, 384, 2, BOTH),

@@ -12,7 +12,8 @@ If m, of all experts together, is less than a TMA box, the box reaches past m, a
 row there as for one of x: a k-slice takes no less than its rows take TMA.
 
 With tiles of more than 64 features and clusters of three CTAs or more, each wave behind the first takes later_wave_us
-longer, probably because a cluster begins only when as many multiprocessors of one GPC are free.
+longer, probably because a cluster begins only when as many multiprocessors of one GPC are free. So it does with fp8 x
+and clusters of two, for more than 128 tokens and up to 128 features.
 
 If full waves wait for memory, the last wave does not, so that its time shows behind theirs; about half of it is hidden
 by producers that run ahead (last_wave).
@@ -70,6 +71,8 @@ _FEW_TOKENS_OF_WARPGROUPS = 128
 tokens its effect is whole."""
 _MEMORY_OF_SM = HOPPER_SHARED_MEMORY + RESERVED_SHARED_MEMORY
 """Bytes of shared memory of a multiprocessor."""
+_FEW_TOKENS_OF_SPLITS = 128
+"""Largest tile_m of splits of two CTAs with fp8 x whose times include what a later wave costs."""
 _FEW_TOKENS, _MOST_FEW, _MOST = 16, 3, 2
 """CTAs with one consumer warpgroup that the registers of a multiprocessor are enough for: three with 67 a thread, as
 tiles of 16 tokens take, two with 89, as tiles of 32 do."""
@@ -301,6 +304,8 @@ def _busy_timer(
     row_us = chunks / config.cluster_n * model["row_us"]
     past_us = chunks * model["row_past_us"]  # CTAs of a cluster, which share x, gain nothing there
     wide_split = config.split_k > 2 and config.tile_n > BLOCK_N
+    if facts.kernel.name == "sm90_fp8_gemm" and config.split_k == 2:
+        wide_split = config.tile_m > _FEW_TOKENS_OF_SPLITS and config.tile_n <= 2 * BLOCK_N
     later_wave_us = model["later_wave_us"] * scale.clock
     mixed = facts.kernel.name == "sm90_mixed_gemm"
 

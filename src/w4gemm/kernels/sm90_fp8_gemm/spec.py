@@ -76,8 +76,14 @@ scales on sums 56 tokens of 192 features take half as long again as 48 or 64 do.
 
 _FINE_TILES = {
     "up to 4 bits, 0 registers, scales on sums": {
+        "64x128_1x1x1_coop_k2": "136 144 160 168 176",
+        "64x128_1x1x1_coop_k3": "136 144 160 176",
         "64x256_1x1x1_coop": "88 104",
         "64x256_1x1x1_coop_k2": "88 104",
+        "128x128_1x1x1_coop": "136 152",
+        "128x128_1x1x1_coop_k2": "136 144 152 160 168",
+        "128x128_1x1x1_coop_k3": "136 144 152 160 168",
+        "128x128_1x1x1_stream": "136 152 168",
         "128x256_1x1x1_coop": "88 104",
         "128x256_1x1x1_coop_k2": "72 80 88 96 104 112",
         "192x128_1x1x1_coop": "104",
@@ -86,7 +92,8 @@ _FINE_TILES = {
     },
     "up to 4 bits, 0 registers, table rows of 16 bytes": {
         "64x128_1x1x1_coop": "136",
-        "64x256_1x1x1_coop": "104",
+        "64x256_1x1x1_coop": "104 136 144 160 176",
+        "64x256_1x1x1_coop_k2": "136 144 160 176",
         "128x128_1x1x1_coop_k2": "152 176",
         "128x256_1x1x1_coop": "176",
         "128x256_1x1x1_coop_k2": "72 80 88 96 104 112 136 144 152 160 168 176",
@@ -94,12 +101,15 @@ _FINE_TILES = {
         "192x256_1x1x1_coop": "152",
         "192x256_1x1x1_coop_k2": "88",
         "256x128_1x1x1_coop": "104",
-        "128x256_1x1x1_stream": "88",
+        "128x256_1x1x1_stream": "88 136 144 152 160",
         **_MORE_SPLITS,
+        "128x256_1x1x1_coop_k3": _MORE_SPLITS["128x256_1x1x1_coop_k3"] + " 136 144 160",
         "192x256_1x1x1_coop_k4": "8 16 24 32 40 48 56 64 72 80",
     },
 }
-"""See the W4A16 kernel's."""
+"""See the W4A16 kernel's. Tiles of 136 to 176 tokens, also of streams and splits, decode a weight once where two tiles
+of half as many decode it twice: 0.97 (scales on sums) and 0.95 (folded) of the time at 125 drawn points of 130 to 597
+tokens where they were predicted to be near, at best 0.79 (H200, 2026-11-30)."""
 
 
 def _held_back(v: Sm90MixedVariant) -> bool:
