@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 _INTEGERS = ("BOOL", "I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64")
 """safetensors' names of the dtypes that hold no weights, but codes."""
-_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+"""The number of a layer in a tensor's name."""
 _AHEAD = re.compile(r"(?:^|\.)mtp\w*\.")
 _AHEAD_COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules", "mtp_num_hidden_layers")
 """Names in configs of the number of layers that predict further tokens."""
@@ -112,7 +113,7 @@ class Naming:
     def is_unused(self, name: str) -> bool:
         """True for a tensor that the model's code says it does without."""
         # a pattern with a number means a layer behind the last one of the published model, maybe one of this model's
-        layer = _LAYER.search(name)
+        layer = LAYER.search(name)
         inside = layer is not None and int(layer[1]) < self._layers
         fitting = [p for p in self._unused if not inside or not re.search(r"layers\W+\d", p)]
         return _matches(fitting, name) or _matches(fitting, self(name))
@@ -123,7 +124,7 @@ class Naming:
         Args:
             ordinary: numbers of the folder's layers that predict the next token.
         """
-        layer = _LAYER.search(name)
+        layer = LAYER.search(name)
         ahead = layer is not None and self._layers <= int(layer[1]) < self._layers + self._layers_ahead
         ahead = ahead and layer is not None and layer[1] not in ordinary
         if self._layers_ahead and (ahead or _AHEAD.search(name)):
@@ -321,7 +322,7 @@ def _out_of_turn(names: list[str]) -> str:
 
 def _layers_with(leaf: str, names: Collection[str]) -> set[str]:
     """Numbers of the layers that have a module of this name."""
-    return {match[1] for name in names if leaf in name and (match := _LAYER.search(name))}
+    return {match[1] for name in names if leaf in name and (match := LAYER.search(name))}
 
 
 def _matches(patterns: Collection[str] | None, name: str) -> bool:

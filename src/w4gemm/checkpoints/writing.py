@@ -14,7 +14,6 @@ import itertools
 import json
 import math
 import os
-import re
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 
+from w4gemm.checkpoints.account import LAYER
 from w4gemm.checkpoints.base import Checkpoint, Module, finite_dense
 from w4gemm.checkpoints.gguf.fields import quick_reader, tokenizer_of
 from w4gemm.checkpoints.hugging_face import AS_IT_IS, read_config, transformers_errors
@@ -45,8 +45,6 @@ _COPIED = ("*.json", "*.jinja", "*.model", "*.txt", "*.md", "*.py", "LICENSE*")
 """Files beside the weights that are copied: tokenizer, generation config, licence, code that a model type names."""
 _OF_THE_SOURCE = ("config.json", "hf_quant_config.json", "quant_cfg.json", "quantize_config.json", "quant_config.json")
 """Files that say how the source is quantized, which are not copied."""
-_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
-"""The number of a layer in a tensor's name."""
 
 
 class WeightWriter(Protocol):
@@ -232,7 +230,7 @@ def _require_layers(checkpoint: Checkpoint) -> None:
         return
     config = read_config(checkpoint.path)
     count = (config.get("text_config") or config).get("num_hidden_layers")
-    there = {int(match[1]) for name in (*checkpoint.modules, *checkpoint.tensors) if (match := _LAYER.search(name))}
+    there = {int(match[1]) for name in (*checkpoint.modules, *checkpoint.tensors) if (match := LAYER.search(name))}
     missing = next(i for i in itertools.count() if i not in there)
     if there and isinstance(count, int) and missing < count:
         raise FormatError(

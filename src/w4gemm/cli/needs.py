@@ -20,9 +20,9 @@ from w4gemm.core.problem import Device, GemmProblem
 from w4gemm.core.router import Router
 from w4gemm.jit import Unit
 from w4gemm.kernels import HELPERS, kernel_named
-from w4gemm.kernels.expert_layer.spec import IDS, MOST_TOKENS
+from w4gemm.kernels.expert_layer.spec import MOST_TOKENS
 from w4gemm.kernels.helpers.base import LayerFacts
-from w4gemm.kernels.helpers.experts import ExpertChoice
+from w4gemm.kernels.helpers.experts import IDS, ExpertChoice
 from w4gemm.packing.layouts import layout_for
 from w4gemm.packing.packed_shape import packed_shape
 

@@ -19,10 +19,10 @@ from w4gemm.checkpoints.gguf.header import type_sizes
 from w4gemm.integrations.engines.engine import Engine, layer_product, why_no_kernel
 from w4gemm.integrations.engines.formats import PRODUCTS, SCALES, ExpertsFormat, ExpertsSettings, Packers
 from w4gemm.integrations.engines.loading import NOTHING_LOADED
+from w4gemm.integrations.engines.shards import OF_QKV
 from w4gemm.weights.weight import QuantizedWeight
 
 PARAMETERS = ("qweight", "qweight_type")
-_SHARDS = {"q": 0, "k": 1, "v": 2}
 _LEGAL = [name for name, type in TYPES.items() if not type.format.has_channels]
 """Types of all but NVFP4, whose factor lies in another tensor, which engines do not load."""
 
@@ -63,7 +63,7 @@ def _loaded(layer: Any) -> list[tuple[_Type, torch.Tensor]]:
         ValueError: if that is nothing.
     """
     stored, types = layer.qweight, layer.qweight_type
-    shards = sorted(stored.shard_id, key=lambda shard: _SHARDS.get(shard, shard))
+    shards = sorted(stored.shard_id, key=lambda shard: OF_QKV.get(shard, shard))
     if not shards and isinstance(stored, UninitializedParameter):
         raise ValueError(NOTHING_LOADED)
     blocks = [stored.data_container[stored.shard_id_map[shard]] for shard in shards] or [stored.data]

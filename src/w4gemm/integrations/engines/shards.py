@@ -12,7 +12,8 @@ from typing import Any, ClassVar
 
 import torch
 
-_OF_QKV = {"q": 0, "k": 1, "v": 2}
+OF_QKV = {"q": 0, "k": 1, "v": 2}
+"""Numbers of the shards of a merged layer, by the names that engines' loaders give them."""
 
 
 def shard_names(merged: Mapping[str, Iterable[str]], name: str) -> list[str]:
@@ -105,7 +106,7 @@ class Shards:
         def load_shard(parameter: torch.Tensor, loaded_weight: torch.Tensor, shard_id: int | str | None = None) -> Any:
             if not isinstance(shard_id, (int, str)):
                 raise ValueError(f"{' and '.join(self.names)}: wanted a {name} of each, got one of {shard_id}")
-            index = _OF_QKV[shard_id] if isinstance(shard_id, str) else shard_id
+            index = OF_QKV[shard_id] if isinstance(shard_id, str) else shard_id
             own = getattr(layer.w4gemm_shards[index], name, None)
             if own is None:
                 raise ValueError(f"{self.names[index]}.{name}: its format has no such tensor")

@@ -24,8 +24,6 @@ MOST_TOKENS = 8
 """Columns of operand B of the matrix instruction: a token each."""
 TOKENS = (1, 2, 4, MOST_TOKENS)
 """Tokens that kernels are compiled for."""
-IDS = (torch.int32, torch.int64)
-"""Dtypes of choices."""
 MOST_CHOICES = 128
 """Choices of all tokens."""
 _FEW_CHOICES = 16
@@ -67,7 +65,7 @@ class ExpertLayer(Sm90Helper):
         width: features of an expert's activated row.
         top_k: choices of a token.
         tokens: of ``TOKENS``.
-        ids: of ``IDS``.
+        ids: of ``IDS`` of helpers/experts.py.
         mapped: True if ids name global experts, of which a map says which are here.
         gate_up_bias, down_bias: True if there is a bias for each expert.
         gate_up_scale, down_scale: True if there is a scale for each expert.

@@ -89,7 +89,8 @@ _CTAS = 8
 """CTAs of a cluster."""
 _MOST_ALONE = 2048
 """Choices up to which one CTA alone is faster than a cluster."""
-_IDS = (torch.int32, torch.int64)
+IDS = (torch.int32, torch.int64)
+"""Dtypes of choices."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ class ExpertRoute(Sm90Helper):
     @classmethod
     def of(cls, device: Device, dtype: torch.dtype, experts: int, mapped: bool, choices: int) -> ExpertRoute | None:
         """Return the kernel for a number of choices; None where it does not run, or is slower than PyTorch."""
-        fits = dtype in _IDS and 0 < experts <= MOST_EXPERTS and 0 < choices <= MOST_CHOICES
+        fits = dtype in IDS and 0 < experts <= MOST_EXPERTS and 0 < choices <= MOST_CHOICES
         if not fits or not cls.runs(device):
             return None
         return cls(dtype, experts, mapped, 1 if choices <= _MOST_ALONE else _CTAS)
@@ -121,7 +122,7 @@ class ExpertRoute(Sm90Helper):
     def needed(cls, device: Device, layer: LayerFacts) -> Iterable[ExpertRoute]:
         if not layer.top_k:
             return ()
-        every = itertools.product(_IDS, (False, True), (_MOST_ALONE, MOST_CHOICES))
+        every = itertools.product(IDS, (False, True), (_MOST_ALONE, MOST_CHOICES))
         helpers = (cls.of(device, dtype, layer.experts, mapped, choices) for dtype, mapped, choices in every)
         return tuple(each for each in helpers if each is not None)
 
