@@ -33,7 +33,7 @@ from w4gemm import FormatError, W4Experts, W4Linear
 from w4gemm.checkpoints import open_checkpoint
 from w4gemm.checkpoints.account import Naming
 from w4gemm.cli.__main__ import main
-from w4gemm.integrations.transformers import W4GemmConfig, load, quantize_layers, quantizer, summarize
+from w4gemm.integrations.transformers import W4GemmConfig, load, quantize_layers, saving, summarize
 
 SIZES = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "pad_token_id": 0}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -222,7 +222,7 @@ def test_layers_that_files_have_in_one_are_not_saved(tmp_path: Path, monkeypatch
             both[re.sub(r"[qk]_proj", "qk", name)].append(t)
         return {name: torch.cat(each) for name, each in both.items()}
 
-    monkeypatch.setattr(quantizer, "revert_weight_conversion", revert)
+    monkeypatch.setattr(saving, "revert_weight_conversion", revert)
     with pytest.raises(ValueError, match=r"saves several quantized layers as model\.layers\.0\.self_attn\.qk, which"):
         model.save_pretrained(tmp_path / "saved")
 
