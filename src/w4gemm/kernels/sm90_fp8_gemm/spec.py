@@ -108,8 +108,8 @@ _FINE_TILES = {
     },
 }
 """See the W4A16 kernel's. Tiles of 136 to 176 tokens, also of streams and splits, decode a weight once where two tiles
-of half as many decode it twice: 0.97 (scales on sums) and 0.95 (folded) of the time at 125 drawn points of 130 to 597
-tokens where they were predicted to be near, at best 0.79 (H200, 2026-11-30)."""
+of half as many decode it twice: 0.97 (scales on sums) and 0.95 (folded) of the time at 60 held-out points of 129 to 333
+tokens whose choice they changed, at best 0.84 (H200, 2026-11-30)."""
 
 
 def _held_back(v: Sm90MixedVariant) -> bool:
