@@ -135,12 +135,16 @@ def test_a_slice_of_the_fuzzer() -> None:
     assert not fuzz(range(9), "emulator", ((TINY, "int4_g128"), (CHOOSING, "int4_g128"), (SPLIT, "int4_g128")))
 
 
-@pytest.mark.parametrize(("name", "most"), [("largest router", 8), ("q4_k", 0)])
+@pytest.mark.parametrize(("name", "most"), [("largest router", 8), ("q4_k", 0), ("mxfp4", 0)])
 def test_registers_are_hardly_spilled(name: str, most: int) -> None:
     """A CTA of 512 threads has 128 for each. most: bytes."""
     choice = ExpertChoice(Router(8, "sigmoid", scale=2.5), 384, torch.bfloat16, True)
-    key = key_of(2, *KIMI, choice=choice) if name == "largest router" else key_of(8, name, 128, 2048, 768, 8)
-    layer = ExpertLayer.of(H100, *key.parameters())
+    forms = {
+        "largest router": key_of(2, *KIMI, choice=choice),
+        "q4_k": key_of(8, "q4_k", 128, 2048, 768, 8),
+        "mxfp4": key_of(8, "mxfp4", 64, 4096, 2048, 6),
+    }
+    layer = ExpertLayer.of(H100, *forms[name].parameters())
     assert layer is not None and disassemble(object_code(layer.unit())).stack <= most
 
 

@@ -585,12 +585,15 @@ class ExpertLayerKernel:
                 fragments = [(ahead[2 * j] + 0, ahead[2 * j + 1] + 0) for j in range(8)]
                 if const_expr(b == 0 or not layer.ragged_down):
                     words, scales = self.read_weight(memory, stage, lane, b)
+                refills = b == layer.step_blocks - 1 and not layer.ragged_down
+                if const_expr(refills and layer.refills_first):
+                    cursor = self.refill(t, memory, share, cursor, stage, rank)
                 if const_expr(b < layer.step_blocks - 1):
                     self.load_rows(self.rows_of(t, c, was, first + b + 1, lane), ahead)
                 else:
                     if not last:
                         self.load_rows(self.rows_of(t, c, slot, k_block, lane), ahead)
-                if const_expr(b == layer.step_blocks - 1 and not layer.ragged_down):
+                if const_expr(refills and not layer.refills_first):
                     cursor = self.refill(t, memory, share, cursor, stage, rank)
                 if const_expr(b == 0 or not layer.ragged_down):
                     self.product.multiply(acc, 0, words, scales, [fragments], memory.table)
