@@ -281,6 +281,7 @@ FORMAT_CASES = [
     FormatCase(kernel, name, dtype, m)
     for kernel in INSTRUCTION
     for (name, dtype), m in zip(formats_of(kernel), itertools.cycle((1, 4096)), strict=False)
+    if kernel_named(kernel).supports(problem(name, dtype, m))
 ]
 
 

@@ -304,7 +304,7 @@ class QuantizedWeight:
         if activations is not None and not isinstance(activations, str):
             raise TypeError(f"activations: wanted 'fp8' or None, got {kind_of(activations)}")
         activations = self.activations if activations == "same" else activations
-        target = layout_on(self.device, self.format, activations) if layout is None else layout
+        target = layout_on(self.device, self.format, activations) if layout is None else layout_named(layout).name
         if target == self.layout:
             return self if activations == self.activations else replace(self, activations=activations)
         tensors = packed_shape(self.format, target, self.n, self.k, self.experts).empty(self.device)
