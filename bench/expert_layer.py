@@ -56,6 +56,7 @@ LAYERS = {
     "nemotron-3-nano": Layer(128, 1856, 2688, "int4_g128", Router(6, "sigmoid", scale=2.5), "relu2"),
     "kimi-k2": Layer(384, 2048, 7168, "int4_g32", Router(8, "sigmoid", scale=2.827)),
     "deepseek-v3": Layer(256, 2048, 7168, "int4_g128", _DEEPSEEK),
+    "deepseek-v4": Layer(64, 2048, 4096, "mxfp4", Router(6), "silu_mul(limit=10)"),  # of one of four ranks
     "glm-4.5-air": Layer(128, 1408, 4096, "int4_g128", Router(8, "sigmoid")),
     "gpt-oss-20b": Layer(32, 2880, 2880, "mxfp4", Router(4), "swiglu_oai", True),
 }
