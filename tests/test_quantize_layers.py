@@ -143,11 +143,31 @@ def test_a_linear_layer_that_computes_something_else_stays_dense():
     class Same(nn.Linear):
         pass
 
-    mixed, x = nn.Sequential(Same(64, 64), Scaled(64, 32)), torch.randn(3, 64)
+    mixed, x = nn.Sequential(Same(64, 64), Scaled(64, 32), nn.Linear(32, 32)), torch.randn(3, 64)
+    plain = mixed[2].forward
+    mixed[2].forward = lambda x: 10 * plain(x)
     expected = mixed(x)
     quantize_layers(mixed, "int4_g32")
-    assert isinstance(mixed[0], W4Linear) and type(mixed[1]) is Scaled
+    assert isinstance(mixed[0], W4Linear) and type(mixed[1]) is Scaled and type(mixed[2]) is nn.Linear
     assert (mixed(x) - expected).norm() < 0.2 * expected.norm()
+
+
+def test_hooks_stay_where_a_layer_is_replaced():
+    """Those of the backward pass too, and where a layer becomes dense again."""
+    hooked, x = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 32)), torch.randn(3, 64, requires_grad=True)
+    hooked[0].register_forward_pre_hook(lambda layer, arguments: 3 * arguments[0])
+    hooked[0].register_forward_hook(lambda layer, arguments, y: 5 * y)
+    hooked[0].register_full_backward_pre_hook(lambda layer, gradients: (7 * gradients[0],))
+    hooked[1].register_full_backward_hook(lambda layer, to_x, to_y: (11 * to_x[0],))
+    hooked.eval()
+    expected = hooked(x)
+    (slope,) = torch.autograd.grad(expected.sum(), x)
+    for replace in (lambda: quantize_layers(hooked, "int8_g32"), lambda: dequantize_layers(hooked, torch.float32)):
+        replace()
+        y = hooked(x)
+        assert (y - expected).norm() < 0.02 * expected.norm()
+        assert (torch.autograd.grad(y.sum(), x)[0] - slope).norm() < 0.02 * slope.norm()
+        assert not any(layer.training for layer in hooked)
 
 
 def test_the_router_of_a_mixture_stays_dense(tmp_path):

@@ -73,8 +73,8 @@ def checked_skip(skip: Iterable[str]) -> tuple[str, ...]:
 
 def linear_layers(model: nn.Module, skip: tuple[str, ...] = SKIP) -> dict[str, nn.Linear]:
     """Dense linear layers by name. Left out are those where the last part of the name is one of ``skip``; those whose
-    weight the model reads, such as the output projection of nn.MultiheadAttention and Mamba's dt_proj; and subclasses
-    of nn.Linear that compute something else, such as the routers of some mixtures."""
+    weight the model reads, such as the output projection of nn.MultiheadAttention and Mamba's dt_proj; and those with
+    a forward of their own, or of their subclass, such as the routers of some mixtures."""
     return {
         name: layer
         for name, layer in model.named_modules()
@@ -83,6 +83,7 @@ def linear_layers(model: nn.Module, skip: tuple[str, ...] = SKIP) -> dict[str, n
         and not isinstance(layer, NonDynamicallyQuantizableLinear)
         and not _is_multiplied_by_model(model, name)
         and (type(layer).forward is nn.Linear.forward or type(layer).__name__ in _PLAIN)
+        and "forward" not in layer.__dict__
     }
 
 

@@ -74,9 +74,9 @@ def quantize_layers(
     skip: tuple[str, ...] = SKIP,
     progress: Progress | None = None,
 ) -> nn.Module:
-    """Replace the dense linear layers of a model by quantized ones, in place, one at a time. Subclasses of
-    torch.nn.Linear with a forward of their own stay dense, because a quantized layer would not compute what that does.
-    Forward hooks of a layer and its training mode are its successor's. A weight that PyTorch prunes or normalizes
+    """Replace the dense linear layers of a model by quantized ones, in place, one at a time. A layer with a forward of
+    its own, set on it or by a subclass of torch.nn.Linear, stays dense, because a quantized one would not compute what
+    that does. Hooks of a layer and its training mode are its successor's. A weight that PyTorch prunes or normalizes
     before each call is quantized as the next call would have it.
 
     Of a model that reads images or sounds too, the layers of the language model are meant. Experts of transformers'
@@ -216,8 +216,7 @@ def _compute_weight(layer: nn.Module) -> None:
 
 
 def _hand_over(layer: nn.Module, made: nn.Module) -> None:
-    """Give a layer's forward hooks, but those that compute its weight, and its training mode to what takes its
-    place."""
+    """Give a layer's hooks, but those that compute its weight, and its training mode to what takes its place."""
     for key, pre_hook in layer._forward_pre_hooks.items():
         if isinstance(pre_hook, _WEIGHT_HOOKS):
             continue
@@ -228,12 +227,17 @@ def _hand_over(layer: nn.Module, made: nn.Module) -> None:
             with_kwargs=key in layer._forward_hooks_with_kwargs,
             always_call=key in layer._forward_hooks_always_called,
         )
+    for backward_pre_hook in layer._backward_pre_hooks.values():
+        made.register_full_backward_pre_hook(backward_pre_hook)
+    for backward_hook in layer._backward_hooks.values():
+        is_full = layer._is_full_backward_hook
+        (made.register_full_backward_hook if is_full else made.register_backward_hook)(backward_hook)
     made.train(layer.training)
 
 
 def dequantize_layers(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Replace the quantized linear layers and experts of a model by dense ones with the same numbers, in place; for
-    comparing. Call :func:`describe` before such a model is saved; one with experts is not saved.
+    """Replace the quantized linear layers and experts of a model by dense ones with the same numbers and hooks, in
+    place; for comparing. Call :func:`describe` before such a model is saved; one with experts is not saved.
 
     Args:
         dtype: of the dense weights and biases: floating point, of 16 bits or more.
@@ -267,6 +271,7 @@ def dequantize_layers(model: nn.Module, dtype: torch.dtype) -> nn.Module:
                 dense.bias = nn.Parameter(layer.bias.detach().to(dtype), requires_grad=False)
         else:
             continue
+        _hand_over(layer, dense)
         for name in names:
             model.set_submodule(name, dense)
     return model
