@@ -12,6 +12,9 @@ from torch.nn.utils import prune
 
 pytest.importorskip("transformers")
 
+from transformers import AutoModelForCausalLM
+
+from tiny_model import write_dense
 from w4gemm import W4Linear, integrations
 from w4gemm.checkpoints.dense import layers_to_quantize
 from w4gemm.integrations.transformers import W4GemmConfig, dequantize_layers, quantize_layers
@@ -103,6 +106,16 @@ def test_a_layer_of_two_names_stays_one():
     torch.testing.assert_close(shared(x), actual, rtol=1e-4, atol=1e-5)
 
 
+def test_a_saved_layer_of_two_names(tmp_path):
+    """transformers reads a tensor for each. Once the second name had no codes, and nothing could load the folder."""
+    shared = AutoModelForCausalLM.from_pretrained(write_dense(tmp_path), quantization_config=W4GemmConfig("int4_g32"))
+    shared.model.layers[1].mlp = shared.model.layers[0].mlp
+    shared.save_pretrained(tmp_path / "saved")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    ids = torch.arange(1, 8)[None]
+    assert torch.equal(again(ids).logits, shared(ids).logits)
+
+
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated:FutureWarning")
 @pytest.mark.parametrize("computed", ("pruned", "weight_norm", "spectral_norm"))
 def test_a_weight_that_is_computed_before_each_call(computed):
@@ -171,7 +184,7 @@ def test_hooks_stay_where_a_layer_is_replaced():
 
 
 def test_the_router_of_a_mixture_stays_dense(tmp_path):
-    from transformers import AutoModelForCausalLM, PhimoeConfig
+    from transformers import PhimoeConfig
 
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4}
@@ -191,9 +204,17 @@ def test_a_layer_with_an_activation_is_not_made_dense_without_it() -> None:
     assert all(isinstance(layer, W4Linear) for layer in model)
 
 
+def test_a_layer_with_an_activation_is_not_saved_without_it(tmp_path):
+    """Once the loaded model did not apply it."""
+    model = AutoModelForCausalLM.from_pretrained(write_dense(tmp_path), quantization_config=W4GemmConfig("int4_g32"))
+    model.model.layers[0].mlp.up_proj.activation = "relu"
+    with pytest.raises(ValueError, match=r"layers\.0\.mlp\.up_proj\.activation: wanted None, since a saved folder has"):
+        model.save_pretrained(tmp_path / "saved")
+
+
 def test_routers_stay_dense():
     """They decide which experts a token has; some are plain linear layers."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "pad_token_id": 0}
     sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32, "num_experts": 8, "moe_topk": 2}

@@ -270,6 +270,12 @@ class W4GemmQuantizer(HfQuantizer):
                 "the model has experts that dequantize_layers made, which no folder has a place for: save the model "
                 "with its quantized experts"
             )
+        for name, layer in model.named_modules():
+            if isinstance(layer, W4Linear) and layer.activation is not None:
+                raise ValueError(
+                    f"{name}.activation: wanted None, since a saved folder has no place for it, got "
+                    f"{layer.activation!r}; set it to None and let the model apply it"
+                )
         config, now = self.quantization_config, settings(_own_layers(model))
         if (config.format, config.modules) != (now["format"], now["modules"]):
             raise ValueError(

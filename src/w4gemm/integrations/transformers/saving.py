@@ -33,7 +33,8 @@ class _LoadedModel:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.path = Path(model.name_or_path)
-        self._layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, W4Linear)}
+        modules = model.named_modules(remove_duplicate=False)  # what has several names is saved under each
+        self._layers = {name: layer for name, layer in modules if isinstance(layer, W4Linear)}
         self.modules = {name: _module(layer) for name, layer in self._layers.items()}
         state = model.state_dict()
         packed = {f"{name}.{leaf}" for name in self.modules for leaf in OwnPacking.marks}
