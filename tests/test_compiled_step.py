@@ -87,6 +87,12 @@ def test_a_model_that_changed_gets_a_new_step() -> None:
     tokens = model.generate(ids, **options)
     assert step_of(model) is not first
     assert torch.equal(tokens, model.generate(ids, disable_compile=True, **options))
+    for layer in model.model.layers:  # numbers that are part of a step's calls
+        layer.self_attn.scaling = 3.0
+        layer.input_layernorm.variance_epsilon = 50.0
+    again = model.generate(ids, **options)
+    assert not torch.equal(again, tokens)
+    assert torch.equal(again, model.generate(ids, disable_compile=True, **options))
     hook = model.model.layers[0].mlp.register_forward_hook(lambda *_: torch.zeros(()))
     tokens = model.generate(ids, **options)
     assert step_of(model) is None

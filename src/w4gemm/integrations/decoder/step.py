@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 _MOST_ERROR = 0.1
 """Largest relative difference of the logits of a fused step: 16-bit roundings of many layers make some percent."""
 _OF_LIBRARIES = ("torch.", "transformers.", "w4gemm.api.")
-"""Packages whose modules do the same as long as their tensors and hooks are the same ones. Adapters are not: some may
-be switched off."""
+"""Packages whose modules do the same as long as their tensors, hooks and settings are. Adapters are not: some may be
+switched off."""
 
 
 class StepLayer(StaticLayer):
@@ -231,16 +231,18 @@ def facts_of(model: PreTrainedModel) -> tuple[Any, ...] | None:
     """Return all that a captured step depends on besides its own tensors. None if modules of other packages may depend
     on anything: then each call captures anew."""
     cast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
-    facts: list[Any] = [model.config._attn_implementation, cast]
+    config = model.config
+    facts: list[Any] = [cast, config._attn_implementation, _settings(config), _settings(config.get_text_config())]
     for module in model.modules():
         if not type(module).__module__.startswith(_OF_LIBRARIES):
             return None
         tensors = (t.data_ptr() for t in (*module._parameters.values(), *module._buffers.values()) if t is not None)
-        hooks = len(module._forward_hooks) + len(module._forward_pre_hooks)
-        own = (
-            getattr(module, "activation", None),
-            getattr(module, "batch_invariant", None),
-            id(getattr(module, "_held", None)),
-        )
-        facts.append((id(module), *tensors, hooks, *own, module.training, "forward" in module.__dict__))
+        hooks = (*module._forward_hooks, *module._forward_pre_hooks)  # numbers, each of one hook
+        facts.append((id(module), *tensors, hooks, id(getattr(module, "_held", None)), _settings(module)))
     return tuple(facts)
+
+
+def _settings(owner: Any) -> tuple[Any, ...]:
+    """Return the numbers, words and functions among a module's or config's attributes, such as a scale, a mode or a
+    forward that was set on it."""
+    return tuple(v for v in vars(owner).values() if isinstance(v, (bool, int, float, str)) or callable(v))
