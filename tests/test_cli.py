@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -94,6 +95,19 @@ def test_help_and_typos_import_no_torch(arguments: list[str], tmp_path: Path) ->
     status = 2 if arguments in (*_WRONG, *_NO_DRIVER) else 1 if arguments in _FAILURES else 0
     assert run.returncode == status, run.stderr
     assert not re.search(r"\| +(torch|numpy|transformers)$", run.stderr, re.MULTILINE)
+
+
+def test_dev_answers_mistakes_before_the_set_up(tmp_path: Path) -> None:
+    """In a fresh clone a mistyped command took the minutes of the set-up."""
+    root = Path(w4gemm.__file__).parents[2]
+    if not (root / "dev").exists():
+        pytest.skip("needs a checkout")
+    shutil.copy(root / "dev", tmp_path)
+    (tmp_path / "src").symlink_to(root / "src")
+    for arguments, status, text in (("generat hi", 2, "nearest is 'generate'"), ("gemm --help", 0, "--profile")):
+        run = subprocess.run([tmp_path / "dev", *arguments.split()], capture_output=True, text=True)
+        assert run.returncode == status and text in (run.stderr if status else run.stdout)
+    assert not (tmp_path / ".venv").exists()
 
 
 @pytest.mark.parametrize(
