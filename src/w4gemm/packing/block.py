@@ -267,23 +267,21 @@ class Block:
         at = self.factors_at
         return at - k_block % 2 * (at + self.lead) if self.lead else at
 
-    def copies(self, half: Any = 0, row: Any = 0, k_block: Any = 0) -> list[Copy]:
-        """The fewest runs of bytes of a whole block that make this sub-block, of at most 64 rows. half: the half of the
-        block that a sub-block of 64 columns is. row: the first of fewer than 64 rows, a multiple of 16. k_block: the
-        block's number along k."""
+    def copies(self, half: Any = 0, k_block: Any = 0) -> list[Copy]:
+        """The fewest runs of bytes of a whole block that make this sub-block of all its rows. half: the half of the
+        block that a sub-block of 64 columns is. k_block: the block's number along k."""
         if self != self.sub_block():
-            return self.separate_copies(half, row, k_block)
+            return self.separate_copies(half, k_block)
         if not self.lead:
             return [Copy(0, 0, 0, self.bytes)]
         others = Copy(0, 0, self.codes_from(k_block), self.factors_at)
         return [others, Copy(self.factors_at, 0, self.factors_from(k_block), self.factor_bytes)]
 
-    def separate_copies(self, half: Any = 0, row: Any = 0, k_block: Any = 0) -> list[Copy]:
+    def separate_copies(self, half: Any, k_block: Any = 0) -> list[Copy]:
         """Like :meth:`copies`, with codes and scales in runs of their own, the codes first."""
+        assert self.rows == BLOCK_N, "fewer rows are not in one run: row_copies"
         whole = self.sub_block()
         half_of_scales = half * self.group_bytes if self.runs < whole.runs else 0
-        if self.rows < BLOCK_N:
-            return self.row_copies(row, self.rows, 0, k_block)
         start = self.codes_from(k_block)
         copies = [
             Copy(0, 0, start + half * whole.half_bytes, self.code_bytes),
@@ -292,7 +290,7 @@ class Block:
         ]
         return [copy for copy in copies if copy.size]
 
-    def row_copies(self, row: Any, rows: Any, at: Any, k_block: Any = 0) -> list[Copy]:
+    def row_copies(self, row: Any, rows: Any, at: Any, k_block: Any) -> list[Copy]:
         """The runs of bytes that bring ``rows`` rows of a whole block, from ``row`` on, to this sub-block's rows from
         ``at`` on: all three multiples of 16."""
         assert self.columns == BLOCK_K, "other rows have all columns"

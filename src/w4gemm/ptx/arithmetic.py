@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from cutlass import Float32, Int32
 
-from w4gemm.ptx.asm import asm
+from w4gemm.ptx.asm import HIDDEN_ZERO, asm
 
 # --- float32
 
@@ -174,9 +174,8 @@ def e5m2_to_halves(word: Int32) -> tuple[Int32, ...]:
 
 def hidden_constant(word: int) -> Int32:
     """A word. prmt takes one constant, and ptxas copies another one into a register for each prmt; unless the word is
-    computed from what only the lane knows, here the one bit of its mask less that bit: 0."""
-    nothing = "mov.u32 m, %lanemask_eq; sub.u32 z, m, 1; and.b32 z, z, m; "
-    return asm(f"{{ .reg .b32 m, z; {nothing}or.b32 $0, z, {word:#x}; }}", [Int32], [], pure=True)[0]
+    computed from what only the lane knows."""
+    return asm(f"{{ .reg .b32 m, z; {HIDDEN_ZERO}or.b32 $0, z, {word:#x}; }}", [Int32], [], pure=True)[0]
 
 
 def kept(word: Int32) -> Int32:

@@ -9,6 +9,9 @@ from cutlass import Float32, Int32, Int64
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import T
 
+HIDDEN_ZERO = "mov.u32 m, %lanemask_eq; sub.u32 z, m, 1; and.b32 z, z, m; "
+"""PTX that sets z to a 0 that the compiler does not know: the one bit of the lane's mask m, less that bit. Who inserts
+it declares both, of 32 bits."""
 _CONSTRAINT = {Int32: "r", Int64: "l", Float32: "f"}
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from cutlass import Boolean, Float32, Int16, Int32, Int64
 from cutlass._mlir.dialects import nvvm
 
-from w4gemm.ptx.asm import asm
+from w4gemm.ptx.asm import HIDDEN_ZERO, asm
 
 # --- shared memory
 
@@ -34,9 +34,9 @@ def arrive_and_expect(barrier: Int32, size: int) -> Int32:
     the warp's loads from shared memory, and bulk copies do not: with 0 added to an address or a coordinate they come
     after them.
     """
-    zero = "mov.u32 m, %lanemask_eq; sub.u32 z, m, 1; and.b32 z, z, m; "
     arrival = "elect.sync m|one, 0xFFFFFFFF; mov.b64 s, 0; @one mbarrier.arrive.expect_tx.shared::cta.b64 s, [$1], $2; "
-    text = f"{{ .reg .pred one; .reg .b64 s; .reg .b32 m, z; {zero}{arrival}cvt.u32.u64 m, s; and.b32 $0, m, z; }}"
+    answer = "cvt.u32.u64 m, s; and.b32 $0, m, z; "
+    text = f"{{ .reg .pred one; .reg .b64 s; .reg .b32 m, z; {HIDDEN_ZERO}{arrival}{answer}}}"
     return asm(text, [Int32], [barrier, Int32(size)])[0]
 
 
