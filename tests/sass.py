@@ -55,7 +55,7 @@ _OPCODES = {
     "STG.E.128": Opcode(0x986, 0xE00, 0xC00),
 }
 """By name; ``test_sass.py`` compares what :func:`scan` counts with the disassembled text."""
-_LDS = 0x984
+_LDS, _LDG, _STL = 0x984, 0x981, 0x387
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,23 @@ def loads_into_flight(code: bytes) -> list[int]:
                 words = {5: 2, 6: 4}.get(high >> 9 & 7, 1)
                 loaded += sorted(set().union(*groups) & set(range(first, first + words)))
     return loaded
+
+
+def spilled_in_flight(code: bytes) -> list[int]:
+    """Places of stores to local memory that wait for a load from global memory, so that the load was in vain ahead of
+    its use. An instruction whose result takes a while names one of six scoreboards, and the first one that needs the
+    result has it in its mask."""
+    places = []
+    for section in _text_sections(_cubin(code)):
+        loading: set[int] = set()  # scoreboards of loads that nothing has waited for
+        for place, (low, high) in enumerate(np.frombuffer(section, "<u8").reshape(-1, 2).tolist()):
+            waits = {board for board in range(6) if high >> 52 + board & 1}
+            if low & 0xFFF == _STL and waits & loading:
+                places.append(16 * place)
+            loading -= waits
+            board = high >> 46 & 7  # 7: none
+            loading = loading | {board} if low & 0xFFF == _LDG else loading - {board}
+    return places
 
 
 def _text_sections(cubin: bytes) -> Iterator[bytes]:

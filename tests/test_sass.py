@@ -31,6 +31,7 @@ from sass import (
     local_memory,
     main_loops,
     scan,
+    spilled_in_flight,
     spills_in_main_loops,
 )
 from tiny_kernel import tiny
@@ -150,6 +151,7 @@ def check_variant(kernel: Kernel, p: GemmProblem, config: GemmConfig, instructio
     asynchronous = not (p.dtype == FP8 and p.format.group_size == 32)
     check(facts_of(code), instruction or INSTRUCTION[kernel.name], asynchronous=asynchronous)
     assert not (registers := loads_into_flight(code)), f"loaded while an MMA in flight may read them: {registers}"
+    assert not (places := spilled_in_flight(code)), f"stored to local memory while on their way, at {places}"
     if p.gathered:
         check_gathered(disassemble(code), by_wgmma=INSTRUCTION[kernel.name].endswith("GMMA"))
 
@@ -582,6 +584,13 @@ def test_the_checks_find_what_they_look_for():
     assert sass.count("FADD") + sass.count("FMUL") == 1 and sass.count("STG") == 1
     with pytest.raises(AssertionError, match="no HGMMA"):
         check(sass, "HGMMA")
+
+
+def test_a_spill_of_what_is_on_its_way_is_seen():
+    """The addition, the first to need what is loaded, made a store to local memory."""
+    code = object_code(tiny())
+    assert disassemble(code).count("FADD") == 1 and spilled_in_flight(code) == []
+    assert len(spilled_in_flight(code.replace(b"\x21\x72", b"\x87\x73"))) == 1
 
 
 @pytest.mark.parametrize(
