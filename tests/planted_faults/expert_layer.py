@@ -195,15 +195,15 @@ FAULTS = (
     Fault(
         "rows of tokens that did not choose an expert are read",
         _EXPERT_LAYER,
-        "chosen = (c.masks[slot] >> token) & 1 != 0",
+        "chosen = (c.masks[slot] >> (lane // 4)) & 1 != 0",
         "chosen = c.masks[slot] != 0",
         _ONE_LAUNCH + "routings",
     ),
     Fault(
         "columns of experts without gates change places",
         _EXPERT_LAYER,
-        "quad % 2 * 64 + strip % 4 * 8 + quotient(quad, 2) * 4",
-        "quotient(quad, 2) * 64 + strip % 4 * 8 + quad % 2 * 4",
+        "strip % 2 * 8 + quotient(quad, 2) * 4",
+        "quotient(quad, 2) * 8 + strip % 2 * 4",
         _ONE_LAUNCH + "gates",
     ),
     Fault(

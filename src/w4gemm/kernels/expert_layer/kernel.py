@@ -420,12 +420,10 @@ class ExpertLayerKernel:
                 begin, expert = unit * layer.steps_up, c.experts[slot]
                 own = self.sums_of(thread, partials, begin, begin + layer.steps_up, dealt)
         if const_expr(layer.gated):  # two columns
-            step, half = quotient(strip, 2) % 4, strip % 2  # of 16 columns, and which half of them
-            at = self.hidden_at(t, slot, quotient(strip, 16), quotient(strip, 8) % 2, token)
-            at = at + Int64(quad * 32 + step * 8 + half * 4)
+            at = self.hidden_at(t, slot, quotient(strip, 4), token * 4 + quad) + Int64(strip % 4 * 4)
         else:  # four columns, of two lanes
-            at = self.hidden_at(t, slot, quotient(strip, 8), quotient(strip, 4) % 2, token)
-            at = at + Int64(quad % 2 * 64 + strip % 4 * 8 + quotient(quad, 2) * 4)
+            at = self.hidden_at(t, slot, quotient(strip, 2), token * 4 + quad % 2 * 2)
+            at = at + Int64(strip % 2 * 8 + quotient(quad, 2) * 4)
         scale, biases = Float32(1.0), (Int32(0), Int32(0))
         if const_expr(layer.gate_up_scale):
             scale = t.gate_up_scale[expert]
@@ -453,14 +451,14 @@ class ExpertLayerKernel:
                 values = [self.enlarged(activated(activation, value)) for value in y]
                 for j in cutlass.range_constexpr(2):
                     words = [pack_half2(layer.kind, values[2 * j], values[2 * j + 1])]
-                    store_global(rows.at + j * 32, words, Boolean(True))
+                    store_global(rows.at + j * 16, words, Boolean(True))
 
-    def hidden_at(self, t: Tensors, slot: Int32, k_block: Int32, half: Int32, token: Int32) -> Int64:
-        """The address of 64 columns of a slot's row of a token: 32 bytes for each lane of a quarter warp, of four
-        steps the two fragment registers."""
+    def hidden_at(self, t: Tensors, slot: Int32, quarter: Int32, lane: Int32) -> Int64:
+        """The address of what a lane loads of 32 columns of a slot's rows: 16 bytes, of two steps the two fragment
+        registers. Those of a warp follow one another, so that it loads whole sectors of 32 bytes."""
         layer = self.layer
-        row = ((slot * layer.k_blocks_down + k_block) * 2 + half) * layer.tokens + token
-        return t.scratch.iterator.toint() + Int64(row) * 128
+        vector = (slot * (4 * layer.k_blocks_down) + quarter) * (4 * layer.tokens) + lane
+        return t.scratch.iterator.toint() + Int64(vector) * 16
 
     # ---------------------------------------------------------------------------------------------------------- flags
 
@@ -618,18 +616,15 @@ class ExpertLayerKernel:
 
     def rows_of(self, t: Tensors, c: Choices, slot: Int32, k_block: Int32, lane: Int32) -> HiddenRows:
         """What a lane loads of a k block of a slot's rows."""
-        token, quarter = lane // 4, lane % 4
-        at = self.hidden_at(t, slot, k_block, Int32(0), token) + Int64(quarter * 32)
-        chosen = (c.masks[slot] >> token) & 1 != 0
+        chosen = (c.masks[slot] >> (lane // 4)) & 1 != 0
+        at = self.hidden_at(t, slot, k_block * 4, lane)
         return HiddenRows(at, Int32(cutlass.select_(chosen, self.layer.width - k_block * 128, Int32(0))))
 
     @cute.jit
     def load_rows(self, rows: HiddenRows, ahead: cute.Tensor) -> None:
         """Load the fragments of a k block, zeros where there are no columns."""
         for piece in cutlass.range_constexpr(4):  # of 32 columns
-            half, part = piece // 2, piece % 2
-            at = rows.at + Int64(half * self.layer.tokens * 128 + part * 16)
-            words = load_l2(at, 4, piece * 32 < rows.left)
+            words = load_l2(rows.at + Int64(piece * self.layer.tokens * 64), 4, piece * 32 < rows.left)
             for j in cutlass.range_constexpr(4):
                 ahead[piece * 4 + j] = words[j]
 

@@ -193,7 +193,7 @@ class ExpertLayer(Sm90Helper):
     def refills_first(self) -> bool:
         """True if a stage is refilled before the next rows of down are loaded. Behind them ptxas spills, in these
         forms, half of the rows that are on their way, and so waits for them."""
-        return self.weight.codec == MXFP4_MMA16 and not self.ragged_down and (self.tokens == 1 or self.split)
+        return self.weight.codec == MXFP4_MMA16 and not self.ragged_down
 
     @property
     def steps_up(self) -> int:
