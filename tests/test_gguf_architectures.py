@@ -243,6 +243,29 @@ def test_a_setting_that_is_no_number_is_refused(tmp_path: Path) -> None:
         checkpoint.pretrained()
 
 
+@pytest.mark.parametrize(
+    ("kind", "key", "value", "expected"),
+    [
+        ("gpt_oss", "attention.layer_norm_rms_epsilon", None, "a number from 0 to 1"),
+        ("gpt_oss", "attention.sliding_window", None, "a number from 1"),
+        ("gpt_oss", "expert_used_count", None, "a number from 1"),
+        ("qwen3_moe", "expert_used_count", 0, "a number from 1"),
+        ("qwen3_moe", "expert_used_count", 5, "at most 4"),
+        ("gemma2", "attention.sliding_window", 0, "a number from 1"),
+    ],
+)
+def test_numbers_that_transformers_would_make_up(
+    tmp_path: Path, kind: str, key: str, value: Any, expected: str
+) -> None:
+    """llama.cpp refuses a file without them. Once the model had other logits, without a word."""
+    with torch.inference_mode():
+        checkpoint = open_checkpoint(write(tmp_path / "tiny.gguf", original(tmp_path, kind), kind, {}))
+    architecture, metadata = ARCHITECTURES[kind], checkpoint.file.metadata
+    metadata[f"{architecture}.{key}"] = value
+    with pytest.raises(FormatError, match=rf"tiny\.gguf: {architecture}\.{key}: wanted {expected}, got {value}"):
+        checkpoint.pretrained()
+
+
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 8.0}
 
 

@@ -27,6 +27,8 @@ from w4gemm.checkpoints.gguf.architectures import (
     ARCHITECTURES,
     BLOCK_NAMES,
     NAMES,
+    check,
+    count,
     llama3_parameters,
     rope_base,
 )
@@ -245,17 +247,14 @@ class GGUFCheckpoint:
 
     def _count(self, key: str) -> int:
         """A count of the model's attention."""
-        value = self._value(f"attention.{key}")
-        if value is None and key == "head_count_kv":
-            return self._count("head_count")
-        if not isinstance(value, int) or value < 1:
-            raise FormatError(
-                f"{self.path}: {self.architecture}.attention.{key}: wanted a number from 1, got {value!r}"
-            )
-        return value
+        if key == "head_count_kv" and self._value(f"attention.{key}") is None:
+            key = "head_count"
+        with self._setting_errors():
+            return count(self._value, f"attention.{key}")
 
     def _check_config(self) -> None:
-        """Raise FormatError for metadata that contradict the tensors, before transformers makes a config of them."""
+        """Raise FormatError for metadata that contradict the tensors, or of which a part is missing, before
+        transformers makes a config of them."""
         blocks = {int(match[1]) for name in self.file.tensors if (match := _BLOCK.match(name))}
         if blocks != set(range(len(blocks))) or self._value("block_count") != len(blocks):
             raise FormatError(
@@ -273,6 +272,8 @@ class GGUFCheckpoint:
                 f"{self.path}: {self.architecture}.embedding_length is {self._value('embedding_length')!r}, but "
                 f"{_EMBEDDING} has shape {shape}"
             )
+        with self._setting_errors():
+            check(self._value)
         for key, value in self.file.metadata.items():
             if key.endswith("_token_id") and not (isinstance(value, int) and 0 <= value < shape[0]):
                 raise FormatError(f"{self.path}: {key}: wanted a token id below {shape[0]}, got {value!r}")

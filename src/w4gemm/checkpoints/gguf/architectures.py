@@ -37,6 +37,32 @@ def positive(value: Value, key: str) -> float | None:
     return number
 
 
+def count(value: Value, key: str) -> int:
+    """Return a whole number of the metadata, which is not 0.
+
+    Raises:
+        ValueError: for anything else, or if there is none; the message begins with the key.
+    """
+    number = value(key)
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        raise ValueError(f"{key}: wanted a number from 1, got {number!r}")
+    return number
+
+
+def check(value: Value) -> None:
+    """Check what llama.cpp does not do without either: transformers would take numbers of its own.
+
+    Raises:
+        ValueError: with a message that begins with the key.
+    """
+    key = "attention.layer_norm_rms_epsilon"
+    epsilon = value(key)
+    if not isinstance(epsilon, float) or not 0 <= epsilon < 1:
+        raise ValueError(f"{key}: wanted a number from 0 to 1, got {epsilon!r}")
+    if (experts := value("expert_count")) and count(value, "expert_used_count") > experts:
+        raise ValueError(f"expert_used_count: wanted at most {experts}, got {value('expert_used_count')}")
+
+
 def rope_base(value: Value, key: str = "rope.freq_base") -> float:
     """Return the base of the rotary embedding's frequencies."""
     return positive(value, key) or 10000.0
@@ -144,7 +170,9 @@ def _gemma2(value: Value) -> Mapping[str, Any]:
     large = value("block_count") == _GEMMA_2_27B_BLOCKS
     scale = _hidden_per_head(value) if large else value("attention.key_length")
     caps = {key: positive(value, key) for key in ("attn_logit_softcapping", "final_logit_softcapping")}
-    return {"query_pre_attn_scalar": scale, "rope_parameters": rope_parameters(value), **caps}
+    window = "attention.sliding_window"
+    settings = {"sliding_window": None if value(window) is None else count(value, window)}
+    return {"query_pre_attn_scalar": scale, "rope_parameters": rope_parameters(value), **caps, **settings}
 
 
 def _gemma3(value: Value) -> Mapping[str, Any]:
@@ -173,7 +201,7 @@ def _gpt_oss(value: Value) -> Mapping[str, Any]:
         "rope_parameters": yarn | rope,
         "head_dim": value("attention.key_length"),
         "intermediate_size": value("expert_feed_forward_length"),
-        "sliding_window": value("attention.sliding_window"),
+        "sliding_window": count(value, "attention.sliding_window"),
     }
 
 
