@@ -68,6 +68,15 @@ class DenseProduct:
         """Return the biases (experts, n), gates and ups in pairs."""
         return torch.stack([self._in_pairs(bias) for bias in parameter])
 
+    def parameter(self, weights: torch.Tensor) -> torch.Tensor:
+        """Return the parameter of all experts' weights (experts, n, k), the inverse of :meth:`weights`."""
+        rows = self.parameter_of_biases(weights)
+        return rows.transpose(1, 2).contiguous() if self.transposed else rows
+
+    def parameter_of_biases(self, biases: torch.Tensor) -> torch.Tensor:
+        """Return the parameter of biases, the inverse of :meth:`biases`."""
+        return torch.cat((biases[:, ::2], biases[:, 1::2]), 1) if self.concatenated else biases
+
     def _in_pairs(self, rows: torch.Tensor) -> torch.Tensor:
         return torch.stack(rows.chunk(2), 1).flatten(0, 1) if self.concatenated else rows
 

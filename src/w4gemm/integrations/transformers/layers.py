@@ -20,7 +20,7 @@ from w4gemm.api.packed_module import PackedModule
 from w4gemm.checkpoints.account import listed
 from w4gemm.checkpoints.dense import SKIP, checked_skip, default_format, layers_to_quantize
 from w4gemm.checkpoints.experts import DOWN
-from w4gemm.checkpoints.model_experts import DenseProduct, dense_experts
+from w4gemm.checkpoints.model_experts import DenseProduct, activation_of, dense_experts, of_llama_4
 from w4gemm.core.activation import parse
 from w4gemm.core.errors import kind_of
 from w4gemm.core.formats import WeightFormat
@@ -237,7 +237,8 @@ def _hand_over(layer: nn.Module, made: nn.Module) -> None:
 
 def dequantize_layers(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Replace the quantized linear layers and experts of a model by dense ones with the same numbers and hooks, in
-    place; for comparing. Call :func:`describe` before such a model is saved; one with experts is not saved.
+    place. Call :func:`describe` before such a model is saved. Experts become transformers' own again, but those of
+    Llama 4 and of other models, and those that are split, with which a model is not saved.
 
     Args:
         dtype: of the dense weights and biases: floating point, of 16 bits or more.
@@ -256,10 +257,13 @@ def dequantize_layers(model: nn.Module, dtype: torch.dtype) -> nn.Module:
                 f"{names[0]}.activation: wanted None, since a torch.nn.Linear has none, got {layer.activation!r}; set "
                 "it to None and let the model apply it"
             )
+    own = _own_experts(model)
     for layer, names in layers.items():
         dense: nn.Module
         if isinstance(layer, W4Experts):
             dense = DenseExperts(layer, dtype)
+            if names[0] in own:
+                dense = _restored(dense, *own[names[0]])
         elif isinstance(layer, W4Linear):
             weight = layer.weight.dequantize(dtype)
             if layer.pre_quant_scale is not None:
@@ -275,6 +279,38 @@ def dequantize_layers(model: nn.Module, dtype: torch.dtype) -> nn.Module:
         for name in names:
             model.set_submodule(name, dense)
     return model
+
+
+def _own_experts(model: nn.Module) -> dict[str, tuple[nn.Module, Products]]:
+    """Return the experts without numbers that a model of transformers had in place of its quantized ones of the same
+    sizes, biases and activation, by their names, and their products."""
+    quantized = {name: module for name, module in model.named_modules() if isinstance(module, W4Experts)}
+    transformers = sys.modules.get("transformers")
+    if not quantized or transformers is None or not isinstance(model, transformers.PreTrainedModel):
+        return {}
+    from w4gemm.integrations.transformers.saving import outline_of
+
+    outline = outline_of(model)
+    own: dict[str, tuple[nn.Module, Products]] = {}
+    for name, products in dense_experts(outline).items():
+        experts, layer = outline.get_submodule(name), quantized.get(name)
+        if layer is None or of_llama_4(experts) or activation_of(experts) != layer.activation:
+            continue
+        expected = [(torch.Size(p.weight.shape), p.bias is not None) for p in (layer.gate_up, layer.down)]
+        if [(torch.Size(p.sizes), p.has_bias) for p in products.values()] == expected:
+            own[name] = experts, products
+    return own
+
+
+def _restored(dense: DenseExperts, own: nn.Module, products: Products) -> nn.Module:
+    """Fill transformers' experts with the numbers of dense ones."""
+    for (leaf, product), name in zip(products.items(), ("gate_up", "down"), strict=True):
+        parameters = {leaf: product.parameter(dense.get_parameter(name).detach())}
+        if product.has_bias:
+            parameters[f"{leaf}_bias"] = product.parameter_of_biases(dense.get_parameter(f"{name}_bias").detach())
+        for of_own, t in parameters.items():
+            setattr(own, of_own, nn.Parameter(t, requires_grad=False))
+    return own
 
 
 def names_of(model: nn.Module) -> dict[nn.Module, list[str]]:

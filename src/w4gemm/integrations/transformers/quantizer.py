@@ -267,8 +267,8 @@ class W4GemmQuantizer(HfQuantizer):
             )
         if _has_dense_experts(model):
             raise ValueError(
-                "the model has experts that dequantize_layers made, which no folder has a place for: save the model "
-                "with its quantized experts"
+                "the model has experts that dequantize_layers made, which no folder has a place for (Llama 4's, or "
+                "split ones): save the model with its quantized experts"
             )
         for name, layer in model.named_modules():
             if isinstance(layer, W4Linear) and layer.activation is not None:

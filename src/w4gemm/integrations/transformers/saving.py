@@ -82,10 +82,10 @@ def compressed_tensors(model: PreTrainedModel) -> tuple[dict[str, torch.Tensor],
     state = dict(checkpoint.state)
     for name in checkpoint.modules:
         state |= writer.tensors(checkpoint, name, checkpoint.weight(name))
-    return state, writer.config(in_files(checkpoint, _outline(model)))
+    return state, writer.config(in_files(checkpoint, outline_of(model)))
 
 
-def _outline(model: PreTrainedModel) -> PreTrainedModel:
+def outline_of(model: PreTrainedModel) -> PreTrainedModel:
     """Return a dense model of the same config, without numbers: of the names that its parameters have."""
     config = copy.deepcopy(model.config)
     config.__dict__.pop("quantization_config", None)
