@@ -205,6 +205,30 @@ def test_experts_of_nvfp4(name: str) -> None:
     assert (got.double() - expected).norm() < 0.01 * expected.norm()
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_experts_and_their_weights_in_one_word(rank: int) -> None:
+    """Inkling's router packs them for any quantized experts, before SGLang finds out which of them are here."""
+    of, layer, drawn = nvfp4_experts("modelopt")
+    layer.moe_ep_rank = rank
+    of.process_weights_after_loading(layer)
+    x, ids, router = routed()
+    router, ids = router.bfloat16(), ids.abs()
+    bits = router.view(torch.int16).int() & 0xFFFF
+    chosen = resolved("sglang.srt.layers.moe.topk.PackedTopKOutput")((ids + rank * EXPERTS) << 16 | bits, router)
+    got = of.apply(layer, dispatched(x, ids, router)._replace(topk_output=chosen)).hidden_states
+    expected = exact(x, ids, router.float(), drawn)
+    assert (got.double() - expected).norm() < 0.01 * expected.norm()
+
+
+def test_alternating_rows_of_gates_and_ups_are_left_to_sglang(caplog: pytest.LogCaptureFixture) -> None:
+    """Inkling's model says so when the layer is made."""
+    of, layer, _ = nvfp4_experts("modelopt")
+    assert hasattr(layer, "w4gemm_runner")
+    layer.inference_moe_w13_interleaved = True
+    assert "their ups do not lie behind their gates" in refused(of, layer, caplog, experts)
+    assert not hasattr(layer, "w4gemm_runner")
+
+
 def test_nvfp4_that_is_made_while_loading_stays_sglangs(caplog: pytest.LogCaptureFixture) -> None:
     of, layer, _ = nvfp4_experts("modelopt")
     of.quant_config.is_checkpoint_nvfp4_serialized = False

@@ -96,6 +96,12 @@ class StandardTopKOutput(NamedTuple):
     router_logits: torch.Tensor
 
 
+@at("layers.moe.topk")
+class PackedTopKOutput(NamedTuple):
+    packed_topk_ids: torch.Tensor
+    router_logits: torch.Tensor
+
+
 class _Experts(Asked):
     """A scheme of experts; ``lies`` says how numbers lie in its parameters."""
 

@@ -53,6 +53,7 @@ _RUNNER = "w4gemm_runner"
 """Attribute of a layer whose experts shall be taken over."""
 _EXPERTS = "w4gemm_experts"
 """Attribute of a layer whose experts were taken over."""
+_ORDER = "their ups do not lie behind their gates"
 
 
 @dataclass
@@ -64,6 +65,8 @@ class W4gemmQuantInfo(MoeQuantInfo):  # type: ignore[misc, unused-ignore]
     """The first product without activation, where adapters may be loaded."""
     factor: float = 1.0
     """What the router's weights are multiplied by."""
+    first_expert: int = 0
+    """Number of the first one, among those of all ranks of expert parallelism."""
 
     @property
     def w13_weight(self) -> torch.Tensor:
@@ -81,16 +84,26 @@ class W4gemmRunner(DispatchMoeRunnerCore):  # type: ignore[misc, unused-ignore]
     def run_from_dispatch(
         self, dispatch_output: Any, quant_info: W4gemmQuantInfo, runner_config: Any, hooks: Any = None
     ) -> Any:
-        x, chosen = dispatch_output.hidden_states, dispatch_output.topk_output
+        x = dispatch_output.hidden_states
         if not len(x):
             return StandardCombineInput(hidden_states=x)
-        factor = quant_info.factor
-        expert_weights = chosen.topk_weights if factor == 1.0 else chosen.topk_weights * factor
-        experts, first, ids = quant_info.experts, quant_info.first, chosen.topk_ids.int()
+        ids, expert_weights = _choices(dispatch_output.topk_output, quant_info.first_expert)
+        if quant_info.factor != 1.0:
+            expert_weights = expert_weights * quant_info.factor
+        experts, first = quant_info.experts, quant_info.first
         if hooks is None or first is None:
             return StandardCombineInput(hidden_states=experts(x, ids, expert_weights))
         d = with_adapters(experts, first, x, ids, expert_weights, hooks, in_pairs(runner_config))
         return StandardCombineInput(hidden_states=d)
+
+
+def _choices(chosen: Any, first_expert: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the ids on this GPU and the weights of each token's experts, (tokens, top k). A router of SGLang's
+    (Inkling's) packs both in an int32, the id among all ranks' experts above the bits of a weight in bf16."""
+    if hasattr(chosen, "topk_ids"):
+        return chosen.topk_ids.int(), chosen.topk_weights
+    packed = chosen.packed_topk_ids
+    return (packed >> 16) - first_expert, (packed << 16).view(torch.float32)
 
 
 def install() -> None:
@@ -166,8 +179,8 @@ def _why_not(method: Method, self: Any, layer: Any, config: Any) -> str:
         return "the router's weights are applied on the input, or the sum is left to others"
     if layer.with_bias and not (method.format.biases and in_pairs(config)):  # our rows are in pairs
         return "they have biases"
-    if getattr(layer, "inference_moe_w13_interleaved", False) or getattr(self, "load_up_proj_weight_first", False):
-        return "their ups do not lie behind their gates"
+    if getattr(self, "load_up_proj_weight_first", False):
+        return _ORDER
     return _no_kernel(method, layer, settings, config)
 
 
@@ -210,6 +223,8 @@ def _pack(method: Method, self: Any, layer: Any) -> None:
     """
     if reason := packed_before():  # one loader knows it only after the layer was made
         raise ValueError(reason)
+    if getattr(layer, "inference_moe_w13_interleaved", False):  # which a model says when the layer is made
+        raise ValueError(_ORDER)
     settings, config = method.settings(self), layer.moe_runner_config
     names = method.format.parameters(settings, layer.with_bias)
     if not check_loaded(layer, names, f"{method.kind} of layer {layer.layer_id}"):
@@ -247,7 +262,8 @@ def _pack(method: Method, self: Any, layer: Any) -> None:
     in_router = getattr(layer, "should_fuse_routed_scaling_factor_in_topk", False)
     factor = 1.0 if in_router or config.routed_scaling_factor is None else config.routed_scaling_factor
     # beside the module, so that its buffers are not listed twice
-    object.__setattr__(layer, _EXPERTS, W4gemmQuantInfo(experts, first, factor))
+    first_expert = getattr(layer, "moe_ep_rank", 0) * experts.gate_up.weight.experts
+    object.__setattr__(layer, _EXPERTS, W4gemmQuantInfo(experts, first, factor, first_expert))
     WARMUP.loaded(layer, _need(experts, first, activation, config))
     if not (layer.with_bias or method.padded or in_pairs(config)):
         open_updates(layer, update, held, [f"{name}_weight" for name in PRODUCTS if gated[name]], method.flips)
