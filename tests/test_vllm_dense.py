@@ -25,6 +25,7 @@ from vllm_parts import part_fixture
 from w4gemm.choice import plan_cache
 from w4gemm.core.formats import WeightFormat
 from w4gemm.integrations import vllm as plugin
+from w4gemm.integrations.engines import engine
 from w4gemm.integrations.vllm import takeover
 from w4gemm.kernels import workspace
 from w4gemm.packing.bits import pack, unpack
@@ -707,15 +708,34 @@ def test_no_tuple_is_indexed_by_a_comparison() -> None:
     assert not actual
 
 
-@pytest.mark.parametrize("scheme, left", [("W8A8Int8", True), ("W8A8Fp8", True), ("WNA16", False)])
-def test_schemes_that_are_left_are_logged(
-    scheme: str, left: bool, dense: ModuleType, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("scheme", "facts", "reason"),
+    [
+        ("W8A8Int8", {}, "their activations are 8-bit integers"),
+        ("W8A8Fp8", {}, "their activations are in fp8"),
+        ("WNA8Int", {}, "their activations are 8-bit integers"),
+        ("WNA4Int", {}, "their activations are 4-bit integers"),
+        ("WNA8O8Int", {"is_int_quantized": True}, "their weights are stored in bytes"),
+        ("WNA8O8Int", {"is_int_quantized": False}, ""),
+        ("WNA16", {}, ""),
+    ],
+)
+def test_schemes_that_are_left_to_vllm(
+    scheme: str, facts: dict[str, bool], reason: str, dense: ModuleType, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Also where vLLM asks its kernels of integers for them."""
+    possible, asked = dense.W4GemmLinearKernel.possible, []
+    possible.append("Humming")
+    engine._refuse.cache_clear()
     layer = torch.nn.Module()
-    layer.scheme = type(f"CompressedTensors{scheme}", (), {})()
+    layer.scheme = type(f"CompressedTensors{scheme}", (), facts)()
+    method = SimpleNamespace(create_weights=lambda layer, k: asked.extend(possible))
     with caplog.at_level(logging.INFO, "vllm.w4gemm"):
-        assert dense.log_left("method", layer) == "method"
-    assert ("w4gemm leaves linear layers of compressed-tensors to vLLM's own kernels" in caplog.text) == left
+        dense.leave(method, layer).create_weights(layer, k=64)
+    line = f"w4gemm leaves linear layers of compressed-tensors to vLLM's own kernels: {reason}"
+    assert (line in caplog.text) == bool(reason)
+    assert asked == ["Humming"] if reason else asked == possible
+    assert possible == [dense.W4GemmLinearKernel, "Humming"]
 
 
 @pytest.mark.parametrize("runs", [True, False])

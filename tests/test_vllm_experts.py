@@ -165,6 +165,18 @@ def test_floats_beside_fp8_x_by_choice(
     assert_near(got, made.expected(x, weights, ids, activation=activation), case)
 
 
+@pytest.mark.parametrize(("strategy", "activations"), [("token", "fp8"), ("group", None)])
+def test_fp8_x_that_a_checkpoint_wants(experts: ModuleType, strategy: str, activations: str | None) -> None:
+    """A scale for each token, or one for each group of columns, in whose place x has 16 bits."""
+    case = Case("compressed-tensors", 32, element="mxfp4", fp8=True)
+    config = case.config()
+    config.target_scheme_map["Linear"]["input_activations"].strategy = strategy
+    layer = mixture(case, packed=False).layer
+    method = config.get_quant_method(layer, "experts")
+    settings, _ = experts.read(method, layer)
+    assert settings.activations == activations
+
+
 @pytest.mark.parametrize("case", [CASES[0], CASES[-2]], ids=str)
 def test_experts_of_other_ranks_add_nothing(experts: ModuleType, case: Case) -> None:
     """Rank 1 has the last two of five experts."""

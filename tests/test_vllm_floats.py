@@ -90,19 +90,25 @@ def test_fp8_activations_by_choice(
     assert f"W4GEMM_{format.upper()}: wanted auto, fp8 or 16bit, got 'int8'" in caplog.text
 
 
-@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize(
+    ("by_token", "static", "activations"), [(True, False, "fp8"), (False, False, None), (False, True, None)]
+)
 def test_fp8_activations_that_a_checkpoint_wants(
-    floats: ModuleType, monkeypatch: pytest.MonkeyPatch, static: bool
+    floats: ModuleType, monkeypatch: pytest.MonkeyPatch, by_token: bool, static: bool, activations: str | None
 ) -> None:
     """From vLLM 0.33 on it asks kernels of MXFP4 for activations, which are in MXFP4 where the checkpoint says no more.
-    Ours take none with scales of the checkpoint's."""
-    base = floats.MxFp4LinearKernel
+    Ours take none with scales of the checkpoint's, and 16 bits where scales are those of groups of columns."""
+    base, ours = floats.MxFp4LinearKernel, floats.W4GemmMxFp4LinearKernel
     monkeypatch.setattr(base, "_supports_quant_scheme", classmethod(lambda cls, w, x: x is None), raising=False)
-    key = SimpleNamespace(dtype=torch.float8_e4m3fn, scale=SimpleNamespace(static=static))
-    assert floats.W4GemmMxFp4LinearKernel._supports_quant_scheme("mxfp4", key) is not static
-    for value, activations in (("auto", None if static else "fp8"), ("16bit", None)):
+    scale = SimpleNamespace(static=static, group_shape=SimpleNamespace(is_per_token=lambda: by_token))
+    key = SimpleNamespace(dtype=torch.float8_e4m3fn, scale=scale)
+    assert ours._supports_quant_scheme("mxfp4", key) is not static
+    for value, expected in (("auto", activations), ("16bit", None)):
         monkeypatch.setenv("W4GEMM_MXFP4", value)
-        assert floats.W4GemmMxFp4LinearKernel(SimpleNamespace(activation_quant_key=key)).activations == activations
+        assert ours(SimpleNamespace(activation_quant_key=key)).activations == expected
+    monkeypatch.setattr(floats.takeover, "activations_asked_for", lambda layers: f"{layers} of the user's")
+    assert ours._supports_quant_scheme("mxfp4", key) is by_token
+    assert not ours._supports_quant_scheme("mxfp4", None)
 
 
 def test_a_layer_is_traced_whole(floats: ModuleType) -> None:

@@ -58,6 +58,7 @@ def compressed(kind: str, group_size: int, activations: dict[str, Any] | None = 
 
 
 TOKEN_FP8 = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
+GROUP_FP8 = {**TOKEN_FP8, "strategy": "group", "group_size": 128}
 DEEPSEEK = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 MIXED = {
     "quant_method": "modelopt",
@@ -94,6 +95,12 @@ MODELS = {
         "situ_mul",
         ("w1", "w2", "w3"),
         fp8=True,
+        since="CompressedTensorsW4A8Mxfp4MoEMethod",
+    ),
+    "fp8 activations with scales of groups, which have 16 bits here": Experts(
+        "compressed-tensors",
+        compressed("mxfp4", 32, GROUP_FP8),
+        "mxfp4",
         since="CompressedTensorsW4A8Mxfp4MoEMethod",
     ),
     "MiniMax-M3": Experts(

@@ -243,21 +243,68 @@ def test_a_merged_layer_in_fp8(kind: str, tmp_path: Path) -> None:
     check(layer, [folder.weight(each).dequantize(torch.float64) for each in NAMES])
 
 
-def test_activations_of_8_bits_are_left_to_vllm(caplog: pytest.LogCaptureFixture) -> None:
+def integers(num_bits: int, strategy: str = "token", dynamic: bool = True) -> dict[str, Any]:
+    return {"num_bits": num_bits, "type": "int", "strategy": strategy, "symmetric": True, "dynamic": dynamic}
+
+
+@pytest.mark.parametrize(("bits", "x_bits", "format"), [(8, 8, "int"), (4, 8, "pack"), (3, 8, "pack"), (4, 4, "pack")])
+def test_activations_of_integers_are_left_to_vllm(
+    bits: int, x_bits: int, format: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM says of packed ones that x has 16 bits, and has one of its kernels quantize it."""
     from vllm.model_executor.layers.quantization import get_quantization_config
 
     from w4gemm.integrations.engines import engine
 
     engine._refuse.cache_clear()
-    weights = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": weights | {"strategy": "token"}}
-    group["input_activations"]["dynamic"] = True
-    config = {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": {"group_0": group}}
+    config = {**compressed(bits, True), "format": f"{format}-quantized"}
+    group = config["config_groups"]["group_0"]
+    group["input_activations"] = integers(x_bits)
+    if format == "int":
+        group["weights"] |= {"strategy": "channel", "group_size": None}
+    schemes = importlib.import_module("vllm.model_executor.layers.quantization.compressed_tensors.schemes")
+    if format == "pack" and not hasattr(schemes, f"CompressedTensorsWNA{x_bits}Int"):
+        pytest.skip("this vLLM does not load them")
     with caplog.at_level(logging.INFO, "vllm.w4gemm"):
-        merged(get_quantization_config("compressed-tensors").from_config(config))
-    assert "linear layers of compressed-tensors to vLLM's own kernels: their activations are 8-bit integers" in (
-        caplog.text
-    )
+        layer = merged(get_quantization_config("compressed-tensors").from_config(config))
+    assert f"compressed-tensors to vLLM's own kernels: their activations are {x_bits}-bit integers" in caplog.text
+    if format == "pack":
+        assert not kernel_of(layer).startswith("W4Gemm")
+
+
+@pytest.mark.parametrize("format", ["pack-quantized", "int-quantized"])
+def test_static_scales_of_inputs_and_outputs(format: str, tmp_path: Path) -> None:
+    """vLLM rounds both around a product with 16-bit x. It packs weights that are stored in bytes after loading."""
+    schemes = importlib.import_module("vllm.model_executor.layers.quantization.compressed_tensors.schemes")
+    if not hasattr(schemes, "CompressedTensorsWNA8O8Int"):
+        pytest.skip("this vLLM does not load them")
+    bits = 8 if format == "int-quantized" else 4
+    config = compressed(bits, True)
+    write(tmp_path, config, (bits, bits))
+    weights = [open_checkpoint(tmp_path).weight(name).dequantize(torch.float64) for name in NAMES]
+    tensors = load_file(tmp_path / "model.safetensors")
+    x_scale, d_scale = 2.0**-5, 2.0**-3
+    for name in NAMES:
+        tensors |= {f"{name}.input_scale": torch.tensor([x_scale]), f"{name}.output_scale": torch.tensor([d_scale])}
+        if format == "int-quantized":
+            codes = tensors.pop(f"{name}.weight_packed").view(torch.uint8).int() - 128
+            tensors[f"{name}.weight"] = codes.to(torch.int8)
+            del tensors[f"{name}.weight_shape"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    group = config["config_groups"]["group_0"]
+    group["input_activations"] = group["output_activations"] = integers(8, "tensor", dynamic=False)
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config | {"format": format}}))
+    layer = merged(quantization(tmp_path))
+    fill(layer, tmp_path, PARENT, SHARDS)
+    if format == "int-quantized":
+        assert not kernel_of(layer).startswith("W4Gemm")
+        return
+    process(layer)
+    assert kernel_of(layer) == "W4GemmLinearKernel" and layer.scheme.kernel.vllm_kernel is None
+    x = torch.randn(5, K, dtype=torch.bfloat16)
+    rounded = (x.double() / x_scale).round().clamp(-128, 127) * x_scale
+    exact = rounded @ torch.cat(weights).T
+    assert ((layer(x)[0].double() - exact).abs() <= 0.6 * d_scale).all() and exact.std() > 4 * d_scale
 
 
 # --- GGUF ------------------------------------------------------------------------------------------------------------

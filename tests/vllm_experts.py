@@ -62,7 +62,7 @@ class Case(NamedTuple):
             strategy="group" if grouped else "channel",
             group_size=self.group_size if grouped else None,
         )
-        activations = SimpleNamespace(num_bits=8) if self.fp8 else None
+        activations = SimpleNamespace(num_bits=8, strategy="token") if self.fp8 else None
         return cls({"Linear": {"weights": weights, "input_activations": activations}})
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from copy import deepcopy
+from types import SimpleNamespace
 from typing import ClassVar
 
 import torch
@@ -278,7 +279,10 @@ class CompressedTensorsMoEMethod(FusedMoEMethodBase):
         scheme = quant_config.target_scheme_map["Linear"]
         weights, activations = scheme["weights"], scheme["input_activations"]
         if weights.type == "float" and activations is not None:
-            return CompressedTensorsW4A8Mxfp4MoEMethod(layer.moe_config)
+            method = CompressedTensorsW4A8Mxfp4MoEMethod(layer.moe_config)
+            group_shape = SimpleNamespace(is_per_token=lambda: activations.strategy == "token")
+            method.activation_key = SimpleNamespace(scale=SimpleNamespace(group_shape=group_shape))
+            return method
         if weights.type == "float":
             floats = {16: CompressedTensorsW4A4Nvfp4MoEMethod, 32: CompressedTensorsW4A4Mxfp4MoEMethod}
             return floats[weights.group_size](layer.moe_config)

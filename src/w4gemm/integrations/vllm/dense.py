@@ -36,8 +36,10 @@ _UNUSED = ("weight_shape", "qzeros", "g_idx", "weight_g_idx", "weight_zero_point
 """Parameters that vLLM's methods make and that the numbers do not need, of symmetric layers and of columns in order."""
 
 
+_BYTES = "CompressedTensorsW8A8Int8", "CompressedTensorsW4A8Int", "CompressedTensorsWNA8Int"
 LEFT = {
-    **dict.fromkeys(("CompressedTensorsW8A8Int8", "CompressedTensorsW4A8Int"), "their activations are 8-bit integers"),
+    **dict.fromkeys(_BYTES, "their activations are 8-bit integers"),
+    "CompressedTensorsWNA4Int": "their activations are 4-bit integers",
     "CompressedTensorsW8A8Fp8": "their activations are in fp8, as their weights are",
 }
 """Schemes of compressed-tensors that vLLM's own kernels run, and why: their checkpoints ask for other activations."""
@@ -46,16 +48,32 @@ LEFT = {
 def install() -> None:
     """Put :class:`W4GemmLinearKernel` first in vLLM's list for NVIDIA GPUs, and watch what its layers load."""
     take_configs(CONFIGS)
-    add_hook(log_left, ("compressed-tensors",))
+    add_hook(leave, ("compressed-tensors",))
     add_hook(ask_when_batch_invariant, ("compressed-tensors", "awq", "awq_marlin", "auto_awq"))
     W4GemmLinearKernel.put_first()
 
 
-def log_left(method: Any, layer: torch.nn.Module) -> Any:
-    """Return vLLM's method for a layer, after logging why layers of its scheme are left to vLLM, if they are."""
-    if reason := LEFT.get(type(getattr(layer, "scheme", None)).__name__):
-        takeover.refuse("linear layers of compressed-tensors", reason)
+def leave(method: Any, layer: torch.nn.Module) -> Any:
+    """Return vLLM's method for a layer. If layers of its scheme are left to vLLM, log why, and have vLLM choose among
+    its own kernels, which it does for some of them as if x had 16 bits."""
+    if not (reason := why_left(getattr(layer, "scheme", None))):
+        return method
+    takeover.refuse("linear layers of compressed-tensors", reason)
+    make = method.create_weights
+
+    def create_weights(*args: Any, **kwargs: Any) -> None:
+        with _choice_of([cls for cls in W4GemmLinearKernel.possible if cls is not W4GemmLinearKernel]):
+            make(*args, **kwargs)
+
+    method.create_weights = create_weights
     return method
+
+
+def why_left(scheme: Any) -> str:
+    """Return why layers of a scheme of compressed-tensors are left to vLLM, or the empty string."""
+    if getattr(scheme, "is_int_quantized", False):  # vLLM makes the kernel's parameter when all is loaded
+        return "their weights are stored in bytes"
+    return LEFT.get(type(scheme).__name__, "")
 
 
 def ask_when_batch_invariant(method: Any, layer: torch.nn.Module) -> Any:
@@ -76,7 +94,7 @@ def _asks(method: Any, scheme: Any) -> Any:
     def create_weights(layer: Any, *args: Any, **kwargs: Any) -> None:
         scheme.use_batch_invariant = False
         try:
-            with _ours_alone():
+            with _choice_of([W4GemmLinearKernel]):  # others' sums depend on the batch
                 make(layer, *args, **kwargs)
             scheme.kernel.left = _Dequantized(scheme)
         except ValueError:  # ours does not run it, and has said why
@@ -111,7 +129,7 @@ def _asks_for_awq(method: Any) -> Any:
 
     def create_weights(layer: Any, *args: Any, **kwargs: Any) -> None:
         try:
-            with _ours_alone():
+            with _choice_of([W4GemmLinearKernel]):  # others' sums depend on the batch
                 make(layer, *args, **kwargs)
             asks.kernel.left = _Lost(asks.kernel)
         except ValueError:  # ours does not run it, and has said why
@@ -135,10 +153,10 @@ class _Lost:
 
 
 @contextmanager
-def _ours_alone() -> Iterator[None]:
-    """Have vLLM choose our kernel or raise ValueError: others' sums depend on the batch."""
+def _choice_of(kernels: list[Any]) -> Iterator[None]:
+    """Have vLLM choose one of these kernels or raise ValueError."""
     possible = W4GemmLinearKernel.possible
-    every, possible[:] = possible[:], [W4GemmLinearKernel]
+    every, possible[:] = possible[:], kernels
     try:
         yield
     finally:

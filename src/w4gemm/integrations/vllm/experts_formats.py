@@ -124,7 +124,8 @@ def _mxfp4_in_halves(method: Any, layer: Any, fp8: bool = False) -> ExpertsSetti
 
 
 def _mxfp4_fp8(method: Any, layer: Any) -> ExpertsSettings:
-    return _mxfp4_in_halves(method, layer, fp8=True)
+    # scales of x for groups of columns are not those that our kernel has: then x has 16 bits, as beside DeepSeek-V4's
+    return _mxfp4_in_halves(method, layer, fp8=method.activation_key.scale.group_shape.is_per_token())
 
 
 def _quark_mx(method: Any, layer: Any) -> ExpertsSettings:

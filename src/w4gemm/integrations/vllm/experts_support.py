@@ -37,7 +37,7 @@ def why_not(method: Any, layer: Any) -> str:
         return reason
     if moe.moe_backend != "auto":
         return f"--moe-backend {moe.moe_backend} was asked for"
-    if asked := takeover.activations_asked_for():
+    if asked := takeover.activations_asked_for("moe"):
         return f"{asked} says how x is quantized"
     if not fused_activation(moe):
         limit = "" if moe.swiglu_limit is None else f" with limit {moe.swiglu_limit:g}"

@@ -3,8 +3,8 @@ lists.
 
 They multiply 16-bit activations, as vLLM's Marlin does on Hopper, also where a checkpoint wants them in 4 or 6 bits. If
 weights have 4 bits, they multiply fp8 ones by choice (``W4GEMM_NVFP4``, ``W4GEMM_MXFP4``) or where a checkpoint in
-MXFP4 wants these (W4A8). vLLM chooses a kernel before it says a layer's sizes: a layer that none of ours runs gets
-vLLM's next kernel when its weights are loaded.
+MXFP4 wants these (W4A8) with a scale for each token. vLLM chooses a kernel before it says a layer's sizes: a layer that
+none of ours runs gets vLLM's next kernel when its weights are loaded.
 
 vLLM asks no list for three kinds of layers. For NVFP4 checkpoints of 16-bit activations (NVFP4A16, W4A16_NVFP4) it
 names Marlin, and for NVFP4 with VLLM_BATCH_INVARIANT an emulation in PyTorch's operators, in whose places
@@ -125,7 +125,7 @@ class _Floats(FloatsKernel):
         """named: the kernel that vLLM named for the layer; None if it asked its list."""
         super().__init__(config)
         self.left = named
-        asked = _is_fp8(getattr(config, "activation_quant_key", None))
+        asked = _is_fp8_by_token(getattr(config, "activation_quant_key", None))
         self.activations = "fp8" if self.format and environment.takes_fp8(self.format, asked) else None
 
     def parameters(self, layer: Any) -> list[str]:
@@ -166,6 +166,12 @@ class W4GemmMxFp4LinearKernel(_Floats, MxFp4LinearKernel):
 
     @classmethod
     def _supports_quant_scheme(cls, weight_key: Any, activation_key: Any) -> bool:
+        """Return whether the kernel may run a layer for which vLLM wants such activations. A checkpoint that wants fp8
+        with a scale for each group of columns gets 16 bits; a user who says how x is quantized, nothing else."""
+        asked = takeover.activations_asked_for("linear")
+        if asked and not _is_fp8_by_token(activation_key):
+            takeover.refuse(cls.kind, f"{asked} says how x is quantized")
+            return False
         return super()._supports_quant_scheme(weight_key, None if _is_fp8(activation_key) else activation_key)
 
     def may_run(self, cls: Any) -> bool:
@@ -204,3 +210,8 @@ class W4GemmMxFp6LinearKernel(_Floats, getattr(linear, "MxFp6LinearKernel", _Con
 def _is_fp8(key: Any) -> bool:
     """True if vLLM's key of activations says e4m3 with scales of the tokens that come; None is for 16 bits."""
     return key is not None and key.dtype == torch.float8_e4m3fn and not key.scale.static
+
+
+def _is_fp8_by_token(key: Any) -> bool:
+    """True if each token has one scale there."""
+    return _is_fp8(key) and bool(key.scale.group_shape.is_per_token())

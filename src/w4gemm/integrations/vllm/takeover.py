@@ -176,16 +176,20 @@ def linear_backend(quantization: str) -> str:
     return next((backend for backend in asked if backend != "auto"), "")
 
 
-def activations_asked_for() -> str:
-    """Return by which of vLLM's settings experts were told to quantize x, or the empty string."""
+def activations_asked_for(layers: str) -> str:
+    """Return by which of vLLM's settings layers were told to quantize x, or the empty string.
+
+    Args:
+        layers: "moe", or "linear" for linear layers in MXFP4.
+    """
     from vllm import envs
 
-    for name in ("VLLM_HUMMING_INPUT_QUANT_CONFIG", "VLLM_MARLIN_INPUT_DTYPE"):
+    for name in ("VLLM_HUMMING_INPUT_QUANT_CONFIG", "VLLM_MARLIN_INPUT_DTYPE") if layers == "moe" else ():
         if getattr(envs, name, None):
             return name
     settings = getattr(getattr(current_config(), "model_config", None), "quantization_config", None)
-    asked = getattr(getattr(settings, "moe", None), "activation", None)  # from 0.33 on
-    return "" if asked is None else "quantization_config.moe.activation"
+    asked = getattr(getattr(settings, layers, None), "activation", None)  # from 0.33 on
+    return "" if asked is None else f"quantization_config.{layers}.activation"
 
 
 def most_tokens() -> int:
