@@ -189,6 +189,18 @@ def test_what_is_refused(dense: ModuleType) -> None:
         send(layer, parts, 0, 1)
 
 
+@pytest.mark.parametrize("side", ["input", "output"])
+def test_a_layer_whose_x_is_rotated_takes_no_dense_numbers(
+    dense: ModuleType, monkeypatch: pytest.MonkeyPatch, side: str
+) -> None:
+    """compressed-tensors rotates weights too, which a trainer does not know."""
+    method, _ = made(pack=False)
+    monkeypatch.setattr(type(method), f"{side}_tfms", {0: "hadamard"}, raising=False)
+    _, layer = made()
+    with pytest.raises(ValueError, match="mlp.gate_up_proj: weight: dense numbers came for it, but vLLM transforms"):
+        send(layer, numbers(0), 0)
+
+
 def test_a_layer_that_is_left_to_vllm_has_no_parameter_more(dense: ModuleType) -> None:
     method, layer = made(pack=False)
     own = type("Own", (), {"process_weights_after_loading": lambda self, layer: seen.append(set(layer._parameters))})()

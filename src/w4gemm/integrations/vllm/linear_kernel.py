@@ -276,6 +276,10 @@ def kernels_made(make: Callable[[], Any]) -> tuple[Any, list[LinearKernel]]:
         _made.reset(token)
 
 
+def _no_dense(tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
+    raise ValueError("vLLM transforms its x or its results (transform_config): it is loaded quantized alone")
+
+
 def watch(method: Any, kernels: list[LinearKernel], name: str) -> None:
     """Have a method of vLLM's for a linear layer mark the parameters that a kernel of ours packs, and see afterwards
     that vLLM has loaded them, before the method brings them into another order. Then the layer takes dense numbers too.
@@ -292,7 +296,8 @@ def watch(method: Any, kernels: list[LinearKernel], name: str) -> None:
         if kernels and not takeover.is_dummy():
             mark(layer, {*kernels[-1].parameters(layer), "qzeros"})
         if kernels and not hasattr(layer, "num_embeddings"):  # vLLM compares weights of heads, and would find two empty
-            updates.append(ReloadedUpdate("weight", name, kernels[-1].weight))
+            turned = any(getattr(method, f"{side}_tfms", None) for side in ("input", "output"))
+            updates.append(ReloadedUpdate("weight", name, _no_dense if turned else kernels[-1].weight))
             updates[-1].open(layer)
 
     def process_weights_after_loading(layer: Any) -> None:
