@@ -389,11 +389,14 @@ def test_layers_that_vllm_keeps_and_never_loads(
         assert isinstance(getattr(whole, name), StageMissingLayer)
     whole.mlp = made()
     fill(whole.mlp, tmp_path, "model.layers.1.mlp", shards)
+    config = SimpleNamespace(quantization="gptq", word_embeddings_untied_by_checkpoint=False)
+    names = [f"model.layers.1.mlp.{s}" for s in shards]
     with caplog.at_level(logging.INFO, "vllm.w4gemm"):
-        config = SimpleNamespace(quantization="gptq", word_embeddings_untied_by_checkpoint=False)
         base_loader.process_weights_after_loading(whole, config, torch.device("cpu"))
     assert [r for r in caplog.records if "w4gemm runs 1 linear layers" in r.message]
-    check(tmp_path, "gptq-int4-g64", kernel_of(whole.mlp), [f"model.layers.1.mlp.{s}" for s in shards], whole.mlp)
+    check(tmp_path, "gptq-int4-g64", kernel_of(whole.mlp), names, whole.mlp)
+    base_loader.process_weights_after_loading(whole.mlp, config, torch.device("cpu"))  # as verl does
+    check(tmp_path, "gptq-int4-g64", kernel_of(whole.mlp), names, whole.mlp)
 
 
 def reloading(layer: Any) -> Callable[[Callable[[], Any]], None]:

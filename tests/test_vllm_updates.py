@@ -189,6 +189,22 @@ def test_what_is_refused(dense: ModuleType) -> None:
         send(layer, parts, 0, 1)
 
 
+def test_a_packed_layer_that_is_processed_again(dense: ModuleType) -> None:
+    """As verl has vLLM do when all numbers have come, for what attention derives from weights."""
+    method, layer = made()
+    kept = dict(layer.named_parameters())
+    parts = numbers(1)
+    for count in range(2):
+        send(layer, parts, *range(2 * count))
+        method.process_weights_after_loading(layer)
+        assert dict(layer.named_parameters()).keys() == kept.keys() and layer.qweight is kept["qweight"]
+    assert torch.equal(method.kernel.weight(layer._parameters).dequantize(), fresh(parts).dequantize())
+    send(layer, numbers(2), 0)
+    with pytest.raises(RuntimeError, match=r"mlp.gate_up_proj: weight: 50.00% .* was not loaded"):
+        method.process_weights_after_loading(layer)
+    assert torch.equal(method.kernel.weight(layer._parameters).dequantize(), fresh(parts).dequantize())
+
+
 @pytest.mark.parametrize("side", ["input", "output"])
 def test_a_layer_whose_x_is_rotated_takes_no_dense_numbers(
     dense: ModuleType, monkeypatch: pytest.MonkeyPatch, side: str
@@ -256,6 +272,7 @@ def test_experts_of_this_gpu(experts: ModuleType, monkeypatch: pytest.MonkeyPatc
             took = parameter.weight_loader(parameter, parts[shard][e], name, shard_id=shard, expert_id=e)
             assert took == (e >= EXPERTS - here)
     assert not looks
+    method.process_weights_after_loading(layer)  # as verl has vLLM do
     pairs = torch.stack((parts["w1"], parts["w3"]), 2).flatten(1, 2)
     for product, rows in zip(method.products, (pairs, parts["w2"]), strict=True):
         for e in range(here):

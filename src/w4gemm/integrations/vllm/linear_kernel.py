@@ -26,6 +26,8 @@ from w4gemm.weights.weight import QuantizedWeight
 _made: ContextVar[list[LinearKernel] | None] = ContextVar("w4gemm_made", default=None)
 """Kernels of the layer that vLLM is making; None where it makes none."""
 _PERM = "w4gemm_perm"
+_PACKED = "w4gemm_is_packed"
+"""Attribute of a layer's first parameter if it is packed; vLLM's reloading puts it back after another one."""
 
 
 class PackedLayer:
@@ -51,7 +53,9 @@ class PackedLayer:
             PackedLinear(w.packed, epilogue._replace(bias=bias), batch_invariant) for bias in (False, True)
         )
         for name, t in zip(self.names, w.tensors, strict=True):
-            layer.register_parameter(name, torch.nn.Parameter(t, requires_grad=False))
+            parameter = torch.nn.Parameter(t, requires_grad=False)
+            setattr(parameter, _PACKED, True)
+            layer.register_parameter(name, parameter)
         if self.in_act_order:  # which sleep mode keeps, unlike weights
             layer.register_buffer(_PERM, w.perm)
 
@@ -105,6 +109,8 @@ class LinearKernel:
         A layer that was left to vLLM stays there when its weights are loaded anew (``reload_weights``), because vLLM
         copies what a kernel makes of new weights into the tensors that it made of the first ones.
         """
+        if is_packed(layer):  # called again, by who has loaded dense numbers
+            return
         if self.vllm_kernel is not None:
             self.vllm_kernel.process_weights_after_loading(layer)
             return
@@ -276,6 +282,11 @@ def kernels_made(make: Callable[[], Any]) -> tuple[Any, list[LinearKernel]]:
         _made.reset(token)
 
 
+def is_packed(layer: torch.nn.Module) -> bool:
+    """True if a layer holds a packed weight, and nothing that was loaded after it was packed."""
+    return any(hasattr(parameter, _PACKED) for parameter in layer._parameters.values())
+
+
 def _no_dense(tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
     raise ValueError("vLLM transforms its x or its results (transform_config): it is loaded quantized alone")
 
@@ -302,6 +313,10 @@ def watch(method: Any, kernels: list[LinearKernel], name: str) -> None:
 
     def process_weights_after_loading(layer: Any) -> None:
         if kernels and end_reload(layer, updates, kernels[-1].parameters(layer)):
+            return
+        if is_packed(layer):
+            for update in updates:
+                update.end()
             return
         for update in updates:
             update.close(layer)
