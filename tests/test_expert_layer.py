@@ -135,7 +135,7 @@ def test_a_slice_of_the_fuzzer() -> None:
     assert not fuzz(range(9), "emulator", ((TINY, "int4_g128"), (CHOOSING, "int4_g128"), (SPLIT, "int4_g128")))
 
 
-@pytest.mark.parametrize(("name", "most"), [("largest router", 8), ("q4_k", 0), ("mxfp4", 0)])
+@pytest.mark.parametrize(("name", "most"), [("largest router", 8), ("q4_k", 0), ("mxfp4", 0), ("mxfp4, one token", 0)])
 def test_registers_are_hardly_spilled(name: str, most: int) -> None:
     """A CTA of 512 threads has 128 for each. None that a load fills is, because the load would be waited for. most:
     bytes."""
@@ -144,6 +144,7 @@ def test_registers_are_hardly_spilled(name: str, most: int) -> None:
         "largest router": key_of(2, *KIMI, choice=choice),
         "q4_k": key_of(8, "q4_k", 128, 2048, 768, 8),
         "mxfp4": key_of(8, "mxfp4", 64, 4096, 2048, 6),
+        "mxfp4, one token": key_of(1, "mxfp4", 64, 4096, 2048, 6),
     }
     layer = ExpertLayer.of(H100, *forms[name].parameters())
     assert layer is not None and local_memory(code := object_code(layer.unit())) <= most

@@ -195,8 +195,8 @@ FAULTS = (
     Fault(
         "rows of tokens that did not choose an expert are read",
         _EXPERT_LAYER,
-        "chosen = (c.masks[slot] >> (lane // 4)) & 1 != 0",
-        "chosen = c.masks[slot] != 0",
+        "else (c.masks[slot] >> (lane // 4)) & 1 != 0",
+        "else c.masks[slot] != 0",
         _ONE_LAUNCH + "routings",
     ),
     Fault(

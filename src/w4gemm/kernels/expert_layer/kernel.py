@@ -603,7 +603,7 @@ class ExpertLayerKernel:
             if expert_done or last:
                 for j in cutlass.range_constexpr(4):
                     token = lane % 4 * 2 + j % 2
-                    if token < layer.tokens and (c.masks[was] >> token) & 1 != 0:
+                    if token < layer.tokens and (const_expr(layer.alone) or (c.masks[was] >> token) & 1 != 0):
                         totals[j] = fma(c.scaled[was * layer.tokens + token], acc[j], totals[j])
                 acc.fill(0.0)
             if column_done or last:
@@ -616,7 +616,7 @@ class ExpertLayerKernel:
 
     def rows_of(self, t: Tensors, c: Choices, slot: Int32, k_block: Int32, lane: Int32) -> HiddenRows:
         """What a lane loads of a k block of a slot's rows."""
-        chosen = (c.masks[slot] >> (lane // 4)) & 1 != 0
+        chosen = lane < 4 if self.layer.alone else (c.masks[slot] >> (lane // 4)) & 1 != 0
         at = self.hidden_at(t, slot, k_block * 4, lane)
         return HiddenRows(at, Int32(cutlass.select_(chosen, self.layer.width - k_block * 128, Int32(0))))
 

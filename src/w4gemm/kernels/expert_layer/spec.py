@@ -141,6 +141,12 @@ class ExpertLayer(Sm90Helper):
         return self.tokens * self.top_k
 
     @property
+    def alone(self) -> bool:
+        """True if there is one token: it chose every expert that is multiplied, so down needs no masks, beside which
+        ptxas spills rows in MXFP4."""
+        return self.tokens == 1
+
+    @property
     def tallies(self) -> int:
         """Warps that tally the choices, each by itself, before any barrier; 1 if all do it together."""
         return self.warps if self.choice is None and self.choices <= _FEW_CHOICES else 1
