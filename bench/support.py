@@ -55,7 +55,7 @@ FORMATS = tuple(
 )
 """The formats of the table by device and dtype."""
 FP8_FORMATS = (
-    *(format for format in FORMATS if format.zero != "float"),
+    *FORMATS,
     *(WeightFormat(group_size, "none", "e4m3") for group_size in (32, 64, 128, 256, PER_COLUMN)),
 )
 """For fp8 activations; docs/support.md says so above the table."""

@@ -22,6 +22,7 @@ from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import H200, Device, GemmProblem
 from w4gemm.integrations.decoder.attention import CachedLayer, step_attention
 from w4gemm.integrations.engines.adapters import adapted
+from w4gemm.kernels.helpers.row_sums import row_sums
 from w4gemm.tuning.random_weight import random_weight
 
 FP8 = torch.float8_e4m3fn
@@ -55,6 +56,7 @@ NUMBERS = (
     Numbers("mxfp4", FP8, "biased"),
     Numbers("e4m3_col_fp32", FP8),
     Numbers("int4_g128", FP8, every_way=False),
+    Numbers("int4_g64_zfloat", FP8, every_way=False),
     Numbers("int4_g128", FP8, "blocks", every_way=False),
     Numbers("e4m3_g128_b128", FP8, "blocks", every_way=False),
 )
@@ -274,6 +276,10 @@ HELPER_CALLS: dict[str, Callable[[Made], Any]] = {
     **{
         f"gate_halves {name}": lambda made, name=name: gate_halves(made.half(3, 2064), name)
         for name in ("silu_mul", "swiglu_oai")
+    },
+    **{
+        f"row_sums {group}": lambda made, group=group, k=k: row_sums(made.half(5, k).to(FP8), group)
+        for group, k in ((32, 4112), (128, 272))
     },
     "step_attention alone": lambda made: made.attention(3, 2, 7, 64, 200, 130, EVERYTHING),
     "step_attention in a cluster": lambda made: made.attention(2, 1, 8, 128, 2048, 1900, 300),

@@ -61,6 +61,7 @@ HELPERS: dict[str, tuple[tuple[Any, ...], ...]] = {
     ),
     "rms_norm": (("bfloat16", 4096), ("float16", 16384), ("bfloat16", 4096, True)),
     "gate_halves": (("bfloat16", "silu_mul"),),
+    "row_sums": ((32,), (128,)),
     "adapted_rows": (("bfloat16", "silu_mul", True), ("float16", "swiglu_oai", False)),
     "step_attention": (("bfloat16", 128, 4, 2, False), ("float16", 64, 8, 1, True)),
 }

@@ -13,7 +13,7 @@ import torch
 
 from ptx_interpreter import run_ptx
 from w4gemm.packing.block import Block
-from w4gemm.packing.codecs import CODECS, INT4_MMA8, INT4_MMA8_FOLDED, INT4_MMA8_ZEROS, Codec
+from w4gemm.packing.codecs import CODECS, INT4_MMA8, INT4_MMA8_FLOATS, INT4_MMA8_FOLDED, INT4_MMA8_ZEROS, Codec
 from w4gemm.packing.codecs.base import MMA8
 
 E4M3 = torch.float8_e4m3fn
@@ -80,6 +80,12 @@ def test_signed_codes(decode: Any) -> None:
     assert torch.equal(actual, e4m3((codes_of_words() - 8) * 2.0**-8))
 
 
+def test_codes_beside_float_zero_points(decode: Any) -> None:
+    decoder = decode.PlainDecoder("bf16")
+    actual = decoded(INT4_MMA8_FLOATS, lambda w: decoder._row(w, None))
+    assert torch.equal(actual, e4m3(codes_of_words() / decoder.factor))
+
+
 def registers_of_steps(codec: Codec, decoder: Any, prepared: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Some steps of a block of CODES of fewer or more bits than four, its words turned as a kernel turns them: what is
     decoded and the codes, by register and byte."""
@@ -103,7 +109,9 @@ def registers_of_steps(codec: Codec, decoder: Any, prepared: Any) -> Iterator[tu
 
 
 def codec_of(bits: int, zero: str) -> Codec:
-    (codec,) = (c for c in CODECS if c.fragment is MMA8 and c.element == f"int{bits}" and zero in c.zeros)
+    (codec,) = (
+        c for c in CODECS if c.fragment is MMA8 and c.element == f"int{bits}" and zero in c.zeros and "bf16" in c.scales
+    )
     return codec
 
 
@@ -113,6 +121,13 @@ def test_signed_codes_of_other_widths(decode: Any, bits: int, unit: float) -> No
     assert decoder.factor * unit == 1
     for registers, codes in registers_of_steps(codec_of(bits, "none"), decoder, decoder.prepare((), 0)):
         assert torch.equal(registers, e4m3((codes - 2 ** (bits - 1)) * unit))
+
+
+@pytest.mark.parametrize("bits", [2, 3])
+def test_codes_of_fewer_bits_beside_float_zero_points(decode: Any, bits: int) -> None:
+    decoder = decode.NarrowDecoder("bf16", bits, plain=True)
+    for registers, codes in registers_of_steps(codec_of(bits, "float"), decoder, decoder.prepare((), 0)):
+        assert torch.equal(registers, e4m3(codes / decoder.factor))
 
 
 @pytest.mark.parametrize("bits", [2, 3])

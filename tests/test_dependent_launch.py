@@ -22,6 +22,7 @@ from w4gemm.jit import object_code
 from w4gemm.kernels import config_named
 from w4gemm.kernels.helpers.activation_quantize import FRONTS, ActivationQuantize
 from w4gemm.kernels.helpers.experts import AdaptedRows, ExpertRoute, RowCombine
+from w4gemm.kernels.helpers.row_sums import RowSums
 from w4gemm.kernels.helpers.rows import ColumnGather, GateHalves, RmsNorm
 from w4gemm.kernels.helpers.step_attention import StepAttention
 from w4gemm.packing.packed_shape import packed_shape
@@ -102,6 +103,7 @@ OTHERS = (
     ExpertRoute.of(H200, torch.int32, 128, False, 8),
     *(RowCombine.of(H200, torch.bfloat16, 8, added) for added in (False, True)),
     AdaptedRows.of(H200, torch.bfloat16, "silu_mul", True),
+    RowSums.of(H200, 64),
 )
 
 

@@ -30,6 +30,7 @@ from w4gemm.kernels.arguments import NO_ROWS, Arguments, ExpertRows, nested
 from w4gemm.kernels.base import Operands
 from w4gemm.kernels.helpers.activation_quantize import ActivationQuantize
 from w4gemm.kernels.helpers.experts import AdaptedRows, RowCombine
+from w4gemm.kernels.helpers.row_sums import RowSums, row_sums
 from w4gemm.kernels.helpers.rows import GateHalves, RmsNorm
 from w4gemm.packing.repack import rows_in_pairs
 
@@ -177,6 +178,12 @@ PRODUCTS = [
     Product("sm90_fp8_block_gemm/128x64x128_1x2x1_coop", "e4m3_g128_b128", ROWS_OF_BLOCKS, 63, 130, 1100, 2),
     Product("sm90_fp8_block_gemm/128x128x128_2x1x1_coop", "e4m3_g128_b128", ROWS_OF_BLOCKS, 300, 130, 1100, 2),
     Product("sm89_fp8_gemm/16x64x256_1x1x1_pingpong", "e4m3_col_fp32", SCALED, 8, 64, 768, 8, (3, 0, 41), True),
+    # float zero points: the sums of x come with the launch, or from one more instruction
+    Product("sm90_fp8_gemm/16x64x256_1x1x1_coop", "int4_g64_zfloat", SCALED, 11, 64, 600, 1),
+    Product("sm90_fp8_gemm/64x64x256_1x1x1_coop_k2", "int4_g128_zfloat_fp16", SCALED, 50, 64, 1024, 2),
+    Product("sm90_fp8_gemm/64x128x256_1x1x1_stream", "int4_g32_zfloat", SCALED, 40, 256, 1024, 3),
+    Product("sm90_fp8_gemm/128x128x128_1x1x1_coop", "int4_g128_zfloat", SCALED, 3, 128, 384, 2, (5, 130)),
+    Product("sm89_fp8_gemm/16x64x256_1x1x1_pingpong", "int4_g32_zfloat", SCALED, 8, 64, 768, 8, (3, 0, 41), True),
     Product("sm90_fp8_gemm/16x64x256_1x1x1_coop", "e2m1_g16_e4m3", SCALED, 11, 64, 512, 1),
     Product("sm89_fp8_gemm/16x64x256_1x1x1_pingpong", "e2m1_g32_e4m3", SCALED, 8, 64, 512, 1),
 ]
@@ -225,11 +232,11 @@ def parameters(case: Product, config: GemmConfig, arguments: Arguments) -> list[
     if name == "sm90_decode":
         return [TensorMap(x, variant.tokens, 64), None, *behind]
     scales: list[Any] = []
-    if variant.block_scales:
-        by_column = arguments.epilogue.block_scale.T
+    if variant.row_numbers:
+        by_column = (arguments.x_sums if variant.takes_x_sums else arguments.epilogue.block_scale).T
         whole = by_column.as_strided((len(by_column), by_column.stride(0)), (by_column.stride(0), 1))
         box = variant.scale_tokens // variant.scale_boxes
-        scales = [TensorMap(whole, variant.blocks_k, box, swizzled=False), None]
+        scales = [TensorMap(whole, variant.blocks_k * variant.row_numbers, box, swizzled=False), None]
     target = [TensorMap(arguments.out, variant.tokens_per_round, 64), None] if variant.boxed else [arguments.out]
     shared = 1 if config.split_k > 1 else config.cluster_n  # each CTA brings a part of a box to all that share x
     boxes = TensorMap(x, variant.box_tokens // shared, 128 // x.itemsize)
@@ -292,7 +299,7 @@ def test_products(case: Product) -> None:
             ["sm90_fp8_gemm/64x64x256_1x1x1_coop", "sm89_fp8_gemm/16x64x256_1x1x1_pingpong"],
             [
                 *("e4m3_col_fp32", "e4m3_g128_b128", "int5_g64", "int3_g32", "int3_g64_zint", "int2_g128_fp16"),
-                *("int2_g32_zint", "e5m2_col_fp32", "e5m2_g128_b128"),
+                *("int2_g32_zint", "e5m2_col_fp32", "e5m2_g128_b128", "int4_g32_zfloat", "int3_g64_zfloat_fp32"),
             ],
         ),
         ("sm90_decode/16x64x128_1x1x1_coop", "q3_k"),
@@ -419,6 +426,17 @@ def test_activation_quantize(front: str, k: int) -> None:
     least = tops[:, None] / 448 * 2.0**-10
     error = (x8.view(FP8).double() * scales.double()[:, None] - y).abs()
     assert (error <= 1.01 * (y.abs() * (2.0**-4 + 3 * ROUNDED_ONCE) + least)).all()
+
+
+@pytest.mark.parametrize("group, k", [(32, 4112), (64, 528), (128, 272)])
+def test_row_sums(group: int, k: int) -> None:
+    """Exact, as sums of so few numbers are in any order. The last group may be shorter."""
+    x, groups, parts = randn(3, k, seed=1, dtype=FP8), -(-k // group), -(-k // 4096)
+    sums = torch.full((groups, 4), torch.nan)
+    Emulator(program_of(RowSums.of(H200, group).unit()), 3 * parts).run(x.view(torch.uint8), sums, parts)
+    padded = torch.nn.functional.pad(x.double(), (0, groups * group - k))
+    assert torch.equal(sums[:, :3].T.double(), padded.view(3, groups, group).sum(2))
+    assert torch.equal(sums[:, :3].T, row_sums(x, group)) and sums[:, 3].isnan().all()
 
 
 @pytest.mark.parametrize("added", [False, True])

@@ -216,8 +216,8 @@ def test_the_layouts_that_cannot_hold_it_say_so(w):
     with pytest.raises(ValueError, match="layout: mma16 cannot hold int4_g128_e4m3: .*mma8 layout"):
         folded.repack("mma16")
     assert folded.repack().layout == "canonical"  # what the CPU can read of it
-    with pytest.raises(ValueError, match="layout: mma8 cannot hold int4_g32_zfloat: .*mma16 layout"):
-        w4gemm.quantize(torch.randn(4, 64), "int4_g32_zfloat").repack("mma8")
+    with pytest.raises(ValueError, match="layout: mma8 cannot hold int5_g32_zfloat: .*16-bit activations"):
+        w4gemm.quantize(torch.randn(4, 64), "int5_g32_zfloat").repack("mma8")
 
 
 def test_a_layer(w, x):

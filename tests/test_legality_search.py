@@ -10,7 +10,8 @@ from w4gemm.kernels.space import NOT_COMPILED
 
 KERNEL = "sm90_fp8_gemm"
 TILES = [16, 32, 64, 128, 144, 160, 192, 256]
-CELL = Cell(KERNEL, "128x128_1x1x1_coop", "dense", next(iter(legality.decoders(KERNEL))))
+DECODER = next(name for name in legality.decoders(KERNEL) if name + legality.BLOCK_SCALES in legality.decoders(KERNEL))
+CELL = Cell(KERNEL, "128x128_1x1x1_coop", "dense", DECODER)
 
 
 @pytest.fixture(autouse=True)

@@ -62,7 +62,8 @@ FP8 = torch.float8_e4m3fn
 
 # a scale group of 32, 64 and 128 inside a block, larger ones and per column
 FORMATS = [f"int4_{group}{zero}" for group in ("g32", "g64", "g128", "col") for zero in ("", "_zint", "_zfloat")]
-FP8_FORMATS = [name for name in FORMATS if "zfloat" not in name] + ["int4_g128_e4m3", "int4_g32_e4m3", "mxfp4"]
+FP8_FORMATS = [*FORMATS, "int4_g128_e4m3", "int4_g32_e4m3", "mxfp4", "int3_g64_zfloat", "int2_g32_zfloat_fp16"]
+FP8_FORMATS += ["int4_g64_zfloat_fp32", "int3_g64_zfloat_fp32", "int2_g32_zfloat_fp32"]
 FP8_FORMATS += ["int4_g32_fp16", "e4m3_col_fp32", "e4m3_g128_b128", "int3_g32", "int2_g128_fp16", "e4m3_g128_fp32"]
 FP8_FORMATS += ["int5_g32", "int5_g128_fp16", "int3_g64_zint", "int2_g32_zint"]
 FP8_FORMATS += ["e5m2_col_fp32", "e5m2_g128_b128", "e5m2_g128_fp32"]
@@ -413,6 +414,7 @@ FP8_SEQUENCES = {
     "e4m3_g128_b128": 2,
     "e5m2_g128_b128": 2,
     "int4_g128": 7,
+    "int4_g128_zfloat": 3,
     "int5_g128": 8.5,
     "int3_g128": 6.5,
     "int3_g128_zint": 6.5,

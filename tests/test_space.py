@@ -131,6 +131,7 @@ def test_rules_have_names_of_their_own_and_exclude_something(kernel):
         "int4_g128",
         "int4_g32",
         "int4_g32_zint",
+        "int4_g64_zfloat",
         "int4_g128_e4m3",
         "e2m1_g16_e4m3",
         "nvfp4",

@@ -62,7 +62,16 @@ FORMATS += [
     WeightFormat.parse(name)
     for name in (
         *("int8_g64_zint_fp16", "int6_g32_zfloat_fp16", "int3_g128_zint", "int2_g64_fp16", "int6_g32_s8x128"),
-        *("e4m3_g128", "e4m3_g128_fp32", "e4m3_col_b128", "e5m2_g128_fp32", "e5m2_g64_fp32"),
+        *(
+            "int3_g64_zfloat_fp32",
+            "int3_g64_zfloat",
+            "int2_g32_zfloat_fp16",
+            "e4m3_g128",
+            "e4m3_g128_fp32",
+            "e4m3_col_b128",
+            "e5m2_g128_fp32",
+            "e5m2_g64_fp32",
+        ),
     )
 ]
 FEW_FORMATS = [
@@ -98,8 +107,9 @@ class Target:
 
     @property
     def format(self) -> WeightFormat:
-        """The first of FEW_FORMATS that this kernel takes."""
-        return next(f for f in FEW_FORMATS if self.kernel.supports(self.problem(16, 128, 128, f)))
+        """The first of FEW_FORMATS that this kernel takes; beside fp8 x one that takes rows of x by their indices."""
+        formats = (f for f in FEW_FORMATS if self.dtype != FP8 or f.zero != "float")
+        return next(f for f in formats if self.kernel.supports(self.problem(16, 128, 128, f)))
 
     def problem(self, m: int, n: int, k: int, format: WeightFormat, epilogue: Epilogue = PLAIN) -> GemmProblem:
         device = H200 if self.device == "cuda" and not torch.cuda.is_available() else Device.of(self.device)

@@ -68,8 +68,9 @@ def configs(
 
 
 def usual(target: Target, format: WeightFormat = CONFIG_FORMAT, k: int = K) -> str:
-    """One config for as many tests as possible, those of gathered rows too."""
-    return configs(target, N, k, format, 64 * len(COUNTS), len(COUNTS), gathered=True)[0]
+    """One config for as many tests as possible, those of gathered rows too if the kernel gathers them."""
+    sizes = N, k, format, 64 * len(COUNTS), len(COUNTS)
+    return (configs(target, *sizes, gathered=True) or configs(target, *sizes))[0]
 
 
 def experts_of(target: Target, format: WeightFormat, n: int, k: int, count: int) -> QuantizedWeight:

@@ -144,13 +144,15 @@ def drawn_variant(seed: int, device: str, config: str = "") -> Variant:
     activation = v.choice(ACTIVATIONS)
     quantized = dtype == FP8 and v.random() < 0.4
     forced = v.random() < 0.9 or config != ""  # a choice of the library's own is of up to four configs
+    format = drawn_format(v, dtype, device)
+    in_blocks = dtype == FP8 and not quantized and v.random() < 0.5
     return Variant(
         seed,
         kind,
-        drawn_format(v, dtype, device),
+        format,
         dtype,
         quantized,
-        block_scale=dtype == FP8 and not quantized and v.random() < 0.5,
+        block_scale=in_blocks and not (device == "cuda" and "_zfloat" in format),
         out_dtype=v.choice((None, None, torch.float32, torch.bfloat16, torch.float16)),
         activation=v.choice(GATED) if activation == "gated" else activation,
         alpha=v.choice((None, None, None, "host", "device")),
@@ -168,7 +170,7 @@ def drawn_format(v: random.Random, dtype: torch.dtype, device: str) -> str:
     if v.random() < ANY_FORMAT[device]:
         return any_format(v, dtype, device)
     group = sized(v.choice(GROUPS))
-    rules = ("", "", "_zint", "_e4m3", "_e4m3", "e8m0") if dtype == FP8 else WITH_16_BITS
+    rules = ("", "", "_zint", "_zfloat", "_e4m3", "_e4m3", "e8m0") if dtype == FP8 else WITH_16_BITS
     rule, scale = v.choice(rules), v.choice(("", "_fp16", "_fp32"))
     if rule in ("e8m0", "e4m3_row"):
         own = "g32" if rule == "e8m0" else "g16"  # of mxfp4 and nvfp4

@@ -47,6 +47,20 @@ FAULTS = (
         _EMULATED + "sm90_fp8",
     ),
     Fault(
+        "zero points times the sums of x over a block's first group",
+        _SM90 + "mainloop.py",
+        "column = block * self.groups + batch // splits % self.groups",
+        "column = block * self.groups",
+        _EMULATED + "zfloat",
+    ),
+    Fault(
+        "sums of x over twice the columns of a group",
+        "src/w4gemm/kernels/helpers/device/row_sums.py",
+        "if lanes * _LANE_COLUMNS < self.group:",
+        "if lanes * _LANE_COLUMNS <= self.group:",
+        _EMULATED + "row_sums",
+    ),
+    Fault(
         "an expert's block scales begin at an even row",
         _SM90 + "consumer.py",
         "scales=pipeline.scales + rows.first % 4 * 4)",

@@ -90,6 +90,7 @@ def helpers_of(layer: Layer, use: Use) -> Iterator[Unit]:
     """Yield the unit of every small kernel that may run before or after a layer."""
     fp8 = use.fp8 or layer.activations == "fp8"
     facts = LayerFacts(layer.k, use.dtype, fp8, use.act_order, use.top_k if layer.experts else 0, layer.experts)
+    facts = facts._replace(format=layer.format)
     helpers = [helper for kind in HELPERS for helper in kind.needed(use.device, facts)]
     if use.fused and not layer.experts:
         helpers += filter(None, between_products(use.device, use.dtype, layer.k, fp8))

@@ -18,6 +18,7 @@ from w4gemm.kernels.expert_layer.spec import ExpertLayer
 from w4gemm.kernels.helpers.activation_quantize import ActivationQuantize
 from w4gemm.kernels.helpers.base import Helper, launcher
 from w4gemm.kernels.helpers.experts import AdaptedRows, ExpertChoice, ExpertRoute, RowCombine
+from w4gemm.kernels.helpers.row_sums import RowSums
 from w4gemm.kernels.helpers.rows import ColumnGather, GateHalves, RmsNorm
 from w4gemm.kernels.helpers.step_attention import StepAttention
 from w4gemm.kernels.sm80_mixed_gemm.spec import Sm80MixedGemm, Sm89Fp8Gemm
@@ -40,7 +41,7 @@ KERNELS: tuple[Kernel, ...] = (
 
 HELPERS: tuple[type[Helper], ...] = (
     *(ColumnGather, ExpertRoute, RowCombine, ActivationQuantize),
-    *(RmsNorm, GateHalves, StepAttention, ExpertLayer, ExpertChoice, AdaptedRows),
+    *(RmsNorm, GateHalves, StepAttention, ExpertLayer, ExpertChoice, AdaptedRows, RowSums),
 )
 """The small kernels beside the products."""
 

@@ -60,11 +60,14 @@ class Arguments(NamedTuple):
     workspace: StreamWorkspace = NO_WORKSPACE
     max_clusters: Any = 1
     """int32: the clusters of this kernel that the device holds at once."""
+    x_sums: Tensor = None
+    """float32 (m, scale groups): the sums of each row of x, beside float zero points."""
 
     def behind_tma(self) -> Arguments:
-        """Return the arguments without those that only the host function needs, because device code reads x and its
-        block scales through TMA."""
-        return self._replace(x=None, epilogue=self.epilogue._replace(block_scale=None), max_clusters=None)
+        """Return the arguments without those that only the host function needs, because device code reads x,
+        its block scales and its sums through TMA."""
+        epilogue = self.epilogue._replace(block_scale=None)
+        return self._replace(x=None, epilogue=epilogue, max_clusters=None, x_sums=None)
 
 
 def flat(
@@ -75,9 +78,10 @@ def flat(
     rows: ExpertRows,
     workspace: StreamWorkspace,
     max_clusters: Any,
+    x_sums: Tensor = None,
 ) -> tuple[Any, ...]:
     """The fields of :class:`Arguments` as compiled code takes them, without the nesting."""
-    return (x, weight, out, *epilogue, *rows, *workspace, max_clusters)
+    return (x, weight, out, *epilogue, *rows, *workspace, max_clusters, x_sums)
 
 
 def nested(values: Sequence[Any]) -> Arguments:
@@ -87,7 +91,7 @@ def nested(values: Sequence[Any]) -> Arguments:
     epilogue = EpilogueOperands(*(next(left) for _ in EpilogueOperands._fields))
     rows = ExpertRows(*(next(left) for _ in ExpertRows._fields))
     workspace = StreamWorkspace(*(next(left) for _ in StreamWorkspace._fields))
-    return Arguments(x, weight, out, epilogue, rows, workspace, next(left))
+    return Arguments(x, weight, out, epilogue, rows, workspace, *left)
 
 
 def stand_ins(variant: Any, workspace: bool) -> Arguments:
@@ -124,6 +128,11 @@ def stand_ins(variant: Any, workspace: bool) -> Arguments:
         strides = (cute.sym_int64(divisibility=wide), 1)
         return make_fake_tensor(out_dtype, (m, columns), strides, assumed_align=size * wide)
 
+    def by_columns() -> Any:
+        """float32 numbers of the rows of x: tokens are contiguous, as TMA wants them."""
+        strides = (1, cute.sym_int64(divisibility=4))
+        return make_fake_tensor(cutlass.Float32, (m, cute.sym_int()), strides, assumed_align=16)
+
     blocks = (cute.sym_int(), cute.sym_int(), variant.block.words)
     shapes = asked.operand_shapes(x_dtype, (m, columns), n, experts if variant.grouped else 0, x_rows)
     operands = {name: compact(dtypes[t], *shape) for name, (t, shape) in shapes.items() if name != "residual"}
@@ -131,9 +140,8 @@ def stand_ins(variant: Any, workspace: bool) -> Arguments:
         operands["alpha"] = cutlass.Float32(1.0)
     if asked.residual:
         operands["residual"] = result()
-    if asked.block_scale:  # tokens are contiguous, as TMA wants them
-        strides = (1, cute.sym_int64(divisibility=4))
-        operands["block_scale"] = make_fake_tensor(cutlass.Float32, (m, cute.sym_int()), strides, assumed_align=16)
+    if asked.block_scale:
+        operands["block_scale"] = by_columns()
     if variant.channel_scales:
         operands["channel_scale"] = compact(cutlass.Float32, *((experts, n) if variant.grouped else (n,)))
     return Arguments(
@@ -153,4 +161,5 @@ def stand_ins(variant: Any, workspace: bool) -> Arguments:
         )
         if workspace
         else NO_WORKSPACE,
+        x_sums=by_columns() if variant.takes_x_sums else None,
     )

@@ -102,12 +102,24 @@ class GpuKernel(ABC):
         if problem.epilogue.block_scale and (not self.block_scales or problem.gathered):
             which = " that is gathered" if self.block_scales else ""
             return Status.no(f"takes one scale for each row of x{which}, not one for each {SCALE_BLOCK} columns")
+        if reason := self.refused_sums(problem):
+            return Status.no(reason)
         if problem.gathered and not problem.experts:
             return Status.no("gathers rows of x for a weight of several experts only")
         if problem.experts > MOST_EXPERTS:
             return Status.no(f"takes at most {MOST_EXPERTS} experts, the weight has {problem.experts}")
         reason = missing_for_dsl(MIN_DRIVER)
         return Status.no(reason) if reason else OK
+
+    def refused_sums(self, problem: GemmProblem) -> str:
+        """Return why the kernel does not multiply float zero points by the sums of x; the empty string if it does, or
+        has no need to."""
+        blocks = problem.epilogue.block_scale
+        if problem.format.zero != "float" or not (blocks or problem.gathered):
+            return ""
+        which = f"with a scale for each {SCALE_BLOCK} columns" if blocks else "whose rows are gathered"
+        taken = not self.any_variant(problem).takes_x_sums
+        return "" if taken else f"cannot take {problem.format} beside fp8 x {which}"
 
     def any_variant(self, problem: GemmProblem) -> Any:
         """Return a variant for the rules of ``space``, with any config: they replace it, and do not look at m."""
@@ -169,6 +181,8 @@ class GpuKernel(ABC):
         per_cluster = config.cluster_m * config.cluster_n * config.split_k
         clusters = self.ctas_per_sm(config) * problem.device.sms // per_cluster
         size, grouped = self.workspace_bytes(problem, config), problem.experts > 0
+        variant = self.variant.of(problem, config)
+        sums_of = functools.partial(_row_sums, group=variant.block.scale_group) if variant.takes_x_sums else None
 
         def launch(operands: Operands) -> None:
             x, weight, out, epilogue, rows, buffer = operands
@@ -184,9 +198,10 @@ class GpuKernel(ABC):
             residual = epilogue.residual
             if residual is not None and residual.data_ptr() % 16:
                 epilogue = epilogue._replace(residual=residual.clone())
-            if x.stride()[0] * x.itemsize % 16 or x.data_ptr() % 16:
+            if x.stride()[0] * x.itemsize % 16 or x.data_ptr() % 16 or (sums_of is not None and x.shape[1] % 16):
                 x = _tma_readable(x)
-            compiled(*arguments.flat(x, blocks, out, epilogue, rows, memory, clusters))
+            sums = None if sums_of is None else sums_of(x)
+            compiled(*arguments.flat(x, blocks, out, epilogue, rows, memory, clusters, sums))
 
         return launch
 
@@ -208,6 +223,12 @@ def _by_columns(scales: torch.Tensor) -> torch.Tensor:
         return scales
     m, blocks = scales.shape
     return scales.new_empty(blocks, -(-m // 4) * 4).T[:m].copy_(scales)
+
+
+def _row_sums(x: torch.Tensor, group: int) -> torch.Tensor:
+    from w4gemm.kernels.helpers.row_sums import row_sums  # helpers are made of this file's facts
+
+    return row_sums(x, group)
 
 
 def _tma_readable(x: torch.Tensor) -> torch.Tensor:

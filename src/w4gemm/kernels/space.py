@@ -59,7 +59,8 @@ class Pressure(NamedTuple):
     variants speak for all."""
 
     decoder: str
-    """:attr:`WeightOperand.register_class`, and whether x has a scale for each 128 columns."""
+    """:attr:`WeightOperand.register_class`, and whether x has a scale for each 128 columns, or its sums meet zero
+    points."""
     rows: str
     """``dense``, ``grouped`` (by expert) or ``gathered`` (and read by their indices)."""
     scale_bytes: int
@@ -73,7 +74,8 @@ class Pressure(NamedTuple):
     def of(cls, v: Any) -> Pressure:
         """The pressure of a variant."""
         e = v.epilogue
-        decoder = v.weight.register_class + (", block scales of x" if e.block_scale else "")
+        of_x = ", block scales of x" if e.block_scale else ", sums of x" if v.adds_zeros else ""
+        decoder = v.weight.register_class + of_x
         rows = "gathered" if v.gathered else "grouped" if v.grouped else "dense"
         unscaled = v.kind == "e4m3" and not (e.token_scale or e.block_scale)
         return cls(decoder, rows, v.block.scale_bytes, _class_of(v), int(unscaled))

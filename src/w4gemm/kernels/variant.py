@@ -117,6 +117,16 @@ class GpuVariant:
         return self.epilogue.block_scale
 
     @property
+    def adds_zeros(self) -> bool:
+        """True if float zero points meet the sums of x over each scale group, because no e4m3 number holds a weight."""
+        return self.kind == "e4m3" and self.weight.zero == "float"
+
+    @property
+    def takes_x_sums(self) -> bool:
+        """True if those sums come with the launch; else the kernel adds them up."""
+        return False
+
+    @property
     def promotes(self) -> bool:
         """True if sums of ranges of columns are scaled before they are added to the accumulators."""
         return self.scales_on_sums or self.block_scales

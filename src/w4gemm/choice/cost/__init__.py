@@ -15,7 +15,16 @@ from typing import Any, NamedTuple
 import torch
 
 from w4gemm.choice.cost import waves
-from w4gemm.choice.cost.constants import SHARPNESS, Timer, constants_for, mma_us, moved_us, scale_of, unmeasured_us
+from w4gemm.choice.cost.constants import (
+    SHARPNESS,
+    Timer,
+    constants_for,
+    mma_us,
+    moved_us,
+    row_sums_us,
+    scale_of,
+    unmeasured_us,
+)
 from w4gemm.choice.cost.experts import Width, random_and_zipf_rows
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.epilogue import PLAIN
@@ -234,7 +243,16 @@ _UNMEASURED = _each(lambda kernel, problem, config: unmeasured_us(problem))
 def timers(kernel: Kernel, problem: GemmProblem) -> _Timers:
     """Return a function from a config to its :data:`Timer`. Times are above 0. They order configs and kernels on one
     device, no more."""
-    return _TIMERS.get(kernel.name, _UNMEASURED)(kernel, problem)
+    of_config = _TIMERS.get(kernel.name, _UNMEASURED)(kernel, problem)
+    if kernel.name != "sm90_fp8_gemm" or problem.format.zero != "float":
+        return of_config
+    sums = row_sums_us(problem)
+
+    def with_sums(config: GemmConfig) -> Timer:
+        alone = of_config(config)
+        return lambda m: alone(m) + sums(m)
+
+    return with_sums
 
 
 def predicted_us(kernel: Kernel, problem: GemmProblem, config: GemmConfig) -> float:

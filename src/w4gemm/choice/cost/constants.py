@@ -287,6 +287,12 @@ def copy_us(problem: GemmProblem) -> float:
     ).memory
 
 
+def row_sums_us(problem: GemmProblem) -> Timer:
+    """Return by m the microseconds of the launch that adds up rows of x in front of a product."""
+    sums, memory = constants_for(problem.device).models["row_sums"], scale_of(problem.device).memory
+    return lambda m: sums["launch_us"] + m * problem.k / sums["bytes_per_us"] * memory
+
+
 def unmeasured_us(problem: GemmProblem) -> float:
     """Return the time that a kernel or config without measurements is ranked by: twice the larger of the times of all
     bytes and of all operations, by the device's data sheet as far as it is known."""

@@ -179,7 +179,7 @@ def linear_need(weights: Sequence[QuantizedWeight], bias: torch.Tensor | None, u
     ]
     tokens = sorted({m for kind in kinds for m in tokens_of_all_plans(kind, use.most_tokens)})
     keys = tuple(kind._replace(m=plan_m(m)) for kind in kinds for m in tokens)
-    facts = LayerFacts(first.k, use.dtype, fp8, act_order=first.perm is not None)
+    facts = LayerFacts(first.k, use.dtype, fp8, act_order=first.perm is not None, format=first.format)
     described = Device.of(device)
     helpers = [helper for kind in HELPERS for helper in kind.needed(described, facts)]
     if use.fused:
@@ -220,7 +220,7 @@ def experts_need(
         options: dict[str, Any] = {"batch_invariant": call.batch_invariant, "gathered": gathered, "device": w.device}
         keys += [PlanKey.of(w, rows, x, epilogue, **options) for rows in call.rows]
         for top_k in call.top_k:
-            facts = LayerFacts(w.k, call.dtype, fp8, top_k=top_k, experts=w.experts)
+            facts = LayerFacts(w.k, call.dtype, fp8, top_k=top_k, experts=w.experts, format=w.format)
             helpers |= {helper.unit(): None for kind in HELPERS for helper in kind.needed(device, facts)}
     if call.gathered and activation is not None and not call.batch_invariant:
         operands = call.bias, call.bias, False, False

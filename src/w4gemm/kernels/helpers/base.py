@@ -16,6 +16,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 
+from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import Device
 from w4gemm.jit import Program, Unit, compiled
 from w4gemm.kernels import hopper
@@ -41,6 +42,8 @@ class LayerFacts(NamedTuple):
     """Experts of a token whose results are added up behind the layer; 0 for none."""
     experts: int = 0
     """Experts of the layer."""
+    format: WeightFormat | None = None
+    """Of the weight; None where no helper depends on it."""
 
 
 class Helper(Protocol):

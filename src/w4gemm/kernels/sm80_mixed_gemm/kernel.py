@@ -47,7 +47,8 @@ from L2 the first time, then from L1, which cp.async bypasses.
 With e4m3 x (variant.kind "e4m3", the kernel sm89_fp8_gemm) the instruction is m16n8k32. A k chunk has 128 columns,
 still 128 bytes of x, and a step of it 32, so copies and ldmatrix are the same. The codes, in the order of the layout
 mma8, become e4m3; if they have zero points or e4m3 scales, through a table behind the pipeline. 16-bit scales
-(variant.scales_on_sums) multiply the float32 sums of each group, which take a second set of accumulators.
+(variant.scales_on_sums) multiply the float32 sums of each group, which take a second set of accumulators. Beside float
+zero points (variant.adds_zeros) one more instruction, with ones as operand A, gives the sums of x.
 
 From SM90 on, programmatic dependent launch: a launch requests the weights of its first stage while the kernel before it
 is still running.
@@ -94,6 +95,7 @@ from w4gemm.ptx.memory import (
     store_shared_f32,
 )
 
+_ONES = 0x38383838  # as e4m3
 _QUADS_TOGETHER = 4  # per thread, whose biases and residuals are loaded before the first is stored
 
 
@@ -434,16 +436,22 @@ class Sm80MixedGemmKernel:
             field = group % variant.block.groups_per_word
             prepared = [self.decoder.prepare(words, self.decode_table(pipeline), field) for words in scale_words]
             sums = self.no_sums() if variant.scales_on_sums else acc
+            x_sums: list[Sequence[Float32]] = [[Float32(0.0)] * 4] * variant.token_blocks
             for step in range(group * steps, (group + 1) * steps):
                 if variant.token_blocks > 1 or step % 2 == 0:
                     fragments = self.read_x(x_address, step)
+                own = fragments if variant.token_blocks > 1 else [fragments[step % 2]]
+                if variant.adds_zeros:
+                    ones = (Int32(_ONES),) * 4
+                    x_sums = [self.add_product(list(x), ones, b) for x, b in zip(x_sums, own, strict=True)]
                 for atom in range(variant.m16_atoms_per_warp):
                     a = self.decoder.decode(self.reader.words_of_step(packed.codes[atom], step), prepared[atom])
                     for t in range(variant.token_blocks):
-                        b = fragments[t] if variant.token_blocks > 1 else fragments[step % 2]
-                        product = self.add_product([sums[i, t, atom] for i in range(4)], a, b)
+                        product = self.add_product([sums[i, t, atom] for i in range(4)], a, own[t])
                         for i in range(4):
                             sums[i, t, atom] = product[i]
+            if variant.adds_zeros:
+                self.add_zeros(acc, x_sums, scale_words)
             if variant.scales_on_sums:
                 self.add_scaled_sums(acc, sums, scale_words)
 
@@ -452,6 +460,16 @@ class Sm80MixedGemmKernel:
         acc = cute.make_rmem_tensor((4, self.variant.token_blocks, self.variant.m16_atoms_per_warp), Float32)
         acc.fill(0.0)
         return acc
+
+    def add_zeros(
+        self, acc: cute.Tensor, x_sums: list[Sequence[Float32]], scale_words: list[tuple[Int32, ...]]
+    ) -> None:
+        """acc += a group's sums of x times the zero points of rows g and g + 8."""
+        for atom, words in enumerate(scale_words):
+            zeros = self.decoder.zeros(words)
+            for t, of_tokens in enumerate(x_sums):
+                for i in range(4):
+                    acc[i, t, atom] = fma(of_tokens[i], zeros[i // 2], acc[i, t, atom])
 
     def add_scaled_sums(self, acc: cute.Tensor, sums: cute.Tensor, scale_words: list[tuple[Int32, ...]]) -> None:
         """acc += a group's sums times the scales of rows g and g + 8."""

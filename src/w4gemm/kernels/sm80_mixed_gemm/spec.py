@@ -71,6 +71,15 @@ _IMPOSSIBLE = (
         lambda v: v.num_stages < 2 or v.sums_bytes > v.num_stages * v.stage_bytes,
     ),
 )
+_FLOAT_ZEROS = {
+    *(f"{tile_m}x64x{tiles}" for tile_m in (8, 16) for tiles in ("512_1x1x1_coop", "256_1x1x1_pingpong")),
+    "64x128x128_1x1x1_coop",
+}
+_BESIDE_FLOATS = Rule(
+    "float zero points",
+    "was not compiled with e4m3 x beside float zero points, where the sums of x take registers",
+    lambda v: v.adds_zeros and str(v.config) not in _FLOAT_ZEROS,
+)
 _HELD_BACK = (
     Rule(
         "gathered rows and several groups",
@@ -119,15 +128,16 @@ class Sm80MixedGemm(GpuKernel):
 
 
 class Sm89Fp8Gemm(Sm80MixedGemm):
-    """W4A8 with cp.async and mma.sync, e4m3 activations, on any GPU from SM89 on: any m, n, k, every format without
-    float zero points. Scales are applied to the float32 sums of a group; e4m3 ones to the weights, which are then
-    rounded to e4m3."""
+    """W4A8 with cp.async and mma.sync, e4m3 activations, on any GPU from SM89 on: any m, n, k, every format.
+    Scales are applied to the float32 sums of a group; e4m3 ones to the weights, which are then rounded to e4m3."""
 
     name = "sm89_fp8_gemm"
     layout = "mma8"
     dtypes = (torch.float8_e4m3fn,)
     revision = 1
-    space = Space(_FP8_TILES, Path(__file__).with_name("legality_fp8.jsonl"), _IMPOSSIBLE, _HELD_BACK)
+    space = Space(
+        _FP8_TILES, Path(__file__).with_name("legality_fp8.jsonl"), (*_IMPOSSIBLE, _BESIDE_FLOATS), _HELD_BACK
+    )
     least = (8, 9)
     since = "RTX 40, L4, L40S and later, whose tensor cores take e4m3"
     otherwise = "w.repack('mma16') takes 16-bit activations from 8.0 on, w.to('cpu') runs on the CPU"

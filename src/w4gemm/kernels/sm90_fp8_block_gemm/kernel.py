@@ -56,8 +56,8 @@ from w4gemm.kernels.sm90_fp8_block_gemm.variant import BOX_TOKENS, SCALE_BYTES, 
 from w4gemm.kernels.sm90_mixed_gemm.consumer import ConsumerMemory, OutputTile
 from w4gemm.kernels.sm90_mixed_gemm.epilogue import OutputCoord, store_staged
 from w4gemm.kernels.sm90_mixed_gemm.kernel import DTYPES, Producer, Sm90MixedGemmKernel
-from w4gemm.kernels.sm90_mixed_gemm.mainloop import flattened
 from w4gemm.kernels.sm90_mixed_gemm.tile_scheduler import ClusterCoord, Pipeline, SchedulerParams, TileScheduler
+from w4gemm.kernels.sm90_mixed_gemm.values import flattened
 from w4gemm.kernels.sm90_mixed_gemm.variant import TOKEN_BYTES
 from w4gemm.packing.block import BLOCK_N, MATRICES_OF_ROW, MATRIX_BYTES
 from w4gemm.ptx.arithmetic import fma, pack_half2, to_float

@@ -112,6 +112,19 @@ of half as many decode it twice: 0.97 (scales on sums) and 0.95 (folded) of the 
 tokens whose choice they changed, at best 0.84 (H200, 2026-11-30)."""
 
 
+_FLOAT_ZEROS = {
+    "64x256_1x1x1_coop_k2": "8 16 32 64 96 128",
+    "64x512_1x1x1_coop": "8 16 32 64",
+    "64x512_1x1x1_coop_k2": "8 16",
+    "128x256_1x1x1_coop": "32 48 64 80 96 112 128",
+    "128x256_1x1x1_coop_k2": "64 128",
+    "128x128_1x1x1_coop": "128 152 168",
+    "128x256_1x1x1_stream": "64 96 128",
+}
+"""Those that were built and timed beside float zero points."""
+_BESIDE_FLOATS = {f"{tile_m}x{others}" for others, text in _FLOAT_ZEROS.items() for tile_m in text.split()}
+
+
 def _held_back(v: Sm90MixedVariant) -> bool:
     if not v.scales_on_sums or v.block.scale_bytes <= mixed.ONE_GROUP or v.one_factor_a_sum:
         return False
@@ -125,6 +138,11 @@ _SPACE = Space(
     Path(__file__).with_name("legality.jsonl"),
     impossible=(
         mixed.fine_tiles(_FINE_TILES),
+        Rule(
+            "float zero points",
+            "was not built beside the sums of x that float zero points meet",
+            lambda v: v.takes_x_sums and str(v.config) not in _BESIDE_FLOATS,
+        ),
         mixed.GROUPED_STREAM,
         mixed.GROUPED_CLUSTER,
         mixed.GATHERED_CLUSTER,
@@ -165,9 +183,9 @@ _SPACE = Space(
 
 
 class Sm90Fp8Gemm(Sm90MixedGemm):
-    """W4A8 on SM90, e4m3 activations: any m, n, k, every format without float zero points. Scales are applied to the
-    float32 sums of a group; e4m3 ones to the weights, which are then rounded to e4m3. Scales for each 128 columns of a
-    row of x are applied to the sums of these columns."""
+    """W4A8 on SM90, e4m3 activations: any m, n, k, every format. Scales are applied to the float32 sums of a group;
+    e4m3 ones to the weights, which are then rounded to e4m3. Scales for each 128 columns of a row of x are applied to
+    the sums of these columns. Float zero points meet sums of x, which a launch in front adds up."""
 
     name = "sm90_fp8_gemm"
     layout = "mma8"

@@ -20,8 +20,9 @@ from w4gemm.kernels.device.pipeline import PipelineState
 from w4gemm.kernels.device.scheduler import TileCoord
 from w4gemm.kernels.device.stream_k import StreamSum, WarpgroupThread
 from w4gemm.kernels.sm90_mixed_gemm.epilogue import EpilogueStore, LoadedOperands, OutputCoord, Staging, TmaStore
-from w4gemm.kernels.sm90_mixed_gemm.mainloop import ConsumerCoord, Mainloop, flattened
+from w4gemm.kernels.sm90_mixed_gemm.mainloop import Mainloop
 from w4gemm.kernels.sm90_mixed_gemm.tile_scheduler import Pipeline, SchedulerParams, TileScheduler, WorkTile
+from w4gemm.kernels.sm90_mixed_gemm.values import ConsumerCoord, flattened
 from w4gemm.kernels.sm90_mixed_gemm.variant import Sm90MixedVariant
 from w4gemm.packing.codecs.pairs_decode import own_pairs
 from w4gemm.ptx.memory import (
@@ -262,7 +263,7 @@ class Consumer:
             if const_expr(variant.pingpong_warpgroups > 1):
                 cute.arch.barrier(barrier_id=_MMA_ORDER_BARRIER + pingpong, number_of_threads=256)
             filled = pipeline
-            if const_expr(variant.block_scales and variant.grouped):
+            if const_expr(variant.row_numbers > 0 and variant.grouped):
                 rows = self.scheduler.rows(tile.m_tile, memory.d.shape[0], memory.expert_tiles)
                 filled = pipeline._replace(scales=pipeline.scales + rows.first % 4 * 4)
             if const_expr(variant.levels_in_staging):

@@ -6,6 +6,7 @@ features. The files, in the order in which a tile's data passes them:
 
     kernel.py           launch, shared memory, barriers; Producer: weights and x from memory into stages
     consumer.py         Consumer: the tiles of a warpgroup, sums over k sets, split-k and stream-k; StreamFlags
+    values.py           what passes between the consumers' files
     mainloop.py         Mainloop: from a stage into registers, decode, WGMMA, release
     shared_levels.py    SharedLevels: scales of two levels, which a warp's lanes prepare for one another
     epilogue.py         EpilogueStore: from sums to rows of d
@@ -30,7 +31,8 @@ Shared memory, in this order:
                                                     cp.async), 128-byte swizzle
     staging       staging_buffers * staging_bytes   consumers: sums of their tile   the same warpgroup, or TMA
     weights       num_stages * weight_bytes         producer: bulk copies           consumers: packed words
-    block scales  num_stages * block_scale_bytes    producer: TMA                   consumers: scales of sums
+    block scales  num_stages * block_scale_bytes    producer: TMA                   consumers: scales of sums, or sums
+                                                                                    of x
     full, empty   8 * num_stages each               see below
     expert map    expert_map_bytes                  warp 1, before the roles begin  all roles
     k sets        k_set_bytes                       consumers of all k sets but 0   consumers of k set 0
@@ -109,7 +111,9 @@ accumulators. It also does if each 128 columns of a row of x have a scale (varia
 multiplies the sums too: TMA brings a stage's scales, those of a tile's tokens for each weight block along k, with x
 and on the same barrier. If a stage is one k chunk, the sums have one set (variant.one_set_of_sums), for 128 tokens and
 more: ``multiply_chunk`` decodes the next stage while its own is multiplied, and adds the sums while the tensor cores
-work for the other warpgroup. If rows g and g + 8 of the weight share their scale, as those of e4m3 in blocks of 128
+work for the other warpgroup. Beside float zero points (variant.takes_x_sums) the sums of x over each scale group come
+in the place of these scales, from a launch in front (helpers/row_sums.py), and meet the zero points when a group's sums
+meet its scales. If rows g and g + 8 of the weight share their scale, as those of e4m3 in blocks of 128
 rows, a sum takes one fma, by a factor of its token (variant.one_factor_a_sum). With 16-bit x the scales of codebooks
 multiply sums too, if they have another dtype than x and tokens are few.
 
@@ -198,7 +202,7 @@ class XSource(NamedTuple):
     box_layout: cute.Layout
     """Tokens and columns of the first box of each k chunk of all stages, in the same memory."""
     scales: ScaleSource | None = None
-    """None unless each 128 columns of a row have a scale."""
+    """None unless each 128 columns of a row have a scale, or each scale group a sum."""
 
 
 class OutTarget(NamedTuple):
@@ -257,7 +261,10 @@ class Sm90MixedGemmKernel:
         if const_expr(variant.persistent):
             clusters = cutlass.min(clusters, args.max_clusters)
         self.kernel(
-            self.x_source(args.x, args.epilogue.block_scale), self.tiled_mma(), self.out_target(out), args.behind_tma()
+            self.x_source(args.x, args.x_sums if variant.takes_x_sums else args.epilogue.block_scale),
+            self.tiled_mma(),
+            self.out_target(out),
+            args.behind_tma(),
         ).launch(
             grid=[clusters * self.scheduler.cluster_size, 1, 1],
             block=[variant.threads, 1, 1],
@@ -283,8 +290,8 @@ class Sm90MixedGemmKernel:
             a_source=warpgroup.OperandSource.RMEM,
         )
 
-    def x_source(self, x: cute.Tensor, block_scale: cute.Tensor | None) -> XSource:
-        """TMA that loads x and its scales, and the layout of x in all stages."""
+    def x_source(self, x: cute.Tensor, numbers: cute.Tensor | None) -> XSource:
+        """TMA that loads x and its scales or sums, ``numbers``, and the layout of x in all stages."""
         variant, config = self.variant, self.variant.config
         atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.dtype)
         chunks = self.producer.k_chunks * variant.num_stages
@@ -296,21 +303,22 @@ class Sm90MixedGemmKernel:
         box_layout = cute.make_layout((*box.shape, chunks), stride=(*box.stride, of_chunk))
         if variant.gathered:
             return XSource(None, x, operand_layout, box_layout)
-        scales = self.scale_source(block_scale) if variant.block_scales else None
+        scales = self.scale_source(numbers) if variant.row_numbers else None
         multicast = config.cluster_n > 1
         copy = cpasync.CopyBulkTensorTileG2SMulticastOp() if multicast else cpasync.CopyBulkTensorTileG2SOp()
         box = cute.tile_to_shape(atom, box_shape, order=(0, 1))
         tma, tma_x = cpasync.make_tiled_tma_atom(copy, x, box, box_shape, num_multicast=config.cluster_n)
         return XSource(tma, tma_x, operand_layout, box_layout, scales)
 
-    def scale_source(self, block_scale: cute.Tensor) -> ScaleSource:
-        """TMA that loads the scales of a tile's rows for a k-slice. block_scale: float32 (m, k blocks)."""
+    def scale_source(self, numbers: cute.Tensor) -> ScaleSource:
+        """TMA that loads the scales, or sums, of a tile's rows for a k-slice. numbers: float32 (m, k blocks), or by
+        scale group."""
         variant = self.variant
         boxes = variant.scale_boxes
-        shape, size = (variant.scale_tokens // boxes, variant.blocks_k), variant.block_scale_bytes // (4 * boxes)
+        shape, size = self.producer.numbers_box, variant.block_scale_bytes // (4 * boxes)
         strides = (1, shape[0])
         box = cute.make_layout(shape, stride=strides)
-        tma, scales = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), block_scale, box, shape)
+        tma, scales = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), numbers, box, shape)
         stages = cute.make_layout((*shape, variant.num_stages * boxes), stride=(*strides, size))
         return ScaleSource(tma, scales, stages)
 
@@ -386,7 +394,7 @@ class Sm90MixedGemmKernel:
             staging = shared_address(allocate_words(smem, variant.staging_buffers * variant.staging_bytes))
         s_weight = shared_address(allocate_words(smem, variant.num_stages * variant.weight_bytes))
         s_scales = Int32(0)
-        if const_expr(variant.block_scales):
+        if const_expr(variant.row_numbers > 0):
             s_scales = shared_address(allocate_words(smem, variant.num_stages * variant.block_scale_bytes))
         full = smem.allocate_array(Int64, variant.num_stages, byte_alignment=8)
         empty = smem.allocate_array(Int64, variant.num_stages, byte_alignment=8)
@@ -518,7 +526,7 @@ class Producer:
                 row_numbers = self.row_gather.indices(inputs.indices, rows.first, rows.end, warp)
             else:
                 partitions = self.partition(source, s_x, rows, coord)
-            if const_expr(variant.block_scales):
+            if const_expr(variant.row_numbers > 0):
                 s_scales, g_scales = self.partition_scales(source.scales, pipeline.scales, rows)
             weight = self.weight_of(inputs, rows)
             for i in cutlass.range(work_tile.k_slices, unroll=1):
@@ -531,7 +539,7 @@ class Producer:
                     target = shared_address(s_x.iterator) + stage * variant.x_bytes
                     self.row_gather.copy(source.x, row_numbers, k_slice, target, warp)
                     cute.arch.cp_async_mbarrier_arrive_noinc(full + stage)
-                for b in cutlass.range_constexpr(variant.scale_boxes if variant.block_scales else 0):
+                for b in cutlass.range_constexpr(variant.scale_boxes if variant.row_numbers else 0):
                     cute.copy(
                         source.scales.tma,
                         g_scales[(None, b, k_slice)],
@@ -637,17 +645,22 @@ class Producer:
             partitions.append(cpasync.tma_partition(source.tma, coord.n, cluster, *boxes))
         return partitions
 
+    @property
+    def numbers_box(self) -> tuple[int, int]:
+        """Tokens and numbers of each in a TMA box of the scales or sums of x."""
+        variant = self.variant
+        return variant.scale_tokens // variant.scale_boxes, variant.blocks_k * variant.row_numbers
+
     def partition_scales(self, source: ScaleSource, address: Int32, rows: TileRows) -> tuple[cute.Tensor, cute.Tensor]:
-        """TMA's view of the scales of a tile's rows of x, from a multiple of four on: shared by stage and box, in
-        global memory by (box, k-slice)."""
+        """TMA's view of the scales or sums of a tile's rows of x, from a multiple of four on: shared by stage and box,
+        in global memory by (box, k-slice)."""
         variant, first = self.variant, rows.first
         if variant.grouped:
             first = first // 4 * 4
         pointer = cute.make_ptr(Float32, address, cute.AddressSpace.smem, assumed_align=128)
         shared = cute.make_tensor(pointer, source.layout)
         tokens_on = cute.domain_offset((first, 0), source.scales)
-        box = variant.scale_tokens // variant.scale_boxes, variant.blocks_k
-        tiles = cute.local_tile(tokens_on, box, (None, None))
+        tiles = cute.local_tile(tokens_on, self.numbers_box, (None, None))
         whole = cute.make_layout(1)
         both = cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2)
         return cpasync.tma_partition(source.tma, 0, whole, *both)
@@ -670,8 +683,7 @@ class Producer:
             barrier = shared_address(pipeline.full + stage)
             box_bytes = variant.box_tokens * variant.config.tile_k * variant.itemsize  # of all k chunks
             transaction_bytes = variant.weight_bytes + boxes * box_bytes
-            if const_expr(variant.block_scales):
-                transaction_bytes += variant.scale_tokens * variant.blocks_k * 4
+            transaction_bytes += variant.scale_tokens * variant.blocks_k * variant.row_numbers * 4
             cute.arch.mbarrier_arrive_and_expect_tx(pipeline.full + stage, transaction_bytes)
             for r in cutlass.range_constexpr(variant.blocks_n):
                 # past the last block of rows: that block again, whose results are not stored

@@ -4,83 +4,22 @@ barriers, registers, the order of MMA batches.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, const_expr
+from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
-from w4gemm.kernels.device.block import BlockReader, LaneOffsets
+from w4gemm.kernels.device.block import BlockReader
 from w4gemm.kernels.device.pipeline import PipelineState
 from w4gemm.kernels.sm90_mixed_gemm.shared_levels import LevelLane, SharedLevels
 from w4gemm.kernels.sm90_mixed_gemm.tile_scheduler import Pipeline, TileScheduler
+from w4gemm.kernels.sm90_mixed_gemm.values import ConsumerCoord, GroupSums, MmaOperands, StageState, flattened
 from w4gemm.kernels.sm90_mixed_gemm.variant import Sm90MixedVariant
 from w4gemm.packing.block import HALF_K
 from w4gemm.ptx.arithmetic import fma, hidden_constant, kept, to_float
 from w4gemm.ptx.memory import fence_proxy_async, load_shared
-
-
-class ConsumerCoord(NamedTuple):
-    """A consumer thread."""
-
-    warpgroup: Int32
-    """Number of its warpgroup along the features of a tile."""
-    k_set: Int32
-    thread: Int32
-    """0 .. 127 in the warpgroup."""
-    cta_rank: Int32
-    """Rank of the CTA in its cluster."""
-
-
-class StageState(NamedTuple):
-    """A stage that is multiplied, and its neighbours."""
-
-    stage: Int32
-    next: PipelineState
-    previous: Int32
-    has_previous: Boolean
-    """True if ``previous`` is of the same work tile, and not yet released."""
-    has_next: Boolean
-    """True if ``next`` is of the same work tile."""
-
-
-class MmaOperands(NamedTuple):
-    """Registers and shared memory of a consumer thread that the main loop works on."""
-
-    accumulators: Any
-    """One operand per 64-row block or range of tokens or, if scales are applied to sums, flat."""
-    fragment: cute.Tensor
-    """Two buffers of decoded weights, operand A."""
-    x: list[cute.Tensor]
-    """x of all stages as operand B, by range of tokens."""
-    packed: cute.Tensor
-    """A packed block or a part of one in registers, see :class:`Mainloop`."""
-    register: Int32
-    """What the decoder prepares from: the address of its table, of a table of pairs the thread's own copies, or its
-    ``held_word``."""
-    offsets: LaneOffsets | None
-    """The thread's in a packed block, beside ``held_word``."""
-    lane: LevelLane | None
-    """None unless lanes prepare scales for one another."""
-
-
-class GroupSums(NamedTuple):
-    """Registers besides, if scales are applied to sums."""
-
-    sets: list[tuple[cute.Tensor, cute.Tensor]]
-    """One or two sets: the float32 sums of an MMA batch, and their scales of rows g and g + 8."""
-    scales: cute.Tensor
-    """Scales of the k chunk that was decoded last: rows g and g + 8 of each group."""
-
-    def batch(self, index: int) -> tuple[cute.Tensor, cute.Tensor]:
-        """The set that an MMA batch adds into; batches alternate if there are two sets."""
-        return self.sets[index % len(self.sets)]
-
-
-def flattened(registers: cute.Tensor) -> cute.Tensor:
-    """``registers`` with one index, in the order in which WGMMA has them."""
-    return cute.make_tensor(registers.iterator, cute.make_layout(cute.size(registers)))
 
 
 class Mainloop:
@@ -156,11 +95,12 @@ class Mainloop:
         if not variant.promotes:
             return None
         shape = thr_mma.partition_shape_C((variant.config.tile_n, variant.config.tile_m // variant.token_splits))
+        factors = 4 if variant.takes_x_sums else 2
         sets = [
-            (cute.make_rmem_tensor(shape, Float32), cute.make_rmem_tensor((2,), Float32))
+            (cute.make_rmem_tensor(shape, Float32), cute.make_rmem_tensor((factors,), Float32))
             for _ in range(1 if variant.one_set_of_sums else 2)
         ]
-        return GroupSums(sets, cute.make_rmem_tensor((2 * self.groups,), Float32))
+        return GroupSums(sets, cute.make_rmem_tensor((factors * self.groups,), Float32))
 
     def load_packed(
         self, operands: MmaOperands, pipeline: Pipeline, stage: Int32, number: int, consumer: ConsumerCoord
@@ -219,11 +159,15 @@ class Mainloop:
                 registers[(0, r % 2, r // 2), 0, buffer * 4 + step] = value
 
     def take_scales(self, packed: cute.Tensor, scales: cute.Tensor) -> None:
-        """Copy the scales of rows g and g + 8 of each group to ``scales``, as factors of the group's sums."""
+        """Copy the scales of rows g and g + 8 of each group to ``scales``, as factors of the group's sums; with the
+        zero points, if these are factors of the sums of x."""
         for group in range(self.block.groups):
-            field = group % self.block.groups_per_word
-            for row, scale in enumerate(self.decoder.scales(self.scale_words(packed, group), field)):
-                scales[2 * group + row] = scale
+            field, words = group % self.block.groups_per_word, self.scale_words(packed, group)
+            factors = list(self.decoder.scales(words, field))
+            if self.variant.takes_x_sums:
+                factors += self.decoder.zeros(words)
+            for i, factor in enumerate(factors):
+                scales[len(factors) * group + i] = factor
 
     def scale_words(self, packed: cute.Tensor, group: int) -> tuple[Int32, ...]:
         """The words of a group's scales in what is packed, and those of the block's factors."""
@@ -344,13 +288,14 @@ class Mainloop:
             if const_expr(batch > 0):
                 warpgroup.wait_group(1)
                 block = consumer.k_set * chunks + (batch - 1) // batches_per_chunk
+                self.add_zeros(acc, sums, scales_of_x, block, batch - 1, consumer)
                 self.add_scaled_sums(
                     acc, sums, batch - 1, self.token_factors(scales_of_x, block, batch - 1, sums, consumer)
                 )
             if const_expr(variant.scales_on_sums):
                 place = chunk % self.chunks_per_block * 4 + group * steps
-                for row in cutlass.range_constexpr(2):
-                    batch_scales[row] = sums.scales[place // self.steps_per_group * 2 + row]
+                for i in cutlass.range_constexpr(sums.factors):
+                    batch_scales[i] = sums.scales[place // self.steps_per_group * sums.factors + i]
             if const_expr(batch_in_chunk == batches_per_chunk - 1 and chunk < chunks - 1):
                 self.decode_group_chunk(operands, sums, (chunk + 1) % 2, (chunk + 1) % self.chunks_per_block)
                 next_load, chunk_of_load = divmod(chunk + 2, self.chunks_per_load)
@@ -362,6 +307,7 @@ class Mainloop:
         warpgroup.wait_group(0)
         last = chunks * batches_per_chunk - 1
         block = consumer.k_set * chunks + chunks - 1
+        self.add_zeros(acc, sums, scales_of_x, block, last, consumer)
         self.add_scaled_sums(acc, sums, last, self.token_factors(scales_of_x, block, last, sums, consumer))
         self.scheduler.release(pipeline, state.stage, consumer.cta_rank)
 
@@ -386,8 +332,8 @@ class Mainloop:
         buffer = stage_in_iteration % 2
         batch_sums, batch_scales = sums.batch(0)
         self.multiply_group(mma, batch_sums, operands, buffer, range(4), 0, state.stage)
-        for row in cutlass.range_constexpr(2):
-            batch_scales[row] = sums.scales[row]
+        for i in cutlass.range_constexpr(sums.factors):
+            batch_scales[i] = sums.scales[i]
         if state.has_next:
             self.wait_full(pipeline, state.next)
             self.load_packed(operands, pipeline, state.next.stage, 0, consumer)
@@ -395,6 +341,7 @@ class Mainloop:
         warpgroup.wait_group(0)
         scales_of_x = pipeline.scales + state.stage * self.variant.block_scale_bytes
         factors = self.token_factors(scales_of_x, 0, 0, sums, consumer)
+        self.add_zeros(operands.accumulators, sums, scales_of_x, 0, 0, consumer)
         self.scheduler.release(pipeline, state.stage, consumer.cta_rank)
         self.add_scaled_sums(operands.accumulators, sums, 0, factors)
 
@@ -460,16 +407,45 @@ class Mainloop:
         variant = self.variant
         if not variant.block_scales:
             return []
-        tokens = variant.config.tile_m // variant.token_splits
-        first = batch % variant.token_splits * tokens + consumer.thread % 4 * 2
-        at = address + (block * variant.scale_tokens + first) * 4
-        together = 1 if variant.grouped else 2  # an expert's first scale may be at an odd place
-        starts = [at + eight * 32 + word * 4 for eight in range(tokens // 8) for word in range(0, 2, together)]
-        factors = [to_float("f32", word) for start in starts for word in load_shared(start, together)]
+        factors = self.numbers_of_tokens(address, block, batch, consumer)
         if variant.one_factor_a_sum:
             scale = sums.batch(batch)[1][0]
             factors = [factor * scale for factor in factors]
         return factors
+
+    def add_zeros(
+        self,
+        acc: cute.Tensor,
+        sums: GroupSums,
+        address: Int32,
+        block: Int32 | int,
+        batch: int,
+        consumer: ConsumerCoord,
+    ) -> None:
+        """Add the sums of x over the scale group of an MMA batch, times the zero points of rows g and g + 8, to acc; if
+        there are any. Arguments as of :meth:`token_factors`."""
+        variant = self.variant
+        if not variant.takes_x_sums:
+            return
+        (batch_sums, factors), splits = sums.batch(batch), variant.token_splits
+        column = block * self.groups + batch // splits % self.groups
+        of_tokens = self.numbers_of_tokens(address, column, batch, consumer)
+        first = batch % splits * cute.size(batch_sums)
+        for i in range(cute.size(batch_sums)):
+            acc[first + i] = fma(of_tokens[i // 4 * 2 + i % 2], factors[2 + i // 2 % 2], acc[first + i])
+
+    def numbers_of_tokens(
+        self, address: Int32, column: Int32 | int, batch: int, consumer: ConsumerCoord
+    ) -> list[Float32]:
+        """The scales or sums of x that a thread's sums of an MMA batch belong to, two for each eight tokens. column:
+        which of a token's numbers in the stage."""
+        variant = self.variant
+        tokens = variant.config.tile_m // variant.token_splits
+        first = batch % variant.token_splits * tokens + consumer.thread % 4 * 2
+        at = address + (column * variant.scale_tokens + first) * 4
+        together = 1 if variant.grouped else 2  # an expert's first number may be at an odd place
+        starts = [at + eight * 32 + word * 4 for eight in range(tokens // 8) for word in range(0, 2, together)]
+        return [to_float("f32", word) for start in starts for word in load_shared(start, together)]
 
     def wait_full(self, pipeline: Pipeline, state: PipelineState) -> None:
         """Wait until a stage is filled, and visible to WGMMA: what cp.async wrote needs a fence besides the barrier."""

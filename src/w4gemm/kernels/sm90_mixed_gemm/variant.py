@@ -228,9 +228,19 @@ class Sm90MixedVariant(KSliceVariant):
 
     @property
     def scale_tokens(self) -> int:
-        """Tokens whose scales a stage holds: TMA reads from a multiple of 16 bytes on, and an expert's rows begin
-        anywhere."""
+        """Tokens whose scales or sums a stage holds: TMA reads from a multiple of 16 bytes on, and an expert's rows
+        begin anywhere."""
         return self.config.tile_m + (4 if self.grouped else 0)
+
+    @property
+    def takes_x_sums(self) -> bool:
+        return self.adds_zeros
+
+    @property
+    def row_numbers(self) -> int:
+        """float32 numbers of a row of x that lie in a stage beside each weight block: a scale, or the sums over its
+        scale groups."""
+        return self.block.groups if self.takes_x_sums else int(self.block_scales)
 
     @property
     def scale_boxes(self) -> int:
@@ -239,9 +249,9 @@ class Sm90MixedVariant(KSliceVariant):
 
     @property
     def block_scale_bytes(self) -> int:
-        """Bytes of the scales of x per stage, [k block][token] in float32; what TMA writes begins at a multiple of
-        128."""
-        return -(-self.scale_tokens * self.blocks_k * 4 // 128) * 128 if self.block_scales else 0
+        """Bytes of the scales or sums of x per stage, [k block][scale group][token] in float32; what TMA writes begins
+        at a multiple of 128."""
+        return -(-self.scale_tokens * self.blocks_k * self.row_numbers * 4 // 128) * 128
 
     @functools.cached_property
     def stage_bytes(self) -> int:

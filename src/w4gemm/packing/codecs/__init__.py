@@ -19,7 +19,13 @@ from w4gemm.packing.codecs.codebook import CODEBOOKS, codec_of_codebook
 from w4gemm.packing.codecs.e2m1 import E2M1, E2M1_MMA8, EXACT_BINADES, MXFP4_MMA16
 from w4gemm.packing.codecs.floats import FLOAT_CODECS, FLOATS, POWERS_REFUSED
 from w4gemm.packing.codecs.integers import INT4_MMA16, INTEGERS
-from w4gemm.packing.codecs.integers_fp8 import INT4_MMA8, INT4_MMA8_FOLDED, INT4_MMA8_ZEROS, INTEGERS_FP8
+from w4gemm.packing.codecs.integers_fp8 import (
+    INT4_MMA8,
+    INT4_MMA8_FLOATS,
+    INT4_MMA8_FOLDED,
+    INT4_MMA8_ZEROS,
+    INTEGERS_FP8,
+)
 
 CODECS: tuple[Codec, ...] = (*INTEGERS, *INTEGERS_FP8, *E2M1, *FLOAT_CODECS, *CODEBOOKS)
 """An element's own codecs go before those of its numbers as a codebook."""
@@ -101,6 +107,7 @@ __all__ = [
     "E2M1_MMA8",
     "EXACT_BINADES",
     "INT4_MMA8",
+    "INT4_MMA8_FLOATS",
     "INT4_MMA8_FOLDED",
     "INT4_MMA8_ZEROS",
     "INT4_MMA16",

@@ -6,6 +6,8 @@ binade above them and one more number lie on one line. So the byte of 2 * v, for
 the products.
 
     symmetric            a code is 2 * t + s with v = t, or for s = 1 v = -1 - t; adding 129 * s to it gives the byte
+    float zero points    a code is its byte, so sums of bytes are 2**-9 times sums of u; the zero points meet sums of x
+                         after the products
     integer zero points  the bytes of 2 * (u - z) for all 16 codes are a row of a table in shared memory, one row for
                          each z; prmt picks four of eight bytes, once from the lower half and once from the upper
     2 and 3 bits         the same by one prmt, of four or eight bytes; symmetric, the row is that of the middle code
@@ -29,7 +31,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from w4gemm.ptx.arithmetic import half_to_float, hidden_constant, pack_e4m3
+from w4gemm.ptx.arithmetic import half_to_float, hidden_constant, pack_e4m3, to_float
 from w4gemm.ptx.asm import asm
 from w4gemm.ptx.memory import load_shared, store_shared
 
@@ -39,7 +41,7 @@ _SUM_SCALE = 256.0
 
 @dataclass(frozen=True)
 class Fp8Decoder:
-    """Decodes symmetric codes to e4m3, with scales of ``scale_kind`` ("bf16" or "f16") for the sums of a group."""
+    """Decodes symmetric codes to e4m3, with scales of ``scale_kind`` for the sums of a group: "bf16", "f16", "f32"."""
 
     scale_kind: str
 
@@ -55,7 +57,17 @@ class Fp8Decoder:
 
     def scales(self, words: tuple[Int32, ...], _field: int = 0) -> tuple[Float32, ...]:
         """Factors for the sums of a group, of rows g and g + 8."""
-        return tuple(half_to_float(self.scale_kind, words[0], high) * Float32(self.factor) for high in (False, True))
+        return tuple(scale * Float32(self.factor) for scale in self._numbers(words, 0))
+
+    def zeros(self, words: tuple[Int32, ...]) -> tuple[Float32, ...]:
+        """Float zero points of rows g and g + 8: factors for the sums of x over a group."""
+        return self._numbers(words, 1)
+
+    def _numbers(self, words: tuple[Int32, ...], which: int) -> tuple[Float32, ...]:
+        """The scales (0) or zero points (1) of both rows."""
+        if self.scale_kind == "f32":
+            return tuple(to_float("f32", word) for word in words[2 * which : 2 * which + 2])
+        return tuple(half_to_float(self.scale_kind, words[which], high) for high in (False, True))
 
     def decode(self, words: tuple[Int32, ...], prepared: tuple[tuple[Int32, ...] | None, ...]) -> tuple[Int32, ...]:
         """The four fragment registers of one instruction."""
@@ -65,6 +77,15 @@ class Fp8Decoder:
     def _row(self, word: Int32, table_row: tuple[Int32, ...] | None) -> tuple[Int32, ...]:
         """The two registers of a word."""
         return _signed(word)
+
+
+class PlainDecoder(Fp8Decoder):
+    """Decodes codes beside float zero points: to what they are."""
+
+    factor: ClassVar = 2 * _SUM_SCALE
+
+    def _row(self, word: Int32, table_row: tuple[Int32, ...] | None) -> tuple[Int32, ...]:
+        return _nibbles(word)
 
 
 class FiveBitDecoder(Fp8Decoder):
@@ -79,14 +100,15 @@ class FiveBitDecoder(Fp8Decoder):
 
 @dataclass(frozen=True)
 class NarrowDecoder(Fp8Decoder):
-    """Decodes symmetric codes of ``bits`` 3 or 2: a word of two bits for each code and, of 3 bits, the word of the
-    third ones."""
+    """Decodes codes of ``bits`` 3 or 2, symmetric or ``plain`` beside float zero points: a word of two bits for each
+    code and, of 3 bits, the word of the third ones."""
 
     bits: int
+    plain: bool = False
 
     def prepare(self, words: tuple[Int32, ...], table: Int32, field: int = 0) -> tuple[tuple[Int32, ...] | None, ...]:
-        middle = 2 ** (self.bits - 1)
-        row = tuple(hidden_constant(_bytes_of(range(v, v + 4))) for v in range(-middle, middle, 4))
+        first = 0 if self.plain else -(2 ** (self.bits - 1))
+        row = tuple(hidden_constant(_bytes_of(range(v, v + 4))) for v in range(first, first + 2**self.bits, 4))
         return row, row
 
     def decode(self, words: tuple[Int32, ...], prepared: tuple[tuple[Int32, ...], ...]) -> tuple[Int32, ...]:
@@ -196,6 +218,11 @@ def _signed(word: Int32) -> tuple[Int32, ...]:
     pick = "and.b32 c, {0}, 0x0F0F0F0F; and.b32 s, {0}, 0x01010101; mad.lo.u32 {1}, s, 129, c; "
     text = pick.format("$2", "$0") + "shr.u32 t, $2, 4; " + pick.format("t", "$1")
     return asm(f"{{ .reg .b32 c, s, t; {text}}}", [Int32] * 2, [word], pure=True, early=True)
+
+
+def _nibbles(word: Int32) -> tuple[Int32, ...]:
+    text = "and.b32 $0, $2, 0x0F0F0F0F; shr.u32 t, $2, 4; and.b32 $1, t, 0x0F0F0F0F; "
+    return asm(f"{{ .reg .b32 t; {text}}}", [Int32] * 2, [word], pure=True, early=True)
 
 
 def _bytes_of(numbers: Iterable[int]) -> int:

@@ -1,5 +1,6 @@
 """Codecs of int5, int4, int3 and int2 for e4m3 x: a code u of b bits stands for u - 2**(b - 1), of up to four bits for
-u - z beside zero points. e4m3 holds all integers up to 16, and above every second one."""
+u - z beside integer zero points, and for u beside floats. e4m3 holds all integers up to 16, and above every second
+one."""
 
 from __future__ import annotations
 
@@ -17,15 +18,10 @@ _ROW_BYTES = 16  # of the decoder's table: the codes of a scale or zero point, a
 
 
 class Fp8Codec(Codec):
-    """For scales of 16 bits or e4m3."""
+    """For scales of 16 bits or e4m3; beside float zero points of 32 bits too."""
 
     def refusal(self, format: WeightFormat) -> str:
-        if format.zero == "float":
-            return (
-                "float zero points are not multiples of the scale, so e4m3 cannot hold u - z; 16-bit activations take "
-                "them in the mma16 layout"
-            )
-        if format.zero == "int" and self.bits > 4:
+        if format.has_zero and self.bits > 4:
             return (
                 f"with zero points the numbers of {format.element} reach {2**self.bits - 1}, and e4m3 holds no odd "
                 "ones above 16; 16-bit activations take them"
@@ -38,9 +34,12 @@ class Fp8Codec(Codec):
 
         if self.bits > 4:
             return decoders.FiveBitDecoder(weight.scale)
+        if self.bits < 4 and self.zero_step:
+            return decoders.NarrowTableDecoder(weight.scale, self.bits)
         if self.bits < 4:
-            decoder = decoders.NarrowTableDecoder if self.zero_step else decoders.NarrowDecoder
-            return decoder(weight.scale, self.bits)
+            return decoders.NarrowDecoder(weight.scale, self.bits, plain=weight.zero == "float")
+        if weight.zero == "float":
+            return decoders.PlainDecoder(weight.scale)
         if self.zero_step:
             return TableDecoder(weight.scale)
         return (Fp8Decoder if self.scales_on_sums else FoldedDecoder)(weight.scale)
@@ -57,6 +56,23 @@ INT4_MMA8 = Fp8Codec(
     scales_on_sums=True,
 )
 """A nibble is sign and magnitude (:data:`_SIGN_MAGNITUDE`); col16 is the high one of byte i."""
+
+
+def _beside_floats(
+    element: str, stored: tuple[int, ...], places: tuple[Bits, ...], turns: tuple[tuple[int, ...], ...] = ()
+) -> tuple[Codec, Codec]:
+    """The codecs of an element beside float zero points of 16 and of 32 bits."""
+    name, facts = f"{element}_mma8_floats", (("float",), stored, places, turns)
+    return (
+        Fp8Codec(name, MMA8, element, ("bf16", "fp16"), *facts, scales_on_sums=True),
+        Fp8Codec(f"{name}_wide", MMA8, element, ("fp32",), *facts, scale_bits=32, scales_on_sums=True),
+    )
+
+
+INT4_MMA8_FLOATS, INT4_MMA8_FLOATS_WIDE = _beside_floats(
+    "int4", _CODES, tuple(Bits(p, 15, 8 * (p % 4) + 4 * (p // 4)) for p in range(8))
+)
+"""A nibble is a code; col16 is the high one of byte i."""
 
 INT4_MMA8_ZEROS = Fp8Codec(
     "int4_mma8_zeros",
@@ -90,11 +106,11 @@ INT4_MMA8_FOLDED = Fp8Codec(
 if -4 <= v < 4."""
 
 
-def _narrow(bits: int) -> tuple[Codec, Codec]:
-    """The codecs of 2 or 3 bits, without and with zero points. A code is a selector of prmt in a row of bytes, those of
-    its numbers. Of register r = row8 + 2 * col16 of a step, byte i, its low two bits lie in nibble 4 * row8 + i of the
-    step's word, from bit 2 * col16 on. The third bits of both steps share a word: bit 2 + col16 of such a nibble for
-    step 0, and for step 1, which is turned, bit col16."""
+def _narrow(bits: int) -> tuple[Codec, ...]:
+    """The codecs of 2 or 3 bits, without and with zero points of either kind. A code is a selector of prmt in a row of
+    bytes, those of its numbers. Of register r = row8 + 2 * col16 of a step, byte i, its low two bits lie in nibble
+    4 * row8 + i of the step's word, from bit 2 * col16 on. The third bits of both steps share a word: bit 2 + col16 of
+    such a nibble for step 0, and for step 1, which is turned, bit col16."""
     places: list[Bits] = []
     for step, row8, col16, i in itertools.product(range(2), range(2), range(2), range(4)):
         position, nibble = 16 * step + 8 * row8 + 4 * col16 + i, 16 * row8 + 4 * i
@@ -106,6 +122,7 @@ def _narrow(bits: int) -> tuple[Codec, Codec]:
     name, scales = f"int{bits}", ("bf16", "fp16")
     return (
         Fp8Codec(f"{name}_mma8", MMA8, name, scales, ("none",), *order, scales_on_sums=True),
+        *_beside_floats(name, *order),
         Fp8Codec(f"{name}_mma8_zeros", MMA8, name, scales, ("int",), *order, scales_on_sums=True, **facts),
     )
 
@@ -124,4 +141,7 @@ def _five_bits() -> Codec:
     return Fp8Codec(*facts, scales_on_sums=True)
 
 
-INTEGERS_FP8 = (INT4_MMA8, INT4_MMA8_ZEROS, INT4_MMA8_FOLDED, *_narrow(3), *_narrow(2), _five_bits())
+INTEGERS_FP8 = (
+    *(INT4_MMA8, INT4_MMA8_FLOATS, INT4_MMA8_FLOATS_WIDE, INT4_MMA8_ZEROS, INT4_MMA8_FOLDED),
+    *(*_narrow(3), *_narrow(2), _five_bits()),
+)

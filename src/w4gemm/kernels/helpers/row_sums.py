@@ -1,0 +1,64 @@
+"""Host side of the sums of x over scale groups, which float zero points meet: :func:`row_sums`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from w4gemm.core.problem import Device
+from w4gemm.jit import Program
+from w4gemm.kernels.helpers.base import LayerFacts, Sm90Helper, launcher
+from w4gemm.packing.codecs import weight_operand
+
+
+@dataclass(frozen=True)
+class RowSums(Sm90Helper):
+    """The sums of e4m3 rows over groups of 32, 64 or 128 columns, on SM90."""
+
+    group: int
+
+    name: ClassVar[str] = "row_sums"
+
+    @classmethod
+    def of(cls, device: Device, group: int) -> RowSums | None:
+        """Return the kernel; None where it does not run."""
+        return cls(group) if cls.runs(device) else None
+
+    @classmethod
+    def needed(cls, device: Device, layer: LayerFacts) -> Iterable[RowSums]:
+        if not layer.fp8 or layer.format is None or layer.format.zero != "float":
+            return ()
+        helper = cls.of(device, weight_operand(layer.format, torch.float8_e4m3fn).block.scale_group)
+        return () if helper is None else (helper,)
+
+    def program(self) -> Program:
+        import cutlass
+        import cutlass.cute as cute
+        from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
+
+        from w4gemm.kernels.helpers.device.row_sums import RowSumsKernel
+
+        m, k, groups = cute.sym_int(), cute.sym_int(divisibility=16), cute.sym_int()
+        x = make_fake_tensor(cutlass.Uint8, (m, k), (cute.sym_int64(divisibility=16), 1), assumed_align=16)
+        tokens = cute.sym_int(divisibility=4)
+        sums = make_fake_compact_tensor(cutlass.Float32, (groups, tokens), stride_order=(1, 0), assumed_align=16)
+        return Program(RowSumsKernel(self.group), (x, sums, make_fake_stream(use_tvm_ffi_env_stream=True)))
+
+
+def row_sums(x: torch.Tensor, group: int) -> torch.Tensor:
+    """Return float32 (m, groups): the sums of e4m3 x (m, k) over groups of 32, 64 or 128 columns, of which the last may
+    be shorter. Tokens are contiguous, those of a group at a multiple of 16 bytes. k and the rows of x are multiples of
+    16 bytes."""
+    (m, k), groups = x.shape, -(-x.shape[1] // group)
+    sums = torch.empty(groups, -(-m // 4) * 4, dtype=torch.float32, device=x.device)
+    if x.device.type != "cuda":
+        padded = torch.nn.functional.pad(x.float(), (0, groups * group - k))
+        sums[:, :m] = padded.view(m, groups, group).sum(2).T
+        return sums.T[:m]
+    run = launcher(RowSums.of, x.device, group)
+    assert run is not None, "sums of rows are asked for on SM90 alone"
+    run(x.view(torch.uint8), sums)
+    return sums.T[:m]
