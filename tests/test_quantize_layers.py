@@ -183,6 +183,21 @@ def test_hooks_stay_where_a_layer_is_replaced():
         assert not any(layer.training for layer in hooked)
 
 
+def test_hooks_of_a_device_map_stay():
+    """accelerate sets a forward on each layer of a model that several GPUs share."""
+    accelerate = pytest.importorskip("accelerate")
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 32)), torch.randn(3, 64)
+    expected = model(x)
+    accelerate.dispatch_model(model, {"0": "cpu", "1": "cpu"}, force_hooks=True)
+    hooks = [layer._hf_hook for layer in model]
+    for replace, kind in ((quantize_layers, W4Linear), (dequantize_layers, nn.Linear)):
+        replace(model, *(["int8_g32"] if kind is W4Linear else [torch.float32]))
+        assert [type(layer) for layer in model] == [kind, kind] and [layer._hf_hook for layer in model] == hooks
+        assert (model(x) - expected).norm() < 0.02 * expected.norm()
+    accelerate.hooks.remove_hook_from_submodules(model)  # which leaves a forward that is nn.Linear's
+    assert [*layers_to_quantize(model)] == ["0", "1"]
+
+
 def test_the_router_of_a_mixture_stays_dense(tmp_path):
     from transformers import PhimoeConfig
 

@@ -82,9 +82,17 @@ def linear_layers(model: nn.Module, skip: tuple[str, ...] = SKIP) -> dict[str, n
         and name.split(".")[-1] not in skip
         and not isinstance(layer, NonDynamicallyQuantizableLinear)
         and not _is_multiplied_by_model(model, name)
-        and (type(layer).forward is nn.Linear.forward or type(layer).__name__ in _PLAIN)
-        and "forward" not in layer.__dict__
+        and _multiplies_alone(layer)
     }
+
+
+def _multiplies_alone(layer: nn.Linear) -> bool:
+    """True if a layer's forward is nn.Linear's, also where a hook of accelerate's stands in front of it."""
+    set_on_it = layer.__dict__.get("_old_forward" if hasattr(layer, "_hf_hook") else "forward")
+    forward = type(layer).forward
+    if set_on_it is not None and getattr(set_on_it, "__func__", None) is not forward:
+        return False
+    return forward is nn.Linear.forward or type(layer).__name__ in _PLAIN
 
 
 def _is_multiplied_by_model(model: nn.Module, name: str) -> bool:

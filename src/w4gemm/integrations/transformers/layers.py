@@ -232,6 +232,10 @@ def _hand_over(layer: nn.Module, made: nn.Module) -> None:
     for backward_hook in layer._backward_hooks.values():
         is_full = layer._is_full_backward_hook
         (made.register_full_backward_hook if is_full else made.register_backward_hook)(backward_hook)
+    if hasattr(layer, "_hf_hook"):  # moves x to the layer's GPU, of a model with a device_map
+        from accelerate.hooks import add_hook_to_module
+
+        add_hook_to_module(made, layer._hf_hook)
     made.train(layer.training)
 
 
