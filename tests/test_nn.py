@@ -551,8 +551,8 @@ def test_pytorchs_encoder_layers_in_eval_mode(whole):
 
     layer = torch.nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
     model = quantize_layers(torch.nn.TransformerEncoder(layer, 1) if whole else layer, "int4_g32").eval()
-    x = torch.randn(2, 5, 64)
+    x, padding = torch.randn(2, 5, 64), torch.tensor([[False] * 4 + [True], [False] * 5])  # tokens without padding nest
     with torch.inference_mode():
-        got = model(x)
-        expected = dequantize_layers(model, torch.float32)(x)
-    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+        got = model(x, src_key_padding_mask=padding)
+        expected = dequantize_layers(model, torch.float32)(x, src_key_padding_mask=padding)
+    torch.testing.assert_close(got[~padding], expected[~padding], rtol=1e-4, atol=1e-4)

@@ -125,6 +125,8 @@ def quantize_layers(
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoderLayer):
             module.activation_relu_or_gelu = 0  # else PyTorch's fused operator reads the weights of its layers
+        elif isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False  # of tokens behind a mask of padding
     transformers = sys.modules.get("transformers")
     if transformers is not None and isinstance(model, transformers.PreTrainedModel):
         from w4gemm.integrations.transformers.quantizer import refuse_to_save_undescribed
