@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import weakref
 
@@ -15,7 +16,7 @@ pytest.importorskip("transformers")
 from transformers import AutoModelForCausalLM
 
 from tiny_model import write_dense
-from w4gemm import W4Linear, integrations
+from w4gemm import W4Experts, W4Linear, integrations
 from w4gemm.checkpoints.dense import layers_to_quantize
 from w4gemm.integrations.transformers import W4GemmConfig, dequantize_layers, quantize_layers
 
@@ -196,6 +197,21 @@ def test_hooks_of_a_device_map_stay():
         assert (model(x) - expected).norm() < 0.02 * expected.norm()
     accelerate.hooks.remove_hook_from_submodules(model)  # which leaves a forward that is nn.Linear's
     assert [*layers_to_quantize(model)] == ["0", "1"]
+
+
+def test_experts_of_a_model_with_a_device_map(tmp_path):
+    """Llama 4's mixture changes its class behind accelerate's hook."""
+    accelerate = pytest.importorskip("accelerate")
+    dense = AutoModelForCausalLM.from_pretrained(write_dense(tmp_path, "llama4_text"), dtype=torch.float32)
+    ids, experts = torch.arange(1, 8)[None], "model.layers.0.feed_forward.experts"
+    expected = quantize_layers(copy.deepcopy(dense), "int4_g32")(ids).logits
+    accelerate.dispatch_model(dense, {"model": "cpu", "lm_head": "cpu"}, force_hooks=True)
+    quantize_layers(dense, "int4_g32")
+    assert type(dense.get_submodule(experts)) is W4Experts and hasattr(dense.get_submodule(experts), "_hf_hook")
+    assert torch.equal(dense(ids).logits, expected)
+    dequantize_layers(dense, torch.float32)
+    assert hasattr(dense.get_submodule(experts), "_hf_hook")
+    torch.testing.assert_close(dense(ids).logits, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_the_router_of_a_mixture_stays_dense(tmp_path):

@@ -7,6 +7,7 @@ parallelism's. So its class changes, as the class of PyTorch's lazy modules does
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MethodType
 from typing import Any, ClassVar
 
 import torch
@@ -222,7 +223,10 @@ def put_experts(model: nn.Module, name: str, experts: AwaitedExperts) -> None:
     if of_llama_4(model.get_submodule(name)):
         from w4gemm.integrations.transformers.llama4 import RoutedMixture
 
-        model.get_submodule(name.rpartition(".")[0]).__class__ = RoutedMixture
+        mixture: Any = model.get_submodule(name.rpartition(".")[0])
+        mixture.__class__ = RoutedMixture
+        if hasattr(mixture, "_hf_hook"):  # accelerate's, with the forward behind it
+            mixture._old_forward = MethodType(RoutedMixture.forward, mixture)
     model.set_submodule(name, experts)
 
 
