@@ -50,7 +50,8 @@ class W4Linear(PackedModule):
     are registered as buffers of bytes, so ``half()`` and ``to(dtype)`` convert the bias and set ``dtype``, and leave
     the weight as it is. A state dict holds ``codes``, ``scales`` and, as the format has them, ``zeros``, ``channels``
     and ``factors``, in the canonical layout; ``perm`` for a weight in act-order; and the names of the format and the
-    activations. Its bits are the same whatever device wrote it. The layer has these tensors as attributes to read.
+    activations. Its bits are the same whatever device wrote it. The layer has these tensors as attributes to read. They
+    are copies where the device's layout is another: to change the weight, assign it or load a state dict.
 
     ``pre_quant_scale`` is a buffer (in_features,) or None. It multiplies x before anything else, in x's dtype: for
     checkpoints that moved factors of x into the weight, such as ModelOpt's AWQ. A state dict holds it.
