@@ -110,15 +110,19 @@ def test_decoders(monkeypatch, name, kind, dtype, sum_scale):
         field = group % block.groups_per_word
         values = decoder.scales_and_zeros(arguments, field)
         for row8 in range(2):
-            assert values[row8][0] == scales.scales[row + 8 * row8, group] * (64 if kind == "bf16" else 1)
+            assert values[row8][0] == scales.scales[row + 8 * row8, group]
             zero = None if scales.zeros is None else scales.zeros[row + 8 * row8, group]
             assert values[row8][1] == zero
+            if format.has_factors:  # as lanes prepare them for one another, and beside zero points in columns
+                assert decoder.scale_of_row(arguments, row8, field) == values[row8][0]
+                of_zeros = decoder.levels(arguments[1], arguments[3], field)
+                assert (decoder.levels(arguments[0], arguments[2], field)[row8], of_zeros[row8]) == values[row8]
         word = int(words[i]) & 0xFFFFFFFF
         bits = [(r & 0xFFFF, r >> 16) for r in decoder.decode_exact((word,), decoder.offsets(arguments, 0))]
         exact = torch.tensor([[float(HALVES[kind].number(half)) for half in pair] for pair in bits])
         codes = MMA16.split(parts.codes).view(-1, 2, 2, 2)[i].permute(1, 2, 0).reshape(4, 2)
         shift = 8 if format.zero == "none" else 0
-        assert torch.equal(exact * (64 if kind == "bf16" else 1), codes.float() - shift)
+        assert torch.equal(exact * decoder.exact_scale, codes.float() - shift)
         registers = decoder.decode((int(words[i]) & 0xFFFFFFFF,), decoder.prepare(arguments, None, field))
         got = torch.tensor(registers, dtype=torch.float64) * decoder.sum_scale  # register, element
         elements = expected[i].view(2, 2, 2).permute(1, 2, 0).reshape(4, 2)  # element col8 row8

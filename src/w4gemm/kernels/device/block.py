@@ -87,22 +87,33 @@ class BlockReader:
         strip: int = 0,
         pair: Int32 | int = 0,
         offsets: LaneOffsets | None = None,
+        only: Int32 | None = None,
     ) -> tuple[Int32, ...]:
         """The scale word, and zero word if any, of a group of columns, or none. address: of the first scale. pair:
-        lane // 4, from 8 on of a strip further on. offsets: the lane's, instead of ``pair``."""
+        lane // 4, from 8 on of a strip further on. offsets: the lane's, instead of ``pair``. only: number of the only
+        word to load."""
         block = self.block
         if not block.words_per_scale:
             return ()
         at = address + (strip * (STRIP_N // 2) + pair + block.run(group)) * block.pair_bytes
+        if only is not None:
+            return load_shared(at + only * 4, 1)
         return load_shared(at if offsets is None else at + offsets.scales, block.words_per_scale)
 
     def factors(
-        self, address: Int32, strip: int = 0, pair: Int32 | int = 0, offsets: LaneOffsets | None = None
+        self,
+        address: Int32,
+        strip: int = 0,
+        pair: Int32 | int = 0,
+        offsets: LaneOffsets | None = None,
+        only: Int32 | None = None,
     ) -> tuple[Int32, ...]:
-        """The words of factors, of scales and of zero points, or none. address, pair, offsets: as for
+        """The words of factors, of scales and of zero points, or none. address, pair, offsets, only: as for
         :meth:`scales`."""
         block = self.block
         if not block.factors:
             return ()
         at = address + block.group_bytes + (strip * (STRIP_N // 2) + pair) * block.factor_pair_bytes
+        if only is not None:
+            return load_shared(at + only * 4, 1)
         return load_shared(at if offsets is None else at + offsets.factors, block.factors)

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from w4gemm.kernels.variant import adds_zeros_by_block
+from w4gemm.packing.block import Block
 from w4gemm.packing.codecs import WeightOperand
+from w4gemm.packing.codecs.integers_decode import pair
 from w4gemm.ptx.arithmetic import half_to_float, mma_sync, pack_half2
-
-_ONES = {"f16": 0x3C003C00, "bf16": 0x3F803F80}
 
 Words = tuple[Int32, ...]
 
@@ -38,11 +38,20 @@ class GroupColumns:
         tokens: 1, 2 or 4.
         slots: groups of a set.
         groups: of a block of 128 columns.
+        zeros: True if the lanes behind those of a single set's groups multiply the groups' zero points by the sums of
+            x, where the others multiply scales by those of codes times x.
     """
 
     tokens: int
     slots: int
     groups: int
+    zeros: bool = False
+
+    @classmethod
+    def of(cls, tokens: int, block: Block) -> GroupColumns:
+        """As many groups in a set as there are columns for."""
+        slots = min(8 // tokens, block.groups)
+        return cls(tokens, slots, block.groups, block.has_zero and slots == block.groups and 4 >= slots * tokens >= 2)
 
     ZEROS = 7
     """Row of x in shared memory that holds zeros, behind those of the tokens."""
@@ -65,6 +74,17 @@ class GroupColumns:
         set, column = divmod(number, 2) if self.tokens == 1 else (number, 0)
         return (lane % 4 * 2 + column) // self.tokens % self.slots + set * self.slots
 
+    def is_zero(self, lane: Int32) -> Int32:
+        """1 if a lane multiplies zero points, else 0. Lanes without a group are like either."""
+        return lane % 4 * 2 // (self.slots * self.tokens) % 2
+
+    def own_sums(self, x_sums: Sequence[Float32]) -> list[Float32]:
+        """Sums of x of a lane's zero points; 0 if it multiplies scales. x_sums: of the lane's own columns."""
+        lanes = self.slots * self.tokens // 2
+        own = cute.arch.lane_idx() % 4 // lanes == 1
+        sums = [cute.arch.shuffle_sync_bfly(total, lanes) for total in x_sums[:2]]
+        return [Float32(cutlass.select_(own, total, Float32(0.0))) for total in sums] * 2
+
     def row(self, group: Int32, column: Int32, tokens: int) -> Int32:
         """The row of x in shared memory for a column, where x belongs to a group. tokens: rows that there are."""
         token = column % self.tokens
@@ -79,6 +99,15 @@ class GroupColumns:
             if 2 * lanes >= self.tokens:
                 sums = [total + cute.arch.shuffle_sync_bfly(total, lanes) for total in sums]
         return sums
+
+
+class StripLevels(NamedTuple):
+    """Scales of two levels of a strip."""
+
+    scales: Iterable[tuple[Float32, Float32]]
+    """By group: of rows g and g + 8."""
+    words: Words
+    """The words of scales and zero points of two groups: even lanes have groups 0 and 1, odd ones 2 and 3."""
 
 
 @dataclass(frozen=True)
@@ -204,16 +233,37 @@ class WarpProduct:
         instructions, and a lane scales the sums of its own two columns. ``scales``: of a strip and one of the lane's
         groups."""
         steps = len(x) // columns.sets
-        x_sums = [self._sum_x(x, i * steps, steps) for i in range(columns.sets)]
-        for strip, i in itertools.product(range(len(words)), range(columns.sets)):
-            of_lane = [scales(strip, columns.number(i, column)) for column in range(2)]
-            offsets = self.decoder.offsets(of_lane[0], table)
-            (sums,) = self._group_sums(words[strip], [x], range(i * steps, (i + 1) * steps), offsets)
-            values = [self.decoder.scales_and_zeros(words) for words in of_lane]
-            for at in range(4):
-                scale, zero = values[at % 2][at // 2]
-                total = acc[at, 0, first + strip] + scale * sums[at]
-                acc[at, 0, first + strip] = total if zero is None else total + zero * x_sums[i][at]
+        for i in range(columns.sets):
+            of_lane = [[scales(strip, columns.number(i, column)) for column in range(2)] for strip in range(len(words))]
+            offsets = [self.decoder.offsets(own[0], table) for own in of_lane]
+            by_strip, x_sums = self._sums_by_strip(words, x, range(i * steps, (i + 1) * steps), offsets)
+            if columns.zeros:
+                x_sums = columns.own_sums(x_sums)
+            for strip, sums in enumerate(by_strip):
+                if columns.zeros:
+                    levels = [self.decoder.levels(*own) for own in of_lane[strip]]
+                    values = [[(level, None) for level in rows] for rows in levels]
+                    sums = _added([sums, x_sums])
+                else:
+                    values = [self.decoder.scales_and_zeros(own) for own in of_lane[strip]]
+                for at in range(4):
+                    scale, zero = values[at % 2][at // 2]
+                    total = acc[at, 0, first + strip] + scale * sums[at]
+                    acc[at, 0, first + strip] = total if zero is None else total + zero * x_sums[at]
+
+    def _sums_by_strip(
+        self, words: Sequence[Sequence[Words]], x: Sequence[tuple[Int32, Int32]], steps: range, offsets: Sequence[Any]
+    ) -> tuple[list[Sequence[Float32]], Sequence[Float32]]:
+        """The sums of codes times x of each strip, and those of x for float zero points. Instructions of all strips
+        take turns, because each waits for the one before it in its chain."""
+        sums: list[Sequence[Float32]] = [[Float32(0.0)] * 4 for _ in words]
+        x_sums: Sequence[Float32] = [Float32(0.0)] * 4
+        for step in steps:
+            x_sums = self._with_sum(x_sums, x[step])
+            for strip, of_strip in enumerate(words):
+                a = self.decoder.decode_exact(of_strip[step], offsets[strip])
+                sums[strip] = mma_sync(self.weight.kind, sums[strip], a, x[step])
+        return sums, x_sums
 
     def _multiply_levels(
         self,
@@ -258,24 +308,58 @@ class WarpProduct:
         for strip in range(len(words)):
             pairs = scales(strip, 0), scales(strip, 2)
             own = tuple(Int32(cutlass.select_(odd, b, a)) for a, b in zip(*pairs, strict=True))
-            levels, factors = self.decoder.zero_levels(own), self.decoder.zero_factors(own)
+            self._add_zeros(acc, first + strip, own, x_sums)
+            values = [self.decoder.scales_and_zeros(pairs[g // 2], g % 2) for g in range(4)]
+            by_group = [(low[0], high[0]) for low, high in values]
+            self._add_groups(acc, first + strip, words[strip], StripLevels(by_group, own), x_fragments)
+
+    def multiply_shared(
+        self,
+        acc: cute.Tensor,
+        first: int,
+        words: Sequence[Sequence[Words]],
+        levels: Callable[[int], StripLevels],
+        x_fragments: Sequence[Sequence[tuple[Int32, Int32]]],
+    ) -> None:
+        """Like :meth:`multiply`, with scales of two levels that lanes have prepared for one another, by strip."""
+        zeros = self.weight.zero == "float"
+        x_sums = [self._sums_in_parts(x) for x in x_fragments] if zeros else []
+        for strip in range(len(words)):
+            own = levels(strip)
+            if zeros:
+                self._add_zeros(acc, first + strip, own.words, x_sums)
+            self._add_groups(acc, first + strip, words[strip], own, x_fragments)
+
+    def _add_zeros(self, acc: cute.Tensor, strip: int, words: Words, x_sums: Sequence[tuple[Int32, Int32]]) -> None:
+        """Add the zero points of a strip times the sums of x. words: of a lane's two groups."""
+        levels, factors = self.decoder.zero_levels(words), self.decoder.zero_factors(words)
+        for tb in range(self.token_blocks):
+            sums = mma_sync("bf16", [Float32(0.0)] * 4, (*levels, *levels), x_sums[tb])
+            for i in range(4):
+                acc[i, tb, strip] = acc[i, tb, strip] + factors[i // 2] * sums[i]
+
+    def _add_groups(
+        self,
+        acc: cute.Tensor,
+        strip: int,
+        words: Sequence[Words],
+        levels: StripLevels,
+        x_fragments: Sequence[Sequence[tuple[Int32, Int32]]],
+    ) -> None:
+        """Add the codes of a strip times x, times their scales."""
+        steps = self.weight.block.scale_group // 16
+        offsets = self.decoder.offsets(levels.words, Int32(0))
+        for g, scales in enumerate(levels.scales):
+            sums = self._group_sums(words, x_fragments, range(g * steps, (g + 1) * steps), offsets)
             for tb in range(self.token_blocks):
-                sums = mma_sync("bf16", [Float32(0.0)] * 4, (*levels, *levels), x_sums[tb])
                 for i in range(4):
-                    acc[i, tb, first + strip] = acc[i, tb, first + strip] + factors[i // 2] * sums[i]
-            offsets = self.decoder.offsets(own, Int32(0))
-            for g in range(4):
-                sums = self._group_sums(words[strip], x_fragments, range(2 * g, 2 * g + 2), offsets)
-                values = self.decoder.scales_and_zeros(pairs[g // 2], g % 2)
-                for tb in range(self.token_blocks):
-                    for i in range(4):
-                        acc[i, tb, first + strip] = acc[i, tb, first + strip] + values[i // 2][0] * sums[tb][i]
+                    acc[i, tb, strip] = acc[i, tb, strip] + scales[i // 2] * sums[tb][i]
 
     def _sums_in_parts(self, x: Sequence[tuple[Int32, Int32]]) -> tuple[Int32, Int32]:
         """The sums of x of four groups as operand B: rows are two groups of each lane of a quad, columns are tokens.
         Even lanes have groups 0 and 1, odd ones 2 and 3. Three bf16 numbers add up to a float32: the former two lanes
         have the first and the third, the latter two the second and zeros."""
-        ones, sums = [Int32(_ONES[self.weight.kind])] * 2, []
+        ones, sums = [pair(1.0, 1.0, self.weight.kind)] * 2, []
         for g in range(4):  # x as operand A: the halves of both steps' columns are rows of their own
             halves = mma_sync(self.weight.kind, [Float32(0.0)] * 4, (*x[2 * g], *x[2 * g + 1]), ones)
             sums.append(halves[0] + halves[2])
@@ -290,10 +374,16 @@ class WarpProduct:
         return Int32(former_rows), Int32(cutlass.select_(latter, Int32(0), parts[2]))
 
     def _sum_x(self, fragments: Sequence[tuple[Int32, Int32]], first: int, count: int) -> Sequence[Float32]:
-        """The sum of x over ``count`` steps, those of a group, for float zero points: a product with ones."""
+        """The sum of x over ``count`` steps, those of a group, for float zero points, divided by ``exact_scale`` as
+        sums of exact numbers are: a product with ones, or less."""
         sums: Sequence[Float32] = [Float32(0.0)] * 4
-        if self.weight.zero == "float":
-            ones = [Int32(_ONES[self.weight.kind])] * 4
-            for step in range(first, first + count):
-                sums = mma_sync(self.weight.kind, sums, ones, fragments[step])
+        for step in range(first, first + count):
+            sums = self._with_sum(sums, fragments[step])
         return sums
+
+    def _with_sum(self, sums: Sequence[Float32], x: tuple[Int32, Int32]) -> Sequence[Float32]:
+        """``sums`` of :meth:`_sum_x` with those of another step."""
+        if self.weight.zero != "float":
+            return sums
+        unit = 1 / self.decoder.exact_scale
+        return mma_sync(self.weight.kind, sums, [pair(unit, unit, self.weight.kind)] * 4, x)

@@ -22,7 +22,9 @@ Shared memory, in this order; each number of bytes is a property of variant.py:
                                                    codes of each 64-column half, then
                                                    scales and zero points of each group)
     sums          reduction_bytes                  reduction_warps warps: their           all threads of the cluster
-                                                   accumulators
+                                                   accumulators; before, in parts of
+                                                   levels_stride, each warp: scales of    the warp
+                                                   two levels (device/quad_levels.py)
     decode table  decode_table_bytes               all threads, before the first tile     all warps
     full          8 * W * num_stages               see below
     expert map    expert_map_bytes                 warp 0, before the first tile          all warps
@@ -80,9 +82,10 @@ from w4gemm.kernels.device.expert_tiles import (
 )
 from w4gemm.kernels.device.launch import memory_of_launch
 from w4gemm.kernels.device.pipeline import PipelineState
+from w4gemm.kernels.device.quad_levels import QuadLevels
 from w4gemm.kernels.device.row_gather import RowGather
 from w4gemm.kernels.device.scheduler import tile_coordinates
-from w4gemm.kernels.device.warp_product import GroupColumns, WarpProduct
+from w4gemm.kernels.device.warp_product import GroupColumns, WarpProduct, Words
 from w4gemm.kernels.sm90_decode.variant import ReductionRound, Sm90DecodeVariant
 from w4gemm.packing.block import BLOCK_N, STRIP_N, Copy
 from w4gemm.packing.codecs.pairs_decode import own_pairs
@@ -177,10 +180,14 @@ class Sm90DecodeKernel:
         groups, levels = variant.block.groups, variant.block.factors > 0  # of other scales it gains nothing
         self.columns: GroupColumns | None = None
         if variant.few and levels and groups > 1 and not (variant.few > 1 and self.decoder.factors_on_sums):
-            self.columns = GroupColumns(variant.few, min(8 // variant.few, groups), groups)
-        self.scales_in_registers = variant.scales_in_registers or self.columns is not None
+            self.columns = GroupColumns.of(variant.few, variant.block)
         self.product = WarpProduct(variant.weight, self.decoder, variant.token_blocks, self.columns)
         self.reader = BlockReader(variant.stage_block, variant.weight.codec.turns)
+        self.levels: QuadLevels | None = None
+        if variant.shares_levels and self.columns is None and not self.decoder.factors_on_sums:
+            self.levels = QuadLevels(self.reader, self.decoder)
+        roomy = self.levels is not None and variant.config.tile_m == 8 and not variant.few_registers
+        self.scales_in_registers = variant.scales_in_registers or self.columns is not None or roomy
         self.expert_tile_map = ExpertTileMap(variant.config.tile_m)
         self.row_gather = RowGather(variant.config.tile_m, 2, variant.itemsize, warps=1)
         decoder = self.decoder
@@ -301,6 +308,7 @@ class Sm90DecodeKernel:
             self.load_x(x_source, pipeline, cursor, i)
             cursor = self.step(cursor, params)
 
+        levels = shared_address(s_sums) + warp * variant.levels_stride
         acc = cute.make_rmem_tensor((4, variant.token_blocks, variant.m16_atoms), Float32)
         left, state = total - early, PipelineState.consumer()
         for tile in cutlass.range(cluster, m_tiles * n_tiles, clusters, unroll=1):
@@ -312,7 +320,12 @@ class Sm90DecodeKernel:
                     words, scales = self.read_weight(pipeline, state.stage, batch, thread % 32)
                     if const_expr(self.scales_in_registers and batch == variant.batches - 1):
                         cursor, left = self.refill(weight, x_source, pipeline, params, cursor, left, state.stage)
-                    self.product.multiply(acc, variant.strips_of(batch).start, words, scales, x_fragments, table)
+                    first = variant.strips_of(batch).start
+                    if const_expr(self.levels is not None):
+                        own = self.levels.exchanged(scales, levels, thread % 32)
+                        self.product.multiply_shared(acc, first, words, own, x_fragments)
+                    else:
+                        self.product.multiply(acc, first, words, scales, x_fragments, table)
                 if const_expr(not self.scales_in_registers):
                     cursor, left = self.refill(weight, x_source, pipeline, params, cursor, left, state.stage)
                 state = state.after(variant.num_stages)
@@ -323,6 +336,8 @@ class Sm90DecodeKernel:
                 token0, own_out = rows.first, first_rows(out, rows.end)
                 own_operands = operands_of_expert(operands, rows.expert, rows.end)
             quads = self.load_operands(own_operands, token0, n_tile, rank, thread)
+            if const_expr(self.levels is not None and len(variant.warp_reduction_rounds) > 0):
+                cute.arch.sync_threads()  # all warps have loaded their scales from where others store sums
             for i in cutlass.range_constexpr(len(variant.warp_reduction_rounds)):
                 self.reduce_warps(acc, shared_address(s_sums), warp, thread % 32, variant.warp_reduction_rounds[i])
             if warp < variant.reduction_warps:
@@ -468,9 +483,10 @@ class Sm90DecodeKernel:
 
     def read_weight(
         self, pipeline: WarpPipeline, stage: Int32, batch: int, lane: Int32
-    ) -> tuple[list[list[tuple[Int32, ...]]], Callable[[int, int], tuple[Int32, ...]]]:
+    ) -> tuple[list[list[Words]], Callable[[int, int], Words] | list[list[Words]]]:
         """Code words [m16 atom][8 steps][words of a step] of the rows of a batch of a stage, and a function of m16 atom
-        and group that gives the scale words."""
+        and group that gives the scale words; if lanes prepare scales for one another, the scale words of the lane's own
+        groups [m16 atom][run]."""
         variant = self.variant
         address, strips = pipeline.weights + stage * variant.weight_bytes, variant.strips_of(batch)
         first = strips.start
@@ -485,6 +501,8 @@ class Sm90DecodeKernel:
         together, columns = variant.block.groups_per_word, self.columns
 
         scales, pair = address + variant.stage_block.code_bytes, lane // 4
+        if self.levels is not None:
+            return words, [self.levels.words(scales, strip, lane) for strip in range(first, first + len(words))]
 
         def load_scale(atom: int, g: int) -> tuple[Int32, ...]:
             strip = first + atom
@@ -493,9 +511,10 @@ class Sm90DecodeKernel:
         if columns is not None:
             loaded = []
             for strip in range(first, first + len(words)):
-                factors, of_lane = self.reader.factors(scales, strip, pair), []
+                only = columns.is_zero(lane) if columns.zeros else None
+                factors, of_lane = self.reader.factors(scales, strip, pair, only=only), []
                 for g in (columns.group(number, lane) for number in range(columns.of_lane)):
-                    fields = self.reader.scales(scales, g, strip, pair)
+                    fields = self.reader.scales(scales, g, strip, pair, only=only)
                     if together > 1:  # this group's come first
                         fields = tuple(word >> g % together * 8 for word in fields)
                     of_lane.append(fields + factors)

@@ -8,7 +8,12 @@ from typing import NamedTuple
 
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.problem import GemmProblem
-from w4gemm.kernels.variant import HOPPER_SHARED_MEMORY, GpuVariant, shared_memory_of_each
+from w4gemm.kernels.variant import (
+    HOPPER_SHARED_MEMORY,
+    GpuVariant,
+    adds_zeros_by_block,
+    shared_memory_of_each,
+)
 from w4gemm.packing.block import BLOCK_N, STRIP_N, Block
 from w4gemm.packing.codecs import Pairs
 
@@ -86,8 +91,10 @@ class Sm90DecodeVariant(GpuVariant):
 
     @property
     def _batch_rows(self) -> int:
-        """Rows of a batch: 64, whose codes are 32 words of a lane if they have four bits; if they have more, 32."""
-        return BLOCK_N if self.block.bits <= 4 else BLOCK_N // 2
+        """Rows of a batch: 64, whose codes are 32 words of a lane if they have four bits; 32 if they have more, or if
+        registers hold sums of x in parts for two blocks of tokens."""
+        in_parts = self.token_blocks > 1 and adds_zeros_by_block(self.block, self.m16_atoms)
+        return BLOCK_N if self.block.bits <= 4 and not in_parts else BLOCK_N // 2
 
     def strips_of(self, batch: int) -> range:
         """The 16-row strips of a batch."""
@@ -193,6 +200,31 @@ class Sm90DecodeVariant(GpuVariant):
     def reduction_bytes(self) -> int:
         """Bytes of the reduction buffer."""
         return self.reduction_warps * self.partials_bytes
+
+    @property
+    def few_registers(self) -> bool:
+        """True if a thread has 128 registers at most, because a multiprocessor has two CTAs of eight warps."""
+        return self.occupancy * self.warps > 8
+
+    @property
+    def levels_stride(self) -> int:
+        """Bytes of the reduction buffer from one warp's part to the next. A part is the warp's own until warps hand
+        sums over."""
+        return self.reduction_bytes // self.warps // 16 * 16 if self.warps else 0
+
+    @property
+    def shares_levels(self) -> bool:
+        """True if lanes may prepare scales of two levels for one another: a warp's part of the reduction buffer has
+        room for those of a batch of rows, and a thread's registers, of which two CTAs of eight warps leave 128, for
+        those that it multiplies. Zero points are then multiplied by block."""
+        weight, block, strips = self.weight, self.block, self.m16_atoms
+        if not weight.codec.shares_levels or block.groups not in (4, 8):
+            return False
+        if weight.zero != "none" and not (block.has_zero and adds_zeros_by_block(block, strips)):
+            return False
+        rows = min(self.config.tile_n, self._batch_rows)
+        in_registers = not self.few_registers or strips * block.groups <= 8
+        return in_registers and 4 * rows * block.groups <= self.levels_stride
 
     @property
     def accumulators(self) -> int:

@@ -13,8 +13,9 @@ calls:
     sm90_decode           if ``separate_scales``, it multiplies numbers without scales: ``offsets(words, table)``,
                           ``decode_exact(words, offsets)``, ``scales_and_zeros(words, field)``, ``exact_scale``; if
                           ``factors_on_sums``, numbers times scales: ``prepare_levels(words, field)``,
-                          ``decode_levels(words, prepared)``, ``factors(words)``; if zero points have factors,
-                          ``zero_levels(words)``, ``zero_factors(words)``
+                          ``decode_levels(words, prepared)``, ``factors(words)``; of scales of two levels
+                          ``scale_of_row(words, row, field)``; if zero points have factors, ``zero_levels(words)``,
+                          ``zero_factors(words)``, ``levels(word, factors, field)``
     scales on sums        ``scales(words, field)``: float32 factors of the sums of rows g and g + 8
     a table               ``fill_table(table, thread, threads)``, before a barrier
 

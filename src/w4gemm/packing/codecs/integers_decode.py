@@ -136,13 +136,13 @@ class Decoder:
         return fma_pair(self.kind, biased, _twice(self.kind, factor), offset)
 
     def scales_and_zeros(self, words: tuple[Int32, ...], field: int = 0) -> tuple[tuple[Float32, Float32 | None], ...]:
-        """For rows g and g + 8, in float32: the scale, and the float zero point divided by exact_scale if there is one.
-        field: which of the groups that share the words."""
+        """For rows g and g + 8, in float32: the scale, and the float zero point if there is one. field: which of the
+        groups that share the words."""
         rows = []
         for high in (False, True):
             zero = None
             if self.zero == "float":
-                zero = times(half_to_float(self.scale_kind, words[1], high), 1 / self.exact_scale)
+                zero = half_to_float(self.scale_kind, words[1], high)
             rows.append((half_to_float(self.scale_kind, words[0], high), zero))
         return tuple(rows)
 
@@ -151,10 +151,7 @@ class Decoder:
         offsets = self.offsets(words, table)
         if self.mixed:
             unit, rows = self.exact_scale, zip(offsets, self.scales_and_zeros(words), strict=True)
-            return tuple(
-                PreparedRow(offset, times(scale, unit), None if zero is None else times(zero, unit))
-                for offset, (scale, zero) in rows
-            )
+            return tuple(PreparedRow(offset, times(scale, unit), zero) for offset, (scale, zero) in rows)
         rows = []
         for offset, high in zip(offsets, (False, True), strict=True):
             zero = broadcast_half(words[1], high) if self.zero == "float" else None

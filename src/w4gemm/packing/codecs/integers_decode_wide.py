@@ -94,11 +94,6 @@ class WideDecoder(Decoder):
 
     @property
     def exact_scale(self) -> float:
-        """1: the scales of :meth:`scales_and_zeros` have the unit of exact numbers."""
-        return 1.0
-
-    @property
-    def _exact_unit(self) -> float:
         return _EXACT_UNIT if self.kind == "bf16" else 1.0
 
     @property
@@ -121,9 +116,8 @@ class WideDecoder(Decoder):
         return tuple(fma_pair("bf16", code, factors[i % 2], addend) for i, code in enumerate(codes))
 
     def scales_and_zeros(self, words: tuple[Int32, ...], field: int = 0) -> tuple[tuple[Float32, Float32 | None], ...]:
-        """For rows g and g + 8, in float32: the factor of what :meth:`decode_exact` gives, and the zero point if there
-        is one."""
-        rows = self._rows(words, field, (self._exact_unit, self._exact_unit), 1.0)
+        """For rows g and g + 8, in float32: the scale, and the zero point if there is one."""
+        rows = self._rows(words, field, (1.0, 1.0), 1.0)
         return tuple((row.scale, row.zero if self.zero == "float" else None) for row in rows)
 
     def prepare(self, words: tuple[Int32, ...], _table: Int32, field: int = 0) -> tuple[WideRow, ...]:
@@ -267,8 +261,8 @@ class TwoLevelDecoder(WideDecoder):
         rows = []
         for row, of_scale in enumerate(of_scales):
             if self.zero == "float":
-                scale = self._product(words, 0, row, field, of_scale)
-                rows.append(WideRow(scale, self._product(words, 1, row, field, of_zeros)))
+                scale = self._product(words[0], words[2], row, field, of_scale)
+                rows.append(WideRow(scale, self._product(words[1], words[3], row, field, of_zeros)))
             else:
                 scale = signed_level(words, row, field, of_scale, self._bias)
                 rows.append(WideRow(scale, scale * Float32(-self.middle * of_zeros / of_scale)))
@@ -285,16 +279,31 @@ class TwoLevelDecoder(WideDecoder):
         return low, high
 
     def zero_factors(self, words: tuple[Int32, ...]) -> tuple[Float32, Float32]:
-        """What multiplies products of :meth:`zero_levels` of rows g and g + 8."""
-        low, high = (times(half_to_float("f16", words[3], upper), _EXACT_UNIT) for upper in (False, True))
+        """What multiplies products of :meth:`zero_levels` of rows g and g + 8, beside sums of :meth:`decode_exact`."""
+        unit = _EXACT_UNIT / self.exact_scale
+        low, high = (times(half_to_float("f16", words[3], upper), unit) for upper in (False, True))
         return low, high
 
-    def _product(self, words: tuple[Int32, ...], level: int, row: int, field: int, power: float) -> Float32:
-        """A scale (level 0) or zero point (level 1) times a power of two."""
-        factor = times(half_to_float("f16", words[2 + level], row == 1), power)
+    def levels(self, word: Int32, factors: Int32, field: int = 0) -> tuple[Float32, Float32]:
+        """Scales of rows g and g + 8, or zero points: of whichever the two words are, beside zero points."""
+        return self._product(word, factors, 0, field, 1.0), self._product(word, factors, 1, field, 1.0)
+
+    def _product(self, word: Int32, factors: Int32, row: int, field: int, power: float) -> Float32:
+        """A byte of ``word`` times a factor and a power of two."""
+        factor = times(half_to_float("f16", factors, row == 1), power)
         text = f"prmt.b32 $0, $1, $2, {0x7440 + 2 * row + field:#x};"
-        biased = asm(text, [Int32], [words[level], hidden_constant(0x4B000000)], pure=True)[0]
+        biased = asm(text, [Int32], [word, hidden_constant(0x4B000000)], pure=True)[0]
         return fma(to_float("f32", biased), factor, factor * Float32(-_BYTE_BIAS))
+
+    def scale_of_row(self, words: tuple[Int32, ...], row: Int32, field: int) -> Float32:
+        """The scale of row g if ``row`` is 0, of row g + 8 if it is 1; lanes may differ."""
+        factor = half_to_float("f16", words[len(words) // 2] >> row * 16, False)
+        byte, unsigned = 2 * row + field, self.zero == "float"
+        exponent, bias = (0x4B000000, _BYTE_BIAS) if unsigned else (0x47000000, self._bias)
+        picks = byte + 0x7440 if unsigned else byte * 16 + 0x7404
+        operands = [words[0], hidden_constant(exponent), picks]
+        biased = asm("prmt.b32 $0, $1, $2, $3;", [Int32], operands, pure=True)[0]
+        return fma(to_float("f32", biased), factor, factor * Float32(-bias))
 
 
 @dataclass(frozen=True)
@@ -326,7 +335,8 @@ class SmallLevelDecoder(TwoLevelDecoder):
 
     def factors(self, words: tuple[Int32, ...]) -> tuple[Float32, Float32]:
         """What multiplies the sums of rows g and g + 8."""
-        low, high = (times(half_to_float("f16", words[1], upper), 1 / _LEVEL_UNIT) for upper in (False, True))
+        unit = 1 / _LEVEL_UNIT / self.exact_scale
+        low, high = (times(half_to_float("f16", words[1], upper), unit) for upper in (False, True))
         return low, high
 
 
