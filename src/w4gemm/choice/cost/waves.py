@@ -63,6 +63,8 @@ LaunchTimer = Callable[[int, float], float]
 """Microseconds of one launch by m and by the operations that heat the GPU. If there are two launches, these are the
 operations of both."""
 
+FP8_ROWS = "sm90_fp8_block_gemm rows"
+"""What configs are measured as that multiply e4m3 of one scale a row. They move bytes at a lower rate."""
 _ROOT = 1 / SHARPNESS
 _DECODE_BOUND_TOKENS = 60
 """Largest tile_m of which the time to decode a k-slice shows in full; for more tokens the tensor cores hide it."""
@@ -201,7 +203,7 @@ def _two_widths_timer(facts: LaunchFacts, problem: GemmProblem, config: GemmConf
 def timed_as(kernel: Any, problem: GemmProblem) -> str:
     """Name that the kernel's configs are measured under: each way to scale fp8 has times of its own."""
     if kernel.name == "sm90_fp8_block_gemm":
-        return str(kernel.name) if problem.epilogue.block_scale else f"{kernel.name} rows"
+        return str(kernel.name) if problem.epilogue.block_scale else FP8_ROWS
     if kernel.name != "sm90_fp8_gemm":
         return str(kernel.name)
     if problem.format.scale_rule.block_rows:
@@ -228,15 +230,16 @@ def launch_timer(
         divided: how rows are divided among experts.
     """
     busy_of, width = _busy_timer(facts, problem, config), Width(config.tile_m * config.cluster_m)
+    slower = facts.constants.models["waves"]["fp8_rows_moved"] if facts.timed_as == FP8_ROWS else 1.0
 
     def of_times(times: SliceTimes) -> LaunchTimer:
         busy = busy_of(times)
 
         if not problem.experts:
-            return lambda m, operations: _waves_us(facts, moved(m), busy(m, -(-m // width.tile_m)), operations)
+            return lambda m, operations: _waves_us(facts, slower * moved(m), busy(m, -(-m // width.tile_m)), operations)
 
         def of_tiles(m: int, m_tiles: float, operations: float, uneven: float) -> float:
-            return _whole_us(facts, moved(m), uneven * busy(m, m_tiles).us, operations)
+            return _whole_us(facts, slower * moved(m), uneven * busy(m, m_tiles).us, operations)
 
         def of_experts(m: int, operations: float) -> float:
             problem_of_m = replace(problem, m=m)
