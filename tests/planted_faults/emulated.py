@@ -264,6 +264,20 @@ FAULTS = (
         _EMULATED + "q6_k",
     ),
     Fault(
+        "scales that lanes prepare for one another, for sums: those of a row are the other row's",
+        _DEVICE + "quad_levels.py",
+        "target = pair + row * of_row",
+        "target = pair + (1 - row) * of_row",
+        _EMULATED + "sm90_decode/8x48x128_1x1x1_coop-q4_k",
+    ),
+    Fault(
+        "beside one token, lanes of zero points multiply scales",
+        _DEVICE + "warp_product.py",
+        "return lane % 4 * 2 // (self.slots * self.tokens) % 2",
+        "return lane % 4 * 2 // (self.slots * self.tokens) * 0",
+        _EMULATED + "int4_g64_zfloat_u8x256",
+    ),
+    Fault(
         "the norm leaves out its epsilon",
         "src/w4gemm/kernels/helpers/device/rms_norm.py",
         "square_root(mean + eps)",

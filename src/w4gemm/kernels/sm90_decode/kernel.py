@@ -186,8 +186,8 @@ class Sm90DecodeKernel:
         self.levels: QuadLevels | None = None
         if variant.shares_levels and self.columns is None and not self.decoder.factors_on_sums:
             self.levels = QuadLevels(self.reader, self.decoder)
-        roomy = self.levels is not None and variant.config.tile_m == 8 and not variant.few_registers
-        self.scales_in_registers = variant.scales_in_registers or self.columns is not None or roomy
+        early = variant.scales_in_registers or (self.levels is not None and variant.config.tile_m == 8)
+        self.scales_in_registers = self.columns is not None or (early and not (levels and variant.few_registers))
         self.expert_tile_map = ExpertTileMap(variant.config.tile_m)
         self.row_gather = RowGather(variant.config.tile_m, 2, variant.itemsize, warps=1)
         decoder = self.decoder
@@ -336,8 +336,8 @@ class Sm90DecodeKernel:
                 token0, own_out = rows.first, first_rows(out, rows.end)
                 own_operands = operands_of_expert(operands, rows.expert, rows.end)
             quads = self.load_operands(own_operands, token0, n_tile, rank, thread)
-            if const_expr(self.levels is not None and len(variant.warp_reduction_rounds) > 0):
-                cute.arch.sync_threads()  # all warps have loaded their scales from where others store sums
+            if const_expr(self.levels is not None):
+                self.scales_are_read()
             for i in cutlass.range_constexpr(len(variant.warp_reduction_rounds)):
                 self.reduce_warps(acc, shared_address(s_sums), warp, thread % 32, variant.warp_reduction_rounds[i])
             if warp < variant.reduction_warps:
@@ -345,6 +345,14 @@ class Sm90DecodeKernel:
             self.tile_barrier()
             self.store_tile(shared_address(s_sums), own_out, quads, token0, n_tile, rank, thread)
             self.tile_barrier()  # the partials have been read, by the CTAs of the cluster too
+
+    def scales_are_read(self) -> None:
+        """Wait until lanes have read the scales that they prepared for one another, so that sums may overwrite them:
+        lanes of the own warp or, if warps hand sums over, of all."""
+        if self.variant.warp_reduction_rounds:
+            cute.arch.sync_threads()
+        else:
+            cute.arch.sync_warp()
 
     def features(self, out: cute.Tensor) -> Int32:
         """n: d has one column per feature, or one per two features if the epilogue is gated."""

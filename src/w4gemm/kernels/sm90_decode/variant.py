@@ -91,10 +91,11 @@ class Sm90DecodeVariant(GpuVariant):
 
     @property
     def _batch_rows(self) -> int:
-        """Rows of a batch: 64, whose codes are 32 words of a lane if they have four bits; 32 if they have more, or if
-        registers hold sums of x in parts for two blocks of tokens."""
-        in_parts = self.token_blocks > 1 and adds_zeros_by_block(self.block, self.m16_atoms)
-        return BLOCK_N if self.block.bits <= 4 and not in_parts else BLOCK_N // 2
+        """Rows of a batch: 64, whose codes are 32 words of a lane if they have four bits; 32 if they have more, or
+        beside two blocks of tokens and scales that lanes may prepare for one another."""
+        shares = self.weight.codec.shares_levels and self.token_blocks > 1
+        full = shares and (self.block.bits == 4 or adds_zeros_by_block(self.block, self.m16_atoms))
+        return BLOCK_N if self.block.bits <= 4 and not full else BLOCK_N // 2
 
     def strips_of(self, batch: int) -> range:
         """The 16-row strips of a batch."""
