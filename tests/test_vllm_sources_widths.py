@@ -247,7 +247,7 @@ def integers(num_bits: int, strategy: str = "token", dynamic: bool = True) -> di
     return {"num_bits": num_bits, "type": "int", "strategy": strategy, "symmetric": True, "dynamic": dynamic}
 
 
-@pytest.mark.parametrize(("bits", "x_bits", "format"), [(8, 8, "int"), (4, 8, "pack"), (3, 8, "pack"), (4, 4, "pack")])
+@pytest.mark.parametrize(("bits", "x_bits", "format"), [(8, 8, "int"), (3, 8, "pack"), (4, 4, "pack")])
 def test_activations_of_integers_are_left_to_vllm(
     bits: int, x_bits: int, format: str, caplog: pytest.LogCaptureFixture
 ) -> None:
