@@ -617,6 +617,20 @@ def test_experts_are_in_no_cache_of_weights(tmp_path: Path) -> None:
         protocol.check_ipc_quant_support(layer)
 
 
+def test_linear_layers_are_in_no_cache_of_weights(tmp_path: Path) -> None:
+    from vllm.model_executor.layers.linear import RowParallelLinear
+
+    protocol = pytest.importorskip("vllm.model_executor.model_loader.weight_cache.protocol", reason="before 0.33")
+    c = tiny(model_named("llama-3-8b"))
+    write(c, Packing.parse("modelopt-nvfp4"), tmp_path)
+    sizes, prefix = (c.config["intermediate_size"], c.config["hidden_size"]), "model.layers.1.mlp.down_proj"
+    layer = RowParallelLinear(*sizes, bias=False, quant_config=quantization(tmp_path), prefix=prefix)
+    own: Any = type(layer.quant_method).__mro__[1]
+    assert own.supports_pre_processed_weights.fget(layer.quant_method)
+    with pytest.raises(protocol.UnsupportedQuantForIPCError, match="ModelOptLinearMethod does not support"):
+        protocol.check_ipc_quant_support(layer)
+
+
 @pytest.mark.parametrize("format", ["gptq-int4-g64", "awq-int4-g64", "ct-int4-g32", "ct-int4-g128-fp8", "ct-nvfp4"])
 def test_lora_beside_a_layer(format: str, tmp_path: Path) -> None:
     """Two adapters of a fused layer, each with a part for each slice, and a third one that is zero."""

@@ -205,6 +205,15 @@ def test_a_packed_layer_that_is_processed_again(dense: ModuleType) -> None:
     assert torch.equal(method.kernel.weight(layer._parameters).dequantize(), fresh(parts).dequantize())
 
 
+def test_a_packed_layer_is_in_no_cache_of_weights(dense: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM 0.33 hands what one process has packed to others."""
+    own = type(made(pack=False)[0])
+    monkeypatch.setattr(own, "supports_pre_processed_weights", True, raising=False)
+    method, _ = made()
+    assert not method.supports_pre_processed_weights and own.supports_pre_processed_weights
+    assert isinstance(method, own) and type(method).__name__ == own.__name__
+
+
 @pytest.mark.parametrize("side", ["input", "output"])
 def test_a_layer_whose_x_is_rotated_takes_no_dense_numbers(
     dense: ModuleType, monkeypatch: pytest.MonkeyPatch, side: str

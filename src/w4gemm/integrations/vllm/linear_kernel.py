@@ -287,6 +287,13 @@ def is_packed(layer: torch.nn.Module) -> bool:
     return any(hasattr(parameter, _PACKED) for parameter in layer._parameters.values())
 
 
+@functools.cache
+def _out_of_caches(base: type) -> type:
+    """Return the class of a method whose packed layers vLLM's cache of weights (--load-format ipc_cache) may not hand
+    to other processes, which would find tensors that no kernel of theirs has made; it refuses the model then."""
+    return type(base.__name__, (base,), {"__module__": __name__, "supports_pre_processed_weights": False})
+
+
 def _no_dense(tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
     raise ValueError("vLLM transforms its x or its results (transform_config): it is loaded quantized alone")
 
@@ -304,6 +311,9 @@ def watch(method: Any, kernels: list[LinearKernel], name: str) -> None:
 
     def create_weights(layer: Any, *args: Any, **kwargs: Any) -> None:
         kernels.extend(kernels_made(lambda: make(layer, *args, **kwargs))[1])
+        if kernels and getattr(method, "supports_pre_processed_weights", False):
+            own: type = type(method)
+            method.__class__ = _out_of_caches(own)
         if kernels and not takeover.is_dummy():
             mark(layer, {*kernels[-1].parameters(layer), "qzeros"})
         if kernels and not hasattr(layer, "num_embeddings"):  # vLLM compares weights of heads, and would find two empty
