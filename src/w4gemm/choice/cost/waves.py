@@ -386,6 +386,8 @@ def _tile_overhead(facts: LaunchFacts, problem: GemmProblem, config: GemmConfig)
             overhead *= min(1, _DECODE_BOUND_TOKENS / config.tile_m)
             if facts.kernel.name == "sm90_decode" and variant.block.factors == 2:
                 overhead *= replace(variant, weight=_MEASURED).warps / variant.warps  # fewer warps decode as much
+            if facts.kernel.name == "sm90_decode" and variant.block.factors and variant.few_registers:
+                overhead += model["levels_few_registers"]
             wide = min(1.0, config.tile_m / _FEW_TOKENS_OF_WARPGROUPS - 1)
             if wide > 0 and variant.block.factors:
                 if variant.warpgroups_n > 1:
