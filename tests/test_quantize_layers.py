@@ -235,11 +235,21 @@ def test_a_layer_with_an_activation_is_not_made_dense_without_it() -> None:
     assert all(isinstance(layer, W4Linear) for layer in model)
 
 
-def test_a_layer_with_an_activation_is_not_saved_without_it(tmp_path):
-    """Once the loaded model did not apply it."""
-    model = AutoModelForCausalLM.from_pretrained(write_dense(tmp_path), quantization_config=W4GemmConfig("int4_g32"))
-    model.model.layers[0].mlp.up_proj.activation = "relu"
-    with pytest.raises(ValueError, match=r"layers\.0\.mlp\.up_proj\.activation: wanted None, since a saved folder has"):
+@pytest.mark.parametrize(
+    ("architecture", "layer", "setting", "expected"),
+    [
+        ("llama", "mlp.up_proj", {"activation": "relu"}, "None"),
+        ("qwen3_moe", "mlp.experts", {"activation": "gelu_mul"}, "'silu_mul'"),
+        ("qwen3_moe", "mlp.experts.down", {"expert_scale": torch.ones(4)}, "None"),
+    ],
+)
+def test_what_no_saved_folder_holds(tmp_path, architecture, layer, setting, expected):
+    """Once the loaded model did not compute it, or nothing could load the folder."""
+    write_dense(tmp_path, architecture)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=W4GemmConfig("int4_g32"))
+    (name, value), name_of_layer = *setting.items(), f"model.layers.0.{layer}"
+    setattr(model.get_submodule(name_of_layer), name, value)
+    with pytest.raises(ValueError, match=rf"^{name_of_layer}\.{name}: wanted {expected}, since a saved folder has no"):
         model.save_pretrained(tmp_path / "saved")
 
 

@@ -48,7 +48,12 @@ from w4gemm.integrations.transformers.awaited import (
 from w4gemm.integrations.transformers.config import W4GemmConfig
 from w4gemm.integrations.transformers.layers import DenseExperts, dequantize_layers, to_quantize
 from w4gemm.integrations.transformers.places import Placement, dtype_of
-from w4gemm.integrations.transformers.saving import alarm_of, compressed_tensors, refuse_to_fuse
+from w4gemm.integrations.transformers.saving import (
+    alarm_of,
+    compressed_tensors,
+    refuse_to_fuse,
+    refuse_what_no_folder_holds,
+)
 from w4gemm.integrations.transformers.sharding import Local, fill
 from w4gemm.weights.file import parse_format_name
 from w4gemm.weights.weight import QuantizedWeight
@@ -270,12 +275,7 @@ class W4GemmQuantizer(HfQuantizer):
                 "the model has experts that dequantize_layers made, which no folder has a place for (Llama 4's, or "
                 "split ones): save the model with its quantized experts"
             )
-        for name, layer in model.named_modules():
-            if isinstance(layer, W4Linear) and layer.activation is not None:
-                raise ValueError(
-                    f"{name}.activation: wanted None, since a saved folder has no place for it, got "
-                    f"{layer.activation!r}; set it to None and let the model apply it"
-                )
+        refuse_what_no_folder_holds(model)
         config, now = self.quantization_config, settings(_own_layers(model))
         if (config.format, config.modules) != (now["format"], now["modules"]):
             raise ValueError(

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.core_model_loading import revert_weight_conversion
 
+from w4gemm.api.experts import W4Experts, W4GroupedLinear
 from w4gemm.api.nn import W4Linear
 from w4gemm.api.packed_module import PackedModule
 from w4gemm.checkpoints.base import Module, Pack, Pretrained
 from w4gemm.checkpoints.compressed_tensors_writer import CompressedTensorsWriter, in_files, transformers_refusal
+from w4gemm.checkpoints.model_experts import activation_of, dense_experts
 from w4gemm.checkpoints.numbers import Numbers, WeightNumbers
 from w4gemm.checkpoints.quantized_folder import alarmed
 from w4gemm.checkpoints.w4gemm import OwnPacking, alarm, alarm_name
@@ -91,6 +93,27 @@ def outline_of(model: PreTrainedModel) -> PreTrainedModel:
     config.__dict__.pop("quantization_config", None)
     with torch.device("meta"):
         return type(model)(config)
+
+
+def refuse_what_no_folder_holds(model: PreTrainedModel) -> None:
+    """Raise ValueError for what was set on a quantized layer and has no place in a saved folder: the model of its
+    config would compute other numbers."""
+    experts = {}
+    for name, layer in model.named_modules():
+        if isinstance(layer, W4Linear) and layer.activation is not None:
+            raise _has_no_place(f"{name}.activation", None, layer.activation)
+        if isinstance(layer, W4GroupedLinear) and layer.expert_scale is not None:
+            raise _has_no_place(f"{name}.expert_scale", None, tuple(layer.expert_scale.shape))
+        if isinstance(layer, W4Experts):
+            experts[name] = layer
+    outline = outline_of(model) if experts else model
+    for name in dense_experts(outline):
+        if name in experts and (own := activation_of(outline.get_submodule(name))) != experts[name].activation:
+            raise _has_no_place(f"{name}.activation", own, experts[name].activation)
+
+
+def _has_no_place(setting: str, expected: object, got: object) -> ValueError:
+    return ValueError(f"{setting}: wanted {expected!r}, since a saved folder has no place for another, got {got!r}")
 
 
 def refuse_to_fuse(model: PreTrainedModel) -> None:
