@@ -307,7 +307,10 @@ def test_all_that_experts_prepare_is_compiled(
     shapes = [
         packed_shape(w.format, layout_for(H200, w.format, model.dtype), w.n, w.k, w.experts) for w in (gate_up, down)
     ]
-    fakes = [SimpleNamespace(packed=p, k=p.k, experts=p.experts, device="cuda", activations=None) for p in shapes]
+    fakes = [
+        SimpleNamespace(packed=p, k=p.k, experts=p.experts, format=p.format, device="cuda", activations=None)
+        for p in shapes
+    ]
     rows = [tokens * model.top_k for tokens in token_counts(8, model.top_k, gate_up.experts)]
     call = ExpertsCall(model.dtype, [model.top_k], rows, bias=bool(gate_up.bias))
     need: Any = experts_need(*fakes, model.activation or "silu_mul", call, None)  # type: ignore[arg-type]
