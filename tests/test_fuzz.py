@@ -68,16 +68,19 @@ def test_rounding_is_that_of_pytorch(dtype):
     )
 
 
-def cut_sums(x, w, columns):
+def cut_sums(x, w, columns, of_x=None, of_w=None):
     """x @ w.T as fp8 tensor cores add it up: in steps of 32 columns each product and the sum so far lose what is below
-    14 bits of the largest of them. After ``columns`` the sum is added to another one, in float64 here."""
+    14 bits of the largest of them. After ``columns`` the sum is added to another one, in float64 here. of_x, of_w: the
+    magnitudes that products are aligned by, if not those of x and w."""
+    of_x, of_w = x.abs() if of_x is None else of_x, w.abs() if of_w is None else of_w
     total = torch.zeros(len(x), len(w), dtype=torch.float64)
     for first in range(0, x.shape[1], columns):
         sums = torch.zeros_like(total)
         for start in range(first, min(first + columns, x.shape[1]), 32):
             step = slice(start, min(start + 32, first + columns))
             terms = torch.cat((x[:, None, step] * w[:, step], sums[..., None]), -1)
-            least = torch.exp2(torch.frexp(terms.abs().amax(-1, keepdim=True)).exponent.double() - 14)
+            counted = torch.cat((of_x[:, None, step] * of_w[:, step], sums.abs()[..., None]), -1)
+            least = torch.exp2(torch.frexp(counted.amax(-1, keepdim=True)).exponent.double() - 14)
             sums = (torch.trunc(terms / least) * least).sum(-1)
         total += sums
     return total
@@ -103,11 +106,39 @@ def test_what_fp8_tensor_cores_cut_off_is_allowed(format, block_scale, columns):
 
     def used(columns):
         options = {"w_may_be_rounded": False, "columns_at_a_time": columns}
-        sums = formulas.product(x, formulas.Weight(w, w.abs()), "float8_e4m3fn", **options)
+        sums = formulas.product(x, formulas.Weight(w, w.abs(), w.abs()), "float8_e4m3fn", **options)
         return float(((actual - sums.value).abs() / sums.error).max())
 
     assert 0.01 < used(columns) < 0.7
     assert columns == 128 or used(128) > 1
+
+
+@pytest.mark.parametrize("element", ["e5m2", "int4"])
+def test_what_subnormal_numbers_and_float_zero_points_cost_is_allowed(element):
+    """A subnormal operand aligns products like the least normal one, and zero points are added to sums of codes: more
+    may be lost than the magnitudes of x and w say."""
+    source, group = torch.Generator().manual_seed(0), torch.zeros(16, dtype=torch.long)
+    x = torch.randn(64, 16, generator=source) * torch.logspace(-5, 8, 16, base=2)
+    x, scales = x.to(cases.FP8).double(), torch.ones(64, 1)
+    if element == "e5m2":
+        x = 2.0**-9 * torch.randint(1, 4, (64, 16), generator=source).double()
+        codes = torch.randint(36, 56, (64, 16), generator=source, dtype=torch.uint8)  # 2**-6 to 1.75 * 2**-2
+        codes[:, 0] = 23 << 2  # 2**8, which all others are cut off by
+        w = formulas.weight(codes, scales, None, None, group, "none", element)
+        of_x = formulas.aligned(x, torch.tensor(2.0**-6))
+        actual = cut_sums(x, w.value, 128, of_x, formulas.aligned(w.value, torch.tensor(2.0**-14)))
+    else:
+        codes = torch.randint(0, 16, (64, 1), generator=source, dtype=torch.uint8).repeat(1, 16)
+        zeros = 2.0**-6 - codes[:, :1].float()
+        w = formulas.weight(codes, scales, zeros, None, group, "float")
+        actual = cut_sums(x, codes.double() - 8, 128) + x.sum(1, keepdim=True) * (zeros.double() + 8).T
+
+    def used(w, **options):
+        sums = formulas.product(x, w, "float8_e4m3fn", w_may_be_rounded=False, columns_at_a_time=128, **options)
+        return float(((actual - sums.value).abs() / sums.error).max())
+
+    assert 0.01 < used(w) < 0.7
+    assert used(w._replace(operands=w.value.abs()), x_scale=torch.zeros_like(x)) > 1
 
 
 def faults():
@@ -125,7 +156,7 @@ def faults():
     def last_column_lost(x, w, *rest, **others):
         value = w.value.clone()
         value[:, -1] = 0
-        return product(x, formulas.Weight(value, w.terms), *rest, **others)
+        return product(x, w._replace(value=value), *rest, **others)
 
     def residual_lost(*args, **others):
         return epilogue(*args, **(others | {"residual": None}))

@@ -210,12 +210,13 @@ def expected_of(case: Case, matrices: Matrices, rows: Rows, operands: Operands) 
     x, token_scale = operands.x.double(), operands.token_scale
     if v.quantized:
         x, token_scale = formulas.token_quantized(x)
+    x_scale = None
     if token_scale is not None and token_scale.dim() == 2:
-        x = x * token_scale.double().repeat_interleave(BLOCK, dim=1)[:, : case.k]
-        token_scale = None
+        x_scale = token_scale.double().repeat_interleave(BLOCK, dim=1)[:, : case.k]
+        x, token_scale = x * x_scale, None
     if rows.indices is not None:
         taken = placed(rows.indices, device)
-        x, token_scale = x[taken], None if token_scale is None else token_scale[taken]
+        x, token_scale, x_scale = x[taken], _rows_of(token_scale, taken), _rows_of(x_scale, taken)
     value = torch.zeros(rows.total, case.n, dtype=torch.float64, device=device)
     error = torch.zeros_like(value)
     for exact, (first, last) in zip(matrices.exact, rows.spans, strict=True):
@@ -226,6 +227,7 @@ def expected_of(case: Case, matrices: Matrices, rows: Rows, operands: Operands) 
                 name_of(v.dtype),
                 w_may_be_rounded=v.dtype != FP8,
                 columns_at_a_time=columns_at_a_time(case),
+                x_scale=None if x_scale is None else x_scale[first:last],
             )
     owner = rows.owner(device).clamp(min=0)
     bias = None if operands.bias is None else operands.bias[owner] if case.experts else operands.bias
@@ -239,6 +241,10 @@ def expected_of(case: Case, matrices: Matrices, rows: Rows, operands: Operands) 
         activation=v.activation,
         residual=operands.residual,
     )
+
+
+def _rows_of(scales: torch.Tensor | None, taken: torch.Tensor) -> torch.Tensor | None:
+    return None if scales is None else scales[taken]
 
 
 def columns_at_a_time(case: Case) -> int:

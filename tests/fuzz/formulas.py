@@ -39,6 +39,10 @@ TYPES = {
 }
 
 
+FP8_LEAST_EXPONENTS = {"e4m3": -6, "e5m2": -14}
+"""Exponents of the least normal numbers."""
+
+
 def rounded(values: torch.Tensor, to: NumberType) -> torch.Tensor:
     """float64 ``values`` to the nearest numbers of a type, ties to even, as float64."""
     exponent = torch.frexp(values).exponent.clamp(min=to.least_exponent + 1).double() - to.digits
@@ -98,6 +102,9 @@ class Weight(NamedTuple):
     value: torch.Tensor
     terms: torch.Tensor
     """Sum of the magnitudes of what ``value`` is a difference of: a kernel may add these up apart."""
+    operands: torch.Tensor
+    """Magnitudes by which a tensor core aligns products with fp8 x: of codes without their float zero points, which
+    are added behind, and of subnormal fp8 numbers that of the least normal one."""
 
 
 def weight(
@@ -122,6 +129,7 @@ def weight(
         values = torch.tensor(codebook(element), dtype=torch.float64, device=codes.device)
         w = s * rounded(values, TYPES[numbers])[codes.int()]
         terms = s.abs() * (u + middle) if element.startswith("int") else w.abs()
+        operands = aligned(w.abs(), s.abs() * 2.0 ** FP8_LEAST_EXPONENTS.get(element, -math.inf))
     else:
         assert zeros is not None
         z = zeros.float().double()[:, group]
@@ -130,11 +138,19 @@ def weight(
         signed = (u - middle).abs()
         apart = torch.maximum(u + z, signed + (z - middle).abs()) if zero == "int" else signed + middle
         terms = s.abs() * apart + (0 if zero == "int" else z.abs())
+        operands = w.abs() if zero == "int" else s.abs() * torch.maximum(u, signed)
     if channels is not None:
         w = rounded(w, TYPES["float8_e4m3fn"]) if products_rounded else w
         w = w * channels.double()[:, None]
         terms = w.abs()
-    return Weight(w, terms)
+        operands = aligned(terms, channels.double().abs()[:, None] * 2.0 ** FP8_LEAST_EXPONENTS["e4m3"])
+    return Weight(w, terms, operands)
+
+
+def aligned(magnitudes: torch.Tensor, least: torch.Tensor) -> torch.Tensor:
+    """Magnitudes by which tensor cores align products: a subnormal number has the exponent of the ``least`` normal one,
+    a zero has none (MMA-Sim, arXiv 2511.10909)."""
+    return torch.where(magnitudes > 0, torch.maximum(magnitudes, least), 0.0)
 
 
 def token_quantized(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -185,15 +201,23 @@ class Sums(NamedTuple):
     error: torch.Tensor
 
 
-def product(x: torch.Tensor, weight: Weight, x_type: str, *, w_may_be_rounded: bool, columns_at_a_time: int) -> Sums:
-    """x (m, k) @ w (n, k).T in float64.
+def product(
+    x: torch.Tensor,
+    weight: Weight,
+    x_type: str,
+    *,
+    w_may_be_rounded: bool,
+    columns_at_a_time: int,
+    x_scale: torch.Tensor | None = None,
+) -> Sums:
+    """x (m, k) @ w (n, k).T in float64. x_scale: (m, k) if x has been multiplied by scales of its blocks.
 
     The error allowed: weights rounded to x's type (independent errors, so their root of squares, ten times); float32
     additions in any order, and one after the other, where each of k partial sums may be about as large as the whole and
     is rounded (independent errors, of 2**-24 / sqrt(3) of it in the mean, three and a half times their root of
     squares); and, for e4m3 x, what tensor cores cut off: after every 32 columns of ``columns_at_a_time`` the sum at 14
-    bits, and before it is added each of 33 terms at 14 bits of the largest one, which is at most the root of squares:
-    independent errors again, sqrt(33) < 8 of them.
+    bits, and before it is added each of 33 terms at 14 bits of the largest one, which is at most the root of squares of
+    what products are aligned by: independent errors again, sqrt(33) < 8 of them.
     """
     x, w = x.double(), weight.value
     value = x @ w.T
@@ -204,7 +228,9 @@ def product(x: torch.Tensor, weight: Weight, x_type: str, *, w_may_be_rounded: b
         error = error + 10 * number.unit * spread + number.smallest_step * x.abs().sum(1, keepdim=True)
     if x_type == "float8_e4m3fn":
         steps = 1 + -(-min(x.shape[1], columns_at_a_time) // 32)
-        error = error + steps * 2.0**-13 * (x.abs() @ w.abs().T + 8 * spread)
+        least = torch.full_like(x, 2.0 ** FP8_LEAST_EXPONENTS["e4m3"]) * (1 if x_scale is None else x_scale)
+        of_x, of_w = aligned(x.abs(), least), weight.operands
+        error = error + steps * 2.0**-13 * (of_x @ of_w.T + 8 * (of_x.square() @ of_w.square().T).sqrt())
     return Sums(value, error)
 
 
