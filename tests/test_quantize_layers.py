@@ -214,6 +214,23 @@ def test_experts_of_a_model_with_a_device_map(tmp_path):
     torch.testing.assert_close(dense(ids).logits, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(("architecture", "mixture"), [("qwen3_moe", "mlp"), ("llama4_text", "feed_forward")])
+def test_experts_with_a_forward_set_on_them_stay_dense(tmp_path, caplog, architecture, mixture):
+    """Those of transformers, and Llama 4's, which dequantize_layers makes."""
+    dense = AutoModelForCausalLM.from_pretrained(write_dense(tmp_path, architecture), dtype=torch.float32)
+    if architecture == "llama4_text":
+        dequantize_layers(quantize_layers(dense, "int4_g32"), torch.float32)
+    name = f"model.layers.0.{mixture}.experts"
+    experts = dense.get_submodule(name)
+    plain = experts.forward
+    experts.forward = lambda *arguments: 10 * plain(*arguments)
+    with caplog.at_level("WARNING"):
+        quantize_layers(dense, "int4_g32")
+    assert dense.get_submodule(name) is experts
+    assert name in caplog.text
+    assert type(dense.get_submodule("model.layers.0.self_attn.q_proj")) is W4Linear
+
+
 def test_the_router_of_a_mixture_stays_dense(tmp_path):
     from transformers import PhimoeConfig
 

@@ -87,12 +87,15 @@ def linear_layers(model: nn.Module, skip: tuple[str, ...] = SKIP) -> dict[str, n
 
 
 def _multiplies_alone(layer: nn.Linear) -> bool:
-    """True if a layer's forward is nn.Linear's, also where a hook of accelerate's stands in front of it."""
-    set_on_it = layer.__dict__.get("_old_forward" if hasattr(layer, "_hf_hook") else "forward")
+    """True if a layer's forward is nn.Linear's."""
     forward = type(layer).forward
-    if set_on_it is not None and getattr(set_on_it, "__func__", None) is not forward:
-        return False
-    return forward is nn.Linear.forward or type(layer).__name__ in _PLAIN
+    return not has_forward_set(layer) and (forward is nn.Linear.forward or type(layer).__name__ in _PLAIN)
+
+
+def has_forward_set(module: nn.Module) -> bool:
+    """True if a module has another forward than its class, also where a hook of accelerate's stands in front of it."""
+    set_on_it = module.__dict__.get("_old_forward" if hasattr(module, "_hf_hook") else "forward")
+    return set_on_it is not None and getattr(set_on_it, "__func__", None) is not type(module).forward
 
 
 def _is_multiplied_by_model(model: nn.Module, name: str) -> bool:

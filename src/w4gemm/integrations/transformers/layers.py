@@ -18,7 +18,7 @@ from w4gemm.api.experts import W4Experts, W4GroupedLinear
 from w4gemm.api.nn import W4Linear
 from w4gemm.api.packed_module import PackedModule
 from w4gemm.checkpoints.account import listed
-from w4gemm.checkpoints.dense import SKIP, checked_skip, default_format, layers_to_quantize
+from w4gemm.checkpoints.dense import SKIP, checked_skip, default_format, has_forward_set, layers_to_quantize
 from w4gemm.checkpoints.experts import DOWN
 from w4gemm.checkpoints.model_experts import DenseProduct, activation_of, dense_experts, of_llama_4
 from w4gemm.core.activation import parse
@@ -81,7 +81,7 @@ def quantize_layers(
 
     Of a model that reads images or sounds too, the layers of the language model are meant. Experts of transformers'
     mixtures, and those that :func:`dequantize_layers` made, become :class:`w4gemm.W4Experts`. Experts stay dense, with
-    a warning, if it does not compute them or if the model is split over processes.
+    a warning, if it does not compute them, if a forward is set on them, or if the model is split over processes.
 
     Args:
         format: see :func:`load`.
@@ -171,15 +171,16 @@ def to_quantize(model: nn.Module, skip: tuple[str, ...]) -> tuple[dict[str, nn.L
     """
     experts: dict[str, Products] = {**dense_experts(model)}
     experts |= {name: {} for name, module in model.named_modules() if isinstance(module, DenseExperts)}
+    stay = [name for name in experts if has_forward_set(model.get_submodule(name))]
+    experts = {name: products for name, products in experts.items() if name not in stay}
     parts = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    stay = []
     for name, module in model.named_modules():
         if name in experts or DOWN in module._parameters:
             own = {name.rpartition(".")[2], *module._parameters}
             parts |= own
             if not own.isdisjoint(skip):
                 experts.pop(name, None)
-            elif name not in experts:
+            elif name not in experts and name not in stay:
                 stay.append(name)
     if wrong := [name for name in skip if name not in parts and name not in SKIP]:
         close = nearest(wrong[0].rpartition(".")[2], parts) or (f"; there are {listed(sorted(parts))}" if parts else "")
