@@ -29,11 +29,11 @@ class Kind(NamedTuple):
 
     set: str
     """"unknown" for layers that nobody tuned, "experts", "tuned" for layers of the shipped tables, or "widths" for
-    these with weights of other widths than four bits."""
+    these with weights of other widths than four bits or as K-quants."""
     work: str
     """"w4a16", "w8a8" and the like; "w4a8_exact" has scales on sums, "w4a8_folded" in e4m3 weights."""
     format: str
-    """"int4", "mxfp4" or "nvfp4"; of other widths the format."""
+    """"int4", "mxfp4" or "nvfp4"; of the set "widths" the format."""
 
     def __str__(self) -> str:
         name = self.format if self.format.startswith("int") else self.format.upper()
@@ -131,7 +131,7 @@ def points_of(rows: Iterable[Row], alone: bool = False) -> list[Point]:
 def kind_of(row: Row) -> Kind:
     work, format = row["work"].removesuffix("_grouped"), WeightFormat.parse(row["format"])
     name, layers = float_name(format) or "int4", "tuned"
-    if format.bits != 4:
+    if format.bits != 4 or format.has_factors:
         aliases = (alias for alias, text in ALIASES.items() if text == str(format))
         name, layers = float_name(format) or next(aliases, str(format)), "widths"
     return Kind(row.get("set") or ("experts" if row["experts"] else layers), work, name)

@@ -82,8 +82,9 @@ def test_other_widths_are_kinds_of_their_own():
     eight = [row(name, us, work="w8a8", format="e4m3_g128_b128") for name, us in (("w4gemm", 10.0), ("cublas", 9.0))]
     six = [row(name, us, work="w6a16", format="int6_g16_s8x256") for name, us in (("w4gemm", 5.0), ("cublas", 9.0))]
     three = [row(name, us, work="w3a8", format="int3_g128") for name, us in (("w4gemm", 5.0), ("humming", 6.0))]
-    points = {str(point.kind): point for point in points_of([*eight, *six, *three])}
-    assert {*points} == {"W8A8, FP8_BLOCK", "W6A16, Q6_K", "W3A8, int3_g128"}
+    four = [row(name, us, format="int4_g32_zfloat_u8x256") for name, us in (("w4gemm", 5.0), ("cublas", 9.0))]
+    points = {str(point.kind): point for point in points_of([*eight, *six, *three, *four])}
+    assert {*points} == {"W8A8, FP8_BLOCK", "W6A16, Q6_K", "W3A8, int3_g128", "W4A16, Q4_K"}
     assert {point.kind.set for point in points.values()} == {"widths"}
     assert points["W8A8, FP8_BLOCK"].ratio == pytest.approx(0.9)
 
