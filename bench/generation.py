@@ -1,7 +1,7 @@
 """Measure whole models: ``python -m bench.generation --batch 1,64``.
 
 Models of true shapes and random weights are made on the GPU, without a download: with 4-bit linear layers and in bf16.
-Each answers random prompts greedily, in several ways:
+All of them are in memory at once, and answer random prompts greedily by turns, in several ways:
 
     eager     transformers' default
     compiled  transformers' static cache and torch.compile
@@ -49,6 +49,8 @@ from w4gemm.tuning.roofline import RATES
 
 RESULTS = Path(__file__).parent / "results/generation.jsonl"
 WAYS = ("eager", "compiled", "graph", "fused")
+ROUNDS = 5
+"""Turns of each model."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -87,22 +89,16 @@ def main(argv: Sequence[str] | None = None) -> None:
             record.append(args.out, common | {"kind": "start", **row, "w4gemm": w4gemm.__version__} | facts)
             say(str(row))
         return
+    models = {}
     for weights in args.weights:
         began = time.perf_counter()
-        model = drawn_model(settings, weights)
+        models[weights] = drawn_model(settings, weights)
         say(f"{args.model} in {weights}: made in {time.perf_counter() - began:.1f} s")
-        for batch, way in itertools.product(args.batch, args.ways):
-            row: dict[str, Any] = {"kind": "generation", "batch": batch, "weights": weights, "way": way}
-            try:
-                row |= measured(model, way, batch, args)
-            except Exception as e:  # a way that fails is a result, not the end of the run
-                say(f"  {weights} {way} batch {batch}: {e!r:.300}")
-                continue
+    for batch, way in itertools.product(args.batch, args.ways):
+        for weights, numbers in by_turns(models, way, batch, args).items():
+            row = {"kind": "generation", "batch": batch, "weights": weights, "way": way, **numbers}
             record.append(args.out, common | row | {"w4gemm": w4gemm.__version__} | facts)
             say(str(row))
-        del model
-        gc.collect()
-        torch.cuda.empty_cache()
 
 
 def kinds_of_weights(text: str) -> tuple[str, ...]:
@@ -180,27 +176,39 @@ def caller(model: Any, way: str, batch: int, prompt: int) -> Callable[[int], tor
     return lambda tokens: model.generate(ids, max_new_tokens=tokens, **options)
 
 
-def measured(model: Any, way: str, batch: int, args: argparse.Namespace) -> dict[str, Any]:
-    """Seconds of the first call, tokens per second of a warm one, and of decoding alone."""
-    call = caller(model, way, batch, args.prompt)
-    first = seconds(lambda: call(args.tokens))
-    repeats = range(1 if way == "eager" else 3)
-    whole = min(seconds(lambda: call(args.tokens)) for _ in repeats)
-    short = min(seconds(lambda: call(2)) for _ in repeats)
-    step = (whole - short) / (args.tokens - 2)
-    row = {
-        "first_call_s": round(first, 2),
-        "tokens_per_s": round(batch * args.tokens / whole, 1),
-        "decode_tokens_per_s": round(batch / step, 1),
-        "step_us": round(step * 1e6, 1),
-        "two_tokens_ms": round(short * 1e3, 1),
-    }
+def by_turns(models: dict[str, Any], way: str, batch: int, args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Seconds of a first call, and tokens per second of a warm one and of decoding alone, by model. The models take
+    turns, so that a busy host slows all of them; the fastest of a model's calls count."""
+    calls: dict[str, Callable[[int], torch.Tensor]] = {}
+    firsts: dict[str, float] = {}
+    for weights, model in models.items():
+        call = caller(model, way, batch, args.prompt)
+        try:
+            firsts[weights] = seconds(functools.partial(call, args.tokens))
+        except Exception as e:  # a way that fails is a result, not the end of the run
+            say(f"  {weights} {way} batch {batch}: {e!r:.300}")
+            continue
+        calls[weights] = call
+    whole, short = dict.fromkeys(calls, float("inf")), dict.fromkeys(calls, float("inf"))
+    for _ in range(1 if way == "eager" else ROUNDS):
+        for weights, call in calls.items():
+            whole[weights] = min(whole[weights], seconds(functools.partial(call, args.tokens)))
+            short[weights] = min(short[weights], seconds(functools.partial(call, 2)))
     rates = RATES.get(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
-    if rates is not None:
-        row["roofline_share"] = round(
-            step_bytes(model, batch, args.prompt + args.tokens // 2) / rates.bytes / step / 1e6, 3
-        )
-    return row
+    rows = {}
+    for weights in calls:
+        step = (whole[weights] - short[weights]) / (args.tokens - 2)
+        rows[weights] = {
+            "first_call_s": round(firsts[weights], 2),
+            "tokens_per_s": round(batch * args.tokens / whole[weights], 1),
+            "decode_tokens_per_s": round(batch / step, 1),
+            "step_us": round(step * 1e6, 1),
+            "two_tokens_ms": round(short[weights] * 1e3, 1),
+        }
+        if rates is not None:
+            read = step_bytes(models[weights], batch, args.prompt + args.tokens // 2)
+            rows[weights]["roofline_share"] = round(read / rates.bytes / step / 1e6, 3)
+    return rows
 
 
 def step_bytes(model: Any, batch: int, length: int) -> int:
