@@ -11,7 +11,7 @@ import torch
 from bench.peers.base import float_name
 from bench.rows import Row
 
-from w4gemm.core.format_names import ALIASES
+from w4gemm.core.format_names import USUAL_NAMES
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import GemmProblem, gpu_named
 from w4gemm.tuning.roofline import Roofline
@@ -28,12 +28,12 @@ class Kind(NamedTuple):
     """Work whose times may be compared with each other."""
 
     set: str
-    """"unknown" for layers that nobody tuned, "experts", "tuned" for layers of the shipped tables, or "widths" for
-    these with weights of other widths than four bits or as K-quants."""
+    """"unknown" for layers that nobody tuned, "experts", or "tuned" for layers of the shipped tables; with weights of
+    other widths than four bits or as K-quants "unknown_widths" and "widths"."""
     work: str
     """"w4a16", "w8a8" and the like; "w4a8_exact" has scales on sums, "w4a8_folded" in e4m3 weights."""
     format: str
-    """"int4", "mxfp4" or "nvfp4"; of the set "widths" the format."""
+    """"int4", "mxfp4" or "nvfp4"; of other widths the format."""
 
     def __str__(self) -> str:
         name = self.format if self.format.startswith("int") else self.format.upper()
@@ -130,11 +130,11 @@ def points_of(rows: Iterable[Row], alone: bool = False) -> list[Point]:
 
 def kind_of(row: Row) -> Kind:
     work, format = row["work"].removesuffix("_grouped"), WeightFormat.parse(row["format"])
-    name, layers = float_name(format) or "int4", "tuned"
+    layers, name = row.get("set") or ("experts" if row["experts"] else "tuned"), float_name(format) or "int4"
     if format.bits != 4 or format.has_factors:
-        aliases = (alias for alias, text in ALIASES.items() if text == str(format))
-        name, layers = float_name(format) or next(aliases, str(format)), "widths"
-    return Kind(row.get("set") or ("experts" if row["experts"] else layers), work, name)
+        name = float_name(format) or USUAL_NAMES.get(str(format), str(format))
+        layers = {"tuned": "widths", "unknown": "unknown_widths"}.get(layers, layers)
+    return Kind(layers, work, name)
 
 
 def by_kind(points: Sequence[Point]) -> list[tuple[Kind, list[Point]]]:

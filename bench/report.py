@@ -45,6 +45,7 @@ TITLES = {
     "unknown": "Untuned layers",
     "tuned": "Layers of the shipped tables",
     "widths": "Other widths",
+    "unknown_widths": "Other widths, untuned layers",
     "experts": "Mixtures of experts",
 }
 _WHAT = {
@@ -57,6 +58,7 @@ _WHAT = {
     "128 x 128, as DeepSeek has it, and then fp8 x has one for each 128 columns. Integers are symmetric, with a scale "
     "for 128 columns or, `_col`, for each row. No other library here multiplies GGUF's K-quants, so cuBLAS with dense "
     "weights stands beside them.",
+    "unknown_widths": "The same formats and layers drawn at random, as those of int4 above.",
     "experts": "Layers of published models; tokens are the mean for each expert, divided evenly, at random, or by "
     "Zipf's law (expert e in proportion to 1 / (1 + e)).",
 }
@@ -223,7 +225,8 @@ def _ranges(points: Sequence[Point]) -> dict[str, tuple[int, int]]:
 def _limits(gpu: str) -> list[str]:
     """The table of untuned layers beside the limit. No other implementation is needed at these points."""
     rows = [row for name in PRODUCTS if name.startswith("unknown") for row in read(RESULTS / f"{name}.jsonl")]
-    points = of_newest_seed(points_of((row for row in rows if row["gpu"] == gpu), alone=True))
+    every = points_of((row for row in rows if row["gpu"] == gpu), alone=True)
+    points = of_newest_seed([point for point in every if point.kind.set == "unknown"])
     rates, ranges, run = RATES[gpu], _ranges(points), points[0].run
     commits = ", ".join(sorted({_date_and_commit(point.run) for point in points}))
     sentence = (

@@ -38,12 +38,28 @@ from w4gemm.tuning import record
 from w4gemm.tuning.timing import time_graphs
 
 RESULTS = Path(__file__).resolve().parent / "results/unknown.jsonl"
+
+
+class Kind(NamedTuple):
+    """What is multiplied with what."""
+
+    work: str
+    """The rows' name for it."""
+    format: str
+    dtype: str
+    """dtype of x."""
+
+
 KINDS = {
-    "w4a16": ("int4_g128", "bfloat16"),
-    "w4a8_exact": ("int4_g128", "float8_e4m3fn"),
-    "w4a8_folded": ("int4_g128_e4m3", "float8_e4m3fn"),
+    "w4a16": Kind("w4a16", "int4_g128", "bfloat16"),
+    "w4a8_exact": Kind("w4a8_exact", "int4_g128", "float8_e4m3fn"),
+    "w4a8_folded": Kind("w4a8_folded", "int4_g128_e4m3", "float8_e4m3fn"),
+    "int8": Kind("w8a16", "int8_col", "bfloat16"),
+    "e4m3": Kind("w8a16", "e4m3_col_fp32", "bfloat16"),
+    "q6_k": Kind("w6a16", "q6_k", "bfloat16"),
+    "int3": Kind("w3a16", "int3_g128", "bfloat16"),
 }
-"""(format, dtype of x) of each kind of work."""
+_FOUR_BITS = ("w4a16", "w4a8_exact", "w4a8_folded")
 _PEERS = ("w4gemm", "humming", "machete", "marlin", "quack", "cutlass_w4a8", "cublas")
 _REPLAYS, _LOOKS, _FINALISTS = 9, 2, 4
 
@@ -60,7 +76,10 @@ class Work(NamedTuple):
 def main(argv: Sequence[str] | None = None) -> None:
     parser = command("bench.unknown", __doc__)
     parser.add_argument(
-        "--kinds", type=typed(some_of(*KINDS)), default=",".join(KINDS), help="of work (default: %(default)s)"
+        "--kinds",
+        type=typed(some_of(*KINDS)),
+        default=",".join(_FOUR_BITS),
+        help=f"of work, some of {', '.join(KINDS)} (default: %(default)s)",
     )
     parser.add_argument(
         "--layers", type=positive, default=UNKNOWN_LAYERS, help="to draw, four m each (default: %(default)s)"
@@ -85,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def of_kind(kind: str) -> tuple[WeightFormat, torch.dtype]:
-    format, dtype = KINDS[kind]
+    _, format, dtype = KINDS[kind]
     return WeightFormat.parse(format), getattr(torch, dtype)
 
 
@@ -125,7 +144,9 @@ def measured(path: Path, kind: str, seed: int) -> set[tuple[int, int, int]]:
     """(n, k, m) of the points of a kind that a file has."""
     if not path.exists():
         return set()
-    return {(row["n"], row["k"], row["m"]) for row in read(path) if row["work"] == kind and row["seed"] == seed}
+    own = KINDS[kind].work, str(of_kind(kind)[0]), seed
+    rows = (row for row in read(path) if (row["work"], row["format"], row["seed"]) == own)
+    return {(row["n"], row["k"], row["m"]) for row in rows}
 
 
 def unmeasured(layer: Drawn, done: set[tuple[int, int, int]]) -> tuple[int, ...]:
@@ -159,7 +180,7 @@ def measure_layer(kind: str, work: Work, peers: list[Peer], args: argparse.Names
             break
         rows = measure(entries, m)
         for row in rows:
-            row["work"] = kind
+            row["work"] = KINDS[kind].work
             if row["impl"] == "w4gemm" and len(work.configs[m]) > 1:
                 own = next(entry for entry in entries if entry.peer.name == "w4gemm")
                 loss = regret(own, m, row["config"], work.configs[m])

@@ -42,7 +42,7 @@ def test_help_explains_the_command_and_every_option(name, capsys):
         ("grouped", ["--tokens", "0"], "argument --tokens: wanted integers from 1 on like 1,16,256, got '0'"),
         ("generation", ["--ways", "fast"], "argument --ways: wanted some of eager, .*, got fast"),
         ("generation", ["--weights", "int5"], "argument --weights: .*int5"),
-        ("unknown", ["--kinds", "w4a4"], "argument --kinds: wanted some of w4a16, w4a8_exact, w4a8_folded, got w4a4"),
+        ("unknown", ["--kinds", "w4a4"], "argument --kinds: wanted some of w4a16, .*, got w4a4"),
         ("engine.__main__", ["--expert-parallel"], "--expert-parallel: wanted --gpus 2 or more beside it, got 1"),
         ("engine.__main__", ["--rebalance", "50"], "--rebalance: wanted --expert-parallel beside it, got 50"),
         ("tune", ["--shapes", "8192x8192"], "argument --shapes: wanted some of layers, .*, got 8192x8192"),

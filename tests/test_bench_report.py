@@ -7,7 +7,7 @@ import re
 import pytest
 from bench import report
 from bench.engine import summary
-from bench.points import Kind, by_kind, of_newest_seed, points_of
+from bench.points import Kind, by_kind, kind_of, of_newest_seed, points_of
 from bench.rows import Row, read
 
 
@@ -86,6 +86,7 @@ def test_other_widths_are_kinds_of_their_own():
     points = {str(point.kind): point for point in points_of([*eight, *six, *three, *four])}
     assert {*points} == {"W8A8, FP8_BLOCK", "W6A16, Q6_K", "W3A8, int3_g128", "W4A16, Q4_K"}
     assert {point.kind.set for point in points.values()} == {"widths"}
+    assert kind_of(three[0] | {"set": "unknown"}).set == "unknown_widths"
     assert points["W8A8, FP8_BLOCK"].ratio == pytest.approx(0.9)
 
 

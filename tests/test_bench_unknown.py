@@ -132,7 +132,10 @@ def test_a_run_writes_rows_and_the_next_one_goes_on(on_the_cpu, monkeypatch, tmp
 def test_points_that_a_file_has_are_not_measured_again(tmp_path):
     path = tmp_path / "unknown.jsonl"
     assert unknown.measured(path, "w4a16", 7) == set()
-    path.write_text(json.dumps({"work": "w4a16", "n": 512, "k": 1024, "m": 3, "seed": 7}) + "\n")
+    row = {"work": "w4a16", "format": "int4_g128", "n": 512, "k": 1024, "m": 3, "seed": 7}
+    eight = row | {"work": "w8a16", "format": "e4m3_col_fp32", "m": 5}
+    path.write_text("".join(json.dumps(each) + "\n" for each in (row, eight)))
     assert unknown.measured(path, "w4a16", 7) == {(512, 1024, 3)}
     assert unknown.measured(path, "w4a8_exact", 7) == unknown.measured(path, "w4a16", 8) == set()
+    assert unknown.measured(path, "e4m3", 7) == {(512, 1024, 5)} and unknown.measured(path, "int8", 7) == set()
     assert unknown.unmeasured(points.Drawn(512, 1024, (1, 3, 9)), {(512, 1024, 3)}) == (1, 9)
