@@ -208,6 +208,10 @@ def test_experts_have_the_names_of_published_files(their_own: None, architecture
     ids = tokenizer("hello there", return_tensors="pt").input_ids
     with torch.inference_mode():
         assert theirs(ids).logits.isclose(ours(ids).logits, rtol=0.05, atol=0.02).all()  # theirs are rounded to bf16
+    ours.save_pretrained(tmp_path / "saved")  # as gate_up and down of all experts
+    assert convert(tmp_path / "saved", tmp_path / "again", *args[:2]) == 0
+    first, again = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "again"))
+    assert first.keys() == again.keys() and all(torch.equal(t, again[name]) for name, t in first.items())
 
 
 def test_layers_that_are_one_tensor_in_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

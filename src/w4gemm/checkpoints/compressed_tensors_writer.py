@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from w4gemm.checkpoints.account import Naming
 from w4gemm.checkpoints.base import Checkpoint, Module, Renamed
 from w4gemm.checkpoints.compressed_tensors import CompressedTensors
-from w4gemm.checkpoints.experts import GATE_UP, roles_of
+from w4gemm.checkpoints.experts import GATE_UP, as_in_models, roles_of
 from w4gemm.checkpoints.hugging_face import outline
 from w4gemm.core.errors import FormatError
 from w4gemm.core.formats import PER_COLUMN, WeightFormat
@@ -194,6 +195,7 @@ def in_files(source: Checkpoint, model: nn.Module | None = None) -> Renamed:
     """
     model = _model(source) if model is None else model
     state = {} if model is None else model.state_dict()
+    naming = None if model is None else Naming(model)
 
     def saved_as(name: str) -> list[str]:
         return _saved_as(model, name, state[name]) if name in state else [name]
@@ -201,7 +203,9 @@ def in_files(source: Checkpoint, model: nn.Module | None = None) -> Renamed:
     weights, modules = dict[str, str](), dict[str, Module]()
     for name, module in source.modules.items():
         if module.experts:
-            weights[name], modules[name] = _experts(name, module, saved_as(name))
+            known = as_in_models(source.modules, name)
+            saved = saved_as(known) if naming is None or known in state else saved_as(naming(known))
+            weights[name], modules[name] = _experts(known, module, saved)
         else:
             saved = saved_as(f"{name}.weight")  # else its weight is no tensor of its own in the files
             own_tensor = len(saved) == 1 and saved[0].endswith(".weight")

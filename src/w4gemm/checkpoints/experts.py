@@ -93,10 +93,22 @@ def stacks(modules: Mapping[str, Module]) -> dict[str, Stack]:
     return made
 
 
+def as_in_models(modules: Mapping[str, Module], name: str) -> str:
+    """Return the name of a module of all experts with the last part that models have; a saved ``W4Experts`` calls its
+    products ``gate_up``, with gates or without, and ``down``."""
+    owner, _, product = name.rpartition(".")
+    if product == "down":
+        return f"{owner}.{DOWN}"
+    if product != "gate_up":
+        return name
+    down = modules.get(f"{owner}.down")
+    return f"{owner}.{UP if down is not None and modules[name].n == down.k else GATE_UP}"
+
+
 def roles_of(modules: Mapping[str, Module], name: str) -> tuple[str, ...]:
     """Return the last parts of the names that the modules of single experts have of which this one is made, their rows
     in turn: as they were called, or as most models call them."""
-    owner, _, product = name.rpartition(".")
+    owner, _, product = as_in_models(modules, name).rpartition(".")
     gate_up = modules.get(f"{owner}.{GATE_UP}")
     fused = gate_up.fused if gate_up is not None and gate_up.fused else ("gate_proj", "up_proj")
     if product == UP:

@@ -129,7 +129,9 @@ def write_folder(
             else:
                 tensors: dict[str, torch.Tensor] = {}
                 for name in names:
-                    tensors |= _stored(checkpoint, name, writer, dtypes.get(name, dtype))
+                    stored = _stored(checkpoint, name, writer, dtypes.get(name, dtype))
+                    assert tensors.keys().isdisjoint(stored), f"{name} is stored by the names of another module"
+                    tensors |= stored
                     done += 1
                     progress(done, total, name)
                 progress(done, total, f"writing {file.name}")
