@@ -51,7 +51,13 @@ REFERENCE: dict[str, tuple[str, str, tuple[str, ...]]] = {
         "Layers",
         "Modules for models, and the routing of tokens to experts.",
         (
-            *("w4gemm.W4Linear", "w4gemm.W4GroupedLinear", "w4gemm.W4Experts"),
+            *(
+                "w4gemm.W4Linear",
+                "w4gemm.W4GroupedLinear",
+                "w4gemm.W4Experts",
+                "w4gemm.W4Embedding",
+                "w4gemm.embedding",
+            ),
             *("w4gemm.Router", "w4gemm.choose_experts", "w4gemm.route", "w4gemm.Routing", "w4gemm.combine"),
         ),
     ),

@@ -253,6 +253,10 @@ class Made(NamedTuple):
         x8, scale = w4gemm.quantize_activations(x, norm_weight=weight, silu_mul=front == "silu_mul")
         return x8.view(torch.uint8) if front == "" else x8.float() * scale[:, None], scale
 
+    def looked_up(self, format: str) -> torch.Tensor:
+        w = random_weight(WeightFormat.parse(format), 70, 200, 1).to(self.device).repack()
+        return w4gemm.embedding(self.integers(0, 69, 11, dtype=torch.int64), w, torch.bfloat16)
+
     def updated(self, format: str, *shape: int) -> tuple[torch.Tensor, ...]:
         """The numbers of a weight of pairs, or of several experts', after :func:`w4gemm.update_`."""
         *leading, n, k = shape
@@ -305,6 +309,10 @@ HELPER_CALLS: dict[str, Callable[[Made], Any]] = {
         for front in ("", "norm", "silu_mul")
     },
     **{
+        f"embedding_rows {format}": lambda made, format=format: made.looked_up(format)
+        for format in ("q4_k", "nf4_g16_fp16", "int6_g64_zint")
+    },
+    **{
         f"column_gather {k}": lambda made, k=k: gather_columns(made.half(5, k), torch.randperm(k).int().to(made.device))
         for k in (640, 1001)
     },
@@ -327,7 +335,7 @@ def run_helper(name: str) -> None:
         torch.manual_seed(1)
         results = HELPER_CALLS[name](Made.on(device))
         into += [t.cpu().double() for t in (results if isinstance(results, tuple) else (results,))]
-    exact, rounded = name.startswith("weight_quantize"), "quantize" in name
+    exact, rounded = name.startswith(("weight_quantize", "embedding_rows")), "quantize" in name
     rtol, atol = (0, 0) if exact else (0.07 if rounded else 0.02, 0.02)
     for a, b in zip(ours, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=rtol, atol=atol, msg=name)

@@ -63,6 +63,7 @@ HELPERS: dict[str, tuple[tuple[Any, ...], ...]] = {
     "gate_halves": (("bfloat16", "silu_mul"),),
     "row_sums": ((32,), (128,)),
     "adapted_rows": (("bfloat16", "silu_mul", True), ("float16", "swiglu_oai", False)),
+    "embedding_rows": (("bfloat16", "q4_k", 4096), ("float16", "iq4_g32_fp16", 4096, False)),
     "step_attention": (("bfloat16", 128, 4, 2, False), ("float16", 64, 8, 1, True)),
 }
 """By the helper's name, what its ``of`` takes beside the device; dtypes by name. All are in every sample."""

@@ -21,6 +21,7 @@ from w4gemm.core.problem import H200, GemmProblem
 from w4gemm.jit import object_code
 from w4gemm.kernels import config_named
 from w4gemm.kernels.helpers.activation_quantize import FRONTS, ActivationQuantize
+from w4gemm.kernels.helpers.embedding_rows import EmbeddingRows
 from w4gemm.kernels.helpers.experts import AdaptedRows, ExpertRoute, RowCombine
 from w4gemm.kernels.helpers.row_sums import RowSums
 from w4gemm.kernels.helpers.rows import ColumnGather, GateHalves, RmsNorm
@@ -104,6 +105,7 @@ OTHERS = (
     *(RowCombine.of(H200, torch.bfloat16, 8, added) for added in (False, True)),
     AdaptedRows.of(H200, torch.bfloat16, "silu_mul", True),
     RowSums.of(H200, 64),
+    EmbeddingRows.of(H200, torch.bfloat16, "q4_k", 4096),
 )
 
 

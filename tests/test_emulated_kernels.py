@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from conformance.cases import FP8, WIDTHS, assert_close, random_weight
+from conformance.cases import FORMATS, FP8, WIDTHS, assert_close, random_weight
 from emulator.kernel import Emulator
 from emulator.machine import TensorMap
 from emulator.ptx import Program, kernels, ptx_of
@@ -29,6 +29,7 @@ from w4gemm.kernels import config_named, kernel_named
 from w4gemm.kernels.arguments import NO_ROWS, Arguments, ExpertRows, nested
 from w4gemm.kernels.base import Operands
 from w4gemm.kernels.helpers.activation_quantize import ActivationQuantize
+from w4gemm.kernels.helpers.embedding_rows import EmbeddingRows
 from w4gemm.kernels.helpers.experts import AdaptedRows, RowCombine
 from w4gemm.kernels.helpers.row_sums import RowSums, row_sums
 from w4gemm.kernels.helpers.rows import GateHalves, RmsNorm
@@ -335,6 +336,21 @@ def test_dequantized_weights(format: WeightFormat) -> None:
     program = program_of(kernel.unit(problem, kernel.configs(problem)[0]))
     Emulator(program, 1).run(w.repack("mma16").tensors[0], dense.view(torch.int32))
     assert torch.equal(dense, w.dequantize(dtype))
+
+
+@pytest.mark.sampled(0.4)
+@pytest.mark.parametrize("wide", [True, False], ids=["int64", "int32"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("format", [f for f in FORMATS if EmbeddingRows.of(H200, torch.float16, f, 200)], ids=str)
+def test_embedding_rows(format: WeightFormat, dtype: torch.dtype, wide: bool) -> None:
+    """Every bit is that of dequantize; ids outside give NaN and read nothing elsewhere. Two CTAs of several turns."""
+    w, ids = random_weight(format, 130, 200), torch.tensor([129, 0, 64, -1, 7, 7, 130, 63, 15, 24])
+    out = torch.full((len(ids) * 5, 200), torch.nan, dtype=dtype)
+    program = program_of(EmbeddingRows.of(H200, dtype, format, 200, wide).unit())
+    many = ids.repeat(5).to(torch.int64 if wide else torch.int32)
+    Emulator(program, 2).run(w.repack("mma16").tensors[0], many, out, w.n)
+    inside = (many >= 0) & (many < w.n)
+    assert torch.equal(out[inside], w.dequantize(dtype)[many[inside]]) and out[~inside].isnan().all()
 
 
 def test_configs_of_one_order_give_equal_bits_with_zero_points_of_two_levels() -> None:

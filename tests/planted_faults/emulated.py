@@ -61,6 +61,13 @@ FAULTS = (
         _EMULATED + "row_sums",
     ),
     Fault(
+        "row 8 of a strip is taken for row 0",
+        "src/w4gemm/kernels/helpers/device/embedding_rows.py",
+        "row % STRIP_N >= 8",
+        "row % STRIP_N > 8",
+        _EMULATED + "embedding_rows",
+    ),
+    Fault(
         "an expert's block scales begin at an even row",
         _SM90 + "consumer.py",
         "scales=pipeline.scales + rows.first % 4 * 4)",

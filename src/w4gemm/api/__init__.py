@@ -1,9 +1,10 @@
 """The public functions and classes, which :mod:`w4gemm` exports."""
 
 from w4gemm.api.activations import quantize_activations
+from w4gemm.api.embedding import embedding
 from w4gemm.api.experts import W4Experts, W4GroupedLinear
 from w4gemm.api.grouped import grouped_linear, masked_linear
-from w4gemm.api.nn import W4Linear
+from w4gemm.api.nn import W4Embedding, W4Linear
 from w4gemm.api.ops import linear
 from w4gemm.api.routing import Routing, choose_experts, combine, route
 from w4gemm.api.runner import MixedGemm
@@ -31,6 +32,7 @@ __all__ = [
     "Router",
     "Routing",
     "UnsupportedError",
+    "W4Embedding",
     "W4Experts",
     "W4GroupedLinear",
     "W4Linear",
@@ -40,6 +42,7 @@ __all__ = [
     "codebook",
     "combine",
     "configs",
+    "embedding",
     "explain",
     "fold_scales",
     "grouped_linear",

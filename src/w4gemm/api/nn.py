@@ -1,14 +1,15 @@
-"""The layer that replaces ``torch.nn.Linear``: :class:`W4Linear`."""
+"""The layers that replace ``torch.nn.Linear`` and ``torch.nn.Embedding``: :class:`W4Linear`, :class:`W4Embedding`."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, ParamSpec
+from typing import TYPE_CHECKING, ClassVar, ParamSpec
 
 import torch
 
 from w4gemm.api.arguments import DTYPES, FP8, checked_activation
+from w4gemm.api.embedding import embedding
 from w4gemm.api.modes import autocast, layer_dtype
 from w4gemm.api.ops import linear
 from w4gemm.api.packed_module import PackedModule, check_dtype
@@ -106,9 +107,7 @@ class W4Linear(PackedModule):
         dtype = torch.get_default_dtype() if dtype is None else dtype
         check_dtype(dtype)
         device = device_here(torch.get_default_device() if device is None else device)
-        shapes = packed_shape(format, "canonical", out_features, in_features).tensors
-        tensors = tuple(torch.zeros(shape, dtype=stored, device=device) for stored, shape in shapes)
-        w = QuantizedWeight(format, out_features, in_features, "canonical", tensors, activations=activations)
+        w = _zeros(format, out_features, in_features, device, activations)
         super().__init__(w, torch.zeros(out_features, dtype=dtype, device=device) if bias else None, dtype)
         self.activation = checked_activation(activation, out_features)
         self.batch_invariant = batch_invariant
@@ -181,3 +180,96 @@ def _check_dtypes(bias: torch.Tensor | None, x: object) -> None:
     """Raise TypeError if x is not fp8 and differs in dtype from the layer's bias."""
     if bias is not None and isinstance(x, torch.Tensor) and x.dtype in DTYPES and x.dtype not in (FP8, bias.dtype):
         raise TypeError(f"x: wanted {bias.dtype} like the layer's bias, got {x.dtype}")
+
+
+def _zeros(
+    format: WeightFormat, n: int, k: int, device: torch.device, activations: str | None = None
+) -> QuantizedWeight:
+    """Return a weight whose stored tensors are zeros."""
+    shapes = packed_shape(format, "canonical", n, k).tensors
+    tensors = tuple(torch.zeros(shape, dtype=stored, device=device) for stored, shape in shapes)
+    return QuantizedWeight(format, n, k, "canonical", tensors, activations=activations)
+
+
+class W4Embedding(PackedModule):
+    """The rows of a quantized weight by their ids: ids (...) to (..., embedding_dim), in ``dtype``. It replaces
+    torch.nn.Embedding, bit for bit that of ``weight.dequantize(dtype)``; there are no gradients to the rows. An id
+    that there is not raises IndexError on the CPU, and gives NaN on a GPU, see :func:`w4gemm.embedding`.
+
+    Make one with :meth:`from_weight`, or make it with zeros and load a state dict. Weight, buffers and state dict are
+    as of :class:`W4Linear`, without a bias and factors; ``half()`` and ``to(dtype)`` set the ``dtype`` of the rows.
+
+    Args:
+        num_embeddings, embedding_dim: n and k, the weight's rows and columns.
+        padding_idx: kept as an attribute, because models read it: rows have no gradients to leave out.
+        format: format of the weight, or its string. The weight starts at zero.
+        dtype: of the rows, float32, float16 or bfloat16; None for torch's default dtype.
+        device: device of the layer; None for torch's default device.
+
+    Raises:
+        TypeError, ValueError: for a bad size, format, dtype or device; the message names it.
+
+    Examples:
+        >>> w = w4gemm.quantize(torch.randn(1000, 256), "int4_g32")
+        >>> w4gemm.W4Embedding.from_weight(w)(torch.tensor([[3, 999]])).shape
+        torch.Size([1, 2, 256])
+    """
+
+    scale_names: ClassVar[tuple[str, ...]] = ()
+    padding_idx: int | None = None
+    if TYPE_CHECKING:
+        __call__: Callable[..., torch.Tensor]
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        format: WeightFormat | str = WeightFormat(),
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        for name, size in (("num_embeddings", num_embeddings), ("embedding_dim", embedding_dim)):
+            require_int(name, size)
+        device = device_here(torch.get_default_device() if device is None else device)
+        super().__init__(_zeros(WeightFormat.of(format), num_embeddings, embedding_dim, device), None, dtype)
+        self.padding_idx = padding_idx
+
+    @classmethod
+    def from_weight(
+        cls, w: QuantizedWeight, padding_idx: int | None = None, *, dtype: torch.dtype | None = None
+    ) -> W4Embedding:
+        """Return an embedding with the rows of ``w``, on its device.
+
+        Raises:
+            TypeError, ValueError: for a bad weight or dtype; the message names it.
+        """
+        made = cls.__new__(cls)
+        PackedModule.__init__(made, w, None, dtype)
+        made.padding_idx = padding_idx
+        return made
+
+    @property
+    def num_embeddings(self) -> int:
+        """Rows of the weight."""
+        return self.out_features
+
+    @property
+    def embedding_dim(self) -> int:
+        """Columns of the weight."""
+        return self.in_features
+
+    def _placed(self, w: QuantizedWeight) -> QuantizedWeight:
+        # the CPU's products read a table of columns, where a row lies scattered
+        return w.repack("canonical" if w.device.type == "cpu" else None, activations=None)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the rows (..., embedding_dim) of ids (...), int32 or int64."""
+        return embedding(ids, self.weight, self.dtype)
+
+    def extra_repr(self) -> str:
+        padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
+        return (
+            f"{self.num_embeddings}, {self.embedding_dim}{padding}, format={self.format}, layout={self.weight.layout}"
+        )

@@ -36,7 +36,8 @@ def _named_tensor(name: str) -> property:
 
 class PackedModule(torch.nn.Module):
     """A module with a ``weight``, whose tensors are the buffers ``packed0``, ``packed1``, ... and ``packed_perm``; with
-    a bias, and a state dict. Its subclasses are :class:`w4gemm.W4Linear` and :class:`w4gemm.W4GroupedLinear`.
+    a bias, and a state dict. Its subclasses are :class:`w4gemm.W4Linear`, :class:`w4gemm.W4GroupedLinear` and
+    :class:`w4gemm.W4Embedding`.
 
     The buffers ``packed0``, ... hold bytes, because a conversion of a module's dtype leaves integers alone, and because
     every backend of torch.distributed sends bytes. The product always takes what the buffers hold, since accelerate's
@@ -133,9 +134,13 @@ class PackedModule(torch.nn.Module):
     def activations(self, activations: str | None) -> None:
         self._set_weight(self.weight.repack(activations=activations))
 
+    def _placed(self, w: QuantizedWeight) -> QuantizedWeight:
+        """Return a weight in the layout that the module reads on the weight's device."""
+        return w.repack()
+
     def _set_weight(self, w: QuantizedWeight) -> QuantizedWeight:
         """Repack ``w`` for its device, keep it and register its tensors; return it."""
-        w = w.repack().of_layer(self.dtype)
+        w = self._placed(w).of_layer(self.dtype)
         packed = {f"packed{i}": t.view(torch.uint8) for i, t in enumerate(w.tensors)}
         if w.perm is not None:
             packed["packed_perm"] = w.perm
@@ -150,7 +155,7 @@ class PackedModule(torch.nn.Module):
     def _of_buffers(self) -> QuantizedWeight:
         """Return the weight of the buffers after some were replaced. Unless a call is traced, the module keeps it."""
         if is_watched():
-            return self._with_buffers().repack().of_layer(self.dtype)
+            return self._placed(self._with_buffers()).of_layer(self.dtype)
         with _replacing:
             w, packed = self._held
             if all(self._buffers.get(name) is t for name, t in packed):

@@ -17,6 +17,7 @@ from w4gemm.kernels.dequantize_gemm.spec import DequantizeGemm
 from w4gemm.kernels.expert_layer.spec import ExpertLayer
 from w4gemm.kernels.helpers.activation_quantize import ActivationQuantize
 from w4gemm.kernels.helpers.base import Helper, launcher
+from w4gemm.kernels.helpers.embedding_rows import EmbeddingRows
 from w4gemm.kernels.helpers.experts import AdaptedRows, ExpertChoice, ExpertRoute, RowCombine
 from w4gemm.kernels.helpers.row_sums import RowSums
 from w4gemm.kernels.helpers.rows import ColumnGather, GateHalves, RmsNorm
@@ -41,7 +42,7 @@ KERNELS: tuple[Kernel, ...] = (
 
 HELPERS: tuple[type[Helper], ...] = (
     *(ColumnGather, ExpertRoute, RowCombine, ActivationQuantize),
-    *(RmsNorm, GateHalves, StepAttention, ExpertLayer, ExpertChoice, AdaptedRows, RowSums),
+    *(RmsNorm, GateHalves, StepAttention, ExpertLayer, ExpertChoice, AdaptedRows, RowSums, EmbeddingRows),
 )
 """The small kernels beside the products."""
 

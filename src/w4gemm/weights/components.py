@@ -11,8 +11,9 @@ import torch
 
 from w4gemm.core.errors import is_int
 from w4gemm.core.format_names import SMALLEST_GROUP
-from w4gemm.core.formats import SCALES, WeightFormat
-from w4gemm.packing.layouts import WeightComponents
+from w4gemm.core.formats import SCALE_OF, SCALES, WeightFormat
+from w4gemm.packing.layouts import PackLayout, WeightComponents
+from w4gemm.packing.repack import Matrix
 
 # --- numbers ---------------------------------------------------------------------------------------------------------
 
@@ -43,6 +44,18 @@ def dequantize_parts(parts: WeightComponents, format: WeightFormat, dtype: torch
     if scales.dtype == torch.float32:
         return (u * spread(scales) + spread(zeros)).to(dtype)
     return rounded_sum(u * spread(scales), spread(zeros), dtype)
+
+
+def dequantize_rows(
+    layout: PackLayout, tensors: tuple[torch.Tensor, ...], matrix: Matrix, ids: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return the rows ``ids``, int64 (rows,), of a weight, as :func:`dequantize_parts` gives them, with columns in
+    packed order."""
+    format = matrix.format
+    parts = layout.unpack_rows(tensors, format, matrix.k, ids)
+    if format.scale_rule.block_rows:  # each row has its own now
+        format = replace(format, scale=SCALE_OF[format.scale_dtype])
+    return dequantize_parts(parts, format, dtype)
 
 
 def with_plain_scales(parts: WeightComponents, format: WeightFormat) -> WeightComponents:

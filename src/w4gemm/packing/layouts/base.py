@@ -55,6 +55,13 @@ class PackLayout(Protocol):
 
     def unpack(self, tensors: tuple[torch.Tensor, ...], format: WeightFormat, n: int, k: int) -> WeightComponents: ...
 
+    def unpack_rows(
+        self, tensors: tuple[torch.Tensor, ...], format: WeightFormat, k: int, ids: torch.Tensor
+    ) -> WeightComponents:
+        """Unpack the rows ``ids``, int64 (rows,), in their order. Each has scales of its own, also where blocks of rows
+        share them."""
+        ...
+
 
 class CanonicalLayout:
     """The layout that is saved, sharded and converted: plain row-major.
@@ -90,6 +97,15 @@ class CanonicalLayout:
         parts = self.unpack_scales(tensors, format, k)
         return parts._replace(codes=unpack(parts.codes, format.bits)[:, :k].contiguous())
 
+    def unpack_rows(
+        self, tensors: tuple[torch.Tensor, ...], format: WeightFormat, k: int, ids: torch.Tensor
+    ) -> WeightComponents:
+        codes, scales, *others = tensors
+        in_block = format.scale_rule.block_rows
+        of_scales = ids // in_block * 2 + ids % 2 if in_block else ids
+        rows = (picked(codes, ids), picked(scales, of_scales), *(picked(t, ids) for t in others))
+        return self.unpack(rows, format, len(ids), k)
+
     def unpack_scales(self, tensors: tuple[torch.Tensor, ...], format: WeightFormat, k: int) -> WeightComponents:
         """Like :meth:`unpack`, but with the codes as they are packed."""
         named = dict(zip(format.part_names, tensors, strict=True))
@@ -98,6 +114,11 @@ class CanonicalLayout:
             levels = {name: unpack(named[name], _level_bits(format))[:, :groups] for name in ("scales", "zeros")}
             named |= {name: t.contiguous() for name, t in levels.items()}
         return WeightComponents.of(named.get(name) for name in WeightComponents._fields)
+
+
+def picked(t: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Return t[rows], also of fp8, which PyTorch 2.8 does not gather on the CPU."""
+    return t.view(torch.uint8)[rows].view(t.dtype) if t.itemsize == 1 else t[rows]
 
 
 def _level_bits(format: WeightFormat) -> int:

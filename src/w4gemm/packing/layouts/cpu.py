@@ -72,6 +72,18 @@ class CpuLayout:
         factors = numbers.pop().unflatten(1, (-1, format.factors)) if format.has_factors else None
         return WeightComponents(numbers[0], numbers[1], numbers[2] if format.has_zero else None, factors=factors)
 
+    def unpack_rows(
+        self, tensors: tuple[torch.Tensor, ...], format: WeightFormat, k: int, ids: torch.Tensor
+    ) -> WeightComponents:
+        rows, *scales = tensors
+        bits, chunk, row = table_bits(format), ids // TABLE_N, ids % TABLE_N
+        codes = rows[chunk, :, row * bits // 8] >> (row * bits % 8)[:, None] & 2**bits - 1
+        numbers = [t[chunk, :, row] for t in scales]
+        factors = numbers.pop().unflatten(1, (-1, format.factors)) if format.has_factors else None
+        return WeightComponents(
+            codes.to(torch.uint8), numbers[0], numbers[1] if format.has_zero else None, None, factors
+        )
+
 
 def _chunked(t: torch.Tensor) -> torch.Tensor:
     """(n, columns) to (chunks, columns, TABLE_N), filled up with zeros."""

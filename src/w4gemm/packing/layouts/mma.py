@@ -29,7 +29,10 @@ import torch
 from w4gemm.core.formats import TensorShape, WeightFormat
 from w4gemm.packing.block import BLOCK_K, BLOCK_N, Block
 from w4gemm.packing.codecs import Codec, Fragment, codec_for, refusal
-from w4gemm.packing.layouts.base import WeightComponents
+from w4gemm.packing.layouts.base import WeightComponents, picked
+
+_ELEMENTS = 2**22
+"""Elements of whole blocks that are unpacked at a time for some of their rows."""
 
 
 class MmaLayout:
@@ -103,6 +106,39 @@ class MmaLayout:
             each = _from_scale_words(factors, columns.of_factors(format), n)
             factors = torch.stack([t.view(torch.float16) for t in each], dim=-1)
         return WeightComponents(codes, scales, zeros, channels if format.has_channels else None, factors)
+
+    def unpack_rows(
+        self, tensors: tuple[torch.Tensor, ...], format: WeightFormat, k: int, ids: torch.Tensor
+    ) -> WeightComponents:
+        """Blocks are unpacked whole, those of some rows at a time."""
+        some = ids.split(max(1, _ELEMENTS // BLOCK_N // k))
+        each = [self._rows_of_blocks(tensors, format, k, own) for own in some]
+        together = (None if ts[0] is None else _joined(ts) for ts in zip(*each, strict=True))
+        return WeightComponents.of(together)
+
+    def _rows_of_blocks(
+        self, tensors: tuple[torch.Tensor, ...], format: WeightFormat, k: int, ids: torch.Tensor
+    ) -> WeightComponents:
+        """Unpack as many whole blocks as rows share scales, and take one row of each."""
+        high, count = format.scale_rule.block_rows or BLOCK_N, len(ids)
+        first, (blocks, *channels) = ids // high * high, tensors
+
+        def whole(t: torch.Tensor, rows: int) -> torch.Tensor:
+            every = first[:, None] // rows + torch.arange(high // rows, device=ids.device)
+            return t[every.clamp(max=len(t) - 1).flatten()]
+
+        some = (whole(blocks, BLOCK_N), *(whole(t, 1) for t in channels))
+        parts = self.unpack(some, format, count * high, k)
+        own = torch.arange(count, device=ids.device) * high + ids % high
+        scales = format.scales_of_rows(parts.scales, count * high)
+        return WeightComponents.of(None if t is None else picked(t, own) for t in parts._replace(scales=scales))
+
+
+def _joined(tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """Return tensors one below the other, also of fp8."""
+    if tensors[0].itemsize > 1:
+        return torch.cat(tensors)
+    return torch.cat([t.view(torch.uint8) for t in tensors]).view(tensors[0].dtype)
 
 
 class _Columns(NamedTuple):

@@ -1,0 +1,79 @@
+"""Host side of the rows that an embedding looks up in a packed weight; ``w4gemm.api.embedding`` is its only caller."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from w4gemm.core.config import GemmConfig
+from w4gemm.core.formats import WeightFormat
+from w4gemm.core.problem import Device, GemmProblem
+from w4gemm.jit import Program
+from w4gemm.kernels.gpu import MOST_GROUP_WORDS, refused_groups
+from w4gemm.kernels.helpers.base import HALF_KINDS, Sm90Helper, half_rows
+from w4gemm.kernels.variant import GpuVariant
+from w4gemm.packing.block import BLOCK_K, BLOCK_N
+from w4gemm.packing.codecs import MMA16, codec_for
+
+_VECTOR = 8
+_CTAS_PER_SM = 16
+
+
+@dataclass(frozen=True)
+class EmbeddingRows(Sm90Helper):
+    """Rows of a weight in the layout ``mma16``, by ids, on SM90.
+
+    Args:
+        dtype: of the rows.
+        format: name of the weight's format.
+        wide: True for int64 ids, False for int32.
+    """
+
+    dtype: torch.dtype
+    format: str
+    wide: bool
+
+    name: ClassVar[str] = "embedding_rows"
+
+    @classmethod
+    def of(
+        cls, device: Device, dtype: torch.dtype, format: WeightFormat | str, k: int, wide: bool = True
+    ) -> EmbeddingRows | None:
+        """Return the kernel for rows of k columns; None where it does not run."""
+        format = WeightFormat.of(format)
+        codec = codec_for(format, MMA16)
+        if dtype not in HALF_KINDS or codec is None or codec.has_channels(format) or k % _VECTOR:
+            return None
+        if refused_groups(_problem(dtype, format), MOST_GROUP_WORDS) or not cls.runs(device):
+            return None
+        return cls(dtype, str(format), wide)
+
+    @staticmethod
+    def most_ctas(device: Device) -> int:
+        """CTAs of a launch at most, which then loop."""
+        return _CTAS_PER_SM * device.sms
+
+    def program(self) -> Program:
+        import cutlass
+        import cutlass.cute as cute
+        from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
+
+        from w4gemm.kernels.helpers.device.embedding_rows import EmbeddingRowsKernel
+
+        problem = _problem(self.dtype, WeightFormat.parse(self.format))
+        variant: GpuVariant = GpuVariant.of(problem, GemmConfig(1, BLOCK_N, BLOCK_K))
+        tokens, k = cute.sym_int(), cute.sym_int(divisibility=_VECTOR)
+        blocks = (cute.sym_int(), cute.sym_int(), variant.block.words)
+        weight = make_fake_compact_tensor(cutlass.Int32, blocks, stride_order=(2, 1, 0), assumed_align=16)
+        number = cutlass.Int64 if self.wide else cutlass.Int32
+        ids = make_fake_compact_tensor(number, (tokens,), assumed_align=number.width // 8)
+        out = half_rows(HALF_KINDS[self.dtype], tokens, k)
+        stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+        return Program(EmbeddingRowsKernel(variant), (weight, ids, out, 1, 1, stream))
+
+
+def _problem(dtype: torch.dtype, format: WeightFormat) -> GemmProblem:
+    """A problem with the weight's format and the rows' dtype, which alone matter."""
+    return GemmProblem(1, BLOCK_N, BLOCK_K, dtype, format, "mma16")
