@@ -16,7 +16,7 @@ import torch
 pytest.importorskip("transformers")
 
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, GPT2Config
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, GPT2Config
 
 import test_awq
 import test_bitsandbytes
@@ -181,6 +181,24 @@ def test_dense_folders(tmp_path: Path) -> None:
     assert summarize(from_pretrained(folder, quantization_config=W4GemmConfig())) == summarize(load(folder)[0])
     model.save_pretrained(tmp_path / "saved")
     assert torch.equal(logits(from_pretrained(tmp_path / "saved")), logits(model))
+    skip = tuple({name.rpartition(".")[2] for name in summarize(dense).dense})
+    with pytest.raises(ValueError, match="model: wanted one with dense linear layers to quantize, got 0 of "):
+        from_pretrained(folder, quantization_config=W4GemmConfig(skip=skip))
+
+
+def test_a_tied_head_in_place_is_a_weight_of_its_own(tmp_path: Path) -> None:
+    """``tie_weights`` set a dense weight on it, which was a KeyError, and other readers of a saved folder tied both."""
+    config = AutoConfig.from_pretrained(write_dense(tmp_path, "llama"))
+    config.tie_word_embeddings = True
+    model = quantize_layers(AutoModelForCausalLM.from_config(config), skip=())
+    expected = logits(model)
+    model.tie_weights()
+    describe(model)
+    assert not model.config.tie_word_embeddings and torch.equal(logits(model), expected)
+    model.save_pretrained(tmp_path / "saved")
+    assert torch.equal(logits(from_pretrained(tmp_path / "saved")), expected)
+    with pytest.raises(TypeError, match=r"weight: wanted a QuantizedWeight of no experts, got torch.float32 \("):
+        model.lm_head.weight = model.get_input_embeddings().weight
 
 
 def test_a_device_map_is_planned_by_packed_bytes_and_reaches_every_tensor(tmp_path: Path) -> None:
@@ -348,6 +366,7 @@ def test_dequantize(tmp_path: Path) -> None:
     write_model(tmp_path, *FOLDERS["awq"])
     model = from_pretrained(tmp_path, quantization_config=W4GemmConfig())
     expected = dequantize_layers(load(tmp_path)[0], torch.float32)
+    model.save_pretrained(tmp_path / "saved")  # which leaves the name of a dtype in the config
     dense = model.dequantize()
     assert not summarize(dense).quantized
     assert torch.equal(logits(dense), logits(expected))

@@ -88,14 +88,14 @@ class PackedModule(torch.nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute. A value that contradicts the weight, or would have no effect, is refused. Scales stay
-        buffers, even if the value is a parameter."""
+        buffers, even if the value is a parameter, and the weight a property."""
         if name == "dtype":
             check_dtype(value)
         elif name == "batch_invariant":
             require_bool(name, value)
         elif name in _OF_WEIGHT and (held := self.__dict__.get("_held")) is not None:
             _check_attribute(name, value, held[0])
-        if name in self.scale_names and isinstance(value, torch.nn.Parameter):
+        if name in (*self.scale_names, "weight") and isinstance(value, torch.nn.Parameter):
             value = value.detach()
         super().__setattr__(name, value)
         if name == "dtype" and "_held" in self.__dict__:

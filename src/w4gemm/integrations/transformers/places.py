@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -299,10 +299,7 @@ class Placement:
         there = packed | {recipe.targets[0] for recipe in recipes}
         in_4_bits = packed | {recipe.targets[0] for recipe in recipes if self._is_made(recipe)}
         untied = [t for t, s in pairs.items() if {t, s} & packed or ({t, s} <= there and {t, s} & in_4_bits)]
-        for target in untied:
-            del pairs[target]
-        for config in (self._model.config, self._model.config.get_text_config()) if untied else ():
-            config.tie_word_embeddings = False
+        untie(self._model, untied)
 
     def _is_made(self, recipe: Recipe) -> bool:
         return any(name in self._made for name in recipe.names)
@@ -360,6 +357,14 @@ class Placement:
             reasons.setdefault(reason, []).append(name)
         for reason, names in reasons.items():
             _log.info("%s: left out: %s: %s", self._checkpoint.path, listed(names), reason)
+
+
+def untie(model: PreTrainedModel, targets: Iterable[str]) -> None:
+    """Let some parameters that the config ties to others be their own."""
+    for target in targets:
+        del model.all_tied_weights_keys[target]
+        for config in (model.config, model.config.get_text_config()):
+            config.tie_word_embeddings = False
 
 
 def _parameters(experts: nn.Module | None) -> dict[str, str]:

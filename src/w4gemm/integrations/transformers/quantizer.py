@@ -11,6 +11,7 @@ Importing this file registers it for the method "w4gemm". transformers 5.17 to 5
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import re
 from collections.abc import Collection, Iterator, Sequence
@@ -46,8 +47,8 @@ from w4gemm.integrations.transformers.awaited import (
     put_experts,
 )
 from w4gemm.integrations.transformers.config import W4GemmConfig
-from w4gemm.integrations.transformers.layers import DenseExperts, dequantize_layers, to_quantize
-from w4gemm.integrations.transformers.places import Placement, dtype_of
+from w4gemm.integrations.transformers.layers import DenseExperts, dequantize_layers, summarize, to_quantize
+from w4gemm.integrations.transformers.places import Placement, dtype_of, untie
 from w4gemm.integrations.transformers.saving import (
     alarm_of,
     compressed_tensors,
@@ -196,11 +197,15 @@ class W4GemmQuantizer(HfQuantizer):
         config = self.quantization_config
         format = None if config.format is None else parse_format_name(config.format)[0]
         kept = {*get_keys_to_not_convert(model), *(model._keep_in_fp32_modules or ())}
-        if not set(SKIP) <= set(config.skip) and not model.config.get_text_config().tie_word_embeddings:
-            kept -= {name for name, m in model.named_modules() if m is model.get_output_embeddings()}
+        if not set(SKIP) <= set(config.skip):
+            tied, head = itertools.chain(*model.all_tied_weights_keys.items()), model.get_output_embeddings()
+            kept -= {name for name, m in model.named_modules() if m is head} - {t.removesuffix(".weight") for t in tied}
         layers, experts = to_quantize(model, tuple(config.skip))
+        stay = {name for name in layers if name in kept or kept & {*name.split(".")} or f"{name}.weight" in new}
+        if not layers.keys() - stay and not experts:
+            raise ValueError(f"model: wanted one with dense linear layers to quantize, got {summarize(model)}")
         for name, layer in layers.items():
-            if name not in kept and not kept & set(name.split(".")) and f"{name}.weight" not in new:
+            if name not in stay:
                 model.set_submodule(name, AwaitedDense(layer, format or default_format(layer.in_features)))
         for owner, products in experts.items():
             put_experts(model, owner, AwaitedDenseExperts(model.get_submodule(owner), model.config, products, format))
@@ -300,7 +305,7 @@ class W4GemmQuantizer(HfQuantizer):
         return dequantize_layers(model, dtype or model.dtype)
 
     def dequantize(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> nn.Module:
-        super().dequantize(model, dtype)
+        super().dequantize(model, dtype or model.dtype)  # which a saved model's config says by a name
         if _has_dense_experts(model):
             describe(model)  # for transformers has removed this quantizer, which refuses to save them
         return model
@@ -352,6 +357,7 @@ def describe(model: PreTrainedModel) -> W4GemmQuantizer:
         quantizer = W4GemmQuantizer(W4GemmConfig())
     config, own = quantizer.quantization_config, settings(layers.items())
     config.format, config.modules, config.activations = own["format"], own["modules"], None
+    _untie_packed(model)
     model.hf_quantizer, model.is_quantized = quantizer, bool(layers)
     if layers:
         model.quantization_method, model.config.quantization_config = METHOD, config
@@ -365,6 +371,13 @@ def refuse_to_save_undescribed(model: PreTrainedModel) -> None:
     that it holds quantized layers, and transformers would load it with random ones."""
     if not isinstance(getattr(model, "hf_quantizer", None), W4GemmQuantizer):
         model.hf_quantizer = W4GemmQuantizer(W4GemmConfig())
+    _untie_packed(model)
+
+
+def _untie_packed(model: PreTrainedModel) -> None:
+    """Let a quantized head be another weight than the embedding that it was, for ``tie_weights`` and saved folders."""
+    packed = {f"{name}.weight" for name, m in model.named_modules() if isinstance(m, W4Linear)}
+    untie(model, [t for t, source in model.all_tied_weights_keys.items() if {t, source} & packed])
 
 
 def _refuse_to_resize_packed_heads() -> None:
