@@ -28,7 +28,9 @@ class StubModules:
         """Put a class or function into modules; the first is the one that defines it."""
 
         def put(value: Any) -> Any:
-            value.__module__ = f"{self.root}.{modules[0]}"
+            own = vars(value).values() if isinstance(value, type) else ()
+            for each in (value, *(function for function in own if isinstance(function, types.FunctionType))):
+                each.__module__ = f"{self.root}.{modules[0]}"
             for module in modules:
                 self.put(module, **{value.__name__: value})
             return value

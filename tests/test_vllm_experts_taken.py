@@ -81,6 +81,22 @@ def test_refused(
     assert reason in line and f"experts of {type(layers[0].quant_method).__name__} to vLLM's own kernels" in line
 
 
+def test_experts_of_a_method_that_another_program_has_replaced(
+    experts: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As verl replaces vLLM's, to bring new weights into tensors that vLLM's own kernels have."""
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+    from vllm.model_executor.layers.quantization.auto_gptq import AutoGPTQMoEMethod
+
+    monkeypatch.setattr(AutoGPTQMoEMethod, "process_weights_after_loading", lambda self, layer: None, raising=False)
+    monkeypatch.setattr(AutoGPTQMoEMethod, "create_weights", lambda self, layer: None, raising=False)
+    with caplog.at_level(logging.INFO, "vllm.w4gemm"):
+        layer = RoutedExperts(*layer_arguments(CASES[0], {}))
+    assert type(layer.quant_method) is AutoGPTQMoEMethod
+    replaced = "test_vllm_experts_taken has replaced their AutoGPTQMoEMethod.process_weights_after_loading"
+    assert replaced in takeover_lines(caplog)[0]
+
+
 def test_experts_whose_gpus_come_and_go(
     experts: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -206,6 +222,16 @@ def test_all_experts_that_are_packed_were_loaded(experts: ModuleType, monkeypatc
         layer.quant_method.process_weights_after_loading(layer)
         assert layer.runs_on_vllm
     layer = loaded()
+    layer.quant_method.process_weights_after_loading(layer)
+    assert not hasattr(layer, "runs_on_vllm")
+
+
+def test_random_scales_of_the_dummy_loader(experts: ModuleType) -> None:
+    """vLLM leaves some as their memory was, which may be NaN."""
+    layer = mixture(MXFP4, packed=False).layer
+    for product in ("w13", "w2"):
+        getattr(layer, f"{product}_weight_scale").data.fill_(255)
+    layer.quant_method.is_drawn = True
     layer.quant_method.process_weights_after_loading(layer)
     assert not hasattr(layer, "runs_on_vllm")
 

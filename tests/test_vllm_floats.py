@@ -195,6 +195,26 @@ def test_our_kernel_takes_the_place_of_one_that_vllm_names(
     assert torch.equal(layer.scheme.kernel.apply_weights(layer, x), w4gemm.linear(x, w))
 
 
+def test_a_scheme_that_another_program_has_replaced(
+    floats: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As verl replaces vLLM's: the kernel of the layer is then never asked to pack it."""
+    from vllm.model_executor.layers.quantization import get_quantization_config
+    from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsW4A4Fp4
+
+    config: Any = get_quantization_config("compressed-tensors")
+    for replaced in (False, True):
+        if replaced:
+            process = lambda self, layer: None  # noqa: E731
+            monkeypatch.setattr(CompressedTensorsW4A4Fp4, "process_weights_after_loading", process, raising=False)
+        layer: Any = torch.nn.Module()
+        with caplog.at_level(logging.INFO, "vllm.w4gemm"):
+            method = config({"Linear": {"input_activations": None}}).get_quant_method(layer, "mlp.down_proj")
+            method.create_weights(layer, K, [N], K, N, torch.bfloat16)
+        assert isinstance(layer.scheme.kernel, floats.W4GemmNvFp4LinearKernel) != replaced
+    assert "has replaced their CompressedTensorsW4A4Fp4.process_weights_after_loading" in caplog.text
+
+
 def test_a_layer_that_cannot_be_packed_runs_on_the_kernel_that_vllm_named(floats: ModuleType) -> None:
     layer, _ = weight_only()
     kernel = floats.W4GemmNvFp4LinearKernel(None, named=layer.scheme.kernel.left)

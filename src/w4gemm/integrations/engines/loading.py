@@ -33,6 +33,15 @@ def mark(layer: torch.nn.Module, names: Iterable[str]) -> None:
             units.copy_(marks)
 
 
+def draw(layer: torch.nn.Module, names: Iterable[str]) -> None:
+    """Make scales that are powers of two 1, in a layer that an engine has loaded random numbers into. It may leave them
+    as their memory was, where they may be NaN."""
+    for name in names:
+        parameter = layer._parameters.get(name)
+        if parameter is not None and parameter.dtype == torch.uint8 and "scale" in name:
+            parameter.data.fill_(127)
+
+
 def unloaded(parameter: torch.Tensor) -> float:
     """Return the share of a parameter that still holds marks: 0 if all of it was loaded."""
     if is_lazy(parameter):

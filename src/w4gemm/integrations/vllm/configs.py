@@ -8,6 +8,7 @@ For a merged layer of several formats, at which vLLM ends the start, they make a
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -55,14 +56,22 @@ class _Config:
         return method
 
     def _hooked_method(self, layer: torch.nn.Module, prefix: str) -> Any:
-        method = _method_of(super().get_quant_method, self, layer, prefix)  # type: ignore[misc]
-        for hook in _hooks:
-            method = hook(method, layer)
-        return method
+        own = super().get_quant_method  # type: ignore[misc]
+        method = _method_of(own, self, layer, prefix)
+        if method is not None and (reason := _why_replaced(self, method, layer)):
+            return _left_alone(lambda: _hooked(own(layer, prefix), layer), reason)
+        return _hooked(method, layer)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # pickle finds no class that is made at run time
         return _blank_config, (type(self).__mro__[2],), vars(self)
+
+
+def _hooked(method: Any, layer: torch.nn.Module) -> Any:
+    """Return the method that a layer gets by our hooks."""
+    for hook in _hooks:
+        method = hook(method, layer)
+    return method
 
 
 def _blank_config(base: type) -> Any:
@@ -73,6 +82,34 @@ def _blank_config(base: type) -> Any:
 @functools.cache
 def _config_class(base: type) -> type:
     return type(base.__name__, (_Config, base), {"__module__": __name__})
+
+
+def _why_replaced(config: Any, method: Any, layer: torch.nn.Module) -> str:
+    """Return why a layer is left to another program, or the empty string.
+
+    Of a model in fp8 one that has replaced vLLM's method for linear layers brings new weights to all, also to experts
+    in 4 bits.
+    """
+    classes = [type(method), type(getattr(layer, "scheme", None))]
+    with contextlib.suppress(ImportError):
+        from vllm.model_executor.layers.quantization.fp8 import Fp8Config, Fp8LinearMethod
+
+        classes += [Fp8LinearMethod] if isinstance(config, Fp8Config) else []
+    return next(filter(None, map(takeover.why_replaced, classes)), "")
+
+
+def _left_alone(make: Callable[[], Any], reason: str) -> Any:
+    """Return a method that ``make`` makes while nothing is taken over, also when it makes parameters."""
+    with takeover.leaving(reason):
+        method = make()
+    create = method.create_weights
+
+    def create_weights(*args: Any, **kwargs: Any) -> None:
+        with takeover.leaving(reason):
+            create(*args, **kwargs)
+
+    method.create_weights = create_weights
+    return method
 
 
 # --- merged layers of several formats --------------------------------------------------------------------------------

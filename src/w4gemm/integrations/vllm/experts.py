@@ -20,7 +20,7 @@ from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEM
 
 from w4gemm.core.activation import is_gated
 from w4gemm.integrations.engines.formats import PRODUCTS, ExpertsFormat
-from w4gemm.integrations.engines.loading import NOTHING_LOADED, check_known, check_loaded, mark
+from w4gemm.integrations.engines.loading import NOTHING_LOADED, check_known, check_loaded, draw, mark
 from w4gemm.integrations.vllm import takeover
 from w4gemm.integrations.vllm.configs import add_hook
 from w4gemm.integrations.vllm.experts_formats import LEFT, METHODS, fused_activation, in_pairs
@@ -94,6 +94,8 @@ class _Method:
     """The products of ``moe_kernel``; None until weights are loaded."""
     updates: Sequence[ReloadedUpdate] = ()
     """Updates of ``products`` with dense numbers."""
+    is_drawn = False
+    """True if vLLM loads random numbers (--load-format dummy)."""
     supports_pre_processed_weights = False
     """Whether vLLM's cache of weights (--load-format ipc_cache) may hand in experts as they were packed; it refuses
     the model then."""
@@ -114,7 +116,8 @@ class _Method:
     def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
         super().create_weights(layer, *args, **kwargs)  # type: ignore[misc]
         settings, format = read(self, layer)
-        if not takeover.is_dummy():
+        self.is_drawn = takeover.is_dummy()
+        if not self.is_drawn:
             mark(layer, format.parameters(settings, self.moe.has_bias))
         if settings.bits:  # GGUF's, of which some models have rows in another order, take none
             self.updates = self.dense_updates(layer.layer_name)
@@ -168,7 +171,10 @@ class _Method:
         if _LAST in layer._parameters:
             delattr(layer, _LAST)
         _clear_padding(layer, self.moe, format)
-        loaded_any = check_loaded(layer, format.parameters(settings, self.moe.has_bias), layer.layer_name)
+        names = format.parameters(settings, self.moe.has_bias)
+        if self.is_drawn:
+            draw(layer, names)
+        loaded_any = self.is_drawn or check_loaded(layer, names, layer.layer_name)
         try:
             if not loaded_any:
                 raise ValueError(NOTHING_LOADED)

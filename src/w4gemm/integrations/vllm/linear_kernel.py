@@ -17,7 +17,7 @@ from w4gemm.api.packed import PackedLinear
 from w4gemm.checkpoints.numbers import Numbers
 from w4gemm.core.epilogue import PLAIN, Epilogue
 from w4gemm.integrations.engines.engine import Capability
-from w4gemm.integrations.engines.loading import NOTHING_LOADED, check_loaded, mark
+from w4gemm.integrations.engines.loading import NOTHING_LOADED, check_loaded, draw, mark
 from w4gemm.integrations.engines.warmup import LinearUse, linear_need
 from w4gemm.integrations.vllm import fusion, takeover
 from w4gemm.integrations.vllm.updates import ReloadedUpdate, end_reload
@@ -91,6 +91,8 @@ class LinearKernel:
     """vLLM's own, for a layer that was left to it."""
     is_loaded = True
     """False if vLLM has loaded nothing of the layer."""
+    is_drawn = False
+    """True if vLLM loads random numbers (--load-format dummy)."""
     packed: tuple[PackedLayer, ...]
     """One, or several whose rows follow one another."""
 
@@ -314,8 +316,10 @@ def watch(method: Any, kernels: list[LinearKernel], name: str) -> None:
         if kernels and getattr(method, "supports_pre_processed_weights", False):
             own: type = type(method)
             method.__class__ = _out_of_caches(own)
-        if kernels and not takeover.is_dummy():
-            mark(layer, {*kernels[-1].parameters(layer), "qzeros"})
+        if kernels:
+            numbers = kernels[-1].parameters(layer)
+            kernels[-1].is_drawn = takeover.is_dummy()
+            mark(layer, {"qzeros"}.difference(numbers) if kernels[-1].is_drawn else {*numbers, "qzeros"})
         if kernels and not hasattr(layer, "num_embeddings"):  # vLLM compares weights of heads, and would find two empty
             turned = any(getattr(method, f"{side}_tfms", None) for side in ("input", "output"))
             updates.append(ReloadedUpdate("weight", name, _no_dense if turned else kernels[-1].weight))
@@ -331,7 +335,10 @@ def watch(method: Any, kernels: list[LinearKernel], name: str) -> None:
         for update in updates:
             update.close(layer)
         if kernels and kernels[-1].vllm_kernel is None:
-            kernels[-1].is_loaded = check_loaded(layer, kernels[-1].parameters(layer), name)
+            if kernels[-1].is_drawn:
+                draw(layer, kernels[-1].parameters(layer))
+            else:
+                kernels[-1].is_loaded = check_loaded(layer, kernels[-1].parameters(layer), name)
         process(layer)
         for update in updates:
             if kernels[-1].vllm_kernel is None:

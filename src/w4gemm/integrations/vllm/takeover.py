@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import Any
 
 from w4gemm.core import environment
@@ -35,6 +36,10 @@ _MOST_TOKENS = 8192
 """Tokens of a step if no config of vLLM says how many there can be."""
 _SEGMENT_MIB = 20
 """MiB that PyTorch allocates at a time for tensors of 1 to 10 MiB."""
+_PROCESS = "process_weights_after_loading"
+
+_left: ContextVar[str] = ContextVar("w4gemm_left", default="")
+"""Why the layer that vLLM makes now is left to it, or the empty string."""
 
 refuse = VLLM.refuse
 log = VLLM.log
@@ -46,13 +51,34 @@ def why_not_here(capability: Capability | None, fp8: bool = False) -> str:
     Args:
         capability, fp8: as for :meth:`w4gemm.integrations.engines.engine.Engine.why_not_here`.
     """
-    if reason := VLLM.why_not_here(capability, fp8):
+    if reason := VLLM.why_not_here(capability, fp8) or _left.get():
         return reason
     if _offloads():
         return OFFLOADED
     if _is_elastic():
         return _ELASTIC
     return PACKED_BEFORE if _load_format() in _OF_ENGINES else ""
+
+
+@contextmanager
+def leaving(reason: str) -> Iterator[None]:
+    """Take over no layer that vLLM makes meanwhile."""
+    token = _left.set(reason)
+    try:
+        yield
+    finally:
+        _left.reset(token)
+
+
+def why_replaced(cls: type) -> str:
+    """Return why layers are left to another program, or the empty string: it has put a function of its own in the place
+    of a method's or scheme's of vLLM's that packs what was loaded. verl does to get new weights in, which it knows as
+    vLLM's kernels hold them."""
+    for base in cls.__mro__:
+        if _PROCESS in vars(base):
+            ours, theirs = (str(of.__module__).partition(".")[0] for of in (base, vars(base)[_PROCESS]))
+            return f"{theirs} has replaced their {base.__name__}.{_PROCESS}" if ours != theirs else ""
+    return ""
 
 
 def current_config() -> Any:
