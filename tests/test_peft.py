@@ -233,6 +233,17 @@ def test_layers_with_an_activation_are_refused(base: Callable[[], torch.nn.Modul
         with_lora(model)
 
 
+def test_shards_of_layers_are_refused(base: Callable[[], torch.nn.Module]) -> None:
+    """The sums of an adapter beside them would stay apart, where those of the layer are added."""
+    model = base()
+    layer = model.model.layers[0].mlp.down_proj
+    k = layer.in_features
+    layer.weight = layer.weight.shard(1, 0, 2)
+    layer.in_features = k
+    with pytest.raises(ValueError, match=rf"target_modules: wanted whole layers, .* shard \(\d+, {k // 2}\) of"):
+        with_lora(model)
+
+
 def test_experts_have_no_adapter(tmp_path: Path) -> None:
     """Once "all-linear" failed, and a target by name got one adapter for all experts, which could not be merged."""
     folder = write_dense(tmp_path, "qwen3_moe")

@@ -50,6 +50,7 @@ def styles(rank: int) -> None:
     mesh = init_device_mesh("cpu", (PROCESSES,))
     halves = parallelize_module(block(), mesh, {"up": W4ColwiseParallel(), "down": W4RowwiseParallel()})
     assert (halves["up"].weight.n, halves["down"].weight.k, halves["down"].format.group_size) == (48, 48, 16)
+    assert (halves["up"].out_features, halves["down"].in_features) == (96, 96)
     half_hidden, half_y, half_gradient = results(halves, x)
     assert torch.equal(half_hidden, hidden[:, 48 * rank : 48 * rank + 48])
     assert torch.equal(halves["up"](x=x), half_hidden)  # once IndexError

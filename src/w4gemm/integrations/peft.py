@@ -37,7 +37,7 @@ class W4LoraLinear(Linear):
 
     Raises:
         ValueError: for an initialization or a variant of LoRA that changes or reads the dense weight; for a layer with
-            an activation, which would have to come after the sum.
+            an activation, which would have to come after the sum; for a process's shard of a layer.
     """
 
     def __init__(self, base_layer: torch.nn.Module, adapter_name: str, config: LoraConfig, **kwargs: Any) -> None:
@@ -48,13 +48,19 @@ class W4LoraLinear(Linear):
         layer = base_layer.get_base_layer() if isinstance(base_layer, BaseTunerLayer) else base_layer
         if layer.activation is not None:
             raise ValueError(f"activation: wanted None in a layer with an adapter, got {layer.activation!r}")
+        if (size := (layer.out_features, layer.in_features)) != (layer.weight.n, layer.weight.k):
+            raise ValueError(
+                f"target_modules: wanted whole layers, got {config.target_modules} of which one is a process's shard "
+                f"{(layer.weight.n, layer.weight.k)} of {size}; an adapter's sums would stay apart, so load the model "
+                "without tensor parallelism"
+            )
         super().__init__(base_layer, adapter_name, config, **kwargs)
         self._before_merge: QuantizedWeight | None = None
 
     def _get_in_out_features(self, module: torch.nn.Module) -> tuple[int, int]:
-        """Features of this process's shard, which its adapter is to match."""
+        """Those of the layer, of whose class PEFT would warn."""
         layer: W4Linear = self.get_base_layer()
-        return layer.weight.k, layer.weight.n
+        return layer.in_features, layer.out_features
 
     @property
     def lora_variants(self) -> dict[tuple[str, ...], None]:

@@ -4,7 +4,7 @@
 
 Every process holds the whole layer before and its shard after. Sharding rounds nothing, for any group size. Tensors are
 plain ones on every process: a colwise layer takes the whole x and returns its columns of y, a rowwise layer takes its
-columns of x and returns the whole y. Gradients reach x, so that adapters can be trained.
+columns of x and returns the whole y. Gradients reach x. PEFT refuses adapters for such layers.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ class W4ColwiseParallel(ParallelStyle):
         rows = layer.weight.n // count
         bias = layer.bias
         layer.weight = layer.weight.shard(0, index, count)
+        layer.out_features = count * rows  # of all shards, as in PyTorch's style
         if bias is not None:
             layer.bias = nn.Parameter(bias.detach()[index * rows : (index + 1) * rows].clone(), bias.requires_grad)
         layer.register_forward_pre_hook(lambda _, *arguments: _with_sums(device_mesh, *arguments), with_kwargs=True)
@@ -56,9 +57,10 @@ class W4RowwiseParallel(ParallelStyle):
         layer = _checked(module)
         if layer.activation is not None:
             raise ValueError(f"activation: wanted None in a rowwise layer, got {layer.activation!r}")
-        index = device_mesh.get_local_rank()
-        columns = layer.weight.k // device_mesh.size()
-        layer.weight = layer.weight.shard(1, index, device_mesh.size())
+        index, count = device_mesh.get_local_rank(), device_mesh.size()
+        columns = layer.weight.k // count
+        layer.weight = layer.weight.shard(1, index, count)
+        layer.in_features = count * columns
         if layer.pre_quant_scale is not None:
             layer.pre_quant_scale = layer.pre_quant_scale[index * columns : (index + 1) * columns].clone()
         if index:
