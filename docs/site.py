@@ -88,7 +88,8 @@ REFERENCE: dict[str, tuple[str, str, tuple[str, ...]]] = {
         "Whole models: transformers, PEFT and PyTorch's tensor parallelism. [The guide](../transformers.md).",
         (
             *(f"{TRANSFORMERS}.{name}" for name in ("load", "W4GemmConfig", "enable", "disable", "describe")),
-            *(f"{TRANSFORMERS}.{name}" for name in ("quantize_layers", "dequantize_layers", "summarize", "Summary")),
+            *(f"{TRANSFORMERS}.{name}" for name in ("quantize_layers", "dequantize_layers", "dequantize_embedding")),
+            *(f"{TRANSFORMERS}.{name}" for name in ("summarize", "Summary")),
             f"{TRANSFORMERS}.Progress",
             "w4gemm.integrations.peft.enable",
             "w4gemm.integrations.tensor_parallel.W4ColwiseParallel",

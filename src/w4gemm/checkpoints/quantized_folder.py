@@ -66,6 +66,11 @@ class Packing(ABC):
         """Return the packing of a folder."""
         return cls(config)
 
+    @property
+    def tied(self) -> Mapping[str, str]:
+        """Names of embeddings that have no tensors of their own, and of the packed modules that hold their numbers."""
+        return {}
+
     @staticmethod
     def renamed(name: str) -> str:
         """Return ``module.part`` for the name of a tensor in a folder."""
@@ -133,6 +138,22 @@ class QuantizedFolder:
                 self.tensors[f"{name}.bias"] = stack.module.experts, stack.module.n
             if stack.module.pre_quant_scale:
                 self.tensors[f"{name}.pre_quant_scale"] = (stack.module.k,)
+        self.tied = self._tied()
+
+    def _tied(self) -> dict[str, str]:
+        """Add the embeddings without tensors to the dense tensors, and return their modules' names."""
+        try:
+            tied = dict(self._packing.tied)
+        except ValueError as e:
+            raise FormatError(f"{self.path}: {e}") from e
+        for name, head in tied.items():
+            module = self.modules.get(head)
+            if module is None or module.experts or name in self.own_names or f"{name}.weight" in self.tensors:
+                raise FormatError(
+                    f"{self.path}: tied: wanted an embedding without tensors of a packed head, got {name}"
+                )
+            self.tensors[f"{name}.weight"] = module.n, module.k
+        return tied
 
     def _sort(self) -> None:
         """Put each stored tensor into ``_parts``, ``tensors`` or ``left_out``; those of :data:`BESIDE` are parts and
@@ -189,6 +210,8 @@ class QuantizedFolder:
         if name not in self.tensors:
             raise not_among(self.path, "dense tensor", name, self.tensors)
         owner, leaf = _Name.of(name)
+        if owner in self.tied:
+            return ""
         stack = self._stacks.get(owner)
         source = name if stack is None else f"{stack.sources[0][0]}.{leaf}"
         if name in self._own:  # experts in one tensor
@@ -238,6 +261,8 @@ class QuantizedFolder:
         if name not in self.tensors:
             raise not_among(self.path, "dense tensor", name, self.tensors)
         owner, leaf = _Name.of(name)
+        if owner in self.tied:
+            return self.weight(self.tied[owner]).dequantize(dtype)
         if (stack := self._stacks.get(owner)) is not None:
             together = stack.bias if leaf == "bias" else stack.pre_quant_scale
             try:
@@ -265,6 +290,8 @@ class QuantizedFolder:
     def stored_names(self, name: str) -> list[str]:
         """Names in the folder's files of the tensors of a module, its bias too, or of one of ``tensors``."""
         owner, _, leaf = name.rpartition(".")
+        if owner in self.tied:
+            return self.stored_names(self.tied[owner])
         leaves = None
         if name not in self._own and (name not in self.modules or self.modules[name].shared):
             name, leaves = owner, [leaf]

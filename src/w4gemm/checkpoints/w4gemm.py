@@ -5,7 +5,7 @@ A module is ``codes``, ``scales``, and if there are any ``zeros``, ``channels``,
 them. config.json's quantization_config says which format a module has: ``modules`` by name, ``format`` for the others,
 each with " fp8" behind it if x is quantized. ``modules`` has the names in the model. transformers
 saves some models by other names (Mixtral); a module that is not named there then has the one of these formats that its
-own state says.
+own state says. ``tied`` names embeddings without tensors, whose numbers are a head's, and their heads.
 """
 
 from __future__ import annotations
@@ -83,6 +83,13 @@ class OwnPacking(Packing):
             return lambda other: name.rpartition(".")[2] == other.rpartition(".")[2]
 
         return [Named("modules", name, alike(name)) for name in self.config.get("modules") or {}]
+
+    @property
+    def tied(self) -> Mapping[str, str]:
+        tied = self.config.get("tied") or {}
+        if not isinstance(tied, dict) or not all(isinstance(name, str) for pair in tied.items() for name in pair):
+            raise ValueError(f"tied: wanted names of embeddings and of their heads, got {tied!r:.80}")
+        return tied
 
     def module(self, name: str, stored: Mapping[str, TensorInfo]) -> Module:
         others = self.config.get("modules") or {}

@@ -213,11 +213,13 @@ def _with_a_look_for_4_bits(check: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(check)
     def check_module(wrapper: Any) -> None:
         check(wrapper)
-        layers = [m for m in wrapper.original_module.modules() if isinstance(m, PackedModule)]
+        from w4gemm.integrations.transformers.embeddings import TiedEmbedding
+
+        layers = [m for m in wrapper.original_module.modules() if isinstance(m, (PackedModule, TiedEmbedding))]
         if layers:  # PEFT would train a copy of the bias alone, and save the frozen weight with it
             raise ValueError(
                 f"modules_to_save: wanted layers with dense weights, which train, got {layers[0]}; keep it dense by "
-                "skip, or put an adapter beside it by target_modules"
+                "skip (an embedding by dequantize_embedding), or put an adapter beside it by target_modules"
             )
 
     return check_module

@@ -97,6 +97,22 @@ class GGUFCheckpoint:
         }
 
     @functools.cached_property
+    def embeddings(self) -> dict[str, Module]:
+        """Those of ``tensors`` that :meth:`weight` gives as packed embeddings too, by the names of their modules."""
+        if self._known is None or _EMBEDDING not in self.file.tensors:
+            return {}
+        if (format := self.file.format(_EMBEDDING)) is None:
+            return {}
+        n, k = self.file.info(_EMBEDDING).shape
+        return {NAMES["token_embd"]: Module(n, k, format)}
+
+    @property
+    def tied(self) -> dict[str, str]:
+        """Names of embeddings whose numbers an output layer among ``modules`` has, and of that layer."""
+        head = self.modules.get(_HEAD)
+        return dict.fromkeys(self.embeddings, _HEAD) if head is not None and head.shared else {}
+
+    @functools.cached_property
     def tensors(self) -> dict[str, tuple[int, ...]]:
         shapes = {name: self.file.info(stored).shape for name, stored in self._stored.items()}
         if _ROPE_FACTORS in self._stored:
@@ -134,6 +150,8 @@ class GGUFCheckpoint:
         return self.file.info(_ROPE_FACTORS if name in _ROPE_TABLES else self._stored[name]).type
 
     def weight(self, name: str, device: torch.device | str = "cpu", pack: Pack = Numbers.weight) -> QuantizedWeight:
+        if name in self.embeddings:
+            return self.file.weight(_EMBEDDING, None, device, pack)
         if name not in self.modules:
             raise not_among(self.path, "packed module", name, self.modules)
         if self.modules[name].bias:

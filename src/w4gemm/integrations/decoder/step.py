@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _MOST_ERROR = 0.1
 """Largest relative difference of the logits of a fused step: 16-bit roundings of many layers make some percent."""
-_OF_LIBRARIES = ("torch.", "transformers.", "w4gemm.api.")
+_OF_LIBRARIES = ("torch.", "transformers.", "w4gemm.api.", "w4gemm.integrations.transformers.embeddings")
 """Packages whose modules do the same as long as their tensors, hooks and settings are. Adapters are not: some may be
 switched off."""
 

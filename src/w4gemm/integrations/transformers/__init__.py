@@ -9,7 +9,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from w4gemm.integrations.transformers.layers import Progress, Summary, dequantize_layers, quantize_layers, summarize
+from w4gemm.integrations.transformers.layers import (
+    Progress,
+    Summary,
+    dequantize_embedding,
+    dequantize_layers,
+    quantize_layers,
+    summarize,
+)
 from w4gemm.integrations.transformers.loading import load
 
 if TYPE_CHECKING:
@@ -31,6 +38,7 @@ __all__ = [
     "Progress",
     "Summary",
     "W4GemmConfig",
+    "dequantize_embedding",
     "dequantize_layers",
     "describe",
     "disable",

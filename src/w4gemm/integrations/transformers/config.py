@@ -35,6 +35,7 @@ class W4GemmConfig(QuantizationConfigMixin):
             :func:`quantize_layers`; "lm_head" if not given. ``from_pretrained`` raises ValueError for one that nothing
             has, except "lm_head".
         modules: of a loaded model: the formats of layers with another one.
+        tied: of a loaded model: its embeddings that read the packed weight of a head, and the heads.
 
     Raises:
         TypeError, ValueError: for a format or activations that there are not.
@@ -46,6 +47,7 @@ class W4GemmConfig(QuantizationConfigMixin):
         activations: str | None = None,
         skip: Iterable[str] = SKIP,
         modules: dict[str, str] | None = None,
+        tied: dict[str, str] | None = None,
         **ignored: Any,
     ) -> None:
         if unknown := ignored.keys() - {"quant_method"}:
@@ -55,12 +57,15 @@ class W4GemmConfig(QuantizationConfigMixin):
         self.quant_method = METHOD
         self.format = None if format is None else format_name(*parse_format_name(str(format)))
         self.activations, self.skip, self.modules = activations, list(checked_skip(skip)), dict(modules or {})
+        self.tied = dict(tied or {})
         self.stored: dict[str, Any] | None = None
         """The quantization_config of the folder that ``save_pretrained`` writes, if it is none of w4gemm's own."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the quantization_config of config.json."""
         own = super().to_dict()
+        if not own["tied"]:
+            del own["tied"]
         return own.pop("stored") or own
 
     @classmethod

@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -15,7 +16,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from w4gemm.api.experts import W4Experts, W4GroupedLinear
-from w4gemm.api.nn import W4Linear
+from w4gemm.api.nn import W4Embedding, W4Linear
 from w4gemm.api.packed_module import PackedModule
 from w4gemm.checkpoints.account import listed
 from w4gemm.checkpoints.dense import SKIP, checked_skip, default_format, has_forward_set, layers_to_quantize
@@ -27,6 +28,9 @@ from w4gemm.core.formats import WeightFormat
 from w4gemm.core.words import nearest
 from w4gemm.weights.quantize import quantize
 from w4gemm.weights.weight import QuantizedWeight
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _log = logging.getLogger("w4gemm")
 Progress = Callable[[int, int, str], None]
@@ -61,7 +65,7 @@ class Summary:
 def summarize(model: nn.Module) -> Summary:
     """Count the linear layers of a model, by format and dense ones."""
     packed = [m for m in model.modules() if isinstance(m, PackedModule)]
-    formats = Counter(str(m.format) for m in packed)
+    formats = Counter(str(m.format) for m in packed if not isinstance(m, W4Embedding))
     dense = tuple(name for name, m in model.named_modules() if isinstance(m, nn.Linear))
     return Summary(dict(formats), sum(m.weight.nbytes for m in packed), dense)
 
@@ -243,7 +247,7 @@ def _hand_over(layer: nn.Module, made: nn.Module) -> None:
 
 
 def dequantize_layers(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Replace the quantized linear layers and experts of a model by dense ones with the same numbers and hooks, in
+    """Replace the quantized layers, embeddings and experts of a model by dense ones with the same numbers and hooks, in
     place. Call :func:`describe` before such a model is saved. Experts become transformers' own again, but those of
     Llama 4 and of other models, and those that are split, with which a model is not saved.
 
@@ -257,6 +261,8 @@ def dequantize_layers(model: nn.Module, dtype: torch.dtype) -> nn.Module:
         TypeError: for another dtype.
         ValueError: for a linear layer with an activation, which a dense one has not; nothing is replaced then.
     """
+    from w4gemm.integrations.transformers.embeddings import Packed, dense_embedding
+
     layers = names_of(model)
     for layer, names in layers.items():
         if isinstance(layer, W4Linear) and layer.activation is not None:
@@ -280,11 +286,34 @@ def dequantize_layers(model: nn.Module, dtype: torch.dtype) -> nn.Module:
             dense.weight = nn.Parameter(weight, requires_grad=False)
             if layer.bias is not None:
                 dense.bias = nn.Parameter(layer.bias.detach().to(dtype), requires_grad=False)
+        elif isinstance(layer, Packed):
+            dense = dense_embedding(layer, dtype)
         else:
             continue
         _hand_over(layer, dense)
         for name in names:
             model.set_submodule(name, dense)
+    return model
+
+
+def dequantize_embedding(model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """Put a dense embedding with the same rows in the place of a model's packed one, as training or resizing it needs.
+
+    Args:
+        dtype: of the rows; None for the packed embedding's.
+
+    Returns:
+        The model itself, which stays as it is if its embedding is dense.
+    """
+    from w4gemm.integrations.transformers.embeddings import Packed, dense_embedding
+    from w4gemm.integrations.transformers.quantizer import describe
+
+    packed = model.get_input_embeddings()
+    if isinstance(packed, Packed):
+        dense = dense_embedding(packed, packed.dtype if dtype is None else dtype)
+        _hand_over(packed, dense)
+        model.set_input_embeddings(dense)
+        describe(model)
     return model
 
 

@@ -75,7 +75,8 @@ def load(
     if not alone:
         inside = (name for name in (*checkpoint.modules, *checkpoint.tensors) if name.startswith(_PREFIX))
         checkpoint = Renamed(checkpoint, {name.removeprefix(_PREFIX): name for name in inside})
-    unsaved = _fill(model, Placement(model, checkpoint, Device.of(device)), device, activations, progress)
+    placement = Placement(model, checkpoint, Device.of(device), fp8=activations == "fp8")
+    unsaved = _fill(model, placement, device, activations, progress)
     describe(model).unsaved = tuple(unsaved)
     return decode_by_graph(model.to(device).eval()), tokenizer
 

@@ -18,9 +18,17 @@ from w4gemm.checkpoints.dense import linear_layers
 from w4gemm.checkpoints.experts import DOWN, GATE_UP, roles_of
 from w4gemm.checkpoints.model_experts import has_known_layout, is_transposed, products_of
 from w4gemm.checkpoints.numbers import Numbers
+from w4gemm.checkpoints.quantized_folder import QuantizedFolder
 from w4gemm.core.errors import FormatError
 from w4gemm.core.problem import Device
 from w4gemm.integrations.transformers.awaited import AwaitedExperts, AwaitedLinear, put_experts
+from w4gemm.integrations.transformers.embeddings import (
+    AwaitedEmbedding,
+    TiedEmbedding,
+    can_look_up,
+    factor_of,
+    reads_weight,
+)
 from w4gemm.integrations.transformers.sharding import Local, Split, local_numbers
 from w4gemm.kernels import runs_on
 from w4gemm.weights.weight import QuantizedWeight
@@ -62,6 +70,8 @@ class Placement:
         device: where the model is to run.
         rules: transformers' rules of names and merging for the model; None for its own ones.
         folder_model: as for :class:`Account`.
+        fp8: True if every quantized layer is to quantize x.
+        embeddings: False to make all embeddings dense.
 
     Attributes:
         packed: place of each module that stays packed.
@@ -78,8 +88,14 @@ class Placement:
         device: Device,
         rules: Sequence[Any] | None = None,
         folder_model: Callable[[], PreTrainedModel | None] = lambda: None,
+        *,
+        fp8: bool = False,
+        embeddings: bool = True,
     ) -> None:
-        self._model, self._checkpoint = model, checkpoint
+        self._model, self._checkpoint, self._device = model, checkpoint, device
+        self._fp8, self._keeps_embeddings = fp8, embeddings
+        self._embeddings: dict[str, Module] = getattr(checkpoint, "embeddings", {})
+        self._modules = {**checkpoint.modules, **self._embeddings}
         self._naming = naming = Naming(model, rules)
         self._plain = linear_layers(model, ())
         self.packed: dict[str, Place] = {}
@@ -99,10 +115,11 @@ class Placement:
                 continue  # the model takes the dense tensor
             elif not self._make_dense(name, module):
                 strangers[name] = f"{name} ({module.experts} experts)" if module.experts else name
+        filled = self._reserve_embeddings()
         for name, shape in checkpoint.tensors.items():
             if name not in self._with_modules and name not in self.packed:
                 self._stored[name] = Stored(shape, checkpoint.stored_type(name), self._buffer(name))
-        filled = {place.weight_name for place in self.packed.values()}
+        filled |= {place.weight_name for place in self.packed.values()}
         filled |= {place.bias_name for name, place in self.packed.items() if self._bias(name) in self._with_modules}
         filled &= naming.known.keys()
         self._untie(filled)
@@ -123,6 +140,8 @@ class Placement:
         if module.experts:
             return self._reserved_experts(name, target, module, partners)
         layer = self._plain.get(target)
+        if layer is None and self._reserved_embedding(name, target, module):
+            return Place(target)
         if not isinstance(layer, nn.Linear) or self._naming.of(f"{name}.weight")[1] is not None:
             return None  # transformers makes something else of the weight, or the model's code does
         self._check_shape(target, (module.n, module.k), (layer.out_features, layer.in_features))
@@ -132,6 +151,49 @@ class Placement:
         if awaited.pre_quant_scale is not None:
             self._naming.known[f"{target}.pre_quant_scale"] = awaited.pre_quant_scale
         return Place(target)
+
+    def _reserve_embeddings(self) -> set[str]:
+        """Keep the embeddings packed that a checkpoint has beside its modules. Return the weights of those that share a
+        head's."""
+        shared, tied = set(), getattr(self._checkpoint, "tied", {})
+        candidates = {name: self._modules[head] for name, head in tied.items()} | self._embeddings
+        for name, module in candidates.items():
+            target = self._naming(f"{name}.weight").removesuffix(".weight")
+            head = self._model.get_submodule(self.packed[tied[name]].layer) if tied.get(name) in self.packed else None
+            if not self._reserved_embedding(name, target, module, head):
+                if name in tied and isinstance(self._checkpoint, QuantizedFolder):  # transformers finds no tensor
+                    self._add(f"{name}.weight", (module.n, module.k), lambda w: w, tied[name], "")
+                    self._with_modules.add(f"{name}.weight")
+                continue
+            self._with_modules.add(f"{name}.weight")
+            if isinstance(self._model.get_submodule(target), TiedEmbedding):
+                shared.add(f"{target}.weight")
+            else:
+                self.packed[name] = Place(target)
+        return shared
+
+    def _reserved_embedding(self, name: str, target: str, module: Module, head: nn.Module | None = None) -> bool:
+        """Replace an embedding by one that reads its head's packed weight, or by an awaited one; False if it is to be
+        dense. head: the layer of the same numbers."""
+        layer = submodule(self._model, target)
+        factor, plain = factor_of(layer), not (module.bias or module.pre_quant_scale or module.experts)
+        if factor is None or not plain or not self._keeps_embeddings:
+            return False
+        assert isinstance(layer, nn.Embedding)
+        pairs = self._model.all_tied_weights_keys.items()
+        if head is None and any(f"{target}.weight" in pair for pair in pairs):
+            return False  # the model takes its numbers for other layers too
+        if not can_look_up(self._device, layer.weight.dtype, module.format, module.k):
+            return False
+        if reads_weight(self._model, target.rpartition(".")[2]):
+            return False
+        self._check_shape(target, (module.n, module.k), (layer.num_embeddings, layer.embedding_dim))
+        fp8 = self._device.kind == "cuda" and (self._fp8 or module.activations is not None)  # another layout
+        if isinstance(head, AwaitedLinear) and head.pre_quant_scale is None and not fp8:
+            self._model.set_submodule(target, TiedEmbedding(head, layer, factor))
+        else:
+            self._model.set_submodule(target, AwaitedEmbedding(layer, module.format, factor))
+        return True
 
     def _reserved_experts(self, name: str, target: str, module: Module, partners: Mapping[str, Module]) -> Place | None:
         """The place of a module of several experts. The first of both modules puts a :class:`W4Experts` in the place of
@@ -163,7 +225,7 @@ class Placement:
 
     def _bias(self, name: str) -> str:
         """Name in the checkpoint of a module's bias: that of a parameter beside the module's own, or its own."""
-        module = self._checkpoint.modules[name]
+        module = self._modules[name]
         return f"{name}_bias" if module.shared and module.experts else f"{name}.bias"
 
     def _check_shape(self, target: str, stored: tuple[int, ...], own: tuple[int, ...]) -> None:
@@ -193,12 +255,14 @@ class Placement:
             device: the layer's; None for the one that transformers moved its place to.
             activations: "fp8", or None to keep the weight's.
         """
-        target, module = self.packed[name].layer, self._checkpoint.modules[name]
+        target, module = self.packed[name].layer, self._modules[name]
         layer = self._model.get_submodule(target)
         assert isinstance(layer, AwaitedLinear)
         device = layer.place.device if device is None else device
 
         def pack(numbers: Numbers, own: str | None) -> QuantizedWeight:
+            if isinstance(layer, AwaitedEmbedding):
+                return layer.pack(numbers)
             return local_numbers(self._model, target, numbers).packed(activations or own)
 
         w, bias, scale = self._checkpoint.weight(name, device, pack), None, None

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import ConversionOps, WeightRenaming
@@ -47,6 +48,7 @@ from w4gemm.integrations.transformers.awaited import (
     put_experts,
 )
 from w4gemm.integrations.transformers.config import W4GemmConfig
+from w4gemm.integrations.transformers.embeddings import Packed, tied_to_heads
 from w4gemm.integrations.transformers.layers import DenseExperts, dequantize_layers, summarize, to_quantize
 from w4gemm.integrations.transformers.places import Placement, dtype_of, untie
 from w4gemm.integrations.transformers.saving import (
@@ -110,6 +112,8 @@ class W4GemmQuantizer(HfQuantizer):
         self._files: list[str] = []
         self._device = torch.device("cpu")
         """Where the model is to run."""
+        self._alone = True
+        """True if the model is to run in one process on one device."""
         self._placement: Placement | None = None
         self._rounded: set[str] = set()
         self._ignored: tuple[Any, Any] = (None, None)
@@ -145,6 +149,7 @@ class W4GemmQuantizer(HfQuantizer):
                 "folder; load the state dict into a dense model, then call quantize_layers"
             )
         self._model, self._files, self._device = model, checkpoint_files, _device_of(device_map)
+        self._alone = _on_one_device(device_map) and not (dist.is_initialized() and dist.get_world_size() > 1)
 
     def update_weight_conversions(self, weight_conversions: list[Any], *model: PreTrainedModel) -> list[Any]:
         """Give the tensors their places, now that transformers' rules of names are known with those of
@@ -172,7 +177,13 @@ class W4GemmQuantizer(HfQuantizer):
         checkpoint = open_checkpoint(folder)
         check_files(checkpoint, [Path(file).name for file in self._files])
         self._placement = placement = Placement(
-            model, checkpoint, Device.of(self._device), rules, lambda: folder_model(folder)
+            model,
+            checkpoint,
+            Device.of(self._device),
+            rules,
+            lambda: folder_model(folder),
+            fp8=self.quantization_config.activations == "fp8",
+            embeddings=self._alone,
         )
         self._rounded = {target for recipe in placement.made for target in recipe.targets}
         # the account is whole: what transformers does not know is packed, a scale, or left out for a reason
@@ -282,6 +293,7 @@ class W4GemmQuantizer(HfQuantizer):
             )
         refuse_what_no_folder_holds(model)
         config, now = self.quantization_config, settings(_own_layers(model))
+        config.tied = tied_to_heads(model)
         if (config.format, config.modules) != (now["format"], now["modules"]):
             raise ValueError(
                 "the model's quantized layers are not those of its config: call "
@@ -320,6 +332,13 @@ def _device_of(device_map: Any) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     first = next(iter(device_map.values()), "cpu")
     return torch.device("cuda", first) if isinstance(first, int) else torch.device(first)
+
+
+def _on_one_device(device_map: Any) -> bool:
+    """True if a device_map, or transformers by its name, puts all of the model on one device."""
+    if isinstance(device_map, dict):
+        return len({str(device) for device in device_map.values()}) == 1
+    return device_map is None or torch.cuda.device_count() < 2
 
 
 def _account_of_dense(model: PreTrainedModel, folder: Path, files: list[str], rules: list[Any]) -> Account:
@@ -392,18 +411,18 @@ def _refuse_to_resize_packed_heads() -> None:
         *args: Any,
         **kwargs: Any,
     ) -> nn.Embedding:
-        if isinstance(model.get_output_embeddings(), W4Linear):
-            embedding = model.get_input_embeddings()
-            rows = len(embedding.weight)
+        embedding = model.get_input_embeddings()
+        if isinstance(model.get_output_embeddings(), W4Linear) or isinstance(embedding, Packed):
+            rows = embedding.weight.shape[0]
             tokens = rows if new_num_tokens is None else new_num_tokens
             if pad_to_multiple_of is not None:
                 tokens += -tokens % pad_to_multiple_of
             if tokens == rows:
                 return embedding
             raise ValueError(
-                f"new_num_tokens: wanted {rows}, because a quantized head cannot get other rows, got {tokens}; resize "
-                "before the model is quantized, or first put a torch.nn.Linear with the numbers of weight.dequantize() "
-                "in the head's place (set_output_embeddings)"
+                f"new_num_tokens: wanted {rows}, because a quantized head or embedding cannot get other rows, got "
+                f"{tokens}; resize before the model is quantized, or first call dequantize_embedding, and put a "
+                "torch.nn.Linear with the numbers of weight.dequantize() in the head's place (set_output_embeddings)"
             )
         return resize(model, new_num_tokens, pad_to_multiple_of, *args, **kwargs)
 

@@ -12,7 +12,7 @@ import torch
 from transformers.core_model_loading import revert_weight_conversion
 
 from w4gemm.api.experts import W4Experts, W4GroupedLinear
-from w4gemm.api.nn import W4Linear
+from w4gemm.api.nn import W4Embedding, W4Linear
 from w4gemm.api.packed_module import PackedModule
 from w4gemm.checkpoints.base import Module, Pack, Pretrained
 from w4gemm.checkpoints.compressed_tensors_writer import CompressedTensorsWriter, in_files, transformers_refusal
@@ -22,6 +22,7 @@ from w4gemm.checkpoints.quantized_folder import alarmed
 from w4gemm.checkpoints.w4gemm import OwnPacking, alarm, alarm_name
 from w4gemm.checkpoints.writing import refusal
 from w4gemm.core.activation import is_gated
+from w4gemm.integrations.transformers.embeddings import Packed
 from w4gemm.weights.weight import QuantizedWeight
 
 if TYPE_CHECKING:
@@ -38,9 +39,11 @@ class _LoadedModel:
         modules = model.named_modules(remove_duplicate=False)  # what has several names is saved under each
         self._layers = {name: layer for name, layer in modules if isinstance(layer, W4Linear)}
         self.modules = {name: _module(layer) for name, layer in self._layers.items()}
-        state = model.state_dict()
-        packed = {f"{name}.{leaf}" for name in self.modules for leaf in OwnPacking.marks}
+        state, embeddings = model.state_dict(), {n: m for n, m in model.named_modules() if isinstance(m, Packed)}
+        packed = {f"{name}.{leaf}" for name in (*self.modules, *embeddings) for leaf in OwnPacking.marks}
         self.state = {name: t for name, t in state.items() if name not in packed}
+        # engines read dense ones alone
+        self.state |= {f"{name}.weight": m.weight.dequantize(m.dtype) for name, m in embeddings.items()}
         self.tensors = {name: tuple(t.shape) for name, t in self.state.items()}
 
     def stored_type(self, name: str) -> str:
@@ -65,7 +68,11 @@ def _module(layer: W4Linear) -> Module:
 def compressed_tensors(model: PreTrainedModel) -> tuple[dict[str, torch.Tensor], dict[str, Any]] | None:
     """Return a model's state dict and quantization_config as compressed-tensors has them; None if that does not hold
     every bit, of which the log then has the reason."""
-    layers = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, PackedModule)]
+    layers = [
+        (name, layer)
+        for name, layer in model.named_modules()
+        if isinstance(layer, PackedModule) and not isinstance(layer, Packed)
+    ]
     if not layers:
         return None
     why = next((f"{name}: it has experts" for name, layer in layers if not isinstance(layer, W4Linear)), "")
@@ -137,7 +144,7 @@ def alarm_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     layer, or else the first experts, whose weight transformers saves under one other name at most, which of experts has
     to tell them."""
     owners = [name.removesuffix(".codes") for name in model.state_dict() if name.endswith(".codes")]
-    linear = {name for name, layer in model.named_modules() if isinstance(layer, W4Linear)}
+    linear = {name for name, layer in model.named_modules() if isinstance(layer, (W4Linear, W4Embedding))}
     for owner in sorted(owners, key=lambda owner: owner not in linear):
         experts, named = owner not in linear, owner
         if experts and not is_gated(str(model.get_submodule(owner.rpartition(".")[0]).activation)):

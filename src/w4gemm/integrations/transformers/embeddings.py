@@ -1,0 +1,199 @@
+"""Token embeddings of a model that stay packed: :class:`AwaitedEmbedding`, :class:`TiedEmbedding`, and which layers
+they may take the place of, :func:`factor_of`, :func:`reads_weight`."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import sys
+import textwrap
+from typing import Any
+
+import torch
+from torch import nn
+
+from w4gemm.api.embedding import embedding
+from w4gemm.api.nn import W4Embedding, W4Linear
+from w4gemm.checkpoints.numbers import Numbers
+from w4gemm.core.formats import WeightFormat
+from w4gemm.core.problem import Device
+from w4gemm.integrations.transformers.awaited import AwaitedLinear
+from w4gemm.integrations.transformers.sharding import Local
+from w4gemm.kernels.helpers.embedding_rows import EmbeddingRows
+from w4gemm.weights.weight import QuantizedWeight
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_SCALED = "super().forward(input_ids) * self.embed_scale.to(self.weight.dtype)"
+"""What Gemma's embeddings return."""
+_FACTS = ("device", "dtype", "shape")
+"""What a packed weight tells of itself as a dense one does."""
+
+
+# --- which layers ----------------------------------------------------------------------------------------------------
+
+
+def factor_of(layer: nn.Module | None) -> float | None:
+    """Return the number that an embedding multiplies its rows by, rounded to their dtype: 1 for torch.nn.Embedding,
+    Gemma's own for its class; None for any other layer."""
+    if not isinstance(layer, nn.Embedding) or layer.max_norm is not None or "forward" in vars(layer):
+        return None
+    if type(layer) is nn.Embedding:
+        return 1.0
+    factor = getattr(layer, "scalar_embed_scale", None)
+    return factor if isinstance(factor, float) and _returns(type(layer)) == _SCALED else None
+
+
+def _returns(kind: type[nn.Module]) -> str:
+    """Return the expression that a subclass of torch.nn.Embedding returns; "" if its forward does anything else."""
+    if kind.__bases__ != (nn.Embedding,):
+        return ""
+    try:
+        (function,) = ast.parse(textwrap.dedent(inspect.getsource(kind.forward))).body
+    except (OSError, TypeError, SyntaxError, ValueError):
+        return ""
+    body = function.body if isinstance(function, ast.FunctionDef) else []
+    alone = body[0] if len(body) == 1 else None
+    return ast.unparse(alone.value) if isinstance(alone, ast.Return) and alone.value is not None else ""
+
+
+def reads_weight(model: nn.Module, leaf: str) -> bool:
+    """True if the model's code reads the dense weight of its embedding, not only rows of it. leaf: last part of the
+    embedding's name."""
+    files = {type(module).__module__ for module in model.modules()}
+    names = {leaf, "get_input_embeddings"}
+    return any(
+        not names.isdisjoint(_with_weight_read(file)) for file in files if not file.startswith(("torch.", "w4gemm."))
+    )
+
+
+@functools.cache
+def _with_weight_read(module: str) -> frozenset[str]:
+    """Names of attributes and methods whose ``weight`` a Python module reads, beside facts such as its dtype."""
+    try:
+        tree = ast.parse(inspect.getsource(sys.modules[module]))
+    except (OSError, TypeError, SyntaxError, KeyError):
+        return frozenset()
+    of_facts = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Attribute) and n.attr in _FACTS}
+    owners = (
+        n.value.func if isinstance(n.value, ast.Call) else n.value
+        for n in ast.walk(tree)
+        if isinstance(n, ast.Attribute) and n.attr == "weight" and id(n) not in of_facts
+    )
+    return frozenset(owner.attr for owner in owners if isinstance(owner, ast.Attribute))
+
+
+def can_look_up(device: Device, dtype: torch.dtype, format: WeightFormat, k: int) -> bool:
+    """True if a device decodes rows (k) of a format to a dtype about as fast as it would read dense ones."""
+    if device.kind == "cpu":
+        return dtype in _DTYPES
+    return EmbeddingRows.of(device, dtype, format, k) is not None
+
+
+# --- what takes their place ------------------------------------------------------------------------------------------
+
+
+class _Factor:
+    """A number by its dtype, rounded to it."""
+
+    def __init__(self, number: float) -> None:
+        self.number = number
+        self.rounded = {dtype: torch.tensor(number, dtype=dtype, device="cpu").item() for dtype in _DTYPES}
+
+    def times(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows if self.number == 1 else rows * self.rounded[rows.dtype]
+
+
+class ScaledEmbedding(W4Embedding):
+    """A packed embedding whose rows are multiplied by a number, as Gemma's are."""
+
+    factor: _Factor
+    dense_kind: type[nn.Embedding]
+    """The class that was here."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.factor.times(super().forward(ids))
+
+
+class TiedEmbedding(nn.Module):
+    """An embedding that reads the packed weight of the model's head. It has no tensors of its own, and what moves,
+    converts, saves or loads the head does so for both.
+
+    Args:
+        head: the layer, or the one that becomes it.
+        dense: the embedding that was here.
+        factor: see :func:`factor_of`.
+    """
+
+    def __init__(self, head: nn.Module, dense: nn.Embedding, factor: float) -> None:
+        super().__init__()
+        self.__dict__["head"] = head  # not a child: it has its place in the model
+        self.padding_idx, self.factor, self.dense_kind = dense.padding_idx, _Factor(factor), type(dense)
+        self.num_embeddings, self.embedding_dim = dense.num_embeddings, dense.embedding_dim
+
+    @property
+    def weight(self) -> Any:
+        """The head's."""
+        return self.__dict__["head"].weight
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the rows."""
+        dtype: torch.dtype = self.__dict__["head"].dtype
+        return dtype
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        w = self.weight
+        return self.factor.times(embedding(ids.to(w.device), w, self.dtype)).to(ids.device)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_embeddings}, {self.embedding_dim}, of the head"
+
+
+class AwaitedEmbedding(AwaitedLinear):
+    """An embedding whose quantized weight is still to come; :meth:`fill` makes it a :class:`ScaledEmbedding`."""
+
+    cls_to_become = ScaledEmbedding
+
+    def __init__(self, dense: nn.Embedding, format: WeightFormat, factor: float) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features, self.format = dense.embedding_dim, dense.num_embeddings, format
+        self.dtype, self.padding_idx = dense.weight.dtype, dense.padding_idx
+        self.factor, self.dense_kind = _Factor(factor), type(dense)
+        self.register_parameter("bias", None)
+        self.register_buffer("place", torch.empty(1, dtype=torch.uint8, device="meta"), persistent=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        if not isinstance(self, ScaledEmbedding):
+            raise RuntimeError(f"{type(self).__name__}: its weight was not loaded")
+        return ScaledEmbedding.forward(self, ids)
+
+    def pack(self, numbers: Numbers) -> QuantizedWeight:
+        """Return the weight of numbers in the layout that the embedding reads."""
+        return numbers.weight() if numbers.device.type == "cpu" else numbers.packed()
+
+    def fill(self, local: Local, activations: str | None) -> None:
+        super().fill(local, None)  # its rows are never multiplied
+
+
+Packed = (ScaledEmbedding, TiedEmbedding)
+"""The embeddings whose rows are packed."""
+
+
+def dense_embedding(packed: ScaledEmbedding | TiedEmbedding, dtype: torch.dtype) -> nn.Embedding:
+    """Return a dense embedding of the class that was here, with the same rows."""
+    weight, factor = packed.weight.dequantize(dtype), packed.factor.number
+    extra: dict[str, Any] = {} if packed.dense_kind is nn.Embedding else {"embed_scale": factor}
+    with torch.device("meta"):
+        dense = packed.dense_kind(packed.num_embeddings, packed.embedding_dim, packed.padding_idx, **extra)
+    dense.weight = nn.Parameter(weight, requires_grad=False)
+    if extra:
+        dense.embed_scale = torch.tensor(factor, device=weight.device)
+    return dense
+
+
+def tied_to_heads(model: nn.Module) -> dict[str, str]:
+    """Return the names of a model's embeddings that read a head, and of their heads."""
+    names = {module: name for name, module in model.named_modules() if isinstance(module, W4Linear)}
+    embeddings = ((name, m) for name, m in model.named_modules() if isinstance(m, TiedEmbedding))
+    return {name: names[m.__dict__["head"]] for name, m in embeddings if m.__dict__["head"] in names}
