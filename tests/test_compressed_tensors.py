@@ -436,7 +436,7 @@ def test_of_several_patterns_the_first_by_the_alphabet(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("alone", [True, False])
 def test_an_embedding(tmp_path: Path, alone: bool) -> None:
-    """llm-compressor quantizes modules of the class Embedding; lookups take dense rows."""
+    """llm-compressor quantizes modules of the class Embedding, which stay packed."""
     expected = write_model(tmp_path, config(), writer(), architecture="llama")
     stored = load_file(tmp_path / "model.safetensors")
     vocabulary, hidden = stored.pop("model.embed_tokens.weight").shape
@@ -452,7 +452,8 @@ def test_an_embedding(tmp_path: Path, alone: bool) -> None:
     others = {} if alone else config()["config_groups"]
     configure(tmp_path, config_groups={**others, "embedding": group})
     model, _ = load(tmp_path)
-    assert torch.equal(model.model.embed_tokens.weight, rows)
+    assert torch.equal(model.model.embed_tokens.weight.dequantize(), rows)
+    assert torch.equal(model.model.embed_tokens(torch.arange(vocabulary)), rows)
     assert sum(isinstance(layer, W4Linear) for layer in model.modules()) == (0 if alone else 7 * LAYERS)
 
 

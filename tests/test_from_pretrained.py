@@ -251,7 +251,8 @@ def both_ways(folder: Path, dtype: torch.dtype = torch.float32) -> list[torch.nn
 def test_routers_and_embeddings_in_4_bits(
     tmp_path: Path, architecture: str, tied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their own code reads a dense weight, which has the folder's numbers, rounded once to the model's dtype."""
+    """Routers' own code reads a dense weight, and so do heads that are tied to an embedding; it has the folder's
+    numbers, rounded once to the model's dtype. An embedding alone stays packed."""
     for settings in MIXTURES.values():  # GPTQ packs 8 rows in a word
         for key in {"num_experts", "num_local_experts", "n_routed_experts"} & settings.keys():
             monkeypatch.setitem(settings, key, 8)
@@ -273,6 +274,9 @@ def test_routers_and_embeddings_in_4_bits(
                 actual = model.get_submodule(name.replace("block_sparse_moe", "mlp")).weight
                 whole = model._keep_in_fp32_modules_strict or ()  # DeepSeek's routers, in newer transformers
                 kept = any(re.search(part, f"{name}.weight") for part in whole)
+                if name == EMBEDDING and not tied:
+                    assert torch.equal(model.get_input_embeddings()(torch.arange(VOCABULARY)), actual.dequantize(dtype))
+                    actual = actual.dequantize(dtype)
                 assert torch.equal(actual, weight.to(torch.float32 if kept else dtype)), name
             assert (model.lm_head.weight is model.get_input_embeddings().weight) == tied
         assert torch.equal(*map(logits, models))
