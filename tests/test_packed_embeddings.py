@@ -221,3 +221,25 @@ def test_embeddings_that_models_read_or_change() -> None:
 
     assert not reads_weight(of(LlamaRotaryEmbedding.__module__), "embed_tokens")
     assert reads_weight(of(reads.__name__), "embed_tokens")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_on_a_gpu(tmp_path: Path, tied: bool) -> None:
+    """Rows are decoded by the kernel, also in the captured steps of generate."""
+    path = write_gguf(tmp_path / "tiny.gguf", "llama", "Q4_1", tied)
+    model, ids = load(path, "cuda", torch.bfloat16)[0], IDS.cuda()
+    packed = model.get_input_embeddings()
+    assert isinstance(packed, TiedEmbedding if tied else ScaledEmbedding) and packed.weight.layout == "mma16"
+    with torch.inference_mode():
+        before = model(ids).logits
+    tokens = generate(model, ids, 20, 0.0, 1)
+    model.save_pretrained(tmp_path / "saved")
+    again = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "saved", quantization_config=W4GemmConfig(), dtype=torch.bfloat16, device_map="cuda"
+    )
+    assert isinstance(again.get_input_embeddings(), type(packed))
+    for other in (again, dequantize_embedding(model)):
+        with torch.inference_mode():
+            assert torch.equal(other(ids).logits, before)
+        assert torch.equal(generate(other, ids, 20, 0.0, 1), tokens)
