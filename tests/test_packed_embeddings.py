@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tiny_model import write_gguf
 from w4gemm import FormatError, W4Linear, WeightFormat
 from w4gemm.checkpoints import open_checkpoint
+from w4gemm.cli.__main__ import main
 from w4gemm.core.problem import GPUS, H200, Device
 from w4gemm.integrations.generation import generate
 from w4gemm.integrations.transformers import (
@@ -198,6 +199,13 @@ def test_where_it_stays_packed(
     assert isinstance(placement._model.get_input_embeddings(), AwaitedEmbedding) == stays
     dense = {target for recipe in placement.account.recipes for target in recipe.targets}
     assert ("model.embed_tokens.weight" in dense) == (not stays)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_inspect_says_that_it_stays_packed(tmp_path: Path, tied: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(write_gguf(tmp_path / "tiny.gguf", tied=tied)), "--device", "cpu"]) == 0
+    memory = "it shares the weight of lm_head" if tied else "0.0 MiB"
+    assert f"model.embed_tokens.weight stays packed: {memory}" in capsys.readouterr().out
 
 
 def test_embeddings_that_models_read_or_change() -> None:

@@ -25,6 +25,7 @@ from w4gemm.core.format_names import USUAL_NAMES
 from w4gemm.core.problem import Device
 from w4gemm.integrations.generation import default_model
 from w4gemm.kernels import runs_on
+from w4gemm.kernels.helpers.embedding_rows import can_look_up
 from w4gemm.packing.packed_shape import packed_shape
 
 
@@ -95,7 +96,17 @@ def run(args: argparse.Namespace) -> int:
             for (name, stored, shape), count in matrices.items()
         ]
         _print_table(("dense matrices", "stored as", "n x k", "", f"MiB in {8 * wide.itemsize} bits"), dense)
+        _print_embeddings(checkpoint, device, wide)
     return 0
+
+
+def _print_embeddings(checkpoint: Checkpoint, device: Device, dtype: torch.dtype) -> None:
+    """Say which of the dense matrices a loaded model keeps packed all the same."""
+    for name, module in getattr(checkpoint, "embeddings", {}).items():
+        if can_look_up(device, dtype, module.format, module.k):
+            head = getattr(checkpoint, "tied", {}).get(name)
+            of_head = f"it shares the weight of {head}" if head else f"{_nbytes(module) / 2**20:.1f} MiB"
+            print(f"\n{name}.weight stays packed: {of_head}")
 
 
 def _columns(columns: list[list[str]]) -> list[list[int]]:

@@ -17,15 +17,15 @@ from w4gemm.api.embedding import embedding
 from w4gemm.api.nn import W4Embedding, W4Linear
 from w4gemm.checkpoints.numbers import Numbers
 from w4gemm.core.formats import WeightFormat
-from w4gemm.core.problem import Device
 from w4gemm.integrations.transformers.awaited import AwaitedLinear
 from w4gemm.integrations.transformers.sharding import Local
-from w4gemm.kernels.helpers.embedding_rows import EmbeddingRows
 from w4gemm.weights.weight import QuantizedWeight
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _SCALED = "super().forward(input_ids) * self.embed_scale.to(self.weight.dtype)"
 """What Gemma's embeddings return."""
+_SHARED = ("builtins", "torch.", "transformers.", "w4gemm.")
+"""Begin of the names of Python modules that hold no model's own code."""
 _FACTS = ("device", "dtype", "shape")
 """What a packed weight tells of itself as a dense one does."""
 
@@ -60,11 +60,10 @@ def _returns(kind: type[nn.Module]) -> str:
 def reads_weight(model: nn.Module, leaf: str) -> bool:
     """True if the model's code reads the dense weight of its embedding, not only rows of it. leaf: last part of the
     embedding's name."""
-    files = {type(module).__module__ for module in model.modules()}
+    files = {kind.__module__ for module in model.modules() for kind in type(module).__mro__}
+    files = {file for file in files if not file.startswith(_SHARED) or file.startswith("transformers.models.")}
     names = {leaf, "get_input_embeddings"}
-    return any(
-        not names.isdisjoint(_with_weight_read(file)) for file in files if not file.startswith(("torch.", "w4gemm."))
-    )
+    return any(not names.isdisjoint(_with_weight_read(file)) for file in files)
 
 
 @functools.cache
@@ -81,13 +80,6 @@ def _with_weight_read(module: str) -> frozenset[str]:
         if isinstance(n, ast.Attribute) and n.attr == "weight" and id(n) not in of_facts
     )
     return frozenset(owner.attr for owner in owners if isinstance(owner, ast.Attribute))
-
-
-def can_look_up(device: Device, dtype: torch.dtype, format: WeightFormat, k: int) -> bool:
-    """True if a device decodes rows (k) of a format to a dtype about as fast as it would read dense ones."""
-    if device.kind == "cpu":
-        return dtype in _DTYPES
-    return EmbeddingRows.of(device, dtype, format, k) is not None
 
 
 # --- what takes their place ------------------------------------------------------------------------------------------

@@ -25,12 +25,12 @@ from w4gemm.integrations.transformers.awaited import AwaitedExperts, AwaitedLine
 from w4gemm.integrations.transformers.embeddings import (
     AwaitedEmbedding,
     TiedEmbedding,
-    can_look_up,
     factor_of,
     reads_weight,
 )
 from w4gemm.integrations.transformers.sharding import Local, Split, local_numbers
 from w4gemm.kernels import runs_on
+from w4gemm.kernels.helpers.embedding_rows import can_look_up
 from w4gemm.weights.weight import QuantizedWeight
 
 if TYPE_CHECKING:

@@ -74,6 +74,14 @@ class EmbeddingRows(Sm90Helper):
         return Program(EmbeddingRowsKernel(variant), (weight, ids, out, 1, 1, stream))
 
 
+def can_look_up(device: Device, dtype: torch.dtype, format: WeightFormat, k: int) -> bool:
+    """True if a device decodes rows (k) of a format to a dtype about as fast as it would read dense ones: a CPU, and
+    a GPU with the kernel."""
+    if device.kind == "cpu":
+        return dtype in (torch.float32, torch.float16, torch.bfloat16)
+    return EmbeddingRows.of(device, dtype, format, k) is not None
+
+
 def _problem(dtype: torch.dtype, format: WeightFormat) -> GemmProblem:
     """A problem with the weight's format and the rows' dtype, which alone matter."""
     return GemmProblem(1, BLOCK_N, BLOCK_K, dtype, format, "mma16")
