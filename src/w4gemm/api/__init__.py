@@ -1,9 +1,9 @@
 """The public functions and classes, which :mod:`w4gemm` exports."""
 
 from w4gemm.api.activations import quantize_activations
-from w4gemm.api.embedding import embedding
 from w4gemm.api.experts import W4Experts, W4GroupedLinear
 from w4gemm.api.grouped import grouped_linear, masked_linear
+from w4gemm.api.lookup import embedding
 from w4gemm.api.nn import W4Embedding, W4Linear
 from w4gemm.api.ops import linear
 from w4gemm.api.routing import Routing, choose_experts, combine, route

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, ParamSpec
 import torch
 
 from w4gemm.api.arguments import DTYPES, FP8, checked_activation
-from w4gemm.api.embedding import embedding
+from w4gemm.api.lookup import embedding
 from w4gemm.api.modes import autocast, layer_dtype
 from w4gemm.api.ops import linear
 from w4gemm.api.packed_module import PackedModule, check_dtype

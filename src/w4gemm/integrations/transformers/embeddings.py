@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from w4gemm.api.embedding import embedding
+from w4gemm.api.lookup import embedding
 from w4gemm.api.nn import W4Embedding, W4Linear
 from w4gemm.checkpoints.numbers import Numbers
 from w4gemm.core.formats import WeightFormat

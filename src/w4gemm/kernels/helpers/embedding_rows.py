@@ -1,4 +1,4 @@
-"""Host side of the rows that an embedding looks up in a packed weight; ``w4gemm.api.embedding`` is its only caller."""
+"""Host side of the rows that an embedding looks up in a packed weight; ``w4gemm.api.lookup`` is its only caller."""
 
 from __future__ import annotations
 
