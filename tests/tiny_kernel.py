@@ -17,11 +17,11 @@ def tiny(factor: float = 2.0, key: Hashable = None, arch: str = "sm_90a") -> Uni
 def _program(factor: float) -> Program:
     import cutlass
     import cutlass.cute as cute
-    from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
+    from cutlass.cute.runtime import make_fake_compact_tensor
 
     size = cute.sym_int()
     x, y = (make_fake_compact_tensor(cutlass.Float32, (size,), assumed_align=16) for _ in range(2))
-    return Program(_entry(factor), (x, y, make_fake_stream(use_tvm_ffi_env_stream=True)))
+    return Program(_entry(factor), (x, y))
 
 
 def _entry(factor: float) -> Any:

@@ -71,7 +71,7 @@ def ptx_of(unit: Any) -> str:
     # the DSL cuts names of files: in one folder, processes would read each other's PTX
     with tempfile.TemporaryDirectory() as folder:
         options += f" --dump-dir {folder}"
-        return str(cute.compile(program.entry, *program.arguments, options=options, no_jit_engine=True).__ptx__)
+        return str(cute.compile(program.entry, *program.arguments(), options=options, no_jit_engine=True).__ptx__)
 
 
 def kernels(ptx: str) -> list[Program]:

@@ -104,7 +104,7 @@ def _build(unit: Unit) -> bytes:
         program = unit.program()
         function = cute.compile(
             program.entry,
-            *program.arguments,
+            *program.arguments(),
             options=f"--enable-tvm-ffi --gpu-arch {unit.arch}",
             # the object's bytes are all that is wanted: do not link it into this process as well
             no_jit_engine=True,

@@ -12,7 +12,14 @@ class Program(NamedTuple):
     symbolic shapes."""
 
     entry: Callable[..., None]
-    arguments: tuple[Any, ...]
+    tensors: tuple[Any, ...]
+    """The arguments before the last one, the stream."""
+
+    def arguments(self) -> tuple[Any, ...]:
+        """Return the stand-ins for all arguments. The stream is PyTorch's current one."""
+        from cutlass.cute.runtime import make_fake_stream
+
+        return (*self.tensors, make_fake_stream(use_tvm_ffi_env_stream=True))
 
 
 @dataclass(frozen=True)

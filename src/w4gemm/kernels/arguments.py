@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from w4gemm.core.epilogue import NO_OPERANDS, EpilogueOperands
+from w4gemm.kernels.stand_ins import DTYPES, contiguous, rows
 
 Tensor = Any
 """A torch.Tensor on the host, a cute.Tensor on the device."""
@@ -102,40 +103,24 @@ def stand_ins(variant: Any, workspace: bool) -> Arguments:
     """
     import cutlass
     import cutlass.cute as cute
-    from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_tensor
+    from cutlass.cute.runtime import make_fake_tensor
 
-    kinds = {"f16": torch.float16, "bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn}
-    dtypes = {
-        torch.float16: cutlass.Float16,
-        torch.bfloat16: cutlass.BFloat16,
-        torch.float32: cutlass.Float32,
-        torch.float8_e4m3fn: cutlass.Float8E4M3FN,
-    }
-    asked, x_dtype = variant.epilogue, kinds[variant.kind]
-    dtype, out_dtype = dtypes[x_dtype], dtypes[asked.out_dtype]
+    asked, dtype = variant.epilogue, DTYPES[variant.kind]
     m, n, k, experts = (cute.sym_int() for _ in range(4))
     x_rows = cute.sym_int() if variant.gathered else m
     columns = cute.sym_int() if asked.gated else n
 
-    def compact(dtype: Any, *shape: Any) -> Any:
-        order = tuple(reversed(range(len(shape))))
-        return make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=dtype.width // 8)
-
     def result() -> Any:
         """d, or a residual."""
-        size = out_dtype.width // 8
-        wide = 16 // size if variant.vector else 1
-        strides = (cute.sym_int64(divisibility=wide), 1)
-        return make_fake_tensor(out_dtype, (m, columns), strides, assumed_align=size * wide)
+        return rows(asked.out_dtype, m, columns, step=16 // asked.out_dtype.itemsize if variant.vector else 1)
 
     def by_columns() -> Any:
         """float32 numbers of the rows of x: tokens are contiguous, as TMA wants them."""
         strides = (1, cute.sym_int64(divisibility=4))
         return make_fake_tensor(cutlass.Float32, (m, cute.sym_int()), strides, assumed_align=16)
 
-    blocks = (cute.sym_int(), cute.sym_int(), variant.block.words)
-    shapes = asked.operand_shapes(x_dtype, (m, columns), n, experts if variant.grouped else 0, x_rows)
-    operands = {name: compact(dtypes[t], *shape) for name, (t, shape) in shapes.items() if name != "residual"}
+    shapes = asked.operand_shapes(dtype, (m, columns), n, experts if variant.grouped else 0, x_rows)
+    operands = {name: contiguous(t, *shape) for name, (t, shape) in shapes.items() if name != "residual"}
     if asked.alpha == "host":
         operands["alpha"] = cutlass.Float32(1.0)
     if asked.residual:
@@ -143,21 +128,21 @@ def stand_ins(variant: Any, workspace: bool) -> Arguments:
     if asked.block_scale:
         operands["block_scale"] = by_columns()
     if variant.channel_scales:
-        operands["channel_scale"] = compact(cutlass.Float32, *((experts, n) if variant.grouped else (n,)))
+        operands["channel_scale"] = contiguous(torch.float32, *((experts, n) if variant.grouped else (n,)))
     return Arguments(
-        make_fake_tensor(dtype, (x_rows, k), (cute.sym_int64(divisibility=128 // dtype.width), 1), assumed_align=16),
-        make_fake_compact_tensor(cutlass.Int32, blocks, stride_order=(2, 1, 0), assumed_align=16),
+        rows(dtype, x_rows, k, step=16 // dtype.itemsize),
+        contiguous(torch.int32, cute.sym_int(), cute.sym_int(), variant.block.words, align=16),
         result(),
         EpilogueOperands(**operands),
         ExpertRows(
-            starts=compact(cutlass.Int32, experts) if variant.grouped else None,
-            ends=compact(cutlass.Int32, experts) if variant.grouped else None,
-            indices=compact(cutlass.Int32, m) if variant.gathered else None,
+            starts=contiguous(torch.int32, experts) if variant.grouped else None,
+            ends=contiguous(torch.int32, experts) if variant.grouped else None,
+            indices=contiguous(torch.int32, m) if variant.gathered else None,
             settled=1 if variant.grouped else None,
         ),
         StreamWorkspace(
-            partials=make_fake_compact_tensor(cutlass.Float32, (cute.sym_int(),), assumed_align=16),
-            flags=compact(cutlass.Int32, cute.sym_int()),
+            partials=contiguous(torch.float32, cute.sym_int(), align=16),
+            flags=contiguous(torch.int32, cute.sym_int()),
         )
         if workspace
         else NO_WORKSPACE,

@@ -168,14 +168,11 @@ class GpuKernel(ABC):
         return Unit(self.name, variant, arch, functools.partial(self._program, problem, config))
 
     def _program(self, problem: GemmProblem, config: GemmConfig) -> Program:
-        from cutlass.cute.runtime import make_fake_stream
-
         from w4gemm.kernels.device.launch import FlatEntry
 
         variant = self.variant.of(problem, config)
         launched = arguments.stand_ins(variant, workspace=self.workspace_bytes(problem, config) > 0)
-        values = (*arguments.flat(*launched), make_fake_stream(use_tvm_ffi_env_stream=True))
-        return Program(FlatEntry(self.entry()(variant)), values)
+        return Program(FlatEntry(self.entry()(variant)), arguments.flat(*launched))
 
     def launcher(self, compiled: Any, problem: GemmProblem, config: GemmConfig) -> Callable[[Operands], None]:
         per_cluster = config.cluster_m * config.cluster_n * config.split_k

@@ -25,6 +25,7 @@ from w4gemm.kernels.base import OK, Operands, Resources, Status
 from w4gemm.kernels.gpu import MIN_DRIVER, MOST_GROUP_WORDS, refused_groups
 from w4gemm.kernels.requirements import TARGETS, missing_for_dsl, refusal
 from w4gemm.kernels.space import Exclusion
+from w4gemm.kernels.stand_ins import contiguous
 from w4gemm.kernels.variant import GpuVariant
 from w4gemm.packing.block import BLOCK_K, BLOCK_N
 from w4gemm.packing.codecs import weight_operand
@@ -110,19 +111,14 @@ class DequantizeGemm:
         return Unit(self.name, self._variant(problem), arch, functools.partial(self._program, problem))
 
     def _program(self, problem: GemmProblem) -> Program:
-        import cutlass
         import cutlass.cute as cute
-        from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 
         from w4gemm.kernels.dequantize_gemm.kernel import DequantizeKernel
 
         v = self._variant(problem)
-        blocks = (cute.sym_int(), cute.sym_int(), v.block.words)
-        weight = make_fake_compact_tensor(cutlass.Int32, blocks, stride_order=(2, 1, 0), assumed_align=16)
-        words = (cute.sym_int(), cute.sym_int(divisibility=32))
-        dense = make_fake_compact_tensor(cutlass.Int32, words, stride_order=(1, 0), assumed_align=16)
-        entry = DequantizeKernel(v, problem.device.capability >= (9, 0))
-        return Program(entry, (weight, dense, 1, make_fake_stream(use_tvm_ffi_env_stream=True)))
+        weight = contiguous(torch.int32, cute.sym_int(), cute.sym_int(), v.block.words, align=16)
+        dense = contiguous(torch.int32, cute.sym_int(), cute.sym_int(divisibility=32), align=16)
+        return Program(DequantizeKernel(v, problem.device.capability >= (9, 0)), (weight, dense, 1))
 
     def launcher(self, compiled: Any, problem: GemmProblem, config: GemmConfig) -> Callable[[Operands], None]:
         n, k, tile_n = problem.n, problem.k, config.tile_n

@@ -12,9 +12,10 @@ from w4gemm.core.problem import Device
 from w4gemm.jit import Program
 from w4gemm.kernels import hopper
 from w4gemm.kernels.gpu import MIN_DRIVER
-from w4gemm.kernels.helpers.base import Sm90Helper, half_dtype, half_rows
+from w4gemm.kernels.helpers.base import Sm90Helper
 from w4gemm.kernels.helpers.experts import ExpertChoice
 from w4gemm.kernels.requirements import missing_for_dsl
+from w4gemm.kernels.stand_ins import DTYPES, contiguous
 from w4gemm.kernels.variant import HOPPER_SHARED_MEMORY, MOST_EXPERTS
 from w4gemm.kernels.workspace import FLAG_BYTES
 from w4gemm.packing.block import BLOCK_K, BLOCK_N, STRIP_N, Block
@@ -345,39 +346,24 @@ class ExpertLayer(Sm90Helper):
         return "the layer is too large" if self.ctas * (steps + 2 * self.columns) >= 2**31 else ""
 
     def program(self) -> Program:
-        import cutlass
         import cutlass.cute as cute
-        from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 
         from w4gemm.kernels.expert_layer.kernel import ExpertLayerKernel
 
-        m, choices, half = cute.sym_int(), cute.sym_int(), half_dtype(self.kind)
-
-        def compact(dtype: type, *shape: object, align: int = 0) -> cute.Tensor:
-            order, align = tuple(reversed(range(len(shape)))), align or dtype.width // 8  # type: ignore[attr-defined]
-            return make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=align)
-
-        def biases(has: bool, n: int) -> cute.Tensor | None:
-            return compact(half, self.experts, n, align=8) if has else None
-
-        def scales(has: bool) -> cute.Tensor | None:
-            return compact(cutlass.Float32, self.experts) if has else None
-
-        blocks = [compact(cutlass.Int32, cute.sym_int(), align=16) for _ in range(2)]
-        ids = compact(cutlass.Int32 if self.ids == torch.int32 else cutlass.Int64, choices)
-        by_ids = (ids, compact(cutlass.Float32, choices), None, None)
-        arguments = (
-            half_rows(self.kind, m, self.features),
+        m, choices, half = cute.sym_int(), cute.sym_int(), DTYPES[self.kind]
+        x, out = (contiguous(half, m, self.features, align=16) for _ in range(2))
+        by_ids = contiguous(self.ids, choices), contiguous(torch.float32, choices), None, None
+        biases = (self.gate_up_bias, self.rows_up), (self.down_bias, self.features)
+        scales = self.gate_up_scale, self.down_scale
+        tensors = (
+            x,
             *(by_ids if self.choice is None else (None, None, *self.choice.logits_and_bias(m))),
-            compact(cutlass.Int32, cute.sym_int()) if self.mapped else None,
-            *blocks,
-            biases(self.gate_up_bias, self.rows_up),
-            biases(self.down_bias, self.features),
-            scales(self.gate_up_scale),
-            scales(self.down_scale),
-            compact(cutlass.Int32, cute.sym_int(), align=16),
-            compact(cutlass.Int32, cute.sym_int()),
-            half_rows(self.kind, m, self.features),
-            make_fake_stream(use_tvm_ffi_env_stream=True),
+            contiguous(torch.int32, cute.sym_int()) if self.mapped else None,
+            *(contiguous(torch.int32, cute.sym_int(), align=16) for _ in range(2)),
+            *(contiguous(half, self.experts, n, align=8) if has else None for has, n in biases),
+            *(contiguous(torch.float32, self.experts) if has else None for has in scales),
+            contiguous(torch.int32, cute.sym_int(), align=16),
+            contiguous(torch.int32, cute.sym_int()),
+            out,
         )
-        return Program(ExpertLayerKernel(self), arguments)
+        return Program(ExpertLayerKernel(self), tensors)

@@ -10,8 +10,9 @@ import torch
 
 from w4gemm.core.problem import Device
 from w4gemm.jit import Program, Unit
-from w4gemm.kernels.helpers.base import HALF_KINDS, LayerFacts, can_run, half_dtype, half_rows
+from w4gemm.kernels.helpers.base import HALF_KINDS, LayerFacts, can_run
 from w4gemm.kernels.requirements import TARGETS, refusal
+from w4gemm.kernels.stand_ins import contiguous, rows
 
 LARGEST = 448.0
 """Largest number of float8_e4m3fn."""
@@ -109,29 +110,19 @@ class ActivationQuantize:
         return Unit(self.name, key, self.arch, self._program)
 
     def _program(self) -> Program:
-        import cutlass
         import cutlass.cute as cute
-        from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
         from w4gemm.kernels.helpers.device.activation_quantize import ActivationQuantizeKernel
 
-        kind = HALF_KINDS[self.dtype]
-        dtype = half_dtype(kind)
         vector = _VECTOR if self.wide else 1
         m, k = cute.sym_int(), cute.sym_int(divisibility=vector)
-        x = make_fake_tensor(
-            dtype, (m, cute.sym_int()), (cute.sym_int64(divisibility=vector), 1), assumed_align=2 * vector
-        )
-        residual = weight = total = None
-        if self.front in NORMS:
-            weight = make_fake_compact_tensor(dtype, (k,), assumed_align=2 * vector)
-        if self.front == ADD_RMS:
-            residual, total = half_rows(kind, m, k), half_rows(kind, m, k)
-        x8 = make_fake_compact_tensor(cutlass.Uint8, (m, k), stride_order=(1, 0), assumed_align=vector)
-        scales = make_fake_compact_tensor(cutlass.Float32, (m,), assumed_align=4)
-        stream = make_fake_stream(use_tvm_ffi_env_stream=True)
+        x = rows(self.dtype, m, cute.sym_int(), step=vector)
+        weight = contiguous(self.dtype, k, align=2 * vector) if self.front in NORMS else None
+        adds = self.front == ADD_RMS
+        residual, total = (contiguous(self.dtype, m, k, align=16) if adds else None for _ in range(2))
+        x8, scales = contiguous(torch.uint8, m, k, align=vector), contiguous(torch.float32, m)
         kernel = ActivationQuantizeKernel(
-            kind,
+            HALF_KINDS[self.dtype],
             self.front == "silu_mul",
             self.wide,
             *self.shape,
@@ -140,4 +131,4 @@ class ActivationQuantize:
             SMALLEST,
             self.dependent_launch,
         )
-        return Program(kernel, (x, residual, weight, x8, scales, total, 0.0, stream))
+        return Program(kernel, (x, residual, weight, x8, scales, total, 0.0))

@@ -114,17 +114,3 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
 def can_run(refusal: str) -> bool:
     """True if the device refuses nothing and the compiler is there. refusal: what a kernel's ``refusal`` returned."""
     return not (refusal or missing_for_dsl(MIN_DRIVER))
-
-
-def half_dtype(kind: str) -> Any:
-    """The DSL's dtype of a kind in ``HALF_KINDS``."""
-    import cutlass
-
-    return {"f16": cutlass.Float16, "bf16": cutlass.BFloat16}[kind]
-
-
-def half_rows(kind: str, m: Any, columns: Any) -> Any:
-    """Return a stand-in for contiguous rows of a kind in ``HALF_KINDS``, aligned to 16 bytes."""
-    from cutlass.cute.runtime import make_fake_compact_tensor
-
-    return make_fake_compact_tensor(half_dtype(kind), (m, columns), stride_order=(1, 0), assumed_align=16)

@@ -12,7 +12,8 @@ from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import Device, GemmProblem
 from w4gemm.jit import Program
 from w4gemm.kernels.gpu import MOST_GROUP_WORDS, refused_groups
-from w4gemm.kernels.helpers.base import HALF_KINDS, Sm90Helper, half_rows
+from w4gemm.kernels.helpers.base import HALF_KINDS, Sm90Helper
+from w4gemm.kernels.stand_ins import contiguous
 from w4gemm.kernels.variant import GpuVariant
 from w4gemm.packing.block import BLOCK_K, BLOCK_N
 from w4gemm.packing.codecs import MMA16, codec_for
@@ -56,22 +57,18 @@ class EmbeddingRows(Sm90Helper):
         return _CTAS_PER_SM * device.sms
 
     def program(self) -> Program:
-        import cutlass
         import cutlass.cute as cute
-        from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 
         from w4gemm.kernels.helpers.device.embedding_rows import EmbeddingRowsKernel
 
         problem = _problem(self.dtype, WeightFormat.parse(self.format))
         variant: GpuVariant = GpuVariant.of(problem, GemmConfig(1, BLOCK_N, BLOCK_K))
         tokens, k = cute.sym_int(), cute.sym_int(divisibility=_VECTOR)
-        blocks = (cute.sym_int(), cute.sym_int(), variant.block.words)
-        weight = make_fake_compact_tensor(cutlass.Int32, blocks, stride_order=(2, 1, 0), assumed_align=16)
-        number = cutlass.Int64 if self.wide else cutlass.Int32
-        ids = make_fake_compact_tensor(number, (tokens,), assumed_align=number.width // 8)
-        out = half_rows(HALF_KINDS[self.dtype], tokens, k)
-        stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-        return Program(EmbeddingRowsKernel(variant), (weight, ids, out, 1, 1, stream))
+        weight = contiguous(torch.int32, cute.sym_int(), cute.sym_int(), variant.block.words, align=16)
+        number = torch.int64 if self.wide else torch.int32
+        ids = contiguous(number, tokens, align=number.itemsize)
+        out = contiguous(self.dtype, tokens, k, align=16)
+        return Program(EmbeddingRowsKernel(variant), (weight, ids, out, 1, 1))
 
 
 def can_look_up(device: Device, dtype: torch.dtype, format: WeightFormat, k: int) -> bool:

@@ -14,7 +14,8 @@ from w4gemm.core.activation import is_gated, parse
 from w4gemm.core.problem import Device
 from w4gemm.core.router import Router
 from w4gemm.jit import Program
-from w4gemm.kernels.helpers.base import HALF_KINDS, LayerFacts, Sm90Helper, half_rows
+from w4gemm.kernels.helpers.base import HALF_KINDS, LayerFacts, Sm90Helper
+from w4gemm.kernels.stand_ins import contiguous
 from w4gemm.kernels.variant import MOST_EXPERTS
 
 _KINDS = HALF_KINDS | {torch.float32: "f32"}
@@ -58,29 +59,17 @@ class ExpertChoice(Sm90Helper):
 
     def logits_and_bias(self, tokens: Any) -> tuple[Any, Any]:
         """Return stand-ins for logits (tokens, experts) and the bias or None."""
-        import cutlass
-        from cutlass.cute.runtime import make_fake_compact_tensor
-
-        dtype = {"f32": cutlass.Float32, "f16": cutlass.Float16, "bf16": cutlass.BFloat16}[_KINDS[self.dtype]]
-        shape = tokens, self.experts
-        logits = make_fake_compact_tensor(dtype, shape, stride_order=(1, 0), assumed_align=dtype.width // 8)
-        bias = make_fake_compact_tensor(cutlass.Float32, (self.experts,), assumed_align=4) if self.biased else None
-        return logits, bias
+        bias = contiguous(torch.float32, self.experts) if self.biased else None
+        return contiguous(self.dtype, tokens, self.experts), bias
 
     def program(self) -> Program:
-        import cutlass
         import cutlass.cute as cute
-        from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 
         from w4gemm.kernels.helpers.device.expert_choice import ExpertChoiceKernel
 
         tokens = cute.sym_int()
-        ids, weights = (
-            make_fake_compact_tensor(dtype, (tokens, self.router.top_k), stride_order=(1, 0), assumed_align=4)
-            for dtype in (cutlass.Int32, cutlass.Float32)
-        )
-        stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-        return Program(ExpertChoiceKernel(self.math()), (*self.logits_and_bias(tokens), ids, weights, stream))
+        ids, weights = (contiguous(dtype, tokens, self.router.top_k) for dtype in (torch.int32, torch.float32))
+        return Program(ExpertChoiceKernel(self.math()), (*self.logits_and_bias(tokens), ids, weights))
 
 
 MOST_CHOICES = 2**18
@@ -127,24 +116,16 @@ class ExpertRoute(Sm90Helper):
         return tuple(each for each in helpers if each is not None)
 
     def program(self) -> Program:
-        import cutlass
         import cutlass.cute as cute
-        from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 
         from w4gemm.kernels.helpers.device.expert_route import ExpertRouteKernel
 
         choices = cute.sym_int()
-
-        def vector(dtype: type, size: object) -> cute.Tensor:
-            return make_fake_compact_tensor(dtype, (size,), assumed_align=dtype.width // 8)  # type: ignore[attr-defined]
-
-        ids = vector(cutlass.Int32 if self.dtype == torch.int32 else cutlass.Int64, choices)
-        expert_map = vector(cutlass.Int32, cute.sym_int()) if self.mapped else None
-        m_offsets = vector(cutlass.Int32, self.experts + 1)
-        tokens, row_of_choice = vector(cutlass.Int32, choices), vector(cutlass.Int32, choices)
-        stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-        arguments = (ids, expert_map, m_offsets, tokens, row_of_choice, 1, stream)
-        return Program(ExpertRouteKernel(self.experts, self.mapped, self.ctas), arguments)
+        ids, tokens, row_of_choice = (contiguous(dtype, choices) for dtype in (self.dtype, torch.int32, torch.int32))
+        expert_map = contiguous(torch.int32, cute.sym_int()) if self.mapped else None
+        m_offsets = contiguous(torch.int32, self.experts + 1)
+        kernel = ExpertRouteKernel(self.experts, self.mapped, self.ctas)
+        return Program(kernel, (ids, expert_map, m_offsets, tokens, row_of_choice, 1))
 
 
 MOST_TERMS = 16
@@ -183,23 +164,16 @@ class RowCombine(Sm90Helper):
         return d.shape[1] % 8 == 0 and d.data_ptr() % 16 == 0 and d.is_contiguous()
 
     def program(self) -> Program:
-        import cutlass
         import cutlass.cute as cute
-        from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 
         from w4gemm.kernels.helpers.device.row_combine import RowCombineKernel
 
-        kind = HALF_KINDS[self.dtype]
         n, tokens = cute.sym_int(divisibility=8), cute.sym_int()
-
-        d, out = half_rows(kind, cute.sym_int(), n), half_rows(kind, tokens, n)
-        added = half_rows(kind, cute.sym_int(), n) if self.added else None
-        rows, weights = (
-            make_fake_compact_tensor(dtype, (tokens, self.terms), stride_order=(1, 0), assumed_align=4)
-            for dtype in (cutlass.Int32, cutlass.Float32)
-        )
-        stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-        return Program(RowCombineKernel(kind, self.terms), (d, rows, weights, added, out, 1, stream))
+        d, out = (contiguous(self.dtype, m, n, align=16) for m in (cute.sym_int(), tokens))
+        added = contiguous(self.dtype, cute.sym_int(), n, align=16) if self.added else None
+        rows, weights = (contiguous(dtype, tokens, self.terms) for dtype in (torch.int32, torch.float32))
+        kernel = RowCombineKernel(HALF_KINDS[self.dtype], self.terms)
+        return Program(kernel, (d, rows, weights, added, out, 1))
 
 
 @dataclass(frozen=True)
@@ -229,19 +203,14 @@ class AdaptedRows(Sm90Helper):
         return columns % 8 == 0 and all(t.data_ptr() % 16 == 0 and t.is_contiguous() for t in (rows, added))
 
     def program(self) -> Program:
-        import cutlass
         import cutlass.cute as cute
-        from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 
         from w4gemm.kernels.helpers.device.adapted_rows import AdaptedRowsKernel
 
-        kind, activation = HALF_KINDS[self.dtype], parse(self.activation)
         choices, n = cute.sym_int(), cute.sym_int(divisibility=8)
         both = cute.sym_int(divisibility=16) if is_gated(self.activation) else n
-        rows, added = half_rows(kind, cute.sym_int(), both), half_rows(kind, choices, both)
-        hidden, moved = (half_rows(kind, choices, n) for _ in range(2))
-        row_of_choice = make_fake_compact_tensor(cutlass.Int32, (choices,), assumed_align=4)
-        stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-        return Program(
-            AdaptedRowsKernel(kind, activation, self.halves), (rows, added, row_of_choice, hidden, moved, stream)
-        )
+        rows, added = (contiguous(self.dtype, m, both, align=16) for m in (cute.sym_int(), choices))
+        hidden, moved = (contiguous(self.dtype, choices, n, align=16) for _ in range(2))
+        row_of_choice = contiguous(torch.int32, choices)
+        kernel = AdaptedRowsKernel(HALF_KINDS[self.dtype], parse(self.activation), self.halves)
+        return Program(kernel, (rows, added, row_of_choice, hidden, moved))

@@ -11,6 +11,7 @@ import torch
 from w4gemm.core.problem import Device
 from w4gemm.jit import Program
 from w4gemm.kernels.helpers.base import LayerFacts, Sm90Helper, launcher
+from w4gemm.kernels.stand_ins import contiguous, rows
 from w4gemm.packing.codecs import weight_operand
 
 
@@ -35,17 +36,13 @@ class RowSums(Sm90Helper):
         return () if helper is None else (helper,)
 
     def program(self) -> Program:
-        import cutlass
         import cutlass.cute as cute
-        from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
         from w4gemm.kernels.helpers.device.row_sums import RowSumsKernel
 
-        m, k, groups = cute.sym_int(), cute.sym_int(divisibility=16), cute.sym_int()
-        x = make_fake_tensor(cutlass.Uint8, (m, k), (cute.sym_int64(divisibility=16), 1), assumed_align=16)
-        tokens = cute.sym_int(divisibility=4)
-        sums = make_fake_compact_tensor(cutlass.Float32, (groups, tokens), stride_order=(1, 0), assumed_align=16)
-        return Program(RowSumsKernel(self.group), (x, sums, make_fake_stream(use_tvm_ffi_env_stream=True)))
+        x = rows(torch.uint8, cute.sym_int(), cute.sym_int(divisibility=16), step=16)
+        sums = contiguous(torch.float32, cute.sym_int(), cute.sym_int(divisibility=4), align=16)
+        return Program(RowSumsKernel(self.group), (x, sums))
 
 
 def row_sums(x: torch.Tensor, group: int) -> torch.Tensor:

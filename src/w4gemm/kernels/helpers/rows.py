@@ -11,7 +11,8 @@ import torch
 from w4gemm.core.activation import parse
 from w4gemm.core.problem import Device
 from w4gemm.jit import Program
-from w4gemm.kernels.helpers.base import HALF_KINDS, LayerFacts, Sm90Helper, half_dtype, half_rows
+from w4gemm.kernels.helpers.base import HALF_KINDS, LayerFacts, Sm90Helper
+from w4gemm.kernels.stand_ins import contiguous, rows
 from w4gemm.kernels.variant import HOPPER_SHARED_MEMORY
 
 _VECTOR = 8
@@ -48,18 +49,15 @@ class RmsNorm(Sm90Helper):
 
     def program(self) -> Program:
         import cutlass.cute as cute
-        from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 
         from w4gemm.kernels.helpers.device.rms_norm import RmsNormKernel
 
-        kind = HALF_KINDS[self.dtype]
         m, k = cute.sym_int(), cute.sym_int(divisibility=_VECTOR)
-        x, out = half_rows(kind, m, k), half_rows(kind, m, k)
-        residual, total = (half_rows(kind, m, k) if self.add else None for _ in range(2))
-        weight = make_fake_compact_tensor(half_dtype(kind), (k,), assumed_align=16)
-        stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-        kernel = RmsNormKernel(kind, self.threads, self.chunks, self.add)
-        return Program(kernel, (x, residual, weight, out, total, 0.0, stream))
+        x, out = (contiguous(self.dtype, m, k, align=16) for _ in range(2))
+        residual, total = (contiguous(self.dtype, m, k, align=16) if self.add else None for _ in range(2))
+        weight = contiguous(self.dtype, k, align=16)
+        kernel = RmsNormKernel(HALF_KINDS[self.dtype], self.threads, self.chunks, self.add)
+        return Program(kernel, (x, residual, weight, out, total, 0.0))
 
 
 @dataclass(frozen=True)
@@ -83,15 +81,12 @@ class GateHalves(Sm90Helper):
 
     def program(self) -> Program:
         import cutlass.cute as cute
-        from cutlass.cute.runtime import make_fake_stream
 
         from w4gemm.kernels.helpers.device.gate_halves import GateHalvesKernel
 
-        kind = HALF_KINDS[self.dtype]
         m, n, both = cute.sym_int(), cute.sym_int(divisibility=8), cute.sym_int(divisibility=16)
-        x, out = half_rows(kind, m, both), half_rows(kind, m, n)
-        stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-        return Program(GateHalvesKernel(kind, parse(self.activation)), (x, out, stream))
+        x, out = (contiguous(self.dtype, m, columns, align=16) for columns in (both, n))
+        return Program(GateHalvesKernel(HALF_KINDS[self.dtype], parse(self.activation)), (x, out))
 
 
 _BARRIER_BYTES = 64
@@ -148,20 +143,14 @@ class ColumnGather(Sm90Helper):
         return max(1, min(-(-k // _COLUMNS_PER_PASS), sms * _CTAS_PER_SM // m))
 
     def program(self) -> Program:
-        import cutlass
         import cutlass.cute as cute
-        from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
         from w4gemm.kernels.helpers.device.column_gather import ColumnGatherKernel
 
-        dtype = half_dtype(HALF_KINDS[self.dtype])
-        m, k, rows, experts = (cute.sym_int() for _ in range(4))
-        shape = rows if self.indexed else m, k
-        x = make_fake_tensor(dtype, shape, (cute.sym_int64(divisibility=8), 1), assumed_align=16)
-        perms, order = ((experts, k), (1, 0)) if self.experts else ((k,), (0,))
-        perm = make_fake_compact_tensor(cutlass.Int32, perms, stride_order=order, assumed_align=16)
-        starts = make_fake_compact_tensor(cutlass.Int32, (experts,)) if self.experts else None
-        indices = make_fake_compact_tensor(cutlass.Int32, (m,)) if self.indexed else None
-        out = make_fake_tensor(dtype, (m, k), (cute.sym_int64(divisibility=8), 1), assumed_align=16)
-        stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-        return Program(ColumnGatherKernel(self.capacity), (x, perm, starts, indices, out, 1, stream))
+        m, k, experts = (cute.sym_int() for _ in range(3))
+        x = rows(self.dtype, cute.sym_int() if self.indexed else m, k, step=8)
+        perm = contiguous(torch.int32, *((experts, k) if self.experts else (k,)), align=16)
+        starts = contiguous(torch.int32, experts) if self.experts else None
+        indices = contiguous(torch.int32, m) if self.indexed else None
+        out = rows(self.dtype, m, k, step=8)
+        return Program(ColumnGatherKernel(self.capacity), (x, perm, starts, indices, out, 1))

@@ -9,7 +9,8 @@ import torch
 
 from w4gemm.core.problem import Device
 from w4gemm.jit import Program
-from w4gemm.kernels.helpers.base import HALF_KINDS, Sm90Helper, half_dtype
+from w4gemm.kernels.helpers.base import HALF_KINDS, Sm90Helper
+from w4gemm.kernels.stand_ins import contiguous, rows
 
 DIMS = (64, 128, 256)
 _MOST_HEADS = {64: 8, 128: 8, 256: 4}
@@ -48,29 +49,16 @@ class StepAttention(Sm90Helper):
         return splits
 
     def program(self) -> Program:
-        import cutlass
         import cutlass.cute as cute
-        from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream, make_fake_tensor
 
         from w4gemm.kernels.helpers.device.step_attention import StepAttentionKernel
 
-        kind = HALF_KINDS[self.dtype]
-        dtype = half_dtype(kind)
         batch, heads, kv_heads, length = (cute.sym_int() for _ in range(4))
-
-        def rows(count: cute.SymInt) -> cute.Tensor:
-            return make_fake_tensor(dtype, (batch, count, self.dim), (cute.sym_int64(), cute.sym_int64(), 1))
-
-        angles = [make_fake_tensor(dtype, (batch, self.dim), (cute.sym_int64(), 1)) for _ in range(2)]
-        order = (3, 2, 1, 0)
-        cache = [
-            make_fake_compact_tensor(dtype, (batch, kv_heads, length, self.dim), stride_order=order, assumed_align=16)
-            for _ in range(2)
-        ]
-        slot = make_fake_compact_tensor(cutlass.Int64, (1,), assumed_align=8)
-        first = make_fake_compact_tensor(cutlass.Int32, (batch,), assumed_align=4)
-        out = make_fake_compact_tensor(dtype, (batch, heads, self.dim), stride_order=(2, 1, 0), assumed_align=16)
-        sinks = make_fake_compact_tensor(dtype, (heads,), assumed_align=2) if self.sinks else None
-        values = (rows(heads), rows(kv_heads), rows(kv_heads), *angles, *cache, slot, first, sinks, out, 1.0, 1)
-        stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-        return Program(StepAttentionKernel(kind, self.dim, self.group, self.splits, self.sinks), (*values, stream))
+        q, k, v = (rows(self.dtype, batch, count, self.dim) for count in (heads, kv_heads, kv_heads))
+        angles = [rows(self.dtype, batch, self.dim) for _ in range(2)]
+        caches = [contiguous(self.dtype, batch, kv_heads, length, self.dim, align=16) for _ in range(2)]
+        slot, first = contiguous(torch.int64, 1), contiguous(torch.int32, batch)
+        sinks = contiguous(self.dtype, heads) if self.sinks else None
+        out = contiguous(self.dtype, batch, heads, self.dim, align=16)
+        kernel = StepAttentionKernel(HALF_KINDS[self.dtype], self.dim, self.group, self.splits, self.sinks)
+        return Program(kernel, (q, k, v, *angles, *caches, slot, first, sinks, out, 1.0, 1))

@@ -10,7 +10,8 @@ import torch
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import Device
 from w4gemm.jit import Program
-from w4gemm.kernels.helpers.base import HALF_KINDS, Sm90Helper, half_dtype
+from w4gemm.kernels.helpers.base import HALF_KINDS, Sm90Helper
+from w4gemm.kernels.stand_ins import contiguous
 from w4gemm.packing.block import BLOCK_K
 from w4gemm.packing.codecs import MMA16, codec_for
 from w4gemm.packing.codecs.floats import FLOATS
@@ -66,9 +67,7 @@ class WeightQuantize(Sm90Helper):
         return weight.is_contiguous() and weight.shape[-1] % 2 == 0 and weight.data_ptr() % 4 == 0
 
     def program(self) -> Program:
-        import cutlass
         import cutlass.cute as cute
-        from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream
 
         from w4gemm.kernels.helpers.device.weight_quantize import WeightQuantizeKernel
 
@@ -77,16 +76,10 @@ class WeightQuantize(Sm90Helper):
         assert codec is not None, f"{format} has blocks"
         kernel = WeightQuantizeKernel(HALF_KINDS[self.dtype], format, codec, self.limit)
         experts, rows, k, n, n_blocks, k_blocks = (cute.sym_int() for _ in range(6))
-
-        def fake(dtype: object, *shape: object, align: int) -> object:
-            order = tuple(reversed(range(len(shape))))
-            return make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=align)
-
-        dense = [fake(half_dtype(kernel.kind), experts, rows, k, align=4) for _ in range(1 + self.pairs)]
-        channels = fake(cutlass.Float32, experts, n, align=4) if kernel.channels else None
-        ends = fake(cutlass.Float32, experts, n, cute.sym_int(), 2, align=8) if self.needs_ends(format) else None
-        blocks = fake(cutlass.Int32, experts, n_blocks, k_blocks, kernel.block.words, align=16)
-        refused = fake(cutlass.Int32, 1, align=4)
-        stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-        odd = dense[1] if self.pairs else None
-        return Program(kernel, (dense[0], odd, channels, ends, blocks, refused, 0, stream))
+        dense = contiguous(self.dtype, experts, rows, k, align=4)
+        odd = contiguous(self.dtype, experts, rows, k, align=4) if self.pairs else None
+        channels = contiguous(torch.float32, experts, n) if kernel.channels else None
+        ends = contiguous(torch.float32, experts, n, cute.sym_int(), 2, align=8) if self.needs_ends(format) else None
+        blocks = contiguous(torch.int32, experts, n_blocks, k_blocks, kernel.block.words, align=16)
+        refused = contiguous(torch.int32, 1)
+        return Program(kernel, (dense, odd, channels, ends, blocks, refused, 0))

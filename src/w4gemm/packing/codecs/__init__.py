@@ -30,8 +30,9 @@ from w4gemm.packing.codecs.integers_fp8 import (
 CODECS: tuple[Codec, ...] = (*INTEGERS, *INTEGERS_FP8, *E2M1, *FLOAT_CODECS, *CODEBOOKS)
 """An element's own codecs go before those of its numbers as a codebook."""
 
-_KIND = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float8_e4m3fn: "e4m3"}
-_SCALE_KIND = _KIND | {torch.float8_e8m0fnu: "e8m0", torch.float32: "f32", torch.uint8: "u8", torch.int8: "s8"}
+KINDS = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float8_e4m3fn: "e4m3"}
+"""Names of dtypes of x in device code."""
+_SCALE_KIND = KINDS | {torch.float8_e8m0fnu: "e8m0", torch.float32: "f32", torch.uint8: "u8", torch.int8: "s8"}
 """Names, by the dtype of a format's scales, that decoders know them by."""
 
 
@@ -98,7 +99,7 @@ def weight_operand(format: WeightFormat, dtype: torch.dtype) -> WeightOperand:
     if codec is None:
         raise ValueError(f"format: {refusal(format, fragment)}")
     assert format.scale_dtype in _SCALE_KIND, f"{format.scale_dtype}: add what decoders call it to _SCALE_KIND"
-    kinds = _KIND[dtype], _SCALE_KIND[format.scale_dtype]
+    kinds = KINDS[dtype], _SCALE_KIND[format.scale_dtype]
     return WeightOperand(codec, *kinds, format.zero, codec.block(format), codec.has_channels(format))
 
 
