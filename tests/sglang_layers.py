@@ -31,7 +31,7 @@ else:
 from w4gemm.core.activation import parse  # noqa: E402
 from w4gemm.integrations import sglang as plugin  # noqa: E402
 from w4gemm.integrations.engines import engine, warmup  # noqa: E402
-from w4gemm.integrations.sglang import dense, experts, shards, takeover  # noqa: E402
+from w4gemm.integrations.sglang import dense, experts, takeover  # noqa: E402
 
 QUANTIZATION = "sglang.srt.layers.quantization"
 SCHEMES = {
@@ -69,7 +69,7 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv("W4GEMM_SGLANG", raising=False)
     for part in (takeover, dense, experts):  # waits for a model that no test loads
         monkeypatch.setattr(part, "WARMUP", waiting)
-    for part in (dense, experts, shards):
+    for part in (takeover, dense):
         monkeypatch.setattr(part, "capability", lambda device=None: (9, 0))
     named = SimpleNamespace(value="none", is_none=lambda: True, is_deepep_v2=lambda: False)
     auto = SimpleNamespace(value="auto", is_auto=lambda: True, is_hpc_ops=lambda: False)

@@ -413,7 +413,7 @@ def test_where_layers_are_taken_over(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setenv("W4GEMM_SGLANG", switch)
-    monkeypatch.setattr(dense, "capability", lambda device=None: capability)
+    monkeypatch.setattr(takeover, "capability", lambda device=None: capability)
     scheme = DENSE["gptq"][0]()
     assert reason in refused(scheme, created(scheme), caplog)
 

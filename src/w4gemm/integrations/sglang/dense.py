@@ -95,7 +95,7 @@ def create(scheme: Scheme, own: Callable[..., None], self: Any, layer: Any, *arg
     if (
         scheme.takes(self)
         and not dummy()
-        and not why_not_here(capability(getattr(layer, names[0]).device), quantizes(scheme, self))
+        and not why_not_here(quantizes(scheme, self), getattr(layer, names[0]).device)
     ):
         mark(layer, [*names, "g_idx", "qzeros"])
 
@@ -145,7 +145,7 @@ def _pack_gguf(self: Any, layer: Any) -> str:
 
 def _why_not(layer: Any, device: torch.device, fp8: bool = False) -> str:
     """Return why no layer is taken over here, or not a head, or the empty string."""
-    if reason := why_not_here(capability(device), fp8):
+    if reason := why_not_here(fp8, device):
         return reason
     if isinstance(layer, VocabParallelEmbedding) and speculative():
         return "draft models read and replace the parameter of lm_head (--speculative-algorithm)"
@@ -219,7 +219,7 @@ def _no_kernel(*arguments: Any) -> Any:
 def kernel_of_gptq(own: Callable[..., Any], self: Any, quant_config: Any) -> Any:
     """Return a place for what a scheme of GPTQ says of its kernel, where ours will run the layer; SGLang's own method
     refuses."""
-    if SGLANG.asked("GPTQ's linear layers that Marlin does not take", lambda: why_not_here(capability())):
+    if SGLANG.asked("GPTQ's linear layers that Marlin does not take", why_not_here):
         return own(self, quant_config)
     setattr(self, _ALONE, True)
     return SimpleNamespace()
@@ -232,7 +232,7 @@ def fp8_scheme(
     what SGLang's own method does."""
     if not _is_w4afp8(weight_quant, input_quant, format or self.quant_format):
         return own(self, weight_quant, input_quant, format)
-    if reason := why_not_here(capability(), fp8=True):
+    if reason := why_not_here(fp8=True):
         SGLANG.refuse("compressed-tensors' linear layers with fp8 activations", reason)
         return own(self, weight_quant, input_quant, format)
     from sglang.srt.layers.quantization.compressed_tensors.schemes import CompressedTensorsWNA16
@@ -251,7 +251,7 @@ def fp8_scheme(
 def mxfp8_capability(own: Callable[..., int], self: Any) -> int:
     """Return the compute capability that a model in fp8 needs, ten times: our kernels' for MXFP8, of which SGLang has
     none before Blackwell's."""
-    ours = self.use_mxfp8 and self.is_checkpoint_fp8_serialized and not why_not_here(capability())
+    ours = self.use_mxfp8 and self.is_checkpoint_fp8_serialized and not why_not_here()
     return LEAST[0] * 10 + LEAST[1] if ours else own(self)
 
 

@@ -34,7 +34,6 @@ from w4gemm.integrations.sglang.takeover import (
     WARMUP,
     Hook,
     adapters,
-    capability,
     deterministic,
     dummy,
     exchange,
@@ -165,7 +164,7 @@ def quant_info(own: Callable[..., Any], self: Any, layer: Any, runner_backend: A
 
 def _why_not(method: Method, self: Any, layer: Any, config: Any) -> str:
     settings = method.settings(self)
-    if reason := why_not_here(capability(), settings.activations == "fp8") or settings.why_refused:
+    if reason := why_not_here(settings.activations == "fp8") or settings.why_refused:
         return reason
     if adapters() and (reason := why_no_adapters(method.takes_adapters)):
         return reason

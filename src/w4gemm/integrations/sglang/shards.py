@@ -18,7 +18,6 @@ from w4gemm.integrations.sglang.takeover import (
     REFUSES_UPDATES,
     SGLANG,
     Hook,
-    capability,
     hook,
     why_not_here,
 )
@@ -46,7 +45,7 @@ def method_of(own: Callable[..., Any], self: Any, layer: torch.nn.Module, prefix
     """Return the method that SGLang makes for a layer, or ours for a merged one of shards that differ."""
     merged = {**_MERGED, **(getattr(self, "packed_modules_mapping", None) or {})}
     names = shard_names(merged, prefix) if isinstance(layer, LinearBase) else []
-    if not names or SGLANG.asked("merged layers of several formats", lambda: why_not_here(capability())):
+    if not names or SGLANG.asked("merged layers of several formats", why_not_here):
         return own(self, layer, prefix)
     from sglang.srt.layers.quantization.utils import get_dynamic_override
 

@@ -77,13 +77,14 @@ def hook(hooks: Sequence[Hook]) -> None:
         HookRegistry.register(target, around, HookType.AROUND)
 
 
-def why_not_here(capability: Capability | None, fp8: bool = False) -> str:
+def why_not_here(fp8: bool = False, device: torch.device | None = None) -> str:
     """Return why no layers are taken over of the engine that makes them now, or the empty string.
 
     Args:
-        capability, fp8: as for :meth:`w4gemm.integrations.engines.engine.Engine.why_not_here`.
+        fp8: as for :meth:`w4gemm.integrations.engines.engine.Engine.why_not_here`.
+        device: of the layers; None for the current GPU.
     """
-    return SGLANG.why_not_here(capability, fp8) or (OFFLOADED if _offloads() else "") or packed_before()
+    return SGLANG.why_not_here(capability(device), fp8) or (OFFLOADED if _offloads() else "") or packed_before()
 
 
 def packed_before() -> str:

@@ -19,7 +19,7 @@ from vllm.model_executor.layers.quantization import get_quantization_config, reg
 
 from w4gemm.integrations.engines.shards import Shards, settings_differ, shard_names
 from w4gemm.integrations.vllm import takeover
-from w4gemm.integrations.vllm.linear_kernel import capability, kernels_made, watch
+from w4gemm.integrations.vllm.linear_kernel import kernels_made, watch
 
 Hook = Callable[[Any, torch.nn.Module], Any]
 """Called with what vLLM made for a layer, which may be None, and the layer; returns the method that the layer gets."""
@@ -125,7 +125,7 @@ def _method_of(own: Callable[[torch.nn.Module, str], Any], config: Any, layer: t
     """
     merged = getattr(config, "packed_modules_mapping", None) or {}
     names = shard_names(merged, prefix) if isinstance(layer, LinearBase) else []
-    if not names or takeover.why_not_here(capability()):
+    if not names or takeover.why_not_here():
         return own(layer, prefix)
     from vllm.model_executor.layers.quantization.utils.gptq_utils import get_dynamic_override
 

@@ -23,7 +23,7 @@ from w4gemm.integrations.engines.formats import SCALES, check_unused_zeros, inte
 from w4gemm.integrations.engines.loading import check_known
 from w4gemm.integrations.vllm import takeover
 from w4gemm.integrations.vllm.configs import add_hook, take_configs
-from w4gemm.integrations.vllm.linear_kernel import ListedKernel, capability
+from w4gemm.integrations.vllm.linear_kernel import ListedKernel
 
 CONFIGS = (
     *("gptq", "gptq_marlin", "auto_gptq", "awq", "awq_marlin", "auto_awq"),
@@ -166,7 +166,7 @@ def _choice_of(kernels: list[Any]) -> Iterator[None]:
 def why_not(c: MPLinearLayerConfig) -> str:
     """Return why a layer is left to vLLM's own kernels, or the empty string."""
     fp8 = c.act_type == _FP8
-    if reason := takeover.why_not_here(capability(), fp8):
+    if reason := takeover.why_not_here(fp8):
         return reason
     if not (c.weight_type == scalar_types.int4 if fp8 else _is_integer(c.weight_type)):
         legal = str(scalar_types.int4) if fp8 else f"integers of {', '.join(map(str, sorted(INTEGERS)))} bits"
@@ -240,7 +240,7 @@ class W4GemmLinearKernel(ListedKernel, MPLinearKernel):
         return [self.w_q_name, *filter(None, others)]
 
     def may_run(self, cls: Any) -> bool:
-        here = capability()
+        here = takeover.capability()
         runs = here is None or cls.get_min_capability() <= 10 * here[0] + here[1]
         return bool(runs and cls.can_implement(self.config)[0])
 

@@ -16,7 +16,6 @@ from w4gemm.integrations.engines.engine import why_no_kernel
 from w4gemm.integrations.engines.formats import ExpertsFormat, ExpertsSettings
 from w4gemm.integrations.vllm import takeover
 from w4gemm.integrations.vllm.experts_formats import METHODS, fused_activation
-from w4gemm.integrations.vllm.linear_kernel import capability
 from w4gemm.packing.layouts import layout_for
 
 _OTHER_EXCHANGES = (
@@ -31,7 +30,7 @@ def why_not(method: Any, layer: Any) -> str:
     settings, format = read(method, layer)
     moe = layer.moe_config
     fp8 = settings.activations == "fp8"
-    if reason := takeover.why_not_here(capability(), fp8):
+    if reason := takeover.why_not_here(fp8):
         return reason
     if reason := settings.why_refused:
         return reason

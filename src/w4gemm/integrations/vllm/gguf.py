@@ -6,6 +6,7 @@ rows are looked up, also where the model has no other head.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,27 +17,23 @@ from vllm_gguf_plugin.quantization import GGUFConfig, GGUFLinearMethod
 from w4gemm.integrations.engines.gguf import PARAMETERS, gguf_weights
 from w4gemm.integrations.vllm import takeover
 from w4gemm.integrations.vllm.experts import taken_over
-from w4gemm.integrations.vllm.linear_kernel import LinearKernel, capability
+from w4gemm.integrations.vllm.linear_kernel import LinearKernel
 from w4gemm.weights.weight import QuantizedWeight
 
 
 def install() -> None:
     """Have the config of vLLM's GGUF plugin give each linear layer and head its method with our kernel, and experts
     ours."""
-    own = GGUFConfig.get_quant_method
-    if own.__module__ == __name__:
-        return
+    takeover.wrap(GGUFConfig, "get_quant_method", _method)
 
-    def get_quant_method(self: Any, layer: torch.nn.Module, prefix: str) -> Any:
-        method = own(self, layer, prefix)
-        embedding = isinstance(layer, VocabParallelEmbedding) and not isinstance(layer, ParallelLMHead)
-        if isinstance(method, GGUFLinearMethod) and not embedding:
-            reason = takeover.VLLM.asked(GGUFKernel.kind, lambda: takeover.why_not_here(capability()))
-            if not reason:
-                GGUFKernel(method, prefix)
-        return taken_over(method, layer)
 
-    GGUFConfig.get_quant_method = get_quant_method
+def _method(own: Callable[..., Any], config: Any, layer: torch.nn.Module, prefix: str) -> Any:
+    method = own(config, layer, prefix)
+    embedding = isinstance(layer, VocabParallelEmbedding) and not isinstance(layer, ParallelLMHead)
+    ours = isinstance(method, GGUFLinearMethod) and not embedding
+    if ours and not takeover.VLLM.asked(GGUFKernel.kind, takeover.why_not_here):
+        GGUFKernel(method, prefix)
+    return taken_over(method, layer)
 
 
 class GGUFKernel(LinearKernel):

@@ -8,6 +8,7 @@ refuses, get that method too.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -29,7 +30,7 @@ from w4gemm.checkpoints.gptq import GPTQPacking
 from w4gemm.checkpoints.numbers import Numbers
 from w4gemm.checkpoints.stored import NAMES
 from w4gemm.integrations.vllm import takeover
-from w4gemm.integrations.vllm.linear_kernel import LinearKernel, capability
+from w4gemm.integrations.vllm.linear_kernel import LinearKernel
 
 _BITS = range(2, 9)
 _STREAMS = (2, 3, 4, 8)
@@ -53,39 +54,44 @@ def install() -> None:
     """
     if _OWN:
         return
-    config, dense, experts = auto_gptq.AutoGPTQConfig, auto_gptq.get_linear_quant_method, auto_gptq.get_moe_quant_method
+    config = auto_gptq.AutoGPTQConfig
     _OWN.update(config.TYPE_MAP)
+    takeover.wrap(auto_gptq, "get_linear_quant_method", _linear_method)
+    takeover.wrap(auto_gptq, "get_moe_quant_method", _experts_method)
+    takeover.wrap(INCWna16Scheme, "get_linear_method", _linear_method_of_auto_round)
     config.TYPE_MAP = {(bits, symmetric): None for bits in _BITS for symmetric in (True, False)} | _OWN
 
-    def get_linear_quant_method(settings: Any, layer: torch.nn.Module, prefix: str, linear_method_cls: Any) -> Any:
-        def make(own: Any) -> Any:
-            return linear_method_cls(own) if _is_vllms(own) else GptqLinearMethod(own, prefix)
 
-        return dense(settings, layer, prefix, make)
+def _linear_method(
+    own: Callable[..., Any], settings: Any, layer: torch.nn.Module, prefix: str, linear_method_cls: Any
+) -> Any:
+    def make(config: Any) -> Any:
+        return linear_method_cls(config) if _is_vllms(config) else GptqLinearMethod(config, prefix)
 
-    def get_moe_quant_method(settings: Any, layer: Any, prefix: str, moe_method_cls: Any) -> Any:
-        def make(own: Any, moe: Any) -> Any:
-            if not _is_vllms(own):
-                raise ValueError(
-                    f"Unsupported quantization config of experts: bits={own.weight_bits}, sym={own.is_sym}"
-                )
-            return moe_method_cls(own, moe)
+    return own(settings, layer, prefix, make)
 
-        return experts(settings, layer, prefix, make)
 
-    auto_gptq.get_linear_quant_method, auto_gptq.get_moe_quant_method = get_linear_quant_method, get_moe_quant_method
-    of_auto_round = INCWna16Scheme.get_linear_method
+def _experts_method(own: Callable[..., Any], settings: Any, layer: Any, prefix: str, moe_method_cls: Any) -> Any:
+    def make(config: Any, moe: Any) -> Any:
+        if not _is_vllms(config):
+            raise ValueError(
+                f"Unsupported quantization config of experts: bits={config.weight_bits}, sym={config.is_sym}"
+            )
+        return moe_method_cls(config, moe)
 
-    def get_linear_method(self: Any, config: Any, layer: torch.nn.Module, prefix: str, layer_config: Any) -> Any:
-        bits, symmetric = layer_config.bits, layer_config.sym
-        ours = layer_config.is_gptq and bits in _STREAMS and (bits, symmetric) not in _OWN
-        if not ours or takeover.linear_backend("mixed_precision") or takeover.why_not_here(capability()):
-            return of_auto_round(self, config, layer, prefix, layer_config)
-        settings = {"weight_bits": bits, "group_size": layer_config.group_size, "is_sym": symmetric, "desc_act": False}
-        packing = {"quant_method": "auto-round", "packing_format": config.packing_format}
-        return GptqLinearMethod(SimpleNamespace(**settings, full_config=packing), prefix)
+    return own(settings, layer, prefix, make)
 
-    INCWna16Scheme.get_linear_method = get_linear_method
+
+def _linear_method_of_auto_round(
+    own: Callable[..., Any], scheme: Any, config: Any, layer: torch.nn.Module, prefix: str, layer_config: Any
+) -> Any:
+    bits, symmetric = layer_config.bits, layer_config.sym
+    ours = layer_config.is_gptq and bits in _STREAMS and (bits, symmetric) not in _OWN
+    if not ours or takeover.linear_backend("mixed_precision") or takeover.why_not_here():
+        return own(scheme, config, layer, prefix, layer_config)
+    settings = {"weight_bits": bits, "group_size": layer_config.group_size, "is_sym": symmetric, "desc_act": False}
+    packing = {"quant_method": "auto-round", "packing_format": config.packing_format}
+    return GptqLinearMethod(SimpleNamespace(**settings, full_config=packing), prefix)
 
 
 def _is_vllms(config: Any) -> bool:
@@ -107,7 +113,7 @@ class GptqLinearMethod(LinearMethodBase):
 
     def __init__(self, config: Any, prefix: str) -> None:
         self.config, self.prefix = config, prefix
-        if reason := takeover.why_not_here(capability()):
+        if reason := takeover.why_not_here():
             raise ValueError(
                 f"Unsupported quantization config: bits={config.weight_bits}, sym={config.is_sym}: vLLM has no kernel "
                 f"for it, and w4gemm runs no layers here: {reason}"

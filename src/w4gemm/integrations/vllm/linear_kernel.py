@@ -10,13 +10,11 @@ from typing import Any, ClassVar
 
 import torch
 from vllm import envs
-from vllm.platforms import current_platform
 
 from w4gemm.api.activations import quantized
 from w4gemm.api.packed import PackedLinear
 from w4gemm.checkpoints.numbers import Numbers
 from w4gemm.core.epilogue import PLAIN, Epilogue
-from w4gemm.integrations.engines.engine import Capability
 from w4gemm.integrations.engines.loading import NOTHING_LOADED, check_loaded, draw, mark
 from w4gemm.integrations.engines.warmup import LinearUse, linear_need
 from w4gemm.integrations.vllm import fusion, takeover
@@ -250,7 +248,7 @@ class FloatsKernel(ListedKernel):
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
-        reason = takeover.VLLM.asked(cls.kind, lambda: takeover.why_not_here(capability(), cls.takes_fp8()))
+        reason = takeover.VLLM.asked(cls.kind, lambda: takeover.why_not_here(cls.takes_fp8()))
         return not reason, reason or None
 
     @classmethod
@@ -266,12 +264,6 @@ def _names(first: str, part: int, tensors: int) -> list[str]:
     """Return the names of the tensors of a layer's weight, or of its part of that number."""
     begin = f"w4gemm_part{part}_" if part else "w4gemm_packed"
     return [f"{begin}0" if part else first, *(f"{begin}{i}" for i in range(1, tensors))]
-
-
-def capability() -> Capability | None:
-    """Return the compute capability of the GPU; None if there is none."""
-    here = current_platform.get_device_capability()
-    return None if here is None else tuple(here)
 
 
 def kernels_made(make: Callable[[], Any]) -> tuple[Any, list[LinearKernel]]:

@@ -7,12 +7,13 @@ at the start.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+
+from w4gemm.integrations.vllm.takeover import wrap
 
 _balancers: weakref.WeakSet[Any] = weakref.WeakSet()
 """vLLM's EplbStates of this process."""
@@ -50,16 +51,12 @@ def note_balancers() -> None:
         from vllm.distributed.eplb.eplb_state import EplbState
     except ImportError:
         return
-    own: Callable[..., None] = EplbState.add_model
-    if own.__module__ == __name__:
-        return
+    wrap(EplbState, "add_model", _add_model)
 
-    @functools.wraps(own, assigned=())
-    def add_model(self: Any, *args: Any, **options: Any) -> None:
-        own(self, *args, **options)
-        _balancers.add(self)
 
-    EplbState.add_model = add_model
+def _add_model(own: Callable[..., None], balancer: Any, *args: Any, **options: Any) -> None:
+    own(balancer, *args, **options)
+    _balancers.add(balancer)
 
 
 def moving(layer: Any) -> MovingLayer | None:

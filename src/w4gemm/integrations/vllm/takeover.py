@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from typing import Any
 
@@ -45,13 +45,18 @@ refuse = VLLM.refuse
 log = VLLM.log
 
 
-def why_not_here(capability: Capability | None, fp8: bool = False) -> str:
-    """Return why no layers are taken over of the engine that makes them now, or the empty string.
+def capability() -> Capability | None:
+    """Return the compute capability of the GPU; None if there is none."""
+    from vllm.platforms import current_platform
 
-    Args:
-        capability, fp8: as for :meth:`w4gemm.integrations.engines.engine.Engine.why_not_here`.
-    """
-    if reason := VLLM.why_not_here(capability, fp8) or _left.get():
+    here = current_platform.get_device_capability()
+    return None if here is None else tuple(here)
+
+
+def why_not_here(fp8: bool = False) -> str:
+    """Return why no layers are taken over of the engine that makes them now, or the empty string. fp8: as for
+    :meth:`w4gemm.integrations.engines.engine.Engine.why_not_here`."""
+    if reason := VLLM.why_not_here(capability(), fp8) or _left.get():
         return reason
     if _offloads():
         return OFFLOADED
@@ -111,6 +116,27 @@ def _is_elastic() -> bool:
     return bool(getattr(settings, "enable_elastic_ep", False))
 
 
+def wrap(holder: Any, name: str, around: Callable[..., Any]) -> None:
+    """Have a function of ours run in place of one of vLLM's, once in each process.
+
+    Args:
+        holder: what has vLLM's, a module or a class.
+        around: called with vLLM's own function and what that is called with.
+
+    Raises:
+        AttributeError: if this vLLM has no such function.
+    """
+    own = getattr(holder, name)
+    if own.__module__ == __name__:
+        return
+
+    @functools.wraps(own, assigned=())
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return around(own, *args, **kwargs)
+
+    setattr(holder, name, wrapped)
+
+
 def expect(layer: object) -> None:
     """Wait with the preparation for a layer that vLLM is making, until it is loaded or vLLM has loaded the model."""
     _end_wait_with_loading()
@@ -121,22 +147,17 @@ def expect(layer: object) -> None:
 def _end_wait_with_loading() -> None:
     """Have vLLM's loader say that a model is loaded. vLLM keeps layers that it never loads: those of an encoder that
     may get no input (--limit-mm-per-prompt), and in 0.33 the methods of layers that it quantizes anew."""
-    try:
+    with suppress(ImportError, AttributeError):  # then such a model's kernels are compiled when they are first needed
         from vllm.model_executor.model_loader import base_loader
 
-        process: Callable[..., Any] = base_loader.process_weights_after_loading
-    except (ImportError, AttributeError):  # then such a model's kernels are compiled when they are first needed
-        return
-    if process.__module__ == __name__:
-        return
+        wrap(base_loader, _PROCESS, _process_and_prepare)
 
-    def process_and_prepare(*args: Any, **kwargs: Any) -> Any:
-        with _reused_segments():
-            result = process(*args, **kwargs)
-        WARMUP.finish()
-        return result
 
-    base_loader.process_weights_after_loading = process_and_prepare
+def _process_and_prepare(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with _reused_segments():
+        result = own(*args, **kwargs)
+    WARMUP.finish()
+    return result
 
 
 def _reused_segments() -> AbstractContextManager[None]:
@@ -154,17 +175,14 @@ def _clear_flags_on_waking() -> None:
     """Have flags of stream-k zeroed when vLLM gives a sleeping model its memory back. They are allocated while a model
     is loaded, so that sleep of level 2 drops them with the weights, and other memory comes in their place."""
     worker = _worker()
-    wake: Callable[..., None] | None = getattr(worker, "wake_up", None)
-    if wake is None or wake.__module__ == __name__:
-        return
+    if hasattr(worker, "wake_up"):
+        wrap(worker, "wake_up", _wake_up)
 
-    @functools.wraps(wake, assigned=())
-    def wake_up(self: Any, tags: list[str] | None = None) -> None:
-        wake(self, tags)
-        if tags is None or "weights" in tags:
-            workspace.clear()
 
-    worker.wake_up = wake_up
+def _wake_up(own: Callable[..., None], worker: Any, tags: list[str] | None = None) -> None:
+    own(worker, tags)
+    if tags is None or "weights" in tags:
+        workspace.clear()
 
 
 def _worker() -> Any:

@@ -20,6 +20,7 @@ from w4gemm.integrations.engines import routes
 from w4gemm.integrations.engines.copies import is_wrapper
 from w4gemm.integrations.engines.updates import DenseUpdate, Tensors
 from w4gemm.integrations.vllm.moving import moving, placement, stop_moves
+from w4gemm.integrations.vllm.takeover import wrap
 from w4gemm.weights.weight import QuantizedWeight
 
 _OFF = "W4GEMM_VLLM=off leaves the layer to vLLM"
@@ -183,14 +184,11 @@ def _end_reloads() -> None:
     try:
         from vllm.model_executor.model_loader.reload import layerwise
 
-        own, place = layerwise.finalize_layerwise_processing, layerwise._place_kernel_tensors
+        place = layerwise._place_kernel_tensors
     except (ImportError, AttributeError):
         return
-    if own.__module__ == __name__:
-        return
 
-    @functools.wraps(own, assigned=())
-    def finalize_layerwise_processing(model: torch.nn.Module, *args: Any, **options: Any) -> None:
+    def finalize(own: Callable[..., None], model: torch.nn.Module, *args: Any, **options: Any) -> None:
         errors: list[Exception] = []
         layers: list[Any] = [module for module in model.modules() if module in _came]
         for layer in layers:
@@ -208,7 +206,7 @@ def _end_reloads() -> None:
         if errors:
             raise errors[0]
 
-    layerwise.finalize_layerwise_processing = finalize_layerwise_processing
+    wrap(layerwise, "finalize_layerwise_processing", finalize)
 
 
 def _dense_parameter() -> Any:
@@ -250,23 +248,21 @@ def _route_loads() -> None:
         from vllm.model_executor.models.utils import AutoWeightsLoader
     except ImportError:
         return
-    own: Callable[..., set[str]] = AutoWeightsLoader.load_weights
-    if own.__module__ == __name__:
-        return
+    wrap(AutoWeightsLoader, "load_weights", _load_weights)
 
-    @functools.wraps(own, assigned=())
-    def load_weights(self: Any, weights: routes.Weights, *args: Any, **options: Any) -> set[str]:
-        of_model = vars(self.module)
-        known = of_model.setdefault("w4gemm_routes", routes.Routes())
-        if routes.current() is None:
-            stop_moves()
-            if of_model.get("w4gemm_placement") != (now := placement()):
-                known.clear()
-                of_model["w4gemm_placement"] = now
-        loaded, names = routes.route(functools.partial(own, self), known, weights, *args, **options)
-        return set(loaded) | names
 
-    AutoWeightsLoader.load_weights = load_weights
+def _load_weights(
+    own: Callable[..., set[str]], loader: Any, weights: routes.Weights, *args: Any, **options: Any
+) -> set[str]:
+    of_model = vars(loader.module)
+    known = of_model.setdefault("w4gemm_routes", routes.Routes())
+    if routes.current() is None:
+        stop_moves()
+        if of_model.get("w4gemm_placement") != (now := placement()):
+            known.clear()
+            of_model["w4gemm_placement"] = now
+    loaded, names = routes.route(functools.partial(own, loader), known, weights, *args, **options)
+    return set(loaded) | names
 
 
 def _reloading(layer: torch.nn.Module) -> Any:
