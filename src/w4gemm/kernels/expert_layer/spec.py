@@ -12,7 +12,7 @@ from w4gemm.core.problem import Device
 from w4gemm.jit import Program
 from w4gemm.kernels import hopper
 from w4gemm.kernels.gpu import MIN_DRIVER
-from w4gemm.kernels.helpers.base import Sm90Helper
+from w4gemm.kernels.helpers.base import Helper
 from w4gemm.kernels.helpers.experts import ExpertChoice
 from w4gemm.kernels.requirements import missing_for_dsl
 from w4gemm.kernels.stand_ins import DTYPES, contiguous
@@ -55,7 +55,7 @@ _ALIGNMENT = 2048
 
 
 @dataclass(frozen=True)
-class ExpertLayer(Sm90Helper):
+class ExpertLayer(Helper):
     """A layer of experts for at most ``tokens`` tokens, on SM90: both products, the activation and the weighted sum.
 
     Args:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from w4gemm.core.problem import Device
-from w4gemm.jit import Program, Unit
-from w4gemm.kernels.helpers.base import HALF_KINDS, LayerFacts, can_run
+from w4gemm.jit import Program
+from w4gemm.kernels.helpers.base import HALF_KINDS, Helper, LayerFacts, can_run
 from w4gemm.kernels.requirements import TARGETS, refusal
 from w4gemm.kernels.stand_ins import contiguous, rows
 
@@ -51,7 +51,7 @@ def shape_of(k: int, chunks: int = 4) -> RowShape:
 
 
 @dataclass(frozen=True)
-class ActivationQuantize:
+class ActivationQuantize(Helper):
     """Rows of 16-bit x to e4m3 from SM89 on. A row's bits depend neither on m nor on the other rows.
 
     Args:
@@ -85,12 +85,9 @@ class ActivationQuantize:
         return helper if fits else None
 
     @classmethod
-    def needed(cls, device: Device, layer: LayerFacts) -> Iterable[ActivationQuantize]:
-        if not layer.fp8:
-            return ()
+    def forms(cls, layer: LayerFacts) -> Iterable[tuple[Any, ...]]:
         wide = layer.k % _VECTOR == 0
-        helpers = (cls.of(device, layer.dtype, layer.k, front, wide) for front in FRONTS)
-        return tuple(helper for helper in helpers if helper is not None)
+        return [(layer.dtype, layer.k, front, wide) for front in FRONTS if layer.fp8]
 
     @staticmethod
     def aligned(x: torch.Tensor, weight: torch.Tensor | None, k: int) -> bool:
@@ -105,11 +102,10 @@ class ActivationQuantize:
         staged = self.front == "silu_mul" and self.wide
         return 2 * self.shape.threads * self.shape.chunks * _VECTOR * 2 if staged else 0
 
-    def unit(self) -> Unit:
-        key = (str(self.dtype), self.front, self.wide, *self.shape)
-        return Unit(self.name, key, self.arch, self._program)
+    def target(self) -> str:
+        return self.arch
 
-    def _program(self) -> Program:
+    def program(self) -> Program:
         import cutlass.cute as cute
 
         from w4gemm.kernels.helpers.device.activation_quantize import ActivationQuantizeKernel

@@ -1,7 +1,6 @@
 """The small kernels around the products: :class:`Helper`, :func:`launcher`.
 
-A helper is a frozen dataclass of its compile-time parameters, and no ``Kernel``, because it computes no product. Its
-classmethod ``of(device, ...)`` gives the one for a call, or None where the kernel does not run.
+A helper is a frozen dataclass of its compile-time parameters, and no ``Kernel``, because it computes no product.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -46,41 +45,42 @@ class LayerFacts(NamedTuple):
     """Of the weight; None where no helper depends on it."""
 
 
-class Helper(Protocol):
-    """One compiled form of a small kernel."""
+@dataclass(frozen=True)
+class Helper(ABC):
+    """One compiled form of a small kernel, on SM90 unless it says otherwise."""
 
     name: ClassVar[str]
-
-    def unit(self) -> Unit:
-        """Return the unit to compile."""
-        ...
 
     @classmethod
-    def needed(cls, device: Device, layer: LayerFacts) -> Iterable[Helper]:
-        """Every form that may be launched for a layer on a device, whatever the number of tokens."""
-        ...
+    @abstractmethod
+    def of(cls, device: Device, *parameters: Any) -> Any:
+        """Return the helper for a call, or None where the kernel does not run."""
 
+    @classmethod
+    def forms(cls, layer: LayerFacts) -> Iterable[tuple[Any, ...]]:
+        """Return the parameters of :meth:`of` of every form that may be launched for a layer, whatever the number of
+        tokens; none if the layer's facts do not tell."""
+        return ()
 
-@dataclass(frozen=True)
-class Sm90Helper(ABC):
-    """Base of the helpers on SM90: frozen dataclasses of compile-time parameters."""
-
-    name: ClassVar[str]
+    @classmethod
+    def needed(cls, device: Device, layer: LayerFacts) -> list[Helper]:
+        """Return those forms, as far as they run on a device."""
+        return [helper for form in cls.forms(layer) if (helper := cls.of(device, *form)) is not None]
 
     @staticmethod
     def runs(device: Device) -> bool:
-        """True if a device can run them, and the compiler is there."""
+        """True if a device can run it, and the compiler is there."""
         return can_run(hopper.refusal(device))
 
-    @classmethod
-    def needed(cls, device: Device, layer: LayerFacts) -> Iterable[Helper]:
-        """No form, because a layer's facts do not tell whether the helper is launched; others say so here."""
-        return ()
+    def target(self) -> str:
+        """Return the compiler's target."""
+        return "sm_90a"
 
     def unit(self) -> Unit:
+        """Return the unit to compile."""
         values = (getattr(self, field.name) for field in fields(self))
         key = tuple(str(value) if isinstance(value, torch.dtype) else value for value in values)
-        return Unit(self.name, key, "sm_90a", self.program)
+        return Unit(self.name, key, self.target(), self.program)
 
     @abstractmethod
     def program(self) -> Program:

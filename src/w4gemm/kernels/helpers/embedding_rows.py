@@ -12,7 +12,7 @@ from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import Device, GemmProblem
 from w4gemm.jit import Program
 from w4gemm.kernels.gpu import MOST_GROUP_WORDS, refused_groups
-from w4gemm.kernels.helpers.base import HALF_KINDS, Sm90Helper
+from w4gemm.kernels.helpers.base import HALF_KINDS, Helper
 from w4gemm.kernels.stand_ins import contiguous
 from w4gemm.kernels.variant import GpuVariant
 from w4gemm.packing.block import BLOCK_K, BLOCK_N
@@ -23,7 +23,7 @@ _CTAS_PER_SM = 16
 
 
 @dataclass(frozen=True)
-class EmbeddingRows(Sm90Helper):
+class EmbeddingRows(Helper):
     """Rows of a weight in the layout ``mma16``, by ids, on SM90.
 
     Args:

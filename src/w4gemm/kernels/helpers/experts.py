@@ -14,7 +14,7 @@ from w4gemm.core.activation import is_gated, parse
 from w4gemm.core.problem import Device
 from w4gemm.core.router import Router
 from w4gemm.jit import Program
-from w4gemm.kernels.helpers.base import HALF_KINDS, LayerFacts, Sm90Helper
+from w4gemm.kernels.helpers.base import HALF_KINDS, Helper, LayerFacts
 from w4gemm.kernels.stand_ins import contiguous
 from w4gemm.kernels.variant import MOST_EXPERTS
 
@@ -22,7 +22,7 @@ _KINDS = HALF_KINDS | {torch.float32: "f32"}
 
 
 @dataclass(frozen=True)
-class ExpertChoice(Sm90Helper):
+class ExpertChoice(Helper):
     """The choice of experts, on SM90; alone, or at the start of a layer of experts in one launch.
 
     Args:
@@ -83,7 +83,7 @@ IDS = (torch.int32, torch.int64)
 
 
 @dataclass(frozen=True)
-class ExpertRoute(Sm90Helper):
+class ExpertRoute(Helper):
     """The order of tokens' choices by expert, on SM90.
 
     Args:
@@ -108,12 +108,9 @@ class ExpertRoute(Sm90Helper):
         return cls(dtype, experts, mapped, 1 if choices <= _MOST_ALONE else _CTAS)
 
     @classmethod
-    def needed(cls, device: Device, layer: LayerFacts) -> Iterable[ExpertRoute]:
-        if not layer.top_k:
-            return ()
+    def forms(cls, layer: LayerFacts) -> Iterable[tuple[Any, ...]]:
         every = itertools.product(IDS, (False, True), (_MOST_ALONE, MOST_CHOICES))
-        helpers = (cls.of(device, dtype, layer.experts, mapped, choices) for dtype, mapped, choices in every)
-        return tuple(each for each in helpers if each is not None)
+        return [(dtype, layer.experts, mapped, choices) for dtype, mapped, choices in every if layer.top_k]
 
     def program(self) -> Program:
         import cutlass.cute as cute
@@ -133,7 +130,7 @@ MOST_TERMS = 16
 
 
 @dataclass(frozen=True)
-class RowCombine(Sm90Helper):
+class RowCombine(Helper):
     """Weighted sums of ``terms`` 16-bit rows for each token, on SM90.
 
     Args:
@@ -154,9 +151,8 @@ class RowCombine(Sm90Helper):
         return cls(dtype, terms, added)
 
     @classmethod
-    def needed(cls, device: Device, layer: LayerFacts) -> Iterable[RowCombine]:
-        helper = cls.of(device, layer.dtype, layer.top_k)
-        return () if helper is None else (helper,)
+    def forms(cls, layer: LayerFacts) -> Iterable[tuple[Any, ...]]:
+        return [(layer.dtype, layer.top_k)]
 
     @staticmethod
     def takes(d: torch.Tensor) -> bool:
@@ -177,7 +173,7 @@ class RowCombine(Sm90Helper):
 
 
 @dataclass(frozen=True)
-class AdaptedRows(Sm90Helper):
+class AdaptedRows(Helper):
     """The activation of 16-bit rows of choices and of what adapters add to them, on SM90.
 
     Args:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from w4gemm.core.problem import Device
 from w4gemm.jit import Program
-from w4gemm.kernels.helpers.base import LayerFacts, Sm90Helper, launcher
+from w4gemm.kernels.helpers.base import Helper, LayerFacts, launcher
 from w4gemm.kernels.stand_ins import contiguous, rows
 from w4gemm.packing.codecs import weight_operand
 
 
 @dataclass(frozen=True)
-class RowSums(Sm90Helper):
+class RowSums(Helper):
     """The sums of e4m3 rows over groups of 32, 64 or 128 columns, on SM90."""
 
     group: int
@@ -29,11 +29,10 @@ class RowSums(Sm90Helper):
         return cls(group) if cls.runs(device) else None
 
     @classmethod
-    def needed(cls, device: Device, layer: LayerFacts) -> Iterable[RowSums]:
+    def forms(cls, layer: LayerFacts) -> Iterable[tuple[Any, ...]]:
         if not layer.fp8 or layer.format is None or layer.format.zero != "float":
             return ()
-        helper = cls.of(device, weight_operand(layer.format, torch.float8_e4m3fn).block.scale_group)
-        return () if helper is None else (helper,)
+        return [(weight_operand(layer.format, torch.float8_e4m3fn).block.scale_group,)]
 
     def program(self) -> Program:
         import cutlass.cute as cute

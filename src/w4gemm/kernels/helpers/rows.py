@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from w4gemm.core.activation import parse
 from w4gemm.core.problem import Device
 from w4gemm.jit import Program
-from w4gemm.kernels.helpers.base import HALF_KINDS, LayerFacts, Sm90Helper
+from w4gemm.kernels.helpers.base import HALF_KINDS, Helper, LayerFacts
 from w4gemm.kernels.stand_ins import contiguous, rows
 from w4gemm.kernels.variant import HOPPER_SHARED_MEMORY
 
@@ -21,7 +21,7 @@ _MOST_CHUNKS = 4
 
 
 @dataclass(frozen=True)
-class RmsNorm(Sm90Helper):
+class RmsNorm(Helper):
     """y / sqrt(mean(y ** 2) + eps) * weight of 16-bit rows, on SM90; y is x, or with ``add`` x + residual."""
 
     dtype: torch.dtype
@@ -61,7 +61,7 @@ class RmsNorm(Sm90Helper):
 
 
 @dataclass(frozen=True)
-class GateHalves(Sm90Helper):
+class GateHalves(Helper):
     """act(gate, up) of 16-bit rows, on SM90. activation: a gated one."""
 
     dtype: torch.dtype
@@ -99,7 +99,7 @@ _CTAS_PER_SM = 2
 
 
 @dataclass(frozen=True)
-class ColumnGather(Sm90Helper):
+class ColumnGather(Helper):
     """The columns of 16-bit x in the order of a perm, on SM90.
 
     Args:
@@ -125,11 +125,11 @@ class ColumnGather(Sm90Helper):
         return cls(dtype, min(max(_SMALLEST, 1 << (k - 1).bit_length()), _LARGEST), experts, indexed)
 
     @classmethod
-    def needed(cls, device: Device, layer: LayerFacts) -> Iterable[ColumnGather]:
-        # columns of fp8 x are gathered by PyTorch
+    def forms(cls, layer: LayerFacts) -> Iterable[tuple[Any, ...]]:
+        if not layer.act_order or layer.fp8:  # columns of fp8 x are gathered by PyTorch
+            return ()
         ways = ((True, False), (True, True)) if layer.experts else ((False, False),)
-        helpers = (cls.of(device, layer.dtype, layer.k, *way) for way in ways if layer.act_order and not layer.fp8)
-        return tuple(helper for helper in helpers if helper is not None)
+        return [(layer.dtype, layer.k, *way) for way in ways]
 
     @staticmethod
     def takes(x: torch.Tensor, perm: torch.Tensor) -> bool:

@@ -9,7 +9,7 @@ import torch
 
 from w4gemm.core.problem import Device
 from w4gemm.jit import Program
-from w4gemm.kernels.helpers.base import HALF_KINDS, Sm90Helper
+from w4gemm.kernels.helpers.base import HALF_KINDS, Helper
 from w4gemm.kernels.stand_ins import contiguous, rows
 
 DIMS = (64, 128, 256)
@@ -21,7 +21,7 @@ _SLOTS_PER_SPLIT = 64
 
 
 @dataclass(frozen=True)
-class StepAttention(Sm90Helper):
+class StepAttention(Helper):
     """Attention of one new token of each sequence on SM90; see the kernel."""
 
     dtype: torch.dtype

@@ -10,7 +10,7 @@ import torch
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import Device
 from w4gemm.jit import Program
-from w4gemm.kernels.helpers.base import HALF_KINDS, Sm90Helper
+from w4gemm.kernels.helpers.base import HALF_KINDS, Helper
 from w4gemm.kernels.stand_ins import contiguous
 from w4gemm.packing.block import BLOCK_K
 from w4gemm.packing.codecs import MMA16, codec_for
@@ -21,7 +21,7 @@ _FLOATS = ("e2m1", *FLOATS)
 
 
 @dataclass(frozen=True)
-class WeightQuantize(Sm90Helper):
+class WeightQuantize(Helper):
     """Blocks of the layout ``mma16`` from 16-bit numbers, on SM90.
 
     Args:
