@@ -183,8 +183,9 @@ def compile_helper(case: dict[str, Any]) -> None:
 
     name, capability, sms, shared_memory = GPUS[0]
     device = w4gemm.Device(kind="cuda", name=name, capability=capability, sms=sms, shared_memory=shared_memory)
-    dtype, *others = case["given"]
-    helper = helpers_by_name()[case["helper"]].of(device, getattr(torch, dtype), *others)
+    first, *others = case["given"]
+    first = getattr(torch, first) if isinstance(first, str) else first
+    helper = helpers_by_name()[case["helper"]].of(device, first, *others)
     importlib.import_module("w4gemm.jit").compiled(helper.unit())
 
 
