@@ -216,7 +216,7 @@ def dense_folder(folder: Path) -> Path:
     for name, module in checkpoint.modules.items():
         w = checkpoint.weight(name).dequantize(torch.bfloat16)
         parent, _, last = name.rpartition(".")
-        halves = {"gate_proj": w[..., ::2, :], "up_proj": w[..., 1::2, :]} if module.interleaved else {last: w}
+        halves = {"gate_proj": w[..., ::2, :], "up_proj": w[..., 1::2, :]} if module.fused else {last: w}
         for leaf, each in halves.items():
             places = [f"{parent}.{e}" for e in range(module.experts)] or [parent]
             for place, rows in zip(places, each.view(-1, *each.shape[-2:]), strict=True):

@@ -35,9 +35,7 @@ class Module:
     experts: int = 0
     """Number of experts; 0 for a weight that is not one of several."""
     fused: tuple[str, ...] = ()
-    """Of experts: last parts of the names of the modules that this one is made of: ("gate_proj", "up_proj")."""
-    interleaved: bool = False
-    """True if the rows of fused modules alternate; otherwise one module follows the other."""
+    """Of experts: last parts of the names of the modules whose rows alternate in this one: ("gate_proj", "up_proj")."""
     activations: str | None = None
     """See :attr:`w4gemm.QuantizedWeight.activations`: "fp8" if x is quantized before it is multiplied."""
     pre_quant_scale: bool = False

@@ -28,6 +28,12 @@ _ROLES = {
 """By the last part of an expert's module: its product, and where it stands among that product's modules."""
 _NAME = re.compile(rf"(?P<owner>(?:.+\.)?experts)\.(?P<index>\d+)\.(?P<role>{'|'.join(_ROLES)})")
 _MODULES = {GATE_UP: 2, UP: 1, DOWN: 1}
+_GATE_AND_UP = "gate_proj", "up_proj"
+
+
+def fused_in(name: str) -> tuple[str, ...]:
+    """Return :attr:`Module.fused` of the module of all experts of that name."""
+    return _GATE_AND_UP if name.endswith(GATE_UP) else ()
 
 
 @dataclass(frozen=True)
@@ -110,7 +116,7 @@ def roles_of(modules: Mapping[str, Module], name: str) -> tuple[str, ...]:
     in turn: as they were called, or as most models call them."""
     owner, _, product = as_in_models(modules, name).rpartition(".")
     gate_up = modules.get(f"{owner}.{GATE_UP}")
-    fused = gate_up.fused if gate_up is not None and gate_up.fused else ("gate_proj", "up_proj")
+    fused = gate_up.fused if gate_up is not None and gate_up.fused else _GATE_AND_UP
     if product == UP:
         return (UP,)
     if product == GATE_UP:
@@ -132,4 +138,4 @@ def _stack(name: str, positions: Mapping[tuple[int, int], str], modules: Mapping
     if each == 1:
         return Stack(replace(first, experts=count), sources)
     fused = tuple(name.rpartition(".")[2] for name in sources[0])
-    return Stack(replace(first, n=each * first.n, experts=count, fused=fused, interleaved=True), sources)
+    return Stack(replace(first, n=each * first.n, experts=count, fused=fused), sources)

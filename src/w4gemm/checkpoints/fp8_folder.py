@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import torch
 
 from w4gemm.checkpoints.base import Module
-from w4gemm.checkpoints.experts import DOWN, GATE_UP
+from w4gemm.checkpoints.experts import DOWN, GATE_UP, fused_in
 from w4gemm.checkpoints.hugging_face import SafetensorsFolder, TensorInfo
 from w4gemm.checkpoints.numbers import ExpertsNumbers, Numbers, PairedNumbers
 from w4gemm.checkpoints.packed_numbers import PackedMatrix, PackedNumbers
@@ -168,7 +168,7 @@ class Fp8Folder(SafetensorsFolder):
         alone = math.prod(scale.shape) == 1 or scale.shape == (experts,)
         own = (1, 1) if alone else scale.shape[1:]
         (n, k), own = (sizes[::-1], own[::-1]) if transposed else (sizes, own)
-        block, fused = self._block_of(transposed), ("gate_proj", "up_proj") if name.endswith(GATE_UP) else ()
+        block, fused = self._block_of(transposed), fused_in(name)
         matrix, factors = codes._replace(shape=(n, k)), scale._replace(shape=own)
         grid = -(-n // block.rows), -(-k // block.columns)
         mx = _is_mx((n, k), factors) and not transposed
@@ -179,7 +179,7 @@ class Fp8Folder(SafetensorsFolder):
             return None  # a block has gates and ups
         if (format := format_of(matrix, factors, block)) is None:
             return None
-        return Module(n, k, format, biased, experts, fused, interleaved=bool(fused), shared=True)
+        return Module(n, k, format, biased, experts, fused, shared=True)
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return a tensor, of a weight in fp8 with a scale its numbers in float32.

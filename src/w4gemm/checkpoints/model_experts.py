@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from w4gemm.checkpoints.base import Checkpoint, Module
-from w4gemm.checkpoints.experts import DOWN, GATE_UP, UP
+from w4gemm.checkpoints.experts import DOWN, GATE_UP, UP, fused_in
 from w4gemm.checkpoints.hugging_face import outline
 from w4gemm.core.activation import ACTIVATIONS, canonical, parse
 from w4gemm.core.errors import FormatError
@@ -49,9 +49,7 @@ class DenseProduct:
 
     def module(self, format: WeightFormat | None, default: WeightFormat) -> Module:
         experts, n, k = self.sizes
-        pairs = self.name.endswith(GATE_UP)
-        fused = ("gate_proj", "up_proj") if pairs else ()
-        return Module(n, k, format or default, self.has_bias, experts, fused, interleaved=pairs)
+        return Module(n, k, format or default, self.has_bias, experts, fused_in(self.name))
 
     @property
     def sizes(self) -> tuple[int, int, int]:

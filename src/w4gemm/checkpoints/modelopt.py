@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from w4gemm.checkpoints.base import Module
-from w4gemm.checkpoints.experts import GATE_UP
+from w4gemm.checkpoints.experts import fused_in
 from w4gemm.checkpoints.hugging_face import TensorInfo
 from w4gemm.checkpoints.numbers import FoldedNumbers, Numbers
 from w4gemm.checkpoints.packed_floats import MXFP4, NVFP4, Shape, check_second_scale, numbers, numbers_of, shape_of
@@ -140,9 +140,7 @@ def _experts(name: str, stored: Mapping[str, TensorInfo], format: WeightFormat, 
     if "weight_scale_2" in stored and stored["weight_scale_2"].shape in ((experts,), (experts, 1), (experts, 1, 1)):
         one["weight_scale_2"] = stored["weight_scale_2"]._replace(shape=(1,))
     n, k, format = shape_of(one, format)
-    pairs = name.endswith(GATE_UP)
-    fused = ("gate_proj", "up_proj") if pairs else ()
-    return Module(n, k, format, "bias" in stored, experts, fused, interleaved=pairs, shared=True)
+    return Module(n, k, format, "bias" in stored, experts, fused_in(name), shared=True)
 
 
 def _integers(stored: Mapping[str, TensorInfo], group_size: int, fp8: bool) -> Shape:

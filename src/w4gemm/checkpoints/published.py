@@ -25,7 +25,7 @@ from collections.abc import Mapping
 import torch
 
 from w4gemm.checkpoints.base import Module
-from w4gemm.checkpoints.experts import GATE_UP
+from w4gemm.checkpoints.experts import fused_in
 from w4gemm.checkpoints.hugging_face import TensorInfo
 from w4gemm.checkpoints.numbers import Numbers
 from w4gemm.checkpoints.packed_floats import MXFP4, numbers
@@ -61,9 +61,7 @@ class GptOss(Packing):
                 "(experts, n, k / 32)"
             )
         experts, n, groups = scales
-        pairs, k = name.endswith(GATE_UP), groups * MXFP4.group_size
-        fused = ("gate_proj", "up_proj") if pairs else ()
-        return Module(n, k, MXFP4, "bias" in stored, experts, fused, interleaved=pairs)
+        return Module(n, groups * MXFP4.group_size, MXFP4, "bias" in stored, experts, fused_in(name))
 
     def numbers(self, module: Module, tensors: Mapping[str, torch.Tensor]) -> Numbers:
         return numbers(tensors["blocks"].flatten(2), tensors["scales"], module.format)

@@ -228,7 +228,7 @@ class QuantizedFolder:
                 numbers = stack.numbers(lambda source: self._numbers(source, device), device)
             else:
                 numbers = self._numbers(name, device)
-                if name in self._own and self._own[name].shared and self._own[name].interleaved:
+                if name in self._own and self._own[name].shared and self._own[name].fused:
                     numbers = gates_before_ups(numbers)
             return pack(numbers, self.modules[name].activations)
         except FormatError:

@@ -42,7 +42,7 @@ import torch
 
 from w4gemm.checkpoints.awq import ORDER
 from w4gemm.checkpoints.base import Module
-from w4gemm.checkpoints.experts import GATE_UP
+from w4gemm.checkpoints.experts import fused_in
 from w4gemm.checkpoints.fp8_folder import ScaleBlock, format_of
 from w4gemm.checkpoints.fp8_folder import numbers as fp8_numbers
 from w4gemm.checkpoints.hugging_face import TensorInfo, metadata
@@ -153,9 +153,7 @@ class TorchAoPacking(Packing):
         module = replace(module, bias="bias" in stored, pre_quant_scale=scaled)
         if not experts:
             return module
-        pairs = name.endswith(GATE_UP)
-        fused = ("gate_proj", "up_proj") if pairs else ()
-        return replace(module, experts=experts, fused=fused, interleaved=pairs, shared=True)
+        return replace(module, experts=experts, fused=fused_in(name), shared=True)
 
     def numbers(self, module: Module, tensors: Mapping[str, torch.Tensor]) -> Numbers:
         if not module.experts:

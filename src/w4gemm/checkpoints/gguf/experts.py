@@ -122,7 +122,7 @@ class BlockExperts:
             return None
         experts, n, k = self._sizes(product)
         fused = tuple(f"{role}_proj" for role in roles) if others else ()
-        return Module(n, k, format, self._has_bias(product), experts, fused, interleaved=bool(fused))
+        return Module(n, k, format, self._has_bias(product), experts, fused)
 
     def _sizes(self, product: str) -> tuple[int, ...]:
         """Number of experts, n and k of a product."""

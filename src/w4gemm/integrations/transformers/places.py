@@ -202,7 +202,7 @@ class Placement:
         experts = submodule(self._model, owner)
         parameters = _parameters(experts)
         both = {parameters.get(n.rpartition(".")[2]) for n in partners if n.rpartition(".")[0] == owner}
-        if leaf not in parameters or both != {*parameters.values()} or (module.fused and not module.interleaved):
+        if leaf not in parameters or both != {*parameters.values()}:
             return None
         if not isinstance(experts, AwaitedExperts):
             assert experts is not None
@@ -306,11 +306,11 @@ class Placement:
         parameter = _parameters(experts).get(leaf, leaf)
         dense = f"{owner}.{parameter}"
         if dense in self._naming.known and experts is not None and has_known_layout(experts):
-            layout = functools.partial(_as_parameter, experts, module, parameter == GATE_UP)
+            layout = functools.partial(_as_parameter, experts, parameter == GATE_UP)
             self._add(dense, (module.experts, module.n, module.k), layout, name, dense)
             if module.bias:
                 self._with_modules.add(f"{name}.bias")
-                rows = functools.partial(_in_order, experts, module, parameter == GATE_UP)
+                rows = functools.partial(_in_order, experts, parameter == GATE_UP)
                 self._made[f"{dense}_bias"] = lambda dtype, device: rows(
                     finite_dense(self._checkpoint, f"{name}.bias", dtype).to(device)
                 )
@@ -441,18 +441,17 @@ def _parameters(experts: nn.Module | None) -> dict[str, str]:
     return {first: first, down: down, "gate_up": first, "down": down}
 
 
-def _as_parameter(experts: nn.Module, module: Module, pairs: bool, w: torch.Tensor) -> torch.Tensor:
+def _as_parameter(experts: nn.Module, pairs: bool, w: torch.Tensor) -> torch.Tensor:
     """A weight (experts, n, k) in the layout of the model's own parameter."""
-    w = _in_order(experts, module, pairs, w)
+    w = _in_order(experts, pairs, w)
     return w.mT.contiguous() if is_transposed(experts) else w
 
 
-def _in_order(experts: nn.Module, module: Module, pairs: bool, rows: torch.Tensor) -> torch.Tensor:
+def _in_order(experts: nn.Module, pairs: bool, rows: torch.Tensor) -> torch.Tensor:
     """Rows (experts, n, ...) in the order of the model's own parameter, if they are ``pairs`` of a gate and an up."""
-    alternate = module.interleaved or not module.fused
-    if not pairs or alternate != getattr(experts, "is_concatenated", True):
+    if not pairs or not getattr(experts, "is_concatenated", True):
         return rows
-    return rows.unflatten(1, (-1, 2) if alternate else (2, -1)).transpose(1, 2).flatten(1, 2)
+    return rows.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
 
 
 def _of_expert(expert: int, part: int, parts: int, w: torch.Tensor) -> torch.Tensor:

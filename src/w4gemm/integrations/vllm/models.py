@@ -91,7 +91,7 @@ def read_model(path: str, tensor_parallel: int = 1, dtype: torch.dtype | None = 
     for module in _fused(checkpoint, text, tensor_parallel):
         taken = _of_gguf(module) if source == gguf.FORMAT else _of_folder(source, module, model_dtype, quantization)
         if taken is not None:
-            each = replace(taken, fused=(), interleaved=False)
+            each = replace(taken, fused=())
             layers |= dict.fromkeys((each,) if each.experts else (replace(each, bias=False), each))
     if not layers:
         raise FormatError(f"{path}: its quantized layers are left to vLLM's own kernels")
