@@ -224,7 +224,10 @@ def test_experts_with_a_forward_set_on_them_stay_dense(tmp_path, caplog, archite
     experts = dense.get_submodule(name)
     plain = experts.forward
     experts.forward = lambda *arguments: 10 * plain(*arguments)
+    skipped = copy.deepcopy(dense)
     with caplog.at_level("WARNING"):
+        quantize_layers(skipped, "int4_g32", skip=("lm_head", "experts"))
+        assert not caplog.text
         quantize_layers(dense, "int4_g32")
     assert dense.get_submodule(name) is experts
     assert name in caplog.text
@@ -256,6 +259,9 @@ def test_a_layer_with_an_activation_is_not_made_dense_without_it() -> None:
     ("architecture", "layer", "setting", "expected"),
     [
         ("llama", "mlp.up_proj", {"activation": "relu"}, "None"),
+        ("llama", "mlp.up_proj", {"bias": nn.Parameter(torch.ones(96))}, "None"),
+        ("qwen2", "self_attn.q_proj", {"bias": None}, r"\(64,\)"),
+        ("qwen3_moe", "mlp.experts.gate_up", {"bias": nn.Parameter(torch.ones(4, 64))}, "None"),
         ("qwen3_moe", "mlp.experts", {"activation": "gelu_mul"}, "'silu_mul'"),
         ("qwen3_moe", "mlp.experts.down", {"expert_scale": torch.ones(4)}, "None"),
     ],

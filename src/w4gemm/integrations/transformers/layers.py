@@ -173,19 +173,22 @@ def to_quantize(model: nn.Module, skip: tuple[str, ...]) -> tuple[dict[str, nn.L
         ValueError: for a name in ``skip`` that neither a linear layer nor experts have, unless it is one of
             :data:`SKIP`.
     """
-    experts: dict[str, Products] = {**dense_experts(model)}
-    experts |= {name: {} for name, module in model.named_modules() if isinstance(module, DenseExperts)}
-    stay = [name for name in experts if has_forward_set(model.get_submodule(name))]
-    experts = {name: products for name, products in experts.items() if name not in stay}
+    computed: dict[str, Products] = {**dense_experts(model)}
+    computed |= {name: {} for name, module in model.named_modules() if isinstance(module, DenseExperts)}
     parts = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    experts: dict[str, Products] = {}
+    stay = []
     for name, module in model.named_modules():
-        if name in experts or DOWN in module._parameters:
-            own = {name.rpartition(".")[2], *module._parameters}
-            parts |= own
-            if not own.isdisjoint(skip):
-                experts.pop(name, None)
-            elif name not in experts and name not in stay:
-                stay.append(name)
+        if name not in computed and DOWN not in module._parameters:
+            continue
+        own = {name.rpartition(".")[2], *module._parameters}
+        parts |= own
+        if not own.isdisjoint(skip):
+            continue
+        if name in computed and not has_forward_set(module):
+            experts[name] = computed[name]
+        else:
+            stay.append(name)
     if wrong := [name for name in skip if name not in parts and name not in SKIP]:
         close = nearest(wrong[0].rpartition(".")[2], parts) or (f"; there are {listed(sorted(parts))}" if parts else "")
         raise ValueError(

@@ -105,18 +105,34 @@ def outline_of(model: PreTrainedModel) -> PreTrainedModel:
 def refuse_what_no_folder_holds(model: PreTrainedModel) -> None:
     """Raise ValueError for what was set on a quantized layer and has no place in a saved folder: the model of its
     config would compute other numbers."""
-    experts = {}
-    for name, layer in model.named_modules():
+    layers = dict(model.named_modules())
+    for name, layer in layers.items():
         if isinstance(layer, W4Linear) and layer.activation is not None:
             raise _has_no_place(f"{name}.activation", None, layer.activation)
         if isinstance(layer, W4GroupedLinear) and layer.expert_scale is not None:
             raise _has_no_place(f"{name}.expert_scale", None, tuple(layer.expert_scale.shape))
-        if isinstance(layer, W4Experts):
-            experts[name] = layer
-    outline = outline_of(model) if experts else model
-    for name in dense_experts(outline):
-        if name in experts and (own := activation_of(outline.get_submodule(name))) != experts[name].activation:
-            raise _has_no_place(f"{name}.activation", own, experts[name].activation)
+    if not any(isinstance(layer, PackedModule) for layer in layers.values()):
+        return
+    outline = outline_of(model)
+    for name, own in outline.named_modules():
+        if isinstance(layer := layers.get(name), W4Linear):
+            bias = getattr(own, "bias", None)
+            _check_bias(f"{name}.bias", None if bias is None else tuple(bias.shape), layer.bias)
+    for name, products in dense_experts(outline).items():
+        if not isinstance(experts := layers.get(name), W4Experts):
+            continue
+        if (activation := activation_of(outline.get_submodule(name))) != experts.activation:
+            raise _has_no_place(f"{name}.activation", activation, experts.activation)
+        for leaf, product in zip(("gate_up", "down"), products.values(), strict=True):
+            shape = product.sizes[:2] if product.has_bias else None
+            _check_bias(f"{name}.{leaf}.bias", shape, getattr(experts, leaf).bias)
+
+
+def _check_bias(name: str, shape: tuple[int, ...] | None, bias: torch.Tensor | None) -> None:
+    """Raise ValueError unless a layer has a bias if its config's model has one, of this shape. One of zeros needs no
+    place: it is left out when the folder is loaded."""
+    if (shape is None) != (bias is None) and (bias is None or bias.any()):
+        raise _has_no_place(name, shape, None if bias is None else tuple(bias.shape))
 
 
 def _has_no_place(setting: str, expected: object, got: object) -> ValueError:
