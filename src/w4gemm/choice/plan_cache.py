@@ -73,6 +73,21 @@ class PlanKey(NamedTuple):
             weight, at = w.packed, device or w.device
         return cls(plan_rows(m, weight.experts), weight, dtype, epilogue, at, config, batch_invariant, gathered)
 
+    @classmethod
+    def of_layer(
+        cls,
+        w: QuantizedWeight,
+        m: int,
+        dtype: torch.dtype,
+        epilogue: Epilogue,
+        batch_invariant: bool = False,
+        gathered: bool = False,
+    ) -> PlanKey:
+        """Return the key of the plan for m rows of x of ``dtype``, which are quantized first if the weight says so."""
+        if w.activations == "fp8":
+            dtype, epilogue = torch.float8_e4m3fn, epilogue.of_quantized(dtype)
+        return cls.of(w, m, dtype, epilogue, batch_invariant, gathered)
+
     def problem(self) -> GemmProblem:
         """Return the problem that the plan is chosen for."""
         weight = self.weight

@@ -29,7 +29,6 @@ from w4gemm.core.words import printable
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-_FP8 = torch.float8_e4m3fn
 _TEMPLATE_SECONDS = 10.0
 """A chat template's time: a published one takes milliseconds."""
 
@@ -200,7 +199,5 @@ def expert_keys(model: nn.Module, tokens: int, dtype: torch.dtype, top_k: int) -
 
 def _plan_key(layer: PackedModule, m: int, dtype: torch.dtype, gathered: bool = False) -> choice.PlanKey:
     scaled = getattr(layer, "expert_scale", None) is not None
-    w, epilogue = layer.weight, Epilogue(layer.activation, bias=layer.bias is not None, expert_scale=scaled)
-    if w.activations == "fp8":
-        dtype, epilogue = _FP8, epilogue.of_quantized(dtype)
-    return choice.PlanKey.of(w, m, dtype, epilogue, layer.batch_invariant, gathered)
+    epilogue = Epilogue(layer.activation, bias=layer.bias is not None, expert_scale=scaled)
+    return choice.PlanKey.of_layer(layer.weight, m, dtype, epilogue, layer.batch_invariant, gathered)

@@ -119,12 +119,7 @@ class Fusion:
         weights = [(j.weight, Epilogue(bias=j.bias is not None)) for j in self.joints]
         for layer in self.last:
             weights.append((layer.weight, Epilogue(bias=layer.bias is not None, residual=True)))
-        keys = []
-        for w, epilogue in weights:
-            fp8 = w.activations == "fp8"
-            x_dtype, epilogue = (torch.float8_e4m3fn, epilogue.of_quantized(dtype)) if fp8 else (dtype, epilogue)
-            keys.append(PlanKey.of(w, m, x_dtype, epilogue))
-        return keys
+        return [PlanKey.of_layer(w, m, dtype, epilogue) for w, epilogue in weights]
 
     def helpers(self, model: PreTrainedModel, batch: int, length: int) -> list[Helper | None]:
         """The small kernels of a step, for caches of ``length`` tokens."""

@@ -6,14 +6,14 @@ import functools
 import itertools
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from w4gemm.api.expert_layer import LayerKey, one_launch_now
 from w4gemm.api.ops import linear
 from w4gemm.api.step import between_products
-from w4gemm.choice import BOUNDS, PlanKey, first_rows, plan_m, prepare, tokens_of_all_plans
+from w4gemm.choice import BOUNDS, PlanKey, first_rows, plan_m, plan_rows, prepare, tokens_of_all_plans
 from w4gemm.core import environment
 from w4gemm.core.epilogue import Epilogue
 from w4gemm.core.errors import UnsupportedError
@@ -169,14 +169,8 @@ def linear_need(weights: Sequence[QuantizedWeight], bias: torch.Tensor | None, u
     """
     first = weights[0]
     fp8, device = first.activations == "fp8", first.device
-    plain = [Epilogue(bias=biased) for biased in ((False,) if bias is None else (False, True))]
-    epilogues = [epilogue.of_quantized(use.dtype) if fp8 else epilogue for epilogue in plain]
-    taken = torch.float8_e4m3fn if fp8 else use.dtype
-    kinds = [
-        PlanKey.of(w.packed, 1, taken, epilogue, use.batch_invariant, device=device)
-        for w in weights
-        for epilogue in epilogues
-    ]
+    epilogues = [Epilogue(bias=biased) for biased in ((False,) if bias is None else (False, True))]
+    kinds = [PlanKey.of_layer(w, 1, use.dtype, e, use.batch_invariant) for w in weights for e in epilogues]
     tokens = sorted({m for kind in kinds for m in tokens_of_all_plans(kind, use.most_tokens)})
     keys = tuple(kind._replace(m=plan_m(m)) for kind in kinds for m in tokens)
     facts = LayerFacts(first.k, use.dtype, fp8, act_order=first.perm is not None, format=first.format)
@@ -212,13 +206,11 @@ def experts_need(
     keys: list[PlanKey] = []
     helpers: dict[Unit, None] = {}
     for w, fused in ((gate_up, activation), (down, None)):
-        fp8 = w.activations == "fp8"
-        epilogue = (plain.of_quantized(call.dtype) if fp8 else plain)._replace(activation=fused)
+        fp8, epilogue = w.activations == "fp8", plain._replace(activation=fused)
+        product = PlanKey.of_layer(w, 1, call.dtype, epilogue, call.batch_invariant, call.gathered and w is gate_up)
         if call.block_scale and w is gate_up:
-            epilogue = epilogue._replace(token_scale=False, block_scale=True)
-        x, gathered = torch.float8_e4m3fn if fp8 else call.dtype, call.gathered and w is gate_up
-        options: dict[str, Any] = {"batch_invariant": call.batch_invariant, "gathered": gathered, "device": w.device}
-        keys += [PlanKey.of(w, rows, x, epilogue, **options) for rows in call.rows]
+            product = product._replace(epilogue=product.epilogue._replace(token_scale=False, block_scale=True))
+        keys += [product._replace(m=plan_rows(rows, w.experts)) for rows in call.rows]
         for top_k in call.top_k:
             facts = LayerFacts(w.k, call.dtype, fp8, top_k=top_k, experts=w.experts, format=w.format)
             helpers |= {helper.unit(): None for kind in HELPERS for helper in kind.needed(device, facts)}
