@@ -88,6 +88,8 @@ def test_neighbours_are_fused(tmp_path: Path) -> None:
     assert len(model.layers) == 6 and model.dtype == torch.bfloat16 and not model.act_order
     assert {str(layer.format) for layer in model.layers} == {"int4_g64"}  # scales in the model's dtype
     half = read_model(str(tmp_path / "m"), dtype=torch.float16)
+    text = {"num_key_value_heads": KV_HEADS}  # a config of images and text
+    assert half == read_model(str(llama(tmp_path / "half", dtype="float16", text_config=text)))
     assert half.dtype == torch.float16 and {str(layer.format) for layer in half.layers} == {"int4_g64_fp16"}
 
 

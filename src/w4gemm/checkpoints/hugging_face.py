@@ -99,6 +99,15 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
+def stated_dtype(config: dict[str, Any]) -> str:
+    """Return which of float32, bfloat16 and float16 a config says its model has; bfloat16 if none of them."""
+    for part in (config, config.get("text_config") or {}):
+        name = part.get("dtype") or part.get("torch_dtype")
+        if name in ("float32", "bfloat16", "float16"):
+            return str(name)
+    return "bfloat16"
+
+
 def check_layers(config: dict[str, Any], source: str) -> None:
     """Raise FormatError if a config counts more layers than any model has."""
     for part in (config, *(part for part in config.values() if isinstance(part, dict))):

@@ -10,11 +10,10 @@ from pathlib import Path
 from w4gemm.checkpoints import Checkpoint, open_checkpoint
 from w4gemm.checkpoints.compressed_tensors_writer import CompressedTensorsWriter, transformers_refusal
 from w4gemm.checkpoints.dense import DenseCheckpoint
-from w4gemm.checkpoints.hugging_face import read_config
+from w4gemm.checkpoints.hugging_face import read_config, stated_dtype
 from w4gemm.checkpoints.w4gemm import OwnWriter
 from w4gemm.checkpoints.writing import WeightWriter, refusal, tied, write_folder
 from w4gemm.console.devices import choose_device, use_idle_cores
-from w4gemm.console.options import WIDE_DTYPES
 from w4gemm.console.progress import counted, progress_bar, say
 from w4gemm.console.values import DTYPES
 
@@ -83,10 +82,6 @@ def _writer_of(checkpoint: Checkpoint) -> tuple[WeightWriter, str]:
 def _dtype_of(path: Path) -> str:
     """Name of the dtype that a folder's config.json says its model has."""
     try:
-        config = read_config(path)
+        return stated_dtype(read_config(path))
     except (FileNotFoundError, NotADirectoryError):
         return "bfloat16"
-    for part in (config, config.get("text_config") or {}):
-        if (name := str(part.get("dtype", part.get("torch_dtype")))) in WIDE_DTYPES:
-            return name
-    return "bfloat16"

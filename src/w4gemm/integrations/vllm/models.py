@@ -14,7 +14,7 @@ import torch
 
 from w4gemm.checkpoints import FORMATS, Checkpoint, CheckpointFormat, Module, compressed_tensors, find_checkpoint, gguf
 from w4gemm.checkpoints.gguf.architectures import ARCHITECTURES
-from w4gemm.checkpoints.hugging_face import quantization_config, read_config
+from w4gemm.checkpoints.hugging_face import quantization_config, read_config, stated_dtype
 from w4gemm.core import environment
 from w4gemm.core.activation import canonical
 from w4gemm.core.errors import FormatError
@@ -84,8 +84,7 @@ def read_model(path: str, tensor_parallel: int = 1, dtype: torch.dtype | None = 
     checkpoint = source.open(folder, None)
     config = _config_of_gguf(checkpoint) if isinstance(checkpoint, gguf.GGUFCheckpoint) else read_config(folder)
     text = config.get("text_config") or config
-    named = str(text.get("dtype") or text.get("torch_dtype") or config.get("torch_dtype") or "bfloat16")
-    model_dtype = dtype or {"float16": torch.float16}.get(named, torch.bfloat16)
+    model_dtype = dtype or (torch.float16 if stated_dtype(config) == "float16" else torch.bfloat16)
     quantization = quantization_config(folder) or {}
     layers: dict[Module, None] = {}
     for module in _fused(checkpoint, text, tensor_parallel):
