@@ -204,8 +204,9 @@ def in_files(source: Checkpoint, model: nn.Module | None = None) -> Renamed:
     for name, module in source.modules.items():
         if module.experts:
             known = as_in_models(source.modules, name)
-            saved = saved_as(known) if naming is None or known in state else saved_as(naming(known))
-            weights[name], modules[name] = _experts(known, module, saved)
+            # a saved W4Experts has the name that its owner has in the files
+            in_model = naming(known) if naming and known != name and known not in state else known
+            weights[name], modules[name] = _experts(known, module, saved_as(in_model))
         else:
             saved = saved_as(f"{name}.weight")  # else its weight is no tensor of its own in the files
             own_tensor = len(saved) == 1 and saved[0].endswith(".weight")
