@@ -75,6 +75,8 @@ _MEMORY_OF_SM = HOPPER_SHARED_MEMORY + RESERVED_SHARED_MEMORY
 """Bytes of shared memory of a multiprocessor."""
 _FEW_TOKENS_OF_SPLITS = 128
 """Largest tile_m of splits of two CTAs with fp8 x whose times include what a later wave costs."""
+_FEW_BATCHES = 2
+"""Batches of rows of sm90_decode, of 64 features in 5 or 6 bits, up to which scales of two levels take their time."""
 _FEW_TOKENS, _MOST_FEW, _MOST = 16, 3, 2
 """CTAs with one consumer warpgroup that the registers of a multiprocessor are enough for: three with 67 a thread, as
 tiles of 16 tokens take, two with 89, as tiles of 32 do."""
@@ -386,8 +388,9 @@ def _tile_overhead(facts: LaunchFacts, problem: GemmProblem, config: GemmConfig)
             overhead *= min(1, _DECODE_BOUND_TOKENS / config.tile_m)
             if facts.kernel.name == "sm90_decode" and variant.block.factors == 2:
                 overhead *= replace(variant, weight=_MEASURED).warps / variant.warps  # fewer warps decode as much
-            if facts.kernel.name == "sm90_decode" and variant.block.factors and variant.few_registers:
-                overhead += model["levels_few_registers"]
+            if facts.kernel.name == "sm90_decode" and variant.block.factors:
+                overhead += model["levels_few_registers"] if variant.few_registers else 0.0
+                overhead += model["levels_many_batches"] if variant.batches > _FEW_BATCHES else 0.0
             wide = min(1.0, config.tile_m / _FEW_TOKENS_OF_WARPGROUPS - 1)
             if wide > 0 and variant.block.factors:
                 if variant.warpgroups_n > 1:
@@ -395,9 +398,11 @@ def _tile_overhead(facts: LaunchFacts, problem: GemmProblem, config: GemmConfig)
                 # CTAs that share x wait for each other
                 slower = model["levels_shared_x"] if config.cluster_n > 1 else 1.0
                 slower *= model["levels_half_stage"] if variant.half_block_stages else 1.0
+                slower *= model["levels_stream"] if config.schedule == "stream" else 1.0
                 overhead = (1 + overhead) * slower**wide - 1
-            if wide > 0 and variant.weight.codec.slow_alone and variant.warpgroups_n == 1 and config.split_k == 1:
-                overhead = (1 + overhead) * model["e4m3_one_warpgroup"] - 1
+            slow_alone = variant.weight.codec.slow_alone or variant.block.factors
+            if wide > 0 and slow_alone and variant.warpgroups_n == 1 and config.split_k == 1:
+                overhead = (1 + overhead) * model["one_warpgroup"] - 1
             if variant.block.bits > 4 and facts.kernel.name != "sm90_decode" and variant.num_stages == 2:
                 overhead += model["two_stages"]  # the measured format has three there
         facts.decode_overheads[form] = overhead
