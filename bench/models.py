@@ -23,9 +23,9 @@ MODELS: dict[str, Mapping[str, Any]] = {
 }
 MODELS |= {"tiny": tiny(model_named("llama-3-8b")).config, "tiny-mixture": tiny(model_named("qwen3-30b-a3b")).config}
 """Settings of config.json by name."""
-MIXES = {"q4_k_m": ("q4_k", "q6_k"), "q5_k_m": ("q5_k", "q6_k")}
-"""Formats of llama.cpp's mixes by name: of most layers; of the head and, in half of the decoder layers, of v_proj and
-down_proj."""
+MIXES = {"q4_k_m": ("q4_k", "q6_k"), "q5_k_m": ("q5_k", "q6_k"), "int4_g32_head": ("int4_g32", "int4_g32")}
+"""Formats of models with a quantized head by name: of most layers; of the head and, in half of the decoder layers, of
+v_proj and down_proj, as llama.cpp mixes them."""
 DENSE_ATTENTION = ("gpt_oss",)
 """Kinds of models whose checkpoints have their experts alone in 4 bits."""
 
