@@ -214,6 +214,16 @@ def test_experts_have_the_names_of_published_files(their_own: None, architecture
     assert first.keys() == again.keys() and all(torch.equal(t, again[name]) for name, t in first.items())
 
 
+def test_an_adapter_beside_a_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It was left out without a word, and transformers refused the written folder, which had the adapter's config."""
+    folder = write_dense(tmp_path / "in")
+    (folder / "adapter_config.json").write_text("{}")
+    with pytest.raises(FormatError, match=r"in: adapter_config.json says .* wanted the model alone: move adapter_\*"):
+        load(folder)
+    assert convert(folder, tmp_path / "out") != 0
+    assert "move adapter_* to a folder" in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
 def test_layers_that_are_one_tensor_in_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers splits it into theirs (Sarvam's query_key_value), and says the same name for each: all but one were
     lost."""

@@ -125,6 +125,16 @@ def check_files(folder: Path) -> None:
                 raise FormatError(f"path: {str(folder / entry.name)!r} is no regular file")
 
 
+def refuse_adapter(folder: Path) -> None:
+    """Raise FormatError for a folder with PEFT's adapter beside its model: transformers makes the model with both, and
+    without the adapter it computes something else."""
+    if (folder / "adapter_config.json").is_file():
+        raise FormatError(
+            f"{folder}: adapter_config.json says that PEFT's adapter is part of the model, which from_pretrained alone "
+            "adds; wanted the model alone: move adapter_* to a folder for peft.PeftModel.from_pretrained(model, FOLDER)"
+        )
+
+
 def quantization_config(folder: Path) -> dict[str, Any] | None:
     """Return ``quantization_config`` of a folder's config.json, or of its text_config (Kimi-K2.5); None if there are no
     such files or the model is dense. It tells a quantized model's format.

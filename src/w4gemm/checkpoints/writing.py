@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from w4gemm.checkpoints.account import LAYER
 from w4gemm.checkpoints.base import Checkpoint, Module, finite_dense
 from w4gemm.checkpoints.gguf.fields import quick_reader, tokenizer_of
-from w4gemm.checkpoints.hugging_face import AS_IT_IS, read_config, transformers_errors
+from w4gemm.checkpoints.hugging_face import AS_IT_IS, read_config, refuse_adapter, transformers_errors
 from w4gemm.checkpoints.model_experts import packed_experts
 from w4gemm.checkpoints.quantized_folder import QuantizedFolder
 from w4gemm.checkpoints.stored import DTYPES, WIDE_SCALES
@@ -203,6 +203,7 @@ def _require_writable(checkpoint: Checkpoint, writer: WeightWriter) -> None:
     """Raise FormatError for what no folder of the writer can hold, before hours of writing."""
     source, options, *_ = checkpoint.pretrained()  # refuses what has no config
     if not options:
+        refuse_adapter(source)
         _copied_files(source)
     if reason := refusal(checkpoint, writer):
         raise FormatError(f"{checkpoint.path}: {reason}")

@@ -20,7 +20,7 @@ from w4gemm.checkpoints import Checkpoint, open_checkpoint
 from w4gemm.checkpoints.account import Recipe
 from w4gemm.checkpoints.base import Renamed
 from w4gemm.checkpoints.gguf.fields import quick_reader, tokenizer_of
-from w4gemm.checkpoints.hugging_face import AS_IT_IS, is_model, model_class, transformers_errors
+from w4gemm.checkpoints.hugging_face import AS_IT_IS, is_model, model_class, refuse_adapter, transformers_errors
 from w4gemm.core.errors import device_here
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import Device
@@ -71,6 +71,7 @@ def load(
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise TypeError(f"dtype: wanted a floating-point torch.dtype, got {dtype!r}")
     checkpoint = open_checkpoint(path, format)
+    refuse_adapter(checkpoint.path)
     model, tokenizer, alone = _empty_model(checkpoint, dtype)
     if not alone:
         inside = (name for name in (*checkpoint.modules, *checkpoint.tensors) if name.startswith(_PREFIX))
