@@ -37,6 +37,13 @@ def test_a_dense_folder_has_the_numbers_of_a_quantized_one(tmp_path):
             assert torch.equal(dense.tensor(f"{prefix}.{expert}.{leaf}_proj.weight"), w[half::2])
 
 
+def test_a_dense_folder_keeps_biases(tmp_path):
+    write(tiny(model_named("glm-4.5-air")), Packing.parse("ct-int4-g32"), tmp_path / "packed")
+    stored, dense = SafetensorsFolder(tmp_path / "packed"), SafetensorsFolder(dense_folder(tmp_path / "packed"))
+    biases = [name for name in stored.tensors if name.endswith("q_proj.bias")]
+    assert biases and all(torch.equal(stored.tensor(name), dense.tensor(name)) for name in biases)
+
+
 class Layer(torch.nn.Module):
     """A linear layer of vLLM's with a bf16 weight."""
 

@@ -222,7 +222,7 @@ def dense_folder(folder: Path) -> Path:
             for place, rows in zip(places, each.view(-1, *each.shape[-2:]), strict=True):
                 tensors[f"{place}.{leaf}.weight"] = rows.contiguous()
     own = {name.rpartition(".")[0] for name in tensors}
-    kept = (name for name in stored.tensors if name.rpartition(".")[0] not in own)
+    kept = (n for n in stored.tensors if n.endswith(".bias") or n.rpartition(".")[0] not in own)
     tensors |= {name: stored.tensor(name) for name in kept}
     shutil.copytree(folder, dense, ignore=shutil.ignore_patterns("*.safetensors*", "complete", "config.json"))
     config = json.loads((folder / "config.json").read_text())
