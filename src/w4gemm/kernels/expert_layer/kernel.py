@@ -258,7 +258,7 @@ class ExpertLayerKernel:
             tensor(Int32, count),
             factors,
             tensor(Float32, count * layer.tokens) if layer.down_scale else factors,
-            tensor(Float32, layer.columns_per_cta * layer.tokens * STRIP_N, 16),
+            tensor(Float32, layer.bias_floats, 16) if layer.down_bias else factors,
             tensor(Int32, layer.pollers),
             tensor(Int32, 1),
         )

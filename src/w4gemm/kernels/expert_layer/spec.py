@@ -50,8 +50,8 @@ _WARPS = 16
 _FEWER_WARPS = 12
 """Warps of a CTA where threads of 16 spill 72 bytes of registers: of blocks that share factors in pairs (Q4_K). Qwen3
 with 1 and 8 tokens took 0.88 and 0.79 of the time of 16 (H200, 2026-11-29)."""
-_ALIGNMENT = 2048
-"""Bytes that alignment of the parts of shared memory takes at most."""
+_ALIGNMENT = 640
+"""Bytes that alignment of the parts of shared memory takes at most: of four to 128 bytes, of two to 16."""
 
 
 @dataclass(frozen=True)
@@ -276,19 +276,30 @@ class ExpertLayer(Helper):
 
     @property
     def partial_slots(self) -> int:
-        """Slots of partial sums of a round."""
-        return self.units_of_round + self.warps
+        """Slots of partial sums of a round: up to that of the last unit and the last rank."""
+        return self.units_of_round + self.warps - 1
 
     @property
     def decode_table_bytes(self) -> int:
         return PAIR_TABLE_BYTES if self.pairs is not None else self.weight.codec.table_bytes
 
     @property
+    def bias_floats(self) -> int:
+        """Weighted sums of down's biases of a CTA's strips."""
+        return self.columns_per_cta * self.tokens * STRIP_N if self.down_bias else 0
+
+    @property
+    def _choice_bytes(self) -> int:
+        """Bytes of :class:`.values.Choices`."""
+        of_choice = 12 + 4 * self.tallies + 4 * self.tokens * (1 + self.down_scale)
+        of_all = 4 * (-(-self.experts // 32) + self.pollers + 1)
+        return 12 + self.choices * of_choice + of_all + 4 * self.bias_floats
+
+    @property
     def _bytes_but_stages(self) -> int:
-        tables = self.experts // 8 + 4 + self.choices * (12 + 4 * self.tallies + 8 * self.tokens) + 4 * self.pollers + 4
-        biases = self.columns_per_cta * self.tokens * STRIP_N * 4
         partials = 2 * self.partial_slots * self.slot_bytes
-        return self.tokens * self.x_row_bytes + partials + self.decode_table_bytes + tables + biases + _ALIGNMENT
+        x_bytes = self.tokens * self.x_row_bytes
+        return x_bytes + partials + self.decode_table_bytes + self._choice_bytes + _ALIGNMENT
 
     @property
     def num_stages(self) -> int:
