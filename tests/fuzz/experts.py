@@ -51,8 +51,8 @@ TINY = spec_of(4, features=64, width=32, top_k=3, ctas=4)
 """Each CTA has one strip of down."""
 GROUPED = ExpertChoice(Router(3, "sigmoid", groups=4, top_groups=2, scale=2.5), 12, torch.bfloat16, True)
 CHOOSING = replace(TINY, mapped=True, choice=GROUPED)
-SPLIT = spec_of(2, features=64, width=96, top_k=3, ctas=7, split=True, down_bias=True, down_scale=True)
-"""Each strip of down is divided among two or three CTAs."""
+SPLIT = spec_of(2, features=64, width=96, top_k=3, ctas=10, split=True, down_bias=True, down_scale=True)
+"""Each strip of down is divided among two or three CTAs, of groups of two."""
 FORMS: tuple[tuple[ExpertLayer, str], ...] = (
     (TINY, "int4_g128"),
     (CHOOSING, "int4_g128"),

@@ -88,6 +88,13 @@ FAULTS = (
         _ONE_LAUNCH + "divided",
     ),
     Fault(
+        "CTAs of a strip meet where those of other strips do",
+        _EXPERT_LAYER,
+        "right * neighbours + member, token",
+        "right * neighbours, token",
+        _ONE_LAUNCH + "divided",
+    ),
+    Fault(
         "of three parts of a strip, the first two and the last one do not meet",
         _EXPERT_LAYER,
         "            begin -= begin & width\n",

@@ -15,10 +15,14 @@ has a mask of its tokens, and what it computes for the others is dropped. A unit
 (:meth:`.shares.Shares.of`), all CTAs about equally many, whatever they have of down, because all wait for the last one.
 
 Strips of down. If they divide among the C CTAs about evenly, a CTA has every C-th one, whose sum over experts never
-leaves it. Else (``split``) the steps of all strips, in a row, are divided evenly, so that a CTA has parts of its first
-and of its last strip. CTAs with parts of a strip meet in pairs, the left one's sums and the right one's, at a place in
-global memory, by an exchange: who comes first leaves its sums there, who comes second takes them and adds its own. So
-nobody waits, no fence is needed, and the sum of two is one whoever comes first. Of more, pairs meet in turn.
+leaves it. Else (``split``) four CTAs side by side are a group, each with one of the four strips of packed blocks. The
+steps of all rows of blocks, in a row, are divided evenly among groups, so that a CTA has parts of its first and of its
+last strip. CTAs with parts of a strip meet in pairs, the left one's sums and the right one's, at a place in global
+memory, by an exchange: who comes first leaves its sums there, who comes second takes them and adds its own. So nobody
+waits, no fence is needed, and the sum of two is one whoever comes first. Of more, pairs meet in turn.
+
+Either way CTAs side by side read strips side by side at about the same time. A line of L2 holds the scales of all four,
+32 bytes each, and comes from memory whole: strips that come later find it gone.
 
 The CTA's units are divided into rounds of at most 16. The steps of a round follow one another, and each warp has
 consecutive ones, by its rank (:meth:`.shares.Shares.rank`), some one more than others. Where a warp's unit or range
@@ -82,9 +86,9 @@ from w4gemm.kernels.expert_layer.tally import Tally
 from w4gemm.kernels.expert_layer.values import (
     ActivatedRows,
     Choices,
-    Ctas,
     Cursor,
     Down,
+    Groups,
     HiddenRows,
     Memory,
     PartialSums,
@@ -610,9 +614,9 @@ class ExpertLayerKernel:
                 self.store_partial(totals, memory.partials + (column + rank) * layer.slot_bytes, lane)
                 totals.fill(0.0)
                 column += 1
-        ctas = self.shares.ctas_of(share, self.place_of(cute.arch.thread_idx()[0]).unit)
+        groups = self.shares.groups_of(share, self.place_of(cute.arch.thread_idx()[0]).unit)
         cute.arch.sync_threads()
-        self.store_sums(t, c, share, own, ctas)
+        self.store_sums(t, c, share, own, groups)
 
     def rows_of(self, t: Tensors, c: Choices, slot: Int32, k_block: Int32, lane: Int32) -> HiddenRows:
         """What a lane loads of a k block of a slot's rows."""
@@ -644,8 +648,8 @@ class ExpertLayerKernel:
         return own
 
     @cute.jit
-    def store_sums(self, t: Tensors, c: Choices, share: Share, own: PartialSums, ctas: Ctas) -> None:
-        """Add the warps' sums and biases, and store them. ctas: those that have steps of the thread's strip of down."""
+    def store_sums(self, t: Tensors, c: Choices, share: Share, own: PartialSums, groups: Groups) -> None:
+        """Add the warps' sums and biases, and store them. groups: those with steps of the thread's strip of down."""
         layer = self.layer
         column, quad, token = self.place_of(cute.arch.thread_idx()[0])
         if (column < share.columns) & (token < t.out.shape[0]):
@@ -656,17 +660,18 @@ class ExpertLayerKernel:
             feature = (share.column + column * self.shares.column_stride) * STRIP_N + quad * 4
             at = t.out.iterator.toint() + (Int64(token) * layer.features + feature) * 2
             if const_expr(layer.split):
-                self.add_parts(t, ctas, token, quad, sums, at)
+                self.add_parts(t, groups, token, quad, sums, at)
             else:
                 store_global(at, self.rounded(sums), Boolean(True))
 
     @cute.jit
-    def add_parts(self, t: Tensors, ctas: Ctas, token: Int32, quad: Int32, part: list[Float32], to: Int64) -> None:
-        """Add up what CTAs have of four sums of a strip, two as one, and store them. Neighbours meet, then neighbours
-        of those, until one has the sums of all: who comes first leaves what it has where they meet, never zeros, and
-        who comes second adds that."""
-        first, last = ctas
-        begin, width, pairs = cute.arch.block_idx()[0] - first, Int32(1), Int32(3)
+    def add_parts(self, t: Tensors, groups: Groups, token: Int32, quad: Int32, part: list[Float32], to: Int64) -> None:
+        """Add up what CTAs have of four sums of a strip, two as one, and store them. CTAs of groups side by side meet,
+        then those of pairs of groups, until one has the sums of all: who comes first leaves what it has where they
+        meet, never zeros, and who comes second adds that."""
+        (first, last), neighbours = groups, self.layer.neighbours
+        group, member = divided(cute.arch.block_idx()[0], neighbours)
+        begin, width, pairs = group - first, Int32(1), Int32(3)
         sums = cute.make_rmem_tensor((4,), Float32)
         for j in cutlass.range_constexpr(4):
             sums[j] = part[j]
@@ -677,7 +682,9 @@ class ExpertLayerKernel:
                 own = [float_word(sums[2 * p + j]) for j in range(2)]
                 own[0] = Int32(cutlass.select_((own[0] | own[1]) == 0, Int32(-(2**31)), own[0]))  # -0.0
                 meet = (right <= last) & ((pairs >> p) & 1 != 0)
-                others.append(exchange(self.meeting_at(t, right, token, quad) + Int64(p * 8), own, meet))
+                others.append(
+                    exchange(self.meeting_at(t, right * neighbours + member, token, quad) + Int64(p * 8), own, meet)
+                )
             for p in cutlass.range_constexpr(2):
                 if (right <= last) & ((others[p][0] | others[p][1]) == 0):
                     pairs = pairs & ~(1 << p)

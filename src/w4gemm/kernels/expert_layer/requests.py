@@ -7,13 +7,10 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, const_expr
 
 from w4gemm.kernels.expert_layer.shares import Shares, divided, quotient
-from w4gemm.kernels.expert_layer.spec import ExpertLayer
+from w4gemm.kernels.expert_layer.spec import STRIPS, ExpertLayer
 from w4gemm.kernels.expert_layer.values import Cursor, Memory, Share, Tensors
-from w4gemm.packing.block import BLOCK_N, STRIP_N
+from w4gemm.packing.block import STRIP_N
 from w4gemm.ptx.memory import copy_async
-
-_STRIPS = BLOCK_N // STRIP_N
-"""Strips of a packed block."""
 
 
 class Requests:
@@ -60,13 +57,13 @@ class Requests:
             expert = memory.choices.experts[cursor.slot]
             if cursor.round < share.rounds:
                 k_block = (layer.steps_up - cursor.k_left) * layer.step_blocks
-                index = (expert * layer.blocks_up + quotient(cursor.strip, _STRIPS)) * layer.k_blocks_up + k_block
+                index = (expert * layer.blocks_up + quotient(cursor.strip, STRIPS)) * layer.k_blocks_up + k_block
                 codes = t.gate_up.iterator.toint() + Int64(index) * block.stride
             else:
                 k_block = (layer.steps_down - cursor.k_left) * layer.step_blocks
-                index = (expert * layer.blocks_down + quotient(cursor.strip, _STRIPS)) * layer.k_blocks_down + k_block
+                index = (expert * layer.blocks_down + quotient(cursor.strip, STRIPS)) * layer.k_blocks_down + k_block
                 codes = t.down.iterator.toint() + Int64(index) * block.stride
-        strip, pair = divided(cursor.strip, _STRIPS).rest, block.pair_bytes // 2 * STRIP_N
+        strip, pair = divided(cursor.strip, STRIPS).rest, block.pair_bytes // 2 * STRIP_N
         per_run = pair // 16
         second, part = divided(lane, layer.scale_lanes)  # lanes of the first block, then of the second
         run, vector = divided(part, per_run)

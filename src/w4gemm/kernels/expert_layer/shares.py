@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Uint32, const_expr
 
 from w4gemm.kernels.expert_layer.spec import ExpertLayer
-from w4gemm.kernels.expert_layer.values import Ctas, Division, Share, Steps
+from w4gemm.kernels.expert_layer.values import Division, Groups, Share, Steps
 
 _SCHEDULERS = 4
 """Of a multiprocessor; warp w is one of number w % 4."""
@@ -29,7 +29,7 @@ class Shares:
 
     def __init__(self, layer: ExpertLayer) -> None:
         self.layer = layer
-        self.column_stride = 1 if layer.split else layer.ctas
+        self.column_stride = layer.neighbours if layer.split else layer.ctas
 
     @cute.jit
     def of(self, index: Int32, cta: Int32, active: Int32) -> Share:
@@ -46,9 +46,11 @@ class Shares:
         columns = quotient(layer.columns - cta + layer.ctas - 1, layer.ctas)
         steps = columns * per_column
         if const_expr(layer.split):
-            each = self.down_steps_of_cta(active)
-            steps = cutlass.max(cutlass.min(layer.columns * per_column - cta * each, each), 0)
-            column, skipped = divided(cta * each, per_column)
+            each, (group, member) = self.down_steps_of_cta(active), divided(cta, layer.neighbours)
+            steps = layer.columns // layer.neighbours * per_column
+            steps = cutlass.max(cutlass.min(steps - group * each, each), 0)
+            row, skipped = divided(group * each, per_column)
+            column = row * layer.neighbours + member
             columns = cutlass.select_(steps > 0, quotient(skipped + steps + per_column - 1, per_column), Int32(0))
         return Share(bounds[0], units, chunk, rounds, column, columns, skipped, steps, active)
 
@@ -57,9 +59,9 @@ class Shares:
         return cutlass.max(active * self.layer.steps_down, 1)
 
     def down_steps_of_cta(self, active: Int32) -> Int32:
-        """Steps of down of every CTA but the last, if strips are split."""
-        ctas = self.layer.ctas
-        return quotient(self.layer.columns * self.steps_of_column(active) + ctas - 1, ctas)
+        """Steps of down of every CTA but those of the last group, if strips are split."""
+        columns, groups = (count // self.layer.neighbours for count in (self.layer.columns, self.layer.ctas))
+        return quotient(columns * self.steps_of_column(active) + groups - 1, groups)
 
     @cute.jit
     def steps_of(self, share: Share, round: Int32, rank: Int32) -> Steps:
@@ -82,8 +84,8 @@ class Shares:
         schedulers have about equally many."""
         return warp % _SCHEDULERS * (self.layer.warps // _SCHEDULERS) + warp // _SCHEDULERS
 
-    def ctas_of(self, share: Share, column: Int32) -> Ctas:
-        """The CTAs that have steps of a strip of down, if strips are split."""
+    def groups_of(self, share: Share, column: Int32) -> Groups:
+        """The groups of CTAs that have steps of a strip of down, if strips are split."""
         per_column, each = self.steps_of_column(share.active), self.down_steps_of_cta(share.active)
-        begin = (share.column + column) * per_column
-        return Ctas(quotient(begin, each), quotient(begin + per_column - 1, each))
+        begin = (quotient(share.column, self.layer.neighbours) + column) * per_column
+        return Groups(quotient(begin, each), quotient(begin + per_column - 1, each))

@@ -41,6 +41,8 @@ _SPLIT_BYTES = 32 * 1024
 """Bytes of down by which the largest share of whole strips exceeds the mean one, from which on strips are split. Adding
 up parts took 0.8 to 1.7 us, in which a multiprocessor of an H200 reads 30 to 60 KB (2026-11-28). By an exchange it
 takes about 1 us less (2026-11-30); the bound is as it was."""
+STRIPS = BLOCK_N // STRIP_N
+"""Strips of a packed block."""
 _MOST_STAGES = 3
 """Stages of a warp. With 13, 200 KB of a multiprocessor's weights on their way, launches took up to 25 % longer (H100,
 2026-11-28): requests for down then delay those for gate_up of other CTAs, which all wait for."""
@@ -123,7 +125,7 @@ class ExpertLayer(Helper):
         two = replace(one, step_blocks=2)
         # int4 with an odd number of blocks: GLM-4.5-Air took 1.04 of the time (one token, H200, 2026-11-29)
         faster = not (two.ragged_up or two.ragged_down) or weight.codec == MXFP4_MMA16
-        return two if faster and two.two_blocks and two.num_stages >= 3 else one
+        return two if faster and two.two_blocks and two.has_room else one
 
     # --- sizes
 
@@ -270,6 +272,11 @@ class ExpertLayer(Helper):
         return self.tokens * SLOT_ROW * 4
 
     @property
+    def neighbours(self) -> int:
+        """CTAs of a group, which have strips of down that lie side by side in packed blocks, if strips are split."""
+        return next(count for count in (STRIPS, 2, 1) if self.ctas % count == 0)
+
+    @property
     def units_of_round(self) -> int:
         """Most units that a CTA multiplies before it adds up, a thread four rows of one token."""
         return min(_ROUND, self.threads // (STRIP_N // 4 * self.tokens))
@@ -305,6 +312,12 @@ class ExpertLayer(Helper):
     def num_stages(self) -> int:
         """Stages of each warp: at most ``most_stages``, as many as there is room for."""
         return min(self.most_stages, (HOPPER_SHARED_MEMORY - self._bytes_but_stages) // (self.warps * self.stage_bytes))
+
+    @property
+    def has_room(self) -> bool:
+        """True if the stages of a warp hold three blocks at least: three of one, or two of two, which took 0.92 of the
+        time (Kimi-K2 and DeepSeek-V3, eight tokens, H200, 2026-11-30)."""
+        return self.num_stages * self.step_blocks >= 3
 
     @property
     def shared_bytes(self) -> int:
@@ -351,8 +364,8 @@ class ExpertLayer(Helper):
             return "a warp copies at most 512 bytes of scales a step"
         if self.step_blocks == 2 and not self.two_blocks:
             return "blocks with so many scales, or that share factors, are steps of their own"
-        if self.num_stages < 3:
-            return "there is no room for three stages"
+        if not self.has_room:
+            return "there is no room for stages of three blocks"
         steps = self.choices * max(self.strips_up * self.k_blocks_up, self.columns * self.k_blocks_down)
         return "the layer is too large" if self.ctas * (steps + 2 * self.columns) >= 2**31 else ""
 

@@ -140,8 +140,8 @@ class Steps(NamedTuple):
     """Steps of all warps, one for each at least."""
 
 
-class Ctas(NamedTuple):
-    """Consecutive ones."""
+class Groups(NamedTuple):
+    """Consecutive groups of :attr:`ExpertLayer.neighbours` CTAs."""
 
     first: Int32
     last: Int32
