@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 import pytest
@@ -278,14 +279,19 @@ def test_an_alpha_that_is_no_number(weight, alpha, error, message):
         gemm.run(torch.zeros(M, K), weight.tensors, torch.zeros(M, N), n=N, alpha=alpha)
 
 
-def test_out_is_no_part_of_a_graph(weight):
-    """It became one on the CPU beside operands that require a gradient, and the next run refused it."""
-    gemm = MixedGemm("int4_g32_fp16", torch.float32, "cpu", epilogue=Epilogue(bias=True))
-    x, bias, out = torch.randn(M, K, requires_grad=True), torch.randn(N, requires_grad=True), torch.empty(M, N)
+def test_out_is_no_part_of_a_graph(weight, device):
+    """It became one on the CPU beside operands that require a gradient, and the next run refused it; on a GPU PyTorch
+    did, in the product of dequantize_gemm."""
+    gemm = MixedGemm("int4_g32_fp16", torch.float16, device, epilogue=Epilogue(bias=True))
+    weight = weight.to(device).repack(gemm.layout)
+    make = partial(torch.randn, dtype=torch.float16, device=device, requires_grad=True)
+    x, bias, out = make(M, K), make(N), torch.empty(M, N, dtype=torch.float16, device=device)
+    config = next((c for c in gemm.configs(M, N, K) if c.startswith("dequantize_gemm/")), None)
+    assert (config is None) == (device == "cpu")
     for _ in range(2):
-        gemm.run(x, weight.tensors, out, bias=bias, n=N)
+        gemm.run(x, weight.tensors, out, bias=bias, n=N, config=config)
         assert not out.requires_grad and out.grad_fn is None
-    assert torch.equal(out, w4gemm.linear(x, weight, bias))
+    assert torch.equal(out, w4gemm.linear(x, weight, bias, config=config))
 
 
 def test_other_frameworks_hear_of_the_stream(weight, monkeypatch):
