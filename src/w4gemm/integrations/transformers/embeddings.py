@@ -1,5 +1,5 @@
 """Token embeddings of a model that stay packed: :class:`AwaitedEmbedding`, :class:`TiedEmbedding`, and which layers
-they may take the place of, :func:`factor_of`, :func:`reads_weight`."""
+they may take the place of, :func:`packable`."""
 
 from __future__ import annotations
 
@@ -8,18 +8,24 @@ import functools
 import inspect
 import sys
 import textwrap
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from w4gemm.api.lookup import embedding
 from w4gemm.api.nn import W4Embedding, W4Linear
+from w4gemm.checkpoints import Module
 from w4gemm.checkpoints.numbers import Numbers
 from w4gemm.core.formats import WeightFormat
+from w4gemm.core.problem import Device
 from w4gemm.integrations.transformers.awaited import AwaitedLinear
 from w4gemm.integrations.transformers.sharding import Local
+from w4gemm.kernels.helpers.embedding_rows import can_look_up
 from w4gemm.weights.weight import QuantizedWeight
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _SCALED = "super().forward(input_ids) * self.embed_scale.to(self.weight.dtype)"
@@ -42,6 +48,21 @@ def factor_of(layer: nn.Module | None) -> float | None:
         return 1.0
     factor = getattr(layer, "scalar_embed_scale", None)
     return factor if isinstance(factor, float) and _returns(type(layer)) == _SCALED else None
+
+
+def packable(
+    model: PreTrainedModel, target: str, layer: nn.Module | None, module: Module, device: Device, *, of_head: bool
+) -> bool:
+    """True if packed rows of a checkpoint's module may take the place of ``layer``, the embedding ``target`` of a
+    model. of_head: True if a head has the same numbers, so that a tie to it loses nothing."""
+    if factor_of(layer) is None or module.bias or module.pre_quant_scale or module.experts:
+        return False
+    if not of_head and any(f"{target}.weight" in pair for pair in model.all_tied_weights_keys.items()):
+        return False  # the model takes its numbers for other layers too
+    assert isinstance(layer, nn.Embedding)
+    if not can_look_up(device, layer.weight.dtype, module.format, module.k):
+        return False
+    return not reads_weight(model, target.rpartition(".")[2])
 
 
 def _returns(kind: type[nn.Module]) -> str:
@@ -86,9 +107,11 @@ def _with_weight_read(module: str) -> frozenset[str]:
 
 
 class _Factor:
-    """A number by its dtype, rounded to it."""
+    """What an embedding multiplies its rows by, rounded to each dtype."""
 
-    def __init__(self, number: float) -> None:
+    def __init__(self, dense: nn.Embedding) -> None:
+        number = factor_of(dense)
+        assert number is not None
         self.number = number
         self.rounded = {dtype: torch.tensor(number, dtype=dtype, device="cpu").item() for dtype in _DTYPES}
 
@@ -114,13 +137,12 @@ class TiedEmbedding(nn.Module):
     Args:
         head: the layer, or the one that becomes it.
         dense: the embedding that was here.
-        factor: see :func:`factor_of`.
     """
 
-    def __init__(self, head: nn.Module, dense: nn.Embedding, factor: float) -> None:
+    def __init__(self, head: nn.Module, dense: nn.Embedding) -> None:
         super().__init__()
         self.__dict__["head"] = head  # not a child: it has its place in the model
-        self.padding_idx, self.factor, self.dense_kind = dense.padding_idx, _Factor(factor), type(dense)
+        self.padding_idx, self.factor, self.dense_kind = dense.padding_idx, _Factor(dense), type(dense)
         self.num_embeddings, self.embedding_dim = dense.num_embeddings, dense.embedding_dim
 
     @property
@@ -147,11 +169,11 @@ class AwaitedEmbedding(AwaitedLinear):
 
     cls_to_become = ScaledEmbedding
 
-    def __init__(self, dense: nn.Embedding, format: WeightFormat, factor: float) -> None:
+    def __init__(self, dense: nn.Embedding, format: WeightFormat) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features, self.format = dense.embedding_dim, dense.num_embeddings, format
         self.dtype, self.padding_idx = dense.weight.dtype, dense.padding_idx
-        self.factor, self.dense_kind = _Factor(factor), type(dense)
+        self.factor, self.dense_kind = _Factor(dense), type(dense)
         self.register_parameter("bias", None)
         self.register_buffer("place", torch.empty(1, dtype=torch.uint8, device="meta"), persistent=False)
 

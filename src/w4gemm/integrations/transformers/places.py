@@ -22,15 +22,9 @@ from w4gemm.checkpoints.quantized_folder import QuantizedFolder
 from w4gemm.core.errors import FormatError
 from w4gemm.core.problem import Device
 from w4gemm.integrations.transformers.awaited import AwaitedExperts, AwaitedLinear, put_experts
-from w4gemm.integrations.transformers.embeddings import (
-    AwaitedEmbedding,
-    TiedEmbedding,
-    factor_of,
-    reads_weight,
-)
+from w4gemm.integrations.transformers.embeddings import AwaitedEmbedding, TiedEmbedding, packable
 from w4gemm.integrations.transformers.sharding import Local, Split, local_numbers
 from w4gemm.kernels import runs_on
-from w4gemm.kernels.helpers.embedding_rows import can_look_up
 from w4gemm.weights.weight import QuantizedWeight
 
 if TYPE_CHECKING:
@@ -62,7 +56,7 @@ class Placement:
     """Where the modules and tensors of a checkpoint go in a model without numbers.
 
     The layers of modules that stay packed become :class:`AwaitedLinear`. Any other module becomes dense, with the
-    checkpoint's numbers, because the model's own code reads a dense weight: routers, embeddings, GPT-2's layers,
+    checkpoint's numbers, because the model's own code reads a dense weight: routers, some embeddings, GPT-2's layers,
     experts that :class:`W4Experts` does not compute, and what transformers merges or reorders; or because no kernel of
     the device takes its format.
 
@@ -176,23 +170,17 @@ class Placement:
         """Replace an embedding by one that reads its head's packed weight, or by an awaited one; False if it is to be
         dense. head: the layer of the same numbers."""
         layer = submodule(self._model, target)
-        factor, plain = factor_of(layer), not (module.bias or module.pre_quant_scale or module.experts)
-        if factor is None or not plain or not self._keeps_embeddings:
+        if not self._keeps_embeddings or not packable(
+            self._model, target, layer, module, self._device, of_head=head is not None
+        ):
             return False
         assert isinstance(layer, nn.Embedding)
-        pairs = self._model.all_tied_weights_keys.items()
-        if head is None and any(f"{target}.weight" in pair for pair in pairs):
-            return False  # the model takes its numbers for other layers too
-        if not can_look_up(self._device, layer.weight.dtype, module.format, module.k):
-            return False
-        if reads_weight(self._model, target.rpartition(".")[2]):
-            return False
         self._check_shape(target, (module.n, module.k), (layer.num_embeddings, layer.embedding_dim))
         fp8 = self._device.kind == "cuda" and (self._fp8 or module.activations is not None)  # another layout
         if isinstance(head, AwaitedLinear) and head.pre_quant_scale is None and not fp8:
-            self._model.set_submodule(target, TiedEmbedding(head, layer, factor))
+            self._model.set_submodule(target, TiedEmbedding(head, layer))
         else:
-            self._model.set_submodule(target, AwaitedEmbedding(layer, module.format, factor))
+            self._model.set_submodule(target, AwaitedEmbedding(layer, module.format))
         return True
 
     def _reserved_experts(self, name: str, target: str, module: Module, partners: Mapping[str, Module]) -> Place | None:

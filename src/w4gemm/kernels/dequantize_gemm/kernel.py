@@ -17,7 +17,7 @@ from cutlass import Boolean, Int32, Int64, const_expr
 from w4gemm.kernels.device.row_pair import CHUNK_BYTES, ODD_STEP, RowPair, RowPairDecoder, exchanged, lane_byte
 from w4gemm.kernels.variant import GpuVariant
 from w4gemm.packing.block import BLOCK_K, BLOCK_N
-from w4gemm.ptx.memory import shared_address, store_global
+from w4gemm.ptx.memory import store_global
 
 _THREADS = 128
 
@@ -39,15 +39,9 @@ class DequantizeKernel:
 
     @cute.kernel
     def kernel(self, weight: cute.Tensor, dense: cute.Tensor):
-        variant = self.variant
         thread = cute.arch.thread_idx()[0]
         k_blocks, stride = weight.shape[1], cute.arch.grid_dim()[0]
-        table = Int32(0)
-        if const_expr(variant.decode_table_bytes > 0):
-            smem = cutlass.memory.SmemAllocator()
-            table = shared_address(smem.allocate_array(Int32, variant.decode_table_bytes // 4, byte_alignment=16))
-            self.rows.decoder.fill_table(table, thread, _THREADS)
-            cute.arch.sync_threads()
+        table = self.rows.filled_table(thread, _THREADS)
         if const_expr(self.hopper):
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()

@@ -22,7 +22,7 @@ from cutlass import Boolean, Int32, Int64, const_expr
 from w4gemm.kernels.variant import GpuVariant
 from w4gemm.packing.block import BLOCK_K, HALF_K
 from w4gemm.ptx.arithmetic import rotated
-from w4gemm.ptx.memory import load_global
+from w4gemm.ptx.memory import load_global, shared_address
 
 CHUNK_BYTES = 128
 """Bytes of a dense row that a quad decodes at a time; those of a lane begin at :func:`lane_byte`."""
@@ -65,6 +65,18 @@ class RowPairDecoder:
         self.variant = variant
         self.decoder = variant.weight.decoder(only_fma=only_fma)
         self.k_chunks = BLOCK_K // variant.chunk_k
+
+    def filled_table(self, thread: Int32, threads: int) -> Int32:
+        """Fill the decoder's table in shared memory, if it has one. Return its address. threads: of the CTA, all of
+        which call it."""
+        table_bytes = self.variant.decode_table_bytes
+        if not table_bytes:
+            return Int32(0)
+        smem = cutlass.memory.SmemAllocator()
+        table = shared_address(smem.allocate_array(Int32, table_bytes // 4, byte_alignment=16))
+        self.decoder.fill_table(table, thread, threads)
+        cute.arch.sync_threads()
+        return table
 
     def load(self, pair: RowPair) -> PackedPair:
         """Request all words of this lane: of step ``q`` of every k chunk."""

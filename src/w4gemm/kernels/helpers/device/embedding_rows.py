@@ -15,12 +15,12 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, const_expr
+from cutlass import Int32, Int64
 
 from w4gemm.kernels.device.row_pair import CHUNK_BYTES, ODD_STEP, RowPair, RowPairDecoder, exchanged, lane_byte
 from w4gemm.kernels.variant import GpuVariant
 from w4gemm.packing.block import BLOCK_K, BLOCK_N, STRIP_N
-from w4gemm.ptx.memory import shared_address, store_global
+from w4gemm.ptx.memory import store_global
 
 _THREADS = 128
 _UNITS = _THREADS // 4
@@ -47,15 +47,9 @@ class EmbeddingRowsKernel:
 
     @cute.kernel
     def kernel(self, weight: cute.Tensor, ids: cute.Tensor, out: cute.Tensor, n: Int32) -> None:
-        variant = self.variant
         thread = cute.arch.thread_idx()[0]
         units = out.shape[0] * cute.ceil_div(out.shape[1], BLOCK_K)
-        table = Int32(0)
-        if const_expr(variant.decode_table_bytes > 0):
-            smem = cutlass.memory.SmemAllocator()
-            table = shared_address(smem.allocate_array(Int32, variant.decode_table_bytes // 4, byte_alignment=16))
-            self.rows.decoder.fill_table(table, thread, _THREADS)
-            cute.arch.sync_threads()
+        table = self.rows.filled_table(thread, _THREADS)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         first = cute.arch.block_idx()[0] * _UNITS
