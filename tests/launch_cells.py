@@ -228,7 +228,7 @@ class Made(NamedTuple):
         self, tokens: int, format: str, activation: str, biased: bool, router: w4gemm.Router | None = None
     ) -> torch.Tensor:
         """A layer of six experts, on the GPU in one launch; with a router, which chooses by logits."""
-        experts, hidden, features = 6, 480, 320
+        experts, hidden, features = 6, 352, 320  # three blocks along k each
         several = []
         for n, k in ((hidden if activation == "relu2" else 2 * hidden, features), (features, hidden)):
             w = random_weight(WeightFormat.parse(format), n, k, 1)

@@ -113,7 +113,7 @@ _SIZES = {"experts": 16, "features": 704, "width": 416, "top_k": 4}
 WIDE: tuple[tuple[ExpertLayer, str], ...] = (
     (spec_of(4, experts=16, features=2048, width=96, top_k=4), "int4_g128"),
     (spec_of(4, experts=8, features=704, width=1216, top_k=4, down_bias=True), "int4_g128"),
-    (spec_of(8, **_SIZES), "int4_g128"),
+    (spec_of(8, experts=16, features=832, width=608, top_k=4), "int4_g128"),
     (spec_of(4, format="nf4", **_SIZES), "nf4"),
     (
         spec_of(
@@ -129,7 +129,8 @@ WIDE: tuple[tuple[ExpertLayer, str], ...] = (
     ),
     (spec_of(2, format="int4_g64_zint_fp16", dtype=torch.float16, **_SIZES), "int4_g64_zint_fp16"),
 )
-"""Larger forms, for a GPU. The first has a strip of down for each CTA of an H100, the second parts of strips."""
+"""Larger forms, for a GPU. The first has a strip of down for each CTA of an H100, the second parts of strips, the third
+odd numbers of blocks along k in steps of two."""
 
 
 class Problem(NamedTuple):
