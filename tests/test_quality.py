@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -17,7 +18,9 @@ from tiny_model import LAYERS, write_dense, write_gguf
 from w4gemm import quantize
 from w4gemm.cli.__main__ import main
 from w4gemm.core.formats import WeightFormat
+from w4gemm.integrations import calibrated
 from w4gemm.integrations.calibrated import awq, check, gptq, round_layers
+from w4gemm.integrations.generation import generate, positions
 from w4gemm.integrations.quality import METHODS, calibration_windows, compare, load_dense, score, shipped_text, windows
 from w4gemm.integrations.transformers import W4GemmConfig, dequantize_layers
 
@@ -106,6 +109,23 @@ def test_eval_of_a_file_in_4_bits_and_of_a_text(tmp_path: Path, capsys: pytest.C
     assert "--length: wanted at least 2 tokens, got 1" in capsys.readouterr().err
 
 
+def test_no_text_is_longer_than_a_table_of_positions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """GPT-2 and OPT would end in PyTorch's IndexError."""
+    folder = write_dense(tmp_path, "opt")
+    arguments = [str(folder), "--device", "cpu"]
+    assert main(["eval", *arguments, "--length", "2049"]) == 2
+    assert "--length: wanted at most the model's 2048 tokens, got 2049" in capsys.readouterr().err
+    assert main(["generate", "hello there " * 1030, "--model", *arguments]) == 2
+    assert "PROMPT: wanted less than the model's 2048 tokens, got " in capsys.readouterr().err
+    cpu = torch.device("cpu"), torch.float32
+    model, _ = load_dense(folder, *cpu)
+    prompt = torch.randint(1, 50, (1, 2045))
+    model.generation_config.eos_token_id = None
+    assert generate(model, prompt, 10, 0.0, 0).shape == (1, 3)
+    llama, _ = load_dense(write_dense(tmp_path / "llama"), *cpu)
+    assert positions(model) == 2048 and positions(llama) == math.inf
+
+
 def test_search_rounds_otherwise(tmp_path: Path) -> None:
     dense, tokenizer = load_dense(write_dense(tmp_path, "qwen2"), torch.device("cpu"), torch.float32)
     parts, steps = windows(tokenizer, shipped_text(), 64, 64), []
@@ -127,13 +147,14 @@ def test_the_page_has_the_stored_rows() -> None:
 
 
 @pytest.mark.parametrize("format", ["int4_g32", "int4_g64_zint", "int3_col"])
-def test_gptq_minds_what_the_layer_reads(format: str) -> None:
-    """Inputs that are independent leave nothing to spread: then it rounds to the nearest."""
+@pytest.mark.parametrize("k", [128, 72])
+def test_gptq_minds_what_the_layer_reads(format: str, k: int) -> None:
+    """Inputs that are independent leave nothing to spread: then it rounds to the nearest. A last group may be short."""
     torch.manual_seed(0)
-    weight, rule = torch.randn(32, 128), WeightFormat.parse(format)
+    weight, rule = torch.randn(32, k), WeightFormat.parse(format)
     nearest = quantize(weight, rule).dequantize()
-    assert torch.equal(gptq(weight, torch.eye(128), rule), nearest)
-    x = torch.randn(500, 8) @ torch.randn(8, 128) + 0.3 * torch.randn(500, 128)
+    assert torch.equal(gptq(weight, torch.eye(k), rule), nearest)
+    x = torch.randn(500, 8) @ torch.randn(8, k) + 0.3 * torch.randn(500, k)
     ours, theirs = (((w - weight) @ x.T).norm() for w in (gptq(weight, x.T @ x, rule), nearest))
     assert ours < 0.5 * theirs
 
@@ -171,11 +192,49 @@ def test_a_calibrated_model(tmp_path: Path, capsys: pytest.CaptureFixture[str], 
     assert f", {method} on 32 tokens that follow" in capsys.readouterr().out
 
 
+class _Block(torch.nn.Module):
+    """As Gemma 3n's, with an argument by position, and as Falcon-H1's, which returns a tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = torch.nn.Linear(8, 8)
+
+    def forward(self, hidden_states: torch.Tensor, factor: float, *, shift: float) -> tuple[torch.Tensor, None]:
+        return self.up(hidden_states * factor + shift), None
+
+
+class _Decoder(torch.nn.Module):
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList([_Block(), _Block()])
+
+    def forward(self, x: torch.Tensor, use_cache: bool) -> torch.Tensor:
+        for layer in self.layers:
+            x, _ = layer(x, 2.0, shift=1.0)
+        return x
+
+
+def test_calibration_calls_blocks_as_their_model_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x, hessians = torch.nn.Module(), torch.randn(1, 5, 8), []
+    model.model, model.device = _Decoder(), torch.device("cpu")
+    monkeypatch.setitem(
+        calibrated.METHODS, "kept", lambda weight, hessian, format: (hessians.append(hessian), weight)[1]
+    )
+    round_layers(model, [x], WeightFormat(), "kept", lambda: None)
+    first = x[0] * 2 + 1
+    second = model.model.layers[0].up(first) * 2 + 1
+    torch.testing.assert_close(hessians, [first.T @ first, second.T @ second])
+
+
 def test_what_calibration_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, text = write_dense(tmp_path / "model", "qwen2"), tmp_path / "text.txt"
     arguments = ["eval", str(folder), "--device", "cpu", "--method", "gptq", "--tokens", "16", "--length", "16"]
-    assert main([*arguments, "--format", "mxfp4"]) == 2
-    assert "--format: gptq rounds to integers, got e2m1_g32_e8m0; awq takes it" in capsys.readouterr().err
+    for format in ("e2m1_g32_e8m0", "int4_g32_zfloat_fp16", "int4_g128_e4m3", "int6_g16_s8x256"):
+        assert main([*arguments, "--format", format]) == 2
+        expected = "gptq rounds to integers with one scale for each group, and integer zero points or none"
+        assert f"--format: {expected}, got {format}; awq takes it" in capsys.readouterr().err
     text.write_text("hello there " * 4)
     assert main([*arguments, "--tokens", "64", "--text", str(text)]) == 2
     assert "--tokens: wanted fewer than the text's" in capsys.readouterr().err

@@ -15,7 +15,7 @@ from w4gemm.console.values import chosen_dtype
 from w4gemm.core.format_names import USUAL_NAMES
 from w4gemm.core.formats import WeightFormat
 from w4gemm.integrations import calibrated
-from w4gemm.integrations.generation import default_model, quiet_transformers
+from w4gemm.integrations.generation import default_model, positions, quiet_transformers
 from w4gemm.integrations.quality import TEXT, calibration_windows, compare, load_dense, shipped_text, windows
 
 
@@ -30,6 +30,8 @@ def run(args: argparse.Namespace) -> int:
     with progress_line() as line:
         line(0, 0, "reading the model")
         dense, tokenizer = load_dense(path, device, dtype)
+    if args.length > positions(dense):
+        raise ValueError(f"--length: wanted at most the model's {positions(dense)} tokens, got {args.length}")
     parts, amount = windows(tokenizer, text, args.tokens, args.length), (args.tokens, args.length)
     after = calibration_windows(tokenizer, text, *amount) if args.method in calibrated.METHODS else []
     with progress_bar() as progress:

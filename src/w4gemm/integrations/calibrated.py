@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from w4gemm.checkpoints.dense import linear_layers
 from w4gemm.checkpoints.model_experts import products_of
-from w4gemm.core.formats import WeightFormat
+from w4gemm.core.formats import SCALE_OF, WeightFormat
 from w4gemm.integrations.transformers.layers import DenseExperts
 from w4gemm.weights.quantize import quantize
 
@@ -37,8 +37,10 @@ def check(model: Any, formats: Sequence[WeightFormat], method: str) -> None:
     if experts := next(mixtures, None):
         raise ValueError(f"--method: {method} rounds linear layers alone, got a model with {experts}; nearest takes it")
     for format in formats:
-        if method == "gptq" and not format.element_rule.counts:
-            raise ValueError(f"--format: gptq rounds to integers, got {format}; awq takes it")
+        plain = format.scale in SCALE_OF.values() and format.zero != "float"
+        if method == "gptq" and not (format.element_rule.counts and plain):
+            expected = "integers with one scale for each group, and integer zero points or none"
+            raise ValueError(f"--format: gptq rounds to {expected}, got {format}; awq takes it")
 
 
 @torch.no_grad()
@@ -66,30 +68,43 @@ def round_layers(
 
             hooks.append(layer.register_forward_pre_hook(add))
         for x, own in zip(hidden, own_options, strict=True):
-            block(x, **own)
+            own(block, x)
         for hook in hooks:
             hook.remove()
         for name, layer in inside.items():
             numbers = rounded(layer.weight.data.float(), hessians[name], format)
             layer.weight.data = numbers.to(layer.weight.dtype)
         layers += inside.values()
-        hidden = [block(x, **own) for x, own in zip(hidden, own_options, strict=True)]
+        hidden = [own(block, x) for x, own in zip(hidden, own_options, strict=True)]
         progress()
     return layers
 
 
-def _inputs(model: Any, parts: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[list[dict[str, Any]]]]:
+class _Rest(NamedTuple):
+    """The arguments of a block but its first, ``hidden_states``."""
+
+    args: tuple[Any, ...]
+    named: dict[str, Any]
+
+    def __call__(self, block: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+        """Return what a block makes of ``hidden``; some return more than that, in a tuple."""
+        made = block(hidden, *self.args, **self.named)
+        return made[0] if isinstance(made, tuple) else made
+
+
+def _inputs(model: Any, parts: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[list[_Rest]]]:
     """Return what the first block reads for each window, and each block's other arguments."""
     hidden: list[torch.Tensor] = []
-    options: list[list[dict[str, Any]]] = [[] for _ in model.model.layers]
+    options: list[list[_Rest]] = [[] for _ in model.model.layers]
 
     def keep(i: int, args: tuple[torch.Tensor, ...], named: dict[str, Any]) -> None:
+        first = args[0] if args else named.pop("hidden_states")
         if i == 0:
-            hidden.append(args[0] if args else named["hidden_states"])
-        options[i].append({key: value for key, value in named.items() if key != "hidden_states"})
+            hidden.append(first)
+        options[i].append(_Rest(args[1:], named))
 
     hooks = [
-        block.register_forward_pre_hook(lambda _, args, named, i=i: keep(i, args, named), with_kwargs=True)
+        block.register_forward_pre_hook(lambda _, args, named, i=i: keep(i, args, dict(named)), with_kwargs=True)
         for i, block in enumerate(model.model.layers)
     ]
     for ids in parts:
@@ -114,7 +129,7 @@ def gptq(weight: torch.Tensor, hessian: torch.Tensor, format: WeightFormat) -> t
         stop = min(start + length, k)
         block = w[:, start:stop].clone()
         errors = torch.empty_like(block)
-        parts = quantize(block, WeightFormat(stop - start, format.zero, format.scale, format.element)).parts()
+        parts = quantize(block, format).parts()
         scales = parts.scales.float()[:, 0]
         zeros = largest // 2 + 1 if parts.zeros is None else parts.zeros.float()[:, 0]
         for i in range(stop - start):

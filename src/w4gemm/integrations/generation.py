@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import math
 import signal
 import sys
 import threading
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 _TEMPLATE_SECONDS = 10.0
 """A chat template's time: a published one takes milliseconds."""
+_OFFSET = 2
+"""Rows of a table of positions that belong to none, as OPT's first ones."""
 
 
 def default_model() -> Path:
@@ -86,6 +89,15 @@ def _template_errors() -> Iterator[None]:
             signal.signal(signal.SIGALRM, before)
 
 
+def positions(model: PreTrainedModel) -> float:
+    """Return how many tokens a text may have for a model that looks its positions up in a table (GPT-2, OPT), which end
+    in PyTorch's IndexError beyond it. Infinity for one that computes them."""
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    tables = (m for m in model.modules() if isinstance(m, nn.Embedding) and m is not model.get_input_embeddings())
+    is_learned = isinstance(most, int) and any(most <= table.num_embeddings <= most + _OFFSET for table in tables)
+    return most if is_learned and most is not None else math.inf
+
+
 def generate(
     model: PreTrainedModel,
     inputs: torch.Tensor,
@@ -96,17 +108,24 @@ def generate(
 ) -> torch.Tensor:
     """Return the new token ids (1, tokens). temperature: 0 takes the likeliest token; seed: for one above 0.
 
+    The answer ends where the model's positions do.
+
     Raises:
         FormatError: for token ids that the model has no embedding of.
+        ValueError: for a prompt that leaves no position for an answer.
     """
+    room = positions(model) - inputs.shape[1]
+    if room < 1:
+        raise ValueError(f"PROMPT: wanted less than the model's {positions(model)} tokens, got {inputs.shape[1]}")
     embeddings, largest = model.get_input_embeddings().weight.shape[0], int(inputs.max())
     if largest >= embeddings:
         raise FormatError(f"the tokenizer gives token {largest}, but the model has embeddings of {embeddings} tokens")
+    new_tokens = int(min(max_new_tokens, room))
     sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
     torch.manual_seed(seed)
     with torch.inference_mode():
         output = model.generate(
-            inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=max_new_tokens, streamer=streamer, **sampling
+            inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=new_tokens, streamer=streamer, **sampling
         )
     return output[:, inputs.shape[1] :]
 
