@@ -6,6 +6,7 @@ import copy
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -141,6 +142,26 @@ def test_it_is_not_resized(model: torch.nn.Module) -> None:
     model.lm_head = torch.nn.Linear(64, rows, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="because a quantized head or embedding cannot get other rows"):
         model.resize_token_embeddings(rows + 8)
+
+
+@pytest.mark.parametrize(
+    ("argument", "settings"),
+    [
+        ("target_modules", {"target_modules": ["q_proj", "embed_tokens"]}),
+        ("trainable_token_indices", {"target_modules": ["q_proj"], "trainable_token_indices": [1, 2]}),
+        ("prompt tuning", {}),
+    ],
+)
+def test_peft_is_told_to_ask_for_a_dense_one(model: torch.nn.Module, argument: str, settings: dict[str, Any]) -> None:
+    """Its own errors name neither the embedding nor what makes it dense."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(**settings) if settings else peft.PromptTuningConfig("CAUSAL_LM", num_virtual_tokens=3)
+    if not settings:
+        prefixes = peft.PrefixTuningConfig("CAUSAL_LM", num_virtual_tokens=3)
+        assert peft.get_peft_model(copy.deepcopy(model), prefixes)(IDS).logits.isfinite().all()
+    with pytest.raises(ValueError, match=f"{argument}: wanted a dense embedding, got model.embed_tokens, .*packed"):
+        peft.get_peft_model(copy.deepcopy(model), config)
+    assert peft.get_peft_model(dequantize_embedding(model), config)(IDS).logits.isfinite().all()
 
 
 def test_compressed_tensors_gets_a_dense_one(tmp_path: Path) -> None:

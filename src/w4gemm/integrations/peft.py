@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import peft
@@ -20,13 +21,15 @@ from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, check_adapters_t
 from peft.utils.other import ModulesToSaveWrapper
 
 from w4gemm.api.experts import W4Experts, W4GroupedLinear
-from w4gemm.api.nn import W4Linear
+from w4gemm.api.nn import W4Embedding, W4Linear
 from w4gemm.api.packed_module import PackedModule
 from w4gemm.weights.quantize import quantize
 from w4gemm.weights.weight import QuantizedWeight
 
 _INITS = (True, False, "gaussian", "eva")
 """Values of ``init_lora_weights`` that do not change the base weight."""
+_WITHOUT_EMBEDDINGS = ("PREFIX_TUNING", "CARTRIDGE")
+"""Methods whose prompts are keys and values."""
 
 
 class W4LoraLinear(Linear):
@@ -110,8 +113,8 @@ def enable() -> None:
     has no effect. In programs that import w4gemm, importing PEFT calls it, and so does importing this module.
 
     From then on PEFT refuses experts as targets, also in ``target_parameters`` and in adapters that it loads. It also
-    refuses quantized layers in ``modules_to_save``, and methods other than LoRA on them. None of these would train the
-    parameters that it names."""
+    refuses quantized layers in ``modules_to_save``, methods other than LoRA on them, and what trains or reads the rows
+    of a packed embedding. None of these would train the parameters that it names."""
     if not hasattr(LoraModel._create_new_module, "__wrapped__"):
         LoraModel._create_new_module = staticmethod(_with_4_bits(LoraModel._create_new_module))
         tuners_utils._maybe_include_all_linear_layers = _with_all_4_bit_layers(
@@ -120,6 +123,7 @@ def enable() -> None:
         ModulesToSaveWrapper.check_module = _with_a_look_for_4_bits(ModulesToSaveWrapper.check_module)
         BaseTuner.inject_adapter = _with_lora_alone(BaseTuner.inject_adapter)
         LoraModel._prepare_model = _with_dense_parameters(LoraModel._prepare_model)
+        peft.PeftModel._setup_prompt_encoder = _with_dense_prompts(peft.PeftModel._setup_prompt_encoder)
         for module in (peft, peft.peft_model):
             module.set_peft_model_state_dict = _without_lost_adapters(module.set_peft_model_state_dict)
 
@@ -146,9 +150,13 @@ def _with_lora_alone(inject: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(inject)
     def inject_adapter(tuner: Any, model: torch.nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
         config = tuner.peft_config[adapter_name]
+        if getattr(config, "trainable_token_indices", None):
+            _refuse_packed_embedding(model, "trainable_token_indices")
         targets = getattr(config, "target_modules", None)
         tuner.all_linear = isinstance(targets, str) and targets.lower() == "all-linear"  # PEFT replaces it by names
-        if not isinstance(tuner, LoraModel) and getattr(config, "target_modules", None):
+        if targets:
+            _refuse_packed_embedding(model, "target_modules", partial(tuner._check_target_module_exists, config))
+        if not isinstance(tuner, LoraModel) and targets:
             for name, module in model.named_modules():
                 if isinstance(module, PackedModule) and tuner._check_target_module_exists(config, name):
                     kind = getattr(config.peft_type, "value", config.peft_type)
@@ -156,6 +164,30 @@ def _with_lora_alone(inject: Callable[..., Any]) -> Callable[..., Any]:
         return inject(tuner, model, adapter_name, *args, **kwargs)
 
     return inject_adapter
+
+
+def _with_dense_prompts(setup: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(setup)
+    def setup_prompt_encoder(model: Any, adapter_name: str) -> None:
+        if model.peft_config[adapter_name].peft_type not in _WITHOUT_EMBEDDINGS:
+            _refuse_packed_embedding(model.base_model, "prompt tuning")
+        setup(model, adapter_name)
+
+    return setup_prompt_encoder
+
+
+def _refuse_packed_embedding(
+    model: torch.nn.Module, argument: str, is_meant: Callable[[str], object] = lambda name: True
+) -> None:
+    """Raise ValueError if a model has a packed embedding that is meant, of which PEFT reads or trains dense rows."""
+    from w4gemm.integrations.transformers.embeddings import TiedEmbedding
+
+    for name, module in model.named_modules():
+        if isinstance(module, (W4Embedding, TiedEmbedding)) and is_meant(name):
+            raise ValueError(
+                f"{argument}: wanted a dense embedding, got {name}, which is packed; "
+                "w4gemm.integrations.transformers.dequantize_embedding(model) makes it dense"
+            )
 
 
 def _with_dense_parameters(prepare: Callable[..., None]) -> Callable[..., None]:
