@@ -252,6 +252,59 @@ def test_experts(name: str) -> None:
     assert places == {each: p.data_ptr() for each, p in packed(layer).items()}
 
 
+class MovingExperts(Experts):
+    """Those of which another one may be at each place."""
+
+    metadata: Any
+
+    def weight_loader(self, param: Any, loaded_weight: Any, weight_name: str, shard_id: str, expert_id: int) -> None:
+        place = self.metadata.physical_to_logical_map_cpu[0].tolist().index(expert_id)
+        super().weight_loader(param, loaded_weight, weight_name, shard_id, place)
+
+
+def test_tensors_go_where_experts_have_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's loader asks where an expert is now (EPLB), which the way that a tensor has come before does not."""
+    make, zero, stored, _ = MIXTURES["awq"]
+    method = make()
+    layer: Any = experts_layer(method)
+    layer.__class__ = MovingExperts
+    layer.metadata = metadata = SimpleNamespace(physical_to_logical_map_cpu=torch.arange(EXPERTS)[None])
+    monkeypatch.setattr("sglang.srt.eplb.expert_location.get_global_expert_location_metadata", lambda: metadata)
+    with_loaders(layer, lambda param, loaded, weight_name, shard_id, expert_id: param.data[expert_id].copy_(loaded))
+    method.create_moe_runner(layer, layer.moe_runner_config)
+    load_experts(layer, {p: [Drawn(e, *s, zero) for e in range(EXPERTS)] for p, s in SIZES.items()}, stored)
+    method.process_weights_after_loading(layer)
+    calls: list[str] = []
+
+    def load_weights(weights: Any) -> None:
+        for name, tensor in weights:
+            calls.append(name)
+            expert, shard = name.split(".")
+            parameter: Any = layer._parameters["w2_weight" if shard == "w2" else "w13_weight"]
+            parameter.weight_loader(parameter, tensor, "", shard_id=shard, expert_id=int(expert))
+
+    model: Any = torch.nn.ModuleDict({"experts": layer})
+    model.load_weights = load_weights
+    takeover.route_loads(model)
+    held, moved = layer.w4gemm_experts.experts, torch.arange(EXPERTS)
+    for i in range(4):
+        if i == 2:
+            moved = moved.roll(1)
+            metadata.physical_to_logical_map_cpu[0].copy_(moved)
+        dense = {p: torch.randn(EXPERTS, *shape).bfloat16() for p, shape in SIZES.items()}
+        shards = [(f"{e}.w{2 * s + 1}", rows) for e, w in enumerate(dense["w13"]) for s, rows in enumerate(w.chunk(2))]
+        model.load_weights([*shards, *((f"{e}.w2", w) for e, w in enumerate(dense["w2"]))])
+        for w, rows in ((held.gate_up.weight, in_pairs(dense["w13"])), (held.down.weight, dense["w2"])):
+            fresh = QuantizedWeight.stack([quantize(rows[e], w.format) for e in moved.tolist()])
+            assert torch.equal(w.dequantize(), dataclasses.replace(fresh, activations=w.activations).dequantize())
+    assert len(calls) == 2 * 3 * EXPERTS  # of the first call, and of the first one after experts have moved
+    model.load_weights([("0.w2", dense["w2"][0])])
+    metadata.physical_to_logical_map_cpu[0].copy_(moved.roll(1))
+    with pytest.raises(RuntimeError, match=r"experts moved \(EPLB\) when a part"):
+        model.load_weights([(f"{e}.w2", w) for e, w in enumerate(dense["w2"])])
+    method.process_weights_after_loading(layer)  # what came before is gone
+
+
 def in_pairs(rows: torch.Tensor) -> torch.Tensor:
     return rows.unflatten(-2, (2, -1)).transpose(-3, -2).flatten(-3, -2)
 

@@ -98,6 +98,11 @@ class RemoteModelLoader:
         self.load()
 
 
+@at("eplb.expert_location")
+def get_global_expert_location_metadata():
+    return None
+
+
 class Named(NamedTuple):
     """A backend of SGLang's by its name."""
 

@@ -61,6 +61,20 @@ class Update:
         """Let go of what has come."""
         self.coming = torch.nn.Module()
 
+    def refuse_part(self, why: str) -> None:
+        """Let go of what has come.
+
+        Raises:
+            RuntimeError: if that is a part of the parameters; ``why`` says what happened.
+        """
+        if self.has_part():
+            self.forget()
+            raise RuntimeError(f"{self.what}: {why} when a part of its new weights had come")
+
+    def has_part(self) -> bool:
+        """True if a part of the parameters has come."""
+        return bool(self.coming._parameters)
+
     def end(self) -> None:
         """Let go of what has come. Called when the engine says that an update is at its end.
 
@@ -248,6 +262,9 @@ class DenseUpdate(Update):
                 return
             self.rows, self.numbers, self.waiting = self.rows_before, self.numbers_before, []
             self.count = sum(self.rows.values())
+
+    def has_part(self) -> bool:
+        return self.numbers > 0
 
     def missing(self, parameter: torch.nn.Parameter) -> float:
         count = parameter.numel() // self.k

@@ -42,6 +42,8 @@ _DERIVED = (
 )
 REFUSES_UPDATES = "_derived_weight_cache_error"
 """Attribute of a module that has SGLang refuse an update, in place of one that passes parameters over it lacks."""
+UPDATES = "w4gemm_updates"
+"""Attribute of a packed layer that takes new weights: its updates."""
 _dummy = contextvars.ContextVar("w4gemm_dummy", default=False)
 """True while SGLang loads random numbers (--load-format dummy): it leaves integers as their memory was."""
 _packed_before = contextvars.ContextVar("w4gemm_packed_before", default=False)
@@ -155,11 +157,31 @@ def load_model(own: Callable[..., Any], self: Any) -> Any:
 
 
 def route_loads(model: Any) -> None:
-    """Have tensors that come for a loaded model go past SGLang's loaders once their ways are known; SGLang loads some
-    models in several threads, in which none are learned."""
-    own, known = getattr(model, "load_weights", None), routes.Routes()
-    if own is not None:
-        model.load_weights = lambda *args, **options: routes.route(own, known, *args, **options)[0]
+    """Have tensors that come for a loaded model go past SGLang's loaders once their ways are known, until experts move
+    (EPLB); SGLang loads some models in several threads, in which none are learned."""
+    own, known, places = getattr(model, "load_weights", None), routes.Routes(), _expert_places()
+    if own is None:
+        return
+
+    def load_weights(*args: Any, **options: Any) -> Any:
+        nonlocal places
+        if (now := _expert_places()) != places:
+            known.clear()
+            places = now
+            for layer in model.modules():
+                for update in getattr(layer, UPDATES, ()):
+                    update.refuse_part("experts moved (EPLB)")
+        return routes.route(own, known, *args, **options)[0]
+
+    model.load_weights = load_weights
+
+
+def _expert_places() -> bytes:
+    """Return which expert is at each place of each layer, by which SGLang's loaders go."""
+    from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
+
+    metadata = get_global_expert_location_metadata()
+    return b"" if metadata is None else bytes(metadata.physical_to_logical_map_cpu.numpy().tobytes())
 
 
 def refuse_derived(model: torch.nn.Module) -> None:

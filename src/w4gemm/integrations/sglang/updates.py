@@ -17,11 +17,9 @@ from typing import Any
 import torch
 
 from w4gemm.integrations.engines.updates import DenseUpdate, Update
-from w4gemm.integrations.sglang.takeover import REFUSES_UPDATES, SGLANG, Hook, hook
+from w4gemm.integrations.sglang.takeover import REFUSES_UPDATES, SGLANG, UPDATES, Hook, hook
 from w4gemm.weights.weight import QuantizedWeight
 
-_UPDATES = "w4gemm_updates"
-"""Attribute of a packed layer that takes new weights: its updates."""
 _errors: ContextVar[list[str] | None] = ContextVar("w4gemm_errors", default=None)
 """Of layers of which only a part came in the update that SGLang ends now."""
 _MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
@@ -144,7 +142,7 @@ def open_updates(
         update = kind(name, quantized.what, functools.partial(_same, w), name in gated, _parameter)
         update.open(layer)
         updates.append(update)
-    setattr(layer, _UPDATES, updates)
+    setattr(layer, UPDATES, updates)
     delattr(layer, REFUSES_UPDATES)
 
 
@@ -155,7 +153,7 @@ def _same(w: QuantizedWeight, tensors: Mapping[str, torch.Tensor]) -> QuantizedW
 def end_updates(layer: Any) -> None:
     """Raise RuntimeError if only a part of a layer's new weights has come; the error waits for
     :func:`answer_with_errors`, if that called."""
-    for update in getattr(layer, _UPDATES, ()):
+    for update in getattr(layer, UPDATES, ()):
         try:
             update.end()
         except RuntimeError as e:
