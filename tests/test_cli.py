@@ -506,6 +506,7 @@ def test_progress_bar_says_how_long_it_will_take(capsys: pytest.CaptureFixture[s
     now = 100.0
     monkeypatch.setattr(progress.time, "monotonic", lambda: now)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
     with progress.progress_bar() as tell:
         now = 130.0
         tell(3, 12, "m 8")
@@ -516,6 +517,7 @@ def test_progress_bar_says_how_long_it_will_take(capsys: pytest.CaptureFixture[s
 def test_a_narrow_terminal_breaks_no_line(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
     """Only the last part of a line that it breaks can be deleted."""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(progress.os, "get_terminal_size", lambda handle: os.terminal_size((40, 24)))
     monkeypatch.setattr(sys.stderr, "fileno", lambda: 2)
     with progress.progress_bar() as tell:
@@ -531,12 +533,19 @@ def test_a_result_takes_the_place_of_the_progress(
     monkeypatch.setattr(devices, "_running_elsewhere", lambda: 0)
     monkeypatch.setattr(sys, "stderr", sys.stdout)  # one terminal
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
     assert main(["tune", "--shapes", "64x64", "--m", "1,2", "--device", "cpu", "--force"]) == 0
     lines = capsys.readouterr().out.split("\n")
     assert [line.rpartition("\x1b[K")[2].partition(",")[0] for line in lines[1:3]] == ["m 1", "m 2"]
 
 
-def test_progress_line_is_silent_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("kind", ["none", "dumb"])
+def test_progress_line_is_silent_without_a_terminal(
+    kind: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And on one that would print the sequences that delete a line, as Emacs' does."""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: kind == "dumb")
+    monkeypatch.setenv("TERM", kind)
     with progress.progress_line() as tell:
         tell(1, 2, "loading")
     assert capsys.readouterr() == ("", "")

@@ -14,7 +14,7 @@ from w4gemm.checkpoints.hugging_face import read_config, stated_dtype
 from w4gemm.checkpoints.w4gemm import OwnWriter
 from w4gemm.checkpoints.writing import WeightWriter, refusal, tied, write_folder
 from w4gemm.console.devices import choose_device, use_idle_cores
-from w4gemm.console.progress import counted, progress_bar, say
+from w4gemm.console.progress import counted, progress_bar, progress_line, say
 from w4gemm.console.values import DTYPES
 
 MIB = 2**20
@@ -23,7 +23,9 @@ WRITERS: dict[str, WeightWriter] = {writer.name: writer for writer in (OwnWriter
 
 def run(args: argparse.Namespace) -> int:
     started = time.perf_counter()
-    whole = open_checkpoint(args.path, args.format)
+    with progress_line() as line:
+        line(0, 0, "reading the model")
+        whole = open_checkpoint(args.path, args.format)
     checkpoint = tied(whole)
     how = ""
     if isinstance(checkpoint, DenseCheckpoint):

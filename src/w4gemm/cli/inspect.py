@@ -18,7 +18,7 @@ from w4gemm import choice
 from w4gemm.checkpoints import Checkpoint, Module, find_checkpoint, open_checkpoint
 from w4gemm.cli.problems import layers_of, problems
 from w4gemm.console.devices import described_device, device_line
-from w4gemm.console.progress import counted
+from w4gemm.console.progress import counted, progress_line
 from w4gemm.console.values import chosen_dtype, parse_tokens
 from w4gemm.core.files import lacks_weights
 from w4gemm.core.format_names import USUAL_NAMES
@@ -52,7 +52,9 @@ class _Kind:
 def run(args: argparse.Namespace) -> int:
     path = default_model() if args.path is None else args.path
     location = find_checkpoint(path)
-    checkpoint = open_checkpoint(path, args.format)
+    with progress_line() as line:
+        line(0, 0, "reading the model")
+        checkpoint = open_checkpoint(path, args.format)
     device = described_device(args.device)
     tokens, dtype = parse_tokens(args.m), chosen_dtype(args.dtype, device)
     kinds = Counter(_Kind(_starred(name), module) for name, module in checkpoint.modules.items())
@@ -61,17 +63,18 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(_facts(location.format.name, checkpoint, ran, device), indent=2))
         return 0
     packed = sum(_nbytes(module) for module in checkpoint.modules.values())
-    numbers = sum(math.prod(shape) for shape in checkpoint.tensors.values())
+    wide = max(dtype, torch.bfloat16, key=lambda d: d.itemsize)  # only quantized layers quantize x to fp8
+    embeddings = _packed_embeddings(checkpoint, device, wide)
+    tensors = {name: shape for name, shape in checkpoint.tensors.items() if name not in embeddings}
+    numbers = sum(math.prod(shape) for shape in tensors.values())
     matrices = Counter(
-        (_starred(name), checkpoint.stored_type(name), shape)
-        for name, shape in checkpoint.tensors.items()
-        if len(shape) > 1
+        (_starred(name), checkpoint.stored_type(name), shape) for name, shape in tensors.items() if len(shape) > 1
     )
     missing = ": a config.json without weights" * lacks_weights(checkpoint.path)
     print(f"{checkpoint.path}: {location.format.name}{missing}")
     print(
         f"{counted(len(checkpoint.modules), 'quantized module')}, {_size(packed)}; "
-        f"{counted(len(checkpoint.tensors), 'dense tensor')}, {numbers / 1e6:.1f} million numbers"
+        f"{counted(len(tensors), 'dense tensor')}, {numbers / 1e6:.1f} million numbers"
     )
     print(device_line(device))
     runs = _columns([[ran[kind.module][m] for kind in kinds] for m in tokens])
@@ -89,24 +92,27 @@ def run(args: argparse.Namespace) -> int:
     ]
     _print_table(head, rows)
     if matrices:
-        wide = max(dtype, torch.bfloat16, key=lambda d: d.itemsize)  # only quantized layers quantize x to fp8
         mib = wide.itemsize / 2**20
         dense = [
             (name, stored, " x ".join(map(str, shape)), f"x {count}", f"{count * math.prod(shape) * mib:.1f}")
             for (name, stored, shape), count in matrices.items()
         ]
         _print_table(("dense matrices", "stored as", "n x k", "", f"MiB in {8 * wide.itemsize} bits"), dense)
-        _print_embeddings(checkpoint, device, wide)
+    for name, memory in embeddings.items():
+        print(f"\n{name} stays packed: {memory}")
     return 0
 
 
-def _print_embeddings(checkpoint: Checkpoint, device: Device, dtype: torch.dtype) -> None:
-    """Say which of the dense matrices a loaded model keeps packed all the same."""
+def _packed_embeddings(checkpoint: Checkpoint, device: Device, dtype: torch.dtype) -> dict[str, str]:
+    """Return the memory of each embedding that a loaded model keeps packed, in words, by the name of its tensor, which
+    other users of the checkpoint have dense."""
+    embeddings = {}
     for name, module in getattr(checkpoint, "embeddings", {}).items():
         if can_look_up(device, dtype, module.format, module.k):
             head = getattr(checkpoint, "tied", {}).get(name)
-            of_head = f"it shares the weight of {head}" if head else f"{_nbytes(module) / 2**20:.1f} MiB"
-            print(f"\n{name}.weight stays packed: {of_head}")
+            own = f"{module.format}, {module.n} x {module.k}, {_nbytes(module) / 2**20:.1f} MiB"
+            embeddings[f"{name}.weight"] = f"it shares the weight of {head}" if head else own
+    return embeddings
 
 
 def _columns(columns: list[list[str]]) -> list[list[int]]:

@@ -8,6 +8,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
+from w4gemm.core import environment
+
 _DELETE = "\r\x1b[K"
 
 
@@ -30,7 +32,7 @@ def progress_line() -> Iterator[Callable[[int, int, str], None]]:
     def progress(done: int, total: int, what: str) -> None:
         nonlocal shown
         now = time.monotonic()
-        if sys.stderr.isatty() and (now - shown > 0.1 or done in (0, total)):
+        if _has_lines() and (now - shown > 0.1 or done in (0, total)):
             shown = now
             count = f" {done}/{total}" if total else ""
             text = f"{what}{count} ..."[: _columns() - 1]  # the terminal would break it, and only its end be deleted
@@ -45,8 +47,13 @@ def progress_line() -> Iterator[Callable[[int, int, str], None]]:
 
 def delete_line() -> None:
     """Delete the line that :func:`progress_line` keeps on a terminal, before another is printed in its place."""
-    if sys.stderr.isatty():
+    if _has_lines():
         print(_DELETE, end="", file=sys.stderr, flush=True)
+
+
+def _has_lines() -> bool:
+    """True if standard error is a terminal that can delete a line, which one in Emacs cannot."""
+    return sys.stderr.isatty() and not environment.is_dumb_terminal()
 
 
 def _columns() -> int:

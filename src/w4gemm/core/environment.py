@@ -17,6 +17,7 @@
   checkpoint asks for it, else 16 bits; ``fp8``; ``16bit``.
 - ``W4GEMM_COMMIT``: the commit to record with results if git cannot be asked; ``-dirty`` at its end for a changed tree.
 - ``OMP_NUM_THREADS``: PyTorch's; if it is set, commands take no other number of threads.
+- ``TERM``: the terminal's; on one that is ``dumb``, commands show no progress.
 
 Any other name that begins with ``W4GEMM_`` is a mistake, :func:`unknown`.
 
@@ -41,6 +42,11 @@ _NAMES = (
 """Every variable of w4gemm's own."""
 # These choose where and how much the DSL writes, or are overruled by the compile options; the object stays the same.
 _HARMLESS_DSL = {"CUTE_DSL_ARCH", "CUTE_DSL_CACHE_DIR", "CUTE_DSL_DUMP_DIR", "CUTE_DSL_DISABLE_FILE_CACHING"}
+
+
+def is_dumb_terminal() -> bool:
+    """True if the terminal knows no escape sequences."""
+    return os.environ.get("TERM") == "dumb"
 
 
 def cache_dir() -> Path | None:
