@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import resource
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from w4gemm.integrations.decoder import compiled_step, decode_by_graph
 from w4gemm.integrations.decoder.compiled_step import CompiledStep
 from w4gemm.integrations.decoder.loop import step_of
 from w4gemm.integrations.decoder.requirements import log_once, rotated
+from w4gemm.integrations.decoder.step import Prompt
 from w4gemm.kernels.cpu import compiled, machine
 from w4gemm.kernels.cpu.step import AttentionArguments, NormArguments, attention, norm
 
@@ -131,6 +134,42 @@ def test_a_step_that_fails_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None
     assert torch.equal(model.generate(ids_of(model)[:1], **options), expected)
     step = step_of(model)
     assert isinstance(step, CompiledStep) and step.error == math.inf
+
+
+def test_memory_that_no_token_reaches_is_not_touched() -> None:
+    """Callers allow as many tokens as a model takes, most of which never come."""
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+    model, before = tiny("llama"), resident()
+    step = CompiledStep(model, 500_000)
+    step.prefill(model, Prompt(ids_of(model)[:1]))
+    keys, _ = step._caches[0]
+    assert resident() - before < 2**27 < keys.nbytes * 2 * len(step._caches)
+
+
+def test_without_room_for_caches_transformers_decodes(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its own grow with the text."""
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 2199023255552 bytes.")
+
+    model = decode_by_graph(tiny("llama"))
+    options = {"max_new_tokens": 6, "do_sample": False}
+    expected = model.generate(ids_of(model)[:1], **options)
+    log_once.cache_clear()
+    for name in ("prefill", "__init__"):
+        monkeypatch.setattr(CompiledStep, name, fail)
+        monkeypatch.setattr(CompiledStep, "serves", lambda *_: True)
+        with caplog.at_level("INFO", "w4gemm"):
+            assert torch.equal(model.generate(ids_of(model)[:1], **options), expected)
+        assert step_of(model) is None
+    length = ids_of(model).shape[1] + 6
+    said = f"because memory has no room for caches of {length} tokens; 2048.0 GiB could not be allocated"
+    assert said in caplog.text
 
 
 def test_calls_at_once_do_not_share_a_step() -> None:

@@ -101,6 +101,8 @@ def positive(text: str) -> int:
         value = 0
     if value < 1:
         raise argparse.ArgumentTypeError(f"wanted an integer >= 1, got {text}")
+    if value > LARGEST_SIZE:
+        raise argparse.ArgumentTypeError(f"wanted an integer <= {LARGEST_SIZE}, got {text}")
     return value
 
 

@@ -76,7 +76,7 @@ class CompiledStep:
         with torch.inference_mode():
             self.position = torch.zeros(1, 1, dtype=torch.int64)
             self.slot = torch.zeros(1, dtype=torch.int64)
-            self._scores = torch.zeros(length + 16)
+            self._scores = torch.empty(length + 16)
             self.logits = self._build(model)
 
     def serves(self, model: PreTrainedModel, batch: int, length: int, padded: bool, planes: int = 0) -> bool:
@@ -216,7 +216,8 @@ class CompiledStep:
         for name, rows in zip(_HEAD_NORMS, (q, k), strict=True):
             if hasattr(attention, name):
                 self._norm(attention.get_submodule(name), rows, rows)
-        keys, values = (torch.zeros(kv_heads, self.length, dim) for _ in range(2))
+        # empty: memory that no token reaches is never touched, and a caller may allow far more tokens than come
+        keys, values = (torch.empty(kv_heads, self.length, dim) for _ in range(2))
         self._caches.append((keys, values))
         cos, sin = self._angles = self._buffer("cos", dim), self._buffer("sin", dim)
         out = self._buffer("attended", heads * dim)

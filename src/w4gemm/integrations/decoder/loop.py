@@ -18,6 +18,7 @@ from transformers.generation import GenerationMixin
 
 from w4gemm.api.experts import W4Experts
 from w4gemm.choice import PlanKey, Prepared, prepare
+from w4gemm.console.errors import memory_for
 from w4gemm.core.errors import UnsupportedError
 from w4gemm.core.problem import Device
 from w4gemm.integrations.decoder.attention import NotFusable
@@ -69,7 +70,7 @@ def step_for(
     """Return a step of a model for these sizes, the last one if it serves.
 
     Raises:
-        NotFusable: on a CPU, if the model or the sizes have no compiled step.
+        NotFusable: on a CPU, if the model or the sizes have no compiled step, or memory has no room for it.
     """
     kept = _steps[model]
     if kept.step is None or not kept.step.serves(model, batch, length, padded, planes):
@@ -77,7 +78,8 @@ def step_for(
             kept.step = None
             if (batch, padded, planes) != (1, False, 0):
                 raise NotFusable("a compiled step has one sequence, without padding")
-            kept.step = CompiledStep(model, -(-length // _ROUND) * _ROUND)
+            with _room_for(length):
+                kept.step = CompiledStep(model, -(-length // _ROUND) * _ROUND)
             return kept.step
         last = kept.step
         fusion = last.fusion if isinstance(last, DecodeStep) and last.knows(model) else None
@@ -86,6 +88,17 @@ def step_for(
             fusion = Fusion.of(model)
         kept.step = DecodeStep(model, batch, -(-length // _ROUND) * _ROUND, padded, fusion, planes)
     return kept.step
+
+
+@contextlib.contextmanager
+def _room_for(length: int) -> Iterator[None]:
+    """Raise NotFusable if memory has no room for what the block allocates, caches of ``length`` tokens: transformers'
+    own grow with the text."""
+    try:
+        with memory_for(f"memory has no room for caches of {length} tokens"):
+            yield
+    except MemoryError as e:
+        raise NotFusable(str(e)) from e
 
 
 def step_of(model: PreTrainedModel) -> DecodeStep | CompiledStep | None:
@@ -128,10 +141,11 @@ def _by_steps(sample: Callable[..., Any]) -> Callable[..., Any]:
             with on_device(self.device):  # a graph captures streams of the current GPU alone
                 step = step_for(self, len(input_ids), criteria.max_length, mask is not None, prompt.planes)
                 return sample_by_step(self, step, prompt, processor, criteria, config, streamer)
-        except NotFusable as e:  # of step_for, before the first token
-            return left(str(e))
+        except NotFusable as e:  # before the first token
+            reason, step, _steps[self].step = str(e), None, None  # whose memory transformers' loop may need
         finally:
             lock.release()
+        return left(reason)
 
     return wrapped
 
@@ -209,7 +223,8 @@ def sample_by_step(
     pad = config._pad_token_tensor if any(hasattr(c, "eos_token_id") for c in stopping_criteria) else None
     tokens = torch.cat((ids, ids.new_zeros(batch, end - start)), dim=1)
     unfinished = torch.ones(batch, dtype=torch.bool, device=ids.device)
-    logits = step.prefill(model, prompt)
+    with _room_for(end):
+        logits = step.prefill(model, prompt)
     results = _Results(streamer, late=isinstance(step, DecodeStep))
     for length in range(start, end):
         scores = logits_processor(tokens[:, :length], logits.to(torch.float32, copy=True))
