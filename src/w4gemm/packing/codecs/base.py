@@ -196,7 +196,8 @@ class Codec:
         fragment: the order of a lane's codes.
         element, scales, zeros: the formats it holds: their element, and names of scale rules and zero rules.
         stored: what a word holds for each code 0 .. 2**bits - 1.
-        places: where it lies.
+        places: where it lies. What comes to the same bit of a word is added up without carries (exclusive or).
+        sums: if so, the bits of words whose exclusive or are those of codes, as ``places`` are written.
         turns: by segment and matrix instruction of a half, by how many bits its words are rotated to the right before
             they are decoded; none if the codes of every instruction lie alike.
         scale_bits: bits of a stored scale; 0 if scales lie beside the blocks alone, as those of output channels.
@@ -241,6 +242,7 @@ class Codec:
     uneven_rows: bool = False
     slow_alone: bool = False
     shares_levels: bool = False
+    sums: tuple[Bits, ...] = ()
 
     def __repr__(self) -> str:
         return self.name
@@ -306,7 +308,7 @@ class Codec:
         words = torch.zeros((*lanes.shape[:4], count), dtype=torch.int32, device=codes.device)
         for position, mask, shift, word in self.places:
             part = (lanes[..., position] & mask).int()
-            words[..., word] |= part << shift if shift >= 0 else part >> -shift
+            words[..., word] ^= part << shift if shift >= 0 else part >> -shift
         strips = words.view(*split.shape[:2], -1, LANES, self.bits)
         by_segment = [part.flatten(3) for part in strips.split([s.words for s in self._segments], -1)]
         return (by_segment[0] if len(by_segment) == 1 else torch.cat(by_segment, -1)).flatten(2)
@@ -319,9 +321,9 @@ class Codec:
         together, count = self._alike
         lane_words = (parts[0] if len(parts) == 1 else torch.cat(parts, -1)).flatten(2, 3).unflatten(-1, (-1, count))
         lanes = torch.zeros((*lane_words.shape[:-1], together), dtype=torch.uint8, device=words.device)
-        for position, mask, shift, word in self.places:
+        for position, mask, shift, word in self.sums or self.places:
             part = lane_words[..., word] >> shift if shift >= 0 else lane_words[..., word] << -shift
-            lanes[..., position] |= (part & mask).to(torch.uint8)
+            lanes[..., position] ^= (part & mask).to(torch.uint8)
         codes = self.fragment.join(lanes.flatten(-2))
         if not self._stored_alike:
             inverse = [self.stored.index(i) if i in self.stored else 0 for i in range(len(self.stored))]

@@ -1,10 +1,10 @@
 """From packed floats of 8 and 6 bits to the 16-bit elements of a matrix instruction's operand A, in registers.
 
-Rotations and masks make bf16 numbers times 2**-power of the code words of a step (packing/codecs/floats.py). One
-multiplication, by a power of two or a scale, brings a pair of them into range; what is missing then is a factor of
-the sums. In fp16, where they belong three bits further up, as numbers times 2**-half_power, a multiplication of the
-bits by 8 moves them. Beside float32 scales each is multiplied in float32, which is rounded, and two are rounded to
-``kind``.
+Rotations, sums without carries and masks make bf16 numbers times 2**-power of the code words of a step
+(packing/codecs/floats.py). One multiplication, by a power of two or a scale, brings a pair of them into range; what is
+missing then is a factor of the sums. In fp16, where they belong three bits further up, as numbers times
+2**-half_power, a multiplication of the bits by 8 moves them. Beside float32 scales each is multiplied in float32, which
+is rounded, and two are rounded to ``kind``.
 
     x       scales            a number is multiplied by         of the sums
     bf16    of the sums       2**100                            2**(power - 100)
@@ -26,7 +26,7 @@ from typing import ClassVar
 from cutlass import Float32, Int32
 
 from w4gemm.packing.codecs.e2m1_decode import E2m1Decoder
-from w4gemm.packing.codecs.floats import Float
+from w4gemm.packing.codecs.floats import Bytes, Float, Turned
 from w4gemm.packing.codecs.integers_decode import Decoder, times
 from w4gemm.ptx.arithmetic import fma, half_to_float, pack_half2, to_float
 from w4gemm.ptx.asm import asm
@@ -39,22 +39,33 @@ _SCALE_DOWN = 2.0**-48
 
 def numbers_of(words: tuple[Int32, ...], number: Float, moved: bool) -> tuple[Int32, ...]:
     """Numbers times 2**-power as bf16 or, if ``moved``, times 2**-half_power as fp16: four registers."""
-    text, turned = "", dict[tuple[int, int], str]()
+    text, names = "", dict[Turned | Bytes, str]()
     for i, parts in enumerate(number.registers):
-        for j, (word, turn, mask) in enumerate(parts):
-            source = f"${4 + word}"
-            if turn and (word, turn) not in turned:
-                name = turned[word, turn] = f"t{len(turned)}"
-                shift = f"shf.r.wrap.b32 {name}, {source}, {source}, {turn}; "
-                text += shift if turn > 0 else f"shl.b32 {name}, {source}, {-turn}; "
-            target = "b" if j else f"${i}"
-            text += f"and.b32 {target}, {turned.get((word, turn), source)}, {mask * 0x10001:#x}; "
+        for j, part in enumerate(parts):
+            for word in part.words:
+                if word not in names:
+                    names[word] = f"t{len(names)}"
+                    text += _brought(word, names[word])
+            target, (first, *others) = "b" if j else f"${i}", [names[word] for word in part.words]
+            for other in others:
+                text, first = f"{text}xor.b32 b, {first}, {other}; ", "b"
+            text += f"and.b32 {target}, {first}, {part.mask * 0x10001:#x}; "
             text += f"or.b32 ${i}, ${i}, b; " if j else ""
     if moved:
         mask = number.size_mask * 0x10001
         text += "".join(f"and.b32 b, ${i}, {mask:#x}; mad.lo.u32 ${i}, b, 7, ${i}; " for i in range(4))
-    registers = ", ".join(["b", *turned.values()])
+    registers = ", ".join(["b", *names.values()])
     return asm(f"{{ .reg .b32 {registers}; {text}}}", [Int32] * 4, words, pure=True, early=True)
+
+
+def _brought(word: Turned | Bytes, to: str) -> str:
+    """The instruction that brings code words to a register."""
+    if isinstance(word, Bytes):
+        return f"prmt.b32 {to}, $4, $5, {word.selector:#x}; "
+    source = f"${4 + word.word}"
+    if word.turn < 0:
+        return f"shl.b32 {to}, {source}, {-word.turn}; "
+    return f"shf.r.wrap.b32 {to}, {source}, {source}, {word.turn}; " if word.turn else f"mov.b32 {to}, {source}; "
 
 
 @dataclass(frozen=True)

@@ -150,7 +150,7 @@ class WeightQuantizeKernel:
                 padded = Int32(cutlass.select_(exists, code, Int32(self.format.element_rule.padding_code)))
                 for bits in self.places(position):
                     part = padded & bits.mask
-                    words[half][bits.word] |= part << bits.shift if bits.shift >= 0 else part >> -bits.shift
+                    words[half][bits.word] ^= part << bits.shift if bits.shift >= 0 else part >> -bits.shift
         for half in (0, 1):
             base, start = target + half * block.half_bytes + strip * block.strip_bytes, 0
             for segment in block.segments:
