@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -28,11 +29,11 @@ from w4gemm.choice.plan import Plan
 from w4gemm.cli import compile
 from w4gemm.cli.__main__ import main
 from w4gemm.cli.compile import target_device
-from w4gemm.cli.needs import Use, chosen, helpers_of, one_launches_of, problems_of
-from w4gemm.cli.problems import Layer
+from w4gemm.cli.needs import Use, chosen, helpers_of, lookups_of, one_launches_of, problems_of
+from w4gemm.cli.problems import Layer, embeddings_of
 from w4gemm.console.values import parse_router
 from w4gemm.core.gpus import capability_of, known_names
-from w4gemm.core.problem import H100, H200, Device
+from w4gemm.core.problem import GPUS, H100, H200, Device
 from w4gemm.jit import Unit
 from w4gemm.jit import compile as jit
 from w4gemm.kernels import HELPERS, launcher
@@ -275,3 +276,15 @@ def test_a_helper_says_what_a_layer_needs():
     quantized = [h for kind in HELPERS for h in kind.needed(H200, layer._replace(fp8=True))]
     assert [h.name for h in quantized] == ["row_combine", *["activation_quantize"] * 3]
     assert not any(tuple(kind.needed(Device("cpu"), layer._replace(fp8=True))) for kind in HELPERS)
+
+
+def test_rows_of_a_packed_embedding(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    from tiny_model import write_gguf
+
+    model = str(write_gguf(tmp_path / "tiny.gguf", "llama", "Q4_1", tied=False))
+    (embedding,) = embeddings_of(argparse.Namespace(model=model, format=None))
+    units = {unit for dtype in (torch.float16, torch.bfloat16) for unit in lookups_of([embedding], Use(H200, dtype))}
+    assert {unit.key for unit in units} == {(f"torch.{x}", "int8_g32_fp16", True) for x in ("float16", "bfloat16")}
+    assert not [*lookups_of([embedding], Use(GPUS["sm_80"], torch.float16))], "PyTorch's operators look up rows there"
+    assert not embeddings_of(argparse.Namespace(model=None, shapes="64x64", format=None))

@@ -14,10 +14,11 @@ import torch
 
 import w4gemm
 from fuzz import formulas
-from fuzz.cases import GATED
+from fuzz.cases import GATED, K, N, drawn_format
 from fuzz.numbers import Source
 from w4gemm.api.step import add_rms_norm, add_rms_norm_quantize, gate_halves, rms_norm
 from w4gemm.integrations.decoder.attention import CachedLayer, step_attention
+from w4gemm.tuning.random_weight import random_weight
 
 DTYPES = (torch.bfloat16, torch.float16)
 NORM_K = (8, 64, 100, 128, 520, 2048, 2880, 4096, 16384, 28672)
@@ -258,6 +259,23 @@ def quantized(p: Problem) -> list[str]:
     return wrong + off(x8.double() * scale.double()[:, None], y, 1.01 * rounding, f"quantize_activations {front}")
 
 
+def looked_up(p: Problem) -> list[str]:
+    """Rows of a packed embedding; on a GPU those of ids that there are not are NaN."""
+    format = w4gemm.WeightFormat.parse(drawn_format(p.form, p.dtype, p.device))
+    n, k, ids_dtype = p.r.choice(N), p.r.choice(K), p.form.choice((torch.int32, torch.int64))
+    w = random_weight(format, n, k, p.r.randrange(2**31), device=p.device)
+    shape = p.r.choice(((), (0,), (1,), (7,), (2, 33), (300,)))
+    ids = p.source.integers(0, n - 1, *shape).to(ids_dtype)
+    expected, packed = w.dequantize(p.dtype)[ids.long()], w.repack()
+    if p.device == "cuda" and ids.numel() and p.r.random() < 0.3:
+        ids.view(-1)[-1] = p.r.choice((-1, n, 2**31 - 1))
+        expected.view(-1, k)[-1] = math.nan
+    both = [w4gemm.embedding(ids, packed, p.dtype) for _ in range(2)]
+    if both[0].shape != expected.shape:
+        return [f"embedding: shape {tuple(both[0].shape)} for {tuple(expected.shape)}"]
+    return [f"embedding of {format}: {line}" for rows in both for line in same(rows, expected)]
+
+
 def same(first: torch.Tensor, second: torch.Tensor) -> list[str]:
     """Say if another call gave other bits. Only those of a NaN may differ: PyTorch's operators on the CPU give it two
     patterns, by where it lies in memory."""
@@ -274,6 +292,7 @@ HELPERS: dict[str, Callable[[Problem], list[str]]] = {
     "step_attention": attention,
     "routing": routing,
     "activation_quantize": quantized,
+    "embedding_rows": looked_up,
 }
 EVERY = 12
 """One of so many variants is a helper's."""

@@ -6,18 +6,19 @@ import argparse
 import contextlib
 import json
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+from w4gemm.checkpoints import Module
 from w4gemm.choice import table
 from w4gemm.choice.table import Record
-from w4gemm.cli.needs import Use, chosen, helpers_of, one_launches_of, problems_of
+from w4gemm.cli.needs import Use, chosen, helpers_of, lookups_of, one_launches_of, problems_of
 from w4gemm.cli.parser import ALL_TOKENS
-from w4gemm.cli.problems import Layer, layers_of, parse_layers
+from w4gemm.cli.problems import Layer, embeddings_of, layers_of, parse_layers
 from w4gemm.console.devices import device_line
 from w4gemm.console.options import unknown_target
 from w4gemm.console.progress import counted, progress_bar, say
@@ -73,6 +74,7 @@ def run(args: argparse.Namespace) -> int:
     for use in uses:
         units |= dict.fromkeys(unit for layer in layers for unit in helpers_of(layer, use))
         units |= dict.fromkeys(one_launches_of(layers, tokens, use))
+        units |= dict.fromkeys(lookups_of(task.embeddings, use))
     started = time.perf_counter()
     size = fill(args.output, units, args.workers)
     if records:
@@ -152,13 +154,16 @@ class _Task(NamedTuple):
     act_order: bool = False
     activations: tuple[str, ...] = ()
     top_k: int = 0
+    embeddings: Sequence[Module] = ()
+    """Those that stay packed."""
 
 
 def _task_of_layers(args: argparse.Namespace, device: Device) -> _Task:
     if args.tensor_parallel != 1:
         raise ValueError("--tensor-parallel: wanted it with --vllm only; --shapes can say the sizes of one GPU")
     dtype = args.dtype or "bfloat16"
-    return _Task(parse_layers(args, device), _HALVES if dtype == "float8_e4m3fn" else (DTYPES[dtype],), args.m)
+    dtypes = _HALVES if dtype == "float8_e4m3fn" else (DTYPES[dtype],)
+    return _Task(parse_layers(args, device), dtypes, args.m, embeddings=embeddings_of(args))
 
 
 def _task_of_vllm(args: argparse.Namespace) -> _Task:

@@ -12,6 +12,7 @@ import torch
 from w4gemm import choice
 from w4gemm.api.expert_layer import LayerKey, one_launch
 from w4gemm.api.step import between_products
+from w4gemm.checkpoints import Module
 from w4gemm.choice.table import Record
 from w4gemm.cli.problems import Layer, problems
 from w4gemm.core.activation import is_gated
@@ -22,6 +23,7 @@ from w4gemm.jit import Unit
 from w4gemm.kernels import HELPERS, kernel_named
 from w4gemm.kernels.expert_layer.spec import MOST_TOKENS
 from w4gemm.kernels.helpers.base import LayerFacts
+from w4gemm.kernels.helpers.embedding_rows import EmbeddingRows
 from w4gemm.kernels.helpers.experts import IDS, ExpertChoice
 from w4gemm.packing.layouts import layout_for
 from w4gemm.packing.packed_shape import packed_shape
@@ -96,6 +98,13 @@ def helpers_of(layer: Layer, use: Use) -> Iterator[Unit]:
         helpers += filter(None, between_products(use.device, use.dtype, layer.k, fp8))
     helpers += choices_of(layer, use)
     return (helper.unit() for helper in helpers)
+
+
+def lookups_of(embeddings: Iterable[Module], use: Use) -> Iterator[Unit]:
+    """Yield the unit of the kernel that looks up rows of each packed embedding, by int64 ids."""
+    for module in embeddings:
+        if (rows := EmbeddingRows.of(use.device, use.dtype, module.format, module.k)) is not None:
+            yield rows.unit()
 
 
 def choices_of(layer: Layer, use: Use) -> list[ExpertChoice]:

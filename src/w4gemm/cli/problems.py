@@ -83,6 +83,13 @@ def parse_layers(args: argparse.Namespace, device: Device) -> list[Layer]:
     return list(dict.fromkeys(layers))
 
 
+def embeddings_of(args: argparse.Namespace) -> list[Module]:
+    """Return the embeddings of ``--model`` that a loaded model may keep packed, none of ``--shapes``."""
+    if args.model is None:
+        return []
+    return [*getattr(open_checkpoint(args.model, args.format), "embeddings", {}).values()]
+
+
 def layers_of(modules: Iterable[Module]) -> list[Layer]:
     """Return a layer for each module of a checkpoint."""
     return [Layer(m.n, m.k, m.format, m.bias, m.experts, m.activations) for m in modules]
