@@ -69,6 +69,9 @@ def test_refusals() -> None:
         embedding(IDS, w, torch.float64)
     with pytest.raises(ValueError, match="ids: wanted them on cpu like w, got meta"):
         embedding(IDS.to("meta"), w)
+    for layout, kind in ((IDS.to_sparse(), "one of layout"), (torch.nested.as_nested_tensor([*IDS]), "a nested one")):
+        with pytest.raises(TypeError, match=f"ids: wanted a dense tensor, got {kind}"):
+            embedding(layout, w)
     for other in (w.dequantize(), QuantizedWeight.stack([w, w])):
         with pytest.raises(TypeError, match="w: wanted a QuantizedWeight without experts, got"):
             embedding(IDS, other)
@@ -118,6 +121,16 @@ def test_compile() -> None:
     compiled = torch.compile(lambda ids: layer(ids) * 2, fullgraph=True, backend="aot_eager")
     for ids in (IDS, IDS[:1]):
         assert torch.equal(compiled(ids), layer(ids) * 2)
+
+
+def test_vmap() -> None:
+    """As per-sample gradients of a model with adapters need it; of ids in any dimension."""
+    layer = layer_of()
+    assert torch.equal(torch.vmap(layer)(IDS), layer(IDS))
+    assert torch.equal(torch.vmap(torch.vmap(layer), in_dims=1)(IDS), layer(IDS.T))
+    state = {name: torch.stack([t, t]) for name, t in layer.named_buffers()}
+    with pytest.raises(NotImplementedError, match="w: vmap over the tensors of several weights"):
+        torch.vmap(lambda state: torch.func.functional_call(layer, state, (IDS,)))(state)
 
 
 def test_operator() -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from w4gemm.api.modes import is_plain, is_watched
 from w4gemm.api.packed_module import check_dtype
 from w4gemm.core.autocast import without_autocast
-from w4gemm.core.errors import kind_of
+from w4gemm.core.errors import kind_of, require_dense
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import Device
 from w4gemm.kernels import launcher
@@ -52,6 +53,7 @@ def embedding(ids: torch.Tensor, w: QuantizedWeight, dtype: torch.dtype | None =
         raise TypeError(f"w: wanted a QuantizedWeight without experts, got {w if w is not None else kind_of(w)}")
     if not isinstance(ids, torch.Tensor) or ids.dtype not in _IDS:
         raise TypeError(f"ids: wanted a tensor of int32 or int64, got {kind_of(ids)}")
+    require_dense("ids", ids)
     if ids.device != w.device:
         raise ValueError(f"ids: wanted them on {w.device} like w, got {ids.device}")
     dtype = w.dtype if dtype is None else dtype
@@ -94,6 +96,13 @@ def _rows(
     return rows.view(*ids.shape, k)
 
 
+def _vmap(info: Any, in_dims: tuple[Any, ...], ids: torch.Tensor, *of_weight: Any) -> tuple[torch.Tensor, int]:
+    """Return the rows of a batch of ids, by one call with all of them."""
+    if any(dim is not None for dim in in_dims[1]):
+        raise NotImplementedError("w: vmap over the tensors of several weights is not implemented")
+    return torch.ops.w4gemm.embedding(ids.movedim(in_dims[0], 0), *of_weight), 0
+
+
 _parse_format = functools.cache(WeightFormat.parse)
 
 _NAME = "w4gemm::embedding"
@@ -104,3 +113,4 @@ torch.library.impl(_NAME, ("cpu", "cuda"))(_rows)
 torch.library.register_fake(_NAME)(
     lambda ids, weight, format, layout, n, k, dtype: ids.new_empty((*ids.shape, k), dtype=dtype)
 )
+torch.library.register_vmap(_NAME, _vmap)
