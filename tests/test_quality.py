@@ -126,6 +126,19 @@ def test_no_text_is_longer_than_a_table_of_positions(tmp_path: Path, capsys: pyt
     assert positions(model) == 2048 and positions(llama) == math.inf
 
 
+def test_a_long_text_is_read_as_far_as_its_tokens_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = load_dense(write_dense(tmp_path), torch.device("cpu"), torch.float32)[1]
+    for text in (shipped_text(), " " * 5000 + shipped_text()):  # long runs of spaces may be few tokens
+        ids = tokenizer(text, add_special_tokens=False).input_ids
+        for tokens in (2, 100, 1000, len(ids), len(ids) + 9):
+            assert torch.cat(windows(tokenizer, text, tokens, 512), 1)[0].tolist() == ids[:tokens]
+    read = []
+    whole = tokenizer.__class__.__call__
+    monkeypatch.setattr(tokenizer.__class__, "__call__", lambda *a, **k: (read.append(len(a[1])), whole(*a, **k))[1])
+    windows(tokenizer, shipped_text() * 1000, 100, 64)
+    assert max(read) < 4000
+
+
 def test_search_rounds_otherwise(tmp_path: Path) -> None:
     dense, tokenizer = load_dense(write_dense(tmp_path, "qwen2"), torch.device("cpu"), torch.float32)
     parts, steps = windows(tokenizer, shipped_text(), 64, 64), []
