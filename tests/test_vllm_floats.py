@@ -68,8 +68,9 @@ def test_a_layer_is_the_weight(floats: ModuleType, format: str, dtype: torch.dty
     d = kernel.apply_weights(layer, x, arguments)
     assert d.shape == (3, 5, N) and d.dtype == dtype
     assert torch.equal(d, w4gemm.linear(x, w, None if arguments is None else arguments.detach()))
-    held = {name for name, _ in layer.named_parameters()}
-    assert held == {"weight", "w4gemm_packed1", *(["w4gemm_packed2"] * (format == "nvfp4")), *(["bias"] * bias)}
+    assert layer.weight.dtype == torch.uint8 and not layer.weight.numel()
+    held = {name for name, _ in layer.named_parameters()} - {"weight"}
+    assert held == {"w4gemm_packed0", "w4gemm_packed1", *(["w4gemm_packed2"] * (format == "nvfp4")), *(["bias"] * bias)}
 
 
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])

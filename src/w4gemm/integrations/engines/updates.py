@@ -110,6 +110,8 @@ class DenseUpdate(Update):
 
     hint = ""
     """How quantized numbers are loaded, for the error if some come."""
+    asked_dtype = torch.int32
+    """dtype of the empty parameter, as codes have it, because engines ask a weight for its dtype."""
     mark = staticmethod(mark_rows)
     unloaded = staticmethod(unloaded_rows)
 
@@ -151,8 +153,7 @@ class DenseUpdate(Update):
         parameter: Any = layer._parameters.get(self.name)
         if parameter is None:
             device = next((p.device for p in layer.parameters(recurse=False)), torch.get_default_device())
-            # int32, as codes have it, because engines ask a weight for its dtype
-            parameter = torch.nn.Parameter(torch.empty(0, dtype=torch.int32, device=device), requires_grad=False)
+            parameter = torch.nn.Parameter(torch.empty(0, dtype=self.asked_dtype, device=device), requires_grad=False)
             layer.register_parameter(self.name, parameter)
         own: Any = getattr(parameter, "weight_loader", None)
         if getattr(own, "__name__", "") == "_load_dense_or_own":

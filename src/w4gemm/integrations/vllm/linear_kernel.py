@@ -24,6 +24,8 @@ from w4gemm.weights.weight import QuantizedWeight
 _made: ContextVar[list[LinearKernel] | None] = ContextVar("w4gemm_made", default=None)
 """Kernels of the layer that vLLM is making; None where it makes none."""
 _PERM = "w4gemm_perm"
+_DENSE = "weight"
+"""An empty parameter of a packed layer, which takes dense numbers."""
 _PACKED = "w4gemm_is_packed"
 """Attribute of a layer's first parameter if it is packed; vLLM's reloading puts it back after another one."""
 
@@ -33,7 +35,7 @@ class PackedLayer:
 
     Args:
         layer: gets the tensors as parameters, in act-order also the buffer ``w4gemm_perm``.
-        names: of the parameters; vLLM looks for a layer's weight under the first one.
+        names: of the parameters.
         epilogue: of the product without a bias.
     """
 
@@ -125,13 +127,17 @@ class LinearKernel:
             self.vllm_kernel.process_weights_after_loading(layer)
             takeover.WARMUP.settle(self)
             return
-        names = self.weight_names(layer)
-        for name in names:
+        first, *others = self.weight_names(layer)
+        for name in (first, *others):
             if hasattr(layer, name):
                 delattr(layer, name)
+        if first == _DENSE and takes_dense(layer):
+            empty = weights[0].tensors[0].new_empty(0, dtype=ReloadedUpdate.asked_dtype)
+            layer.register_parameter(first, torch.nn.Parameter(empty, requires_grad=False))
+            first = "w4gemm_packed0"
         epilogue = PLAIN.of_quantized(dtype) if fp8 else PLAIN
         self.packed = tuple(
-            PackedLayer(layer, w, _names(names[0], i, len(w.tensors)), epilogue, self.batch_invariant)
+            PackedLayer(layer, w, _names(first, i, len(w.tensors)), epilogue, self.batch_invariant)
             for i, w in enumerate(weights)
         )
         call = functools.partial(self.apply_weights, layer)
@@ -276,6 +282,11 @@ def kernels_made(make: Callable[[], Any]) -> tuple[Any, list[LinearKernel]]:
         _made.reset(token)
 
 
+def takes_dense(layer: torch.nn.Module) -> bool:
+    """False for a head, because vLLM compares weights of heads, and would find two empty ones."""
+    return not hasattr(layer, "num_embeddings")
+
+
 def is_packed(layer: torch.nn.Module) -> bool:
     """True if a layer holds a packed weight, and nothing that was loaded after it was packed."""
     return any(hasattr(parameter, _PACKED) for parameter in layer._parameters.values())
@@ -312,9 +323,9 @@ def watch(method: Any, kernels: list[LinearKernel], name: str) -> None:
             numbers = kernels[-1].parameters(layer)
             kernels[-1].is_drawn = takeover.is_dummy()
             mark(layer, {"qzeros"}.difference(numbers) if kernels[-1].is_drawn else {*numbers, "qzeros"})
-        if kernels and not hasattr(layer, "num_embeddings"):  # vLLM compares weights of heads, and would find two empty
+        if kernels and takes_dense(layer):
             turned = any(getattr(method, f"{side}_tfms", None) for side in ("input", "output"))
-            updates.append(ReloadedUpdate("weight", name, _no_dense if turned else kernels[-1].weight))
+            updates.append(ReloadedUpdate(_DENSE, name, _no_dense if turned else kernels[-1].weight))
             updates[-1].open(layer)
 
     def process_weights_after_loading(layer: Any) -> None:

@@ -32,6 +32,9 @@ class ReloadedUpdate(DenseUpdate):
     """Dense numbers of one parameter of a layer, which vLLM may be loading anew. Arguments as of its base."""
 
     hint = "; quantized numbers are loaded by reload_weights, or after start_weight_update"
+    asked_dtype = torch.uint8
+    """As vLLM's NVFP4 has it. MLA makes what it has kept of earlier chunks of a prompt the dtype of ``kv_b_proj``'s
+    weight: int32 too, in vLLM 0.26 and in 0.33's dots3-note, but not uint8."""
 
     def __init__(self, name: str, what: str, weight: Callable[[Tensors], QuantizedWeight], gated: bool = False) -> None:
         super().__init__(name, what, weight, gated, _dense_parameter)
