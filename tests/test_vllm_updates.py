@@ -357,3 +357,15 @@ def test_flags_of_either_mode_are_cleared(monkeypatch):
     monkeypatch.setattr(workspace, "_allocations", [made, torch.ones(4, dtype=torch.int32)])
     workspace.clear()
     assert not any(flags.any() for flags in workspace._allocations)
+
+
+def test_scales_of_a_cache_when_all_layers_are_processed_once_more(dense: ModuleType) -> None:
+    """As verl has vLLM do behind dense numbers; vLLM's method of compressed-tensors looks for what it has deleted."""
+    from vllm.model_executor.layers.quantization import get_quantization_config
+
+    layer: Any = torch.nn.Module()
+    layer.k_scale = torch.nn.Parameter(torch.tensor(2.0), requires_grad=False)
+    method = get_quantization_config("compressed-tensors")({}).get_quant_method(layer, "model.layers.0.self_attn.attn")
+    for _ in range(2):
+        method.process_weights_after_loading(layer)
+    assert layer._k_scale == 2 and not hasattr(layer, "k_scale")

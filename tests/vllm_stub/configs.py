@@ -249,9 +249,18 @@ class CompressedTensorsConfig(QuantizationConfig):
     def get_quant_method(self, layer, prefix):
         if isinstance(layer, RoutedExperts):
             return CompressedTensorsMoEMethod.get_moe_method(self, layer, layer_name=prefix)
+        if hasattr(layer, "k_scale"):  # of attention
+            return CompressedTensorsKVCacheMethod()
         weights_only = self.target_scheme_map["Linear"]["input_activations"] is None
         layer.scheme = CompressedTensorsW4A4Fp4(use_a16=weights_only)
         return CompressedTensorsLinearMethod(self)
+
+
+@at(f"{COMPRESSED}.compressed_tensors")
+class CompressedTensorsKVCacheMethod:
+    def process_weights_after_loading(self, layer):
+        layer._k_scale = layer.k_scale
+        del layer.k_scale
 
 
 @at(f"{COMPRESSED}.compressed_tensors")

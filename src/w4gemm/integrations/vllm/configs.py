@@ -69,9 +69,24 @@ class _Config:
 
 def _hooked(method: Any, layer: torch.nn.Module) -> Any:
     """Return the method that a layer gets by our hooks."""
+    if type(method).__name__ == "CompressedTensorsKVCacheMethod":
+        _process_once(method)
     for hook in _hooks:
         method = hook(method, layer)
     return method
+
+
+def _process_once(method: Any) -> None:
+    """Have a method for the scales of an attention layer's cache pass over a layer that has none to process, as vLLM's
+    others do. It looks for those that it has deleted, if who has loaded dense numbers has vLLM process all layers once
+    more, as verl does."""
+    process = method.process_weights_after_loading
+
+    def process_weights_after_loading(layer: torch.nn.Module) -> None:
+        if hasattr(layer, "k_scale"):
+            process(layer)
+
+    method.process_weights_after_loading = process_weights_after_loading
 
 
 def _blank_config(base: type) -> Any:
