@@ -13,6 +13,7 @@ from bench.rows import Row
 
 COLUMNS = ("batch 1", "batch 8", "batch 64", "batch 256", "prefill")
 _MODES = {"ep": "expert parallel", "eplb": "experts moved"}
+"""Words for marks of a mode."""
 
 
 class Case(NamedTuple):
@@ -118,7 +119,7 @@ class Turns(NamedTuple):
     def __str__(self) -> str:
         words = {"fp8": "fp8 x", "compile3": "compiled", "invariant": "batch invariant", "apart": "one after the other"}
         words |= {f"lora{n}": f"{n} LoRA adapters" for n in range(2, 10)} | {"lora": "LoRA"}
-        words |= {f"apart{n}": "a process each" for n in range(2, 10)}
+        words |= {f"apart{n}": "a process each" for n in range(2, 10)} | _MODES
         how = [words[mark] for mark in self.mode.split("+") if mark in words]
         model = re.sub(r"-(\d+)-layers$", r", \1 layers", self.model)
         return ", ".join((model, self.format, *how))
