@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -629,6 +630,33 @@ def test_linear_layers_are_in_no_cache_of_weights(tmp_path: Path) -> None:
     assert own.supports_pre_processed_weights.fget(layer.quant_method)
     with pytest.raises(protocol.UnsupportedQuantForIPCError, match="ModelOptLinearMethod does not support"):
         protocol.check_ipc_quant_support(layer)
+
+
+@pytest.mark.parametrize("format", ["gptq-int4-g64", "ct-int4-g32", "ct-nvfp4", "ct-mxfp4"])
+def test_what_mla_keeps_of_earlier_chunks(format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM asks the weight of kv_b_proj for the dtype that it gives it."""
+    from vllm.model_executor.layers.attention import mla_attention as mla
+    from vllm.model_executor.layers.linear import RowParallelLinear
+
+    c = tiny(model_named("llama-3-8b"))
+    write(c, Packing.parse(format), tmp_path)
+    n, k = c.config["hidden_size"], c.config["intermediate_size"]
+    own = RowParallelLinear(
+        k, n, bias=False, quant_config=quantization(tmp_path), prefix="model.layers.1.mlp.down_proj"
+    )
+    layer = loaded(own, tmp_path, "model.layers.1.mlp", {"down_proj": None})
+    heads = {"num_heads": 2, "qk_nope_head_dim": n // 4, "v_head_dim": n // 4, "kv_lora_rank": k}
+    attention = SimpleNamespace(kv_b_proj=layer, kv_cache_dtype="auto", _concat_k_nope_k_pe=lambda k, pe: k, **heads)
+    kept, seen = torch.randn(5, k + 8, dtype=torch.bfloat16), {}
+    each = {"num_context_tokens": 5, "request_slice": slice(0, 1), "token_slice": slice(0, 5)}  # of 0.33
+    context = MagicMock(seq_tot=[5], workspace=kept, has_empty_context=[False], empty_token_slices=[])
+    context.chunks = [MagicMock(**each)]
+    prefill = MagicMock(q_data_type=torch.bfloat16, chunked_context=context)
+    prefill.prefill_backend.run_prefill_context_chunk = lambda **call: seen.update(call) or (None, None)
+    monkeypatch.setattr(mla, "ops", MagicMock())
+    q = torch.zeros(5, 2, n // 4, dtype=torch.bfloat16)
+    mla.MLACommonBaseImpl._compute_prefill_context(attention, q, kept, SimpleNamespace(prefill=prefill), None)
+    assert torch.equal(torch.cat((seen["k"], seen["v"]), 2).view(5, n), layer(kept[:, :k])[0])
 
 
 @pytest.mark.parametrize("format", ["gptq-int4-g64", "awq-int4-g64", "ct-int4-g32", "ct-int4-g128-fp8", "ct-nvfp4"])
