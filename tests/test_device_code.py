@@ -36,7 +36,19 @@ def _imports_dsl(tree: ast.Module) -> bool:
     return any(name.split(".")[0] == "cutlass" for name in imported)
 
 
+class Aliases(ast.NodeTransformer):
+    """Puts the types that a file names, as ``Words = tuple[Int32, ...]``, where it uses the names."""
+
+    def __init__(self, tree: ast.Module) -> None:
+        named = [node for node in tree.body if isinstance(node, ast.Assign) and isinstance(node.value, ast.Subscript)]
+        self.types = {ast.unparse(node.targets[0]): node.value for node in named}
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return self.visit(self.types[node.id]) if node.id in self.types else node
+
+
 def complaints(tree: ast.Module) -> Iterator[str]:
+    tree = Aliases(tree).visit(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef):
             yield from _of_function(node)
@@ -141,6 +153,7 @@ def test_each_activation_has_device_code():
         ("def f(x): pass", "1: f: parameter x has no annotation"),
         ("def f(self, x: Int32) -> tuple[Int32, Int32, Int32]: pass", "returns tuple[Int32, Int32, Int32], which"),
         ("def f(x: tuple[int, int, int] | None): pass", "parameter x: tuple[int, int, int] | None has no names"),
+        ("X = tuple[int, int, int]\ndef f(x: X): pass", "parameter x: tuple[int, int, int] has no names"),
         ("def f(x: Int32):\n  return x, x, x", "2: f: returns (x, x, x) without names"),
         ("def f(self, x: Int32):\n  self.g.h((x, x, x))", "passes (x, x, x) without names"),
         ("def f(work: Work):\n  return work[2]", "reads work[2] by position"),

@@ -18,6 +18,14 @@ from w4gemm.packing.codecs.integers_decode import pair
 from w4gemm.ptx.arithmetic import half_to_float, mma_sync, pack_half2
 
 Words = tuple[Int32, ...]
+Codes = Sequence[Sequence[Words]]
+"""Code words [strip][8 steps][words of a step]."""
+Scales = Callable[[int, int], Words]
+"""Function of strip and group that gives the scale words."""
+OperandB = tuple[Int32, Int32]
+"""Registers of x of a step: 16 columns of eight tokens."""
+Fragments = Sequence[Sequence[OperandB]]
+"""Those of a block of columns [token block][8 steps]."""
 
 
 def _added(sums: Sequence[Sequence[Float32]]) -> list[Float32]:
@@ -135,22 +143,13 @@ class WarpProduct:
     chains: int = 1
 
     def multiply(
-        self,
-        acc: cute.Tensor,
-        first: int,
-        words: Sequence[Sequence[Words]],
-        scales: Callable[[int, int], Words],
-        x_fragments: Sequence[Sequence[tuple[Int32, Int32]]],
-        table: Int32,
+        self, acc: cute.Tensor, first: int, words: Codes, scales: Scales, x_fragments: Fragments, table: Int32
     ) -> None:
         """acc += the weights of some strips @ x.T, group by group.
 
         Args:
             acc: float32 (4, token blocks, strips).
             first: the strip of acc that the first strip of ``words`` is.
-            words: code words [strip][8 steps][words of a step].
-            scales: function of strip and group that gives the scale words.
-            x_fragments: registers [token block][8 steps][2].
             table: address of the thread's copies of the decoder's table, see own_pairs.
         """
         if not self.decoder.separate_scales:
@@ -181,11 +180,7 @@ class WarpProduct:
                         acc[i, tb, first + strip] = total if zero is None else total + zero * x_sums[tb][i]
 
     def _group_sums(
-        self,
-        words: Sequence[Words],
-        x_fragments: Sequence[Sequence[tuple[Int32, Int32]]],
-        steps: range,
-        offsets: Any,
+        self, words: Sequence[Words], x_fragments: Fragments, steps: range, offsets: Any
     ) -> list[list[Float32]]:
         """The sums of a group's codes times x, without scales, by token block."""
         count = max(1, min(self.chains, len(steps) // 2))
@@ -198,12 +193,7 @@ class WarpProduct:
         return [_added(of_block) for of_block in zip(*chains, strict=True)]
 
     def _multiply_scaled(
-        self,
-        acc: cute.Tensor,
-        first: int,
-        words: Sequence[Sequence[Words]],
-        scales: Callable[[int, int], Words],
-        x_fragments: Sequence[Sequence[tuple[Int32, Int32]]],
+        self, acc: cute.Tensor, first: int, words: Codes, scales: Scales, x_fragments: Fragments
     ) -> None:
         """Multiply weights that are decoded together with their scales."""
         block, together = self.weight.block, self.weight.block.groups_per_word
@@ -224,9 +214,9 @@ class WarpProduct:
         columns: GroupColumns,
         acc: cute.Tensor,
         first: int,
-        words: Sequence[Sequence[Words]],
-        scales: Callable[[int, int], Words],
-        x: Sequence[tuple[Int32, Int32]],
+        words: Codes,
+        scales: Scales,
+        x: Sequence[OperandB],
         table: Int32,
     ) -> None:
         """Multiply few tokens, whose scale groups lie in the columns of x. A set of groups is one chain of
@@ -252,7 +242,7 @@ class WarpProduct:
                     acc[at, 0, first + strip] = total if zero is None else total + zero * x_sums[at]
 
     def _sums_by_strip(
-        self, words: Sequence[Sequence[Words]], x: Sequence[tuple[Int32, Int32]], steps: range, offsets: Sequence[Any]
+        self, words: Codes, x: Sequence[OperandB], steps: range, offsets: Sequence[Any]
     ) -> tuple[list[Sequence[Float32]], Sequence[Float32]]:
         """The sums of codes times x of each strip, and those of x for float zero points. Instructions of all strips
         take turns, because each waits for the one before it in its chain."""
@@ -266,12 +256,7 @@ class WarpProduct:
         return sums, x_sums
 
     def _multiply_levels(
-        self,
-        acc: cute.Tensor,
-        first: int,
-        words: Sequence[Sequence[Words]],
-        scales: Callable[[int, int], Words],
-        x_fragments: Sequence[Sequence[tuple[Int32, Int32]]],
+        self, acc: cute.Tensor, first: int, words: Codes, scales: Scales, x_fragments: Fragments
     ) -> None:
         """Multiply codes times their scales of few bits, which are exact together. Their sums over a block are
         multiplied by its factors."""
@@ -294,12 +279,7 @@ class WarpProduct:
                     acc[i, tb, first + strip] = acc[i, tb, first + strip] + factors[i // 2] * sums[tb][i]
 
     def _multiply_zero_levels(
-        self,
-        acc: cute.Tensor,
-        first: int,
-        words: Sequence[Sequence[Words]],
-        scales: Callable[[int, int], Words],
-        x_fragments: Sequence[Sequence[tuple[Int32, Int32]]],
+        self, acc: cute.Tensor, first: int, words: Codes, scales: Scales, x_fragments: Fragments
     ) -> None:
         """Multiply codes in groups of 32 columns whose scales and zero points have two levels. One more instruction
         multiplies the zero points of all groups of a strip, without their factor, by the sums of x."""
@@ -314,12 +294,7 @@ class WarpProduct:
             self._add_groups(acc, first + strip, words[strip], StripLevels(by_group, own), x_fragments)
 
     def multiply_shared(
-        self,
-        acc: cute.Tensor,
-        first: int,
-        words: Sequence[Sequence[Words]],
-        levels: Callable[[int], StripLevels],
-        x_fragments: Sequence[Sequence[tuple[Int32, Int32]]],
+        self, acc: cute.Tensor, first: int, words: Codes, levels: Callable[[int], StripLevels], x_fragments: Fragments
     ) -> None:
         """Like :meth:`multiply`, with scales of two levels that lanes have prepared for one another, by strip."""
         zeros = self.weight.zero == "float"
@@ -330,7 +305,7 @@ class WarpProduct:
                 self._add_zeros(acc, first + strip, own.words, x_sums)
             self._add_groups(acc, first + strip, words[strip], own, x_fragments)
 
-    def _add_zeros(self, acc: cute.Tensor, strip: int, words: Words, x_sums: Sequence[tuple[Int32, Int32]]) -> None:
+    def _add_zeros(self, acc: cute.Tensor, strip: int, words: Words, x_sums: Sequence[OperandB]) -> None:
         """Add the zero points of a strip times the sums of x. words: of a lane's two groups."""
         levels, factors = self.decoder.zero_levels(words), self.decoder.zero_factors(words)
         for tb in range(self.token_blocks):
@@ -339,12 +314,7 @@ class WarpProduct:
                 acc[i, tb, strip] = acc[i, tb, strip] + factors[i // 2] * sums[i]
 
     def _add_groups(
-        self,
-        acc: cute.Tensor,
-        strip: int,
-        words: Sequence[Words],
-        levels: StripLevels,
-        x_fragments: Sequence[Sequence[tuple[Int32, Int32]]],
+        self, acc: cute.Tensor, strip: int, words: Sequence[Words], levels: StripLevels, x_fragments: Fragments
     ) -> None:
         """Add the codes of a strip times x, times their scales."""
         steps = self.weight.block.scale_group // 16
@@ -355,7 +325,7 @@ class WarpProduct:
                 for i in range(4):
                     acc[i, tb, strip] = acc[i, tb, strip] + scales[i // 2] * sums[tb][i]
 
-    def _sums_in_parts(self, x: Sequence[tuple[Int32, Int32]]) -> tuple[Int32, Int32]:
+    def _sums_in_parts(self, x: Sequence[OperandB]) -> OperandB:
         """The sums of x of four groups as operand B: rows are two groups of each lane of a quad, columns are tokens.
         Even lanes have groups 0 and 1, odd ones 2 and 3. Three bf16 numbers add up to a float32: the former two lanes
         have the first and the third, the latter two the second and zeros."""
@@ -373,7 +343,7 @@ class WarpProduct:
         former_rows = cutlass.select_(latter, parts[1], parts[0])
         return Int32(former_rows), Int32(cutlass.select_(latter, Int32(0), parts[2]))
 
-    def _sum_x(self, fragments: Sequence[tuple[Int32, Int32]], first: int, count: int) -> Sequence[Float32]:
+    def _sum_x(self, fragments: Sequence[OperandB], first: int, count: int) -> Sequence[Float32]:
         """The sum of x over ``count`` steps, those of a group, for float zero points, divided by ``exact_scale`` as
         sums of exact numbers are: a product with ones, or less."""
         sums: Sequence[Float32] = [Float32(0.0)] * 4
@@ -381,7 +351,7 @@ class WarpProduct:
             sums = self._with_sum(sums, fragments[step])
         return sums
 
-    def _with_sum(self, sums: Sequence[Float32], x: tuple[Int32, Int32]) -> Sequence[Float32]:
+    def _with_sum(self, sums: Sequence[Float32], x: OperandB) -> Sequence[Float32]:
         """``sums`` of :meth:`_sum_x` with those of another step."""
         if self.weight.zero != "float":
             return sums
