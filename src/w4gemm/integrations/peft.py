@@ -6,7 +6,6 @@ The quantized weight stays as it is; the adapter's two matrices are trained. Gra
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -23,6 +22,7 @@ from peft.utils.other import ModulesToSaveWrapper
 from w4gemm.api.experts import W4Experts, W4GroupedLinear
 from w4gemm.api.nn import W4Embedding, W4Linear
 from w4gemm.api.packed_module import PackedModule
+from w4gemm.integrations.wrapping import wrap
 from w4gemm.weights.quantize import quantize
 from w4gemm.weights.weight import QuantizedWeight
 
@@ -115,65 +115,59 @@ def enable() -> None:
     From then on PEFT refuses experts as targets, also in ``target_parameters`` and in adapters that it loads. It also
     refuses quantized layers in ``modules_to_save``, methods other than LoRA on them, and what trains or reads the rows
     of a packed embedding. None of these would train the parameters that it names."""
-    if not hasattr(LoraModel._create_new_module, "__wrapped__"):
-        LoraModel._create_new_module = staticmethod(_with_4_bits(LoraModel._create_new_module))
-        tuners_utils._maybe_include_all_linear_layers = _with_all_4_bit_layers(
-            tuners_utils._maybe_include_all_linear_layers
+    wrap(LoraModel, "_create_new_module", _create_new_module)
+    wrap(tuners_utils, "_maybe_include_all_linear_layers", _include_all_linear_layers)
+    wrap(ModulesToSaveWrapper, "check_module", _check_module)
+    wrap(BaseTuner, "inject_adapter", _inject_adapter)
+    wrap(LoraModel, "_prepare_model", _prepare_model)
+    wrap(peft.PeftModel, "_setup_prompt_encoder", _setup_prompt_encoder)
+    for module in (peft, peft.peft_model):
+        wrap(module, "set_peft_model_state_dict", _set_state_dict)
+
+
+def _create_new_module(
+    own: Callable[..., torch.nn.Module],
+    lora_config: LoraConfig,
+    adapter_name: str,
+    target: torch.nn.Module,
+    **kwargs: Any,
+) -> torch.nn.Module:
+    """Put our layer with an adapter around a quantized one."""
+    base = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
+    if isinstance(base, W4GroupedLinear):
+        raise ValueError(
+            f"target_modules: wanted layers of one weight, got {kwargs.get('target_name')} with "
+            f"{base.weight.experts} experts; leave it out by its name, or by exclude_modules"
         )
-        ModulesToSaveWrapper.check_module = _with_a_look_for_4_bits(ModulesToSaveWrapper.check_module)
-        BaseTuner.inject_adapter = _with_lora_alone(BaseTuner.inject_adapter)
-        LoraModel._prepare_model = _with_dense_parameters(LoraModel._prepare_model)
-        peft.PeftModel._setup_prompt_encoder = _with_dense_prompts(peft.PeftModel._setup_prompt_encoder)
-        for module in (peft, peft.peft_model):
-            module.set_peft_model_state_dict = _without_lost_adapters(module.set_peft_model_state_dict)
+    if isinstance(base, W4Linear) and not isinstance(target, LoraLayer):
+        return W4LoraLinear(target, adapter_name, lora_config, **kwargs)
+    return own(lora_config, adapter_name, target, **kwargs)
 
 
-def _with_4_bits(create: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Module]:
-    @functools.wraps(create)
-    def create_new_module(
-        lora_config: LoraConfig, adapter_name: str, target: torch.nn.Module, **kwargs: Any
-    ) -> torch.nn.Module:
-        base = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
-        if isinstance(base, W4GroupedLinear):
-            raise ValueError(
-                f"target_modules: wanted layers of one weight, got {kwargs.get('target_name')} with "
-                f"{base.weight.experts} experts; leave it out by its name, or by exclude_modules"
-            )
-        if isinstance(base, W4Linear) and not isinstance(target, LoraLayer):
-            return W4LoraLinear(target, adapter_name, lora_config, **kwargs)
-        return create(lora_config, adapter_name, target, **kwargs)
-
-    return create_new_module
-
-
-def _with_lora_alone(inject: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(inject)
-    def inject_adapter(tuner: Any, model: torch.nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
-        config = tuner.peft_config[adapter_name]
-        if getattr(config, "trainable_token_indices", None):
-            _refuse_packed_embedding(model, "trainable_token_indices")
-        targets = getattr(config, "target_modules", None)
-        tuner.all_linear = isinstance(targets, str) and targets.lower() == "all-linear"  # PEFT replaces it by names
-        if targets:
-            _refuse_packed_embedding(model, "target_modules", partial(tuner._check_target_module_exists, config))
-        if not isinstance(tuner, LoraModel) and targets:
-            for name, module in model.named_modules():
-                if isinstance(module, PackedModule) and tuner._check_target_module_exists(config, name):
-                    kind = getattr(config.peft_type, "value", config.peft_type)
-                    raise ValueError(f"target_modules: wanted LoRA for the quantized layer {name}, got {kind}")
-        return inject(tuner, model, adapter_name, *args, **kwargs)
-
-    return inject_adapter
+def _inject_adapter(
+    own: Callable[..., Any], tuner: Any, model: torch.nn.Module, adapter_name: str, *args: Any, **kwargs: Any
+) -> Any:
+    """Refuse methods other than LoRA for quantized layers, and packed embeddings."""
+    config = tuner.peft_config[adapter_name]
+    if getattr(config, "trainable_token_indices", None):
+        _refuse_packed_embedding(model, "trainable_token_indices")
+    targets = getattr(config, "target_modules", None)
+    tuner.all_linear = isinstance(targets, str) and targets.lower() == "all-linear"  # PEFT replaces it by names
+    if targets:
+        _refuse_packed_embedding(model, "target_modules", partial(tuner._check_target_module_exists, config))
+    if not isinstance(tuner, LoraModel) and targets:
+        for name, module in model.named_modules():
+            if isinstance(module, PackedModule) and tuner._check_target_module_exists(config, name):
+                kind = getattr(config.peft_type, "value", config.peft_type)
+                raise ValueError(f"target_modules: wanted LoRA for the quantized layer {name}, got {kind}")
+    return own(tuner, model, adapter_name, *args, **kwargs)
 
 
-def _with_dense_prompts(setup: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(setup)
-    def setup_prompt_encoder(model: Any, adapter_name: str) -> None:
-        if model.peft_config[adapter_name].peft_type not in _WITHOUT_EMBEDDINGS:
-            _refuse_packed_embedding(model.base_model, "prompt tuning")
-        setup(model, adapter_name)
-
-    return setup_prompt_encoder
+def _setup_prompt_encoder(own: Callable[..., None], model: Any, adapter_name: str) -> None:
+    """Refuse prompts that read the rows of a packed embedding."""
+    if model.peft_config[adapter_name].peft_type not in _WITHOUT_EMBEDDINGS:
+        _refuse_packed_embedding(model.base_model, "prompt tuning")
+    own(model, adapter_name)
 
 
 def _refuse_packed_embedding(
@@ -190,22 +184,19 @@ def _refuse_packed_embedding(
             )
 
 
-def _with_dense_parameters(prepare: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(prepare)
-    def prepare_model(tuner: Any, config: LoraConfig, model: torch.nn.Module) -> None:
-        packed = {target: holder for target in config.target_parameters or () if (holder := _packed_in(model, target))}
-        if packed and tuner.all_linear:  # of which experts are no part
-            config.target_parameters = set(config.target_parameters) - set(packed)
-        elif packed:
-            target, holder = next(iter(packed.items()))
-            raise ValueError(
-                f"target_parameters: wanted dense parameters, got {target}, which {holder} holds packed; leave it "
-                "out (PEFT makes it of target_modules that name experts: name other layers there), or make the "
-                "experts dense by w4gemm.integrations.transformers.dequantize_layers"
-            )
-        prepare(tuner, config, model)
-
-    return prepare_model
+def _prepare_model(own: Callable[..., None], tuner: Any, config: LoraConfig, model: torch.nn.Module) -> None:
+    """Refuse ``target_parameters`` that are packed; leave them out if PEFT made them of all linear layers."""
+    packed = {target: holder for target in config.target_parameters or () if (holder := _packed_in(model, target))}
+    if packed and tuner.all_linear:  # of which experts are no part
+        config.target_parameters = set(config.target_parameters) - set(packed)
+    elif packed:
+        target, holder = next(iter(packed.items()))
+        raise ValueError(
+            f"target_parameters: wanted dense parameters, got {target}, which {holder} holds packed; leave it "
+            "out (PEFT makes it of target_modules that name experts: name other layers there), or make the "
+            "experts dense by w4gemm.integrations.transformers.dequantize_layers"
+        )
+    own(tuner, config, model)
 
 
 _PACKED_PARAMETERS = {W4Experts: ("gate_up_proj", "up_proj", "down_proj"), PackedModule: ("weight",)}
@@ -225,54 +216,45 @@ def _packed_in(model: torch.nn.Module, target: str) -> str | None:
     return None
 
 
-def _without_lost_adapters(load: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(load)
-    def set_peft_model_state_dict(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        result = load(model, *args, **kwargs)
-        packed = tuple(f"{name}." for name, m in model.named_modules() if isinstance(m, tuple(_PACKED_PARAMETERS)))
-        lost = [key for key in result.unexpected_keys if key.startswith(packed)]
-        if lost:
-            raise ValueError(
-                f"adapter: wanted none for quantized layers that its config does not name, nor for experts, got "
-                f"{lost[0]} and {len(lost) - 1} more; load the model with these layers dense"
-            )
-        return result
-
-    return set_peft_model_state_dict
+def _set_state_dict(own: Callable[..., Any], model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Refuse to load adapters of quantized layers that have none."""
+    result = own(model, *args, **kwargs)
+    packed = tuple(f"{name}." for name, m in model.named_modules() if isinstance(m, tuple(_PACKED_PARAMETERS)))
+    lost = [key for key in result.unexpected_keys if key.startswith(packed)]
+    if lost:
+        raise ValueError(
+            f"adapter: wanted none for quantized layers that its config does not name, nor for experts, got "
+            f"{lost[0]} and {len(lost) - 1} more; load the model with these layers dense"
+        )
+    return result
 
 
-def _with_a_look_for_4_bits(check: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(check)
-    def check_module(wrapper: Any) -> None:
-        check(wrapper)
-        from w4gemm.integrations.transformers.embeddings import TiedEmbedding
+def _check_module(own: Callable[..., None], wrapper: Any) -> None:
+    """Refuse quantized layers in ``modules_to_save``."""
+    own(wrapper)
+    from w4gemm.integrations.transformers.embeddings import TiedEmbedding
 
-        layers = [m for m in wrapper.original_module.modules() if isinstance(m, (PackedModule, TiedEmbedding))]
-        if layers:  # PEFT would train a copy of the bias alone, and save the frozen weight with it
-            raise ValueError(
-                f"modules_to_save: wanted layers with dense weights, which train, got {layers[0]}; keep it dense by "
-                "skip (an embedding by dequantize_embedding), or put an adapter beside it by target_modules"
-            )
-
-    return check_module
+    layers = [m for m in wrapper.original_module.modules() if isinstance(m, (PackedModule, TiedEmbedding))]
+    if layers:  # PEFT would train a copy of the bias alone, and save the frozen weight with it
+        raise ValueError(
+            f"modules_to_save: wanted layers with dense weights, which train, got {layers[0]}; keep it dense by "
+            "skip (an embedding by dequantize_embedding), or put an adapter beside it by target_modules"
+        )
 
 
-def _with_all_4_bit_layers(include: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(include)
-    def include_all(peft_config: Any, model: torch.nn.Module) -> Any:
-        targets = getattr(peft_config, "target_modules", None)
-        config = include(peft_config, model)
-        if isinstance(targets, str) and targets.lower() == "all-linear":
-            head = getattr(model, "get_output_embeddings", lambda: None)()
-            layers = (
-                name
-                for name, m in model.named_modules()
-                if isinstance(m, W4Linear) and m is not head  # nor are experts of dense models found
-            )
-            config.target_modules = {*config.target_modules, *layers}
-        return config
-
-    return include_all
+def _include_all_linear_layers(own: Callable[..., Any], peft_config: Any, model: torch.nn.Module) -> Any:
+    """Let "all-linear" name quantized layers too."""
+    targets = getattr(peft_config, "target_modules", None)
+    config = own(peft_config, model)
+    if isinstance(targets, str) and targets.lower() == "all-linear":
+        head = getattr(model, "get_output_embeddings", lambda: None)()
+        layers = (
+            name
+            for name, m in model.named_modules()
+            if isinstance(m, W4Linear) and m is not head  # nor are experts of dense models found
+        )
+        config.target_modules = {*config.target_modules, *layers}
+    return config
 
 
 enable()

@@ -27,6 +27,7 @@ from w4gemm.integrations.decoder.fusion import Fusion
 from w4gemm.integrations.decoder.requirements import LEFT_TO_TRANSFORMERS, Otherwise, broken, cache_argument, log_once
 from w4gemm.integrations.decoder.step import DecodeStep, Prompt, static_cache
 from w4gemm.integrations.generation import expert_keys, plan_keys
+from w4gemm.integrations.wrapping import wrap
 from w4gemm.jit import Unit
 from w4gemm.kernels.helpers.base import Helper, on_device
 from w4gemm.kernels.helpers.experts import ExpertRoute, RowCombine
@@ -46,7 +47,7 @@ _ATTENTION = ("sdpa", "eager")
 
 def enable(model: PreTrainedModel, fuse: bool) -> None:
     """See :func:`w4gemm.integrations.decoder.decode_by_graph`."""
-    _patch_sample()
+    wrap(GenerationMixin, "_sample", _sample)
     _steps[model] = _Kept(fuse)
 
 
@@ -106,48 +107,40 @@ def step_of(model: PreTrainedModel) -> DecodeStep | CompiledStep | None:
     return _steps[model].step if model in _steps else None
 
 
-@functools.cache
-def _patch_sample() -> None:
-    """Replace transformers' ``_sample``, once in a process."""
-    GenerationMixin._sample = _by_steps(GenerationMixin._sample)
+_signature = functools.cache(inspect.signature)
 
 
-def _by_steps(sample: Callable[..., Any]) -> Callable[..., Any]:
-    signature = inspect.signature(sample)
+def _sample(own: Callable[..., Any], self: Any, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Decode step by step with a model that does; else do what transformers' ``_sample`` does."""
+    if self not in _steps or self.device.type not in (*DEVICES, "cpu"):
+        return own(self, input_ids, *args, **kwargs)
+    arguments = _signature(own).bind(self, input_ids, *args, **kwargs).arguments
+    options = arguments.pop("model_kwargs", {})
 
-    @functools.wraps(sample)
-    def wrapped(self: Any, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if self not in _steps or self.device.type not in (*DEVICES, "cpu"):
-            return sample(self, input_ids, *args, **kwargs)
-        arguments = signature.bind(self, input_ids, *args, **kwargs).arguments
-        options = arguments.pop("model_kwargs", {})
+    def left(reason: str) -> Any:
+        log_once(logging.INFO, f"{type(self).__name__}: generate runs transformers' own loop, because {reason}")
+        return own(self, input_ids, *args, **kwargs)
 
-        def left(reason: str) -> Any:
-            log_once(logging.INFO, f"{type(self).__name__}: generate runs transformers' own loop, because {reason}")
-            return sample(self, input_ids, *args, **kwargs)
-
-        if reason := refusal(self, arguments, options):
-            return left(reason)
-        mask = options.get("attention_mask")
-        if mask is not None and bool((mask == 1).all()):  # which newer versions of transformers leave out themselves
-            mask = None
-        prompt = Prompt(input_ids, mask, options.get("position_ids"))
-        processor, criteria = arguments["logits_processor"], arguments["stopping_criteria"]
-        config, streamer = arguments["generation_config"], arguments.get("streamer")
-        lock = _steps[self].lock
-        if not lock.acquire(blocking=False):
-            return left("another call decodes with this model")
-        try:
-            with on_device(self.device):  # a graph captures streams of the current GPU alone
-                step = step_for(self, len(input_ids), criteria.max_length, mask is not None, prompt.planes)
-                return sample_by_step(self, step, prompt, processor, criteria, config, streamer)
-        except NotFusable as e:  # before the first token
-            reason, step, _steps[self].step = str(e), None, None  # whose memory transformers' loop may need
-        finally:
-            lock.release()
+    if reason := refusal(self, arguments, options):
         return left(reason)
-
-    return wrapped
+    mask = options.get("attention_mask")
+    if mask is not None and bool((mask == 1).all()):  # which newer versions of transformers leave out themselves
+        mask = None
+    prompt = Prompt(input_ids, mask, options.get("position_ids"))
+    processor, criteria = arguments["logits_processor"], arguments["stopping_criteria"]
+    config, streamer = arguments["generation_config"], arguments.get("streamer")
+    lock = _steps[self].lock
+    if not lock.acquire(blocking=False):
+        return left("another call decodes with this model")
+    try:
+        with on_device(self.device):  # a graph captures streams of the current GPU alone
+            step = step_for(self, len(input_ids), criteria.max_length, mask is not None, prompt.planes)
+            return sample_by_step(self, step, prompt, processor, criteria, config, streamer)
+    except NotFusable as e:  # before the first token
+        reason, step, _steps[self].step = str(e), None, None  # whose memory transformers' loop may need
+    finally:
+        lock.release()
+    return left(reason)
 
 
 def refusal(model: PreTrainedModel, arguments: dict[str, Any], options: dict[str, Any]) -> str:

@@ -5,7 +5,7 @@ Importing this file registers the method "w4gemm"."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from transformers.quantizers import register_quantization_config
@@ -18,6 +18,7 @@ from w4gemm.checkpoints.compressed_tensors_writer import WRITER
 from w4gemm.checkpoints.dense import SKIP, checked_skip
 from w4gemm.checkpoints.w4gemm import METHOD
 from w4gemm.core.formats import WeightFormat
+from w4gemm.integrations.wrapping import wrap
 from w4gemm.weights.file import format_name, parse_format_name
 from w4gemm.weights.weight import ACTIVATIONS
 
@@ -122,17 +123,10 @@ _before: dict[str, Any] = {}
 """The config classes that transformers had for the methods that were enabled."""
 
 
-def _let_config_win() -> None:
+def _merged(own: Callable[..., Any], quantization_config: Any, from_args: Any) -> Any:
     """Let a W4GemmConfig that is passed to ``from_pretrained`` go before the folder's config, which transformers does
     for none but the same class."""
-    merge = AutoHfQuantizer.merge_quantization_configs
-
-    def merged(quantization_config: Any, quantization_config_from_args: Any) -> Any:
-        if isinstance(quantization_config_from_args, W4GemmConfig):
-            return quantization_config_from_args
-        return merge(quantization_config, quantization_config_from_args)
-
-    AutoHfQuantizer.merge_quantization_configs = staticmethod(merged)
+    return from_args if isinstance(from_args, W4GemmConfig) else own(quantization_config, from_args)
 
 
-_let_config_win()
+wrap(AutoHfQuantizer, "merge_quantization_configs", _merged)

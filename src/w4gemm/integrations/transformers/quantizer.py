@@ -10,11 +10,10 @@ Importing this file registers it for the method "w4gemm". transformers 5.17 to 5
 
 from __future__ import annotations
 
-import functools
 import itertools
 import logging
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +57,7 @@ from w4gemm.integrations.transformers.saving import (
     refuse_what_no_folder_holds,
 )
 from w4gemm.integrations.transformers.sharding import Local, fill
+from w4gemm.integrations.wrapping import wrap
 from w4gemm.weights.file import parse_format_name
 from w4gemm.weights.weight import QuantizedWeight
 
@@ -399,37 +399,32 @@ def _untie_packed(model: PreTrainedModel) -> None:
     untie(model, [t for t, source in model.all_tied_weights_keys.items() if {t, source} & packed])
 
 
-def _refuse_to_resize_packed_heads() -> None:
-    """Let ``resize_token_embeddings`` refuse a quantized head, before the embedding has its new size."""
-    resize = PreTrainedModel.resize_token_embeddings
-
-    @functools.wraps(resize)
-    def checked(
-        model: PreTrainedModel,
-        new_num_tokens: int | None = None,
-        pad_to_multiple_of: int | None = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> nn.Embedding:
-        embedding = model.get_input_embeddings()
-        if isinstance(model.get_output_embeddings(), W4Linear) or isinstance(embedding, Packed):
-            rows = embedding.weight.shape[0]
-            tokens = rows if new_num_tokens is None else new_num_tokens
-            if pad_to_multiple_of is not None:
-                tokens += -tokens % pad_to_multiple_of
-            if tokens == rows:
-                return embedding
-            raise ValueError(
-                f"new_num_tokens: wanted {rows}, because a quantized head or embedding cannot get other rows, got "
-                f"{tokens}; resize before the model is quantized, or first call dequantize_embedding, and put a "
-                "torch.nn.Linear with the numbers of weight.dequantize() in the head's place (set_output_embeddings)"
-            )
-        return resize(model, new_num_tokens, pad_to_multiple_of, *args, **kwargs)
-
-    PreTrainedModel.resize_token_embeddings = checked
+def _resize_token_embeddings(
+    own: Callable[..., nn.Embedding],
+    model: PreTrainedModel,
+    new_num_tokens: int | None = None,
+    pad_to_multiple_of: int | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> nn.Embedding:
+    """Refuse to resize a quantized head, before the embedding has its new size."""
+    embedding = model.get_input_embeddings()
+    if isinstance(model.get_output_embeddings(), W4Linear) or isinstance(embedding, Packed):
+        rows = embedding.weight.shape[0]
+        tokens = rows if new_num_tokens is None else new_num_tokens
+        if pad_to_multiple_of is not None:
+            tokens += -tokens % pad_to_multiple_of
+        if tokens == rows:
+            return embedding
+        raise ValueError(
+            f"new_num_tokens: wanted {rows}, because a quantized head or embedding cannot get other rows, got "
+            f"{tokens}; resize before the model is quantized, or first call dequantize_embedding, and put a "
+            "torch.nn.Linear with the numbers of weight.dequantize() in the head's place (set_output_embeddings)"
+        )
+    return own(model, new_num_tokens, pad_to_multiple_of, *args, **kwargs)
 
 
-_refuse_to_resize_packed_heads()
+wrap(PreTrainedModel, "resize_token_embeddings", _resize_token_embeddings)
 
 
 def _has_dense_experts(model: nn.Module) -> bool:

@@ -18,13 +18,14 @@ from w4gemm.integrations.engines.gguf import PARAMETERS, gguf_weights
 from w4gemm.integrations.vllm import takeover
 from w4gemm.integrations.vllm.experts import taken_over
 from w4gemm.integrations.vllm.linear_kernel import LinearKernel
+from w4gemm.integrations.wrapping import wrap
 from w4gemm.weights.weight import QuantizedWeight
 
 
 def install() -> None:
     """Have the config of vLLM's GGUF plugin give each linear layer and head its method with our kernel, and experts
     ours."""
-    takeover.wrap(GGUFConfig, "get_quant_method", _method)
+    wrap(GGUFConfig, "get_quant_method", _method)
 
 
 def _method(own: Callable[..., Any], config: Any, layer: torch.nn.Module, prefix: str) -> Any:

@@ -31,6 +31,7 @@ from w4gemm.checkpoints.numbers import Numbers
 from w4gemm.checkpoints.stored import NAMES
 from w4gemm.integrations.vllm import takeover
 from w4gemm.integrations.vllm.linear_kernel import LinearKernel
+from w4gemm.integrations.wrapping import wrap
 
 _BITS = range(2, 9)
 _STREAMS = (2, 3, 4, 8)
@@ -56,9 +57,9 @@ def install() -> None:
         return
     config = auto_gptq.AutoGPTQConfig
     _OWN.update(config.TYPE_MAP)
-    takeover.wrap(auto_gptq, "get_linear_quant_method", _linear_method)
-    takeover.wrap(auto_gptq, "get_moe_quant_method", _experts_method)
-    takeover.wrap(INCWna16Scheme, "get_linear_method", _linear_method_of_auto_round)
+    wrap(auto_gptq, "get_linear_quant_method", _linear_method)
+    wrap(auto_gptq, "get_moe_quant_method", _experts_method)
+    wrap(INCWna16Scheme, "get_linear_method", _linear_method_of_auto_round)
     config.TYPE_MAP = {(bits, symmetric): None for bits in _BITS for symmetric in (True, False)} | _OWN
 
 

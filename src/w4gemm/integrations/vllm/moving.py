@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from w4gemm.integrations.vllm.takeover import wrap
+from w4gemm.integrations.wrapping import wrap
 
 _balancers: weakref.WeakSet[Any] = weakref.WeakSet()
 """vLLM's EplbStates of this process."""

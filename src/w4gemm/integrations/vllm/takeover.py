@@ -3,7 +3,6 @@ serves. Importing this imports no vLLM."""
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -13,6 +12,7 @@ from typing import Any
 from w4gemm.core import environment
 from w4gemm.integrations.engines.engine import OFFLOADED, PACKED_BEFORE, Capability, Engine
 from w4gemm.integrations.engines.warmup import Warmup
+from w4gemm.integrations.wrapping import wrap
 from w4gemm.jit import disk
 from w4gemm.kernels import workspace
 
@@ -114,27 +114,6 @@ def _is_elastic() -> bool:
     gets the tensors of another GPU's layers, in their order."""
     settings = getattr(current_config(), "parallel_config", None)
     return bool(getattr(settings, "enable_elastic_ep", False))
-
-
-def wrap(holder: Any, name: str, around: Callable[..., Any]) -> None:
-    """Have a function of ours run in place of one of vLLM's, once in each process.
-
-    Args:
-        holder: what has vLLM's, a module or a class.
-        around: called with vLLM's own function and what that is called with.
-
-    Raises:
-        AttributeError: if this vLLM has no such function.
-    """
-    own = getattr(holder, name)
-    if own.__module__ == __name__:
-        return
-
-    @functools.wraps(own, assigned=())
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        return around(own, *args, **kwargs)
-
-    setattr(holder, name, wrapped)
 
 
 def expect(layer: object) -> None:

@@ -20,7 +20,7 @@ from w4gemm.integrations.engines import routes
 from w4gemm.integrations.engines.copies import is_wrapper
 from w4gemm.integrations.engines.updates import DenseUpdate, Tensors
 from w4gemm.integrations.vllm.moving import moving, placement, stop_moves
-from w4gemm.integrations.vllm.takeover import wrap
+from w4gemm.integrations.wrapping import wrap
 from w4gemm.weights.weight import QuantizedWeight
 
 _OFF = "W4GEMM_VLLM=off leaves the layer to vLLM"
