@@ -112,7 +112,7 @@ def points(n: int, k: int, format: WeightFormat, tokens: Sequence[int], methods:
                 _methods(GemmProblem(m, n, k, dtype, format, "cpu", device=Device("cpu"))) if methods else ()
             ):
                 variants[f"{name}_us"] = [functools.partial(linear, x, w, config=config) for w in copies]
-            plan = choice.plan_for(choice.PlanKey.of(packed, m, dtype))
+            plan = choice.plan_for(choice.PlanKey.of(packed.packed, m, dtype, packed.device))
             row: Row = {"m": m, "n": n, "k": k, "format": str(format), "dtype": str(dtype).removeprefix("torch.")}
             row |= {"config": str(plan), "clock": "processor"}
             yield row | {name: round(us, 1) for name, us in least_us(variants, exact, dtype).items()}

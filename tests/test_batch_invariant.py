@@ -124,7 +124,7 @@ def test_large_on_a_gpu(format, n, k):
     x = randn(w, 9000, torch.bfloat16)
     whole, chosen = invariant(x, w), set()
     for m in choice.BOUNDS:
-        chosen.add(str(choice.plan_for(choice.PlanKey.of(w, m, x.dtype, Epilogue(bias=True), True))))
+        chosen.add(str(choice.plan_for(choice.PlanKey.of_layer(w, m, x.dtype, Epilogue(bias=True), True))))
         for part in (slice(m), slice(9000 - m, 9000), slice(11, 11 + m - m // 5)):
             assert torch.equal(invariant(x[part], w), whole[part]), (m, part)
     assert len(chosen) > 1, "one config alone would show nothing"

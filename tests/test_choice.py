@@ -489,6 +489,6 @@ def test_rows_are_gathered_before_where_that_takes_less(monkeypatch):
 
 def test_a_call_of_gathered_rows_has_a_plan_of_its_own():
     weight, device = packed_shape(WeightFormat(), "cpu", 64, 64, 4), torch.device("cpu")
-    keys = [choice.PlanKey.of(weight, 1, torch.float32, gathered=g, device=device) for g in (False, True)]
+    keys = [choice.PlanKey.of(weight, 1, torch.float32, device, gathered=g) for g in (False, True)]
     plans = [choice.plan_for(key) for key in keys]
     assert [plan.problem.gathered for plan in plans] == [False, True]

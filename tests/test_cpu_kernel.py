@@ -432,7 +432,7 @@ def test_float32_is_rounded_where_the_user_lets_it(medium, n, k, m):
     assert torch.equal(w4gemm.linear(one, w), w4gemm.linear(one.bfloat16(), w, out_dtype=torch.float32))
     for own in (
         {"batch_invariant": True},
-        {"config": choice.plan_for(choice.PlanKey.of(w, 2 * m, torch.float32)).config},
+        {"config": choice.plan_for(choice.PlanKey.of(w.packed, 2 * m, torch.float32, w.device)).config},
     ):
         assert_close(w4gemm.linear(x, w, **own), x, w)
         assert not torch.equal(w4gemm.linear(x, w, **own), rounded)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import pkgutil
 import re
 import subprocess
 import sys
@@ -126,6 +128,28 @@ assert not torch.cuda.is_initialized()
 """
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
+
+
+ENGINES = {"vllm": "vllm.general_plugins", "sglang": "sglang.srt.plugins"}
+"""Packages of serving engines, and their groups of entry points."""
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_importing_a_plugin_imports_no_engine(engine):
+    plugin = f"w4gemm.integrations.{engine}"
+    script = f"import sys; sys.path[:] = {sys.path!r}\nimport {plugin}\nassert {engine!r} not in sys.modules"
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="no tomllib")
+@pytest.mark.parametrize(("engine", "group"), ENGINES.items())
+def test_the_entry_point_of_a_plugin_is_its_function(engine, group):
+    import tomllib
+
+    project = tomllib.loads((PACKAGE.parents[1] / "pyproject.toml").read_text())["project"]
+    plugin = importlib.import_module(f"w4gemm.integrations.{engine}")
+    assert pkgutil.resolve_name(project["entry-points"][group]["w4gemm"]) is plugin.register
 
 
 @pytest.mark.parametrize(

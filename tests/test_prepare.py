@@ -66,7 +66,7 @@ def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> type[Pool]:
 
 def keys(n: int, *tokens: int) -> list[PlanKey]:
     weight = packed_shape(WeightFormat(128), "mma16", n, 1024)
-    return [PlanKey.of(weight, m, torch.bfloat16, device=torch.device("cuda", 0)) for m in tokens]
+    return [PlanKey.of(weight, m, torch.bfloat16, torch.device("cuda", 0)) for m in tokens]
 
 
 def test_each_unit_is_compiled_once(pool: type[Pool]) -> None:

@@ -106,7 +106,7 @@ def test_what_an_interval_can_meet_is_chosen_as_every_m_is():
 def test_an_engine_knows_numbers_of_tokens_that_meet_every_choice(most, monkeypatch):
     monkeypatch.setattr(plan_cache.Device, "of", lambda device: H200)
     shape = packed_shape(FORMAT, "mma16", FEW_FEATURES.n, FEW_FEATURES.k)
-    key = choice.PlanKey.of(shape, 1, torch.bfloat16, device=torch.device("cuda"))
+    key = choice.PlanKey.of(shape, 1, torch.bfloat16, torch.device("cuda"))
     tokens = choice.tokens_of_all_plans(key, most)
     assert tokens[0] == 1 and max(tokens) == most and len(tokens) < 120
 

@@ -157,7 +157,7 @@ def of_w4gemm(point: Point, copies: list[QuantizedWeight], extra: Extra) -> Iter
         return Candidate(name, w4gemm.__version__, config, calls, MAX_ERROR)
 
     epilogue = Epilogue(token_scale=dtype == FP8)
-    plan = str(choice.plan_for(choice.PlanKey.of(w, total, dtype, epilogue)))
+    plan = str(choice.plan_for(choice.PlanKey.of(w.packed, total, dtype, w.device, epilogue)))
     yield candidate("w4gemm", plan, [ours(i, None) for i in numbers])
     shape = (total, w.n, w.k, dtype, w.format, w.layout)
     for config in best_of(GemmProblem(*shape, epilogue, Device.of(w.device), experts=w.experts), extra.configs):

@@ -50,7 +50,7 @@ class W4gemm:
             if self._kernel:
                 problem = GemmProblem(m, packed.n, packed.k, dtype, packed.format, packed.layout, epilogue, device)
                 return next(str(c) for c in choice.explain(problem).candidates if c.kernel == self._kernel)
-            return str(choice.plan_for(choice.PlanKey.of(packed, m, dtype, epilogue)))
+            return str(choice.plan_for(choice.PlanKey.of(packed.packed, m, dtype, packed.device, epilogue)))
 
         return Prepared(packed.tensors, run, chosen, weight_of=weight_of)
 

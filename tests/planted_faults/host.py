@@ -208,8 +208,8 @@ FAULTS = (
     Fault(
         "a plan's key forgets batch_invariant",
         "src/w4gemm/choice/plan_cache.py",
-        "return cls(plan_rows(m, weight.experts), weight, dtype, epilogue, at, config, batch_invariant, gathered)",
-        "return cls(plan_rows(m, weight.experts), weight, dtype, epilogue, at, config, False, gathered)",
+        "return cls(plan_rows(m, weight.experts), weight, dtype, epilogue, device, config, batch_invariant, gathered)",
+        "return cls(plan_rows(m, weight.experts), weight, dtype, epilogue, device, config, False, gathered)",
         "tests/test_choice.py -k depends_on",
     ),
     Fault(

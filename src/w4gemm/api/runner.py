@@ -220,7 +220,7 @@ class MixedGemm:
     def _key(self, weight: PackedShape, m: int) -> choice.PlanKey:
         require_int("m", m)
         assert isinstance(self.device, torch.device)
-        return choice.PlanKey.of(weight, m, self.dtype, self.epilogue, self.batch_invariant, device=self.device)
+        return choice.PlanKey.of(weight, m, self.dtype, self.device, self.epilogue, self.batch_invariant)
 
     def _product(self, weight: PackedShape, config: str | None) -> Product:
         text = "" if config is None else checked_config(config)

@@ -32,7 +32,13 @@ from w4gemm.packing.bits import unpack
 ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """The nibble of a word that holds its first, second, ... number."""
 _ORDERS = {"reorder": ORDER, "order": None}
-"""By Quark's ``pack_method``."""
+
+
+def order_of(pack_method: object) -> tuple[int, ...] | None:
+    """Return the order of the numbers in a word by Quark's ``pack_method``; None if they are in order."""
+    if pack_method not in _ORDERS:
+        raise ValueError(f"pack_method is {pack_method!r}, wanted {' or '.join(map(repr, _ORDERS))}")
+    return _ORDERS[str(pack_method)]
 
 
 def numbers(
@@ -60,9 +66,7 @@ class AWQPacking(Packing):
                 f"{other} is {config[other]!r}, which packs in another order; wanted 'gemm': quantize the dense model "
                 "again with it"
             )
-        if (method := config.get("pack_method", "reorder")) not in _ORDERS:
-            raise ValueError(f"pack_method is {method!r}, wanted {' or '.join(map(repr, _ORDERS))}")
-        self._order, self._extra = _ORDERS[method], ExtraConfig(config)
+        self._order, self._extra = order_of(config.get("pack_method", "reorder")), ExtraConfig(config)
 
     def named(self) -> Iterable[Named]:
         return self._extra.named()

@@ -35,7 +35,6 @@ from w4gemm.packing.bits import unpack
 _INTEGERS = {"int4": "I32", "uint4": "I32", "int8": "I8", "uint8": "U8"}
 """safetensors' name of the dtype of ``weight`` and ``weight_zero_point``, by Quark's name of the numbers."""
 _FOUR_BITS = ("fp4", "int4", "uint4")
-_ORDERS = {"reorder": awq.ORDER, "order": None}
 _PARTS = ("weight", "weight_scale", "weight_zero_point")
 _ROTATIONS = ("r4", "online_r1_rotation")
 """Settings of Quark's rotations that have x rotated while the model runs. r1 and r2 are part of the weights, and r3
@@ -69,9 +68,7 @@ class QuarkPacking(Packing):
                     "algo_config is svdquant, whose product of low rank beside the weight is not added here; quantize "
                     "the dense model again without it"
                 )
-        if (method := (config["export"] or {}).get("pack_method")) not in _ORDERS:
-            raise ValueError(f"pack_method is {method!r}, wanted {' or '.join(map(repr, _ORDERS))}")
-        self._order = _ORDERS[method]
+        self._order = awq.order_of((config["export"] or {}).get("pack_method"))
 
     def named(self) -> Iterable[Named]:
         layers = self.config.get("layer_quant_config") or {}

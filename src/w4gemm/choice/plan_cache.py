@@ -49,29 +49,17 @@ class PlanKey(NamedTuple):
     @classmethod
     def of(
         cls,
-        w: QuantizedWeight | PackedShape,
+        weight: PackedShape,
         m: int,
         dtype: torch.dtype,
+        device: torch.device,
         epilogue: Epilogue = PLAIN,
         batch_invariant: bool = False,
         gathered: bool = False,
-        *,
         config: str = "",
-        device: torch.device | None = None,
     ) -> PlanKey:
-        """Return the key of the plan for m rows of x, of all experts together.
-
-        Args:
-            w: the weight, or its shape.
-            device: device of the weight. A PackedShape has none, so it needs this.
-            dtype: dtype of x as it is multiplied.
-        """
-        if isinstance(w, PackedShape):
-            assert device is not None
-            weight, at = w, device
-        else:
-            weight, at = w.packed, device or w.device
-        return cls(plan_rows(m, weight.experts), weight, dtype, epilogue, at, config, batch_invariant, gathered)
+        """Return the key of the plan for m rows of x, of all experts together. dtype: of x as it is multiplied."""
+        return cls(plan_rows(m, weight.experts), weight, dtype, epilogue, device, config, batch_invariant, gathered)
 
     @classmethod
     def of_layer(
@@ -86,7 +74,7 @@ class PlanKey(NamedTuple):
         """Return the key of the plan for m rows of x of ``dtype``, which are quantized first if the weight says so."""
         if w.activations == "fp8":
             dtype, epilogue = torch.float8_e4m3fn, epilogue.of_quantized(dtype)
-        return cls.of(w, m, dtype, epilogue, batch_invariant, gathered)
+        return cls.of(w.packed, m, dtype, w.device, epilogue, batch_invariant, gathered)
 
     def problem(self) -> GemmProblem:
         """Return the problem that the plan is chosen for."""
@@ -187,7 +175,7 @@ def prepare(keys: Iterable[PlanKey], helpers: Collection[Unit] = (), rank: int =
     they divide the work: each uses its fraction of the processors and begins at another unit.
 
     Args:
-        keys: the products, each with a number of tokens: ``PlanKey.of(weight, m, dtype, epilogue)``.
+        keys: the products, each with a number of tokens: ``PlanKey.of(weight, m, dtype, device)``.
         helpers: units of small kernels that run before or after the products.
         rank, ranks: the index of this process among ``ranks`` processes that prepare the same.
 

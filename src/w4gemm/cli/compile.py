@@ -15,7 +15,6 @@ import torch
 
 from w4gemm.checkpoints import Module
 from w4gemm.choice import table
-from w4gemm.choice.table import Record
 from w4gemm.cli.needs import Use, chosen, helpers_of, lookups_of, one_launches_of, problems_of
 from w4gemm.cli.parser import ALL_TOKENS
 from w4gemm.cli.problems import Layer, embeddings_of, layers_of, parse_layers
@@ -77,9 +76,10 @@ def run(args: argparse.Namespace) -> int:
         units |= dict.fromkeys(lookups_of(task.embeddings, use))
     started = time.perf_counter()
     size = fill(args.output, units, args.workers)
-    if records:
-        _add_records(args.output / table.USER_FILE, records)
-    for path in (*disk.stored(), *disk.libraries()):  # for whoever runs them, who may be another user
+    tables = [args.output / table.USER_FILE] if records else []
+    for path in tables:  # its records of other layers stay: the folder may hold several models
+        table.add_missing(path, records)
+    for path in (*disk.stored(), *disk.libraries(), *tables):  # for whoever runs them, who may be another user
         with contextlib.suppress(PermissionError):  # it was there before, and is root's
             path.chmod(0o644)
     seconds = time.perf_counter() - started
@@ -92,14 +92,6 @@ def run(args: argparse.Namespace) -> int:
         f"{counted(len(records), 'tuned config')}"
     )
     return 0
-
-
-def _add_records(path: Path, records: list[Record]) -> None:
-    """Add tuned configs to the folder's table. Its records of other layers stay, because the folder may hold several
-    models, or be the cache folder itself."""
-    table.add_missing(path, records)
-    with contextlib.suppress(PermissionError):  # it was there before, and is root's
-        path.chmod(0o644)
 
 
 def _router(args: argparse.Namespace, task: _Task) -> tuple[Router, bool] | None:

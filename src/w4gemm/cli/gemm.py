@@ -53,7 +53,7 @@ def _profile(problem: GemmProblem, where: torch.device, top: int | None, as_json
 def _run_once(problem: GemmProblem, where: torch.device, config: str | None, as_json: bool) -> int:
     # planned as linear does it, for the interval of m
     weight = packed_shape(problem.format, problem.layout, problem.n, problem.k)
-    key = choice.PlanKey.of(weight, problem.m, problem.dtype, config=config or "", device=where)
+    key = choice.PlanKey.of(weight, problem.m, problem.dtype, where, config=config or "")
     if config is not None:
         choice.explain(key.problem(), config)  # refuses a config before the heading; plan_for compiles after it
     if not as_json:

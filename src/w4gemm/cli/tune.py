@@ -8,7 +8,6 @@ import statistics
 import time
 from typing import Any
 
-from w4gemm import choice
 from w4gemm.choice import table
 from w4gemm.cli.parser import ALL_TOKENS, CPU_TOKENS
 from w4gemm.cli.problems import parse_layers, problems
@@ -17,7 +16,7 @@ from w4gemm.console.errors import memory_for
 from w4gemm.console.progress import counted, delete_line, progress_bar, say
 from w4gemm.console.values import chosen_dtype, parse_tokens
 from w4gemm.core import environment
-from w4gemm.tuning.tuner import TOP, Outcome, tune
+from w4gemm.tuning.tuner import TOP, Outcome, is_tuned, tune
 
 
 def run(args: argparse.Namespace) -> int:
@@ -32,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     if left_out := len(layers) - len(dense):
         say(f"left out, since experts are not tuned: {counted(left_out, 'layer')} of experts")
     needed = problems(dense, tokens, device, dtype, args.batch_invariant)
-    tuned = 0 if args.force else sum((choice.measured_record(problem) or ("",))[0] == "tuned" for problem in needed)
+    tuned = 0 if args.force else sum(map(is_tuned, needed))
     say(f"{device_line(device)}; {counted(len(needed), 'problem')}")
     say_if_busy(where)
     top = TOP if args.top is None else args.top

@@ -110,7 +110,7 @@ def tune(
     device = torch.device(device)
     todo = [replace(p, m=choice.interval_end(p.m)) for p in problems]
     todo = sorted(dict.fromkeys(todo), key=lambda p: (p.n, p.k, str(p.format), str(p.dtype), str(p.epilogue), p.m))
-    guesses = {p: _guesses(p, top) for p in todo if force or not _is_tuned(p)}
+    guesses = {p: _guesses(p, top) for p in todo if force or not is_tuned(p)}
     guesses = {p: configs for p, configs in guesses.items() if configs}
     workload: Workload | None = None
     with CompilePool(workers) as pool:
@@ -173,7 +173,8 @@ def autotune(*, top: int | None = TOP) -> AbstractContextManager[None]:
     return choice.tuning_with(see)
 
 
-def _is_tuned(problem: GemmProblem) -> bool:
+def is_tuned(problem: GemmProblem) -> bool:
+    """True if the choice for a problem was measured on this machine."""
     measured = choice.measured_record(problem)
     return measured is not None and measured[0] == "tuned"
 

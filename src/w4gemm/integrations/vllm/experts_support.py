@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,14 +10,11 @@ from vllm import envs
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 
 from w4gemm.core.activation import is_gated
-from w4gemm.core.epilogue import Epilogue
 from w4gemm.core.formats import WeightFormat
-from w4gemm.core.problem import Device, GemmProblem
-from w4gemm.integrations.engines.engine import why_no_kernel
+from w4gemm.integrations.engines.engine import layer_product, why_no_kernel
 from w4gemm.integrations.engines.formats import ExpertsFormat, ExpertsSettings
 from w4gemm.integrations.vllm import takeover
 from w4gemm.integrations.vllm.experts_formats import METHODS, fused_activation
-from w4gemm.packing.layouts import layout_for
 
 _OTHER_EXCHANGES = (
     *("fi_nvl_two_sided_kernels", "fi_nvl_one_sided_kernels", "nixl_ep_kernels"),
@@ -85,19 +83,13 @@ def multiplied(settings: ExpertsSettings, layer: Any) -> WeightFormat:
 def no_kernel(moe: Any, hidden: int, width: int, format: WeightFormat, fp8: bool, block_scale: bool = False) -> str:
     """Return why no kernel runs the products of a layer, or the empty string. block_scale: True if the rows of the
     first one, which then lie as it reads them, have a scale for each 128 columns."""
-    device, experts = Device.of(torch.get_default_device()), moe.num_local_experts
-    dtype = torch.float8_e4m3fn if fp8 else moe.in_dtype
-    layout = layout_for(device, format, dtype)
-    plain = Epilogue(token_scale=fp8, out_dtype=moe.in_dtype if fp8 else None, bias=moe.has_bias)
     activation = fused_activation(moe)
-    first = plain._replace(activation=activation)
+    sizes = (2 * width if is_gated(activation) else width, hidden), (hidden, width)
+    facts, device = (moe.in_dtype, fp8, moe.num_local_experts), torch.get_default_device()
+    gate_up, down = (layer_product(device, format, *size, *facts) for size in sizes)
+    plain = down.epilogue._replace(bias=moe.has_bias)
+    fused = plain._replace(activation=activation)
     if block_scale:
-        first = first._replace(token_scale=False, block_scale=True)
-    rows = 2 * width if is_gated(activation) else width
-    for n, k, epilogue, gathered in ((rows, hidden, first, not block_scale), (hidden, width, plain, False)):
-        problem = GemmProblem(
-            experts, n, k, dtype, format, layout, epilogue, device, experts=experts, gathered=gathered
-        )
-        if reason := why_no_kernel(problem):
-            return reason
-    return ""
+        fused = fused._replace(token_scale=False, block_scale=True)
+    gate_up = replace(gate_up, epilogue=fused, gathered=not block_scale)
+    return why_no_kernel(gate_up) or why_no_kernel(replace(down, epilogue=plain))
