@@ -151,6 +151,11 @@ class WeightOperand:
     channels: bool = False
 
     @property
+    def kinds(self) -> tuple[str, str, str]:
+        """What a decoder of numbers for 16-bit x is made of first: dtype of x, of the scales, and zero points."""
+        return self.kind, self.scale, self.zero
+
+    @property
     def decoded(self) -> str:
         """Kind of number that codes are decoded to."""
         return self.codec.decoded or self.kind

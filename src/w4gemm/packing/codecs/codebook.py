@@ -44,12 +44,13 @@ class CodebookCodec(Codec):
         from w4gemm.packing.codecs.codebook_decode import CodebookDecoder, IntegerDecoder
         from w4gemm.packing.codecs.pairs_decode import BarePairDecoder, PairDecoder
 
-        form, values = (weight.kind, weight.scale, weight.zero), self.values
+        values = self.values
         if decoding.pairs is not None:
-            return (BarePairDecoder if decoding.on_sums else PairDecoder)(*form, values=values, pairs=decoding.pairs)
+            of_pairs = BarePairDecoder if decoding.on_sums else PairDecoder
+            return of_pairs(*weight.kinds, values=values, pairs=decoding.pairs)
         if are_bytes(values):
-            return IntegerDecoder(*form, decoding.only_fma, values, decoding.allow_sum_scale)
-        return CodebookDecoder(*form, decoding.only_fma, values)
+            return IntegerDecoder(*weight.kinds, decoding.only_fma, values, decoding.allow_sum_scale)
+        return CodebookDecoder(*weight.kinds, decoding.only_fma, values)
 
     def costs(self, weight: WeightOperand, pairs: Pairs | None, few: bool) -> tuple[str, ...]:
         if pairs is not None:

@@ -56,8 +56,7 @@ class E2M1HalfCodec(Codec):
     def decoder(self, weight: WeightOperand, decoding: Decoding) -> Any:
         from w4gemm.packing.codecs.e2m1_decode import E2m1Decoder
 
-        form = weight.kind, weight.scale, weight.zero
-        return E2m1Decoder(*form, decoding.only_fma, decoding.allow_sum_scale)
+        return E2m1Decoder(*weight.kinds, decoding.only_fma, decoding.allow_sum_scale)
 
     def costs(self, weight: WeightOperand, pairs: Pairs | None, few: bool) -> tuple[str, ...]:
         (scale,) = self.scales

@@ -245,8 +245,7 @@ class FloatCodec(Codec):
 
         if self.fragment is MMA8:
             return StoredDecoder()
-        form = weight.kind, weight.scale, weight.zero
-        return FloatDecoder(*form, decoding.only_fma, decoding.allow_sum_scale, number=FLOATS[self.element])
+        return FloatDecoder(*weight.kinds, decoding.only_fma, decoding.allow_sum_scale, number=FLOATS[self.element])
 
     def costs(self, weight: WeightOperand, pairs: Pairs | None, few: bool) -> tuple[str, ...]:
         if weight.kind == "e4m3":
@@ -304,8 +303,7 @@ class WideFloatCodec(GroupCodec):
     def decoder(self, weight: WeightOperand, decoding: Decoding) -> Any:
         from w4gemm.packing.codecs.floats_decode import WideFloatDecoder
 
-        form = weight.kind, weight.scale, weight.zero
-        return WideFloatDecoder(*form, decoding.only_fma, decoding.allow_sum_scale, number=FLOATS[self.element])
+        return WideFloatDecoder(*weight.kinds, decoding.only_fma, decoding.allow_sum_scale, number=FLOATS[self.element])
 
     def costs(self, weight: WeightOperand, pairs: Pairs | None, few: bool) -> tuple[str, ...]:
         return ("two_levels_few" if few else "two_levels",)

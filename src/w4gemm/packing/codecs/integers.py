@@ -85,11 +85,11 @@ class HalfCodec(Codec):
     def decoder(self, weight: WeightOperand, decoding: Decoding) -> Any:
         from w4gemm.packing.codecs.integers_decode import Decoder, SinglesDecoder, SubnormalDecoder
 
-        form, bits, sum_scale = (weight.kind, weight.scale, weight.zero), self.bits, decoding.allow_sum_scale
-        if SubnormalDecoder.decodes(*form, bits) and (bits > 4 or (sum_scale and not decoding.only_fma)):
-            return SubnormalDecoder(*form, decoding.only_fma, bits=bits, allow_sum_scale=sum_scale)
-        decoder = SinglesDecoder if SinglesDecoder.decodes(*form, bits) else Decoder
-        return decoder(*form, decoding.only_fma, bits=bits)
+        kinds, bits, sum_scale = weight.kinds, self.bits, decoding.allow_sum_scale
+        if SubnormalDecoder.decodes(*kinds, bits) and (bits > 4 or (sum_scale and not decoding.only_fma)):
+            return SubnormalDecoder(*kinds, decoding.only_fma, bits=bits, allow_sum_scale=sum_scale)
+        decoder = SinglesDecoder if SinglesDecoder.decodes(*kinds, bits) else Decoder
+        return decoder(*kinds, decoding.only_fma, bits=bits)
 
     def costs(self, weight: WeightOperand, pairs: Pairs | None, few: bool) -> tuple[str, ...]:
         costs = super().costs(weight, pairs, few)
@@ -110,10 +110,9 @@ class WideCodec(Codec):
 
     def _made(self, weight: WeightOperand, decoding: Decoding, decoder: Any, of_pairs: Any = None) -> Any:
         """Return a decoder of a class, or of pairs of codes."""
-        form = weight.kind, weight.scale, weight.zero
         if decoding.pairs is not None:
-            return of_pairs(*form)
-        return decoder(*form, decoding.only_fma, decoding.allow_sum_scale, bits=self.bits)
+            return of_pairs(*weight.kinds)
+        return decoder(*weight.kinds, decoding.only_fma, decoding.allow_sum_scale, bits=self.bits)
 
 
 class TwoLevelCodec(WideCodec):
@@ -130,8 +129,8 @@ class TwoLevelCodec(WideCodec):
         return None if weight.block.scale_group == 32 else super().pairs(weight, on_sums)
 
     def _made(self, weight: WeightOperand, decoding: Decoding, decoder: Any, of_pairs: Any = None) -> Any:
-        form = functools.partial(decoder, held=decoding.held, by_dots=decoding.by_dots)
-        return super()._made(weight, decoding, form, of_pairs)
+        held = functools.partial(decoder, held=decoding.held, by_dots=decoding.by_dots)
+        return super()._made(weight, decoding, held, of_pairs)
 
     def costs(self, weight: WeightOperand, pairs: Pairs | None, few: bool) -> tuple[str, ...]:
         return ("two_levels_few" if few else "two_levels",)
