@@ -485,6 +485,11 @@ def test_processes_that_run_beside_this_one() -> None:
             busy.kill()
 
 
+def test_a_system_without_proc_is_no_busy_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "linux_says", lambda file, line: None)
+    assert devices._running_elsewhere() == 0
+
+
 def test_info(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["info"]) == 0
     text = capsys.readouterr().out

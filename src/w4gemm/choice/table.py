@@ -23,7 +23,7 @@ import torch
 
 from w4gemm.core import environment, trust
 from w4gemm.core.config import GemmConfig
-from w4gemm.core.files import placed, system_reason
+from w4gemm.core.files import linux_says, placed, system_reason
 from w4gemm.core.problem import Device, GemmProblem
 from w4gemm.packing.layouts import RENAMED
 
@@ -180,11 +180,7 @@ def device_facts(device: Device) -> tuple[str, int]:
 
 @functools.cache
 def _processor() -> str:
-    try:
-        match = re.search(r"^model name\s*:\s*(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    except OSError:  # not Linux
-        match = None
-    return match[1].strip() if match else "CPU"
+    return (linux_says("cpuinfo", r"model name\s*:\s*(.*)") or "CPU").strip()
 
 
 def parse_lines(lines: Iterable[str]) -> tuple[list[Record], list[tuple[int, str]]]:

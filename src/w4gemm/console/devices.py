@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import re
 import statistics
 import time
-from pathlib import Path
 
 import torch
 
@@ -15,6 +13,7 @@ from w4gemm.console.options import require_device
 from w4gemm.console.progress import say
 from w4gemm.core.environment import names_threads
 from w4gemm.core.errors import require_gpu
+from w4gemm.core.files import linux_says
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import Device, GemmProblem, gpu_named
 from w4gemm.core.words import dotted
@@ -65,8 +64,7 @@ def _running_elsewhere() -> int:
     counts = []
     for _ in range(5):
         time.sleep(0.02)
-        match = re.search(r"^procs_running (\d+)$", Path("/proc/stat").read_text(), re.MULTILINE)
-        counts.append(int(match[1]) - 1 if match else 0)
+        counts.append(int(linux_says("stat", r"procs_running (\d+)") or 1) - 1)
     return int(statistics.median(counts))
 
 

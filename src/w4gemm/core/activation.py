@@ -14,8 +14,8 @@ Those from ``silu_mul`` on are gated: even rows of the weight are gates, odd row
 (:meth:`w4gemm.QuantizedWeight.interleave`), and each pair makes one column of the result. Other constants are given in
 parentheses: ``"swiglu_oai(limit=10)"``, ``"silu_mul(limit=none)"``. Constants are part of the compiled kernel.
 
-A new activation is a line of ``ACTIVATIONS``, a name in ``function_names.py``, with its constants, and a line in
-``kernels/device/activation.py``.
+A new activation is a line of ``ACTIVATIONS``, a name in ``function_names.py``, with its constants, and a line of
+``_ACTIVATIONS`` in ``kernels/device/activation.py``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Writes of files that are whole or absent, :func:`placed`, reads that refuse pipes and devices, :func:`read_regular`,
-and what lies at a user's path: :func:`existing`, :func:`lacks_weights`, :func:`why_unread`. Importing this does without
-PyTorch."""
+what lies at a user's path: :func:`existing`, :func:`lacks_weights`, :func:`why_unread`, and what Linux says of the
+machine: :func:`linux_says`. Importing this does without PyTorch."""
 
 from __future__ import annotations
 
@@ -165,3 +165,12 @@ def read_regular(file: Path, most: int) -> bytes:
     if len(data) > most:
         raise ValueError(f"it has more than {most} bytes")
     return data
+
+
+def linux_says(file: str, line: str) -> str | None:
+    """Return what the group of a pattern matches in a line of /proc/``file``; None if no line does, or not on Linux."""
+    try:
+        match = re.search(f"^{line}$", Path("/proc", file).read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return match and match[1]

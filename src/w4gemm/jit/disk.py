@@ -20,13 +20,13 @@ import hashlib
 import logging
 import os
 import platform
-import re
 import tempfile
 import time
 from collections.abc import Hashable, Iterator
 from pathlib import Path
 
 from w4gemm.core import environment, trust
+from w4gemm.core.files import linux_says
 from w4gemm.jit import toolchain
 from w4gemm.jit.unit import Unit
 
@@ -63,11 +63,7 @@ def fingerprint() -> tuple[Hashable, ...]:
 @functools.cache
 def processor() -> tuple[str, ...]:
     """Return the host's architecture and the instruction sets of it that host code in an object may use."""
-    try:
-        match = re.search(r"^(?:flags|Features)\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    except OSError:  # not Linux
-        match = None
-    flags = match[1].split() if match else []
+    flags = (linux_says("cpuinfo", r"(?:flags|Features)\s*:(.*)") or "").split()
     used = (f for f in flags if f.startswith(("avx", "bmi", "fma", "sve")) and f not in _ONLY_BY_NAME)
     return (platform.machine(), *sorted(used))
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import math
-import re
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
 from w4gemm.core.epilogue import SCALE_BLOCK, EpilogueOperands, bias_dtype
+from w4gemm.core.files import linux_says
 from w4gemm.core.problem import GemmProblem
 from w4gemm.kernels import Operands
 from w4gemm.tuning.random_weight import random_weight
@@ -105,9 +104,6 @@ class Workload:
 def _require_memory(size: int) -> None:
     """Raise MemoryError if Linux has less memory for a process than ``size`` bytes: it would grant them, and end the
     process once they are written."""
-    try:
-        free = re.search(r"^MemAvailable: +(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE)
-    except OSError:
-        return
-    if free and size > 1024 * int(free[1]):
+    free = linux_says("meminfo", r"MemAvailable: +(\d+) kB")
+    if free and size > 1024 * int(free):
         raise MemoryError(f"cannot allocate {size} bytes")
