@@ -37,6 +37,15 @@ def test_a_dense_folder_has_the_numbers_of_a_quantized_one(tmp_path):
             assert torch.equal(dense.tensor(f"{prefix}.{expert}.{leaf}_proj.weight"), w[half::2])
 
 
+@pytest.mark.parametrize(("name", "format"), [("mixtral-8x7b", "ct-int4-g32"), ("kimi-k3-quarter", "ct-mxfp4")])
+def test_a_dense_folder_has_the_names_of_its_model(name: str, format: str, tmp_path) -> None:
+    model = written(name, format, tmp_path / "packed")
+    dense = SafetensorsFolder(dense_folder(tmp_path / "packed"))
+    assert {n: info.shape for n, info in dense.tensors.items()} == {
+        t.name: t.shape for t in tensors_of(model, Packing("bf16"))
+    }
+
+
 def test_a_dense_folder_keeps_biases(tmp_path):
     write(tiny(model_named("glm-4.5-air")), Packing.parse("ct-int4-g32"), tmp_path / "packed")
     stored, dense = SafetensorsFolder(tmp_path / "packed"), SafetensorsFolder(dense_folder(tmp_path / "packed"))

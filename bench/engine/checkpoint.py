@@ -40,6 +40,8 @@ _FEW_BYTES = 1 << 28
 _WRITERS = 8
 RANK = 8
 """Of LoRA adapters."""
+_SHORT = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+"""Names that some models, such as Mixtral, have for the matrices of an expert."""
 
 
 class Pool:
@@ -213,6 +215,7 @@ def dense_folder(folder: Path) -> Path:
     if dense.exists():
         return dense
     checkpoint, stored, tensors = open_checkpoint(folder), SafetensorsFolder(folder), dict[str, torch.Tensor]()
+    modules = {name.rpartition(".")[0] for name in stored.tensors}
     for name, module in checkpoint.modules.items():
         w = checkpoint.weight(name).dequantize(torch.bfloat16)
         parent, _, last = name.rpartition(".")
@@ -220,7 +223,8 @@ def dense_folder(folder: Path) -> Path:
         for leaf, each in halves.items():
             places = [f"{parent}.{e}" for e in range(module.experts)] or [parent]
             for place, rows in zip(places, each.view(-1, *each.shape[-2:]), strict=True):
-                tensors[f"{place}.{leaf}.weight"] = rows.contiguous()
+                named = leaf if f"{place}.{leaf}" in modules else _SHORT[leaf]
+                tensors[f"{place}.{named}.weight"] = rows.contiguous()
     own = {name.rpartition(".")[0] for name in tensors}
     kept = (n for n in stored.tensors if n.endswith(".bias") or n.rpartition(".")[0] not in own)
     tensors |= {name: stored.tensor(name) for name in kept}
