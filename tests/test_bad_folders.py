@@ -18,7 +18,7 @@ import torch
 pytest.importorskip("transformers")
 
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, ViTConfig, ViTForImageClassification
 
 import test_deepseek
 import test_from_pretrained
@@ -27,7 +27,7 @@ import test_mixtures
 import test_modelopt
 from fuzz import samples
 from quantized_model import write_model
-from w4gemm import FormatError
+from w4gemm import FormatError, W4Linear
 from w4gemm.checkpoints import open_checkpoint
 from w4gemm.checkpoints.hugging_face import metadata
 from w4gemm.integrations.transformers import W4GemmConfig, load
@@ -51,6 +51,15 @@ def refused(folder: Path, message: str) -> None:
         read(folder)
     text = str(caught.value)
     assert str(folder) in text and "\n" not in text, text
+
+
+def test_another_kind_of_model(tmp_path: Path) -> None:
+    """transformers' own words are a list of every language model."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48}
+    ViTForImageClassification(ViTConfig(**sizes, image_size=14, patch_size=14)).save_pretrained(tmp_path)
+    refused(tmp_path, "it is a vit model, no causal language model; its own class quantizes it: from_pretrained")
+    model = ViTForImageClassification.from_pretrained(tmp_path, quantization_config=W4GemmConfig())
+    assert any(isinstance(module, W4Linear) for module in model.modules())
 
 
 def shard(folder: Path) -> dict[str, str]:

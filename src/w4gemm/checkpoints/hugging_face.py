@@ -35,9 +35,18 @@ AS_IT_IS: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False
 
 def model_class(config: Any) -> Any:
     """Return transformers' class that makes the model of a config: a causal language model; or one that reads images
-    too, if the config names such a model, or transformers makes no other of it."""
+    too, if the config names such a model, or transformers makes no other of it.
+
+    Raises:
+        ValueError: for a config of another kind of model.
+    """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+    if not is_model(config):
+        raise ValueError(
+            f"it is a {config.model_type} model, no causal language model; its own class quantizes it: "
+            "from_pretrained(FOLDER, quantization_config=W4GemmConfig())"
+        )
     images = AutoModelForImageTextToText._model_mapping
     if type(config) not in images:
         return AutoModelForCausalLM
