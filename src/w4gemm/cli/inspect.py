@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"{checkpoint.path}: {location.format.name}{missing}")
     print(
         f"{counted(len(checkpoint.modules), 'quantized module')}, {_size(packed)}; "
-        f"{counted(len(tensors), 'dense tensor')}, {numbers / 1e6:.1f} million numbers"
+        f"{counted(len(tensors), 'dense tensor')}, {numbers:,} numbers"
     )
     print(device_line(device))
     runs = _columns([[ran[kind.module][m] for kind in kinds] for m in tokens])
