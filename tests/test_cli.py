@@ -110,6 +110,11 @@ def test_dev_answers_mistakes_before_the_set_up(tmp_path: Path) -> None:
     assert not (tmp_path / ".venv").exists()
 
 
+def test_the_page_has_every_command() -> None:
+    page = (Path(__file__).parents[1] / "docs/commands.md").read_text()
+    assert re.findall(r"^\| \[`(\w+)`\]\(#", page, re.MULTILINE) == list(COMMANDS)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -299,6 +299,13 @@ def test_opcheck_fused(w, x, bias, activation):
         torch.library.opcheck(torch.ops.w4gemm.linear.default, fused_args)
 
 
+def test_only_a_bias_keeps_a_linear_layers_gradients():
+    """The operator would drop those of every other operand."""
+    values = {"activation": "relu", "alpha": "host", "out_dtype": torch.float32}
+    kept = {name for name in Epilogue._fields if Epilogue(**{name: values.get(name, True)}).linear}
+    assert kept == {"bias", "out_dtype"}
+
+
 def test_the_operator_alone_has_no_fused_gradients(w, x):
     rows = x.view(-1, K).clone().requires_grad_()
     d = torch.ops.w4gemm.linear(*flat(rows, w, alpha=2.0))

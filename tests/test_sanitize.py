@@ -12,7 +12,8 @@ from launch_cells import COUNTS, HELPER_CALLS, Made, cells
 from w4gemm import GemmConfig
 from w4gemm.core.problem import H200
 from w4gemm.jit import object_code
-from w4gemm.kernels import HELPERS, KERNELS
+from w4gemm.kernels import HELPERS, KERNELS, config_named
+from w4gemm.kernels.gpu import GpuKernel
 from w4gemm.kernels.helpers.base import LayerFacts
 from w4gemm.kernels.helpers.rows import RmsNorm
 from w4gemm.kernels.hopper import most_narrow_rows
@@ -26,9 +27,10 @@ def test_every_kernel_and_schedule_is_launched():
     assert {kernel for *_, kernel in ways} == GPU_KERNELS
     for kind, fp8 in itertools.product(("dense", "experts", "gathered"), (False, True)):
         assert len({kernel for k, f, kernel in ways if (k, f) == (kind, fp8)}) >= 2
-    schedules = {(c.config.partition("/")[0], c.config.rpartition("_")[2]) for c in actual if c.kind == "dense"}
-    for kernel in GPU_KERNELS - {"dequantize_gemm", "sm90_decode", "sm90_fp8_gemm", "sm90_fp8_block_gemm"}:
-        assert {schedule for name, schedule in schedules if name == kernel} >= {"coop", "pingpong", "stream"}
+    dense = [config_named(c.config) for c in actual if c.kind == "dense"]
+    for kernel in (k for k in KERNELS if isinstance(k, GpuKernel)):
+        offered = {config.schedule for config in kernel.space.configs}
+        assert {config.schedule for k, config in dense if k is kernel} == offered, kernel.name
     assert any("+" in c.config for c in actual)
     assert {c.format for c in actual} >= {"iq4_g32_fp16", "q4_k", "nvfp4", "mxfp4"}
 

@@ -21,6 +21,7 @@ import pytest
 import torch
 
 from conformance.cases import WIDTHS as OTHER_WIDTHS
+from legality import INSTRUCTIONS
 from sass import (
     SPILLED_ONCE,
     Sass,
@@ -46,17 +47,10 @@ from w4gemm.kernels.variant import EXPERT_MAPS
 
 pytest.importorskip("cutlass")
 
-INSTRUCTION = {
-    "sm80_mixed_gemm": "HMMA.16816",
-    "sm89_fp8_gemm": "HMMA.16816",
-    "sm90_decode": "HMMA",
-    "sm90_mixed_gemm": "HGMMA",
-    "sm90_fp8_gemm": "QGMMA",
-    "dequantize_gemm": "STG.E.128",
-}
+INSTRUCTION = {name: i for name, i in INSTRUCTIONS.items() if name != "sm90_fp8_block_gemm"}
+INSTRUCTION["dequantize_gemm"] = "STG.E.128"
 """Matrix instruction of each compiled kernel on an H200; for one that leaves the product to cuBLAS, the store
-instruction. A new kernel adds its line, unless it takes none of these formats, as sm90_fp8_block_gemm, which has a test
-of its own."""
+instruction. sm90_fp8_block_gemm takes none of these formats, and has a test of its own."""
 FP8_KERNELS = ("sm89_fp8_gemm", "sm90_fp8_gemm")
 FP8 = torch.float8_e4m3fn
 

@@ -33,6 +33,9 @@ _HALVES = (torch.float16, torch.bfloat16)
 DTYPES = (*_HALVES, torch.float32, FP8)
 """dtypes of x, of float32 on the CPU only."""
 _OUT_ALIGNMENT = 16
+_OWN_CHECKS = ("alpha", "bias", "residual", "token_scale", "block_scale", "channel_scale")
+_OTHER_OPERANDS = tuple(name for name in EpilogueOperands._fields if name not in _OWN_CHECKS)
+"""Operands that are all that :meth:`Epilogue.operand_shapes` says."""
 
 
 # --- x and w ---------------------------------------------------------------------------------------------------------
@@ -146,7 +149,7 @@ def checked_epilogue(
         operands: the operands as passed by the caller.
         shape: shape of the result without its last dimension.
     """
-    alpha, bias, residual, scale, *_ = operands  # the others need no more than ``Epilogue.operand_shapes`` says
+    alpha, bias, residual, scale, *_ = operands
     activation = checked_activation(activation, w.n)
     require_out_dtype(out_dtype)
     if bias is not None:
@@ -164,9 +167,10 @@ def checked_epilogue(
     if alpha is not operands.alpha or token_scale is not scale:
         operands = replaced(operands, alpha=alpha, token_scale=token_scale, block_scale=block_scale)
     epilogue = Epilogue.of(operands, activation, out_dtype)
-    if operands.expert_scale is not None:
-        tensors = epilogue.operand_shapes(x.dtype, (shape.numel(), epilogue.columns(w.n)), w.n, w.experts)
-        require_tensor("expert_scale", operands.expert_scale, *tensors["expert_scale"], x.device)
+    for name in _OTHER_OPERANDS:
+        if (t := getattr(operands, name)) is not None:
+            tensors = epilogue.operand_shapes(x.dtype, (shape.numel(), epilogue.columns(w.n)), w.n, w.experts)
+            require_tensor(name, t, *tensors[name], x.device)
     if residual is not None:
         result, full_shape = epilogue.result_dtype(x.dtype), (*shape, epilogue.columns(w.n))
         like = "like the result"

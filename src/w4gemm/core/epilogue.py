@@ -139,8 +139,9 @@ class Epilogue(NamedTuple):
         require_out_dtype(self.out_dtype)
         if self.alpha not in (None, "host", "device"):
             raise ValueError(f"alpha: wanted 'host', 'device' or None, got {self.alpha!r}")
-        for name in ("bias", "residual", "token_scale", "expert_scale", "block_scale"):
-            require_bool(name, getattr(self, name))
+        for name, default in self._field_defaults.items():
+            if default is False:
+                require_bool(name, getattr(self, name))
 
     def result_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of d for x of ``dtype``."""
@@ -159,8 +160,7 @@ class Epilogue(NamedTuple):
     @property
     def linear(self) -> bool:
         """True if there is at most a bias, so that a plain linear layer's gradients apply."""
-        scaled = self.alpha is not None or self.token_scale or self.expert_scale or self.block_scale
-        return self.activation is None and not self.residual and not scaled
+        return replaced(self, bias=False, out_dtype=None) == PLAIN
 
     def columns(self, n: int) -> int:
         """Number of columns of d for a weight of n rows."""
