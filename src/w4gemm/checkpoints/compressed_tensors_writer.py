@@ -44,6 +44,7 @@ class CompressedTensorsWriter:
     points, codebooks, float32 scales of channels, act-order, k that is no multiple of 8 or of the group size."""
 
     name = METHOD
+    packs_embeddings = False  # its readers take packed linear layers alone
     marks = CompressedTensors.marks
 
     def check(self, module: Module, act_order: bool) -> None:

@@ -128,6 +128,7 @@ class OwnWriter:
     """A :class:`w4gemm.checkpoints.writing.WeightWriter`: every format, bit for bit."""
 
     name = METHOD
+    packs_embeddings = True
     marks = OwnPacking.marks
 
     def check(self, module: Module, act_order: bool) -> None:
@@ -138,7 +139,8 @@ class OwnWriter:
         return {f"{name}.{leaf}": t for leaf, t in leaves.items()} | {alarm_name(name, w.experts > 0): alarm()}
 
     def config(self, checkpoint: Checkpoint) -> dict[str, Any]:
-        return settings(checkpoint.modules.items())
+        tied = getattr(checkpoint, "tied", {})
+        return settings(checkpoint.modules.items()) | ({"tied": dict(tied)} if tied else {})
 
     def named(self, checkpoint: Checkpoint) -> Checkpoint:
         return checkpoint

@@ -51,6 +51,8 @@ class WeightWriter(Protocol):
     """How packed modules are stored in a folder. Methods raise ValueError; the caller adds the module's name."""
 
     name: str
+    packs_embeddings: bool
+    """True if packed embeddings are stored, alone or as a head's numbers."""
 
     @property
     def marks(self) -> Collection[str]:
@@ -111,7 +113,7 @@ def write_folder(
         FileExistsError: if the folder holds what the same run did not write.
         FormatError: if a module cannot be stored, or no model can be made of the checkpoint.
     """
-    checkpoint = tied(checkpoint)
+    checkpoint = one_of_each(checkpoint, writer)
     _require_writable(checkpoint, writer)
     keeps_floats = isinstance(checkpoint, QuantizedFolder) and not convert_floats
     checkpoint = writer.named(checkpoint)
@@ -184,18 +186,25 @@ def _locked(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def tied(checkpoint: Checkpoint) -> Checkpoint:
-    """Return a checkpoint without the modules that its dense tensors hold too, because a folder has one of both; of
-    experts in fp8 without the dense tensors, if the model's code lets them be packed."""
-    packed = packed_experts(checkpoint)
-    dense = {
+def one_of_each(checkpoint: Checkpoint, writer: WeightWriter) -> Checkpoint:
+    """Return a checkpoint without what is among its modules and among its dense tensors, in one of both, because a
+    folder has one. Embeddings stay packed, and heads that share their numbers, if the writer packs embeddings; experts
+    in fp8, if the model's code lets them be packed; others are dense."""
+    shared = {
         name for name, m in checkpoint.modules.items() if m.shared and (not m.experts or name in checkpoint.tensors)
     }
-    if not dense:
+    packed, more = packed_experts(checkpoint) & shared, dict[str, Module]()
+    dropped = set(packed)
+    if writer.packs_embeddings:
+        tied: Mapping[str, str] = getattr(checkpoint, "tied", {})
+        more = {name: m for name, m in getattr(checkpoint, "embeddings", {}).items() if name not in tied}
+        packed |= set(tied.values())
+        dropped |= {f"{name}.weight" for name in (*tied, *more)}
+    if not (shared - packed or dropped):
         return checkpoint
     same = copy.copy(checkpoint)
-    vars(same)["modules"] = {name: m for name, m in checkpoint.modules.items() if name not in dense - packed}
-    vars(same)["tensors"] = {name: shape for name, shape in checkpoint.tensors.items() if name not in packed}
+    vars(same)["modules"] = {name: m for name, m in checkpoint.modules.items() if name not in shared - packed} | more
+    vars(same)["tensors"] = {name: shape for name, shape in checkpoint.tensors.items() if name not in dropped}
     return same
 
 

@@ -12,7 +12,7 @@ from w4gemm.checkpoints.compressed_tensors_writer import CompressedTensorsWriter
 from w4gemm.checkpoints.dense import DenseCheckpoint
 from w4gemm.checkpoints.hugging_face import read_config, stated_dtype
 from w4gemm.checkpoints.w4gemm import OwnWriter
-from w4gemm.checkpoints.writing import WeightWriter, refusal, tied, write_folder
+from w4gemm.checkpoints.writing import WeightWriter, one_of_each, refusal, write_folder
 from w4gemm.console.devices import choose_device, use_idle_cores
 from w4gemm.console.progress import counted, progress_bar, progress_line, say
 from w4gemm.console.values import DTYPES
@@ -26,19 +26,19 @@ def run(args: argparse.Namespace) -> int:
     with progress_line() as line:
         line(0, 0, "reading the model")
         whole = open_checkpoint(args.path, args.format)
-    checkpoint = tied(whole)
     how = ""
-    if isinstance(checkpoint, DenseCheckpoint):
-        checkpoint.search, (checkpoint.device, _) = args.search, choose_device(args.device)
-        use_idle_cores(checkpoint.device)
+    if isinstance(whole, DenseCheckpoint):
+        whole.search, (whole.device, _) = args.search, choose_device(args.device)
+        use_idle_cores(whole.device)
         how = "search" if args.search else "nearest"
     elif args.format or args.search:
         raise ValueError(f"--format, --search: {args.path} is quantized already, and keeps its formats")
     elif args.device is not None:
         choose_device(args.device)  # nothing runs there, but a wrong name is a mistake all the same
+    writer, why = _writer_of(whole) if args.to is None else (WRITERS[args.to], "")
+    checkpoint = one_of_each(whole, writer)
     if not checkpoint.modules:
         raise ValueError(f"PATH: {args.path} holds no packed modules, and none that could be quantized")
-    writer, why = _writer_of(checkpoint) if args.to is None else (WRITERS[args.to], "")
     unread = "" if isinstance(writer, OwnWriter) else transformers_refusal(checkpoint)
     dtype = DTYPES[args.dtype or _dtype_of(checkpoint.path)]
     with progress_bar() as progress:
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
 def _writer_of(checkpoint: Checkpoint) -> tuple[WeightWriter, str]:
     """Return compressed-tensors' writer if it holds every module bit for bit, else our own and why."""
     writer = CompressedTensorsWriter()
-    why = refusal(checkpoint, writer).partition("; --to")[0]
+    why = refusal(one_of_each(checkpoint, writer), writer).partition("; --to")[0]
     return (OwnWriter(), why) if why else (writer, "")
 
 

@@ -106,10 +106,11 @@ def run(args: argparse.Namespace) -> int:
 def _packed_embeddings(checkpoint: Checkpoint, device: Device, dtype: torch.dtype) -> dict[str, str]:
     """Return the memory of each embedding that a loaded model keeps packed, in words, by the name of its tensor, which
     other users of the checkpoint have dense."""
-    embeddings = {}
-    for name, module in getattr(checkpoint, "embeddings", {}).items():
+    embeddings, tied = {}, getattr(checkpoint, "tied", {})
+    of_heads = {name: checkpoint.modules[head] for name, head in tied.items()}
+    for name, module in (of_heads | getattr(checkpoint, "embeddings", {})).items():
         if can_look_up(device, dtype, module.format, module.k):
-            head = getattr(checkpoint, "tied", {}).get(name)
+            head = tied.get(name)
             own = f"{module.format}, {module.n} x {module.k}, {_nbytes(module) / 2**20:.1f} MiB"
             embeddings[f"{name}.weight"] = f"it shares the weight of {head}" if head else own
     return embeddings
