@@ -20,6 +20,8 @@ RANGES = ((1, 16), (17, 64), (65, 333), (334, 8192))
 """Numbers of tokens, first and last, that means are taken over."""
 STEPS = (1, 4, 16, 32, 64, 128, 256, 512, 1024, 8192)
 """Last number of tokens of each column of a heatmap."""
+_NAMES = {"e5m2_col_fp32": "e5m2", "iq4_g32_s8x256": "iq4_xs"}
+"""Names of formats on the pages that users do not say."""
 BEHIND = 0.97
 """A smaller ratio counts as behind, because machines of one kind differ by as much."""
 
@@ -132,7 +134,7 @@ def kind_of(row: Row) -> Kind:
     work, format = row["work"].removesuffix("_grouped"), WeightFormat.parse(row["format"])
     layers, name = row.get("set") or ("experts" if row["experts"] else "tuned"), float_name(format) or "int4"
     if format.bits != 4 or format.has_factors:
-        name = float_name(format) or USUAL_NAMES.get(str(format), str(format))
+        name = float_name(format) or _NAMES.get(str(format)) or USUAL_NAMES.get(str(format), str(format))
         layers = {"tuned": "widths", "unknown": "unknown_widths"}.get(layers, layers)
     return Kind(layers, work, name)
 

@@ -54,10 +54,10 @@ _WHAT = {
     "config is the cost model's first guess.",
     "tuned": "6144 x 4096, 28672 x 4096, 8192 x 8192 and 8192 x 28672 (n x k).",
     "widths": "The second and third of these layers, or all, with weights of other widths than four bits, and as "
-    "K-quants; all configs are the cost model's. FP8: e4m3 with a scale for each row; FP8_BLOCK: one for each "
-    "128 x 128, as DeepSeek has it, and then fp8 x has one for each 128 columns. Integers are symmetric, with a scale "
-    "for 128 columns or, `_col`, for each row. No other library here multiplies GGUF's K-quants, so cuBLAS with dense "
-    "weights stands beside them.",
+    "K-quants and IQ4_XS; all configs are the cost model's. FP8: e4m3 with a scale for each row, as E5M2; FP8_BLOCK: "
+    "one for each 128 x 128, as DeepSeek has it, and then fp8 x has one for each 128 columns. Integers are symmetric, "
+    "with a scale for 128 columns or, `_col`, for each row. No other library here multiplies GGUF's types, so cuBLAS "
+    "with dense weights stands beside them.",
     "unknown_widths": "The same formats and layers drawn at random, as those of int4 above.",
     "experts": "Layers of published models; tokens are the mean for each expert, divided evenly, at random, or by "
     "Zipf's law (expert e in proportion to 1 / (1 + e)).",
