@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import pytest
 import torch
 
@@ -27,7 +29,8 @@ from w4gemm.packing.codecs import (
     weight_operand,
 )
 from w4gemm.packing.codecs.base import PAIR_ROW_BYTES
-from w4gemm.packing.layouts import layout_named
+from w4gemm.packing.layouts import BIT_ORDER, LAYOUTS, layout_named
+from w4gemm.tuning.random_weight import random_components
 
 UNSORTABLE = codebook([-(1 + i / 100) for i in range(8)] + [2.0**-i for i in range(8)])
 """Numbers that have no order in which a prmt's signs are zeros."""
@@ -360,3 +363,14 @@ def test_each_format_has_one_codec():
         for fragment in (MMA16, MMA8):
             held = [codec for codec in CODECS if codec.fragment is fragment and codec.holds(format)]
             assert len(held) <= 1 and bool(held) != bool(refusal(format, fragment)), format
+
+
+def test_the_order_of_bits_has_a_number():
+    """If this fails because an order is meant to change, raise BIT_ORDER, which has older pickles refused."""
+    digest = hashlib.sha256()
+    for format in FORMATS:
+        parts = random_components(format, 80, 512)
+        for layout in (layout for layout in LAYOUTS.values() if not layout.supports(format)):
+            for t in layout.pack(parts, format):
+                digest.update(t.contiguous().view(torch.uint8).numpy().tobytes())
+    assert (BIT_ORDER, digest.hexdigest()[:16]) == (2, "ad7f6deeebdf7562")

@@ -449,6 +449,16 @@ def test_plain_pickle(format):
     assert torch.equal(pickle.loads(pickle.dumps(layer)).weight.dequantize(), w.dequantize())
 
 
+def test_a_pickle_of_another_order_of_bits_is_refused(monkeypatch):
+    """It was read as other numbers."""
+    w = quantize(torch.randn(64, 256), "e4m3_col_fp32")
+    pickled = [pickle.dumps(each) for each in (w, w.repack("mma16"))]
+    monkeypatch.setattr("w4gemm.weights.weight.BIT_ORDER", 0)
+    assert torch.equal(pickle.loads(pickled[0]).dequantize(), w.dequantize())
+    with pytest.raises(ValueError, match="pickled it in the layout mma16, whose bits have another order here"):
+        pickle.loads(pickled[1])
+
+
 def test_the_check_of_scales_unpacks_no_codes(monkeypatch):
     """They are most of a weight: it took two thirds of the time of loading a folder."""
     w = quantize(torch.randn(64, 512), "int4_g64_zint")

@@ -12,7 +12,7 @@ import torch
 from w4gemm.core.autocast import without_autocast
 from w4gemm.core.errors import device_here, is_int, kind_of
 from w4gemm.core.formats import WeightFormat
-from w4gemm.packing.layouts import CanonicalLayout, WeightComponents, layout_named, layout_on
+from w4gemm.packing.layouts import BIT_ORDER, CanonicalLayout, WeightComponents, layout_named, layout_on
 from w4gemm.packing.packed_shape import PackedShape, packed_shape
 from w4gemm.packing.repack import Matrix, repack_rows
 from w4gemm.weights.checks import (
@@ -101,13 +101,19 @@ class QuantizedWeight:
             self.tensors[0].new_zeros(1)
 
     def __getstate__(self) -> dict[str, Any]:
-        """With 8-bit floats as bytes, since plain pickle does not know PyTorch's storages of them."""
+        """With 8-bit floats as bytes, since plain pickle does not know PyTorch's storages of them, and the number of
+        the order of bits."""
         tensors = tuple(t.view(torch.uint8) if t.dtype.itemsize == 1 else t for t in self.tensors)
-        state = {**self.__dict__, "tensors": tensors}
+        state = {**self.__dict__, "tensors": tensors, "bit_order": BIT_ORDER}
         state.pop("_bound", None)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        if state.pop("bit_order", 1) != BIT_ORDER and state["layout"] != "canonical":
+            raise ValueError(
+                f"weight: another version of w4gemm pickled it in the layout {state['layout']}, whose bits have "
+                "another order here; wanted a file of QuantizedWeight.save or a folder of save_pretrained"
+            )
         stored = zip(state["tensors"], state["packed"].tensors, strict=True)
         self.__dict__.update(state, tensors=tuple(t.view(dtype) for t, (dtype, _) in stored))
 

@@ -12,6 +12,9 @@ from w4gemm.packing.layouts.base import CanonicalLayout, PackLayout, WeightCompo
 from w4gemm.packing.layouts.cpu import CpuLayout
 from w4gemm.packing.layouts.mma import MmaLayout
 
+BIT_ORDER = 2
+"""Number of the order that layouts but the canonical one have bits in: one more whenever it changes for any format, so
+that weights which were pickled in another order are refused."""
 FP8_LAYOUT = "mma8"
 """Layout of weights for fp8 activations on a GPU."""
 _FP8_CAPABILITY = (8, 9)
