@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,12 +26,13 @@ from w4gemm import (
 )
 from w4gemm.api import expert_layer, gather
 from w4gemm.api.expert_layer import is_compiled
+from w4gemm.checkpoints import Module
 from w4gemm.choice.plan import Plan
 from w4gemm.cli import compile
 from w4gemm.cli.__main__ import main
 from w4gemm.cli.compile import target_device
 from w4gemm.cli.needs import Use, chosen, helpers_of, lookups_of, one_launches_of, problems_of
-from w4gemm.cli.problems import Layer, embeddings_of
+from w4gemm.cli.problems import Layer, embeddings_of, parse_layers
 from w4gemm.console.values import parse_router
 from w4gemm.core.gpus import capability_of, known_names
 from w4gemm.core.problem import GPUS, H100, H200, Device
@@ -276,6 +278,15 @@ def test_a_helper_says_what_a_layer_needs():
     quantized = [h for kind in HELPERS for h in kind.needed(H200, layer._replace(fp8=True))]
     assert [h.name for h in quantized] == ["row_combine", *["activation_quantize"] * 3]
     assert not any(tuple(kind.needed(Device("cpu"), layer._replace(fp8=True))) for kind in HELPERS)
+
+
+def test_a_packed_embedding_is_no_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was compiled and tuned as one."""
+    format = WeightFormat.parse("int8_g32_fp16")
+    modules = {"model.embed_tokens": Module(512, 64, format), "lm_head": Module(256, 64, format)}
+    monkeypatch.setattr("w4gemm.cli.problems.open_checkpoint", lambda *_: SimpleNamespace(modules=modules))
+    args = argparse.Namespace(model="folder", format=None)
+    assert [layer.n for layer in parse_layers(args, H200)] == [256] and [m.n for m in embeddings_of(args)] == [512]
 
 
 def test_rows_of_a_packed_embedding(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import fcntl
 import json
@@ -36,6 +37,7 @@ from w4gemm.checkpoints.w4gemm import OwnPacking
 from w4gemm.checkpoints.writing import one_of_each
 from w4gemm.cli.__main__ import main
 from w4gemm.cli.convert import WRITERS
+from w4gemm.cli.problems import embeddings_of
 from w4gemm.core.formats import SCALES, ScaleRule
 from w4gemm.integrations.transformers import load
 
@@ -269,6 +271,8 @@ def test_packed_embeddings_stay_packed(
         assert [type(m) for m in model.modules()] == [type(m) for m in expected.modules()]
         assert torch.equal(model(ids).logits, expected(ids).logits)
         assert main(["inspect", str(folder)]) == 0 and "dense matrices" not in capsys.readouterr().out
+        args, own = (argparse.Namespace(model=each, format=None) for each in (folder, path))
+        assert [m.format for m in embeddings_of(args)] == [m.format for m in embeddings_of(own)] != []
 
 
 def test_embeddings_are_dense_in_compressed_tensors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -230,6 +230,17 @@ def test_inspect_says_that_it_stays_packed(tmp_path: Path, tied: bool, capsys: p
     assert f"model.embed_tokens.weight stays packed: {memory}" in out and "dense matrices" not in out
 
 
+def test_of_a_saved_head_that_quantizes_x(tmp_path: Path) -> None:
+    """Its layout is another one, so that the embedding has a weight of its own: filling it ended in a KeyError."""
+    pytest.importorskip("cutlass")
+    load(write_gguf(tmp_path / "tiny.gguf"))[0].save_pretrained(folder := tmp_path / "saved")
+    placement = placed(folder, H200, fp8=True)
+    assert isinstance(placement._model.get_input_embeddings(), AwaitedEmbedding)
+    placement.fill("model.embed_tokens", torch.device("cpu"), "fp8")
+    rows = open_checkpoint(folder).weight("lm_head").dequantize()
+    assert torch.equal(placement._model.get_input_embeddings().weight.dequantize(), rows)
+
+
 def test_embeddings_that_models_read_or_change() -> None:
     from transformers.models.bart.modeling_bart import BartScaledWordEmbedding
     from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding

@@ -7,6 +7,7 @@ another order or in several pieces, its own file puts right; nothing above it kn
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,8 @@ from w4gemm.weights.weight import QuantizedWeight
 
 if TYPE_CHECKING:
     from w4gemm.checkpoints.gguf.file import GGUFFile
+
+_EMBEDDING = re.compile(r"(?:.+\.)?(?:wte|wpe|embed_(?:tokens\w*|in|positions)|\w*embeddings?)")
 
 
 @dataclass(frozen=True)
@@ -145,6 +148,12 @@ class Renamed:
 
     def pretrained(self) -> Pretrained:
         return self.source.pretrained()
+
+
+def is_embedding(name: str) -> bool:
+    """True if a module of that name is probably of the class Embedding; others with quantized weights are of the class
+    Linear."""
+    return _EMBEDDING.fullmatch(name) is not None
 
 
 def finite_dense(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> torch.Tensor:

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from w4gemm.checkpoints import packed_floats
-from w4gemm.checkpoints.base import Module
+from w4gemm.checkpoints.base import Module, is_embedding
 from w4gemm.checkpoints.hugging_face import TensorInfo
 from w4gemm.checkpoints.numbers import Numbers
 from w4gemm.checkpoints.packed_floats import MXFP4, MXFP6, NVFP4
@@ -56,8 +56,6 @@ FLOATS = {
 PACKINGS = ("pack-quantized", "int-quantized", *FLOATS)
 ACT_ORDERS = ("group", "dynamic", True)
 """Values of ``actorder`` by which columns are in another order; by others their scales fit them."""
-_EMBEDDING = re.compile(r"(?:.+\.)?(?:wte|wpe|embed_(?:tokens\w*|in|positions)|\w*embeddings?)")
-"""Names of modules that are probably of the class Embedding; others with quantized weights are of the class Linear."""
 _FLOAT_SCALES = {"e8m0": ("U8", "F8_E8M0"), "e4m3_row": ("F8_E4M3",)}
 """safetensors' names of the dtypes of scales of 4-bit floats, by scale rule."""
 _FIRST_OF_BIAS_127, _FIRST_NIGHTLY = (0, 13, 1), "20260109"
@@ -225,7 +223,7 @@ class CompressedTensors(Packing):
         matching = sorted(text for text in self._patterns if self._patterns.match(text, name))
         if not self._ignored.isdisjoint({name, *matching}):
             raise ValueError("config.json ignores it, but it has quantized tensors")
-        classes = ("Embedding", "Linear") if _EMBEDDING.fullmatch(name) else ("Linear",)
+        classes = ("Embedding", "Linear") if is_embedding(name) else ("Linear",)
         for target in (name, *matching, *classes):
             if target in self._groups:
                 return self._groups[target]

@@ -155,6 +155,11 @@ class QuantizedFolder:
             self.tensors[f"{name}.weight"] = module.n, module.k
         return tied
 
+    @property
+    def embeddings(self) -> dict[str, Module]:
+        """Those of ``tensors`` that :meth:`weight` gives as packed embeddings too, by the names of their modules."""
+        return {name: self.modules[head] for name, head in self.tied.items()}
+
     def _sort(self) -> None:
         """Put each stored tensor into ``_parts``, ``tensors`` or ``left_out``; those of :data:`BESIDE` are parts and
         tensors."""
@@ -219,6 +224,7 @@ class QuantizedFolder:
         return self._stored.tensors[self._files[source]].dtype
 
     def weight(self, name: str, device: torch.device | str = "cpu", pack: Pack = Numbers.weight) -> QuantizedWeight:
+        name = self.tied.get(name, name)
         if name not in self.modules:
             raise not_among(self.path, "packed module", name, self.modules)
         device, stack = torch.device(device), self._stacks.get(name)
@@ -262,7 +268,7 @@ class QuantizedFolder:
             raise not_among(self.path, "dense tensor", name, self.tensors)
         owner, leaf = _Name.of(name)
         if owner in self.tied:
-            return self.weight(self.tied[owner]).dequantize(dtype)
+            return self.weight(owner).dequantize(dtype)
         if (stack := self._stacks.get(owner)) is not None:
             together = stack.bias if leaf == "bias" else stack.pre_quant_scale
             try:

@@ -107,8 +107,7 @@ def _packed_embeddings(checkpoint: Checkpoint, device: Device, dtype: torch.dtyp
     """Return the memory of each embedding that a loaded model keeps packed, in words, by the name of its tensor, which
     other users of the checkpoint have dense."""
     embeddings, tied = {}, getattr(checkpoint, "tied", {})
-    of_heads = {name: checkpoint.modules[head] for name, head in tied.items()}
-    for name, module in (of_heads | getattr(checkpoint, "embeddings", {})).items():
+    for name, module in getattr(checkpoint, "embeddings", {}).items():
         if can_look_up(device, dtype, module.format, module.k):
             head = tied.get(name)
             own = f"{module.format}, {module.n} x {module.k}, {_nbytes(module) / 2**20:.1f} MiB"

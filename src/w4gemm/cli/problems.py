@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from w4gemm.checkpoints import Module, open_checkpoint
+from w4gemm.checkpoints.base import is_embedding
 from w4gemm.console.errors import read_text
 from w4gemm.console.options import listed_shapes
 from w4gemm.core.epilogue import Epilogue
@@ -67,8 +68,9 @@ def parse_layers(args: argparse.Namespace, device: Device) -> list[Layer]:
     """
     format = WeightFormat() if args.format is None else WeightFormat.parse(args.format)
     if args.model is not None:
-        modules = open_checkpoint(args.model, args.format).modules.values()
-        layers = layers_of(m for m in modules if runs_on(device, m.format, m.n, m.k, m.experts))
+        modules = open_checkpoint(args.model, args.format).modules.items()
+        linear = (m for name, m in modules if not is_embedding(name))
+        layers = layers_of(m for m in linear if runs_on(device, m.format, m.n, m.k, m.experts))
     elif (shapes := listed_shapes(args.shapes)) is not None:
         sizes = [[_size(digits, "--shapes") for digits in shape] for shape in shapes]
         layers = [Layer(n, k, format, experts=experts) for experts, n, k in sizes]
@@ -87,7 +89,9 @@ def embeddings_of(args: argparse.Namespace) -> list[Module]:
     """Return the embeddings of ``--model`` that a loaded model may keep packed, none of ``--shapes``."""
     if args.model is None:
         return []
-    return [*getattr(open_checkpoint(args.model, args.format), "embeddings", {}).values()]
+    checkpoint = open_checkpoint(args.model, args.format)
+    modules = {**checkpoint.modules, **getattr(checkpoint, "embeddings", {})}
+    return [module for name, module in modules.items() if is_embedding(name)]
 
 
 def layers_of(modules: Iterable[Module]) -> list[Layer]:

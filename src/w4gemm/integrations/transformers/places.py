@@ -150,8 +150,7 @@ class Placement:
         """Keep the embeddings packed that a checkpoint has beside its modules. Return the weights of those that share a
         head's."""
         shared, tied = set(), getattr(self._checkpoint, "tied", {})
-        candidates = {name: self._modules[head] for name, head in tied.items()} | self._embeddings
-        for name, module in candidates.items():
+        for name, module in self._embeddings.items():
             target = self._naming(f"{name}.weight").removesuffix(".weight")
             head = self._model.get_submodule(self.packed[tied[name]].layer) if tied.get(name) in self.packed else None
             if not self._reserved_embedding(name, target, module, head):
