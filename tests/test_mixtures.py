@@ -262,7 +262,7 @@ def test_a_dense_mixture_is_quantized(tmp_path: Path, architecture: str, monkeyp
     write_dense(tmp_path, architecture)
     own = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     if architecture != "mixtral":  # it renames its modules
-        monkeypatch.setattr(dense, "_read_by_transformers", None)
+        monkeypatch.setattr(dense, "dense_model", None)
     model, _ = load(tmp_path, format="int4_g32")
     owner = "feed_forward" if architecture == "llama4_text" else "mlp"
     experts, before = (m.get_submodule(f"model.layers.1.{owner}.experts") for m in (model, own))

@@ -6,6 +6,7 @@ import copy
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ from w4gemm.integrations.transformers import (
     dequantize_layers,
     load,
     places,
+    quantizer,
     summarize,
 )
 from w4gemm.integrations.transformers.awaited import AwaitedLinear
@@ -239,6 +241,29 @@ def test_of_a_saved_head_that_quantizes_x(tmp_path: Path) -> None:
     placement.fill("model.embed_tokens", torch.device("cpu"), "fp8")
     rows = open_checkpoint(folder).weight("lm_head").dequantize()
     assert torch.equal(placement._model.get_input_embeddings().weight.dequantize(), rows)
+
+
+def test_from_pretrained_of_a_saved_head_that_quantizes_x(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Placed as for a GPU. What it saves has the embedding among its modules, which no product computes."""
+    pytest.importorskip("cutlass")
+    load(write_gguf(tmp_path / "tiny.gguf"), dtype=torch.bfloat16)[0].save_pretrained(tmp_path / "saved")
+    config = W4GemmConfig(activations="fp8")
+    options = {"dtype": torch.bfloat16, "device_map": "cpu"}
+    tied = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", quantization_config=config, **options)
+    with monkeypatch.context() as patch:
+        patch.setattr(quantizer, "Device", SimpleNamespace(of=lambda _: H200))
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", quantization_config=config, **options)
+    assert isinstance(tied.get_input_embeddings(), TiedEmbedding) and model.lm_head.activations == "fp8"
+    assert isinstance(model.get_input_embeddings(), ScaledEmbedding)
+    model.save_pretrained(folder := tmp_path / "again")
+    for other in (model, AutoModelForCausalLM.from_pretrained(folder, quantization_config=W4GemmConfig(), **options)):
+        assert torch.equal(logits(other), logits(tied))
+    for device, runs in (("h200", "rows are looked up"), ("a100", "dense: no kernel looks up its rows")):
+        assert main(["inspect", str(folder), "--device", device, "--m", "1"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert [line.endswith(runs) for line in lines if line.startswith("model.embed_tokens ")] == [True]
 
 
 def test_embeddings_that_models_read_or_change() -> None:

@@ -12,7 +12,8 @@ import torch
 
 pytest.importorskip("transformers")
 
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tiny_model import LAYERS, write_dense, write_gguf
 from w4gemm import quantize
@@ -22,7 +23,7 @@ from w4gemm.integrations import calibrated
 from w4gemm.integrations.calibrated import awq, check, gptq, round_layers
 from w4gemm.integrations.generation import generate, positions
 from w4gemm.integrations.quality import METHODS, calibration_windows, compare, load_dense, score, shipped_text, windows
-from w4gemm.integrations.transformers import W4GemmConfig, dequantize_layers
+from w4gemm.integrations.transformers import W4GemmConfig, dequantize_layers, quantize_layers
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -241,7 +242,9 @@ def test_calibration_calls_blocks_as_their_model_does(monkeypatch: pytest.Monkey
     torch.testing.assert_close(hessians, [first.T @ first, second.T @ second])
 
 
-def test_what_calibration_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_calibration_refuses(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     folder, text = write_dense(tmp_path / "model", "qwen2"), tmp_path / "text.txt"
     arguments = ["eval", str(folder), "--device", "cpu", "--method", "gptq", "--tokens", "16", "--length", "16"]
     for format in ("e2m1_g32_e8m0", "int4_g32_zfloat_fp16", "int4_g128_e4m3", "int6_g16_s8x256"):
@@ -253,6 +256,28 @@ def test_what_calibration_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "--tokens: wanted fewer than the text's" in capsys.readouterr().err
     with pytest.raises(ValueError, match="awq wants a decoder with layers in model.layers, got Linear"):
         check(torch.nn.Linear(2, 2), [], "awq")
+    jetmoe = AutoModelForCausalLM.from_config(AutoConfig.for_model("jetmoe", hidden_size=32, num_hidden_layers=1))
+    with pytest.raises(ValueError, match=r"gptq rounds linear layers alone, got a model with model.layers.0.mlp"):
+        check(jetmoe, [], "gptq")
+    with caplog.at_level("WARNING"):
+        quantize_layers(jetmoe, "int4_g32")
+    assert "experts stay dense" in caplog.text
+
+
+def test_eval_of_a_folder_that_is_no_whole_language_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """transformers drew what is missing at random."""
+    folder = write_dense(tmp_path / "model")
+    arguments = ["eval", str(folder), "--device", "cpu", "--tokens", "16", "--length", "16"]
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    assert main(arguments) == 1
+    assert "1 of its tensors are not there: model.layers.1.mlp.up_proj.weight" in capsys.readouterr().err
+    config = json.loads((folder / "config.json").read_text()) | {"architectures": ["LlamaForSequenceClassification"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    for command in (arguments, ["inspect", str(folder)], ["convert", str(folder), str(tmp_path / "out")]):
+        assert main(command) == 1
+        assert "it is a LlamaForSequenceClassification, no causal language model; its own" in capsys.readouterr().err
 
 
 def test_eval_offers_every_method(capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,7 +20,7 @@ def test_a_dense_model_is_read_one_tensor_at_a_time(tmp_path: Path, monkeypatch:
 
     tensors = load_file(write_dense(tmp_path) / "model.safetensors")
     shard(tmp_path)
-    monkeypatch.setattr(dense, "_read_by_transformers", None)
+    monkeypatch.setattr(dense, "dense_model", None)
     checkpoint = open_checkpoint(tmp_path, "int4_g32_zint")
     for name, module in checkpoint.modules.items():
         weight = tensors[f"{name}.weight"]

@@ -6,6 +6,8 @@ import functools
 import json
 import socket
 import struct
+import threading
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -104,6 +106,36 @@ def test_bfloat16(tmp_path: Path) -> None:
     layers = [m for m in model.modules() if isinstance(m, W4Linear)]
     assert all(layer.dtype == torch.bfloat16 for layer in layers)
     assert_same_numbers(model, from_pretrained(path, torch.bfloat16))
+
+
+def test_models_that_threads_load_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers changes PyTorch's default dtype while it makes a model: another one's layers took it, and what the
+    last one put back was not what the first one had found. Configs and tokenizers of GGUF files come through a reader
+    that is put in the package's place."""
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    paths = [write_dense(tmp_path / "dense"), write_gguf(tmp_path / "a.gguf"), write_gguf(tmp_path / "b.gguf", "qwen2")]
+    own, reader, models = LlamaDecoderLayer.__init__, gguf.GGUFReader, {}
+
+    def slowly(self: torch.nn.Module, config: object, layer_idx: int) -> None:
+        time.sleep(0.1 + 0.1 * layer_idx)
+        own(self, config, layer_idx)
+
+    def work(path: Path) -> None:
+        models[path] = load(path, dtype=torch.bfloat16)[0]
+
+    monkeypatch.setattr(LlamaDecoderLayer, "__init__", slowly)
+    threads = [threading.Thread(target=work, args=(path,)) for path in paths]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.15)
+    for thread in threads:
+        thread.join()
+    assert torch.get_default_dtype() == torch.float32 and gguf.GGUFReader is reader
+    assert [type(models[path]).__name__[:5] for path in paths] == ["Llama", "Llama", "Qwen2"]
+    for model in models.values():
+        assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+        assert {layer.dtype for layer in model.modules() if isinstance(layer, W4Linear)} == {torch.bfloat16}
 
 
 def test_a_file_s_header_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

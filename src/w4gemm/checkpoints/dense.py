@@ -22,7 +22,7 @@ from w4gemm.checkpoints.hugging_face import (
     outline,
     quantization_config,
     read_header,
-    transformers_errors,
+    transformers_makes,
 )
 from w4gemm.checkpoints.model_experts import DenseProduct, dense_products
 from w4gemm.checkpoints.numbers import Numbers, WeightNumbers
@@ -225,7 +225,7 @@ class DenseCheckpoint:
             FormatError: if the folder's tensors are not those of the model.
         """
         if (stored := self._safetensors) is None:
-            return _read_by_transformers(self.path).__getitem__
+            return dense_model(self.path).state_dict().__getitem__
         model = self._outline
         known = {name: Stored(info.shape, info.dtype) for name, info in stored.tensors.items()}
         account = Account(self.path, model, Naming(model), known)
@@ -238,19 +238,20 @@ class DenseCheckpoint:
         return read
 
 
-def _read_by_transformers(folder: Path) -> dict[str, torch.Tensor]:
-    """Return every tensor of a model.
+def dense_model(folder: Path, dtype: torch.dtype | str = "auto") -> PreTrainedModel:
+    """Return transformers' model of a dense folder.
 
     Raises:
         FormatError: if a file is missing or cut short, or the folder lacks a tensor, which transformers would draw at
             random.
     """
-    from transformers import AutoConfig
+    with transformers_makes("model", folder):
+        from transformers import AutoConfig
 
-    with transformers_errors(folder):
+        model: PreTrainedModel
         maker = model_class(AutoConfig.from_pretrained(folder, **AS_IT_IS))
         try:
-            model, info = maker.from_pretrained(folder, dtype="auto", output_loading_info=True, **AS_IT_IS)
+            model, info = maker.from_pretrained(folder, dtype=dtype, output_loading_info=True, **AS_IT_IS)
         except (OSError, SafetensorError) as e:  # a file that is missing, or cut short
             raise FormatError(f"path: {str(folder)!r} holds no whole model: {str(e).splitlines()[0]}") from e
     if missing := sorted(info["missing_keys"]):
@@ -258,7 +259,7 @@ def _read_by_transformers(folder: Path) -> dict[str, torch.Tensor]:
         raise FormatError(
             f"{folder}: holds no whole model: {len(missing)} of its tensors are not there: {names}{_hint(folder)}"
         )
-    return model.state_dict()
+    return model
 
 
 def _hint(folder: Path) -> str:

@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import stat
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -29,6 +30,8 @@ _MOST_LAYERS = 10_000
 """Layers that a config may count, because transformers makes all of them before their tensors are looked for."""
 _PICKLED = ("*.bin", "*.pt", "*.pth")
 """Names of files with weights whose reading could run any code."""
+_OTHER_HEADS = "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForMultipleChoice"
+"""End of the names of classes whose models do not predict tokens."""
 AS_IT_IS: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 """Options of transformers with which nothing is downloaded, and no code that lies in a folder is run or asked for."""
 
@@ -42,9 +45,10 @@ def model_class(config: Any) -> Any:
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    if not is_model(config):
+    other = next((name for name in config.architectures or () if name.endswith(_OTHER_HEADS)), None)
+    if other or not is_model(config):
         raise ValueError(
-            f"it is a {config.model_type} model, no causal language model; its own class quantizes it: "
+            f"it is a {other or f'{config.model_type} model'}, no causal language model; its own class quantizes it: "
             "from_pretrained(FOLDER, quantization_config=W4GemmConfig())"
         )
     images = AutoModelForImageTextToText._model_mapping
@@ -74,9 +78,9 @@ def outline(folder: Path) -> PreTrainedModel:
     Raises:
         FormatError: if transformers makes none.
     """
-    from transformers import AutoConfig
+    with transformers_makes("model", folder), torch.device("meta"):
+        from transformers import AutoConfig
 
-    with transformers_errors(folder), torch.device("meta"):
         config = AutoConfig.from_pretrained(folder, **AS_IT_IS)
         model: PreTrainedModel = model_class(config).from_config(config)
         return model
@@ -178,12 +182,16 @@ def quantization_config(folder: Path) -> dict[str, Any] | None:
     return {"expert_dtype": experts, **settings} if settings is not None and experts else settings
 
 
+_making = threading.RLock()
+
+
 @contextmanager
-def transformers_errors(path: Path, product: str = "model") -> Iterator[None]:
-    """Turn errors of transformers for a damaged config or tokenizer into a FormatError that names ``path`` and the
-    ``product`` that transformers cannot make."""
+def transformers_makes(product: str, path: Path) -> Iterator[None]:
+    """Let transformers make a ``product`` of ``path``, in one thread at a time: it changes PyTorch's default dtype and
+    its own functions meanwhile, for all threads. Its errors for a damaged config or tokenizer become a FormatError."""
     try:
-        yield
+        with _making:
+            yield
     except (ImportError, FormatError):
         raise
     except Exception as e:

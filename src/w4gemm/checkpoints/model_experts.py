@@ -151,6 +151,14 @@ def products_of(experts: nn.Module | None) -> tuple[str, str] | None:
     return names if known and not getattr(experts, "has_post_expert_norm", False) else None
 
 
+def are_experts(module: nn.Module) -> bool:
+    """True for a module with the matrices of several experts, also of a kind that w4gemm does not compute."""
+    own = module._parameters
+    return DOWN in own or (
+        "Experts" in type(module).__name__ and any(p is not None and p.dim() == 3 for p in own.values())
+    )
+
+
 def has_known_layout(experts: nn.Module | None) -> bool:
     """True if it is known how the parameters of experts lie."""
     return hasattr(experts, "is_transposed") or of_llama_4(experts)

@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from w4gemm.checkpoints.account import LAYER
 from w4gemm.checkpoints.base import Checkpoint, Module, finite_dense
 from w4gemm.checkpoints.gguf.fields import quick_reader, tokenizer_of
-from w4gemm.checkpoints.hugging_face import AS_IT_IS, read_config, refuse_adapter, transformers_errors
+from w4gemm.checkpoints.hugging_face import AS_IT_IS, read_config, refuse_adapter, transformers_makes
 from w4gemm.checkpoints.model_experts import packed_experts
 from w4gemm.checkpoints.quantized_folder import QuantizedFolder
 from w4gemm.checkpoints.stored import DTYPES, WIDE_SCALES
@@ -376,7 +376,7 @@ def _write_config(checkpoint: Checkpoint, folder: Path, quantization: dict[str, 
     if file is not None:
         from transformers import AutoConfig
 
-        with transformers_errors(checkpoint.path), quick_reader(file):
+        with transformers_makes("model", checkpoint.path), quick_reader(file):
             config = AutoConfig.from_pretrained(source, **AS_IT_IS, **options).to_dict() | settings
             tokenizer = tokenizer_of(source, {**AS_IT_IS, **options}, file)
         try:

@@ -16,6 +16,7 @@ import torch
 
 from w4gemm import choice
 from w4gemm.checkpoints import Checkpoint, Module, find_checkpoint, open_checkpoint
+from w4gemm.checkpoints.base import is_embedding
 from w4gemm.cli.problems import layers_of, problems
 from w4gemm.console.devices import described_device, device_line
 from w4gemm.console.progress import counted, progress_line
@@ -58,12 +59,17 @@ def run(args: argparse.Namespace) -> int:
     device = described_device(args.device)
     tokens, dtype = parse_tokens(args.m), chosen_dtype(args.dtype, device)
     kinds = Counter(_Kind(_starred(name), module) for name, module in checkpoint.modules.items())
-    ran = {kind.module: _runs(kind.module, tokens, device, dtype) for kind in kinds}
+    wide = max(dtype, torch.bfloat16, key=lambda d: d.itemsize)  # only quantized layers quantize x to fp8
+    ran = {
+        kind: _rows(kind.module, tokens, device, wide)
+        if is_embedding(kind.name)
+        else _runs(kind.module, tokens, device, dtype)
+        for kind in kinds
+    }
     if args.json:
         print(json.dumps(_facts(location.format.name, checkpoint, ran, device), indent=2))
         return 0
     packed = sum(_nbytes(module) for module in checkpoint.modules.values())
-    wide = max(dtype, torch.bfloat16, key=lambda d: d.itemsize)  # only quantized layers quantize x to fp8
     embeddings = _packed_embeddings(checkpoint, device, wide)
     tensors = {name: shape for name, shape in checkpoint.tensors.items() if name not in embeddings}
     numbers = sum(math.prod(shape) for shape in tensors.values())
@@ -77,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
         f"{counted(len(tensors), 'dense tensor')}, {numbers:,} numbers"
     )
     print(device_line(device))
-    runs = _columns([[ran[kind.module][m] for kind in kinds] for m in tokens])
+    runs = _columns([[ran[kind][m] for kind in kinds] for m in tokens])
     head = ("layers", "format", "n x k", "", "MiB", *(", ".join(f"m {tokens[i]}" for i in places) for places in runs))
     rows = [
         (
@@ -86,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
             kind.size,
             f"x {count}",
             f"{count * _nbytes(kind.module) / 2**20:.1f}",
-            *(ran[kind.module][tokens[places[0]]] for places in runs),
+            *(ran[kind][tokens[places[0]]] for places in runs),
         )
         for kind, count in kinds.items()
     ]
@@ -151,7 +157,13 @@ def _runs(module: Module, tokens: list[int], device: Device, dtype: torch.dtype)
     return configs
 
 
-def _facts(format: str, checkpoint: Checkpoint, ran: dict[Module, dict[int, str]], device: Device) -> dict[str, Any]:
+def _rows(module: Module, tokens: list[int], device: Device, dtype: torch.dtype) -> dict[int, str]:
+    """Return what becomes of an embedding's rows, for each number of tokens."""
+    packed = can_look_up(device, dtype, module.format, module.k)
+    return dict.fromkeys(tokens, "rows are looked up" if packed else "dense: no kernel looks up its rows")
+
+
+def _facts(format: str, checkpoint: Checkpoint, ran: dict[_Kind, dict[int, str]], device: Device) -> dict[str, Any]:
     modules = {
         name: {
             "format": str(m.format),
@@ -163,7 +175,7 @@ def _facts(format: str, checkpoint: Checkpoint, ran: dict[Module, dict[int, str]
             "pre_quant_scale": m.pre_quant_scale,
             "fused": list(m.fused),
             "bytes": _nbytes(m),
-            "runs": ran[m],
+            "runs": ran[_Kind(_starred(name), m)],
         }
         for name, m in checkpoint.modules.items()
     }

@@ -16,9 +16,8 @@ import torch
 from torch import nn
 
 from w4gemm.checkpoints.dense import linear_layers
-from w4gemm.checkpoints.model_experts import products_of
+from w4gemm.checkpoints.model_experts import are_experts
 from w4gemm.core.formats import SCALE_OF, WeightFormat
-from w4gemm.integrations.transformers.layers import DenseExperts
 from w4gemm.weights.quantize import quantize
 
 Round = Callable[[torch.Tensor, torch.Tensor, WeightFormat], torch.Tensor]
@@ -33,9 +32,9 @@ def check(model: Any, formats: Sequence[WeightFormat], method: str) -> None:
     """Raise ValueError if :func:`round_layers` cannot round a model by one of :data:`METHODS` to the formats."""
     if not isinstance(getattr(getattr(model, "model", None), "layers", None), nn.ModuleList):
         raise ValueError(f"--method: {method} wants a decoder with layers in model.layers, got {type(model).__name__}")
-    mixtures = (n for n, m in model.named_modules() if products_of(m) or isinstance(m, DenseExperts))
+    mixtures = (n for n, m in model.named_modules() if are_experts(m))
     if experts := next(mixtures, None):
-        raise ValueError(f"--method: {method} rounds linear layers alone, got a model with {experts}; nearest takes it")
+        raise ValueError(f"--method: {method} rounds linear layers alone, got a model with {experts}")
     for format in formats:
         plain = format.scale in SCALE_OF.values() and format.zero != "float"
         if method == "gptq" and not (format.element_rule.counts and plain):

@@ -14,7 +14,7 @@ import torch
 
 from w4gemm.api.packed_module import PackedModule
 from w4gemm.checkpoints import find_checkpoint, open_checkpoint
-from w4gemm.checkpoints.dense import DenseCheckpoint
+from w4gemm.checkpoints.dense import DenseCheckpoint, dense_model
 from w4gemm.checkpoints.gguf.fields import tokenizer_of
 from w4gemm.checkpoints.hugging_face import AS_IT_IS
 from w4gemm.core.formats import WeightFormat
@@ -120,11 +120,9 @@ def load_dense(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Return a checkpoint's model with dense layers of the numbers that it holds, and its tokenizer."""
     if isinstance(open_checkpoint(path), DenseCheckpoint):
-        from transformers import AutoModelForCausalLM
-
         folder = find_checkpoint(path).path
         tokenizer = tokenizer_of(folder, AS_IT_IS)
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **AS_IT_IS).to(device).eval(), tokenizer
+        return dense_model(folder, dtype).to(device).eval(), tokenizer
     model, tokenizer = load(path, device, dtype)
     return dequantize_layers(model, dtype), tokenizer
 

@@ -8,7 +8,6 @@ the header here takes 0.13 s (128,256 tokens, 280,147 merges), so it is read onc
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from w4gemm.checkpoints.gguf.architectures import ARCHITECTURES
 from w4gemm.checkpoints.gguf.file import GGUFFile
 from w4gemm.checkpoints.gguf.header import Array, gguf_package
-from w4gemm.checkpoints.hugging_face import transformers_errors
+from w4gemm.checkpoints.hugging_face import transformers_makes
 from w4gemm.core.errors import FormatError
 
 if TYPE_CHECKING:
@@ -59,37 +58,21 @@ def _field(file: GGUFFile, value: Any) -> _Field:
     return _Field([part], range(1), [_KINDS[type(value)]])
 
 
-_replacing = threading.Lock()
-_readers: list[_Reader] = []
-"""Readers of the files that are open in some thread; of one that is open twice there are two."""
-_of_package: list[Any] = []
-"""The package's reader, as long as :func:`_reader` is in its place."""
-
-
 @contextmanager
 def quick_reader(file: GGUFFile) -> Iterator[None]:
-    """Give transformers the contents of an open file where it asks for ``gguf.GGUFReader`` of it."""
+    """Give transformers the contents of an open file where it asks for ``gguf.GGUFReader`` of it. To be called inside
+    of :func:`transformers_makes`, because all threads get this reader."""
     package: Any = gguf_package()
-    reader = _Reader(file)
-    with _replacing:
-        if not _readers:
-            _of_package[:], package.GGUFReader = [package.GGUFReader], _reader
-        _readers.append(reader)
+    own, reader = package.GGUFReader, _Reader(file)
+
+    def reader_of(path: str | Path, *args: Any) -> Any:
+        return reader if os.path.samefile(file.path, path) else own(path, *args)
+
+    package.GGUFReader = reader_of
     try:
         yield
     finally:
-        with _replacing:
-            _readers.remove(reader)
-            if not _readers:
-                package.GGUFReader = _of_package.pop()
-
-
-def _reader(path: str | Path, *args: Any) -> Any:
-    """Return the reader of an open file, or the package's of another one, which another thread may want meanwhile."""
-    with _replacing:
-        own = next((reader for reader in _readers if os.path.samefile(reader.path, path)), None)
-        others = _of_package[0] if _of_package else gguf_package().GGUFReader
-    return others(path, *args) if own is None else own
+        package.GGUFReader = own
 
 
 _TOKENIZER_FILES = ("*token*", "vocab*", "*.model", "tekken.json", "*.py")
@@ -111,7 +94,7 @@ def tokenizer_of(folder: Path, options: Mapping[str, Any], file: GGUFFile | None
 
     if file is None and not any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES):
         raise FormatError(f"{folder} has no tokenizer: tokenizer.save_pretrained writes one")
-    with transformers_errors(folder, "tokenizer (tokenizer.save_pretrained writes one)"):
+    with transformers_makes("tokenizer (tokenizer.save_pretrained writes one)", folder):
         tokenizer = AutoTokenizer.from_pretrained(folder, **options)
     says_bos = file is not None and file.metadata.get("tokenizer.ggml.add_bos_token") is True
     if says_bos and getattr(tokenizer, "add_bos_token", None) is False:

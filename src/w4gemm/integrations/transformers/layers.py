@@ -20,8 +20,7 @@ from w4gemm.api.nn import W4Embedding, W4Linear
 from w4gemm.api.packed_module import PackedModule
 from w4gemm.checkpoints.account import listed
 from w4gemm.checkpoints.dense import SKIP, checked_skip, default_format, has_forward_set, layers_to_quantize
-from w4gemm.checkpoints.experts import DOWN
-from w4gemm.checkpoints.model_experts import DenseProduct, activation_of, dense_experts, of_llama_4
+from w4gemm.checkpoints.model_experts import DenseProduct, activation_of, are_experts, dense_experts, of_llama_4
 from w4gemm.core.activation import parse
 from w4gemm.core.errors import kind_of
 from w4gemm.core.formats import WeightFormat
@@ -179,7 +178,7 @@ def to_quantize(model: nn.Module, skip: tuple[str, ...]) -> tuple[dict[str, nn.L
     experts: dict[str, Products] = {}
     stay = []
     for name, module in model.named_modules():
-        if name not in computed and DOWN not in module._parameters:
+        if name not in computed and not are_experts(module):
             continue
         own = {name.rpartition(".")[2], *module._parameters}
         parts |= own

@@ -20,7 +20,7 @@ from w4gemm.checkpoints import Checkpoint, open_checkpoint
 from w4gemm.checkpoints.account import Recipe
 from w4gemm.checkpoints.base import Renamed
 from w4gemm.checkpoints.gguf.fields import quick_reader, tokenizer_of
-from w4gemm.checkpoints.hugging_face import AS_IT_IS, is_model, model_class, refuse_adapter, transformers_errors
+from w4gemm.checkpoints.hugging_face import AS_IT_IS, is_model, model_class, refuse_adapter, transformers_makes
 from w4gemm.core.errors import device_here
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import Device
@@ -78,6 +78,8 @@ def load(
         checkpoint = Renamed(checkpoint, {name.removeprefix(_PREFIX): name for name in inside})
     placement = Placement(model, checkpoint, Device.of(device), fp8=activations == "fp8")
     unsaved = _fill(model, placement, device, activations, progress)
+    with transformers_makes("model", checkpoint.path):
+        model.tie_weights(missing_keys=placement.account.missing, recompute_mapping=False)
     describe(model).unsaved = tuple(unsaved)
     return decode_by_graph(model.to(device).eval()), tokenizer
 
@@ -106,7 +108,7 @@ def _empty_model(checkpoint: Checkpoint, dtype: torch.dtype) -> _Empty:
     from transformers import GenerationConfig
 
     folder, options, settings, file = checkpoint.pretrained()
-    with transformers_errors(checkpoint.path), nullcontext() if file is None else quick_reader(file):
+    with transformers_makes("model", checkpoint.path), nullcontext() if file is None else quick_reader(file):
         whole = _config(folder, options)
         for key, value in settings.items():
             setattr(whole, key, value)
@@ -166,5 +168,4 @@ def _fill(
         if progress is not None:
             progress(done, len(steps), "loading")
     finish(model)
-    model.tie_weights(missing_keys=placement.account.missing, recompute_mapping=False)
     return unsaved
