@@ -367,6 +367,27 @@ def test_configs_of_one_order_give_equal_bits_with_zero_points_of_two_levels() -
     assert all(torch.equal(d, equal[0]) for equal in by_order.values() for d in equal)
 
 
+class Invariant(Product):
+    """A product whose bits must not depend on the number of tokens."""
+
+    @property
+    def problem(self) -> GemmProblem:
+        return replace(super().problem, batch_invariant=True)
+
+
+@pytest.mark.parametrize("name", ["iq4_g32_fp16", "nf4_g64_fp32"])
+def test_configs_of_one_order_give_equal_bits_where_few_tokens_would_scale_sums(name: str) -> None:
+    results, orders = [], set()
+    for tile_m in (32, 128):
+        config = f"sm90_mixed_gemm/{tile_m}x64x128_1x1x1_coop"
+        case = Invariant(config, name, Epilogue(out_dtype=torch.float32), 5, 64, 384, 1)
+        w = experts_of(case)
+        results.append(computed(case, randn(5, 384), w, operands_of(case, 5, w), rows_of(case)))
+        kernel, own = config_named(config)
+        orders.add(kernel.reduction_order(case.problem, own))
+    assert len(orders) == 1 and torch.equal(*results)
+
+
 def check(d: torch.Tensor, x: torch.Tensor, w: QuantizedWeight, bias: torch.Tensor | None, **fused: Any) -> None:
     assert_close(d, x, w, bias, **{name: value for name, value in fused.items() if value is not None})
 

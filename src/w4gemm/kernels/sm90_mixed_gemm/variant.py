@@ -4,10 +4,11 @@ buffers through which it stores d, and shared memory."""
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from w4gemm.core.config import GemmConfig
+from w4gemm.core.problem import GemmProblem
 from w4gemm.kernels.variant import HOPPER_SHARED_MEMORY, KSliceVariant, registers_of, shared_memory_of_each
 from w4gemm.packing.block import BLOCK_K
 from w4gemm.packing.codecs import Pairs
@@ -64,6 +65,16 @@ class Prefetches(NamedTuple):
 @dataclass(frozen=True)
 class Sm90MixedVariant(KSliceVariant):
     """All compile-time parameters of the kernel."""
+
+    scales_weights: bool = False
+    """True if scales multiply weights where others multiply the sums of few tokens, because bits must not depend on
+    tile_m."""
+
+    @classmethod
+    def of(cls, problem: GemmProblem, config: GemmConfig) -> Any:
+        variant = super().of(problem, config)
+        weight = variant.weight
+        return replace(variant, scales_weights=problem.batch_invariant and weight.codec.may_scale_sums(weight))
 
     # --- warps
 
@@ -164,7 +175,7 @@ class Sm90MixedVariant(KSliceVariant):
         """
         if super().scales_on_sums:
             return True
-        if not self.weight.codec.may_scale_sums(self.weight):
+        if self.scales_weights or not self.weight.codec.may_scale_sums(self.weight):
             return False
         if self.half_block_stages or self.config.tile_m > _MOST_TOKENS_OF_SUMS.get(self._groups_of_chunk, 0):
             return False
