@@ -103,6 +103,28 @@ def test_tokens_are_those_of_transformers(architecture: str, padded: bool, on_cp
     assert len(ends) > 0
 
 
+@pytest.mark.parametrize("padded", [False, True], ids=["", "padded"])
+def test_a_cache_grows_with_the_text(padded: bool, on_cpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Callers allow as many tokens as a model takes, most of which never come."""
+    monkeypatch.setattr(loop, "_ROOM", 5)
+    monkeypatch.setattr(loop, "_ROUND", 8)
+    model = tiny("llama", quantized=False)
+    ids = ids_of(model)
+    options = {"attention_mask": PADDED if padded else torch.ones_like(ids), "do_sample": False}
+    theirs = model.generate(ids, disable_compile=True, max_new_tokens=30, **options)
+    ends = theirs[:, 25].unique().tolist()
+    for more, slots in (({"max_new_tokens": 30}, 48), ({"max_new_tokens": 10**9, "eos_token_id": ends}, 32)):
+        expected = model.generate(ids, disable_compile=True, **options, **more)
+        decode_by_graph(model)
+        assert torch.equal(model.generate(ids, **options, **more), expected)
+        step = step_of(model)
+        assert isinstance(step, DecodeStep) and step.cache.layers[1].values.shape[2] == step.length <= slots
+    monkeypatch.setattr(step.cache.layers[1], "values", None)  # as if memory had ended
+    with pytest.raises(TypeError):
+        step.grow(99)
+    assert not step.serves(model, 3, 12, padded)
+
+
 def test_what_else_is_asked_for_is_left_to_transformers(on_cpus: None, caplog: pytest.LogCaptureFixture) -> None:
     """The log says why, once."""
     model = decode_by_graph(tiny("llama", quantized=False))
@@ -295,7 +317,7 @@ def test_a_step_that_computes_something_else_is_not_taken(monkeypatch: pytest.Mo
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_a_graph_gives_the_tokens_of_transformers(architecture: str) -> None:
+def test_a_graph_gives_the_tokens_of_transformers(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny(architecture, "cuda", torch.bfloat16)
     ids = ids_of(model)
     options = {"max_new_tokens": 24, "do_sample": False}
@@ -307,6 +329,14 @@ def test_a_graph_gives_the_tokens_of_transformers(architecture: str) -> None:
         assert step is not None and step._graph is not None and step.fused_error is not None
         assert (ours[:, :13] == theirs[:, :13]).all()  # later a rounding may choose another token, and all after it
         assert torch.equal(model.generate(ids, attention_mask=mask, **options), ours)
+        with monkeypatch.context() as patch:  # a cache that grows at once, and once more
+            patch.setattr(loop, "_ROOM", 0)
+            patch.setattr(loop, "_ROUND", 1)
+            decode_by_graph(model)
+            grown = model.generate(ids, attention_mask=mask, **options)
+            step = step_of(model)
+        assert isinstance(step, DecodeStep) and step.length == 35 and step._graph is not None
+        assert (grown[:, :13] == theirs[:, :13]).all()
 
 
 def test_rows_are_joined_bit_for_bit_and_share_memory() -> None:

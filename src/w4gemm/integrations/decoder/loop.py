@@ -39,6 +39,8 @@ DEVICES = ("cuda",)
 """Kinds of devices that replay a CUDA graph; CPUs run a list of calls."""
 _ROUND = 256
 """Lengths of caches are multiples of it, so that calls of about the same length share a graph."""
+_ROOM = 4096
+"""Tokens behind a prompt that a GPU's cache has room for at first; it doubles where more come."""
 _HANDLED = {"attention_mask", "position_ids", "use_cache", "logits_to_keep"}
 """Arguments of a model's forward that a step gives it, beside the cache; with any others transformers decodes."""
 _ATTENTION = ("sdpa", "eager")
@@ -134,7 +136,9 @@ def _sample(own: Callable[..., Any], self: Any, input_ids: torch.Tensor, *args: 
         return left("another call decodes with this model")
     try:
         with on_device(self.device):  # a graph captures streams of the current GPU alone
-            step = step_for(self, len(input_ids), criteria.max_length, mask is not None, prompt.planes)
+            batch, start = input_ids.shape
+            length = criteria.max_length if self.device.type not in DEVICES else min(criteria.max_length, start + _ROOM)
+            step = step_for(self, batch, length, mask is not None, prompt.planes)
             return sample_by_step(self, step, prompt, processor, criteria, config, streamer)
     except NotFusable as e:  # before the first token
         reason, step, _steps[self].step = str(e), None, None  # whose memory transformers' loop may need
@@ -214,12 +218,19 @@ def sample_by_step(
     if isinstance(step, DecodeStep):
         compile_ahead(model, step, batch * start)
     pad = config._pad_token_tensor if any(hasattr(c, "eos_token_id") for c in stopping_criteria) else None
-    tokens = torch.cat((ids, ids.new_zeros(batch, end - start)), dim=1)
+    tokens = ids.new_zeros(batch, min(end, step.length))
+    tokens[:, :start] = ids
     unfinished = torch.ones(batch, dtype=torch.bool, device=ids.device)
-    with _room_for(end):
+    with _room_for(tokens.shape[1]):
         logits = step.prefill(model, prompt)
     results = _Results(streamer, late=isinstance(step, DecodeStep))
     for length in range(start, end):
+        if length == tokens.shape[1]:
+            assert isinstance(step, DecodeStep)  # a compiled step has room for all
+            longer = min(end, 2 * step.length)
+            with memory_for(f"memory has no room for caches of {longer} tokens"):
+                step.grow(-(-longer // _ROUND) * _ROUND)
+            tokens = nn.functional.pad(tokens, (0, longer - length))
         scores = logits_processor(tokens[:, :length], logits.to(torch.float32, copy=True))
         token = torch.multinomial(scores.softmax(-1), 1).squeeze(1) if config.do_sample else scores.argmax(-1)
         if pad is not None:

@@ -110,6 +110,18 @@ class DecodeStep:
         return self.facts is not None and self.facts == facts_of(model)
 
     @torch.inference_mode()
+    def grow(self, length: int) -> None:
+        """Give the cache room for more tokens, one layer after the other. The next call captures the step anew."""
+        facts, self.facts, self._graph = self.facts, None, None  # it serves no call unless all of it grows
+        for layer in self.cache.layers:
+            for name in ("keys", "values"):
+                setattr(layer, name, nn.functional.pad(getattr(layer, name), (0, 0, 0, length - self.length)))
+            layer.max_cache_len = length
+        if self.mask is not None:
+            self.mask = nn.functional.pad(self.mask, (0, length - self.length), value=1)
+        self.length, self.facts = length, facts
+
+    @torch.inference_mode()
     def prefill(self, model: PreTrainedModel, prompt: Prompt) -> torch.Tensor:
         """Return the logits (batch, vocabulary) behind prompts, whose padding is on the left."""
         ids, mask, positions = prompt
