@@ -166,6 +166,22 @@ def test_peft_is_told_to_ask_for_a_dense_one(model: torch.nn.Module, argument: s
     assert peft.get_peft_model(dequantize_embedding(model), config)(IDS).logits.isfinite().all()
 
 
+def test_an_adapter_of_the_head_is_not_merged_into_the_embedding(model: torch.nn.Module, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    embedding = model.get_input_embeddings()
+    config = peft.LoraConfig(target_modules=["lm_head"], init_lora_weights=False)
+    before, rows = logits(model), embedding(IDS)
+    peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"])).unload()
+    assert model.get_input_embeddings() is embedding
+    adapted = peft.get_peft_model(model, config)
+    with adapted.disable_adapter():
+        assert torch.equal(logits(adapted), before)
+    merged = adapted.merge_and_unload()
+    assert torch.equal(merged.get_input_embeddings()(IDS), rows) and not torch.equal(logits(merged), before)
+    merged.save_pretrained(tmp_path / "saved")
+    assert torch.equal(logits(load_folder(tmp_path / "saved")), logits(merged))
+
+
 def test_compressed_tensors_gets_a_dense_one(tmp_path: Path) -> None:
     """Engines read no other."""
     model, _ = load(write_gguf(tmp_path / "tiny.gguf", "llama", "Q4_0", True), dtype=torch.bfloat16)

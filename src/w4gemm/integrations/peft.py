@@ -147,7 +147,8 @@ def _create_new_module(
 def _inject_adapter(
     own: Callable[..., Any], tuner: Any, model: torch.nn.Module, adapter_name: str, *args: Any, **kwargs: Any
 ) -> Any:
-    """Refuse methods other than LoRA for quantized layers, and packed embeddings."""
+    """Refuse methods other than LoRA for quantized layers, and packed embeddings. One that reads the weight of a head
+    with an adapter gets its own, because merging changes the head's."""
     config = tuner.peft_config[adapter_name]
     if getattr(config, "trainable_token_indices", None):
         _refuse_packed_embedding(model, "trainable_token_indices")
@@ -160,6 +161,10 @@ def _inject_adapter(
             if isinstance(module, PackedModule) and tuner._check_target_module_exists(config, name):
                 kind = getattr(config.peft_type, "value", config.peft_type)
                 raise ValueError(f"target_modules: wanted LoRA for the quantized layer {name}, got {kind}")
+    elif targets:
+        from w4gemm.integrations.transformers.layers import part_embeddings
+
+        part_embeddings(model, partial(tuner._check_target_module_exists, config))
     return own(tuner, model, adapter_name, *args, **kwargs)
 
 

@@ -160,6 +160,13 @@ class TiedEmbedding(nn.Module):
         w = self.weight
         return self.factor.times(embedding(ids.to(w.device), w, self.dtype)).to(ids.device)
 
+    def apart(self) -> ScaledEmbedding:
+        """Return an embedding with the rows that the head has now, whatever becomes of the head."""
+        own = ScaledEmbedding.from_weight(self.weight, self.padding_idx, dtype=self.dtype)
+        assert isinstance(own, ScaledEmbedding)
+        own.factor, own.dense_kind = self.factor, self.dense_kind
+        return own
+
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, of the head"
 

@@ -319,6 +319,21 @@ def dequantize_embedding(model: PreTrainedModel, dtype: torch.dtype | None = Non
     return model
 
 
+def part_embeddings(model: PreTrainedModel, is_meant: Callable[[str], object]) -> None:
+    """Give the embeddings that read a head's packed weight one of their own, if the head's name is meant."""
+    from w4gemm.integrations.transformers.embeddings import TiedEmbedding, tied_to_heads
+    from w4gemm.integrations.transformers.quantizer import describe
+
+    for name, head in tied_to_heads(model).items():
+        if is_meant(head):
+            tied = model.get_submodule(name)
+            assert isinstance(tied, TiedEmbedding)
+            own = tied.apart()
+            _hand_over(tied, own)
+            model.set_submodule(name, own)
+            describe(model)
+
+
 def _own_experts(model: nn.Module) -> dict[str, tuple[nn.Module, Products]]:
     """Return the experts without numbers that a model of transformers had in place of its quantized ones of the same
     sizes, biases and activation, by their names, and their products."""
