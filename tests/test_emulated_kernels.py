@@ -142,6 +142,11 @@ PRODUCTS = [
     Product("sm90_mixed_gemm/128x64x128_1x1x1_coop", "q3_k", PLAIN, 3, 64, 512, 1),
     Product("sm90_mixed_gemm/128x64x128_1x1x1_coop", "q2_k", PLAIN, 3, 64, 512, 1),
     Product("sm90_mixed_gemm/128x64x64_1x1x1_coop", "q4_k", PLAIN, 3, 64, 512, 1),
+    # codes times scales of six bits, factors on the sums of a block: of one range of tokens, and of two
+    Product("sm90_mixed_gemm/32x64x256_1x1x1_coop_k2", "q3_k", BIASED, 27, 130, 1280, 6),
+    Product("sm90_mixed_gemm/96x128x128_1x1x1_coop", "q3_k", PLAIN, 70, 130, 512, 2),
+    Product("sm90_mixed_gemm/32x128x256_1x1x1_coop", "q3_k", PLAIN, 27, 128, 768, 1),
+    Product("sm90_mixed_gemm/16x64x128_1x1x1_pingpong", "q3_k", PLAIN, 3, 64, 768, 2, (5, 0, 18)),
     # scales that lanes prepare for one another, in the staging buffer of tile after tile
     Product("sm90_mixed_gemm/128x64x128_1x1x1_coop", "q3_k", PLAIN, 3, 136, 768, 1),
     Product("sm90_mixed_gemm/128x128x64_1x1x1_coop", "q6_k", BIASED, 3, 264, 256, 1),
@@ -308,6 +313,7 @@ def test_products(case: Product) -> None:
             ],
         ),
         ("sm90_decode/16x64x128_1x1x1_coop", "q3_k"),
+        ("sm90_mixed_gemm/32x64x128_1x1x1_coop", "q3_k"),
     ],
 )
 def test_one_hot_x_gives_the_dequantized_weight_where_scales_multiply_sums(config: str, name: str) -> None:
@@ -375,7 +381,7 @@ class Invariant(Product):
         return replace(super().problem, batch_invariant=True)
 
 
-@pytest.mark.parametrize("name", ["iq4_g32_fp16", "nf4_g64_fp32"])
+@pytest.mark.parametrize("name", ["iq4_g32_fp16", "nf4_g64_fp32", "q3_k"])
 def test_configs_of_one_order_give_equal_bits_where_few_tokens_would_scale_sums(name: str) -> None:
     results, orders = [], set()
     for tile_m in (32, 128):

@@ -403,7 +403,7 @@ class EightWeights(NamedTuple):
 BF16_SEQUENCES = {"int8_g128": 8, "int6_g128": 11.5, "int5_g128": 11.75, "int4_g128": 9, "int3_g128": 11.25}
 BF16_SEQUENCES |= {"int2_g128": 9.5, "e4m3_col_fp32": 11, "e4m3_g128_b128": 27}
 BF16_SEQUENCES |= {"e5m2_col_fp32": 12, "e5m2_g128_b128": 28, "mxfp6": 15.5, "e3m2_g32_e8m0": 14.5}
-BF16_SEQUENCES |= {"q6_k": 25.5, "q5_k": 25.5, "q4_k": 23.5, "q3_k": 26, "q2_k": 26}
+BF16_SEQUENCES |= {"q6_k": 25.5, "q5_k": 25.5, "q4_k": 23.5, "q3_k": 16, "q2_k": 26}
 FP8_SEQUENCES = {
     "e4m3_g128_b128": 2,
     "e5m2_g128_b128": 2,

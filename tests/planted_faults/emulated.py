@@ -47,6 +47,13 @@ FAULTS = (
         _EMULATED + "sm90_fp8",
     ),
     Fault(
+        "the second k chunk of a block with one factor begins new sums",
+        _SM90 + "mainloop.py",
+        "begins = chunk_of_sums == 0",
+        "begins = True",
+        _EMULATED + "q3_k",
+    ),
+    Fault(
         "zero points times the sums of x over a block's first group",
         _SM90 + "mainloop.py",
         "column = block * self.groups + batch // splits % self.groups",

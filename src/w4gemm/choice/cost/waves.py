@@ -382,7 +382,10 @@ def _tile_overhead(facts: LaunchFacts, problem: GemmProblem, config: GemmConfig)
     if overhead is None:
         model, variant = facts.constants.models["decoding"], replace(facts.any_variant, config=config)
         if variant.scales_on_sums and problem.dtype.itemsize == 2:  # fp8's times are measured so
-            overhead = float(variant.batches_per_chunk * (model["sums"] + model["sums_token"] * config.tile_m))
+            times = variant.batches_per_chunk / variant.chunks_of_sums
+            overhead = float(times * (model["sums"] + model["sums_token"] * config.tile_m))
+            if variant.weight.codec.factors_on_sums:
+                overhead += model["small_levels"] * variant.token_splits
         else:
             overhead = facts.constants.decode_overhead(facts.kernel.name, variant.weight, variant.pairs)
             overhead *= min(1, _DECODE_BOUND_TOKENS / config.tile_m)

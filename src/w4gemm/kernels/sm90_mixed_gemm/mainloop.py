@@ -46,8 +46,10 @@ class Mainloop:
         """Code words that a thread holds."""
         self.groups = self.block.groups
         """Scale groups of a packed block."""
-        self.steps_per_group = 4 * self.chunks_per_block // self.groups
-        """Matrix instructions of a scale group within a packed block."""
+        self.sum_groups = 1 if variant.weight.codec.factors_on_sums else self.groups
+        """Groups of a packed block whose sums are scaled apart."""
+        self.steps_per_group = 4 * self.chunks_per_block // self.sum_groups
+        """Matrix instructions of such a group."""
 
     @property
     def holds(self) -> bool:
@@ -100,7 +102,7 @@ class Mainloop:
             (cute.make_rmem_tensor(shape, Float32), cute.make_rmem_tensor((factors,), Float32))
             for _ in range(1 if variant.one_set_of_sums else 2)
         ]
-        return GroupSums(sets, cute.make_rmem_tensor((factors * self.groups,), Float32))
+        return GroupSums(sets, cute.make_rmem_tensor((factors * self.sum_groups,), Float32))
 
     def load_packed(
         self, operands: MmaOperands, pipeline: Pipeline, stage: Int32, number: int, consumer: ConsumerCoord
@@ -161,7 +163,7 @@ class Mainloop:
     def take_scales(self, packed: cute.Tensor, scales: cute.Tensor) -> None:
         """Copy the scales of rows g and g + 8 of each group to ``scales``, as factors of the group's sums; with the
         zero points, if these are factors of the sums of x."""
-        for group in range(self.block.groups):
+        for group in range(self.sum_groups):
             field, words = group % self.block.groups_per_word, self.scale_words(packed, group)
             factors = list(self.decoder.scales(words, field))
             if self.variant.takes_x_sums:
@@ -270,29 +272,33 @@ class Mainloop:
         ``begin_groups`` has run for the stage.
 
         An MMA batch is one scale group and one range of tokens. Two sets of sums alternate, so that one batch is
-        multiplied while the previous one is scaled and added to acc, and the next chunk decoded. No batch is in flight
-        at the end, because ptxas would serialize all of them.
+        multiplied while the previous one is scaled and added to acc, and the next chunk decoded. If a packed block has
+        one factor, the batches of its chunks add to one set. No batch is in flight at the end, because ptxas would
+        serialize all of them.
         """
         variant = self.variant
         acc = operands.accumulators
         chunks, steps = self.k_chunks // variant.k_sets, 4 // variant.promotions
         x_chunk = state.stage * self.k_chunks + consumer.k_set * chunks
-        batches_per_chunk = variant.batches_per_chunk
+        batches_per_chunk, together = variant.batches_per_chunk, variant.chunks_of_sums
         scales_of_x = pipeline.scales + state.stage * variant.block_scale_bytes
         for batch in cutlass.range_constexpr(chunks * batches_per_chunk):
             chunk, batch_in_chunk = divmod(batch, batches_per_chunk)
             group, tokens = divmod(batch_in_chunk, variant.token_splits)
-            batch_sums, batch_scales = sums.batch(batch)
+            number, chunk_of_sums = divmod(batch, together)
+            batch_sums, batch_scales = sums.batch(number)
             own = range(group * steps, (group + 1) * steps)
-            self.multiply_group(mma, batch_sums, operands, chunk % 2, own, tokens, x_chunk + chunk)
+            begins = chunk_of_sums == 0
+            self.multiply_group(mma, batch_sums, operands, chunk % 2, own, tokens, x_chunk + chunk, begins)
             if const_expr(batch > 0):
                 warpgroup.wait_group(1)
+            if const_expr(batch > 0 and begins):
                 block = consumer.k_set * chunks + (batch - 1) // batches_per_chunk
-                self.add_zeros(acc, sums, scales_of_x, block, batch - 1, consumer)
+                self.add_zeros(acc, sums, scales_of_x, block, number - 1, consumer)
                 self.add_scaled_sums(
-                    acc, sums, batch - 1, self.token_factors(scales_of_x, block, batch - 1, sums, consumer)
+                    acc, sums, number - 1, self.token_factors(scales_of_x, block, number - 1, sums, consumer)
                 )
-            if const_expr(variant.scales_on_sums):
+            if const_expr(variant.scales_on_sums and begins):
                 place = chunk % self.chunks_per_block * 4 + group * steps
                 for i in cutlass.range_constexpr(sums.factors):
                     batch_scales[i] = sums.scales[place // self.steps_per_group * sums.factors + i]
@@ -305,7 +311,7 @@ class Mainloop:
             self.wait_full(pipeline, state.next)
             self.begin_groups(operands, sums, pipeline, state.next.stage, consumer)
         warpgroup.wait_group(0)
-        last = chunks * batches_per_chunk - 1
+        last = chunks * batches_per_chunk // together - 1
         block = consumer.k_set * chunks + chunks - 1
         self.add_zeros(acc, sums, scales_of_x, block, last, consumer)
         self.add_scaled_sums(acc, sums, last, self.token_factors(scales_of_x, block, last, sums, consumer))
@@ -354,11 +360,13 @@ class Mainloop:
         steps: range,
         tokens: int,
         chunk: Int32,
+        begins: bool = True,
     ) -> None:
-        """Issue the MMA batch of a scale group, which begins new sums. steps: of the k chunk. tokens: their range."""
+        """Issue the MMA batch of a scale group. steps: of the k chunk. tokens: their range. begins: if so, its sums are
+        new."""
         warpgroup.fence()
         for step in steps:
-            mma.set(warpgroup.Field.ACCUMULATE, step > steps.start)
+            mma.set(warpgroup.Field.ACCUMULATE, step > steps.start or not begins)
             weight, x = operands.fragment[(None, None, buffer * 4 + step)], operands.x[tokens]
             cute.gemm(mma, sums, weight, x[(None, None, step, chunk)], sums)
         warpgroup.commit_group()

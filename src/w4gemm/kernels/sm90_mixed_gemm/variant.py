@@ -183,13 +183,22 @@ class Sm90MixedVariant(KSliceVariant):
 
     @property
     def _groups_of_chunk(self) -> int:
-        """Scale groups of a k chunk."""
+        """Scale groups of a k chunk whose sums are scaled apart."""
+        if self.weight.codec.factors_on_sums:
+            return 1
         return max(1, self.chunk_k // self.stage_block.scale_group)
 
     @property
     def promotions(self) -> int:
         """Ranges of columns of a k chunk whose sums are promoted: one for each group of scales that are on sums."""
         return self._groups_of_chunk if self.scales_on_sums else 1
+
+    @property
+    def chunks_of_sums(self) -> int:
+        """K chunks that are added up before their sums are promoted: those of a packed block if rows have one factor
+        and the tokens of a tile are one range."""
+        together = self.scales_on_sums and self.weight.codec.factors_on_sums and self.token_splits == 1
+        return BLOCK_K // self.chunk_k if together else 1
 
     # --- stages
 

@@ -220,6 +220,8 @@ class Codec:
         matrices: True if codes lie in core matrices: what WGMMA and ldmatrix read from shared memory.
         uneven_rows: True if many uneven rows of experts were seen to take longer than their tiles say.
         shares_levels: True if lanes may prepare scales for one another.
+        factors_on_sums: True if codes times their scales of two levels are numbers of x's dtype, so that a kernel that
+            scales sums multiplies those of a whole block, by factors alone.
         slow_alone: True if one warpgroup along n was seen to keep tensor cores waiting.
     """
 
@@ -247,6 +249,7 @@ class Codec:
     uneven_rows: bool = False
     slow_alone: bool = False
     shares_levels: bool = False
+    factors_on_sums: bool = False
     sums: tuple[Bits, ...] = ()
 
     def __repr__(self) -> str:

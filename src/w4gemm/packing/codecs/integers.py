@@ -140,9 +140,12 @@ class SmallLevelCodec(TwoLevelCodec):
     """For scales of six bits with a sign."""
 
     def decoder(self, weight: WeightOperand, decoding: Decoding) -> Any:
-        from w4gemm.packing.codecs.integers_decode_wide import SmallLevelDecoder
+        from w4gemm.packing.codecs.integers_decode_wide import LevelSumDecoder, SmallLevelDecoder
 
-        return self._made(weight, decoding, SmallLevelDecoder)
+        return self._made(weight, decoding, LevelSumDecoder if decoding.on_sums else SmallLevelDecoder)
+
+    def may_scale_sums(self, weight: WeightOperand) -> bool:
+        return weight.kind == "bf16"
 
     def pairs(self, weight: WeightOperand, on_sums: bool) -> Pairs | None:
         return None
@@ -192,7 +195,7 @@ def _codecs(bits: int) -> tuple[Codec, ...]:
     ]
     if bits == 3:
         small = f"{name}_small_levels_mma16", MMA16, name, ("s6x256", "s6x128"), ("none",), *codes
-        codecs.append(SmallLevelCodec(*small, **levels, scale_offset=32))
+        codecs.append(SmallLevelCodec(*small, **levels, scale_offset=32, factors_on_sums=True))
     if bits <= 5:  # of six bits there is no such format
         unsigned = "u8x256", "u8x128"
         codecs.append(TwoLevelCodec(f"{name}_two_levels_mma16", MMA16, name, unsigned, ("float",), *codes, **levels))

@@ -341,6 +341,30 @@ class SmallLevelDecoder(TwoLevelDecoder):
 
 
 @dataclass(frozen=True)
+class LevelSumDecoder(SmallLevelDecoder):
+    """The same for a kernel that scales the sums of a block by the factors of its rows."""
+
+    held_word = None
+
+    @property
+    def sum_scale(self) -> float:  # type: ignore[override]
+        return 1.0
+
+    @property
+    def exact_scale(self) -> float:
+        return 1.0
+
+    def prepare(self, words: tuple[Int32, ...], _register: Int32, field: int = 0) -> tuple[tuple[Int32, Int32], ...]:
+        return self.prepare_levels(words, field)
+
+    def decode(self, words: tuple[Int32, ...], prepared: tuple[tuple[Int32, Int32], ...]) -> tuple[Int32, ...]:
+        return self.decode_levels(words, prepared)
+
+    def scales(self, words: tuple[Int32, ...], _field: int) -> tuple[Float32, Float32]:
+        return self.factors(words)
+
+
+@dataclass(frozen=True)
 class NibbleLevelDecoder(TwoLevelDecoder):
     """The same with scales and zero points of four bits, the halves of the bytes of one word."""
 
