@@ -84,6 +84,10 @@ def test_an_error_names_the_layer():
     broken[2].weight.data[0, 0] = torch.nan
     with pytest.raises(ValueError, match="2: weight: wanted finite values"):
         quantize_layers(broken)
+    wide = model()
+    wide[2].double()
+    with pytest.raises(TypeError, match="^2: dtype: wanted torch.float32 or"):
+        quantize_layers(wide)
 
 
 class Shared(nn.Module):

@@ -164,6 +164,32 @@ def test_rope_factors_stretch_the_rotary_table(tmp_path: Path) -> None:
     assert torch.equal(stretched.model.rotary_emb.inv_freq, expected)
 
 
+@pytest.mark.parametrize(
+    "arguments, error, message",
+    [
+        ({"device": "meta"}, ValueError, "device: wanted one that holds numbers"),
+        ({"dtype": torch.float8_e4m3fn}, TypeError, "dtype: wanted torch.float32 or .* got torch.float8_e4m3fn"),
+        ({"dtype": torch.float64}, TypeError, "dtype: wanted .* got torch.float64; nearest is torch.float32"),
+        ({"activations": "fp16"}, ValueError, "activations: wanted 'fp8' or None, got 'fp16'"),
+    ],
+)
+def test_wrong_arguments(tmp_path: Path, arguments: dict[str, object], error: type[Exception], message: str) -> None:
+    """Each is named before the model is read."""
+    with pytest.raises(error, match=f"^{message}"):
+        load(tmp_path / "nothing", **arguments)
+
+
+def test_a_format_for_what_is_quantized_already(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf")
+    for format, warns in ((None, False), ("mxfp4", True)):
+        caplog.clear()
+        open_checkpoint(path, format)
+        assert ("stay in int4_g32_zfloat_fp16, int8_g32_fp16; the format e2m1_g32_e8m0 is for" in caplog.text) == warns
+    caplog.clear()
+    open_checkpoint(write_dense(tmp_path / "dense"), "mxfp4")
+    assert not caplog.text
+
+
 def test_progress(tmp_path: Path) -> None:
     seen: list[tuple[int, int, str]] = []
     load(write_gguf(tmp_path / "tiny.gguf"), progress=lambda *told: seen.append(told))

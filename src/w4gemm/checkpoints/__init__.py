@@ -7,11 +7,13 @@ one. If it is a Hugging Face folder of a quantization method, ``quantized_folder
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from typing import NamedTuple
 
 from w4gemm.checkpoints import dense, gguf
+from w4gemm.checkpoints.account import listed
 from w4gemm.checkpoints.auto_round import AutoRoundPacking
 from w4gemm.checkpoints.awq import AWQPacking
 from w4gemm.checkpoints.base import Checkpoint, CheckpointFormat, Module, Pretrained
@@ -30,6 +32,7 @@ from w4gemm.core.errors import FormatError
 from w4gemm.core.files import described, existing
 from w4gemm.core.formats import WeightFormat
 
+_log = logging.getLogger("w4gemm")
 _OF_OTHERS = tuple(
     map(
         folder_format,
@@ -91,7 +94,13 @@ def open_checkpoint(path: str | Path, format: WeightFormat | str | None = None) 
     """
     target = None if format is None else WeightFormat.of(format)
     location = find_checkpoint(path)
-    return location.format.open(location.path, target)
+    checkpoint = location.format.open(location.path, target)
+    if target is not None and location.format is not dense.FORMAT:
+        kept = sorted({str(module.format) for module in checkpoint.modules.values()} - {str(target)})
+        if kept:
+            said = "%s: its layers stay in %s; the format %s is for dense models"
+            _log.warning(said, location.path, listed(kept), target)
+    return checkpoint
 
 
 def _seen(path: Path) -> str:

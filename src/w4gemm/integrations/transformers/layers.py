@@ -114,8 +114,8 @@ def quantize_layers(
         _compute_weight(layer)
         try:
             made = W4Linear.from_linear(layer, one_format or default_format(layer.in_features), search)
-        except ValueError as e:
-            raise ValueError(f"{name}: {e}") from e
+        except (TypeError, ValueError) as e:
+            raise type(e)(f"{name}: {e}") from e
         _hand_over(layer, made)
         for place in names.pop(layer):
             model.set_submodule(place, made)

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from w4gemm.api.packed_module import check_dtype
 from w4gemm.checkpoints import Checkpoint, open_checkpoint
 from w4gemm.checkpoints.account import Recipe
 from w4gemm.checkpoints.base import Renamed
@@ -28,6 +29,7 @@ from w4gemm.integrations.decoder import decode_by_graph
 from w4gemm.integrations.transformers.awaited import finish
 from w4gemm.integrations.transformers.layers import Progress
 from w4gemm.integrations.transformers.places import Placement
+from w4gemm.weights.weight import ACTIVATIONS
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -68,8 +70,11 @@ def load(
     from w4gemm.integrations.transformers.quantizer import describe
 
     device = device_here(device)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise TypeError(f"dtype: wanted a floating-point torch.dtype, got {dtype!r}")
+    if device.type == "meta":
+        raise ValueError("device: wanted one that holds numbers, such as cpu, got meta")
+    check_dtype(dtype)
+    if activations not in ACTIVATIONS:
+        raise ValueError(f"activations: wanted 'fp8' or None, got {activations!r}")
     checkpoint = open_checkpoint(path, format)
     refuse_adapter(checkpoint.path)
     model, tokenizer, alone = _empty_model(checkpoint, dtype)
