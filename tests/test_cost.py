@@ -245,6 +245,22 @@ def test_the_last_wave_shows_if_full_waves_wait_for_memory():
         assert len(own) > 20 and sum(own) / len(own) < 1.006
 
 
+@pytest.mark.parametrize(
+    "k, us",
+    [
+        (4096, {"8x16x128_1x1x1_coop_k2": 2.30, "8x16x128_1x1x1_coop": 2.63, "8x48x128_1x1x1_coop_k2": 2.92}),
+        (14336, {"8x16x128_1x1x1_coop_k2": 4.42, "8x32x128_1x1x1_coop_k2": 5.48, "8x16x128_1x1x1_coop": 6.60}),
+    ],
+)
+def test_a_narrow_layer_of_few_tokens_takes_the_time_of_a_ctas_warps(k, us):
+    """1024 features and one token, as k and v have them: the order of an H200's times, and about their ratios."""
+    problem = GemmProblem(1, 1024, k, torch.bfloat16, WeightFormat(128), "mma16", device=H200)
+    predicted = {c: predicted_us(kernel_named("sm90_decode"), problem, GemmConfig.parse(c)) for c in us}
+    assert sorted(us, key=predicted.__getitem__) == list(us)
+    ratios = [predicted[c] / us[c] for c in us]
+    assert max(ratios) / min(ratios) < 1.15**2
+
+
 def test_decoding_once_is_predicted_for_small_k_too():
     """With 16-bit x: the time to store results counts if k is small. It was the fastest at no measured point."""
     ratios: dict[bool, list[float]] = defaultdict(list)
