@@ -86,6 +86,8 @@ def test_functional_call_multiplies_the_buffers_it_is_given(perm, compiled):
         assert torch.equal(one(X), own), "the layer's own weight is back"
     with pytest.raises((ValueError, RuntimeError), match=r"packed0: wanted torch.uint8 \(.*\) for this layer's"):
         torch.func.functional_call(one, {"packed0": torch.zeros(3, dtype=torch.uint8)}, (X,))
+    with pytest.raises(AttributeError, match="^codes: it cannot be set; .* functional_call named_parameters and named"):
+        torch.func.functional_call(one, one.state_dict(), (X,))
 
 
 def test_buffers_that_are_replaced_are_the_weight():

@@ -31,7 +31,13 @@ def _named_tensor(name: str) -> property:
             raise AttributeError(name)  # torch.nn.Module raises another one, which names the class
         return t
 
-    return property(read)
+    def write(self: PackedModule, _: object) -> None:
+        raise AttributeError(
+            f"{name}: it cannot be set; weight takes a QuantizedWeight, load_state_dict a state dict, functional_call "
+            "named_parameters and named_buffers"
+        )
+
+    return property(read, write)
 
 
 class PackedModule(torch.nn.Module):
