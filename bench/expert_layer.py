@@ -67,19 +67,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = command("bench.expert_layer", __doc__)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 2, 4, 8], help="of a call (default: 1 2 4 8)")
     parser.add_argument("--layers", nargs="+", choices=LAYERS, default=list(LAYERS), help="(default: all)")
+    parser.add_argument("--format", help="of the weights, in place of each layer's own")
     parser.add_argument(
         "--invariant", action="store_true", help="time batch-invariant layers, for any number of tokens"
     )
     args = parser.parse_args(argv)
     facts = record.facts()
-    layers = {name: made(LAYERS[name]) for name in args.layers}
-    compile_all([(LAYERS[name], experts) for name, experts in layers.items()], args.tokens, args.invariant)
-    for name, experts in layers.items():
+    formats = {"format": args.format} if args.format else {}
+    layers = {name: (layer := LAYERS[name]._replace(**formats), made(layer)) for name in args.layers}
+    compile_all(list(layers.values()), args.tokens, args.invariant)
+    for name, (layer, experts) in layers.items():
         for tokens in args.tokens:
             kind = "invariant_experts" if args.invariant else "expert_layer"
             row = {"kind": kind, "run": record.run_name(facts), "model": name, "tokens": tokens}
-            times = (invariant if args.invariant else measured)(LAYERS[name], experts, tokens)
-            print(json.dumps(row | times | facts), flush=True)
+            times = (invariant if args.invariant else measured)(layer, experts, tokens)
+            print(json.dumps(row | formats | times | facts), flush=True)
 
 
 def made(layer: Layer) -> W4Experts:

@@ -15,6 +15,7 @@ from w4gemm import QuantizedWeight, WeightFormat
 from w4gemm.api.expert_layer import ByIds, ByLogits, Experts, LayerKey, expert_layer
 from w4gemm.core import activation
 from w4gemm.core.problem import Device
+from w4gemm.jit import compiled
 from w4gemm.kernels.expert_layer.spec import EPOCHS_AT, ExpertLayer
 from w4gemm.kernels.helpers.experts import ExpertChoice
 from w4gemm.packing.codecs import weight_operand
@@ -117,15 +118,36 @@ def emulated(
     spec = layer.spec
     out = torch.full_like(x, torch.nan)
     hidden = torch.full((spec.scratch_bytes // 4,), -1, dtype=torch.int32) if hidden is None else hidden  # NaN
-    chosen = (t.flatten() for t in choices) if isinstance(choices, ByIds) else (choices.logits, choices.bias)
-    operands = (
-        *(x, *chosen, expert_map),
-        *(w.tensors[0].flatten() for w in (layer.gate_up, layer.down)),
-        *(layer.gate_up_bias, layer.down_bias, layer.gate_up_scale, layer.down_scale),
-        *(hidden, fresh_flags() if flags is None else flags, out),
-    )
+    operands = _operands(layer, x, choices, expert_map, hidden, fresh_flags() if flags is None else flags, out)
     launch = RaceChecker(program_of(spec), spec.ctas, [hidden], **order)
     launch.run(*(t for t in operands if t is not None))
+    return out
+
+
+def _operands(
+    layer: Layer, x: torch.Tensor, choices: ByIds | ByLogits, expert_map: torch.Tensor | None, *others: torch.Tensor
+) -> list[torch.Tensor | None]:
+    """What a launch takes. others: the scratch memory, the flags, the result."""
+    weights, by_ids, by_logits = (layer.gate_up, layer.down), (None, None), (None, None)
+    if isinstance(choices, ByIds):
+        by_ids = tuple(t.flatten() for t in choices)
+    else:
+        by_logits = choices.logits, choices.bias
+    return [
+        *(x, *by_ids, *by_logits, expert_map),
+        *(w.tensors[0].flatten() for w in weights),
+        *(layer.gate_up_bias, layer.down_bias, layer.gate_up_scale, layer.down_scale),
+        *(w.tensors[1] if layer.spec.weight.channels else None for w in weights),
+        *others,
+    ]
+
+
+def launched_as_it_is(
+    layer: Layer, x: torch.Tensor, choices: ByIds, flags: torch.Tensor, hidden: torch.Tensor
+) -> torch.Tensor:
+    """The result of a launch of ``layer.spec`` on the GPU of all tensors, whatever its number of multiprocessors."""
+    out = torch.full_like(x, torch.nan)
+    compiled(layer.spec.unit())(*_operands(layer, x, choices, None, hidden, flags, out))
     return out
 
 

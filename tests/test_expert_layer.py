@@ -15,8 +15,20 @@ import torch
 
 from conformance.cases import random_weight
 from emulator.races import RaceChecker
-from expert_layers import CTAS, Layer, emulated, faults, fresh_flags, inputs, layer_of, program_of, reference, spec_of
-from fuzz.experts import CHOOSING, FORMS, GROUPED, SPLIT, TINY, WIDE, fuzz
+from expert_layers import (
+    CTAS,
+    Layer,
+    emulated,
+    faults,
+    fresh_flags,
+    inputs,
+    launched_as_it_is,
+    layer_of,
+    program_of,
+    reference,
+    spec_of,
+)
+from fuzz.experts import CHOOSING, FORMS, GROUPED, SPLIT, TINY, WIDE, draw, fuzz
 from sass import local_memory, spilled_in_flight
 from w4gemm import (
     QuantizedWeight,
@@ -33,6 +45,7 @@ from w4gemm.core.problem import H100, H200, Device
 from w4gemm.jit import object_code
 from w4gemm.kernels.expert_layer.spec import EPOCHS_AT, ExpertLayer
 from w4gemm.kernels.helpers.experts import ExpertChoice
+from w4gemm.packing.codecs import weight_operand
 from w4gemm.packing.packed_shape import packed_shape
 
 pytest.importorskip("cutlass")
@@ -61,6 +74,17 @@ CASES = {
     "four and three": (spec_of(2, features=448, width=288, top_k=3), 1, "int4_g128"),
     "three and four, steps of one": (spec_of(2, features=320, width=448, step_blocks=1), 1, "int4_g128"),
     "factors of pairs of blocks": (spec_of(2, features=448, format="q4_k"), 1, "q4_k"),
+    "NVFP4, scales, biases": (
+        spec_of(4, format="nvfp4", gate_up_scale=True, down_scale=True, gate_up_bias=True, down_bias=True),
+        3,
+        "nvfp4",
+    ),
+    "NVFP4, fp16, no gates": (
+        spec_of(2, features=320, width=288, format="nvfp4", dtype=torch.float16, activation="relu2"),
+        2,
+        "nvfp4",
+    ),
+    "zero points of small groups, twelve warps": (spec_of(1, format="int4_g32_zint", warps=12), 1, "int4_g32_zint"),
 }
 
 
@@ -135,7 +159,13 @@ def test_a_slice_of_the_fuzzer() -> None:
     assert not fuzz(range(9), "emulator", ((TINY, "int4_g128"), (CHOOSING, "int4_g128"), (SPLIT, "int4_g128")))
 
 
-@pytest.mark.parametrize(("name", "most"), [("largest router", 8), ("q4_k", 0), ("mxfp4", 0), ("mxfp4, one token", 0)])
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [
+        *(("largest router", 8), ("q4_k", 0), ("mxfp4", 0), ("mxfp4, one token", 0), ("nvfp4", 0)),
+        *(("nvfp4, one token", 0), ("zero points", 0), ("float zero points", 0)),
+    ],
+)
 def test_registers_are_hardly_spilled(name: str, most: int) -> None:
     """A CTA of 512 threads has 128 for each. None that a load fills is, because the load would be waited for. most:
     bytes."""
@@ -145,6 +175,10 @@ def test_registers_are_hardly_spilled(name: str, most: int) -> None:
         "q4_k": key_of(8, "q4_k", 128, 2048, 768, 8),
         "mxfp4": key_of(8, "mxfp4", 64, 4096, 2048, 6),
         "mxfp4, one token": key_of(1, "mxfp4", 64, 4096, 2048, 6),
+        "nvfp4": key_of(8, "nvfp4", 64, 4096, 2048, 6, operands=(True,) * 4),
+        "nvfp4, one token": key_of(1, "nvfp4", 128, 2048, 768, 8),
+        "zero points": key_of(1, "int4_g32_zint", 128, 2048, 768, 8),
+        "float zero points": key_of(8, "int4_g64_zfloat", 128, 2048, 768, 8),
     }
     layer = ExpertLayer.of(H100, *forms[name].parameters())
     assert layer is not None and local_memory(code := object_code(layer.unit())) <= most
@@ -162,6 +196,7 @@ def test_registers_are_hardly_spilled(name: str, most: int) -> None:
         (8, ("int4_g32", 384, 7168, 2048, 8), 2),  # in two stages
         (8, ("int4_g32", 384, 8192, 2048, 8), 1),  # no room for two of them
         (1, ("q4_k", 128, 2048, 768, 8), 1),
+        (8, ("nvfp4", 256, 7168, 2048, 8), 2),  # in two stages
     ],
 )
 def test_blocks_of_a_step(tokens: int, layer: tuple[Any, ...], blocks: int) -> None:
@@ -311,6 +346,7 @@ def test_experts_without_gates_are_chosen() -> None:
         (key_of(1, *QWEN, choice=ExpertChoice(Router(8, groups=5), 128, torch.float32, False)), "a multiple of 5"),
         (key_of(1, "int4_g128", 8, 2080, 768, 2), "features are a multiple of 64"),
         (key_of(8, "int4_g128", 8, 14336, 768, 2), "no room for stages of three"),
+        (key_of(1, "e4m3_col_fp32", 8, 2048, 768, 2), "whose scales all lie beside their blocks"),
     ],
 )
 def test_what_it_cannot(key: LayerKey, reason: str) -> None:
@@ -406,6 +442,41 @@ def test_logits_on_the_gpu() -> None:
         ids, weights = choose_experts(logits, router, bias)
         assert torch.equal(ids.cpu(), router.choose(logits.cpu(), bias.cpu())[0])
         assert torch.equal(experts.of_logits(x, logits, router, bias), experts(x, ids, weights))
+
+
+MANY = spec_of(4, experts=8, features=2048, width=416, top_k=4, ctas=256, warps=16)
+"""As many CTAs as there are flags for. Each has so many registers that a multiprocessor has room for one."""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("split", [False, True], ids=["whole strips", "split strips"])
+@pytest.mark.parametrize("format", ["int4_g128", "nvfp4", "mxfp4"])
+def test_more_ctas_than_multiprocessors(format: str, split: bool) -> None:
+    """Those that run first compute what those that begin late should have, which compute it once more. Launches side by
+    side take one another's multiprocessors."""
+    facts = torch.cuda.get_device_properties(0)
+    weight = weight_operand(WeightFormat.parse(format), torch.bfloat16)
+    spec = replace(MANY, weight=weight, split=split)
+    assert spec.ctas > facts.multi_processor_count and 2 * spec.threads * 128 > 65536
+    layer = layer_of(spec, format)
+    there = layer.to("cuda")
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    memory = [
+        (fresh_flags().cuda(), torch.full((spec.scratch_bytes // 4,), -1, dtype=torch.int32, device="cuda"))
+        for _ in streams
+    ]
+    for number in range(30):
+        problem = draw(spec, number)
+        moved, outs = problem.to("cuda"), []
+        torch.cuda.synchronize()
+        for _ in range(2):
+            for stream, (flags, hidden) in zip(streams, memory, strict=True):
+                with torch.cuda.stream(stream):
+                    outs.append(launched_as_it_is(there, moved.x, moved.choices, flags, hidden))
+        torch.cuda.synchronize()
+        assert all(torch.equal(out.view(torch.int16), outs[0].view(torch.int16)) for out in outs)
+        assert not faults(outs[0].cpu(), problem.sums(layer))
+    assert all(flags[: spec.ctas].eq(2 * 60).all() for flags, _ in memory)
 
 
 _FOREVER = """

@@ -3,6 +3,7 @@
     PYTHONPATH=src:tests python -m fuzz.experts --count 400                     emulated, half a second each
     PYTHONPATH=src:tests python -m fuzz.experts --count 20000 --device cuda
     PYTHONPATH=src:tests python -m fuzz.experts --only 17 --device cuda         one problem again, by its number
+    PYTHONPATH=src:tests python -m fuzz.experts --format nvfp4 int4_g32_zint    forms with these weights alone
 
 Problems take the forms of the kernel in turn, so that few are compiled. A routing is random, of one expert for all, of
 one expert twice and more, or of none here. Ids may lie far outside, and numbers that nothing may touch may be NaN. A
@@ -107,6 +108,11 @@ FORMS: tuple[tuple[ExpertLayer, str], ...] = (
         ),
         "mxfp4",
     ),
+    (
+        spec_of(2, format="nvfp4", features=192, width=96, ctas=9, split=True, down_bias=True, down_scale=True),
+        "nvfp4",
+    ),
+    (spec_of(1, format="int4_g32_zint", features=64, width=160, experts=3), "int4_g32_zint"),
 )
 """Forms of the kernel, with the formats of their weights. On a GPU each has as many CTAs and warps as there are."""
 _SIZES = {"experts": 16, "features": 704, "width": 416, "top_k": 4}
@@ -128,6 +134,8 @@ WIDE: tuple[tuple[ExpertLayer, str], ...] = (
         "int4_g32_zfloat",
     ),
     (spec_of(2, format="int4_g64_zint_fp16", dtype=torch.float16, **_SIZES), "int4_g64_zint_fp16"),
+    (spec_of(4, format="nvfp4", gate_up_bias=True, **_SIZES), "nvfp4"),
+    (spec_of(8, format="nvfp4", dtype=torch.float16, **_SIZES | {"features": 704, "width": 1216}), "nvfp4"),
 )
 """Larger forms, for a GPU. The first has a strip of down for each CTA of an H100, the second parts of strips, the third
 odd numbers of blocks along k in steps of two."""
@@ -254,12 +262,17 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=400, help="problems (400)")
     parser.add_argument("--first", type=int, default=0, help="number of the first problem (0)")
     parser.add_argument("--only", type=int, metavar="NUMBER", help="one problem")
+    parser.add_argument("--format", nargs="+", help="of the weights of the forms to run (default: all)")
     parser.add_argument("--device", choices=("emulator", "cuda"), default="emulator")
     parser.add_argument("--json", type=Path, metavar="FILE", help="append the counts to FILE as a JSON line")
     args = parser.parse_args()
     numbers = range(args.first, args.first + args.count) if args.only is None else [args.only]
     started = time.monotonic()
-    wrong = fuzz(numbers, args.device, (*FORMS, *WIDE) if args.device == "cuda" else FORMS)
+    every = (*FORMS, *WIDE) if args.device == "cuda" else FORMS
+    forms = [form for form in every if not args.format or form[1] in args.format]
+    if not forms:
+        parser.error(f"--format: there is no such form on the {args.device}")
+    wrong = fuzz(numbers, args.device, forms)
     seconds = time.monotonic() - started
     print(f"{len(numbers)} problems on the {args.device} in {seconds:.0f} s, {len(wrong)} wrong")
     if args.json:

@@ -179,6 +179,13 @@ FAULTS = (
         _ONE_LAUNCH + "powers",
     ),
     Fault(
+        "rows of the next expert's strip of down have the scales of the last one's",
+        _EXPERT_LAYER,
+        "if expert_done and not last:",
+        "if column_done and not last:",
+        _ONE_LAUNCH + "layers",
+    ),
+    Fault(
         "x is read before all threads have made theirs larger",
         _EXPERT_LAYER,
         "        cute.arch.sync_threads()  # x of all threads is there\n",

@@ -169,6 +169,7 @@ def expert_layer(
         *(x.contiguous() if x.data_ptr() % 16 == 0 else x.clone(), *chosen, expert_map),
         *(gate_up.weight.tensors[0].view(-1), down.weight.tensors[0].view(-1)),
         *(gate_up.bias, down.bias, gate_up.scale, down.scale),
+        *(w.weight.tensors[1] if layer.weight.channels else None for w in (gate_up, down)),
         x.new_empty(layer.scratch_bytes // 4, dtype=torch.int32),
         *(workspace.flags_for(x.device, ExpertLayer.name), out),
     )

@@ -198,6 +198,9 @@ class WarpProduct:
         """Multiply weights that are decoded together with their scales."""
         block, together = self.weight.block, self.weight.block.groups_per_word
         steps = block.scale_group // 16
+        chains = [
+            [self._chains_of(acc, tb, first + strip) for tb in range(self.token_blocks)] for strip in range(len(words))
+        ]
         for group, strip in itertools.product(range(0, block.groups, together), range(len(words))):
             scale_words = scales(strip, group)
             for field in range(min(together, block.groups)):
@@ -205,9 +208,18 @@ class WarpProduct:
                 for step in range((group + field) * steps, (group + field + 1) * steps):
                     a = self.decoder.decode(words[strip][step], prepared)
                     for tb in range(self.token_blocks):
-                        sums = [acc[i, tb, first + strip] for i in range(4)]
-                        for i, y in enumerate(mma_sync(self.weight.kind, sums, a, x_fragments[tb][step])):
-                            acc[i, tb, first + strip] = y
+                        sums = chains[strip][tb]
+                        sums[step % self.chains] = mma_sync(
+                            self.weight.kind, sums[step % self.chains], a, x_fragments[tb][step]
+                        )
+        for strip, of_strip in enumerate(chains):
+            for tb, sums in enumerate(of_strip):
+                for i, y in enumerate(_added(sums)):
+                    acc[i, tb, first + strip] = y
+
+    def _chains_of(self, acc: cute.Tensor, token_block: int, strip: int) -> list[Sequence[Float32]]:
+        """Sums of chains, the first of them what there is already."""
+        return [[acc[i, token_block, strip] for i in range(4)], *([Float32(0.0)] * 4 for _ in range(1, self.chains))]
 
     def _multiply_columns(
         self,

@@ -202,6 +202,8 @@ class ExpertLayerKernel:
             self.begin(t, memory.choices, cta, was, epoch, warp)
 
         stage, computed, ahead = Int32(0), cta, cute.make_rmem_tensor((16,), Int32)
+        channels = cute.make_rmem_tensor((2,), Float32)
+        channels.fill(1.0)
         while computed >= 0:
             cursor, stage = self.multiply_up(t, memory, share, cursor, stage, rank)
             cute.arch.sync_threads()  # the rows of all threads are stored
@@ -209,6 +211,8 @@ class ExpertLayerKernel:
                 if lane == 0 and (const_expr(not layer.split) or memory.choices.owned[0] == epoch):
                     store_release(flags + Int64(computed) * 4, epoch * 2)
             first = self.first_rows(t, memory.choices, down)
+            if down.count > 0:
+                self.load_channels(t, memory.choices, share, down.slot, down.column, channels)
             if warp < layer.pollers:
                 memory.choices.shares[warp] = self.await_flags(flags, cta, epoch, warp, lane)
             else:
@@ -231,7 +235,7 @@ class ExpertLayerKernel:
                     cursor = self.requests.request(t, memory, share, cursor, at, rank)
             else:
                 computed = Int32(-1)
-        self.multiply_down(t, memory, share, down, ahead, cursor, stage, rank)
+        self.multiply_down(t, memory, share, down, ahead, channels, cursor, stage, rank)
 
     def allocate(self, thread: Int32, warp: Int32) -> Memory:
         """Divide shared memory, and fill the decoder's table."""
@@ -428,13 +432,15 @@ class ExpertLayerKernel:
         else:  # four columns, of two lanes
             at = self.hidden_at(t, slot, quotient(strip, 2), token * 4 + quad % 2 * 2)
             at = at + Int64(strip % 2 * 8 + quotient(quad, 2) * 4)
-        scale, biases = Float32(1.0), (Int32(0), Int32(0))
+        scale, biases, channels = Float32(1.0), (Int32(0), Int32(0)), ()
+        row = Int64(expert) * layer.rows_up + strip * STRIP_N + quad * 4
         if const_expr(layer.gate_up_scale):
             scale = t.gate_up_scale[expert]
         if const_expr(layer.gate_up_bias):
-            row = Int64(expert) * layer.rows_up + strip * STRIP_N + quad * 4
             biases = tuple(load_global(t.gate_up_bias.iterator.toint() + row * 2, 2, own.warps > 0))
-        return ActivatedRows(own, at, scale, biases)
+        if const_expr(layer.weight.channels):
+            channels = tuple(load_global(t.gate_up_channels.iterator.toint() + row * 4, 4, own.warps > 0))
+        return ActivatedRows(own, at, scale, biases, channels)
 
     @cute.jit
     def store_rows(self, rows: ActivatedRows) -> None:
@@ -446,6 +452,8 @@ class ExpertLayerKernel:
                 biases = [to_float(layer.kind, word, high) for word in rows.biases for high in (False, True)]
             scale = rows.scale if const_expr(layer.gate_up_scale) else None
             sums = self.sum_of(rows.own)
+            if const_expr(layer.weight.channels):
+                sums = [value * to_float("f32", word) for value, word in zip(sums, rows.channels, strict=True)]
             y = [self.epilogue.affine(v, scale, b) for v, b in zip(sums, biases, strict=True)]
             activation = parse(layer.activation)
             if const_expr(layer.gated):
@@ -562,11 +570,13 @@ class ExpertLayerKernel:
         share: Share,
         down: Down,
         ahead: cute.Tensor,
+        channels: cute.Tensor,
         cursor: Cursor,
         stage: Int32,
         rank: Int32,
     ) -> None:
-        """Multiply the CTA's strips of down, add up over experts, and store the sums. ahead: the first rows."""
+        """Multiply the CTA's strips of down, add up over experts, and store the sums. ahead: the first rows. channels:
+        the scales of a lane's two rows of the first expert's strip."""
         layer, lane, c = self.layer, cute.arch.lane_idx(), memory.choices
         count, column, slot, k_block, own = down.count, down.column, down.slot, down.k_block, down.own
         acc, totals = (cute.make_rmem_tensor((4, 1, 1), Float32) for _ in range(2))
@@ -608,15 +618,32 @@ class ExpertLayerKernel:
                 for j in cutlass.range_constexpr(4):
                     token = lane % 4 * 2 + j % 2
                     if token < layer.tokens and (const_expr(layer.alone) or (c.masks[was] >> token) & 1 != 0):
-                        totals[j] = fma(c.scaled[was * layer.tokens + token], acc[j], totals[j])
+                        factor = c.scaled[was * layer.tokens + token]
+                        if const_expr(layer.weight.channels):
+                            factor *= channels[j // 2]
+                        totals[j] = fma(factor, acc[j], totals[j])
                 acc.fill(0.0)
             if column_done or last:
                 self.store_partial(totals, memory.partials + (column + rank) * layer.slot_bytes, lane)
                 totals.fill(0.0)
                 column += 1
+            if const_expr(layer.weight.channels):
+                if expert_done and not last:
+                    self.load_channels(t, c, share, slot, column, channels)
         groups = self.shares.groups_of(share, self.place_of(cute.arch.thread_idx()[0]).unit)
         cute.arch.sync_threads()
         self.store_sums(t, c, share, own, groups)
+
+    @cute.jit
+    def load_channels(
+        self, t: Tensors, c: Choices, share: Share, slot: Int32, column: Int32, channels: cute.Tensor
+    ) -> None:
+        """Load the scales of a lane's rows, g and g + 8, of an expert's strip of down."""
+        if const_expr(self.layer.weight.channels):
+            row = (share.column + column * self.shares.column_stride) * STRIP_N + cute.arch.lane_idx() // 4
+            at = t.down_channels.iterator.toint() + (Int64(c.experts[slot]) * self.layer.features + row) * 4
+            for j in cutlass.range_constexpr(2):
+                channels[j] = to_float("f32", load_global(at + j * 32, 1, Boolean(True))[0])
 
     def rows_of(self, t: Tensors, c: Choices, slot: Int32, k_block: Int32, lane: Int32) -> HiddenRows:
         """What a lane loads of a k block of a slot's rows."""

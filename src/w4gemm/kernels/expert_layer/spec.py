@@ -50,8 +50,9 @@ _WARPS = 16
 """Warps of a CTA. Eight were as fast for small int4 layers, and up to 14 % slower for MXFP4 and for large layers (H100,
 2026-11-28)."""
 _FEWER_WARPS = 12
-"""Warps of a CTA where threads of 16 spill 72 bytes of registers: of blocks that share factors in pairs (Q4_K). Qwen3
-with 1 and 8 tokens took 0.88 and 0.79 of the time of 16 (H200, 2026-11-29)."""
+"""Warps of a CTA where threads of 16 spill up to 96 bytes of registers, some that loads ahead fill: of blocks that
+share factors in pairs (Q4_K), and of those with several groups of zero points. Qwen3 in Q4_K with 1 and 8 tokens took
+0.88 and 0.79 of the time of 16 (H200, 2026-11-29)."""
 _ALIGNMENT = 640
 """Bytes that alignment of the parts of shared memory takes at most: of four to 128 bytes, of two to 16."""
 
@@ -120,7 +121,7 @@ class ExpertLayer(Helper):
         strips = whole.columns_per_cta - whole.columns / whole.ctas
         more = strips * active * whole.k_blocks_down * whole.stage_block.bytes
         one = replace(whole, split=more > _SPLIT_BYTES)
-        if weight.block.lead:
+        if weight.block.lead or (weight.block.has_zero and weight.block.groups > 1):
             one = replace(one, warps=_FEWER_WARPS)
         two = replace(one, step_blocks=2)
         # int4 with an odd number of blocks, 1, 2, 4, 8 tokens: GLM-4.5-Air took 1.03, 0.99, 0.97, 0.925 of the time,
@@ -349,8 +350,8 @@ class ExpertLayer(Helper):
             return reason
         if self.features % BLOCK_N or self.width % 32:
             return f"features are a multiple of {BLOCK_N} and width is one of 32, got {self.features}, {self.width}"
-        if self.weight.channels:
-            return "scales of output channels are for the other kernels"
+        if not self.weight.block.scale_bits:
+            return "weights whose scales all lie beside their blocks are for the other kernels"
         if self.experts > MOST_EXPERTS or not 0 < self.choices <= MOST_CHOICES:
             return f"takes {MOST_EXPERTS} experts and {MOST_CHOICES} choices, got {self.experts}, {self.choices}"
         if self.choice is not None and (reason := self.choice.refusal()):
@@ -387,6 +388,10 @@ class ExpertLayer(Helper):
             *(contiguous(torch.int32, cute.sym_int(), align=16) for _ in range(2)),
             *(contiguous(half, self.experts, n, align=8) if has else None for has, n in biases),
             *(contiguous(torch.float32, self.experts) if has else None for has in scales),
+            *(
+                contiguous(torch.float32, self.experts, n, align=16) if self.weight.channels else None
+                for _, n in biases
+            ),
             contiguous(torch.int32, cute.sym_int(), align=16),
             contiguous(torch.int32, cute.sym_int()),
             out,

@@ -32,6 +32,9 @@ class Tensors(NamedTuple):
     gate_up_scale: cute.Tensor | None
     down_scale: cute.Tensor | None
     """float32 (experts,), or None."""
+    gate_up_channels: cute.Tensor | None
+    down_channels: cute.Tensor | None
+    """float32 (experts, n): scales of the weights' rows; None if the format has none."""
     scratch: cute.Tensor
     """int32 (scratch_bytes / 4,): activated rows, see :meth:`ExpertLayerKernel.hidden_at`, and parts of strips, see
     :meth:`ExpertLayerKernel.meeting_at`."""
@@ -176,6 +179,8 @@ class ActivatedRows(NamedTuple):
     """Of the expert; 1 if there are no scales."""
     biases: tuple[Int32, Int32]
     """Of the four rows, in x's dtype; 0 if there are none."""
+    channels: tuple[Int32, ...]
+    """Scales of the four rows, float32; empty if the format has none."""
 
 
 class Down(NamedTuple):
