@@ -163,7 +163,7 @@ def test_a_slice_of_the_fuzzer() -> None:
     ("name", "most"),
     [
         *(("largest router", 8), ("q4_k", 0), ("mxfp4", 0), ("mxfp4, one token", 0), ("nvfp4", 0)),
-        *(("nvfp4, one token", 0), ("zero points", 0), ("float zero points", 0)),
+        *(("nvfp4, one token", 0), ("zero points", 0), ("odd, zero points", 0), ("float zero points", 0)),
     ],
 )
 def test_registers_are_hardly_spilled(name: str, most: int) -> None:
@@ -178,7 +178,8 @@ def test_registers_are_hardly_spilled(name: str, most: int) -> None:
         "nvfp4": key_of(8, "nvfp4", 64, 4096, 2048, 6, operands=(True,) * 4),
         "nvfp4, one token": key_of(1, "nvfp4", 128, 2048, 768, 8),
         "zero points": key_of(1, "int4_g32_zint", 128, 2048, 768, 8),
-        "float zero points": key_of(8, "int4_g64_zfloat", 128, 2048, 768, 8),
+        "odd, zero points": key_of(4, "int4_g32_zint", 128, 4096, 1408, 8),
+        "float zero points": key_of(8, "int4_g64_zfloat", 128, 4096, 1408, 8),
     }
     layer = ExpertLayer.of(H100, *forms[name].parameters())
     assert layer is not None and local_memory(code := object_code(layer.unit())) <= most
@@ -193,6 +194,7 @@ def test_registers_are_hardly_spilled(name: str, most: int) -> None:
         (3, ("int4_g128", 128, 4096, 1408, 8), 2),
         (1, ("mxfp4", 128, 2880, 2880, 4), 2),
         (8, ("mxfp4", 128, 2880, 2880, 4), 2),
+        (1, ("nvfp4", 128, 2880, 2880, 4), 2),
         (8, ("int4_g32", 384, 7168, 2048, 8), 2),  # in two stages
         (8, ("int4_g32", 384, 8192, 2048, 8), 1),  # no room for two of them
         (1, ("q4_k", 128, 2048, 768, 8), 1),
@@ -202,6 +204,18 @@ def test_registers_are_hardly_spilled(name: str, most: int) -> None:
 def test_blocks_of_a_step(tokens: int, layer: tuple[Any, ...], blocks: int) -> None:
     made = ExpertLayer.of(H200, *key_of(tokens, *layer).parameters())
     assert made is not None and made.step_blocks == blocks
+
+
+@pytest.mark.parametrize(
+    ("format", "width", "warps"),
+    [
+        *(("int4_g128", 768, 16), ("int4_g128_zint", 768, 16), ("int4_g64_zint", 768, 12)),
+        *(("int4_g64_zint", 640, 16), ("int4_g64_zfloat", 640, 12), ("q4_k", 768, 12)),
+    ],
+)
+def test_warps(format: str, width: int, warps: int) -> None:
+    made = ExpertLayer.of(H200, *key_of(1, format, 128, 2048, width, 8).parameters())
+    assert made is not None and made.warps == warps
 
 
 # --- from gate_up to down
@@ -313,6 +327,8 @@ QWEN, GPT_OSS, KIMI, DEEPSEEK = (
         (GPT_OSS, {1: True, 2: True, 4: True}),
         (KIMI, {1: True}),
         (DEEPSEEK, {1: True}),
+        (("nvfp4", 128, 2048, 768, 8), {1: True, 2: True, 4: True, 8: True}),
+        (("nf4", 128, 2048, 768, 8), {1: False}),
     ],
 )
 def test_one_launch_where_it_was_faster(layer: tuple[Any, ...], chosen: dict[int, bool], device: Device) -> None:
@@ -323,7 +339,9 @@ def test_one_launch_where_it_was_faster(layer: tuple[Any, ...], chosen: dict[int
 
 
 @pytest.mark.parametrize("tokens", [2, 4, 8])
-@pytest.mark.parametrize("layer", [KIMI, DEEPSEEK], ids=["kimi-k2", "deepseek-v3"])
+@pytest.mark.parametrize(
+    "layer", [KIMI, DEEPSEEK, ("nvfp4", *DEEPSEEK[1:])], ids=["kimi-k2", "deepseek-v3", "deepseek-v3 in nvfp4"]
+)
 def test_large_layers(layer: tuple[Any, ...], tokens: int) -> None:
     """As measured on an H200; on an H100 their bytes take longer than those of any timed layer."""
     on_h200, on_h100 = (one_launch(key_of(tokens, *layer), device).slower for device in (H200, H100))

@@ -21,17 +21,18 @@ from w4gemm.core.problem import H200, Device, GemmProblem
 from w4gemm.kernels import gpu
 from w4gemm.kernels.expert_layer.spec import ExpertLayer
 from w4gemm.packing.block import BLOCK_N
-from w4gemm.packing.codecs import INT4_MMA16, MMA16, MXFP4_MMA16, codec_for
+from w4gemm.packing.codecs import INT4_MMA16, MMA16, MXFP4_MMA16, NVFP4_MMA16, codec_for
 
 _MOST_US = 112.0
 """Time of the chosen experts' bytes up to which layers may run in one launch on GPUs other than an H200, where no
 longer ones were timed."""
-_TIMED_CODECS = (INT4_MMA16, MXFP4_MMA16)
+_TIMED_CODECS = (INT4_MMA16, MXFP4_MMA16, NVFP4_MMA16)
 """Codecs that were timed in one launch."""
 _MOST_BYTES = 1500e6
 """Bytes of the chosen experts up to which one launch was faster than four: seven layers with 1 to 8 tokens took 0.44 to
-0.95 of the time, with the choice by logits 0.50 to 0.98 (H200, bench/results/expert_layer.jsonl). DeepSeek-V3 and
-Kimi-K2 with eight tokens, the largest, took 0.91 and 0.94, with the choice 0.98 and 0.95."""
+0.95 of the time, with the choice by logits 0.50 to 0.98, in NVFP4 five 0.42 to 0.89 (H200,
+bench/results/expert_layer.jsonl). DeepSeek-V3 and Kimi-K2 with eight tokens, the largest, took 0.91 and 0.94, with the
+choice 0.98 and 0.95."""
 _BYTES_PER_US = 0.9
 """Part of the data sheet's bandwidth that weights are streamed with."""
 

@@ -19,7 +19,7 @@ from w4gemm.kernels.stand_ins import DTYPES, contiguous
 from w4gemm.kernels.variant import HOPPER_SHARED_MEMORY, MOST_EXPERTS
 from w4gemm.kernels.workspace import FLAG_BYTES
 from w4gemm.packing.block import BLOCK_K, BLOCK_N, STRIP_N, Block
-from w4gemm.packing.codecs import MXFP4_MMA16, PAIR_TABLE_BYTES, Pairs, WeightOperand
+from w4gemm.packing.codecs import MXFP4_MMA16, NVFP4_MMA16, PAIR_TABLE_BYTES, Pairs, WeightOperand
 
 MOST_TOKENS = 8
 """Columns of operand B of the matrix instruction: a token each."""
@@ -50,9 +50,12 @@ _WARPS = 16
 """Warps of a CTA. Eight were as fast for small int4 layers, and up to 14 % slower for MXFP4 and for large layers (H100,
 2026-11-28)."""
 _FEWER_WARPS = 12
-"""Warps of a CTA where threads of 16 spill up to 96 bytes of registers, some that loads ahead fill: of blocks that
-share factors in pairs (Q4_K), and of those with several groups of zero points. Qwen3 in Q4_K with 1 and 8 tokens took
-0.88 and 0.79 of the time of 16 (H200, 2026-11-29)."""
+"""Warps of a CTA where threads of 16 spill up to 104 bytes of registers, some that loads ahead fill: of blocks that
+share factors in pairs (Q4_K), and of those with several groups of zero points, but integer ones where numbers of blocks
+along k are odd. Qwen3 in Q4_K with 1 and 8 tokens took 0.88 and 0.79 of the time of 16 (H200, 2026-11-29), in
+int4_g32_zint with 1 to 8 0.80, 0.97, 0.99, 0.98; gpt-oss-120b, which spills nothing, 1.00 to 1.02 (2026-11-30)."""
+_FLOATS = MXFP4_MMA16, NVFP4_MMA16
+"""Codecs whose steps have two blocks whatever the number of blocks along k."""
 _ALIGNMENT = 640
 """Bytes that alignment of the parts of shared memory takes at most: of four to 128 bytes, of two to 16."""
 
@@ -121,12 +124,14 @@ class ExpertLayer(Helper):
         strips = whole.columns_per_cta - whole.columns / whole.ctas
         more = strips * active * whole.k_blocks_down * whole.stage_block.bytes
         one = replace(whole, split=more > _SPLIT_BYTES)
-        if weight.block.lead or (weight.block.has_zero and weight.block.groups > 1):
-            one = replace(one, warps=_FEWER_WARPS)
         two = replace(one, step_blocks=2)
+        ragged, zeros = two.ragged_up or two.ragged_down, weight.block.has_zero and weight.block.groups > 1
+        if weight.block.lead or (zeros and (weight.zero == "float" or not ragged)):
+            one, two = (replace(each, warps=_FEWER_WARPS) for each in (one, two))
         # int4 with an odd number of blocks, 1, 2, 4, 8 tokens: GLM-4.5-Air took 1.03, 0.99, 0.97, 0.925 of the time,
-        # Nemotron 3 Nano 1.04, 1.02, 1.00, 0.96 (H200, 2026-11-30)
-        faster = not (two.ragged_up or two.ragged_down) or weight.codec == MXFP4_MMA16 or most >= 4
+        # Nemotron 3 Nano 1.04, 1.02, 1.00, 0.96; NVFP4, 1, 2 tokens: GLM-4.5-Air 1.00, 0.96, gpt-oss-120b 0.99, 0.97
+        # (H200, 2026-11-30)
+        faster = not ragged or weight.codec in _FLOATS or most >= 4
         return two if faster and two.two_blocks and two.has_room else one
 
     # --- sizes

@@ -16,7 +16,7 @@ from w4gemm.core.elements import element_named
 from w4gemm.core.formats import SCALES, WeightFormat
 from w4gemm.packing.codecs.base import MMA8, MMA16, PAIR_TABLE_BYTES, Bits, Codec, Fragment, Pairs, WeightOperand
 from w4gemm.packing.codecs.codebook import CODEBOOKS, codec_of_codebook
-from w4gemm.packing.codecs.e2m1 import E2M1, E2M1_MMA8, EXACT_BINADES, MXFP4_MMA16
+from w4gemm.packing.codecs.e2m1 import E2M1, E2M1_MMA8, EXACT_BINADES, MXFP4_MMA16, NVFP4_MMA16
 from w4gemm.packing.codecs.floats import FLOAT_CODECS, FLOATS, POWERS_REFUSED
 from w4gemm.packing.codecs.integers import INT4_MMA16, INTEGERS
 from w4gemm.packing.codecs.integers_fp8 import (
@@ -115,6 +115,7 @@ __all__ = [
     "MMA8",
     "MMA16",
     "MXFP4_MMA16",
+    "NVFP4_MMA16",
     "PAIR_TABLE_BYTES",
     "Bits",
     "Codec",
