@@ -510,3 +510,24 @@ def test_bad_configs() -> None:
         W4GemmConfig(activations="fp4")
     with pytest.raises(TypeError, match="wanted format, activations, skip or modules, got 'bits'"):
         W4GemmConfig(bits=4)
+
+
+def test_layers_that_a_model_shares_are_saved_each(tmp_path: Path) -> None:
+    """The head is dense and tied to the embedding: the folder lacked it when the config said that nothing is tied."""
+    sizes = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "chunk_size": 8}
+    sizes |= {
+        "num_attention_heads": 4,
+        "mamba_d_state": 16,
+        "n_mamba_heads": 8,
+        "mamba_headdim": 16,
+        "adapter_rank": 32,
+    }
+    shared = {"layers_block_type": ["mamba", "hybrid", "hybrid"], "num_mem_blocks": 1, "mamba_ngroups": 1}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("zamba2", **sizes, **shared), dtype=torch.float32)
+    quantize_layers(model.eval(), "nf4_g32")
+    describe(model)
+    ids = torch.tensor([[5, 1, 7, 7]])
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=W4GemmConfig(), dtype=torch.float32)
+    assert summarize(again).dense == ("lm_head",) and again.config.tie_word_embeddings
+    assert torch.equal(again.eval()(ids).logits, model(ids).logits)

@@ -411,11 +411,13 @@ class Placement:
 
 
 def untie(model: PreTrainedModel, targets: Iterable[str]) -> None:
-    """Let some parameters that the config ties to others be their own."""
+    """Let some parameters that the model ties to others be their own. The config says so of a head alone."""
     for target in targets:
-        del model.all_tied_weights_keys[target]
-        for config in (model.config, model.config.get_text_config()):
-            config.tie_word_embeddings = False
+        source = model.all_tied_weights_keys.pop(target)
+        ends = model.get_output_embeddings(), model.get_input_embeddings()
+        if any(submodule(model, name.rpartition(".")[0]) in ends for name in (target, source)):
+            for config in (model.config, model.config.get_text_config()):
+                config.tie_word_embeddings = False
 
 
 def _parameters(experts: nn.Module | None) -> dict[str, str]:
