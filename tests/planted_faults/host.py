@@ -444,4 +444,32 @@ FAULTS = (
         "        yield\n",
         "tests/test_transformers.py -k threads_load_at_once",
     ),
+    Fault(
+        "a cache grows by its keys alone",
+        "src/w4gemm/integrations/decoder/step.py",
+        'for name in ("keys", "values"):',
+        'for name in ("keys",):',
+        "tests/test_decoding.py -k grows",
+    ),
+    Fault(
+        "slots of a cache that has grown are padding",
+        "src/w4gemm/integrations/decoder/step.py",
+        "nn.functional.pad(self.mask, (0, length - self.length), value=1)",
+        "nn.functional.pad(self.mask, (0, length - self.length))",
+        "tests/test_decoding.py -k grows",
+    ),
+    Fault(
+        "an adapter of a head is merged into the embedding that reads it",
+        "src/w4gemm/integrations/transformers/layers.py",
+        "        if is_meant(head):\n",
+        "        if is_meant(name):\n",
+        "tests/test_packed_embeddings.py -k adapter_of_the_head",
+    ),
+    Fault(
+        "a config says that no head is tied where layers are untied",
+        "src/w4gemm/integrations/transformers/places.py",
+        'if any(submodule(model, name.rpartition(".")[0]) in ends for name in (target, source)):',
+        "if ends:",
+        "tests/test_from_pretrained.py -k shares",
+    ),
 )
