@@ -116,7 +116,8 @@ def store_async_f32x4(address: Int32, values: Sequence[Float32], barrier: Int32)
 
 
 def load_shared_cluster(address: Int32) -> tuple[Float32, ...]:
-    """Load four consecutive float32 from an address of any CTA of the cluster."""
+    """Load four consecutive float32 from an address of any CTA of the cluster: by a generic load, which takes longer
+    than one of the own memory."""
     return asm("ld.shared::cluster.v4.f32 {$0, $1, $2, $3}, [$4];", [Float32] * 4, [address])
 
 

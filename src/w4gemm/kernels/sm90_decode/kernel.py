@@ -96,6 +96,7 @@ from w4gemm.ptx.memory import (
     fence_release_shared,
     load_matrix,
     load_shared_cluster,
+    load_shared_f32x4,
     shared_address,
     store_shared_f32,
     store_shared_f32x4,
@@ -578,7 +579,7 @@ class Sm90DecodeKernel:
         cute.arch.sync_threads()
         if warp < round.before - round.after:
             for i in cutlass.range_constexpr(count):
-                other = load_shared_cluster(address + i * 512)
+                other = load_shared_f32x4(address + i * 512)
                 for j in cutlass.range_constexpr(4):
                     flat[4 * i + j] = flat[4 * i + j] + other[j]
         cute.arch.sync_threads()
@@ -646,10 +647,12 @@ class Sm90DecodeKernel:
             if token < variant.tokens and row < out.shape[0] and column < self.features(out):
                 sums = [Float32(0.0)] * 4
                 for r in cutlass.range_constexpr(config.split_k):
-                    base = cluster_address(s_sums, Int32(r)) if const_expr(config.split_k > 1) else s_sums
+                    base, load = s_sums, load_shared_f32x4
+                    if const_expr(config.split_k > 1):
+                        base, load = cluster_address(s_sums, Int32(r)), load_shared_cluster
                     for w in cutlass.range_constexpr(variant.reduction_warps):
                         address = base + ((w * config.tile_m + token) * variant.reduction_row + feature) * 4
-                        partial = load_shared_cluster(address)
+                        partial = load(address)
                         sums = [sums[j] + partial[j] for j in range(4)]
                 sums = [scaled(y, c) for y, c in zip(sums, quads[i].channel_scales, strict=True)]
                 self.epilogue_math.store_quad(sums, quads[i].operands, out, row, column)

@@ -28,7 +28,6 @@ from w4gemm.packing.codecs.pairs_decode import own_pairs
 from w4gemm.ptx.memory import (
     barrier_of_roles,
     cluster_address,
-    load_shared_cluster,
     load_shared_f32x4,
     shared_address,
     store_async_f32x4,
@@ -339,7 +338,7 @@ class Consumer:
         if k_set == 0:
             for s in cutlass.range_constexpr(variant.k_sets - 1):
                 for i in cutlass.range_constexpr(size):
-                    other = load_shared_cluster(s_k_sets + (s * size + i) * line + thread * 16)
+                    other = load_shared_f32x4(s_k_sets + (s * size + i) * line + thread * 16)
                     for j in cutlass.range_constexpr(4):
                         flat[4 * i + j] = flat[4 * i + j] + other[j]
 
