@@ -8,8 +8,7 @@ slice_us grows from a config's time with the GPU to itself to its time with the 
 and power: alone + shared * contention. With stream-k all CTAs have equal work; they store and add partial sums besides,
 the more the smaller a CTA's part of a tile is. The three numbers of each config are measured (``SliceTimes``).
 
-In sm90_decode with up to 8 tokens, the warps of a CTA tell its time if the layer is so narrow that the launch does not
-fill the GPU: each k block is a wait and instructions, and a split of k what its CTAs hand over (``decode_alone``).
+Launches of sm90_decode that do not fill the GPU are timed by narrow.py.
 
 If m, of all experts together, is less than a TMA box, the box reaches past m, and TMA takes several times as long for a
 row there as for one of x: a k-slice takes no less than its rows take TMA.
@@ -53,13 +52,14 @@ from w4gemm.choice.cost.constants import (
     unmeasured_us,
 )
 from w4gemm.choice.cost.experts import Division, Width, more_of_tile, of_tile, random_and_zipf_rows, unevenness
+from w4gemm.choice.cost.narrow import NARROW_TOKENS, is_narrow, narrow_timer
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.epilogue import PLAIN
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import GemmProblem
 from w4gemm.kernels.hopper import first_features, most_narrow_rows
 from w4gemm.kernels.variant import HOPPER_SHARED_MEMORY, RESERVED_SHARED_MEMORY
-from w4gemm.packing.block import BLOCK_N, STRIP_N
+from w4gemm.packing.block import BLOCK_N
 from w4gemm.packing.codecs import scales_on_sums, weight_operand
 
 LaunchTimer = Callable[[int, float], float]
@@ -80,9 +80,6 @@ _FEW_TOKENS_OF_SPLITS = 128
 """Largest tile_m of splits of two CTAs with fp8 x whose times include what a later wave costs."""
 _FEW_BATCHES = 2
 """Batches of rows of sm90_decode, of 64 features in 5 or 6 bits, up to which scales of two levels take their time."""
-_FEWEST_TOKENS, _BLOCK_TOKENS = 8, 8
-"""Most tokens with which ``decode_alone`` tells the time of narrow layers, and tokens of a matrix instruction of
-sm90_decode. With 16, choices would change to 1.2 times the time at worst (H200, 2026-11-30)."""
 _FEW_TOKENS, _MOST_FEW, _MOST = 16, 3, 2
 """CTAs with one consumer warpgroup that the registers of a multiprocessor are enough for: three with 67 a thread, as
 tiles of 16 tokens take, two with 89, as tiles of 32 do."""
@@ -318,7 +315,10 @@ def _busy_timer(
     if facts.kernel.name == "sm90_fp8_gemm" and config.split_k == 2:
         wide_split = config.tile_m > _FEW_TOKENS_OF_SPLITS and config.tile_n <= 2 * BLOCK_N
     later_wave_us = model["later_wave_us"] * scale.clock
-    alone_us = _alone_timer(facts, problem, config, slower - 1)
+    narrow_us = None
+    if facts.kernel.name == "sm90_decode" and is_narrow(problem, config):
+        warps = replace(facts.any_variant, config=config).warps
+        narrow_us = narrow_timer(facts.constants, problem, config, warps, slower - 1)
     mixed = facts.kernel.name == "sm90_mixed_gemm"
 
     def of_times(times: SliceTimes) -> Callable[[int, float], Busy]:
@@ -327,8 +327,8 @@ def _busy_timer(
         in_full_wave = max(alone + shared, least)
 
         def busy(m: int, m_tiles: float) -> Busy:
-            if alone_us is not None and m <= _FEWEST_TOKENS:
-                us = alone_us(m)
+            if narrow_us is not None and m <= NARROW_TOKENS:
+                us = narrow_us(m) * scale.clock
                 return Busy(us, us)
             fill = m_tiles * n_tiles / held
             full = int(fill)
@@ -352,27 +352,6 @@ def _busy_timer(
         return busy
 
     return of_times
-
-
-def _alone_timer(facts: LaunchFacts, problem: GemmProblem, config: GemmConfig, overhead: float) -> Timer | None:
-    """The time that a launch of sm90_decode keeps multiprocessors busy, by the warps of a CTA: a k block costs a warp a
-    wait, and all warps of the CTA instructions. None unless each multiprocessor has one CTA at most, and the layer so
-    few features that a third would have none even with the smallest tiles.
-
-    Args:
-        overhead: part by which the format takes longer to decode. A warp waits twice as much longer.
-    """
-    ctas, sms = -(-problem.n // config.tile_n) * config.split_k, problem.device.sms
-    if facts.kernel.name != "sm90_decode" or problem.experts or ctas > sms or 3 * problem.n > 2 * STRIP_N * sms:
-        return None
-    model, clock, blocks = facts.constants.models["decode_alone"], facts.scale.clock, config.tile_m // _BLOCK_TOKENS
-    k_blocks = -(-problem.k // (config.tile_k * config.split_k))
-    warps = replace(facts.any_variant, config=config).warps
-    waits = -(-k_blocks // warps) * (model["wait_us"] + model["wait_block_us"] * blocks) * (1 + 2 * overhead)
-    row_us = (model["row_us"] + model["row_block_us"] * blocks) * (1 + overhead)
-    us = waits + k_blocks * config.tile_n * row_us
-    split_us, token_us = (model["split_us"], model["split_token_us"]) if config.split_k > 1 else (0.0, 0.0)
-    return lambda m: float((us + split_us + token_us * m) * clock)
 
 
 def _resident(facts: LaunchFacts, config: GemmConfig) -> int:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from w4gemm.kernels.sm90_mixed_gemm.variant import WGMMA_TOKENS, Sm90MixedVariant
+from w4gemm.kernels.sm90_mixed_gemm.variant import Sm90MixedVariant
+from w4gemm.kernels.sm90_mixed_gemm.work import WGMMA_TOKENS
 from w4gemm.kernels.space import Rule, Space
 from w4gemm.packing.block import BLOCK_N
 
