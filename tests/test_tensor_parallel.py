@@ -223,3 +223,40 @@ def test_transformers(tmp_path: Path) -> None:
         with torch.inference_mode():
             expected[folder] = model(IDS).logits
     in_two_processes(both, expected, expected_of_mixtures)
+
+
+def saved_by_all(rank: int, expected: dict[Path, torch.Tensor]) -> None:
+    """Models whose parameters FSDP2 has sharded are saved whole, in compressed-tensors and in our own format."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from transformers import AutoModelForCausalLM
+
+    from w4gemm.integrations.transformers import W4GemmConfig
+
+    mesh = init_device_mesh("cpu", (PROCESSES,))
+    for folder, logits in expected.items():
+        config = W4GemmConfig(FORMAT)
+        model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=torch.float32)
+        for layer in (*model.model.layers, model):
+            fully_shard(layer, mesh=mesh)
+        model.save_pretrained(folder / "saved", is_main_process=rank == 0)
+        torch.distributed.barrier()
+        again = AutoModelForCausalLM.from_pretrained(folder / "saved", dtype=torch.float32)
+        with torch.inference_mode():
+            torch.testing.assert_close(again(IDS).logits, logits)
+
+
+def test_a_model_under_fsdp2_is_saved_whole(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from tiny_model import write_dense
+    from w4gemm.integrations.transformers import W4GemmConfig
+
+    expected = {}
+    for architecture in ("qwen2", "qwen3_moe"):
+        folder = write_dense(tmp_path / architecture, architecture)
+        config = W4GemmConfig(FORMAT)
+        model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=torch.float32)
+        with torch.inference_mode():
+            expected[folder] = model(IDS).logits
+    in_two_processes(saved_by_all, expected)

@@ -56,7 +56,7 @@ from w4gemm.integrations.transformers.saving import (
     refuse_to_fuse,
     refuse_what_no_folder_holds,
 )
-from w4gemm.integrations.transformers.sharding import Local, fill
+from w4gemm.integrations.transformers.sharding import Local, fill, whole_tensors
 from w4gemm.integrations.wrapping import wrap
 from w4gemm.weights.file import parse_format_name
 from w4gemm.weights.weight import QuantizedWeight
@@ -302,7 +302,8 @@ class W4GemmQuantizer(HfQuantizer):
         refuse_to_fuse(model)
         packed = compressed_tensors(model)
         config.stored = None if packed is None else packed[1]
-        return (model.state_dict() | alarm_of(model)) if packed is None else packed[0], {}
+        state = model.state_dict() | alarm_of(model) if packed is None else packed[0]
+        return whole_tensors(state), {}
 
     @property
     def is_trainable(self) -> bool:

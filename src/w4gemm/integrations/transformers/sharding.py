@@ -9,6 +9,7 @@ Experts, of which transformers wraps the forward too, are split alike, or each p
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -145,6 +146,11 @@ def fill(parameter: nn.Parameter, whole: torch.Tensor) -> None:
         parameter.to_local().copy_(DtensorShardOperation(parameter).shard_tensor(whole))
     else:
         parameter.copy_(whole)
+
+
+def whole_tensors(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return a state dict with whole tensors in place of those that FSDP2 has sharded. Every process has to call it."""
+    return {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in state.items()}
 
 
 def add_up(model: PreTrainedModel, experts: nn.Module) -> None:
