@@ -73,6 +73,23 @@ def test_a_layer_is_the_weight(floats: ModuleType, format: str, dtype: torch.dty
     assert held == {"w4gemm_packed0", "w4gemm_packed1", *(["w4gemm_packed2"] * (format == "nvfp4")), *(["bias"] * bias)}
 
 
+@pytest.mark.parametrize("divides", [False, True], ids=["weight_scale_2", "weight_global_scale"])
+def test_parts_of_a_merged_layer_keep_their_factors(floats: ModuleType, divides: bool) -> None:
+    """vLLM's methods keep the largest of what multiplies, or divides, each part."""
+    kernel, layer, w = made("nvfp4")
+    layer.logical_widths, factors = [N - 32, 32], torch.tensor([1 / 4096, 1 / 1024])
+    name = "weight_global_scale" if divides else "weight_scale_2"
+    setattr(layer, name, torch.nn.Parameter(1 / factors if divides else factors, requires_grad=False))
+    kernel.note(layer)
+    if not divides:
+        del layer.weight_scale_2
+    layer.weight_global_scale = torch.nn.Parameter(factors.max(), requires_grad=False)
+    kernel.process_weights_after_loading(layer)
+    each = factors.repeat_interleave(torch.tensor(layer.logical_widths))[:, None]
+    dense = w.dequantize(torch.float32) / FACTOR * each
+    torch.testing.assert_close(kernel.weight(layer._parameters).dequantize(torch.float32), dense)
+
+
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
 def test_fp8_activations_by_choice(
     floats: ModuleType, format: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -16,6 +16,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 if "VLLM_SOURCES" not in os.environ:
     pytest.skip("VLLM_SOURCES does not name vLLM's sources", allow_module_level=True)
@@ -100,6 +101,27 @@ def test_vllms_layers_load_a_checkpoint_and_multiply_its_numbers(format: str, tm
         head = loaded(ParallelLMHead(*sizes, prefix="lm_head", quant_config=arguments), tmp_path, "", {"lm_head": None})
         kernel = type(head.quant_method.kernel).__name__
         check(tmp_path, format, kernel, ["lm_head"], lambda x: [head.quant_method.apply(head, x)])
+
+
+@pytest.mark.parametrize("format", [name for name in FORMATS if "nvfp4" in name])
+def test_parts_of_a_merged_layer_keep_their_factors(format: str, tmp_path: Path) -> None:
+    """Of which vLLM's own kernels use the largest for all."""
+    from vllm.model_executor.layers.linear import MergedColumnParallelLinear
+
+    model, parent, shards = tiny(model_named("llama-3-8b")), "model.layers.1.mlp", {"gate_proj": 0, "up_proj": 1}
+    write(model, Packing.parse(format), tmp_path)
+    for file in tmp_path.glob("*.safetensors"):
+        tensors = load_file(file)
+        for name in tensors:
+            if name.startswith(f"{parent}.up_proj") and name.endswith(("weight_scale_2", "weight_global_scale")):
+                tensors[name] /= 4
+        save_file(tensors, file)
+    sizes = model.config["hidden_size"], [model.config["intermediate_size"]] * 2
+    made = MergedColumnParallelLinear(
+        *sizes, bias=False, quant_config=quantization(tmp_path), prefix=f"{parent}.gate_up_proj"
+    )
+    layer = loaded(made, tmp_path, parent, shards)
+    check(tmp_path, format, kernel_of(layer), [f"{parent}.{shard}" for shard in shards], layer)
 
 
 @pytest.mark.parametrize("format", ["gptq-int4-g64", "awq-int4-g64", "ct-int4-g128-fp8", "ct-mxfp4"])

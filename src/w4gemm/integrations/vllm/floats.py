@@ -151,9 +151,19 @@ class W4GemmNvFp4LinearKernel(_Floats, NvFp4LinearKernel):
         *("weight", "weight_scale", "weight_global_scale", "alpha"),
         *("input_global_scale", "input_global_scale_inv"),
     )
+    factors: torch.Tensor | None = None
+    """What multiplies each row, until it is packed. Parts of a merged layer have numbers of their own, of which vLLM's
+    methods keep the largest for all."""
+
+    def note(self, layer: Any) -> None:
+        multiplies = layer._parameters.get("weight_scale_2")
+        each = 1 / layer.weight_global_scale.data if multiplies is None else multiplies.data
+        self.factors = each.repeat_interleave(torch.tensor(layer.logical_widths, device=each.device))
 
     def floats(self, layer: Any) -> Numbers:
-        return packed_floats.numbers(layer.weight.data, layer.weight_scale.data, NVFP4, layer.weight_global_scale.data)
+        factors, self.factors = self.factors, None
+        factors = layer.weight_global_scale.data if factors is None else factors
+        return packed_floats.numbers(layer.weight.data, layer.weight_scale.data, NVFP4, factors)
 
 
 class W4GemmMxFp4LinearKernel(_Floats, MxFp4LinearKernel):

@@ -179,6 +179,9 @@ class LinearKernel:
         """Return the names of the parameters, as vLLM's method makes them, whose numbers are packed."""
         raise NotImplementedError
 
+    def note(self, layer: torch.nn.Module) -> None:
+        """Keep what vLLM's method is going to drop of a layer that is loaded."""
+
     def weights(self, layer: torch.nn.Module) -> list[QuantizedWeight]:
         """Return the packed weights of a layer that is loaded: one, or several whose rows follow one another.
 
@@ -342,6 +345,7 @@ def watch(method: Any, kernels: list[LinearKernel], name: str) -> None:
                 draw(layer, kernels[-1].parameters(layer))
             else:
                 kernels[-1].is_loaded = check_loaded(layer, kernels[-1].parameters(layer), name)
+                kernels[-1].note(layer)
         process(layer)
         for update in updates:
             if kernels[-1].vllm_kernel is None:
