@@ -51,6 +51,7 @@ NUMBERS = (
     Numbers("iq4_g32_fp16", torch.bfloat16, every_way=False),
     Numbers("iq4_g32_s8x256", torch.bfloat16, "gated", every_way=False),
     Numbers("q4_k", torch.bfloat16, "biased", every_way=False),
+    Numbers("q3_k", torch.bfloat16, "gated", every_way=False),
     Numbers("int4_g128_e4m3", FP8),
     Numbers("int4_g32_zint", FP8, "gated"),
     Numbers("mxfp4", FP8, "biased"),
