@@ -661,6 +661,28 @@ def test_a_layer_that_is_kept_and_never_loaded_is_not_waited_for(
     assert [record.message[:27] for record in caplog.records] == ["w4gemm runs 1 linear layers"] * 2
 
 
+def test_what_comes_under_other_names_counts_as_loaded(dense: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where vLLM checks that a checkpoint has all parameters (enable_weights_track)."""
+    seen: list[set[str] | None] = []
+
+    class DefaultModelLoader:
+        def track_weights_loading(self, model: torch.nn.Module, loaded: set[str] | None) -> None:
+            seen.append(loaded)
+
+    package, module = ModuleType("vllm.model_executor.model_loader"), ModuleType("default_loader")
+    package.__path__, module.DefaultModelLoader = [], DefaultModelLoader  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, package.__name__, package)
+    monkeypatch.setitem(sys.modules, f"{package.__name__}.default_loader", module)
+    make(Case("gptq"))
+    model: Any = torch.nn.ModuleDict({name: torch.nn.Module() for name in ("experts", "gate_up", "qkv")})
+    model.experts.register_parameter("w4gemm_last", torch.nn.Parameter(torch.zeros(1)))
+    for merged in (model.gate_up, model.qkv):
+        merged.w4gemm_shards = torch.nn.ModuleList([torch.nn.Linear(1, 1, bias=False)])
+    DefaultModelLoader().track_weights_loading(model, None)
+    DefaultModelLoader().track_weights_loading(model, {"qkv.weight"})
+    assert seen == [None, {"experts.w4gemm_last", "qkv.weight", "qkv.w4gemm_shards.0.weight"}]
+
+
 def test_a_model_is_packed_in_segments_that_pytorch_uses_again(
     dense: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -422,6 +422,27 @@ def test_layers_that_vllm_keeps_and_never_loads(
     check(tmp_path, "gptq-int4-g64", kernel_of(whole.mlp), names, whole.mlp)
 
 
+def test_vllm_checks_that_all_was_loaded(tmp_path: Path) -> None:
+    """A gate in 4 bits beside a dense up, and experts of which other GPUs have some, with ``enable_weights_track``."""
+    from vllm.model_executor.layers.linear import MergedColumnParallelLinear
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+    dense, mixture = tiny(model_named("llama-3-8b")), tiny(model_named("qwen3-30b-a3b"))
+    write(dense, Packing.parse("gptq-int4-g64"), tmp_path / "dense")
+    write(mixture, Packing.parse("gptq-int4-g64"), tmp_path / "mixture")
+    config, root = quantization(tmp_path / "dense"), torch.nn.Module()
+    config.dynamic = {r"-:.*up_proj": {}}
+    sizes, prefix = (dense.config["hidden_size"], [dense.config["intermediate_size"]] * 2), "model.layers.0.mlp"
+    root.merged = MergedColumnParallelLinear(*sizes, bias=False, quant_config=config, prefix=f"{prefix}.gate_up_proj")
+    root.experts = routed_experts(mixture.config, quantization(tmp_path / "mixture"), f"{prefix}.experts")
+    root.experts.register_parameter("w4gemm_last", torch.nn.Parameter(torch.empty(1)))
+    came = {name for name, _ in root.named_parameters() if "w4gemm_" not in name}
+    check = functools.partial(DefaultModelLoader.track_weights_loading, None, root, quantized=True)
+    check(set(came))
+    with pytest.raises(ValueError, match=r"not initialized from checkpoint: \{'merged.w4gemm_shards.0.scales'\}"):
+        check(came - {"merged.scales"})
+
+
 def reloading(layer: Any) -> Callable[[Callable[[], Any]], None]:
     """Let vLLM note what a layer looks like before it is loaded; return what has it load weights anew."""
     from vllm.model_executor.model_loader.reload import layerwise

@@ -130,6 +130,21 @@ def _end_wait_with_loading() -> None:
         from vllm.model_executor.model_loader import base_loader
 
         wrap(base_loader, _PROCESS, _process_and_prepare)
+    with suppress(ImportError, AttributeError):
+        from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+        wrap(DefaultModelLoader, "track_weights_loading", _track)
+
+
+def _track(own: Callable[..., None], loader: Any, model: Any, loaded: set[str] | None, **options: Any) -> None:
+    """Count parameters of ours as loaded where vLLM is to check that all are (``enable_weights_track``): what comes for
+    the parts of a merged layer comes under its own name, and nothing for the last parameter of experts."""
+    if loaded is not None:
+        for name, _ in model.named_parameters():
+            merged, _, part = name.partition(".w4gemm_shards.")
+            if name.endswith(".w4gemm_last") or (part and f"{merged}.{part.rpartition('.')[2]}" in loaded):
+                loaded.add(name)
+    own(loader, model, loaded, **options)
 
 
 def _process_and_prepare(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
