@@ -542,6 +542,7 @@ METHODS = (
     "get_moe_runner_backend",
     "get_moe_quant_info",
     "get_quant_method",
+    "restore_weights_before_loading",
 )
 
 

@@ -232,11 +232,14 @@ def test_experts(name: str) -> None:
                 dense = numbers.dense if held is experts.down.weight else in_pairs(numbers.dense)
                 assert torch.equal(held.expert(e).dequantize(torch.float64), dense)
 
-    first = quantized(20)
+    first, names = quantized(20), set(layer._parameters)
     method.process_weights_after_loading(layer)
     experts = layer.w4gemm_experts.experts
     check(first)
+    assert names <= set(layer._parameters)  # SGLang looks up a parameter for each tensor of a checkpoint
     places = {each: p.data_ptr() for each, p in packed(layer).items()}
+    if restore := getattr(method, "restore_weights_before_loading", None):
+        restore(layer)
     dense = {p: torch.randn(EXPERTS, *shape).bfloat16() for p, shape in SIZES.items()}
     for e in range(EXPERTS):
         gate, up = dense["w13"][e].chunk(2)

@@ -166,6 +166,14 @@ class CompressedTensorsWNA16MoE(_Experts):
                 layer.register_parameter(f"{product}_weight_zero_point", zeros)
             layer.register_parameter(f"{product}_weight_g_idx", parameter(e, k, dtype=torch.int32))
             layer.register_parameter(f"{product}_g_idx_sort_indices", parameter(e, k, dtype=torch.int32))
+        names = ("weight_packed", "weight_scale", "weight_zero_point")[: 3 - self.sym]
+        names = [f"{product}_{name}" for product in ("w13", "w2") for name in names]
+        layer._original_shapes = {name: tuple(layer._parameters[name].shape) for name in names}
+
+    def restore_weights_before_loading(self, layer):
+        for name, shape in getattr(layer, "_original_shapes", {}).items():
+            if (param := getattr(layer, name, None)) is not None and param.shape != shape:
+                param.resize_(shape)
 
 
 @at("layers.quantization.compressed_tensors.schemes")

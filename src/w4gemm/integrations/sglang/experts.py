@@ -239,7 +239,8 @@ def _pack(method: Method, self: Any, layer: Any) -> None:
         packers = method.format.packers(layer, settings, SGLANG)
         return [packers.pop(name)(gated[name]) for name in PRODUCTS]
 
-    update = QuantizedUpdate(f"{method.kind} of layer {layer.layer_id}", layer, names, (), pack)
+    unused = [name for name, p in layer._parameters.items() if name not in names and hasattr(p, "weight_loader")]
+    update = QuantizedUpdate(f"{method.kind} of layer {layer.layer_id}", layer, names, (), pack, unused)
     packers, products, held = method.format.packers(layer, settings, SGLANG), [], {}
     for name in PRODUCTS:
         bias = method.bias(layer, name)
@@ -264,6 +265,7 @@ def _pack(method: Method, self: Any, layer: Any) -> None:
     first_expert = getattr(layer, "moe_ep_rank", 0) * experts.gate_up.weight.experts
     object.__setattr__(layer, _EXPERTS, W4gemmQuantInfo(experts, first, factor, first_expert))
     WARMUP.loaded(layer, _need(experts, first, activation, config))
+    vars(layer).pop("_original_shapes", None)  # to which SGLang would make empty parameters grow before an update
     if not (layer.with_bias or method.padded or in_pairs(config)):
         open_updates(layer, update, held, [f"{name}_weight" for name in PRODUCTS if gated[name]], method.flips)
 

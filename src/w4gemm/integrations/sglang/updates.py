@@ -36,6 +36,7 @@ class QuantizedUpdate(Update):
         names: of the parameters whose numbers are packed.
         others: parameters that need not come anew.
         pack: returns the packed weights of the layer, whose parameters hold what has come.
+        unused: parameters of which nothing is kept, because no numbers depend on them.
     """
 
     def __init__(
@@ -45,12 +46,14 @@ class QuantizedUpdate(Update):
         names: Collection[str],
         others: Collection[str],
         pack: Callable[[], list[QuantizedWeight]],
+        unused: Collection[str] = (),
     ) -> None:
         super().__init__(what)
         held: dict[str, Any] = {name: p for name, p in layer._parameters.items() if p is not None}
         self.pack, self.device = pack, held[next(iter(names))].device
         self.forms = {name: _like(held[name], held[name].data.to("meta")) for name in names}
         self.others = {name: held[name] for name in others if name in held and name not in names}
+        self.unused = unused
 
     def open(self, layer: torch.nn.Module, weights: list[QuantizedWeight]) -> None:
         """Give a packed layer an empty parameter for each name.
@@ -58,9 +61,10 @@ class QuantizedUpdate(Update):
         Args:
             weights: those that it holds, which get the new numbers.
         """
-        for name in (*self.forms, *self.others):
+        loaders = {name: functools.partial(self.load, layer, weights, name) for name in (*self.forms, *self.others)}
+        for name, loader in {**loaders, **dict.fromkeys(self.unused, _let_go)}.items():
             empty: Any = torch.nn.Parameter(torch.empty(0, dtype=torch.int32, device=self.device), requires_grad=False)
-            empty.weight_loader = functools.partial(self.load, layer, weights, name)
+            empty.weight_loader = loader
             layer.register_parameter(name, empty)
 
     def load(
@@ -104,6 +108,10 @@ class QuantizedUpdate(Update):
                 t.data.copy_(numbers)
             if held.perm is not None and new.perm is not None:
                 held.perm.copy_(new.perm)
+
+
+def _let_go(param: Any, loaded_weight: torch.Tensor, *args: Any, **options: Any) -> None:
+    """Load nothing."""
 
 
 def _like(parameter: Any, data: torch.Tensor) -> Any:
