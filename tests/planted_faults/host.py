@@ -326,6 +326,27 @@ FAULTS = (
         "tests/test_gguf.py",
     ),
     Fault(
+        "Q3_K's scales have their lower four bits alone",
+        "src/w4gemm/checkpoints/gguf/blocks.py",
+        "(low | high << 4).to(torch.int8) - 32",
+        "low.to(torch.int8) - 32",
+        "tests/test_gguf.py",
+    ),
+    Fault(
+        "planes of gptq_p from the narrowest to the widest",
+        "src/w4gemm/packing/bits.py",
+        "for width in (8, 4, 2, 1) if bits & width]\n    codes, shift",
+        "for width in (1, 2, 4, 8) if bits & width]\n    codes, shift",
+        "tests/test_gptq.py -k planes",
+    ),
+    Fault(
+        "words of whole codes are read as if codes straddled them",
+        "src/w4gemm/checkpoints/compressed_tensors.py",
+        "        whole = packed.shape[-1] != -(-k * bits // (8 * packed.element_size()))\n",
+        "        whole = False\n",
+        "tests/test_compressed_tensors.py -k other_bits",
+    ),
+    Fault(
         "GGUF's rows of q and k stay in llama.cpp's order",
         "src/w4gemm/checkpoints/gguf/__init__.py",
         'return torch.arange(n, device="cpu").view(heads, -1, 2).transpose(1, 2).reshape(n)',

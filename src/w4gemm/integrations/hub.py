@@ -47,7 +47,8 @@ tags: [kernels]
 
 # w4gemm {version}
 
-4-bit-weight matrix multiplication in CuTe DSL: fastest on NVIDIA Hopper, for GPUs from Ampere on and CPUs.
+Matrix multiplication by weights of 4 bits first, and of 2 to 8, in CuTe DSL: fastest on NVIDIA Hopper, for GPUs from
+Ampere on and CPUs.
 
 ```python
 import torch
