@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from quantized_model import change
-from tiny_model import LAYERS, write_dense
+from tiny_model import HIDDEN, LAYERS, write_dense
 from w4gemm import W4Linear, WeightFormat, quantize
 from w4gemm.core.imports import when_imported
 from w4gemm.integrations.peft import W4LoraLinear
@@ -346,10 +346,27 @@ def test_a_model_that_has_adapters_is_not_quantized() -> None:
 )
 def test_other_methods_beside_4_bit_layers_are_refused(base: Callable[[], torch.nn.Module], config: Any) -> None:
     """Some of them would pass the layer over, and train nothing."""
-    refused = rf"wanted LoRA for the quantized layer model\.\S+, got {config.peft_type.value}"
+    refused = rf"wanted LoRA alone for the quantized layer model\.\S+, got {config.peft_type.value}"
     with pytest.raises(ValueError, match=refused):
         peft.get_peft_model(base(), config)
     assert peft.get_peft_model(base(), peft.OSFConfig(target_modules=["lm_head"])).lm_head is not None
+    with pytest.raises(ValueError, match="got LORA by MixedModel"):
+        peft.get_peft_model(base(), peft.LoraConfig(target_modules=["q_proj"]), mixed=True)
+
+
+def test_adapters_that_x_lora_mixes(base: Callable[[], torch.nn.Module], tmp_path: Path) -> None:
+    """Its config has no target_parameters, without which dense models were refused too, once w4gemm was imported."""
+    trained = with_lora(base())
+    train(trained)
+    trained.save_pretrained(tmp_path / "adapter")
+    config = peft.XLoraConfig("CAUSAL_LM", hidden_size=HIDDEN, adapters={"0": str(tmp_path / "adapter")})
+    mixed = []
+    for model in (base(), dequantize_layers(base(), torch.float32)):
+        model.config.use_cache = False
+        torch.manual_seed(1)  # of the weights that X-LoRA makes
+        mixed.append(logits(peft.get_peft_model(model, config)))
+    torch.testing.assert_close(*mixed, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(mixed[0], logits(base()), rtol=1e-2, atol=1e-2)
 
 
 def test_an_adapter_is_merged_into_a_layer_that_scales_x(base: Callable[[], torch.nn.Module]) -> None:

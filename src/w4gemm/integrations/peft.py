@@ -159,8 +159,8 @@ def _inject_adapter(
     if not isinstance(tuner, LoraModel) and targets:
         for name, module in model.named_modules():
             if isinstance(module, PackedModule) and tuner._check_target_module_exists(config, name):
-                kind = getattr(config.peft_type, "value", config.peft_type)
-                raise ValueError(f"target_modules: wanted LoRA for the quantized layer {name}, got {kind}")
+                kind = f"{getattr(config.peft_type, 'value', config.peft_type)} by {type(tuner).__name__}"
+                raise ValueError(f"target_modules: wanted LoRA alone for the quantized layer {name}, got {kind}")
     elif targets:
         from w4gemm.integrations.transformers.layers import part_embeddings
 
@@ -191,7 +191,8 @@ def _refuse_packed_embedding(
 
 def _prepare_model(own: Callable[..., None], tuner: Any, config: LoraConfig, model: torch.nn.Module) -> None:
     """Refuse ``target_parameters`` that are packed; leave them out if PEFT made them of all linear layers."""
-    packed = {target: holder for target in config.target_parameters or () if (holder := _packed_in(model, target))}
+    targets = getattr(config, "target_parameters", None) or ()  # X-LoRA's config has none
+    packed = {target: holder for target in targets if (holder := _packed_in(model, target))}
     if packed and tuner.all_linear:  # of which experts are no part
         config.target_parameters = set(config.target_parameters) - set(packed)
     elif packed:
