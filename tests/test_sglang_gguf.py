@@ -16,8 +16,8 @@ SIZES = [64, 128]
 """Rows of the parts that ``created`` makes."""
 
 
-def method() -> Any:
-    return resolved(f"{QUANTIZATION}.gguf.GGUFLinearMethod")(None)
+def method(config: Any = None) -> Any:
+    return resolved(f"{QUANTIZATION}.gguf.GGUFLinearMethod")(config)
 
 
 def load(layer: Any, parts: dict[Any, tuple[str, torch.Tensor]]) -> Any:
@@ -74,5 +74,10 @@ def test_what_is_left_to_sglang(caplog: pytest.LogCaptureFixture) -> None:
         of.process_weights_after_loading(layer)
     assert "leaves linear layers of GGUF to SGLang's own kernels: they are in IQ1_S, wanted one of" in caplog.text
     assert hasattr(layer, "qweight_type")
+    of_pack = method(type("ExpertPackConfig", (), {})())  # DeepSeek-V4's wo_a and wkv_gate
+    layer = load(created(of_pack), {i: ("Q4_K", blocks_of("Q4_K", n)) for i, n in enumerate(SIZES)})
+    with caplog.at_level(logging.INFO, "sglang.srt.w4gemm"):
+        of_pack.process_weights_after_loading(layer)
+    assert "models of expert packs read the blocks" in caplog.text and hasattr(layer, "qweight_type")
     with pytest.raises(RuntimeError, match="128 of its 192 output features were loaded, wanted all"):
         of.process_weights_after_loading(load(created(of), {1: parts[1]}))

@@ -456,18 +456,46 @@ def test_sglangs_own_loader_of_experts(name: str) -> None:
             assert torch.equal(w.expert(e).dequantize(), quantize(rows[e], w.format).dequantize())
 
 
-def test_a_part_of_a_layer_on_any_rank_is_an_error_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_that_are_refused_are_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's process ends with an exception in a call that brings tensors."""
+    scheme, drawn, stored = linear("awq", 50)
+    layer = with_loaders(created(scheme), whole)
+    layer.__class__ = Layer
+    fill(layer, stored(drawn))
+    scheme.process_weights_after_loading(layer)
+    model: Any = torch.nn.ModuleDict({"proj": layer})
+    model.load_weights = lambda weights: [send(layer, {"weight": {i: t}}) for i, t in weights]
+    takeover.route_loads(model)
+    dense = torch.randn(N, K).bfloat16()
+    dense[3, 5] = torch.nan
+    parts = [(i, dense[rows]) for i, rows in enumerate(ROWS)]
+
+    def update(self: Any, recv_req: Any) -> Any:
+        model.load_weights(recv_req)
+        return SimpleNamespace(success=True, message="Success")
+
+    answer = updates.answer_with_errors(update, SimpleNamespace(tp_cpu_group=None), parts)
+    assert not answer.success and "AWQ's linear layers: weight: " in answer.message and "finite" in answer.message
+    with pytest.raises(ValueError, match="finite"):
+        model.load_weights(parts)
+    assert updates.answer_with_errors(update, None, [(i, torch.zeros_like(t)) for i, t in parts]).success
+
+
+def test_an_error_on_any_rank_is_one_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where an error that is none of a layer's goes on."""
+    here, there = "down: 50% was not loaded", "up: 50% was not loaded"
 
     def gather(into: list[Any], errors: list[str], group: Any) -> None:
-        into[:] = [["up: 50% was not loaded"], errors]
+        into[:] = [[there], errors]
 
     for name, value in (("is_initialized", True), ("get_world_size", 2)):
         monkeypatch.setattr(torch.distributed, name, lambda *group, value=value: value)
     monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
-    manager, well = SimpleNamespace(tp_cpu_group="ranks"), SimpleNamespace(success=True, message="Success")
-    answer = updates.answer_with_errors(lambda self, recv_req: well, manager, None)
-    assert (answer.success, answer.message) == (False, "up: 50% was not loaded")
+    manager = SimpleNamespace(tp_cpu_group="ranks")
+    for own, told in ((SimpleNamespace(success=True, message="Success"), there),
+                      (SimpleNamespace(success=False, message=here), f"{there}; {here}")):  # fmt: skip
+        answer = updates.answer_with_errors(lambda self, recv_req, own=own: own, manager, None)
+        assert (answer.success, answer.message) == (False, told)
 
     def fail(self: Any, recv_req: Any) -> Any:
         raise ValueError("another")

@@ -274,7 +274,7 @@ class ModelOptNvFp4A16LinearMethod(_ModelOptNvFp4):
 @at("layers.quantization.gguf")
 class GGUFLinearMethod(_Method):
     def __init__(self, quant_config):
-        self.asked = []
+        self.quant_config, self.asked = quant_config, []
 
     def create_weights(
         self,

@@ -138,6 +138,8 @@ def convert_gguf(own: Callable[..., None], self: Any, layer: Any) -> None:
 def _pack_gguf(self: Any, layer: Any) -> str:
     if reason := _why_not(layer, layer.qweight.device):
         return reason
+    if type(self.quant_config).__name__ == "ExpertPackConfig":
+        return "models of expert packs read the blocks of some themselves"
     weights = gguf_weights(layer, self.params_dtype, f"{_OF_GGUF} {tuple(layer.qweight.tensor_shape)}")
     _take(layer, PARAMETERS, weights, self.params_dtype)
     return ""

@@ -3,11 +3,12 @@ Importing this imports no SGLang."""
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import functools
 import inspect
 import pkgutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -44,6 +45,8 @@ REFUSES_UPDATES = "_derived_weight_cache_error"
 """Attribute of a module that has SGLang refuse an update, in place of one that passes parameters over it lacks."""
 UPDATES = "w4gemm_updates"
 """Attribute of a packed layer that takes new weights: its updates."""
+ERRORS: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("w4gemm_errors", default=None)
+"""Collects the errors of layers in a call of an update, which SGLang's process must not end with; None outside of one."""
 _dummy = contextvars.ContextVar("w4gemm_dummy", default=False)
 """True while SGLang loads random numbers (--load-format dummy): it leaves integers as their memory was."""
 _packed_before = contextvars.ContextVar("w4gemm_packed_before", default=False)
@@ -170,10 +173,23 @@ def route_loads(model: Any) -> None:
             places = now
             for layer in model.modules():
                 for update in getattr(layer, UPDATES, ()):
-                    update.refuse_part("experts moved (EPLB)")
-        return routes.route(own, known, *args, **options)[0]
+                    with errors_told():
+                        update.refuse_part("experts moved (EPLB)")
+        with errors_told(ValueError):
+            return routes.route(own, known, *args, **options)[0]
 
     model.load_weights = load_weights
+
+
+@contextlib.contextmanager
+def errors_told(kind: type[Exception] = RuntimeError) -> Iterator[None]:
+    """Have an error of a layer be the answer to the call of an update, if SGLang is in one; else raise it."""
+    try:
+        yield
+    except kind as e:
+        if (errors := ERRORS.get()) is None:
+            raise
+        errors.append(str(e))
 
 
 def _expert_places() -> bytes:

@@ -3,28 +3,29 @@
 SGLang restores all layers, loads what comes, and then has every layer processed once more (``begin_weight_update`` to
 ``end_weight_update``, ``update_weights_from_disk``). A packed layer needs no more than the loaders of its parameters.
 
-A layer of which only a part came keeps its weights. SGLang's process would end with an error there, so
-:func:`answer_with_errors` collects these, and answers the call on all ranks with those of any.
+A layer of which only a part came keeps its weights. SGLang's process would end with an error there, or with one of
+numbers that are refused, so :func:`answer_with_errors` collects these, and answers the call on all ranks with those of
+any.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Mapping
-from contextvars import ContextVar
 from typing import Any
 
 import torch
 
 from w4gemm.integrations.engines.updates import DenseUpdate, Update
-from w4gemm.integrations.sglang.takeover import REFUSES_UPDATES, SGLANG, UPDATES, Hook, hook
+from w4gemm.integrations.sglang.takeover import ERRORS, REFUSES_UPDATES, SGLANG, UPDATES, Hook, errors_told, hook
 from w4gemm.weights.weight import QuantizedWeight
 
-_errors: ContextVar[list[str] | None] = ContextVar("w4gemm_errors", default=None)
-"""Of layers of which only a part came in the update that SGLang ends now."""
 _MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
-_ENDS = "end_weight_update", "update_weights_from_disk", "update_weights_from_ipc"
-"""The manager's methods that end an update."""
+_CALLS = (
+    *("update_weights_from_tensor", "update_weights_from_distributed"),
+    *("end_weight_update", "update_weights_from_disk", "update_weights_from_ipc"),
+)
+"""The manager's methods that bring weights, or end an update."""
 
 
 class QuantizedUpdate(Update):
@@ -162,31 +163,28 @@ def end_updates(layer: Any) -> None:
     """Raise RuntimeError if only a part of a layer's new weights has come; the error waits for
     :func:`answer_with_errors`, if that called."""
     for update in getattr(layer, UPDATES, ()):
-        try:
+        with errors_told():
             update.end()
-        except RuntimeError as e:
-            errors = _errors.get()
-            if errors is None:
-                raise
-            errors.append(str(e))
 
 
 def install_answers() -> None:
-    """Put hooks around the calls that end an update. A version of SGLang with other ones ends with their errors."""
+    """Put hooks around the calls of an update. A version of SGLang with other ones ends with their errors."""
     try:
-        hook([Hook(f"{_MANAGER}.{name}", ("self", "recv_req"), answer_with_errors) for name in _ENDS])
+        hook([Hook(f"{_MANAGER}.{name}", ("self", "recv_req"), answer_with_errors) for name in _CALLS])
     except (ImportError, AttributeError) as e:
-        SGLANG.log().warning("w4gemm: SGLang ends when only a part of a layer's new weights comes: %s", e)
+        SGLANG.log().warning("w4gemm: SGLang ends when new weights are refused, or only a part of a layer's comes: %s", e)
 
 
 def answer_with_errors(own: Callable[..., Any], self: Any, recv_req: Any) -> Any:
-    """Return SGLang's answer to a call that ends an update, on each rank; an error if a part of a layer came on any."""
+    """Return SGLang's answer to a call of an update, on each rank; an error if there was one on any."""
     errors: list[str] = []
-    token = _errors.set(errors)
+    token = ERRORS.set(errors)
     try:
         answer = own(self, recv_req)
     finally:
-        _errors.reset(token)
+        ERRORS.reset(token)
+    if not answer.success:
+        errors.append(answer.message)
     distributed = torch.distributed
     if distributed.is_initialized() and (count := distributed.get_world_size(self.tp_cpu_group)) > 1:
         of_ranks: list[Any] = [None] * count
