@@ -170,6 +170,7 @@ NVFP4 = {
         Floats.compressed,
     ),
     "modelopt": (lambda: method("modelopt_quant.ModelOptNvFp4FusedMoEMethod", config()), Floats.modelopt),
+    "minimax": (lambda: method("minimax_m3_nvfp4.MiniMaxM3Nvfp4MoE"), Floats.compressed),
 }
 
 

@@ -228,6 +228,13 @@ class CompressedTensorsW4A16Nvfp4MoE(_Experts):
     names = "weight_packed", "weight_global_scale", "input_global_scale"
 
 
+@at("layers.quantization.minimax_m3_nvfp4")
+class MiniMaxM3Nvfp4MoE(CompressedTensorsW4A16Nvfp4MoE):
+    def __init__(self):
+        super().__init__(True)
+        self.use_marlin = True
+
+
 @at("layers.quantization.modelopt_quant")
 class ModelOptNvFp4FusedMoEMethod(ExpertsMethod):
     has_input_global_scale = True

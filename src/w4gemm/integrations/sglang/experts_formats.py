@@ -89,6 +89,10 @@ def _nvfp4_modelopt(self: Any) -> ExpertsSettings:
     return _nvfp4(self)._replace(refused=refused)
 
 
+def _nvfp4_minimax(self: Any) -> ExpertsSettings:
+    return _nvfp4(self)._replace(refused="" if self.use_marlin else "SGLang multiplies fp4 activations")
+
+
 def _mxfp4(self: Any) -> ExpertsSettings:
     refused = ""
     if self.use_marlin or self.use_flashinfer or self.use_deep_gemm or self.use_mega_moe:  # which pad them
@@ -140,6 +144,7 @@ def in_pairs(config: Any) -> bool:
 
 _COMPRESSED = ExpertsFormat("weight_packed", "weight_scale", "weight_zero_point")
 _FLOATS = ExpertsFormat("weight", "weight_scale", packing="floats")
+_COMPRESSED_NVFP4 = replace(_FLOATS, codes="weight_packed", factors="weight_global_scale", divides=True)
 
 METHODS = (
     Method(
@@ -183,7 +188,13 @@ METHODS = (
         "compressed-tensors' experts of NVFP4",
         f"{QUANTIZATION}.compressed_tensors.schemes.CompressedTensorsW4A16Nvfp4MoE",
         _nvfp4,
-        replace(_FLOATS, codes="weight_packed", factors="weight_global_scale", divides=True),
+        _COMPRESSED_NVFP4,
+    ),
+    Method(
+        "MiniMax-M3.1's experts of NVFP4",
+        f"{QUANTIZATION}.minimax_m3_nvfp4.MiniMaxM3Nvfp4MoE",
+        _nvfp4_minimax,
+        _COMPRESSED_NVFP4,
     ),
     Method(
         "ModelOpt's experts of NVFP4",
