@@ -139,7 +139,7 @@ PRODUCTS = [
     Product("sm90_mixed_gemm/128x64x64_1x1x1_coop", "q6_k", PLAIN, 3, 64, 384, 1),
     Product("sm90_mixed_gemm/16x64x64_1x1x1_coop", "q6_k", PLAIN, 3, 64, 384, 1),
     Product("sm90_mixed_gemm/16x128x128_1x1x1_coop", "q5_k", PLAIN, 3, 128, 512, 2, (5, 0, 18)),
-    Product("sm90_mixed_gemm/128x64x128_1x1x1_coop", "q3_k", PLAIN, 3, 64, 512, 1),
+    Product("sm90_mixed_gemm/144x64x128_1x1x1_coop", "q3_k", PLAIN, 3, 64, 512, 1),
     Product("sm90_mixed_gemm/128x64x128_1x1x1_coop", "q2_k", PLAIN, 3, 64, 512, 1),
     Product("sm90_mixed_gemm/128x64x64_1x1x1_coop", "q4_k", PLAIN, 3, 64, 512, 1),
     # codes times scales of six bits, factors on the sums of a block: of one range of tokens, and of two
@@ -147,8 +147,9 @@ PRODUCTS = [
     Product("sm90_mixed_gemm/96x128x128_1x1x1_coop", "q3_k", PLAIN, 70, 130, 512, 2),
     Product("sm90_mixed_gemm/32x128x256_1x1x1_coop", "q3_k", PLAIN, 27, 128, 768, 1),
     Product("sm90_mixed_gemm/16x64x128_1x1x1_pingpong", "q3_k", PLAIN, 3, 64, 768, 2, (5, 0, 18)),
+    Product("sm90_mixed_gemm/128x64x128_1x1x1_coop", "q3_k", PLAIN, 70, 136, 512, 1),
     # scales that lanes prepare for one another, in the staging buffer of tile after tile
-    Product("sm90_mixed_gemm/128x64x128_1x1x1_coop", "q3_k", PLAIN, 3, 136, 768, 1),
+    Product("sm90_mixed_gemm/128x64x128_1x1x1_coop", "q2_k", PLAIN, 3, 136, 768, 1),
     Product("sm90_mixed_gemm/128x128x64_1x1x1_coop", "q6_k", BIASED, 3, 264, 256, 1),
     Product("sm80_mixed_gemm/64x128x64_1x1x1_coop", "q6_k", PLAIN, 9, 128, 384, 1),
     Product("sm90_decode/8x48x128_1x1x1_coop", "q4_k", PLAIN, 5, 96, 896, 4),

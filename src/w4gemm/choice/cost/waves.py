@@ -395,7 +395,7 @@ def _tile_overhead(facts: LaunchFacts, problem: GemmProblem, config: GemmConfig)
             times = variant.batches_per_chunk / variant.chunks_of_sums
             overhead = float(times * (model["sums"] + model["sums_token"] * config.tile_m))
             if variant.weight.codec.factors_on_sums:
-                overhead += model["small_levels"] * variant.token_splits
+                overhead += model["small_levels"] * min(1, _DECODE_BOUND_TOKENS / config.tile_m)
         else:
             overhead = facts.constants.decode_overhead(facts.kernel.name, variant.weight, variant.pairs)
             overhead *= min(1, _DECODE_BOUND_TOKENS / config.tile_m)

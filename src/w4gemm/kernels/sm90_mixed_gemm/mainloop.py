@@ -273,8 +273,8 @@ class Mainloop:
 
         An MMA batch is one scale group and one range of tokens. Two sets of sums alternate, so that one batch is
         multiplied while the previous one is scaled and added to acc, and the next chunk decoded. If a packed block has
-        one factor, the batches of its chunks add to one set. No batch is in flight at the end, because ptxas would
-        serialize all of them.
+        one factor, the batches of its chunks add to one set for each range of tokens. No batch is in flight at the end,
+        because ptxas would serialize all of them.
         """
         variant = self.variant
         acc = operands.accumulators
@@ -285,19 +285,17 @@ class Mainloop:
         for batch in cutlass.range_constexpr(chunks * batches_per_chunk):
             chunk, batch_in_chunk = divmod(batch, batches_per_chunk)
             group, tokens = divmod(batch_in_chunk, variant.token_splits)
-            number, chunk_of_sums = divmod(batch, together)
+            number, begins = chunk // together * batches_per_chunk + batch_in_chunk, chunk % together == 0
             batch_sums, batch_scales = sums.batch(number)
             own = range(group * steps, (group + 1) * steps)
-            begins = chunk_of_sums == 0
             self.multiply_group(mma, batch_sums, operands, chunk % 2, own, tokens, x_chunk + chunk, begins)
             if const_expr(batch > 0):
                 warpgroup.wait_group(1)
-            if const_expr(batch > 0 and begins):
-                block = consumer.k_set * chunks + (batch - 1) // batches_per_chunk
-                self.add_zeros(acc, sums, scales_of_x, block, number - 1, consumer)
-                self.add_scaled_sums(
-                    acc, sums, number - 1, self.token_factors(scales_of_x, block, number - 1, sums, consumer)
-                )
+            before, in_chunk = divmod(batch - 1, batches_per_chunk)
+            if const_expr(batch > 0 and before % together == together - 1):
+                block, done = consumer.k_set * chunks + before, before // together * batches_per_chunk + in_chunk
+                self.add_zeros(acc, sums, scales_of_x, block, done, consumer)
+                self.add_scaled_sums(acc, sums, done, self.token_factors(scales_of_x, block, done, sums, consumer))
             if const_expr(variant.scales_on_sums and begins):
                 place = chunk % self.chunks_per_block * 4 + group * steps
                 for i in cutlass.range_constexpr(sums.factors):

@@ -21,6 +21,9 @@ _MOST_TOKENS_BY_DOTS = 64
 """The largest tile_m of which the ALU bounds decoding scales of two levels, not the matrix instructions."""
 _MOST_TOKENS_OF_SUMS = {1: 96, 2: 64}
 """The largest tile_m whose sums are faster to scale than weights, by the scale groups of a k chunk."""
+_MOST_TOKENS_OF_FACTORS, _SETS_OF_SUMS = 128, 2
+"""The largest tile_m whose sums are faster to scale by the factors of a packed block, and the most ranges of tokens
+whose sums stay in registers meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +152,10 @@ class Sm90MixedWork(KSliceVariant):
             return True
         if self.scales_weights or not self.weight.codec.may_scale_sums(self.weight):
             return False
-        if self.half_block_stages or self.config.tile_m > _MOST_TOKENS_OF_SUMS.get(self._groups_of_chunk, 0):
+        most = _MOST_TOKENS_OF_SUMS.get(self._groups_of_chunk, 0)
+        if self.weight.codec.factors_on_sums:
+            most = _MOST_TOKENS_OF_FACTORS if self.m64_atoms == 1 and self._ranges_of_sums <= _SETS_OF_SUMS else 0
+        if self.half_block_stages or self.config.tile_m > most:
             return False
         return self._ranges_of_sums <= (1 if self.grouped and self._groups_of_chunk > 1 else 3)
 
@@ -167,10 +173,8 @@ class Sm90MixedWork(KSliceVariant):
 
     @property
     def chunks_of_sums(self) -> int:
-        """K chunks that are added up before their sums are promoted: those of a packed block if rows have one factor
-        and the tokens of a tile are one range."""
-        together = self.scales_on_sums and self.weight.codec.factors_on_sums and self.token_splits == 1
-        return BLOCK_K // self.chunk_k if together else 1
+        """K chunks that are added up before their sums are promoted: those of a packed block if rows have one factor."""
+        return BLOCK_K // self.chunk_k if self.scales_on_sums and self.weight.codec.factors_on_sums else 1
 
     @property
     def one_set_of_sums(self) -> bool:
