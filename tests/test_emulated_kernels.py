@@ -116,6 +116,7 @@ PRODUCTS = [
     Product("sm80_mixed_gemm/16x64x128_1x1x1_pingpong", "iq4_g32_s8x128", BIASED, 16, 70, 640, 2),
     Product("sm90_decode/8x32x128_1x1x1_coop_k2", "int4_g16_zint", Epilogue("relu", bias=True), 5, 160, 2432, 4),
     Product("sm90_mixed_gemm/16x128x128_1x1x1_stream", "int4_g32", ALL, 11, 256, 2048, 5),
+    Product("sm90_mixed_gemm/16x128x128_1x1x1_stream", "int4_g128", PLAIN, 3, 896, 384, 3),
     Product("sm90_mixed_gemm/24x64x256_1x1x1_coop_k2", "int4_g128", Epilogue("gelu_tanh"), 27, 64, 512, 4),
     Product("sm90_mixed_gemm/24x64x128_1x1x1_coop_k4", "int4_g128", PLAIN, 27, 64, 768, 8),
     Product("sm90_mixed_gemm/128x64x128_1x1x1_pingpong_k2", "int4_g128", PLAIN, 50, 64, 896, 2),

@@ -53,16 +53,16 @@ def test_every_block_is_multiplied_once_and_every_partial_is_added(
             assert 0 <= tile < tiles and 0 <= first < stop <= blocks
             done[tile] += range(first, stop)
             own += stop - first
-            if first > 0:
+            if stop < blocks:
                 assert index == 0 and not stored, "a CTA stores partials once, before it waits for others'"
                 stored = True
                 storing[tile].add(cta)
-            elif stop < blocks:
-                other, adding[tile] = cta + 1, set()
-                while other < share.end_of_sharers(tile, ctas, blocks):
+            elif first > 0:
+                other, adding[tile] = share.first_sharer(tile, ctas, blocks), set()
+                while other < cta:
                     adding[tile].add(other)
                     other += 1
-                assert other <= ctas
+                assert adding[tile]
         assert abs(own - tiles * blocks / ctas) < 1, "shares are equal"
     assert {tile: sorted(actual) for tile, actual in done.items()} == {t: list(range(blocks)) for t in range(tiles)}
     assert storing == adding

@@ -39,11 +39,10 @@ class StreamShare(NamedTuple):
         """The number of work tiles of the CTA."""
         return self.whole + self.cut_work_tiles(blocks)
 
-    def end_of_sharers(self, tile: Int32, ctas: Int32, blocks: Int32) -> Int32:
-        """One more than the number of the last CTA with blocks of a cut tile. Its owner and this number bound the CTAs
-        that store partials of it."""
-        cut_blocks = self.cut * blocks
-        return ((tile + 1) * blocks * ctas + cut_blocks - 1) // cut_blocks
+    def first_sharer(self, tile: Int32, ctas: Int32, blocks: Int32) -> Int32:
+        """The number of the first CTA with blocks of a cut tile. This one and those up to the tile's owner, who has the
+        last block, store partials of it."""
+        return ((tile * blocks + 1) * ctas - 1) // (self.cut * blocks)
 
 
 class StreamTile(NamedTuple):
@@ -88,11 +87,15 @@ def stream_share(cta: Int32, ctas: Int32, tiles: Int32, blocks: Int32) -> Stream
 
 @cute.jit
 def stream_tile(index: Int32, cta: Int32, ctas: Int32, blocks: Int32, share: StreamShare) -> StreamTile:
-    """The ``index``-th work tile of a CTA. Ranges of cut tiles come first, so that no CTA waits long for one."""
-    tile = share.begin // blocks + index
+    """The ``index``-th work tile of a CTA. Ranges of cut tiles come first, so that no CTA waits long for one.
+
+    They come last one first. So nearly every CTA begins with the first block of a tile, and all stay in step along k,
+    so that what one reads of x and of the weights is still in L2 for the others.
+    """
+    cut_work_tiles = share.cut_work_tiles(blocks)
+    tile = share.begin // blocks + cut_work_tiles - 1 - index
     first = cutlass.max(share.begin - tile * blocks, 0)
     stop = cutlass.min(share.end - tile * blocks, blocks)
-    cut_work_tiles = share.cut_work_tiles(blocks)
     if index >= cut_work_tiles:
         tile = share.cut + (index - cut_work_tiles) * ctas + cta
         first = Int32(0)

@@ -1,10 +1,11 @@
 """Stream-k fixup: the sum over CTAs that each multiplied a k-range of one output tile, through global memory.
 
-The CTA with a tile's first block along k owns the tile. Every other CTA of that tile, in the order of k and of CTA
+The CTA with a tile's last block along k owns the tile. Every other CTA of that tile, in the order of k and of CTA
 numbers, stores its float32 partials and raises a flag. The owner waits for each flag, lowers it, and adds the partials
 in k order, so that the result does not depend on timing: flags are 0 before and after a launch. A CTA stores its own
-partials, of the end of a tile, before it owns the start of another, and waits for no flag before that. In a launch each
-flag is raised once and waited for by one CTA, so lowering it needs no order: no CTA raises it before the next launch.
+partials, of the start of a tile, before it owns the end of another, and waits for no flag before that, and then for
+CTAs of lower numbers, which start before it. In a launch each flag is raised once and waited for by one CTA, so
+lowering it needs no order: no CTA raises it before the next launch.
 
 A thread that raises a flag waits until all partials are in L2, and one that waits for a flag reads L2 at least once, a
 microsecond each if memory is busy. The Hopper kernel leaves both to warps that do nothing else.

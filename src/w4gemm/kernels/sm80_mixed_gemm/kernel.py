@@ -226,8 +226,7 @@ class Sm80MixedGemmKernel:
         variant, workspace = self.variant, args.workspace
         ctas = cute.arch.grid_dim()[0]
         own = WarpgroupThread(0, cute.arch.thread_idx()[0])
-        # backwards: CTAs that others wait for have the lower numbers of the grid, which start first
-        cta = ctas - 1 - cute.arch.block_idx()[0]
+        cta = cute.arch.block_idx()[0]  # CTAs that others wait for have the lower numbers, which start first
         share = stream_share(cta, ctas, grid.m_tiles * grid.n_tiles, grid.k_slices)
         for index in cutlass.range(share.work_tiles(grid.k_slices), unroll=1):
             own_range = stream_tile(index, cta, ctas, grid.k_slices, share)
@@ -235,15 +234,15 @@ class Sm80MixedGemmKernel:
             tile = CtaTile(m_tile * variant.config.tile_m, args.out.shape[0], n_tile, own_range.first, own_range.stop)
             acc = self.multiply(args.x, args.weight, pipeline, tile)
             flat = cute.make_tensor(acc.iterator, cute.make_layout(variant.accumulators))
-            if own_range.first > 0:
+            if own_range.stop < grid.k_slices:
                 self.stream_sum.store_partials(flat, workspace, cta, own)
                 cute.arch.sync_threads()
                 if own.thread == 0:
                     self.stream_sum.raise_flag(workspace, cta, 0)
             else:
-                other = cta + 1
-                if own_range.stop < grid.k_slices:  # add what the next CTAs multiplied of this tile
-                    while other < share.end_of_sharers(own_range.tile, ctas, grid.k_slices):
+                if own_range.first > 0:  # add what the CTAs before multiplied of this tile
+                    other = share.first_sharer(own_range.tile, ctas, grid.k_slices)
+                    while other < cta:
                         if own.thread == 0:
                             self.stream_sum.await_flag(workspace, other, 0)
                         cute.arch.sync_threads()

@@ -165,13 +165,13 @@ class StreamFlags:
         count, share = self.scheduler.work_tiles(params)
         for index in cutlass.range(count, unroll=1):
             work_tile = self.scheduler.work_tile(index, params, share)
-            if work_tile.first_k_slice > 0:
+            if self.scheduler.of_another(work_tile, params):
                 cute.arch.barrier(barrier_id=_STORED_BARRIER + warpgroup, number_of_threads=_FLAG_THREADS)
                 if lane == 0:
                     self.stream_sum.raise_flag(workspace, params.cluster, warpgroup)
-            elif work_tile.k_slices < params.k_slices:
-                other = params.cluster + 1
-                while other < self.scheduler.end_of_sharers(work_tile, params, share):
+            elif work_tile.first_k_slice > 0:
+                other = self.scheduler.first_sharer(work_tile, params, share)
+                while other < params.cluster:
                     if lane == 0:
                         self.stream_sum.await_flag(workspace, other, warpgroup)
                     cute.arch.sync_warp()
@@ -379,13 +379,13 @@ class Consumer:
     ):
         """Store the partials of a tile that another CTA owns; or add those of other CTAs to a tile, and store it."""
         thread = WarpgroupThread(consumer.warpgroup, consumer.thread)
-        if work_tile.first_k_slice > 0:
+        if self.scheduler.of_another(work_tile, params):
             self.stream_sum.store_partials(flat, memory.workspace, params.cluster, thread)
             self.stream_flags.partials_stored(consumer.warpgroup)
         else:
-            if work_tile.k_slices < params.k_slices:
-                other = params.cluster + 1
-                while other < self.scheduler.end_of_sharers(work_tile, params, share):
+            if work_tile.first_k_slice > 0:
+                other = self.scheduler.first_sharer(work_tile, params, share)
+                while other < params.cluster:
                     self.stream_flags.partials_ready(consumer.warpgroup)
                     self.stream_sum.add_partials(flat, memory.workspace, other, thread)
                     other += 1

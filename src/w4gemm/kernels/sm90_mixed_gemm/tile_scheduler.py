@@ -142,10 +142,14 @@ class TileScheduler:
             first_k_slice, k_slices = first * stages, (stop - first) * stages
         return WorkTile(tile, first_k_slice, k_slices)
 
-    def end_of_sharers(self, work_tile: WorkTile, params: SchedulerParams, share: StreamShare) -> Int32:
-        """:meth:`StreamShare.end_of_sharers` of a tile that this CTA owns."""
+    def of_another(self, work_tile: WorkTile, params: SchedulerParams) -> bool:
+        """True if another CTA has the tile's last k-slice, and so owns the tile under stream-k."""
+        return work_tile.first_k_slice + work_tile.k_slices < params.k_slices
+
+    def first_sharer(self, work_tile: WorkTile, params: SchedulerParams, share: StreamShare) -> Int32:
+        """:meth:`StreamShare.first_sharer` of a tile that this CTA owns."""
         blocks = params.k_slices // self.variant.stages_per_iteration
-        return share.end_of_sharers(work_tile.tile, params.clusters, blocks)
+        return share.first_sharer(work_tile.tile, params.clusters, blocks)
 
     @cute.jit
     def release(self, pipeline: Pipeline, stage: Int32, cta_rank: Int32):

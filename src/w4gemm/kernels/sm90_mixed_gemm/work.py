@@ -173,7 +173,7 @@ class Sm90MixedWork(KSliceVariant):
 
     @property
     def chunks_of_sums(self) -> int:
-        """K chunks that are added up before their sums are promoted: those of a packed block if rows have one factor."""
+        """K chunks that are added up before their sums are promoted: those of a packed block with one factor a row."""
         return BLOCK_K // self.chunk_k if self.scales_on_sums and self.weight.codec.factors_on_sums else 1
 
     @property
