@@ -148,7 +148,11 @@ def test_a_format_that_a_packed_folder_does_not_take_is_said(tmp_path: Path, cap
     actual = summarize(from_pretrained(tmp_path, quantization_config=W4GemmConfig("mxfp4"))).formats
     assert len(actual) == 1 and f"its layers stay in {next(iter(actual))}; the format e2m1_g32_e8m0 of" in caplog.text
     caplog.clear()
-    from_pretrained(tmp_path, quantization_config=W4GemmConfig())
+    from_pretrained(tmp_path, quantization_config=W4GemmConfig(skip=("lm_head", "down_proj", "none_such")))
+    assert "down_proj stay as the folder has them; skip of W4GemmConfig is for dense models" in caplog.text
+    caplog.clear()
+    from_pretrained(tmp_path, quantization_config=W4GemmConfig()).save_pretrained(tmp_path / "saved")
+    from_pretrained(tmp_path / "saved")
     assert not caplog.text
 
 

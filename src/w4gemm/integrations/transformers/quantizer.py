@@ -268,6 +268,10 @@ class W4GemmQuantizer(HfQuantizer):
             if asked not in (None, own):
                 said = "%s: its layers stay in %s; the format %s of W4GemmConfig is for dense models"
                 _log.warning(said, model.name_or_path, own, asked)
+            parts = {name.rpartition(".")[2] for name in _packed_names(model)}
+            if packed := sorted(parts.intersection(self.quantization_config.skip) - {*SKIP}):
+                said = "%s: %s stay as the folder has them; skip of W4GemmConfig is for dense models"
+                _log.warning(said, model.name_or_path, listed(packed))
         self._placement = None
         finish(model)
         describe(model)
@@ -430,6 +434,11 @@ wrap(PreTrainedModel, "resize_token_embeddings", _resize_token_embeddings)
 
 def _has_dense_experts(model: nn.Module) -> bool:
     return any(isinstance(module, DenseExperts) for module in model.modules())
+
+
+def _packed_names(model: nn.Module) -> Iterator[str]:
+    """Iterate over the names of a model's quantized layers and experts."""
+    return (name for name, module in model.named_modules() if isinstance(module, (PackedModule, W4Experts)))
 
 
 def _own_layers(model: nn.Module) -> Iterator[tuple[str, QuantizedWeight]]:
