@@ -185,6 +185,14 @@ def test_awq_minds_columns_that_are_large(format: str) -> None:
     assert ours < 0.85 * theirs
 
 
+@pytest.mark.parametrize("tokens", [40, 64, 150])
+def test_calibration_takes_the_tokens_behind_those_that_are_read(tmp_path: Path, tokens: int) -> None:
+    """Once it took none of a text that is read in part of a window, and fewer if the last window was not full."""
+    tokenizer = load_dense(write_dense(tmp_path), torch.device("cpu"), torch.float32)[1]
+    after = torch.cat(calibration_windows(tokenizer, shipped_text(), tokens, 64), 1)[0].tolist()
+    assert after == tokenizer(shipped_text(), add_special_tokens=False).input_ids[tokens : 2 * tokens]
+
+
 @pytest.mark.parametrize("method", ["gptq", "awq"])
 def test_a_calibrated_model(tmp_path: Path, capsys: pytest.CaptureFixture[str], method: str) -> None:
     """Each layer of the model is rounded on what comes after the text that is read."""

@@ -64,6 +64,11 @@ def windows(tokenizer: PreTrainedTokenizerBase, text: str, tokens: int, length: 
     ids = _first_ids(tokenizer, text, tokens)
     if len(ids) < 2:
         raise ValueError(f"--text: wanted a text of at least 2 tokens, got {len(ids)}")
+    return _in_windows(tokenizer, ids, length)
+
+
+def _in_windows(tokenizer: PreTrainedTokenizerBase, ids: list[int], length: int) -> list[torch.Tensor]:
+    """Return ids in the windows of :func:`windows`."""
     first = tokenizer("a").input_ids[:1]
     begin = first if first == [tokenizer.bos_token_id] else []
     if length < 2:  # a window's first token is not predicted
@@ -84,20 +89,19 @@ def _first_ids(tokenizer: PreTrainedTokenizerBase, text: str, tokens: int) -> li
 
 
 def calibration_windows(tokenizer: PreTrainedTokenizerBase, text: str, tokens: int, length: int) -> list[torch.Tensor]:
-    """Return :func:`windows` of as many tokens that follow the first ``tokens`` of a text.
+    """Return :func:`windows` of as many tokens that follow the first ``tokens`` of a text, or of fewer if it ends.
 
     Raises:
         ValueError: if the text ends before.
     """
-    both = windows(tokenizer, text, 2 * tokens, length)
-    after = both[len(windows(tokenizer, text, tokens, length)) :]
-    if not after:
+    after = _first_ids(tokenizer, text, 2 * tokens)[tokens:]
+    if len(after) < 2:
         size = len(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
         raise ValueError(
             f"--tokens: wanted fewer than the text's {size}, since this --method is calibrated on as many that follow, "
             f"got {tokens}"
         )
-    return after
+    return _in_windows(tokenizer, after, length)
 
 
 def score(model: PreTrainedModel, parts: list[torch.Tensor], progress: Callable[[], None]) -> Score:
