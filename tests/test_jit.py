@@ -213,6 +213,8 @@ def test_fingerprint_follows_sources_and_dsl_settings(monkeypatch, tmp_path):
     assert disk.fingerprint() != before
     monkeypatch.delenv("CUTE_DSL_LINEINFO")
     monkeypatch.setenv("CUTE_DSL_ARCH", "sm_100a")  # the program's arch overrules it
+    monkeypatch.setenv("CUTE_DSL_LOG_LEVEL", "30")  # as SGLang's engines have it, beside kernels of other programs
+    monkeypatch.setenv("CUTE_DSL_LOG_TO_CONSOLE", "1")
     disk.fingerprint.cache_clear()
     assert disk.fingerprint() == before
 

@@ -41,7 +41,10 @@ _NAMES = (
 )
 """Every variable of w4gemm's own."""
 # These choose where and how much the DSL writes, or are overruled by the compile options; the object stays the same.
-_HARMLESS_DSL = {"CUTE_DSL_ARCH", "CUTE_DSL_CACHE_DIR", "CUTE_DSL_DUMP_DIR", "CUTE_DSL_DISABLE_FILE_CACHING"}
+_HARMLESS_DSL = {
+    *("CUTE_DSL_ARCH", "CUTE_DSL_CACHE_DIR", "CUTE_DSL_DUMP_DIR", "CUTE_DSL_DISABLE_FILE_CACHING"),
+    *("CUTE_DSL_LOG_LEVEL", "CUTE_DSL_LOG_TO_CONSOLE", "CUTE_DSL_LOG_TO_FILE"),  # SGLang's engines set two of them
+}
 
 
 def is_dumb_terminal() -> bool:
