@@ -9,6 +9,7 @@ import struct
 import threading
 import time
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -27,7 +28,7 @@ from w4gemm.checkpoints import open_checkpoint
 from w4gemm.checkpoints.gguf.file import GGUFFile
 from w4gemm.checkpoints.gguf.header import read_header
 from w4gemm.core.problem import H200, Device
-from w4gemm.integrations.transformers import dequantize_layers, load, places, quantize_layers, summarize
+from w4gemm.integrations.transformers import W4GemmConfig, dequantize_layers, load, places, quantize_layers, summarize
 from w4gemm.kernels import runs_on
 
 
@@ -111,10 +112,11 @@ def test_bfloat16(tmp_path: Path) -> None:
 def test_models_that_threads_load_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers changes PyTorch's default dtype while it makes a model: another one's layers took it, and what the
     last one put back was not what the first one had found. Configs and tokenizers of GGUF files come through a reader
-    that is put in the package's place."""
+    that is put in the package's place. from_pretrained waits for others, too."""
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-    paths = [write_dense(tmp_path / "dense"), write_gguf(tmp_path / "a.gguf"), write_gguf(tmp_path / "b.gguf", "qwen2")]
+    dense = write_dense(tmp_path / "dense")
+    paths = [dense, write_gguf(tmp_path / "a.gguf"), write_gguf(tmp_path / "b.gguf", "qwen2")]
     own, reader, models = LlamaDecoderLayer.__init__, gguf.GGUFReader, {}
 
     def slowly(self: torch.nn.Module, config: object, layer_idx: int) -> None:
@@ -124,8 +126,14 @@ def test_models_that_threads_load_at_once(tmp_path: Path, monkeypatch: pytest.Mo
     def work(path: Path) -> None:
         models[path] = load(path, dtype=torch.bfloat16)[0]
 
+    def work_by_transformers(dtype: torch.dtype, **options: Any) -> None:
+        models[dtype] = transformers.AutoModelForCausalLM.from_pretrained(dense, dtype=dtype, **options)
+
     monkeypatch.setattr(LlamaDecoderLayer, "__init__", slowly)
     threads = [threading.Thread(target=work, args=(path,)) for path in paths]
+    packed = {"quantization_config": W4GemmConfig()}
+    threads.insert(1, threading.Thread(target=work_by_transformers, args=(torch.float16,), kwargs=packed))
+    threads.insert(2, threading.Thread(target=work_by_transformers, args=(torch.float32,)))
     for thread in threads:
         thread.start()
         time.sleep(0.15)
@@ -133,9 +141,11 @@ def test_models_that_threads_load_at_once(tmp_path: Path, monkeypatch: pytest.Mo
         thread.join()
     assert torch.get_default_dtype() == torch.float32 and gguf.GGUFReader is reader
     assert [type(models[path]).__name__[:5] for path in paths] == ["Llama", "Llama", "Qwen2"]
-    for model in models.values():
-        assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-        assert {layer.dtype for layer in model.modules() if isinstance(layer, W4Linear)} == {torch.bfloat16}
+    for key, model in models.items():
+        dtype = key if isinstance(key, torch.dtype) else torch.bfloat16
+        assert {p.dtype for p in model.parameters()} == {dtype}
+        layers = {layer.dtype for layer in model.modules() if isinstance(layer, W4Linear)}
+        assert layers == ({dtype} if dtype != torch.float32 else set())
 
 
 def test_a_file_s_header_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -182,7 +182,8 @@ def quantization_config(folder: Path) -> dict[str, Any] | None:
     return {"expert_dtype": experts, **settings} if settings is not None and experts else settings
 
 
-_making = threading.RLock()
+making = threading.RLock()
+"""Held by the one thread that makes a model, config or tokenizer of transformers."""
 
 
 @contextmanager
@@ -190,7 +191,7 @@ def transformers_makes(product: str, path: Path) -> Iterator[None]:
     """Let transformers make a ``product`` of ``path``, in one thread at a time: it changes PyTorch's default dtype and
     its own functions meanwhile, for all threads. Its errors for a damaged config or tokenizer become a FormatError."""
     try:
-        with _making:
+        with making:
             yield
     except (ImportError, FormatError):
         raise

@@ -10,6 +10,7 @@ Importing this file registers it for the method "w4gemm". transformers 5.17 to 5
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import re
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, modeling_utils
 from transformers.core_model_loading import ConversionOps, WeightRenaming
 from transformers.modeling_utils import load_state_dict
 from transformers.quantizers import HfQuantizer, register_quantizer
@@ -33,7 +34,7 @@ from w4gemm.checkpoints import Checkpoint, open_checkpoint
 from w4gemm.checkpoints.account import Account, Naming, Stored, folder_model, listed
 from w4gemm.checkpoints.dense import SKIP, check_dense, default_format
 from w4gemm.checkpoints.experts import DOWN, GATE_UP, UP
-from w4gemm.checkpoints.hugging_face import check_layers, quantization_config, read_header
+from w4gemm.checkpoints.hugging_face import check_layers, making, quantization_config, read_header
 from w4gemm.checkpoints.quantized_folder import QuantizedFolder
 from w4gemm.checkpoints.w4gemm import METHOD, settings
 from w4gemm.core.errors import FormatError
@@ -430,6 +431,16 @@ def _resize_token_embeddings(
 
 
 wrap(PreTrainedModel, "resize_token_embeddings", _resize_token_embeddings)
+
+
+@contextlib.contextmanager
+def _default_dtype(own: Callable[..., Any], *args: Any) -> Iterator[None]:
+    """Have one thread at a time make a model under a default dtype of its own, because that is PyTorch's for all."""
+    with making, own(*args):
+        yield
+
+
+wrap(modeling_utils, "local_torch_dtype", _default_dtype)
 
 
 def _has_dense_experts(model: nn.Module) -> bool:
