@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import os
+import shutil
 import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -495,6 +497,42 @@ def test_more_ctas_than_multiprocessors(format: str, split: bool) -> None:
         assert all(torch.equal(out.view(torch.int16), outs[0].view(torch.int16)) for out in outs)
         assert not faults(outs[0].cpu(), problem.sums(layer))
     assert all(flags[: spec.ctas].eq(2 * 60).all() for flags, _ in memory)
+
+
+def sums_of_many() -> list[int]:
+    """The sum of the bits of what ten problems of ``MANY`` give, three launches of each in a row."""
+    layer = layer_of(MANY)
+    there, flags = layer.to("cuda"), fresh_flags().cuda()
+    hidden, sums = torch.full((MANY.scratch_bytes // 4,), -1, dtype=torch.int32, device="cuda"), []
+    for number in range(10):
+        problem = draw(MANY, number)
+        moved = problem.to("cuda")
+        outs = [launched_as_it_is(there, moved.x, moved.choices, flags, hidden) for _ in range(3)]
+        assert not faults(outs[0].cpu(), problem.sums(layer))
+        sums += [int(out.view(torch.int16).long().sum()) for out in outs]
+    return sums
+
+
+@pytest.mark.gpu
+def test_processes_that_share_the_gpu_by_mps(tmp_path: Path) -> None:
+    """Each of three has a part of the multiprocessors, and CTAs of all run at once."""
+    if (daemon := shutil.which("nvidia-cuda-mps-control")) is None:
+        pytest.skip("no nvidia-cuda-mps-control")
+    expected = f"{sums_of_many()}\n"
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "CUDA_MPS_PIPE_DIRECTORY": str(tmp_path),
+        "CUDA_MPS_LOG_DIRECTORY": str(tmp_path),
+        "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "30",
+    }
+    command = sys.executable, "-c", "from test_expert_layer import sums_of_many as sums; print(sums())"
+    subprocess.run([daemon, "-d"], env=environment, check=True)
+    try:
+        processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) for _ in range(3)]
+        assert [process.communicate(timeout=150)[0] for process in processes] == [expected] * 3
+        assert "NEW CLIENT" in "".join(file.read_text() for file in tmp_path.glob("*.log"))
+    finally:
+        subprocess.run([daemon], input="quit\n", env=environment, text=True, check=True)
 
 
 _FOREVER = """
