@@ -43,6 +43,12 @@ _TILE_US, _FEWEST_ROWS = 1.1, 24
 time (standard deviation 0.10), with this at 1.03 (0.07); the choice took 1.042 of the fastest, at worst 1.116, now
 1.017 and 1.051 (H200, 2026-11-29, bench/results/grouped_configs.jsonl). Fewer rows, and fp8 x, were not timed so."""
 
+_THREE_WARPGROUPS, _FEW_COLUMNS = 1.06, 2880
+"""Time of tiles of 8 tokens and 192 features over what the rest of the model predicts, for 16-bit x, and the largest k
+that it was seen with. With 1, 2 and 4 random rows of each of 128 experts, a layer of 1536 x 2048 and 2048 x 768 whose
+gate_up, and with two rows down, had such tiles took 1.03, 1.05 and 1.03 of the time of one with 256 features. It was
+predicted at 1.00, 1.00 and 0.98 of it. One of gpt-oss-120b took about 1.04 (H200, 2026-11-30)."""
+
 
 class Width(NamedTuple):
     """Tiles of one launch, and the experts that it takes."""
@@ -143,6 +149,8 @@ def of_tile(problem: GemmProblem, config: GemmConfig) -> float:
     """Return the factor of a config's time for the sizes of its tile."""
     if _between(config.tile_n) or (config.tile_n == BLOCK_N and _between(config.tile_m)):
         return _NEVER_FASTEST
+    if (config.tile_m, config.tile_n) == (8, 192) and problem.dtype.itemsize == 2 and problem.k <= _FEW_COLUMNS:
+        return _THREE_WARPGROUPS
     return _TWO_BLOCKS if config.tile_n == 256 and _many_rows_of_floats(problem) else 1.0
 
 
