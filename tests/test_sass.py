@@ -508,6 +508,16 @@ def test_ctas_of_a_split_wait_once_for_each_other():
         assert max(arrives) < min(products) if apart else max(products) < max(arrives)
 
 
+@pytest.mark.parametrize("name, first", [("64x64x128_1x1x1_coop_k2", True), ("64x64x128_1x1x1_coop", False)])
+def test_ctas_of_a_split_request_weights_before_their_warps_meet(name, first):
+    """All warps meet in one place, for synccheck. Another CTA's producer requests weights behind it."""
+    kernel, p = kernel_named("sm90_mixed_gemm"), problem("int4_g128", torch.bfloat16, 64)
+    text = disassemble(object_code(kernel.unit(p, GemmConfig.parse(name)))).text
+    start, producer = text[: text.index("ACQBULK")], "UBLKCP.S.G"
+    (met,) = re.finditer(r"BAR.SYNC\S* 0x0", start)
+    assert (start.index(producer) < met.start()) == first
+
+
 @pytest.mark.parametrize(
     "name, format, tile_k", [("sm90_mixed_gemm", "int4_g128", 128), ("sm90_fp8_gemm", "int4_g128_e4m3", 256)]
 )

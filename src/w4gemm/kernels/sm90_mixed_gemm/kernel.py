@@ -68,6 +68,9 @@ Barriers:
     cluster barrier  all threads of the cluster       mbarriers are initialized; with split_k and       the same
                                                       without handover_bytes: pipelines are drained
 
+    Warp 0 initializes the mbarriers, and all warps meet. If variant.weights_first the producer initializes ``full``,
+    and requests its first weights before they meet.
+
 Timeline of a consumer warpgroup, by MMA batch: one k chunk (128 bytes of x) of one 64-row block. f0 and f1 are the two
 fragment buffers:
 
@@ -339,7 +342,8 @@ class Sm90MixedGemmKernel:
         variant, rows = self.variant, args.rows
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         pipeline, memory = self.allocate(x_source, out_target, args, warp)
-        self.init_barriers(pipeline, memory.handover, warp)
+        if const_expr(not variant.weights_first):
+            self.init_barriers(pipeline, memory.handover, warp)
         cta = cute.arch.block_idx()[0]
         rank = cta % self.scheduler.cluster_size
         first_k_slice, k_slices = self.k_range(args.weight.shape[1], rank)
@@ -353,10 +357,16 @@ class Sm90MixedGemmKernel:
             # backwards: CTAs that others wait for have the lower numbers of the grid, which start first
             cluster = clusters - 1 - cluster
         params = SchedulerParams(cluster, clusters, m_tiles, tiles.n_tile, first_k_slice, k_slices)
+        inputs = Inputs(x_source, args.weight, n_blocks, rows.indices, args.out.shape[0], expert_tiles)
+        if const_expr(variant.weights_first):
+            params = self.scheduler.with_tile(params)
+            if warp == 4 * variant.warpgroups:
+                self.init_full(pipeline)
+                self.producer.load_first(inputs, pipeline, params, rank)
+            self.init_barriers(pipeline, memory.handover, warp)
         if warp >= 4 * variant.warpgroups:
             if const_expr(variant.consumer_registers > 0):
                 cute.arch.setmaxregister_decrease(variant.producer_registers)
-            inputs = Inputs(x_source, args.weight, n_blocks, rows.indices, args.out.shape[0], expert_tiles)
             if const_expr(variant.gathered):
                 self.producer.run(inputs, pipeline, params, rank)
             elif warp == 4 * variant.warpgroups:
@@ -429,13 +439,23 @@ class Sm90MixedGemmKernel:
         return pipeline, memory
 
     @cute.jit
+    def init_full(self, pipeline: Pipeline):
+        """Initialize the full barriers alone, in the warp that fills them."""
+        with cute.arch.elect_one():
+            for i in cutlass.range_constexpr(self.variant.num_stages):
+                cute.arch.mbarrier_init(pipeline.full + i, 1)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_warp()  # for racecheck, as below
+
+    @cute.jit
     def init_barriers(self, pipeline: Pipeline, handover: Handover | None, warp: Int32):
         """Initialize the mbarriers, and make them visible to the CTAs that arrive at them."""
         variant = self.variant
         if warp == 0:
             with cute.arch.elect_one():
                 for i in cutlass.range_constexpr(variant.num_stages):
-                    cute.arch.mbarrier_init(pipeline.full + i, 1 + variant.gather_threads)
+                    if const_expr(not variant.weights_first):
+                        cute.arch.mbarrier_init(pipeline.full + i, 1 + variant.gather_threads)
                     cute.arch.mbarrier_init(pipeline.empty + i, variant.stage_readers * variant.multicast_peers)
                 if const_expr(variant.config.split_k > 1):
                     cute.arch.mbarrier_init(handover.barrier, 1)
@@ -504,8 +524,11 @@ class Producer:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4
         coord = self.scheduler.cta_coord_in_cluster(cta_rank)
         count, share = self.scheduler.work_tiles(params)
-        first = self.scheduler.work_tile(Int32(0), params, share)
-        if const_expr(variant.grouped):
+        work_tile = first = self.scheduler.work_tile(Int32(0), params, share)
+        tile = self.scheduler.cta_tile(first.tile, params, coord)
+        if const_expr(variant.weights_first):
+            early = cutlass.min(first.k_slices, variant.early_stages)
+        elif const_expr(variant.grouped):
             early = Int32(0)
             if expert_tiles.rows.settled != 0 and count > 0:  # the launch before may still run for long
                 early = self.load_early(variant.num_stages, first, inputs, pipeline, params, coord, warp)
@@ -518,8 +541,9 @@ class Producer:
         cute.arch.griddepcontrol_launch_dependents()
         state = PipelineState.producer()
         for index in cutlass.range(count, unroll=1):
-            work_tile = self.scheduler.work_tile(index, params, share)
-            tile = self.scheduler.cta_tile(work_tile.tile, params, coord)
+            if const_expr(not variant.tile_ahead):
+                work_tile = self.scheduler.work_tile(index, params, share)
+                tile = self.scheduler.cta_tile(work_tile.tile, params, coord)
             rows = self.scheduler.rows(tile.m_tile, inputs.m, expert_tiles)
             boxes = self.boxes_of(rows)
             if const_expr(variant.gathered):
@@ -558,6 +582,10 @@ class Producer:
                                 mcast_mask=coord.x_mask,
                             )
                 state = state.after(variant.num_stages)
+            if const_expr(variant.tile_ahead):
+                if index + 1 < count:
+                    work_tile = self.scheduler.work_tile(index + 1, params, share)
+                    tile = self.scheduler.cta_tile(work_tile.tile, params, coord)
         if const_expr(variant.gathered):
             copies_wait()
         if const_expr(self.scheduler.part.second):
@@ -570,6 +598,13 @@ class Producer:
             for _ in cutlass.range(variant.num_stages, unroll=1):
                 cute.arch.mbarrier_wait(empty + state.stage, state.phase)
                 state = state.after(variant.num_stages)
+
+    @cute.jit
+    def load_first(self, inputs: Inputs, pipeline: Pipeline, params: SchedulerParams, cta_rank: Int32):
+        """:meth:`load_early` of a CTA's only tile, by the producer's first warp."""
+        _, share = self.scheduler.work_tiles(params)
+        first, coord = self.scheduler.work_tile(Int32(0), params, share), self.scheduler.cta_coord_in_cluster(cta_rank)
+        self.load_early(self.variant.early_stages, first, inputs, pipeline, params, coord, Int32(0))
 
     @cute.jit
     def load_early(

@@ -51,6 +51,8 @@ class SchedulerParams(NamedTuple):
     first_k_slice: Int32
     k_slices: Int32
     """K-slices of an output tile that the CTA multiplies: all or, with split_k, its share."""
+    tile: TileCoord | None = None
+    """The output tile of a CTA that has one, if it is worked out already."""
 
 
 class WorkTile(NamedTuple):
@@ -98,9 +100,15 @@ class TileScheduler:
 
     def cta_tile(self, tile: Int32, params: SchedulerParams, coord: ClusterCoord) -> TileCoord:
         """The output tile that a CTA computes of its cluster's ``tile``."""
+        if params.tile is not None:
+            return params.tile
         config = self.variant.config
         m_tile, n_tile = tile_coordinates(tile, params.m_tiles, params.n_tiles, self.band, self.variant.short)
         return TileCoord(m_tile * config.cluster_m + coord.m, n_tile * config.cluster_n + coord.n)
+
+    def with_tile(self, params: SchedulerParams) -> SchedulerParams:
+        """The same with the output tile, for a CTA that has one."""
+        return params._replace(tile=self.cta_tile(params.cluster, params, self.cta_coord_in_cluster(Int32(0))))
 
     @cute.jit
     def rows(self, m_tile: Int32, m: Int32, expert_tiles: ExpertTiles | None, early: bool = False) -> TileRows:
