@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import json
 import logging
 import os
@@ -427,6 +428,8 @@ def test_vllm_checks_that_all_was_loaded(tmp_path: Path) -> None:
     from vllm.model_executor.layers.linear import MergedColumnParallelLinear
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
+    if "quantized" not in inspect.signature(DefaultModelLoader.track_weights_loading).parameters:
+        pytest.skip("this vLLM passes over all quantized layers")
     dense, mixture = tiny(model_named("llama-3-8b")), tiny(model_named("qwen3-30b-a3b"))
     write(dense, Packing.parse("gptq-int4-g64"), tmp_path / "dense")
     write(mixture, Packing.parse("gptq-int4-g64"), tmp_path / "mixture")
