@@ -19,7 +19,7 @@ from conformance.cases import FORMATS, FP8, WIDTHS, assert_close, random_weight
 from emulator.kernel import Emulator
 from emulator.machine import TensorMap
 from emulator.ptx import Program, kernels, ptx_of
-from emulator.races import RaceChecker
+from emulator.races import RaceChecker, SharedRaceChecker
 from w4gemm import QuantizedWeight, WeightFormat
 from w4gemm.core.activation import ACTIVATIONS, is_gated, parse
 from w4gemm.core.config import GemmConfig
@@ -256,7 +256,12 @@ def parameters(case: Product, config: GemmConfig, arguments: Arguments) -> list[
 
 
 def computed(
-    case: Product, x: torch.Tensor, w: QuantizedWeight, operands: EpilogueOperands, rows: ExpertRows
+    case: Product,
+    x: torch.Tensor,
+    w: QuantizedWeight,
+    operands: EpilogueOperands,
+    rows: ExpertRows,
+    emulator: type[Emulator] = Emulator,
 ) -> torch.Tensor:
     """d, NaN where nothing was stored. Flags of stream-k must be 0 afterwards."""
     kernel, config = config_named(case.config)
@@ -267,7 +272,7 @@ def computed(
     def launch(*values: Any) -> None:
         arguments = nested(values)
         for program, own in zip(programs, launches, strict=True):
-            Emulator(program, case.ctas, cluster).run(*parameters(case, own, arguments))
+            emulator(program, case.ctas, cluster=cluster).run(*parameters(case, own, arguments))
             arguments = arguments._replace(rows=arguments.rows._replace(settled=1))
         assert arguments.workspace.flags is None or not arguments.workspace.flags.any(), "flags stay set"
 
@@ -301,6 +306,26 @@ def test_products(case: Product) -> None:
         check(d[own], x[sources], w.expert(e), bias, residual=residual, token_scale=token_scale, **fused)
         d[own] = torch.nan
     assert d.isnan().all(), "rows that no expert has were written"
+
+
+@pytest.mark.sampled(0.5)
+@pytest.mark.parametrize(
+    "case",
+    [
+        # several tiles of a CTA, which add up k sets, decode by a table, share scales, or have two launches
+        Product("sm90_mixed_gemm/16x64x256_1x1x1_coop", "int4_g128", PLAIN, 1, 128, 512, 1, (5, 20)),
+        Product("sm90_mixed_gemm/64x128x256_1x1x1_coop", "iq4_g32_fp16", BIASED, 1, 128, 512, 1, (70, 0, 5)),
+        Product("sm90_mixed_gemm/16x256x128_1x1x1_coop", "q4_k", PLAIN, 1, 512, 512, 1, (20, 5)),
+        Product("sm90_mixed_gemm/16x128x128_1x1x1_coop+64x64x128_1x1x1_coop", "nf4", BIASED, 3, 128, 384, 2, BOTH),
+        Product("sm90_decode/8x64x128_1x1x1_coop", "q3_k", PLAIN, 5, 128, 1280, 2),
+        Product("sm80_mixed_gemm/64x128x128_1x1x1_coop", "int6_g64_zint", PLAIN, 9, 128, 384, 1),
+    ],
+    ids=str,
+)
+def test_no_race_in_shared_memory(case: Product) -> None:
+    w, rows = experts_of(case), rows_of(case)
+    x = randn(case.rows, case.k, seed=3, dtype=case.dtype)
+    computed(case, x, w, operands_of(case, len(x), w), rows, SharedRaceChecker)
 
 
 @pytest.mark.sampled(0.35)
