@@ -434,9 +434,9 @@ wrap(PreTrainedModel, "resize_token_embeddings", _resize_token_embeddings)
 
 
 @contextlib.contextmanager
-def _default_dtype(own: Callable[..., Any], *args: Any) -> Iterator[None]:
+def _default_dtype(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
     """Have one thread at a time make a model under a default dtype of its own, because that is PyTorch's for all."""
-    with making, own(*args):
+    with making, own(*args, **kwargs):
         yield
 
 
