@@ -43,7 +43,8 @@ _TABLES = re.compile(r"(?:.+\.)?(?:tid2eid|position_ids|relative_position_index|
 _SKIPPED = {
     re.compile(pattern): reason
     for pattern, reason in (
-        (r".*\.rotary_emb\.inv_freq", "the model computes it from its config"),
+        # the factor of Gemma's embeddings, which compressed-tensors saves where it quantizes one
+        (r".*\.(?:rotary_emb\.inv_freq|embed_tokens\w*\.embed_scale)", "the model computes it from its config"),
         (
             r".*(?:attn|attention|mixer|proj\w*)\.(?:(?:q|k|v|kv|prob)_(?:scale|zero_point)|prob_output_scale)",
             "of a quantized KV cache or attention, which stays in 16 bits",

@@ -46,7 +46,7 @@ REFUSES_UPDATES = "_derived_weight_cache_error"
 UPDATES = "w4gemm_updates"
 """Attribute of a packed layer that takes new weights: its updates."""
 ERRORS: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("w4gemm_errors", default=None)
-"""Collects the errors of layers in a call of an update, which SGLang's process must not end with; None outside of one."""
+"""Collects the errors of layers in a call of an update, which must not end SGLang's process; None outside of one."""
 _dummy = contextvars.ContextVar("w4gemm_dummy", default=False)
 """True while SGLang loads random numbers (--load-format dummy): it leaves integers as their memory was."""
 _packed_before = contextvars.ContextVar("w4gemm_packed_before", default=False)

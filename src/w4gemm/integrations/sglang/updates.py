@@ -172,7 +172,7 @@ def install_answers() -> None:
     try:
         hook([Hook(f"{_MANAGER}.{name}", ("self", "recv_req"), answer_with_errors) for name in _CALLS])
     except (ImportError, AttributeError) as e:
-        SGLANG.log().warning("w4gemm: SGLang ends when new weights are refused, or only a part of a layer's comes: %s", e)
+        SGLANG.log().warning("w4gemm: SGLang ends when weights are refused, or only a part of a layer's comes: %s", e)
 
 
 def answer_with_errors(own: Callable[..., Any], self: Any, recv_req: Any) -> Any:
