@@ -42,15 +42,15 @@ FAULTS = (
     Fault(
         "block scales of the next 128 columns",
         _SM90 + "mainloop.py",
-        "block = consumer.k_set * chunks + (batch - 1) // batches_per_chunk",
-        "block = consumer.k_set * chunks + batch // batches_per_chunk",
+        "block, done = consumer.k_set * chunks + before,",
+        "block, done = consumer.k_set * chunks + chunk,",
         _EMULATED + "sm90_fp8",
     ),
     Fault(
         "the second k chunk of a block with one factor begins new sums",
         _SM90 + "mainloop.py",
-        "begins = chunk_of_sums == 0",
-        "begins = True",
+        "chunk % together == 0",
+        "True",
         _EMULATED + "q3_k",
     ),
     Fault(

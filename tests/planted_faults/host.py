@@ -461,7 +461,7 @@ FAULTS = (
     Fault(
         "transformers makes the models of several threads at once",
         "src/w4gemm/checkpoints/hugging_face.py",
-        "        with _making:\n            yield\n",
+        "        with making:\n            yield\n",
         "        yield\n",
         "tests/test_transformers.py -k threads_load_at_once",
     ),
