@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -261,7 +262,7 @@ def computed(
     w: QuantizedWeight,
     operands: EpilogueOperands,
     rows: ExpertRows,
-    emulator: type[Emulator] = Emulator,
+    emulator: Callable[..., Emulator] = Emulator,
 ) -> torch.Tensor:
     """d, NaN where nothing was stored. Flags of stream-k must be 0 afterwards."""
     kernel, config = config_named(case.config)
@@ -639,3 +640,16 @@ def test_a_release_publishes_what_lies_before_it(stored: str) -> None:
         return
     with pytest.raises(RuntimeError, match="a race: thread 32 reads word"):
         launch.run(torch.zeros(64, dtype=torch.int32))
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in PRODUCTS if case.config.endswith("stream") and case.dtype == torch.bfloat16], ids=str
+)
+def test_streams_want_no_two_ctas_at_once(case: Product) -> None:
+    """CTAs that others wait for begin first: another program may leave a launch one multiprocessor."""
+    w, rows = experts_of(case), rows_of(case)
+    x = randn(case.rows, case.k, seed=3, dtype=case.dtype)
+    operands = operands_of(case, len(x), w)
+    at_once = computed(case, x, w, operands, rows)
+    one_by_one = computed(case, x, w, operands, rows, functools.partial(Emulator, resident=1))
+    assert torch.equal(one_by_one, at_once)

@@ -40,6 +40,13 @@ FAULTS = (
         _EMULATED + "sm90_mixed_gemm/16x128",
     ),
     Fault(
+        "CTAs of a stream wait for those that begin after them",
+        _SM90 + "kernel.py",
+        "params = SchedulerParams(cluster, clusters,",
+        "params = SchedulerParams(clusters - 1 - cluster, clusters,",
+        _EMULATED + "streams_want",
+    ),
+    Fault(
         "block scales of the next 128 columns",
         _SM90 + "mainloop.py",
         "block, done = consumer.k_set * chunks + before,",

@@ -353,9 +353,6 @@ class Sm90MixedGemmKernel:
         tiles = self.scheduler.tiles(args.out.shape[0], n_blocks)
         m_tiles = expert_tiles.m_tiles if const_expr(variant.grouped) else tiles.m_tile
         cluster, clusters = cta // self.scheduler.cluster_size, cute.arch.grid_dim()[0] // self.scheduler.cluster_size
-        if const_expr(variant.stream_k):
-            # backwards: CTAs that others wait for have the lower numbers of the grid, which start first
-            cluster = clusters - 1 - cluster
         params = SchedulerParams(cluster, clusters, m_tiles, tiles.n_tile, first_k_slice, k_slices)
         inputs = Inputs(x_source, args.weight, n_blocks, rows.indices, args.out.shape[0], expert_tiles)
         if const_expr(variant.weights_first):
