@@ -135,16 +135,20 @@ class SplitKReduction:
     def add(self, acc: cute.Tensor, sums: Int32, rank: Int32) -> None:
         """Add the other ranks' sums of this rank's share to the first 4 * share accumulators. A share that reaches past
         the tile repeats the tile's last block."""
-        places = [cutlass.min(r - Int32(rank < r), self.ranks - 2) for r in range(self.ranks)]
+        either = self.ranks == 2  # two numbers have one sum in either order
+        places = [Int32(0)] if either else [cutlass.min(r - Int32(rank < r), self.ranks - 2) for r in range(self.ranks)]
         for i in range(self.share):
             block = Int32(i)
             if self.blocks % self.share > 0:
                 block = cutlass.min(block, self.blocks - 1 - rank * self.share)
-            own, total = [acc[4 * i + j] for j in range(4)], [Float32(0.0)] * 4
-            for r, place in enumerate(places):
-                other = load_shared_f32x4(sums + (place * self.share + block) * self.line)
-                values = [cutlass.select_(rank == r, *pair) for pair in zip(own, other, strict=True)]
-                total = [t + value for t, value in zip(total, values, strict=True)] if r > 0 else values
+            own = [acc[4 * i + j] for j in range(4)]
+            others = [load_shared_f32x4(sums + (place * self.share + block) * self.line) for place in places]
+            total, *rest = [own, *others]
+            if not either:
+                pairs = [zip(own, other, strict=True) for other in others]
+                total, *rest = [[cutlass.select_(rank == r, *pair) for pair in part] for r, part in enumerate(pairs)]
+            for part in rest:
+                total = [a + b for a, b in zip(total, part, strict=True)]
             for j in range(4):
                 acc[4 * i + j] = total[j]
 
@@ -247,6 +251,8 @@ class Consumer:
             state = state.after_several(pingpong * params.k_slices, variant.num_stages)
             if pingpong == 1:
                 cute.arch.barrier_arrive(barrier_id=_MMA_ORDER_BARRIER, number_of_threads=256)
+        if const_expr(variant.handover_bytes > 0):  # while the first stages are on their way
+            cute.arch.cluster_wait()
         count, share = self.scheduler.work_tiles(params)
         if const_expr(self.scheduler.part.second):
             self.scheduler.acquire(count)
@@ -351,7 +357,7 @@ class Consumer:
         d, operands, reduction = own.d, own.operands, self.reduction
         if const_expr(variant.handover_bytes == 0):
             cute.arch.cluster_arrive()  # this CTA's pipeline is drained, and sums of its k sets have been read
-        cute.arch.cluster_wait()
+            cute.arch.cluster_wait()
         if const_expr(variant.stored_tokens * config.split_k > config.tile_m):  # the last share reaches past the tile
             end = cutlass.min(coord.token + config.tile_m, d.shape[0])
             d, operands = first_rows(d, end), operands_until(operands, end)

@@ -521,7 +521,8 @@ class Producer:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4
         coord = self.scheduler.cta_coord_in_cluster(cta_rank)
         count, share = self.scheduler.work_tiles(params)
-        first = self.scheduler.work_tile(Int32(0), params, share)
+        work_tile = first = self.scheduler.work_tile(Int32(0), params, share)
+        tile = self.scheduler.cta_tile(first.tile, params, coord)
         if const_expr(variant.weights_first):
             early = cutlass.min(first.k_slices, variant.early_stages)
         elif const_expr(variant.grouped):
@@ -537,8 +538,9 @@ class Producer:
         cute.arch.griddepcontrol_launch_dependents()
         state = PipelineState.producer()
         for index in cutlass.range(count, unroll=1):
-            work_tile = self.scheduler.work_tile(index, params, share)
-            tile = self.scheduler.cta_tile(work_tile.tile, params, coord)
+            if const_expr(not variant.tile_ahead):
+                work_tile = self.scheduler.work_tile(index, params, share)
+                tile = self.scheduler.cta_tile(work_tile.tile, params, coord)
             rows = self.scheduler.rows(tile.m_tile, inputs.m, expert_tiles)
             boxes = self.boxes_of(rows)
             if const_expr(variant.gathered):
@@ -577,6 +579,10 @@ class Producer:
                                 mcast_mask=coord.x_mask,
                             )
                 state = state.after(variant.num_stages)
+            if const_expr(variant.tile_ahead):
+                if index + 1 < count:
+                    work_tile = self.scheduler.work_tile(index + 1, params, share)
+                    tile = self.scheduler.cta_tile(work_tile.tile, params, coord)
         if const_expr(variant.gathered):
             copies_wait()
         if const_expr(self.scheduler.part.second):
