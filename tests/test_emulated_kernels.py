@@ -642,6 +642,24 @@ def test_a_release_publishes_what_lies_before_it(stored: str) -> None:
         launch.run(torch.zeros(64, dtype=torch.int32))
 
 
+@pytest.mark.parametrize("first", ["store", "arrive"])
+def test_an_mbarrier_passes_on_what_lies_before_arrivals(first: str) -> None:
+    """Warp 0 writes word 1, and warp 1 reads it behind an mbarrier."""
+    steps = {"store": "st.global.b32 [%rd0+4], 5", "arrive": "mbarrier.arrive.shared.b64 _, [%r2]"}
+    ordered = "; ".join(sorted(steps.values(), reverse=first == "store"))
+    body = (
+        "mov.b32 %r2, __dynamic_shmem__0; mbarrier.init.shared.b64 [%r2], 32; bar.sync 0; setp.lt.u32 %p0, %r0, 32; "
+        "@%p0 bra $L__1; $L__2: mbarrier.try_wait.parity.shared.b64 %p1, [%r2], 0; @!%p1 bra $L__2; "
+        f"ld.global.b32 %r1, [%rd0+4]; ret; $L__1: {ordered}; ret"
+    )
+    launch = RaceChecker(PTX.format(body=body), 1)
+    if first == "store":
+        launch.run(torch.zeros(64, dtype=torch.int32))
+        return
+    with pytest.raises(RuntimeError, match="a race: thread 0 writes word"):
+        launch.run(torch.zeros(64, dtype=torch.int32))
+
+
 @pytest.mark.parametrize(
     "case", [case for case in PRODUCTS if case.config.endswith("stream") and case.dtype == torch.bfloat16], ids=str
 )

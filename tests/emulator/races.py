@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from emulator.asynchronous import MBarrier
 from emulator.kernel import Emulator
 from emulator.machine import SHARED_BYTES
 from emulator.numbers import Array
-from emulator.ptx import Instruction, Program
+from emulator.ptx import Address, Instruction, Program
 
 _STRONG = {"acquire", "release", "acq_rel", "relaxed"}
 """Qualifiers of loads, stores and atomic operations that may meet others without being ordered."""
@@ -34,6 +35,16 @@ class Accesses(NamedTuple):
     """(words,): True if no thread may read it before one writes it."""
 
 
+class Phase(NamedTuple):
+    """What an mbarrier passes on."""
+
+    parity: int
+    arrived: Array
+    """The rows of all warps that have arrived."""
+    complete: Array
+    """Those of the phases that are complete."""
+
+
 class RaceChecker(Emulator):
     """Refuses an access that another thread's access to the same word is not ordered before, unless both read.
 
@@ -41,9 +52,10 @@ class RaceChecker(Emulator):
     all accesses of v's threads are ordered before those that w makes now. Barriers pass it on between the warps that
     meet. A store with release publishes its warp's row at its address. A load with acquire fetches the row of the store
     that it reads, and it counts from the next meeting of the warp's lanes on. An atomic operation does both, and adds
-    to what is published there. Accesses that are relaxed, acquire or release may race; all others are weak. Two CTAs
-    may write the same to a word of global memory, and who reads it must be behind one of them. No mbarriers, WGMMAs,
-    clusters and stores below four bytes.
+    to what is published there. An mbarrier passes on, when its phase is complete, the rows of those that have arrived.
+    Lanes that arrive or wait all together meet there. Accesses that are relaxed, acquire or release may race; all
+    others are weak. Two CTAs may write the same to a word of global memory, and who reads it must be behind one of
+    them. What a bulk copy writes over must be behind its thread. No WGMMAs, clusters and stores below four bytes.
 
     Args:
         scratch: tensors of which a launch may read only what it wrote itself.
@@ -59,6 +71,7 @@ class RaceChecker(Emulator):
         """By address, the row of the store with release that lies there."""
         self.meeting: dict[int, list[int]] = {}
         """By barrier, the warps that wait there."""
+        self.phases: dict[MBarrier, Phase] = {}
         self.strong = False
         self.scratch = scratch
 
@@ -79,6 +92,10 @@ class RaceChecker(Emulator):
             return self._lanes_meet
         if name.startswith("cp.async.cg"):
             return functools.partial(self._issue, i, step)
+        if name.startswith(("mbarrier.arrive", "cp.async.mbarrier.arrive")):
+            return functools.partial(self._arrive, i, step)
+        if name.startswith(("mbarrier.try_wait", "mbarrier.test_wait")):
+            return functools.partial(self._pass, i, step)
         return functools.partial(self._strong, i, step) if _STRONG & set(i.opcode) else step
 
     # --- order
@@ -103,6 +120,37 @@ class RaceChecker(Emulator):
             if self.arrived[key] == 0:
                 together = self.meeting.pop(key)
                 self.known[together] = self.known[together].max(0)
+
+    def _phase(self, barrier: MBarrier) -> Phase:
+        """An mbarrier's phase, brought up to date."""
+        none = np.zeros(self.warps, int)
+        phase = self.phases.get(barrier, Phase(0, none, none))
+        if phase.parity != barrier.phase:
+            phase = Phase(barrier.phase, phase.arrived, phase.arrived)
+        self.phases[barrier] = phase
+        return phase
+
+    def _arrive(self, i: Instruction, step: Callable[[Array], Any], on: Array) -> Any:
+        operand = next(o for o in i.operands if isinstance(o, Address))
+        for barrier, own in self._mbarriers(operand, on):
+            phase = self._phase(barrier)
+            for warp, lanes in zip(*np.unique(own // 32, return_counts=True), strict=True):
+                if lanes == 32:
+                    self._go_on(warp)
+                phase = phase._replace(arrived=np.maximum(phase.arrived, self.known[warp]))
+            self.phases[barrier] = phase
+        return step(on)
+
+    def _pass(self, i: Instruction, step: Callable[[Array], Any], on: Array) -> Any:
+        """Wait, and fetch what an mbarrier passes on to threads whose phase is complete."""
+        turn_ends, (passes, operand, *_) = step(on), i.operands
+        for barrier, own in self._mbarriers(operand, on):
+            phase, through = self._phase(barrier), own[self.get(passes, "pred", own)]
+            for warp, lanes in zip(*np.unique(through // 32, return_counts=True), strict=True):
+                self.fetched[warp] = np.maximum(self.fetched[warp], phase.complete)
+                if lanes == 32:
+                    self._go_on(warp)
+        return turn_ends
 
     def _strong(self, i: Instruction, step: Callable[[Array], Any], on: Array) -> Any:
         both = "acq_rel" in i.opcode
@@ -133,6 +181,13 @@ class RaceChecker(Emulator):
         self._check("shared", words, on, True)
         self._note_writes(self.accesses["shared"], words.reshape(-1), on.repeat(4))
         return step(on)
+
+    def _bring(self, i: Instruction, one: Array, to: Array, values: Array) -> None:
+        cta, offset = self.owner(to, np.broadcast_to(one, to.shape))
+        words = np.unique((cta * SHARED_BYTES + offset) // 4)
+        self._check("shared", words[None], one, True)
+        self.accesses["shared"].written[words] = 0
+        super()._bring(i, one, to, values)
 
     def load(self, space: str, address: Array, on: Array, size: int, count: int = 1) -> Array:
         if space != "param":
@@ -188,8 +243,8 @@ class RaceChecker(Emulator):
 
 
 class SharedRaceChecker(RaceChecker):
-    """Looks at loads and stores of shared memory alone. What mbarriers order, bulk copies and matrix instructions, is
-    checked as the launch runs, see kernel.py."""
+    """Looks at shared memory alone. What bulk copies bring and matrix instructions read is checked as the launch runs,
+    see kernel.py."""
 
     def load(self, space: str, address: Array, on: Array, size: int, count: int = 1) -> Array:
         checker = RaceChecker if space == "shared" else Emulator
