@@ -148,8 +148,8 @@ def test_a_format_that_a_packed_folder_does_not_take_is_said(tmp_path: Path, cap
     actual = summarize(from_pretrained(tmp_path, quantization_config=W4GemmConfig("mxfp4"))).formats
     assert len(actual) == 1 and f"its layers stay in {next(iter(actual))}; the format e2m1_g32_e8m0 of" in caplog.text
     caplog.clear()
-    from_pretrained(tmp_path, quantization_config=W4GemmConfig(skip=("lm_head", "down_proj", "none_such")))
-    assert "down_proj stay as the folder has them; skip of W4GemmConfig is for dense models" in caplog.text
+    from_pretrained(tmp_path, quantization_config=W4GemmConfig(skip=("lm_head", "mlp.down_proj", "none_such")))
+    assert "mlp.down_proj stay as the folder has them; skip of W4GemmConfig is for dense models" in caplog.text
     caplog.clear()
     from_pretrained(tmp_path, quantization_config=W4GemmConfig()).save_pretrained(tmp_path / "saved")
     from_pretrained(tmp_path / "saved")
@@ -180,8 +180,13 @@ def test_dense_folders(tmp_path: Path) -> None:
         whole.resize_token_embeddings(tokens + 3)
     assert torch.equal(logits(whole), logits(in_place))  # the embedding has its old size
     assert len(model.resize_token_embeddings(tokens + 3).weight) == model.lm_head.out_features == tokens + 3
-    with pytest.raises(ValueError, match="skip: wanted last parts of names .*, got 'kproj'; nearest is 'k_proj'"):
+    with pytest.raises(ValueError, match="skip: wanted names .*, got 'kproj'; nearest is 'k_proj'"):
         from_pretrained(folder, quantization_config=W4GemmConfig(skip=("lm_head", "kproj")))
+    one = from_pretrained(folder, quantization_config=W4GemmConfig("int4_g32", skip=("lm_head", "model.layers.0")))
+    assert {name.partition(".self")[0].partition(".mlp")[0] for name in summarize(one).dense} == {
+        "lm_head",
+        "model.layers.0",
+    }
     assert summarize(from_pretrained(folder, quantization_config=W4GemmConfig())) == summarize(load(folder)[0])
     model.save_pretrained(tmp_path / "saved")
     assert torch.equal(logits(from_pretrained(tmp_path / "saved")), logits(model))

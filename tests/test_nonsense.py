@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import random
+import re
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import w4gemm
 from fuzz import nonsense
+from w4gemm.integrations.transformers.layers import quantize_layers
 
 ONE_IN = 4
 
@@ -56,3 +61,41 @@ def test_a_module_is_no_activation():
 def test_zero_points_for_a_format_without():
     with pytest.raises(ValueError, match="zeros: int4_g32 has none, got int"):
         w4gemm.QuantizedWeight.from_codes("int4_g32", torch.zeros(8, 32).byte(), torch.ones(8, 1).bfloat16(), 3)
+
+
+def test_tensors_that_processes_share():
+    """PyTorch's own error was of an operator that gets mixed tensors."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        weight, w = torch.randn(64, 64), w4gemm.quantize(torch.randn(64, 64)).repack()
+        shared, layer = distribute_tensor(weight, mesh, [Shard(0)]), torch.nn.Linear(64, 64)
+        layer.weight = torch.nn.Parameter(shared)
+        calls = {
+            "weight": (lambda: w4gemm.quantize(shared), lambda: w4gemm.W4Linear.from_linear(layer)),
+            "0: weight": (lambda: quantize_layers(torch.nn.Sequential(layer)),),
+            "x": (lambda: w4gemm.linear(shared, w), lambda: w4gemm.W4Linear.from_weight(w)(shared)),
+            "bias": (lambda: w4gemm.W4Linear.from_weight(w, shared[0]), lambda: w4gemm.linear(weight, w, shared[0])),
+        }
+        for name, each in calls.items():
+            for call in each:
+                said = f"{name}: wanted a tensor of this process, got a DTensor; {name[-6:].strip(': ')}.to_local() is"
+                with pytest.raises(TypeError, match=re.escape(said)):
+                    call()
+        assert torch.equal(w4gemm.quantize(shared.full_tensor()).dequantize(), w4gemm.quantize(weight).dequantize())
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_trace_of_torch_fx():
+    layers = torch.nn.Sequential(w4gemm.W4Linear.from_linear(torch.nn.Linear(64, 64)), torch.nn.GELU())
+    with pytest.raises(TypeError, match=r"x: wanted a tensor \(..., k\), got a Proxy of torch.fx, whose Tracer has to"):
+        torch.fx.symbolic_trace(layers)
+
+    class Tracer(torch.fx.Tracer):
+        def is_leaf_module(self, m, module_qualified_name):
+            return isinstance(m, w4gemm.W4Linear) or super().is_leaf_module(m, module_qualified_name)
+
+    x = torch.randn(3, 64)
+    traced = torch.fx.GraphModule(layers, Tracer().trace(layers))
+    assert torch.equal(traced(x), layers(x))

@@ -54,7 +54,7 @@ def test_a_layer_itself_has_no_place_for_a_dense_one():
 def test_names_that_are_skipped_are_no_letters(skip):
     """Once a string was taken for its letters, and the layer of that name was quantized."""
     for call in (lambda: quantize_layers(model(), skip=skip), lambda: W4GemmConfig(skip=skip)):
-        with pytest.raises(TypeError, match=re.escape("skip: wanted last parts of names, such as ('lm_head',), got")):
+        with pytest.raises(TypeError, match=re.escape("skip: wanted names of layers, such as ('lm_head',), got")):
             call()
 
 
@@ -63,7 +63,9 @@ def test_names_that_are_skipped_are_no_letters(skip):
     [
         (("lm_head", "gate_prj"), "'gate_prj'; nearest is 'gate_proj'"),
         (("mlp.gateproj",), "'mlp.gateproj'; nearest is 'gate_proj'"),
-        (("mlp",), "'mlp'; there are down_proj, gate_proj"),
+        (("ml",), "'ml'; there are down_proj, gate_proj"),
+        ((r"mlp\.[a-c]\w+",), r"'mlp\\.[a-c]\\w+'; there are down_proj, gate_proj"),
+        (("_proj",), "'_proj'; nearest is 'gate_proj'"),
         (("Down_proj",), "'Down_proj'; nearest is 'down_proj'"),
     ],
 )
@@ -71,12 +73,46 @@ def test_a_name_to_skip_that_no_layer_has(skip, close):
     """Once such a layer was quantized without a word."""
     mlp = nn.ModuleDict({"gate_proj": nn.Linear(64, 64), "down_proj": nn.Linear(64, 64)})
     whole = nn.ModuleDict({"mlp": mlp})
-    said = "skip: wanted last parts of names of the model's linear layers and experts, got "
+    said = "skip: wanted names of the model's linear layers and experts, got "
     with pytest.raises(ValueError, match=re.escape(said + close) + "$"):
         quantize_layers(whole, skip=skip)
     assert type(mlp["gate_proj"]) is type(mlp["down_proj"]) is nn.Linear
     quantize_layers(whole, skip=("lm_head", "down_proj"))  # lm_head is skipped wherever there is one
     assert type(mlp["gate_proj"]) is W4Linear and type(mlp["down_proj"]) is nn.Linear
+
+
+@pytest.mark.parametrize(
+    ("skip", "dense"),
+    [
+        ("blocks.1", ["1.up", "1.mlp.down"]),
+        ("1", ["1.up", "1.mlp.down"]),
+        (r"blocks\.1\.", ["1.up", "1.mlp.down"]),
+        (r"blocks\.1\d", ["10.up", "10.mlp.down", "11.up", "11.mlp.down"]),
+        ("^blocks.1.up$|10.mlp", ["1.up", "10.mlp.down"]),
+        ("mlp.down", ["1.mlp.down", "10.mlp.down", "11.mlp.down"]),
+        ("mlp", ["1.mlp.down", "10.mlp.down", "11.mlp.down"]),
+        ("blocks.10.mlp.down", ["10.mlp.down"]),
+    ],
+)
+def test_whole_names_and_patterns_to_skip(skip, dense):
+    """As transformers' ``modules_to_not_convert``. Once only the last part of a name was taken."""
+
+    def block():
+        return nn.ModuleDict({"up": nn.Linear(64, 64), "mlp": nn.ModuleDict({"down": nn.Linear(64, 64)})})
+
+    whole = nn.ModuleDict({"blocks": nn.ModuleDict({number: block() for number in ("1", "10", "11")})})
+    quantize_layers(whole, skip=(skip,))
+    stayed = [name.removeprefix("blocks.") for name, layer in whole.named_modules() if type(layer) is nn.Linear]
+    assert stayed == dense
+
+
+@pytest.mark.parametrize("skip", ["*.mlp", "", "down["])
+def test_a_pattern_to_skip_that_is_none(skip):
+    for call in (lambda: quantize_layers(model(), skip=[skip]), lambda: W4GemmConfig(skip=[skip])):
+        with pytest.raises(
+            ValueError, match=re.escape(f"skip: wanted names or regular expressions of layers, got {skip!r}")
+        ):
+            call()
 
 
 def test_an_error_names_the_layer():

@@ -44,7 +44,7 @@ _OTHER_OPERANDS = tuple(name for name in EpilogueOperands._fields if name not in
 def check(x: torch.Tensor, w: QuantizedWeight, *, grouped: bool = False, any_dtype: bool = False) -> None:
     """Check x (..., k) and w, a weight of several experts if ``grouped``; not x's dtype if ``any_dtype``."""
     if not isinstance(x, torch.Tensor):
-        raise TypeError(f"x: wanted a tensor (..., k), got {type(x).__name__}")
+        raise TypeError(f"x: wanted a tensor (..., k), got {kind_of(x)}")
     if not isinstance(w, QuantizedWeight):
         made = "QuantizedWeight.stack makes one of several" if grouped else "w4gemm.quantize(weight, format) makes one"
         raise TypeError(f"w: wanted a QuantizedWeight, got {type(w).__name__}; {made}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 SKIP = ("lm_head",)
-"""Last parts of the names of layers that stay dense unless asked for."""
+"""Names of the layers that stay dense unless asked for."""
 _PLAIN = ("FalconLinear",)
 """Subclasses of nn.Linear with a forward of their own that computes the same."""
 _MULTIPLIED_BY_MODEL = {
@@ -64,22 +65,35 @@ def checked_skip(skip: Iterable[str]) -> tuple[str, ...]:
 
     Raises:
         TypeError: for a string, which would be the names of its letters, and for what holds no names.
+        ValueError: for a name that is no regular expression, or an empty one.
     """
     names = tuple(skip) if isinstance(skip, Iterable) and not isinstance(skip, str) else (None,)
     if not all(isinstance(name, str) for name in names):
-        raise TypeError(f"skip: wanted last parts of names, such as ('lm_head',), got {skip!r:.80}")
+        raise TypeError(f"skip: wanted names of layers, such as ('lm_head',), got {skip!r:.80}")
+    for name in names:
+        try:
+            re.compile(name or "(")
+        except re.error as e:
+            raise ValueError(f"skip: wanted names or regular expressions of layers, got {name!r}") from e
     return names  # type: ignore[return-value]
 
 
+def is_skipped(name: str, skip: Iterable[str]) -> bool:
+    """True if ``skip`` has the name of a module, of one that it is inside, or last parts of either: "model.layers.0",
+    "mlp" and "mlp.down_proj" of "model.layers.0.mlp.down_proj". Each may be a regular expression of whole parts, as in
+    transformers' ``modules_to_not_convert``."""
+    return any(re.fullmatch(rf"(?:.+\.)?(?:{one})(?:(?:(?<=\.)|\.).+)?", name) for one in skip)
+
+
 def linear_layers(model: nn.Module, skip: tuple[str, ...] = SKIP) -> dict[str, nn.Linear]:
-    """Dense linear layers by name. Left out are those where the last part of the name is one of ``skip``; those whose
-    weight the model reads, such as the output projection of nn.MultiheadAttention and Mamba's dt_proj; and those with
-    a forward of their own, or of their subclass, such as the routers of some mixtures."""
+    """Dense linear layers by name. Left out are those that ``skip`` names; those whose weight the model reads, such as
+    the output projection of nn.MultiheadAttention and Mamba's dt_proj; and those with a forward of their own, or of
+    their subclass, such as the routers of some mixtures."""
     return {
         name: layer
         for name, layer in model.named_modules()
         if isinstance(layer, nn.Linear)
-        and name.split(".")[-1] not in skip
+        and not is_skipped(name, skip)
         and not isinstance(layer, NonDynamicallyQuantizableLinear)
         and not _is_multiplied_by_model(model, name)
         and _multiplies_alone(layer)

@@ -45,11 +45,16 @@ def require_bool(name: str, value: object) -> None:
 
 
 def require_dense(name: str, t: torch.Tensor) -> None:
-    """Raise TypeError for a sparse, nested or MKL-DNN tensor."""
+    """Raise TypeError for a sparse, nested or MKL-DNN tensor, and for one that several processes share."""
     if t.is_nested:
         raise TypeError(f"{name}: wanted a dense tensor, got a nested one")
     if t.layout is not torch.strided:
         raise TypeError(f"{name}: wanted a dense tensor, got one of layout {t.layout}")
+    if type(t) not in (torch.Tensor, torch.nn.Parameter) and hasattr(t, "full_tensor"):  # DTensor's import takes long
+        raise TypeError(
+            f"{name}: wanted a tensor of this process, got a {type(t).__name__}; {name}.to_local() is its part here, "
+            f"{name}.full_tensor() all of it"
+        )
 
 
 def require_own_numbers(name: str, t: torch.Tensor) -> None:
@@ -138,6 +143,8 @@ def not_among(path: object, kind: str, name: str, names: Collection[str]) -> For
 
 def kind_of(value: object) -> str:
     """Return in words the value that came instead: dtype and shape of a tensor, else the name of the type."""
+    if type(value).__module__.startswith("torch.fx."):
+        return f"a {type(value).__name__} of torch.fx, whose Tracer has to take this module as a leaf (is_leaf_module)"
     if not isinstance(value, torch.Tensor):
         return type(value).__name__
     return f"nested {value.dtype}" if value.is_nested else f"{value.dtype} {tuple(value.shape)}"

@@ -32,8 +32,8 @@ class W4GemmConfig(QuantizationConfigMixin):
             group that divides a layer's k. A quantized checkpoint keeps its own formats. Of a loaded model: the most
             common one, by its :func:`w4gemm.weights.file.format_name`.
         activations: "fp8" if every quantized layer quantizes x (W4A8); None for what the checkpoint says.
-        skip: last parts of the names of a dense model's layers and experts that stay dense, as for
-            :func:`quantize_layers`; "lm_head" if not given. ``from_pretrained`` raises ValueError for one that nothing
+        skip: names of a dense model's layers and experts that stay dense, as for :func:`quantize_layers`; "lm_head" if
+            not given. ``from_pretrained`` raises ValueError for one that nothing
             has, except "lm_head".
         modules: of a loaded model: the formats of layers with another one.
         tied: of a loaded model: its embeddings that read the packed weight of a head, and the heads.

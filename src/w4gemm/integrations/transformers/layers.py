@@ -19,7 +19,14 @@ from w4gemm.api.experts import W4Experts, W4GroupedLinear
 from w4gemm.api.nn import W4Embedding, W4Linear
 from w4gemm.api.packed_module import PackedModule
 from w4gemm.checkpoints.account import listed
-from w4gemm.checkpoints.dense import SKIP, checked_skip, default_format, has_forward_set, layers_to_quantize
+from w4gemm.checkpoints.dense import (
+    SKIP,
+    checked_skip,
+    default_format,
+    has_forward_set,
+    is_skipped,
+    layers_to_quantize,
+)
 from w4gemm.checkpoints.model_experts import DenseProduct, activation_of, are_experts, dense_experts, of_llama_4
 from w4gemm.core.activation import parse
 from w4gemm.core.errors import kind_of
@@ -89,8 +96,9 @@ def quantize_layers(
     Args:
         format: see :func:`load`.
         search: as for :func:`w4gemm.quantize`.
-        skip: last parts of the names of layers and experts that stay dense. Each has to be one of some layer or
-            experts, except "lm_head". Experts stay dense as a whole if it names them ("experts") or a product
+        skip: names of layers and experts that stay dense, or of modules that they are in: whole ("model.layers.0"),
+            last parts ("down_proj", "mlp.down_proj"), or regular expressions of these. Each has to be one of some layer
+            or experts, except "lm_head". Experts stay dense as a whole if it names them ("experts") or a product
             ("down_proj").
         progress: called as ``progress(layers done, layers, "quantizing")``.
 
@@ -174,25 +182,24 @@ def to_quantize(model: nn.Module, skip: tuple[str, ...]) -> tuple[dict[str, nn.L
     """
     computed: dict[str, Products] = {**dense_experts(model)}
     computed |= {name: {} for name, module in model.named_modules() if isinstance(module, DenseExperts)}
-    parts = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    names = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     experts: dict[str, Products] = {}
     stay = []
     for name, module in model.named_modules():
         if name not in computed and not are_experts(module):
             continue
-        own = {name.rpartition(".")[2], *module._parameters}
-        parts |= own
-        if not own.isdisjoint(skip):
+        own = {name, *(f"{name}.{leaf}" for leaf in module._parameters)}
+        names |= own
+        if any(is_skipped(one, skip) for one in own):
             continue
         if name in computed and not has_forward_set(module):
             experts[name] = computed[name]
         else:
             stay.append(name)
-    if wrong := [name for name in skip if name not in parts and name not in SKIP]:
+    if wrong := [one for one in skip if one not in SKIP and not any(is_skipped(name, [one]) for name in names)]:
+        parts = {name.rpartition(".")[2] for name in names}
         close = nearest(wrong[0].rpartition(".")[2], parts) or (f"; there are {listed(sorted(parts))}" if parts else "")
-        raise ValueError(
-            f"skip: wanted last parts of names of the model's linear layers and experts, got {wrong[0]!r}{close}"
-        )
+        raise ValueError(f"skip: wanted names of the model's linear layers and experts, got {wrong[0]!r}{close}")
     if stay:
         said = "%s: experts stay dense: w4gemm has no layer that computes the same, or they are split: %s"
         _log.warning(said, getattr(model, "name_or_path", "") or type(model).__name__, listed(stay))

@@ -32,7 +32,7 @@ from w4gemm.api.nn import W4Linear
 from w4gemm.api.packed_module import PackedModule, check_dtype
 from w4gemm.checkpoints import Checkpoint, open_checkpoint
 from w4gemm.checkpoints.account import Account, Naming, Stored, folder_model, listed
-from w4gemm.checkpoints.dense import SKIP, check_dense, default_format
+from w4gemm.checkpoints.dense import SKIP, check_dense, default_format, is_skipped
 from w4gemm.checkpoints.experts import DOWN, GATE_UP, UP
 from w4gemm.checkpoints.hugging_face import check_layers, making, quantization_config, read_header
 from w4gemm.checkpoints.quantized_folder import QuantizedFolder
@@ -269,10 +269,10 @@ class W4GemmQuantizer(HfQuantizer):
             if asked not in (None, own):
                 said = "%s: its layers stay in %s; the format %s of W4GemmConfig is for dense models"
                 _log.warning(said, model.name_or_path, own, asked)
-            parts = {name.rpartition(".")[2] for name in _packed_names(model)}
-            if packed := sorted(parts.intersection(self.quantization_config.skip) - {*SKIP}):
+            skip, packed = {*self.quantization_config.skip} - {*SKIP}, [*_packed_names(model)]
+            if without_effect := sorted(one for one in skip if any(is_skipped(name, [one]) for name in packed)):
                 said = "%s: %s stay as the folder has them; skip of W4GemmConfig is for dense models"
-                _log.warning(said, model.name_or_path, listed(packed))
+                _log.warning(said, model.name_or_path, listed(without_effect))
         self._placement = None
         finish(model)
         describe(model)
