@@ -310,18 +310,69 @@ def test_fp8_in_the_blocks_of_the_config(tmp_path: Path, structure: Any) -> None
     assert torch.equal(open_checkpoint(tmp_path).weight("linear").dequantize(), expected)
 
 
-def test_blocks_of_two_sizes_are_refused(tmp_path: Path) -> None:
+def group(target: str, **weights: Any) -> dict[str, Any]:
+    return {"targets": [f"re:.*{target}"], "weights": {"num_bits": 8, "type": "float", **weights}}
+
+
+def test_fp8_in_blocks_of_several_sizes(tmp_path: Path) -> None:
+    """The scale of each weight has the grid of one of them. Once such a folder was refused, as was MXFP8."""
+    n, k, names = 192, 256, ("a", "b", "mx", "row", "whole")
+    blocks = {"a": (64, 64), "b": (128, 128), "mx": (1, 32), "row": (1, k), "whole": (n, k)}
     settings = config({"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [64, 64]})
-    other = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128]}
-    settings["config_groups"]["group_1"] = {"targets": ["re:.*down_proj"], "weights": other}
-    save_file({"linear.weight": torch.ones(64, 64)}, tmp_path / "model.safetensors")
+    settings["config_groups"] |= {
+        "group_1": group("b", strategy="block", block_structure=[128, 128]),
+        "group_2": group("mx", strategy="group", group_size=32, scale_dtype="torch.uint8"),
+        "group_3": group("row", strategy="channel"),
+        "group_4": group("whole", strategy="tensor"),
+    }
+    torch.manual_seed(0)
+    tensors, expected = {}, {}
+    for name in names:
+        rows, columns = blocks[name]
+        weight, scale = torch.randn(n, k).to(torch.float8_e4m3fn), torch.rand(-(-n // rows), -(-k // columns)) + 0.5
+        if name == "mx":
+            codes = torch.randint(120, 130, scale.shape, dtype=torch.uint8)
+            scale, stored = torch.exp2(codes.float() - 127), codes
+        else:
+            stored = scale.view(()) if name == "whole" else scale
+        tensors |= {f"{name}.weight": weight, f"{name}.weight_scale": stored}
+        expected[name] = weight.float() * scale.repeat_interleave(rows, 0)[:n].repeat_interleave(columns, 1)[:, :k]
+    save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": settings}))
-    with pytest.raises(FormatError, match=r"blocks of one size .*group_0.*\[64, 64\].*group_1.*\[128, 128\]"):
-        open_checkpoint(tmp_path)
-    other["block_structure"] = [64]
-    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": settings}))
+    checkpoint = open_checkpoint(tmp_path)
+    assert {name: str(m.format) for name, m in checkpoint.modules.items()} == {
+        "a": "e4m3_g64_fp32",
+        "b": "e4m3_g128_b128",
+        "mx": "e4m3_g32_e8m0",
+        **dict.fromkeys(("row", "whole"), "e4m3_col_fp32"),
+    }
+    for name in names:
+        assert torch.equal(checkpoint.weight(name).dequantize(), expected[name]), name
+
+
+def test_scales_that_blocks_of_two_sizes_have_are_refused(tmp_path: Path) -> None:
+    """Unless both mean the same: a block may reach past the weight."""
+    settings = config({"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [112, 96]})
+    other = settings["config_groups"]["group_1"] = group("b", strategy="block", block_structure=[128, 128])
+
+    def opened(n: int, k: int, grid: tuple[int, int]) -> Any:
+        tensors = {"linear.weight": torch.ones(n, k).to(torch.float8_e4m3fn), "linear.weight_scale": torch.ones(grid)}
+        save_file(tensors, tmp_path / "model.safetensors")
+        (tmp_path / "config.json").write_text(json.dumps({"quantization_config": settings}))
+        return open_checkpoint(tmp_path).weight("linear")
+
+    with pytest.raises(
+        FormatError, match=r"\(2, 2\); wanted a shape that tells apart the blocks .* 112 x 96 and of 128"
+    ):
+        opened(200, 190, (2, 2))
+    assert str(opened(112, 96, (1, 1)).format) == "e4m3_col_fp32"
+    with pytest.raises(
+        FormatError, match=r"wanted one number, \(64, 1\), or \(1, 2\) or \(1, 1\) for blocks of 112 x 96 or"
+    ):
+        opened(64, 128, (1, 3))
+    other["weights"]["block_structure"] = [64]
     with pytest.raises(FormatError, match=r"group_1\.weights\.block_structure is \[64\], wanted two positive integers"):
-        open_checkpoint(tmp_path)
+        opened(64, 64, (1, 1))
 
 
 @pytest.mark.parametrize("packing", ["mxfp4-pack-quantized", "nvfp4-pack-quantized"])

@@ -243,7 +243,7 @@ FAULTS = (
     Fault(
         "blocks of fp8 weights always have 128 columns",
         "src/w4gemm/checkpoints/fp8_folder.py",
-        "factors.repeat_interleave(self.block.columns, -1)",
+        "factors.repeat_interleave(block.columns, -1)",
         "factors.repeat_interleave(128, -1)",
         "tests/test_deepseek.py tests/test_mixtures.py",
     ),

@@ -398,8 +398,8 @@ FAULTS = (
     Fault(
         "the last row of fp8 blocks with the first one's scale",
         "src/w4gemm/checkpoints/fp8_folder.py",
-        "for rows, factors in zip(w.split(self.block.rows, -2), scale.unbind(-2), strict=True):",
-        "for rows, factors in zip(w.split(self.block.rows, -2), scale.roll(1, -2).unbind(-2), strict=True):",
+        "for rows, factors in zip(w.split(block.rows, -2), scale.unbind(-2), strict=True):",
+        "for rows, factors in zip(w.split(block.rows, -2), scale.roll(1, -2).unbind(-2), strict=True):",
         "tests/test_deepseek.py -k w4afp8",
     ),
     Fault(

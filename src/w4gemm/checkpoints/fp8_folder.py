@@ -58,12 +58,19 @@ class ScaleBlock(NamedTuple):
     rows: int = 128
     columns: int = 128
 
+    def grid(self, n: int, k: int) -> tuple[int, int]:
+        """Return the number of blocks along the rows and the columns of a matrix."""
+        return -(-n // self.rows), -(-k // self.columns)
+
+    def __str__(self) -> str:
+        return f"{self.rows} x {self.columns}"
+
 
 class Fp8Settings(NamedTuple):
     """What a quantization_config says of the scales of fp8."""
 
-    block: ScaleBlock = ScaleBlock()
-    """Rows and columns that share a scale."""
+    blocks: tuple[ScaleBlock, ...] = (ScaleBlock(),)
+    """Rows and columns that share a scale: of each weight those of which its scale has the grid."""
     blocks_only: bool = False
     """True if every scale is of blocks, so that one number for more than a block is no scale."""
     divide: bool = False
@@ -77,16 +84,16 @@ class Fp8Folder(SafetensorsFolder):
 
     Attributes:
         scales: place of the scale of each weight in fp8, by the weight's name.
-        block: rows and columns that share a scale.
 
     Raises:
-        FormatError: if a tensor in fp8 has several scales, or one of another shape.
+        FormatError: if a tensor in fp8 has several scales, or one of another shape, or of a shape that blocks of
+            several sizes have.
     """
 
     def __init__(self, path: Path, settings: Fp8Settings = Fp8Settings()) -> None:
         super().__init__(path)
         self.scales: dict[str, TensorInfo] = {}
-        self.block, self._blocks_only, self._divide = settings
+        self._blocks, self._blocks_only, self._divide = settings
         for name in [name for name, info in self.tensors.items() if info.dtype in FP8]:
             owner, _, leaf = name.rpartition(".")
             others = [f"{owner}.{scale}" for scale in _SCALES_OF_WEIGHT] if leaf == "weight" else []
@@ -105,13 +112,22 @@ class Fp8Folder(SafetensorsFolder):
         """Return the format of a matrix in fp8; None for any other tensor, and for blocks that no group fits."""
         if name not in self.scales or len(self.tensors[name].shape) != 2:
             return None
-        return format_of(self.tensors[name], self.scales[name], self.block)
+        return format_of(self.tensors[name], self.scales[name], self.block(name))
 
     def numbers(self, name: str, device: torch.device) -> Numbers:
         """Return the numbers of a matrix that has a :meth:`format`."""
         format = self.format(name)
         assert format is not None
-        return numbers(format, super().tensor(name).to(device), self._scale(name).to(device), self.block)
+        return numbers(format, super().tensor(name).to(device), self._scale(name).to(device), self.block(name))
+
+    def block(self, name: str) -> ScaleBlock:
+        """Return the rows and columns of a weight in fp8, as it is stored, that share a scale, if it is of blocks."""
+        return next(iter(self._fitting(name)), self._blocks[0])
+
+    def _fitting(self, name: str) -> list[ScaleBlock]:
+        """Return the sizes of blocks of which the scale of a weight has the grid."""
+        *experts, n, k = self.tensors[name].shape
+        return [block for block in self._blocks if self.scales[name].shape == (*experts, *block.grid(n, k))]
 
     def _scale(self, name: str) -> torch.Tensor:
         info = self.scales[name]
@@ -134,7 +150,7 @@ class Fp8Folder(SafetensorsFolder):
         """Return the numbers (experts, n, k) of one of :meth:`experts`, gates and ups in pairs."""
         module, transposed = self._module(name), self._is_transposed(name)
         assert module is not None and transposed is not None
-        block, parts = self._block_of(transposed), 2 if module.fused and not module.bias else 1
+        block, parts = self._block_of(name, transposed), 2 if module.fused and not module.bias else 1
         codes, scale = super().tensor(name).to(device), self._scale(name).to(device)
 
         def expert(e: int) -> Numbers:
@@ -156,8 +172,9 @@ class Fp8Folder(SafetensorsFolder):
         (_, a, b), (_, c, d) = first, second
         return False if (a, b) == (2 * d, c) else True if (a, b) == (d, 2 * c) else None
 
-    def _block_of(self, transposed: bool) -> ScaleBlock:
-        return ScaleBlock(*reversed(self.block)) if transposed else self.block
+    def _block_of(self, name: str, transposed: bool) -> ScaleBlock:
+        block = self.block(name)
+        return ScaleBlock(*reversed(block)) if transposed else block
 
     def _module(self, name: str) -> Module | None:
         """Return one product of experts, or None if no format holds it."""
@@ -168,9 +185,9 @@ class Fp8Folder(SafetensorsFolder):
         alone = math.prod(scale.shape) == 1 or scale.shape == (experts,)
         own = (1, 1) if alone else scale.shape[1:]
         (n, k), own = (sizes[::-1], own[::-1]) if transposed else (sizes, own)
-        block, fused = self._block_of(transposed), fused_in(name)
+        block, fused = self._block_of(name, transposed), fused_in(name)
         matrix, factors = codes._replace(shape=(n, k)), scale._replace(shape=own)
-        grid = -(-n // block.rows), -(-k // block.columns)
+        grid = block.grid(n, k)
         mx = _is_mx((n, k), factors) and not transposed
         if not (mx or own in ((1, 1), (n, 1), grid)):
             return None
@@ -206,15 +223,9 @@ class Fp8Folder(SafetensorsFolder):
         scale = scale.float()
         if scale.shape not in _broadcast(w.shape):
             if scale.numel() != 1 and scale.dim() == w.dim():
-                return self._of_blocks(w, scale)
+                return _of_blocks(w, scale, self.block(name))
             scale = scale.view(-1, *[1] * (w.dim() - 1))
         return w.mul_(scale)
-
-    def _of_blocks(self, w: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        for rows, factors in zip(w.split(self.block.rows, -2), scale.unbind(-2), strict=True):
-            columns = factors.repeat_interleave(self.block.columns, -1)[..., : w.shape[-1]]
-            rows.mul_(columns.unsqueeze(-2))
-        return w
 
     def _check(self, name: str) -> None:
         shape, scale = self.tensors[name].shape, self.scales[name]
@@ -225,19 +236,26 @@ class Fp8Folder(SafetensorsFolder):
         if _is_mx(shape, scale):
             return
         *experts, n, k = shape
-        grid = (*experts, -(-n // self.block.rows), -(-k // self.block.columns))
-        legal = (*_broadcast(shape), grid, shape[:1])
+        grids = {block: (*experts, *block.grid(n, k)) for block in self._blocks}
+        grid, sizes = " or ".join(map(str, grids.values())), " or ".join(map(str, grids))
         alone = math.prod(scale.shape) == 1
-        if self._blocks_only and (alone or scale.shape in (shape[:-2], (*experts, 1, 1))) and grid[-2:] != (1, 1):
+        of_whole = alone or scale.shape in (shape[:-2], (*experts, 1, 1))
+        if self._blocks_only and of_whole and (*experts, 1, 1) not in grids.values():
             raise FormatError(
                 f"{self.path}: {name} in fp8 has shape {shape}, and its scale shape {scale.shape}; wanted {grid}, "
-                f"because config.json says that blocks of {self.block.rows} x {self.block.columns} have scales"
+                f"because config.json says that blocks of {sizes} have scales"
             )
+        legal = (*_broadcast(shape), *grids.values(), shape[:1])
         if scale.dtype not in _SCALE_DTYPES or not (alone or scale.shape in legal):
             raise FormatError(
                 f"{self.path}: {name} in fp8 has shape {shape}, and its scale is {scale.dtype} of shape {scale.shape}; "
-                f"wanted one number, {(*experts, n, 1)}, or {grid} for blocks of {self.block.rows} x "
-                f"{self.block.columns}"
+                f"wanted one number, {(*experts, n, 1)}, or {grid} for blocks of {sizes}"
+            )
+        fitting = self._fitting(name)
+        if len({(rows < n and rows, columns < k and columns) for rows, columns in fitting}) > 1:
+            raise FormatError(
+                f"{self.path}: {name} in fp8 has shape {shape}, and its scale shape {scale.shape}; wanted a shape that "
+                f"tells apart the blocks in config.json, got that of {' and of '.join(map(str, fitting))}"
             )
 
 
@@ -267,6 +285,13 @@ def numbers(format: WeightFormat, codes: torch.Tensor, scale: torch.Tensor, bloc
     return PackedNumbers(format, PackedMatrix(codes.view(torch.uint8)), PackedMatrix(scales))
 
 
+def _of_blocks(w: torch.Tensor, scale: torch.Tensor, block: ScaleBlock) -> torch.Tensor:
+    for rows, factors in zip(w.split(block.rows, -2), scale.unbind(-2), strict=True):
+        columns = factors.repeat_interleave(block.columns, -1)[..., : w.shape[-1]]
+        rows.mul_(columns.unsqueeze(-2))
+    return w
+
+
 def _is_mx(shape: tuple[int, ...], scale: TensorInfo) -> bool:
     *rows, k = shape
     return scale.dtype in _E8M0 and k % _MX_GROUP == 0 and scale.shape == (*rows, k // _MX_GROUP)
@@ -286,7 +311,7 @@ def settings_of(config: Mapping[str, Any]) -> Fp8Settings:
     that divide.
 
     Raises:
-        ValueError: for no pair of positive integers, for config groups that differ, and for other semantics.
+        ValueError: for no pair of positive integers, and for other semantics.
     """
     if (semantics := config.get("weight_scale_semantics")) not in (None, _DIVIDE):
         raise ValueError(f"weight_scale_semantics is {semantics!r}, wanted {_DIVIDE!r} or no such setting")
@@ -305,12 +330,8 @@ def settings_of(config: Mapping[str, Any]) -> Fp8Settings:
                 settings.append((f"config_groups.{key}.weights.group_size", [1, weights.get("group_size")]))
         if weights.get("strategy") == "block":
             settings.append((f"config_groups.{key}.weights.block_structure", weights.get("block_structure")))
-    blocks = {name: _block(name, sizes) for name, sizes in settings if sizes is not None}
-    if len({*blocks.values()}) > 1:
-        sizes = ", ".join(f"{name} {list(block)}" for name, block in blocks.items())
-        raise ValueError(f"wanted blocks of one size for all weights in fp8, got {sizes}")
-    block = next(iter(blocks.values()), ScaleBlock())
-    return Fp8Settings(block, strategies == {"block"}, semantics == _DIVIDE)
+    blocks = tuple(dict.fromkeys(_block(name, sizes) for name, sizes in settings if sizes is not None))
+    return Fp8Settings(blocks or (ScaleBlock(),), strategies == {"block"}, semantics == _DIVIDE)
 
 
 def _block(name: str, sizes: object) -> ScaleBlock:

@@ -117,8 +117,8 @@ class QuantizedFolder:
         if not self._parts and not whole:
             held = "all its weights are dense"
             if self._stored.scales:
-                size = "{} x {}".format(*stored.block)
-                held = f"all its quantized weights are in fp8 with blocks of {size}, which no format has"
+                sizes = " and ".join(sorted({str(stored.block(name)) for name in stored.scales}))
+                held = f"all its quantized weights are in fp8 with blocks of {sizes}, which no format has"
             raise FormatError(
                 f"{self.path}: {held}, wanted some of them quantized, with {' or '.join(packing.marks)}, as its "
                 "quantization_config says; a dense model has no quantization_config in config.json"
