@@ -349,9 +349,17 @@ def _engines(page: Page, rows: Sequence[Row]) -> list[str]:
     served = summary.cases_of(rows, ("serve",))
     if served:
         columns = sorted({column for gains in served.values() for column in gains}, key=_numbers)
-        lines += ["", "Under load (`vllm serve`), the same ratio of tokens/s, answers streamed unless whole:", ""]
-        lines += [f"| model | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
-        lines += [f"| {case} | {' | '.join(str(g.get(c, '')) for c in columns)} |" for case, g in served.items()]
+        lines += [""]
+        lines += _wrapped(
+            "Under load (`vllm serve`, in 0.33 without torch.compile), the same ratio of tokens/s, answers streamed "
+            "unless whole; in parentheses how far the turns of a server differ, if by over 5 %:"
+        )
+        lines += ["", f"| model | {' | '.join(columns)} | vLLM, commit |", "|---" * (len(columns) + 2) + "|"]
+        for case, gains in served.items():
+            row = next(iter(gains.values())).row
+            measured = f"{row['engine_version']}, {row['commit'][:7]}"
+            cells = (case, *(gains.get(column, "") for column in columns), measured)
+            lines.append(f"| {' | '.join(map(str, cells))} |")
         notes = {row["note"] for row in rows if row["phase"] == "serve" and "note" in row}
         lines += [line for note in sorted(notes) for line in ("", *_wrapped(note))]
     return [*lines, *_turns(read(RESULTS / "engine_pair.jsonl"), page.gpu)]

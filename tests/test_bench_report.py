@@ -149,3 +149,21 @@ def test_a_gain_is_of_the_newest_run_with_both():
     rows += [engine(impl, 9.0, "r4", kind="engine_variant") for impl in ("w4gemm", "machete")]
     ((case, gains),) = summary.cases_of(rows).items()
     assert str(case) == "m, f" and str(gains["batch 1"]) == "1.80 (1.30)"
+
+
+def test_a_server_under_load_is_shown_without_torch_compile_and_marked_if_its_turns_scatter():
+    def served(impl: str, tokens_s: float, least: float, **more: object) -> Row:
+        return engine(impl, 0.0, mode="graphs", phase="serve", streamed=True, tokens_s=tokens_s) | {
+            "tokens_s_least": least,
+            "tokens_s_most": tokens_s,
+            **more,
+        }
+
+    rows = [served("w4gemm", 30.0, 29.0), served("machete", 20.0, 10.0)]
+    rows += [served("w4gemm", 30.0, 29.0, streamed=False), served("machete", 20.0, 19.5, streamed=False)]
+    ((_, gains),) = summary.cases_of(rows, ("serve",)).items()
+    assert {name: str(gain) for name, gain in gains.items()} == {
+        "1 at a time": "1.50 (50%)",
+        "1 at a time, whole": "1.50",
+    }
+    assert not summary.cases_of([engine("w4gemm", 1.0, mode="graphs"), engine("machete", 1.0, mode="graphs")])

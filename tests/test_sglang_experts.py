@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -213,6 +214,15 @@ def test_experts_of_a_model_in_int4(name: str) -> None:
     got = method.apply_weights(layer, dispatched(x, ids, router)).hidden_states
     expected = exact(x, ids, router, drawn, activation)
     assert (got.double() - expected).norm() < 0.01 * expected.norm()
+
+
+def test_the_seconds_of_the_log_include_the_first_launches(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "sglang.srt.w4gemm")
+    waiting, layer = warmup.Warmup(takeover.SGLANG), torch.nn.Module()
+    waiting.expect(layer)
+    waiting.loaded(layer, warmup.Need("linear layers", (), (), lambda: time.sleep(0.3)))
+    (said,) = [record.args for record in caplog.records if "kernels ready" in record.message]
+    assert isinstance(said, tuple) and float(said[2]) >= 0.3
 
 
 def test_a_model_of_experts_is_prepared_when_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

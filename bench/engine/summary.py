@@ -12,6 +12,8 @@ from bench.engine.implementations import OURS, OURS_FP8
 from bench.rows import Row
 
 COLUMNS = ("batch 1", "batch 8", "batch 64", "batch 256", "prefill")
+SCATTERS = 0.05
+"""A ratio is marked if the rounds of one of its times differ by a larger part."""
 _MODES = {"ep": "expert parallel", "eplb": "experts moved"}
 """Words for marks of a mode."""
 
@@ -42,20 +44,26 @@ class Gain(NamedTuple):
     """Milliseconds of a decode step or a prefill with w4gemm."""
     row: Row
     """w4gemm's row."""
+    scatter: float = 0.0
+    """Under load: by what part of their median the turns of a server differ, of the two where it is larger."""
 
     def __str__(self) -> str:
-        return f"{self.over_choice:.2f}" + (f" ({self.over_best:.2f})" if self.over_best else "")
+        notes = [f"{self.over_best:.2f}"] if self.over_best else []
+        notes += [f"{self.scatter:.0%}"] if self.scatter > SCATTERS else []
+        return f"{self.over_choice:.2f}" + (f" ({', '.join(notes)})" if notes else "")
 
 
 def cases_of(rows: Iterable[Row], phases: Sequence[str] = ("decode", "prefill")) -> dict[Case, dict[str, Gain]]:
-    """Return the gains of every case by column, of whole models alone and of the engine's default compilation."""
+    """Return the gains of every case by column, of whole models alone and, but for ``vllm serve``, of the engine's
+    default compilation."""
     runs: dict[Case, dict[str, dict[str, list[Row]]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
     for row in rows:
         # DeepSeek-V3 has no room on one GPU: five of its layers stand for it
         cut = row["model"].endswith("-layers") and not row["model"].startswith("deepseek")
         mode = row.get("mode", "default")
         engine = row["kind"] == "engine"  # not engine_variant, such as vLLM without its second stream
-        if engine and row["phase"] in phases and not cut and ("default" in mode or row["engine"] == "sglang"):
+        usual = "default" in mode or row["engine"] == "sglang" or row["phase"] == "serve"
+        if engine and row["phase"] in phases and not cut and usual:
             case = Case(row["engine"], row["model"], row["format"], row.get("gpus", 1), mode)
             runs[case][_column(row)][row["run"]].append(row)
     cases: dict[Case, dict[str, Gain]] = {}
@@ -81,6 +89,10 @@ def _ms(row: Row) -> float:
     return 1e3 / float(row["tokens_s"]) if row["phase"] == "serve" else float(row["ms_step"])
 
 
+def _scatter(row: Row) -> float:
+    return (row["tokens_s_most"] - row["tokens_s_least"]) / row["tokens_s"] if "tokens_s_most" in row else 0.0
+
+
 def _newest(by_run: dict[str, list[Row]]) -> Gain | None:
     """Return the gain of the newest run with w4gemm and the engine's choice; over_best of the newest with more."""
     gain, over_best = None, None
@@ -92,14 +104,12 @@ def _newest(by_run: dict[str, list[Row]]) -> Gain | None:
             ms = _ms(ours[-1])
             if len({row["impl"] for row in others}) > 1:
                 over_best = min(map(_ms, others)) / ms
-            gain = Gain(_ms(chosen[-1]) / ms, over_best, ms, ours[-1])
+            gain = Gain(_ms(chosen[-1]) / ms, over_best, ms, ours[-1], max(map(_scatter, (ours[-1], chosen[-1]))))
     return gain and gain._replace(over_best=over_best)
 
 
 # --- engines that took turns ------------------------------------------------------------------------------------------
 
-SCATTERS = 0.05
-"""A ratio is marked if the rounds of one of its times differ by a larger part."""
 _PARTS = {"linear": "linear layers", "experts": "experts", "decode": "whole", "prefill": "whole"}
 _TIMES = {"linear": "us", "experts": "us", "decode": "ms_step", "prefill": "seconds"}
 _OWN = {OURS: "", OURS_FP8: "+fp8"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import time
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
@@ -127,6 +128,7 @@ class Warmup:
             return
         keys = [key for need in needs for key in need.keys]
         helpers = list(dict.fromkeys(unit for need in needs for unit in need.helpers))
+        begun = time.perf_counter()
         try:
             done = prepare(keys, helpers, *_rank())
         except UnsupportedError as e:
@@ -143,7 +145,7 @@ class Warmup:
         ran = ", ".join(f"{count} {what}" for what, count in layers.items())
         self._engine.log().info(
             "w4gemm runs %s; %d kernels ready in %.1f s: %d compiled, the others from %s",
-            *(ran, done.units, done.seconds, done.compiled, environment.cache_dir() or "memory"),
+            *(ran, done.units, time.perf_counter() - begun, done.compiled, environment.cache_dir() or "memory"),
         )
 
 
