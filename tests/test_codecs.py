@@ -224,7 +224,7 @@ def _decoder(monkeypatch, kind: str, element: str, pairs: Pairs | None = None, s
     monkeypatch.setattr(decode, "Int32", int)
     weight = weight_operand(WeightFormat(32, scale=scale, element=element), dtype)
     decode_pairs = pytest.importorskip("w4gemm.packing.codecs.pairs_decode")
-    monkeypatch.setattr(decode_pairs, "asm", arithmetic)
+    monkeypatch.setattr("w4gemm.ptx.arithmetic.asm", arithmetic)
     monkeypatch.setattr(decode_pairs, "to_float", lambda kind, word: word)
     monkeypatch.setattr(decode_pairs, "float_word", lambda number: int(number.view(torch.int32)))
     monkeypatch.setattr(

@@ -32,7 +32,7 @@ def decode_floats(monkeypatch: pytest.MonkeyPatch, decode: Any) -> Any:
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, getattr(decode, name))
     monkeypatch.setattr(e2m1, "repeat_half", decode.broadcast_half)
-    monkeypatch.setattr(e2m1, "_signed", lambda bits: bits)
+    monkeypatch.setattr(e2m1, "signed", lambda bits: bits)
     return floats
 
 

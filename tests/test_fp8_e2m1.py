@@ -58,7 +58,8 @@ def test_the_steps_of_the_decoder(monkeypatch):
     """Its instructions, run here on words of the layout, with the table's rows that it should find: each element is
     what PyTorch rounds to e5m2."""
     decode = pytest.importorskip("w4gemm.packing.codecs.e2m1_decode_fp8")
-    monkeypatch.setattr(decode, "asm", lambda text, outputs, inputs, **_: run_ptx(text, len(outputs), inputs))
+    for module in ("packing.codecs.e2m1_decode_fp8", "ptx.arithmetic"):
+        monkeypatch.setattr(f"w4gemm.{module}.asm", lambda text, outs, inputs, **_: run_ptx(text, len(outs), inputs))
     powers = torch.exp2(13 - torch.arange(256.0))[:, None]
     table = (torch.tensor(ELEMENTS["e2m1"].values[:8]) * powers).to(E5M2).view(torch.uint8).tolist()
     rows = [int.from_bytes(bytes(row), "little") for row in table]
@@ -215,7 +216,8 @@ def test_folded_nvfp4_is_packed_without_loss():
 def test_the_steps_of_the_folded_decoder(monkeypatch):
     """Its instructions, run here on words of the layout."""
     decode = pytest.importorskip("w4gemm.packing.codecs.e2m1_decode_fp8")
-    monkeypatch.setattr(decode, "asm", lambda text, outputs, inputs, **_: run_ptx(text, len(outputs), inputs))
+    for module in ("packing.codecs.e2m1_decode_fp8", "ptx.arithmetic"):
+        monkeypatch.setattr(f"w4gemm.{module}.asm", lambda text, outs, inputs, **_: run_ptx(text, len(outs), inputs))
     values = torch.tensor(ELEMENTS["e2m1"].values[:8]) * torch.arange(128, dtype=torch.uint8).view(FP8).float()[:, None]
     rows = [int.from_bytes(bytes(row), "little") for row in values.clamp(max=448).to(FP8).view(torch.uint8).tolist()]
     monkeypatch.setattr(

@@ -157,12 +157,18 @@ def interpret(monkeypatch, module) -> None:
         rounded = torch.tensor([low, high]).to({"bf16": torch.bfloat16, "f16": torch.float16}[kind])
         return tuple(rounded.double().tolist())
 
-    monkeypatch.setattr(module, "asm", lambda text, outputs, inputs, **__: run_ptx(text, len(outputs), inputs))
-    monkeypatch.setattr(module, "Float32", np.float32)
-    monkeypatch.setattr(module, "hidden_constant", lambda word: word, raising=False)
-    monkeypatch.setattr(module, "fma", fma)
-    monkeypatch.setattr(module, "to_float", lambda kind, bits: np.uint32(bits).view(np.float32))
-    monkeypatch.setattr(
-        module, "half_to_float", lambda _, w, high: np.float32(np.uint16(w >> 16 * high & 0xFFFF).view(np.float16))
-    )
-    monkeypatch.setattr(module, "pack_half2", pack)
+    def run(text, outputs, inputs, **_):
+        return run_ptx(text, len(outputs), inputs)
+
+    functions = {
+        "asm": run,
+        "Float32": np.float32,
+        "hidden_constant": lambda word: word,
+        "fma": fma,
+        "to_float": lambda kind, bits: np.uint32(bits).view(np.float32),
+        "half_to_float": lambda _, w, high: np.float32(np.uint16(w >> 16 * high & 0xFFFF).view(np.float16)),
+        "pack_half2": pack,
+    }
+    for name, function in functions.items():
+        monkeypatch.setattr(module, name, function, raising=False)
+    monkeypatch.setattr("w4gemm.ptx.arithmetic.asm", run)

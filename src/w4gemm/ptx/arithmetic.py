@@ -172,6 +172,16 @@ def e5m2_to_halves(word: Int32) -> tuple[Int32, ...]:
 # --- other
 
 
+def signed(bits: int) -> int:
+    """The number whose two's complement 32 bits are, since an Int32 takes no larger one."""
+    return bits - 2**32 if bits >= 2**31 else bits
+
+
+def row_address(table: Int32, row_bytes: int, word: Int32, byte: int) -> Int32:
+    """Address of the row of a table whose number is a byte of a word."""
+    return asm(f"dp4a.u32.u32 $0, $1, {row_bytes << 8 * byte:#x}, $2;", [Int32], [word, table], pure=True)[0]
+
+
 def hidden_constant(word: int) -> Int32:
     """A word. prmt takes one constant, and ptxas copies another one into a register for each prmt; unless the word is
     computed from what only the lane knows."""

@@ -24,6 +24,7 @@ import torch
 
 from w4gemm.core.formats import WeightFormat
 from w4gemm.packing.codecs.base import MMA8, MMA16, Bits, Codec, Decoding, Pairs, WeightOperand
+from w4gemm.packing.codecs.integers_fp8 import INT4_MMA8_ZEROS
 
 POWER_BIAS = 99
 """Addend of an e8m0 scale's exponent when it is stored, so that the products of weights stay numbers of bf16."""
@@ -144,14 +145,14 @@ E2M1_MMA8 = RowScaleCodec(
     ("e8m0",),
     ("none",),
     tuple(range(16)),
-    tuple(Bits(p, 7, 4 * p) for p in range(8)) + tuple(Bits(p, 8, 8 * (p % 4) + 4 - 4 * (p // 4)) for p in range(8)),
+    INT4_MMA8_ZEROS.places,
     scale_bits=8,
     table_rows=256,
     table_row_bytes=8,
     decoded="e5m2",
 )
-"""A magnitude is an index into a row of eight bytes, one row for each distance: the low three bits of the code as a
-selector of prmt in nibble p. Its sign is at bit 7 of byte i for col16 0 and at bit 3 for col16 1."""
+"""A magnitude is an index into a row of eight bytes, one row for each distance. It lies where the low three bits of
+int4's code do, and the sign where their high bit does."""
 
 
 class FoldedCodec(UnsignedCodec):

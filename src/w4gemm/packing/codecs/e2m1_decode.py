@@ -25,7 +25,7 @@ from cutlass import Float32, Int32
 
 from w4gemm.packing.codecs.e2m1 import POWER_BIAS
 from w4gemm.packing.codecs.integers_decode import Decoder, pair
-from w4gemm.ptx.arithmetic import half_to_float, pack_half2, repeat_half
+from w4gemm.ptx.arithmetic import half_to_float, pack_half2, repeat_half, signed
 from w4gemm.ptx.asm import asm
 
 _BITS_IN_PLACE = (
@@ -69,7 +69,7 @@ class E2m1Decoder(Decoder):
         return tuple(repeat_half(factors, high) for high in (False, True))
 
     def _powers(self, word: Int32, field: int) -> Int32:
-        in_place = _shifted(word, 7 - 8 * field) & _signed(0x7F807F80)
+        in_place = _shifted(word, 7 - 8 * field) & signed(0x7F807F80)
         if self.kind == "bf16":
             return in_place
         floats = [
@@ -80,8 +80,8 @@ class E2m1Decoder(Decoder):
 
     def _scales(self, word: Int32, field: int) -> Int32:
         if self.kind == "bf16":
-            return _shifted(word, 4 - 8 * field) & _signed(0x0FF00FF0) | _signed(_E4M3_EXPONENT["bf16"])
-        return (_shifted(word, 7 - 8 * field) & _signed(0x7F807F80)) + _signed(_E4M3_EXPONENT["f16"])
+            return _shifted(word, 4 - 8 * field) & signed(0x0FF00FF0) | signed(_E4M3_EXPONENT["bf16"])
+        return (_shifted(word, 7 - 8 * field) & signed(0x7F807F80)) + signed(_E4M3_EXPONENT["f16"])
 
     def decode(self, words: tuple[Int32, ...], prepared: tuple[Int32, ...]) -> tuple[Int32, ...]:
         """The four fragment registers of one instruction: weights / sum_scale, rounded once."""
@@ -131,7 +131,3 @@ class BareE2m1Decoder(E2m1Decoder):
 def _shifted(word: Int32, by: int) -> Int32:
     """A word shifted to the left, or, if ``by`` is negative, to the right."""
     return word << by if by >= 0 else word >> -by
-
-
-def _signed(bits: int) -> Int32:
-    return Int32(bits - 2**32 if bits >= 2**31 else bits)

@@ -18,7 +18,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from w4gemm.packing.codecs.e2m1 import LARGEST_EXPONENT
-from w4gemm.ptx.arithmetic import e4m3_to_halves, half_to_float, pack_e4m3, pack_e5m2, to_float
+from w4gemm.ptx.arithmetic import e4m3_to_halves, half_to_float, pack_e4m3, pack_e5m2, row_address, to_float
 from w4gemm.ptx.asm import asm
 from w4gemm.ptx.memory import load_shared, store_shared
 
@@ -72,8 +72,8 @@ class E2m1Fp8Decoder:
         """Once a group, or a step if it has two of them: the table's rows for rows g and g + 8, each for the step's
         columns or for both halves of them, which are the fields of a scale word. field: which of them a group has."""
         fields = (0, 1) if self.halves else (field,)
-        rows = ((row8, each) for row8 in range(2) for each in fields)
-        return tuple(load_shared(_row_address(words[0], 2 * row8 + each, table), 2) for row8, each in rows)
+        bytes_of_word = (2 * row8 + each for row8 in range(2) for each in fields)
+        return tuple(load_shared(row_address(table, _ROW_BYTES, words[0], byte), 2) for byte in bytes_of_word)
 
     def decode(self, words: tuple[Int32, ...], prepared: tuple[tuple[Int32, ...], ...]) -> tuple[Int32, ...]:
         """The four fragment registers of one instruction."""
@@ -92,11 +92,6 @@ class E2m1FoldedDecoder(E2m1Fp8Decoder):
     def entry(self, row: Int32) -> tuple[Int32, Int32]:
         factor = _scale(row)
         return tuple(pack_e4m3([Float32(v) * factor for v in values]) for values in _MAGNITUDES)
-
-
-def _row_address(word: Int32, byte: int, table: Int32) -> Int32:
-    """Address of the table's row that a byte of a word says."""
-    return asm(f"dp4a.u32.u32 $0, $1, {_ROW_BYTES << 8 * byte:#x}, $2;", [Int32], [word, table], pure=True)[0]
 
 
 def _picked(word: Int32, row: tuple[Int32, ...], last: tuple[Int32, ...] = ()) -> tuple[Int32, ...]:

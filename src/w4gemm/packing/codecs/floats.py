@@ -333,7 +333,7 @@ def _codecs_of_bytes(number: Float) -> tuple[Codec, ...]:
     blocks = sums | {"rows_share_scale": True}
     return (
         ChannelCodec(f"{name}_channel_mma16", MMA16, name, ("fp32",), ("none",), scale_bits=0, **decoded),
-        MicroscalingCodec(f"{name}_e8m0_mma16", MMA16, name, ("e8m0",), ("none",), scale_bits=8, **decoded),
+        _microscaling(number),
         WideFloatCodec(f"{name}_wide_mma16", MMA16, name, ("fp32", "b128"), ("none",), **wide),
         ChannelCodec(f"{name}_channel_mma8", MMA8, name, ("fp32",), ("none",), *_STORED, scale_bits=0, **matrices),
         SumScaleCodec(f"{name}_sums_mma8", MMA8, name, ("fp32",), ("none",), *_STORED, **sums),
@@ -341,7 +341,7 @@ def _codecs_of_bytes(number: Float) -> tuple[Codec, ...]:
     )
 
 
-def _codec_of_6_bits(number: Float) -> Codec:
+def _microscaling(number: Float) -> Codec:
     name, decoded = number.name, _decoded(number)
     return MicroscalingCodec(f"{name}_e8m0_mma16", MMA16, name, ("e8m0",), ("none",), scale_bits=8, **decoded)
 
@@ -355,5 +355,5 @@ def _decoded(number: Float) -> dict[str, Any]:
 FLOAT_CODECS = (
     *_codecs_of_bytes(_E4M3),
     *_codecs_of_bytes(_E5M2),
-    *map(_codec_of_6_bits, (_E2M3, _E3M2)),
+    *map(_microscaling, (_E2M3, _E3M2)),
 )

@@ -15,13 +15,14 @@ The code words of a step (packing/codecs/integers.py) become four registers: row
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from cutlass import Float32, Int32
 
 from w4gemm.packing.codecs.integers import upper_factor
-from w4gemm.ptx.arithmetic import broadcast_half, fma, half_to_float, hidden_constant, pack_half2, to_float
+from w4gemm.ptx.arithmetic import broadcast_half, fma, half_to_float, hidden_constant, pack_half2, signed, to_float
 from w4gemm.ptx.asm import asm
 
 _BIAS = {"f16": 1024.0, "bf16": 128.0}
@@ -318,7 +319,12 @@ class SinglesDecoder(Decoder):
         for position in range(8):
             number = biased_byte(fields[position % 2], position // 4 * 2 + position // 2 % 2)
             weights.append(fma(number, *prepared[position % 2]))
-        return tuple(pack_half2(self.kind, weights[i], weights[i + 4]) for i in range(4))
+        return in_registers(self.kind, weights)
+
+
+def in_registers(kind: str, weights: Sequence[Float32]) -> tuple[Int32, ...]:
+    """Eight weights by position, rounded to ``kind``, as the four fragment registers of one instruction."""
+    return tuple(pack_half2(kind, weights[i], weights[i + 4]) for i in range(4))
 
 
 def fields_of(words: tuple[Int32, ...], bits: int) -> tuple[Int32, ...]:
@@ -386,8 +392,7 @@ def bits_of(kind: str, value: float) -> int:
 
 def pair(low: float, high: float, kind: str = "bf16") -> Int32:
     """Two numbers that ``kind`` holds exactly, in the halves of a word."""
-    bits = pair_bits(low, high, kind)
-    return Int32(bits - 2**32 if bits >= 2**31 else bits)
+    return Int32(signed(pair_bits(low, high, kind)))
 
 
 def pair_bits(low: float, high: float, kind: str = "bf16") -> int:

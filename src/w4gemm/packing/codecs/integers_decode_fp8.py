@@ -120,6 +120,8 @@ class TableDecoder(Fp8Decoder):
     """Decodes codes beside integer zero points: a row of the table for each zero point."""
 
     table_rows: ClassVar = 16
+    row_words: ClassVar = 4
+    """Words of a row that are read."""
 
     @cute.jit
     def fill_table(self, table: Int32, thread: Int32, threads: int):
@@ -136,8 +138,8 @@ class TableDecoder(Fp8Decoder):
         return _differences(word * 4 - row)
 
     def prepare(self, words: tuple[Int32, ...], table: Int32, field: int = 0) -> tuple[tuple[Int32, ...] | None, ...]:
-        low, high = words[-1] & 0xFFFF, words[-1] >> 16
-        return load_shared(table + low, 4), load_shared(table + high, 4)
+        places = words[-1] & 0xFFFF, words[-1] >> 16
+        return tuple(load_shared(table + place, self.row_words) for place in places)
 
     def _row(self, word: Int32, table_row: tuple[Int32, ...] | None) -> tuple[Int32, ...]:
         return _picked(word, table_row)
@@ -154,9 +156,9 @@ class NarrowTableDecoder(TableDecoder):
     def table_rows(self) -> int:  # type: ignore[override]
         return 2**self.bits
 
-    def prepare(self, words: tuple[Int32, ...], table: Int32, field: int = 0) -> tuple[tuple[Int32, ...] | None, ...]:
-        places = words[-1] & 0xFFFF, words[-1] >> 16
-        return tuple(load_shared(table + place, self.table_rows // 4) for place in places)
+    @property
+    def row_words(self) -> int:  # type: ignore[override]
+        return self.table_rows // 4
 
     def decode(self, words: tuple[Int32, ...], prepared: tuple[tuple[Int32, ...], ...]) -> tuple[Int32, ...]:
         """The four fragment registers of one instruction."""
@@ -227,8 +229,7 @@ def _nibbles(word: Int32) -> tuple[Int32, ...]:
 
 def _bytes_of(numbers: Iterable[int]) -> int:
     """A word of the bytes of 2 * v for four v of at most 8, in the order of bits."""
-    word = sum((2 * abs(v) | (0x80 if v < 0 else 0)) << 8 * i for i, v in enumerate(numbers))
-    return word - (2**32 if word >= 2**31 else 0)
+    return sum((2 * abs(v) | (0x80 if v < 0 else 0)) << 8 * i for i, v in enumerate(numbers))
 
 
 def _five_bits(words: tuple[Int32, ...]) -> tuple[Int32, ...]:

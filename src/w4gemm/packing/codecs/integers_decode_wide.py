@@ -35,21 +35,13 @@ from w4gemm.packing.codecs.integers_decode import (
     codes_of,
     fields_of,
     fma_pair,
+    in_registers,
     pair,
     pair_bits,
     signed_level,
     times,
 )
-from w4gemm.ptx.arithmetic import (
-    float_word,
-    fma,
-    half_to_float,
-    hidden_constant,
-    kept,
-    pack_half2,
-    repeat_half,
-    to_float,
-)
+from w4gemm.ptx.arithmetic import float_word, fma, half_to_float, hidden_constant, kept, repeat_half, signed, to_float
 from w4gemm.ptx.asm import asm
 
 _SCALE_DOWN = 2.0**-48
@@ -142,14 +134,14 @@ class WideDecoder(Decoder):
         weights = [fma(number, *prepared[i % 2]) for i, number in enumerate(numbers)]
         if self.sum_scale == 1.0:
             weights = [weight * Float32(1 / _SCALE_DOWN) for weight in weights]
-        return tuple(pack_half2(self.kind, weights[i], weights[i + 4]) for i in range(4))
+        return in_registers(self.kind, weights)
 
     def _numbers(self, words: tuple[Int32, ...]) -> tuple[Float32, ...]:
         """The codes of a step by position, over ``_number_units``."""
         fields = fields_of(words, self.bits)
         if self.bits <= 4:
             mask = (2**self.bits - 1) * 0x01010101
-            fields = fields[0] & mask, fields[0] & (mask << 4) - (2**32 if mask << 4 >= 2**31 else 0)
+            fields = fields[0] & mask, fields[0] & signed(mask << 4)
         picks = "".join(self._pick(p // 4 * 2 + p // 2 % 2, p, 8 + p % 2) for p in range(8))
         bits = asm(picks, [Int32] * 8, fields, pure=True, early=True)
         return tuple(to_float("f32", number) for number in bits)

@@ -14,6 +14,8 @@ _CODES = tuple(range(16))
 _SIGN_AND_SIZE = tuple(u & 3 | u >> 1 & 4 | (u << 1 ^ u) & 8 for u in _CODES)
 _SIGN_MAGNITUDE = tuple(2 * (u - 8) if u >= 8 else 2 * (7 - u) + 1 for u in _CODES)
 """The stored number of each code of int4: 2 * v for v = u - 8 >= 0, else 2 * (-1 - v) + 1."""
+_HALVES_OF_BYTES = tuple(Bits(p, 15, 8 * (p % 4) + 4 * (p // 4)) for p in range(8))
+"""Places of nibbles: of byte i, the low one is col16 0, the high one col16 1."""
 _ROW_BYTES = 16  # of the decoder's table: the codes of a scale or zero point, at most 16
 
 
@@ -52,10 +54,10 @@ INT4_MMA8 = Fp8Codec(
     ("bf16", "fp16"),
     ("none",),
     _SIGN_MAGNITUDE,
-    tuple(Bits(p, 15, 8 * (p % 4) + 4 * (p // 4)) for p in range(8)),
+    _HALVES_OF_BYTES,
     scales_on_sums=True,
 )
-"""A nibble is sign and magnitude (:data:`_SIGN_MAGNITUDE`); col16 is the high one of byte i."""
+"""A nibble is sign and magnitude (:data:`_SIGN_MAGNITUDE`)."""
 
 
 def _beside_floats(
@@ -69,10 +71,7 @@ def _beside_floats(
     )
 
 
-INT4_MMA8_FLOATS, INT4_MMA8_FLOATS_WIDE = _beside_floats(
-    "int4", _CODES, tuple(Bits(p, 15, 8 * (p % 4) + 4 * (p // 4)) for p in range(8))
-)
-"""A nibble is a code; col16 is the high one of byte i."""
+INT4_MMA8_FLOATS, INT4_MMA8_FLOATS_WIDE = _beside_floats("int4", _CODES, _HALVES_OF_BYTES)
 
 INT4_MMA8_ZEROS = Fp8Codec(
     "int4_mma8_zeros",

@@ -23,9 +23,9 @@ from cutlass import Float32, Int32
 
 from w4gemm.packing.codecs.base import PAIR_ROW_BYTES, Pairs
 from w4gemm.packing.codecs.codebook_decode import CodebookDecoder
+from w4gemm.packing.codecs.integers_decode import in_registers
 from w4gemm.packing.codecs.integers_decode_wide import TwoLevelDecoder, WideDecoder
-from w4gemm.ptx.arithmetic import float_word, fma, half_to_float, pack_half2, to_float
-from w4gemm.ptx.asm import asm
+from w4gemm.ptx.arithmetic import float_word, fma, half_to_float, pack_half2, row_address, to_float
 from w4gemm.ptx.memory import load_shared, store_shared
 
 _BYTES = 4  # of a code word
@@ -52,12 +52,16 @@ class PairTable:
 
     def halves(self, word: Int32, table: Int32) -> tuple[Int32, ...]:
         """The pairs of a code word, in the halves of a word each."""
-        return tuple(load_shared(_row(word, byte, table), 1, constant=True)[0] for byte in range(_BYTES))
+        return tuple(words[0] for words in self._words(word, table, 1))
 
     def floats(self, word: Int32, table: Int32) -> list[Float32]:
         """The pairs of a code word, in float32."""
-        words = [load_shared(_row(word, byte, table), 2, constant=True) for byte in range(_BYTES)]
-        return [to_float("f32", number) for both in words for number in both]
+        return [to_float("f32", number) for both in self._words(word, table, 2) for number in both]
+
+    def _words(self, word: Int32, table: Int32, count: int) -> list[tuple[Int32, ...]]:
+        """The first words of the rows that the bytes of a code word say."""
+        rows = (row_address(table, PAIR_ROW_BYTES, word, byte) for byte in range(_BYTES))
+        return [load_shared(row, count, constant=True) for row in rows]
 
 
 @dataclass(frozen=True)
@@ -127,7 +131,7 @@ class _CodePairs(PairTable):
         """The four fragment registers of one instruction: weights, rounded once to ``kind``."""
         *rows, table = prepared
         weights = [fma(number, *rows[i % 2]) for i, number in enumerate(self.floats(words[0], table))]
-        return tuple(pack_half2(self.kind, weights[i], weights[i + 4]) for i in range(4))  # type: ignore[attr-defined]
+        return in_registers(self.kind, weights)  # type: ignore[attr-defined]
 
 
 class WidePairDecoder(_CodePairs, WideDecoder):
@@ -141,8 +145,3 @@ class TwoLevelPairDecoder(_CodePairs, TwoLevelDecoder):
 def own_pairs(table: Int32, thread: Int32, pairs: Pairs) -> Int32:
     """Address of a thread's copies in the table's first row."""
     return table + (thread % 32 * 4 if pairs is Pairs.HALVES else thread % 16 * 8)
-
-
-def _row(word: Int32, byte: int, table: Int32) -> Int32:
-    """Address of the row that a byte of a word says."""
-    return asm(f"dp4a.u32.u32 $0, $1, {PAIR_ROW_BYTES << 8 * byte:#x}, $2;", [Int32], [word, table], pure=True)[0]
