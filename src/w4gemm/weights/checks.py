@@ -207,12 +207,7 @@ def sorting_perm(g_idx: torch.Tensor, format: WeightFormat, k: int, device: torc
     Raises:
         TypeError, ValueError: naming g_idx and the first bad group.
     """
-    if (
-        not isinstance(g_idx, torch.Tensor)
-        or g_idx.dtype.is_floating_point
-        or g_idx.dtype.is_complex
-        or (g_idx.dtype == torch.bool)
-    ):
+    if not isinstance(g_idx, torch.Tensor) or g_idx.dtype not in _INTEGERS + _WIDE:
         came = g_idx.dtype if isinstance(g_idx, torch.Tensor) else type(g_idx).__name__
         raise TypeError(f"g_idx: wanted integers (k) or None, got {came}")
     require_dense("g_idx", g_idx)

@@ -44,19 +44,24 @@ class AwaitedLinear(nn.Module):
     pre_quant_scale: torch.Tensor | None
 
     def __init__(self, linear: nn.Linear, format: WeightFormat, pre_quant_scale: bool = False) -> None:
-        super().__init__()
-        self.in_features, self.out_features, self.format = linear.in_features, linear.out_features, format
-        self.dtype = linear.weight.dtype
+        self._await(linear.in_features, linear.out_features, format, linear.weight.dtype, linear.bias)
         self._hf_quantized_needs_local_tp = True  # transformers' tensor parallelism is to pass it no DTensors
-        self.register_parameter("bias", linear.bias)
         scale = torch.empty(self.in_features, dtype=self.dtype, device="meta") if pre_quant_scale else None
         self.register_buffer("pre_quant_scale", scale)
-        self.register_buffer("place", torch.empty(1, dtype=torch.uint8, device="meta"), persistent=False)
         # neither parameter nor buffer: for code that initializes the weights of a layer's parts by name (SigLIP's), to
         # which transformers says that this one is
         weight: Any = torch.empty(self.out_features, self.in_features, dtype=self.dtype, device="meta")
         weight._is_hf_initialized = True
         self.weight = weight
+
+    def _await(
+        self, n_in: int, n_out: int, format: WeightFormat, dtype: torch.dtype, bias: nn.Parameter | None = None
+    ) -> None:
+        """Make what layers of all kinds have in common."""
+        nn.Module.__init__(self)
+        self.in_features, self.out_features, self.format, self.dtype = n_in, n_out, format, dtype
+        self.register_parameter("bias", bias)
+        self.register_buffer("place", torch.empty(1, dtype=torch.uint8, device="meta"), persistent=False)
 
     @property
     def has_bias(self) -> bool:
@@ -69,10 +74,10 @@ class AwaitedLinear(nn.Module):
         return packed_shape(self.format, "canonical", self.out_features, self.in_features).nbytes
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The W4Linear's, for a framework that took hold of this method before the layer became one."""
-        if not isinstance(self, W4Linear):
+        """The method of what the layer has become, for a framework that took hold of this one before."""
+        if isinstance(self, AwaitedLinear):
             raise RuntimeError(f"{type(self).__name__}: its weight was not loaded")
-        return W4Linear.forward(self, x)
+        return type(self).forward(self, x)
 
     def fill(self, local: Local, activations: str | None) -> None:
         """Become a W4Linear of ``local``, which may be one shard of the layer. The layer keeps its numbers of features,
@@ -107,12 +112,9 @@ class AwaitedGrouped(AwaitedLinear):
     cls_to_become = W4GroupedLinear
 
     def __init__(self, weight: nn.Parameter, transposed: bool, has_bias: bool, activation: str | None = None) -> None:
-        nn.Module.__init__(self)
-        self.experts, n, k = weight.shape
-        self.out_features, self.in_features = (k, n) if transposed else (n, k)
-        self.format, self.dtype, self._has_bias, self.activation = WeightFormat(), weight.dtype, has_bias, activation
-        self.register_parameter("bias", None)
-        self.register_buffer("place", torch.empty(1, dtype=torch.uint8, device="meta"), persistent=False)
+        experts, n, k = weight.shape
+        self._await(*((n, k) if transposed else (k, n)), WeightFormat(), weight.dtype)
+        self.experts, self._has_bias, self.activation = experts, has_bias, activation
 
     @property
     def has_bias(self) -> bool:

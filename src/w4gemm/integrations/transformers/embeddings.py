@@ -177,17 +177,8 @@ class AwaitedEmbedding(AwaitedLinear):
     cls_to_become = ScaledEmbedding
 
     def __init__(self, dense: nn.Embedding, format: WeightFormat) -> None:
-        nn.Module.__init__(self)
-        self.in_features, self.out_features, self.format = dense.embedding_dim, dense.num_embeddings, format
-        self.dtype, self.padding_idx = dense.weight.dtype, dense.padding_idx
-        self.factor, self.dense_kind = _Factor(dense), type(dense)
-        self.register_parameter("bias", None)
-        self.register_buffer("place", torch.empty(1, dtype=torch.uint8, device="meta"), persistent=False)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        if not isinstance(self, ScaledEmbedding):
-            raise RuntimeError(f"{type(self).__name__}: its weight was not loaded")
-        return ScaledEmbedding.forward(self, ids)
+        self._await(dense.embedding_dim, dense.num_embeddings, format, dense.weight.dtype)
+        self.padding_idx, self.factor, self.dense_kind = dense.padding_idx, _Factor(dense), type(dense)
 
     def pack(self, numbers: Numbers) -> QuantizedWeight:
         """Return the weight of numbers in the layout that the embedding reads."""
