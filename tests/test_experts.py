@@ -208,7 +208,6 @@ def test_combine_adds_in_order():
     assert torch.equal(got, expected)
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("weight", [math.nan, math.inf])
 def test_an_absent_row_adds_nothing_whatever_its_weight(device, weight):
     """A router that is computed for this rank's experts alone may give any number for others."""
@@ -224,7 +223,6 @@ def test_an_absent_row_adds_nothing_whatever_its_weight(device, weight):
     assert not weights.grad[places < 0].any()
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("past", [0, 1])
 def test_combine_writes_to_out(device, past):
     d, weights = torch.randn(6, 8, device=device).bfloat16(), torch.rand(3, 2, device=device)
@@ -247,7 +245,6 @@ def test_combine_writes_to_out(device, past):
         combine(d.requires_grad_(), places, weights, out=out)
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_combine_gives_gradients_to_both(device):
     d, weights = torch.randn(6, 8, device=device).bfloat16(), torch.rand(3, 2, device=device, requires_grad=True)
     places = torch.tensor([[5, 0], [1, 2], [-1, 3]], dtype=torch.int32, device=device)
@@ -314,7 +311,6 @@ def test_forward_derivatives_and_transforms_of_experts_are_refused():
 
 
 @pytest.mark.parametrize("routing", ["random", "zipf", "hot", "elsewhere"])
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_a_whole_layer(device, routing):
     """Against float32, with the dequantized weights."""
     gate, up, down = several(HIDDEN, FEATURES, 1), several(HIDDEN, FEATURES, 2), several(FEATURES, HIDDEN, 3)

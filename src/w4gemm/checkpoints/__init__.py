@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from w4gemm.checkpoints import dense, gguf
-from w4gemm.checkpoints.account import listed
 from w4gemm.checkpoints.auto_round import AutoRoundPacking
 from w4gemm.checkpoints.awq import AWQPacking
 from w4gemm.checkpoints.base import Checkpoint, CheckpointFormat, Module, Pretrained
@@ -31,6 +30,7 @@ from w4gemm.checkpoints.w4gemm import OwnPacking
 from w4gemm.core.errors import FormatError
 from w4gemm.core.files import described, existing
 from w4gemm.core.formats import WeightFormat
+from w4gemm.core.words import listed
 
 _log = logging.getLogger("w4gemm")
 _OF_OTHERS = tuple(
@@ -105,16 +105,14 @@ def open_checkpoint(path: str | Path, format: WeightFormat | str | None = None) 
 
 def _seen(path: Path) -> str:
     """Describe what lies at ``path``, for a message."""
-    if path.is_file():
-        return described(path)
-    if not path.is_dir():
+    if path.is_dir():
+        if (scheme := quantization_config(path)) is not None:
+            return f"a model quantized by {scheme.get('quant_method')!r}, which cannot be loaded yet"
+        if not (path / "config.json").exists() and any(path.glob("*.safetensors")):
+            return "a folder of tensors without config.json"
+    elif not path.is_file():
         return "neither a file nor a folder"
-    if (scheme := quantization_config(path)) is not None:
-        return f"a model quantized by {scheme.get('quant_method')!r}, which cannot be loaded yet"
-    names = sorted(p.name for p in path.iterdir())
-    if "config.json" not in names and any(name.endswith(".safetensors") for name in names):
-        return "a folder of tensors without config.json"
-    return f"a folder with {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}" if names else "an empty folder"
+    return described(path)
 
 
 __all__ = [

@@ -19,6 +19,7 @@ import torch
 from w4gemm.checkpoints.hugging_face import AS_IT_IS
 from w4gemm.checkpoints.stored import reason_to_skip
 from w4gemm.core.errors import FormatError
+from w4gemm.core.words import listed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -327,9 +328,3 @@ def _layers_with(leaf: str, names: Collection[str]) -> set[str]:
 
 def _matches(patterns: Collection[str] | None, name: str) -> bool:
     return any(re.search(pattern, name) for pattern in patterns or ())
-
-
-def listed(names: Collection[str]) -> str:
-    """The first names, and how many there are."""
-    first = ", ".join([*names][:3])
-    return f"{first}, ... ({len(names)} in all)" if len(names) > 3 else first

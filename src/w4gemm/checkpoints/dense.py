@@ -28,8 +28,9 @@ from w4gemm.checkpoints.hugging_face import (
 from w4gemm.checkpoints.model_experts import DenseProduct, dense_products
 from w4gemm.checkpoints.numbers import Numbers, WeightNumbers
 from w4gemm.checkpoints.stored import is_packed
-from w4gemm.core.errors import FormatError, not_among
+from w4gemm.core.errors import FormatError, require_among
 from w4gemm.core.formats import WeightFormat
+from w4gemm.core.words import listed
 from w4gemm.weights.quantize import quantize
 from w4gemm.weights.weight import QuantizedWeight
 
@@ -191,8 +192,7 @@ class DenseCheckpoint:
         return {renamed.get(name, name): tuple(outline[name].shape) for name in names}
 
     def stored_type(self, name: str) -> str:
-        if name not in self.tensors:
-            raise not_among(self.path, "tensor", name, self.tensors)
+        require_among(self.path, "tensor", name, self.tensors)
         stored = None if self._safetensors is None else self._safetensors.tensors.get(name)
         return "" if stored is None else stored.dtype  # "": transformers reads it by another name
 
@@ -201,8 +201,7 @@ class DenseCheckpoint:
         return SafetensorsFolder(self.path) if any((self.path / file).is_file() for file in FILES) else None
 
     def weight(self, name: str, device: torch.device | str = "cpu", pack: Pack = Numbers.weight) -> QuantizedWeight:
-        if name not in self.modules:
-            raise not_among(self.path, "linear layer", name, self.modules)
+        require_among(self.path, "linear layer", name, self.modules)
         product = self._products.get(name)
         if product is None:
             w = self._quantized(name, self._read(f"{name}.weight"), device)
@@ -215,8 +214,7 @@ class DenseCheckpoint:
         return quantize(weight.to(self.device), self.modules[name].format, search=self.search).to(device)
 
     def dense(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        if name not in self.tensors:
-            raise not_among(self.path, "tensor", name, self.tensors)
+        require_among(self.path, "tensor", name, self.tensors)
         product = self._products.get(name.removesuffix(".bias"))
         if product is not None:
             return product.biases(self._read(f"{product.name}_bias")).to(dtype)
@@ -269,10 +267,7 @@ def dense_model(folder: Path, dtype: torch.dtype | str = "auto") -> PreTrainedMo
         except (OSError, SafetensorError) as e:  # a file that is missing, or cut short
             raise FormatError(f"path: {str(folder)!r} holds no whole model: {str(e).splitlines()[0]}") from e
     if missing := sorted(info["missing_keys"]):
-        names = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
-        raise FormatError(
-            f"{folder}: holds no whole model: {len(missing)} of its tensors are not there: {names}{_hint(folder)}"
-        )
+        raise FormatError(f"{folder}: holds no whole model: no tensors {listed(missing)}{_hint(folder)}")
     return model
 
 

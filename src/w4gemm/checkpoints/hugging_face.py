@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
-from w4gemm.core.errors import FormatError, not_among
+from w4gemm.core.errors import FormatError, require_among
 from w4gemm.core.files import read_regular, why_unread
 from w4gemm.core.words import printable
 
@@ -256,8 +256,7 @@ class SafetensorsFolder:
         Raises:
             FormatError: if there is no such tensor, or its file has become unreadable.
         """
-        if name not in self.tensors:
-            raise not_among(self.path, "tensor", name, self.tensors)
+        require_among(self.path, "tensor", name, self.tensors)
         return self.tensors[name].read()
 
     def _index(self) -> dict[str, Path] | None:

@@ -21,7 +21,7 @@ from w4gemm.checkpoints.hugging_face import TensorInfo, quantization_config
 from w4gemm.checkpoints.numbers import Numbers, gates_before_ups
 from w4gemm.checkpoints.quantization_configs import Named, check_plain_products, method_of, warn_of_missing
 from w4gemm.checkpoints.stored import FP8, check_finite, check_tensor, is_packed, missing, reason_to_skip
-from w4gemm.core.errors import FormatError, not_among
+from w4gemm.core.errors import FormatError, require_among
 from w4gemm.core.formats import WeightFormat
 from w4gemm.weights.checks import sorting_perm
 from w4gemm.weights.weight import QuantizedWeight
@@ -212,8 +212,7 @@ class QuantizedFolder:
         return {info.file.name for info in self._stored.tensors.values()}
 
     def stored_type(self, name: str) -> str:
-        if name not in self.tensors:
-            raise not_among(self.path, "dense tensor", name, self.tensors)
+        require_among(self.path, "dense tensor", name, self.tensors)
         owner, leaf = _Name.of(name)
         if owner in self.tied:
             return ""
@@ -225,8 +224,7 @@ class QuantizedFolder:
 
     def weight(self, name: str, device: torch.device | str = "cpu", pack: Pack = Numbers.weight) -> QuantizedWeight:
         name = self.tied.get(name, name)
-        if name not in self.modules:
-            raise not_among(self.path, "packed module", name, self.modules)
+        require_among(self.path, "packed module", name, self.modules)
         device, stack = torch.device(device), self._stacks.get(name)
         try:
             self._check_finite_beside(name)
@@ -264,8 +262,7 @@ class QuantizedFolder:
         return self._packing.numbers(self._own[name], tensors)
 
     def dense(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        if name not in self.tensors:
-            raise not_among(self.path, "dense tensor", name, self.tensors)
+        require_among(self.path, "dense tensor", name, self.tensors)
         owner, leaf = _Name.of(name)
         if owner in self.tied:
             return self.weight(owner).dequantize(dtype)

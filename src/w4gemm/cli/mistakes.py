@@ -138,11 +138,9 @@ def _require_model(path: str, command: str) -> None:
     if not folder.is_dir():
         return
     if not _holds_model(folder):
-        names = sorted(file.name for file in folder.iterdir())
-        seen = f"a folder with {', '.join(names[:4])}{', ...' * (len(names) > 4)}" if names else "an empty folder"
-        inside = next((str(folder / name) for name in names if (folder / name / "config.json").is_file()), None)
+        inside = min((str(config.parent) for config in folder.glob("*/config.json")), default=None)
         expected = "a GGUF file, or a folder with one or with a Hugging Face model (config.json)"
         close = f"; nearest is {inside!r}" if inside else ""
-        raise FileNotFoundError(f"path: {str(path)!r} is {seen}; what can be loaded: {expected}{close}")
+        raise FileNotFoundError(f"path: {str(path)!r} is {described(folder)}; what can be loaded: {expected}{close}")
     if command in _RUNS_A_MODEL and lacks_weights(folder):
         raise FileNotFoundError(f"path: {str(path)!r} holds no whole model: a config.json, but no weights")

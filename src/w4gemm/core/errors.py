@@ -136,9 +136,10 @@ def require_gpu(name: str, device: torch.device) -> None:
         raise ValueError(f"{name}: {device} is not there; PyTorch sees {seen}")
 
 
-def not_among(path: object, kind: str, name: str, names: Collection[str]) -> FormatError:
-    """Return the error for a ``kind`` of thing called ``name`` that a checkpoint's ``names`` lack."""
-    return FormatError(f"{path}: no {kind} {name!r} among its {len(names)}{nearest(name, names)}")
+def require_among(path: object, kind: str, name: str, names: Collection[str]) -> None:
+    """Raise FormatError unless ``name``, that of a ``kind`` of thing, is among a checkpoint's ``names``."""
+    if name not in names:
+        raise FormatError(f"{path}: no {kind} {name!r} among its {len(names)}{nearest(name, names)}")
 
 
 def kind_of(value: object) -> str:

@@ -55,11 +55,16 @@ def lacks_weights(path: Path) -> bool:
     return (path / "config.json").is_file() and not any(file.suffix in _WEIGHTS for file in path.iterdir())
 
 
-def described(file: Path) -> str:
-    """Describe a file that is no model, for a message."""
-    if file.suffix == ".safetensors":
-        return f"a file of tensors: give its folder, {str(file.parent)!r}"
-    with file.open("rb") as f:
+def described(path: Path) -> str:
+    """Describe a file or a folder that is no model, for a message."""
+    if path.is_dir():
+        names = sorted(file.name for file in path.iterdir())
+        return (
+            f"a folder with {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}" if names else "an empty folder"
+        )
+    if path.suffix == ".safetensors":
+        return f"a file of tensors: give its folder, {str(path.parent)!r}"
+    with path.open("rb") as f:
         return f"a file that begins with {f.read(8)!r}"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 
 def nearest(value: object, legal: Iterable[str]) -> str:
@@ -22,6 +22,12 @@ def closest(value: object, legal: Iterable[str]) -> str | None:
     begun = [name for name in by_lower if len(value) > 2 and name.startswith(value.lower())]
     close = begun or difflib.get_close_matches(value.lower(), by_lower, n=1)
     return by_lower[close[0]] if close else None
+
+
+def listed(names: Collection[str]) -> str:
+    """Return the first names, and how many there are."""
+    first = ", ".join([*names][:3])
+    return f"{first}, ... ({len(names)} in all)" if len(names) > 3 else first
 
 
 def printable(text: str) -> str:

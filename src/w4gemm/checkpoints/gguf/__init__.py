@@ -38,7 +38,7 @@ from w4gemm.checkpoints.gguf.header import MAGIC
 from w4gemm.checkpoints.hugging_face import FILES
 from w4gemm.checkpoints.numbers import Numbers
 from w4gemm.checkpoints.stored import check_finite
-from w4gemm.core.errors import FormatError, not_among
+from w4gemm.core.errors import FormatError, require_among
 from w4gemm.weights.weight import QuantizedWeight
 
 _BLOCK = re.compile(r"blk\.(\d+)\.(\w+)")
@@ -143,8 +143,7 @@ class GGUFCheckpoint:
         return [self._stored[each] for each in names if each in self._stored]
 
     def stored_type(self, name: str) -> str:
-        if name not in self.tensors:
-            raise not_among(self.path, "dense tensor", name, self.tensors)
+        require_among(self.path, "dense tensor", name, self.tensors)
         if (experts := self._experts_with(name)) is not None:
             return experts.stored_type(name)
         return self.file.info(_ROPE_FACTORS if name in _ROPE_TABLES else self._stored[name]).type
@@ -152,8 +151,7 @@ class GGUFCheckpoint:
     def weight(self, name: str, device: torch.device | str = "cpu", pack: Pack = Numbers.weight) -> QuantizedWeight:
         if name in self.embeddings:
             return self.file.weight(_EMBEDDING, None, device, pack)
-        if name not in self.modules:
-            raise not_among(self.path, "packed module", name, self.modules)
+        require_among(self.path, "packed module", name, self.modules)
         if self.modules[name].bias:
             try:
                 check_finite("bias", self.dense(f"{name}.bias"))
@@ -165,8 +163,7 @@ class GGUFCheckpoint:
         return self.file.weight(stored, self._rows(stored), device, pack)
 
     def dense(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        if name not in self.tensors:
-            raise not_among(self.path, "dense tensor", name, self.tensors)
+        require_among(self.path, "dense tensor", name, self.tensors)
         if name in _ROPE_TABLES:
             return self._rope_table().to(dtype)
         if (experts := self._experts_with(name)) is not None:

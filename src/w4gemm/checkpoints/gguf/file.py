@@ -20,7 +20,7 @@ from w4gemm.checkpoints.base import Pack
 from w4gemm.checkpoints.gguf.blocks import TYPES, BlockNumbers
 from w4gemm.checkpoints.gguf.header import Array, GGUFTensor, elements, gguf_package, read_header, type_sizes
 from w4gemm.checkpoints.numbers import Numbers
-from w4gemm.core.errors import FormatError, not_among
+from w4gemm.core.errors import FormatError, require_among
 from w4gemm.core.formats import WeightFormat
 from w4gemm.weights.weight import QuantizedWeight
 
@@ -241,8 +241,7 @@ class GGUFFile:
             ) from e
 
     def info(self, name: str) -> GGUFTensor:
-        if name not in self.tensors:
-            raise not_among(self.path, "tensor", name, self.tensors)
+        require_among(self.path, "tensor", name, self.tensors)
         return self.tensors[name]
 
     def _raw(self, info: GGUFTensor) -> np.ndarray[Any, np.dtype[np.uint8]]:

@@ -18,7 +18,6 @@ from torch.nn.utils.weight_norm import WeightNorm
 from w4gemm.api.experts import W4Experts, W4GroupedLinear
 from w4gemm.api.nn import W4Embedding, W4Linear
 from w4gemm.api.packed_module import PackedModule
-from w4gemm.checkpoints.account import listed
 from w4gemm.checkpoints.dense import (
     SKIP,
     checked_skip,
@@ -31,7 +30,7 @@ from w4gemm.checkpoints.model_experts import DenseProduct, activation_of, are_ex
 from w4gemm.core.activation import parse
 from w4gemm.core.errors import kind_of
 from w4gemm.core.formats import WeightFormat
-from w4gemm.core.words import nearest
+from w4gemm.core.words import listed, nearest
 from w4gemm.weights.quantize import quantize
 from w4gemm.weights.weight import QuantizedWeight
 
@@ -63,7 +62,7 @@ class Summary:
 
     def __str__(self) -> str:
         formats = ", ".join(f"{count} x {name}" for name, count in self.formats.items()) or "none"
-        dense = f"; dense: {', '.join(self.dense[:3])}{', ...' if len(self.dense) > 3 else ''}" if self.dense else ""
+        dense = f"; dense: {listed(self.dense)}" if self.dense else ""
         total = self.quantized + len(self.dense)
         return f"{self.quantized} of {total} linear layers quantized ({formats}, {self.nbytes / 2**20:.1f} MiB){dense}"
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from w4gemm.checkpoints import Checkpoint, Module
-from w4gemm.checkpoints.account import Account, Naming, Recipe, Stored, listed
+from w4gemm.checkpoints.account import Account, Naming, Recipe, Stored
 from w4gemm.checkpoints.base import finite_dense
 from w4gemm.checkpoints.dense import linear_layers
 from w4gemm.checkpoints.experts import DOWN, GATE_UP, roles_of
@@ -21,6 +21,7 @@ from w4gemm.checkpoints.numbers import Numbers
 from w4gemm.checkpoints.quantized_folder import QuantizedFolder
 from w4gemm.core.errors import FormatError
 from w4gemm.core.problem import Device
+from w4gemm.core.words import listed
 from w4gemm.integrations.transformers.awaited import AwaitedExperts, AwaitedLinear, put_experts
 from w4gemm.integrations.transformers.embeddings import AwaitedEmbedding, TiedEmbedding, packable
 from w4gemm.integrations.transformers.sharding import Local, Split, local_numbers

@@ -31,7 +31,7 @@ from w4gemm.api.experts import W4Experts
 from w4gemm.api.nn import W4Linear
 from w4gemm.api.packed_module import PackedModule, check_dtype
 from w4gemm.checkpoints import Checkpoint, open_checkpoint
-from w4gemm.checkpoints.account import Account, Naming, Stored, folder_model, listed
+from w4gemm.checkpoints.account import Account, Naming, Stored, folder_model
 from w4gemm.checkpoints.dense import SKIP, check_dense, default_format, is_skipped
 from w4gemm.checkpoints.experts import DOWN, GATE_UP, UP
 from w4gemm.checkpoints.hugging_face import check_layers, making, quantization_config, read_header
@@ -39,6 +39,7 @@ from w4gemm.checkpoints.quantized_folder import QuantizedFolder
 from w4gemm.checkpoints.w4gemm import METHOD, settings
 from w4gemm.core.errors import FormatError
 from w4gemm.core.problem import Device
+from w4gemm.core.words import listed
 from w4gemm.integrations.decoder import decode_by_graph
 from w4gemm.integrations.transformers.awaited import (
     AwaitedDense,
