@@ -18,7 +18,8 @@ from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import Device, GemmProblem
 from w4gemm.core.router import Router
 from w4gemm.tuning.tuner import autotune
-from w4gemm.weights.quantize import fold_scales, quantize
+from w4gemm.weights.fold import fold_scales
+from w4gemm.weights.quantize import quantize
 from w4gemm.weights.weight import QuantizedWeight
 
 __all__ = [

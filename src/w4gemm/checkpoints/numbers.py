@@ -18,7 +18,7 @@ from w4gemm.packing.packed_shape import packed_shape
 from w4gemm.packing.repack import ROWS, Matrix, pack_experts, pack_rows, rows_in_pairs
 from w4gemm.weights.checks import Rule, check_codes, check_rules, range_rules
 from w4gemm.weights.components import Shard, check_in_order, cut, in_pairs, shard_of
-from w4gemm.weights.quantize import with_e4m3_scales
+from w4gemm.weights.fold import with_e4m3_scales
 from w4gemm.weights.weight import QuantizedWeight
 
 _RULES = 16
