@@ -22,7 +22,7 @@ from conformance.cases import (
 )
 from reference import linear_reference
 from w4gemm.core.activation import ACTIVATIONS as NAMES
-from w4gemm.core.epilogue import OUT_DTYPES, Epilogue, bias_dtype
+from w4gemm.core.epilogue import FLOATS, Epilogue, bias_dtype
 from w4gemm.core.formats import WeightFormat
 from w4gemm.kernels import config_named
 from w4gemm.weights.weight import QuantizedWeight
@@ -43,7 +43,7 @@ def every_epilogue(target: Target) -> list[Epilogue]:
     """Activation x alpha x residual x out_dtype, with and without bias in turn: a third of them, in which any two
     values of two of these meet."""
     actual = []
-    sizes = enumerate(itertools.product((None, *ACTIVATIONS), (False, True), OUT_DTYPES))
+    sizes = enumerate(itertools.product((None, *ACTIVATIONS), (False, True), FLOATS))
     for i, (activation, residual, dtype) in sizes:
         for j, alpha in enumerate((None, "host", "device")):
             if j == (i + i // 3) % 3:

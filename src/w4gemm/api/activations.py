@@ -7,13 +7,12 @@ from typing import Any
 import torch
 
 from w4gemm.api.modes import is_dual, needs_dispatcher
-from w4gemm.core.epilogue import NO_OPERANDS
+from w4gemm.core.epilogue import HALVES, NO_OPERANDS
 from w4gemm.core.errors import require_bool, require_dense, require_tensor
 from w4gemm.kernels import launcher
 from w4gemm.kernels.helpers.activation_quantize import LARGEST, SMALLEST, ActivationQuantize
 
-_HALVES = (torch.float16, torch.bfloat16)
-_DTYPES = {"cpu": (*_HALVES, torch.float32)}
+_DTYPES = {"cpu": (*HALVES, torch.float32)}
 _LARGEST_EPS = torch.finfo(torch.float32).max
 _Quantized = tuple[torch.Tensor, torch.Tensor]
 
@@ -83,7 +82,7 @@ def quantized(
 def _check(x: torch.Tensor, norm_weight: torch.Tensor | None, eps: float, silu_mul: bool) -> None:
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"x: wanted a tensor (..., k), got {type(x).__name__}")
-    dtypes = _DTYPES.get(x.device.type, _HALVES)
+    dtypes = _DTYPES.get(x.device.type, HALVES)
     if x.dtype not in dtypes:
         raise TypeError(f"x: wanted {' or '.join(map(str, dtypes))} on {x.device.type}, got {x.dtype}")
     require_dense("x", x)

@@ -15,6 +15,7 @@ from w4gemm.api.modes import is_watched
 from w4gemm.core.activation import canonical, require_pairs
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.epilogue import (
+    HALVES,
     SCALE_BLOCK,
     Epilogue,
     EpilogueOperands,
@@ -29,8 +30,7 @@ from w4gemm.weights.weight import QuantizedWeight
 
 FP8 = torch.float8_e4m3fn
 UE8M0 = torch.float8_e8m0fnu
-_HALVES = (torch.float16, torch.bfloat16)
-DTYPES = (*_HALVES, torch.float32, FP8)
+DTYPES = (*HALVES, torch.float32, FP8)
 """dtypes of x, of float32 on the CPU only."""
 _OUT_ALIGNMENT = 16
 _OWN_CHECKS = ("alpha", "bias", "residual", "token_scale", "block_scale", "channel_scale")
@@ -76,8 +76,8 @@ def _dtypes(w: QuantizedWeight, device: torch.device) -> tuple[torch.dtype, ...]
     if device.type == "cpu" or (device.type == "meta" and w.layout in ("cpu", "canonical")):  # of some device yet
         return DTYPES
     if w.activations == "fp8":
-        return (*_HALVES, FP8)
-    return (FP8,) if w.layout == FP8_LAYOUT else _HALVES
+        return (*HALVES, FP8)
+    return (FP8,) if w.layout == FP8_LAYOUT else HALVES
 
 
 def check_offsets(m_offsets: torch.Tensor, experts: int, total_m: int, device: torch.device) -> None:

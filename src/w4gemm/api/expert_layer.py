@@ -9,6 +9,7 @@ import torch
 
 from w4gemm.choice.cost.experts import one_launch_is_slower
 from w4gemm.core import environment
+from w4gemm.core.epilogue import HALVES
 from w4gemm.core.problem import Device
 from w4gemm.core.router import Router
 from w4gemm.jit import is_ready
@@ -109,7 +110,7 @@ def one_launch(key: LayerKey, device: Device) -> OneLaunch:
     """Return whether a layer can run in one launch on a device, and whether that is predicted to be faster."""
     if not 0 < key.tokens <= MOST_TOKENS:
         return OneLaunch(None, f"takes 1 to {MOST_TOKENS} tokens, got {key.tokens}", "")
-    if key.dtype not in (torch.float16, torch.bfloat16):
+    if key.dtype not in HALVES:
         reason = f"takes 16-bit x, got {key.dtype}, in which rows of down need their largest number first"
         return OneLaunch(None, reason, "")
     if key.gate_up.format != key.down.format:

@@ -15,13 +15,13 @@ import torch
 from w4gemm.api.gather import gather_columns
 from w4gemm.api.modes import is_eager
 from w4gemm.api.product import Product, product_of
-from w4gemm.core.epilogue import PLAIN, Epilogue, EpilogueOperands
+from w4gemm.core.epilogue import FLOATS, PLAIN, Epilogue, EpilogueOperands
 from w4gemm.core.formats import WeightFormat
 from w4gemm.kernels import Operands
 from w4gemm.kernels.base import selected
 from w4gemm.packing.packed_shape import PackedShape, packed_shape
 
-_DTYPES = {str(dtype): dtype for dtype in (torch.float16, torch.bfloat16, torch.float32)}
+_DTYPES = {str(dtype): dtype for dtype in FLOATS}
 
 
 class PackedLinear:

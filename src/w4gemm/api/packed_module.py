@@ -12,6 +12,7 @@ import torch
 
 from w4gemm.api.arguments import check
 from w4gemm.api.modes import is_watched
+from w4gemm.core.epilogue import FLOATS
 from w4gemm.core.errors import kind_of, require_bool, require_int, require_tensor
 from w4gemm.core.formats import WeightFormat
 from w4gemm.packing.packed_shape import packed_shape
@@ -384,14 +385,11 @@ def _check_attribute(name: str, value: Any, w: QuantizedWeight) -> None:
             raise ValueError(f"{name}: wanted the weight's {letter} {size}, or that of all its shards, got {value}")
 
 
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
-
 def check_dtype(dtype: object) -> None:
     """Raise TypeError unless both x and a bias may have ``dtype``."""
-    if not isinstance(dtype, torch.dtype) or dtype not in _DTYPES:
+    if not isinstance(dtype, torch.dtype) or dtype not in FLOATS:
         close = "; nearest is torch.float32" if dtype is torch.float64 else ""
-        raise TypeError(f"dtype: wanted {' or '.join(map(str, _DTYPES))}, got {dtype!r:.40}{close}")
+        raise TypeError(f"dtype: wanted {' or '.join(map(str, FLOATS))}, got {dtype!r:.40}{close}")
 
 
 def moved_only(t: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:

@@ -9,6 +9,7 @@ import torch
 
 from w4gemm.api.arguments import check_own_memory, check_rows
 from w4gemm.api.modes import any_negated, is_plain, is_watched
+from w4gemm.core.epilogue import FLOATS
 from w4gemm.core.errors import UnsupportedError, kind_of, require_bool, require_int, require_own_numbers, require_tensor
 from w4gemm.core.format_names import LARGEST_SIZE
 from w4gemm.core.router import Router
@@ -115,8 +116,7 @@ def choose_experts(
 
 def check_logits(logits: torch.Tensor, router: Router, bias: torch.Tensor | None) -> None:
     """Raise TypeError or ValueError unless :func:`choose_experts` takes these."""
-    dtypes = (torch.float32, torch.float16, torch.bfloat16)
-    require_tensor("logits", logits, dtypes, ("tokens", "experts"), contiguous=False)
+    require_tensor("logits", logits, FLOATS, ("tokens", "experts"), contiguous=False)
     if not isinstance(router, Router):
         raise TypeError(f"router: wanted a Router, got {kind_of(router)}")
     if bias is not None:

@@ -24,6 +24,7 @@ from w4gemm.console.progress import counted, progress_bar, say
 from w4gemm.console.values import DTYPES, parse_router, parse_tokens
 from w4gemm.core import environment, trust
 from w4gemm.core.activation import canonical
+from w4gemm.core.epilogue import HALVES
 from w4gemm.core.errors import UnsupportedError
 from w4gemm.core.problem import GPUS, Device, gpu_named
 from w4gemm.core.router import Router
@@ -154,13 +155,13 @@ def _task_of_layers(args: argparse.Namespace, device: Device) -> _Task:
     if args.tensor_parallel != 1:
         raise ValueError("--tensor-parallel: wanted it with --vllm only; --shapes can say the sizes of one GPU")
     dtype = args.dtype or "bfloat16"
-    dtypes = _HALVES if dtype == "float8_e4m3fn" else (DTYPES[dtype],)
+    dtypes = HALVES if dtype == "float8_e4m3fn" else (DTYPES[dtype],)
     return _Task(parse_layers(args, device), dtypes, args.m, embeddings=embeddings_of(args))
 
 
 def _task_of_vllm(args: argparse.Namespace) -> _Task:
     dtype = DTYPES[args.dtype] if args.dtype else None
-    if dtype is not None and dtype not in _HALVES:
+    if dtype is not None and dtype not in HALVES:
         raise ValueError(f"--dtype: wanted float16 or bfloat16 with --vllm, got {args.dtype}")
     model = read_model(args.vllm, args.tensor_parallel, dtype)
     m = "1.." if args.m == ALL_TOKENS else args.m  # LLM(...) takes up to 16384 tokens a step
@@ -192,6 +193,3 @@ def fill(folder: Path, units: Collection[Unit], workers: int | None = None) -> i
     if missing:
         raise OSError(f"{folder}: {missing} of {counted(len(units), 'kernel')} could not be stored")
     return size
-
-
-_HALVES = (torch.float16, torch.bfloat16)

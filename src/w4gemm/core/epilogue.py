@@ -12,7 +12,9 @@ from w4gemm.core.errors import require_bool
 
 Values = TypeVar("Values", bound=tuple[Any, ...])
 
-OUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+HALVES = (torch.float16, torch.bfloat16)
+FLOATS = (torch.float32, *HALVES)
+"""dtypes of results and layers."""
 
 
 def replaced(values: Values, **changes: Any) -> Values:
@@ -35,9 +37,9 @@ def bias_dtype(dtype: torch.dtype, out_dtype: torch.dtype | None) -> torch.dtype
 
 
 def require_out_dtype(dtype: torch.dtype | None) -> None:
-    """Raise TypeError unless ``dtype`` is one of :data:`OUT_DTYPES` or None."""
-    if dtype is not None and (not isinstance(dtype, torch.dtype) or dtype not in OUT_DTYPES):
-        raise TypeError(f"out_dtype: wanted {', '.join(map(str, OUT_DTYPES))} or None, got {dtype!r}")
+    """Raise TypeError unless ``dtype`` is one of :data:`FLOATS` or None."""
+    if dtype is not None and (not isinstance(dtype, torch.dtype) or dtype not in FLOATS):
+        raise TypeError(f"out_dtype: wanted {', '.join(map(str, FLOATS))} or None, got {dtype!r}")
 
 
 class EpilogueOperands(NamedTuple):

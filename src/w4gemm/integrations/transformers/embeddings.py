@@ -17,6 +17,7 @@ from w4gemm.api.lookup import embedding
 from w4gemm.api.nn import W4Embedding, W4Linear
 from w4gemm.checkpoints import Module
 from w4gemm.checkpoints.numbers import Numbers
+from w4gemm.core.epilogue import FLOATS
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import Device
 from w4gemm.integrations.transformers.awaited import AwaitedLinear
@@ -27,7 +28,6 @@ from w4gemm.weights.weight import QuantizedWeight
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _SCALED = "super().forward(input_ids) * self.embed_scale.to(self.weight.dtype)"
 """What Gemma's embeddings return."""
 _SHARED = ("builtins", "torch.", "transformers.", "w4gemm.")
@@ -113,7 +113,7 @@ class _Factor:
         number = factor_of(dense)
         assert number is not None
         self.number = number
-        self.rounded = {dtype: torch.tensor(number, dtype=dtype, device="cpu").item() for dtype in _DTYPES}
+        self.rounded = {dtype: torch.tensor(number, dtype=dtype, device="cpu").item() for dtype in FLOATS}
 
     def times(self, rows: torch.Tensor) -> torch.Tensor:
         return rows if self.number == 1 else rows * self.rounded[rows.dtype]

@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 
 from w4gemm.core.config import GemmConfig
+from w4gemm.core.epilogue import FLOATS
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import Device, GemmProblem
 from w4gemm.jit import Program
@@ -75,7 +76,7 @@ def can_look_up(device: Device, dtype: torch.dtype, format: WeightFormat, k: int
     """True if a device decodes rows (k) of a format to a dtype about as fast as it would read dense ones: a CPU, and
     a GPU with the kernel."""
     if device.kind == "cpu":
-        return dtype in (torch.float32, torch.float16, torch.bfloat16)
+        return dtype in FLOATS
     return EmbeddingRows.of(device, dtype, format, k) is not None
 
 
