@@ -32,7 +32,7 @@ from w4gemm.cli import compile
 from w4gemm.cli.__main__ import main
 from w4gemm.cli.compile import target_device
 from w4gemm.cli.needs import Use, chosen, helpers_of, lookups_of, one_launches_of, problems_of
-from w4gemm.cli.problems import Layer, embeddings_of, parse_layers
+from w4gemm.cli.problems import embeddings_of, parse_layers
 from w4gemm.console.values import parse_router
 from w4gemm.core.gpus import capability_of, known_names
 from w4gemm.core.problem import GPUS, H100, H200, Device
@@ -198,7 +198,7 @@ def test_a_mixture_of_experts_serves_where_compiling_is_forbidden(tmp_path, monk
 
 
 def test_scales_of_experts_are_compiled_where_they_are_asked_for():
-    experts, single = Layer(128, 256, WeightFormat(64), experts=EXPERTS), Layer(128, 256, WeightFormat(64))
+    experts, single = Module(128, 256, WeightFormat(64), experts=EXPERTS), Module(128, 256, WeightFormat(64))
     use = Use(H200, torch.bfloat16)
     for layer, expected in ((experts, {False, True}), (single, {False})):
         assert {p.epilogue.expert_scale for p in problems_of(layer, [4], use)} == {False}
@@ -210,8 +210,8 @@ def test_scales_of_experts_are_compiled_where_they_are_asked_for():
 
 def test_layers_of_experts_in_one_launch_are_compiled_where_they_are_chosen(monkeypatch, forget):
     format = WeightFormat.parse(FORMAT)
-    gate_up, down = (Layer(n, k, format, experts=EXPERTS) for n, k in ((2 * HIDDEN, ONE_LAUNCH), (ONE_LAUNCH, HIDDEN)))
-    layers, use = [Layer(N, K, format), down, gate_up], Use(H200, torch.bfloat16, top_k=TOP_K)
+    gate_up, down = (Module(n, k, format, experts=EXPERTS) for n, k in ((2 * HIDDEN, ONE_LAUNCH), (ONE_LAUNCH, HIDDEN)))
+    layers, use = [Module(N, K, format), down, gate_up], Use(H200, torch.bfloat16, top_k=TOP_K)
     units = set(one_launches_of(layers, [1, 2], use))
     assert len(units) == 8 and {unit.name for unit in units} == {"expert_layer"}, (
         "of four numbers of tokens, two dtypes"
@@ -238,7 +238,7 @@ def test_layers_of_experts_in_one_launch_are_compiled_where_they_are_chosen(monk
 def test_routers_are_compiled_where_they_are_asked_for():
     format = WeightFormat.parse(FORMAT)
     layers = [
-        Layer(n, k, format, experts=EXPERTS) for n, k in ((2 * HIDDEN, ONE_LAUNCH), (ONE_LAUNCH, HIDDEN), (64, 64))
+        Module(n, k, format, experts=EXPERTS) for n, k in ((2 * HIDDEN, ONE_LAUNCH), (ONE_LAUNCH, HIDDEN), (64, 64))
     ]
     use = Use(H200, torch.bfloat16, top_k=2, router=parse_router("sigmoid,groups=2,scale=2.5,bias", 2))
     helpers = [unit for unit in helpers_of(layers[0], use) if unit.name == "expert_choice"]
@@ -248,7 +248,7 @@ def test_routers_are_compiled_where_they_are_asked_for():
     by_logits = ExpertChoice(parse_router("sigmoid,groups=2,scale=2.5", 2)[0], EXPERTS, torch.float32, True)
     key = expert_layer.LayerKey(1, *shapes, torch.bfloat16, "silu_mul", 2, torch.int32, choice=by_logits)
     assert expert_layer.one_launch(key, H200).chosen.unit() in set(one_launches_of(layers, [1], use))
-    assert not [unit for unit in helpers_of(Layer(64, 64, format), use) if unit.name == "expert_choice"]
+    assert not [unit for unit in helpers_of(Module(64, 64, format), use) if unit.name == "expert_choice"]
 
 
 @pytest.mark.parametrize(

@@ -86,11 +86,10 @@ def dense_products(model: nn.Module) -> dict[str, DenseProduct]:
         leaves = products_of(experts)
         if leaves is None or not _has_known_activation(experts):
             continue
-        transposed, has_bias = is_transposed(experts), bool(getattr(experts, "has_bias", False))
-        concatenated = bool(getattr(experts, "is_concatenated", True))
         for leaf in leaves:
             name, shape = f"{owner}.{leaf}", tuple(experts.get_parameter(leaf).shape)
-            products[name] = DenseProduct(name, shape, transposed, concatenated and leaf == GATE_UP, has_bias)
+            concatenated = leaf == GATE_UP and is_concatenated(experts)
+            products[name] = DenseProduct(name, shape, is_transposed(experts), concatenated, has_bias(experts))
     return products
 
 
@@ -129,17 +128,6 @@ def packed_experts(checkpoint: Checkpoint) -> set[str]:
     return {name for name in fitting if owners.count(name.rpartition(".")[0]) == _PRODUCTS}
 
 
-def _has_known_activation(experts: nn.Module) -> bool:
-    try:
-        activation_of(experts)
-    except ValueError:
-        return False
-    return True
-
-
-# --- the activation -------------------------------------------------------------------------------------------------
-
-
 def products_of(experts: nn.Module | None) -> tuple[str, str] | None:
     """Return the names of the parameters of both products, the first of gates and ups or of ups alone, of experts of
     transformers' interface and of Llama 4. w4gemm computes them, if it has their activation; None for other modules."""
@@ -169,9 +157,30 @@ def is_transposed(experts: nn.Module) -> bool:
     return bool(getattr(experts, "is_transposed", of_llama_4(experts)))
 
 
+def is_concatenated(experts: nn.Module) -> bool:
+    """True if all gates of an expert come before all ups, False if they are in pairs."""
+    return bool(getattr(experts, "is_concatenated", True))
+
+
+def has_bias(experts: nn.Module) -> bool:
+    """True if both products of experts have a bias."""
+    return bool(getattr(experts, "has_bias", False))
+
+
 def of_llama_4(experts: nn.Module | None) -> bool:
     """True for Llama 4's experts, whose mixture multiplies rows by the router's weights before their expert."""
     return type(experts).__name__ == _LLAMA_4
+
+
+# --- the activation -------------------------------------------------------------------------------------------------
+
+
+def _has_known_activation(experts: nn.Module) -> bool:
+    try:
+        activation_of(experts)
+    except ValueError:
+        return False
+    return True
 
 
 def activation_of(experts: nn.Module) -> str:
@@ -183,7 +192,7 @@ def activation_of(experts: nn.Module) -> str:
     with torch.no_grad(), torch.device("cpu"):  # while transformers makes models on the meta device
         both, gated = _samples(), bool(getattr(experts, "has_gate", True))
         gate, up = both[0::2], both[1::2]
-        rows = torch.cat((gate, up)) if getattr(experts, "is_concatenated", True) else both
+        rows = torch.cat((gate, up)) if is_concatenated(experts) else both
         expected = _activated(experts, rows) if gated else experts.act_fn(both)  # type: ignore[operator]
         for candidate in _candidates(experts) if gated else _PLAIN:
             result = parse(candidate).apply(both)

@@ -17,7 +17,7 @@ from w4gemm.checkpoints import Module
 from w4gemm.choice import table
 from w4gemm.cli.needs import Use, chosen, helpers_of, lookups_of, one_launches_of, problems_of
 from w4gemm.cli.parser import ALL_TOKENS
-from w4gemm.cli.problems import Layer, embeddings_of, layers_of, parse_layers
+from w4gemm.cli.problems import embeddings_of, layers_of, parse_layers
 from w4gemm.console.devices import device_line
 from w4gemm.console.options import unknown_target
 from w4gemm.console.progress import counted, progress_bar, say
@@ -139,7 +139,7 @@ def target_device(arch: str | None, name: str | None, sms: int | None) -> Device
 class _Task(NamedTuple):
     """Layers to compile for, and how they are called."""
 
-    layers: list[Layer]
+    layers: list[Module]
     dtypes: tuple[torch.dtype, ...]
     """16-bit dtypes of the activations."""
     m: str

@@ -14,7 +14,7 @@ from w4gemm.api.expert_layer import LayerKey, one_launch
 from w4gemm.api.step import between_products
 from w4gemm.checkpoints import Module
 from w4gemm.choice.table import Record
-from w4gemm.cli.problems import Layer, problems
+from w4gemm.cli.problems import problems
 from w4gemm.core.activation import is_gated
 from w4gemm.core.errors import UnsupportedError
 from w4gemm.core.problem import Device, GemmProblem
@@ -54,7 +54,7 @@ class Use(NamedTuple):
     """True if w4gemm's kernels also compute the operations between linear layers."""
 
 
-def problems_of(layer: Layer, tokens: list[int], use: Use) -> Iterator[GemmProblem]:
+def problems_of(layer: Module, tokens: list[int], use: Use) -> Iterator[GemmProblem]:
     """Yield every problem that ``linear``, ``grouped_linear`` and ``masked_linear`` may make of a layer.
 
     A layer of experts may be called with rows of x that are sorted by expert or gathered, and with silu_mul.
@@ -88,7 +88,7 @@ def problems_of(layer: Layer, tokens: list[int], use: Use) -> Iterator[GemmProbl
             yield replace(problem, epilogue=epilogue, gathered=gathered)
 
 
-def helpers_of(layer: Layer, use: Use) -> Iterator[Unit]:
+def helpers_of(layer: Module, use: Use) -> Iterator[Unit]:
     """Yield the unit of every small kernel that may run before or after a layer."""
     fp8 = use.fp8 or layer.activations == "fp8"
     facts = LayerFacts(layer.k, use.dtype, fp8, use.act_order, use.top_k if layer.experts else 0, layer.experts)
@@ -107,7 +107,7 @@ def lookups_of(embeddings: Iterable[Module], use: Use) -> Iterator[Unit]:
             yield rows.unit()
 
 
-def choices_of(layer: Layer, use: Use) -> list[ExpertChoice]:
+def choices_of(layer: Module, use: Use) -> list[ExpertChoice]:
     """Return the kernels that choose a layer's experts by logits of the model's dtype or float32.
 
     Raises:
@@ -122,7 +122,7 @@ def choices_of(layer: Layer, use: Use) -> list[ExpertChoice]:
     return [choice for choice in choices if choice is not None]
 
 
-def one_launches_of(layers: list[Layer], tokens: list[int], use: Use) -> Iterator[Unit]:
+def one_launches_of(layers: list[Module], tokens: list[int], use: Use) -> Iterator[Unit]:
     """Yield the unit of every layer of experts that would run in one launch. Two layers, gate_up and down, are one of
     experts if their sizes match each other.
 

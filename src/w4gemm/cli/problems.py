@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 
@@ -24,27 +24,14 @@ from w4gemm.packing.layouts import layout_for
 _FP8 = torch.float8_e4m3fn
 
 
-@dataclass(frozen=True)
-class Layer:
-    """A linear layer with n output and k input features; if ``experts`` > 0, that many such layers."""
-
-    n: int
-    k: int
-    format: WeightFormat
-    bias: bool = False
-    experts: int = 0
-    activations: str | None = None
-    """"fp8" if the layer quantizes x, whatever the dtype of the other layers' x."""
-
-
 def problems(
-    layers: list[Layer], tokens: list[int], device: Device, dtype: torch.dtype, batch_invariant: bool = False
+    layers: list[Module], tokens: list[int], device: Device, dtype: torch.dtype, batch_invariant: bool = False
 ) -> list[GemmProblem]:
     """Return a problem for each layer and number of tokens.
 
     Args:
         tokens: numbers of tokens; for a layer of experts, of each expert on average.
-        dtype: dtype of the activations, except for layers that quantize them.
+        dtype: dtype of the activations, except for layers that quantize them (``activations`` "fp8").
     """
     made = []
     for layer in layers:
@@ -60,7 +47,7 @@ def problems(
     return made
 
 
-def parse_layers(args: argparse.Namespace, device: Device) -> list[Layer]:
+def parse_layers(args: argparse.Namespace, device: Device) -> list[Module]:
     """Return the layers of ``--model`` or ``--shapes``, each once; of a model those that stay packed on the device.
 
     Raises:
@@ -73,7 +60,7 @@ def parse_layers(args: argparse.Namespace, device: Device) -> list[Layer]:
         layers = layers_of(m for m in linear if runs_on(device, m.format, m.n, m.k, m.experts))
     elif (shapes := listed_shapes(args.shapes)) is not None:
         sizes = [[_size(digits, "--shapes") for digits in shape] for shape in shapes]
-        layers = [Layer(n, k, format, experts=experts) for experts, n, k in sizes]
+        layers = [Module(n, k, format, experts=experts) for experts, n, k in sizes]
     else:
         layers = [
             _parse_line(line, f"{args.shapes}:{number}", format)
@@ -94,12 +81,12 @@ def embeddings_of(args: argparse.Namespace) -> list[Module]:
     return [module for name, module in modules.items() if is_embedding(name)]
 
 
-def layers_of(modules: Iterable[Module]) -> list[Layer]:
-    """Return a layer for each module of a checkpoint."""
-    return [Layer(m.n, m.k, m.format, m.bias, m.experts, m.activations) for m in modules]
+def layers_of(modules: Iterable[Module]) -> list[Module]:
+    """Return modules of a checkpoint, equal if their products are."""
+    return [replace(m, fused=(), pre_quant_scale=False, shared=False) for m in modules]
 
 
-def _parse_line(line: str, where: str, format: WeightFormat) -> Layer:
+def _parse_line(line: str, where: str, format: WeightFormat) -> Module:
     words = line.split()
     bias = words[-1] == "bias"
     words = words[: len(words) - bias]
@@ -108,7 +95,7 @@ def _parse_line(line: str, where: str, format: WeightFormat) -> Layer:
     if len(sizes) not in (2, 3) or len(named) > 1 or 0 in sizes:
         raise FormatError(f"{where}: wanted [EXPERTS] N K [FORMAT] [bias], got {line!r}")
     experts, n, k = sizes if len(sizes) == 3 else (0, *sizes)
-    return Layer(n, k, WeightFormat.parse(named[0]) if named else format, bias, experts)
+    return Module(n, k, WeightFormat.parse(named[0]) if named else format, bias, experts)
 
 
 def _size(digits: str, where: str) -> int:

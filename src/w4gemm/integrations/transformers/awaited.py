@@ -18,7 +18,14 @@ from w4gemm.api.nn import W4Linear
 from w4gemm.api.packed_module import PackedModule
 from w4gemm.checkpoints.dense import default_format
 from w4gemm.checkpoints.experts import DOWN
-from w4gemm.checkpoints.model_experts import DenseProduct, activation_of, is_transposed, of_llama_4, products_of
+from w4gemm.checkpoints.model_experts import (
+    DenseProduct,
+    activation_of,
+    has_bias,
+    is_transposed,
+    of_llama_4,
+    products_of,
+)
 from w4gemm.core.formats import WeightFormat
 from w4gemm.integrations.transformers.sharding import Local
 from w4gemm.packing.packed_shape import packed_shape
@@ -151,12 +158,12 @@ class AwaitedExperts(W4Experts):
 
     def __init__(self, experts: nn.Module, config: Any) -> None:
         nn.Module.__init__(self)
-        transposed, has_bias = is_transposed(experts), bool(getattr(experts, "has_bias", False))
+        transposed, biased = is_transposed(experts), has_bias(experts)
         leaves = products_of(experts)
         assert leaves is not None
         up, down = map(experts.get_parameter, leaves)
-        self.gate_up = AwaitedGrouped(up, transposed, has_bias, activation_of(experts))
-        self.down = AwaitedGrouped(down, transposed, has_bias)
+        self.gate_up = AwaitedGrouped(up, transposed, biased, activation_of(experts))
+        self.down = AwaitedGrouped(down, transposed, biased)
         self.config, self.leaves = config, leaves
         self.__dict__.update(zip(leaves, (up.data, down.data), strict=True))  # Qwen3-Omni's blocks draw these numbers
 

@@ -16,7 +16,7 @@ from w4gemm.checkpoints.account import Account, Naming, Recipe, Stored
 from w4gemm.checkpoints.base import finite_dense
 from w4gemm.checkpoints.dense import linear_layers
 from w4gemm.checkpoints.experts import DOWN, GATE_UP, roles_of
-from w4gemm.checkpoints.model_experts import has_known_layout, is_transposed, products_of
+from w4gemm.checkpoints.model_experts import has_known_layout, is_concatenated, is_transposed, products_of
 from w4gemm.checkpoints.numbers import Numbers
 from w4gemm.checkpoints.quantized_folder import QuantizedFolder
 from w4gemm.core.errors import FormatError
@@ -194,7 +194,7 @@ class Placement:
             return None
         if not isinstance(experts, AwaitedExperts):
             assert experts is not None
-            if module.shared and module.bias == getattr(experts, "is_concatenated", True):
+            if module.shared and module.bias == is_concatenated(experts):
                 return None  # its reader took the gates and ups for others
             try:
                 experts = AwaitedExperts(experts, getattr(self._model, "config", None))
@@ -439,7 +439,7 @@ def _as_parameter(experts: nn.Module, pairs: bool, w: torch.Tensor) -> torch.Ten
 
 def _in_order(experts: nn.Module, pairs: bool, rows: torch.Tensor) -> torch.Tensor:
     """Rows (experts, n, ...) in the order of the model's own parameter, if they are ``pairs`` of a gate and an up."""
-    if not pairs or not getattr(experts, "is_concatenated", True):
+    if not pairs or not is_concatenated(experts):
         return rows
     return rows.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
 
