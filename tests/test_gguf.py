@@ -12,6 +12,7 @@ import torch
 
 gguf = pytest.importorskip("gguf")
 
+from tiny_model import write_out  # noqa: E402
 from w4gemm import FormatError, QuantizedWeight, WeightFormat  # noqa: E402
 from w4gemm.checkpoints import find_checkpoint, open_checkpoint  # noqa: E402
 from w4gemm.checkpoints.gguf import GGUFCheckpoint  # noqa: E402
@@ -40,10 +41,7 @@ def write_file(path: Path, tensors: dict[str, tuple[np.ndarray, str]]) -> Path:
             writer.add_tensor(name, values.astype(np.float32 if type_name == "F32" else np.float16))
         else:
             writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_out(writer)
     return path
 
 
@@ -168,10 +166,7 @@ def write_blocks(path: Path, number: int, blocks: np.ndarray, **beside: np.ndarr
     writer.add_tensor("a.weight" if beside else "a", blocks.reshape(*blocks.shape[:-2], -1), raw_dtype=number)
     for name, values in beside.items():
         writer.add_tensor(f"a.{name}", values)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_out(writer)
     return GGUFFile(path)
 
 
@@ -463,10 +458,7 @@ def split(folder: Path, name: str, parts: list[list[str]], **changes: int) -> li
         for tensor in names:
             values = np.full((32, 32), 127 * next(numbers), np.float32)
             writer.add_tensor(tensor, gguf.quants.quantize(values, gguf.GGMLQuantizationType.Q8_0), raw_dtype=8)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+        write_out(writer)
     return paths
 
 
@@ -530,10 +522,7 @@ def test_a_key_that_is_there_twice(tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "twice.gguf", "llama")
     writer.add_string("test.a", "one")
     writer.add_string("test.b", "two")
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_out(writer)
     damaged(tmp_path / "twice.gguf", b"test.b", b"test.a")
     with pytest.raises(FormatError, match=r"key 'test\.a' is there twice"):
         open_checkpoint(tmp_path / "twice.gguf")
@@ -542,10 +531,7 @@ def test_a_key_that_is_there_twice(tmp_path: Path) -> None:
 def test_alignment(tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "a.gguf", "llama")
     writer.add_uint32("general.alignment", 48)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_out(writer)
     with pytest.raises(FormatError, match=r"general\.alignment: wanted a power of two, got 48"):
         open_checkpoint(tmp_path / "a.gguf")
 

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # noqa: E402
 
 import tiny_model  # noqa: E402
-from tiny_model import EXPERTS, HEADS, LAYERS, add_metadata, write_dense, write_gguf  # noqa: E402
+from tiny_model import EXPERTS, HEADS, LAYERS, add_metadata, write_dense, write_gguf, write_out  # noqa: E402
 from w4gemm import FormatError, WeightFormat  # noqa: E402
 from w4gemm.checkpoints import open_checkpoint  # noqa: E402
 from w4gemm.checkpoints.experts import GATE_UP  # noqa: E402
@@ -144,10 +144,7 @@ def write(path: Path, model: Any, kind: str, types: dict[str, str]) -> Path:
                 values *= factors.view(*values.shape[:-2], 1, 1)
                 for end in ("scale", "input_scale"):
                     writer.add_tensor(f"{stored.removesuffix('weight')}{end}", factors.numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_out(writer)
     return path
 
 

@@ -36,12 +36,10 @@ its own."""
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty user's table and no shipped one."""
-    monkeypatch.setenv("W4GEMM_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(table, "_TABLES", tmp_path / "tables")
-    monkeypatch.setattr(table, "_session", [])
-    return tmp_path / "cache"
+    monkeypatch.setattr(table, "_TABLES", cache_folder / "tables")
+    return cache_folder
 
 
 def record(problem: GemmProblem = PROBLEM, nth: int = 7, **changes) -> Record:

@@ -28,12 +28,10 @@ CPU = GemmProblem(8, 96, 64, torch.float32, WeightFormat(32), "cpu", device=Devi
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("W4GEMM_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(table, "_TABLES", tmp_path / "tables")
-    monkeypatch.setattr(table, "_session", [])
-    monkeypatch.setattr(choice.plan_cache, "_plans", {})
-    return tmp_path / "cache"
+def folder(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty user's table and no shipped one."""
+    monkeypatch.setattr(table, "_TABLES", cache_folder / "tables")
+    return cache_folder
 
 
 def is_of(launch: Callable[[Operands], None], name: str) -> bool:

@@ -17,6 +17,7 @@ from bench.engine.packing import Packing
 from safetensors.torch import save_file
 
 from test_vllm_dense import Case, config_of
+from tiny_model import write_out
 from vllm_parts import part_fixture
 from w4gemm import FormatError, choice, quantize
 from w4gemm.checkpoints import Module
@@ -357,10 +358,7 @@ def gguf_file(path: Path, architecture: str, tensors: dict[str, tuple[str, tuple
         elements, size = gguf.GGML_QUANT_SIZES[kind]
         blocks = np.zeros((*rows, k // elements * size), dtype=np.uint8)
         writer.add_tensor(f"{name}.weight", blocks, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_out(writer)
     return path
 
 

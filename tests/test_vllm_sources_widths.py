@@ -29,6 +29,7 @@ from test_vllm_sources import (  # noqa: F401 (plugin is a fixture)
     reloading,
     routed_experts,
 )
+from tiny_model import write_out
 
 from sglang_layers import Drawn  # isort: skip (of a stub of SGLang, which is installed on import)
 from w4gemm.checkpoints import open_checkpoint
@@ -333,10 +334,7 @@ def write_gguf(path: Path, tensors: dict[str, tuple[str, int | tuple[int, int]]]
         for at in factors:
             blocks[:, at : at + 2] = (rng.random((len(blocks), 1)) / 50).astype(np.float16).view(np.uint8)
         writer.add_tensor(name, blocks.reshape(*np.atleast_1d(n), -1), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_out(writer)
     return GGUFFile(path)
 
 

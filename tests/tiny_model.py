@@ -125,11 +125,16 @@ def write_gguf(
         add(f"blk.{i}.attn_output.weight", (HIDDEN, HEADS * head_dim), type)
         for name, shape in (("ffn_gate", (FFN, HIDDEN)), ("ffn_up", (FFN, HIDDEN)), ("ffn_down", (HIDDEN, FFN))):
             add(f"blk.{i}.{name}.weight", shape, type)
+    write_out(writer)
+    return path
+
+
+def write_out(writer: Any) -> None:
+    """Write the file of a ``gguf.GGUFWriter``, and close it."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
 
 
 def add_metadata(writer: Any, head_dim: int, rope_theta: float = 10000.0, eps: float = 1e-5) -> None:

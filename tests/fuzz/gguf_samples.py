@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from tiny_model import write_out
+
 N, K = 32, 64
 EXPERTS = 2
 TYPES = ("Q4_0", "Q4_1", "F16", "F32", "Q8_0", "IQ4_NL", "MXFP4", "NVFP4", "Q4_K", "Q6_K", "IQ4_XS")
@@ -60,7 +62,4 @@ def experts(folder: Path) -> Path:
 
 
 def _finish(writer: Any) -> None:
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_out(writer)
