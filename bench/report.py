@@ -331,11 +331,13 @@ def _engines(page: Page, rows: Sequence[Row]) -> list[str]:
             continue
         columns = [c for c in summary.COLUMNS if any(c in gains for gains in cases.values())]
         lines += ["", f"## Inside {name}", ""]
+        shown = {gain.row["phase"]: gain.row for gains in cases.values() for gain in gains.values()}
+        long = f" ({shown['prefill']['tokens_in']} for a prefill)" if "prefill" in shown else ""
         lines += _wrapped(
             f"Time of a decode step, or of a prefill, with the kernels that {name} chooses / with w4gemm, and in "
-            f"parentheses with the fastest of {name}'s kernels where more ran. Prompts of 128 tokens (8192 for a "
-            f"prefill), greedy answers of {'128' if engine == 'vllm' else '80'}; medians. Checkpoints have published "
-            "shapes and random numbers."
+            f"parentheses with the fastest of {name}'s kernels where more ran. Prompts of 128 tokens{long}, greedy "
+            f"answers of {shown['decode']['tokens_out']}; medians. Checkpoints have published shapes and random "
+            "numbers."
         )
         lines += ["", _image(page.plot("vllm"), "Speed-up inside vLLM")] if engine == "vllm" else []
         lines += ["", f"| model | {' | '.join(columns)} | commit |", "|---" * (len(columns) + 2) + "|"]
@@ -346,6 +348,13 @@ def _engines(page: Page, rows: Sequence[Row]) -> list[str]:
         if engine == "vllm":
             means = ["" if mean is None else f"{mean:.2f}" for mean in _mean_gains(_in_vllm(rows), columns)]
             lines.append(f"| **geometric mean** | {' | '.join(means)} | |")
+            lines += [*_served(rows), *_turns(read(RESULTS / "engine_pair.jsonl"), page.gpu)]
+    return lines
+
+
+def _served(rows: Sequence[Row]) -> list[str]:
+    """Return the table of servers under load, and what its rows note."""
+    lines: list[str] = []
     served = summary.cases_of(rows, ("serve",))
     if served:
         columns = sorted({column for gains in served.values() for column in gains}, key=_numbers)
@@ -362,7 +371,7 @@ def _engines(page: Page, rows: Sequence[Row]) -> list[str]:
             lines.append(f"| {' | '.join(map(str, cells))} |")
         notes = {row["note"] for row in rows if row["phase"] == "serve" and "note" in row}
         lines += [line for note in sorted(notes) for line in ("", *_wrapped(note))]
-    return [*lines, *_turns(read(RESULTS / "engine_pair.jsonl"), page.gpu)]
+    return lines
 
 
 def _turns(rows: Sequence[Row], gpu: str) -> list[str]:
