@@ -10,24 +10,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from w4gemm.kernels.cpu.amx import PAIRS, ROW, Amx
-from w4gemm.kernels.cpu.builder import F32, I32, Builder, Int, constant, floats_of, module_of
-from w4gemm.kernels.cpu.compiled import Code, CodeArguments
+from w4gemm.kernels.cpu.amx import PAIRS, ROW
+from w4gemm.kernels.cpu.builder import F32, I32, Int, constant, floats_of
 from w4gemm.kernels.cpu.tile_product import SIDE
-from w4gemm.kernels.cpu.tiles import TileCode, Tiles
+from w4gemm.kernels.cpu.tiles import Tiles
 from w4gemm.packing.layouts.cpu import TABLE_N
 
 
-def sums(code: Code, tile: TileCode, amx: type[Amx] = Amx) -> str:
-    """Return the text of a module whose function takes :class:`CodeArguments`."""
-
-    def write(b: Builder, arguments: list[Int]) -> Any:
-        return _Pairs(code, tile, b, amx(b), CodeArguments(*arguments)).write()
-
-    return module_of(write, len(CodeArguments._fields))
-
-
-class _Pairs(Tiles):
+class PairTiles(Tiles):
     """Writes the function."""
 
     def write(self) -> Any:

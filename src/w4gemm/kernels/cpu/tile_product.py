@@ -209,7 +209,7 @@ class TileProduct(CompiledProduct):
 
     def _program(self, m: int, dtype: torch.dtype) -> _Program:
         """Return the program for m tokens of x, in tiles of which the last has few rows of padding."""
-        from w4gemm.kernels.cpu.tiles import TileCode, sums
+        from w4gemm.kernels.cpu.tiles import TileCode, Tiles
 
         at_once = 2 if m > SIDE and table_bits(self.format) > 2 else 1  # eight tiles hold the sums of two by two
         rounds = -(-m // (at_once * SIDE))
@@ -217,7 +217,7 @@ class TileProduct(CompiledProduct):
         apart = rounds > 1 and self.k % _DISPLACING == 0 and not is_near
         rows, is_whole = -(-m // (rounds * at_once)), self.panel >= self.k
         tile = TileCode(rows, at_once, PARTS[dtype], self.is_rounded, self.most_columns, apart, is_whole)
-        return _Program(sums, tile.tokens, tile)
+        return _Program(Tiles.text, tile.tokens, tile)
 
 
 class PairProduct(TileProduct):
@@ -229,8 +229,9 @@ class PairProduct(TileProduct):
         return 2**17 * tokens // (tokens + 4)  # decoding a weight takes as long as four tokens
 
     def _program(self, m: int, dtype: torch.dtype) -> _Program:
-        from w4gemm.kernels.cpu.pairs import TileCode, sums
+        from w4gemm.kernels.cpu.pairs import PairTiles
+        from w4gemm.kernels.cpu.tiles import TileCode
 
         rows, is_whole = -(-m // -(-m // _PAIRS_TOKENS)), self.panel >= self.k
         tile = TileCode(rows, 1, 1, self.is_rounded, self.most_columns, False, is_whole)
-        return _Program(sums, m, tile)
+        return _Program(PairTiles.text, m, tile)

@@ -102,17 +102,17 @@ def parts(dtype: torch.dtype, count: int, has_sums: bool, tile_rows: int) -> str
     return module_of(write, len(PartArguments._fields))
 
 
-def sums(code: Code, tile: TileCode, amx: type[Amx] = Amx) -> str:
-    """Return the text of a module whose function takes :class:`CodeArguments`."""
-
-    def write(b: Builder, arguments: list[Int]) -> Any:
-        return Tiles(code, tile, b, amx(b), CodeArguments(*arguments)).write()
-
-    return module_of(write, len(CodeArguments._fields))
-
-
 class Tiles:
     """Writes the function."""
+
+    @classmethod
+    def text(cls, code: Code, tile: TileCode, amx: type[Amx] = Amx) -> str:
+        """Return the text of a module whose function takes :class:`CodeArguments`."""
+
+        def write(b: Builder, arguments: list[Int]) -> Any:
+            return cls(code, tile, b, amx(b), CodeArguments(*arguments)).write()
+
+        return module_of(write, len(CodeArguments._fields))
 
     def __init__(self, code: Code, tile: TileCode, b: Builder, amx: Amx, a: CodeArguments) -> None:
         self.code, self.tile, self.b, self.amx, self.a = code, tile, b, amx, a
