@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from w4gemm.kernels.cpu.amx import PAIRS, ROW
-from w4gemm.kernels.cpu.builder import F32, I32, Int, constant, floats_of
+from w4gemm.kernels.cpu.builder import F32, I32, Int, constant
 from w4gemm.kernels.cpu.tile_product import SIDE
 from w4gemm.kernels.cpu.tiles import Tiles
 from w4gemm.packing.layouts.cpu import TABLE_N
@@ -38,7 +38,7 @@ class PairTiles(Tiles):
 
     def tokens(self, count: int, token: Int, place: tuple[Int, Int], first: Int, groups: Int) -> None:
         """Multiply the codes of a panel with ``count`` tokens, and add the products to the results from a place on."""
-        b, a, kind, vectors = self.b, self.a, floats_of(SIDE), range(self.width)
+        b, a, vectors = self.b, self.a, range(self.width)
         x = a.x + token * a.x_row * 2
         if self.tile.is_rounded:
             for t, own in enumerate(self.products_of(count, x, first, *self.panel(first))):
@@ -52,10 +52,7 @@ class PairTiles(Tiles):
                 place_of_sum = (token + t) * self.groups_until(a.k) + self.groups_until(first) + group
                 x_sum = self.x_sum(a.x_sums + place_of_sum * 4) if self.has_sums else None
                 for w, (product, total) in enumerate(zip(of_token, own, strict=True)):
-                    result = b.multiply_add(b.load(product), b.read(scales + w * ROW, kind), b.load(total))
-                    if x_sum is not None:
-                        result = b.multiply_add(x_sum, b.read(scales + (self.width + w) * ROW, kind), result)
-                    b.store(result, total)
+                    self.add_scaled(total, b.load(product), scales + w * ROW, x_sum)
         for t, own in enumerate(totals):
             self.put(token + t, place, first, [b.load(total) for total in own])
 

@@ -203,12 +203,17 @@ class Tiles:
                         if self.tile.is_rounded:
                             b.store(product, total)
                             continue
-                        result = b.multiply_add(product, b.read(scales + w * ROW, kind), b.load(total))
-                        if x_sum is not None:
-                            zero = b.read(scales + (self.width + w) * ROW, kind)
-                            result = b.multiply_add(x_sum, zero, result)
-                        b.store(result, total)
+                        self.add_scaled(total, product, scales + w * ROW, x_sum)
                 self.put(own, place, first, [b.load(total) for total in totals])
+
+    def add_scaled(self, total: Any, product: Any, scale: Int, x_sum: Any) -> None:
+        """Add a group's product, times the scale at an address, to a variable; and ``x_sum``, unless it is None, times
+        the zero point."""
+        b, kind = self.b, floats_of(SIDE)
+        result = b.multiply_add(product, b.read(scale, kind), b.load(total))
+        if x_sum is not None:
+            result = b.multiply_add(x_sum, b.read(scale + self.width * ROW, kind), result)
+        b.store(result, total)
 
     def numbers_of(self, rows: Int, column: Int, scales: Sequence[Any], zeros: Sequence[Any]) -> list[Any]:
         """Return what two columns hold in bf16, codes or numbers, by vectors; ``rows`` is the address of the block in
