@@ -277,6 +277,18 @@ def test_decoding_once_is_predicted_for_small_k_too():
         assert abs(sum(actual) / len(actual) - 1) < 0.01
 
 
+@pytest.mark.parametrize(
+    ("n", "k", "m", "fastest"),
+    [
+        (2432, 2816, 1024, "192x128x128_1x1x1_coop"),  # 24.6 us, with stages of 64 columns 26.3
+        (2560, 2560, 256, "256x64x64_1x1x1_coop_k2"),  # 10.0 us, 96x64x128 10.7
+    ],
+)
+def test_k_quants_take_long_stages_and_not_one_warpgroup(n: int, k: int, m: int, fastest: str) -> None:
+    problem = problem_of("sm90_mixed_gemm", m, "q4_k", n=n, k=k)
+    assert str(ranked(KERNELS, problem)[0].config) == fastest
+
+
 def test_rows_of_experts_at_random_make_more_tiles_than_even_ones():
     experts, g = 128, random.Random(0)
     problem = problem_of("sm90_mixed_gemm", experts=experts)

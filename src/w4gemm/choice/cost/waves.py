@@ -58,6 +58,7 @@ from w4gemm.core.epilogue import PLAIN
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import GemmProblem
 from w4gemm.kernels.hopper import first_features, most_narrow_rows
+from w4gemm.kernels.sm90_mixed_gemm.work import WGMMA_TOKENS
 from w4gemm.kernels.variant import HOPPER_SHARED_MEMORY, RESERVED_SHARED_MEMORY
 from w4gemm.packing.block import BLOCK_N
 from w4gemm.packing.codecs import scales_on_sums, weight_operand
@@ -71,6 +72,8 @@ FP8_ROWS = "sm90_fp8_block_gemm rows"
 _ROOT = 1 / SHARPNESS
 _DECODE_BOUND_TOKENS = 60
 """Largest tile_m of which the time to decode a k-slice shows in full; for more tokens the tensor cores hide it."""
+_MANY_TOKENS_OF_LEVELS = 96
+"""Smallest tile_m of which one consumer warpgroup keeps tensor cores waiting if scales have two levels."""
 _FEW_TOKENS_OF_WARPGROUPS = 128
 """Largest tile_m at which the number of consumer warpgroups leaves the time of decoding as it is; with twice as many
 tokens its effect is whole."""
@@ -410,11 +413,13 @@ def _tile_overhead(facts: LaunchFacts, problem: GemmProblem, config: GemmConfig)
                     overhead *= model["levels_two_warpgroups"] ** wide
                 # CTAs that share x wait for each other
                 slower = model["levels_shared_x"] if config.cluster_n > 1 else 1.0
-                slower *= model["levels_half_stage"] if variant.half_block_stages else 1.0
                 slower *= model["levels_stream"] if config.schedule == "stream" else 1.0
                 overhead = (1 + overhead) * slower**wide - 1
-            slow_alone = variant.weight.codec.slow_alone or variant.block.factors
-            if wide > 0 and slow_alone and variant.warpgroups_n == 1 and config.split_k == 1:
+                if variant.half_block_stages and variant.warpgroups_n > 1 and config.tile_m < WGMMA_TOKENS:
+                    overhead = (1 + overhead) * model["levels_half_stage"] - 1
+            many = wide > 0 and variant.weight.codec.slow_alone
+            many |= variant.block.factors > 0 and config.tile_m >= _MANY_TOKENS_OF_LEVELS
+            if many and variant.warpgroups_n == 1 and config.split_k == 1:
                 overhead = (1 + overhead) * model["one_warpgroup"] - 1
             if variant.block.bits > 4 and facts.kernel.name != "sm90_decode" and variant.num_stages == 2:
                 overhead += model["two_stages"]  # the measured format has three there
