@@ -543,6 +543,7 @@ METHODS = (
     "get_moe_quant_info",
     "get_quant_method",
     "restore_weights_before_loading",
+    "pause",
 )
 
 

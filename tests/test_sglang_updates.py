@@ -27,7 +27,7 @@ from sglang_layers import (  # noqa: F401 (two are fixtures)
     registered,
     resolved,
 )
-from test_sglang_floats import LINEAR, PARTS, Floats, choose_marlin
+from test_sglang_floats import LINEAR, PARTS, SITU, Floats, choose_marlin, runs
 from test_sglang_plugin import DENSE
 from w4gemm import QuantizedWeight, quantize
 from w4gemm.integrations.sglang import takeover, updates
@@ -187,6 +187,17 @@ def test_models_that_take_none() -> None:
     assert "SGLang derived other weights" in getattr(layer, takeover.REFUSES_UPDATES)
 
 
+@pytest.mark.parametrize("graphs", [True, False])
+def test_kimi_k3_takes_none_beside_graphs(graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang merges weights of its layers anew each time it loads some, and graphs read the old ones."""
+    config = resolved("sglang.srt.model_executor.cuda_graph_config")
+    monkeypatch.setattr(config, "cuda_graph_fully_disabled", lambda: not graphs)
+    layer: Any = torch.nn.Module()
+    layer._merge_front_weights = None
+    takeover.refuse_derived(layer)
+    assert ("Kimi-K3" in getattr(layer, takeover.REFUSES_UPDATES, "")) == graphs
+
+
 class Experts(torch.nn.Module):
     """SGLang's loader of experts, of which each GPU has all."""
 
@@ -252,6 +263,66 @@ def test_experts(name: str) -> None:
         assert torch.equal(held.dequantize(), dataclasses.replace(fresh, activations=held.activations).dequantize())
     check(quantized(80))
     method.process_weights_after_loading(layer)
+    assert places == {each: p.data_ptr() for each, p in packed(layer).items()}
+
+
+class PaddedExperts(Experts):
+    """SGLang's loader into parameters that may have more rows and columns than what comes."""
+
+    def weight_loader(self, param: Any, loaded_weight: Any, weight_name: str, shard_id: str, expert_id: int) -> None:
+        rows = param.data[expert_id] if shard_id == "w2" else param.data[expert_id].chunk(2)[shard_id == "w3"]
+        n, k = loaded_weight.shape
+        rows[:n, :k].copy_(loaded_weight)
+
+
+@pytest.mark.parametrize(("width", "padded"), [(192, False), (224, True)])
+def test_experts_of_kimi_k3(width: int, padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take new weights, unless SGLang has padded them: no tensor brings these zeros."""
+    runs(monkeypatch, "triton_kernel")
+    of = resolved(f"{QUANTIZATION}.mxfp4.Mxfp4MoEMethod")("model.layers.0.mlp.experts")
+    layer = experts_layer(of, width, **SITU)
+    layer.__class__ = PaddedExperts
+    with_loaders(layer, layer.weight_loader)
+    of.create_moe_runner(layer, layer.moe_runner_config)
+
+    def load(seed: int) -> dict[str, list[Floats]]:
+        sizes = {"w1": (width, HIDDEN), "w2": (HIDDEN, width), "w3": (width, HIDDEN)}
+        drawn = {s: [Floats("mxfp4", seed + e, *size) for e in range(EXPERTS)] for s, size in sizes.items()}
+        for shard, each in drawn.items():
+            for e, numbers in enumerate(each):
+                for leaf, tensor in (("weight", numbers.codes), ("weight_scale", numbers.scales.view(torch.uint8))):
+                    name = f"w{'2' if shard == 'w2' else '13'}_{leaf}"
+                    parameter: Any = layer._parameters[name]
+                    parameter.weight_loader(parameter, tensor, name, shard_id=shard, expert_id=e)
+        of.process_weights_after_loading(layer)
+        return drawn
+
+    def check(drawn: dict[str, list[Floats]]) -> None:
+        for e in range(EXPERTS):
+            gate, down, up = (each[e].dense for each in drawn.values())
+            for held, rows in ((experts.gate_up.weight, in_pairs(torch.cat([gate, up]))), (experts.down.weight, down)):
+                assert torch.equal(held.expert(e).dequantize(torch.float64), rows)
+
+    first = load(20)
+    assert hasattr(layer, takeover.REFUSES_UPDATES) == padded
+    if padded:
+        return
+    experts = layer.w4gemm_experts.experts
+    check(first)
+    places = {each: p.data_ptr() for each, p in packed(layer).items()}
+    check(load(60))
+    dense = {s: torch.randn(EXPERTS, n, k).bfloat16() for s, (n, k) in
+             {"w1": (width, HIDDEN), "w2": (HIDDEN, width), "w3": (width, HIDDEN)}.items()}  # fmt: skip
+    for shard, each in dense.items():
+        name = "w2_weight" if shard == "w2" else "w13_weight"
+        for e, rows in enumerate(each):
+            parameter: Any = layer._parameters[name]
+            parameter.weight_loader(parameter, rows, name, shard_id=shard, expert_id=e)
+    of.process_weights_after_loading(layer)
+    gates_and_ups = in_pairs(torch.cat([dense["w1"], dense["w3"]], 1))
+    for held, rows in ((experts.gate_up.weight, gates_and_ups), (experts.down.weight, dense["w2"])):
+        for e in range(EXPERTS):
+            assert torch.equal(held.expert(e).dequantize(), quantize(rows[e], held.format).dequantize())
     assert places == {each: p.data_ptr() for each, p in packed(layer).items()}
 
 
@@ -502,3 +573,13 @@ def test_an_error_on_any_rank_is_one_on_all(monkeypatch: pytest.MonkeyPatch) -> 
 
     with pytest.raises(ValueError, match="another"):
         updates.answer_with_errors(fail, manager, None)
+
+
+def test_memory_is_taken_away_when_the_gpu_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang itself takes it away while the GPU may still copy from it."""
+    adapter, order = resolved("sglang.srt.utils.torch_memory_saver_adapter"), []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: order.append("done"))
+    saver = SimpleNamespace(pause=lambda tag: order.append(tag))
+    monkeypatch.setattr(adapter, "_memory_saver", saver, raising=False)
+    adapter._TorchMemorySaverAdapterReal().pause("weights")
+    assert order == ["done", "weights"]

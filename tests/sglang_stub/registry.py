@@ -122,3 +122,14 @@ class Asked:
 
     def process_weights_after_loading(self, layer):
         self.asked.append("process")
+
+
+@at("utils.torch_memory_saver_adapter")
+class _TorchMemorySaverAdapterReal:
+    def pause(self, tag):
+        sys.modules[type(self).__module__]._memory_saver.pause(tag=tag)
+
+
+@at("model_executor.cuda_graph_config")
+def cuda_graph_fully_disabled():
+    return False

@@ -266,7 +266,9 @@ def _pack(method: Method, self: Any, layer: Any) -> None:
     object.__setattr__(layer, _EXPERTS, W4gemmQuantInfo(experts, first, factor, first_expert))
     WARMUP.loaded(layer, _need(experts, first, activation, config))
     vars(layer).pop("_original_shapes", None)  # to which SGLang would make empty parameters grow before an update
-    if not (layer.with_bias or method.padded or in_pairs(config)):
+    sizes = experts.gate_up.weight.k, experts.down.weight.k
+    padded = method.padded and sizes != (layer.hidden_size, layer.intermediate_size_per_partition)
+    if not (layer.with_bias or padded or in_pairs(config)):  # no tensor brings the zeros of a padded one
         open_updates(layer, update, held, [f"{name}_weight" for name in PRODUCTS if gated[name]], method.flips)
 
 

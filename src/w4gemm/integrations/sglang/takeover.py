@@ -41,6 +41,13 @@ _UPDATES = (
 _DERIVED = (
     f"w4gemm has packed kv_b_proj, of which SGLang derived other weights; {SGLANG.variable}=off lets weights be updated"
 )
+_MERGED = (
+    "SGLang merges weights of Kimi-K3 anew when new ones are loaded, and CUDA graphs read the old ones; "
+    "--disable-cuda-graph lets weights be updated"
+)
+"""The same where SGLang itself does not say so."""
+_MERGES = ("_merge_front_weights", "_merge_bfa_weights")
+"""Methods of SGLang's modules that do it."""
 REFUSES_UPDATES = "_derived_weight_cache_error"
 """Attribute of a module that has SGLang refuse an update, in place of one that passes parameters over it lacks."""
 UPDATES = "w4gemm_updates"
@@ -201,11 +208,20 @@ def _expert_places() -> bytes:
 
 
 def refuse_derived(model: torch.nn.Module) -> None:
-    """Have SGLang refuse updates of a model of which it keeps weights that were derived from packed ones."""
+    """Have SGLang refuse updates of a model of which it keeps weights that were derived from packed ones, or whose CUDA
+    graphs read others than those that come."""
     for module in model.modules():
+        if any(hasattr(module, name) for name in _MERGES) and _captures_graphs():
+            setattr(module, REFUSES_UPDATES, _MERGED)
         projection = getattr(module, "kv_b_proj", None)
         if hasattr(projection, "w4gemm_weight"):
             setattr(projection, REFUSES_UPDATES, _DERIVED)
+
+
+def _captures_graphs() -> bool:
+    from sglang.srt.model_executor.cuda_graph_config import cuda_graph_fully_disabled
+
+    return not cuda_graph_fully_disabled()
 
 
 def _marks(flag: contextvars.ContextVar[bool]) -> Callable[..., Any]:

@@ -26,6 +26,8 @@ _CALLS = (
     *("end_weight_update", "update_weights_from_disk", "update_weights_from_ipc"),
 )
 """The manager's methods that bring weights, or end an update."""
+_PAUSE = "sglang.srt.utils.torch_memory_saver_adapter._TorchMemorySaverAdapterReal.pause"
+"""Method that takes memory of the GPU away until it is resumed (--enable-memory-saver)."""
 
 
 class QuantizedUpdate(Update):
@@ -168,11 +170,23 @@ def end_updates(layer: Any) -> None:
 
 
 def install_answers() -> None:
-    """Put hooks around the calls of an update. A version of SGLang with other ones ends with their errors."""
+    """Put hooks around the calls of an update, and around sleep. A version of SGLang with other ones ends with their
+    errors."""
     try:
         hook([Hook(f"{_MANAGER}.{name}", ("self", "recv_req"), answer_with_errors) for name in _CALLS])
     except (ImportError, AttributeError) as e:
         SGLANG.log().warning("w4gemm: SGLang ends when weights are refused, or only a part of a layer's comes: %s", e)
+    try:
+        hook([Hook(_PAUSE, ("self", "tag"), pause_when_done)])
+    except (ImportError, AttributeError) as e:
+        SGLANG.log().warning("w4gemm: SGLang may take memory away that the GPU still reads: %s", e)
+
+
+def pause_when_done(own: Callable[..., Any], self: Any, tag: str) -> Any:
+    """Wait for the GPU, then take memory away. SGLang 0.5.23 does not wait: it starts to copy a model's buffers, which
+    it keeps asleep, and takes their memory away while the GPU may still read it (its pull request 37932)."""
+    torch.cuda.synchronize()
+    return own(self, tag)
 
 
 def answer_with_errors(own: Callable[..., Any], self: Any, recv_req: Any) -> Any:
