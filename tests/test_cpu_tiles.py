@@ -67,6 +67,7 @@ def test_products_are_those_of_the_numbers(format: str, n: int, k: int, m: int) 
     assert (pairs(w)(x, w.tensors, None).double() - exact).norm() < 6e-7 * exact.norm(), "pairs"
 
 
+@pytest.mark.sampled(0.5)
 @pytest.mark.parametrize("m", [3, 4, 9, 16])
 @pytest.mark.parametrize("k", [64, 160])
 @pytest.mark.parametrize("is_rounded", [False, True])
