@@ -10,6 +10,7 @@ import os
 import re
 import resource
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -488,6 +489,23 @@ def test_a_source_that_changed_is_another_conversion(tmp_path: Path, capsys: pyt
     for source in (dense, tmp_path / "gptq"):
         assert convert(source, tmp_path / "out" / source.name) == 1
         assert "not of an interrupted run of the same conversion" in capsys.readouterr().err
+
+
+def test_another_part_of_a_split_file_is_another_conversion(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What had been written of a damaged download stayed, beside the numbers of the next one."""
+    gguf = pytest.importorskip("gguf")
+    (tmp_path / "in").mkdir()
+    monkeypatch.setattr(gguf, "GGUFWriter", partial(gguf.GGUFWriter, split_max_tensors=8))
+    write_gguf(tmp_path / "in" / "tiny.gguf")
+    first, second, *_ = sorted((tmp_path / "in").iterdir())
+    for _ in range(2):
+        assert convert(first, tmp_path / "out") == 0
+    assert "there already: 1 file" in capsys.readouterr().err
+    second.write_bytes(second.read_bytes()[:-1] + bytes([second.read_bytes()[-1] ^ 1]))
+    assert convert(first, tmp_path / "out") == 1
+    assert "not of an interrupted run of the same conversion" in capsys.readouterr().err
 
 
 def test_config_and_tensors_that_disagree_are_refused(tmp_path: Path) -> None:

@@ -273,7 +273,7 @@ def _plan(
         shards[-1].append(name)
         filled += size
     facts = {
-        "source": _source(checkpoint.path.resolve()),
+        "source": _source(checkpoint),
         "formats": {name: f"{m.format} {m.activations}" for name, m in modules.items()},
         "to": [writer.name, [str(dtype) for dtype in dtypes.values()], how],
         "shards": shards,
@@ -281,10 +281,13 @@ def _plan(
     return FolderPlan(tuple(map(tuple, shards)), hashlib.sha256(json.dumps(facts).encode()).hexdigest())
 
 
-def _source(path: Path) -> list[tuple[str | int, ...]]:
+def _source(checkpoint: Checkpoint) -> list[tuple[str | int, ...]]:
     """Return facts that change with a checkpoint: size and time of its large files of weights, and digests of its
     configs."""
+    path, split = checkpoint.path.resolve(), checkpoint.pretrained().file
     files = [path] if path.is_file() else sorted(file for pattern in _WEIGHTS for file in path.glob(pattern))
+    if split is not None:
+        files = [part.resolve() for part in split.parts]
     weights: list[tuple[str | int, ...]] = [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
     configs = [path / name for name in _OF_THE_SOURCE if (path / name).is_file()]
     return weights + [(file.name, hashlib.sha256(file.read_bytes()).hexdigest()) for file in configs]

@@ -47,6 +47,7 @@ class GGUFFile:
 
     Attributes:
         path: the file; of a split one the first part, which has the metadata.
+        parts: the file, or all parts of a split one.
         metadata: value by key; an array is an :class:`~w4gemm.checkpoints.gguf.header.Array`.
         tensors: place of each tensor, by name.
 
@@ -61,12 +62,12 @@ class GGUFFile:
         if not self.path.is_file():
             raise FileNotFoundError(f"path: no file {str(path)!r}")
         self.metadata, self.tensors = read_header(self.path)
-        parts = [self.path]
+        self.parts = [self.path]
         count, named = self.metadata.get("split.count", 1), _PART.fullmatch(self.path.name)
         if count != 1 or (named and int(named["count"]) != 1):
-            parts = self._parts(count)
-            self._join(parts)
-        self._bytes = [np.memmap(part, np.uint8, mode="r") for part in parts]
+            self.parts = self._parts(count)
+            self._join(self.parts)
+        self._bytes = [np.memmap(part, np.uint8, mode="r") for part in self.parts]
 
     def _parts(self, count: Any) -> list[Path]:
         """Return the parts of a split file of ``count``, and make the first one :attr:`path`."""
