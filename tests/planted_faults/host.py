@@ -481,7 +481,7 @@ FAULTS = (
     ),
     Fault(
         "an adapter of a head is merged into the embedding that reads it",
-        "src/w4gemm/integrations/transformers/layers.py",
+        "src/w4gemm/integrations/transformers/dequantize.py",
         "        if is_meant(head):\n",
         "        if is_meant(name):\n",
         "tests/test_packed_embeddings.py -k adapter_of_the_head",

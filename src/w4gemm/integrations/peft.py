@@ -162,7 +162,7 @@ def _inject_adapter(
                 kind = f"{getattr(config.peft_type, 'value', config.peft_type)} by {type(tuner).__name__}"
                 raise ValueError(f"target_modules: wanted LoRA alone for the quantized layer {name}, got {kind}")
     elif targets:
-        from w4gemm.integrations.transformers.layers import part_embeddings
+        from w4gemm.integrations.transformers.dequantize import part_embeddings
 
         part_embeddings(model, partial(tuner._check_target_module_exists, config))
     return own(tuner, model, adapter_name, *args, **kwargs)

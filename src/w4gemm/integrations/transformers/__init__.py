@@ -9,14 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from w4gemm.integrations.transformers.layers import (
-    Progress,
-    Summary,
-    dequantize_embedding,
-    dequantize_layers,
-    quantize_layers,
-    summarize,
-)
+from w4gemm.integrations.transformers.dequantize import dequantize_embedding, dequantize_layers
+from w4gemm.integrations.transformers.layers import Progress, Summary, quantize_layers, summarize
 from w4gemm.integrations.transformers.loading import load
 
 if TYPE_CHECKING:

@@ -1,21 +1,15 @@
-"""The linear layers of a model: counted, quantized, and made dense again."""
+"""The linear layers of a model: counted, and quantized. ``dequantize.py`` has the way back."""
 
 from __future__ import annotations
 
 import logging
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-import torch
 from torch import nn
-from torch.nn.utils.prune import BasePruningMethod
-from torch.nn.utils.spectral_norm import SpectralNorm
-from torch.nn.utils.weight_norm import WeightNorm
 
-from w4gemm.api.experts import W4Experts, W4GroupedLinear
 from w4gemm.api.nn import W4Embedding, W4Linear
 from w4gemm.api.packed_module import PackedModule
 from w4gemm.checkpoints.dense import (
@@ -26,22 +20,15 @@ from w4gemm.checkpoints.dense import (
     is_skipped,
     layers_to_quantize,
 )
-from w4gemm.checkpoints.model_experts import DenseProduct, activation_of, are_experts, dense_experts, of_llama_4
-from w4gemm.core.activation import parse
-from w4gemm.core.errors import kind_of
+from w4gemm.checkpoints.model_experts import are_experts, dense_experts
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.words import listed, nearest
-from w4gemm.weights.quantize import quantize
-from w4gemm.weights.weight import QuantizedWeight
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from w4gemm.integrations.transformers.dequantize import DenseExperts, Products
+from w4gemm.integrations.transformers.replace import compute_weight, hand_over, names_of, replace
 
 _log = logging.getLogger("w4gemm")
 Progress = Callable[[int, int, str], None]
 """Called as ``progress(done, total, what)``."""
-Products = Mapping[str, DenseProduct]
-"""The products of dense experts by the names of their parameters; empty for :class:`DenseExperts`."""
 
 
 @dataclass(frozen=True)
@@ -118,14 +105,12 @@ def quantize_layers(
         raise ValueError(f"model: wanted one with dense linear layers to quantize, got {summarize(model)}")
     for done, name in enumerate([*layers], 1):  # nothing else holds a layer then, so that its memory is free
         layer = layers.pop(name)
-        _compute_weight(layer)
+        compute_weight(layer)
         try:
             made = W4Linear.from_linear(layer, one_format or default_format(layer.in_features), search)
         except (TypeError, ValueError) as e:
             raise type(e)(f"{name}: {e}") from e
-        _hand_over(layer, made)
-        for place in names.pop(layer):
-            model.set_submodule(place, made)
+        replace(model, names.pop(layer), layer, made)
         if progress is not None:
             progress(done, total, "quantizing")
     for done, (name, products) in enumerate(experts.items(), total - len(experts) + 1):
@@ -153,10 +138,7 @@ def _quantize_experts(
 
     experts = model.get_submodule(places[0])
     if isinstance(experts, DenseExperts):
-        again = experts.quantized(format, search)
-        _hand_over(experts, again)
-        for place in places:
-            model.set_submodule(place, again)
+        replace(model, places, experts, experts.quantized(format, search))
         return
     made = AwaitedDenseExperts(experts, getattr(model, "config", None), products, format)
     for leaf in products:
@@ -165,7 +147,7 @@ def _quantize_experts(
         except ValueError as e:
             raise ValueError(f"{places[0]}.{leaf}: {e}") from e
     made.fill(None)
-    _hand_over(experts, made)
+    hand_over(experts, made)
     for place in places:
         put_experts(model, place, made)
     finish(made)
@@ -216,215 +198,3 @@ def _refuse_adapters(model: nn.Module) -> None:
                 f"model: wanted one without adapters, got PEFT's at {name!r}; quantize first and add adapters then, "
                 "or merge them into their layers before (merge_and_unload)"
             )
-
-
-_WEIGHT_HOOKS = (BasePruningMethod, WeightNorm, SpectralNorm)
-"""PyTorch's hooks that compute a layer's weight from other tensors before each call."""
-
-
-def _compute_weight(layer: nn.Module) -> None:
-    """Run these hooks: since the last call the tensors may have changed."""
-    with torch.no_grad():
-        for hook in layer._forward_pre_hooks.values():
-            if isinstance(hook, _WEIGHT_HOOKS):
-                hook(layer, ())
-
-
-def _hand_over(layer: nn.Module, made: nn.Module) -> None:
-    """Give a layer's hooks, but those that compute its weight, and its training mode to what takes its place."""
-    for key, pre_hook in layer._forward_pre_hooks.items():
-        if isinstance(pre_hook, _WEIGHT_HOOKS):
-            continue
-        made.register_forward_pre_hook(pre_hook, with_kwargs=key in layer._forward_pre_hooks_with_kwargs)
-    for key, hook in layer._forward_hooks.items():
-        made.register_forward_hook(
-            hook,
-            with_kwargs=key in layer._forward_hooks_with_kwargs,
-            always_call=key in layer._forward_hooks_always_called,
-        )
-    for backward_pre_hook in layer._backward_pre_hooks.values():
-        made.register_full_backward_pre_hook(backward_pre_hook)
-    for backward_hook in layer._backward_hooks.values():
-        is_full = layer._is_full_backward_hook
-        (made.register_full_backward_hook if is_full else made.register_backward_hook)(backward_hook)
-    if hasattr(layer, "_hf_hook"):  # moves x to the layer's GPU, of a model with a device_map
-        from accelerate.hooks import add_hook_to_module
-
-        add_hook_to_module(made, layer._hf_hook)
-    made.train(layer.training)
-
-
-def dequantize_layers(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Replace the quantized layers, embeddings and experts of a model by dense ones with the same numbers and hooks, in
-    place. Call :func:`describe` before such a model is saved. Experts become transformers' own again, but those of
-    Llama 4 and of other models, and those that are split, with which a model is not saved.
-
-    Args:
-        dtype: of the dense weights and biases: floating point, of 16 bits or more.
-
-    Returns:
-        The model itself.
-
-    Raises:
-        TypeError: for another dtype.
-        ValueError: for a linear layer with an activation, which a dense one has not; nothing is replaced then.
-    """
-    from w4gemm.integrations.transformers.embeddings import Packed, dense_embedding
-
-    layers = names_of(model)
-    for layer, names in layers.items():
-        if isinstance(layer, W4Linear) and layer.activation is not None:
-            raise ValueError(
-                f"{names[0]}.activation: wanted None, since a torch.nn.Linear has none, got {layer.activation!r}; set "
-                "it to None and let the model apply it"
-            )
-    own = _own_experts(model)
-    for layer, names in layers.items():
-        dense: nn.Module
-        if isinstance(layer, W4Experts):
-            dense = DenseExperts(layer, dtype)
-            if names[0] in own:
-                dense = _restored(dense, *own[names[0]])
-        elif isinstance(layer, W4Linear):
-            weight = layer.weight.dequantize(dtype)
-            if layer.pre_quant_scale is not None:
-                weight = (layer.weight.dequantize() * layer.pre_quant_scale.float()).to(dtype)
-            n, k = weight.shape
-            dense = nn.Linear(k, n, bias=layer.bias is not None, device="meta")
-            dense.weight = nn.Parameter(weight, requires_grad=False)
-            if layer.bias is not None:
-                dense.bias = nn.Parameter(layer.bias.detach().to(dtype), requires_grad=False)
-        elif isinstance(layer, Packed):
-            dense = dense_embedding(layer, dtype)
-        else:
-            continue
-        _hand_over(layer, dense)
-        for name in names:
-            model.set_submodule(name, dense)
-    return model
-
-
-def dequantize_embedding(model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """Put a dense embedding with the same rows in the place of a model's packed one, as training or resizing it needs.
-
-    Args:
-        dtype: of the rows; None for the packed embedding's.
-
-    Returns:
-        The model itself, which stays as it is if its embedding is dense.
-    """
-    from w4gemm.integrations.transformers.embeddings import Packed, dense_embedding
-    from w4gemm.integrations.transformers.quantizer import describe
-
-    packed = model.get_input_embeddings()
-    if isinstance(packed, Packed):
-        dense = dense_embedding(packed, packed.dtype if dtype is None else dtype)
-        _hand_over(packed, dense)
-        model.set_input_embeddings(dense)
-        describe(model)
-    return model
-
-
-def part_embeddings(model: PreTrainedModel, is_meant: Callable[[str], object]) -> None:
-    """Give the embeddings that read a head's packed weight one of their own, if the head's name is meant."""
-    from w4gemm.integrations.transformers.embeddings import TiedEmbedding, tied_to_heads
-    from w4gemm.integrations.transformers.quantizer import describe
-
-    for name, head in tied_to_heads(model).items():
-        if is_meant(head):
-            tied = model.get_submodule(name)
-            assert isinstance(tied, TiedEmbedding)
-            own = tied.apart()
-            _hand_over(tied, own)
-            model.set_submodule(name, own)
-            describe(model)
-
-
-def _own_experts(model: nn.Module) -> dict[str, tuple[nn.Module, Products]]:
-    """Return the experts without numbers that a model of transformers had in place of its quantized ones of the same
-    sizes, biases and activation, by their names, and their products."""
-    quantized = {name: module for name, module in model.named_modules() if isinstance(module, W4Experts)}
-    transformers = sys.modules.get("transformers")
-    if not quantized or transformers is None or not isinstance(model, transformers.PreTrainedModel):
-        return {}
-    from w4gemm.integrations.transformers.saving import outline_of
-
-    outline = outline_of(model)
-    own: dict[str, tuple[nn.Module, Products]] = {}
-    for name, products in dense_experts(outline).items():
-        experts, layer = outline.get_submodule(name), quantized.get(name)
-        if layer is None or of_llama_4(experts) or activation_of(experts) != layer.activation:
-            continue
-        expected = [(torch.Size(p.weight.shape), p.bias is not None) for p in (layer.gate_up, layer.down)]
-        if [(torch.Size(p.sizes), p.has_bias) for p in products.values()] == expected:
-            own[name] = experts, products
-    return own
-
-
-def _restored(dense: DenseExperts, own: nn.Module, products: Products) -> nn.Module:
-    """Fill transformers' experts with the numbers of dense ones."""
-    for (leaf, product), name in zip(products.items(), ("gate_up", "down"), strict=True):
-        parameters = {leaf: product.parameter(dense.get_parameter(name).detach())}
-        if product.has_bias:
-            parameters[f"{leaf}_bias"] = product.parameter_of_biases(dense.get_parameter(f"{name}_bias").detach())
-        for of_own, t in parameters.items():
-            setattr(own, of_own, nn.Parameter(t, requires_grad=False))
-    return own
-
-
-def names_of(model: nn.Module) -> dict[nn.Module, list[str]]:
-    """Return every name of each module inside a model: some have several.
-
-    Raises:
-        TypeError: for what is no module, and for a layer alone, which has no place that another could take.
-    """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: wanted a torch.nn.Module, got {kind_of(model)}")
-    if isinstance(model, (nn.Linear, PackedModule, W4Experts)):
-        raise TypeError(
-            f"model: wanted a module with layers inside, got a {type(model).__name__} itself; W4Linear.from_linear "
-            "makes a quantized one of a layer"
-        )
-    names: dict[nn.Module, list[str]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        names.setdefault(module, []).append(name)
-    return names
-
-
-class DenseExperts(nn.Module):
-    """The sum that :class:`W4Experts` computes, by PyTorch's operators, one expert after the other."""
-
-    gate_up_bias: nn.Parameter | None
-    down_bias: nn.Parameter | None
-
-    def __init__(self, experts: W4Experts, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.activation = experts.activation
-        for name, product in (("gate_up", experts.gate_up), ("down", experts.down)):
-            weight, bias, scale = product.weight.dequantize(dtype), product.bias, product.expert_scale
-            weight = weight if scale is None else weight * scale[:, None, None].to(dtype)
-            if (factors := product.pre_quant_scale) is not None:
-                weight = (weight.float() * factors.float()).to(dtype)
-            bias = None if bias is None else nn.Parameter(bias.detach().to(dtype), requires_grad=False)
-            self.register_parameter(name, nn.Parameter(weight, requires_grad=False))
-            self.register_parameter(f"{name}_bias", bias)
-
-    def quantized(self, format: WeightFormat | None, search: bool) -> W4Experts:
-        """Return the same experts with their weights rounded."""
-        products = []
-        for name in ("gate_up", "down"):
-            weight = self.get_parameter(name).detach()
-            each = (quantize(w, format or default_format(w.shape[1]), search=search) for w in weight)
-            products.append(W4GroupedLinear(QuantizedWeight.stack(each, len(weight)), getattr(self, f"{name}_bias")))
-        return W4Experts(*products, activation=self.activation)
-
-    def forward(self, x: torch.Tensor, expert_ids: torch.Tensor, expert_weights: torch.Tensor) -> torch.Tensor:
-        total, apply = torch.zeros_like(x), parse(self.activation).apply
-        gate_up, down = self.get_parameter("gate_up"), self.get_parameter("down")
-        for e in range(len(gate_up)):
-            first, second = (None if b is None else b[e] for b in (self.gate_up_bias, self.down_bias))
-            tokens, choices = torch.where(expert_ids == e)
-            hidden = apply(nn.functional.linear(x[tokens], gate_up[e], first))
-            d = nn.functional.linear(hidden, down[e], second)
-            total.index_add_(0, tokens, (d * expert_weights[tokens, choices, None]).to(x.dtype))
-        return total

@@ -49,8 +49,9 @@ from w4gemm.integrations.transformers.awaited import (
     put_experts,
 )
 from w4gemm.integrations.transformers.config import W4GemmConfig
+from w4gemm.integrations.transformers.dequantize import DenseExperts, dequantize_layers
 from w4gemm.integrations.transformers.embeddings import Packed, tied_to_heads
-from w4gemm.integrations.transformers.layers import DenseExperts, dequantize_layers, summarize, to_quantize
+from w4gemm.integrations.transformers.layers import summarize, to_quantize
 from w4gemm.integrations.transformers.places import Placement, dtype_of, untie
 from w4gemm.integrations.transformers.saving import (
     alarm_of,
