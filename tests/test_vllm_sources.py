@@ -560,6 +560,29 @@ def test_vllm_reloads_the_weights_of_experts(format: str, tmp_path: Path) -> Non
         check_experts(layer, tmp_path, prefix.format(i), EXPERTS[format])
 
 
+@pytest.mark.parametrize("format", ["ct-int4-g64", "ct-int4-g128-fp8", "modelopt-nvfp4", "quark-nvfp4"])
+def test_vllms_experts_find_their_parameters_when_they_are_loaded_anew(format: str, tmp_path: Path) -> None:
+    """Each tensor by its name, to the last one of each expert: a ``weight_shape``, in compressed-tensors' integers; in
+    NVFP4 a second scale, and each has an ``input_scale``, of which vLLM keeps one for gates and ups."""
+    model, prefix = tiny(model_named("qwen3-30b-a3b")), "model.layers.{}.mlp.experts"
+    write(model, Packing.parse(format), tmp_path)
+    layer = routed_experts(model.config, quantization(tmp_path), prefix.format(0))
+    if not hasattr(layer, "load_weights"):
+        pytest.skip("this vLLM's models look for the parameters before")
+    again, stored, parameters = reloading(layer), SafetensorsFolder(tmp_path), dict(layer.named_parameters())
+
+    def load(i: int) -> None:
+        names = sorted(name for name in stored.tensors if name.startswith(f"{prefix.format(i)}."))
+        for name in (name for name in names if not _is_unused(name, parameters)):
+            list(layer.load_weights([(name.removeprefix(f"{prefix.format(i)}."), stored.tensor(name))]))
+
+    load(0)
+    layer.quant_method.process_weights_after_loading(layer)
+    for i in (1, 0):
+        again(lambda i=i: load(i))
+        check_experts(layer, tmp_path, prefix.format(i), EXPERTS[format])
+
+
 @pytest.mark.parametrize("format", ["gptq-int4-g64", "ct-int4-g64", "ct-nvfp4", "modelopt-nvfp4", "ct-mxfp4"])
 def test_dense_experts_come_for_experts_in_use(format: str, tmp_path: Path) -> None:
     """In a session of vLLM's reloading and without, of one product or of both."""

@@ -123,6 +123,8 @@ class _Method:
             self.updates = self.dense_updates(layer.layer_name)
         for update in self.updates:
             update.open(layer)
+        if is_gated(fused_activation(self.moe)) and "ModelOpt" not in type(self).__name__:  # which has a column each
+            _count_twice(layer)
         if self.moe.moe_parallel_config.use_ep:
             layer.register_parameter(_LAST, torch.nn.Parameter(torch.empty(1), requires_grad=False))
 
@@ -274,6 +276,16 @@ class _Method:
             shared_experts=shared_experts,
             shared_experts_input=shared_experts_input,
         )
+
+
+def _count_twice(layer: torch.nn.Module) -> None:
+    """Have vLLM count what a checkpoint has of gates and of ups, and vLLM loads into one row of a parameter. It
+    processes a layer that is loaded anew when as many numbers have come as it has. What comes later has no parameter
+    any more: an error of vLLM's experts, or nobody reads it."""
+    for name, parameter in layer._parameters.items():
+        if name == "w13_weight_shape" or name.startswith("w13_input_scale"):
+            counted: Any = parameter
+            counted.weight_loader_numel = 2 * counted.numel()
 
 
 def _unpadded(moe: Any) -> int:
