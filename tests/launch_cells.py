@@ -100,7 +100,8 @@ def cells(every: Sequence[Numbers] = NUMBERS) -> list[Cell]:
                     if tail == (n < 9000):  # two launches want more than a wave, others take little time
                         continue
                     one_set_of_sums = kernel == "sm90_fp8_gemm" and numbers.format == "int4_g128" and c.tile_k == 128
-                    way: tuple[object, ...] = kernel, c.schedule, tail, one_set_of_sums
+                    width = c.tail.tile_m if c.tail and kind != "dense" else 0  # of one launch or of two
+                    way: tuple[object, ...] = kernel, c.schedule, tail, width, one_set_of_sums
                     if numbers.every_way:
                         way += c.split_k > 1, c.cluster_m > 1, c.cluster_n > 1
                     cell = Cell(kind, numbers.dtype == FP8, numbers.format, numbers.epilogue, m, n, k, config)

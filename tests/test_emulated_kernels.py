@@ -102,7 +102,9 @@ class Product(NamedTuple):
 ALL = Epilogue("gelu", "device", bias=True, residual=True)
 GATES = Epilogue("silu_mul", bias=True, block_scale=True)
 ROWS_OF_BLOCKS = Epilogue("relu", "device", bias=True, block_scale=True)
-BIASED, BOTH = Epilogue("relu", bias=True), (5, 0, 70, 33, 32)
+BIASED, BOTH, UNEVEN = Epilogue("relu", bias=True), (5, 0, 70, 33, 32), (5, 70, 0, 65)
+GATED, WIDE = Epilogue("silu_mul", residual=True), (1, 512, 512, 2, (20, 70, 5))
+RAGGED = 1, 500, 144, 2, (5, 0, 70, 1, 20)
 SCALED, BLOCKS = Epilogue(token_scale=True), Epilogue(residual=True, block_scale=True)
 ROWS, QUADS = Epilogue("relu", "device", bias=True, token_scale=True), Epilogue(residual=True, token_scale=True)
 PRODUCTS = [
@@ -128,7 +130,10 @@ PRODUCTS = [
     Product("sm90_fp8_gemm/88x64x256_1x1x1_coop_k2", "int4_g128", SCALED, 70, 64, 1024, 2),
     Product("sm90_fp8_gemm/136x64x128_1x1x1_coop_k2", "int4_g128", SCALED, 130, 64, 512, 2),
     Product("sm90_fp8_gemm/16x64x256_1x1x1_pingpong", "int4_g128", BLOCKS, 1, 64, 1152, 2, (5, 0, 17)),
-    # two launches, by the rows of an expert
+    # by the rows of an expert in two launches, or in tiles of two widths
+    Product("sm90_mixed_gemm/8x128x128_1x1x1_coop+32x128x128_1x1x1_coop", "int4_g128", BIASED, 3, 130, 640, 2, UNEVEN),
+    Product("sm90_mixed_gemm/8x256x128_1x1x1_coop+64x128x256_1x1x1_coop", "nf4", PLAIN, 1, 256, 512, 2, (0, 70, 5)),
+    Product("sm90_mixed_gemm/8x128x128_1x1x1_coop+16x128x128_1x1x1_coop", "mxfp4", PLAIN, 1, 128, 512, 2, UNEVEN, True),
     Product("sm90_mixed_gemm/16x128x128_1x1x1_coop+64x64x128_1x1x1_coop", "int4_g128", BIASED, 3, 128, 384, 2, BOTH),
     # a step's words in two segments; copies of cp.async that cover parts of several blocks; scales that lie elsewhere
     Product("sm80_mixed_gemm/64x128x128_1x1x1_coop", "int6_g64_zint", PLAIN, 9, 128, 384, 1),
@@ -238,13 +243,23 @@ def parameters(case: Product, config: GemmConfig, arguments: Arguments) -> list[
     if name in ("sm80_mixed_gemm", "sm89_fp8_gemm"):
         flat = (*arguments[:3], *arguments.epilogue, *arguments.rows, *arguments.workspace, arguments.max_clusters)
         return [value for value in flat if value is not None]
-    variant: Any = kernel.variant.of(case.problem, config)  # type: ignore[attr-defined]
-    inner, x = arguments.behind_tma(), arguments.x
+    inner = arguments.behind_tma()
     flat = (inner.weight, inner.out, *inner.epilogue, *inner.rows, *inner.workspace)
     behind = [value for value in flat if value is not None]
+    variants: list[Any] = [kernel.variant.of(case.problem, own) for own in launches_of(config)]  # type: ignore[attr-defined]
     if name == "sm90_decode":
-        return [TensorMap(x, variant.tokens, 64), None, *behind]
-    scales: list[Any] = []
+        return [TensorMap(arguments.x, variants[0].tokens, 64), None, *behind]
+    return [value for variant in variants for value in prepared(variant, arguments)] + behind
+
+
+def launches_of(config: GemmConfig) -> list[GemmConfig]:
+    """The config, or the two that it consists of."""
+    return [replace(config, tail=None), *([config.tail] if config.tail else [])]
+
+
+def prepared(variant: Any, arguments: Arguments) -> list[Any]:
+    """Parameters of x and its scales, of the matrix instruction, and of d."""
+    config, x, scales = variant.config, arguments.x, []
     if variant.row_numbers:
         by_column = (arguments.x_sums if variant.takes_x_sums else arguments.epilogue.block_scale).T
         whole = by_column.as_strided((len(by_column), by_column.stride(0)), (by_column.stride(0), 1))
@@ -252,8 +267,8 @@ def parameters(case: Product, config: GemmConfig, arguments: Arguments) -> list[
         scales = [TensorMap(whole, variant.blocks_k * variant.row_numbers, box, swizzled=False), None]
     target = [TensorMap(arguments.out, variant.tokens_per_round, 64), None] if variant.boxed else [arguments.out]
     shared = 1 if config.split_k > 1 else config.cluster_n  # each CTA brings a part of a box to all that share x
-    boxes = TensorMap(x, variant.box_tokens // shared, 128 // x.itemsize)
-    return [boxes, None, *scales, None, *target, *behind]
+    boxes = [x] if variant.gathered else [TensorMap(x, variant.box_tokens // shared, 128 // x.itemsize), None]
+    return [*boxes, *scales, None, *target]
 
 
 def computed(
@@ -268,7 +283,7 @@ def computed(
     kernel, config = config_named(case.config)
     programs = programs_of(kernel.unit(case.problem, config))
     cluster = config.cluster_m * config.cluster_n * config.split_k
-    launches = [replace(config, tail=None), *([config.tail] if config.tail else [])]
+    launches = launches_of(config) if len(programs) > 1 else [config]
 
     def launch(*values: Any) -> None:
         arguments = nested(values)
@@ -318,6 +333,11 @@ def test_products(case: Product) -> None:
         Product("sm90_mixed_gemm/64x128x256_1x1x1_coop", "iq4_g32_fp16", BIASED, 1, 128, 512, 1, (70, 0, 5)),
         Product("sm90_mixed_gemm/16x256x128_1x1x1_coop", "q4_k", PLAIN, 1, 512, 512, 1, (20, 5)),
         Product("sm90_mixed_gemm/16x128x128_1x1x1_coop+64x64x128_1x1x1_coop", "nf4", BIASED, 3, 128, 384, 2, BOTH),
+        # both widths in one launch: nothing of the first is read or written once its memory is free
+        Product("sm90_mixed_gemm/8x256x128_1x1x1_coop+64x128x256_1x1x1_coop", "nf4", PLAIN, 1, 256, 512, 2, (0, 70, 5)),
+        Product("sm90_mixed_gemm/16x256x128_1x1x1_coop+64x128x256_1x1x1_coop", "iq4_g32_s8x256", GATED, *RAGGED, True),
+        Product("sm90_mixed_gemm/16x256x128_1x1x1_coop+64x128x256_1x1x1_coop", "iq4_g32_fp16", PLAIN, *WIDE, True),
+        Product("sm90_mixed_gemm/16x256x128_1x1x1_coop+64x128x256_1x1x1_coop", "q4_k", BIASED, *WIDE),
         Product("sm90_decode/8x64x128_1x1x1_coop", "q3_k", PLAIN, 5, 128, 1280, 2),
         Product("sm80_mixed_gemm/64x128x128_1x1x1_coop", "int6_g64_zint", PLAIN, 9, 128, 384, 1),
     ],
@@ -325,7 +345,7 @@ def test_products(case: Product) -> None:
 )
 def test_no_race_in_shared_memory(case: Product) -> None:
     w, rows = experts_of(case), rows_of(case)
-    x = randn(case.rows, case.k, seed=3, dtype=case.dtype)
+    x = randn(40 if case.gathered else case.rows, case.k, seed=3, dtype=case.dtype)
     computed(case, x, w, operands_of(case, len(x), w), rows, SharedRaceChecker)
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sass import functions
+from sass import check, facts_of, functions
 from w4gemm import GemmConfig, QuantizedWeight, WeightFormat, choice, grouped_linear, linear, quantize, route
 from w4gemm.choice.cost import predicted_us
 from w4gemm.choice.cost.experts import Width
@@ -19,6 +19,7 @@ from w4gemm.core.problem import H200, GemmProblem
 from w4gemm.jit import object_code
 from w4gemm.kernels import kernel_named
 from w4gemm.kernels.hopper import most_narrow_rows, split
+from w4gemm.kernels.sm90_mixed_gemm.variant import Sm90MixedVariant
 from w4gemm.kernels.workspace import capturing
 
 W4A16 = GemmProblem(256, 28672, 4096, torch.bfloat16, WeightFormat(), "mma16", device=H200)
@@ -190,61 +191,88 @@ def test_bits_are_those_of_the_two_on_a_gpu(name, problem, text, shape, epilogue
 # --- experts, by their rows
 
 LARGE = replace(W4A16, m=8 * 256, n=4096, k=7168, experts=256)  # DeepSeek-V3's gate_up with eight rows an expert
-OF_EXPERTS = "16x256x128_1x1x1_coop+128x128x128_1x1x1_coop"
+TWO_LAUNCHES = "16x256x128_1x1x1_coop+128x128x128_1x1x1_coop"
+IN_ONE = "16x256x128_1x1x1_coop+64x128x256_1x1x1_coop"
 
 
-def test_experts_with_many_rows_have_a_launch_of_their_own_where_a_second_one_does_not_show():
-    """As timed on an H200: of a layer of Qwen3-30B-A3B it would be 2 to 4 % (docs/measured.md)."""
-    assert str(choice.choose(LARGE).config) == OF_EXPERTS
-    small = replace(LARGE, m=8 * 128, n=1536, k=2048, experts=128)
-    assert choice.choose(small).config.tail is None
-    assert choice.choose(replace(LARGE, m=128 * 256)).config.tail is None, "nor where all experts have many rows"
-    shipped = choice.explain(LARGE).candidates
-    pair, single = (
-        next(c.us for c in shipped if str(c) == f"sm90_mixed_gemm/{text}")
-        for text in (OF_EXPERTS, OF_EXPERTS.split("+")[0])
-    )
-    assert 0.9 < pair / single < 1
+def in_one_launch(text: str) -> bool:
+    return Sm90MixedVariant.of(LARGE, GemmConfig.parse(text)).in_one_launch
 
 
-def test_experts_are_divided_at_a_tile_or_half_a_wide_one():
-    assert [most_narrow_rows(GemmConfig.parse(text)) for text in (OF_EXPERTS, OF_EXPERTS.replace("16x", "96x"))] == [
-        64,
-        96,
-    ]
+def test_two_widths_run_in_one_launch_if_their_warps_are_alike():
+    assert in_one_launch(IN_ONE) and not in_one_launch(TWO_LAUNCHES)
+    assert not in_one_launch("128x128x128_1x1x1_coop+256x128x128_1x2x1_coop"), "no clusters"
+    assert not Sm90MixedVariant.of(W4A16, GemmConfig.parse(IN_ONE)).in_one_launch, "no experts"
 
 
-def test_both_launches_of_experts_take_all_rows_once():
+def test_experts_with_many_rows_have_wide_tiles_of_their_own():
+    """As timed on an H200 (docs/measured.md)."""
+    medium, small = (replace(LARGE, m=8 * 128, n=n, k=k, experts=128) for n, k in ((2816, 4096), (1536, 2048)))
+    assert [str(choice.choose(problem).config) for problem in (LARGE, medium)] == [TWO_LAUNCHES, IN_ONE]
+    assert choice.choose(replace(LARGE, m=128 * 256)).config.tail is None, "not where all experts have many rows"
+    assert choice.choose(small).config.tail is None, "nor where a second width shows"
+    second = [str(c) for c in choice.explain(small).candidates]
+    single, pair = (second.index(f"sm90_mixed_gemm/{text}") for text in (TWO_LAUNCHES.split("+")[0], TWO_LAUNCHES))
+    assert single < pair, "a second launch shows in a small product"
+
+
+def test_experts_are_divided_at_64_rows_or_a_tile():
+    texts = TWO_LAUNCHES, IN_ONE, TWO_LAUNCHES.replace("16x", "96x", 1)
+    assert [most_narrow_rows(GemmConfig.parse(text)) for text in texts] == [64, 64, 96]
+
+
+def test_both_widths_take_all_rows_once():
     """In tiles as the cost model counts them."""
-    most = most_narrow_rows(GemmConfig.parse(OF_EXPERTS))
+    most = most_narrow_rows(GemmConfig.parse(TWO_LAUNCHES))
     narrow, wide = Width(16, 1, most), Width(128, most + 1)
     for rows in range(1, 400):
         tiles = narrow.m_tiles(rows), wide.m_tiles(rows)
         assert sum(map(bool, tiles)) == 1 and max(16 * tiles[0], 128 * tiles[1]) >= rows
 
 
+@pytest.mark.sampled(0.3)
+@pytest.mark.parametrize("format", ["int4_g128", "int4_g32_zint", "mxfp4", "nvfp4", "q4_k", "iq4_g32_fp16"])
+@pytest.mark.parametrize("text", [c for c in kernel_named("sm90_mixed_gemm").width_pairs if in_one_launch(c)])
+def test_machine_code_of_both_widths(text, format):
+    problem = replace(LARGE, format=WeightFormat.of(format), gathered="8x" in text)
+    config, kernel = GemmConfig.parse(text), kernel_named("sm90_mixed_gemm")
+    if config in kernel.configs(problem):
+        check(facts_of(object_code(kernel.unit(problem, config))), "HGMMA")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("gathered", [False, True])
-def test_two_launches_of_experts_give_the_bits_of_one_whatever_the_routing(gathered):
-    """In a graph that is replayed: each product reads what both launches of the one in front of it wrote."""
+@pytest.mark.parametrize("text", [TWO_LAUNCHES, IN_ONE])
+def test_two_widths_give_the_bits_of_each_alone_whatever_the_routing(text, gathered):
+    """In a graph that is replayed: each product reads what all launches in front of it wrote."""
     experts, rows, size = 8, 512, 640
     weights = [quantize(torch.randn(size, size, device="cuda"), WeightFormat()) for _ in range(experts)]
     w = QuantizedWeight.stack(weights, layout="mma16")
     x = torch.randn(rows, size, device="cuda", dtype=torch.bfloat16)
     ids = torch.zeros(rows, 1, dtype=torch.int32, device="cuda")
+    most = most_narrow_rows(GemmConfig.parse(text))
 
-    def layer(config: str) -> torch.Tensor:
+    def product(x, routing, config, **options):
+        return grouped_linear(x, w, routing.m_offsets, config=config, **options)
+
+    def layer(product) -> torch.Tensor:
         routing = route(ids, experts)
-        d = grouped_linear(x, w, routing.m_offsets, indices=routing.tokens if gathered else None, config=config)
-        return grouped_linear(d, w, routing.m_offsets, settled=True, config=config)
+        d = product(x, routing, text, indices=routing.tokens if gathered else None)
+        return product(d, routing, text, settled=True)
 
-    single = OF_EXPERTS.split("+")[0]
-    layer(OF_EXPERTS)
+    def apart(x, routing, text, **options):
+        """Each expert by the width that is for it."""
+        few, many = (product(x, routing, config, **options) for config in text.split("+"))
+        counts = routing.m_offsets.diff()
+        wide = torch.repeat_interleave(counts > most, counts.long())
+        return torch.where(wide[:, None], many, few)
+
+    layer(product)
     with capturing() as graph:
-        d = layer(OF_EXPERTS)
+        d = layer(product)
     for seed in range(30):
         g = torch.Generator().manual_seed(seed)
         likely = torch.rand(experts, generator=g) ** (seed % 10)
         ids.copy_(torch.multinomial(likely + 1e-9, rows, replacement=True, generator=g)[:, None])
         graph.replay()
-        assert torch.equal(d, layer(single)), f"routing {seed}"
+        assert torch.equal(d, layer(apart)), f"routing {seed}"

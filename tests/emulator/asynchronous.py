@@ -76,6 +76,8 @@ class AsynchronousMachine(Machine):
         self.copies: list[AsyncCopies] = []
         self.copied = np.zeros(len(self.shared) // 16, np.bool_)
         """By 16 bytes of shared memory, True while cp.async writes there."""
+        self.brought = np.zeros(len(self.shared) // 16, np.int64)
+        """By 16 bytes of shared memory, the place of the mbarrier whose bulk copies write there, 0 if none do."""
         self.commits = np.zeros(len(self.pc), np.int64)
         """By thread, the groups of cp.async that it has committed."""
         self.stores: list[BoxStore] = []
@@ -103,6 +105,13 @@ class AsynchronousMachine(Machine):
             for warp in np.unique(on // 32).tolist():
                 self.loading.setdefault(warp, []).append(words[on // 32 == warp])
         return super().load(space, address, on, size, count)
+
+    def store(self, space: str, address: Array, on: Array, values: Array) -> None:
+        if space == "shared":
+            _, at = self.located(space, address, on, values.itemsize * values.shape[1])
+            ends = at[:, None] + np.array([0, values.itemsize * values.shape[1] - 1])
+            assert not self.brought[ends // 16].any(), "a store writes where a bulk copy still writes"
+        super().store(space, address, on, values)
 
     def meet(self, keys: Array, count: int, on: Array, blocks: bool) -> None:
         self._loaded(on)
@@ -298,14 +307,16 @@ class AsynchronousMachine(Machine):
 
     def _bring_to(self, i: Instruction, barrier: Array, one: Array, to: Array, values: Array) -> None:
         (cta,), (offset,) = self.owner(barrier, one)
-        mbarrier = self.mbarriers[int(cta), int(offset)]
+        mbarrier, place = self.mbarriers[int(cta), int(offset)], int(cta) * SHARED_BYTES + int(offset)
         cta, offset = self.owner(to, np.broadcast_to(one, to.shape))
         at = cta * SHARED_BYTES + offset
         self._refuse_to_overtake(i, int(one[0]), at)
+        assert np.isin(self.brought[at // 16], (0, place)).all(), "a copy writes where one before it still writes"
+        self.brought[at // 16] = place
         self._destroy(cta[:1], np.array([offset.min()]), offset[None])
 
         def arrive() -> None:
-            self.shared[at], self.written[at] = values, True
+            self.shared[at], self.written[at], self.brought[at // 16] = values, True, 0
             mbarrier.bytes -= len(values)
 
         mbarrier.copies.append(arrive)

@@ -42,8 +42,8 @@ FAULTS = (
     Fault(
         "CTAs of a stream wait for those that begin after them",
         _SM90 + "kernel.py",
-        "params = SchedulerParams(cluster, clusters,",
-        "params = SchedulerParams(clusters - 1 - cluster, clusters,",
+        "return n_blocks, SchedulerParams(cluster, clusters,",
+        "return n_blocks, SchedulerParams(clusters - 1 - cluster, clusters,",
         _EMULATED + "streams_want",
     ),
     Fault(
@@ -122,6 +122,27 @@ FAULTS = (
         "        self.consumer_barrier()  # the pipeline is drained, and the last tile's sums have been read\n",
         "",
         _EMULATED + "no_race_in_shared_memory",
+    ),
+    Fault(
+        "wide tiles are fetched while narrow ones are multiplied",
+        _SM90 + "two_widths.py",
+        "cute.arch.mbarrier_wait(free, 0)",
+        "pass",
+        _EMULATED + "sm90_mixed_gemm/8x128x128_1x1x1_coop+32",
+    ),
+    Fault(
+        "consumers store into wide tiles' memory while others multiply narrow ones",
+        _SM90 + "two_widths.py",
+        "self.wide.consumer.consumer_barrier()",
+        "pass",
+        _EMULATED + "no_race_in_shared_memory",
+    ),
+    Fault(
+        "an expert with one row more than narrow tiles take is in neither width",
+        _SM90 + "two_widths.py",
+        "Part(least=most + 1)",
+        "Part(least=most + 2)",
+        _EMULATED + "sm90_mixed_gemm/8x128x128_1x1x1_coop+32",
     ),
     Fault(
         "token scales of gathered rows by their place in d",

@@ -32,8 +32,9 @@ class GemmConfig:
             GEMM kernels with tile_m > 128, to two consumer warpgroups of one CTA. "stream" (stream-k): cooperative,
             and the CTAs divide some tiles along k, so that all have equal work.
         split_k: CTAs of a cluster that divide k of one output tile.
-        tail: config of a second launch, for the output features beyond the last full wave of the first launch, or for
-            experts with many rows; None for a single launch. A tail has no tail.
+        tail: config of a second launch, for the output features beyond the last full wave of the first launch, or of
+            the tiles of experts with many rows, in the same launch if both take the same warps; None without either. A
+            tail has no tail.
 
     Raises:
         ValueError: for a size that is no positive int, an unknown schedule, or a tail with a tail.

@@ -81,6 +81,16 @@ def lane_again() -> Int32:
     return asm("mov.u32 $0, %laneid;", [Int32], [])[0]
 
 
+def again(x: Int32) -> Int32:
+    """x as if it were read here: what follows from it is computed anew, and holds no registers before."""
+    return asm("mov.b32 $0, $1;", [Int32], [x])[0]
+
+
+def grid_again() -> tuple[Int32, Int32]:
+    """The CTA's number and the number of CTAs, in the same way."""
+    return asm("mov.u32 $0, %ctaid.x;", [Int32], [])[0], asm("mov.u32 $0, %nctaid.x;", [Int32], [])[0]
+
+
 def warp_maximum(x: Int32) -> Int32:
     """The maximum over a warp, of unsigned integers, in every lane."""
     return asm("redux.sync.max.u32 $0, $1, 0xFFFFFFFF;", [Int32], [x])[0]

@@ -93,7 +93,7 @@ _SECOND_LAUNCH_US, _MOST_LOSS = 1.8, 0.0125
 """Time that a second launch of experts takes if it has no tile, and the most of a product's time that it may be. Two
 products of 128 experts with 4 to 32 random rows took 2.3 to 4.2 us longer with second launches, in all 1.02 to 1.04 of
 the time; larger ones of four models 0.99 to 1.01 (H200, 2026-11-28, docs/measured.md); one of 149 us 1.01, gathered
-1.00 (2026-11-29)."""
+1.00 (2026-11-29). Of tiles of two widths in one launch it is an upper bound: 0.4 to 1.1 us were measured."""
 _SOME_TILES = 0.5
 """Expected tiles of a second launch of experts from which on they fill the first one's last wave."""
 _COOL = 2
@@ -180,8 +180,8 @@ def _two_launches_timer(facts: LaunchFacts, problem: GemmProblem, config: GemmCo
 
 
 def _two_widths_timer(facts: LaunchFacts, problem: GemmProblem, config: GemmConfig) -> Timer:
-    """The timer of two launches of experts, by their rows. Where the second one would show if it has no tile, or has
-    the average expert, it is predicted to gain nothing."""
+    """The timer of experts in tiles of two widths, by their rows, in one launch or two. Where the second width would
+    show if it has no tile, or has the average expert, it is predicted to gain nothing."""
     assert config.tail is not None
     narrow, wide = replace(config, tail=None), config.tail
     moved, times = moved_us(problem), [facts.constants.times(facts.timed_as, each) for each in (narrow, wide)]

@@ -40,17 +40,19 @@ class ExpertTiles(NamedTuple):
 
 
 class Part(NamedTuple):
-    """The experts of a launch, by their rows: all, or those of the first or of the second of two launches."""
+    """The experts that are multiplied in tiles of one width, by their rows: all, those with few, or those with many."""
 
     least: int = 0
-    """Fewest rows of an expert of this launch; 0 unless it is the second one."""
+    """Fewest rows of such an expert; 0 but for those with many."""
     most: int = _NEVER
     """Most rows of one."""
+    second: bool = False
+    """True if these experts are those of the second of two launches."""
 
     @property
-    def second(self) -> bool:
-        """True for the second of two launches."""
-        return self.least > 0
+    def counter(self) -> int:
+        """The warp that counts the tiles of these experts: of two parts of one launch each has its own."""
+        return 2 if self.least > 0 and not self.second else 1
 
     def rows(self, rows: Int32) -> Int32:
         """The rows that an expert has in this launch: ``rows`` or 0."""
@@ -140,7 +142,7 @@ class ExpertTileMap:
 
 def max_m_tiles(m: Int32, experts: Int32, tile_m: int, part: Part = WHOLE) -> Int32:
     """The largest number of m tiles that m rows can make, however they are divided among the experts; 1 for none."""
-    if not part.second:
+    if part.least == 0:
         return m // tile_m + cutlass.min(m, experts)
     return cutlass.max(m // tile_m + cutlass.min(m // part.least, experts), 1)
 

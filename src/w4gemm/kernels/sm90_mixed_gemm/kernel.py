@@ -126,7 +126,8 @@ fetches weights. If the rows are settled (ExpertRows.settled) it counts before t
 stages with weights: so the product after another one of the same rows streams while that one still runs. The boxes of x
 then start at any row; rows past the expert's last row are multiplied and not stored.
 
-Two launches of one grouped product (two_launches.py) each have some of the experts (scheduler.part). The second starts
+Experts with few rows may have other tiles than those with many (scheduler.part). Those of the same warps run in one
+launch, one width after the other (two_widths.py), others in two launches (two_launches.py). The second one starts
 while CTAs of the first still run: all of these have waited, so what it reads is there, and it does not wait before it
 reads. Its first CTA waits before it ends, so that what waits for the second launch waits for both.
 
@@ -218,6 +219,15 @@ class OutTarget(NamedTuple):
     """All staging buffers, two boxes each."""
 
 
+class TileTensors(NamedTuple):
+    """What the host function makes of the arguments for tiles of one size."""
+
+    x: XSource
+    mma: cute.TiledMma
+    """The consumers' WGMMA."""
+    out: OutTarget
+
+
 class Sm90MixedGemmKernel:
     """The device code of one :class:`Sm90MixedVariant`."""
 
@@ -249,26 +259,13 @@ class Sm90MixedGemmKernel:
     @cute.jit
     def __call__(self, args: Arguments, stream: Any):
         """Launch the kernel on ``stream``."""
-        variant, config, out = self.variant, self.variant.config, args.out
-        blocks, experts = args.weight, 1
-        if const_expr(variant.grouped):
-            experts = args.rows.starts.shape[0]
-        tiles = self.scheduler.tiles(out.shape[0], blocks.shape[0] // experts)
-        m_tiles = tiles.m_tile
-        if const_expr(variant.grouped):
-            m_tiles = max_m_tiles(out.shape[0], experts, config.tile_m, self.scheduler.part)
-        clusters = m_tiles * tiles.n_tile
+        variant, clusters = self.variant, self.most_tiles(args)
         if const_expr(variant.stream_k):
-            iterations = cute.ceil_div(blocks.shape[1], variant.blocks_k_per_iteration)
+            iterations = cute.ceil_div(args.weight.shape[1], variant.blocks_k_per_iteration)
             clusters = clusters * iterations  # at least one iteration per CTA
         if const_expr(variant.persistent):
             clusters = cutlass.min(clusters, args.max_clusters)
-        self.kernel(
-            self.x_source(args.x, args.x_sums if variant.takes_x_sums else args.epilogue.block_scale),
-            self.tiled_mma(),
-            self.out_target(out),
-            args.behind_tma(),
-        ).launch(
+        self.kernel(self.tensors(args), args.behind_tma()).launch(
             grid=[clusters * self.scheduler.cluster_size, 1, 1],
             block=[variant.threads, 1, 1],
             cluster=[self.scheduler.cluster_size, 1, 1],
@@ -278,6 +275,22 @@ class Sm90MixedGemmKernel:
             stream=stream,
             use_pdl=True,
         )
+
+    @cute.jit
+    def most_tiles(self, args: Arguments) -> Int32:
+        """The largest number of tiles of a launch, each as large as a cluster's."""
+        variant, m, experts = self.variant, args.out.shape[0], 1
+        if const_expr(variant.grouped):
+            experts = args.rows.starts.shape[0]
+        tiles = self.scheduler.tiles(m, args.weight.shape[0] // experts)
+        m_tiles = tiles.m_tile
+        if const_expr(variant.grouped):
+            m_tiles = max_m_tiles(m, experts, variant.config.tile_m, self.scheduler.part)
+        return m_tiles * tiles.n_tile
+
+    def tensors(self, args: Arguments) -> TileTensors:
+        numbers = args.x_sums if self.variant.takes_x_sums else args.epilogue.block_scale
+        return TileTensors(self.x_source(args.x, numbers), self.tiled_mma(), self.out_target(args.out))
 
     def tiled_mma(self) -> cute.TiledMma:
         """The consumers' WGMMA."""
@@ -337,24 +350,17 @@ class Sm90MixedGemmKernel:
         return OutTarget(tma, d, cute.tile_to_shape(atom, (*shape, 2 * variant.staging_buffers), order=(0, 1, 2)))
 
     @cute.kernel
-    def kernel(self, x_source: XSource, mma: cute.TiledMma, out_target: OutTarget, args: Arguments):
+    def kernel(self, tensors: TileTensors, args: Arguments):
         """One CTA: shared memory and barriers, then the roles, by warp."""
         variant, rows = self.variant, args.rows
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        pipeline, memory = self.allocate(x_source, out_target, args, warp)
+        smem = cutlass.memory.SmemAllocator()
+        pipeline, memory = self.allocate(smem, smem, tensors, args, warp)
         if const_expr(not variant.weights_first):
             self.init_barriers(pipeline, memory.handover, warp)
-        cta = cute.arch.block_idx()[0]
-        rank = cta % self.scheduler.cluster_size
-        first_k_slice, k_slices = self.k_range(args.weight.shape[1], rank)
-        n_blocks, expert_tiles = args.weight.shape[0], memory.expert_tiles
-        if const_expr(variant.grouped):
-            n_blocks = n_blocks // expert_tiles.experts
-        tiles = self.scheduler.tiles(args.out.shape[0], n_blocks)
-        m_tiles = expert_tiles.m_tiles if const_expr(variant.grouped) else tiles.m_tile
-        cluster, clusters = cta // self.scheduler.cluster_size, cute.arch.grid_dim()[0] // self.scheduler.cluster_size
-        params = SchedulerParams(cluster, clusters, m_tiles, tiles.n_tile, first_k_slice, k_slices)
-        inputs = Inputs(x_source, args.weight, n_blocks, rows.indices, args.out.shape[0], expert_tiles)
+        rank = cute.arch.block_idx()[0] % self.scheduler.cluster_size
+        n_blocks, params = self.work(args, memory.expert_tiles, rank)
+        inputs = Inputs(tensors.x, args.weight, n_blocks, rows.indices, args.out.shape[0], memory.expert_tiles)
         if const_expr(variant.weights_first):
             params = self.scheduler.with_tile(params)
             if warp == 4 * variant.warpgroups:
@@ -380,40 +386,57 @@ class Sm90MixedGemmKernel:
             if const_expr(variant.consumer_registers > 0):
                 cute.arch.setmaxregister_increase(variant.consumer_registers)
             operands = with_indexed_scales(args.epilogue, rows.indices)
-            self.consumer.run(mma, pipeline, params, rank, memory._replace(operands=operands))
+            self.consumer.run(tensors.mma, pipeline, params, rank, memory._replace(operands=operands))
+
+    @cute.jit
+    def work(self, args: Arguments, expert_tiles: ExpertTiles | None, rank: Int32) -> tuple[Int32, SchedulerParams]:
+        """The blocks along n of one weight, and the CTA's work tiles. rank: of the CTA in its cluster."""
+        variant, size = self.variant, self.scheduler.cluster_size
+        first_k_slice, k_slices = self.k_range(args.weight.shape[1], rank)
+        n_blocks = args.weight.shape[0]
+        if const_expr(variant.grouped):
+            n_blocks = n_blocks // expert_tiles.experts
+        tiles = self.scheduler.tiles(args.out.shape[0], n_blocks)
+        m_tiles = expert_tiles.m_tiles if const_expr(variant.grouped) else tiles.m_tile
+        cluster, clusters = cute.arch.block_idx()[0] // size, cute.arch.grid_dim()[0] // size
+        return n_blocks, SchedulerParams(cluster, clusters, m_tiles, tiles.n_tile, first_k_slice, k_slices)
 
     @cute.jit
     def allocate(
-        self, x_source: XSource, out_target: OutTarget, args: Arguments, warp: Int32
+        self, smem: Any, lasting: Any, tensors: TileTensors, args: Arguments, warp: Int32
     ) -> tuple[Pipeline, ConsumerMemory]:
         """Divide shared memory in the order of the table above. If grouped, a warp counts the tiles of experts, which
-        the barrier at the end of :meth:`init_barriers` makes visible."""
+        the barrier at the end of :meth:`init_barriers` makes visible.
+
+        Args:
+            smem, lasting: allocators, the latter of barriers and the expert map. Two, if a launch has tiles of two
+                widths, see two_widths.py.
+        """
         variant, rows = self.variant, args.rows
-        smem = cutlass.memory.SmemAllocator()
-        x_layout = x_source.operand_layout
+        x_layout, out = tensors.x.operand_layout, tensors.out
         s_x = smem.allocate_tensor(self.dtype, x_layout.outer, byte_alignment=1024, swizzle=x_layout.inner)
         store = None
         if const_expr(variant.boxed):
-            outer, inner = out_target.staging_layout.outer, out_target.staging_layout.inner
+            outer, inner = out.staging_layout.outer, out.staging_layout.inner
             halves = smem.allocate_tensor(args.out.element_type, outer, byte_alignment=1024, swizzle=inner)
-            staging, store = shared_address(halves.iterator), TmaStore(out_target.tma, out_target.d, halves)
+            staging, store = shared_address(halves.iterator), TmaStore(out.tma, out.d, halves)
         else:
             staging = shared_address(allocate_words(smem, variant.staging_buffers * variant.staging_bytes))
         s_weight = shared_address(allocate_words(smem, variant.num_stages * variant.weight_bytes))
         s_scales = Int32(0)
         if const_expr(variant.row_numbers > 0):
             s_scales = shared_address(allocate_words(smem, variant.num_stages * variant.block_scale_bytes))
-        full = smem.allocate_array(Int64, variant.num_stages, byte_alignment=8)
-        empty = smem.allocate_array(Int64, variant.num_stages, byte_alignment=8)
+        full = lasting.allocate_array(Int64, variant.num_stages, byte_alignment=8)
+        empty = lasting.allocate_array(Int64, variant.num_stages, byte_alignment=8)
         expert_tiles, s_k_sets = None, s_x.iterator
         if const_expr(variant.grouped):
-            expert_tiles = ExpertTiles(smem.allocate_tensor(Int32, cute.make_layout(variant.expert_map)), rows)
-            if const_expr(not self.scheduler.part.second):
+            expert_tiles = ExpertTiles(lasting.allocate_tensor(Int32, cute.make_layout(variant.expert_map)), rows)
+            if const_expr(self.scheduler.part.least == 0):
                 if rows.settled == 0:
                     if warp == 4 * variant.warpgroups:
                         self.producer.prefetch_first(args.weight, expert_tiles.experts, cute.arch.block_idx()[0])
                     cute.arch.griddepcontrol_wait()
-            if warp == 1:
+            if warp == self.scheduler.part.counter:
                 self.scheduler.expert_tile_map.fill(expert_tiles)
         if const_expr(variant.k_set_bytes > 0):
             s_k_sets = allocate_words(smem, variant.k_set_bytes)
@@ -445,8 +468,8 @@ class Sm90MixedGemmKernel:
         cute.arch.sync_warp()  # for racecheck, as below
 
     @cute.jit
-    def init_barriers(self, pipeline: Pipeline, handover: Handover | None, warp: Int32):
-        """Initialize the mbarriers, and make them visible to the CTAs that arrive at them."""
+    def init_mbarriers(self, pipeline: Pipeline, handover: Handover | None, warp: Int32):
+        """Initialize the mbarriers, as warp 0."""
         variant = self.variant
         if warp == 0:
             with cute.arch.elect_one():
@@ -463,6 +486,12 @@ class Sm90MixedGemmKernel:
                     expected = self.consumer.reduction.bytes_for(rank)
                     cute.arch.mbarrier_arrive_and_expect_tx(handover.barrier, expected)
             cute.arch.mbarrier_init_fence()
+
+    @cute.jit
+    def init_barriers(self, pipeline: Pipeline, handover: Handover | None, warp: Int32):
+        """Initialize the mbarriers, and make them visible to the CTAs that arrive at them."""
+        variant = self.variant
+        self.init_mbarriers(pipeline, handover, warp)
         # relaxed, because the fence has released all that other CTAs need: a release would take 0.4 us here
         if const_expr(variant.handover_bytes > 0 or variant.multicast_peers > 1):
             cute.arch.cluster_arrive_relaxed()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Any
@@ -35,18 +34,23 @@ class Sm90MixedGemm(HopperKernel):
         "96x128x128_1x1x1_coop+96x64x128_1x1x1_coop",
     )
     """Configs of two launches, for one weight: see two_launches.py."""
-    width_pairs: tuple[str, ...] = tuple(
-        f"{m}x{n}x128_1x1x1_coop+128x128x128_1x1x1_coop" for m, n in itertools.product((16, 24, 32, 40, 48), (192, 256))
+    width_pairs: tuple[str, ...] = (
+        *(f"{m}x{n}x128_1x1x1_coop+128x128x128_1x1x1_coop" for m in (16, 24, 32, 40, 48) for n in (192, 256)),
+        *(f"{m}x256x128_1x1x1_coop+64x128x256_1x1x1_coop" for m in (8, 16, 24)),
     )
-    """The same for experts, by their rows."""
+    """Configs of two widths for experts, by their rows, in one launch or in two: see two_widths.py."""
 
     def entry(self) -> Callable[[Any], Callable[..., None]]:
         from w4gemm.kernels.sm90_mixed_gemm.kernel import Sm90MixedGemmKernel
-        from w4gemm.kernels.sm90_mixed_gemm.two_launches import TwoLaunches, TwoWidths
+        from w4gemm.kernels.sm90_mixed_gemm.two_launches import TwoLaunches, TwoLaunchesOfExperts
+        from w4gemm.kernels.sm90_mixed_gemm.two_widths import TwoWidths
 
         def launches(variant: Any) -> Callable[..., None]:
-            two = TwoWidths if variant.grouped else TwoLaunches
-            return two(variant) if variant.config.tail else Sm90MixedGemmKernel(variant)
+            if variant.config.tail is None:
+                return Sm90MixedGemmKernel(variant)
+            if not variant.grouped:
+                return TwoLaunches(variant)
+            return TwoWidths(variant) if variant.in_one_launch else TwoLaunchesOfExperts(variant)
 
         return launches
 

@@ -72,7 +72,7 @@ class TwoLaunches:
         return cute.make_tensor(moved.iterator, cute.make_layout(tuple(shape), stride=tensor.stride))
 
 
-class TwoWidths:
+class TwoLaunchesOfExperts:
     """The host function of a grouped variant whose config has a tail: experts with few rows in narrow tiles, then those
     with many in wide ones, the tail."""
 
@@ -80,7 +80,7 @@ class TwoWidths:
         config, most = variant.config, most_narrow_rows(variant.config)
         narrow, wide = (replace(variant, config=c) for c in (replace(config, tail=None), config.tail))
         self.narrow = Sm90MixedGemmKernel(narrow, Part(most=most))
-        self.wide = Sm90MixedGemmKernel(wide, Part(least=most + 1))
+        self.wide = Sm90MixedGemmKernel(wide, Part(least=most + 1, second=True))
 
     @cute.jit
     def __call__(self, args: Arguments, stream: Any):

@@ -28,6 +28,7 @@ GROUP_LEVEL_BYTES = 8 * LEVEL_BYTES
 """Prepared scales of a group, of a warp's eight pairs of rows."""
 _LEAST_BOX = 24
 _BARRIERS_AND_ALIGNMENT = 1536
+_BARRIERS = 256
 _ENOUGH_STAGES = 3
 """With two, nothing is loaded while one is multiplied and the other decoded."""
 _STAGES_OF_SPLITS, _LEAST_STAGING = 4, 16
@@ -275,8 +276,18 @@ class Sm90MixedVariant(Sm90MixedWork):
     @functools.cached_property
     def _other_bytes(self) -> int:
         """Memory besides stages, staging buffers and what the CTAs of a split hand over."""
-        tables = self.expert_map_bytes + self.decode_table_bytes + self.all_levels_bytes
-        return self.k_set_bytes + tables + _BARRIERS_AND_ALIGNMENT
+        tables = self.decode_table_bytes + self.all_levels_bytes
+        return self.k_set_bytes + tables + self.lasting_bytes + _BARRIERS_AND_ALIGNMENT
+
+    @property
+    def lasting_bytes(self) -> int:
+        """The expert map or, of two widths, both, and the barriers of the other one."""
+        return self.widths * self.expert_map_bytes + (self.widths - 1) * _BARRIERS
+
+    @property
+    def changing_bytes(self) -> int:
+        """Shared memory of either of two widths."""
+        return self.shared_bytes - self.lasting_bytes - _BARRIERS
 
     @functools.cached_property
     def _memory(self) -> int:

@@ -33,6 +33,8 @@ class Sm90MixedWork(KSliceVariant):
     scales_weights: bool = False
     """True if scales multiply weights where others multiply the sums of few tokens, because bits must not depend on
     tile_m."""
+    widths: int = 1
+    """2 if this is one of the two variants of a launch of tiles of two widths, see two_widths.py."""
 
     @classmethod
     def of(cls, problem: GemmProblem, config: GemmConfig) -> Any:
@@ -106,10 +108,21 @@ class Sm90MixedWork(KSliceVariant):
 
     @property
     def producer_registers(self) -> int:
-        """Registers per producer thread; more if it copies x itself, as far as the consumers leave any."""
-        if not self.gathered:
+        """Registers per producer thread; more if it copies x itself or has tiles of two widths, as far as the consumers
+        leave any."""
+        if not self.gathered and self.widths == 1:
             return 24
         return 40 if self.consumer_registers == 232 else 32
+
+    @property
+    def in_one_launch(self) -> bool:
+        """True if tiles of two widths run in one launch: if both have the same warps, with the same registers."""
+        tail = self.config.tail
+        if tail is None or not self.grouped:
+            return False
+        widths = [replace(self, config=config) for config in (replace(self.config, tail=None), tail)]
+        first, second = ((v.warpgroups, v.consumer_registers, v.occupancy) for v in widths)
+        return first == second and first[1] > 0 and all(v.config.cluster_m * v.config.cluster_n == 1 for v in widths)
 
     # --- work tiles
 
