@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 pytest.importorskip("transformers")
 pytest.importorskip("gguf")
 
-from transformers import CompressedTensorsConfig
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 import test_awq
@@ -40,7 +40,7 @@ from w4gemm.cli.__main__ import main
 from w4gemm.cli.convert import WRITERS
 from w4gemm.cli.problems import embeddings_of
 from w4gemm.core.formats import SCALES, ScaleRule
-from w4gemm.integrations.transformers import load
+from w4gemm.integrations.transformers import W4GemmConfig, load
 
 SOURCES: dict[str, tuple[dict[str, Any], Writer]] = {
     "gptq": (test_gptq.CONFIG | {"sym": False}, test_gptq.writer(-1, zeros=(1, 15))),
@@ -489,6 +489,41 @@ def test_a_source_that_changed_is_another_conversion(tmp_path: Path, capsys: pyt
     for source in (dense, tmp_path / "gptq"):
         assert convert(source, tmp_path / "out" / source.name) == 1
         assert "not of an interrupted run of the same conversion" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["other", "equal", "pickled"])
+def test_a_head_that_the_config_ties_to_other_numbers(tmp_path: Path, kind: str) -> None:
+    """transformers keeps both. ``load`` and ``convert`` of a dense folder took the embedding as the head."""
+    dense = write_dense(tmp_path / "dense")
+    config = json.loads((dense / "config.json").read_text())
+    (dense / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    tensors = load_file(dense / "model.safetensors")
+    if kind == "equal":
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        save_file(tensors, dense / "model.safetensors", {"format": "pt"})
+    if kind == "pickled":
+        (dense / "model.safetensors").unlink()
+        torch.save(tensors, dense / "pytorch_model.bin")
+        with pytest.raises(
+            FormatError, match=r"lm_head.weight and model.embed_tokens.weight differ.* wanted \"tie_word_"
+        ):
+            load(dense, format="int8_g32")
+        return
+    assert ("lm_head.weight" in open_checkpoint(dense).tensors) == (kind == "other")
+    assert convert(dense, tmp_path / "out", "--format", "int8_g32") == 0
+    expected = AutoModelForCausalLM.from_pretrained(
+        dense, quantization_config=W4GemmConfig("int8_g32"), dtype=torch.float32
+    )
+    ids = torch.tensor([[1, 5, 9, 2]])
+    for folder in (dense, tmp_path / "out"):
+        model, tokenizer = load(folder, format="int8_g32")
+        torch.testing.assert_close(model(ids).logits, expected(ids).logits)
+        model.save_pretrained(tmp_path / "saved" / folder.name)
+        tokenizer.save_pretrained(tmp_path / "saved" / folder.name)
+        again = load(tmp_path / "saved" / folder.name)[0]
+        torch.testing.assert_close(again(ids).logits, expected(ids).logits)
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written["tie_word_embeddings"] == (kind == "equal")
 
 
 def test_another_part_of_a_split_file_is_another_conversion(

@@ -226,8 +226,19 @@ class DenseCheckpoint:
 
     @functools.cached_property
     def _outline(self) -> PreTrainedModel:
-        """The model without numbers."""
-        return outline(self.path)
+        """The model without numbers. Of parameters that its config ties, each is one of its own for which the folder
+        has other numbers, as in transformers."""
+        model = outline(self.path)
+        if (stored := self._safetensors) is not None and model.all_tied_weights_keys:
+            naming = Naming(model)
+            names = {naming(name): name for name in stored.tensors}
+            for target, source in [*model.all_tied_weights_keys.items()]:
+                both = [stored.tensor(names[name]) for name in (target, source) if name in names]
+                if len(both) == 2 and not (both[0].dtype == both[1].dtype and torch.equal(*both)):
+                    owner, _, leaf = target.rpartition(".")
+                    setattr(model.get_submodule(owner), leaf, nn.Parameter(model.get_parameter(target).detach()))
+                    del model.all_tied_weights_keys[target]
+        return model
 
     @functools.cached_property
     def _read(self) -> Callable[[str], torch.Tensor]:
@@ -237,7 +248,14 @@ class DenseCheckpoint:
             FormatError: if the folder's tensors are not those of the model.
         """
         if (stored := self._safetensors) is None:
-            return dense_model(self.path).state_dict().__getitem__
+            whole = dense_model(self.path)
+            for target in self._outline.all_tied_weights_keys.keys() - whole.all_tied_weights_keys.keys():
+                source = self._outline.all_tied_weights_keys[target]
+                raise FormatError(
+                    f"{self.path}: {target} and {source} differ, but config.json ties them; wanted "
+                    '"tie_word_embeddings": false, which keeps both'
+                )
+            return whole.state_dict().__getitem__
         model = self._outline
         known = {name: Stored(info.shape, info.dtype) for name, info in stored.tensors.items()}
         account = Account(self.path, model, Naming(model), known)

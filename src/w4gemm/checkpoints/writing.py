@@ -393,6 +393,8 @@ def _write_config(checkpoint: Checkpoint, folder: Path, quantization: dict[str, 
     for part in (config, config.get("text_config") or {}):  # what says how the source is quantized
         part.pop("quantization_config", None)
         part.pop("expert_dtype", None)
+        if part.get("tie_word_embeddings") and any(name.endswith("lm_head.weight") for name in checkpoint.tensors):
+            part["tie_word_embeddings"] = False  # both are there, and some readers would take one
     config |= {"dtype": str(dtype).removeprefix("torch."), "quantization_config": quantization}
     _write_json(folder / _LAST, config)
 
