@@ -146,7 +146,7 @@ def test_peft_sees_4_bit_layers_without_a_call() -> None:
     were passed. Programs look for PEFT before they import it."""
     script = f"""
 import sys; sys.path[:] = {sys.path!r}
-import importlib.util, os, torch, transformers, w4gemm
+import importlib.util, os, torch, transformers.modeling_utils, w4gemm  # most of what PEFT imports, once for both
 assert importlib.util.find_spec("peft") and "peft" not in sys.modules
 for first in ("peft", "w4gemm.integrations.peft"):
     if child := os.fork():
