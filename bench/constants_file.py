@@ -20,7 +20,7 @@ from w4gemm.kernels import kernel_named
 HOPPER = ("sm90_decode", "sm90_mixed_gemm", "sm90_fp8_gemm", "sm90_fp8_block_gemm")
 FORMATS = (
     *(f"int4_{group}{rest}" for group in ("g32", "g64", "g128", "col") for rest in ("", "_zint", "_zfloat", "_e4m3")),
-    *("e4m3_g128_b128", "e4m3_col_fp32"),
+    *("e4m3_g128_b128", "e4m3_col_fp32", "q4_k"),
 )
 
 

@@ -124,6 +124,7 @@ PRODUCTS = [
     Product("sm90_mixed_gemm/24x64x128_1x1x1_coop_k4", "int4_g128", PLAIN, 27, 64, 768, 8),
     Product("sm90_mixed_gemm/128x64x128_1x1x1_pingpong_k2", "int4_g128", PLAIN, 50, 64, 896, 2),
     Product("sm90_mixed_gemm/128x64x128_1x1x1_coop", "int4_g16", PLAIN, 3, 128, 256, 2, (5, 130, 0, 37)),
+    Product("sm90_mixed_gemm/256x64x64_1x1x1_coop_k3", "q4_k", BIASED, 200, 64, 768, 3),
     # boxes of x that do not divide the tile, the last of them moved back; a short round of the epilogue
     Product("sm90_mixed_gemm/104x64x128_1x1x1_coop", "int4_g128", PLAIN, 206, 64, 1152, 1),
     Product("sm90_mixed_gemm/152x64x128_1x1x1_coop", "int4_g128", BIASED, 170, 64, 896, 1),

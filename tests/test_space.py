@@ -156,7 +156,7 @@ def test_rules_have_names_of_their_own_and_exclude_something(kernel):
 @pytest.mark.parametrize("kernel", GPU_KERNELS, ids=lambda kernel: kernel.name)
 def test_every_listed_config_can_run(kernel):
     """Dense, or without token scales, or with other scales: a config that no rule lets pass is listed in vain."""
-    formats = ("int4_g128", "int4_g128_e4m3", "int4_g32_zint", "e4m3_col_fp32")
+    formats = ("int4_g128", "int4_g128_e4m3", "int4_g32_zint", "e4m3_col_fp32", "q4_k")
     problems = [problem_of(kernel, f, epilogue=Epilogue(token_scale=kernel.layout == "mma8")) for f in formats]
     problems.append(problem_of(kernel, "e4m3_g128_b128", epilogue=Epilogue(block_scale=kernel.layout == "mma8")))
     legal = {config for p in problems if kernel.supports(p) for config in kernel.configs(p)}

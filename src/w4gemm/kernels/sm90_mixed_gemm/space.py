@@ -80,7 +80,9 @@ the fastest somewhere or lies beside one that was:
 * Two CTAs share weights (cluster_m) where many tokens meet them, and x (cluster_n) if tile_m is a power of two."""
 
 
+_WIDE_SPLITS = {f"{n}x64_1x1x1_coop_k{split}": "256" for n in (64, 128) for split in (3, 4)}
 _FINE_TILES = {
+    **{f"{bits} bits, 3 registers, in float32, factors": _WIDE_SPLITS for bits in ("up to 4", "5 to 8")},
     "up to 4 bits, 3 registers": {
         "64x128_1x1x1_coop": "88 104 136 152 200",
         "64x128_1x1x1_coop_k2": "88 104 136 184",
@@ -92,7 +94,7 @@ _FINE_TILES = {
         "192x128_1x1x1_coop_k2": "88",
         "256x64_1x1x1_coop": "136 152",
         "128x128_1x1x1_stream": "72 88 104 136 152 160 176",
-    }
+    },
 }
 """By the register class of a decoder, more tile_m, where their tokens are worth it although boxes of x overlap
 (``box_tokens`` of the variant): 3 to 15 % of the time where they are chosen; and splits of five CTAs with 128 features,
