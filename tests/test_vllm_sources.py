@@ -583,6 +583,23 @@ def test_vllms_experts_find_their_parameters_when_they_are_loaded_anew(format: s
         check_experts(layer, tmp_path, prefix.format(i), EXPERTS[format])
 
 
+@pytest.mark.parametrize("format", ["gptq-int4-g64", "ct-mxfp4"])
+def test_vllm_sees_whether_an_update_brought_all_of_packed_experts(format: str, tmp_path: Path) -> None:
+    """By its ``/weight_checker``, which makes weights zero, and by ``/weight_info``, their digests."""
+    checksums = pytest.importorskip("vllm.model_executor.model_loader.weight_checksum")
+    model, prefix = tiny(model_named("qwen3-30b-a3b")), "model.layers.0.mlp.experts"
+    write(model, Packing.parse(format), tmp_path)
+    layer = routed_experts(model.config, quantization(tmp_path), prefix)
+    again = reloading(layer)
+    fill_experts(layer, tmp_path, prefix)
+    layer.quant_method.process_weights_after_loading(layer)
+    digests = checksums.compute_tensor_digests(layer)
+    checksums.zero_weights(layer)
+    assert not set(digests.values()) & set(checksums.compute_tensor_digests(layer).values())
+    again(lambda: fill_experts(layer, tmp_path, prefix))
+    assert checksums.compute_tensor_digests(layer) == digests
+
+
 @pytest.mark.parametrize("format", ["gptq-int4-g64", "ct-int4-g64", "ct-nvfp4", "modelopt-nvfp4", "ct-mxfp4"])
 def test_dense_experts_come_for_experts_in_use(format: str, tmp_path: Path) -> None:
     """In a session of vLLM's reloading and without, of one product or of both."""
