@@ -23,6 +23,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,6 +40,7 @@ FAULT = -1
 """Number of the cell whose launch is wrong."""
 KERNELS = "kernel_substring=kernel_cutlass"
 """In the names of all our kernels, and in none of PyTorch's."""
+_running: set[subprocess.Popen[bytes]] = set()
 SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)")
 
 
@@ -91,6 +93,20 @@ def command(piece: Slice) -> list[str]:
     return [_sanitizer(), "--tool", piece.tool, *names, *api, *ours]
 
 
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """End the tool and what it runs."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def end_all(*_: object) -> None:
+    """Leave nothing on the GPU when this process is ended, by ``timeout`` for instance."""
+    for process in list(_running):
+        _kill(process)
+    os._exit(1)
+
+
 def _sanitizer() -> str:
     return shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
 
@@ -105,11 +121,12 @@ def run(piece: Slice, seconds: float, logs: Path) -> Outcome:
         environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
     with log.open("w") as out:
         process = subprocess.Popen(command(piece), stdout=out, stderr=out, env=environment, start_new_session=True)
+        _running.add(process)
         try:
             process.wait(seconds)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # the tool and what it runs
-            process.wait()
+            _kill(process)
+        _running.discard(process)
     text = log.read_text(errors="replace")
     summary = SUMMARY.search(text)
     errors = int(summary[1]) if summary else None
@@ -146,6 +163,7 @@ def main() -> int:
     start, _, stop = args.cells.partition(":")
     first, end = int(start or 0), min(int(stop or len(every)), len(every))
     args.out.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, end_all)
     until = time.monotonic() + args.seconds
     right = True
     for tools in ([] if args.compiled else ["none"], args.tools.split(",")):

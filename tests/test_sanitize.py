@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +23,7 @@ from w4gemm.kernels.helpers.base import LayerFacts
 from w4gemm.kernels.helpers.rows import RmsNorm
 from w4gemm.kernels.hopper import most_narrow_rows
 
+TESTS = Path(sanitize_matrix.__file__).parent
 GPU_KERNELS = {kernel.name for kernel in KERNELS} - {"cpu_mixed_gemm"}
 
 
@@ -40,6 +46,32 @@ def test_both_launches_of_a_pair_have_experts():
     assert pairs
     for config in pairs:
         assert 0 < min(filter(None, COUNTS)) <= most_narrow_rows(config) < max(COUNTS), config
+
+
+def test_nothing_runs_on_when_the_sanitizers_are_ended(tmp_path):
+    """A process that stays on the GPU would be in the times of whatever is measured next."""
+    waits = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
+    code = f"""
+import signal, sys
+from pathlib import Path
+import sanitize_matrix
+sanitize_matrix.command = lambda piece: [sys.executable, "-c", {waits!r}]
+signal.signal(signal.SIGTERM, sanitize_matrix.end_all)
+sanitize_matrix.run(sanitize_matrix.Slice("none", 0, 1), 600, Path(sys.argv[1]))
+"""
+    process, log = subprocess.Popen([sys.executable, "-c", code, tmp_path], cwd=TESTS), tmp_path / "none-0.log"
+    try:
+        deadline = time.monotonic() + 60
+        while not (log.exists() and log.read_text().strip()):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        pid = int(log.read_text())
+        process.terminate()
+        assert process.wait(30) == 1
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+    finally:
+        process.kill()
 
 
 def test_every_helper_is_launched():
