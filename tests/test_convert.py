@@ -526,6 +526,20 @@ def test_a_head_that_the_config_ties_to_other_numbers(tmp_path: Path, kind: str)
     assert written["tie_word_embeddings"] == (kind == "equal")
 
 
+def test_a_head_alone_stays_tied(tmp_path: Path) -> None:
+    """A quantized folder may have the numbers of both by the head's name."""
+    write_model(tmp_path / "in", *SOURCES["gptq"])
+    config = json.loads((tmp_path / "in" / "config.json").read_text())
+    (tmp_path / "in" / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    tensors = load_file(tmp_path / "in" / "model.safetensors")
+    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+    save_file(tensors, tmp_path / "in" / "model.safetensors", {"format": "pt"})
+    assert convert(tmp_path / "in", tmp_path / "out") == 0
+    ids = torch.tensor([[1, 5, 9, 2]])
+    models = [load(tmp_path / folder)[0] for folder in ("in", "out")]
+    assert torch.equal(*(model(ids).logits for model in models))
+
+
 def test_another_part_of_a_split_file_is_another_conversion(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -24,7 +24,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from w4gemm.checkpoints.account import LAYER
-from w4gemm.checkpoints.base import Checkpoint, Module, finite_dense
+from w4gemm.checkpoints.base import Checkpoint, Module, finite_dense, is_embedding
 from w4gemm.checkpoints.gguf.fields import quick_reader, tokenizer_of
 from w4gemm.checkpoints.hugging_face import AS_IT_IS, read_config, refuse_adapter, transformers_makes
 from w4gemm.checkpoints.model_experts import packed_experts
@@ -393,10 +393,18 @@ def _write_config(checkpoint: Checkpoint, folder: Path, quantization: dict[str, 
     for part in (config, config.get("text_config") or {}):  # what says how the source is quantized
         part.pop("quantization_config", None)
         part.pop("expert_dtype", None)
-        if part.get("tie_word_embeddings") and any(name.endswith("lm_head.weight") for name in checkpoint.tensors):
-            part["tie_word_embeddings"] = False  # both are there, and some readers would take one
+        if part.get("tie_word_embeddings") and _has_head_and_embedding(checkpoint):
+            part["tie_word_embeddings"] = False  # else some readers would take one for both
     config |= {"dtype": str(dtype).removeprefix("torch."), "quantization_config": quantization}
     _write_json(folder / _LAST, config)
+
+
+def _has_head_and_embedding(checkpoint: Checkpoint) -> bool:
+    """True if a checkpoint has a dense head and a dense embedding of the same shape."""
+    heads = {shape for name, shape in checkpoint.tensors.items() if name.endswith("lm_head.weight")}
+    return any(
+        shape in heads and is_embedding(name.removesuffix(".weight")) for name, shape in checkpoint.tensors.items()
+    )
 
 
 def _architecture(config: Mapping[str, Any]) -> list[str]:
