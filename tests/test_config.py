@@ -53,7 +53,7 @@ def test_sizes_are_positive(name, value):
 def test_other_refusals():
     with pytest.raises(ValueError, match="config: tail wanted a config without a tail, got '64x64x64_1x1x1_coop[+]64x"):
         GemmConfig(64, 64, 64, tail=GemmConfig(64, 64, 64, tail=GemmConfig(64, 64, 64)))
-    with pytest.raises(ValueError, match="config: schedule wanted one of coop, pingpong, stream, got 'x'"):
+    with pytest.raises(ValueError, match="config: schedule wanted one of coop, pingpong, stream, chain, got 'x'"):
         GemmConfig(64, 64, 64, schedule="x")
     with pytest.raises(ValueError, match="config: tile_m wanted a positive int, got 0"):
         GemmConfig.parse("0x64x64_1x1x1_coop")

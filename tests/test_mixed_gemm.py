@@ -31,8 +31,8 @@ def test_sizes_that_follow_from_a_config(format, experts, gathered):
         rest = config.tile_m - (v.boxes - 1) * v.box_tokens  # tokens of the last box that no other one has
         assert 0 < rest <= v.box_tokens and v.boxes * v.box_tokens <= 1.11 * config.tile_m
         assert v.stored_tokens % v.staging_tokens == 0 or (v.staging_tokens >= 16 and not v.boxed)
-        shares = v.stored_tokens * config.split_k
-        assert config.tile_m <= shares < config.tile_m + 8 * config.split_k, "all tokens are stored"
+        shares = 1 if v.chained else config.split_k
+        assert config.tile_m <= v.stored_tokens * shares < config.tile_m + 8 * shares, "all tokens are stored"
         assert v.shared_bytes <= HOPPER_SHARED_MEMORY
         assert 64 * v.m64_atoms * v.warpgroups_n == config.tile_n and v.warpgroups <= 4
         if v.consumer_registers:  # else a warpgroup would wait for registers that never come
@@ -49,7 +49,7 @@ def test_the_ctas_of_experts():
 
 
 def test_few_enough_to_compile_them_all():
-    assert sum(len(kernel.configs(PROBLEM)) for kernel in KERNELS if kernel.supports(PROBLEM)) <= 460
+    assert sum(len(kernel.configs(PROBLEM)) for kernel in KERNELS if kernel.supports(PROBLEM)) <= 500
 
 
 @pytest.mark.parametrize("n, k, m", [(22016, 4096, 24), (24576, 4096, 40), (19456, 2560, 48), (43008, 5376, 32)])

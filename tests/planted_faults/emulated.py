@@ -42,8 +42,8 @@ FAULTS = (
     Fault(
         "CTAs of a stream wait for those that begin after them",
         _SM90 + "kernel.py",
-        "return n_blocks, SchedulerParams(cluster, clusters,",
-        "return n_blocks, SchedulerParams(clusters - 1 - cluster, clusters,",
+        "params = SchedulerParams(cluster, clusters,",
+        "params = SchedulerParams(clusters - 1 - cluster, clusters,",
         _EMULATED + "streams_want",
     ),
     Fault(

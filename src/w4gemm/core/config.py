@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from w4gemm.core.words import nearest
 
-_SCHEDULES = ("coop", "pingpong", "stream")
+_SCHEDULES = ("coop", "pingpong", "stream", "chain")
 _CONFIG = re.compile(
     r"(?P<tile_m>[0-9]+)x(?P<tile_n>[0-9]+)x(?P<tile_k>[0-9]+)_(?P<cluster_m>[0-9]+)x(?P<cluster_n>[0-9]+)x1_"
-    r"(?P<schedule>coop|pingpong|stream)(_k(?P<split_k>[0-9]+))?"
+    r"(?P<schedule>coop|pingpong|stream|chain)(_k(?P<split_k>[0-9]+))?"
 )
 _SIZES = ("tile_m", "tile_n", "tile_k", "cluster_m", "cluster_n", "split_k")
 
@@ -30,7 +30,8 @@ class GemmConfig:
         schedule: "coop" (cooperative): all warps of a CTA work on one output tile. "pingpong": a multiprocessor has two
             output tiles, of which one is multiplied while the other is stored; they belong to two CTAs or, in the sm90
             GEMM kernels with tile_m > 128, to two consumer warpgroups of one CTA. "stream" (stream-k): cooperative,
-            and the CTAs divide some tiles along k, so that all have equal work.
+            and the CTAs divide some tiles along k, so that all have equal work. "chain": the split_k CTAs of a cluster
+            share one tile fewer: each adds the end of the tile before to what its neighbour has.
         split_k: CTAs of a cluster that divide k of one output tile.
         tail: config of a second launch, for the output features beyond the last full wave of the first launch, or of
             the tiles of experts with many rows, in the same launch if both take the same warps; None without either. A
@@ -65,6 +66,11 @@ class GemmConfig:
             close = nearest(self.schedule, _SCHEDULES)
             raise ValueError(f"config: schedule wanted one of {', '.join(_SCHEDULES)}, got {self.schedule!r}{close}")
 
+    @property
+    def split_tiles(self) -> int:
+        """Output tiles that the ``split_k`` CTAs of a cluster share."""
+        return max(1, self.split_k - 1) if self.schedule == "chain" else 1
+
     def __str__(self) -> str:
         return self._text
 
@@ -87,7 +93,7 @@ class GemmConfig:
         matches = [_CONFIG.fullmatch(t) for t in texts]
         if not 1 <= len(matches) <= 2 or None in matches:
             raise ValueError(
-                "config: wanted <tile_m>x<tile_n>x<tile_k>_<cluster_m>x<cluster_n>x1_<coop|pingpong|stream>"
+                "config: wanted <tile_m>x<tile_n>x<tile_k>_<cluster_m>x<cluster_n>x1_<coop|pingpong|stream|chain>"
                 "[_k<split_k>][+<config of the tail launch>], for example 64x128x128_1x1x1_coop_k2, "
                 f"got {text!r:.200}"
             )

@@ -150,7 +150,7 @@ class GpuKernel(ABC):
         variant = self.variant.of(problem, config)
         along_m = m_tiles(problem, config.tile_m * config.cluster_m) * config.cluster_m
         n_tiles = -(-problem.n // (config.tile_n * config.cluster_n)) * config.cluster_n
-        ctas, per_sm = along_m * n_tiles * config.split_k, self.ctas_per_sm(config)
+        ctas, per_sm = along_m * -(-n_tiles // config.split_tiles) * config.split_k, self.ctas_per_sm(config)
         if config.schedule == "stream":  # as many CTAs as the device holds, each with at least one block of k
             ctas = min(ctas * -(-problem.k // BLOCK_K), problem.device.sms * per_sm)
         even = min(255, registers_of(variant.threads * per_sm) // 8 * 8)

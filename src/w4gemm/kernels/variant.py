@@ -206,6 +206,11 @@ class KSliceVariant(GpuVariant):
         return self.config.schedule == "stream"
 
     @property
+    def chained(self) -> bool:
+        """True if the CTAs of a cluster, in a row, share one tile fewer than they are."""
+        return self.config.schedule == "chain"
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes of weights per stage."""
         return self.blocks_n * self.blocks_k * self.stage_block.bytes

@@ -14,7 +14,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -92,14 +92,21 @@ class Constants:
     def times(self, kernel: str, config: GemmConfig) -> SliceTimes | None:
         """Return the times of a config. A config without measurements gets times between those of the configs with a
         smaller and a larger tile_m. If these were not measured, it gets a little more than the nearest measured config
-        of the kernel. None for a kernel without measurements."""
+        of the kernel. A chained one has the times of a cooperative one, and hands over a tile's sums. None for
+        a kernel without measurements."""
         name = f"{kernel}/{config}"
         times = self.configs.get(name)
         if times is None:
             if name not in self._estimated:
-                self._estimated[name] = self._between(kernel, config) or self._estimate(kernel, config)
+                near = self._chained if config.schedule == "chain" else self._between
+                self._estimated[name] = near(kernel, config) or self._estimate(kernel, config)
             times = self._estimated[name]
         return times
+
+    def _chained(self, kernel: str, config: GemmConfig) -> SliceTimes | None:
+        alone, chain = self.times(kernel, replace(config, schedule="coop", split_k=1)), self.models["chain"]
+        sums_us = chain["tile_us"] + chain["element_us"] * config.tile_m * config.tile_n
+        return alone and alone._replace(tile=alone.tile + sums_us)
 
     def _between(self, kernel: str, config: GemmConfig) -> SliceTimes | None:
         like = self._by_tile_m.get(f"{kernel}/{_but_tile_m(str(config))}", {})

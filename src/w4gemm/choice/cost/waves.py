@@ -306,10 +306,13 @@ def _busy_timer(
     slower = 1 + _tile_overhead(facts, problem, config)
     least = mma_us(problem, config, facts.kernel.name != "sm90_decode") * ctas_per_sm
     cluster = config.cluster_m * config.cluster_n * config.split_k
-    n_tiles = -(-problem.n // (config.tile_n * config.cluster_n))
+    n_tiles = -(-problem.n // (config.tile_n * config.cluster_n * config.split_tiles))
     sms = problem.device.sms * _SMS_OF_SPLITS.get(config.split_k, 1.0)
     held = max(1, int(sms) // cluster) * ctas_per_sm  # a device described with fewer SMs than a cluster
     slices, stream = -(-problem.k // (config.tile_k * config.split_k)), config.schedule == "stream"
+    if config.schedule == "chain":
+        iterations = -(-problem.k // config.tile_k)
+        slices = iterations - iterations // config.split_k
     box = 0 if problem.gathered else _first_box(facts, config)
     chunks = config.tile_k * problem.dtype.itemsize / 128 * scale.clock
     row_us = chunks / config.cluster_n * model["row_us"]

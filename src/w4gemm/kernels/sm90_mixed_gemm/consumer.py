@@ -153,6 +153,37 @@ class SplitKReduction:
                 acc[4 * i + j] = total[j]
 
 
+@dataclass(frozen=True)
+class ChainSum:
+    """Sum of a tile's two parts along k, of the CTA that owns it and of the next one in the cluster, which has the end.
+    ``ranks``, ``blocks`` and ``threads`` are those of :class:`SplitKReduction`."""
+
+    blocks: int
+    ranks: int
+    threads: int
+
+    @property
+    def line(self) -> int:
+        return self.threads * 16
+
+    def bytes_for(self, rank: Int32) -> Int32:
+        """Bytes that the next rank stores in the memory of this one: a tile, and nothing for the last."""
+        return cutlass.select_(rank < self.ranks - 1, Int32(self.blocks * self.line), Int32(0))
+
+    def hand_over(self, acc: cute.Tensor, sums: Int32, barrier: Int32, rank: Int32) -> None:
+        """Store the accumulators in the memory of the rank before."""
+        to, signal = cluster_address(sums, rank - 1), cluster_address(barrier, rank - 1)
+        for i in range(self.blocks):
+            store_async_f32x4(to + i * self.line, [acc[4 * i + j] for j in range(4)], signal)
+
+    def add(self, acc: cute.Tensor, sums: Int32) -> None:
+        """Add what the next rank has stored."""
+        for i in range(self.blocks):
+            other = load_shared_f32x4(sums + i * self.line)
+            for j in range(4):
+                acc[4 * i + j] = acc[4 * i + j] + other[j]
+
+
 class StreamFlags:
     """Handles the flags for the consumers of one CTA. A consumer warpgroup arrives at a barrier behind its stores, and
     goes on while they reach L2. It meets its warp at another barrier in front of its loads; the warp is there first if
@@ -208,6 +239,8 @@ class Consumer:
             variant.config.split_k,
             variant.warpgroups_n * 128,
         )
+        self.chain = ChainSum(variant.config.tile_m // 8, variant.config.split_k, variant.warpgroups_n * 128)
+        self.sums = self.chain if variant.chained else self.reduction
 
     @cute.jit
     def run(
@@ -290,7 +323,11 @@ class Consumer:
                 own = self.output_tile(tile, consumer, memory)
             if const_expr(variant.k_sets > 1):
                 self.reduce_k_sets(flat, shared_address(memory.k_sets), k_set, thread)
-            if const_expr(config.split_k > 1):
+            if const_expr(variant.chained):
+                helps = self.scheduler.helps(index, params)
+                if k_set == 0:
+                    self.reduce_chain(flat, own, helps, consumer, thread, memory)
+            elif const_expr(config.split_k > 1):
                 self.reduce_split_k(flat, own, consumer, thread, memory)
             elif const_expr(variant.stream_k):
                 self.reduce_stream_k(flat, own, work_tile, params, share, consumer, memory)
@@ -371,6 +408,25 @@ class Consumer:
                 share = cute.make_tensor(flat.iterator, cute.make_layout(variant.stored_tokens // 2))
                 tile = OutputTile(d, operands, coord._replace(token=coord.token + reduction.first(rank)))
                 self.store_tile(share, tile, memory, consumer.warpgroup)
+
+    @cute.jit
+    def reduce_chain(
+        self,
+        flat: cute.Tensor,
+        own: OutputTile,
+        helps: Int32,
+        consumer: ConsumerCoord,
+        thread: Int32,
+        memory: ConsumerMemory,
+    ):
+        """Hand over the end of the tile before, or add the end of the own tile and store it."""
+        sums, rank = memory.handover.sums + thread * 16, consumer.cta_rank
+        if helps == 1:
+            self.chain.hand_over(flat, sums, shared_address(memory.handover.barrier), rank)
+        else:
+            cute.arch.mbarrier_wait(memory.handover.barrier, 0)
+            self.chain.add(flat, sums)
+            self.store_tile(flat, own, memory, consumer.warpgroup)
 
     @cute.jit
     def reduce_stream_k(

@@ -37,7 +37,8 @@ Shared memory, in this order:
     expert map    expert_map_bytes                  warp 1, before the roles begin  all roles
     k sets        k_set_bytes                       consumers of all k sets but 0   consumers of k set 0
     handover      handover_bytes                    consumers of the cluster's      consumers of k set 0
-                                                    other CTAs: sums of a split
+                                                    other CTAs: sums of a split,
+                                                    of a chain the next CTA
     decode table  decode_table_bytes                consumers, before their tiles   consumers, to decode
     levels        all_levels_bytes                  a consumer warp: its scales     the same warp
 
@@ -66,7 +67,9 @@ Barriers:
     named 8, 9       160                              a consumer warpgroup: its partials are stored     its flag warp
     named 10, 11     160                              a flag warp: another CTA's partials are there     its warpgroup
     cluster barrier  all threads of the cluster       mbarriers are initialized; with split_k and       the same
-                                                      without handover_bytes: pipelines are drained
+                                                      without handover_bytes: pipelines are drained.
+                                                      With them the consumers wait in front of their
+                                                      loop, the producer behind its own
 
     Warp 0 initializes the mbarriers, and all warps meet. If variant.weights_first the producer initializes ``full``,
     and requests its first weights before they meet.
@@ -90,6 +93,8 @@ st.async into its shared memory, and adds up in rank order, so that the result d
 
 Schedules: ``coop``, all consumers on one tile; ``pingpong``, two tiles at a time, so that one is multiplied while the
 other is stored: two CTAs per multiprocessor or, if tile_m > 128, two consumer warpgroups of one CTA that alternate;
+``chain``, as coop, but the split_k CTAs of a cluster, in a row, have one tile fewer: each but the last owns one, and
+each but the first begins with the end of the tile before, whose sums it stores into that owner's memory by st.async;
 ``stream``, as coop, but the tiles that do not fill a wave, and those of the wave before, are divided along k so that
 all CTAs have equal work (device/stream_k.py). If a stage has several weight blocks along k and few tokens, the
 consumers form two or four k sets, which divide the blocks of a stage; at the end of a tile the first set adds up.
@@ -399,7 +404,8 @@ class Sm90MixedGemmKernel:
         tiles = self.scheduler.tiles(args.out.shape[0], n_blocks)
         m_tiles = expert_tiles.m_tiles if const_expr(variant.grouped) else tiles.m_tile
         cluster, clusters = cute.arch.block_idx()[0] // size, cute.arch.grid_dim()[0] // size
-        return n_blocks, SchedulerParams(cluster, clusters, m_tiles, tiles.n_tile, first_k_slice, k_slices)
+        params = SchedulerParams(cluster, clusters, m_tiles, tiles.n_tile, first_k_slice, k_slices)
+        return n_blocks, params._replace(rank=rank) if variant.chained else params
 
     @cute.jit
     def allocate(
@@ -483,7 +489,7 @@ class Sm90MixedGemmKernel:
                 cute.arch.sync_warp()  # for racecheck, which takes an elected lane's uniform instruction for all lanes'
                 with cute.arch.elect_one():
                     rank = cute.arch.block_idx()[0] % self.scheduler.cluster_size
-                    expected = self.consumer.reduction.bytes_for(rank)
+                    expected = self.consumer.sums.bytes_for(rank)
                     cute.arch.mbarrier_arrive_and_expect_tx(handover.barrier, expected)
             cute.arch.mbarrier_init_fence()
 
@@ -504,7 +510,7 @@ class Sm90MixedGemmKernel:
         iterations."""
         variant, split_k = self.variant, self.variant.config.split_k
         first, count = Int32(0), cute.ceil_div(k_blocks, variant.blocks_k_per_iteration)
-        if split_k > 1:
+        if split_k > 1 and not variant.chained:
             share = count // split_k
             remainder = count - share * split_k
             first = rank * share + cutlass.min(rank, remainder)

@@ -94,13 +94,19 @@ _FINE_TILES = {
         "192x128_1x1x1_coop_k2": "88",
         "256x64_1x1x1_coop": "136 152",
         "128x128_1x1x1_stream": "72 88 104 136 152 160 176",
+        "64x128_1x1x1_chain_k3": "72 80 88 96 104 112 120 128 144",
+        "64x128_1x1x1_chain_k4": "72 80 88 96 104 112 120 128",
+        "64x256_1x1x1_chain_k3": "24 32 40 48 56 64",
+        "64x256_1x1x1_chain_k4": "24 32 40 48 56 64",
+        "128x128_1x1x1_chain_k3": "32 112",
     },
 }
 """By the register class of a decoder, more tile_m, where their tokens are worth it although boxes of x overlap
 (``box_tokens`` of the variant): 3 to 15 % of the time where they are chosen; and splits of five CTAs with 128 features,
 for layers of 2,497 to 2,816. Tiles of 120, 152, 176, 184 and 208 that were not faster than their neighbours are left
 out, and so are those of other decoders, experts and x with scales of 128 columns, which nobody timed (H200,
-2026-11-30)."""
+2026-11-30). Chains are for as many tiles as fill over half of a GPU: 4,225 to 5,760 features in tiles of 64. With 192
+features and more, or over 144 tokens, none was faster."""
 
 
 def fits(v: Sm90MixedVariant) -> bool:
@@ -156,6 +162,11 @@ GROUPED_STREAM = Rule(
     "experts and stream-k",
     "stream-k wants to know the number of tiles beforehand",
     lambda v: v.grouped and v.stream_k,
+)
+CHAIN = Rule(
+    "chains",
+    "three CTAs or more of a cluster share one tile fewer of a single weight, each with one row block a warpgroup",
+    lambda v: v.chained and (v.config.split_k < 3 or v.grouped or v.m64_atoms > 1 or v.promotes),
 )
 GROUPED_CLUSTER = Rule(
     "experts and clusters along m",
@@ -213,6 +224,7 @@ SPACE = Space(
     impossible=(
         fine_tiles(_FINE_TILES),
         GROUPED_STREAM,
+        CHAIN,
         GROUPED_CLUSTER,
         GATHERED_CLUSTER,
         GATHERED_WARPS,

@@ -80,8 +80,8 @@ class Sm90MixedGemm(HopperKernel):
 
     def reduction_order(self, problem: GemmProblem, config: GemmConfig) -> Hashable | None:
         """One set on all of k adds up steps of 16 in order: tiles, cluster, schedule and stages do not matter. Several
-        sets or CTAs cut k at multiples of tile_k; a stream cuts it where the number of tiles says."""
-        if config.schedule == "stream":
+        sets or CTAs cut k at multiples of tile_k; a stream or a chain cuts it where the number of tiles says."""
+        if config.schedule in ("stream", "chain"):
             return None
         if config.tail is not None:
             orders = {self.reduction_order(problem, c) for c in (replace(config, tail=None), config.tail)}

@@ -53,6 +53,8 @@ class SchedulerParams(NamedTuple):
     """K-slices of an output tile that the CTA multiplies: all or, with split_k, its share."""
     tile: TileCoord | None = None
     """The output tile of a CTA that has one, if it is worked out already."""
+    rank: Int32 | None = None
+    """Number of the CTA in its cluster, if tiles are chained."""
 
 
 class WorkTile(NamedTuple):
@@ -88,7 +90,8 @@ class TileScheduler:
         """The number of tiles of the problem along m and n, each as large as a cluster's."""
         config = self.variant.config
         m_tiles = cute.ceil_div(m, config.tile_m * config.cluster_m)
-        return TileCoord(m_tiles, cute.ceil_div(n_blocks, self.variant.blocks_n * config.cluster_n))
+        n_tiles = cute.ceil_div(n_blocks, self.variant.blocks_n * config.cluster_n * self.variant.config.split_tiles)
+        return TileCoord(m_tiles, n_tiles)
 
     def cta_coord_in_cluster(self, rank: Int32) -> ClusterCoord:
         """The coordinates of a CTA; (0, 0) with split_k, where all CTAs of a cluster work on one tile."""
@@ -102,7 +105,12 @@ class TileScheduler:
         """The output tile that a CTA computes of its cluster's ``tile``."""
         if params.tile is not None:
             return params.tile
-        config = self.variant.config
+        config, each = self.variant.config, self.variant.config.split_tiles
+        if self.variant.chained:
+            m_tile, chain = tile_coordinates(
+                tile // each, params.m_tiles, params.n_tiles, self.band, self.variant.short
+            )
+            return TileCoord(m_tile, chain * each + tile % each)
         m_tile, n_tile = tile_coordinates(tile, params.m_tiles, params.n_tiles, self.band, self.variant.short)
         return TileCoord(m_tile * config.cluster_m + coord.m, n_tile * config.cluster_n + coord.n)
 
@@ -130,6 +138,9 @@ class TileScheduler:
             count = share.work_tiles(blocks)
         elif const_expr(self.variant.persistent):
             count = (tiles - params.cluster + params.clusters - 1) // params.clusters
+        elif const_expr(self.variant.chained):
+            inner = (params.rank > 0) & (params.rank < self.variant.config.split_tiles)
+            count = Int32(1) + Int32(inner)
         return count, share
 
     @cute.jit
@@ -148,7 +159,20 @@ class TileScheduler:
             stages = self.variant.stages_per_iteration
             tile, first, stop = stream_tile(index, params.cluster, params.clusters, k_slices // stages, share)
             first_k_slice, k_slices = first * stages, (stop - first) * stages
+        if const_expr(self.variant.chained):
+            stages, each = self.variant.stages_per_iteration, self.variant.config.split_tiles
+            rank, helps = params.rank, self.helps(index, params)
+            less = k_slices // stages // (each + 1) * stages
+            tile = params.cluster * each + rank - helps
+            own = k_slices - (rank + 1) * less
+            first_k_slice = cutlass.select_(helps == 1, k_slices - rank * less, Int32(0))
+            k_slices = cutlass.select_(helps == 1, rank * less, own)
         return WorkTile(tile, first_k_slice, k_slices)
+
+    def helps(self, index: Int32, params: SchedulerParams) -> Int32:
+        """1 if a chained CTA's ``index``-th work tile is the end of the tile before, which its neighbour owns; else
+        0."""
+        return Int32((index == 0) & (params.rank > 0))
 
     def of_another(self, work_tile: WorkTile, params: SchedulerParams) -> bool:
         """True if another CTA has the tile's last k-slice, and so owns the tile under stream-k."""

@@ -144,7 +144,7 @@ class Sm90MixedVariant(Sm90MixedWork):
     def stored_tokens(self) -> int:
         """Tokens of a tile that one CTA stores: all, or with split_k its share in whole blocks of eight, the last of
         which can reach past the tile."""
-        return -(-self.config.tile_m // (8 * self.config.split_k)) * 8
+        return -(-self.config.tile_m // (8 * (1 if self.chained else self.config.split_k))) * 8
 
     @functools.cached_property
     def staging_tokens(self) -> int:
@@ -214,17 +214,19 @@ class Sm90MixedVariant(Sm90MixedWork):
     @property
     def k_set_bytes(self) -> int:
         """Memory besides the pipeline through which the k sets reduce."""
-        return (self.k_sets - 1) * self.accumulator_bytes if self.persistent else 0
+        return (self.k_sets - 1) * self.accumulator_bytes if self.persistent or self.chained else 0
 
     @property
     def share_bytes(self) -> int:
-        """The sums that another CTA of a split hands over: float32, of the tokens that a CTA stores."""
+        """The sums that another CTA of a split or chain hands over: float32, of the tokens that a CTA stores."""
         return self.stored_tokens * self.config.tile_n * 4 if self.config.split_k > 1 else 0
 
     @functools.cached_property
     def handover_bytes(self) -> int:
         """Memory besides the pipeline in which the other CTAs of a split store their sums. 0 if it would cost one of
-        four stages: they then store over the drained pipeline, for which they wait."""
+        four stages: they then store over the drained pipeline, for which they wait. A chain has no such time."""
+        if self.chained:
+            return self.share_bytes
         size = (self.config.split_k - 1) * self.share_bytes
         beside = self._memory - self.staging_buffers * self._staging_bytes(_LEAST_STAGING)
         enough = min(_STAGES_OF_SPLITS, beside // self.stage_bytes)
@@ -234,7 +236,7 @@ class Sm90MixedVariant(Sm90MixedWork):
     def reduction_bytes(self) -> int:
         """Accumulators in the drained pipeline's memory: those of all k sets but the first and, when these have been
         read, those that the other CTAs of a split store."""
-        if self.persistent:
+        if self.persistent or self.chained:
             return 0
         of_splits = 0 if self.handover_bytes else (self.config.split_k - 1) * self.share_bytes
         return max((self.k_sets - 1) * self.accumulator_bytes, of_splits)
@@ -260,7 +262,7 @@ class Sm90MixedVariant(Sm90MixedWork):
     def weights_first(self) -> bool:
         """True if the first weights are requested before the warps of a CTA have met: if k is split, 0.992 of the time.
         Without it takes 1.007, and 1.01 if CTAs are persistent (H200, 2026-11-30)."""
-        return self.config.split_k > 1
+        return self.config.split_k > 1 and not self.chained
 
     @property
     def tile_ahead(self) -> bool:
