@@ -28,8 +28,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 import test_awq
 import test_compressed_tensors
 import test_gptq
-from fuzz import samples
-from quantized_model import Writer, write_model
+from quantized_model import Writer, change, write_model
 from tiny_model import LAYERS, write_dense, write_gguf
 from w4gemm import FormatError, quantize
 from w4gemm.checkpoints import compressed_tensors_writer, find_checkpoint, open_checkpoint
@@ -60,6 +59,11 @@ SOURCES: dict[str, tuple[dict[str, Any], Writer]] = {
 def their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let transformers open folders of compressed-tensors by that package, also those that w4gemm wrote."""
     monkeypatch.setitem(AUTO_QUANTIZATION_CONFIG_MAPPING, "compressed-tensors", CompressedTensorsConfig)
+
+
+def gptq_folder(folder: Path) -> Path:
+    write_model(folder, *SOURCES["gptq"])
+    return folder
 
 
 def convert(*args: object) -> int:
@@ -382,7 +386,7 @@ def test_interrupted_runs_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 
 
 def test_a_dtype_in_config_that_is_none_is_bfloat16(tmp_path: Path) -> None:
-    folder = samples._gptq(tmp_path / "in")
+    folder = gptq_folder(tmp_path / "in")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"dtype": {"text": "float16"}}))
     assert convert(folder, tmp_path / "out") == 0
@@ -391,7 +395,7 @@ def test_a_dtype_in_config_that_is_none_is_bfloat16(tmp_path: Path) -> None:
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By the name that it was to get. The first error is one of safetensors' own, as of a full disk."""
-    folder, out = samples._gptq(tmp_path / "in"), tmp_path / "out"
+    folder, out = gptq_folder(tmp_path / "in"), tmp_path / "out"
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
     try:
@@ -407,7 +411,7 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.C
 
 def test_a_folder_that_another_process_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Both would write the same files."""
-    folder, out = samples._gptq(tmp_path / "in"), tmp_path / "out"
+    folder, out = gptq_folder(tmp_path / "in"), tmp_path / "out"
     out.mkdir()
     descriptor = os.open(out, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_SH)  # convert's must be exclusive: two shared ones would both be granted
@@ -440,8 +444,41 @@ def test_layers_that_config_counts_are_there(tmp_path: Path, capsys: pytest.Capt
     assert f"num_hidden_layers {LAYERS + 2}, but there are no tensors of layer {LAYERS}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "prefix, message",
+    [
+        ("lm_head", "no tensor for lm_head.weight"),
+        ("model.embed_tokens", "no tensor for model.embed_tokens.weight"),
+        ("model.norm", "no tensor for model.norm.weight"),
+        ("model.layers.1.mlp.up_proj", "no tensor for model.layers.1.mlp.up_proj.weight"),
+        ("model.layers.0.self_attn.k_proj.bias", "model.layers.0.self_attn.k_proj has no bias, its config wants one"),
+    ],
+)
+def test_a_quantized_folder_that_lacks_a_part_is_refused(
+    prefix: str, message: str, tmp_path: Path, capsys: Any
+) -> None:
+    """``load`` refused what was written; the head may be the embedding, and a model without a head needs none."""
+    folder, out = gptq_folder(tmp_path / "in"), tmp_path / "out"
+    change(folder, lambda tensors: [tensors.pop(name) for name in list(tensors) if name.startswith(prefix)])
+    assert convert(folder, out) == 1
+    assert capsys.readouterr().err.endswith(f"w4gemm: error: {folder}: {message}\n")
+    assert not out.exists()
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    heads = {"lm_head", "model.embed_tokens"}
+    for i, (setting, needless) in enumerate(
+        (
+            ({"tie_word_embeddings": True}, heads),
+            ({"architectures": ["Qwen2Model"]}, {"lm_head"}),
+            ({"architectures": [], "model_type": "of tomorrow"}, {prefix}),
+        )
+    ):
+        file.write_text(json.dumps(config | setting))
+        assert convert(folder, tmp_path / f"{i}") == (prefix not in needless), setting
+
+
 def test_a_folder_is_not_converted_into_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = samples._gptq(tmp_path / "in")
+    folder = gptq_folder(tmp_path / "in")
     (tmp_path / "link").symlink_to(folder)
     for out in (folder, tmp_path / "link"):
         assert convert(folder, out) == 2
@@ -608,7 +645,7 @@ def test_inspect_says_the_size_of_what_stays_dense(
 
 def test_a_device_that_there_is_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A folder in 4 bits is converted on no device, and yet a name that is none is refused."""
-    folder = samples._gptq(tmp_path / "in")
+    folder = gptq_folder(tmp_path / "in")
     assert main(["convert", str(folder), str(tmp_path / "out"), "--device", "gpu"]) == 2
     assert "--device: wanted cpu, cuda or cuda:N, got 'gpu'" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
@@ -634,13 +671,11 @@ def test_a_name_that_there_is_not_has_a_nearest_one(kind: str, tmp_path: Path) -
 
 
 def test_an_error_names_file_and_module_once(tmp_path: Path) -> None:
-    folder = samples._gptq(tmp_path / "in")
-    tensors = load_file(folder / "model.safetensors")
-    tensors["model.a.g_idx"][3] = 33
-    save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(FormatError, match="model.a: g_idx: wanted groups 0..1") as error:
+    folder, name = gptq_folder(tmp_path / "in"), "model.layers.1.mlp.up_proj"
+    change(folder, lambda tensors: tensors[f"{name}.g_idx"].fill_(33))
+    with pytest.raises(FormatError, match=f"{name}: g_idx: wanted groups 0..1") as error:
         main(["--traceback", "convert", str(folder), str(tmp_path / "out")])
-    assert str(error.value).count(str(folder)) == str(error.value).count("model.a") == 1
+    assert str(error.value).count(str(folder)) == str(error.value).count(name) == 1
 
 
 def test_numbers_that_float16_cannot_hold_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

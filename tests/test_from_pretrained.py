@@ -143,6 +143,20 @@ def test_the_config_alone_is_enough_and_enable_is_undone(tmp_path: Path) -> None
         from_pretrained(tmp_path)
 
 
+@pytest.mark.parametrize("own", ["object", "dict", "of a loaded model"])
+def test_a_config_of_transformers_may_hold_it(tmp_path: Path, own: str) -> None:
+    """transformers asked the object for its method as if it were a dict."""
+    write_dense(tmp_path)
+    expected = from_pretrained(tmp_path, quantization_config=W4GemmConfig("int4_g32"))
+    config = expected.config
+    if own != "of a loaded model":
+        config, quantized = AutoConfig.from_pretrained(tmp_path), W4GemmConfig("int4_g32")
+        config.quantization_config = quantized.to_dict() if own == "dict" else quantized
+    assert torch.equal(*map(logits, (from_pretrained(tmp_path, config=config), expected)))
+    other = from_pretrained(tmp_path, config=config, quantization_config=W4GemmConfig("int8_g32"))
+    assert {str(m.weight.format) for m in other.modules() if isinstance(m, W4Linear)} == {"int8_g32"}
+
+
 def test_a_format_that_a_packed_folder_does_not_take_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_model(tmp_path, *FOLDERS["awq"])
     actual = summarize(from_pretrained(tmp_path, quantization_config=W4GemmConfig("mxfp4"))).formats

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import time
 from pathlib import Path
@@ -39,6 +40,10 @@ def run(args: argparse.Namespace) -> int:
     checkpoint = one_of_each(whole, writer)
     if not checkpoint.modules:
         raise ValueError(f"PATH: {args.path} holds no packed modules, and none that could be quantized")
+    if not isinstance(whole, DenseCheckpoint) and importlib.util.find_spec("transformers"):
+        from w4gemm.integrations.transformers.loading import require_whole
+
+        require_whole(whole)
     unread = "" if isinstance(writer, OwnWriter) else transformers_refusal(checkpoint)
     dtype = DTYPES[args.dtype or _dtype_of(checkpoint.path)]
     with progress_bar() as progress:

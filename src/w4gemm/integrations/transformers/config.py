@@ -130,3 +130,11 @@ def _merged(own: Callable[..., Any], quantization_config: Any, from_args: Any) -
 
 
 wrap(AutoHfQuantizer, "merge_quantization_configs", _merged)
+
+
+def _is_supported(own: Callable[..., bool], quantization_config: Any) -> bool:
+    """Let a model's config hold a W4GemmConfig, as that of a loaded model does; transformers asks a dict."""
+    return isinstance(quantization_config, W4GemmConfig) or own(quantization_config)
+
+
+wrap(AutoHfQuantizer, "supports_quant_method", _is_supported)

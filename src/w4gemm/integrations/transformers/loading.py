@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,11 +19,11 @@ from torch.overrides import TorchFunctionMode
 
 from w4gemm.api.packed_module import check_dtype
 from w4gemm.checkpoints import Checkpoint, open_checkpoint
-from w4gemm.checkpoints.account import Recipe
+from w4gemm.checkpoints.account import Recipe, folder_model
 from w4gemm.checkpoints.base import Renamed
 from w4gemm.checkpoints.gguf.fields import quick_reader, tokenizer_of
 from w4gemm.checkpoints.hugging_face import AS_IT_IS, is_model, model_class, refuse_adapter, transformers_makes
-from w4gemm.core.errors import device_here
+from w4gemm.core.errors import FormatError, device_here
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import Device
 from w4gemm.integrations.decoder import decode_by_graph
@@ -78,15 +79,26 @@ def load(
     checkpoint = open_checkpoint(path, format)
     refuse_adapter(checkpoint.path)
     model, tokenizer, alone = _empty_model(checkpoint, dtype)
-    if not alone:
-        inside = (name for name in (*checkpoint.modules, *checkpoint.tensors) if name.startswith(_PREFIX))
-        checkpoint = Renamed(checkpoint, {name.removeprefix(_PREFIX): name for name in inside})
-    placement = Placement(model, checkpoint, Device.of(device), fp8=activations == "fp8")
+    placement = Placement(model, _named(checkpoint, alone), Device.of(device), fp8=activations == "fp8")
+    placement.log()
     unsaved = _fill(model, placement, device, activations, progress)
     with transformers_makes("model", checkpoint.path):
         model.tie_weights(missing_keys=placement.account.missing, recompute_mapping=False)
     describe(model).unsaved = tuple(unsaved)
     return decode_by_graph(model.to(device).eval()), tokenizer
+
+
+def require_whole(checkpoint: Checkpoint) -> None:
+    """Raise FormatError if a checkpoint is not all of a model, as :func:`load` does; for nothing of a kind of model
+    that transformers does not know. A folder of a model without a head needs none."""
+    folder, options, settings, file = checkpoint.pretrained()
+    try:
+        with transformers_makes("model", checkpoint.path), nullcontext() if file is None else quick_reader(file):
+            model, alone = _model_of(_config(folder, options, settings), checkpoint, torch.float32)
+    except FormatError:
+        return
+    own_class = partial(folder_model, folder) if not options else lambda: None
+    Placement(model, _named(checkpoint, alone), Device.of(torch.device("cpu")), folder_model=own_class)
 
 
 class ParametersOnMeta(TorchFunctionMode):
@@ -114,9 +126,7 @@ def _empty_model(checkpoint: Checkpoint, dtype: torch.dtype) -> _Empty:
 
     folder, options, settings, file = checkpoint.pretrained()
     with transformers_makes("model", checkpoint.path), nullcontext() if file is None else quick_reader(file):
-        whole = _config(folder, options)
-        for key, value in settings.items():
-            setattr(whole, key, value)
+        whole = _config(folder, options, settings)
         tokenizer = tokenizer_of(folder, {"config": whole, **AS_IT_IS, **options}, file)
         model, alone = _model_of(whole, checkpoint, dtype)
         # with options the config is one file's, and the generation config beside it may be another model's
@@ -135,9 +145,24 @@ def _model_of(whole: PretrainedConfig, checkpoint: Checkpoint, dtype: torch.dtyp
         return model_class(config).from_config(config, dtype=dtype, trust_remote_code=False), alone
 
 
-def _config(folder: Path, options: Mapping[str, Any]) -> PretrainedConfig:
-    """The config of a folder. Where it names a model type that transformers does not know, but the class of a model
-    that it does (Kimi-K2, a DeepSeek-V3), that class's."""
+def _named(checkpoint: Checkpoint, alone: bool) -> Checkpoint:
+    """Return a checkpoint by the names of the model that :func:`_model_of` has made."""
+    if alone:
+        return checkpoint
+    inside = (name for name in (*checkpoint.modules, *checkpoint.tensors) if name.startswith(_PREFIX))
+    return Renamed(checkpoint, {name.removeprefix(_PREFIX): name for name in inside})
+
+
+def _config(folder: Path, options: Mapping[str, Any], settings: Mapping[str, Any]) -> PretrainedConfig:
+    """The config of a :class:`Pretrained`. Where it names a model type that transformers does not know, but the class
+    of a model that it does (Kimi-K2, a DeepSeek-V3), that class's."""
+    config = _stated_config(folder, options)
+    for key, value in settings.items():
+        setattr(config, key, value)
+    return config
+
+
+def _stated_config(folder: Path, options: Mapping[str, Any]) -> PretrainedConfig:
     import transformers
     from transformers import AutoConfig, PretrainedConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING

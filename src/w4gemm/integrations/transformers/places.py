@@ -119,7 +119,6 @@ class Placement:
         filled &= naming.known.keys()
         self._untie(filled)
         self.account = Account(checkpoint.path, model, naming, self._stored, filled, strangers, folder_model)
-        self._log()
 
     # --- modules that stay packed -----------------------------------------------------------------------------------
 
@@ -388,7 +387,7 @@ class Placement:
 
         return recipe.values(self._model, read)
 
-    def _log(self) -> None:
+    def log(self) -> None:
         """Say which weights take the memory of dense ones although the checkpoint has them packed."""
         if names := sorted(self._without_kernel):
             formats = listed(sorted({str(self._checkpoint.modules[name].format) for name in names}))

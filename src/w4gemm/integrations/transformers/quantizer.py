@@ -188,6 +188,7 @@ class W4GemmQuantizer(HfQuantizer):
             fp8=self.quantization_config.activations == "fp8",
             embeddings=self._alone,
         )
+        placement.log()
         self._rounded = {target for recipe in placement.made for target in recipe.targets}
         # the account is whole: what transformers does not know is packed, a scale, or left out for a reason
         self._ignored = model._keys_to_ignore_on_load_unexpected, model._keys_to_ignore_on_load_missing
