@@ -68,8 +68,7 @@ Barriers:
     named 10, 11     160                              a flag warp: another CTA's partials are there     its warpgroup
     cluster barrier  all threads of the cluster       mbarriers are initialized; with split_k and       the same
                                                       without handover_bytes: pipelines are drained.
-                                                      With them the consumers wait in front of their
-                                                      loop, the producer behind its own
+                                                      With them all wait in front of their loops
 
     Warp 0 initializes the mbarriers, and all warps meet. If variant.weights_first the producer initializes ``full``,
     and requests its first weights before they meet.
@@ -375,6 +374,8 @@ class Sm90MixedGemmKernel:
         if warp >= 4 * variant.warpgroups:
             if const_expr(variant.consumer_registers > 0):
                 cute.arch.setmaxregister_decrease(variant.producer_registers)
+            if const_expr(variant.handover_bytes > 0):  # behind the loop racecheck would hold the consumers for good
+                cute.arch.cluster_wait()
             if const_expr(variant.gathered):
                 self.producer.run(inputs, pipeline, params, rank)
             elif warp == 4 * variant.warpgroups:
@@ -383,9 +384,8 @@ class Sm90MixedGemmKernel:
                 warpgroup = warp - 4 * variant.warpgroups - 1
                 if warpgroup < variant.warpgroups:
                     self.consumer.stream_flags.run(args.workspace, params, warpgroup)
-            if const_expr(variant.config.split_k > 1):  # every thread of the cluster takes part in its barrier
-                if const_expr(variant.handover_bytes == 0):
-                    cute.arch.cluster_arrive()
+            if const_expr(variant.config.split_k > 1 and variant.handover_bytes == 0):
+                cute.arch.cluster_arrive()
                 cute.arch.cluster_wait()
         else:
             if const_expr(variant.consumer_registers > 0):
