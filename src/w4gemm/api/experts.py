@@ -12,7 +12,7 @@ from w4gemm.api.expert_layer import ByIds, ByLogits, Experts, LayerKey, expert_l
 from w4gemm.api.grouped import grouped_linear
 from w4gemm.api.modes import autocast, is_eager, layer_dtype, refuse_transforms
 from w4gemm.api.packed_module import PackedModule, moved_only
-from w4gemm.api.routing import check_ids, check_logits, choose_experts, combined, route
+from w4gemm.api.routing import check_ids, check_logits, choose_experts, combined, routed
 from w4gemm.core.activation import is_gated
 from w4gemm.core.errors import UnsupportedError, kind_of, require_tensor
 from w4gemm.core.problem import Device
@@ -267,7 +267,7 @@ class W4Experts(torch.nn.Module):
         if (out := self._in_one_launch(x, ByIds(expert_ids, expert_weights))) is not None:
             return out
         refuse_transforms("experts")  # before PyTorch's operators do, in words of their own
-        routing = route(expert_ids, self.gate_up.weight.experts)
+        routing = routed(expert_ids, self.gate_up.weight.experts)
         hidden = self.gate_up(x, routing.m_offsets, routing.tokens)
         d = self.down(hidden, routing.m_offsets, settled=True)
         return combined(d, routing.row_of_choice, expert_weights, None, settled=True)

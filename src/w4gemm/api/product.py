@@ -95,8 +95,9 @@ class Product:
         not be the current one."""
         if m >= self._rounds_from and may_round_float32():
             return self._rounded(operands, m)
-        at = plan_m(m)
-        if self.experts:
+        if not self.experts:
+            at = plan_m(m)
+        else:
             at = plan_rows(m, self.experts)
             if operands.rows.indices is not None:
                 if self.device.type != "cuda" or _is_gathered_in_place(operands):

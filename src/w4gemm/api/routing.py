@@ -62,6 +62,11 @@ def route(expert_ids: torch.Tensor, experts: int, expert_map: torch.Tensor | Non
     if expert_map is not None:
         expected = torch.int32, ("global experts",), expert_ids.device
         require_tensor("expert_map", expert_map, *expected, whose="expert_ids' device", contiguous=False)
+    return routed(expert_ids, experts, expert_map)
+
+
+def routed(expert_ids: torch.Tensor, experts: int, expert_map: torch.Tensor | None = None) -> Routing:
+    """Return :func:`route` of checked arguments."""
     expert_ids = expert_ids.contiguous()  # its rows are the order of everything below
     device = expert_ids.device
     if device.type == "cuda" and is_plain(expert_ids) and not is_watched():
@@ -218,9 +223,10 @@ def combined(
     differentiated = torch.is_grad_enabled() and (d.requires_grad or weights.requires_grad)
     eager = is_plain(d) and is_plain(weights) and not differentiated and not is_watched()
     eager = eager and not any_negated(d, weights)
-    if eager and d.device.type == "cuda" and tokens and d.shape[0] and RowCombine.takes(d):
+    takes = RowCombine.takes
+    if eager and d.device.type == "cuda" and tokens and d.shape[0] and takes(d):
         add_up = launcher(RowCombine.of, d.device, d.dtype, terms, added is not None)
-        if add_up is not None and all(t is None or RowCombine.takes(t) for t in (out, added)):
+        if add_up is not None and (out is None or takes(out)) and (added is None or takes(added)):
             out = torch.empty((tokens, d.shape[1]), dtype=d.dtype, device=d.device) if out is None else out
             rows, factors = row_of_choice.contiguous(), weights.float().contiguous()
             add_up(d, rows, factors, added, out, int(settled and rows is row_of_choice and factors is weights))

@@ -94,6 +94,7 @@ def plan_ms(first: int, last: int) -> list[int]:
     return ms
 
 
+@functools.lru_cache(maxsize=4096)
 def plan_rows(m: int, experts: int) -> int:
     """Return the m that a plan is chosen for when it is called with m rows of all experts together.
 

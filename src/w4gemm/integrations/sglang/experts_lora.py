@@ -13,7 +13,7 @@ import torch
 from sglang.srt.layers.moe.utils import get_moe_runner_backend
 
 from w4gemm.api.experts import W4Experts, W4GroupedLinear
-from w4gemm.api.routing import combined, route
+from w4gemm.api.routing import combined, routed
 from w4gemm.integrations.engines.adapters import adapted
 from w4gemm.integrations.sglang.takeover import SGLANG, deterministic
 
@@ -51,7 +51,7 @@ def with_adapters(
         hooks: SGLang's LoRAHooks.
         in_pairs: True if SGLang's rows of gates and ups alternate, as ours do; else all gates come first.
     """
-    routing, activation = route(ids, experts.gate_up.weight.experts), experts.activation
+    routing, activation = routed(ids, experts.gate_up.weight.experts), experts.activation
     rows, halves = first(x, routing.m_offsets, routing.tokens), not in_pairs
     added, added_to_down = rows.new_zeros(*ids.shape, rows.shape[1]), x.new_zeros(*ids.shape, experts.down.weight.n)
     if hooks is not None and hooks.after_gate_up is not None:

@@ -20,7 +20,7 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeig
 from w4gemm.api.activations import quantize_rows
 from w4gemm.api.expert_layer import ByIds, Experts, LayerKey, expert_layer, one_launch_now
 from w4gemm.api.product import launch
-from w4gemm.api.routing import combined, route
+from w4gemm.api.routing import combined, routed
 from w4gemm.choice import first_rows
 from w4gemm.core.epilogue import Epilogue, EpilogueOperands
 from w4gemm.core.problem import Device
@@ -191,7 +191,7 @@ class W4gemmExperts(_Experts):
             if layer is not None:
                 self._last_step = LastStep(lambda d, weights, out: layer(out=out))
                 return
-        routing = route(topk_ids, self.gate_up.experts, expert_map)
+        routing = routed(topk_ids, self.gate_up.experts, expert_map)
         gate_up, down = self.products
         first, end = routing.m_offsets[:-1], routing.m_offsets[1:]
         gate_up.write(hidden_states, workspace2, ExpertRows(first, end, routing.tokens), a1q_scale)

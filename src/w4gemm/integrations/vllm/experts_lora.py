@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from vllm.model_executor.layers.fused_moe.experts.lora_experts_mixin import LoRAExpertsMixin
 
-from w4gemm.api.routing import combined, route
+from w4gemm.api.routing import combined, routed
 from w4gemm.integrations.engines.adapters import adapted, beside_adapters
 from w4gemm.integrations.engines.warmup import Need
 from w4gemm.integrations.vllm.experts_formats import in_pairs
@@ -68,7 +68,7 @@ class LoraExperts(LoRAExpertsMixin, W4gemmExperts):  # type: ignore[misc, unused
                 **others,
             )
             return
-        routing = route(topk_ids, self.gate_up.experts, expert_map)
+        routing = routed(topk_ids, self.gate_up.experts, expert_map)
         down = self.products[1]
         first, end = routing.m_offsets[:-1], routing.m_offsets[1:]
         self.rows_to_adapt.write(hidden_states, workspace2, ExpertRows(first, end, routing.tokens), a1q_scale)
