@@ -3,13 +3,14 @@
 Benchmarks append whole rows. A stored file has a line of kind ``run`` with the facts that all rows of a run share, then
 a line for each timed point of that run, whose ``us`` has each implementation's median. :func:`read` returns whole rows
 of either form. bench.sweep's files of timings have a line for each problem, whose ``us`` has the time of each config,
-stored by kernel: :func:`timings_of`. To join files, give the rows of each a ``run``.
+stored by kernel and without a cluster of 1x1x1: :func:`timings_of`. To join files, give the rows of each a ``run``.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -28,6 +29,8 @@ OF_PART = ("work", "format", "dtype", "routing")
 """Fields by which the rows of a run are grouped."""
 BY_CONFIG = ("us", "predicted", "gathered", "copied", "down")
 """Fields that may have a number for each config, "kernel/config", which are stored by kernel."""
+_TILE_ALONE = re.compile(r"(?<![\d_])\d+x\d+x\d+_(?=[a-z])")
+"""The tile of a config that is stored without its cluster."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -97,12 +100,12 @@ def _parts(rows: list[Row], common: Row) -> list[tuple[Row, list[Row]]]:
 
 
 def _by_kernel(numbers: Row) -> Row:
-    """Return {kernel: {config: number}}; names without a kernel stay as they are."""
+    """Return {kernel: {config without a cluster of 1x1x1: number}}; names without a kernel stay as they are."""
     nested: Row = {}
     for name, number in numbers.items():
         kernel, slash, config = name.partition("/")
         if slash:
-            nested.setdefault(kernel, {})[config] = number
+            nested.setdefault(kernel, {})[config.replace("_1x1x1_", "_")] = number
         else:
             nested[name] = number
     return nested
@@ -110,9 +113,13 @@ def _by_kernel(numbers: Row) -> Row:
 
 def _by_config(nested: Row) -> Row:
     """Return {"kernel/config": number}, what :func:`_by_kernel` was given."""
-    numbers = {}
+    numbers: Row = {}
     for name, value in nested.items():
-        numbers |= {f"{name}/{c}": number for c, number in value.items()} if isinstance(value, dict) else {name: value}
+        if isinstance(value, dict):
+            for config, number in value.items():
+                numbers[f"{name}/" + _TILE_ALONE.sub(r"\g<0>1x1x1_", config)] = number
+        else:
+            numbers[name] = value
     return numbers
 
 

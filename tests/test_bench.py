@@ -147,6 +147,21 @@ def test_timings_of_configs_are_a_line_for_each_problem(tmp_path):
     assert list(bench_rows.timings_of(file)) == rows
 
 
+def test_a_cluster_of_one_cta_is_not_stored(tmp_path):
+    """Nor that of a tail."""
+    stored = {
+        "64x128x128_1x1x1_coop": "64x128x128_coop",
+        "128x64x128_1x2x1_pingpong": "128x64x128_1x2x1_pingpong",
+        "128x256x128_2x1x1_coop_k2+64x64x256_1x1x1_coop": "128x256x128_2x1x1_coop_k2+64x64x256_coop",
+    }
+    file = tmp_path / "rows.jsonl"
+    row = {"n": 64, "k": 128, "m": 1, "us": {f"kernel/{config}": 1.0 for config in stored}}
+    file.write_text(json.dumps(row) + "\n")
+    bench_rows.main([str(file)])
+    assert json.loads(file.read_text().splitlines()[1])["us"] == {"kernel": dict.fromkeys(stored.values(), 1.0)}
+    assert bench_rows.read(file) == [row]
+
+
 def test_the_stored_rows_stay_small_and_are_described():
     files = list(RESULTS.glob("*.jsonl"))
     assert sum(file.stat().st_size for file in files) < 1.5e6, "keep the newest run; older ones are in git's history"
