@@ -174,7 +174,7 @@ FAULTS = (
     ),
     Fault(
         "the last CTA's part of a split k is lost",
-        _SM90 + "consumer.py",
+        _SM90 + "cluster_sums.py",
         "for place in places]",
         "for place in places[:-1]]",
         _EMULATED + "sm90_mixed_gemm/24x64",
@@ -300,7 +300,7 @@ FAULTS = (
     ),
     Fault(
         "a share of a split k reaches past the tile's last block",
-        _SM90 + "consumer.py",
+        _SM90 + "cluster_sums.py",
         "block = cutlass.min(block, self.blocks - 1 - rank * self.share)",
         "block = cutlass.min(block, self.blocks - rank * self.share)",
         _EMULATED + "sm90_mixed_gemm/24x64",

@@ -5,7 +5,8 @@ transpose of d; only this folder depends on that. Sizes are named in the problem
 features. The files, in the order in which a tile's data passes them:
 
     kernel.py           launch, shared memory, barriers; Producer: weights and x from memory into stages
-    consumer.py         Consumer: the tiles of a warpgroup, sums over k sets, split-k and stream-k; StreamFlags
+    consumer.py         Consumer: the tiles of a warpgroup, sums over k sets and stream-k; StreamFlags
+    cluster_sums.py     SplitKReduction and ChainSum, sums over a cluster
     values.py           what passes between the consumers' files
     mainloop.py         Mainloop: from a stage into registers, decode, WGMMA, release
     shared_levels.py    SharedLevels: scales of two levels, which a warp's lanes prepare for one another
@@ -165,7 +166,8 @@ from w4gemm.kernels.device.launch import memory_of_launch
 from w4gemm.kernels.device.pipeline import PipelineState
 from w4gemm.kernels.device.row_gather import RowGather
 from w4gemm.kernels.device.scheduler import tile_coordinates
-from w4gemm.kernels.sm90_mixed_gemm.consumer import Consumer, ConsumerMemory, Handover
+from w4gemm.kernels.sm90_mixed_gemm.cluster_sums import Handover
+from w4gemm.kernels.sm90_mixed_gemm.consumer import Consumer, ConsumerMemory
 from w4gemm.kernels.sm90_mixed_gemm.epilogue import EpilogueStore, TmaStore
 from w4gemm.kernels.sm90_mixed_gemm.mainloop import Mainloop
 from w4gemm.kernels.sm90_mixed_gemm.tile_scheduler import (
