@@ -459,6 +459,8 @@ def test_a_quantized_folder_that_lacks_a_part_is_refused(
 ) -> None:
     """``load`` refused what was written; the head may be the embedding, and a model without a head needs none."""
     folder, out = gptq_folder(tmp_path / "in"), tmp_path / "out"
+    change(folder, lambda tensors: tensors.update({"model.of_an_engine.weight": torch.ones(3)}))
+    assert convert(folder, tmp_path / "whole") == 0
     change(folder, lambda tensors: [tensors.pop(name) for name in list(tensors) if name.startswith(prefix)])
     assert convert(folder, out) == 1
     assert capsys.readouterr().err.endswith(f"w4gemm: error: {folder}: {message}\n")

@@ -165,6 +165,7 @@ class Account:
         packed: names of the model's parameters that these modules fill.
         folder_model: makes the model of the class that config.json names, if it is another one than the model's:
             a head that only one of them has may be missing, or left out.
+        strangers_refused: False to say nothing of tensors without a place.
 
     Raises:
         FormatError: if a tensor has no place, a parameter has no tensor, or their shapes or dtypes differ.
@@ -178,6 +179,7 @@ class Account:
     strangers: Mapping[str, str] = field(default_factory=dict)
     """Packed modules without a place: words for them by name."""
     folder_model: Callable[[], PreTrainedModel | None] = lambda: None
+    strangers_refused: bool = True
     recipes: list[Recipe] = field(init=False)
     filled: set[str] = field(init=False)
     left_out: dict[str, str] = field(init=False)
@@ -205,7 +207,7 @@ class Account:
             if reason := self.naming.reason(name, ordinary) or (heads.reason(name) if heads is not None else ""):
                 self.left_out[name] = reason
         without = [name for name in (*strangers, *self.strangers) if name not in self.left_out]
-        self._refuse([name for name in missing if name not in self.new], without)
+        self._refuse([name for name in missing if name not in self.new], without if self.strangers_refused else [])
 
     def _refuse(self, missing: list[str], strangers: list[str]) -> None:
         reasons = [f"no tensor for {listed(sorted(missing))}"] if missing else []

@@ -89,8 +89,9 @@ def load(
 
 
 def require_whole(checkpoint: Checkpoint) -> None:
-    """Raise FormatError if a checkpoint is not all of a model, as :func:`load` does; for nothing of a kind of model
-    that transformers does not know. A folder of a model without a head needs none."""
+    """Raise FormatError if a checkpoint lacks a part of its model, as :func:`load` does; for nothing of a kind of model
+    that transformers does not know. A folder of a model without a head needs none. Tensors that only the code of an
+    engine reads may be there."""
     folder, options, settings, file = checkpoint.pretrained()
     try:
         with transformers_makes("model", checkpoint.path), nullcontext() if file is None else quick_reader(file):
@@ -98,7 +99,8 @@ def require_whole(checkpoint: Checkpoint) -> None:
     except FormatError:
         return
     own_class = partial(folder_model, folder) if not options else lambda: None
-    Placement(model, _named(checkpoint, alone), Device.of(torch.device("cpu")), folder_model=own_class)
+    device = Device.of(torch.device("cpu"))
+    Placement(model, _named(checkpoint, alone), device, folder_model=own_class, strangers_refused=False)
 
 
 class ParametersOnMeta(TorchFunctionMode):

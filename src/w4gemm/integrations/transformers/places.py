@@ -64,7 +64,7 @@ class Placement:
     Args:
         device: where the model is to run.
         rules: transformers' rules of names and merging for the model; None for its own ones.
-        folder_model: as for :class:`Account`.
+        folder_model, strangers_refused: as for :class:`Account`.
         fp8: True if every quantized layer is to quantize x.
         embeddings: False to make all embeddings dense.
 
@@ -86,6 +86,7 @@ class Placement:
         *,
         fp8: bool = False,
         embeddings: bool = True,
+        strangers_refused: bool = True,
     ) -> None:
         self._model, self._checkpoint, self._device = model, checkpoint, device
         self._fp8, self._keeps_embeddings = fp8, embeddings
@@ -118,7 +119,8 @@ class Placement:
         filled |= {place.bias_name for name, place in self.packed.items() if self._bias(name) in self._with_modules}
         filled &= naming.known.keys()
         self._untie(filled)
-        self.account = Account(checkpoint.path, model, naming, self._stored, filled, strangers, folder_model)
+        others = strangers, folder_model, strangers_refused
+        self.account = Account(checkpoint.path, model, naming, self._stored, filled, *others)
 
     # --- modules that stay packed -----------------------------------------------------------------------------------
 
