@@ -10,7 +10,6 @@ than the clock. Rows go to bench/results/cpu.jsonl; ``--report`` writes the tabl
 from __future__ import annotations
 
 import functools
-import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench import markdown
 from bench.options import add_formats, add_out, add_shapes, command, typed
 from bench.rows import Row, read
 from bench.shapes import parse_tokens
@@ -33,7 +33,6 @@ from w4gemm.tuning import record
 RESULTS = Path(__file__).parent / "results/cpu.jsonl"
 PAGE = Path(__file__).parents[1] / "docs/cpu.md"
 DTYPES = (torch.float32, torch.bfloat16)
-_MARKED = re.compile(r"(<!-- made by python -m bench\.cpu -->\n).*?(<!-- end -->\n)", re.DOTALL)
 _SHOWN = (1, 4, 16, 64, 256)
 """Numbers of tokens of the page's tables."""
 _NOT_SHOWN = ((576, 576), (576, 1536), (256, 640), (1024, 640), (2048, 640), (640, 2048), (1024, 4096))
@@ -182,13 +181,13 @@ def with_tables(page: str, rows: list[Row]) -> str:
     for (processor, kind), layers in newest.items():
         dates = sorted({row["utc"][:10] for points_of in layers.values() for row in points_of.values()})
         lines += [f"{processor} ({kind}), {' and '.join(dates)}:", ""]
-        lines += ["| tokens | " + " | ".join(map(str, _SHOWN)) + " |", "|---|" + "--:|" * len(_SHOWN)]
         ordered = sorted(layers.items(), key=lambda item: (*item[0][:3], item[0][3] != "float32"))
-        for (n, k, format, dtype), points_of in ordered:
-            cells = [_cell(points_of[m]) if m in points_of else "-" for m in _SHOWN]
-            lines.append(f"| {n} x {k}, {format}, {dtype} | " + " | ".join(cells) + " |")
-        lines.append("")
-    return _MARKED.sub(lambda match: match[1] + "\n".join(lines) + match[2], page)
+        cells = (
+            (f"{n} x {k}, {format}, {dtype}", *(_cell(points_of[m]) if m in points_of else "-" for m in _SHOWN))
+            for (n, k, format, dtype), points_of in ordered
+        )
+        lines += [*markdown.table(("tokens", *_SHOWN), cells, right=True), ""]
+    return markdown.with_parts(page, "bench.cpu", lambda name: lines[:-1])
 
 
 def _cell(row: Row) -> str:

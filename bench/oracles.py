@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from bench.markdown import table, with_parts
 from bench.options import add_out, command
 from bench.producers import torchao
 from bench.producers.auto_round_floats import auto_round_floats
@@ -44,7 +45,6 @@ PACKED = "pack-quantized"
 AUTO_ROUND = {"quant_method": "auto-round", "packing_format": "auto_round"}
 RESULTS = Path(__file__).parent / "results/oracles.jsonl"
 PAGE = Path(__file__).parent.parent / "docs/formats.md"
-BEGIN, END = "<!-- made by python -m bench.oracles -->\n", "<!-- end -->\n"
 
 
 class Case(NamedTuple):
@@ -177,10 +177,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if not args.table:
         measure(args.layers, args.out, args.only)
-    rows = read(args.out)
-    text = PAGE.read_text()
-    before, _, rest = text.partition(BEGIN)
-    PAGE.write_text(before + BEGIN + table(rows) + END + rest.partition(END)[2])
+    PAGE.write_text(with_table(PAGE.read_text(), read(args.out)))
 
 
 def measure(layers: int, out: Path, only: str = "") -> None:
@@ -207,12 +204,10 @@ def measure(layers: int, out: Path, only: str = "") -> None:
     record.append(out, *rows)
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Return a line for each oracle and worst difference, with all of their formats."""
-    lines = [
-        "| held against | formats | tensors | bits equal in float32 | worst relative difference |",
-        "|---|---|---|---|---|",
-    ]
+def with_table(page: str, rows: Sequence[dict[str, Any]]) -> str:
+    """Return the page with a line for each oracle and worst difference, with all of their formats."""
+    head = ("held against", "formats", "tensors", "bits equal in float32", "worst relative difference")
+    lines = []
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     order = [case.format for case in CASES]
     for row in sorted(rows, key=lambda row: order.index(row["format"])):
@@ -222,8 +217,8 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         kind = first.partition(" ")[0] + " "
         formats = "; ".join((first, *(other.removeprefix(kind) for other in others)))
         tensors, equal = (sum(row[name] for row in same) for name in ("tensors", "equal"))
-        lines.append(f"| {oracle} | {formats} | {tensors} | {equal} | {worst} |")
-    return "\n".join(lines) + "\n"
+        lines.append((oracle, formats, tensors, equal, worst))
+    return with_parts(page, "bench.oracles", lambda name: table(head, lines))
 
 
 if __name__ == "__main__":

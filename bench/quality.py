@@ -7,12 +7,11 @@ go to bench/results/quality.jsonl.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from bench import plots
+from bench import markdown, plots
 from bench.options import command, formats, typed
 from bench.rows import Row, read
 
@@ -33,7 +32,8 @@ FORMATS = (
 )
 _SHORT = {str(WeightFormat.parse(alias)): alias for alias in ALIASES}
 """Aliases by format."""
-_MARKED = re.compile(r"(<!-- made by python -m bench\.quality -->\n).*?(<!-- end -->\n)", re.DOTALL)
+_METHOD_NAMES = ("nearest", "search", "GPTQ", "AWQ")
+"""Names of :data:`METHODS` on the page."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -78,15 +78,16 @@ def with_table(page: str, rows: list[Row]) -> str:
     """Return the page with the table of ``rows``: increases of perplexity, and next tokens that stay the same, by
     each of :data:`METHODS`."""
     models = list(dict.fromkeys(row["model"] for row in rows))
-    lines = ["| format | bits |" + "".join(f" {_name(model)}: nearest | search | GPTQ | AWQ |" for model in models)]
-    lines += ["|---|--:|" + "--:|" * (len(METHODS) * len(models))]
+    first, *others = _METHOD_NAMES
+    head = ("format", "bits", *(name for model in models for name in (f"{_name(model)}: {first}", *others)))
     by_key = {(row["model"], row["format"], _method(row)): row for row in rows}
+    cells = []
     for format, bits in _by_bits(rows):
-        cells = [_cell(by_key.get((model, format, method))) for model in models for method in METHODS]
-        lines.append(f"| `{_SHORT.get(format, format)}` | {bits:.2f} | {' | '.join(cells)} |")
+        of_methods = (_cell(by_key.get((model, format, method))) for model in models for method in METHODS)
+        cells.append((f"`{_SHORT.get(format, format)}`", f"{bits:.2f}", *of_methods))
     dense = " and ".join(f"{by_key[model, 'dense', 'nearest']['perplexity']:.2f} ({_name(model)})" for model in models)
-    lines += ["", f"Perplexity of the dense numbers: {dense}."]
-    return _MARKED.sub(lambda match: match[1] + "\n".join(lines) + "\n" + match[2], page)
+    lines = [*markdown.table(head, cells, right=True), "", f"Perplexity of the dense numbers: {dense}."]
+    return markdown.with_parts(page, "bench.quality", lambda name: lines)
 
 
 def _method(row: Row) -> str:
@@ -116,7 +117,7 @@ def plot(rows: list[Row]) -> None:
             name = f"{_SHORT.get(format, format)}, {bits:.2f} bits"
             mark = plots.Mark(name, 100 * row["above_dense"], METHODS.index(_method(row)))
             series.setdefault(_name(row["model"]), []).append(mark)
-    plots.marks(PLOT, "Perplexity above the dense numbers", ("nearest", "search", "GPTQ", "AWQ"), series)
+    plots.marks(PLOT, "Perplexity above the dense numbers", _METHOD_NAMES, series)
 
 
 if __name__ == "__main__":

@@ -6,16 +6,16 @@ They are made of the rows in bench/results. ``--points FILE`` prints every point
 
 from __future__ import annotations
 
-import re
 import statistics
-import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from bench import plots
+from bench.engine import page as engine_page
 from bench.engine import summary
+from bench.markdown import image, paragraph, table, with_parts
 from bench.options import command
 from bench.points import (
     BEHIND,
@@ -70,7 +70,6 @@ _STEPS = {"1": (1, 1), "2-16": (2, 16), "17-64": (17, 64), "65-256": (65, 256), 
 """Its columns: first and last number of tokens. The steps of :data:`summary.COLUMNS` fall into one each."""
 WHOLE = "models in vLLM"
 """Its last row."""
-_MARKED = re.compile(r"(<!-- made by python -m bench\.report -->\n).*?(<!-- end -->\n)", re.DOTALL)
 
 
 class Page(NamedTuple):
@@ -125,7 +124,7 @@ def heatmaps(points: Sequence[Point], engines: Sequence[Row]) -> dict[str, Heatm
     experts = {str(kind): by_step(own)[:-1] for kind, own in _of_sets(points, "experts")}
     vllm = {
         name: [gains[column].over_choice if column in gains else None for column in summary.COLUMNS]
-        for name, gains in _in_vllm(engines).items()
+        for name, gains in summary.in_vllm(engines).items()
     }
     maps: dict[str, Heatmap] = {
         "products": (STEP_NAMES, {str(kind): by_step(own) for kind, own in _of_products(points)}),
@@ -159,23 +158,9 @@ def of_both() -> dict[str, dict[str, list[float | None]]]:
     names = [*next(iter(kinds.values()))]
     return {
         gpu: {name: [mean(within(kinds[gpu].get(name, ()), *ends)) for ends in _STEPS.values()] for name in names}
-        | {WHOLE: _mean_gains(_in_vllm(engines), summary.COLUMNS)}
+        | {WHOLE: summary.mean_gains(summary.in_vllm(engines), summary.COLUMNS)}
         for gpu, (_, engines) in of_pages.items()
     }
-
-
-Gains = dict[str, summary.Gain]
-"""A model's, by column."""
-
-
-def _in_vllm(engines: Sequence[Row]) -> dict[str, Gains]:
-    return {str(case): gains for case, gains in summary.cases_of(engines).items() if case.engine == "vllm"}
-
-
-def _mean_gains(cases: dict[str, Gains], columns: Sequence[str]) -> list[float | None]:
-    """Return the geometric mean over the engine's choice by column."""
-    of_columns = ([gains[name].over_choice for gains in cases.values() if name in gains] for name in columns)
-    return [statistics.geometric_mean(ratios) if ratios else None for ratios in of_columns]
 
 
 def _of_products(points: Sequence[Point]) -> list[tuple[Kind, list[Point]]]:
@@ -192,7 +177,7 @@ def _of_sets(points: Sequence[Point], *sets: str) -> list[tuple[Kind, list[Point
 def text(page: Page, points: Sequence[Point], engines: Sequence[Row]) -> str:
     """Return the page."""
     lines = [f"# Benchmarks: {page.gpu}", ""]
-    lines += _wrapped(
+    lines += paragraph(
         "A ratio is the time of the fastest other library / w4gemm's time, so above 1 w4gemm is faster; means are "
         "geometric. All implementations of a point ran interleaved in one process, with w4gemm's default choice of "
         "config. Times are medians in a CUDA graph over copies of the weight that together exceed L2. cuBLAS "
@@ -200,17 +185,18 @@ def text(page: Page, points: Sequence[Point], engines: Sequence[Row]) -> str:
         "the bytes. `python "
         "-m bench.report --points bench/results/FILE` prints every point."
     )
-    lines += ["", _image(page.plot("products"), "Speed-up by tokens and format"), ""]
-    lines += _wrapped("Rows of int4 are means of untuned layers, the others of the four layers of the shipped tables.")
+    lines += ["", image(page.plot("products"), "Speed-up by tokens and format"), ""]
+    lines += paragraph("Rows of int4 are means of untuned layers, the others of the four layers of the shipped tables.")
     for name, title in TITLES.items():
         if own := [point for point in points if point.kind.set == name]:
-            lines += ["", f"## {title}", "", *_wrapped(_WHAT[name]), ""]
+            lines += ["", f"## {title}", "", *paragraph(_WHAT[name]), ""]
             plot = {"unknown": "untuned", "widths": "widths", "experts": "experts"}.get(name)
-            lines += [_image(page.plot(plot), title), ""] if plot else []
+            lines += [image(page.plot(plot), title), ""] if plot else []
             lines += _ratios(own)
             lines += _limits(page.gpu) if name == "unknown" else []
     lines += ["", "## Where w4gemm is behind", "", *_behind(points)]
-    lines += _engines(page, engines)
+    turns = [row for row in read(RESULTS / "engine_pair.jsonl") if row["gpu"] == page.gpu]
+    lines += engine_page.sections(engines, turns, image(page.plot("vllm"), "Speed-up inside vLLM"))
     lines += ["", "## Versions", "", *_versions(points, engines)]
     return "\n".join(lines) + "\n"
 
@@ -224,8 +210,8 @@ def _ranges(points: Sequence[Point]) -> dict[str, tuple[int, int]]:
 
 def _limits(gpu: str) -> list[str]:
     """The table of untuned layers beside the limit. No other implementation is needed at these points."""
-    rows = [row for name in PRODUCTS if name.startswith("unknown") for row in read(RESULTS / f"{name}.jsonl")]
-    every = points_of((row for row in rows if row["gpu"] == gpu), alone=True)
+    untuned = [row for name in PRODUCTS if name.startswith("unknown") for row in read(RESULTS / f"{name}.jsonl")]
+    every = points_of((row for row in untuned if row["gpu"] == gpu), alone=True)
     points = of_newest_seed([point for point in every if point.kind.set == "unknown"])
     rates, ranges, run = RATES[gpu], _ranges(points), points[0].run
     commits = ", ".join(sorted({_date_and_commit(point.run) for point in points}))
@@ -235,51 +221,49 @@ def _limits(gpu: str) -> list[str]:
         f"of all operations at {rates.operations / 1e6:.0f} TFLOP/s (fp8 {rates.fp8_operations / 1e6:.0f}), rates that "
         "large library calls reach:"
     )
-    head = f"| x, weight | points | {' | '.join(ranges)} |"
-    lines = ["", *_wrapped(sentence), "", head, "|---" * (len(ranges) + 2) + "|"]
+    rows = []
     for kind, own in by_kind(points):
-        lines.append(_limit_row(str(kind), own, ranges, lambda point: point.over_limit))
+        rows.append(_limit_row(str(kind), own, ranges, lambda point: point.over_limit))
         if any(point.roofline.sums_us for point in own):
-            lines.append(_limit_row(f"{kind}: with sums", own, ranges, lambda point: point.over_limit_of_sums))
+            rows.append(_limit_row(f"{kind}: with sums", own, ranges, lambda point: point.over_limit_of_sums))
+    lines = ["", *paragraph(sentence), "", *table(("x, weight", "points", *ranges), rows)]
     if any(point.roofline.sums_us for point in points):
         sentence = (
             "With sums: operations take 1 + 32 / group times as long (1.25 for groups of 128), since each group's sum "
             "takes a float32 fma, and no order of instructions that was timed overlapped these with the tensor cores "
             "([measured](measured.md#sm90_fp8_gemm))."
         )
-        lines += ["", *_wrapped(sentence)]
+        lines += ["", *paragraph(sentence)]
     return lines
 
 
 def _limit_row(
     name: str, points: Sequence[Point], ranges: dict[str, tuple[int, int]], over: Callable[[Point], float]
-) -> str:
+) -> tuple[object, ...]:
     several = [[over(point) for point in within(points, *ends)] for ends in ranges.values()]
-    cells = [f"{statistics.geometric_mean(each):.2f}, {max(each):.2f}" if each else "" for each in several]
-    return f"| {name} | {len(points)} | {' | '.join(cells)} |"
+    cells = (f"{statistics.geometric_mean(each):.2f}, {max(each):.2f}" if each else "" for each in several)
+    return name, len(points), *cells
 
 
 def _ratios(points: Sequence[Point]) -> list[str]:
     ranges = _ranges(points)
     guessed = any(point.regret for point in points)
     tail = ["worst", f"below {BEHIND}", *(["first / fastest guess"] if guessed else [])]
-    head = ["x, weight", "points", *ranges, *tail]
-    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    rows: list[list[object]] = []
     for kind, own in by_kind(points):
         means = [mean(within(own, *ends)) for ends in ranges.values()]
         regrets = [point.regret for point in own if point.regret]
         worst, behind = min(point.ratio for point in own), sum(point.ratio < BEHIND for point in own)
-        cells = [str(kind), str(len(own)), *("" if m is None else f"{m:.2f}" for m in means), f"{worst:.2f}"]
-        cells.append(str(behind))
+        rows.append([kind, len(own), *("" if m is None else f"{m:.2f}" for m in means), f"{worst:.2f}", behind])
         if guessed:
-            cells.append(f"{sum(regrets) / len(regrets):.3f}, worst {max(regrets):.2f}" if regrets else "")
-        lines.append(f"| {' | '.join(cells)} |")
+            rows[-1].append(f"{sum(regrets) / len(regrets):.3f}, worst {max(regrets):.2f}" if regrets else "")
+    lines = table(("x, weight", "points", *ranges, *tail), rows)
     if guessed:
         sentence = (
             "First / fastest guess: the time of the model's first choice / that of the fastest of its best guesses, "
             "at the points where up to ten guesses were timed."
         )
-        lines += ["", *_wrapped(sentence)]
+        lines += ["", *paragraph(sentence)]
     return lines
 
 
@@ -290,20 +274,19 @@ def _behind(points: Sequence[Point]) -> list[str]:
         if point.ratio < BEHIND:
             worst.setdefault((point.kind, point.n, point.k, point.routing), point)
     count = sum(point.ratio < BEHIND for point in points)
-    lines = [f"{count} of {len(points)} points are below {BEHIND}; the furthest, one for each layer:", ""]
-    lines += ["| x, weight | layer | ratio | w4gemm, us | fastest other, us |", "|---|---|---|---|---|"]
+    rows = []
     for point in list(worst.values())[:_WORST]:
         us, name = min((us, name) for name, us in point.peers.items())
-        own = f"{point.us['w4gemm']:.1f} | {name} {us:.1f}"
-        lines.append(f"| {point.kind} | {point} | {point.ratio:.2f} | {own} |")
-    return lines
+        rows.append((point.kind, point, f"{point.ratio:.2f}", f"{point.us['w4gemm']:.1f}", f"{name} {us:.1f}"))
+    sentence = f"{count} of {len(points)} points are below {BEHIND}; the furthest, one for each layer:"
+    return [sentence, "", *table(("x, weight", "layer", "ratio", "w4gemm, us", "fastest other, us"), rows)]
 
 
 def with_caption(readme: str) -> str:
     """Return README.md with the caption of its plot."""
     of_pages = [stored(page.gpu) for page in PAGES]
     points = [point for points, _ in of_pages for _, own in _of_products(points) for point in own]
-    gains = [gain for _, engines in of_pages for gains in _in_vllm(engines).values() for gain in gains.values()]
+    gains = [gain for _, engines in of_pages for gains in summary.in_vllm(engines).values() for gain in gains.values()]
     runs = [*(point.run for point in points), *(gain.row for gain in gains)]
     days = sorted({_date_and_commit(run).split()[0] for run in runs})
     versions: dict[str, set[str]] = defaultdict(set)
@@ -320,109 +303,18 @@ def with_caption(readme: str) -> str:
         f"{quack}, cuBLAS of {cublas}, and vLLM's Machete, Marlin and CUTLASS. All points, and where w4gemm is behind: "
         f"{', '.join(f'[{page.name.upper()}](docs/{page.path.name})' for page in PAGES)}."
     )
-    return _MARKED.sub(lambda match: match[1] + "\n".join(_wrapped(sentences)) + "\n" + match[2], readme)
-
-
-def _engines(page: Page, rows: Sequence[Row]) -> list[str]:
-    lines: list[str] = []
-    for engine, name in (("vllm", "vLLM"), ("sglang", "SGLang")):
-        cases = {case: gains for case, gains in summary.cases_of(rows).items() if case.engine == engine}
-        if not cases:
-            continue
-        columns = [c for c in summary.COLUMNS if any(c in gains for gains in cases.values())]
-        lines += ["", f"## Inside {name}", ""]
-        shown = {gain.row["phase"]: gain.row for gains in cases.values() for gain in gains.values()}
-        long = f" ({shown['prefill']['tokens_in']} for a prefill)" if "prefill" in shown else ""
-        lines += _wrapped(
-            f"Time of a decode step, or of a prefill, with the kernels that {name} chooses / with w4gemm, and in "
-            f"parentheses with the fastest of {name}'s kernels where more ran. Prompts of 128 tokens{long}, greedy "
-            f"answers of {shown['decode']['tokens_out']}; medians. Checkpoints have published shapes and random "
-            "numbers."
-        )
-        lines += ["", _image(page.plot("vllm"), "Speed-up inside vLLM")] if engine == "vllm" else []
-        lines += ["", f"| model | {' | '.join(columns)} | commit |", "|---" * (len(columns) + 2) + "|"]
-        for case, gains in cases.items():
-            commits = ", ".join(dict.fromkeys(gain.row["commit"][:7] for gain in gains.values()))
-            cells = [str(gains.get(column, "")) for column in columns]
-            lines.append(f"| {case} | {' | '.join(cells)} | {commits} |")
-        if engine == "vllm":
-            means = ["" if mean is None else f"{mean:.2f}" for mean in _mean_gains(_in_vllm(rows), columns)]
-            lines.append(f"| **geometric mean** | {' | '.join(means)} | |")
-            lines += [*_served(rows), *_turns(read(RESULTS / "engine_pair.jsonl"), page.gpu)]
-    return lines
-
-
-def _served(rows: Sequence[Row]) -> list[str]:
-    """Return the table of servers under load, and what its rows note."""
-    lines: list[str] = []
-    served = summary.cases_of(rows, ("serve",))
-    if served:
-        columns = sorted({column for gains in served.values() for column in gains}, key=_numbers)
-        lines += [""]
-        lines += _wrapped(
-            "Under load (`vllm serve`, in 0.33 without torch.compile), the same ratio of tokens/s, answers streamed "
-            "unless whole; in parentheses how far the turns of a server differ, if by over 5 %:"
-        )
-        lines += ["", f"| model | {' | '.join(columns)} | vLLM, commit |", "|---" * (len(columns) + 2) + "|"]
-        for case, gains in served.items():
-            row = next(iter(gains.values())).row
-            measured = f"{row['engine_version']}, {row['commit'][:7]}"
-            cells = (case, *(gains.get(column, "") for column in columns), measured)
-            lines.append(f"| {' | '.join(map(str, cells))} |")
-        notes = {row["note"] for row in rows if row["phase"] == "serve" and "note" in row}
-        lines += [line for note in sorted(notes) for line in ("", *_wrapped(note))]
-    return lines
-
-
-def _turns(rows: Sequence[Row], gpu: str) -> list[str]:
-    """Return the tables of engines that took turns in one process: of their layers alone, and of whole engines."""
-    lines: list[str] = []
-    own_rows = [row for row in rows if row["gpu"] == gpu]
-    turns, commits = summary.turns_of(own_rows), ", ".join(sorted({row["commit"][:7] for row in own_rows}))
-    for parts, what in ((("linear layers", "experts"), "Layers"), (("whole",), "Whole engines")):
-        own = {case: _of_few_columns(ratios) for case, ratios in turns.items() if case.part in parts}
-        if what == "Layers":  # one cell says little beside a whole engine's
-            own = {case: ratios for case, ratios in own.items() if len(ratios) > 1} or own
-        if not own:
-            continue
-        columns = [column for column in _FEW if any(column in ratios for ratios in own.values())]
-        engines = ", ".join(sorted({case.engine.replace("vllm", "vLLM") for case in own}))
-        sentence = (
-            f"{what}, by turns in one process of {engines} ({commits}): time over w4gemm's, by tokens of a step. An "
-            "asterisk marks what vLLM chooses."
-        )
-        lines += ["", *_wrapped(sentence), ""]
-        lines += [f"| model, format | part | kernels | {' | '.join(columns)} |", "|---" * (len(columns) + 3) + "|"]
-        for case, ratios in own.items():
-            cells = (case, case.part, case.other, *(ratios.get(column, "") for column in columns))
-            lines.append(f"| {' | '.join(map(str, cells))} |")
-    return lines
-
-
-_FEW = ("1", "8", "64", "2048 to 8192")
-
-
-def _of_few_columns(ratios: dict[str, str]) -> dict[str, str]:
-    """Return the ratios by the columns of ``_FEW``; the last has the fewest tokens that were timed."""
-    many = {int(column.split()[-1]): ratio for column, ratio in ratios.items()}
-    kept = {column: ratio for column, ratio in ratios.items() if column in _FEW}
-    return kept | next(({_FEW[-1]: many[size]} for size in sorted(many) if size >= 2048), {})
-
-
-def _numbers(column: str) -> tuple[bool, int]:
-    return "whole" in column, int(column.split()[0])
+    return with_parts(readme, "bench.report", lambda name: paragraph(sentences))
 
 
 def _versions(points: Sequence[Point], engines: Sequence[Row]) -> list[str]:
-    lines = ["| rows | w4gemm | date, commit | other libraries |", "|---|---|---|---|"]
+    rows = []
     for name, title in TITLES.items():
         own = [point for point in points if point.kind.set == name]
         runs = {point.run["run"]: point.run for point in own}.values()
         peers = {f"{row['impl']} {row['impl_version']}".strip() for point in own for row in point.others}
         when, ours = ({word(run) for run in runs} for word in (_date_and_commit, lambda run: run["impl_version"]))
-        lines += (
-            [f"| {title} | {' | '.join(', '.join(sorted(words)) for words in (ours, when, peers))} |"] if own else []
-        )
+        if own:
+            rows.append((title, *(", ".join(sorted(words)) for words in (ours, when, peers))))
     shown = [gain.row for gains in summary.cases_of(engines).values() for gain in gains.values()]
     facts = {f"{row['engine']} {row['engine_version']}" for row in shown}
     torch, driver = ({row[name] for row in [*shown, *(p.run for p in points)]} for name in ("torch", "driver"))
@@ -431,7 +323,7 @@ def _versions(points: Sequence[Point], engines: Sequence[Row]) -> list[str]:
         f"torch {', '.join(sorted(torch))}; driver {', '.join(sorted(driver))}. machete, marlin and cutlass_w4a8 are "
     )
     sentence += "vLLM's; where no version stands, the rows have none."
-    return [*lines, "", *_wrapped(sentence)]
+    return [*table(("rows", "w4gemm", "date, commit", "other libraries"), rows), "", *paragraph(sentence)]
 
 
 def _date_and_commit(run: Row) -> str:
@@ -444,21 +336,14 @@ def every_point(points: Sequence[Point]) -> Iterator[str]:
     """Yield a table for each kind of work."""
     for kind, own in by_kind(points):
         names = sorted({name for point in own for name in point.us}, key=lambda name: (name != "w4gemm", name))
-        yield f"\n{kind}\n| {'experts x ' if own[0].experts else ''}n x k | tokens | {' | '.join(names)} | ratio |"
-        yield "|---" * (len(names) + 3) + "|"
+        rows = []
         for point in own:
             layer, us = str(point).split(",")[0], [f"{point.us[n]:.2f}" if n in point.us else "" for n in names]
             routing = f" {point.routing}" if point.experts else ""
-            yield f"| {layer}{routing} | {point.m} | {' | '.join(us)} | {point.ratio:.2f} |"
-
-
-def _wrapped(sentence: str) -> list[str]:
-    return textwrap.wrap(sentence, 120, break_on_hyphens=False)
-
-
-def _image(path: Path, words: str) -> str:
-    """An image that links to its file, so that a phone can open it whole."""
-    return f"[![{words}](plots/{path.name})](plots/{path.name})"
+            rows.append((f"{layer}{routing}", point.m, *us, f"{point.ratio:.2f}"))
+        size = "experts x n x k" if own[0].experts else "n x k"
+        yield f"\n{kind}"
+        yield from table((size, "tokens", *names, "ratio"), rows)
 
 
 if __name__ == "__main__":

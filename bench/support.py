@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench.markdown import table, with_parts
 from bench.options import command
 
 from w4gemm.core.epilogue import Epilogue
@@ -28,8 +29,7 @@ from w4gemm.packing.layouts import LAYOUTS, layout_for
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = (ROOT / "README.md", ROOT / "docs/support.md")
-"""Documents with tables, each between :data:`_MARKED`'s comments."""
-_MARKED = re.compile(r"(<!-- made by python -m bench\.support: (\w+) -->\n).*?(<!-- end -->\n)", re.DOTALL)
+"""Documents with tables of these names."""
 
 DEVICES: dict[str, Device] = {
     "H100, H200, H800, H20 (9.0)": H200,
@@ -70,18 +70,10 @@ def problem(device: Device, format: WeightFormat, dtype: torch.dtype, experts: i
     return GemmProblem(64, 4096, 4096, dtype, format, layout, device=device, experts=experts)
 
 
-def markdown(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """Lines of a table."""
-    head = [*head]
-    lines = [f"| {' | '.join(cells)} |" for cells in (head, *rows)]
-    lines.insert(1, "|---" * len(head) + "|")
-    return "\n".join(lines) + "\n"
-
-
-def kernels_by_device() -> str:
+def kernels_by_device() -> list[str]:
     """By device and dtype of x the kernels that take every format, dense (experts 0) and grouped."""
     cells = {name: tuple(_cell(device, dtype) for dtype in DTYPES.values()) for name, device in DEVICES.items()}
-    return markdown(("device", *DTYPES), _alike(cells))
+    return table(("device", *DTYPES), _alike(cells))
 
 
 def _alike(cells: dict[str, tuple[str, ...]]) -> Iterable[tuple[str, ...]]:
@@ -92,7 +84,7 @@ def _alike(cells: dict[str, tuple[str, ...]]) -> Iterable[tuple[str, ...]]:
     return (("; ".join(names), *own) for own, names in rows.items())
 
 
-def evidence() -> str:
+def evidence() -> list[str]:
     """A list: what w4gemm has run on, what it supports beside that, and what it does not."""
     run, compiled, refused = [], [], []
     for name, device in DEVICES.items():
@@ -107,7 +99,7 @@ def evidence() -> str:
             compiled.append(name)
     lines = {"Run on": run, "Compiled for by the tests, never run on": compiled, "Not supported": refused}
     items = (f"- {what}: {'; '.join(names)}." for what, names in lines.items())
-    return "".join(textwrap.fill(item, 120, subsequent_indent="  ") + "\n" for item in items)
+    return [line for item in items for line in textwrap.wrap(item, 120, subsequent_indent="  ")]
 
 
 @functools.cache
@@ -151,7 +143,7 @@ def _taken(device: Device, formats: list[WeightFormat]) -> str:
     return ", ".join(f"{name} ({size})" for name, size in least.items()) or "-"
 
 
-def formats_by_device() -> str:
+def formats_by_device() -> list[str]:
     """By format and device the activations; devices with equal columns are one column, formats with equal rows one
     row, and those that no GPU takes have no names."""
     columns: dict[tuple[str, ...], list[Device]] = {}
@@ -170,7 +162,7 @@ def formats_by_device() -> str:
         if any(cell != "-" for head, cell in zip(heads, cells, strict=True) if head != "CPU"):
             names.append(label)
     in_order = sorted(rows.items(), key=lambda row: not row[1])
-    return markdown(("format", *heads), ((_names(labels), *cells) for cells, labels in in_order))
+    return table(("format", *heads), ((_names(labels), *cells) for cells, labels in in_order))
 
 
 def _capabilities(devices: Iterable[Device]) -> str:
@@ -193,9 +185,9 @@ def _names(labels: list[str]) -> str:
     return words + (f" (among them {', '.join(aliases)})" if aliases else "")
 
 
-def features_by_kernel() -> str:
+def features_by_kernel() -> list[str]:
     """By kernel the dtypes of x, layouts, and what it takes besides one weight and rows with one scale."""
-    return markdown(
+    return table(
         ("kernel", "compute capability", "x", "layout", "experts", "reads rows of x by index", "scales of 128 columns"),
         (_features(kernel) for kernel in KERNELS),
     )
@@ -234,7 +226,7 @@ def _yes(answer: object) -> str:
     return "yes" if answer else "-"
 
 
-def engines_by_device() -> str:
+def engines_by_device() -> list[str]:
     """By device the layers that the plugins of engines take over, for each value of their switch."""
     format, rows = WeightFormat(), {}
     for name, device in DEVICES.items():
@@ -249,7 +241,7 @@ def engines_by_device() -> str:
             cells.append(", ".join(kind for kind, taken in kinds.items() if taken) or "-")
         assert cells[::2] == cells[1::2], "engines differ: the table must say which"
         rows[name] = tuple(cells[::2])
-    return markdown(("device", "`auto`", "`on`"), _alike(rows))
+    return table(("device", "`auto`", "`on`"), _alike(rows))
 
 
 def _runs(device: Device, format: WeightFormat, dtype: torch.dtype, experts: int = 0) -> bool:
@@ -257,7 +249,7 @@ def _runs(device: Device, format: WeightFormat, dtype: torch.dtype, experts: int
     return any(kernel.supports(product) for kernel in KERNELS)
 
 
-TABLES: dict[str, Callable[[], str]] = {
+TABLES: dict[str, Callable[[], list[str]]] = {
     "evidence": evidence,
     "kernels": kernels_by_device,
     "formats": formats_by_device,
@@ -269,7 +261,7 @@ TABLES: dict[str, Callable[[], str]] = {
 
 def written(text: str) -> str:
     """A document with its tables as they are now."""
-    return _MARKED.sub(lambda match: match[1] + TABLES[match[2]]() + match[3], text)
+    return with_parts(text, "bench.support", lambda name: TABLES[name]())
 
 
 def main(argv: Sequence[str] | None = None) -> None:

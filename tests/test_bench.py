@@ -182,9 +182,8 @@ def test_the_table_of_oracles_has_all_stored_rows():
     pytest.importorskip("gguf")
     from bench import oracles
 
-    rows = bench_rows.read(oracles.RESULTS)
-    table = oracles.BEGIN + oracles.table(rows) + oracles.END
-    assert table in oracles.PAGE.read_text(), "run python -m bench.oracles --table"
+    page, rows = oracles.PAGE.read_text(), bench_rows.read(oracles.RESULTS)
+    assert "bench.oracles" in page and oracles.with_table(page, rows) == page, "run python -m bench.oracles --table"
 
 
 def test_the_table_of_checkpoints_has_every_format():

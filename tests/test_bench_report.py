@@ -7,6 +7,7 @@ import re
 import pytest
 from bench import report
 from bench.engine import summary
+from bench.engine.page import by_turns
 from bench.points import Kind, by_kind, kind_of, of_newest_seed, points_of
 from bench.rows import Row, read
 
@@ -127,8 +128,7 @@ def test_ratios_by_turns_are_marked_if_rounds_scatter_and_belong_to_the_rows_bef
     assert (str(chosen), chosen.part, chosen.other) == ("m, 4 layers, f, fp8 x", "experts", "humming*")
     assert (ratios, other.other, others) == ({"1": "1.50"}, "marlin", {"1": "1.50 (7%)"})
     assert prefill == {"prefill of 2048": "1.50 (33%)"}
-    lines = report._turns(rows, "G")
-    assert "| m, 4 layers, f, fp8 x | experts | marlin | 1.50 (7%) |" in lines and not report._turns(rows, "another")
+    assert "| m, 4 layers, f, fp8 x | experts | marlin | 1.50 (7%) |" in by_turns(rows)
 
 
 def test_an_engine_with_fp8_x_is_a_comparison_of_its_own_beside_those_of_its_run():

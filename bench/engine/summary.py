@@ -4,6 +4,7 @@ took turns in one process, from rows of engine_pair.jsonl: :func:`turns_of`."""
 from __future__ import annotations
 
 import re
+import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -72,6 +73,21 @@ def cases_of(rows: Iterable[Row], phases: Sequence[str] = ("decode", "prefill"))
         if gains:
             cases[case] = gains
     return cases
+
+
+Gains = dict[str, Gain]
+"""A model's, by column."""
+
+
+def in_vllm(rows: Iterable[Row]) -> dict[str, Gains]:
+    """Return the gains of each model in vLLM."""
+    return {str(case): gains for case, gains in cases_of(rows).items() if case.engine == "vllm"}
+
+
+def mean_gains(cases: dict[str, Gains], columns: Sequence[str]) -> list[float | None]:
+    """Return the geometric mean over the engine's choice by column."""
+    of_columns = ([gains[name].over_choice for gains in cases.values() if name in gains] for name in columns)
+    return [statistics.geometric_mean(ratios) if ratios else None for ratios in of_columns]
 
 
 def _column(row: Row) -> str:
