@@ -13,12 +13,12 @@ from torch.nn.utils import prune
 
 pytest.importorskip("transformers")
 
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM, BartConfig, BertConfig
 
 from tiny_model import write_dense
 from w4gemm import W4Experts, W4Linear, integrations
 from w4gemm.checkpoints.dense import layers_to_quantize
-from w4gemm.integrations.transformers import W4GemmConfig, dequantize_layers, quantize_layers
+from w4gemm.integrations.transformers import W4GemmConfig, dequantize_layers, describe, quantize_layers
 
 
 def model() -> nn.Sequential:
@@ -155,6 +155,29 @@ def test_a_saved_layer_of_two_names(tmp_path):
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     ids = torch.arange(1, 8)[None]
     assert torch.equal(again(ids).logits, shared(ids).logits)
+
+
+_BERT = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+_BART = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64}
+
+
+@pytest.mark.parametrize(
+    ("config", "cls", "other"),
+    [
+        (BertConfig(vocab_size=100, **_BERT), AutoModelForMaskedLM, "cls.predictions.bias"),
+        (BartConfig(vocab_size=100, **_BART), AutoModelForSeq2SeqLM, "model.decoder.embed_tokens.weight"),
+    ],
+    ids=["bert", "bart"],
+)
+def test_what_is_tied_beside_a_quantized_head_is_saved(tmp_path, config, cls, other):
+    ids = torch.tensor([[3, 17, 42]])
+    model = cls.from_config(config).eval()
+    nn.init.normal_(model.get_parameter(other))
+    describe(quantize_layers(model, "int4_g32_zint", skip=()))
+    assert isinstance(model.get_output_embeddings(), W4Linear)
+    model.save_pretrained(tmp_path)
+    with torch.inference_mode():
+        assert torch.equal(cls.from_pretrained(tmp_path).eval()(ids).logits, model(ids).logits)
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated:FutureWarning")

@@ -58,6 +58,7 @@ from w4gemm.integrations.transformers.saving import (
     compressed_tensors,
     refuse_to_fuse,
     refuse_what_no_folder_holds,
+    with_own_memory,
 )
 from w4gemm.integrations.transformers.sharding import Local, fill, whole_tensors
 from w4gemm.integrations.wrapping import wrap
@@ -311,7 +312,7 @@ class W4GemmQuantizer(HfQuantizer):
         packed = compressed_tensors(model)
         config.stored = None if packed is None else packed[1]
         state = model.state_dict() | alarm_of(model) if packed is None else packed[0]
-        return whole_tensors(state), {}
+        return with_own_memory(model, whole_tensors(state)), {}
 
     @property
     def is_trainable(self) -> bool:

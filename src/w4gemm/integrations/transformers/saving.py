@@ -139,6 +139,14 @@ def _has_no_place(setting: str, expected: object, got: object) -> ValueError:
     return ValueError(f"{setting}: wanted {expected!r}, since a saved folder has no place for another, got {got!r}")
 
 
+def with_own_memory(model: PreTrainedModel, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return a state dict in which each parameter that the model ties, but its config does not, has memory of its own.
+    transformers saves one of those that share theirs, and the model of the config would find no tensor for the others.
+    A quantized head alone makes the config tie nothing: neither BERT's bias nor the embeddings of BART's encoder."""
+    alone = model.all_tied_weights_keys.keys() - model.get_expanded_tied_weights_keys(all_submodels=True).keys()
+    return state | {name: state[name].clone() for name in alone if name in state}
+
+
 def refuse_to_fuse(model: PreTrainedModel) -> None:
     """Raise ValueError if transformers would save several quantized layers as one, as files of Sarvam-MoE have queries,
     keys and values: rows of codes can be one tensor, but not what else a layer is saved with."""
