@@ -43,6 +43,14 @@ from w4gemm.tuning import record
 
 PACKED = "pack-quantized"
 AUTO_ROUND = {"quant_method": "auto-round", "packing_format": "auto_round"}
+DYNAMIC: dict[str, dict[str, Any]] = {
+    r"-:.*\.layers\.[12]\.mlp": {},
+    r"-:.*\.k_proj": {},
+    r".*\.v_proj": {"bits": 3},
+    r"+:.*\.layers\.3\.": {"bits": 8},
+    r"+:.*\.(down|o)_proj": {"bits": 8},
+}
+"""Of GPTQModel: the first expression that matches a module's name says its bits, or with "-:" that it is dense."""
 RESULTS = Path(__file__).parent / "results/oracles.jsonl"
 PAGE = Path(__file__).parent.parent / "docs/formats.md"
 
@@ -96,6 +104,7 @@ CASES = (
     Case("GPTQ, version 1, zero points of 0", "gptqmodel", gptqmodel),
     *(Case(f"GPTQ, version 1, {b} bits", "gptqmodel", partial(gptqmodel, bits=b)) for b in (8, 3, 2)),
     *(Case(f"GPTQ, gptq_p, {b} bits", "gptqmodel", partial(gptqmodel, bits=b, packing="gptq_p")) for b in (7, 6, 5, 3)),
+    Case("GPTQ, dynamic: 8, 4, 3 bits and dense modules", "gptqmodel", partial(gptqmodel, dynamic=DYNAMIC)),
     Case("AutoRound", "auto-round", auto_round(0, AUTO_ROUND)),
     Case("AutoRound, 4, 2, 3 and 8 bits by turns", "auto-round", auto_round(0, AUTO_ROUND, bits=(4, 2, 3, 8))),
     *(

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from bench.producers.common import GROUP, Codes, Pairs, Weights, folder_pairs
 
+from w4gemm.checkpoints import open_checkpoint
+
 
 def auto_round(
     stored_zero: int, config: dict[str, Any], *, sym: bool = False, act_order: bool = False, bits: Sequence[int] = (4,)
@@ -55,31 +57,41 @@ def auto_round(
     return pairs
 
 
-def gptqmodel(folder: Path, weights: Weights, bits: int = 4, packing: str = "gptq") -> Pairs:
+def gptqmodel(
+    folder: Path, weights: Weights, bits: int = 4, packing: str = "gptq", dynamic: dict[str, dict[str, Any]] | None = None
+) -> Pairs:
     """With zero points, as GPTQModel writes them: version 1 of GPTQ, where every eighth row has zero points of 0, or
-    gptq_p, which stores them as they are."""
+    gptq_p, which stores them as they are. dynamic: bits of modules by expression, and modules that stay dense, as
+    GPTQModel matches them."""
     from gptqmodel.nn_modules.qlinear.torch import TorchLinear
     from gptqmodel.quantization import QuantizeConfig
     from gptqmodel.utils.model import convert_gptq_v1_to_v2_format_module, convert_gptq_v2_to_v1_format_module
 
     settings, stored, expected = {"bits": bits, "group_size": GROUP, "sym": False, "desc_act": False}, {}, {}
+    mixed, dense = QuantizeConfig(**settings, dynamic=dynamic), {}
     for name, w in weights.items():
         n, k = w.shape
-        layer = TorchLinear(bits, GROUP, False, False, k, n, format=packing)
+        if mixed.dynamic_get(name) is False:
+            stored[f"{name}.weight"] = dense[name] = w.bfloat16()
+            continue
+        own = mixed.dynamic_get(name, "bits", bits)
+        layer = TorchLinear(own, GROUP, False, False, k, n, format=packing)
         linear = torch.nn.Linear(k, n, bias=False)
         linear.weight.data = w = torch.where(torch.arange(n)[:, None] % 8 == 3, w.abs(), w)
-        codes = Codes.of(w, bits)
+        codes = Codes.of(w, own)
         layer.pack_original(linear, codes.scales.half().float(), codes.zeros.float())
         if packing == "gptq":
-            convert_gptq_v2_to_v1_format_module(layer, QuantizeConfig(**settings))
+            convert_gptq_v2_to_v1_format_module(layer, QuantizeConfig(**settings | {"bits": own}))
         stored |= {f"{name}.{leaf}": getattr(layer, leaf).clone() for leaf in ("qweight", "qzeros", "scales", "g_idx")}
         if packing == "gptq":
-            convert_gptq_v1_to_v2_format_module(layer, bits, torch.int32)
+            convert_gptq_v1_to_v2_format_module(layer, own, torch.int32)
         layer.post_init()
         layer.scales = layer.scales.float()
         expected[name] = layer.dequantize_weight().T.contiguous()
     config = {"quant_method": "gptq", "checkpoint_format": packing, "meta": {"quantizer": ["gptqmodel:7.7.0"]}}
-    return folder_pairs(folder, settings | config, stored, expected)
+    packed = folder_pairs(folder, settings | config | ({"dynamic": dynamic} if dynamic else {}), stored, expected)
+    checkpoint = open_checkpoint(folder)
+    return itertools.chain(packed, ((checkpoint.dense(f"{name}.weight").float(), w.float()) for name, w in dense.items()))
 
 
 def modelopt(folder: Path, weights: Weights) -> Pairs:
