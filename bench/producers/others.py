@@ -58,7 +58,11 @@ def auto_round(
 
 
 def gptqmodel(
-    folder: Path, weights: Weights, bits: int = 4, packing: str = "gptq", dynamic: dict[str, dict[str, Any]] | None = None
+    folder: Path,
+    weights: Weights,
+    bits: int = 4,
+    packing: str = "gptq",
+    dynamic: dict[str, dict[str, Any]] | None = None,
 ) -> Pairs:
     """With zero points, as GPTQModel writes them: version 1 of GPTQ, where every eighth row has zero points of 0, or
     gptq_p, which stores them as they are. dynamic: bits of modules by expression, and modules that stay dense, as
@@ -91,7 +95,8 @@ def gptqmodel(
     config = {"quant_method": "gptq", "checkpoint_format": packing, "meta": {"quantizer": ["gptqmodel:7.7.0"]}}
     packed = folder_pairs(folder, settings | config | ({"dynamic": dynamic} if dynamic else {}), stored, expected)
     checkpoint = open_checkpoint(folder)
-    return itertools.chain(packed, ((checkpoint.dense(f"{name}.weight").float(), w.float()) for name, w in dense.items()))
+    skipped = ((checkpoint.dense(f"{name}.weight").float(), w.float()) for name, w in dense.items())
+    return itertools.chain(packed, skipped)
 
 
 def modelopt(folder: Path, weights: Weights) -> Pairs:
