@@ -56,6 +56,12 @@ SMALL = spec_of(4, experts=8, width=64)
 """Two rounds of gate_up, if eight experts are chosen."""
 CASES = {
     "one token, sixteen warps": (spec_of(1, warps=16), 1, "int4_g128"),
+    "one token, several steps of down, MXFP4": (
+        spec_of(1, width=288, format="mxfp4", split=True, activation="swiglu_oai", down_bias=True),
+        1,
+        "mxfp4",
+    ),
+    "one token, steps of one": (spec_of(1, features=320, width=448, step_blocks=1), 1, "int4_g128"),
     "three of four tokens, biases, MXFP4": (
         spec_of(4, width=96, format="mxfp4", activation="swiglu_oai", gate_up_bias=True, down_bias=True),
         3,

@@ -47,6 +47,13 @@ FAULTS = (
         _ONE_LAUNCH + "at_once",
     ),
     Fault(
+        "lanes read a row of down that others have not stored",
+        _EXPERT_LAYER,
+        "            ahead[j] = ahead[4 + j]\n        cute.arch.sync_warp()\n",
+        "            ahead[j] = ahead[4 + j]\n",
+        _ONE_LAUNCH + "layers",
+    ),
+    Fault(
         "flags of the last launch are taken for this one's",
         _EXPERT_LAYER,
         "* 4, 1, Boolean(True))[0] + 1",

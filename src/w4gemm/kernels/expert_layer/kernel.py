@@ -36,8 +36,9 @@ Shared memory, in this order:
                (two rounds)                     at unit + rank: the first is reached
                                                 before the second on any path of
                                                 warps through units
-    stages     warps * num_stages *             their warp: cp.async of 16 bytes a    their warp
-               stage_bytes                      lane
+    stages     warps * warp_bytes               their warp: cp.async of 16 bytes a    their warp
+                                                lane; behind its stages what
+                                                lanes share of a row
     table      decode_table_bytes               all threads, before the first step    all warps
     choices    see Choices                      all threads or, of few, each warp     all threads
                                                 and the first, before the first step
@@ -201,7 +202,7 @@ class ExpertLayerKernel:
         if const_expr(layer.split):
             self.begin(t, memory.choices, cta, was, epoch, warp)
 
-        stage, computed, ahead = Int32(0), cta, cute.make_rmem_tensor((16,), Int32)
+        stage, computed, ahead = Int32(0), cta, cute.make_rmem_tensor((8 if layer.shares_rows else 16,), Int32)
         channels = cute.make_rmem_tensor((2,), Float32)
         channels.fill(1.0)
         while computed >= 0:
@@ -211,6 +212,11 @@ class ExpertLayerKernel:
                 if lane == 0 and (const_expr(not layer.split) or memory.choices.owned[0] == epoch):
                     store_release(flags + Int64(computed) * 4, epoch * 2)
             first = self.first_rows(t, memory.choices, down)
+            if const_expr(layer.shares_rows):
+                second = HiddenRows(Int64(0), Int32(0))
+                if down.count > 1:
+                    behind = self.step_behind(share, down.slot, down.k_block)
+                    second = self.rows_of(t, memory.choices, *behind, lane_again())
             if down.count > 0:
                 self.load_channels(t, memory.choices, share, down.slot, down.column, channels)
             if warp < layer.pollers:
@@ -222,6 +228,9 @@ class ExpertLayerKernel:
             preferred = self.preferred_share(memory.choices)
             left = cutlass.select_(preferred > 0, Int32(0), first.left)
             self.load_rows(first._replace(left=left), ahead)
+            if const_expr(layer.shares_rows):
+                left = cutlass.select_(preferred > 0, Int32(0), second.left)
+                self.load_rows(second._replace(left=left), ahead, True)
             if preferred > 0:
                 computed = self.share_to_claim(preferred, cta)
                 again = self.claim(flags, computed, epoch, thread)
@@ -248,7 +257,7 @@ class ExpertLayerKernel:
             return smem.allocate_tensor(dtype, cute.make_layout(count), byte_alignment=align)
 
         x, partials = bytes_of(layer.tokens * layer.x_row_bytes), bytes_of(2 * layer.partial_slots * layer.slot_bytes)
-        stages = bytes_of(layer.warps * layer.num_stages * layer.stage_bytes)
+        stages = bytes_of(layer.warps * layer.warp_bytes)
         table = Int32(0)
         if layer.pairs is not None:
             table = bytes_of(layer.decode_table_bytes)
@@ -270,7 +279,9 @@ class ExpertLayerKernel:
             tensor(Int32, layer.pollers),
             tensor(Int32, 1),
         )
-        return Memory(x, partials, stages + warp * (layer.num_stages * layer.stage_bytes), table, choices)
+        stages += warp * layer.warp_bytes
+        rows = stages + layer.num_stages * layer.stage_bytes if layer.shares_rows else Int32(0)
+        return Memory(x, partials, stages, rows, table, choices)
 
     # ------------------------------------------------------------------------------------------------------ x, shares
 
@@ -563,6 +574,16 @@ class ExpertLayerKernel:
         return rows
 
     @cute.jit
+    def step_behind(self, share: Share, slot: Int32, k_block: Int32) -> tuple[Int32, Int32]:
+        """The slot and the first block of the step of down behind one."""
+        k_block += self.layer.step_blocks
+        if k_block >= self.layer.k_blocks_down:
+            slot, k_block = slot + 1, Int32(0)
+            if slot == share.active:
+                slot = Int32(0)
+        return slot, k_block
+
+    @cute.jit
     def multiply_down(
         self,
         t: Tensors,
@@ -593,16 +614,21 @@ class ExpertLayerKernel:
             column_done = slot == share.active
             if column_done:
                 slot = Int32(0)
+            if const_expr(layer.shares_rows):
+                self.share_rows(memory.rows, ahead, lane)
+                if i + 2 < count:
+                    behind = self.step_behind(share, slot, k_block)
+                    self.load_rows(self.rows_of(t, c, *behind, lane), ahead, True)
             for b in cutlass.range_constexpr(layer.step_blocks):
-                fragments = [(ahead[2 * j] + 0, ahead[2 * j + 1] + 0) for j in range(8)]
+                fragments = self.fragments_of(memory.rows, ahead, lane, b)
                 if const_expr(b == 0 or not layer.ragged_down):
                     words, scales = self.read_weight(memory, stage, lane, b)
                 refills = b == layer.step_blocks - 1 and not layer.ragged_down
                 if const_expr(refills and layer.refills_first):
                     cursor = self.refill(t, memory, share, cursor, stage, rank)
-                if const_expr(b < layer.step_blocks - 1):
+                if const_expr(not layer.shares_rows and b < layer.step_blocks - 1):
                     self.load_rows(self.rows_of(t, c, was, first + b + 1, lane), ahead)
-                else:
+                elif const_expr(not layer.shares_rows):
                     if not last:
                         self.load_rows(self.rows_of(t, c, slot, k_block, lane), ahead)
                 if const_expr(refills and not layer.refills_first):
@@ -646,18 +672,43 @@ class ExpertLayerKernel:
                 channels[j] = to_float("f32", load_global(at + j * 32, 1, Boolean(True))[0])
 
     def rows_of(self, t: Tensors, c: Choices, slot: Int32, k_block: Int32, lane: Int32) -> HiddenRows:
-        """What a lane loads of a k block of a slot's rows."""
-        chosen = lane < 4 if self.layer.alone else (c.masks[slot] >> (lane // 4)) & 1 != 0
-        at = self.hidden_at(t, slot, k_block * 4, lane)
-        return HiddenRows(at, Int32(cutlass.select_(chosen, self.layer.width - k_block * 128, Int32(0))))
+        """What a lane loads of a k block of a slot's rows; of a step's, if lanes share them."""
+        layer = self.layer
+        vectors = 16 * layer.step_blocks if layer.shares_rows else 4
+        chosen = lane < vectors if layer.alone else (c.masks[slot] >> (lane // 4)) & 1 != 0
+        at, left = self.hidden_at(t, slot, k_block * 4, lane), layer.width - k_block * 128
+        if layer.shares_rows:
+            left -= lane // 4 * 32
+        return HiddenRows(at, Int32(cutlass.select_(chosen, left, Int32(0))))
 
     @cute.jit
-    def load_rows(self, rows: HiddenRows, ahead: cute.Tensor) -> None:
-        """Load the fragments of a k block, zeros where there are no columns."""
-        for piece in cutlass.range_constexpr(4):  # of 32 columns
+    def load_rows(self, rows: HiddenRows, ahead: cute.Tensor, second: cutlass.Constexpr = False) -> None:
+        """Load the fragments of a k block, zeros where there are no columns; if lanes share rows, what
+        :meth:`share_rows` stores next or, ``second``, behind that."""
+        for piece in cutlass.range_constexpr(1 if self.layer.shares_rows else 4):  # of 32 columns
             words = load_l2(rows.at + Int64(piece * self.layer.tokens * 64), 4, piece * 32 < rows.left)
             for j in cutlass.range_constexpr(4):
-                ahead[piece * 4 + j] = words[j]
+                ahead[(piece + second) * 4 + j] = words[j]
+
+    @cute.jit
+    def share_rows(self, rows: Int32, ahead: cute.Tensor, lane: Int32) -> None:
+        """Store what lanes have loaded of a step's row for one another, in place of the step before."""
+        if lane < 16 * self.layer.step_blocks:
+            store_shared_x4(rows + lane * 16, [ahead[j] for j in range(4)])
+        for j in cutlass.range_constexpr(4):
+            ahead[j] = ahead[4 + j]
+        cute.arch.sync_warp()
+
+    def fragments_of(self, rows: Int32, ahead: cute.Tensor, lane: Int32, b: int) -> list[tuple[Int32, Int32]]:
+        """The fragments of a step's block: two registers for each of eight steps of the instruction. If lanes share
+        rows, all columns are the one token's, as only the first one's sums are read."""
+        if not self.layer.shares_rows:
+            return [(ahead[2 * j] + 0, ahead[2 * j + 1] + 0) for j in range(8)]
+        steps: list = []
+        for piece in range(4 * b, 4 * b + 4):
+            r = load_shared(rows + piece * 64 + lane % 4 * 16, 4)
+            steps += [(r[0], r[1]), (r[2], r[3])]
+        return steps
 
     @cute.jit
     def sums_of_columns(self, share: Share, partials: Int32, dealt: Int32) -> PartialSums:

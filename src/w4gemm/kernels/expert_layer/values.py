@@ -102,6 +102,8 @@ class Memory(NamedTuple):
     partials: Int32
     stages: Int32
     """Of this warp."""
+    rows: Int32
+    """Of this warp: what lanes share of an activated row."""
     table: Int32
     """This thread's copies of the decoder's table."""
     choices: Choices
