@@ -126,6 +126,8 @@ PRODUCTS = [
     Product("sm90_mixed_gemm/72x64x128_1x1x1_chain_k3", "int4_g128", BIASED, 70, 184, 1152, 6),
     Product("sm90_mixed_gemm/24x64x256_1x1x1_chain_k4", "int4_g128", ALL, 27, 250, 1664, 16),
     Product("sm90_mixed_gemm/40x128x128_1x1x1_chain_k3", "int4_g64_zint", PLAIN, 33, 512, 256, 6),
+    Product("sm90_mixed_gemm/24x64x256_1x1x1_chain_k3", "nvfp4", BIASED, 27, 130, 1280, 12),
+    Product("sm90_mixed_gemm/32x128x128_1x1x1_chain_k3", "int8_g128", PLAIN, 30, 256, 640, 3),
     Product("sm90_mixed_gemm/128x64x128_1x1x1_pingpong_k2", "int4_g128", PLAIN, 50, 64, 896, 2),
     Product("sm90_mixed_gemm/128x64x128_1x1x1_coop", "int4_g16", PLAIN, 3, 128, 256, 2, (5, 130, 0, 37)),
     Product("sm90_mixed_gemm/256x64x64_1x1x1_coop_k3", "q4_k", BIASED, 200, 64, 768, 3),

@@ -80,6 +80,12 @@ the fastest somewhere or lies beside one that was:
 * Two CTAs share weights (cluster_m) where many tokens meet them, and x (cluster_n) if tile_m is a power of two."""
 
 
+_CHAINS = {
+    "64x128_1x1x1_chain_k3": "72 80 96 112 120 128 144",
+    "64x128_1x1x1_chain_k4": "72 80 96 112 120 128",
+    "128x128_1x1x1_chain_k3": "32 112",
+}
+_LONG_CHAINS = {f"64x256_1x1x1_chain_k{split}": "24 32 40 48 56 64" for split in (3, 4)}
 _WIDE_SPLITS = {f"{n}x64_1x1x1_coop_k{split}": "256" for n in (64, 128) for split in (3, 4)}
 _FINE_TILES = {
     **{f"{bits} bits, 3 registers, in float32, factors": _WIDE_SPLITS for bits in ("up to 4", "5 to 8")},
@@ -94,19 +100,20 @@ _FINE_TILES = {
         "192x128_1x1x1_coop_k2": "88",
         "256x64_1x1x1_coop": "136 152",
         "128x128_1x1x1_stream": "72 88 104 136 152 160 176",
-        "64x128_1x1x1_chain_k3": "72 80 88 96 104 112 120 128 144",
-        "64x128_1x1x1_chain_k4": "72 80 88 96 104 112 120 128",
-        "64x256_1x1x1_chain_k3": "24 32 40 48 56 64",
-        "64x256_1x1x1_chain_k4": "24 32 40 48 56 64",
-        "128x128_1x1x1_chain_k3": "32 112",
+        **_CHAINS,
+        **_LONG_CHAINS,
+        "64x128_1x1x1_chain_k3": _CHAINS["64x128_1x1x1_chain_k3"] + " 88 104",
+        "64x128_1x1x1_chain_k4": _CHAINS["64x128_1x1x1_chain_k4"] + " 88 104",
     },
+    "up to 4 bits, 4 registers": _CHAINS | _LONG_CHAINS,
+    "5 to 8 bits, 3 registers": _CHAINS,
 }
 """By the register class of a decoder, more tile_m, where their tokens are worth it although boxes of x overlap
 (``box_tokens`` of the variant): 3 to 15 % of the time where they are chosen; and splits of five CTAs with 128 features,
 for layers of 2,497 to 2,816. Tiles of 120, 152, 176, 184 and 208 that were not faster than their neighbours are left
 out, and so are those of other decoders, experts and x with scales of 128 columns, which nobody timed (H200,
 2026-11-30). Chains are for as many tiles as fill over half of a GPU: 4,225 to 5,760 features in tiles of 64. With 192
-features and more, or over 144 tokens, none was faster."""
+features and more, or over 144 tokens, none was faster, nor with 256 columns of codes of 8 bits."""
 
 
 def fits(v: Sm90MixedVariant) -> bool:
