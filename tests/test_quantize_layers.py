@@ -175,9 +175,11 @@ def test_what_is_tied_beside_a_quantized_head_is_saved(tmp_path, config, cls, ot
     nn.init.normal_(model.get_parameter(other))
     describe(quantize_layers(model, "int4_g32_zint", skip=()))
     assert isinstance(model.get_output_embeddings(), W4Linear)
-    model.save_pretrained(tmp_path)
+    model.save_pretrained(tmp_path / "packed")
     with torch.inference_mode():
-        assert torch.equal(cls.from_pretrained(tmp_path).eval()(ids).logits, model(ids).logits)
+        assert torch.equal(cls.from_pretrained(tmp_path / "packed").eval()(ids).logits, model(ids).logits)
+        model.dequantize().save_pretrained(tmp_path / "dense")
+        assert torch.equal(cls.from_pretrained(tmp_path / "dense").eval()(ids).logits, model(ids).logits)
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated:FutureWarning")

@@ -56,6 +56,7 @@ from w4gemm.integrations.transformers.places import Placement, dtype_of, untie
 from w4gemm.integrations.transformers.saving import (
     alarm_of,
     compressed_tensors,
+    part_tied,
     refuse_to_fuse,
     refuse_what_no_folder_holds,
     with_own_memory,
@@ -328,6 +329,7 @@ class W4GemmQuantizer(HfQuantizer):
 
     def dequantize(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> nn.Module:
         super().dequantize(model, dtype or model.dtype)  # which a saved model's config says by a name
+        part_tied(model)
         if _has_dense_experts(model):
             describe(model)  # for transformers has removed this quantizer, which refuses to save them
         return model

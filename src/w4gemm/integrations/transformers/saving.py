@@ -139,12 +139,26 @@ def _has_no_place(setting: str, expected: object, got: object) -> ValueError:
     return ValueError(f"{setting}: wanted {expected!r}, since a saved folder has no place for another, got {got!r}")
 
 
+def only_tied_here(model: PreTrainedModel) -> set[str]:
+    """Return the parameters that a model ties, but its config does not. transformers saves one of those that share
+    their memory, and the model of the config would find no tensor for the others. A quantized head alone makes the
+    config tie nothing: neither BERT's bias nor the embeddings of BART's encoder."""
+    return model.all_tied_weights_keys.keys() - model.get_expanded_tied_weights_keys(all_submodels=True).keys()
+
+
 def with_own_memory(model: PreTrainedModel, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return a state dict in which each parameter that the model ties, but its config does not, has memory of its own.
-    transformers saves one of those that share theirs, and the model of the config would find no tensor for the others.
-    A quantized head alone makes the config tie nothing: neither BERT's bias nor the embeddings of BART's encoder."""
-    alone = model.all_tied_weights_keys.keys() - model.get_expanded_tied_weights_keys(all_submodels=True).keys()
-    return state | {name: state[name].clone() for name in alone if name in state}
+    """Return a state dict with memory of their own for the parameters of :func:`only_tied_here`."""
+    return state | {name: state[name].clone() for name in only_tied_here(model) if name in state}
+
+
+def part_tied(model: PreTrainedModel) -> None:
+    """Part the parameters of :func:`only_tied_here`, for a dense model, which transformers saves by itself."""
+    for name in only_tied_here(model):
+        owner, _, leaf = name.rpartition(".")
+        parameter = model.get_parameter(name)
+        own = torch.nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+        setattr(model.get_submodule(owner), leaf, own)
+        del model.all_tied_weights_keys[name]
 
 
 def refuse_to_fuse(model: PreTrainedModel) -> None:
