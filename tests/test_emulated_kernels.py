@@ -177,7 +177,6 @@ PRODUCTS = [
     # scales that lanes prepare for one another, where warps hand sums over
     Product("sm90_decode/8x128x128_1x1x1_coop", "q5_k", PLAIN, 6, 128, 1280, 1),
     Product("sm90_decode/16x80x128_1x1x1_coop", "q6_k", PLAIN, 11, 160, 640, 1),
-    Product("sm90_decode/16x64x128_1x1x1_coop", "q5_k", BIASED, 11, 70, 896, 2),
     Product("sm90_decode/8x64x128_1x1x1_coop", "int8_g32_zfloat_fp16", PLAIN, 5, 128, 1280, 2),
     Product("sm90_mixed_gemm/16x64x256_1x1x1_coop", "int5_g128", PLAIN, 11, 64, 768, 1),
     Product("sm90_mixed_gemm/128x64x128_1x1x1_coop", "int8_g128", PLAIN, 3, 64, 256, 2, (5, 130)),

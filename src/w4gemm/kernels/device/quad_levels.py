@@ -23,12 +23,10 @@ class QuadLevels:
     Args:
         reader: of the packed block.
         decoder: its ``TwoLevelDecoder``.
-        lifted: True for scales of sums of codes as they lie.
     """
 
     reader: BlockReader
     decoder: Any
-    lifted: bool = False
 
     @property
     def groups(self) -> int:
@@ -53,7 +51,7 @@ class QuadLevels:
         store = store_shared_f32x4 if self.groups == 8 else store_shared_f32x2
         cute.arch.sync_warp()
         for strip, runs in enumerate(words):
-            scales = [self.decoder.scale_of_row(own, row, field, self.lifted) for own in runs for field in range(2)]
+            scales = [self.decoder.scale_of_row(own, row, field) for own in runs for field in range(2)]
             store(target + strip * of_strip, scales)
         cute.arch.sync_warp()
 

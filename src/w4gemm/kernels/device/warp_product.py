@@ -14,7 +14,7 @@ from cutlass import Float32, Int32
 from w4gemm.kernels.variant import adds_zeros_by_block
 from w4gemm.packing.block import Block
 from w4gemm.packing.codecs import WeightOperand
-from w4gemm.packing.codecs.integers_decode import fma_pair, pair
+from w4gemm.packing.codecs.integers_decode import pair
 from w4gemm.ptx.arithmetic import half_to_float, mma_sync, pack_half2
 
 Words = tuple[Int32, ...]
@@ -182,12 +182,11 @@ class WarpProduct:
     def _group_sums(
         self, words: Sequence[Words], x_fragments: Fragments, steps: range, offsets: Any
     ) -> list[list[Float32]]:
-        """The sums of a group's codes times x, without scales, by token block. offsets: None for codes as they lie."""
+        """The sums of a group's codes times x, without scales, by token block."""
         count = max(1, min(self.chains, len(steps) // 2))
         chains = [[[Float32(0.0)] * 4 for _ in range(self.token_blocks)] for _ in range(count)]
         for step in steps:
-            own = words[step]
-            a = self.decoder.decode_lifted(own) if offsets is None else self.decoder.decode_exact(own, offsets)
+            a = self.decoder.decode_exact(words[step], offsets)
             sums = chains[step % count]
             for tb in range(self.token_blocks):
                 sums[tb] = mma_sync(self.weight.kind, sums[tb], a, x_fragments[tb][step])
@@ -307,31 +306,16 @@ class WarpProduct:
             self._add_groups(acc, first + strip, words[strip], StripLevels(by_group, own), x_fragments)
 
     def multiply_shared(
-        self,
-        acc: cute.Tensor,
-        first: int,
-        words: Codes,
-        levels: Callable[[int], StripLevels],
-        x_fragments: Fragments,
-        lifted: bool = False,
+        self, acc: cute.Tensor, first: int, words: Codes, levels: Callable[[int], StripLevels], x_fragments: Fragments
     ) -> None:
-        """Like :meth:`multiply`, with scales of two levels that lanes have prepared for one another, by strip. lifted:
-        if so, codes are multiplied as they lie, by x times a power of two."""
+        """Like :meth:`multiply`, with scales of two levels that lanes have prepared for one another, by strip."""
         zeros = self.weight.zero == "float"
         x_sums = [self._sums_in_parts(x) for x in x_fragments] if zeros else []
-        if lifted:
-            x_fragments = [[self._lifted(x) for x in steps] for steps in x_fragments]
         for strip in range(len(words)):
             own = levels(strip)
             if zeros:
                 self._add_zeros(acc, first + strip, own.words, x_sums)
-            self._add_groups(acc, first + strip, words[strip], own, x_fragments, lifted)
-
-    def _lifted(self, x: OperandB) -> OperandB:
-        """Operand B times the decoder's power of two."""
-        factors, none = pair(self.decoder.lift, self.decoder.lift), pair(-0.0, -0.0)
-        first, second = (fma_pair("bf16", number, factors, none) for number in x)
-        return first, second
+            self._add_groups(acc, first + strip, words[strip], own, x_fragments)
 
     def _add_zeros(self, acc: cute.Tensor, strip: int, words: Words, x_sums: Sequence[OperandB]) -> None:
         """Add the zero points of a strip times the sums of x. words: of a lane's two groups."""
@@ -342,17 +326,11 @@ class WarpProduct:
                 acc[i, tb, strip] = acc[i, tb, strip] + factors[i // 2] * sums[i]
 
     def _add_groups(
-        self,
-        acc: cute.Tensor,
-        strip: int,
-        words: Sequence[Words],
-        levels: StripLevels,
-        x_fragments: Fragments,
-        lifted: bool = False,
+        self, acc: cute.Tensor, strip: int, words: Sequence[Words], levels: StripLevels, x_fragments: Fragments
     ) -> None:
-        """Add the codes of a strip times x, times their scales. lifted: if so, codes as they lie."""
+        """Add the codes of a strip times x, times their scales."""
         steps = self.weight.block.scale_group // 16
-        offsets = None if lifted else self.decoder.offsets(levels.words, Int32(0))
+        offsets = self.decoder.offsets(levels.words, Int32(0))
         for g, scales in enumerate(levels.scales):
             sums = self._group_sums(words, x_fragments, range(g * steps, (g + 1) * steps), offsets)
             for tb in range(self.token_blocks):

@@ -186,7 +186,7 @@ class Sm90DecodeKernel:
         self.reader = BlockReader(variant.stage_block, variant.weight.codec.turns)
         self.levels: QuadLevels | None = None
         if variant.shares_levels and self.columns is None and not self.decoder.factors_on_sums:
-            self.levels = QuadLevels(self.reader, self.decoder, variant.lifts_x)
+            self.levels = QuadLevels(self.reader, self.decoder)
         early = variant.scales_in_registers or (self.levels is not None and variant.config.tile_m == 8)
         self.scales_in_registers = self.columns is not None or (early and not (levels and variant.few_registers))
         self.expert_tile_map = ExpertTileMap(variant.config.tile_m)
@@ -324,7 +324,7 @@ class Sm90DecodeKernel:
                     first = variant.strips_of(batch).start
                     if const_expr(self.levels is not None):
                         own = self.levels.exchanged(scales, levels, thread % 32)
-                        self.product.multiply_shared(acc, first, words, own, x_fragments, variant.lifts_x)
+                        self.product.multiply_shared(acc, first, words, own, x_fragments)
                     else:
                         self.product.multiply(acc, first, words, scales, x_fragments, table)
                 if const_expr(not self.scales_in_registers):

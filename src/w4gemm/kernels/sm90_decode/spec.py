@@ -68,9 +68,7 @@ class Sm90Decode(HopperKernel):
 
     def reduction_order(self, problem: GemmProblem, config: GemmConfig) -> Hashable:
         """Each warp of a CTA takes every W-th k block, and their sums are added in a fixed order. The groups of up to
-        four tokens are added in others, and so may zero points be in a tile of one strip. Sums of codes as they
-        lie, beside scales that lanes share, lose other bits."""
+        four tokens are added in others, and so may zero points be in a tile of one strip."""
         variant = Sm90DecodeVariant.of(problem, config)
         by_block = adds_zeros_by_block(variant.block, variant.m16_atoms)
-        order = variant.warps, variant.reduction_warps, config.split_k, variant.few
-        return self.name, *order, by_block, variant.lifts_x
+        return self.name, variant.warps, variant.reduction_warps, config.split_k, variant.few, by_block

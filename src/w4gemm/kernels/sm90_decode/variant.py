@@ -228,13 +228,6 @@ class Sm90DecodeVariant(GpuVariant):
         return in_registers and 4 * rows * block.groups <= self.levels_stride
 
     @property
-    def lifts_x(self) -> bool:
-        """True if codes beside zero points are multiplied as they lie, by x times a power of two, with scales that
-        lanes prepare for one another. In wider tiles of two blocks of tokens ptxas would spill."""
-        floats = self.kind == "bf16" and self.weight.zero == "float"
-        return floats and self.shares_levels and self.accumulators <= 32
-
-    @property
     def accumulators(self) -> int:
         """Accumulator registers per thread."""
         return 4 * self.m16_atoms * self.token_blocks

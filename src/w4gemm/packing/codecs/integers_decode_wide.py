@@ -11,8 +11,7 @@ float32: a decoded value is the weight times 2**-48. The epilogue multiplies the
 where it does not, another multiplication follows each fma. Limit: weights below 2**-78 lose bits.
 
 A kernel that scales sums multiplies codes as bf16: their bits in one are the subnormal u * 2**-133, or 16 times that,
-and one multiplication makes u / 64 of it. Or, beside zero points and scales of two levels that lanes prepare for one
-another, x is multiplied by 2**48 instead, once for all rows, and the tensor cores take the subnormals.
+and one multiplication makes u / 64 of it.
 
 Scales of two levels are bytes, times fp16 factors. A byte below the exponent of 2**23 is 2**23 + byte, from which one
 fma makes (2**23 + byte) * factor - 2**23 * factor: exact, since a product has 19 significant bits. A byte with a sign,
@@ -165,14 +164,6 @@ class TwoLevelDecoder(WideDecoder):
 
     _bias: ClassVar = SIGNED_BIAS
 
-    lift: ClassVar = 2.0**48
-    """What a kernel multiplies x by to multiply codes as they lie. Limits: x from 2**80 on becomes infinite, and
-    products of codes and x below 2**-64 lose bits."""
-
-    def decode_lifted(self, words: tuple[Int32, ...]) -> tuple[Int32, ...]:
-        """The four fragment registers of one instruction: codes as they lie, in bf16."""
-        return codes_of(words, self.bits)
-
     @property
     def held_word(self) -> int | None:  # type: ignore[override]
         """Upper bytes that :meth:`prepare` gives to scales of rows g, and to those of rows g + 8 or to zero points;
@@ -296,21 +287,15 @@ class TwoLevelDecoder(WideDecoder):
         biased = asm(text, [Int32], [word, hidden_constant(0x4B000000)], pure=True)[0]
         return fma(to_float("f32", biased), factor, factor * Float32(-_BYTE_BIAS))
 
-    def scale_of_row(self, words: tuple[Int32, ...], row: Int32, field: int, lifted: bool = False) -> Float32:
-        """The scale of row g if ``row`` is 0, of row g + 8 if it is 1; lanes may differ. lifted: of sums of codes as
-        they lie, beside zero points."""
+    def scale_of_row(self, words: tuple[Int32, ...], row: Int32, field: int) -> Float32:
+        """The scale of row g if ``row`` is 0, of row g + 8 if it is 1; lanes may differ."""
         factor = half_to_float("f16", words[len(words) // 2] >> row * 16, False)
         byte, unsigned = 2 * row + field, self.zero == "float"
         exponent, bias = (0x4B000000, _BYTE_BIAS) if unsigned else (0x47000000, self._bias)
         picks = byte + 0x7440 if unsigned else byte * 16 + 0x7404
-        held, addend = hidden_constant(exponent), Float32(-bias)
-        if lifted:  # what sums are multiplied by to be those of decode_exact's numbers is in the exponent
-            powers = (math.log2(unit / _EXACT_UNIT / self.lift) for unit in reversed(self._units))
-            exponents = (Int32(exponent + (round(power) << 23)) for power in powers)
-            held, picks = Int32(cutlass.select_(row == 1, *exponents)), byte + 0x7640
-            addend = -to_float("f32", held)
-        biased = asm("prmt.b32 $0, $1, $2, $3;", [Int32], [words[0], held, picks], pure=True)[0]
-        return fma(to_float("f32", biased), factor, factor * addend)
+        operands = [words[0], hidden_constant(exponent), picks]
+        biased = asm("prmt.b32 $0, $1, $2, $3;", [Int32], operands, pure=True)[0]
+        return fma(to_float("f32", biased), factor, factor * Float32(-bias))
 
 
 @dataclass(frozen=True)
