@@ -38,7 +38,7 @@ FORMATS_16 = (
     *("int4_g128", "int4_g32", "int4_g64_zint", "int4_g32_zfloat", "int4_col", "int4_g128_fp16"),
     *("mxfp4", "nvfp4", "nf4", "iq4_g32_fp16", "iq4_g32_fp32", "q4_k", "int4_g64_zfloat_fp32"),
 )
-FORMATS_FP8 = ("int4_g128", "int4_g128_e4m3", "int4_g32_e4m3", "int4_g64_zint", "int4_col", "mxfp4")
+FORMATS_FP8 = ("int4_g128", "int4_g128_e4m3", "int4_g32_e4m3", "int4_g64_zint", "int4_col", "mxfp4", "e4m3_col_fp32")
 EPILOGUES: tuple[dict[str, Any], ...] = (
     {},
     {},
@@ -49,7 +49,9 @@ EPILOGUES: tuple[dict[str, Any], ...] = (
     {"alpha": "host", "out_dtype": "float32"},
 )
 BLOCK_SCALE: dict[str, Any] = {"block_scale": True}
-"""Epilogue of a tenth of the cases with fp8 x, whose rows else have one scale each."""
+"""Epilogue of a fifth of the cases with fp8 x, whose rows else have one scale each."""
+BLOCKS = "e4m3_g128_b128"
+"""The format of half of these cases."""
 HELPERS: dict[str, tuple[tuple[Any, ...], ...]] = {
     "column_gather": (("bfloat16", 4096),),
     "expert_route": (("int64", 128, False, 512), ("int32", 8, True, 65536)),
@@ -142,8 +144,8 @@ def drawn(count: int, seed: int, only: str) -> list[dict[str, Any]]:
             "gathered": grouping == 2,
             "gpu": r.choices(GPUS, (8, 1, 1))[0],
         }
-        if fp8 and r.random() < 0.1:
-            case["epilogue"] = dict(BLOCK_SCALE)
+        if fp8 and r.random() < 0.2:
+            case |= {"epilogue": dict(BLOCK_SCALE), "format": r.choice((BLOCKS, case["format"]))}
         elif fp8:
             case["epilogue"]["token_scale"] = True
         legal = [name for name in w4gemm.configs(problem_of(case)) if only in name and not name.startswith("cpu")]
