@@ -85,7 +85,8 @@ def quantize_layers(
         skip: names of layers and experts that stay dense, or of modules that they are in: whole ("model.layers.0"),
             last parts ("down_proj", "mlp.down_proj"), or regular expressions of these. Each has to be one of some layer
             or experts, except "lm_head". Experts stay dense as a whole if it names them ("experts") or a product
-            ("down_proj").
+            ("down_proj"). A head that has another name, such as Whisper's "proj_out", or that is tied and not named,
+            is quantized like any layer; ``from_pretrained`` leaves both dense.
         progress: called as ``progress(layers done, layers, "quantizing")``.
 
     Returns:
