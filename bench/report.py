@@ -50,8 +50,8 @@ TITLES = {
 }
 _WHAT = {
     "unknown": "Layers drawn at random from the sizes of real models and of their shards, each at four ragged numbers "
-    "of tokens (`bench/drawn.py`). No shipped table has them and no constant was fitted to them, so every "
-    "config is the cost model's first guess.",
+    "of tokens (`bench/drawn.py`). No shipped table has them, and when they were timed no constant had been fitted to "
+    "them, so every config is the cost model's first guess.",
     "tuned": "6144 x 4096, 28672 x 4096, 8192 x 8192 and 8192 x 28672 (n x k).",
     "widths": "The second and third of these layers, or all, with weights of other widths than four bits, and as "
     "K-quants and IQ4_XS; all configs are the cost model's. FP8: e4m3 with a scale for each row, as E5M2; FP8_BLOCK: "
