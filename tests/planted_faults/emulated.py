@@ -154,7 +154,7 @@ FAULTS = (
     Fault(
         "boxes of d reach into the next expert's rows",
         _SM90 + "epilogue.py",
-        "needed = self.tokens_per_round if self.grouped else 1",
+        "needed = tokens if grouped else 1",
         "needed = 1",
         _EMULATED + "sm90_mixed_gemm/128x64",
     ),

@@ -45,30 +45,22 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.cutlass_dsl import extract_mlir_values, new_from_mlir_values
 
 from w4gemm.kernels.device.epilogue_math import EpilogueMath, QuadOperands, scaled
-from w4gemm.kernels.device.expert_tiles import first_rows, operands_of_expert
 from w4gemm.kernels.device.pipeline import PipelineState
 from w4gemm.kernels.device.scheduler import TileCoord
 from w4gemm.kernels.sm90_fp8_block_gemm.variant import BOX_TOKENS, SCALE_BYTES, Sm90Fp8BlockVariant
 from w4gemm.kernels.sm90_mixed_gemm.consumer import ConsumerMemory, OutputTile
-from w4gemm.kernels.sm90_mixed_gemm.epilogue import OutputCoord, store_staged
+from w4gemm.kernels.sm90_mixed_gemm.epilogue import OutputCoord, Staging, boxes_of_tile, store_box, store_staged
 from w4gemm.kernels.sm90_mixed_gemm.kernel import DTYPES, Producer, Sm90MixedGemmKernel
 from w4gemm.kernels.sm90_mixed_gemm.tile_scheduler import ClusterCoord, Pipeline, SchedulerParams, TileScheduler
 from w4gemm.kernels.sm90_mixed_gemm.values import flattened
 from w4gemm.kernels.sm90_mixed_gemm.variant import TOKEN_BYTES
 from w4gemm.packing.block import BLOCK_N, MATRICES_OF_ROW, MATRIX_BYTES
 from w4gemm.ptx.arithmetic import fma, pack_half2, to_float
-from w4gemm.ptx.memory import (
-    bulk_copy,
-    bulk_copy_multicast,
-    fence_proxy_async,
-    load_shared,
-    shared_address,
-    store_matrix,
-)
+from w4gemm.ptx.memory import bulk_copy, bulk_copy_multicast, load_shared, shared_address, store_matrix
 
 _EPILOGUE_BARRIER = 2
 """The first of two named barriers: a warpgroup's staging buffer is filled, or read out."""
@@ -433,11 +425,7 @@ class BlockConsumer:
         feature = tile.n_tile * variant.config.tile_n
         if variant.warpgroups_m == 1:
             feature = feature + wg * variant.own_n
-        coord = OutputCoord(rows.first + self.first_token(wg, 0), feature, thread)
-        if not variant.grouped:
-            return OutputTile(memory.d, memory.operands, coord)
-        operands = operands_of_expert(memory.operands, rows.expert, rows.end)
-        return OutputTile(first_rows(memory.d, rows.end), operands, coord)
+        return memory.output_tile(rows, OutputCoord(rows.first + self.first_token(wg, 0), feature, thread))
 
     def load_factors(self, own: OutputTile) -> Factors:
         """Load what multiplies the sums of a tile. Scales of rows are loaded with each quad if quads are stored."""
@@ -484,10 +472,7 @@ class BlockConsumer:
         warp = cute.arch.make_warp_uniform(coord.thread // 32)
         boxes = variant.own_n // 64
         if const_expr(variant.boxed):
-            atom, d, halves = memory.store
-            d = cute.local_tile(cute.domain_offset((coord.token, coord.feature), d), (BOX_TOKENS, 64), (None, None))
-            group, alone = cute.group_modes, cute.make_layout(1)
-            source, target = cpasync.tma_partition(atom, 0, alone, group(halves, 0, 2), group(d, 0, 2))
+            tile_boxes = boxes_of_tile(memory.store, coord, BOX_TOKENS)
             if const_expr(variant.row_blocks * boxes % 2 == 1):  # the last tile's last box lay in the first half
                 if warp == 0:
                     cute.arch.cp_async_bulk_wait_group(0, read=True)
@@ -503,19 +488,10 @@ class BlockConsumer:
                 of_box = factors.of_box(block, box)
                 self.stage(acc, block * (variant.own_n // 2) + box * 32, own, place, of_box, buffer)
                 if const_expr(variant.boxed):
-                    fence_proxy_async()
-                    if warp == 0:
-                        cute.arch.cp_async_bulk_wait_group(0, read=True)
-                cute.arch.barrier(barrier_id=barrier, number_of_threads=128)
-                if const_expr(variant.boxed):
-                    needed = BOX_TOKENS if variant.grouped else 1
-                    if place.token + needed <= own.d.shape[0]:
-                        if warp == 0:
-                            cute.copy(atom, source[(None, 2 * wg + half)], target[(None, row, box)])
-                            cute.arch.cp_async_bulk_commit_group()
-                    elif const_expr(variant.grouped):
-                        store_staged(self.math, own.d, 0, BOX_TOKENS, place, buffer)
+                    part = Staging(buffer, barrier, memory.store, 2 * wg + half)
+                    store_box(self.math, own.d, tile_boxes, (row, box), BOX_TOKENS, variant.grouped, place, part)
                 else:
+                    cute.arch.barrier(barrier_id=barrier, number_of_threads=128)
                     store_staged(self.math, own.d, 0, BOX_TOKENS, place, buffer)
 
     def stage(

@@ -14,7 +14,13 @@ from cutlass.cute.nvgpu import warpgroup
 
 from w4gemm.core.epilogue import EpilogueOperands
 from w4gemm.kernels.arguments import StreamWorkspace
-from w4gemm.kernels.device.expert_tiles import ExpertTiles, first_rows, operands_of_expert, operands_until
+from w4gemm.kernels.device.expert_tiles import (
+    ExpertTiles,
+    TileRows,
+    first_rows,
+    operands_of_expert,
+    operands_until,
+)
 from w4gemm.kernels.device.pipeline import PipelineState
 from w4gemm.kernels.device.scheduler import TileCoord
 from w4gemm.kernels.device.stream_k import StreamSum, WarpgroupThread
@@ -57,6 +63,12 @@ class ConsumerMemory(NamedTuple):
     """None unless grouped."""
     d: cute.Tensor
     operands: EpilogueOperands
+
+    def output_tile(self, rows: TileRows, coord: OutputCoord) -> OutputTile:
+        """Where a warpgroup's part of a tile goes that has these rows."""
+        if self.expert_tiles is None:
+            return OutputTile(self.d, self.operands, coord)
+        return OutputTile(first_rows(self.d, rows.end), operands_of_expert(self.operands, rows.expert, rows.end), coord)
 
 
 class OutputTile(NamedTuple):
@@ -235,11 +247,7 @@ class Consumer:
         variant = self.variant
         rows = self.scheduler.rows(tile.m_tile, memory.d.shape[0], memory.expert_tiles)
         feature = tile.n_tile * variant.config.tile_n + consumer.warpgroup * (64 * variant.m64_atoms)
-        coord = OutputCoord(rows.first, feature, consumer.thread)
-        if not variant.grouped:
-            return OutputTile(memory.d, memory.operands, coord)
-        operands = operands_of_expert(memory.operands, rows.expert, rows.end)
-        return OutputTile(first_rows(memory.d, rows.end), operands, coord)
+        return memory.output_tile(rows, OutputCoord(rows.first, feature, consumer.thread))
 
     def m64_coords(self, coord: OutputCoord) -> list[OutputCoord]:
         """The coordinates of each of a warpgroup's 64-row blocks."""

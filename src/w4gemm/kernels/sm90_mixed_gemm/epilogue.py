@@ -152,30 +152,15 @@ class EpilogueStore:
     def store_boxes(
         self, acc: cute.Tensor, out: cute.Tensor, coord: OutputCoord, loaded: LoadedOperands, staging: Staging
     ):
-        """One barrier per box: behind it this box is filled, and TMA has read the previous one, in the other half of
-        the buffer. Every tile begins with the same half, because a tile has an even number of boxes."""
-        warp = cute.arch.make_warp_uniform(coord.thread // 32)
-        atom, d, halves = staging.store
-        d = cute.local_tile(
-            cute.domain_offset((coord.token, coord.feature), d), (self.tokens_per_round, 64), (None, None)
-        )
-        group, alone = cute.group_modes, cute.make_layout(1)
-        source, target = cpasync.tma_partition(atom, 0, alone, group(halves, 0, 2), group(d, 0, 2))
-        for first in cutlass.range_constexpr(0, self.tokens, self.tokens_per_round):
-            box = first // self.tokens_per_round
-            half = staging.address + box % 2 * (self.tokens_per_round * TOKEN_BYTES)
-            self.stage(acc, first, self.tokens_per_round, coord.thread, loaded, half)
-            fence_proxy_async()
-            if warp == 0:
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
-            cute.arch.barrier(barrier_id=staging.barrier, number_of_threads=128)
-            needed = self.tokens_per_round if self.grouped else 1
-            if coord.token + first + needed <= out.shape[0]:
-                if warp == 0:
-                    cute.copy(atom, source[(None, staging.half + box % 2)], target[(None, box, 0)])
-                    cute.arch.cp_async_bulk_commit_group()
-            elif const_expr(self.grouped):
-                store_staged(self.math, out, first, self.tokens_per_round, coord, half)
+        """Every tile begins with the same half of the buffer, because a tile has an even number of boxes."""
+        boxes, tokens = boxes_of_tile(staging.store, coord, self.tokens_per_round), self.tokens_per_round
+        for box in cutlass.range_constexpr(self.tokens // tokens):
+            first, half = box * tokens, box % 2
+            address = staging.address + half * (tokens * TOKEN_BYTES)
+            self.stage(acc, first, tokens, coord.thread, loaded, address)
+            part = staging._replace(address=address, half=staging.half + half)
+            place = coord._replace(token=coord.token + first)
+            store_box(self.math, out, boxes, (box, 0), tokens, self.grouped, place, part)
 
     def drain(self) -> None:
         """Wait until TMA has read all that this thread asked it to store: a CTA's memory ends with it."""
@@ -245,6 +230,52 @@ class EpilogueStore:
             for first in range(0, self.tokens, 128):
                 token = coord.token + first + coord.thread % min(128, self.tokens)
                 self.math.prefetch_residual(operands, token, coord.feature, 64)
+
+
+class TileBoxes(NamedTuple):
+    """TMA's view of the boxes of a tile of d."""
+
+    atom: cute.CopyAtom
+    source: cute.Tensor
+    """In shared memory, by half of a staging buffer."""
+    target: cute.Tensor
+    """In global memory, by number along the tokens and along the features."""
+
+
+def boxes_of_tile(store: TmaStore, coord: OutputCoord, tokens: int) -> TileBoxes:
+    """The boxes of ``tokens`` tokens and 64 features from ``coord`` on."""
+    d = cute.local_tile(cute.domain_offset((coord.token, coord.feature), store.d), (tokens, 64), (None, None))
+    group, alone = cute.group_modes, cute.make_layout(1)
+    source, target = cpasync.tma_partition(store.atom, 0, alone, group(store.halves, 0, 2), group(d, 0, 2))
+    return TileBoxes(store.atom, source, target)
+
+
+@cute.jit
+def store_box(
+    math: EpilogueMath,
+    out: cute.Tensor,
+    boxes: TileBoxes,
+    place: cutlass.Constexpr,
+    tokens: cutlass.Constexpr,
+    grouped: cutlass.Constexpr,
+    coord: OutputCoord,
+    staging: Staging,
+):
+    """Store a box that a warpgroup has written into half of its staging buffer. One barrier: behind it this box is
+    filled, and TMA has read the previous one, in the other half. place: of the box in its tile. coord: its first token
+    and feature. staging: with address and number of the half."""
+    warp = cute.arch.make_warp_uniform(coord.thread // 32)
+    fence_proxy_async()
+    if warp == 0:
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+    cute.arch.barrier(barrier_id=staging.barrier, number_of_threads=128)
+    needed = tokens if grouped else 1
+    if coord.token + needed <= out.shape[0]:
+        if warp == 0:
+            cute.copy(boxes.atom, boxes.source[(None, staging.half)], boxes.target[(None, *place)])
+            cute.arch.cp_async_bulk_commit_group()
+    elif const_expr(grouped):
+        store_staged(math, out, 0, tokens, coord, staging.address)
 
 
 @cute.jit

@@ -18,9 +18,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from w4gemm.packing.codecs.e2m1 import LARGEST_EXPONENT
+from w4gemm.packing.codecs.table_decode import WordTable
 from w4gemm.ptx.arithmetic import e4m3_to_halves, half_to_float, pack_e4m3, pack_e5m2, row_address, to_float
 from w4gemm.ptx.asm import asm
-from w4gemm.ptx.memory import load_shared, store_shared
+from w4gemm.ptx.memory import load_shared
 
 _ROW_BYTES = 8
 _MAGNITUDES = ((0, 0.5, 1, 1.5), (2, 3, 4, 6))
@@ -40,33 +41,23 @@ def _scale(row: Int32) -> Float32:
 
 
 @dataclass(frozen=True)
-class E2m1Fp8Decoder:
+class E2m1Fp8Decoder(WordTable):
     """Decodes to scale * v, relative to the row's scale, in e5m2."""
 
     sum_scale: ClassVar = 1.0
     """See Decoder."""
-    rows: ClassVar = 256
-    """Of the table."""
+    table_rows: ClassVar = 256
+    row_stride: ClassVar = _ROW_BYTES // 4
     halves: ClassVar = False
     """True if the first and the last 16 columns of a step have a scale each."""
+
+    def table_word(self, row: Int32, word: Int32) -> Int32:
+        return Int32(cutlass.select_(word == 1, *reversed(self.entry(row))))
 
     def entry(self, row: Int32) -> tuple[Int32, Int32]:
         """Both words of a row of the table: its factor times the eight magnitudes."""
         power = _power(row)
         return tuple(pack_e5m2([Float32(v) * power for v in values]) for values in _MAGNITUDES)
-
-    @cute.jit
-    def fill_table(self, table: Int32, thread: Int32, threads: int):
-        """Words of the table, four bytes each, by all threads; a barrier must follow."""
-        words = self.rows * _ROW_BYTES // 4
-        for first in cutlass.range_constexpr(0, words, threads):
-            index = first + thread
-            if index < words:
-                lower_half, upper_half = self.entry(index // 2)
-                word = lower_half
-                if index % 2 == 1:
-                    word = upper_half
-                store_shared(table + index * 4, word)
 
     def prepare(self, words: tuple[Int32, ...], table: Int32, field: int = 0) -> tuple[tuple[Int32, ...], ...]:
         """Once a group, or a step if it has two of them: the table's rows for rows g and g + 8, each for the step's
@@ -86,7 +77,7 @@ class E2m1Fp8Decoder:
 class E2m1FoldedDecoder(E2m1Fp8Decoder):
     """Decodes to scale * v, rounded to e4m3."""
 
-    rows: ClassVar = 128
+    table_rows: ClassVar = 128
     halves: bool
 
     def entry(self, row: Int32) -> tuple[Int32, Int32]:

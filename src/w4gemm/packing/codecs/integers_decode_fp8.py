@@ -31,9 +31,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from w4gemm.packing.codecs.table_decode import WordTable
 from w4gemm.ptx.arithmetic import half_to_float, hidden_constant, pack_e4m3, to_float
 from w4gemm.ptx.asm import asm
-from w4gemm.ptx.memory import load_shared, store_shared
+from w4gemm.ptx.memory import load_shared
 
 _SUM_SCALE = 256.0
 """Factor from sums of bytes of 2 * v to sums of v."""
@@ -116,25 +117,15 @@ class NarrowDecoder(Fp8Decoder):
         return _selected(words, *prepared)
 
 
-class TableDecoder(Fp8Decoder):
+class TableDecoder(WordTable, Fp8Decoder):
     """Decodes codes beside integer zero points: a row of the table for each zero point."""
 
     table_rows: ClassVar = 16
+    row_stride: ClassVar = 4
     row_words: ClassVar = 4
     """Words of a row that are read."""
 
-    @cute.jit
-    def fill_table(self, table: Int32, thread: Int32, threads: int):
-        """Words of the table, four bytes each, by all threads; a barrier must follow."""
-        words = 4 * self.table_rows
-        for first in cutlass.range_constexpr(0, words, threads):
-            index = first + thread
-            if index < words:
-                row, word = index // 4, index % 4
-                store_shared(table + index * 4, self._entry(row, word))
-
-    def _entry(self, row: Int32, word: Int32) -> Int32:
-        """A word of the table."""
+    def table_word(self, row: Int32, word: Int32) -> Int32:
         return _differences(word * 4 - row)
 
     def prepare(self, words: tuple[Int32, ...], table: Int32, field: int = 0) -> tuple[tuple[Int32, ...] | None, ...]:
@@ -170,7 +161,7 @@ class FoldedDecoder(TableDecoder):
 
     table_rows: ClassVar = 256
 
-    def _entry(self, row: Int32, word: Int32) -> Int32:
+    def table_word(self, row: Int32, word: Int32) -> Int32:
         return _scaled_codes(row, word)
 
     def _row(self, word: Int32, table_row: tuple[Int32, ...] | None) -> tuple[Int32, ...]:
