@@ -514,8 +514,8 @@ def test_ctas_of_a_split_request_weights_before_their_warps_meet(name, first):
     kernel, p = kernel_named("sm90_mixed_gemm"), problem("int4_g128", torch.bfloat16, 64)
     text = disassemble(object_code(kernel.unit(p, GemmConfig.parse(name)))).text
     start, producer = re.split("UCGABAR_WAIT|ACQBULK", text)[0], "UBLKCP.S.G"
-    (met,) = re.finditer(r"BAR.SYNC\S* 0x0", start)
-    assert (start.index(producer) < met.start()) == first
+    (barrier,) = re.finditer(r"BAR.SYNC\S* 0x0", start)
+    assert (start.index(producer) < barrier.start()) == first
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ slice_us grows from a config's time with the GPU to itself to its time with the 
 and power: alone + shared * contention. With stream-k all CTAs have equal work; they store and add partial sums besides,
 the more the smaller a CTA's part of a tile is. The three numbers of each config are measured (``SliceTimes``).
 
-Launches of sm90_decode that do not fill the GPU are timed by narrow.py.
+Launches of sm90_decode that do not fill the GPU are timed by narrow.py. How much a format adds to a k-slice is in
+decoding.py.
 
 If m, of all experts together, is less than a TMA box, the box reaches past m, and TMA takes several times as long for a
 row there as for one of x: a k-slice takes no less than its rows take TMA.
@@ -23,7 +24,7 @@ by producers that run ahead (last_wave).
 heat: large products bring the GPU to its power limit, which lowers the clock, unless its tensor cores are far slower
 than those of the measured GPU. bound is a smooth maximum. If rows are gathered on load, the producer takes time for
 each byte of x, while the consumers multiply: a k-slice takes the root of the sum of both times' squares, about the
-longer of the two. A format that takes more instructions to decode has longer k-slices if a tile has few tokens.
+longer of the two.
 
 On another Hopper GPU than the measured one, times of a multiprocessor change with its clock, contention with the
 bandwidth per multiprocessor, and a k-slice takes no less than its matrix instructions on tensor cores that are slower
@@ -37,8 +38,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import torch
-
 from w4gemm.choice.cost.constants import (
     SHARPNESS,
     Constants,
@@ -51,17 +50,16 @@ from w4gemm.choice.cost.constants import (
     scale_of,
     unmeasured_us,
 )
+from w4gemm.choice.cost.decoding import slice_overhead
 from w4gemm.choice.cost.experts import Division, Width, more_of_tile, of_tile, random_and_zipf_rows, unevenness
 from w4gemm.choice.cost.narrow import NARROW_TOKENS, is_narrow, narrow_timer
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.epilogue import PLAIN
-from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import GemmProblem
 from w4gemm.kernels.hopper import first_features, most_narrow_rows
-from w4gemm.kernels.sm90_mixed_gemm.work import WGMMA_TOKENS
 from w4gemm.kernels.variant import HOPPER_SHARED_MEMORY, RESERVED_SHARED_MEMORY
 from w4gemm.packing.block import BLOCK_N
-from w4gemm.packing.codecs import scales_on_sums, weight_operand
+from w4gemm.packing.codecs import scales_on_sums
 
 LaunchTimer = Callable[[int, float], float]
 """Microseconds of one launch by m and by the operations that heat the GPU. If there are two launches, these are the
@@ -70,19 +68,10 @@ operations of both."""
 FP8_ROWS = "sm90_fp8_block_gemm rows"
 """What configs are measured as that multiply e4m3 of one scale a row. They move bytes at a lower rate."""
 _ROOT = 1 / SHARPNESS
-_DECODE_BOUND_TOKENS = 60
-"""Largest tile_m of which the time to decode a k-slice shows in full; for more tokens the tensor cores hide it."""
-_MANY_TOKENS_OF_LEVELS = 96
-"""Smallest tile_m of which one consumer warpgroup keeps tensor cores waiting if scales have two levels."""
-_FEW_TOKENS_OF_WARPGROUPS = 128
-"""Largest tile_m at which the number of consumer warpgroups leaves the time of decoding as it is; with twice as many
-tokens its effect is whole."""
 _MEMORY_OF_SM = HOPPER_SHARED_MEMORY + RESERVED_SHARED_MEMORY
 """Bytes of shared memory of a multiprocessor."""
 _FEW_TOKENS_OF_SPLITS = 128
 """Largest tile_m of splits of two CTAs with fp8 x whose times include what a later wave costs."""
-_FEW_BATCHES = 2
-"""Batches of rows of sm90_decode, of 64 features in 5 or 6 bits, up to which scales of two levels take their time."""
 _FEW_TOKENS, _MOST_FEW, _MOST = 16, 3, 2
 """CTAs with one consumer warpgroup that the registers of a multiprocessor are enough for: three with 67 a thread, as
 tiles of 16 tokens take, two with 89, as tiles of 32 do."""
@@ -98,10 +87,6 @@ _SOME_TILES = 0.5
 """Expected tiles of a second launch of experts from which on they fill the first one's last wave."""
 _COOL = 2
 """How much slower than the clock says a GPU's tensor cores are if it never reaches its power limit."""
-
-
-_MEASURED = weight_operand(WeightFormat(), torch.bfloat16)
-"""The weight that sm90_decode was timed with."""
 
 
 class LaunchFacts(NamedTuple):
@@ -303,7 +288,7 @@ def _busy_timer(
     if problem.gathered:
         gathered_us = model["gathered_us"] * config.tile_m * config.tile_k * problem.dtype.itemsize
         gathered_us *= ctas_per_sm * scale.clock
-    slower = 1 + _tile_overhead(facts, problem, config)
+    slower = 1 + _slice_overhead(facts, problem, config)
     least = mma_us(problem, config, facts.kernel.name != "sm90_decode") * ctas_per_sm
     cluster = config.cluster_m * config.cluster_n * config.split_k
     n_tiles = -(-problem.n // (config.tile_n * config.cluster_n * config.split_tiles))
@@ -391,41 +376,13 @@ def _first_box(facts: LaunchFacts, config: GemmConfig) -> int:
     return _boxes[name]
 
 
-def _tile_overhead(facts: LaunchFacts, problem: GemmProblem, config: GemmConfig) -> float:
-    """Part by which the format makes a k-slice slower than the measured one, bf16 with bf16 scales."""
+def _slice_overhead(facts: LaunchFacts, problem: GemmProblem, config: GemmConfig) -> float:
+    """:func:`slice_overhead` of a config."""
     form = config.tile_m, config.tile_n, config.tile_k, config.schedule, config.cluster_n > 1, config.split_k > 1
     overhead = facts.decode_overheads.get(form)
     if overhead is None:
-        model, variant = facts.constants.models["decoding"], replace(facts.any_variant, config=config)
-        if variant.scales_on_sums and problem.dtype.itemsize == 2:  # fp8's times are measured so
-            times = variant.batches_per_chunk / variant.chunks_of_sums
-            overhead = float(times * (model["sums"] + model["sums_token"] * config.tile_m))
-            if variant.weight.codec.factors_on_sums:
-                overhead += model["small_levels"] * min(1, _DECODE_BOUND_TOKENS / config.tile_m)
-        else:
-            overhead = facts.constants.decode_overhead(facts.kernel.name, variant.weight, variant.pairs)
-            overhead *= min(1, _DECODE_BOUND_TOKENS / config.tile_m)
-            if facts.kernel.name == "sm90_decode" and variant.block.factors == 2:
-                overhead *= replace(variant, weight=_MEASURED).warps / variant.warps  # fewer warps decode as much
-            if facts.kernel.name == "sm90_decode" and variant.block.factors:
-                overhead += model["levels_few_registers"] if variant.few_registers else 0.0
-                overhead += model["levels_many_batches"] if variant.batches > _FEW_BATCHES else 0.0
-            wide = min(1.0, config.tile_m / _FEW_TOKENS_OF_WARPGROUPS - 1)
-            if wide > 0 and variant.block.factors:
-                if variant.warpgroups_n > 1:
-                    overhead *= model["levels_two_warpgroups"] ** wide
-                # CTAs that share x wait for each other
-                slower = model["levels_shared_x"] if config.cluster_n > 1 else 1.0
-                slower *= model["levels_stream"] if config.schedule == "stream" else 1.0
-                overhead = (1 + overhead) * slower**wide - 1
-                if variant.half_block_stages and variant.warpgroups_n > 1 and config.tile_m < WGMMA_TOKENS:
-                    overhead = (1 + overhead) * model["levels_half_stage"] - 1
-            many = wide > 0 and variant.weight.codec.slow_alone
-            many |= variant.block.factors > 0 and config.tile_m >= _MANY_TOKENS_OF_LEVELS
-            if many and variant.warpgroups_n == 1 and config.split_k == 1:
-                overhead = (1 + overhead) * model["one_warpgroup"] - 1
-            if variant.block.bits > 4 and facts.kernel.name != "sm90_decode" and variant.num_stages == 2:
-                overhead += model["two_stages"]  # the measured format has three there
+        variant = replace(facts.any_variant, config=config)
+        overhead = slice_overhead(facts.constants, facts.kernel.name, variant, problem.dtype)
         facts.decode_overheads[form] = overhead
     return overhead
 
