@@ -133,7 +133,7 @@ def test_codes_of_fewer_bits_beside_float_zero_points(decode: Any, bits: int) ->
 @pytest.mark.parametrize("bits", [2, 3])
 def test_codes_of_fewer_bits_beside_zero_points(decode: Any, bits: int) -> None:
     decoder = decode.NarrowTableDecoder("bf16", bits)
-    rows = [tuple(decoder._entry(zero, i) for i in range(2**bits // 4)) for zero in range(2**bits)]
+    rows = [tuple(decoder.table_word(zero, i) for i in range(2**bits // 4)) for zero in range(2**bits)]
     for low, high in itertools.product(range(2**bits), repeat=2):
         for registers, codes in registers_of_steps(codec_of(bits, "int"), decoder, (rows[low], rows[high])):
             zeros = torch.tensor([low, high, low, high])[:, None]
@@ -143,7 +143,7 @@ def test_codes_of_fewer_bits_beside_zero_points(decode: Any, bits: int) -> None:
 @pytest.mark.parametrize("zero", range(16))
 def test_codes_beside_zero_points(decode: Any, zero: int) -> None:
     decoder = decode.TableDecoder("bf16")
-    table_row = [decoder._entry(zero, i) for i in range(4)]
+    table_row = [decoder.table_word(zero, i) for i in range(4)]
     actual = decoded(INT4_MMA8_ZEROS, lambda w: decoder._row(w, table_row))
     expected = e4m3((codes_of_words() - zero) * 2.0**-8)
     assert torch.equal(actual.view(E4M3).float(), expected.view(E4M3).float())
@@ -156,7 +156,7 @@ def test_codes_times_e4m3_scales(decode: Any) -> None:
         scale, some = bits.view(E4M3).float(), slice(int(bits) % 49, None, 49)
         if not scale.abs() <= 56:
             continue
-        table_row = [decoder._entry(int(bits), i) & 0xFFFFFFFF for i in range(4)]
+        table_row = [decoder.table_word(int(bits), i) & 0xFFFFFFFF for i in range(4)]
         actual = decoded(INT4_MMA8_FOLDED, lambda w, row=table_row: decoder._row(w, row), some)
         expected = e4m3((codes_of_words(some) - 8) * scale)
         assert torch.equal(actual.view(E4M3).float(), expected.view(E4M3).float()), float(scale)
