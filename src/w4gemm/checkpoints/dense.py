@@ -21,6 +21,7 @@ from w4gemm.checkpoints.hugging_face import (
     SafetensorsFolder,
     model_class,
     outline,
+    part_tied,
     quantization_config,
     read_header,
     transformers_makes,
@@ -235,9 +236,7 @@ class DenseCheckpoint:
             for target, source in [*model.all_tied_weights_keys.items()]:
                 both = [stored.tensor(names[name]) for name in (target, source) if name in names]
                 if len(both) == 2 and not (both[0].dtype == both[1].dtype and torch.equal(*both)):
-                    owner, _, leaf = target.rpartition(".")
-                    setattr(model.get_submodule(owner), leaf, nn.Parameter(model.get_parameter(target).detach()))
-                    del model.all_tied_weights_keys[target]
+                    part_tied(model, target)
         return model
 
     @functools.cached_property

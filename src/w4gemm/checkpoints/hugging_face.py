@@ -86,6 +86,15 @@ def outline(folder: Path) -> PreTrainedModel:
         return model
 
 
+def part_tied(model: PreTrainedModel, name: str) -> None:
+    """Give a parameter that a model ties memory of its own."""
+    owner, _, leaf = name.rpartition(".")
+    parameter = model.get_parameter(name)
+    own = torch.nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+    setattr(model.get_submodule(owner), leaf, own)
+    del model.all_tied_weights_keys[name]
+
+
 def read_json(file: Path) -> Any:
     """Return the contents of a JSON file.
 

@@ -34,7 +34,7 @@ from w4gemm.checkpoints import Checkpoint, open_checkpoint
 from w4gemm.checkpoints.account import Account, Naming, Stored, folder_model
 from w4gemm.checkpoints.dense import SKIP, check_dense, default_format, is_skipped
 from w4gemm.checkpoints.experts import DOWN, GATE_UP, UP
-from w4gemm.checkpoints.hugging_face import check_layers, making, quantization_config, read_header
+from w4gemm.checkpoints.hugging_face import check_layers, making, part_tied, quantization_config, read_header
 from w4gemm.checkpoints.quantized_folder import QuantizedFolder
 from w4gemm.checkpoints.w4gemm import METHOD, settings
 from w4gemm.core.errors import FormatError
@@ -56,7 +56,7 @@ from w4gemm.integrations.transformers.places import Placement, dtype_of, untie
 from w4gemm.integrations.transformers.saving import (
     alarm_of,
     compressed_tensors,
-    part_tied,
+    only_tied_here,
     refuse_to_fuse,
     refuse_what_no_folder_holds,
     with_own_memory,
@@ -329,7 +329,8 @@ class W4GemmQuantizer(HfQuantizer):
 
     def dequantize(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> nn.Module:
         super().dequantize(model, dtype or model.dtype)  # which a saved model's config says by a name
-        part_tied(model)
+        for name in only_tied_here(model):  # a dense model is saved by transformers itself
+            part_tied(model, name)
         if _has_dense_experts(model):
             describe(model)  # for transformers has removed this quantizer, which refuses to save them
         return model

@@ -151,16 +151,6 @@ def with_own_memory(model: PreTrainedModel, state: dict[str, torch.Tensor]) -> d
     return state | {name: state[name].clone() for name in only_tied_here(model) if name in state}
 
 
-def part_tied(model: PreTrainedModel) -> None:
-    """Part the parameters of :func:`only_tied_here`, for a dense model, which transformers saves by itself."""
-    for name in only_tied_here(model):
-        owner, _, leaf = name.rpartition(".")
-        parameter = model.get_parameter(name)
-        own = torch.nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
-        setattr(model.get_submodule(owner), leaf, own)
-        del model.all_tied_weights_keys[name]
-
-
 def refuse_to_fuse(model: PreTrainedModel) -> None:
     """Raise ValueError if transformers would save several quantized layers as one, as files of Sarvam-MoE have queries,
     keys and values: rows of codes can be one tensor, but not what else a layer is saved with."""

@@ -692,7 +692,8 @@ class ExpertLayerKernel:
 
     @cute.jit
     def share_rows(self, rows: Int32, ahead: cute.Tensor, lane: Int32) -> None:
-        """Store what lanes have loaded of a step's row for one another, in place of the step before."""
+        """Store what lanes have loaded of a step's row for one another, in place of the step before, which all lanes
+        have read: its matrix instructions waited for them."""
         if lane < 16 * self.layer.step_blocks:
             store_shared_x4(rows + lane * 16, [ahead[j] for j in range(4)])
         for j in cutlass.range_constexpr(4):
