@@ -11,7 +11,7 @@ seed gives the same problems again; without --seed it is the time. A process tak
 costs a compilation or a few, and runs --weights weights of each with --problems problems each. A variant in twelve is
 one of the helper kernels (``fuzz.helpers``).
 
-Exit status: 0, or 1 if a problem had a wrong result or an unexpected error, or a process did not end.
+Exit status: 0, or 1 if a problem had a wrong result or an unexpected error, a process did not end, or nothing was run.
 """
 
 from __future__ import annotations
@@ -116,6 +116,8 @@ def fuzz(args: argparse.Namespace, process: int, at: Any = None) -> Findings:
         helper = None if expected or args.config else helpers.drawn(variant)
         facts = drawn_variant(variant, device, args.config)
         if not all(text in str(getattr(facts, name)) for name, text in expected):
+            if time.monotonic() > args.end:
+                return findings
             continue
         seeds = random.Random(f"{variant} {process}")
         for _ in range(args.weights):
@@ -230,7 +232,9 @@ def main(arguments: list[str] | None = None) -> int:
         row |= {"processes": args.processes, **counts, "kernels": record.kernels_hash()}
         row |= {"names": [text[:120] for text in wrong[:20]]} if wrong else {}
         record.append(args.json, row | facts)
-    return 1 if wrong else 0
+    if not problems:
+        print(f"no variant is like {args.like} with a config like {args.config!r}")
+    return 1 if wrong or not problems else 0
 
 
 if __name__ == "__main__":
