@@ -487,11 +487,7 @@ _PROJECTIONS = {"gate_proj": ("w13", "w1"), "up_proj": ("w13", "w3"), "down_proj
 def test_vllms_experts_load_a_checkpoint_and_multiply_its_numbers(format: str, tmp_path: Path) -> None:
     if not loads(format):
         pytest.skip("this vLLM has no such experts")
-    model, prefix = tiny(model_named("qwen3-30b-a3b")), "model.layers.1.mlp.experts"
-    write(model, Packing.parse(format), tmp_path)
-    layer = routed_experts(model.config, quantization(tmp_path), prefix)
-    fill_experts(layer, tmp_path, prefix)
-    layer.quant_method.process_weights_after_loading(layer)
+    layer, prefix, _ = experts_in_use(format, tmp_path)
     assert type(layer.quant_method.moe_kernel.fused_experts).__name__ == "W4gemmExperts"
     check_experts(layer, tmp_path, prefix, EXPERTS[format])
 
@@ -512,6 +508,18 @@ def loads(format: str) -> bool:
     from vllm.model_executor.layers.quantization.quark import quark_moe
 
     return format not in SINCE_0_33 or hasattr(quark_moe, "QuarkW4A16Int4MoEMethod")
+
+
+def experts_in_use(format: str, folder: Path) -> tuple[Any, str, Callable[[Callable[[], Any]], None]]:
+    """vLLM's experts of a layer of a small model in ``folder``, loaded and packed; their prefix, and :func:`reloading`
+    of them."""
+    model, prefix = tiny(model_named("qwen3-30b-a3b")), "model.layers.0.mlp.experts"
+    write(model, Packing.parse(format), folder)
+    layer = routed_experts(model.config, quantization(folder), prefix)
+    again = reloading(layer)
+    fill_experts(layer, folder, prefix)
+    layer.quant_method.process_weights_after_loading(layer)
+    return layer, prefix, again
 
 
 def fill_experts(layer: Any, folder: Path, prefix: str) -> None:
@@ -545,19 +553,15 @@ def check_experts(layer: Any, folder: Path, prefix: str, most: float) -> None:
 @pytest.mark.parametrize("format", ["gptq-int4-g64", "awq-int4-g64", "ct-int4-g128-fp8", "ct-nvfp4"])
 def test_vllm_reloads_the_weights_of_experts(format: str, tmp_path: Path) -> None:
     """The weights of another layer, into the tensors of the first, which are what is multiplied."""
-    model, prefix = tiny(model_named("qwen3-30b-a3b")), "model.layers.{}.mlp.experts"
-    write(model, Packing.parse(format), tmp_path)
-    layer = routed_experts(model.config, quantization(tmp_path), prefix.format(0))
-    again = reloading(layer)
-    fill_experts(layer, tmp_path, prefix.format(0))
-    layer.quant_method.process_weights_after_loading(layer)
+    layer, first, again = experts_in_use(format, tmp_path)
     kernel, before = layer.quant_method.moe_kernel.fused_experts, dict(layer.named_parameters())
-    for i in (1, 0, 1):
-        again(lambda i=i: fill_experts(layer, tmp_path, prefix.format(i)))
+    second = first.replace(".0.", ".1.")
+    for prefix in (second, first, second):
+        again(lambda prefix=prefix: fill_experts(layer, tmp_path, prefix))
         assert all(p is before[name] for name, p in layer.named_parameters())
         assert layer.quant_method.moe_kernel.fused_experts is kernel
         assert kernel.gate_up.tensors[0] is layer.w13_weight
-        check_experts(layer, tmp_path, prefix.format(i), EXPERTS[format])
+        check_experts(layer, tmp_path, prefix, EXPERTS[format])
 
 
 @pytest.mark.parametrize("format", ["ct-int4-g64", "ct-int4-g128-fp8", "modelopt-nvfp4", "quark-nvfp4"])
@@ -587,12 +591,7 @@ def test_vllms_experts_find_their_parameters_when_they_are_loaded_anew(format: s
 def test_vllm_sees_whether_an_update_brought_all_of_packed_experts(format: str, tmp_path: Path) -> None:
     """By its ``/weight_checker``, which makes weights zero, and by ``/weight_info``, their digests."""
     checksums = pytest.importorskip("vllm.model_executor.model_loader.weight_checksum")
-    model, prefix = tiny(model_named("qwen3-30b-a3b")), "model.layers.0.mlp.experts"
-    write(model, Packing.parse(format), tmp_path)
-    layer = routed_experts(model.config, quantization(tmp_path), prefix)
-    again = reloading(layer)
-    fill_experts(layer, tmp_path, prefix)
-    layer.quant_method.process_weights_after_loading(layer)
+    layer, prefix, again = experts_in_use(format, tmp_path)
     digests = checksums.compute_tensor_digests(layer)
     checksums.zero_weights(layer)
     assert not set(digests.values()) & set(checksums.compute_tensor_digests(layer).values())
@@ -603,15 +602,10 @@ def test_vllm_sees_whether_an_update_brought_all_of_packed_experts(format: str, 
 @pytest.mark.parametrize("format", ["gptq-int4-g64", "ct-int4-g64", "ct-nvfp4", "modelopt-nvfp4", "ct-mxfp4"])
 def test_dense_experts_come_for_experts_in_use(format: str, tmp_path: Path) -> None:
     """In a session of vLLM's reloading and without, of one product or of both."""
-    model, prefix = tiny(model_named("qwen3-30b-a3b")), "model.layers.0.mlp.experts"
-    write(model, Packing.parse(format), tmp_path)
-    layer = routed_experts(model.config, quantization(tmp_path), prefix)
-    again = reloading(layer)
-    fill_experts(layer, tmp_path, prefix)
-    layer.quant_method.process_weights_after_loading(layer)
+    layer, prefix, again = experts_in_use(format, tmp_path)
     before = {name: p.data_ptr() for name, p in layer.named_parameters()}
     products = layer.quant_method.products
-    hidden, width, count = (model.config[name] for name in ("hidden_size", "moe_intermediate_size", "num_experts"))
+    count, hidden, width = products[0].weight.experts, products[0].weight.k, products[1].weight.k
     for i in range(4):
         gates, ups, downs = (torch.randn(count, *size) for size in ((width, hidden), (width, hidden), (hidden, width)))
         dense = {"w1": gates.bfloat16(), "w3": ups.bfloat16(), "w2": downs.bfloat16()}
