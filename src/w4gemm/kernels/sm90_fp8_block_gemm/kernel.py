@@ -44,7 +44,7 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import Boolean, Float32, Int32, Int64, const_expr
+from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.cutlass_dsl import extract_mlir_values, new_from_mlir_values
 
@@ -55,12 +55,12 @@ from w4gemm.kernels.sm90_fp8_block_gemm.variant import BOX_TOKENS, SCALE_BYTES, 
 from w4gemm.kernels.sm90_mixed_gemm.consumer import ConsumerMemory, OutputTile
 from w4gemm.kernels.sm90_mixed_gemm.epilogue import OutputCoord, Staging, boxes_of_tile, store_box, store_staged
 from w4gemm.kernels.sm90_mixed_gemm.kernel import DTYPES, Producer, Sm90MixedGemmKernel
-from w4gemm.kernels.sm90_mixed_gemm.tile_scheduler import ClusterCoord, Pipeline, SchedulerParams, TileScheduler
+from w4gemm.kernels.sm90_mixed_gemm.tile_scheduler import Pipeline, SchedulerParams, TileScheduler
 from w4gemm.kernels.sm90_mixed_gemm.values import flattened
 from w4gemm.kernels.sm90_mixed_gemm.variant import TOKEN_BYTES
-from w4gemm.packing.block import BLOCK_N, MATRICES_OF_ROW, MATRIX_BYTES
+from w4gemm.packing.block import BLOCK_N, MATRICES_OF_ROW, MATRIX_BYTES, Copy
 from w4gemm.ptx.arithmetic import fma, pack_half2, to_float
-from w4gemm.ptx.memory import bulk_copy, bulk_copy_multicast, load_shared, shared_address, store_matrix
+from w4gemm.ptx.memory import load_shared, store_matrix
 
 _EPILOGUE_BARRIER = 2
 """The first of two named barriers: a warpgroup's staging buffer is filled, or read out."""
@@ -139,39 +139,13 @@ class Factors(NamedTuple):
 class BlockProducer(Producer):
     """Fills the pipeline, with the core matrices of the blocks along n of a stage one after the other."""
 
-    @cute.jit
-    def load_weight(
-        self,
-        weight: cute.Tensor,
-        pipeline: Pipeline,
-        n_tile: Int32,
-        k_slice: Int32,
-        stage: Int32,
-        boxes: Int32 | int,
-        coord: ClusterCoord,
-    ):
-        variant = self.variant
-        half_bytes = variant.block.half_bytes
-        with cute.arch.elect_one():
-            barrier, target = shared_address(pipeline.full + stage), pipeline.weights + stage * variant.weight_bytes
-            scale_bytes = variant.scale_tokens * variant.blocks_k * 4 if variant.block_scales else 0
-            transaction_bytes = variant.copied_bytes + boxes * (variant.x_bytes // variant.boxes) + scale_bytes
-            cute.arch.mbarrier_arrive_and_expect_tx(pipeline.full + stage, transaction_bytes)
-            for r in cutlass.range_constexpr(variant.blocks_n):
-                row = cutlass.min(n_tile * variant.blocks_n + r, weight.shape[0] - 1)
-                source = weight.iterator.toint() + (Int64(row) * weight.shape[1] + k_slice) * variant.block.stride
-                copies = [(h * variant.blocks_n * half_bytes + r * half_bytes, h * half_bytes) for h in range(2)]
-                copies = [(*copy, half_bytes) for copy in copies]
-                if const_expr(variant.promotes and r % variant.blocks_per_scale == 0):
-                    place = variant.code_bytes + r // variant.blocks_per_scale * SCALE_BYTES
-                    copies.append((place, variant.block.code_bytes, SCALE_BYTES))
-                for to, start, size in copies:
-                    if const_expr(variant.config.cluster_m == 1):
-                        bulk_copy(target + to, source + start, Int32(size), barrier)
-                    else:
-                        if r % variant.config.cluster_m == coord.m:
-                            mask = coord.weight_mask
-                            bulk_copy_multicast(target + to, source + start, Int32(size), barrier, mask)
+    def copies(self, index: int, k_slice: Int32, k_block: Int32) -> list[Copy]:
+        variant, size = self.variant, self.variant.block.half_bytes
+        copies = [Copy((half * variant.blocks_n + index) * size, half * size, 0, size) for half in range(2)]
+        if variant.promotes and index % variant.blocks_per_scale == 0:
+            place = variant.code_bytes + index // variant.blocks_per_scale * SCALE_BYTES
+            copies.append(Copy(place, variant.block.code_bytes, 0, SCALE_BYTES))
+        return copies
 
 
 class BlockConsumer:

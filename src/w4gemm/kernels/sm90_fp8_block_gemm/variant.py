@@ -85,7 +85,6 @@ class Sm90Fp8BlockVariant(Sm90MixedVariant):
 
     @property
     def copied_bytes(self) -> int:
-        """Bytes of weights that are copied to a stage."""
         scales = self.blocks_n // self.blocks_per_scale if self.promotes else 0
         return self.code_bytes + scales * SCALE_BYTES
 

@@ -178,6 +178,7 @@ from w4gemm.kernels.sm90_mixed_gemm.tile_scheduler import (
     WorkTile,
 )
 from w4gemm.kernels.sm90_mixed_gemm.variant import Sm90MixedVariant
+from w4gemm.packing.block import Copy
 from w4gemm.ptx.memory import bulk_copy, bulk_copy_multicast, bulk_prefetch, copies_wait, shared_address
 
 DTYPES = {
@@ -751,7 +752,7 @@ class Producer:
         with cute.arch.elect_one():
             barrier = shared_address(pipeline.full + stage)
             box_bytes = variant.box_tokens * variant.config.tile_k * variant.itemsize  # of all k chunks
-            transaction_bytes = variant.weight_bytes + boxes * box_bytes
+            transaction_bytes = variant.copied_bytes + boxes * box_bytes
             transaction_bytes += variant.scale_tokens * variant.blocks_k * variant.row_numbers * 4
             cute.arch.mbarrier_arrive_and_expect_tx(pipeline.full + stage, transaction_bytes)
             for r in cutlass.range_constexpr(variant.blocks_n):
@@ -765,20 +766,23 @@ class Producer:
                     if const_expr(variant.blocks_k_per_iteration > 1):
                         k_block = cutlass.min(k_block, weight.shape[1] - 1)
                     block = (Int64(row) * weight.shape[1] + k_block) * variant.block.stride
-                    source = weight.iterator.toint() + block
-                    index = r * variant.blocks_k + b
-                    target = pipeline.weights + stage * variant.weight_bytes + index * variant.stage_block.bytes
+                    source, target = weight.iterator.toint() + block, pipeline.weights + stage * variant.weight_bytes
+                    copies = self.copies(r * variant.blocks_k + b, k_slice, k_block)
                     if const_expr(variant.config.cluster_m == 1):
-                        self.load_block(target, source, k_slice, k_block, barrier, None)
+                        self.request(copies, target, source, barrier, None)
                     else:
                         if r % variant.config.cluster_m == coord.m:
-                            self.load_block(target, source, k_slice, k_block, barrier, coord.weight_mask)
+                            self.request(copies, target, source, barrier, coord.weight_mask)
 
-    def load_block(
-        self, target: Int32, source: Int64, k_slice: Int32, k_block: Int32, barrier: Int32, mask: Int16 | None
-    ) -> None:
-        """Request a block, or half of it. mask: the CTAs that get it; None for this CTA alone."""
-        for copy in self.variant.stage_block.copies(half=k_slice % 2, k_block=k_block):
+    def copies(self, index: int, k_slice: Int32, k_block: Int32) -> list[Copy]:
+        """The copies of a block, or of half of it, to its place in the stage. index: number of the block there."""
+        block = self.variant.stage_block
+        copies = block.copies(half=k_slice % 2, k_block=k_block)
+        return [copy._replace(target=index * block.bytes + copy.target) for copy in copies]
+
+    def request(self, copies: list[Copy], target: Int32, source: Int64, barrier: Int32, mask: Int16 | None) -> None:
+        """Request copies from a block to a stage. mask: the CTAs that get them; None for this CTA alone."""
+        for copy in copies:
             to, start, size = target + copy.target, source + copy.source + copy.offset, Int32(copy.size)
             if mask is None:
                 bulk_copy(to, start, size, barrier)

@@ -79,6 +79,11 @@ class Sm90MixedVariant(Sm90MixedWork):
         at a multiple of 128."""
         return -(-self.scale_tokens * self.blocks_k * self.row_numbers * 4 // 128) * 128
 
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes of weights that are copied to a stage."""
+        return self.weight_bytes
+
     @functools.cached_property
     def stage_bytes(self) -> int:
         """Bytes per stage."""
