@@ -254,7 +254,7 @@ def test_small_kernels_that_are_compiled_are_those_that_the_plugin_prepares(
     monkeypatch.setattr(
         "w4gemm.integrations.engines.warmup.Device", type("OnH200", (), {"of": staticmethod(lambda device: H200)})
     )
-    monkeypatch.setattr("w4gemm.kernels.helpers.base.missing_for_dsl", lambda driver: "")
+    monkeypatch.setattr("w4gemm.kernels.helpers.base.missing_for_dsl", lambda: "")
     w = quantize(torch.randn(64, 256), "int4_g128").repack(activations="fp8" if fp8 else None)
     prepared = linear_need([w], None, LinearUse(torch.bfloat16, most_tokens=1, fused=True)).helpers
     (layer,) = layers_of([Module(64, 256, w.format, activations=w.activations)])
@@ -300,7 +300,7 @@ def test_all_that_experts_prepare_is_compiled(
     checkpoint.write(tiny(model_named(name)), Packing.parse(packing), tmp_path)
     compiled: set[Unit] = set()
     monkeypatch.setattr("w4gemm.cli.compile.fill", lambda folder, units, workers: compiled.update(units) or 0)
-    monkeypatch.setattr("w4gemm.kernels.helpers.base.missing_for_dsl", lambda driver: "")
+    monkeypatch.setattr("w4gemm.kernels.helpers.base.missing_for_dsl", lambda: "")
     assert main(["compile", "--vllm", str(tmp_path), "--m", "1..8", "-o", str(tmp_path / "o")]) == 0
     monkeypatch.setattr(Device, "of", classmethod(lambda cls, device: H200))
     model = read_model(str(tmp_path))

@@ -13,9 +13,10 @@ from w4gemm.core.epilogue import HALVES
 from w4gemm.core.problem import Device
 from w4gemm.core.router import Router
 from w4gemm.jit import is_ready
-from w4gemm.kernels import hopper, launcher, workspace
+from w4gemm.kernels import launcher, workspace
 from w4gemm.kernels.expert_layer.spec import MOST_TOKENS, ExpertLayer
 from w4gemm.kernels.helpers.experts import ExpertChoice
+from w4gemm.kernels.requirements import hopper_refusal
 from w4gemm.packing.codecs import weight_operand
 from w4gemm.packing.packed_shape import PackedShape
 from w4gemm.weights.weight import QuantizedWeight
@@ -115,7 +116,7 @@ def one_launch(key: LayerKey, device: Device) -> OneLaunch:
         return OneLaunch(None, reason, "")
     if key.gate_up.format != key.down.format:
         return OneLaunch(None, f"takes one format, got {key.gate_up.format} and {key.down.format}", "")
-    if reason := hopper.refusal(device):
+    if reason := hopper_refusal(device):
         return OneLaunch(None, reason, "")
     if not key.gate_up.layout == key.down.layout == "mma16":
         return OneLaunch(None, f"reads the mma16 layout, got {key.gate_up.layout} and {key.down.layout}", "")

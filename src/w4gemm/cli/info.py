@@ -23,7 +23,6 @@ from w4gemm.integrations.sglang.takeover import SGLANG
 from w4gemm.integrations.vllm.takeover import VLLM
 from w4gemm.jit import disk
 from w4gemm.jit.toolchain import driver_cuda_version, installed_version
-from w4gemm.kernels.gpu import MIN_DRIVER
 from w4gemm.kernels.requirements import missing_for_dsl
 from w4gemm.tuning.record import facts
 
@@ -106,7 +105,7 @@ def _cache() -> dict[str, Any]:
 def _engine(engine: Engine) -> str:
     """Return in words what runs an engine's quantized layers on the first GPU."""
     capability = torch.cuda.get_device_capability(0) if torch.cuda.is_available() else None
-    return engine.answer(capability, missing_for_dsl(MIN_DRIVER))
+    return engine.answer(capability, missing_for_dsl())
 
 
 def _device(name: str) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from w4gemm.core.problem import Device, GemmProblem
 from w4gemm.jit.unit import Program, Unit
 from w4gemm.kernels import arguments, workspace
 from w4gemm.kernels.base import OK, Operands, Resources, Status
+from w4gemm.kernels.helpers.row_sums import row_sums
 from w4gemm.kernels.requirements import missing_for_dsl
 from w4gemm.kernels.space import Exclusion, Space
 from w4gemm.kernels.variant import MOST_EXPERTS, GpuVariant, registers_of
@@ -28,8 +29,6 @@ _MIN_SCALE_GROUP = 32
 one. With 16-bit x a kernel decodes groups of one such step, 16, if it holds a group's words."""
 MOST_GROUP_WORDS = 4
 """Words of a thread for a scale group of the most bits: scales and zero points of two rows, of 32 bits each."""
-MIN_DRIVER = (12, 0)
-"""CUDA version that the driver must support."""
 
 
 def refused_groups(problem: GemmProblem, group_words: int, half_steps: bool = False) -> str:
@@ -108,7 +107,7 @@ class GpuKernel(ABC):
             return Status.no("gathers rows of x for a weight of several experts only")
         if problem.experts > MOST_EXPERTS:
             return Status.no(f"takes at most {MOST_EXPERTS} experts, the weight has {problem.experts}")
-        reason = missing_for_dsl(MIN_DRIVER)
+        reason = missing_for_dsl()
         return Status.no(reason) if reason else OK
 
     def refused_sums(self, problem: GemmProblem) -> str:
@@ -179,7 +178,7 @@ class GpuKernel(ABC):
         clusters = self.ctas_per_sm(config) * problem.device.sms // per_cluster
         size, grouped = self.workspace_bytes(problem, config), problem.experts > 0
         variant = self.variant.of(problem, config)
-        sums_of = functools.partial(_row_sums, group=variant.block.scale_group) if variant.takes_x_sums else None
+        sums_of = functools.partial(row_sums, group=variant.block.scale_group) if variant.takes_x_sums else None
 
         def launch(operands: Operands) -> None:
             x, weight, out, epilogue, rows, buffer = operands
@@ -220,12 +219,6 @@ def _by_columns(scales: torch.Tensor) -> torch.Tensor:
         return scales
     m, blocks = scales.shape
     return scales.new_empty(blocks, -(-m // 4) * 4).T[:m].copy_(scales)
-
-
-def _row_sums(x: torch.Tensor, group: int) -> torch.Tensor:
-    from w4gemm.kernels.helpers.row_sums import row_sums  # helpers are made of this file's facts
-
-    return row_sums(x, group)
 
 
 def _tma_readable(x: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The host side that the Hopper kernels share: where they run, and how a product is divided into two launches."""
+"""The host side that the Hopper kernels share: how a product is divided into two launches."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ from typing import Any
 
 from w4gemm.core.config import GemmConfig
 from w4gemm.core.problem import Device, GemmProblem
-from w4gemm.core.words import dotted
 from w4gemm.kernels.base import Resources
 from w4gemm.kernels.gpu import GpuKernel
-from w4gemm.kernels.requirements import no_nvidia_gpu
-from w4gemm.kernels.variant import HOPPER_SHARED_MEMORY
+from w4gemm.kernels.requirements import hopper_refusal
 
 
 def full_wave_n_tiles(m_tiles: Any, n_tiles: Any, ctas: Any) -> Any:
@@ -44,18 +42,6 @@ def launches(problem: GemmProblem, config: GemmConfig) -> list[tuple[GemmProblem
     return [(part, c) for part, c in parts if part.n]
 
 
-def refusal(device: Device) -> str:
-    """Return why code for SM90 cannot run on a device; the empty string if it can."""
-    if reason := no_nvidia_gpu(device, "9.0"):
-        return reason
-    if device.capability != (9, 0):
-        have = dotted(device.capability)
-        return f"needs compute capability 9.0 (H100, H200, H800, H20), {device.name or 'this GPU'} has {have}"
-    if device.shared_memory < HOPPER_SHARED_MEMORY:
-        return f"needs {HOPPER_SHARED_MEMORY} bytes of shared memory a CTA, the GPU has {device.shared_memory}"
-    return ""
-
-
 _NARROW_ROWS = 64
 """Most rows of an expert in the narrower tiles of two widths, if one tile does not take more."""
 
@@ -72,7 +58,7 @@ class HopperKernel(GpuKernel):
     """A Kernel on SM90. A subclass adds configs and its device code."""
 
     def refusal(self, device: Device) -> str:
-        return refusal(device)
+        return hopper_refusal(device)
 
     def arch(self, device: Device) -> str:
         return "sm_90a"

@@ -11,6 +11,7 @@ from w4gemm.core.imports import DSL, DSL_HELP, missing_dsl
 from w4gemm.core.problem import Device
 from w4gemm.core.words import dotted
 from w4gemm.jit.toolchain import driver_cuda_version, installed_version
+from w4gemm.kernels.variant import HOPPER_SHARED_MEMORY
 
 TARGETS = {
     (8, 0): "sm_80",
@@ -27,6 +28,8 @@ TARGETS = {
 """Targets of CuTe DSL by compute capability."""
 SHARED_MEMORY = 101376
 """Bytes that one CTA may use on SM86, SM89 and SM120, the least of these."""
+_MIN_DRIVER = (12, 0)
+"""CUDA version that the driver must support."""
 
 _log = logging.getLogger("w4gemm.kernels")
 
@@ -68,18 +71,27 @@ def refusal(
     return ""
 
 
-@functools.cache
-def missing_for_dsl(min_driver: tuple[int, int]) -> str:
-    """Return why kernels in CuTe DSL cannot run here, or the empty string. Without a GPU the DSL is not looked for:
-    there configs are only chosen, and compiled if :func:`missing_to_compile` is empty too.
+def hopper_refusal(device: Device) -> str:
+    """Return why code for SM90 cannot run on a device; the empty string if it can."""
+    if reason := no_nvidia_gpu(device, "9.0"):
+        return reason
+    if device.capability != (9, 0):
+        have = dotted(device.capability)
+        return f"needs compute capability 9.0 (H100, H200, H800, H20), {device.name or 'this GPU'} has {have}"
+    if device.shared_memory < HOPPER_SHARED_MEMORY:
+        return f"needs {HOPPER_SHARED_MEMORY} bytes of shared memory a CTA, the GPU has {device.shared_memory}"
+    return ""
 
-    ``min_driver`` is the CUDA version that the driver must support.
-    """
+
+@functools.cache
+def missing_for_dsl() -> str:
+    """Return why kernels in CuTe DSL cannot run here, or the empty string. Without a GPU the DSL is not looked for:
+    there configs are only chosen, and compiled if :func:`missing_to_compile` is empty too."""
     import torch
 
     if not torch.cuda.is_available():
         return _missing_sources()  # beside which lie the tables that configs are chosen by
-    return missing_to_compile() or _old_driver(min_driver)
+    return missing_to_compile() or _old_driver()
 
 
 def missing_to_compile() -> str:
@@ -123,10 +135,9 @@ def _minor(version: str) -> tuple[int, ...]:
     return tuple(int(p) for p in version.split(".")[:2])
 
 
-def _old_driver(minimum: tuple[int, int]) -> str:
+def _old_driver() -> str:
     have = driver_cuda_version()
-    if have is not None and have < minimum:
-        return (
-            f"needs a driver for CUDA {dotted(minimum)} or newer, this one supports {dotted(have)}; update the driver"
-        )
+    if have is not None and have < _MIN_DRIVER:
+        needs = f"needs a driver for CUDA {dotted(_MIN_DRIVER)} or newer"
+        return f"{needs}, this one supports {dotted(have)}; update the driver"
     return ""

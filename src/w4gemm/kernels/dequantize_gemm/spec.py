@@ -22,7 +22,7 @@ from w4gemm.core.problem import GemmProblem
 from w4gemm.jit.unit import Program, Unit
 from w4gemm.kernels import workspace
 from w4gemm.kernels.base import OK, Operands, Resources, Status
-from w4gemm.kernels.gpu import MIN_DRIVER, MOST_GROUP_WORDS, refused_groups
+from w4gemm.kernels.gpu import MOST_GROUP_WORDS, refused_groups
 from w4gemm.kernels.requirements import TARGETS, missing_for_dsl, refusal
 from w4gemm.kernels.space import Exclusion
 from w4gemm.kernels.stand_ins import contiguous
@@ -68,7 +68,7 @@ class DequantizeGemm:
         if not self.configs(problem):
             least = dense_bytes(problem, _LEAST_FEATURES) >> 20
             return Status.no(f"needs {least + 1} MiB of workspace, W4GEMM_WORKSPACE_MIB allows {_limit() >> 20}")
-        reason = missing_for_dsl(MIN_DRIVER)
+        reason = missing_for_dsl()
         return Status.no(reason) if reason else OK
 
     def configs(self, problem: GemmProblem) -> list[GemmConfig]:

@@ -10,11 +10,9 @@ import torch
 from w4gemm.core.activation import is_gated
 from w4gemm.core.problem import Device
 from w4gemm.jit import Program
-from w4gemm.kernels import hopper
-from w4gemm.kernels.gpu import MIN_DRIVER
 from w4gemm.kernels.helpers.base import Helper
 from w4gemm.kernels.helpers.experts import ExpertChoice
-from w4gemm.kernels.requirements import missing_for_dsl
+from w4gemm.kernels.requirements import hopper_refusal, missing_for_dsl
 from w4gemm.kernels.stand_ins import DTYPES, contiguous
 from w4gemm.kernels.variant import HOPPER_SHARED_MEMORY, MOST_EXPERTS
 from w4gemm.kernels.workspace import FLAG_BYTES
@@ -370,7 +368,7 @@ class ExpertLayer(Helper):
 
     def refusal(self, device: Device) -> str:
         """Return why the kernel does not run on a device; the empty string if it does."""
-        if reason := hopper.refusal(device) or missing_for_dsl(MIN_DRIVER):
+        if reason := hopper_refusal(device) or missing_for_dsl():
             return reason
         if self.features % BLOCK_N or self.width % 32:
             return f"features are a multiple of {BLOCK_N} and width is one of 32, got {self.features}, {self.width}"

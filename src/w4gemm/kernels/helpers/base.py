@@ -18,9 +18,7 @@ import torch
 from w4gemm.core.formats import WeightFormat
 from w4gemm.core.problem import Device
 from w4gemm.jit import Program, Unit, compiled
-from w4gemm.kernels import hopper
-from w4gemm.kernels.gpu import MIN_DRIVER
-from w4gemm.kernels.requirements import missing_for_dsl
+from w4gemm.kernels.requirements import hopper_refusal, missing_for_dsl
 
 HALF_KINDS = {torch.float16: "f16", torch.bfloat16: "bf16"}
 """Names in device code of the dtypes that helpers take."""
@@ -70,7 +68,7 @@ class Helper(ABC):
     @staticmethod
     def runs(device: Device) -> bool:
         """True if a device can run it, and the compiler is there."""
-        return can_run(hopper.refusal(device))
+        return can_run(hopper_refusal(device))
 
     def target(self) -> str:
         """Return the compiler's target."""
@@ -113,4 +111,4 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
 
 def can_run(refusal: str) -> bool:
     """True if the device refuses nothing and the compiler is there. refusal: what a kernel's ``refusal`` returned."""
-    return not (refusal or missing_for_dsl(MIN_DRIVER))
+    return not (refusal or missing_for_dsl())
