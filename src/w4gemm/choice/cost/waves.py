@@ -294,18 +294,12 @@ def _busy_timer(
     n_tiles = -(-problem.n // (config.tile_n * config.cluster_n * config.split_tiles))
     sms = problem.device.sms * _SMS_OF_SPLITS.get(config.split_k, 1.0)
     held = max(1, int(sms) // cluster) * ctas_per_sm  # a device described with fewer SMs than a cluster
-    slices, stream = -(-problem.k // (config.tile_k * config.split_k)), config.schedule == "stream"
-    if config.schedule == "chain":
-        iterations = -(-problem.k // config.tile_k)
-        slices = iterations - iterations // config.split_k
+    slices, stream = _slices(problem, config), config.schedule == "stream"
     box = 0 if problem.gathered else _first_box(facts, config)
     chunks = config.tile_k * problem.dtype.itemsize / 128 * scale.clock
     row_us = chunks / config.cluster_n * model["row_us"]
     past_us = chunks * model["row_past_us"]  # CTAs of a cluster, which share x, gain nothing there
-    wide_split = config.split_k > 2 and config.tile_n > BLOCK_N
-    if facts.kernel.name == "sm90_fp8_gemm" and config.split_k == 2:
-        wide_split = config.tile_m > _FEW_TOKENS_OF_SPLITS and config.tile_n <= 2 * BLOCK_N
-    later_wave_us = model["later_wave_us"] * scale.clock
+    later_wave_us = _later_wave_us(facts, config)
     narrow_us = None
     if facts.kernel.name == "sm90_decode" and is_narrow(problem, config):
         warps = replace(facts.any_variant, config=config).warps
@@ -336,13 +330,29 @@ def _busy_timer(
                 ctas_of_sm = math.ceil(part * ctas_per_sm)
                 part_us = max(alone + shared * _contention(part, ctas_per_sm), least, loading * ctas_of_sm)
                 us += slices * part_us + tile_us
-            if wide_split:
+            if later_wave_us:
                 us += later_wave_us * (math.ceil(fill) - 1)
             return Busy(us, fill * wave_us, of_full, full / fill if full else 0.0)
 
         return busy
 
     return of_times
+
+
+def _slices(problem: GemmProblem, config: GemmConfig) -> int:
+    """The k-slices of a CTA in a wave."""
+    slices = -(-problem.k // config.tile_k)
+    if config.schedule == "chain":
+        return slices - slices // config.split_k
+    return -(-problem.k // (config.tile_k * config.split_k))
+
+
+def _later_wave_us(facts: LaunchFacts, config: GemmConfig) -> float:
+    """How much longer each wave behind the first takes, because its clusters wait for multiprocessors side by side."""
+    waits = config.split_k > 2 and config.tile_n > BLOCK_N
+    if facts.kernel.name == "sm90_fp8_gemm" and config.split_k == 2:
+        waits = config.tile_m > _FEW_TOKENS_OF_SPLITS and config.tile_n <= 2 * BLOCK_N
+    return float(facts.constants.models["waves"]["later_wave_us"] * facts.scale.clock) if waits else 0.0
 
 
 def _resident(facts: LaunchFacts, config: GemmConfig) -> int:
