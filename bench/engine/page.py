@@ -71,7 +71,7 @@ def served(rows: Sequence[Row]) -> list[str]:
 def by_turns(rows: Sequence[Row]) -> list[str]:
     """Return the tables of engines that took turns in one process: of their layers alone, and of whole engines."""
     lines: list[str] = []
-    turns, commits = turns_of(rows), ", ".join(sorted({row["commit"][:7] for row in rows}))
+    turns = turns_of(rows)
     for parts, what in ((("linear layers", "experts"), "Layers"), (("whole",), "Whole engines")):
         own = {case: _of_few_columns(ratios) for case, ratios in turns.items() if case.part in parts}
         if what == "Layers":  # one cell says little beside a whole engine's
@@ -81,8 +81,8 @@ def by_turns(rows: Sequence[Row]) -> list[str]:
         columns = [column for column in _FEW if any(column in ratios for ratios in own.values())]
         engines = ", ".join(sorted({case.engine.replace("vllm", "vLLM") for case in own}))
         sentence = (
-            f"{what}, by turns in one process of {engines} ({commits}): time over w4gemm's, by tokens of a step. An "
-            "asterisk marks what vLLM chooses."
+            f"{what}, by turns in one process of {engines} (commits are in `bench/results/engine_pair.jsonl`): time "
+            "over w4gemm's, by tokens of a step. An asterisk marks what vLLM chooses."
         )
         cells = (
             (case, case.part, case.other, *(ratios.get(column, "") for column in columns))
