@@ -99,12 +99,14 @@ def started_with(
     enable_lora: bool = False,
     speculative_algorithm: str | None = None,
     dwdp_size: int = 1,
+    moe: Any = None,
 ) -> None:
     """Have SGLang's options be these."""
     context = resolved("sglang.srt.runtime_context")
     bag = SimpleNamespace(
         deterministic=SimpleNamespace(enable_deterministic_inference=enable_deterministic_inference),
         offload=SimpleNamespace(cpu_offload_gb=cpu_offload_gb, offload_group_size=offload_group_size),
+        moe=SimpleNamespace(**({"enable_paged_experts": False, "kt_weight_path": None} | (moe or {}))),
     )
     monkeypatch.setattr(context, "get_exec", lambda: bag)
     lora = SimpleNamespace(enable_lora=enable_lora, lora_paths=None)

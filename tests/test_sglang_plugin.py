@@ -224,13 +224,21 @@ def test_a_head_that_a_draft_model_shares(
             assert hasattr(layer, "w4gemm_weight")
 
 
-def test_experts_that_gpus_fetch_from_one_another(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("option", "settings"),
+    [
+        ("--dwdp-size", {"dwdp_size": 2}),
+        ("--enable-paged-experts", {"moe": {"enable_paged_experts": True}}),
+        ("--kt-weight-path", {"moe": {"kt_weight_path": "/folder"}}),
+    ],
+)
+def test_experts_that_are_not_all_on_their_gpu(
+    option: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    started_with(monkeypatch, dwdp_size=2)
+    started_with(monkeypatch, **settings)
     with caplog.at_level(logging.INFO, "sglang.srt.w4gemm"):
         method, layer, _ = loaded("w4afp8")
-    assert "--dwdp-size" in caplog.text
+    assert option in caplog.text
     refused(method, layer, caplog, experts)
 
 

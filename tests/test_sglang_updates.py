@@ -552,6 +552,26 @@ def test_numbers_that_are_refused_are_the_answer(monkeypatch: pytest.MonkeyPatch
     assert updates.answer_with_errors(update, None, [(i, torch.zeros_like(t)) for i, t in parts]).success
 
 
+def test_nothing_is_copied_over_the_parameters_of_packed_layers() -> None:
+    """Which are empty, so that SGLang's process would end."""
+    scheme, drawn, stored = linear("awq", 51)
+    layer = with_loaders(created(scheme), whole)
+    layer.__class__ = Layer
+    fill(layer, stored(drawn))
+    model = torch.nn.ModuleDict({"proj": layer})
+    updater = SimpleNamespace(get_model=lambda: model)
+
+    def update(self: Any, named_tensors: Any, load_format: str | None) -> tuple[bool, str]:
+        return True, f"{len(named_tensors)} {load_format}"
+
+    assert updates.refuse_direct(update, updater, [1], "direct") == (True, "1 direct")
+    scheme.process_weights_after_loading(layer)
+    success, message = updates.refuse_direct(update, updater, [1], "direct")
+    assert not success and "load_format='direct'" in message
+    for load_format in (None, "flattened_bucket"):
+        assert updates.refuse_direct(update, updater, [1], load_format) == (True, f"1 {load_format}")
+
+
 def test_an_error_on_any_rank_is_one_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where an error that is none of a layer's goes on."""
     here, there = "down: 50% was not loaded", "up: 50% was not loaded"

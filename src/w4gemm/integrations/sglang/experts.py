@@ -37,7 +37,7 @@ from w4gemm.integrations.sglang.takeover import (
     deterministic,
     dummy,
     exchange,
-    fetches_experts,
+    experts_elsewhere,
     hook,
     hook_loading,
     packed_before,
@@ -168,8 +168,8 @@ def _why_not(method: Method, self: Any, layer: Any, config: Any) -> str:
         return reason
     if adapters() and (reason := why_no_adapters(method.takes_adapters)):
         return reason
-    if fetches_experts():
-        return "GPUs fetch experts from one another by the names of SGLang's parameters (--dwdp-size)"
+    if reason := experts_elsewhere():
+        return reason
     if not get_moe_a2a_backend().is_none():
         return f"tokens come in the form of {get_moe_a2a_backend().value}"
     if not fused_activation(config):

@@ -137,11 +137,16 @@ def speculative() -> bool:
     return bool(get_spec().speculative_algorithm)
 
 
-def fetches_experts() -> bool:
-    """True if GPUs fetch experts' weights from one another in each step (``--dwdp-size``)."""
-    from sglang.srt.runtime_context import get_parallel
+def experts_elsewhere() -> str:
+    """Return why not all experts of a layer are where its parameters are, or the empty string."""
+    from sglang.srt.runtime_context import get_exec, get_parallel
 
-    return bool(get_parallel().dwdp_size > 1)
+    if get_parallel().dwdp_size > 1:
+        return "GPUs fetch experts from one another by the names of SGLang's parameters (--dwdp-size)"
+    moe = getattr(get_exec(), "moe", None)
+    if getattr(moe, "enable_paged_experts", False):
+        return "experts come from the host's memory into SGLang's parameters (--enable-paged-experts)"
+    return "" if getattr(moe, "kt_weight_path", None) is None else "the CPU has some experts (--kt-weight-path)"
 
 
 def adapters() -> bool:

@@ -26,6 +26,7 @@ _CALLS = (
     *("end_weight_update", "update_weights_from_disk", "update_weights_from_ipc"),
 )
 """The manager's methods that bring weights, or end an update."""
+_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 _PAUSE = "sglang.srt.utils.torch_memory_saver_adapter._TorchMemorySaverAdapterReal.pause"
 """Method that takes memory of the GPU away until it is resumed (--enable-memory-saver)."""
 
@@ -174,6 +175,7 @@ def install_answers() -> None:
     errors."""
     try:
         hook([Hook(f"{_MANAGER}.{name}", ("self", "recv_req"), answer_with_errors) for name in _CALLS])
+        hook([Hook(f"{_UPDATER}.update_weights_from_tensor", ("self", "named_tensors", "load_format"), refuse_direct)])
     except (ImportError, AttributeError) as e:
         SGLANG.log().warning("w4gemm: SGLang ends when weights are refused, or only a part of a layer's comes: %s", e)
     try:
@@ -187,6 +189,14 @@ def pause_when_done(own: Callable[..., Any], self: Any, tag: str) -> Any:
     it keeps asleep, and takes their memory away while the GPU may still read it (its pull request 37932)."""
     torch.cuda.synchronize()
     return own(self, tag)
+
+
+def refuse_direct(own: Callable[..., Any], self: Any, named_tensors: Any, load_format: str | None = None) -> Any:
+    """Answer with an error if tensors shall be copied over parameters, whatever these are loaded by: SGLang's process
+    would end, as a packed layer has empty ones."""
+    if load_format == "direct" and any(hasattr(module, UPDATES) for module in self.get_model().modules()):
+        return False, "w4gemm has packed weights, over which load_format='direct' cannot copy"
+    return own(self, named_tensors, load_format)
 
 
 def answer_with_errors(own: Callable[..., Any], self: Any, recv_req: Any) -> Any:
