@@ -144,6 +144,9 @@ def test_the_page_has_every_command() -> None:
         ("generate hi --max-tokens 3", "nearest to --max-tokens is --max-new-tokens"),
         ("eval --max-tokens 3", "nearest to --max-tokens is --tokens"),
         ("convert a -o b", "nearest to -o is OUTPUT, without an option"),
+        ("inspect --model a", "nearest to --model is PATH, without an option"),
+        ("eval -m a", "nearest to -m is MODEL, without an option"),
+        ("inspect -m 16", "nearest to -m is --m\n"),
         ("explain 1 64 64 --dtype fp16", "got 'fp16'; nearest is 'float16'\n"),
         ("gemm 1 64 64 --dtype FP8", "got 'FP8'; nearest is 'float8_e4m3fn'\n"),
         ("generate hi --dtype fp8", "got 'fp8'\n"),  # which the command does not take

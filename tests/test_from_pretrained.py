@@ -478,6 +478,20 @@ def test_layers_that_changed_are_described_before_they_are_saved(tmp_path: Path)
     assert torch.equal(logits(from_pretrained(tmp_path / "of no layers")), logits(dense))
 
 
+def test_a_part_that_was_quantized_is_described_before_the_model_is_saved(tmp_path: Path) -> None:
+    write_dense(tmp_path)
+    in_part, by_hand = from_pretrained(tmp_path), from_pretrained(tmp_path)
+    quantize_layers(in_part.model, "nf4_g32")
+    mlp = by_hand.model.layers[0].mlp
+    mlp.up_proj = W4Linear.from_linear(mlp.up_proj, "int4_g32")
+    for model in (in_part, by_hand):
+        with pytest.raises(ValueError, match=r"such as model.layers.0.*: call .*describe\(model\), then save"):
+            model.save_pretrained(tmp_path / "saved")
+        describe(model)
+        model.save_pretrained(tmp_path / "saved")
+        assert torch.equal(logits(from_pretrained(tmp_path / "saved")), logits(model))
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [

@@ -20,7 +20,11 @@ if TYPE_CHECKING or os.path.basename((getattr(sys, "argv", None) or [""])[0]) no
     def _adapt_peft() -> None:
         import w4gemm.integrations.peft  # noqa: F401 (its last line does it: it may be what imports PEFT)
 
+    def _adapt_transformers() -> None:
+        import w4gemm.integrations.undescribed  # noqa: F401 (alike)
+
     when_imported("peft", _adapt_peft)
+    when_imported("transformers.modeling_utils", _adapt_transformers)
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:

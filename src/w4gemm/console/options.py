@@ -40,14 +40,17 @@ _OTHER_COMMANDS = {
 }
 """Commands of other programs, for messages alone."""
 _OTHER_OPTIONS = {
-    **dict.fromkeys(("-p", "--prompt", "--prompts"), "PROMPT, in quotes and without an option"),
-    **dict.fromkeys(("-n", "--n-predict", "--max-tokens"), "--max-new-tokens"),
-    **dict.fromkeys(("-m", "--model-path"), "--model"),
-    **dict.fromkeys(("--bits", "--wbits", "--w-bit", "--group-size", "--q-group-size", "--quantization"), "--format"),
-    **dict.fromkeys(("-d", "--gpu", "--cuda"), "--device"),
-    **dict.fromkeys(("-o", "--output", "--outfile", "--save"), "OUTPUT, without an option"),
+    **dict.fromkeys(("-p", "--prompt", "--prompts"), ("PROMPT, in quotes and without an option",)),
+    **dict.fromkeys(("-n", "--n-predict", "--max-tokens"), ("--max-new-tokens",)),
+    "-m": ("--model", "--m", "PATH, without an option", "MODEL, without an option"),
+    **dict.fromkeys(("--model", "--model-path"), ("--model", "PATH, without an option", "MODEL, without an option")),
+    **dict.fromkeys(
+        ("--bits", "--wbits", "--w-bit", "--group-size", "--q-group-size", "--quantization"), ("--format",)
+    ),
+    **dict.fromkeys(("-d", "--gpu", "--cuda"), ("--device",)),
+    **dict.fromkeys(("-o", "--output", "--outfile", "--save"), ("OUTPUT, without an option",)),
 }
-"""Options of other programs, for messages about commands that have the one meant."""
+"""Options of other programs and commands, for messages: what is meant is the first one that the command has."""
 _SHORT_DTYPES = {
     **dict.fromkeys(("fp32", "f32", "float"), "float32"),
     **dict.fromkeys(("fp16", "f16", "half"), "float16"),
@@ -85,8 +88,9 @@ class CommandParser(argparse.ArgumentParser):
             name = word.partition("=")[0]
             if not re.match("--?[a-zA-Z]", name) or any(option.startswith(name) for option in options):
                 continue
-            meant = _OTHER_OPTIONS.get(name)
-            if meant is None or not re.search(rf"(?<![\w-]){meant.partition(',')[0]}\b", help_text):
+            others = _OTHER_OPTIONS.get(name, ())
+            meant = next((o for o in others if re.search(rf"(?<![\w-]){o.partition(',')[0]}\b", help_text)), None)
+            if meant is None:
                 long = f"-{name}" if f"-{name}" in options else None
                 meant = closest(name, options) if name.startswith("--") else long
             message += f"; nearest to {name} is {meant}" if meant else ""

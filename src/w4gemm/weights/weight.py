@@ -458,6 +458,8 @@ class QuantizedWeight:
             if hasattr(type(self), name):  # Python asks here too if a property raised AttributeError: say which
                 return object.__getattribute__(self, name)
             hint = "; it is no tensor, and dequantize() returns one" if hasattr(torch.Tensor, name) else ""
+            if name in ("cpu", "cuda"):
+                hint = f"; to({name!r}) moves it"
             raise AttributeError(f"a QuantizedWeight has no attribute {name!r}{hint}")
 
     def __repr__(self) -> str:
