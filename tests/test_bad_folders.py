@@ -209,7 +209,11 @@ def test_configs(kind: str, tmp_path: Path) -> None:
     refused(folder, "is a folder of tensors without config.json; what can be loaded")
     (folder / "config.json").write_text(whole)
     (folder / "model.safetensors").unlink()
-    refused(folder, r"holds no whole model: there is no model\.safetensors")
+    refused(folder, r"holds no whole model: there is no model\.safetensors$")
+    (folder / "model-00002-of-00002.safetensors").touch()
+    refused(
+        folder, r"there is no model\.safetensors, nor model\.safetensors\.index\.json, which .* model-00002-of-00002"
+    )
     (folder / "model.safetensors").mkdir()
     refused(folder, r"/model\.safetensors cannot be read: ")
 

@@ -132,6 +132,15 @@ def test_what_no_format_knows_is_named(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").touch()
     with pytest.raises(FormatError, match=r"is a folder with pytorch_model\.bin; what can be loaded"):
         open_checkpoint(tmp_path)
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (tmp_path / name).touch()
+    with pytest.raises(FormatError, match=r"is an adapter of PEFT: give its model, .*; what can be loaded"):
+        open_checkpoint(tmp_path)
+    snapshot = tmp_path / "snapshots" / "123"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    with pytest.raises(FormatError, match=rf"is a folder of the hub's cache: give .*'{snapshot}'; what can be loaded"):
+        open_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("keys", [("quantization",), ("quantization", "quantization_config")], ids=len)

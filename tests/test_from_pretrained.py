@@ -321,6 +321,8 @@ def test_a_gpt2(tmp_path: Path) -> None:
     sizes = {"n_embd": HIDDEN, "n_layer": 1, "n_head": 4, "n_positions": 128, "vocab_size": VOCABULARY}
     config = GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)
     AutoModelForCausalLM.from_config(config).save_pretrained(write_dense(tmp_path))
+    with pytest.raises(ValueError, match=r"got 0 of 1 .*; 4 Conv1D stay dense, because code reads their weights"):
+        from_pretrained(tmp_path, quantization_config=W4GemmConfig())
     tensors = load_file(tmp_path / "model.safetensors")
     expected = {}
     for name in [key.removesuffix(".weight") for key in tensors if re.search(r"\.c_\w+\.weight$", key)]:
@@ -476,6 +478,19 @@ def test_layers_that_changed_are_described_before_they_are_saved(tmp_path: Path)
     dense.save_pretrained(tmp_path / "of no layers")
     assert "quantization_config" not in json.loads((tmp_path / "of no layers" / "config.json").read_text())
     assert torch.equal(logits(from_pretrained(tmp_path / "of no layers")), logits(dense))
+
+
+def test_an_index_without_metadata_is_refused_in_words(tmp_path: Path) -> None:
+    model = from_pretrained(write_dense(tmp_path), quantization_config=W4GemmConfig("nf4_g32"))
+    model.save_pretrained(tmp_path / "saved", max_shard_size="20KB")
+    file = tmp_path / "saved" / "model.safetensors.index.json"
+    index = json.loads(file.read_text())
+    del index["metadata"]
+    file.write_text(json.dumps(index))
+    with pytest.raises(FormatError, match=r"model.safetensors.index.json has no \"metadata\".*: add \"metadata\": {}"):
+        from_pretrained(tmp_path / "saved")
+    file.write_text(json.dumps(index | {"metadata": {}}))
+    assert torch.equal(logits(from_pretrained(tmp_path / "saved")), logits(model))
 
 
 def test_a_part_that_was_quantized_is_described_before_the_model_is_saved(tmp_path: Path) -> None:

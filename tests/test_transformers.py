@@ -292,6 +292,11 @@ def test_a_config_that_transformers_cannot_read(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config | {"num_attention_heads": 0}))
     with pytest.raises(FormatError, match="transformers makes no model"):
         load(folder)
+    custom = {"model_type": "odd", "auto_map": {"AutoConfig": "modeling_odd.OddConfig"}}
+    (folder / "config.json").write_text(json.dumps(config | custom))
+    with pytest.raises(FormatError, match=r"code lies in the folder, .*from_pretrained.*trust_remote_code=True"):
+        load(folder)
+    (folder / "config.json").write_text(json.dumps(config))
     for file in folder.glob("*token*"):
         file.unlink()
     (folder / "config.json").write_text(json.dumps(config))

@@ -108,7 +108,9 @@ def _seen(path: Path) -> str:
     if path.is_dir():
         if (scheme := quantization_config(path)) is not None:
             return f"a model quantized by {scheme.get('quant_method')!r}, which cannot be loaded yet"
-        if not (path / "config.json").exists() and any(path.glob("*.safetensors")):
+        if not any((path / name).exists() for name in ("config.json", "adapter_config.json")) and any(
+            path.glob("*.safetensors")
+        ):
             return "a folder of tensors without config.json"
     elif not path.is_file():
         return "neither a file nor a folder"

@@ -138,6 +138,16 @@ def check_layers(config: dict[str, Any], source: str) -> None:
                 raise FormatError(f"{source}: {key}: wanted at most {_MOST_LAYERS}, got {value}")
 
 
+def check_index(folder: Path) -> None:
+    """Raise FormatError for an index of shards without "metadata", of which transformers says KeyError alone."""
+    try:
+        index = read_json(folder / _INDEX)
+    except (OSError, ValueError, RecursionError):  # which is said where the index is read
+        return
+    if isinstance(index, dict) and "metadata" not in index and not (folder / _SINGLE).exists():
+        raise FormatError(f'{folder}: {_INDEX} has no "metadata", which transformers wants: add "metadata": {{}} to it')
+
+
 def check_files(folder: Path) -> None:
     """Raise FormatError for a pipe or a device in a folder, which a library may open and wait for."""
     for entry in os.scandir(folder):
@@ -205,6 +215,11 @@ def transformers_makes(product: str, path: Path) -> Iterator[None]:
     except (ImportError, FormatError):
         raise
     except Exception as e:
+        if "trust_remote_code" in str(e):
+            raise FormatError(
+                f"{path}: its model's code lies in the folder, and load and the commands run no such code; "
+                "from_pretrained(FOLDER, quantization_config=W4GemmConfig(), trust_remote_code=True) does"
+            ) from e
         reason = printable(f"{type(e).__name__}: {' '.join(str(e).split()):.300}")
         raise FormatError(f"{path}: transformers makes no {product} of it: {reason}") from e
 
@@ -293,10 +308,12 @@ class SafetensorsFolder:
 
 def _variant_in(path: Path) -> str:
     """Return the end of a message about a folder without model.safetensors, if it has a variant of that file, or of the
-    index of shards, as ``save_pretrained(variant=...)`` writes them, or pickled weights."""
+    index of shards, as ``save_pretrained(variant=...)`` writes them, shards without an index, or pickled weights."""
     for name, variants in ((_INDEX, f"{_INDEX[:-5]}.*.json"), (_SINGLE, "model.*.safetensors")):
         if others := sorted(file.name for file in path.glob(variants)):
             return f"; variants are not read: rename {others[0]!r} to {name!r}"
+    if others := sorted(file.name for file in path.glob("model-*-of-*.safetensors")):
+        return f", nor {_INDEX}, which says what {others[0]} and other shards hold"
     if others := sorted(file.name for pattern in _PICKLED for file in path.glob(pattern)):
         return f"; pickled weights are not read: save {others[0]!r} as safetensors"
     return ""

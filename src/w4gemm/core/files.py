@@ -59,6 +59,10 @@ def described(path: Path) -> str:
     """Describe a file or a folder that is no model, for a message."""
     if path.is_dir():
         names = sorted(file.name for file in path.iterdir())
+        if snapshots := sorted(path.glob("snapshots/*/config.json")):
+            return f"a folder of the hub's cache: give the model's folder in it, {str(snapshots[0].parent)!r}"
+        if "adapter_config.json" in names:
+            return "an adapter of PEFT: give its model, to which peft.PeftModel.from_pretrained(model, FOLDER) adds it"
         return (
             f"a folder with {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}" if names else "an empty folder"
         )

@@ -62,6 +62,14 @@ def summarize(model: nn.Module) -> Summary:
     return Summary(dict(formats), sum(m.weight.nbytes for m in packed), dense)
 
 
+def nothing_to_quantize(model: nn.Module) -> ValueError:
+    """Return the error of a model without a layer to quantize, which names GPT-2's and PyTorch's layers that are like
+    linear ones, but whose weights the code around them reads."""
+    others = Counter(type(m).__name__ for m in model.modules() if type(m).__name__ in ("Conv1D", "MultiheadAttention"))
+    kept = "".join(f"; {count} {kind} stay dense, because code reads their weights" for kind, count in others.items())
+    return ValueError(f"model: wanted one with dense linear layers to quantize, got {summarize(model)}{kept}")
+
+
 def quantize_layers(
     model: nn.Module,
     format: WeightFormat | str | None = None,
@@ -103,7 +111,7 @@ def quantize_layers(
     layers, experts = to_quantize(model, skip)
     total = len(layers) + len(experts)
     if not total:
-        raise ValueError(f"model: wanted one with dense linear layers to quantize, got {summarize(model)}")
+        raise nothing_to_quantize(model)
     for done, name in enumerate([*layers], 1):  # nothing else holds a layer then, so that its memory is free
         layer = layers.pop(name)
         compute_weight(layer)

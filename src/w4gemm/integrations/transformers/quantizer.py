@@ -34,7 +34,14 @@ from w4gemm.checkpoints import Checkpoint, open_checkpoint
 from w4gemm.checkpoints.account import Account, Naming, Stored, folder_model
 from w4gemm.checkpoints.dense import SKIP, check_dense, default_format, is_skipped
 from w4gemm.checkpoints.experts import DOWN, GATE_UP, UP
-from w4gemm.checkpoints.hugging_face import check_layers, making, part_tied, quantization_config, read_header
+from w4gemm.checkpoints.hugging_face import (
+    check_index,
+    check_layers,
+    making,
+    part_tied,
+    quantization_config,
+    read_header,
+)
 from w4gemm.checkpoints.quantized_folder import QuantizedFolder
 from w4gemm.checkpoints.w4gemm import METHOD, settings
 from w4gemm.core.errors import FormatError
@@ -51,7 +58,7 @@ from w4gemm.integrations.transformers.awaited import (
 from w4gemm.integrations.transformers.config import W4GemmConfig
 from w4gemm.integrations.transformers.dequantize import DenseExperts, dequantize_layers
 from w4gemm.integrations.transformers.embeddings import Packed, tied_to_heads
-from w4gemm.integrations.transformers.layers import summarize, to_quantize
+from w4gemm.integrations.transformers.layers import nothing_to_quantize, to_quantize
 from w4gemm.integrations.transformers.places import Placement, dtype_of, untie
 from w4gemm.integrations.transformers.saving import (
     alarm_of,
@@ -139,8 +146,9 @@ class W4GemmQuantizer(HfQuantizer):
         return dtype
 
     def update_attn_implementation(self, config: Any) -> Any:
-        # transformers calls this with the config before it makes the layers, and nothing else
+        # transformers calls this with the config before it reads the index and makes the layers, and nothing else
         check_layers(config.to_dict(), "config")
+        check_index(Path(config.name_or_path))
         return config
 
     # --- loading ----------------------------------------------------------------------------------------------------
@@ -220,7 +228,7 @@ class W4GemmQuantizer(HfQuantizer):
         layers, experts = to_quantize(model, tuple(config.skip))
         stay = {name for name in layers if name in kept or kept & {*name.split(".")} or f"{name}.weight" in new}
         if not layers.keys() - stay and not experts:
-            raise ValueError(f"model: wanted one with dense linear layers to quantize, got {summarize(model)}")
+            raise nothing_to_quantize(model)
         for name, layer in layers.items():
             if name not in stay:
                 model.set_submodule(name, AwaitedDense(layer, format or default_format(layer.in_features)))
