@@ -6,8 +6,9 @@ allow. A method that is taken over loads a checkpoint as before, packs the exper
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +29,7 @@ from w4gemm.integrations.vllm.experts_kernel import BatchedW4gemmExperts, Expert
 from w4gemm.integrations.vllm.experts_support import multiplied, no_kernel, read, why_not
 from w4gemm.integrations.vllm.moving import moving, note_balancers
 from w4gemm.integrations.vllm.updates import ExpertsUpdate, ReloadedUpdate, end_reload
+from w4gemm.integrations.wrapping import wrap
 from w4gemm.packing.repack import rows_in_pairs
 from w4gemm.weights.weight import QuantizedWeight
 
@@ -48,6 +50,14 @@ def install() -> None:
     """Have vLLM's quantization configs ask :func:`taken_over`."""
     add_hook(taken_over, CONFIGS)
     note_balancers()
+    with contextlib.suppress(ImportError):  # a config whose linear layers load as vLLM has them load
+        from vllm.model_executor.layers.quantization.online.base import OnlineQuantizationConfig
+
+        wrap(OnlineQuantizationConfig, "get_quant_method", _online)
+
+
+def _online(own: Callable[..., Any], config: Any, layer: Any, prefix: str) -> Any:
+    return taken_over(own(config, layer, prefix), layer)
 
 
 def taken_over(method: Any, layer: Any) -> Any:

@@ -174,9 +174,12 @@ METHODS: Mapping[str, tuple[Callable[[Any, Any], ExpertsSettings], ExpertsFormat
 }
 """For the name of a method of vLLM's, what reads it and its layer for the settings, and how its layers hold numbers."""
 
+_ONLINE = "vLLM quantizes them while it loads them"
 LEFT = {
     "CompressedTensorsW4A8Int8MoEMethod": "their activations are 8-bit integers",
     "CompressedTensorsW8A8Int8MoEMethod": "they and their activations are 8-bit integers",
     "QuarkW4A8Fp8MoEMethod": "their integers were made of e4m3 weights, whose scales multiply them",
+    "Mxfp4OnlineMoEMethod": _ONLINE,
+    "Nvfp4OnlineMoEMethod": _ONLINE,
 }
 """Methods of vLLM's for other experts, and why they are left to vLLM."""
