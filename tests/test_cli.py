@@ -21,6 +21,7 @@ import pytest
 import torch
 
 import w4gemm
+from fuzz import samples
 from w4gemm.cli import convert, parser
 from w4gemm.cli.__main__ import main
 from w4gemm.cli.parser import COMMANDS, make_parser
@@ -263,6 +264,26 @@ def test_a_folder_without_weights(command: str, tmp_path: Path, capsys: pytest.C
     assert capsys.readouterr().err == f"w4gemm: error: {message}\n" and not out.exists()
     assert main(["inspect", str(folder), "--device", "cpu"]) == 0
     assert f"{folder}: dense: a config.json without weights\n" in capsys.readouterr().out
+
+
+def test_inspect_says_which_commands_run_a_checkpoint(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from tiny_model import write_dense
+
+    folder = tiny.parent / "a folder"
+    for make, said in (
+        (
+            samples.FORMATS["gptq"],
+            "to serve it: vllm serve '{path}'; to try it: w4gemm generate PROMPT --model '{path}'",
+        ),
+        (samples.FORMATS["hqq"], "to run it: w4gemm generate PROMPT --model '{path}'"),
+        (write_dense, "to serve it in 4 bits: w4gemm convert '{path}' OUTPUT, then vllm serve OUTPUT; to try it: .*"),
+    ):
+        make(folder)
+        assert main(["inspect", str(folder), "--device", "h200", "--m", "1"]) == 0
+        assert re.fullmatch(said.format(path=re.escape(str(folder))), capsys.readouterr().out.splitlines()[-1])
+        shutil.rmtree(folder)
+    assert main(["inspect", str(tiny), "--device", "h200", "--m", "1"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == f"to run it: w4gemm generate PROMPT --model {tiny}"
 
 
 def test_characters_that_the_terminal_does_not_have(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -187,7 +187,7 @@ def test_code_of_a_folder_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
     write_k2(tmp_path, architectures=["OtherForCausalLM"], auto_map={"AutoConfig": "configuration_x.XConfig"})
     code = f"open({str(ran)!r}, 'w')\nfrom transformers import PretrainedConfig as XConfig\n"
     (tmp_path / "configuration_x.py").write_text(code)
-    with pytest.raises(FormatError, match="contains custom code which must be executed"):
+    with pytest.raises(FormatError, match="code lies in the folder, and load and the commands run no such code"):
         load(tmp_path)
     write_k2(tmp_path, auto_map={"AutoConfig": "configuration_x.X", "AutoModelForCausalLM": "configuration_x.X"})
     load(tmp_path)  # transformers' own code does for it

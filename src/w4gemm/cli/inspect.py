@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import re
+import shlex
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -106,7 +107,21 @@ def run(args: argparse.Namespace) -> int:
         _print_table(("dense matrices", "stored as", "n x k", "", f"MiB in {8 * wide.itemsize} bits"), dense)
     for name, memory in embeddings.items():
         print(f"\n{name} stays packed: {memory}")
+    if not missing:
+        print(f"\n{_next_step(location.format.name, shlex.quote(str(path)))}")
     return 0
+
+
+_SERVED = ("gptq", "awq", "auto-round", "compressed-tensors", "modelopt", "quark", "mxfp4", "fp8")
+"""Formats of checkpoints that vLLM and SGLang load."""
+
+
+def _next_step(format: str, path: str) -> str:
+    """Return which commands run a checkpoint."""
+    here = f"w4gemm generate PROMPT --model {path}"
+    if format == "dense":
+        return f"to serve it in 4 bits: w4gemm convert {path} OUTPUT, then vllm serve OUTPUT; to try it: {here}"
+    return f"to serve it: vllm serve {path}; to try it: {here}" if format in _SERVED else f"to run it: {here}"
 
 
 def _packed_embeddings(checkpoint: Checkpoint, device: Device, dtype: torch.dtype) -> dict[str, str]:
