@@ -186,6 +186,9 @@ def test_dense_folders(tmp_path: Path) -> None:
     whole = from_pretrained(folder, quantization_config=W4GemmConfig("int4_g32", skip=()))
     in_place = quantize_layers(from_pretrained(folder), "int4_g32", skip=())
     assert isinstance(whole.lm_head, W4Linear) and torch.equal(logits(whole), logits(in_place))
+    for options in ({}, {"exclude_embeddings": True}):
+        assert whole.num_parameters(**options) == dense.num_parameters(**options)
+    assert whole.num_parameters(only_trainable=True) == sum(p.numel() for p in whole.parameters() if p.requires_grad)
     tokens = len(whole.get_input_embeddings().weight)
     assert len(whole.resize_token_embeddings(tokens).weight) == len(whole.resize_token_embeddings().weight) == tokens
     with pytest.raises(

@@ -188,12 +188,19 @@ def test_all_linear_layers_but_the_head(base: Callable[[], torch.nn.Module]) -> 
     assert not isinstance(adapted.base_model.model.lm_head, peft.tuners.lora.LoraLayer)
 
 
+def test_all_parameters_are_counted(base: Callable[[], torch.nn.Module]) -> None:
+    dense = with_lora(base().dequantize())
+    assert with_lora(base()).get_nb_trainable_parameters() == dense.get_nb_trainable_parameters()
+
+
 def test_merging_rounds_and_unmerging_brings_back_every_bit(base: Callable[[], torch.nn.Module]) -> None:
     adapted = with_lora(base(), init_lora_weights=False)
     before, name = logits(adapted), "model.layers.0.mlp.down_proj"
     layer = adapted.base_model.model.get_submodule(name)
     weight, delta = layer.base_layer.weight, layer.get_delta_weight("default").detach()
-    with pytest.warns(UserWarning, match="merging rounds the adapter to int4_g32"):
+    with pytest.warns(
+        UserWarning, match=r"merging rounds the adapter to int4_g32; apart, or merged after .*dequantize"
+    ):
         adapted.merge_adapter()
     expected = quantize(weight.dequantize() + delta, weight.format)
     assert torch.equal(layer.base_layer.weight.dequantize(), expected.dequantize())

@@ -21,7 +21,7 @@ if TYPE_CHECKING or os.path.basename((getattr(sys, "argv", None) or [""])[0]) no
         import w4gemm.integrations.peft  # noqa: F401 (its last line does it: it may be what imports PEFT)
 
     def _adapt_transformers() -> None:
-        import w4gemm.integrations.undescribed  # noqa: F401 (alike)
+        import w4gemm.integrations.pretrained_model  # noqa: F401 (alike)
 
     when_imported("peft", _adapt_peft)
     when_imported("transformers.modeling_utils", _adapt_transformers)

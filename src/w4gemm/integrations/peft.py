@@ -89,7 +89,8 @@ class W4LoraLinear(Linear):
         merged = before.dequantize() + delta
         if safe_merge and not torch.isfinite(merged).all():
             raise ValueError(f"adapters {names} make a weight that is not finite")
-        warnings.warn(f"merging rounds the adapter to {before.format}; apart it stays exact", stacklevel=2)
+        exact = "apart, or merged after the model's dequantize(), it stays exact"
+        warnings.warn(f"merging rounds the adapter to {before.format}; {exact}", stacklevel=2)
         layer.weight = quantize(merged, before.format).repack(activations=before.activations)
         if not self.merged:
             self._before_merge = before
@@ -121,8 +122,17 @@ def enable() -> None:
     wrap(BaseTuner, "inject_adapter", _inject_adapter)
     wrap(LoraModel, "_prepare_model", _prepare_model)
     wrap(peft.PeftModel, "_setup_prompt_encoder", _setup_prompt_encoder)
+    wrap(peft.PeftModel, "get_nb_trainable_parameters", _count_parameters)
     for module in (peft, peft.peft_model):
         wrap(module, "set_peft_model_state_dict", _set_state_dict)
+
+
+def _count_parameters(own: Callable[..., tuple[int, int]], model: peft.PeftModel) -> tuple[int, int]:
+    """Count the numbers of packed weights, which are no parameters, as PEFT counts those of bitsandbytes."""
+    from w4gemm.integrations.pretrained_model import packed_numbers
+
+    trainable, total = own(model)
+    return trainable, total + packed_numbers(model)
 
 
 def _create_new_module(
