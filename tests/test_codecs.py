@@ -366,7 +366,8 @@ def test_each_format_has_one_codec():
 
 
 def test_the_order_of_bits_has_a_number():
-    """If this fails because an order is meant to change, raise BIT_ORDER, which has older pickles refused."""
+    """If this fails because an order is meant to change, raise BIT_ORDER, which has older pickles refused. New
+    FORMATS change the digest alone."""
     digest = hashlib.sha256()
     for format in FORMATS:
         parts = random_components(format, 80, 512)
