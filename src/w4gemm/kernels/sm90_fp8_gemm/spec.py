@@ -74,6 +74,16 @@ _MORE_SPLITS = {
 scales on sums 56 tokens of 192 features take half as long again as 48 or 64 do."""
 
 
+_CHAINS = {
+    "64x256_1x1x1_chain_k3": "72 80 88 96 104 112 128",
+    "64x256_1x1x1_chain_k4": "72 80 88 96 104 112 128",
+    "128x256_1x1x1_chain_k3": "24 32 40 48 56 64 72 80 88 96 104 112 128",
+    "128x256_1x1x1_chain_k4": "24 40 56 72 80 88 96 104 112",
+}
+"""For as many tiles as fill over half of a GPU: 4,225 to 5,760 features in tiles of 64, 8,449 to 11,520 in tiles of
+128. Tiles of 64 features with fewer tokens, and of 128 with more, were not faster (H200, 2026-12-01)."""
+
+
 _FINE_TILES = {
     "up to 4 bits, 0 registers, scales on sums": {
         "64x128_1x1x1_coop_k2": "136 144 160 168 176",
@@ -89,6 +99,8 @@ _FINE_TILES = {
         "192x128_1x1x1_coop": "104",
         "128x256_1x1x1_stream": "72 88 104",
         **_MORE_SPLITS,
+        **_CHAINS,
+        "64x128_1x1x1_chain_k4": "136 144 160",
     },
     "up to 4 bits, 0 registers, table rows of 16 bytes": {
         "64x128_1x1x1_coop": "136",
@@ -103,6 +115,7 @@ _FINE_TILES = {
         "256x128_1x1x1_coop": "104",
         "128x256_1x1x1_stream": "88 136 144 152 160",
         **_MORE_SPLITS,
+        **_CHAINS,
         "128x256_1x1x1_coop_k3": _MORE_SPLITS["128x256_1x1x1_coop_k3"] + " 136 144 160",
         "192x256_1x1x1_coop_k4": "8 16 24 32 40 48 56 64 72 80",
     },
@@ -144,6 +157,7 @@ _SPACE = Space(
             lambda v: v.takes_x_sums and str(v.config) not in _BESIDE_FLOATS,
         ),
         mixed.GROUPED_STREAM,
+        mixed.CHAIN,
         mixed.GROUPED_CLUSTER,
         mixed.GATHERED_CLUSTER,
         mixed.GATHERED_WARPS,

@@ -173,7 +173,7 @@ GROUPED_STREAM = Rule(
 CHAIN = Rule(
     "chains",
     "three CTAs or more of a cluster share one tile fewer of a single weight, each with one row block a warpgroup",
-    lambda v: v.chained and (v.config.split_k < 3 or v.grouped or v.m64_atoms > 1 or v.promotes),
+    lambda v: v.chained and (v.config.split_k < 3 or v.grouped or v.m64_atoms > 1),
 )
 GROUPED_CLUSTER = Rule(
     "experts and clusters along m",
